@@ -1,0 +1,22 @@
+"""Bytes on disk: reading and writing GGUF files, the block formats, and finding a model by its name."""
+
+from quarrel.gguf.blocks import dequantize
+from quarrel.gguf.file import GGUFFile, TensorInfo
+from quarrel.gguf.formats import FORMATS, BlockFormat, GGMLType, nbytes
+from quarrel.gguf.metadata import REQUIRED, Metadata
+from quarrel.gguf.values import ValueType
+from quarrel.gguf.vocabulary import check_vocab
+
+__all__ = [
+    "FORMATS",
+    "REQUIRED",
+    "BlockFormat",
+    "GGMLType",
+    "GGUFFile",
+    "Metadata",
+    "TensorInfo",
+    "ValueType",
+    "check_vocab",
+    "dequantize",
+    "nbytes",
+]

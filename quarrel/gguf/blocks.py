@@ -1,0 +1,88 @@
+"""What the bytes of a block mean: the one reference of every format, which kernels and tests are held against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import numpy as np
+from gguf import GGMLQuantizationType, quants
+
+from quarrel.errors import GGUFError
+from quarrel.gguf.formats import FORMATS, GGMLType
+
+# Blocks turned to floats at a time, so that the temporaries stay in the tens of megabytes whatever the tensor's size.
+_CHUNK_ELEMENTS = 1 << 20
+
+
+def dequantize(raw: np.ndarray, ggml_type: GGMLType) -> np.ndarray:
+    """Values of raw blocks: uint8 [..., row_bytes] -> float32 [..., k], exactly as ggml computes them.
+
+    Any bytes are legal content: scales may be NaN or infinite and the results then are too, without a warning.
+    Raises GGUFError for raw that is not uint8 or holds no whole blocks, and for types that are never stored.
+    """
+    block = FORMATS[ggml_type]
+    if raw.dtype != np.uint8 or raw.ndim < 1:
+        raise GGUFError(
+            f"{ggml_type.name} blocks come as a {raw.ndim}-d array of {raw.dtype}, wanted uint8 [..., row_bytes]"
+        )
+    if raw.shape[-1] % block.nbytes:
+        raise GGUFError(
+            f"a {ggml_type.name} row has {raw.shape[-1]} bytes, wanted a multiple of its block of {block.nbytes}"
+        )
+    if ggml_type in (GGMLType.Q8_1, GGMLType.Q8_K):
+        raise GGUFError(f"{ggml_type.name} is a format of activations, which no model file stores")
+    decode = _decoder(ggml_type)
+    blocks = np.ascontiguousarray(raw).reshape(-1, block.nbytes)
+    out = np.empty((len(blocks), block.elements), np.float32)
+    step = max(1, _CHUNK_ELEMENTS // block.elements)
+    with np.errstate(all="ignore"):
+        for start in range(0, len(blocks), step):
+            out[start : start + step] = decode(blocks[start : start + step])
+    return out.reshape(*raw.shape[:-1], raw.shape[-1] // block.nbytes * block.elements)
+
+
+def _decoder(kind: GGMLType) -> Callable[[np.ndarray], np.ndarray]:
+    if kind in _OWN:
+        return _OWN[kind]
+    if kind in _PLAIN:
+        dtype = _PLAIN[kind]
+        return lambda blocks: blocks.view(dtype).astype(np.float32)
+    foreign = GGMLQuantizationType(kind)
+    return lambda blocks: quants.dequantize(blocks, foreign)
+
+
+def _half(blocks: np.ndarray, at: int) -> np.ndarray:
+    """The IEEE half at byte `at` of each block, as float32 [n, 1]."""
+    return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").astype(np.float32)
+
+
+def _q1_0(blocks: np.ndarray) -> np.ndarray:
+    signs = np.unpackbits(blocks[:, 2:], axis=1, bitorder="little")  # [n, 128]
+    d = _half(blocks, 0)
+    return np.where(signs, d, -d)
+
+
+def _q2_0(blocks: np.ndarray) -> np.ndarray:
+    codes = blocks[:, 2:, None] >> np.array([0, 2, 4, 6], np.uint8) & 3  # [n, 16, 4], the lowest bits first
+    return _half(blocks, 0) * (codes.reshape(-1, 64).astype(np.float32) - 1)
+
+
+def _bf16(blocks: np.ndarray) -> np.ndarray:
+    return (blocks.view("<u2").astype(np.uint32) << 16).view(np.float32)
+
+
+_OWN: Mapping[GGMLType, Callable[[np.ndarray], np.ndarray]] = MappingProxyType(
+    {GGMLType.BF16: _bf16, GGMLType.Q1_0: _q1_0, GGMLType.Q2_0: _q2_0}
+)
+_PLAIN: Mapping[GGMLType, str] = MappingProxyType(
+    {
+        GGMLType.F32: "<f4",
+        GGMLType.F16: "<f2",
+        GGMLType.F64: "<f8",
+        GGMLType.I8: "<i1",
+        GGMLType.I16: "<i2",
+        GGMLType.I32: "<i4",
+        GGMLType.I64: "<i8",
+    }
+)

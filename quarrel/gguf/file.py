@@ -1,0 +1,240 @@
+"""An open GGUF model: one read-only mapping per shard, checked once, handed out as views."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import re
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+
+from quarrel.errors import GGUFError, ModelNotFound
+from quarrel.gguf.blocks import dequantize
+from quarrel.gguf.formats import FORMATS, GGMLType
+from quarrel.gguf.header import HEADER_BUDGET, Header, Span, read_header
+from quarrel.gguf.metadata import Metadata
+from quarrel.gguf.vocabulary import check_vocab
+
+SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
+MAX_SHARDS = 1024
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor of an open model. `dims` in GGUF order, fastest first; `offset` from the start of its shard."""
+
+    name: str
+    type: GGMLType
+    dims: tuple[int, ...]
+    offset: int
+    nbytes: int
+    shard: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Row-major, as NumPy and PyTorch say it: [..., k] with blocks along k."""
+        return self.dims[::-1]
+
+
+class _Shard:
+    """One file. Its descriptor stays open, so that what was checked, what is mapped and what is watched are one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            # Without O_NONBLOCK, opening a FIFO would wait for a writer.
+            self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except FileNotFoundError:
+            raise ModelNotFound(f"there is no file {path}") from None
+        except (OSError, ValueError) as error:
+            raise GGUFError(f"cannot be read: {error}") from None
+        self.map: mmap.mmap | None = None
+        try:
+            status = os.fstat(self.descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise GGUFError("is no regular file")
+            if not status.st_size:
+                raise GGUFError("is empty")
+            self.state = _state(status)
+            self.map = mmap.mmap(self.descriptor, status.st_size, access=mmap.ACCESS_READ)
+            with memoryview(self.map) as whole, whole[:HEADER_BUDGET] as view:
+                self.header = read_header(view, status.st_size)
+                self.metadata = _metadata(self.header, view)
+            self.check_unchanged()
+            self.bytes: np.ndarray | None = np.frombuffer(self.map, np.uint8)
+        except OSError as error:
+            self.close()
+            raise GGUFError(f"cannot be mapped: {error}") from None
+        except BaseException:
+            self.close()
+            raise
+
+    def check_unchanged(self) -> None:
+        if self.descriptor < 0 or self.map is None:
+            raise GGUFError(f"{self.path} is closed")
+        if (now := _state(os.fstat(self.descriptor))) != self.state:
+            change = f"{self.state[0]} bytes then, {now[0]} now"
+            raise GGUFError(f"{self.path} changed while it was open ({change}): load it again")
+
+    def close(self) -> None:
+        self.bytes = None
+        if self.map is not None:
+            # Views handed out keep the mapping alive until the last of them dies.
+            with contextlib.suppress(BufferError):
+                self.map.close()
+            self.map = None
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
+def _state(status: os.stat_result) -> tuple[int, int]:
+    return status.st_size, status.st_mtime_ns
+
+
+def _metadata(header: Header, view: memoryview) -> Metadata:
+    values = {key: value.pack(view) if isinstance(value, Span) else value for key, value in header.values.items()}
+    return Metadata(values, header.kinds)
+
+
+class GGUFFile:
+    """A model, in one file or several shards. Open it with `GGUFFile.open(path)`; close it, or use it in a `with`.
+
+    Everything the headers claim is checked before `open` returns. Views from `raw` point into the mapping and stay
+    valid after `close`. They are the file's own pages: if somebody cuts the file short while it is mapped, touching a
+    page that is gone ends the process with SIGBUS, which no Python code can catch. `raw` and `array` look at the file's
+    size and time first, so a change is refused where it can be seen; copy the weights to be safe from a later one.
+    """
+
+    def __init__(self, shards: Sequence[_Shard]) -> None:
+        self._shards = tuple(shards)
+        first = self._shards[0]
+        self.paths = tuple(shard.path for shard in self._shards)
+        self.version = first.header.version
+        self.alignment = first.header.alignment
+        self.metadata = first.metadata
+        tensors: dict[str, TensorInfo] = {}
+        for number, shard in enumerate(self._shards):
+            for entry in shard.header.tensors:
+                if entry.name in tensors:
+                    raise GGUFError(
+                        f"{shard.path}: the tensor {entry.name!r} is also in {self.paths[tensors[entry.name].shard]}"
+                    )
+                offset = shard.header.data_start + entry.offset
+                tensors[entry.name] = TensorInfo(entry.name, entry.type, entry.dims, offset, entry.nbytes, number)
+        self.tensors: Mapping[str, TensorInfo] = MappingProxyType(tensors)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> GGUFFile:
+        """Opens a file, or all shards of a split model: given any one of them by name, or all of them in order.
+
+        Raises ModelNotFound for a file that is not there and GGUFError for one that is not sound.
+        """
+        if isinstance(path, str | os.PathLike):
+            paths = shard_paths(Path(path))
+        else:
+            paths = tuple(Path(item) for item in path)
+        if not 1 <= len(paths) <= MAX_SHARDS:
+            raise GGUFError(f"{len(paths)} shards were given, wanted 1 to {MAX_SHARDS}")
+        shards: list[_Shard] = []
+        at = paths[0]
+        try:
+            for at in paths:
+                shards.append(_Shard(at))
+            for number, shard in enumerate(shards):
+                at = shard.path
+                _check_split(shard.metadata, number, shards)
+            at = paths[0]
+            file = cls(shards)
+            check_vocab(file.metadata, file.tensors)
+        except BaseException as error:
+            for shard in shards:
+                shard.close()
+            if type(error) is GGUFError and not str(error).startswith(str(at)):
+                raise GGUFError(f"{at}: {error}") from None
+            raise
+        return file
+
+    def raw(self, name: str) -> np.ndarray:
+        """The tensor's bytes in the mapping, read-only and not copied: uint8 [*shape[:-1], row_bytes]."""
+        info, shard = self._find(name)
+        assert shard.bytes is not None
+        block = FORMATS[info.type]
+        row = info.dims[0] // block.elements * block.nbytes
+        return shard.bytes[info.offset : info.offset + info.nbytes].reshape(*info.shape[:-1], row)
+
+    def array(self, name: str) -> np.ndarray:
+        """The tensor's values, dequantised: a new float32 array of `shape`."""
+        return dequantize(self.raw(name), self.tensors[name].type)
+
+    def prefetch(self, name: str) -> None:
+        """Asks the system to read the tensor's pages from disk now; returns at once."""
+        self._advise(name, "MADV_WILLNEED")
+
+    def release(self, name: str) -> None:
+        """Lets go of the tensor's resident pages, to keep memory small while weights stream to a device."""
+        self._advise(name, "MADV_DONTNEED")
+
+    def close(self) -> None:
+        for shard in self._shards:
+            shard.close()
+
+    def __enter__(self) -> GGUFFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"GGUFFile({str(self.paths[0])!r}, {len(self.tensors)} tensors, {len(self.paths)} file(s))"
+
+    def _find(self, name: str) -> tuple[TensorInfo, _Shard]:
+        info = self.tensors.get(name)
+        if info is None:
+            raise GGUFError(f"{self.paths[0]} has no tensor {name!r}")
+        shard = self._shards[info.shard]
+        shard.check_unchanged()
+        return info, shard
+
+    def _advise(self, name: str, advice: str) -> None:
+        info, shard = self._find(name)
+        flag = getattr(mmap, advice, None)
+        if flag is None or shard.map is None:  # a system without madvise still works, only slower
+            return
+        start = info.offset // mmap.PAGESIZE * mmap.PAGESIZE
+        shard.map.madvise(flag, start, info.offset + info.nbytes - start)
+
+
+def shard_paths(path: Path) -> tuple[Path, ...]:
+    """All files of the split that `path` names itself a part of, in order; just `path` where its name says nothing."""
+    name = SPLIT_NAME.fullmatch(path.name)
+    if name is None:
+        return (path,)
+    number, count = int(name["number"]), int(name["count"])
+    if not 1 <= number <= count <= MAX_SHARDS:
+        raise GGUFError(f"{path} names itself shard {number} of {count}, wanted 1 to {MAX_SHARDS} shards")
+    return tuple(path.with_name(f"{name['stem']}-{n:05d}-of-{count:05d}.gguf") for n in range(1, count + 1))
+
+
+def _check_split(metadata: Metadata, number: int, shards: Sequence[_Shard]) -> None:
+    count = metadata.int("split.count", 1, lo=0)
+    if max(count, 1) != len(shards):
+        raise GGUFError(
+            f"its header counts {count} shards, but {len(shards)} were opened: keep all shards of a model in one"
+            " folder, under the names they were made with"
+        )
+    if count <= 1:
+        return
+    if (own := metadata.int("split.no")) != number:
+        raise GGUFError(f"its header calls it shard {own + 1} of {count}, but it stands in place {number + 1}")
+    total = sum(len(shard.header.tensors) for shard in shards)
+    if (claimed := metadata.int("split.tensors.count", total)) != total:
+        raise GGUFError(f"its header counts {claimed} tensors in all shards, but they hold {total}")
+    if metadata.int("general.alignment", 32) != shards[0].header.alignment and "general.alignment" in metadata:
+        raise GGUFError(f"its alignment differs from the first shard's {shards[0].header.alignment}")
