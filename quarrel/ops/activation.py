@@ -1,0 +1,108 @@
+"""Elementwise functions: gated activations, and the scaling and capping of logits.
+
+gated:  y = f(gate) * up
+silu:       x * sigmoid(x)
+gelu_tanh:  x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3)))     (Hendrycks and Gimpel 2016)
+cap:    y = c * tanh(scale * x / c), or scale * x without a cap    (Gemma 2)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from quarrel.ops import draw
+from quarrel.ops.contract import Array, Case, Op, Param, Value
+from quarrel.ops.null import Builder
+
+Activation = Literal["silu", "gelu_tanh"]
+
+
+@dataclass(frozen=True)
+class GatedSpec:
+    """`[T, n]` and `[T, n]` to `[T, n]`."""
+
+    activation: Activation
+    n: int
+
+
+def activate(kind: Activation, x: Array) -> Array:
+    """The function by itself, in float64."""
+    x = x.astype(np.float64)
+    if kind == "silu":
+        return x * _sigmoid(x)
+    return 0.5 * x * (1.0 + np.tanh(np.sqrt(2.0 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def _sigmoid(x: Array) -> Array:
+    # Written so that exp never overflows: 1/(1+e^-x) for x >= 0, e^x/(1+e^x) below.
+    e = np.exp(-np.abs(x))
+    return np.where(x >= 0, 1.0, e) / (1.0 + e)
+
+
+def gated_reference(s: GatedSpec, gate: Array, up: Array) -> tuple[Array]:
+    """NumPy body."""
+    return ((activate(s.activation, gate) * up).astype(np.float32),)
+
+
+def _strategy() -> Any:
+    from hypothesis import strategies as st
+
+    spec = st.builds(GatedSpec, st.sampled_from(["silu", "gelu_tanh"]), st.integers(1, 300))
+    return st.builds(lambda s, t: Case(s, {"T": t}), spec, st.integers(1, 9))
+
+
+GATED = Op(
+    "gated",
+    GatedSpec,
+    lambda s: (Param("gate", "act", "T n"), Param("up", "act", "T n")),
+    lambda s: (Param("y", "act", "T n"),),
+    reference=gated_reference,
+    make=lambda c, rng: (
+        draw.activations(rng, c.dims["T"], c.spec.n) * 4,
+        draw.activations(rng, c.dims["T"], c.spec.n),
+    ),
+    cases=lambda: [
+        Case(GatedSpec("silu", 1), {"T": 1}),
+        Case(GatedSpec("silu", 577), {"T": 3}),
+        Case(GatedSpec("gelu_tanh", 1024), {"T": 5}),
+    ],
+    strategy=_strategy,
+)
+
+
+def gated(b: Builder, spec: GatedSpec, gate: Value, up: Value) -> Value:
+    """`f(gate) * up`."""
+    return b.emit(GATED, spec, gate, up)[0]
+
+
+@dataclass(frozen=True)
+class CapSpec:
+    """Logits scaled, then capped; `cap` 0 means no cap."""
+
+    n: int
+    scale: float = 1.0
+    cap: float = 0.0
+
+
+def _cap_reference(s: CapSpec, x: Array) -> tuple[Array]:
+    y = x.astype(np.float64) * s.scale
+    return ((s.cap * np.tanh(y / s.cap) if s.cap else y).astype(np.float32),)
+
+
+CAP = Op(
+    "cap",
+    CapSpec,
+    lambda s: (Param("x", "f32", "T n"),),
+    lambda s: (Param("y", "f32", "T n"),),
+    reference=_cap_reference,
+    make=lambda c, rng: (draw.activations(rng, c.dims["T"], c.spec.n) * 20,),
+    cases=lambda: [Case(CapSpec(33, 1 / 6.0), {"T": 2}), Case(CapSpec(384, 1.0, 30.0), {"T": 3})],
+)
+
+
+def cap(b: Builder, x: Value, scale: float, limit: float) -> Value:
+    """`limit * tanh(scale * x / limit)`, or `scale * x` where the limit is 0."""
+    return b.emit(CAP, CapSpec(int(x.dims[1]), scale, limit), x)[0]

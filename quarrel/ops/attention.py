@@ -1,0 +1,293 @@
+"""Attention over the paged cache, and writing to it.
+
+A cache is blocks of `block_size` tokens, `[C, block_size, n_kv, head_dim]` for keys and for values. Token i of sequence s
+lives in block `block_table[s, i // block_size]` at offset `i % block_size`. Queries are ragged: sequence s owns rows
+`query_start[s]:query_start[s + 1]`, and its last row is its newest token, at position `kv_len[s] - 1`.
+
+    score(q, k) = scale * q . k, then cap * tanh(score / cap) if there is a cap
+    visible     = pos_k <= pos_q, and pos_q - pos_k < window if there is a window
+    out         = softmax over the visible keys; a sink adds exp(sink_h) to the denominator only
+
+Query head h reads key head h // (n_heads / n_kv). Softmax and sums are in float32 or wider. No visible key gives 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from quarrel.gguf import GGMLType
+from quarrel.ops import draw
+from quarrel.ops.contract import (
+    Array,
+    CacheRef,
+    Case,
+    Concrete,
+    ConstRef,
+    KVArrays,
+    Op,
+    Operand,
+    Param,
+    RawWeight,
+    Value,
+    WeightRef,
+)
+from quarrel.ops.null import Builder
+from quarrel.ops.rope import ROPE, RopeSpec
+
+
+@dataclass(frozen=True)
+class KVAppendSpec:
+    """Shape of what one token adds."""
+
+    n_kv: int
+    head_dim: int
+
+    @property
+    def width(self) -> int:
+        return self.n_kv * self.head_dim
+
+
+def kv_append_reference(s: KVAppendSpec, k: Array, v: Array, slots: Array, cache: KVArrays) -> tuple[KVArrays]:
+    """NumPy body: the new cache; the old one is left alone."""
+    shape = cache.k.shape
+    keys, values = (a.copy().reshape(-1, s.n_kv, s.head_dim) for a in (cache.k, cache.v))
+    keys[slots], values[slots] = (a.reshape(-1, s.n_kv, s.head_dim) for a in (k, v))
+    return (KVArrays(keys.reshape(shape), values.reshape(shape)),)
+
+
+def _make_append(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
+    s: KVAppendSpec = case.spec
+    t, size, blocks = case.dims["T"], case.dims["block_size"], case.dims["C"]
+    slots = rng.permutation(size * blocks)[:t].astype(np.int32)
+    return (
+        draw.activations(rng, t, s.width),
+        draw.activations(rng, t, s.width),
+        slots,
+        _draw_cache(rng, blocks, size, s),
+    )
+
+
+KV_APPEND = Op(
+    "kv_append",
+    KVAppendSpec,
+    lambda s: (
+        Param("k", "act", "T width"),
+        Param("v", "act", "T width"),
+        Param("slots", "i32", "T"),
+        Param("cache", "cache"),
+    ),
+    lambda s: (),
+    reference=kv_append_reference,
+    make=_make_append,
+    consumes="cache",
+    cases=lambda: [
+        Case(KVAppendSpec(2, 64), {"T": 5, "block_size": 16, "C": 3}),
+        Case(KVAppendSpec(3, 80), {"T": 1, "block_size": 32, "C": 2}),
+        Case(KVAppendSpec(1, 32), {"T": 64, "block_size": 32, "C": 2}, "every slot"),
+    ],
+)
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Static facts of one layer's attention. `window` and `cap` are off at 0."""
+
+    n_heads: int
+    n_kv: int
+    head_dim: int
+    scale: float
+    window: int = 0
+    cap: float = 0.0
+    sinks: bool = False
+
+    @property
+    def width(self) -> int:
+        return self.n_heads * self.head_dim
+
+
+def attention_params(s: AttentionSpec) -> tuple[Param, ...]:
+    sinks = (Param("sinks", "weight", "n_heads"),) if s.sinks else ()
+    return (
+        Param("q", "act", "T width"),
+        Param("query_start", "i32", "S1"),
+        Param("kv_len", "i32", "S"),
+        Param("block_table", "i32", "S B"),
+        Param("cache", "cache"),
+        *sinks,
+    )
+
+
+def attention_reference(
+    s: AttentionSpec,
+    q: Array,
+    query_start: Array,
+    kv_len: Array,
+    block_table: Array,
+    cache: KVArrays,
+    sinks: RawWeight | None = None,
+) -> tuple[Array]:
+    """NumPy body, in float64, one sequence at a time."""
+    size, group = cache.k.shape[1], s.n_heads // s.n_kv
+    out = np.zeros((len(q), s.n_heads, s.head_dim))
+    sink = None if sinks is None else sinks.dense().reshape(-1).astype(np.float64)
+    for row, n in enumerate(kv_len):
+        start, end = int(query_start[row]), int(query_start[row + 1])
+        blocks = block_table[row, : -(-int(n) // size)]
+        keys, values = (np.repeat(a[blocks].reshape(-1, s.n_kv, s.head_dim)[:n], group, 1) for a in (cache.k, cache.v))
+        queries = q[start:end].reshape(-1, s.n_heads, s.head_dim).astype(np.float64)
+        score = np.einsum("qhd,khd->hqk", queries, keys) * s.scale
+        if s.cap:
+            score = s.cap * np.tanh(score / s.cap)
+        back = (np.arange(n - (end - start), n)[:, None]) - np.arange(n)  # [queries, keys], how far back a key is
+        hidden = (back < 0) | (back >= s.window if s.window else False)
+        score = np.where(hidden, -np.inf, score)
+        top = score.max(-1, keepdims=True, initial=-np.inf)
+        if sink is not None:
+            top = np.maximum(top, sink[:, None, None])
+        p = np.exp(score - np.where(np.isfinite(top), top, 0.0))
+        total = p.sum(-1, keepdims=True)
+        if sink is not None:
+            total = total + np.exp(sink[:, None, None] - top)
+        out[start:end] = np.einsum("hqk,khd->qhd", p / np.where(total > 0, total, 1.0), values)
+    return (out.reshape(q.shape).astype(np.float32),)
+
+
+def _draw_cache(rng: np.random.Generator, blocks: int, size: int, s: KVAppendSpec | AttentionSpec) -> KVArrays:
+    shape = (blocks, size, s.n_kv, s.head_dim)
+    return KVArrays(draw.activations(rng, *shape), draw.activations(rng, *shape))
+
+
+def _make_attention(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
+    """Ragged sequences: up to `Q` new tokens after up to `KV` cached ones, blocks in random order."""
+    s: AttentionSpec = case.spec
+    seqs, size = case.dims["S"], case.dims["block_size"]
+    new = rng.integers(1, case.dims["Q"] + 1, seqs)
+    new[0] = case.dims["Q"]
+    kv_len = (new + rng.integers(0, case.dims["KV"] + 1, seqs)).astype(np.int32)
+    kv_len[0] = new[0] + case.dims["KV"]
+    width = int(-(-kv_len.max() // size))
+    table = rng.permutation(seqs * width).reshape(seqs, width).astype(np.int32)
+    starts = np.concatenate([[0], np.cumsum(new)]).astype(np.int32)
+    sinks = (draw.weight(rng, GGMLType.F32, 1, s.n_heads, 1.0),) if s.sinks else ()
+    q = draw.activations(rng, int(new.sum()), s.width) * 2
+    return (q, starts, kv_len, table, _draw_cache(rng, seqs * width + 1, size, s), *sinks)
+
+
+def _attention_strategy() -> Any:
+    from hypothesis import strategies as st
+
+    def case(
+        kv: int, group: int, dim: int, window: int, cap: float, sinks: bool, s: int, q: int, n: int, size: int
+    ) -> Case:
+        spec = AttentionSpec(kv * group, kv, dim, dim**-0.5, window, cap, sinks)
+        return Case(spec, {"S": s, "Q": q, "KV": n, "block_size": size})
+
+    return st.builds(
+        case,
+        st.integers(1, 3),
+        st.sampled_from([1, 2, 3, 4, 7, 8]),
+        st.sampled_from([16, 32, 64, 80, 96, 128]),
+        st.sampled_from([0, 1, 5, 33]),
+        st.sampled_from([0.0, 20.0]),
+        st.booleans(),
+        st.integers(1, 4),
+        st.integers(1, 20),
+        st.integers(0, 90),
+        st.sampled_from([16, 32]),
+    )
+
+
+ATTENTION = Op(
+    "attention",
+    AttentionSpec,
+    attention_params,
+    lambda s: (Param("y", "act", "T width"),),
+    reference=attention_reference,
+    make=_make_attention,
+    strategy=_attention_strategy,
+    cases=lambda: [
+        Case(AttentionSpec(4, 4, 64, 0.125), {"S": 1, "Q": 1, "KV": 0, "block_size": 16}, "first token"),
+        Case(AttentionSpec(8, 2, 64, 0.125), {"S": 3, "Q": 1, "KV": 100, "block_size": 32}, "decode, GQA 4"),
+        Case(AttentionSpec(7, 1, 128, 0.088), {"S": 2, "Q": 5, "KV": 33, "block_size": 16}, "GQA 7"),
+        Case(AttentionSpec(4, 2, 80, 0.1, window=5), {"S": 2, "Q": 9, "KV": 40, "block_size": 16}, "window"),
+        Case(AttentionSpec(4, 2, 96, 0.1, cap=15.0), {"S": 2, "Q": 33, "KV": 0, "block_size": 32}, "prefill, cap"),
+        Case(AttentionSpec(8, 2, 64, 0.125, window=17, sinks=True), {"S": 2, "Q": 7, "KV": 50, "block_size": 32}, "sinks"),
+        Case(AttentionSpec(2, 1, 256, 0.0625), {"S": 1, "Q": 70, "KV": 600, "block_size": 32}, "long, head_dim 256"),
+    ],
+)
+
+
+@dataclass(frozen=True)
+class RopeAppendSpec:
+    """Rotation of query and key, and the append, in one: what stands between the projections and the attention."""
+
+    q: RopeSpec
+    k: RopeSpec
+
+    @property
+    def append(self) -> KVAppendSpec:
+        return KVAppendSpec(self.k.n_heads, self.k.head_dim)
+
+
+def _rope_append_params(s: RopeAppendSpec) -> tuple[Param, ...]:
+    return (
+        Param("q", "act", f"T {s.q.width}"),
+        Param("k", "act", f"T {s.k.width}"),
+        Param("v", "act", f"T {s.k.width}"),
+        Param("positions", "i32", "T"),
+        Param("freq", "const", str(s.q.half)),
+        Param("slots", "i32", "T"),
+        Param("cache", "cache"),
+    )
+
+
+def _rope_append_expand(b: Builder, s: RopeAppendSpec, inputs: Sequence[Operand]) -> Sequence[Value]:
+    q, k, v, positions, freq, slots, cache = inputs
+    (rotated,) = b.emit(ROPE, s.q, q, positions, freq)
+    (key,) = b.emit(ROPE, s.k, k, positions, freq)
+    b.emit(KV_APPEND, s.append, key, v, slots, cache)
+    return (rotated,)
+
+
+def _make_rope_append(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
+    s: RopeAppendSpec = case.spec
+    _, v, slots, cache = _make_append(Case(s.append, case.dims), rng)
+    t = case.dims["T"]
+    positions = rng.integers(0, 500, t).astype(np.int32)
+    freq = (10000.0 ** (-2.0 * np.arange(s.q.half) / s.q.n_rot)).astype(np.float32)
+    return draw.activations(rng, t, s.q.width), draw.activations(rng, t, s.k.width), v, positions, freq, slots, cache
+
+
+ROPE_APPEND = Op(
+    "rope_append",
+    RopeAppendSpec,
+    _rope_append_params,
+    lambda s: (Param("q", "act", f"T {s.q.width}"),),
+    expand=_rope_append_expand,
+    make=_make_rope_append,
+    consumes="cache",
+    cases=lambda: [
+        Case(RopeAppendSpec(RopeSpec("norm", 4, 64, 64), RopeSpec("norm", 2, 64, 64)), {"T": 5, "block_size": 16, "C": 2}),
+        Case(RopeAppendSpec(RopeSpec("neox", 3, 80, 40), RopeSpec("neox", 3, 80, 40)), {"T": 1, "block_size": 16, "C": 2}),
+    ],
+)
+
+
+def rope_append(b: Builder, spec: RopeAppendSpec, q: Value, k: Value, v: Value, freq: ConstRef, cache: CacheRef) -> Value:
+    """Rotates query and key, appends key and value to the cache; returns the rotated query."""
+    return b.emit(ROPE_APPEND, spec, q, k, v, b.input("positions"), freq, b.input("slots"), cache)[0]
+
+
+def kv_append(b: Builder, spec: KVAppendSpec, k: Value, v: Value, cache: CacheRef) -> None:
+    """Appends key and value as they are (layers without rotation)."""
+    b.emit(KV_APPEND, spec, k, v, b.input("slots"), cache)
+
+
+def attention(b: Builder, spec: AttentionSpec, q: Value, cache: CacheRef, sinks: WeightRef | None = None) -> Value:
+    """`[T, n_heads * head_dim]` of the step's queries over the cache."""
+    rest = () if sinks is None else (sinks,)
+    return b.emit(ATTENTION, spec, q, b.input("query_start"), b.input("kv_len"), b.input("block_table"), cache, *rest)[0]

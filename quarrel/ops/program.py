@@ -1,0 +1,57 @@
+"""A program: the flat list of op calls that one forward pass is, before any backend has seen it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quarrel.ops.contract import Op, Operand, Value
+
+
+@dataclass(frozen=True)
+class Node:
+    """One call: `outputs = op(spec, *inputs)`. `path` says where in the model, such as `blk.3.attn`."""
+
+    op: Op
+    spec: Any
+    inputs: tuple[Operand, ...]
+    outputs: tuple[Value, ...]
+    path: str = ""
+
+
+@dataclass(frozen=True)
+class KVLayer:
+    """What one attention layer keeps per token."""
+
+    n_kv: int
+    head_dim: int
+    window: int = 0
+    """Keys further back than this are never read again; 0 means all are kept."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """Nodes in order, the step's inputs by name, its results by name, and the caches that it appends to."""
+
+    nodes: tuple[Node, ...]
+    inputs: Mapping[str, Value]
+    outputs: Mapping[str, Value]
+    caches: tuple[KVLayer, ...]
+
+
+STEP_INPUTS: Mapping[str, tuple[str, str]] = {
+    "ids": ("i32", "T"),
+    "positions": ("i32", "T"),
+    "slots": ("i32", "T"),
+    "query_start": ("i32", "S1"),
+    "kv_len": ("i32", "S"),
+    "block_table": ("i32", "S B"),
+    "out_rows": ("i32", "R"),
+    "temperature": ("f32", "R"),
+    "top_k": ("i32", "R"),
+    "top_p": ("f32", "R"),
+    "min_p": ("f32", "R"),
+    "uniform": ("f32", "R"),
+}
+"""Every input a step can take, by name: kind and axes. `S1` is S + 1. `slots` are block * block_size + offset."""

@@ -1,0 +1,92 @@
+"""The NumPy reference run on whole ops and whole programs: slow, float64 inside, and the only oracle in the project."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from quarrel.ops.contract import Array, CacheRef, Concrete, ConstRef, KVArrays, Op, Operand, Value, WeightRef
+from quarrel.ops.null import Builder
+from quarrel.ops.program import Node, Program
+from quarrel.ops.step import StepInputs, WeightSource
+
+
+def run_op(op: Op, spec: Any, inputs: Sequence[Concrete]) -> tuple[Concrete, ...]:
+    """One op on concrete arrays; a composite runs as the references of its expansion."""
+    if op.reference is not None:
+        return op.reference(spec, *inputs)
+    builder = Builder()
+    operands: list[Operand] = []
+    bound: dict[int, Concrete] = {}
+    for i, (param, given) in enumerate(zip(op.params(spec), inputs, strict=True)):
+        operand = _stand_in(i, param.kind, param.name, param.dims(spec), given)
+        operands.append(operand)
+        bound[id(operand)] = given
+    assert op.expand is not None
+    outputs = op.expand(builder, spec, operands)
+    program = builder.program()
+    values: dict[int, Array] = {}
+    caches = dict(enumerate(g for g in inputs if isinstance(g, KVArrays)))
+
+    def fetch(operand: Operand) -> Concrete:
+        if isinstance(operand, CacheRef):
+            return caches[0]
+        return bound[id(operand)] if id(operand) in bound else values[operand.id]  # type: ignore[union-attr]
+
+    for node in program.nodes:
+        _run_node(node, fetch, values, caches)
+    results: tuple[Concrete, ...] = tuple(values[v.id] for v in outputs)
+    return (*results, caches[0]) if op.consumes else results
+
+
+def _stand_in(i: int, kind: str, name: str, dims: tuple[Any, ...], given: Concrete) -> Operand:
+    if kind == "weight":
+        assert not isinstance(given, (np.ndarray, KVArrays))
+        return WeightRef(name, given.type, len(given.raw), given.k)
+    if kind == "cache":
+        return CacheRef(0)
+    if kind == "const":
+        return ConstRef(name, tuple(float(x) for x in given))  # type: ignore[union-attr]
+    return Value(-1 - i, kind, dims, name)  # type: ignore[arg-type]
+
+
+def run_program(program: Program, weights: WeightSource, caches: list[KVArrays], inputs: StepInputs) -> Mapping[str, Array]:
+    """The program's outputs by name. `caches` is updated in place. `tokens` is left out unless `inputs.sample` is there."""
+    values = bind_inputs(program, inputs)
+    state = dict(enumerate(caches))
+
+    def fetch(operand: Operand) -> Concrete:
+        if isinstance(operand, WeightRef):
+            return weights.raw(operand)
+        if isinstance(operand, ConstRef):
+            return np.array(operand.data, np.float32)
+        return state[operand.layer] if isinstance(operand, CacheRef) else values[operand.id]
+
+    for node in program.nodes:
+        if all(not isinstance(i, Value) or i.id in values for i in node.inputs):
+            _run_node(node, fetch, values, state)
+    caches[:] = [state[i] for i in range(len(caches))]
+    return {name: values[v.id] for name, v in program.outputs.items() if v.id in values}
+
+
+def bind_inputs(program: Program, inputs: StepInputs) -> dict[int, Array]:
+    """The step's arrays by value id; sampling inputs only if they are there."""
+    values: dict[int, Array] = {}
+    for name, value in program.inputs.items():
+        source: object = inputs if hasattr(inputs, name) else inputs.sample
+        if source is not None:
+            values[value.id] = getattr(source, name)
+    return values
+
+
+def _run_node(node: Node, fetch: Any, values: dict[int, Array], caches: dict[int, KVArrays]) -> None:
+    results = list(run_op(node.op, node.spec, [fetch(i) for i in node.inputs]))
+    if node.op.consumes:
+        (layer,) = (i.layer for i in node.inputs if isinstance(i, CacheRef))
+        state = results.pop()
+        assert isinstance(state, KVArrays)
+        caches[layer] = state
+    for value, result in zip(node.outputs, results, strict=True):
+        values[value.id] = result  # type: ignore[assignment]

@@ -1,0 +1,181 @@
+"""The step: the unit that a device captures. The engine fills host ints, the backend owns every buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
+
+from quarrel.errors import RequestError
+from quarrel.ops.contract import Array, Compute, Concrete, Op, RawWeight, WeightRef
+from quarrel.ops.program import Program
+
+ComputeChoice = Literal["auto", "float32", "float16", "bfloat16"]
+"""What the caller may ask for. `float32` means exact arithmetic on the dequantised values."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a step is sized for."""
+
+    max_tokens: int
+    """Rows of one step, prefill chunks included."""
+    max_seqs: int
+    max_blocks_per_seq: int
+    n_blocks: int
+    block_size: int = 32
+
+
+@dataclass(frozen=True)
+class SampleInputs:
+    """One row per row of `out_rows`; see `ops.sample`."""
+
+    temperature: Array  # [R] float32, 0 is greedy
+    top_k: Array  # [R] int32, 0 is off
+    top_p: Array  # [R] float32, 1 is off
+    min_p: Array  # [R] float32, 0 is off
+    uniform: Array  # [R] float32 in [0, 1)
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """A ragged batch: sequence s owns tokens `query_start[s]:query_start[s + 1]`, each with its slot in the cache."""
+
+    ids: Array  # [T] int32
+    positions: Array  # [T] int32
+    slots: Array  # [T] int32, block * block_size + offset
+    query_start: Array  # [S + 1] int32
+    kv_len: Array  # [S] int32, keys in the cache once this step's tokens are appended
+    block_table: Array  # [S, B] int32, rows padded with 0
+    out_rows: Array  # [R] int32, indices into the T tokens whose results are wanted
+    sample: SampleInputs | None = None
+
+    def check(self, limits: Limits, n_vocab: int) -> None:
+        """Raises `RequestError` if anything is out of range; a device never has to."""
+        tokens, seqs = len(self.ids), len(self.kv_len)
+        rules: list[tuple[str, bool]] = [
+            (f"{tokens} tokens for a step of at most {limits.max_tokens}", 0 < tokens <= limits.max_tokens),
+            (f"{seqs} sequences for a step of at most {limits.max_seqs}", 0 < seqs <= limits.max_seqs),
+            (f"token ids outside 0..{n_vocab - 1}", _within(self.ids, 0, n_vocab)),
+            ("positions and slots unlike the ids", len(self.positions) == len(self.slots) == tokens),
+            ("slots outside the cache", _within(self.slots, 0, limits.n_blocks * limits.block_size)),
+            ("block table outside the cache", _within(self.block_table, 0, limits.n_blocks)),
+            ("out_rows outside the step", _within(self.out_rows, 0, tokens)),
+            ("query_start not from 0 to the token count", _covers(self.query_start, tokens, seqs)),
+            (
+                "more keys than the block table holds",
+                _within(self.kv_len, 1, limits.block_size * self.block_table.shape[1] + 1),
+            ),
+        ]
+        for what, ok in rules:
+            if not ok:
+                raise RequestError(f"step inputs are unusable: {what}; this is the caller's batch, not the model")
+
+
+@dataclass(frozen=True)
+class StepOutputs:
+    """What was asked for; the rest is None."""
+
+    tokens: Array | None = None  # [R] int32
+    logits: Array | None = None  # [R, V] float32
+    hidden: Array | None = None  # [R, E] float32
+
+
+Want = Literal["tokens", "logits", "hidden"]
+
+
+class WeightSource(Protocol):
+    """Where a backend gets raw blocks while it packs."""
+
+    def raw(self, ref: WeightRef) -> RawWeight:
+        """A read-only view of the rows, in place in the file's mapping."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """One line of `quarrel explain`: where, what, by whom, and who declined."""
+
+    path: str
+    op: str
+    spec: str
+    implementation: str
+    declined: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes by purpose, as `quarrel explain` prints them."""
+
+    weights: int
+    weights_in_place: int
+    cache: int
+    activations: int
+
+
+class Step(Protocol):
+    """A compiled program with its weights and cache."""
+
+    limits: Limits
+    compute: Compute
+
+    def __call__(self, inputs: StepInputs, want: Want) -> StepOutputs:
+        """Runs once. `tokens` needs `inputs.sample`."""
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies whole cache blocks (source, destination) in every layer."""
+
+    def explain(self) -> list[Taken]:
+        """Who took what."""
+
+    def memory(self) -> MemoryPlan:
+        """What it holds."""
+
+    def close(self) -> None:
+        """Gives memory, threads and device handles back; the step is unusable afterwards."""
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """One way to compute. `run_op` is the door for tests, fuzzers and QUARREL_CHECK."""
+
+    name: str
+
+    def unavailable(self) -> str | None:
+        """Why this machine cannot run it, or None."""
+
+    def device(self) -> str:
+        """The device in words, such as "NVIDIA H200" or "x86-64, AVX-512 VNNI, 2 threads"."""
+
+    def free_bytes(self) -> int:
+        """Memory that a cache may be planned into."""
+
+    def compile(
+        self,
+        program: Program,
+        weights: WeightSource,
+        limits: Limits,
+        compute: ComputeChoice = "auto",
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Step:
+        """Chooses implementations, packs weights (reporting bytes done and in all), allocates caches and buffers."""
+
+    def run_op(
+        self, op: Op, spec: object, inputs: Sequence[Concrete], compute: ComputeChoice = "auto"
+    ) -> tuple[Concrete, ...]:
+        """One op on concrete host arrays; caches are consumed and returned. Declines as `compile` would."""
+
+    def compute_of(self, choice: ComputeChoice) -> Compute:
+        """The arithmetic behind a choice, which names the tolerance that applies."""
+
+
+def _within(values: Array, low: int, high: int) -> bool:
+    return values.size == 0 or (int(values.min()) >= low and int(values.max()) < high)
+
+
+def _covers(query_start: Array, tokens: int, seqs: int) -> bool:
+    return (
+        len(query_start) == seqs + 1
+        and int(query_start[0]) == 0
+        and int(query_start[-1]) == tokens
+        and bool((query_start[1:] >= query_start[:-1]).all())
+    )
