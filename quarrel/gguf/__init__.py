@@ -4,8 +4,10 @@ from quarrel.gguf.blocks import dequantize
 from quarrel.gguf.file import GGUFFile, TensorInfo
 from quarrel.gguf.formats import FORMATS, BlockFormat, GGMLType, nbytes
 from quarrel.gguf.metadata import REQUIRED, Metadata
+from quarrel.gguf.quantize import quantize
 from quarrel.gguf.values import ValueType
 from quarrel.gguf.vocabulary import check_vocab
+from quarrel.gguf.writer import GGUFWriter
 
 __all__ = [
     "FORMATS",
@@ -13,10 +15,12 @@ __all__ = [
     "BlockFormat",
     "GGMLType",
     "GGUFFile",
+    "GGUFWriter",
     "Metadata",
     "TensorInfo",
     "ValueType",
     "check_vocab",
     "dequantize",
     "nbytes",
+    "quantize",
 ]
