@@ -124,12 +124,7 @@ def _make_linear_add(case: Case, rng: np.random.Generator) -> tuple[Concrete, ..
     return (draw.activations(rng, case.dims["T"], s.n), *_make_linear(Case(s.linear, case.dims), rng))
 
 
-LINEAR_def add_reference(s: AddSpec, a: Array, b: Array) -> tuple[Array]:
-    """NumPy body."""
-    return ((a + np.float32(s.scale) * b).astype(np.float32),)
-
-
-ADD = Op(
+LINEAR_ADD = Op(
     "linear_add",
     LinearAddSpec,
     lambda s: (Param("residual", "f32", "T n"), *(_sized(p, s.linear) for p in linear_params(s.linear))),

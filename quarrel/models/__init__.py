@@ -1,0 +1,33 @@
+"""Which blocks, in which order: architectures as data, and the one assembly that walks them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+
+from quarrel.errors import UnsupportedModel
+from quarrel.gguf import GGUFFile
+from quarrel.models.assembly import assemble
+from quarrel.models.keys import Keys
+from quarrel.models.spec import ModelSpec
+from quarrel.models.tensors import Tensors
+from quarrel.ops.program import Program
+
+ARCHITECTURES: Mapping[str, str] = {
+    name: f"quarrel.models.{name}" for name in ("llama", "qwen2", "qwen3", "granite", "phi3", "gemma2", "gemma3")
+}
+"""`general.architecture` -> the module whose `spec(keys, tensors, n_ctx)` reads it."""
+
+
+def read_spec(file: GGUFFile, n_ctx: int | None = None) -> ModelSpec:
+    """The model's facts. `n_ctx` is the context that will be used (default: the model's own), which longrope depends on."""
+    name = file.metadata.str("general.architecture")
+    if name not in ARCHITECTURES:
+        raise UnsupportedModel(f"the architecture is {name!r}; this version runs {', '.join(sorted(ARCHITECTURES))}")
+    keys = Keys(file.metadata, name)
+    length = n_ctx or keys.int("context_length", lo=1)
+    spec: ModelSpec = importlib.import_module(ARCHITECTURES[name]).spec(keys, Tensors(file), length)
+    return spec
+
+
+__all__ = ["ARCHITECTURES", "Keys", "ModelSpec", "Program", "Tensors", "assemble", "read_spec"]

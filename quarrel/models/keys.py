@@ -1,0 +1,100 @@
+"""Typed, range-checked reads of an architecture's keys, and the part that every transformer has in common."""
+
+from __future__ import annotations
+
+import builtins
+from dataclasses import dataclass
+
+from quarrel.errors import ModelError, UnsupportedModel
+from quarrel.gguf import REQUIRED, Metadata
+from quarrel.models.tensors import Tensors
+
+MAX_LAYERS, MAX_WIDTH, MAX_HEADS, MAX_CONTEXT = 4096, 1 << 20, 4096, 1 << 30
+
+
+class Keys:
+    """The keys below `<architecture>.`, without that prefix."""
+
+    def __init__(self, metadata: Metadata, architecture: builtins.str) -> None:
+        self.metadata, self.architecture = metadata, architecture
+
+    def int(
+        self, name: builtins.str, default: builtins.int = REQUIRED, *, lo: builtins.int = 0, hi: builtins.int = MAX_CONTEXT
+    ) -> builtins.int:
+        return self.metadata.int(f"{self.architecture}.{name}", default, lo=lo, hi=hi)
+
+    def float(
+        self, name: builtins.str, default: builtins.float = REQUIRED, *, lo: builtins.float = -1e30
+    ) -> builtins.float:
+        return self.metadata.float(f"{self.architecture}.{name}", default, lo=lo, hi=1e30)
+
+    def str(self, name: builtins.str, default: builtins.str = REQUIRED) -> builtins.str:
+        return self.metadata.str(f"{self.architecture}.{name}", default)
+
+    def bool(self, name: builtins.str, default: builtins.bool = REQUIRED) -> builtins.bool:
+        return self.metadata.bool(f"{self.architecture}.{name}", default)
+
+    def per_layer(
+        self, name: builtins.str, n_layers: builtins.int, default: builtins.int = REQUIRED, *, lo: builtins.int = 0
+    ) -> list[builtins.int]:
+        """One integer a layer; a single value stands for all."""
+        key = f"{self.architecture}.{name}"
+        if key not in self.metadata and default is not REQUIRED:
+            return [default] * n_layers
+        return self.metadata.ints(key, lo=lo, hi=MAX_WIDTH, count=n_layers)
+
+    def __contains__(self, name: builtins.str) -> builtins.bool:
+        return f"{self.architecture}.{name}" in self.metadata
+
+
+@dataclass(frozen=True)
+class Common:
+    """What all the decoders here read the same way; lists have one entry a layer."""
+
+    n_layers: int
+    n_embd: int
+    n_vocab: int
+    context_length: int
+    norm_eps: float
+    n_heads: list[int]
+    n_kv: list[int]
+    head_dim: int
+    ffn: list[int]
+
+
+def common(keys: Keys, tensors: Tensors) -> Common:
+    """Reads and cross-checks the shared keys."""
+    n_layers = keys.int("block_count", lo=1, hi=MAX_LAYERS) - keys.int("nextn_predict_layers", 0, hi=MAX_LAYERS)
+    n_embd = keys.int("embedding_length", lo=1, hi=MAX_WIDTH)
+    n_heads = keys.per_layer("attention.head_count", n_layers, lo=1)
+    n_kv = keys.per_layer("attention.head_count_kv", n_layers, n_heads[0], lo=1)
+    for heads, kv in zip(n_heads, n_kv):
+        if heads > MAX_HEADS or heads % kv:
+            raise ModelError(f"attention.head_count {heads} is no multiple of head_count_kv {kv}: the file is inconsistent")
+    head_dim = keys.int("attention.key_length", n_embd // n_heads[0], lo=1, hi=4096)
+    value_dim = keys.int("attention.value_length", head_dim, lo=1, hi=4096)
+    if value_dim != head_dim:
+        raise UnsupportedModel(
+            f"attention.value_length {value_dim} differs from key_length {head_dim}; Quarrel wants them equal"
+        )
+    vocabulary = tensors.shape("token_embd.weight")
+    return Common(
+        n_layers=n_layers,
+        n_embd=n_embd,
+        n_vocab=vocabulary[0],
+        context_length=keys.int("context_length", lo=1),
+        norm_eps=keys.float("attention.layer_norm_rms_epsilon", lo=0.0),
+        n_heads=n_heads,
+        n_kv=n_kv,
+        head_dim=head_dim,
+        ffn=keys.per_layer("feed_forward_length", n_layers, lo=1),
+    )
+
+
+def refuse_experts(keys: Keys) -> None:
+    """For architectures whose dense form is supported and whose expert form is not."""
+    experts = keys.int("expert_count", 0, hi=MAX_WIDTH)
+    if experts:
+        raise UnsupportedModel(
+            f"{keys.architecture} with {experts} experts is not supported by this version; a dense {keys.architecture} model is"
+        )

@@ -1,0 +1,61 @@
+"""The tensors of a file as the assembly sees them: by GGUF name, with the shape that the spec demands."""
+
+from __future__ import annotations
+
+from quarrel.errors import ModelError, UnsupportedModel
+from quarrel.gguf import FORMATS, GGUFFile
+from quarrel.ops.contract import RawWeight, WeightRef
+
+
+class Tensors:
+    """Named weights of one open file; also the `WeightSource` that backends pack from."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        self.file = file
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.file.tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Row-major shape; `ModelError` if the tensor is missing."""
+        self._require(name)
+        return self.file.tensors[name].shape
+
+    def matrix(self, name: str, rows: int, k: int) -> WeightRef:
+        """`[rows, k]`, or an error with both shapes."""
+        return self._ref(name, (rows, k))
+
+    def vector(self, name: str, n: int) -> WeightRef:
+        """`[n]`, seen as one row."""
+        return self._ref(name, (n,))
+
+    def optional_vector(self, name: str, n: int) -> WeightRef | None:
+        """`[n]`, or None if the file has no such tensor."""
+        return self.vector(name, n) if name in self else None
+
+    def floats(self, name: str) -> tuple[float, ...]:
+        """All values of a small tensor, such as rope factors."""
+        self._require(name)
+        return tuple(float(x) for x in self.file.array(name).reshape(-1))
+
+    def raw(self, ref: WeightRef) -> RawWeight:
+        """The rows' blocks, in place in the mapping."""
+        rows = self.file.raw(ref.name).reshape(-1, ref.k // FORMATS[ref.type].elements * FORMATS[ref.type].nbytes)
+        return RawWeight(ref.type, rows[ref.start : ref.start + ref.rows], ref.k)
+
+    def _require(self, name: str) -> None:
+        if name not in self.file.tensors:
+            raise ModelError(f"the tensor {name} is missing: the file is incomplete, download or convert it again")
+
+    def _ref(self, name: str, shape: tuple[int, ...]) -> WeightRef:
+        self._require(name)
+        info = self.file.tensors[name]
+        if info.shape != shape:
+            raise ModelError(
+                f"the tensor {name} is {list(info.shape)}, its metadata asks for {list(shape)}: the file is inconsistent"
+            )
+        if info.type not in FORMATS or (info.type.name.startswith(("I", "F64")) and not info.type.name.startswith("IQ")):
+            raise UnsupportedModel(
+                f"the tensor {name} has type {info.type.name}, which holds no weights; convert the model again"
+            )
+        return WeightRef(name, info.type, shape[0] if len(shape) == 2 else 1, shape[-1])
