@@ -39,7 +39,7 @@ def slides(keys: Keys, n_layers: int, period: int) -> list[bool]:
 
 def score_scale(c: Common, layers_27b: int) -> float:
     """The 27B models scale by the width per head, which differs from their head size."""
-    return (c.n_embd / c.n_heads[0] if c.n_layers == layers_27b else c.head_dim) ** -0.5
+    return 1.0 / math.sqrt(c.n_embd / c.n_heads[0] if c.n_layers == layers_27b else c.head_dim)
 
 
 def attentions(

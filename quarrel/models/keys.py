@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-import builtins
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from quarrel.errors import ModelError, UnsupportedModel
 from quarrel.gguf import REQUIRED, Metadata
 from quarrel.models.tensors import Tensors
+
+# The methods of Keys are called int, float, str and bool, which hides the types of those names inside the class.
+_int: TypeAlias = int
+_float: TypeAlias = float
+_str: TypeAlias = str
+_bool: TypeAlias = bool
 
 MAX_LAYERS, MAX_WIDTH, MAX_HEADS, MAX_CONTEXT = 4096, 1 << 20, 4096, 1 << 30
 
@@ -15,35 +21,29 @@ MAX_LAYERS, MAX_WIDTH, MAX_HEADS, MAX_CONTEXT = 4096, 1 << 20, 4096, 1 << 30
 class Keys:
     """The keys below `<architecture>.`, without that prefix."""
 
-    def __init__(self, metadata: Metadata, architecture: builtins.str) -> None:
+    def __init__(self, metadata: Metadata, architecture: _str) -> None:
         self.metadata, self.architecture = metadata, architecture
 
-    def int(
-        self, name: builtins.str, default: builtins.int = REQUIRED, *, lo: builtins.int = 0, hi: builtins.int = MAX_CONTEXT
-    ) -> builtins.int:
+    def int(self, name: _str, default: _int = REQUIRED, *, lo: _int = 0, hi: _int = MAX_CONTEXT) -> _int:
         return self.metadata.int(f"{self.architecture}.{name}", default, lo=lo, hi=hi)
 
-    def float(
-        self, name: builtins.str, default: builtins.float = REQUIRED, *, lo: builtins.float = -1e30
-    ) -> builtins.float:
+    def float(self, name: _str, default: _float = REQUIRED, *, lo: _float = -1e30) -> _float:
         return self.metadata.float(f"{self.architecture}.{name}", default, lo=lo, hi=1e30)
 
-    def str(self, name: builtins.str, default: builtins.str = REQUIRED) -> builtins.str:
+    def str(self, name: _str, default: _str = REQUIRED) -> _str:
         return self.metadata.str(f"{self.architecture}.{name}", default)
 
-    def bool(self, name: builtins.str, default: builtins.bool = REQUIRED) -> builtins.bool:
+    def bool(self, name: _str, default: _bool = REQUIRED) -> _bool:
         return self.metadata.bool(f"{self.architecture}.{name}", default)
 
-    def per_layer(
-        self, name: builtins.str, n_layers: builtins.int, default: builtins.int = REQUIRED, *, lo: builtins.int = 0
-    ) -> list[builtins.int]:
+    def per_layer(self, name: _str, n_layers: _int, default: _int = REQUIRED, *, lo: _int = 0) -> list[_int]:
         """One integer a layer; a single value stands for all."""
         key = f"{self.architecture}.{name}"
         if key not in self.metadata and default is not REQUIRED:
             return [default] * n_layers
         return self.metadata.ints(key, lo=lo, hi=MAX_WIDTH, count=n_layers)
 
-    def __contains__(self, name: builtins.str) -> builtins.bool:
+    def __contains__(self, name: object) -> _bool:
         return f"{self.architecture}.{name}" in self.metadata
 
 
@@ -70,7 +70,7 @@ def common(keys: Keys, tensors: Tensors) -> Common:
     n_kv = keys.per_layer("attention.head_count_kv", n_layers, n_heads[0], lo=1)
     for heads, kv in zip(n_heads, n_kv):
         if heads > MAX_HEADS or heads % kv:
-            raise ModelError(f"attention.head_count {heads} is no multiple of head_count_kv {kv}: the file is inconsistent")
+            raise ModelError(f"head_count {heads} is no multiple of head_count_kv {kv}: the file is inconsistent")
     head_dim = keys.int("attention.key_length", n_embd // n_heads[0], lo=1, hi=4096)
     value_dim = keys.int("attention.value_length", head_dim, lo=1, hi=4096)
     if value_dim != head_dim:
@@ -96,5 +96,5 @@ def refuse_experts(keys: Keys) -> None:
     experts = keys.int("expert_count", 0, hi=MAX_WIDTH)
     if experts:
         raise UnsupportedModel(
-            f"{keys.architecture} with {experts} experts is not supported by this version; a dense {keys.architecture} model is"
+            f"{keys.architecture} with {experts} experts is not supported by this version; use a dense {keys.architecture}"
         )

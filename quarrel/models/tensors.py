@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from quarrel.errors import ModelError, UnsupportedModel
-from quarrel.gguf import FORMATS, GGUFFile
+from quarrel.gguf import FORMATS, GGMLType, GGUFFile
 from quarrel.ops.contract import RawWeight, WeightRef
+
+NOT_WEIGHTS = frozenset(GGMLType[name] for name in ("I8", "I16", "I32", "I64", "F64", "Q8_1", "Q8_K"))
 
 
 class Tensors:
@@ -52,10 +54,8 @@ class Tensors:
         info = self.file.tensors[name]
         if info.shape != shape:
             raise ModelError(
-                f"the tensor {name} is {list(info.shape)}, its metadata asks for {list(shape)}: the file is inconsistent"
+                f"the tensor {name} is {list(info.shape)}, its metadata asks for {list(shape)}: inconsistent file"
             )
-        if info.type not in FORMATS or (info.type.name.startswith(("I", "F64")) and not info.type.name.startswith("IQ")):
-            raise UnsupportedModel(
-                f"the tensor {name} has type {info.type.name}, which holds no weights; convert the model again"
-            )
+        if info.type in NOT_WEIGHTS:
+            raise UnsupportedModel(f"the tensor {name} has type {info.type.name}, which holds no weights: convert it again")
         return WeightRef(name, info.type, shape[0] if len(shape) == 2 else 1, shape[-1])

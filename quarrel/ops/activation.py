@@ -32,8 +32,11 @@ def activate(kind: Activation, x: Array) -> Array:
     """The function by itself, in float64."""
     x = x.astype(np.float64)
     if kind == "silu":
-        return x * _sigmoid(x)
-    return 0.5 * x * (1.0 + np.tanh(np.sqrt(2.0 / np.pi) * (x + 0.044715 * x**3)))
+        factor = _sigmoid(x)
+    else:
+        factor = 0.5 * (1.0 + np.tanh(np.sqrt(2.0 / np.pi) * (x + 0.044715 * x**3)))
+    y: Array = x * factor
+    return y
 
 
 def _sigmoid(x: Array) -> Array:

@@ -257,6 +257,18 @@ def _make_norm_gate_up(case: Case, rng: np.random.Generator) -> tuple[Concrete, 
     return _make_norm_linear(Case(both, case.dims), rng)
 
 
+def _norm_gate_up_cases() -> list[Case]:
+    tried: list[tuple[GGMLType, Activation, int]] = [
+        (GGMLType.Q4_K, "silu", 1),
+        (GGMLType.Q8_0, "gelu_tanh", 3),
+        (GGMLType.Q6_K, "silu", 9),
+    ]
+    return [
+        Case(NormGateUpSpec(NormSpec("rms", 512, 1e-5), LinearSpec(t, 131, 512), LinearSpec(t, 131, 512), act), {"T": rows})
+        for t, act, rows in tried
+    ]
+
+
 NORM_GATE_UP = Op(
     "norm_gate_up",
     NormGateUpSpec,
@@ -264,13 +276,7 @@ NORM_GATE_UP = Op(
     lambda s: (Param("y", "act", f"T {s.gate.n}"),),
     expand=_norm_gate_up_expand,
     make=_make_norm_gate_up,
-    cases=lambda: [
-        Case(
-            NormGateUpSpec(NormSpec("rms", 512, 1e-5), LinearSpec(t, 131, 512), LinearSpec(t, 131, 512), act),
-            {"T": rows},
-        )
-        for t, act, rows in ((GGMLType.Q4_K, "silu", 1), (GGMLType.Q8_0, "gelu_tanh", 3), (GGMLType.Q6_K, "silu", 9))
-    ],
+    cases=_norm_gate_up_cases,
 )
 
 
