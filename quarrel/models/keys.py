@@ -72,6 +72,8 @@ def common(keys: Keys, tensors: Tensors) -> Common:
         if heads > MAX_HEADS or heads % kv:
             raise ModelError(f"head_count {heads} is no multiple of head_count_kv {kv}: the file is inconsistent")
     head_dim = keys.int("attention.key_length", n_embd // n_heads[0], lo=1, hi=4096)
+    if head_dim < 2:
+        raise ModelError(f"embedding_length {n_embd} is too small for {n_heads[0]} heads: the file is inconsistent")
     value_dim = keys.int("attention.value_length", head_dim, lo=1, hi=4096)
     if value_dim != head_dim:
         raise UnsupportedModel(

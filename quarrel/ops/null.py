@@ -108,9 +108,8 @@ def _check(where: str, param: Param, dims: tuple[Dim, ...], operand: Operand, fr
     if param.kind not in kinds:
         raise TypeError(f"{where}: {param.name} wants a {param.kind}, got {operand!r}")
     wanted = tuple(free.get(d, d) if isinstance(d, str) else d for d in dims)
-    bound = len(found) == len(wanted) and all(
-        f == w or (isinstance(w, str) and w not in free) for f, w in zip(found, wanted)
-    )
+    same = len(found) == len(dims)
+    bound = same and all(f == free.get(d, f if isinstance(d, str) else d) for f, d in zip(found, dims))  # type: ignore[arg-type]
     if not bound:
         raise TypeError(f"{where}: {param.name} wants [{', '.join(map(str, wanted))}], got {operand!r}")
     free.update({d: f for d, f in zip(dims, found) if isinstance(d, str)})
