@@ -178,8 +178,9 @@ def read_header(view: memoryview, file_size: int) -> Header:
         key = walk.name("a metadata key", MAX_KEY_BYTES)
         if key in values:
             raise GGUFError(f"the key {key!r} appears twice")
-        kinds[key] = walk.value_type(repr(key))
-        values[key] = walk.value(kinds[key], key)
+        kind = walk.value_type(repr(key))
+        value = values[key] = walk.value(kind, key)
+        kinds[key] = value.element if isinstance(value, Span) else kind
     alignment = _alignment(values)
     names: set[str] = set()
     tensors = []

@@ -52,7 +52,7 @@ class Metadata(Mapping[str, Value]):
         return f"Metadata({len(self)} keys)"
 
     def kind(self, key: _str) -> ValueType | None:
-        """The type that the file gave to this value; None where it came from no file."""
+        """The type that the file gave to this value, or to an array's elements; None where it came from no file."""
         return self._kinds.get(key)
 
     def length(self, key: _str) -> _int | None:

@@ -1,0 +1,130 @@
+"""The synthetic models have the types, shapes and keys of real ones, and the same bytes for the same seed."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quarrel.gguf import GGMLType, GGUFFile
+from tests.paths import need_cases
+from tools import synth_model
+from tools.synth_model import QUANTS, build, load_shapes, tensor_type
+
+SHAPES = load_shapes()
+MIXED = [
+    "mistral",
+    "mixtral",
+    "smollm2",
+    "llama32",
+    "granite4micro",
+    "granitehybrid",
+    "nemotron",
+    "nemotron_h_moe",
+    "qwen3moe",
+]
+
+
+def write(tmp_path: Path, name: str, quant: str, layers: int, seed: int = 0, vocab: Path | None = None) -> Path:
+    writer, _ = build(SHAPES[name], quant, name=name, layers=layers, vocab=vocab, seed=seed)
+    path = tmp_path / f"{name}-{quant}-{layers}-{seed}.gguf"
+    writer.write(path)
+    return path
+
+
+@pytest.mark.parametrize("case", MIXED)
+def test_types_are_those_of_llama_quantize(case: str) -> None:
+    with GGUFFile.open(need_cases(case, "model-q4_k_m.gguf")) as file:
+        arch = file.metadata.str("general.architecture")
+        n_layers = file.metadata.int(f"{arch}.block_count")
+        experts = file.metadata.int(f"{arch}.expert_count", 0)
+        attn_v = sorted(int(name.split(".")[1]) for name in file.tensors if ".attn_v.weight" in name)
+        checked = 0
+        for name, info in file.tensors.items():
+            if info.type is GGMLType.F32:
+                continue
+            layer = int(name.split(".")[1]) if name.startswith("blk.") else 0
+            place = (attn_v.index(layer), len(attn_v)) if ".attn_v." in name else (layer, n_layers)
+            wanted = tensor_type("Q4_K_M", name, info.dims[0], place, experts, "output.weight" not in file.tensors)
+            assert info.type is wanted, name
+            checked += 1
+        assert checked > 10
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+def test_every_quant_opens_and_holds_sane_weights(tmp_path: Path, quant: str) -> None:
+    with GGUFFile.open(write(tmp_path, "smollm2-135m", quant, 1)) as file:
+        assert file.metadata.int("llama.block_count") == 1
+        assert file.metadata.int("general.file_type") == QUANTS[quant][1]
+        for name, std in [("token_embd.weight", 0.02), ("blk.0.attn_q.weight", 0.02), ("blk.0.ffn_down.weight", 0.005)]:
+            values = file.array(name)
+            assert np.isfinite(values).all()
+            assert values.std() == pytest.approx(std, rel=0.05)
+            assert abs(values.mean()) < std / 50
+        rows = file.raw("blk.0.attn_q.weight")
+        assert len({row.tobytes() for row in rows}) == len(rows)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_shape_agrees_with_its_own_keys(name: str) -> None:
+    shape = SHAPES[name]
+    _, plan = build(shape, "Q4_K_M", name=name, layers=len(shape.layers), vocab=None, seed=0)
+    tensors = {tensor.name: tensor for tensor in plan.tensors}
+    assert len(tensors) == len(plan.tensors)
+    keys = synth_model.model_keys(shape, plan.layers, plan.vocab)
+    width = keys["embedding_length"]
+    assert tensors["token_embd.weight"].shape == (shape.vocab["size"], width)
+    for i, parts in enumerate(plan.layers):
+        names = {tensor.split(".")[2] for tensor in tensors if tensor.startswith(f"blk.{i}.")}
+        assert ("attn_q" in names, "ssm_in" in names) == ("a" in parts, "m" in parts)
+        assert ("ffn_up_exps" in names, "ffn_up" in names) == ("e" in parts, "d" in parts)
+    assert synth_model.report(plan).startswith(f"{len(tensors)} tensors")
+
+
+def test_released_parameter_counts() -> None:
+    billions = {"smollm2-135m": 0.1345, "tinyllama-1.1b": 1.1, "mistral-7b": 7.248, "llama-8b": 8.03, "mixtral-8x7b": 46.7}
+    billions |= {"gpt-oss-20b": 20.9, "nemotron-3-nano-30b-a3b": 31.6, "granite-4-h-tiny": 6.94, "granite-4-micro": 3.4}
+    for name, wanted in billions.items():
+        plan = build(SHAPES[name], "Q8_0", name=name, layers=len(SHAPES[name].layers), vocab=None, seed=0)[1]
+        assert sum(np.prod(t.shape, dtype=np.int64) for t in plan.tensors) / 1e9 == pytest.approx(wanted, rel=0.005)
+
+
+def test_the_seed_decides_the_bytes_and_the_layer_count_does_not(tmp_path: Path) -> None:
+    def digests(path: Path) -> dict[str, str]:
+        with GGUFFile.open(path) as file:
+            return {name: hashlib.sha256(file.raw(name).tobytes()).hexdigest() for name in file.tensors}
+
+    one = digests(write(tmp_path, "smollm2-135m", "Q4_0", 1, seed=1))
+    two = digests(write(tmp_path, "smollm2-135m", "Q4_0", 2, seed=1))
+    other = digests(write(tmp_path, "smollm2-135m", "Q4_0", 1, seed=2))
+    assert one == {name: two[name] for name in one}
+    assert all((one[name] == other[name]) == ("norm" in name) for name in one)
+
+
+def test_large_tensors_come_in_small_pieces() -> None:
+    _, plan = build(SHAPES["gpt-oss-20b"], "F16", name="gpt-oss-20b", layers=1, vocab=None, seed=0)
+    embedding = next(tensor for tensor in plan.tensors if tensor.name == "token_embd.weight")
+    piece = next(embedding.make(np.random.default_rng(0)))
+    assert 0 < piece.nbytes <= synth_model.PIECE_BYTES
+
+
+def test_a_borrowed_vocabulary_is_copied_whole(tmp_path: Path) -> None:
+    vocab = need_cases("tinyllama", "model-q4_0x.gguf")
+    path = write(tmp_path, "smollm2-135m", "Q4_0", 1, vocab=vocab)
+    with GGUFFile.open(vocab) as source, GGUFFile.open(path) as copy:
+        keys = [key for key in source.metadata if key.startswith("tokenizer.")]
+        assert keys
+        assert {key: source.metadata[key] for key in keys} == {key: copy.metadata[key] for key in keys}
+        assert {key: source.metadata.kind(key) for key in keys} == {key: copy.metadata.kind(key) for key in keys}
+        assert copy.tensors["token_embd.weight"].shape[0] == 32000
+
+
+def test_dry_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "model.gguf"
+    monkeypatch.setattr(sys, "argv", ["synth_model.py", "smollm2-135m", "Q8_0", str(out), "--layers", "2", "--dry"])
+    synth_model.main()
+    assert "read per decoded token" in capsys.readouterr().out
+    assert not out.exists()

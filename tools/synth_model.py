@@ -1,0 +1,371 @@
+"""Writes a full-size GGUF model with random, sane, quantised weights: for speed runs, where only shapes and types matter.
+
+    python tools/synth_model.py mistral-7b Q4_K_M mistral.gguf [--layers N] [--vocab OTHER.gguf] [--seed N] [--dry]
+
+Shapes are in synth_shapes.toml. Tensor types are those that llama-quantize would choose, with its fallbacks for rows that
+are no multiple of 256. Weights are drawn per tensor from the seed and the tensor's name, in pieces: memory stays below
+1 GB, and a tensor is the same whatever else is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tomllib
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quarrel.errors import QuarrelError
+from quarrel.gguf import FORMATS, GGMLType, GGUFFile, GGUFWriter, nbytes, quantize
+
+T = GGMLType
+QUANTS = {
+    "F16": (T.F16, 1),
+    "Q4_0": (T.Q4_0, 2),
+    "Q8_0": (T.Q8_0, 7),
+    "Q4_K_M": (T.Q4_K, 15),
+    "Q6_K": (T.Q6_K, 18),
+    "MXFP4": (T.Q8_0, 38),
+}
+FALLBACK = {T.Q4_K: T.Q5_0, T.Q5_K: T.Q5_1, T.Q6_K: T.Q8_0}
+POOL_ELEMENTS = 1 << 19
+PIECE_BYTES = 32 << 20
+_MERGES = (
+    "h e|Ġ t|Ġ s|Ġt he|r e|Ġ a|i n|o n|Ġ w|e r|a t|n d|o u|Ġ c|i s|o r|Ġ o|Ġ b|e n|in g|Ġ f|e s|i t|Ġ p|Ġo f|Ġ in|a l|"
+    "Ġt o|Ġa nd|a n|l l|Ġ d|Ġ m|Ġ h|a r|Ġ l|i c|o m|en t|i on"
+)
+BYTE_MERGES = _MERGES.split("|")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One entry of synth_shapes.toml."""
+
+    arch: str
+    layers: tuple[str, ...]
+    embedding: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: Mapping[str, Any]
+    keys: Mapping[str, Any]
+    ff: int = 0
+    expert_ff: int = 0
+    shared_ff: int = 0
+    experts: int = 0
+    experts_used: int = 0
+    expert_type: str = ""
+    gated: bool = True
+    bias: bool = False
+    expert_bias: bool = False
+    sinks: bool = False
+    tied: bool = False
+    second_norm: str = "ffn_norm"
+    ssm: Mapping[str, int] = field(default_factory=dict)
+    rope_scaling: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    name: str
+    shape: tuple[int, ...]
+    type: GGMLType
+    make: Callable[[np.random.Generator], Iterator[np.ndarray]]
+
+
+def load_shapes() -> dict[str, Shape]:
+    with Path(__file__).with_name("synth_shapes.toml").open("rb") as file:
+        table = tomllib.load(file)
+    shapes = {}
+    for name, entry in table.items():
+        layers = tuple(entry.pop("layers").split()) * entry.pop("repeat", 1)
+        shapes[name] = Shape(layers=layers, **entry)
+    return shapes
+
+
+def more_bits(i: int, n: int) -> bool:
+    """The layers of n to which llama-quantize gives better types: the first and last eighth, and every third between."""
+    return i < n // 8 or i >= 7 * n // 8 or (i - n // 8) % 3 == 2
+
+
+def tensor_type(quant: str, name: str, k: int, place: tuple[int, int], experts: int, tied: bool) -> GGMLType:
+    """The type llama-quantize gives to a weight matrix of k columns; `place` is (index, count) for the choice of layers."""
+    base = QUANTS[quant][0]
+    stem = name.split(".")[-2]
+    kind = base
+    if quant == "F16":
+        return T.F16
+    if stem == "output" or (tied and stem == "token_embd"):
+        kind = T.Q8_0 if base is T.Q8_0 or k % 256 else T.Q6_K
+    elif quant == "MXFP4":
+        kind = T.MXFP4 if stem.endswith("_exps") else T.Q8_0
+    elif stem in ("attn_v", "attn_k") and experts == 8:
+        kind = T.Q8_0
+    elif quant == "Q4_K_M" and stem == "attn_output" and experts == 8:
+        kind = T.Q5_K
+    elif quant == "Q4_K_M" and (stem == "attn_v" or stem.startswith("ffn_down")) and more_bits(*place):
+        kind = T.Q6_K
+    if k % FORMATS[kind].elements:
+        kind = FALLBACK.get(kind, kind)
+    return T.F16 if k % FORMATS[kind].elements else kind
+
+
+class Plan:
+    """Lists the tensors of a shape. Embeddings stand out and output projections are small, so that tokens keep apart
+    through the layers and routers spread them over the experts."""
+
+    def __init__(self, shape: Shape, quant: str, layers: int, vocab: int) -> None:
+        self.shape = shape
+        self.quant = quant
+        self.layers = shape.layers[:layers]
+        self.vocab = vocab
+        self.tensors: list[Tensor] = []
+        self.pools: dict[tuple[GGMLType, float], np.ndarray] = {}
+        self._top()
+        attention = 0
+        n_attention = sum("a" in layer for layer in self.layers)
+        for i, parts in enumerate(self.layers):
+            self._layer(i, parts, (attention, n_attention))
+            attention += "a" in parts
+
+    def _top(self) -> None:
+        s = self.shape
+        self._matrix("token_embd", (self.vocab, s.embedding), std=0.02 if s.tied else 1.0)
+        self._ones("output_norm.weight", s.embedding)
+        if not s.tied:
+            self._matrix("output", (self.vocab, s.embedding))
+        if s.rope_scaling:
+            factors = _llama3_factors(s)
+            self._float("rope_freqs.weight", factors.shape, lambda _: factors)
+
+    def _layer(self, i: int, parts: str, attention: tuple[int, int]) -> None:
+        s, blk, place = self.shape, f"blk.{i}.", (i, len(self.layers))
+        self._ones(blk + "attn_norm.weight", s.embedding)
+        if "m" in parts:
+            self._mamba2(blk)
+        if "a" in parts:
+            q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
+            self._matrix(blk + "attn_q", (q, s.embedding), bias=s.bias)
+            self._matrix(blk + "attn_k", (kv, s.embedding), bias=s.bias)
+            self._matrix(blk + "attn_v", (kv, s.embedding), attention, bias=s.bias)
+            self._matrix(blk + "attn_output", (s.embedding, q), std=0.005, bias=s.bias)
+            if s.sinks:
+                self._normal(blk + "attn_sinks.weight", (s.heads,), 1.0)
+        if s.second_norm:
+            self._ones(f"{blk}{s.second_norm}.weight", s.embedding)
+        if "e" in parts:
+            self._normal(blk + "ffn_gate_inp.weight", (s.experts, s.embedding), 0.02)
+            if s.bias:
+                self._normal(blk + "ffn_gate_inp.bias", (s.experts,), 0.02)
+            if s.expert_bias:
+                self._normal(blk + "exp_probs_b.bias", (s.experts,), 0.01)
+            self._feed_forward(blk, "_exps", (s.experts,), s.expert_ff, place, s.bias)
+            if s.shared_ff:
+                self._feed_forward(blk, "_shexp", (), s.shared_ff, place, False)
+        if "d" in parts:
+            self._feed_forward(blk, "", (), s.ff, place, s.bias)
+
+    def _feed_forward(
+        self, blk: str, suffix: str, stack: tuple[int, ...], ff: int, place: tuple[int, int], bias: bool
+    ) -> None:
+        width = self.shape.embedding
+        for part in ("gate", "up") if self.shape.gated else ("up",):
+            self._matrix(f"{blk}ffn_{part}{suffix}", (*stack, ff, width), bias=bias)
+        self._matrix(f"{blk}ffn_down{suffix}", (*stack, width, ff), place, std=0.005, bias=bias)
+
+    def _mamba2(self, blk: str) -> None:
+        s, m = self.shape, self.shape.ssm
+        inner, heads, groups = m["inner_size"], m["time_step_rank"], m["group_count"]
+        channels = inner + 2 * groups * m["state_size"]
+        self._matrix(blk + "ssm_in", (inner + channels + heads, s.embedding))
+        self._float(
+            blk + "ssm_conv1d.weight",
+            (channels, m["conv_kernel"]),
+            lambda rng: rng.uniform(-0.5, 0.5, (channels, m["conv_kernel"])),
+        )
+        self._normal(blk + "ssm_conv1d.bias", (channels,), 0.02)
+        # softplus of this is log-uniform in 0.001..0.1, the range that models start training with.
+        self._float(
+            blk + "ssm_dt.bias",
+            (heads,),
+            lambda rng: np.log(np.expm1(np.exp(rng.uniform(math.log(1e-3), math.log(0.1), heads)))),
+        )
+        self._float(blk + "ssm_a", (heads, 1), lambda rng: rng.uniform(-16, -1, (heads, 1)))
+        self._ones(blk + "ssm_d", heads, 1)
+        self._ones(blk + "ssm_norm.weight", *((groups, inner // groups) if groups > 1 else (inner,)))
+        self._matrix(blk + "ssm_out", (s.embedding, inner), std=0.005)
+
+    def _matrix(
+        self, name: str, shape: tuple[int, ...], place: tuple[int, int] = (0, 1), std: float = 0.02, bias: bool = False
+    ) -> None:
+        s, name_in_file = self.shape, name + ".weight"
+        kind = tensor_type(self.quant, name_in_file, shape[-1], place, s.experts, s.tied)
+        if s.expert_type and name.endswith("_exps"):
+            kind = T[s.expert_type]
+        size = nbytes(kind, shape[::-1])
+        self.tensors.append(Tensor(name_in_file, shape, kind, lambda rng: self._blocks(rng, kind, size, std)))
+        if bias:
+            self._normal(name + ".bias", shape[:-1], 0.02)
+
+    def _ones(self, name: str, *shape: int) -> None:
+        self._float(name, shape, lambda _: np.ones(shape))
+
+    def _normal(self, name: str, shape: tuple[int, ...], std: float) -> None:
+        self._float(name, shape, lambda rng: rng.standard_normal(shape, np.float32) * np.float32(std))
+
+    def _float(self, name: str, shape: tuple[int, ...], values: Callable[[np.random.Generator], np.ndarray]) -> None:
+        self.tensors.append(Tensor(name, shape, T.F32, lambda rng: iter([quantize(values(rng), T.F32)])))
+
+    def _blocks(self, rng: np.random.Generator, kind: GGMLType, size: int, std: float) -> Iterator[np.ndarray]:
+        """Raw blocks, drawn one by one from a pool of quantised normal values: no two rows are alike."""
+        pool = self.pools.get((kind, std))
+        if pool is None:
+            # Its own generator: the pool must not depend on which tensor asked first.
+            x = np.random.default_rng(POOL_ELEMENTS).standard_normal(POOL_ELEMENTS, np.float32) * np.float32(std)
+            pool = quantize(x.reshape(-1, max(32, FORMATS[kind].elements)), kind)  # [blocks, bytes]
+            self.pools[kind, std] = pool
+        step = PIECE_BYTES // pool.shape[1]
+        while size:
+            count = min(step, -(-size // pool.shape[1]))
+            piece = pool[rng.integers(0, len(pool), count)].reshape(-1)[:size]
+            size -= len(piece)
+            yield piece
+
+
+def _llama3_factors(shape: Shape) -> np.ndarray:
+    r = shape.rope_scaling
+    wavelength = 2 * np.pi * shape.keys["rope.freq_base"] ** (np.arange(0, shape.head_dim, 2) / shape.head_dim)
+    smooth = (r["original"] / wavelength - r["low"]) / (r["high"] - r["low"])
+    smooth = np.clip(smooth, 0, 1)
+    return 1 / ((1 - smooth) / r["factor"] + smooth)
+
+
+def synthetic_vocab(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """The tokenizer keys of a byte-level vocabulary of the wanted size: specials at their ids, bytes, merges, filler."""
+    special = {int(i): text for i, text in spec["special"].items()}
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    text = [chr(b) for b in printable] + [chr(256 + i) for i in range(256 - len(printable))]
+    text += [merge.replace(" ", "") for merge in BYTE_MERGES]
+    text += [f"Ġw{i}" for i in range(spec["size"] - len(special) - len(text))]
+    pieces = iter(text)
+    return {
+        "model": "gpt2",
+        "pre": spec["pre"],
+        "tokens": [special.get(i) or next(pieces) for i in range(spec["size"])],
+        "token_type": [3 if i in special else 1 for i in range(spec["size"])],
+        "merges": BYTE_MERGES,
+        "bos_token_id": spec["bos"],
+        "eos_token_id": spec["eos"],
+        "padding_token_id": spec["pad"],
+        "add_bos_token": False,
+        "add_eos_token": False,
+    }
+
+
+def model_keys(shape: Shape, layers: Sequence[str], vocab: int) -> dict[str, Any]:
+    """The keys that a converter writes, without the architecture's prefix; an array where the value differs by layer."""
+    hybrid = bool(shape.ssm)
+    keys: dict[str, Any] = {
+        "block_count": len(layers),
+        "embedding_length": shape.embedding,
+        "attention.head_count": shape.heads,
+        "attention.head_count_kv": [shape.kv_heads if "a" in layer else 0 for layer in layers]
+        if hybrid
+        else shape.kv_heads,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.dimension_count": shape.head_dim,
+        "vocab_size": vocab,
+    }
+    if shape.ff:
+        keys["feed_forward_length"] = shape.ff
+    if shape.experts:
+        keys |= {"expert_count": shape.experts, "expert_used_count": shape.experts_used}
+    if shape.arch == "nemotron_h_moe":
+        keys["feed_forward_length"] = [shape.expert_ff if "e" in layer else 0 for layer in layers]
+    keys |= {f"ssm.{name}": value for name, value in shape.ssm.items()}
+    return keys | dict(shape.keys)
+
+
+def report(plan: Plan) -> str:
+    """Parameters, bytes, and the bytes that one decoded token reads: its own experts, one row of an untied embedding."""
+    parameters = total = read = 0
+    kinds: Counter[str] = Counter()
+    for tensor in plan.tensors:
+        size = nbytes(tensor.type, tensor.shape[::-1])
+        parameters += math.prod(tensor.shape)
+        total += size
+        kinds[tensor.type.name] += size
+        if "_exps." in tensor.name:
+            size = size * plan.shape.experts_used // plan.shape.experts
+        elif tensor.name == "token_embd.weight" and not plan.shape.tied:
+            size //= tensor.shape[0]
+        read += size
+    mixture = ", ".join(f"{name} {size / 1e9:.3f} GB" for name, size in kinds.most_common())
+    return (
+        f"{len(plan.tensors)} tensors, {parameters / 1e9:.3f} G parameters, {total} bytes of weights,"
+        f" {read} read per decoded token; {mixture}"
+    )
+
+
+def build(shape: Shape, quant: str, *, name: str, layers: int, vocab: Path | None, seed: int) -> tuple[GGUFWriter, Plan]:
+    writer = GGUFWriter()
+    writer.add("general.architecture", shape.arch)
+    writer.add("general.type", "model")
+    writer.add("general.name", f"synthetic {name} {quant}")
+    writer.add("general.quantization_version", 2)
+    writer.add("general.file_type", QUANTS[quant][1])
+    size = shape.vocab["size"]
+    if vocab is None:
+        for key, value in synthetic_vocab(shape.vocab).items():
+            writer.add(f"tokenizer.ggml.{key}", value)
+    else:
+        with GGUFFile.open(vocab) as source:
+            size = len(source.metadata.strs("tokenizer.ggml.tokens"))
+            for key, value in source.metadata.items():
+                if key.startswith("tokenizer."):
+                    writer.add(key, value, source.metadata.kind(key))
+    plan = Plan(shape, quant, layers, size)
+    for key, value in model_keys(shape, plan.layers, size).items():
+        writer.add(f"{shape.arch}.{key}", value)
+    for tensor in plan.tensors:
+        writer.add_tensor(tensor.name, partial(_make, tensor, seed), tensor.type, tensor.shape)
+    return writer, plan
+
+
+def _make(tensor: Tensor, seed: int) -> Iterator[np.ndarray]:
+    return tensor.make(np.random.default_rng([seed, zlib.crc32(tensor.name.encode())]))
+
+
+def main() -> None:
+    shapes = load_shapes()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=shapes)
+    parser.add_argument("quant", choices=QUANTS)
+    parser.add_argument("out", type=Path, help="the file to write")
+    parser.add_argument("--layers", type=int, help="keep only the first N layers")
+    parser.add_argument("--vocab", type=Path, help="take the tokenizer of this GGUF file")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dry", action="store_true", help="only print the sizes")
+    args = parser.parse_args()
+    shape = shapes[args.shape]
+    layers = len(shape.layers) if args.layers is None else args.layers
+    if not 1 <= layers <= len(shape.layers):
+        parser.error(f"--layers is {layers}, wanted 1 to {len(shape.layers)}")
+    try:
+        writer, plan = build(shape, args.quant, name=args.shape, layers=layers, vocab=args.vocab, seed=args.seed)
+        print(report(plan))
+        if not args.dry:
+            print(f"{args.out}: {writer.write(args.out)} bytes")
+    except QuarrelError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()
