@@ -5,6 +5,7 @@ from quarrel.gguf.file import GGUFFile, TensorInfo
 from quarrel.gguf.formats import FORMATS, BlockFormat, GGMLType, nbytes
 from quarrel.gguf.metadata import REQUIRED, Metadata
 from quarrel.gguf.quantize import quantize
+from quarrel.gguf.resolve import Resolved, pull, resolve
 from quarrel.gguf.values import ValueType
 from quarrel.gguf.vocabulary import check_vocab
 from quarrel.gguf.writer import GGUFWriter
@@ -17,10 +18,13 @@ __all__ = [
     "GGUFFile",
     "GGUFWriter",
     "Metadata",
+    "Resolved",
     "TensorInfo",
     "ValueType",
     "check_vocab",
     "dequantize",
     "nbytes",
+    "pull",
     "quantize",
+    "resolve",
 ]

@@ -90,7 +90,8 @@ def _half(x: np.ndarray) -> np.ndarray:
 
 
 def _reciprocal(x: np.ndarray) -> np.ndarray:
-    return np.divide(1, x, out=np.zeros_like(x), where=x != 0)
+    inverse: np.ndarray = np.divide(1, x, out=np.zeros_like(x), where=x != 0)
+    return inverse
 
 
 def _affine(x: np.ndarray, levels: int, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

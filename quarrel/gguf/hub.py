@@ -1,0 +1,117 @@
+"""Names of models on the Hugging Face hub, and the files that they mean in its local cache."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from quarrel.errors import ModelNotFound
+from quarrel.gguf.file import SPLIT_NAME
+
+# Tried in this order where a name does not say which file of a repository it means.
+PREFERRED = ("Q4_K_M", "Q4_0", "Q8_0")
+
+_PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
+_HOSTS = ("hf.co/", "huggingface.co/")
+
+
+@dataclass(frozen=True)
+class HubName:
+    """owner/repo[:choice], where choice is a file of the repository or a quantisation such as Q4_K_M."""
+
+    owner: str
+    repo: str
+    choice: str | None
+
+    @classmethod
+    def parse(cls, text: str) -> HubName | None:
+        """None where the text is no such name, or would lead out of its folder."""
+        for host in _HOSTS:
+            text = text.removeprefix(host)
+        path, colon, choice = text.partition(":")
+        owner, _, repo = path.partition("/")
+        if not _PART.fullmatch(owner) or not _PART.fullmatch(repo) or ".." in path or "--" in path:
+            return None
+        if colon and not _inside(choice):
+            return None
+        return cls(owner, repo, choice or None)
+
+    @property
+    def repo_id(self) -> str:
+        return f"{self.owner}/{self.repo}"
+
+    @property
+    def folder(self) -> str:
+        """Its folder in the cache."""
+        return f"models--{self.owner}--{self.repo}"
+
+
+def cache_folder() -> Path:
+    """Where huggingface_hub keeps its files, by its own rules."""
+    for variable, below in (("HF_HUB_CACHE", ""), ("HUGGINGFACE_HUB_CACHE", ""), ("HF_HOME", "hub")):
+        if folder := os.environ.get(variable):
+            return Path(folder).expanduser() / below
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser() / "huggingface" / "hub"
+
+
+def find(name: HubName, cache: Path) -> tuple[Path, ...] | None:
+    """The files of a model that the cache has whole, from the newest snapshot that has them."""
+    for snapshot in _snapshots(cache / name.folder):
+        files = {path.relative_to(snapshot).as_posix(): path for path in snapshot.rglob("*.gguf") if path.is_file()}
+        try:
+            return tuple(files[file] for file in choose(files, name))
+        except ModelNotFound:
+            continue
+    return None
+
+
+def choose(files: Iterable[str], name: HubName) -> tuple[str, ...]:
+    """The file, or all shards, that a name means among the files of its repository. Raises ModelNotFound."""
+    models: dict[str, list[str]] = {}
+    complete: dict[str, int] = {}
+    for file in sorted(files):
+        path = PurePosixPath(file)
+        if path.suffix != ".gguf" or not _inside(file) or re.search(r"mmproj|imatrix", path.name, re.IGNORECASE):
+            continue
+        split = SPLIT_NAME.fullmatch(path.name)
+        stem = str(path.with_name(split["stem"] if split else path.stem))
+        models.setdefault(stem, []).append(file)
+        complete[stem] = int(split["count"]) if split else 1
+    whole = {stem: shards for stem, shards in models.items() if len(shards) == complete[stem]}
+    if not whole:
+        raise ModelNotFound(f"{name.repo_id} has no whole GGUF model among its files")
+    wanted = [name.choice] if name.choice else [] if len(whole) == 1 else list(PREFERRED)
+    for choice in wanted:
+        if found := [stem for stem, shards in whole.items() if _matches(choice, stem, shards)]:
+            return tuple(whole[min(found, key=lambda stem: (len(stem), stem))])
+    if not wanted:
+        return tuple(*whole.values())
+    raise ModelNotFound(
+        f"{name.repo_id} has no file that fits {name.choice or 'a usual quantisation'!r}: name one of"
+        f" {', '.join(list(whole)[:20])}"
+    )
+
+
+def _snapshots(folder: Path) -> list[Path]:
+    try:
+        revision = (folder / "refs" / "main").read_text("utf-8", "replace").strip()
+        snapshots = sorted((folder / "snapshots").iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+    except FileNotFoundError:
+        revision = ""
+        snapshots = list((folder / "snapshots").glob("*"))
+    return sorted(snapshots, key=lambda path: path.name != revision)
+
+
+def _matches(choice: str, stem: str, shards: list[str]) -> bool:
+    if choice.lower().endswith(".gguf"):
+        return any(choice in (file, PurePosixPath(file).name) for file in shards)
+    return re.search(rf"(^|[-_./]){re.escape(choice)}($|[-_./])", stem, re.IGNORECASE) is not None
+
+
+def _inside(path: str) -> bool:
+    """Whether a relative name stays in its folder, on any system."""
+    return bool(path) and not re.search(r"[\\:\0]", path) and all(part not in ("", ".", "..") for part in path.split("/"))

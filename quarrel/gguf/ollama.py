@@ -1,0 +1,142 @@
+"""Finds a model in a local Ollama store: a name leads to a manifest, its layers to blobs. Nothing is ever written there."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quarrel.errors import ModelError, ModelNotFound, UnsupportedModel
+
+LAYER = "application/vnd.ollama.image."
+# Where the Linux packages and the install script keep the service's models.
+SERVICE_STORES = (
+    Path("/usr/share/ollama/.ollama/models"),
+    Path("/var/lib/ollama/.ollama/models"),
+    Path("/var/lib/ollama/models"),
+)
+MAX_TEXT = 4 << 20
+
+# A part cannot start with a dot or hold a separator, so no name can leave the store.
+_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,79}")
+_HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,349}")
+_DIGEST = re.compile(r"sha256[:-]([0-9a-f]{64})")
+
+
+@dataclass(frozen=True)
+class OllamaName:
+    """A name with its defaults filled in: [host/][namespace/]model[:tag]."""
+
+    host: str
+    namespace: str
+    model: str
+    tag: str
+
+    @classmethod
+    def parse(cls, text: str) -> OllamaName | None:
+        """None where the text breaks Ollama's rules, for instance by a part that starts with a dot."""
+        path, _, tag = text.rpartition(":") if ":" in text.rsplit("/", 1)[-1] else (text, "", "latest")
+        parts = path.split("/")
+        if len(parts) > 3:
+            return None
+        host, namespace, model = *("registry.ollama.ai", "library")[: 3 - len(parts)], *parts
+        if not _HOST.fullmatch(host) or not all(_PART.fullmatch(part) for part in (namespace, model, tag)):
+            return None
+        return cls(host, namespace, model, tag)
+
+
+@dataclass(frozen=True)
+class OllamaModel:
+    """What a manifest leads to. The texts are those of its template, system and params layers."""
+
+    paths: tuple[Path, ...]
+    template: str | None
+    system: str | None
+    params: str | None
+
+
+def stores() -> list[Path]:
+    """The folders that may hold models here, most specific first."""
+    own = os.environ.get("OLLAMA_MODELS")
+    return [*([Path(own)] if own else []), Path.home() / ".ollama" / "models", *SERVICE_STORES]
+
+
+def find(name: OllamaName, folders: list[Path]) -> OllamaModel | None:
+    """The model of that name in the first store that has it. Raises ModelError for a manifest that cannot be used."""
+    for store in folders:
+        try:
+            manifest = _child(store / "manifests", name.host, name.namespace, name.model, name.tag)
+            if manifest is not None:
+                return _read(store, manifest)
+        except PermissionError:
+            continue  # the service's store may be closed to us, and another may still have the model
+    return None
+
+
+def _child(folder: Path, *parts: str) -> Path | None:
+    """A file below `folder`; Ollama compares names without regard to case, so an exact entry is only preferred."""
+    for i, part in enumerate(parts):
+        exact = folder / part
+        if not exact.exists():
+            if not folder.is_dir():
+                return None
+            same = sorted(entry for entry in folder.iterdir() if entry.name.lower() == part.lower())
+            if not same:
+                return None
+            exact = same[0]
+        if exact.is_dir() == (i == len(parts) - 1):
+            return None
+        folder = exact
+    return folder
+
+
+def _read(store: Path, path: Path) -> OllamaModel:
+    texts: dict[str, str] = {}
+    models = []
+    kinds = set()
+    for kind, digest, size in _layers(path):
+        kinds.add(kind)
+        if kind == "model":
+            models.append(_blob(store, path, digest, size))
+        elif kind in ("template", "system", "params"):
+            blob = _blob(store, path, digest, size)
+            if blob.stat().st_size > MAX_TEXT:
+                raise ModelError(f"the {kind} of the Ollama manifest {path} is larger than {MAX_TEXT} bytes")
+            texts[kind] = blob.read_text("utf-8", "replace")
+    if "adapter" in kinds:
+        raise UnsupportedModel(f"the Ollama model {path} adds a LoRA adapter, which Quarrel does not apply: merge it first")
+    if not models:
+        if "tensor" in kinds:
+            raise UnsupportedModel(f"the Ollama model {path} is stored as safetensors, not GGUF: pull a tag that is GGUF")
+        raise ModelError(f"the Ollama manifest {path} names no model layer: pull the model again")
+    return OllamaModel(tuple(models), texts.get("template"), texts.get("system"), texts.get("params"))
+
+
+def _layers(path: Path) -> Iterator[tuple[str, str, int | None]]:
+    if path.stat().st_size > MAX_TEXT:
+        raise ModelError(f"the Ollama manifest {path} is larger than {MAX_TEXT} bytes")
+    try:
+        manifest: Any = json.loads(path.read_bytes())
+        for layer in manifest["layers"]:
+            kind, digest, size = layer["mediaType"], layer["digest"], layer.get("size")
+            if not isinstance(kind, str) or not isinstance(digest, str) or not isinstance(size, int | None):
+                raise TypeError("a layer has fields of the wrong type")
+            yield kind.removeprefix(LAYER), digest, size
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelError(f"the Ollama manifest {path} is malformed: {error!r}") from None
+
+
+def _blob(store: Path, manifest: Path, digest: str, size: int | None) -> Path:
+    match = _DIGEST.fullmatch(digest)
+    if match is None:
+        raise ModelError(f"the Ollama manifest {manifest} holds {digest[:80]!r}, wanted sha256: and 64 hexadecimal digits")
+    blob = store / "blobs" / f"sha256-{match[1]}"
+    if not blob.is_file():
+        raise ModelNotFound(f"the Ollama manifest {manifest} names {blob}, which is not there: pull the model again")
+    if size is not None and blob.stat().st_size != size:
+        raise ModelError(f"{blob} has {blob.stat().st_size} bytes, wanted {size}: pull the model again")
+    return blob
