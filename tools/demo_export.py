@@ -1,0 +1,116 @@
+"""Write a run of train_demo as a GGUF file of architecture `llama`.
+
+    python -m tools.demo_export run/ quarrel/demo/quarrel-demo-11M-Q8_0.gguf --quant Q8_0
+
+Matrices take the types that llama-quantize would give them, norms stay F32. Nothing is permuted: the model was trained
+with the rotation of GGUF's llama, pairs (2i, 2i+1).
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import sentencepiece
+
+from quarrel.gguf import GGMLType, GGUFWriter
+from tools.demo_data import BOS, EOS
+from tools.demo_model import Llama, Shape
+from tools.synth_model import QUANTS, tensor_type
+from tools.train_demo import load
+
+DESCRIPTION = (
+    "A small English story model that travels with Quarrel, for trying it out and for its tests. Trained by "
+    "tools/train_demo.py on children's classics and fairy tales from Project Gutenberg that are in the public domain in "
+    "the United States; see MODEL_CARD.md."
+)
+NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # tokenizer.ggml.token_type
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("run", type=Path, help="folder written by train_demo")
+    parser.add_argument("target", type=Path)
+    parser.add_argument("--quant", choices=sorted(QUANTS), default="Q8_0")
+    args = parser.parse_args()
+    print(f"{args.target}: {export(args.run, args.target, args.quant)} bytes")
+
+
+def export(run: Path, target: Path, quant: str) -> int:
+    """Write the file and return its size in bytes."""
+    model = load(run)
+    sp = sentencepiece.SentencePieceProcessor(model_file=str(run / "tokenizer.model"))
+    writer = GGUFWriter()
+    _add_general(writer, model, quant)
+    _add_shape(writer, model.shape)
+    _add_tokenizer(writer, sp)
+    for name, parameter in model.named_parameters():
+        array = parameter.detach().numpy()
+        kind = GGMLType.F32
+        if array.ndim == 2:
+            layer = int(name.split(".")[1]) if name.startswith("blk.") else 0
+            kind = tensor_type(quant, name, array.shape[1], (layer, model.shape.block_count), 0, tied=True)
+        writer.add_tensor(name, array, kind)
+    return writer.write(target)
+
+
+def _add_general(writer: GGUFWriter, model: Llama, quant: str) -> None:
+    millions = f"{sum(p.numel() for p in model.parameters()) / 1e6:.0f}M"
+    writer.add("general.architecture", "llama")
+    writer.add("general.type", "model")
+    writer.add("general.name", f"Quarrel demo {millions}")
+    writer.add("general.basename", "quarrel-demo")
+    writer.add("general.size_label", millions)
+    writer.add("general.author", "The Quarrel founders")
+    writer.add("general.license", "apache-2.0")
+    writer.add("general.description", DESCRIPTION)
+    writer.add("general.languages", ["en"])
+    writer.add("general.tags", ["text-generation", "stories"])
+    writer.add("general.dataset.count", 1)
+    writer.add("general.dataset.0.name", "Children's classics and fairy tales from Project Gutenberg")
+    writer.add("general.dataset.0.organization", "Project Gutenberg")
+    writer.add("general.dataset.0.url", "https://www.gutenberg.org/")
+    writer.add("general.file_type", QUANTS[quant][1])
+    writer.add("general.quantization_version", 2)
+
+
+def _add_shape(writer: GGUFWriter, shape: Shape) -> None:
+    writer.add("llama.vocab_size", shape.vocab_size)
+    writer.add("llama.context_length", shape.context_length)
+    writer.add("llama.embedding_length", shape.embedding_length)
+    writer.add("llama.feed_forward_length", shape.feed_forward_length)
+    writer.add("llama.block_count", shape.block_count)
+    writer.add("llama.attention.head_count", shape.head_count)
+    writer.add("llama.attention.head_count_kv", shape.head_count_kv)
+    writer.add("llama.attention.key_length", shape.head_dim)
+    writer.add("llama.attention.value_length", shape.head_dim)
+    writer.add("llama.attention.layer_norm_rms_epsilon", shape.rms_epsilon)
+    writer.add("llama.rope.dimension_count", shape.head_dim)
+    writer.add("llama.rope.freq_base", shape.rope_freq_base)
+
+
+def _add_tokenizer(writer: GGUFWriter, sp: sentencepiece.SentencePieceProcessor) -> None:
+    ids = range(sp.get_piece_size())
+    writer.add("tokenizer.ggml.model", "llama")
+    writer.add("tokenizer.ggml.pre", "default")
+    writer.add("tokenizer.ggml.tokens", [sp.id_to_piece(i) for i in ids])
+    writer.add("tokenizer.ggml.scores", [float(sp.get_score(i)) for i in ids])
+    writer.add("tokenizer.ggml.token_type", [_token_type(sp, i) for i in ids])
+    writer.add("tokenizer.ggml.bos_token_id", BOS)
+    writer.add("tokenizer.ggml.eos_token_id", EOS)
+    writer.add("tokenizer.ggml.unknown_token_id", sp.unk_id())
+    writer.add("tokenizer.ggml.add_bos_token", True)
+    writer.add("tokenizer.ggml.add_eos_token", False)
+    writer.add("tokenizer.ggml.add_space_prefix", True)
+
+
+def _token_type(sp: sentencepiece.SentencePieceProcessor, token: int) -> int:
+    if sp.is_unknown(token):
+        return UNKNOWN
+    if sp.is_control(token):
+        return CONTROL
+    return BYTE if sp.is_byte(token) else NORMAL
+
+
+if __name__ == "__main__":
+    main()
