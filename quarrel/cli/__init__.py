@@ -1,0 +1,59 @@
+"""The command line: what people type, and every error as one sentence."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import sys
+from collections.abc import Sequence
+
+from quarrel.cli.parser import UsageError, make_parser
+from quarrel.cli.terminal import note
+from quarrel.errors import QuarrelError
+
+OK, FAILED, USAGE, INTERRUPTED, CLOSED_PIPE = 0, 1, 2, 130, 141
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command. Returns 0, 1 for an error, 2 for a wrong command line, 130 after Ctrl-C, 141 for a closed pipe."""
+    _tolerate_any_terminal()
+    parser = make_parser()
+    try:
+        args = parser.parse_args(argv)
+    except SystemExit as stop:  # argparse has printed its usage or its help
+        return int(stop.code or 0)
+    try:
+        command = importlib.import_module(f"quarrel.cli.{args.command}")
+        status: int = command.run(args)
+        sys.stdout.flush()
+        return status
+    except UsageError as error:
+        note(f"quarrel {args.command}: {error} (see quarrel {args.command} --help)")
+        return USAGE
+    except QuarrelError as error:
+        note(f"quarrel: {error}")
+    except BrokenPipeError:
+        return _leave_pipe()
+    except KeyboardInterrupt:
+        note("")
+        return INTERRUPTED
+    except MemoryError:
+        note("quarrel: this machine has no memory left for it: use a smaller model or a smaller --ctx")
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        note(f"quarrel: {where}{error.strerror or error}")
+    return FAILED
+
+
+def _tolerate_any_terminal() -> None:
+    """A character that the terminal's encoding lacks becomes a question mark, never an error."""
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace"), (sys.stderr, "replace")):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
+
+
+def _leave_pipe() -> int:
+    """The reader (`| head`) has gone: what is still buffered must not fail once more when the interpreter exits."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return CLOSED_PIPE

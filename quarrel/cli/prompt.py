@@ -1,0 +1,73 @@
+"""Which model and which text a command line means, however its user is used to saying it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from quarrel.cli.parser import DEFAULT_MODEL, UsageError
+from quarrel.errors import ModelNotFound, RequestError
+from quarrel.gguf import resolve
+
+MAX_BYTES = 64 << 20
+
+
+def model_and_text(args: argparse.Namespace) -> tuple[str, str]:
+    """The model's name and the text, from options, positional arguments, a file or stdin.
+
+    `PROMPT`, `MODEL PROMPT`, `-m MODEL PROMPT`, `MODEL -p PROMPT` and `MODEL < file` all work. One positional argument is
+    the prompt, unless the prompt is given otherwise or it is one word that names a model here.
+    """
+    words: list[str] = args.words
+    given = args.prompt is not None or args.file is not None
+    if args.prompt is not None and args.file is not None:
+        raise UsageError("the text is given twice, by --prompt and by --file; give one of them")
+    wanted = (args.model is None) + (not given)
+    if len(words) > wanted:
+        raise UsageError(f"too many arguments ({' '.join(map(repr, words))}); put the text in quotes")
+    model, text = args.model, args.prompt
+    if len(words) == 2:
+        model, text = words
+    elif words and (given or (model is None and _names_a_model(words[0]))):
+        model = words[0]
+    elif words:
+        text = words[0]
+    if text is None:
+        text = _from_file(args.file) if args.file is not None else _from_stdin()
+    return model or DEFAULT_MODEL, as_unicode(text)
+
+
+def as_unicode(text: str) -> str:
+    """Bytes of the command line or a file that were no valid text, as U+FFFD."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
+def _names_a_model(word: str) -> bool:
+    if any(c.isspace() for c in word):
+        return False
+    if word.startswith("hf://") or word.endswith(".gguf"):
+        return True
+    try:
+        resolve(word, download=False)
+    except ModelNotFound:
+        return False
+    return True
+
+
+def _from_file(name: str) -> str:
+    if name == "-":
+        return _from_stdin()
+    path = Path(name).expanduser()
+    with path.open("rb") as file:
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise RequestError(f"{path} holds more than {MAX_BYTES >> 20} MiB, which no context takes; give a shorter text")
+    return data.decode("utf-8", "replace")
+
+
+def _from_stdin() -> str:
+    if sys.stdin is None or sys.stdin.isatty():
+        raise UsageError("there is no text: give it in quotes, with --file, or on standard input")
+    text = sys.stdin.read(MAX_BYTES)
+    return text.removesuffix("\n")
