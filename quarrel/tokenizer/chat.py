@@ -1,0 +1,141 @@
+"""Chat templates of a file, and what a caller may put into them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from quarrel.errors import RequestError, TokenizerError
+from quarrel.gguf import Metadata
+from quarrel.tokenizer.renderer import Renderer
+from quarrel.tokenizer.special import Trust
+from quarrel.tokenizer.templates import BUILTIN_TEMPLATES
+
+KEY: Final = "tokenizer.chat_template"
+# Templates make tokens of roles ('<|' + role + '|>'), so a role must be one of those that models are trained on.
+ROLES: Final = (
+    "system",
+    "developer",
+    "user",
+    "assistant",
+    "model",
+    "tool",
+    "function",
+    "ipython",
+    "tool_call",
+    "tool_response",
+    "assistant_tool_call",
+    "available_tools",
+    "documents",
+    "document",
+    "observation",
+)
+MAX_MESSAGES: Final = 10_000
+MAX_KWARGS: Final = 16
+MAX_KWARG_CHARS: Final = 1024
+RESERVED: Final = (
+    *("messages", "tools", "documents", "add_generation_prompt", "chat_template", "tokenize"),
+    *("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token"),
+    *("raise_exception", "strftime_now", "range", "dict", "namespace", "cycler", "joiner", "loop", "self", "super"),
+)
+_KWARG: Final = re.compile(r"[a-z][a-z0-9_]{0,63}")
+
+
+class ChatTemplates:
+    """The file's template, its named variants (tokenizer.chat_template.NAME), and the built-in ones."""
+
+    def __init__(self, metadata: Metadata, control_texts: Mapping[str, str]) -> None:
+        self.default = metadata.str(KEY, None)
+        self.named = {key.removeprefix(KEY + "."): metadata.str(key) for key in metadata if key.startswith(KEY + ".")}
+        self._control_texts = dict(control_texts)
+        self._renderer = Renderer()
+
+    def text(self) -> str:
+        """All that any of the templates writes by itself, for finding out which tokens are structure."""
+        return "\n".join([self.default or "", *self.named.values(), *BUILTIN_TEMPLATES.values()])
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        add_generation_prompt: bool,
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        documents: Sequence[Mapping[str, object]] | None = None,
+        name: str | None = None,
+        kwargs: Mapping[str, bool | str] | None = None,
+    ) -> list[tuple[str, Trust]]:
+        """The chat's text in runs, each with who wrote it."""
+        variables = {
+            **_checked_kwargs(kwargs or {}),
+            "messages": _checked_messages(messages),
+            "add_generation_prompt": bool(add_generation_prompt),
+            "tools": _checked_objects("tools", tools),
+            "documents": _checked_objects("documents", documents),
+        }
+        return self._renderer.render(self._choose(name, tools is not None), variables, self._control_texts)
+
+    def smoke(self) -> list[tuple[str, Trust]]:
+        """A greeting by the file's template. Raises TokenizerError where it cannot be rendered."""
+        try:
+            return self.render([{"role": "user", "content": "Hello"}], True)
+        except RequestError as error:
+            raise TokenizerError(f"the chat template cannot render a greeting: {error}") from None
+
+    def _choose(self, name: str | None, with_tools: bool) -> str:
+        if name is None and with_tools and "tool_use" in self.named:
+            return self.named["tool_use"]
+        if name is None:
+            if self.default is None:
+                raise RequestError(
+                    "the model file has no chat template; choose one with --chat-template: "
+                    f"{', '.join(BUILTIN_TEMPLATES)}, or a Jinja text"
+                )
+            return self.default
+        if "{{" in name or "{%" in name:
+            return name
+        if name in self.named:
+            return self.named[name]
+        if name in BUILTIN_TEMPLATES:
+            return BUILTIN_TEMPLATES[name]
+        known = ", ".join([*self.named, *BUILTIN_TEMPLATES])
+        raise RequestError(f"there is no chat template {name[:80]!r}; --chat-template takes {known}, or a Jinja text")
+
+
+def _checked_messages(messages: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
+    checked = _checked_objects("messages", messages)
+    if not checked:
+        raise RequestError("there are no messages, wanted at least one")
+    if len(checked) > MAX_MESSAGES:
+        raise RequestError(f"there are {len(checked)} messages, wanted at most {MAX_MESSAGES}")
+    for at, message in enumerate(checked):
+        if message.get("role") not in ROLES:
+            found = repr(message.get("role"))[:80]
+            raise RequestError(f"messages[{at}] has the role {found}, wanted one of {', '.join(ROLES)}")
+    return checked
+
+
+def _checked_objects(what: str, values: Sequence[Mapping[str, object]] | None) -> list[dict[str, object]] | None:
+    if values is None:
+        return None
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Sequence):
+        raise RequestError(f"{what} is a {type(values).__name__}, wanted a list")
+    for at, value in enumerate(values):
+        if not isinstance(value, Mapping):
+            raise RequestError(f"{what}[{at}] is a {type(value).__name__}, wanted an object")
+    return [dict(value) for value in values]
+
+
+def _checked_kwargs(kwargs: Mapping[str, bool | str]) -> dict[str, bool | str]:
+    if len(kwargs) > MAX_KWARGS:
+        raise RequestError(f"there are {len(kwargs)} template arguments, wanted at most {MAX_KWARGS}")
+    for name, value in kwargs.items():
+        if not isinstance(name, str) or _KWARG.fullmatch(name) is None or name in RESERVED:
+            raise RequestError(f"a template argument cannot be called {str(name)[:80]!r}")
+        if not isinstance(value, bool | str):
+            raise RequestError(f"the template argument {name} is a {type(value).__name__}, wanted true, false or a text")
+        if isinstance(value, str) and len(value) > MAX_KWARG_CHARS:
+            raise RequestError(
+                f"the template argument {name} has {len(value)} characters, wanted at most {MAX_KWARG_CHARS}"
+            )
+    return dict(kwargs)

@@ -1,0 +1,191 @@
+"""Renders templates in a process of its own, which is killed when it takes too long."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from quarrel.errors import RequestError, TokenizerError
+from quarrel.tokenizer.special import Trust
+
+WORKER: Final = Path(__file__).with_name("render_worker.py")
+MAX_TEMPLATE_BYTES: Final = 256 << 10
+MAX_REQUEST_BYTES: Final = 16 << 20
+# JSON spends up to six bytes on a character of one byte, and six more on each change of trust.
+MAX_REPLY_BYTES: Final = 64 << 20
+# The worker limits its own processor time, to 250 ms a rendering. These are for a worker that does not get any.
+START_S: Final = 20.0
+COMPILE_S: Final = 10.0
+RENDER_S: Final = 2.0
+
+
+class Renderer:
+    """Templates to text. One worker, started when first needed and after each one that had to be stopped. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._worker: _Worker | None = None
+
+    def render(
+        self, template: str, variables: Mapping[str, object], control_texts: Mapping[str, str]
+    ) -> list[tuple[str, Trust]]:
+        """The text in runs of one trust each. Raises TokenizerError for the template's faults, RequestError for the
+        variables'."""
+        source = template.encode("utf-8", "replace")
+        if len(source) > MAX_TEMPLATE_BYTES:
+            raise TokenizerError(f"the chat template has {len(source)} bytes, wanted at most {MAX_TEMPLATE_BYTES}")
+        name = hashlib.sha256(source).hexdigest()
+        request = _json({"do": "render", "name": name, "variables": variables, "control_texts": control_texts})
+        with self._lock:
+            if self._worker is None or not self._worker.usable():
+                self._worker = _Worker()
+            worker = self._worker
+            if name not in worker.compiled:
+                worker.ask(_json({"do": "compile", "name": name, "template": source.decode()}), COMPILE_S)
+                worker.compiled.add(name)
+            return _runs(worker.ask(request, RENDER_S))
+
+    def close(self) -> None:
+        """Ends the worker; a later `render` starts another."""
+        with self._lock:
+            if self._worker is not None:
+                self._worker.close()
+            self._worker = None
+
+
+class _Worker:
+    """A running render_worker.py."""
+
+    def __init__(self) -> None:
+        # Nothing of the environment but what Python needs: keys and tokens in it are no template's business.
+        kept = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME", "TZ", "TMPDIR")
+        environment = {name: os.environ[name] for name in kept if name in os.environ}
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-S", "-s", "-P", "-B", str(WORKER)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,
+                bufsize=0,
+            )
+        except OSError as error:
+            raise TokenizerError(f"no process can be started to render chat templates: {error}") from None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._process, self._owner = process, os.getpid()
+        self._input, self._output = process.stdin.fileno(), process.stdout.fileno()
+        self.compiled: set[str] = set()
+        self.close = weakref.finalize(self, _end, process, self._owner)
+        os.set_blocking(self._input, False)
+        self.ask(_json({"do": "compile", "name": "", "template": ""}), START_S)
+
+    def usable(self) -> bool:
+        """A forked child must not share its parent's worker: their requests would mix."""
+        return self.close.alive and self._owner == os.getpid() and self._process.poll() is None
+
+    def ask(self, request: bytes, limit_s: float) -> dict[str, Any]:
+        deadline = time.monotonic() + limit_s
+        try:
+            self._write(len(request).to_bytes(4, "big") + request, deadline)
+            size = int.from_bytes(self._read(4, deadline), "big")
+            if size > MAX_REPLY_BYTES:
+                self._fail("gave a reply without end")
+            reply: dict[str, Any] = json.loads(self._read(size, deadline))
+        except (OSError, ValueError):
+            self._fail(self._death())
+        if "error" in reply:
+            _refuse(reply["error"], reply["message"])
+        return reply
+
+    def _write(self, data: bytes, deadline: float) -> None:
+        view = memoryview(data)
+        while view:
+            self._wait(self._input, select.POLLOUT, deadline)
+            view = view[os.write(self._input, view) :]
+
+    def _read(self, size: int, deadline: float) -> bytes:
+        chunks = []
+        while size:
+            self._wait(self._output, select.POLLIN, deadline)
+            chunk = os.read(self._output, min(size, 1 << 20))
+            if not chunk:
+                self._fail(self._death())
+            chunks.append(chunk)
+            size -= len(chunk)
+        return b"".join(chunks)
+
+    def _wait(self, descriptor: int, event: int, deadline: float) -> None:
+        poll = select.poll()
+        poll.register(descriptor, event)
+        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            self._fail("took too long, and was stopped")
+
+    def _death(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if self._process.wait(1.0) == -signal.SIGPROF:
+                return "took too much time (it has 250 ms), and was stopped"
+        return "brought down the process that renders it"
+
+    def _fail(self, what: str) -> NoReturn:
+        self.close()
+        raise TokenizerError(f"the chat template {what}; choose another one with --chat-template")
+
+
+def _json(request: Mapping[str, object]) -> bytes:
+    try:
+        data = json.dumps(request, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError:
+        raise RequestError("a message holds a lone surrogate, which no encoding can carry; send valid Unicode") from None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"a message is no JSON value: {error}") from None
+    if len(data) > MAX_REQUEST_BYTES:
+        raise RequestError(f"the messages have {len(data)} bytes, wanted at most {MAX_REQUEST_BYTES}")
+    return data
+
+
+def _refuse(kind: str, message: str) -> NoReturn:
+    if kind == "raised":
+        raise RequestError(f"the chat template refuses these messages: {message}")
+    if kind == "failed":
+        raise RequestError(f"the chat template failed on these messages: {message}")
+    if kind == "syntax":
+        raise TokenizerError(f"the chat template is no valid Jinja: {message}; choose another one with --chat-template")
+    if kind == "security":
+        raise TokenizerError(f"the chat template reaches for what it must not touch: {message}")
+    raise TokenizerError(f"the chat template {message}, and was stopped")
+
+
+def _runs(reply: Mapping[str, Any]) -> list[tuple[str, Trust]]:
+    text, at, runs = reply["text"], 0, []
+    for length, level in reply["runs"]:
+        runs.append((text[at : at + length], Trust(level)))
+        at += length
+    return runs
+
+
+def _end(process: subprocess.Popen[bytes], owner: int) -> None:
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):
+                pipe.close()
+    if owner == os.getpid():
+        process.kill()
+        process.wait()
+    else:
+        # Not this process's child: there is nothing to wait for, and Popen need not warn about it.
+        process.returncode = 0

@@ -1,0 +1,237 @@
+"""Text to ids and back, by the vocabulary of a GGUF file."""
+
+from __future__ import annotations
+
+import operator
+import os
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, SupportsIndex
+
+from quarrel.errors import RequestError, TokenizerError
+from quarrel.gguf import GGUFFile, Metadata
+from quarrel.tokenizer.bpe import BytePairModel
+from quarrel.tokenizer.charsmap import MAX_BYTES, CharsMap
+from quarrel.tokenizer.chat import ChatTemplates
+from quarrel.tokenizer.detokenizer import Detokenizer, PieceBytes
+from quarrel.tokenizer.guard import is_text
+from quarrel.tokenizer.special import SpecialTokens, Trust
+from quarrel.tokenizer.spm import SentencePieceModel
+from quarrel.tokenizer.ugm import UnigramModel
+from quarrel.tokenizer.vocab import Kind, TokenizerWarning, Vocabulary, read_vocabulary
+from quarrel.tokenizer.wpm import WordPieceModel
+
+
+class _Model(Protocol):
+    def encode(self, text: str, after_special: bool) -> list[int]: ...
+
+
+def load_tokenizer(source: str | os.PathLike[str] | Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer of a GGUF file, of a model's name, or of metadata already read. Reads nothing but the header.
+
+    Raises TokenizerError where the vocabulary is unusable, GGUFError where the file is not sound, ModelNotFound.
+    """
+    if isinstance(source, Metadata):
+        return Tokenizer(source)
+    if isinstance(source, Mapping):
+        return Tokenizer(Metadata(source))
+    with GGUFFile.open(Path(source)) as file:
+        return Tokenizer(file.metadata)
+
+
+class Tokenizer:
+    """Ids of texts and texts of ids. Safe to use from several threads.
+
+    n_vocab: how many ids there are. model: "llama" (SentencePiece), "gpt2" (byte-level BPE), "bert" (WordPiece), "t5"
+    (unigram) or "gemma4". pre: the file's name for its word rules. *_id: None where the vocabulary has none.
+    stop_ids: ids that end a generation. chat_template: the file's default template, Jinja, as it stands there.
+    """
+
+    def __init__(self, metadata: Metadata) -> None:
+        vocabulary = read_vocabulary(metadata)
+        self._vocabulary = vocabulary
+        self._model = _model(vocabulary, metadata)
+        self._bytes = PieceBytes(vocabulary)
+        self._templates = ChatTemplates(metadata, self._control_texts())
+        self._special = SpecialTokens(vocabulary, self._templates.text())
+        self.n_vocab = len(vocabulary.texts)
+        self.model = vocabulary.model
+        self.pre = vocabulary.pre
+        self.bos_id, self.eos_id, self.unk_id = vocabulary.bos, vocabulary.eos, vocabulary.unk
+        self.pad_id, self.sep_id, self.cls_id = vocabulary.pad, vocabulary.sep, vocabulary.cls
+        self.mask_id = vocabulary.mask
+        self.stop_ids = vocabulary.stops
+        self.add_bos, self.add_eos = vocabulary.add_bos, vocabulary.add_eos
+        self.chat_template = self._templates.default
+
+    def __repr__(self) -> str:
+        return f"Tokenizer({self.model}, {self.n_vocab} ids)"
+
+    def encode(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        """The ids of a text.
+
+        add_special: BOS and EOS ([CLS] and [SEP]) as the file wants them. parse_special: the names of control tokens
+        in the text become those tokens; never set it for text from outside, use `apply_chat`. User-defined tokens are
+        found in either case, as in llama.cpp. Raises RequestError for a text that is not valid Unicode.
+        """
+        trust = Trust.TEMPLATE if parse_special else Trust.REPLY
+        ids = self._encode([(checked_text(text), trust)])
+        return self._with_special(ids) if add_special else ids
+
+    def decode(self, ids: Iterable[SupportsIndex], skip_special: bool = True) -> str:
+        """The text of ids, without control tokens unless `skip_special` is off; what is not UTF-8 becomes U+FFFD.
+
+        As llama.cpp's detokenize, except that no spaces are removed before punctuation, and that the one space which
+        `encode` puts in front of a text (SentencePiece) is removed behind a BOS, too: `decode` undoes `encode`.
+        Raises RequestError for an id outside the vocabulary.
+        """
+        detokenizer = self.detokenizer(skip_special)
+        return "".join([detokenizer.push(operator.index(id)) for id in ids]) + detokenizer.flush()
+
+    def detokenizer(self, skip_special: bool = True, *, continues: bool = False) -> Detokenizer:
+        """A decoder for ids that arrive one by one; the sum of its outputs is `decode` of them all.
+
+        continues: the ids go on from a text that was there before (a prompt), so that a first space belongs to them.
+        """
+        strip_space = self._vocabulary.add_space_prefix and not continues
+        return Detokenizer(lambda id: self.token_bytes(id, special=not skip_special), strip_space)
+
+    def token_bytes(self, id: int, special: bool = False) -> bytes:
+        """The bytes that this id adds to a text; none for a control token unless `special`."""
+        return self._bytes(self._checked_id(id), special)
+
+    def token_text(self, id: int) -> str:
+        """The piece as it is stored; bytes that are not UTF-8 become U+FFFD."""
+        text = self._vocabulary.texts[self._checked_id(id)]
+        return text if is_text(text) else text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+    def token_id(self, text: str) -> int | None:
+        """The id of a stored piece."""
+        return self._vocabulary.ids.get(text)
+
+    def is_control(self, id: int) -> bool:
+        return self._vocabulary.kinds[self._checked_id(id)] in (Kind.CONTROL, Kind.UNKNOWN)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        documents: Sequence[Mapping[str, object]] | None = None,
+        template: str | None = None,
+        kwargs: Mapping[str, bool | str] | None = None,
+    ) -> str:
+        """The text of a chat, as the model's template writes it; arguments and errors as for `apply_chat`."""
+        return "".join(
+            text
+            for text, _ in self._templates.render(
+                messages, add_generation_prompt, tools=tools, documents=documents, name=template, kwargs=kwargs
+            )
+        )
+
+    def apply_chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        documents: Sequence[Mapping[str, object]] | None = None,
+        template: str | None = None,
+        kwargs: Mapping[str, bool | str] | None = None,
+    ) -> list[int]:
+        """The ids of a chat, ready for the model.
+
+        messages: each with a "role" and mostly a "content". template: the name of a variant in the file or of a
+        built-in template, or Jinja itself; the file's own otherwise. kwargs: up to 16 further variables for it.
+        Control tokens come from the template only: no message can name one. BOS is put in front where the file wants
+        one and the template has written none. Raises RequestError for messages that the template refuses, or where
+        there is no template; TokenizerError for a template that is broken, hostile or too slow.
+        """
+        spans = self._templates.render(
+            messages, add_generation_prompt, tools=tools, documents=documents, name=template, kwargs=kwargs
+        )
+        ids = self._encode(spans)
+        if self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            return [self.bos_id, *ids]
+        return ids
+
+    def check_chat_template(self) -> None:
+        """Renders a greeting by the file's template. Raises TokenizerError where that fails; warns where control tokens
+        come out in a way that cannot be traced to the template, and so are not recognised."""
+        spans = self._templates.smoke()
+        whole = "".join(text for text, _ in spans)
+        if list(self._special.split(spans)) != list(self._special.split([(whole, Trust.TEMPLATE)])):
+            warnings.warn(
+                "the chat template computes control tokens instead of writing them, and they are not recognised; "
+                "choose another one with --chat-template",
+                TokenizerWarning,
+                stacklevel=2,
+            )
+
+    def _encode(self, spans: Sequence[tuple[str, Trust]]) -> list[int]:
+        ids: list[int] = []
+        after_special = True
+        for part in self._special.split(spans):
+            if isinstance(part, int):
+                ids.append(part)
+                after_special = True
+            else:
+                ids += self._model.encode(part, after_special)
+                after_special = False
+        return ids
+
+    def _with_special(self, ids: list[int]) -> list[int]:
+        if self.model == "bert":
+            first, last = self.cls_id, self.sep_id
+        else:
+            first, last = self.bos_id if self.add_bos else None, self.eos_id if self.add_eos else None
+        return [*([] if first is None else [first]), *ids, *([] if last is None else [last])]
+
+    def _checked_id(self, id: int) -> int:
+        if not 0 <= id < self.n_vocab:
+            raise RequestError(f"the token id {id} is outside the vocabulary, wanted 0 to {self.n_vocab - 1}")
+        return id
+
+    def _control_texts(self) -> dict[str, str]:
+        """The variables by which templates name control tokens."""
+        named = {
+            "bos_token": self._vocabulary.bos,
+            "eos_token": self._vocabulary.eos,
+            "unk_token": self._vocabulary.unk,
+            "pad_token": self._vocabulary.pad,
+            "sep_token": self._vocabulary.sep,
+            "cls_token": self._vocabulary.cls,
+        }
+        texts = {name: self._vocabulary.texts[id] for name, id in named.items() if id is not None}
+        return {name: text if is_text(text) else "" for name, text in texts.items()}
+
+
+def checked_text(text: str) -> str:
+    if not isinstance(text, str):
+        raise RequestError(f"a text is a {type(text).__name__}, wanted a str")
+    if not is_text(text):
+        raise RequestError("the text holds a lone surrogate, which no encoding can carry; send valid Unicode")
+    return text
+
+
+def _model(vocabulary: Vocabulary, metadata: Metadata) -> _Model:
+    if vocabulary.model == "llama":
+        return SentencePieceModel(vocabulary)
+    if vocabulary.model == "bert":
+        return WordPieceModel(vocabulary)
+    if vocabulary.model == "t5":
+        n_bytes = metadata.length("tokenizer.ggml.precompiled_charsmap") or 0
+        if n_bytes > MAX_BYTES:
+            raise TokenizerError(f"tokenizer.ggml.precompiled_charsmap has {n_bytes} bytes, wanted at most {MAX_BYTES}")
+        charsmap = metadata.ints("tokenizer.ggml.precompiled_charsmap", [])
+        # An array of signed bytes is the same map.
+        if any(not -128 <= byte < 256 for byte in charsmap):
+            raise TokenizerError("tokenizer.ggml.precompiled_charsmap is no array of bytes")
+        return UnigramModel(vocabulary, CharsMap.parse(bytes([byte & 0xFF for byte in charsmap])))
+    assert vocabulary.pre_tokenizer is not None
+    merges = metadata.strs("tokenizer.ggml.merges", None)
+    if merges is None:
+        raise TokenizerError("tokenizer.ggml.merges is missing, and a BPE vocabulary cannot be used without it")
+    return BytePairModel(vocabulary, merges, vocabulary.pre_tokenizer)
