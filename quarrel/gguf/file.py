@@ -45,6 +45,10 @@ class TensorInfo:
 class _Shard:
     """One file. Its descriptor stays open, so that what was checked, what is mapped and what is watched are one."""
 
+    descriptor = -1
+    map: mmap.mmap | None = None
+    bytes: np.ndarray | None = None
+
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
@@ -54,7 +58,6 @@ class _Shard:
             raise ModelNotFound(f"there is no file {path}") from None
         except (OSError, ValueError) as error:
             raise GGUFError(f"cannot be read: {error}") from None
-        self.map: mmap.mmap | None = None
         try:
             status = os.fstat(self.descriptor)
             if not stat.S_ISREG(status.st_mode):
@@ -65,10 +68,11 @@ class _Shard:
             self.map = mmap.mmap(self.descriptor, status.st_size, access=mmap.ACCESS_READ)
             with memoryview(self.map) as whole, whole[:HEADER_BUDGET] as view:
                 self.header = read_header(view, status.st_size)
-                self.metadata = _metadata(self.header, view)
+            self.advise("MADV_DONTNEED", 0, self.header.data_start)
+            self.metadata = _metadata(self.header, self.descriptor)
             self.check_unchanged()
-            self.bytes: np.ndarray | None = np.frombuffer(self.map, np.uint8)
-        except OSError as error:
+            self.bytes = np.frombuffer(self.map, np.uint8)
+        except (OSError, ValueError) as error:
             self.close()
             raise GGUFError(f"cannot be mapped: {error}") from None
         except BaseException:
@@ -82,6 +86,12 @@ class _Shard:
             change = f"{self.state[0]} bytes then, {now[0]} now"
             raise GGUFError(f"{self.path} changed while it was open ({change}): load it again")
 
+    def advise(self, advice: str, start: int, size: int) -> None:
+        flag = getattr(mmap, advice, None)
+        if flag is not None and self.map is not None:  # a system without madvise still works, only slower
+            page = start // mmap.PAGESIZE * mmap.PAGESIZE
+            self.map.madvise(flag, page, min(start + size, len(self.map)) - page)
+
     def close(self) -> None:
         self.bytes = None
         if self.map is not None:
@@ -93,13 +103,16 @@ class _Shard:
             os.close(self.descriptor)
             self.descriptor = -1
 
+    def __del__(self) -> None:
+        self.close()
+
 
 def _state(status: os.stat_result) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def _metadata(header: Header, view: memoryview) -> Metadata:
-    values = {key: value.pack(view) if isinstance(value, Span) else value for key, value in header.values.items()}
+def _metadata(header: Header, descriptor: int) -> Metadata:
+    values = {key: value.pack(descriptor) if isinstance(value, Span) else value for key, value in header.values.items()}
     return Metadata(values, header.kinds)
 
 
@@ -175,11 +188,13 @@ class GGUFFile:
 
     def prefetch(self, name: str) -> None:
         """Asks the system to read the tensor's pages from disk now; returns at once."""
-        self._advise(name, "MADV_WILLNEED")
+        info, shard = self._find(name)
+        shard.advise("MADV_WILLNEED", info.offset, info.nbytes)
 
     def release(self, name: str) -> None:
         """Lets go of the tensor's resident pages, to keep memory small while weights stream to a device."""
-        self._advise(name, "MADV_DONTNEED")
+        info, shard = self._find(name)
+        shard.advise("MADV_DONTNEED", info.offset, info.nbytes)
 
     def close(self) -> None:
         for shard in self._shards:
@@ -201,14 +216,6 @@ class GGUFFile:
         shard = self._shards[info.shard]
         shard.check_unchanged()
         return info, shard
-
-    def _advise(self, name: str, advice: str) -> None:
-        info, shard = self._find(name)
-        flag = getattr(mmap, advice, None)
-        if flag is None or shard.map is None:  # a system without madvise still works, only slower
-            return
-        start = info.offset // mmap.PAGESIZE * mmap.PAGESIZE
-        shard.map.madvise(flag, start, info.offset + info.nbytes - start)
 
 
 def shard_paths(path: Path) -> tuple[Path, ...]:

@@ -6,9 +6,12 @@ pages it made us read, whatever sizes it claims.
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+import numpy as np
 
 from quarrel.errors import GGUFError
 from quarrel.gguf.formats import MAX_DIMS, GGMLType, ggml_type, nbytes
@@ -41,8 +44,12 @@ class Span:
     start: int
     end: int
 
-    def pack(self, view: memoryview) -> Packed:
-        return Packed(self.element, self.count, bytes(view[self.start : self.end]))
+    def pack(self, descriptor: int) -> Packed:
+        # Read, not copied from the mapping: those pages need not become resident a second time.
+        data = os.pread(descriptor, self.end - self.start, self.start)
+        if len(data) != self.end - self.start:
+            raise GGUFError("it was cut short while it was read")
+        return Packed(self.element, self.count, data)
 
 
 @dataclass(frozen=True)
@@ -138,9 +145,9 @@ class _Walk:
         return Span(element, count, start, self.at)
 
     def check_bools(self, key: str, start: int) -> None:
-        wrong = bytes(self.view[start : self.at]).strip(b"\0\1")
-        if wrong:
-            raise GGUFError(f"{key!r} holds {wrong[0]} as a boolean, wanted 0 or 1")
+        largest = np.frombuffer(self.view[start : self.at], np.uint8).max(initial=0)
+        if largest > 1:
+            raise GGUFError(f"{key!r} holds {largest} as a boolean, wanted 0 or 1")
 
     def skip_strings(self, key: str, count: int) -> None:
         if count > MAX_STRINGS:
