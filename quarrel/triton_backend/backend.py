@@ -1,0 +1,139 @@
+"""The Triton backend: what the machine offers, which implementations there are, and how a program becomes a step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+import torch
+import triton
+
+from quarrel.errors import BackendUnavailable, OutOfMemory, RequestError
+from quarrel.ops.contract import Compute, Concrete, Op
+from quarrel.ops.program import Program
+from quarrel.ops.registry import Registry, lower
+from quarrel.ops.step import ComputeChoice, Limits, WeightSource
+from quarrel.triton_backend import attention, door, elementwise, embedding, linear, norm, rope, sample
+from quarrel.triton_backend.cache import allocate, cache_bytes
+from quarrel.triton_backend.inputs import InputBuffer, most_items
+from quarrel.triton_backend.plan import Plan
+from quarrel.triton_backend.runtime import DTYPES, INTERPRETED
+from quarrel.triton_backend.step import TritonStep
+from quarrel.triton_backend.weights import Weights, device_bytes, matrices
+
+REGISTRY = Registry(
+    "triton",
+    [i for family in (attention, elementwise, embedding, linear, norm, rope, sample) for i in family.IMPLEMENTATIONS],
+)
+_LEAST_CAPABILITY = (8, 0)
+
+
+class TritonBackend:
+    """CUDA through Triton (`ops.step.Backend`); with TRITON_INTERPRET=1, the same kernels on CPU tensors, for tests."""
+
+    name = "triton"
+
+    def __init__(self, graphs: bool = True) -> None:
+        self._graphs = graphs
+
+    def unavailable(self) -> str | None:
+        """Why this machine cannot run it, or None."""
+        if INTERPRETED:
+            return None
+        if not torch.cuda.is_available():
+            built = "this build of PyTorch has no CUDA" if torch.version.cuda is None else "PyTorch finds no CUDA device"
+            return f"{built}: use an NVIDIA GPU with its driver, or the cpu backend"
+        found = torch.cuda.get_device_capability()
+        if found < _LEAST_CAPABILITY:
+            capability = f"{torch.cuda.get_device_name()} has compute capability {found[0]}.{found[1]}"
+            return f"{capability}, wanted 8.0 or above: use the cpu backend"
+        return None
+
+    def device(self) -> str:
+        """The device in words."""
+        if INTERPRETED:
+            return f"Triton {triton.__version__}'s interpreter on the CPU"
+        major, minor = torch.cuda.get_device_capability()
+        return f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}, Triton {triton.__version__}"
+
+    def free_bytes(self) -> int:
+        """Memory that a cache may be planned into."""
+        if INTERPRETED:
+            return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        free, _ = torch.cuda.mem_get_info()
+        return free
+
+    def compute_of(self, choice: ComputeChoice) -> Compute:
+        """float16 on a GPU; the interpreter computes bfloat16 wrongly without a word, so it is refused there."""
+        if choice == "bfloat16" and INTERPRETED:
+            raise RequestError("bfloat16 is wrong in Triton's interpreter: ask for float16 or float32, or use a GPU")
+        if choice == "auto":
+            return "float32" if INTERPRETED else "float16"
+        return choice
+
+    def compile(
+        self,
+        program: Program,
+        weights: WeightSource,
+        limits: Limits,
+        compute: ComputeChoice = "auto",
+        progress: Callable[[int, int], None] | None = None,
+    ) -> TritonStep:
+        """Chooses implementations, packs weights on the device, allocates caches and buffers."""
+        self._need_device()
+        arithmetic = self.compute_of(compute)
+        choices = lower(program, REGISTRY)
+        nodes = [c.node for c in choices]
+        device = self._torch_device()
+        self._check_memory(
+            device_bytes(nodes, arithmetic),
+            cache_bytes(program.caches, limits.n_blocks, limits.block_size, DTYPES[arithmetic]),
+        )
+        try:
+            held = Weights(weights, device, arithmetic)
+            held.pack_all(matrices(nodes), progress)
+            dtype = DTYPES[arithmetic]
+            caches = [allocate(c, limits.n_blocks, limits.block_size, dtype, device) for c in program.caches]
+            inputs = InputBuffer(limits, device)
+            slots = {value.id: inputs.slots[name] for name, value in program.inputs.items()}
+            rows = {
+                "T": limits.max_tokens,
+                "S": limits.max_seqs,
+                "R": min(limits.max_seqs, limits.max_tokens),
+                "items": most_items(limits),
+            }
+            kept = {v.id for v in program.outputs.values()}
+            plan = Plan(choices, slots, kept, rows, held, caches, inputs.work, arithmetic, device)
+        except torch.cuda.OutOfMemoryError as error:
+            raise OutOfMemory(
+                f"{self.device()} ran out of memory while the model was loaded: give it a smaller context or batch"
+            ) from error
+        return TritonStep(plan, inputs, program.outputs, limits, self._graphs)
+
+    def run_op(
+        self, op: Op, spec: object, inputs: Sequence[Concrete], compute: ComputeChoice = "auto"
+    ) -> tuple[Concrete, ...]:
+        """One op on concrete host arrays; caches are consumed and returned."""
+        self._need_device()
+        return door.run_op(REGISTRY, self._torch_device(), op, spec, inputs, self.compute_of(compute))
+
+    def _torch_device(self) -> torch.device:
+        return torch.device("cpu") if INTERPRETED else torch.device("cuda", torch.cuda.current_device())
+
+    def _need_device(self) -> None:
+        reason = self.unavailable()
+        if reason is not None:
+            raise BackendUnavailable(f"the triton backend cannot run here: {reason}")
+
+    def _check_memory(self, weights: int, cache: int) -> None:
+        free = self.free_bytes()
+        if weights + cache > free:
+            sizes = ", ".join(f"{what} {n / 2**30:.2f} GiB" for what, n in (("weights", weights), ("cache", cache)))
+            raise OutOfMemory(
+                f"{sizes} do not fit the {free / 2**30:.2f} GiB free on {self.device()}: use a smaller context or model"
+            )
+
+
+def create(graphs: bool = True) -> TritonBackend:
+    """The backend; `graphs` captures decode steps as CUDA graphs."""
+    return TritonBackend(graphs)

@@ -1,0 +1,57 @@
+"""The paged cache on the device: one pair of tensors a layer, blocks first, heads before tokens.
+
+Within a block a head's keys are one contiguous run, which is what attention reads. One block more than asked for is
+kept at the end: rows that pad a batch write there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from quarrel.errors import RequestError
+from quarrel.ops.contract import KVArrays
+from quarrel.ops.program import KVLayer
+from quarrel.triton_backend.runtime import Cache
+
+
+def cache_bytes(layers: Sequence[KVLayer], n_blocks: int, block_size: int, dtype: torch.dtype) -> int:
+    """Device bytes of all layers."""
+    return sum(2 * (n_blocks + 1) * block_size * c.n_kv * c.head_dim * dtype.itemsize for c in layers)
+
+
+def allocate(layer: KVLayer, n_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> Cache:
+    """Zeroed, so that a key which is masked can never be a NaN left in memory."""
+    shape = (n_blocks + 1, layer.n_kv, block_size, layer.head_dim)
+    return Cache(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+
+
+def from_host(arrays: KVArrays, dtype: torch.dtype, device: torch.device) -> Cache:
+    """A cache with the contract's `[C, block_size, n_kv, head_dim]` contents, and the padding block."""
+    blocks, size, n_kv, dim = arrays.k.shape
+    made = allocate(KVLayer(n_kv, dim), blocks, size, dtype, device)
+    for target, source in ((made.k, arrays.k), (made.v, arrays.v)):
+        target[:blocks] = torch.from_numpy(np.ascontiguousarray(source)).to(device).permute(0, 2, 1, 3)
+    return made
+
+
+def to_host(cache: Cache) -> KVArrays:
+    """float32 in the contract's order, without the padding block."""
+    k, v = (t[:-1].permute(0, 2, 1, 3).float().cpu().numpy().copy() for t in (cache.k, cache.v))
+    return KVArrays(k, v)
+
+
+def copy_blocks(caches: Sequence[Cache], pairs: Sequence[tuple[int, int]]) -> None:
+    """Copies (source, destination) blocks in every layer; all sources are read before any destination is written."""
+    if not caches or not pairs:
+        return
+    n_blocks = caches[0].k.shape[0] - 1
+    bad = [p for p in pairs if not (0 <= p[0] < n_blocks and 0 <= p[1] < n_blocks)]
+    if bad:
+        raise RequestError(f"cache blocks {bad[0]} are copied in a cache of {n_blocks} blocks: wanted 0 to {n_blocks - 1}")
+    index = torch.tensor(pairs, dtype=torch.int64, device=caches[0].k.device)
+    for cache in caches:
+        for tensor in (cache.k, cache.v):
+            tensor.index_copy_(0, index[:, 1], tensor.index_select(0, index[:, 0]))

@@ -1,0 +1,77 @@
+"""Rows by index: token embeddings decoded out of packed weights, and the rows whose results are wanted."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quarrel.ops.embedding import EMBEDDING, GATHER_ROWS, EmbeddingSpec
+from quarrel.ops.program import Node
+from quarrel.ops.registry import Implementation
+from quarrel.triton_backend.formats import halves
+from quarrel.triton_backend.runtime import Launch, Live, Site, cdiv
+
+_BLOCKS = 16  # blocks of 32 columns to a program: 512 values, few enough that one token still spreads over the chip
+_ROWS = 4
+_COLUMNS = 512
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def embed(
+    y, ids, codes, bits, scale, top, tokens, alpha, K,
+    FORMAT: tl.constexpr, R: tl.constexpr, NB: tl.constexpr,
+):  # fmt: skip
+    token = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
+    ok = token < tokens
+    row = tl.load(ids + token, mask=ok, other=0).to(tl.int64)
+    block = tl.program_id(1) * NB + tl.arange(0, NB)
+    low, high = halves(FORMAT, codes, bits, scale, top, row, block, ok, K)  # [R, NB, 16]
+    column = (block * 32)[None, :, None] + tl.arange(0, 16)[None, None, :]
+    p_y = y + token[:, None, None] * K + column
+    tl.store(p_y, low * alpha, mask=ok[:, None, None] & (column < K))
+    tl.store(p_y + 16, high * alpha, mask=ok[:, None, None] & (column + 16 < K))
+
+
+@triton.jit
+def gather(y, x, rows, K, C: tl.constexpr):
+    target = tl.program_id(0).to(tl.int64)
+    source = tl.load(rows + target).to(tl.int64)
+    column = tl.program_id(1) * C + tl.arange(0, C)
+    value = tl.load(x + source * K + column, mask=column < K, other=0.0)
+    tl.store(y + target * K + column, value, mask=column < K)
+
+
+def build_embedding(site: Site, node: Node) -> Launch:
+    """EMBEDDING: ids `[T]` int32 below n, y `[T, k]` float32."""
+    spec: EmbeddingSpec = node.spec
+    ids, ref = node.inputs
+    source, target = site.slot(ids), site.slot(node.outputs[0])  # type: ignore[arg-type]
+    weight = site.weight(ref)  # type: ignore[arg-type]
+
+    def run(live: Live) -> None:
+        site.launch(
+            embed, (cdiv(live.T, _ROWS), cdiv(spec.k, _BLOCKS * 32)),
+            target.tensor, source.tensor, *weight.planes, live.T, spec.scale, spec.k,
+            FORMAT=weight.format, R=_ROWS, NB=_BLOCKS,
+        )  # fmt: skip
+
+    return run
+
+
+def build_gather_rows(site: Site, node: Node) -> Launch:
+    """GATHER_ROWS: x `[T, k]` float32, rows `[R]` int32 below T."""
+    x, rows = node.inputs
+    source, index, target = site.slot(x), site.slot(rows), site.slot(node.outputs[0])  # type: ignore[arg-type]
+    k: int = node.spec.k
+
+    def run(live: Live) -> None:
+        grid = (live.R, cdiv(k, _COLUMNS))
+        site.launch(gather, grid, target.tensor, source.tensor, index.tensor, k, C=_COLUMNS)
+
+    return run
+
+
+IMPLEMENTATIONS = (
+    Implementation(EMBEDDING, "decoded rows", build_embedding),
+    Implementation(GATHER_ROWS, "rows", build_gather_rows),
+)

@@ -1,0 +1,118 @@
+"""Linear maps over packed weights: y[t, n] = sum_k x[t, k] W[n, k] (+ b[n]), and residual + scale * that.
+
+The rows of W are the tall side of every product, tokens the other: a program owns BN outputs of BT tokens and walks all of K
+in blocks of 32 columns, decoding to float32, rounding once to the compute type and accumulating in float32. Tokens pick only
+how wide a tile is, never the order of a row's sum, so a row's result does not depend on the rows beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+from quarrel.ops.contract import Compute, Value, WeightRef
+from quarrel.ops.linear import LINEAR, LINEAR_ADD, LinearAddSpec, LinearSpec
+from quarrel.ops.program import Node
+from quarrel.ops.registry import Implementation
+from quarrel.triton_backend.formats import halves
+from quarrel.triton_backend.runtime import Launch, Live, Site, cdiv, dims
+
+
+@dataclass(frozen=True)
+class Tile:
+    """`rows` of W by `tokens`, `blocks` of 32 columns at a time. Only `tokens` may differ between a shape's tiles."""
+
+    rows: int
+    tokens: int
+    blocks: int
+    warps: int
+    stages: int
+
+
+# FEW serves up to 16 tokens: the narrowest the matrix units take.
+FEW = {"float32": Tile(32, 16, 2, 4, 2), "float16": Tile(64, 16, 4, 4, 3), "bfloat16": Tile(64, 16, 4, 4, 3)}
+MANY = {"float32": Tile(32, 32, 2, 4, 2), "float16": Tile(64, 64, 4, 4, 3), "bfloat16": Tile(64, 64, 4, 4, 3)}
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def linear_tiles(
+    y, x, codes, bits, scale, top, bias, residual, tokens, alpha, N, K,
+    FORMAT: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, COMPUTE: tl.constexpr,
+    BN: tl.constexpr, BT: tl.constexpr, NB: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
+    token = (tl.program_id(1) * BT + tl.arange(0, BT)).to(tl.int64)
+    row_ok, token_ok = row < N, token < tokens
+    part = tl.arange(0, NB * 16)
+    within = part // 16 * 32 + part % 16  # columns of the low halves
+    p_x = x + token[None, :] * K + within[:, None]
+    acc = tl.zeros([BN, BT], tl.float32)
+    for start in range(0, K, NB * 32):
+        block = start // 32 + tl.arange(0, NB)
+        low, high = halves(FORMAT, codes, bits, scale, top, row, block, row_ok, K)  # [BN, NB, 16]
+        column = start + within
+        x_low = tl.load(p_x + start, mask=token_ok[None, :] & (column < K)[:, None], other=0.0)
+        x_high = tl.load(p_x + start + 16, mask=token_ok[None, :] & (column + 16 < K)[:, None], other=0.0)
+        w_low, w_high = tl.reshape(low, [BN, NB * 16]).to(COMPUTE), tl.reshape(high, [BN, NB * 16]).to(COMPUTE)
+        acc = tl.dot(w_low, x_low.to(COMPUTE), acc, input_precision="ieee")
+        acc = tl.dot(w_high, x_high.to(COMPUTE), acc, input_precision="ieee")
+    if BIAS:
+        acc += tl.load(bias + row, mask=row_ok, other=0.0)[:, None]
+    at = token[None, :] * N + row[:, None]
+    ok = row_ok[:, None] & token_ok[None, :]
+    if ADD:
+        acc = tl.load(residual + at, mask=ok, other=0.0).to(tl.float32) + alpha * acc
+    tl.store(y + at, acc.to(y.dtype.element_ty), mask=ok)
+
+
+TL_TYPES = {"float32": tl.float32, "float16": tl.float16, "bfloat16": tl.bfloat16}
+
+
+def tile_for(compute: Compute, tokens: int) -> Tile:
+    """The tile that a step of so many tokens uses."""
+    return (FEW if tokens <= FEW[compute].tokens else MANY)[compute]
+
+
+def _build(
+    site: Site, spec: LinearSpec, alpha: float, operands: tuple[Value | None, Value, Value], rest: list[WeightRef]
+) -> Launch:
+    residual, x, y = (None if v is None else site.slot(v) for v in operands)
+    assert x is not None and y is not None
+    weight = site.weight(rest[0])
+    bias = site.vector(rest[1]) if spec.bias else None
+    axis, _ = dims(operands[2])  # type: ignore[arg-type]
+    compute = site.compute
+
+    def run(live: Live) -> None:
+        count = live.count(axis)
+        tile = tile_for(compute, count)
+        site.launch(
+            linear_tiles, (cdiv(spec.n, tile.rows), cdiv(count, tile.tokens)),
+            y.tensor, x.tensor, *weight.planes, y.tensor if bias is None else bias,
+            y.tensor if residual is None else residual.tensor, count, alpha, spec.n, spec.k,
+            FORMAT=weight.format, BIAS=spec.bias, ADD=residual is not None, COMPUTE=TL_TYPES[compute],
+            BN=tile.rows, BT=tile.tokens, NB=tile.blocks, warps=tile.warps, stages=tile.stages,
+        )  # fmt: skip
+
+    return run
+
+
+def build_linear(site: Site, node: Node) -> Launch:
+    """LINEAR: x `[T, k]` to y `[T, n]`."""
+    x, *rest = node.inputs
+    return _build(site, node.spec, 1.0, (None, x, node.outputs[0]), rest)  # type: ignore[arg-type]
+
+
+def build_linear_add(site: Site, node: Node) -> Launch:
+    """LINEAR_ADD: the sum is rounded once, onto the float32 residual stream."""
+    spec: LinearAddSpec = node.spec
+    residual, x, *rest = node.inputs
+    return _build(site, spec.linear, spec.scale, (residual, x, node.outputs[0]), rest)  # type: ignore[arg-type]
+
+
+IMPLEMENTATIONS = (
+    Implementation(LINEAR, "tiles", build_linear),
+    Implementation(LINEAR_ADD, "tiles, residual added", build_linear_add),
+)

@@ -1,0 +1,78 @@
+"""RMS and layer norm of `[T, groups * k]`, each run of `k` values by itself.
+
+A program takes R runs and walks them C columns at a time, once for the mean (layer), once for the variance and once to
+write; the second and third walk hit the cache. R and C follow from k alone, so a row's sums never depend on the batch.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quarrel.ops.norm import NORM, NormSpec
+from quarrel.ops.program import Node
+from quarrel.ops.registry import Implementation
+from quarrel.triton_backend.runtime import Launch, Live, Site, cdiv, dims, power_of_two
+
+_TILE = 4096  # elements of a program's tile: 32 a thread at 4 warps
+
+
+@triton.jit(do_not_specialize=["runs"])
+def norm_rows(
+    y, x, gain, bias, runs, K, eps, LAYER: tl.constexpr, R: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    run = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
+    run_ok = (run < runs)[:, None]
+    column = tl.arange(0, C)
+    p_x = x + run[:, None] * K
+    mean = tl.zeros([R, 1], tl.float32)
+    if LAYER:
+        total = tl.zeros([R, C], tl.float32)
+        for start in range(0, K, C):
+            at = (start + column)[None, :]
+            total += tl.load(p_x + at, mask=run_ok & (at < K), other=0.0).to(tl.float32)
+        mean = tl.sum(total, 1)[:, None] / K
+    square = tl.zeros([R, C], tl.float32)
+    for start in range(0, K, C):
+        at = (start + column)[None, :]
+        ok = run_ok & (at < K)
+        centred = tl.load(p_x + at, mask=ok, other=0.0).to(tl.float32) - mean
+        square += tl.where(ok, centred * centred, 0.0)
+    scale = 1.0 / tl.sqrt(tl.sum(square, 1)[:, None] / K + eps)
+    for start in range(0, K, C):
+        at = (start + column)[None, :]
+        ok = run_ok & (at < K)
+        value = (tl.load(p_x + at, mask=ok, other=0.0).to(tl.float32) - mean) * scale
+        value = value * tl.load(gain + at, mask=at < K, other=0.0)
+        if LAYER:
+            value += tl.load(bias + at, mask=at < K, other=0.0)
+        tl.store(y + run[:, None] * K + at, value.to(y.dtype.element_ty), mask=ok)
+
+
+def build_norm(site: Site, node: Node) -> Launch:
+    """NORM: x `[T, groups * k]` float32 or the compute type, gain and bias `[k]` float32."""
+    spec: NormSpec = node.spec
+    x, *gains = node.inputs
+    source, target = site.slot(x), site.slot(node.outputs[0])  # type: ignore[arg-type]
+    vectors = [site.vector(g) for g in gains]  # type: ignore[arg-type]
+    axis, _ = dims(node.outputs[0])
+    columns = min(power_of_two(spec.k), _TILE)
+    # A whole hidden state to a program; several heads share one.
+    runs_each = 1 if columns >= 1024 else max(1, 1024 // columns)
+
+    def run(live: Live) -> None:
+        runs = live.count(axis) * spec.groups
+        site.launch(
+            norm_rows, (cdiv(runs, runs_each),),
+            target.tensor, source.tensor, vectors[0], vectors[-1], runs, spec.k, spec.eps,
+            LAYER=spec.kind == "layer", R=runs_each, C=columns,
+        )  # fmt: skip
+
+    return run
+
+
+def _accepts(spec: NormSpec) -> str | None:
+    return None if spec.kind in ("rms", "layer") else f"needs a norm of kind rms or layer, got {spec.kind}"
+
+
+IMPLEMENTATIONS = (Implementation(NORM, "rows", build_norm, _accepts),)

@@ -1,0 +1,106 @@
+"""A lowered program bound to one device: buffers, weights and caches in place, and the launches of each result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from quarrel.ops.contract import CacheRef, Compute, ConstRef, Value, WeightRef
+from quarrel.ops.program import Node
+from quarrel.ops.registry import Choice
+from quarrel.triton_backend.buffers import Place, Scratch, place, view
+from quarrel.triton_backend.pack import Packed
+from quarrel.triton_backend.runtime import DTYPES, Cache, Launch, Launcher, Slot, Work, launch
+from quarrel.triton_backend.weights import Weights
+
+
+@dataclass
+class Plan:
+    """Built once; `run` launches. `rows` is how many indices of each free axis the buffers hold."""
+
+    choices: Sequence[Choice]
+    inputs: Mapping[int, Slot]
+    kept: set[int]
+    rows: dict[str, int]
+    weights: Weights
+    caches: Sequence[Cache]
+    work: Work
+    compute: Compute
+    device: torch.device
+    launch: Launcher = launch
+    slots: dict[int, Slot] = field(default_factory=dict)
+    launches: list[Launch] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._scratch = Scratch()
+        self._empty = torch.empty(0, dtype=torch.uint8, device=self.device)
+        self._arenas: dict[str, torch.Tensor] = {}
+        self.nbytes = 0
+        self.slots.update(self.inputs)
+        self.slots.update({id: Slot(self._empty.view(p.dtype)) for id, p in self._place()[0].items()})
+        for choice in self.choices:
+            self._scratch.next_node()
+            self.launches.append(choice.implementation.build(self, choice.node))
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Makes the buffers for `rows`; what they held is lost."""
+        # Let go of the old ones first: the new ones may need their memory.
+        for slot in self._own_slots():
+            slot.tensor = self._empty
+        self._arenas = {}
+        places, sizes = self._place()
+        self._arenas = {axis: self._new(size) for axis, size in sizes.items()}
+        for id, spot in places.items():
+            self.slots[id].tensor = view(self._arenas[spot.axis], spot, self.rows[spot.axis])
+        self._arenas["scratch"] = self._scratch.allocate(self.rows, self._new)
+        self.nbytes = sum(a.numel() for a in self._arenas.values())
+
+    def fill(self, byte: int) -> None:
+        """Sets every byte of the values' buffers: 255 makes floats NaN, so that what a kernel leaves unwritten shows."""
+        for arena in self._arenas.values():
+            arena.fill_(byte)
+
+    def _place(self) -> tuple[dict[int, Place], dict[str, int]]:
+        nodes = [c.node for c in self.choices]
+        return place(nodes, set(self.inputs), self.kept, self.rows, DTYPES[self.compute])
+
+    def _own_slots(self) -> list[Slot]:
+        return [s for id, s in self.slots.items() if id not in self.inputs]
+
+    def _new(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
+
+    # What a launcher asks while it is built (`Site`).
+
+    def slot(self, value: Value) -> Slot:
+        return self.slots[value.id]
+
+    def weight(self, ref: WeightRef) -> Packed:
+        return self.weights.matrix(ref)
+
+    def vector(self, ref: WeightRef) -> torch.Tensor:
+        return self.weights.vector(ref)
+
+    def const(self, ref: ConstRef) -> torch.Tensor:
+        return self.weights.const(ref)
+
+    def cache(self, ref: CacheRef) -> Cache:
+        return self.caches[ref.layer]
+
+    def scratch(self, dim: str, width: int, dtype: torch.dtype = torch.float32) -> Slot:
+        return self._scratch.want(dim, width, dtype, self._empty.view(dtype))
+
+
+def needed(nodes: Sequence[Node], wanted: Value) -> list[bool]:
+    """Which nodes a result takes: those it depends on, and every append to a cache."""
+    wants = {wanted.id}
+    marks: list[bool] = []
+    for node in reversed(nodes):
+        mark = bool(node.op.consumes) or any(v.id in wants for v in node.outputs)
+        if mark:
+            wants.update(v.id for v in node.inputs if isinstance(v, Value))
+        marks.append(mark)
+    return marks[::-1]

@@ -1,0 +1,134 @@
+"""What every launcher speaks of: the device, the arithmetic, arrays that live in a step, and counts that vary by call."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from quarrel.ops.contract import CacheRef, Compute, ConstRef, Value, WeightRef
+from quarrel.triton_backend.pack import Packed
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Triton decides when a kernel is defined, so this is read once, as the kernels are imported."""
+
+DTYPES: dict[Compute, torch.dtype] = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+@dataclass
+class Slot:
+    """An array of the step. The tensor is replaced when a buffer has to grow, so launchers ask for it at each call."""
+
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Keys and values of one layer, each `[blocks, n_kv, block_size, head_dim]`; the last block takes what padding writes."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+    @property
+    def block_size(self) -> int:
+        return self.k.shape[2]
+
+
+@dataclass(frozen=True)
+class Live:
+    """What varies from call to call, as host integers."""
+
+    T: int
+    """Tokens."""
+    S: int
+    """Sequences."""
+    R: int
+    """Rows of `out_rows`."""
+    single: bool
+    """Some sequence has exactly one new token."""
+    several: bool
+    """Some sequence has more."""
+    items: int
+    """Pairs of a sequence with one new token and a split of its keys."""
+
+    def count(self, dim: str) -> int:
+        """The size of a free axis."""
+        return {"T": self.T, "S": self.S, "R": self.R}[dim]
+
+
+Launch = Callable[[Live], None]
+Grid = tuple[int, ...]
+
+
+class Launcher(Protocol):
+    """Runs a kernel; the ahead-of-time compiler puts a recorder in this place."""
+
+    def __call__(self, kernel: Any, grid: Grid, *args: Any, warps: int = 4, stages: int = 2, **constants: Any) -> None: ...
+
+
+def launch(kernel: Any, grid: Grid, *args: Any, warps: int = 4, stages: int = 2, **constants: Any) -> None:
+    """Runs `kernel` on the current stream; an empty grid is no work."""
+    if not all(grid):
+        return
+    # The interpreter is NumPy, which warns where a GPU goes on: at infinities and in lanes that a mask throws away.
+    with np.errstate(all="ignore") if INTERPRETED else nullcontext():
+        kernel[grid](*args, **constants, num_warps=warps, num_stages=stages, enable_fp_fusion=True)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Device tables that attention needs beside the op's own inputs."""
+
+    item_start: Slot  # [S + 1] int32, where each sequence's items begin
+    table_width: Slot  # [1] int32, columns of the block table
+
+
+class Site(Protocol):
+    """Where a node is built: it hands out the node's operands on the device."""
+
+    launch: Launcher
+    compute: Compute
+    work: Work
+
+    def slot(self, value: Value) -> Slot:
+        """The buffer of a value."""
+
+    def weight(self, ref: WeightRef) -> Packed:
+        """A matrix, packed in its own format if that is native."""
+
+    def vector(self, ref: WeightRef) -> torch.Tensor:
+        """A vector as float32."""
+
+    def const(self, ref: ConstRef) -> torch.Tensor:
+        """A host table as float32."""
+
+    def cache(self, ref: CacheRef) -> Cache:
+        """A layer's keys and values."""
+
+    def scratch(self, dim: str, width: int, dtype: torch.dtype = torch.float32) -> Slot:
+        """`[dim, width]` that holds until the node is done; dim is T, S, R or items."""
+
+
+def dims(value: Value) -> tuple[str, int]:
+    """Free axis and width of a two-dimensional value."""
+    axis, width = value.dims
+    assert isinstance(axis, str) and isinstance(width, int), value
+    return axis, width
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def power_of_two(n: int) -> int:
+    """The next power of two, at least n."""
+    return 1 << max(0, n - 1).bit_length()

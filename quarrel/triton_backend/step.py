@@ -1,0 +1,135 @@
+"""The step on CUDA: static buffers sized by its limits, plain launches for prefill, a captured graph per decode bucket.
+
+A graph is captured the second time that its bucket is asked for; the first time compiles the kernels. Buckets pad the
+batch to a power of two of sequences and of key splits, and padding changes no row's result.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from quarrel.errors import RequestError
+from quarrel.ops.contract import Compute, Value
+from quarrel.ops.embedding import EmbeddingSpec
+from quarrel.ops.registry import Choice
+from quarrel.ops.step import Limits, MemoryPlan, StepInputs, StepOutputs, Taken, Want
+from quarrel.triton_backend.cache import copy_blocks
+from quarrel.triton_backend.inputs import InputBuffer, live_counts
+from quarrel.triton_backend.plan import Plan, needed
+from quarrel.triton_backend.runtime import Live, power_of_two
+from quarrel.triton_backend.weights import held_as
+
+
+class TritonStep:
+    """A compiled program (`ops.step.Step`)."""
+
+    def __init__(self, plan: Plan, inputs: InputBuffer, outputs: Mapping[str, Value], limits: Limits, graphs: bool) -> None:
+        self.limits = limits
+        self.compute: Compute = plan.compute
+        self._plan, self._inputs, self._outputs = plan, inputs, dict(outputs)
+        self._graphs: dict[tuple[int, int, str], torch.cuda.CUDAGraph] = {}
+        self._seen: set[tuple[int, int, str]] = set()
+        self._capture = graphs and plan.device.type == "cuda"
+        self._choices: tuple[Choice, ...] = tuple(plan.choices)
+        nodes = [c.node for c in plan.choices]
+        self._masks = {name: needed(nodes, value) for name, value in outputs.items()}
+        sizes = [c.node.spec.n for c in plan.choices if isinstance(c.node.spec, EmbeddingSpec)]
+        self._n_vocab = min(sizes, default=1 << 31)
+
+    def __call__(self, inputs: StepInputs, want: Want) -> StepOutputs:
+        """Runs once; the result is on the host when this returns."""
+        if want not in self._outputs:
+            raise RequestError(f"this program has no {want}: ask for one of {', '.join(self._outputs)}")
+        if want == "tokens" and inputs.sample is None:
+            raise RequestError("tokens are asked for without sampling controls: fill StepInputs.sample")
+        self._inputs.check(inputs, self._n_vocab)
+        rows = len(inputs.out_rows)
+        live = live_counts(inputs.query_start, inputs.kv_len, rows)
+        decode = self._capture and not live.several and live.T == live.S and rows <= live.S
+        padded = power_of_two(live.S) if decode else 0
+        decode = decode and padded <= min(self.limits.max_seqs, self.limits.max_tokens)
+        self._grow(max(rows, padded), live.items)
+        if decode:
+            self._inputs.send(inputs, padded)
+            self._replay(replace(live, T=padded, S=padded, R=padded, items=power_of_two(live.items)), want)
+        else:
+            self._inputs.send(inputs)
+            self._run(live, want)
+        return StepOutputs(**{want: self._read(self._outputs[want], rows)})
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies whole cache blocks (source, destination) in every layer."""
+        copy_blocks(self._plan.caches, pairs)
+
+    def explain(self) -> list[Taken]:
+        """Who took what, and in which format its weight is held if not its own."""
+        return [
+            Taken(c.node.path, c.node.op.name, str(c.node.spec), c.implementation.name + self._held(c), c.declined)
+            for c in self._choices
+        ]
+
+    def memory(self) -> MemoryPlan:
+        """Device bytes; nothing of the file is used in place."""
+        cache = sum(t.numel() * t.element_size() for c in self._plan.caches for t in (c.k, c.v))
+        return MemoryPlan(self._plan.weights.nbytes(), 0, cache, self._plan.nbytes + self._inputs.nbytes)
+
+    def close(self) -> None:
+        """Drops every device tensor and graph."""
+        self._graphs.clear()
+        self._outputs.clear()
+        del self._plan, self._inputs
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _grow(self, rows: int, items: int) -> None:
+        have = self._plan.rows
+        # Doubling keeps this rare; shared prefixes can make items outnumber the blocks of the cache.
+        more = {
+            "R": min(power_of_two(rows), self.limits.max_tokens) if rows > have["R"] else have["R"],
+            "items": power_of_two(items) if power_of_two(items) > have["items"] else have["items"],
+        }
+        if any(more[axis] != have[axis] for axis in more):
+            self._graphs.clear()
+            self._plan.rows |= more
+            self._plan.allocate()
+
+    def _run(self, live: Live, want: str) -> None:
+        for go, mark in zip(self._plan.launches, self._masks[want], strict=True):
+            if mark:
+                go(live)
+
+    def _replay(self, live: Live, want: str) -> None:
+        key = (live.S, live.items, want)
+        if key in self._graphs:
+            self._graphs[key].replay()
+            return
+        if key not in self._seen:
+            self._seen.add(key)
+            self._run(live, want)
+            return
+        graph = torch.cuda.CUDAGraph()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # an empty program would warn; it is as well captured empty
+            with torch.cuda.graph(graph):
+                self._run(live, want)
+        self._graphs[key] = graph
+        graph.replay()
+
+    def _read(self, value: Value, rows: int) -> np.ndarray:
+        axis, *widths = value.dims
+        count = int(np.prod([w for w in widths if isinstance(w, int)], dtype=np.int64))
+        flat = self._plan.slots[value.id].tensor[: rows * count]
+        out: np.ndarray = flat.float().cpu().numpy() if value.kind == "act" else flat.cpu().numpy()
+        # On a CPU the tensor is the buffer itself, which the next call overwrites.
+        return out.reshape(rows, *widths).copy() if flat.device.type == "cpu" else out.reshape(rows, *widths)
+
+    def _held(self, choice: Choice) -> str:
+        type = getattr(getattr(choice.node.spec, "linear", choice.node.spec), "type", None)
+        if type is None or held_as(type, self.compute) == type:
+            return ""
+        return f" (held as {held_as(type, self.compute).name})"
