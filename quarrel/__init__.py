@@ -1,5 +1,53 @@
-"""GGUF in, tokens out, in pure Python, at the speed of the memory bus."""
+"""GGUF in, tokens out, in pure Python, at the speed of the memory bus.
+
+import quarrel
+
+with quarrel.load("demo") as llm:
+    print(llm.generate("Once upon a time", max_tokens=50).text)
+"""
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING
+
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from quarrel.engine import Chunk, Result, SamplingParams, Stream, Timings, Usage
+    from quarrel.errors import QuarrelError
+    from quarrel.llm import LLM, Explanation, load, load_tokenizer
+
+__all__ = [
+    "LLM",
+    "Chunk",
+    "Explanation",
+    "QuarrelError",
+    "Result",
+    "SamplingParams",
+    "Stream",
+    "Timings",
+    "Usage",
+    "__version__",
+    "load",
+    "load_tokenizer",
+]
+
+_HOMES = {
+    **dict.fromkeys(("Chunk", "Result", "SamplingParams", "Stream", "Timings", "Usage"), "quarrel.engine"),
+    **dict.fromkeys(("LLM", "Explanation", "load", "load_tokenizer"), "quarrel.llm"),
+    "QuarrelError": "quarrel.errors",
+}
+
+
+def __getattr__(name: str) -> object:
+    # Imported when first asked for: `import quarrel` alone stays quick.
+    if name not in _HOMES:
+        raise AttributeError(f"module 'quarrel' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

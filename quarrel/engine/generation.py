@@ -1,0 +1,157 @@
+"""A continuation being drawn: a request, the tokens so far, and the text that has been told of."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from quarrel.engine import rng
+from quarrel.engine.chain import HostChain
+from quarrel.engine.params import SamplingParams
+from quarrel.engine.results import Chunk, FinishReason, Result, Timings, TokenLogprob, Usage
+from quarrel.engine.sequence import Sequence
+from quarrel.engine.text import StopText, Texts
+from quarrel.ops.step import StepOutputs
+
+Sink = Callable[[Chunk], None]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt, checked. `seed` is settled; `stop_ids` are the model's own unless they are ignored, and the caller's."""
+
+    tokens: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    stop_ids: frozenset[int]
+    n_ctx: int
+    n_vocab: int
+    texts: Texts = field(repr=False)
+    load_seconds: float = 0.0
+
+    @property
+    def room(self) -> int:
+        """Tokens that may be generated: what was asked for, as far as the context goes."""
+        left = self.n_ctx - len(self.tokens)
+        return left if self.params.max_tokens is None else min(left, self.params.max_tokens)
+
+
+class Generation(Sequence):
+    """The `index`-th continuation of a request. `sink` gets every chunk, or the last one only."""
+
+    keeps_prefix = True
+
+    def __init__(self, request: Request, index: int, sink: Sink, *, stream: bool) -> None:
+        # The last token drawn never runs, so it needs no slot.
+        super().__init__(request.tokens, len(request.tokens) + max(0, request.room - 1), family=request)
+        self.request, self.index = request, index
+        self.want = "tokens" if request.params.on_device else "logits"
+        self.seed = rng.alternative_seed(request.seed, index)
+        self._sink, self._stream = sink, stream
+        self._chain = HostChain(request.params, request.stop_ids, request.texts)
+        self._text = StopText(request.texts.detokenizer(), request.params.stop)
+        self._said: list[str] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._first_token = 0.0
+        self._last: Chunk | None = None
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - len(self.request.tokens)
+
+    def uniform(self, lane: int = rng.DRAW) -> float:
+        """The random number of the next token."""
+        return rng.uniform(self.seed, len(self.tokens), lane)
+
+    def settle(self, outputs: StepOutputs, first: int, count: int) -> None:
+        assert count == 1
+        if self.request.room == 0:
+            self._finish("length")
+            return
+        logprob = None
+        if self.want == "tokens":
+            assert outputs.tokens is not None
+            token = int(outputs.tokens[first])
+        else:
+            assert outputs.logits is not None
+            row = outputs.logits[first]
+            token = self._chain.draw(row, self.tokens, self.generated, self.uniform(), self.uniform(rng.XTC))
+            if token >= 0 and self.request.params.logprobs is not None:
+                logprob = self._chain.logprob(row, token)
+        if not 0 <= token < self.request.n_vocab:
+            self._finish("error", error=self._no_token(token))
+        else:
+            self._accept(token, logprob)
+
+    def end(self, reason: FinishReason, error: str | None = None) -> None:
+        if self._last is None:
+            self._finish(reason, error=error)
+        assert self._last is not None
+        self._sink(self._last)
+
+    def _accept(self, token: int, logprob: TokenLogprob | None) -> None:
+        if not self.generated:
+            self._first_token = time.perf_counter()
+        if token in self.request.stop_ids:
+            self._finish("stop", stopped_by=token)
+            return
+        self.tokens.append(token)
+        if logprob is not None:
+            self._logprobs.append(logprob)
+        text = self._text.push(token, armed=self.generated > self.request.params.min_tokens)
+        if self._text.stopped_by is not None:
+            self._finish("stop", text, token, logprob, stopped_by=self._text.stopped_by)
+        elif self.generated == self.request.room:
+            self._finish("length", text, token, logprob)
+        else:
+            self._said.append(text)
+            if self._stream:
+                self._sink(Chunk(text, token, self.index, logprob))
+
+    def _finish(
+        self,
+        reason: FinishReason,
+        text: str = "",
+        token: int | None = None,
+        logprob: TokenLogprob | None = None,
+        stopped_by: int | str | None = None,
+        error: str | None = None,
+    ) -> None:
+        self.over = True
+        if self._text.stopped_by is None:
+            text += self._text.flush()
+        self._said.append(text)
+        result = Result(
+            text="".join(self._said),
+            token_ids=tuple(self.tokens[len(self.request.tokens) :]),
+            finish_reason=reason,
+            usage=Usage(len(self.request.tokens), self.generated, self.reused),
+            timings=self._timings(),
+            seed=self.seed,
+            stopped_by=stopped_by,
+            logprobs=None if self.request.params.logprobs is None else tuple(self._logprobs),
+            error=error,
+        )
+        self._last = Chunk(text, token, self.index, logprob, result)
+
+    def _timings(self) -> Timings:
+        now = time.perf_counter()
+        started = self.started or now
+        first = self._first_token or now
+        return Timings(
+            load=self.request.load_seconds,
+            queued=started - self.submitted,
+            prefill=first - started,
+            decode=now - first,
+            prefill_tokens=min(self.computed, len(self.request.tokens)) - self.reused,
+            decode_tokens=max(0, self.generated - 1),
+        )
+
+    def _no_token(self, token: int) -> str:
+        if token == -1:
+            return (
+                f"no token can be drawn behind {len(self.tokens)} tokens: every logit is banned or not a finite number;"
+                " check logit_bias, or the model file"
+            )
+        return f"the backend drew token {token} of a vocabulary of {self.request.n_vocab}; this is a fault in the backend"

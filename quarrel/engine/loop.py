@@ -1,0 +1,135 @@
+"""The one thread that owns a step. Callers send it jobs; it runs them between steps, and steps while there is work.
+
+All that touches a backend happens here, compiling and closing included: devices keep per-thread state, and an interrupt
+(Ctrl-C), which Python raises in the main thread only, can never tear a step apart.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from quarrel.engine.engine import Engine
+from quarrel.engine.sequence import Sequence
+from quarrel.errors import QuarrelError
+from quarrel.ops.step import Step
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+CLOSED = "the model is closed: load it again"
+
+
+class Loop:
+    """Runs an engine. Safe for threads."""
+
+    def __init__(self) -> None:
+        self.engine: Engine | None = None
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._closing = False
+        self._fault: str | None = None
+        self._thread = threading.Thread(target=self._main, name="quarrel-engine", daemon=True)
+        self._thread.start()
+
+    def run(self, job: Callable[[], T]) -> T:
+        """Runs `job` on the thread and waits for what it returns or raises."""
+        future: Future[T] = Future()
+
+        def fulfil() -> None:
+            try:
+                future.set_result(job())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._post(fulfil)
+        return future.result()
+
+    def serve(self, make_step: Callable[[], Step], n_vocab: int, *, reuse: bool = True) -> Step:
+        """Makes the step on the thread, and runs an engine on it from now on."""
+
+        def job() -> Step:
+            self.engine = Engine(make_step(), n_vocab, reuse=reuse)
+            return self.engine.step
+
+        return self.run(job)
+
+    def add(self, *sequences: Sequence) -> None:
+        """Queues sequences; what becomes of them goes to their sinks."""
+
+        def job() -> None:
+            assert self.engine is not None
+            for sequence in sequences:
+                self.engine.add(sequence)
+
+        self._post(job)
+
+    def cancel(self, *sequences: Sequence) -> None:
+        """Ends sequences as cancelled, as soon as the running step is done. Nothing happens to those that are over."""
+
+        def job() -> None:
+            assert self.engine is not None
+            for sequence in sequences:
+                self.engine.cancel(sequence)
+
+        try:
+            self._post(job)
+        except QuarrelError:
+            return  # closed: they have ended
+
+    def close(self, timeout: float | None = None) -> None:
+        """Cancels what runs, gives the step's memory back and ends the thread. May be called twice."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
+
+    def _post(self, job: Callable[[], None]) -> None:
+        with self._wake:
+            if self._closing or self._fault is not None:
+                raise QuarrelError(self._fault or CLOSED)
+            self._jobs.append(job)
+            self._wake.notify()
+
+    def _main(self) -> None:
+        try:
+            busy = False
+            while True:
+                with self._wake:
+                    while not (busy or self._jobs or self._closing):
+                        self._wake.wait()
+                    if self._closing:
+                        break
+                    jobs, self._jobs = self._jobs, deque()
+                for job in jobs:
+                    job()
+                busy = self.engine is not None and self.engine.advance()
+        except BaseException as error:
+            log.exception("the engine thread ended")
+            self._fault = (
+                f"the engine stopped after an internal error ({type(error).__name__}: {error}): load the model again"
+            )
+        self._shut()
+
+    def _shut(self) -> None:
+        """Nobody is left waiting: jobs that came too late find the engine closed, sequences end."""
+        engine = self.engine
+        if engine is not None:
+            if self._fault is None:
+                engine.fail_all("cancelled")
+            else:
+                engine.fail_all("error", self._fault)
+            engine.scheduler.prefixes.clear()
+        with self._wake:
+            self._closing = True
+            jobs, self._jobs = self._jobs, deque()
+        for job in jobs:
+            job()
+        if engine is not None:
+            engine.fail_all("cancelled")
+            engine.step.close()

@@ -1,0 +1,72 @@
+"""The QUARREL_* variables: all of them, read in one place, and strictly.
+
+QUARREL_BACKEND   auto, cpu, triton or mlx: where models run when nothing else is asked for
+QUARREL_COMPUTE   auto, float32, float16 or bfloat16: the arithmetic when nothing else is asked for
+QUARREL_THREADS   threads of the CPU backend, 1 to 1024
+QUARREL_CHECK     1 compares every op with its NumPy reference while it runs (slow)
+QUARREL_MODELS    a further folder to look for models in
+QUARREL_LOG       debug, info, warning or error
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from quarrel.errors import ConfigError
+
+BACKENDS = ("auto", "cpu", "triton", "mlx")
+COMPUTE = ("auto", "float32", "float16", "bfloat16")
+LEVELS = ("debug", "info", "warning", "error")
+MAX_THREADS = 1024
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What the variables say; the defaults stand for variables that are not set or empty."""
+
+    backend: str = "auto"
+    compute: str = "auto"
+    threads: int | None = None
+    check: bool = False
+    models: Path | None = None
+    log: str = "warning"
+
+
+def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
+    """Reads the variables, the process's own by default. Raises ConfigError, naming the variable and what it may be."""
+    given = {k: v for k, v in (os.environ if variables is None else variables).items() if v}
+    models = given.get("QUARREL_MODELS")
+    return Environment(
+        backend=_choice(given, "QUARREL_BACKEND", BACKENDS, "auto"),
+        compute=_choice(given, "QUARREL_COMPUTE", COMPUTE, "auto"),
+        threads=_threads(given),
+        check=_choice(given, "QUARREL_CHECK", ("0", "1"), "0") == "1",
+        models=None if models is None else _folder(models),
+        log=_choice(given, "QUARREL_LOG", LEVELS, "warning"),
+    )
+
+
+def _choice(given: Mapping[str, str], name: str, allowed: tuple[str, ...], default: str) -> str:
+    value = given.get(name, default)
+    if value not in allowed:
+        raise ConfigError(f"{name} is {value!r}, wanted one of {', '.join(allowed)}")
+    return value
+
+
+def _threads(given: Mapping[str, str]) -> int | None:
+    value = given.get("QUARREL_THREADS")
+    if value is None:
+        return None
+    if not (value.isascii() and value.isdigit() and len(value) < 5) or not 1 <= int(value) <= MAX_THREADS:
+        raise ConfigError(f"QUARREL_THREADS is {value!r}, wanted a whole number from 1 to {MAX_THREADS}")
+    return int(value)
+
+
+def _folder(value: str) -> Path:
+    path = Path(value).expanduser()
+    if not path.is_dir():
+        raise ConfigError(f"QUARREL_MODELS is {value!r}, which is no folder; create it or unset the variable")
+    return path

@@ -1,0 +1,24 @@
+"""What was chosen when a model was loaded, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quarrel.ops.step import MemoryPlan, Taken
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Who computes what, where, and with how much memory. `skipped` says why other backends were not taken."""
+
+    model: str
+    architecture: str
+    backend: str
+    device: str
+    compute: str
+    n_ctx: int
+    max_seqs: int
+    cache_tokens: int
+    memory: MemoryPlan
+    choices: tuple[Taken, ...]
+    skipped: tuple[str, ...] = ()

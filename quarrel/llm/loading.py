@@ -1,0 +1,158 @@
+"""From a model's name to an `LLM`: finds the file, picks a backend, plans memory, compiles."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from quarrel.engine import Loop
+from quarrel.env import COMPUTE, Environment, read_environment
+from quarrel.errors import BackendUnavailable, RequestError
+from quarrel.gguf import GGUFFile, resolve
+from quarrel.gguf.resolve import Resolved
+from quarrel.llm.defaults import defaults_of
+from quarrel.llm.explain import Explanation
+from quarrel.llm.model import LLM, Loaded
+from quarrel.llm.plan import plan_limits
+from quarrel.models import Tensors, assemble, read_spec
+from quarrel.ops.check import CheckedStep
+from quarrel.ops.registry import backend as backend_named
+from quarrel.ops.step import Backend, ComputeChoice, Step
+from quarrel.tokenizer import Tokenizer
+from quarrel.tokenizer import load_tokenizer as read_tokenizer
+
+AUTO = ("triton", "mlx", "cpu")
+"""In which order `auto` asks."""
+MAX_SEQS = 256
+
+Progress = Callable[[int, int], None]
+
+
+def load(
+    name: str | os.PathLike[str],
+    *,
+    backend: str | Backend = "auto",
+    compute: ComputeChoice = "auto",
+    n_ctx: int | None = None,
+    max_seqs: int = 8,
+    prefix_cache: bool = True,
+    progress: Progress | None = None,
+) -> LLM:
+    """Loads a model.
+
+    name: a GGUF file (any shard of a split one), a name in an Ollama store or the Hugging Face cache, `hf://owner/repo`,
+    or `demo`. backend: "triton" (CUDA), "mlx" (Metal), "cpu", or "auto", which is `QUARREL_BACKEND` or the first of these
+    that can run here; one asked for by name is taken or raises BackendUnavailable. compute: the arithmetic of
+    activations; "float32" is exact. n_ctx: tokens of prompt and continuation together; by default the model's own, at
+    most 8192, and less (with a warning) where memory ends. max_seqs: sequences that run at once. prefix_cache: keep
+    what finished sequences computed, to continue from. progress: called with bytes packed and bytes in all, on
+    another thread.
+
+    Raises ModelNotFound, GGUFError, UnsupportedModel, TokenizerError, BackendUnavailable, UnsupportedOp, OutOfMemory.
+    """
+    began = time.perf_counter()
+    environment = read_environment()
+    _check_arguments(compute, n_ctx, max_seqs)
+    found = _find(name, environment)
+    chosen, skipped = _choose(backend, environment)
+    file = GGUFFile.open(found.paths)
+    try:
+        tokenizer = read_tokenizer(file.metadata)
+        choice: ComputeChoice = environment.compute if compute == "auto" else compute  # type: ignore[assignment]
+        arithmetic = chosen.compute_of(choice)
+        tensors, spec = Tensors(file), read_spec(file)
+        limits, length = plan_limits(
+            assemble(spec, tensors),
+            spec,
+            compute=arithmetic,
+            free=chosen.free_bytes(),
+            weights=sum(t.nbytes for t in file.tensors.values()),
+            n_ctx=n_ctx,
+            max_seqs=max_seqs,
+        )
+        # Some rope scalings depend on the context that will be used.
+        spec = read_spec(file, length)
+        program = assemble(spec, tensors)
+
+        def compiled() -> Step:
+            if environment.check:
+                return CheckedStep(chosen, program, tensors, limits, choice)
+            return chosen.compile(program, tensors, limits, choice, progress)
+
+        loop = Loop()
+        try:
+            step = loop.serve(compiled, spec.n_vocab, reuse=prefix_cache)
+        except BaseException:
+            loop.close(timeout=0.0)
+            raise
+    except BaseException:
+        file.close()
+        raise
+    explanation = Explanation(
+        model=str(name),
+        architecture=spec.architecture,
+        backend=chosen.name,
+        device=chosen.device(),
+        compute=step.compute,
+        n_ctx=length,
+        max_seqs=limits.max_seqs,
+        cache_tokens=limits.n_blocks * limits.block_size,
+        memory=step.memory(),
+        choices=tuple(step.explain()),
+        skipped=skipped,
+    )
+    seconds = time.perf_counter() - began
+    return LLM(Loaded(loop, file, spec, tokenizer, explanation, seconds, defaults_of(found.params), found.system))
+
+
+def load_tokenizer(name: str | os.PathLike[str]) -> Tokenizer:
+    """The tokenizer of a model, by the names that `load` takes; a file that holds a vocabulary alone will do."""
+    return read_tokenizer(_find(name, read_environment()).paths[0])
+
+
+def _check_arguments(compute: object, n_ctx: object, max_seqs: object) -> None:
+    if compute not in COMPUTE:
+        raise RequestError(f"compute is {compute!r}, wanted one of {', '.join(COMPUTE)}")
+    for name, value, high in (("n_ctx", n_ctx, 1 << 30), ("max_seqs", max_seqs, MAX_SEQS)):
+        if value is None and name == "n_ctx":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
+            raise RequestError(f"{name} is {value!r}, wanted a whole number from 1 to {high}")
+
+
+def _find(name: str | os.PathLike[str], environment: Environment) -> Resolved:
+    text = os.fspath(name)
+    if not isinstance(text, str) or not text:
+        raise RequestError(f"the model's name is {text!r}, wanted a path or a name")
+    if environment.models is not None and not Path(text).is_absolute():
+        for candidate in (environment.models / text, environment.models / f"{text}.gguf"):
+            if candidate.is_file():
+                return resolve(str(candidate))
+    return resolve(text)
+
+
+def _choose(backend: str | Backend, environment: Environment) -> tuple[Backend, tuple[str, ...]]:
+    """The backend, and why those before it were not taken."""
+    if not isinstance(backend, str):
+        if not isinstance(backend, Backend):
+            raise RequestError(f"backend is a {type(backend).__name__}, wanted a name or a Backend")
+        return _able(backend), ()
+    name = environment.backend if backend == "auto" else backend
+    if name != "auto":
+        return _able(backend_named(name)), ()
+    skipped: list[str] = []
+    for candidate in AUTO:
+        try:
+            return _able(backend_named(candidate)), tuple(skipped)
+        except BackendUnavailable as error:
+            skipped.append(str(error))
+    raise BackendUnavailable(f"no backend can run on this machine: {'; '.join(skipped)}")
+
+
+def _able(backend: Backend) -> Backend:
+    reason = backend.unavailable()
+    if reason is not None:
+        raise BackendUnavailable(f"backend {backend.name} cannot run on this machine: {reason}")
+    return backend

@@ -1,0 +1,345 @@
+"""A loaded model: text or token ids in, continuations out."""
+
+from __future__ import annotations
+
+import secrets
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Unpack, overload
+
+import numpy.typing as npt
+
+from quarrel.engine import (
+    Activity,
+    AsyncStream,
+    Loop,
+    Request,
+    Result,
+    Sampling,
+    SamplingParams,
+    Stream,
+    merged,
+    start,
+    start_async,
+    token_id,
+)
+from quarrel.errors import ContextOverflow, QuarrelError, RequestError
+from quarrel.gguf import GGUFFile
+from quarrel.llm.explain import Explanation
+from quarrel.llm.score import score
+from quarrel.llm.texts import VocabularyTexts
+from quarrel.models import ModelSpec
+from quarrel.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, object]
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What `load` puts together for an `LLM`."""
+
+    loop: Loop
+    file: GGUFFile
+    spec: ModelSpec
+    tokenizer: Tokenizer
+    explanation: Explanation
+    load_seconds: float
+    defaults: SamplingParams
+    system: str | None = None
+
+
+class LLM:
+    """A model in memory, made by `quarrel.load`. Safe for threads; requests that meet share steps.
+
+    `spec`: its architecture. `tokenizer`. `n_ctx`: tokens that prompt and continuation may fill together. `defaults`: the
+    sampling parameters that hold where a call gives none. `system`: a system text that came with the model, which `chat`
+    puts in front where the messages have none.
+
+    Sampling is asked for by keyword (`temperature=0`, `max_tokens=100`: the fields of `SamplingParams`), or by a
+    `SamplingParams` as `params`, or both: keywords replace its fields. All calls raise RequestError for arguments out of
+    range and ContextOverflow for a prompt longer than the context, before anything runs.
+    """
+
+    def __init__(self, parts: Loaded) -> None:
+        self.spec = parts.spec
+        self.tokenizer = parts.tokenizer
+        self.n_ctx = parts.explanation.n_ctx
+        self.defaults = parts.defaults
+        self.system = parts.system
+        self._parts = parts
+        self._loop = parts.loop
+        self._close = weakref.finalize(self, _shut, parts.loop, parts.file)
+
+    def __repr__(self) -> str:
+        e = self._parts.explanation
+        return f"LLM({e.model!r}, {e.architecture}, {e.backend}, n_ctx={self.n_ctx})"
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancels what runs and gives the memory back. May be called twice."""
+        self._close()
+
+    @overload
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        parse_special: bool = False,
+        **options: Unpack[Sampling],
+    ) -> Result: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: list[str] | list[list[int]],
+        params: SamplingParams | None = None,
+        *,
+        parse_special: bool = False,
+        **options: Unpack[Sampling],
+    ) -> list[Result]: ...
+
+    def generate(
+        self,
+        prompt: Prompt | list[str] | list[list[int]],
+        params: SamplingParams | None = None,
+        *,
+        parse_special: bool = False,
+        **options: Unpack[Sampling],
+    ) -> Result | list[Result]:
+        """The continuation of a text or of token ids; a list of prompts runs together and gives a list of results.
+
+        parse_special: names of control tokens in the text become those tokens; not for text from outside. A failure
+        while generating raises QuarrelError for a single prompt, and is in the `Result` of its prompt in a list.
+        Ctrl-C cancels the work and is raised on.
+        """
+        settled = self._params(params, options)
+        if _is_batch(prompt):
+            requests = [self._request(p, settled, parse_special) for p in prompt]
+            return self._gather(requests)
+        return _sound(self._gather([self._request(prompt, settled, parse_special)])[0])
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        parse_special: bool = False,
+        **options: Unpack[Sampling],
+    ) -> Stream:
+        """As `generate`, chunk by chunk: an iterator, and a context manager that cancels what is not done.
+
+        The last chunk of each continuation carries its `Result`, also one that failed or was cancelled.
+        """
+        return start(self._loop, self._request(prompt, self._params(params, options), parse_special), stream=True)
+
+    async def agenerate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        parse_special: bool = False,
+        **options: Unpack[Sampling],
+    ) -> Result:
+        """As `generate` for one prompt, for an event loop. Cancelling the task stops the work."""
+        request = self._request(prompt, self._params(params, options), parse_special)
+        return _sound(await start_async(self._loop, request, stream=False).wait())
+
+    def astream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        parse_special: bool = False,
+        **options: Unpack[Sampling],
+    ) -> AsyncStream:
+        """As `stream`, for an event loop: `async for chunk in llm.astream(...)`. Cancelling the task stops the work."""
+        request = self._request(prompt, self._params(params, options), parse_special)
+        return start_async(self._loop, request, stream=True)
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        stream: Literal[False] = False,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        template: str | None = None,
+        template_kwargs: Mapping[str, bool | str] | None = None,
+        **options: Unpack[Sampling],
+    ) -> Result: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        stream: Literal[True],
+        tools: Sequence[Mapping[str, object]] | None = None,
+        template: str | None = None,
+        template_kwargs: Mapping[str, bool | str] | None = None,
+        **options: Unpack[Sampling],
+    ) -> Stream: ...
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        stream: bool = False,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        template: str | None = None,
+        template_kwargs: Mapping[str, bool | str] | None = None,
+        **options: Unpack[Sampling],
+    ) -> Result | Stream:
+        """The model's answer to messages such as `{"role": "user", "content": "Hello"}`, written by its chat template.
+
+        tools: JSON schemas of functions, for templates that know them; calls come back as the model writes them, in
+        the text. template: a named or literal template instead of the file's. template_kwargs: its further variables.
+        """
+        request = self._chat_request(messages, self._params(params, options), tools, template, template_kwargs)
+        if stream:
+            return start(self._loop, request, stream=True)
+        return _sound(self._gather([request])[0])
+
+    def achat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        template: str | None = None,
+        template_kwargs: Mapping[str, bool | str] | None = None,
+        **options: Unpack[Sampling],
+    ) -> AsyncStream:
+        """As `chat` with `stream=True`, for an event loop; `await llm.achat(...).wait()` gives the `Result`."""
+        request = self._chat_request(messages, self._params(params, options), tools, template, template_kwargs)
+        return start_async(self._loop, request, stream=True)
+
+    def logits(self, ids: Sequence[int]) -> Array:
+        """float32 `[T, V]`: row t holds the logits of the token behind `ids[: t + 1]`. At most `n_ctx` ids."""
+        return score(self._loop, self._checked(ids), "logits", self.spec.n_vocab)
+
+    def hidden(self, ids: Sequence[int]) -> Array:
+        """float32 `[T, E]`: what the output layer reads at each position, after the last norm. At most `n_ctx` ids."""
+        return score(self._loop, self._checked(ids), "hidden", self.spec.n_embd)
+
+    def tokenize(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        """The ids of a text; see `Tokenizer.encode`."""
+        return self.tokenizer.encode(text, add_special, parse_special)
+
+    def detokenize(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """The text of ids; see `Tokenizer.decode`."""
+        return self.tokenizer.decode(ids, skip_special)
+
+    def explain(self) -> Explanation:
+        """What was chosen when the model was loaded: device, operations, memory."""
+        return self._parts.explanation
+
+    def activity(self) -> Activity:
+        """How busy the model is right now."""
+        engine = self._loop.engine
+        assert engine is not None
+        return engine.activity()
+
+    def _params(self, params: SamplingParams | None, options: Sampling) -> SamplingParams:
+        if params is not None and not isinstance(params, SamplingParams):
+            raise RequestError(f"params is a {type(params).__name__}, wanted a SamplingParams")
+        settled = merged(params or self.defaults, options)
+        settled.check_vocabulary(self.spec.n_vocab)
+        return settled
+
+    def _request(self, prompt: object, params: SamplingParams, parse_special: bool) -> Request:
+        if isinstance(prompt, str):
+            ids = self.tokenizer.encode(prompt, parse_special=parse_special)
+        else:
+            ids = self._ids(prompt)
+        return self._checked_request(ids, params, continues=True)
+
+    def _chat_request(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams,
+        tools: Sequence[Mapping[str, object]] | None,
+        template: str | None,
+        template_kwargs: Mapping[str, bool | str] | None,
+    ) -> Request:
+        if self.system is not None and not any(m.get("role") == "system" for m in messages if isinstance(m, Mapping)):
+            messages = [{"role": "system", "content": self.system}, *messages]
+        ids = self.tokenizer.apply_chat(messages, tools=tools, template=template, kwargs=template_kwargs)
+        return self._checked_request(ids, params, continues=False)
+
+    def _checked_request(self, ids: Sequence[int], params: SamplingParams, *, continues: bool) -> Request:
+        self._fits(ids)
+        own = frozenset() if params.ignore_eos else self.tokenizer.stop_ids
+        return Request(
+            tokens=tuple(ids),
+            params=params,
+            seed=secrets.randbits(32) if params.seed is None else params.seed,
+            stop_ids=own | frozenset(params.stop_token_ids),
+            n_ctx=self.n_ctx,
+            n_vocab=self.spec.n_vocab,
+            texts=VocabularyTexts(self.tokenizer, continues),
+            load_seconds=self._parts.load_seconds,
+        )
+
+    def _checked(self, ids: object) -> list[int]:
+        checked = self._ids(ids)
+        self._fits(checked)
+        return checked
+
+    def _ids(self, given: object) -> list[int]:
+        try:
+            ids = [token_id("the prompt", id) for id in given]  # type: ignore[attr-defined]
+        except TypeError:
+            raise RequestError(f"the prompt is a {type(given).__name__}, wanted a text or a list of token ids") from None
+        for id in ids:
+            if id >= self.spec.n_vocab:
+                raise RequestError(f"the prompt holds the token id {id}, wanted ids from 0 to {self.spec.n_vocab - 1}")
+        return ids
+
+    def _fits(self, ids: Sequence[int]) -> None:
+        if not ids:
+            raise RequestError("the prompt is empty, and the model has no token to begin a text with; give it some text")
+        if len(ids) > self.n_ctx:
+            raise ContextOverflow(
+                f"the prompt has {len(ids)} tokens and the context holds {self.n_ctx}: shorten it, or load the model with a"
+                f" larger n_ctx (it was made for {self.spec.context_length})"
+            )
+
+    def _gather(self, requests: Sequence[Request]) -> list[Result]:
+        streams = [start(self._loop, request, stream=False) for request in requests]
+        try:
+            return [stream.wait() for stream in streams]
+        except BaseException:
+            for stream in streams:
+                stream.cancel()
+            raise
+
+
+def _is_batch(prompt: object) -> bool:
+    """A list whose first entry is a prompt itself, not a token id."""
+    if isinstance(prompt, str) or not isinstance(prompt, Sequence) or not prompt:
+        return False
+    return isinstance(prompt[0], Sequence)
+
+
+def _sound(result: Result) -> Result:
+    if result.finish_reason == "error":
+        raise QuarrelError(result.error)
+    return result
+
+
+def _shut(loop: Loop, file: GGUFFile) -> None:
+    loop.close()
+    file.close()

@@ -1,0 +1,42 @@
+"""Rows of every position, gathered from the engine's steps."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from quarrel.engine import Deliver, Loop, Scoring
+from quarrel.errors import QuarrelError
+
+Array = npt.NDArray[Any]
+
+
+class _Rows(Deliver):
+    def __init__(self, tokens: int, width: int) -> None:
+        self.out = np.empty((tokens, width), np.float32)
+        self.ended: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+    def rows(self, start: int, rows: Array) -> None:
+        self.out[start : start + len(rows)] = rows
+
+    def end(self, error: str | None) -> None:
+        self.ended.put(error)
+
+
+def score(loop: Loop, ids: Sequence[int], want: Literal["logits", "hidden"], width: int) -> Array:
+    """`[T, width]` float32 of a text, one row per token. An interrupt cancels the work and is raised on."""
+    rows = _Rows(len(ids), width)
+    sequence = Scoring(ids, want, rows)
+    loop.add(sequence)
+    try:
+        error = rows.ended.get()
+    except BaseException:
+        loop.cancel(sequence)
+        raise
+    if error is not None:
+        raise QuarrelError(error)
+    return rows.out

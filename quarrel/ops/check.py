@@ -1,0 +1,158 @@
+"""QUARREL_CHECK=1: a step that runs op by op and compares every result with the op's NumPy reference.
+
+Each op gets what the backend's own ops before it made, so an error is reported where it arises and not where it ends
+up. Composites that the backend takes whole are compared whole; what it declines is expanded, as `compile` would.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from quarrel.errors import QuarrelError, RequestError, UnsupportedOp
+from quarrel.ops import reference
+from quarrel.ops.contract import (
+    Array,
+    CacheRef,
+    Concrete,
+    ConstRef,
+    KVArrays,
+    Operand,
+    RawWeight,
+    Value,
+    WeightRef,
+    rel_error,
+)
+from quarrel.ops.null import expand
+from quarrel.ops.program import Node, Program
+from quarrel.ops.sample import SAMPLE
+from quarrel.ops.step import Backend, ComputeChoice, Limits, MemoryPlan, StepInputs, StepOutputs, Taken, Want, WeightSource
+
+DRAW_SLACK = 1e-4
+"""How far a uniform number or a cut may be off before another token counts as wrong: float32 sums over a vocabulary."""
+
+
+class Mismatch(QuarrelError):
+    """A backend's op is further from its reference than its contract allows."""
+
+
+class CheckedStep:
+    """A `Step` on any backend through `run_op`, with its caches in host memory. Slow: for hunting wrong results."""
+
+    def __init__(
+        self, backend: Backend, program: Program, weights: WeightSource, limits: Limits, compute: ComputeChoice = "auto"
+    ) -> None:
+        self.limits = limits
+        self.compute = backend.compute_of(compute)
+        self._backend, self._program, self._weights, self._choice = backend, program, weights, compute
+        shape = (limits.n_blocks, limits.block_size)
+        self._caches = [
+            KVArrays(*(np.zeros((*shape, c.n_kv, c.head_dim), np.float32) for _ in range(2))) for c in program.caches
+        ]
+        self._next_id = 1 + max(v.id for v in [*(v for n in program.nodes for v in n.outputs), *program.inputs.values()])
+        self._declined: dict[tuple[str, Any], str] = {}
+        self._taken: dict[tuple[str, str], Taken] = {}
+
+    def __call__(self, inputs: StepInputs, want: Want) -> StepOutputs:
+        """Runs and compares; raises Mismatch (path, op, spec, error, tolerance)."""
+        if want == "tokens" and inputs.sample is None:
+            raise RequestError("a step that draws tokens needs sampling inputs, got none")
+        inputs.check(self.limits, int(self._program.outputs["logits"].dims[-1]))
+        values: dict[int, Array] = reference.bind_inputs(self._program, inputs)
+        for node in self._program.nodes:
+            if all(not isinstance(i, Value) or i.id in values for i in node.inputs):
+                self._run(node, values)
+        out = {name: values[v.id] for name, v in self._program.outputs.items() if v.id in values}
+        return StepOutputs(**{want: out[want]})
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for source, destination in pairs:
+            for cache in self._caches:
+                cache.k[destination], cache.v[destination] = cache.k[source], cache.v[source]
+
+    def explain(self) -> list[Taken]:
+        """What has run so far: the choice is the backend's own, made op by op."""
+        return list(self._taken.values())
+
+    def memory(self) -> MemoryPlan:
+        return MemoryPlan(0, 0, sum(a.nbytes for c in self._caches for a in (c.k, c.v)), 0)
+
+    def close(self) -> None:
+        self._caches = []
+
+    def _run(self, node: Node, values: dict[int, Array]) -> None:
+        inputs = [self._fetch(i, values) for i in node.inputs]
+        try:
+            if (node.op.name, node.spec) in self._declined:
+                raise UnsupportedOp(self._backend.name, node.op.name, node.spec, [])
+            got = self._backend.run_op(node.op, node.spec, inputs, self._choice)
+        except UnsupportedOp as refusal:
+            if node.op.expand is None:
+                raise
+            self._declined.setdefault((node.op.name, node.spec), str(refusal))
+            body, self._next_id = expand(node, self._next_id)
+            for part in body:
+                self._run(part, values)
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            wanted = reference.run_op(node.op, node.spec, inputs)
+        self._compare(node, inputs, got, wanted)
+        self._taken[node.path, node.op.name] = Taken(node.path, node.op.name, str(node.spec), "run_op, checked")
+        results = list(got)
+        if node.op.consumes:
+            (layer,) = (i.layer for i in node.inputs if isinstance(i, CacheRef))
+            state = results.pop()
+            assert isinstance(state, KVArrays)
+            self._caches[layer] = state
+        for value, result in zip(node.outputs, results, strict=True):
+            assert isinstance(result, np.ndarray)
+            values[value.id] = result
+
+    def _fetch(self, operand: Operand, values: dict[int, Array]) -> Concrete:
+        if isinstance(operand, WeightRef):
+            return self._weights.raw(operand)
+        if isinstance(operand, ConstRef):
+            return np.array(operand.data, np.float32)
+        return self._caches[operand.layer] if isinstance(operand, CacheRef) else values[operand.id]
+
+    def _compare(self, node: Node, inputs: Sequence[Concrete], got: Sequence[Concrete], wanted: Sequence[Concrete]) -> None:
+        tolerance = node.op.tolerance[self.compute]
+        for g, w in zip(_arrays(got), _arrays(wanted), strict=True):
+            if node.op is SAMPLE:
+                error = 0.0 if _draws_alike(node, inputs, g, w) else float("inf")
+            elif g.dtype.kind in "iu":
+                error = 0.0 if np.array_equal(g, w) else float("inf")
+            else:
+                error = rel_error(g, w)
+            if not error <= tolerance:
+                raise Mismatch(
+                    f"{node.path or 'the step'}: {node.op.name} on {self._backend.name} is {error:.3g} away from its"
+                    f" reference, allowed {tolerance:.3g} in {self.compute}, for {node.spec}; please report this"
+                )
+
+
+def _arrays(results: Sequence[Concrete]) -> list[Array]:
+    arrays: list[Array] = []
+    for result in results:
+        assert not isinstance(result, RawWeight)
+        arrays += [result.k, result.v] if isinstance(result, KVArrays) else [result]
+    return arrays
+
+
+def _draws_alike(node: Node, inputs: Sequence[Concrete], got: Array, wanted: Array) -> bool:
+    """Whether each token is the reference's, or would be with a number a rounding away."""
+    logits, temperature, top_k, top_p, min_p, uniform = (np.asarray(i) for i in inputs)
+    assert node.op.reference is not None
+    alike = got == wanted
+    for row in np.flatnonzero(~alike):
+        one: list[Array] = [a[row : row + 1] for a in (logits, temperature, top_k)]
+        for shift in (-DRAW_SLACK, 0.0, DRAW_SLACK):
+            for cut in (-DRAW_SLACK, 0.0, DRAW_SLACK):
+                rest = (top_p[row : row + 1] + cut, min_p[row : row + 1] * (1 + cut), uniform[row : row + 1] + shift)
+                drawn = np.asarray(node.op.reference(node.spec, *one, *rest)[0])
+                alike[row] |= drawn[0] == got[row]
+    return bool(alike.all())

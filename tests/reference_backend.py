@@ -1,0 +1,97 @@
+"""A backend for tests: the NumPy references on whole programs, in float64. It runs the tiny reference models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from quarrel.errors import RequestError
+from quarrel.ops import reference
+from quarrel.ops.contract import Compute, Concrete, KVArrays, Op
+from quarrel.ops.program import Program
+from quarrel.ops.step import ComputeChoice, Limits, MemoryPlan, StepInputs, StepOutputs, Taken, Want, WeightSource
+
+
+class ReferenceStep:
+    """Runs the program node by node; `calls` counts steps, `tokens` the rows that went through them."""
+
+    compute: Compute = "float32"
+
+    def __init__(self, program: Program, weights: WeightSource, limits: Limits) -> None:
+        self.limits, self._program, self._weights = limits, program, weights
+        shape = (limits.n_blocks, limits.block_size)
+        # NaN where nothing was written: what a sequence must not read is seen when it does.
+        self._caches = [
+            KVArrays(*(np.full((*shape, c.n_kv, c.head_dim), np.nan, np.float32) for _ in range(2))) for c in program.caches
+        ]
+        self.calls = self.tokens = 0
+        self.wants: list[Want] = []
+        self.closed = False
+        self.fail: Exception | None = None
+
+    def __call__(self, inputs: StepInputs, want: Want) -> StepOutputs:
+        assert not self.closed
+        inputs.check(self.limits, int(self._program.outputs["logits"].dims[-1]))
+        if self.fail is not None:
+            raise self.fail
+        if want == "tokens" and inputs.sample is None:
+            raise RequestError("no sampling inputs")
+        self.calls, self.tokens = self.calls + 1, self.tokens + len(inputs.ids)
+        self.wants.append(want)
+        outputs = reference.run_program(self._program, self._weights, self._caches, inputs)
+        return StepOutputs(**{want: outputs[want]})
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for source, destination in pairs:
+            for cache in self._caches:
+                cache.k[destination], cache.v[destination] = cache.k[source], cache.v[source]
+
+    def explain(self) -> list[Taken]:
+        return [Taken(n.path, n.op.name, str(n.spec), "reference") for n in self._program.nodes]
+
+    def memory(self) -> MemoryPlan:
+        return MemoryPlan(0, 0, sum(a.nbytes for c in self._caches for a in (c.k, c.v)), 0)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class ReferenceBackend:
+    """`free` is what it says it has. `step` is the last one compiled."""
+
+    name = "reference"
+
+    def __init__(self, free: int = 1 << 26) -> None:
+        self.free = free
+        self.step: ReferenceStep | None = None
+
+    def unavailable(self) -> str | None:
+        return None
+
+    def device(self) -> str:
+        return "NumPy"
+
+    def free_bytes(self) -> int:
+        return self.free
+
+    def compile(
+        self,
+        program: Program,
+        weights: WeightSource,
+        limits: Limits,
+        compute: ComputeChoice = "auto",
+        progress: Callable[[int, int], None] | None = None,
+    ) -> ReferenceStep:
+        if progress is not None:
+            progress(1, 1)
+        self.step = ReferenceStep(program, weights, limits)
+        return self.step
+
+    def run_op(
+        self, op: Op, spec: object, inputs: Sequence[Concrete], compute: ComputeChoice = "auto"
+    ) -> tuple[Concrete, ...]:
+        return reference.run_op(op, spec, inputs)
+
+    def compute_of(self, choice: ComputeChoice) -> Compute:
+        return "float32"
