@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from quarrel.errors import GGUFError, ModelNotFound
+from quarrel.errors import GGUFError, ModelError, ModelNotFound
 from quarrel.gguf.blocks import dequantize
 from quarrel.gguf.formats import FORMATS, GGMLType
 from quarrel.gguf.header import HEADER_BUDGET, Header, Span, read_header
@@ -136,9 +136,8 @@ class GGUFFile:
         for number, shard in enumerate(self._shards):
             for entry in shard.header.tensors:
                 if entry.name in tensors:
-                    raise GGUFError(
-                        f"{shard.path}: the tensor {entry.name!r} is also in {self.paths[tensors[entry.name].shard]}"
-                    )
+                    other = self.paths[tensors[entry.name].shard].name
+                    raise GGUFError(f"the tensor {entry.name!r} of {shard.path.name} is also in {other}")
                 offset = shard.header.data_start + entry.offset
                 tensors[entry.name] = TensorInfo(entry.name, entry.type, entry.dims, offset, entry.nbytes, number)
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(tensors)
@@ -169,7 +168,7 @@ class GGUFFile:
         except BaseException as error:
             for shard in shards:
                 shard.close()
-            if type(error) is GGUFError and not str(error).startswith(str(at)):
+            if isinstance(error, ModelError) and not str(error).startswith(str(at)):
                 raise GGUFError(f"{at}: {error}") from None
             raise
         return file
@@ -243,5 +242,3 @@ def _check_split(metadata: Metadata, number: int, shards: Sequence[_Shard]) -> N
     total = sum(len(shard.header.tensors) for shard in shards)
     if (claimed := metadata.int("split.tensors.count", total)) != total:
         raise GGUFError(f"its header counts {claimed} tensors in all shards, but they hold {total}")
-    if metadata.int("general.alignment", 32) != shards[0].header.alignment and "general.alignment" in metadata:
-        raise GGUFError(f"its alignment differs from the first shard's {shards[0].header.alignment}")

@@ -134,9 +134,11 @@ def _blob(store: Path, manifest: Path, digest: str, size: int | None) -> Path:
     match = _DIGEST.fullmatch(digest)
     if match is None:
         raise ModelError(f"the Ollama manifest {manifest} holds {digest[:80]!r}, wanted sha256: and 64 hexadecimal digits")
-    blob = store / "blobs" / f"sha256-{match[1]}"
-    if not blob.is_file():
-        raise ModelNotFound(f"the Ollama manifest {manifest} names {blob}, which is not there: pull the model again")
+    # Old versions of Ollama wrote the colon into the file's name.
+    blobs = [store / "blobs" / f"sha256{separator}{match[1]}" for separator in "-:"]
+    blob = next((blob for blob in blobs if blob.is_file()), None)
+    if blob is None:
+        raise ModelNotFound(f"the Ollama manifest {manifest} names {blobs[0]}, which is not there: pull the model again")
     if size is not None and blob.stat().st_size != size:
         raise ModelError(f"{blob} has {blob.stat().st_size} bytes, wanted {size}: pull the model again")
     return blob

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Protocol
 
 from quarrel.errors import GGUFError
@@ -20,7 +21,7 @@ class _HasDims(Protocol):
     def dims(self) -> tuple[int, ...]: ...
 
 
-def check_vocab(metadata: Metadata, tensors: Mapping[str, _HasDims]) -> None:
+def check_vocab(metadata: Metadata, tensors: Mapping[str, _HasDims] = MappingProxyType({})) -> None:
     """Raises GGUFError where the arrays of a vocabulary disagree in length, a special id lies outside it, or the token
     embedding has fewer rows than there are tokens (more are padding, and legal). Decodes nothing but single ids."""
     n_tokens = metadata.length(TOKENS)

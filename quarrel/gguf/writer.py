@@ -42,7 +42,7 @@ class GGUFWriter:
         if alignment != DEFAULT_ALIGNMENT:
             self.add("general.alignment", alignment)
 
-    def add(self, key: str, value: Value | Sequence[Any] | np.ndarray, kind: ValueType | None = None) -> None:
+    def add(self, key: str, value: Value | Sequence[Any] | np.ndarray | np.generic, kind: ValueType | None = None) -> None:
         """Adds a key; `kind` is the type of the value, or of an array's elements, and inferred where it is None.
 
         Inferred: integers become UINT32 (INT32 within arrays, as llama.cpp reads them) or the first of INT32, UINT64 and
@@ -50,12 +50,14 @@ class GGUFWriter:
         """
         if key in self._keys:
             raise GGUFError(f"the key {key!r} was added before")
-        if isinstance(value, np.ndarray):
+        if isinstance(value, np.ndarray | np.generic):
             value = value.tolist()
         if isinstance(value, bool | int | float | str):
             kind = _infer([value], ValueType.UINT32) if kind is None else kind
             self._keys[key] = struct.pack("<I", kind) + _encode(kind, [value])
             return
+        if not isinstance(value, Sequence):
+            raise GGUFError(f"the key {key!r} got {value!r}, which is neither a value nor an array of them")
         items = list(value)
         if kind is None:
             if not items:
@@ -159,7 +161,10 @@ def _infer(items: Sequence[Any], first: ValueType) -> ValueType:
 def _encode(kind: ValueType, items: Sequence[Any]) -> bytes:
     if kind is ValueType.STRING:
         return b"".join(map(_string, items))
-    return struct.pack(f"<{len(items)}{CODES[kind][1]}", *items)
+    try:
+        return struct.pack(f"<{len(items)}{CODES[kind][1]}", *items)
+    except struct.error as error:
+        raise GGUFError(f"a value does not fit {kind.name}: {error}") from None
 
 
 def _string(text: str) -> bytes:

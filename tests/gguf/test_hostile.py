@@ -397,7 +397,7 @@ import re, sys, time
 from quarrel.gguf import GGUFFile
 from quarrel.errors import GGUFError
 def peak():
-    return int(re.search("VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
+    return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
 before, start = peak(), time.process_time()
 try:
     GGUFFile.open(sys.argv[1])

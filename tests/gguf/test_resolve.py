@@ -191,6 +191,9 @@ def test_ollama_blobs_must_be_there_and_whole(tmp_path: Path) -> None:
     store = tmp_path / "home/.ollama/models"
     put_model(store, "registry.ollama.ai/library/m/latest", model=b"whole")
     blob = next((store / "blobs").iterdir())
+    old = blob.rename(blob.with_name(blob.name.replace("-", ":")))
+    assert resolve("m").paths == (old,)
+    old.rename(blob)
     blob.write_bytes(b"who")
     with pytest.raises(ModelError, match="has 3 bytes, wanted 5"):
         resolve("m")

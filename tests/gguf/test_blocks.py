@@ -1,0 +1,136 @@
+"""Dequantised blocks are ggml's own values, bit for bit; quantised ones lose no more than ggml's do."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from quarrel.errors import GGUFError
+from quarrel.gguf import FORMATS, GGMLType, GGUFFile, dequantize, quantize
+from tests.paths import need_cases
+
+TYPES = [kind for kind in GGMLType if kind.name not in ("F32", "Q8_1", "Q8_K", "I8", "I16", "I32", "I64", "F64")]
+# Relative RMS error on standard normal values; the K types and what bounds them are measured against ggml's below.
+NORMAL_ERROR = {
+    GGMLType.F32: 0.0,
+    GGMLType.F16: 2.2e-4,
+    GGMLType.BF16: 1.8e-3,
+    GGMLType.Q8_0: 5.5e-3,
+    GGMLType.Q4_0: 0.087,
+    GGMLType.Q4_1: 0.079,
+    GGMLType.Q5_0: 0.043,
+    GGMLType.Q5_1: 0.039,
+    GGMLType.MXFP4: 0.116,
+    GGMLType.Q4_K: 0.073,
+    GGMLType.Q5_K: 0.037,
+    GGMLType.Q6_K: 0.018,
+}
+
+
+def rel(x: np.ndarray, reference: np.ndarray) -> float:
+    return float(np.sqrt(np.mean((x - reference) ** 2) / np.mean(reference**2)))
+
+
+def test_27_types_have_reference_blocks() -> None:
+    sizes = json.loads(need_cases("quant_blocks", "meta.json").read_text())
+    assert sorted(sizes) == sorted(kind.name for kind in TYPES)
+    for name, entry in sizes.items():
+        block = FORMATS[GGMLType[name]]
+        assert (int(block.type), block.elements, block.nbytes) == (entry["id"], entry["blck"], entry["size"])
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_values_are_those_of_ggml(kind: GGMLType) -> None:
+    with np.load(need_cases("quant_blocks", "blocks.npz")) as blocks:
+        raw, wanted = blocks[f"{kind.name}_bytes"], blocks[f"{kind.name}_f32"]
+    values = dequantize(raw, kind)
+    assert values.shape == wanted.shape
+    same = values.view(np.uint32) == wanted.view(np.uint32)
+    assert (same | np.isnan(wanted) & np.isnan(values)).all()
+
+
+@pytest.mark.parametrize("kind", [GGMLType.Q4_K, GGMLType.Q8_0, GGMLType.BF16, GGMLType.F32])
+def test_leading_axes_and_strides_are_kept(kind: GGMLType) -> None:
+    size = FORMATS[kind].nbytes
+    raw = np.random.default_rng(0).integers(0, 100, (3, 4, 5 * size), np.uint8)
+    values = dequantize(raw, kind)
+    assert values.shape == (3, 4, 5 * FORMATS[kind].elements)
+    np.testing.assert_array_equal(values[1, 2], dequantize(raw[1, 2], kind))
+    np.testing.assert_array_equal(dequantize(raw[:, ::2], kind), values[:, ::2])
+    assert dequantize(raw[:0], kind).shape == (0, 4, values.shape[2])
+
+
+def test_large_arrays_are_the_sum_of_their_parts() -> None:
+    raw = np.random.default_rng(0).integers(0, 100, (9, 1000 * 144), np.uint8)
+    whole = dequantize(raw, GGMLType.Q4_K)
+    for i in range(9):
+        np.testing.assert_array_equal(whole[i], dequantize(raw[i], GGMLType.Q4_K))
+
+
+def test_what_is_no_block_is_refused() -> None:
+    with pytest.raises(GGUFError, match=r"143 bytes, wanted a multiple"):
+        dequantize(np.zeros((2, 143), np.uint8), GGMLType.Q4_K)
+    with pytest.raises(GGUFError, match="wanted uint8"):
+        dequantize(np.zeros((2, 144), np.int8), GGMLType.Q4_K)
+    with pytest.raises(GGUFError, match="activations"):
+        dequantize(np.zeros((2, 292), np.uint8), GGMLType.Q8_K)
+
+
+@pytest.mark.parametrize("kind", NORMAL_ERROR)
+def test_round_trip_error(kind: GGMLType) -> None:
+    x = np.random.default_rng(0).standard_normal((64, 1024)).astype(np.float32)
+    raw = quantize(x, kind)
+    assert (raw.dtype, raw.shape) == (np.uint8, (64, 1024 // FORMATS[kind].elements * FORMATS[kind].nbytes))
+    error = rel(dequantize(raw, kind), x)
+    assert NORMAL_ERROR[kind] * 0.8 <= error <= NORMAL_ERROR[kind]
+
+
+@pytest.mark.parametrize(
+    ("case", "variant"), [("mistral", "q4_k_m"), ("nemotron", "q4_k_m"), ("phi3", "q5_k_m"), ("qwen3", "q6_k")]
+)
+def test_k_quantisers_lose_no_more_than_ggml_does(case: str, variant: str) -> None:
+    checked = set()
+    with (
+        GGUFFile.open(need_cases(case, "model-q4_0x.gguf")) as exact,
+        GGUFFile.open(need_cases(case, f"model-{variant}.gguf")) as made,
+    ):
+        for name, info in made.tensors.items():
+            if info.type in (GGMLType.Q4_K, GGMLType.Q5_K, GGMLType.Q6_K):
+                x = exact.array(name)
+                ours = rel(dequantize(quantize(x, info.type), info.type), x)
+                assert ours <= 1.1 * rel(made.array(name), x), name
+                checked.add(info.type)
+    assert checked
+
+
+@pytest.mark.parametrize("kind", [GGMLType.Q4_K, GGMLType.Q5_K, GGMLType.Q6_K])
+@pytest.mark.parametrize("value", [0.0, 3.0, -3.0, 1e-30, -60000.0])
+def test_constant_blocks(kind: GGMLType, value: float) -> None:
+    x = np.full((1, 256), value, np.float32)
+    np.testing.assert_allclose(dequantize(quantize(x, kind), kind), x, rtol=0.01, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [GGMLType.Q4_K, GGMLType.Q5_K, GGMLType.Q6_K])
+def test_runs_of_very_different_size_share_a_block(kind: GGMLType) -> None:
+    x = np.random.default_rng(1).standard_normal((8, 256)).astype(np.float32)
+    x[:, :128] *= 0.05
+    x[:, 128:] += 2
+    assert rel(dequantize(quantize(x, kind), kind), x) < 0.05
+
+
+def test_what_no_block_holds_is_refused() -> None:
+    for value in (np.nan, np.inf, 1e6):
+        with pytest.raises(GGUFError, match="holds values up to"):
+            quantize(np.full((1, 256), value, np.float32), GGMLType.Q4_K)
+    with pytest.raises(GGUFError, match="multiples of 256"):
+        quantize(np.zeros((1, 255), np.float32), GGMLType.Q4_K)
+    with pytest.raises(GGUFError, match="no quantiser for IQ2_XS"):
+        quantize(np.zeros((1, 256), np.float32), GGMLType.IQ2_XS)
+
+
+def test_bf16_rounds_to_even_and_keeps_nan() -> None:
+    bits = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x7F800000, 0x7F800001, 0xFFC00000], np.uint32)
+    raw = quantize(bits.view(np.float32)[None], GGMLType.BF16).view(np.uint16)[0]
+    assert [hex(n) for n in raw] == ["0x3f80", "0x3f82", "0x3f81", "0x7f80", "0x7fc0", "0xffc0"]
