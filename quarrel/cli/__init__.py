@@ -6,7 +6,9 @@ import importlib
 import io
 import os
 import sys
+import warnings
 from collections.abc import Sequence
+from typing import TextIO
 
 from quarrel.cli.parser import UsageError, make_parser
 from quarrel.cli.terminal import note
@@ -24,8 +26,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # argparse has printed its usage or its help
         return int(stop.code or 0)
     try:
-        command = importlib.import_module(f"quarrel.cli.{args.command}")
-        status: int = command.run(args)
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            command = importlib.import_module(f"quarrel.cli.{args.command}")
+            status: int = command.run(args)
         sys.stdout.flush()
         return status
     except UsageError as error:
@@ -44,6 +48,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = f"{error.filename}: " if error.filename else ""
         note(f"quarrel: {where}{error.strerror or error}")
     return FAILED
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """A warning is a sentence for the user, like an error; where in the source it was raised is not."""
+    note(f"quarrel: {message}")
 
 
 def _tolerate_any_terminal() -> None:

@@ -26,11 +26,17 @@ class Sampler:
 
 def add_samplers(parser: argparse.ArgumentParser, leave_out: tuple[str, ...] = ()) -> None:
     """Options without defaults: what is not given is left to `SamplingParams`."""
+    from quarrel.engine.params import SamplingParams
+
     group = parser.add_argument_group("sampling")
+    usual = SamplingParams()
     for sampler in SAMPLERS:
         if sampler.field in leave_out:
             continue
-        for flags, help in ((sampler.flags, sampler.help), (sampler.hidden, argparse.SUPPRESS)):
+        default = getattr(usual, sampler.field)
+        shown = isinstance(default, int | float) and not isinstance(default, bool)
+        listed = f"{sampler.help} (default: {default:g})" if shown else sampler.help
+        for flags, help in ((sampler.flags, listed), (sampler.hidden, argparse.SUPPRESS)):
             common: dict[str, Any] = {"dest": sampler.field, "default": argparse.SUPPRESS, "help": help}
             if not flags:
                 continue

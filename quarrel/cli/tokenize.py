@@ -17,7 +17,7 @@ def run(args: argparse.Namespace) -> int:
     with GGUFFile.open(resolve(model).paths) as file:
         tokenizer = load_tokenizer(file.metadata)
     if args.decode:
-        text = tokenizer.decode(_ids(text), skip_special=args.special is False)
+        text = tokenizer.decode(_ids(text), skip_special=not args.special)
         if args.json:
             write_json({"text": text})
         else:

@@ -1,0 +1,89 @@
+"""`quarrel explain`: the memory plan, and which implementation took which op."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+
+from quarrel.cli.models import opened
+from quarrel.cli.parser import model_of
+from quarrel.cli.terminal import amount, line, table, tidy, visible, write_json
+from quarrel.llm import Explanation
+
+_BLOCK = re.compile(r"blk\.(\d+)\.")
+
+
+def run(args: argparse.Namespace) -> int:
+    with opened(args, model_of(args)) as llm:
+        explanation = llm.explain()
+    if args.json:
+        write_json(asdict(explanation))
+        return 0
+    for text in (*_summary(explanation), "", *_memory(explanation), "", *_choices(explanation, args.all)):
+        line(visible(text))
+    return 0
+
+
+def _summary(e: Explanation) -> Iterator[str]:
+    rows = [
+        ["model", f"{e.model}, {e.architecture}"],
+        ["backend", f"{e.backend} on {e.device}"],
+        ["arithmetic", e.compute],
+        ["context", f"{e.n_ctx} tokens; up to {e.max_seqs} sequences at once share {e.cache_tokens} tokens of cache"],
+        *(["not taken", reason] for reason in e.skipped),
+    ]
+    return table(rows, indent="")
+
+
+def _memory(e: Explanation) -> Iterator[str]:
+    plan = e.memory
+    yield "memory"
+    packed = plan.weights
+    rows = [
+        ["weights, packed", amount(packed)],
+        ["weights, in place in the file", amount(plan.weights_in_place)],
+        ["key and value cache", amount(plan.cache)],
+        ["activations", amount(plan.activations)],
+        ["all", amount(packed + plan.weights_in_place + plan.cache + plan.activations)],
+    ]
+    yield from table(rows, right=(1,))
+
+
+def _choices(e: Explanation, all: bool) -> Iterator[str]:
+    groups: dict[tuple[object, ...], list[str]] = {}
+    for n, c in enumerate(e.choices):
+        groups.setdefault((c.op, c.spec, c.implementation, c.declined, n if all else 0), []).append(c.path)
+    yield f"{len(e.choices)} calls a step" + ("" if all else f", {len(groups)} kinds")
+    rows, reasons = [], []
+    for (op, spec, implementation, declined, _), paths in groups.items():
+        rows.append([str(len(paths)), str(op), str(implementation), where(paths), tidy(str(spec), 1 << 20 if all else 100)])
+        reasons.append(declined)
+    lines = table([["calls", "op", "taken by", "where", "spec"], *rows], right=(0,))
+    yield next(lines)
+    for text, declined in zip(lines, reasons, strict=True):
+        yield text
+        assert isinstance(declined, tuple)
+        yield from (f"           not by {reason}" for reason in declined)
+
+
+def where(paths: Iterable[str]) -> str:
+    """Paths in short: `blk.0-3,5.attn` for those of several blocks."""
+    blocks: dict[str, list[int]] = {}
+    for path in paths:
+        found = _BLOCK.search(path)
+        numbers = blocks.setdefault(_BLOCK.sub("blk.*.", path), [])
+        if found:
+            numbers.append(int(found[1]))
+    return " ".join(p.replace("*", _ranges(sorted(set(n)))) if n else p for p, n in blocks.items())
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][1] + 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

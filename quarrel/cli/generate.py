@@ -1,0 +1,98 @@
+"""`quarrel generate`: continues a text, as it comes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from quarrel.cli.models import checked_sampling, document, opened, speeds, template_of
+from quarrel.cli.parser import UsageError
+from quarrel.cli.prompt import as_unicode, model_and_text
+from quarrel.cli.terminal import line, note, visible, write, write_json
+from quarrel.engine import Chunk, Result, Stream
+from quarrel.errors import QuarrelError
+from quarrel.llm import LLM
+
+INTERRUPTED = 130
+
+
+def run(args: argparse.Namespace) -> int:
+    """Status 130 after Ctrl-C, with what was generated until then printed."""
+    model, prompt = model_and_text(args)
+    sampling = checked_sampling(args)
+    chat = args.chat or args.system is not None or args.chat_template is not None
+    if args.echo and chat:
+        raise UsageError("--echo shows a text that is continued, and --chat asks for an answer; leave one of them out")
+    template = template_of(args)
+    with opened(args, model) as llm:
+        if chat:
+            system = [{"role": "system", "content": as_unicode(args.system)}] if args.system is not None else []
+            messages = [*system, {"role": "user", "content": prompt}]
+            stream = llm.chat(messages, stream=True, template=template, **sampling)
+        else:
+            if not args.quiet and llm.tokenizer.chat_template is not None and sys.stderr.isatty():
+                note("(this model has a chat template; --chat asks it instead of continuing the text)")
+            stream = llm.stream(prompt, **sampling)
+        interrupted = _show(args, llm, stream, prompt if args.echo else "")
+        result = stream.result
+        assert result is not None
+        if not args.quiet and not args.json:
+            note(speeds(llm, result))
+    failed = [r.error for r in (result, *result.alternatives) if r.finish_reason == "error"]
+    if failed:
+        raise QuarrelError(failed[0])
+    return INTERRUPTED if interrupted else 0
+
+
+def _show(args: argparse.Namespace, llm: LLM, stream: Stream, echo: str) -> bool:
+    """Prints everything; True if Ctrl-C cut it short."""
+    streaming = not args.json if args.stream is None else args.stream
+    if not args.json and getattr(args, "n", 1) > 1:
+        streaming = False  # several continuations come in turns, token by token: only whole ones can be read
+    if streaming and not args.json:
+        write(_for_terminal(echo))
+    ended = True
+    interrupted = False
+    with stream:
+        try:
+            for chunk in stream:
+                if streaming and args.json:
+                    write_json(_line(chunk))
+                elif streaming and chunk.text:
+                    write(_for_terminal(chunk.text))
+                    ended = chunk.text.endswith("\n")
+        except KeyboardInterrupt:
+            interrupted = True
+    result = stream.result
+    assert result is not None
+    if args.json:
+        write_json({"result": document(llm, result)} if streaming else {**document(llm, result), **_echoed(echo)})
+    elif not streaming:
+        _print_whole(result, echo)
+    elif not ended or echo:
+        line()
+    return interrupted
+
+
+def _print_whole(result: Result, echo: str) -> None:
+    for i, one in enumerate((result, *result.alternatives)):
+        if i:
+            line("---")
+        line(_for_terminal(echo + one.text))
+
+
+def _line(chunk: Chunk) -> dict[str, Any]:
+    """One line of a JSON stream; its end is in the `result` that follows."""
+    told = {"index": chunk.index, "text": chunk.text, "token_id": chunk.token_id}
+    return told if chunk.logprob is None else {**told, "logprob": asdict(chunk.logprob)}
+
+
+def _echoed(echo: str) -> dict[str, str]:
+    return {"prompt": echo} if echo else {}
+
+
+def _for_terminal(text: str) -> str:
+    """A file or a pipe gets the model's text as it is; a terminal is not driven by it."""
+    return visible(text) if sys.stdout.isatty() else text
