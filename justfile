@@ -1,0 +1,29 @@
+# `just` lists the recipes. They expect the environment in .venv (see CONTRIBUTING.md), or PYTHON=... before the command.
+
+python := env_var_or_default("PYTHON", ".venv/bin/python")
+
+_default:
+    @just --list
+
+# all tests, or some: just test tests/ops -k rope
+test *args:
+    {{python}} -m pytest {{args}}
+
+# style and types
+lint:
+    {{python}} -m ruff check .
+    {{python}} -m ruff format --check .
+    {{python}} -m mypy
+
+# what ruff can mend by itself
+fix:
+    {{python}} -m ruff check --fix .
+    {{python}} -m ruff format .
+
+# developers' kernel benches
+bench *args:
+    {{python}} -m bench {{args}}
+
+# pages that are made from the code
+docs:
+    {{python}} -m tools.docs
