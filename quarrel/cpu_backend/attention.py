@@ -1,0 +1,286 @@
+"""Attention over the paged cache, in splits of 256 keys.
+
+One chunk is a block of queries of one sequence for one key/value head; all query heads of the group share its keys. For every
+split that any of its queries sees, the keys are turned into a float32 tile with one key per lane and the values into float32
+rows, once for all queries; then, in the order of positions,
+
+    s = scale * q . k  (capped, masked)     m = max s     p = exp(s - m)     l = sum p     o = sum p v
+    M' = max(M, m)      L = L exp(M - M') + l exp(m - M')      O = O exp(M - M') + o exp(m - M')
+
+Splits are cut at fixed positions and summed in order, so a query's result does not depend on its block or its batch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from quarrel.cpu_backend.abi import Fields, KernelDef
+from quarrel.cpu_backend.features import Level
+from quarrel.cpu_backend.ir import F32, I16, I32, I64, Kernel, Val, vec
+from quarrel.cpu_backend.vector import F32x16, exp, max_lanes, sum_lanes, tanh, to_f32, transpose16
+
+SPLIT = 256
+KEYS = 64
+"""Keys of one step of the score loop: four vectors."""
+ROWS = 64
+"""Query rows (positions times heads of the group) that share one unpacking of the keys."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Static facts of one layer."""
+
+    group: int
+    n_kv: int
+    dim: int
+    block_size: int
+    scale: float
+    window: int
+    cap: float
+    sinks: bool
+    half_cache: bool
+
+    @property
+    def queries(self) -> int:
+        """Query positions of a chunk."""
+        return max(1, ROWS // self.group)
+
+    @property
+    def padded(self) -> int:
+        return -(-self.dim // 16) * 16
+
+    @property
+    def rows(self) -> int:
+        return self.queries * self.group
+
+
+def plan(queries: int) -> KernelDef:
+    """Cuts every sequence's queries into blocks: items of (sequence, first row, rows, position of the first), and their count."""
+
+    def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
+        count = k.var(k.i64(0))
+        with k.range(0, a.live_seqs) as s:
+            start, end = (k.load(a.query_start + (s << 2), I32, 4 * i).to(I64) for i in range(2))
+            position = k.load(a.kv_len + (s << 2), I32).to(I64) - (end - start)
+            with k.range(start, end, queries) as row:
+                item = a.items + (count.v << 5)
+                words = (s, row, k.minimum(end - row, queries), position + row - start)
+                for i, word in enumerate(words):
+                    k.store(word, item, 8 * i)
+                count.v = count.v + 1
+        k.store(count.v, a.count)
+
+    return KernelDef(f"attention/plan/{queries}", ("live_seqs", "query_start", "kv_len", "items", "count"), body)
+
+
+def _scratch_layout(s: Shape) -> tuple[dict[str, int], int]:
+    """Offsets of a chunk's working arrays, and their size in all."""
+    d, r = s.padded, s.rows
+    sizes = {"q": r * d, "k": d * SPLIT, "v": d * SPLIT, "p": r * SPLIT, "o": r * d, "m": r, "l": r, "a": r, "b": r}
+    at, places = 0, {}
+    for name, count in sizes.items():
+        places[name] = at
+        at += -(-4 * count // 64) * 64
+    return places, at
+
+
+def _load_dims(k: Kernel, level: Level, s: Shape, at: Val, d: int) -> Val:
+    """Values d .. d + 15 of a cached vector as float32, zeros past head_dim."""
+    have = min(16, s.dim - d)
+    if have == 16:
+        return to_f32(k, level, k.load(at, vec(I16, 16), 2 * d)) if s.half_cache else k.load(at, F32x16, 4 * d)
+    buffer = k.stack(64)
+    k.store(k.zero(F32x16), buffer)
+    for i in range(have):
+        x = to_f32(k, level, k.load(at, I16, 2 * (d + i))) if s.half_cache else k.load(at, F32, 4 * (d + i))
+        k.store(x, buffer, 4 * i)
+    return k.load(buffer, F32x16)
+
+
+def _key_address(k: Kernel, s: Shape, cache: Val, table: Val, head: Val, key: Val) -> Val:
+    """Where the vector of one key/value head of the key at position `key` starts."""
+    block = k.load(table + (key.udiv(s.block_size) << 2), I32).to(I64)
+    slot = block * s.block_size + (key - key.udiv(s.block_size) * s.block_size)
+    return cache + (slot * s.n_kv + head) * (s.dim * (2 if s.half_cache else 4))
+
+
+def _unpack_keys(
+    k: Kernel, level: Level, s: Shape, cache: Val, table: Val, head: Val, start: Val, count: Val, out: Val
+) -> None:
+    """float32 keys as `[dim, SPLIT]`: sixteen keys at a time are transposed."""
+    with k.range(0, count, 16) as j:
+        rows = [_key_address(k, s, cache, table, head, start + k.minimum(j + i, count - 1)) for i in range(16)]
+        for d in range(0, s.padded, 16):
+            columns = transpose16([_load_dims(k, level, s, row, d) for row in rows])
+            for i, column in enumerate(columns):
+                k.store(column, out + (j << 2), 4 * SPLIT * (d + i))
+
+
+def _unpack_values(
+    k: Kernel, level: Level, s: Shape, cache: Val, table: Val, head: Val, start: Val, count: Val, out: Val
+) -> None:
+    """float32 values as `[SPLIT, dim]`; rows past the last key of the step of KEYS are zero, whatever the cache holds."""
+    with k.range(0, count) as j:
+        row = _key_address(k, s, cache, table, head, start + j)
+        for d in range(0, s.padded, 16):
+            k.store(_load_dims(k, level, s, row, d), out + j * (4 * s.padded), 4 * d)
+    with k.range(count, (count + KEYS - 1) & -KEYS) as j:
+        for d in range(0, s.padded, 16):
+            k.store(k.zero(F32x16), out + j * (4 * s.padded), 4 * d)
+
+
+def _scores(k: Kernel, s: Shape, q: Val, keys: Val, p: Val, rows: int, first: Val, last: Val) -> None:
+    """p[r, j] = q[r] . k[j] for `rows` rows and keys first .. last - 1, whole steps of KEYS."""
+    with k.range(first, last, KEYS) as j:
+        acc = [[k.var(k.zero(F32x16)) for _ in range(KEYS // 16)] for _ in range(rows)]
+        with k.range(0, s.dim) as d:
+            at = keys + d * (4 * SPLIT) + (j << 2)
+            columns = [k.load(at, F32x16, 64 * v) for v in range(KEYS // 16)]
+            for r in range(rows):
+                x = k.splat(k.load(q + (d << 2), F32, 4 * s.padded * r), 16)
+                for v, column in enumerate(columns):
+                    acc[r][v].v = k.fma(column, x, acc[r][v].v)
+        for r in range(rows):
+            for v in range(KEYS // 16):
+                k.store(acc[r][v].v, p + (j << 2), 4 * SPLIT * r + 64 * v)
+
+
+def _softmax(k: Kernel, s: Shape, p: Val, first: Val, last: Val, low: Val, high: Val) -> tuple[Val, Val]:
+    """Scores of one row to exp(s - m), 0 outside [low, high); returns m (-inf if nothing is visible) and the sum."""
+    lanes = k.lane_constants(I32, range(16))
+    top = k.var(k.f32(-math.inf, 16))
+    low32, high32 = (k.splat(x.to(I32), 16) for x in (low, high))
+    with k.range(first, last, 16) as j:
+        x = k.load(p + (j << 2), F32x16)
+        if s.cap:
+            x = tanh(k, x * (1.0 / s.cap)) * s.cap
+        index = k.splat(j.to(I32), 16) + lanes
+        x = k.select(k.both(index >= low32, index < high32), x, -math.inf)
+        top.v = k.maximum(top.v, x)
+        k.store(x, p + (j << 2))
+    m = max_lanes(k, top.v)
+    base = k.splat(k.select(m > -math.inf, m, 0.0), 16)
+    total = k.var(k.zero(F32x16))
+    with k.range(first, last, 16) as j:
+        e = exp(k, k.load(p + (j << 2), F32x16) - base)
+        k.store(e, p + (j << 2))
+        total.v = total.v + e
+    return m, sum_lanes(total.v)
+
+
+def _merge(k: Kernel, at_m: Val, at_l: Val, at_a: Val, at_b: Val, m: Val, total: Val) -> None:
+    """Takes a split's maximum and sum into the running ones; leaves the two factors for the outputs."""
+    old = k.load(at_m, F32)
+    new = k.maximum(old, m)
+    base = k.select(new > -math.inf, new, 0.0)
+    a, b = exp(k, old - base), exp(k, m - base)
+    k.store(new, at_m)
+    k.store(k.load(at_l, F32) * a + total * b, at_l)
+    k.store(a, at_a)
+    k.store(b, at_b)
+
+
+def _weigh_values(k: Kernel, s: Shape, p: Val, v: Val, o: Val, a: Val, b: Val, rows: int, first: Val, last: Val) -> None:
+    """O = O a + (sum_j p[j] v[j]) b for `rows` rows, up to 64 dimensions at a time."""
+    for d0 in range(0, s.padded, 64):
+        width = min(4, (s.padded - d0) // 16)
+        acc = [[k.var(k.zero(F32x16)) for _ in range(width)] for _ in range(rows)]
+        with k.range(first, last) as j:
+            at = v + j * (4 * s.padded)
+            values = [k.load(at, F32x16, 4 * d0 + 64 * i) for i in range(width)]
+            for r in range(rows):
+                weight = k.splat(k.load(p + (j << 2), F32, 4 * SPLIT * r), 16)
+                for i, value in enumerate(values):
+                    acc[r][i].v = k.fma(value, weight, acc[r][i].v)
+        for r in range(rows):
+            old, new = (k.splat(k.load(x, F32, 4 * r), 16) for x in (a, b))
+            for i in range(width):
+                at_o = 4 * (s.padded * r + d0 + 16 * i)
+                k.store(k.load(o, F32x16, at_o) * old + acc[r][i].v * new, o, at_o)
+
+
+def _scaled_copy(k: Kernel, dim: int, source: Val, to: Val, factor: Val) -> None:
+    """`dim` values times a factor."""
+    for d in range(0, dim & -16, 16):
+        k.store(k.load(source, F32x16, 4 * d) * k.splat(factor, 16), to, 4 * d)
+    for d in range(dim & -16, dim):
+        k.store(k.load(source, F32, 4 * d) * factor, to, 4 * d)
+
+
+def _by_rows(k: Kernel, count: Val, widest: int, work) -> None:
+    """Calls work(first row, rows) so that all rows are covered, `widest` at a time and then one by one."""
+    r = k.var(k.i64(0))
+    for rows in (widest, 1):
+        with k.loop_while(lambda: r.v + rows <= count):  # noqa: B023
+            work(r.v, rows)
+            r.v = r.v + rows
+
+
+def attention(s: Shape, level: Level) -> KernelDef:
+    """Chunk c is head c % n_kv of a planned item, the last item first (under a causal mask it has the most keys)."""
+    places, scratch_bytes = _scratch_layout(s)
+    at_q, at_k, at_v, at_p, at_o, at_m, at_l, at_a, at_b = places.values()
+    d_bytes = 4 * s.padded
+    heads = s.group * s.n_kv
+    widest = 4 if level.registers >= 32 else 2
+
+    def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
+        item = a.items + (a.live_items - 1 - chunk.udiv(s.n_kv) << 5)
+        head = chunk - chunk.udiv(s.n_kv) * s.n_kv
+        seq, first_row, queries, position = (k.load(item, I64, 8 * i) for i in range(4))
+        table = a.block_table + seq * (a.live_blocks << 2)
+        rows = queries * s.group
+
+        def place(r: Val, x: Val) -> Val:
+            """Address of row r (query r // group, head r % group) in an array `[T, heads, dim]`."""
+            query = r.udiv(s.group)
+            return x + (((first_row + query) * heads + head * s.group + (r - query * s.group)) * (4 * s.dim))
+
+        with k.range(0, rows) as r:
+            source, to, o = place(r, a.q), scratch + at_q + r * d_bytes, scratch + at_o + r * d_bytes
+            _scaled_copy(k, s.dim, source, to, k.f32(s.scale))
+            for d in range(0, s.padded, 16):
+                k.store(k.zero(F32x16), o, 4 * d)
+            k.store(k.f32(-math.inf), scratch + (r << 2), at_m)
+            k.store(k.f32(0.0), scratch + (r << 2), at_l)
+        high = position + queries
+        low = k.maximum(position - (s.window - 1), 0) if s.window else k.i64(0)
+        with k.range(low & -SPLIT, high, SPLIT) as start:
+            count = k.minimum(high - start, SPLIT)
+            first, last = k.maximum(low - start, 0) & -KEYS, (count + KEYS - 1) & -KEYS
+            _unpack_keys(k, level, s, a.k_cache, table, head, start, count, scratch + at_k)
+            _unpack_values(k, level, s, a.v_cache, table, head, start, count, scratch + at_v)
+
+            def score(r: Val, n: int) -> None:
+                _scores(
+                    k, s, scratch + at_q + r * d_bytes, scratch + at_k, scratch + at_p + r * (4 * SPLIT), n, first, last
+                )
+
+            _by_rows(k, rows, widest, score)
+            with k.range(0, rows) as r:
+                at = position + r.udiv(s.group) + 1 - start
+                below = k.maximum(at - s.window, 0) if s.window else k.i64(0)
+                m, total = _softmax(k, s, scratch + at_p + r * (4 * SPLIT), first, last, below, at)
+                _merge(k, *(scratch + (r << 2) + x for x in (at_m, at_l, at_a, at_b)), m, total)
+
+            def weigh(r: Val, n: int) -> None:
+                p, o = scratch + at_p + r * (4 * SPLIT), scratch + at_o + r * d_bytes
+                factors = (scratch + (r << 2) + x for x in (at_a, at_b))
+                _weigh_values(k, s, p, scratch + at_v, o, *factors, n, first, last)
+
+            _by_rows(k, rows, widest, weigh)
+        with k.range(0, rows) as r:
+            total, factor = k.load(scratch + (r << 2), F32, at_l), k.f32(1.0)
+            if s.sinks:
+                m = k.load(scratch + (r << 2), F32, at_m)
+                sink = k.load(a.sinks + (head * s.group + (r - r.udiv(s.group) * s.group) << 2), F32)
+                top = k.maximum(m, sink)
+                factor = exp(k, m - top)
+                total = total * factor + exp(k, sink - top)
+            inverse = k.select(total > 0.0, factor / total, 0.0)
+            to, o = place(r, a.y), scratch + at_o + r * d_bytes
+            _scaled_copy(k, s.dim, o, to, inverse)
+
+    fields = ("q", "y", "k_cache", "v_cache", "block_table", "live_blocks", "items", "live_items", "sinks")
+    return KernelDef(f"attention/{s}", fields, body, scratch_bytes)

@@ -1,0 +1,60 @@
+"""Normalisation of rows, with the rounding to 8 bits of what follows fused on."""
+
+from __future__ import annotations
+
+from quarrel.cpu_backend.abi import Fields, KernelDef
+from quarrel.cpu_backend.elementwise import each, f32s
+from quarrel.cpu_backend.ir import F32, Kernel, Val, Var
+from quarrel.cpu_backend.quantize import QuantRow, quantize_blocks
+from quarrel.cpu_backend.vector import F32x16, sum_lanes
+
+
+def _sum(k: Kernel, x: Val, n: Val, minus: Val | None, square: bool) -> Val:
+    """Sum over n values of (x - minus), squared or not."""
+    wide, rest = k.var(k.zero(F32x16)), k.var(k.f32(0.0))
+
+    def one(offset: Val, lanes: int) -> None:
+        v = k.load(x + offset, f32s(lanes))
+        if minus is not None:
+            v = v - k.lift(minus, v.type)
+        total: Var = wide if lanes > 1 else rest
+        total.v = k.fma(v, v, total.v) if square else total.v + v
+
+    each(k, n, one)
+    return sum_lanes(wide.v) + rest.v
+
+
+def norm(kind: str, quantised: bool) -> KernelDef:
+    """Chunk t normalises the `groups` runs of `n` values in row t; see the contract for the formulas.
+
+    `quantised` rounds the row to 8 bits at `q` as well as storing it at `y`.
+    """
+
+    def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
+        n = a.n
+        width = n * a.groups
+        row = chunk * (width << 2)
+        with k.range(0, a.groups) as group:
+            x = a.x + row + group * (n << 2)
+            y = a.y + row + group * (n << 2)
+            count = n.to(F32)
+            mean = _sum(k, x, n, None, square=False) / count if kind == "layer" else None
+            power = _sum(k, x, n, mean, square=True) / count
+            inverse = 1.0 / k.sqrt(power + a.f32("eps"))
+
+            def one(offset: Val, lanes: int) -> None:
+                v = k.load(x + offset, f32s(lanes))
+                if mean is not None:
+                    v = v - k.lift(mean, v.type)
+                v = v * k.lift(inverse, v.type) * k.load(a.gain + offset, v.type)
+                if mean is not None:
+                    v = v + k.load(a.bias + offset, v.type)
+                k.store(v, y + offset)
+
+            each(k, n, one)
+        if quantised:
+            p = (width + 255) & -256
+            quantize_blocks(k, QuantRow(a.q + chunk * a.q_stride, p), a.y + row, k.i64(0), p >> 5, width)
+
+    fields = ("x", "gain", "bias", "y", "n", "groups", "eps", *(("q", "q_stride") if quantised else ()))
+    return KernelDef(f"norm/{kind}{'/q' if quantised else ''}", fields, body)

@@ -1,0 +1,248 @@
+"""A program on its way to becoming a stage table: buffers with lifetimes, stages of jobs, and words that change per step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from quarrel.cpu_backend.abi import KernelDef
+from quarrel.cpu_backend.features import Level
+from quarrel.cpu_backend.pool import StageTable, aligned
+from quarrel.cpu_backend.quantize import row_bytes
+from quarrel.ops.contract import Value
+
+AXES = ("T", "S", "R", "B")
+"""Free axes whose live sizes stand in the step's header, each followed by two more words: see `Header`."""
+
+
+class Header:
+    """The words that change from step to step: axis sizes, and counts that a stage of the step computes."""
+
+    ONE = 3 * len(AXES)
+
+    def __init__(self) -> None:
+        self.words = aligned(8 * 64).view(np.int64)
+        self.words[:] = 0
+        self.words[self.ONE] = 1
+        self._used = self.ONE + 1
+
+    @staticmethod
+    def axis(name: str) -> int:
+        """Word that holds the axis's size."""
+        return 3 * AXES.index(name)
+
+    @staticmethod
+    def single(name: str) -> int:
+        """Word that is 1 when the axis's size is 1, else 0."""
+        return 3 * AXES.index(name) + 1
+
+    @staticmethod
+    def many(name: str) -> int:
+        """Word that holds the axis's size when it is more than 1, else 0."""
+        return 3 * AXES.index(name) + 2
+
+    def set(self, sizes: Mapping[str, int]) -> None:
+        """Takes over the live sizes."""
+        for name, size in sizes.items():
+            at = 3 * AXES.index(name)
+            self.words[at], self.words[at + 1], self.words[at + 2] = size, size == 1, size if size > 1 else 0
+
+    def new(self) -> int:
+        """A word that some stage of the step computes."""
+        self._used += 1
+        return self._used - 1
+
+    def address(self, word: int) -> int:
+        return int(self.words.ctypes.data) + 8 * word
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place in the arena, an address once the arena exists."""
+
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Live:
+    """A header word, given to a `live_` field."""
+
+    word: int
+
+
+Arg = int | float | Slot | Live
+
+
+@dataclass(frozen=True)
+class Job:
+    """One kernel over its chunks: ceil(header[live] / every) * times of them."""
+
+    kernel: KernelDef
+    args: Mapping[str, Arg]
+    live: int
+    every: int = 1
+    times: int = 1
+
+
+class Arena:
+    """Offsets for buffers with lifetimes: first fit, coalescing; the memory itself is made at the end."""
+
+    ALIGN = 256
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._free: list[tuple[int, int]] = []
+
+    def take(self, size: int) -> Slot:
+        size = -(-max(size, 1) // self.ALIGN) * self.ALIGN
+        for i, (start, length) in enumerate(self._free):
+            if length >= size:
+                self._free[i : i + 1] = [(start + size, length - size)] if length > size else []
+                return Slot(start, size)
+        slot = Slot(self.size, size)
+        self.size += size
+        return slot
+
+    def give(self, slot: Slot) -> None:
+        merged: list[tuple[int, int]] = []
+        for start, length in sorted([*self._free, (slot.offset, slot.size)]):
+            if merged and merged[-1][0] + merged[-1][1] == start:
+                merged[-1] = (merged[-1][0], merged[-1][1] + length)
+            else:
+                merged.append((start, length))
+        self._free = merged
+
+
+@dataclass
+class Plan:
+    """Collects stages while nodes are lowered one after another.
+
+    `forms` says in which forms a value is read: "f32", "q" (rounded to 8 bits) or both.
+    """
+
+    level: Level
+    sizes: Mapping[str, int]
+    """Largest size of each free axis."""
+    exact: bool
+    """float32 arithmetic on dequantised values."""
+    forms: Mapping[int, set[str]]
+    last_use: Mapping[int, int]
+    header: Header = field(default_factory=Header)
+    arena: Arena = field(default_factory=Arena)
+    keep: list[Any] = field(default_factory=list)
+    stages: list[tuple[int, list[Job]]] = field(default_factory=list)
+    node: int = 0
+    _at: dict[tuple[int, str], Arg] = field(default_factory=dict)
+    _temporary: list[Slot] = field(default_factory=list)
+
+    def rows(self, value: Value) -> str:
+        """The value's free first axis."""
+        axis = value.dims[0]
+        assert isinstance(axis, str), value
+        return axis
+
+    def width(self, value: Value) -> int:
+        n = value.dims[1]
+        assert isinstance(n, int), value
+        return n
+
+    def bind(self, value: Value, address: int) -> None:
+        """A value that lives in memory of its own, such as a step input."""
+        self._at[value.id, "f32"] = address
+
+    def place(self, value: Value, form: str = "f32") -> Arg:
+        """The value's buffer, made on first asking."""
+        key = (value.id, form)
+        if key not in self._at:
+            if form == "q":
+                each = row_bytes(self.width(value))
+            else:
+                each = 4 * (self.width(value) if len(value.dims) > 1 else 1)
+            # Vector loads may run past the last row, never past this margin.
+            self._at[key] = self.arena.take(self.sizes[self.rows(value)] * each + 256)
+        return self._at[key]
+
+    def has(self, value: Value, form: str) -> bool:
+        return (value.id, form) in self._at
+
+    def temporary(self, size: int) -> Slot:
+        """A buffer for the current node only."""
+        slot = self.arena.take(size)
+        self._temporary.append(slot)
+        return slot
+
+    def live(self, axis: str) -> Live:
+        return Live(Header.axis(axis))
+
+    def stage(self, *jobs: Job) -> None:
+        """Jobs that may run at once, after every stage before."""
+        self.stages.append((self.node, list(jobs)))
+
+    def end_value(self, value: Value) -> None:
+        """Frees a value that no later node reads."""
+        for form in ("f32", "q"):
+            slot = self._at.get((value.id, form))
+            if isinstance(slot, Slot):
+                self.arena.give(slot)
+                del self._at[value.id, form]
+
+    def end_node(self, values: Sequence[Value]) -> None:
+        """Frees what was last read by the current node."""
+        for slot in self._temporary:
+            self.arena.give(slot)
+        self._temporary.clear()
+        for value in {v.id: v for v in values}.values():
+            if self.last_use.get(value.id, -1) <= self.node:
+                self.end_value(value)
+        self.node += 1
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Stage tables over one arena."""
+
+    arena: np.ndarray
+    header: Header
+    jobs: np.ndarray
+    stages: tuple[tuple[int, int, int], ...]
+    """(node, first job, jobs) of every stage."""
+    scratch: int
+    keep: tuple[Any, ...]
+
+    def select(self, nodes: set[int]) -> StageTable:
+        """The stages of some nodes only."""
+        rows = [(first, count) for node, first, count in self.stages if node in nodes]
+        stages = np.array(rows, np.int64).reshape(-1, 2)
+        return StageTable(stages, self.jobs, self.header.words, self.scratch, (self,))
+
+    def view(self, slot: Arg, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
+        """A buffer of the arena as an array."""
+        assert isinstance(slot, Slot)
+        count = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        return self.arena[slot.offset : slot.offset + count].view(dtype).reshape(shape)
+
+
+def finish(plan: Plan) -> Tables:
+    """Makes the arena, compiles every kernel, and writes the tables."""
+    arena = aligned(plan.arena.size + 4096)
+    base = int(arena.ctypes.data)
+
+    def resolved(arg: Arg) -> int | float:
+        if isinstance(arg, Slot):
+            return base + arg.offset
+        return plan.header.address(arg.word) if isinstance(arg, Live) else arg
+
+    rows, stages, blocks, scratch = [], [], [], 4096
+    for node, jobs in plan.stages:
+        stages.append((node, len(rows), len(jobs)))
+        for job in jobs:
+            block = job.kernel.pack({name: resolved(arg) for name, arg in job.args.items()})
+            blocks.append(block)
+            scratch = max(scratch, job.kernel.scratch)
+            rows.append((job.kernel.address(plan.level), block.ctypes.data, job.live, job.every, job.times))
+    table = np.array(rows, np.int64).reshape(-1, 5)
+    return Tables(arena, plan.header, table, tuple(stages), scratch, (*plan.keep, *blocks))

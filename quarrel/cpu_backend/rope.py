@@ -1,0 +1,165 @@
+"""Rotation of query and key heads, and the write of keys and values into the paged cache."""
+
+from __future__ import annotations
+
+import math
+
+from quarrel.cpu_backend.abi import Fields, KernelDef
+from quarrel.cpu_backend.elementwise import each, f32s
+from quarrel.cpu_backend.features import Level
+from quarrel.cpu_backend.ir import F32, F64, I32, I64, Kernel, Val, vec
+from quarrel.cpu_backend.vector import to_half
+
+_PI_2 = math.pi / 2
+_PI_2_HIGH = 1.5707963267341256  # the first 33 bits of pi/2: times any integer below 2^20 it is exact
+_PI_2_LOW = 6.077100506506192e-11
+_SIN = (-1.0 / 6, 1.0 / 120, -1.0 / 5040, 1.0 / 362880, -1.0 / 39916800, 1.0 / 6227020800, -1.0 / 1307674368000)
+_COS = (-0.5, 1.0 / 24, -1.0 / 720, 1.0 / 40320, -1.0 / 3628800, 1.0 / 479001600, -1.0 / 87178291200)
+
+
+def sin_cos(k: Kernel, angle: Val) -> tuple[Val, Val]:
+    """Sine and cosine of float32 angles below 2^20 in float64 arithmetic, exact to float32 rounding."""
+    x = angle.to(F64)
+    magic = 6755399441055744.0  # 1.5 * 2^52: rounds to an integer whose low bits can be read
+    shifted = x * (1.0 / _PI_2) + magic
+    turns = shifted - magic
+    r = x - turns * _PI_2_HIGH - turns * _PI_2_LOW
+    square = r * r
+    sin, cos = k.lift(_SIN[-1], x.type), k.lift(_COS[-1], x.type)
+    for s, c in zip(_SIN[-2::-1], _COS[-2::-1]):
+        sin, cos = sin * square + s, cos * square + c
+    sin, cos = sin * square * r + r, cos * square + 1.0
+    quarter = shifted.bitcast(vec(I64, x.lanes)) & 3
+    swap = (quarter & 1).ne(0)
+    s, c = k.select(swap, cos, sin), k.select(swap, sin, cos)
+    s = k.select((quarter & 2).ne(0), -s, s)
+    c = k.select(((quarter + 1) & 2).ne(0), -c, c)
+    return s.to(F32), c.to(F32)
+
+
+def _tables(k: Kernel, a: Fields, position: Val, scratch: Val) -> tuple[Val, Val]:
+    """cos and sin times the magnitude for every pair, in scratch memory."""
+    half = a.half
+    cos_at, sin_at = scratch, scratch + (half << 2)
+    at = position.to(F32)
+
+    def one(offset: Val, lanes: int) -> None:
+        angle = k.load(a.freq + offset, f32s(lanes)) * k.lift(at, f32s(lanes))
+        sin, cos = sin_cos(k, angle)
+        scale = k.lift(a.f32("magnitude"), sin.type)
+        k.store(cos * scale, cos_at + offset)
+        k.store(sin * scale, sin_at + offset)
+
+    each(k, half, one, lanes=8)
+    return cos_at, sin_at
+
+
+def _rotate_head(k: Kernel, style: str, a: Fields, x: Val, y: Val, cos_at: Val, sin_at: Val) -> None:
+    """One head of `dim` values from x to y."""
+    half, dim = a.half, a.dim
+
+    def pairs_apart(offset: Val, lanes: int) -> None:
+        type = f32s(lanes)
+        c, s = k.load(cos_at + offset, type), k.load(sin_at + offset, type)
+        u, v = k.load(x + offset, type), k.load(x + (half << 2) + offset, type)
+        k.store(u * c - v * s, y + offset)
+        k.store(u * s + v * c, y + (half << 2) + offset)
+
+    def pairs_together(offset: Val, lanes: int) -> None:
+        type = f32s(lanes)
+        c, s = k.load(cos_at + offset, type), k.load(sin_at + offset, type)
+        at = x + (offset << 1)
+        first, second = k.load(at, type), k.load(at, type, 4 * lanes)
+        if lanes == 1:
+            u, v = first, second
+        else:
+            u, v = first.shuffle(range(0, 2 * lanes, 2), second), first.shuffle(range(1, 2 * lanes, 2), second)
+        a_out, b_out = u * c - v * s, u * s + v * c
+        if lanes > 1:
+            order = [i // 2 + i % 2 * lanes for i in range(2 * lanes)]
+            a_out, b_out = a_out.shuffle(order[:lanes], b_out), a_out.shuffle(order[lanes:], b_out)
+        k.store(a_out, y + (offset << 1))
+        k.store(b_out, y + (offset << 1), 4 * lanes)
+
+    each(k, half, pairs_apart if style == "neox" else pairs_together)
+    rest = half << 3
+    each(k, dim - (half << 1), lambda o, lanes: k.store(k.load(x + rest + o, f32s(lanes)), y + rest + o))
+
+
+def _rotate_row(k: Kernel, style: str, a: Fields, x: Val, y: Val, heads: Val, cos_at: Val, sin_at: Val) -> None:
+    with k.range(0, heads) as h:
+        at = h * (a.dim << 2)
+        _rotate_head(k, style, a, x + at, y + at, cos_at, sin_at)
+
+
+def rope(style: str, half: int) -> KernelDef:
+    """Chunk t rotates row t from x to y."""
+
+    def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
+        cos_at, sin_at = _tables(k, a, k.load(a.positions + (chunk << 2), I32), scratch)
+        row = chunk * (a.heads * a.dim << 2)
+        _rotate_row(k, style, a, a.x + row, a.y + row, a.heads, cos_at, sin_at)
+
+    fields = ("x", "y", "positions", "freq", "heads", "dim", "half", "magnitude")
+    return KernelDef(f"rope/{style}", fields, body, scratch=8 * half + 64)
+
+
+def _append(k: Kernel, level: Level, half_cache: bool, a: Fields, x: Val, cache: Val, slot: Val) -> None:
+    """One token's keys or values, `width` float32 at x, into its slot."""
+    width = a.width
+    size = 1 if half_cache else 2
+    at = cache + slot * (width << size)
+
+    def one(offset: Val, lanes: int) -> None:
+        v = k.load(x + offset, f32s(lanes))
+        k.store(to_half(k, level, v) if half_cache else v, at + (offset >> (2 - size)))
+
+    each(k, width, one)
+
+
+def kv_append(level: Level, half_cache: bool) -> KernelDef:
+    """Chunk t writes row t of k and v to slot slots[t]."""
+
+    def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
+        slot = k.load(a.slots + (chunk << 2), I32).to(I64)
+        row = chunk * (a.width << 2)
+        for x, cache in ((a.k, a.k_cache), (a.v, a.v_cache)):
+            _append(k, level, half_cache, a, x + row, cache, slot)
+
+    fields = ("k", "v", "slots", "k_cache", "v_cache", "width")
+    return KernelDef(f"kv_append/{'f16' if half_cache else 'f32'}", fields, body)
+
+
+def rope_append(style: str, level: Level, half_cache: bool, half: int, width: int) -> KernelDef:
+    """Chunk t rotates query and key of row t, and writes key and value to slot slots[t]."""
+
+    def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
+        cos_at, sin_at = _tables(k, a, k.load(a.positions + (chunk << 2), I32), scratch)
+        q_row = chunk * (a.heads * a.dim << 2)
+        _rotate_row(k, style, a, a.q + q_row, a.y + q_row, a.heads, cos_at, sin_at)
+        key = scratch + (a.half << 3)
+        row = chunk * (a.width << 2)
+        _rotate_row(k, style, a, a.k + row, key, a.kv_heads, cos_at, sin_at)
+        slot = k.load(a.slots + (chunk << 2), I32).to(I64)
+        _append(k, level, half_cache, a, key, a.k_cache, slot)
+        _append(k, level, half_cache, a, a.v + row, a.v_cache, slot)
+
+    fields = (
+        "q",
+        "k",
+        "v",
+        "y",
+        "positions",
+        "freq",
+        "slots",
+        "k_cache",
+        "v_cache",
+        "heads",
+        "kv_heads",
+        "dim",
+        "width",
+        "half",
+        "magnitude",
+    )
+    name = f"rope_append/{style}/{'f16' if half_cache else 'f32'}"
+    return KernelDef(name, fields, body, scratch=8 * half + 4 * width + 64)

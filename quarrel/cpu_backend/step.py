@@ -1,0 +1,163 @@
+"""A compiled program: its stage tables, inputs and outputs, and the `Step` that the engine calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from quarrel.cpu_backend.lowering import REGISTRY, Cache, Lowering, reads_rounded
+from quarrel.cpu_backend.plan import AXES, Plan, finish
+from quarrel.cpu_backend.pool import Pool, StageTable
+from quarrel.cpu_backend.weights import Weights
+from quarrel.errors import RequestError
+from quarrel.ops.contract import Array, Compute, Value
+from quarrel.ops.program import Node, Program
+from quarrel.ops.registry import Choice, lower
+from quarrel.ops.step import Limits, MemoryPlan, StepInputs, StepOutputs, Taken, Want, WeightSource
+
+
+class Compiled:
+    """A program with its weights and caches, for arrays up to `sizes` along the free axes."""
+
+    def __init__(
+        self,
+        program: Program,
+        source: WeightSource,
+        caches: Sequence[Cache],
+        sizes: Mapping[str, int],
+        exact: bool,
+        pool: Pool,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.program, self.caches, self._pool = program, caches, pool
+        self.choices = lower(program, REGISTRY)
+        nodes = [c.node for c in self.choices]
+        self.weights = Weights(source, exact)
+        plan = Plan(pool.level, {**sizes, "S1": sizes.get("S", 0) + 1}, exact, {}, {})
+        lowering = Lowering(plan, self.weights, caches)
+        plan.forms, plan.last_use = _uses(nodes, program, lowering)  # type: ignore[misc]
+        self.inputs: dict[str, np.ndarray] = {}
+        for name, value in program.inputs.items():
+            self.inputs[name] = _buffer(value, plan.sizes)
+            plan.bind(value, int(self.inputs[name].ctypes.data))
+        for i, choice in enumerate(self.choices):
+            choice.implementation.build(lowering, choice.node)
+            plan.end_node([v for v in (*choice.node.inputs, *choice.node.outputs) if isinstance(v, Value)])
+            if progress:
+                progress(i + 1, len(self.choices))
+        self._places = {name: plan.place(value) for name, value in program.outputs.items()}
+        plan.keep += [self.weights.keep, self.weights, list(caches), self.inputs]
+        self.tables = finish(plan)
+        self._selected: dict[tuple[str, ...], StageTable] = {}
+
+    def run(self, arrays: Mapping[str, Array], wanted: tuple[str, ...]) -> dict[str, Array]:
+        """Copies the inputs in, runs what the wanted outputs and the caches need, and copies the results out."""
+        sizes: dict[str, int] = {}
+        for name, array in arrays.items():
+            value = self.program.inputs[name]
+            flat = array.reshape(-1)
+            self.inputs[name][: flat.size] = flat
+            for axis, size in zip(value.dims, array.shape):
+                if axis in AXES:
+                    sizes[axis] = size
+        self.tables.header.set(sizes)
+        if wanted not in self._selected:
+            self._selected[wanted] = self.tables.select(_needed(self.choices, self.program, wanted))
+        self._pool.run(self._selected[wanted])
+        out = {}
+        for name in wanted:
+            value = self.program.outputs[name]
+            shape = tuple(sizes[d] if isinstance(d, str) else d for d in value.dims)
+            dtype = np.int32 if value.kind == "i32" else np.float32
+            out[name] = self.tables.view(self._places[name], dtype, shape).copy()
+        return out
+
+
+def _buffer(value: Value, sizes: Mapping[str, int]) -> np.ndarray:
+    count = int(np.prod([sizes[d] if isinstance(d, str) else d for d in value.dims]))
+    return np.zeros(count + 64, np.int32 if value.kind == "i32" else np.float32)
+
+
+def _uses(nodes: Sequence[Node], program: Program, lowering: Lowering) -> tuple[dict[int, set[str]], dict[int, int]]:
+    """In which forms each value is read, and by which node last; outputs outlive every node."""
+    forms: dict[int, set[str]] = {}
+    last: dict[int, int] = {}
+    for i, node in enumerate(nodes):
+        for position, operand in enumerate(node.inputs):
+            if isinstance(operand, Value):
+                rounded = reads_rounded(lowering.packs, node, position)
+                forms.setdefault(operand.id, set()).add("q" if rounded else "f32")
+                last[operand.id] = i
+    for value in program.outputs.values():
+        forms.setdefault(value.id, set()).add("f32")
+        last[value.id] = len(nodes)
+    return forms, last
+
+
+def _needed(choices: Sequence[Choice], program: Program, wanted: tuple[str, ...]) -> set[int]:
+    """Indices of the nodes that the wanted outputs depend on, and of those that write to a cache."""
+    alive = {program.outputs[name].id for name in wanted}
+    needed = set()
+    for i in range(len(choices) - 1, -1, -1):
+        node = choices[i].node
+        if node.op.consumes or any(v.id in alive for v in node.outputs):
+            needed.add(i)
+            alive |= {v.id for v in node.inputs if isinstance(v, Value)}
+    return needed
+
+
+class CpuStep:
+    """See `ops.step.Step`."""
+
+    def __init__(self, compiled: Compiled, limits: Limits, compute: Compute, n_vocab: int) -> None:
+        self.limits, self.compute = limits, compute
+        self._compiled: Compiled | None = compiled
+        self._n_vocab = n_vocab
+
+    def _open(self) -> Compiled:
+        if self._compiled is None:
+            raise RequestError("the step is closed: compile the model again")
+        return self._compiled
+
+    def __call__(self, inputs: StepInputs, want: Want) -> StepOutputs:
+        compiled = self._open()
+        inputs.check(self.limits, self._n_vocab)
+        if want == "tokens" and inputs.sample is None:
+            raise RequestError("a step that returns tokens wants its sampling inputs, got none")
+        arrays = {}
+        for name in compiled.program.inputs:
+            if hasattr(inputs, name):
+                arrays[name] = getattr(inputs, name)
+            elif want == "tokens":
+                arrays[name] = getattr(inputs.sample, name)
+        return StepOutputs(**compiled.run(arrays, (want,)))
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for cache in self._open().caches:
+            for source, target in pairs:
+                cache.k[target] = cache.k[source]
+                cache.v[target] = cache.v[source]
+
+    def explain(self) -> list[Taken]:
+        return [
+            Taken(c.node.path, c.node.op.name, str(c.node.spec), c.implementation.name, c.declined)
+            for c in self._open().choices
+        ]
+
+    def memory(self) -> MemoryPlan:
+        compiled = self._open()
+        cache = sum(c.k.nbytes + c.v.nbytes for c in compiled.caches)
+        weights = compiled.weights
+        return MemoryPlan(weights.in_place + weights.copied, weights.in_place, cache, len(compiled.tables.arena))
+
+    def close(self) -> None:
+        self._compiled = None
+
+
+def vocabulary(program: Program) -> int:
+    """Ids that the program's embedding accepts; unlimited without one."""
+    for node in program.nodes:
+        if node.op.name == "embedding":
+            return int(node.spec.n)
+    return 1 << 31

@@ -1,0 +1,206 @@
+"""Vector building blocks shared by the kernels: byte dot products per feature level, transposes, reductions, halves, exp."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from quarrel.cpu_backend.features import Level
+from quarrel.cpu_backend.ir import F16, F32, I8, I16, I32, Kernel, Val, vec
+
+I32x16 = vec(I32, 16)
+F32x16 = vec(F32, 16)
+I8x64 = vec(I8, 64)
+
+
+def dot4(k: Kernel, level: Level, acc: Val, w: Val, x: Val, wide: bool) -> Val:
+    """acc[i] + sum of w[4i + l] * x[4i + l] over l = 0..3, exactly; w is unsigned, x signed bytes, acc <16 x i32>.
+
+    `wide` says that w may exceed 127, which the narrower instructions must work around.
+    """
+    if level.dot == "vnni512":
+        return k.call("llvm.x86.avx512.vpdpbusd.512", I32x16, acc, w.bitcast(I32x16), x.bitcast(I32x16))
+    if level.dot == "vnni256":
+        return _by_parts(k, 2, acc, w, x, lambda a, u, s: _vnni256(k, a, u, s))
+    if level.dot == "maddubs":
+        return _by_parts(k, 2, acc, w, x, lambda a, u, s: a + _maddubs(k, u, s, wide))
+    if level.dot == "sdot" and not wide:
+        return _by_parts(
+            k, 4, acc, w, x, lambda a, u, s: k.call("llvm.aarch64.neon.sdot.v4i32.v16i8", vec(I32, 4), a, u, s)
+        )
+    return acc + _plain_dot(w, x)
+
+
+def _by_parts(k: Kernel, parts: int, acc: Val, w: Val, x: Val, one: object) -> Val:
+    """Splits 512-bit operands, works on each part, joins the results."""
+    lanes, size = 16 // parts, 64 // parts
+    done = [
+        one(
+            acc.shuffle(range(lanes * p, lanes * p + lanes)), *(v.shuffle(range(size * p, size * p + size)) for v in (w, x))
+        )  # type: ignore[operator]
+        for p in range(parts)
+    ]
+    while len(done) > 1:
+        done = [a.concat(b) for a, b in zip(done[::2], done[1::2], strict=True)]
+    return done[0]
+
+
+def _vnni256(k: Kernel, acc: Val, w: Val, x: Val) -> Val:
+    half = vec(I32, 8)
+    return k.call("llvm.x86.avx512.vpdpbusd.256", half, acc, w.bitcast(half), x.bitcast(half))
+
+
+def _maddubs(k: Kernel, w: Val, x: Val, wide: bool) -> Val:
+    """vpmaddubsw saturates at 16 bits: pairs stay below it when w <= 127, and otherwise when w is split in two."""
+    ones = k.lane_constants(I16, [1] * 16)
+
+    def pairs(u: Val) -> Val:
+        words = k.call("llvm.x86.avx2.pmadd.ub.sw", vec(I16, 16), u, x)
+        return k.call("llvm.x86.avx2.pmadd.wd", vec(I32, 8), words, ones)
+
+    return pairs(w & 0x7F) + (pairs(w >> 7) << 7) if wide else pairs(w)
+
+
+def _plain_dot(w: Val, x: Val) -> Val:
+    """Products in 16 bits, sums in 32; LLVM finds the multiply-add of pairs where there is one."""
+    u, s = w.to(I16, unsigned=True), x.to(I16)
+    parts = [u.shuffle(range(l, 64, 4)).to(I32) * s.shuffle(range(l, 64, 4)).to(I32) for l in range(4)]
+    return (parts[0] + parts[1]) + (parts[2] + parts[3])
+
+
+def sum_lanes(v: Val) -> Val:
+    """All lanes added as a fixed tree: lane i with lane i + half, and so on."""
+    lanes = v.lanes
+    while lanes > 1:
+        lanes //= 2
+        v = v.shuffle(range(lanes)) + v.shuffle(range(lanes, 2 * lanes))
+    return v[0]
+
+
+def max_lanes(k: Kernel, v: Val) -> Val:
+    """The largest lane."""
+    lanes = v.lanes
+    while lanes > 1:
+        lanes //= 2
+        v = k.maximum(v.shuffle(range(lanes)), v.shuffle(range(lanes, 2 * lanes)))
+    return v[0]
+
+
+def _unpack(a: Val, b: Val, width: int, high: bool) -> Val:
+    """Interleaves runs of `width` lanes from the low or high half of every 128 bits, as punpck does (32-bit lanes)."""
+    lanes = a.lanes
+    picks: list[int] = []
+    for base in range(0, lanes, 4):
+        start = base + (2 if high else 0)
+        for run in range(0, 2, width):
+            picks += [start + run + i for i in range(width)] + [lanes + start + run + i for i in range(width)]
+    return a.shuffle(picks, b)
+
+
+def fold4(vectors: Sequence[Val]) -> Val:
+    """Four <16 x T> to one: lane 4 * q + i is the sum of the q-th 128 bits of vector i."""
+    a, b, c, d = vectors
+    ab = _unpack(a, b, 1, False) + _unpack(a, b, 1, True)
+    cd = _unpack(c, d, 1, False) + _unpack(c, d, 1, True)
+    return _unpack(ab, cd, 2, False) + _unpack(ab, cd, 2, True)
+
+
+def transpose16(rows: Sequence[Val]) -> list[Val]:
+    """Sixteen <16 x 32 bits> to their transpose."""
+    assert len(rows) == 16
+    pairs: list[Val] = []
+    for i in range(0, 16, 2):
+        pairs += [_unpack(rows[i], rows[i + 1], 1, False), _unpack(rows[i], rows[i + 1], 1, True)]
+    quads: list[Val] = []
+    for i in range(0, 16, 4):
+        lo0, hi0, lo1, hi1 = pairs[i : i + 4]
+        quads += [
+            _unpack(lo0, lo1, 2, False),
+            _unpack(lo0, lo1, 2, True),
+            _unpack(hi0, hi1, 2, False),
+            _unpack(hi0, hi1, 2, True),
+        ]
+    # quads[4 * g + c] holds, in its 128-bit part q, column 4 * q + c of rows 4g .. 4g + 3.
+    out: list[Val] = [rows[0]] * 16
+    even, odd = _parts(0, 2, 4, 6), _parts(1, 3, 5, 7)
+    for c in range(4):
+        q0, q1, q2, q3 = (quads[4 * g + c] for g in range(4))
+        a, b, d, e = q0.shuffle(even, q1), q0.shuffle(odd, q1), q2.shuffle(even, q3), q2.shuffle(odd, q3)
+        out[c], out[8 + c] = a.shuffle(even, d), a.shuffle(odd, d)
+        out[4 + c], out[12 + c] = b.shuffle(even, e), b.shuffle(odd, e)
+    return out
+
+
+def _parts(*which: int) -> list[int]:
+    """A shuffle of 128-bit parts of two <16 x 32 bits>."""
+    return [4 * p + i for p in which for i in range(4)]
+
+
+def to_f32(k: Kernel, level: Level, half: Val) -> Val:
+    """Half precision, given as <n x i16> or i16, to float32."""
+    if level.half:
+        return half.bitcast(vec(F16, half.lanes)).to(F32)
+    bits = half.to(I32, unsigned=True)
+    magnitude = (bits & 0x7FFF) << 13
+    # Scaling by 2^112 rebiases the exponent and is exact for subnormals too; the largest exponent means infinity or NaN.
+    scaled = magnitude.bitcast(vec(F32, half.lanes)) * 2.0**112
+    special = (bits & 0x7C00).eq(0x7C00)
+    value = k.select(special, magnitude | 0x7F800000, scaled.bitcast(magnitude.type))
+    return (value | (bits & 0x8000) << 16).bitcast(scaled.type)
+
+
+def to_half(k: Kernel, level: Level, x: Val) -> Val:
+    """float32 to half precision as <n x i16>, rounded to nearest even."""
+    if level.half:
+        return Val(k, k.b.fptrunc(x.v, vec(F16, x.lanes))).bitcast(vec(I16, x.lanes))
+    bits = x.bitcast(vec(I32, x.lanes))
+    sign, magnitude = bits >> 16 & 0x8000, bits & 0x7FFFFFFF
+    normal = (magnitude + (0xFFF + (magnitude >> 13 & 1)) - (112 << 23)) >> 13
+    # Adding 0.5 lets the float unit round a subnormal result into the low mantissa bits.
+    small = (magnitude.bitcast(x.type) + 0.5).bitcast(bits.type) - (126 << 23)
+    out = k.select(magnitude < 0x38800000, small, normal)
+    out = k.select(magnitude >= 0x477FF000, 0x7C00, out)
+    out = k.select(magnitude > 0x7F800000, k.lift(0x7E00, bits.type), out)
+    return (out | sign).to(I16)
+
+
+def bf16_to_f32(half: Val) -> Val:
+    """bfloat16, given as <n x i16>, to float32."""
+    return (half.to(I32, unsigned=True) << 16).bitcast(vec(F32, half.lanes))
+
+
+_LOG2E = 1.0 / math.log(2.0)
+_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
+# Cephes expf: minimax on [-ln2/2, ln2/2].
+_EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+
+
+def exp(k: Kernel, x: Val) -> Val:
+    """e^x, within 2 ulp; 0 below -87.3, clamped above 88.4 (no infinity is ever made)."""
+    tiny = x < -87.3
+    x = k.minimum(k.maximum(x, -87.3), 88.3)
+    shifted = k.fma(x, _LOG2E, 12582912.0)  # 1.5 * 2^23: the sum's low mantissa bits are the rounded integer
+    n = shifted - 12582912.0
+    r = k.fma(n, -_LN2_LOW, k.fma(n, -_LN2_HIGH, x))
+    p = k.lift(_EXP[0], x.type)
+    for c in _EXP[1:]:
+        p = k.fma(p, r, c)
+    p = k.fma(p * r, r, r) + 1.0
+    power = (shifted.bitcast(vec(I32, x.lanes)) << 23) + (127 << 23)
+    return k.select(tiny, 0.0, p * power.bitcast(x.type))
+
+
+def sigmoid(k: Kernel, x: Val) -> Val:
+    """1 / (1 + e^-x)."""
+    return 1.0 / (exp(k, -x) + 1.0)
+
+
+def tanh(k: Kernel, x: Val) -> Val:
+    """tanh x = 1 - 2 / (e^2x + 1), and its series near 0, where that would cancel."""
+    far = 1.0 - 2.0 / (exp(k, x * 2.0) + 1.0)
+    square = x * x
+    p = k.lift(62.0 / 2835.0, x.type)
+    for c in (-17.0 / 315.0, 2.0 / 15.0, -1.0 / 3.0):
+        p = k.fma(p, square, c)
+    near = k.fma(p * square, x, x)
+    return k.select(square < 0.0625, near, far)
