@@ -105,6 +105,8 @@ def backend(name: str) -> Backend:
     try:
         module = importlib.import_module(BACKENDS[name])
     except ImportError as error:
+        if (error.name or "").startswith("quarrel."):
+            raise BackendUnavailable(f"backend {name} is not part of this version of Quarrel") from error
         raise BackendUnavailable(f"backend {name} cannot be imported ({error}): {_HINT[name]}") from error
     made: Backend = module.create()
     return made
