@@ -29,7 +29,7 @@ MAX_KEY_BYTES = (1 << 16) - 1
 MAX_NAME_BYTES = 127
 # The longest string array (a vocabulary, or its merges), and all string arrays of a file together.
 MAX_STRINGS = 2 << 20
-MAX_ALL_STRINGS = 4 << 20
+MAX_ALL_STRINGS = 3 << 20
 
 _u32 = struct.Struct("<I")
 _u64 = struct.Struct("<Q")

@@ -409,7 +409,7 @@ WORST: dict[str, Callable[[], bytes]] = {
     "all budgets used up, wrong at the end": lambda: file(
         [
             array("a", ValueType.STRING, 2 << 20, EMPTY * (2 << 20)),
-            array("b", ValueType.STRING, 2 << 20, SHORT * (2 << 20)),
+            array("b", ValueType.STRING, 1 << 20, SHORT * (1 << 20)),
             *(key(f"{i:05d}", ValueType.UINT8, b"\1") for i in range((1 << 16) - 2)),
         ],
         [tensor(f"{i:05d}", [1, 1, 1, 1], offset=i * 32) for i in range(1 << 16)],
@@ -427,6 +427,7 @@ WORST: dict[str, Callable[[], bytes]] = {
         ]
     ),
     "too many strings": lambda: file([array("k", ValueType.STRING, (2 << 20) + 1, EMPTY * ((2 << 20) + 1))]),
+    "too many strings in all": lambda: file([array(name, ValueType.STRING, 2 << 20, EMPTY * (2 << 20)) for name in "ab"]),
     "a header without end": lambda: file([key("k", ValueType.STRING, text(bytes((64 << 20) + 9)))]),
 }
 
