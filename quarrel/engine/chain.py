@@ -67,8 +67,8 @@ class HostChain:
         x = np.where(np.isfinite(logits), logits, -np.inf).astype(np.float64)
         x -= x.max() + np.log(np.exp(x - x.max()).sum())
         count = min(self._p.logprobs, len(x))
-        best = np.argpartition(-x, count - 1)[:count] if count else np.empty(0, np.int64)
-        best = best[np.lexsort((best, -x[best]))]
+        best = np.flatnonzero(x >= np.partition(x, -count)[-count]) if count else np.empty(0, np.int64)
+        best = best[np.argsort(-x[best], kind="stable")][:count]  # ids rise among equals
         return TokenLogprob(token, float(x[token]), tuple((int(i), float(x[i])) for i in best))
 
     def _adjust(self, x: Array, tokens: Sequence[int], generated: int) -> None:

@@ -112,21 +112,21 @@ class Scheduler:
         self.waiting.extendleft(reversed(held))
 
     def _start(self, sequence: Sequence) -> bool:
-        """Gives it blocks, those of the longest known prefix included; False if there are not enough."""
-        known, blocks = self._longest_prefix(sequence)
-        whole = known // self.limits.block_size * self.limits.block_size
-        # Copying a partly used block needs one more than the sequence itself, which a tight cache may not have.
-        return self._take(sequence, known, blocks) or (whole < known and self._take(sequence, whole, blocks))
-
-    def _take(self, sequence: Sequence, known: int, blocks: list[int]) -> bool:
-        """Shares the whole blocks of the `known` tokens, copies the rest of them, takes free ones for what is to come."""
+        """Gives it blocks: the whole ones of the longest known prefix, shared; a copy of the last, half-used one; free ones
+        for what is to come. False if there are not enough."""
         size = self.limits.block_size
+        known, blocks = self._longest_prefix(sequence)
         shared, partial = blocks[: known // size], blocks[known // size : self._blocks_for(known)]
+        needed = self._blocks_for(sequence.length) - len(shared)
         # Held while others are evicted, so that what is to be shared or copied stays.
         self.pool.share([*shared, *partial])
-        needed = self._blocks_for(sequence.length) - len(shared)
-        if not self.prefixes.make_room(needed):
-            self.pool.give_back([*shared, *partial])
+        enough = self.prefixes.make_room(needed)
+        if not enough and partial:  # the block to copy is one more than the sequence itself needs; run its tokens again
+            self.pool.give_back(partial)
+            known, partial = len(shared) * size, []
+            enough = self.prefixes.make_room(needed)
+        if not enough:
+            self.pool.give_back(shared)
             return False
         fresh = self.pool.take(needed)
         if partial:

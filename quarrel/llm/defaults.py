@@ -38,7 +38,7 @@ def defaults_of(params: str | None) -> SamplingParams:
         try:
             result = merged(result, _one(NAMES[name], value))
         except RequestError as error:
-            warnings.warn(f"a default of this model is left out: {error}", stacklevel=4)
+            warnings.warn(f"a default of this model is left out: {error}", stacklevel=3)
     return result
 
 
@@ -48,7 +48,7 @@ def _document(params: str | None) -> dict[str, Any]:
     try:
         document = json.loads(params)
     except ValueError as error:
-        warnings.warn(f"the params of this model are no JSON ({error}) and are left out", stacklevel=5)
+        warnings.warn(f"the params of this model are no JSON ({error}) and are left out", stacklevel=4)
         return {}
     return document if isinstance(document, dict) else {}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Unpack, overload
 
@@ -299,10 +299,9 @@ class LLM:
         return checked
 
     def _ids(self, given: object) -> list[int]:
-        try:
-            ids = [token_id("the prompt", id) for id in given]  # type: ignore[attr-defined]
-        except TypeError:
-            raise RequestError(f"the prompt is a {type(given).__name__}, wanted a text or a list of token ids") from None
+        if not isinstance(given, Iterable) or isinstance(given, str | bytes | bytearray | Mapping):
+            raise RequestError(f"the prompt is a {type(given).__name__}, wanted a text or a list of token ids")
+        ids = [token_id("the prompt", id) for id in given]
         for id in ids:
             if id >= self.spec.n_vocab:
                 raise RequestError(f"the prompt holds the token id {id}, wanted ids from 0 to {self.spec.n_vocab - 1}")
@@ -331,7 +330,7 @@ def _is_batch(prompt: object) -> bool:
     """A list whose first entry is a prompt itself, not a token id."""
     if isinstance(prompt, str) or not isinstance(prompt, Sequence) or not prompt:
         return False
-    return isinstance(prompt[0], Sequence)
+    return isinstance(prompt[0], Sequence) and not isinstance(prompt, bytes | bytearray)
 
 
 def _sound(result: Result) -> Result:

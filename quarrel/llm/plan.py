@@ -60,7 +60,7 @@ def plan_limits(
         warnings.warn(
             f"the context is reduced from {wanted} to {length} tokens: {_gib(free)} are free, the weights take"
             f" {_gib(weights)}; give n_ctx to choose it yourself",
-            stacklevel=4,
+            stacklevel=3,
         )
     blocks = _blocks(length)
     sequences = max(1, min(max_seqs, int(left * SHARE) // (blocks * block_bytes)))

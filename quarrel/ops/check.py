@@ -35,10 +35,6 @@ DRAW_SLACK = 1e-4
 """How far a uniform number or a cut may be off before another token counts as wrong: float32 sums over a vocabulary."""
 
 
-class Mismatch(QuarrelError):
-    """A backend's op is further from its reference than its contract allows."""
-
-
 class CheckedStep:
     """A `Step` on any backend through `run_op`, with its caches in host memory. Slow: for hunting wrong results."""
 
@@ -57,7 +53,7 @@ class CheckedStep:
         self._taken: dict[tuple[str, str], Taken] = {}
 
     def __call__(self, inputs: StepInputs, want: Want) -> StepOutputs:
-        """Runs and compares; raises Mismatch (path, op, spec, error, tolerance)."""
+        """Runs and compares; raises QuarrelError (path, op, spec, error, tolerance)."""
         if want == "tokens" and inputs.sample is None:
             raise RequestError("a step that draws tokens needs sampling inputs, got none")
         inputs.check(self.limits, int(self._program.outputs["logits"].dims[-1]))
@@ -129,7 +125,7 @@ class CheckedStep:
             else:
                 error = rel_error(g, w)
             if not error <= tolerance:
-                raise Mismatch(
+                raise QuarrelError(
                     f"{node.path or 'the step'}: {node.op.name} on {self._backend.name} is {error:.3g} away from its"
                     f" reference, allowed {tolerance:.3g} in {self.compute}, for {node.spec}; please report this"
                 )

@@ -1,0 +1,121 @@
+"""The same from an event loop: chunks arrive while other tasks run, and cancelling a task stops its work."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import pytest
+
+from quarrel.engine import AsyncStream, SamplingParams, start_async
+from tests.engine.toys import Toy, request
+
+T = TypeVar("T")
+LONG = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+PROMPT = [3, 1, 4]
+
+
+def go(work: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(asyncio.wait_for(work, 30))
+
+
+def open_stream(toy: Toy, params: SamplingParams = LONG) -> AsyncStream:
+    return start_async(toy.loop, request(PROMPT, params), stream=True)
+
+
+def test_chunks_come_as_they_come_without_a_loop() -> None:
+    async def work(toy: Toy) -> None:
+        stream = open_stream(toy)
+        chunks = [chunk async for chunk in stream]
+        wanted = toy.generate(PROMPT, LONG)
+        assert tuple(c.token_id for c in chunks) == wanted.token_ids
+        assert stream.result is not None
+        assert stream.result.text == wanted.text == "".join(c.text for c in chunks)
+
+    with Toy() as toy:
+        go(work(toy))
+
+
+def test_tasks_share_the_engine() -> None:
+    async def work(toy: Toy) -> list[tuple[int, ...]]:
+        return [r.token_ids for r in await asyncio.gather(*(open_stream(toy).wait() for _ in range(5)))]
+
+    with Toy() as toy:
+        assert len(set(go(work(toy)))) == 1
+        toy.assert_all_returned()
+
+
+@pytest.mark.parametrize("chunks", [0, 3])
+def test_cancelling_the_task_stops_the_work(chunks: int) -> None:
+    streams: list[AsyncStream] = []
+
+    async def read(toy: Toy, ready: asyncio.Event) -> None:
+        streams.append(open_stream(toy))
+        for _ in range(chunks):
+            await anext(streams[0])
+        ready.set()
+        async for _ in streams[0]:
+            pass
+
+    async def work(toy: Toy) -> None:
+        ready, free = asyncio.Event(), toy.hold(chunks)
+        task = asyncio.create_task(read(toy, ready))
+        await ready.wait()
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        free()
+        result = await streams[0].wait()
+        assert result.finish_reason == "cancelled"
+        assert chunks <= len(result.token_ids) < 40
+
+    with Toy() as toy:
+        go(work(toy))
+        toy.assert_all_returned()
+
+
+def test_leaving_the_block_cancels() -> None:
+    async def work(toy: Toy) -> None:
+        free = toy.hold(1)
+        async with open_stream(toy) as stream:
+            await anext(stream)
+            threading.Timer(0.05, free).start()
+        assert stream.result is not None
+        assert stream.result.finish_reason == "cancelled"
+
+    with Toy() as toy:
+        go(work(toy))
+        toy.assert_all_returned()
+
+
+def test_a_dropped_stream_stops() -> None:
+    async def work(toy: Toy) -> None:
+        free = toy.hold(1)
+        stream = open_stream(toy)
+        await anext(stream)
+        sequence = stream._sequences[0]
+        del stream
+        free()
+        await start_async(toy.loop, request([1], LONG), stream=False).wait()
+        assert sequence.over
+        assert sequence.generated < 40
+
+    with Toy() as toy:
+        go(work(toy))
+        toy.assert_all_returned()
+
+
+def test_an_event_loop_that_is_gone_stops_the_work_and_hurts_nobody() -> None:
+    async def leave(toy: Toy) -> AsyncStream:
+        return open_stream(toy)
+
+    with Toy() as toy:
+        free = toy.hold()
+        stream = go(leave(toy))
+        free()
+        assert toy.generate([1], LONG).finish_reason == "length"
+        assert stream._sequences[0].over
+        toy.assert_all_returned()

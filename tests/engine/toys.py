@@ -1,0 +1,179 @@
+"""A step whose logits are a hash of the whole history that its cache holds: one wrong slot anywhere changes the text."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from quarrel.engine import Engine, Loop, Request, Result, SamplingParams, Stream, start
+from quarrel.engine.rng import mix
+from quarrel.ops.contract import Compute
+from quarrel.ops.sample import draw_token
+from quarrel.ops.step import Limits, MemoryPlan, StepInputs, StepOutputs, Taken, Want
+
+VOCABULARY = 48
+STOP = 0
+UNWRITTEN = (-1, -1)
+
+
+class HistoryStep:
+    """Slot i of a sequence holds (hash of tokens[:i], hash of tokens[:i + 1])."""
+
+    compute: Compute = "float32"
+
+    def __init__(self, limits: Limits, scale: float = 2.0) -> None:
+        self.limits, self.scale = limits, scale
+        self.slots: list[tuple[int, int]] = [UNWRITTEN] * (limits.n_blocks * limits.block_size)
+        self.wants: list[Want] = []
+        self.sizes: list[tuple[int, int]] = []  # tokens and sequences of each step
+        self.bad_tokens: set[int] = set()  # behind these no logit is finite
+        self.fail: Exception | None = None
+        self.forced: int | None = None  # the token that every draw gives
+        self.turns: threading.Semaphore | None = None  # each step takes one, and waits where there is none
+        self.closed = 0
+
+    def __call__(self, inputs: StepInputs, want: Want) -> StepOutputs:
+        assert not self.closed
+        if self.turns is not None:
+            assert self.turns.acquire(timeout=30)
+        inputs.check(self.limits, VOCABULARY)
+        if self.fail is not None:
+            raise self.fail
+        self.wants.append(want)
+        self.sizes.append((len(inputs.ids), len(inputs.kv_len)))
+        hashes = [h for s in range(len(inputs.kv_len)) for h in self._run(inputs, s)]
+        rows = [(hashes[r], int(inputs.ids[r])) for r in inputs.out_rows]
+        if want == "hidden":
+            return StepOutputs(hidden=np.array([[h % 1000, id] for h, id in rows], np.float32))
+        logits = np.stack([self.logits(h, id) for h, id in rows])
+        if want == "logits":
+            return StepOutputs(logits=logits)
+        s = inputs.sample
+        assert s is not None
+        assert len(s.uniform) == len(rows)
+        columns = (s.temperature, s.top_k, s.top_p, s.min_p, s.uniform)
+        drawn = [draw_token(x, *(c[i].item() for c in columns)) for i, x in enumerate(logits)]
+        return StepOutputs(tokens=np.array(drawn if self.forced is None else [self.forced] * len(drawn), np.int32))
+
+    def logits(self, history: int, last: int) -> np.ndarray[Any, Any]:
+        if last in self.bad_tokens:
+            return np.full(VOCABULARY, np.nan, np.float32)
+        row = np.random.default_rng(history).standard_normal(VOCABULARY, np.float32) * self.scale
+        return row
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        size = self.limits.block_size
+        for source, destination in pairs:
+            self.slots[destination * size : (destination + 1) * size] = self.slots[source * size : (source + 1) * size]
+
+    def explain(self) -> list[Taken]:
+        return []
+
+    def memory(self) -> MemoryPlan:
+        return MemoryPlan(0, 0, 0, 0)
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def _run(self, inputs: StepInputs, s: int) -> list[int]:
+        first, end = int(inputs.query_start[s]), int(inputs.query_start[s + 1])
+        length, size = int(inputs.kv_len[s]), self.limits.block_size
+        table = [int(inputs.block_table[s, i // size]) * size + i % size for i in range(length)]
+        assert list(inputs.slots[first:end]) == table[length - (end - first) :]
+        assert list(inputs.positions[first:end]) == list(range(length - (end - first), length))
+        history = 0
+        for slot in table[: length - (end - first)]:
+            before, after = self.slots[slot]
+            assert before == history, "the cache does not hold this sequence's past"
+            history = after
+        made = []
+        for i in range(first, end):
+            before, history = history, extend(history, int(inputs.ids[i]))
+            self.slots[int(inputs.slots[i])] = (before, history)
+            made.append(history)
+        return made
+
+
+def extend(history: int, token: int) -> int:
+    return mix(history * 31 + token + 1)
+
+
+class Letters:
+    """Token i is one letter; 0 stops and has no text."""
+
+    def detokenizer(self) -> _LetterDetokenizer:
+        return _LetterDetokenizer()
+
+    def token_bytes(self, id: int) -> bytes:
+        return letter(id).encode()
+
+
+class _LetterDetokenizer:
+    def push(self, id: int) -> str:
+        return letter(id)
+
+    def flush(self) -> str:
+        return ""
+
+
+def letter(id: int) -> str:
+    return chr(96 + id) if 0 < id <= 26 else "" if id == 0 else chr(0x100 + id)
+
+
+def limits(max_tokens: int = 16, max_seqs: int = 4, n_ctx: int = 64, n_blocks: int = 40, block_size: int = 4) -> Limits:
+    return Limits(max_tokens, max_seqs, -(-n_ctx // block_size), n_blocks, block_size)
+
+
+def request(
+    tokens: Sequence[int], params: SamplingParams | None = None, *, n_ctx: int = 64, stop_ids: Sequence[int] = (STOP,)
+) -> Request:
+    params = params or SamplingParams(temperature=0, max_tokens=12)
+    ids = frozenset(() if params.ignore_eos else stop_ids) | frozenset(params.stop_token_ids)
+    seed = 7 if params.seed is None else params.seed
+    return Request(tuple(tokens), params, seed, ids, n_ctx, VOCABULARY, Letters())
+
+
+class Toy:
+    """A loop on a `HistoryStep`."""
+
+    def __init__(self, shape: Limits | None = None, *, reuse: bool = True, scale: float = 2.0) -> None:
+        self.loop = Loop()
+        self.step = HistoryStep(shape or limits(), scale)
+        self.loop.serve(lambda: self.step, VOCABULARY, reuse=reuse)
+
+    @property
+    def engine(self) -> Engine:
+        assert self.loop.engine is not None
+        return self.loop.engine
+
+    def start(self, tokens: Sequence[int], params: SamplingParams | None = None, *, stream: bool = True) -> Stream:
+        return start(self.loop, request(tokens, params), stream=stream)
+
+    def generate(self, tokens: Sequence[int], params: SamplingParams | None = None) -> Result:
+        return self.start(tokens, params, stream=False).wait()
+
+    def hold(self, steps: int = 0) -> Callable[[], None]:
+        """Lets so many steps run, and further ones only once what it returns is called."""
+        turns = self.step.turns = threading.Semaphore(steps)
+        return lambda: turns.release(1000)
+
+    def assert_all_returned(self) -> None:
+        """Every block is free but those of kept prefixes, and those go when they are asked to."""
+
+        def look() -> None:
+            scheduler = self.engine.scheduler
+            assert not scheduler.running
+            assert not scheduler.waiting
+            scheduler.prefixes.clear()
+            assert scheduler.pool.free == scheduler.pool.n_blocks
+
+        self.loop.run(look)
+
+    def __enter__(self) -> Toy:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.loop.close()
