@@ -9,25 +9,44 @@ from quarrel.errors import UnsupportedModel
 from quarrel.gguf import GGUFFile
 from quarrel.models.assembly import assemble
 from quarrel.models.keys import Keys
-from quarrel.models.spec import ModelSpec
+from quarrel.models.spec import EncoderSpec, ModelSpec
 from quarrel.models.tensors import Tensors
 from quarrel.ops.program import Program
 
 ARCHITECTURES: Mapping[str, str] = {
-    name: f"quarrel.models.{name}" for name in ("llama", "qwen2", "qwen3", "granite", "phi3", "gemma2", "gemma3")
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3moe": "qwen3moe",
+    "granite": "granite",
+    "granitemoe": "granite",
+    "granitehybrid": "granitehybrid",
+    "phi3": "phi3",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3",
+    "nemotron": "nemotron",
+    "nemotron_h": "nemotron_h",
+    "nemotron_h_moe": "nemotron_h",
+    "gpt-oss": "gpt_oss",
+    "mamba": "mamba",
+    "mamba2": "mamba",
+    "bert": "bert",
+    "nomic-bert": "nomic_bert",
 }
-"""`general.architecture` -> the module whose `spec(keys, tensors, n_ctx)` reads it."""
+"""`general.architecture` -> the module here whose `spec(keys, tensors, n_ctx)` reads it."""
 
 
-def read_spec(file: GGUFFile, n_ctx: int | None = None) -> ModelSpec:
+def read_spec(file: GGUFFile, n_ctx: int | None = None) -> ModelSpec | EncoderSpec:
     """The model's facts. `n_ctx` is the context that will be used (default: the model's own), which longrope depends on."""
     name = file.metadata.str("general.architecture")
     if name not in ARCHITECTURES:
         raise UnsupportedModel(f"the architecture is {name!r}; this version runs {', '.join(sorted(ARCHITECTURES))}")
     keys = Keys(file.metadata, name)
     length = n_ctx or keys.int("context_length", lo=1)
-    spec: ModelSpec = importlib.import_module(ARCHITECTURES[name]).spec(keys, Tensors(file), length)
+    spec: ModelSpec | EncoderSpec = importlib.import_module(f"quarrel.models.{ARCHITECTURES[name]}").spec(
+        keys, Tensors(file), length
+    )
     return spec
 
 
-__all__ = ["ARCHITECTURES", "Keys", "ModelSpec", "Program", "Tensors", "assemble", "read_spec"]
+__all__ = ["ARCHITECTURES", "EncoderSpec", "Keys", "ModelSpec", "Program", "Tensors", "assemble", "read_spec"]

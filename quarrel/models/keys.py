@@ -7,7 +7,9 @@ from typing import TypeAlias
 
 from quarrel.errors import ModelError, UnsupportedModel
 from quarrel.gguf import REQUIRED, Metadata
+from quarrel.models.spec import Experts, Mamba2
 from quarrel.models.tensors import Tensors
+from quarrel.ops.moe import ExpertActivation, Gate
 
 # The methods of Keys are called int, float, str and bool, which hides the types of those names inside the class.
 _int: TypeAlias = int
@@ -15,7 +17,7 @@ _float: TypeAlias = float
 _str: TypeAlias = str
 _bool: TypeAlias = bool
 
-MAX_LAYERS, MAX_WIDTH, MAX_HEADS, MAX_CONTEXT = 4096, 1 << 20, 4096, 1 << 30
+MAX_LAYERS, MAX_WIDTH, MAX_HEADS, MAX_EXPERTS, MAX_CONTEXT = 4096, 1 << 20, 4096, 4096, 1 << 30
 
 
 class Keys:
@@ -62,14 +64,15 @@ class Common:
     ffn: list[int]
 
 
-def common(keys: Keys, tensors: Tensors) -> Common:
-    """Reads and cross-checks the shared keys."""
+def common(keys: Keys, tensors: Tensors, *, hybrid: bool = False, norm: _str = "layer_norm_rms_epsilon") -> Common:
+    """Reads and cross-checks the shared keys. In a `hybrid`, head_count_kv and feed_forward_length may be 0 in a layer."""
     n_layers = keys.int("block_count", lo=1, hi=MAX_LAYERS) - keys.int("nextn_predict_layers", 0, hi=MAX_LAYERS)
     n_embd = keys.int("embedding_length", lo=1, hi=MAX_WIDTH)
     n_heads = keys.per_layer("attention.head_count", n_layers, lo=1)
-    n_kv = keys.per_layer("attention.head_count_kv", n_layers, n_heads[0], lo=1)
+    least = 0 if hybrid else 1
+    n_kv = keys.per_layer("attention.head_count_kv", n_layers, n_heads[0], lo=least)
     for heads, kv in zip(n_heads, n_kv):
-        if heads > MAX_HEADS or heads % kv:
+        if heads > MAX_HEADS or (kv and heads % kv):
             raise ModelError(f"head_count {heads} is no multiple of head_count_kv {kv}: the file is inconsistent")
     head_dim = keys.int("attention.key_length", n_embd // n_heads[0], lo=1, hi=4096)
     if head_dim < 2:
@@ -85,18 +88,50 @@ def common(keys: Keys, tensors: Tensors) -> Common:
         n_embd=n_embd,
         n_vocab=vocabulary[0],
         context_length=keys.int("context_length", lo=1),
-        norm_eps=keys.float("attention.layer_norm_rms_epsilon", lo=0.0),
+        norm_eps=keys.float(f"attention.{norm}", lo=0.0),
         n_heads=n_heads,
         n_kv=n_kv,
         head_dim=head_dim,
-        ffn=keys.per_layer("feed_forward_length", n_layers, lo=1),
+        ffn=keys.per_layer("feed_forward_length", n_layers, lo=least),
     )
 
 
-def refuse_experts(keys: Keys) -> None:
-    """For architectures whose dense form is supported and whose expert form is not."""
-    experts = keys.int("expert_count", 0, hi=MAX_WIDTH)
-    if experts:
-        raise UnsupportedModel(
-            f"{keys.architecture} with {experts} experts is not supported by this version; use a dense {keys.architecture}"
+def experts(keys: Keys, default_width: _int, activation: ExpertActivation, gate: Gate = "softmax") -> Experts | None:
+    """The expert keys, or None for a dense model. `default_width` applies where the file has no width for experts."""
+    n_experts = keys.int("expert_count", 0, hi=MAX_EXPERTS)
+    if not n_experts:
+        return None
+    used = keys.int("expert_used_count", lo=1, hi=n_experts)
+    groups = keys.int("expert_group_count", 1, hi=n_experts) or 1
+    if n_experts % groups:
+        raise ModelError(
+            f"expert_count {n_experts} is no multiple of expert_group_count {groups}: the file is inconsistent"
         )
+    return Experts(
+        n_experts=n_experts,
+        used=used,
+        width=keys.int("expert_feed_forward_length", default_width, lo=1, hi=MAX_WIDTH),
+        activation=activation,
+        gate=gate,
+        renormalise=keys.bool("expert_weights_norm", True),
+        scale=keys.float("expert_weights_scale", 1.0) or 1.0,
+        shared=keys.int("expert_shared_feed_forward_length", 0, hi=MAX_WIDTH),
+        n_groups=groups,
+        groups_used=keys.int("expert_group_used_count", groups, hi=groups) or groups,
+    )
+
+
+def mamba2(keys: Keys) -> Mamba2:
+    """The keys of a Mamba-2 mixer; `time_step_rank` is its number of heads."""
+    inner = keys.int("ssm.inner_size", lo=1, hi=MAX_WIDTH)
+    heads = keys.int("ssm.time_step_rank", lo=1, hi=inner)
+    groups = keys.int("ssm.group_count", lo=1, hi=heads)
+    if inner % heads or heads % groups:
+        raise ModelError(f"ssm sizes {inner}, {heads} heads and {groups} groups do not divide: the file is inconsistent")
+    return Mamba2(
+        n_heads=heads,
+        head_dim=inner // heads,
+        n_groups=groups,
+        n_state=keys.int("ssm.state_size", lo=1, hi=4096),
+        conv_width=keys.int("ssm.conv_kernel", lo=2, hi=16),
+    )

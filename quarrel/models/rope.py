@@ -17,8 +17,19 @@ from quarrel.models.spec import Rope
 from quarrel.models.tensors import Tensors
 
 
-def rope_from(keys: Keys, tensors: Tensors, style: Literal["norm", "neox"], head_dim: int, n_ctx: int) -> Rope:
-    """The rotation of layers that follow the file's general rope keys. `n_ctx` is the context that will be used."""
+def rope_from(
+    keys: Keys,
+    tensors: Tensors,
+    style: Literal["norm", "neox"],
+    head_dim: int,
+    n_ctx: int,
+    *,
+    truncate: bool = True,
+) -> Rope:
+    """The rotation of layers that follow the file's general rope keys. `n_ctx` is the context that will be used.
+
+    `truncate` rounds the bounds of YaRN's ramp outwards to whole frequencies.
+    """
     n_rot = keys.int("rope.dimension_count", head_dim, lo=2, hi=head_dim)
     if n_rot % 2:
         raise ModelError(f"rope.dimension_count is {n_rot}, which is odd; rotation works on pairs, convert the model again")
@@ -35,7 +46,7 @@ def rope_from(keys: Keys, tensors: Tensors, style: Literal["norm", "neox"], head
         freq = freq / _factors(tensors, "rope_freqs.weight", n_rot)
     if kind == "yarn":
         original = keys.int("rope.scaling.original_context_length", keys.int("context_length"), lo=1)
-        freq = yarn(freq, base, factor, original)
+        freq = yarn(freq, base, factor, original, truncate=truncate)
         magnitude = (1.0 + 0.1 * math.log(factor)) * keys.float("rope.scaling.attn_factor", 1.0, lo=0.0)
     elif kind == "linear":
         freq = freq / factor

@@ -35,6 +35,23 @@ class Tensors:
         """`[n]`, or None if the file has no such tensor."""
         return self.vector(name, n) if name in self else None
 
+    def column(self, name: str, n: int) -> WeightRef:
+        """`[n]`, or `[n, 1]` as the state-space converters write it."""
+        return self.matrix(name, n, 1) if len(self.shape(name)) == 2 else self.vector(name, n)
+
+    def grouped(self, name: str, groups: int, k: int) -> WeightRef:
+        """`[groups, k]`; a file with one group may store `[k]`."""
+        return self.vector(name, k) if groups == 1 and len(self.shape(name)) == 1 else self.matrix(name, groups, k)
+
+    def stack(self, name: str, n: int, rows: int, k: int) -> WeightRef:
+        """`[n, rows, k]`, seen as `n * rows` rows."""
+        ref = self._ref(name, (n, rows, k))
+        return WeightRef(name, ref.type, n * rows, k)
+
+    def first_row(self, name: str, k: int) -> WeightRef:
+        """Row 0 of a matrix with any number of rows."""
+        return self.matrix(name, self.shape(name)[0], k).split_first()
+
     def floats(self, name: str) -> tuple[float, ...]:
         """All values of a small tensor, such as rope factors."""
         self._require(name)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from quarrel.ops.activation import CAP, GATED
+from quarrel.ops.activation import CAP, GATED, PLAIN
 from quarrel.ops.attention import ATTENTION, KV_APPEND, ROPE_APPEND
 from quarrel.ops.contract import Op
 from quarrel.ops.embedding import EMBEDDING, GATHER_ROWS
+from quarrel.ops.encode import ADD_ROW, ENCODE
 from quarrel.ops.linear import ADD, LINEAR, LINEAR_ADD, NORM_GATE_UP, NORM_LINEAR
+from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP, ROUTE
 from quarrel.ops.norm import NORM
 from quarrel.ops.rope import ROPE
 from quarrel.ops.sample import SAMPLE
+from quarrel.ops.state import CONV, GATED_NORM, SCAN1, SCAN2
 
 PRIMITIVES: tuple[Op, ...] = (EMBEDDING, GATHER_ROWS, NORM, LINEAR, ADD, GATED, CAP, ROPE, KV_APPEND, ATTENTION, SAMPLE)
 """What a backend must have to run a transformer; each body is its reference."""
@@ -20,3 +23,9 @@ COMPOSITES: tuple[Op, ...] = (NORM_LINEAR, NORM_GATE_UP, LINEAR_ADD, ROPE_APPEND
 """What a backend may take whole; each body is its expansion."""
 
 ALL_OPS: Mapping[str, Op] = {op.name: op for op in (*PRIMITIVES, *COMPOSITES)}
+"""The ops of a transformer, which every backend has."""
+
+EXTRA_OPS: Mapping[str, Op] = {
+    op.name: op for op in (CONV, SCAN1, SCAN2, GATED_NORM, ROUTE, EXPERT_UP, EXPERT_DOWN, PLAIN, ENCODE, ADD_ROW)
+}
+"""State spaces, experts and encoders: contracts and references. A backend without one refuses models that need it."""

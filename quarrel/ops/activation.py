@@ -8,6 +8,7 @@ cap:    y = c * tanh(scale * x / c), or scale * x without a cap    (Gemma 2)
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -32,14 +33,15 @@ def activate(kind: Activation, x: Array) -> Array:
     """The function by itself, in float64."""
     x = x.astype(np.float64)
     if kind == "silu":
-        factor = _sigmoid(x)
+        factor = sigmoid(x)
     else:
         factor = 0.5 * (1.0 + np.tanh(np.sqrt(2.0 / np.pi) * (x + 0.044715 * x**3)))
     y: Array = x * factor
     return y
 
 
-def _sigmoid(x: Array) -> Array:
+def sigmoid(x: Array) -> Array:
+    """1 / (1 + exp(-x)) in float64, without overflow."""
     # Written so that exp never overflows: 1/(1+e^-x) for x >= 0, e^x/(1+e^x) below.
     e = np.exp(-np.abs(x))
     return np.where(x >= 0, 1.0, e) / (1.0 + e)
@@ -79,6 +81,45 @@ GATED = Op(
 def gated(b: Builder, spec: GatedSpec, gate: Value, up: Value) -> Value:
     """`f(gate) * up`."""
     return b.emit(GATED, spec, gate, up)[0]
+
+
+PlainActivation = Literal["relu2", "gelu_erf"]
+
+
+@dataclass(frozen=True)
+class PlainSpec:
+    """`[T, n]` to `[T, n]`."""
+
+    activation: PlainActivation
+    n: int
+
+
+def plain_reference(s: PlainSpec, x: Array) -> tuple[Array]:
+    """NumPy body."""
+    x = x.astype(np.float64)
+    if s.activation == "relu2":
+        y = np.maximum(x, 0.0) ** 2
+    else:
+        y = 0.5 * x * (1.0 + _erf(x / math.sqrt(2.0)))
+    return (y.astype(np.float32),)
+
+
+_erf = np.vectorize(math.erf, otypes=[np.float64])
+
+PLAIN = Op(
+    "plain",
+    PlainSpec,
+    lambda s: (Param("x", "act", "T n"),),
+    lambda s: (Param("y", "act", "T n"),),
+    reference=plain_reference,
+    make=lambda c, rng: (draw.activations(rng, c.dims["T"], c.spec.n) * 3,),
+    cases=lambda: [Case(PlainSpec("relu2", 577), {"T": 3}), Case(PlainSpec("gelu_erf", 128), {"T": 5})],
+)
+
+
+def plain(b: Builder, kind: PlainActivation, x: Value) -> Value:
+    """`f(x)`."""
+    return b.emit(PLAIN, PlainSpec(kind, int(x.dims[1])), x)[0]
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[Any]
 Dim = int | str
-Kind = Literal["act", "f32", "i32", "weight", "const", "cache"]
-"""`act` follows the step's compute type; `f32` and `i32` are exact; `const` is a small float32 host array; `cache` is a
-backend's handle."""
+Kind = Literal["act", "f32", "i32", "weight", "const", "cache", "state"]
+"""`act` follows the step's compute type; `f32` and `i32` are exact; `const` is a small float32 host array; `cache` and
+`state` are a backend's handles."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,10 @@ class WeightRef:
     k: int
     start: int = 0
 
+    def split_first(self) -> WeightRef:
+        """The first row alone."""
+        return WeightRef(self.name, self.type, 1, self.k, self.start)
+
     def split(self, *sizes: int) -> tuple[WeightRef, ...]:
         """Consecutive row slices, as in a fused `attn_qkv`."""
         assert sum(sizes) == self.rows, (self, sizes)
@@ -96,7 +100,14 @@ class CacheRef:
     layer: int
 
 
-Operand = Value | WeightRef | ConstRef | CacheRef
+@dataclass(frozen=True)
+class StateRef:
+    """The state of one recurrent op."""
+
+    index: int
+
+
+Operand = Value | WeightRef | ConstRef | CacheRef | StateRef
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,9 @@ from quarrel.ops.contract import Array, Case, Concrete, Op, Operand, Param, RawW
 from quarrel.ops.norm import NormSpec, norm, norm_params
 from quarrel.ops.null import Builder
 
+Linear = tuple[WeightRef, WeightRef | None]
+"""A weight and its bias, if it has one."""
+
 
 @dataclass(frozen=True)
 class LinearSpec:
@@ -223,7 +226,7 @@ NORM_LINEAR = Op(
 
 
 def norm_linear(
-    b: Builder, spec: NormSpec, x: Value, gains: Sequence[WeightRef], maps: Sequence[tuple[WeightRef, WeightRef | None]]
+    b: Builder, spec: NormSpec, x: Value, gains: Sequence[WeightRef], maps: Sequence[Linear]
 ) -> tuple[Value, ...]:
     """Each `(weight, bias)` of `maps` applied to `norm(x)`; `gains` are the norm's weight and, for layer norm, bias."""
     linears = tuple(LinearSpec(w.type, w.rows, w.k, bias is not None) for w, bias in maps)
@@ -285,8 +288,8 @@ def norm_gate_up(
     spec: NormSpec,
     x: Value,
     gains: Sequence[WeightRef],
-    gate: tuple[WeightRef, WeightRef | None],
-    up: tuple[WeightRef, WeightRef | None],
+    gate: Linear,
+    up: Linear,
     activation: Activation,
 ) -> Value:
     """`activation(gate norm(x)) * up norm(x)`, `[T, F]`."""

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from quarrel.ops.contract import CacheRef, ConstRef, Dim, Op, Operand, Param, Value, WeightRef
-from quarrel.ops.program import STEP_INPUTS, KVLayer, Node, Program
+from quarrel.ops.contract import CacheRef, ConstRef, Dim, Op, Operand, Param, StateRef, Value, WeightRef
+from quarrel.ops.program import STEP_INPUTS, KVLayer, Node, Program, StateLayer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,6 +25,7 @@ class Builder:
         self._nodes: list[Node] = []
         self._inputs: dict[str, Value] = {}
         self._caches: list[KVLayer] = []
+        self._states: list[StateLayer] = []
         self._path: list[str] = []
 
     def input(self, name: str) -> Value:
@@ -38,6 +39,11 @@ class Builder:
         """A new key/value cache."""
         self._caches.append(layer)
         return CacheRef(len(self._caches) - 1)
+
+    def state(self, *shape: int) -> StateRef:
+        """A new recurrent state of this shape for every sequence."""
+        self._states.append(StateLayer(shape))
+        return StateRef(len(self._states) - 1)
 
     @contextmanager
     def at(self, name: str) -> Iterator[None]:
@@ -65,7 +71,7 @@ class Builder:
 
     def program(self, **outputs: Value) -> Program:
         """The finished program."""
-        return Program(tuple(self._nodes), dict(self._inputs), outputs, tuple(self._caches))
+        return Program(tuple(self._nodes), dict(self._inputs), outputs, tuple(self._caches), tuple(self._states))
 
     def _value(self, param: Param, spec: Any, free: dict[str, Dim] | None = None) -> Value:
         dims = tuple((free or {}).get(d, d) if isinstance(d, str) else d for d in param.dims(spec))
@@ -102,6 +108,8 @@ def _check(where: str, param: Param, dims: tuple[Dim, ...], operand: Operand, fr
         found, kinds = (len(operand.data),), ("const",)
     elif isinstance(operand, CacheRef):
         found, kinds = (), ("cache",)
+    elif isinstance(operand, StateRef):
+        found, kinds = (), ("state",)
     else:
         # A float32 value may be read where an activation is wanted: the residual stream is kept in float32.
         found, kinds = operand.dims, (("f32", "act") if operand.kind == "f32" else (operand.kind,))

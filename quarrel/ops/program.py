@@ -31,13 +31,21 @@ class KVLayer:
 
 
 @dataclass(frozen=True)
+class StateLayer:
+    """What one recurrent op keeps per sequence, float32: `shape`."""
+
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Program:
-    """Nodes in order, the step's inputs by name, its results by name, and the caches that it appends to."""
+    """Nodes in order, the step's inputs by name, its results by name, the caches it appends to and the states it keeps."""
 
     nodes: tuple[Node, ...]
     inputs: Mapping[str, Value]
     outputs: Mapping[str, Value]
     caches: tuple[KVLayer, ...]
+    states: tuple[StateLayer, ...] = ()
 
 
 STEP_INPUTS: Mapping[str, tuple[str, str]] = {
@@ -47,6 +55,7 @@ STEP_INPUTS: Mapping[str, tuple[str, str]] = {
     "query_start": ("i32", "S1"),
     "kv_len": ("i32", "S"),
     "block_table": ("i32", "S B"),
+    "state_slots": ("i32", "S"),
     "out_rows": ("i32", "R"),
     "temperature": ("f32", "R"),
     "top_k": ("i32", "R"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from quarrel.ops.contract import Array, CacheRef, Concrete, ConstRef, KVArrays, Op, Operand, Value, WeightRef
+from quarrel.ops.contract import Array, CacheRef, Concrete, ConstRef, KVArrays, Op, Operand, StateRef, Value, WeightRef
 from quarrel.ops.null import Builder
 from quarrel.ops.program import Node, Program
 from quarrel.ops.step import StepInputs, WeightSource
@@ -27,18 +27,18 @@ def run_op(op: Op, spec: Any, inputs: Sequence[Concrete]) -> tuple[Concrete, ...
     assert op.expand is not None
     outputs = op.expand(builder, spec, operands)
     program = builder.program()
+    held = {o: bound[id(o)] for o in operands if isinstance(o, CacheRef | StateRef)}
     values: dict[int, Array] = {}
-    caches = dict(enumerate(g for g in inputs if isinstance(g, KVArrays)))
 
     def fetch(operand: Operand) -> Concrete:
-        if isinstance(operand, CacheRef):
-            return caches[0]
+        if isinstance(operand, CacheRef | StateRef):
+            return held[operand]
         return bound[id(operand)] if id(operand) in bound else values[operand.id]  # type: ignore[union-attr]
 
     for node in program.nodes:
-        _run_node(node, fetch, values, caches)
+        _run_node(node, fetch, values, held)
     results: tuple[Concrete, ...] = tuple(values[v.id] for v in outputs)
-    return (*results, caches[0]) if op.consumes else results
+    return (*results, *held.values()) if op.consumes else results
 
 
 def _stand_in(i: int, kind: str, name: str, dims: tuple[Any, ...], given: Concrete) -> Operand:
@@ -47,27 +47,41 @@ def _stand_in(i: int, kind: str, name: str, dims: tuple[Any, ...], given: Concre
         return WeightRef(name, given.type, len(given.raw), given.k)
     if kind == "cache":
         return CacheRef(0)
+    if kind == "state":
+        return StateRef(0)
     if kind == "const":
         return ConstRef(name, tuple(float(x) for x in given))  # type: ignore[union-attr]
     return Value(-1 - i, kind, dims, name)  # type: ignore[arg-type]
 
 
-def run_program(program: Program, weights: WeightSource, caches: list[KVArrays], inputs: StepInputs) -> Mapping[str, Array]:
-    """The program's outputs by name. `caches` is updated in place. `tokens` is left out unless `inputs.sample` is there."""
+def run_program(
+    program: Program,
+    weights: WeightSource,
+    caches: list[KVArrays],
+    inputs: StepInputs,
+    states: Sequence[Array] = (),
+) -> Mapping[str, Array]:
+    """The program's outputs by name. `caches` and `states` (each `[slots, ...]`) are updated in place.
+
+    `tokens` is left out unless `inputs.sample` is there.
+    """
     values = bind_inputs(program, inputs)
-    state = dict(enumerate(caches))
+    held: dict[CacheRef | StateRef, Concrete] = {CacheRef(i): cache for i, cache in enumerate(caches)}
+    held |= {StateRef(i): state for i, state in enumerate(states)}
 
     def fetch(operand: Operand) -> Concrete:
         if isinstance(operand, WeightRef):
             return weights.raw(operand)
         if isinstance(operand, ConstRef):
             return np.array(operand.data, np.float32)
-        return state[operand.layer] if isinstance(operand, CacheRef) else values[operand.id]
+        return held[operand] if isinstance(operand, CacheRef | StateRef) else values[operand.id]
 
     for node in program.nodes:
         if all(not isinstance(i, Value) or i.id in values for i in node.inputs):
-            _run_node(node, fetch, values, state)
-    caches[:] = [state[i] for i in range(len(caches))]
+            _run_node(node, fetch, values, held)
+    caches[:] = [held[CacheRef(i)] for i in range(len(caches))]  # type: ignore[misc]
+    for i, state in enumerate(states):
+        state[:] = held[StateRef(i)]
     return {name: values[v.id] for name, v in program.outputs.items() if v.id in values}
 
 
@@ -81,12 +95,10 @@ def bind_inputs(program: Program, inputs: StepInputs) -> dict[int, Array]:
     return values
 
 
-def _run_node(node: Node, fetch: Any, values: dict[int, Array], caches: dict[int, KVArrays]) -> None:
+def _run_node(node: Node, fetch: Any, values: dict[int, Array], held: dict[CacheRef | StateRef, Concrete]) -> None:
     results = list(run_op(node.op, node.spec, [fetch(i) for i in node.inputs]))
     if node.op.consumes:
-        (layer,) = (i.layer for i in node.inputs if isinstance(i, CacheRef))
-        state = results.pop()
-        assert isinstance(state, KVArrays)
-        caches[layer] = state
+        (ref,) = (i for i in node.inputs if isinstance(i, CacheRef | StateRef))
+        held[ref] = results.pop()
     for value, result in zip(node.outputs, results, strict=True):
         values[value.id] = result  # type: ignore[assignment]

@@ -49,6 +49,7 @@ class StepInputs:
     block_table: Array  # [S, B] int32, rows padded with 0
     out_rows: Array  # [R] int32, indices into the T tokens whose results are wanted
     sample: SampleInputs | None = None
+    state_slots: Array | None = None  # [S] int32, where recurrent layers keep each sequence's state
 
     def check(self, limits: Limits, n_vocab: int) -> None:
         """Raises `RequestError` if anything is out of range; a device never has to."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from quarrel.gguf import GGMLType
-from quarrel.ops import ALL_OPS
+from quarrel.ops import ALL_OPS, EXTRA_OPS
 from quarrel.ops.activation import GatedSpec, gated_reference
 from quarrel.ops.attention import AttentionSpec, attention_reference
 from quarrel.ops.contract import Case, KVArrays, Op, RawWeight, rel_error
@@ -19,7 +19,11 @@ from quarrel.ops.rope import RopeSpec, rope_reference
 torch = pytest.importorskip("torch")
 F = torch.nn.functional
 
-EVERY_CASE = [pytest.param(op, case, id=f"{op.name}-{i}") for op in ALL_OPS.values() for i, case in enumerate(op.cases())]
+EVERY_CASE = [
+    pytest.param(op, case, id=f"{op.name}-{i}")
+    for op in {**ALL_OPS, **EXTRA_OPS}.values()
+    for i, case in enumerate(op.cases())
+]
 
 
 def f32(values: np.ndarray) -> RawWeight:

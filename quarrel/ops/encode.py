@@ -1,0 +1,98 @@
+"""What encoders need beside the decoders' ops: attention without a cache, and one row added to all.
+
+encode:   every token of a sequence sees every other; softmax(scale * q . k) v, within `query_start` bounds
+add_row:  y[t] = x[t] + row
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from quarrel.gguf import GGMLType
+from quarrel.ops import draw
+from quarrel.ops.contract import Array, Case, Concrete, Op, Param, RawWeight, Value, WeightRef
+from quarrel.ops.null import Builder
+
+
+@dataclass(frozen=True)
+class EncodeSpec:
+    """`n_heads` query, key and value heads of `head_dim`."""
+
+    n_heads: int
+    head_dim: int
+    scale: float
+
+    @property
+    def width(self) -> int:
+        return self.n_heads * self.head_dim
+
+
+def encode_reference(s: EncodeSpec, q: Array, k: Array, v: Array, query_start: Array) -> tuple[Array]:
+    """NumPy body, in float64."""
+    out = np.zeros((len(q), s.n_heads, s.head_dim))
+    for start, end in pairwise(query_start):
+        heads = (a[start:end].reshape(-1, s.n_heads, s.head_dim).astype(np.float64) for a in (q, k, v))
+        qs, ks, vs = heads
+        score = np.einsum("qhd,khd->hqk", qs, ks) * s.scale
+        p = np.exp(score - score.max(-1, keepdims=True))
+        out[start:end] = np.einsum("hqk,khd->qhd", p / p.sum(-1, keepdims=True), vs)
+    return (out.reshape(q.shape).astype(np.float32),)
+
+
+def _make_encode(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
+    lengths = rng.integers(1, case.dims["Q"] + 1, case.dims["S"])
+    lengths[0] = case.dims["Q"]
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    rows = [draw.activations(rng, int(lengths.sum()), case.spec.width) for _ in range(3)]
+    return (*rows, starts)
+
+
+ENCODE = Op(
+    "encode",
+    EncodeSpec,
+    lambda s: (*(Param(name, "act", "T width") for name in "qkv"), Param("query_start", "i32", "S1")),
+    lambda s: (Param("y", "act", "T width"),),
+    reference=encode_reference,
+    make=_make_encode,
+    cases=lambda: [
+        Case(EncodeSpec(4, 64, 0.125), {"S": 1, "Q": 1}, "one token"),
+        Case(EncodeSpec(12, 32, 0.18), {"S": 3, "Q": 37}),
+        Case(EncodeSpec(2, 80, 0.1), {"S": 2, "Q": 130}, "head_dim 80"),
+    ],
+)
+
+
+def encode(b: Builder, spec: EncodeSpec, q: Value, k: Value, v: Value) -> Value:
+    """`[T, n_heads * head_dim]`."""
+    return b.emit(ENCODE, spec, q, k, v, b.input("query_start"))[0]
+
+
+@dataclass(frozen=True)
+class AddRowSpec:
+    """Rows of `n`."""
+
+    n: int
+
+
+def add_row_reference(s: AddRowSpec, x: Array, row: RawWeight) -> tuple[Array]:
+    """NumPy body."""
+    return (x + row.dense().reshape(-1),)
+
+
+ADD_ROW = Op(
+    "add_row",
+    AddRowSpec,
+    lambda s: (Param("x", "f32", "T n"), Param("row", "weight", "n")),
+    lambda s: (Param("y", "f32", "T n"),),
+    reference=add_row_reference,
+    make=lambda c, rng: (draw.activations(rng, c.dims["T"], c.spec.n), draw.weight(rng, GGMLType.F32, 1, c.spec.n, 1.0)),
+    cases=lambda: [Case(AddRowSpec(77), {"T": 3})],
+)
+
+
+def add_row(b: Builder, x: Value, row: WeightRef) -> Value:
+    """`x + row`, float32."""
+    return b.emit(ADD_ROW, AddRowSpec(int(x.dims[1])), x, row)[0]
