@@ -1,8 +1,8 @@
 """Linear maps over packed weights: y[t, n] = sum_k x[t, k] W[n, k] (+ b[n]), and residual + scale * that.
 
-The rows of W are the tall side of every product, tokens the other: a program owns BN outputs of BT tokens and walks all of K
-in blocks of 32 columns, decoding to float32, rounding once to the compute type and accumulating in float32. Tokens pick only
-how wide a tile is, never the order of a row's sum, so a row's result does not depend on the rows beside it.
+The rows of W are the tall side of every product, tokens the other: a program owns BN outputs of BT tokens and walks all
+of K in blocks of 32 columns, decoding to float32, rounding once to the compute type and accumulating in float32. Tokens
+pick only how wide a tile is, never the order of a row's sum, so a row's result does not depend on the rows beside it.
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ def tile_for(compute: Compute, tokens: int) -> Tile:
 
 
 def _build(
-    site: Site, spec: LinearSpec, alpha: float, operands: tuple[Value | None, Value, Value], rest: list[WeightRef]
+    site: Site, spec: LinearSpec, alpha: float, source: Value, target: Value, added: Value | None, rest: list[WeightRef]
 ) -> Launch:
-    residual, x, y = (None if v is None else site.slot(v) for v in operands)
-    assert x is not None and y is not None
+    x, y = site.slot(source), site.slot(target)
+    residual = None if added is None else site.slot(added)
     weight = site.weight(rest[0])
     bias = site.vector(rest[1]) if spec.bias else None
-    axis, _ = dims(operands[2])  # type: ignore[arg-type]
+    axis, _ = dims(target)
     compute = site.compute
 
     def run(live: Live) -> None:
@@ -102,14 +102,14 @@ def _build(
 def build_linear(site: Site, node: Node) -> Launch:
     """LINEAR: x `[T, k]` to y `[T, n]`."""
     x, *rest = node.inputs
-    return _build(site, node.spec, 1.0, (None, x, node.outputs[0]), rest)  # type: ignore[arg-type]
+    return _build(site, node.spec, 1.0, x, node.outputs[0], None, rest)  # type: ignore[arg-type]
 
 
 def build_linear_add(site: Site, node: Node) -> Launch:
     """LINEAR_ADD: the sum is rounded once, onto the float32 residual stream."""
     spec: LinearAddSpec = node.spec
     residual, x, *rest = node.inputs
-    return _build(site, spec.linear, spec.scale, (residual, x, node.outputs[0]), rest)  # type: ignore[arg-type]
+    return _build(site, spec.linear, spec.scale, x, node.outputs[0], residual, rest)  # type: ignore[arg-type]
 
 
 IMPLEMENTATIONS = (

@@ -99,7 +99,7 @@ def packed_bytes(type: GGMLType, n: int, k: int) -> int:
 
 
 def pack(type: GGMLType, n: int, k: int, read: Callable[[int, int], Array], upload: Uploader) -> Packed:
-    """The planes of a weight of one of the types in `LAYOUTS`; `read(start, stop)` gives raw rows `[.., row_bytes]` uint8."""
+    """The planes of a weight whose type is in `LAYOUTS`; `read(start, stop)` gives raw rows, uint8 `[.., row_bytes]`."""
     layout = LAYOUTS[type]
     buffer = torch.empty(packed_bytes(type, n, k), dtype=U8, device=upload.device)
     planes: list[torch.Tensor | None] = []

@@ -33,7 +33,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Cache:
-    """Keys and values of one layer, each `[blocks, n_kv, block_size, head_dim]`; the last block takes what padding writes."""
+    """Keys and values of one layer, each `[blocks, n_kv, block_size, head_dim]`; padding writes to the last block."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -121,7 +121,8 @@ class Site(Protocol):
 def dims(value: Value) -> tuple[str, int]:
     """Free axis and width of a two-dimensional value."""
     axis, width = value.dims
-    assert isinstance(axis, str) and isinstance(width, int), value
+    assert isinstance(axis, str), value
+    assert isinstance(width, int), value
     return axis, width
 
 

@@ -1,8 +1,8 @@
 """The next token of each row, by the contract of ops/sample.py: thresholds found exactly, ties kept, no sort.
 
-Three launches: the best logit of each of P chunks of a row; weights e = exp((logit - best) / temperature); and one program a
-row that finds thresholds and draws. A logit is ordered by its bits (`rank`), so top_k and top_p are a search for the largest
-32-bit rank whose tail still holds enough, four bits a pass. Sums of weights are float64 and run in token order.
+Three launches: the best logit of each of P chunks of a row; weights e = exp((logit - best) / temperature); and one program
+a row that finds thresholds and draws. A logit is ordered by its bits (`rank`), so top_k and top_p are a search for the
+largest 32-bit rank whose tail still holds enough, four bits a pass. Sums of weights are float64 and run in token order.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from quarrel.triton_backend.runtime import Launch, Live, Site, cdiv, power_of_tw
 
 _CHUNK = 4096
 _BLOCK = 2048
+_NARROW = 512  # a search compares with 16 floors at once: 32 comparisons a thread
 _NOBODY: tl.constexpr = tl.constexpr(2147483647)
 
 
@@ -71,29 +72,24 @@ def weigh(weights, logits, best, where, temperature, N, P: tl.constexpr, PADDED:
 
 
 @triton.jit
-def tail(logits, weights, N, floor, least, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """For 15 floors `[16]` (the first is not used): how much lies at or above each, among weights of at least `least`."""
-    held = tl.zeros([16], tl.float64)
-    for start in range(0, N, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        ok = i < N
-        r = rank(finite(tl.load(logits + i, mask=ok, other=float("-inf"))))
-        e = tl.load(weights + i, mask=ok, other=0.0)
-        amount = tl.full([BLOCK], 1.0, tl.float64) if BY_COUNT else tl.where(e >= least, e, 0.0).to(tl.float64)
-        inside = (r[:, None] >= floor[None, :]) & ok[:, None]
-        held += tl.sum(tl.where(inside, amount[:, None], 0.0), 0)
-    return held
-
-
-@triton.jit
 def threshold(logits, weights, N, wanted, least, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest rank whose tail holds at least `wanted`; zero if none does."""
+    """The largest rank at or above which lie `wanted` tokens, or as much weight in weights of at least `least`; or zero."""
     found = tl.zeros([1], tl.int64)
     digit = tl.arange(0, 16).to(tl.int64)
-    for step in range(8):
+    for step in range(0, 8):
         shift = 28 - 4 * step
-        floor = found + (digit << shift)
-        held = tail(logits, weights, N, floor, least, BY_COUNT, BLOCK)
+        floor = (found + (digit << shift))[None, :]
+        held = tl.zeros([16], tl.int32) if BY_COUNT else tl.zeros([16], tl.float64)
+        for start in range(0, N, BLOCK):
+            i = start + tl.arange(0, BLOCK)
+            r = rank(finite(tl.load(logits + i, mask=i < N, other=float("-inf"))))
+            inside = (r[:, None] >= floor) & (i < N)[:, None]
+            if BY_COUNT:
+                held += tl.sum(inside.to(tl.int32), 0)
+            else:
+                e = tl.load(weights + i, mask=i < N, other=0.0)
+                e = tl.where(e >= least, e, 0.0).to(tl.float64)
+                held += tl.sum(tl.where(inside, e[:, None], 0.0), 0)
         found += tl.max(tl.where((held >= wanted) | (digit == 0), digit, 0), 0) << shift
     return tl.max(found, 0)
 
@@ -101,7 +97,7 @@ def threshold(logits, weights, N, wanted, least, BY_COUNT: tl.constexpr, BLOCK: 
 @triton.jit
 def draw(
     tokens, logits, weights, best, where, temperature, top_k, top_p, min_p, uniform, N,
-    P: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    P: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     top, first = best_of_row(best, where, row, P, PADDED)
@@ -118,7 +114,7 @@ def draw(
     least = tl.load(min_p + row)  # the best weight is 1
     floor = tl.zeros([], tl.int64)
     if (k > 0) & (k < N):
-        floor = threshold(logits, weights, N, k.to(tl.float64), 0.0, True, BLOCK)
+        floor = threshold(logits, weights, N, k, 0.0, True, NARROW)
     if p < 1.0:
         # Without top_k the share is of all tokens; with it, of those that top_k and min_p leave.
         bound = tl.where(k > 0, least, 0.0)
@@ -128,7 +124,7 @@ def draw(
             r = rank(finite(tl.load(logits + i, mask=i < N, other=float("-inf"))))
             e = tl.load(weights + i, mask=i < N, other=0.0)
             whole += tl.sum(tl.where((r >= floor) & (e >= bound), e, 0.0).to(tl.float64), 0)
-        edge = threshold(logits, weights, N, p.to(tl.float64) * whole, bound, False, BLOCK)
+        edge = threshold(logits, weights, N, p.to(tl.float64) * whole, bound, False, NARROW)
         floor = tl.maximum(floor, tl.minimum(edge, rank(top)))
     total = tl.zeros([], tl.float64)
     for start in range(0, N, BLOCK):
@@ -175,7 +171,8 @@ def build_sample(site: Site, node: Node) -> Launch:
         )  # fmt: skip
         site.launch(
             draw, (rows,), tokens.tensor, logits.tensor, weights.tensor, *partial, temperature.tensor, top_k.tensor,
-            top_p.tensor, min_p.tensor, uniform.tensor, n, P=chunks, PADDED=padded, BLOCK=_BLOCK, warps=8, stages=1,
+            top_p.tensor, min_p.tensor, uniform.tensor, n, P=chunks, PADDED=padded, BLOCK=_BLOCK, NARROW=_NARROW,
+            warps=8, stages=1,
         )  # fmt: skip
 
     return run

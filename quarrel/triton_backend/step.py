@@ -121,7 +121,7 @@ class TritonStep:
         graph.replay()
 
     def _read(self, value: Value, rows: int) -> np.ndarray:
-        axis, *widths = value.dims
+        _, *widths = value.dims
         count = int(np.prod([w for w in widths if isinstance(w, int)], dtype=np.int64))
         flat = self._plan.slots[value.id].tensor[: rows * count]
         out: np.ndarray = flat.float().cpu().numpy() if value.kind == "act" else flat.cpu().numpy()

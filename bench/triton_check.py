@@ -1,0 +1,238 @@
+"""The Triton backend on a CUDA device, held against the references; prints a table, then one JSON document.
+
+python bench/triton_check.py ops        every op, case and arithmetic; rows alone against rows in a batch
+python bench/triton_check.py models     logits of every reference model, and graphs against plain launches
+python bench/triton_check.py smallest   the smallest case of each op, to run under compute-sanitizer
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from quarrel.gguf import GGMLType, GGUFFile
+from quarrel.models import Tensors, assemble, read_spec
+from quarrel.ops import ALL_OPS, draw, reference
+from quarrel.ops.attention import ATTENTION, AttentionSpec
+from quarrel.ops.contract import Case, Compute, Concrete, KVArrays, Op, RawWeight, rel_error
+from quarrel.ops.linear import LINEAR, LinearSpec
+from quarrel.ops.step import Limits, SampleInputs, StepInputs
+from quarrel.triton_backend.backend import create
+
+COMPUTES: tuple[Compute, ...] = ("float32", "float16", "bfloat16")
+MODEL_LIMITS = {"float32": 1e-5, "float16": 3e-3, "bfloat16": 2e-2}
+Found = list[dict[str, Any]]
+
+
+def worst(got: tuple[Concrete, ...], want: tuple[Concrete, ...]) -> float:
+    """The largest relative error over all results; a cache counts as two."""
+    errors = []
+    for g, w in zip(got, want, strict=True):
+        pairs = [(g.k, w.k), (g.v, w.v)] if isinstance(g, KVArrays) else [(g, w)]  # type: ignore[union-attr]
+        errors += [rel_error(a, b) for a, b in pairs]  # type: ignore[arg-type]
+    return max(errors)
+
+
+def one_case(backend: Any, op: Op, case: Case, seed: int, compute: Compute) -> dict[str, Any]:
+    inputs = op.make(case, np.random.default_rng(seed))  # type: ignore[misc]
+    want = reference.run_op(op, case.spec, inputs)
+    row: dict[str, Any] = {"op": op.name, "case": str(case.spec), "dims": dict(case.dims), "compute": compute}
+    began = time.perf_counter()
+    try:
+        row["error"] = worst(backend.run_op(op, case.spec, inputs, compute), want)
+    except Exception as error:
+        row |= {"error": float("inf"), "raised": f"{type(error).__name__}: {error}"[:400]}
+    return row | {"limit": op.tolerance[compute], "seconds": round(time.perf_counter() - began, 2)}
+
+
+def check_ops(backend: Any, seeds: int) -> Found:
+    """Every op, case and arithmetic."""
+    return [
+        one_case(backend, op, case, 1000 * seed + i, compute)
+        for op in ALL_OPS.values()
+        for i, case in enumerate(op.cases())
+        for compute in COMPUTES
+        for seed in range(seeds)
+    ]
+
+
+def check_invariance(backend: Any) -> Found:
+    """A row alone against the same row in larger batches, bit for bit."""
+    rng = np.random.default_rng(5)
+    found: Found = []
+    for type in (GGMLType.F16, GGMLType.Q4_K, GGMLType.Q6_K, GGMLType.Q8_0, GGMLType.MXFP4):
+        spec = LinearSpec(type, 131, 1024)
+        weight = draw.weight(rng, type, spec.n, spec.k)
+        x = draw.activations(rng, 150, spec.k)
+        for compute in COMPUTES:
+            (whole,) = backend.run_op(LINEAR, spec, (x, weight), compute)
+            differ = 0.0
+            for count in (1, 2, 5, 16, 17, 64, 65):
+                (part,) = backend.run_op(LINEAR, spec, (np.ascontiguousarray(x[:count]), weight), compute)
+                differ = max(differ, float(np.abs(part - whole[:count]).max()))
+            found.append({"op": "linear, rows alone", "case": str(spec), "compute": compute, "error": differ, "limit": 0.0})
+    attention = AttentionSpec(8, 2, 128, 0.088)
+    for compute in COMPUTES:
+        for new in (1, 37):
+            dims = {"S": 5, "Q": new, "KV": 1500, "block_size": 32}
+            q, starts, kv_len, table, cache = ATTENTION.make(Case(attention, dims), np.random.default_rng(new))  # type: ignore[misc]
+            (whole,) = backend.run_op(ATTENTION, attention, (q, starts, kv_len, table, cache), compute)
+            differ = 0.0
+            for s in range(5):
+                a, b = int(starts[s]), int(starts[s + 1])
+                alone = (q[a:b], np.array([0, b - a], np.int32), kv_len[s : s + 1], table[s : s + 1], cache)
+                (part,) = backend.run_op(ATTENTION, attention, alone, compute)
+                differ = max(differ, float(np.abs(part - whole[a:b]).max()))
+            row = {"op": "attention, sequences alone", "case": str(attention), "dims": dims}
+            found.append(row | {"compute": compute, "error": differ, "limit": 0.0})
+    return found
+
+
+def check_refusals(backend: Any) -> Found:
+    """A type with no kernel still computes, from values that the reference decoded."""
+    spec = LinearSpec(GGMLType.IQ2_XS, 40, 512)
+    raw = np.random.default_rng(1).integers(0, 256, (40, 2 * 74), dtype=np.uint8)
+    raw.reshape(40, 2, 74)[..., :2] = np.full((40, 2), 0.01, np.float16)[..., None].view(np.uint8)
+    weight = RawWeight(GGMLType.IQ2_XS, raw, 512)
+    x = draw.activations(np.random.default_rng(2), 3, 512)
+    want = reference.run_op(LINEAR, spec, (x, weight))
+    return [
+        {"op": "linear", "case": str(spec), "compute": c, "limit": LINEAR.tolerance[c],
+         "error": worst(backend.run_op(LINEAR, spec, (x, weight), c), want)}
+        for c in COMPUTES
+    ]  # fmt: skip
+
+
+def sequence(ids: np.ndarray, past: int = 0, size: int = 16) -> StepInputs:
+    """One sequence whose first `past` tokens are in the cache; the rows of all new tokens are asked for."""
+    total, new = len(ids), len(ids) - past
+    each = np.arange(past, total, dtype=np.int32)
+    table = np.arange(-(-total // size), dtype=np.int32)[None]
+    greedy = SampleInputs(
+        np.zeros(new, np.float32), np.zeros(new, np.int32), np.ones(new, np.float32), np.zeros(new, np.float32),
+        np.full(new, 0.5, np.float32),
+    )  # fmt: skip
+    starts = np.array([0, new], np.int32)
+    length, rows = np.array([total], np.int32), np.arange(new, dtype=np.int32)
+    return StepInputs(ids[past:], each, each, starts, length, table, rows, greedy)
+
+
+def check_models(cases: Path) -> Found:
+    """Logits of whole prompts; then token by token, plain and with graphs, which must agree bit for bit."""
+    found: Found = []
+    for path in sorted(cases.glob("*/model-*.gguf")):
+        folder, variant = path.parent, path.name[6:-5]
+        with GGUFFile.open(path) as file:
+            try:
+                spec = read_spec(file)
+            except Exception as error:
+                found.append({"model": f"{folder.name}/{variant}", "skipped": f"{type(error).__name__}: {error}"[:200]})
+                continue
+            exact = folder / f"logits_{variant}_deq.npy"
+            want = np.load(exact if exact.exists() else folder / "logits_hf.npy")
+            ids = np.load(folder / "tokens.npy").reshape(-1).astype(np.int32)
+            tensors = Tensors(file)
+            program = assemble(spec, tensors)
+            for compute in COMPUTES:
+                found.append(one_model(f"{folder.name}/{variant}", program, tensors, ids, want, compute))
+    return found
+
+
+def one_model(name: str, program: Any, tensors: Any, ids: np.ndarray, want: np.ndarray, compute: Compute) -> dict[str, Any]:
+    began = time.perf_counter()
+    limits = Limits(len(ids), 4, 16, 32, 16)
+    row: dict[str, Any] = {"model": name, "compute": compute, "limit": MODEL_LIMITS[compute]}
+    try:
+        steps = [create(graphs).compile(program, tensors, limits, compute) for graphs in (True, False)]
+        row["error"] = rel_error(steps[0](sequence(ids), "logits").logits[-len(want) :], want)
+        captured, plain = (decode(step, ids) for step in steps)
+        row["decode_error"] = rel_error(captured[-len(want) :], want[-len(captured) :])
+        row["graph_difference"] = float(np.abs(captured - plain).max())
+        top = steps[0](sequence(ids, len(ids) - 1), "tokens").tokens[0]
+        row["greedy"] = bool(top == captured[-1].argmax())
+        for step in steps:
+            step.close()
+    except Exception as error:
+        row |= {"error": float("inf"), "raised": f"{type(error).__name__}: {error}"[:600]}
+    return row | {"seconds": round(time.perf_counter() - began, 2)}
+
+
+def decode(step: Any, ids: np.ndarray, count: int = 8) -> np.ndarray:
+    """Logits of the last `count` tokens, one step each."""
+    start = len(ids) - count
+    step(sequence(ids[:start]), "hidden")
+    return np.concatenate([step(sequence(ids[: i + 1], i), "logits").logits for i in range(start, len(ids))])
+
+
+def smallest(backend: Any) -> Found:
+    """One case of each op and one of each format, the fewest values first."""
+    found: Found = []
+    for op in ALL_OPS.values():
+        cases = op.cases()
+        chosen = cases if op.name == "attention" else cases[:1]
+        if op.name in ("linear", "embedding"):
+            chosen = [next(c for c in cases if c.spec.type == t) for t in draw.NATIVE]
+        found += [one_case(backend, op, case, 0, "float16") for case in chosen]
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("what", choices=["ops", "models", "smallest"])
+    parser.add_argument("--cases", type=Path, default=Path(os.environ.get("QUARREL_CASES", "../shared/cases")))
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="where the JSON goes as well")
+    args = parser.parse_args()
+    backend = create()
+    began = time.perf_counter()
+    if args.what == "ops":
+        found = check_ops(backend, args.seeds) + check_invariance(backend) + check_refusals(backend)
+    elif args.what == "models":
+        found = check_models(args.cases)
+    else:
+        found = smallest(backend)
+    bad = [r for r in found if "skipped" not in r and not fine(r)]
+    for row in bad:
+        print("FAIL", json.dumps(row))
+    document = {
+        "what": args.what, "device": backend.device(), "torch": torch.__version__, "triton": triton.__version__,
+        "checked": len(found), "failed": len(bad), "seconds": round(time.perf_counter() - began, 1), "rows": found,
+    }  # fmt: skip
+    if args.out:
+        args.out.write_text(json.dumps(document, indent=1) + "\n")
+    print(json.dumps(document | {"rows": summary(found)}))
+    return 1 if bad else 0
+
+
+def fine(row: dict[str, Any]) -> bool:
+    return (
+        row["error"] <= row["limit"]
+        and row.get("decode_error", 0.0) <= row["limit"]
+        and row.get("graph_difference", 0.0) == 0.0
+        and row.get("greedy", True)
+    )
+
+
+def summary(found: Found) -> dict[str, float]:
+    """The largest error of each op or model, by arithmetic."""
+    most: dict[str, float] = {}
+    for row in found:
+        if "skipped" not in row:
+            key = f"{row.get('op', row.get('model'))} {row['compute']}"
+            most[key] = max(most.get(key, 0.0), row["error"])
+    return most
+
+
+if __name__ == "__main__":
+    sys.exit(main())

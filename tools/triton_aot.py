@@ -1,0 +1,298 @@
+"""Compiles every Triton kernel of Quarrel for GPUs that need not be here, and reports registers, spills and shared memory.
+
+The launches are recorded from the real launchers, built over tensors without storage, so the list cannot drift from what a
+step runs. A kernel fails the gate if it spills to local memory or asks for more shared memory than the target has.
+
+    python tools/triton_aot.py                         # every kernel, every target; prints a table, then one JSON line
+    python tools/triton_aot.py --targets sm_90 --formats Q4_K,Q6_K --computes float16
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from quarrel.gguf import GGMLType
+from quarrel.ops.activation import CAP, GATED, CapSpec, GatedSpec
+from quarrel.ops.attention import ATTENTION, KV_APPEND, ROPE_APPEND, AttentionSpec, KVAppendSpec, RopeAppendSpec
+from quarrel.ops.contract import CacheRef, Compute, ConstRef, Op, Operand, Param, Value, WeightRef
+from quarrel.ops.draw import NATIVE
+from quarrel.ops.embedding import EMBEDDING, GATHER_ROWS, EmbeddingSpec, GatherRowsSpec
+from quarrel.ops.linear import ADD, LINEAR, LINEAR_ADD, AddSpec, LinearAddSpec, LinearSpec
+from quarrel.ops.norm import NORM, NormSpec
+from quarrel.ops.program import KVLayer, Node, Program
+from quarrel.ops.registry import lower
+from quarrel.ops.rope import ROPE, RopeSpec
+from quarrel.ops.sample import SAMPLE, SampleSpec
+from quarrel.triton_backend.backend import REGISTRY
+from quarrel.triton_backend.cache import allocate
+from quarrel.triton_backend.pack import LAYOUTS, Packed
+from quarrel.triton_backend.plan import Plan
+from quarrel.triton_backend.runtime import DTYPES, INTERPRETED, Grid, Live, Slot, Work
+from quarrel.triton_backend.weights import held_as
+
+# The most shared memory that one program may ask for, in bytes.
+TARGETS = {"sm_80": (80, 163 << 10), "sm_90": (90, 227 << 10), "sm_120": (120, 99 << 10)}
+META = torch.device("meta")
+TOKENS = (1, 512)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One specialisation of a kernel, as a step would compile it."""
+
+    kernel: str
+    module: str
+    compute: str
+    signature: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...]
+    attrs: tuple[int, ...]
+    warps: int
+    stages: int
+
+    def label(self) -> str:
+        shown = {k: v for k, v in self.constants if k.isupper() and v not in (False, None) and k != "COMPUTE"}
+        return " ".join(f"{k}={v if v is not True else 'yes'}" for k, v in shown.items())
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the assembler said."""
+
+    kernel: str
+    compute: str
+    label: str
+    target: str
+    registers: int
+    stack: int
+    spills: int
+    shared: int
+    wide_loads: int
+    matrix_ops: int
+    seconds: float
+
+    def fault(self) -> str | None:
+        limit = TARGETS[self.target][1]
+        if self.stack or self.spills:
+            return f"spills: {self.stack} bytes of stack, {self.spills} local loads and stores"
+        return f"{self.shared} bytes of shared memory, {limit} allowed" if self.shared > limit else None
+
+
+class Blank:
+    """Weights without storage."""
+
+    def __init__(self, compute: Compute) -> None:
+        self._compute = compute
+
+    def matrix(self, ref: WeightRef) -> Packed:
+        type = held_as(ref.type, self._compute)
+        sizes = [None if p is None else (p.per_row(ref.k) * ref.rows, p.dtype) for p in LAYOUTS[type].planes()]
+        made = [None if s is None else torch.empty(s[0], dtype=s[1], device=META) for s in sizes]
+        planes = tuple(made[0] if m is None else m for m in made)
+        return Packed(type.name, ref.rows, ref.k, torch.empty(0, dtype=torch.uint8, device=META), planes)
+
+    def vector(self, ref: WeightRef) -> torch.Tensor:
+        return torch.empty(ref.rows * ref.k, device=META)
+
+    def const(self, ref: ConstRef) -> torch.Tensor:
+        return torch.empty(len(ref.data), device=META)
+
+
+def specs(formats: Sequence[GGMLType]) -> Iterator[tuple[Op, Any]]:
+    """What real models ask for: their widths, head shapes and options."""
+    for type in formats:
+        yield LINEAR, LinearSpec(type, 4096, 4096)
+        yield EMBEDDING, EmbeddingSpec(type, 32000, 4096)
+    yield LINEAR, LinearSpec(formats[0], 576, 576, bias=True, out="f32")
+    yield LINEAR_ADD, LinearAddSpec(LinearSpec(formats[0], 4096, 14336))
+    yield ADD, AddSpec(4096)
+    yield GATED, GatedSpec("silu", 14336)
+    yield GATED, GatedSpec("gelu_tanh", 9216)
+    yield CAP, CapSpec(256000, 1.0, 30.0)
+    yield GATHER_ROWS, GatherRowsSpec(4096)
+    yield NORM, NormSpec("rms", 4096, 1e-5)
+    yield NORM, NormSpec("rms", 128, 1e-6, groups=32)
+    yield NORM, NormSpec("layer", 768, 1e-12)
+    yield SAMPLE, SampleSpec(128256)
+    for heads, n_kv, dim, style, rot in (
+        (32, 8, 128, "norm", 128),
+        (32, 32, 80, "neox", 32),
+        (32, 32, 96, "neox", 96),
+        (9, 3, 64, "norm", 64),
+        (28, 4, 128, "neox", 128),
+        (8, 4, 256, "neox", 256),
+    ):
+        rope = [RopeSpec(style, n, dim, rot) for n in (heads, n_kv)]  # type: ignore[arg-type]
+        yield ROPE_APPEND, RopeAppendSpec(*rope)
+        yield ROPE, rope[0]
+        yield KV_APPEND, KVAppendSpec(n_kv, dim)
+        yield ATTENTION, AttentionSpec(heads, n_kv, dim, dim**-0.5)
+    yield ATTENTION, AttentionSpec(16, 8, 256, 0.0625, window=4096, cap=50.0)
+    yield ATTENTION, AttentionSpec(64, 8, 64, 0.125, window=128, sinks=True)
+
+
+def record(op: Op, spec: Any, compute: Compute) -> Iterator[Variant]:
+    """The kernels that a step of one call to `op` launches."""
+    seen: list[Variant] = []
+
+    def note(kernel: Any, grid: Grid, *args: Any, warps: int = 4, stages: int = 2, **constants: Any) -> None:
+        seen.append(variant(kernel, compute, args, constants, warps, stages))
+
+    operands = [operand(i, p, spec) for i, p in enumerate(op.params(spec))]
+    values = {o.id: o for o in operands if isinstance(o, Value)}
+    outputs = tuple(Value(100 + i, r.kind, r.dims(spec), r.name) for i, r in enumerate(op.results(spec)))
+    node = Node(op, spec, tuple(operands), outputs, op.name)
+    choices = lower(Program((node,), {str(i): v for i, v in values.items()}, {}, ()), REGISTRY)
+    act = DTYPES[compute]
+    types = {"act": act, "f32": torch.float32, "i32": torch.int32}
+    slots = {i: Slot(torch.empty(1, dtype=types[v.kind], device=META)) for i, v in values.items()}
+    inner = getattr(spec, "append", spec)
+    caches = [allocate(KVLayer(inner.n_kv, inner.head_dim), 4, 32, act, META)] if hasattr(inner, "n_kv") else []
+    ints = Slot(torch.empty(1, dtype=torch.int32, device=META))
+    rows = {"T": 1024, "S": 64, "R": 64, "items": 64}
+    kept, work = {v.id for v in outputs}, Work(ints, ints)
+    plan = Plan(choices, slots, kept, rows, Blank(compute), caches, work, compute, META, note)  # type: ignore[arg-type]
+    for tokens in TOKENS:
+        for go in plan.launches:
+            go(Live(tokens, 1, 1, tokens == 1, tokens > 1, 1))
+    yield from seen
+
+
+def operand(i: int, param: Param, spec: Any) -> Operand:
+    dims = param.dims(spec)
+    if param.kind == "weight":
+        inner = getattr(spec, "linear", spec)
+        if len(dims) == 2:
+            return WeightRef(f"{i}", inner.type, dims[0], dims[1])  # type: ignore[arg-type]
+        return WeightRef(f"{i}", GGMLType.F32, 1, dims[0])  # type: ignore[arg-type]
+    if param.kind == "cache":
+        return CacheRef(0)
+    if param.kind == "const":
+        return ConstRef(f"{i}", (0.0,) * dims[0])  # type: ignore[operator]
+    # A float32 residual stream is what norms read; everything else has the kind that the contract gives.
+    kind = "f32" if param.name == "x" and isinstance(spec, NormSpec) and spec.groups == 1 else param.kind
+    return Value(i, kind, dims, param.name)
+
+
+_POINTERS = {
+    torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int8: "*i8",
+    torch.uint8: "*u8", torch.int16: "*i16", torch.int32: "*i32",
+}  # fmt: skip
+
+
+def variant(kernel: Any, compute: str, args: Sequence[Any], constants: dict[str, Any], warps: int, stages: int) -> Variant:
+    """Specialised as Triton does: pointers and multiples of 16 are marked, ones become constants."""
+    signature: dict[str, str] = {}
+    fixed = dict(constants)
+    attrs: list[int] = []
+    for i, param in enumerate(kernel.params):
+        if param.name in constants:
+            signature[param.name] = "constexpr"
+            continue
+        given = args[i]
+        if isinstance(given, torch.Tensor):
+            signature[param.name] = _POINTERS[given.dtype]
+            attrs.append(i)
+        elif isinstance(given, float):
+            signature[param.name] = "fp32"
+        elif given == 1 and not param.do_not_specialize:
+            signature[param.name], fixed[param.name] = "constexpr", 1
+        else:
+            signature[param.name] = "i32" if abs(given) < 1 << 31 else "i64"
+            if given % 16 == 0 and not param.do_not_specialize:
+                attrs.append(i)
+    order = tuple((p.name, signature[p.name]) for p in kernel.params)
+    return Variant(kernel.__name__, kernel.fn.__module__, compute, order, tuple(fixed.items()), tuple(attrs), warps, stages)
+
+
+def compile_for(item: tuple[Variant, str]) -> Report:
+    """Compiles and assembles one variant for one target."""
+    variant, target = item
+    kernel = getattr(__import__(variant.module, fromlist=["_"]), variant.kernel)
+    began = time.perf_counter()
+    made = triton.compile(
+        ASTSource(
+            fn=kernel,
+            signature=dict(variant.signature),
+            constexprs=dict(variant.constants),
+            attrs={(i,): [["tt.divisibility", 16]] for i in variant.attrs},
+        ),
+        target=GPUTarget("cuda", TARGETS[target][0], 32),
+        options={"num_warps": variant.warps, "num_stages": variant.stages, "enable_fp_fusion": True},
+    )
+    seconds = time.perf_counter() - began
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        usage = _output(tools / "cuobjdump", "-res-usage", file.name)
+        text = _output(tools / "nvdisasm", "-c", file.name)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found is not None, usage
+    return Report(
+        variant.kernel, variant.compute, variant.label(), target,
+        registers=int(found[1]), stack=int(found[2]), spills=len(re.findall(r"\b(?:LDL|STL)\b", text)),
+        shared=made.metadata.shared, wide_loads=len(re.findall(r"\bLD(?:G|GSTS)\.E[.A-Z0-9]*\.128", text)),
+        matrix_ops=len(re.findall(r"\b[A-Z]*(?:HMMA|GMMA|IMMA)\b", text)), seconds=round(seconds, 2),
+    )  # fmt: skip
+
+
+def _output(tool: Path, *args: str) -> str:
+    return subprocess.run([str(tool), *args], capture_output=True, text=True, check=True).stdout
+
+
+def variants(formats: Sequence[GGMLType], computes: Sequence[Compute]) -> list[Variant]:
+    """Every distinct kernel, once."""
+    return list(dict.fromkeys(v for c in computes for op, spec in specs(formats) for v in record(op, spec, c)))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--targets", default=",".join(TARGETS))
+    parser.add_argument("--formats", default=",".join(t.name for t in NATIVE))
+    parser.add_argument("--computes", default="float16,bfloat16,float32")
+    parser.add_argument("--kernels", default="", help="only kernels whose name contains this")
+    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1))
+    parser.add_argument("--list", action="store_true", help="print the variants without compiling them")
+    args = parser.parse_args(argv)
+    if INTERPRETED:
+        parser.error("TRITON_INTERPRET is set: nothing can be compiled")
+    formats = [GGMLType[f] for f in args.formats.split(",")]
+    found = [v for v in variants(formats, args.computes.split(",")) if args.kernels in v.kernel]
+    if args.list:
+        for v in found:
+            print(v.kernel, v.compute, v.label())
+        return 0
+    work = [(v, t) for t in args.targets.split(",") for v in found]
+    with ProcessPoolExecutor(args.jobs) as pool:
+        reports = list(pool.map(compile_for, work))
+    print("kernel             compute  target  regs stack spill  shared 128b  mma  options")
+    for r in reports:
+        fault = r.fault()
+        print(
+            f"{r.kernel:18s} {r.compute:8s} {r.target:7s} {r.registers:4d} {r.stack:5d} {r.spills:5d} {r.shared:7d}"
+            f" {r.wide_loads:4d} {r.matrix_ops:4d}  {r.label}{'' if fault is None else '   <-- ' + fault}"
+        )
+    faults = [r for r in reports if r.fault() is not None]
+    print(json.dumps({"triton": triton.__version__, "compiled": len(reports), "faults": [asdict(r) for r in faults]}))
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
