@@ -222,7 +222,14 @@ def test_a_breach_of_the_table_is_found(room: str, line: str, said: str) -> None
 
 @pytest.mark.parametrize(
     "line",
-    ["eval('1')", "exec(text)", "torch.load(path)", "numpy.load(path, allow_pickle=True)", "f = yaml.load", "os.system('ls')"],
+    [
+        "eval('1')",
+        "exec(text)",
+        "torch.load(path)",
+        "numpy.load(path, allow_pickle=True)",
+        "f = yaml.load",
+        "os.system('ls')",
+    ],
 )
 def test_a_dangerous_call_is_found(line: str) -> None:
     assert danger_faults(module(PACKAGE / "gguf" / "bad.py", line))

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
+from quarrel.cli.interrupt import CtrlC
 from quarrel.cli.models import checked_sampling, document, opened, speeds, template_of
 from quarrel.cli.parser import model_of
 from quarrel.cli.prompt import as_unicode
@@ -50,14 +51,10 @@ class Conversation:
         """Prints the answer as it comes. Returns it, and whether Ctrl-C stopped it; what was said until then is kept."""
         asked = {"role": "user", "content": text}
         stream = self._llm.chat([*self.messages, asked], stream=True, template=self._template, **self._sampling)
-        interrupted = False
-        with stream:
-            try:
-                for chunk in stream:
-                    if not self._json:
-                        write(visible(chunk.text) if sys.stdout.isatty() else chunk.text)
-            except KeyboardInterrupt:
-                interrupted = True
+        with stream, CtrlC(stream) as interrupt:
+            for chunk in stream:
+                if not self._json:
+                    write(visible(chunk.text) if sys.stdout.isatty() else chunk.text)
         result = stream.result
         assert result is not None
         if self._json:
@@ -67,7 +64,7 @@ class Conversation:
         if result.finish_reason == "error":
             raise QuarrelError(result.error)
         self.turns += [asked, {"role": "assistant", "content": result.text}]
-        return result, interrupted
+        return result, interrupt.pressed
 
     def save(self, path: Path) -> None:
         """Writes everything said; the system message too."""

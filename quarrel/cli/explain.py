@@ -12,6 +12,7 @@ from quarrel.cli.parser import model_of
 from quarrel.cli.terminal import amount, line, table, tidy, visible, write_json
 from quarrel.llm import Explanation
 
+_ENUM = re.compile(r"<\w+\.(\w+): \d+>")
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 
 
@@ -58,7 +59,7 @@ def _choices(e: Explanation, all: bool) -> Iterator[str]:
     yield f"{len(e.choices)} calls a step" + ("" if all else f", {len(groups)} kinds")
     rows, reasons = [], []
     for (op, spec, implementation, declined, _), paths in groups.items():
-        rows.append([str(len(paths)), str(op), str(implementation), where(paths), tidy(str(spec), 1 << 20 if all else 100)])
+        rows.append([str(len(paths)), str(op), str(implementation), where(paths), _short(str(spec), all)])
         reasons.append(declined)
     lines = table([["calls", "op", "taken by", "where", "spec"], *rows], right=(0,))
     yield next(lines)
@@ -66,6 +67,11 @@ def _choices(e: Explanation, all: bool) -> Iterator[str]:
         yield text
         assert isinstance(declined, tuple)
         yield from (f"           not by {reason}" for reason in declined)
+
+
+def _short(spec: str, all: bool) -> str:
+    spec = _ENUM.sub(r"\1", spec)
+    return spec if all else tidy(spec, 100)
 
 
 def where(paths: Iterable[str]) -> str:

@@ -7,6 +7,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
+from quarrel.cli.interrupt import CtrlC
 from quarrel.cli.models import checked_sampling, document, opened, speeds, template_of
 from quarrel.cli.parser import UsageError
 from quarrel.cli.prompt import as_unicode, model_and_text
@@ -54,17 +55,13 @@ def _show(args: argparse.Namespace, llm: LLM, stream: Stream, echo: str) -> bool
     if streaming and not args.json:
         write(_for_terminal(echo))
     ended = True
-    interrupted = False
-    with stream:
-        try:
-            for chunk in stream:
-                if streaming and args.json:
-                    write_json(_line(chunk))
-                elif streaming and chunk.text:
-                    write(_for_terminal(chunk.text))
-                    ended = chunk.text.endswith("\n")
-        except KeyboardInterrupt:
-            interrupted = True
+    with stream, CtrlC(stream) as interrupt:
+        for chunk in stream:
+            if streaming and args.json:
+                write_json(_line(chunk))
+            elif streaming and chunk.text:
+                write(_for_terminal(chunk.text))
+                ended = chunk.text.endswith("\n")
     result = stream.result
     assert result is not None
     if args.json:
@@ -73,7 +70,7 @@ def _show(args: argparse.Namespace, llm: LLM, stream: Stream, echo: str) -> bool
         _print_whole(result, echo)
     elif not ended or echo:
         line()
-    return interrupted
+    return interrupt.pressed
 
 
 def _print_whole(result: Result, echo: str) -> None:

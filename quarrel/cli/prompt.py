@@ -46,7 +46,7 @@ def as_unicode(text: str) -> str:
 def _names_a_model(word: str) -> bool:
     if any(c.isspace() for c in word):
         return False
-    if word.startswith("hf://") or word.endswith(".gguf"):
+    if word == DEFAULT_MODEL or word.startswith("hf://") or word.endswith(".gguf"):
         return True
     try:
         resolve(word, download=False)

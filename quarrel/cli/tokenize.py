@@ -14,10 +14,11 @@ from quarrel.tokenizer import Tokenizer, load_tokenizer
 
 def run(args: argparse.Namespace) -> int:
     model, text = model_and_text(args)
+    given = _ids(text) if args.decode else []
     with GGUFFile.open(resolve(model).paths) as file:
         tokenizer = load_tokenizer(file.metadata)
     if args.decode:
-        text = tokenizer.decode(_ids(text), skip_special=not args.special)
+        text = tokenizer.decode(given, skip_special=not args.special)
         if args.json:
             write_json({"text": text})
         else:

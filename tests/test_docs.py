@@ -1,0 +1,161 @@
+"""What the pages say is so: options, paths, commands, versions and examples."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import quarrel
+from quarrel import doctor
+from quarrel.cli.parser import make_parser
+from quarrel.errors import UnsupportedOp
+from quarrel.gguf import GGUFFile
+from quarrel.models import ARCHITECTURES, Tensors, assemble, read_spec
+from quarrel.ops.registry import lower
+from tests.paths import need_cases
+from tools.docs import PAGE, page
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text("utf-8")
+STRUCTURE = (ROOT / "docs" / "structure.md").read_text("utf-8")
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def package(requirement: str) -> str:
+    return re.split(r"[<>=!~;\[ ]", requirement)[0].lower().replace("-", "_")
+
+
+def test_the_page_of_options_is_the_parsers() -> None:
+    assert PAGE.read_text("utf-8") == page(), "run python -m tools.docs"
+
+
+def test_the_structure_page_is_short_and_its_files_exist() -> None:
+    assert len(STRUCTURE.splitlines()) <= 80
+    named = set(re.findall(r"`((?:quarrel/|tests/|docs/)?[a-z_]+(?:/[a-z_]+)*(?:\.py|/))", STRUCTURE + CONTRIBUTING))
+    missing = [n for n in named if not any((base / n).exists() for base in (ROOT, ROOT / "quarrel"))]
+    assert missing == []
+    assert len(named) > 15
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
+        (ROOT / "docs").glob("*.md")
+    )
+    for path in pages:
+        for link in re.findall(r"\]\((?!https?:)([^)#]+)", path.read_text("utf-8")):
+            assert (path.parent / link).exists(), f"{path.name} links to {link}"
+
+
+def test_the_readmes_commands_are_commands() -> None:
+    lines = [line.partition("  #")[0] for block in blocks(README, "sh") for line in block.splitlines()]
+    commands = [shlex.split(line)[1:] for line in lines if line.startswith("quarrel ")]
+    assert len(commands) >= 6
+    for words in commands:
+        make_parser().parse_args(words)
+
+
+def test_every_command_is_in_the_readme() -> None:
+    commands = re.findall(r"^## (\w+)$", page(), re.MULTILINE)
+    assert [c for c in commands if f"quarrel {c}" not in README and c != "tokenize"] == []
+
+
+def test_the_readmes_python_runs(tmp_path: Path) -> None:
+    (example,) = blocks(README, "python")
+    assert len(example.splitlines()) <= 12
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "QUARREL_BACKEND": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", example],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "completion_tokens=40" in done.stdout
+
+
+def architectures() -> tuple[list[str], list[str]]:
+    """Those that the README says run, and those that it says do not yet."""
+    section = README.partition("## Which models")[2].partition("\nEvery architecture")[0]
+    table, _, rest = section.partition("\n`")
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `") and "general" not in line]
+    names = [re.findall(r"`([\w-]+)`", text) for text in ("".join(cells), f"`{rest}")]
+    return names[0], [name for name in names[1] if name not in names[0]]
+
+
+def test_the_readme_lists_the_architectures() -> None:
+    run, wait = architectures()
+    assert sorted(run + wait) == sorted(ARCHITECTURES)
+
+
+@pytest.mark.parametrize("backend", ["cpu_backend.lowering", "triton_backend.backend"])
+def test_what_the_readme_says_runs_has_kernels_and_the_rest_has_not(backend: str) -> None:
+    registry = pytest.importorskip(f"quarrel.{backend}").REGISTRY
+    run, _ = architectures()
+    for folder in sorted(need_cases().iterdir()):
+        for path in sorted(folder.glob("model-*.gguf"))[:1]:
+            with GGUFFile.open(path) as file:
+                spec = read_spec(file)
+                program = assemble(spec, Tensors(file))
+            try:
+                lower(program, registry)
+            except UnsupportedOp as error:
+                assert spec.architecture not in run or folder.name == "mixtral", error
+            else:
+                assert spec.architecture in run, f"{spec.architecture} runs: say so in the README"
+
+
+def test_the_changelog_begins_with_this_version() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    (newest, *_) = re.findall(r"^## (\S+)", changelog, re.MULTILINE)
+    assert newest == quarrel.__version__ == PROJECT["version"]
+
+
+def test_ci_finds_the_readmes_two_commands() -> None:
+    script = (ROOT / ".ci" / "run").read_text("utf-8")
+    pattern = re.search(r"grep '([^']+)' README.md", script)
+    assert pattern
+    lines = re.findall(pattern[1] + ".*", README, re.MULTILINE)
+    assert len(lines) == 2
+    assert "-c constraints.txt . &&" in lines[0]
+    assert lines[0].endswith('-m quarrel generate "Once upon a time"')
+    assert "-c constraints.txt -e '.[test]' &&" in lines[1]
+    assert lines[1].endswith("-m pytest")
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+def test_constraints_pin_what_the_package_asks_for() -> None:
+    lines = [line for line in (ROOT / "constraints.txt").read_text("utf-8").splitlines() if line and line[0] != "#"]
+    pinned = {package(line) for line in lines}
+    assert [line for line in lines if "==" not in line and not line.startswith("triton>=")] == []
+    asked = [r for name in ("hub", "cuda", "test", "dev") for r in PROJECT["optional-dependencies"][name]]
+    assert [r for r in (*PROJECT["dependencies"], *asked) if package(r) not in pinned] == []
+
+
+@pytest.mark.parametrize("extra", doctor.EXTRAS)
+def test_doctor_knows_what_an_extra_brings(extra: str) -> None:
+    brought = {package(r) for r in PROJECT["optional-dependencies"][extra]}
+    assert set(doctor.EXTRAS[extra][1]) == brought
+
+
+def test_nothing_is_said_of_where_this_was_written() -> None:
+    done = subprocess.run(["git", "ls-files", "-z"], capture_output=True, cwd=ROOT)
+    if done.returncode:
+        pytest.skip("not a git checkout")
+    for name in done.stdout.decode().split("\0"):
+        path = ROOT / name
+        if name.endswith((".md", ".txt", ".toml", ".py")) and path.is_file() and path != Path(__file__):
+            assert not re.search(r"/work/|/tmp/bash|/root/", path.read_text("utf-8")), name
