@@ -7,10 +7,25 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from quarrel.errors import RequestError
+from quarrel.gguf import GGMLType
 from quarrel.ops import reference
-from quarrel.ops.contract import Compute, Concrete, KVArrays, Op
+from quarrel.ops.contract import Compute, Concrete, KVArrays, Op, RawWeight, WeightRef
 from quarrel.ops.program import Program
 from quarrel.ops.step import ComputeChoice, Limits, MemoryPlan, StepInputs, StepOutputs, Taken, Want, WeightSource
+
+
+class Dense:
+    """Weights dequantised once, so that a token takes milliseconds."""
+
+    def __init__(self, weights: WeightSource) -> None:
+        self._weights = weights
+        self._dense: dict[WeightRef, RawWeight] = {}
+
+    def raw(self, ref: WeightRef) -> RawWeight:
+        if ref not in self._dense:
+            values = np.ascontiguousarray(self._weights.raw(ref).dense())
+            self._dense[ref] = RawWeight(GGMLType.F32, values.view(np.uint8).reshape(ref.rows, -1), ref.k)
+        return self._dense[ref]
 
 
 class ReferenceStep:
@@ -19,12 +34,13 @@ class ReferenceStep:
     compute: Compute = "float32"
 
     def __init__(self, program: Program, weights: WeightSource, limits: Limits) -> None:
-        self.limits, self._program, self._weights = limits, program, weights
+        self.limits, self._program, self._weights = limits, program, Dense(weights)
         shape = (limits.n_blocks, limits.block_size)
         # NaN where nothing was written: what a sequence must not read is seen when it does.
         self._caches = [
             KVArrays(*(np.full((*shape, c.n_kv, c.head_dim), np.nan, np.float32) for _ in range(2))) for c in program.caches
         ]
+        self._states = [np.full((limits.max_seqs, *s.shape), np.nan, np.float32) for s in program.states]
         self.calls = self.tokens = 0
         self.wants: list[Want] = []
         self.closed = False
@@ -39,7 +55,7 @@ class ReferenceStep:
             raise RequestError("no sampling inputs")
         self.calls, self.tokens = self.calls + 1, self.tokens + len(inputs.ids)
         self.wants.append(want)
-        outputs = reference.run_program(self._program, self._weights, self._caches, inputs)
+        outputs = reference.run_program(self._program, self._weights, self._caches, inputs, self._states)
         return StepOutputs(**{want: outputs[want]})
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:

@@ -89,7 +89,8 @@ class Engine:
                 self._end(sequence, "stop")
 
     def _fail(self, batch: Batch, error: Exception) -> None:
-        log.error("a step of %d sequences failed", len(batch.parts), exc_info=error)
+        level = logging.INFO if isinstance(error, QuarrelError) else logging.ERROR
+        log.log(level, "a step of %d sequences failed", len(batch.parts), exc_info=error)
         for part in batch.parts:
             # What a broken step left in the cache is not to be reused.
             part.sequence.keeps_prefix = False

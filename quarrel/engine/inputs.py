@@ -29,6 +29,7 @@ def step_inputs(batch: Batch, limits: Limits) -> StepInputs:
         block_table=_table([p.sequence.blocks[: -(-n // size)] for p, n in zip(parts, lengths)]),
         out_rows=np.array(rows or [len(ids) - 1], np.int32),
         sample=_sample(parts) if batch.want == "tokens" else None,
+        state_slots=np.array([p.sequence.slot for p in parts], np.int32),
     )
 
 

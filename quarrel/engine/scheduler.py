@@ -47,6 +47,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._copy_blocks, self._max_rows, self._reuse = copy_blocks, max(max_rows, limits.max_seqs), reuse
+        self._slots = list(range(limits.max_seqs - 1, -1, -1))
         self._last_want: Want | None = None
 
     def add(self, sequence: Sequence) -> None:
@@ -60,6 +61,7 @@ class Scheduler:
             self.waiting.remove(sequence)
         if sequence in self.running:
             self.running.remove(sequence)
+            self._slots.append(sequence.slot)
         used = self._blocks_for(sequence.computed)
         if self._reuse and sequence.keeps_prefix and sequence.computed:
             self.prefixes.keep(sequence.tokens[: sequence.computed], sequence.blocks[:used])
@@ -105,6 +107,7 @@ class Scheduler:
             if self._reuse and any(s.family is sequence.family and s.pending > 1 for s in self.running):
                 held.append(sequence)  # its prompt is being computed by another one right now
             elif self._start(sequence):
+                sequence.slot = self._slots.pop()
                 self.running.append(sequence)
             else:
                 held.append(sequence)

@@ -16,7 +16,7 @@ Array = npt.NDArray[Any]
 
 
 class Sequence(ABC):
-    """Tokens, and how many of them have run (`computed`). The scheduler alone sets `blocks` and `reused`."""
+    """Tokens, and how many of them have run (`computed`). The scheduler alone sets `blocks`, `slot` and `reused`."""
 
     want: Want = "tokens"
     every_row = False
@@ -32,6 +32,7 @@ class Sequence(ABC):
         self.computed = 0
         self.reused = 0
         self.blocks: list[int] = []
+        self.slot = -1  # where recurrent layers keep its state while it runs
         self.over = False
         self.submitted = time.perf_counter()
         self.started = 0.0

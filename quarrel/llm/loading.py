@@ -9,14 +9,14 @@ from pathlib import Path
 
 from quarrel.engine import Loop
 from quarrel.env import COMPUTE, Environment, read_environment
-from quarrel.errors import BackendUnavailable, RequestError
+from quarrel.errors import BackendUnavailable, RequestError, UnsupportedModel
 from quarrel.gguf import GGUFFile, resolve
 from quarrel.gguf.resolve import Resolved
 from quarrel.llm.defaults import defaults_of
 from quarrel.llm.explain import Explanation
 from quarrel.llm.model import LLM, Loaded
 from quarrel.llm.plan import plan_limits
-from quarrel.models import Tensors, assemble, read_spec
+from quarrel.models import EncoderSpec, ModelSpec, Tensors, assemble, read_spec
 from quarrel.ops.check import CheckedStep
 from quarrel.ops.registry import backend as backend_named
 from quarrel.ops.step import Backend, ComputeChoice, Step
@@ -62,7 +62,7 @@ def load(
         tokenizer = read_tokenizer(file.metadata)
         choice: ComputeChoice = environment.compute if compute == "auto" else compute  # type: ignore[assignment]
         arithmetic = chosen.compute_of(choice)
-        tensors, spec = Tensors(file), read_spec(file)
+        tensors, spec = Tensors(file), _decoder(file)
         limits, length = plan_limits(
             assemble(spec, tensors),
             spec,
@@ -73,7 +73,7 @@ def load(
             max_seqs=max_seqs,
         )
         # Some rope scalings depend on the context that will be used.
-        spec = read_spec(file, length)
+        spec = _decoder(file, length)
         program = assemble(spec, tensors)
 
         def compiled() -> Step:
@@ -83,7 +83,7 @@ def load(
 
         loop = Loop()
         try:
-            step = loop.serve(compiled, spec.n_vocab, reuse=prefix_cache)
+            step = loop.serve(compiled, spec.n_vocab, reuse=prefix_cache and not program.states)
         except BaseException:
             loop.close(timeout=0.0)
             raise
@@ -110,6 +110,13 @@ def load(
 def load_tokenizer(name: str | os.PathLike[str]) -> Tokenizer:
     """The tokenizer of a model, by the names that `load` takes; a file that holds a vocabulary alone will do."""
     return read_tokenizer(_find(name, read_environment()).paths[0])
+
+
+def _decoder(file: GGUFFile, n_ctx: int | None = None) -> ModelSpec:
+    spec = read_spec(file, n_ctx)
+    if isinstance(spec, EncoderSpec):
+        raise UnsupportedModel(f"a {spec.architecture} model is an encoder, which continues no text: load a language model")
+    return spec
 
 
 def _check_arguments(compute: object, n_ctx: object, max_seqs: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 
 from quarrel.errors import OutOfMemory, RequestError
@@ -25,6 +26,11 @@ def cache_bytes_per_token(program: Program, compute: Compute) -> int:
     return sum(2 * layer.n_kv * layer.head_dim * width for layer in program.caches)
 
 
+def state_bytes(program: Program) -> int:
+    """What the recurrent layers keep of one sequence, however long it is."""
+    return sum(4 * math.prod(state.shape) for state in program.states)
+
+
 def plan_limits(
     program: Program,
     spec: ModelSpec,
@@ -43,10 +49,11 @@ def plan_limits(
     """
     if n_ctx is not None and not 1 <= n_ctx <= spec.context_length:
         raise RequestError(f"n_ctx is {n_ctx}, wanted 1 to {spec.context_length}, the context that the model was made for")
-    block_bytes = BLOCK * cache_bytes_per_token(program, compute)
+    # A model without attention has no cache; its blocks are counted all the same.
+    block_bytes = max(1, BLOCK * cache_bytes_per_token(program, compute))
     # The residual stream and what a layer makes of it, for one prefill step, and a row of logits a sequence.
     activations = 4 * (STEP_TOKENS * 16 * spec.n_embd + max_seqs * spec.n_vocab)
-    left = free - weights - activations
+    left = free - weights - activations - max_seqs * state_bytes(program)
     # One block more than a context fills: continuing from another sequence's half-used block copies that block.
     fitting = left // block_bytes - 1
     wanted = n_ctx or min(spec.context_length, DEFAULT_CONTEXT)

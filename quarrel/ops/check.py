@@ -22,6 +22,7 @@ from quarrel.ops.contract import (
     KVArrays,
     Operand,
     RawWeight,
+    StateRef,
     Value,
     WeightRef,
     rel_error,
@@ -48,6 +49,7 @@ class CheckedStep:
         self._caches = [
             KVArrays(*(np.zeros((*shape, c.n_kv, c.head_dim), np.float32) for _ in range(2))) for c in program.caches
         ]
+        self._states = [np.zeros((limits.max_seqs, *s.shape), np.float32) for s in program.states]
         self._next_id = 1 + max(v.id for v in [*(v for n in program.nodes for v in n.outputs), *program.inputs.values()])
         self._declined: dict[tuple[str, Any], str] = {}
         self._taken: dict[tuple[str, str], Taken] = {}
@@ -74,10 +76,11 @@ class CheckedStep:
         return list(self._taken.values())
 
     def memory(self) -> MemoryPlan:
-        return MemoryPlan(0, 0, sum(a.nbytes for c in self._caches for a in (c.k, c.v)), 0)
+        held = [a for c in self._caches for a in (c.k, c.v)] + self._states
+        return MemoryPlan(0, 0, sum(a.nbytes for a in held), 0)
 
     def close(self) -> None:
-        self._caches = []
+        self._caches, self._states = [], []
 
     def _run(self, node: Node, values: dict[int, Array]) -> None:
         inputs = [self._fetch(i, values) for i in node.inputs]
@@ -100,10 +103,8 @@ class CheckedStep:
         self._taken[node.path, node.op.name] = Taken(node.path, node.op.name, str(node.spec), "run_op, checked")
         results = list(got)
         if node.op.consumes:
-            (layer,) = (i.layer for i in node.inputs if isinstance(i, CacheRef))
-            state = results.pop()
-            assert isinstance(state, KVArrays)
-            self._caches[layer] = state
+            (ref,) = (i for i in node.inputs if isinstance(i, CacheRef | StateRef))
+            self._keep(ref, results.pop())
         for value, result in zip(node.outputs, results, strict=True):
             assert isinstance(result, np.ndarray)
             values[value.id] = result
@@ -113,7 +114,17 @@ class CheckedStep:
             return self._weights.raw(operand)
         if isinstance(operand, ConstRef):
             return np.array(operand.data, np.float32)
+        if isinstance(operand, StateRef):
+            return self._states[operand.index]
         return self._caches[operand.layer] if isinstance(operand, CacheRef) else values[operand.id]
+
+    def _keep(self, ref: CacheRef | StateRef, after: Concrete) -> None:
+        if isinstance(ref, CacheRef):
+            assert isinstance(after, KVArrays)
+            self._caches[ref.layer] = after
+        else:
+            assert isinstance(after, np.ndarray)
+            self._states[ref.index] = after
 
     def _compare(self, node: Node, inputs: Sequence[Concrete], got: Sequence[Concrete], wanted: Sequence[Concrete]) -> None:
         tolerance = node.op.tolerance[self.compute]

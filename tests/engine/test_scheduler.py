@@ -196,7 +196,7 @@ def test_a_long_prompt_runs_in_pieces_beside_those_who_decode() -> None:
 
 
 def test_kinds_of_result_take_turns() -> None:
-    s, step = scheduler()
+    s, _ = scheduler()
     for want in ("tokens", "logits", "hidden"):
         s.add(run([1, 2, 3], want=want))  # type: ignore[arg-type]
     seen = []

@@ -61,8 +61,7 @@ class HistoryStep:
     def logits(self, history: int, last: int) -> np.ndarray[Any, Any]:
         if last in self.bad_tokens:
             return np.full(VOCABULARY, np.nan, np.float32)
-        row = np.random.default_rng(history).standard_normal(VOCABULARY, np.float32) * self.scale
-        return row
+        return np.random.default_rng(history).standard_normal(VOCABULARY, np.float32) * self.scale
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         size = self.limits.block_size
