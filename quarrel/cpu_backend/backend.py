@@ -174,6 +174,6 @@ def _total_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def create() -> CpuBackend:
-    """The backend as `quarrel.ops.registry` makes it."""
-    return CpuBackend()
+def create(threads: int | None = None) -> CpuBackend:
+    """The backend as `quarrel.ops.registry` makes it; a thread for each core unless told otherwise."""
+    return CpuBackend(threads=threads)

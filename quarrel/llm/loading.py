@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from quarrel.engine import Loop
-from quarrel.env import COMPUTE, Environment, read_environment
+from quarrel.env import COMPUTE, MAX_THREADS, Environment, read_environment
 from quarrel.errors import BackendUnavailable, RequestError, UnsupportedModel
 from quarrel.gguf import GGUFFile, resolve
 from quarrel.gguf.resolve import Resolved
@@ -37,6 +37,7 @@ def load(
     compute: ComputeChoice = "auto",
     n_ctx: int | None = None,
     max_seqs: int = 8,
+    threads: int | None = None,
     prefix_cache: bool = True,
     progress: Progress | None = None,
 ) -> LLM:
@@ -46,17 +47,17 @@ def load(
     or `demo`. backend: "triton" (CUDA), "mlx" (Metal), "cpu", or "auto", which is `QUARREL_BACKEND` or the first of these
     that can run here; one asked for by name is taken or raises BackendUnavailable. compute: the arithmetic of
     activations; "float32" is exact. n_ctx: tokens of prompt and continuation together; by default the model's own, at
-    most 8192, and less (with a warning) where memory ends. max_seqs: sequences that run at once. prefix_cache: keep
-    what finished sequences computed, to continue from. progress: called with bytes packed and bytes in all, on
-    another thread.
+    most 8192, and less (with a warning) where memory ends. max_seqs: sequences that run at once. threads: of the CPU
+    backend, by default `QUARREL_THREADS` or one for each core. prefix_cache: keep what finished sequences computed, to
+    continue from. progress: called with work done and work in all while weights are packed, on another thread.
 
     Raises ModelNotFound, GGUFError, UnsupportedModel, TokenizerError, BackendUnavailable, UnsupportedOp, OutOfMemory.
     """
     began = time.perf_counter()
     environment = read_environment()
-    _check_arguments(compute, n_ctx, max_seqs)
+    _check_arguments(compute, n_ctx, max_seqs, threads)
     found = _find(name, environment)
-    chosen, skipped = _choose(backend, environment)
+    chosen, skipped = _choose(backend, environment, threads or environment.threads)
     file = GGUFFile.open(found.paths)
     try:
         tokenizer = read_tokenizer(file.metadata)
@@ -119,11 +120,12 @@ def _decoder(file: GGUFFile, n_ctx: int | None = None) -> ModelSpec:
     return spec
 
 
-def _check_arguments(compute: object, n_ctx: object, max_seqs: object) -> None:
+def _check_arguments(compute: object, n_ctx: object, max_seqs: object, threads: object) -> None:
     if compute not in COMPUTE:
         raise RequestError(f"compute is {compute!r}, wanted one of {', '.join(COMPUTE)}")
-    for name, value, high in (("n_ctx", n_ctx, 1 << 30), ("max_seqs", max_seqs, MAX_SEQS)):
-        if value is None and name == "n_ctx":
+    limits = (("n_ctx", n_ctx, 1 << 30), ("max_seqs", max_seqs, MAX_SEQS), ("threads", threads, MAX_THREADS))
+    for name, value, high in limits:
+        if value is None and name != "max_seqs":
             continue
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
             raise RequestError(f"{name} is {value!r}, wanted a whole number from 1 to {high}")
@@ -140,7 +142,7 @@ def _find(name: str | os.PathLike[str], environment: Environment) -> Resolved:
     return resolve(text)
 
 
-def _choose(backend: str | Backend, environment: Environment) -> tuple[Backend, tuple[str, ...]]:
+def _choose(backend: str | Backend, environment: Environment, threads: int | None) -> tuple[Backend, tuple[str, ...]]:
     """The backend, and why those before it were not taken."""
     if not isinstance(backend, str):
         if not isinstance(backend, Backend):
@@ -148,11 +150,11 @@ def _choose(backend: str | Backend, environment: Environment) -> tuple[Backend, 
         return _able(backend), ()
     name = environment.backend if backend == "auto" else backend
     if name != "auto":
-        return _able(backend_named(name)), ()
+        return _able(backend_named(name, threads)), ()
     skipped: list[str] = []
     for candidate in AUTO:
         try:
-            return _able(backend_named(candidate)), tuple(skipped)
+            return _able(backend_named(candidate, threads)), tuple(skipped)
         except BackendUnavailable as error:
             skipped.append(str(error))
     raise BackendUnavailable(f"no backend can run on this machine: {'; '.join(skipped)}")

@@ -98,8 +98,8 @@ BACKENDS: Mapping[str, str] = {
 """Backend name -> module whose `create()` makes it. The module is imported on first use only."""
 
 
-def backend(name: str) -> Backend:
-    """The backend asked for by name, or `BackendUnavailable` with what is missing."""
+def backend(name: str, threads: int | None = None) -> Backend:
+    """The backend asked for by name, or `BackendUnavailable` with what is missing. `threads` is the CPU backend's."""
     if name not in BACKENDS:
         raise BackendUnavailable(f"no backend is called {name!r}: use one of auto, {', '.join(BACKENDS)}")
     try:
@@ -108,7 +108,7 @@ def backend(name: str) -> Backend:
         if (error.name or "").startswith("quarrel."):
             raise BackendUnavailable(f"backend {name} is not part of this version of Quarrel") from error
         raise BackendUnavailable(f"backend {name} cannot be imported ({error}): {_HINT[name]}") from error
-    made: Backend = module.create()
+    made: Backend = module.create(threads) if name == "cpu" else module.create()
     return made
 
 
