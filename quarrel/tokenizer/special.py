@@ -17,10 +17,11 @@ from quarrel.tokenizer.vocab import Kind, Vocabulary
 # A found token is written into the text as four lone surrogates: no text and no token contains any, so nothing matches
 # across it, and texts stay strings, which str.replace searches at the speed of C.
 _OPEN: Final = "\ud800"
+_SEAM: Final = "\udfff"
 _DIGITS: Final = "".join(map(chr, range(0xD801, 0xDC00)))
-_CODE: Final = re.compile(f"{_OPEN}[\ud801-\udbff]{{3}}")
+_CODE: Final = re.compile(f"({_OPEN}[\ud801-\udbff]{{3}})")
 # isspace() of C.
-_SPACE: Final = r"[ \t\n\v\f\r]+"
+_SPACE: Final = " \t\n\v\f\r"
 _PREFIX_LENGTH: Final = 3
 _TAG: Final = re.compile(r"[<\[|].+[>\]|]", re.DOTALL)
 _PIPED: Final = re.compile(r"<[|｜].+[|｜]>", re.DOTALL)
@@ -58,39 +59,36 @@ class SpecialTokens:
         ids.sort(key=lambda id: (-len(vocabulary.texts[id].encode()), id))
         self._ids = ids
         self._groups: dict[str, list[_Special]] = {}
-        strip_left, strip_right = [], []
+        self._strips_left, self._strips_right = vocabulary.strips_left, vocabulary.strips_right
         for order, id in enumerate(ids):
             text = vocabulary.texts[id]
             special = _Special(order, id, text, _code(order), _needs(text, vocabulary.kinds[id], structure))
             self._groups.setdefault(text[:_PREFIX_LENGTH], []).append(special)
-            if id in vocabulary.strips_left:
-                strip_left.append(special.code)
-            if id in vocabulary.strips_right:
-                strip_right.append(special.code)
-        self._left = re.compile(f"{_SPACE}(?=({'|'.join(strip_left)}))") if strip_left else None
-        self._right = re.compile(f"({'|'.join(strip_right)}){_SPACE}") if strip_right else None
 
     def split(self, spans: Sequence[tuple[str, Trust]]) -> Iterator[str | int]:
         """Texts and ids in turn, no text empty. A token is found only inside a run of spans of equal trust; the texts
         between tokens run across spans."""
         texts = [text for text, _ in spans]
-        for special in self._present("".join(texts)):
-            for at, (_, trust) in enumerate(spans):
-                if trust >= special.needs and special.text in texts[at]:
-                    texts[at] = texts[at].replace(special.text, special.code)
-        whole = "".join(texts)
-        if self._left is not None:
-            whole = self._left.sub("", whole)
-        if self._right is not None:
-            whole = self._right.sub(r"\1", whole)
-        at = 0
-        for match in _CODE.finditer(whole):
-            if at < match.start():
-                yield whole[at : match.start()]
-            yield self._ids[_order(match.group())]
-            at = match.end()
-        if at < len(whole):
-            yield whole[at:]
+        for level in Trust:
+            members = [at for at, (_, trust) in enumerate(spans) if trust == level]
+            joined = _SEAM.join([texts[at] for at in members])
+            for special in self._present(joined):
+                if level >= special.needs:
+                    joined = joined.replace(special.text, special.code)
+            for at, text in zip(members, joined.split(_SEAM), strict=False):
+                texts[at] = text
+        # [text, code, text, code, ..., text]
+        parts = _CODE.split("".join(texts))
+        found = [self._ids[_order(code)] for code in parts[1::2]]
+        for at, text in enumerate(parts[::2]):
+            if at and found[at - 1] in self._strips_right:
+                text = text.lstrip(_SPACE)
+            if at < len(found) and found[at] in self._strips_left:
+                text = text.rstrip(_SPACE)
+            if text:
+                yield text
+            if at < len(found):
+                yield found[at]
 
     def _present(self, text: str) -> Iterable[_Special]:
         """Those that may occur, longest first. Most texts hold none of the few beginnings that all tokens share."""
@@ -114,5 +112,5 @@ def _code(order: int) -> str:
 def _order(code: str) -> int:
     order = 0
     for digit in code[1:]:
-        order = order * len(_DIGITS) + _DIGITS.index(digit)
+        order = order * len(_DIGITS) + ord(digit) - ord(_DIGITS[0])
     return order

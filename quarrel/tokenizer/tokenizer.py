@@ -6,11 +6,10 @@ import operator
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol, SupportsIndex
 
 from quarrel.errors import RequestError, TokenizerError
-from quarrel.gguf import GGUFFile, Metadata
+from quarrel.gguf import GGUFFile, Metadata, resolve
 from quarrel.tokenizer.bpe import BytePairModel
 from quarrel.tokenizer.charsmap import MAX_BYTES, CharsMap
 from quarrel.tokenizer.chat import ChatTemplates
@@ -28,7 +27,7 @@ class _Model(Protocol):
 
 
 def load_tokenizer(source: str | os.PathLike[str] | Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer of a GGUF file, of a model's name, or of metadata already read. Reads nothing but the header.
+    """The tokenizer of a GGUF file, of a model by its name, or of metadata already read. Reads nothing but the header.
 
     Raises TokenizerError where the vocabulary is unusable, GGUFError where the file is not sound, ModelNotFound.
     """
@@ -36,7 +35,7 @@ def load_tokenizer(source: str | os.PathLike[str] | Mapping[str, Any]) -> Tokeni
         return Tokenizer(source)
     if isinstance(source, Mapping):
         return Tokenizer(Metadata(source))
-    with GGUFFile.open(Path(source)) as file:
+    with GGUFFile.open(resolve(os.fspath(source)).paths[0]) as file:
         return Tokenizer(file.metadata)
 
 
