@@ -20,9 +20,9 @@ fix:
     {{python}} -m ruff check --fix .
     {{python}} -m ruff format .
 
-# developers' kernel benches
-bench *args:
-    {{python}} -m bench {{args}}
+# a developers' bench in bench/, such as: just bench cpu_decode model.gguf
+bench name *args:
+    {{python}} bench/{{name}}.py {{args}}
 
 # pages that are made from the code
 docs:

@@ -20,6 +20,7 @@ from quarrel.cli.models import document
 from quarrel.cli.parser import make_parser
 from quarrel.cli.prompt import model_and_text
 from quarrel.cli.samplers import SAMPLERS, sampling_of
+from quarrel.cli.terminal import amount
 from quarrel.engine import Chunk, SamplingParams, Stream
 from quarrel.engine.chain import HostChain
 from quarrel.llm import LLM
@@ -154,7 +155,7 @@ def test_no_text_at_a_terminal_is_status_2(monkeypatch: pytest.MonkeyPatch, caps
         ("generate BASE x --ctx 0", "n_ctx is 0"),
         ("generate BASE x --ctx 100000", "n_ctx is 100000"),
         ("generate BASE x --stop-token 100000", "token id 100000"),
-        ("generate BASE x --threads 0", "QUARREL_THREADS is '0'"),
+        ("generate BASE x --threads 0", "threads is 0"),
         ("generate BASE x --backend mlx", "mlx"),
         ("generate BASE --file nowhere.txt", "nowhere.txt: No such file"),
         ("generate BASE --file .", "Is a directory"),
@@ -467,6 +468,8 @@ def test_explain_groups_calls_and_counts_them_all(base: str, capsys: pytest.Capt
     assert whole["n_ctx"] == 512
     assert whole["backend"] == "cpu"
     assert f"{len(whole['choices'])} calls a step" in text
+    plan = whole["memory"]
+    assert f"  {amount(plan['weights'] + plan['cache'] + plan['activations'])}\n" in text
     table = text.partition(" calls a step")[2].splitlines()[2:]
     assert sum(int(row.split()[0]) for row in table if row.split()[0].isdigit()) == len(whole["choices"])
     for choice in whole["choices"]:

@@ -40,15 +40,14 @@ def _summary(e: Explanation) -> Iterator[str]:
 
 def _memory(e: Explanation) -> Iterator[str]:
     plan = e.memory
-    yield "memory"
-    packed = plan.weights
+    in_place = f"{amount(plan.weights_in_place)} of them in the file's own pages" if plan.weights_in_place else ""
     rows = [
-        ["weights, packed", amount(packed)],
-        ["weights, in place in the file", amount(plan.weights_in_place)],
-        ["key and value cache", amount(plan.cache)],
-        ["activations", amount(plan.activations)],
-        ["all", amount(packed + plan.weights_in_place + plan.cache + plan.activations)],
+        ["weights", amount(plan.weights), in_place],
+        ["key and value cache", amount(plan.cache), ""],
+        ["activations", amount(plan.activations), ""],
+        ["all", amount(plan.weights + plan.cache + plan.activations), ""],
     ]
+    yield "memory"
     yield from table(rows, right=(1,))
 
 

@@ -10,15 +10,15 @@ from collections.abc import Iterable
 from typing import Any
 
 from quarrel.cli.terminal import amount, count, line, quoted, table, tidy, visible, write_json
-from quarrel.gguf import GGUFFile, Metadata, TensorInfo, resolve
+from quarrel.gguf import GGUFFile, Metadata, TensorInfo
+from quarrel.llm import find
 
 SHOWN = 6
 """Elements of an array that are shown without --full."""
 
 
 def run(args: argparse.Namespace) -> int:
-    found = resolve(args.model)
-    with GGUFFile.open(found.paths) as file:
+    with GGUFFile.open(find(args.model).paths) as file:
         keys = _matching(file.metadata, args.keys)
         tensors = [file.tensors[name] for name in _matching(file.tensors, args.tensors)]
         if args.json:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -22,8 +21,8 @@ MAX_TEMPLATE = 4 << 20
 @contextmanager
 def opened(args: argparse.Namespace, model: str) -> Iterator[LLM]:
     """The model, loaded by the options under "loading", with a bar while its weights are packed."""
-    with progress(f"loading {model}") as bar, _threads(args.threads):
-        llm = load(model, backend=args.backend, compute=args.compute, n_ctx=args.ctx, progress=bar)
+    with progress(f"loading {model}") as bar:
+        llm = load(model, backend=args.backend, compute=args.compute, n_ctx=args.ctx, threads=args.threads, progress=bar)
     with llm:
         yield llm
 
@@ -89,18 +88,3 @@ def speeds(llm: LLM, result: Result) -> str:
         answer += f" at {timings.decode_rate:.1f}/s"
     ends = {"length": "at the limit", "stop": "at its end", "cancelled": "cancelled", "error": "failed"}
     return f"[{made.model}, {made.backend}] {prompt}; {answer}, {ends[result.finish_reason]}; seed {result.seed}"
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    """`--threads` is QUARREL_THREADS for the time of loading, when the worker threads are made."""
-    before = os.environ.get("QUARREL_THREADS")
-    if count is not None:
-        os.environ["QUARREL_THREADS"] = str(count)
-    try:
-        yield
-    finally:
-        if count is not None:
-            os.environ.pop("QUARREL_THREADS")
-            if before is not None:
-                os.environ["QUARREL_THREADS"] = before

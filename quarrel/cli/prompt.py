@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from quarrel.cli.parser import DEFAULT_MODEL, UsageError
-from quarrel.errors import ModelNotFound, RequestError
-from quarrel.gguf import resolve
+from quarrel.errors import QuarrelError, RequestError
+from quarrel.llm import find
 
 MAX_BYTES = 64 << 20
 
@@ -49,8 +49,8 @@ def _names_a_model(word: str) -> bool:
     if word == DEFAULT_MODEL or word.startswith("hf://") or word.endswith(".gguf"):
         return True
     try:
-        resolve(word, download=False)
-    except ModelNotFound:
+        find(word)
+    except QuarrelError:
         return False
     return True
 

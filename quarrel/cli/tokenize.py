@@ -8,15 +8,14 @@ import re
 from quarrel.cli.parser import UsageError
 from quarrel.cli.prompt import model_and_text
 from quarrel.cli.terminal import line, note, quoted, table, tidy, visible, write_json
-from quarrel.gguf import GGUFFile, resolve
-from quarrel.tokenizer import Tokenizer, load_tokenizer
+from quarrel.llm import load_tokenizer
+from quarrel.tokenizer import Tokenizer
 
 
 def run(args: argparse.Namespace) -> int:
     model, text = model_and_text(args)
     given = _ids(text) if args.decode else []
-    with GGUFFile.open(resolve(model).paths) as file:
-        tokenizer = load_tokenizer(file.metadata)
+    tokenizer = load_tokenizer(model)
     if args.decode:
         text = tokenizer.decode(given, skip_special=not args.special)
         if args.json:

@@ -108,9 +108,14 @@ def load(
     return LLM(Loaded(loop, file, spec, tokenizer, explanation, seconds, defaults_of(found.params), found.system))
 
 
+def find(name: str | os.PathLike[str]) -> Resolved:
+    """The files of a model, by the names that `load` takes. Raises ModelNotFound."""
+    return _find(name, read_environment())
+
+
 def load_tokenizer(name: str | os.PathLike[str]) -> Tokenizer:
     """The tokenizer of a model, by the names that `load` takes; a file that holds a vocabulary alone will do."""
-    return read_tokenizer(_find(name, read_environment()).paths[0])
+    return read_tokenizer(find(name).paths[0])
 
 
 def _decoder(file: GGUFFile, n_ctx: int | None = None) -> ModelSpec:
