@@ -1,0 +1,65 @@
+"""The command line in a process of its own: pipes, signals and terminals."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+
+from tests.cli.support import ROOT, spawn
+
+
+def test_module_version_and_help() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "quarrel", "--version"], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert done.stdout.startswith("quarrel 0.")
+    process = spawn("generate", "--help")
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert b"--temperature" in out
+
+
+def test_a_closed_pipe_ends_quietly(base: str) -> None:
+    process = spawn("generate", base, "once", "--ignore-eos", "-n", "400", "-q", "--backend", "cpu")
+    assert process.stdout is not None
+    assert process.stdout.read(3)
+    process.stdout.close()
+    assert process.stderr is not None
+    said = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(60) == 141
+    assert said == b""
+
+
+def test_ctrl_c_in_a_process_keeps_the_text(base: str) -> None:
+    # A line of JSON a token, so that the signal falls into the middle of a text.
+    process = spawn("generate", base, "once", "-n", "-1", "--json", "--stream", "--dry-multiplier", "1", "--backend", "cpu")
+    assert process.stdout is not None
+    assert process.stderr is not None
+    first = process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    with process.stdout, process.stderr:
+        out, err = process.stdout.read(), process.stderr.read()
+    assert process.wait(60) == 130
+    *chunks, last = map(json.loads, (first + out).splitlines())
+    assert last["result"]["finish_reason"] == "cancelled"
+    assert "".join(chunk["text"] for chunk in chunks) == last["result"]["text"]
+    assert b"Traceback" not in err
+
+
+def test_a_terminal_without_unicode_does_not_crash(base: str) -> None:
+    process = spawn("tokenize", base, "über", PYTHONIOENCODING="ascii:strict", PYTHONUTF8="0", LC_ALL="C")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert b"?" in out or b"\\u" in out
+
+
+def test_a_mistake_in_a_process_has_no_traceback() -> None:
+    process = spawn("generate", "-m", "nowhere.gguf", "x")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert out == b""
+    assert err.startswith(b"quarrel: no model 'nowhere.gguf'")
+    assert err.count(b"\n") == 1

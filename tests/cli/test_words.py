@@ -1,0 +1,130 @@
+"""What is typed: options, the order of model and prompt, and mistakes, each told in one sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+
+from quarrel.cli import main
+from quarrel.cli.parser import make_parser
+from quarrel.cli.prompt import model_and_text
+from quarrel.cli.samplers import SAMPLERS, sampling_of
+from quarrel.engine import SamplingParams
+from tests.cli.support import ROOT, typed
+
+
+def test_every_sampling_parameter_is_an_option() -> None:
+    assert sorted(s.field for s in SAMPLERS) == sorted(f.name for f in dataclasses.fields(SamplingParams))
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS, ids=lambda s: s.field)
+def test_an_option_reaches_its_parameter_by_every_spelling(sampler) -> None:  # type: ignore[no-untyped-def]
+    text = {"logit_bias": "7=-2.5", "mirostat": "2"}.get(sampler.field, "1")
+    want = {"logit_bias": {7: -2.5}, "stop": ["1"], "dry_sequence_breakers": ["1"], "stop_token_ids": [1], "mirostat": 2}
+    for flag in (sampler.flags + " " + sampler.hidden).split():
+        words = ["generate", flag] if sampler.type is None else ["generate", flag, text]
+        given = sampling_of(make_parser().parse_args([*words, "--quiet", "prompt"]))
+        assert given == {sampler.field: want.get(sampler.field, 1)}
+        SamplingParams(**given)
+
+
+@pytest.mark.parametrize(
+    ("line", "want"),
+    [
+        ("PROMPT", ("demo", "PROMPT")),
+        ("model.gguf PROMPT", ("model.gguf", "PROMPT")),
+        ("-m other PROMPT", ("other", "PROMPT")),
+        ("-m other -p PROMPT", ("other", "PROMPT")),
+        ("other -p PROMPT", ("other", "PROMPT")),
+        ("-model other -prompt PROMPT", ("other", "PROMPT")),
+        ("demo", ("demo", "from stdin")),
+        ("model.gguf", ("model.gguf", "from stdin")),
+        ("hf://a/b", ("hf://a/b", "from stdin")),
+        ("-m other", ("other", "from stdin")),
+        ("-f FILE", ("demo", "from file")),
+        ("other -f FILE", ("other", "from file")),
+        ("-f -", ("demo", "from stdin")),
+    ],
+)
+def test_model_and_prompt_in_every_order_that_people_use(
+    line: str, want: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed(monkeypatch, "from stdin\n")
+    (tmp_path / "prompt.txt").write_text("from file")
+    words = [w.replace("FILE", str(tmp_path / "prompt.txt")) for w in line.split()]
+    assert model_and_text(make_parser().parse_args(["generate", *words])) == want
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "generate --nonsense x",
+        "generate one two three",
+        "generate -m demo one two",
+        "generate -p x -f y",
+        "generate --temperature warm x",
+        "generate --logit-bias 7 x",
+        "generate --backend abacus x",
+        "generate --chat --echo x",
+        "chat demo -m demo",
+        "tokenize --decode -p one",
+        "pull",
+        "fly",
+    ],
+)
+def test_a_wrong_command_line_is_status_2(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line.split()) == 2
+    streams = capsys.readouterr()
+    assert streams.out == ""
+    assert "quarrel" in streams.err
+
+
+def test_no_text_at_a_terminal_is_status_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    typed(monkeypatch, "")
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    assert main(["generate", "-m", "demo"]) == 2
+    assert "there is no text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("generate -m nowhere.gguf x", "no model 'nowhere.gguf' was found"),
+        ("generate BASE x --temperature -1", "temperature is -1.0"),
+        ("generate BASE x --top-p 2", "top_p is 2.0"),
+        ("generate BASE x --mirostat 1", "mirostat is 1"),
+        ("generate BASE x --ctx 0", "n_ctx is 0"),
+        ("generate BASE x --ctx 100000", "n_ctx is 100000"),
+        ("generate BASE x --stop-token 100000", "token id 100000"),
+        ("generate BASE x --threads 0", "threads is 0"),
+        ("generate BASE x --backend mlx", "mlx"),
+        ("generate BASE --file nowhere.txt", "nowhere.txt: No such file"),
+        ("generate BASE --file .", "Is a directory"),
+        ("generate BASE x --chat", "no chat template"),
+        ("generate BASE x --chat-template nonsense", "no chat template 'nonsense'"),
+        ("chat BASE -p x", "made to continue texts"),
+        ("inspect README.md", "not a GGUF file"),
+        ("explain nowhere", "no model 'nowhere' was found"),
+        ("tokenize BASE --decode -p 99999", "99999"),
+        ("pull nonsense", "'nonsense' is no name on the hub"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_status_1(
+    line: str, said: str, base: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main([base if word == "BASE" else word for word in line.split()]) == 1
+    streams = capsys.readouterr()
+    assert streams.out == ""
+    (sentence,) = streams.err.splitlines()
+    assert sentence.startswith("quarrel: ")
+    assert said in sentence
+
+
+def test_a_prompt_longer_than_the_context_names_both_sizes(base: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", base, "abc " * 400, "--ctx", "64"]) == 1
+    assert "the context holds 64" in capsys.readouterr().err
