@@ -125,6 +125,7 @@ class Plan:
     """
 
     level: Level
+    threads: int
     sizes: Mapping[str, int]
     """Largest size of each free axis."""
     exact: bool

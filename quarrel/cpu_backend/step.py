@@ -34,7 +34,7 @@ class Compiled:
         self.choices = lower(program, REGISTRY)
         nodes = [c.node for c in self.choices]
         self.weights = Weights(source, exact)
-        plan = Plan(pool.level, {**sizes, "S1": sizes.get("S", 0) + 1}, exact, {}, {})
+        plan = Plan(pool.level, pool.threads, {**sizes, "S1": sizes.get("S", 0) + 1}, exact, {}, {})
         lowering = Lowering(plan, self.weights, caches)
         plan.forms, plan.last_use = _uses(nodes, program, lowering)  # type: ignore[misc]
         self.inputs: dict[str, np.ndarray] = {}
