@@ -49,6 +49,7 @@ class Generation(Sequence):
         self.want = "tokens" if request.params.on_device else "logits"
         self.seed = rng.alternative_seed(request.seed, index)
         self._sink, self._stream = sink, stream
+        self._room = request.room
         self._chain = HostChain(request.params, request.stop_ids, request.texts)
         self._text = StopText(request.texts.detokenizer(), request.params.stop)
         self._said: list[str] = []
@@ -66,7 +67,7 @@ class Generation(Sequence):
 
     def settle(self, outputs: StepOutputs, first: int, count: int) -> None:
         assert count == 1
-        if self.request.room == 0:
+        if self._room == 0:
             self._finish("length")
             return
         logprob = None
@@ -102,7 +103,7 @@ class Generation(Sequence):
         text = self._text.push(token, armed=self.generated > self.request.params.min_tokens)
         if self._text.stopped_by is not None:
             self._finish("stop", text, token, logprob, stopped_by=self._text.stopped_by)
-        elif self.generated == self.request.room:
+        elif self.generated == self._room:
             self._finish("length", text, token, logprob)
         else:
             self._said.append(text)

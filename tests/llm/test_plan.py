@@ -1,0 +1,105 @@
+"""The memory plan: a context that fits, and a sentence where none does."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any
+
+import pytest
+
+from quarrel.errors import OutOfMemory, RequestError
+from quarrel.gguf import GGUFFile
+from quarrel.llm.plan import BLOCK, cache_bytes_per_token, plan_limits, state_bytes
+from quarrel.models import ModelSpec, Tensors, assemble, read_spec
+from quarrel.ops.program import KVLayer, Program, StateLayer
+from quarrel.ops.step import Limits
+from tests.paths import need_cases
+
+GIB = 1 << 30
+PROGRAM = Program((), {}, {}, (KVLayer(8, 64),) * 16)
+
+
+def spec(context: int = 131072) -> ModelSpec:
+    return ModelSpec("llama", 128256, 2048, context, "rms", 1e-5, ())
+
+
+def plan(free: float, program: Program = PROGRAM, context: int = 131072, **options: Any) -> tuple[Limits, int]:
+    given = {"compute": "float16", "weights": GIB, "n_ctx": None, "max_seqs": 8, **options}
+    return plan_limits(program, spec(context), free=int(free), **given)
+
+
+def test_a_token_s_cache_is_counted_by_layer_and_width() -> None:
+    assert cache_bytes_per_token(PROGRAM, "float16") == 16 * 2 * 8 * 64 * 2 == cache_bytes_per_token(PROGRAM, "int8")
+    assert cache_bytes_per_token(PROGRAM, "float32") == 2 * cache_bytes_per_token(PROGRAM, "float16")
+
+
+def test_with_memory_to_spare_the_default_is_8192_for_each_sequence() -> None:
+    limits, length = plan(80 * GIB)
+    assert length == 8192
+    assert (limits.max_blocks_per_seq, limits.n_blocks) == (256, 8 * 256 + 1)
+    assert limits.max_tokens >= limits.max_seqs == 8
+    assert plan(80 * GIB, context=4096)[1] == 4096
+    assert plan(80 * GIB, n_ctx=100)[0].max_blocks_per_seq == 4
+
+
+def test_with_less_memory_fewer_sequences_share_the_cache() -> None:
+    limits, length = plan(3 * GIB)  # 2 GiB left, half of it for caches of 256 MiB
+    assert length == 8192
+    assert limits.n_blocks == 3 * 256 + 1
+
+
+def test_the_context_is_reduced_only_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match=r"the context is reduced from 8192 to \d+ tokens: 1\.20 GiB are free"):
+        limits, length = plan(1.2 * GIB)
+    assert 64 <= length < 8192
+    assert length % BLOCK == 0
+    assert limits.n_blocks == length // BLOCK + 1
+    used = limits.n_blocks * BLOCK * cache_bytes_per_token(PROGRAM, "float16")
+    assert used < 0.2 * GIB
+
+
+def test_an_explicit_context_is_never_reduced() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert plan(8 * GIB, n_ctx=131072)[1] == 131072
+    with pytest.raises(OutOfMemory, match=r"a context of 131072 tokens takes 4\.00 GiB.*use n_ctx=\d+ or less") as refusal:
+        plan(4 * GIB, n_ctx=131072)
+    suggested = int(str(refusal.value).split("n_ctx=")[1].split()[0])
+    assert plan(4 * GIB, n_ctx=suggested)[1] == suggested
+    with pytest.raises(OutOfMemory):
+        plan(4 * GIB, n_ctx=suggested + BLOCK)
+
+
+def test_what_does_not_fit_at_all_says_so() -> None:
+    with pytest.raises(OutOfMemory, match="use a smaller model"):
+        plan(0.5 * GIB)
+
+
+def test_a_context_beyond_the_model_s_is_refused() -> None:
+    with pytest.raises(RequestError, match="n_ctx is 4097, wanted 1 to 4096"):
+        plan(80 * GIB, context=4096, n_ctx=4097)
+
+
+def test_states_are_counted_once_a_sequence() -> None:
+    program = dataclasses.replace(PROGRAM, states=(StateLayer((64, 64, 128)),) * 8)
+    assert state_bytes(program) == 8 * 64 * 64 * 128 * 4
+    with pytest.warns(UserWarning, match="reduced"):
+        assert plan(1.3 * GIB, program)[1] < plan(1.3 * GIB, max_seqs=1)[1]
+
+
+def test_a_model_without_a_cache_has_any_context_it_was_made_for() -> None:
+    program = Program((), {}, {}, (), (StateLayer((16, 128)),))
+    limits, length = plan(2 * GIB, program, n_ctx=131072)
+    assert (length, limits.n_blocks) == (131072, 8 * 4096 + 1)
+
+
+def test_the_plan_of_a_file_agrees_with_the_step_that_is_made_from_it() -> None:
+    import quarrel
+
+    path = need_cases("llama32", "model-q4_0x.gguf")
+    with GGUFFile.open(path) as file:
+        program = assemble(read_spec(file), Tensors(file))
+    with quarrel.load(path, backend="cpu", n_ctx=64, max_seqs=2) as llm:
+        told = llm.explain()
+    assert told.memory.cache == told.cache_tokens * cache_bytes_per_token(program, "int8")

@@ -1,0 +1,76 @@
+"""The QUARREL_* variables are read strictly, in one place."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from quarrel import env
+from quarrel.env import Environment, read_environment
+from quarrel.errors import ConfigError
+
+PACKAGE = Path(env.__file__).parent
+
+
+def test_without_variables_the_defaults_hold() -> None:
+    assert read_environment({}) == Environment()
+    assert read_environment({"QUARREL_THREADS": "", "HOME": "/"}) == Environment()
+
+
+def test_every_variable_is_read(tmp_path: Path) -> None:
+    given = {
+        "QUARREL_BACKEND": "cpu",
+        "QUARREL_COMPUTE": "float32",
+        "QUARREL_THREADS": "3",
+        "QUARREL_CHECK": "1",
+        "QUARREL_MODELS": str(tmp_path),
+        "QUARREL_LOG": "debug",
+    }
+    assert read_environment(given) == Environment("cpu", "float32", 3, True, tmp_path, "debug")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("QUARREL_BACKEND", "cuda"),
+        ("QUARREL_BACKEND", "CPU"),
+        ("QUARREL_COMPUTE", "fp16"),
+        ("QUARREL_THREADS", "0"),
+        ("QUARREL_THREADS", "-1"),
+        ("QUARREL_THREADS", "2.0"),
+        ("QUARREL_THREADS", " 2"),
+        ("QUARREL_THREADS", "1025"),
+        ("QUARREL_THREADS", "9" * 5000),
+        ("QUARREL_THREADS", "²"),
+        ("QUARREL_CHECK", "true"),
+        ("QUARREL_MODELS", "/nowhere/at/all"),
+        ("QUARREL_LOG", "INFO"),
+    ],
+)
+def test_a_malformed_value_is_an_error_that_names_the_variable(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{name} is .*, wanted|{name} is .*no folder"):
+        read_environment({name: value})
+
+
+def test_the_variables_are_few_and_all_described() -> None:
+    text = Path(env.__file__).read_text()
+    names = {node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant) and _is_name(node.value)}
+    assert len(names) <= 15
+    assert all(f"\n{name}  " in (env.__doc__ or "") for name in names)
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and value.startswith("QUARREL_") and " " not in value
+
+
+def test_no_other_file_reads_one() -> None:
+    readers = []
+    for path in PACKAGE.rglob("*.py"):
+        if path.name == "env.py":
+            continue
+        tree = ast.parse(path.read_text("utf-8"))
+        reads = [n for n in ast.walk(tree) if isinstance(n, ast.Constant) and _is_name(n.value)]
+        readers += [f"{path.relative_to(PACKAGE)}:{n.lineno} {n.value}" for n in reads]
+    assert readers == []
