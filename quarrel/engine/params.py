@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict
 
@@ -182,15 +183,15 @@ class Sampling(TypedDict, total=False):
     dry_base: float
     dry_allowed_length: int
     dry_last_n: int
-    dry_sequence_breakers: Iterable[str]
+    dry_sequence_breakers: Collection[str]
     xtc_probability: float
     xtc_threshold: float
     mirostat: int
     mirostat_tau: float
     mirostat_eta: float
     logit_bias: Mapping[int, float]
-    stop: str | Iterable[str]
-    stop_token_ids: Iterable[int]
+    stop: str | Collection[str]
+    stop_token_ids: Collection[int]
     ignore_eos: bool
     logprobs: int | None
     n: int
@@ -216,9 +217,7 @@ def _refuse(name: str, value: object, wanted: object) -> RequestError:
 
 
 def _texts(name: str, value: object, most: int) -> tuple[str, ...]:
-    given = (value,) if isinstance(value, str) else _listed(name, value, "texts")
-    if len(given) > most:
-        raise RequestError(f"{name} holds {len(given)} texts, wanted at most {most}")
+    given = (value,) if isinstance(value, str) else _listed(name, value, "texts", most)
     for text in given:
         if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_CHARS:
             raise _refuse(f"an entry of {name}", text, f"a text of 1 to {MAX_STOP_CHARS} characters")
@@ -228,9 +227,7 @@ def _texts(name: str, value: object, most: int) -> tuple[str, ...]:
 
 
 def _ids(value: object) -> tuple[int, ...]:
-    given = _listed("stop_token_ids", value, "token ids")
-    if len(given) > MAX_STOP_IDS:
-        raise RequestError(f"stop_token_ids holds {len(given)} ids, wanted at most {MAX_STOP_IDS}")
+    given = _listed("stop_token_ids", value, "token ids", MAX_STOP_IDS)
     return tuple(token_id("stop_token_ids", id) for id in given)
 
 
@@ -248,9 +245,12 @@ def _biases(value: Any) -> dict[int, float]:
     return biases
 
 
-def _listed(name: str, value: object, what: str) -> tuple[object, ...]:
-    if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping):
+def _listed(name: str, value: object, what: str, most: int) -> tuple[object, ...]:
+    """The elements of a list, tuple or set. No other iterable: it could be endless, or `range(10**18)`."""
+    if not isinstance(value, list | tuple | AbstractSet):
         raise _refuse(name, value, f"a list of {what}")
+    if len(value) > most:
+        raise RequestError(f"{name} holds {len(value)} {what}, wanted at most {most}")
     return tuple(value)
 
 
