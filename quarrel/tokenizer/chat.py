@@ -51,21 +51,17 @@ class ChatTemplates:
         self._control_texts = dict(control_texts)
         self._renderer = Renderer()
 
-    def text(self) -> str:
-        """All that any of the templates writes by itself, for finding out which tokens are structure."""
-        return "\n".join([self.default or "", *self.named.values(), *BUILTIN_TEMPLATES.values()])
-
     def render(
         self,
+        template: str,
         messages: Sequence[Mapping[str, object]],
         add_generation_prompt: bool,
         *,
         tools: Sequence[Mapping[str, object]] | None = None,
         documents: Sequence[Mapping[str, object]] | None = None,
-        name: str | None = None,
         kwargs: Mapping[str, bool | str] | None = None,
     ) -> list[tuple[str, Trust]]:
-        """The chat's text in runs, each with who wrote it."""
+        """The chat's text in runs, each with who wrote it; `template` is Jinja."""
         variables = {
             **_checked_kwargs(kwargs or {}),
             "messages": _checked_messages(messages),
@@ -73,16 +69,18 @@ class ChatTemplates:
             "tools": _checked_objects("tools", tools),
             "documents": _checked_objects("documents", documents),
         }
-        return self._renderer.render(self._choose(name, tools is not None), variables, self._control_texts)
+        return self._renderer.render(template, variables, self._control_texts)
 
-    def smoke(self) -> list[tuple[str, Trust]]:
+    def greet(self) -> list[tuple[str, Trust]]:
         """A greeting by the file's template. Raises TokenizerError where it cannot be rendered."""
+        template = self.choose(None)
         try:
-            return self.render([{"role": "user", "content": "Hello"}], True)
+            return self.render(template, [{"role": "user", "content": "Hello"}], True)
         except RequestError as error:
             raise TokenizerError(f"the chat template cannot render a greeting: {error}") from None
 
-    def _choose(self, name: str | None, with_tools: bool) -> str:
+    def choose(self, name: str | None, with_tools: bool = False) -> str:
+        """The Jinja text behind a name; without a name the file's own."""
         if name is None and with_tools and "tool_use" in self.named:
             return self.named["tool_use"]
         if name is None:

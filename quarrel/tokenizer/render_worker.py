@@ -38,6 +38,7 @@ MEMORY_BYTES = 256 << 20
 MAX_OUTPUT_CHARS = 4 << 20
 # Levels of trust: CONTENT, REPLY and TEMPLATE of special.py.
 CONTENT, REPLY, TEMPLATE = 0, 1, 2
+RUNS = re.compile(rb"\x00+|\x01+|\x02+")
 REPLY_ROLES = ("assistant", "model")
 
 
@@ -316,7 +317,7 @@ class Worker:
         variables |= traced(control_texts, TEMPLATE) | {"messages": messages}
         limit_cpu(RENDER_CPU_S)
         text = self._templates[name].render(variables)
-        runs = [(match.end() - match.start(), match[0][0]) for match in re.finditer(rb"(?s)(.)\1*", levels(text))]
+        runs = [(match.end() - match.start(), match[0][0]) for match in RUNS.finditer(levels(text))]
         return {"text": text, "runs": runs}
 
 

@@ -31,7 +31,7 @@ class Trust(IntEnum):
     """Who wrote a text, and so which tokens may be found in it."""
 
     CONTENT = 0
-    """Anyone. Only user-defined tokens that are no tags of a chat template, such as runs of spaces."""
+    """Anyone. Only user-defined tokens that are no part of a chat's structure, such as runs of spaces."""
     REPLY = 1
     """The model, or a caller who has no chat in mind. All user-defined tokens."""
     TEMPLATE = 2
@@ -45,12 +45,13 @@ class _Special:
     text: str
     code: str
     needs: Trust
+    tag: bool
 
 
 class SpecialTokens:
-    """All special tokens of a vocabulary. `structure`: the text of the chat templates; what stands there is structure."""
+    """All special tokens of a vocabulary."""
 
-    def __init__(self, vocabulary: Vocabulary, structure: str) -> None:
+    def __init__(self, vocabulary: Vocabulary) -> None:
         ids = [
             id
             for id in vocabulary.of_kind(Kind.CONTROL, Kind.USER_DEFINED, Kind.UNKNOWN)
@@ -62,18 +63,20 @@ class SpecialTokens:
         self._strips_left, self._strips_right = vocabulary.strips_left, vocabulary.strips_right
         for order, id in enumerate(ids):
             text = vocabulary.texts[id]
-            special = _Special(order, id, text, _code(order), _needs(text, vocabulary.kinds[id], structure))
+            tag = _TAG.fullmatch(text) is not None
+            special = _Special(order, id, text, _code(order), _needs(text, vocabulary.kinds[id]), tag)
             self._groups.setdefault(text[:_PREFIX_LENGTH], []).append(special)
 
-    def split(self, spans: Sequence[tuple[str, Trust]]) -> Iterator[str | int]:
-        """Texts and ids in turn, no text empty. A token is found only inside a run of spans of equal trust; the texts
-        between tokens run across spans."""
+    def split(self, spans: Sequence[tuple[str, Trust]], structure: str = "") -> Iterator[str | int]:
+        """Texts and ids in turn, no text empty. A token is found only inside one span; the texts between tokens run
+        across spans. structure: the chat template; of the tags that it writes, none is found in CONTENT."""
         texts = [text for text, _ in spans]
         for level in Trust:
             members = [at for at, (_, trust) in enumerate(spans) if trust == level]
             joined = _SEAM.join([texts[at] for at in members])
             for special in self._present(joined):
-                if level >= special.needs:
+                forged = level == Trust.CONTENT and special.tag and special.text in structure
+                if level >= special.needs and not forged:
                     joined = joined.replace(special.text, special.code)
             for at, text in zip(members, joined.split(_SEAM), strict=False):
                 texts[at] = text
@@ -96,12 +99,10 @@ class SpecialTokens:
         return sorted(found, key=lambda special: special.order)
 
 
-def _needs(text: str, kind: int, structure: str) -> Trust:
+def _needs(text: str, kind: int) -> Trust:
     if kind != Kind.USER_DEFINED:
         return Trust.TEMPLATE
-    if _PIPED.fullmatch(text) or (_TAG.fullmatch(text) and text in structure):
-        return Trust.REPLY
-    return Trust.CONTENT
+    return Trust.REPLY if _PIPED.fullmatch(text) else Trust.CONTENT
 
 
 def _code(order: int) -> str:

@@ -17,6 +17,8 @@ from quarrel.tokenizer.guard import native, storable
 from quarrel.tokenizer.vocab import Kind, Vocabulary
 
 SPACE: Final = "▁"
+# The library refuses longer ones.
+_MAX_PIECE_BYTES: Final = 7999
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
@@ -45,7 +47,8 @@ def _pieces(vocabulary: Vocabulary) -> Iterable[tuple[str, float, int]]:
     for id, (text, score, kind) in enumerate(zip(vocabulary.texts, vocabulary.scores, vocabulary.kinds, strict=True)):
         hidden = kind in (Kind.CONTROL, Kind.UNKNOWN, Kind.USER_DEFINED)
         bad_byte = kind == Kind.BYTE and _BYTE_PIECE.fullmatch(text) is None
-        if hidden or bad_byte or not storable(text) or not vocabulary.first(id):
+        storable_here = storable(text) and len(text.encode()) <= _MAX_PIECE_BYTES
+        if hidden or bad_byte or not storable_here or not vocabulary.first(id):
             # Text can never match this: its spaces have become U+2581 before.
             yield f" {id}", score, Kind.CONTROL
         else:

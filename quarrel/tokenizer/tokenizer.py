@@ -53,7 +53,7 @@ class Tokenizer:
         self._model = _model(vocabulary, metadata)
         self._bytes = PieceBytes(vocabulary)
         self._templates = ChatTemplates(metadata, self._control_texts())
-        self._special = SpecialTokens(vocabulary, self._templates.text())
+        self._special = SpecialTokens(vocabulary)
         self.n_vocab = len(vocabulary.texts)
         self.model = vocabulary.model
         self.pre = vocabulary.pre
@@ -123,12 +123,11 @@ class Tokenizer:
         kwargs: Mapping[str, bool | str] | None = None,
     ) -> str:
         """The text of a chat, as the model's template writes it; arguments and errors as for `apply_chat`."""
-        return "".join(
-            text
-            for text, _ in self._templates.render(
-                messages, add_generation_prompt, tools=tools, documents=documents, name=template, kwargs=kwargs
-            )
+        source = self._templates.choose(template, tools is not None)
+        spans = self._templates.render(
+            source, messages, add_generation_prompt, tools=tools, documents=documents, kwargs=kwargs
         )
+        return "".join(text for text, _ in spans)
 
     def apply_chat(
         self,
@@ -148,10 +147,11 @@ class Tokenizer:
         one and the template has written none. Raises RequestError for messages that the template refuses, or where
         there is no template; TokenizerError for a template that is broken, hostile or too slow.
         """
+        source = self._templates.choose(template, tools is not None)
         spans = self._templates.render(
-            messages, add_generation_prompt, tools=tools, documents=documents, name=template, kwargs=kwargs
+            source, messages, add_generation_prompt, tools=tools, documents=documents, kwargs=kwargs
         )
-        ids = self._encode(spans)
+        ids = self._encode(spans, source)
         if self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             return [self.bos_id, *ids]
         return ids
@@ -159,7 +159,7 @@ class Tokenizer:
     def check_chat_template(self) -> None:
         """Renders a greeting by the file's template. Raises TokenizerError where that fails; warns where control tokens
         come out in a way that cannot be traced to the template, and so are not recognised."""
-        spans = self._templates.smoke()
+        spans = self._templates.greet()
         whole = "".join(text for text, _ in spans)
         if list(self._special.split(spans)) != list(self._special.split([(whole, Trust.TEMPLATE)])):
             warnings.warn(
@@ -169,10 +169,10 @@ class Tokenizer:
                 stacklevel=2,
             )
 
-    def _encode(self, spans: Sequence[tuple[str, Trust]]) -> list[int]:
+    def _encode(self, spans: Sequence[tuple[str, Trust]], structure: str = "") -> list[int]:
         ids: list[int] = []
         after_special = True
-        for part in self._special.split(spans):
+        for part in self._special.split(spans, structure):
             if isinstance(part, int):
                 ids.append(part)
                 after_special = True
