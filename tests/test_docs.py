@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import quarrel
-from quarrel import doctor
+from quarrel import doctor, env
 from quarrel.cli.parser import make_parser
 from quarrel.errors import UnsupportedOp
 from quarrel.gguf import GGUFFile
@@ -71,20 +71,25 @@ def test_every_command_is_in_the_readme() -> None:
     assert [c for c in commands if f"quarrel {c}" not in README and c != "tokenize"] == []
 
 
-def test_the_readmes_python_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "said"), [("README.md", "completion_tokens=40"), ("docs/python.md", "temperature is -1")])
+def test_the_examples_run_as_they_stand(name: str, said: str, tmp_path: Path) -> None:
+    code = "\n".join(blocks((ROOT / name).read_text("utf-8"), "python"))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "QUARREL_BACKEND": "cpu"}
+    command = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert said in done.stdout
+
+
+def test_the_first_example_is_short() -> None:
     (example,) = blocks(README, "python")
     assert len(example.splitlines()) <= 12
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "QUARREL_BACKEND": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", example],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=environment,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "completion_tokens=40" in done.stdout
+
+
+def test_every_variable_is_described() -> None:
+    described = set(re.findall(r"^\| `(QUARREL_\w+)`", (ROOT / "docs" / "python.md").read_text("utf-8"), re.MULTILINE))
+    assert described == set(re.findall(r"QUARREL_[A-Z]+\b(?=   )", env.__doc__ or ""))
+    assert 0 < len(described) <= 15
 
 
 def architectures() -> tuple[list[str], list[str]]:
