@@ -22,9 +22,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     _tolerate_any_terminal()
     parser = make_parser()
     try:
-        args = parser.parse_args(argv)
+        args, unknown = parser.parse_known_args(argv)
     except SystemExit as stop:  # argparse has printed its usage or its help
         return int(stop.code or 0)
+    if unknown:
+        note(f"quarrel {args.command}: {unknown[0]!r} is not understood here (see quarrel {args.command} --help)")
+        return USAGE
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning

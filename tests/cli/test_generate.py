@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
 
 from quarrel.cli import main
+from quarrel.cli.terminal import progress
 from tests.cli.support import GREEDY, SLOW, interrupt_after, typed
 from tests.tiny_model import CHATML
 
@@ -112,3 +114,20 @@ def test_ctrl_c_prints_what_was_generated_and_is_status_130(
         assert streams.out.startswith(text[:3])
         assert streams.out.endswith("\n")
         assert "cancelled" in streams.err
+
+
+def test_a_bar_is_drawn_at_a_terminal_only() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal, pipe = Terminal(), io.StringIO()
+    with progress("loading", terminal) as bar:
+        assert bar is not None
+        bar(512 << 10, 1 << 20)
+        bar(1 << 20, 1 << 20)
+    assert "loading" in terminal.getvalue()
+    assert terminal.getvalue().endswith("\r"), "the line is wiped for the text that follows"
+    with progress("loading", pipe) as bar:
+        assert bar is None
+    assert pipe.getvalue() == ""
