@@ -131,9 +131,11 @@ def read_vocabulary(metadata: Metadata) -> Vocabulary:
         )
     }
     if model == "bert":
-        special["bos"] = _special_id(metadata, "bos", special["cls"], len(texts)) or special["bos"]
+        # Either key will do for both.
         if special["cls"] is None:
             special["cls"] = special["bos"]
+        elif "tokenizer.ggml.bos_token_id" not in metadata:
+            special["bos"] = special["cls"]
     kinds = _kinds(metadata, len(texts))
     for text in control_texts(ids):
         kinds[ids[text]] = Kind.CONTROL
