@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Callable
-from typing import Final
+from typing import Final, SupportsIndex
 
 from quarrel.tokenizer.vocab import Kind, Vocabulary
 
@@ -58,12 +58,12 @@ class Detokenizer:
     Bytes of an unfinished character are held back; bytes that can no longer become one are written as U+FFFD.
     """
 
-    def __init__(self, piece: Callable[[int], bytes], strip_space: bool) -> None:
+    def __init__(self, piece: Callable[[SupportsIndex], bytes], strip_space: bool) -> None:
         self._piece = piece
         self._strip_space = strip_space
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def push(self, id: int) -> str:
+    def push(self, id: SupportsIndex) -> str:
         """Raises RequestError for an id outside the vocabulary."""
         piece = self._piece(id)
         if piece and self._strip_space:

@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import jinja2.debug  # noqa: F401  (imported late by Jinja itself, when no file can be opened any more)
-from jinja2 import TemplateError, TemplateSyntaxError, nodes, pass_environment
+from jinja2 import TemplateSyntaxError, nodes, pass_environment
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.environment import Environment
 from jinja2.exceptions import SecurityError
@@ -302,8 +302,9 @@ class Worker:
             return refusal("output", f"writes more than {MAX_OUTPUT_CHARS >> 20} MiB of text")
         except MemoryError:
             return refusal("memory", f"needs more than {MEMORY_BYTES >> 20} MiB of memory")
-        except (TemplateError, Exception) as error:
-            return refusal("failed", f"{type(error).__name__}: {error}")
+        except Exception as error:
+            kind = "syntax" if request["do"] == "compile" else "failed"
+            return refusal(kind, f"{type(error).__name__}: {error}")
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
 

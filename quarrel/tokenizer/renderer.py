@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from quarrel.errors import RequestError, TokenizerError
+from quarrel.tokenizer.guard import is_text
 from quarrel.tokenizer.special import Trust
 
 WORKER: Final = Path(__file__).with_name("render_worker.py")
@@ -29,6 +30,8 @@ MAX_REPLY_BYTES: Final = 64 << 20
 START_S: Final = 20.0
 COMPILE_S: Final = 10.0
 RENDER_S: Final = 2.0
+# Compiled templates that one worker keeps; a model has a handful.
+MAX_TEMPLATES: Final = 64
 
 
 class Renderer:
@@ -55,7 +58,7 @@ class Renderer:
             if name not in worker.compiled:
                 worker.ask(_json({"do": "compile", "name": name, "template": source.decode()}), COMPILE_S)
                 worker.compiled.add(name)
-            return _runs(worker.ask(request, RENDER_S))
+            return worker.render(request)
 
     def close(self) -> None:
         """Ends the worker; a later `render` starts another."""
@@ -96,7 +99,22 @@ class _Worker:
 
     def usable(self) -> bool:
         """A forked child must not share its parent's worker: their requests would mix."""
-        return self.close.alive and self._owner == os.getpid() and self._process.poll() is None
+        here = self._owner == os.getpid()
+        return here and self.close.alive and self._process.poll() is None and len(self.compiled) < MAX_TEMPLATES
+
+    def render(self, request: bytes) -> list[tuple[str, Trust]]:
+        reply = self.ask(request, RENDER_S)
+        try:
+            text, at, runs = reply["text"], 0, []
+            for length, level in reply["runs"]:
+                runs.append((text[at : at + length], Trust(level)))
+                at += length
+            sound = at == len(text) and is_text(text)
+        except (KeyError, TypeError, ValueError):
+            sound = False
+        if not sound:
+            self._fail("wrote what is no text")
+        return runs
 
     def ask(self, request: bytes, limit_s: float) -> dict[str, Any]:
         deadline = time.monotonic() + limit_s
@@ -168,14 +186,6 @@ def _refuse(kind: str, message: str) -> NoReturn:
     if kind == "security":
         raise TokenizerError(f"the chat template reaches for what it must not touch: {message}")
     raise TokenizerError(f"the chat template {message}, and was stopped")
-
-
-def _runs(reply: Mapping[str, Any]) -> list[tuple[str, Trust]]:
-    text, at, runs = reply["text"], 0, []
-    for length, level in reply["runs"]:
-        runs.append((text[at : at + length], Trust(level)))
-        at += length
-    return runs
 
 
 def _end(process: subprocess.Popen[bytes], owner: int) -> None:

@@ -86,7 +86,7 @@ class Tokenizer:
         Raises RequestError for an id outside the vocabulary.
         """
         detokenizer = self.detokenizer(skip_special)
-        return "".join([detokenizer.push(operator.index(id)) for id in ids]) + detokenizer.flush()
+        return "".join([detokenizer.push(id) for id in ids]) + detokenizer.flush()
 
     def detokenizer(self, skip_special: bool = True, *, continues: bool = False) -> Detokenizer:
         """A decoder for ids that arrive one by one; the sum of its outputs is `decode` of them all.
@@ -96,11 +96,11 @@ class Tokenizer:
         strip_space = self._vocabulary.add_space_prefix and not continues
         return Detokenizer(lambda id: self.token_bytes(id, special=not skip_special), strip_space)
 
-    def token_bytes(self, id: int, special: bool = False) -> bytes:
+    def token_bytes(self, id: SupportsIndex, special: bool = False) -> bytes:
         """The bytes that this id adds to a text; none for a control token unless `special`."""
         return self._bytes(self._checked_id(id), special)
 
-    def token_text(self, id: int) -> str:
+    def token_text(self, id: SupportsIndex) -> str:
         """The piece as it is stored; bytes that are not UTF-8 become U+FFFD."""
         text = self._vocabulary.texts[self._checked_id(id)]
         return text if is_text(text) else text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
@@ -109,7 +109,7 @@ class Tokenizer:
         """The id of a stored piece."""
         return self._vocabulary.ids.get(text)
 
-    def is_control(self, id: int) -> bool:
+    def is_control(self, id: SupportsIndex) -> bool:
         return self._vocabulary.kinds[self._checked_id(id)] in (Kind.CONTROL, Kind.UNKNOWN)
 
     def render_chat(
@@ -142,7 +142,8 @@ class Tokenizer:
         """The ids of a chat, ready for the model.
 
         messages: each with a "role" and mostly a "content". template: the name of a variant in the file or of a
-        built-in template, or Jinja itself; the file's own otherwise. kwargs: up to 16 further variables for it.
+        built-in template, or Jinja itself, which must never come out of a request; the file's own otherwise.
+        kwargs: up to 16 further variables for it.
         Control tokens come from the template only: no message can name one. BOS is put in front where the file wants
         one and the template has written none. Raises RequestError for messages that the template refuses, or where
         there is no template; TokenizerError for a template that is broken, hostile or too slow.
@@ -157,8 +158,10 @@ class Tokenizer:
         return ids
 
     def check_chat_template(self) -> None:
-        """Renders a greeting by the file's template. Raises TokenizerError where that fails; warns where control tokens
-        come out in a way that cannot be traced to the template, and so are not recognised."""
+        """Renders a greeting by the file's template, if it has one. Raises TokenizerError where that fails; warns where
+        control tokens come out in a way that cannot be traced to the template, and so are not recognised."""
+        if self.chat_template is None:
+            return
         spans = self._templates.greet()
         whole = "".join(text for text, _ in spans)
         if list(self._special.split(spans)) != list(self._special.split([(whole, Trust.TEMPLATE)])):
@@ -188,10 +191,14 @@ class Tokenizer:
             first, last = self.bos_id if self.add_bos else None, self.eos_id if self.add_eos else None
         return [*([] if first is None else [first]), *ids, *([] if last is None else [last])]
 
-    def _checked_id(self, id: int) -> int:
-        if not 0 <= id < self.n_vocab:
-            raise RequestError(f"the token id {id} is outside the vocabulary, wanted 0 to {self.n_vocab - 1}")
-        return id
+    def _checked_id(self, id: SupportsIndex) -> int:
+        try:
+            number = operator.index(id)
+        except TypeError:
+            raise RequestError(f"a token id is a {type(id).__name__}, wanted an integer") from None
+        if not 0 <= number < self.n_vocab:
+            raise RequestError(f"the token id {number} is outside the vocabulary, wanted 0 to {self.n_vocab - 1}")
+        return number
 
     def _control_texts(self) -> dict[str, str]:
         """The variables by which templates name control tokens."""

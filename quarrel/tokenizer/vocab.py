@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from types import MappingProxyType
 from typing import Final
 
 from quarrel.errors import ModelError, TokenizerError
@@ -13,7 +14,7 @@ from quarrel.gguf import Metadata
 from quarrel.tokenizer.pre import PreTokenizer, pre_tokenizer
 from quarrel.tokenizer.stops import control_texts, stop_ids
 
-MODELS: Final = ("llama", "gpt2", "bert", "t5", "gemma4")
+_MODELS: Final = ("llama", "gpt2", "bert", "t5", "gemma4")
 MAX_TOKENS: Final = 2 << 20
 # Orpheus-like speech models add 28,000 special tokens; every one of them is looked for in every text.
 MAX_SPECIAL: Final = 1 << 18
@@ -50,16 +51,19 @@ class _Defaults:
     add_bos: bool = False
     add_eos: bool = False
     add_space_prefix: bool = False
+    cls_is_bos: bool = False
 
 
 # llama.cpp gives byte-level BPE bos = eos = 11, which stands for "," in most of these vocabularies: no default is safer.
-DEFAULTS: Final[Mapping[str, _Defaults]] = {
-    "llama": _Defaults(bos=1, eos=2, unk=0, add_bos=True, add_space_prefix=True),
-    "gpt2": _Defaults(),
-    "gemma4": _Defaults(add_bos=True),
-    "bert": _Defaults(bos=101, unk=100, sep=102, pad=0, mask=103, add_bos=True),
-    "t5": _Defaults(eos=1, unk=2, pad=0, add_eos=True),
-}
+_DEFAULTS: Final[Mapping[str, _Defaults]] = MappingProxyType(
+    {
+        "llama": _Defaults(bos=1, eos=2, unk=0, add_bos=True, add_space_prefix=True),
+        "gpt2": _Defaults(),
+        "gemma4": _Defaults(add_bos=True),
+        "bert": _Defaults(bos=101, unk=100, sep=102, pad=0, mask=103, add_bos=True, cls_is_bos=True),
+        "t5": _Defaults(eos=1, unk=2, pad=0, add_eos=True),
+    }
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -103,39 +107,16 @@ def read_vocabulary(metadata: Metadata) -> Vocabulary:
     model = metadata.str("tokenizer.ggml.model", None)
     if model is None:
         raise TokenizerError("the file has no tokenizer.ggml.model, so it holds no vocabulary; use a file with one")
-    if model not in MODELS:
-        raise TokenizerError(f"tokenizer.ggml.model is {model!r}, wanted one of {', '.join(MODELS)}")
+    if model not in _MODELS:
+        raise TokenizerError(f"tokenizer.ggml.model is {model!r}, wanted one of {', '.join(_MODELS)}")
     texts = _texts(metadata)
     ids = {text: id for id, text in zip(reversed(range(len(texts))), reversed(texts), strict=True)}
     if len(ids) < len(texts):
         _warn(f"{len(texts) - len(ids)} pieces of the vocabulary occur more than once; the first of each is used")
     pre = metadata.str("tokenizer.ggml.pre", None)
     pre_rules = _pre_rules(model, pre)
-    defaults = DEFAULTS[model]
-    special = {
-        name: _special_id(metadata, key, default, len(texts))
-        for name, key, default in (
-            ("bos", "bos", defaults.bos),
-            ("eos", "eos", defaults.eos),
-            ("unk", "unknown", defaults.unk),
-            # GGUF spells it so.
-            ("sep", "seperator", defaults.sep),
-            ("pad", "padding", defaults.pad),
-            ("cls", "cls", None),
-            ("mask", "mask", defaults.mask),
-            ("eot", "eot", None),
-            ("eom", "eom", None),
-            ("fim_pad", "fim_pad", None),
-            ("fim_rep", "fim_rep", None),
-            ("fim_sep", "fim_sep", None),
-        )
-    }
-    if model == "bert":
-        # Either key will do for both.
-        if special["cls"] is None:
-            special["cls"] = special["bos"]
-        elif "tokenizer.ggml.bos_token_id" not in metadata:
-            special["bos"] = special["cls"]
+    defaults = _DEFAULTS[model]
+    special = _special_ids(metadata, defaults, len(texts))
     kinds = _kinds(metadata, len(texts))
     for text in control_texts(ids):
         kinds[ids[text]] = Kind.CONTROL
@@ -201,6 +182,34 @@ def _scores(metadata: Metadata, n_tokens: int) -> list[float]:
     if len(scores) != n_tokens:
         raise TokenizerError(f"tokenizer.ggml.scores has {len(scores)} elements, wanted {n_tokens}")
     return scores
+
+
+def _special_ids(metadata: Metadata, defaults: _Defaults, n_tokens: int) -> dict[str, int | None]:
+    special = {
+        name: _special_id(metadata, key, default, n_tokens)
+        for name, key, default in (
+            ("bos", "bos", defaults.bos),
+            ("eos", "eos", defaults.eos),
+            ("unk", "unknown", defaults.unk),
+            # GGUF spells it so.
+            ("sep", "seperator", defaults.sep),
+            ("pad", "padding", defaults.pad),
+            ("cls", "cls", None),
+            ("mask", "mask", defaults.mask),
+            ("eot", "eot", None),
+            ("eom", "eom", None),
+            ("fim_pad", "fim_pad", None),
+            ("fim_rep", "fim_rep", None),
+            ("fim_sep", "fim_sep", None),
+        )
+    }
+    if defaults.cls_is_bos:
+        # Either key will do for both.
+        if special["cls"] is None:
+            special["cls"] = special["bos"]
+        elif "tokenizer.ggml.bos_token_id" not in metadata:
+            special["bos"] = special["cls"]
+    return special
 
 
 def _special_id(metadata: Metadata, name: str, default: int | None, n_tokens: int) -> int | None:

@@ -137,6 +137,12 @@ def test_memory_is_limited() -> None:
         TOKENIZER.render_chat(CHAT, template=BOMBS[0])
 
 
+def test_a_template_cannot_smuggle_the_marks_of_found_tokens() -> None:
+    for code in ("\\ud800\\ud801\\ud801\\ud801", "\\udfff", "\\udbff\\ud800"):
+        with pytest.raises(TokenizerError, match="wrote what is no text"):
+            TOKENIZER.apply_chat(CHAT, template=f"{{{{ '{code}' }}}}")
+
+
 def test_a_template_has_a_largest_size() -> None:
     TOKENIZER.render_chat(CHAT, template="{{ 1 }}".ljust(MAX_TEMPLATE_BYTES))
     with pytest.raises(TokenizerError, match=f"has {MAX_TEMPLATE_BYTES + 1} bytes, wanted at most {MAX_TEMPLATE_BYTES}"):

@@ -237,6 +237,12 @@ def test_an_id_outside_the_vocabulary_is_refused(id: int) -> None:
             act(id)
 
 
+@pytest.mark.parametrize("id", ["1", 1.5, None])
+def test_an_id_that_is_no_number_is_refused(id: object) -> None:
+    with pytest.raises(RequestError, match="wanted an integer"):
+        BPE.decode([id])  # type: ignore[list-item]
+
+
 @pytest.mark.parametrize("tokenizer", ALL, ids=lambda tokenizer: tokenizer.model)
 def test_text_that_is_not_unicode_is_refused(tokenizer: Tokenizer) -> None:
     for text in ("\ud800", "a\udfffb", "\udc80<s>"):
