@@ -5,7 +5,7 @@ QUARREL_COMPUTE   auto, float32, float16 or bfloat16: the arithmetic when nothin
 QUARREL_THREADS   threads of the CPU backend, 1 to 1024
 QUARREL_CHECK     1 compares every op with its NumPy reference while it runs (slow)
 QUARREL_MODELS    a further folder to look for models in
-QUARREL_LOG       debug, info, warning or error
+QUARREL_LOG       debug, info, warning or error: what the logger "quarrel" writes to standard error
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Environment:
     threads: int | None = None
     check: bool = False
     models: Path | None = None
-    log: str = "warning"
+    log: str | None = None
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
@@ -45,7 +45,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         threads=_threads(given),
         check=_choice(given, "QUARREL_CHECK", ("0", "1"), "0") == "1",
         models=None if models is None else _folder(models),
-        log=_choice(given, "QUARREL_LOG", LEVELS, "warning"),
+        log=_choice(given, "QUARREL_LOG", LEVELS, LEVELS[0]) if "QUARREL_LOG" in given else None,
     )
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ import pytest
 from quarrel import env
 from quarrel.env import Environment, read_environment
 from quarrel.errors import ConfigError
+from tests.paths import need_cases
 
 PACKAGE = Path(env.__file__).parent
 
@@ -74,3 +78,12 @@ def test_no_other_file_reads_one() -> None:
         reads = [n for n in ast.walk(tree) if isinstance(n, ast.Constant) and _is_name(n.value)]
         readers += [f"{path.relative_to(PACKAGE)}:{n.lineno} {n.value}" for n in reads]
     assert readers == []
+
+
+def test_the_log_goes_to_standard_error_when_asked_for() -> None:
+    path = need_cases("llama32", "model-q4_0x.gguf")
+    code = f"import quarrel; quarrel.load({str(path)!r}, backend='cpu', n_ctx=32).close()"
+    for level, said in (("info", True), ("warning", False), ("", False)):
+        variables = {**os.environ, "QUARREL_LOG": level}
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=variables)
+        assert ("on cpu" in done.stderr) is said

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -28,6 +30,7 @@ AUTO = ("triton", "mlx", "cpu")
 MAX_SEQS = 256
 
 Progress = Callable[[int, int], None]
+log = logging.getLogger("quarrel")
 
 
 def load(
@@ -55,6 +58,7 @@ def load(
     """
     began = time.perf_counter()
     environment = read_environment()
+    _set_log(environment)
     _check_arguments(compute, n_ctx, max_seqs, threads)
     found = _find(name, environment)
     chosen, skipped = _choose(backend, environment, threads or environment.threads)
@@ -105,6 +109,7 @@ def load(
         skipped=skipped,
     )
     seconds = time.perf_counter() - began
+    log.info("loaded %s on %s (%s) in %.2f s, n_ctx %d", name, chosen.name, chosen.device(), seconds, length)
     return LLM(Loaded(loop, file, spec, tokenizer, explanation, seconds, defaults_of(found.params), found.system))
 
 
@@ -123,6 +128,14 @@ def _decoder(file: GGUFFile, n_ctx: int | None = None) -> ModelSpec:
     if isinstance(spec, EncoderSpec):
         raise UnsupportedModel(f"a {spec.architecture} model is an encoder, which continues no text: load a language model")
     return spec
+
+
+def _set_log(environment: Environment) -> None:
+    if environment.log is None:
+        return
+    log.setLevel(environment.log.upper())
+    if not log.hasHandlers():
+        log.addHandler(logging.StreamHandler())
 
 
 def _check_arguments(compute: object, n_ctx: object, max_seqs: object, threads: object) -> None:
@@ -159,10 +172,21 @@ def _choose(backend: str | Backend, environment: Environment, threads: int | Non
     skipped: list[str] = []
     for candidate in AUTO:
         try:
+            if candidate == "triton" and not _has_cuda_driver():
+                # Said without importing PyTorch, which takes seconds.
+                raise BackendUnavailable("backend triton cannot run on this machine: there is no NVIDIA driver (libcuda)")
             return _able(backend_named(candidate, threads)), tuple(skipped)
         except BackendUnavailable as error:
             skipped.append(str(error))
     raise BackendUnavailable(f"no backend can run on this machine: {'; '.join(skipped)}")
+
+
+def _has_cuda_driver() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def _able(backend: Backend) -> Backend:

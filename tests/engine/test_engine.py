@@ -3,14 +3,16 @@ and every ending gives every block back."""
 
 from __future__ import annotations
 
+import queue
 import random
 import threading
 from typing import Any
 
 import pytest
 
-from quarrel.engine import Chunk, Result, Sampling, SamplingParams, merged, rng, start
+from quarrel.engine import Chunk, Deliver, Result, Sampling, SamplingParams, Scoring, merged, rng, start
 from quarrel.errors import QuarrelError
+from quarrel.ops.sample import draw_token
 from tests.engine.toys import STOP, VOCABULARY, Toy, extend, letter, limits, request
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -166,6 +168,13 @@ def test_a_stop_string_across_tokens_ends_and_is_not_shown() -> None:
         toy.assert_all_returned()
 
 
+def test_what_was_held_back_for_a_stop_that_never_came_is_shown_at_the_end() -> None:
+    with Toy() as toy:
+        free = toy.generate(PROMPT, GREEDY)
+        held = toy.generate(PROMPT, params(stop=[free.text[-2:] + "never"]))
+        assert (held.text, held.finish_reason) == (free.text, "length")
+
+
 def test_chunks_add_up_to_the_result() -> None:
     with Toy() as toy:
         stream = toy.start(PROMPT, params(logprobs=1))
@@ -189,6 +198,17 @@ def test_log_probabilities_are_those_of_the_tokens() -> None:
             assert p.top[1][1] <= p.logprob < 0
         assert set(toy.step.wants) == {"logits"}
         assert toy.generate(PROMPT, GREEDY).logprobs is None
+
+
+def test_a_draw_s_number_is_that_of_its_position_in_the_text() -> None:
+    plain = params(temperature=1.0, top_k=0, top_p=1, min_p=0, seed=9, max_tokens=3)
+    with Toy() as toy:
+        drawn = toy.generate(PROMPT, plain).token_ids
+        history = 0
+        for i, token in enumerate([*PROMPT, *drawn]):
+            if i >= len(PROMPT):
+                assert token == draw_token(toy.step.logits(history, 0), 1.0, 0, 1.0, 0.0, rng.uniform(9, i))
+            history = extend(history, token)
 
 
 def test_the_same_seed_gives_the_same_tokens_and_another_one_others() -> None:
@@ -275,6 +295,13 @@ def test_a_step_that_fails_ends_its_batch_and_the_next_one_runs() -> None:
         assert (first.finish_reason, first.error) == ("error", "the device is on fire; use another")
         toy.step.fail = ZeroDivisionError("x / 0")
         assert toy.generate(PROMPT, GREEDY).error == "the step failed: ZeroDivisionError: x / 0"
+        toy.step.fail = None
+        free = toy.hold(3)
+        stream = toy.start(PROMPT, GREEDY)
+        next(stream)
+        toy.step.fail = QuarrelError("late")
+        free()
+        assert stream.wait().error == "late"
         toy.step.fail = None
         after = toy.generate(PROMPT, GREEDY)
         assert after.finish_reason == "length"
@@ -403,6 +430,52 @@ def test_an_engine_that_breaks_leaves_nobody_waiting() -> None:
         toy.loop.close()
         with pytest.raises(QuarrelError, match="internal error"):
             toy.start([1], GREEDY)
+
+
+class Rows(Deliver):
+    """Hidden rows of a `HistoryStep`: a hash and the token."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.starts: list[int] = []
+        self.ended: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+    def rows(self, start: int, rows: Any) -> None:
+        self.starts.append(start)
+        self.tokens += [int(t) for _, t in rows]
+
+    def end(self, error: str | None) -> None:
+        self.ended.put(error)
+
+
+def test_texts_scored_together_get_their_own_rows() -> None:
+    with Toy(limits(max_tokens=10)) as toy:
+        free = toy.hold()
+        texts = [[5, 6, 7], list(range(20)), [8]]
+        found = [Rows() for _ in texts]
+        toy.loop.add(*(Scoring(text, "hidden", rows) for text, rows in zip(texts, found)))
+        free()
+        assert [rows.ended.get(timeout=10) for rows in found] == [None] * 3
+        assert [rows.tokens for rows in found] == texts
+        assert found[1].starts[0] == 0
+        assert len(found[1].starts) > 1
+        toy.assert_all_returned()
+
+
+def test_scoring_can_be_cancelled_and_can_fail() -> None:
+    with Toy() as toy:
+        free = toy.hold()
+        rows = [Rows(), Rows()]
+        runs = [Scoring(range(40), "logits", r) for r in rows]
+        toy.loop.add(*runs)
+        toy.loop.cancel(runs[0])
+        free()
+        assert rows[0].ended.get(timeout=10) == "the run was cancelled"
+        toy.step.fail = QuarrelError("late")
+        late = Rows()
+        toy.loop.add(Scoring([1], "hidden", late))
+        assert late.ended.get(timeout=10) == "late"
+        toy.assert_all_returned()
 
 
 def test_times_are_measured() -> None:
