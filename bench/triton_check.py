@@ -10,7 +10,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -56,15 +58,10 @@ def one_case(backend: Any, op: Op, case: Case, seed: int, compute: Compute) -> d
     return row | {"limit": op.tolerance[compute], "seconds": round(time.perf_counter() - began, 2)}
 
 
-def check_ops(backend: Any, seeds: int) -> Found:
-    """Every op, case and arithmetic."""
-    return [
-        one_case(backend, op, case, 1000 * seed + i, compute)
-        for op in ALL_OPS.values()
-        for i, case in enumerate(op.cases())
-        for compute in COMPUTES
-        for seed in range(seeds)
-    ]
+def check_ops(backend: Any, share: tuple[int, int]) -> Found:
+    """Every op, case and arithmetic; of which this process takes one share."""
+    cases = [(op, i, case, compute) for op in ALL_OPS.values() for i, case in enumerate(op.cases()) for compute in COMPUTES]
+    return [one_case(backend, op, case, i, compute) for op, i, case, compute in cases[share[0] :: share[1]]]
 
 
 def check_invariance(backend: Any) -> Found:
@@ -128,10 +125,10 @@ def sequence(ids: np.ndarray, past: int = 0, size: int = 16) -> StepInputs:
     return StepInputs(ids[past:], each, each, starts, length, table, rows, greedy)
 
 
-def check_models(cases: Path) -> Found:
+def check_models(cases: Path, share: tuple[int, int]) -> Found:
     """Logits of whole prompts; then token by token, plain and with graphs, which must agree bit for bit."""
     found: Found = []
-    for path in sorted(cases.glob("*/model-*.gguf")):
+    for path in sorted(cases.glob("*/model-*.gguf"))[share[0] :: share[1]]:
         folder, variant = path.parent, path.name[6:-5]
         with GGUFFile.open(path) as file:
             try:
@@ -191,15 +188,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("what", choices=["ops", "models", "smallest"])
     parser.add_argument("--cases", type=Path, default=Path(os.environ.get("QUARREL_CASES", "../shared/cases")))
-    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=1, help="processes; most of the time goes into compiling kernels")
+    parser.add_argument("--share", default="0/1", help="which part of the work this process does")
     parser.add_argument("--out", type=Path, help="where the JSON goes as well")
     args = parser.parse_args()
     backend = create()
     began = time.perf_counter()
-    if args.what == "ops":
-        found = check_ops(backend, args.seeds) + check_invariance(backend) + check_refusals(backend)
+    part, parts = map(int, args.share.split("/"))
+    if args.jobs > 1:
+        found = in_processes(args.what, args.cases, args.jobs)
+    elif args.what == "ops":
+        found = check_ops(backend, (part, parts))
+        found += check_invariance(backend) if part == 0 else []
+        found += check_refusals(backend) if part == parts - 1 else []
     elif args.what == "models":
-        found = check_models(args.cases)
+        found = check_models(args.cases, (part, parts))
     else:
         found = smallest(backend)
     bad = [r for r in found if "skipped" not in r and not fine(r)]
@@ -213,6 +216,21 @@ def main() -> int:
         args.out.write_text(json.dumps(document, indent=1) + "\n")
     print(json.dumps(document | {"rows": summary(found)}))
     return 1 if bad else 0
+
+
+def in_processes(what: str, cases: Path, jobs: int) -> Found:
+    """The rows of so many copies of this program."""
+    with tempfile.TemporaryDirectory() as folder:
+        outs = [Path(folder) / f"{i}.json" for i in range(jobs)]
+        command = [sys.executable, __file__, what, "--cases", str(cases)]
+        running = [
+            subprocess.Popen([*command, "--share", f"{i}/{jobs}", "--out", str(out)], stdout=subprocess.DEVNULL)
+            for i, out in enumerate(outs)
+        ]
+        for process in running:
+            process.wait()
+        lost = [{"op": "process", "compute": "", "error": float("inf"), "limit": 0.0} for out in outs if not out.exists()]
+        return lost + [row for out in outs if out.exists() for row in json.loads(out.read_text())["rows"]]
 
 
 def fine(row: dict[str, Any]) -> bool:

@@ -114,7 +114,18 @@ class Blank:
         return torch.empty(len(ref.data), device=META)
 
 
-def specs(formats: Sequence[GGMLType]) -> Iterator[tuple[Op, Any]]:
+# Query heads, key heads, head_dim, rotation and rotated values of real models; a quick run takes the first three.
+HEADS = (
+    (32, 8, 128, "norm", 128),
+    (32, 32, 80, "neox", 32),
+    (8, 4, 256, "neox", 256),
+    (32, 32, 96, "neox", 96),
+    (9, 3, 64, "norm", 64),
+    (28, 4, 128, "neox", 128),
+)
+
+
+def specs(formats: Sequence[GGMLType], quick: bool) -> Iterator[tuple[Op, Any]]:
     """What real models ask for: their widths, head shapes and options."""
     for type in formats:
         yield LINEAR, LinearSpec(type, 4096, 4096)
@@ -130,21 +141,15 @@ def specs(formats: Sequence[GGMLType]) -> Iterator[tuple[Op, Any]]:
     yield NORM, NormSpec("rms", 128, 1e-6, groups=32)
     yield NORM, NormSpec("layer", 768, 1e-12)
     yield SAMPLE, SampleSpec(128256)
-    for heads, n_kv, dim, style, rot in (
-        (32, 8, 128, "norm", 128),
-        (32, 32, 80, "neox", 32),
-        (32, 32, 96, "neox", 96),
-        (9, 3, 64, "norm", 64),
-        (28, 4, 128, "neox", 128),
-        (8, 4, 256, "neox", 256),
-    ):
+    for heads, n_kv, dim, style, rot in HEADS[:3] if quick else HEADS:
         rope = [RopeSpec(style, n, dim, rot) for n in (heads, n_kv)]  # type: ignore[arg-type]
         yield ROPE_APPEND, RopeAppendSpec(*rope)
         yield ROPE, rope[0]
         yield KV_APPEND, KVAppendSpec(n_kv, dim)
         yield ATTENTION, AttentionSpec(heads, n_kv, dim, dim**-0.5)
-    yield ATTENTION, AttentionSpec(16, 8, 256, 0.0625, window=4096, cap=50.0)
     yield ATTENTION, AttentionSpec(64, 8, 64, 0.125, window=128, sinks=True)
+    if not quick:
+        yield ATTENTION, AttentionSpec(16, 8, 256, 0.0625, window=4096, cap=50.0)
 
 
 def record(op: Op, spec: Any, compute: Compute) -> Iterator[Variant]:
@@ -257,9 +262,9 @@ def _output(tool: Path, *args: str) -> str:
     return subprocess.run([str(tool), *args], capture_output=True, text=True, check=True).stdout
 
 
-def variants(formats: Sequence[GGMLType], computes: Sequence[Compute]) -> list[Variant]:
+def variants(formats: Sequence[GGMLType], computes: Sequence[Compute], quick: bool) -> list[Variant]:
     """Every distinct kernel, once."""
-    return list(dict.fromkeys(v for c in computes for op, spec in specs(formats) for v in record(op, spec, c)))
+    return list(dict.fromkeys(v for c in computes for op, spec in specs(formats, quick) for v in record(op, spec, c)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -269,12 +274,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--computes", default="float16,bfloat16,float32")
     parser.add_argument("--kernels", default="", help="only kernels whose name contains this")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1))
+    parser.add_argument("--quick", action="store_true", help="fewer head shapes")
     parser.add_argument("--list", action="store_true", help="print the variants without compiling them")
     args = parser.parse_args(argv)
     if INTERPRETED:
         parser.error("TRITON_INTERPRET is set: nothing can be compiled")
     formats = [GGMLType[f] for f in args.formats.split(",")]
-    found = [v for v in variants(formats, args.computes.split(",")) if args.kernels in v.kernel]
+    found = [v for v in variants(formats, args.computes.split(","), args.quick) if args.kernels in v.kernel]
     if args.list:
         for v in found:
             print(v.kernel, v.compute, v.label())

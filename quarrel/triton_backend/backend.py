@@ -39,7 +39,9 @@ class TritonBackend:
     def unavailable(self) -> str | None:
         """Why this machine cannot run it, or None."""
         if INTERPRETED:
-            return None
+            # Looked up at each call: a test process that once loaded the kernels this way is no place to serve from.
+            asked = os.environ.get("TRITON_INTERPRET") == "1"
+            return None if asked else "its kernels were loaded for Triton's interpreter, which is for tests"
         if not torch.cuda.is_available():
             built = "this build of PyTorch has no CUDA" if torch.version.cuda is None else "PyTorch finds no CUDA device"
             return f"{built}: use an NVIDIA GPU with its driver, or the cpu backend"

@@ -32,8 +32,8 @@ class Tile:
 
 
 # FEW serves up to 16 tokens: the narrowest the matrix units take.
-FEW = {"float32": Tile(32, 16, 2, 4, 2), "float16": Tile(64, 16, 4, 4, 3), "bfloat16": Tile(64, 16, 4, 4, 3)}
-MANY = {"float32": Tile(32, 32, 2, 4, 2), "float16": Tile(64, 64, 4, 4, 3), "bfloat16": Tile(64, 64, 4, 4, 3)}
+FEW = {"float32": Tile(64, 16, 4, 8, 2), "float16": Tile(64, 16, 4, 4, 3), "bfloat16": Tile(64, 16, 4, 4, 3)}
+MANY = {"float32": Tile(64, 32, 4, 8, 2), "float16": Tile(64, 64, 4, 4, 3), "bfloat16": Tile(64, 64, 4, 4, 3)}
 
 
 @triton.jit(do_not_specialize=["tokens"])

@@ -2,7 +2,8 @@
 
 Three launches: the best logit of each of P chunks of a row; weights e = exp((logit - best) / temperature); and one program
 a row that finds thresholds and draws. A logit is ordered by its bits (`rank`), so top_k and top_p are a search for the
-largest 32-bit rank whose tail still holds enough, four bits a pass. Sums of weights are float64 and run in token order.
+largest 32-bit rank whose tail still holds enough, four bits a pass. Ties are of logits: unequal ones within 1e-16 of the
+best, whose probabilities agree to the last bit of a float64, are told apart. Sums of weights are float64, in token order.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def threshold(logits, weights, N, wanted, least, BY_COUNT: tl.constexpr, BLOCK: 
     """The largest rank at or above which lie `wanted` tokens, or as much weight in weights of at least `least`; or zero."""
     found = tl.zeros([1], tl.int64)
     digit = tl.arange(0, 16).to(tl.int64)
-    for step in range(0, 8):
+    for step in range(8):
         shift = 28 - 4 * step
         floor = (found + (digit << shift))[None, :]
         held = tl.zeros([16], tl.int32) if BY_COUNT else tl.zeros([16], tl.float64)

@@ -1,0 +1,71 @@
+"""Every kernel compiles for GPUs that are not here, spills nothing and fits their shared memory.
+
+The default run compiles each kernel once for sm_90 and a share for the others; QUARREL_TEST_ALL=1 compiles everything.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.triton_backend.cases import EVERYTHING
+
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "triton_aot.py"
+
+
+def compiled(*arguments: str) -> dict[str, object]:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(TOOL.parents[1])
+    done = subprocess.run([sys.executable, str(TOOL), *arguments], capture_output=True, text=True, env=environment)
+    assert done.stdout, done.stderr[-2000:]
+    report: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    assert report["faults"] == []
+    assert done.returncode == 0, done.stderr[-2000:]
+    return report
+
+
+@pytest.mark.skipif(EVERYTHING, reason="the whole table is compiled instead")
+@pytest.mark.parametrize(
+    ("targets", "formats", "computes", "kernels", "least"),
+    [
+        ("sm_90", "Q4_K,Q6_K,Q8_0,MXFP4,F16", "float16", "linear_tiles", 10),
+        ("sm_80,sm_120", "Q4_K,F16", "float16", "linear_tiles", 8),
+        ("sm_120", "Q3_K,F32", "float32", "linear_tiles", 4),
+        ("sm_90,sm_120", "F16", "float16", "attend", 12),
+        ("sm_80", "F16", "float32", "draw", 1),
+    ],
+    ids=["linear sm_90", "linear others", "linear float32", "attention", "sample"],
+)
+def test_kernels_compile_without_spills(targets: str, formats: str, computes: str, kernels: str, least: int) -> None:
+    report = compiled(
+        "--targets", targets, "--formats", formats, "--computes", computes, "--kernels", kernels, "--quick"
+    )  # fmt: skip
+    assert report["compiled"] >= least  # type: ignore[operator]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(not EVERYTHING, reason="QUARREL_TEST_ALL is not set")
+def test_every_kernel_compiles_for_every_target_without_spills() -> None:
+    assert compiled()["compiled"] > 300  # type: ignore[operator]
+
+
+def test_the_gate_fails_on_a_spill_and_on_too_much_shared_memory() -> None:
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import triton_aot as a\n"
+        "def fault(**k): return a.Report(**dict(dict(kernel='k', compute='float16', label='', target='sm_120', registers=1,"
+        " stack=0, spills=0, shared=0, wide_loads=0, matrix_ops=0, seconds=0.0), **k)).fault()\n"
+        "print([fault(), bool(fault(stack=8)), bool(fault(spills=1)), bool(fault(shared=102000)),"
+        " fault(shared=102000, target='sm_90')])"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(TOOL.parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(TOOL.parent)], capture_output=True, text=True, env=environment, check=True
+    )
+    assert done.stdout.strip() == "[None, True, True, True, None]"

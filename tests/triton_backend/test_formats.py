@@ -1,0 +1,78 @@
+"""Packed weights: every format decodes to the reference's values bit for bit, in about the file's size."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from quarrel.gguf import FORMATS, GGMLType
+from quarrel.ops import draw
+from quarrel.ops.contract import RawWeight
+from quarrel.ops.embedding import EMBEDDING, EmbeddingSpec, embedding_reference
+from quarrel.ops.linear import LINEAR, LinearSpec
+from quarrel.triton_backend import pack
+from quarrel.triton_backend.backend import TritonBackend
+from quarrel.triton_backend.pack import LAYOUTS, Uploader, packed_bytes
+from tests.triton_backend.cases import error_on
+
+
+def any_bytes(type: GGMLType, rows: int, k: int) -> RawWeight:
+    """Blocks of random bytes: every code, and scales that may be tiny, huge, infinite or NaN."""
+    block = FORMATS[type]
+    raw = np.random.default_rng(int(type)).integers(0, 256, (rows, k // block.elements * block.nbytes), dtype=np.uint8)
+    return RawWeight(type, raw, k)
+
+
+@pytest.mark.parametrize("type", draw.NATIVE, ids=lambda t: t.name)
+def test_any_bytes_decode_as_the_reference_does(backend: TritonBackend, type: GGMLType) -> None:
+    weight = any_bytes(type, 64, 512)
+    ids = np.arange(64, dtype=np.int32)[::-1].copy()
+    spec = EmbeddingSpec(type, 64, 512)
+    (got,) = backend.run_op(EMBEDDING, spec, (ids, weight), "float32")
+    with np.errstate(all="ignore"):
+        (want,) = embedding_reference(spec, ids, weight)
+    same = (got == want) | (np.isnan(got) & np.isnan(want))  # type: ignore[operator]
+    # K-quants subtract two products: fused on a GPU, the last bit may differ where infinities do not meet.
+    near = np.isclose(got, want, rtol=1e-6, atol=0, equal_nan=True)  # type: ignore[arg-type]
+    assert (same if backend.device().startswith("Triton") else near).all()
+
+
+@pytest.mark.parametrize("type", draw.NATIVE, ids=lambda t: t.name)
+def test_packed_weights_are_at_most_3_percent_larger(type: GGMLType) -> None:
+    block = FORMATS[type]
+    k = max(block.elements, 256) * 4
+    assert packed_bytes(type, 512, k) <= 1.03 * 512 * k // block.elements * block.nbytes
+
+
+@pytest.mark.parametrize("type", [GGMLType.Q4_K, GGMLType.Q3_K, GGMLType.F16, GGMLType.MXFP4], ids=lambda t: t.name)
+def test_packing_in_small_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch, type: GGMLType) -> None:
+    weight = any_bytes(type, 37, 512)
+
+    def packed() -> torch.Tensor:
+        upload = Uploader(torch.device("cpu"))
+        made = pack.pack(type, 37, 512, lambda a, b: weight.raw[a:b], upload)
+        return torch.cat([p.reshape(-1).view(torch.uint8) for p in made.planes])
+
+    whole = packed()
+    monkeypatch.setattr(pack, "_CHUNK", 3 * weight.raw.shape[1] + 5)
+    assert torch.equal(packed(), whole)
+    monkeypatch.setattr(pack, "_CHUNK", weight.raw.shape[1] // 2 + 1)  # less than a row
+    assert torch.equal(packed(), whole)
+
+
+def test_planes_start_at_aligned_addresses() -> None:
+    for type in LAYOUTS:
+        weight = any_bytes(type, 5, 256)
+        upload = Uploader(torch.device("cpu"))
+        made = pack.pack(type, 5, 256, lambda a, b, w=weight: w.raw[a:b], upload)
+        assert all((p.data_ptr() - made.buffer.data_ptr()) % 256 == 0 for p in made.planes), type
+
+
+@pytest.mark.parametrize("compute", ["float32", "float16"])
+def test_a_format_without_kernels_is_held_as_floats(backend: TritonBackend, compute: str) -> None:
+    type, rows, k = GGMLType.IQ2_XS, 40, 512
+    weight = any_bytes(type, rows, k)
+    weight.raw.reshape(rows, 2, -1)[..., :2] = np.full((rows, 2), 0.01, np.float16)[..., None].view(np.uint8)
+    x = draw.activations(np.random.default_rng(2), 3, k)
+    assert error_on(backend, LINEAR, LinearSpec(type, rows, k), (x, weight), compute) <= LINEAR.tolerance[compute]  # type: ignore[arg-type, index]

@@ -1,0 +1,232 @@
+"""A small program compiled into a step: prefill, decode and mixed batches against the reference, and what a step promises."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quarrel.errors import RequestError
+from quarrel.gguf import GGMLType, GGUFFile
+from quarrel.models import Tensors, assemble, read_spec
+from quarrel.ops import draw
+from quarrel.ops.attention import AttentionSpec, RopeAppendSpec, attention, rope_append
+from quarrel.ops.contract import ConstRef, KVArrays, RawWeight, WeightRef, rel_error
+from quarrel.ops.embedding import embedding, gather_rows
+from quarrel.ops.linear import linear, linear_add, norm_gate_up, norm_linear
+from quarrel.ops.norm import NormSpec, norm
+from quarrel.ops.null import Builder
+from quarrel.ops.program import KVLayer, Program
+from quarrel.ops.reference import run_program
+from quarrel.ops.rope import RopeSpec
+from quarrel.ops.sample import sample
+from quarrel.ops.step import Limits, SampleInputs, StepInputs
+from quarrel.triton_backend.backend import TritonBackend, create
+from quarrel.triton_backend.inputs import live_counts
+from quarrel.triton_backend.step import TritonStep
+from tests.paths import need_cases
+
+WIDTH, VOCAB, HEADS, KV_HEADS, DIM, FFN = 256, 130, 4, 2, 32, 96
+SIZE = 16
+LIMITS = Limits(max_tokens=48, max_seqs=4, max_blocks_per_seq=6, n_blocks=20, block_size=SIZE)
+EXACT = 2e-5
+"""Between float32 sums in another order and float64: the references of the contract allow 2e-6 an op."""
+
+
+class Weights:
+    """Random rows of each weight, made when they are asked for."""
+
+    def __init__(self, vectors: frozenset[str] = frozenset({"gain"})) -> None:
+        self._vectors = vectors
+
+    def raw(self, ref: WeightRef) -> RawWeight:
+        rng = np.random.default_rng(sum(ref.name.encode()))
+        return draw.weight(rng, ref.type, ref.rows, ref.k, 1.0 if ref.name in self._vectors else 0.08)
+
+
+def build() -> Program:
+    b = Builder()
+    pre = NormSpec("rms", WIDTH, 1e-5)
+    gain = WeightRef("gain", GGMLType.F32, 1, WIDTH)
+    table = WeightRef("embd", GGMLType.Q6_K, VOCAB, WIDTH)
+    q, k, v = (WeightRef(n, GGMLType.Q4_K, h * DIM, WIDTH) for n, h in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)))
+    freq = ConstRef("freq", tuple(10000.0 ** (-2.0 * i / DIM) for i in range(DIM // 2)))
+    h = embedding(b, b.input("ids"), table, 2.0)
+    for layer in range(2):
+        with b.at(f"blk.{layer}"):
+            qx, kx, vx = norm_linear(b, pre, h, [gain], [(q, None), (k, None), (v, None)])
+            cache = b.cache(KVLayer(KV_HEADS, DIM, 0))
+            spec = RopeAppendSpec(RopeSpec("norm", HEADS, DIM, DIM), RopeSpec("norm", KV_HEADS, DIM, DIM))
+            qx = rope_append(b, spec, qx, kx, vx, freq, cache)
+            y = attention(b, AttentionSpec(HEADS, KV_HEADS, DIM, DIM**-0.5, window=21 * layer), qx, cache)
+            h = linear_add(b, h, y, WeightRef("o", GGMLType.F16, WIDTH, HEADS * DIM), scale=0.7)
+            gate, up = (WeightRef(n, GGMLType.Q5_0, FFN, WIDTH) for n in ("gate", "up"))
+            y = norm_gate_up(b, pre, h, [gain], (gate, None), (up, None), "silu")
+            h = linear_add(b, h, y, WeightRef("down", GGMLType.Q8_0, WIDTH, FFN))
+    h = gather_rows(b, h, b.input("out_rows"))
+    hidden = norm(b, NormSpec("rms", WIDTH, 1e-5, out="f32"), h, gain)
+    logits = linear(b, hidden, table, out="f32")
+    return b.program(hidden=hidden, logits=logits, tokens=sample(b, logits))
+
+
+PROGRAM = build()
+
+
+def greedy(rows: int) -> SampleInputs:
+    zero = np.zeros(rows, np.float32)
+    return SampleInputs(zero, np.zeros(rows, np.int32), np.ones(rows, np.float32), zero, np.full(rows, 0.5, np.float32))
+
+
+def batch(parts: list[tuple[int, int, int]], rows: list[int] | None = None, seed: int = 0) -> StepInputs:
+    """Parts are (first block, tokens in the cache, new tokens); each sequence has blocks of its own, in order."""
+    rng = np.random.default_rng(seed)
+    new = np.array([n for _, _, n in parts], np.int32)
+    positions = np.concatenate([np.arange(past, past + n) for _, past, n in parts]).astype(np.int32)
+    first = np.repeat([b for b, _, _ in parts], new)
+    starts = np.concatenate([[0], np.cumsum(new)]).astype(np.int32)
+    kv_len = np.array([past + n for _, past, n in parts], np.int32)
+    width = -(-int(kv_len.max()) // SIZE)
+    table = np.stack([(b + np.arange(width)) % LIMITS.n_blocks for b, _, _ in parts]).astype(np.int32)
+    ids = rng.integers(0, VOCAB, len(positions)).astype(np.int32)
+    wanted = np.array(starts[1:] - 1 if rows is None else rows, np.int32)
+    slots = (first * SIZE + positions).astype(np.int32)
+    return StepInputs(ids, positions, slots, starts, kv_len, table, wanted, greedy(len(wanted)))
+
+
+class Reference:
+    """The same steps in NumPy."""
+
+    def __init__(self) -> None:
+        empty = np.zeros((LIMITS.n_blocks, SIZE, KV_HEADS, DIM), np.float32)
+        self._caches = [KVArrays(empty, empty) for _ in PROGRAM.caches]
+
+    def __call__(self, inputs: StepInputs) -> Any:
+        return run_program(PROGRAM, Weights(), self._caches, inputs)
+
+
+@pytest.fixture(name="step")
+def _step(backend: TritonBackend) -> Iterator[TritonStep]:
+    step = backend.compile(PROGRAM, Weights(), LIMITS, "float32")
+    yield step
+    step.close()
+
+
+PREFILL = [(0, 0, 21), (6, 0, 3)]
+MIXED = [(0, 21, 1), (6, 3, 9), (12, 0, 5)]
+DECODE = [(0, 22, 1), (6, 12, 1), (12, 5, 1)]
+
+
+def test_steps_match_the_reference(step: TritonStep) -> None:
+    reference = Reference()
+    for parts in (PREFILL, MIXED, DECODE):
+        inputs = batch(parts, seed=len(parts))
+        want = reference(inputs)
+        assert rel_error(step(inputs, "logits").logits, want["logits"]) < EXACT  # type: ignore[arg-type]
+    # The same step again writes the same keys, so it may be asked for its other results.
+    assert rel_error(step(inputs, "hidden").hidden, want["hidden"]) < EXACT  # type: ignore[arg-type]
+    assert step(inputs, "tokens").tokens.tolist() == want["tokens"].tolist()  # type: ignore[union-attr]
+
+
+def test_half_precision_stays_close(backend: TritonBackend) -> None:
+    step = backend.compile(PROGRAM, Weights(), LIMITS, "float16")
+    inputs = batch(PREFILL)
+    assert step.compute == "float16"
+    assert rel_error(step(inputs, "logits").logits, Reference()(inputs)["logits"]) < 5e-3  # type: ignore[arg-type]
+
+
+def test_padding_a_decode_batch_changes_no_bit(step: TritonStep) -> None:
+    """What a captured bucket does: more sequences, rows and splits than are there."""
+    step(batch(PREFILL + [(12, 0, 5)]), "hidden")
+    inputs = batch(DECODE, seed=3)
+    want = step(inputs, "logits").logits
+    live = live_counts(inputs.query_start, inputs.kv_len, 3)
+    step._inputs.send(inputs, 4)
+    step._run(replace(live, T=4, S=4, R=4, items=8), "logits")
+    got = step._read(step._outputs["logits"], 3)
+    assert np.array_equal(got, want)  # type: ignore[arg-type]
+
+
+def test_more_rows_than_sequences_are_given(step: TritonStep) -> None:
+    inputs = batch([(0, 0, 19)], rows=list(range(19)))
+    assert rel_error(step(inputs, "logits").logits, Reference()(inputs)["logits"]) < EXACT  # type: ignore[arg-type]
+
+
+def test_no_rows_are_no_results(step: TritonStep) -> None:
+    inputs = batch([(0, 0, 5)], rows=[])
+    assert step(inputs, "logits").logits.shape == (0, VOCAB)  # type: ignore[union-attr]
+
+
+def test_copied_blocks_hold_the_same_keys(step: TritonStep) -> None:
+    prompt = batch([(0, 0, 20)])
+    step(prompt, "hidden")
+    want = step(batch([(0, 20, 1)], seed=4), "logits").logits
+    step.copy_blocks([(0, 8), (1, 9)])
+    got = step(batch([(8, 20, 1)], seed=4), "logits").logits
+    assert np.array_equal(got, want)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="wanted 0 to 19"):
+        step.copy_blocks([(0, 20)])
+
+
+def test_rows_do_not_depend_on_the_batch(step: TritonStep) -> None:
+    together = step(batch(PREFILL, seed=5), "logits").logits
+    ids = batch(PREFILL, seed=5).ids
+    alone = replace(batch([(6, 0, 3)]), ids=ids[21:])
+    assert np.array_equal(step(alone, "logits").logits, together[1:])  # type: ignore[arg-type, index]
+
+
+def test_explain_and_memory(step: TritonStep) -> None:
+    taken = step.explain()
+    assert [t.op for t in taken].count("attention") == 2
+    declined = [reason for t in taken for reason in t.declined]
+    assert all(t.implementation for t in taken), declined
+    memory = step.memory()
+    row = 2 * (LIMITS.n_blocks + 1) * SIZE * KV_HEADS * DIM * 4
+    assert memory.cache == 2 * row
+    assert memory.weights > 0 and memory.activations > 0 and memory.weights_in_place == 0
+
+
+def test_packing_reports_its_progress(backend: TritonBackend) -> None:
+    seen: list[tuple[int, int]] = []
+    backend.compile(PROGRAM, Weights(), LIMITS, "float32", lambda done, whole: seen.append((done, whole))).close()
+    assert [d for d, _ in seen] == sorted(d for d, _ in seen)
+    assert seen[-1][0] == seen[-1][1] > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"ids": np.array([VOCAB] * 5, np.int32)}, "token ids outside 0..129"),
+        ({"slots": np.full(5, 10_000, np.int32)}, "slots outside the cache"),
+        ({"block_table": np.full((1, 1), 20, np.int32)}, "block table outside the cache"),
+        ({"block_table": np.zeros((1, 7), np.int32)}, "at most 6 blocks"),
+        ({"out_rows": np.array([5], np.int32)}, "out_rows outside the step"),
+        ({"sample": greedy(2)}, "sampling controls"),
+        ({"sample": None}, "without sampling controls"),
+    ],
+)
+def test_unusable_inputs_are_refused(step: TritonStep, change: dict[str, Any], match: str) -> None:
+    with pytest.raises(RequestError, match=match):
+        step(replace(batch([(0, 0, 5)]), **change), "tokens")
+
+
+def test_a_result_the_program_lacks_is_refused(backend: TritonBackend) -> None:
+    b = Builder()
+    h = embedding(b, b.input("ids"), WeightRef("embd", GGMLType.Q6_K, VOCAB, WIDTH))
+    step = create().compile(b.program(hidden=gather_rows(b, h, b.input("out_rows"))), Weights(), LIMITS, "float32")
+    with pytest.raises(RequestError, match="no logits: ask for one of hidden"):
+        step(batch([(0, 0, 5)]), "logits")
+
+
+def test_a_reference_model_gives_its_logits(backend: TritonBackend) -> None:
+    folder = need_cases("gemma2")
+    ids = np.load(folder / "tokens.npy").reshape(-1).astype(np.int32)[:24]
+    want = np.load(folder / "logits_hf.npy")[:24]
+    with GGUFFile.open(folder / "model-q4_0x.gguf") as file:
+        tensors = Tensors(file)
+        step = backend.compile(assemble(read_spec(file), tensors), tensors, replace(LIMITS, max_tokens=24), "float32")
+        inputs = replace(batch([(0, 0, 24)], rows=list(range(24))), ids=ids)
+        assert rel_error(step(inputs, "logits").logits, want) < 1e-5  # type: ignore[arg-type]
+        step.close()
