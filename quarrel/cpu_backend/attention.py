@@ -36,10 +36,21 @@ class Shape:
     dim: int
     block_size: int
     scale: float
-    window: int
-    cap: float
-    sinks: bool
-    half_cache: bool
+    window: int = 0
+    cap: float = 0.0
+    sinks: bool = False
+    half_cache: bool = False
+    causal: bool = True
+    """Otherwise keys and values are rows of the step itself, and every query sees all of its sequence's."""
+
+    @property
+    def value_bytes(self) -> int:
+        return 2 if self.half_cache else 4
+
+    @property
+    def row_bytes(self) -> int:
+        """From one token's keys to the next one's in the same block."""
+        return self.n_kv * self.dim * self.value_bytes
 
     @property
     def queries(self) -> int:
@@ -55,14 +66,14 @@ class Shape:
         return self.queries * self.group
 
 
-def plan(queries: int) -> KernelDef:
-    """Cuts every sequence's queries into blocks: items of (sequence, first row, rows, position of the first), and their count."""
+def plan(queries: int, causal: bool = True) -> KernelDef:
+    """Cuts every sequence's queries into blocks: items of (sequence, first row, rows, position of the first), and a count."""
 
     def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
         count = k.var(k.i64(0))
         with k.range(0, a.live_seqs) as s:
             start, end = (k.load(a.query_start + (s << 2), I32, 4 * i).to(I64) for i in range(2))
-            position = k.load(a.kv_len + (s << 2), I32).to(I64) - (end - start)
+            position = k.load(a.kv_len + (s << 2), I32).to(I64) - (end - start) if causal else k.i64(0)
             with k.range(start, end, queries) as row:
                 item = a.items + (count.v << 5)
                 words = (s, row, k.minimum(end - row, queries), position + row - start)
@@ -71,7 +82,8 @@ def plan(queries: int) -> KernelDef:
                 count.v = count.v + 1
         k.store(count.v, a.count)
 
-    return KernelDef(f"attention/plan/{queries}", ("live_seqs", "query_start", "kv_len", "items", "count"), body)
+    fields = ("live_seqs", "query_start", *(("kv_len",) if causal else ()), "items", "count")
+    return KernelDef(f"attention/plan/{queries}{'' if causal else '/all'}", fields, body)
 
 
 def _scratch_layout(s: Shape) -> tuple[dict[str, int], int]:
@@ -98,31 +110,59 @@ def _load_dims(k: Kernel, level: Level, s: Shape, at: Val, d: int) -> Val:
     return k.load(buffer, F32x16)
 
 
-def _key_address(k: Kernel, s: Shape, cache: Val, table: Val, head: Val, key: Val) -> Val:
-    """Where the vector of one key/value head of the key at position `key` starts."""
-    block = k.load(table + (key.udiv(s.block_size) << 2), I32).to(I64)
-    slot = block * s.block_size + (key - key.udiv(s.block_size) * s.block_size)
-    return cache + (slot * s.n_kv + head) * (s.dim * (2 if s.half_cache else 4))
+@dataclass(frozen=True)
+class _Source:
+    """Where one head's keys or values of a sequence are: in cache blocks named by a table, or in rows one after another."""
+
+    s: Shape
+    base: Val
+    table: Val | None
+    head: Val
+
+    def at(self, k: Kernel, key: Val) -> Val:
+        """Address of the vector of the token at position `key`."""
+        s = self.s
+        token = key
+        if self.table is not None:
+            block = key.udiv(s.block_size)
+            token = k.load(self.table + (block << 2), I32).to(I64) * s.block_size + (key - block * s.block_size)
+        return self.base + token * s.row_bytes + self.head * (s.dim * s.value_bytes)
+
+    def sixteen(self, k: Kernel, key: Val, last: Val) -> list[Val]:
+        """Addresses of tokens key .. key + 15, `key` being a multiple of 16; none is looked up beyond `last`."""
+        if self.s.block_size % 16:
+            return [self.at(k, k.minimum(key + i, last)) for i in range(16)]
+        # A cache block is whole memory; rows one after another end with the last.
+        first = self.at(k, key)
+        return [
+            first + (self.s.row_bytes * i if self.table is not None else k.minimum(last - key, i) * self.s.row_bytes)
+            for i in range(16)
+        ]
+
+    def prefetch(self, k: Kernel, rows: list[Val]) -> None:
+        for row in rows:
+            for line in range(0, self.s.dim * self.s.value_bytes, 64):
+                k.prefetch(row, line)
 
 
-def _unpack_keys(
-    k: Kernel, level: Level, s: Shape, cache: Val, table: Val, head: Val, start: Val, count: Val, out: Val
-) -> None:
-    """float32 keys as `[dim, SPLIT]`: sixteen keys at a time are transposed."""
+def _unpack_keys(k: Kernel, level: Level, keys: _Source, values: _Source, start: Val, count: Val, out: Val) -> None:
+    """float32 keys as `[dim, SPLIT]`: sixteen keys at a time are transposed. Asks for what is needed next."""
+    s, last = keys.s, start + count - 1
     with k.range(0, count, 16) as j:
-        rows = [_key_address(k, s, cache, table, head, start + k.minimum(j + i, count - 1)) for i in range(16)]
+        keys.prefetch(k, keys.sixteen(k, k.minimum(start + j + 16, last & -16), last))
+        values.prefetch(k, values.sixteen(k, start + j, last))
+        rows = keys.sixteen(k, start + j, last)
         for d in range(0, s.padded, 16):
             columns = transpose16([_load_dims(k, level, s, row, d) for row in rows])
             for i, column in enumerate(columns):
                 k.store(column, out + (j << 2), 4 * SPLIT * (d + i))
 
 
-def _unpack_values(
-    k: Kernel, level: Level, s: Shape, cache: Val, table: Val, head: Val, start: Val, count: Val, out: Val
-) -> None:
+def _unpack_values(k: Kernel, level: Level, values: _Source, start: Val, count: Val, out: Val) -> None:
     """float32 values as `[SPLIT, dim]`; rows past the last key of the step of KEYS are zero, whatever the cache holds."""
+    s = values.s
     with k.range(0, count) as j:
-        row = _key_address(k, s, cache, table, head, start + j)
+        row = values.at(k, start + j)
         for d in range(0, s.padded, 16):
             k.store(_load_dims(k, level, s, row, d), out + j * (4 * s.padded), 4 * d)
     with k.range(count, (count + KEYS - 1) & -KEYS) as j:
@@ -217,6 +257,24 @@ def _by_rows(k: Kernel, count: Val, widest: int, work) -> None:
             r.v = r.v + rows
 
 
+def _sources(k: Kernel, s: Shape, a: Fields, seq: Val, head: Val) -> tuple[_Source, _Source]:
+    """Keys and values of a sequence for one head."""
+    if s.causal:
+        table = a.block_table + seq * (a.live_blocks << 2)
+        return _Source(s, a.k_cache, table, head), _Source(s, a.v_cache, table, head)
+    skipped = k.load(a.query_start + (seq << 2), I32).to(I64) * s.row_bytes
+    return _Source(s, a.k_cache + skipped, None, head), _Source(s, a.v_cache + skipped, None, head)
+
+
+def _visible(k: Kernel, s: Shape, a: Fields, seq: Val, position: Val, queries: Val) -> tuple[Val, Val]:
+    """The keys that any of a chunk's queries sees."""
+    if not s.causal:
+        start, end = (k.load(a.query_start + (seq << 2), I32, 4 * i).to(I64) for i in range(2))
+        return k.i64(0), end - start
+    low = k.maximum(position - (s.window - 1), 0) if s.window else k.i64(0)
+    return low, position + queries
+
+
 def attention(s: Shape, level: Level) -> KernelDef:
     """Chunk c is head c % n_kv of a planned item, the last item first (under a causal mask it has the most keys)."""
     places, scratch_bytes = _scratch_layout(s)
@@ -229,8 +287,8 @@ def attention(s: Shape, level: Level) -> KernelDef:
         item = a.items + (a.live_items - 1 - chunk.udiv(s.n_kv) << 5)
         head = chunk - chunk.udiv(s.n_kv) * s.n_kv
         seq, first_row, queries, position = (k.load(item, I64, 8 * i) for i in range(4))
-        table = a.block_table + seq * (a.live_blocks << 2)
         rows = queries * s.group
+        keys, values = _sources(k, s, a, seq, head)
 
         def place(r: Val, x: Val) -> Val:
             """Address of row r (query r // group, head r % group) in an array `[T, heads, dim]`."""
@@ -244,13 +302,12 @@ def attention(s: Shape, level: Level) -> KernelDef:
                 k.store(k.zero(F32x16), o, 4 * d)
             k.store(k.f32(-math.inf), scratch + (r << 2), at_m)
             k.store(k.f32(0.0), scratch + (r << 2), at_l)
-        high = position + queries
-        low = k.maximum(position - (s.window - 1), 0) if s.window else k.i64(0)
+        low, high = _visible(k, s, a, seq, position, queries)
         with k.range(low & -SPLIT, high, SPLIT) as start:
             count = k.minimum(high - start, SPLIT)
             first, last = k.maximum(low - start, 0) & -KEYS, (count + KEYS - 1) & -KEYS
-            _unpack_keys(k, level, s, a.k_cache, table, head, start, count, scratch + at_k)
-            _unpack_values(k, level, s, a.v_cache, table, head, start, count, scratch + at_v)
+            _unpack_keys(k, level, keys, values, start, count, scratch + at_k)
+            _unpack_values(k, level, values, start, count, scratch + at_v)
 
             def score(r: Val, n: int) -> None:
                 _scores(
@@ -259,9 +316,9 @@ def attention(s: Shape, level: Level) -> KernelDef:
 
             _by_rows(k, rows, widest, score)
             with k.range(0, rows) as r:
-                at = position + r.udiv(s.group) + 1 - start
-                below = k.maximum(at - s.window, 0) if s.window else k.i64(0)
-                m, total = _softmax(k, s, scratch + at_p + r * (4 * SPLIT), first, last, below, at)
+                end = (position + r.udiv(s.group) + 1 if s.causal else high) - start
+                below = k.maximum(end - s.window, 0) if s.window else k.i64(0)
+                m, total = _softmax(k, s, scratch + at_p + r * (4 * SPLIT), first, last, below, end)
                 _merge(k, *(scratch + (r << 2) + x for x in (at_m, at_l, at_a, at_b)), m, total)
 
             def weigh(r: Val, n: int) -> None:
@@ -282,5 +339,6 @@ def attention(s: Shape, level: Level) -> KernelDef:
             to, o = place(r, a.y), scratch + at_o + r * d_bytes
             _scaled_copy(k, s.dim, o, to, inverse)
 
-    fields = ("q", "y", "k_cache", "v_cache", "block_table", "live_blocks", "items", "live_items", "sinks")
+    paged = ("block_table", "live_blocks", "sinks") if s.causal else ("query_start",)
+    fields = ("q", "y", "k_cache", "v_cache", "items", "live_items", *paged)
     return KernelDef(f"attention/{s}", fields, body, scratch_bytes)

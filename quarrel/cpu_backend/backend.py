@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
 from quarrel.cpu_backend import features
-from quarrel.cpu_backend.lowering import Cache
 from quarrel.cpu_backend.pool import Pool
+from quarrel.cpu_backend.run_op import new_cache, run_op
 from quarrel.cpu_backend.step import Compiled, CpuStep, vocabulary
 from quarrel.errors import UnsupportedOp
-from quarrel.ops.contract import (
-    Array,
-    Compute,
-    Concrete,
-    ConstRef,
-    KVArrays,
-    Op,
-    Operand,
-    RawWeight,
-    Value,
-    WeightRef,
-)
-from quarrel.ops.null import Builder
-from quarrel.ops.program import KVLayer, Program
+from quarrel.ops.contract import Compute, Concrete, Op
+from quarrel.ops.program import Program
 from quarrel.ops.step import ComputeChoice, Limits, Step, WeightSource
 
 _LEVEL_NAMES = {
@@ -82,14 +70,15 @@ class CpuBackend:
     ) -> Step:
         arithmetic = self._arithmetic(compute)
         exact = arithmetic == "float32"
-        caches = [_cache(layer, limits.n_blocks, limits.block_size, exact) for layer in program.caches]
+        caches = [new_cache(layer, limits.n_blocks, limits.block_size, exact) for layer in program.caches]
         sizes = {
             "T": limits.max_tokens,
             "R": limits.max_tokens,
             "S": limits.max_seqs,
             "B": limits.max_blocks_per_seq,
         }
-        compiled = Compiled(program, weights, caches, sizes, exact, self._pool, progress)
+        states = [np.zeros((limits.max_seqs, *layer.shape), np.float32) for layer in program.states]
+        compiled = Compiled(program, weights, caches, states, sizes, exact, self._pool, progress)
         return CpuStep(compiled, limits, arithmetic, vocabulary(program))
 
     def _arithmetic(self, choice: ComputeChoice) -> Compute:
@@ -102,36 +91,7 @@ class CpuBackend:
     def run_op(
         self, op: Op, spec: object, inputs: Sequence[Concrete], compute: ComputeChoice = "auto"
     ) -> tuple[Concrete, ...]:
-        exact = self._arithmetic(compute) == "float32"
-        builder, source, arrays = Builder(), _Given(), {}
-        operands: list[Operand] = []
-        values: dict[str, Value] = {}
-        caches: list[Cache] = []
-        sizes = {"T": 0, "S": 0, "R": 0, "B": 0}
-        for i, (param, given) in enumerate(zip(op.params(spec), inputs, strict=True)):
-            dims = param.dims(spec)
-            if isinstance(given, KVArrays):
-                layer = KVLayer(given.k.shape[2], given.k.shape[3])
-                operands.append(builder.cache(layer))
-                caches.append(_cache(layer, given.k.shape[0], given.k.shape[1], exact, given))
-            elif isinstance(given, RawWeight):
-                operands.append(source.add(f"{param.name}.{i}", given))
-            elif param.kind == "const":
-                operands.append(ConstRef(param.name, tuple(float(x) for x in given)))
-            else:
-                value = Value(-1000 - i, param.kind, dims, param.name)
-                operands.append(value)
-                values[param.name], arrays[param.name] = value, given
-                sizes |= {d: max(n, sizes[d]) for d, n in zip(dims, given.shape) if d in sizes}
-        results = builder.emit(op, spec, *operands)
-        traced = builder.program(**{r.name: r for r in results})
-        program = Program(traced.nodes, values, traced.outputs, traced.caches)
-        compiled = Compiled(program, source, caches, sizes, exact, self._pool)
-        out: list[Any] = list(compiled.run(arrays, tuple(program.outputs)).values())
-        if op.consumes:
-            (cache,) = caches
-            out.append(KVArrays(cache.k.astype(np.float32), cache.v.astype(np.float32)))
-        return tuple(out)
+        return run_op(op, spec, inputs, self._arithmetic(compute) == "float32", self._pool)
 
     def close(self) -> None:
         """Ends the threads; the next use starts them again."""
@@ -140,37 +100,7 @@ class CpuBackend:
             self._made = None
 
 
-class _Given:
-    """Weights handed to `run_op`."""
-
-    def __init__(self) -> None:
-        self._by_name: dict[str, RawWeight] = {}
-
-    def add(self, name: str, weight: RawWeight) -> WeightRef:
-        self._by_name[name] = weight
-        return WeightRef(name, weight.type, len(weight.raw), weight.k)
-
-    def raw(self, ref: WeightRef) -> RawWeight:
-        return self._by_name[ref.name]
-
-
-def _cache(layer: KVLayer, blocks: int, block_size: int, exact: bool, given: KVArrays | None = None) -> Cache:
-    """Zeroed (so that memory is only taken when written), or filled."""
-    dtype = np.float32 if exact else np.float16
-    shape = (blocks, block_size, layer.n_kv, layer.head_dim)
-
-    def array(x: Array | None) -> np.ndarray:
-        out = np.zeros(shape, dtype)
-        if x is not None:
-            out[...] = x
-        return out
-
-    return Cache(array(given.k if given else None), array(given.v if given else None))
-
-
 def _total_memory() -> int:
-    import os
-
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

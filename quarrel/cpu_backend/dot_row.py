@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quarrel.cpu_backend.abi import Fields, KernelDef
-from quarrel.cpu_backend.epilogue import EPILOGUE_FIELDS, finish_one
+from quarrel.cpu_backend.epilogue import OUTPUT_FIELDS, Output
 from quarrel.cpu_backend.features import Level
 from quarrel.cpu_backend.formats import BlockFormat
 from quarrel.cpu_backend.ir import F32, I8, I32, I64, Kernel, Val, Var, vec
@@ -69,6 +69,27 @@ def superblock_dot(k: Kernel, level: Level, fmt: BlockFormat, at: Val, x: Activa
         low.v = k.fma(block.minima, x.d_sum, low.v)
 
 
+@dataclass(frozen=True)
+class Matrix:
+    """Packed weight rows: `n` rows of `row_bytes` at `w`, each of `blocks` whole superblocks and `tail` further blocks."""
+
+    w: Val
+    n: Val
+    row_bytes: Val
+    blocks: Val
+    tail: Val
+    p: Val
+    """Values of a row, padded to whole superblocks."""
+
+    @classmethod
+    def of(cls, a: Fields) -> Matrix:
+        """From a kernel's fields."""
+        return cls(a.w, a.n, a.row_bytes, a.blocks, a.tail, a.p)
+
+
+MATRIX_FIELDS = ("w", "n", "row_bytes", "blocks", "tail", "p")
+
+
 def padded_tail(k: Kernel, fmt: BlockFormat, at: Val, blocks: Val) -> Val:
     """A copy of the last, incomplete superblock, zeros for the blocks that the row does not have."""
     buffer = k.stack(fmt.superblock_bytes)
@@ -80,43 +101,59 @@ def padded_tail(k: Kernel, fmt: BlockFormat, at: Val, blocks: Val) -> Val:
     return buffer
 
 
-def dot_row(fmt: BlockFormat, level: Level, tail: bool) -> KernelDef:
-    """Chunk c computes rows bounds[c] .. bounds[c + 1] - 1 of y = W x for the single row x. `blocks` counts whole superblocks."""
+def _rows(
+    k: Kernel, level: Level, fmt: BlockFormat, m: Matrix, x: QuantRow, first: Val, count: int, tail: bool
+) -> list[Val]:
+    """Results of weight rows first .. first + count - 1, computed side by side."""
+    at_rows = [m.w + (first + i) * m.row_bytes for i in range(count)]
+    zero = k.zero(vec(F32, fmt.groups))
+    acc = [k.var(zero) for _ in at_rows]
+    low = [k.var(zero) if fmt.has_minima else None for _ in at_rows]
+    with k.range(0, m.blocks) as b:
+        # Rows follow one another, so what these rows' steps ask for together is one stream without gaps.
+        step = count * fmt.superblock_bytes
+        for line in range(0, step, 64):
+            k.prefetch(at_rows[0] + b * step, NEAR + line)
+            k.prefetch(at_rows[0] + b * step, FAR + line, locality=2)
+        activations = load_activations(k, fmt, x, b)
+        for i, row in enumerate(at_rows):
+            superblock_dot(k, level, fmt, row + b * fmt.superblock_bytes, activations, acc[i], low[i])
+    if tail:
+        activations = load_activations(k, fmt, x, m.blocks)
+        for i, row in enumerate(at_rows):
+            rest = padded_tail(k, fmt, row + m.blocks * fmt.superblock_bytes, m.tail)
+            superblock_dot(k, level, fmt, rest, activations, acc[i], low[i])
+    totals = [sum_lanes(v.v) for v in acc]
+    return [y if v is None else y - sum_lanes(v.v) for y, v in zip(totals, low, strict=True)]
 
-    def rows(k: Kernel, a: Fields, x: QuantRow, first: Val, count: int) -> None:
-        """Weight rows first .. first + count - 1, side by side."""
-        row_bytes, blocks = a.row_bytes, a.blocks
-        at_rows = [a.w + (first + i) * row_bytes for i in range(count)]
-        zero = k.zero(vec(F32, fmt.groups))
-        acc = [k.var(zero) for _ in at_rows]
-        low = [k.var(zero) if fmt.has_minima else None for _ in at_rows]
-        with k.range(0, blocks) as b:
-            # Rows follow one another, so what these rows' steps ask for together is one stream without gaps.
-            step = count * fmt.superblock_bytes
-            for line in range(0, step, 64):
-                k.prefetch(at_rows[0] + b * step, NEAR + line)
-                k.prefetch(at_rows[0] + b * step, FAR + line, locality=2)
-            activations = load_activations(k, fmt, x, b)
-            for i, row in enumerate(at_rows):
-                superblock_dot(k, level, fmt, row + b * fmt.superblock_bytes, activations, acc[i], low[i])
-        if tail:
-            activations = load_activations(k, fmt, x, blocks)
-            for i, row in enumerate(at_rows):
-                rest = padded_tail(k, fmt, row + blocks * fmt.superblock_bytes, a.tail)
-                superblock_dot(k, level, fmt, rest, activations, acc[i], low[i])
-        for i, total in enumerate(acc):
-            y = sum_lanes(total.v)
-            if fmt.has_minima:
-                y = y - sum_lanes(low[i].v)
-            finish_one(k, a, y, first + i, k.i64(0))
+
+def dot_rows(
+    k: Kernel,
+    level: Level,
+    fmt: BlockFormat,
+    m: Matrix,
+    x: QuantRow,
+    span: tuple[Val, Val],
+    out: Output,
+    row: Val,
+    tail: bool,
+) -> None:
+    """Stores out[row, n] for n in the span of weight rows."""
+    n, stop = k.var(span[0]), span[1]
+    for count in (2, 1) if level.registers >= 32 else (1,):
+        with k.loop_while(lambda: n.v + count <= stop):  # noqa: B023
+            for i, y in enumerate(_rows(k, level, fmt, m, x, n.v, count, tail)):
+                out.one(k, y, n.v + i, row)
+            n.v = n.v + count
+
+
+def dot_row(fmt: BlockFormat, level: Level, tail: bool) -> KernelDef:
+    """Chunk c computes rows bounds[c] .. bounds[c + 1] - 1 of y = W x for the single row x."""
 
     def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
-        n, stop = k.var(k.load(a.bounds + (chunk << 3), I64)), k.load(a.bounds + (chunk << 3), I64, 8)
-        x = QuantRow(a.x, a.p)
-        for count in (2, 1) if level.registers >= 32 else (1,):
-            with k.loop_while(lambda: n.v + count <= stop):  # noqa: B023
-                rows(k, a, x, n.v, count)
-                n.v = n.v + count
+        m = Matrix.of(a)
+        span = (k.load(a.bounds + (chunk << 3), I64), k.load(a.bounds + (chunk << 3), I64, 8))
+        dot_rows(k, level, fmt, m, QuantRow(a.x, m.p), span, Output.of(a, m.n), k.i64(0), tail)
 
-    fields = ("x", "w", "p", "blocks", "tail", "row_bytes", "bounds", *EPILOGUE_FIELDS)
+    fields = ("x", "bounds", *MATRIX_FIELDS, *OUTPUT_FIELDS)
     return KernelDef(f"dot_row/{fmt.name}{'/tail' if tail else ''}", fields, body)

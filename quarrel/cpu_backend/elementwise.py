@@ -8,7 +8,7 @@ from typing import Any
 from quarrel.cpu_backend.abi import Fields, KernelDef
 from quarrel.cpu_backend.ir import F32, I32, I64, Kernel, Val, vec
 from quarrel.cpu_backend.quantize import QuantRow, quantize_blocks
-from quarrel.cpu_backend.vector import sigmoid, tanh
+from quarrel.cpu_backend.vector import erf, sigmoid, tanh
 
 COLUMNS = 1024
 """Columns of one chunk of `gated`: small enough that one row of a feed-forward occupies every thread."""
@@ -64,6 +64,50 @@ def gated(activation: str, quantised: bool) -> KernelDef:
 
     fields = ("gate", "up", "n", "per_row", *(("q", "q_stride") if quantised else ("y",)))
     return KernelDef(f"gated/{activation}{'/q' if quantised else ''}", fields, body, scratch=4 * COLUMNS + 64)
+
+
+def relu2(k: Kernel, x: Val) -> Val:
+    """max(x, 0)^2."""
+    x = k.maximum(x, 0.0)
+    return x * x
+
+
+def gelu_erf(k: Kernel, x: Val) -> Val:
+    """x/2 * (1 + erf(x / sqrt 2))."""
+    return x * 0.5 * (erf(k, x * 0.7071067811865476) + 1.0)
+
+
+PLAIN: dict[str, Callable[[Kernel, Val], Val]] = {"relu2": relu2, "gelu_erf": gelu_erf}
+
+
+def plain(activation: str) -> KernelDef:
+    """y = f(x) by chunks of COLUMNS columns, row after row."""
+
+    def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
+        row, column = chunk // a.per_row, chunk % a.per_row * COLUMNS
+        at = (row * a.n + column) << 2
+
+        def one(offset: Val, lanes: int) -> None:
+            k.store(PLAIN[activation](k, k.load(a.x + at + offset, f32s(lanes))), a.y + at + offset)
+
+        each(k, k.minimum(k.i64(COLUMNS), a.n - column), one)
+
+    return KernelDef(f"plain/{activation}", ("x", "y", "n", "per_row"), body)
+
+
+def add_row() -> KernelDef:
+    """Chunk t: y[t] = x[t] + row."""
+
+    def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
+        at = chunk * (a.n << 2)
+
+        def one(offset: Val, lanes: int) -> None:
+            type = f32s(lanes)
+            k.store(k.load(a.x + at + offset, type) + k.load(a.row + offset, type), a.y + at + offset)
+
+        each(k, a.n, one)
+
+    return KernelDef("add_row", ("x", "row", "y", "n"), body)
 
 
 def add() -> KernelDef:

@@ -2,31 +2,50 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from quarrel.cpu_backend.abi import Fields
 from quarrel.cpu_backend.ir import F32, Kernel, Val
-from quarrel.cpu_backend.vector import F32x16
 
-EPILOGUE_FIELDS = ("y", "y_stride", "bias", "residual", "scale")
-"""`bias` and `residual` are addresses or 0; residual rows lie like those of y. Without a residual, scale is unused."""
+OUTPUT_FIELDS = ("y", "y_stride", "bias", "residual", "scale")
 
 
-def finish_one(k: Kernel, a: Fields, y: Val, n: Val, t: Val) -> None:
-    """Stores y[t, n]."""
-    out = k.var(y)
-    at = t * a.y_stride + (n << 2)
-    with k.when(a.bias.ne(0)):
-        out.v = out.v + k.load(a.bias + (n << 2), F32)
-    with k.when(a.residual.ne(0)):
-        out.v = k.load(a.residual + at, F32) + out.v * a.f32("scale")
-    k.store(out.v, a.y + at)
+@dataclass(frozen=True)
+class Output:
+    """Where results `[rows, n]` go. `bias` and `residual` are addresses or 0; residual rows lie like those of y."""
 
+    y: Val
+    stride: Val
+    n: Val
+    bias: Val
+    residual: Val
+    scale: Val
 
-def finish_sixteen(k: Kernel, a: Fields, y: Val, n: Val, t: Val) -> None:
-    """Stores y[t, n : n + 16]."""
-    out = k.var(y)
-    at = t * a.y_stride + (n << 2)
-    with k.when(a.bias.ne(0)):
-        out.v = out.v + k.load(a.bias + (n << 2), F32x16)
-    with k.when(a.residual.ne(0)):
-        out.v = k.load(a.residual + at, F32x16) + out.v * k.splat(a.f32("scale"), 16)
-    k.store(out.v, a.y + at)
+    @classmethod
+    def of(cls, a: Fields, n: Val) -> Output:
+        """From a kernel's fields. Without a residual, scale is unused."""
+        return cls(a.y, a.y_stride, n, a.bias, a.residual, a.f32("scale"))
+
+    def one(self, k: Kernel, y: Val, n: Val, row: Val) -> None:
+        """Stores y[row, n]."""
+        self._store(k, y, n, row)
+
+    def sixteen(self, k: Kernel, y: Val, n: Val, row: Val) -> None:
+        """Stores y[row, n : n + 16], as many of them as there are."""
+        with k.either(n + 16 <= self.n) as (whole, part):
+            with whole:
+                self._store(k, y, n, row)
+            with part:
+                buffer = k.stack(64)
+                k.store(y, buffer)
+                with k.range(n, self.n) as i:
+                    self._store(k, k.load(buffer + (i - n << 2), F32), i, row)
+
+    def _store(self, k: Kernel, y: Val, n: Val, row: Val) -> None:
+        out = k.var(y)
+        at = row * self.stride + (n << 2)
+        with k.when(self.bias.ne(0)):
+            out.v = out.v + k.load(self.bias + (n << 2), y.type)
+        with k.when(self.residual.ne(0)):
+            out.v = k.load(self.residual + at, y.type) + out.v * k.lift(self.scale, y.type)
+        k.store(out.v, self.y + at)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quarrel.cpu_backend.abi import Fields, KernelDef
-from quarrel.cpu_backend.elementwise import each, f32s
+from quarrel.cpu_backend.elementwise import each, f32s, silu
 from quarrel.cpu_backend.ir import F32, Kernel, Val, Var
 from quarrel.cpu_backend.quantize import QuantRow, quantize_blocks
 from quarrel.cpu_backend.vector import F32x16, sum_lanes
@@ -58,3 +58,31 @@ def norm(kind: str, quantised: bool) -> KernelDef:
 
     fields = ("x", "gain", "bias", "y", "n", "groups", "eps", *(("q", "q_stride") if quantised else ()))
     return KernelDef(f"norm/{kind}{'/q' if quantised else ''}", fields, body)
+
+
+def gated_norm() -> KernelDef:
+    """Chunk t: u = y * silu(z), each of `groups` runs of `n` values divided by sqrt(mean(u^2) + eps), times gain."""
+
+    def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
+        n = a.n
+        row = chunk * (n * a.groups << 2)
+        with k.range(0, a.groups) as group:
+            skip = group * (n << 2)
+            y, z, out, gain = a.y + row + skip, a.z + row + skip, a.out + row + skip, a.gain + skip
+
+            def gate(offset: Val, lanes: int) -> None:
+                type = f32s(lanes)
+                k.store(k.load(y + offset, type) * silu(k, k.load(z + offset, type)), out + offset)
+
+            each(k, n, gate)
+            power = _sum(k, out, n, None, square=True) / n.to(F32)
+            inverse = 1.0 / k.sqrt(power + a.f32("eps"))
+
+            def divide(offset: Val, lanes: int) -> None:
+                type = f32s(lanes)
+                u = k.load(out + offset, type) * k.lift(inverse, type)
+                k.store(u * k.load(gain + offset, type), out + offset)
+
+            each(k, n, divide)
+
+    return KernelDef("gated_norm", ("y", "z", "gain", "out", "n", "groups", "eps"), body)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -132,6 +133,7 @@ class Plan:
     """float32 arithmetic on dequantised values."""
     forms: Mapping[int, set[str]]
     last_use: Mapping[int, int]
+    producer: Mapping[int, int]
     header: Header = field(default_factory=Header)
     arena: Arena = field(default_factory=Arena)
     keep: list[Any] = field(default_factory=list)
@@ -147,9 +149,14 @@ class Plan:
         return axis
 
     def width(self, value: Value) -> int:
-        n = value.dims[1]
-        assert isinstance(n, int), value
-        return n
+        """Values of a row in all."""
+        return math.prod(d for d in value.dims[1:] if isinstance(d, int))
+
+    def row(self, value: Value) -> tuple[int, int]:
+        """The last axis, and how often it repeats between it and the first."""
+        k = value.dims[-1]
+        assert isinstance(k, int), value
+        return k, self.width(value) // k
 
     def bind(self, value: Value, address: int) -> None:
         """A value that lives in memory of its own, such as a step input."""
@@ -160,9 +167,10 @@ class Plan:
         key = (value.id, form)
         if key not in self._at:
             if form == "q":
-                each = row_bytes(self.width(value))
+                k, between = self.row(value)
+                each = row_bytes(k) * between
             else:
-                each = 4 * (self.width(value) if len(value.dims) > 1 else 1)
+                each = 4 * self.width(value)
             # Vector loads may run past the last row, never past this margin.
             self._at[key] = self.arena.take(self.sizes[self.rows(value)] * each + 256)
         return self._at[key]
@@ -182,6 +190,11 @@ class Plan:
     def stage(self, *jobs: Job) -> None:
         """Jobs that may run at once, after every stage before."""
         self.stages.append((self.node, list(jobs)))
+
+    def shared_stage(self, value: Value | None, job: Job) -> None:
+        """A stage that later nodes rely on too: it runs whenever the value's producer does, or always without one."""
+        producer = self.producer.get(value.id, -1) if value is not None else -1
+        self.stages.append((producer, [job]))
 
     def end_value(self, value: Value) -> None:
         """Frees a value that no later node reads."""
@@ -216,7 +229,7 @@ class Tables:
 
     def select(self, nodes: set[int]) -> StageTable:
         """The stages of some nodes only."""
-        rows = [(first, count) for node, first, count in self.stages if node in nodes]
+        rows = [(first, count) for node, first, count in self.stages if node in nodes or node < 0]
         stages = np.array(rows, np.int64).reshape(-1, 2)
         return StageTable(stages, self.jobs, self.header.words, self.scratch, (self,))
 

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from quarrel.cpu_backend.lowering import REGISTRY, Cache, Lowering, reads_rounded
+from quarrel.cpu_backend.lowering import Cache, Lowering
 from quarrel.cpu_backend.plan import AXES, Plan, finish
 from quarrel.cpu_backend.pool import Pool, StageTable
+from quarrel.cpu_backend.registry import REGISTRY, reads_rounded
 from quarrel.cpu_backend.weights import Weights
 from quarrel.errors import RequestError
 from quarrel.ops.contract import Array, Compute, Value
@@ -25,18 +26,21 @@ class Compiled:
         program: Program,
         source: WeightSource,
         caches: Sequence[Cache],
+        states: Sequence[np.ndarray],
         sizes: Mapping[str, int],
         exact: bool,
         pool: Pool,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self.program, self.caches, self._pool = program, caches, pool
+        self.states = states
         self.choices = lower(program, REGISTRY)
         nodes = [c.node for c in self.choices]
         self.weights = Weights(source, exact)
-        plan = Plan(pool.level, pool.threads, {**sizes, "S1": sizes.get("S", 0) + 1}, exact, {}, {})
-        lowering = Lowering(plan, self.weights, caches)
-        plan.forms, plan.last_use = _uses(nodes, program, lowering)  # type: ignore[misc]
+        plan = Plan(pool.level, pool.threads, {**sizes, "S1": sizes.get("S", 0) + 1}, exact, {}, {}, {})
+        lowering = Lowering(plan, self.weights, caches, states)
+        plan.forms, plan.last_use = _uses(nodes, program, lowering)
+        plan.producer = {v.id: i for i, node in enumerate(nodes) for v in node.outputs}
         self.inputs: dict[str, np.ndarray] = {}
         for name, value in program.inputs.items():
             self.inputs[name] = _buffer(value, plan.sizes)
@@ -47,7 +51,7 @@ class Compiled:
             if progress:
                 progress(i + 1, len(self.choices))
         self._places = {name: plan.place(value) for name, value in program.outputs.items()}
-        plan.keep += [self.weights.keep, self.weights, list(caches), self.inputs]
+        plan.keep += [self.weights.keep, self.weights, list(caches), list(states), self.inputs]
         self.tables = finish(plan)
         self._selected: dict[tuple[str, ...], StageTable] = {}
 
@@ -61,6 +65,8 @@ class Compiled:
             for axis, size in zip(value.dims, array.shape):
                 if axis in AXES:
                     sizes[axis] = size
+                elif axis == "S1":
+                    sizes["S"] = size - 1
         self.tables.header.set(sizes)
         if wanted not in self._selected:
             self._selected[wanted] = self.tables.select(_needed(self.choices, self.program, wanted))
@@ -123,6 +129,10 @@ class CpuStep:
     def __call__(self, inputs: StepInputs, want: Want) -> StepOutputs:
         compiled = self._open()
         inputs.check(self.limits, self._n_vocab)
+        if compiled.states:
+            self._check_slots(inputs)
+        if want not in compiled.program.outputs:
+            raise RequestError(f"this model gives {', '.join(compiled.program.outputs)}, not {want}")
         if want == "tokens" and inputs.sample is None:
             raise RequestError("a step that returns tokens wants its sampling inputs, got none")
         arrays = {}
@@ -132,6 +142,14 @@ class CpuStep:
             elif want == "tokens":
                 arrays[name] = getattr(inputs.sample, name)
         return StepOutputs(**compiled.run(arrays, (want,)))
+
+    def _check_slots(self, inputs: StepInputs) -> None:
+        slots = inputs.state_slots
+        if slots is None or len(slots) != len(inputs.kv_len) or slots.min() < 0 or slots.max() >= self.limits.max_seqs:
+            found = "none" if slots is None else slots.tolist()
+            raise RequestError(
+                f"a model with recurrent layers wants one state slot below {self.limits.max_seqs} per sequence, got {found}"
+            )
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         for cache in self._open().caches:
@@ -147,7 +165,7 @@ class CpuStep:
 
     def memory(self) -> MemoryPlan:
         compiled = self._open()
-        cache = sum(c.k.nbytes + c.v.nbytes for c in compiled.caches)
+        cache = sum(c.k.nbytes + c.v.nbytes for c in compiled.caches) + sum(s.nbytes for s in compiled.states)
         weights = compiled.weights
         return MemoryPlan(weights.in_place + weights.copied, weights.in_place, cache, len(compiled.tables.arena))
 

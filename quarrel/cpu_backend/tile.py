@@ -12,11 +12,12 @@ group adds them to the chain, and the chains are added in the tree of `dot_row`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from quarrel.cpu_backend.abi import Fields, KernelDef
-from quarrel.cpu_backend.dot_row import padded_tail
-from quarrel.cpu_backend.epilogue import EPILOGUE_FIELDS, finish_one, finish_sixteen
+from quarrel.cpu_backend.dot_row import MATRIX_FIELDS, Matrix, padded_tail
+from quarrel.cpu_backend.epilogue import OUTPUT_FIELDS, Output
 from quarrel.cpu_backend.features import Level
 from quarrel.cpu_backend.formats import BlockFormat
 from quarrel.cpu_backend.ir import F32, I32, I64, Kernel, Val
@@ -70,24 +71,14 @@ def unpacked_bytes(fmt: BlockFormat, blocks: int) -> int:
     return blocks * (4096 + 64 * fmt.groups * (2 if fmt.has_minima else 1))
 
 
-def _unpack_rows(k: Kernel, level: Level, fmt: BlockFormat, addresses: list[Val], to: Unpacked, b: Val) -> None:
-    """Unpacks superblock `b` of sixteen rows, each row's bytes at its address."""
-    decoded = 4 * 64 + 4 * fmt.groups * (2 if fmt.has_minima else 1)
-    buffer = k.stack(decoded * LANES)
-    for row, at in enumerate(addresses):
-        block = fmt.decode(k, level, at)
-        for i, codes in enumerate(block.codes):
-            k.store(codes, buffer, row * 256 + 64 * i)
-        k.store(block.scales, buffer, LANES * 256 + row * 4 * fmt.groups)
-        if block.minima is not None:
-            k.store(block.minima, buffer, LANES * (256 + 4 * fmt.groups) + row * 4 * fmt.groups)
-    lanes = fmt.lane_groups
-    chain_of = {group: chain for chain, group in enumerate(lanes)}
+def _transpose_superblock(k: Kernel, fmt: BlockFormat, buffer: Val, to: Unpacked, b: Val) -> None:
+    """Sixteen decoded rows (codes, then scales, then minima) to one lane per row."""
+    chain_of = {group: chain for chain, group in enumerate(fmt.lane_groups)}
+    size = 256 // fmt.groups
     for i, halves in enumerate(fmt.halves):
         columns = transpose16([k.load(buffer, I32x16, row * 256 + 64 * i) for row in range(LANES)])
         for c, column in enumerate(columns):
             value = 32 * halves[c // 8] + 4 * (c % 8)
-            size = 256 // fmt.groups
             k.store(column, to.codes(chain_of[value // size], b), 64 * (value % size // 4))
     for which, place in enumerate((to.scales, to.minima)[: 2 if fmt.has_minima else 1]):
         start = LANES * 256 + which * LANES * 4 * fmt.groups
@@ -103,20 +94,32 @@ def _unpack_rows(k: Kernel, level: Level, fmt: BlockFormat, addresses: list[Val]
             k.store(column, place(chain, b))
 
 
-def unpack(k: Kernel, level: Level, fmt: BlockFormat, a: Fields, first: Val, to: Unpacked, tail: bool) -> None:
-    """Unpacks rows first .. first + 15, the last row standing in for rows past the end."""
-    last, row_bytes = a.n - 1, a.row_bytes
-    rows = [a.w + k.minimum(first + i, last) * row_bytes for i in range(LANES)]
-    whole = a.blocks
-    with k.range(0, whole) as b:
-        offset = b * fmt.superblock_bytes
-        ahead = rows[0] + row_bytes * LANES + offset * LANES
+def _unpack_superblock(
+    k: Kernel, level: Level, fmt: BlockFormat, m: Matrix, first: Val, to: Unpacked, b: Val, tail: bool
+) -> None:
+    """Superblock `b` of rows first .. first + 15, the last row standing in for rows past the end."""
+    each = 4 * fmt.groups
+    buffer = k.stack((256 + each * (2 if fmt.has_minima else 1)) * LANES)
+    with k.range(0, LANES) as row:
+        at = m.w + k.minimum(first + row, m.n - 1) * m.row_bytes + b * fmt.superblock_bytes
+        block = fmt.decode(k, level, padded_tail(k, fmt, at, m.tail) if tail else at)
+        for i, codes in enumerate(block.codes):
+            k.store(codes, buffer + (row << 8), 64 * i)
+        k.store(block.scales, buffer + row * each, LANES * 256)
+        if block.minima is not None:
+            k.store(block.minima, buffer + row * each, LANES * (256 + each))
+    _transpose_superblock(k, fmt, buffer, to, b)
+
+
+def unpack(k: Kernel, level: Level, fmt: BlockFormat, m: Matrix, first: Val, to: Unpacked, tail: bool) -> None:
+    """Unpacks rows first .. first + 15, asking for the next sixteen as it goes."""
+    with k.range(0, m.blocks) as b:
+        ahead = m.w + (first + LANES) * m.row_bytes + b * (fmt.superblock_bytes * LANES)
         for line in range(0, fmt.superblock_bytes * LANES, 64):
             k.prefetch(ahead, line, locality=2)
-        _unpack_rows(k, level, fmt, [row + offset for row in rows], to, b)
+        _unpack_superblock(k, level, fmt, m, first, to, b, False)
     if tail:
-        offset = whole * fmt.superblock_bytes
-        _unpack_rows(k, level, fmt, [padded_tail(k, fmt, row + offset, a.tail) for row in rows], to, whole)
+        _unpack_superblock(k, level, fmt, m, first, to, m.blocks, True)
 
 
 def _chain(
@@ -167,58 +170,79 @@ def _tree(k: Kernel, at: Val, chains: int, stride: int) -> Val:
     return parts[0]
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Activation rows [start, stop): where row t lies, and which row of the output it makes."""
+
+    start: Val
+    stop: Val
+    source: Callable[[Val], Val]
+    target: Callable[[Val], Val]
+
+
 def _tile(
-    k: Kernel, level: Level, fmt: BlockFormat, a: Fields, shape: Shape, weights: list[Unpacked], first: Val, t: Val
+    k: Kernel,
+    level: Level,
+    fmt: BlockFormat,
+    m: Matrix,
+    shape: Shape,
+    weights: list[Unpacked],
+    first: Val,
+    rows: Rows,
+    t: Val,
+    out: Output,
 ) -> None:
-    """Activation rows t .. t + rows - 1, the last row standing in for rows past the end."""
-    last = a.live_rows - 1
-    rows = [k.minimum(t + i, last) for i in range(shape.rows)]
-    xs = [QuantRow(a.x + row * a.x_stride, a.p) for row in rows]
+    """Activation rows t .. t + shape.rows - 1, the last row standing in for rows past the end."""
+    ts = [k.minimum(t + i, rows.stop - 1) for i in range(shape.rows)]
+    xs = [QuantRow(rows.source(row), m.p) for row in ts]
     count = shape.rows * shape.vectors
     stride = 64 * count * (2 if fmt.has_minima else 1)
     buffer = k.stack(stride * fmt.groups)
     groups = k.table(fmt.lane_groups)
     with k.range(0, fmt.groups) as chain:
         _chain(k, level, fmt, weights, xs, chain, k.load(groups + (chain << 3), I64), buffer + chain * stride)
-    for i, row in enumerate(rows):
+    for i, row in enumerate(ts):
         for v in range(shape.vectors):
             at = 64 * (i * shape.vectors + v)
             y = _tree(k, buffer + at, fmt.groups, stride)
             if fmt.has_minima:
                 y = y - _tree(k, buffer + at + 64 * count, fmt.groups, stride)
-            _finish(k, a, y, first + LANES * v, row)
+            with k.when(first + LANES * v < m.n):
+                out.sixteen(k, y, first + LANES * v, rows.target(row))
 
 
-def _finish(k: Kernel, a: Fields, y: Val, n: Val, t: Val) -> None:
-    with k.either(n + LANES <= a.n) as (whole, part):
-        with whole:
-            finish_sixteen(k, a, y, n, t)
-        with part:
-            buffer = k.stack(64)
-            k.store(y, buffer)
-            with k.range(n, a.n) as i:
-                finish_one(k, a, k.load(buffer + (i - n << 2), F32), i, t)
+def tile_rows(
+    k: Kernel, level: Level, fmt: BlockFormat, m: Matrix, first: Val, rows: Rows, out: Output, scratch: Val, tail: bool
+) -> None:
+    """Stores the results of one tile of weight rows, starting at `first`, for the given activation rows."""
+    wide, *others = shapes(level)
+    blocks = m.p >> 8
+    each = unpacked_bytes(fmt, 1)
+    with k.range(0, wide.vectors) as v:
+        unpack(k, level, fmt, m, first + v * LANES, Unpacked(fmt, scratch + blocks * v * each, blocks), tail)
+    weights = [Unpacked(fmt, scratch + blocks * (each * v), blocks) for v in range(wide.vectors)]
+    t = k.var(rows.start)
+    for shape in (wide, *others):
+        last = shape is (others or [wide])[-1]
+        with k.loop_while(lambda: t.v < rows.stop if last else t.v + shape.rows <= rows.stop):  # noqa: B023
+            _tile(k, level, fmt, m, shape, weights, first, rows, t.v, out)
+            t.v = t.v + shape.rows
+
+
+def tile_scratch(fmt: BlockFormat, level: Level, k_padded: int) -> int:
+    """Scratch bytes that `tile_rows` wants."""
+    return shapes(level)[0].vectors * unpacked_bytes(fmt, k_padded // 256)
 
 
 def tile(fmt: BlockFormat, level: Level, tail: bool, k_padded: int) -> KernelDef:
     """Chunk c computes weight rows [32 * (c % n_tiles), ...) for activation rows [T_BLOCK * (c // n_tiles), ...)."""
-    wide, *others = shapes(level)
+    step = LANES * shapes(level)[0].vectors
 
     def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
-        blocks = a.p >> 8
-        each = unpacked_bytes(fmt, 1)
-        weights = [Unpacked(fmt, scratch + blocks * (each * v), blocks) for v in range(wide.vectors)]
-        first = chunk % a.n_tiles * (LANES * wide.vectors)
-        for v, to in enumerate(weights):
-            unpack(k, level, fmt, a, first + LANES * v, to, tail)
+        m, x, stride = Matrix.of(a), a.x, a.x_stride
         start = chunk // a.n_tiles * T_BLOCK
-        t, stop = k.var(start), k.minimum(start + T_BLOCK, a.live_rows)
-        for shape in (wide, *others):
-            step = shape.rows
-            with k.loop_while(lambda: t.v < stop if shape is (others or [wide])[-1] else t.v + step <= stop):  # noqa: B023
-                _tile(k, level, fmt, a, shape, weights, first, t.v)
-                t.v = t.v + step
+        rows = Rows(start, k.minimum(start + T_BLOCK, a.live_rows), lambda t: x + t * stride, lambda t: t)
+        tile_rows(k, level, fmt, m, chunk % a.n_tiles * step, rows, Output.of(a, m.n), scratch, tail)
 
-    fields = ("live_rows", "x", "x_stride", "w", "n", "p", "blocks", "tail", "row_bytes", "n_tiles", *EPILOGUE_FIELDS)
-    scratch = wide.vectors * unpacked_bytes(fmt, k_padded // 256)
-    return KernelDef(f"tile/{fmt.name}{'/tail' if tail else ''}", fields, body, scratch)
+    fields = ("live_rows", "x", "x_stride", "n_tiles", *MATRIX_FIELDS, *OUTPUT_FIELDS)
+    return KernelDef(f"tile/{fmt.name}{'/tail' if tail else ''}", fields, body, tile_scratch(fmt, level, k_padded))

@@ -204,3 +204,33 @@ def tanh(k: Kernel, x: Val) -> Val:
         p = k.fma(p, square, c)
     near = k.fma(p * square, x, x)
     return k.select(square < 0.0625, near, far)
+
+
+def log1p(k: Kernel, u: Val) -> Val:
+    """log(1 + u) for u in [0, 1] as 2 atanh(u / (2 + u)), within a few ulp."""
+    s = u / (u + 2.0)
+    square = s * s
+    p = k.lift(1.0 / 17.0, u.type)
+    for n in range(15, 0, -2):
+        p = k.fma(p, square, 1.0 / n)
+    return s * p * 2.0
+
+
+def softplus(k: Kernel, x: Val) -> Val:
+    """log(1 + e^x), without overflow."""
+    return k.maximum(x, 0.0) + log1p(k, exp(k, -k.fabs(x)))
+
+
+# Abramowitz and Stegun 7.1.26: absolute error 1.5e-7.
+_ERF = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
+
+
+def erf(k: Kernel, x: Val) -> Val:
+    """The error function."""
+    size = k.fabs(x)
+    t = 1.0 / k.fma(size, 0.3275911, 1.0)
+    p = k.lift(_ERF[0], x.type)
+    for c in _ERF[1:]:
+        p = k.fma(p, t, c)
+    y = 1.0 - p * t * exp(k, -(x * x))
+    return k.select(x < 0.0, -y, y)

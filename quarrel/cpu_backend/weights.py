@@ -67,8 +67,12 @@ class Weights:
             self._packed[ref] = Packed(stored, int(raw.ctypes.data), bytes_per_row, ref.rows, ref.k)
         return self._packed[ref]
 
+    def dense(self, ref: WeightRef) -> np.ndarray:
+        """float32 `[rows, k]`, for what is rearranged before use."""
+        return self._source.raw(ref).dense()
+
     def vector(self, ref: WeightRef) -> int:
-        """Address of a gain, bias or sink vector as float32."""
+        """Address of a small tensor (gain, bias, sink, decay) as float32."""
         if ref not in self._vectors:
             dense = np.ascontiguousarray(self._source.raw(ref).dense().reshape(-1), np.float32)
             # Kernels may load whole vectors of sixteen at the end.

@@ -1,0 +1,106 @@
+"""Products with the chosen experts only: the entries of each expert are one small matrix product, in the order of `tile`.
+
+Entry t * used + j is the j-th choice of token t. A chunk is one expert that has entries, and one tile of its weight rows.
+An expert with a single entry is read as in decoding; with more, its rows are unpacked once for all of them.
+"""
+
+from __future__ import annotations
+
+from quarrel.cpu_backend.abi import Fields, KernelDef
+from quarrel.cpu_backend.dot_row import MATRIX_FIELDS, Matrix, dot_rows
+from quarrel.cpu_backend.elementwise import each, f32s, relu2, silu
+from quarrel.cpu_backend.epilogue import OUTPUT_FIELDS, Output
+from quarrel.cpu_backend.features import Level
+from quarrel.cpu_backend.float_linear import exact_rows, exact_scratch, float_rows
+from quarrel.cpu_backend.formats import BlockFormat
+from quarrel.cpu_backend.ir import I64, Kernel, Val
+from quarrel.cpu_backend.quantize import QuantRow
+from quarrel.cpu_backend.tile import LANES, Rows, shapes, tile_rows, tile_scratch
+from quarrel.cpu_backend.vector import sigmoid
+
+EXPERT_FIELDS = ("first", "entries", "active", "x", "x_stride", "n_tiles")
+
+
+def _rows(k: Kernel, a: Fields, expert: Val, shared: int) -> Rows:
+    """The expert's entries; `shared` of them at a time read the same row of x."""
+    first, end = (k.load(a.first + (expert << 3), I64, 8 * i) for i in range(2))
+    entries, x, stride = a.entries, a.x, a.x_stride
+
+    def entry(i: Val) -> Val:
+        return k.load(entries + (i << 3), I64)
+
+    return Rows(first, end, lambda i: x + entry(i).udiv(shared) * stride, entry)
+
+
+def _of_expert(k: Kernel, a: Fields, n: Val, expert: Val) -> Output:
+    """Results with the expert's own bias."""
+    out = Output.of(a, n)
+    bias = k.select(out.bias.ne(0), out.bias + expert * (n << 2), 0)
+    return Output(out.y, out.stride, n, bias, out.residual, out.scale)
+
+
+def packed_experts(fmt: BlockFormat, level: Level, tail: bool, k_padded: int, shared: int) -> KernelDef:
+    """Chunk (i, tile): weight rows of the i-th active expert, activations rounded to 8 bits."""
+    step = LANES * shapes(level)[0].vectors
+
+    def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
+        n_tiles = a.n_tiles
+        expert = k.load(a.active + (chunk.udiv(n_tiles) << 3), I64)
+        first = (chunk - chunk.udiv(n_tiles) * n_tiles) * step
+        stack = Matrix.of(a)
+        m = Matrix(
+            stack.w + expert * stack.n * stack.row_bytes, stack.n, stack.row_bytes, stack.blocks, stack.tail, stack.p
+        )
+        rows, out = _rows(k, a, expert, shared), _of_expert(k, a, m.n, expert)
+        with k.either((rows.stop - rows.start).eq(1)) as (single, many):
+            with single:
+                x = QuantRow(rows.source(rows.start), m.p)
+                span = (first, k.minimum(first + step, m.n))
+                dot_rows(k, level, fmt, m, x, span, out, rows.target(rows.start), tail)
+            with many:
+                tile_rows(k, level, fmt, m, first, rows, out, scratch, tail)
+
+    fields = (*EXPERT_FIELDS, *MATRIX_FIELDS, *OUTPUT_FIELDS)
+    name = f"experts/{fmt.name}/{shared}{'/tail' if tail else ''}"
+    return KernelDef(name, fields, body, tile_scratch(fmt, level, k_padded))
+
+
+def float_experts(name: str, level: Level, k_in: int, shared: int) -> KernelDef:
+    """Chunk (i, tile): `chunk_rows` weight rows of the i-th active expert in float32 arithmetic."""
+    tail = k_in % 16 != 0
+
+    def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
+        n_tiles = a.n_tiles
+        expert = k.load(a.active + (chunk.udiv(n_tiles) << 3), I64)
+        first = (chunk - chunk.udiv(n_tiles) * n_tiles) * a.chunk_rows
+        span = (first, k.minimum(first + a.chunk_rows, a.n))
+        matrix = exact_rows(k, level, name, a, a.w + expert * a.n * a.row_bytes, span, k_in, scratch)
+        float_rows(k, level, matrix, span, _rows(k, a, expert, shared), _of_expert(k, a, a.n, expert), tail)
+
+    fields = (*EXPERT_FIELDS, "w", "n", "k", "row_bytes", "chunk_rows", *OUTPUT_FIELDS)
+    return KernelDef(f"float_experts/{name}/{k_in}/{shared}", fields, body, exact_scratch(name, k_in))
+
+
+def activate(kind: str) -> KernelDef:
+    """Chunk e: y = act(gate, up) for one entry of `n` values; `relu2` reads up alone."""
+
+    def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
+        at = chunk * (a.n << 2)
+
+        def one(offset: Val, lanes: int) -> None:
+            type = f32s(lanes)
+            up = k.load(a.up + at + offset, type)
+            if kind == "relu2":
+                y = relu2(k, up)
+            else:
+                gate = k.load(a.gate + at + offset, type)
+                if kind == "oai":
+                    gate, up = k.minimum(gate, 7.0), k.maximum(k.minimum(up, 7.0), -7.0)
+                    y = gate * sigmoid(k, gate * 1.702) * (up + 1.0)
+                else:
+                    y = silu(k, gate) * up
+            k.store(y, a.y + at + offset)
+
+        each(k, a.n, one)
+
+    return KernelDef(f"experts/activate/{kind}", ("gate", "up", "y", "n"), body)

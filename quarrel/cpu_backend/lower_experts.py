@@ -1,0 +1,129 @@
+"""Routing and experts as stages: choose, gather tokens by expert, multiply, combine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from quarrel.cpu_backend import experts as kernels
+from quarrel.cpu_backend import route as route_kernels
+from quarrel.cpu_backend.float_linear import ROWS
+from quarrel.cpu_backend.formats import BLOCKS
+from quarrel.cpu_backend.lowering import Lowering
+from quarrel.cpu_backend.plan import Arg, Header, Job
+from quarrel.cpu_backend.quantize import padded, row_bytes
+from quarrel.cpu_backend.tile import LANES, shapes
+from quarrel.ops.contract import Value, WeightRef
+from quarrel.ops.moe import ExpertDownSpec, ExpertUpSpec
+from quarrel.ops.program import Node
+
+
+def route(e: Lowering, node: Node) -> None:
+    p, s = e.plan, node.spec
+    logits, *bias = node.inputs
+    ids, weights = node.outputs
+    args: dict[str, Arg] = {
+        "logits": p.place(logits),
+        "bias": e.weights.vector(bias[0]) if bias else 0,
+        "ids": p.place(ids),
+        "weights": p.place(weights),
+        "n": s.n_experts,
+        "used": s.used,
+        "groups": s.n_groups,
+        "groups_used": s.groups_used,
+        "scale": float(s.scale),
+    }
+    kernel = route_kernels.route(s.gate, s.renormalise, s.bias, s.n_groups > 1, s.n_experts)
+    p.stage(Job(kernel, args, Header.axis(p.rows(ids))))
+
+
+def _gathered(e: Lowering, ids: Value, s: ExpertUpSpec | ExpertDownSpec) -> tuple[Mapping[str, Arg], int]:
+    """The entries by expert (fields that every product reads, and the header word that counts active experts)."""
+    p = e.plan
+    known = e.gathered.get(ids.id)
+    if known is None:
+        lists = {
+            "first": np.zeros(s.n_experts + 1, np.int64),
+            "entries": np.zeros(p.sizes["T"] * s.used, np.int64),
+            "active": np.zeros(s.n_experts, np.int64),
+        }
+        p.keep.append(lists)
+        addresses: dict[str, Arg] = {name: int(array.ctypes.data) for name, array in lists.items()}
+        word = p.header.new()
+        args = {
+            **addresses,
+            "ids": p.place(ids),
+            "live_rows": p.live(p.rows(ids)),
+            "used": s.used,
+            "experts": s.n_experts,
+            "count": p.header.address(word),
+        }
+        p.shared_stage(ids, Job(route_kernels.gather(), args, Header.ONE))
+        known = e.gathered[ids.id] = (addresses, word)
+    return known
+
+
+def _product(
+    e: Lowering, x: Value, ids: Value, s: Any, weight: WeightRef, bias: WeightRef | None, y: Arg, shared: int
+) -> Job:
+    """y[entry] = the entry's expert's rows times its x; `shared` entries of a token read one row of x."""
+    p, w = e.plan, e.weights.matrix(weight)
+    lists, word = _gathered(e, ids, s)
+    common: dict[str, Arg] = {
+        **lists,
+        "w": w.address,
+        "n": s.n,
+        "row_bytes": w.row_bytes,
+        "y": y,
+        "y_stride": 4 * s.n,
+        "bias": e.weights.vector(bias) if bias else 0,
+        "residual": 0,
+        "scale": 1.0,
+    }
+    if e.packs(s):
+        fmt = BLOCKS[w.type]
+        tail = s.k % 256 // fmt.elements
+        n_tiles = -(-s.n // (LANES * shapes(p.level)[0].vectors))
+        own: dict[str, Arg] = {"x": e.quantised(x), "x_stride": row_bytes(s.k), "p": padded(s.k), "blocks": s.k // 256}
+        kernel = kernels.packed_experts(fmt, p.level, tail > 0, padded(s.k), shared)
+        return Job(kernel, {**common, **own, "tail": tail, "n_tiles": n_tiles}, word, times=n_tiles)
+    n_tiles = -(-s.n // ROWS)
+    own = {"x": p.place(x), "x_stride": 4 * s.k, "k": s.k, "chunk_rows": ROWS, "n_tiles": n_tiles}
+    return Job(kernels.float_experts(w.type, p.level, s.k, shared), {**common, **own}, word, times=n_tiles)
+
+
+def expert_up(e: Lowering, node: Node) -> None:
+    p, s = e.plan, node.spec
+    x, ids, *weights = node.inputs
+    (y,) = node.outputs
+    count = 1 + s.gated
+    biases: Sequence[WeightRef | None] = weights[count:] or [None] * count
+    size = 4 * s.n * s.used * p.sizes[p.rows(x)]
+    parts = [p.temporary(size) for _ in range(count)]
+    if e.packs(s):
+        e.quantised(x)
+    jobs = [_product(e, x, ids, s, w, b, part, s.used) for w, b, part in zip(weights, biases, parts)]
+    p.stage(*jobs)
+    args: dict[str, Arg] = {"gate": parts[0], "up": parts[-1], "y": p.place(y), "n": s.n}
+    p.stage(Job(kernels.activate(s.activation), args, Header.axis(p.rows(x)), times=s.used))
+
+
+def expert_down(e: Lowering, node: Node) -> None:
+    p, s = e.plan, node.spec
+    y, ids, weights, down, *bias = node.inputs
+    (out,) = node.outputs
+    each = p.temporary(4 * s.n * s.used * p.sizes[p.rows(y)])
+    p.stage(_product(e, y, ids, s, down, None, each, 1))
+    args: dict[str, Arg] = {
+        "y": each,
+        "ids": p.place(ids),
+        "weights": p.place(weights),
+        "bias": e.weights.vector(bias[0]) if bias else 0,
+        "out": p.place(out),
+        "n": s.n,
+        "used": s.used,
+        "experts": s.n_experts,
+    }
+    p.stage(Job(route_kernels.combine(bool(bias)), args, Header.axis(p.rows(out))))

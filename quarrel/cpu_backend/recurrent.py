@@ -1,0 +1,174 @@
+"""Recurrent mixers: causal convolution and the selective scans, their state in one slot per sequence.
+
+A chunk is one sequence and one part of the channels; it walks through the sequence's tokens with the state at hand. A
+sequence whose tokens are all new starts from zero, whatever its slot holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quarrel.cpu_backend.abi import Fields, KernelDef
+from quarrel.cpu_backend.elementwise import f32s, silu
+from quarrel.cpu_backend.ir import F32, I32, I64, Kernel, Val
+from quarrel.cpu_backend.vector import exp, softplus, sum_lanes
+
+SEQUENCE_FIELDS = ("query_start", "kv_len", "state_slots", "state")
+CHANNELS = 64
+"""Channels of one chunk of the convolution and of the Mamba-1 scan."""
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """Rows start .. end - 1 of the step; `fresh` says that nothing came before them; `slot` is its state's number."""
+
+    start: Val
+    end: Val
+    fresh: Val
+    slot: Val
+
+    @classmethod
+    def of(cls, k: Kernel, a: Fields, s: Val) -> Sequence:
+        at = s << 2
+        start, end = (k.load(a.query_start + at, I32, 4 * i).to(I64) for i in range(2))
+        known = k.load(a.kv_len + at, I32).to(I64)
+        return cls(start, end, known <= end - start, k.load(a.state_slots + at, I32).to(I64))
+
+
+def _column_parts(k: Kernel, first: Val, last: Val, body, lanes: int = 16) -> None:
+    """Calls body(column, lanes) so that columns first .. last - 1 are covered, in vectors and then one by one."""
+    c = k.var(first)
+    for width in (lanes, 1):
+        with k.loop_while(lambda: c.v + width <= last):  # noqa: B023
+            body(c.v, width)
+            c.v = c.v + width
+
+
+def conv(width: int) -> KernelDef:
+    """Chunk (s, part) is sequence s, channels [CHANNELS * part, ...). `taps` is `[width, channels]`."""
+
+    def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
+        parts, row = a.parts, a.channels << 2
+        seq = Sequence.of(k, a, chunk.udiv(parts))
+        first = (chunk - chunk.udiv(parts) * parts) * CHANNELS
+        state = a.state + seq.slot * (row * (width - 1))
+
+        def columns(c: Val, lanes: int) -> None:
+            type, at = f32s(lanes), c << 2
+            taps = [k.load(a.taps + row * j + at, type) for j in range(width)]
+            offset = k.load(a.bias + at, type)
+            seen = [k.var(k.select(seq.fresh, k.zero(type), k.load(state + row * j + at, type))) for j in range(width - 1)]
+            with k.range(seq.start, seq.end) as t:
+                x = k.load(a.x + t * row + at, type)
+                y = offset
+                for past, tap in zip([*(v.v for v in seen), x], taps, strict=True):
+                    y = k.fma(past, tap, y)
+                k.store(silu(k, y), a.y + t * row + at)
+                for older, newer in zip(seen, [*(v.v for v in seen[1:]), x], strict=True):
+                    older.v = newer
+            for j, v in enumerate(seen):
+                k.store(v.v, state + row * j + at)
+
+        _column_parts(k, first, k.minimum(first + CHANNELS, a.channels), columns)
+
+    fields = ("x", "y", "taps", "bias", "channels", "parts", *SEQUENCE_FIELDS)
+    return KernelDef(f"conv/{width}", fields, body)
+
+
+def _state_parts(n_state: int) -> list[tuple[int, int]]:
+    """(first state, lanes) of the pieces of one channel's states."""
+    whole = n_state & -16
+    return [(n, 16) for n in range(0, whole, 16)] + [(n, 1) for n in range(whole, n_state)]
+
+
+def _total(k: Kernel, parts: list[Val]) -> Val:
+    """Sum over all lanes of all pieces, in order."""
+    wide = [p for p in parts if p.lanes > 1]
+    total = k.f32(0.0)
+    if wide:
+        together = wide[0]
+        for p in wide[1:]:
+            together = together + p
+        total = sum_lanes(together)
+    for p in parts:
+        if p.lanes == 1:
+            total = total + p
+    return total
+
+
+def _copy_state(k: Kernel, seq: Sequence, state: Val, size: Val) -> None:
+    """Zeroes the state of a sequence that starts here."""
+    with k.when(seq.fresh), k.range(0, size) as i:
+        k.store(k.f32(0.0), state + (i << 2))
+
+
+def scan2(head_dim: int, n_state: int, per_group: int) -> KernelDef:
+    """Mamba-2: chunk (s, h) is sequence s, head h, whose state is `[head_dim, n_state]`."""
+    parts = _state_parts(n_state)
+
+    def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
+        heads = a.heads
+        seq = Sequence.of(k, a, chunk.udiv(heads))
+        h = chunk - chunk.udiv(heads) * heads
+        state = a.state + (seq.slot * heads + h) * (4 * head_dim * n_state)
+        _copy_state(k, seq, state, k.i64(head_dim * n_state))
+        group = h.udiv(per_group)
+        decay, skip, bias = (k.load(at + (h << 2), F32) for at in (a.a, a.d, a.dt_bias))
+        with k.range(seq.start, seq.end) as t:
+            row = a.xbc + t * (a.width << 2)
+            x = row + h * (4 * head_dim)
+            b = row + (a.inner << 2) + group * (4 * n_state)
+            c = b + a.groups * (4 * n_state)
+            step = softplus(k, k.load(a.dt + (t * heads + h << 2), F32) + bias)
+            keep = exp(k, step * decay)
+            bs = [k.load(b, f32s(lanes), 4 * n) for n, lanes in parts]
+            cs = [k.load(c, f32s(lanes), 4 * n) for n, lanes in parts]
+            y = a.y + (t * a.inner + h * head_dim << 2)
+            with k.range(0, head_dim) as p:
+                value = k.load(x + (p << 2), F32)
+                scaled = step * value
+                at = state + p * (4 * n_state)
+                sums = []
+                for (n, lanes), b_n, c_n in zip(parts, bs, cs, strict=True):
+                    type = f32s(lanes)
+                    s = k.fma(k.load(at, type, 4 * n), k.lift(keep, type), k.lift(scaled, type) * b_n)
+                    k.store(s, at, 4 * n)
+                    sums.append(s * c_n)
+                k.store(k.fma(skip, value, _total(k, sums)), y + (p << 2))
+
+    fields = ("xbc", "dt", "dt_bias", "a", "d", "y", "heads", "groups", "inner", "width", *SEQUENCE_FIELDS)
+    return KernelDef(f"scan2/{head_dim}/{n_state}/{per_group}", fields, body)
+
+
+def scan1(n_state: int) -> KernelDef:
+    """Mamba-1: chunk (s, part) is sequence s, channels [CHANNELS * part, ...), each with `n_state` states."""
+    parts = _state_parts(n_state)
+
+    def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
+        channels = a.channels
+        seq = Sequence.of(k, a, chunk.udiv(a.parts))
+        first = (chunk - chunk.udiv(a.parts) * a.parts) * CHANNELS
+        count = k.minimum(channels - first, CHANNELS)
+        state = a.state + (seq.slot * channels + first) * (4 * n_state)
+        _copy_state(k, seq, state, count * n_state)
+        with k.range(seq.start, seq.end) as t:
+            b, c = (at + t * (4 * n_state) for at in (a.b, a.c))
+            bs = [k.load(b, f32s(lanes), 4 * n) for n, lanes in parts]
+            cs = [k.load(c, f32s(lanes), 4 * n) for n, lanes in parts]
+            row = (t * channels + first) << 2
+            with k.range(0, count) as i:
+                step = softplus(k, k.load(a.dt + row + (i << 2), F32))
+                value = k.load(a.x + row + (i << 2), F32)
+                decay, at = a.a + (first + i) * (4 * n_state), state + i * (4 * n_state)
+                sums = []
+                for (n, lanes), b_n, c_n in zip(parts, bs, cs, strict=True):
+                    type = f32s(lanes)
+                    keep = exp(k, k.lift(step, type) * k.load(decay, type, 4 * n))
+                    s = k.fma(k.load(at, type, 4 * n), keep, k.lift(step * value, type) * b_n)
+                    k.store(s, at, 4 * n)
+                    sums.append(s * c_n)
+                skip = k.load(a.d + (first + i << 2), F32)
+                k.store(k.fma(skip, value, _total(k, sums)), a.y + row + (i << 2))
+
+    fields = ("x", "dt", "b", "c", "a", "d", "y", "channels", "parts", *SEQUENCE_FIELDS)
+    return KernelDef(f"scan1/{n_state}", fields, body)

@@ -1,0 +1,84 @@
+"""One op on host arrays: a program of a single node, compiled and run once. The door for tests, fuzzers and QUARREL_CHECK."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from quarrel.cpu_backend.lowering import Cache
+from quarrel.cpu_backend.pool import Pool
+from quarrel.cpu_backend.step import Compiled
+from quarrel.ops.contract import Array, Concrete, ConstRef, KVArrays, Op, Operand, RawWeight, StateRef, Value, WeightRef
+from quarrel.ops.null import Builder
+from quarrel.ops.program import KVLayer, Program
+
+
+def run_op(op: Op, spec: object, inputs: Sequence[Concrete], exact: bool, pool: Pool) -> tuple[Concrete, ...]:
+    """The op's results, and the new state of what it consumes."""
+    given = _Inputs(exact)
+    operands = [
+        given.operand(i, p.name, p.kind, p.dims(spec), x)
+        for i, (p, x) in enumerate(zip(op.params(spec), inputs, strict=True))
+    ]
+    results = given.builder.emit(op, spec, *operands)
+    traced = given.builder.program(**{r.name: r for r in results})
+    program = Program(traced.nodes, given.values, traced.outputs, traced.caches, traced.states)
+    compiled = Compiled(program, given, given.caches, given.states, given.sizes, exact, pool)
+    out: list[Any] = list(compiled.run(given.arrays, tuple(program.outputs)).values())
+    out += [KVArrays(cache.k.astype(np.float32), cache.v.astype(np.float32)) for cache in given.caches if op.consumes]
+    return (*out, *given.states)
+
+
+class _Inputs:
+    """Concrete arguments turned into operands; also the source of the weights among them."""
+
+    def __init__(self, exact: bool) -> None:
+        self.builder = Builder()
+        self.values: dict[str, Value] = {}
+        self.arrays: dict[str, Array] = {}
+        self.caches: list[Cache] = []
+        self.states: list[np.ndarray] = []
+        self.sizes = {"T": 0, "S": 0, "R": 0, "B": 0}
+        self._exact = exact
+        self._weights: dict[str, RawWeight] = {}
+
+    def operand(self, i: int, name: str, kind: str, dims: tuple[int | str, ...], given: Any) -> Operand:
+        if isinstance(given, KVArrays):
+            self.caches.append(new_cache(KVLayer(*given.k.shape[2:]), *given.k.shape[:2], self._exact, given))
+            return self.builder.cache(KVLayer(*given.k.shape[2:]))
+        if isinstance(given, RawWeight):
+            self._weights[f"{name}.{i}"] = given
+            return WeightRef(f"{name}.{i}", given.type, len(given.raw), given.k)
+        if kind == "const":
+            return ConstRef(name, tuple(float(x) for x in given))
+        if kind == "state":
+            self.states.append(given.astype(np.float32))
+            return self._state(given)
+        self.values[name], self.arrays[name] = Value(-1000 - i, kind, dims, name), given
+        for axis, size in zip(dims, given.shape, strict=True):
+            axis, size = ("S", size - 1) if axis == "S1" else (axis, size)
+            if axis in self.sizes:
+                self.sizes[axis] = size
+        return self.values[name]
+
+    def _state(self, given: Array) -> StateRef:
+        return self.builder.state(*given.shape[1:])
+
+    def raw(self, ref: WeightRef) -> RawWeight:
+        return self._weights[ref.name]
+
+
+def new_cache(layer: KVLayer, blocks: int, block_size: int, exact: bool, given: KVArrays | None = None) -> Cache:
+    """Zeroed (so that memory is only taken when written), or filled."""
+    dtype = np.float32 if exact else np.float16
+    shape = (blocks, block_size, layer.n_kv, layer.head_dim)
+
+    def array(x: Array | None) -> np.ndarray:
+        out = np.zeros(shape, dtype)
+        if x is not None:
+            out[...] = x
+        return out
+
+    return Cache(array(given.k if given else None), array(given.v if given else None))
