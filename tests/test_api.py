@@ -267,6 +267,16 @@ def test_a_chat_is_its_template_s_tokens(llm: LLM) -> None:
         llm.chat(CHAT)
 
 
+@pytest.mark.parametrize(
+    "bad", [None, 5, "Hi", [5], ["Hi"], [{}], [{"role": 5, "content": "x"}], [None], {"role": "user"}, []]
+)
+@pytest.mark.parametrize("system", [None, "Be brief"])
+def test_what_are_no_messages_is_refused(llm: LLM, bad: Any, system: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm, "system", system)
+    with pytest.raises(RequestError):
+        llm.chat(bad, template="chatml")
+
+
 def test_a_system_text_that_came_with_the_model_stands_in_front() -> None:
     system = {"role": "system", "content": "Be brief"}
     own = {"role": "system", "content": "x"}
@@ -379,6 +389,17 @@ def test_a_model_that_is_dropped_ends_its_thread() -> None:
     del llm
     thread.join(10)
     assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_process_that_never_closes_its_model_ends_all_the_same(busy: bool) -> None:
+    code = (
+        f"import quarrel; llm = quarrel.load({str(model('llama32'))!r}, backend='cpu', n_ctx=2048);"
+        f"stream = llm.stream([1], ignore_eos=True, max_tokens=None); print(next(stream).token_id); busy = {busy};"
+        "busy or stream.close()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_explain_tells_who_does_what_and_where() -> None:

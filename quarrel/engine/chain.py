@@ -3,7 +3,7 @@
     logits    + logit_bias; stop tokens banned before min_tokens; penalties; DRY
     greedy    (temperature 0) the best of these
     mirostat  p = softmax(logits / temperature); keep surprise -log2 p <= mu; draw; mu -= eta * (surprise - tau)
-    else      p = softmax(logits / temperature); typical_p; top_k, top_p, min_p as in the op; XTC; draw
+    else      top_k; p = softmax(logits / temperature); typical_p; top_p and min_p as in the op; XTC; draw
 
 Typical (Meister et al. 2023, arXiv:2202.00666) keeps the tokens whose surprise is closest to the entropy. XTC, with its
 probability, removes all but the least likely of the tokens that reach its threshold. Mirostat 2: arXiv:2007.14966.
@@ -43,31 +43,38 @@ class HostChain:
     def draw(self, logits: Array, tokens: Sequence[int], generated: int, uniform: float, xtc_uniform: float) -> int:
         """The next token from `logits` `[V]` after `tokens`, or -1 if none can be drawn."""
         p = self._p
-        x = np.where(np.isfinite(logits), logits, -np.inf).astype(np.float64)  # [V]
-        with np.errstate(invalid="ignore"):
-            self._adjust(x, tokens, generated)
-        if x.max() == -np.inf:
+        x = _finite(logits)  # [V]
+        self._adjust(x, tokens, generated)
+        best = int(x.argmax())
+        if x[best] == -np.inf:
             return -1
         if p.temperature == 0.0:
-            return draw_token(x, 0.0, 0, 1.0, 0.0, uniform)
+            return best
         if p.mirostat:
             return self._mirostat(x, uniform)
+        ids = None
+        if 0 < p.top_k < len(x):
+            # What is cut here is cut by the draw anyway; a row is 100,000 numbers long, what is left a few dozen.
+            ids = np.flatnonzero(x >= np.partition(x, len(x) - p.top_k)[len(x) - p.top_k])
+            x = x[ids]
         if p.typical_p < 1.0:
             x = np.where(typical(softmax(x / p.temperature), p.typical_p), x, -np.inf)
+        top_p, min_p = p.top_p, p.min_p
         if xtc_uniform < p.xtc_probability:
-            probabilities = softmax(x / p.temperature)
-            x = np.where(kept(probabilities, p.top_k, p.top_p, p.min_p), x, -np.inf)
+            x = np.where(kept(softmax(x / p.temperature), p.top_k, top_p, min_p), x, -np.inf)
             x = np.where(without_top_choices(softmax(x / p.temperature), p.xtc_threshold), x, -np.inf)
-            return draw_token(x, p.temperature, 0, 1.0, 0.0, uniform)
-        return draw_token(x, p.temperature, p.top_k, p.top_p, p.min_p, uniform)
+            top_p, min_p = 1.0, 0.0
+        at = draw_token(x, p.temperature, p.top_k, top_p, min_p, uniform)
+        return at if ids is None else int(ids[at])
 
     def logprob(self, logits: Array, token: int) -> TokenLogprob:
         """The model's own log probability of `token`, and of the best alternatives."""
         assert self._p.logprobs is not None
-        x = np.where(np.isfinite(logits), logits, -np.inf).astype(np.float64)
-        x -= x.max() + np.log(np.exp(x - x.max()).sum())
+        x = _finite(logits)
+        x -= x.max()
+        x -= np.log(np.exp(x).sum())
         count = min(self._p.logprobs, len(x))
-        best = np.flatnonzero(x >= np.partition(x, -count)[-count]) if count else np.empty(0, np.int64)
+        best = np.flatnonzero(x >= np.partition(x, len(x) - count)[len(x) - count]) if count else np.empty(0, np.int64)
         best = best[np.argsort(-x[best], kind="stable")][:count]  # ids rise among equals
         return TokenLogprob(token, float(x[token]), tuple((int(i), float(x[i])) for i in best))
 
@@ -88,14 +95,23 @@ class HostChain:
             x[ids] -= penalties
 
     def _mirostat(self, x: Array, uniform: float) -> int:
-        p = softmax(x / self._p.temperature)
-        with np.errstate(divide="ignore"):
-            surprise = -np.log2(p)
-        allowed = surprise <= max(self._mu, float(surprise.min()))
-        token = draw_token(np.where(allowed, x, -np.inf), self._p.temperature, 0, 1.0, 0.0, uniform)
-        observed = -np.log2(p[token] / p[allowed].sum())
-        self._mu -= self._p.mirostat_eta * (float(observed) - self._p.mirostat_tau)
-        return token
+        y = x / self._p.temperature
+        y -= y.max()
+        surprise = (np.log(np.exp(y).sum()) - y) / np.log(2.0)  # -log2 p
+        ids = np.flatnonzero(surprise <= max(self._mu, float(surprise.min())))
+        at = draw_token(x[ids], self._p.temperature, 0, 1.0, 0.0, uniform)
+        left = np.exp(y[ids])
+        self._mu -= self._p.mirostat_eta * (float(-np.log2(left[at] / left.sum())) - self._p.mirostat_tau)
+        return int(ids[at])
+
+
+def _finite(logits: Array) -> Array:
+    """A float64 copy, with -inf for all that is no finite number."""
+    x: Array = logits.astype(np.float64)
+    bad = ~np.isfinite(x)
+    if bad.any():
+        x[bad] = -np.inf
+    return x
 
 
 def softmax(x: Array) -> Array:

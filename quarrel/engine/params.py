@@ -63,8 +63,8 @@ _INT = (1 << 31) - 1
 class SamplingParams:
     """How a continuation is drawn. Every field is checked; `RequestError` names the field, the value and its range.
 
-    Order: bans (`min_tokens`) and `logit_bias`, penalties, DRY; then greedy, or mirostat, or temperature, `typical_p`,
-    `top_k`, `top_p`, `min_p`, XTC and one draw (`quarrel.ops.sample`). The defaults keep the most likely 40 tokens of
+    Order: bans (`min_tokens`) and `logit_bias`, penalties, DRY; then greedy, or mirostat, or temperature, `top_k`,
+    `typical_p`, `top_p`, `min_p`, XTC and one draw (`quarrel.ops.sample`). The defaults keep the most likely 40 tokens of
     the best 95 %, at temperature 0.8.
     """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Literal, Unpack, overload
 
@@ -274,13 +274,13 @@ class LLM:
         template: str | None,
         template_kwargs: Mapping[str, bool | str] | None,
     ) -> Request:
-        if self.system is not None and not any(m.get("role") == "system" for m in messages if isinstance(m, Mapping)):
+        if self.system is not None and _lacks_system(messages):
             messages = [{"role": "system", "content": self.system}, *messages]
         ids = self.tokenizer.apply_chat(messages, tools=tools, template=template, kwargs=template_kwargs)
         return self._checked_request(ids, params, continues=False)
 
     def _checked_request(self, ids: Sequence[int], params: SamplingParams, *, continues: bool) -> Request:
-        self._fits(ids)
+        self._fits(len(ids))
         own = frozenset() if params.ignore_eos else self.tokenizer.stop_ids
         return Request(
             tokens=tuple(ids),
@@ -295,24 +295,26 @@ class LLM:
 
     def _checked(self, ids: object) -> list[int]:
         checked = self._ids(ids)
-        self._fits(checked)
+        self._fits(len(checked))
         return checked
 
     def _ids(self, given: object) -> list[int]:
         if not isinstance(given, Iterable) or isinstance(given, str | bytes | bytearray | Mapping):
             raise RequestError(f"the prompt is a {type(given).__name__}, wanted a text or a list of token ids")
+        if isinstance(given, Sized):
+            self._fits(len(given))  # before each of them is looked at
         ids = [token_id("the prompt", id) for id in given]
         for id in ids:
             if id >= self.spec.n_vocab:
                 raise RequestError(f"the prompt holds the token id {id}, wanted ids from 0 to {self.spec.n_vocab - 1}")
         return ids
 
-    def _fits(self, ids: Sequence[int]) -> None:
-        if not ids:
+    def _fits(self, count: int) -> None:
+        if not count:
             raise RequestError("the prompt is empty, and the model has no token to begin a text with; give it some text")
-        if len(ids) > self.n_ctx:
+        if count > self.n_ctx:
             raise ContextOverflow(
-                f"the prompt has {len(ids)} tokens and the context holds {self.n_ctx}: shorten it, or load the model with a"
+                f"the prompt has {count} tokens and the context holds {self.n_ctx}: shorten it, or load the model with a"
                 f" larger n_ctx (it was made for {self.spec.context_length})"
             )
 
@@ -331,6 +333,13 @@ def _is_batch(prompt: object) -> bool:
     if isinstance(prompt, str) or not isinstance(prompt, Sequence) or not prompt:
         return False
     return isinstance(prompt[0], Sequence) and not isinstance(prompt, bytes | bytearray)
+
+
+def _lacks_system(messages: Sequence[Message]) -> bool:
+    """False also for what are no messages at all, which the template's checks refuse."""
+    if not isinstance(messages, list | tuple) or not messages or not all(isinstance(m, Mapping) for m in messages):
+        return False
+    return all(m.get("role") != "system" for m in messages)
 
 
 def _sound(result: Result) -> Result:

@@ -82,6 +82,12 @@ def test_typical_keeps_what_surprises_as_much_as_expected() -> None:
     assert_near(frequencies(typical_p=0.5), at(1, 2, 0))
 
 
+def test_typical_looks_at_what_top_k_left() -> None:
+    # Of the first three, at .5, .3125 and .1875, the entropy is 1.02 nats: 1.16 is nearest, then 0.69.
+    assert_near(frequencies(typical_p=0.3, top_k=3), at(1))
+    assert_near(frequencies(typical_p=0.4, top_k=3), at(0, 1))
+
+
 @given(st.lists(st.floats(-8, 8), min_size=1, max_size=40), st.floats(0.01, 0.99))
 def test_typical_keeps_the_smallest_set_that_reaches_its_mass(logits: list[float], mass: float) -> None:
     p = softmax(np.array(logits))
