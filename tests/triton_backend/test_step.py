@@ -1,4 +1,4 @@
-"""A small program compiled into a step: prefill, decode and mixed batches against the reference, and what a step promises."""
+"""A small program compiled into a step: prefill, decode and mixed batches against the reference; what a step promises."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_half_precision_stays_close(backend: TritonBackend) -> None:
 
 def test_padding_a_decode_batch_changes_no_bit(step: TritonStep) -> None:
     """What a captured bucket does: more sequences, rows and splits than are there."""
-    step(batch(PREFILL + [(12, 0, 5)]), "hidden")
+    step(batch([*PREFILL, (12, 0, 5)]), "hidden")
     inputs = batch(DECODE, seed=3)
     want = step(inputs, "logits").logits
     live = live_counts(inputs.query_start, inputs.kv_len, 3)
@@ -185,7 +185,9 @@ def test_explain_and_memory(step: TritonStep) -> None:
     memory = step.memory()
     row = 2 * (LIMITS.n_blocks + 1) * SIZE * KV_HEADS * DIM * 4
     assert memory.cache == 2 * row
-    assert memory.weights > 0 and memory.activations > 0 and memory.weights_in_place == 0
+    assert memory.weights > 0
+    assert memory.activations > 0
+    assert memory.weights_in_place == 0
 
 
 def test_packing_reports_its_progress(backend: TritonBackend) -> None:
