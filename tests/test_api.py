@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +186,10 @@ def test_an_empty_prompt_begins_with_bos_where_there_is_one(llm: LLM) -> None:
         other.generate("")
 
 
-@pytest.mark.parametrize("bad", [[], [[]], [-1], [384], [2**63], [1.5], [True], [None], 5, None, b"text", ["a", 5]])
+BAD_PROMPTS: list[Any] = [[], [[]], [-1], [384], [2**63], [1.5], [True], [None], 5, None, b"text", ["a", 5], {1}, count(1)]
+
+
+@pytest.mark.parametrize("bad", [*BAD_PROMPTS, range(10**15), np.zeros((2, 2), int), np.array([1.0])], ids=repr)
 def test_prompts_that_are_none_are_refused(llm: LLM, bad: Any) -> None:
     with pytest.raises(RequestError, match="prompt"):
         llm.generate(bad)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import weakref
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal, Unpack, overload
 
@@ -299,10 +299,10 @@ class LLM:
         return checked
 
     def _ids(self, given: object) -> list[int]:
-        if not isinstance(given, Iterable) or isinstance(given, str | bytes | bytearray | Mapping):
+        # A collection, so that its length is known before each entry is looked at; an iterator could be endless.
+        if not isinstance(given, Collection) or isinstance(given, str | bytes | bytearray | Mapping | Set):
             raise RequestError(f"the prompt is a {type(given).__name__}, wanted a text or a list of token ids")
-        if isinstance(given, Sized):
-            self._fits(len(given))  # before each of them is looked at
+        self._fits(len(given))
         ids = [token_id("the prompt", id) for id in given]
         for id in ids:
             if id >= self.spec.n_vocab:
