@@ -25,8 +25,9 @@ LANGUAGE = (
 )
 # Frame pointers identify the place of a wait; code in source order tells which of two places comes first.
 _EXECUTION = (
-    *("-fPIC", "-fvisibility=hidden", "-gdwarf-4", "-gline-tables-only"),
-    *("-fno-omit-frame-pointer", "-mno-omit-leaf-frame-pointer", "-mllvm", "-disable-block-placement"),
+    *("-fPIC", "-fno-plt", "-fvisibility=hidden", "-gdwarf-4", "-gline-tables-only"),
+    *("-fno-omit-frame-pointer", "-mno-omit-leaf-frame-pointer", "-fstack-clash-protection"),
+    *("-mllvm", "-disable-block-placement"),
 )
 _UNDEFINED = (
     "alignment,array-bounds,builtin,float-cast-overflow,integer-divide-by-zero,return,shift,"

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from tools.metal_emulator.elf import elf_file
+
 
 @dataclass(frozen=True)
 class Frame:
@@ -69,27 +71,26 @@ class DebugInfo:
     """The places of one shared object."""
 
     def __init__(self, path: Path) -> None:
-        self._sections, self._symbols = _read_elf(path.read_bytes())
+        self._sections = elf_file(path).sections
         self._files: list[Frame] = []
         self._rows = self._read_lines()
         self._starts = [row[0] for row in self._rows]
         self._inlined = list(self._read_inlined())
 
-    def symbol(self, name: str) -> int:
-        """The address of a symbol before loading."""
-        return self._symbols[name]
-
     def frames(self, address: int) -> list[Frame]:
         """The line at an address and the calls that it was inlined through, innermost first; none if unknown."""
         at = bisect.bisect_right(self._starts, address) - 1
-        if at < 0 or self._rows[at][1] is None:
+        # Code that stands for no line belongs to the line before it.
+        while at > 0 and (row := self._rows[at][1]) is not None and row.line == 0:
+            at -= 1
+        row = self._rows[at][1] if at >= 0 else None
+        if row is None:
             return []
         around = sorted((i for i in self._inlined if i.low <= address < i.high), key=lambda i: -i.depth)
-        row = self._rows[at][1]
-        assert row is not None
         return [row] + [i.call for i in around]
 
     def _file(self, index: int, line: int) -> Frame:
+        """A place; line 0 is code that stands for no line."""
         known = self._files[index - 1] if 0 < index <= len(self._files) else Frame("?", 0, True)
         return Frame(known.file, line, known.library)
 
@@ -226,22 +227,6 @@ _SDATA, _STRING, _EXPRLOC, _FLAG_PRESENT = 0x0D, 0x08, 0x18, 0x19
 _ULEB_FORMS = (0x0F, 0x15)  # udata, ref_udata
 # addr, data2, data4, data8, data1, flag, strp, ref1, ref2, ref4, ref8, sec_offset, ref_addr, ref_sig8
 _FIXED_FORMS = dict(zip((1, 5, 6, 7, 11, 12, 14, 17, 18, 19, 20, 23, 16, 32), "QHIQBBIBHIQIIQ"))
-
-
-def _read_elf(data: bytes) -> tuple[dict[str, bytes], dict[str, int]]:
-    """Sections by name, and the addresses of the dynamic symbols, of a 64-bit little-endian ELF file."""
-    section_offset, entry_size, count, names_index = struct.unpack_from("<Q10xHHH", data, 40)
-    headers = [struct.unpack_from("<IIQQQQIIQQ", data, section_offset + i * entry_size) for i in range(count)]
-    names = data[headers[names_index][4] :]
-    sections = {}
-    for header in headers:
-        name = names[header[0] : names.index(0, header[0])].decode()
-        sections[name] = data[header[4] : header[4] + header[5]] if header[1] != 8 else b""
-    symbols = {}
-    strings = sections.get(".dynstr", b"")
-    for name_at, _, _, _, value, _ in struct.iter_unpack("<IBBHQQ", sections.get(".dynsym", b"")):
-        symbols[strings[name_at : strings.index(0, name_at)].decode()] = value
-    return sections, symbols
 
 
 @cache

@@ -54,7 +54,9 @@ def _message(kind: Kind, raw: RawFinding, threads: Sequence[ThreadId]) -> str:
             )
         case Kind.OUT_OF_BOUNDS:
             size = f" of {raw.bytes} bytes" if raw.bytes else ""
-            where = f"at offset {raw.offset} of {memory} '{name}' of {raw.extent} bytes" if name else "far from any buffer"
+            where = (
+                f"at offset {raw.offset} of {memory} '{name}' of {raw.extent} bytes" if name else "far from every buffer"
+            )
             return f"{detail}{size} {where}{by}"
         case Kind.WRITE_TO_INPUT:
             return f"write of {raw.bytes} bytes at offset {raw.offset} of '{name}', which may only be read{by}"

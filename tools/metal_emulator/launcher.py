@@ -12,6 +12,7 @@ from pathlib import Path
 from tools.metal_emulator.build import ENTRY
 from tools.metal_emulator.debug_info import Frame, debug_info
 from tools.metal_emulator.describe import describe
+from tools.metal_emulator.elf import elf_file
 from tools.metal_emulator.findings import Finding
 from tools.metal_emulator.settings import Settings
 
@@ -29,6 +30,8 @@ class _Buffer(ctypes.Structure):
 class _Request(ctypes.Structure):
     _fields_ = (
         ("entry", ctypes.c_void_p),
+        ("code_low", ctypes.c_uint64),
+        ("code_high", ctypes.c_uint64),
         ("buffers", ctypes.POINTER(_Buffer)),
         ("buffer_count", ctypes.c_uint32),
         ("grid", ctypes.c_uint32 * 3),
@@ -119,6 +122,9 @@ class LoadedKernel:
         self._findings = self._library.msl_findings
         self._findings.restype = ctypes.POINTER(RawFinding)
         self._entry = ctypes.cast(self._library[ENTRY], ctypes.c_void_p).value or 0
+        elf = elf_file(path)
+        self._base = self._entry - elf.symbols[ENTRY]
+        self._code = elf.code
 
     def launch(
         self,
@@ -132,6 +138,8 @@ class LoadedKernel:
         )
         request = _Request(
             self._entry,
+            self._base + self._code.start,
+            self._base + self._code.stop,
             bound,
             len(buffers),
             (ctypes.c_uint32 * 3)(*grid),
@@ -155,9 +163,8 @@ class LoadedKernel:
         """The kernel's own lines at a return address."""
         if not pc:
             return []
-        info = debug_info(self._path)
-        frames = info.frames(pc - 1 - (self._entry - info.symbol(ENTRY)))
-        return [frame for frame in frames if not frame.library] or frames
+        frames = debug_info(self._path).frames(pc - 1 - self._base)
+        return [frame for frame in frames if not frame.library and frame.file != "entry"]
 
 
 @cache

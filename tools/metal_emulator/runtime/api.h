@@ -12,6 +12,7 @@ struct msl_buffer {
 
 struct msl_request {
   msl_entry entry;
+  uint64_t code_low, code_high;  // the kernel's own instructions
   const msl_buffer* buffers;
   uint32_t buffer_count;
   uint32_t grid[3];         // in threads, as in dispatchThreads

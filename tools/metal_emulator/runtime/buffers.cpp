@@ -8,6 +8,8 @@
 
 // Wide enough that an index a few million elements off lands in it, and only address space: no memory stands behind.
 static constexpr size_t kGuardBytes = 256 << 20;
+// Farther off, an address says nothing about the buffer it was meant for.
+static constexpr uint64_t kNearBytes = 1ull << 32;
 static constexpr unsigned char kMargin = 0xA5;
 
 static Buffer buffers[kMaxBuffers];
@@ -102,7 +104,7 @@ const Buffer* nearest_buffer(const void* p) {
     const Buffer& b = buffers[i];
     if (!b.data) continue;
     uint64_t distance = at < b.data ? (uint64_t)(b.data - at) : (uint64_t)(at - (b.data + b.bytes));
-    if (best && distance >= best_distance) continue;
+    if (distance > kNearBytes || (best && distance >= best_distance)) continue;
     best = &b;
     best_distance = distance;
   }

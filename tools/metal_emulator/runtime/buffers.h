@@ -21,5 +21,5 @@ void buffers_unmap();
 void* const* launch_buffers();
 // The buffer that holds the byte, or null.
 const Buffer* buffer_at(const void* p);
-// The buffer whose edge is closest to an address outside all of them, or null if there is none.
+// The buffer whose edge is closest to an address outside all of them, or null if none is near.
 const Buffer* nearest_buffer(const void* p);

@@ -17,7 +17,7 @@ static_assert(kInterrupt == SIGURG, "the signal that is ignored by default");
 static void landing() {
   Worker* w = worker;
   const Fiber* fiber = w->current;
-  msl_finding f = make_finding(MSL_FAULT, fiber, w->fault_pc);
+  msl_finding f = make_finding(MSL_FAULT, fiber, (const char*)w->fault_pc + 1);  // as if it were a return address
   const char* address = (const char*)w->fault_address;
   const Buffer* nearest = nearest_buffer(address);
   switch (w->fault_signal) {
@@ -37,12 +37,17 @@ static void landing() {
         f.detail = "stack overflow: too much memory in the variables of a thread";
         break;
       }
+      if (w->fault_without_address) {
+        f.detail = "a wide access that is misaligned, or an address far outside of any buffer";
+        break;
+      }
       f.kind = MSL_OUT_OF_BOUNDS;
       f.detail = "access";
       f.memory = "device";
-      f.object = nearest ? nearest->name : nullptr;
-      f.offset = nearest ? address - nearest->data : 0;
-      f.extent = nearest ? nearest->bytes : 0;
+      if (!nearest) break;
+      f.object = nearest->name;
+      f.offset = address - nearest->data;
+      f.extent = nearest->bytes;
   }
   report(f);
   stop_fiber();
@@ -77,7 +82,8 @@ static void handle(int signal, siginfo_t* info, void* context) {
   bool in_kernel = w && w->current && pc;
   if (signal == kInterrupt) {
     // Only between two instructions of the kernel itself: elsewhere the emulator may hold its lock.
-    if (!in_kernel || pc < launch.image_low || pc >= launch.image_high) return;
+    uint64_t at = (uint64_t)pc;
+    if (!in_kernel || at < launch.request->code_low || at >= launch.request->code_high) return;
   } else if (!in_kernel) {
     // Not ours: give the signal back and let the instruction raise it again.
     faults_restore();
@@ -85,6 +91,7 @@ static void handle(int signal, siginfo_t* info, void* context) {
   }
   w->fault_signal = (uint32_t)signal;
   w->fault_address = info->si_addr;
+  w->fault_without_address = info->si_code == SI_KERNEL;  // a general protection fault of x86
   set_landing((ucontext_t*)context, w->current);
 }
 

@@ -155,7 +155,7 @@ static void run_workers(const msl_request& request, msl_statistics* statistics) 
   for (uint32_t i = 0; i < started; i++) {
     uint64_t now = now_ns();
     if (!join_until(threads[i], now < deadline ? (deadline - now) / 1000000 : 0)) {
-      launch.stopping = true;
+      launch.stopping = launch.timed_out = true;
       do pthread_kill(threads[i], kInterrupt);
       while (!join_until(threads[i], 5));
     }

@@ -67,12 +67,22 @@ static void access_elsewhere(const char* p, size_t bytes, Direction direction, c
   stop_fiber();
 }
 
+// A loop that touches memory has no other place at which to end.
+[[noreturn]] static void stop_late(const void* pc) {
+  if (launch.timed_out) {
+    msl_finding f = make_finding(MSL_TIMEOUT, worker->current, pc);
+    f.extent = launch.request->timeout_ms;
+    report(f);
+  }
+  stop_fiber();
+}
+
 static void access(const volatile void* address, size_t bytes, Direction direction, bool atomic, const void* pc) {
   Worker* w = worker;
   if (!w || !w->current || !bytes) return;  // the compiler's module constructor
   const char* p = (const char*)address;
+  if (launch.stopping) stop_late(pc);
   if (w->current->on_stack(p)) return;  // thread memory is the compiler's own affair (-fsanitize=bounds)
-  if (launch.stopping) stop_fiber();
   if (in_arena(w, p))
     access_threadgroup(p, bytes, direction, atomic, pc);
   else if (const Buffer* b = buffer_at(p))
@@ -81,20 +91,27 @@ static void access(const volatile void* address, size_t bytes, Direction directi
     access_elsewhere(p, bytes, direction, pc);
 }
 
-#define PC __builtin_return_address(0)
-#define PLAIN(N)                                                               \
-  void __tsan_read##N(void* p) { access(p, N, kRead, false, PC); }             \
-  void __tsan_write##N(void* p) { access(p, N, kWrite, false, PC); }           \
-  void __tsan_unaligned_read##N(void* p) { access(p, N, kRead, false, PC); }   \
-  void __tsan_unaligned_write##N(void* p) { access(p, N, kWrite, false, PC); } \
-  void __tsan_read_write##N(void* p) {                                         \
-    access(p, N, kRead, false, PC);                                            \
-    access(p, N, kWrite, false, PC);                                           \
-  }                                                                            \
-  void __tsan_unaligned_read_write##N(void* p) {                               \
-    access(p, N, kRead, false, PC);                                            \
-    access(p, N, kWrite, false, PC);                                           \
+// The compiler calls the plain hooks where the type's alignment is that of its size, or 8 and more for 16 bytes.
+static void aligned_access(void* p, size_t bytes, Direction direction, const void* pc) {
+  size_t alignment = bytes < 8 ? bytes : 8;
+  if (worker && worker->current && (uintptr_t)p % alignment) {
+    msl_finding f = make_finding(MSL_MISALIGNED, worker->current, pc);
+    f.detail = "a value of its own size";
+    f.bytes = alignment;
+    f.offset = (int64_t)((uintptr_t)p % alignment);
+    report(f);
+    stop_fiber();
   }
+  access(p, bytes, direction, false, pc);
+}
+
+#define PC __builtin_return_address(0)
+#define PLAIN(N)                                                             \
+  void __tsan_read##N(void* p) { aligned_access(p, N, kRead, PC); }          \
+  void __tsan_write##N(void* p) { aligned_access(p, N, kWrite, PC); }        \
+  void __tsan_unaligned_read##N(void* p) { access(p, N, kRead, false, PC); } \
+  void __tsan_unaligned_write##N(void* p) { access(p, N, kWrite, false, PC); }
+
 #define ATOMIC_UPDATE(N, T, name)                              \
   T __tsan_atomic##N##_fetch_##name(volatile T* p, T v, int) { \
     access(p, sizeof(T), kWrite, true, PC);                    \

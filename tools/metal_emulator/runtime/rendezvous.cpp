@@ -4,7 +4,7 @@
 
 // Two lanes are at the same place if they got there through the same calls, in the same rounds of the same loops.
 static uint64_t place_of(const Fiber* fiber, void** frame) {
-  uint64_t hash = 0xCBF29CE484222325ull ^ *fiber->loop_path();
+  uint64_t hash = 0xCBF29CE484222325ull ^ fiber->loop_path()->identity;
   for_each_caller(fiber, frame, [&](void* pc) { hash = (hash ^ (uint64_t)pc) * 0x100000001B3ull; });
   return hash;
 }
@@ -20,7 +20,7 @@ bool is_earlier(const Fiber& a, const Fiber& b) {
     void *call_a = calls_a[--depth_a], *call_b = calls_b[--depth_b];
     if (call_a != call_b) return call_a < call_b;
   }
-  return depth_a < depth_b;
+  return a.loop_path()->order < b.loop_path()->order;
 }
 
 #define WAIT(new_state)                              \
@@ -48,7 +48,7 @@ void msl_barrier(uint32_t scope, uint32_t flags) {
 
 uint32_t msl_lane() { return worker->current->attributes.thread_index_in_simdgroup; }
 
-uint64_t* msl_loop_path() { return worker->current->loop_path(); }
+msl_path* msl_loop_path() { return worker->current->loop_path(); }
 
 void msl_lane_absent(uint32_t lane, uint32_t source, const char* name) {
   // Called by a combining function, on the scheduler's stack: the fibers of this SIMD-group are all parked.

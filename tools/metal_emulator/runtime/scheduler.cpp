@@ -67,10 +67,11 @@ static void start_fibers(Worker* w) {
     Fiber& fiber = w->fibers[t];
     fiber.state = State::Running;
     fiber.stopped = false;
+    fiber.pc = nullptr;
     fiber.clock = 1;
     for (int m = 0; m < 2; m++) fiber.ordered_in_simdgroup[m] = fiber.ordered_in_threadgroup[m] = 1;
     context_prepare(fiber.context, fiber.stack, kStackBytes - 64, fiber_main);
-    *fiber.loop_path() = 0;
+    *fiber.loop_path() = {0, 0};
 
     msl_attributes& a = fiber.attributes;
     uint32_t within[3] = {t % extent[0], t / extent[0] % extent[1], t / extent[0] / extent[1]};
@@ -156,6 +157,17 @@ static bool complete_simd_operation(Worker* w, Fiber* lanes, uint32_t count) {
   return true;
 }
 
+// Where lanes wait, or waited last, that would have gone on for ever.
+static void report_timeout(const Fiber* lanes, uint32_t count) {
+  for (uint32_t i = 0; i < count; i++) {
+    if (lanes[i].state == State::Done) continue;
+    msl_finding f = make_finding(MSL_TIMEOUT, &lanes[i], lanes[i].pc);
+    f.extent = launch.request->timeout_ms;
+    report(f);
+    return;
+  }
+}
+
 // Lets one SIMD-group run until every lane has returned or waits at a threadgroup barrier.
 static void run_simdgroup(Worker* w, Fiber* lanes, uint32_t count, Schedule& schedule) {
   do {
@@ -165,6 +177,7 @@ static void run_simdgroup(Worker* w, Fiber* lanes, uint32_t count, Schedule& sch
       if (fiber.state == State::Running && !launch.stopping) resume(w, &fiber);
     }
   } while (!launch.stopping && complete_simd_operation(w, lanes, count));
+  if (launch.timed_out) report_timeout(lanes, count);
 }
 
 static void report_barrier(msl_kind kind, const Fiber& at, uint32_t reached, uint32_t total) {

@@ -70,6 +70,7 @@ void __ubsan_handle_type_mismatch_v1(const TypeMismatch* data, uintptr_t pointer
   f.bytes = 1ull << data->log_alignment;
   f.offset = (int64_t)(pointer & (f.bytes - 1));
   report(f);
+  stop_fiber();  // the processor may take the compiler's word for the alignment
 }
 }
 #pragma GCC visibility pop

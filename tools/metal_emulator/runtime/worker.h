@@ -44,7 +44,7 @@ struct Fiber {
   uint32_t simdgroup() const { return attributes.simdgroup_index_in_threadgroup; }
   bool on_stack(const void* p) const { return (const char*)p >= stack && (const char*)p < stack + kStackBytes; }
   // At the far end of the stack, so that the memory check takes it for the kernel's own.
-  uint64_t* loop_path() const { return (uint64_t*)(stack + kStackBytes - 16); }
+  msl_path* loop_path() const { return (msl_path*)(stack + kStackBytes - sizeof(msl_path)); }
 };
 
 struct ThreadgroupVariable {
@@ -74,6 +74,7 @@ struct Worker {
   uint32_t fault_signal;
   void* fault_address;
   void* fault_pc;
+  bool fault_without_address;
 
   msl_statistics statistics;
 };
@@ -87,7 +88,8 @@ struct Launch {
   uint32_t groups[3];
   uint64_t group_count;
   uint64_t next_group;
-  bool stopping;                       // the time is up
+  bool stopping;                       // threads are not resumed any more
+  bool timed_out;                      // that is why
   const char *image_low, *image_high;  // the kernel's code and constants
 };
 extern Launch launch;

@@ -32,6 +32,11 @@ typedef void (*msl_entry)(void* const* buffers, const msl_attributes* attributes
 // Computes one SIMD-group operation: slots[lane] is what the lane brought, mask says which lanes take part.
 typedef void (*msl_collective)(void* const* slots, uint32_t mask);
 
+// The rounds of all loops that a thread is in: which they are, and (as far as 64 bits go) which come first.
+struct msl_path {
+  uint64_t identity, order;
+};
+
 enum msl_scope : uint32_t { MSL_SIMDGROUP = 0, MSL_THREADGROUP = 1 };
 
 #ifndef __NVPTX__
@@ -45,7 +50,7 @@ __attribute__((noinline)) void* msl_threadgroup_variable(uint32_t id, size_t byt
 // The lane read a value from a lane that does not take part: undefined on a GPU.
 void msl_lane_absent(uint32_t lane, uint32_t source, const char* name);
 uint32_t msl_lane();
-uint64_t* msl_loop_path();
+msl_path* msl_loop_path();
 }
 #pragma GCC visibility pop
 #endif

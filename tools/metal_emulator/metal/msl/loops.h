@@ -7,13 +7,15 @@ class loop_rounds {
   MSL_FN loop_rounds() : path_(msl_loop_path()), outer_(*path_) {}
   MSL_FN ~loop_rounds() { *path_ = outer_; }
   MSL_FN bool next() {
-    *path_ = (outer_ + ++rounds_) * 0x9E3779B97F4A7C15ull;
+    rounds_++;
+    path_->identity = (outer_.identity + rounds_) * 0x9E3779B97F4A7C15ull;
+    path_->order = outer_.order * 65536 + rounds_;
     return true;
   }
 
  private:
-  uint64_t* path_;
-  uint64_t outer_;
+  msl_path* path_;
+  msl_path outer_;
   uint64_t rounds_ = 0;
 };
 }  // namespace msl

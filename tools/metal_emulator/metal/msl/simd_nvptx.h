@@ -130,7 +130,7 @@ MSL_SIMD_FUNCTION(simd_broadcast_first, msl::read_lane(value, __builtin_ctz(__nv
   template <class T>                            \
   MSL_FN T function(T value, ushort argument) { \
     MSL_CHECK_SIMD_TYPE(T);                     \
-    [[maybe_unused]] uint lane = msl_lane();                     \
+    [[maybe_unused]] uint lane = msl_lane();    \
     return msl::read_lane(value, source);       \
   }
 MSL_SHUFFLE(simd_shuffle, argument)
