@@ -49,7 +49,7 @@ def plans(type: GGMLType, n: int, k: int, tokens: int, device: torch.device) -> 
         weights = Weights(_Random(), device, "float16")  # type: ignore[arg-type]
         rows = {"T": tokens, "S": 1, "R": 1, "items": 1}
         choices = lower(Program((node,), {"x": x}, {}, ()), REGISTRY)
-        made.append(Plan(choices, inputs, {1}, rows, weights, [], Work(none, none), "float16", device))
+        made.append(Plan(choices, inputs, {1}, rows, weights, [], [], Work(none, none), "float16", device))
     return made
 
 

@@ -172,7 +172,7 @@ def record(op: Op, spec: Any, compute: Compute) -> Iterator[Variant]:
     ints = Slot(torch.empty(1, dtype=torch.int32, device=META))
     rows = {"T": 1024, "S": 64, "R": 64, "items": 64}
     kept, work = {v.id for v in outputs}, Work(ints, ints)
-    plan = Plan(choices, slots, kept, rows, Blank(compute), caches, work, compute, META, note)  # type: ignore[arg-type]
+    plan = Plan(choices, slots, kept, rows, Blank(compute), caches, states, work, compute, META, note)  # type: ignore[arg-type]
     for tokens in TOKENS:
         for go in plan.launches:
             go(Live(tokens, 1, 1, tokens == 1, tokens > 1, 1))

@@ -22,7 +22,7 @@ from quarrel.triton_backend.runtime import Launch, Live, Site, cdiv, power_of_tw
 
 SPLIT = 512
 """Keys of a decode item. Fixed: how many there are never changes how one is summed."""
-_MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 256
 
 
 @dataclass(frozen=True)
@@ -225,8 +225,8 @@ def build_attention(site: Site, node: Node) -> Launch:
 
 
 def _accepts(spec: AttentionSpec) -> str | None:
-    if spec.head_dim > _MAX_HEAD_DIM:
-        return f"needs head_dim up to {_MAX_HEAD_DIM}, got {spec.head_dim}"
+    if spec.head_dim > MAX_HEAD_DIM:
+        return f"needs head_dim up to {MAX_HEAD_DIM}, got {spec.head_dim}"
     if spec.n_heads % spec.n_kv:
         return f"needs heads in equal groups, got {spec.n_heads} over {spec.n_kv}"
     return None

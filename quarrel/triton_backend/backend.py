@@ -13,17 +13,31 @@ from quarrel.ops.contract import Compute, Concrete, Op
 from quarrel.ops.program import Program
 from quarrel.ops.registry import Registry, lower
 from quarrel.ops.step import ComputeChoice, Limits, WeightSource
-from quarrel.triton_backend import attention, door, elementwise, embedding, linear, norm, rope, sample
-from quarrel.triton_backend.cache import allocate, cache_bytes
+from quarrel.triton_backend import (
+    attention,
+    door,
+    elementwise,
+    embedding,
+    encode,
+    experts,
+    linear,
+    norm,
+    recurrent,
+    rope,
+    route,
+    sample,
+)
+from quarrel.triton_backend.cache import allocate, allocate_state, cache_bytes
 from quarrel.triton_backend.inputs import InputBuffer, most_items
 from quarrel.triton_backend.plan import Plan
 from quarrel.triton_backend.runtime import DTYPES, INTERPRETED
 from quarrel.triton_backend.step import TritonStep
-from quarrel.triton_backend.weights import Weights, device_bytes, matrices
+from quarrel.triton_backend.weights import Weights, device_bytes, refs_of
 
+FAMILIES = (attention, elementwise, embedding, encode, experts, linear, norm, recurrent, rope, route, sample)
 REGISTRY = Registry(
     "triton",
-    [i for family in (attention, elementwise, embedding, linear, norm, rope, sample) for i in family.IMPLEMENTATIONS],
+    [i for family in FAMILIES for i in family.IMPLEMENTATIONS],
 )
 _LEAST_CAPABILITY = (8, 0)
 
@@ -85,17 +99,17 @@ class TritonBackend:
         self._need_device()
         arithmetic = self.compute_of(compute)
         choices = lower(program, REGISTRY)
-        nodes = [c.node for c in choices]
+        refs = refs_of(c.node for c in choices)
         device = self._torch_device()
         self._check_memory(
-            device_bytes(nodes, arithmetic),
+            device_bytes(refs, arithmetic),
             cache_bytes(program.caches, limits.n_blocks, limits.block_size, DTYPES[arithmetic]),
         )
         try:
-            held = Weights(weights, device, arithmetic)
-            held.pack_all(matrices(nodes), progress)
+            held = Weights(weights, device, arithmetic, refs, progress)
             dtype = DTYPES[arithmetic]
             caches = [allocate(c, limits.n_blocks, limits.block_size, dtype, device) for c in program.caches]
+            states = [allocate_state(s, limits.max_seqs, device) for s in program.states]
             inputs = InputBuffer(limits, device)
             slots = {value.id: inputs.slots[name] for name, value in program.inputs.items()}
             rows = {
@@ -105,7 +119,8 @@ class TritonBackend:
                 "items": most_items(limits),
             }
             kept = {v.id for v in program.outputs.values()}
-            plan = Plan(choices, slots, kept, rows, held, caches, inputs.work, arithmetic, device)
+            plan = Plan(choices, slots, kept, rows, held, caches, states, inputs.work, arithmetic, device)
+            held.finish()
         except torch.cuda.OutOfMemoryError as error:
             raise OutOfMemory(
                 f"{self.device()} ran out of memory while the model was loaded: give it a smaller context or batch"

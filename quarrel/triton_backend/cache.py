@@ -13,7 +13,7 @@ import torch
 
 from quarrel.errors import RequestError
 from quarrel.ops.contract import KVArrays
-from quarrel.ops.program import KVLayer
+from quarrel.ops.program import KVLayer, StateLayer
 from quarrel.triton_backend.runtime import Cache
 
 
@@ -26,6 +26,11 @@ def allocate(layer: KVLayer, n_blocks: int, block_size: int, dtype: torch.dtype,
     """Zeroed, so that a key which is masked can never be a NaN left in memory."""
     shape = (n_blocks + 1, layer.n_kv, block_size, layer.head_dim)
     return Cache(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+
+
+def allocate_state(layer: StateLayer, slots: int, device: torch.device) -> torch.Tensor:
+    """`[slots + 1, ...]` float32 zeros; the last slot takes what padding writes."""
+    return torch.zeros((slots + 1, *layer.shape), dtype=torch.float32, device=device)
 
 
 def from_host(arrays: KVArrays, dtype: torch.dtype, device: torch.device) -> Cache:

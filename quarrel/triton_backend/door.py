@@ -21,6 +21,7 @@ from quarrel.ops.contract import (
     Operand,
     Param,
     RawWeight,
+    StateRef,
     Value,
     WeightRef,
 )
@@ -52,7 +53,9 @@ def run_op(
         raise RequestError(f"{op.name} takes {[p.name for p in params]}, got {len(inputs)} arguments")
     free: dict[str, int] = {}
     for param, given in zip(params, inputs):
-        _check(op, param, param.dims(spec), given, free)
+        _check(op, spec, param, given, free)
+    if "S1" in free:
+        free.setdefault("S", free["S1"] - 1)
     named = {p.name: i for p, i in zip(params, inputs)}
     _check_indices(op, spec, named, free)
 
@@ -61,6 +64,11 @@ def run_op(
     weights = {f"{i}.{p.name}": g for i, (p, g) in enumerate(zip(params, inputs)) if isinstance(g, RawWeight)}
     operands = [_operand(i, p, spec, given) for i, (p, given) in enumerate(zip(params, inputs))]
     arrays = {o.id: Slot(_to_device(g, o.kind, act, device)) for o, g in zip(operands, inputs) if isinstance(o, Value)}
+    states = [
+        _to_device(g, "f32", act, device).view(g.shape)
+        for p, g in zip(params, inputs)
+        if p.kind == "state"  # type: ignore[union-attr]
+    ]
     caches = [from_host(g, act, device) for g in inputs if isinstance(g, KVArrays)]
     outputs = tuple(
         Value(i, r.kind, tuple(r.dims(spec)), r.name) for i, r in enumerate(op.results(spec), start=len(operands))
@@ -71,12 +79,14 @@ def run_op(
     rows = {"T": live.T, "S": live.S, "R": live.R, "items": max(live.items, 1)}
     kept = {v.id for v in outputs}
     held = Weights(_Given(weights), device, compute)
-    plan = Plan(lower(program, registry), arrays, kept, rows, held, caches, work, compute, device)
+    plan = Plan(lower(program, registry), arrays, kept, rows, held, caches, states, work, compute, device)
     plan.fill(255)
     for go in plan.launches:
         go(live)
     results: tuple[Concrete, ...] = tuple(_to_host(plan.slots[v.id].tensor, v, free) for v in outputs)
-    return (*results, to_host(caches[0])) if op.consumes else results
+    if not op.consumes:
+        return results
+    return (*results, to_host(caches[0]) if caches else states[0].cpu().numpy().copy())
 
 
 def _operand(i: int, param: Param, spec: Any, given: Concrete) -> Operand:
@@ -84,6 +94,8 @@ def _operand(i: int, param: Param, spec: Any, given: Concrete) -> Operand:
         return WeightRef(f"{i}.{param.name}", given.type, len(given.raw), given.k)
     if isinstance(given, KVArrays):
         return CacheRef(0)
+    if param.kind == "state":
+        return StateRef(0)
     if param.kind == "const":
         return ConstRef(param.name, tuple(float(x) for x in given))
     return Value(i, param.kind, tuple(param.dims(spec)), param.name)
@@ -107,7 +119,7 @@ def _live(named: dict[str, Concrete], free: dict[str, int], device: torch.device
     counts = [free.get(axis, 0) for axis in ("T", "S", "R")]
     starts, new = np.zeros(1, np.int32), np.zeros(0, np.int32)
     if "query_start" in named:
-        query_start, kv_len = named["query_start"], named["kv_len"]
+        query_start, kv_len = named["query_start"], named.get("kv_len", np.zeros(free["S"], np.int32))
         assert isinstance(query_start, np.ndarray)
         assert isinstance(kv_len, np.ndarray)
         starts, new = item_starts(query_start, kv_len), np.diff(query_start)
@@ -116,8 +128,9 @@ def _live(named: dict[str, Concrete], free: dict[str, int], device: torch.device
     return live, Work(Slot(torch.from_numpy(starts).to(device)), Slot(width))
 
 
-def _check(op: Op, param: Param, dims: tuple[int | str, ...], given: Concrete, free: dict[str, int]) -> None:
+def _check(op: Op, spec: Any, param: Param, given: Concrete, free: dict[str, int]) -> None:
     """Type, shape and layout of one argument; free axes are bound as they are met."""
+    dims = param.dims(spec)
     wanted = ", ".join(str(free.get(d, d)) if isinstance(d, str) else str(d) for d in dims)
     what = f"{op.name}: {param.name}"
     if param.kind == "weight":
@@ -128,6 +141,10 @@ def _check(op: Op, param: Param, dims: tuple[int | str, ...], given: Concrete, f
     elif param.kind == "cache":
         if not isinstance(given, KVArrays) or given.k.shape != given.v.shape or given.k.ndim != 4:
             raise RequestError(f"{what} is no pair of [C, block_size, n_kv, head_dim] arrays")
+        return
+    elif param.kind == "state":
+        if not isinstance(given, np.ndarray) or given.dtype != np.float32 or given.shape[1:] != spec.state:
+            raise RequestError(f"{what} is no float32 array [slots, {', '.join(map(str, spec.state))}]")
         return
     else:
         if not isinstance(given, np.ndarray):
@@ -178,8 +195,13 @@ def _check_indices(op: Op, spec: Any, named: dict[str, Concrete], free: dict[str
         within("slots", blocks * size)
         within("block_table", blocks)
         within("kv_len", size * free.get("B", 0) + 1)
+    state = named.get("state")
+    if isinstance(state, np.ndarray):
+        within("state_slots", len(state))
     if op.name == "embedding":
         within("ids", spec.n)
+    if hasattr(spec, "n_experts"):
+        within("ids", spec.n_experts)
     within("rows", free.get("T", 0))
     starts = named.get("query_start")
     if isinstance(starts, np.ndarray):

@@ -1,23 +1,24 @@
-"""Elementwise ops on `[T, n]`, flat: gated activation, add, cap; and `activate`, which other kernels fuse.
+"""Elementwise ops on `[T, n]`, flat: activations, sums, cap; and `activate`, which other kernels fuse.
 
 Everything is computed in float32 and rounded once on the way out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import triton
 import triton.language as tl
 
-from quarrel.ops.activation import CAP, GATED, GatedSpec
+from quarrel.ops.activation import CAP, GATED, PLAIN
+from quarrel.ops.encode import ADD_ROW
 from quarrel.ops.linear import ADD
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 from quarrel.triton_backend.runtime import Launch, Live, Site, cdiv, dims
 
 _BLOCK = 1024
-ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 @triton.jit
@@ -35,6 +36,10 @@ def activate(x, KIND: tl.constexpr):
     """The activation of float32 values."""
     if KIND == "silu":
         y = x / (1.0 + tl.exp(-x))
+    elif KIND == "relu2":
+        y = tl.where(x > 0, x * x, x * 0.0)
+    elif KIND == "gelu_erf":
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     else:
         tl.static_assert(KIND == "gelu_tanh", "unknown activation")
         y = 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
@@ -48,6 +53,21 @@ def gated_flat(y, gate, up, size, KIND: tl.constexpr, BLOCK: tl.constexpr):
     g = tl.load(gate + at, mask=ok, other=0.0).to(tl.float32)
     u = tl.load(up + at, mask=ok, other=0.0).to(tl.float32)
     tl.store(y + at, (activate(g, KIND) * u).to(y.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def plain_flat(y, x, size, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32)
+    tl.store(y + at, activate(value, KIND).to(y.dtype.element_ty), mask=at < size)
+
+
+@triton.jit
+def add_row_flat(y, x, row, size, N, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    ok = at < size
+    value = tl.load(x + at, mask=ok, other=0.0).to(tl.float32) + tl.load(row + at % N, mask=ok, other=0.0)
+    tl.store(y + at, value.to(y.dtype.element_ty), mask=ok)
 
 
 @triton.jit
@@ -96,13 +116,36 @@ def build_cap(site: Site, node: Node) -> Launch:
     return _build(cap_flat, site, node, node.spec.scale, node.spec.cap, CAPPED=node.spec.cap != 0.0)
 
 
-def _accepts(spec: GatedSpec) -> str | None:
-    known = spec.activation in ACTIVATIONS
-    return None if known else f"needs one of the activations {', '.join(ACTIVATIONS)}, got {spec.activation}"
+def build_plain(site: Site, node: Node) -> Launch:
+    """PLAIN: x `[T, n]`."""
+    return _build(plain_flat, site, node, KIND=node.spec.activation)
+
+
+def build_add_row(site: Site, node: Node) -> Launch:
+    """ADD_ROW: x `[T, n]` float32 and a vector `[n]`."""
+    x, ref = node.inputs
+    source, target, row = site.slot(x), site.slot(node.outputs[0]), site.vector(ref)  # type: ignore[arg-type]
+    axis, width = dims(node.outputs[0])
+
+    def run(live: Live) -> None:
+        size = live.count(axis) * width
+        site.launch(add_row_flat, (cdiv(size, _BLOCK),), target.tensor, source.tensor, row, size, width, BLOCK=_BLOCK)
+
+    return run
+
+
+def _known(*kinds: str) -> Callable[[Any], str | None]:
+    def accepts(spec: Any) -> str | None:
+        known = spec.activation in kinds
+        return None if known else f"needs one of the activations {', '.join(kinds)}, got {spec.activation}"
+
+    return accepts
 
 
 IMPLEMENTATIONS = (
-    Implementation(GATED, "flat", build_gated, _accepts),
+    Implementation(GATED, "flat", build_gated, _known("silu", "gelu_tanh")),
+    Implementation(PLAIN, "flat", build_plain, _known("relu2", "gelu_erf")),
+    Implementation(ADD_ROW, "flat", build_add_row),
     Implementation(ADD, "flat", build_add),
     Implementation(CAP, "flat", build_cap),
 )

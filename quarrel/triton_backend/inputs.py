@@ -40,7 +40,7 @@ class InputBuffer:
     def __init__(self, limits: Limits, device: torch.device) -> None:
         self._limits = limits
         tokens, seqs = limits.max_tokens, limits.max_seqs
-        lengths = {"table_width": 1, "query_start": seqs + 1, "kv_len": seqs, "item_start": seqs + 1}
+        lengths = {"table_width": 1, "query_start": seqs + 1, "kv_len": seqs, "item_start": seqs + 1, "state_slots": seqs}
         lengths |= dict.fromkeys(("ids", "positions", "slots", "out_rows", *_SAMPLE), tokens)
         self._begin: dict[str, int] = {}
         end = 0
@@ -74,6 +74,12 @@ class InputBuffer:
                 f"step inputs are unusable: a block table of {seqs} x {width} for {len(inputs.kv_len)} sequences"
                 f" of at most {self._limits.max_blocks_per_seq} blocks"
             )
+        slots = inputs.state_slots
+        if slots is not None and (len(slots) != seqs or slots.min() < 0 or slots.max() >= self._limits.max_seqs):
+            raise RequestError(
+                f"step inputs are unusable: state slots {slots.tolist()} for {seqs} sequences,"
+                f" wanted one of 0 to {self._limits.max_seqs - 1} for each"
+            )
         if inputs.sample is not None:
             found = {name: len(getattr(inputs.sample, name)) for name in _SAMPLE}
             if set(found.values()) != {rows}:
@@ -91,6 +97,8 @@ class InputBuffer:
         # Padding writes its keys to the block past the last, and reads none.
         self._put("slots", inputs.slots, self._limits.n_blocks * self._limits.block_size, padded)
         self._put("kv_len", inputs.kv_len, 0, padded)
+        if inputs.state_slots is not None:
+            self._put("state_slots", inputs.state_slots, self._limits.max_seqs, padded)
         self._put("query_start", np.concatenate([inputs.query_start, np.arange(tokens + 1, tokens + extra + 1)]), 0)
         self._put("item_start", np.concatenate([starts, np.full(extra, starts[-1])]), 0)
         if inputs.sample is not None:

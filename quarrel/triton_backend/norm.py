@@ -1,4 +1,4 @@
-"""RMS and layer norm of `[T, groups * k]`, each run of `k` values by itself.
+"""RMS, layer and gated norm of `[T, groups * k]`, each run of `k` values by itself.
 
 A program takes R runs and walks them C columns at a time, once for the mean (layer), once for the variance and once to
 write; the second and third walk hit the cache. R and C follow from k alone, so a row's sums never depend on the batch.
@@ -12,6 +12,8 @@ import triton.language as tl
 from quarrel.ops.norm import NORM, NormSpec
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
+from quarrel.ops.state import GATED_NORM, GatedNormSpec
+from quarrel.triton_backend.elementwise import activate
 from quarrel.triton_backend.runtime import Launch, Live, Site, cdiv, dims, power_of_two
 
 _TILE = 4096  # elements of a program's tile: 32 a thread at 4 warps
@@ -49,6 +51,57 @@ def norm_rows(
         tl.store(y + run[:, None] * K + at, value.to(y.dtype.element_ty), mask=ok)
 
 
+@triton.jit(do_not_specialize=["runs"])
+def gated_norm_rows(out, y, z, gain, runs, K, eps, GROUPS: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    run = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
+    run_ok = (run < runs)[:, None]
+    column = tl.arange(0, C)
+    square = tl.zeros([R, C], tl.float32)
+    for start in range(0, K, C):
+        at = run[:, None] * K + (start + column)[None, :]
+        ok = run_ok & (start + column < K)[None, :]
+        u = _gate(y, z, at, ok)
+        square += u * u
+    scale = 1.0 / tl.sqrt(tl.sum(square, 1)[:, None] / K + eps)
+    for start in range(0, K, C):
+        at = run[:, None] * K + (start + column)[None, :]
+        ok = run_ok & (start + column < K)[None, :]
+        weight = tl.load(gain + (run % GROUPS)[:, None] * K + (start + column)[None, :], mask=ok, other=0.0)
+        tl.store(out + at, (_gate(y, z, at, ok) * scale * weight).to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def _gate(y, z, at, ok):
+    gate = tl.load(z + at, mask=ok, other=0.0).to(tl.float32)
+    return tl.load(y + at, mask=ok, other=0.0).to(tl.float32) * activate(gate, "silu")
+
+
+def _shape(k: int) -> tuple[int, int]:
+    """Columns at a time, and runs to a program: a whole hidden state to one, several heads share one."""
+    columns = min(power_of_two(k), _TILE)
+    return columns, 1 if columns >= 1024 else 1024 // columns
+
+
+def build_gated_norm(site: Site, node: Node) -> Launch:
+    """GATED_NORM: y and z `[T, groups * k]`, gain `[groups, k]` float32."""
+    spec: GatedNormSpec = node.spec
+    y, z, gain = node.inputs
+    source, gate, target = site.slot(y), site.slot(z), site.slot(node.outputs[0])  # type: ignore[arg-type]
+    weight = site.vector(gain)  # type: ignore[arg-type]
+    axis, _ = dims(node.outputs[0])
+    columns, runs_each = _shape(spec.k)
+
+    def run(live: Live) -> None:
+        runs = live.count(axis) * spec.groups
+        site.launch(
+            gated_norm_rows, (cdiv(runs, runs_each),),
+            target.tensor, source.tensor, gate.tensor, weight, runs, spec.k, spec.eps,
+            GROUPS=spec.groups, R=runs_each, C=columns,
+        )  # fmt: skip
+
+    return run
+
+
 def build_norm(site: Site, node: Node) -> Launch:
     """NORM: x `[T, groups * k]` float32 or the compute type, gain and bias `[k]` float32."""
     spec: NormSpec = node.spec
@@ -56,9 +109,7 @@ def build_norm(site: Site, node: Node) -> Launch:
     source, target = site.slot(x), site.slot(node.outputs[0])  # type: ignore[arg-type]
     vectors = [site.vector(g) for g in gains]  # type: ignore[arg-type]
     axis, _ = dims(node.outputs[0])
-    columns = min(power_of_two(spec.k), _TILE)
-    # A whole hidden state to a program; several heads share one.
-    runs_each = 1 if columns >= 1024 else max(1, 1024 // columns)
+    columns, runs_each = _shape(spec.k)
 
     def run(live: Live) -> None:
         runs = live.count(axis) * spec.groups
@@ -75,4 +126,7 @@ def _accepts(spec: NormSpec) -> str | None:
     return None if spec.kind in ("rms", "layer") else f"needs a norm of kind rms or layer, got {spec.kind}"
 
 
-IMPLEMENTATIONS = (Implementation(NORM, "rows", build_norm, _accepts),)
+IMPLEMENTATIONS = (
+    Implementation(NORM, "rows", build_norm, _accepts),
+    Implementation(GATED_NORM, "rows", build_gated_norm),
+)

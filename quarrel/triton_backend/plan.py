@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from quarrel.ops.contract import CacheRef, Compute, ConstRef, Value, WeightRef
+from quarrel.ops.contract import CacheRef, Compute, ConstRef, StateRef, Value, WeightRef
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Choice
 from quarrel.triton_backend.buffers import Place, Scratch, place, view
@@ -26,6 +26,7 @@ class Plan:
     rows: dict[str, int]
     weights: Weights
     caches: Sequence[Cache]
+    states: Sequence[torch.Tensor]
     work: Work
     compute: Compute
     device: torch.device
@@ -34,6 +35,7 @@ class Plan:
     launches: list[Launch] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.rows["one"] = 1
         self._scratch = Scratch()
         self._empty = torch.empty(0, dtype=torch.uint8, device=self.device)
         self._arenas: dict[str, torch.Tensor] = {}
@@ -89,6 +91,9 @@ class Plan:
 
     def cache(self, ref: CacheRef) -> Cache:
         return self.caches[ref.layer]
+
+    def state(self, ref: StateRef) -> torch.Tensor:
+        return self.states[ref.index]
 
     def scratch(self, dim: str, width: int, dtype: torch.dtype = torch.float32) -> Slot:
         return self._scratch.want(dim, width, dtype, self._empty.view(dtype))

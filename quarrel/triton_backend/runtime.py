@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from quarrel.ops.contract import CacheRef, Compute, ConstRef, Value, WeightRef
+from quarrel.ops.contract import CacheRef, Compute, ConstRef, StateRef, Value, WeightRef
 from quarrel.triton_backend.pack import Packed
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -114,8 +114,11 @@ class Site(Protocol):
     def cache(self, ref: CacheRef) -> Cache:
         """A layer's keys and values."""
 
+    def state(self, ref: StateRef) -> torch.Tensor:
+        """A recurrent state, `[slots, ...]` float32; padding writes to the last slot."""
+
     def scratch(self, dim: str, width: int, dtype: torch.dtype = torch.float32) -> Slot:
-        """`[dim, width]` that holds until the node is done; dim is T, S, R or items."""
+        """`[dim, width]` that holds until the node is done; dim is T, S, R, items or one."""
 
 
 def dims(value: Value) -> tuple[str, int]:

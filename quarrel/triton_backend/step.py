@@ -47,6 +47,8 @@ class TritonStep:
             raise RequestError(f"this program has no {want}: ask for one of {', '.join(self._outputs)}")
         if want == "tokens" and inputs.sample is None:
             raise RequestError("tokens are asked for without sampling controls: fill StepInputs.sample")
+        if self._plan.states and inputs.state_slots is None:
+            raise RequestError("this program keeps recurrent state: fill StepInputs.state_slots")
         self._inputs.check(inputs, self._n_vocab)
         rows = len(inputs.out_rows)
         live = live_counts(inputs.query_start, inputs.kv_len, rows)
@@ -75,7 +77,8 @@ class TritonStep:
 
     def memory(self) -> MemoryPlan:
         """Device bytes; nothing of the file is used in place."""
-        cache = sum(t.numel() * t.element_size() for c in self._plan.caches for t in (c.k, c.v))
+        held = [*(t for c in self._plan.caches for t in (c.k, c.v)), *self._plan.states]
+        cache = sum(t.numel() * t.element_size() for t in held)
         return MemoryPlan(self._plan.weights.nbytes(), 0, cache, self._plan.nbytes + self._inputs.nbytes)
 
     def close(self) -> None:

@@ -25,14 +25,9 @@ def held_as(type: GGMLType, compute: Compute) -> GGMLType:
     return GGMLType.F32 if compute == "float32" else GGMLType.F16
 
 
-def matrices(nodes: Iterable[Node]) -> list[WeightRef]:
-    """Every weight used as `[n, k]`, once, in order of use."""
-    return list(dict.fromkeys(ref for node in nodes for ref in _refs(node, 2)))
-
-
-def _refs(node: Node, rank: int) -> list[WeightRef]:
-    pairs = zip(node.op.params(node.spec), node.inputs, strict=True)
-    return [ref for p, ref in pairs if isinstance(ref, WeightRef) and len(p.dims(node.spec)) == rank]
+def refs_of(nodes: Iterable[Node]) -> list[WeightRef]:
+    """Every weight, once, in order of use."""
+    return list(dict.fromkeys(ref for node in nodes for ref in node.inputs if isinstance(ref, WeightRef)))
 
 
 def file_bytes(ref: WeightRef) -> int:
@@ -41,37 +36,44 @@ def file_bytes(ref: WeightRef) -> int:
     return ref.rows * (ref.k // block.elements) * block.nbytes
 
 
-def device_bytes(nodes: Iterable[Node], compute: Compute) -> int:
-    """What `Weights` will hold for these nodes."""
-    nodes = list(nodes)
-    vectors = {ref for node in nodes for ref in _refs(node, 1)}
-    held = sum(packed_bytes(held_as(r.type, compute), r.rows, r.k) for r in matrices(nodes))
-    return held + 4 * sum(r.rows * r.k for r in vectors)
+def device_bytes(refs: Iterable[WeightRef], compute: Compute) -> int:
+    """What these weights take once packed; vectors are few and small enough to be counted as if they were."""
+    return sum(packed_bytes(held_as(r.type, compute), r.rows, r.k) for r in refs)
 
 
 class Weights:
-    """Packs on first use and hands out what it has packed."""
+    """Packs on first use and hands out what it has packed; `progress` hears bytes of the file done and in all."""
 
-    def __init__(self, source: WeightSource, device: torch.device, compute: Compute) -> None:
+    def __init__(
+        self,
+        source: WeightSource,
+        device: torch.device,
+        compute: Compute,
+        refs: Iterable[WeightRef] = (),
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
         self._source, self._device, self._compute = source, device, compute
-        self._upload: Uploader | None = Uploader(device)
+        self._waiting, self._progress = set(refs), progress
+        self._whole, self._done = sum(map(file_bytes, self._waiting)), 0
+        self._upload: Uploader | None = None
         self._packed: dict[WeightRef, Packed] = {}
         self._vectors: dict[WeightRef, torch.Tensor] = {}
         self._consts: dict[tuple[float, ...], torch.Tensor] = {}
 
-    def pack_all(self, refs: list[WeightRef], progress: Callable[[int, int], None] | None) -> None:
-        """Packs `refs` one after another, reporting bytes of the file done and in all; gives the staging memory back."""
-        whole, done = sum(map(file_bytes, refs)), 0
-        for ref in refs:
-            self.matrix(ref)
-            done += file_bytes(ref)
-            if progress is not None:
-                progress(done, whole)
-        foreign = sorted({r.type.name for r in refs if r.type not in LAYOUTS})
+    def finish(self) -> None:
+        """Gives the staging memory back, and says which types had to be dequantised."""
+        self._upload = None
+        foreign = sorted({r.type.name for r in self._packed if r.type not in LAYOUTS})
         if foreign:
             as_type = held_as(GGMLType.IQ1_S, self._compute).name
             log.warning("%s tensors are dequantised to %s at load: no kernel reads them", ", ".join(foreign), as_type)
-        self._upload = None
+
+    def _report(self, ref: WeightRef) -> None:
+        if ref in self._waiting:
+            self._waiting.remove(ref)
+            self._done += file_bytes(ref)
+            if self._progress is not None:
+                self._progress(self._done, self._whole)
 
     def matrix(self, ref: WeightRef) -> Packed:
         if ref not in self._packed:
@@ -84,12 +86,14 @@ class Weights:
                 return rows.raw if raw.type == target else as_float_type(rows.dense(), target)
 
             self._packed[ref] = pack(target, ref.rows, ref.k, read, self._upload)
+            self._report(ref)
         return self._packed[ref]
 
     def vector(self, ref: WeightRef) -> torch.Tensor:
         if ref not in self._vectors:
             values = self._source.raw(ref).dense().reshape(-1)
             self._vectors[ref] = torch.from_numpy(np.array(values, np.float32)).to(self._device)
+            self._report(ref)
         return self._vectors[ref]
 
     def const(self, ref: ConstRef) -> torch.Tensor:

@@ -1,0 +1,208 @@
+"""Recurrent mixers: causal convolution and the selective scans of Mamba-1 and Mamba-2, with state in slots, float32.
+
+A sequence whose keys are all new starts from zero, whatever its slot holds. A scan is one program for a block of channels
+of a sequence, which keeps the state in registers and takes one token after the other: exact and independent of the
+batch. Step sizes go through a float64 logarithm, because log(1 + e) in float32 loses small e.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quarrel.ops.program import Node
+from quarrel.ops.registry import Implementation
+from quarrel.ops.state import CONV, SCAN1, SCAN2, ConvSpec, Scan1Spec, Scan2Spec
+from quarrel.triton_backend.attention import find
+from quarrel.triton_backend.elementwise import activate
+from quarrel.triton_backend.runtime import Launch, Live, Site, cdiv, power_of_two
+
+_CHANNELS = 128
+_TOKENS = 8
+_STATES = 4096  # state values to a scan program: 32 a thread at 4 warps
+
+
+@triton.jit(do_not_specialize=["seqs"])
+def conv_rows(
+    y, x, weight, bias, query_start, kv_len, state_slots, state, seqs,
+    C: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    item = tl.program_id(0)
+    seq = find(query_start, seqs, item, BT)
+    begin = tl.load(query_start + seq)
+    new = tl.load(query_start + seq + 1) - begin
+    tile = item - (begin // BT + seq)
+    if tile * BT >= new:
+        return
+    past = tl.load(kv_len + seq) - new
+    slot = tl.load(state_slots + seq).to(tl.int64)
+    token = tile * BT + tl.arange(0, BT)[:, None]
+    channel = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
+    ok = (token < new) & (channel < C)
+    acc = tl.zeros([BT, BC], tl.float32)
+    for j in tl.static_range(W):
+        at = token - (W - 1) + j  # before the sequence's first new token lies the state
+        from_state = ok & (at < 0) & (past + 0 * at > 0)
+        old = tl.load(state + (slot * (W - 1) + at + W - 1) * C + channel, mask=from_state, other=0.0)
+        value = tl.load(x + (begin.to(tl.int64) + at) * C + channel, mask=ok & (at >= 0), other=0.0).to(tl.float32)
+        acc += tl.where(at < 0, old, value) * tl.load(weight + channel * W + j, mask=channel < C, other=0.0)
+    acc += tl.load(bias + channel, mask=channel < C, other=0.0)
+    p_y = y + (begin.to(tl.int64) + token) * C + channel
+    tl.store(p_y, activate(acc, "silu").to(y.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def conv_state(
+    x, query_start, kv_len, state_slots, state, C: tl.constexpr, W: tl.constexpr, BC: tl.constexpr
+):  # fmt: skip
+    # A second launch, once nobody reads the old rows; here a thread moves its own channel, from the oldest row up.
+    seq = tl.program_id(0)
+    begin = tl.load(query_start + seq)
+    new = tl.load(query_start + seq + 1) - begin
+    if new == 0:
+        return
+    past = tl.load(kv_len + seq) - new
+    slot = tl.load(state_slots + seq).to(tl.int64)
+    channel = tl.program_id(1) * BC + tl.arange(0, BC)
+    ok = channel < C
+    for j in tl.static_range(W - 1):
+        at = new + j - (W - 1) + 0 * channel
+        from_state = ok & (at < 0) & (past + 0 * channel > 0)
+        old = tl.load(state + (slot * (W - 1) + new + j) * C + channel, mask=from_state, other=0.0)
+        value = tl.load(x + (begin.to(tl.int64) + at) * C + channel, mask=ok & (at >= 0), other=0.0).to(tl.float32)
+        tl.store(state + (slot * (W - 1) + j) * C + channel, tl.where(at < 0, old, value), mask=ok)
+
+
+@triton.jit
+def softplus(x):
+    wide = x.to(tl.float64)
+    return (tl.maximum(wide, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(wide)))).to(tl.float32)
+
+
+@triton.jit
+def scan2_rows(
+    y, xbc, dt, dt_bias, a, d, query_start, kv_len, state_slots, state,
+    HEADS: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    seq = tl.program_id(0)
+    head = tl.program_id(1)
+    INNER: tl.constexpr = HEADS * DIM
+    WIDTH: tl.constexpr = INNER + 2 * GROUPS * N
+    begin = tl.load(query_start + seq)
+    new = tl.load(query_start + seq + 1) - begin
+    past = tl.load(kv_len + seq) - new
+    p = tl.program_id(2) * BP + tl.arange(0, BP)
+    n = tl.arange(0, BN)
+    p_ok, n_ok = p < DIM, n < N
+    at = ((tl.load(state_slots + seq).to(tl.int64) * HEADS + head) * DIM + p)[:, None] * N + n[None, :]
+    ok = p_ok[:, None] & n_ok[None, :]
+    h = tl.load(state + at, mask=ok & (past + 0 * n > 0)[None, :], other=0.0)  # [BP, BN]
+    decay, skip, shift = tl.load(a + head), tl.load(d + head), tl.load(dt_bias + head)
+    p_x = xbc + head * DIM + p
+    p_b = xbc + INNER + head // (HEADS // GROUPS) * N + n
+    for t in range(new):
+        row = tl.cast(begin + t, tl.int64)
+        step = softplus(tl.load(dt + row * HEADS + head).to(tl.float32) + shift)
+        x = tl.load(p_x + row * WIDTH, mask=p_ok, other=0.0).to(tl.float32)
+        b = tl.load(p_b + row * WIDTH, mask=n_ok, other=0.0).to(tl.float32)
+        c = tl.load(p_b + row * WIDTH + GROUPS * N, mask=n_ok, other=0.0).to(tl.float32)
+        h = tl.exp(step * decay) * h + (step * x)[:, None] * b[None, :]
+        out = tl.sum(h * c[None, :], 1) + skip * x
+        tl.store(y + row * INNER + head * DIM + p, out.to(y.dtype.element_ty), mask=p_ok)
+    tl.store(state + at, h, mask=ok & (new + 0 * n > 0)[None, :])
+
+
+@triton.jit
+def scan1_rows(
+    y, x, dt, b, c, a, d, query_start, kv_len, state_slots, state,
+    C: tl.constexpr, N: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    seq = tl.program_id(0)
+    begin = tl.load(query_start + seq)
+    new = tl.load(query_start + seq + 1) - begin
+    past = tl.load(kv_len + seq) - new
+    channel = tl.program_id(1) * BC + tl.arange(0, BC)
+    n = tl.arange(0, BN)
+    c_ok, n_ok = channel < C, n < N
+    ok = c_ok[:, None] & n_ok[None, :]
+    at = (tl.load(state_slots + seq).to(tl.int64) * C + channel)[:, None] * N + n[None, :]
+    h = tl.load(state + at, mask=ok & (past + 0 * n > 0)[None, :], other=0.0)  # [BC, BN]
+    decay = tl.load(a + channel[:, None] * N + n[None, :], mask=ok, other=0.0)
+    skip = tl.load(d + channel, mask=c_ok, other=0.0)
+    for t in range(new):
+        row = tl.cast(begin + t, tl.int64)
+        step = softplus(tl.load(dt + row * C + channel, mask=c_ok, other=0.0).to(tl.float32))
+        value = tl.load(x + row * C + channel, mask=c_ok, other=0.0).to(tl.float32)
+        b_t = tl.load(b + row * N + n, mask=n_ok, other=0.0).to(tl.float32)
+        c_t = tl.load(c + row * N + n, mask=n_ok, other=0.0).to(tl.float32)
+        h = tl.exp(step[:, None] * decay) * h + (step * value)[:, None] * b_t[None, :]
+        out = tl.sum(h * c_t[None, :], 1) + skip * value
+        tl.store(y + row * C + channel, out.to(y.dtype.element_ty), mask=c_ok)
+    tl.store(state + at, h, mask=ok & (new + 0 * n > 0)[None, :])
+
+
+def build_conv(site: Site, node: Node) -> Launch:
+    """CONV: x `[T, channels]`, weight `[channels, width]`, bias `[channels]`, state `[slots, width - 1, channels]`."""
+    spec: ConvSpec = node.spec
+    x, target = site.slot(node.inputs[0]), site.slot(node.outputs[0])  # type: ignore[arg-type]
+    weight, bias = (site.vector(i) for i in node.inputs[1:3])  # type: ignore[arg-type]
+    query_start, kv_len, slots = (site.slot(i) for i in node.inputs[3:6])  # type: ignore[arg-type]
+    state = site.state(node.inputs[6])  # type: ignore[arg-type]
+    blocks = cdiv(spec.channels, _CHANNELS)
+
+    def run(live: Live) -> None:
+        table = (query_start.tensor, kv_len.tensor, slots.tensor, state)
+        site.launch(
+            conv_rows, (live.T // _TOKENS + live.S, blocks), target.tensor, x.tensor, weight, bias, *table, live.S,
+            C=spec.channels, W=spec.width, BT=_TOKENS, BC=_CHANNELS,
+        )  # fmt: skip
+        site.launch(conv_state, (live.S, blocks), x.tensor, *table, C=spec.channels, W=spec.width, BC=_CHANNELS)
+
+    return run
+
+
+def build_scan2(site: Site, node: Node) -> Launch:
+    """SCAN2: xbc `[T, width]`, dt `[T, heads]`, three `[heads]`, state `[slots, heads, head_dim, n_state]`."""
+    spec: Scan2Spec = node.spec
+    xbc, dt, target = (site.slot(i) for i in (*node.inputs[:2], node.outputs[0]))  # type: ignore[arg-type]
+    vectors = [site.vector(i) for i in node.inputs[2:5]]  # type: ignore[arg-type]
+    query_start, kv_len, slots = (site.slot(i) for i in node.inputs[5:8])  # type: ignore[arg-type]
+    state = site.state(node.inputs[8])  # type: ignore[arg-type]
+    states = power_of_two(spec.n_state)
+    channels = min(power_of_two(spec.head_dim), max(1, _STATES // states))
+
+    def run(live: Live) -> None:
+        site.launch(
+            scan2_rows, (live.S, spec.n_heads, cdiv(spec.head_dim, channels)),
+            target.tensor, xbc.tensor, dt.tensor, *vectors, query_start.tensor, kv_len.tensor, slots.tensor, state,
+            HEADS=spec.n_heads, DIM=spec.head_dim, GROUPS=spec.n_groups, N=spec.n_state, BP=channels, BN=states,
+        )  # fmt: skip
+
+    return run
+
+
+def build_scan1(site: Site, node: Node) -> Launch:
+    """SCAN1: x, dt `[T, channels]`, b, c `[T, n_state]`, a `[channels, n_state]`, state `[slots, channels, n_state]`."""
+    spec: Scan1Spec = node.spec
+    rows = [site.slot(i) for i in node.inputs[:4]]  # type: ignore[arg-type]
+    vectors = [site.vector(i) for i in node.inputs[4:6]]  # type: ignore[arg-type]
+    query_start, kv_len, slots = (site.slot(i) for i in node.inputs[6:9])  # type: ignore[arg-type]
+    state, target = site.state(node.inputs[9]), site.slot(node.outputs[0])  # type: ignore[arg-type]
+    states = power_of_two(spec.n_state)
+    channels = min(power_of_two(spec.channels), max(1, _STATES // states))
+
+    def run(live: Live) -> None:
+        site.launch(
+            scan1_rows, (live.S, cdiv(spec.channels, channels)),
+            target.tensor, *(r.tensor for r in rows), *vectors, query_start.tensor, kv_len.tensor, slots.tensor, state,
+            C=spec.channels, N=spec.n_state, BC=channels, BN=states,
+        )  # fmt: skip
+
+    return run
+
+
+IMPLEMENTATIONS = (
+    Implementation(CONV, "rows, then state", build_conv),
+    Implementation(SCAN2, "token by token", build_scan2),
+    Implementation(SCAN1, "token by token", build_scan1),
+)

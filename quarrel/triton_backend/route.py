@@ -1,0 +1,127 @@
+"""Choosing experts: scores of one token a row, the best taken one after the other, the lower id among equals.
+
+Scores are float64, as in the reference: a float32 sigmoid makes ties of experts that are not. A NaN score is the last
+choice, so an id is always an expert's.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quarrel.ops.moe import ROUTE, SMALLEST_SUM, RouteSpec
+from quarrel.ops.program import Node
+from quarrel.ops.registry import Implementation
+from quarrel.triton_backend.runtime import Launch, Live, Site, cdiv, dims, power_of_two
+
+_TILE = 512  # scores to a program
+_SMALLEST_SUM: tl.constexpr = tl.constexpr(SMALLEST_SUM)
+
+
+@triton.jit
+def _best(score, free, lane):
+    """The highest score among free lanes and the first lane that has it; [R, 1] each."""
+    best = tl.max(tl.where(free, score, float("-inf")), 1)[:, None]
+    return best, tl.min(tl.where(free & (score == best), lane, 1 << 30), 1)[:, None]
+
+
+@triton.jit
+def _group_scores(score, expert_ok, expert, group, PER: tl.constexpr, GROUPS: tl.constexpr, G: tl.constexpr):
+    """[R, G]: the sum of each group's two best scores."""
+    found = tl.full([score.shape[0], G], float("-inf"), tl.float64)
+    for g in tl.static_range(GROUPS):
+        inside = expert_ok & (expert // PER == g)
+        first, where = _best(score, inside, expert)
+        both = first
+        if PER > 1:
+            second, _ = _best(score, inside & (expert != where), expert)
+            both = first + second
+        found = tl.where(group == g, both, found)
+    return found
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def route_rows(
+    ids, weights, logits, bias, tokens, scale, EXPERTS: tl.constexpr, USED: tl.constexpr, GATE: tl.constexpr,
+    RENORMALISE: tl.constexpr, BIAS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_USED: tl.constexpr,
+    G: tl.constexpr, U: tl.constexpr, E: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)[:, None]
+    expert = tl.arange(0, E)[None, :]
+    ok = (row < tokens) & (expert < EXPERTS)
+    z = tl.load(logits + row * EXPERTS + expert, mask=ok, other=0.0).to(tl.float64)
+    p = z
+    if GATE == "sigmoid":
+        p = 1.0 / (1.0 + tl.exp(-z))
+    elif GATE == "softmax":
+        e = tl.where(expert < EXPERTS, tl.exp(z - tl.max(tl.where(expert < EXPERTS, z, float("-inf")), 1)[:, None]), 0.0)
+        p = e / tl.sum(e, 1)[:, None]
+    score = p
+    if BIAS:
+        score += tl.load(bias + expert, mask=expert < EXPERTS, other=0.0)
+    score = tl.where(score == score, score, -1e300)
+    free = (expert < EXPERTS) & (row == row)  # [R, E]
+    if GROUPS > 1:
+        PER: tl.constexpr = EXPERTS // GROUPS
+        group = tl.arange(0, G)[None, :]
+        sums = _group_scores(score, free, expert, group, PER, GROUPS, G)
+        open_groups = (group < GROUPS) & (row == row)
+        allowed = (expert < 0) & (row == row)
+        for _ in tl.static_range(GROUPS_USED):
+            _, chosen = _best(sums, open_groups, group)
+            allowed = allowed | (expert // PER == chosen)
+            open_groups = open_groups & (group != chosen)
+        free = free & allowed
+    place = tl.arange(0, U)[None, :]
+    chosen_ids = tl.zeros([R, U], tl.int32)
+    chosen = tl.zeros([R, U], tl.float64)
+    for j in tl.static_range(USED):
+        _, where = _best(score, free, expert)
+        value = tl.sum(tl.where(expert == where, p, 0.0), 1)[:, None]
+        chosen_ids = tl.where(place == j, where, chosen_ids)
+        chosen = tl.where(place == j, value, chosen)
+        free = free & (expert != where)
+    used = place < USED
+    if GATE == "softmax_topk":
+        e = tl.where(used, tl.exp(chosen - tl.max(tl.where(used, chosen, float("-inf")), 1)[:, None]), 0.0)
+        chosen = e / tl.sum(e, 1)[:, None]
+    elif RENORMALISE:
+        chosen = chosen / tl.maximum(tl.sum(tl.where(used, chosen, 0.0), 1)[:, None], _SMALLEST_SUM)
+    at = row * USED + place
+    keep = used & (row < tokens)
+    tl.store(ids + at, chosen_ids, mask=keep)
+    tl.store(weights + at, (chosen * scale).to(tl.float32), mask=keep)
+
+
+def build_route(site: Site, node: Node) -> Launch:
+    """ROUTE: logits `[T, n_experts]` float32 to ids int32 and weights float32, `[T, used]`."""
+    spec: RouteSpec = node.spec
+    logits, *rest = node.inputs
+    source = site.slot(logits)  # type: ignore[arg-type]
+    ids, weights = (site.slot(v) for v in node.outputs)
+    bias = site.vector(rest[0]) if spec.bias else None  # type: ignore[arg-type]
+    axis, _ = dims(node.outputs[0])
+    experts = power_of_two(spec.n_experts)
+    rows = max(1, _TILE // experts)
+
+    def run(live: Live) -> None:
+        count = live.count(axis)
+        site.launch(
+            route_rows, (cdiv(count, rows),),
+            ids.tensor, weights.tensor, source.tensor, source.tensor if bias is None else bias, count, spec.scale,
+            EXPERTS=spec.n_experts, USED=spec.used, GATE=spec.gate, RENORMALISE=spec.renormalise, BIAS=spec.bias,
+            GROUPS=spec.n_groups, GROUPS_USED=spec.groups_used, G=power_of_two(spec.n_groups),
+            U=power_of_two(spec.used), E=experts, R=rows,
+        )  # fmt: skip
+
+    return run
+
+
+def _accepts(spec: RouteSpec) -> str | None:
+    if spec.gate not in ("softmax", "softmax_topk", "sigmoid"):
+        return f"needs a softmax, softmax_topk or sigmoid gate, got {spec.gate}"
+    left = spec.n_experts // spec.n_groups * spec.groups_used if spec.n_groups > 1 else spec.n_experts
+    return None if spec.used <= left else f"needs at least {spec.used} experts to choose from, got {left}"
+
+
+IMPLEMENTATIONS = (Implementation(ROUTE, "rows", build_route, _accepts),)
