@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from quarrel import __version__
+from quarrel.env import read_environment
 from quarrel.errors import QuarrelError
 from quarrel.gguf import hub, ollama, resolve
 from quarrel.ops.registry import BACKENDS, backend
@@ -26,7 +27,7 @@ EXTRAS = {
 }
 """What can be added to an installation: `pip install 'quarrel[NAME]'` brings these packages for that use."""
 
-CORE = ("numpy", "numba", "llvmlite", "gguf", "tokenizers", "sentencepiece", "jinja2")
+CORE = ("numpy", "llvmlite", "gguf", "tokenizers", "sentencepiece", "jinja2")
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,15 @@ def _python() -> Iterator[Line]:
             yield f"[{extra}]", "fact", f"for {use}: " + ", ".join(f"{name} {_version(name)}" for name in names)
 
 
+def _variables() -> Iterator[Line]:
+    for name in sorted(name for name in os.environ if name.startswith("QUARREL_")):
+        yield name, "fact", os.environ[name]
+    try:
+        read_environment()
+    except QuarrelError as error:
+        yield "QUARREL_*", "broken", str(error), "unset or mend it: every command refuses to run until then"
+
+
 def _version(name: str) -> str:
     try:
         return importlib.metadata.version(name)
@@ -222,6 +232,7 @@ _GROUPS: tuple[tuple[str, Callable[[], Iterator[Line]]], ...] = (
     ("backends", _backends),
     ("machine", _machine),
     ("Python", _python),
+    ("variables", _variables),
     ("caches", _caches),
     ("models", _models),
 )

@@ -116,6 +116,16 @@ def test_doctor_lists_the_models_that_it_finds(
     assert "hf://you/yours" in text
 
 
+def test_doctor_names_a_variable_that_is_malformed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("QUARREL_COMPUTE", "float99")
+    main(["doctor"])
+    text = capsys.readouterr().out
+    assert "QUARREL_COMPUTE is 'float99'" in text
+    assert "!!" in text
+
+
 def test_doctor_survives_a_backend_that_fails_to_load(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
