@@ -62,9 +62,12 @@ class InputBuffer:
         part = self._device[self._begin[name] :]
         return part.view(torch.float32) if name in _FLOATS else part
 
-    def check(self, inputs: StepInputs, n_vocab: int) -> None:
+    def check(self, inputs: StepInputs, n_vocab: int, n_positions: int) -> None:
         """Everything `StepInputs.check` looks at, and what these buffers add."""
         inputs.check(self._limits, n_vocab)
+        if inputs.positions.min() < 0 or inputs.positions.max() >= n_positions:
+            low, high = inputs.positions.min(), inputs.positions.max()
+            raise RequestError(f"step inputs are unusable: positions {low} to {high}, wanted 0 to {n_positions - 1}")
         rows, (seqs, width) = len(inputs.out_rows), inputs.block_table.shape
         most = self._limits.max_tokens
         if rows > most:

@@ -38,8 +38,7 @@ class TritonStep:
         self._choices: tuple[Choice, ...] = tuple(plan.choices)
         nodes = [c.node for c in plan.choices]
         self._masks = {name: needed(nodes, value) for name, value in outputs.items()}
-        sizes = [c.node.spec.n for c in plan.choices if isinstance(c.node.spec, EmbeddingSpec)]
-        self._n_vocab = min(sizes, default=1 << 31)
+        self._n_vocab, self._n_positions = (_smallest_table(plan.choices, name) for name in ("ids", "positions"))
 
     def __call__(self, inputs: StepInputs, want: Want) -> StepOutputs:
         """Runs once; the result is on the host when this returns."""
@@ -49,7 +48,7 @@ class TritonStep:
             raise RequestError("tokens are asked for without sampling controls: fill StepInputs.sample")
         if self._plan.states and inputs.state_slots is None:
             raise RequestError("this program keeps recurrent state: fill StepInputs.state_slots")
-        self._inputs.check(inputs, self._n_vocab)
+        self._inputs.check(inputs, self._n_vocab, self._n_positions)
         rows = len(inputs.out_rows)
         live = live_counts(inputs.query_start, inputs.kv_len, rows)
         decode = self._capture and not live.several and live.T == live.S and rows <= live.S
@@ -136,3 +135,10 @@ class TritonStep:
         if type is None or held_as(type, self.compute) == type:
             return ""
         return f" (held as {held_as(type, self.compute).name})"
+
+
+def _smallest_table(choices: Sequence[Choice], index: str) -> int:
+    """Rows of the smallest embedding that is read at this input of the step; unlimited without one."""
+    tables = [c.node for c in choices if isinstance(c.node.spec, EmbeddingSpec)]
+    found = (t.spec.n for t in tables if isinstance(t.inputs[0], Value) and t.inputs[0].name == index)
+    return min(found, default=1 << 31)
