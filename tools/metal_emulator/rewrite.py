@@ -39,6 +39,7 @@ def rewrite(source: str, function_constants: Mapping[str, object] | None = None,
     tokens = tokenise(source)
     tokens = _literals(tokens)
     tokens = _function_constants(tokens, function_constants or {})
+    tokens = _without_argument_tables(tokens)
     tokens = _vector_constructors(tokens)
     tokens = _threadgroup_variables(tokens)
     if count_rounds:
@@ -71,6 +72,11 @@ def _code(text: str) -> Token:
     return Token("word", text)
 
 
+def _blank(tokens: list[Token]) -> Token:
+    """What is left of tokens that go away: their line breaks, those of a macro's continued lines included."""
+    return Token("space", re.sub(r"[^\n\\]", "", join(token for token in tokens if token.kind == "space")) or " ")
+
+
 def _literals(tokens: list[Token]) -> list[Token]:
     """1.5h and 2.0bf, whose suffixes C++ does not know."""
 
@@ -97,6 +103,19 @@ def _function_constants(tokens: list[Token], values: Mapping[str, object]) -> li
                     raise RequestError(f"function constant {name} has no value; give one in function_constants")
                 result.append(_code(f"= {str(values[name]).lower()}"))
             at = end + 1
+            continue
+        result.append(tokens[at])
+        at += 1
+    return result
+
+
+def _without_argument_tables(tokens: list[Token]) -> list[Token]:
+    """[[threadgroup(0)]] on a function that is no kernel; the word `threadgroup` in it would be taken for the space."""
+    result: list[Token] = []
+    at = 0
+    while at < len(tokens):
+        if tokens[at].text == "[[" and tokens[next_code(tokens, at + 1)].text == "threadgroup":
+            at = closing(tokens, at) + 1
             continue
         result.append(tokens[at])
         at += 1
@@ -132,7 +151,7 @@ def _threadgroup_variables(tokens: list[Token]) -> list[Token]:
                 for name, variable_type in variables:
                     number += 1
                     result.append(_code(f"MSL_THREADGROUP_VARIABLE({number}, {name}, {variable_type}); "))
-                result.append(_code("\n" * join(tokens[at:end]).count("\n")))
+                result.append(_blank(tokens[at:end]))
                 at = end + 1
                 continue
         result.append(tokens[at])
@@ -261,7 +280,7 @@ def _instantiations(tokens: list[Token]) -> tuple[list[Token], dict[str, str]]:
         opening = next_code(tokens, end + 1)
         if tokens[end].text == "decltype" and names:
             instances[names[0]] = join(tokens[opening + 1 : closing(tokens, opening)]).strip()
-        result.append(_code(" " + "\n" * join(tokens[at:end]).count("\n")))
+        result.append(_blank(tokens[at:end]))
         at = end
     return result, instances
 
@@ -280,7 +299,7 @@ def _kernels(tokens: list[Token]) -> tuple[list[Token], dict[str, tuple[Paramete
         name, opening = found
         end = closing(tokens, opening)
         parameters, buffers = [], 0
-        result.append(_code("\n" * join(tokens[at:opening]).count("\n") + f"void {name}("))
+        result += [_blank(tokens[at:opening]), _code(f"void {name}(")]
         for i, part in enumerate(split_commas(tokens[opening + 1 : end])):
             declaration, attribute = _without_attributes(part)
             if not attribute:

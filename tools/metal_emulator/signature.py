@@ -6,6 +6,7 @@ shape, strides and ndim of an input whose names occur in the body, and for every
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -84,7 +85,7 @@ def write_kernel(
     arguments = _template_arguments(template)
     entry = "custom_kernel_" + name
     if template:
-        entry += "_" + arguments.replace("<", "_").replace(", ", "_").replace(">", "_")[:-1]
+        entry += "_" + re.sub("[<>-]|, ", "_", arguments)[:-1]
     for _, array in inputs:
         suffix = "s" if array.data.ndim == 0 else "c" if array.data.size < _CONSTANT_BELOW else ""
         entry += f"_{array.metal_type}{suffix}"

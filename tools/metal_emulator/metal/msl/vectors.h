@@ -89,6 +89,8 @@ MSL_FN V msl_make(A... parts) {
   V out;
   if constexpr (sizeof...(A) == 0) {
     for (int i = 0; i < msl::shape<V>::size; i++) out[i] = E(0);
+  } else if constexpr (sizeof...(A) == 1 && (__is_class(A) && ...) && (__is_convertible(A, V) && ...)) {
+    out = (parts, ...);  // packed_float3
   } else if constexpr (sizeof...(A) == 1 && (!msl::is_vector<A> && ...)) {
     E value = (E)(parts, ...);
     for (int i = 0; i < msl::shape<V>::size; i++) out[i] = value;
