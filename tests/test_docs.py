@@ -97,7 +97,7 @@ ENCODERS = ("bert", "nomic-bert")
 
 def claims() -> dict[str, dict[str, bool]]:
     """What the README says of an architecture (`llama+experts` is Mixtral): does it run on cpu, on triton."""
-    table = README.partition("## Which models")[2].partition("\n\nWhat is not")[0]
+    table = README.partition("## Which models")[2].partition("\n\nThe encoders")[0]
     said: dict[str, dict[str, bool]] = {}
     for line in table.splitlines():
         if line.startswith("| `") and "general" not in line:

@@ -99,8 +99,7 @@ def imports(m: Module) -> Iterator[Import]:
                 else:
                     yield Import(child.module or "", child.lineno, nested)
             elif isinstance(child, ast.Call) and _called(child).endswith("import_module"):
-                if child.args and isinstance(child.args[0], ast.Constant):
-                    yield Import(str(child.args[0].value), child.lineno, nested)
+                yield from (Import(str(a.value), child.lineno, nested) for a in child.args if isinstance(a, ast.Constant))
             inside = nested or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
             yield from walk(child, inside)
 
