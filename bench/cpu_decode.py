@@ -1,6 +1,6 @@
 """Decode and prefill speed of the CPU backend on a GGUF file, beside the read bandwidth measured in the same run.
 
-    python bench/cpu_decode.py MODEL.gguf [--tokens 32] [--prompt 512] [--rounds 5] [--threads N] [--level avx2] [--compute float32]
+    python bench/cpu_decode.py MODEL.gguf [--tokens 32] [--prompt 512] [--rounds 5] [--threads N] [--level L] [--compute C]
 
 Rounds rotate over the measurements, so that a change of the machine's load falls on all of them; the last line is JSON.
 """
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
+import os
 import resource
 import time
 from collections.abc import Callable
@@ -57,6 +59,13 @@ def reader(backend: CpuBackend, data: np.ndarray) -> Callable[[], float]:
     return measure
 
 
+def mapping(path: str) -> np.ndarray:
+    """The file's own pages: small ones, as the kernels read them (memory in huge pages reads up to a fifth faster)."""
+    size = min(os.path.getsize(path), 1 << 30) // PIECE * PIECE
+    with open(path, "rb") as file:
+        return np.frombuffer(mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ), np.uint8)
+
+
 def inputs(first: int, count: int, blocks: int, vocab: int) -> StepInputs:
     """Tokens `first .. first + count - 1` of one sequence; the result of the last is wanted."""
     at = np.arange(first, first + count, dtype=np.int32)
@@ -96,7 +105,7 @@ def main() -> None:
         step(inputs(0, 1, blocks, spec.n_vocab), "tokens")
         first = time.perf_counter()
         weights = step.memory().weights
-        read = reader(backend, np.ones(min(weights, 1 << 30) // PIECE * PIECE, np.uint8))
+        read = reader(backend, mapping(args.model))
         results: dict[str, list[float]] = {"read": [], "decode": [], "prefill": []}
         decode = [inputs(args.prompt + i, 1, blocks, spec.n_vocab) for i in range(args.tokens)]
         prefill = [inputs(0, args.prompt, blocks, spec.n_vocab)]

@@ -11,9 +11,10 @@ import numpy as np
 from quarrel.cpu_backend import features
 from quarrel.cpu_backend.pool import Pool
 from quarrel.cpu_backend.run_op import new_cache, run_op
-from quarrel.cpu_backend.step import Compiled, CpuStep, vocabulary
+from quarrel.cpu_backend.step import Compiled, CpuStep
 from quarrel.errors import UnsupportedOp
 from quarrel.ops.contract import Compute, Concrete, Op
+from quarrel.ops.embedding import vocabulary
 from quarrel.ops.program import Program
 from quarrel.ops.step import ComputeChoice, Limits, Step, WeightSource
 

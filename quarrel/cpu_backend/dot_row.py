@@ -13,14 +13,15 @@ from dataclasses import dataclass
 from quarrel.cpu_backend.abi import Fields, KernelDef
 from quarrel.cpu_backend.epilogue import OUTPUT_FIELDS, Output
 from quarrel.cpu_backend.features import Level
-from quarrel.cpu_backend.formats import BlockFormat
+from quarrel.cpu_backend.formats import BlockFormat, Superblock
 from quarrel.cpu_backend.ir import F32, I8, I32, I64, Kernel, Val, Var, vec
 from quarrel.cpu_backend.quantize import QuantRow
-from quarrel.cpu_backend.vector import I8x64, I32x16, dot4, fold4, sum_lanes
+from quarrel.cpu_backend.vector import F32x16, I8x64, I32x16, dot4, fold4_bytes, sum_lanes
 
-NEAR, FAR = 1024, 4096
-"""How far ahead of the block in use weights are asked into the first and second level cache. Measured on 2 cores with 28 GB/s,
-13 MB matrices: none 13, near only 21, far only 23, both 25 GB/s for Q4_K; 28 for Q8_0 and 26 for Q6_K with both."""
+NEAR, FAR, PAGE = 1536, 8192, 16384
+"""How far ahead of the block in use weights are asked for: into the first level cache, into the second, and one line so that
+the page's address is translated in time. Measured on 2 cores, 13 MB matrices in a file's mapping, where a plain read makes
+25.9 GB/s: without any 13 GB/s of Q4_K, near and far (1024, 4096) 22.8, all three 25.4; Q6_K 25.0, Q8_0 27.0."""
 
 
 def load_codes(k: Kernel, at: Val, halves: tuple[int, int]) -> Val:
@@ -55,18 +56,67 @@ def load_activations(k: Kernel, fmt: BlockFormat, x: QuantRow, b: Val) -> Activa
     return Activations([load_codes(k, q, h) for h in fmt.halves], d, sums, d_sum)
 
 
-def superblock_dot(k: Kernel, level: Level, fmt: BlockFormat, at: Val, x: Activations, acc: Var, low: Var | None) -> None:
-    """Adds the superblock at `at` of a weight row to the chains `acc` and, of minima, `low`."""
-    block = fmt.decode(k, level, at)
-    dots = [dot4(k, level, k.zero(I32x16), u, q, fmt.wide) for u, q in zip(block.codes, x.codes)]
-    sums = fold4(dots)
-    if fmt.groups == 8:
-        sums = sums.shuffle([0, 1, 2, 3, 8, 9, 10, 11]) + sums.shuffle([4, 5, 6, 7, 12, 13, 14, 15])
+def _group_sums(k: Kernel, level: Level, fmt: BlockFormat, codes: list[Val], x: Activations) -> Val:
+    """Sums of code * activation: per group, or for groups of 32 per half of one, the halves of a group 4 lanes apart."""
+    dots = [dot4(k, level, k.zero(I32x16), u, q, fmt.wide) for u, q in zip(codes, x.codes)]
+    return fold4_bytes(k, level, dots, fmt.largest * 4 * 127)
+
+
+def superblock_dot(k: Kernel, level: Level, fmt: BlockFormat, ats: list[Val], x: Activations, chains: list[Var]) -> None:
+    """Adds the superblocks at `ats`, one or two weight rows, to the chains of those rows (see `Chains`)."""
+    blocks = [fmt.decode(k, level, at) for at in ats]
+    sums = [_group_sums(k, level, fmt, block.codes, x) for block in blocks]
+    if fmt.groups == 16:
+        _add_sixteen(k, fmt, blocks, sums, x, chains)
+        return
+    # The two halves of every group are added for both rows at once: row 0 in lanes 0..7, row 1 in lanes 8..15.
+    first, second = sums[0], sums[-1]
+    low, high = [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]
+    both = first.shuffle(low + [16 + i for i in low], second) + first.shuffle(high + [16 + i for i in high], second)
     if fmt.offset:
-        sums = sums - x.sums * fmt.offset
-    acc.v = k.fma(sums.to(F32), block.scales * x.d, acc.v)
-    if block.minima is not None and low is not None:
-        low.v = k.fma(block.minima, x.d_sum, low.v)
+        both = both - (x.sums * fmt.offset).concat(x.sums * fmt.offset)
+    f = both.to(F32)
+    if not fmt.has_minima:
+        factors = blocks[0].factors.concat(blocks[-1].factors) * x.d.concat(x.d)
+        chains[0].v = k.fma(f, factors, chains[0].v)
+        return
+    # A row's minima are chains beside its scales: one multiply-add serves both.
+    d = x.d.concat(k.f32(1.0, 8))
+    for row, (block, chain) in enumerate(zip(blocks, chains, strict=True)):
+        values = f.shuffle([*range(8 * row, 8 * row + 8), *range(16, 24)], x.d_sum.concat(x.d_sum))
+        chain.v = k.fma(values, block.factors * d, chain.v)
+
+
+def _add_sixteen(
+    k: Kernel, fmt: BlockFormat, blocks: list[Superblock], sums: list[Val], x: Activations, chains: list[Var]
+) -> None:
+    """`superblock_dot` for groups of 16: one vector of chains per row, another for minima."""
+    for row, (block, total) in enumerate(zip(blocks, sums, strict=True)):
+        if fmt.offset:
+            total = total - x.sums * fmt.offset
+        chain = chains[row]
+        chain.v = k.fma(total.to(F32), block.scales * x.d, chain.v)
+        if block.minima is not None:
+            low = chains[len(blocks) + row]
+            low.v = k.fma(block.minima, x.d_sum, low.v)
+
+
+def new_chains(k: Kernel, fmt: BlockFormat, rows: int) -> list[Var]:
+    """Zeroed chains for one or two rows: 8 groups: both rows in one vector, or a vector per row with its minima in the
+    upper half; 16 groups: a vector per row, then one per row for minima."""
+    count = 1 if fmt.groups == 8 and not fmt.has_minima else rows * (2 if fmt.groups == 16 and fmt.has_minima else 1)
+    return [k.var(k.zero(F32x16)) for _ in range(count)]
+
+
+def chain_totals(fmt: BlockFormat, chains: list[Var], rows: int) -> list[Val]:
+    """The rows' results."""
+    if fmt.groups == 16:
+        totals = [sum_lanes(v.v) for v in chains]
+        return [y - low for y, low in zip(totals[:rows], totals[rows:])] if fmt.has_minima else totals
+    lower, upper = range(8), range(8, 16)
+    if not fmt.has_minima:
+        return [sum_lanes(chains[0].v.shuffle(part)) for part in (lower, upper)[:rows]]
+    return [sum_lanes(v.v.shuffle(lower)) - sum_lanes(v.v.shuffle(upper)) for v in chains]
 
 
 @dataclass(frozen=True)
@@ -106,25 +156,20 @@ def _rows(
 ) -> list[Val]:
     """Results of weight rows first .. first + count - 1, computed side by side."""
     at_rows = [m.w + (first + i) * m.row_bytes for i in range(count)]
-    zero = k.zero(vec(F32, fmt.groups))
-    acc = [k.var(zero) for _ in at_rows]
-    low = [k.var(zero) if fmt.has_minima else None for _ in at_rows]
+    chains = new_chains(k, fmt, count)
     with k.range(0, m.blocks) as b:
         # Rows follow one another, so what these rows' steps ask for together is one stream without gaps.
         step = count * fmt.superblock_bytes
         for line in range(0, step, 64):
             k.prefetch(at_rows[0] + b * step, NEAR + line)
             k.prefetch(at_rows[0] + b * step, FAR + line, locality=2)
-        activations = load_activations(k, fmt, x, b)
-        for i, row in enumerate(at_rows):
-            superblock_dot(k, level, fmt, row + b * fmt.superblock_bytes, activations, acc[i], low[i])
+        k.prefetch(at_rows[0] + b * step, PAGE, locality=2)
+        ats = [row + b * fmt.superblock_bytes for row in at_rows]
+        superblock_dot(k, level, fmt, ats, load_activations(k, fmt, x, b), chains)
     if tail:
-        activations = load_activations(k, fmt, x, m.blocks)
-        for i, row in enumerate(at_rows):
-            rest = padded_tail(k, fmt, row + m.blocks * fmt.superblock_bytes, m.tail)
-            superblock_dot(k, level, fmt, rest, activations, acc[i], low[i])
-    totals = [sum_lanes(v.v) for v in acc]
-    return [y if v is None else y - sum_lanes(v.v) for y, v in zip(totals, low, strict=True)]
+        ats = [padded_tail(k, fmt, row + m.blocks * fmt.superblock_bytes, m.tail) for row in at_rows]
+        superblock_dot(k, level, fmt, ats, load_activations(k, fmt, x, m.blocks), chains)
+    return chain_totals(fmt, chains, count)
 
 
 def dot_rows(

@@ -24,11 +24,19 @@ NATURAL = ((0, 1), (2, 3), (4, 5), (6, 7))
 
 @dataclass(frozen=True)
 class Superblock:
-    """Decoded: codes 4 x <64 x i8>, scales and minima <groups x f32> in lane order."""
+    """Decoded: codes 4 x <64 x i8>, and <groups x f32> scales followed by as many minima, if any, in lane order."""
 
     codes: list[Val]
-    scales: Val
-    minima: Val | None = None
+    factors: Val
+    groups: int
+
+    @property
+    def scales(self) -> Val:
+        return self.factors.shuffle(range(self.groups))
+
+    @property
+    def minima(self) -> Val | None:
+        return self.factors.shuffle(range(self.groups, 2 * self.groups)) if self.factors.lanes > self.groups else None
 
 
 @dataclass(frozen=True)
@@ -43,9 +51,14 @@ class BlockFormat:
     groups: int = 8
     """Groups in a superblock: 8 of 32 values or 16 of 16."""
     has_minima: bool = False
-    wide: bool = False
-    """Codes reach beyond 127."""
+    largest: int = 15
+    """The largest code."""
     halves: Sequence[tuple[int, int]] = NATURAL
+
+    @property
+    def wide(self) -> bool:
+        """Codes need all eight bits."""
+        return self.largest > 127
 
     @property
     def superblock_bytes(self) -> int:
@@ -105,22 +118,22 @@ def _fifth_bits(k: Kernel, at: Val, stride: int, offset: int, i: int, codes: Val
 
 
 def _q4_0(k: Kernel, level: Level, at: Val) -> Superblock:
-    return Superblock([_nibbles(k, at, 18, 2, i) for i in range(4)], _halves_at(k, level, at, 18))
+    return Superblock([_nibbles(k, at, 18, 2, i) for i in range(4)], _halves_at(k, level, at, 18), 8)
 
 
 def _q4_1(k: Kernel, level: Level, at: Val) -> Superblock:
     codes = [_nibbles(k, at, 20, 4, i) for i in range(4)]
-    return Superblock(codes, _halves_at(k, level, at, 20), -_halves_at(k, level, at, 20, 2))
+    return Superblock(codes, _halves_at(k, level, at, 20).concat(-_halves_at(k, level, at, 20, 2)), 8)
 
 
 def _q5_0(k: Kernel, level: Level, at: Val) -> Superblock:
     codes = [_fifth_bits(k, at, 22, 2, i, _nibbles(k, at, 22, 6, i)) for i in range(4)]
-    return Superblock(codes, _halves_at(k, level, at, 22))
+    return Superblock(codes, _halves_at(k, level, at, 22), 8)
 
 
 def _q5_1(k: Kernel, level: Level, at: Val) -> Superblock:
     codes = [_fifth_bits(k, at, 24, 4, i, _nibbles(k, at, 24, 8, i)) for i in range(4)]
-    return Superblock(codes, _halves_at(k, level, at, 24), -_halves_at(k, level, at, 24, 2))
+    return Superblock(codes, _halves_at(k, level, at, 24).concat(-_halves_at(k, level, at, 24, 2)), 8)
 
 
 def _q8_0(k: Kernel, level: Level, at: Val) -> Superblock:
@@ -128,7 +141,7 @@ def _q8_0(k: Kernel, level: Level, at: Val) -> Superblock:
         a, b = (k.load(at, vec(I8, 32), 34 * j + 2) for j in (2 * i, 2 * i + 1))
         return a.concat(b) ^ 0x80
 
-    return Superblock([codes(i) for i in range(4)], _halves_at(k, level, at, 34))
+    return Superblock([codes(i) for i in range(4)], _halves_at(k, level, at, 34), 8)
 
 
 _IQ4 = [t + 127 for t in (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)]
@@ -137,7 +150,7 @@ _E2M1 = [m + 12 for m in (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -1
 
 def _iq4_nl(k: Kernel, level: Level, at: Val) -> Superblock:
     codes = [byte_table(k, level, _IQ4, _nibbles(k, at, 18, 2, i)) for i in range(4)]
-    return Superblock(codes, _halves_at(k, level, at, 18))
+    return Superblock(codes, _halves_at(k, level, at, 18), 8)
 
 
 def _mxfp4(k: Kernel, level: Level, at: Val) -> Superblock:
@@ -146,7 +159,7 @@ def _mxfp4(k: Kernel, level: Level, at: Val) -> Superblock:
     e = k.join([k.load(at, I8, 17 * j) for j in lanes]).to(I32, unsigned=True)
     # 2^(e - 128): the exponent field is e - 1, and the two smallest are subnormal.
     bits = k.select(e < 2, k.lift(0x00200000, e.type) << e, (e - 1) << 23)
-    return Superblock(codes, bits.bitcast(vec(F32, 8)))
+    return Superblock(codes, bits.bitcast(vec(F32, 8)), 8)
 
 
 # Formats of 256 values.
@@ -156,21 +169,29 @@ def _f16_at(k: Kernel, level: Level, at: Val, offset: int) -> Val:
     return to_f32(k, level, k.load(at, I16, offset))
 
 
-def _six_bit_pairs(k: Kernel, at: Val, offset: int, lane_groups: Sequence[int]) -> tuple[Val, Val]:
-    """The twelve bytes of Q4_K and Q5_K as eight scales and eight minima, <8 x f32> in lane order."""
-    a, b, c = (k.load(at, I32, offset + 4 * i) for i in range(3))
-
-    def bytes8(low: Val, high: Val) -> Val:
-        both = (low.to(I64, unsigned=True) | high.to(I64, unsigned=True) << 32).bitcast(vec(I8, 8))
-        return both.shuffle(lane_groups).to(I32, unsigned=True).to(F32)
-
-    scales = bytes8(a & 0x3F3F3F3F, (c & 0x0F0F0F0F) | (a >> 6 & 0x03030303) << 4)
-    minima = bytes8(b & 0x3F3F3F3F, (c >> 4 & 0x0F0F0F0F) | (b >> 6 & 0x03030303) << 4)
-    return scales, minima
-
-
 _PAIRED = ((0, 2), (1, 3), (4, 6), (5, 7))
 _PAIRED_LANES = [h[0] for h in _PAIRED] + [h[1] for h in _PAIRED]
+
+
+def _six_bit_factors(k: Kernel, level: Level, at: Val) -> Val:
+    """The sixteen bytes that open a block of Q4_K and Q5_K (d, dmin, twelve of six-bit numbers) as scales and minima.
+
+    Groups 0..3: the low six bits of bytes 4 + j (scale) and 8 + j (minimum). Groups 4..7: the low or high four bits of byte
+    8 + j, above them the top two bits of bytes j (scale) and 4 + j (minimum).
+    """
+    head = k.load(at, vec(I8, 16))
+    places: list[tuple[int, bool, int, int]] = []  # byte of the low bits, from its upper half, mask, byte of the top bits
+    for minimum in (False, True):
+        for j in _PAIRED_LANES:
+            early = j < 4
+            places.append((4 + j + 4 * minimum if early else 8 + j, minimum and not early, 63 if early else 15, j + 4 * minimum))
+    low = head.shuffle([p[0] for p in places])
+    upper = k.lane_constants(I8, [p[1] for p in places]).ne(0)
+    low = k.select(upper, low >> 4, low) & k.lane_constants(I8, [p[2] for p in places])
+    top = head.shuffle([p[3] for p in places]) >> 2
+    top = top & k.lane_constants(I8, [0 if p[2] == 63 else 0x30 for p in places])
+    d = to_f32(k, level, k.load(at, vec(I16, 2)))
+    return (low | top).to(I32, unsigned=True).to(F32) * d.shuffle([0] * 8 + [1] * 8)
 
 
 def _q4_k(k: Kernel, level: Level, at: Val) -> Superblock:
@@ -178,8 +199,7 @@ def _q4_k(k: Kernel, level: Level, at: Val) -> Superblock:
     for n in range(2):
         packed = k.load(at, I8x64, 16 + 64 * n)
         codes += [packed & 15, packed >> 4]
-    scales, minima = _six_bit_pairs(k, at, 4, _PAIRED_LANES)
-    return Superblock(codes, scales * _f16_at(k, level, at, 0), minima * _f16_at(k, level, at, 2))
+    return Superblock(codes, _six_bit_factors(k, level, at), 8)
 
 
 def _q5_k(k: Kernel, level: Level, at: Val) -> Superblock:
@@ -192,8 +212,7 @@ def _q5_k(k: Kernel, level: Level, at: Val) -> Superblock:
             first, second = _PAIRED[2 * n + low]
             picked = high & k.lane_constants(I8, [1 << first] * 32 + [1 << second] * 32)
             codes.append(k.select(picked.ne(0), nibble | 16, nibble))
-    scales, minima = _six_bit_pairs(k, at, 4, _PAIRED_LANES)
-    return Superblock(codes, scales * _f16_at(k, level, at, 0), minima * _f16_at(k, level, at, 2))
+    return Superblock(codes, _six_bit_factors(k, level, at), 8)
 
 
 _SIXTEEN = [4 * i + part for part in range(4) for i in range(4)]
@@ -209,7 +228,7 @@ def _q6_k(k: Kernel, level: Level, at: Val) -> Superblock:
         right = words >> k.lane_constants(I64, [0] * 4 + [2] * 4)
         codes += [(low & 15) | (left.bitcast(I8x64) & 0x30), (low >> 4) | (right.bitcast(I8x64) & 0x30)]
     scales = k.load(at, vec(I8, 16), 192).shuffle(_SIXTEEN).to(I32).to(F32)
-    return Superblock(codes, scales * _f16_at(k, level, at, 208))
+    return Superblock(codes, scales * _f16_at(k, level, at, 208), 16)
 
 
 def _two_bits(k: Kernel, at: Val, offset: int) -> list[Val]:
@@ -225,7 +244,8 @@ def _two_bits(k: Kernel, at: Val, offset: int) -> list[Val]:
 def _q2_k(k: Kernel, level: Level, at: Val) -> Superblock:
     both = k.load(at, vec(I8, 16), 0).shuffle(_SIXTEEN)
     scales, minima = ((x.to(I32, unsigned=True)).to(F32) for x in (both & 15, both >> 4))
-    return Superblock(_two_bits(k, at, 16), scales * _f16_at(k, level, at, 80), minima * _f16_at(k, level, at, 82))
+    factors = (scales * _f16_at(k, level, at, 80)).concat(minima * _f16_at(k, level, at, 82))
+    return Superblock(_two_bits(k, at, 16), factors, 16)
 
 
 def _q3_k(k: Kernel, level: Level, at: Val) -> Superblock:
@@ -239,7 +259,7 @@ def _q3_k(k: Kernel, level: Level, at: Val) -> Superblock:
     top = k.splat(k.load(at, I32, 104), 4) >> k.lane_constants(I32, [0, 2, 4, 6])
     six = (low & 15).concat(low >> 4) | (top & 0x03030303).bitcast(vec(I8, 16)) << 4
     scales = (six - 32).shuffle(_SIXTEEN).to(I32).to(F32)
-    return Superblock(codes, scales * _f16_at(k, level, at, 108))
+    return Superblock(codes, scales * _f16_at(k, level, at, 108), 16)
 
 
 def _iq4_xs(k: Kernel, level: Level, at: Val) -> Superblock:
@@ -248,7 +268,7 @@ def _iq4_xs(k: Kernel, level: Level, at: Val) -> Superblock:
     low = k.splat(k.load(at, I32, 4), 8) >> (lanes << 2) & 15
     high = k.splat(k.load(at, I16, 2).to(I32, unsigned=True), 8) >> (lanes << 1) & 3
     scales = ((low | high << 4) - 32).to(F32)
-    return Superblock(codes, scales * _f16_at(k, level, at, 0))
+    return Superblock(codes, scales * _f16_at(k, level, at, 0), 8)
 
 
 BLOCKS = {
@@ -256,17 +276,17 @@ BLOCKS = {
     for f in (
         BlockFormat("Q4_0", 32, 18, _q4_0, offset=8),
         BlockFormat("Q4_1", 32, 20, _q4_1, has_minima=True),
-        BlockFormat("Q5_0", 32, 22, _q5_0, offset=16),
-        BlockFormat("Q5_1", 32, 24, _q5_1, has_minima=True),
-        BlockFormat("Q8_0", 32, 34, _q8_0, offset=128, wide=True),
-        BlockFormat("IQ4_NL", 32, 18, _iq4_nl, offset=127, wide=True),
-        BlockFormat("MXFP4", 32, 17, _mxfp4, offset=12),
-        BlockFormat("Q2_K", 256, 84, _q2_k, groups=16, has_minima=True),
-        BlockFormat("Q3_K", 256, 110, _q3_k, offset=4, groups=16),
+        BlockFormat("Q5_0", 32, 22, _q5_0, offset=16, largest=31),
+        BlockFormat("Q5_1", 32, 24, _q5_1, has_minima=True, largest=31),
+        BlockFormat("Q8_0", 32, 34, _q8_0, offset=128, largest=255),
+        BlockFormat("IQ4_NL", 32, 18, _iq4_nl, offset=127, largest=240),
+        BlockFormat("MXFP4", 32, 17, _mxfp4, offset=12, largest=24),
+        BlockFormat("Q2_K", 256, 84, _q2_k, groups=16, has_minima=True, largest=3),
+        BlockFormat("Q3_K", 256, 110, _q3_k, offset=4, groups=16, largest=7),
         BlockFormat("Q4_K", 256, 144, _q4_k, has_minima=True, halves=_PAIRED),
-        BlockFormat("Q5_K", 256, 176, _q5_k, has_minima=True, halves=_PAIRED),
-        BlockFormat("Q6_K", 256, 210, _q6_k, offset=32, groups=16),
-        BlockFormat("IQ4_XS", 256, 136, _iq4_xs, offset=127, wide=True),
+        BlockFormat("Q5_K", 256, 176, _q5_k, has_minima=True, halves=_PAIRED, largest=31),
+        BlockFormat("Q6_K", 256, 210, _q6_k, offset=32, groups=16, largest=63),
+        BlockFormat("IQ4_XS", 256, 136, _iq4_xs, offset=127, largest=240),
     )
 }
 """Every quantised format that is computed with as it is, by its GGUF name."""

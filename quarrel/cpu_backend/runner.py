@@ -34,8 +34,8 @@ STAGE_WORDS, JOB_WORDS = 2, 5
 
 SPINS = 200
 """Polls with a pause instruction (about 10 us) before a waiting thread offers its core to others."""
-IDLE_YIELDS = 2000
-"""Offers of the core (about 1 ms on an idle machine) before a worker goes to sleep between steps."""
+IDLE_YIELDS = 20000
+"""Offers of the core (some 3 ms on an idle machine, longer than the gap between two steps of decoding) before a worker goes to sleep between steps."""
 
 
 def _atomic_load(k: Kernel, at: Val) -> Val:

@@ -171,11 +171,3 @@ class CpuStep:
 
     def close(self) -> None:
         self._compiled = None
-
-
-def vocabulary(program: Program) -> int:
-    """Ids that the program's embedding accepts; unlimited without one."""
-    for node in program.nodes:
-        if node.op.name == "embedding":
-            return int(node.spec.n)
-    return 1 << 31
