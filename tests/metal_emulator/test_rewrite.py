@@ -66,7 +66,8 @@ KERNELS = """[[kernel]] void plain(
     device float* a [[buffer(0)]], constant int& n [[ buffer(2) ]],
     uint3 at [[thread_position_in_grid]]) {}
 template <typename T, int N>
-[[kernel, max_total_threads_per_threadgroup(64)]] void typed(device T* a, const device T* b, uint i [[thread_index_in_simdgroup]]) {}
+[[kernel, max_total_threads_per_threadgroup(64)]] void typed(
+    device T* a, const device T* b, uint i [[thread_index_in_simdgroup]]) {}
 template [[host_name("typed_half")]] [[kernel]]
 decltype(typed<half, 3>) typed<half, 3>;
 kernel void old(texture t [[texture(0)]], device float* o [[buffer(1), function_constant(has_o)]]) {}

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tools.metal_emulator.cache import METAL_HEADERS, RUNTIME_SOURCES, cached, content_key, tree_key
 from tools.metal_emulator.diagnostics import error_lines
 from tools.metal_emulator.errors import MetalCompileError
 from tools.metal_emulator.mlx_headers import MLX_KERNELS, mlx_include
-from tools.metal_emulator.rewrite import Rewritten, rewrite
+from tools.metal_emulator.rewrite import Parameter, Rewritten, rewrite
 from tools.metal_emulator.settings import Mode
 from tools.metal_emulator.toolchain import CompilerError, Toolchain, run_tool
 
@@ -117,13 +116,28 @@ def prelude(mlx_names: bool) -> str:
     return f"#include <metal_stdlib>\n{names}#pragma clang attribute push(__attribute__((nomerge)), apply_to = function)\n"
 
 
-def call_of(rewritten: Rewritten, entry: str) -> tuple[str, list[str]]:
-    """The C++ expression for a kernel, and where each of its parameters comes from."""
-    function = rewritten.instances.get(entry, entry)
+def kernel_call(source: MetalSource, rewritten: Rewritten, buffer: Callable[[int], str], attributes: str) -> str:
+    """The C++ call of a kernel, from what holds its buffers and the object that holds its attributes."""
+    function = rewritten.instances.get(source.entry, source.entry)
     name = function.split("<")[0].strip()
     if name not in rewritten.kernels:
-        raise MetalCompileError(entry, [f"error: the text has no kernel {name}; it has {sorted(rewritten.kernels)}"])
-    return function, [parameter.attribute for parameter in rewritten.kernels[name]]
+        raise MetalCompileError(source.name, [f"error: the text has no kernel {name}, it has {sorted(rewritten.kernels)}"])
+    arguments = []
+    for i, parameter in enumerate(rewritten.kernels[name]):
+        parameter_type = f"msl::parameter<decltype(&{function}), {i}>::type"
+        number = buffer_number(parameter)
+        if number is not None:
+            arguments.append(f"msl::from_buffer<{parameter_type}>::get({buffer(number)})")
+        elif "(" in parameter.attribute:
+            raise MetalCompileError(source.name, [f"error: the emulator has no [[{parameter.attribute}]] parameters"])
+        else:
+            arguments.append(f"msl::from_attribute<{parameter_type}>({attributes}{parameter.attribute})")
+    return f"{function}({', '.join(arguments)})"
+
+
+def buffer_number(parameter: Parameter) -> int | None:
+    match = re.fullmatch(r"buffer\((\d+)\)", parameter.attribute)
+    return int(match[1]) if match else None
 
 
 def void(_: object) -> None:
@@ -133,25 +147,14 @@ def void(_: object) -> None:
 def _program(source: MetalSource, mode: Mode) -> str:
     check = mode is Mode.CHECK
     rewritten = source.rewritten(count_rounds=check)
-    function, attributes = call_of(rewritten, source.entry)
-    arguments = []
-    for i, attribute in enumerate(attributes):
-        parameter = f"msl::parameter<decltype(&{function}), {i}>::type"
-        buffer = re.fullmatch(r"buffer\((\d+)\)", attribute)
-        if buffer:
-            arguments.append(f"msl::from_buffer<{parameter}>::get(buffers[{buffer[1]}])")
-        elif "(" in attribute:
-            raise MetalCompileError(source.name, [f"error: the emulator has no [[{attribute}]] parameters"])
-        else:
-            arguments.append(f"msl::from_attribute<{parameter}>(attributes->{attribute})")
+    call = kernel_call(source, rewritten, lambda buffer: f"buffers[{buffer}]", "attributes->")
     # Loop hints of MLX's headers would stand between the counting and the loop.
     unrolling = "#undef MLX_MTL_PRAGMA_UNROLL\n#define MLX_MTL_PRAGMA_UNROLL\n" if check else ""
     return (
         f"{prelude(source.mlx_names)}{unrolling}{rewritten.text}\n#pragma clang attribute pop\n"
         f'#line 1 "entry"\n#include "msl/entry.h"\n'
         f'extern "C" __attribute__((visibility("default"), no_sanitize("thread", "undefined")))\n'
-        f"void {ENTRY}(void* const* buffers, const msl_attributes* attributes) {{\n"
-        f"  {function}({', '.join(arguments)});\n}}\n"
+        f"void {ENTRY}(void* const* buffers, const msl_attributes* attributes) {{\n  {call};\n}}\n"
     )
 
 

@@ -46,10 +46,11 @@ class CompilerError(Exception):
 
 
 def run_tool(command: Sequence[str | Path]) -> str:
+    """What the tool says, on either stream; raises CompilerError if it fails."""
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
     if done.returncode:
         raise CompilerError(done.stderr.splitlines())
-    return done.stdout
+    return done.stdout + done.stderr
 
 
 @cache
