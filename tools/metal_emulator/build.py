@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tools.metal_emulator.cache import METAL_HEADERS, RUNTIME_SOURCES, cached, content_key, tree_key
