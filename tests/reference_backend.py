@@ -10,6 +10,7 @@ from quarrel.errors import RequestError
 from quarrel.gguf import GGMLType
 from quarrel.ops import reference
 from quarrel.ops.contract import Compute, Concrete, KVArrays, Op, RawWeight, WeightRef
+from quarrel.ops.embedding import vocabulary
 from quarrel.ops.program import Program
 from quarrel.ops.step import ComputeChoice, Limits, MemoryPlan, StepInputs, StepOutputs, Taken, Want, WeightSource
 
@@ -48,7 +49,7 @@ class ReferenceStep:
 
     def __call__(self, inputs: StepInputs, want: Want) -> StepOutputs:
         assert not self.closed
-        inputs.check(self.limits, int(self._program.outputs["logits"].dims[-1]))
+        inputs.check(self.limits, vocabulary(self._program))
         if self.fail is not None:
             raise self.fail
         if want == "tokens" and inputs.sample is None:

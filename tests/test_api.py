@@ -49,6 +49,7 @@ TRANSFORMERS = (
     "gemma2",
     "gemma3",
 )
+ENCODERS = ("bert", "nomic_bert")
 RECURRENT = ("mamba", "mamba2", "granitehybrid", "nemotron_h")
 
 
@@ -478,9 +479,64 @@ def test_a_model_is_found_by_name_and_a_missing_one_is_said(monkeypatch: pytest.
             assert llm.spec.architecture == "llama"
 
 
-def test_an_encoder_is_refused_with_what_to_do() -> None:
-    with pytest.raises(UnsupportedModel, match="encoder"):
-        open_model("bert")
+@pytest.mark.parametrize("arch", ENCODERS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_encoder_s_hidden_states_are_the_reference_s(arch: str, backend: str) -> None:
+    ids, wanted = np.load(need_cases(arch, "tokens.npy")).reshape(-1).tolist(), np.load(need_cases(arch, "hidden_hf.npy"))
+    with open_model(arch, backend, n_ctx=len(ids)) as llm:
+        hidden = llm.hidden(ids)
+        assert (hidden.dtype, hidden.shape) == (np.float32, wanted.shape)
+        assert rel_error(hidden, wanted) < 1e-5
+        assert llm.detokenize(llm.tokenize("hi")) == llm.tokenizer.decode(llm.tokenizer.encode("hi"))
+        with pytest.raises(ContextOverflow):
+            llm.hidden([*ids, 5])
+        with pytest.raises(RequestError, match="token id"):
+            llm.hidden([llm.spec.n_vocab])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_texts_that_an_encoder_gets_at_once_stay_whole(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token sees every other, so a text that were cut at the end of a full step would come out wrong."""
+    monkeypatch.setattr("quarrel.llm.plan.STEP_TOKENS", 1)
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(5, 300, n).tolist() for n in (40, 50, 1, 64, 30, 7, 64, 2)]
+    with open_model("bert", backend, n_ctx=64) as llm:
+        alone = [llm.hidden(text) for text in texts]
+        together: dict[int, Any] = {}
+        ask = [threading.Thread(target=lambda i=i: together.update({i: llm.hidden(texts[i])})) for i in range(len(texts))]
+        for thread in ask:
+            thread.start()
+        for thread in ask:
+            thread.join()
+    assert all(np.array_equal(alone[i], together[i]) for i in range(len(texts)))
+
+
+def test_an_encoder_continues_no_text_and_says_so() -> None:
+    with open_model("bert") as llm:
+        calls: list[Callable[[], object]] = [
+            lambda: llm.generate("a"),
+            lambda: llm.generate(["a", "b"]),
+            lambda: llm.stream("a"),
+            lambda: llm.astream("a"),
+            lambda: asyncio.run(llm.agenerate("a")),
+            lambda: llm.chat([{"role": "user", "content": "a"}], template="chatml"),
+            lambda: llm.achat([{"role": "user", "content": "a"}], template="chatml"),
+            lambda: llm.logits([5]),
+        ]
+        for call in calls:
+            with pytest.raises(UnsupportedModel, match="bert model is an encoder"):
+                call()
+        assert llm.hidden([5]).shape == (1, llm.spec.n_embd)
+    with pytest.raises(OutOfMemory, match="smaller n_ctx"):
+        open_model("bert", ReferenceBackend(free=1 << 20))
+    with pytest.raises(RequestError, match="n_ctx is 129"):
+        open_model("bert", n_ctx=129)
+
+
+def test_an_encoder_can_be_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUARREL_CHECK", "1")
+    with open_model("nomic_bert", "cpu", n_ctx=32) as llm:
+        assert llm.hidden([5, 6, 7]).shape == (3, llm.spec.n_embd)
 
 
 def test_the_context_shrinks_with_a_warning_where_memory_ends() -> None:

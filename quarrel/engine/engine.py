@@ -16,7 +16,7 @@ from quarrel.ops.step import Step, StepOutputs
 log = logging.getLogger(__name__)
 
 ROW_BUDGET = 1 << 26
-"""Logits that one step returns at most, counted in numbers (256 MiB)."""
+"""What one step returns at most, counted in numbers (256 MiB)."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class Activity:
 
 
 class Engine:
-    """Runs sequences on a step. Not safe for threads: `Loop` owns it."""
+    """Runs sequences on a step. Not safe for threads: `Loop` owns it. width: of the widest row that is asked for."""
 
-    def __init__(self, step: Step, n_vocab: int, *, reuse: bool = True) -> None:
+    def __init__(self, step: Step, width: int, *, reuse: bool = True) -> None:
         self.step = step
-        self.scheduler = Scheduler(step.limits, self._copy, max_rows=ROW_BUDGET // n_vocab, reuse=reuse)
+        self.scheduler = Scheduler(step.limits, self._copy, max_rows=ROW_BUDGET // width, reuse=reuse)
 
     def add(self, sequence: Sequence) -> None:
         self.scheduler.add(sequence)

@@ -49,11 +49,11 @@ class Loop:
         self._post(fulfil)
         return future.result()
 
-    def serve(self, make_step: Callable[[], Step], n_vocab: int, *, reuse: bool = True) -> Step:
-        """Makes the step on the thread, and runs an engine on it from now on."""
+    def serve(self, make_step: Callable[[], Step], width: int, *, reuse: bool = True) -> Step:
+        """Makes the step on the thread, and runs an engine on it from now on; `width` as in `Engine`."""
 
         def job() -> Step:
-            self.engine = Engine(make_step(), n_vocab, reuse=reuse)
+            self.engine = Engine(make_step(), width, reuse=reuse)
             return self.engine.step
 
         return self.run(job)

@@ -37,7 +37,8 @@ class Batch:
 
 
 class Scheduler:
-    """Queues, blocks and turns. `copy_blocks` is the step's; `max_rows` bounds the rows that one step returns."""
+    """Queues, blocks and turns. `copy_blocks` is the step's; `max_rows` bounds the rows that one step returns of what can
+    be cut."""
 
     def __init__(self, limits: Limits, copy_blocks: CopyBlocks, *, max_rows: int, reuse: bool = True) -> None:
         assert limits.max_tokens >= limits.max_seqs, "a step must hold a token of each running sequence"
@@ -51,8 +52,9 @@ class Scheduler:
         self._last_want: Want | None = None
 
     def add(self, sequence: Sequence) -> None:
-        """Queues it. It must fit the cache when nothing else runs."""
+        """Queues it. It must fit the cache, and a step if it runs whole, when nothing else runs."""
         assert self._blocks_for(sequence.length) <= min(self.limits.max_blocks_per_seq, self.limits.n_blocks)
+        assert not sequence.whole or sequence.length <= self.limits.max_tokens
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -80,12 +82,14 @@ class Scheduler:
         parts = []
         mine = [s for s in self.running if s.want == want]
         # Those that decode come first: they are at most max_seqs tokens, and somebody is reading them.
-        for sequence in sorted(mine, key=lambda s: s.pending > 1):
-            count = min(sequence.pending, tokens, rows if sequence.every_row else tokens)
-            if count <= 0:
+        # Those that run whole keep their order, so that each is the first, and fits, after a while.
+        for sequence in sorted(mine, key=lambda s: s.pending > 1 and not s.whole):
+            most = tokens if sequence.whole or not sequence.every_row else min(tokens, rows)
+            count = sequence.pending if sequence.whole else min(sequence.pending, most)
+            if not 0 < count <= most:
                 continue
             asked = count if sequence.every_row else int(count == sequence.pending)
-            if asked > rows:
+            if asked > rows and not sequence.whole:
                 continue
             parts.append(Part(sequence, sequence.computed, count, asked))
             tokens, rows = tokens - count, rows - asked

@@ -21,6 +21,8 @@ class Sequence(ABC):
     want: Want = "tokens"
     every_row = False
     """Whether each token's row is wanted, or the last one's only."""
+    whole = False
+    """Whether all its tokens must run in one step, because each of them sees every other."""
     keeps_prefix = False
     """Whether the cache may be reused for it, and its own kept when it ends."""
 
@@ -56,9 +58,9 @@ class Scoring(Sequence):
 
     every_row = True
 
-    def __init__(self, tokens: Tokens[int], want: Want, deliver: Deliver) -> None:
+    def __init__(self, tokens: Tokens[int], want: Want, deliver: Deliver, *, whole: bool = False) -> None:
         super().__init__(tokens, len(tokens))
-        self.want = want
+        self.want, self.whole = want, whole
         self._deliver = deliver
         self._told = 0
 

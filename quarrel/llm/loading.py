@@ -11,14 +11,14 @@ from pathlib import Path
 
 from quarrel.engine import Loop
 from quarrel.env import COMPUTE, MAX_THREADS, Environment, read_environment
-from quarrel.errors import BackendUnavailable, RequestError, UnsupportedModel
+from quarrel.errors import BackendUnavailable, RequestError
 from quarrel.gguf import GGUFFile, resolve
 from quarrel.gguf.resolve import Resolved
 from quarrel.llm.defaults import defaults_of
 from quarrel.llm.explain import Explanation
 from quarrel.llm.model import LLM, Loaded
-from quarrel.llm.plan import plan_limits
-from quarrel.models import EncoderSpec, ModelSpec, Tensors, assemble, read_spec
+from quarrel.llm.plan import plan_encoder, plan_limits
+from quarrel.models import EncoderSpec, Tensors, assemble, read_spec
 from quarrel.ops.check import CheckedStep
 from quarrel.ops.registry import backend as backend_named
 from quarrel.ops.step import Backend, ComputeChoice, Step
@@ -66,19 +66,22 @@ def load(
     try:
         tokenizer = read_tokenizer(file.metadata)
         choice: ComputeChoice = environment.compute if compute == "auto" else compute  # type: ignore[assignment]
-        arithmetic = chosen.compute_of(choice)
-        tensors, spec = Tensors(file), _decoder(file)
-        limits, length = plan_limits(
-            assemble(spec, tensors),
-            spec,
-            compute=arithmetic,
-            free=chosen.free_bytes(),
-            weights=sum(t.nbytes for t in file.tensors.values()),
-            n_ctx=n_ctx,
-            max_seqs=max_seqs,
-        )
+        tensors, spec = Tensors(file), read_spec(file)
+        free, weights = chosen.free_bytes(), sum(t.nbytes for t in file.tensors.values())
+        if isinstance(spec, EncoderSpec):
+            limits, length = plan_encoder(spec, free=free, weights=weights, n_ctx=n_ctx, max_seqs=max_seqs)
+        else:
+            limits, length = plan_limits(
+                assemble(spec, tensors),
+                spec,
+                compute=chosen.compute_of(choice),
+                free=free,
+                weights=weights,
+                n_ctx=n_ctx,
+                max_seqs=max_seqs,
+            )
         # Some rope scalings depend on the context that will be used.
-        spec = _decoder(file, length)
+        spec = read_spec(file, length)
         program = assemble(spec, tensors)
 
         def compiled() -> Step:
@@ -87,8 +90,9 @@ def load(
             return chosen.compile(program, tensors, limits, choice, progress)
 
         loop = Loop()
+        width = int(program.outputs["logits" if "logits" in program.outputs else "hidden"].dims[-1])
         try:
-            step = loop.serve(compiled, spec.n_vocab, reuse=prefix_cache and not program.states)
+            step = loop.serve(compiled, width, reuse=prefix_cache and not program.states)
         except BaseException:
             loop.close(timeout=0.0)
             raise
@@ -121,13 +125,6 @@ def find(name: str | os.PathLike[str]) -> Resolved:
 def load_tokenizer(name: str | os.PathLike[str]) -> Tokenizer:
     """The tokenizer of a model, by the names that `load` takes; a file that holds a vocabulary alone will do."""
     return read_tokenizer(find(name).paths[0])
-
-
-def _decoder(file: GGUFFile, n_ctx: int | None = None) -> ModelSpec:
-    spec = read_spec(file, n_ctx)
-    if isinstance(spec, EncoderSpec):
-        raise UnsupportedModel(f"a {spec.architecture} model is an encoder, which continues no text: load a language model")
-    return spec
 
 
 def _set_log(environment: Environment) -> None:

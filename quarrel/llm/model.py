@@ -24,12 +24,12 @@ from quarrel.engine import (
     start_async,
     token_id,
 )
-from quarrel.errors import ContextOverflow, QuarrelError, RequestError
+from quarrel.errors import ContextOverflow, QuarrelError, RequestError, UnsupportedModel
 from quarrel.gguf import GGUFFile
 from quarrel.llm.explain import Explanation
 from quarrel.llm.score import score
 from quarrel.llm.texts import VocabularyTexts
-from quarrel.models import ModelSpec
+from quarrel.models import EncoderSpec, ModelSpec
 from quarrel.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -43,7 +43,7 @@ class Loaded:
 
     loop: Loop
     file: GGUFFile
-    spec: ModelSpec
+    spec: ModelSpec | EncoderSpec
     tokenizer: Tokenizer
     explanation: Explanation
     load_seconds: float
@@ -60,7 +60,8 @@ class LLM:
 
     Sampling is asked for by keyword (`temperature=0`, `max_tokens=100`: the fields of `SamplingParams`), or by a
     `SamplingParams` as `params`, or both: keywords replace its fields. All calls raise RequestError for arguments out of
-    range and ContextOverflow for a prompt longer than the context, before anything runs.
+    range and ContextOverflow for a prompt longer than the context, before anything runs. An encoder (BERT) has `hidden`
+    and the tokenizer; the rest raises UnsupportedModel.
     """
 
     def __init__(self, parts: Loaded) -> None:
@@ -228,11 +229,15 @@ class LLM:
 
     def logits(self, ids: Sequence[int]) -> Array:
         """float32 `[T, V]`: row t holds the logits of the token behind `ids[: t + 1]`. At most `n_ctx` ids."""
+        self._must_continue_texts()
         return score(self._loop, self._checked(ids), "logits", self.spec.n_vocab)
 
     def hidden(self, ids: Sequence[int]) -> Array:
-        """float32 `[T, E]`: what the output layer reads at each position, after the last norm. At most `n_ctx` ids."""
-        return score(self._loop, self._checked(ids), "hidden", self.spec.n_embd)
+        """float32 `[T, E]`: the state of each position after the last norm, before an output layer or an encoder's pooling.
+
+        At most `n_ctx` ids.
+        """
+        return score(self._loop, self._checked(ids), "hidden", self.spec.n_embd, whole=self._encodes)
 
     def tokenize(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """The ids of a text; see `Tokenizer.encode`."""
@@ -252,7 +257,19 @@ class LLM:
         assert engine is not None
         return engine.activity()
 
+    @property
+    def _encodes(self) -> bool:
+        return isinstance(self.spec, EncoderSpec)
+
+    def _must_continue_texts(self) -> None:
+        if self._encodes:
+            raise UnsupportedModel(
+                f"a {self.spec.architecture} model is an encoder, which continues no text: use its `hidden`, or load a"
+                " language model"
+            )
+
     def _params(self, params: SamplingParams | None, options: Sampling) -> SamplingParams:
+        self._must_continue_texts()
         if params is not None and not isinstance(params, SamplingParams):
             raise RequestError(f"params is a {type(params).__name__}, wanted a SamplingParams")
         settled = merged(params or self.defaults, options)

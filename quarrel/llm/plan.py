@@ -6,7 +6,7 @@ import math
 import warnings
 
 from quarrel.errors import OutOfMemory, RequestError
-from quarrel.models import ModelSpec
+from quarrel.models import EncoderSpec, ModelSpec
 from quarrel.ops.contract import Compute
 from quarrel.ops.program import Program
 from quarrel.ops.step import Limits
@@ -47,16 +47,14 @@ def plan_limits(
     OutOfMemory where an explicit `n_ctx`, or any context at all, does not fit; RequestError where the model has no such
     context.
     """
-    if n_ctx is not None and not 1 <= n_ctx <= spec.context_length:
-        raise RequestError(f"n_ctx is {n_ctx}, wanted 1 to {spec.context_length}, the context that the model was made for")
+    wanted = _wanted(spec, n_ctx)
     # A model without attention has no cache; its blocks are counted all the same.
     block_bytes = max(1, BLOCK * cache_bytes_per_token(program, compute))
-    # The residual stream and what a layer makes of it, for one prefill step, and a row of logits a sequence.
-    activations = 4 * (STEP_TOKENS * 16 * spec.n_embd + max_seqs * spec.n_vocab)
+    # One prefill step, and a row of logits a sequence.
+    activations = _activations(spec, STEP_TOKENS) + 4 * max_seqs * spec.n_vocab
     left = free - weights - activations - max_seqs * state_bytes(program)
     # One block more than a context fills: continuing from another sequence's half-used block copies that block.
     fitting = left // block_bytes - 1
-    wanted = n_ctx or min(spec.context_length, DEFAULT_CONTEXT)
     length = min(wanted, fitting * BLOCK)
     if length < (wanted if n_ctx else min(wanted, MIN_CONTEXT)):
         raise OutOfMemory(
@@ -72,6 +70,31 @@ def plan_limits(
     blocks = _blocks(length)
     sequences = max(1, min(max_seqs, int(left * SHARE) // (blocks * block_bytes)))
     return Limits(max(STEP_TOKENS, max_seqs), max_seqs, blocks, sequences * blocks + 1, BLOCK), length
+
+
+def plan_encoder(spec: EncoderSpec, *, free: int, weights: int, n_ctx: int | None, max_seqs: int) -> tuple[Limits, int]:
+    """Limits of an encoder's step, which holds a whole text, and the length of that. Raises as `plan_limits`."""
+    length = _wanted(spec, n_ctx)
+    tokens = max(STEP_TOKENS, length, max_seqs)
+    needed = _activations(spec, tokens)
+    if weights + needed > free:
+        raise OutOfMemory(
+            f"texts of {length} tokens take {_gib(needed)}, the weights {_gib(weights)}, and {_gib(free)} are free: use a"
+            " smaller n_ctx or a smaller model"
+        )
+    # It has no cache; the blocks are numbers only.
+    return Limits(tokens, max_seqs, _blocks(length), max_seqs * _blocks(length), BLOCK), length
+
+
+def _wanted(spec: ModelSpec | EncoderSpec, n_ctx: int | None) -> int:
+    if n_ctx is not None and not 1 <= n_ctx <= spec.context_length:
+        raise RequestError(f"n_ctx is {n_ctx}, wanted 1 to {spec.context_length}, the context that the model was made for")
+    return n_ctx or min(spec.context_length, DEFAULT_CONTEXT)
+
+
+def _activations(spec: ModelSpec | EncoderSpec, tokens: int) -> int:
+    """Bytes of the residual stream and what a layer makes of it."""
+    return 4 * tokens * 16 * spec.n_embd
 
 
 def _blocks(tokens: int) -> int:

@@ -27,10 +27,13 @@ class _Rows(Deliver):
         self.ended.put(error)
 
 
-def score(loop: Loop, ids: Sequence[int], want: Literal["logits", "hidden"], width: int) -> Array:
-    """`[T, width]` float32 of a text, one row per token. An interrupt cancels the work and is raised on."""
+def score(loop: Loop, ids: Sequence[int], want: Literal["logits", "hidden"], width: int, *, whole: bool = False) -> Array:
+    """`[T, width]` float32 of a text, one row per token; `whole` runs all of them in one step.
+
+    An interrupt cancels the work and is raised on.
+    """
     rows = _Rows(len(ids), width)
-    sequence = Scoring(ids, want, rows)
+    sequence = Scoring(ids, want, rows, whole=whole)
     loop.add(sequence)
     try:
         error = rows.ended.get()

@@ -27,6 +27,7 @@ from quarrel.ops.contract import (
     WeightRef,
     rel_error,
 )
+from quarrel.ops.embedding import vocabulary
 from quarrel.ops.null import expand
 from quarrel.ops.program import Node, Program
 from quarrel.ops.sample import SAMPLE
@@ -58,7 +59,7 @@ class CheckedStep:
         """Runs and compares; raises QuarrelError (path, op, spec, error, tolerance)."""
         if want == "tokens" and inputs.sample is None:
             raise RequestError("a step that draws tokens needs sampling inputs, got none")
-        inputs.check(self.limits, int(self._program.outputs["logits"].dims[-1]))
+        inputs.check(self.limits, vocabulary(self._program))
         values: dict[int, Array] = reference.bind_inputs(self._program, inputs)
         for node in self._program.nodes:
             if all(not isinstance(i, Value) or i.id in values for i in node.inputs):

@@ -15,6 +15,7 @@ from quarrel.gguf import FORMATS, GGMLType
 from quarrel.ops import draw
 from quarrel.ops.contract import Array, Case, Concrete, Op, Param, RawWeight, Value, WeightRef
 from quarrel.ops.null import Builder
+from quarrel.ops.program import Program
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,12 @@ EMBEDDING = Op(
 def embedding(b: Builder, ids: Value, w: WeightRef, scale: float = 1.0) -> Value:
     """Rows of `w` times `scale`, `[T, k]` float32."""
     return b.emit(EMBEDDING, EmbeddingSpec(w.type, w.rows, w.k, scale), ids, w)[0]
+
+
+def vocabulary(program: Program) -> int:
+    """Rows of the table that a program reads at its token ids; unlimited without one."""
+    sizes = (n.spec.n for n in program.nodes if n.op is EMBEDDING and n.inputs[0] is program.inputs.get("ids"))
+    return min(sizes, default=1 << 31)
 
 
 @dataclass(frozen=True)

@@ -462,6 +462,19 @@ def test_texts_scored_together_get_their_own_rows() -> None:
         toy.assert_all_returned()
 
 
+def test_texts_that_run_whole_are_never_cut_and_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quarrel.engine.engine.ROW_BUDGET", 8 * VOCABULARY)
+    with Toy(limits(max_tokens=10)) as toy:
+        texts = [list(range(n)) for n in (7, 10, 1, 2, 1, 4, 6)]
+        found = [Rows() for _ in texts]
+        toy.loop.add(*(Scoring(text, "hidden", rows, whole=True) for text, rows in zip(texts, found)))
+        assert [rows.ended.get(timeout=10) for rows in found] == [None] * len(texts)
+        assert [rows.tokens for rows in found] == texts
+        assert [rows.starts for rows in found] == [[0]] * len(texts)
+        assert toy.step.sizes == [(10, 3), (10, 1), (5, 2), (6, 1)]
+        toy.assert_all_returned()
+
+
 def test_scoring_can_be_cancelled_and_can_fail() -> None:
     with Toy() as toy:
         free = toy.hold()
