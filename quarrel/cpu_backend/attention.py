@@ -1,8 +1,8 @@
 """Attention over the paged cache, in splits of 256 keys.
 
-One chunk is a block of queries of one sequence for one key/value head; all query heads of the group share its keys. For every
-split that any of its queries sees, the keys are turned into a float32 tile with one key per lane and the values into float32
-rows, once for all queries; then, in the order of positions,
+One chunk is a block of queries of one sequence for one key/value head; all query heads of the group share its keys. For
+every split that any of its queries sees, the keys are turned into a float32 tile with one key per lane and the values
+into float32 rows, once for all queries; then, in the order of positions,
 
     s = scale * q . k  (capped, masked)     m = max s     p = exp(s - m)     l = sum p     o = sum p v
     M' = max(M, m)      L = L exp(M - M') + l exp(m - M')      O = O exp(M - M') + o exp(m - M')
@@ -67,7 +67,7 @@ class Shape:
 
 
 def plan(queries: int, causal: bool = True) -> KernelDef:
-    """Cuts every sequence's queries into blocks: items of (sequence, first row, rows, position of the first), and a count."""
+    """Cuts every sequence's queries into blocks: (sequence, first row, rows, position of the first), and their number."""
 
     def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
         count = k.var(k.i64(0))

@@ -38,7 +38,7 @@ def dequantize_superblock(k: Kernel, level: Level, fmt: BlockFormat, at: Val, ou
 
 
 def dequantize_row(k: Kernel, level: Level, name: str, row: Val, out: Val, n: Val, tail: bool) -> None:
-    """Stores a row of `n` values of any native type at `out`; with a tail, up to 256 values past the row's end may be written."""
+    """Stores a row of `n` values of any native type at `out`; with a tail, up to 255 more values are written."""
     if name in FLOATS:
         each(k, n, lambda o, lanes: k.store(load_float(k, level, name, row, o, lanes), out + o))
         return

@@ -2,8 +2,8 @@
 
 For weight row n, over superblocks b and groups j:
     y[n] = tree_j( sum_b scale[b, j] * d[b, j] * (codes . q - offset * sum q) ) - tree_j( sum_b minimum[b, j] * d sum q )
-The byte products of a group are summed exactly in integers; each lane j is then one chain of fused multiply-adds over b, and
-the lanes are added as a fixed tree. `tile` computes the very same chains, so one row gives the same bits in any batch.
+The byte products of a group are summed exactly in integers; each lane j is then one chain of fused multiply-adds over b,
+and the lanes are added as a fixed tree. `tile` computes the very same chains, so one row gives the same bits in any batch.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from quarrel.cpu_backend.quantize import QuantRow
 from quarrel.cpu_backend.vector import F32x16, I8x64, I32x16, dot4, fold4_bytes, sum_lanes
 
 NEAR, FAR, PAGE = 1536, 8192, 16384
-"""How far ahead of the block in use weights are asked for: into the first level cache, into the second, and one line so that
-the page's address is translated in time. Measured on 2 cores, 13 MB matrices in a file's mapping, where a plain read makes
-25.9 GB/s: without any 13 GB/s of Q4_K, near and far (1024, 4096) 22.8, all three 25.4; Q6_K 25.0, Q8_0 27.0."""
+"""How far ahead of the block in use weights are asked for: into the first level cache, into the second, and one line so
+that the page's address is translated in time. Measured on 2 cores, 13 MB matrices in a file's mapping, where a plain read
+makes 25.9 GB/s: without any 13 GB/s of Q4_K, near and far (1024, 4096) 22.8, all three 25.4; Q6_K 25.0, Q8_0 27.0."""
 
 
 def load_codes(k: Kernel, at: Val, halves: tuple[int, int]) -> Val:
@@ -34,7 +34,7 @@ def load_codes(k: Kernel, at: Val, halves: tuple[int, int]) -> Val:
 
 @dataclass(frozen=True)
 class Activations:
-    """What one superblock of an activation row brings to a format, in its lane order; loaded once for several weight rows."""
+    """What one superblock of an activation row brings to a format, in its lane order; loaded once for two weight rows."""
 
     codes: list[Val]
     d: Val

@@ -1,8 +1,8 @@
 """Linear maps in float32 arithmetic: weights of F32, F16 and BF16, and any packed type when exact results are asked for.
 
-For every (weight row, activation row) pair one vector of sixteen chains runs over k, lane i taking k = i mod 16, and the lanes
-are added as a fixed tree: the same order in every tile, so that a row gives the same bits in any batch. Packed weight rows
-are first dequantised, once for all activation rows of the chunk, into scratch memory.
+For every (weight row, activation row) pair one vector of sixteen chains runs over k, lane i taking k = i mod 16, and the
+lanes are added as a fixed tree: the same order in every tile, so that a row gives the same bits in any batch. Packed weight
+rows are first dequantised, once for all activation rows of the chunk, into scratch memory.
 """
 
 from __future__ import annotations

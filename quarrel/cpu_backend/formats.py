@@ -5,8 +5,8 @@ decodes to four vectors of 64 unsigned codes, one scale per group of 32 or 16 va
 
     value = scale[group] * (code - offset) - minimum[group]
 
-The codes of vector i are group halves[i][0] in its low and halves[i][1] in its high 32 bytes, so that packed nibbles need no
-shuffling. Scales come in *lane order*, the order in which `fold4` leaves the sums of the groups.
+The codes of vector i are group halves[i][0] in its low and halves[i][1] in its high 32 bytes, so that packed nibbles need
+no shuffling. Scales come in *lane order*, the order in which `fold4` leaves the sums of the groups.
 """
 
 from __future__ import annotations
@@ -180,16 +180,12 @@ def _six_bit_factors(k: Kernel, level: Level, at: Val) -> Val:
     8 + j, above them the top two bits of bytes j (scale) and 4 + j (minimum).
     """
     head = k.load(at, vec(I8, 16))
-    places: list[tuple[int, bool, int, int]] = []  # byte of the low bits, from its upper half, mask, byte of the top bits
-    for minimum in (False, True):
-        for j in _PAIRED_LANES:
-            early = j < 4
-            places.append((4 + j + 4 * minimum if early else 8 + j, minimum and not early, 63 if early else 15, j + 4 * minimum))
-    low = head.shuffle([p[0] for p in places])
-    upper = k.lane_constants(I8, [p[1] for p in places]).ne(0)
-    low = k.select(upper, low >> 4, low) & k.lane_constants(I8, [p[2] for p in places])
-    top = head.shuffle([p[3] for p in places]) >> 2
-    top = top & k.lane_constants(I8, [0 if p[2] == 63 else 0x30 for p in places])
+    wanted = [(j, is_minimum) for is_minimum in (0, 1) for j in _PAIRED_LANES]
+    low = head.shuffle([4 + j + 4 * is_minimum if j < 4 else 8 + j for j, is_minimum in wanted])
+    upper = k.lane_constants(I8, [j >= 4 and is_minimum for j, is_minimum in wanted]).ne(0)
+    low = k.select(upper, low >> 4, low) & k.lane_constants(I8, [63 if j < 4 else 15 for j, _ in wanted])
+    top = head.shuffle([j + 4 * is_minimum for j, is_minimum in wanted]) >> 2
+    top = top & k.lane_constants(I8, [0 if j < 4 else 0x30 for j, _ in wanted])
     d = to_f32(k, level, k.load(at, vec(I16, 2)))
     return (low | top).to(I32, unsigned=True).to(F32) * d.shuffle([0] * 8 + [1] * 8)
 

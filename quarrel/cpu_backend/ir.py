@@ -2,7 +2,7 @@
 
 A kernel is a Python function that is run once to emit instructions through a `Kernel`; numbers known in Python are baked
 in, Python loops unroll, `k.range` makes a real loop. `Val` wraps one SSA value, scalar or vector; integer operators are
-two's complement, `>>` is the logical shift, comparisons are signed. Plain Python numbers take the type of the other operand.
+two's complement, `>>` is the logical shift, comparisons are signed. Plain Python numbers take the other operand's type.
 """
 
 from __future__ import annotations

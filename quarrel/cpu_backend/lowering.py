@@ -28,8 +28,8 @@ CHUNK_BYTES = 32768
 def guided_bounds(rows: int, row_bytes: int, threads: int) -> np.ndarray:
     """Where chunks of weight rows begin and end: long ones first, so that memory is read in long runs, short ones last.
 
-    A chunk takes half of a thread's share of what is left. Rows are computed alike in any chunk, so the cut has no influence
-    on results.
+    A chunk takes half of a thread's share of what is left. Rows are computed alike in any chunk, so the cut has no
+    influence on results.
     """
     least = max(2, CHUNK_BYTES // row_bytes)
     bounds = [0]

@@ -1,4 +1,4 @@
-"""A program on its way to becoming a stage table: buffers with lifetimes, stages of jobs, and words that change per step."""
+"""A program on its way to a stage table: buffers with lifetimes, stages of jobs, and words that change per step."""
 
 from __future__ import annotations
 

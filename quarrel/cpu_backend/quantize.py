@@ -77,7 +77,7 @@ def quantize_block(k: Kernel, row: QuantRow, block: Val, low: Val, high: Val) ->
 
 
 def quantize_blocks(k: Kernel, row: QuantRow, x: Val, first: Val, last: Val, n: Val) -> None:
-    """Quantises blocks [first, last) of a row of `n` values; `x` is where the first block's values are, zeros follow value n."""
+    """Quantises blocks [first, last) of a row of `n` values, zeros after them; `x` is where the first block's values are."""
     whole = k.minimum(last, n >> 5)
     with k.range(first, whole) as b:
         at = x + (b - first << 7)

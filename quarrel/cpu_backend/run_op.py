@@ -1,4 +1,4 @@
-"""One op on host arrays: a program of a single node, compiled and run once. The door for tests, fuzzers and QUARREL_CHECK."""
+"""One op on host arrays: a program of a single node, compiled and run once. For tests, fuzzers and QUARREL_CHECK."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The native loop that every thread of the pool runs: claims chunks of the current stage until the step is done.
 
-A step is a list of *stages* that run one after another; a stage is a list of jobs (kernel, argument block, chunk rule) whose
-chunks may all run at once. The whole state that threads share is one word, the ticket:
+A step is a list of *stages* that run one after another; a stage is a list of jobs (kernel, argument block, chunk rule)
+whose chunks may all run at once. The whole state that threads share is one word, the ticket:
 
     epoch (20 bits) | stage (20 bits) | chunks not yet claimed (24 bits)
 
@@ -35,7 +35,8 @@ STAGE_WORDS, JOB_WORDS = 2, 5
 SPINS = 200
 """Polls with a pause instruction (about 10 us) before a waiting thread offers its core to others."""
 IDLE_YIELDS = 20000
-"""Offers of the core (some 3 ms on an idle machine, longer than the gap between two steps of decoding) before a worker goes to sleep between steps."""
+"""Offers of the core before a worker goes to sleep between steps: some 3 ms on an idle machine, longer than the gap between
+two steps of decoding."""
 
 
 def _atomic_load(k: Kernel, at: Val) -> Val:

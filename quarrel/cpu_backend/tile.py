@@ -1,13 +1,13 @@
 """Many activation rows against packed weight rows: the prefill path, bound by arithmetic.
 
-A chunk takes LANES * `vectors` weight rows and up to T_BLOCK activation rows. It first unpacks the weight rows once into scratch
-memory, one lane per weight row, four consecutive codes per 32-bit lane:
+A chunk takes LANES * `vectors` weight rows and up to T_BLOCK activation rows. It first unpacks the weight rows once into
+scratch memory, one lane per weight row, four consecutive codes per 32-bit lane:
 
     codes[p, b, g]   16 rows x 4 bytes     p = chain (a group of the superblock), b = superblock, g = four values
     scales[p, b]     16 x f32              minima likewise
 
-Then every activation row runs down its chains: the byte products of a group sum exactly in integers, one fused multiply-add per
-group adds them to the chain, and the chains are added in the tree of `dot_row`. So a row's result has the same bits as there.
+Then every activation row runs down its chains: the byte products of a group sum exactly in integers, one fused multiply-add
+per group adds them to the chain, and the chains are added in the tree of `dot_row`. So results have the same bits as there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Vector building blocks shared by the kernels: byte dot products per feature level, transposes, reductions, halves, exp."""
+"""Vector building blocks of the kernels: byte dot products per feature level, transposes, reductions, halves, exp."""
 
 from __future__ import annotations
 
