@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from quarrel.gguf import GGMLType, GGUFFile
 from quarrel.models import Tensors, assemble, read_spec
-from quarrel.ops import ALL_OPS, draw, reference
+from quarrel.ops import ALL_OPS, EXTRA_OPS, draw, reference
 from quarrel.ops.attention import ATTENTION, AttentionSpec
 from quarrel.ops.contract import Case, Compute, Concrete, KVArrays, Op, RawWeight, rel_error
 from quarrel.ops.linear import LINEAR, LinearSpec
+from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP, ExpertDownSpec, ExpertUpSpec
 from quarrel.ops.step import Limits, SampleInputs, StepInputs
 from quarrel.triton_backend.backend import create
 
 COMPUTES: tuple[Compute, ...] = ("float32", "float16", "bfloat16")
 MODEL_LIMITS = {"float32": 1e-5, "float16": 3e-3, "bfloat16": 2e-2}
+EVERY_OP = (*ALL_OPS.values(), *EXTRA_OPS.values())
 Found = list[dict[str, Any]]
 
 
@@ -58,9 +61,9 @@ def one_case(backend: Any, op: Op, case: Case, seed: int, compute: Compute) -> d
     return row | {"limit": op.tolerance[compute], "seconds": round(time.perf_counter() - began, 2)}
 
 
-def check_ops(backend: Any, share: tuple[int, int]) -> Found:
-    """Every op, case and arithmetic; of which this process takes one share."""
-    cases = [(op, i, case, compute) for op in ALL_OPS.values() for i, case in enumerate(op.cases()) for compute in COMPUTES]
+def check_ops(backend: Any, ops: Sequence[Op], share: tuple[int, int]) -> Found:
+    """Every case and arithmetic of some ops; of which this process takes one share."""
+    cases = [(op, i, case, compute) for op in ops for i, case in enumerate(op.cases()) for compute in COMPUTES]
     return [one_case(backend, op, case, i, compute) for op, i, case, compute in cases[share[0] :: share[1]]]
 
 
@@ -93,6 +96,25 @@ def check_invariance(backend: Any) -> Found:
                 differ = max(differ, float(np.abs(part - whole[a:b]).max()))
             row = {"op": "attention, sequences alone", "case": str(attention), "dims": dims}
             found.append(row | {"compute": compute, "error": differ, "limit": 0.0})
+    return found + check_experts_alone(backend)
+
+
+def check_experts_alone(backend: Any) -> Found:
+    """The same for experts: a few tokens against many, in which tiles are wider and hold other tokens of an expert."""
+    found: Found = []
+    for type in (GGMLType.F16, GGMLType.Q4_K, GGMLType.Q8_0, GGMLType.MXFP4):
+        up, down = ExpertUpSpec(type, 6, 2, 195, 1024, "silu"), ExpertDownSpec(type, 6, 2, 195, 1024)
+        for op, spec in ((EXPERT_UP, up), (EXPERT_DOWN, down)):
+            given = op.make(Case(spec, {"T": 150}), np.random.default_rng(6))  # type: ignore[misc]
+            for compute in COMPUTES:
+                (whole,) = backend.run_op(op, spec, given, compute)
+                differ = 0.0
+                for count in (1, 2, 16, 17, 64, 90):
+                    few = [np.ascontiguousarray(g[:count]) if isinstance(g, np.ndarray) else g for g in given]
+                    (part,) = backend.run_op(op, spec, few, compute)
+                    differ = max(differ, float(np.abs(part - whole[:count]).max()))
+                row = {"op": f"{op.name}, rows alone", "case": str(spec), "compute": compute}
+                found.append(row | {"error": differ, "limit": 0.0})
     return found
 
 
@@ -122,11 +144,12 @@ def sequence(ids: np.ndarray, past: int = 0, size: int = 16) -> StepInputs:
     )  # fmt: skip
     starts = np.array([0, new], np.int32)
     length, rows = np.array([total], np.int32), np.arange(new, dtype=np.int32)
-    return StepInputs(ids[past:], each, each, starts, length, table, rows, greedy)
+    return StepInputs(ids[past:], each, each, starts, length, table, rows, greedy, np.zeros(1, np.int32))
 
 
 def check_models(cases: Path, share: tuple[int, int]) -> Found:
-    """Logits of whole prompts; then token by token, plain and with graphs, which must agree bit for bit."""
+    """Logits of whole prompts, or hidden states of encoders; then token by token, plain and with graphs, which must agree
+    bit for bit."""
     found: Found = []
     for path in sorted(cases.glob("*/model-*.gguf"))[share[0] :: share[1]]:
         folder, variant = path.parent, path.name[6:-5]
@@ -137,12 +160,14 @@ def check_models(cases: Path, share: tuple[int, int]) -> Found:
                 found.append({"model": f"{folder.name}/{variant}", "skipped": f"{type(error).__name__}: {error}"[:200]})
                 continue
             exact = folder / f"logits_{variant}_deq.npy"
-            want = np.load(exact if exact.exists() else folder / "logits_hf.npy")
+            hidden = folder / "hidden_hf.npy"
+            want = np.load(hidden if hidden.exists() else exact if exact.exists() else folder / "logits_hf.npy")
             ids = np.load(folder / "tokens.npy").reshape(-1).astype(np.int32)
             tensors = Tensors(file)
             program = assemble(spec, tensors)
+            check = one_encoder if hidden.exists() else one_model
             for compute in COMPUTES:
-                found.append(one_model(f"{folder.name}/{variant}", program, tensors, ids, want, compute))
+                found.append(check(f"{folder.name}/{variant}", program, tensors, ids, want, compute))
     return found
 
 
@@ -156,8 +181,7 @@ def one_model(name: str, program: Any, tensors: Any, ids: np.ndarray, want: np.n
         captured, plain = (decode(step, ids) for step in steps)
         row["decode_error"] = rel_error(captured[-len(want) :], want[-len(captured) :])
         row["graph_difference"] = float(np.abs(captured - plain).max())
-        top = steps[0](sequence(ids, len(ids) - 1), "tokens").tokens[0]
-        row["greedy"] = bool(top == captured[-1].argmax())
+        row["greedy"] = bool(greedy(steps[0], ids) == captured[-1].argmax())
         for step in steps:
             step.close()
     except Exception as error:
@@ -172,10 +196,33 @@ def decode(step: Any, ids: np.ndarray, count: int = 8) -> np.ndarray:
     return np.concatenate([step(sequence(ids[: i + 1], i), "logits").logits for i in range(start, len(ids))])
 
 
+def greedy(step: Any, ids: np.ndarray, count: int = 8) -> int:
+    """The token after the last, over the same steps; what a recurrent layer has seen cannot be given to it twice."""
+    start = len(ids) - count
+    step(sequence(ids[:start]), "hidden")
+    for i in range(start, len(ids) - 1):
+        step(sequence(ids[: i + 1], i), "hidden")
+    return int(step(sequence(ids, len(ids) - 1), "tokens").tokens[0])
+
+
+def one_encoder(
+    name: str, program: Any, tensors: Any, ids: np.ndarray, want: np.ndarray, compute: Compute
+) -> dict[str, Any]:
+    began = time.perf_counter()
+    row: dict[str, Any] = {"model": name, "compute": compute, "limit": MODEL_LIMITS[compute]}
+    try:
+        step = create().compile(program, tensors, Limits(len(ids), 4, 16, 32, 16), compute)
+        row["error"] = rel_error(step(sequence(ids), "hidden").hidden, want.reshape(len(ids), -1))
+        step.close()
+    except Exception as error:
+        row |= {"error": float("inf"), "raised": f"{type(error).__name__}: {error}"[:600]}
+    return row | {"seconds": round(time.perf_counter() - began, 2)}
+
+
 def smallest(backend: Any) -> Found:
     """One case of each op and one of each format, the fewest values first."""
     found: Found = []
-    for op in ALL_OPS.values():
+    for op in EVERY_OP:
         cases = op.cases()
         chosen = cases if op.name == "attention" else cases[:1]
         if op.name in ("linear", "embedding"):
@@ -189,6 +236,7 @@ def main() -> int:
     parser.add_argument("what", choices=["ops", "models", "smallest"])
     parser.add_argument("--cases", type=Path, default=Path(os.environ.get("QUARREL_CASES", "../shared/cases")))
     parser.add_argument("--jobs", type=int, default=1, help="processes; most of the time goes into compiling kernels")
+    parser.add_argument("--only", default="", help="`ops`: only these, separated by commas")
     parser.add_argument("--share", default="0/1", help="which part of the work this process does")
     parser.add_argument("--out", type=Path, help="where the JSON goes as well")
     args = parser.parse_args()
@@ -196,9 +244,10 @@ def main() -> int:
     began = time.perf_counter()
     part, parts = map(int, args.share.split("/"))
     if args.jobs > 1:
-        found = in_processes(args.what, args.cases, args.jobs)
+        found = in_processes([args.what, "--cases", str(args.cases), "--only", args.only], args.jobs)
     elif args.what == "ops":
-        found = check_ops(backend, (part, parts))
+        names = args.only.split(",") if args.only else [op.name for op in EVERY_OP]
+        found = check_ops(backend, [op for op in EVERY_OP if op.name in names], (part, parts))
         found += check_invariance(backend) if part == 0 else []
         found += check_refusals(backend) if part == parts - 1 else []
     elif args.what == "models":
@@ -218,11 +267,11 @@ def main() -> int:
     return 1 if bad else 0
 
 
-def in_processes(what: str, cases: Path, jobs: int) -> Found:
+def in_processes(arguments: list[str], jobs: int) -> Found:
     """The rows of so many copies of this program."""
     with tempfile.TemporaryDirectory() as folder:
         outs = [Path(folder) / f"{i}.json" for i in range(jobs)]
-        command = [sys.executable, __file__, what, "--cases", str(cases)]
+        command = [sys.executable, __file__, *arguments]
         running = [
             subprocess.Popen([*command, "--share", f"{i}/{jobs}", "--out", str(out)], stdout=subprocess.DEVNULL)
             for i, out in enumerate(outs)

@@ -29,22 +29,25 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from quarrel.gguf import GGMLType
-from quarrel.ops.activation import CAP, GATED, CapSpec, GatedSpec
+from quarrel.ops.activation import CAP, GATED, PLAIN, CapSpec, GatedSpec, PlainSpec
 from quarrel.ops.attention import ATTENTION, KV_APPEND, ROPE_APPEND, AttentionSpec, KVAppendSpec, RopeAppendSpec
-from quarrel.ops.contract import CacheRef, Compute, ConstRef, Op, Operand, Param, Value, WeightRef
+from quarrel.ops.contract import CacheRef, Compute, ConstRef, Op, Operand, Param, StateRef, Value, WeightRef
 from quarrel.ops.draw import NATIVE
 from quarrel.ops.embedding import EMBEDDING, GATHER_ROWS, EmbeddingSpec, GatherRowsSpec
+from quarrel.ops.encode import ADD_ROW, ENCODE, AddRowSpec, EncodeSpec
 from quarrel.ops.linear import ADD, LINEAR, LINEAR_ADD, AddSpec, LinearAddSpec, LinearSpec
+from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP, ROUTE, ExpertDownSpec, ExpertUpSpec, RouteSpec
 from quarrel.ops.norm import NORM, NormSpec
-from quarrel.ops.program import KVLayer, Node, Program
+from quarrel.ops.program import KVLayer, Node, Program, StateLayer
 from quarrel.ops.registry import lower
 from quarrel.ops.rope import ROPE, RopeSpec
 from quarrel.ops.sample import SAMPLE, SampleSpec
+from quarrel.ops.state import CONV, GATED_NORM, SCAN1, SCAN2, ConvSpec, GatedNormSpec, Scan1Spec, Scan2Spec
 from quarrel.triton_backend.backend import REGISTRY
-from quarrel.triton_backend.cache import allocate
+from quarrel.triton_backend.cache import allocate, allocate_state
 from quarrel.triton_backend.pack import LAYOUTS, Packed
 from quarrel.triton_backend.plan import Plan
-from quarrel.triton_backend.runtime import DTYPES, INTERPRETED, Grid, Live, Slot, Work
+from quarrel.triton_backend.runtime import DTYPES, INTERPRETED, Grid, Live, Slot, Work, options
 from quarrel.triton_backend.weights import held_as
 
 # The most shared memory that one program may ask for, in bytes.
@@ -63,8 +66,7 @@ class Variant:
     signature: tuple[tuple[str, str], ...]
     constants: tuple[tuple[str, Any], ...]
     attrs: tuple[int, ...]
-    warps: int
-    stages: int
+    options: tuple[tuple[str, Any], ...]
 
     def label(self) -> str:
         shown = {k: v for k, v in self.constants if k.isupper() and v not in (False, None) and k != "COMPUTE"}
@@ -130,7 +132,23 @@ def specs(formats: Sequence[GGMLType], quick: bool) -> Iterator[tuple[Op, Any]]:
     for type in formats:
         yield LINEAR, LinearSpec(type, 4096, 4096)
         yield EMBEDDING, EmbeddingSpec(type, 32000, 4096)
+        yield EXPERT_UP, ExpertUpSpec(type, 32, 4, 2880, 2880 if type == GGMLType.MXFP4 else 2048, "silu")
+        yield EXPERT_DOWN, ExpertDownSpec(type, 32, 4, 2048, 2048)
     yield LINEAR, LinearSpec(formats[0], 576, 576, bias=True, out="f32")
+    yield EXPERT_UP, ExpertUpSpec(formats[0], 32, 4, 2880, 2880, "oai", bias=True)
+    yield EXPERT_UP, ExpertUpSpec(formats[0], 128, 6, 1856, 2688, "relu2", gated=False)
+    yield ROUTE, RouteSpec(32, 4, "softmax_topk")
+    yield ROUTE, RouteSpec(128, 8, "softmax")
+    yield ROUTE, RouteSpec(128, 6, "sigmoid", scale=2.5, bias=True, n_groups=8, groups_used=4)
+    yield CONV, ConvSpec(6144, 4)
+    yield SCAN2, Scan2Spec(64, 64, 8, 128)
+    yield SCAN1, Scan1Spec(5120, 16)
+    yield GATED_NORM, GatedNormSpec(8, 512, 1e-5)
+    yield PLAIN, PlainSpec("relu2", 9216)
+    yield PLAIN, PlainSpec("gelu_erf", 1536)
+    yield ADD_ROW, AddRowSpec(384)
+    yield ENCODE, EncodeSpec(12, 32, 0.18)
+    yield ENCODE, EncodeSpec(12, 64, 0.125)
     yield LINEAR_ADD, LinearAddSpec(LinearSpec(formats[0], 4096, 14336))
     yield ADD, AddSpec(4096)
     yield GATED, GatedSpec("silu", 14336)
@@ -156,8 +174,10 @@ def record(op: Op, spec: Any, compute: Compute) -> Iterator[Variant]:
     """The kernels that a step of one call to `op` launches."""
     seen: list[Variant] = []
 
-    def note(kernel: Any, grid: Grid, *args: Any, warps: int = 4, stages: int = 2, **constants: Any) -> None:
-        seen.append(variant(kernel, compute, args, constants, warps, stages))
+    def note(
+        kernel: Any, grid: Grid, *args: Any, warps: int = 4, stages: int = 2, exact: bool = False, **constants: Any
+    ) -> None:
+        seen.append(variant(kernel, compute, args, constants, options(warps, stages, exact)))
 
     operands = [operand(i, p, spec) for i, p in enumerate(op.params(spec))]
     values = {o.id: o for o in operands if isinstance(o, Value)}
@@ -169,6 +189,7 @@ def record(op: Op, spec: Any, compute: Compute) -> Iterator[Variant]:
     slots = {i: Slot(torch.empty(1, dtype=types[v.kind], device=META)) for i, v in values.items()}
     inner = getattr(spec, "append", spec)
     caches = [allocate(KVLayer(inner.n_kv, inner.head_dim), 4, 32, act, META)] if hasattr(inner, "n_kv") else []
+    states = [allocate_state(StateLayer(spec.state), 4, META)] if hasattr(spec, "state") else []
     ints = Slot(torch.empty(1, dtype=torch.int32, device=META))
     rows = {"T": 1024, "S": 64, "R": 64, "items": 64}
     kept, work = {v.id for v in outputs}, Work(ints, ints)
@@ -183,11 +204,14 @@ def operand(i: int, param: Param, spec: Any) -> Operand:
     dims = param.dims(spec)
     if param.kind == "weight":
         inner = getattr(spec, "linear", spec)
-        if len(dims) == 2:
+        if len(dims) == 2 and hasattr(inner, "type") and "bias" not in param.name:
             return WeightRef(f"{i}", inner.type, dims[0], dims[1])  # type: ignore[arg-type]
-        return WeightRef(f"{i}", GGMLType.F32, 1, dims[0])  # type: ignore[arg-type]
+        rows, k = dims if len(dims) == 2 else (1, dims[0])
+        return WeightRef(f"{i}", GGMLType.F32, rows, k)  # type: ignore[arg-type]
     if param.kind == "cache":
         return CacheRef(0)
+    if param.kind == "state":
+        return StateRef(0)
     if param.kind == "const":
         return ConstRef(f"{i}", (0.0,) * dims[0])  # type: ignore[operator]
     # A float32 residual stream is what norms read; everything else has the kind that the contract gives.
@@ -201,7 +225,7 @@ _POINTERS = {
 }  # fmt: skip
 
 
-def variant(kernel: Any, compute: str, args: Sequence[Any], constants: dict[str, Any], warps: int, stages: int) -> Variant:
+def variant(kernel: Any, compute: str, args: Sequence[Any], constants: dict[str, Any], told: dict[str, Any]) -> Variant:
     """Specialised as Triton does: pointers and multiples of 16 are marked, ones become constants."""
     signature: dict[str, str] = {}
     fixed = dict(constants)
@@ -223,7 +247,8 @@ def variant(kernel: Any, compute: str, args: Sequence[Any], constants: dict[str,
             if given % 16 == 0 and not param.do_not_specialize:
                 attrs.append(i)
     order = tuple((p.name, signature[p.name]) for p in kernel.params)
-    return Variant(kernel.__name__, kernel.fn.__module__, compute, order, tuple(fixed.items()), tuple(attrs), warps, stages)
+    constant, switches = tuple(fixed.items()), tuple(told.items())
+    return Variant(kernel.__name__, kernel.fn.__module__, compute, order, constant, tuple(attrs), switches)
 
 
 def compile_for(item: tuple[Variant, str]) -> Report:
@@ -239,7 +264,7 @@ def compile_for(item: tuple[Variant, str]) -> Report:
             attrs={(i,): [["tt.divisibility", 16]] for i in variant.attrs},
         ),
         target=GPUTarget("cuda", TARGETS[target][0], 32),
-        options={"num_warps": variant.warps, "num_stages": variant.stages, "enable_fp_fusion": True},
+        options=dict(variant.options),
     )
     seconds = time.perf_counter() - began
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

@@ -180,7 +180,8 @@ def tiles(compute: Compute, head_dim: int, group: int) -> tuple[Tile, Tile]:
     share = power_of_two(group)
     if compute == "float32":
         # Products of float32 run on the plain units and hold whole rows in registers.
-        small = Tile(max(16, share), 16, 4 if wide < 128 else 8, 1)
+        # With 4 warps a width of 128 spills 8 bytes on sm_120, with 8 warps a width of 256 does (ptxas 13, Triton 3.9).
+        small = Tile(max(16, share), 16, 8 if wide == 128 else 4, 1)
         return small, small
     # 64 keys of 128 values spill 64 to 104 bytes on sm_80 and sm_120 (ptxas 13, Triton 3.9).
     keys = 64 if wide < 128 else 32
@@ -208,6 +209,7 @@ def build_attention(site: Site, node: Node) -> Launch:
             live.S, spec.scale, spec.cap, spec.window, HEADS=spec.n_heads, KV_HEADS=spec.n_kv, DIM=spec.head_dim,
             WIDE=wide, SIZE=cache.block_size, WINDOW=spec.window > 0, CAP=spec.cap != 0.0, SINKS=spec.sinks,
             SPLIT=split, SHARE=share, BLOCK_M=tile.rows, BLOCK_N=tile.keys, warps=tile.warps, stages=tile.stages,
+            exact=site.compute == "float32",
         )  # fmt: skip
 
     def run(live: Live) -> None:

@@ -62,7 +62,7 @@ def tile(compute: Compute, head_dim: int) -> Tile:
     """As attention's for prefill."""
     wide = power_of_two(head_dim)
     if compute == "float32":
-        return Tile(16, 16, 4 if wide < 128 else 8, 1)
+        return Tile(16, 16, 8 if wide == 128 else 4, 1)
     return Tile(64, 64 if wide < 128 else 32, 4 if wide <= 128 else 8, 2)
 
 
@@ -79,6 +79,7 @@ def build_encode(site: Site, node: Node) -> Launch:
             target.tensor, q.tensor, k.tensor, v.tensor, query_start.tensor, live.S, spec.scale,
             HEADS=spec.n_heads, DIM=spec.head_dim, WIDE=max(16, power_of_two(spec.head_dim)),
             BLOCK_M=shape.rows, BLOCK_N=shape.keys, warps=shape.warps, stages=shape.stages,
+            exact=site.compute == "float32",
         )  # fmt: skip
 
     return run

@@ -21,8 +21,8 @@ from quarrel.triton_backend.linear import TL_TYPES, Tile
 from quarrel.triton_backend.runtime import Launch, Live, Site, Slot, cdiv
 
 # With a gate there are two accumulators and two decoded tiles: half the rows of a plain linear tile.
-FEW = {"float32": Tile(32, 16, 4, 8, 2), "float16": Tile(32, 16, 4, 4, 2), "bfloat16": Tile(32, 16, 4, 4, 2)}
-MANY = {"float32": Tile(32, 16, 4, 8, 2), "float16": Tile(64, 32, 4, 8, 2), "bfloat16": Tile(64, 32, 4, 8, 2)}
+FEW = {"float32": Tile(32, 16, 2, 8, 1), "float16": Tile(32, 16, 4, 4, 2), "bfloat16": Tile(32, 16, 4, 4, 2)}
+MANY = {"float32": Tile(32, 16, 2, 8, 1), "float16": Tile(64, 32, 4, 8, 2), "bfloat16": Tile(64, 32, 4, 8, 2)}
 _SCAN = 1024
 _COLUMNS = 512
 ACTIVATIONS = ("silu", "relu2", "oai")
@@ -151,6 +151,7 @@ def build_expert_up(site: Site, node: Node) -> Launch:
             FORMAT=stacks[0].format, EXPERTS=spec.n_experts, PER_TOKEN=spec.used, GATED=spec.gated,
             KIND=spec.activation, BIAS=spec.bias, COMPUTE=TL_TYPES[compute],
             BN=tile.rows, BT=tile.tokens, NB=tile.blocks, warps=tile.warps, stages=tile.stages,
+            exact=compute == "float32",
         )  # fmt: skip
 
     return run
@@ -178,6 +179,7 @@ def build_expert_down(site: Site, node: Node) -> Launch:
             spec.n, spec.k, FORMAT=stack.format, EXPERTS=spec.n_experts, PER_TOKEN=1, GATED=False, KIND="none",
             BIAS=spec.bias, COMPUTE=TL_TYPES[compute],
             BN=tile.rows, BT=tile.tokens, NB=tile.blocks, warps=tile.warps, stages=tile.stages,
+            exact=compute == "float32",
         )  # fmt: skip
         site.launch(
             mix_pairs, (live.T, cdiv(spec.n, _COLUMNS)), target.tensor, rows.tensor, shares.tensor, spec.n,
