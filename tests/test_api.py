@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -50,6 +51,7 @@ TRANSFORMERS = (
     "gemma3",
 )
 ENCODERS = ("bert", "nomic_bert")
+MESSAGES = [{"role": "user", "content": "a"}]
 RECURRENT = ("mamba", "mamba2", "granitehybrid", "nemotron_h")
 
 
@@ -394,6 +396,49 @@ def test_a_model_that_is_dropped_ends_its_thread() -> None:
     del llm
     thread.join(10)
     assert not thread.is_alive()
+
+
+def test_a_stream_keeps_its_model() -> None:
+    """As in `for chunk in quarrel.load(name).stream(prompt)`, where nothing else holds it."""
+    wanted = facts("llama32")["greedy"]
+    made = [open_model("llama32").stream(wanted["prompt"], GREEDY)]
+    assert list(made.pop().wait().token_ids) == wanted["continuation"]
+    talk = open_model("llama32").chat(MESSAGES, GREEDY, stream=True, template="chatml")
+    assert talk.wait().finish_reason == "length"
+
+    async def read() -> list[Result]:
+        streams = (
+            open_model("llama32").astream([5], GREEDY),
+            open_model("llama32").achat(MESSAGES, GREEDY, template="chatml"),
+        )
+        return [await stream.wait() for stream in streams]
+
+    assert [result.finish_reason for result in asyncio.run(read())] == ["length"] * 2
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_child_is_told_to_load_its_own() -> None:
+    code = f"""
+import os, signal, sys
+import quarrel
+name = {str(model("llama32"))!r}
+llm = quarrel.load(name, backend="cpu", n_ctx=64)
+wanted = llm.generate([5], temperature=0, max_tokens=3).token_ids
+child = os.fork()
+if child == 0:
+    signal.alarm(50)
+    try:
+        llm.generate([5])
+    except quarrel.QuarrelError as error:
+        assert "forked" in str(error), error
+    llm.close()
+    with quarrel.load(name, backend="cpu", n_ctx=64) as own:
+        assert own.generate([5], temperature=0, max_tokens=3).token_ids == wanted
+    sys.exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+assert llm.generate([5], temperature=0, max_tokens=3).token_ids == wanted
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 @pytest.mark.parametrize("busy", [False, True])

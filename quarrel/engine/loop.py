@@ -7,6 +7,7 @@ All that touches a backend happens here, compiling and closing included: devices
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -22,6 +23,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CLOSED = "the model is closed: load it again"
+FORKED = "the model was loaded by the process that this one was forked from: load it here"
 
 
 class Loop:
@@ -33,6 +35,7 @@ class Loop:
         self._wake = threading.Condition()
         self._closing = False
         self._fault: str | None = None
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._main, name="quarrel-engine", daemon=True)
         self._thread.start()
 
@@ -83,13 +86,20 @@ class Loop:
 
     def close(self, timeout: float | None = None) -> None:
         """Cancels what runs, gives the step's memory back and ends the thread. May be called twice."""
+        if self._forked():
+            return  # the thread, and perhaps a holder of the lock, are in the other process only
         with self._wake:
             self._closing = True
             self._wake.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
 
+    def _forked(self) -> bool:
+        return os.getpid() != self._process
+
     def _post(self, job: Callable[[], None]) -> None:
+        if self._forked():
+            raise QuarrelError(FORKED)
         with self._wake:
             if self._closing or self._fault is not None:
                 raise QuarrelError(self._fault or CLOSED)

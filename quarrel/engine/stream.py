@@ -33,12 +33,12 @@ class _Gathering:
         return done[0] if len(done) == 1 else replace(done[0], alternatives=tuple(done[1:]))
 
 
-def start(loop: Loop, request: Request, *, stream: bool) -> Stream:
-    """Queues all continuations of a request."""
+def start(loop: Loop, request: Request, *, stream: bool, owner: object = None) -> Stream:
+    """Queues all continuations of a request. What comes keeps `owner` alive, whose end could be the loop's."""
     chunks: queue.SimpleQueue[Chunk] = queue.SimpleQueue()
     sequences = [Generation(request, i, chunks.put, stream=stream) for i in range(request.params.n)]
     loop.add(*sequences)
-    return Stream(loop, sequences, chunks)
+    return Stream(loop, sequences, chunks, owner)
 
 
 class Stream(Iterator[Chunk]):
@@ -47,8 +47,10 @@ class Stream(Iterator[Chunk]):
     `result` is the final `Result`, once the last chunk is out or the stream is closed.
     """
 
-    def __init__(self, loop: Loop, sequences: Sequence[Generation], chunks: queue.SimpleQueue[Chunk]) -> None:
-        self._loop, self._sequences, self._chunks = loop, sequences, chunks
+    def __init__(
+        self, loop: Loop, sequences: Sequence[Generation], chunks: queue.SimpleQueue[Chunk], owner: object = None
+    ) -> None:
+        self._loop, self._sequences, self._chunks, self._owner = loop, sequences, chunks, owner
         self._gathering = _Gathering(len(sequences))
 
     @property
@@ -94,7 +96,7 @@ class Stream(Iterator[Chunk]):
         self.cancel()
 
 
-def start_async(loop: Loop, request: Request, *, stream: bool) -> AsyncStream:
+def start_async(loop: Loop, request: Request, *, stream: bool, owner: object = None) -> AsyncStream:
     """As `start`, for the event loop that is running."""
     chunks: asyncio.Queue[Chunk] = asyncio.Queue()
     events = asyncio.get_running_loop()
@@ -104,14 +106,16 @@ def start_async(loop: Loop, request: Request, *, stream: bool) -> AsyncStream:
 
     sequences = [Generation(request, i, sink, stream=stream) for i in range(request.params.n)]
     loop.add(*sequences)
-    return AsyncStream(loop, sequences, chunks)
+    return AsyncStream(loop, sequences, chunks, owner)
 
 
 class AsyncStream(AsyncIterator[Chunk]):
     """An asynchronous iterator of chunks. Cancelling the task that reads it, `aclose` or dropping it cancels the work."""
 
-    def __init__(self, loop: Loop, sequences: Sequence[Generation], chunks: asyncio.Queue[Chunk]) -> None:
-        self._loop, self._sequences, self._chunks = loop, sequences, chunks
+    def __init__(
+        self, loop: Loop, sequences: Sequence[Generation], chunks: asyncio.Queue[Chunk], owner: object = None
+    ) -> None:
+        self._loop, self._sequences, self._chunks, self._owner = loop, sequences, chunks, owner
         self._gathering = _Gathering(len(sequences))
 
     @property

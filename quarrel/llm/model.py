@@ -140,7 +140,9 @@ class LLM:
 
         The last chunk of each continuation carries its `Result`, also one that failed or was cancelled.
         """
-        return start(self._loop, self._request(prompt, self._params(params, options), parse_special), stream=True)
+        return start(
+            self._loop, self._request(prompt, self._params(params, options), parse_special), stream=True, owner=self
+        )
 
     async def agenerate(
         self,
@@ -164,7 +166,7 @@ class LLM:
     ) -> AsyncStream:
         """As `stream`, for an event loop: `async for chunk in llm.astream(...)`. Cancelling the task stops the work."""
         request = self._request(prompt, self._params(params, options), parse_special)
-        return start_async(self._loop, request, stream=True)
+        return start_async(self._loop, request, stream=True, owner=self)
 
     @overload
     def chat(
@@ -210,7 +212,7 @@ class LLM:
         """
         request = self._chat_request(messages, self._params(params, options), tools, template, template_kwargs)
         if stream:
-            return start(self._loop, request, stream=True)
+            return start(self._loop, request, stream=True, owner=self)
         return _sound(self._gather([request])[0])
 
     def achat(
@@ -225,7 +227,7 @@ class LLM:
     ) -> AsyncStream:
         """As `chat` with `stream=True`, for an event loop; `await llm.achat(...).wait()` gives the `Result`."""
         request = self._chat_request(messages, self._params(params, options), tools, template, template_kwargs)
-        return start_async(self._loop, request, stream=True)
+        return start_async(self._loop, request, stream=True, owner=self)
 
     def logits(self, ids: Sequence[int]) -> Array:
         """float32 `[T, V]`: row t holds the logits of the token behind `ids[: t + 1]`. At most `n_ctx` ids."""
