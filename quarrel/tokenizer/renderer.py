@@ -126,6 +126,9 @@ class _Worker:
             reply: dict[str, Any] = json.loads(self._read(size, deadline))
         except (OSError, ValueError):
             self._fail(self._death())
+        except BaseException:
+            self.close()  # an interrupt: the reply that is under way must not be taken for the next request's
+            raise
         if "error" in reply:
             _refuse(reply["error"], reply["message"])
         return reply

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -184,6 +185,18 @@ def test_a_worker_that_died_is_replaced() -> None:
             break
         time.sleep(0.01)
     assert renderer.render("b", {"messages": CHAT}, {})[0][0] == "b"
+    renderer.close()
+
+
+def test_an_interrupted_reply_is_not_taken_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer = Renderer()
+    chats = [{"messages": [{"role": "user", "content": text}]} for text in ("first", "interrupted", "next")]
+    renderer.render("{{ messages[0].content }}", chats[0], {})
+    with monkeypatch.context() as patch:
+        patch.setattr("quarrel.tokenizer.renderer._Worker._read", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            renderer.render("{{ messages[0].content }}", chats[1], {})
+    assert renderer.render("{{ messages[0].content }}", chats[2], {})[0][0] == "next"
     renderer.close()
 
 
