@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,17 @@ import triton
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from quarrel.gguf import GGMLType, GGUFFile
-from quarrel.models import Tensors, assemble, read_spec
+from quarrel.models import Tensors, assemble
 from quarrel.ops import ALL_OPS, EXTRA_OPS, draw, reference
 from quarrel.ops.attention import ATTENTION, AttentionSpec
 from quarrel.ops.contract import Case, Compute, Concrete, KVArrays, Op, RawWeight, rel_error
 from quarrel.ops.linear import LINEAR, LinearSpec
 from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP, ExpertDownSpec, ExpertUpSpec
+from quarrel.ops.program import Program
 from quarrel.ops.step import Limits, SampleInputs, StepInputs
-from quarrel.triton_backend.backend import create
+from quarrel.triton_backend.backend import TritonBackend, create
+from quarrel.triton_backend.step import TritonStep
+from tests.models.test_reference_logits import chunk, specify, wanted
 
 COMPUTES: tuple[Compute, ...] = ("float32", "float16", "bfloat16")
 MODEL_LIMITS = {"float32": 1e-5, "float16": 3e-3, "bfloat16": 2e-2}
@@ -49,7 +53,7 @@ def worst(got: tuple[Concrete, ...], want: tuple[Concrete, ...]) -> float:
     return max(errors)
 
 
-def one_case(backend: Any, op: Op, case: Case, seed: int, compute: Compute) -> dict[str, Any]:
+def one_case(backend: TritonBackend, op: Op, case: Case, seed: int, compute: Compute) -> dict[str, Any]:
     inputs = op.make(case, np.random.default_rng(seed))  # type: ignore[misc]
     want = reference.run_op(op, case.spec, inputs)
     row: dict[str, Any] = {"op": op.name, "case": str(case.spec), "dims": dict(case.dims), "compute": compute}
@@ -61,13 +65,13 @@ def one_case(backend: Any, op: Op, case: Case, seed: int, compute: Compute) -> d
     return row | {"limit": op.tolerance[compute], "seconds": round(time.perf_counter() - began, 2)}
 
 
-def check_ops(backend: Any, ops: Sequence[Op], share: tuple[int, int]) -> Found:
+def check_ops(backend: TritonBackend, ops: Sequence[Op], share: tuple[int, int]) -> Found:
     """Every case and arithmetic of some ops; of which this process takes one share."""
     cases = [(op, i, case, compute) for op in ops for i, case in enumerate(op.cases()) for compute in COMPUTES]
     return [one_case(backend, op, case, i, compute) for op, i, case, compute in cases[share[0] :: share[1]]]
 
 
-def check_invariance(backend: Any) -> Found:
+def check_invariance(backend: TritonBackend) -> Found:
     """A row alone against the same row in larger batches, bit for bit."""
     rng = np.random.default_rng(5)
     found: Found = []
@@ -99,7 +103,7 @@ def check_invariance(backend: Any) -> Found:
     return found + check_experts_alone(backend)
 
 
-def check_experts_alone(backend: Any) -> Found:
+def check_experts_alone(backend: TritonBackend) -> Found:
     """The same for experts: a few tokens against many, in which tiles are wider and hold other tokens of an expert."""
     found: Found = []
     for type in (GGMLType.F16, GGMLType.Q4_K, GGMLType.Q8_0, GGMLType.MXFP4):
@@ -118,7 +122,7 @@ def check_experts_alone(backend: Any) -> Found:
     return found
 
 
-def check_refusals(backend: Any) -> Found:
+def check_refusals(backend: TritonBackend) -> Found:
     """A type with no kernel still computes, from values that the reference decoded."""
     spec = LinearSpec(GGMLType.IQ2_XS, 40, 512)
     raw = np.random.default_rng(1).integers(0, 256, (40, 2 * 74), dtype=np.uint8)
@@ -133,55 +137,48 @@ def check_refusals(backend: Any) -> Found:
     ]  # fmt: skip
 
 
-def sequence(ids: np.ndarray, past: int = 0, size: int = 16) -> StepInputs:
-    """One sequence whose first `past` tokens are in the cache; the rows of all new tokens are asked for."""
-    total, new = len(ids), len(ids) - past
-    each = np.arange(past, total, dtype=np.int32)
-    table = np.arange(-(-total // size), dtype=np.int32)[None]
-    greedy = SampleInputs(
-        np.zeros(new, np.float32), np.zeros(new, np.int32), np.ones(new, np.float32), np.zeros(new, np.float32),
-        np.full(new, 0.5, np.float32),
-    )  # fmt: skip
-    starts = np.array([0, new], np.int32)
-    length, rows = np.array([total], np.int32), np.arange(new, dtype=np.int32)
-    return StepInputs(ids[past:], each, each, starts, length, table, rows, greedy, np.zeros(1, np.int32))
+def sequence(ids: np.ndarray, past: int = 0) -> StepInputs:
+    """One sequence whose first `past` tokens are in the cache; every new row is asked for, greedily."""
+    rows = len(ids) - past
+    off, on = np.zeros(rows, np.float32), np.ones(rows, np.float32)
+    return replace(chunk(ids, past, len(ids)), sample=SampleInputs(off, np.zeros(rows, np.int32), on, off, on / 2))
 
 
 def check_models(cases: Path, share: tuple[int, int]) -> Found:
-    """Logits of whole prompts, or hidden states of encoders; then token by token, plain and with graphs, which must agree
-    bit for bit."""
+    """Logits of whole prompts; then token by token, plain and with graphs, which must agree bit for bit."""
     found: Found = []
     for path in sorted(cases.glob("*/model-*.gguf"))[share[0] :: share[1]]:
         folder, variant = path.parent, path.name[6:-5]
+        if not (folder / "tokens.npy").exists():
+            continue
         with GGUFFile.open(path) as file:
-            try:
-                spec = read_spec(file)
-            except Exception as error:
-                found.append({"model": f"{folder.name}/{variant}", "skipped": f"{type(error).__name__}: {error}"[:200]})
-                continue
-            exact = folder / f"logits_{variant}_deq.npy"
-            hidden = folder / "hidden_hf.npy"
-            want = np.load(hidden if hidden.exists() else exact if exact.exists() else folder / "logits_hf.npy")
+            want = wanted(folder, variant)
             ids = np.load(folder / "tokens.npy").reshape(-1).astype(np.int32)
             tensors = Tensors(file)
-            program = assemble(spec, tensors)
-            check = one_encoder if hidden.exists() else one_model
+            program = assemble(specify(file, folder, variant), tensors)
             for compute in COMPUTES:
-                found.append(check(f"{folder.name}/{variant}", program, tensors, ids, want, compute))
+                found.append(one_model(f"{folder.name}/{variant}", program, tensors, ids, want, compute))
     return found
 
 
-def one_model(name: str, program: Any, tensors: Any, ids: np.ndarray, want: np.ndarray, compute: Compute) -> dict[str, Any]:
+def one_model(
+    name: str, program: Program, tensors: Tensors, ids: np.ndarray, want: np.ndarray, compute: Compute
+) -> dict[str, Any]:
     began = time.perf_counter()
     limits = Limits(len(ids), 4, 16, 32, 16)
     row: dict[str, Any] = {"model": name, "compute": compute, "limit": MODEL_LIMITS[compute]}
     try:
         steps = [create(graphs).compile(program, tensors, limits, compute) for graphs in (True, False)]
-        row["error"] = rel_error(steps[0](sequence(ids), "logits").logits[-len(want) :], want)
-        captured, plain = (decode(step, ids) for step in steps)
-        row["decode_error"] = rel_error(captured[-len(want) :], want[-len(captured) :])
-        row["graph_difference"] = float(np.abs(captured - plain).max())
-        row["greedy"] = bool(greedy(steps[0], ids) == captured[-1].argmax())
+        if "logits" in program.outputs:
+            row["error"] = rel_error(steps[0](sequence(ids), "logits").logits[-len(want) :], want)
+            captured, plain = (decode(step, ids) for step in steps)
+            row["decode_error"] = rel_error(captured[-len(want) :], want[-len(captured) :])
+            row["graph_difference"] = float(np.abs(captured - plain).max())
+        else:
+            row["error"] = rel_error(steps[0](sequence(ids), "hidden").hidden, want)
+        if "logits" in program.outputs and not program.states:
+            top = steps[0](sequence(ids, len(ids) - 1), "tokens").tokens[0]
+            row["greedy"] = bool(top == captured[-1].argmax())
         for step in steps:
             step.close()
     except Exception as error:
@@ -189,37 +186,14 @@ def one_model(name: str, program: Any, tensors: Any, ids: np.ndarray, want: np.n
     return row | {"seconds": round(time.perf_counter() - began, 2)}
 
 
-def decode(step: Any, ids: np.ndarray, count: int = 8) -> np.ndarray:
-    """Logits of the last `count` tokens, one step each."""
+def decode(step: TritonStep, ids: np.ndarray, count: int = 8) -> np.ndarray:
+    """Logits of the last `count` tokens, one step each; a graph is captured at the second of them."""
     start = len(ids) - count
     step(sequence(ids[:start]), "hidden")
     return np.concatenate([step(sequence(ids[: i + 1], i), "logits").logits for i in range(start, len(ids))])
 
 
-def greedy(step: Any, ids: np.ndarray, count: int = 8) -> int:
-    """The token after the last, over the same steps; what a recurrent layer has seen cannot be given to it twice."""
-    start = len(ids) - count
-    step(sequence(ids[:start]), "hidden")
-    for i in range(start, len(ids) - 1):
-        step(sequence(ids[: i + 1], i), "hidden")
-    return int(step(sequence(ids, len(ids) - 1), "tokens").tokens[0])
-
-
-def one_encoder(
-    name: str, program: Any, tensors: Any, ids: np.ndarray, want: np.ndarray, compute: Compute
-) -> dict[str, Any]:
-    began = time.perf_counter()
-    row: dict[str, Any] = {"model": name, "compute": compute, "limit": MODEL_LIMITS[compute]}
-    try:
-        step = create().compile(program, tensors, Limits(len(ids), 4, 16, 32, 16), compute)
-        row["error"] = rel_error(step(sequence(ids), "hidden").hidden, want.reshape(len(ids), -1))
-        step.close()
-    except Exception as error:
-        row |= {"error": float("inf"), "raised": f"{type(error).__name__}: {error}"[:600]}
-    return row | {"seconds": round(time.perf_counter() - began, 2)}
-
-
-def smallest(backend: Any) -> Found:
+def smallest(backend: TritonBackend) -> Found:
     """One case of each op and one of each format, the fewest values first."""
     found: Found = []
     for op in EVERY_OP:
