@@ -30,6 +30,7 @@ from quarrel.errors import (
     UnsupportedModel,
 )
 from quarrel.llm import LLM
+from quarrel.llm.loading import _has_cuda_driver
 from quarrel.ops.contract import rel_error
 from quarrel.ops.registry import backend as backend_named
 from quarrel.ops.step import Backend
@@ -59,7 +60,8 @@ def backends() -> list[str]:
     """The reference and the CPU everywhere, CUDA where there is a device."""
     names = ["reference", "cpu"]
     try:
-        if backend_named("triton").unavailable() is None:
+        # Without a driver Triton stays unloaded: the kernels' own tests choose its interpreter before that.
+        if _has_cuda_driver() and backend_named("triton").unavailable() is None:
             names.append("triton")
     except BackendUnavailable:
         pass
