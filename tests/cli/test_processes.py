@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
+
+import pytest
 
 from tests.cli.support import ROOT, spawn
 
@@ -47,6 +50,14 @@ def test_ctrl_c_in_a_process_keeps_the_text(base: str) -> None:
     assert last["result"]["finish_reason"] == "cancelled"
     assert "".join(chunk["text"] for chunk in chunks) == last["result"]["text"]
     assert b"Traceback" not in err
+
+
+@pytest.mark.parametrize(("closed", "heard"), [(">&-", "stderr"), ("2>&-", "stdout"), ("<&-", "stdout")])
+def test_a_closed_descriptor_is_no_error(base: str, closed: str, heard: str) -> None:
+    command = shlex.join([sys.executable, "-m", "quarrel", "generate", base, "once", "-n", "4", "--backend", "cpu"])
+    done = subprocess.run(["sh", "-c", f"{command} {closed}"], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False)
+    assert getattr(done, heard)
 
 
 def test_a_terminal_without_unicode_does_not_crash(base: str) -> None:
