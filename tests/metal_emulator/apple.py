@@ -36,11 +36,12 @@ class AppleCase:
     tolerance: float
     constants: tuple[tuple[str, object], ...] = field(default=())
 
+    def source(self, text: str | None = None) -> MetalSource:
+        """`text` stands in for that of the headers."""
+        return MetalSource("apple", text or kernel_text(*self.headers), self.entry, False, self.constants)
+
     def run(self, settings: Settings, text: str | None = None) -> tuple[Array, list[Finding], Statistics]:
-        source = MetalSource(
-            "apple", text or kernel_text(*self.headers), self.entry, mlx_names=False, function_constants=self.constants
-        )
-        kernel = load_kernel(build_kernel(source, settings.mode, find_toolchain()))
+        kernel = load_kernel(build_kernel(self.source(text), settings.mode, find_toolchain()))
         arrays = [None if b is None else np.ascontiguousarray(b) for b in self.buffers]
         out = arrays[self.output]
         assert out is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -102,7 +103,7 @@ def quantised(rows: int, columns: int) -> tuple[npt.NDArray[np.uint8], npt.NDArr
 
 def matvec_call(rows: int = 11, columns: int = 256, dtype: type = np.float32) -> Call:
     weights, _ = quantised(rows, columns)
-    x = np.random.default_rng(1).standard_normal(columns).astype(dtype)
+    x: npt.NDArray[Any] = np.random.default_rng(1).standard_normal(columns).astype(dtype)
     groups = -(-rows // 4)
     template = (("T", dtype), ("ROWS", 2), ("GROUPS", 2))
     return Call([weights, x], [(rows,)], [dtype], (groups * 64, 1, 1), (64, 1, 1), template)

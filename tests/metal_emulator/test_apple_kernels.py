@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from quarrel.errors import BackendUnavailable
 from tools.metal_emulator import Kind, Mode, Settings
 from tools.metal_emulator.mlx_headers import kernel_text, mlx_include
 
@@ -12,6 +13,8 @@ if mlx_include() is None:
 pytest.importorskip("mlx.core", reason="mlx is not installed")
 
 from tests.metal_emulator.apple import QUANTIZED, AppleCase, all_cases, quantized_matmul
+from tools.metal_emulator.ptx import assemble, compile_ptx, libdevice
+from tools.metal_emulator.toolchain import find_toolchain
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 
@@ -46,3 +49,14 @@ def test_every_barrier_of_the_matmul_is_needed(number: int) -> None:
     assert {f.kind for f in findings} & {Kind.RACE, Kind.UNINITIALISED, Kind.WEAK_BARRIER}
     assert all(f.file.endswith(".h") and f.line > 0 for f in findings)
     assert any("quantized.h" in place for f in findings for place in (f.where, *f.calls))
+
+
+@pytest.mark.parametrize("case", [all_cases()[i] for i in (0, 2, 8, 10, 12)], ids=lambda case: case.name)
+def test_compiles_for_an_nvidia_gpu(case: AppleCase) -> None:
+    try:
+        libdevice()
+    except BackendUnavailable as reason:
+        pytest.skip(str(reason))
+    resources = assemble(compile_ptx(case.source(), "sm_90", find_toolchain()), "sm_90")
+    assert 0 < resources.registers <= 128
+    assert resources.spilled_bytes == 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -136,7 +138,7 @@ def test_values(mode: Mode) -> None:
     assert got == VALUES
 
 
-UNARY = {
+UNARY: dict[str, Callable[[Any], Any]] = {
     "acos": np.arccos, "asin": np.arcsin, "atan": np.arctan, "cos": np.cos, "cosh": np.cosh, "exp": np.exp, "exp2": np.exp2,
     "log": np.log, "log2": np.log2, "log10": np.log10, "rsqrt": lambda x: 1 / np.sqrt(x), "sin": np.sin, "sinh": np.sinh,
     "sqrt": np.sqrt, "tan": np.tan, "tanh": np.tanh, "ceil": np.ceil, "floor": np.floor, "round": np.round,
@@ -182,7 +184,7 @@ def test_matrices() -> None:
     np.testing.assert_allclose(result.outputs[0], a @ b + 1, rtol=0, atol=1e-5)
 
 
-ATTRIBUTES = {
+ATTRIBUTES: dict[str, Callable[[tuple[int, int]], int]] = {
     "thread_position_in_grid.y": lambda t: t[1],
     "threadgroup_position_in_grid.x": lambda t: t[0] // 8,
     "thread_position_in_threadgroup.x": lambda t: t[0] % 8,
@@ -212,3 +214,34 @@ def test_attributes_of_a_ragged_grid() -> None:
     for n, (name, value) in enumerate(ATTRIBUTES.items()):
         expected = [[value((cx, cy)) for cx in range(20)] for cy in range(8)]
         assert result.outputs[0][n].tolist() == expected, name
+
+
+IDIOMS_HEADER = """
+constant float table[4] = {1, 2, 3, 4};
+static constant constexpr short4 shorts = short4(1, 2, 3, 4);
+struct Params { int n; float scale; };
+template <typename P> METAL_FUNC float load(P p, uint i) { return float(p[i]); }
+METAL_FUNC float look(constant float* t, int i) { return t[i]; }
+inline void put(device float* y, thread const float& v, uint i) { y[i] = v; }
+METAL_FUNC float4 bytes(const device uchar* p) { return float4(*reinterpret_cast<const device uchar4*>(p)); }
+"""
+IDIOMS = """
+  threadgroup half tile[2][32];
+  tile[0][lane] = half(x[i]);
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+  float v = load(x, i) + load(&tile[0][0], lane) + look(table, int(i % 4)) + shorts.y;
+  const device float2* pairs = (const device float2*)x;
+  v += pairs[i / 2].y + bytes((const device uchar*)x + 4 * i).x;
+  float own[3] = {1, 2, 3};
+  thread float* p = own;
+  uint4 shifted = uint4(2, 4, 6, 8) >> 1u;
+  Params params = {3, 2.0f};
+  v += p[1] + shifted.z + params.n * params.scale + int8_t(-3);
+  put(y, v, i);
+"""
+
+
+def test_idioms_of_kernels_pass_every_check() -> None:
+    y = run(IDIOMS, IDIOMS_HEADER)
+    low_bytes = np.arange(32, dtype=np.float32).view(np.uint8)[::4]
+    assert (y == 2 * LANES + LANES % 4 + 1 + 2 + (LANES | 1) + low_bytes + 2 + 3 + 6 - 3).all()

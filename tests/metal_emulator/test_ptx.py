@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -28,7 +30,7 @@ def _matrices() -> tuple[metal_kernel, Call]:
     return metal_kernel("matrices", ["x"], ["y"], MATRIX), Call([x], [(8, 8)], [np.float32], (32, 1, 1), (32, 1, 1))
 
 
-KERNELS = {
+KERNELS: dict[str, Callable[[], tuple[metal_kernel, Call]]] = {
     "matvec": lambda: (matvec(), matvec_call()),
     "matvec in half": lambda: (matvec(), matvec_call(dtype=np.float16)),
     "attention": lambda: (attention(), attention_call()),

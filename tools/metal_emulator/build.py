@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,10 +84,9 @@ def build_kernel(source: MetalSource, mode: Mode, toolchain: Toolchain) -> Path:
     return cached(f"{stem}.so", build)
 
 
-def build_runtime(mode: Mode, toolchain: Toolchain, defines: Sequence[str] = ()) -> Path:
+def build_runtime(mode: Mode, toolchain: Toolchain) -> Path:
     """The runtime of a mode as a shared object; kernels are linked to it."""
-    flags = [*_RUNTIME, *(f"-D{define}" for define in defines), *(["-DMSL_CHECK"] if mode is Mode.CHECK else [])]
-    command = [*toolchain.runtime_compiler, *flags]
+    command = [*toolchain.runtime_compiler, *_RUNTIME, *(["-DMSL_CHECK"] if mode is Mode.CHECK else [])]
     key = content_key((toolchain.version, *command, tree_key(RUNTIME_SOURCES), tree_key(METAL_HEADERS)))
     name = f"runtime_{mode.value}_{key}.so"
 

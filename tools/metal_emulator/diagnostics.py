@@ -40,7 +40,7 @@ def error_lines(output: Sequence[str]) -> list[str]:
         for spelling, word in _WORDS.items():
             message = message.replace(spelling, word)
         lines.append(f"{place['file']}:{place['line']}: error: {message}")
-    return lines
+    return list(dict.fromkeys(lines))
 
 
 def as_findings(kind: Kind, lines: Sequence[str]) -> list[Finding]:

@@ -145,9 +145,7 @@ class metal_kernel:
             ("output_dtypes", len(call.output_dtypes), self.output_names),
         ):
             if got != len(names):
-                raise RequestError(
-                    f"Metal kernel {self.name} got {got} {what}, but names {len(names)}; give one for each name"
-                )
+                raise RequestError(f"Metal kernel {self.name} got {got} {what} for {len(names)} names; give one for each")
         return [kernel_array(value, self.ensure_row_contiguous) for value in call.inputs]
 
     def _text(self, call: Call, inputs: Sequence[KernelArray]) -> KernelText:

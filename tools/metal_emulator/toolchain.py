@@ -55,17 +55,21 @@ def run_tool(command: Sequence[str | Path]) -> str:
 
 @cache
 def zig_toolchain() -> Toolchain | None:
-    """None where the ziglang wheel is not installed."""
+    """None where the ziglang wheel is not installed, or holds a zig without clang."""
     spec = importlib.util.find_spec("ziglang")
     if spec is None or not spec.submodule_search_locations:
         return None
     root = Path(spec.submodule_search_locations[0])
     zig, machine = str(root / "zig"), _machine()
+    try:
+        version = run_tool([zig, "clang", "--version"]).splitlines()[0]
+    except CompilerError:
+        return None
     headers = ("-nostdinc", "-isystem", str(root / "lib" / "include"))
     target = f"{machine}-linux-gnu"
     return Toolchain(
         name="ziglang",
-        version=run_tool([zig, "clang", "--version"]).splitlines()[0],
+        version=version,
         kernel_compiler=(zig, "clang", f"--target={target}", f"-march={_PROCESSORS[machine]}", *headers),
         # `zig cc` knows the C library's headers, `zig clang` starts faster and adds nothing of its own.
         runtime_compiler=(zig, "cc", "-target", target, "-fno-sanitize=all", *_zig_processor(machine)),

@@ -18,7 +18,7 @@ inline T ceildiv(T n, U m) {
   return (n + m - 1) / m;
 }
 template <class Index = int64_t>
-METAL_FUNC Index elem_to_loc(Index elem, constant const int* shape, constant const int64_t* strides, int ndim) {
+METAL_FUNC Index elem_to_loc(Index elem, constant int* shape, constant int64_t* strides, int ndim) {
   Index loc = 0;
   for (int i = ndim - 1; i >= 0 && elem > 0; --i) {
     loc += (elem % shape[i]) * Index(strides[i]);

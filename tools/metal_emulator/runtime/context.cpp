@@ -1,9 +1,9 @@
-// The context switch for x86-64 and aarch64; ucontext elsewhere.
+// The context switch for x86-64 and aarch64.
 #include "context.h"
 
 #include <string.h>
 
-#if defined(__x86_64__) && !defined(MSL_PORTABLE_SWITCH)
+#if defined(__x86_64__)
 asm(R"(
 .text
 .globl msl_switch
@@ -36,7 +36,7 @@ void context_prepare(Context& context, char* stack, size_t bytes, void (*start)(
   sp[6] = (void*)start;
   context.sp = sp;
 }
-#elif defined(__aarch64__) && !defined(MSL_PORTABLE_SWITCH)
+#elif defined(__aarch64__)
 asm(R"(
 .text
 .globl msl_switch
@@ -79,11 +79,5 @@ void context_prepare(Context& context, char* stack, size_t bytes, void (*start)(
   context.sp = sp;
 }
 #else
-void context_prepare(Context& context, char* stack, size_t bytes, void (*start)()) {
-  getcontext(&context.context);
-  context.context.uc_stack.ss_sp = stack;
-  context.context.uc_stack.ss_size = bytes;
-  context.context.uc_link = nullptr;
-  makecontext(&context.context, start, 0);
-}
+#error "the context switch is written for x86-64 and aarch64"
 #endif

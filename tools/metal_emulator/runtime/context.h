@@ -2,20 +2,12 @@
 #pragma once
 #include <stddef.h>
 
-#if (defined(__x86_64__) || defined(__aarch64__)) && !defined(MSL_PORTABLE_SWITCH)
-// Hand-written: a dozen instructions, where swapcontext makes a system call.
+// Hand-written for each processor: a dozen instructions, where swapcontext makes a system call.
 struct Context {
   void* sp;
 };
 extern "C" void msl_switch(void** save, void* load);
 inline void context_switch(Context& from, Context& to) { msl_switch(&from.sp, to.sp); }
-#else
-#include <ucontext.h>
-struct Context {
-  ucontext_t context;
-};
-inline void context_switch(Context& from, Context& to) { swapcontext(&from.context, &to.context); }
-#endif
 
 // Makes a context that starts in `start` on the given stack; `start` never returns.
 void context_prepare(Context& context, char* stack, size_t bytes, void (*start)());

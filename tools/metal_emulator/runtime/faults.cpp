@@ -64,9 +64,6 @@ static void set_landing(ucontext_t* context, const Fiber* fiber) {
   worker->fault_pc = (void*)context->uc_mcontext.pc;
   context->uc_mcontext.pc = (unsigned long)&landing;
   context->uc_mcontext.sp = top;
-#else
-  (void)context;
-  (void)top;
 #endif
 }
 
@@ -76,10 +73,8 @@ static void handle(int signal, siginfo_t* info, void* context) {
   const char* pc = (const char*)((ucontext_t*)context)->uc_mcontext.gregs[REG_RIP];
 #elif defined(__aarch64__)
   const char* pc = (const char*)((ucontext_t*)context)->uc_mcontext.pc;
-#else
-  const char* pc = nullptr;
 #endif
-  bool in_kernel = w && w->current && pc;
+  bool in_kernel = w && w->current;
   if (signal == kInterrupt) {
     // Only between two instructions of the kernel itself: elsewhere the emulator may hold its lock.
     uint64_t at = (uint64_t)pc;

@@ -18,7 +18,8 @@
 __thread Worker* worker __attribute__((tls_model("initial-exec")));
 Launch launch;
 
-static constexpr uint32_t kMaxWorkers = 64;
+// Every fiber's stack is two mappings, and a process may have some 65,000.
+static constexpr uint32_t kMaxWorkers = 16;
 static constexpr size_t kStackGuard = 64 << 10;  // a multiple of every page size
 static_assert(kStackGuard % 4096 == 0 && kStackBytes % kStackGuard == 0, "stacks begin on pages");
 

@@ -84,6 +84,12 @@ MSL_FN void append(V& out, int& at, const A&... parts) {
 
 // float4(1, v.xyz), float4(0.5f), half4(float4_value): one scalar is repeated, anything else must fill the vector.
 template <class V, class... A>
+constexpr bool msl_scalar_for_each = sizeof...(A) == msl::shape<V>::size && (!msl::is_vector<A> && ...);
+template <class V, class... A, msl::enable_if_t<msl_scalar_for_each<V, A...>, int> = 0>
+MSL_FN constexpr V msl_make(A... parts) {  // the one form that constants are written in
+  return V{(typename msl::shape<V>::element)parts...};
+}
+template <class V, class... A, msl::enable_if_t<!msl_scalar_for_each<V, A...>, int> = 0>
 MSL_FN V msl_make(A... parts) {
   typedef typename msl::shape<V>::element E;
   V out;
