@@ -16,11 +16,15 @@ Dot = Literal["vnni512", "vnni256", "maddubs", "sdot", "plain"]
 """How four products of bytes are summed: AVX-512 VNNI, AVX-VNNI, AVX2 multiply-adds, NEON sdot, or plain vector IR."""
 
 
+ARCH = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
+
+
 @dataclass(frozen=True)
 class Level:
     """One way to emit kernels. `cpu` and `features` are LLVM's; two levels never share a cached kernel."""
 
     name: str
+    arch: str
     cpu: str
     features: str
     dot: Dot
@@ -31,21 +35,34 @@ class Level:
 
 
 _NEEDS = {
-    "avx512vnni": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni", "avx2", "fma", "f16c"),
+    "avx512vnni": (
+        "avx512f",
+        "avx512bw",
+        "avx512vl",
+        "avx512dq",
+        "avx512cd",
+        "avx512vnni",
+        "avx512vbmi",
+        "avx2",
+        "fma",
+        "f16c",
+    ),
     "avxvnni": ("avx2", "fma", "f16c", "avxvnni"),
     "avx2": ("avx2", "fma", "f16c"),
     "neon": ("neon", "dotprod"),
     "generic": (),
 }
-_LEVELS = {
-    "avx512vnni": Level("avx512vnni", "x86-64-v4", "+avx512vnni,+avx512vbmi", "vnni512", True, 32),
-    "avxvnni": Level("avxvnni", "x86-64-v3", "+avxvnni", "vnni256", True, 8),
-    "avx2": Level("avx2", "x86-64-v3", "", "maddubs", True, 8),
-    "neon": Level("neon", "generic", "+neon,+dotprod,+fullfp16", "sdot", True, 8),
-    "generic": Level(
-        "generic", "x86-64" if platform.machine() in ("x86_64", "AMD64") else "generic", "", "plain", False, 4
-    ),
+LEVELS = {
+    level.name: level
+    for level in (
+        Level("avx512vnni", "x86_64", "x86-64-v4", "+avx512vnni,+avx512vbmi", "vnni512", True, 32),
+        Level("avxvnni", "x86_64", "x86-64-v3", "+avxvnni", "vnni256", True, 8),
+        Level("avx2", "x86_64", "x86-64-v3", "", "maddubs", True, 8),
+        Level("neon", "aarch64", "generic", "+neon,+dotprod,+fullfp16", "sdot", True, 8),
+        Level("generic", ARCH, "x86-64" if ARCH == "x86_64" else "generic", "", "plain", False, 4),
+    )
 }
+"""Every level there is, best first within an architecture."""
 
 
 @functools.cache
@@ -62,12 +79,7 @@ def host_features() -> frozenset[str]:
 def levels() -> tuple[Level, ...]:
     """Every level that this machine can run, best first."""
     have = host_features()
-    x86 = platform.machine() in ("x86_64", "AMD64")
-    return tuple(
-        level
-        for name, level in _LEVELS.items()
-        if have.issuperset(_NEEDS[name]) and (name == "generic" or x86 == (name != "neon"))
-    )
+    return tuple(level for name, level in LEVELS.items() if level.arch == ARCH and have.issuperset(_NEEDS[name]))
 
 
 def level(name: str | None = None) -> Level:
@@ -82,7 +94,7 @@ def level(name: str | None = None) -> Level:
 
 def threads(asked: int | None = None) -> int:
     """Worker threads: what was asked for, or the cores that this process may use, one per physical core."""
-    return asked if asked else len(_physical(_allowed()))
+    return asked or len({_siblings(cpu) for cpu in _allowed()})
 
 
 def _allowed() -> list[int]:
@@ -91,13 +103,10 @@ def _allowed() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
-def _physical(cpus: list[int]) -> set[str]:
-    """One name per physical core among `cpus`; hyper-threads of a core share memory bandwidth and vector units."""
-    names = set()
-    for cpu in cpus:
-        try:
-            with open(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") as file:
-                names.add(file.read().strip())
-        except OSError:
-            names.add(str(cpu))
-    return names
+def _siblings(cpu: int) -> str:
+    """A name that the hyper-threads of one core share; the CPU's own number where the system does not say."""
+    try:
+        with open(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") as file:
+            return file.read().strip()
+    except OSError:
+        return str(cpu)

@@ -42,8 +42,7 @@ def cache_dir() -> Path:
     return Path(base) / "quarrel" / "kernels"
 
 
-@cache
-def _machine(level: Level) -> llvm.TargetMachine:
+def _new_machine(level: Level) -> llvm.TargetMachine:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     target = llvm.Target.from_default_triple()
@@ -52,11 +51,15 @@ def _machine(level: Level) -> llvm.TargetMachine:
     )
 
 
+_machine = cache(_new_machine)
+
+
 @cache
 def _engine(level: Level) -> llvm.ExecutionEngine:
     empty = llvm.parse_assembly("")
     empty.triple = llvm.get_process_triple()
-    return llvm.create_mcjit_compiler(empty, _machine(level))
+    # The engine owns its machine, so it gets one that nothing else uses.
+    return llvm.create_mcjit_compiler(empty, _new_machine(level))
 
 
 def emit_ir(name: str, emit: Emit, params: int = KERNEL_PARAMS, result: ir.Type | None = None) -> str:

@@ -7,6 +7,7 @@ import queue
 import threading
 import weakref
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -55,7 +56,7 @@ class Pool:
         self._scratch: list[np.ndarray] = []
         self._grow(1 << 16)
         self._start = _Start(jit.address("runner/start", runner.emit_start, level, 1))
-        self._run = _Run(jit.address("runner/run", runner.emit_run, level, 3))
+        self._run = _Run(jit.address("runner/run", partial(runner.emit_run, level), level, 3))
         self._wake: list[queue.SimpleQueue[bool]] = []
         self._workers: list[threading.Thread] = []
         for index in range(1, threads):

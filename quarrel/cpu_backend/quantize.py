@@ -77,7 +77,7 @@ def quantize_block(k: Kernel, row: QuantRow, block: Val, low: Val, high: Val) ->
 
 
 def quantize_blocks(k: Kernel, row: QuantRow, x: Val, first: Val, last: Val, n: Val) -> None:
-    """Quantises blocks [first, last) of a row of `n` values, zeros after them; `x` is where the first block's values are."""
+    """Quantises blocks [first, last) of a row of `n` values, zeros after them; the first block's values are at `x`."""
     whole = k.minimum(last, n >> 5)
     with k.range(first, whole) as b:
         at = x + (b - first << 7)

@@ -10,6 +10,8 @@ import numpy as np
 from quarrel.cpu_backend.lowering import Cache
 from quarrel.cpu_backend.pool import Pool
 from quarrel.cpu_backend.step import Compiled
+from quarrel.errors import RequestError
+from quarrel.gguf import FORMATS
 from quarrel.ops.contract import Array, Concrete, ConstRef, KVArrays, Op, Operand, RawWeight, StateRef, Value, WeightRef
 from quarrel.ops.null import Builder
 from quarrel.ops.program import KVLayer, Program
@@ -26,6 +28,8 @@ def run_op(op: Op, spec: object, inputs: Sequence[Concrete], exact: bool, pool: 
     traced = given.builder.program(**{r.name: r for r in results})
     program = Program(traced.nodes, given.values, traced.outputs, traced.caches, traced.states)
     compiled = Compiled(program, given, given.caches, given.states, given.sizes, exact, pool)
+    # NaN wherever nothing is written: a kernel that leaves a hole or reads one cannot go unnoticed.
+    compiled.tables.arena[:] = 0xFF
     out: list[Any] = list(compiled.run(given.arrays, tuple(program.outputs)).values())
     out += [KVArrays(cache.k.astype(np.float32), cache.v.astype(np.float32)) for cache in given.caches if op.consumes]
     return (*out, *given.states)
@@ -49,6 +53,11 @@ class _Inputs:
             self.caches.append(new_cache(KVLayer(*given.k.shape[2:]), *given.k.shape[:2], self._exact, given))
             return self.builder.cache(KVLayer(*given.k.shape[2:]))
         if isinstance(given, RawWeight):
+            block = FORMATS[given.type]
+            if given.raw.shape[1] * block.elements != given.k * block.nbytes:
+                raise RequestError(
+                    f"{name} has rows of {given.raw.shape[1]} bytes, which are not {given.k} of {given.type.name}"
+                )
             self._weights[f"{name}.{i}"] = given
             return WeightRef(f"{name}.{i}", given.type, len(given.raw), given.k)
         if kind == "const":
@@ -57,11 +66,18 @@ class _Inputs:
             self.states.append(given.astype(np.float32))
             return self._state(given)
         self.values[name], self.arrays[name] = Value(-1000 - i, kind, dims, name), given
-        for axis, size in zip(dims, given.shape, strict=True):
-            axis, size = ("S", size - 1) if axis == "S1" else (axis, size)
-            if axis in self.sizes:
-                self.sizes[axis] = size
+        if len(dims) != given.ndim:
+            raise RequestError(f"{name} has shape {given.shape}, wanted {len(dims)} axes ({', '.join(map(str, dims))})")
+        for axis, size in zip(dims, given.shape):
+            self._size(name, *(("S", size - 1) if axis == "S1" else (axis, size)))
         return self.values[name]
+
+    def _size(self, name: str, axis: int | str, size: int) -> None:
+        known = self.sizes.get(axis) if isinstance(axis, str) else axis
+        if known not in (0, None, size):
+            raise RequestError(f"{name} has {size} along axis {axis}, where the op or its other inputs have {known}")
+        if isinstance(axis, str):
+            self.sizes[axis] = size
 
     def _state(self, given: Array) -> StateRef:
         return self.builder.state(*given.shape[1:])

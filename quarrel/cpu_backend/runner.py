@@ -16,6 +16,7 @@ from typing import Any
 
 from llvmlite import ir
 
+from quarrel.cpu_backend.features import Level
 from quarrel.cpu_backend.ir import I32, I64, Kernel, Val
 
 COUNT_BITS, STAGE_BITS = 24, 20
@@ -66,9 +67,9 @@ def _control(k: Kernel, name: str, slot: Val) -> None:
     k.call_raw(f"llvm.x86.sse.{name}", ir.VoidType(), [pointer])
 
 
-def _flush_subnormals(k: Kernel) -> Val | None:
+def _flush_subnormals(k: Kernel, level: Level) -> Val | None:
     """Turns subnormal numbers off for this thread; returns where the former control word is."""
-    if not _triple().startswith("x86_64"):
+    if level.arch != "x86_64":
         return None
     before, now = k.stack(4), k.stack(4)
     _control(k, "stmxcsr", before)
@@ -82,18 +83,11 @@ def _restore(k: Kernel, before: Val | None) -> None:
         _control(k, "ldmxcsr", before)
 
 
-def _pause(k: Kernel) -> None:
-    triple = _triple()
-    if triple.startswith("x86_64"):
+def _pause(k: Kernel, level: Level) -> None:
+    if level.arch == "x86_64":
         k.call_raw("llvm.x86.sse2.pause", ir.VoidType(), [])
-    elif triple.startswith(("aarch64", "arm64")):
+    elif level.arch == "aarch64":
         k.call_raw("llvm.aarch64.hint", ir.VoidType(), [ir.Constant(I32, 1)])
-
-
-def _triple() -> str:
-    import llvmlite.binding as llvm
-
-    return str(llvm.get_process_triple())
 
 
 def _call_address(k: Kernel, address: Val, result: ir.Type, args: list[Val]) -> Any:
@@ -152,10 +146,10 @@ def emit_start(k: Kernel) -> None:
     k.finish()
 
 
-def emit_run(k: Kernel) -> None:
+def emit_run(level: Level, k: Kernel) -> None:
     """`run(pool, thread, worker)`: computes until the step is over (caller) or nothing came for a while (worker)."""
     pool, thread, worker = k.params
-    before = _flush_subnormals(k)
+    before = _flush_subnormals(k, level)
     offer = k.load(pool, I64, YIELD, align=8)
     going, spins, offers = k.var(k.i64(1)), k.var(k.i64(0)), k.var(k.i64(0))
     with k.loop_while(lambda: going.v.ne(0)):
@@ -174,7 +168,7 @@ def emit_run(k: Kernel) -> None:
                 spins.v = spins.v + 1
                 with k.either(spins.v < SPINS) as (soon, later):
                     with soon:
-                        _pause(k)
+                        _pause(k, level)
                     with later:
                         _call_address(k, offer, I32, [])
                         offers.v = k.select(stage.eq(IDLE), offers.v + 1, 0)

@@ -50,39 +50,50 @@ class Compiled:
             plan.end_node([v for v in (*choice.node.inputs, *choice.node.outputs) if isinstance(v, Value)])
             if progress:
                 progress(i + 1, len(self.choices))
-        self._places = {name: plan.place(value) for name, value in program.outputs.items()}
+        places = {name: plan.place(value) for name, value in program.outputs.items()}
         plan.keep += [self.weights.keep, self.weights, list(caches), list(states), self.inputs]
         self.tables = finish(plan)
+        self._outputs = {
+            name: (value.dims[0], self.tables.view(places[name], _dtype(value), _shape(value, plan.sizes)))
+            for name, value in program.outputs.items()
+        }
+        # Which axes of an input tell the size of a free axis of the program.
+        self._axes = {
+            name: [(axis, i) for i, axis in enumerate(value.dims) if axis in AXES or axis == "S1"]
+            for name, value in program.inputs.items()
+        }
         self._selected: dict[tuple[str, ...], StageTable] = {}
 
     def run(self, arrays: Mapping[str, Array], wanted: tuple[str, ...]) -> dict[str, Array]:
         """Copies the inputs in, runs what the wanted outputs and the caches need, and copies the results out."""
+        # Between two steps of decoding every line of this meets cold caches, so there are few.
         sizes: dict[str, int] = {}
         for name, array in arrays.items():
-            value = self.program.inputs[name]
-            flat = array.reshape(-1)
-            self.inputs[name][: flat.size] = flat
-            for axis, size in zip(value.dims, array.shape):
-                if axis in AXES:
-                    sizes[axis] = size
-                elif axis == "S1":
-                    sizes["S"] = size - 1
+            self.inputs[name][: array.size] = array.reshape(-1)
+            for axis, i in self._axes[name]:
+                if axis == "S1":
+                    sizes["S"] = array.shape[i] - 1
+                else:
+                    sizes[axis] = array.shape[i]
         self.tables.header.set(sizes)
         if wanted not in self._selected:
             self._selected[wanted] = self.tables.select(_needed(self.choices, self.program, wanted))
         self._pool.run(self._selected[wanted])
-        out = {}
-        for name in wanted:
-            value = self.program.outputs[name]
-            shape = tuple(sizes[d] if isinstance(d, str) else d for d in value.dims)
-            dtype = np.int32 if value.kind == "i32" else np.float32
-            out[name] = self.tables.view(self._places[name], dtype, shape).copy()
-        return out
+        outputs = ((name, *self._outputs[name]) for name in wanted)
+        return {name: whole[: sizes[axis]].copy() for name, axis, whole in outputs}
+
+
+def _shape(value: Value, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(sizes[d] if isinstance(d, str) else d for d in value.dims)
+
+
+def _dtype(value: Value) -> type:
+    return np.int32 if value.kind == "i32" else np.float32
 
 
 def _buffer(value: Value, sizes: Mapping[str, int]) -> np.ndarray:
-    count = int(np.prod([sizes[d] if isinstance(d, str) else d for d in value.dims]))
-    return np.zeros(count + 64, np.int32 if value.kind == "i32" else np.float32)
+    # Vector loads may run past the end, never past this margin.
+    return np.zeros(int(np.prod(_shape(value, sizes))) + 64, _dtype(value))
 
 
 def _uses(nodes: Sequence[Node], program: Program, lowering: Lowering) -> tuple[dict[int, set[str]], dict[int, int]]:

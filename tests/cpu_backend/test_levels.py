@@ -1,0 +1,72 @@
+"""Every block format on every feature level that this machine can run: odd shapes, and the same bits whatever the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from quarrel.cpu_backend import features
+from quarrel.cpu_backend.backend import CpuBackend
+from quarrel.gguf import FORMATS, GGMLType
+from quarrel.ops import draw
+from quarrel.ops.contract import rel_error
+from quarrel.ops.embedding import EMBEDDING, EmbeddingSpec
+from quarrel.ops.linear import LINEAR, LinearSpec
+
+LEVELS = [level.name for level in features.levels()]
+ROWS = (1, 2, 3, 17)
+
+
+@pytest.fixture(name="backend", scope="module", params=LEVELS)
+def _backend(request: pytest.FixtureRequest) -> Iterator[CpuBackend]:
+    backend = CpuBackend(request.param, threads=2)
+    yield backend
+    backend.close()
+
+
+def shapes(type: GGMLType) -> list[tuple[int, int]]:
+    """(n, k): whole superblocks, and a row that ends within one where the format allows it."""
+    smallest = FORMATS[type].elements
+    odd = {256: [], 32: [(35, 32 * 11)], 1: [(35, 77)]}[smallest]
+    return [(67, 768), *odd]
+
+
+@pytest.mark.parametrize("type", draw.NATIVE, ids=lambda t: t.name)
+def test_linear_is_right_and_does_not_depend_on_the_batch(backend: CpuBackend, type: GGMLType) -> None:
+    rng = np.random.default_rng(1)
+    for n, k in shapes(type):
+        weight = draw.weight(rng, type, n, k)
+        x = draw.activations(rng, max(ROWS), k)
+        exact = x.astype(np.float64) @ weight.dense().astype(np.float64).T
+        results = [backend.run_op(LINEAR, LinearSpec(type, n, k), (x[:rows], weight))[0] for rows in ROWS]
+        assert rel_error(results[-1], exact) < LINEAR.tolerance["int8"]
+        for y in results:
+            assert np.array_equal(y, results[-1][: len(y)])
+        singles = [backend.run_op(LINEAR, LinearSpec(type, n, k), (x[i : i + 1], weight))[0] for i in (4, 16)]
+        assert np.array_equal(np.concatenate(singles), results[-1][[4, 16]])
+
+
+@pytest.mark.parametrize("type", draw.NATIVE, ids=lambda t: t.name)
+def test_rows_are_dequantised_exactly(backend: CpuBackend, type: GGMLType) -> None:
+    rng = np.random.default_rng(2)
+    for _, k in shapes(type):
+        weight = draw.weight(rng, type, 9, k)
+        ids = np.array([8, 0, 3], np.int32)
+        (y,) = backend.run_op(EMBEDDING, EmbeddingSpec(type, 9, k), (ids, weight))
+        assert np.allclose(y, weight.dense()[ids], rtol=3e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("type", [GGMLType.Q4_K, GGMLType.Q6_K, GGMLType.Q8_0], ids=lambda t: t.name)
+def test_levels_with_fused_arithmetic_give_the_same_bits(type: GGMLType) -> None:
+    rng = np.random.default_rng(3)
+    weight, x = draw.weight(rng, type, 40, 512), draw.activations(rng, 5, 512)
+    results = []
+    for level in features.levels():
+        if level.half:
+            backend = CpuBackend(level.name, threads=1)
+            results.append(backend.run_op(LINEAR, LinearSpec(type, 40, 512), (x, weight))[0])
+            backend.close()
+    assert results
+    assert all(np.array_equal(y, results[0]) for y in results)

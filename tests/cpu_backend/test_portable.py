@@ -1,0 +1,74 @@
+"""Kernels for processors that this machine is not: they must compile, and use the instructions that they are there for."""
+
+from __future__ import annotations
+
+import llvmlite.binding as llvm
+import pytest
+
+from quarrel.cpu_backend import attention, elementwise, features, jit, norm, recurrent, rope, runner, sample
+from quarrel.cpu_backend.abi import KernelDef
+from quarrel.cpu_backend.dot_row import dot_row
+from quarrel.cpu_backend.float_linear import float_linear
+from quarrel.cpu_backend.formats import BLOCKS
+from quarrel.cpu_backend.quantize import quantize
+from quarrel.cpu_backend.tile import tile
+
+TRIPLES = {"x86_64": "x86_64-unknown-linux-gnu", "aarch64": "aarch64-unknown-linux-gnu"}
+
+
+def machine(level: features.Level) -> llvm.TargetMachine:
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    try:
+        target = llvm.Target.from_triple(TRIPLES[level.arch])
+    except RuntimeError:
+        pytest.skip(f"this LLVM cannot generate {level.arch} code")
+    return target.create_target_machine(cpu=level.cpu, features=level.features, opt=3, reloc="pic", codemodel="small")
+
+
+def kernels(level: features.Level) -> list[KernelDef]:
+    shape = attention.Shape(4, 2, 80, 16, 0.1, window=64, cap=30.0, sinks=True, half_cache=True)
+    every = [
+        quantize(level),
+        elementwise.gated("silu", True),
+        norm.norm("layer", True),
+        rope.rope_append("neox", level, True, 40, 160),
+        attention.attention(shape, level),
+        recurrent.scan2(64, 128, 4),
+        sample.sample(1000),
+        float_linear("F16", level, 77),
+    ]
+    every += [dot_row(fmt, level, fmt.elements == 32) for fmt in BLOCKS.values()]
+    return [*every, *(tile(BLOCKS[name], level, False, 512) for name in ("Q4_K", "Q8_0"))]
+
+
+@pytest.mark.parametrize("name", [n for n in features.LEVELS if n != "generic"])
+def test_every_kernel_compiles_for_every_level(name: str) -> None:
+    level = features.LEVELS[name]
+    target = machine(level)
+    for kernel in kernels(level):
+        text = str(target.emit_assembly(jit.optimised(jit.emit_ir("kernel", kernel.emit), level, target)))
+        # A library call, such as a software conversion of halves, would not be found when the kernel is loaded.
+        assert not [line for line in text.splitlines() if line.split()[:1] in (["bl"], ["callq"], ["call"])], kernel.name
+
+
+@pytest.mark.parametrize(
+    ("name", "instruction"),
+    [("avx512vnni", "vpdpbusd"), ("avxvnni", "vpdpbusd"), ("avx2", "vpmaddubsw"), ("neon", "sdot")],
+)
+def test_byte_products_use_the_level_s_instruction(name: str, instruction: str) -> None:
+    level = features.LEVELS[name]
+    target = machine(level)
+    for kernel in (dot_row(BLOCKS["Q4_K"], level, False), tile(BLOCKS["Q4_K"], level, False, 512)):
+        text = str(target.emit_assembly(jit.optimised(jit.emit_ir("kernel", kernel.emit), level, target)))
+        assert instruction in text, kernel.name
+
+
+@pytest.mark.parametrize("name", list(features.LEVELS))
+def test_the_runner_compiles(name: str) -> None:
+    level = features.LEVELS[name]
+    if level.arch not in TRIPLES:
+        pytest.skip(f"no triple known for {level.arch}")
+    target = machine(level)
+    for emit, params in ((runner.emit_start, 1), (lambda k: runner.emit_run(level, k), 3)):
+        assert target.emit_object(jit.optimised(jit.emit_ir("runner", emit, params), level, target))

@@ -1,0 +1,130 @@
+"""Vector functions against float64, over their whole range, with and without half-precision instructions."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import pytest
+
+from quarrel.cpu_backend import features, jit, vector
+from quarrel.cpu_backend.features import Level
+from quarrel.cpu_backend.ir import F32, I16, Kernel, Val, vec
+from quarrel.cpu_backend.rope import sin_cos
+
+LEVELS = {level.half: level for level in features.levels()}
+Run = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+
+
+def apply(
+    name: str, f: Callable[[Kernel, Val], Val], x: np.ndarray, out: type = np.float32, level: Level | None = None
+) -> np.ndarray:
+    """f over an array, sixteen at a time."""
+    source = vec(F32 if x.dtype == np.float32 else I16, 16)
+    step = x.itemsize
+
+    def emit(k: Kernel) -> None:
+        at, to, n = k.params
+        with k.range(0, n, 16) as i:
+            y = f(k, k.load(at + i * step, source))
+            k.store(y, to + i * np.dtype(out).itemsize)
+        k.finish()
+
+    y = np.zeros(len(x), out)
+    Run(jit.address(f"test/{name}", emit, level or features.level()))(x.ctypes.data, y.ctypes.data, len(x))
+    return y
+
+
+def ulps(got: np.ndarray, want: np.ndarray) -> float:
+    return float((np.abs(got.astype(np.float64) - want) / np.spacing(np.abs(want).astype(np.float32))).max())
+
+
+def test_exp_is_within_two_ulps() -> None:
+    x = np.linspace(-87, 88, 1 << 20, dtype=np.float32)
+    assert ulps(apply("exp", vector.exp, x), np.exp(x.astype(np.float64))) < 2
+
+
+def test_exp_of_extremes() -> None:
+    x = np.array([-np.inf, -1e30, -100, 0, 1e30, np.inf, 88.3, -87.2] * 2, np.float32)
+    y = apply("exp", vector.exp, x)
+    assert (y[:3] == 0).all()
+    assert y[3] == 1
+    assert np.isfinite(y).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "f", "truth", "tolerance"),
+    [
+        ("tanh", vector.tanh, np.tanh, 5e-7),
+        ("sigmoid", vector.sigmoid, lambda x: 1 / (1 + np.exp(-x)), 3e-7),
+        ("softplus", vector.softplus, lambda x: np.logaddexp(0, x), 3e-7),
+        ("erf", vector.erf, np.vectorize(math.erf), 6e-7),
+    ],
+)
+def test_functions(
+    name: str, f: Callable[[Kernel, Val], Val], truth: Callable[[np.ndarray], np.ndarray], tolerance: float
+) -> None:
+    x = np.concatenate([np.linspace(-30, 30, 65520), np.geomspace(1e-6, 1, 16)]).astype(np.float32)
+    want = truth(x.astype(np.float64))
+    assert (np.abs(apply(name, f, x) - want) <= tolerance * np.maximum(np.abs(want), 1.0 if name == "erf" else 1e-30)).all()
+
+
+@pytest.mark.parametrize("half", sorted(LEVELS))
+def test_every_half_precision_number_becomes_itself(half: bool) -> None:
+    bits = np.arange(65536, dtype=np.uint16)
+    got = apply(f"to_f32/{half}", partial(_widen, LEVELS[half]), bits.view(np.int16), level=LEVELS[half])
+    want = bits.view(np.float16).astype(np.float32)
+    assert np.array_equal(got, want, equal_nan=True)
+
+
+def _widen(level: Level, k: Kernel, x: Val) -> Val:
+    return vector.to_f32(k, level, x)
+
+
+def _narrow(level: Level, k: Kernel, x: Val) -> Val:
+    return vector.to_half(k, level, x)
+
+
+@pytest.mark.parametrize("half", sorted(LEVELS))
+def test_rounding_to_half_precision(half: bool) -> None:
+    rng = np.random.default_rng(0)
+    every = np.arange(65536, dtype=np.uint16).view(np.float16).astype(np.float32)
+    finite = np.sort(every[np.isfinite(every)])
+    between = ((finite[1:].astype(np.float64) + finite[:-1]) / 2).astype(np.float32)
+    drawn = (rng.standard_normal(4096) * 10.0 ** rng.integers(-8, 6, 4096)).astype(np.float32)
+    x = np.concatenate([finite, between, drawn, np.array([np.inf, -np.inf, 65519.9, 65520.0], np.float32)])
+    x = np.resize(x, len(x) // 16 * 16 + 16)
+    got = apply(f"to_half/{half}", partial(_narrow, LEVELS[half]), x, np.uint16, LEVELS[half])
+    with np.errstate(over="ignore"):
+        want = x.astype(np.float16)
+    assert np.array_equal(got.view(np.float16), want)
+
+
+def test_sine_and_cosine_of_large_angles() -> None:
+    x = np.concatenate([np.linspace(0, 10, 4096), np.linspace(0, 2.0**20, 61440)]).astype(np.float32)
+    for i, truth in enumerate((np.sin, np.cos)):
+        got = apply(f"sin_cos/{i}", lambda k, v, i=i: sin_cos(k, v)[i], x)
+        assert np.abs(got - truth(x.astype(np.float64))).max() < 1e-7
+
+
+def test_sums_fold_and_transpose() -> None:
+    x = np.arange(16, dtype=np.float32)
+    assert apply("sum", lambda k, v: k.splat(vector.sum_lanes(v), 16), x)[0] == 120
+    assert apply("max", lambda k, v: k.splat(vector.max_lanes(k, v), 16), x)[0] == 15
+    rows = np.arange(256, dtype=np.float32)
+
+    def emit(k: Kernel) -> None:
+        at, to, _ = k.params
+        for i, column in enumerate(vector.transpose16([k.load(at, vec(F32, 16), 64 * r) for r in range(16)])):
+            k.store(column, to, 64 * i)
+        k.store(vector.fold4([k.load(at, vec(F32, 16), 64 * r) for r in range(4)]), to, 1024)
+        k.finish()
+
+    out = np.zeros(272, np.float32)
+    Run(jit.address("test/transpose", emit, features.level()))(rows.ctypes.data, out.ctypes.data, 0)
+    assert np.array_equal(out[:256].reshape(16, 16), rows.reshape(16, 16).T)
+    quarters = rows[:64].reshape(4, 4, 4).sum(-1)  # [vector, 128 bits]
+    assert np.array_equal(out[256:].reshape(4, 4), quarters.T)
