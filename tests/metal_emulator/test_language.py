@@ -236,7 +236,9 @@ IDIOMS = """
   thread float* p = own;
   uint4 shifted = uint4(2, 4, 6, 8) >> 1u;
   Params params = {3, 2.0f};
-  v += p[1] + shifted.z + params.n * params.scale + int8_t(-3);
+  Params copy = ((const device Params*)x)[2], back;
+  back = copy;
+  v += p[1] + shifted.z + params.n * params.scale + int8_t(-3) + back.scale;
   put(y, v, i);
 """
 
@@ -244,4 +246,4 @@ IDIOMS = """
 def test_idioms_of_kernels_pass_every_check() -> None:
     y = run(IDIOMS, IDIOMS_HEADER)
     low_bytes = np.arange(32, dtype=np.float32).view(np.uint8)[::4]
-    assert (y == 2 * LANES + LANES % 4 + 1 + 2 + (LANES | 1) + low_bytes + 2 + 3 + 6 - 3).all()
+    assert (y == 2 * LANES + LANES % 4 + 1 + 2 + (LANES | 1) + low_bytes + 2 + 3 + 6 - 3 + 5).all()

@@ -147,6 +147,12 @@ def test_plain_access_beside_an_atomic_one() -> None:
     assert_reported(check(kernel, call).findings, kernel, Kind.RACE, "(device float*)y")
 
 
+def test_a_pointer_past_a_private_array() -> None:
+    header = "METAL_FUNC float at(thread float* p, uint i) { return p[i]; }\n"
+    kernel, call = elementwise("float own[4] = {1, 2, 3, 4};\ny[i] = at(own, i);", header=header)
+    assert_reported(check(kernel, call).findings, kernel, Kind.UNDEFINED, "p[i]")
+
+
 def test_a_static_assert_of_the_block_layout() -> None:
     kernel = matvec(header=BLOCK_HEADER.replace("half scale;", "float scale;"))
     assert_reported(check(kernel, matvec_call()).findings, kernel, Kind.DOES_NOT_COMPILE, "static_assert")

@@ -30,7 +30,7 @@ _EXECUTION = (
     *("-mllvm", "-disable-block-placement"),
 )
 _UNDEFINED = (
-    "alignment,array-bounds,builtin,float-cast-overflow,integer-divide-by-zero,return,shift,"
+    "alignment,array-bounds,local-bounds,builtin,float-cast-overflow,integer-divide-by-zero,return,shift,"
     "signed-integer-overflow,unreachable"
 )
 # Nothing that copies or moves accesses: a finding names the line that made it. Unset variables hold a pattern.

@@ -30,7 +30,8 @@ static void landing() {
       break;
     case SIGILL:
     case SIGTRAP:
-      f.detail = "trap: a place that must not be reached";
+      f.kind = MSL_UNDEFINED;
+      f.detail = "access outside a variable of the thread, or unreachable place reached";
       break;
     default:
       if (fiber->stack - address > 0 && fiber->stack - address <= (long)kStackBytes) {
