@@ -580,6 +580,17 @@ def test_an_encoder_continues_no_text_and_says_so() -> None:
         open_model("bert", n_ctx=129)
 
 
+def test_sentences_through_a_real_encoder_lie_where_the_reference_puts_them() -> None:
+    folder = need_cases("minilm")
+    sentences = json.loads((folder / "meta.json").read_text())["sentences"]
+    wanted = np.load(folder / "embeddings_hf.npy")
+    with quarrel.load(folder / "all-MiniLM-L6-v2-q8_0.gguf", backend="cpu", compute="float32") as llm:
+        assert llm.n_ctx == 512
+        found = np.stack([llm.hidden(llm.tokenize(text)).mean(0) for text in sentences])
+    cosine = (found * wanted).sum(1) / np.linalg.norm(found, axis=1)
+    assert cosine.min() > 0.999  # of unquantised weights; these are Q8_0
+
+
 def test_an_encoder_can_be_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUARREL_CHECK", "1")
     with open_model("nomic_bert", "cpu", n_ctx=32) as llm:

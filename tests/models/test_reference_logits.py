@@ -28,6 +28,7 @@ TRANSFORMERS = (
 OTHERS = (
     *("mixtral", "granitemoe", "qwen3moe", "gptoss", "gptoss_trunc", "nemotron", "nemotron_h", "nemotron_h_moe"),
     *("granitehybrid", "granitehybrid_dense", "mamba", "mamba2", "bert", "nomic_bert"),
+    "zoo",  # one small llama in every block format
 )
 ARCHITECTURES = (*TRANSFORMERS, *OTHERS)
 

@@ -16,7 +16,7 @@ from quarrel.gguf import GGMLType, GGUFFile, resolve
 from quarrel.models import Tensors, assemble, read_spec
 from quarrel.ops.contract import KVArrays
 from quarrel.ops.reference import run_program
-from quarrel.ops.step import StepInputs
+from quarrel.ops.step import ComputeChoice, StepInputs
 from quarrel.tokenizer.tokenizer import load_tokenizer
 
 FOLDER = Path(quarrel.__file__).parent / "demo"
@@ -77,6 +77,17 @@ def test_it_continues_as_it_did_when_it_was_made(path: Path, case: dict[str, Any
     assert logits.argmax(-1).tolist() == new
     best = np.sort(logits, axis=-1)
     assert (best[:, -1] - best[:, -2]).min() >= case["least_margin"] - 1e-3
+
+
+@pytest.mark.parametrize("compute", ["auto", "float32"])
+def test_it_continues_like_that_on_a_cpu_too(compute: ComputeChoice) -> None:
+    cases = GREEDY["cases"]
+    with quarrel.load("demo", backend="cpu", compute=compute) as llm:
+        for case in cases:
+            result = llm.generate(case["prompt"], temperature=0, max_tokens=len(case["new_ids"]), ignore_eos=True)
+            assert list(result.token_ids) == case["new_ids"], case["prompt"]
+        together = llm.generate([case["prompt"] for case in cases], temperature=0, max_tokens=len(cases[0]["new_ids"]))
+        assert list(together[0].token_ids) == cases[0]["new_ids"]
 
 
 def reference_logits(path: Path, ids: np.ndarray) -> np.ndarray:
