@@ -168,6 +168,15 @@ def test_a_stop_string_across_tokens_ends_and_is_not_shown() -> None:
         toy.assert_all_returned()
 
 
+def test_what_a_decoder_holds_behind_a_stop_string_is_cut_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the first bytes of a character in the token whose text ended with the stop."""
+    monkeypatch.setattr("tests.engine.toys._LetterDetokenizer.flush", lambda self: "half")
+    with Toy() as toy:
+        free = toy.generate(PROMPT, GREEDY).text
+        assert free.endswith("half")
+        assert toy.generate(PROMPT, params(stop=[free[5:8]])).text == free[: free.find(free[5:8])]
+
+
 def test_what_was_held_back_for_a_stop_that_never_came_is_shown_at_the_end() -> None:
     with Toy() as toy:
         free = toy.generate(PROMPT, GREEDY)
