@@ -7,6 +7,7 @@ import queue
 import random
 import threading
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -382,6 +383,21 @@ def test_closing_leaving_or_dropping_a_stream_cancels_it() -> None:
         toy.assert_all_returned()
         assert sequence.over
         assert sequence.generated < 50
+
+
+def test_an_interrupt_while_waiting_cancels() -> None:
+    with Toy() as toy:
+        free = toy.hold()
+        stream = toy.start(PROMPT, GREEDY)
+        real, stream._chunks = stream._chunks, Mock(get=Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            stream.wait()
+        stream._chunks = real
+        free()
+        for _ in stream:
+            pass
+        assert stream.result is not None
+        assert stream.result.finish_reason == "cancelled"
 
 
 def test_cancelling_what_is_over_changes_nothing() -> None:

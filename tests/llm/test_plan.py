@@ -49,6 +49,15 @@ def test_with_less_memory_fewer_sequences_share_the_cache() -> None:
     assert limits.n_blocks == 3 * 256 + 1
 
 
+@pytest.mark.filterwarnings("ignore:the context is reduced")
+def test_the_cache_never_takes_more_than_is_left() -> None:
+    block = BLOCK * cache_bytes_per_token(PROGRAM, "float16")
+    for spare in range(3 * block, 6 * block, block // 7):
+        limits, length = plan(GIB + 4 * (512 * 16 * 2048 + 8 * 128256) + spare)
+        assert limits.n_blocks * block <= spare
+        assert limits.n_blocks * BLOCK >= length + BLOCK
+
+
 def test_the_context_is_reduced_only_with_a_warning() -> None:
     with pytest.warns(UserWarning, match=r"the context is reduced from 8192 to \d+ tokens: 1\.20 GiB are free"):
         limits, length = plan(1.2 * GIB)
