@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from quarrel.errors import BackendUnavailable
 from tools.metal_emulator.kernel import metal_kernel
@@ -21,12 +22,13 @@ def install(settings: Settings | None = None) -> Iterator[Session]:
         import mlx.core as mx
     except ImportError as error:
         raise BackendUnavailable("install() stands in for MLX, which is not installed; pip install 'mlx[cpu]'") from error
-    original = mx.fast.metal_kernel
-    mx.fast.metal_kernel = metal_kernel  # type: ignore[assignment]
+    fast: Any = mx.fast
+    original = fast.metal_kernel
+    fast.metal_kernel = metal_kernel
     mx.disable_compile()
     try:
         with session(settings or Settings()) as current:
             yield current
     finally:
-        mx.fast.metal_kernel = original
+        fast.metal_kernel = original
         mx.enable_compile()
