@@ -49,6 +49,14 @@ def test_with_less_memory_fewer_sequences_share_the_cache() -> None:
     assert limits.n_blocks == 3 * 256 + 1
 
 
+def test_recurrent_states_are_paid_for_once_a_sequence() -> None:
+    recurrent = dataclasses.replace(PROGRAM, states=(StateLayer((1 << 20,)),) * 64)
+    assert plan(4 * GIB, recurrent)[1] == 8192  # 8 of 256 MiB
+    with pytest.raises(OutOfMemory):
+        plan(3 * GIB, recurrent)
+    assert plan(3 * GIB, recurrent, max_seqs=1)[1] == 8192
+
+
 @pytest.mark.filterwarnings("ignore:the context is reduced")
 def test_the_cache_never_takes_more_than_is_left() -> None:
     block = BLOCK * cache_bytes_per_token(PROGRAM, "float16")
