@@ -33,7 +33,7 @@ ROOMS: Mapping[str, Room] = {
     "gguf": Room(("errors", "env"), ("numpy", "gguf", "huggingface_hub", "tqdm")),
     "tokenizer": Room(("errors", "gguf"), ("sentencepiece", "tokenizers", "jinja2"), nouns=True),
     "ops": Room(("errors", "env", "gguf"), ("numpy",)),
-    "cpu_backend": Room(("errors", "env", "gguf", "ops"), ("numpy", "numba", "llvmlite")),
+    "cpu_backend": Room(("errors", "env", "gguf", "ops"), ("numpy", "llvmlite")),
     "triton_backend": Room(("errors", "env", "gguf", "ops"), ("numpy", "torch", "triton")),
     "mlx_backend": Room(("errors", "env", "gguf", "ops"), ("numpy", "mlx")),
     "models": Room(("errors", "gguf", "ops"), ("numpy",), nouns=True),
@@ -247,6 +247,6 @@ def test_each_room_in_the_table_is_described() -> None:
 
 
 def test_importing_the_package_brings_in_no_backend() -> None:
-    code = "import sys, quarrel.cli; print(*sorted({'torch', 'triton', 'mlx', 'numba', 'llvmlite'} & set(sys.modules)))"
+    code = "import sys, quarrel.cli; print(*sorted({'torch', 'triton', 'mlx', 'llvmlite'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.split() == []

@@ -113,7 +113,7 @@ def backend(name: str, threads: int | None = None) -> Backend:
 
 
 _HINT = {
-    "cpu": "reinstall quarrel, numba is one of its own dependencies",
+    "cpu": "reinstall quarrel, llvmlite is one of its own dependencies",
     "triton": "install the extra with `pip install 'quarrel[cuda]'` on a machine with an NVIDIA GPU",
     "mlx": "install the extra with `pip install 'quarrel[metal]'` on an Apple silicon Mac",
 }
