@@ -29,8 +29,10 @@ from quarrel.errors import (
     RequestError,
     UnsupportedModel,
 )
+from quarrel.gguf import GGUFFile
 from quarrel.llm import LLM
 from quarrel.llm.loading import _has_cuda_driver
+from quarrel.models import read_spec
 from quarrel.ops.contract import rel_error
 from quarrel.ops.registry import backend as backend_named
 from quarrel.ops.step import Backend
@@ -595,6 +597,17 @@ def test_an_encoder_can_be_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUARREL_CHECK", "1")
     with open_model("nomic_bert", "cpu", n_ctx=32) as llm:
         assert llm.hidden([5, 6, 7]).shape == (3, llm.spec.n_embd)
+
+
+def test_rope_factors_are_those_of_the_context_in_use() -> None:
+    """Contexts beyond 32 tokens have factors of their own in this file."""
+    with GGUFFile.open(model("phi3_longrope")) as file:
+        short, long = (read_spec(file, n).layers[0] for n in (32, None))  # type: ignore[union-attr]
+    assert short != long
+    with open_model("phi3_longrope", n_ctx=32) as llm:
+        assert llm.spec.layers[0] == short  # type: ignore[union-attr]
+    with open_model("phi3_longrope", n_ctx=None) as llm:
+        assert llm.spec.layers[0] == long  # type: ignore[union-attr]
 
 
 def test_the_context_shrinks_with_a_warning_where_memory_ends() -> None:
