@@ -1,7 +1,7 @@
 """Compiles every Triton kernel of Quarrel for GPUs that need not be here, and reports registers, spills and shared memory.
 
 The launches are recorded from the real launchers, built over tensors without storage, so the list cannot drift from what a
-step runs. A kernel fails the gate if it spills to local memory or asks for more shared memory than the target has.
+step runs. A kernel fails the gate if it outgrows its registers or asks for more shared memory than the target has.
 
     python tools/triton_aot.py                         # every kernel, every target; prints a table, then one JSON line
     python tools/triton_aot.py --targets sm_90 --formats Q4_K,Q6_K --computes float16
@@ -52,6 +52,9 @@ from quarrel.triton_backend.weights import held_as
 
 # The most shared memory that one program may ask for, in bytes.
 TARGETS = {"sm_80": (80, 163 << 10), "sm_90": (90, 227 << 10), "sm_120": (120, 99 << 10)}
+SLACK = 16
+"""Bytes of stack that are no fault: ptxas 13 spills 8 or 16 of its own accord to reach a rounder number of registers, one
+kernel here and another there by version and target. A kernel that outgrows its registers takes 40 to 500."""
 META = torch.device("meta")
 TOKENS = (1, 512)
 
@@ -91,7 +94,7 @@ class Report:
 
     def fault(self) -> str | None:
         limit = TARGETS[self.target][1]
-        if self.stack or self.spills:
+        if self.stack > SLACK:
             return f"spills: {self.stack} bytes of stack, {self.spills} local loads and stores"
         return f"{self.shared} bytes of shared memory, {limit} allowed" if self.shared > limit else None
 
@@ -174,10 +177,8 @@ def record(op: Op, spec: Any, compute: Compute) -> Iterator[Variant]:
     """The kernels that a step of one call to `op` launches."""
     seen: list[Variant] = []
 
-    def note(
-        kernel: Any, grid: Grid, *args: Any, warps: int = 4, stages: int = 2, exact: bool = False, **constants: Any
-    ) -> None:
-        seen.append(variant(kernel, compute, args, constants, options(warps, stages, exact)))
+    def note(kernel: Any, grid: Grid, *args: Any, warps: int = 4, stages: int = 2, **constants: Any) -> None:
+        seen.append(variant(kernel, compute, args, constants, options(warps, stages)))
 
     operands = [operand(i, p, spec) for i, p in enumerate(op.params(spec))]
     values = {o.id: o for o in operands if isinstance(o, Value)}

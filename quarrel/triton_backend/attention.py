@@ -209,7 +209,6 @@ def build_attention(site: Site, node: Node) -> Launch:
             live.S, spec.scale, spec.cap, spec.window, HEADS=spec.n_heads, KV_HEADS=spec.n_kv, DIM=spec.head_dim,
             WIDE=wide, SIZE=cache.block_size, WINDOW=spec.window > 0, CAP=spec.cap != 0.0, SINKS=spec.sinks,
             SPLIT=split, SHARE=share, BLOCK_M=tile.rows, BLOCK_N=tile.keys, warps=tile.warps, stages=tile.stages,
-            exact=site.compute == "float32",
         )  # fmt: skip
 
     def run(live: Live) -> None:

@@ -79,7 +79,6 @@ def build_encode(site: Site, node: Node) -> Launch:
             target.tensor, q.tensor, k.tensor, v.tensor, query_start.tensor, live.S, spec.scale,
             HEADS=spec.n_heads, DIM=spec.head_dim, WIDE=max(16, power_of_two(spec.head_dim)),
             BLOCK_M=shape.rows, BLOCK_N=shape.keys, warps=shape.warps, stages=shape.stages,
-            exact=site.compute == "float32",
         )  # fmt: skip
 
     return run

@@ -95,7 +95,6 @@ def _build(
             y.tensor if residual is None else residual.tensor, count, alpha, spec.n, spec.k,
             FORMAT=weight.format, BIAS=spec.bias, ADD=residual is not None, COMPUTE=TL_TYPES[compute],
             BN=tile.rows, BT=tile.tokens, NB=tile.blocks, warps=tile.warps, stages=tile.stages,
-            exact=compute == "float32",
         )  # fmt: skip
 
     return run

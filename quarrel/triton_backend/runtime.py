@@ -72,26 +72,21 @@ Grid = tuple[int, ...]
 class Launcher(Protocol):
     """Runs a kernel; the ahead-of-time compiler puts a recorder in this place."""
 
-    def __call__(
-        self, kernel: Any, grid: Grid, *args: Any, warps: int = 4, stages: int = 2, exact: bool = False, **constants: Any
-    ) -> None: ...
+    def __call__(self, kernel: Any, grid: Grid, *args: Any, warps: int = 4, stages: int = 2, **constants: Any) -> None: ...
 
 
-def options(warps: int, stages: int, exact: bool) -> dict[str, Any]:
-    """What the compiler is told. `exact` kernels multiply float32 on the plain units, with whole rows in registers: left
-    to itself, ptxas 13 spills 8 or 16 bytes of them to reach a rounder number of registers."""
-    return {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True} | ({"maxnreg": 255} if exact else {})
+def options(warps: int, stages: int) -> dict[str, Any]:
+    """What the compiler is told."""
+    return {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
 
 
-def launch(
-    kernel: Any, grid: Grid, *args: Any, warps: int = 4, stages: int = 2, exact: bool = False, **constants: Any
-) -> None:
+def launch(kernel: Any, grid: Grid, *args: Any, warps: int = 4, stages: int = 2, **constants: Any) -> None:
     """Runs `kernel` on the current stream; an empty grid is no work."""
     if not all(grid):
         return
     # The interpreter is NumPy, which warns where a GPU goes on: at infinities and in lanes that a mask throws away.
     with np.errstate(all="ignore") if INTERPRETED else nullcontext():
-        kernel[grid](*args, **constants, **options(warps, stages, exact))
+        kernel[grid](*args, **constants, **options(warps, stages))
 
 
 @dataclass(frozen=True)
