@@ -9,12 +9,12 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
 from quarrel import __version__
-from quarrel.env import read_environment
+from quarrel.env import Environment, read_environment
 from quarrel.errors import QuarrelError
 from quarrel.gguf import hub, ollama, resolve
 from quarrel.ops.registry import BACKENDS, backend
@@ -152,12 +152,13 @@ def _python() -> Iterator[Line]:
 
 
 def _variables() -> Iterator[Line]:
-    for name in sorted(name for name in os.environ if name.startswith("QUARREL_")):
-        yield name, "fact", os.environ[name]
     try:
-        read_environment()
+        said, usual = asdict(read_environment()), asdict(Environment())
     except QuarrelError as error:
-        yield "QUARREL_*", "broken", str(error), "unset or mend it: every command refuses to run until then"
+        yield "environment", "broken", str(error), "mend or unset it: no command runs a model until then"
+        return
+    changed = [f"{name} = {value}" for name, value in said.items() if value != usual[name]]
+    yield "environment", "fact", ", ".join(changed) or "nothing is set"
 
 
 def _version(name: str) -> str:
@@ -232,7 +233,7 @@ _GROUPS: tuple[tuple[str, Callable[[], Iterator[Line]]], ...] = (
     ("backends", _backends),
     ("machine", _machine),
     ("Python", _python),
-    ("variables", _variables),
+    ("settings", _variables),
     ("caches", _caches),
     ("models", _models),
 )
