@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -49,19 +50,10 @@ class TritonStep:
         if self._plan.states and inputs.state_slots is None:
             raise RequestError("this program keeps recurrent state: fill StepInputs.state_slots")
         self._inputs.check(inputs, self._n_vocab, self._n_positions)
-        rows = len(inputs.out_rows)
-        live = live_counts(inputs.query_start, inputs.kv_len, rows)
-        decode = self._capture and not live.several and live.T == live.S and rows <= live.S
-        padded = power_of_two(live.S) if decode else 0
-        decode = decode and padded <= min(self.limits.max_seqs, self.limits.max_tokens)
-        self._grow(max(rows, padded), live.items)
-        if decode:
-            self._inputs.send(inputs, padded)
-            self._replay(replace(live, T=padded, S=padded, R=padded, items=power_of_two(live.items)), want)
-        else:
-            self._inputs.send(inputs)
-            self._run(live, want)
-        return StepOutputs(**{want: self._read(self._outputs[want], rows)})
+        # A thread starts on device 0, whatever device the model was loaded on.
+        device = self._plan.device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            return StepOutputs(**{want: self._launch(inputs, want)})
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies whole cache blocks (source, destination) in every layer."""
@@ -81,12 +73,28 @@ class TritonStep:
         return MemoryPlan(self._plan.weights.nbytes(), 0, cache, self._plan.nbytes + self._inputs.nbytes)
 
     def close(self) -> None:
-        """Drops every device tensor and graph."""
+        """Drops every device tensor and graph; a second call does nothing."""
         self._graphs.clear()
         self._outputs.clear()
-        del self._plan, self._inputs
+        for held in ("_plan", "_inputs", "_choices"):
+            self.__dict__.pop(held, None)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+    def _launch(self, inputs: StepInputs, want: Want) -> np.ndarray:
+        rows = len(inputs.out_rows)
+        live = live_counts(inputs.query_start, inputs.kv_len, rows)
+        decode = self._capture and not live.several and live.T == live.S and rows <= live.S
+        most = min(self.limits.max_seqs, self.limits.max_tokens)
+        padded = min(power_of_two(live.S), most) if decode else 0
+        self._grow(max(rows, padded), live.items)
+        if decode:
+            self._inputs.send(inputs, padded)
+            self._replay(replace(live, T=padded, S=padded, R=padded, items=power_of_two(live.items)), want)
+        else:
+            self._inputs.send(inputs)
+            self._run(live, want)
+        return self._read(self._outputs[want], rows)
 
     def _grow(self, rows: int, items: int) -> None:
         have = self._plan.rows
@@ -117,7 +125,8 @@ class TritonStep:
         graph = torch.cuda.CUDAGraph()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # an empty program would warn; it is as well captured empty
-            with torch.cuda.graph(graph):
+            # Other threads may go on using the device, as another model's loading does.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._run(live, want)
         self._graphs[key] = graph
         graph.replay()

@@ -190,6 +190,12 @@ def test_explain_and_memory(step: TritonStep) -> None:
     assert memory.weights_in_place == 0
 
 
+def test_closing_twice_is_closing_once(backend: TritonBackend) -> None:
+    step = backend.compile(PROGRAM, Weights(), LIMITS, "float32")
+    step.close()
+    step.close()
+
+
 def test_packing_reports_its_progress(backend: TritonBackend) -> None:
     seen: list[tuple[int, int]] = []
     backend.compile(PROGRAM, Weights(), LIMITS, "float32", lambda done, whole: seen.append((done, whole))).close()
