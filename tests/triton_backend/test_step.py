@@ -26,6 +26,7 @@ from quarrel.ops.sample import sample
 from quarrel.ops.step import Limits, SampleInputs, StepInputs
 from quarrel.triton_backend.backend import TritonBackend, create
 from quarrel.triton_backend.inputs import live_counts
+from quarrel.triton_backend.runtime import INTERPRETED
 from quarrel.triton_backend.step import TritonStep
 from tests.paths import need_cases
 
@@ -188,6 +189,29 @@ def test_explain_and_memory(step: TritonStep) -> None:
     assert memory.weights > 0
     assert memory.activations > 0
     assert memory.weights_in_place == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="graphs are captured on a CUDA device")
+@pytest.mark.parametrize("compute", ["float32", "float16"])
+def test_captured_steps_give_the_bits_of_plain_ones(compute: Any) -> None:
+    steps = [create(graphs).compile(PROGRAM, Weights(), LIMITS, compute) for graphs in (True, False)]
+    for step in steps:
+        step(batch(PREFILL, seed=1), "hidden")
+    for past in range(21, 30):
+        inputs = batch([(0, past, 1), (6, past - 18, 1)], seed=past)
+        captured, plain = (step(inputs, "logits").logits for step in steps)
+        assert np.array_equal(captured, plain)  # type: ignore[arg-type]
+    assert len(steps[0]._graphs) == 1
+    assert not steps[1]._graphs
+    # More rows than the buffers hold replaces them, and the graphs with them.
+    many = batch([(12, 0, 19)], rows=list(range(19)))
+    assert np.array_equal(*(step(many, "logits").logits for step in steps))  # type: ignore[arg-type]
+    again = batch([(0, 30, 1), (6, 12, 1)], seed=9)
+    for _ in range(3):
+        assert np.array_equal(*(step(again, "logits").logits for step in steps))  # type: ignore[arg-type]
+    for step in steps:
+        step.close()
 
 
 def test_closing_twice_is_closing_once(backend: TritonBackend) -> None:
