@@ -286,8 +286,7 @@ def test_memory_counts_the_states(recurrent: tuple[TritonStep, Array]) -> None:
     assert step.memory().cache == states > 0
 
 
-def test_experts_given_many_rows_agree_with_few(backend: TritonBackend) -> None:
-    """Past the narrow tile's tokens the kernel takes wider ones."""
+def test_experts_take_more_tokens_than_a_tile(backend: TritonBackend) -> None:
     spec = ExpertUpSpec(GGMLType.Q4_0, 5, 2, 33, 64, "silu")
     inputs = EXPERT_UP.make(Case(spec, {"T": 70}), np.random.default_rng(4))  # type: ignore[misc]
     for compute in COMPUTES:
