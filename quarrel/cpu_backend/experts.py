@@ -6,6 +6,8 @@ An expert with a single entry is read as in decoding; with more, its rows are un
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from quarrel.cpu_backend.abi import Fields, KernelDef
 from quarrel.cpu_backend.dot_row import MATRIX_FIELDS, Matrix, dot_rows
 from quarrel.cpu_backend.elementwise import each, f32s, relu2, silu
@@ -13,7 +15,7 @@ from quarrel.cpu_backend.epilogue import OUTPUT_FIELDS, Output
 from quarrel.cpu_backend.features import Level
 from quarrel.cpu_backend.float_linear import exact_rows, exact_scratch, float_rows
 from quarrel.cpu_backend.formats import BlockFormat
-from quarrel.cpu_backend.ir import I64, Kernel, Val
+from quarrel.cpu_backend.ir import I32, I64, Kernel, Val
 from quarrel.cpu_backend.quantize import QuantRow
 from quarrel.cpu_backend.tile import LANES, Rows, shapes, tile_rows, tile_scratch
 from quarrel.cpu_backend.vector import sigmoid
@@ -39,6 +41,11 @@ def _of_expert(k: Kernel, a: Fields, n: Val, expert: Val) -> Output:
     return Output(out.y, out.stride, n, bias, out.residual, out.scale)
 
 
+def _expert_rows(stack: Matrix, expert: Val) -> Matrix:
+    """One expert's matrix out of all of them, which lie one after another."""
+    return replace(stack, w=stack.w + expert * stack.n * stack.row_bytes)
+
+
 def packed_experts(fmt: BlockFormat, level: Level, tail: bool, k_padded: int, shared: int) -> KernelDef:
     """Chunk (i, tile): weight rows of the i-th active expert, activations rounded to 8 bits."""
     step = LANES * shapes(level)[0].vectors
@@ -47,10 +54,7 @@ def packed_experts(fmt: BlockFormat, level: Level, tail: bool, k_padded: int, sh
         n_tiles = a.n_tiles
         expert = k.load(a.active + (chunk.udiv(n_tiles) << 3), I64)
         first = (chunk - chunk.udiv(n_tiles) * n_tiles) * step
-        stack = Matrix.of(a)
-        m = Matrix(
-            stack.w + expert * stack.n * stack.row_bytes, stack.n, stack.row_bytes, stack.blocks, stack.tail, stack.p
-        )
+        m = _expert_rows(Matrix.of(a), expert)
         rows, out = _rows(k, a, expert, shared), _of_expert(k, a, m.n, expert)
         with k.either((rows.stop - rows.start).eq(1)) as (single, many):
             with single:
@@ -63,6 +67,23 @@ def packed_experts(fmt: BlockFormat, level: Level, tail: bool, k_padded: int, sh
     fields = (*EXPERT_FIELDS, *MATRIX_FIELDS, *OUTPUT_FIELDS)
     name = f"experts/{fmt.name}/{shared}{'/tail' if tail else ''}"
     return KernelDef(name, fields, body, tile_scratch(fmt, level, k_padded))
+
+
+def single_token_experts(fmt: BlockFormat, level: Level, tail: bool, shared: bool) -> KernelDef:
+    """The decode path, without a list of entries: chunk (j, c) is rows bounds[c] .. bounds[c + 1] - 1 of choice j."""
+
+    def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
+        j = chunk.udiv(a.n_tiles)
+        at = a.bounds + (chunk - j * a.n_tiles << 3)
+        chosen = k.load(a.ids + (j << 2), I32).to(I64)
+        expert = k.minimum(k.maximum(chosen, 0), a.experts - 1)
+        m = _expert_rows(Matrix.of(a), expert)
+        x = QuantRow(a.x if shared else a.x + j * a.x_stride, m.p)
+        span = (k.load(at, I64), k.load(at, I64, 8))
+        dot_rows(k, level, fmt, m, x, span, _of_expert(k, a, m.n, expert), j, tail)
+
+    fields = ("ids", "experts", "x", "x_stride", "bounds", "n_tiles", *MATRIX_FIELDS, *OUTPUT_FIELDS)
+    return KernelDef(f"experts/one/{fmt.name}{'/shared' if shared else ''}{'/tail' if tail else ''}", fields, body)
 
 
 def float_experts(name: str, level: Level, k_in: int, shared: int) -> KernelDef:

@@ -11,10 +11,11 @@ from quarrel.cpu_backend import experts as kernels
 from quarrel.cpu_backend import route as route_kernels
 from quarrel.cpu_backend.float_linear import ROWS
 from quarrel.cpu_backend.formats import BLOCKS
-from quarrel.cpu_backend.lowering import Lowering
-from quarrel.cpu_backend.plan import Arg, Header, Job
+from quarrel.cpu_backend.lowering import Lowering, guided_bounds
+from quarrel.cpu_backend.plan import Arg, Header, Job, Live
 from quarrel.cpu_backend.quantize import padded, row_bytes
 from quarrel.cpu_backend.tile import LANES, shapes
+from quarrel.cpu_backend.weights import Packed
 from quarrel.ops.contract import Value, WeightRef
 from quarrel.ops.moe import ExpertDownSpec, ExpertUpSpec
 from quarrel.ops.program import Node
@@ -39,10 +40,13 @@ def route(e: Lowering, node: Node) -> None:
     p.stage(Job(kernel, args, Header.axis(p.rows(ids))))
 
 
-def _gathered(e: Lowering, ids: Value, s: ExpertUpSpec | ExpertDownSpec) -> tuple[Mapping[str, Arg], int]:
-    """The entries by expert (fields that every product reads, and the header word that counts active experts)."""
+def _gathered(e: Lowering, ids: Value, s: ExpertUpSpec | ExpertDownSpec, rows: int) -> tuple[Mapping[str, Arg], int]:
+    """The entries by expert: fields that a product reads, and the header word that counts active experts.
+
+    `rows` is the header word that says how many tokens take part.
+    """
     p = e.plan
-    known = e.gathered.get(ids.id)
+    known = e.gathered.get((ids.id, rows))
     if known is None:
         lists = {
             "first": np.zeros(s.n_experts + 1, np.int64),
@@ -55,24 +59,22 @@ def _gathered(e: Lowering, ids: Value, s: ExpertUpSpec | ExpertDownSpec) -> tupl
         args = {
             **addresses,
             "ids": p.place(ids),
-            "live_rows": p.live(p.rows(ids)),
+            "live_rows": Live(rows),
             "used": s.used,
             "experts": s.n_experts,
             "count": p.header.address(word),
         }
         p.shared_stage(ids, Job(route_kernels.gather(), args, Header.ONE))
-        known = e.gathered[ids.id] = (addresses, word)
+        known = e.gathered[ids.id, rows] = (addresses, word)
     return known
 
 
-def _product(
+def _products(
     e: Lowering, x: Value, ids: Value, s: Any, weight: WeightRef, bias: WeightRef | None, y: Arg, shared: int
-) -> Job:
+) -> list[Job]:
     """y[entry] = the entry's expert's rows times its x; `shared` entries of a token read one row of x."""
     p, w = e.plan, e.weights.matrix(weight)
-    lists, word = _gathered(e, ids, s)
     common: dict[str, Arg] = {
-        **lists,
         "w": w.address,
         "n": s.n,
         "row_bytes": w.row_bytes,
@@ -83,15 +85,40 @@ def _product(
         "scale": 1.0,
     }
     if e.packs(s):
-        fmt = BLOCKS[w.type]
-        tail = s.k % 256 // fmt.elements
-        n_tiles = -(-s.n // (LANES * shapes(p.level)[0].vectors))
-        own: dict[str, Arg] = {"x": e.quantised(x), "x_stride": row_bytes(s.k), "p": padded(s.k), "blocks": s.k // 256}
-        kernel = kernels.packed_experts(fmt, p.level, tail > 0, padded(s.k), shared)
-        return Job(kernel, {**common, **own, "tail": tail, "n_tiles": n_tiles}, word, times=n_tiles)
+        return _packed_products(e, x, ids, s, w, common, shared)
+    lists, word = _gathered(e, ids, s, Header.axis(p.rows(ids)))
     n_tiles = -(-s.n // ROWS)
     own = {"x": p.place(x), "x_stride": 4 * s.k, "k": s.k, "chunk_rows": ROWS, "n_tiles": n_tiles}
-    return Job(kernels.float_experts(w.type, p.level, s.k, shared), {**common, **own}, word, times=n_tiles)
+    kernel = kernels.float_experts(w.type, p.level, s.k, shared)
+    return [Job(kernel, {**lists, **common, **own}, word, times=n_tiles)]
+
+
+def _packed_products(
+    e: Lowering, x: Value, ids: Value, s: Any, w: Packed, common: Mapping[str, Arg], shared: int
+) -> list[Job]:
+    """One job for a single token, and one for many, of which each has work when the other has none."""
+    p, fmt = e.plan, BLOCKS[w.type]
+    axis, tail = p.rows(ids), s.k % 256 // fmt.elements
+    own: dict[str, Arg] = {
+        **common,
+        "x": e.quantised(x),
+        "x_stride": row_bytes(s.k),
+        "p": padded(s.k),
+        "blocks": s.k // 256,
+        "tail": tail,
+    }
+    bounds = guided_bounds(s.n, w.row_bytes, p.threads)
+    p.keep.append(bounds)
+    chunks = len(bounds) - 1
+    single = {"ids": p.place(ids), "experts": s.n_experts, "bounds": int(bounds.ctypes.data), "n_tiles": chunks}
+    one = kernels.single_token_experts(fmt, p.level, tail > 0, shared == s.used)
+    lists, word = _gathered(e, ids, s, Header.many(axis))
+    n_tiles = -(-s.n // (LANES * shapes(p.level)[0].vectors))
+    many = kernels.packed_experts(fmt, p.level, tail > 0, padded(s.k), shared)
+    return [
+        Job(one, {**own, **single}, Header.single(axis), times=s.used * chunks),
+        Job(many, {**own, **lists, "n_tiles": n_tiles}, word, times=n_tiles),
+    ]
 
 
 def expert_up(e: Lowering, node: Node) -> None:
@@ -104,8 +131,8 @@ def expert_up(e: Lowering, node: Node) -> None:
     parts = [p.temporary(size) for _ in range(count)]
     if e.packs(s):
         e.quantised(x)
-    jobs = [_product(e, x, ids, s, w, b, part, s.used) for w, b, part in zip(weights, biases, parts)]
-    p.stage(*jobs)
+    maps = zip(weights, biases, parts)
+    p.stage(*(job for w, b, part in maps for job in _products(e, x, ids, s, w, b, part, s.used)))
     args: dict[str, Arg] = {"gate": parts[0], "up": parts[-1], "y": p.place(y), "n": s.n}
     p.stage(Job(kernels.activate(s.activation), args, Header.axis(p.rows(x)), times=s.used))
 
@@ -115,7 +142,7 @@ def expert_down(e: Lowering, node: Node) -> None:
     y, ids, weights, down, *bias = node.inputs
     (out,) = node.outputs
     each = p.temporary(4 * s.n * s.used * p.sizes[p.rows(y)])
-    p.stage(_product(e, y, ids, s, down, None, each, 1))
+    p.stage(*_products(e, y, ids, s, down, None, each, 1))
     args: dict[str, Arg] = {
         "y": each,
         "ids": p.place(ids),

@@ -57,7 +57,7 @@ class Lowering:
     def __init__(self, plan: Plan, weights: Weights, caches: Sequence[Cache], states: Sequence[np.ndarray]) -> None:
         self.plan, self.weights, self.caches, self.states = plan, weights, caches, states
         self._items: dict[int, tuple[int, int]] = {}
-        self.gathered: dict[int, tuple[dict[str, Arg], int]] = {}
+        self.gathered: dict[tuple[int, int], tuple[dict[str, Arg], int]] = {}
 
     # Forms of activations
 
