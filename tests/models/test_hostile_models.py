@@ -82,3 +82,17 @@ def test_unknown_rope_scaling_is_refused_rather_than_ignored() -> None:
     with GGUFFile.open(need_cases("qwen3_yarn") / "model-q4_0x.gguf") as file:
         with pytest.raises(UnsupportedModel, match="rope.scaling.type is 'ntk'"):
             load(file, dict(file.metadata) | {"qwen3.rope.scaling.type": "ntk"})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "error", "said"),
+    [
+        ("attention.causal", True, UnsupportedModel, "bidirectional"),
+        ("attention.head_count", 256, ModelError, "does not divide into 256 heads"),
+    ],
+)
+def test_an_encoder_that_is_none_is_refused(key: str, value: object, error: type[ModelError], said: str) -> None:
+    with GGUFFile.open(need_cases("bert", "model-q4_0x.gguf")) as file:
+        assert file.metadata.int("bert.embedding_length") == 256
+        with pytest.raises(error, match=said):
+            load(file, dict(file.metadata) | {f"bert.{key}": value})
