@@ -17,11 +17,13 @@ import numpy as np
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as with_seed
 
-from quarrel.ops import ALL_OPS
+from quarrel.ops import ALL_OPS, EXTRA_OPS
 from quarrel.ops.contract import Case, KVArrays, Op, rel_error
 from quarrel.ops.reference import run_op
 from quarrel.ops.registry import backend as create_backend
 from quarrel.ops.step import Backend, ComputeChoice
+
+OPS = {**ALL_OPS, **EXTRA_OPS}
 
 
 def check_case(backend: Backend, op: Op, case: Case, compute: ComputeChoice, seed: int = 0) -> None:
@@ -74,18 +76,18 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="cpu")
-    parser.add_argument("--op", choices=[n for n, op in ALL_OPS.items() if op.strategy], action="append")
+    parser.add_argument("--op", choices=list(OPS), action="append")
     parser.add_argument("--compute", choices=["auto", "float32", "float16", "bfloat16"], action="append")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     backend = create_backend(args.backend)
-    names = args.op or [n for n, op in ALL_OPS.items() if op.strategy]
+    names = args.op or list(OPS)
     end, seed, done = time.monotonic() + args.seconds, args.seed, 0
     while time.monotonic() < end:
         for name in names:
             for compute in args.compute or ["auto", "float32"]:
-                fuzz_op(backend, ALL_OPS[name], compute, 25, seed)
+                fuzz_op(backend, OPS[name], compute, 25, seed)
                 done += 25
         seed += 1
     print(

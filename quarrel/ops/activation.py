@@ -106,6 +106,14 @@ def plain_reference(s: PlainSpec, x: Array) -> tuple[Array]:
 
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 
+
+def _plain_strategy() -> Any:
+    from hypothesis import strategies as st
+
+    spec = st.builds(PlainSpec, st.sampled_from(["relu2", "gelu_erf"]), st.integers(1, 300))
+    return st.builds(lambda s, t: Case(s, {"T": t}), spec, st.integers(1, 9))
+
+
 PLAIN = Op(
     "plain",
     PlainSpec,
@@ -114,6 +122,7 @@ PLAIN = Op(
     reference=plain_reference,
     make=lambda c, rng: (draw.activations(rng, c.dims["T"], c.spec.n) * 3,),
     cases=lambda: [Case(PlainSpec("relu2", 577), {"T": 3}), Case(PlainSpec("gelu_erf", 128), {"T": 5})],
+    strategy=_plain_strategy,
 )
 
 
@@ -136,6 +145,13 @@ def _cap_reference(s: CapSpec, x: Array) -> tuple[Array]:
     return ((s.cap * np.tanh(y / s.cap) if s.cap else y).astype(np.float32),)
 
 
+def _cap_strategy() -> Any:
+    from hypothesis import strategies as st
+
+    spec = st.builds(CapSpec, st.integers(1, 500), st.sampled_from([1.0, 0.125, 1 / 6]), st.sampled_from([0.0, 30.0]))
+    return st.builds(lambda s, t: Case(s, {"T": t}), spec, st.integers(1, 9))
+
+
 CAP = Op(
     "cap",
     CapSpec,
@@ -144,6 +160,7 @@ CAP = Op(
     reference=_cap_reference,
     make=lambda c, rng: (draw.activations(rng, c.dims["T"], c.spec.n) * 20,),
     cases=lambda: [Case(CapSpec(33, 1 / 6.0), {"T": 2}), Case(CapSpec(384, 1.0, 30.0), {"T": 3})],
+    strategy=_cap_strategy,
 )
 
 

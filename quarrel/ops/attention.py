@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -71,6 +71,17 @@ def _make_append(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
     )
 
 
+def _append_strategy() -> Any:
+    from hypothesis import strategies as st
+
+    def case(n_kv: int, dim: int, size: int, blocks: int, share: float) -> Case:
+        dims = {"T": max(1, int(size * blocks * share)), "block_size": size, "C": blocks}
+        return Case(KVAppendSpec(n_kv, dim), dims)
+
+    sizes = (st.integers(1, 4), st.sampled_from([16, 64, 80, 128]), st.sampled_from([16, 32]), st.integers(1, 4))
+    return st.builds(case, *sizes, st.floats(0.0, 1.0))
+
+
 KV_APPEND = Op(
     "kv_append",
     KVAppendSpec,
@@ -83,6 +94,7 @@ KV_APPEND = Op(
     lambda s: (),
     reference=kv_append_reference,
     make=_make_append,
+    strategy=_append_strategy,
     consumes="cache",
     cases=lambda: [
         Case(KVAppendSpec(2, 64), {"T": 5, "block_size": 16, "C": 3}),
@@ -262,6 +274,17 @@ def _make_rope_append(case: Case, rng: np.random.Generator) -> tuple[Concrete, .
     return draw.activations(rng, t, s.q.width), draw.activations(rng, t, s.k.width), v, positions, freq, slots, cache
 
 
+def _rope_append_strategy() -> Any:
+    from hypothesis import strategies as st
+
+    def case(style: Literal["norm", "neox"], n_kv: int, group: int, dim: int, half: int, t: int) -> Case:
+        q, k = (RopeSpec(style, n, dim, 2 * half, 1.25) for n in (n_kv * group, n_kv))
+        return Case(RopeAppendSpec(q, k), {"T": t, "block_size": 16, "C": 2})
+
+    sizes = (st.integers(1, 3), st.integers(1, 4), st.sampled_from([32, 64, 80]), st.integers(1, 16), st.integers(1, 9))
+    return st.builds(case, st.sampled_from(["norm", "neox"]), *sizes)
+
+
 ROPE_APPEND = Op(
     "rope_append",
     RopeAppendSpec,
@@ -269,6 +292,7 @@ ROPE_APPEND = Op(
     lambda s: (Param("q", "act", f"T {s.q.width}"),),
     expand=_rope_append_expand,
     make=_make_rope_append,
+    strategy=_rope_append_strategy,
     consumes="cache",
     cases=lambda: [
         Case(RopeAppendSpec(RopeSpec("norm", 4, 64, 64), RopeSpec("norm", 2, 64, 64)), {"T": 5, "block_size": 16, "C": 2}),

@@ -80,6 +80,13 @@ class GatherRowsSpec:
     k: int
 
 
+def _gather_strategy() -> Any:
+    from hypothesis import strategies as st
+
+    size = st.integers(1, 9)
+    return st.builds(lambda k, t, r: Case(GatherRowsSpec(k), {"T": t, "R": r}), st.integers(1, 300), size, size)
+
+
 GATHER_ROWS = Op(
     "gather_rows",
     GatherRowsSpec,
@@ -91,6 +98,7 @@ GATHER_ROWS = Op(
         rng.integers(0, c.dims["T"], c.dims["R"]).astype(np.int32),
     ),
     cases=lambda: [Case(GatherRowsSpec(77), {"T": 5, "R": 1}), Case(GatherRowsSpec(256), {"T": 3, "R": 7})],
+    strategy=_gather_strategy,
 )
 
 

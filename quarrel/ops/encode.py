@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -50,6 +51,14 @@ def _make_encode(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
     return (*rows, starts)
 
 
+def _encode_strategy() -> Any:
+    from hypothesis import strategies as st
+
+    spec = st.builds(EncodeSpec, st.integers(1, 4), st.sampled_from([16, 32, 64, 80, 96]), st.just(0.125))
+    ragged = {"S": st.integers(1, 4), "Q": st.integers(1, 50)}
+    return st.builds(lambda spec, dims: Case(spec, dims), spec, st.fixed_dictionaries(ragged))
+
+
 ENCODE = Op(
     "encode",
     EncodeSpec,
@@ -57,6 +66,7 @@ ENCODE = Op(
     lambda s: (Param("y", "act", "T width"),),
     reference=encode_reference,
     make=_make_encode,
+    strategy=_encode_strategy,
     cases=lambda: [
         Case(EncodeSpec(4, 64, 0.125), {"S": 1, "Q": 1}, "one token"),
         Case(EncodeSpec(12, 32, 0.18), {"S": 3, "Q": 37}),
@@ -82,6 +92,12 @@ def add_row_reference(s: AddRowSpec, x: Array, row: RawWeight) -> tuple[Array]:
     return (x + row.dense().reshape(-1),)
 
 
+def _add_row_strategy() -> Any:
+    from hypothesis import strategies as st
+
+    return st.builds(lambda n, t: Case(AddRowSpec(n), {"T": t}), st.integers(1, 300), st.integers(1, 9))
+
+
 ADD_ROW = Op(
     "add_row",
     AddRowSpec,
@@ -90,6 +106,7 @@ ADD_ROW = Op(
     reference=add_row_reference,
     make=lambda c, rng: (draw.activations(rng, c.dims["T"], c.spec.n), draw.weight(rng, GGMLType.F32, 1, c.spec.n, 1.0)),
     cases=lambda: [Case(AddRowSpec(77), {"T": 3})],
+    strategy=_add_row_strategy,
 )
 
 

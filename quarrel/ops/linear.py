@@ -127,6 +127,17 @@ def _make_linear_add(case: Case, rng: np.random.Generator) -> tuple[Concrete, ..
     return (draw.activations(rng, case.dims["T"], s.n), *_make_linear(Case(s.linear, case.dims), rng))
 
 
+def _linear_add_strategy() -> Any:
+    from hypothesis import strategies as st
+
+    def case(type: GGMLType, n: int, blocks: int, bias: bool, t: int) -> Case:
+        spec = LinearSpec(type, n, FORMATS[type].elements * blocks, bias)
+        return Case(LinearAddSpec(spec, 0.5), {"T": t})
+
+    sizes = (st.integers(1, 50), st.integers(1, 4), st.booleans(), st.integers(1, 9))
+    return st.builds(case, st.sampled_from(draw.NATIVE), *sizes)
+
+
 LINEAR_ADD = Op(
     "linear_add",
     LinearAddSpec,
@@ -134,6 +145,7 @@ LINEAR_ADD = Op(
     lambda s: (Param("y", "f32", "T n"),),
     expand=_linear_add_expand,
     make=_make_linear_add,
+    strategy=_linear_add_strategy,
     cases=lambda: [
         Case(LinearAddSpec(LinearSpec(t, 67, 512, bias), 0.22), {"T": n})
         for t, bias, n in ((GGMLType.Q4_K, False, 1), (GGMLType.Q6_K, True, 3), (GGMLType.F16, False, 5))
@@ -162,6 +174,12 @@ def add_reference(s: AddSpec, a: Array, b: Array) -> tuple[Array]:
     return ((a + np.float32(s.scale) * b).astype(np.float32),)
 
 
+def _add_strategy() -> Any:
+    from hypothesis import strategies as st
+
+    return st.builds(lambda n, t: Case(AddSpec(n, 0.25), {"T": t}), st.integers(1, 300), st.integers(1, 9))
+
+
 ADD = Op(
     "add",
     AddSpec,
@@ -169,6 +187,7 @@ ADD = Op(
     lambda s: (Param("y", "f32", "T n"),),
     reference=add_reference,
     make=lambda c, rng: (draw.activations(rng, c.dims["T"], c.spec.n), draw.activations(rng, c.dims["T"], c.spec.n)),
+    strategy=_add_strategy,
     cases=lambda: [Case(AddSpec(n, scale), {"T": t}) for n, scale, t in ((1, 1.0, 9), (77, 0.22, 3), (512, 1.0, 17))],
 )
 
@@ -208,6 +227,17 @@ def _make_norm_linear(case: Case, rng: np.random.Generator) -> tuple[Concrete, .
     return (draw.activations(rng, case.dims["T"], s.norm.k), draw.weight(rng, GGMLType.F32, 1, s.norm.k, 1.0), *rest)
 
 
+def _norm_linear_strategy() -> Any:
+    from hypothesis import strategies as st
+
+    def case(type: GGMLType, n: int, blocks: int, bias: bool, t: int) -> Case:
+        spec = LinearSpec(type, n, FORMATS[type].elements * blocks, bias)
+        return Case(NormLinearSpec(NormSpec("rms", spec.k, 1e-5), (spec, spec)), {"T": t})
+
+    sizes = (st.integers(1, 50), st.integers(1, 4), st.booleans(), st.integers(1, 9))
+    return st.builds(case, st.sampled_from(draw.NATIVE), *sizes)
+
+
 NORM_LINEAR = Op(
     "norm_linear",
     NormLinearSpec,
@@ -215,6 +245,7 @@ NORM_LINEAR = Op(
     lambda s: tuple(Param(f"y{i}", lin.out, f"T {lin.n}") for i, lin in enumerate(s.linears)),
     expand=_norm_linear_expand,
     make=_make_norm_linear,
+    strategy=_norm_linear_strategy,
     cases=lambda: [
         Case(
             NormLinearSpec(NormSpec("rms", 512, 1e-5), tuple(LinearSpec(t, n, 512, bias) for n in (64, 16, 16))),
@@ -272,6 +303,17 @@ def _norm_gate_up_cases() -> list[Case]:
     ]
 
 
+def _norm_gate_up_strategy() -> Any:
+    from hypothesis import strategies as st
+
+    def case(type: GGMLType, n: int, blocks: int, bias: bool, t: int) -> Case:
+        spec = LinearSpec(type, n, FORMATS[type].elements * blocks, bias)
+        return Case(NormGateUpSpec(NormSpec("rms", spec.k, 1e-5), spec, spec, "silu"), {"T": t})
+
+    sizes = (st.integers(1, 50), st.integers(1, 4), st.booleans(), st.integers(1, 9))
+    return st.builds(case, st.sampled_from(draw.NATIVE), *sizes)
+
+
 NORM_GATE_UP = Op(
     "norm_gate_up",
     NormGateUpSpec,
@@ -279,6 +321,7 @@ NORM_GATE_UP = Op(
     lambda s: (Param("y", "act", f"T {s.gate.n}"),),
     expand=_norm_gate_up_expand,
     make=_make_norm_gate_up,
+    strategy=_norm_gate_up_strategy,
     cases=_norm_gate_up_cases,
 )
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from quarrel.gguf import GGMLType
+from quarrel.gguf import FORMATS, GGMLType
 from quarrel.ops import draw
 from quarrel.ops.activation import activate, sigmoid
 from quarrel.ops.contract import Array, Case, Concrete, Op, Param, RawWeight, Value, WeightRef
@@ -78,6 +78,22 @@ def _make_route(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
     return (logits, draw.weight(rng, GGMLType.F32, 1, s.n_experts, 0.1)) if s.bias else (logits,)
 
 
+def _route_strategy() -> Any:
+    from hypothesis import strategies as st
+
+    def case(groups: int, per: int, used: int, gate: Gate, renormalise: bool, bias: bool, t: int) -> Case:
+        groups, per = (groups, max(per, 2)) if gate == "sigmoid" else (1, per)
+        kept = max(1, groups - 1)
+        spec = RouteSpec(
+            groups * per, min(used, kept * per), gate, renormalise, 1.5, bias and gate == "sigmoid", groups, kept
+        )
+        return Case(spec, {"T": t})
+
+    gates = st.sampled_from(["softmax", "softmax_topk", "sigmoid"])
+    flags = (st.booleans(), st.booleans(), st.integers(1, 9))
+    return st.builds(case, st.integers(1, 4), st.integers(1, 40), st.integers(1, 8), gates, *flags)
+
+
 ROUTE = Op(
     "route",
     RouteSpec,
@@ -88,6 +104,7 @@ ROUTE = Op(
     lambda s: (Param("ids", "i32", "T used"), Param("weights", "f32", "T used")),
     reference=route_reference,
     make=_make_route,
+    strategy=_route_strategy,
     cases=lambda: [
         Case(RouteSpec(8, 2, "softmax"), {"T": 5}, "row 0 is all ties"),
         Case(RouteSpec(64, 6, "softmax", renormalise=False), {"T": 3}),
@@ -176,6 +193,21 @@ def _make_expert_up(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...
     return (x, _make_ids(case, rng), *stacks, *biases)
 
 
+def _expert_up_strategy() -> Any:
+    from hypothesis import strategies as st
+
+    def case(
+        type: GGMLType, experts: int, used: int, n: int, blocks: int, kind: ExpertActivation, bias: bool, t: int
+    ) -> Case:
+        k = FORMATS[type].elements * blocks
+        spec = ExpertUpSpec(type, experts, min(used, experts), n, k, kind, kind != "relu2", bias)
+        return Case(spec, {"T": t})
+
+    kinds = st.sampled_from(["silu", "relu2", "oai"])
+    sizes = (st.integers(1, 6), st.integers(1, 3), st.integers(1, 40), st.integers(1, 3))
+    return st.builds(case, st.sampled_from(draw.NATIVE), *sizes, kinds, st.booleans(), st.integers(1, 9))
+
+
 EXPERT_UP = Op(
     "expert_up",
     ExpertUpSpec,
@@ -183,6 +215,7 @@ EXPERT_UP = Op(
     lambda s: (Param("y", "act", "T used n"),),
     reference=expert_up_reference,
     make=_make_expert_up,
+    strategy=_expert_up_strategy,
     cases=lambda: [
         Case(ExpertUpSpec(GGMLType.Q4_K, 4, 2, 67, 256, "silu"), {"T": 1}, "decode"),
         Case(ExpertUpSpec(GGMLType.Q8_0, 8, 3, 48, 96, "relu2", gated=False), {"T": 5}),
@@ -236,6 +269,17 @@ def _make_expert_down(case: Case, rng: np.random.Generator) -> tuple[Concrete, .
     return (y, _make_ids(case, rng), weights, draw.weight(rng, s.type, s.rows, s.k), *bias)
 
 
+def _expert_down_strategy() -> Any:
+    from hypothesis import strategies as st
+
+    def case(type: GGMLType, experts: int, used: int, n: int, blocks: int, bias: bool, t: int) -> Case:
+        spec = ExpertDownSpec(type, experts, min(used, experts), n, FORMATS[type].elements * blocks, bias)
+        return Case(spec, {"T": t})
+
+    sizes = (st.integers(1, 6), st.integers(1, 3), st.integers(1, 40), st.integers(1, 3))
+    return st.builds(case, st.sampled_from(draw.NATIVE), *sizes, st.booleans(), st.integers(1, 9))
+
+
 EXPERT_DOWN = Op(
     "expert_down",
     ExpertDownSpec,
@@ -249,6 +293,7 @@ EXPERT_DOWN = Op(
     lambda s: (Param("out", "f32", "T n"),),
     reference=expert_down_reference,
     make=_make_expert_down,
+    strategy=_expert_down_strategy,
     cases=lambda: [
         Case(ExpertDownSpec(GGMLType.Q4_K, 4, 2, 67, 256), {"T": 1}, "decode"),
         Case(ExpertDownSpec(GGMLType.Q8_0, 8, 3, 96, 64), {"T": 5}),

@@ -14,6 +14,7 @@ State is kept per sequence in slots, float32: sequence s uses slot `state_slots[
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -90,6 +91,14 @@ def _make_conv(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
     return (draw.activations(rng, tokens, s.channels), weight, bias, *ragged, state)
 
 
+def _conv_strategy() -> Any:
+    from hypothesis import strategies as st
+
+    spec = st.builds(ConvSpec, st.integers(1, 130), st.integers(2, 6))
+    ragged = {"S": st.integers(1, 4), "Q": st.integers(1, 40)}
+    return st.builds(lambda spec, dims: Case(spec, dims), spec, st.fixed_dictionaries(ragged))
+
+
 CONV = Op(
     "conv",
     ConvSpec,
@@ -103,6 +112,7 @@ CONV = Op(
     lambda s: (Param("y", "act", "T channels"),),
     reference=conv_reference,
     make=_make_conv,
+    strategy=_conv_strategy,
     consumes="state",
     cases=lambda: [
         Case(ConvSpec(64, 4), {"S": 1, "Q": 1}, "one step"),
@@ -182,6 +192,18 @@ def _make_scan2(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
     return (draw.activations(rng, tokens, s.width), dt, bias, decay, skip, *ragged, state)
 
 
+def _scan2_strategy() -> Any:
+    from hypothesis import strategies as st
+
+    def build(groups: int, per: int, dim: int, n_state: int) -> Scan2Spec:
+        return Scan2Spec(groups * per, dim, groups, n_state)
+
+    sizes = (st.integers(1, 3), st.integers(1, 3), st.sampled_from([8, 32, 64, 80]), st.sampled_from([16, 24, 32, 128]))
+    spec = st.builds(build, *sizes)
+    ragged = {"S": st.integers(1, 4), "Q": st.integers(1, 40)}
+    return st.builds(lambda spec, dims: Case(spec, dims), spec, st.fixed_dictionaries(ragged))
+
+
 SCAN2 = Op(
     "scan2",
     Scan2Spec,
@@ -195,6 +217,7 @@ SCAN2 = Op(
     lambda s: (Param("y", "act", "T inner"),),
     reference=scan2_reference,
     make=_make_scan2,
+    strategy=_scan2_strategy,
     consumes="state",
     cases=lambda: [
         Case(Scan2Spec(4, 64, 1, 32), {"S": 1, "Q": 1}, "one step"),
@@ -262,6 +285,14 @@ def _make_scan1(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
     return (x, dt * 2 - 3, b, c, RawWeight(GGMLType.F32, decay, s.n_state), skip, *ragged, state)
 
 
+def _scan1_strategy() -> Any:
+    from hypothesis import strategies as st
+
+    spec = st.builds(Scan1Spec, st.integers(1, 100), st.integers(1, 20))
+    ragged = {"S": st.integers(1, 4), "Q": st.integers(1, 40)}
+    return st.builds(lambda spec, dims: Case(spec, dims), spec, st.fixed_dictionaries(ragged))
+
+
 SCAN1 = Op(
     "scan1",
     Scan1Spec,
@@ -278,6 +309,7 @@ SCAN1 = Op(
     lambda s: (Param("y", "act", "T channels"),),
     reference=scan1_reference,
     make=_make_scan1,
+    strategy=_scan1_strategy,
     consumes="state",
     cases=lambda: [
         Case(Scan1Spec(64, 16), {"S": 1, "Q": 1}, "one step"),
@@ -318,6 +350,13 @@ def _make_gated_norm(case: Case, rng: np.random.Generator) -> tuple[Concrete, ..
     return y, z, draw.weight(rng, GGMLType.F32, s.groups, s.k, 1.0)
 
 
+def _gated_norm_strategy() -> Any:
+    from hypothesis import strategies as st
+
+    spec = st.builds(GatedNormSpec, st.integers(1, 8), st.integers(1, 200), st.sampled_from([1e-6, 1e-5]))
+    return st.builds(lambda s, t: Case(s, {"T": t}), spec, st.integers(1, 9))
+
+
 GATED_NORM = Op(
     "gated_norm",
     GatedNormSpec,
@@ -325,6 +364,7 @@ GATED_NORM = Op(
     lambda s: (Param("out", "act", "T width"),),
     reference=gated_norm_reference,
     make=_make_gated_norm,
+    strategy=_gated_norm_strategy,
     cases=lambda: [
         Case(GatedNormSpec(1, 512, 1e-5), {"T": 1}),
         Case(GatedNormSpec(8, 128, 1e-5), {"T": 5}),
