@@ -1,43 +1,37 @@
 """Products with the chosen experts only: the entries of each expert are one small matrix product, in the order of `tile`.
 
 Entry t * used + j is the j-th choice of token t. A chunk is one expert that has entries, and one tile of its weight rows.
-An expert with few entries is read as in decoding; with more, its rows are unpacked once for all of them.
+An expert with a single entry is read as in decoding; with more, its rows are unpacked once for all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from quarrel.cpu_backend.abi import Fields, KernelDef
 from quarrel.cpu_backend.dot_row import MATRIX_FIELDS, Matrix, dot_rows
 from quarrel.cpu_backend.elementwise import each, f32s, relu2, silu
 from quarrel.cpu_backend.epilogue import OUTPUT_FIELDS, Output
 from quarrel.cpu_backend.features import Level
-from quarrel.cpu_backend.float_linear import Rows as FloatRows
 from quarrel.cpu_backend.float_linear import exact_rows, exact_scratch, float_rows
 from quarrel.cpu_backend.formats import BlockFormat
 from quarrel.cpu_backend.ir import I32, I64, Kernel, Val
-from quarrel.cpu_backend.pack import Packed, tile_slots
 from quarrel.cpu_backend.quantize import QuantRow
-from quarrel.cpu_backend.tile import DOT_ROWS, Rows, compute_rows, tile_rows, tile_scratch
+from quarrel.cpu_backend.tile import LANES, Rows, shapes, tile_rows, tile_scratch
 from quarrel.cpu_backend.vector import sigmoid
 
-ENTRY_FIELDS = ("first", "entries", "active", "n_tiles")
+EXPERT_FIELDS = ("first", "entries", "active", "x", "x_stride", "n_tiles")
 
 
-@dataclass(frozen=True)
-class Entries:
-    """The entries of one expert: `count` of them, the i-th being entry `entry(i)`."""
+def _rows(k: Kernel, a: Fields, expert: Val, shared: int) -> Rows:
+    """The expert's entries; `shared` of them at a time read the same row of x."""
+    first, end = (k.load(a.first + (expert << 3), I64, 8 * i) for i in range(2))
+    entries, x, stride = a.entries, a.x, a.x_stride
 
-    count: Val
-    entry: Callable[[Val], Val]
+    def entry(i: Val) -> Val:
+        return k.load(entries + (i << 3), I64)
 
-    @classmethod
-    def of(cls, k: Kernel, a: Fields, expert: Val) -> Entries:
-        first, end = (k.load(a.first + (expert << 3), I64, 8 * i) for i in range(2))
-        at = a.entries + (first << 3)
-        return cls(end - first, lambda i: k.load(at + (i << 3), I64))
+    return Rows(first, end, lambda i: x + entry(i).udiv(shared) * stride, entry)
 
 
 def _of_expert(k: Kernel, a: Fields, n: Val, expert: Val) -> Output:
@@ -54,28 +48,23 @@ def _expert_rows(stack: Matrix, expert: Val) -> Matrix:
 
 def packed_experts(fmt: BlockFormat, level: Level, tail: bool, k_padded: int, shared: int) -> KernelDef:
     """Chunk (i, tile): weight rows of the i-th active expert, activations rounded to 8 bits."""
-    step = tile_rows(level)
+    step = LANES * shapes(level)[0].vectors
 
     def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
         n_tiles = a.n_tiles
         expert = k.load(a.active + (chunk.udiv(n_tiles) << 3), I64)
         first = (chunk - chunk.udiv(n_tiles) * n_tiles) * step
         m = _expert_rows(Matrix.of(a), expert)
-        entries, out = Entries.of(k, a, expert), _of_expert(k, a, m.n, expert)
-        with k.either(entries.count <= DOT_ROWS) as (few, many):
-            with few, k.range(0, entries.count) as i:
-                entry = entries.entry(i)
-                x = QuantRow(a.q + entry.udiv(shared) * a.q_stride, m.p)
-                dot_rows(k, level, fmt, m, x, (first, k.minimum(first + step, m.n)), out, entry, tail)
+        rows, out = _rows(k, a, expert, shared), _of_expert(k, a, m.n, expert)
+        with k.either((rows.stop - rows.start).eq(1)) as (single, many):
+            with single:
+                x = QuantRow(rows.source(rows.start), m.p)
+                span = (first, k.minimum(first + step, m.n))
+                dot_rows(k, level, fmt, m, x, span, out, rows.target(rows.start), tail)
             with many:
-                size = Packed(level, a.x, m.p >> 8).tile_bytes
-                base = a.x + k.load(a.first_tile + (expert << 3), I64) * size
-                slots = tile_slots(level)
-                last = (entries.count + slots - 1).udiv(slots)
-                rows = Rows(k.i64(0), last, entries.count, lambda i: base + i * size, entries.entry)
-                compute_rows(k, level, fmt, m, first, rows, out, scratch, tail)
+                tile_rows(k, level, fmt, m, first, rows, out, scratch, tail)
 
-    fields = (*ENTRY_FIELDS, "first_tile", "x", "q", "q_stride", *MATRIX_FIELDS, *OUTPUT_FIELDS)
+    fields = (*EXPERT_FIELDS, *MATRIX_FIELDS, *OUTPUT_FIELDS)
     name = f"experts/{fmt.name}/{shared}{'/tail' if tail else ''}"
     return KernelDef(name, fields, body, tile_scratch(fmt, level, k_padded))
 
@@ -107,11 +96,9 @@ def float_experts(name: str, level: Level, k_in: int, shared: int) -> KernelDef:
         first = (chunk - chunk.udiv(n_tiles) * n_tiles) * a.chunk_rows
         span = (first, k.minimum(first + a.chunk_rows, a.n))
         matrix = exact_rows(k, level, name, a, a.w + expert * a.n * a.row_bytes, span, k_in, scratch)
-        entries, x, stride = Entries.of(k, a, expert), a.x, a.x_stride
-        rows = FloatRows(k.i64(0), entries.count, lambda i: x + entries.entry(i).udiv(shared) * stride, entries.entry)
-        float_rows(k, level, matrix, span, rows, _of_expert(k, a, a.n, expert), tail)
+        float_rows(k, level, matrix, span, _rows(k, a, expert, shared), _of_expert(k, a, a.n, expert), tail)
 
-    fields = (*ENTRY_FIELDS, "x", "x_stride", "w", "n", "k", "row_bytes", "chunk_rows", *OUTPUT_FIELDS)
+    fields = (*EXPERT_FIELDS, "w", "n", "k", "row_bytes", "chunk_rows", *OUTPUT_FIELDS)
     return KernelDef(f"float_experts/{name}/{k_in}/{shared}", fields, body, exact_scratch(name, k_in))
 
 

@@ -17,6 +17,7 @@ from quarrel.cpu_backend.features import Level
 from quarrel.cpu_backend.formats import BLOCKS
 from quarrel.cpu_backend.ir import F32, Kernel, Val
 from quarrel.cpu_backend.quantize import padded
+from quarrel.cpu_backend.tile import Rows
 from quarrel.cpu_backend.vector import F32x16, sum_lanes
 
 ROWS = 16
@@ -32,16 +33,6 @@ class FloatMatrix:
     size: Val
     kind: str
     k: Val
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Activation rows [start, stop): where row t lies, and which row of the output it makes."""
-
-    start: Val
-    stop: Val
-    source: Callable[[Val], Val]
-    target: Callable[[Val], Val]
 
 
 def _tile(k: Kernel, level: Level, m: FloatMatrix, ns: list[Val], xs: list[Val], tail: bool) -> list[list[Val]]:

@@ -10,13 +10,12 @@ import numpy as np
 
 from quarrel.cpu_backend import attention as attention_kernels
 from quarrel.cpu_backend.dot_row import dot_row
-from quarrel.cpu_backend.float_linear import ROWS, T_BLOCK, float_linear
+from quarrel.cpu_backend.float_linear import ROWS, float_linear
 from quarrel.cpu_backend.formats import BLOCKS
 from quarrel.cpu_backend.norm import norm
-from quarrel.cpu_backend.pack import pack, tile_slots
 from quarrel.cpu_backend.plan import Arg, Header, Job, Plan
 from quarrel.cpu_backend.quantize import padded, quantize, row_bytes
-from quarrel.cpu_backend.tile import TILES_PER_CHUNK, tile, tile_rows
+from quarrel.cpu_backend.tile import LANES, T_BLOCK, shapes, tile
 from quarrel.cpu_backend.weights import Packed, Weights
 from quarrel.ops.contract import ConstRef, Operand, Value, WeightRef
 from quarrel.ops.linear import LinearSpec
@@ -58,7 +57,7 @@ class Lowering:
     def __init__(self, plan: Plan, weights: Weights, caches: Sequence[Cache], states: Sequence[np.ndarray]) -> None:
         self.plan, self.weights, self.caches, self.states = plan, weights, caches, states
         self._items: dict[int, tuple[int, int]] = {}
-        self.gathered: dict[tuple[int, int], Any] = {}
+        self.gathered: dict[tuple[int, int], tuple[dict[str, Arg], int]] = {}
 
     # Forms of activations
 
@@ -74,21 +73,6 @@ class Lowering:
             args: dict[str, Arg] = {"x": p.place(x), "out": p.place(x, "q"), "k": k, "out_stride": row_bytes(k)}
             p.shared_stage(x, Job(quantize(p.level), args, Header.axis(p.rows(x)), times=between))
         return p.place(x, "q")
-
-    def packed(self, x: Value) -> Arg:
-        """x rounded to 8 bits and packed into tiles, for when there are many rows."""
-        p, q = self.plan, self.quantised(x)
-        if not p.has(x, "tiles"):
-            k, _ = p.row(x)
-            args: dict[str, Arg] = {
-                "x": q,
-                "x_stride": row_bytes(k),
-                "p": padded(k),
-                "live_rows": p.live(p.rows(x)),
-                "out": p.place(x, "tiles"),
-            }
-            p.shared_stage(x, Job(pack(p.level), args, Header.many(p.rows(x)), tile_slots(p.level)))
-        return p.place(x, "tiles")
 
     # Linear maps
 
@@ -126,11 +110,9 @@ class Lowering:
         p.keep.append(bounds)
         per_row = {**shared, "bounds": int(bounds.ctypes.data)}
         one = Job(dot_row(fmt, level, tail > 0), per_row, Header.single(axis), times=len(bounds) - 1)
-        n_tiles = -(-w.rows // tile_rows(level))
-        args = {**shared, "x": self.packed(x), "q": q, "q_stride": row_bytes(w.k), "live_rows": p.live(axis)}
-        slots = tile_slots(level) * TILES_PER_CHUNK
-        kernel = tile(fmt, level, tail > 0, padded(w.k))
-        return [one, Job(kernel, {**args, "n_tiles": n_tiles}, Header.many(axis), slots, n_tiles)]
+        n_tiles = -(-w.rows // (LANES * shapes(level)[0].vectors))
+        args = {**shared, "live_rows": p.live(axis), "x_stride": row_bytes(w.k), "n_tiles": n_tiles}
+        return [one, Job(tile(fmt, level, tail > 0, padded(w.k)), args, Header.many(axis), T_BLOCK, n_tiles)]
 
     def _float_jobs(self, x: Value, w: Packed, common: Mapping[str, Arg]) -> list[Job]:
         axis = self.plan.rows(x)

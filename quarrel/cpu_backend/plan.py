@@ -11,7 +11,6 @@ import numpy as np
 
 from quarrel.cpu_backend.abi import KernelDef
 from quarrel.cpu_backend.features import Level
-from quarrel.cpu_backend.pack import tile_bytes, tile_slots
 from quarrel.cpu_backend.pool import StageTable, aligned
 from quarrel.cpu_backend.quantize import row_bytes
 from quarrel.ops.contract import Value
@@ -167,17 +166,14 @@ class Plan:
         """The value's buffer, made on first asking."""
         key = (value.id, form)
         if key not in self._at:
+            if form == "q":
+                k, between = self.row(value)
+                each = row_bytes(k) * between
+            else:
+                each = 4 * self.width(value)
             # Vector loads may run past the last row, never past this margin.
-            self._at[key] = self.arena.take(self._bytes(value, form) + 256)
+            self._at[key] = self.arena.take(self.sizes[self.rows(value)] * each + 256)
         return self._at[key]
-
-    def _bytes(self, value: Value, form: str) -> int:
-        rows, (k, between) = self.sizes[self.rows(value)], self.row(value) if len(value.dims) > 1 else (1, 1)
-        if form == "q":
-            return rows * between * row_bytes(k)
-        if form == "tiles":
-            return -(-rows // tile_slots(self.level)) * tile_bytes(self.level, k)
-        return 4 * rows * between * k
 
     def has(self, value: Value, form: str) -> bool:
         return (value.id, form) in self._at
@@ -202,7 +198,7 @@ class Plan:
 
     def end_value(self, value: Value) -> None:
         """Frees a value that no later node reads."""
-        for form in ("f32", "q", "tiles"):
+        for form in ("f32", "q"):
             slot = self._at.get((value.id, form))
             if isinstance(slot, Slot):
                 self.arena.give(slot)

@@ -108,11 +108,10 @@ def route(gate: str, renormalise: bool, biased: bool, grouped: bool, n_experts: 
     return KernelDef(f"route/{gate}{marks}", fields, body, scratch=40 * n_experts + 64)
 
 
-def gather(slots: int) -> KernelDef:
+def gather() -> KernelDef:
     """One chunk: sorts the entries t * used + j by expert, ids clamped to the experts that there are.
 
-    Writes `first` (of every expert, and the end), `entries`, the experts that have any, and their number; and how the
-    entries fall into tiles of `slots`: each expert's first tile, the first entry and the expert's end for every tile.
+    Writes `first` (of every expert, and the end), `entries`, the experts that have any, and their number.
     """
 
     def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
@@ -131,29 +130,21 @@ def gather(slots: int) -> KernelDef:
         with k.range(0, total) as i:
             bump(a.first + (expert(i) << 3), 1)
         running, active = k.var(k.i64(0)), k.var(k.i64(0))
-        tiles = k.var(k.i64(0))
         with k.range(0, experts) as e:
             count = k.load(a.first + (e << 3), I64)
-            end = running.v + count
             k.store(running.v, a.first + (e << 3))
             k.store(running.v, scratch + (e << 3))
-            k.store(tiles.v, a.first_tile + (e << 3))
-            with k.range(running.v, end, slots) as start:
-                k.store(start, a.tiles + (tiles.v << 4))
-                k.store(end, a.tiles + (tiles.v << 4), 8)
-                tiles.v = tiles.v + 1
-            running.v = end
+            running.v = running.v + count
             with k.when(count > 0):
                 k.store(e, a.active + (active.v << 3))
                 active.v = active.v + 1
         k.store(running.v, a.first + (experts << 3))
-        k.store(tiles.v, a.n_tiles)
         with k.range(0, total) as i:
             k.store(i, a.entries + (bump(scratch + (expert(i) << 3), 1) << 3))
         k.store(active.v, a.count)
 
-    lists = ("first", "entries", "active", "count", "first_tile", "tiles", "n_tiles")
-    return KernelDef(f"route/gather/{slots}", ("ids", "live_rows", "used", "experts", *lists), body, scratch=1 << 16)
+    fields = ("ids", "live_rows", "used", "experts", "first", "entries", "active", "count")
+    return KernelDef("route/gather", fields, body, scratch=1 << 16)
 
 
 def combine(biased: bool) -> KernelDef:

@@ -1,13 +1,13 @@
 """Many activation rows against packed weight rows: the prefill path, bound by arithmetic.
 
-A chunk takes one tile of weight rows (`vectors` vectors, one lane per row) and a run of activation tiles (`slots` rows
-each, packed by `pack`). It unpacks the weight rows once into scratch memory, so that the inner loop walks two streams:
+A chunk takes LANES * `vectors` weight rows and up to T_BLOCK activation rows. It first unpacks the weight rows once into
+scratch memory, one lane per weight row, four consecutive codes per 32-bit lane:
 
-    weights     [chain p][superblock b]: per vector, codes of four consecutive values per lane; scales; minima
-    activations [group j][superblock b]: codes of four consecutive values per slot; d; d * sum; sum; sums of 16
+    codes[p, b, g]   16 rows x 4 bytes     p = chain (a group of the superblock), b = superblock, g = four values
+    scales[p, b]     16 x f32              minima likewise
 
-Every (weight row, activation row) runs down its chains: the byte products of a group sum exactly in integers, one fused
-multiply-add per group adds them to the chain, and the chains are added in the tree of `dot_row`: the same bits as there.
+Then every activation row runs down its chains: the byte products of a group sum exactly in integers, one fused multiply-add
+per group adds them to the chain, and the chains are added in the tree of `dot_row`. So results have the same bits as there.
 """
 
 from __future__ import annotations
@@ -16,82 +16,71 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from quarrel.cpu_backend.abi import Fields, KernelDef
-from quarrel.cpu_backend.dot_row import MATRIX_FIELDS, Matrix, dot_rows, padded_tail
+from quarrel.cpu_backend.dot_row import MATRIX_FIELDS, Matrix, padded_tail
 from quarrel.cpu_backend.epilogue import OUTPUT_FIELDS, Output
 from quarrel.cpu_backend.features import Level
 from quarrel.cpu_backend.formats import BlockFormat
-from quarrel.cpu_backend.ir import F32, I32, I64, Kernel, Val, Var
-from quarrel.cpu_backend.pack import Packed, tile_slots
+from quarrel.cpu_backend.ir import F32, I32, I64, Kernel, Val
 from quarrel.cpu_backend.quantize import QuantRow
 from quarrel.cpu_backend.vector import F32x16, I8x64, I32x16, dot4, transpose16
 
 LANES = 16
-TILES_PER_CHUNK = 86
-"""Activation tiles of one chunk: 512 rows, whose codes stay in the second-level cache."""
+T_BLOCK = 512
+"""Activation rows of one chunk: their codes stay in the second-level cache while the chunk's weights are in the first."""
 
 
-def vectors(level: Level) -> int:
-    """Vectors of weight rows in a tile: their sums and those of the chains fill the registers."""
-    return 2 if level.registers >= 32 else 1
+@dataclass(frozen=True)
+class Shape:
+    """Tile of the inner loop: `vectors` vectors of weight rows by `rows` activation rows, all sums in registers."""
+
+    vectors: int
+    rows: int
 
 
-def tile_rows(level: Level) -> int:
-    """Weight rows of a tile."""
-    return LANES * vectors(level)
+def shapes(level: Level) -> list[Shape]:
+    """Wide tile first; the narrow one takes what is left over."""
+    if level.registers >= 32:
+        return [Shape(2, 6), Shape(2, 2)]
+    return [Shape(1, 2)]
 
 
 @dataclass(frozen=True)
 class Unpacked:
-    """A tile of weight rows in scratch memory, `blocks` superblocks long."""
+    """Where one vector of unpacked weight rows lies: `blocks` superblocks, at `base`."""
 
-    level: Level
     fmt: BlockFormat
     base: Val
     blocks: Val
 
     @property
-    def vectors(self) -> int:
-        return vectors(self.level)
+    def group_bytes(self) -> int:
+        return LANES * 256 // self.fmt.groups
 
-    @property
-    def quads(self) -> int:
-        """Vectors of codes in a group, four values each."""
-        return 64 // self.fmt.groups
+    def codes(self, chain: int, b: Val) -> Val:
+        return self.base + (self.blocks * chain + b) * self.group_bytes
 
-    @property
-    def unit(self) -> int:
-        """Bytes of one group of one superblock."""
-        return self.vectors * 64 * (self.quads + 1 + self.fmt.has_minima)
+    def scales(self, chain: int, b: Val) -> Val:
+        return self.base + (self.blocks << 12) + ((self.blocks * chain + b) << 6)
 
-    def at(self, chain: Val | int, b: Val) -> Val:
-        return self.base + (self.blocks * chain + b) * self.unit
-
-    def codes(self, v: int, g: int) -> int:
-        return 64 * (g * self.vectors + v)
-
-    def scales(self, v: int) -> int:
-        return 64 * (self.quads * self.vectors + v)
-
-    def minima(self, v: int) -> int:
-        return 64 * ((self.quads + 1) * self.vectors + v)
+    def minima(self, chain: int, b: Val) -> Val:
+        return self.scales(chain, b) + self.blocks * (64 * self.fmt.groups)
 
 
-def tile_scratch(fmt: BlockFormat, level: Level, k_padded: int) -> int:
-    """Scratch bytes of an unpacked tile and of the sums."""
-    units = vectors(level) * 64 * (64 // fmt.groups + 1 + fmt.has_minima)
-    return k_padded // 256 * fmt.groups * units + _sums_bytes(fmt, level)
+def unpacked_bytes(fmt: BlockFormat, blocks: int) -> int:
+    """Scratch bytes of one vector of weight rows."""
+    return blocks * (4096 + 64 * fmt.groups * (2 if fmt.has_minima else 1))
 
 
-def _transpose_superblock(k: Kernel, fmt: BlockFormat, buffer: Val, to: Unpacked, b: Val, skip: Val) -> None:
-    """Sixteen decoded rows (codes, then scales, then minima) to one lane per row, for the vector `skip` bytes further."""
+def _transpose_superblock(k: Kernel, fmt: BlockFormat, buffer: Val, to: Unpacked, b: Val) -> None:
+    """Sixteen decoded rows (codes, then scales, then minima) to one lane per row."""
     chain_of = {group: chain for chain, group in enumerate(fmt.lane_groups)}
     size = 256 // fmt.groups
     for i, halves in enumerate(fmt.halves):
         columns = transpose16([k.load(buffer, I32x16, row * 256 + 64 * i) for row in range(LANES)])
         for c, column in enumerate(columns):
             value = 32 * halves[c // 8] + 4 * (c % 8)
-            k.store(column, to.at(chain_of[value // size], b) + skip, to.codes(0, value % size // 4))
-    for which in range(2 if fmt.has_minima else 1):
+            k.store(column, to.codes(chain_of[value // size], b), 64 * (value % size // 4))
+    for which, place in enumerate((to.scales, to.minima)[: 2 if fmt.has_minima else 1]):
         start = LANES * 256 + which * LANES * 4 * fmt.groups
         if fmt.groups == 16:
             columns = transpose16([k.load(buffer, F32x16, start + row * 64) for row in range(LANES)])
@@ -101,15 +90,14 @@ def _transpose_superblock(k: Kernel, fmt: BlockFormat, buffer: Val, to: Unpacked
             both = transpose16(paired + paired)
             order = [r // 2 + r % 2 * LANES for r in range(LANES)]
             columns = [both[c].shuffle(order, both[c + 8]) for c in range(8)]
-        offset = to.minima(0) if which else to.scales(0)
         for chain, column in enumerate(columns):
-            k.store(column, to.at(chain, b) + skip, offset)
+            k.store(column, place(chain, b))
 
 
 def _unpack_superblock(
-    k: Kernel, level: Level, fmt: BlockFormat, m: Matrix, first: Val, to: Unpacked, b: Val, v: Val, tail: bool
+    k: Kernel, level: Level, fmt: BlockFormat, m: Matrix, first: Val, to: Unpacked, b: Val, tail: bool
 ) -> None:
-    """Superblock `b` of vector v's rows, first .. first + 15, the last row standing in for rows past the end."""
+    """Superblock `b` of rows first .. first + 15, the last row standing in for rows past the end."""
     each = 4 * fmt.groups
     buffer = k.stack((256 + each * (2 if fmt.has_minima else 1)) * LANES)
     with k.range(0, LANES) as row:
@@ -120,76 +108,56 @@ def _unpack_superblock(
         k.store(block.scales, buffer + row * each, LANES * 256)
         if block.minima is not None:
             k.store(block.minima, buffer + row * each, LANES * (256 + each))
-    _transpose_superblock(k, fmt, buffer, to, b, v << 6)
+    _transpose_superblock(k, fmt, buffer, to, b)
 
 
 def unpack(k: Kernel, level: Level, fmt: BlockFormat, m: Matrix, first: Val, to: Unpacked, tail: bool) -> None:
-    """Unpacks the tile that starts at row `first`, asking for the rows behind it as it goes."""
-    with k.range(0, to.vectors) as v:
-        row = first + v * LANES
-        with k.range(0, m.blocks) as b:
-            ahead = m.w + (row + LANES) * m.row_bytes + b * (fmt.superblock_bytes * LANES)
-            for line in range(0, fmt.superblock_bytes * LANES, 64):
-                k.prefetch(ahead, line, locality=2)
-            _unpack_superblock(k, level, fmt, m, row, to, b, v, False)
-        if tail:
-            _unpack_superblock(k, level, fmt, m, row, to, m.blocks, v, True)
+    """Unpacks rows first .. first + 15, asking for the next sixteen as it goes."""
+    with k.range(0, m.blocks) as b:
+        ahead = m.w + (first + LANES) * m.row_bytes + b * (fmt.superblock_bytes * LANES)
+        for line in range(0, fmt.superblock_bytes * LANES, 64):
+            k.prefetch(ahead, line, locality=2)
+        _unpack_superblock(k, level, fmt, m, first, to, b, False)
+    if tail:
+        _unpack_superblock(k, level, fmt, m, first, to, m.blocks, True)
 
 
-def _chain(k: Kernel, w: Unpacked, x: Packed, slots: int, chain: Val, group: Val, out: Val) -> None:
-    """Runs one chain over all superblocks for `slots` activation rows and every vector; stores the sums at `out`."""
-    fmt = w.fmt
-    acc = [[k.var(k.zero(F32x16)) for _ in range(w.vectors)] for _ in range(slots)]
-    # A group of 16 is one half of a packed group of 32.
-    per32 = fmt.groups // 8
-    half = group & (per32 - 1)
-    first = x.at(group.udiv(per32), k.i64(0))
-    codes_skip, sums_skip = half * x.codes(4, 0), half * x.sum16(1, 0) - half * x.sum16(0, 0)
-    with k.range(0, w.blocks) as b:
-        xs, ws = first + b * x.unit, w.at(chain, b)
+def _chain(
+    k: Kernel, level: Level, fmt: BlockFormat, weights: list[Unpacked], xs: list[QuantRow], chain: Val, group: Val, out: Val
+) -> None:
+    """Runs one chain over all superblocks for every (activation row, weight vector); stores sums, then minima, at `out`."""
+    size = 256 // fmt.groups
+    group_at, group_words = group * size, group << 2
+    d_words = (group << 2) if fmt.groups == 8 else (group >> 1 << 2)
+    acc = [[k.var(k.zero(F32x16)) for _ in weights] for _ in xs]
+    low = [[k.var(k.zero(F32x16)) for _ in weights] for _ in xs] if fmt.has_minima else []
+    with k.range(0, weights[0].blocks) as b:
+        by32, by16 = (b << 5) + d_words, (b << 6) + group_words
+        by_group = (b << 5) + group_words if fmt.groups == 8 else by16
         sums = []
-        for t in range(slots):
+        for x in xs:
             start = k.zero(I32x16)
             if fmt.offset:
-                at = xs if per32 == 1 else xs + sums_skip
-                total = k.load(at, I32, x.sum32(t) if per32 == 1 else x.sum16(0, t))
-                start = k.splat(total * -fmt.offset, LANES)
-            sums.append([start] * w.vectors)
-        codes = xs if per32 == 1 else xs + codes_skip
-        for g in range(w.quads):
-            loaded = [k.load(ws, I8x64, w.codes(v, g)) for v in range(w.vectors)]
-            for t in range(slots):
-                four = k.splat(k.load(codes, I32, x.codes(g, t)), LANES).bitcast(I8x64)
-                sums[t] = [dot4(k, w.level, s, row, four, fmt.wide) for s, row in zip(sums[t], loaded)]
-        scales = [k.load(ws, F32x16, w.scales(v)) for v in range(w.vectors)]
-        for t in range(slots):
-            d = k.splat(k.load(xs, F32, x.d(t)), LANES)
+                at = (x.sum32 if fmt.groups == 8 else x.sum16) + by_group
+                start = k.splat(k.load(at, I32) * -fmt.offset, LANES)
+            sums.append([start] * len(weights))
+        codes, q_at = [w.codes(chain, b) for w in weights], (b << 8) + group_at
+        for g in range(size // 4):
+            loaded = [k.load(at, I8x64, 64 * g) for at in codes]
+            for t, x in enumerate(xs):
+                four = k.splat(k.load(x.codes + q_at, I32, 4 * g), LANES).bitcast(I8x64)
+                sums[t] = [dot4(k, level, s, w, four, fmt.wide) for s, w in zip(sums[t], loaded)]
+        scales = [k.load(w.scales(chain, b), F32x16) for w in weights]
+        minima = [k.load(w.minima(chain, b), F32x16) for w in weights] if fmt.has_minima else []
+        for t, x in enumerate(xs):
+            d = k.load(x.d + by32, F32)
             for v, scale in enumerate(scales):
-                acc[t][v].v = k.fma(sums[t][v].to(F32), scale * d, acc[t][v].v)
-    _store_all(k, acc, out)
-
-
-def _minima_chain(k: Kernel, w: Unpacked, x: Packed, slots: int, chain: Val, group: Val, out: Val) -> None:
-    """The same for the minima, in a loop of its own: together the sums would not fit the registers."""
-    acc = [[k.var(k.zero(F32x16)) for _ in range(w.vectors)] for _ in range(slots)]
-    per32 = w.fmt.groups // 8
-    first = x.at(group.udiv(per32), k.i64(0))
-    sums_skip = (group & (per32 - 1)) * (x.sum16(1, 0) - x.sum16(0, 0))
-    with k.range(0, w.blocks) as b:
-        xs, ws = first + b * x.unit, w.at(chain, b)
-        minima = [k.load(ws, F32x16, w.minima(v)) for v in range(w.vectors)]
-        for t in range(slots):
-            if per32 == 1:
-                d_sum = k.load(xs, F32, x.d_sum(t))
-            else:
-                d_sum = k.load(xs + sums_skip, I32, x.sum16(0, t)).to(F32) * k.load(xs, F32, x.d(t))
-            for v, minimum in enumerate(minima):
-                acc[t][v].v = k.fma(minimum, k.splat(d_sum, LANES), acc[t][v].v)
-    _store_all(k, acc, out)
-
-
-def _store_all(k: Kernel, acc: list[list[Var]], out: Val) -> None:
-    for i, var in enumerate(v for row in acc for v in row):
+                acc[t][v].v = k.fma(sums[t][v].to(F32), scale * k.splat(d, LANES), acc[t][v].v)
+            if fmt.has_minima:
+                d_sum = k.load(x.d_sum + by32, F32) if fmt.groups == 8 else k.load(x.sum16 + by16, I32).to(F32) * d
+                for v, minimum in enumerate(minima):
+                    low[t][v].v = k.fma(minimum, k.splat(d_sum, LANES), low[t][v].v)
+    for i, var in enumerate(v for rows in (acc, low) for row in rows for v in row):
         k.store(var.v, out, 64 * i)
 
 
@@ -204,107 +172,77 @@ def _tree(k: Kernel, at: Val, chains: int, stride: int) -> Val:
 
 @dataclass(frozen=True)
 class Rows:
-    """Which activation rows: tile i of `tiles` lies at `tile(i)`; row r < `count` makes row `target(r)` of the output."""
+    """Activation rows [start, stop): where row t lies, and which row of the output it makes."""
 
-    first_tile: Val
-    last_tile: Val
-    count: Val
-    tile: Callable[[Val], Val]
+    start: Val
+    stop: Val
+    source: Callable[[Val], Val]
     target: Callable[[Val], Val]
 
 
-BLOCK_TILES = 16
-"""Activation tiles that run down a chain before the next one begins: its weights stay in the first-level cache."""
+def _tile(
+    k: Kernel,
+    level: Level,
+    fmt: BlockFormat,
+    m: Matrix,
+    shape: Shape,
+    weights: list[Unpacked],
+    first: Val,
+    rows: Rows,
+    t: Val,
+    out: Output,
+) -> None:
+    """Activation rows t .. t + shape.rows - 1, the last row standing in for rows past the end."""
+    ts = [k.minimum(t + i, rows.stop - 1) for i in range(shape.rows)]
+    xs = [QuantRow(rows.source(row), m.p) for row in ts]
+    count = shape.rows * shape.vectors
+    stride = 64 * count * (2 if fmt.has_minima else 1)
+    buffer = k.stack(stride * fmt.groups)
+    groups = k.table(fmt.lane_groups)
+    with k.range(0, fmt.groups) as chain:
+        _chain(k, level, fmt, weights, xs, chain, k.load(groups + (chain << 3), I64), buffer + chain * stride)
+    for i, row in enumerate(ts):
+        for v in range(shape.vectors):
+            at = 64 * (i * shape.vectors + v)
+            y = _tree(k, buffer + at, fmt.groups, stride)
+            if fmt.has_minima:
+                y = y - _tree(k, buffer + at + 64 * count, fmt.groups, stride)
+            with k.when(first + LANES * v < m.n):
+                out.sixteen(k, y, first + LANES * v, rows.target(row))
 
 
-@dataclass(frozen=True)
-class Sums:
-    """Scratch memory for the chains' sums of BLOCK_TILES activation tiles: [tile][chain], a vector per slot and vector."""
-
-    w: Unpacked
-    base: Val
-
-    @property
-    def row(self) -> int:
-        """Bytes between two chains of a tile."""
-        return 64 * self.w.vectors * tile_slots(self.w.level)
-
-    def at(self, tile: Val, chain: Val | int = 0) -> Val:
-        chains = self.w.fmt.groups * (2 if self.w.fmt.has_minima else 1)
-        return self.base + (tile * chains + chain) * self.row
-
-
-def _sums_bytes(fmt: BlockFormat, level: Level) -> int:
-    return BLOCK_TILES * fmt.groups * (2 if fmt.has_minima else 1) * 64 * vectors(level) * tile_slots(level)
-
-
-def _run_chains(k: Kernel, w: Unpacked, rows: Rows, first_tile: Val, tiles: Val, sums: Sums) -> None:
-    """All chains, one after the other, each for a block of activation tiles."""
-    full = tile_slots(w.level)
-    groups = k.table(w.fmt.lane_groups)
-    with k.range(0, w.fmt.groups) as chain:
-        group = k.load(groups + (chain << 3), I64)
-        with k.range(0, tiles) as i:
-            x = Packed(w.level, rows.tile(first_tile + i), w.blocks)
-            out = sums.at(i, chain)
-            # The last tile may have few rows: half its width then costs half its time.
-            with k.either(rows.count - (first_tile + i) * full > full // 2) as (most, few):
-                for branch, slots in ((most, full), (few, full // 2)):
-                    with branch:
-                        _chain(k, w, x, slots, chain, group, out)
-                        if w.fmt.has_minima:
-                            _minima_chain(k, w, x, slots, chain, group, out + w.fmt.groups * sums.row)
-
-
-def _finish_tile(k: Kernel, w: Unpacked, at: Val, row: Val, n: Val, rows: Rows, out: Output, stride: int) -> None:
-    """Adds a tile's chains and stores its results; `row` is the number of its first activation row."""
-    with k.range(0, k.minimum(rows.count - row, tile_slots(w.level))) as slot:
-        target = rows.target(row + slot)
-        for v in range(w.vectors):
-            place = at + (slot * w.vectors + v) * 64
-            y = _tree(k, place, w.fmt.groups, stride)
-            if w.fmt.has_minima:
-                y = y - _tree(k, place + w.fmt.groups * stride, w.fmt.groups, stride)
-            with k.when(n + LANES * v < out.n):
-                out.sixteen(k, y, n + LANES * v, target)
-
-
-def compute_rows(
+def tile_rows(
     k: Kernel, level: Level, fmt: BlockFormat, m: Matrix, first: Val, rows: Rows, out: Output, scratch: Val, tail: bool
 ) -> None:
-    """Stores the results of the tile of weight rows that starts at `first` for the given activation rows."""
-    sums_bytes = _sums_bytes(fmt, level)
-    w = Unpacked(level, fmt, scratch + sums_bytes, m.p >> 8)
-    unpack(k, level, fmt, m, first, w, tail)
-    sums = Sums(w, scratch)
-    with k.range(rows.first_tile, rows.last_tile, BLOCK_TILES) as start:
-        tiles = k.minimum(rows.last_tile - start, BLOCK_TILES)
-        _run_chains(k, w, rows, start, tiles, sums)
-        with k.range(0, tiles) as i:
-            _finish_tile(k, w, sums.at(i), (start + i) * tile_slots(level), first, rows, out, sums.row)
+    """Stores the results of one tile of weight rows, starting at `first`, for the given activation rows."""
+    wide, *others = shapes(level)
+    blocks = m.p >> 8
+    each = unpacked_bytes(fmt, 1)
+    with k.range(0, wide.vectors) as v:
+        unpack(k, level, fmt, m, first + v * LANES, Unpacked(fmt, scratch + blocks * v * each, blocks), tail)
+    weights = [Unpacked(fmt, scratch + blocks * (each * v), blocks) for v in range(wide.vectors)]
+    t = k.var(rows.start)
+    for shape in (wide, *others):
+        last = shape is (others or [wide])[-1]
+        with k.loop_while(lambda: t.v < rows.stop if last else t.v + shape.rows <= rows.stop):  # noqa: B023
+            _tile(k, level, fmt, m, shape, weights, first, rows, t.v, out)
+            t.v = t.v + shape.rows
 
 
-DOT_ROWS = 3
-"""Up to so many activation rows are computed as in decoding, one after another: unpacking costs more than it saves."""
+def tile_scratch(fmt: BlockFormat, level: Level, k_padded: int) -> int:
+    """Scratch bytes that `tile_rows` wants."""
+    return shapes(level)[0].vectors * unpacked_bytes(fmt, k_padded // 256)
 
 
 def tile(fmt: BlockFormat, level: Level, tail: bool, k_padded: int) -> KernelDef:
-    """Chunk c: tile c % n_tiles of weight rows, activation tiles [TILES_PER_CHUNK * (c // n_tiles), ...)."""
-    slots = tile_slots(level)
+    """Chunk c computes weight rows [32 * (c % n_tiles), ...) for activation rows [T_BLOCK * (c // n_tiles), ...)."""
+    step = LANES * shapes(level)[0].vectors
 
     def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
-        m, x, count, out = Matrix.of(a), a.x, a.live_rows, Output.of(a, a.n)
-        start = chunk.udiv(a.n_tiles) * TILES_PER_CHUNK
-        stop = k.minimum(start + TILES_PER_CHUNK, (count + slots - 1).udiv(slots))
-        size = Packed(level, x, m.p >> 8).tile_bytes
-        rows = Rows(start, stop, count, lambda i: x + i * size, lambda r: r)
-        first = (chunk - chunk.udiv(a.n_tiles) * a.n_tiles) * tile_rows(level)
-        with k.either(count <= DOT_ROWS) as (few, many):
-            with few, k.range(0, count) as t:
-                span = (first, k.minimum(first + tile_rows(level), m.n))
-                dot_rows(k, level, fmt, m, QuantRow(a.q + t * a.q_stride, m.p), span, out, t, tail)
-            with many:
-                compute_rows(k, level, fmt, m, first, rows, out, scratch, tail)
+        m, x, stride = Matrix.of(a), a.x, a.x_stride
+        start = chunk // a.n_tiles * T_BLOCK
+        rows = Rows(start, k.minimum(start + T_BLOCK, a.live_rows), lambda t: x + t * stride, lambda t: t)
+        tile_rows(k, level, fmt, m, chunk % a.n_tiles * step, rows, Output.of(a, m.n), scratch, tail)
 
-    fields = ("live_rows", "x", "q", "q_stride", "n_tiles", *MATRIX_FIELDS, *OUTPUT_FIELDS)
+    fields = ("live_rows", "x", "x_stride", "n_tiles", *MATRIX_FIELDS, *OUTPUT_FIELDS)
     return KernelDef(f"tile/{fmt.name}{'/tail' if tail else ''}", fields, body, tile_scratch(fmt, level, k_padded))

@@ -40,7 +40,6 @@ class Weights:
         self._source, self._exact = source, exact
         self._packed: dict[WeightRef, Packed] = {}
         self._vectors: dict[WeightRef, np.ndarray] = {}
-        self._noticed: set[GGMLType] = set()
         self.keep: list[Any] = []
         self.in_place = self.copied = 0
 
@@ -59,9 +58,7 @@ class Weights:
                 raw = given.raw if given.raw.flags.c_contiguous else np.ascontiguousarray(given.raw)
                 self.in_place += raw.nbytes
             else:
-                if ref.type not in self._noticed:
-                    _log.warning("%s has no kernel of its own: its tensors are kept as %s", ref.type.name, stored)
-                    self._noticed.add(ref.type)
+                _log.warning("%s has no kernel of its own: %s is kept as %s", ref.type.name, ref.name, stored)
                 dense = given.dense()
                 raw = dense if self._exact else dense.astype(np.float16)
                 self.copied += raw.nbytes

@@ -47,11 +47,8 @@ def worst(got: tuple[Concrete, ...], want: tuple[Concrete, ...]) -> float:
 def check(backend: CpuBackend, op: Op, case: Case, compute: ComputeChoice, seed: int = 0) -> None:
     assert op.make is not None
     inputs = op.make(case, np.random.default_rng(seed))
-    want = run_op(op, case.spec, inputs)
-    error = worst(backend.run_op(op, case.spec, inputs, compute), want)
-    # An RMS over few values can be small by cancellation alone.
-    few = all(np.asarray(w).size < 64 for w in want if not isinstance(w, KVArrays))
-    assert error <= op.tolerance[backend.compute_of(compute)] * (8 if few else 1), (case, error)
+    error = worst(backend.run_op(op, case.spec, inputs, compute), run_op(op, case.spec, inputs))
+    assert error <= op.tolerance[backend.compute_of(compute)], (case, error)
 
 
 @pytest.mark.parametrize("compute", COMPUTES)
@@ -61,7 +58,7 @@ def test_cases_match_the_reference(backend: CpuBackend, name: str, compute: Comp
         check(backend, OPS[name], case, compute)
 
 
-@pytest.mark.parametrize("name", sorted(n for n, op in OPS.items() if op.strategy and n != "sample"))
+@pytest.mark.parametrize("name", sorted(n for n, op in OPS.items() if op.strategy and n not in ("linear", "sample")))
 def test_random_shapes_match_the_reference(backend: CpuBackend, name: str) -> None:
     op = OPS[name]
     assert op.strategy is not None
