@@ -29,7 +29,8 @@ from quarrel.gguf import GGMLType, GGUFFile
 from quarrel.models import Tensors, assemble
 from quarrel.ops import ALL_OPS, EXTRA_OPS, draw, reference
 from quarrel.ops.attention import ATTENTION, AttentionSpec
-from quarrel.ops.contract import Case, Compute, Concrete, KVArrays, Op, RawWeight, rel_error
+from quarrel.ops.compare import errors
+from quarrel.ops.contract import Case, Compute, Op, RawWeight, rel_error
 from quarrel.ops.linear import LINEAR, LinearSpec
 from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP, ExpertDownSpec, ExpertUpSpec
 from quarrel.ops.program import Program
@@ -44,22 +45,13 @@ EVERY_OP = (*ALL_OPS.values(), *EXTRA_OPS.values())
 Found = list[dict[str, Any]]
 
 
-def worst(got: tuple[Concrete, ...], want: tuple[Concrete, ...]) -> float:
-    """The largest relative error over all results; a cache counts as two."""
-    errors = []
-    for g, w in zip(got, want, strict=True):
-        pairs = [(g.k, w.k), (g.v, w.v)] if isinstance(g, KVArrays) else [(g, w)]  # type: ignore[union-attr]
-        errors += [rel_error(a, b) for a, b in pairs]  # type: ignore[arg-type]
-    return max(errors)
-
-
 def one_case(backend: TritonBackend, op: Op, case: Case, seed: int, compute: Compute) -> dict[str, Any]:
     inputs = op.make(case, np.random.default_rng(seed))  # type: ignore[misc]
     want = reference.run_op(op, case.spec, inputs)
     row: dict[str, Any] = {"op": op.name, "case": str(case.spec), "dims": dict(case.dims), "compute": compute}
     began = time.perf_counter()
     try:
-        row["error"] = worst(backend.run_op(op, case.spec, inputs, compute), want)
+        row["error"] = max(errors(op, case.spec, backend.run_op(op, case.spec, inputs, compute), want, case).values())
     except Exception as error:
         row |= {"error": float("inf"), "raised": f"{type(error).__name__}: {error}"[:400]}
     return row | {"limit": op.tolerance[compute], "seconds": round(time.perf_counter() - began, 2)}
@@ -132,7 +124,7 @@ def check_refusals(backend: TritonBackend) -> Found:
     want = reference.run_op(LINEAR, spec, (x, weight))
     return [
         {"op": "linear", "case": str(spec), "compute": c, "limit": LINEAR.tolerance[c],
-         "error": worst(backend.run_op(LINEAR, spec, (x, weight), c), want)}
+         "error": max(errors(LINEAR, spec, backend.run_op(LINEAR, spec, (x, weight), c), want).values())}
         for c in COMPUTES
     ]  # fmt: skip
 

@@ -11,45 +11,17 @@ from __future__ import annotations
 import argparse
 import time
 import zlib
-from collections.abc import Iterator
 
-import numpy as np
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as with_seed
 
 from quarrel.ops import ALL_OPS, EXTRA_OPS
-from quarrel.ops.contract import Case, KVArrays, Op, rel_error
-from quarrel.ops.reference import run_op
+from quarrel.ops.compare import check_case
+from quarrel.ops.contract import Case, Op
 from quarrel.ops.registry import backend as create_backend
 from quarrel.ops.step import Backend, ComputeChoice
 
 OPS = {**ALL_OPS, **EXTRA_OPS}
-
-
-def check_case(backend: Backend, op: Op, case: Case, compute: ComputeChoice, seed: int = 0) -> None:
-    """Runs one case on the backend; `AssertionError` says which result is off, by how much, and what was allowed."""
-    assert op.make is not None
-    inputs = op.make(case, np.random.default_rng(seed))
-    want = run_op(op, case.spec, inputs)
-    got = backend.run_op(op, case.spec, inputs, compute)
-    allowed = op.tolerance[backend.compute_of(compute)]
-    assert len(got) == len(want), f"{op.name} gave {len(got)} results, wanted {len(want)}"
-    for name, mine, theirs in _pairs(op, case, got, want):
-        if theirs.dtype.kind == "i":
-            assert np.array_equal(mine, theirs), f"{op.name}.{name} differs for {case}: {mine} against {theirs}"
-        else:
-            error = rel_error(mine, theirs)
-            assert error <= allowed, f"{op.name}.{name} is off by {error:.2e} (allowed {allowed:.0e}) for {case}"
-
-
-def _pairs(op: Op, case: Case, got: tuple, want: tuple) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:  # type: ignore[type-arg]
-    names = [p.name for p in op.results(case.spec)] + [op.consumes]
-    for name, mine, theirs in zip(names, got, want, strict=False):
-        if isinstance(theirs, KVArrays):
-            yield f"{name}.k", mine.k, theirs.k
-            yield f"{name}.v", mine.v, theirs.v
-        else:
-            yield name, mine, theirs
 
 
 def fuzz_op(backend: Backend, op: Op, compute: ComputeChoice, examples: int, seed: int) -> None:

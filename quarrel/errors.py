@@ -1,18 +1,18 @@
 """Every error that Quarrel raises on purpose. Each message is one sentence: what, found, wanted, what to do.
 
-    QuarrelError
-    ├── ModelError            the file cannot be used as a model
-    │   ├── GGUFError         its bytes are not a sound GGUF file
-    │   ├── TokenizerError    its vocabulary or template is unusable
-    │   └── UnsupportedModel  it is sound, but asks for something we do not compute
-    ├── ModelNotFound         a name led to no file
-    ├── DownloadError         a file could not be fetched whole
-    ├── RequestError          a caller's argument is outside its range
-    │   └── ContextOverflow   the prompt does not fit the context
-    ├── BackendUnavailable    the backend asked for cannot run on this machine
-    ├── UnsupportedOp         no implementation takes an op; carries backend, op, spec and the reasons
-    ├── OutOfMemory           the memory plan does not fit
-    └── ConfigError           a QUARREL_* variable or flag is malformed
+QuarrelError
+├── ModelError            the file cannot be used as a model
+│   ├── GGUFError         its bytes are not a sound GGUF file
+│   ├── TokenizerError    its vocabulary or template is unusable
+│   └── UnsupportedModel  it is sound, but asks for something we do not compute
+├── ModelNotFound         a name led to no file
+├── DownloadError         a file could not be fetched whole
+├── RequestError          a caller's argument is outside its range
+│   └── ContextOverflow   the prompt does not fit the context
+├── BackendUnavailable    the backend asked for cannot run on this machine
+├── UnsupportedOp         no implementation takes an op; carries backend, op, spec and the reasons
+├── OutOfMemory           the memory plan does not fit
+└── ConfigError           a QUARREL_* variable or flag is malformed
 """
 
 from __future__ import annotations

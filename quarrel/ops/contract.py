@@ -176,13 +176,13 @@ class Op:
         return f"Op({self.name})"
 
 
-def rel_error(got: Array, want: Array) -> float:
-    """RMS(got - want) / RMS(want) in float64; infinite if any value that should be finite is not."""
+def rel_error(got: Array, want: Array, floor: float = 0.0) -> float:
+    """RMS(got - want) / max(RMS(want), floor) in float64; infinite if any value that should be finite is not."""
     g, w = np.asarray(got, np.float64), np.asarray(want, np.float64)
     if g.shape != w.shape or not np.array_equal(np.isfinite(g), np.isfinite(w)):
         return float("inf")
     ok = np.isfinite(w)
     if not ok.any():
         return 0.0
-    scale = float(np.sqrt(np.mean(w[ok] ** 2)))
+    scale = max(float(np.sqrt(np.mean(w[ok] ** 2))), floor)
     return float(np.sqrt(np.mean((g[ok] - w[ok]) ** 2))) / (scale or 1.0)

@@ -13,7 +13,8 @@ from quarrel.cpu_backend.backend import CpuBackend
 from quarrel.errors import RequestError
 from quarrel.ops import ALL_OPS, EXTRA_OPS
 from quarrel.ops.activation import GATED, GatedSpec
-from quarrel.ops.contract import Case, Concrete, KVArrays, Op, rel_error
+from quarrel.ops.compare import check_case
+from quarrel.ops.contract import Case
 from quarrel.ops.reference import run_op
 from quarrel.ops.sample import SAMPLE
 from quarrel.ops.step import ComputeChoice
@@ -29,33 +30,11 @@ def _backend() -> Iterator[CpuBackend]:
     backend.close()
 
 
-def worst(got: tuple[Concrete, ...], want: tuple[Concrete, ...]) -> float:
-    """The largest error among the results; integers must be equal."""
-    assert len(got) == len(want)
-    errors = [0.0]
-    for g, w in zip(got, want, strict=True):
-        if isinstance(w, KVArrays):
-            assert isinstance(g, KVArrays)
-            errors += [rel_error(g.k, w.k), rel_error(g.v, w.v)]
-        elif np.asarray(w).dtype.kind == "i":
-            assert np.array_equal(np.asarray(g), np.asarray(w))
-        else:
-            errors.append(rel_error(np.asarray(g), np.asarray(w)))
-    return max(errors)
-
-
-def check(backend: CpuBackend, op: Op, case: Case, compute: ComputeChoice, seed: int = 0) -> None:
-    assert op.make is not None
-    inputs = op.make(case, np.random.default_rng(seed))
-    error = worst(backend.run_op(op, case.spec, inputs, compute), run_op(op, case.spec, inputs))
-    assert error <= op.tolerance[backend.compute_of(compute)], (case, error)
-
-
 @pytest.mark.parametrize("compute", COMPUTES)
 @pytest.mark.parametrize("name", sorted(OPS))
 def test_cases_match_the_reference(backend: CpuBackend, name: str, compute: ComputeChoice) -> None:
     for case in OPS[name].cases():
-        check(backend, OPS[name], case, compute)
+        check_case(backend, OPS[name], case, compute)
 
 
 @pytest.mark.parametrize("name", sorted(n for n, op in OPS.items() if op.strategy and n not in ("linear", "sample")))
@@ -66,7 +45,7 @@ def test_random_shapes_match_the_reference(backend: CpuBackend, name: str) -> No
     @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
     @given(op.strategy(), st.integers(0, 999))
     def run(case: Case, seed: int) -> None:
-        check(backend, op, case, "float32", seed)
+        check_case(backend, op, case, "float32", seed)
 
     run()
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fuzz.fuzz_ops import Case, check_case, fuzz_op
+from fuzz.fuzz_ops import fuzz_op
 from quarrel.ops import ALL_OPS, EXTRA_OPS
-from quarrel.ops.contract import Op
+from quarrel.ops.compare import check_case
+from quarrel.ops.contract import Case, Op
 from quarrel.ops.linear import ADD, AddSpec
 from quarrel.ops.registry import backend
 

@@ -1,0 +1,79 @@
+"""How far a backend's results for one case lie from the reference: the one measure of tests, fuzzers and benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from quarrel.ops.contract import Array, Case, Compute, Concrete, KVArrays, Op, RawWeight, rel_error
+from quarrel.ops.reference import run_op
+from quarrel.ops.step import Backend, ComputeChoice
+
+FEW, SIBLINGS = 64, 7
+"""Fewer values than FEW may cancel to nearly nothing in one draw: the size of SIBLINGS other draws counts too."""
+
+
+def errors(
+    op: Op, spec: Any, got: Sequence[Concrete], want: Sequence[Concrete], case: Case | None = None
+) -> dict[str, float]:
+    """Relative error of every result, by name (a cache counts as two); for integers 0 if they are equal, else infinity.
+
+    With `case`, what small results are measured against is found from other draws of it too.
+    """
+    names = [p.name for p in op.results(spec)] + [op.consumes or ""]
+    found: dict[str, float] = {}
+    few = any(w.size < FEW and w.dtype.kind == "f" for _, w in _arrays(names, want))
+    usual = _usual_size(op, case) if few and case is not None else {}
+    for (name, g), (_, w) in zip(_arrays(names, got), _arrays(names, want), strict=True):
+        if w.dtype.kind in "iu":
+            found[name] = 0.0 if np.array_equal(g, w) else float("inf")
+        else:
+            found[name] = rel_error(g, w, usual.get(name, 0.0) if w.size < FEW else 0.0)
+    return found
+
+
+def case_error(backend: Backend, op: Op, case: Case, compute: ComputeChoice, seed: int = 0) -> float:
+    """The largest error among the results of one case that `backend` runs on inputs drawn from `seed`."""
+    assert op.make is not None
+    inputs = op.make(case, np.random.default_rng(seed))
+    got = backend.run_op(op, case.spec, inputs, compute)
+    return max(errors(op, case.spec, got, run_op(op, case.spec, inputs), case).values())
+
+
+def check_case(backend: Backend, op: Op, case: Case, compute: ComputeChoice, seed: int = 0) -> None:
+    """Runs one case on the backend; `AssertionError` says which result is off, by how much, and what was allowed."""
+    assert op.make is not None
+    inputs = op.make(case, np.random.default_rng(seed))
+    want = run_op(op, case.spec, inputs)
+    got = backend.run_op(op, case.spec, inputs, compute)
+    assert len(got) == len(want), f"{op.name} gave {len(got)} results, wanted {len(want)}"
+    resolved: Compute = backend.compute_of(compute)
+    allowed = op.tolerance[resolved]
+    for name, error in errors(op, case.spec, got, want, case).items():
+        assert error <= allowed, f"{op.name}.{name} is off by {error:.2e} (allowed {allowed:.0e}) for {case}, seed {seed}"
+
+
+def _arrays(names: Sequence[str], results: Sequence[Concrete]) -> list[tuple[str, Array]]:
+    arrays: list[tuple[str, Array]] = []
+    for name, result in zip(names, results, strict=False):
+        assert not isinstance(result, RawWeight)
+        if isinstance(result, KVArrays):
+            arrays += [(f"{name}.k", result.k), (f"{name}.v", result.v)]
+        else:
+            arrays.append((name, np.asarray(result)))
+    return arrays
+
+
+def _usual_size(op: Op, case: Case) -> dict[str, float]:
+    """Median RMS of each result over other draws of the same case."""
+    assert op.make is not None
+    names = [p.name for p in op.results(case.spec)] + [op.consumes or ""]
+    sizes: dict[str, list[float]] = {}
+    for seed in range(SIBLINGS):
+        for name, w in _arrays(names, run_op(op, case.spec, op.make(case, np.random.default_rng([seed, SIBLINGS])))):
+            values = np.asarray(w, np.float64)
+            values = values[np.isfinite(values)]
+            sizes.setdefault(name, []).append(float(np.sqrt(np.mean(values**2))) if values.size else 0.0)
+    return {name: float(np.median(found)) for name, found in sizes.items()}
