@@ -12,7 +12,18 @@ from quarrel.ops import reference
 from quarrel.ops.contract import Compute, Concrete, KVArrays, Op, RawWeight, WeightRef
 from quarrel.ops.embedding import vocabulary
 from quarrel.ops.program import Program
-from quarrel.ops.step import ComputeChoice, Limits, MemoryPlan, StepInputs, StepOutputs, Taken, Want, WeightSource
+from quarrel.ops.step import (
+    ComputeChoice,
+    Done,
+    Limits,
+    MemoryPlan,
+    StepInputs,
+    StepOutputs,
+    Taken,
+    Want,
+    WeightSource,
+    with_ids,
+)
 
 
 class Dense:
@@ -41,14 +52,19 @@ class ReferenceStep:
         self._caches = [
             KVArrays(*(np.full((*shape, c.n_kv, c.head_dim), np.nan, np.float32) for _ in range(2))) for c in program.caches
         ]
-        self._states = [np.full((limits.max_seqs, *s.shape), np.nan, np.float32) for s in program.states]
+        self._states = [np.full((limits.states, *s.shape), np.nan, np.float32) for s in program.states]
         self.calls = self.tokens = 0
+        self._last: np.ndarray | None = None  # type: ignore[type-arg]
         self.wants: list[Want] = []
         self.closed = False
         self.fail: Exception | None = None
 
+    def launch(self, inputs: StepInputs, want: Want) -> Done:
+        return Done(self(inputs, want))
+
     def __call__(self, inputs: StepInputs, want: Want) -> StepOutputs:
         assert not self.closed
+        inputs = with_ids(inputs, self._last)
         inputs.check(self.limits, vocabulary(self._program))
         if self.fail is not None:
             raise self.fail
@@ -57,12 +73,19 @@ class ReferenceStep:
         self.calls, self.tokens = self.calls + 1, self.tokens + len(inputs.ids)
         self.wants.append(want)
         outputs = reference.run_program(self._program, self._weights, self._caches, inputs, self._states)
+        if want == "tokens":
+            self._last = outputs[want]
         return StepOutputs(**{want: outputs[want]})
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         for source, destination in pairs:
             for cache in self._caches:
                 cache.k[destination], cache.v[destination] = cache.k[source], cache.v[source]
+
+    def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for source, destination in pairs:
+            for state in self._states:
+                state[destination] = state[source]
 
     def explain(self) -> list[Taken]:
         return [Taken(n.path, n.op.name, str(n.spec), "reference") for n in self._program.nodes]

@@ -78,7 +78,7 @@ class CpuBackend:
             "S": limits.max_seqs,
             "B": limits.max_blocks_per_seq,
         }
-        states = [np.zeros((limits.max_seqs, *layer.shape), np.float32) for layer in program.states]
+        states = [np.zeros((limits.states, *layer.shape), np.float32) for layer in program.states]
         compiled = Compiled(program, weights, caches, states, sizes, exact, self._pool, progress)
         return CpuStep(compiled, limits, arithmetic, vocabulary(program))
 

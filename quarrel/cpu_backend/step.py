@@ -15,7 +15,7 @@ from quarrel.errors import RequestError
 from quarrel.ops.contract import Array, Compute, Value
 from quarrel.ops.program import Node, Program
 from quarrel.ops.registry import Choice, lower
-from quarrel.ops.step import Limits, MemoryPlan, StepInputs, StepOutputs, Taken, Want, WeightSource
+from quarrel.ops.step import Done, Limits, MemoryPlan, StepInputs, StepOutputs, Taken, Want, WeightSource, with_ids
 
 
 class Compiled:
@@ -131,14 +131,20 @@ class CpuStep:
         self.limits, self.compute = limits, compute
         self._compiled: Compiled | None = compiled
         self._n_vocab = n_vocab
+        self._last: Array | None = None
 
     def _open(self) -> Compiled:
         if self._compiled is None:
             raise RequestError("the step is closed: compile the model again")
         return self._compiled
 
+    def launch(self, inputs: StepInputs, want: Want) -> Done:
+        """The step runs on the caller's thread and the pool's, so it is over when this returns."""
+        return Done(self(inputs, want))
+
     def __call__(self, inputs: StepInputs, want: Want) -> StepOutputs:
         compiled = self._open()
+        inputs = with_ids(inputs, self._last)
         inputs.check(self.limits, self._n_vocab)
         if compiled.states:
             self._check_slots(inputs)
@@ -152,14 +158,17 @@ class CpuStep:
                 arrays[name] = getattr(inputs, name)
             elif want == "tokens":
                 arrays[name] = getattr(inputs.sample, name)
-        return StepOutputs(**compiled.run(arrays, (want,)))
+        outputs = StepOutputs(**compiled.run(arrays, (want,)))
+        if outputs.tokens is not None:
+            self._last = outputs.tokens
+        return outputs
 
     def _check_slots(self, inputs: StepInputs) -> None:
         slots = inputs.state_slots
-        if slots is None or len(slots) != len(inputs.kv_len) or slots.min() < 0 or slots.max() >= self.limits.max_seqs:
+        if slots is None or len(slots) != len(inputs.kv_len) or slots.min() < 0 or slots.max() >= self.limits.states:
             found = "none" if slots is None else slots.tolist()
             raise RequestError(
-                f"a model with recurrent layers wants one state slot below {self.limits.max_seqs} per sequence, got {found}"
+                f"a model with recurrent layers wants one state slot below {self.limits.states} per sequence, got {found}"
             )
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -167,6 +176,11 @@ class CpuStep:
             for source, target in pairs:
                 cache.k[target] = cache.k[source]
                 cache.v[target] = cache.v[source]
+
+    def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for state in self._open().states:
+            for source, target in pairs:
+                state[target] = state[source]
 
     def explain(self) -> list[Taken]:
         return [

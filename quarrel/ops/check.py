@@ -31,7 +31,19 @@ from quarrel.ops.embedding import vocabulary
 from quarrel.ops.null import expand
 from quarrel.ops.program import Node, Program
 from quarrel.ops.sample import SAMPLE
-from quarrel.ops.step import Backend, ComputeChoice, Limits, MemoryPlan, StepInputs, StepOutputs, Taken, Want, WeightSource
+from quarrel.ops.step import (
+    Backend,
+    ComputeChoice,
+    Done,
+    Limits,
+    MemoryPlan,
+    StepInputs,
+    StepOutputs,
+    Taken,
+    Want,
+    WeightSource,
+    with_ids,
+)
 
 DRAW_SLACK = 1e-4
 """How far a uniform number or a cut may be off before another token counts as wrong: float32 sums over a vocabulary."""
@@ -50,13 +62,18 @@ class CheckedStep:
         self._caches = [
             KVArrays(*(np.zeros((*shape, c.n_kv, c.head_dim), np.float32) for _ in range(2))) for c in program.caches
         ]
-        self._states = [np.zeros((limits.max_seqs, *s.shape), np.float32) for s in program.states]
+        self._states = [np.zeros((limits.states, *s.shape), np.float32) for s in program.states]
         self._next_id = 1 + max(v.id for v in [*(v for n in program.nodes for v in n.outputs), *program.inputs.values()])
         self._declined: dict[tuple[str, Any], str] = {}
         self._taken: dict[tuple[str, str], Taken] = {}
+        self._last: Array | None = None
+
+    def launch(self, inputs: StepInputs, want: Want) -> Done:
+        return Done(self(inputs, want))
 
     def __call__(self, inputs: StepInputs, want: Want) -> StepOutputs:
         """Runs and compares; raises QuarrelError (path, op, spec, error, tolerance)."""
+        inputs = with_ids(inputs, self._last)
         if want == "tokens" and inputs.sample is None:
             raise RequestError("a step that draws tokens needs sampling inputs, got none")
         inputs.check(self.limits, vocabulary(self._program))
@@ -65,7 +82,14 @@ class CheckedStep:
             if all(not isinstance(i, Value) or i.id in values for i in node.inputs):
                 self._run(node, values)
         out = {name: values[v.id] for name, v in self._program.outputs.items() if v.id in values}
+        if want == "tokens":
+            self._last = out[want]
         return StepOutputs(**{want: out[want]})
+
+    def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for source, destination in pairs:
+            for state in self._states:
+                state[destination] = state[source]
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         for source, destination in pairs:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol, runtime_checkable
+
+import numpy as np
 
 from quarrel.errors import RequestError
 from quarrel.ops.contract import Array, Compute, Concrete, Op, RawWeight, WeightRef
@@ -24,6 +26,13 @@ class Limits:
     max_blocks_per_seq: int
     n_blocks: int
     block_size: int = 32
+    n_states: int = 0
+    """Slots for the state of recurrent layers; 0 is one per sequence. More than that hold snapshots."""
+
+    @property
+    def states(self) -> int:
+        """Slots for recurrent state, at least one per sequence."""
+        return max(self.n_states, self.max_seqs)
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,7 @@ class StepInputs:
     out_rows: Array  # [R] int32, indices into the T tokens whose results are wanted
     sample: SampleInputs | None = None
     state_slots: Array | None = None  # [S] int32, where recurrent layers keep each sequence's state
+    from_last: Array | None = None  # [T] int32, the row of the launch before whose token is this id, or -1 for `ids`
 
     def check(self, limits: Limits, n_vocab: int) -> None:
         """Raises `RequestError` if anything is out of range; a device never has to."""
@@ -62,6 +72,7 @@ class StepInputs:
             ("slots outside the cache", _within(self.slots, 0, limits.n_blocks * limits.block_size)),
             ("block table outside the cache", _within(self.block_table, 0, limits.n_blocks)),
             ("out_rows outside the step", _within(self.out_rows, 0, tokens)),
+            ("from_last unlike the ids", self.from_last is None or len(self.from_last) == tokens),
             ("query_start not from 0 to the token count", _covers(self.query_start, tokens, seqs)),
             (
                 "more keys than the block table holds",
@@ -83,6 +94,35 @@ class StepOutputs:
 
 
 Want = Literal["tokens", "logits", "hidden"]
+
+
+class Pending(Protocol):
+    """A step on its way."""
+
+    def result(self) -> StepOutputs:
+        """Waits for it. A fault of the device is raised here."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """A step that was over when its launch returned."""
+
+    outputs: StepOutputs
+
+    def result(self) -> StepOutputs:
+        return self.outputs
+
+
+def with_ids(inputs: StepInputs, last: Array | None) -> StepInputs:
+    """The inputs with every id known: those that `from_last` points at are taken from `last`, the tokens before."""
+    if inputs.from_last is None:
+        return inputs
+    taken = inputs.from_last >= 0
+    if taken.any() and (last is None or int(inputs.from_last.max()) >= len(last)):
+        rows = "none" if last is None else len(last)
+        raise RequestError(f"step inputs are unusable: from_last names row {inputs.from_last.max()} of {rows} tokens")
+    ids = inputs.ids if last is None else np.where(taken, last[np.maximum(inputs.from_last, 0)], inputs.ids)
+    return replace(inputs, ids=ids.astype(np.int32), from_last=None)
 
 
 class WeightSource(Protocol):
@@ -120,10 +160,19 @@ class Step(Protocol):
     compute: Compute
 
     def __call__(self, inputs: StepInputs, want: Want) -> StepOutputs:
-        """Runs once. `tokens` needs `inputs.sample`."""
+        """Runs once, to its end. `tokens` needs `inputs.sample`."""
+
+    def launch(self, inputs: StepInputs, want: Want) -> Pending:
+        """Starts a step; launches run in order, and the inputs may be reused as soon as this returns.
+
+        `inputs.from_last` refers to the rows of the last launch of tokens, whether or not its result was waited for.
+        """
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies whole cache blocks (source, destination) in every layer."""
+        """Copies whole cache blocks (source, destination) in every layer, after the launches so far."""
+
+    def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies the recurrent state in slots (source, destination) of every layer, after the launches so far."""
 
     def explain(self) -> list[Taken]:
         """Who took what."""

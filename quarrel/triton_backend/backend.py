@@ -109,7 +109,7 @@ class TritonBackend:
             held = Weights(weights, device, arithmetic, refs, progress)
             dtype = DTYPES[arithmetic]
             caches = [allocate(c, limits.n_blocks, limits.block_size, dtype, device) for c in program.caches]
-            states = [allocate_state(s, limits.max_seqs, device) for s in program.states]
+            states = [allocate_state(s, limits.states, device) for s in program.states]
             inputs = InputBuffer(limits, device)
             slots = {value.id: inputs.slots[name] for name, value in program.inputs.items()}
             rows = {

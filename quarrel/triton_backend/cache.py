@@ -60,3 +60,12 @@ def copy_blocks(caches: Sequence[Cache], pairs: Sequence[tuple[int, int]]) -> No
     for cache in caches:
         for tensor in (cache.k, cache.v):
             tensor.index_copy_(0, index[:, 1], tensor.index_select(0, index[:, 0]))
+
+
+def copy_states(states: Sequence[torch.Tensor], pairs: Sequence[tuple[int, int]]) -> None:
+    """Copies the state in slots (source, destination) of every layer; all sources are read first."""
+    if not states or not pairs:
+        return
+    index = torch.tensor(pairs, dtype=torch.int64, device=states[0].device)
+    for state in states:
+        state.index_copy_(0, index[:, 1], state.index_select(0, index[:, 0]))

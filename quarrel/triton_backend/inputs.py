@@ -78,10 +78,10 @@ class InputBuffer:
                 f" of at most {self._limits.max_blocks_per_seq} blocks"
             )
         slots = inputs.state_slots
-        if slots is not None and (len(slots) != seqs or slots.min() < 0 or slots.max() >= self._limits.max_seqs):
+        if slots is not None and (len(slots) != seqs or slots.min() < 0 or slots.max() >= self._limits.states):
             raise RequestError(
                 f"step inputs are unusable: state slots {slots.tolist()} for {seqs} sequences,"
-                f" wanted one of 0 to {self._limits.max_seqs - 1} for each"
+                f" wanted one of 0 to {self._limits.states - 1} for each"
             )
         if inputs.sample is not None:
             found = {name: len(getattr(inputs.sample, name)) for name in _SAMPLE}
@@ -101,7 +101,7 @@ class InputBuffer:
         self._put("slots", inputs.slots, self._limits.n_blocks * self._limits.block_size, padded)
         self._put("kv_len", inputs.kv_len, 0, padded)
         if inputs.state_slots is not None:
-            self._put("state_slots", inputs.state_slots, self._limits.max_seqs, padded)
+            self._put("state_slots", inputs.state_slots, self._limits.states, padded)
         self._put("query_start", np.concatenate([inputs.query_start, np.arange(tokens + 1, tokens + extra + 1)]), 0)
         self._put("item_start", np.concatenate([starts, np.full(extra, starts[-1])]), 0)
         if inputs.sample is not None:

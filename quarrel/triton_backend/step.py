@@ -18,8 +18,8 @@ from quarrel.errors import RequestError
 from quarrel.ops.contract import Compute, Value
 from quarrel.ops.embedding import EmbeddingSpec
 from quarrel.ops.registry import Choice
-from quarrel.ops.step import Limits, MemoryPlan, StepInputs, StepOutputs, Taken, Want
-from quarrel.triton_backend.cache import copy_blocks
+from quarrel.ops.step import Done, Limits, MemoryPlan, StepInputs, StepOutputs, Taken, Want, with_ids
+from quarrel.triton_backend.cache import copy_blocks, copy_states
 from quarrel.triton_backend.inputs import InputBuffer, live_counts
 from quarrel.triton_backend.plan import Plan, needed
 from quarrel.triton_backend.runtime import Live, power_of_two
@@ -35,14 +35,19 @@ class TritonStep:
         self._plan, self._inputs, self._outputs = plan, inputs, dict(outputs)
         self._graphs: dict[tuple[int, int, str], torch.cuda.CUDAGraph] = {}
         self._seen: set[tuple[int, int, str]] = set()
+        self._last: np.ndarray | None = None
         self._capture = graphs and plan.device.type == "cuda"
         self._choices: tuple[Choice, ...] = tuple(plan.choices)
         nodes = [c.node for c in plan.choices]
         self._masks = {name: needed(nodes, value) for name, value in outputs.items()}
         self._n_vocab, self._n_positions = (_smallest_table(plan.choices, name) for name in ("ids", "positions"))
 
+    def launch(self, inputs: StepInputs, want: Want) -> Done:
+        return Done(self(inputs, want))
+
     def __call__(self, inputs: StepInputs, want: Want) -> StepOutputs:
         """Runs once; the result is on the host when this returns."""
+        inputs = with_ids(inputs, self._last)
         if want not in self._outputs:
             raise RequestError(f"this program has no {want}: ask for one of {', '.join(self._outputs)}")
         if want == "tokens" and inputs.sample is None:
@@ -53,11 +58,18 @@ class TritonStep:
         # A thread starts on device 0, whatever device the model was loaded on.
         device = self._plan.device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            return StepOutputs(**{want: self._launch(inputs, want)})
+            outputs = StepOutputs(**{want: self._launch(inputs, want)})
+        if outputs.tokens is not None:
+            self._last = outputs.tokens
+        return outputs
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies whole cache blocks (source, destination) in every layer."""
         copy_blocks(self._plan.caches, pairs)
+
+    def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies the state in slots (source, destination) of every layer."""
+        copy_states(self._plan.states, pairs)
 
     def explain(self) -> list[Taken]:
         """Who took what, and in which format its weight is held if not its own."""

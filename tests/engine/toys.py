@@ -12,7 +12,7 @@ from quarrel.engine import Engine, Loop, Request, Result, SamplingParams, Stream
 from quarrel.engine.rng import mix
 from quarrel.ops.contract import Compute
 from quarrel.ops.sample import draw_token
-from quarrel.ops.step import Limits, MemoryPlan, StepInputs, StepOutputs, Taken, Want
+from quarrel.ops.step import Done, Limits, MemoryPlan, StepInputs, StepOutputs, Taken, Want, with_ids
 
 VOCABULARY = 48
 STOP = 0
@@ -34,11 +34,13 @@ class HistoryStep:
         self.forced: int | None = None  # the token that every draw gives
         self.turns: threading.Semaphore | None = None  # each step takes one, and waits where there is none
         self.closed = 0
+        self._last: np.ndarray[Any, Any] | None = None
 
     def __call__(self, inputs: StepInputs, want: Want) -> StepOutputs:
         assert not self.closed
         if self.turns is not None:
             assert self.turns.acquire(timeout=30)
+        inputs = with_ids(inputs, self._last)
         inputs.check(self.limits, VOCABULARY)
         if self.fail is not None:
             raise self.fail
@@ -56,12 +58,19 @@ class HistoryStep:
         assert len(s.uniform) == len(rows)
         columns = (s.temperature, s.top_k, s.top_p, s.min_p, s.uniform)
         drawn = [draw_token(x, *(c[i].item() for c in columns)) for i, x in enumerate(logits)]
-        return StepOutputs(tokens=np.array(drawn if self.forced is None else [self.forced] * len(drawn), np.int32))
+        self._last = np.array(drawn if self.forced is None else [self.forced] * len(drawn), np.int32)
+        return StepOutputs(tokens=self._last)
 
     def logits(self, history: int, last: int) -> np.ndarray[Any, Any]:
         if last in self.bad_tokens:
             return np.full(VOCABULARY, np.nan, np.float32)
         return np.random.default_rng(history).standard_normal(VOCABULARY, np.float32) * self.scale
+
+    def launch(self, inputs: StepInputs, want: Want) -> Done:
+        return Done(self(inputs, want))
+
+    def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
+        raise AssertionError("a toy keeps no recurrent state")
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         size = self.limits.block_size
