@@ -16,7 +16,7 @@ import sentencepiece
 from quarrel.gguf import GGMLType, GGUFWriter
 from tools.demo_data import BOS, EOS
 from tools.demo_model import Llama, Shape
-from tools.synth_model import QUANTS, tensor_type
+from tools.make_synthetic import QUANTS, tensor_type
 from tools.train_demo import load
 
 DESCRIPTION = (

@@ -109,6 +109,16 @@ class GGUFWriter:
             part.unlink(missing_ok=True)
         return size
 
+    def layout(self) -> tuple[bytes, dict[str, int]]:
+        """The bytes before the data, and where in the file each tensor begins: for writers that fill it in parallel."""
+        header = self._header()
+        at, starts = len(header), {}
+        for tensor in self._tensors.values():
+            at += -at % self.alignment
+            starts[tensor.name] = at
+            at += nbytes(tensor.type, tensor.dims)
+        return header, starts
+
     def _write(self, stream: BinaryIO) -> int:
         header = self._header()
         stream.write(header)

@@ -11,8 +11,8 @@ import pytest
 
 from quarrel.gguf import GGMLType, GGUFFile
 from tests.paths import need_cases
-from tools import synth_model
-from tools.synth_model import QUANTS, build, load_shapes, tensor_type
+from tools import make_synthetic
+from tools.make_synthetic import QUANTS, build, load_shapes, tensor_type
 
 SHAPES = load_shapes()
 MIXED = [
@@ -74,14 +74,14 @@ def test_every_shape_agrees_with_its_own_keys(name: str) -> None:
     _, plan = build(shape, "Q4_K_M", name=name, layers=len(shape.layers), vocab=None, seed=0)
     tensors = {tensor.name: tensor for tensor in plan.tensors}
     assert len(tensors) == len(plan.tensors)
-    keys = synth_model.model_keys(shape, plan.layers, plan.vocab)
+    keys = make_synthetic.model_keys(shape, plan.layers, plan.vocab)
     width = keys["embedding_length"]
     assert tensors["token_embd.weight"].shape == (shape.vocab["size"], width)
     for i, parts in enumerate(plan.layers):
         names = {tensor.split(".")[2] for tensor in tensors if tensor.startswith(f"blk.{i}.")}
         assert ("attn_q" in names, "ssm_in" in names) == ("a" in parts, "m" in parts)
         assert ("ffn_up_exps" in names, "ffn_up" in names) == ("e" in parts, "d" in parts)
-    assert synth_model.report(plan).startswith(f"{len(tensors)} tensors")
+    assert make_synthetic.report(plan).startswith(f"{len(tensors)} tensors")
 
 
 def test_released_parameter_counts() -> None:
@@ -107,8 +107,18 @@ def test_the_seed_decides_the_bytes_and_the_layer_count_does_not(tmp_path: Path)
 def test_large_tensors_come_in_small_pieces() -> None:
     _, plan = build(SHAPES["gpt-oss-20b"], "F16", name="gpt-oss-20b", layers=1, vocab=None, seed=0)
     embedding = next(tensor for tensor in plan.tensors if tensor.name == "token_embd.weight")
-    piece = next(embedding.make(np.random.default_rng(0)))
-    assert 0 < piece.nbytes <= synth_model.PIECE_BYTES
+    assert 0 < embedding.piece(0, 0).nbytes <= make_synthetic.PIECE_BYTES
+    assert embedding.piece_bytes % make_synthetic.unit(embedding.type) == 0
+    assert embedding.n_pieces > 1
+
+
+def test_several_processes_write_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(make_synthetic, "PIECE_BYTES", 100_000)
+    writer, plan = build(SHAPES["smollm2-135m"], "Q4_K_M", name="x", layers=1, vocab=None, seed=3)
+    writer.write(tmp_path / "one.gguf")
+    size = make_synthetic.write(writer, plan, 3, tmp_path / "many.gguf", jobs=3)
+    assert (tmp_path / "many.gguf").stat().st_size == size
+    assert (tmp_path / "one.gguf").read_bytes() == (tmp_path / "many.gguf").read_bytes()
 
 
 def test_a_borrowed_vocabulary_is_copied_whole(tmp_path: Path) -> None:
@@ -124,7 +134,7 @@ def test_a_borrowed_vocabulary_is_copied_whole(tmp_path: Path) -> None:
 
 def test_dry_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "model.gguf"
-    monkeypatch.setattr(sys, "argv", ["synth_model.py", "smollm2-135m", "Q8_0", str(out), "--layers", "2", "--dry"])
-    synth_model.main()
+    monkeypatch.setattr(sys, "argv", ["make_synthetic.py", "smollm2-135m", "Q8_0", str(out), "--layers", "2", "--dry"])
+    make_synthetic.main()
     assert "read per decoded token" in capsys.readouterr().out
     assert not out.exists()
