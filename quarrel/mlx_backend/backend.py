@@ -1,0 +1,108 @@
+"""The MLX backend: what the machine offers, and how a program becomes a step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+
+from quarrel.errors import BackendUnavailable, OutOfMemory
+from quarrel.mlx_backend import door
+from quarrel.mlx_backend.cache import allocate, allocate_state, cache_bytes
+from quarrel.mlx_backend.kernel import emulated, runs_metal
+from quarrel.mlx_backend.plan import Held, Plan
+from quarrel.mlx_backend.registry import REGISTRY
+from quarrel.mlx_backend.runtime import DTYPES
+from quarrel.mlx_backend.step import MlxStep
+from quarrel.mlx_backend.weights import Weights, device_bytes, refs_of
+from quarrel.ops.contract import CacheRef, Compute, Concrete, Op, StateRef
+from quarrel.ops.program import Program
+from quarrel.ops.registry import lower
+from quarrel.ops.step import ComputeChoice, Limits, WeightSource
+
+
+class MlxBackend:
+    """Metal through MLX (`ops.step.Backend`); where a test has put an emulator in Metal's place, the same code on that."""
+
+    name = "mlx"
+
+    def unavailable(self) -> str | None:
+        """Why this machine cannot run it, or None."""
+        if runs_metal():
+            return None
+        return "MLX finds no Metal device: use an Apple silicon Mac, or the cpu backend"
+
+    def device(self) -> str:
+        """The device in words."""
+        if emulated():
+            return f"MLX {mx.__version__} on the CPU, Metal emulated"
+        name = mx.device_info().get("device_name", "Apple GPU")
+        return f"{name}, MLX {mx.__version__}"
+
+    def free_bytes(self) -> int:
+        """Memory that a cache may be planned into."""
+        if emulated():
+            return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return max(0, _working_set() - mx.get_active_memory())
+
+    def compute_of(self, choice: ComputeChoice) -> Compute:
+        """float16: every Apple GPU computes with it, while bfloat16 is emulated by M1 and M2."""
+        return "float16" if choice == "auto" else choice
+
+    def compile(
+        self,
+        program: Program,
+        weights: WeightSource,
+        limits: Limits,
+        compute: ComputeChoice = "auto",
+        progress: Callable[[int, int], None] | None = None,
+    ) -> MlxStep:
+        """Chooses implementations, packs weights, allocates caches."""
+        self._need_device()
+        arithmetic = self.compute_of(compute)
+        choices = lower(program, REGISTRY)
+        refs = refs_of(c.node for c in choices)
+        dtype = DTYPES[arithmetic]
+        self._check_memory(
+            device_bytes(refs, arithmetic), cache_bytes(program.caches, limits.n_blocks, limits.block_size, dtype)
+        )
+        if not emulated():
+            # Weights that the system may page out are read from disk at every token.
+            mx.set_wired_limit(_working_set())
+        plan = Plan(choices, Weights(weights, arithmetic, refs, progress), arithmetic)
+        held: Held = {
+            CacheRef(i): allocate(c, limits.n_blocks, limits.block_size, dtype) for i, c in enumerate(program.caches)
+        }
+        held |= {StateRef(i): allocate_state(s, limits.states) for i, s in enumerate(program.states)}
+        plan.weights.finish()
+        return MlxStep(plan, held, program.inputs, program.outputs, limits)
+
+    def run_op(
+        self, op: Op, spec: object, inputs: Sequence[Concrete], compute: ComputeChoice = "auto"
+    ) -> tuple[Concrete, ...]:
+        """One op on concrete host arrays; caches are consumed and returned."""
+        self._need_device()
+        return door.run_op(REGISTRY, op, spec, inputs, self.compute_of(compute))
+
+    def _need_device(self) -> None:
+        reason = self.unavailable()
+        if reason is not None:
+            raise BackendUnavailable(f"the mlx backend cannot run here: {reason}")
+
+    def _check_memory(self, weights: int, cache: int) -> None:
+        free = self.free_bytes()
+        if weights + cache > free:
+            sizes = ", ".join(f"{what} {n / 2**30:.2f} GiB" for what, n in (("weights", weights), ("cache", cache)))
+            raise OutOfMemory(
+                f"{sizes} do not fit the {free / 2**30:.2f} GiB free on {self.device()}: use a smaller context or model"
+            )
+
+
+def _working_set() -> int:
+    return int(mx.device_info()["max_recommended_working_set_size"])
+
+
+def create() -> MlxBackend:
+    """The backend."""
+    return MlxBackend()

@@ -1,0 +1,94 @@
+"""A lowered program bound to its weights: one function from arrays to arrays for each result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import mlx.core as mx
+
+from quarrel.mlx_backend.runtime import DTYPES, Launch, Live, Operand
+from quarrel.mlx_backend.weights import Weights
+from quarrel.ops.contract import CacheRef, Compute, ConstRef, StateRef, Value, WeightRef
+from quarrel.ops.program import Node
+from quarrel.ops.registry import Choice
+
+Held = dict[CacheRef | StateRef, Operand]
+"""Caches and states by who refers to them."""
+
+
+class Plan:
+    """Built once; `run` is pure: what it consumes it hands back anew, and MLX writes into the old buffers."""
+
+    def __init__(self, choices: Sequence[Choice], weights: Weights, compute: Compute) -> None:
+        self.choices, self.weights, self.compute = tuple(choices), weights, compute
+        self.act = DTYPES[compute]
+        self._launches: list[Launch] = [c.implementation.build(self, c.node) for c in self.choices]
+
+    def run(
+        self, live: Live, inputs: Mapping[int, mx.array], held: Held, wanted: Sequence[Value]
+    ) -> tuple[list[mx.array], Held]:
+        """The wanted values, and the caches and states as they are afterwards. `held` is left as it is."""
+        values: dict[int, mx.array] = dict(inputs)
+        held = dict(held)
+        nodes = [c.node for c in self.choices]
+        marks = needed(nodes, wanted)
+        uses = _last_uses(nodes, marks)
+        keep = {v.id for v in wanted}
+        for i, (node, launch) in enumerate(zip(nodes, self._launches)):
+            if not marks[i]:
+                continue
+            operands: list[Operand] = []
+            for operand in node.inputs:
+                if isinstance(operand, Value):
+                    operands.append(values[operand.id])
+                elif isinstance(operand, CacheRef | StateRef):
+                    operands.append(held[operand])
+            results = list(launch(live, *operands))
+            if node.op.consumes:
+                refs = [r for r in node.inputs if isinstance(r, CacheRef | StateRef)]
+                held.update(zip(refs, results[-len(refs) :], strict=True))
+                del results[-len(refs) :]
+            values.update(zip((v.id for v in node.outputs), results, strict=True))  # type: ignore[arg-type]
+            # An array that nothing refers to any more is one that MLX may write over.
+            for id in uses.get(i, ()):
+                if id not in keep:
+                    values.pop(id, None)
+        return [values[v.id] for v in wanted], held
+
+    # What a family asks while it builds (`Site`).
+
+    def weight(self, ref: WeightRef):
+        return self.weights.matrix(ref)
+
+    def vector(self, ref: WeightRef) -> mx.array:
+        return self.weights.vector(ref)
+
+    def const(self, ref: ConstRef) -> mx.array:
+        return self.weights.const(ref)
+
+    def dtype(self, kind: str) -> mx.Dtype:
+        return {"act": self.act, "f32": mx.float32, "i32": mx.int32}[kind]
+
+
+def needed(nodes: Sequence[Node], wanted: Sequence[Value]) -> list[bool]:
+    """Which nodes the wanted values take: those they depend on, and everything that writes to a cache or state."""
+    wants = {v.id for v in wanted}
+    marks: list[bool] = []
+    for node in reversed(nodes):
+        mark = bool(node.op.consumes) or any(v.id in wants for v in node.outputs)
+        if mark:
+            wants.update(v.id for v in node.inputs if isinstance(v, Value))
+        marks.append(mark)
+    return marks[::-1]
+
+
+def _last_uses(nodes: Sequence[Node], marks: Sequence[bool]) -> dict[int, list[int]]:
+    """Node number -> the values that nothing after it reads."""
+    last: dict[int, int] = {}
+    for i, (node, mark) in enumerate(zip(nodes, marks)):
+        if mark:
+            last |= {v.id: i for v in (*node.outputs, *(o for o in node.inputs if isinstance(o, Value)))}
+    uses: dict[int, list[int]] = {}
+    for id, i in last.items():
+        uses.setdefault(i, []).append(id)
+    return uses

@@ -1,0 +1,10 @@
+"""The families of this backend, one file each; the first implementation of an op that accepts takes it."""
+
+from __future__ import annotations
+
+from quarrel.mlx_backend import elementwise
+from quarrel.ops.registry import Registry
+
+FAMILIES = (elementwise,)
+
+REGISTRY = Registry("mlx", [i for family in FAMILIES for i in family.IMPLEMENTATIONS])

@@ -1,0 +1,109 @@
+"""What every family speaks of: arrays, the counts of a call, and where a node is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import mlx.core as mx
+import numpy as np
+
+from quarrel.mlx_backend.pack import Packed
+from quarrel.ops.contract import Array, Compute, ConstRef, WeightRef
+
+DTYPES: dict[Compute, mx.Dtype] = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+
+
+class Cache(NamedTuple):
+    """Keys and values of one layer, each `[n_blocks * block_size, n_kv, head_dim]`: a token's slot is its row."""
+
+    k: mx.array
+    v: mx.array
+
+
+class Rows:
+    """Which rows of a free axis belong to sequences with one row of it, and which to sequences with several.
+
+    A row's arithmetic is chosen by that alone, so that no result depends on what else is in the batch.
+    """
+
+    def __init__(self, single: Array) -> None:
+        self.count = len(single)
+        self._first, self._rest = np.flatnonzero(single), np.flatnonzero(~single)
+
+    @property
+    def all_single(self) -> bool:
+        return len(self._rest) == 0
+
+    def by_kind(self, single: RowsFunction, several: RowsFunction, *arrays: mx.array) -> list[mx.array]:
+        """`single` on some rows of the arrays, `several` on the others; each result's rows in their old order."""
+        if len(self._rest) == 0:
+            return list(single(*arrays))
+        if len(self._first) == 0:
+            return list(several(*arrays))
+        first, rest = mx.array(self._first), mx.array(self._rest)
+        back = mx.array(np.argsort(np.concatenate([self._first, self._rest])))
+        parts = zip(single(*(a[first] for a in arrays)), several(*(a[rest] for a in arrays)), strict=True)
+        return [mx.concatenate([a, b])[back] for a, b in parts]
+
+
+RowsFunction = Callable[..., Sequence[mx.array]]
+
+
+@dataclass(frozen=True, eq=False)
+class Live:
+    """What the host knows of a call. The sizes of arrays are asked of the arrays."""
+
+    tokens: Rows
+    """The T tokens, by how many new tokens their sequence has."""
+    wanted: Rows
+    """The R rows asked for, by how many of them are their sequence's."""
+    longest: int = 1
+    """Most new tokens of a sequence."""
+    block_size: int = 32
+    """Tokens in a block of the cache."""
+
+    def rows(self, axis: str) -> Rows:
+        """The rows of a free axis, T or R."""
+        return {"T": self.tokens, "R": self.wanted}[axis]
+
+
+Operand = mx.array | Cache
+Launch = Callable[..., Sequence[Operand]]
+"""`launch(live, *operands)`: the node's inputs in order, without weights and constants; a cache is a `Cache`, a state an
+array `[slots, ...]` float32. It returns the node's outputs in order, then what the cache or state has become."""
+
+
+class Site(Protocol):
+    """Where a node is built: it hands out what stays the same from call to call."""
+
+    compute: Compute
+    act: mx.Dtype
+
+    def weight(self, ref: WeightRef) -> Packed:
+        """A matrix, in its own format if kernels read that."""
+
+    def vector(self, ref: WeightRef) -> mx.array:
+        """A vector as float32 `[n]`."""
+
+    def const(self, ref: ConstRef) -> mx.array:
+        """A host table as float32 `[n]`."""
+
+    def dtype(self, kind: str) -> mx.Dtype:
+        """The array type of a value: act, f32 or i32."""
+
+
+def live_of(query_start: Array | None, out_rows: Array | None, tokens: int, rows: int, block_size: int = 32) -> Live:
+    """Without `query_start`, as for an op called by itself, rows are one sequence's."""
+    starts = np.array([0, tokens]) if query_start is None else query_start
+    new = np.diff(starts)
+    wanted = np.full(rows, rows == 1)
+    if query_start is not None and out_rows is not None:
+        owner = np.searchsorted(starts, out_rows, side="right") - 1
+        wanted = np.bincount(owner, minlength=len(new))[owner] == 1
+    return Live(Rows(np.repeat(new == 1, new)), Rows(wanted), int(new.max(initial=0)), block_size)
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)

@@ -1,0 +1,201 @@
+"""The step on MLX: lazy graphs, evaluated while the host prepares the next; decode steps are traced once by mx.compile.
+
+Everything is functional: a step takes the caches and returns them, and MLX writes into the old buffers because nothing else
+holds them by then. A decode step is traced for each number of sequences and each width of the block table, which is padded
+to a power of two; other steps differ too much from each other to be worth a trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from quarrel.errors import RequestError
+from quarrel.mlx_backend.cache import copy_rows
+from quarrel.mlx_backend.kernel import emulated
+from quarrel.mlx_backend.plan import Held, Plan
+from quarrel.mlx_backend.runtime import Cache, Live, live_of
+from quarrel.mlx_backend.weights import held_as
+from quarrel.ops.contract import Array, CacheRef, Compute, StateRef, Value
+from quarrel.ops.embedding import EmbeddingSpec
+from quarrel.ops.registry import Choice
+from quarrel.ops.step import Limits, MemoryPlan, StepInputs, StepOutputs, Taken, Want
+
+_SAMPLE = ("temperature", "top_k", "top_p", "min_p", "uniform")
+
+
+class Pending:
+    """A step that the device may still be computing (`ops.step.Pending`)."""
+
+    def __init__(self, want: Want, array: mx.array) -> None:
+        self._want, self._array = want, array
+
+    def result(self) -> StepOutputs:
+        """Waits for it."""
+        kind = self._array.dtype if self._want == "tokens" else mx.float32
+        return StepOutputs(**{self._want: np.array(self._array.astype(kind))})
+
+
+class MlxStep:
+    """A compiled program (`ops.step.Step`)."""
+
+    def __init__(
+        self, plan: Plan, held: Held, inputs: Mapping[str, Value], outputs: Mapping[str, Value], limits: Limits
+    ) -> None:
+        self.limits = limits
+        self.compute: Compute = plan.compute
+        self._plan: Plan | None = plan
+        self._held, self._inputs, self._outputs = held, dict(inputs), dict(outputs)
+        self._traced: dict[tuple[int, int, str], Callable[..., list[mx.array]]] = {}
+        self._last: mx.array | None = None
+        self._n_vocab, self._n_positions = (_smallest_table(plan.choices, name) for name in ("ids", "positions"))
+
+    def __call__(self, inputs: StepInputs, want: Want) -> StepOutputs:
+        """Runs once; the result is on the host when this returns."""
+        return self.launch(inputs, want).result()
+
+    def launch(self, inputs: StepInputs, want: Want) -> Pending:
+        """Hands the step to the device and returns."""
+        self._check(inputs, want)
+        live = live_of(inputs.query_start, inputs.out_rows, len(inputs.ids), len(inputs.out_rows), self.limits.block_size)
+        out = self._run(live, self._arrays(inputs, want), want)
+        if want == "tokens":
+            self._last = out
+        mx.async_eval(out, *_flat(self._held))
+        return Pending(want, out)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies whole cache blocks (source, destination) in every layer, after the launches so far."""
+        if not pairs:
+            return
+        for ref, cache in self._held.items():
+            if isinstance(cache, Cache):
+                self._held[ref] = Cache(*(copy_rows(a, pairs, self.limits.block_size, "cache blocks") for a in cache))
+
+    def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies the state in slots (source, destination) of every layer, after the launches so far."""
+        if not pairs:
+            return
+        for ref, state in self._held.items():
+            if isinstance(ref, StateRef) and isinstance(state, mx.array):
+                self._held[ref] = copy_rows(state, pairs, 1, "state slots")
+
+    def explain(self) -> list[Taken]:
+        """Who took what, and in which format its weight is held if not its own."""
+        return [
+            Taken(c.node.path, c.node.op.name, str(c.node.spec), c.implementation.name + self._held_as(c), c.declined)
+            for c in self._open().choices
+        ]
+
+    def memory(self) -> MemoryPlan:
+        """Device bytes; MLX keeps no buffers of fixed size for activations."""
+        return MemoryPlan(self._open().weights.nbytes(), 0, sum(a.nbytes for a in _flat(self._held)), 0)
+
+    def close(self) -> None:
+        """Drops every array; a second call does nothing."""
+        self._plan, self._last = None, None
+        self._held, self._traced = {}, {}
+        mx.clear_cache()
+
+    def _open(self) -> Plan:
+        if self._plan is None:
+            raise RequestError("the step is closed: compile the model again")
+        return self._plan
+
+    def _check(self, inputs: StepInputs, want: Want) -> None:
+        self._open()
+        if want not in self._outputs:
+            raise RequestError(f"this program has no {want}: ask for one of {', '.join(self._outputs)}")
+        if want == "tokens" and inputs.sample is None:
+            raise RequestError("tokens are asked for without sampling controls: fill StepInputs.sample")
+        inputs.check(self.limits, self._n_vocab)
+        rows, (seqs, width) = len(inputs.out_rows), inputs.block_table.shape
+        slots, recurrent = inputs.state_slots, any(isinstance(ref, StateRef) for ref in self._held)
+        known = 0 if self._last is None else len(self._last)
+        rules = [
+            (f"positions outside 0..{self._n_positions - 1}", _within(inputs.positions, self._n_positions)),
+            (f"{rows} rows asked for of at most {self.limits.max_tokens}", rows <= self.limits.max_tokens),
+            (f"a block table of {seqs} rows for {len(inputs.kv_len)} sequences", seqs == len(inputs.kv_len)),
+            (f"{width} blocks for a sequence of at most {self.limits.max_blocks_per_seq}",
+             width <= self.limits.max_blocks_per_seq),
+            ("recurrent layers without state_slots", slots is not None or not recurrent),
+            (f"state slots that are not one of 0..{self.limits.states - 1} for each sequence",
+             slots is None or (len(slots) == seqs and _within(slots, self.limits.states))),
+            (f"from_last past the {known} tokens of the launch before",
+             inputs.from_last is None or int(inputs.from_last.max(initial=-1)) < known),
+            (f"sampling controls for other than {rows} rows",
+             inputs.sample is None or {len(getattr(inputs.sample, n)) for n in _SAMPLE} == {rows}),
+        ]  # fmt: skip
+        for what, ok in rules:
+            if not ok:
+                raise RequestError(f"step inputs are unusable: {what}; this is the caller's batch, not the model")
+        del plan
+
+    def _arrays(self, inputs: StepInputs, want: Want) -> dict[str, mx.array]:
+        """The program's inputs on the device. Ids that the launch before draws are taken there and not waited for."""
+        arrays: dict[str, mx.array] = {}
+        for name in self._inputs:
+            if name in _SAMPLE:
+                if want == "tokens":
+                    arrays[name] = mx.array(getattr(inputs.sample, name))
+            elif getattr(inputs, name) is not None:
+                arrays[name] = mx.array(_padded(inputs.block_table) if name == "block_table" else getattr(inputs, name))
+        if inputs.from_last is not None and self._last is not None and "ids" in arrays:
+            rows = mx.array(inputs.from_last)
+            arrays["ids"] = mx.where(rows >= 0, self._last[mx.maximum(rows, 0)], arrays["ids"])
+        return arrays
+
+    def _run(self, live: Live, arrays: dict[str, mx.array], want: Want) -> mx.array:
+        names, refs = list(arrays), list(self._held)
+        plan, ids, value = self._open(), [self._inputs[n].id for n in names], self._outputs[want]
+
+        def go(given: list[mx.array], flat: list[mx.array]) -> list[mx.array]:
+            (out,), after = plan.run(live, dict(zip(ids, given)), _bound(refs, flat), (value,))
+            return [out, *_flat(after)]
+
+        flat = _flat(self._held)
+        # From here on only the graph holds the old caches, which is what lets MLX write into them.
+        self._held = {}
+        if live.tokens.all_single and live.wanted.all_single and not emulated():
+            width = arrays["block_table"].shape[1] if "block_table" in arrays else 0
+            key = (live.tokens.count, width, want)
+            if key not in self._traced:
+                self._traced[key] = mx.compile(go)
+            go = self._traced[key]
+        out, *after = go(list(arrays.values()), flat)
+        self._held = _bound(refs, after)
+        return out
+
+    def _held_as(self, choice: Choice) -> str:
+        type = getattr(getattr(choice.node.spec, "linear", choice.node.spec), "type", None)
+        if type is None or held_as(type, self.compute) == type:
+            return ""
+        return f" (held as {held_as(type, self.compute).name})"
+
+
+def _flat(held: Held) -> list[mx.array]:
+    return [a for o in held.values() for a in (o if isinstance(o, Cache) else (o,))]
+
+
+def _bound(refs: Sequence[CacheRef | StateRef], flat: Sequence[mx.array]) -> Held:
+    arrays = iter(flat)
+    return {r: Cache(next(arrays), next(arrays)) if isinstance(r, CacheRef) else next(arrays) for r in refs}
+
+
+def _padded(table: Array) -> Array:
+    """More columns than any sequence has blocks, a power of two of them, so that few widths are ever traced."""
+    width = 1 << max(0, table.shape[1] - 1).bit_length()
+    return np.pad(table, ((0, 0), (0, width - table.shape[1])))
+
+
+def _within(values: Array, stop: int) -> bool:
+    return values.size == 0 or (int(values.min()) >= 0 and int(values.max()) < stop)
+
+
+def _smallest_table(choices: Sequence[Choice], index: str) -> int:
+    """Rows of the smallest embedding that is read at this input of the step; unlimited without one."""
+    tables = [c.node for c in choices if isinstance(c.node.spec, EmbeddingSpec)]
+    found = (t.spec.n for t in tables if isinstance(t.inputs[0], Value) and t.inputs[0].name == index)
+    return min(found, default=1 << 31)
