@@ -131,7 +131,6 @@ class MlxStep:
         for what, ok in rules:
             if not ok:
                 raise RequestError(f"step inputs are unusable: {what}; this is the caller's batch, not the model")
-        del plan
 
     def _arrays(self, inputs: StepInputs, want: Want) -> dict[str, mx.array]:
         """The program's inputs on the device. Ids that the launch before draws are taken there and not waited for."""
