@@ -1,14 +1,18 @@
 """Linear maps over packed weights: y[t, n] = sum_k x[t, k] W[n, k] (+ b[n]), and residual + scale * that.
 
-The rows of W are the tall side of every product, tokens the other: a program owns BN outputs of BT tokens and walks all
-of K in blocks of 32 columns, decoding to float32, rounding once to the compute type and accumulating in float32. Tokens
-pick only how wide a tile is, never the order of a row's sum, so a row's result does not depend on the rows beside it.
+Which kernel a count of tokens takes: `matmul.py` from 2 to its MOST, `dequant.py` beyond, and the exact tiles here for one
+token, float32 arithmetic, odd widths, and for everything where a row's bits may not depend on how many rows there are.
+
+In the exact tiles the rows of W are the tall side of every product, tokens the other: a program owns BN outputs of BT
+tokens and walks all of K in blocks of 32 columns, decoding to float32, rounding once to the compute type and accumulating in
+float32. Tokens pick only how wide a tile is, never the order of a row's sum.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 
@@ -16,8 +20,11 @@ from quarrel.ops.contract import Compute, Value, WeightRef
 from quarrel.ops.linear import LINEAR, LINEAR_ADD, LinearAddSpec, LinearSpec
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
+from quarrel.triton_backend import dequant, matmul
 from quarrel.triton_backend.formats import halves
-from quarrel.triton_backend.runtime import Launch, Live, Site, cdiv, dims
+from quarrel.triton_backend.matmul import TL_TYPES
+from quarrel.triton_backend.pack import Packed
+from quarrel.triton_backend.runtime import Launch, Live, Site, Slot, cdiv, dims
 
 
 @dataclass(frozen=True)
@@ -68,9 +75,6 @@ def linear_tiles(
     tl.store(y + at, acc.to(y.dtype.element_ty), mask=ok)
 
 
-TL_TYPES = {"float32": tl.float32, "float16": tl.float16, "bfloat16": tl.bfloat16}
-
-
 def tile_for(compute: Compute, tokens: int) -> Tile:
     """The tile that a step of so many tokens uses."""
     return (FEW if tokens <= FEW[compute].tokens else MANY)[compute]
@@ -84,16 +88,38 @@ def _build(
     weight = site.weight(rest[0])
     bias = site.vector(rest[1]) if spec.bias else None
     axis, _ = dims(target)
+    exact = _tiles(site, x, y, weight, bias, residual, alpha, axis)
+    if site.deterministic or not matmul.takes(weight, site.compute):
+        return exact
+    few = matmul.linear(site, x, y, weight, bias, residual, alpha, axis)
+    many = dequant.linear(site, x, y, weight, bias, residual, alpha, axis)
+
+    def run(live: Live) -> None:
+        count = live.count(axis)
+        if count <= 1:
+            exact(live)
+        elif count <= matmul.MOST:
+            few(live)
+        else:
+            many(live)
+
+    return run
+
+
+def _tiles(
+    site: Site, x: Slot, y: Slot, weight: Packed, bias: torch.Tensor | None, residual: Slot | None, alpha: float, axis: str
+) -> Launch:
+    """The exact kernel, for any weight and any number of tokens."""
     compute = site.compute
 
     def run(live: Live) -> None:
         count = live.count(axis)
         tile = tile_for(compute, count)
         site.launch(
-            linear_tiles, (cdiv(spec.n, tile.rows), cdiv(count, tile.tokens)),
+            linear_tiles, (cdiv(weight.n, tile.rows), cdiv(count, tile.tokens)),
             y.tensor, x.tensor, *weight.planes, y.tensor if bias is None else bias,
-            y.tensor if residual is None else residual.tensor, count, alpha, spec.n, spec.k,
-            FORMAT=weight.format, BIAS=spec.bias, ADD=residual is not None, COMPUTE=TL_TYPES[compute],
+            y.tensor if residual is None else residual.tensor, count, alpha, weight.n, weight.k,
+            FORMAT=weight.format, BIAS=bias is not None, ADD=residual is not None, COMPUTE=TL_TYPES[compute],
             BN=tile.rows, BT=tile.tokens, NB=tile.blocks, warps=tile.warps, stages=tile.stages,
         )  # fmt: skip
 
@@ -114,6 +140,6 @@ def build_linear_add(site: Site, node: Node) -> Launch:
 
 
 IMPLEMENTATIONS = (
-    Implementation(LINEAR, "tiles", build_linear),
-    Implementation(LINEAR_ADD, "tiles, residual added", build_linear_add),
+    Implementation(LINEAR, "tiles; matrix units", build_linear),
+    Implementation(LINEAR_ADD, "tiles; matrix units, residual added", build_linear_add),
 )

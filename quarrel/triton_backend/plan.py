@@ -31,6 +31,7 @@ class Plan:
     compute: Compute
     device: torch.device
     launch: Launcher = launch
+    deterministic: bool = False
     slots: dict[int, Slot] = field(default_factory=dict)
     launches: list[Launch] = field(default_factory=list)
 

@@ -103,6 +103,8 @@ class Site(Protocol):
     launch: Launcher
     compute: Compute
     work: Work
+    deterministic: bool
+    """One tile for any number of tokens, so that a row's result is the same bits in every batch."""
 
     def slot(self, value: Value) -> Slot:
         """The buffer of a value."""

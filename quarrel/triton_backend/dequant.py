@@ -1,0 +1,112 @@
+"""Linear maps of many tokens: the weight is decoded once into 16-bit scratch, and a library's matrix product reads that.
+
+Decoding is bound by the bus: 0.58 bytes read and 2 written for a weight of Q4_K. A weight larger than PIECE is done in row
+pieces, so scratch stays small. Weights that are held in the compute type are used where they lie.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from quarrel.triton_backend.half import is_fast, tile_halves
+from quarrel.triton_backend.matmul import TL_TYPES
+from quarrel.triton_backend.pack import Packed
+from quarrel.triton_backend.runtime import DTYPES, Launch, Live, Site, Slot, cdiv
+
+PIECE = 64 << 20
+"""Values that are decoded at once: 128 MiB of scratch."""
+_ROWS, _BLOCKS = 8, 32
+
+
+@triton.jit
+def decode_rows(
+    out, codes, bits, scale, top, begin, end, K, FORMAT: tl.constexpr, FAST: tl.constexpr, COMPUTE: tl.constexpr,
+    R: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    # Rows begin to end of the weight, to out from its first row on.
+    row = begin + tl.program_id(0) * R + tl.arange(0, R)
+    block = tl.program_id(1) * B + tl.arange(0, B)
+    near = tl.minimum(row, end - 1).to(tl.int64)
+    low, high = tile_halves(
+        FORMAT, FAST, COMPUTE, codes, bits, scale, top, near, tl.minimum(block, K // 32 - 1), K
+    )  # [R, B, 16]
+    ok = ((row < end)[:, None] & (block < K // 32)[None, :])[:, :, None]
+    at = (row - begin).to(tl.int64)[:, None, None] * K + (block * 32)[None, :, None] + tl.arange(0, 16)[None, None, :]
+    tl.store(out + at, low.to(out.dtype.element_ty), mask=ok)
+    tl.store(out + at + 16, high.to(out.dtype.element_ty), mask=ok)
+
+
+def plain(weight: Packed, compute: str) -> torch.Tensor | None:
+    """The weight as a matrix `[n, k]` of the compute type, if it is held so."""
+    if weight.format == {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}[compute]:
+        return weight.planes[0].view(DTYPES[compute]).view(weight.n, weight.k)  # type: ignore[index]
+    return None
+
+
+def decode(site: Site, weight: Packed, begin: int, end: int, out: torch.Tensor) -> None:
+    """Rows begin to end to `out`, flat."""
+    site.launch(
+        decode_rows, (cdiv(end - begin, _ROWS), cdiv(weight.k // 32, _BLOCKS)), out, *weight.planes, begin, end, weight.k,
+        FORMAT=weight.format, FAST=is_fast(weight.format, site.compute), COMPUTE=TL_TYPES[site.compute], R=_ROWS, B=_BLOCKS,
+        warps=4, stages=1,
+    )  # fmt: skip
+
+
+def linear(
+    site: Site, x: Slot, y: Slot, weight: Packed, bias: torch.Tensor | None, residual: Slot | None, alpha: float, axis: str
+) -> Launch:
+    """y = W x + bias, or residual + alpha * that, for any number of tokens of `axis`."""
+    compute, n, k = site.compute, weight.n, weight.k
+    whole = plain(weight, compute)
+    rows = n if whole is not None else max(1, min(n, PIECE // k))
+    scratch = site.scratch("one", rows * k if whole is None else 1, DTYPES[compute])
+    rounded = None if bias is None else bias.to(DTYPES[compute])
+
+    def run(live: Live) -> None:
+        count = live.count(axis)
+        if count == 0:
+            return
+        x_rows = x.tensor[: count * k].view(count, k)
+        out = y.tensor[: count * n].view(count, n)
+        before = None if residual is None else residual.tensor[: count * n].view(count, n)
+        for begin in range(0, n, rows):
+            end = min(begin + rows, n)
+            if whole is None:
+                decode(site, weight, begin, end, scratch.tensor)
+                part = scratch.tensor[: (end - begin) * k].view(end - begin, k)
+            else:
+                part = whole
+            if x_rows.device.type == "meta":
+                continue
+            here = slice(begin, end)
+            _product(
+                x_rows, part.T, out[:, here], None if before is None else before[:, here],
+                None if bias is None else bias[here], None if rounded is None else rounded[here], alpha,
+            )  # fmt: skip
+
+    return run
+
+
+def _product(
+    x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, before: torch.Tensor | None, bias: torch.Tensor | None,
+    rounded: torch.Tensor | None, alpha: float,
+) -> None:  # fmt: skip
+    """Sums in float32, rounded once to `out`."""
+    if x.device.type == "cpu":  # the interpreter's device, whose products of 16-bit types round too often
+        sums = x.float() @ w.float()
+        sums = sums if bias is None else sums + bias
+        out.copy_(sums if before is None else before + alpha * sums)
+    elif before is not None:
+        torch.addmm(before, x, w, out_dtype=torch.float32, alpha=alpha, out=out)
+        if bias is not None:
+            out.add_(bias, alpha=alpha)
+    elif out.dtype == torch.float32:
+        torch.mm(x, w, out_dtype=torch.float32, out=out)
+        if bias is not None:
+            out.add_(bias)
+    elif rounded is not None:
+        torch.addmm(rounded, x, w, out=out)
+    else:
+        torch.mm(x, w, out=out)

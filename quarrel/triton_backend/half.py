@@ -1,0 +1,183 @@
+"""Values of packed weights as float16 in few instructions: what `formats.halves` gives, for tiles that matrix units read.
+
+A code is put under the exponent of 1024, where float16 steps by one, so that a subtraction leaves the integer exactly;
+scale and minimum follow in one packed multiply-add, rounded once, from scales that are rounded to float16 themselves. PTX, two
+values an instruction; the interpreter has none, and there, as for the other formats, FAST is off and `halves` is rounded.
+Nothing is masked: rows are clamped by the caller, and columns come in whole blocks.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quarrel.triton_backend.formats import _wide, halves
+from quarrel.triton_backend.runtime import INTERPRETED
+
+_FAST = ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4")
+
+# Four bytes of two codes: pairs of the low nibbles in $0 and $1, of the high ones in $2 and $3. `a` and `b` hold a byte in
+# each half, under the exponent of 1024; a high nibble is there 16 times too large, which the multiply-add undoes.
+_SPREAD = (
+    "{ .reg .b32 a, b, c, k, l; prmt.b32 a, $4, 0x64646464, 0x4140; prmt.b32 b, $4, 0x64646464, 0x4342; mov.b32 k, %s; "
+)
+_PLAIN = (
+    _SPREAD + "and.b32 c, a, 0x640F640F; sub.f16x2 $0, c, k; and.b32 c, b, 0x640F640F; sub.f16x2 $1, c, k; "
+    "mov.b32 k, 0x2C002C00; mov.b32 l, %s; and.b32 c, a, 0x64F064F0; fma.rn.f16x2 $2, c, k, l; "
+    "and.b32 c, b, 0x64F064F0; fma.rn.f16x2 $3, c, k, l; }"
+)
+_FOUR: tl.constexpr = tl.constexpr(_PLAIN % ("0x64006400", "0xD400D400"))
+_FOUR_LESS_8: tl.constexpr = tl.constexpr(_PLAIN % ("0x64086408", "0xD480D480"))
+
+# With upper bits: $5 holds those of the low codes from bit 0, $9 those of the high ones (the three after each are the same
+# words again). A product puts the bits of a pair at bit 4 and bit 20; what else it makes falls to a mask.
+_PAIR = "and.b32 c, {words}, {pair}; mul.lo.u32 c, c, {spread}; and.b32 c, c, {mask}; or.b32 c, c, {codes}; "
+_MORE = (
+    _SPREAD + "and.b32 l, a, 0x640F640F; {low0}sub.f16x2 $0, c, k; and.b32 l, b, 0x640F640F; shr.u32 m, $5, {step}; {low1}"
+    "sub.f16x2 $1, c, k; shr.u32 a, a, 4; and.b32 l, a, 0x000F000F; or.b32 l, l, 0x64006400; {high0}sub.f16x2 $2, c, k; "
+    "shr.u32 b, b, 4; and.b32 l, b, 0x000F000F; or.b32 l, l, 0x64006400; shr.u32 m, $9, {step}; {high1}"
+    "sub.f16x2 $3, c, k; }}"
+)
+
+
+def _more(bits: int, less: str) -> str:
+    """PTX for codes of 4 + `bits` bits, `less` taken off."""
+    pair, spread, mask = {1: ("3", "0x80010", "0x00100010"), 2: ("15", "0x40010", "0x00300030")}[bits]
+
+    def place(words: str) -> str:
+        return _PAIR.format(words=words, pair=pair, spread=spread, mask=mask, codes="l")
+
+    text = _MORE.replace("%s", less).replace("{ .reg", "{{ .reg").replace("k, l;", "k, l, m;", 1)
+    return text.format(step=2 * bits, low0=place("$5"), low1=place("m"), high0=place("$9"), high1=place("m"))
+
+
+_FIVE: tl.constexpr = tl.constexpr(_more(1, "0x64006400"))
+_FIVE_LESS_16: tl.constexpr = tl.constexpr(_more(1, "0x64106410"))
+_SIX_LESS_32: tl.constexpr = tl.constexpr(_more(2, "0x64206420"))
+_MORE_OPERANDS: tl.constexpr = tl.constexpr("=r,=r,=r,=r,r,r,r,r,r,r,r,r,r")
+
+# Signed bytes, as unsigned ones less 128.
+_EIGHT: tl.constexpr = tl.constexpr(
+    "{ .reg .b32 a, b, k; mov.b32 k, 0x64806480; xor.b32 b, $2, 0x80808080; prmt.b32 a, b, 0x64646464, 0x4140; "
+    "sub.f16x2 $0, a, k; prmt.b32 a, b, 0x64646464, 0x4342; sub.f16x2 $1, a, k; }"
+)
+# e2m1 has float16's fields under another bias: 2^14 too small, which is exact.
+_E2M1: tl.constexpr = tl.constexpr(
+    "{ .reg .b32 a, b, c, d, k; mov.b32 k, 0x74007400; prmt.b32 a, $4, 0, 0x4140; prmt.b32 b, $4, 0, 0x4342; "
+    "shl.b32 c, a, 12; and.b32 c, c, 0x80008000; shl.b32 d, a, 9; and.b32 d, d, 0x0E000E00; or.b32 c, c, d; "
+    "mul.rn.f16x2 $0, c, k; "
+    "shl.b32 c, b, 12; and.b32 c, c, 0x80008000; shl.b32 d, b, 9; and.b32 d, d, 0x0E000E00; or.b32 c, c, d; "
+    "mul.rn.f16x2 $1, c, k; "
+    "shl.b32 c, a, 8; and.b32 c, c, 0x80008000; shl.b32 d, a, 5; and.b32 d, d, 0x0E000E00; or.b32 c, c, d; "
+    "mul.rn.f16x2 $2, c, k; "
+    "shl.b32 c, b, 8; and.b32 c, c, 0x80008000; shl.b32 d, b, 5; and.b32 d, d, 0x0E000E00; or.b32 c, c, d; "
+    "mul.rn.f16x2 $3, c, k; }"
+)
+
+
+def is_fast(format: str, compute: str) -> bool:
+    """Whether `fast_halves` has instructions of its own for these."""
+    return format in _FAST and compute == "float16" and not INTERPRETED
+
+
+@triton.jit
+def tile_halves(FORMAT: tl.constexpr, FAST: tl.constexpr, COMPUTE: tl.constexpr, codes, bits, scale, top, row, block, K):
+    """Low and high half of blocks `block` [B] of rows `row` [R] (int64), each `[R, B, 16]` of the compute type."""
+    if FAST:
+        low, high = _fast(FORMAT, codes, bits, scale, top, row, block, K)
+    elif FORMAT == "F16" or FORMAT == "BF16" or FORMAT == "F32":
+        low, high = _wide(FORMAT, codes, row, block, row >= 0, K)
+        low, high = low.to(COMPUTE), high.to(COMPUTE)
+    else:
+        low, high = halves(FORMAT, codes, bits, scale, top, row, block, row >= 0, K)
+        low, high = low.to(COMPUTE), high.to(COMPUTE)
+    return low, high
+
+
+@triton.jit
+def _fast(FORMAT: tl.constexpr, codes, bits, scale, top, row, block, K):
+    R: tl.constexpr = row.shape[0]
+    B: tl.constexpr = block.shape[0]
+    at = row[:, None] * (K // 32) + block[None, :]  # [R, B]
+    of = row[:, None] * (K // 256) + (block // 8)[None, :]
+    j = tl.arange(0, 16)[None, None, :]
+    if FORMAT == "Q8_0":
+        p = codes + at[:, :, None] * 32 + j
+        low = tl.inline_asm_elementwise(_EIGHT, "=r,=r,r", [tl.load(p)], dtype=tl.float16, is_pure=True, pack=4)
+        high = tl.inline_asm_elementwise(_EIGHT, "=r,=r,r", [tl.load(p + 16)], dtype=tl.float16, is_pure=True, pack=4)
+        s_low = tl.load(scale + at)
+        low, high = _times(low, s_low, R, B), _times(high, s_low, R, B)
+    else:
+        q = tl.load(codes + at[:, :, None] * 16 + j)
+        if FORMAT == "MXFP4":
+            low, high = tl.inline_asm_elementwise(
+                _E2M1, "=r,=r,=r,=r,r", [q], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+            )
+            # Beyond these a weight is no number of float16: 2^-25 makes zeros, 2^15 times 6 is infinite.
+            e = tl.minimum(tl.maximum(tl.load(scale + at).to(tl.int32), 102), 142)
+            s_low = ((e << 23).to(tl.float32, bitcast=True)).to(tl.float16)
+            low, high = _times(low, s_low, R, B), _times(high, s_low, R, B)
+        elif FORMAT == "Q4_0" or FORMAT == "Q5_0":
+            s_low = tl.load(scale + at)
+            if FORMAT == "Q4_0":
+                low, high = tl.inline_asm_elementwise(
+                    _FOUR_LESS_8, "=r,=r,=r,=r,r", [q], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+                )
+            else:
+                a, b = _bit_words(tl.load(bits + at), j, R, B)
+                low, high = tl.inline_asm_elementwise(
+                    _FIVE_LESS_16, _MORE_OPERANDS, [q, a, b], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+                )
+            low, high = _times(low, s_low, R, B), _times(high, s_low, R, B)
+        elif FORMAT == "Q6_K":
+            a = tl.load(bits + at * 2)[:, :, None] >> (j // 4 * 8)
+            b = tl.load(bits + at * 2 + 1)[:, :, None] >> (j // 4 * 8)
+            low, high = tl.inline_asm_elementwise(
+                _SIX_LESS_32, _MORE_OPERANDS, [q, a, b], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+            )
+            both = tl.load(scale.to(tl.pointer_type(tl.int16)) + at).to(tl.int32)
+            d = tl.load(top + of).to(tl.float32)
+            s_low = (((both << 24) >> 24).to(tl.float32) * d).to(tl.float16)
+            s_high = ((both >> 8).to(tl.float32) * d).to(tl.float16)
+            low, high = _times(low, s_low, R, B), _times(high, s_high, R, B)
+        else:
+            if FORMAT == "Q4_1" or FORMAT == "Q5_1":
+                s_low = tl.load(scale + at * 2)
+                m = tl.load(scale + at * 2 + 1)
+            else:
+                tl.static_assert(FORMAT == "Q4_K" or FORMAT == "Q5_K", "no fast way")
+                both = tl.load(scale.to(tl.pointer_type(tl.int16)) + at).to(tl.int32)
+                s_low = ((both & 255).to(tl.float32) * tl.load(top + of * 2).to(tl.float32)).to(tl.float16)
+                m = (((both >> 8) & 255).to(tl.float32) * -tl.load(top + of * 2 + 1).to(tl.float32)).to(tl.float16)
+            if FORMAT == "Q4_K" or FORMAT == "Q4_1":
+                low, high = tl.inline_asm_elementwise(
+                    _FOUR, "=r,=r,=r,=r,r", [q], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+                )
+            else:
+                a, b = _bit_words(tl.load(bits + at), j, R, B)
+                low, high = tl.inline_asm_elementwise(
+                    _FIVE, _MORE_OPERANDS, [q, a, b], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+                )
+            low, high = _times_plus(low, s_low, m, R, B), _times_plus(high, s_low, m, R, B)
+    return low, high
+
+
+@triton.jit
+def _bit_words(word, j, R: tl.constexpr, B: tl.constexpr):
+    """The fifth bits of four columns from bit 0 on, of the low and of the high half."""
+    first = tl.broadcast_to(j // 4 * 4, [R, B, 16])
+    return word[:, :, None] >> first, word[:, :, None] >> (first + 16)
+
+
+@triton.jit
+def _times(q, s, R: tl.constexpr, B: tl.constexpr):
+    s = tl.broadcast_to(s[:, :, None], [R, B, 16])
+    return tl.inline_asm_elementwise("mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [q, s], dtype=tl.float16, is_pure=True, pack=2)
+
+
+@triton.jit
+def _times_plus(q, s, m, R: tl.constexpr, B: tl.constexpr):
+    s, m = tl.broadcast_to(s[:, :, None], [R, B, 16]), tl.broadcast_to(m[:, :, None], [R, B, 16])
+    return tl.inline_asm_elementwise(
+        "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [q, s, m], dtype=tl.float16, is_pure=True, pack=2
+    )

@@ -1,0 +1,304 @@
+"""Linear maps of 2 to MOST tokens on the matrix units: y[t, n] = sum_k x[t, k] W[n, k], each byte of W read once.
+
+Rows of W are the tall side of a tile, tokens the other, and a program has all tokens of up to 128. Weights are decoded in
+registers (`half.py`). Where a matrix has too few rows to fill the device, K is cut into parts whose sums meet in float32
+scratch; the last program to arrive adds them, always in order of K. Parts and tiles follow from the weight's shape, only
+the width of a tile from the number of tokens, so a row's sum does not depend on the rows beside it.
+
+`linears` runs maps of one x in one launch (query, key and value), `gate_up` runs act(gate x) * up x in one: the composites
+of `ops/linear.py` call them once they have normalised x.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from quarrel.ops.contract import Compute
+from quarrel.triton_backend.elementwise import activate
+from quarrel.triton_backend.half import is_fast, tile_halves
+from quarrel.triton_backend.pack import Packed
+from quarrel.triton_backend.runtime import Launch, Live, Site, Slot, cdiv
+
+MOST = 128
+"""Tokens up to which a launch of `batch_tiles` reads each weight once."""
+TL_TYPES = {"float32": tl.float32, "float16": tl.float16, "bfloat16": tl.bfloat16}
+_PROGRAMS = 264  # two for each of an H200's multiprocessors
+_MOST_PARTS = 8
+
+
+@dataclass(frozen=True)
+class Shape:
+    """`rows` of W and `blocks` of 32 columns to a step, `parts` of K."""
+
+    rows: int
+    blocks: int
+    parts: int
+    warps: int
+    stages: int
+
+
+def shape_for(n: int, k: int, matrices: int = 1, wide: bool = False) -> Shape:
+    """By the weight's shape alone; `wide` for weights of 16 bits."""
+    blocks = k // 32
+    step = next(s for s in ((4, 2, 1) if wide else (8, 4, 2, 1)) if blocks % s == 0)
+    rows = 64
+    programs = cdiv(n, rows)
+    most = min(_MOST_PARTS, max(1, blocks // step // 2))
+    parts = 1
+    while parts < most and programs * parts < _PROGRAMS:
+        parts *= 2
+    return Shape(rows, step, min(parts, most), 4, 3)
+
+
+def width_for(tokens: int) -> int:
+    """Tokens of a tile: the narrowest that holds them."""
+    return next((w for w in (16, 32, 64) if tokens <= w), 128)
+
+
+def takes(weight: Packed, compute: Compute) -> bool:
+    """Whether these kernels read the weight: 16-bit arithmetic on whole blocks of 32 columns."""
+    return compute != "float32" and weight.k % 32 == 0 and weight.format != "F32"
+
+
+@triton.jit
+def walk(
+    FORMAT: tl.constexpr, FAST: tl.constexpr, COMPUTE: tl.constexpr, GATED: tl.constexpr,
+    a_codes, a_bits, a_scale, a_top, b_codes, b_bits, b_scale, b_top, row, p_x, first, last, K,
+    BN: tl.constexpr, BT: tl.constexpr, NB: tl.constexpr,
+):  # fmt: skip
+    """Sums `[BN, BT]` of matrix A, and of B if GATED, over columns first to last; p_x `[BT]` points at rows of x."""
+    acc = tl.zeros([BN, BT], tl.float32)
+    acc_b = tl.zeros([BN, BT], tl.float32)
+    if (FORMAT == "F16" and tl.float16 == COMPUTE) or (FORMAT == "BF16" and tl.bfloat16 == COMPUTE):
+        k = tl.arange(0, NB * 32)
+        p_a = a_codes.to(tl.pointer_type(COMPUTE)) + row[:, None] * K + k[None, :]
+        p_b = b_codes.to(tl.pointer_type(COMPUTE)) + row[:, None] * K + k[None, :]
+        for start in range(first, last, NB * 32):
+            x = tl.load(p_x[None, :] + start + k[:, None]).to(COMPUTE)
+            acc = tl.dot(tl.load(p_a + start), x, acc)
+            if GATED:
+                acc_b = tl.dot(tl.load(p_b + start), x, acc_b)
+    else:
+        part = tl.arange(0, NB * 16)
+        within = part // 16 * 32 + part % 16  # columns of the low halves
+        for start in range(first, last, NB * 32):
+            block = start // 32 + tl.arange(0, NB)
+            p = p_x[None, :] + start + within[:, None]
+            x_low, x_high = tl.load(p).to(COMPUTE), tl.load(p + 16).to(COMPUTE)
+            low, high = tile_halves(FORMAT, FAST, COMPUTE, a_codes, a_bits, a_scale, a_top, row, block, K)
+            acc = tl.dot(tl.reshape(low, [BN, NB * 16]), x_low, acc)
+            acc = tl.dot(tl.reshape(high, [BN, NB * 16]), x_high, acc)
+            if GATED:
+                low, high = tile_halves(FORMAT, FAST, COMPUTE, b_codes, b_bits, b_scale, b_top, row, block, K)
+                acc_b = tl.dot(tl.reshape(low, [BN, NB * 16]), x_low, acc_b)
+                acc_b = tl.dot(tl.reshape(high, [BN, NB * 16]), x_high, acc_b)
+    return acc, acc_b
+
+
+@triton.jit
+def finish(
+    y, acc, acc_b, bias, bias_b, residual, row, token, tokens, alpha, N,
+    BIAS: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """Bias, activation or residual, and the store."""
+    row_ok = row < N
+    if BIAS:
+        acc += tl.load(bias + row, mask=row_ok, other=0.0)[:, None]
+        if GATED:
+            acc_b += tl.load(bias_b + row, mask=row_ok, other=0.0)[:, None]
+    if GATED:
+        acc = activate(acc, KIND) * acc_b
+    at = token[None, :] * N + row[:, None]
+    ok = row_ok[:, None] & (token < tokens)[None, :]
+    if ADD:
+        acc = tl.load(residual + at, mask=ok, other=0.0).to(tl.float32) + alpha * acc
+    tl.store(y + at, acc.to(y.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def meet(
+    part, arrived, acc, acc_b, tile, tiles, GATED: tl.constexpr, PARTS: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr
+):
+    """Leaves this part's sums in scratch; whether it was the last of its tile, and then the sums of all parts."""
+    inside = tl.arange(0, BN)[:, None] * BT + tl.arange(0, BT)[None, :]
+    p_part = part + tile.to(tl.int64) * (BN * BT) + inside
+    stride = tiles.to(tl.int64) * (BN * BT)
+    mine = tl.program_id(2)
+    tl.store(p_part + mine * stride, acc)
+    if GATED:
+        tl.store(p_part + (PARTS + mine) * stride, acc_b)
+    tl.debug_barrier()
+    last = tl.atomic_add(arrived + tile, 1, sem="acq_rel") == PARTS - 1
+    if last:
+        acc = tl.zeros([BN, BT], tl.float32)
+        acc_b = tl.zeros([BN, BT], tl.float32)
+        for i in tl.static_range(PARTS):
+            acc += tl.load(p_part + i * stride, cache_modifier=".cg")
+            if GATED:
+                acc_b += tl.load(p_part + (PARTS + i) * stride, cache_modifier=".cg")
+        tl.store(arrived + tile, 0)
+    return last, acc, acc_b
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def batch_tiles(
+    y, x, a_codes, a_bits, a_scale, a_top, b_codes, b_bits, b_scale, b_top, bias, bias_b, residual, part, arrived,
+    tokens, alpha, N, K,
+    FORMAT: tl.constexpr, FAST: tl.constexpr, COMPUTE: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
+    GATED: tl.constexpr, KIND: tl.constexpr, PARTS: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, NB: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
+    token = (tl.program_id(1) * BT + tl.arange(0, BT)).to(tl.int64)
+    # What lies beyond the last is read again instead of masked; it is not stored.
+    p_x = x + tl.minimum(token, tokens - 1) * K
+    near = tl.minimum(row, N - 1)
+    steps = K // (NB * 32)
+    each = (steps + PARTS - 1) // PARTS * (NB * 32)
+    first = tl.program_id(2) * each
+    acc, acc_b = walk(
+        FORMAT, FAST, COMPUTE, GATED, a_codes, a_bits, a_scale, a_top, b_codes, b_bits, b_scale, b_top,
+        near, p_x, first, tl.minimum(first + each, K), K, BN, BT, NB,
+    )  # fmt: skip
+    if PARTS == 1:
+        finish(y, acc, acc_b, bias, bias_b, residual, row, token, tokens, alpha, N, BIAS, ADD, GATED, KIND)
+    else:
+        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        tiles = tl.num_programs(0) * tl.num_programs(1)
+        last, acc, acc_b = meet(part, arrived, acc, acc_b, tile, tiles, GATED, PARTS, BN, BT)
+        if last:
+            finish(y, acc, acc_b, bias, bias_b, residual, row, token, tokens, alpha, N, BIAS, ADD, GATED, KIND)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def batch_three(
+    y0, y1, y2, x, a_codes, a_bits, a_scale, a_top, b_codes, b_bits, b_scale, b_top, c_codes, c_bits, c_scale, c_top,
+    bias0, bias1, bias2, part, arrived, tokens, N0, N1, N2, K,
+    FORMAT0: tl.constexpr, FORMAT1: tl.constexpr, FORMAT2: tl.constexpr, FAST0: tl.constexpr, FAST1: tl.constexpr,
+    FAST2: tl.constexpr, COMPUTE: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr, BN: tl.constexpr,
+    BT: tl.constexpr, NB: tl.constexpr,
+):  # fmt: skip
+    # Row tiles of the first matrix, then of the second, then of the third.
+    tile = tl.program_id(0)
+    tiles0, tiles1 = tl.cdiv(N0, BN), tl.cdiv(N1, BN)
+    token = (tl.program_id(1) * BT + tl.arange(0, BT)).to(tl.int64)
+    p_x = x + tl.minimum(token, tokens - 1) * K
+    steps = K // (NB * 32)
+    each = (steps + PARTS - 1) // PARTS * (NB * 32)
+    first = tl.program_id(2) * each
+    end = tl.minimum(first + each, K)
+    if tile < tiles0:
+        row = (tile * BN + tl.arange(0, BN)).to(tl.int64)
+        acc, _ = walk(
+            FORMAT0, FAST0, COMPUTE, False, a_codes, a_bits, a_scale, a_top, a_codes, a_bits, a_scale, a_top,
+            tl.minimum(row, N0 - 1), p_x, first, end, K, BN, BT, NB,
+        )  # fmt: skip
+        _end(y0, acc, bias0, part, arrived, row, token, tokens, N0, BIAS, PARTS, BN, BT)
+    elif tile < tiles0 + tiles1:
+        row = ((tile - tiles0) * BN + tl.arange(0, BN)).to(tl.int64)
+        acc, _ = walk(
+            FORMAT1, FAST1, COMPUTE, False, b_codes, b_bits, b_scale, b_top, b_codes, b_bits, b_scale, b_top,
+            tl.minimum(row, N1 - 1), p_x, first, end, K, BN, BT, NB,
+        )  # fmt: skip
+        _end(y1, acc, bias1, part, arrived, row, token, tokens, N1, BIAS, PARTS, BN, BT)
+    else:
+        row = ((tile - tiles0 - tiles1) * BN + tl.arange(0, BN)).to(tl.int64)
+        acc, _ = walk(
+            FORMAT2, FAST2, COMPUTE, False, c_codes, c_bits, c_scale, c_top, c_codes, c_bits, c_scale, c_top,
+            tl.minimum(row, N2 - 1), p_x, first, end, K, BN, BT, NB,
+        )  # fmt: skip
+        _end(y2, acc, bias2, part, arrived, row, token, tokens, N2, BIAS, PARTS, BN, BT)
+
+
+@triton.jit
+def _end(
+    y, acc, bias, part, arrived, row, token, tokens, N,
+    BIAS: tl.constexpr, PARTS: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    if PARTS == 1:
+        finish(y, acc, acc, bias, bias, y, row, token, tokens, 1.0, N, BIAS, False, False, "none")
+    else:
+        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        tiles = tl.num_programs(0) * tl.num_programs(1)
+        last, acc, _ = meet(part, arrived, acc, acc, tile, tiles, False, PARTS, BN, BT)
+        if last:
+            finish(y, acc, acc, bias, bias, y, row, token, tokens, 1.0, N, BIAS, False, False, "none")
+
+
+def _room(site: Site, shape: Shape, tiles: int, sums: int, device: torch.device) -> tuple[Slot, torch.Tensor]:
+    """Scratch for the parts' sums of MOST tokens, and a count for every tile, which the kernels leave at zero."""
+    if shape.parts == 1:
+        none = site.scratch("one", 1)
+        return none, torch.zeros(1, dtype=torch.int32, device=device)
+    part = site.scratch("one", sums * shape.parts * tiles * shape.rows * MOST)
+    return part, torch.zeros(tiles * (MOST // 16), dtype=torch.int32, device=device)
+
+
+def linear(
+    site: Site, x: Slot, y: Slot, weight: Packed, bias: torch.Tensor | None, residual: Slot | None, alpha: float, axis: str
+) -> Launch:
+    """y = W x + bias, or residual + alpha * that, for up to MOST tokens of `axis`."""
+    return _one(site, x, y, (weight,), () if bias is None else (bias,), residual, alpha, axis, "none")
+
+
+def gate_up(
+    site: Site, x: Slot, y: Slot, gate: Packed, up: Packed, biases: Sequence[torch.Tensor], activation: str, axis: str
+) -> Launch:
+    """y = activation(gate x) * up x; both matrices have one format and shape, biases are two or none."""
+    return _one(site, x, y, (gate, up), biases, None, 1.0, axis, activation)
+
+
+def _one(
+    site: Site, x: Slot, y: Slot, weights: Sequence[Packed], biases: Sequence[torch.Tensor], residual: Slot | None,
+    alpha: float, axis: str, kind: str,
+) -> Launch:  # fmt: skip
+    a, b = weights[0], weights[-1]
+    gated = len(weights) == 2
+    shape = shape_for(a.n, a.k, len(weights), a.format in ("F16", "BF16"))
+    part, arrived = _room(site, shape, cdiv(a.n, shape.rows), len(weights), a.planes[0].device)
+    fast, compute = is_fast(a.format, site.compute), TL_TYPES[site.compute]
+
+    def run(live: Live) -> None:
+        count = live.count(axis)
+        width = width_for(count)
+        none = y.tensor
+        site.launch(
+            batch_tiles, (cdiv(a.n, shape.rows), cdiv(count, width), shape.parts),
+            y.tensor, x.tensor, *a.planes, *b.planes, biases[0] if biases else none, biases[-1] if biases else none,
+            none if residual is None else residual.tensor, part.tensor, arrived, count, alpha, a.n, a.k,
+            FORMAT=a.format, FAST=fast, COMPUTE=compute, BIAS=bool(biases), ADD=residual is not None, GATED=gated,
+            KIND=kind, PARTS=shape.parts, BN=shape.rows, BT=width, NB=shape.blocks, warps=shape.warps, stages=shape.stages,
+        )  # fmt: skip
+
+    return run
+
+
+def linears(
+    site: Site, x: Slot, ys: Sequence[Slot], weights: Sequence[Packed], biases: Sequence[torch.Tensor], axis: str
+) -> Launch:
+    """Three maps of one x in one launch; their formats may differ. Biases are three or none."""
+    assert len(weights) == 3, len(weights)
+    k, n = weights[0].k, sum(w.n for w in weights)
+    shape = shape_for(n, k, 1, any(w.format in ("F16", "BF16") for w in weights))
+    tiles = sum(cdiv(w.n, shape.rows) for w in weights)
+    part, arrived = _room(site, shape, tiles, 1, weights[0].planes[0].device)
+    fast, compute = [is_fast(w.format, site.compute) for w in weights], TL_TYPES[site.compute]
+    planes = [p for w in weights for p in w.planes]
+
+    def run(live: Live) -> None:
+        count = live.count(axis)
+        width = width_for(count)
+        outs = [y.tensor for y in ys]
+        site.launch(
+            batch_three, (tiles, cdiv(count, width), shape.parts), *outs, x.tensor, *planes, *(biases or outs),
+            part.tensor, arrived, count, *(w.n for w in weights), k,
+            FORMAT0=weights[0].format, FORMAT1=weights[1].format, FORMAT2=weights[2].format, FAST0=fast[0],
+            FAST1=fast[1], FAST2=fast[2], COMPUTE=compute, BIAS=bool(biases), PARTS=shape.parts, BN=shape.rows,
+            BT=width, NB=shape.blocks, warps=shape.warps, stages=shape.stages,
+        )  # fmt: skip
+
+    return run
