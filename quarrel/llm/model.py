@@ -229,6 +229,31 @@ class LLM:
         request = self._chat_request(messages, self._params(params, options), tools, template, template_kwargs)
         return start_async(self._loop, request, stream=True, owner=self)
 
+    def prepare(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        params: SamplingParams | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        template_kwargs: Mapping[str, bool | str] | None = None,
+        **options: Unpack[Sampling],
+    ) -> Request:
+        """What `generate` (of a prompt) or `chat` (of messages) would run, checked and tokenized, for `submit`.
+
+        Takes milliseconds for a long prompt, so an event loop calls it on a thread.
+        """
+        settled = self._params(params, options)
+        if (prompt is None) == (messages is None):
+            raise RequestError("a request has either a prompt or messages")
+        if messages is not None:
+            return self._chat_request(messages, settled, tools, None, template_kwargs)
+        return self._request(prompt, settled, parse_special=False)
+
+    def submit(self, request: Request) -> AsyncStream:
+        """Starts a prepared request for the event loop that is running. Cancelling the task that reads it stops it."""
+        return start_async(self._loop, request, stream=True, owner=self)
+
     def logits(self, ids: Sequence[int]) -> Array:
         """float32 `[T, V]`: row t holds the logits of the token behind `ids[: t + 1]`. At most `n_ctx` ids."""
         self._must_continue_texts()
