@@ -12,12 +12,13 @@ from quarrel.ops.activation import GatedSpec, gated, plain
 from quarrel.ops.attention import AttentionSpec, KVAppendSpec, RopeAppendSpec, attention, kv_append, rope_append
 from quarrel.ops.contract import ConstRef, Value, WeightRef
 from quarrel.ops.linear import Linear, add, linear, linear_add, norm_gate_up, norm_linear
+from quarrel.ops.mixer import Mamba2MixSpec, mamba2_mix, scan1_gate
 from quarrel.ops.moe import ExpertDownSpec, ExpertUpSpec, RouteSpec, expert_down, expert_up, route
 from quarrel.ops.norm import NormSpec, norm
 from quarrel.ops.null import Builder
 from quarrel.ops.program import KVLayer
 from quarrel.ops.rope import RopeSpec
-from quarrel.ops.state import Scan2Spec, conv, gated_norm, scan1, scan2
+from quarrel.ops.state import Scan2Spec, conv
 
 
 class Block:
@@ -91,11 +92,12 @@ def mamba2(b: Builder, block: Block, m: Mamba2, h: Value) -> Value:
     z, xbc, dt = norm_linear(b, block.norm, h, block.gains("attn_norm"), parts)
     taps, offset = block.linear("ssm_conv1d", spec.width, m.conv_width)
     offset = offset or block.vector("ssm_conv1d.bias", spec.width)
-    xbc = conv(b, xbc, taps, offset, b.state(m.conv_width - 1, spec.width))
     a, d = (block.tensors.column(f"{block.prefix}{name}", m.n_heads) for name in ("ssm_a", "ssm_d"))
-    y = scan2(b, spec, xbc, dt, (block.vector("ssm_dt.bias", m.n_heads), a, d), b.state(*spec.state))
     gain = block.tensors.grouped(f"{block.prefix}ssm_norm.weight", m.n_groups, m.inner // m.n_groups)
-    return gated_norm(b, y, z, gain, block.norm.eps)
+    mix = Mamba2MixSpec(spec, m.conv_width, block.norm.eps)
+    states = (b.state(*mix.conv.state), b.state(*spec.state))
+    scan = (block.vector("ssm_dt.bias", m.n_heads), a, d)
+    return mamba2_mix(b, mix, (xbc, dt, z), (taps, offset), scan, gain, states)
 
 
 def mamba1(b: Builder, block: Block, m: Mamba1, h: Value) -> Value:
@@ -108,8 +110,7 @@ def mamba1(b: Builder, block: Block, m: Mamba1, h: Value) -> Value:
     dt, over, out = (linear(b, x, part) for part in low.split(m.rank, m.n_state, m.n_state))
     dt = linear(b, dt, *block.linear("ssm_dt", m.inner, m.rank))
     a = block.tensors.matrix(f"{block.prefix}ssm_a", m.inner, m.n_state)
-    y = scan1(b, x, dt, (over, out), a, block.vector("ssm_d", m.inner), b.state(m.inner, m.n_state))
-    return gated(b, GatedSpec("silu", m.inner), z, y)
+    return scan1_gate(b, z, x, dt, (over, out), a, block.vector("ssm_d", m.inner), b.state(m.inner, m.n_state))
 
 
 def gated_ffn(b: Builder, block: Block, ffn: GatedFFN, h: Value, before: str) -> Value:

@@ -10,6 +10,7 @@ from quarrel.ops.contract import Op
 from quarrel.ops.embedding import EMBEDDING, GATHER_ROWS
 from quarrel.ops.encode import ADD_ROW, ENCODE
 from quarrel.ops.linear import ADD, LINEAR, LINEAR_ADD, NORM_GATE_UP, NORM_LINEAR
+from quarrel.ops.mixer import MAMBA2_MIX, SCAN1_GATE
 from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP, ROUTE
 from quarrel.ops.norm import NORM
 from quarrel.ops.rope import ROPE
@@ -26,6 +27,20 @@ ALL_OPS: Mapping[str, Op] = {op.name: op for op in (*PRIMITIVES, *COMPOSITES)}
 """The ops of a transformer, which every backend has."""
 
 EXTRA_OPS: Mapping[str, Op] = {
-    op.name: op for op in (CONV, SCAN1, SCAN2, GATED_NORM, ROUTE, EXPERT_UP, EXPERT_DOWN, PLAIN, ENCODE, ADD_ROW)
+    op.name: op
+    for op in (
+        CONV,
+        SCAN1,
+        SCAN2,
+        GATED_NORM,
+        MAMBA2_MIX,
+        SCAN1_GATE,
+        ROUTE,
+        EXPERT_UP,
+        EXPERT_DOWN,
+        PLAIN,
+        ENCODE,
+        ADD_ROW,
+    )
 }
 """State spaces, experts and encoders: contracts and references. A backend without one refuses models that need it."""

@@ -22,7 +22,7 @@ def errors(
 
     With `case`, what small results are measured against is found from other draws of it too.
     """
-    names = [p.name for p in op.results(spec)] + [op.consumes or ""]
+    names = [p.name for p in op.results(spec)] + list(op.consumed)
     found: dict[str, float] = {}
     few = any(w.size < FEW and w.dtype.kind == "f" for _, w in _arrays(names, want))
     usual = _usual_size(op, case) if few and case is not None else {}
@@ -69,7 +69,7 @@ def _arrays(names: Sequence[str], results: Sequence[Concrete]) -> list[tuple[str
 def _usual_size(op: Op, case: Case) -> dict[str, float]:
     """Median RMS of each result over other draws of the same case."""
     assert op.make is not None
-    names = [p.name for p in op.results(case.spec)] + [op.consumes or ""]
+    names = [p.name for p in op.results(case.spec)] + list(op.consumed)
     sizes: dict[str, list[float]] = {}
     for seed in range(SIBLINGS):
         for name, w in _arrays(names, run_op(op, case.spec, op.make(case, np.random.default_rng([seed, SIBLINGS])))):

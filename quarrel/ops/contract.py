@@ -153,8 +153,8 @@ class Op:
     """The contract of one op.
 
     `reference(spec, *inputs)` takes concrete arrays in `params` order (activations as float32, weights as `RawWeight`,
-    caches as `KVArrays`) and returns a tuple in `results` order, then the new state of the cache argument that it
-    `consumes`, if any. `make(case, rng)` draws such inputs.
+    caches as `KVArrays`) and returns a tuple in `results` order, then what the cache or state arguments that it `consumes`
+    (names separated by spaces, in the order of `params`) hold afterwards. `make(case, rng)` draws such inputs.
     """
 
     name: str
@@ -174,6 +174,11 @@ class Op:
 
     def __repr__(self) -> str:
         return f"Op({self.name})"
+
+    @property
+    def consumed(self) -> tuple[str, ...]:
+        """The names of the arguments that a call consumes."""
+        return tuple(self.consumes.split())
 
 
 def rel_error(got: Array, want: Array, floor: float = 0.0) -> float:

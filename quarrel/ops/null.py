@@ -109,7 +109,7 @@ def _check(where: str, param: Param, dims: tuple[Dim, ...], operand: Operand, fr
     elif isinstance(operand, CacheRef):
         found, kinds = (), ("cache",)
     elif isinstance(operand, StateRef):
-        found, kinds = (), ("state",)
+        found, kinds = dims, ("state",)
     else:
         # A float32 value may be read where an activation is wanted: the residual stream is kept in float32.
         found, kinds = operand.dims, (("f32", "act") if operand.kind == "f32" else (operand.kind,))

@@ -48,7 +48,7 @@ def _stand_in(i: int, kind: str, name: str, dims: tuple[Any, ...], given: Concre
     if kind == "cache":
         return CacheRef(0)
     if kind == "state":
-        return StateRef(0)
+        return StateRef(i)
     if kind == "const":
         return ConstRef(name, tuple(float(x) for x in given))  # type: ignore[union-attr]
     return Value(-1 - i, kind, dims, name)  # type: ignore[arg-type]
@@ -98,7 +98,8 @@ def bind_inputs(program: Program, inputs: StepInputs) -> dict[int, Array]:
 def _run_node(node: Node, fetch: Any, values: dict[int, Array], held: dict[CacheRef | StateRef, Concrete]) -> None:
     results = list(run_op(node.op, node.spec, [fetch(i) for i in node.inputs]))
     if node.op.consumes:
-        (ref,) = (i for i in node.inputs if isinstance(i, CacheRef | StateRef))
-        held[ref] = results.pop()
+        refs = [i for i in node.inputs if isinstance(i, CacheRef | StateRef)]
+        held.update(zip(refs, results[-len(refs) :], strict=True))
+        del results[-len(refs) :]
     for value, result in zip(node.outputs, results, strict=True):
         values[value.id] = result  # type: ignore[assignment]

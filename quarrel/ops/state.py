@@ -27,7 +27,8 @@ from quarrel.ops.null import Builder
 RAGGED = (Param("query_start", "i32", "S1"), Param("kv_len", "i32", "S"), Param("state_slots", "i32", "S"))
 
 
-def _step_inputs(b: Builder) -> tuple[Value, Value, Value]:
+def step_inputs(b: Builder) -> tuple[Value, Value, Value]:
+    """The step's own `RAGGED`."""
     return b.input("query_start"), b.input("kv_len"), b.input("state_slots")
 
 
@@ -82,6 +83,18 @@ def _ragged(case: Case, rng: np.random.Generator) -> tuple[int, tuple[Array, Arr
     return int(new.sum()), (starts, (new + cached).astype(np.int32), slots)
 
 
+def _step_sizes(case: Case, rng: np.random.Generator, *shape: int) -> tuple[Array, Array]:
+    """Step sizes before softplus, and what to multiply x with: with `extreme` the ends of float16 are among the sizes.
+
+    A step of thousands forgets everything and takes in x as often; x is made as much smaller, so that sums stay in range.
+    """
+    if not case.dims.get("extreme"):
+        return draw.activations(rng, *shape) * 2 - 3, np.ones(shape, np.float32)
+    dt = rng.choice(np.array([-65504, -104, -20, -1e-4, 0, 1e-7, 5, 20, 900, 65504], np.float32), shape)
+    room = np.where(dt > 1000, 0.0, 1 / np.maximum(softplus(dt), 1)).astype(np.float32)
+    return dt, room
+
+
 def _make_conv(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
     s: ConvSpec = case.spec
     tokens, ragged = _ragged(case, rng)
@@ -125,7 +138,7 @@ CONV = Op(
 
 def conv(b: Builder, x: Value, weight: WeightRef, bias: WeightRef, state: StateRef) -> Value:
     """`silu` of the causal convolution, `[T, channels]`."""
-    return b.emit(CONV, ConvSpec(weight.rows, weight.k), x, weight, bias, *_step_inputs(b), state)[0]
+    return b.emit(CONV, ConvSpec(weight.rows, weight.k), x, weight, bias, *step_inputs(b), state)[0]
 
 
 @dataclass(frozen=True)
@@ -188,8 +201,10 @@ def _make_scan2(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
     bias, skip = (draw.weight(rng, GGMLType.F32, 1, s.n_heads, 1.0) for _ in range(2))
     decay = RawWeight(GGMLType.F32, draw.as_float_type(-rng.uniform(0.5, 16, (1, s.n_heads)), GGMLType.F32), s.n_heads)
     state = draw.activations(rng, case.dims["S"] + 2, *s.state)
-    dt = draw.activations(rng, tokens, s.n_heads) * 2 - 3
-    return (draw.activations(rng, tokens, s.width), dt, bias, decay, skip, *ragged, state)
+    dt, room = _step_sizes(case, rng, tokens, s.n_heads)
+    xbc = draw.activations(rng, tokens, s.width)
+    xbc[:, : s.inner] *= room.repeat(s.head_dim, 1)
+    return (xbc, dt, bias, decay, skip, *ragged, state)
 
 
 def _scan2_strategy() -> Any:
@@ -200,7 +215,7 @@ def _scan2_strategy() -> Any:
 
     sizes = (st.integers(1, 3), st.integers(1, 3), st.sampled_from([8, 32, 64, 80]), st.sampled_from([16, 24, 32, 128]))
     spec = st.builds(build, *sizes)
-    ragged = {"S": st.integers(1, 4), "Q": st.integers(1, 40)}
+    ragged = {"S": st.integers(1, 4), "Q": st.integers(1, 140), "extreme": st.integers(0, 1)}
     return st.builds(lambda spec, dims: Case(spec, dims), spec, st.fixed_dictionaries(ragged))
 
 
@@ -222,7 +237,8 @@ SCAN2 = Op(
     cases=lambda: [
         Case(Scan2Spec(4, 64, 1, 32), {"S": 1, "Q": 1}, "one step"),
         Case(Scan2Spec(6, 32, 2, 16), {"S": 3, "Q": 9}, "groups"),
-        Case(Scan2Spec(3, 64, 3, 128), {"S": 2, "Q": 70}, "longer than a chunk"),
+        Case(Scan2Spec(3, 64, 3, 128), {"S": 2, "Q": 150}, "longer than a chunk"),
+        Case(Scan2Spec(4, 32, 2, 16), {"S": 3, "Q": 80, "extreme": 1}, "extreme steps"),
         Case(Scan2Spec(5, 80, 1, 24), {"S": 2, "Q": 4}, "odd sizes"),
     ],
 )
@@ -232,7 +248,7 @@ def scan2(
     b: Builder, spec: Scan2Spec, xbc: Value, dt: Value, weights: tuple[WeightRef, WeightRef, WeightRef], state: StateRef
 ) -> Value:
     """`[T, n_heads * head_dim]`; `weights` are dt_bias, A and D."""
-    return b.emit(SCAN2, spec, xbc, dt, *weights, *_step_inputs(b), state)[0]
+    return b.emit(SCAN2, spec, xbc, dt, *weights, *step_inputs(b), state)[0]
 
 
 @dataclass(frozen=True)
@@ -280,16 +296,16 @@ def _make_scan1(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
     decay = draw.as_float_type(-rng.uniform(0.5, 16, (s.channels, s.n_state)), GGMLType.F32)
     skip = draw.weight(rng, GGMLType.F32, 1, s.channels, 1.0)
     state = draw.activations(rng, case.dims["S"] + 2, *s.state)
-    rows = (draw.activations(rng, tokens, n) for n in (s.channels, s.channels, s.n_state, s.n_state))
-    x, dt, b, c = rows
-    return (x, dt * 2 - 3, b, c, RawWeight(GGMLType.F32, decay, s.n_state), skip, *ragged, state)
+    x, b, c = (draw.activations(rng, tokens, n) for n in (s.channels, s.n_state, s.n_state))
+    dt, room = _step_sizes(case, rng, tokens, s.channels)
+    return (x * room, dt, b, c, RawWeight(GGMLType.F32, decay, s.n_state), skip, *ragged, state)
 
 
 def _scan1_strategy() -> Any:
     from hypothesis import strategies as st
 
     spec = st.builds(Scan1Spec, st.integers(1, 100), st.integers(1, 20))
-    ragged = {"S": st.integers(1, 4), "Q": st.integers(1, 40)}
+    ragged = {"S": st.integers(1, 4), "Q": st.integers(1, 140), "extreme": st.integers(0, 1)}
     return st.builds(lambda spec, dims: Case(spec, dims), spec, st.fixed_dictionaries(ragged))
 
 
@@ -314,14 +330,15 @@ SCAN1 = Op(
     cases=lambda: [
         Case(Scan1Spec(64, 16), {"S": 1, "Q": 1}, "one step"),
         Case(Scan1Spec(96, 16), {"S": 3, "Q": 9}),
-        Case(Scan1Spec(33, 5), {"S": 2, "Q": 40}, "odd sizes"),
+        Case(Scan1Spec(33, 5), {"S": 2, "Q": 140}, "odd sizes, longer than a chunk"),
+        Case(Scan1Spec(40, 16), {"S": 3, "Q": 40, "extreme": 1}, "extreme steps"),
     ],
 )
 
 
 def scan1(b: Builder, x: Value, dt: Value, bc: tuple[Value, Value], a: WeightRef, d: WeightRef, state: StateRef) -> Value:
     """`[T, channels]`."""
-    return b.emit(SCAN1, Scan1Spec(a.rows, a.k), x, dt, *bc, a, d, *_step_inputs(b), state)[0]
+    return b.emit(SCAN1, Scan1Spec(a.rows, a.k), x, dt, *bc, a, d, *step_inputs(b), state)[0]
 
 
 @dataclass(frozen=True)

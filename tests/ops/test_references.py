@@ -44,7 +44,7 @@ def test_every_case_runs_and_fills_the_declared_axes(op: Op, case: Case) -> None
         assert isinstance(got, np.ndarray)
         assert got.shape == tuple(free[a] if isinstance(a, str) else a for a in param.dims(case.spec))
         assert np.isfinite(got).all()
-    assert len(results) == len(op.results(case.spec)) + bool(op.consumes)
+    assert len(results) == len(op.results(case.spec)) + len(op.consumed)
 
 
 @pytest.mark.parametrize("group", [1, 4])

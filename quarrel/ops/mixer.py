@@ -1,0 +1,192 @@
+"""Whole state-space mixers, from the projections of a row to what is projected back: composites that a backend may fuse.
+
+    mamba2_mix:   gated_norm(scan2(conv(xbc), dt), z)       all of a Mamba-2 block between its two linear maps
+    scan1_gate:   silu(z) * scan1(x, dt, B, C)              the end of a Mamba-1 block
+
+Nothing is rounded on the way but where a backend keeps an intermediate result in the step's arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from quarrel.ops import draw
+from quarrel.ops.activation import GatedSpec, gated
+from quarrel.ops.contract import Case, Concrete, Op, Operand, Param, StateRef, Value, WeightRef
+from quarrel.ops.null import Builder
+from quarrel.ops.state import (
+    CONV,
+    GATED_NORM,
+    RAGGED,
+    SCAN1,
+    SCAN2,
+    ConvSpec,
+    GatedNormSpec,
+    Scan1Spec,
+    Scan2Spec,
+    step_inputs,
+)
+
+
+@dataclass(frozen=True)
+class Mamba2MixSpec:
+    """A scan with the `taps` of the convolution before it and the `eps` of the norm behind it, one group of that a group."""
+
+    scan: Scan2Spec
+    taps: int
+    eps: float
+
+    @property
+    def conv(self) -> ConvSpec:
+        return ConvSpec(self.scan.width, self.taps)
+
+    @property
+    def norm(self) -> GatedNormSpec:
+        return GatedNormSpec(self.scan.n_groups, self.group_width, self.eps)
+
+    @property
+    def tail(self) -> int:
+        return self.taps - 1
+
+    @property
+    def width(self) -> int:
+        return self.scan.width
+
+    @property
+    def inner(self) -> int:
+        return self.scan.inner
+
+    @property
+    def n_heads(self) -> int:
+        return self.scan.n_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.scan.head_dim
+
+    @property
+    def n_state(self) -> int:
+        return self.scan.n_state
+
+    @property
+    def n_groups(self) -> int:
+        return self.scan.n_groups
+
+    @property
+    def group_width(self) -> int:
+        return self.scan.inner // self.scan.n_groups
+
+
+def _mamba2_expand(b: Builder, s: Mamba2MixSpec, inputs: Sequence[Operand]) -> Sequence[Value]:
+    xbc, dt, z, taps, offset, dt_bias, a, d, gain, *ragged, conv_state, state = inputs
+    (xbc,) = b.emit(CONV, s.conv, xbc, taps, offset, *ragged, conv_state)
+    (y,) = b.emit(SCAN2, s.scan, xbc, dt, dt_bias, a, d, *ragged, state)
+    return b.emit(GATED_NORM, s.norm, y, z, gain)
+
+
+def _make_mamba2(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
+    s: Mamba2MixSpec = case.spec
+    assert CONV.make is not None
+    assert SCAN2.make is not None
+    assert GATED_NORM.make is not None
+    xbc, dt, dt_bias, a, d, *ragged, state = SCAN2.make(Case(s.scan, case.dims), rng)
+    _, taps, offset, *_ = CONV.make(Case(s.conv, {"S": 1, "Q": 1}), rng)
+    _, z, gain = GATED_NORM.make(Case(s.norm, {"T": len(dt)}), rng)  # type: ignore[arg-type]
+    conv_state = draw.activations(rng, case.dims["S"] + 2, *s.conv.state)
+    return (xbc, dt, z, taps, offset, dt_bias, a, d, gain, *ragged, conv_state, state)
+
+
+def _mamba2_strategy() -> Any:
+    from hypothesis import strategies as st
+
+    assert SCAN2.strategy is not None
+    return st.builds(
+        lambda case, taps, eps: Case(Mamba2MixSpec(case.spec, taps, eps), case.dims),
+        SCAN2.strategy(),
+        st.integers(2, 5),
+        st.sampled_from([1e-6, 1e-5]),
+    )
+
+
+MAMBA2_MIX = Op(
+    "mamba2_mix",
+    Mamba2MixSpec,
+    lambda s: (
+        Param("xbc", "act", "T width"),
+        Param("dt", "act", "T n_heads"),
+        Param("z", "act", "T inner"),
+        Param("taps", "weight", "width taps"),
+        Param("offset", "weight", "width"),
+        *(Param(name, "weight", "n_heads") for name in ("dt_bias", "a", "d")),
+        Param("gain", "weight", "n_groups group_width"),
+        *RAGGED,
+        Param("conv_state", "state", "tail width"),
+        Param("state", "state", "n_heads head_dim n_state"),
+    ),
+    lambda s: (Param("out", "act", "T inner"),),
+    expand=_mamba2_expand,
+    make=_make_mamba2,
+    strategy=_mamba2_strategy,
+    consumes="conv_state state",
+    cases=lambda: [
+        Case(Mamba2MixSpec(Scan2Spec(4, 64, 1, 32), 4, 1e-5), {"S": 1, "Q": 1}, "one step"),
+        Case(Mamba2MixSpec(Scan2Spec(6, 32, 2, 16), 4, 1e-5), {"S": 5, "Q": 1}, "steps, groups"),
+        Case(Mamba2MixSpec(Scan2Spec(3, 64, 3, 128), 4, 1e-5), {"S": 2, "Q": 150}, "longer than a chunk"),
+        Case(Mamba2MixSpec(Scan2Spec(4, 32, 2, 16), 2, 1e-6), {"S": 5, "Q": 3}, "steps beside prompts"),
+        Case(Mamba2MixSpec(Scan2Spec(5, 80, 1, 24), 3, 1e-6), {"S": 2, "Q": 4}, "odd sizes"),
+    ],
+)
+
+
+def mamba2_mix(
+    b: Builder,
+    spec: Mamba2MixSpec,
+    rows: tuple[Value, Value, Value],
+    conv_weights: tuple[WeightRef, WeightRef],
+    scan_weights: tuple[WeightRef, WeightRef, WeightRef],
+    gain: WeightRef,
+    states: tuple[StateRef, StateRef],
+) -> Value:
+    """`[T, inner]`. `rows` are xbc, dt and z; `scan_weights` dt_bias, A and D; `states` the convolution's and the scan's."""
+    return b.emit(MAMBA2_MIX, spec, *rows, *conv_weights, *scan_weights, gain, *step_inputs(b), *states)[0]
+
+
+def _scan1_gate_expand(b: Builder, s: Scan1Spec, inputs: Sequence[Operand]) -> Sequence[Value]:
+    z, *rest = inputs
+    (y,) = b.emit(SCAN1, s, *rest)
+    assert isinstance(z, Value)
+    return (gated(b, GatedSpec("silu", s.channels), z, y),)
+
+
+def _make_scan1_gate(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
+    assert SCAN1.make is not None
+    rest = SCAN1.make(case, rng)
+    return (draw.activations(rng, len(rest[0]), case.spec.channels), *rest)  # type: ignore[arg-type]
+
+
+SCAN1_GATE = Op(
+    "scan1_gate",
+    Scan1Spec,
+    lambda s: (Param("z", "act", "T channels"), *SCAN1.params(s)),
+    lambda s: (Param("out", "act", "T channels"),),
+    expand=_scan1_gate_expand,
+    make=_make_scan1_gate,
+    strategy=SCAN1.strategy,
+    consumes="state",
+    cases=lambda: [
+        Case(Scan1Spec(64, 16), {"S": 3, "Q": 1}, "steps"),
+        Case(Scan1Spec(96, 16), {"S": 2, "Q": 150}, "longer than a chunk"),
+        Case(Scan1Spec(33, 5), {"S": 4, "Q": 40}, "odd sizes"),
+    ],
+)
+
+
+def scan1_gate(
+    b: Builder, z: Value, x: Value, dt: Value, bc: tuple[Value, Value], a: WeightRef, d: WeightRef, state: StateRef
+) -> Value:
+    """`silu(z)` times the scan, `[T, channels]`."""
+    return b.emit(SCAN1_GATE, Scan1Spec(a.rows, a.k), z, x, dt, *bc, a, d, *step_inputs(b), state)[0]
