@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from quarrel.mlx_backend import elementwise
+from quarrel.mlx_backend import elementwise, norm, recurrent
 from quarrel.ops.registry import Registry
 
-FAMILIES = (elementwise,)
+FAMILIES = (elementwise, norm, recurrent)
 
 REGISTRY = Registry("mlx", [i for family in FAMILIES for i in family.IMPLEMENTATIONS])
