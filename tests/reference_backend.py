@@ -22,6 +22,7 @@ from quarrel.ops.step import (
     Taken,
     Want,
     WeightSource,
+    outputs_of,
     with_ids,
 )
 
@@ -68,14 +69,14 @@ class ReferenceStep:
         inputs.check(self.limits, vocabulary(self._program))
         if self.fail is not None:
             raise self.fail
-        if want == "tokens" and inputs.sample is None:
+        if "tokens" in outputs_of(want) and inputs.sample is None:
             raise RequestError("no sampling inputs")
         self.calls, self.tokens = self.calls + 1, self.tokens + len(inputs.ids)
         self.wants.append(want)
         outputs = reference.run_program(self._program, self._weights, self._caches, inputs, self._states)
-        if want == "tokens":
-            self._last = outputs[want]
-        return StepOutputs(**{want: outputs[want]})
+        if "tokens" in outputs_of(want):
+            self._last = outputs["tokens"]
+        return StepOutputs(**{name: outputs[name] for name in outputs_of(want)})
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         for source, destination in pairs:

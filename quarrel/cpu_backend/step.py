@@ -15,7 +15,18 @@ from quarrel.errors import RequestError
 from quarrel.ops.contract import Array, Compute, Value
 from quarrel.ops.program import Node, Program
 from quarrel.ops.registry import Choice, lower
-from quarrel.ops.step import Done, Limits, MemoryPlan, StepInputs, StepOutputs, Taken, Want, WeightSource, with_ids
+from quarrel.ops.step import (
+    Done,
+    Limits,
+    MemoryPlan,
+    StepInputs,
+    StepOutputs,
+    Taken,
+    Want,
+    WeightSource,
+    outputs_of,
+    with_ids,
+)
 
 
 class Compiled:
@@ -148,17 +159,18 @@ class CpuStep:
         inputs.check(self.limits, self._n_vocab)
         if compiled.states:
             self._check_slots(inputs)
-        if want not in compiled.program.outputs:
+        wanted = outputs_of(want)
+        if any(name not in compiled.program.outputs for name in wanted):
             raise RequestError(f"this model gives {', '.join(compiled.program.outputs)}, not {want}")
-        if want == "tokens" and inputs.sample is None:
+        if "tokens" in wanted and inputs.sample is None:
             raise RequestError("a step that returns tokens wants its sampling inputs, got none")
         arrays = {}
         for name in compiled.program.inputs:
             if hasattr(inputs, name):
                 arrays[name] = getattr(inputs, name)
-            elif want == "tokens":
+            elif "tokens" in wanted:
                 arrays[name] = getattr(inputs.sample, name)
-        outputs = StepOutputs(**compiled.run(arrays, (want,)))
+        outputs = StepOutputs(**compiled.run(arrays, wanted))
         if outputs.tokens is not None:
             self._last = outputs.tokens
         return outputs

@@ -41,6 +41,7 @@ from quarrel.ops.step import (
     Taken,
     Want,
     WeightSource,
+    outputs_of,
     with_ids,
 )
 
@@ -73,7 +74,7 @@ class CheckedStep:
     def __call__(self, inputs: StepInputs, want: Want) -> StepOutputs:
         """Runs and compares; raises QuarrelError (path, op, spec, error, tolerance)."""
         inputs = with_ids(inputs, self._last)
-        if want == "tokens" and inputs.sample is None:
+        if "tokens" in outputs_of(want) and inputs.sample is None:
             raise RequestError("a step that draws tokens needs sampling inputs, got none")
         inputs.check(self.limits, vocabulary(self._program))
         values: dict[int, Array] = reference.bind_inputs(self._program, inputs)
@@ -81,9 +82,9 @@ class CheckedStep:
             if all(not isinstance(i, Value) or i.id in values for i in node.inputs):
                 self._run(node, values)
         out = {name: values[v.id] for name, v in self._program.outputs.items() if v.id in values}
-        if want == "tokens":
-            self._last = out[want]
-        return StepOutputs(**{want: out[want]})
+        if "tokens" in outputs_of(want):
+            self._last = out["tokens"]
+        return StepOutputs(**{name: out[name] for name in outputs_of(want)})
 
     def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
         for source, destination in pairs:

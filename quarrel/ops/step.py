@@ -93,7 +93,13 @@ class StepOutputs:
     hidden: Array | None = None  # [R, E] float32
 
 
-Want = Literal["tokens", "logits", "hidden"]
+Want = Literal["tokens", "logits", "hidden", "both"]
+"""`both` is tokens and logits: some rows are drawn on the device, others by the engine."""
+
+
+def outputs_of(want: Want) -> tuple[str, ...]:
+    """The program's outputs that a step is to return."""
+    return ("tokens", "logits") if want == "both" else (want,)
 
 
 class Pending(Protocol):
@@ -160,7 +166,7 @@ class Step(Protocol):
     compute: Compute
 
     def __call__(self, inputs: StepInputs, want: Want) -> StepOutputs:
-        """Runs once, to its end. `tokens` needs `inputs.sample`."""
+        """Runs once, to its end. `tokens` and `both` need `inputs.sample`."""
 
     def launch(self, inputs: StepInputs, want: Want) -> Pending:
         """Starts a step; launches run in order, and the inputs may be reused as soon as this returns.

@@ -18,7 +18,7 @@ from quarrel.errors import RequestError
 from quarrel.ops.contract import Compute, Value
 from quarrel.ops.embedding import EmbeddingSpec
 from quarrel.ops.registry import Choice
-from quarrel.ops.step import Done, Limits, MemoryPlan, StepInputs, StepOutputs, Taken, Want, with_ids
+from quarrel.ops.step import Done, Limits, MemoryPlan, StepInputs, StepOutputs, Taken, Want, outputs_of, with_ids
 from quarrel.triton_backend.cache import copy_blocks, copy_states
 from quarrel.triton_backend.inputs import InputBuffer, live_counts
 from quarrel.triton_backend.plan import Plan, needed
@@ -39,7 +39,9 @@ class TritonStep:
         self._capture = graphs and plan.device.type == "cuda"
         self._choices: tuple[Choice, ...] = tuple(plan.choices)
         nodes = [c.node for c in plan.choices]
-        self._masks = {name: needed(nodes, value) for name, value in outputs.items()}
+        self._masks: dict[str, list[bool]] = {name: needed(nodes, value) for name, value in outputs.items()}
+        if {"tokens", "logits"} <= self._masks.keys():
+            self._masks["both"] = [a or b for a, b in zip(self._masks["tokens"], self._masks["logits"])]
         self._n_vocab, self._n_positions = (_smallest_table(plan.choices, name) for name in ("ids", "positions"))
 
     def launch(self, inputs: StepInputs, want: Want) -> Done:
@@ -48,9 +50,10 @@ class TritonStep:
     def __call__(self, inputs: StepInputs, want: Want) -> StepOutputs:
         """Runs once; the result is on the host when this returns."""
         inputs = with_ids(inputs, self._last)
-        if want not in self._outputs:
+        wanted = outputs_of(want)
+        if any(name not in self._outputs for name in wanted):
             raise RequestError(f"this program has no {want}: ask for one of {', '.join(self._outputs)}")
-        if want == "tokens" and inputs.sample is None:
+        if "tokens" in wanted and inputs.sample is None:
             raise RequestError("tokens are asked for without sampling controls: fill StepInputs.sample")
         if self._plan.states and inputs.state_slots is None:
             raise RequestError("this program keeps recurrent state: fill StepInputs.state_slots")
@@ -58,7 +61,7 @@ class TritonStep:
         # A thread starts on device 0, whatever device the model was loaded on.
         device = self._plan.device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            outputs = StepOutputs(**{want: self._launch(inputs, want)})
+            outputs = StepOutputs(**self._launch(inputs, want))
         if outputs.tokens is not None:
             self._last = outputs.tokens
         return outputs
@@ -93,7 +96,7 @@ class TritonStep:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _launch(self, inputs: StepInputs, want: Want) -> np.ndarray:
+    def _launch(self, inputs: StepInputs, want: Want) -> dict[str, np.ndarray]:
         rows = len(inputs.out_rows)
         live = live_counts(inputs.query_start, inputs.kv_len, rows)
         decode = self._capture and not live.several and live.T == live.S and rows <= live.S
@@ -106,7 +109,7 @@ class TritonStep:
         else:
             self._inputs.send(inputs)
             self._run(live, want)
-        return self._read(self._outputs[want], rows)
+        return {name: self._read(self._outputs[name], rows) for name in outputs_of(want)}
 
     def _grow(self, rows: int, items: int) -> None:
         have = self._plan.rows
