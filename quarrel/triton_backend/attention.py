@@ -1,28 +1,45 @@
-"""Attention over the paged cache: one kernel, launched for each of two kinds of sequence, and a combine.
+"""Attention over the paged cache: `attend_one` for sequences with one new token (decode), `attend_many` for the others.
 
-A sequence with one new token (decode) is cut into splits of SPLIT keys that run side by side and are combined in order; one
-with more (prefill) walks all its keys in one program per tile of queries. Which of the two depends on the sequence alone,
-and every tile of keys starts at a multiple of BLOCK_N, so a row's result never depends on the rest of the batch. A tile has
-BLOCK_M rows: queries times the heads that share a key head. Softmax and sums are float32.
+A sequence with one new token is cut into splits of its keys that run side by side; the last program of a sequence and key
+head to arrive combines them, always in order. Splits follow from the sequence's own length, so a row's result never depends
+on the rest of the batch. One with more (prefill) walks all its keys in one program per tile of queries, masking only tiles
+that the diagonal or the window's edge cuts. A tile has BLOCK_M rows: queries times the heads that share a key head. Softmax
+and sums are float32, powers of two with log2(e) in the scale.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import triton
 import triton.language as tl
 
 from quarrel.ops.attention import ATTENTION, AttentionSpec
-from quarrel.ops.contract import Compute
+from quarrel.ops.contract import Array, Compute
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 from quarrel.triton_backend.elementwise import tanh
 from quarrel.triton_backend.runtime import Launch, Live, Site, cdiv, power_of_two
 
-SPLIT = 512
-"""Keys of a decode item. Fixed: how many there are never changes how one is summed."""
+LEAST_SPLIT, MOST_SPLITS = 64, 64
 MAX_HEAD_DIM = 256
+_LEAST: tl.constexpr = tl.constexpr(LEAST_SPLIT)
+_MOST: tl.constexpr = tl.constexpr(MOST_SPLITS)
+LOG2E = 1.4426950408889634
+_LOG2E: tl.constexpr = tl.constexpr(LOG2E)
+
+
+def splits_of(kv_len: Array) -> Array:
+    """How many splits a sequence with one new token has, from 0 to MOST_SPLITS: each LEAST_SPLIT keys or 2, 4, 8 times that."""
+    least = -(-kv_len // MOST_SPLITS)
+    split = np.maximum(LEAST_SPLIT, 1 << np.frexp(np.maximum(least - 1, 0).astype(np.float64))[1].astype(np.int64))
+    return -(-kv_len // split)
+
+
+def most_splits(keys: int, seqs: int) -> int:
+    """Splits of so many sequences that hold so many keys in all."""
+    return min(cdiv(keys, LEAST_SPLIT) + seqs, MOST_SPLITS * seqs)
 
 
 @dataclass(frozen=True)
@@ -52,130 +69,242 @@ def find(starts, n, item, PER: tl.constexpr):
     return low
 
 
-@triton.jit(do_not_specialize=["seqs"])
-def attend(
-    out, part, top_sum, q, keys, values, sinks, query_start, kv_len, table, table_width, item_start, seqs, scale,
-    cap, window, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
-    SIZE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr,
-    SHARE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+@triton.jit
+def _split_of(n_keys):
+    """Keys of a split: `splits_of` in the kernel."""
+    least = (n_keys + _MOST - 1) // _MOST
+    split = n_keys * 0 + _LEAST
+    while split < least:
+        split *= 2
+    return split
+
+
+@triton.jit
+def _walk(
+    acc, top, total, b_q, keys, values, p_table, kv_head, position, start, stop, n_keys, scale, cap, window,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    CAP: tl.constexpr, MASK: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    item = tl.program_id(0)
-    kv_head = tl.program_id(1)
+    """Takes in keys start to stop; MASK for tiles of which some row sees only a part."""
+    d = tl.arange(0, WIDE)
+    d_ok = d < DIM
+    for begin in range(start, stop, BLOCK_N):
+        key = begin + tl.arange(0, BLOCK_N)
+        p_block = p_table + key // SIZE
+        if MASK:
+            key_ok = key < n_keys
+            block = tl.load(p_block, mask=key_ok, other=0).to(tl.int64)
+        else:
+            block = tl.load(p_block).to(tl.int64)
+        at = (block * KV_HEADS + kv_head) * (SIZE * DIM) + key % SIZE * DIM  # [BLOCK_N]
+        p_k, p_v = keys + at[:, None] + d[None, :], values + at[:, None] + d[None, :]
+        if MASK:
+            b_k = tl.load(p_k, mask=key_ok[:, None] & d_ok[None, :], other=0.0)
+        elif DIM == WIDE:
+            b_k = tl.load(p_k)
+        else:
+            b_k = tl.load(p_k, mask=d_ok[None, :], other=0.0)
+        score = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale  # [BLOCK_M, BLOCK_N]
+        if CAP:
+            score = (cap * _LOG2E) * tanh(score / cap)
+        if MASK:
+            back = position[:, None] - key[None, :]
+            seen = (back >= 0) & key_ok[None, :]
+            if WINDOW:
+                seen = seen & (back < window)
+            score = tl.where(seen, score, float("-inf"))
+        new_top = tl.maximum(top, tl.max(score, 1))
+        base = new_top
+        if MASK:
+            # A row that has seen no key yet keeps -inf; zero in its place leaves every power zero.
+            base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        p = tl.exp2(score - base[:, None])
+        fade = tl.exp2(top - base)
+        total = total * fade + tl.sum(p, 1)
+        if MASK:
+            b_v = tl.load(p_v, mask=key_ok[:, None] & d_ok[None, :], other=0.0)
+        elif DIM == WIDE:
+            b_v = tl.load(p_v)
+        else:
+            b_v = tl.load(p_v, mask=d_ok[None, :], other=0.0)
+        acc = tl.dot(p.to(values.dtype.element_ty), b_v, acc * fade[:, None], input_precision="ieee")
+        top = new_top
+    return acc, top, total
+
+
+@triton.jit
+def _sink(acc, top, total, sinks, head, ok):
+    """Adds a sink's share to the sum."""
+    sink = tl.load(sinks + head, mask=ok, other=0.0) * _LOG2E
+    new_top = tl.maximum(top, sink)
+    fade = tl.exp2(top - new_top)
+    return acc * fade[:, None], total * fade + tl.exp2(sink - new_top)
+
+
+@triton.jit(do_not_specialize=["seqs"])
+def attend_many(
+    out, q, keys, values, sinks, query_start, kv_len, table, table_width, seqs, scale, cap, window,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, SHARE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
     GROUP: tl.constexpr = HEADS // KV_HEADS
     QUERIES: tl.constexpr = BLOCK_M // SHARE
-    # The sequence of this program, its first query, and the keys it reads.
-    if SPLIT > 0:
-        seq = find(item_start, seqs, item, 1)
-        if item >= tl.load(item_start + seq + 1):
-            return
-        tile = 0
-    else:
-        seq = find(query_start, seqs, item, QUERIES)
-        tile = item - (tl.load(query_start + seq) // QUERIES + seq)
+    # The last queries have the most keys: they begin first.
+    item = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1)
+    seq = find(query_start, seqs, item, QUERIES)
     begin = tl.load(query_start + seq)
     n_new = tl.load(query_start + seq + 1) - begin
+    tile = item - (begin // QUERIES + seq)
+    if (n_new < 2) | (tile * QUERIES >= n_new):
+        return
     n_keys = tl.load(kv_len + seq)
-    if SPLIT == 0:  # noqa: SIM102 (the outer test is settled at compile time)
-        if (n_new < 2) | (tile * QUERIES >= n_new):
-            return
     lane = tl.arange(0, BLOCK_M)
     query = tile * QUERIES + lane // SHARE
     head = kv_head * GROUP + lane % SHARE
     row_ok = (query < n_new) & (lane % SHARE < GROUP)
-    position = n_keys - n_new + query  # [BLOCK_M]
-    first = 0
-    last = tl.minimum(n_keys, n_keys - n_new + (tile + 1) * QUERIES)
-    if SPLIT > 0:
-        first = (item - tl.load(item_start + seq)) * SPLIT
-        last = tl.minimum(n_keys, first + SPLIT)
-    if WINDOW:
-        oldest = tl.maximum(n_keys - n_new + tile * QUERIES - window + 1, 0)
-        first = tl.maximum(first, oldest // BLOCK_N * BLOCK_N)
+    oldest = n_keys - n_new + tile * QUERIES  # the position of the tile's first query
+    position = oldest + lane // SHARE  # [BLOCK_M]
     d = tl.arange(0, WIDE)
-    d_ok = d < DIM
     row = (begin + query).to(tl.int64) * HEADS + head  # [BLOCK_M]
-    mask_q = row_ok[:, None] & d_ok[None, :]
-    b_q = tl.load(q + row[:, None] * DIM + d[None, :], mask=mask_q, other=0.0)
-    b_q = b_q.to(keys.dtype.element_ty)
+    mask_q = row_ok[:, None] & (d < DIM)[None, :]
+    b_q = tl.load(q + row[:, None] * DIM + d[None, :], mask=mask_q, other=0.0).to(keys.dtype.element_ty)
     p_table = table + seq.to(tl.int64) * tl.load(table_width)
     acc = tl.zeros([BLOCK_M, WIDE], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    for start in range(first, last, BLOCK_N):
-        key = start + tl.arange(0, BLOCK_N)
-        key_ok = key < last
-        block = tl.load(p_table + key // SIZE, mask=key_ok, other=0).to(tl.int64)
-        at = ((block * KV_HEADS + kv_head) * SIZE + key % SIZE) * DIM  # [BLOCK_N]
-        b_k = tl.load(keys + at[None, :] + d[:, None], mask=key_ok[None, :] & d_ok[:, None], other=0.0)
-        score = tl.dot(b_q, b_k, input_precision="ieee") * scale  # [BLOCK_M, BLOCK_N]
-        if CAP:
-            score = cap * tanh(score / cap)
-        back = position[:, None] - key[None, :]
-        seen = (back >= 0) & key_ok[None, :] & row_ok[:, None]
-        if WINDOW:
-            seen = seen & (back < window)
-        score = tl.where(seen, score, float("-inf"))
-        new_top = tl.maximum(top, tl.max(score, 1))
-        # A row that has seen no key yet keeps -inf; zero in its place leaves every exponential zero.
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        p = tl.exp(score - base[:, None])
-        fade = tl.exp(top - base)
-        total = total * fade + tl.sum(p, 1)
-        b_v = tl.load(values + at[:, None] + d[None, :], mask=key_ok[:, None] & d_ok[None, :], other=0.0)
-        acc = tl.dot(p.to(values.dtype.element_ty), b_v, acc * fade[:, None], input_precision="ieee")
-        top = new_top
-    if SPLIT > 0:
+    last = tl.minimum(n_keys, oldest + QUERIES)
+    middle = oldest * 0
+    diagonal = (oldest + 1) // BLOCK_N * BLOCK_N
+    if WINDOW:
+        # Tiles that begin before the last query's window are cut by its edge.
+        first = tl.maximum(oldest - window + 1, 0) // BLOCK_N * BLOCK_N
+        middle = tl.maximum(oldest + QUERIES - window + BLOCK_N - 1, 0) // BLOCK_N * BLOCK_N
+        middle = tl.minimum(tl.maximum(middle, first), tl.maximum(diagonal, first))
+        acc, top, total = _walk(
+            acc, top, total, b_q, keys, values, p_table, kv_head, position, first, middle, n_keys, scale, cap, window,
+            KV_HEADS, DIM, WIDE, SIZE, WINDOW, CAP, True, BLOCK_N,
+        )  # fmt: skip
+    acc, top, total = _walk(
+        acc, top, total, b_q, keys, values, p_table, kv_head, position, middle, diagonal, n_keys, scale, cap, window,
+        KV_HEADS, DIM, WIDE, SIZE, WINDOW, CAP, False, BLOCK_N,
+    )  # fmt: skip
+    acc, top, total = _walk(
+        acc, top, total, b_q, keys, values, p_table, kv_head, position, tl.maximum(diagonal, middle), last, n_keys, scale,
+        cap, window, KV_HEADS, DIM, WIDE, SIZE, WINDOW, CAP, True, BLOCK_N,
+    )  # fmt: skip
+    if SINKS:
+        acc, total = _sink(acc, top, total, sinks, head, row_ok)
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(out + row[:, None] * DIM + d[None, :], acc.to(out.dtype.element_ty), mask=mask_q)
+
+
+@triton.jit(do_not_specialize=["seqs"])
+def attend_one(
+    out, part, top_sum, arrived, q, keys, values, sinks, query_start, kv_len, table, table_width, item_start, seqs,
+    scale, cap, window, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+    SIZE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, SHARE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    item = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    seq = find(item_start, seqs, item, 1)
+    first_item = tl.load(item_start + seq)
+    splits = tl.load(item_start + seq + 1) - first_item
+    if item - first_item >= splits:
+        return
+    n_keys = tl.load(kv_len + seq)
+    split = _split_of(n_keys)
+    start = (item - first_item) * split
+    last = tl.minimum(n_keys, start + split)
+    if WINDOW:
+        start = tl.maximum(start, tl.maximum(n_keys - window, 0) // BLOCK_N * BLOCK_N)
+    lane = tl.arange(0, BLOCK_M)
+    head = kv_head * GROUP + lane
+    row_ok = lane < GROUP
+    d = tl.arange(0, WIDE)
+    mask_q = row_ok[:, None] & (d < DIM)[None, :]
+    row = tl.load(query_start + seq).to(tl.int64) * HEADS
+    b_q = tl.load(q + (row + head)[:, None] * DIM + d[None, :], mask=mask_q, other=0.0).to(keys.dtype.element_ty)
+    acc = tl.zeros([BLOCK_M, WIDE], tl.float32)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc, top, total = _walk(
+        acc, top, total, b_q, keys, values, table + seq.to(tl.int64) * tl.load(table_width), kv_head, lane * 0 + n_keys - 1,
+        start, last, last, scale, cap, window, KV_HEADS, DIM, WIDE, SIZE, WINDOW, CAP, True, BLOCK_N,
+    )  # fmt: skip
+    p_out = out + row * DIM
+    if splits == 1:
+        if SINKS:
+            acc, total = _sink(acc, top, total, sinks, head, row_ok)
+        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+        tl.store(p_out + head[:, None] * DIM + d[None, :], acc.to(out.dtype.element_ty), mask=mask_q)
+    else:
         place = item.to(tl.int64) * HEADS + head
         tl.store(part + place[:, None] * DIM + d[None, :], acc, mask=mask_q)
         tl.store(top_sum + place * 2, top, mask=row_ok)
         tl.store(top_sum + place * 2 + 1, total, mask=row_ok)
-    else:
-        if SINKS:
-            sink = tl.load(sinks + head, mask=row_ok, other=0.0)
-            new_top = tl.maximum(top, sink)
-            fade = tl.exp(top - new_top)
-            total = total * fade + tl.exp(sink - new_top)
-            acc = acc * fade[:, None]
-        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-        tl.store(out + row[:, None] * DIM + d[None, :], acc.to(out.dtype.element_ty), mask=mask_q)
+        tl.debug_barrier()
+        if tl.atomic_add(arrived + seq * KV_HEADS + kv_head, 1, sem="acq_rel") == splits - 1:
+            tl.store(arrived + seq * KV_HEADS + kv_head, 0)
+            _combine(
+                p_out,
+                part,
+                top_sum,
+                sinks,
+                first_item,
+                splits,
+                kv_head * GROUP,
+                GROUP,
+                HEADS,
+                DIM,
+                WIDE,
+                SINKS,
+                SHARE,
+                AT_ONCE,
+            )
 
 
 @triton.jit
-def combine(
-    out, part, top_sum, sinks, query_start, item_start, HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
-    SINKS: tl.constexpr, BLOCK_H: tl.constexpr,
+def _combine(
+    p_out, part, top_sum, sinks, first_item, splits, first_head, GROUP: tl.constexpr, HEADS: tl.constexpr,
+    DIM: tl.constexpr, WIDE: tl.constexpr, SINKS: tl.constexpr, SHARE: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    seq = tl.program_id(0)
-    begin = tl.load(query_start + seq)
-    if tl.load(query_start + seq + 1) - begin != 1:
-        return
-    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    ok = head < HEADS
+    """Adds the splits of a key head's queries, AT_ONCE at a time, in order."""
+    lane = tl.arange(0, SHARE)
+    head = first_head + lane
+    row_ok = lane < GROUP
     d = tl.arange(0, WIDE)
-    mask = ok[:, None] & (d < DIM)[None, :]
-    acc = tl.zeros([BLOCK_H, WIDE], tl.float32)
-    top = tl.full([BLOCK_H], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_H], tl.float32)
+    i = tl.arange(0, _MOST)
+    seen = row_ok[:, None] & (i < splits)[None, :]
+    place = (first_item + i).to(tl.int64)[None, :] * HEADS + head[:, None]  # [SHARE, splits]
+    tops = tl.load(top_sum + place * 2, mask=seen, other=float("-inf"), cache_modifier=".cg")
+    top = tl.max(tops, 1)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    sums = tl.load(top_sum + place * 2 + 1, mask=seen, other=0.0, cache_modifier=".cg")
+    total = tl.sum(sums * tl.exp2(tops - base[:, None]), 1)
+    acc = tl.zeros([SHARE, WIDE], tl.float32)
+    for begin in range(0, splits, AT_ONCE):
+        i = begin + tl.arange(0, AT_ONCE)
+        seen = row_ok[:, None] & (i < splits)[None, :]
+        place = (first_item + i).to(tl.int64)[None, :] * HEADS + head[:, None]
+        tops = tl.load(top_sum + place * 2, mask=seen, other=float("-inf"), cache_modifier=".cg")
+        piece = tl.load(
+            part + place[:, :, None] * DIM + d[None, None, :], mask=seen[:, :, None] & (d < DIM)[None, None, :], other=0.0,
+            cache_modifier=".cg",
+        )  # fmt: skip
+        acc += tl.sum(piece * tl.exp2(tops - base[:, None])[:, :, None], 1)
     if SINKS:
-        top = tl.load(sinks + head, mask=ok, other=0.0)
-        total = tl.full([BLOCK_H], 1.0, tl.float32)
-    for item in range(tl.load(item_start + seq), tl.load(item_start + seq + 1)):
-        place = tl.cast(item, tl.int64) * HEADS + head
-        other = tl.load(top_sum + place * 2, mask=ok, other=float("-inf"))
-        new_top = tl.maximum(top, other)
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        fade, share = tl.exp(top - base), tl.exp(other - base)
-        total = total * fade + tl.load(top_sum + place * 2 + 1, mask=ok, other=0.0) * share
-        piece = tl.load(part + place[:, None] * DIM + d[None, :], mask=mask, other=0.0)
-        acc = acc * fade[:, None] + piece * share[:, None]
-        top = new_top
+        acc, total = _sink(acc, base, total, sinks, head, row_ok)
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-    row = tl.cast(begin, tl.int64) * HEADS + head
-    tl.store(out + row[:, None] * DIM + d[None, :], acc.to(out.dtype.element_ty), mask=mask)
+    mask = row_ok[:, None] & (d < DIM)[None, :]
+    tl.store(p_out + head[:, None] * DIM + d[None, :], acc.to(p_out.dtype.element_ty), mask=mask)
 
 
-def tiles(compute: Compute, head_dim: int, group: int) -> tuple[Tile, Tile]:
-    """For decode and for prefill. Keys a tile are the same in both, and follow from the head's width alone."""
+def tiles(compute: Compute, head_dim: int, group: int, hopper: bool = False) -> tuple[Tile, Tile]:
+    """For decode and for prefill, by the heads' shape alone; `hopper` for devices of capability 9."""
     wide = power_of_two(head_dim)
     share = power_of_two(group)
     if compute == "float32":
@@ -185,7 +314,10 @@ def tiles(compute: Compute, head_dim: int, group: int) -> tuple[Tile, Tile]:
         return small, small
     # 64 keys of 128 values spill 64 to 104 bytes on sm_80 and sm_120 (ptxas 13, Triton 3.9).
     keys = 64 if wide < 128 else 32
-    return Tile(max(16, share), keys, 4, 2), Tile(max(64, share), keys, 4 if wide <= 128 else 8, 2)
+    one = Tile(max(16, share), keys, 4, 2)
+    if hopper:
+        return one, Tile(max(128, share), 64 if wide > 128 else 128, 8, 2)
+    return one, Tile(max(64, share), keys, 4 if wide <= 128 else 8, 2)
 
 
 def build_attention(site: Site, node: Node) -> Launch:
@@ -197,30 +329,31 @@ def build_attention(site: Site, node: Node) -> Launch:
     target = site.slot(node.outputs[0])
     part = site.scratch("items", spec.width)
     top_sum = site.scratch("items", spec.n_heads * 2)
-    group, wide = spec.n_heads // spec.n_kv, max(16, power_of_two(spec.head_dim))
-    decode, prefill = tiles(site.compute, spec.head_dim, group)
-    share = power_of_two(group)
-    heads_each = max(1, 1024 // wide)
-
-    def start(tile: Tile, count: int, live: Live, split: int) -> None:
-        site.launch(
-            attend, (count, spec.n_kv), target.tensor, part.tensor, top_sum.tensor, q.tensor, cache.k, cache.v, sinks,
-            query_start.tensor, kv_len.tensor, table.tensor, site.work.table_width.tensor, site.work.item_start.tensor,
-            live.S, spec.scale, spec.cap, spec.window, HEADS=spec.n_heads, KV_HEADS=spec.n_kv, DIM=spec.head_dim,
-            WIDE=wide, SIZE=cache.block_size, WINDOW=spec.window > 0, CAP=spec.cap != 0.0, SINKS=spec.sinks,
-            SPLIT=split, SHARE=share, BLOCK_M=tile.rows, BLOCK_N=tile.keys, warps=tile.warps, stages=tile.stages,
-        )  # fmt: skip
+    arrived = site.zeros("S", spec.n_kv)
+    wide, share = max(16, power_of_two(spec.head_dim)), power_of_two(spec.n_heads // spec.n_kv)
+    one, many = tiles(site.compute, spec.head_dim, spec.n_heads // spec.n_kv, site.generation == 9)
+    # A cap is applied to the score itself, so the factor of log2(e) comes after it.
+    scale = spec.scale * (1.0 if spec.cap else LOG2E)
+    switches = {"HEADS": spec.n_heads, "KV_HEADS": spec.n_kv, "DIM": spec.head_dim, "WIDE": wide}
+    switches |= {"SIZE": cache.block_size, "WINDOW": spec.window > 0, "CAP": spec.cap != 0.0, "SINKS": spec.sinks}
 
     def run(live: Live) -> None:
         if live.single:
-            start(decode, live.items, live, SPLIT)
             site.launch(
-                combine, (live.S, cdiv(spec.n_heads, heads_each)), target.tensor, part.tensor, top_sum.tensor, sinks,
-                query_start.tensor, site.work.item_start.tensor, HEADS=spec.n_heads, DIM=spec.head_dim, WIDE=wide,
-                SINKS=spec.sinks, BLOCK_H=heads_each,
+                attend_one, (live.items, spec.n_kv), target.tensor, part.tensor, top_sum.tensor,
+                arrived.tensor, q.tensor, cache.k, cache.v, sinks, query_start.tensor, kv_len.tensor,
+                table.tensor, site.work.table_width.tensor, site.work.item_start.tensor, live.S, scale, spec.cap,
+                spec.window, **switches, SHARE=share, BLOCK_M=one.rows, BLOCK_N=one.keys,
+                AT_ONCE=max(1, 2048 // (wide * share)), warps=one.warps, stages=one.stages,
             )  # fmt: skip
         if live.several:
-            start(prefill, live.T // (prefill.rows // share) + live.S, live, 0)
+            queries = many.rows // share
+            site.launch(
+                attend_many, (live.T // queries + live.S, spec.n_kv), target.tensor, q.tensor, cache.k, cache.v, sinks,
+                query_start.tensor, kv_len.tensor, table.tensor, site.work.table_width.tensor, live.S, scale, spec.cap,
+                spec.window, **switches, SHARE=share, BLOCK_M=many.rows, BLOCK_N=many.keys, warps=many.warps,
+                stages=many.stages,
+            )  # fmt: skip
 
     return run
 

@@ -8,7 +8,7 @@ import torch
 from quarrel.errors import RequestError
 from quarrel.ops.contract import Array
 from quarrel.ops.step import Limits, StepInputs
-from quarrel.triton_backend.attention import SPLIT
+from quarrel.triton_backend.attention import most_splits, splits_of
 from quarrel.triton_backend.runtime import Live, Slot, Work, cdiv
 
 _SAMPLE = ("temperature", "top_k", "top_p", "min_p", "uniform")
@@ -19,12 +19,12 @@ _ALIGN = 4  # int32s: 16 bytes, so that kernels may load wide
 def item_starts(query_start: Array, kv_len: Array) -> Array:
     """Where each sequence's items begin, `[S + 1]`: a split of keys each, of the sequences with one new token."""
     single = np.diff(query_start) == 1
-    return np.concatenate([[0], np.cumsum(np.where(single, -(-kv_len // SPLIT), 0))]).astype(np.int32)
+    return np.concatenate([[0], np.cumsum(np.where(single, splits_of(kv_len), 0))]).astype(np.int32)
 
 
 def most_items(limits: Limits) -> int:
     """Items of a step whose sequences share no block of the cache."""
-    return cdiv(limits.n_blocks * limits.block_size, SPLIT) + limits.max_seqs
+    return most_splits(limits.n_blocks * limits.block_size, limits.max_seqs)
 
 
 def live_counts(query_start: Array, kv_len: Array, rows: int) -> Live:

@@ -229,13 +229,11 @@ def _end(
             finish(y, acc, acc, bias, bias, y, row, token, tokens, 1.0, N, BIAS, False, False, "none")
 
 
-def _room(site: Site, shape: Shape, tiles: int, sums: int, device: torch.device) -> tuple[Slot, torch.Tensor]:
-    """Scratch for the parts' sums of MOST tokens, and a count for every tile, which the kernels leave at zero."""
+def _room(site: Site, shape: Shape, tiles: int, sums: int) -> tuple[Slot, Slot]:
+    """Scratch for the parts' sums of MOST tokens, and a count for every tile."""
     if shape.parts == 1:
-        none = site.scratch("one", 1)
-        return none, torch.zeros(1, dtype=torch.int32, device=device)
-    part = site.scratch("one", sums * shape.parts * tiles * shape.rows * MOST)
-    return part, torch.zeros(tiles * (MOST // 16), dtype=torch.int32, device=device)
+        return site.scratch("one", 1), site.zeros("one", 1)
+    return site.scratch("one", sums * shape.parts * tiles * shape.rows * MOST), site.zeros("one", tiles)
 
 
 def linear(
@@ -259,7 +257,7 @@ def _one(
     a, b = weights[0], weights[-1]
     gated = len(weights) == 2
     shape = shape_for(a.n, a.k, len(weights), a.format in ("F16", "BF16"))
-    part, arrived = _room(site, shape, cdiv(a.n, shape.rows), len(weights), a.planes[0].device)
+    part, arrived = _room(site, shape, cdiv(a.n, shape.rows), len(weights))
     fast, compute = is_fast(a.format, site.compute), TL_TYPES[site.compute]
 
     def run(live: Live) -> None:
@@ -269,7 +267,7 @@ def _one(
         site.launch(
             batch_tiles, (cdiv(a.n, shape.rows), cdiv(count, width), shape.parts),
             y.tensor, x.tensor, *a.planes, *b.planes, biases[0] if biases else none, biases[-1] if biases else none,
-            none if residual is None else residual.tensor, part.tensor, arrived, count, alpha, a.n, a.k,
+            none if residual is None else residual.tensor, part.tensor, arrived.tensor, count, alpha, a.n, a.k,
             FORMAT=a.format, FAST=fast, COMPUTE=compute, BIAS=bool(biases), ADD=residual is not None, GATED=gated,
             KIND=kind, PARTS=shape.parts, BN=shape.rows, BT=width, NB=shape.blocks, warps=shape.warps, stages=shape.stages,
         )  # fmt: skip
@@ -285,7 +283,7 @@ def linears(
     k, n = weights[0].k, sum(w.n for w in weights)
     shape = shape_for(n, k, 1, any(w.format in ("F16", "BF16") for w in weights))
     tiles = sum(cdiv(w.n, shape.rows) for w in weights)
-    part, arrived = _room(site, shape, tiles, 1, weights[0].planes[0].device)
+    part, arrived = _room(site, shape, tiles, 1)
     fast, compute = [is_fast(w.format, site.compute) for w in weights], TL_TYPES[site.compute]
     planes = [p for w in weights for p in w.planes]
 
@@ -295,7 +293,7 @@ def linears(
         outs = [y.tensor for y in ys]
         site.launch(
             batch_three, (tiles, cdiv(count, width), shape.parts), *outs, x.tensor, *planes, *(biases or outs),
-            part.tensor, arrived, count, *(w.n for w in weights), k,
+            part.tensor, arrived.tensor, count, *(w.n for w in weights), k,
             FORMAT0=weights[0].format, FORMAT1=weights[1].format, FORMAT2=weights[2].format, FAST0=fast[0],
             FAST1=fast[1], FAST2=fast[2], COMPUTE=compute, BIAS=bool(biases), PARTS=shape.parts, BN=shape.rows,
             BT=width, NB=shape.blocks, warps=shape.warps, stages=shape.stages,

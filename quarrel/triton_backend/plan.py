@@ -32,12 +32,17 @@ class Plan:
     device: torch.device
     launch: Launcher = launch
     deterministic: bool = False
+    generation: int = -1
     slots: dict[int, Slot] = field(default_factory=dict)
     launches: list[Launch] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.rows["one"] = 1
+        if self.generation < 0:
+            cuda = self.device.type == "cuda"
+            self.generation = torch.cuda.get_device_capability(self.device)[0] if cuda else 0
         self._scratch = Scratch()
+        self._zeros: list[tuple[Slot, str, int]] = []
         self._empty = torch.empty(0, dtype=torch.uint8, device=self.device)
         self._arenas: dict[str, torch.Tensor] = {}
         self.nbytes = 0
@@ -59,7 +64,11 @@ class Plan:
         for id, spot in places.items():
             self.slots[id].tensor = view(self._arenas[spot.axis], spot, self.rows[spot.axis])
         self._arenas["scratch"] = self._scratch.allocate(self.rows, self._new)
-        self.nbytes = sum(a.numel() for a in self._arenas.values())
+        counts = max((self.rows[axis] * width for _, axis, width in self._zeros), default=0)
+        zeros = torch.zeros(counts, dtype=torch.int32, device=self.device)
+        for slot, _, _ in self._zeros:
+            slot.tensor = zeros
+        self.nbytes = sum(a.numel() for a in self._arenas.values()) + 4 * counts
 
     def fill(self, byte: int) -> None:
         """Sets every byte of the values' buffers: 255 makes floats NaN, so that what a kernel leaves unwritten shows."""
@@ -98,6 +107,10 @@ class Plan:
 
     def scratch(self, dim: str, width: int, dtype: torch.dtype = torch.float32) -> Slot:
         return self._scratch.want(dim, width, dtype, self._empty.view(dtype))
+
+    def zeros(self, dim: str, width: int) -> Slot:
+        self._zeros.append((Slot(self._empty.view(torch.int32)), dim, width))
+        return self._zeros[-1][0]
 
 
 def needed(nodes: Sequence[Node], wanted: Value) -> list[bool]:

@@ -103,6 +103,8 @@ class Site(Protocol):
     launch: Launcher
     compute: Compute
     work: Work
+    generation: int
+    """Major compute capability of the device; 0 in the interpreter."""
     deterministic: bool
     """One tile for any number of tokens, so that a row's result is the same bits in every batch."""
 
@@ -126,6 +128,9 @@ class Site(Protocol):
 
     def scratch(self, dim: str, width: int, dtype: torch.dtype = torch.float32) -> Slot:
         """`[dim, width]` that holds until the node is done; dim is T, S, R, items or one."""
+
+    def zeros(self, dim: str, width: int) -> Slot:
+        """`[dim, width]` int32 that every node shares: zero before each launch, because each kernel leaves it so."""
 
 
 def dims(value: Value) -> tuple[str, int]:
