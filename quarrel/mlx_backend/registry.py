@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from quarrel.mlx_backend import elementwise, norm, recurrent
+from quarrel.mlx_backend import elementwise, norm, recurrent, rope
 from quarrel.ops.registry import Registry
 
-FAMILIES = (elementwise, norm, recurrent)
+FAMILIES = (elementwise, norm, recurrent, rope)
 
 REGISTRY = Registry("mlx", [i for family in FAMILIES for i in family.IMPLEMENTATIONS])
