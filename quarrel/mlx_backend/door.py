@@ -50,7 +50,7 @@ def run_op(
     compute: Compute,
     live: Live | None = None,
 ) -> tuple[Concrete, ...]:
-    """Results in the contract's order and types, then the consumed cache or state.
+    """Results in the contract's order and types, then the consumed caches and states.
 
     Rows of an op that knows no sequences are taken as one sequence's, unless `live` says otherwise.
     """
@@ -93,7 +93,7 @@ def _operand(i: int, param: Param, spec: Any, given: Concrete) -> Operand:
     if isinstance(given, RawWeight):
         return WeightRef(f"{i}.{param.name}", given.type, len(given.raw), given.k)
     if isinstance(given, KVArrays):
-        return CacheRef(0)
+        return CacheRef(i)
     if param.kind == "state":
         return StateRef(i)
     if param.kind == "const":

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import mlx.core as mx
 
+from quarrel.mlx_backend.pack import Packed
 from quarrel.mlx_backend.runtime import DTYPES, Launch, Live, Operand
 from quarrel.mlx_backend.weights import Weights
 from quarrel.ops.contract import CacheRef, Compute, ConstRef, StateRef, Value, WeightRef
@@ -57,7 +58,7 @@ class Plan:
 
     # What a family asks while it builds (`Site`).
 
-    def weight(self, ref: WeightRef):
+    def weight(self, ref: WeightRef) -> Packed:
         return self.weights.matrix(ref)
 
     def vector(self, ref: WeightRef) -> mx.array:

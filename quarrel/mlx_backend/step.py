@@ -21,7 +21,7 @@ from quarrel.mlx_backend.weights import held_as
 from quarrel.ops.contract import Array, CacheRef, Compute, StateRef, Value
 from quarrel.ops.embedding import EmbeddingSpec
 from quarrel.ops.registry import Choice
-from quarrel.ops.step import Limits, MemoryPlan, StepInputs, StepOutputs, Taken, Want
+from quarrel.ops.step import Limits, MemoryPlan, StepInputs, StepOutputs, Taken, Want, outputs_of
 
 _SAMPLE = ("temperature", "top_k", "top_p", "min_p", "uniform")
 
@@ -29,13 +29,13 @@ _SAMPLE = ("temperature", "top_k", "top_p", "min_p", "uniform")
 class Pending:
     """A step that the device may still be computing (`ops.step.Pending`)."""
 
-    def __init__(self, want: Want, array: mx.array) -> None:
-        self._want, self._array = want, array
+    def __init__(self, outputs: Mapping[str, mx.array]) -> None:
+        self._outputs = outputs
 
     def result(self) -> StepOutputs:
         """Waits for it."""
-        kind = self._array.dtype if self._want == "tokens" else mx.float32
-        return StepOutputs(**{self._want: np.array(self._array.astype(kind))})
+        kinds = {"tokens": mx.int32}
+        return StepOutputs(**{n: np.array(a.astype(kinds.get(n, mx.float32))) for n, a in self._outputs.items()})
 
 
 class MlxStep:
@@ -61,10 +61,9 @@ class MlxStep:
         self._check(inputs, want)
         live = live_of(inputs.query_start, inputs.out_rows, len(inputs.ids), len(inputs.out_rows), self.limits.block_size)
         out = self._run(live, self._arrays(inputs, want), want)
-        if want == "tokens":
-            self._last = out
-        mx.async_eval(out, *_flat(self._held))
-        return Pending(want, out)
+        self._last = out.get("tokens", self._last)
+        mx.async_eval(*out.values(), *_flat(self._held))
+        return Pending(out)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies whole cache blocks (source, destination) in every layer, after the launches so far."""
@@ -106,9 +105,10 @@ class MlxStep:
 
     def _check(self, inputs: StepInputs, want: Want) -> None:
         self._open()
-        if want not in self._outputs:
+        wanted = outputs_of(want)
+        if any(name not in self._outputs for name in wanted):
             raise RequestError(f"this program has no {want}: ask for one of {', '.join(self._outputs)}")
-        if want == "tokens" and inputs.sample is None:
+        if "tokens" in wanted and inputs.sample is None:
             raise RequestError("tokens are asked for without sampling controls: fill StepInputs.sample")
         inputs.check(self.limits, self._n_vocab)
         rows, (seqs, width) = len(inputs.out_rows), inputs.block_table.shape
@@ -137,7 +137,7 @@ class MlxStep:
         arrays: dict[str, mx.array] = {}
         for name in self._inputs:
             if name in _SAMPLE:
-                if want == "tokens":
+                if "tokens" in outputs_of(want):
                     arrays[name] = mx.array(getattr(inputs.sample, name))
             elif getattr(inputs, name) is not None:
                 arrays[name] = mx.array(_padded(inputs.block_table) if name == "block_table" else getattr(inputs, name))
@@ -146,13 +146,13 @@ class MlxStep:
             arrays["ids"] = mx.where(rows >= 0, self._last[mx.maximum(rows, 0)], arrays["ids"])
         return arrays
 
-    def _run(self, live: Live, arrays: dict[str, mx.array], want: Want) -> mx.array:
-        names, refs = list(arrays), list(self._held)
-        plan, ids, value = self._open(), [self._inputs[n].id for n in names], self._outputs[want]
+    def _run(self, live: Live, arrays: dict[str, mx.array], want: Want) -> dict[str, mx.array]:
+        names, refs, wanted = list(arrays), list(self._held), outputs_of(want)
+        plan, ids, values = self._open(), [self._inputs[n].id for n in names], [self._outputs[n] for n in wanted]
 
         def go(given: list[mx.array], flat: list[mx.array]) -> list[mx.array]:
-            (out,), after = plan.run(live, dict(zip(ids, given)), _bound(refs, flat), (value,))
-            return [out, *_flat(after)]
+            out, after = plan.run(live, dict(zip(ids, given)), _bound(refs, flat), values)
+            return [*out, *_flat(after)]
 
         flat = _flat(self._held)
         # From here on only the graph holds the old caches, which is what lets MLX write into them.
@@ -163,9 +163,9 @@ class MlxStep:
             if key not in self._traced:
                 self._traced[key] = mx.compile(go)
             go = self._traced[key]
-        out, *after = go(list(arrays.values()), flat)
-        self._held = _bound(refs, after)
-        return out
+        results = go(list(arrays.values()), flat)
+        self._held = _bound(refs, results[len(wanted) :])
+        return dict(zip(wanted, results))
 
     def _held_as(self, choice: Choice) -> str:
         type = getattr(getattr(choice.node.spec, "linear", choice.node.spec), "type", None)
