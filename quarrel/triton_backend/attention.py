@@ -31,7 +31,7 @@ _LOG2E: tl.constexpr = tl.constexpr(LOG2E)
 
 
 def splits_of(kv_len: Array) -> Array:
-    """How many splits a sequence with one new token has, from 0 to MOST_SPLITS: each LEAST_SPLIT keys or 2, 4, 8 times that."""
+    """How many splits a sequence with one new token has, up to MOST_SPLITS: each LEAST_SPLIT keys or 2, 4, 8 times that."""
     least = -(-kv_len // MOST_SPLITS)
     split = np.maximum(LEAST_SPLIT, 1 << np.frexp(np.maximum(least - 1, 0).astype(np.float64))[1].astype(np.int64))
     return -(-kv_len // split)
@@ -104,21 +104,23 @@ def _walk(
             b_k = tl.load(p_k)
         else:
             b_k = tl.load(p_k, mask=d_ok[None, :], other=0.0)
-        score = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale  # [BLOCK_M, BLOCK_N]
+        score = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+        # The scale is positive, so it may follow the maximum, where it is one operation with the difference.
+        factor = scale
         if CAP:
-            score = (cap * _LOG2E) * tanh(score / cap)
+            score, factor = tanh(score * (scale / cap)), cap * _LOG2E
         if MASK:
             back = position[:, None] - key[None, :]
             seen = (back >= 0) & key_ok[None, :]
             if WINDOW:
                 seen = seen & (back < window)
             score = tl.where(seen, score, float("-inf"))
-        new_top = tl.maximum(top, tl.max(score, 1))
+        new_top = tl.maximum(top, tl.max(score, 1) * factor)
         base = new_top
         if MASK:
             # A row that has seen no key yet keeps -inf; zero in its place leaves every power zero.
             base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        p = tl.exp2(score - base[:, None])
+        p = tl.exp2(score * factor - base[:, None])
         fade = tl.exp2(top - base)
         total = total * fade + tl.sum(p, 1)
         if MASK:
@@ -287,15 +289,15 @@ def _combine(
     total = tl.sum(sums * tl.exp2(tops - base[:, None]), 1)
     acc = tl.zeros([SHARE, WIDE], tl.float32)
     for begin in range(0, splits, AT_ONCE):
-        i = begin + tl.arange(0, AT_ONCE)
-        seen = row_ok[:, None] & (i < splits)[None, :]
-        place = (first_item + i).to(tl.int64)[None, :] * HEADS + head[:, None]
-        tops = tl.load(top_sum + place * 2, mask=seen, other=float("-inf"), cache_modifier=".cg")
+        j = begin + tl.arange(0, AT_ONCE)
+        ok = row_ok[:, None] & (j < splits)[None, :]
+        at = (first_item + j).to(tl.int64)[None, :] * HEADS + head[:, None]
+        weight = tl.exp2(tl.load(top_sum + at * 2, mask=ok, other=float("-inf"), cache_modifier=".cg") - base[:, None])
         piece = tl.load(
-            part + place[:, :, None] * DIM + d[None, None, :], mask=seen[:, :, None] & (d < DIM)[None, None, :], other=0.0,
+            part + at[:, :, None] * DIM + d[None, None, :], mask=ok[:, :, None] & (d < DIM)[None, None, :], other=0.0,
             cache_modifier=".cg",
         )  # fmt: skip
-        acc += tl.sum(piece * tl.exp2(tops - base[:, None])[:, :, None], 1)
+        acc += tl.sum(piece * weight[:, :, None], 1)
     if SINKS:
         acc, total = _sink(acc, base, total, sinks, head, row_ok)
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
@@ -363,6 +365,8 @@ def _accepts(spec: AttentionSpec) -> str | None:
         return f"needs head_dim up to {MAX_HEAD_DIM}, got {spec.head_dim}"
     if spec.n_heads % spec.n_kv:
         return f"needs heads in equal groups, got {spec.n_heads} over {spec.n_kv}"
+    if spec.scale <= 0 or spec.cap < 0:
+        return f"needs a positive scale, got {spec.scale} with a cap of {spec.cap}"
     return None
 
 

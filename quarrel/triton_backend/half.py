@@ -1,8 +1,8 @@
 """Values of packed weights as float16 in few instructions: what `formats.halves` gives, for tiles that matrix units read.
 
 A code is put under the exponent of 1024, where float16 steps by one, so that a subtraction leaves the integer exactly;
-scale and minimum follow in one packed multiply-add, rounded once, from scales that are rounded to float16 themselves. PTX, two
-values an instruction; the interpreter has none, and there, as for the other formats, FAST is off and `halves` is rounded.
+scale and minimum follow in one packed multiply-add, rounded once, from scales that are rounded to float16 themselves. PTX,
+two values an instruction; the interpreter has none, and there, as for the other formats, `halves` is rounded.
 Nothing is masked: rows are clamped by the caller, and columns come in whole blocks.
 """
 

@@ -4,8 +4,8 @@ Which kernel a count of tokens takes: `matmul.py` from 2 to its MOST, `dequant.p
 token, float32 arithmetic, odd widths, and for everything where a row's bits may not depend on how many rows there are.
 
 In the exact tiles the rows of W are the tall side of every product, tokens the other: a program owns BN outputs of BT
-tokens and walks all of K in blocks of 32 columns, decoding to float32, rounding once to the compute type and accumulating in
-float32. Tokens pick only how wide a tile is, never the order of a row's sum.
+tokens and walks all of K in blocks of 32 columns, decoding to float32, rounding once to the compute type and accumulating
+in float32. Tokens pick only how wide a tile is, never the order of a row's sum.
 """
 
 from __future__ import annotations
