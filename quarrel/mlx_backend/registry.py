@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from quarrel.mlx_backend import elementwise, norm, recurrent, rope
+from quarrel.mlx_backend import attention, elementwise, encode, norm, recurrent, rope
 from quarrel.ops.registry import Registry
 
-FAMILIES = (elementwise, norm, recurrent, rope)
+FAMILIES = (attention, elementwise, encode, norm, recurrent, rope)
 
 REGISTRY = Registry("mlx", [i for family in FAMILIES for i in family.IMPLEMENTATIONS])

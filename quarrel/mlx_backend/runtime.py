@@ -36,6 +36,10 @@ class Rows:
     def all_single(self) -> bool:
         return len(self._rest) == 0
 
+    @property
+    def any_single(self) -> bool:
+        return len(self._first) > 0
+
     def by_kind(self, single: RowsFunction, several: RowsFunction, *arrays: mx.array) -> list[mx.array]:
         """`single` on some rows of the arrays, `several` on the others; each result's rows in their old order."""
         if len(self._rest) == 0:
