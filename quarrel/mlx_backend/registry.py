@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from quarrel.mlx_backend import attention, elementwise, encode, norm, recurrent, rope
+from quarrel.mlx_backend import attention, elementwise, encode, norm, recurrent, rope, sample
 from quarrel.ops.registry import Registry
 
-FAMILIES = (attention, elementwise, encode, norm, recurrent, rope)
+FAMILIES = (attention, elementwise, encode, norm, recurrent, rope, sample)
 
 REGISTRY = Registry("mlx", [i for family in FAMILIES for i in family.IMPLEMENTATIONS])
