@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from quarrel.mlx_backend.flash import EXACT_TANH, Flash, refuses
+from quarrel.mlx_backend.flash import Flash, refuses
 from quarrel.mlx_backend.kernel import Kernel
 from quarrel.mlx_backend.runtime import Cache, Launch, Live, Site, cdiv
-from quarrel.mlx_backend.text import WIDE
+from quarrel.mlx_backend.text import EXACT_TANH, WIDE
 from quarrel.ops.attention import ATTENTION, AttentionSpec
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
@@ -89,7 +89,7 @@ _SINGLE = Kernel(
       float x = 0.0f;
       for (int i = 0; i < EACH; i++) x += b_q[h][i] * b_k[i];
       for (ushort other = LANES / 2; other > 0; other /= 2) x += simd_shuffle_xor(x, other);
-      if (cap > 0.0f) x = cap * cap_tanh(x / cap);
+      if (cap > 0.0f) x = cap * exact_tanh(x / cap);
       x = seen ? x : -INFINITY;
       const float new_top = metal::max(top[h], x), fade = fading(top[h], new_top), p = fading(x, new_top);
       total[h] = total[h] * fade + p;

@@ -1,16 +1,21 @@
-"""Elementwise ops on `[T, n]`, flat: activations, sums, cap; and `activate`, which other kernels fuse.
+"""Elementwise ops on `[T, n]`: the gated activations as a kernel, whose `activate` others fuse; the rest by MLX.
 
-Computed in float32 and rounded once on the way out. A call moves each array once and does little else, so one thread takes
-four neighbours (loads of 8 or 16 bytes) and nothing is kept in threadgroup memory.
+Computed in float32 and rounded once on the way out. The kernel's call moves each array once and does little else, so one
+thread takes four neighbours (loads of 8 or 16 bytes) and nothing is kept in threadgroup memory. `mx.compile` makes one such
+kernel of each of the others too, with erf and tanh of MLX's own: the same bytes, so that there is nothing to win.
 """
 
 from __future__ import annotations
+
+import math
 
 import mlx.core as mx
 
 from quarrel.mlx_backend.kernel import Kernel
 from quarrel.mlx_backend.runtime import Launch, Live, Site, cdiv
-from quarrel.ops.activation import GATED
+from quarrel.mlx_backend.text import EXACT_TANH
+from quarrel.ops.activation import CAP, GATED, PLAIN, CapSpec
+from quarrel.ops.linear import ADD
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 
@@ -20,17 +25,9 @@ _EACH = 4
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu2": 2, "gelu_erf": 3}
 """Activation -> its number in the Metal text."""
 
-ACTIVATE = """
-// tanh to a few ulp everywhere: an odd series near zero, where the exponential form cancels.
-inline float exact_tanh(float x) {
-    float e = precise::exp(-2.0f * metal::abs(x));
-    float far = (1.0f - e) / (1.0f + e);
-    float s = x * x;
-    float odd = -17.0f / 315 + s * (62.0f / 2835 - s * (1382.0f / 155925));
-    float near = x * (1.0f + s * (-1.0f / 3 + s * (2.0f / 15 + s * odd)));
-    return s < 0.09f ? near : (x < 0 ? -far : far);
-}
-
+ACTIVATE = (
+    EXACT_TANH
+    + """
 template <int KIND>
 inline float activate(float x) {
     if (KIND == 0) {
@@ -39,6 +36,7 @@ inline float activate(float x) {
     return 0.5f * x * (1.0f + exact_tanh(0.7978845608028654f * (x + 0.044715f * x * x * x)));
 }
 """
+)
 
 _GATED = Kernel(
     "quarrel_gated",
@@ -66,4 +64,42 @@ def build_gated(site: Site, node: Node) -> Launch:
     return run
 
 
-IMPLEMENTATIONS = (Implementation(GATED, "flat", build_gated),)
+def build_plain(site: Site, node: Node) -> Launch:
+    """PLAIN: x `[T, n]`, by MLX's operations, which mx.compile makes one kernel of."""
+
+    def gelu(x: mx.array) -> mx.array:
+        x = x.astype(mx.float32)
+        return (0.5 * x * (1.0 + mx.erf(x * math.sqrt(0.5)))).astype(site.act)
+
+    def relu2(x: mx.array) -> mx.array:
+        return mx.square(mx.maximum(x.astype(mx.float32), 0.0)).astype(site.act)
+
+    function = mx.compile({"gelu_erf": gelu, "relu2": relu2}[node.spec.activation], shapeless=True)
+    return lambda live, x: [function(x)]
+
+
+def build_cap(site: Site, node: Node) -> Launch:
+    """CAP: x `[T, n]` float32."""
+    spec: CapSpec = node.spec
+
+    def function(x: mx.array) -> mx.array:
+        x = x * spec.scale
+        return spec.cap * mx.tanh(x / spec.cap) if spec.cap else x
+
+    compiled = mx.compile(function, shapeless=True)
+    return lambda live, x: [compiled(x)]
+
+
+def build_add(site: Site, node: Node) -> Launch:
+    """ADD: a `[T, n]` float32, b `[T, n]` of any type."""
+    scale: float = node.spec.scale
+    function = mx.compile(lambda a, b: a + b.astype(mx.float32) * scale, shapeless=True)
+    return lambda live, a, b: [function(a, b)]
+
+
+IMPLEMENTATIONS = (
+    Implementation(GATED, "flat", build_gated),
+    Implementation(PLAIN, "MLX's operations", build_plain),
+    Implementation(CAP, "MLX's operations", build_cap),
+    Implementation(ADD, "MLX's operations", build_add),
+)

@@ -17,25 +17,11 @@ import mlx.core as mx
 
 from quarrel.mlx_backend.kernel import Kernel
 from quarrel.mlx_backend.runtime import cdiv
-from quarrel.mlx_backend.text import WIDE
+from quarrel.mlx_backend.text import EXACT_TANH, WIDE
 
 ROWS = 32
 """Queries times heads of a threadgroup."""
 LARGEST_HEAD = 256
-
-EXACT_TANH = """
-// tanh to a few ulp: an odd series near zero, where the exponential form cancels.
-inline float cap_tanh(float x) {
-  const float e = precise::exp(-2.0f * metal::abs(x)), far = (1.0f - e) / (1.0f + e), s = x * x;
-  float near = 1382.0f / 155925;
-  near = fma(near, -s, 62.0f / 2835);
-  near = fma(near, -s, 17.0f / 315);
-  near = fma(near, -s, 2.0f / 15);
-  near = fma(near, -s, 1.0f / 3);
-  near = fma(near, -s, 1.0f);
-  return s < 0.09f ? x * near : (x < 0.0f ? -far : far);
-}
-"""
 
 _HEADER = (
     WIDE
@@ -131,7 +117,7 @@ _SOURCE = """
     for (int j = 0; j < KEYS / 8; j++) {
       for (int i = 0; i < 2; i++) {
         float x = score[j].thread_elements()[i];
-        if (cap > 0.0f) x = cap * cap_tanh(x / cap);
+        if (cap > 0.0f) x = cap * exact_tanh(x / cap);
         const int back = position - (start + j * 8 + column + i);
         bool seen = PAGED ? back >= 0 : start + j * 8 + column + i < last;
         if (WINDOW > 0) seen = seen && back < WINDOW;

@@ -1,9 +1,10 @@
 """The next token of each row, by the contract of ops/sample.py: thresholds found exactly, ties kept, no sort.
 
-Three launches: the best logit of each of P chunks of a row; weights e = exp((logit - best) / temperature); and a threadgroup
-a row that finds the thresholds and draws. Metal has no float64, so weights are whole numbers, 2^40 e: their sums are exact in
-64 bits, the same in any order, and closer to the reference's than float32 sums are. A logit is ordered by its bits (`rank`),
-so top_k and top_p are searches for the largest 32-bit rank whose tail still holds enough, two bits a pass.
+Three launches: the best logit of each of P chunks of a row; weights e = exp((logit - best) / temperature); and a
+threadgroup a row that finds the thresholds and draws. Metal has no float64, so weights are whole numbers, 2^40 e: their
+sums are exact in 64 bits, the same in any order, and closer to the reference's than float32 sums are. A logit is ordered by
+its bits (`rank_of`), so top_k and top_p are searches for the largest 32-bit rank whose tail still holds enough, two bits a
+pass.
 
     bytes        a row of logits twice, and a row of weights; each pass of a search reads both again from the cache
     threads      256 a chunk of 4096, then 1024 a row; about 40 registers
