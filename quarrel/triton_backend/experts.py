@@ -1,8 +1,9 @@
 """Products with the chosen experts only: pairs of a token and an expert, grouped by expert, tiles of one expert each.
 
 `group_pairs` lists the pairs of every expert in token order, so nothing is added in an order that depends on the batch. A
-tile of `expert_tiles` then is what `linear_tiles` is for one matrix: BN rows of the expert, BT of its pairs, all of K. The
-down product writes each pair's row and `mix_pairs` adds them in the order of choice.
+tile of `expert_tiles` then is what `linear_tiles` is for one matrix: BN rows of the expert, BT of its pairs, all of K. In
+16-bit arithmetic `grouped.py` takes its place, unless a row's bits may not depend on how many rows there are. The down
+product writes each pair's row and `mix_pairs` adds them in the order of choice.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import triton.language as tl
 from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP, ExpertDownSpec, ExpertUpSpec
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
+from quarrel.triton_backend import grouped
 from quarrel.triton_backend.attention import find
 from quarrel.triton_backend.elementwise import activate
 from quarrel.triton_backend.formats import halves
@@ -139,10 +141,16 @@ def build_expert_up(site: Site, node: Node) -> Launch:
     biases = [site.vector(r) for r in refs[count:]]  # type: ignore[arg-type]
     order, starts, group = _grouping(site, site.slot(ids), spec.n_experts, spec.used)  # type: ignore[arg-type]
     compute, tile = site.compute, TILES[site.compute]
+    fast = None
+    if not site.deterministic and grouped.takes(stacks, compute):
+        fast = grouped.Grouped(site, stacks, biases, spec.n_experts, spec.used, spec.activation)
 
     def run(live: Live) -> None:
         group(live)
         pairs = live.T * spec.used
+        if fast is not None:
+            fast(target, source, order, starts, pairs, spec.used)
+            return
         none = target.tensor
         site.launch(
             expert_tiles, (cdiv(spec.n, tile.rows), pairs // tile.tokens + spec.n_experts if pairs else 0),
@@ -166,18 +174,24 @@ def build_expert_down(site: Site, node: Node) -> Launch:
     order, starts, group = _grouping(site, site.slot(ids), spec.n_experts, spec.used)  # type: ignore[arg-type]
     rows = site.scratch("T", spec.used * spec.n)
     compute, tile = site.compute, TILES[site.compute]
+    fast = None
+    if not site.deterministic and grouped.takes([stack], compute):
+        fast = grouped.Grouped(site, [stack], () if bias is None else (bias,), spec.n_experts, spec.used, "none")
 
     def run(live: Live) -> None:
         group(live)
         pairs = live.T * spec.used
         offset = rows.tensor if bias is None else bias
-        site.launch(
-            expert_tiles, (cdiv(spec.n, tile.rows), pairs // tile.tokens + spec.n_experts if pairs else 0),
-            rows.tensor, source.tensor, *stack.planes, *stack.planes, offset, offset, order.tensor, starts.tensor,
-            spec.n, spec.k, FORMAT=stack.format, EXPERTS=spec.n_experts, PER_TOKEN=1, GATED=False, KIND="none",
-            BIAS=spec.bias, COMPUTE=TL_TYPES[compute],
-            BN=tile.rows, BT=tile.tokens, NB=tile.blocks, warps=tile.warps, stages=tile.stages,
-        )  # fmt: skip
+        if fast is not None:
+            fast(rows, source, order, starts, pairs, 1)
+        else:
+            site.launch(
+                expert_tiles, (cdiv(spec.n, tile.rows), pairs // tile.tokens + spec.n_experts if pairs else 0),
+                rows.tensor, source.tensor, *stack.planes, *stack.planes, offset, offset, order.tensor, starts.tensor,
+                spec.n, spec.k, FORMAT=stack.format, EXPERTS=spec.n_experts, PER_TOKEN=1, GATED=False, KIND="none",
+                BIAS=spec.bias, COMPUTE=TL_TYPES[compute],
+                BN=tile.rows, BT=tile.tokens, NB=tile.blocks, warps=tile.warps, stages=tile.stages,
+            )  # fmt: skip
         site.launch(
             mix_pairs, (live.T, cdiv(spec.n, _COLUMNS)), target.tensor, rows.tensor, shares.tensor, spec.n,
             USED=spec.used, C=_COLUMNS,
