@@ -1,0 +1,1 @@
+"""Speed, measured at the step: no HTTP, no text, no loading. `python -m quarrel.bench`."""

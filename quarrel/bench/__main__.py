@@ -1,0 +1,104 @@
+"""`python -m quarrel.bench`: measures, tells each figure as it comes, and refuses to time what computes wrongly."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from quarrel.bench.arguments import parser
+from quarrel.bench.kernel import each
+from quarrel.bench.machine import machine
+from quarrel.bench.plot import plot
+from quarrel.bench.report import Figure, csv_text, document, earlier, line, table
+from quarrel.bench.session import How, Session
+from quarrel.bench.warm import jobs_for, warm
+from quarrel.bench.work import matrix
+from quarrel.env import read_environment
+from quarrel.errors import BackendUnavailable, QuarrelError, RequestError
+from quarrel.gguf import resolve
+from quarrel.ops.registry import backend
+from quarrel.ops.step import Backend
+
+AUTO = ("triton", "mlx", "cpu")
+"""In which order `auto` asks, as `quarrel.load` does."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0, or 1 with a sentence on standard error; what was measured before an error is told all the same."""
+    args = parser().parse_args(argv)
+    figures: list[Figure] = []
+    explained: dict[str, object] = {}
+    status = 0
+    try:
+        before = earlier(args.vs) if args.vs else None
+        for figure in _figures(args, explained):
+            figures.append(figure)
+            print(line(figure), file=sys.stdout if args.output == "jsonl" else sys.stderr, flush=True)
+            if args.out:
+                _write(args.out, document(figures, machine(), explained) + "\n")
+        if args.plot:
+            _write(args.plot, plot(figures))
+    except QuarrelError as error:
+        print(f"quarrel.bench: {error}", file=sys.stderr)
+        status = 1
+    except KeyboardInterrupt:
+        status = 130
+    if args.output == "markdown" and figures:
+        print(table(figures, before))
+    elif args.output == "csv":
+        print(csv_text(figures))
+    elif args.output == "json":
+        print(document(figures, machine(), explained))
+    return status
+
+
+def _figures(args: argparse.Namespace, explained: dict[str, object]) -> Iterator[Figure]:
+    deadline = time.perf_counter() + args.seconds if args.seconds else None
+    how = How(args.compute, args.rounds, args.step_tokens, not args.no_check, deadline=deadline)
+    tests = list(matrix(args.prompt, args.tokens, args.depth, args.batch, args.prompt_length, args.engine))
+    if not args.op and not tests:
+        raise RequestError("there is nothing to measure: ask for prompts (-p) or tokens (-n) above 0")
+    for name in args.backend:
+        chosen = _backend(name, args.threads)
+        if args.op:
+            yield from each(chosen, args.format, args.shape, args.rows_of_input, how)
+            continue
+        session = Session(chosen, how)
+        for model in args.model or ["demo"]:
+            if args.jobs > 1:
+                path = str(resolve(model).paths[0])
+                shares = jobs_for(path, chosen.name, how.compute, how.step_tokens, tests, how.checked, args.jobs)
+                how.say(f"{model}: kernels compiled in {warm(shares, args.jobs):.1f} s by {len(shares)} processes")
+            for figure in session.model(model, tests):
+                explained |= session.explained
+                yield figure
+
+
+def _backend(name: str, threads: int | None) -> Backend:
+    """One by name, or the first that can run; threads of the CPU backend as QUARREL_THREADS says if nothing else does."""
+    environment = read_environment()
+    name = environment.backend if name == "auto" else name
+    reasons = []
+    for candidate in AUTO if name == "auto" else [name]:
+        try:
+            made = backend(candidate, threads or environment.threads)
+            if (reason := made.unavailable()) is None:
+                return made
+        except BackendUnavailable as error:
+            reason = str(error)
+        reasons.append(f"{candidate}: {reason}")
+    raise BackendUnavailable(f"no backend can run here: {'; '.join(reasons)}")
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text, "utf-8")
+    part.replace(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

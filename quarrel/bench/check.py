@@ -1,0 +1,158 @@
+"""Before a speed is told: the same kernels, at the model's own shapes and on its own weights, against the references.
+
+A model is cut down to one layer of each kind. Each of its ops runs on the backend and in NumPy (`ops.check`), for a
+prompt, a single token and a small batch. Then the compiled step of the cut model must give the logits that those checked
+ops gave, long prompts and large batches must agree with short ones, and the whole model's logits must be finite.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from quarrel.bench.inputs import Layout
+from quarrel.bench.subject import Source, Subject
+from quarrel.errors import QuarrelError
+from quarrel.ops.check import CheckedStep
+from quarrel.ops.contract import DEFAULT_TOLERANCE, Array, Concrete, rel_error
+from quarrel.ops.program import Node
+from quarrel.ops.step import Backend, ComputeChoice, Limits, Step, StepInputs, Want
+
+PROMPT, FEW = 33, 8
+ROUTED_PROMPT, ROUTED_FEW = 4, 4
+"""Fewer tokens where experts are chosen: NumPy dequantises every expert that one of them takes."""
+SLACK = 4.0
+"""How many times one op's tolerance a whole step of the cut model may be off."""
+ROUTED_SLACK = 40.0
+"""The same where experts are chosen: a near-tie that falls the other way changes a whole feed-forward."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What was compared, with the largest error of each comparison of steps."""
+
+    layers: tuple[int, ...]
+    ops: int
+    errors: dict[str, float]
+    allowed: float
+    seconds: float
+
+
+class _Checker(CheckedStep):
+    """Compares on other threads, while the backend goes on: NumPy's dequantisation takes nearly all of the time."""
+
+    def __init__(
+        self, backend: Backend, source: Source, limits: Limits, compute: ComputeChoice, threads: ThreadPoolExecutor
+    ) -> None:
+        super().__init__(backend, source.program, source.tensors, limits, compute)
+        self._threads = threads
+        self._waiting: list[Future[None]] = []
+        self.ops = 0
+
+    def verify(self, node: Node, inputs: Sequence[Concrete], got: Sequence[Concrete]) -> None:
+        self.ops += 1
+        self._waiting.append(self._threads.submit(super().verify, node, inputs, got))
+
+    def wait(self) -> None:
+        for future in self._waiting:
+            future.result()
+        self._waiting.clear()
+
+
+def check(whole: Subject, compute: ComputeChoice, batch: int, threads: int) -> Checked:
+    """Raises QuarrelError with what is off."""
+    began = time.perf_counter()
+    source, layers = whole.source.cut()
+    limits, backend = whole.limits, whole.backend
+    want: Want = "hidden" if source.encodes else "logits"
+    prompt, few = _sizes(source, batch)
+    # `run_op` sends the whole cache at each call: the checked ops get a small one.
+    wide = -(-(prompt + 1) // limits.block_size)
+    small = Layout(Limits(max(prompt, 2 * few), few, wide, few * wide, limits.block_size), whole.layout.vocab)
+    cut = backend.compile(source.program, source.tensors, limits, compute)
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            checker = _Checker(backend, source, small.limits, compute, pool)
+            references = _runs(checker, small, want, prompt, few, source.encodes)
+            for _ in range(2):  # the first run of a shape may be plain launches, the second a graph
+                compiled = _runs(cut, whole.layout, want, prompt, few, source.encodes)
+            errors = {name: rel_error(compiled[name], references[name]) for name in references}
+            if not source.encodes:
+                errors |= _against_itself(cut, whole.layout, want, batch)
+            checker.wait()
+    finally:
+        cut.close()
+    allowed = DEFAULT_TOLERANCE[checker.compute] * (ROUTED_SLACK if _routed(source) else SLACK)
+    errors["the whole model's values are finite"] = _finite(whole, want)
+    for name, error in errors.items():
+        if not error <= allowed:
+            raise QuarrelError(f"{backend.name}: {name}: off by {error:.3g}, allowed {allowed:.3g}: no speed is told of it")
+    return Checked(tuple(layers), checker.ops, errors, allowed, time.perf_counter() - began)
+
+
+def rehearse(subject: Subject, batch: int) -> None:
+    """Runs the shapes that `check` runs and compares nothing: for warming up."""
+    want: Want = "hidden" if subject.source.encodes else "logits"
+    prompt, few = _sizes(subject.source, batch)
+    _runs(subject.step, subject.layout, want, prompt, few, subject.source.encodes)
+    if not subject.source.encodes:
+        _against_itself(subject.step, subject.layout, want, batch)
+
+
+def _routed(source: Source) -> bool:
+    return any(node.op.name == "route" for node in source.program.nodes)
+
+
+def _sizes(source: Source, batch: int) -> tuple[int, int]:
+    """Tokens of the prompt, and sequences of the small batch."""
+    return (ROUTED_PROMPT, min(ROUTED_FEW, batch)) if _routed(source) else (PROMPT, min(FEW, batch))
+
+
+def _runs(step: Step, layout: Layout, want: Want, prompt: int, few: int, encodes: bool) -> dict[str, Array]:
+    """A prompt, one token behind it, and one token behind each of a few short prompts."""
+    found = {"prompt": _last(step, layout.prefill(0, prompt), want)}
+    if encodes:
+        return found
+    found["token"] = _last(step, [layout.decode(prompt, 1, False)], want)
+    if few > 1:
+        _last(step, layout.prefill(0, 2, few), want)
+        found[f"batch of {few}"] = _last(step, [layout.decode(2, few, False)], want)
+    return found
+
+
+def _against_itself(step: Step, layout: Layout, want: Want, batch: int) -> dict[str, float]:
+    """The compiled step: one long piece of a prompt against short ones, and rows of the largest batch against the same
+    sequences alone."""
+    long = min(layout.limits.max_tokens, layout.width(1) * layout.limits.block_size - 1)
+    whole = _last(step, [layout.step([(0, 0, long)], 1)], want)
+    pieces = [layout.step([(0, at, min(PROMPT, long - at))], 1) for at in range(0, long, PROMPT)]
+    errors = {f"{long} tokens at once": rel_error(whole, _last(step, pieces, want))}
+    if batch > 1:
+        alone = []
+        for s in range(min(batch, FEW)):
+            _last(step, [layout.step([(s, 0, 2)], batch)], want)
+            alone.append(_last(step, [layout.step([(s, 2, 1)], batch)], want))
+        _last(step, layout.prefill(0, 2, batch), want)
+        together = _last(step, [layout.decode(2, batch, False)], want)
+        errors[f"rows of a batch of {batch}"] = rel_error(together[: len(alone)], np.concatenate(alone))
+    return errors
+
+
+def _last(step: Step, inputs: Iterable[StepInputs], want: Want) -> Array:
+    out: Array | None = None
+    for one in inputs:
+        out = getattr(step(one, want), want)
+    assert out is not None
+    return out
+
+
+def _finite(subject: Subject, want: Want) -> float:
+    """0, or infinity."""
+    out = _last(subject.step, subject.layout.prefill(0, PROMPT), want)
+    if not subject.source.encodes:
+        out = np.concatenate([out, _last(subject.step, [subject.layout.decode(PROMPT, 1, False)], want)])
+    return 0.0 if np.isfinite(out).all() else float("inf")

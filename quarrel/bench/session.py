@@ -1,0 +1,138 @@
+"""Measures tests of models one after the other and hands out each figure as soon as it is known."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from quarrel import __version__
+from quarrel.bench.bandwidth import read_bandwidth
+from quarrel.bench.check import Checked, check
+from quarrel.bench.measure import Samples, measure
+from quarrel.bench.report import Figure, statistics
+from quarrel.bench.subject import Source, Subject, limits_for
+from quarrel.bench.work import Test
+from quarrel.gguf import GGUFFile, resolve
+from quarrel.llm.plan import STEP_TOKENS
+from quarrel.ops.step import Backend, ComputeChoice
+
+
+@dataclass(frozen=True)
+class How:
+    """What holds for every test of a session."""
+
+    compute: ComputeChoice = "auto"
+    rounds: int = 5
+    step_tokens: int = STEP_TOKENS
+    checked: bool = True
+    despite: bool = False
+    """Goes on after a check that failed; every figure says so."""
+    deadline: float | None = None
+    """On the clock of `time.perf_counter`."""
+    say: Callable[[str], None] = field(default=lambda text: print(text, file=sys.stderr, flush=True))
+
+    @property
+    def late(self) -> bool:
+        return self.deadline is not None and time.perf_counter() > self.deadline
+
+
+class Session:
+    """One backend; keeps its read bandwidth and what `explain` said of each model."""
+
+    def __init__(self, backend: Backend, how: How) -> None:
+        self.backend, self.how = backend, how
+        self.explained: dict[str, object] = {}
+        self._speeds: list[float] = []
+
+    def model(self, name: str, tests: Sequence[Test]) -> Iterator[Figure]:
+        """Loads, checks, and runs the tests in order, until the deadline."""
+        say = self.how.say
+        with GGUFFile.open(resolve(name).paths) as file:
+            source = Source.of(file, max(t.length for t in tests))
+            tests = [t for t in tests if t.kind == "prefill" or not source.encodes]
+            subject = Subject(
+                source, self.backend, limits_for(tests, self.how.step_tokens, source.encodes), self.how.compute
+            )
+            say(f"{name}: loaded in {subject.load_seconds:.2f} s")
+            try:
+                batch = max([1, *(t.batch for t in tests)])
+                checked = self._check(name, subject, batch)
+                self.explained[f"{Path(name).stem} on {self.backend.name}"] = {
+                    "memory": asdict(subject.step.memory()),
+                    "calls": [asdict(taken) for taken in subject.step.explain()],
+                    "checked": asdict(checked) if isinstance(checked, Checked) else checked,
+                }
+                self._measure_memory()
+                engine = [t for t in tests if t.kind == "engine"]
+                for test in (t for t in tests if t.kind != "engine"):
+                    if self.how.late:
+                        return
+                    yield self._figure(
+                        name, subject, test, measure(subject, test, self.how.rounds, self.how.deadline), checked
+                    )
+            finally:
+                subject.close()
+            for test in engine:
+                if self.how.late:
+                    return
+                # Imported when asked for: it brings in tokenizers, which a machine for kernels may lack.
+                from quarrel.bench.engine import measure_engine
+
+                samples = measure_engine(name, self.backend, self.how.compute, test, self.how.rounds)
+                yield self._figure(name, subject, test, samples, checked)
+
+    def _figure(self, name: str, subject: Subject, test: Test, samples: Samples, checked: Checked | str) -> Figure:
+        numbers: dict[str, Any] = statistics(test.work, samples.seconds)
+        bandwidth = self._measure_memory()
+        decodes = test.kind != "prefill"
+        read = subject.traffic.step(test.batch, test.depth + test.tokens / 2) if decodes else 0.0
+        return Figure(
+            model=Path(name).stem,
+            architecture=subject.source.spec.architecture,
+            model_bytes=sum(t.nbytes for t in subject.source.file.tensors.values()),
+            backend=self.backend.name,
+            device=self.backend.device(),
+            compute=self.backend.compute_of(self.how.compute),
+            test=test.name,
+            kind=test.kind,
+            tokens=test.tokens,
+            depth=test.depth,
+            batch=test.batch,
+            **numbers,
+            warm_up_s=round(samples.warm_up, 3),
+            load_s=round(subject.load_seconds, 3),
+            step_tokens=subject.limits.max_tokens,
+            bytes_per_step=int(read),
+            read_gb_s=bandwidth / 1e9,
+            share=read * numbers["speed"] / test.batch / bandwidth,
+            checked=checked if isinstance(checked, str) else f"{checked.ops} ops, {len(checked.errors)} steps",
+            quarrel=__version__,
+        )
+
+    def _check(self, name: str, subject: Subject, batch: int) -> Checked | str:
+        if not self.how.checked:
+            return "no"
+        try:
+            checked = check(subject, self.how.compute, batch, os.cpu_count() or 1)
+        except Exception as error:
+            if not self.how.despite:
+                raise
+            self.how.say(f"{name}: the check FAILED: {error}")
+            return f"FAILED: {error}"
+        self.how.say(f"{name}: checked in {checked.seconds:.1f} s: {checked.ops} ops, {_errors(checked)}")
+        return checked
+
+    def _measure_memory(self) -> float:
+        """Once a model and once a figure, so that a change of the machine's load falls on both sides of the share."""
+        self._speeds = [*self._speeds, *read_bandwidth(self.backend, 2)[1]][-10:]
+        return median(self._speeds)
+
+
+def _errors(checked: Checked) -> str:
+    return ", ".join(f"{name} {error:.1e}" for name, error in checked.errors.items())
