@@ -1,7 +1,30 @@
 """Loaded models: where files, tokenizers, assemblies, backends and the engine meet."""
 
-from quarrel.llm.explain import Explanation
-from quarrel.llm.loading import find, load, load_tokenizer
-from quarrel.llm.model import LLM
+from __future__ import annotations
 
-__all__ = ["LLM", "Explanation", "find", "load", "load_tokenizer"]
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from quarrel.llm.embeddings import Chunking, Embeddings
+    from quarrel.llm.explain import Explanation
+    from quarrel.llm.loading import find, load, load_tokenizer
+    from quarrel.llm.model import LLM
+
+__all__ = ["LLM", "Chunking", "Embeddings", "Explanation", "find", "load", "load_tokenizer"]
+
+_HOMES = {
+    "LLM": "model",
+    "Explanation": "explain",
+    **dict.fromkeys(("Chunking", "Embeddings"), "embeddings"),
+    **dict.fromkeys(("find", "load", "load_tokenizer"), "loading"),
+}
+
+
+def __getattr__(name: str) -> object:
+    # Imported when first asked for: the plan alone needs no tokenizer.
+    if name not in _HOMES:
+        raise AttributeError(f"module 'quarrel.llm' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"quarrel.llm.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
