@@ -36,6 +36,7 @@ from quarrel.ops.draw import NATIVE
 from quarrel.ops.embedding import EMBEDDING, GATHER_ROWS, EmbeddingSpec, GatherRowsSpec
 from quarrel.ops.encode import ADD_ROW, ENCODE, AddRowSpec, EncodeSpec
 from quarrel.ops.linear import ADD, LINEAR, LINEAR_ADD, AddSpec, LinearAddSpec, LinearSpec
+from quarrel.ops.mixer import MAMBA2_MIX, SCAN1_GATE, Mamba2MixSpec
 from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP, ROUTE, ExpertDownSpec, ExpertUpSpec, RouteSpec
 from quarrel.ops.norm import NORM, NormSpec
 from quarrel.ops.program import KVLayer, Node, Program, StateLayer
@@ -145,7 +146,10 @@ def specs(formats: Sequence[GGMLType], quick: bool) -> Iterator[tuple[Op, Any]]:
     yield ROUTE, RouteSpec(128, 6, "sigmoid", scale=2.5, bias=True, n_groups=8, groups_used=4)
     yield CONV, ConvSpec(6144, 4)
     yield SCAN2, Scan2Spec(64, 64, 8, 128)
+    yield MAMBA2_MIX, Mamba2MixSpec(Scan2Spec(48, 64, 1, 128), 4, 1e-5)
+    yield MAMBA2_MIX, Mamba2MixSpec(Scan2Spec(64, 64, 8, 128), 4, 1e-5)
     yield SCAN1, Scan1Spec(5120, 16)
+    yield SCAN1_GATE, Scan1Spec(5120, 16)
     yield GATED_NORM, GatedNormSpec(8, 512, 1e-5)
     yield PLAIN, PlainSpec("relu2", 9216)
     yield PLAIN, PlainSpec("gelu_erf", 1536)
@@ -180,7 +184,9 @@ def record(op: Op, spec: Any, compute: Compute) -> Iterator[Variant]:
     def note(kernel: Any, grid: Grid, *args: Any, warps: int = 4, stages: int = 2, **constants: Any) -> None:
         seen.append(variant(kernel, compute, args, constants, options(warps, stages)))
 
-    operands = [operand(i, p, spec) for i, p in enumerate(op.params(spec))]
+    params = op.params(spec)
+    places = {i: n for n, i in enumerate(i for i, p in enumerate(params) if p.kind == "state")}
+    operands = [StateRef(places[i]) if i in places else operand(i, p, spec) for i, p in enumerate(params)]
     values = {o.id: o for o in operands if isinstance(o, Value)}
     outputs = tuple(Value(100 + i, r.kind, r.dims(spec), r.name) for i, r in enumerate(op.results(spec)))
     node = Node(op, spec, tuple(operands), outputs, op.name)
@@ -190,7 +196,7 @@ def record(op: Op, spec: Any, compute: Compute) -> Iterator[Variant]:
     slots = {i: Slot(torch.empty(1, dtype=types[v.kind], device=META)) for i, v in values.items()}
     inner = getattr(spec, "append", spec)
     caches = [allocate(KVLayer(inner.n_kv, inner.head_dim), 4, 32, act, META)] if hasattr(inner, "n_kv") else []
-    states = [allocate_state(StateLayer(spec.state), 4, META)] if hasattr(spec, "state") else []
+    states = [allocate_state(StateLayer(params[i].dims(spec) or spec.state), 4, META) for i in places]  # type: ignore[arg-type]
     ints = Slot(torch.empty(1, dtype=torch.int32, device=META))
     rows = {"T": 1024, "S": 64, "R": 64, "items": 64}
     kept, work = {v.id for v in outputs}, Work(ints, ints)
@@ -211,8 +217,6 @@ def operand(i: int, param: Param, spec: Any) -> Operand:
         return WeightRef(f"{i}", GGMLType.F32, rows, k)  # type: ignore[arg-type]
     if param.kind == "cache":
         return CacheRef(0)
-    if param.kind == "state":
-        return StateRef(0)
     if param.kind == "const":
         return ConstRef(f"{i}", (0.0,) * dims[0])  # type: ignore[operator]
     # A float32 residual stream is what norms read; everything else has the kind that the contract gives.

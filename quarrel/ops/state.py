@@ -237,7 +237,7 @@ SCAN2 = Op(
     cases=lambda: [
         Case(Scan2Spec(4, 64, 1, 32), {"S": 1, "Q": 1}, "one step"),
         Case(Scan2Spec(6, 32, 2, 16), {"S": 3, "Q": 9}, "groups"),
-        Case(Scan2Spec(3, 64, 3, 128), {"S": 2, "Q": 150}, "longer than a chunk"),
+        Case(Scan2Spec(2, 32, 2, 128), {"S": 2, "Q": 90}, "longer than a chunk"),
         Case(Scan2Spec(4, 32, 2, 16), {"S": 3, "Q": 80, "extreme": 1}, "extreme steps"),
         Case(Scan2Spec(5, 80, 1, 24), {"S": 2, "Q": 4}, "odd sizes"),
     ],

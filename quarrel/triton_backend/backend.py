@@ -21,6 +21,7 @@ from quarrel.triton_backend import (
     encode,
     experts,
     linear,
+    mixer,
     norm,
     recurrent,
     rope,
@@ -34,7 +35,7 @@ from quarrel.triton_backend.runtime import DTYPES, INTERPRETED
 from quarrel.triton_backend.step import TritonStep
 from quarrel.triton_backend.weights import Weights, device_bytes, refs_of
 
-FAMILIES = (attention, elementwise, embedding, encode, experts, linear, norm, recurrent, rope, route, sample)
+FAMILIES = (attention, elementwise, embedding, encode, experts, linear, mixer, norm, recurrent, rope, route, sample)
 REGISTRY = Registry(
     "triton",
     [i for family in FAMILIES for i in family.IMPLEMENTATIONS],

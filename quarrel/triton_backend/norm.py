@@ -6,6 +6,7 @@ write; the second and third walk hit the cache. R and C follow from k alone, so 
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -14,7 +15,7 @@ from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 from quarrel.ops.state import GATED_NORM, GatedNormSpec
 from quarrel.triton_backend.elementwise import activate
-from quarrel.triton_backend.runtime import Launch, Live, Site, cdiv, dims, power_of_two
+from quarrel.triton_backend.runtime import Launch, Live, Site, Slot, cdiv, dims, power_of_two
 
 _TILE = 4096  # elements of a program's tile: 32 a thread at 4 warps
 
@@ -89,17 +90,17 @@ def build_gated_norm(site: Site, node: Node) -> Launch:
     source, gate, target = site.slot(y), site.slot(z), site.slot(node.outputs[0])  # type: ignore[arg-type]
     weight = site.vector(gain)  # type: ignore[arg-type]
     axis, _ = dims(node.outputs[0])
+    return lambda live: gated_norm(site, spec, live.count(axis), target, source, gate, weight)
+
+
+def gated_norm(site: Site, spec: GatedNormSpec, rows: int, out: Slot, y: Slot, z: Slot, gain: torch.Tensor) -> None:
+    """Launches it on so many rows."""
     columns, runs_each = _shape(spec.k)
-
-    def run(live: Live) -> None:
-        runs = live.count(axis) * spec.groups
-        site.launch(
-            gated_norm_rows, (cdiv(runs, runs_each),),
-            target.tensor, source.tensor, gate.tensor, weight, runs, spec.k, spec.eps,
-            GROUPS=spec.groups, R=runs_each, C=columns,
-        )  # fmt: skip
-
-    return run
+    runs = rows * spec.groups
+    site.launch(
+        gated_norm_rows, (cdiv(runs, runs_each),), out.tensor, y.tensor, z.tensor, gain, runs, spec.k, spec.eps,
+        GROUPS=spec.groups, R=runs_each, C=columns,
+    )  # fmt: skip
 
 
 def build_norm(site: Site, node: Node) -> Launch:

@@ -1,27 +1,35 @@
 """Recurrent mixers: causal convolution and the selective scans of Mamba-1 and Mamba-2, with state in slots, float32.
 
-A sequence whose keys are all new starts from zero, whatever its slot holds. A scan is one program for a block of channels
-of a sequence, which keeps the state in registers and takes one token after the other: exact and independent of the
+A sequence whose keys are all new starts from zero, whatever its slot holds. A scan here is one program for a block of
+channels of a sequence, which keeps the state in registers and takes one token after the other: exact and independent of the
 batch. The next token is loaded while the state takes this one: its way from memory is longer than its arithmetic.
+Prompts in Mamba-2 take the chunks of ssd.py instead, except in float32.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
 
+from quarrel.ops.contract import Operand
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 from quarrel.ops.state import CONV, SCAN1, SCAN2, ConvSpec, Scan1Spec, Scan2Spec
 from quarrel.triton_backend.attention import find
 from quarrel.triton_backend.elementwise import activate
-from quarrel.triton_backend.runtime import Launch, Live, Site, cdiv, power_of_two
+from quarrel.triton_backend.runtime import Launch, Live, Site, Slot, cdiv, power_of_two
+from quarrel.triton_backend.ssd import Chunks, Ragged, softplus, takes
 
 _CHANNELS = 128
 _TOKENS = 8
 # State values to a scan program, 8 a thread. On an H200, 2048 tokens of 64 heads of 64 x 128 take 0.91 ms with these, 1.02
 # with twice and 1.19 with half as many; of 5120 channels of 16, 0.97, 1.07 and 0.99.
 _STATES = 1024
+_ALL = 1 << 30
 
 
 @triton.jit(do_not_specialize=["seqs"])
@@ -55,13 +63,13 @@ def conv_rows(
 
 @triton.jit
 def conv_state(
-    x, query_start, kv_len, state_slots, state, C: tl.constexpr, W: tl.constexpr, BC: tl.constexpr
+    x, query_start, kv_len, state_slots, state, C: tl.constexpr, W: tl.constexpr, BC: tl.constexpr, LEAST: tl.constexpr
 ):  # fmt: skip
     # A second launch, once nobody reads the old rows; here a thread moves its own channel, from the oldest row up.
     seq = tl.program_id(0)
     begin = tl.load(query_start + seq)
     new = tl.load(query_start + seq + 1) - begin
-    if new == 0:
+    if new < LEAST:
         return
     past = tl.load(kv_len + seq) - new
     slot = tl.load(state_slots + seq).to(tl.int64)
@@ -73,16 +81,6 @@ def conv_state(
         old = tl.load(state + (slot * (W - 1) + new + j) * C + channel, mask=from_state, other=0.0)
         value = tl.load(x + (begin.to(tl.int64) + at) * C + channel, mask=ok & (at >= 0), other=0.0).to(tl.float32)
         tl.store(state + (slot * (W - 1) + j) * C + channel, tl.where(at < 0, old, value), mask=ok)
-
-
-@triton.jit
-def softplus(x):
-    """log(1 + exp(x)), through log(1 + e) = 2 atanh(e / (2 + e)): adding 1 to a small e would lose it."""
-    e = tl.exp(-tl.abs(x))
-    s = e / (2.0 + e)  # at most 1/3
-    z = s * s
-    series = 1.0 / 3 + z * (1.0 / 5 + z * (1.0 / 7 + z * (1.0 / 9 + z * (1.0 / 11 + z * (1.0 / 13)))))
-    return tl.maximum(x, 0.0) + 2.0 * s * (1.0 + z * series)
 
 
 @triton.jit
@@ -99,6 +97,7 @@ def _scan2_token(p_x, p_b, p_dt, row, end, p, n, p_ok, n_ok, WIDTH: tl.constexpr
 def scan2_rows(
     y, xbc, dt, dt_bias, a, d, query_start, kv_len, state_slots, state,
     HEADS: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr,
+    LEAST: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     seq = tl.program_id(0)
     head = tl.program_id(1)
@@ -106,6 +105,8 @@ def scan2_rows(
     WIDTH: tl.constexpr = INNER + 2 * GROUPS * N
     begin = tl.load(query_start + seq)
     new = tl.load(query_start + seq + 1) - begin
+    if (new < LEAST) | (new > MOST):
+        return
     past = tl.load(kv_len + seq) - new
     p = tl.program_id(2) * BP + tl.arange(0, BP)
     n = tl.arange(0, BN)
@@ -174,44 +175,81 @@ def scan1_rows(
     tl.store(state + at, h, mask=ok & (new + 0 * n > 0)[None, :])
 
 
+@dataclass(frozen=True)
+class Held:
+    """What an op with a state keeps on the device: float32 weights, the table of sequences, the state."""
+
+    weights: tuple[torch.Tensor, ...]
+    ragged: Ragged
+    state: torch.Tensor
+
+    @classmethod
+    def of(cls, site: Site, weights: Sequence[Operand], rest: Sequence[Operand]) -> Held:
+        *ragged, state = rest
+        vectors = tuple(site.vector(w) for w in weights)  # type: ignore[arg-type]
+        return cls(vectors, Ragged(*(site.slot(r) for r in ragged)), site.state(state))  # type: ignore[arg-type]
+
+
+def conv_prompts(site: Site, spec: ConvSpec, live: Live, y: Slot, x: Slot, held: Held, least: int) -> None:
+    """Two launches: the rows, then the state of the sequences with at least `least` new tokens."""
+    blocks = cdiv(spec.channels, _CHANNELS)
+    table = (*held.ragged.tensors(), held.state)
+    site.launch(
+        conv_rows, (live.T // _TOKENS + live.S, blocks), y.tensor, x.tensor, *held.weights, *table, live.S,
+        C=spec.channels, W=spec.width, BT=_TOKENS, BC=_CHANNELS,
+    )  # fmt: skip
+    shape = {"C": spec.channels, "W": spec.width, "BC": _CHANNELS, "LEAST": least}
+    site.launch(conv_state, (live.S, blocks), x.tensor, *table, **shape)
+
+
 def build_conv(site: Site, node: Node) -> Launch:
     """CONV: x `[T, channels]`, weight `[channels, width]`, bias `[channels]`, state `[slots, width - 1, channels]`."""
-    spec: ConvSpec = node.spec
     x, target = site.slot(node.inputs[0]), site.slot(node.outputs[0])  # type: ignore[arg-type]
-    weight, bias = (site.vector(i) for i in node.inputs[1:3])  # type: ignore[arg-type]
-    query_start, kv_len, slots = (site.slot(i) for i in node.inputs[3:6])  # type: ignore[arg-type]
-    state = site.state(node.inputs[6])  # type: ignore[arg-type]
-    blocks = cdiv(spec.channels, _CHANNELS)
-
-    def run(live: Live) -> None:
-        table = (query_start.tensor, kv_len.tensor, slots.tensor, state)
-        site.launch(
-            conv_rows, (live.T // _TOKENS + live.S, blocks), target.tensor, x.tensor, weight, bias, *table, live.S,
-            C=spec.channels, W=spec.width, BT=_TOKENS, BC=_CHANNELS,
-        )  # fmt: skip
-        site.launch(conv_state, (live.S, blocks), x.tensor, *table, C=spec.channels, W=spec.width, BC=_CHANNELS)
-
-    return run
+    held = Held.of(site, node.inputs[1:3], node.inputs[3:])
+    return lambda live: conv_prompts(site, node.spec, live, target, x, held, 1)
 
 
 def build_scan2(site: Site, node: Node) -> Launch:
     """SCAN2: xbc `[T, width]`, dt `[T, heads]`, three `[heads]`, state `[slots, heads, head_dim, n_state]`."""
     spec: Scan2Spec = node.spec
     xbc, dt, target = (site.slot(i) for i in (*node.inputs[:2], node.outputs[0]))  # type: ignore[arg-type]
-    vectors = [site.vector(i) for i in node.inputs[2:5]]  # type: ignore[arg-type]
-    query_start, kv_len, slots = (site.slot(i) for i in node.inputs[5:8])  # type: ignore[arg-type]
-    state = site.state(node.inputs[8])  # type: ignore[arg-type]
-    states = power_of_two(spec.n_state)
-    channels = min(power_of_two(spec.head_dim), max(1, _STATES // states))
+    held = Held.of(site, node.inputs[2:5], node.inputs[5:])
+    return Scan2(site, spec, held).launch(target, xbc, dt)
 
-    def run(live: Live) -> None:
-        site.launch(
+
+class Scan2:
+    """Chunks for prompts where they suit, else and for steps one token after the other."""
+
+    def __init__(self, site: Site, spec: Scan2Spec, held: Held) -> None:
+        self._site, self._spec, self._held = site, spec, held
+        self._chunks = Chunks(site, spec, held.weights, held.ragged, held.state) if takes(spec, site.compute) else None
+
+    def launch(self, y: Slot, xbc: Slot, dt: Slot) -> Launch:
+        def run(live: Live) -> None:
+            if live.several:
+                self.prompts(live, y, xbc, dt)
+            if live.single:
+                self._tokens(live, y, xbc, dt, 1, 1)
+
+        return run
+
+    def prompts(self, live: Live, y: Slot, xbc: Slot, dt: Slot) -> None:
+        """The sequences with several new tokens."""
+        if self._chunks is not None:
+            self._chunks(live, y, xbc, dt)
+        else:
+            self._tokens(live, y, xbc, dt, 2, _ALL)
+
+    def _tokens(self, live: Live, y: Slot, xbc: Slot, dt: Slot, least: int, most: int) -> None:
+        spec, held = self._spec, self._held
+        states = power_of_two(spec.n_state)
+        channels = min(power_of_two(spec.head_dim), max(1, _STATES // states))
+        self._site.launch(
             scan2_rows, (live.S, spec.n_heads, cdiv(spec.head_dim, channels)),
-            target.tensor, xbc.tensor, dt.tensor, *vectors, query_start.tensor, kv_len.tensor, slots.tensor, state,
+            y.tensor, xbc.tensor, dt.tensor, *held.weights, *held.ragged.tensors(), held.state,
             HEADS=spec.n_heads, DIM=spec.head_dim, GROUPS=spec.n_groups, N=spec.n_state, BP=channels, BN=states,
+            LEAST=least, MOST=most,
         )  # fmt: skip
-
-    return run
 
 
 def build_scan1(site: Site, node: Node) -> Launch:
@@ -236,6 +274,6 @@ def build_scan1(site: Site, node: Node) -> Launch:
 
 IMPLEMENTATIONS = (
     Implementation(CONV, "rows, then state", build_conv),
-    Implementation(SCAN2, "token by token", build_scan2),
+    Implementation(SCAN2, "chunks, or token by token", build_scan2),
     Implementation(SCAN1, "token by token", build_scan1),
 )

@@ -1,0 +1,147 @@
+"""A whole Mamba-2 mixer. One new token of each sequence is one launch: convolution, scan, skip, gate and grouped norm.
+
+A program of `mamba2_step` takes some channels of a head of a sequence. Whichever program of a group comes to its end last,
+by an integer counter, normalises the group's channels, which the others left in memory before they counted; then it moves
+the convolution's rows of the group's B and C, which all of them have read. Which program that is changes no sum.
+Prompts take the launches of conv, the chunks and the norm; rows of a step are computed alike beside them and without them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quarrel.ops.mixer import MAMBA2_MIX, Mamba2MixSpec
+from quarrel.ops.program import Node
+from quarrel.ops.registry import Implementation
+from quarrel.triton_backend.elementwise import activate
+from quarrel.triton_backend.norm import gated_norm
+from quarrel.triton_backend.recurrent import Held, Scan2, conv_prompts
+from quarrel.triton_backend.runtime import DTYPES, Launch, Live, Site, cdiv, power_of_two
+from quarrel.triton_backend.ssd import softplus
+
+_TILE = (2048, 4)  # state values of a head to a program, warps
+_COLUMNS = 4096  # of a group that the norm takes at a time
+
+
+@triton.jit
+def _conv_step(xbc, taps, offset, conv_state, row, slot, known, channel, ok, C: tl.constexpr, W: tl.constexpr):
+    """silu of the convolution at the sequence's only new row."""
+    acc = tl.load(offset + channel, mask=ok, other=0.0)
+    for j in tl.static_range(W - 1):
+        old = tl.load(conv_state + (slot * (W - 1) + j) * C + channel, mask=ok & known, other=0.0)
+        acc += old * tl.load(taps + channel * W + j, mask=ok, other=0.0)
+    value = tl.load(xbc + row * C + channel, mask=ok, other=0.0).to(tl.float32)
+    return activate(acc + value * tl.load(taps + channel * W + W - 1, mask=ok, other=0.0), "silu")
+
+
+@triton.jit
+def _conv_shift(xbc, conv_state, row, slot, known, channel, ok, C: tl.constexpr, W: tl.constexpr):
+    """Moves the rows of some channels up by one. Several threads may hold one value: all read before any writes."""
+    for j in tl.static_range(W - 1):
+        if j < W - 2:
+            value = tl.load(conv_state + (slot * (W - 1) + j + 1) * C + channel, mask=ok & known, other=0.0)
+        else:
+            value = tl.load(xbc + row * C + channel, mask=ok, other=0.0).to(tl.float32)
+        tl.debug_barrier()
+        tl.store(conv_state + (slot * (W - 1) + j) * C + channel, value, mask=ok)
+
+
+@triton.jit
+def mamba2_step(
+    out, held, counts, xbc, dt, z, taps, offset, dt_bias, a, d, gain, query_start, kv_len, state_slots, conv_state, state,
+    eps, HEADS: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr, W: tl.constexpr,
+    PARTS: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    seq = tl.program_id(1)
+    head = tl.program_id(0) // PARTS
+    PER: tl.constexpr = HEADS // GROUPS
+    INNER: tl.constexpr = HEADS * DIM
+    WIDTH: tl.constexpr = INNER + 2 * GROUPS * N
+    K: tl.constexpr = PER * DIM
+    group = head // PER
+    row = tl.load(query_start + seq).to(tl.int64)
+    if tl.load(query_start + seq + 1) - row != 1:
+        return
+    slot = tl.load(state_slots + seq).to(tl.int64)
+    p = (tl.program_id(0) % PARTS) * BP + tl.arange(0, BP)
+    n = tl.arange(0, BN)
+    p_ok, n_ok = p < DIM, n < N
+    ok = p_ok[:, None] & n_ok[None, :]
+    past = tl.load(kv_len + seq) - 1
+    at = ((slot * HEADS + head) * DIM + p)[:, None] * N + n[None, :]
+    h = tl.load(state + at, mask=ok & (past + 0 * n > 0)[None, :], other=0.0)  # [BP, BN]
+    channel = head * DIM + p
+    b_channel = INNER + group * N + n
+    p_known, n_known = past + 0 * p > 0, past + 0 * n > 0
+    x = _conv_step(xbc, taps, offset, conv_state, row, slot, p_known, channel, p_ok, WIDTH, W)
+    b = _conv_step(xbc, taps, offset, conv_state, row, slot, n_known, b_channel, n_ok, WIDTH, W)
+    c = _conv_step(xbc, taps, offset, conv_state, row, slot, n_known, b_channel + GROUPS * N, n_ok, WIDTH, W)
+    gate = tl.load(z + row * INNER + channel, mask=p_ok, other=0.0).to(tl.float32)
+    size, shift = tl.load(dt + row * HEADS + head).to(tl.float32), tl.load(dt_bias + head)
+    decay, skip = tl.load(a + head), tl.load(d + head)
+    # All loads stand above the first store, which the compiler would not move them over.
+    step = softplus(size + shift)
+    h = tl.exp(step * decay) * h + (step * x)[:, None] * b[None, :]
+    tl.store(state + at, h, mask=ok)
+    y = tl.sum(h * c[None, :], 1) + skip * x
+    tl.store(held + seq.to(tl.int64) * INNER + channel, y * activate(gate, "silu"), mask=p_ok)
+    _conv_shift(xbc, conv_state, row, slot, p_known, channel, p_ok, WIDTH, W)
+    tl.debug_barrier()
+    count = tl.atomic_add(counts + seq * GROUPS + group, 1, sem="acq_rel", scope="gpu")
+    if count == PER * PARTS - 1:
+        tl.store(counts + seq * GROUPS + group, 0)
+        column = tl.arange(0, BC)
+        p_held = held + seq.to(tl.int64) * INNER + group * K
+        square = tl.zeros([BC], tl.float32)
+        for start in tl.static_range(0, K, BC):
+            u = tl.load(p_held + start + column, mask=start + column < K, other=0.0, cache_modifier=".cg")
+            square += u * u
+        scale = 1.0 / tl.sqrt(tl.sum(square, 0) / K + eps)
+        for start in tl.static_range(0, K, BC):
+            inside = start + column < K
+            u = tl.load(p_held + start + column, mask=inside, other=0.0, cache_modifier=".cg")
+            weight = tl.load(gain + group * K + start + column, mask=inside, other=0.0)
+            tl.store(
+                out + row * INNER + group * K + start + column, (u * scale * weight).to(out.dtype.element_ty), mask=inside
+            )
+        _conv_shift(xbc, conv_state, row, slot, n_known, b_channel, n_ok, WIDTH, W)
+        _conv_shift(xbc, conv_state, row, slot, n_known, b_channel + GROUPS * N, n_ok, WIDTH, W)
+
+
+def build_mamba2(site: Site, node: Node) -> Launch:
+    """MAMBA2_MIX: xbc `[T, width]`, dt `[T, heads]`, z `[T, inner]`, seven weights, two states, out `[T, inner]`."""
+    spec: Mamba2MixSpec = node.spec
+    xbc, dt, z, *weights = node.inputs[:9]
+    ragged, conv_state, state = node.inputs[9:12], node.inputs[12], node.inputs[13]
+    rows, steps, gate = (site.slot(v) for v in (xbc, dt, z))  # type: ignore[arg-type]
+    target = site.slot(node.outputs[0])
+    conv = Held.of(site, weights[:2], (*ragged, conv_state))
+    scan = Held.of(site, weights[2:5], (*ragged, state))
+    gain = site.vector(weights[5])  # type: ignore[arg-type]
+    prompts = Scan2(site, spec.scan, scan)
+    mixed, y = (site.scratch("T", width, DTYPES[site.compute]) for width in (spec.width, spec.inner))
+    held = site.scratch("S", spec.inner)
+    counts = site.zeros("S", spec.n_groups)
+    states = power_of_two(spec.n_state)
+    channels = min(power_of_two(spec.head_dim), max(1, _TILE[0] // states))
+    parts = cdiv(spec.head_dim, channels)
+
+    def run(live: Live) -> None:
+        if live.several:
+            conv_prompts(site, spec.conv, live, mixed, rows, conv, 2)
+            prompts.prompts(live, y, mixed, steps)
+            gated_norm(site, spec.norm, live.T, target, y, gate, gain)
+        if live.single:  # after the rest, which writes nothing of use to these rows
+            site.launch(
+                mamba2_step, (spec.n_heads * parts, live.S),
+                target.tensor, held.tensor, counts.tensor, rows.tensor, steps.tensor, gate.tensor,
+                *conv.weights, *scan.weights, gain, *scan.ragged.tensors(), conv.state, scan.state, spec.eps,
+                HEADS=spec.n_heads, DIM=spec.head_dim, GROUPS=spec.n_groups, N=spec.n_state, W=spec.taps,
+                PARTS=parts, BP=channels, BN=states, BC=min(_COLUMNS, power_of_two(spec.group_width)), warps=_TILE[1],
+            )  # fmt: skip
+
+    return run
+
+
+IMPLEMENTATIONS = (Implementation(MAMBA2_MIX, "one launch a step, chunks for prompts", build_mamba2),)

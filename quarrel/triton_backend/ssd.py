@@ -1,0 +1,210 @@
+"""The Mamba-2 scan of prompts, in chunks of BT tokens (Dao and Gu 2024, section 6): matrix products on tensor cores.
+
+With c_i the sum of step * A up to token i of its chunk, S the state before it and M_ij = (C_i . B_j) exp(c_i - c_j) step_j:
+
+    y_i = sum_{j <= i} M_ij x_j + exp(c_i) C_i S + D x_i          S' = exp(c_end) S + sum_j exp(c_end - c_j) step_j B_j x_j
+
+`ssd_scores` makes C_i . B_j of every chunk and group and c of every head; `ssd_rows` is one program for some channels of a
+head of a sequence, with its state in registers. Chunks begin at multiples of BT of a sequence's positions, so a prompt that
+is cut there gives the same bits however it is cut. Sums c reach thousands while differences near zero matter: they are made
+in float64 and kept as two float32. Products are TF32, rounded to nearest here; the activations are exact in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from quarrel.ops.state import Scan2Spec
+from quarrel.triton_backend.runtime import Live, Site, Slot, cdiv, power_of_two
+
+CHUNK = 64
+_HEADS = 16  # heads whose sums one program makes
+_TILE = (32, 8, 1)  # channels of a head to a program of ssd_rows, warps (four have too few registers), stages
+_MOST_STATES = 256
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + exp(x)), through log(1 + e) = 2 atanh(e / (2 + e)): adding 1 to a small e would lose it."""
+    e = tl.exp(-tl.abs(x))
+    s = e / (2.0 + e)  # at most 1/3
+    z = s * s
+    series = 1.0 / 3 + z * (1.0 / 5 + z * (1.0 / 7 + z * (1.0 / 9 + z * (1.0 / 11 + z * (1.0 / 13)))))
+    return tl.maximum(x, 0.0) + 2.0 * s * (1.0 + z * series)
+
+
+@triton.jit
+def tf32(x):
+    """float32 with 10 bits of fraction, half away from zero: the tensor cores cut off. NaN stays what it is."""
+    bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+    return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+
+
+@triton.jit
+def find_chunk(query_start, seqs, item, BT: tl.constexpr):
+    """The sequence of `item`: s begins at item query_start[s] // BT + 2 s, room for a short chunk at each end."""
+    low = item * 0
+    high = seqs
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(query_start + middle) // BT + 2 * middle <= item:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit(do_not_specialize=["seqs", "tokens"])
+def ssd_scores(
+    scores, sums, xbc, dt, dt_bias, a, query_start, kv_len, seqs, tokens,
+    HEADS: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr,
+    BT: tl.constexpr,
+):  # fmt: skip
+    """scores `[T, GROUPS, BT]` and sums `[3, HEADS, T]` (high and low part of c, and the step), both float32.
+
+    Along the grid's second axis lie the groups and then, BH at a time, the heads.
+    """
+    item = tl.program_id(0)
+    WIDTH: tl.constexpr = HEADS * DIM + 2 * GROUPS * N
+    seq = find_chunk(query_start, seqs, item, BT)
+    begin = tl.load(query_start + seq)
+    new = tl.load(query_start + seq + 1) - begin
+    past = tl.load(kv_len + seq) - new
+    first = (item - (begin // BT + 2 * seq)) * BT - past % BT
+    if (first >= new) | (new < 2):
+        return
+    i = tl.arange(0, BT)
+    ok = (first + i >= 0) & (first + i < new)
+    row = begin.to(tl.int64) + first
+    if tl.program_id(1) < GROUPS:
+        group = tl.program_id(1)
+        n = tl.arange(0, BN)
+        p_b = xbc + row * WIDTH + HEADS * DIM + group * N
+        b = tl.load(p_b + i[None, :] * WIDTH + n[:, None], mask=ok[None, :] & (n < N)[:, None], other=0.0)
+        c = tl.load(p_b + GROUPS * N + i[:, None] * WIDTH + n[None, :], mask=ok[:, None] & (n < N)[None, :], other=0.0)
+        found = tl.dot(c, b)  # [BT, BT]
+        tl.store(scores + (row * GROUPS + group) * BT + i[:, None] * (GROUPS * BT) + i[None, :], found, mask=ok[:, None])
+    else:
+        head = (tl.program_id(1) - GROUPS) * BH + tl.arange(0, BH)
+        both = ok[:, None] & (head < HEADS)[None, :]
+        size = tl.load(dt + row * HEADS + i[:, None] * HEADS + head[None, :], mask=both, other=0.0).to(tl.float32)
+        step = tl.where(both, softplus(size + tl.load(dt_bias + head, mask=head < HEADS, other=0.0)[None, :]), 0.0)
+        decay = tl.load(a + head, mask=head < HEADS, other=0.0)[None, :]
+        total = tl.cumsum(step.to(tl.float64) * decay.to(tl.float64), 0)  # [BT, BH]
+        high = total.to(tl.float32)
+        low = (total - high.to(tl.float64)).to(tl.float32)
+        at = sums + row + head[None, :].to(tl.int64) * tokens + i[:, None]
+        plane = tokens.to(tl.int64) * HEADS
+        tl.store(at, high, mask=both)
+        tl.store(at + plane, low, mask=both)
+        tl.store(at + 2 * plane, step, mask=both)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def ssd_rows(
+    y, xbc, scores, sums, d, query_start, kv_len, state_slots, state, tokens,
+    HEADS: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr,
+    BP: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    seq = tl.program_id(1)
+    head = tl.program_id(0) // PARTS
+    group = head // (HEADS // GROUPS)
+    INNER: tl.constexpr = HEADS * DIM
+    WIDTH: tl.constexpr = INNER + 2 * GROUPS * N
+    begin = tl.load(query_start + seq)
+    new = tl.load(query_start + seq + 1) - begin
+    if new < 2:
+        return
+    past = tl.load(kv_len + seq) - new
+    p = (tl.program_id(0) % PARTS) * BP + tl.arange(0, BP)
+    n = tl.arange(0, BN)
+    i = tl.arange(0, BT)
+    p_ok, n_ok = p < DIM, n < N
+    at = ((tl.load(state_slots + seq).to(tl.int64) * HEADS + head) * DIM + p)[None, :] * N + n[:, None]
+    ok = p_ok[None, :] & n_ok[:, None]
+    h = tl.load(state + at, mask=ok & (past + 0 * n > 0)[:, None], other=0.0)  # [BN, BP]
+    skip = tl.load(d + head)
+    p_sums = sums + head.to(tl.int64) * tokens
+    plane = tokens.to(tl.int64) * HEADS
+    for first in range(0 - past % BT, new, BT):
+        # Addresses within a chunk need no 64 bits.
+        row = begin.to(tl.int64) + first
+        t_ok = (first + i >= 0) & (first + i < new)
+        both = t_ok[:, None] & p_ok[None, :]
+        # Tokens in front of the sequence have step zero and sum zero; those behind its end go on with the last sum.
+        end = tl.minimum(BT, new - first) - 1
+        last = tl.minimum(i, end)
+        p_sum = p_sums + row
+        high = tl.load(p_sum + last, mask=first + i >= 0, other=0.0)
+        low = tl.load(p_sum + plane + last, mask=first + i >= 0, other=0.0)
+        step = tl.load(p_sum + 2 * plane + i, mask=t_ok, other=0.0)
+        end_high, end_low = tl.load(p_sum + end), tl.load(p_sum + plane + end)
+        p_row = xbc + row * WIDTH
+        x = tl.load(p_row + i[:, None] * WIDTH + (head * DIM + p)[None, :], mask=both, other=0.0).to(tl.float32)
+        p_b = p_row + INNER + group * N
+        c = tl.load(p_b + GROUPS * N + i[:, None] * WIDTH + n[None, :], mask=t_ok[:, None] & n_ok[None, :], other=0.0)
+        b = tl.load(p_b + i[None, :] * WIDTH + n[:, None], mask=t_ok[None, :] & n_ok[:, None], other=0.0)
+        p_score = scores + (row * GROUPS + group) * BT
+        score = tl.load(p_score + i[:, None] * (GROUPS * BT) + i[None, :], mask=t_ok[:, None], other=0.0)
+        between = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
+        mixed = tl.where(i[:, None] >= i[None, :], score * tl.exp(between) * step[None, :], 0.0)
+        out = tl.dot(c.to(tl.float32), tf32(h), input_precision="tf32")  # [BT, BP]
+        out = tl.dot(tf32(mixed), x, out * tl.exp(high)[:, None], input_precision="tf32")
+        p_y = y + row * INNER + head * DIM
+        tl.store(p_y + i[:, None] * INNER + p[None, :], (out + skip * x).to(y.dtype.element_ty), mask=both)
+        left = step * tl.exp((end_high - high) + (end_low - low))
+        h = tl.dot(b.to(tl.float32), tf32(x * left[:, None]), h * tl.exp(end_high), input_precision="tf32")
+    tl.store(state + at, h, mask=ok)
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """What says which rows and which state belong to a sequence."""
+
+    query_start: Slot
+    kv_len: Slot
+    state_slots: Slot
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.query_start.tensor, self.kv_len.tensor, self.state_slots.tensor
+
+
+def takes(spec: Scan2Spec, compute: str) -> bool:
+    """Whether the chunks' tiles suit; float32 wants sums that the tensor cores do not give."""
+    return compute != "float32" and spec.n_state <= _MOST_STATES
+
+
+class Chunks:
+    """Launches of the sequences with several new tokens; those with one are left alone."""
+
+    def __init__(
+        self, site: Site, spec: Scan2Spec, vectors: Sequence[torch.Tensor], ragged: Ragged, state: torch.Tensor
+    ) -> None:
+        self._site, self._spec, self._ragged, self._state = site, spec, ragged, state
+        self._dt_bias, self._a, self._d = vectors
+        self._scores = site.scratch("T", spec.n_groups * CHUNK)
+        self._sums = site.scratch("T", 3 * spec.n_heads)
+
+    def __call__(self, live: Live, y: Slot, xbc: Slot, dt: Slot) -> None:
+        s, starts = self._spec, self._ragged.tensors()
+        states = max(16, power_of_two(s.n_state))
+        most, warps, stages = _TILE
+        channels = min(most, max(16, power_of_two(s.head_dim)))
+        parts = cdiv(s.head_dim, channels)
+        shape = {"HEADS": s.n_heads, "DIM": s.head_dim, "GROUPS": s.n_groups, "N": s.n_state, "BN": states, "BT": CHUNK}
+        self._site.launch(
+            ssd_scores, (live.T // CHUNK + 2 * live.S, s.n_groups + cdiv(s.n_heads, _HEADS)),
+            self._scores.tensor, self._sums.tensor, xbc.tensor, dt.tensor, self._dt_bias, self._a, *starts[:2],
+            live.S, live.T,
+            BH=_HEADS, **shape,
+        )  # fmt: skip
+        self._site.launch(
+            ssd_rows, (s.n_heads * parts, live.S),
+            y.tensor, xbc.tensor, self._scores.tensor, self._sums.tensor, self._d, *starts, self._state, live.T,
+            PARTS=parts, BP=channels, **shape, warps=warps, stages=stages,
+        )  # fmt: skip
