@@ -19,6 +19,7 @@ import mlx.core as mx
 
 from quarrel.mlx_backend.kernel import Kernel
 from quarrel.mlx_backend.runtime import Launch, Live, Site, cdiv
+from quarrel.mlx_backend.text import RANK_OF
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 from quarrel.ops.sample import SAMPLE
@@ -26,16 +27,12 @@ from quarrel.ops.sample import SAMPLE
 _CHUNK = 4096
 _SIMDS = 32  # of the drawing threadgroup
 
-_HEADER = """
+_HEADER = (
+    RANK_OF
+    + """
 // x, or -inf in place of NaN and both infinities.
 inline float finite_or_least(float x) {
   return metal::abs(x) < INFINITY ? x : -INFINITY;
-}
-
-// A number in the order of finite floats; that of -inf is below all of them, and -0 is 0. Never 0.
-inline uint rank_of(float x) {
-  const uint bits = as_type<uint>(x == 0.0f ? 0.0f : x);
-  return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
 // The first id with the highest logit of the row, from its chunks; every lane gets it.
@@ -85,7 +82,8 @@ inline ulong part_of(float share, ulong whole, bool up) {
   const ulong by = ulong(metal::clamp(share, 0.0f, 1.0f) * 4294967296.0f), low = (whole & 0xFFFFFFFFul) * by;
   return (whole >> 32) * by + (low >> 32) + (up && (low & 0xFFFFFFFFul) != 0 ? 1 : 0);
 }
-""".replace("SIMDS", str(_SIMDS))
+"""
+).replace("SIMDS", str(_SIMDS))
 
 _BEST = Kernel(
     "quarrel_sample_best",

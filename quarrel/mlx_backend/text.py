@@ -22,6 +22,14 @@ inline float exact_tanh(float x) {
 }
 """
 
+RANK_OF = """
+// A number in the order of finite floats; that of -inf is below all of them, and -0 is 0. Never 0.
+inline uint rank_of(float x) {
+  const uint bits = as_type<uint>(x == 0.0f ? 0.0f : x);
+  return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+"""
+
 
 def vector_width(n: int, most: int = 4) -> int:
     """The widest of 4, 2 and 1 values that runs of `n` divide into."""
