@@ -107,7 +107,11 @@ def rope_append_rows(
     y, keys, values, q, k, v, positions, freq, slots, q_magnitude, k_magnitude, tokens,
     Q_HEADS: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, NEOX: tl.constexpr,
     DIM: tl.constexpr, ROT: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, WIDE: tl.constexpr, R: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     # The second axis of the grid is the role: rotate queries, rotate and append keys, append values.
     role = tl.program_id(1)
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
@@ -196,7 +200,7 @@ def build_rope_append(site: Site, node: Node) -> Launch:
             target.tensor, cache.k, cache.v, q.tensor, k.tensor, v.tensor, positions.tensor, table, slots.tensor,
             spec.q.magnitude, spec.k.magnitude, count,
             Q_HEADS=spec.q.n_heads, HEADS=spec.k.n_heads, SIZE=cache.block_size, **_shape(spec.q),
-            WIDE=power_of_two(spec.k.head_dim), R=rows,
+            WIDE=power_of_two(spec.k.head_dim), R=rows, PDL=False,
         )  # fmt: skip
 
     return run

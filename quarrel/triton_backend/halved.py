@@ -1,0 +1,94 @@
+"""Activations as two int8 halves, x = s * (128 high + low) with a scale per 32 columns: 15 bits, an error of 4e-5.
+
+A row of K columns is K / 2 + 3 K / 32 words of int32: the high halves of columns 0 to 15 of every block, their low halves,
+both of columns 16 to 31, then the scales as float32 and the integer sums of the two halves of each block. What is not
+finite makes its block's scale NaN, so it shows in every result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+from quarrel.triton_backend.runtime import Slot
+
+
+def words(k: int) -> int:
+    """int32s of a row."""
+    return k // 2 + 3 * (k // 32)
+
+
+@dataclass
+class Halved:
+    """The halved form of a value: `[T, words(k)]` int32."""
+
+    slot: Slot
+    k: int
+
+
+@triton.jit
+def store_halved(to, v, block, ok, K: tl.constexpr):
+    """Blocks `block` [B] of a row, from v [B, 2, 16] float32; `to` is where the row begins, as int32."""
+    KW: tl.constexpr = K // 8
+    KS: tl.constexpr = K // 32
+    largest = tl.max(tl.max(tl.abs(v), 2), 1)  # [B]
+    bad = tl.sum(tl.sum(v * 0.0, 2), 1)
+    s = largest * (1.0 / 16256)
+    up = tl.where(largest > 1e-30, 16256.0 / largest, 0.0)
+    q = tl.floor(v * up[:, None, None] + 0.5).to(tl.int32)
+    high = (q + 64) >> 7
+    low = q - high * 128
+    half = tl.arange(0, 2)[None, :, None]
+    sums = tl.sum(q, 2)  # [B, 2]
+    h = tl.arange(0, 2)[None, :]
+    at = block[:, None]
+    tl.store(to + 4 * KW + block, (s + bad).to(tl.int32, bitcast=True), mask=ok)
+    tl.store(to + 4 * KW + KS + h * KS + at, sums, mask=ok[:, None])
+    # Four bytes to a word: the first column is the lowest.
+    i = tl.arange(0, 16)[None, None, :]
+    shift = i % 4 * 8
+    B: tl.constexpr = v.shape[0]
+    packed_high = tl.sum(tl.reshape((high & 255) << shift, (B, 2, 4, 4)), 3)  # [B, 2, 4]
+    packed_low = tl.sum(tl.reshape((low & 255) << shift, (B, 2, 4, 4)), 3)
+    p = to + half * (2 * KW) + block[:, None, None] * 4 + tl.arange(0, 4)[None, None, :]
+    tl.store(p, packed_high, mask=ok[:, None, None])
+    tl.store(p + KW, packed_low, mask=ok[:, None, None])
+
+
+@triton.jit
+def halve_rows(to, x, K: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr):
+    """Grid (rows, blocks / B)."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1) * B + tl.arange(0, B)
+    ok = block < K // 32
+    column = block[:, None, None] * 32 + tl.arange(0, 2)[None, :, None] * 16 + tl.arange(0, 16)[None, None, :]
+    v = tl.load(x + row * K + column, mask=ok[:, None, None], other=0.0).to(tl.float32)
+    store_halved(to + row * (K // 2 + K // 32 * 3), v, block, ok, K)
+
+
+@triton.jit
+def norm_halve_rows(
+    to, y, x, gain, eps, K: tl.constexpr, B: tl.constexpr, HALVED: tl.constexpr, PLAIN: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """RMS norm of a row to its halved form, to y, or both; a program a row, B blocks at least K / 32."""
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.arange(0, B)
+    ok = block < K // 32
+    within = tl.arange(0, 2)[None, :, None] * 16 + tl.arange(0, 16)[None, None, :]
+    column = block[:, None, None] * 32 + within
+    weight = tl.load(gain + column, mask=ok[:, None, None], other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    v = tl.load(x + row * K + column, mask=ok[:, None, None], other=0.0).to(tl.float32)
+    square = tl.sum(tl.sum(tl.sum(v * v, 2), 1), 0)
+    v = v * (1.0 / tl.sqrt(square / K + eps)) * weight
+    if PLAIN:
+        tl.store(y + row * K + column, v.to(y.dtype.element_ty), mask=ok[:, None, None])
+    if HALVED:
+        store_halved(to + row * (K // 2 + K // 32 * 3), v, block, ok, K)
