@@ -188,7 +188,7 @@ def rotate(pdl: bool, y: Any, keys: Any, q: Any, k: Any, v: Any, positions: Any,
 
 
 SHAPES = ((4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336))
-_TILED = ((2, 128, 1), (1, 128, 1), (8, 128, 4), (4, 128, 2), (4, 512, 4), (4, 128, 4), (16, 128, 8), (2, 256, 1))
+_TILED = ((2, 128, 1), (4, 128, 1), (8, 128, 4), (4, 128, 2), (4, 512, 4), (4, 128, 4), (16, 128, 8), (2, 256, 1))
 TILES = tuple(Tile(*t) for t in _TILED)
 MODES = ((False, False), (True, False), (True, True))
 TYPES = ("Q4_K", "Q6_K", "Q8_0", "F16", "MXFP4", "Q5_K", "Q4_0", "BF16")
@@ -237,6 +237,8 @@ SETTINGS = (
     Setting("pdl ahead, 4 warps", True, True, Tile(8, 128, 4), Tile(8, 128, 4), Tile(8, 128, 4)),
     Setting("pdl, 4 warps", True, False, Tile(8, 128, 4), Tile(8, 128, 4), Tile(8, 128, 4)),
     Setting("pdl ahead, 512 words", True, True, Tile(4, 512, 4), Tile(4, 512, 4), Tile(4, 512, 4)),
+    Setting("pdl ahead, 4 rows", True, True, Tile(4, 128, 1), Tile(4, 128, 1), Tile(2, 128, 1)),
+    Setting("pdl, 4 rows", True, False, Tile(4, 128, 1), Tile(4, 128, 1), Tile(4, 128, 1)),
     Setting("pdl ahead, gate 1 row", True, True, Tile(2, 128, 1), Tile(2, 128, 1), Tile(1, 128, 1)),
     *(
         Setting(f"pdl ahead, without {what}", True, True, Tile(2, 128, 1), Tile(2, 128, 1), Tile(2, 128, 1), what)
