@@ -109,11 +109,11 @@ def earlier(path: Path) -> dict[tuple[str, str, str], float]:
         text = path.read_text("utf-8")
         try:
             whole = json.loads(text)
-            rows = whole.get("figures", [whole])
+            rows = whole.get("figures", [whole]) if isinstance(whole, dict) else whole
         except json.JSONDecodeError:
             rows = [json.loads(part) for part in text.splitlines() if part.strip()]
         return {(r["model"], r["backend"], r["test"]): float(r["speed"]) for r in rows if "speed" in r}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RequestError(f"{path} holds no figures of quarrel.bench ({type(error).__name__}: {error})") from None
 
 
