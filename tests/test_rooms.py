@@ -42,6 +42,9 @@ ROOMS: Mapping[str, Room] = {
     "llm": Room(("errors", "env", "gguf", "tokenizer", "models", "ops", "engine", "demo"), ("numpy",)),
     "doctor": Room(("", "errors", "env", "gguf", "llm", "models", "ops.registry", "ops.step")),
     "cli": Room(("", "errors", "env", "gguf", "tokenizer", "llm", "engine", "doctor"), ("tqdm",)),
+    "bench": Room(
+        ("", "errors", "env", "gguf", "models", "ops", "llm", "cpu_backend", "triton_backend"), ("numpy", "torch", "triton")
+    ),
     "__main__": Room(("cli",)),
     "__init__": Room(("errors", "llm", "engine", "gguf")),
 }
