@@ -17,9 +17,14 @@ from functools import cache
 
 from quarrel.gguf import GGMLType
 from quarrel.mlx_backend.pack import LAYOUTS, Packed
-from quarrel.mlx_backend.text import WIDE
 
 _COMMON = """
+// Eight neighbours, loaded in pieces of 16 bytes.
+template <class T>
+struct alignas(sizeof(T) > 2 ? 16 : sizeof(T) * 8) Eight {
+  T v[8];
+};
+
 // Two fields below 1024, minus ZERO; and two fields that hold sixteen times that.
 template <int ZERO>
 inline half2 whole(uint v) { return as_type<half2>(v | 0x64006400u) - half2(half(1024 + ZERO)); }
@@ -133,7 +138,7 @@ struct Dense {
         q[8 + i] = column + 16 + i < K ? P(from[16 + i]) : P(0);
       }
     } else {
-      const Wide<E, 8> low = *(device const Wide<E, 8>*)from, high = *(device const Wide<E, 8>*)(from + 16);
+      const Eight<E> low = *(device const Eight<E>*)from, high = *(device const Eight<E>*)(from + 16);
       for (int i = 0; i < 8; i++) {
         q[i] = P(low.v[i]);
         q[8 + i] = P(high.v[i]);
@@ -258,7 +263,7 @@ _WIDE = {GGMLType.F32: ("float", "float"), GGMLType.F16: ("half", "half"), GGMLT
 @cache
 def header(*types: GGMLType) -> str:
     """The Metal structs of some formats, each once."""
-    text = WIDE + _COMMON
+    text = _COMMON
     if any(t in _WIDE for t in types):
         text += _DENSE
     for type in dict.fromkeys(types):
