@@ -29,31 +29,26 @@ _PLAIN = (
 _FOUR: tl.constexpr = tl.constexpr(_PLAIN % ("0x64006400", "0xD400D400"))
 _FOUR_LESS_8: tl.constexpr = tl.constexpr(_PLAIN % ("0x64086408", "0xD480D480"))
 
-# With upper bits: $5 holds those of the low codes from bit 0, $9 those of the high ones (the three after each are the same
-# words again). A product puts the bits of a pair at bit 4 and bit 20; what else it makes falls to a mask.
-_PAIR = "and.b32 c, {words}, {pair}; mul.lo.u32 c, c, {spread}; and.b32 c, c, {mask}; or.b32 c, c, {codes}; "
+# With upper bits: $5 to $8 are words whose lowest bits belong to the low codes, $9 to $12 to the high ones. Which columns
+# four neighbouring values of a tile are is the compiler's choice, so every value brings its own word.
 _MORE = (
-    _SPREAD + "and.b32 l, a, 0x640F640F; {low0}sub.f16x2 $0, c, k; and.b32 l, b, 0x640F640F; shr.u32 m, $5, {step}; {low1}"
-    "sub.f16x2 $1, c, k; shr.u32 a, a, 4; and.b32 l, a, 0x000F000F; or.b32 l, l, 0x64006400; {high0}sub.f16x2 $2, c, k; "
-    "shr.u32 b, b, 4; and.b32 l, b, 0x000F000F; or.b32 l, l, 0x64006400; shr.u32 m, $9, {step}; {high1}"
-    "sub.f16x2 $3, c, k; }}"
+    _SPREAD + "and.b32 l, a, 0x640F640F; prmt.b32 c, $5, $6, 0x5410; and.b32 c, c, {mask}; mad.lo.u32 c, c, 16, l; "
+    "sub.f16x2 $0, c, k; and.b32 l, b, 0x640F640F; prmt.b32 c, $7, $8, 0x5410; and.b32 c, c, {mask}; "
+    "mad.lo.u32 c, c, 16, l; sub.f16x2 $1, c, k; shr.u32 a, a, 4; and.b32 l, a, 0x000F000F; or.b32 l, l, 0x64006400; "
+    "prmt.b32 c, $9, $10, 0x5410; and.b32 c, c, {mask}; mad.lo.u32 c, c, 16, l; sub.f16x2 $2, c, k; shr.u32 b, b, 4; "
+    "and.b32 l, b, 0x000F000F; or.b32 l, l, 0x64006400; prmt.b32 c, $11, $12, 0x5410; and.b32 c, c, {mask}; "
+    "mad.lo.u32 c, c, 16, l; sub.f16x2 $3, c, k; }}"
 )
 
 
-def _more(bits: int, less: str) -> str:
-    """PTX for codes of 4 + `bits` bits, `less` taken off."""
-    pair, spread, mask = {1: ("3", "0x80010", "0x00100010"), 2: ("15", "0x40010", "0x00300030")}[bits]
-
-    def place(words: str) -> str:
-        return _PAIR.format(words=words, pair=pair, spread=spread, mask=mask, codes="l")
-
-    text = _MORE.replace("%s", less).replace("{ .reg", "{{ .reg").replace("k, l;", "k, l, m;", 1)
-    return text.format(step=2 * bits, low0=place("$5"), low1=place("m"), high0=place("$9"), high1=place("m"))
+def _more(mask: str, less: str) -> str:
+    """PTX for codes of 4 bits and those in `mask` above them, `less` taken off."""
+    return _MORE.replace("%s", less).replace("{ .reg", "{{ .reg").format(mask=mask)
 
 
-_FIVE: tl.constexpr = tl.constexpr(_more(1, "0x64006400"))
-_FIVE_LESS_16: tl.constexpr = tl.constexpr(_more(1, "0x64106410"))
-_SIX_LESS_32: tl.constexpr = tl.constexpr(_more(2, "0x64206420"))
+_FIVE: tl.constexpr = tl.constexpr(_more("0x00010001", "0x64006400"))
+_FIVE_LESS_16: tl.constexpr = tl.constexpr(_more("0x00010001", "0x64106410"))
+_SIX_LESS_32: tl.constexpr = tl.constexpr(_more("0x00030003", "0x64206420"))
 _MORE_OPERANDS: tl.constexpr = tl.constexpr("=r,=r,=r,=r,r,r,r,r,r,r,r,r,r")
 
 # Signed bytes, as unsigned ones less 128.
@@ -124,14 +119,15 @@ def _fast(FORMAT: tl.constexpr, codes, bits, scale, top, row, block, K):
                     _FOUR_LESS_8, "=r,=r,=r,=r,r", [q], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
                 )
             else:
-                a, b = _bit_words(tl.load(bits + at), j, R, B)
+                word = tl.load(bits + at)[:, :, None]
+                a, b = word >> j, word >> (j + 16)
                 low, high = tl.inline_asm_elementwise(
                     _FIVE_LESS_16, _MORE_OPERANDS, [q, a, b], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
                 )
             low, high = _times(low, s_low, R, B), _times(high, s_low, R, B)
         elif FORMAT == "Q6_K":
-            a = tl.load(bits + at * 2)[:, :, None] >> (j // 4 * 8)
-            b = tl.load(bits + at * 2 + 1)[:, :, None] >> (j // 4 * 8)
+            a = tl.load(bits + at * 2)[:, :, None] >> (j * 2)
+            b = tl.load(bits + at * 2 + 1)[:, :, None] >> (j * 2)
             low, high = tl.inline_asm_elementwise(
                 _SIX_LESS_32, _MORE_OPERANDS, [q, a, b], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
             )
@@ -154,19 +150,13 @@ def _fast(FORMAT: tl.constexpr, codes, bits, scale, top, row, block, K):
                     _FOUR, "=r,=r,=r,=r,r", [q], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
                 )
             else:
-                a, b = _bit_words(tl.load(bits + at), j, R, B)
+                word = tl.load(bits + at)[:, :, None]
+                a, b = word >> j, word >> (j + 16)
                 low, high = tl.inline_asm_elementwise(
                     _FIVE, _MORE_OPERANDS, [q, a, b], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
                 )
             low, high = _times_plus(low, s_low, m, R, B), _times_plus(high, s_low, m, R, B)
     return low, high
-
-
-@triton.jit
-def _bit_words(word, j, R: tl.constexpr, B: tl.constexpr):
-    """The fifth bits of four columns from bit 0 on, of the low and of the high half."""
-    first = tl.broadcast_to(j // 4 * 4, [R, B, 16])
-    return word[:, :, None] >> first, word[:, :, None] >> (first + 16)
 
 
 @triton.jit
