@@ -39,7 +39,7 @@ ROOMS: Mapping[str, Room] = {
     "models": Room(("errors", "gguf", "ops"), ("numpy",), nouns=True),
     "engine": Room(("errors", "env", "ops.step", "ops.sample"), ("numpy",)),
     "demo": Room(("errors",)),
-    "llm": Room(("errors", "env", "gguf", "tokenizer", "models", "ops", "engine", "demo"), ("numpy",)),
+    "llm": Room(("errors", "env", "gguf", "tokenizer", "models", "ops", "engine", "demo"), ("numpy", "tqdm")),
     "doctor": Room(("", "errors", "env", "gguf", "llm", "models", "ops.registry", "ops.step")),
     "cli": Room(("", "errors", "env", "gguf", "tokenizer", "llm", "engine", "doctor"), ("tqdm",)),
     "bench": Room(

@@ -26,6 +26,9 @@ from quarrel.engine import (
 )
 from quarrel.errors import ContextOverflow, QuarrelError, RequestError, UnsupportedModel
 from quarrel.gguf import GGUFFile
+from quarrel.llm.embed import Progress
+from quarrel.llm.embedder import Embedder
+from quarrel.llm.embeddings import Chunking, Embeddings, Pooling
 from quarrel.llm.explain import Explanation
 from quarrel.llm.score import score
 from quarrel.llm.texts import VocabularyTexts
@@ -60,8 +63,8 @@ class LLM:
 
     Sampling is asked for by keyword (`temperature=0`, `max_tokens=100`: the fields of `SamplingParams`), or by a
     `SamplingParams` as `params`, or both: keywords replace its fields. All calls raise RequestError for arguments out of
-    range and ContextOverflow for a prompt longer than the context, before anything runs. An encoder (BERT) has `hidden`
-    and the tokenizer; the rest raises UnsupportedModel.
+    range and ContextOverflow for a prompt longer than the context, before anything runs. An encoder (BERT) has `embed`,
+    `hidden` and the tokenizer; the rest raises UnsupportedModel.
     """
 
     def __init__(self, parts: Loaded) -> None:
@@ -72,6 +75,7 @@ class LLM:
         self.system = parts.system
         self._parts = parts
         self._loop = parts.loop
+        self._embedder = Embedder(parts.loop, parts.file, parts.spec, parts.tokenizer, self.n_ctx, self._checked)
         self._close = weakref.finalize(self, _shut, parts.loop, parts.file)
 
     def __repr__(self) -> str:
@@ -266,6 +270,60 @@ class LLM:
         """
         return score(self._loop, self._checked(ids), "hidden", self.spec.n_embd, whole=self._encodes)
 
+    @property
+    def embedding_dim(self) -> int:
+        """Length of the rows that `embed` gives."""
+        return self._embedder.dim
+
+    def embed(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        *,
+        normalize: bool = True,
+        pooling: Pooling | None = None,
+        dimensions: int | None = None,
+        prefix: str | None = None,
+        chunk: Chunking | int | None = None,
+        progress: bool | Progress = False,
+    ) -> Embeddings:
+        """One vector a text, float32, in the order given; they run together, longest first, without padding.
+
+        normalize: to length 1. pooling: "mean", "cls", "last" or "rank" (a reranker's scores, never normalised) in place of
+        what the file says; a decoder whose file says nothing is read at its last token. dimensions: keep only so many
+        (Matryoshka). prefix: put in front of every text; the names of the model's own tasks ("search_query") will do.
+        chunk: texts of more tokens than this are cut into overlapping pieces with a row each, see `Embeddings.texts`;
+        without it a text that does not fit raises ContextOverflow. progress: True for a bar, or a function of pieces done
+        and in all.
+        """
+        return self._embedder.embed(
+            texts,
+            normalize=normalize,
+            pooling=pooling,
+            dimensions=dimensions,
+            prefix=prefix,
+            chunk=chunk,
+            progress=progress,
+        )
+
+    async def aembed(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        *,
+        normalize: bool = True,
+        pooling: Pooling | None = None,
+        dimensions: int | None = None,
+        prefix: str | None = None,
+        chunk: Chunking | int | None = None,
+    ) -> Embeddings:
+        """As `embed`, for an event loop. Cancelling the task stops the work."""
+        return await self._embedder.aembed(
+            texts, normalize=normalize, pooling=pooling, dimensions=dimensions, prefix=prefix, chunk=chunk
+        )
+
+    def token_embeddings(self, text: Prompt) -> Array:
+        """float32 `[T, E]`: the last states of a text's tokens, special ones included, before pooling."""
+        return self.hidden(self.tokenizer.encode(text) if isinstance(text, str) else text)
+
     def tokenize(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """The ids of a text; see `Tokenizer.encode`."""
         return self.tokenizer.encode(text, add_special, parse_special)
@@ -291,7 +349,7 @@ class LLM:
     def _must_continue_texts(self) -> None:
         if self._encodes:
             raise UnsupportedModel(
-                f"a {self.spec.architecture} model is an encoder, which continues no text: use its `hidden`, or load a"
+                f"a {self.spec.architecture} model is an encoder, which continues no text: use its `embed`, or load a"
                 " language model"
             )
 

@@ -16,6 +16,8 @@ BLOCK = 32
 STEP_TOKENS = 512
 """Rows of a prefill step: past a few hundred the weights are read once for enough work to fill any device."""
 MIN_CONTEXT = 64
+SHORT_TEXT = 8
+"""Tokens of the shortest texts that are worth filling an encoder's step with."""
 SHARE = 0.5
 """Of the memory left over, what further sequences' caches may take."""
 
@@ -83,7 +85,9 @@ def plan_encoder(spec: EncoderSpec, *, free: int, weights: int, n_ctx: int | Non
             " smaller n_ctx or a smaller model"
         )
     # It has no cache; the blocks are numbers only.
-    return Limits(tokens, max_seqs, _blocks(length), max_seqs * _blocks(length), BLOCK), length
+    # Sequences cost it nothing: as many as a step of short texts holds.
+    seqs = max(max_seqs, tokens // SHORT_TEXT)
+    return Limits(tokens, seqs, _blocks(length), seqs * _blocks(length), BLOCK), length
 
 
 def _wanted(spec: ModelSpec | EncoderSpec, n_ctx: int | None) -> int:

@@ -144,3 +144,7 @@ class EncoderSpec:
     pooling: Literal["none", "mean", "cls", "last", "rank"]
 
     norm: Literal["layer"] = "layer"
+    tasks: tuple[str, ...] = ()
+    """Names of the prefixes it was trained with: "search_query" stands for the text "search_query: "."""
+    centred_truncation: bool = False
+    """Rows are normalised to mean 0 and variance 1 before they are cut short."""

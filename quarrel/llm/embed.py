@@ -1,0 +1,122 @@
+"""Texts to one row each: which tokens run, in which order, and what is made of their rows on the way out."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quarrel.engine import Deliver, Loop, Scoring
+from quarrel.errors import ContextOverflow, QuarrelError, RequestError
+from quarrel.llm.embeddings import Chunking, Pooling
+from quarrel.tokenizer import Tokenizer
+
+Array = npt.NDArray[Any]
+Progress = Callable[[int, int], None]
+
+IN_FLIGHT = 512
+"""Pieces queued with the engine at a time: a few steps' worth, so that it never waits, whatever the number of texts."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Token ids of a text, or of a part of it."""
+
+    text: int
+    ids: Sequence[int]
+
+
+def pieces_of(text: int, ids: Sequence[int], tokenizer: Tokenizer, chunk: Chunking | None, n_ctx: int) -> Iterator[Piece]:
+    """The text as one piece, or as overlapping ones, each with the special tokens around it that the whole has."""
+    if not len(ids):
+        raise RequestError(f"text {text} has no tokens, and the model has none to begin a text with; give it some text")
+    size = n_ctx if chunk is None else chunk.size
+    if len(ids) <= size:
+        yield Piece(text, ids)
+        return
+    if chunk is None:
+        raise ContextOverflow(
+            f"text {text} has {len(ids)} tokens and the context holds {n_ctx}: shorten it, or ask for chunks"
+            f" (chunk={n_ctx})"
+        )
+    head = 1 if tokenizer.add_bos and ids[0] == tokenizer.bos_id else 0
+    tail = 1 if tokenizer.add_eos and ids[-1] in (tokenizer.eos_id, tokenizer.sep_id) else 0
+    inner, step = ids[head : len(ids) - tail], size - head - tail - chunk.overlap
+    if step < 1:
+        raise RequestError(
+            f"chunks of {size} tokens leave no room beside {head + tail} special ones and an overlap of {chunk.overlap}:"
+            " make them longer, or the overlap smaller"
+        )
+    for start in range(0, max(1, len(inner) - chunk.overlap), step):
+        part = inner[start : start + step + chunk.overlap]
+        yield Piece(text, [*ids[:head], *part, *ids[len(ids) - tail :]])
+
+
+class _Pool(Deliver):
+    """Makes one row of the rows of a piece, in float64 where it adds."""
+
+    def __init__(self, pooling: Pooling, tokens: int, out: Array, told: Callable[[QuarrelError | None], None]) -> None:
+        self._pooling, self._tokens, self._out, self._told = pooling, tokens, out, told
+        self._sum: Array | None = None
+
+    def rows(self, start: int, rows: Array) -> None:
+        if self._pooling in ("cls", "rank"):
+            if start == 0:
+                self._out[:] = rows[0]
+        elif self._pooling == "last":
+            if start + len(rows) == self._tokens:
+                self._out[:] = rows[-1]
+        else:
+            part = rows.sum(axis=0, dtype=np.float64)
+            self._sum = part if self._sum is None else self._sum + part
+            if start + len(rows) == self._tokens:
+                self._out[:] = self._sum / self._tokens
+
+    def end(self, failure: QuarrelError | str | None) -> None:
+        self._told(QuarrelError(failure) if isinstance(failure, str) else failure)
+
+
+class Run:
+    """Pieces through the engine: longest first, a bounded number queued, each pooled as its rows come."""
+
+    def __init__(self, loop: Loop, pieces: Sequence[Piece], width: int, pooling: Pooling, *, whole: bool) -> None:
+        self.rows = np.empty((len(pieces), width), np.float32)
+        self._loop, self._pieces, self._pooling, self._whole = loop, pieces, pooling, whole
+        self._ended: queue.SimpleQueue[tuple[int, QuarrelError | None]] = queue.SimpleQueue()
+
+    def cancel(self) -> None:
+        """From any thread: `result` raises soon."""
+        self._ended.put((-1, QuarrelError("the run was cancelled")))
+
+    def result(self, progress: Progress | None = None) -> Array:
+        """Pooled rows float32 `[pieces, width]`, in the pieces' order. What is left is cancelled when it raises."""
+        order = iter(sorted(range(len(self._pieces)), key=lambda i: -len(self._pieces[i].ids)))
+        running: dict[int, Scoring] = {}
+        total, done = len(self._pieces), 0
+        try:
+            while done < total:
+                if len(running) <= IN_FLIGHT // 2:
+                    fresh = {i: self._sequence(i) for i in islice(order, IN_FLIGHT - len(running))}
+                    running |= fresh
+                    self._loop.add(*fresh.values())
+                index, error = self._ended.get()
+                if error is not None:
+                    raise error
+                del running[index]
+                done += 1
+                if progress is not None:
+                    progress(done, total)
+        except BaseException:
+            self._loop.cancel(*running.values())
+            raise
+        return self.rows
+
+    def _sequence(self, i: int) -> Scoring:
+        ids = self._pieces[i].ids
+        pool = _Pool(self._pooling, len(ids), self.rows[i], lambda error: self._ended.put((i, error)))
+        return Scoring(ids, "hidden", pool, whole=self._whole)

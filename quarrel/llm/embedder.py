@@ -1,0 +1,261 @@
+"""Embeddings of a loaded model: what its file says about pooling, heads and prefixes, and the calls that use it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quarrel.engine import Loop
+from quarrel.errors import ModelError, RequestError, UnsupportedModel
+from quarrel.gguf import GGUFFile
+from quarrel.llm.embed import Piece, Progress, Run, pieces_of
+from quarrel.llm.embeddings import POOLINGS, Chunking, Embeddings, Pooling, finished
+from quarrel.models import EncoderSpec, ModelSpec
+from quarrel.tokenizer import Tokenizer
+
+Array = npt.NDArray[Any]
+Text = str | Sequence[int]
+
+NONE, KINDS = 0, (None, *POOLINGS)
+"""`<architecture>.pooling_type` counts from none."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """A reranker's classifier on the pooled row: scores = output(tanh(dense x)), either of which a file may leave out."""
+
+    dense: tuple[Array, Array] | None
+    output: tuple[Array, Array] | None
+
+    @property
+    def width(self) -> int | None:
+        last = self.output or self.dense
+        return None if last is None else len(last[0])
+
+    def __call__(self, rows: Array) -> Array:
+        if self.dense is not None:
+            rows = np.tanh(rows @ self.dense[0].T + self.dense[1])
+        if self.output is not None:
+            rows = rows @ self.output[0].T + self.output[1]
+        return rows
+
+
+class Embedder:
+    """`ids` checks token ids as the model's other calls do."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        file: GGUFFile,
+        spec: ModelSpec | EncoderSpec,
+        tokenizer: Tokenizer,
+        n_ctx: int,
+        ids: Callable[[object], list[int]],
+    ) -> None:
+        self._loop, self._spec, self._tokenizer, self._n_ctx, self._ids = loop, spec, tokenizer, n_ctx, ids
+        self._encodes = isinstance(spec, EncoderSpec)
+        self.pooling = _pooling(file, spec)
+        self._head = _head(file, spec.n_embd) if self.pooling == "rank" else None
+
+    @property
+    def dim(self) -> int:
+        """Length of a row."""
+        return (self._head and self._head.width) or self._spec.n_embd
+
+    def embed(
+        self,
+        texts: Text | Sequence[Text],
+        *,
+        normalize: bool = True,
+        pooling: Pooling | None = None,
+        dimensions: int | None = None,
+        prefix: str | None = None,
+        chunk: Chunking | int | None = None,
+        progress: bool | Progress = False,
+    ) -> Embeddings:
+        job = self._job(texts, normalize, pooling, dimensions, prefix, chunk)
+        with _progress(progress) as shown:
+            return job.finish(job.run.result(shown))
+
+    async def aembed(
+        self,
+        texts: Text | Sequence[Text],
+        *,
+        normalize: bool = True,
+        pooling: Pooling | None = None,
+        dimensions: int | None = None,
+        prefix: str | None = None,
+        chunk: Chunking | int | None = None,
+    ) -> Embeddings:
+        job = await asyncio.to_thread(self._job, texts, normalize, pooling, dimensions, prefix, chunk)
+        try:
+            return job.finish(await asyncio.to_thread(job.run.result))
+        except asyncio.CancelledError:
+            job.run.cancel()
+            raise
+
+    def _job(
+        self,
+        texts: Text | Sequence[Text],
+        normalize: bool,
+        pooling: Pooling | None,
+        dimensions: int | None,
+        prefix: str | None,
+        chunk: Chunking | int | None,
+    ) -> _Job:
+        """Checks everything, and tokenizes, before anything runs."""
+        kind = self._kind(pooling)
+        head = self._head if kind == "rank" else None
+        width = (head and head.width) or self._spec.n_embd
+        _check_dimensions(dimensions, width)
+        cut = self._chunking(chunk)
+        front = self.prefixed(prefix)
+        ids = [self._encode(i, text, front) for i, text in enumerate(_listed(texts))]
+        pieces = [p for i, of in enumerate(ids) for p in pieces_of(i, of, self._tokenizer, cut, self._n_ctx)]
+        run = Run(self._loop, pieces, self._spec.n_embd, kind, whole=self._encodes)
+        centred = isinstance(self._spec, EncoderSpec) and self._spec.centred_truncation
+        return _Job(run, pieces, kind, bool(normalize) and kind != "rank", dimensions, front, head, width, centred)
+
+    def prefixed(self, prefix: str | None) -> str:
+        """The text to put in front: a task that the model knows by its name, anything else as it stands."""
+        if prefix is None:
+            return ""
+        if not isinstance(prefix, str):
+            raise RequestError(f"prefix is a {type(prefix).__name__}, wanted a text")
+        tasks = self._spec.tasks if isinstance(self._spec, EncoderSpec) else ()
+        return f"{prefix}: " if prefix in tasks else prefix
+
+    def _kind(self, asked: Pooling | None) -> Pooling:
+        if asked is None:
+            if self.pooling is None:
+                raise UnsupportedModel(
+                    f"this {self._spec.architecture} model says that its rows are not pooled: choose one of pooling="
+                    f"{', '.join(map(repr, POOLINGS[:3]))}, or use `token_embeddings`"
+                )
+            return self.pooling
+        if asked not in POOLINGS:
+            raise RequestError(f"pooling is {asked!r}, wanted one of {', '.join(POOLINGS)}")
+        if asked == "rank" and self._head is None:
+            raise UnsupportedModel(f"this {self._spec.architecture} model is no reranker: pool by mean, cls or last")
+        return asked
+
+    def _chunking(self, chunk: Chunking | int | None) -> Chunking | None:
+        if chunk is None:
+            return None
+        cut = chunk if isinstance(chunk, Chunking) else Chunking(chunk, chunk // 8 if isinstance(chunk, int) else 0)
+        if not 1 <= cut.size <= self._n_ctx:
+            raise RequestError(f"chunks are {cut.size} tokens long, wanted 1 to {self._n_ctx}, what the context holds")
+        return cut
+
+    def _encode(self, index: int, text: object, front: str) -> list[int]:
+        if isinstance(text, str):
+            return self._tokenizer.encode(front + text)
+        if front:
+            raise RequestError(f"text {index} is given as token ids, which take no prefix: give it as a text")
+        return self._ids(text)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A run, and what becomes of its rows."""
+
+    run: Run
+    pieces: Sequence[Piece]
+    kind: Pooling
+    normalize: bool
+    dimensions: int | None
+    prefix: str
+    head: Head | None
+    width: int
+    centred: bool
+
+    def finish(self, rows: Array) -> Embeddings:
+        if self.head is not None:
+            rows = self.head(rows)
+        return Embeddings(
+            finished(rows, normalize=self.normalize, dimensions=self.dimensions, centred=self.centred),
+            np.array([p.text for p in self.pieces], np.int32),
+            np.array([len(p.ids) for p in self.pieces], np.int32),
+            self.kind,
+            self.normalize,
+            self.width,
+            self.prefix,
+        )
+
+
+def _pooling(file: GGUFFile, spec: ModelSpec | EncoderSpec) -> Pooling | None:
+    """What the file says; a decoder that says nothing is read at its last token, which has seen all of them."""
+    if isinstance(spec, EncoderSpec):
+        return None if spec.pooling == "none" else spec.pooling
+    kind: int = file.metadata.int(f"{spec.architecture}.pooling_type", KINDS.index("last"), lo=0, hi=len(KINDS) - 1)
+    return KINDS[kind]
+
+
+def _head(file: GGUFFile, n_embd: int) -> Head:
+    def layer(name: str) -> tuple[Array, Array] | None:
+        if f"{name}.weight" not in file.tensors:
+            return None
+        weight = np.asarray(file.array(f"{name}.weight"), np.float32)
+        bias = f"{name}.bias"
+        return weight, np.asarray(file.array(bias), np.float32) if bias in file.tensors else np.zeros(
+            len(weight), np.float32
+        )
+
+    head = Head(layer("cls"), layer("cls.output"))
+    width = n_embd
+    for name, part in (("cls", head.dense), ("cls.output", head.output)):
+        if part is not None:
+            if part[0].ndim != 2 or part[0].shape[1] != width or part[1].shape != (len(part[0]),):
+                raise ModelError(
+                    f"the tensor {name}.weight is {list(part[0].shape)}, wanted rows of {width}: inconsistent file"
+                )
+            width = len(part[0])
+    if head.width is None:
+        raise ModelError(
+            "the file asks for rank pooling and has neither cls.weight nor cls.output.weight: convert it again"
+        )
+    return head
+
+
+def _listed(texts: object) -> Sequence[object]:
+    if isinstance(texts, str):
+        return [texts]
+    if not isinstance(texts, Sequence) or isinstance(texts, bytes | bytearray):
+        raise RequestError(f"the texts are a {type(texts).__name__}, wanted a text or a list of texts")
+    if len(texts) and isinstance(texts[0], int):
+        return [texts]
+    return texts
+
+
+def _check_dimensions(dimensions: object, width: int) -> None:
+    if dimensions is None:
+        return
+    if isinstance(dimensions, bool) or not isinstance(dimensions, int) or not 1 <= dimensions <= width:
+        raise RequestError(f"dimensions is {dimensions!r}, wanted a whole number from 1 to {width}")
+
+
+@contextmanager
+def _progress(asked: bool | Progress) -> Iterator[Progress | None]:
+    """A bar on standard error for True; a function of pieces done and in all is called itself."""
+    if not isinstance(asked, bool):
+        yield asked
+        return
+    if not asked:
+        yield None
+        return
+    from tqdm import tqdm
+
+    with tqdm(desc="embedding", unit="text", file=sys.stderr) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield show

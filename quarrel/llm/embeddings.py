@@ -1,0 +1,77 @@
+"""What an embedding call gives and may be asked for: vectors, where they came from, and how they were made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from quarrel.errors import QuarrelError, RequestError
+
+Array = npt.NDArray[Any]
+Pooling = Literal["mean", "cls", "last", "rank"]
+POOLINGS: tuple[Pooling, ...] = ("mean", "cls", "last", "rank")
+
+
+@dataclass(frozen=True)
+class Chunking:
+    """Cuts texts that do not fit into pieces of `size` tokens (special ones included), each `overlap` tokens into the one
+    before. A text that fits in `size` stays whole."""
+
+    size: int
+    overlap: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value in (("size", self.size), ("overlap", self.overlap)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise RequestError(f"the chunks' {name} is {value!r}, wanted a whole number of tokens")
+
+
+@dataclass(frozen=True)
+class Embeddings:
+    """`vectors`: float32 `[rows, dim]`, in the order of the texts. Without chunking there is one row a text.
+
+    texts: the text that each row is of, int32 `[rows]`. tokens: how many tokens each row's piece has, int32 `[rows]`.
+    pooling: how a row was made of its tokens'. normalized: rows have length 1. dimensions: `dim`, and `full` where the
+    model's own rows are longer. prefix: what was put in front of every text.
+    """
+
+    vectors: Array
+    texts: Array
+    tokens: Array
+    pooling: Pooling
+    normalized: bool
+    full: int
+    prefix: str = ""
+
+    @property
+    def dimensions(self) -> int:
+        return int(self.vectors.shape[1])
+
+    @property
+    def total_tokens(self) -> int:
+        return int(self.tokens.sum())
+
+    def __len__(self) -> int:
+        return len(self.vectors)
+
+
+def finished(rows: Array, *, normalize: bool, dimensions: int | None, centred: bool) -> Array:
+    """Pooled rows as they are given out: cut to `dimensions` (`centred`: layer norm without gains first), of length 1.
+
+    Rows of zeros stay what they are. Raises QuarrelError where a row is not finite.
+    """
+    finite = np.isfinite(rows).all(axis=1)
+    if not finite.all():
+        raise QuarrelError(f"the embedding of row {int(np.argmin(finite))} is not finite: the model cannot be used on it")
+    if dimensions is not None and dimensions < rows.shape[1]:
+        if centred:
+            rows = (rows - rows.mean(1, keepdims=True)) / np.sqrt(rows.var(1, keepdims=True) + 1e-5)
+        rows = rows[:, :dimensions]
+    rows = np.ascontiguousarray(rows, np.float32)
+    if normalize:
+        lengths = np.sqrt(np.einsum("ij,ij->i", rows, rows, dtype=np.float64))[:, None]
+        rows = np.divide(rows, lengths, out=np.zeros_like(rows), where=lengths > 0, dtype=np.float32, casting="same_kind")
+    return rows
