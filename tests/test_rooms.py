@@ -41,7 +41,11 @@ ROOMS: Mapping[str, Room] = {
     "demo": Room(("errors",)),
     "llm": Room(("errors", "env", "gguf", "tokenizer", "models", "ops", "engine", "demo"), ("numpy", "tqdm")),
     "doctor": Room(("", "errors", "env", "gguf", "llm", "models", "ops.registry", "ops.step")),
-    "cli": Room(("", "errors", "env", "gguf", "tokenizer", "llm", "engine", "doctor"), ("tqdm",)),
+    "server": Room(
+        ("", "errors", "llm", "engine"),
+        ("numpy", "fastapi", "pydantic", "starlette", "uvicorn", "h11", "prometheus_client"),
+    ),
+    "cli": Room(("", "errors", "env", "gguf", "tokenizer", "llm", "engine", "doctor", "server"), ("tqdm",)),
     "bench": Room(
         ("", "errors", "env", "gguf", "models", "ops", "llm", "cpu_backend", "triton_backend"), ("numpy", "torch", "triton")
     ),

@@ -105,6 +105,57 @@ def _doctor(p: argparse.ArgumentParser) -> None:
     del p  # it has no options of its own
 
 
+def _serve(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "names", metavar="MODEL", nargs="*", help=f"{_MODEL}, the default; the first one answers where none is named"
+    )
+    p.add_argument("-m", "--model", metavar="MODEL", action="append", help="the same, as an option; may be repeated")
+    p.add_argument("--models-dir", metavar="FOLDER", help="a folder whose GGUF files are offered too")
+    p.add_argument("--chat-template", metavar="NAME_OR_FILE", help="in place of the models' own chat templates")
+    p.add_argument("--host", help="the address to listen on, by default 127.0.0.1 (or WEBUI_HOST)")
+    p.add_argument("--port", type=int, help="by default 8080 (or WEBUI_PORT); 0 takes a free one")
+    p.add_argument(
+        "--metrics-port", type=int, help="a second port with /metrics alone, such as 9090 (or WEBUI_METRICS_PORT)"
+    )
+    p.add_argument("--data-dir", metavar="FOLDER", help="where the hashes of API keys are kept (or WEBUI_DATA_DIR)")
+    p.add_argument(
+        "--origin", metavar="URL", action="append", help="a web origin that browsers may call from; may be repeated"
+    )
+    p.add_argument(
+        "--host-name", metavar="NAME", action="append", help="a name that this server is called by, such as a proxy's"
+    )
+    p.add_argument("--open-access", action="store_true", help="serve other machines without API keys")
+    p.add_argument("--strict-api", action="store_true", help="refuse fields that are not understood")
+    p.add_argument("--ollama-compat", action="store_true", help="serve Ollama's API too")
+    p.add_argument(
+        "--parallel", type=int, default=16, metavar="N", help="requests of one model that run at once, 16 by default"
+    )
+    p.add_argument(
+        "--queue", type=int, default=100, metavar="N", help="requests of one model that may wait, 100 by default"
+    )
+    p.add_argument(
+        "--timeout", type=float, default=300, metavar="SECONDS", help="the longest that a request may take, 300 by default"
+    )
+    p.add_argument(
+        "--rate", type=int, default=600, metavar="N", help="requests a minute of each key or address; 0 is no limit"
+    )
+    p.add_argument(
+        "--prompt-rate", type=int, default=0, metavar="N", help="prompt tokens a minute of each, by default no limit"
+    )
+    p.add_argument(
+        "--output-rate", type=int, default=0, metavar="N", help="generated tokens a minute of each, by default no limit"
+    )
+    _load_options(p)
+
+
+def _keys(p: argparse.ArgumentParser) -> None:
+    p.add_argument("action", choices=("create", "list", "revoke", "rotate"))
+    p.add_argument("what", metavar="NAME_OR_ID", nargs="?", help="a name for a new key, or the id of one")
+    p.add_argument("--days", type=float, metavar="N", help="how long a new key is good for; by default until it is revoked")
+    p.add_argument("--overlap", type=float, default=0, metavar="HOURS", help="how long a rotated key goes on to work")
+    p.add_argument("--data-dir", metavar="FOLDER", help="where the hashes of API keys are kept (or WEBUI_DATA_DIR)")
+
+
 _COMMANDS: tuple[tuple[str, str, str, str, Callable[[argparse.ArgumentParser], None]], ...] = (
     (
         "generate",
@@ -126,6 +177,14 @@ _COMMANDS: tuple[tuple[str, str, str, str, Callable[[argparse.ArgumentParser], N
     ("explain", " [MODEL]", "show the memory plan, and which implementation takes which op", "", _explain),
     ("tokenize", " [MODEL] TEXT", "show the tokens of a text", "", _tokenize),
     ("pull", " NAME", "download a model from Hugging Face", "It lands in the Hugging Face cache.", _pull),
+    (
+        "serve",
+        " [MODEL ...]",
+        "serve models over HTTP and WebSocket, with a web page",
+        "OpenAI's protocol is under /v1, the page at /. Other machines are let in with API keys only: see `quarrel keys`.",
+        _serve,
+    ),
+    ("keys", " ACTION", "make, list, rotate and revoke the server's API keys", "Only hashes of keys are stored.", _keys),
     ("doctor", "", "say what this machine can run, and what is missing", "", _doctor),
 )
 """Name, what follows the options, summary, details, and who declares the options."""

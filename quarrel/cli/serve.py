@@ -1,0 +1,84 @@
+"""`quarrel serve`: the server, in the foreground."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from quarrel.cli.models import template_of
+from quarrel.cli.parser import UsageError
+from quarrel.cli.terminal import note
+from quarrel.errors import QuarrelError
+from quarrel.llm import LLM, load
+
+
+def run(args: argparse.Namespace) -> int:
+    """Until a signal; status 0."""
+    try:
+        from quarrel.server import Rates, Settings, build, serve
+        from quarrel.server.settings import from_environment
+    except ImportError as error:
+        raise QuarrelError(f'the server needs {error.name}: install it with pip install "quarrel[server]"') from error
+    given: dict[str, Any] = from_environment(os.environ)
+    flags = {
+        "models": (*args.names, *(args.model or [])) or None,
+        "models_dir": None if args.models_dir is None else _folder(args.models_dir),
+        "chat_template": template_of(args),
+        "host": args.host,
+        "port": args.port,
+        "metrics_port": args.metrics_port,
+        "data_dir": None if args.data_dir is None else Path(args.data_dir).expanduser(),
+        "origins": None if args.origin is None else tuple(args.origin),
+        "hosts": None if args.host_name is None else tuple(args.host_name),
+    }
+    given |= {name: value for name, value in flags.items() if value is not None}
+    if args.models_dir is not None and flags["models"] is None and "MODEL_PATH" not in os.environ:
+        given["models"] = ()
+    for name, least in (("parallel", 1), ("queue", 1), ("rate", 0), ("prompt_rate", 0), ("output_rate", 0)):
+        if getattr(args, name) < least:
+            raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}, wanted {least} or more")
+    if not 0 < args.timeout <= 86400:
+        raise UsageError(f"--timeout is {args.timeout:g}, wanted seconds up to 86400")
+    settings = Settings(
+        **given,
+        open_access=args.open_access,
+        strict_api=args.strict_api,
+        ollama=args.ollama_compat,
+        max_seqs=args.parallel,
+        queue=args.queue,
+        timeout=args.timeout,
+        rates=Rates(requests=args.rate, prompt_tokens=args.prompt_rate, output_tokens=args.output_rate),
+    )
+
+    def open_model(source: str) -> LLM:
+        return load(
+            source, backend=args.backend, compute=args.compute, n_ctx=args.ctx, threads=args.threads, max_seqs=args.parallel
+        )
+
+    server = build(settings, open_model)
+    _log_to_stderr()
+    if not server.keys.keys():
+        note("quarrel serve: no API keys: everybody who reaches the port may use it (see quarrel keys create)")
+    serve(server, settings)
+    return 0
+
+
+def _folder(given: str) -> Path:
+    path = Path(given).expanduser()
+    if not path.is_dir():
+        raise UsageError(f"--models-dir {given!r} is no folder")
+    return path
+
+
+def _log_to_stderr() -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    for name in ("quarrel.server", "quarrel.access"):
+        logger = logging.getLogger(name)
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False

@@ -1,0 +1,121 @@
+"""The whole application: routes, guard, errors, and the page."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.staticfiles import StaticFiles
+
+from quarrel import __version__
+from quarrel.errors import QuarrelError
+from quarrel.server import ollama, openai, rest, socket
+from quarrel.server.errors import Refused, openai_body, plain_body, refused
+from quarrel.server.guard import App, Guard
+from quarrel.server.keys import Keyring
+from quarrel.server.limits import Limiter
+from quarrel.server.metrics import Metrics
+from quarrel.server.settings import Settings
+from quarrel.server.shelf import Load, Shelf
+from quarrel.server.work import Desk
+
+STATIC = Path(__file__).parent / "static"
+log = logging.getLogger("quarrel.server")
+
+
+@dataclass(frozen=True)
+class Server:
+    """An application and what stands behind it. `app` is what an ASGI server runs."""
+
+    app: App
+    desk: Desk
+    keys: Keyring
+    metrics: Metrics
+    api: FastAPI
+
+
+def build(settings: Settings, load: Load) -> Server:
+    """Puts an application together; `load` makes a model from what `settings.models` names."""
+    keys = Keyring(settings.data_dir)
+    settings.check(bool(keys.keys()))
+    limiter = Limiter(settings.rates)
+    shelf = Shelf(settings.models, settings.models_dir, load)
+    desk = Desk(shelf, settings, limiter)
+    metrics = Metrics(shelf)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            await shelf.close()
+
+    api = FastAPI(title="Quarrel", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    if settings.ollama:  # first, as /api/generate then is Ollama's
+        api.include_router(ollama.routes(desk))
+    api.include_router(openai.routes(desk))
+    api.include_router(rest.routes(desk, metrics))
+    api.include_router(socket.routes(desk, metrics))
+    _page(api)
+    _errors(api, metrics)
+    _measure(api, metrics)
+    return Server(Guard(api, settings, keys, limiter), desk, keys, metrics, api)
+
+
+def _page(api: FastAPI) -> None:
+    @api.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return FileResponse(STATIC / "index.html", headers={"Cache-Control": "no-cache"})
+
+    @api.get("/favicon.ico", include_in_schema=False)
+    async def icon() -> Response:
+        return FileResponse(STATIC / "icon.svg", media_type="image/svg+xml")
+
+    api.mount("/static", StaticFiles(directory=STATIC), name="static")
+
+
+def _errors(api: FastAPI, metrics: Metrics) -> None:
+    def answer(request: Request, error: Refused) -> Response:
+        metrics.errors.labels(error.code).inc()
+        if error.code == "rate_limited":
+            metrics.limited.inc()
+        body = openai_body(error) if request.url.path.startswith("/v1") else plain_body(error)
+        return JSONResponse(body, error.status, headers=error.headers())
+
+    @api.exception_handler(QuarrelError)
+    async def deliberate(request: Request, error: QuarrelError) -> Response:
+        return answer(request, refused(error))
+
+    @api.exception_handler(HTTPException)
+    async def of_routing(request: Request, error: HTTPException) -> Response:
+        words = {404: ("not_found", "there is no such route"), 405: ("method_not_allowed", "this route has other methods")}
+        code, text = words.get(error.status_code, ("invalid_request", str(error.detail)))
+        refusal = Refused(error.status_code, code, f"{text}: see /openapi.json for what there is")
+        response = answer(request, refusal)
+        response.headers.update(error.headers or {})
+        return response
+
+    @api.exception_handler(Exception)
+    async def unforeseen(request: Request, error: Exception) -> Response:
+        log.exception("%s failed", request.url.path, exc_info=error)
+        return answer(request, Refused(500, "internal", "the server failed at this request: its log says why"))
+
+
+def _measure(api: FastAPI, metrics: Metrics) -> None:
+    @api.middleware("http")
+    async def measured(request: Request, call: Callable[[Request], Awaitable[Response]]) -> Response:
+        began = time.perf_counter()
+        response = await call(request)
+        route = request.scope.get("route")
+        # A route's pattern, never the path: paths are the caller's to invent.
+        where = getattr(route, "path", "none")
+        metrics.http.labels(request.method, where, str(response.status_code)).inc()
+        metrics.http_seconds.labels(where).observe(time.perf_counter() - began)
+        return response

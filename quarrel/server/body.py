@@ -1,0 +1,75 @@
+"""Reading a request's JSON by a schema: every problem is one sentence, every unknown field is reported or refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any, TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel, ValidationError
+
+from quarrel.server.errors import Refused
+from quarrel.server.schemas import Body
+from quarrel.server.work import Desk
+
+B = TypeVar("B", bound=Body)
+IGNORED = "X-Quarrel-Ignored"
+MAX_DEPTH = 64
+log = logging.getLogger("quarrel.server")
+
+
+def body_of(schema: type[BaseModel]) -> dict[str, Any]:
+    """For a route's decorator: the body in the OpenAPI document."""
+    content = {"application/json": {"schema": schema.model_json_schema()}}
+    return {"openapi_extra": {"requestBody": {"required": True, "content": content}}}
+
+
+async def reported(request: Request, schema: type[B], desk: Desk) -> tuple[B, dict[str, str]]:
+    """The body, and the headers that name fields which were ignored. Raises `Refused` (400)."""
+    body = parsed(await request.body(), schema)
+    return body, ignored(body, desk, request.url.path)
+
+
+def ignored(body: Body, desk: Desk, where: str) -> dict[str, str]:
+    """Refuses unknown fields where the API is strict, else names them for a header."""
+    unknown = body.unknown()
+    if not unknown:
+        return {}
+    names = ", ".join(n[:40] for n in unknown[:10])
+    if desk.settings.strict_api:
+        raise Refused(400, "unknown_field", f"not understood here: {names}", param=unknown[0][:40])
+    log.warning("%s: ignored %s", where, names.encode("ascii", "backslashreplace").decode())
+    return {IGNORED: "".join(c if 32 <= ord(c) < 127 else "?" for c in names)}
+
+
+def parsed(raw: bytes | str, schema: type[B]) -> B:
+    """A body by its schema; `Refused` (400) says which field is wrong and what was wanted."""
+    try:
+        data = json.loads(raw, parse_constant=_no_constant)
+    except RecursionError as error:
+        raise Refused(400, "invalid_request", f"the JSON is nested more than {MAX_DEPTH} levels deep") from error
+    except ValueError as error:
+        raise Refused(400, "invalid_request", f"the body is not JSON in UTF-8: {str(error)[:100]}") from error
+    if not isinstance(data, dict):
+        raise Refused(400, "invalid_request", f"the body is a JSON {type(data).__name__}, wanted an object")
+    _check_depth(data)
+    try:
+        return schema.model_validate(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(p) for p in first["loc"] if not str(p).startswith(("function-", "constrained-")))
+        raise Refused(400, "invalid_request", f"{where[:80]}: {first['msg'][:200]}", param=where[:80] or None) from error
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _check_depth(data: object) -> None:
+    level: list[object] = [data]
+    for _ in range(MAX_DEPTH):
+        level = [v for d in level for v in (d.values() if isinstance(d, dict) else d) if isinstance(v, dict | list)]  # type: ignore[attr-defined]
+        if not level:
+            return
+    raise Refused(400, "invalid_request", f"the JSON is nested more than {MAX_DEPTH} levels deep")

@@ -1,0 +1,82 @@
+"""Errors as HTTP answers: which status, which code, in which protocol's words."""
+
+from __future__ import annotations
+
+import math
+
+from quarrel.errors import (
+    ContextOverflow,
+    ModelError,
+    ModelNotFound,
+    OutOfMemory,
+    QuarrelError,
+    RequestError,
+    UnsupportedModel,
+)
+
+
+class Refused(QuarrelError):
+    """A request that gets an error status. `code` is a short word for programs, the text a sentence for people."""
+
+    def __init__(
+        self, status: int, code: str, message: str, *, param: str | None = None, retry_after: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param, self.retry_after = status, code, param, retry_after
+
+    def headers(self) -> dict[str, str]:
+        return {} if self.retry_after is None else {"Retry-After": str(max(1, math.ceil(self.retry_after)))}
+
+
+_STATUS: tuple[tuple[type[QuarrelError], int, str], ...] = (
+    (ContextOverflow, 400, "context_length_exceeded"),
+    (RequestError, 400, "invalid_request"),
+    (ModelNotFound, 404, "model_not_found"),
+    (UnsupportedModel, 400, "unsupported_by_model"),
+    (ModelError, 422, "model_unusable"),
+    (OutOfMemory, 503, "out_of_memory"),
+)
+
+# The words of the WebSocket and the /api routes.
+_WORDS = {
+    "invalid_request": "INVALID_REQUEST",
+    "context_length_exceeded": "INVALID_REQUEST",
+    "unsupported_by_model": "INVALID_REQUEST",
+    "model_not_found": "MODEL_NOT_FOUND",
+    "unauthorized": "UNAUTHORIZED",
+    "not_found": "NOT_FOUND",
+    "queue_full": "QUEUE_FULL",
+    "rate_limited": "QUEUE_FULL",
+    "unknown_type": "UNKNOWN_TYPE",
+    "engine_error": "INFERENCE_ERROR",
+    "timeout": "INFERENCE_ERROR",
+    "server_shutdown": "CONNECTION_LOST",
+}
+
+
+def refused(error: QuarrelError) -> Refused:
+    """Any deliberate error as the answer that it gives."""
+    if isinstance(error, Refused):
+        return error
+    for kind, status, code in _STATUS:
+        if isinstance(error, kind):
+            return Refused(status, code, str(error))
+    return Refused(500, "engine_error", str(error))
+
+
+def openai_body(error: Refused) -> dict[str, object]:
+    """In OpenAI's form."""
+    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+    kind = kinds.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
+    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
+
+
+def word(error: Refused) -> str:
+    """The error's code in the WebSocket's words."""
+    default = "BAD_REQUEST" if error.status < 500 else "INTERNAL_ERROR"
+    return _WORDS.get(error.code, default)
+
+
+def plain_body(error: Refused) -> dict[str, object]:
+    """In the words of the /api routes."""
+    return {"error": {"code": word(error), "message": str(error)}}

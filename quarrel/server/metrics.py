@@ -1,0 +1,70 @@
+"""The server's own Prometheus metrics, by the names that dashboards ask for."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from quarrel.server.shelf import Shelf
+
+_BUCKETS = tuple(0.01 * 2**i for i in range(10))
+
+
+class Metrics:
+    """One per application; its registry is its own."""
+
+    def __init__(self, shelf: Shelf) -> None:
+        self.registry = CollectorRegistry()
+        r = self.registry
+        self.connections = Gauge("quarrel_webui_connections_active", "WebSocket connections now", registry=r)
+        self.requests = Counter(
+            "quarrel_webui_requests", "Requests by model and endpoint", ["model", "endpoint"], registry=r
+        )
+        self.http = Counter(
+            "quarrel_webui_http_requests", "HTTP answers by route and status", ["method", "endpoint", "status"], registry=r
+        )
+        self.http_seconds = Histogram(
+            "quarrel_webui_http_request_duration_seconds", "Time to the end of the answer", ["endpoint"], registry=r
+        )
+        self.seconds = Histogram(
+            "quarrel_webui_inference_duration_seconds", "A generation from start to end", ["model"],
+            buckets=_BUCKETS, registry=r,
+        )  # fmt: skip
+        self.tokens = Counter("quarrel_webui_tokens", "Tokens generated", registry=r)
+        self.typed_tokens = Counter("quarrel_tokens", "Tokens by model and kind", ["model", "type"], registry=r)
+        self.errors = Counter("quarrel_webui_errors", "Errors by code", ["type"], registry=r)
+        self.messages = Counter("quarrel_webui_ws_messages", "WebSocket messages", ["direction"], registry=r)
+        self.limited = Counter("quarrel_webui_connections_rate_limited", "Requests refused by a rate limit", registry=r)
+        r.register(_Models(shelf))
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class _Models(Collector):
+    """Read from the engines when asked."""
+
+    def __init__(self, shelf: Shelf) -> None:
+        self._shelf = shelf
+
+    def collect(self) -> list[GaugeMetricFamily]:
+        loaded = GaugeMetricFamily("quarrel_webui_models_loaded", "Models in memory", labels=["model", "backend"])
+        memory = GaugeMetricFamily("quarrel_webui_model_memory_bytes", "Weights and cache", labels=["model"])
+        seconds = GaugeMetricFamily("quarrel_webui_model_load_duration_seconds", "Of the last load", labels=["model"])
+        queue = GaugeMetricFamily("quarrel_webui_inference_queue_size", "Requests that wait", labels=["model"])
+        active = GaugeMetricFamily("quarrel_webui_active_connections", "Requests that run", labels=["model"])
+        used = GaugeMetricFamily("quarrel_kv_cache_blocks_used", "Cache blocks in use", labels=["model"])
+        blocks = GaugeMetricFamily("quarrel_kv_cache_blocks", "Cache blocks", labels=["model"])
+        for entry in self._shelf.entries():
+            if entry.held is None:
+                continue
+            e, activity = entry.held.llm.explain(), entry.held.llm.activity()
+            loaded.add_metric([entry.name, e.backend], 1)
+            memory.add_metric([entry.name], e.memory.weights + e.memory.cache + e.memory.activations)
+            seconds.add_metric([entry.name], entry.load_seconds)
+            queue.add_metric([entry.name], activity.waiting)
+            active.add_metric([entry.name], activity.running)
+            used.add_metric([entry.name], activity.n_blocks - activity.free_blocks)
+            blocks.add_metric([entry.name], activity.n_blocks)
+        return [loaded, memory, seconds, queue, active, used, blocks]

@@ -1,0 +1,271 @@
+"""OpenAI's protocol: /v1/models, /v1/chat/completions, /v1/completions, /v1/embeddings."""
+
+from __future__ import annotations
+
+import base64
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import Any, cast
+
+import numpy as np
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from quarrel.engine import Chunk, Result, TokenLogprob, Usage
+from quarrel.errors import QuarrelError
+from quarrel.llm import LLM
+from quarrel.server.body import body_of, reported
+from quarrel.server.errors import openai_body, refused
+from quarrel.server.schemas import ChatBody, CompletionBody, EmbeddingsBody, OpenAIBody
+from quarrel.server.tools import split_calls
+from quarrel.server.work import Desk, Job, chunks, results, unless_gone
+
+Json = dict[str, Any]
+SSE = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+def routes(desk: Desk) -> APIRouter:
+    """The /v1 routes."""
+    router = APIRouter(prefix="/v1")
+
+    @router.get("/models")
+    async def list_models() -> Json:
+        """Every model that can be asked for, loaded or not."""
+        return {"object": "list", "data": [_model(e.name, e.created) for e in desk.shelf.entries()]}
+
+    @router.get("/models/{name:path}")
+    async def one_model(name: str) -> Json:
+        """One model."""
+        entry = desk.shelf.entry(name)
+        return _model(entry.name, entry.created)
+
+    @router.post("/chat/completions", **body_of(ChatBody))
+    async def chat(request: Request) -> Response:
+        """The next message of a conversation."""
+        body, headers = await reported(request, ChatBody, desk)
+        messages = [m.plain() for m in body.messages]
+        tools = None if body.tool_choice == "none" else body.tools
+        options = body.sampling()
+
+        def make(llm: LLM) -> Sequence[Any]:
+            template, more = desk.settings.chat_template, body.chat_template_kwargs
+            return [llm.prepare(messages=messages, tools=tools, template=template, template_kwargs=more, **options)]
+
+        return await _answer(desk, request, body, make, _Chat(body, tools), headers)
+
+    @router.post("/completions", **body_of(CompletionBody))
+    async def complete(request: Request) -> Response:
+        """The continuation of a text, or of several."""
+        body, headers = await reported(request, CompletionBody, desk)
+        options = body.sampling()
+
+        def make(llm: LLM) -> Sequence[Any]:
+            return [llm.prepare(p, **options) for p in body.prompts()]
+
+        return await _answer(desk, request, body, make, _Completion(body), headers)
+
+    @router.post("/embeddings", **body_of(EmbeddingsBody))
+    async def embed(request: Request) -> Response:
+        """Vectors of texts, by a model that is made for them."""
+        body, headers = await reported(request, EmbeddingsBody, desk)
+        return await _embeddings(desk, request, body, headers)
+
+    return router
+
+
+class _Form:
+    """How results and chunks look in one of the two protocols."""
+
+    object, prefix = "", ""
+
+    def choice(self, result: Result, index: int, job: Job) -> Json:
+        raise NotImplementedError  # pragma: no cover
+
+    def delta(self, chunk: Chunk, index: int, job: Job) -> Json:
+        raise NotImplementedError  # pragma: no cover
+
+
+class _Chat(_Form):
+    object, prefix = "chat.completion", "chatcmpl-"
+
+    def __init__(self, body: ChatBody, tools: Sequence[Mapping[str, Any]] | None) -> None:
+        self._names = [n for t in tools or [] if isinstance(n := t.get("function", {}).get("name"), str)]
+        self._begun: set[int] = set()
+        self._held: dict[int, str] = {}
+
+    def choice(self, result: Result, index: int, job: Job) -> Json:
+        text, calls = split_calls(result.text, self._names) if self._names else (result.text, [])
+        message: Json = {"role": "assistant", "content": text or (None if calls else "")}
+        if calls:
+            message["tool_calls"] = [{k: v for k, v in c.body(i).items() if k != "index"} for i, c in enumerate(calls)]
+        reason = "tool_calls" if calls else _reason(result)
+        logprobs = None if result.logprobs is None else {"content": [_logprob(p, job.llm) for p in result.logprobs]}
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+
+    def delta(self, chunk: Chunk, index: int, job: Job) -> Json:
+        delta: Json = {}
+        if index not in self._begun:
+            self._begun.add(index)
+            delta["role"] = "assistant"
+        reason = None
+        text = chunk.text
+        if self._names:  # whether it is a call is known at its end
+            text = self._held[index] = self._held.get(index, "") + text
+        if chunk.result is not None:
+            reason = _reason(chunk.result)
+            if self._names:
+                text, calls = split_calls(text, self._names)
+                if calls:
+                    delta["tool_calls"], reason = [c.body(i) for i, c in enumerate(calls)], "tool_calls"
+        elif self._names:
+            text = ""
+        if text or "role" in delta:
+            delta["content"] = text
+        logprobs = None if chunk.logprob is None else {"content": [_logprob(chunk.logprob, job.llm)]}
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+
+
+class _Completion(_Form):
+    object, prefix = "text_completion", "cmpl-"
+
+    def __init__(self, body: CompletionBody) -> None:
+        self._prompts = [p if isinstance(p, str) else None for p in body.prompts()] if body.echo else []
+        self._echoed: set[int] = set()
+        self._n = body.n or 1
+
+    def choice(self, result: Result, index: int, job: Job) -> Json:
+        logprobs = None if result.logprobs is None else _old_logprobs(result.logprobs, job.llm)
+        text = self._echo(index, job) + result.text
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": _reason(result)}
+
+    def delta(self, chunk: Chunk, index: int, job: Job) -> Json:
+        text = chunk.text
+        if index not in self._echoed:
+            self._echoed.add(index)
+            text = self._echo(index, job) + text
+        reason = None if chunk.result is None else _reason(chunk.result)
+        logprobs = None if chunk.logprob is None else _old_logprobs([chunk.logprob], job.llm)
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def _echo(self, index: int, job: Job) -> str:
+        if not self._prompts:
+            return ""
+        prompt = self._prompts[index // self._n]
+        return prompt if prompt is not None else job.llm.detokenize(job.requests[index // self._n].tokens)
+
+
+async def _answer(
+    desk: Desk,
+    request: Request,
+    body: OpenAIBody,
+    make: Callable[[LLM], Sequence[Any]],
+    form: _Form,
+    headers: dict[str, str],
+) -> Response:
+    caller, limit = request.state.caller, desk.settings.timeout
+    head = {"id": form.prefix + secrets.token_hex(12), "object": form.object, "created": int(time.time())}
+    n = body.n or 1
+    if not body.stream:
+
+        async def whole() -> Json:
+            async with desk.job(caller, body.model, make) as job:
+                found = await results(job, limit)
+                listed = [r for first in found for r in (first, *first.alternatives)]
+                choices = [form.choice(r, i, job) for i, r in enumerate(listed)]
+                return {**head, "model": job.model, "choices": choices, "usage": _usage(listed, n)}
+
+        return JSONResponse(await unless_gone(request, whole()), headers=headers)
+    # Refusals before the first token still have a status of their own: the job begins before the answer does.
+    stack = AsyncExitStack()
+    job = await stack.enter_async_context(desk.job(caller, body.model, make))
+    options = body.stream_options
+    with_usage = options is not None and options.include_usage
+    head |= {"object": form.object + (".chunk" if isinstance(form, _Chat) else ""), "model": job.model}
+
+    async def events() -> AsyncIterator[str]:
+        async with stack:
+            ended: list[Result] = []
+            try:
+                for which in range(len(job.streams)):
+                    async for chunk in chunks(job, which, limit):
+                        index = which * n + chunk.index
+                        if chunk.result is not None:
+                            ended.append(chunk.result)
+                        event: Json = {**head, "choices": [form.delta(chunk, index, job)]}
+                        yield _event({**event, "usage": None} if with_usage else event)
+                if with_usage:
+                    yield _event({**head, "choices": [], "usage": _usage(ended, n)})
+            except QuarrelError as error:
+                yield _event(openai_body(refused(error)))
+            yield "data: [DONE]\n\n"
+
+    return StreamingResponse(events(), media_type="text/event-stream", headers={**SSE, **headers})
+
+
+async def _embeddings(desk: Desk, request: Request, body: EmbeddingsBody, headers: dict[str, str]) -> Response:
+    texts = [body.input] if isinstance(body.input, str) else list(body.input)
+    if texts and isinstance(texts[0], int):
+        texts = [cast("Any", body.input)]
+    async with desk.shelf.use(body.model) as (name, llm):
+        made = await unless_gone(request, desk.embed(request.state.caller, llm, texts, body.dimensions))
+    data = [
+        {"object": "embedding", "index": i, "embedding": _vector(v, body.encoding_format)}
+        for i, v in enumerate(made.vectors)
+    ]
+    tokens = int(sum(made.token_counts))
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return JSONResponse({"object": "list", "model": name, "data": data, "usage": usage}, headers=headers)
+
+
+def _vector(vector: Any, encoding: str) -> object:
+    values = np.asarray(vector, "<f4")
+    return base64.b64encode(values.tobytes()).decode() if encoding == "base64" else [float(x) for x in values]
+
+
+def _event(data: Json) -> str:
+    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+
+
+def _model(name: str, created: int) -> Json:
+    return {"id": name, "object": "model", "created": created, "owned_by": "quarrel"}
+
+
+def _reason(result: Result) -> str:
+    return "length" if result.finish_reason == "length" else "stop"
+
+
+def _usage(results: Sequence[Result], n: int) -> Json:
+    """Prompts count once, however many continuations they have."""
+    used: list[Usage] = [r.usage for r in results]
+    prompt = sum(u.prompt_tokens for u in used) // n
+    made = sum(u.completion_tokens for u in used)
+    cached = sum(u.cached_tokens for u in used[::n])
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": made,
+        "total_tokens": prompt + made,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def _logprob(entry: TokenLogprob, llm: LLM) -> Json:
+    top = [_token(id, value, llm) for id, value in entry.top]
+    return {**_token(entry.token_id, entry.logprob, llm), "top_logprobs": top}
+
+
+def _token(id: int, logprob: float, llm: LLM) -> Json:
+    text = llm.detokenize([id], skip_special=False)
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace"))}
+
+
+def _old_logprobs(entries: Sequence[TokenLogprob], llm: LLM) -> Json:
+    texts = [llm.detokenize([e.token_id], skip_special=False) for e in entries]
+    top = [{llm.detokenize([id], skip_special=False): value for id, value in e.top} for e in entries]
+    offsets, at = [], 0
+    for text in texts:
+        offsets.append(at)
+        at += len(text)
+    return {"tokens": texts, "token_logprobs": [e.logprob for e in entries], "top_logprobs": top, "text_offset": offsets}

@@ -1,0 +1,72 @@
+"""uvicorn's HTTP/1.1 connection with what it lacks: a deadline for the headers, and a bound on connections per address."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from quarrel.server.settings import Settings
+
+
+def protocol_for(settings: Settings) -> type[asyncio.Protocol]:
+    """A protocol class for `uvicorn.Config(http=...)`."""
+    held: Counter[str] = Counter()
+
+    class GuardedProtocol(H11Protocol):
+        """A connection that has not sent a whole request head in time is closed: it costs a socket and nothing else."""
+
+        _deadline: asyncio.TimerHandle | None = None
+        _address: str | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            address = self.client[0] if self.client else ""
+            if held[address] >= settings.connections_per_address:
+                transport.close()
+                return
+            held[address] += 1
+            self._address = address
+            self._expect_head()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._forget()
+            super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.conn.our_state in (h11.IDLE, h11.DONE) and self.conn.their_state is h11.IDLE:
+                if self._deadline is None:
+                    self._expect_head()
+            else:
+                self._cancel()
+
+        def handle_websocket_upgrade(self, event: Any) -> None:
+            self._forget()  # the socket now belongs to another protocol
+            super().handle_websocket_upgrade(event)
+
+        def _expect_head(self) -> None:
+            self._deadline = self.loop.call_later(settings.header_timeout, self._give_up)
+
+        def _give_up(self) -> None:
+            self._deadline = None
+            if not self.transport.is_closing():
+                self.transport.close()
+
+        def _cancel(self) -> None:
+            if self._deadline is not None:
+                self._deadline.cancel()
+                self._deadline = None
+
+        def _forget(self) -> None:
+            self._cancel()
+            if self._address is not None:
+                held[self._address] -= 1
+                if not held[self._address]:
+                    del held[self._address]
+                self._address = None
+
+    return GuardedProtocol

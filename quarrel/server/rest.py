@@ -1,0 +1,226 @@
+"""The /api routes, health, version and metrics."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+
+from quarrel import __version__
+from quarrel.engine import Chunk, Result
+from quarrel.errors import QuarrelError
+from quarrel.llm import LLM
+from quarrel.server.body import body_of, reported
+from quarrel.server.errors import plain_body, refused
+from quarrel.server.metrics import Metrics
+from quarrel.server.openai import SSE
+from quarrel.server.schemas import DetokenizeBody, GenerateBody, TokenizeBody
+from quarrel.server.shelf import Entry
+from quarrel.server.work import Desk, Job, chunks, results, unless_gone
+
+Json = dict[str, Any]
+
+
+def make_of(body: GenerateBody, template: str | None) -> Callable[[LLM], Sequence[Any]]:
+    """What a generate body asks of a model."""
+    options, turns = body.sampling(), body.turns()
+
+    def make(llm: LLM) -> Sequence[Any]:
+        return [llm.prepare(body.prompt if turns is None else None, messages=turns, template=template, **options)]
+
+    return make
+
+
+def routes(desk: Desk, metrics: Metrics) -> APIRouter:
+    """Everything beside /v1 and the page."""
+    router = APIRouter()
+    began = time.time()
+
+    @router.get("/healthz")
+    @router.get("/api/health")
+    async def health() -> Json:
+        """Whether the process answers."""
+        return {"status": "ok"}
+
+    @router.get("/readyz")
+    async def ready() -> Response:
+        """Whether a request would be taken: 503 while the server goes down or its first model is not there yet."""
+        loaded = any(e.state == "loaded" for e in desk.shelf.entries())
+        up = loaded and not desk.closing
+        return JSONResponse({"status": "ready" if up else "not ready"}, 200 if up else 503)
+
+    @router.get("/version")
+    async def version() -> Json:
+        """Of this server."""
+        return {"name": "quarrel", "version": __version__}
+
+    @router.get("/metrics")
+    async def prometheus() -> Response:
+        """For Prometheus."""
+        return PlainTextResponse(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @router.get("/api/metrics")
+    async def figures() -> Json:
+        """What a page shows: throughput, queue and cache of each model."""
+        return {"uptime": time.time() - began, "active": desk.active, "models": [figure(e) for e in desk.shelf.entries()]}
+
+    @router.get("/api/models")
+    async def list_models() -> Json:
+        """Every model, with what is known of it."""
+        return {
+            "models": [described(e, desk.settings.chat_template) for e in desk.shelf.entries()],
+            "default": desk.shelf.default,
+        }
+
+    @router.get("/api/models/{name:path}")
+    async def one_model(name: str) -> Json:
+        """One model."""
+        return described(desk.shelf.entry(name), desk.settings.chat_template)
+
+    @router.post("/api/models/{name:path}")
+    async def load(name: str, reload: bool = False) -> Json:
+        """Loads a model; `?reload=true` puts a fresh copy in place of one that runs."""
+        return described(await desk.shelf.load(name, again=reload), desk.settings.chat_template)
+
+    @router.delete("/api/models/{name:path}")
+    async def unload(name: str) -> Json:
+        """Unloads a model once its requests have ended."""
+        return described(await desk.shelf.unload(name), desk.settings.chat_template)
+
+    @router.post("/api/generate", **body_of(GenerateBody))
+    async def generate(request: Request) -> Response:
+        """The continuation of a prompt; with `stream`, as lines of JSON."""
+        body, headers = await reported(request, GenerateBody, desk)
+        if body.stream:
+            return await _stream(desk, request, body, headers, _line, "application/x-ndjson")
+        began = time.perf_counter()
+
+        async def whole() -> Json:
+            async with desk.job(request.state.caller, body.model, make_of(body, desk.settings.chat_template)) as job:
+                (result,) = await results(job, desk.settings.timeout)
+                return summary(result, job, time.perf_counter() - began)
+
+        return JSONResponse(await unless_gone(request, whole()), headers=headers)
+
+    @router.post("/api/stream", **body_of(GenerateBody))
+    async def stream(request: Request) -> Response:
+        """The same as server-sent events."""
+        body, headers = await reported(request, GenerateBody, desk)
+        return await _stream(desk, request, body, headers, _sse, "text/event-stream")
+
+    @router.post("/api/tokenize", **body_of(TokenizeBody))
+    async def tokenize(request: Request) -> Response:
+        """The ids of a text."""
+        body, headers = await reported(request, TokenizeBody, desk)
+        async with desk.shelf.use(body.model) as (name, llm):
+            ids = llm.tokenize(body.text, add_special=body.add_special)
+        return JSONResponse({"model": name, "tokens": ids, "count": len(ids)}, headers=headers)
+
+    @router.post("/api/detokenize", **body_of(DetokenizeBody))
+    async def detokenize(request: Request) -> Response:
+        """The text of ids."""
+        body, headers = await reported(request, DetokenizeBody, desk)
+        async with desk.shelf.use(body.model) as (name, llm):
+            text = llm.detokenize(body.tokens, skip_special=False)
+        return JSONResponse({"model": name, "text": text}, headers=headers)
+
+    return router
+
+
+def described(entry: Entry, template: str | None) -> Json:
+    """A model for the list of models."""
+    row: Json = {"name": entry.name, "state": entry.state, "loaded": entry.state == "loaded", "error": entry.error or None}
+    if entry.held is not None:
+        e = entry.held.llm.explain()
+        row |= {
+            "architecture": e.architecture,
+            "backend": e.backend,
+            "device": e.device,
+            "n_ctx": e.n_ctx,
+            "chat": template is not None or entry.held.llm.tokenizer.chat_template is not None,
+            "max_seqs": e.max_seqs,
+            "memory_bytes": {"weights": e.memory.weights, "cache": e.memory.cache, "activations": e.memory.activations},
+            "load_seconds": round(entry.load_seconds, 3),
+            "context_length": e.n_ctx,
+            "memory_usage": e.memory.weights + e.memory.cache + e.memory.activations,
+        }
+    return row
+
+
+def figure(entry: Entry) -> Json:
+    """How busy a model is."""
+    if entry.held is None:
+        return {"name": entry.name, "state": entry.state}
+    activity = entry.held.llm.activity()
+    return {
+        "name": entry.name,
+        "state": entry.state,
+        "running": activity.running,
+        "waiting": activity.waiting,
+        "kv_blocks": activity.n_blocks,
+        "kv_blocks_free": activity.free_blocks,
+    }
+
+
+def summary(result: Result, job: Job, seconds: float) -> Json:
+    """A finished generation in the /api routes' words."""
+    return {
+        "model": job.model,
+        "text": result.text,
+        "tokens_generated": result.usage.completion_tokens,
+        "prompt_tokens": result.usage.prompt_tokens,
+        "cached_tokens": result.usage.cached_tokens,
+        "finish_reason": result.finish_reason,
+        "seed": result.seed,
+        "duration_seconds": round(seconds, 4),
+        "tokens_per_sec": round(rate(result), 2),
+    }
+
+
+def rate(result: Result) -> float:
+    """Tokens a second, the prompt left out."""
+    return result.timings.decode_rate
+
+
+def token_of(chunk: Chunk, job: Job, made: int) -> Json:
+    """One chunk as the stream and the WebSocket show it."""
+    seconds = time.perf_counter() - job.began
+    row: Json = {"token": chunk.text, "token_id": chunk.token_id, "stream": True, "complete": chunk.result is not None}
+    row["tokens_per_sec"] = round(made / seconds, 2) if seconds > 0 else 0.0
+    if chunk.result is not None:
+        row |= {k: v for k, v in summary(chunk.result, job, seconds).items() if k != "text"}
+    return row
+
+
+async def _stream(
+    desk: Desk, request: Request, body: GenerateBody, headers: dict[str, str], write: Callable[[Json], str], media: str
+) -> Response:
+    stack = AsyncExitStack()
+    job = await stack.enter_async_context(
+        desk.job(request.state.caller, body.model, make_of(body, desk.settings.chat_template))
+    )
+
+    async def events() -> AsyncIterator[str]:
+        async with stack:
+            made = 0
+            try:
+                async for chunk in chunks(job, 0, desk.settings.timeout):
+                    made += chunk.token_id is not None
+                    yield write(token_of(chunk, job, made))
+            except QuarrelError as error:
+                yield write(plain_body(refused(error)))
+
+    return StreamingResponse(events(), media_type=media, headers={**SSE, **headers})
+
+
+def _line(row: Json) -> str:
+    return json.dumps(row, ensure_ascii=False) + "\n"
+
+
+def _sse(row: Json) -> str:
+    return f"data: {json.dumps(row, ensure_ascii=False)}\n\n"

@@ -1,0 +1,151 @@
+"""The process: sockets, signals, and an end at which no accepted request is left without an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Iterator
+from types import FrameType
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from quarrel.errors import ConfigError
+from quarrel.server.app import Server
+from quarrel.server.protocol import protocol_for
+from quarrel.server.settings import Settings
+from quarrel.server.socket import MAX_MESSAGE
+
+log = logging.getLogger("quarrel.server")
+
+
+def serve(server: Server, settings: Settings, *, preload: bool = True) -> None:
+    """Listens until a signal (SIGINT, SIGTERM) says to stop. Raises ConfigError if an address cannot be bound."""
+    _allow_many_files()
+    asyncio.run(_serve(server, settings, preload))
+
+
+async def _serve(server: Server, settings: Settings, preload: bool) -> None:
+    main = _Uvicorn(_config(server.app, settings), server)
+    sockets = [_bound(settings.host, settings.port)]
+    log.info("listening on http://%s:%d", *sockets[0].getsockname()[:2])
+    listeners = [main.serve(sockets)]
+    second = None
+    if settings.metrics_port is not None:
+        second = _Uvicorn(_config(_metrics_only(server), settings), None)
+        listeners.append(second.serve([_bound(settings.host, settings.metrics_port)]))
+    loading = asyncio.create_task(_preload(server)) if preload else None
+    with _signals(server, [u for u in (main, second) if u is not None], settings.grace):
+        await asyncio.gather(*listeners)
+    if loading is not None:
+        loading.cancel()
+
+
+async def _preload(server: Server) -> None:
+    for entry in server.desk.shelf.entries():
+        if entry.name == server.desk.shelf.default:
+            with contextlib.suppress(Exception):  # the entry says what went wrong, and so does each request
+                await server.desk.shelf.load(entry.name)
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn without its own signal handlers: several servers share one process here."""
+
+    def __init__(self, config: uvicorn.Config, server: Server | None) -> None:
+        super().__init__(config)
+        self.quarrel = server
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _config(app: object, settings: Settings) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,  # type: ignore[arg-type]
+        http=protocol_for(settings),
+        ws="websockets-sansio",
+        ws_max_size=MAX_MESSAGE + 1024,
+        ws_ping_interval=30.0,
+        ws_ping_timeout=30.0,
+        ws_per_message_deflate=False,
+        timeout_keep_alive=int(settings.idle_timeout),
+        timeout_graceful_shutdown=int(settings.grace) + 1,
+        h11_max_incomplete_event_size=32 << 10,
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        proxy_headers=False,
+        lifespan="on",
+    )
+
+
+@contextlib.contextmanager
+def _signals(server: Server, listeners: list[_Uvicorn], grace: float) -> Iterator[None]:
+    """The first signal stops taking requests and lets those in flight go on for `grace` seconds; the second ends them."""
+    loop = asyncio.get_running_loop()
+    asked = False
+    ending: list[asyncio.Task[None]] = []
+
+    def end() -> None:
+        ending.append(loop.create_task(server.desk.shelf.close()))
+
+    def stop() -> None:
+        nonlocal asked
+        if asked:
+            end()
+            return
+        asked = True
+        server.desk.closing = True
+        log.info("stopping; %d requests in flight may take %g s more", server.desk.active, grace)
+        for listener in listeners:
+            listener.should_exit = True
+        # Closing the models ends every stream with a last event of its own.
+        loop.call_later(grace, end)
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        loop.call_soon_threadsafe(stop)
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(n, handler) for n in numbers]
+    try:
+        yield
+    finally:
+        for number, old in zip(numbers, before, strict=True):
+            signal.signal(number, old)
+
+
+def _metrics_only(server: Server) -> Starlette:
+    async def metrics(request: Request) -> Response:
+        return PlainTextResponse(server.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    return Starlette(routes=[Route("/metrics", metrics)])
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    made = socket.socket(family, socket.SOCK_STREAM)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind((host, port))
+        made.listen(2048)
+    except (OSError, OverflowError) as error:
+        made.close()
+        raise ConfigError(f"{host}:{port} cannot be listened on ({error}): choose another --host or --port") from error
+    made.setblocking(False)
+    return made
+
+
+def _allow_many_files() -> None:
+    """Each connection is a file; the soft limit is often 1024."""
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))

@@ -1,0 +1,121 @@
+"""What a server is told when it starts: flags before `WEBUI_*` variables before defaults."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from quarrel.errors import ConfigError
+
+PORT = 8080
+DATA_DIR = Path("~/.local/share/quarrel").expanduser()
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What one API key, or one address without keys, may use. Requests and tokens are per minute; 0 is no limit."""
+
+    requests: int = 600
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    streams: int = 64
+    """Requests in flight at once."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """See `quarrel serve --help`; times are seconds, sizes bytes."""
+
+    models: tuple[str, ...] = ("demo",)
+    models_dir: Path | None = None
+    host: str = "127.0.0.1"
+    port: int = PORT
+    metrics_port: int | None = None
+    """A second listener with /metrics alone; None serves it on `port` only."""
+    data_dir: Path = DATA_DIR
+    """Where API keys are kept (as hashes)."""
+    origins: tuple[str, ...] = ()
+    """Web origins besides the server's own that browsers may call from."""
+    hosts: tuple[str, ...] = ()
+    """Names in the Host header besides the address that is bound and localhost; a proxy's public name belongs here."""
+    open_access: bool = False
+    """Serve without keys on an address that other machines reach."""
+    strict_api: bool = False
+    """Refuse fields that are not understood, instead of reporting them in a header."""
+    ollama: bool = False
+    chat_template: str | None = None
+    """In place of the models' own."""
+    backend: str = "auto"
+    n_ctx: int | None = None
+    max_seqs: int = 16
+    queue: int = 100
+    """Requests that may wait for each model."""
+    timeout: float = 300.0
+    grace: float = 30.0
+    """How long work in flight may go on after a signal to stop."""
+    body_limit: int = 8 << 20
+    header_timeout: float = 10.0
+    body_timeout: float = 30.0
+    idle_timeout: float = 60.0
+    connections_per_address: int = 64
+    rates: Rates = Rates()
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only this machine can reach it."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def check(self, has_keys: bool) -> None:
+        """Raises `ConfigError` for what is not safe or makes no sense."""
+        for name, port in (("port", self.port), ("metrics port", self.metrics_port)):
+            if port is not None and not 0 <= port <= 65535:
+                raise ConfigError(f"the {name} is {port}, wanted 0 to 65535")
+        if self.metrics_port is not None and self.metrics_port == self.port != 0:
+            raise ConfigError(f"port and metrics port are both {self.port}: give one of them another number")
+        for origin in self.origins:
+            parts = urlsplit(origin)
+            if parts.scheme not in ("http", "https") or not parts.netloc or parts.path not in ("", "/"):
+                raise ConfigError(f"the origin {origin!r} is no origin: wanted one such as https://example.org")
+        if not self.loopback and not has_keys and not self.open_access:
+            raise ConfigError(
+                f"{self.host} can be reached by other machines and there is no API key: make one with"
+                " `quarrel keys create NAME`, bind 127.0.0.1, or say --open-access"
+            )
+
+
+_VARIABLES = {
+    "WEBUI_HOST": "host",
+    "WEBUI_PORT": "port",
+    "WEBUI_METRICS_PORT": "metrics_port",
+    "WEBUI_DATA_DIR": "data_dir",
+    "WEBUI_ALLOWED_ORIGINS": "origins",
+    "MODEL_PATH": "models",
+}
+
+
+def from_environment(variables: Mapping[str, str]) -> dict[str, object]:
+    """The fields of `Settings` that variables set; `ConfigError` names a malformed one."""
+    found: dict[str, object] = {}
+    for variable, field in _VARIABLES.items():
+        value = variables.get(variable, "")
+        if not value:
+            continue
+        if field.endswith("port"):
+            if not (value.isascii() and value.isdigit() and int(value) <= 65535):
+                raise ConfigError(f"{variable} is {value!r}, wanted a port from 0 to 65535")
+            found[field] = int(value)
+        elif field == "origins":
+            found[field] = tuple(v.strip() for v in value.split(",") if v.strip())
+        elif field == "models":
+            found[field] = (value,)
+        else:
+            found[field] = Path(value) if field == "data_dir" else value
+    return found

@@ -1,0 +1,151 @@
+"""The models that a server offers: loaded when wanted, swapped while old requests finish on old weights."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from quarrel.errors import QuarrelError
+from quarrel.llm import LLM
+from quarrel.server.errors import Refused, refused
+
+State = Literal["unloaded", "loading", "loaded", "failed"]
+Load = Callable[[str], LLM]
+log = logging.getLogger("quarrel.server")
+
+
+class Held:
+    """A loaded model and how many requests it serves; closed when it is retired and the last one has ended."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self.users = 0
+        self._retired = False
+
+    def take(self) -> None:
+        self.users += 1
+
+    def drop(self) -> None:
+        self.users -= 1
+        self._close_if_done()
+
+    def retire(self) -> None:
+        self._retired = True
+        self._close_if_done()
+
+    def _close_if_done(self) -> None:
+        if self._retired and not self.users:
+            # Closing waits for the step that runs.
+            asyncio.get_running_loop().run_in_executor(None, self.llm.close)
+
+
+@dataclass
+class Entry:
+    """One offered model. `name` is what requests say, `source` what is loaded."""
+
+    name: str
+    source: str
+    state: State = "unloaded"
+    held: Held | None = None
+    error: str = ""
+    created: int = 0
+    load_seconds: float = 0.0
+
+
+class Shelf:
+    """Models by name. For one event loop; loading runs on a thread."""
+
+    def __init__(self, sources: Iterable[str], folder: Path | None, load: Load) -> None:
+        self._load = load
+        self._folder = folder
+        self._entries: dict[str, Entry] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+        for source in sources:
+            name = name_of(source)
+            self._entries[name] = Entry(name, source, created=int(time.time()))
+        self.default = next(iter(self._entries), None)
+
+    def entries(self) -> list[Entry]:
+        """What can be asked for, the models in the folder included."""
+        if self._folder is not None:
+            for path in sorted(self._folder.glob("*.gguf")):
+                name = name_of(str(path))
+                if name not in self._entries:
+                    self._entries[name] = Entry(name, str(path), created=int(path.stat().st_mtime))
+        return list(self._entries.values())
+
+    def entry(self, name: str | None) -> Entry:
+        """The model of that name, the first one for None or an empty name."""
+        wanted = name or self.default
+        for entry in self.entries():
+            if wanted is None or entry.name == wanted:
+                return entry
+        known = ", ".join(e.name for e in self.entries()) or "none"
+        raise Refused(404, "model_not_found", f"there is no model {str(wanted)[:80]!r} here, wanted one of {known}")
+
+    @asynccontextmanager
+    async def use(self, name: str | None) -> AsyncIterator[tuple[str, LLM]]:
+        """The model for one request, loaded if it was not. It stays open until the block ends, whatever else happens."""
+        entry = self.entry(name)
+        if entry.held is None:
+            await self.load(entry.name)
+        held = entry.held
+        if held is None:
+            raise Refused(503, "model_unloaded", f"{entry.name} was unloaded: ask again", retry_after=1.0)
+        held.take()
+        try:
+            yield entry.name, held.llm
+        finally:
+            held.drop()
+
+    async def load(self, name: str, *, again: bool = False) -> Entry:
+        """Loads a model, or with `again` a fresh copy in place of the one that runs, which ends with its last request."""
+        entry = self.entry(name)
+        async with self._locks.setdefault(entry.name, asyncio.Lock()):
+            if entry.held is not None and not again:
+                return entry
+            before = entry.held
+            entry.state = "loading" if before is None else "loaded"
+            began = time.perf_counter()
+            try:
+                llm = await asyncio.to_thread(self._load, entry.source)
+            except QuarrelError as error:
+                entry.error = str(error)
+                entry.state = "failed" if before is None else "loaded"
+                raise refused(error) from error
+            except BaseException:
+                entry.state = "unloaded" if before is None else "loaded"
+                raise
+            entry.held, entry.state, entry.error = Held(llm), "loaded", ""
+            entry.load_seconds = time.perf_counter() - began
+            log.info("loaded %s in %.1f s", entry.name, entry.load_seconds)
+            if before is not None:
+                before.retire()
+        return entry
+
+    async def unload(self, name: str) -> Entry:
+        """Takes a model out; requests that use it finish."""
+        entry = self.entry(name)
+        async with self._locks.setdefault(entry.name, asyncio.Lock()):
+            held, entry.held, entry.state = entry.held, None, "unloaded"
+            if held is not None:
+                held.retire()
+        return entry
+
+    async def close(self) -> None:
+        """Closes every model at once; what runs is cancelled."""
+        for entry in self._entries.values():
+            held, entry.held, entry.state = entry.held, None, "unloaded"
+            if held is not None:
+                await asyncio.to_thread(held.llm.close)
+
+
+def name_of(source: str) -> str:
+    """What a model is called: a file by its name without `.gguf`, others as they are named."""
+    return Path(source).name.removesuffix(".gguf") if source.endswith(".gguf") else source

@@ -1,0 +1,199 @@
+"""/ws: generation over a WebSocket, in the web page's messages.
+
+In: `inference`, `stop`, `status`, `ping`. Out: `inference` (a token, or the end), `status`, `error`, `metrics`. Requests on
+one connection run side by side and carry the `request_id` that they came with; `stop` ends one of them, or all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import secrets
+from typing import Any
+
+from fastapi import APIRouter, WebSocket
+from starlette.websockets import WebSocketDisconnect, WebSocketState
+
+from quarrel.errors import QuarrelError
+from quarrel.server.body import ignored, parsed
+from quarrel.server.errors import Refused, refused, word
+from quarrel.server.metrics import Metrics
+from quarrel.server.rest import figure, make_of, token_of
+from quarrel.server.schemas import GenerateBody
+from quarrel.server.work import Desk, chunks
+
+MAX_MESSAGE = 512 << 10
+MAX_CONNECTIONS = 1024
+OUT_QUEUE = 256
+"""Messages that may wait for a slow reader; one more and it is cut off."""
+MAX_RUNNING = 16
+METRICS_EVERY = 5.0
+PROTOCOL = "quarrel"
+
+Json = dict[str, Any]
+log = logging.getLogger("quarrel.server")
+
+
+def routes(desk: Desk, metrics: Metrics) -> APIRouter:
+    """The one WebSocket route."""
+    router = APIRouter()
+    open_now: set[Connection] = set()
+
+    @router.websocket("/ws")
+    async def ws(socket: WebSocket) -> None:
+        if len(open_now) >= MAX_CONNECTIONS:
+            await socket.close(1013, "too many connections")
+            return
+        offered = socket.scope.get("subprotocols", [])
+        await socket.accept(PROTOCOL if PROTOCOL in offered else None)
+        connection = Connection(socket, desk, metrics)
+        open_now.add(connection)
+        metrics.connections.inc()
+        try:
+            await connection.run()
+        finally:
+            open_now.discard(connection)
+            metrics.connections.dec()
+
+    return router
+
+
+class Connection:
+    """One browser tab. What it runs ends with it."""
+
+    def __init__(self, socket: WebSocket, desk: Desk, metrics: Metrics) -> None:
+        self._socket, self._desk, self._metrics = socket, desk, metrics
+        self._caller: str = socket.scope["state"]["caller"]
+        self._out: asyncio.Queue[Json] = asyncio.Queue(OUT_QUEUE)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Until either side goes."""
+        self._say("status", {"connected": True, "models": [e.name for e in self._desk.shelf.entries()]})
+        writer, ticker = asyncio.create_task(self._write()), asyncio.create_task(self._tick())
+        reader = asyncio.create_task(self._read())
+        try:
+            await asyncio.wait({writer, reader}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            tasks = [writer, ticker, reader, *self._tasks.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if self._socket.application_state is WebSocketState.CONNECTED:
+                with contextlib.suppress(RuntimeError, WebSocketDisconnect):  # the other side was faster
+                    await self._socket.close(1001 if self._desk.closing else 1000)
+
+    async def _read(self) -> None:
+        while True:
+            try:
+                text = await self._socket.receive_text()
+            except (WebSocketDisconnect, KeyError, RuntimeError):  # KeyError: a binary message
+                return
+            self._metrics.messages.labels("in").inc()
+            try:
+                self._take(text)
+            except QuarrelError as error:
+                self._fail(refused(error))
+
+    def _take(self, text: str) -> None:
+        if len(text) > MAX_MESSAGE:
+            raise Refused(400, "invalid_request", f"a message of {len(text)} characters, wanted at most {MAX_MESSAGE}")
+        try:
+            message = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise Refused(400, "invalid_request", "the message is not JSON") from error
+        kind = message.get("type") if isinstance(message, dict) else None
+        payload = message.get("payload") or {} if isinstance(message, dict) else {}
+        if not isinstance(payload, dict):
+            raise Refused(400, "invalid_request", "payload is no object")
+        if kind == "inference":
+            self._start(payload)
+        elif kind == "stop":
+            self._stop(payload.get("request_id"))
+        elif kind == "status":
+            models = [figure(e) for e in self._desk.shelf.entries()]
+            self._say("status", {"connected": True, "models": [m["name"] for m in models], "details": models})
+        elif kind == "ping":
+            self._say("pong", {})
+        else:
+            raise Refused(
+                400, "unknown_type", f"a message of type {str(kind)[:40]!r}: wanted inference, stop, status or ping"
+            )
+
+    def _start(self, payload: Json) -> None:
+        body = parsed(json.dumps(payload), GenerateBody)
+        ignored(body, self._desk, "/ws")
+        if len(self._tasks) >= MAX_RUNNING:
+            raise Refused(429, "queue_full", f"{MAX_RUNNING} requests run on this connection already")
+        id = body.request_id or "ws-" + secrets.token_hex(6)
+        if id in self._tasks:
+            raise Refused(400, "invalid_request", f"the request {id!r} runs already")
+        task = asyncio.create_task(self._generate(id, body))
+        self._tasks[id] = task
+        task.add_done_callback(lambda _: self._tasks.pop(id, None))
+
+    def _stop(self, id: object) -> None:
+        for name, task in list(self._tasks.items()):
+            if id is None or name == id:
+                task.cancel()
+
+    async def _generate(self, id: str, body: GenerateBody) -> None:
+        try:
+            entry = self._desk.shelf.entry(body.model)
+            self._say("status", {"state": "generating" if entry.held else "loading", "request_id": id})
+            async with self._desk.job(self._caller, body.model, make_of(body, self._desk.settings.chat_template)) as job:
+                self._metrics.requests.labels(job.model, "ws").inc()
+                made, text = 0, []
+                async for chunk in chunks(job, 0, self._desk.settings.timeout):
+                    made += chunk.token_id is not None
+                    text.append(chunk.text)
+                    row = {**token_of(chunk, job, made), "request_id": id}
+                    if body.stream is False:
+                        if chunk.result is None:
+                            continue
+                        row["token"], row["stream"] = chunk.result.text, False
+                    self._say("inference", row)
+        except QuarrelError as error:
+            self._fail(refused(error), id)
+        except asyncio.CancelledError:
+            self._say("inference", {"token": "", "complete": True, "finish_reason": "cancelled", "request_id": id})
+            raise
+        except Exception:
+            log.exception("a request on a WebSocket failed")
+            self._fail(Refused(500, "internal", "the server failed at this request: its log says why"), id)
+
+    def _say(self, kind: str, payload: Json) -> None:
+        try:
+            self._out.put_nowait({"type": kind, "payload": payload})
+        except asyncio.QueueFull:
+            # A reader that does not read: what it runs is ended, and so is the connection.
+            for task in self._tasks.values():
+                task.cancel()
+            self._out = asyncio.Queue()
+            self._out.put_nowait({"type": "close", "payload": {}})
+
+    def _fail(self, error: Refused, id: str | None = None) -> None:
+        self._metrics.errors.labels(error.code).inc()
+        payload: Json = {"code": word(error), "message": str(error)}
+        if id is not None:
+            payload["request_id"] = id
+        self._say("error", payload)
+
+    async def _write(self) -> None:
+        while True:
+            message = await self._out.get()
+            if message["type"] == "close":
+                return
+            try:
+                await self._socket.send_text(json.dumps(message, ensure_ascii=False))
+            except (WebSocketDisconnect, RuntimeError):
+                return
+            self._metrics.messages.labels("out").inc()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(METRICS_EVERY)
+            models = [figure(e) for e in self._desk.shelf.entries()]
+            self._say("metrics", {"active": self._desk.active, "models": models})

@@ -1,0 +1,61 @@
+"""Calls of tools in what a model wrote: found by plain search, parsed as JSON, in the forms that templates teach."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+OPENING, CLOSING = "<tool_call>", "</tool_call>"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call; `arguments` is JSON text, as OpenAI's clients expect."""
+
+    name: str
+    arguments: str
+
+    def body(self, index: int) -> dict[str, object]:
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"index": index, "id": "call_" + secrets.token_hex(12), "type": "function", "function": function}
+
+
+def split_calls(text: str, names: Sequence[str]) -> tuple[str, list[Call]]:
+    """The text without its calls, and the calls, of tools in `names` only: Hermes' tags, or nothing but JSON objects.
+
+    What does not parse stays text: a caller sees what the model wrote.
+    """
+    kept, calls, at = [], [], 0
+    while (begin := text.find(OPENING, at)) >= 0:
+        end = text.find(CLOSING, begin)
+        stop = len(text) if end < 0 else end
+        call = _call(text[begin + len(OPENING) : stop], names)
+        after = stop if end < 0 else end + len(CLOSING)
+        kept.append(text[at : begin if call else after])
+        calls += call
+        at = after
+    kept.append(text[at:])
+    rest = "".join(kept)
+    if not calls:
+        whole = _call(rest, names)
+        if whole:
+            return "", whole
+    return (rest.strip() if calls else rest), calls
+
+
+def _call(text: str, names: Sequence[str]) -> list[Call]:
+    """The calls that a JSON object or a list of them makes; none if anything else is in it."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return []
+    calls = []
+    for entry in found if isinstance(found, list) else [found]:
+        name = entry.get("name") if isinstance(entry, dict) else None
+        if not isinstance(name, str) or name not in names:
+            return []
+        arguments = entry.get("arguments", entry.get("parameters", {}))
+        calls.append(Call(name, arguments if isinstance(arguments, str) else json.dumps(arguments)))
+    return calls

@@ -1,0 +1,143 @@
+"""One request's way through the engine: admission, tokenizing, limits, deadline, and an end whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from starlette.requests import Request as HTTPRequest
+
+from quarrel.engine import AsyncStream, Chunk, Request, Result
+from quarrel.llm import LLM
+from quarrel.server.errors import Refused
+from quarrel.server.limits import Limiter
+from quarrel.server.settings import Settings
+from quarrel.server.shelf import Shelf
+
+T = TypeVar("T")
+Make = Callable[[LLM], Sequence[Request]]
+
+
+@dataclass
+class Job:
+    """A request that was let in: its streams, one a prompt."""
+
+    model: str
+    llm: LLM
+    requests: Sequence[Request]
+    streams: Sequence[AsyncStream]
+    closing: Callable[[], bool]
+    began: float = field(default_factory=time.perf_counter)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(r.tokens) for r in self.requests)
+
+
+class Desk:
+    """Where requests are taken in. One per application."""
+
+    def __init__(self, shelf: Shelf, settings: Settings, limiter: Limiter) -> None:
+        self.shelf, self.settings, self.limiter = shelf, settings, limiter
+        self.closing = False
+        self.active = 0
+        self._seconds = 1.0
+        """A request's usual time, from those that ended: what a refused caller is told to wait."""
+
+    @asynccontextmanager
+    async def job(self, caller: str, model: str | None, make: Make) -> AsyncIterator[Job]:
+        """Runs what `make` prepares on a thread; leaving the block cancels what has not ended."""
+        if self.closing:
+            raise Refused(503, "server_shutdown", "the server is going down: ask again in a moment", retry_after=5.0)
+        with self.limiter.stream(caller):
+            async with self.shelf.use(model) as (name, llm):
+                self._check_queue(name, llm)
+                requests = await asyncio.to_thread(make, llm)
+                prompt = sum(len(r.tokens) for r in requests)
+                wanted = sum((r.params.max_tokens or 0) * r.params.n for r in requests)
+                self.limiter.charge(caller, "prompt_tokens", prompt)
+                self.limiter.charge(caller, "output_tokens", wanted)
+                self.active += 1
+                job = Job(name, llm, requests, [llm.submit(r) for r in requests], lambda: self.closing)
+                try:
+                    yield job
+                finally:
+                    self.active -= 1
+                    for stream in job.streams:
+                        stream.cancel()
+                    self._settle(caller, job, wanted)
+
+    async def embed(self, caller: str, llm: LLM, texts: Sequence[Any], dimensions: int | None) -> Any:
+        """Vectors of texts (`LLM.embed`)."""
+        with self.limiter.stream(caller):
+            return await asyncio.to_thread(llm.embed, texts, dimensions=dimensions)  # type: ignore[attr-defined]
+
+    def _check_queue(self, name: str, llm: LLM) -> None:
+        waiting = llm.activity().waiting
+        if waiting >= self.settings.queue:
+            wait = max(1.0, self._seconds * waiting / max(1, self.settings.max_seqs))
+            message = f"{waiting} requests wait for {name} already: try again in {wait:.0f} s"
+            raise Refused(503, "queue_full", message, retry_after=wait)
+
+    def _settle(self, caller: str, job: Job, wanted: int) -> None:
+        results = [s.result for s in job.streams]
+        used = sum(_tokens(r) for r in results if r is not None)
+        self.limiter.refund(caller, "output_tokens", max(0, wanted - used))
+        self._seconds += 0.1 * (time.perf_counter() - job.began - self._seconds)
+
+
+async def chunks(job: Job, which: int, timeout: float) -> AsyncIterator[Chunk]:
+    """The chunks of one stream; a request that takes longer than the server allows ends with `Refused`."""
+    end = job.began + timeout
+    stream = job.streams[which]
+    while True:
+        try:
+            async with asyncio.timeout(max(0.0, end - time.perf_counter())):
+                chunk = await anext(stream)
+        except StopAsyncIteration:
+            return
+        except TimeoutError as error:
+            raise Refused(504, "timeout", f"the request took more than {timeout:g} s and was ended") from error
+        reason = chunk.result.finish_reason if chunk.result is not None else None
+        if reason == "cancelled" and job.closing():
+            raise Refused(503, "server_shutdown", "the server went down before the answer was complete")
+        if reason == "error" and chunk.result is not None:
+            raise Refused(500, "engine_error", chunk.result.error or "the model failed")
+        yield chunk
+
+
+async def results(job: Job, timeout: float) -> list[Result]:
+    """Every stream's result."""
+    for i in range(len(job.streams)):
+        async for _ in chunks(job, i, timeout):
+            pass
+    found = [s.result for s in job.streams]
+    return [r for r in found if r is not None]
+
+
+async def unless_gone(request: HTTPRequest, work: Awaitable[T]) -> T:
+    """The work's result; the caller going away cancels it, also where nothing is written until the end."""
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Refused(499, "client_gone", "the caller has gone")
+        return task.result()
+    finally:
+        for each in (task, watch):
+            each.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _gone(request: HTTPRequest) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _tokens(result: Result) -> int:
+    return result.usage.completion_tokens + sum(r.usage.completion_tokens for r in result.alternatives)
