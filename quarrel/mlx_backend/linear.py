@@ -14,7 +14,6 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from quarrel.gguf import GGMLType
 from quarrel.mlx_backend.maps import Job, Map
 from quarrel.mlx_backend.matmul import matmul
 from quarrel.mlx_backend.matvec import matvec
@@ -109,12 +108,8 @@ def _accepts_norm(spec: NormLinearSpec | NormGateUpSpec) -> str | None:
         return f"needs one rms norm of the row, got {spec.norm.kind} norm in {spec.norm.groups} groups"
     if len(linears) > _MOST_MAPS:
         return f"needs at most {_MOST_MAPS} maps, got {len(linears)}"
-    foreign = [s.type.name for s in linears if s.type not in _FUSED]
-    return f"needs {', '.join(t.name for t in _FUSED)}, got {foreign[0]}" if foreign else None
+    return None
 
-
-_FUSED = (GGMLType.Q4_K, GGMLType.Q5_K, GGMLType.Q6_K, GGMLType.Q8_0, GGMLType.Q4_0, GGMLType.MXFP4)
-"""Of the other formats decoding takes so many instructions that a norm of the row in each lane would show."""
 
 IMPLEMENTATIONS = (
     Implementation(LINEAR, "matvec and matmul", build_linear),

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-from quarrel.mlx_backend import attention, elementwise, embedding, encode, experts, norm, recurrent, rope, route, sample
+from quarrel.mlx_backend import (
+    attention,
+    elementwise,
+    embedding,
+    encode,
+    experts,
+    linear,
+    norm,
+    recurrent,
+    rope,
+    route,
+    sample,
+)
 from quarrel.ops.registry import Registry
 
-FAMILIES = (attention, elementwise, embedding, encode, experts, norm, recurrent, rope, route, sample)
+FAMILIES = (attention, elementwise, embedding, encode, experts, linear, norm, recurrent, rope, route, sample)
 
 REGISTRY = Registry("mlx", [i for family in FAMILIES for i in family.IMPLEMENTATIONS])
