@@ -20,6 +20,7 @@ from quarrel.triton_backend import (
     embedding,
     encode,
     experts,
+    few,
     linear,
     mixer,
     norm,
@@ -27,6 +28,7 @@ from quarrel.triton_backend import (
     rope,
     route,
     sample,
+    scan1,
 )
 from quarrel.triton_backend.cache import allocate, allocate_state, cache_bytes
 from quarrel.triton_backend.inputs import InputBuffer, most_items
@@ -35,7 +37,9 @@ from quarrel.triton_backend.runtime import DTYPES, INTERPRETED
 from quarrel.triton_backend.step import TritonStep
 from quarrel.triton_backend.weights import Weights, device_bytes, refs_of
 
-FAMILIES = (attention, elementwise, embedding, encode, experts, linear, mixer, norm, recurrent, rope, route, sample)
+FAMILIES = (
+    few, attention, elementwise, embedding, encode, experts, linear, mixer, norm, recurrent, rope, route, sample, scan1,
+)  # fmt: skip
 REGISTRY = Registry(
     "triton",
     [i for family in FAMILIES for i in family.IMPLEMENTATIONS],

@@ -18,7 +18,7 @@ import triton.language as tl
 from quarrel.ops.contract import Operand
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
-from quarrel.ops.state import CONV, SCAN1, SCAN2, ConvSpec, Scan1Spec, Scan2Spec
+from quarrel.ops.state import CONV, SCAN2, ConvSpec, Scan2Spec
 from quarrel.triton_backend.attention import find
 from quarrel.triton_backend.elementwise import activate
 from quarrel.triton_backend.runtime import Launch, Live, Site, Slot, cdiv, power_of_two
@@ -134,47 +134,6 @@ def scan2_rows(
     tl.store(state + at, h, mask=ok & (new + 0 * n > 0)[None, :])
 
 
-@triton.jit
-def _scan1_token(x, dt, b, c, row, end, channel, n, c_ok, n_ok, C: tl.constexpr, N: tl.constexpr):
-    c_ok = c_ok & (row + 0 * channel < end)
-    n_ok = n_ok & (row + 0 * n < end)
-    value = tl.load(x + row * C + channel, mask=c_ok, other=0.0).to(tl.float32)
-    size = tl.load(dt + row * C + channel, mask=c_ok, other=0.0).to(tl.float32)
-    b_t = tl.load(b + row * N + n, mask=n_ok, other=0.0).to(tl.float32)
-    return value, size, b_t, tl.load(c + row * N + n, mask=n_ok, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def scan1_rows(
-    y, x, dt, b, c, a, d, query_start, kv_len, state_slots, state,
-    C: tl.constexpr, N: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    seq = tl.program_id(0)
-    begin = tl.load(query_start + seq)
-    new = tl.load(query_start + seq + 1) - begin
-    past = tl.load(kv_len + seq) - new
-    channel = tl.program_id(1) * BC + tl.arange(0, BC)
-    n = tl.arange(0, BN)
-    c_ok, n_ok = channel < C, n < N
-    ok = c_ok[:, None] & n_ok[None, :]
-    at = (tl.load(state_slots + seq).to(tl.int64) * C + channel)[:, None] * N + n[None, :]
-    h = tl.load(state + at, mask=ok & (past + 0 * n > 0)[None, :], other=0.0)  # [BC, BN]
-    decay = tl.load(a + channel[:, None] * N + n[None, :], mask=ok, other=0.0)
-    skip = tl.load(d + channel, mask=c_ok, other=0.0)
-    first = tl.cast(begin, tl.int64)
-    end = first + new
-    value, size, b_t, c_t = _scan1_token(x, dt, b, c, first, end, channel, n, c_ok, n_ok, C, N)
-    for t in range(new):
-        row = first + t
-        next_value, next_size, next_b, next_c = _scan1_token(x, dt, b, c, row + 1, end, channel, n, c_ok, n_ok, C, N)
-        step = softplus(size)
-        h = tl.exp(step[:, None] * decay) * h + (step * value)[:, None] * b_t[None, :]
-        out = tl.sum(h * c_t[None, :], 1) + skip * value
-        tl.store(y + row * C + channel, out.to(y.dtype.element_ty), mask=c_ok)
-        value, size, b_t, c_t = next_value, next_size, next_b, next_c
-    tl.store(state + at, h, mask=ok & (new + 0 * n > 0)[None, :])
-
-
 @dataclass(frozen=True)
 class Held:
     """What an op with a state keeps on the device: float32 weights, the table of sequences, the state."""
@@ -252,28 +211,7 @@ class Scan2:
         )  # fmt: skip
 
 
-def build_scan1(site: Site, node: Node) -> Launch:
-    """SCAN1: x, dt `[T, channels]`, b, c `[T, n_state]`, a `[channels, n_state]`, state `[slots, channels, n_state]`."""
-    spec: Scan1Spec = node.spec
-    rows = [site.slot(i) for i in node.inputs[:4]]  # type: ignore[arg-type]
-    vectors = [site.vector(i) for i in node.inputs[4:6]]  # type: ignore[arg-type]
-    query_start, kv_len, slots = (site.slot(i) for i in node.inputs[6:9])  # type: ignore[arg-type]
-    state, target = site.state(node.inputs[9]), site.slot(node.outputs[0])  # type: ignore[arg-type]
-    states = power_of_two(spec.n_state)
-    channels = min(power_of_two(spec.channels), max(1, _STATES // states))
-
-    def run(live: Live) -> None:
-        site.launch(
-            scan1_rows, (live.S, cdiv(spec.channels, channels)),
-            target.tensor, *(r.tensor for r in rows), *vectors, query_start.tensor, kv_len.tensor, slots.tensor, state,
-            C=spec.channels, N=spec.n_state, BC=channels, BN=states,
-        )  # fmt: skip
-
-    return run
-
-
 IMPLEMENTATIONS = (
     Implementation(CONV, "rows, then state", build_conv),
     Implementation(SCAN2, "chunks, or token by token", build_scan2),
-    Implementation(SCAN1, "token by token", build_scan1),
 )

@@ -1,0 +1,186 @@
+"""The Mamba-1 scan, alone or with the gate behind it: one token after the other, with the state in registers.
+
+Steps are one launch. Prompts are cut into chunks of BT tokens, which all run at once, in three launches: what each chunk adds
+to a state of zero, and the sum of its step sizes, as a chunk decays by exp(A sum); the states between chunks, one after the
+other; then every chunk again, from the state before it. Chunks begin at multiples of BT of a sequence's positions.
+The next token is loaded while the state takes this one: its way from memory is longer than its arithmetic.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quarrel.ops.mixer import SCAN1_GATE
+from quarrel.ops.program import Node
+from quarrel.ops.registry import Implementation
+from quarrel.ops.state import SCAN1, Scan1Spec
+from quarrel.triton_backend.elementwise import activate
+from quarrel.triton_backend.runtime import Launch, Live, Site, cdiv, power_of_two
+from quarrel.triton_backend.ssd import find_chunk, softplus
+
+_CHUNK = 64
+_STATES = 1024  # to a program, 8 a thread
+
+
+@triton.jit
+def _token(x, dt, b, c, row, end, channel, n, c_ok, n_ok, C: tl.constexpr, N: tl.constexpr):
+    # Blocks of conditions throughout: the interpreter makes an integer of a scalar one and a block.
+    c_ok = c_ok & (row + 0 * channel < end)
+    n_ok = n_ok & (row + 0 * n < end)
+    value = tl.load(x + row * C + channel, mask=c_ok, other=0.0).to(tl.float32)
+    size = tl.load(dt + row * C + channel, mask=c_ok, other=0.0).to(tl.float32)
+    b_t = tl.load(b + row * N + n, mask=n_ok, other=0.0).to(tl.float32)
+    return value, size, b_t, tl.load(c + row * N + n, mask=n_ok, other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["seqs"])
+def scan1_rows(
+    y, z, x, dt, b, c, a, d, query_start, kv_len, state_slots, state, between, firsts, seqs,
+    C: tl.constexpr, N: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, WIDE: tl.constexpr,
+    WHAT: tl.constexpr, GATE: tl.constexpr,
+):  # fmt: skip
+    """WHAT is "steps", "ends" (what a chunk adds) or "rows" (its results).
+
+    `between` holds the state behind each chunk but a sequence's first, at WIDE floats a token; `firsts` those.
+    """
+    item = tl.program_id(0)
+    channel = tl.program_id(1) * BC + tl.arange(0, BC)
+    n = tl.arange(0, BN)
+    c_ok, n_ok = channel < C, n < N
+    ok = c_ok[:, None] & n_ok[None, :]
+    seq = item
+    if WHAT != "steps":
+        seq = find_chunk(query_start, seqs, item, BT)
+    begin = tl.load(query_start + seq)
+    new = tl.load(query_start + seq + 1) - begin
+    past = tl.load(kv_len + seq) - new
+    first = begin * 0
+    if WHAT == "steps":
+        if new != 1:
+            return
+    else:
+        first = (item - (begin // BT + 2 * seq)) * BT - past % BT
+        if (new < 2) | (first >= new):
+            return
+        if (WHAT == "ends") & (first + BT >= new):
+            return
+    cell = channel[:, None] * N + n[None, :]
+    p_state = state + tl.load(state_slots + seq).to(tl.int64) * (C * N) + cell
+    decay = tl.load(a + cell, mask=ok, other=0.0)
+    skip = tl.load(d + channel, mask=c_ok, other=0.0)
+    total = tl.zeros([BC], tl.float32)
+    h = tl.zeros([BC, BN], tl.float32)
+    if WHAT != "ends":
+        if first <= 0:
+            h = tl.load(p_state, mask=ok & (past + 0 * n > 0)[None, :], other=0.0)
+        elif first <= BT:
+            h = tl.load(firsts + seq.to(tl.int64) * (C * N + C) + cell, mask=ok, other=0.0)
+        else:
+            h = tl.load(between + (begin.to(tl.int64) + first - BT) * WIDE + cell, mask=ok, other=0.0)
+    start = begin.to(tl.int64) + tl.maximum(first, 0)
+    end = begin.to(tl.int64) + tl.minimum(first + BT, new)
+    value, size, b_t, c_t = _token(x, dt, b, c, start, end, channel, n, c_ok, n_ok, C, N)
+    for t in range((end - start).to(tl.int32)):
+        row = start + t
+        next_value, next_size, next_b, next_c = _token(x, dt, b, c, row + 1, end, channel, n, c_ok, n_ok, C, N)
+        step = softplus(size)
+        h = tl.exp(step[:, None] * decay) * h + (step * value)[:, None] * b_t[None, :]
+        if WHAT == "ends":
+            total += step
+        else:
+            out = tl.sum(h * c_t[None, :], 1) + skip * value
+            if GATE:
+                out *= activate(tl.load(z + row * C + channel, mask=c_ok, other=0.0).to(tl.float32), "silu")
+            tl.store(y + row * C + channel, out.to(y.dtype.element_ty), mask=c_ok)
+        value, size, b_t, c_t = next_value, next_size, next_b, next_c
+    if WHAT == "ends":
+        p_end = between + (begin.to(tl.int64) + first) * WIDE
+        if first <= 0:
+            p_end = firsts + seq.to(tl.int64) * (C * N + C)
+        tl.store(p_end + cell, h, mask=ok)
+        tl.store(p_end + C * N + channel, total, mask=c_ok)
+    elif first + BT >= new:
+        tl.store(p_state, h, mask=ok)
+
+
+@triton.jit
+def scan1_join(
+    a, query_start, kv_len, state_slots, state, between, firsts,
+    C: tl.constexpr, N: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Adds the state before each chunk, decayed, to what the chunk adds."""
+    seq = tl.program_id(0)
+    channel = tl.program_id(1) * BC + tl.arange(0, BC)
+    n = tl.arange(0, BN)
+    c_ok = channel < C
+    ok = c_ok[:, None] & (n < N)[None, :]
+    begin = tl.load(query_start + seq)
+    new = tl.load(query_start + seq + 1) - begin
+    past = tl.load(kv_len + seq) - new
+    if new < 2:
+        return
+    cell = channel[:, None] * N + n[None, :]
+    p_state = state + tl.load(state_slots + seq).to(tl.int64) * (C * N) + cell
+    h = tl.load(p_state, mask=ok & (past + 0 * n > 0)[None, :], other=0.0)
+    decay = tl.load(a + cell, mask=ok, other=0.0)
+    first = 0 - past % BT
+    p_end = firsts + seq.to(tl.int64) * (C * N + C)
+    added = tl.load(p_end + cell, mask=ok & (first + BT + 0 * n < new)[None, :], other=0.0)
+    total = tl.load(p_end + C * N + channel, mask=c_ok & (first + BT + 0 * channel < new), other=0.0)
+    for at in range(first, new - BT, BT):
+        p_next = between + (begin.to(tl.int64) + at + BT) * WIDE
+        next_added = tl.load(p_next + cell, mask=ok & (at + 2 * BT + 0 * n < new)[None, :], other=0.0)
+        next_total = tl.load(p_next + C * N + channel, mask=c_ok & (at + 2 * BT + 0 * channel < new), other=0.0)
+        h = tl.exp(decay * total[:, None]) * h + added
+        tl.store(p_end + cell, h, mask=ok)
+        p_end, added, total = p_next, next_added, next_total
+
+
+def build_scan1(site: Site, node: Node) -> Launch:
+    """SCAN1: x, dt `[T, channels]`, b, c `[T, n_state]`, a `[channels, n_state]`, state `[slots, channels, n_state]`.
+
+    SCAN1_GATE: the same behind z `[T, channels]`.
+    """
+    spec: Scan1Spec = node.spec
+    gate = node.op is SCAN1_GATE
+    *before, x, dt, b, c, a, d, query_start, kv_len, slots, state = node.inputs
+    rows = [site.slot(i) for i in (*before, x, dt, b, c)]  # type: ignore[arg-type]
+    weights = [site.vector(i) for i in (a, d)]  # type: ignore[arg-type]
+    starts = [site.slot(i) for i in (query_start, kv_len, slots)]  # type: ignore[arg-type]
+    held, target = site.state(state), site.slot(node.outputs[0])  # type: ignore[arg-type]
+    states = power_of_two(spec.n_state)
+    channels = min(power_of_two(spec.channels), max(1, _STATES // states))
+    blocks = cdiv(spec.channels, channels)
+    size = spec.channels * (spec.n_state + 1)
+    between, firsts = site.scratch("T", cdiv(size, _CHUNK)), site.scratch("S", size)
+    shape = {
+        "C": spec.channels, "N": spec.n_state, "BC": channels, "BN": states, "BT": _CHUNK, "WIDE": cdiv(size, _CHUNK),
+    }  # fmt: skip
+
+    def run(live: Live) -> None:
+        given = [r.tensor for r in rows] if gate else [target.tensor, *(r.tensor for r in rows)]
+        ragged = [s.tensor for s in starts]
+        kept = (held, between.tensor, firsts.tensor)
+
+        def scan(items: int, what: str) -> None:
+            site.launch(
+                scan1_rows, (items, blocks), target.tensor, *given, *weights, *ragged, *kept, live.S,
+                **shape, WHAT=what, GATE=gate,
+            )  # fmt: skip
+
+        if live.several:
+            items = live.T // _CHUNK + 2 * live.S
+            scan(items, "ends")
+            site.launch(scan1_join, (live.S, blocks), weights[0], *ragged, *kept, **shape)
+            scan(items, "rows")
+        if live.single:
+            scan(live.S, "steps")
+
+    return run
+
+
+IMPLEMENTATIONS = (
+    Implementation(SCAN1, "chunks of tokens, in order", build_scan1),
+    Implementation(SCAN1_GATE, "chunks of tokens, in order", build_scan1),
+)
