@@ -1,6 +1,6 @@
 """The Mamba-1 scan, alone or with the gate behind it: one token after the other, with the state in registers.
 
-Steps are one launch. Prompts are cut into chunks of BT tokens, which all run at once, in three launches: what each chunk adds
+Steps are one launch. Prompts are cut into chunks of BT tokens, which all run at once, in three launches: what a chunk adds
 to a state of zero, and the sum of its step sizes, as a chunk decays by exp(A sum); the states between chunks, one after the
 other; then every chunk again, from the state before it. Chunks begin at multiples of BT of a sequence's positions.
 The next token is loaded while the state takes this one: its way from memory is longer than its arithmetic.
