@@ -57,7 +57,7 @@ SLACK = 16
 """Bytes of stack that are no fault: ptxas 13 spills 8 or 16 of its own accord to reach a rounder number of registers, one
 kernel here and another there by version and target. A kernel that outgrows its registers takes 40 to 500."""
 META = torch.device("meta")
-TOKENS = (1, 512)
+TOKENS = (1, 8, 32, 64, 512)
 
 
 @dataclass(frozen=True)
@@ -177,12 +177,15 @@ def specs(formats: Sequence[GGMLType], quick: bool) -> Iterator[tuple[Op, Any]]:
         yield ATTENTION, AttentionSpec(16, 8, 256, 0.0625, window=4096, cap=50.0)
 
 
-def record(op: Op, spec: Any, compute: Compute) -> Iterator[Variant]:
-    """The kernels that a step of one call to `op` launches."""
+def record(op: Op, spec: Any, compute: Compute, generation: int) -> Iterator[Variant]:
+    """The kernels that a step of one call to `op` launches on a device of this major capability."""
     seen: list[Variant] = []
 
-    def note(kernel: Any, grid: Grid, *args: Any, warps: int = 4, stages: int = 2, **constants: Any) -> None:
-        seen.append(variant(kernel, compute, args, constants, options(warps, stages)))
+    def note(
+        kernel: Any, grid: Grid, *args: Any, warps: int = 4, stages: int = 2, early: bool | None = None, **constants: Any
+    ) -> None:
+        told = constants if early is None else constants | {"PDL": early}
+        seen.append(variant(kernel, compute, args, told, options(warps, stages, early)))
 
     params = op.params(spec)
     places = {i: n for n, i in enumerate(i for i, p in enumerate(params) if p.kind == "state")}
@@ -200,7 +203,9 @@ def record(op: Op, spec: Any, compute: Compute) -> Iterator[Variant]:
     ints = Slot(torch.empty(1, dtype=torch.int32, device=META))
     rows = {"T": 1024, "S": 64, "R": 64, "items": 64}
     kept, work = {v.id for v in outputs}, Work(ints, ints)
-    plan = Plan(choices, slots, kept, rows, Blank(compute), caches, states, work, compute, META, note)  # type: ignore[arg-type]
+    plan = Plan(
+        choices, slots, kept, rows, Blank(compute), caches, states, work, compute, META, note, generation=generation
+    )  # type: ignore[arg-type]
     for tokens in TOKENS:
         for go in plan.launches:
             go(Live(tokens, 1, 1, tokens == 1, tokens > 1, 1))
@@ -226,7 +231,7 @@ def operand(i: int, param: Param, spec: Any) -> Operand:
 
 _POINTERS = {
     torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int8: "*i8",
-    torch.uint8: "*u8", torch.int16: "*i16", torch.int32: "*i32",
+    torch.uint8: "*u8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64",
 }  # fmt: skip
 
 
@@ -292,9 +297,11 @@ def _output(tool: Path, *args: str) -> str:
     return subprocess.run([str(tool), *args], capture_output=True, text=True, check=True).stdout
 
 
-def variants(formats: Sequence[GGMLType], computes: Sequence[Compute], quick: bool) -> list[Variant]:
+def variants(formats: Sequence[GGMLType], computes: Sequence[Compute], quick: bool, target: str) -> list[Variant]:
     """Every distinct kernel, once."""
-    return list(dict.fromkeys(v for c in computes for op, spec in specs(formats, quick) for v in record(op, spec, c)))
+    asked = [(c, op, spec) for c in computes for op, spec in specs(formats, quick)]
+    generation = TARGETS[target][0] // 10
+    return list(dict.fromkeys(v for c, op, spec in asked for v in record(op, spec, c, generation)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -310,12 +317,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if INTERPRETED:
         parser.error("TRITON_INTERPRET is set: nothing can be compiled")
     formats = [GGMLType[f] for f in args.formats.split(",")]
-    found = [v for v in variants(formats, args.computes.split(","), args.quick) if args.kernels in v.kernel]
+    work = [
+        (v, target)
+        for target in args.targets.split(",")
+        for v in variants(formats, args.computes.split(","), args.quick, target)
+        if args.kernels in v.kernel
+    ]
     if args.list:
-        for v in found:
-            print(v.kernel, v.compute, v.label())
+        for v, target in work:
+            print(v.kernel, v.compute, target, v.label())
         return 0
-    work = [(v, t) for t in args.targets.split(",") for v in found]
     with ProcessPoolExecutor(args.jobs) as pool:
         reports = list(pool.map(compile_for, work))
     print("kernel             compute  target  regs stack spill  shared 128b  mma  options")

@@ -7,12 +7,15 @@ finite makes its block's scale NaN, so it shows in every result.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import triton
 import triton.language as tl
 
-from quarrel.triton_backend.runtime import Slot
+from quarrel.ops.contract import Compute, Value
+from quarrel.ops.linear import LINEAR, LINEAR_ADD
+from quarrel.ops.program import Node
+from quarrel.triton_backend.dots import WORDS
 
 
 def words(k: int) -> int:
@@ -20,12 +23,24 @@ def words(k: int) -> int:
     return k // 2 + 3 * (k // 32)
 
 
-@dataclass
-class Halved:
-    """The halved form of a value: `[T, words(k)]` int32."""
+def reads_halved(node: Node, compute: Compute) -> bool:
+    """Whether a step of one row reads the halved form of this node's activations."""
+    if compute == "float32" or not (node.op is LINEAR or node.op is LINEAR_ADD):
+        return False
+    spec = node.spec if node.op is LINEAR else node.spec.linear
+    return spec.type.name in WORDS and spec.k % 32 == 0
 
-    slot: Slot
-    k: int
+
+def readers(nodes: Sequence[Node], compute: Compute) -> tuple[set[int], set[int]]:
+    """Ids of the values that are read in halved form by a step of one row, and of those that are read as they are."""
+    halved: set[int] = set()
+    plain: set[int] = set()
+    for node in nodes:
+        x = (node.inputs[1] if node.op is LINEAR_ADD else node.inputs[0]) if reads_halved(node, compute) else None
+        for value in node.inputs:
+            if isinstance(value, Value):
+                (halved if value is x else plain).add(value.id)
+    return halved, plain
 
 
 @triton.jit

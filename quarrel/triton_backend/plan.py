@@ -11,8 +11,9 @@ from quarrel.ops.contract import CacheRef, Compute, ConstRef, StateRef, Value, W
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Choice
 from quarrel.triton_backend.buffers import Place, Scratch, place, view
+from quarrel.triton_backend.halved import readers, words
 from quarrel.triton_backend.pack import Packed
-from quarrel.triton_backend.runtime import DTYPES, Cache, Launch, Launcher, Slot, Work, launch
+from quarrel.triton_backend.runtime import DTYPES, Cache, Launch, Launcher, Slot, Work, dims, launch
 from quarrel.triton_backend.weights import Weights
 
 
@@ -45,6 +46,9 @@ class Plan:
         self._zeros: list[tuple[Slot, str, int]] = []
         self._empty = torch.empty(0, dtype=torch.uint8, device=self.device)
         self._arenas: dict[str, torch.Tensor] = {}
+        nodes = [] if self.deterministic else [c.node for c in self.choices]
+        self._read_halved, self._read_plain = readers(nodes, self.compute)
+        self._halved: dict[int, torch.Tensor] = {}
         self.nbytes = 0
         self.slots.update(self.inputs)
         self.slots.update({id: Slot(self._empty.view(p.dtype)) for id, p in self._place()[0].items()})
@@ -74,6 +78,8 @@ class Plan:
         """Sets every byte of the values' buffers: 255 makes floats NaN, so that what a kernel leaves unwritten shows."""
         for arena in self._arenas.values():
             arena.fill_(byte)
+        for tensor in self._halved.values():
+            tensor.view(torch.uint8).fill_(byte)
 
     def _place(self) -> tuple[dict[int, Place], dict[str, int]]:
         nodes = [c.node for c in self.choices]
@@ -104,6 +110,16 @@ class Plan:
 
     def state(self, ref: StateRef) -> torch.Tensor:
         return self.states[ref.index]
+
+    def halved(self, value: Value) -> torch.Tensor | None:
+        return self._halved.get(value.id)
+
+    def to_halve(self, value: Value) -> tuple[torch.Tensor | None, bool]:
+        _, k = dims(value)
+        if value.id not in self._read_halved:
+            return None, True
+        made = self._halved[value.id] = torch.empty(words(k), dtype=torch.int32, device=self.device)
+        return made, value.id in self._read_plain or value.id in self.kept
 
     def scratch(self, dim: str, width: int, dtype: torch.dtype = torch.float32) -> Slot:
         return self._scratch.want(dim, width, dtype, self._empty.view(dtype))

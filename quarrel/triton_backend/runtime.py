@@ -72,21 +72,39 @@ Grid = tuple[int, ...]
 class Launcher(Protocol):
     """Runs a kernel; the ahead-of-time compiler puts a recorder in this place."""
 
-    def __call__(self, kernel: Any, grid: Grid, *args: Any, warps: int = 4, stages: int = 2, **constants: Any) -> None: ...
+    def __call__(
+        self,
+        kernel: Any,
+        grid: Grid,
+        *args: Any,
+        warps: int = 4,
+        stages: int = 2,
+        early: bool | None = None,
+        **constants: Any,
+    ) -> None: ...
 
 
-def options(warps: int, stages: int) -> dict[str, Any]:
+def options(warps: int, stages: int, early: bool | None = None) -> dict[str, Any]:
     """What the compiler is told."""
-    return {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+    told = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+    return told | {"launch_pdl": True} if early else told
 
 
-def launch(kernel: Any, grid: Grid, *args: Any, warps: int = 4, stages: int = 2, **constants: Any) -> None:
-    """Runs `kernel` on the current stream; an empty grid is no work."""
+def launch(
+    kernel: Any, grid: Grid, *args: Any, warps: int = 4, stages: int = 2, early: bool | None = None, **constants: Any
+) -> None:
+    """Runs `kernel` on the current stream; an empty grid is no work.
+
+    early: whether it may start before the kernel ahead of it is over; it has a constant PDL, and if that is true every
+    program of it waits by itself.
+    """
     if not all(grid):
         return
+    if early is not None:
+        constants["PDL"] = early
     # The interpreter is NumPy, which warns where a GPU goes on: at infinities and in lanes that a mask throws away.
     with np.errstate(all="ignore") if INTERPRETED else nullcontext():
-        kernel[grid](*args, **constants, **options(warps, stages))
+        kernel[grid](*args, **constants, **options(warps, stages, early))
 
 
 @dataclass(frozen=True)
@@ -126,11 +144,22 @@ class Site(Protocol):
     def state(self, ref: StateRef) -> torch.Tensor:
         """A recurrent state, `[slots, ...]` float32; padding writes to the last slot."""
 
+    def halved(self, value: Value) -> torch.Tensor | None:
+        """The halved form of a value (`halved.py`), if whoever makes the value fills it in, for steps of one row."""
+
+    def to_halve(self, value: Value) -> tuple[torch.Tensor | None, bool]:
+        """For whoever makes a value: where to put its halved form, if it is read, and whether the plain one is read too."""
+
     def scratch(self, dim: str, width: int, dtype: torch.dtype = torch.float32) -> Slot:
         """`[dim, width]` that holds until the node is done; dim is T, S, R, items or one."""
 
     def zeros(self, dim: str, width: int) -> Slot:
         """`[dim, width]` int32 that every node shares: zero before each launch, because each kernel leaves it so."""
+
+
+def starts_early(site: Site) -> bool:
+    """Whether the device may start a kernel before the one ahead of it is over (compute capability 9.0 and above)."""
+    return site.generation >= 9
 
 
 def dims(value: Value) -> tuple[str, int]:

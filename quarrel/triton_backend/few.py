@@ -1,0 +1,420 @@
+"""Linear maps and what is fused around them, for a step of one row: matvecs over packed weights (`matvec.py`).
+
+Steps of more rows, and arithmetic in float32, go to the tiles of `linear.py`, after the norm that a composite begins with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from quarrel.ops.activation import GATED
+from quarrel.ops.contract import CacheRef, Compute, ConstRef, StateRef, Value, WeightRef
+from quarrel.ops.linear import (
+    LINEAR,
+    LINEAR_ADD,
+    NORM_GATE_UP,
+    NORM_LINEAR,
+    LinearSpec,
+    NormGateUpSpec,
+    NormLinearSpec,
+    linear_params,
+)
+from quarrel.ops.norm import NORM, NormSpec, norm_params
+from quarrel.ops.null import expand
+from quarrel.ops.program import Node
+from quarrel.ops.registry import Implementation
+from quarrel.triton_backend import elementwise, linear, norm
+from quarrel.triton_backend.dots import FLOATS, WORDS
+from quarrel.triton_backend.halved import halve_rows, norm_halve_rows, words
+from quarrel.triton_backend.matvec import gate_up, matvec, matvec3, wide
+from quarrel.triton_backend.pack import Packed
+from quarrel.triton_backend.runtime import (
+    DTYPES,
+    INTERPRETED,
+    Cache,
+    Launch,
+    Launcher,
+    Live,
+    Site,
+    Slot,
+    Work,
+    cdiv,
+    dims,
+    power_of_two,
+    starts_early,
+)
+
+_HALVE_BLOCKS = 16
+MAX_NORM = 16384
+"""A norm of one row is one program."""
+ACTIVATIONS = ("silu", "gelu_tanh")
+
+
+@dataclass(frozen=True)
+class Tile:
+    """`rows` of W a program, `words` of codes at a time (values, for the float types); `ahead` asks L2 for the rest."""
+
+    rows: int
+    words: int
+    warps: int
+    ahead: bool = False
+
+
+def tile_for(format: str, n: int, k: int) -> Tile:
+    """By format and shape alone."""
+    if format in FLOATS:
+        return Tile(2, min(256, power_of_two(k)), 1)
+    return Tile(2, min(128, power_of_two(cdiv(k, 4 if format == "Q8_0" else 8))), 1)
+
+
+def gate_tile_for(format: str, n: int, k: int) -> Tile:
+    """The same for a gate and its up matrix together."""
+    return tile_for(format, n, k)
+
+
+def takes(site: Site, lin: LinearSpec) -> bool:
+    """Whether a step of one row has a matvec for it."""
+    name = lin.type.name
+    here = site.compute != "float32" and not site.deterministic
+    return here and (name in FLOATS or (name in WORDS and lin.k % 32 == 0))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of activations: plain, halved, or both."""
+
+    plain: Slot
+    halved: torch.Tensor | Slot | None
+
+    def of(self, format: str) -> torch.Tensor:
+        if format in FLOATS:
+            return self.plain.tensor
+        assert self.halved is not None
+        return self.halved.tensor if isinstance(self.halved, Slot) else self.halved
+
+
+@dataclass(frozen=True)
+class Map:
+    """A weight, its bias, and what kernels read of them."""
+
+    weight: Packed
+    bias: torch.Tensor | None
+    planes: tuple[torch.Tensor, ...]
+
+
+def _map(site: Site, refs: Sequence[WeightRef]) -> Map:
+    weight = site.weight(refs[0])
+    bias = site.vector(refs[1]) if len(refs) > 1 else None
+    return Map(weight, bias, wide(weight.format, weight.planes))
+
+
+def _row(site: Site, value: Value, format: str) -> tuple[Row, Launch | None]:
+    """A value as a matvec reads it, and the launch that halves it if its maker did not."""
+    source = site.slot(value)
+    if format in FLOATS:
+        return Row(source, None), None
+    made = site.halved(value)
+    if made is not None:
+        return Row(source, made), None
+    _, k = dims(value)
+    to = site.scratch("one", words(k), torch.int32)
+
+    def halve(live: Live) -> None:
+        grid = (1, cdiv(k // 32, _HALVE_BLOCKS))
+        site.launch(halve_rows, grid, to.tensor, source.tensor, K=k, B=_HALVE_BLOCKS, early=starts_early(site))
+
+    return Row(source, to), halve
+
+
+def _one(site: Site, m: Map, row: Row, y: Slot, residual: Slot | None, alpha: float) -> None:
+    w = m.weight
+    tile = tile_for(w.format, w.n, w.k)
+    none = y.tensor
+    site.launch(
+        matvec, (cdiv(w.n, tile.rows),), y.tensor, row.of(w.format), *m.planes, none if m.bias is None else m.bias,
+        none if residual is None else residual.tensor, alpha, w.n, K=w.k, FORMAT=w.format, BIAS=m.bias is not None,
+        ADD=residual is not None, R=tile.rows, W=tile.words, AHEAD=tile.ahead, ASM=not INTERPRETED, warps=tile.warps,
+        early=starts_early(site),
+    )  # fmt: skip
+
+
+def _three(site: Site, maps: Sequence[Map], row: Row, ys: Sequence[Slot]) -> None:
+    """Up to three maps of one row and one K; a third that is missing has no rows."""
+    tiles = [tile_for(m.weight.format, m.weight.n, m.weight.k) for m in maps]
+    rows, warps = max(t.rows for t in tiles), max(t.warps for t in tiles)
+    programs = sum(cdiv(m.weight.n, rows) for m in maps)
+    ns = [m.weight.n for m in maps] + [0] * (3 - len(maps))
+    maps, ys, tiles = ([*part, *part[-1:] * (3 - len(part))] for part in (maps, ys, tiles))  # type: ignore[assignment]
+    a, b, c = (m.weight.format for m in maps)
+    y = [s.tensor for s in ys]
+    biases = [y[i] if m.bias is None else m.bias for i, m in enumerate(maps)]
+    site.launch(
+        matvec3, (programs,), *y, row.of(a), row.of(b), row.of(c), *maps[0].planes, *maps[1].planes, *maps[2].planes,
+        *biases, *ns, K=maps[0].weight.k, F0=a, F1=b, F2=c, BIAS=maps[0].bias is not None, R=rows, W0=tiles[0].words,
+        W1=tiles[1].words, W2=tiles[2].words, AHEAD=all(t.ahead for t in tiles), ASM=not INTERPRETED, warps=warps,
+        early=starts_early(site),
+    )  # fmt: skip
+
+
+def _either(value: Value, few: Launch, many: Launch) -> Launch:
+    axis, _ = dims(value)
+
+    def run(live: Live) -> None:
+        (few if live.count(axis) == 1 else many)(live)
+
+    return run
+
+
+def build_linear(site: Site, node: Node) -> Launch:
+    """LINEAR: x `[T, k]` to y `[T, n]`."""
+    spec: LinearSpec = node.spec
+    many = linear.build_linear(site, node)
+    x, *refs = node.inputs
+    return many if not takes(site, spec) else _build(site, node, many, x, refs, None, 1.0)
+
+
+def build_linear_add(site: Site, node: Node) -> Launch:
+    """LINEAR_ADD: the sum is rounded once, onto the float32 residual stream."""
+    spec: LinearSpec = node.spec.linear
+    many = linear.build_linear_add(site, node)
+    residual, x, *refs = node.inputs
+    if not takes(site, spec):
+        return many
+    return _build(site, node, many, x, refs, residual, node.spec.scale)
+
+
+def _build(site: Site, node: Node, many: Launch, x: Any, refs: Any, residual: Any, alpha: float) -> Launch:
+    m = _map(site, refs)
+    row, halve = _row(site, x, m.weight.format)
+    target = node.outputs[0]
+    y = site.slot(target)
+    added = None if residual is None else site.slot(residual)
+
+    def few(live: Live) -> None:
+        if halve is not None:
+            halve(live)
+        _one(site, m, row, y, added, alpha)
+
+    return _either(target, few, many)
+
+
+@dataclass(frozen=True)
+class Inner:
+    """A site for the parts of a composite: values between them lie in its scratch."""
+
+    outer: Site
+    between: dict[int, Slot]
+
+    @property
+    def launch(self) -> Launcher:
+        return self.outer.launch
+
+    @property
+    def compute(self) -> Compute:
+        return self.outer.compute
+
+    @property
+    def work(self) -> Work:
+        return self.outer.work
+
+    @property
+    def generation(self) -> int:
+        return self.outer.generation
+
+    @property
+    def deterministic(self) -> bool:
+        return self.outer.deterministic
+
+    def slot(self, value: Value) -> Slot:
+        return self.between.get(value.id) or self.outer.slot(value)
+
+    def weight(self, ref: WeightRef) -> Packed:
+        return self.outer.weight(ref)
+
+    def vector(self, ref: WeightRef) -> torch.Tensor:
+        return self.outer.vector(ref)
+
+    def const(self, ref: ConstRef) -> torch.Tensor:
+        return self.outer.const(ref)
+
+    def cache(self, ref: CacheRef) -> Cache:
+        return self.outer.cache(ref)
+
+    def state(self, ref: StateRef) -> torch.Tensor:
+        return self.outer.state(ref)
+
+    def halved(self, value: Value) -> torch.Tensor | None:
+        return None
+
+    def to_halve(self, value: Value) -> tuple[torch.Tensor | None, bool]:
+        return None, True
+
+    def scratch(self, dim: str, width: int, dtype: torch.dtype = torch.float32) -> Slot:
+        return self.outer.scratch(dim, width, dtype)
+
+    def zeros(self, dim: str, width: int) -> Slot:
+        return self.outer.zeros(dim, width)
+
+
+_PARTS = {NORM.name: norm.build_norm, LINEAR.name: linear.build_linear, GATED.name: elementwise.build_gated}
+
+
+def _expanded(site: Site, node: Node) -> Launch:
+    """A composite as its parts, one after the other, on the kernels for many rows."""
+    first = 1 << 30
+    parts, _ = expand(node, first)
+    between: dict[int, Slot] = {}
+    for part in parts:
+        for value in part.outputs:
+            if value.id >= first:
+                axis, width = dims(value)
+                dtype = torch.float32 if value.kind == "f32" else DTYPES[site.compute]
+                between[value.id] = site.scratch(axis, width, dtype)
+    inner = Inner(site, between)
+    launches = [_PARTS[part.op.name](inner, part) for part in parts]
+
+    def run(live: Live) -> None:
+        for go in launches:
+            go(live)
+
+    return run
+
+
+def _normed(site: Site, spec: NormSpec, inputs: Sequence[Any], formats: Sequence[str]) -> tuple[Row, Launch]:
+    """The norm of one row as these formats read it, in one launch."""
+    source, gain = site.slot(inputs[0]), site.vector(inputs[1])
+    halves, plain = any(f in WORDS for f in formats), any(f in FLOATS for f in formats)
+    to = site.scratch("one", words(spec.k), torch.int32)
+    y = site.scratch("one", spec.k, DTYPES[site.compute])
+
+    def run(live: Live) -> None:
+        norm_row(site, spec, source.tensor, gain, to.tensor if halves else None, y.tensor if plain else None)
+
+    return Row(y, to), run
+
+
+def norm_row(
+    site: Site, spec: NormSpec, x: torch.Tensor, gain: torch.Tensor, to: torch.Tensor | None, y: torch.Tensor | None
+) -> None:
+    """RMS norm of one row, halved into `to`, plain into `y`, or both."""
+    site.launch(
+        norm_halve_rows, (1,), x if to is None else to, x if y is None else y, x, gain, spec.eps, K=spec.k,
+        B=power_of_two(cdiv(spec.k, 32)), HALVED=to is not None, PLAIN=y is not None,
+        warps=8 if spec.k >= 2048 else 4, early=starts_early(site),
+    )  # fmt: skip
+
+
+def can_norm(spec: NormSpec) -> bool:
+    """Whether `norm_row` does it."""
+    return spec.kind == "rms" and spec.groups == 1 and spec.k % 32 == 0 and spec.k <= MAX_NORM
+
+
+def build_norm_linear(site: Site, node: Node) -> Launch:
+    """NORM_LINEAR: x `[T, k]`, gain `[k]`, up to three weights a launch."""
+    spec: NormLinearSpec = node.spec
+    many = _expanded(site, node)
+    if not can_norm(spec.norm) or not all(takes(site, lin) for lin in spec.linears):
+        return many
+    taken = len(norm_params(spec.norm))
+    rest: list[Any] = list(node.inputs[taken:])
+    maps = []
+    for lin in spec.linears:
+        count = len(linear_params(lin)) - 1
+        maps.append(_map(site, rest[:count]))
+        del rest[:count]
+    ys = [site.slot(v) for v in node.outputs]
+    row, normed = _normed(site, spec.norm, node.inputs, [m.weight.format for m in maps])
+    # One launch has either biases throughout or none.
+    groups = [
+        chosen[i : i + 3]
+        for bias in (False, True)
+        for chosen in [[j for j, m in enumerate(maps) if (m.bias is not None) == bias]]
+        for i in range(0, len(chosen), 3)
+    ]
+
+    def few(live: Live) -> None:
+        normed(live)
+        for group in groups:
+            if len(group) == 1:
+                _one(site, maps[group[0]], row, ys[group[0]], None, 1.0)
+            else:
+                _three(site, [maps[j] for j in group], row, [ys[j] for j in group])
+
+    return _either(node.outputs[0], few, many)
+
+
+def build_norm_gate_up(site: Site, node: Node) -> Launch:
+    """NORM_GATE_UP: x `[T, k]` to act(gate norm(x)) * up norm(x), `[T, F]`."""
+    spec: NormGateUpSpec = node.spec
+    many = _expanded(site, node)
+    if not can_norm(spec.norm) or not takes(site, spec.gate):
+        return many
+    taken = len(norm_params(spec.norm))
+    count = len(linear_params(spec.gate)) - 1
+    rest: Any = node.inputs[taken:]
+    gate, up = _map(site, rest[:count]), _map(site, rest[count:])
+    w = gate.weight
+    tile = gate_tile_for(w.format, w.n, w.k)
+    row, normed = _normed(site, spec.norm, node.inputs, [w.format])
+    target = node.outputs[0]
+    y = site.slot(target)
+    halved, plain = site.to_halve(target)
+    inside = halved is not None and tile.rows % 32 == 0 and w.n % 32 == 0
+    bias = gate.bias is not None
+
+    def few(live: Live) -> None:
+        normed(live)
+        none = y.tensor
+        site.launch(
+            gate_up, (cdiv(w.n, tile.rows),), y.tensor, none if halved is None else halved, row.of(w.format),
+            *gate.planes, *up.planes, none if gate.bias is None else gate.bias, none if up.bias is None else up.bias,
+            w.n, K=w.k, F=w.n, FORMAT=w.format, KIND=spec.activation, BIAS=bias, R=tile.rows, W=tile.words,
+            HALVED=inside, PLAIN=plain or not inside, AHEAD=tile.ahead, ASM=not INTERPRETED, warps=tile.warps,
+            early=starts_early(site),
+        )  # fmt: skip
+        if halved is not None and not inside:
+            grid = (1, cdiv(w.n // 32, _HALVE_BLOCKS))
+            site.launch(halve_rows, grid, halved, y.tensor, K=w.n, B=_HALVE_BLOCKS, early=starts_early(site))
+
+    return _either(target, few, many)
+
+
+def build_norm(site: Site, node: Node) -> Launch:
+    """NORM: as `norm.py`, and halved for whoever reads it so."""
+    spec: NormSpec = node.spec
+    many = norm.build_norm(site, node)
+    target = node.outputs[0]
+    if spec.groups != 1 or not can_norm(spec):
+        return many
+    source, gain, y = site.slot(node.inputs[0]), site.vector(node.inputs[1]), site.slot(target)  # type: ignore[arg-type]
+    halved, plain = site.to_halve(target)
+
+    def few(live: Live) -> None:
+        norm_row(site, spec, source.tensor, gain, halved, y.tensor if plain else None)
+
+    return many if halved is None else _either(target, few, many)
+
+
+def _accepts_maps(spec: NormLinearSpec) -> str | None:
+    return None if spec.norm.kind == "rms" and spec.norm.groups == 1 else "needs one RMS norm of the whole row"
+
+
+def _accepts_gate(spec: NormGateUpSpec) -> str | None:
+    if spec.activation not in ACTIVATIONS:
+        return f"needs one of the activations {', '.join(ACTIVATIONS)}, got {spec.activation}"
+    if (spec.gate.type, spec.gate.bias, spec.gate.n) != (spec.up.type, spec.up.bias, spec.up.n):
+        return f"needs gate and up of one type and shape, got {replace(spec.gate)} and {replace(spec.up)}"
+    return _accepts_maps(NormLinearSpec(spec.norm, ()))
+
+
+IMPLEMENTATIONS = (
+    Implementation(LINEAR, "matvec, or tiles", build_linear),
+    Implementation(LINEAR_ADD, "matvec or tiles, residual added", build_linear_add),
+    Implementation(NORM_LINEAR, "norm, then up to three matvecs a launch, or tiles", build_norm_linear, _accepts_maps),
+    Implementation(NORM_GATE_UP, "norm, then gate and up in one launch, or tiles", build_norm_gate_up, _accepts_gate),
+    Implementation(NORM, "rows, halved for matvecs", build_norm, norm._accepts),
+)
