@@ -15,8 +15,8 @@ _ONE = 0x3FF0
 
 
 def _best(k: Kernel, logits: Val, n: Val) -> tuple[Val, Val]:
-    """The highest finite logit and its lowest id; -inf and -1 if there is none."""
-    top = k.var(k.f32(-math.inf, 16))
+    """The highest finite logit and its lowest id; the id is -1 if there is none or one of the logits is NaN."""
+    top, broken, loose = k.var(k.f32(-math.inf, 16)), k.var(k.zero(vec(F32, 16))), k.var(k.zero(F32))
     where = k.var(k.lift(-1, vec(I32, 16)))
     best, id = k.var(k.f32(-math.inf)), k.var(k.lift(-1, I32))
 
@@ -26,6 +26,8 @@ def _best(k: Kernel, logits: Val, n: Val) -> tuple[Val, Val]:
         if lanes > 1:
             index = index + k.lane_constants(I32, range(lanes))
         value, place = (top, where) if lanes > 1 else (best, id)
+        mark = broken if lanes > 1 else loose
+        mark.v = k.select(x.eq(x), mark.v, 1.0)
         better = k.both(x > value.v, x < math.inf)
         place.v = k.select(better, index, place.v)
         value.v = k.select(better, x, value.v)
@@ -36,7 +38,7 @@ def _best(k: Kernel, logits: Val, n: Val) -> tuple[Val, Val]:
         x, index = top.v[lane], where.v[lane]
         earlier = k.either_of(x > best.v, k.both(x.eq(best.v), k.both(index < id.v, index >= 0)))
         best.v, id.v = k.select(earlier, x, best.v), k.select(earlier, index, id.v)
-    return best.v, id.v
+    return best.v, k.select(sum_lanes(broken.v) + loose.v > 0.0, k.lift(-1, I32), id.v)
 
 
 def exp64(k: Kernel, x: Val) -> Val:

@@ -99,7 +99,10 @@ _BEST = Kernel(
   int first = 0x7FFFFFFF;
   const int end = metal::min(n, (chunk + 1) * CHUNK);
   for (int i = chunk * CHUNK + tid; i < end; i += 256) {
-    const float x = finite_or_least(logits[ulong(row) * n + i]);
+    const float given = logits[ulong(row) * n + i];
+    // A NaN marks its row with an infinity, which no finite logit is.
+    const bool broken = (as_type<uint>(given) & 0x7FFFFFFFu) > 0x7F800000u;
+    const float x = broken ? INFINITY : finite_or_least(given);
     if (first == 0x7FFFFFFF || x > top) {
       top = x;
       first = i;
@@ -136,7 +139,7 @@ _WEIGH = Kernel(
   const float t = temperature[row];
   float top;
   best_of_row(best, where, row, chunks, int(thread_index_in_simdgroup), top);
-  if (!(t > 0.0f) || top == -INFINITY) return;
+  if (!(t > 0.0f) || metal::abs(top) == INFINITY) return;
   const int end = metal::min(n, (chunk + 1) * CHUNK);
   for (int i = chunk * CHUNK + int(thread_index_in_threadgroup); i < end; i += 256) {
     const float x = finite_or_least(logits[ulong(row) * n + i]);
@@ -166,8 +169,8 @@ _DRAW = Kernel(
   threadgroup ulong sums[3 * SIMDS];
   float top;
   const int first = best_of_row(best, where, row, chunks[0], lane, top);
-  if (top == -INFINITY || !(temperature[row] > 0.0f)) {
-    if (tid == 0) tokens[row] = top == -INFINITY ? -1 : first;
+  if (metal::abs(top) == INFINITY || !(temperature[row] > 0.0f)) {
+    if (tid == 0) tokens[row] = metal::abs(top) == INFINITY ? -1 : first;
     return;
   }
   const ulong from = ulong(row) * n;

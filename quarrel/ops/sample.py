@@ -9,8 +9,8 @@ Each row has its own temperature, top_k, top_p, min_p and one uniform number. In
     min_p   keeps p >= min_p * max(p)
     draw    inverse CDF in order of token id: the first id whose running sum of kept p exceeds uniform * total
 
-Keeping all ties makes the kept set a threshold on p, with no order to disagree about. A NaN logit never wins; a row with no
-finite logit gives -1, which the engine turns into an error for that request alone.
+Keeping all ties makes the kept set a threshold on p, with no order to disagree about. An infinite logit never wins. A row
+with a NaN or with no finite logit gives -1, which the engine turns into an error for that request alone: it diverged.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def draw_token(logits: Array, temperature: float, top_k: int, top_p: float, min_
     """One row, in float64."""
     finite = np.where(np.isfinite(logits), logits, -np.inf).astype(np.float64)
     best = int(finite.argmax())
-    if finite[best] == -np.inf:
+    if finite[best] == -np.inf or np.isnan(logits).any():
         return -1
     if temperature <= 0.0:
         return best
@@ -73,6 +73,9 @@ def sample_reference(
 def _make(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
     rows = case.dims["R"]
     logits = rng.standard_normal((rows, case.spec.n), dtype=np.float32) * 3
+    if case.dims.get("broken"):  # every third row as it should be, every third without a finite value, the rest with a NaN
+        logits[1::3] = rng.choice(np.array([-np.inf, np.inf], np.float32), logits[1::3].shape)
+        logits[2::3, rng.integers(case.spec.n)] = np.nan
     temperature = rng.choice(np.array([0.0, 0.7, 1.3], np.float32), rows)
     top_k = rng.choice(np.array([0, 1, 5, 40], np.int32), rows)
     top_p = rng.choice(np.array([1.0, 0.9, 0.3], np.float32), rows)
@@ -83,7 +86,10 @@ def _make(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
 def _strategy() -> Any:
     from hypothesis import strategies as st
 
-    return st.builds(lambda n, r: Case(SampleSpec(n), {"R": r}), st.integers(1, 3000), st.integers(1, 5))
+    def case(n: int, rows: int, broken: int) -> Case:
+        return Case(SampleSpec(n), {"R": rows, "broken": broken})
+
+    return st.builds(case, st.integers(1, 3000), st.integers(1, 5), st.integers(0, 1))
 
 
 _PER_ROW = ("temperature", "top_k", "top_p", "min_p", "uniform")
@@ -99,10 +105,13 @@ SAMPLE = Op(
     reference=sample_reference,
     make=_make,
     strategy=_strategy,
-    cases=lambda: [
-        Case(SampleSpec(n), {"R": r}, note)
-        for n, r, note in ((1, 1, "one token"), (100, 7, ""), (8193, 4, "past a power of two"), (32001, 2, ""))
-    ],
+    cases=lambda: (
+        [
+            Case(SampleSpec(n), {"R": r}, note)
+            for n, r, note in ((1, 1, "one token"), (100, 7, ""), (8193, 4, "past a power of two"), (32001, 2, ""))
+        ]
+        + [Case(SampleSpec(n), {"R": 6, "broken": 1}, "rows with NaN, and with nothing finite") for n in (77, 8193)]
+    ),
 )
 
 

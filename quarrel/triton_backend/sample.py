@@ -42,11 +42,14 @@ def best_of_chunks(best, where, logits, N, P: tl.constexpr, CHUNK: tl.constexpr)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     i = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = finite(tl.load(logits + row * N + i, mask=i < N, other=float("-inf")))
+    given = tl.load(logits + row * N + i, mask=i < N, other=float("-inf"))
+    x = finite(given)
     top = tl.max(x, 0)
     # Padded lanes can never win: they are not among the tokens, even where all logits are -inf.
     first = tl.min(tl.where((x == top) & (i < N), i, _NOBODY), 0)
-    tl.store(best + row * P + chunk, top)
+    # No finite logit is infinite, so this marks a row with a NaN.
+    broken = tl.max((given != given).to(tl.int32), 0)
+    tl.store(best + row * P + chunk, tl.where(broken > 0, float("inf"), top))
     tl.store(where + row * P + chunk, first)
 
 
@@ -64,7 +67,7 @@ def weigh(weights, logits, best, where, temperature, N, P: tl.constexpr, PADDED:
     row = tl.program_id(0).to(tl.int64)
     t = tl.load(temperature + row)
     top, _ = best_of_row(best, where, row, P, PADDED)
-    if (t > 0.0) & (top > float("-inf")):
+    if (t > 0.0) & (tl.abs(top) < float("inf")):
         i = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
         x = finite(tl.load(logits + row * N + i, mask=i < N, other=float("-inf")))
         # The exponent in float64: with many tokens of like weight, a float32 one moves the edges of the draw.
@@ -102,7 +105,7 @@ def draw(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     top, first = best_of_row(best, where, row, P, PADDED)
-    if top == float("-inf"):
+    if tl.abs(top) == float("inf"):
         tl.store(tokens + row, -1)
         return
     if tl.load(temperature + row) <= 0.0:

@@ -45,7 +45,8 @@ def test_each_filter_keeps_what_it_says(options: dict[str, float], kept_ids: lis
 
 
 def test_bad_logits_never_win_and_an_empty_row_says_so() -> None:
-    assert draw_token(np.array([np.nan, -5.0, np.inf]), 0.0, 0, 1.0, 0.0, 0.5) == 1
+    assert draw_token(np.array([-np.inf, -5.0, np.inf]), 0.0, 0, 1.0, 0.0, 0.5) == 1
+    assert draw_token(np.array([np.nan, -5.0, 3.0]), 0.0, 0, 1.0, 0.0, 0.5) == -1
     assert draw_token(np.full(7, np.nan), 1.0, 0, 1.0, 0.0, 0.5) == -1
     assert draw_token(np.full(7, -np.inf), 0.0, 0, 1.0, 0.0, 0.5) == -1
 
