@@ -6,6 +6,8 @@ pieces, so scratch stays small. Weights that are held in the compute type are us
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -54,19 +56,33 @@ def decode(site: Site, weight: Packed, begin: int, end: int, out: torch.Tensor) 
     )  # fmt: skip
 
 
+def _rows_at_once(weight: Packed) -> int:
+    return max(1, min(weight.n, PIECE // weight.k))
+
+
+def room(site: Site, weights: Sequence[Packed]) -> Slot:
+    """Scratch that these weights are decoded into, one after the other."""
+    sizes = [1 if plain(w, site.compute) is not None else _rows_at_once(w) * w.k for w in weights]
+    return site.scratch("one", max(sizes), DTYPES[site.compute])
+
+
 def linear(
-    site: Site, x: Slot, y: Slot, weight: Packed, bias: torch.Tensor | None, residual: Slot | None, alpha: float, axis: str
-) -> Launch:
-    """y = W x + bias, or residual + alpha * that, for any number of tokens of `axis`."""
+    site: Site, x: Slot, y: Slot, weight: Packed, bias: torch.Tensor | None, residual: Slot | None, alpha: float, axis: str,
+    scratch: Slot,
+) -> Launch:  # fmt: skip
+    """y = W x + bias, or residual + alpha * that, for any number of tokens of `axis`; `scratch` is from `room`."""
     compute, n, k = site.compute, weight.n, weight.k
     whole = plain(weight, compute)
-    rows = n if whole is not None else max(1, min(n, PIECE // k))
-    scratch = site.scratch("one", rows * k if whole is None else 1, DTYPES[compute])
+    rows = n if whole is not None else _rows_at_once(weight)
     rounded = None if bias is None else bias.to(DTYPES[compute])
 
     def run(live: Live) -> None:
         count = live.count(axis)
         if count == 0:
+            return
+        if x.tensor.device.type == "meta":  # kernels are being listed; the library's are not ours
+            if whole is None:
+                decode(site, weight, 0, rows, scratch.tensor)
             return
         x_rows = x.tensor[: count * k].view(count, k)
         out = y.tensor[: count * n].view(count, n)
@@ -78,8 +94,6 @@ def linear(
                 part = scratch.tensor[: (end - begin) * k].view(end - begin, k)
             else:
                 part = whole
-            if x_rows.device.type == "meta":
-                continue
             here = slice(begin, end)
             _product(
                 x_rows, part.T, out[:, here], None if before is None else before[:, here],

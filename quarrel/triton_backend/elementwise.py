@@ -18,7 +18,7 @@ from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 from quarrel.triton_backend.runtime import Launch, Live, Site, cdiv, dims
 
-_BLOCK = 1024
+BLOCK = 1024
 
 
 @triton.jit
@@ -96,7 +96,7 @@ def _build(kernel: Any, site: Site, node: Node, *scalars: float, **constants: An
     def run(live: Live) -> None:
         size = live.count(axis) * width
         tensors = [a.tensor for a in arrays]
-        site.launch(kernel, (cdiv(size, _BLOCK),), *tensors, size, *scalars, **constants, BLOCK=_BLOCK)
+        site.launch(kernel, (cdiv(size, BLOCK),), *tensors, size, *scalars, **constants, BLOCK=BLOCK)
 
     return run
 
@@ -129,7 +129,7 @@ def build_add_row(site: Site, node: Node) -> Launch:
 
     def run(live: Live) -> None:
         size = live.count(axis) * width
-        site.launch(add_row_flat, (cdiv(size, _BLOCK),), target.tensor, source.tensor, row, size, width, BLOCK=_BLOCK)
+        site.launch(add_row_flat, (cdiv(size, BLOCK),), target.tensor, source.tensor, row, size, width, BLOCK=BLOCK)
 
     return run
 

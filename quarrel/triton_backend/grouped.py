@@ -40,13 +40,14 @@ class Tile:
     stages: int
 
 
-def tile_for(k: int, each: int, decoded: bool) -> Tile:
-    """By the row's length and how many pairs an expert has on average."""
+def tile_for(k: int, each: int, decoded: bool, hopper: bool) -> Tile:
+    """By the row's length and how many pairs an expert has on average; `hopper` for devices of capability 9."""
     blocks = k // 32
     if decoded:
-        return Tile(128, 128, 2 if blocks % 2 == 0 else 1, 8, 3)
-    step = next(s for s in (8, 4, 2, 1) if blocks % s == 0)
-    return Tile(64, 16 if each <= 16 else 32 if each <= 32 else 64, step, 4, 3)
+        step = 2 if blocks % 2 == 0 else 1
+        return Tile(128, 128, step, 8, 3) if hopper else Tile(64, 64, step, 4, 3)
+    step = next(s for s in (4, 2, 1) if blocks % s == 0)
+    return Tile(64, 16 if each <= 16 else 32 if each <= 32 or not hopper else 64, step, 4, 3 if hopper else 2)
 
 
 @triton.jit
@@ -115,11 +116,11 @@ class Grouped:
         """y `[pairs, n]` from rows of x, of which `per_token` pairs share one."""
         each = pairs // self._experts
         if not self._held and each < DECODE_FROM:
-            tile = tile_for(self._k, each, False)
+            tile = tile_for(self._k, each, False, self._site.generation == 9)
             stacks = [s.planes for s in self._stacks]
             self._launch(y, x, order, starts, pairs, per_token, 0, self._experts, self._stacks[0].format, stacks, tile)
             return
-        tile = tile_for(self._k, each, True)
+        tile = tile_for(self._k, each, True, self._site.generation == 9)
         format = {"float16": "F16", "bfloat16": "BF16"}[self._site.compute]
         if self._held:
             stacks = [s.planes for s in self._stacks]

@@ -10,6 +10,7 @@ in float32. Tokens pick only how wide a tile is, never the order of a row's sum.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,11 +21,11 @@ from quarrel.ops.contract import Compute, Value, WeightRef
 from quarrel.ops.linear import LINEAR, LINEAR_ADD, LinearAddSpec, LinearSpec
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
-from quarrel.triton_backend import dequant, matmul
+from quarrel.triton_backend import dequant, elementwise, matmul
 from quarrel.triton_backend.formats import halves
 from quarrel.triton_backend.matmul import TL_TYPES
 from quarrel.triton_backend.pack import Packed
-from quarrel.triton_backend.runtime import Launch, Live, Site, Slot, cdiv, dims
+from quarrel.triton_backend.runtime import DTYPES, Launch, Live, Site, Slot, cdiv, dims
 
 
 @dataclass(frozen=True)
@@ -92,16 +93,77 @@ def _build(
     if site.deterministic or not matmul.takes(weight, site.compute):
         return exact
     few = matmul.linear(site, x, y, weight, bias, residual, alpha, axis)
-    many = dequant.linear(site, x, y, weight, bias, residual, alpha, axis)
+    many = dequant.linear(site, x, y, weight, bias, residual, alpha, axis, dequant.room(site, [weight]))
+    return _by_count(axis, exact, few, many)
 
+
+def _by_count(axis: str, one: Launch, few: Launch, many: Launch) -> Launch:
     def run(live: Live) -> None:
         count = live.count(axis)
-        if count <= 1:
-            exact(live)
-        elif count <= matmul.MOST:
-            few(live)
-        else:
-            many(live)
+        (one if count <= 1 else few if count <= matmul.MOST else many)(live)
+
+    return run
+
+
+def several(
+    site: Site, x: Slot, ys: Sequence[Slot], weights: Sequence[Packed], biases: Sequence[torch.Tensor | None], axis: str
+) -> Launch:
+    """Maps of one x `[T, k]` to ys `[T, n]`: three in one launch for a few tokens, else one after the other.
+
+    For a composite that has normalised x; any number of tokens, of which one is served as well by a matvec.
+    """
+    exact = [_tiles(site, x, y, w, b, None, 1.0, axis) for y, w, b in zip(ys, weights, biases, strict=True)]
+    if site.deterministic or not all(matmul.takes(w, site.compute) for w in weights):
+        return _chain(exact)
+    given = [b for b in biases if b is not None]
+    if len(weights) == 3 and len(given) in (0, 3):
+        few = matmul.linears(site, x, ys, weights, given, axis)
+    else:
+        few = _chain(
+            [matmul.linear(site, x, y, w, b, None, 1.0, axis) for y, w, b in zip(ys, weights, biases, strict=True)]
+        )
+    room = dequant.room(site, weights)
+    many = [dequant.linear(site, x, y, w, b, None, 1.0, axis, room) for y, w, b in zip(ys, weights, biases, strict=True)]
+    return _by_count(axis, _chain(exact), few, _chain(many))
+
+
+def gate_up(
+    site: Site,
+    x: Slot,
+    y: Slot,
+    gate: Packed,
+    up: Packed,
+    biases: Sequence[torch.Tensor | None],
+    activation: str,
+    axis: str,
+) -> Launch:
+    """y = activation(gate x) * up x, x `[T, k]`, y `[T, n]` of the compute type: in one launch for a few tokens."""
+    other = site.scratch(axis, gate.n, DTYPES[site.compute])
+    both = [(other, gate, biases[0]), (y, up, biases[1])]
+    exact = [_tiles(site, x, to, w, b, None, 1.0, axis) for to, w, b in both]
+
+    def gated(live: Live) -> None:
+        size = live.count(axis) * gate.n
+        grid = (cdiv(size, elementwise.BLOCK),)
+        kernel, block = elementwise.gated_flat, elementwise.BLOCK
+        site.launch(kernel, grid, y.tensor, other.tensor, y.tensor, size, KIND=activation, BLOCK=block)
+
+    if site.deterministic or not all(matmul.takes(w, site.compute) for w in (gate, up)):
+        return _chain([*exact, gated])
+    given = [b for b in biases if b is not None]
+    if gate.format == up.format and len(given) in (0, 2):
+        few = matmul.gate_up(site, x, y, gate, up, given, activation, axis)
+    else:
+        few = _chain([*(matmul.linear(site, x, to, w, b, None, 1.0, axis) for to, w, b in both), gated])
+    room = dequant.room(site, (gate, up))
+    many = [dequant.linear(site, x, to, w, b, None, 1.0, axis, room) for to, w, b in both]
+    return _by_count(axis, _chain([*exact, gated]), few, _chain([*many, gated]))
+
+
+def _chain(launches: Sequence[Launch]) -> Launch:
+    def run(live: Live) -> None:
+        for go in launches:
+            go(live)
 
     return run
 

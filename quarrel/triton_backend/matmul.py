@@ -27,7 +27,7 @@ from quarrel.triton_backend.runtime import Launch, Live, Site, Slot, cdiv
 MOST = 128
 """Tokens up to which a launch of `batch_tiles` reads each weight once."""
 TL_TYPES = {"float32": tl.float32, "float16": tl.float16, "bfloat16": tl.bfloat16}
-_PROGRAMS = 264  # two for each of an H200's multiprocessors
+_PROGRAMS = 256  # about two for each of an H200's multiprocessors
 _MOST_PARTS = 8
 
 
@@ -42,22 +42,22 @@ class Shape:
     stages: int
 
 
-def shape_for(n: int, k: int, matrices: int = 1, wide: bool = False) -> Shape:
-    """By the weight's shape alone; `wide` for weights of 16 bits."""
+def shape_for(n: int, k: int, hopper: bool, wide: bool = False) -> Shape:
+    """By the weight's shape alone; `wide` for weights of 16 bits, `hopper` for devices of capability 9."""
     blocks = k // 32
-    step = next(s for s in ((4, 2, 1) if wide else (8, 4, 2, 1)) if blocks % s == 0)
+    step = next(s for s in ((8, 4, 2, 1) if hopper and not wide else (4, 2, 1)) if blocks % s == 0)
     rows = 64
     programs = cdiv(n, rows)
     most = min(_MOST_PARTS, max(1, blocks // step // 2))
     parts = 1
     while parts < most and programs * parts < _PROGRAMS:
         parts *= 2
-    return Shape(rows, step, min(parts, most), 4, 3)
+    return Shape(rows, step, min(parts, most), 4, 2)
 
 
-def width_for(tokens: int) -> int:
-    """Tokens of a tile: the narrowest that holds them."""
-    return next((w for w in (16, 32, 64) if tokens <= w), 128)
+def width_for(tokens: int, most: int) -> int:
+    """Tokens of a tile: the narrowest that holds them, up to `most`."""
+    return next((w for w in (16, 32, 64) if tokens <= w and w < most), most)
 
 
 def takes(weight: Packed, compute: Compute) -> bool:
@@ -233,7 +233,8 @@ def _room(site: Site, shape: Shape, tiles: int, sums: int) -> tuple[Slot, Slot]:
     """Scratch for the parts' sums of MOST tokens, and a count for every tile."""
     if shape.parts == 1:
         return site.scratch("one", 1), site.zeros("one", 1)
-    return site.scratch("one", sums * shape.parts * tiles * shape.rows * MOST), site.zeros("one", tiles)
+    narrow = MOST // 32  # the most tiles of tokens that there can be
+    return site.scratch("one", sums * shape.parts * tiles * shape.rows * MOST), site.zeros("one", tiles * narrow)
 
 
 def linear(
@@ -256,13 +257,15 @@ def _one(
 ) -> Launch:  # fmt: skip
     a, b = weights[0], weights[-1]
     gated = len(weights) == 2
-    shape = shape_for(a.n, a.k, len(weights), a.format in ("F16", "BF16"))
+    hopper = site.generation == 9
+    shape = shape_for(a.n, a.k, hopper, a.format in ("F16", "BF16"))
+    most = (64 if gated else 128) if hopper else (32 if gated else 64)
     part, arrived = _room(site, shape, cdiv(a.n, shape.rows), len(weights))
     fast, compute = is_fast(a.format, site.compute), TL_TYPES[site.compute]
 
     def run(live: Live) -> None:
         count = live.count(axis)
-        width = width_for(count)
+        width = width_for(count, most)
         none = y.tensor
         site.launch(
             batch_tiles, (cdiv(a.n, shape.rows), cdiv(count, width), shape.parts),
@@ -281,7 +284,9 @@ def linears(
     """Three maps of one x in one launch; their formats may differ. Biases are three or none."""
     assert len(weights) == 3, len(weights)
     k, n = weights[0].k, sum(w.n for w in weights)
-    shape = shape_for(n, k, 1, any(w.format in ("F16", "BF16") for w in weights))
+    hopper = site.generation == 9
+    shape = shape_for(n, k, hopper, any(w.format in ("F16", "BF16") for w in weights))
+    most = 128 if hopper else 64
     tiles = sum(cdiv(w.n, shape.rows) for w in weights)
     part, arrived = _room(site, shape, tiles, 1)
     fast, compute = [is_fast(w.format, site.compute) for w in weights], TL_TYPES[site.compute]
@@ -289,7 +294,7 @@ def linears(
 
     def run(live: Live) -> None:
         count = live.count(axis)
-        width = width_for(count)
+        width = width_for(count, most)
         outs = [y.tensor for y in ys]
         site.launch(
             batch_three, (tiles, cdiv(count, width), shape.parts), *outs, x.tensor, *planes, *(biases or outs),
