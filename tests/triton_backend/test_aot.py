@@ -33,13 +33,14 @@ def compiled(*arguments: str) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("targets", "formats", "computes", "kernels", "least"),
     [
-        ("sm_90", "Q4_K,Q6_K,Q8_0,MXFP4,F16", "float16", "linear_tiles", 10),
-        ("sm_80,sm_120", "Q4_K,F16", "float16", "linear_tiles", 8),
+        ("sm_90", "Q4_K,Q6_K,F16", "float16", "batch_tiles", 12),
+        ("sm_80,sm_120", "Q4_K,MXFP4", "float16", "grouped_tiles", 8),
+        ("sm_90", "Q5_K,Q8_0,IQ4_XS", "float16", "decode_rows", 3),
         ("sm_120", "Q3_K,F32", "float32", "linear_tiles", 4),
         ("sm_90,sm_120", "F16", "float16", "attend", 12),
         ("sm_80", "F16", "float32", "draw", 1),
     ],
-    ids=["linear sm_90", "linear others", "linear float32", "attention", "sample"],
+    ids=["linear sm_90", "experts", "decoding", "linear float32", "attention", "sample"],
 )
 def test_kernels_compile_without_spills(targets: str, formats: str, computes: str, kernels: str, least: int) -> None:
     report = compiled(
