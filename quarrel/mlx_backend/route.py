@@ -57,7 +57,7 @@ _ROUTE = Kernel(
   const int lane = int(thread_index_in_simdgroup), tokens = logits_shape[0];
   const int t = int(threadgroup_position_in_grid.x) * 4 + int(simdgroup_index_in_threadgroup);
   if (t >= tokens) return;
-  float z[EACH], p[EACH], score[EACH];
+  float z[EACH], p[EACH], score[EACH], least = -INFINITY;
   for (int i = 0; i < EACH; i++) {
     z[i] = i * 32 + lane < EXPERTS ? float(logits[ulong(t) * EXPERTS + i * 32 + lane]) : -INFINITY;
   }
@@ -71,6 +71,7 @@ _ROUTE = Kernel(
     }
     sum = simd_sum(sum);
     for (int i = 0; i < EACH; i++) p[i] /= sum;
+    least = top - 745.1332f;
   } else {
     for (int i = 0; i < EACH; i++) p[i] = GATE == 1 ? z[i] : 1.0f / (1.0f + precise::exp(-z[i]));
   }
@@ -79,7 +80,9 @@ _ROUTE = Kernel(
   for (int i = 0; i < EACH; i++) {
     const int id = i * 32 + lane;
     score[i] = p[i] + (BIAS && id < EXPERTS ? float(bias[id]) : 0.0f);
-    const float by = BIAS ? score[i] : z[i];
+    // Logits in place of scores, with the ties that float64 has: of 1 from 37.4 on, of 0 below -745 of the top.
+    float by = BIAS ? score[i] : GATE == 2 ? metal::clamp(z[i], -745.1332f, 37.42995f) : z[i] < least ? -INFINITY : z[i];
+    if (metal::isnan(z[i])) by = z[i];
     rank[i] = id >= EXPERTS ? 0 : metal::isnan(by) ? 1 : rank_of(by);
   }
   if (GROUPS > 1) {

@@ -35,7 +35,7 @@ inline float finite_or_least(float x) {
   return metal::abs(x) < INFINITY ? x : -INFINITY;
 }
 
-// The first id with the highest logit of the row, from its chunks; every lane gets it.
+// The first id with the highest logit of the row, from its chunks; an infinite logit means none.
 template <class Best, class Where>
 inline int best_of_row(Best best, Where where, uint row, int chunks, int lane, thread float& top) {
   top = -INFINITY;
