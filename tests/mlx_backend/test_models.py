@@ -1,0 +1,61 @@
+"""Whole models of every architecture on emulated Metal against the reference logits, fed at once and in pieces."""
+
+from __future__ import annotations
+
+import os
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from quarrel.gguf import GGUFFile
+from quarrel.models import Tensors, assemble
+from quarrel.ops.contract import rel_error
+from quarrel.ops.step import Limits
+from tests.mlx_backend.cases import running
+from tests.mlx_backend.emulated import FAST
+from tests.models.test_reference_logits import chunk, specify, variants, wanted
+from tests.paths import need_cases
+
+LIMIT = {"float32": 1e-5, "float16": 3e-3}
+CUTS = (1, 2, 9, 10, 15)
+EVERYTHING = os.environ.get("QUARREL_TEST_ALL") == "1"
+FIRST = dict(reversed(variants()))
+CASES = [(a, v) for a, v in variants() if EVERYTHING or FIRST[a] == v]
+"""One file of each architecture; all of them, block formats included, with QUARREL_TEST_ALL=1."""
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_outputs_match_the_truth_in_any_pieces(case: tuple[str, str]) -> None:
+    """One-token pieces decode, the others are prompts."""
+    arch, variant = case
+    folder = need_cases(arch)
+    ids = np.load(folder / "tokens.npy").reshape(-1).astype(np.int32)
+    with GGUFFile.open(folder / f"model-{variant}.gguf") as file, running(FAST) as backend:
+        tensors = Tensors(file)
+        program = assemble(specify(file, folder, variant), tensors)
+        limits = Limits(max_tokens=len(ids), max_seqs=2, max_blocks_per_seq=8, n_blocks=8, block_size=16)
+        truth = wanted(folder, variant)
+        step = backend.compile(program, tensors, limits, "float32")
+        want = "logits" if "logits" in program.outputs else "hidden"
+        whole = getattr(step(chunk(ids, 0, len(ids)), want), want)  # type: ignore[arg-type]
+        assert rel_error(whole[-len(truth) :], truth) < LIMIT["float32"]
+        if want == "logits":
+            bounds = (0, *(c for c in CUTS if c < len(ids)), len(ids))
+            pieces = np.concatenate([step(chunk(ids, a, z), "logits").logits for a, z in pairwise(bounds)])
+            assert rel_error(pieces[-len(truth) :], truth) < LIMIT["float32"]
+        step.close()
+
+
+@pytest.mark.parametrize("arch", ["llama32", "granitehybrid"])
+def test_half_precision_stays_within_its_limit(arch: str) -> None:
+    folder = need_cases(arch)
+    ids = np.load(folder / "tokens.npy").reshape(-1).astype(np.int32)
+    with GGUFFile.open(folder / "model-q4_0x.gguf") as file, running(FAST) as backend:
+        tensors = Tensors(file)
+        limits = Limits(max_tokens=len(ids), max_seqs=2, max_blocks_per_seq=8, n_blocks=8, block_size=16)
+        step = backend.compile(assemble(specify(file, folder, "q4_0x"), tensors), tensors, limits, "auto")
+        got = step(chunk(ids, 0, len(ids)), "logits").logits
+        assert got is not None
+        assert rel_error(got, wanted(folder, "q4_0x")) < LIMIT["float16"]
+        step.close()
