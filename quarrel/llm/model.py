@@ -240,6 +240,7 @@ class LLM:
         messages: Sequence[Message] | None = None,
         params: SamplingParams | None = None,
         tools: Sequence[Mapping[str, object]] | None = None,
+        template: str | None = None,
         template_kwargs: Mapping[str, bool | str] | None = None,
         **options: Unpack[Sampling],
     ) -> Request:
@@ -251,7 +252,7 @@ class LLM:
         if (prompt is None) == (messages is None):
             raise RequestError("a request has either a prompt or messages")
         if messages is not None:
-            return self._chat_request(messages, settled, tools, None, template_kwargs)
+            return self._chat_request(messages, settled, tools, template, template_kwargs)
         return self._request(prompt, settled, parse_special=False)
 
     def submit(self, request: Request) -> AsyncStream:
