@@ -10,7 +10,7 @@ import pytest
 
 from quarrel.ops.attention import ATTENTION, AttentionSpec
 from quarrel.ops.contract import Array, Case, KVArrays
-from quarrel.triton_backend.attention import SPLIT, tiles
+from quarrel.triton_backend.attention import LEAST_SPLIT, tiles
 from quarrel.triton_backend.backend import TritonBackend
 from tests.triton_backend.cases import COMPUTES, error_on
 
@@ -37,14 +37,14 @@ def batch(spec: AttentionSpec, lengths: list[tuple[int, int]], seed: int = 0) ->
     ids=["plain", "window", "cap", "groups of 3"],
 )
 def test_decode_over_several_splits(backend: TritonBackend, spec: AttentionSpec, compute: Any) -> None:
-    inputs = batch(spec, [(1, 2 * SPLIT + 77), (1, SPLIT), (1, SPLIT + 1), (1, 3)])
+    inputs = batch(spec, [(1, 1101), (1, LEAST_SPLIT), (1, LEAST_SPLIT + 1), (1, 3)])
     assert error_on(backend, ATTENTION, spec, inputs, compute) <= ATTENTION.tolerance[compute]
 
 
 def test_sinks_over_several_splits(backend: TritonBackend) -> None:
     spec = replace(SPEC, sinks=True, window=128)
     _, *_, sinks = ATTENTION.make(Case(spec, {"S": 1, "Q": 1, "KV": 0, "block_size": 32}), np.random.default_rng(0))  # type: ignore[misc]
-    inputs = (*batch(spec, [(1, SPLIT + 100), (1, 5), (9, 40)]), sinks)
+    inputs = (*batch(spec, [(1, 612), (1, 5), (9, 40)]), sinks)
     assert error_on(backend, ATTENTION, spec, inputs, "float32") <= ATTENTION.tolerance["float32"]
 
 
@@ -102,7 +102,7 @@ def test_keys_of_a_tile_follow_from_the_head_alone() -> None:
         for dim in (16, 64, 80, 96, 128, 256):
             decode, prefill = tiles(compute, dim, 8)  # type: ignore[arg-type]
             assert decode.keys == prefill.keys
-            assert SPLIT % decode.keys == 0
+            assert LEAST_SPLIT % decode.keys == 0
 
 
 def run(backend: TritonBackend, inputs: tuple[Any, ...], compute: Any) -> Array:
