@@ -42,7 +42,8 @@ def scan1_rows(
 ):  # fmt: skip
     """WHAT is "steps", "ends" (what a chunk adds) or "rows" (its results).
 
-    `between` holds the state behind each chunk but a sequence's first, at WIDE floats a token; `firsts` those.
+    `between` holds the state behind each whole chunk, at WIDE floats a token, but for a sequence's first: that one and the
+    state before it lie in `firsts`. So no program reads the state that another one writes.
     """
     item = tl.program_id(0)
     channel = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -63,7 +64,7 @@ def scan1_rows(
         first = (item - (begin // BT + 2 * seq)) * BT - past % BT
         if (new < 2) | (first >= new):
             return
-        if (WHAT == "ends") & (first + BT >= new):
+        if (WHAT == "ends") & (first + BT > new):
             return
     cell = channel[:, None] * N + n[None, :]
     p_state = state + tl.load(state_slots + seq).to(tl.int64) * (C * N) + cell
@@ -71,11 +72,14 @@ def scan1_rows(
     skip = tl.load(d + channel, mask=c_ok, other=0.0)
     total = tl.zeros([BC], tl.float32)
     h = tl.zeros([BC, BN], tl.float32)
-    if WHAT != "ends":
+    p_first = firsts + seq.to(tl.int64) * (2 * C * N + C)
+    if WHAT == "steps":
+        h = tl.load(p_state, mask=ok & (past + 0 * n > 0)[None, :], other=0.0)
+    if WHAT == "rows":
         if first <= 0:
-            h = tl.load(p_state, mask=ok & (past + 0 * n > 0)[None, :], other=0.0)
+            h = tl.load(p_first + C * N + C + cell, mask=ok, other=0.0)
         elif first <= BT:
-            h = tl.load(firsts + seq.to(tl.int64) * (C * N + C) + cell, mask=ok, other=0.0)
+            h = tl.load(p_first + cell, mask=ok, other=0.0)
         else:
             h = tl.load(between + (begin.to(tl.int64) + first - BT) * WIDE + cell, mask=ok, other=0.0)
     start = begin.to(tl.int64) + tl.maximum(first, 0)
@@ -97,10 +101,10 @@ def scan1_rows(
     if WHAT == "ends":
         p_end = between + (begin.to(tl.int64) + first) * WIDE
         if first <= 0:
-            p_end = firsts + seq.to(tl.int64) * (C * N + C)
+            p_end = p_first
         tl.store(p_end + cell, h, mask=ok)
         tl.store(p_end + C * N + channel, total, mask=c_ok)
-    elif first + BT >= new:
+    elif first + BT > new:
         tl.store(p_state, h, mask=ok)
 
 
@@ -109,7 +113,7 @@ def scan1_join(
     a, query_start, kv_len, state_slots, state, between, firsts,
     C: tl.constexpr, N: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Adds the state before each chunk, decayed, to what the chunk adds."""
+    """Adds the state before each chunk, decayed, to what the chunk adds; the last is the sequence's own if whole."""
     seq = tl.program_id(0)
     channel = tl.program_id(1) * BC + tl.arange(0, BC)
     n = tl.arange(0, BN)
@@ -125,16 +129,19 @@ def scan1_join(
     h = tl.load(p_state, mask=ok & (past + 0 * n > 0)[None, :], other=0.0)
     decay = tl.load(a + cell, mask=ok, other=0.0)
     first = 0 - past % BT
-    p_end = firsts + seq.to(tl.int64) * (C * N + C)
-    added = tl.load(p_end + cell, mask=ok & (first + BT + 0 * n < new)[None, :], other=0.0)
-    total = tl.load(p_end + C * N + channel, mask=c_ok & (first + BT + 0 * channel < new), other=0.0)
-    for at in range(first, new - BT, BT):
+    p_end = firsts + seq.to(tl.int64) * (2 * C * N + C)
+    tl.store(p_end + C * N + C + cell, h, mask=ok)
+    added = tl.load(p_end + cell, mask=ok & (first + BT + 0 * n <= new)[None, :], other=0.0)
+    total = tl.load(p_end + C * N + channel, mask=c_ok & (first + BT + 0 * channel <= new), other=0.0)
+    for at in range(first, new - BT + 1, BT):
         p_next = between + (begin.to(tl.int64) + at + BT) * WIDE
-        next_added = tl.load(p_next + cell, mask=ok & (at + 2 * BT + 0 * n < new)[None, :], other=0.0)
-        next_total = tl.load(p_next + C * N + channel, mask=c_ok & (at + 2 * BT + 0 * channel < new), other=0.0)
+        next_added = tl.load(p_next + cell, mask=ok & (at + 2 * BT + 0 * n <= new)[None, :], other=0.0)
+        next_total = tl.load(p_next + C * N + channel, mask=c_ok & (at + 2 * BT + 0 * channel <= new), other=0.0)
         h = tl.exp(decay * total[:, None]) * h + added
         tl.store(p_end + cell, h, mask=ok)
         p_end, added, total = p_next, next_added, next_total
+    if (past + new) % BT == 0:
+        tl.store(p_state, h, mask=ok)
 
 
 def build_scan1(site: Site, node: Node) -> Launch:
@@ -153,7 +160,7 @@ def build_scan1(site: Site, node: Node) -> Launch:
     channels = min(power_of_two(spec.channels), max(1, _STATES // states))
     blocks = cdiv(spec.channels, channels)
     size = spec.channels * (spec.n_state + 1)
-    between, firsts = site.scratch("T", cdiv(size, _CHUNK)), site.scratch("S", size)
+    between, firsts = site.scratch("T", cdiv(size, _CHUNK)), site.scratch("S", size + spec.channels * spec.n_state)
     shape = {
         "C": spec.channels, "N": spec.n_state, "BC": channels, "BN": states, "BT": _CHUNK, "WIDE": cdiv(size, _CHUNK),
     }  # fmt: skip
