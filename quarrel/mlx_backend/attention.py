@@ -28,16 +28,12 @@ from quarrel.ops.registry import Implementation
 SPLIT = 256
 """Keys of a threadgroup of the single-query kernel. Fixed: how many there are never changes how one is summed."""
 
-_HEADER = (
-    WIDE
-    + EXACT_TANH
-    + """
+_FADING = """
 // exp(x - top), where no key has been seen if top is -inf.
 inline float fading(float x, float top) {
   return top == -INFINITY ? 0.0f : precise::exp(x - top);
 }
 """
-)
 
 # LANES lanes share a key: lane l holds values (i * LANES + l) * WIDTH + j of it. TOGETHER query heads share its load.
 _SINGLE = Kernel(
@@ -136,7 +132,7 @@ _SINGLE = Kernel(
     }
   }
 """,
-    _HEADER,
+    WIDE + EXACT_TANH + _FADING,
 )
 
 # A SIMD-group a head: the lanes find the best of all splits, then each adds up its values of D.
@@ -175,7 +171,7 @@ _COMBINE = Kernel(
     if (i * 32 + lane < D) y[(ulong(begin) * HEADS + head) * D + i * 32 + lane] = T(acc[i] * by);
   }
 """,
-    _HEADER,
+    _FADING,
 )
 
 

@@ -27,14 +27,14 @@ from quarrel.ops.sample import SAMPLE
 _CHUNK = 4096
 _SIMDS = 32  # of the drawing threadgroup
 
-_HEADER = (
-    RANK_OF
-    + """
+_FINITE = """
 // x, or -inf in place of NaN and both infinities.
 inline float finite_or_least(float x) {
   return metal::abs(x) < INFINITY ? x : -INFINITY;
 }
+"""
 
+_BEST_OF_ROW = """
 // The first id with the highest logit of the row, from its chunks; an infinite logit means none.
 template <class Best, class Where>
 inline int best_of_row(Best best, Where where, uint row, int chunks, int lane, thread float& top) {
@@ -47,7 +47,9 @@ inline int best_of_row(Best best, Where where, uint row, int chunks, int lane, t
   }
   return simd_min(first);
 }
+"""
 
+_SUMS = """
 inline ulong add_lanes(ulong x) {
   for (ushort other = 16; other > 0; other /= 2) {
     const uint2 halves = as_type<uint2>(x);
@@ -82,8 +84,7 @@ inline ulong part_of(float share, ulong whole, bool up) {
   const ulong by = ulong(metal::clamp(share, 0.0f, 1.0f) * 4294967296.0f), low = (whole & 0xFFFFFFFFul) * by;
   return (whole >> 32) * by + (low >> 32) + (up && (low & 0xFFFFFFFFul) != 0 ? 1 : 0);
 }
-"""
-).replace("SIMDS", str(_SIMDS))
+""".replace("SIMDS", str(_SIMDS))
 
 _BEST = Kernel(
     "quarrel_sample_best",
@@ -126,7 +127,7 @@ _BEST = Kernel(
     where[row * chunks + chunk] = firsts[0];
   }
 """,
-    _HEADER,
+    _FINITE,
 )
 
 _WEIGH = Kernel(
@@ -155,7 +156,7 @@ _WEIGH = Kernel(
     weights[ulong(row) * n + i] = e;
   }
 """,
-    _HEADER,
+    _FINITE + _BEST_OF_ROW,
 )
 
 _DRAW = Kernel(
@@ -238,7 +239,7 @@ _DRAW = Kernel(
     before = as_type<ulong>(simd_shuffle(as_type<uint2>(running), ushort(31)));
   }
 """.replace("SIMDS", str(_SIMDS)),
-    _HEADER,
+    RANK_OF + _FINITE + _BEST_OF_ROW + _SUMS,
 )
 
 

@@ -1,4 +1,4 @@
-"""Every case of every op but the linear maps, all accesses checked; outputs hold NaN before, so what is not written shows."""
+"""Every case of every op but the linear maps, all accesses checked; outputs hold NaN before, so gaps show."""
 
 from __future__ import annotations
 

@@ -264,7 +264,8 @@ def test_a_token_is_always_inside_the_vocabulary(backend: MlxBackend, n: int) ->
 
 
 def test_all_sampling_controls_together(backend: MlxBackend) -> None:
-    grid = list(product((0.7, 1.5), (0, 1, 7, 299, 300, 1000), (1.0, 0.9, 0.01, 0.0), (0.0, 0.1), (0.0, 0.37, 0.9999)))[::11]
+    grid = list(product((0.7, 1.5), (0, 1, 7, 299, 300, 1000), (1.0, 0.9, 0.01, 0.0), (0.0, 0.1), (0.0, 0.37, 0.9999)))
+    grid = grid[::11]
     logits = np.random.default_rng(0).standard_normal((len(grid), 300), dtype=np.float32) * 3
     got, want = drawn(backend, logits, grid)
     assert got.tolist() == want.tolist()
