@@ -117,6 +117,8 @@ class TritonBackend:
             states = [allocate_state(s, limits.states, device) for s in program.states]
             inputs = InputBuffer(limits, device)
             slots = {value.id: inputs.slots[name] for name, value in program.inputs.items()}
+            if "tokens" in program.outputs:
+                slots[program.outputs["tokens"].id] = inputs.last
             rows = {
                 "T": limits.max_tokens,
                 "S": limits.max_seqs,

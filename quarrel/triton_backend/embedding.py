@@ -5,11 +5,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from quarrel.ops.contract import Value
 from quarrel.ops.embedding import EMBEDDING, GATHER_ROWS, EmbeddingSpec
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 from quarrel.triton_backend.formats import halves
-from quarrel.triton_backend.runtime import Launch, Live, Site, cdiv
+from quarrel.triton_backend.runtime import Launch, Live, Site, cdiv, starts_early
 
 _BLOCKS = 16  # blocks of 32 columns to a program: 512 values, few enough that one token still spreads over the chip
 _ROWS = 4
@@ -18,12 +19,21 @@ _COLUMNS = 512
 
 @triton.jit(do_not_specialize=["tokens"])
 def embed(
-    y, ids, codes, bits, scale, top, tokens, alpha, K,
-    FORMAT: tl.constexpr, R: tl.constexpr, NB: tl.constexpr,
+    y, ids, from_last, last, codes, bits, scale, top, tokens, alpha, K,
+    LAST: tl.constexpr, FORMAT: tl.constexpr, R: tl.constexpr, NB: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
     ok = token < tokens
-    row = tl.load(ids + token, mask=ok, other=0).to(tl.int64)
+    row = tl.load(ids + token, mask=ok, other=0)
+    if LAST:
+        # The token that the launch before drew, if this id is one; where nothing could be drawn it is -1.
+        before = tl.load(from_last + token, mask=ok, other=-1)
+        drawn = tl.maximum(tl.load(last + tl.maximum(before, 0), mask=ok, other=0), 0)
+        row = tl.where(before >= 0, drawn, row)
+    row = row.to(tl.int64)
     block = tl.program_id(1) * NB + tl.arange(0, NB)
     low, high = halves(FORMAT, codes, bits, scale, top, row, block, ok, K)  # [R, NB, 16]
     column = (block * 32)[None, :, None] + tl.arange(0, 16)[None, None, :]
@@ -33,7 +43,10 @@ def embed(
 
 
 @triton.jit
-def gather(y, x, rows, K, C: tl.constexpr):
+def gather(y, x, rows, K, C: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     target = tl.program_id(0).to(tl.int64)
     source = tl.load(rows + target).to(tl.int64)
     column = tl.program_id(1) * C + tl.arange(0, C)
@@ -47,12 +60,17 @@ def build_embedding(site: Site, node: Node) -> Launch:
     ids, ref = node.inputs
     source, target = site.slot(ids), site.slot(node.outputs[0])  # type: ignore[arg-type]
     weight = site.weight(ref)  # type: ignore[arg-type]
+    # Only the step's own ids are replaced by tokens that are still on the device.
+    continues = isinstance(ids, Value) and ids.name == "ids" and site.work.from_last is not None
 
     def run(live: Live) -> None:
+        from_last, last = (site.work.from_last, site.work.last) if continues else (source, source)
+        assert from_last is not None
+        assert last is not None
         site.launch(
             embed, (cdiv(live.T, _ROWS), cdiv(spec.k, _BLOCKS * 32)),
-            target.tensor, source.tensor, *weight.planes, live.T, spec.scale, spec.k,
-            FORMAT=weight.format, R=_ROWS, NB=_BLOCKS,
+            target.tensor, source.tensor, from_last.tensor, last.tensor, *weight.planes, live.T, spec.scale, spec.k,
+            LAST=continues, FORMAT=weight.format, R=_ROWS, NB=_BLOCKS, early=starts_early(site),
         )  # fmt: skip
 
     return run
@@ -66,7 +84,7 @@ def build_gather_rows(site: Site, node: Node) -> Launch:
 
     def run(live: Live) -> None:
         grid = (live.R, cdiv(k, _COLUMNS))
-        site.launch(gather, grid, target.tensor, source.tensor, index.tensor, k, C=_COLUMNS)
+        site.launch(gather, grid, target.tensor, source.tensor, index.tensor, k, C=_COLUMNS, early=starts_early(site))
 
     return run
 

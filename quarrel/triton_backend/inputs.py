@@ -8,18 +8,35 @@ import torch
 from quarrel.errors import RequestError
 from quarrel.ops.contract import Array
 from quarrel.ops.step import Limits, StepInputs
-from quarrel.triton_backend.attention import most_splits, splits_of
+from quarrel.triton_backend.attention import LEAST_SPLIT, MOST_SPLITS, most_splits, splits_of
 from quarrel.triton_backend.runtime import Live, Slot, Work, cdiv
 
 _SAMPLE = ("temperature", "top_k", "top_p", "min_p", "uniform")
 _FLOATS = ("temperature", "top_p", "min_p", "uniform")
 _ALIGN = 4  # int32s: 16 bytes, so that kernels may load wide
+_FEW = 32
+_RING = 4
+"""Batches on their way: the host fills one while the copies of those before may still wait for the device."""
 
 
 def item_starts(query_start: Array, kv_len: Array) -> Array:
     """Where each sequence's items begin, `[S + 1]`: a split of keys each, of the sequences with one new token."""
+    if len(kv_len) == 1:
+        one = int(query_start[1]) - int(query_start[0]) == 1
+        return np.array([0, splits_of_one(int(kv_len[0])) if one else 0], np.int32)
     single = np.diff(query_start) == 1
     return np.concatenate([[0], np.cumsum(np.where(single, splits_of(kv_len), 0))]).astype(np.int32)
+
+
+def splits_of_one(keys: int) -> int:
+    """`splits_of` for one sequence."""
+    split = max(LEAST_SPLIT, 1 << max(cdiv(keys, MOST_SPLITS) - 1, 0).bit_length())
+    return cdiv(keys, split)
+
+
+def item_bucket(items: int, seqs: int) -> int:
+    """Items that a graph for so many sequences has programs for: beyond 4096 keys a sequence they no longer grow."""
+    return next((seqs * each for each in (4, 16) if items <= seqs * each), seqs * MOST_SPLITS)
 
 
 def most_items(limits: Limits) -> int:
@@ -27,96 +44,163 @@ def most_items(limits: Limits) -> int:
     return most_splits(limits.n_blocks * limits.block_size, limits.max_seqs)
 
 
-def live_counts(query_start: Array, kv_len: Array, rows: int) -> Live:
-    """The host's view of a batch."""
+def live_counts(query_start: Array, kv_len: Array, rows: int, starts: Array | None = None) -> Live:
+    """The host's view of a batch; `starts` are its `item_starts`."""
+    starts = item_starts(query_start, kv_len) if starts is None else starts
+    tokens, seqs, items = int(query_start[-1]), len(kv_len), int(starts[-1])
+    if seqs == 1:
+        return Live(tokens, 1, rows, tokens == 1, tokens > 1, items)
     new = np.diff(query_start)
-    items = int(item_starts(query_start, kv_len)[-1])
-    return Live(int(query_start[-1]), len(kv_len), rows, bool((new == 1).any()), bool((new > 1).any()), items)
+    return Live(tokens, seqs, rows, bool((new == 1).any()), bool((new > 1).any()), items)
+
+
+def _bounds(values: Array) -> tuple[int, int]:
+    """Least and greatest; a list is quicker than NumPy for a few."""
+    if values.size <= _FEW:
+        flat = values.ravel().tolist()
+        return min(flat), max(flat)
+    return int(values.min()), int(values.max())
 
 
 class InputBuffer:
-    """Every step input at its own place; the block table comes last, with as many columns as the call brings."""
+    """Every step input at its own place; the block table comes last, with as many columns as the call brings.
+
+    A ring of pinned buffers on the host, one buffer on the device: a copy runs in its turn, after the steps before it.
+    """
 
     def __init__(self, limits: Limits, device: torch.device) -> None:
         self._limits = limits
         tokens, seqs = limits.max_tokens, limits.max_seqs
         lengths = {"table_width": 1, "query_start": seqs + 1, "kv_len": seqs, "item_start": seqs + 1, "state_slots": seqs}
-        lengths |= dict.fromkeys(("ids", "positions", "slots", "out_rows", *_SAMPLE), tokens)
+        lengths |= dict.fromkeys(("ids", "from_last", "positions", "slots", "out_rows", *_SAMPLE), tokens)
         self._begin: dict[str, int] = {}
         end = 0
         for name, length in lengths.items():
             self._begin[name], end = end, end + cdiv(length, _ALIGN) * _ALIGN
-        self._begin["block_table"] = end
+        self._table = self._begin["block_table"] = end
         size = end + seqs * limits.max_blocks_per_seq
         pin = device.type == "cuda"
-        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=pin)
+        self._hosts = [torch.zeros(size, dtype=torch.int32, pin_memory=pin) for _ in range(_RING if pin else 1)]
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
-        self._sent = torch.cuda.Event() if pin else None
-        self._ints = self._host.numpy()
-        self._reals = self._ints.view(np.float32)
+        self._sent = [torch.cuda.Event() for _ in self._hosts] if pin else []
+        self._turn = 0
+        self._arrays = [self._named(host.numpy()) for host in self._hosts]
+        self._tables = [host.numpy()[self._table :] for host in self._hosts]
         self.nbytes = 4 * size
         self.slots = {name: Slot(self._at(name)) for name in self._begin}
-        self.work = Work(self.slots["item_start"], self.slots["table_width"])
+        self.last = Slot(torch.zeros(tokens, dtype=torch.int32, device=device))
+        """Tokens of the last launch that drew any."""
+        self.work = Work(self.slots["item_start"], self.slots["table_width"], self.slots["from_last"], self.last)
+
+    def _named(self, ints: Array) -> dict[str, Array]:
+        reals = ints.view(np.float32)
+        return {name: (reals if name in _FLOATS else ints)[begin:] for name, begin in self._begin.items()}
 
     def _at(self, name: str) -> torch.Tensor:
         part = self._device[self._begin[name] :]
         return part.view(torch.float32) if name in _FLOATS else part
 
-    def check(self, inputs: StepInputs, n_vocab: int, n_positions: int) -> None:
+    def check(self, inputs: StepInputs, n_vocab: int, n_positions: int, last_rows: int) -> None:
         """Everything `StepInputs.check` looks at, and what these buffers add."""
-        inputs.check(self._limits, n_vocab)
-        if inputs.positions.min() < 0 or inputs.positions.max() >= n_positions:
-            low, high = inputs.positions.min(), inputs.positions.max()
+        limits = self._limits
+        tokens, rows, (seqs, width) = len(inputs.ids), len(inputs.out_rows), inputs.block_table.shape
+        if not self._sound(inputs, tokens, seqs, width, n_vocab):
+            inputs.check(limits, n_vocab)
+        low, high = _bounds(inputs.positions)
+        if low < 0 or high >= n_positions:
             raise RequestError(f"step inputs are unusable: positions {low} to {high}, wanted 0 to {n_positions - 1}")
-        rows, (seqs, width) = len(inputs.out_rows), inputs.block_table.shape
-        most = self._limits.max_tokens
+        most = limits.max_tokens
         if rows > most:
             raise RequestError(f"step inputs are unusable: {rows} rows asked for of a step of at most {most} tokens")
-        if seqs != len(inputs.kv_len) or width > self._limits.max_blocks_per_seq:
+        if seqs != len(inputs.kv_len) or width > limits.max_blocks_per_seq:
             raise RequestError(
                 f"step inputs are unusable: a block table of {seqs} x {width} for {len(inputs.kv_len)} sequences"
-                f" of at most {self._limits.max_blocks_per_seq} blocks"
+                f" of at most {limits.max_blocks_per_seq} blocks"
             )
         slots = inputs.state_slots
-        if slots is not None and (len(slots) != seqs or slots.min() < 0 or slots.max() >= self._limits.states):
+        if slots is not None:
+            low, high = _bounds(slots) if len(slots) else (0, 0)
+            if len(slots) != seqs or low < 0 or high >= limits.states:
+                raise RequestError(
+                    f"step inputs are unusable: state slots {slots.tolist()} for {seqs} sequences,"
+                    f" wanted one of 0 to {limits.states - 1} for each"
+                )
+        if inputs.from_last is not None and _bounds(inputs.from_last)[1] >= last_rows:
             raise RequestError(
-                f"step inputs are unusable: state slots {slots.tolist()} for {seqs} sequences,"
-                f" wanted one of 0 to {self._limits.states - 1} for each"
+                f"step inputs are unusable: from_last names row {inputs.from_last.max()} of {last_rows or 'none'} tokens"
             )
-        if inputs.sample is not None:
-            found = {name: len(getattr(inputs.sample, name)) for name in _SAMPLE}
+        sample = inputs.sample
+        if sample is not None:
+            found = {name: len(getattr(sample, name)) for name in _SAMPLE}
             if set(found.values()) != {rows}:
                 raise RequestError(f"step inputs are unusable: sampling controls of {found} for {rows} rows")
 
-    def send(self, inputs: StepInputs, padded: int = 0) -> None:
-        """Copies a batch to the device; decode batches may be padded to so many tokens, sequences and rows."""
-        if self._sent is not None:
-            self._sent.synchronize()
+    def _sound(self, inputs: StepInputs, tokens: int, seqs: int, width: int, n_vocab: int) -> bool:
+        """Whether `StepInputs.check` would pass, for one new token a sequence, as between two steps of decoding."""
+        limits = self._limits
+        if not 0 < tokens == seqs <= min(_FEW, limits.max_tokens, limits.max_seqs) or not inputs.out_rows.size:
+            return False
+        if inputs.query_start.tolist() != list(range(seqs + 1)) or not len(inputs.positions) == len(inputs.slots) == tokens:
+            return False
+        if inputs.from_last is not None and len(inputs.from_last) != tokens:
+            return False
+        wanted = (
+            (inputs.ids, 0, n_vocab),
+            (inputs.slots, 0, limits.n_blocks * limits.block_size),
+            (inputs.kv_len, 1, limits.block_size * width + 1),
+            (inputs.block_table, 0, limits.n_blocks),
+            (inputs.out_rows, 0, tokens),
+        )
+        for values, least, stop in wanted:
+            low, high = _bounds(values)
+            if low < least or high >= stop:
+                return False
+        return True
+
+    def send(self, inputs: StepInputs, padded: int = 0, starts: Array | None = None) -> None:
+        """Copies a batch and its `item_starts`; decode batches may be padded to so many tokens, sequences and rows."""
+        if starts is None:
+            starts = item_starts(inputs.query_start, inputs.kv_len)
+        turn = self._turn
+        self._turn = (turn + 1) % len(self._hosts)
+        if self._sent:
+            self._sent[turn].synchronize()
+        put = self._arrays[turn]
         tokens, seqs = len(inputs.ids), len(inputs.kv_len)
         extra = max(padded - tokens, 0)
-        starts = item_starts(inputs.query_start, inputs.kv_len)
-        for name in ("ids", "positions", "out_rows"):
-            self._put(name, getattr(inputs, name), 0, padded)
+        _fill(put["ids"], inputs.ids, 0, padded)
+        if inputs.from_last is None:
+            put["from_last"][: tokens + extra] = -1
+        else:
+            _fill(put["from_last"], inputs.from_last, -1, padded)
+        _fill(put["positions"], inputs.positions, 0, padded)
+        _fill(put["out_rows"], inputs.out_rows, 0, padded)
         # Padding writes its keys to the block past the last, and reads none.
-        self._put("slots", inputs.slots, self._limits.n_blocks * self._limits.block_size, padded)
-        self._put("kv_len", inputs.kv_len, 0, padded)
+        _fill(put["slots"], inputs.slots, self._limits.n_blocks * self._limits.block_size, padded)
+        _fill(put["kv_len"], inputs.kv_len, 0, padded)
         if inputs.state_slots is not None:
-            self._put("state_slots", inputs.state_slots, self._limits.states, padded)
-        self._put("query_start", np.concatenate([inputs.query_start, np.arange(tokens + 1, tokens + extra + 1)]), 0)
-        self._put("item_start", np.concatenate([starts, np.full(extra, starts[-1])]), 0)
-        if inputs.sample is not None:
+            _fill(put["state_slots"], inputs.state_slots, self._limits.states, padded)
+        put["query_start"][: seqs + 1] = inputs.query_start
+        put["item_start"][: seqs + 1] = starts
+        if extra:
+            put["query_start"][seqs + 1 : seqs + 1 + extra] = np.arange(tokens + 1, tokens + extra + 1)
+            put["item_start"][seqs + 1 : seqs + 1 + extra] = starts[-1]
+        sample = inputs.sample
+        if sample is not None:
             for name in _SAMPLE:
-                self._put(name, getattr(inputs.sample, name), 0, padded)
+                _fill(put[name], getattr(sample, name), 0, padded)
         width = inputs.block_table.shape[1]
-        self._put("table_width", np.array([width]), 0)
-        self._put("block_table", inputs.block_table.reshape(-1), 0)
-        used = self._begin["block_table"] + (seqs + extra) * width
-        self._device[:used].copy_(self._host[:used], non_blocking=True)
-        if self._sent is not None:
-            self._sent.record()
+        put["table_width"][0] = width
+        self._tables[turn][: seqs * width] = inputs.block_table.reshape(-1)
+        # The rows of padding keep what was there: nobody reads a key of theirs.
+        used = self._table + seqs * width
+        self._device[:used].copy_(self._hosts[turn][:used], non_blocking=True)
+        if self._sent:
+            self._sent[turn].record()
 
-    def _put(self, name: str, values: Array, filler: int, length: int = 0) -> None:
-        at = self._begin[name]
-        target = self._reals if name in _FLOATS else self._ints
-        target[at : at + len(values)] = values
-        target[at + len(values) : at + max(length, len(values))] = filler
+
+def _fill(target: Array, values: Array, filler: int, length: int) -> None:
+    count = len(values)
+    target[:count] = values
+    if length > count:
+        target[count:length] = filler

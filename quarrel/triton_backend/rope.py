@@ -15,7 +15,7 @@ from quarrel.ops.attention import KV_APPEND, ROPE_APPEND, RopeAppendSpec
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 from quarrel.ops.rope import ROPE, RopeSpec
-from quarrel.triton_backend.runtime import Launch, Live, Site, cdiv, dims, power_of_two
+from quarrel.triton_backend.runtime import Launch, Live, Site, cdiv, dims, power_of_two, starts_early
 
 _TILE = 2048  # pairs of values to a program
 
@@ -200,7 +200,7 @@ def build_rope_append(site: Site, node: Node) -> Launch:
             target.tensor, cache.k, cache.v, q.tensor, k.tensor, v.tensor, positions.tensor, table, slots.tensor,
             spec.q.magnitude, spec.k.magnitude, count,
             Q_HEADS=spec.q.n_heads, HEADS=spec.k.n_heads, SIZE=cache.block_size, **_shape(spec.q),
-            WIDE=power_of_two(spec.k.head_dim), R=rows, PDL=False,
+            WIDE=power_of_two(spec.k.head_dim), R=rows, early=starts_early(site),
         )  # fmt: skip
 
     return run

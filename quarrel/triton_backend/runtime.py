@@ -109,10 +109,12 @@ def launch(
 
 @dataclass(frozen=True)
 class Work:
-    """Device tables that attention needs beside the op's own inputs."""
+    """Device tables that kernels need beside the op's own inputs: attention, and the embedding of a step's ids."""
 
     item_start: Slot  # [S + 1] int32, where each sequence's items begin
     table_width: Slot  # [1] int32, columns of the block table
+    from_last: Slot | None = None  # [T] int32, the row of `last` that is this token's id, or -1 for `ids`
+    last: Slot | None = None  # tokens of the last launch that drew any
 
 
 class Site(Protocol):

@@ -18,12 +18,51 @@ from quarrel.errors import RequestError
 from quarrel.ops.contract import Compute, Value
 from quarrel.ops.embedding import EmbeddingSpec
 from quarrel.ops.registry import Choice
-from quarrel.ops.step import Done, Limits, MemoryPlan, StepInputs, StepOutputs, Taken, Want, outputs_of, with_ids
+from quarrel.ops.step import Done, Limits, MemoryPlan, Pending, StepInputs, StepOutputs, Taken, Want, outputs_of
 from quarrel.triton_backend.cache import copy_blocks, copy_states
-from quarrel.triton_backend.inputs import InputBuffer, live_counts
+from quarrel.triton_backend.inputs import InputBuffer, item_bucket, item_starts, live_counts
 from quarrel.triton_backend.plan import Plan, needed
 from quarrel.triton_backend.runtime import Live, power_of_two
 from quarrel.triton_backend.weights import held_as
+
+
+class _Results:
+    """Pinned memory that tokens are copied to, each with an event; what a launch has taken comes back with its result."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._free: list[tuple[torch.Tensor, torch.cuda.Event]] = []
+
+    def take(self) -> tuple[torch.Tensor, torch.cuda.Event]:
+        if self._free:
+            return self._free.pop()
+        return torch.empty(self._rows, dtype=torch.int32, pin_memory=True), torch.cuda.Event()
+
+    def give(self, part: tuple[torch.Tensor, torch.cuda.Event]) -> None:
+        self._free.append(part)
+
+
+class _Launched:
+    """Tokens on their way to the host (`ops.step.Pending`)."""
+
+    def __init__(self, results: _Results, tokens: torch.Tensor, rows: int) -> None:
+        self._results, self._rows = results, rows
+        self._part: tuple[torch.Tensor, torch.cuda.Event] | None = results.take()
+        host, event = self._part
+        host[:rows].copy_(tokens[:rows], non_blocking=True)
+        event.record()
+        self._outputs: StepOutputs | None = None
+
+    def result(self) -> StepOutputs:
+        """Waits for it; a fault of the device is raised here."""
+        if self._part is not None:
+            host, event = self._part
+            event.synchronize()
+            self._outputs = StepOutputs(tokens=host.numpy()[: self._rows].copy())
+            self._results.give(self._part)
+            self._part = None
+        assert self._outputs is not None
+        return self._outputs
 
 
 class TritonStep:
@@ -35,8 +74,10 @@ class TritonStep:
         self._plan, self._inputs, self._outputs = plan, inputs, dict(outputs)
         self._graphs: dict[tuple[int, int, str], torch.cuda.CUDAGraph] = {}
         self._seen: set[tuple[int, int, str]] = set()
-        self._last: np.ndarray | None = None
-        self._capture = graphs and plan.device.type == "cuda"
+        self._last_rows = 0
+        self._on_gpu = plan.device.type == "cuda"
+        self._capture = graphs and self._on_gpu
+        self._results = _Results(limits.max_tokens)
         self._choices: tuple[Choice, ...] = tuple(plan.choices)
         nodes = [c.node for c in plan.choices]
         self._masks: dict[str, list[bool]] = {name: needed(nodes, value) for name, value in outputs.items()}
@@ -44,12 +85,8 @@ class TritonStep:
             self._masks["both"] = [a or b for a, b in zip(self._masks["tokens"], self._masks["logits"])]
         self._n_vocab, self._n_positions = (_smallest_table(plan.choices, name) for name in ("ids", "positions"))
 
-    def launch(self, inputs: StepInputs, want: Want) -> Done:
-        return Done(self(inputs, want))
-
-    def __call__(self, inputs: StepInputs, want: Want) -> StepOutputs:
-        """Runs once; the result is on the host when this returns."""
-        inputs = with_ids(inputs, self._last)
+    def launch(self, inputs: StepInputs, want: Want) -> Pending:
+        """Starts a step. On a GPU, tokens are on their way when this returns; anything else is waited for."""
         wanted = outputs_of(want)
         if any(name not in self._outputs for name in wanted):
             raise RequestError(f"this program has no {want}: ask for one of {', '.join(self._outputs)}")
@@ -57,14 +94,21 @@ class TritonStep:
             raise RequestError("tokens are asked for without sampling controls: fill StepInputs.sample")
         if self._plan.states and inputs.state_slots is None:
             raise RequestError("this program keeps recurrent state: fill StepInputs.state_slots")
-        self._inputs.check(inputs, self._n_vocab, self._n_positions)
+        self._inputs.check(inputs, self._n_vocab, self._n_positions, self._last_rows)
         # A thread starts on device 0, whatever device the model was loaded on.
         device = self._plan.device
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            outputs = StepOutputs(**self._launch(inputs, want))
-        if outputs.tokens is not None:
-            self._last = outputs.tokens
-        return outputs
+        with torch.cuda.device(device) if self._on_gpu else nullcontext():
+            rows = len(inputs.out_rows)
+            self._start(inputs, want, rows)
+            if "tokens" in wanted:
+                self._last_rows = rows
+            if self._on_gpu and want == "tokens":
+                return _Launched(self._results, self._inputs.last.tensor, rows)
+            return Done(StepOutputs(**{name: self._read(self._outputs[name], rows) for name in wanted}))
+
+    def __call__(self, inputs: StepInputs, want: Want) -> StepOutputs:
+        """Runs once; the result is on the host when this returns."""
+        return self.launch(inputs, want).result()
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies whole cache blocks (source, destination) in every layer."""
@@ -91,25 +135,25 @@ class TritonStep:
         """Drops every device tensor and graph; a second call does nothing."""
         self._graphs.clear()
         self._outputs.clear()
-        for held in ("_plan", "_inputs", "_choices"):
+        for held in ("_plan", "_inputs", "_choices", "_results"):
             self.__dict__.pop(held, None)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _launch(self, inputs: StepInputs, want: Want) -> dict[str, np.ndarray]:
-        rows = len(inputs.out_rows)
-        live = live_counts(inputs.query_start, inputs.kv_len, rows)
+    def _start(self, inputs: StepInputs, want: Want, rows: int) -> None:
+        starts = item_starts(inputs.query_start, inputs.kv_len)
+        live = live_counts(inputs.query_start, inputs.kv_len, rows, starts)
         decode = self._capture and not live.several and live.T == live.S and rows <= live.S
         most = min(self.limits.max_seqs, self.limits.max_tokens)
         padded = min(power_of_two(live.S), most) if decode else 0
         self._grow(max(rows, padded), live.items)
         if decode:
-            self._inputs.send(inputs, padded)
-            self._replay(replace(live, T=padded, S=padded, R=padded, items=power_of_two(live.items)), want)
+            self._inputs.send(inputs, padded, starts)
+            items = max(live.items, min(item_bucket(live.items, padded), self._plan.rows["items"]))
+            self._replay(replace(live, T=padded, S=padded, R=padded, items=items), want)
         else:
-            self._inputs.send(inputs)
+            self._inputs.send(inputs, 0, starts)
             self._run(live, want)
-        return {name: self._read(self._outputs[name], rows) for name in outputs_of(want)}
 
     def _grow(self, rows: int, items: int) -> None:
         have = self._plan.rows
