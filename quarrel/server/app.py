@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,8 +64,7 @@ def build(settings: Settings, load: Load) -> Server:
     api.include_router(socket.routes(desk, metrics))
     _page(api)
     _errors(api, metrics)
-    _measure(api, metrics)
-    return Server(Guard(api, settings, keys, limiter), desk, keys, metrics, api)
+    return Server(Guard(api, settings, keys, limiter, metrics), desk, keys, metrics, api)
 
 
 def _page(api: FastAPI) -> None:
@@ -84,8 +82,6 @@ def _page(api: FastAPI) -> None:
 def _errors(api: FastAPI, metrics: Metrics) -> None:
     def answer(request: Request, error: Refused) -> Response:
         metrics.errors.labels(error.code).inc()
-        if error.code == "rate_limited":
-            metrics.limited.inc()
         body = openai_body(error) if request.url.path.startswith("/v1") else plain_body(error)
         return JSONResponse(body, error.status, headers=error.headers())
 
@@ -106,16 +102,3 @@ def _errors(api: FastAPI, metrics: Metrics) -> None:
     async def unforeseen(request: Request, error: Exception) -> Response:
         log.exception("%s failed", request.url.path, exc_info=error)
         return answer(request, Refused(500, "internal", "the server failed at this request: its log says why"))
-
-
-def _measure(api: FastAPI, metrics: Metrics) -> None:
-    @api.middleware("http")
-    async def measured(request: Request, call: Callable[[Request], Awaitable[Response]]) -> Response:
-        began = time.perf_counter()
-        response = await call(request)
-        route = request.scope.get("route")
-        # A route's pattern, never the path: paths are the caller's to invent.
-        where = getattr(route, "path", "none")
-        metrics.http.labels(request.method, where, str(response.status_code)).inc()
-        metrics.http_seconds.labels(where).observe(time.perf_counter() - began)
-        return response

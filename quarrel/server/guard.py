@@ -19,6 +19,7 @@ from quarrel.errors import ConfigError
 from quarrel.server.errors import Refused, openai_body, plain_body
 from quarrel.server.keys import Keyring
 from quarrel.server.limits import Limiter
+from quarrel.server.metrics import Metrics
 from quarrel.server.settings import Settings
 
 Scope = MutableMapping[str, Any]
@@ -32,6 +33,7 @@ OPEN = frozenset({"/healthz", "/readyz", "/api/health"})
 PAGE = frozenset({"/", "/favicon.ico"})
 STATIC = "/static/"
 """The page and its files: the same bytes for everybody, and a browser cannot send a key with a link."""
+METHODS = frozenset({"GET", "HEAD", "POST", "DELETE", "OPTIONS", "PUT", "PATCH", "WS"})
 KEY_PROTOCOL = "quarrel-key."
 """A browser's WebSocket can send no header but this: the sub-protocol `quarrel-key.<key>`, next to `quarrel`."""
 
@@ -55,8 +57,9 @@ access = logging.getLogger("quarrel.access")
 class Guard:
     """ASGI middleware round the whole application."""
 
-    def __init__(self, app: App, settings: Settings, keys: Keyring, limiter: Limiter) -> None:
+    def __init__(self, app: App, settings: Settings, keys: Keyring, limiter: Limiter, metrics: Metrics) -> None:
         self._app, self._settings, self._keys, self._limiter = app, settings, keys, limiter
+        self._metrics = metrics
         self._names = {"localhost", settings.host.lower(), *(h.lower() for h in settings.hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -95,7 +98,18 @@ class Guard:
         except Refused as refusal:
             await self._refuse(scope, answer, refusal)
         finally:
-            _log(scope, request_id, state["caller"], sent, time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+            self._count(scope, sent, seconds)
+            _log(scope, request_id, state["caller"], sent, seconds)
+
+    def _count(self, scope: Scope, sent: dict[str, int], seconds: float) -> None:
+        # A route's pattern, never the path: paths are the caller's to invent.
+        where = getattr(scope.get("route"), "path", "none")
+        method = scope.get("method", "WS")
+        self._metrics.http.labels(method if method in METHODS else "other", where, str(sent["status"])).inc()
+        self._metrics.http_seconds.labels(where).observe(seconds)
+        if sent["status"] == 429:
+            self._metrics.limited.inc()
 
     def _admit(self, scope: Scope, extra: dict[str, str]) -> dict[str, str] | None:
         """Raises `Refused`, or returns the headers of a preflight's answer, or None to go on."""

@@ -149,9 +149,7 @@ def routes(desk: Desk) -> APIRouter:
         async with desk.shelf.use(_plain(body.model, desk)) as (name, llm):
             made = await unless_gone(request, desk.embed(request.state.caller, llm, texts, body.dimensions))
         rows = [[float(x) for x in v] for v in made.vectors]
-        return JSONResponse(
-            {"model": name, "embeddings": rows, "prompt_eval_count": int(sum(made.token_counts))}, headers=headers
-        )
+        return JSONResponse({"model": name, "embeddings": rows, "prompt_eval_count": made.total_tokens}, headers=headers)
 
     return router
 

@@ -215,8 +215,7 @@ async def _embeddings(desk: Desk, request: Request, body: EmbeddingsBody, header
         {"object": "embedding", "index": i, "embedding": _vector(v, body.encoding_format)}
         for i, v in enumerate(made.vectors)
     ]
-    tokens = int(sum(made.token_counts))
-    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    usage = {"prompt_tokens": made.total_tokens, "total_tokens": made.total_tokens}
     return JSONResponse({"object": "list", "model": name, "data": data, "usage": usage}, headers=headers)
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from starlette.requests import Request as HTTPRequest
 
 from quarrel.engine import AsyncStream, Chunk, Request, Result
-from quarrel.llm import LLM
+from quarrel.llm import LLM, Embeddings
 from quarrel.server.errors import Refused
 from quarrel.server.limits import Limiter
 from quarrel.server.settings import Settings
@@ -45,6 +46,7 @@ class Desk:
         self.shelf, self.settings, self.limiter = shelf, settings, limiter
         self.closing = False
         self.active = 0
+        self._accepted: Counter[str] = Counter()
         self._seconds = 1.0
         """A request's usual time, from those that ended: what a refused caller is told to wait."""
 
@@ -53,9 +55,11 @@ class Desk:
         """Runs what `make` prepares on a thread; leaving the block cancels what has not ended."""
         if self.closing:
             raise Refused(503, "server_shutdown", "the server is going down: ask again in a moment", retry_after=5.0)
-        with self.limiter.stream(caller):
+        with self.limiter.stream(caller), ExitStack() as stack:
             async with self.shelf.use(model) as (name, llm):
-                self._check_queue(name, llm)
+                self._check_queue(name)
+                self._accepted[name] += 1
+                stack.callback(self._accepted.subtract, [name])
                 requests = await asyncio.to_thread(make, llm)
                 prompt = sum(len(r.tokens) for r in requests)
                 wanted = sum((r.params.max_tokens or 0) * r.params.n for r in requests)
@@ -71,13 +75,15 @@ class Desk:
                         stream.cancel()
                     self._settle(caller, job, wanted)
 
-    async def embed(self, caller: str, llm: LLM, texts: Sequence[Any], dimensions: int | None) -> Any:
-        """Vectors of texts (`LLM.embed`)."""
+    async def embed(self, caller: str, llm: LLM, texts: Sequence[Any], dimensions: int | None) -> Embeddings:
+        """Vectors of texts (`LLM.aembed`)."""
         with self.limiter.stream(caller):
-            return await asyncio.to_thread(llm.embed, texts, dimensions=dimensions)  # type: ignore[attr-defined]
+            made = await llm.aembed(texts, dimensions=dimensions)
+        self.limiter.charge(caller, "prompt_tokens", made.total_tokens)
+        return made
 
-    def _check_queue(self, name: str, llm: LLM) -> None:
-        waiting = llm.activity().waiting
+    def _check_queue(self, name: str) -> None:
+        waiting = self._accepted[name] - self.settings.max_seqs
         if waiting >= self.settings.queue:
             wait = max(1.0, self._seconds * waiting / max(1, self.settings.max_seqs))
             message = f"{waiting} requests wait for {name} already: try again in {wait:.0f} s"
