@@ -12,6 +12,10 @@ QuarrelError
 ├── BackendUnavailable    the backend asked for cannot run on this machine
 ├── UnsupportedOp         no implementation takes an op; carries backend, op, spec and the reasons
 ├── OutOfMemory           the memory plan does not fit
+├── QueueFull             too many requests wait already; carries when to try again
+├── DeadlineExceeded      a request's time was over before it was done
+├── Diverged              the model's numbers are no numbers any more, for one request
+├── EngineFault           a step broke on the device; carries nothing over, the engine goes on
 └── ConfigError           a QUARREL_* variable or flag is malformed
 """
 
@@ -69,6 +73,26 @@ class UnsupportedOp(QuarrelError):
 
 class OutOfMemory(QuarrelError):
     """The memory plan does not fit the device or the budget."""
+
+
+class QueueFull(QuarrelError):
+    """Too many requests wait already. `retry_after`: seconds until one more is likely to be let in."""
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class DeadlineExceeded(QuarrelError):
+    """The time that a request was given is over."""
+
+
+class Diverged(QuarrelError):
+    """A row of logits holds a NaN: the request's state or the model's weights are broken."""
+
+
+class EngineFault(QuarrelError):
+    """A step failed on the device; the requests in it are lost, later ones run."""
 
 
 class ConfigError(QuarrelError):

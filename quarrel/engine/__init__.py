@@ -1,28 +1,36 @@
 """Requests, blocks and time: what stands between a prompt and the steps of a backend."""
 
+from quarrel.engine.cache import CacheRules
 from quarrel.engine.engine import Activity, Engine
 from quarrel.engine.generation import Request
 from quarrel.engine.loop import Loop
 from quarrel.engine.params import Sampling, SamplingParams, merged, token_id
 from quarrel.engine.results import Chunk, FinishReason, Result, Timings, TokenLogprob, Usage
 from quarrel.engine.sequence import Deliver, Scoring
+from quarrel.engine.service import Priority, Service
+from quarrel.engine.stats import Histogram, Stats
 from quarrel.engine.stream import AsyncStream, Stream, start, start_async
 from quarrel.engine.text import Detokenizer, Texts
 
 __all__ = [
     "Activity",
     "AsyncStream",
+    "CacheRules",
     "Chunk",
     "Deliver",
     "Detokenizer",
     "Engine",
     "FinishReason",
+    "Histogram",
     "Loop",
+    "Priority",
     "Request",
     "Result",
     "Sampling",
     "SamplingParams",
     "Scoring",
+    "Service",
+    "Stats",
     "Stream",
     "Texts",
     "Timings",

@@ -1,22 +1,36 @@
-"""The engine without its thread: one step at a time, and what it does to the sequences in it."""
+"""The engine without its thread: one step at a time, and what it does to the sequences in it.
+
+Where a backend's launch returns before its step is over, the next one is prepared and launched meanwhile: the tokens that
+it continues from are still on the device (`from_last`), and reach their sequences one step late. A sequence that turns out
+to be over is in one step too many; that token is nobody's, and its blocks may be given away at once, because launches run
+in order. A step whose draws must be known here, because the host draws them or guesses what follows, is waited for.
+"""
 
 from __future__ import annotations
 
+import heapq
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from quarrel.engine.inputs import step_inputs
+from quarrel.engine.cache import DEFAULT_RULES, Cache, CacheRules
+from quarrel.engine.inputs import Inputs
 from quarrel.engine.results import FinishReason
-from quarrel.engine.scheduler import Batch, Part, Scheduler
+from quarrel.engine.scheduler import DRAIN, Batch, Part, Scheduler
 from quarrel.engine.sequence import Sequence
-from quarrel.errors import QuarrelError
-from quarrel.ops.step import Step, StepOutputs
+from quarrel.engine.stats import Stats
+from quarrel.errors import DeadlineExceeded, Diverged, EngineFault, OutOfMemory, QuarrelError
+from quarrel.ops.step import Done, Pending, Step, StepOutputs
 
 log = logging.getLogger(__name__)
 
 ROW_BUDGET = 1 << 26
 """What one step returns at most, counted in numbers (256 MiB)."""
+MAX_FAULTS = 3
+"""Steps that may break one after the other; then the device is given up."""
+RECOVERY = 64
+"""Steps without a fault after which a token budget that was halved for want of memory is doubled again."""
 
 
 @dataclass(frozen=True)
@@ -27,86 +41,253 @@ class Activity:
     waiting: int
     free_blocks: int
     n_blocks: int
-    kept_prefixes: int
+    kept_blocks: int
+
+
+@dataclass
+class _Flight:
+    batch: Batch
+    pending: Pending
+    launched: float
 
 
 class Engine:
-    """Runs sequences on a step. Not safe for threads: `Loop` owns it. width: of the widest row that is asked for."""
+    """Runs sequences on a step. Not safe for threads: `Loop` owns it.
 
-    def __init__(self, step: Step, width: int, *, reuse: bool = True) -> None:
-        self.step = step
-        self.scheduler = Scheduler(step.limits, self._copy, max_rows=ROW_BUDGET // width, reuse=reuse)
+    make_step: makes the step, and makes it again when one broke. width: of the widest row that is asked for. ended: told of
+    each sequence that is over.
+    """
+
+    def __init__(
+        self,
+        make_step: Callable[[], Step],
+        width: int,
+        rules: CacheRules = DEFAULT_RULES,
+        *,
+        ended: Callable[[Sequence], None] = lambda sequence: None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.step = make_step()
+        self.stats = Stats()
+        self.cache = Cache(self.step.limits, self._copy_blocks, self._copy_states, rules)
+        self.scheduler = Scheduler(self.step.limits, self.cache, max_rows=ROW_BUDGET // width, clock=clock)
+        self._make_step, self._ended, self._clock = make_step, ended, clock
+        self._inputs = Inputs(self.step.limits, self.cache)
+        self._flight: _Flight | None = None
+        self._deadlines: list[tuple[float, int, Sequence, bool]] = []
+        self._broken = self._sound = 0
 
     def add(self, sequence: Sequence) -> None:
         self.scheduler.add(sequence)
+        for seconds, whole in ((sequence.queue_seconds, False), (sequence.total_seconds, True)):
+            if seconds is not None:
+                heapq.heappush(self._deadlines, (self._clock() + seconds, 2 * sequence.order + whole, sequence, whole))
 
     def cancel(self, sequence: Sequence) -> None:
         """Ends it as cancelled, unless it is over."""
         if not sequence.over:
             self._end(sequence, "cancelled")
 
-    def fail_all(self, reason: FinishReason, error: str | None = None) -> None:
+    def end_all(self, reason: FinishReason, failure: QuarrelError | None = None) -> None:
         """Ends whatever waits or runs."""
         for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
-            self._end(sequence, reason, error)
+            self._end(sequence, reason, failure)
 
     def advance(self) -> bool:
-        """Runs one step; False if there was nothing to do."""
-        batch = self.scheduler.next()
+        """Starts a step and settles the one before; False if there was nothing to do."""
+        if self._deadlines:
+            self._expire()
+        if self._flight is not None and self._flight.batch.waits:
+            self._land()
+        batch = self.scheduler.next(drained=self._flight is None)
+        if batch is DRAIN:
+            self._land()
+            batch = self.scheduler.next()
         if batch is None:
-            return False
-        now = time.perf_counter()
-        for part in batch.parts:
-            part.sequence.started = part.sequence.started or now
-        try:
-            outputs = self.step(step_inputs(batch, self.step.limits), batch.want)
-        except Exception as error:
-            self._fail(batch, error)
-            return True
-        row = 0
-        for part in batch.parts:
-            self._settle(part, outputs, row)
-            row += part.rows
+            busy = self._flight is not None or len(self.scheduler.waiting) > 0
+            self._land()
+            return busy
+        self._launch(batch)
         return True
 
     def activity(self) -> Activity:
-        s = self.scheduler
-        return Activity(len(s.running), len(s.waiting), s.pool.free, s.pool.n_blocks, len(s.prefixes))
+        s, cache = self.scheduler, self.cache
+        return Activity(len(s.running), len(s.waiting), cache.pool.free, cache.pool.n_blocks, cache.prefixes.kept)
+
+    def _launch(self, batch: Batch) -> None:
+        now = time.perf_counter()
+        try:
+            pending = self.step.launch(self._inputs.of(batch), batch.want)
+        except Exception as error:
+            restarts = self.stats.restarts
+            self._land()  # what was launched before is not concerned, if it comes back
+            if self.stats.restarts == restarts:
+                self._fail([batch], error, soft=isinstance(error, QuarrelError))
+            return
+        self._advance(batch, now)
+        before, self._flight = self._flight, _Flight(batch, pending, now)
+        if before is not None:
+            self._settle_flight(before)
+        if isinstance(pending, Done):
+            self._land()
+
+    def _advance(self, batch: Batch, now: float) -> None:
+        row = 0
+        for part in batch.parts:
+            s = part.sequence
+            if not s.started:
+                s.started, s.reused = now, part.start
+                self.stats.queue_seconds.add(now - s.submitted)
+                self.stats.known_tokens += part.start
+            s.computed = part.start + part.count
+            s.furthest = max(s.furthest, s.computed)
+            self.cache.ran(s)
+            if part.rows and not batch.waits:
+                s.drawn += 1
+                s.row = row
+            row += part.rows
+
+    def _land(self) -> None:
+        """Settles what is on its way."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self._settle_flight(flight)
+
+    def _settle_flight(self, flight: _Flight) -> None:
+        try:
+            outputs = flight.pending.result()
+        except Exception as error:
+            later, self._flight = self._flight, None
+            self._fail([flight.batch, *([later.batch] if later else [])], error, soft=False)
+            return
+        self._count(flight)
+        row = 0
+        for part in flight.batch.parts:
+            if part.rows and not flight.batch.waits:
+                part.sequence.drawn -= 1
+            if part.rows and not part.sequence.over:
+                self._settle(part, outputs, row)
+            row += part.rows
 
     def _settle(self, part: Part, outputs: StepOutputs, row: int) -> None:
         sequence = part.sequence
-        sequence.computed += part.count
-        if not part.rows:
-            return
+        before = len(sequence.tokens)
         try:
-            sequence.settle(outputs, row, part.rows)
+            right = sequence.settle(outputs, row, part.rows, part.draft)
         except Exception as error:
             # A caller's sink that raises, or a text that cannot be told: this sequence's affair, nobody else's.
             log.exception("a sequence failed behind its step")
-            self._end(sequence, "error", _sentence(error))
+            self._end(sequence, "error", _failure(error))
+            return
+        if part.draft:
+            # What was guessed wrong is in the cache, behind what counts, and will be written over.
+            sequence.computed = part.start + 1 + right
+            self.stats.guessed_tokens += len(part.draft)
+            self.stats.right_tokens += right
+        self.stats.drawn_tokens += len(sequence.tokens) - before
+        if sequence.over:
+            self._end(sequence, "stop")
+
+    def _count(self, flight: _Flight) -> None:
+        stats, parts = self.stats, flight.batch.parts
+        seconds = time.perf_counter() - flight.launched
+        stats.steps += 1
+        stats.step_seconds.add(seconds)
+        stats.batch_sequences.add(len(parts))
+        stats.batch_tokens.add(sum(p.count for p in parts))
+        prompt = sum(p.count for p in parts if p.start < p.sequence.given)
+        stats.prompt_tokens += prompt
+        if prompt:
+            stats.prefill_seconds += seconds
         else:
-            if sequence.over:
-                self._end(sequence, "stop")
+            stats.decode_seconds += seconds
+        self._broken, self._sound = 0, self._sound + 1
+        if self._sound % RECOVERY == 0:
+            self.scheduler.max_tokens = min(2 * self.scheduler.max_tokens, self.step.limits.max_tokens)
 
-    def _fail(self, batch: Batch, error: Exception) -> None:
-        level = logging.INFO if isinstance(error, QuarrelError) else logging.ERROR
-        log.log(level, "a step of %d sequences failed", len(batch.parts), exc_info=error)
-        for part in batch.parts:
-            # What a broken step left in the cache is not to be reused.
-            part.sequence.keeps_prefix = False
-            self._end(part.sequence, "error", _sentence(error))
+    def _fail(self, batches: list[Batch], error: Exception, *, soft: bool) -> None:
+        """What follows from a step that broke: inputs that were refused (soft) end their requests; so does a fault of the
+        device, which takes the cache with it; where memory was short, smaller steps are tried."""
+        self._sound = 0
+        sequences = {id(p.sequence): p.sequence for batch in batches for p in batch.parts}
+        for sequence in sequences.values():
+            sequence.drawn = 0
+        alive = [s for s in sequences.values() if not s.over]
+        short = _is_out_of_memory(error)
+        if short and sum(p.count for batch in batches for p in batch.parts) > 1:
+            log.warning("a step of %d sequences ran out of memory; smaller ones follow", len(alive))
+            self.scheduler.max_tokens = max(1, self.scheduler.max_tokens // 2)
+            self._put_out(alive)
+            return
+        self.stats.faults += 1
+        log.log(logging.INFO if soft else logging.ERROR, "a step of %d sequences failed", len(alive), exc_info=error)
+        for sequence in alive:
+            self.cache.distrust(sequence)
+            self._end(sequence, "error", _failure(error))
+        if not (soft or short):
+            self._restart(error)
 
-    def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
+    def _restart(self, error: Exception) -> None:
+        self._broken += 1
+        if self._broken > MAX_FAULTS:
+            raise EngineFault(f"{self._broken} steps failed one after the other, the last one so: {error}") from error
+        self._put_out(list(self.scheduler.running))
+        self.cache.prefixes.clear()
+        try:
+            self.step.close()
+        except Exception:
+            log.exception("a broken step could not be closed")
+        self.step = self._make_step()
+        self.stats.restarts += 1
+
+    def _put_out(self, sequences: list[Sequence]) -> None:
+        """Back to the queue, to begin again with nothing of what the device holds."""
+        for sequence in sequences:
+            keeps, sequence.keeps_prefix = sequence.keeps_prefix, False
+            if sequence.slot >= 0:
+                self.scheduler.preempt(sequence)
+            sequence.keeps_prefix = keeps
+
+    def _expire(self) -> None:
+        now = self._clock()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, _, sequence, whole = heapq.heappop(self._deadlines)
+            if sequence.over or not (whole or not sequence.started):
+                continue
+            seconds = sequence.total_seconds if whole else sequence.queue_seconds
+            what = "was not done" if whole else "had not begun"
+            sentence = f"the request {what} after the {seconds:g} seconds that it was given: give it more time"
+            self._end(sequence, "error", DeadlineExceeded(sentence))
+
+    def _end(self, sequence: Sequence, reason: FinishReason, failure: QuarrelError | None = None) -> None:
+        failure = sequence.failure or failure
+        if isinstance(failure, Diverged):
+            self.cache.distrust(sequence)
         self.scheduler.remove(sequence)
         try:
-            sequence.end(reason, error)
+            sequence.end(reason, failure)
         except Exception:
             log.exception("a caller could not be told that its sequence is over")
         sequence.over = True
+        now = time.perf_counter()
+        self.stats.ended(now)
+        self.stats.ends[type(failure).__name__ if failure is not None else sequence.outcome or reason] += 1
+        self.stats.request_seconds.add(now - sequence.submitted)
+        self._ended(sequence)
 
-    def _copy(self, pairs: list[tuple[int, int]]) -> None:
+    def _copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         self.step.copy_blocks(pairs)
 
+    def _copy_states(self, pairs: list[tuple[int, int]]) -> None:
+        self.step.copy_states(pairs)
 
-def _sentence(error: Exception) -> str:
-    return str(error) if isinstance(error, QuarrelError) else f"the step failed: {type(error).__name__}: {error}"
+
+def _is_out_of_memory(error: Exception) -> bool:
+    # A framework's own type, such as torch.OutOfMemoryError, is known by its name: no framework is named here.
+    return isinstance(error, MemoryError | OutOfMemory) or type(error).__name__ in ("OutOfMemoryError", "CudaOutOfMemory")
+
+
+def _failure(error: Exception) -> QuarrelError:
+    if isinstance(error, QuarrelError):
+        return error
+    return EngineFault(f"the step failed: {type(error).__name__}: {error}")

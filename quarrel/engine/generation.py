@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from quarrel.engine import rng
 from quarrel.engine.chain import HostChain
+from quarrel.engine.lookup import Lookup
 from quarrel.engine.params import SamplingParams
 from quarrel.engine.results import Chunk, FinishReason, Result, Timings, TokenLogprob, Usage
 from quarrel.engine.sequence import Sequence
+from quarrel.engine.service import DEFAULT_SERVICE, Service
 from quarrel.engine.text import StopText, Texts
+from quarrel.errors import Diverged, EngineFault, QuarrelError, RequestError
 from quarrel.ops.step import StepOutputs
 
 Sink = Callable[[Chunk], None]
@@ -29,6 +35,7 @@ class Request:
     n_vocab: int
     texts: Texts = field(repr=False)
     load_seconds: float = 0.0
+    service: Service = DEFAULT_SERVICE
 
     @property
     def room(self) -> int:
@@ -44,9 +51,15 @@ class Generation(Sequence):
 
     def __init__(self, request: Request, index: int, sink: Sink, *, stream: bool) -> None:
         # The last token drawn never runs, so it needs no slot.
-        super().__init__(request.tokens, len(request.tokens) + max(0, request.room - 1), family=request)
+        length = len(request.tokens) + max(0, request.room - 1)
+        super().__init__(request.tokens, length, family=request, copies=request.params.n)
         self.request, self.index = request, index
+        service = request.service
+        self.rank, self.salt = service.rank, service.salt
+        self.queue_seconds, self.total_seconds = service.queue_seconds, service.total_seconds
+        self._lookup = Lookup(service.speculate) if service.speculate else None
         self.want = "tokens" if request.params.on_device else "logits"
+        self.waits = self.want == "logits" or self._lookup is not None
         self.seed = rng.alternative_seed(request.seed, index)
         self._sink, self._stream = sink, stream
         self._room = request.room
@@ -65,8 +78,23 @@ class Generation(Sequence):
         """The random number of the next token."""
         return rng.uniform(self.seed, len(self.tokens), lane)
 
-    def settle(self, outputs: StepOutputs, first: int, count: int) -> None:
-        assert count == 1
+    def draft(self, room: int) -> Tokens[int]:
+        return self._lookup.draft(self.tokens, room) if self._lookup is not None else ()
+
+    def settle(self, outputs: StepOutputs, first: int, count: int, draft: Tokens[int]) -> int:
+        right = 0
+        for row in range(first, first + count):
+            self._draw(outputs, row)
+            # Each row holds what follows if the guess before it is right, and its number is that of its position: so
+            # what is drawn is what would have been drawn one by one.
+            if self.over or right == len(draft) or self.tokens[-1] != draft[right]:
+                break
+            right += 1
+        if draft and self._lookup is not None:
+            self._lookup.told(right)
+        return right
+
+    def _draw(self, outputs: StepOutputs, first: int) -> None:
         if self._room == 0:
             self._finish("length")
             return
@@ -77,17 +105,20 @@ class Generation(Sequence):
         else:
             assert outputs.logits is not None
             row = outputs.logits[first]
+            if np.isnan(row).any():
+                self._finish("error", failure=self._diverged())
+                return
             token = self._chain.draw(row, self.tokens, self.generated, self.uniform(), self.uniform(rng.XTC))
             if token >= 0 and self.request.params.logprobs is not None:
                 logprob = self._chain.logprob(row, token)
         if not 0 <= token < self.request.n_vocab:
-            self._finish("error", error=self._no_token(token))
+            self._finish("error", failure=self._no_token(token))
         else:
             self._accept(token, logprob)
 
-    def end(self, reason: FinishReason, error: str | None = None) -> None:
+    def end(self, reason: FinishReason, failure: QuarrelError | None = None) -> None:
         if self._last is None:
-            self._finish(reason, error=error)
+            self._finish(reason, failure=failure)
         assert self._last is not None
         self._sink(self._last)
 
@@ -95,6 +126,7 @@ class Generation(Sequence):
         if not self.generated:
             self._first_token = time.perf_counter()
         if token in self.request.stop_ids:
+            self.extra = token
             self._finish("stop", stopped_by=token)
             return
         self.tokens.append(token)
@@ -117,9 +149,10 @@ class Generation(Sequence):
         token: int | None = None,
         logprob: TokenLogprob | None = None,
         stopped_by: int | str | None = None,
-        error: str | None = None,
+        failure: QuarrelError | None = None,
     ) -> None:
         self.over = True
+        self.outcome, self.failure = reason, failure
         if self._text.stopped_by is None:
             text += self._text.flush()
         self._said.append(text)
@@ -132,7 +165,8 @@ class Generation(Sequence):
             seed=self.seed,
             stopped_by=stopped_by,
             logprobs=None if self.request.params.logprobs is None else tuple(self._logprobs),
-            error=error,
+            error=None if failure is None else str(failure),
+            failure=failure,
         )
         self._last = Chunk(text, token, self.index, logprob, result)
 
@@ -145,14 +179,24 @@ class Generation(Sequence):
             queued=started - self.submitted,
             prefill=first - started,
             decode=now - first,
-            prefill_tokens=min(self.computed, len(self.request.tokens)) - self.reused,
+            prefill_tokens=max(0, min(self.furthest, self.given) - self.reused),
             decode_tokens=max(0, self.generated - 1),
         )
 
-    def _no_token(self, token: int) -> str:
-        if token == -1:
-            return (
-                f"no token can be drawn behind {len(self.tokens)} tokens: every logit is banned or not a finite number;"
-                " check logit_bias, or the model file"
+    def _no_token(self, token: int) -> QuarrelError:
+        if token >= self.request.n_vocab:
+            return EngineFault(
+                f"the backend drew token {token} of a vocabulary of {self.request.n_vocab}; this is a fault in the backend"
             )
-        return f"the backend drew token {token} of a vocabulary of {self.request.n_vocab}; this is a fault in the backend"
+        if self.want == "tokens":
+            return self._diverged()
+        return RequestError(
+            f"no token can be drawn behind {len(self.tokens)} tokens: every logit is banned or not a finite number; check"
+            " logit_bias, or the model file"
+        )
+
+    def _diverged(self) -> Diverged:
+        return Diverged(
+            f"no token can be drawn behind {len(self.tokens)} tokens: the model's numbers diverged (NaN); check the model"
+            " file, or use compute='float32'"
+        )

@@ -1,58 +1,104 @@
-"""A batch as the arrays of a step."""
+"""A batch as the arrays of a step. Between two steps of decoding this runs while a device waits, so there are no loops over
+tokens in it, and what a sequence asks of sampling is entered once, in the row of its slot."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from quarrel.engine import rng
+from quarrel.engine.cache import Cache
 from quarrel.engine.generation import Generation
 from quarrel.engine.scheduler import Batch, Part
-from quarrel.ops.step import Limits, SampleInputs, StepInputs
+from quarrel.engine.sequence import Sequence
+from quarrel.ops.step import Limits, SampleInputs, StepInputs, outputs_of
+
+Array = npt.NDArray[Any]
 
 
-def step_inputs(batch: Batch, limits: Limits) -> StepInputs:
+class Inputs:
     """Fills the arrays. A step in which no row is wanted asks for its last one: no backend has to know an empty result."""
-    parts, size = batch.parts, limits.block_size
-    starts = np.cumsum([0, *(p.count for p in parts)]).astype(np.int32)
-    ids = [t for p in parts for t in p.sequence.tokens[p.start : p.start + p.count]]
-    positions = [i for p in parts for i in range(p.start, p.start + p.count)]
-    slots = [p.sequence.blocks[i // size] * size + i % size for p in parts for i in range(p.start, p.start + p.count)]
-    rows = [r for p, end in zip(parts, starts[1:]) for r in range(int(end) - p.rows, int(end))]
-    lengths = [p.start + p.count for p in parts]
-    return StepInputs(
-        ids=np.array(ids, np.int32),
-        positions=np.array(positions, np.int32),
-        slots=np.array(slots, np.int32),
-        query_start=starts,
-        kv_len=np.array(lengths, np.int32),
-        block_table=_table([p.sequence.blocks[: -(-n // size)] for p, n in zip(parts, lengths)]),
-        out_rows=np.array(rows or [len(ids) - 1], np.int32),
-        sample=_sample(parts) if batch.want == "tokens" else None,
-        state_slots=np.array([p.sequence.slot for p in parts], np.int32),
-    )
+
+    def __init__(self, limits: Limits, cache: Cache) -> None:
+        self._limits, self._cache = limits, cache
+        self._seated: list[Sequence | None] = [None] * limits.max_seqs
+        self._controls = np.zeros((4, limits.max_seqs), np.float32)  # temperature, top_k, top_p, min_p
+        self._seeds = np.zeros(limits.max_seqs, np.uint64)
+
+    def of(self, batch: Batch) -> StepInputs:
+        parts, size = batch.parts, self._limits.block_size
+        slots = np.array([p.sequence.slot for p in parts], np.int32)
+        first = np.array([p.start for p in parts], np.int32)
+        counts = np.array([p.count for p in parts], np.int32)
+        asked = np.array([p.rows for p in parts], np.int32)
+        lengths = first + counts
+        starts = np.zeros(len(parts) + 1, np.int32)
+        np.cumsum(counts, out=starts[1:])
+        owners = np.repeat(np.arange(len(parts)), counts)  # [T] which part
+        positions = np.arange(starts[-1], dtype=np.int32) - np.repeat(starts[:-1] - first, counts)
+        blocks = self._cache.tables[slots[owners], positions // size]
+        rows = _last_of_each(starts[1:], asked)
+        return StepInputs(
+            ids=np.array([t for p in parts for t in _ids(p)], np.int32),
+            positions=positions,
+            slots=blocks * np.int32(size) + positions % size,
+            query_start=starts,
+            kv_len=lengths,
+            block_table=self._cache.tables[slots, : self._cache.blocks_for(int(lengths.max()))],
+            out_rows=rows if len(rows) else starts[-1:] - 1,
+            sample=self._sample(batch, owners, positions, rows) if "tokens" in outputs_of(batch.want) else None,
+            state_slots=slots,
+            from_last=_from_last(parts, starts),
+        )
+
+    def _sample(self, batch: Batch, owners: Array, positions: Array, rows: Array) -> SampleInputs:
+        if not len(rows):
+            return _GREEDY
+        for part in batch.parts:
+            if part.rows and self._seated[part.sequence.slot] is not part.sequence:
+                self._seat(part.sequence)
+        slots = np.array([p.sequence.slot for p in batch.parts])[owners[rows]]
+        temperature, top_k, top_p, min_p = self._controls[:, slots]
+        uniform = rng.uniforms(self._seeds[slots], positions[rows] + 1)
+        return SampleInputs(temperature, top_k.astype(np.int32), top_p, min_p, uniform)
+
+    def _seat(self, s: Sequence) -> None:
+        self._seated[s.slot] = s
+        self._controls[:, s.slot] = (0.0, 0.0, 1.0, 0.0)
+        if isinstance(s, Generation):
+            self._seeds[s.slot] = rng.mixed(s.seed)
+            if s.want == "tokens":
+                p = s.request.params
+                # More than any vocabulary is no limit, and every whole number below this is exact in float32.
+                self._controls[:, s.slot] = (p.temperature, min(p.top_k, 1 << 23), p.top_p, p.min_p)
 
 
-def _table(blocks: Sequence[Sequence[int]]) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
-    table = np.zeros((len(blocks), max(map(len, blocks))), np.int32)
-    for row, held in zip(table, blocks):
-        row[: len(held)] = held
-    return table
+def _from_last(parts: tuple[Part, ...], starts: Array) -> Array | None:
+    """The row of the launch before for each token that it draws; such a token is the only one of its part."""
+    if not any(p.sequence.drawn for p in parts):
+        return None
+    last: Array = np.full(starts[-1], -1, np.int32)
+    for part, end in zip(parts, starts[1:]):
+        if part.sequence.drawn:
+            last[end - 1] = part.sequence.row
+    return last
 
 
-def _sample(parts: Sequence[Part]) -> SampleInputs:
-    drawn = [p.sequence for p in parts if p.rows]
-    rows = [_row(s) for s in drawn if isinstance(s, Generation)] or [(0.0, 0, 1.0, 0.0, 0.0)]
-    temperature, top_k, top_p, min_p, uniform = zip(*rows)
-    return SampleInputs(
-        temperature=np.array(temperature, np.float32),
-        top_k=np.array(top_k, np.int32),
-        top_p=np.array(top_p, np.float32),
-        min_p=np.array(min_p, np.float32),
-        uniform=np.array(uniform, np.float32),
-    )
+def _ids(part: Part) -> list[int]:
+    known = part.sequence.tokens[part.start : part.start + part.count - len(part.draft)]
+    unknown = part.count - len(part.draft) - len(known)
+    return [*known, *[0] * unknown, *part.draft]
 
 
-def _row(s: Generation) -> tuple[float, int, float, float, float]:
-    p = s.request.params
-    return p.temperature, p.top_k, p.top_p, p.min_p, s.uniform()
+def _last_of_each(ends: Array, counts: Array) -> Array:
+    """Indices of the last `counts[i]` before `ends[i]`, in order."""
+    total = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=total[1:])
+    rows: Array = np.arange(total[-1], dtype=np.int32) + np.repeat(ends - total[1:], counts).astype(np.int32)
+    return rows
+
+
+_ONE, _ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)
+_GREEDY = SampleInputs(_ZERO, np.zeros(1, np.int32), _ONE, _ZERO, _ZERO)

@@ -14,15 +14,19 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
+from quarrel.engine.cache import DEFAULT_RULES, CacheRules
 from quarrel.engine.engine import Engine
 from quarrel.engine.sequence import Sequence
-from quarrel.errors import QuarrelError
+from quarrel.errors import EngineFault, QuarrelError, QueueFull
 from quarrel.ops.step import Step
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CLOSED = "the model is closed: load it again"
+MAX_WAITING = 1024
+SOONEST, LATEST = 0.05, 60.0
+"""Seconds of a hint when to come back."""
 FORKED = "the model was loaded by the process that this one was forked from: load it here"
 
 
@@ -35,6 +39,7 @@ class Loop:
         self._wake = threading.Condition()
         self._closing = False
         self._fault: str | None = None
+        self._alive, self._most = 0, 0
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._main, name="quarrel-engine", daemon=True)
         self._thread.start()
@@ -52,24 +57,42 @@ class Loop:
         self._post(fulfil)
         return future.result()
 
-    def serve(self, make_step: Callable[[], Step], width: int, *, reuse: bool = True) -> Step:
-        """Makes the step on the thread, and runs an engine on it from now on; `width` as in `Engine`."""
+    def serve(
+        self,
+        make_step: Callable[[], Step],
+        width: int,
+        rules: CacheRules = DEFAULT_RULES,
+        *,
+        max_waiting: int = MAX_WAITING,
+    ) -> Step:
+        """Makes the step on the thread, and runs an engine on it from now on; `width` and `rules` as in `Engine`.
+        max_waiting: sequences that may be there beyond those that can run at once."""
 
         def job() -> Step:
-            self.engine = Engine(make_step(), width, reuse=reuse)
+            self.engine = Engine(make_step, width, rules, ended=self._ended)
+            self._most = self.engine.step.limits.max_seqs + max_waiting
             return self.engine.step
 
         return self.run(job)
 
     def add(self, *sequences: Sequence) -> None:
-        """Queues sequences; what becomes of them goes to their sinks."""
+        """Queues sequences; what becomes of them goes to their sinks. Raises `QueueFull` for all or none of them."""
 
         def job() -> None:
             assert self.engine is not None
             for sequence in sequences:
                 self.engine.add(sequence)
 
-        self._post(job)
+        with self._wake:
+            if self._alive + len(sequences) > self._most and self._sound():
+                raise self._full(len(sequences))
+            self._alive += len(sequences)
+        try:
+            self._post(job)
+        except QuarrelError:
+            with self._wake:
+                self._alive -= len(sequences)
+            raise
 
     def cancel(self, *sequences: Sequence) -> None:
         """Ends sequences as cancelled, as soon as the running step is done. Nothing happens to those that are over."""
@@ -93,6 +116,21 @@ class Loop:
             self._wake.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
+
+    def _ended(self, sequence: Sequence) -> None:
+        with self._wake:
+            self._alive -= 1
+
+    def _sound(self) -> bool:
+        return not (self._forked() or self._closing or self._fault is not None)
+
+    def _full(self, count: int) -> QueueFull:
+        assert self.engine is not None
+        interval = self.engine.stats.end_interval or 1.0
+        after = min(max(interval * max(1, self._alive + count - self._most), SOONEST), LATEST)
+        return QueueFull(
+            f"{self._alive} requests run or wait already, of at most {self._most}: try again in {after:.2g} seconds", after
+        )
 
     def _forked(self) -> bool:
         return os.getpid() != self._process
@@ -131,15 +169,15 @@ class Loop:
         engine = self.engine
         if engine is not None:
             if self._fault is None:
-                engine.fail_all("cancelled")
+                engine.end_all("cancelled")
             else:
-                engine.fail_all("error", self._fault)
-            engine.scheduler.prefixes.clear()
+                engine.end_all("error", EngineFault(self._fault))
+            engine.cache.prefixes.clear()
         with self._wake:
             self._closing = True
             jobs, self._jobs = self._jobs, deque()
         for job in jobs:
             job()
         if engine is not None:
-            engine.fail_all("cancelled")
+            engine.end_all("cancelled")
             engine.step.close()

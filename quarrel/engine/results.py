@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+from quarrel.errors import QuarrelError
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -59,8 +61,9 @@ class Result:
     """One continuation.
 
     `token_ids` are all tokens drawn but the stop token. `finish_reason`: "stop" (a stop token or stop string, in
-    `stopped_by`), "length" (max_tokens or the end of the context), "cancelled", "error" (why is in `error`; what came
-    before it is kept). `alternatives` are the other continuations of the same prompt when `n` was more than 1.
+    `stopped_by`), "length" (max_tokens or the end of the context), "cancelled", "error" (why is in `error`, and as an
+    exception of its own type in `failure`; what came before it is kept). `alternatives` are the other continuations of the
+    same prompt when `n` was more than 1.
     """
 
     text: str
@@ -72,6 +75,7 @@ class Result:
     stopped_by: int | str | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
     error: str | None = None
+    failure: QuarrelError | None = field(default=None, compare=False)
     alternatives: tuple[Result, ...] = ()
 
 

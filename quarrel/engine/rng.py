@@ -9,6 +9,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
 _G = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 LANES = 4
@@ -23,13 +28,29 @@ def mix(x: int) -> int:
     return x ^ x >> 31
 
 
+def mixed(seed: int) -> int:
+    """The part of the hash that a seed's numbers share."""
+    return mix(seed + _G)
+
+
 def _hash(seed: int, position: int, lane: int) -> int:
-    return mix(mix(seed + _G) + _G * (LANES * position + lane + 1))
+    return mix(mixed(seed) + _G * (LANES * position + lane + 1))
 
 
 def uniform(seed: int, position: int, lane: int = DRAW) -> float:
     """A number in [0, 1) with 24 random bits."""
     return (_hash(seed, position, lane) >> 40) * 2.0**-24
+
+
+def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[Any], lane: int = DRAW) -> npt.NDArray[np.float32]:
+    """`uniform` for each of the `mixed` seeds at its position."""
+    with np.errstate(over="ignore"):
+        x = seeds + np.uint64(_G) * (positions.astype(np.uint64) * np.uint64(LANES) + np.uint64(lane + 1))
+        x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+        x = x ^ x >> np.uint64(31)
+    drawn: npt.NDArray[np.float32] = (x >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+    return drawn
 
 
 def alternative_seed(seed: int, index: int) -> int:

@@ -1,31 +1,39 @@
-"""Who runs in the next step: first come, first served; prompts in pieces, next to the sequences that decode.
+"""Who runs in the next step: in order of turns; prompts in pieces, next to the sequences that decode.
 
-A sequence is let in when all the blocks that it may come to need are free, so whatever runs can finish. The first in the
-queue is never passed over for want of blocks. A step serves one kind of result (`want`); the kinds take turns.
+    turn     the time of arrival, plus `PATIENCE` for each rank: what is interactive (rank 0) goes before a batch (rank 1)
+             unless that has waited for so much longer; so nobody waits for ever
+    let in   when all its tokens so far have blocks and a few are left for those that run; the first in the queue is never
+             passed over for want of blocks
+    put out  when a sequence that goes on finds no block, the one of the last turn goes back to the queue, and so does a
+             running one of a higher rank for one that waits; it starts again later, from what the cache still has of it
+
+A step serves one kind of result: tokens drawn, or rows of every position; the kinds take turns.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quarrel.engine.blocks import BlockPool
-from quarrel.engine.prefix import Kept, PrefixStore, common_prefix
+from quarrel.engine.cache import Cache
 from quarrel.engine.sequence import Sequence
+from quarrel.engine.waiting import Waiting
 from quarrel.ops.step import Limits, Want
 
-CopyBlocks = Callable[[list[tuple[int, int]]], None]
+PATIENCE = 10.0
+"""Seconds by which one rank goes before the next."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """`count` tokens of a sequence from `start` on; `rows` of them, the last ones, are wanted."""
+    """`count` tokens of a sequence from `start` on, the draft at their end; `rows` of them, the last ones, are wanted."""
 
     sequence: Sequence
     start: int
     count: int
     rows: int
+    draft: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -35,130 +43,168 @@ class Batch:
     want: Want
     parts: tuple[Part, ...]
 
+    @property
+    def waits(self) -> bool:
+        """Whether the step behind it cannot be made before its results are known."""
+        return self.want != "tokens" or any(p.sequence.waits and p.rows for p in self.parts)
+
+
+DRAIN = Batch("tokens", ())
+"""The answer where a sequence has to be put out while a step is on its way: ask again once that is settled."""
+
 
 class Scheduler:
-    """Queues, blocks and turns. `copy_blocks` is the step's; `max_rows` bounds the rows that one step returns of what can
-    be cut."""
+    """Queues and turns. `max_rows` bounds the rows that one step returns of what can be cut."""
 
-    def __init__(self, limits: Limits, copy_blocks: CopyBlocks, *, max_rows: int, reuse: bool = True) -> None:
+    def __init__(
+        self, limits: Limits, cache: Cache, *, max_rows: int, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         assert limits.max_tokens >= limits.max_seqs, "a step must hold a token of each running sequence"
-        self.limits = limits
-        self.pool = BlockPool(limits.n_blocks)
-        self.prefixes = PrefixStore(self.pool, limits.block_size)
-        self.waiting: deque[Sequence] = deque()
+        self.limits, self.cache, self.clock = limits, cache, clock
+        self.waiting = Waiting()
         self.running: list[Sequence] = []
-        self._copy_blocks, self._max_rows, self._reuse = copy_blocks, max(max_rows, limits.max_seqs), reuse
+        self.max_tokens = limits.max_tokens
+        self.preempted = 0
+        self._max_rows = max(max_rows, limits.max_seqs)
         self._slots = list(range(limits.max_seqs - 1, -1, -1))
-        self._last_want: Want | None = None
+        self._last_kind = ""
+        self._count = 0
 
     def add(self, sequence: Sequence) -> None:
         """Queues it. It must fit the cache, and a step if it runs whole, when nothing else runs."""
-        assert self._blocks_for(sequence.length) <= min(self.limits.max_blocks_per_seq, self.limits.n_blocks)
+        needed = self.cache.blocks_for(sequence.length)
+        assert needed <= min(self.limits.max_blocks_per_seq, self.limits.n_blocks)
         assert not sequence.whole or sequence.length <= self.limits.max_tokens
-        self.waiting.append(sequence)
+        self._count += 1
+        sequence.turn, sequence.order = self.clock() + PATIENCE * sequence.rank, self._count
+        self.waiting.push(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Takes it out, wherever it is, and its blocks back; a finished one's may be kept for reuse."""
-        if sequence in self.waiting:
-            self.waiting.remove(sequence)
-        if sequence in self.running:
+        self.waiting.remove(sequence)
+        if sequence.slot >= 0:
             self.running.remove(sequence)
             self._slots.append(sequence.slot)
-        used = self._blocks_for(sequence.computed)
-        if self._reuse and sequence.keeps_prefix and sequence.computed:
-            self.prefixes.keep(sequence.tokens[: sequence.computed], sequence.blocks[:used])
-            self.pool.give_back(sequence.blocks[used:])
-        else:
-            self.pool.give_back(sequence.blocks)
-        sequence.blocks = []
+            self.cache.release(sequence)
 
-    def next(self) -> Batch | None:
-        """The next step's work, or None if there is none."""
-        self._admit()
-        want = self._turn()
-        if want is None:
+    def next(self, *, drained: bool = True) -> Batch | None:
+        """The next step's work, None if there is none, or `DRAIN`; drained: no step is on its way."""
+        if not self._admit(drained):
+            return DRAIN
+        kind = self._turn()
+        if kind is None:
             return None
-        tokens, rows = self.limits.max_tokens, self._max_rows
+        mine = sorted((s for s in self.running if _kind(s) == kind and _ready(s)), key=lambda s: s.place)
+        for sequence in mine:
+            while sequence.slot >= 0 and not self.cache.grow(sequence, len(sequence.tokens) + sequence.drawn):
+                if not drained:
+                    return DRAIN
+                self.preempt(max(self.running, key=lambda s: s.place))
+        return self._batch([s for s in mine if s.slot >= 0])
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Puts it out; its turn stays its own. No step with it may be on its way."""
+        assert not sequence.drawn
+        self.running.remove(sequence)
+        self._slots.append(sequence.slot)
+        self.cache.release(sequence)
+        self.waiting.push(sequence)
+        self.preempted += 1
+
+    def _batch(self, mine: list[Sequence]) -> Batch | None:
+        tokens, rows = self.max_tokens, self._max_rows
+        decoding = [s for s in mine if s.pending == 1 and not s.whole and not s.every_row]
         parts = []
-        mine = [s for s in self.running if s.want == want]
-        # Those that decode come first: they are at most max_seqs tokens, and somebody is reading them.
+        wants: set[Want] = set()
+        left = len(decoding)
+        for sequence in decoding:
+            left -= 1
+            if not tokens:
+                break
+            draft = self._draft(sequence, min(tokens, rows) - 1 - left)
+            count = 1 + len(draft)
+            parts.append(Part(sequence, sequence.computed, count, count, draft))
+            tokens, rows = tokens - count, rows - count
+            wants.add(sequence.want)
         # Those that run whole keep their order, so that each is the first, and fits, after a while.
-        for sequence in sorted(mine, key=lambda s: s.pending > 1 and not s.whole):
+        for sequence in (s for s in mine if s.whole or s.every_row or s.pending > 1):
             most = tokens if sequence.whole or not sequence.every_row else min(tokens, rows)
             count = sequence.pending if sequence.whole else min(sequence.pending, most)
             if not 0 < count <= most:
                 continue
-            asked = count if sequence.every_row else int(count == sequence.pending)
+            count = self.cache.cut(sequence, sequence.computed + count) - sequence.computed
+            asked = sequence.rows(sequence.computed + count)
             if asked > rows and not sequence.whole:
                 continue
             parts.append(Part(sequence, sequence.computed, count, asked))
             tokens, rows = tokens - count, rows - asked
-        return Batch(want, tuple(parts))
-
-    def _turn(self) -> Want | None:
-        """The kind of result after the last one served, among those that a running sequence wants."""
-        wants: list[Want] = sorted({s.want for s in self.running})
-        if not wants:
+            if asked:
+                wants.add(sequence.want)
+        if not parts:
             return None
-        later = [w for w in wants if self._last_want is not None and w > self._last_want]
-        self._last_want = (later or wants)[0]
-        return self._last_want
+        return Batch(_want(wants, parts), tuple(parts))
 
-    def _admit(self) -> None:
+    def _draft(self, sequence: Sequence, room: int) -> tuple[int, ...]:
+        room = min(room, sequence.length - sequence.computed - 1)
+        if room <= 0 or sequence.drawn:
+            return ()
+        draft = tuple(sequence.draft(room))
+        # A guess is not worth anybody's block.
+        if draft and not self.cache.grow(sequence, len(sequence.tokens) + len(draft)):
+            return ()
+        return draft
+
+    def _turn(self) -> str | None:
+        """The kind of result after the last one served, among those that a running sequence is ready for."""
+        kinds = sorted({_kind(s) for s in self.running if _ready(s)})
+        if not kinds:
+            return None
+        self._last_kind = next((k for k in kinds if k > self._last_kind), kinds[0])
+        return self._last_kind
+
+    def _admit(self, drained: bool) -> bool:
+        """Lets in who can be; False if somebody has to be put out first."""
         held: list[Sequence] = []
-        while self.waiting and len(self.running) < self.limits.max_seqs:
-            sequence = self.waiting.popleft()
-            if self._reuse and any(s.family is sequence.family and s.pending > 1 for s in self.running):
+        settled = True
+        while self.waiting:
+            sequence = self.waiting.pop()
+            assert sequence is not None
+            family = [s for s in self.running if s.family is sequence.family] if sequence.copies > 1 else []
+            if self.cache.rules.reuse and any(s.pending > 1 for s in family):
                 held.append(sequence)  # its prompt is being computed by another one right now
-            elif self._start(sequence):
-                sequence.slot = self._slots.pop()
+                continue
+            if self._slots and self.cache.start(sequence, self._slots[-1], family, len(self.running)):
+                self._slots.pop()
                 self.running.append(sequence)
-            else:
-                held.append(sequence)
+                continue
+            held.append(sequence)
+            last = max(self.running, key=lambda s: s.place, default=None)
+            if last is None or last.rank <= sequence.rank or last.place < sequence.place:
                 break
-        self.waiting.extendleft(reversed(held))
+            if not drained:
+                settled = False
+                break
+            self.preempt(last)
+            self.waiting.push(held.pop())
+        for sequence in held:
+            self.waiting.push(sequence)
+        return settled
 
-    def _start(self, sequence: Sequence) -> bool:
-        """Gives it blocks: the whole ones of the longest known prefix, shared; a copy of the last, half-used one; free ones
-        for what is to come. False if there are not enough."""
-        size = self.limits.block_size
-        known, blocks = self._longest_prefix(sequence)
-        shared, partial = blocks[: known // size], blocks[known // size : self._blocks_for(known)]
-        needed = self._blocks_for(sequence.length) - len(shared)
-        # Held while others are evicted, so that what is to be shared or copied stays.
-        self.pool.share([*shared, *partial])
-        enough = self.prefixes.make_room(needed)
-        if not enough and partial:  # the block to copy is one more than the sequence itself needs; run its tokens again
-            self.pool.give_back(partial)
-            known, partial = len(shared) * size, []
-            enough = self.prefixes.make_room(needed)
-        if not enough:
-            self.pool.give_back(shared)
-            return False
-        fresh = self.pool.take(needed)
-        if partial:
-            self._copy_blocks([(partial[0], fresh[0])])
-            self.pool.give_back(partial)
-        sequence.blocks = [*shared, *fresh]
-        sequence.computed = sequence.reused = known
-        return True
 
-    def _longest_prefix(self, sequence: Sequence) -> tuple[int, list[int]]:
-        """Tokens that are in the cache already, and the blocks that hold them. The last token always runs."""
-        if not (self._reuse and sequence.keeps_prefix):
-            return 0, []
-        wanted = sequence.tokens[:-1]
-        best, blocks = 0, []
-        used: Kept | None = None
-        for entry in self.prefixes.entries():
-            if (n := common_prefix(entry.tokens, wanted)) > best:
-                best, blocks, used = n, list(entry.blocks), entry
-        for other in self.running:
-            if other.keeps_prefix and (n := common_prefix(other.tokens[: other.computed], wanted)) > best:
-                best, blocks, used = n, other.blocks, None
-        if used is not None:
-            self.prefixes.touch(used)
-        return best, blocks
+def _kind(sequence: Sequence) -> str:
+    return sequence.want if sequence.every_row else "drawn"
 
-    def _blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self.limits.block_size)
+
+def _ready(sequence: Sequence) -> bool:
+    """Whether it has a token to run, and is not about to end."""
+    return sequence.pending > 0 and sequence.computed < sequence.length
+
+
+def _want(wants: set[Want], parts: list[Part]) -> Want:
+    if len(wants) == 1:
+        return wants.pop()
+    if wants:
+        return "both"
+    # No row is wanted: the cheapest that every model has.
+    first = parts[0].sequence
+    return first.want if first.every_row else "tokens"

@@ -9,14 +9,16 @@ from typing import Any
 
 import numpy.typing as npt
 
+from quarrel.engine.prefix import Node
 from quarrel.engine.results import FinishReason
+from quarrel.errors import QuarrelError
 from quarrel.ops.step import StepOutputs, Want
 
 Array = npt.NDArray[Any]
 
 
 class Sequence(ABC):
-    """Tokens, and how many of them have run (`computed`). The scheduler alone sets `blocks`, `slot` and `reused`."""
+    """Tokens, and how many of them have run. The scheduler and its cache alone set what is not said to be otherwise."""
 
     want: Want = "tokens"
     every_row = False
@@ -25,31 +27,66 @@ class Sequence(ABC):
     """Whether all its tokens must run in one step, because each of them sees every other."""
     keeps_prefix = False
     """Whether the cache may be reused for it, and its own kept when it ends."""
+    rank = 0
+    """0 goes before 1, for a while; see `scheduler`."""
+    waits = False
+    """Whether a draw must be known before the next step can be made: its tokens are drawn or guessed here."""
+    salt = b""
+    """Only sequences of the same salt share what is in the cache."""
+    queue_seconds: float | None = None
+    total_seconds: float | None = None
 
-    def __init__(self, tokens: Tokens[int], length: int, family: object = None) -> None:
+    def __init__(self, tokens: Tokens[int], length: int, family: object = None, copies: int = 1) -> None:
         assert 0 < len(tokens) <= length
         self.tokens = list(tokens)
+        self.given = len(tokens)
         self.length = length  # cache slots that it may come to fill
         self.family = self if family is None else family  # sequences of one prompt, which wait for the first one's prefill
-        self.computed = 0
-        self.reused = 0
-        self.blocks: list[int] = []
-        self.slot = -1  # where recurrent layers keep its state while it runs
+        self.copies = copies  # how many there are of these
+        self.computed = 0  # tokens that the launches so far put into the cache
+        self.drawn = 0  # 1 while a launch draws a token that is not known here yet
+        self.row = -1  # in which row of that launch
+        self.reused = self.furthest = 0  # tokens that were known when it first began; that have run at most
         self.over = False
+        self.outcome: FinishReason | None = None  # how it ended, where `settle` knows
+        self.failure: QuarrelError | None = None
+        self.extra: int | None = None  # a token that was drawn, and may have run, but is no part of `tokens`
         self.submitted = time.perf_counter()
         self.started = 0.0
+        # The scheduler's: its place in the queue.
+        self.turn, self.order = 0.0, 0
+        # The cache's: blocks in order (-1 where they are no longer read), the slot of its state, what is in the index.
+        self.blocks: list[int] = []
+        self.slot = -1
+        self.node: Node | None = None
+        self.indexed = self.marked = 0
+        self.snapshots: dict[int, int] = {}
 
     @property
     def pending(self) -> int:
         """Tokens that have to run before anything new is known."""
-        return len(self.tokens) - self.computed
+        return len(self.tokens) + self.drawn - self.computed
+
+    @property
+    def place(self) -> tuple[float, int]:
+        """Smaller goes first."""
+        return self.turn, self.order
+
+    def rows(self, end: int) -> int:
+        """How many results are wanted of a launch of the tokens from `computed` to `end`: the last so many."""
+        return int(end == len(self.tokens) + self.drawn)
+
+    def draft(self, room: int) -> Tokens[int]:
+        """A guess at up to `room` next tokens, to be checked in the step that draws the first of them."""
+        return ()
 
     @abstractmethod
-    def settle(self, outputs: StepOutputs, first: int, count: int) -> None:
-        """Takes rows `first` to `first + count` of a step; sets `over` when that was the last it needs."""
+    def settle(self, outputs: StepOutputs, first: int, count: int, draft: Tokens[int]) -> int:
+        """Takes rows `first` to `first + count` of a step, and says how many tokens of the draft were right; sets `over`
+        when that was the last it needs."""
 
     @abstractmethod
-    def end(self, reason: FinishReason, error: str | None = None) -> None:
+    def end(self, reason: FinishReason, failure: QuarrelError | None = None) -> None:
         """Tells the caller that it is over, once its blocks are back. What `settle` concluded goes before `reason`."""
 
 
@@ -64,15 +101,20 @@ class Scoring(Sequence):
         self._deliver = deliver
         self._told = 0
 
-    def settle(self, outputs: StepOutputs, first: int, count: int) -> None:
+    def rows(self, end: int) -> int:
+        # Behind a preemption some rows come again, which have been told.
+        return max(0, end - max(self.computed, self._told))
+
+    def settle(self, outputs: StepOutputs, first: int, count: int, draft: Tokens[int]) -> int:
         rows = outputs.logits if self.want == "logits" else outputs.hidden
         assert rows is not None
         self._deliver.rows(self._told, rows[first : first + count])
         self._told += count
         self.over = self._told == len(self.tokens)
+        return 0
 
-    def end(self, reason: FinishReason, error: str | None = None) -> None:
-        self._deliver.end(None if self.over else error or "the run was cancelled")
+    def end(self, reason: FinishReason, failure: QuarrelError | None = None) -> None:
+        self._deliver.end(None if self.over else failure or QuarrelError("the run was cancelled"))
 
 
 class Deliver(ABC):
@@ -82,4 +124,4 @@ class Deliver(ABC):
     def rows(self, start: int, rows: Array) -> None: ...
 
     @abstractmethod
-    def end(self, error: str | None) -> None: ...
+    def end(self, failure: QuarrelError | None) -> None: ...

@@ -14,6 +14,7 @@ from quarrel.env import COMPUTE, MAX_THREADS, Environment, read_environment
 from quarrel.errors import BackendUnavailable, RequestError
 from quarrel.gguf import GGUFFile, resolve
 from quarrel.gguf.resolve import Resolved
+from quarrel.llm.caching import cache_rules, with_snapshots
 from quarrel.llm.defaults import defaults_of
 from quarrel.llm.explain import Explanation
 from quarrel.llm.model import LLM, Loaded
@@ -83,6 +84,7 @@ def load(
         # Some rope scalings depend on the context that will be used.
         spec = read_spec(file, length)
         program = assemble(spec, tensors)
+        limits = with_snapshots(limits, program, free, prefix_cache)
 
         def compiled() -> Step:
             if environment.check:
@@ -92,7 +94,7 @@ def load(
         loop = Loop()
         width = int(program.outputs["logits" if "logits" in program.outputs else "hidden"].dims[-1])
         try:
-            step = loop.serve(compiled, width, reuse=prefix_cache and not program.states)
+            step = loop.serve(compiled, width, cache_rules(program, prefix_cache))
         except BaseException:
             loop.close(timeout=0.0)
             raise

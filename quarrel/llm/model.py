@@ -447,7 +447,7 @@ def _lacks_system(messages: Sequence[Message]) -> bool:
 
 def _sound(result: Result) -> Result:
     if result.finish_reason == "error":
-        raise QuarrelError(result.error)
+        raise result.failure or QuarrelError(result.error)
     return result
 
 

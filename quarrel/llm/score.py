@@ -18,13 +18,13 @@ Array = npt.NDArray[Any]
 class _Rows(Deliver):
     def __init__(self, tokens: int, width: int) -> None:
         self.out = np.empty((tokens, width), np.float32)
-        self.ended: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self.ended: queue.SimpleQueue[QuarrelError | None] = queue.SimpleQueue()
 
     def rows(self, start: int, rows: Array) -> None:
         self.out[start : start + len(rows)] = rows
 
-    def end(self, error: str | None) -> None:
-        self.ended.put(error)
+    def end(self, failure: QuarrelError | None) -> None:
+        self.ended.put(failure)
 
 
 def score(loop: Loop, ids: Sequence[int], want: Literal["logits", "hidden"], width: int, *, whole: bool = False) -> Array:
@@ -36,10 +36,10 @@ def score(loop: Loop, ids: Sequence[int], want: Literal["logits", "hidden"], wid
     sequence = Scoring(ids, want, rows, whole=whole)
     loop.add(sequence)
     try:
-        error = rows.ended.get()
+        failure = rows.ended.get()
     except BaseException:
         loop.cancel(sequence)
         raise
-    if error is not None:
-        raise QuarrelError(error)
+    if failure is not None:
+        raise failure
     return rows.out

@@ -127,7 +127,8 @@ def with_ids(inputs: StepInputs, last: Array | None) -> StepInputs:
     if taken.any() and (last is None or int(inputs.from_last.max()) >= len(last)):
         rows = "none" if last is None else len(last)
         raise RequestError(f"step inputs are unusable: from_last names row {inputs.from_last.max()} of {rows} tokens")
-    ids = inputs.ids if last is None else np.where(taken, last[np.maximum(inputs.from_last, 0)], inputs.ids)
+    # A row without a number drew -1. Its sequence is over, but its next step may be on the way already: any id will do.
+    ids = inputs.ids if last is None else np.where(taken, np.maximum(last[np.maximum(inputs.from_last, 0)], 0), inputs.ids)
     return replace(inputs, ids=ids.astype(np.int32), from_last=None)
 
 
@@ -171,7 +172,8 @@ class Step(Protocol):
     def launch(self, inputs: StepInputs, want: Want) -> Pending:
         """Starts a step; launches run in order, and the inputs may be reused as soon as this returns.
 
-        `inputs.from_last` refers to the rows of the last launch of tokens, whether or not its result was waited for.
+        `inputs.from_last` refers to the rows of the last launch of tokens, whether or not its result was waited for; a
+        row that drew no token (-1) counts as id 0 then.
         """
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 from quarrel.engine import Chunk, Deliver, Result, Sampling, SamplingParams, Scoring, merged, rng, start
-from quarrel.errors import QuarrelError
+from quarrel.errors import EngineFault, QuarrelError
 from quarrel.ops.sample import draw_token
 from tests.engine.toys import STOP, VOCABULARY, Toy, extend, letter, limits, request
 
@@ -304,7 +304,9 @@ def test_a_step_that_fails_ends_its_batch_and_the_next_one_runs() -> None:
         first = toy.generate(PROMPT, GREEDY)
         assert (first.finish_reason, first.error) == ("error", "the device is on fire; use another")
         toy.step.fail = ZeroDivisionError("x / 0")
-        assert toy.generate(PROMPT, GREEDY).error == "the step failed: ZeroDivisionError: x / 0"
+        result = toy.generate(PROMPT, GREEDY)
+        assert result.error == "the step failed: ZeroDivisionError: x / 0"
+        assert isinstance(result.failure, EngineFault)
         toy.step.fail = None
         free = toy.hold(3)
         stream = toy.start(PROMPT, GREEDY)
@@ -418,7 +420,7 @@ def test_closing_the_loop_ends_what_runs_and_waits_and_frees_the_step_once() -> 
     toy.loop.close()
     assert [s.wait().finish_reason for s in streams] == ["cancelled"] * 3
     assert toy.step.closed == 1
-    assert toy.engine.scheduler.pool.free == toy.step.limits.n_blocks
+    assert toy.engine.cache.pool.free == toy.step.limits.n_blocks
     toy.loop.close()
     with pytest.raises(QuarrelError, match="the model is closed"):
         toy.start([1], GREEDY)
@@ -469,8 +471,8 @@ class Rows(Deliver):
         self.starts.append(start)
         self.tokens += [int(t) for _, t in rows]
 
-    def end(self, error: str | None) -> None:
-        self.ended.put(error)
+    def end(self, failure: QuarrelError | None) -> None:
+        self.ended.put(None if failure is None else str(failure))
 
 
 def test_texts_scored_together_get_their_own_rows() -> None:
@@ -534,7 +536,7 @@ def test_activity_is_told() -> None:
             stream.wait()
         activity = toy.loop.run(toy.engine.activity)
         assert (activity.running, activity.waiting, activity.n_blocks) == (0, 0, 40)
-        assert activity.kept_prefixes == 3
+        assert activity.kept_blocks == 3
         assert activity.free_blocks == 37
 
 

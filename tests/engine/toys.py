@@ -8,11 +8,22 @@ from typing import Any
 
 import numpy as np
 
-from quarrel.engine import Engine, Loop, Request, Result, SamplingParams, Stream, start
+from quarrel.engine import CacheRules, Engine, Loop, Request, Result, SamplingParams, Service, Stream, start
 from quarrel.engine.rng import mix
 from quarrel.ops.contract import Compute
 from quarrel.ops.sample import draw_token
-from quarrel.ops.step import Done, Limits, MemoryPlan, StepInputs, StepOutputs, Taken, Want, with_ids
+from quarrel.ops.step import (
+    Done,
+    Limits,
+    MemoryPlan,
+    Pending,
+    StepInputs,
+    StepOutputs,
+    Taken,
+    Want,
+    outputs_of,
+    with_ids,
+)
 
 VOCABULARY = 48
 STOP = 0
@@ -20,17 +31,25 @@ UNWRITTEN = (-1, -1)
 
 
 class HistoryStep:
-    """Slot i of a sequence holds (hash of tokens[:i], hash of tokens[:i + 1])."""
+    """Slot i of a sequence holds (hash of tokens[:i], hash of tokens[:i + 1]). `late`: launches return before their step is
+    over, as a device's do. `recurrent`: each state slot holds the hash of its sequence, which must be that of its past.
+    `window`: so many slots back are looked at, no more."""
 
     compute: Compute = "float32"
 
-    def __init__(self, limits: Limits, scale: float = 2.0) -> None:
-        self.limits, self.scale = limits, scale
+    def __init__(
+        self, limits: Limits, scale: float = 2.0, *, late: bool = False, recurrent: bool = False, window: int = 0
+    ) -> None:
+        self.limits, self.scale, self.late, self.recurrent, self.window = limits, scale, late, recurrent, window
+        self.states = [-1] * limits.states
+        self.flying = self.most_flying = 0
         self.slots: list[tuple[int, int]] = [UNWRITTEN] * (limits.n_blocks * limits.block_size)
         self.wants: list[Want] = []
         self.sizes: list[tuple[int, int]] = []  # tokens and sequences of each step
         self.bad_tokens: set[int] = set()  # behind these no logit is finite
         self.fail: Exception | None = None
+        self.failing: Callable[[int], Exception | None] = lambda step: None  # by the number of the launch
+        self.launches = 0
         self.forced: int | None = None  # the token that every draw gives
         self.turns: threading.Semaphore | None = None  # each step takes one, and waits where there is none
         self.closed = 0
@@ -42,8 +61,10 @@ class HistoryStep:
             assert self.turns.acquire(timeout=30)
         inputs = with_ids(inputs, self._last)
         inputs.check(self.limits, VOCABULARY)
-        if self.fail is not None:
-            raise self.fail
+        self.launches += 1
+        fault = self.fail or self.failing(self.launches)
+        if fault is not None:
+            raise fault
         self.wants.append(want)
         self.sizes.append((len(inputs.ids), len(inputs.kv_len)))
         hashes = [h for s in range(len(inputs.kv_len)) for h in self._run(inputs, s)]
@@ -53,24 +74,34 @@ class HistoryStep:
         logits = np.stack([self.logits(h, id) for h, id in rows])
         if want == "logits":
             return StepOutputs(logits=logits)
+        assert "tokens" in outputs_of(want)
         s = inputs.sample
         assert s is not None
         assert len(s.uniform) == len(rows)
         columns = (s.temperature, s.top_k, s.top_p, s.min_p, s.uniform)
         drawn = [draw_token(x, *(c[i].item() for c in columns)) for i, x in enumerate(logits)]
         self._last = np.array(drawn if self.forced is None else [self.forced] * len(drawn), np.int32)
-        return StepOutputs(tokens=self._last)
+        return StepOutputs(tokens=self._last, logits=logits if want == "both" else None)
 
     def logits(self, history: int, last: int) -> np.ndarray[Any, Any]:
         if last in self.bad_tokens:
             return np.full(VOCABULARY, np.nan, np.float32)
         return np.random.default_rng(history).standard_normal(VOCABULARY, np.float32) * self.scale
 
-    def launch(self, inputs: StepInputs, want: Want) -> Done:
-        return Done(self(inputs, want))
+    def launch(self, inputs: StepInputs, want: Want) -> Pending:
+        if not self.late:
+            return Done(self(inputs, want))
+        self.flying += 1
+        self.most_flying = max(self.flying, self.most_flying)
+        try:
+            return Late(self, self(inputs, want))
+        except Exception as error:
+            return Late(self, error)  # what a device does wrong is seen when its result is waited for
 
     def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
-        raise AssertionError("a toy keeps no recurrent state")
+        assert self.recurrent
+        for source, destination in pairs:
+            self.states[destination] = self.states[source]
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         size = self.limits.block_size
@@ -92,17 +123,40 @@ class HistoryStep:
         table = [int(inputs.block_table[s, i // size]) * size + i % size for i in range(length)]
         assert list(inputs.slots[first:end]) == table[length - (end - first) :]
         assert list(inputs.positions[first:end]) == list(range(length - (end - first), length))
-        history = 0
-        for slot in table[: length - (end - first)]:
+        past = table[: length - (end - first)]
+        history = 0 if not (self.window and past) else self.slots[past[max(0, len(past) + 1 - self.window)]][0]
+        for slot in past[max(0, len(past) + 1 - self.window) if self.window else 0 :]:
             before, after = self.slots[slot]
             assert before == history, "the cache does not hold this sequence's past"
             history = after
+        if self.window and past:
+            history = self.slots[past[-1]][1]
+        if self.recurrent:
+            assert inputs.state_slots is not None
+            slot = int(inputs.state_slots[s])
+            assert 0 <= slot < self.limits.max_seqs
+            assert not past or self.states[slot] == history, "the state is not that of this sequence's past"
         made = []
         for i in range(first, end):
             before, history = history, extend(history, int(inputs.ids[i]))
             self.slots[int(inputs.slots[i])] = (before, history)
             made.append(history)
+        if self.recurrent:
+            self.states[slot] = history
         return made
+
+
+class Late:
+    """What a launch will have made."""
+
+    def __init__(self, step: HistoryStep, made: StepOutputs | Exception) -> None:
+        self._step, self._made = step, made
+
+    def result(self) -> StepOutputs:
+        self._step.flying -= 1
+        if isinstance(self._made, Exception):
+            raise self._made
+        return self._made
 
 
 def extend(history: int, token: int) -> int:
@@ -131,37 +185,83 @@ def letter(id: int) -> str:
     return chr(96 + id) if 0 < id <= 26 else "" if id == 0 else chr(0x100 + id)
 
 
-def limits(max_tokens: int = 16, max_seqs: int = 4, n_ctx: int = 64, n_blocks: int = 40, block_size: int = 4) -> Limits:
-    return Limits(max_tokens, max_seqs, -(-n_ctx // block_size), n_blocks, block_size)
+def limits(
+    max_tokens: int = 16,
+    max_seqs: int = 4,
+    n_ctx: int = 64,
+    n_blocks: int = 40,
+    block_size: int = 4,
+    n_states: int = 0,
+) -> Limits:
+    return Limits(max_tokens, max_seqs, -(-n_ctx // block_size), n_blocks, block_size, n_states)
+
+
+PLAIN = Service()
 
 
 def request(
-    tokens: Sequence[int], params: SamplingParams | None = None, *, n_ctx: int = 64, stop_ids: Sequence[int] = (STOP,)
+    tokens: Sequence[int],
+    params: SamplingParams | None = None,
+    *,
+    n_ctx: int = 64,
+    stop_ids: Sequence[int] = (STOP,),
+    service: Service = PLAIN,
 ) -> Request:
     params = params or SamplingParams(temperature=0, max_tokens=12)
     ids = frozenset(() if params.ignore_eos else stop_ids) | frozenset(params.stop_token_ids)
     seed = 7 if params.seed is None else params.seed
-    return Request(tuple(tokens), params, seed, ids, n_ctx, VOCABULARY, Letters())
+    return Request(tuple(tokens), params, seed, ids, n_ctx, VOCABULARY, Letters(), service=service)
 
 
 class Toy:
-    """A loop on a `HistoryStep`."""
+    """A loop on a `HistoryStep`. A step that broke is made anew, with the same faults to come."""
 
-    def __init__(self, shape: Limits | None = None, *, reuse: bool = True, scale: float = 2.0) -> None:
+    def __init__(
+        self,
+        shape: Limits | None = None,
+        *,
+        reuse: bool = True,
+        scale: float = 2.0,
+        late: bool = False,
+        recurrent: bool = False,
+        window: int = 0,
+        max_waiting: int = 1000,
+    ) -> None:
         self.loop = Loop()
-        self.step = HistoryStep(shape or limits(), scale)
-        self.loop.serve(lambda: self.step, VOCABULARY, reuse=reuse)
+        self.made: list[HistoryStep] = []
+
+        def make() -> HistoryStep:
+            step = HistoryStep(shape or limits(), scale, late=late, recurrent=recurrent, window=window)
+            if self.made:
+                old = self.made[-1]
+                step.fail, step.failing, step.turns, step.bad_tokens = old.fail, old.failing, old.turns, old.bad_tokens
+                step.launches = old.launches
+            self.made.append(step)
+            return step
+
+        self.loop.serve(make, VOCABULARY, CacheRules(reuse, recurrent, window), max_waiting=max_waiting)
+
+    @property
+    def step(self) -> HistoryStep:
+        return self.made[-1]
 
     @property
     def engine(self) -> Engine:
         assert self.loop.engine is not None
         return self.loop.engine
 
-    def start(self, tokens: Sequence[int], params: SamplingParams | None = None, *, stream: bool = True) -> Stream:
-        return start(self.loop, request(tokens, params), stream=stream)
+    def start(
+        self,
+        tokens: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        stream: bool = True,
+        service: Service = PLAIN,
+    ) -> Stream:
+        return start(self.loop, request(tokens, params, service=service), stream=stream)
 
-    def generate(self, tokens: Sequence[int], params: SamplingParams | None = None) -> Result:
-        return self.start(tokens, params, stream=False).wait()
+    def generate(self, tokens: Sequence[int], params: SamplingParams | None = None, service: Service = PLAIN) -> Result:
+        return self.start(tokens, params, stream=False, service=service).wait()
 
     def hold(self, steps: int = 0) -> Callable[[], None]:
         """Lets so many steps run, and further ones only once what it returns is called."""
@@ -175,8 +275,10 @@ class Toy:
             scheduler = self.engine.scheduler
             assert not scheduler.running
             assert not scheduler.waiting
-            scheduler.prefixes.clear()
-            assert scheduler.pool.free == scheduler.pool.n_blocks
+            cache = self.engine.cache
+            cache.prefixes.clear()
+            assert cache.pool.free == cache.pool.n_blocks
+            assert cache.prefixes.kept == len(cache.prefixes) == len(cache.snapshots) == 0
 
         self.loop.run(look)
 

@@ -1,0 +1,56 @@
+"""How a request is to be served: what changes when its tokens come, never which."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from quarrel.errors import RequestError
+
+Priority = Literal["interactive", "batch"]
+MAX_SECONDS = 1e6
+MAX_SALT = 256
+MAX_DRAFT = 16
+
+
+@dataclass(frozen=True)
+class Service:
+    """Every field is checked; `RequestError` names the field, the value and its range."""
+
+    priority: Priority = "interactive"
+    """`batch` goes behind what is interactive, unless it has waited ten seconds longer."""
+    queue_seconds: float | None = None
+    """Fails with DeadlineExceeded if its first step has not begun by then."""
+    total_seconds: float | None = None
+    """Fails with DeadlineExceeded, with the tokens so far in its result, if it is not done by then."""
+    cache_salt: str = ""
+    """Only requests of the same salt share prompts in the cache, so that none can time what another has asked."""
+    speculate: int = 0
+    """How many tokens may be guessed at once from earlier places of the text and checked in one step; 0 is off."""
+
+    def __post_init__(self) -> None:
+        if self.priority not in get_args(Priority):
+            raise RequestError(f"priority is {self.priority!r}, wanted one of {', '.join(get_args(Priority))}")
+        for name in ("queue_seconds", "total_seconds"):
+            value = getattr(self, name)
+            sound = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if value is not None and not (sound and 0 < value <= MAX_SECONDS):
+                raise RequestError(f"{name} is {value!r}, wanted seconds above 0 and up to {MAX_SECONDS:g}, or None")
+        if not isinstance(self.cache_salt, str) or len(self.cache_salt) > MAX_SALT:
+            raise RequestError(
+                f"cache_salt is a {type(self.cache_salt).__name__}, wanted a text of at most {MAX_SALT} letters"
+            )
+        if isinstance(self.speculate, bool) or not isinstance(self.speculate, int) or not 0 <= self.speculate <= MAX_DRAFT:
+            raise RequestError(f"speculate is {self.speculate!r}, wanted a whole number from 0 to {MAX_DRAFT}")
+
+    @property
+    def rank(self) -> int:
+        return get_args(Priority).index(self.priority)
+
+    @property
+    def salt(self) -> bytes:
+        return self.cache_salt.encode("utf-8", "surrogatepass")
+
+
+DEFAULT_SERVICE = Service()

@@ -1,0 +1,65 @@
+"""What happened, in plain numbers that only grow: cheap enough to be always on. `quarrel/metrics.py` gives them names."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass, field
+
+LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+
+
+class Histogram:
+    """Counts by upper bound, and the sum. One thread writes; readers may see a sum that is one value ahead."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def add(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+
+def _latency() -> Histogram:
+    return Histogram(LATENCY)
+
+
+@dataclass
+class Stats:
+    """Written by the engine's thread alone."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    """That ran."""
+    known_tokens: int = 0
+    """Of prompts, that were in the cache already."""
+    drawn_tokens: int = 0
+    guessed_tokens: int = 0
+    right_tokens: int = 0
+    """Of the guessed ones."""
+    faults: int = 0
+    restarts: int = 0
+    ends: Counter[str] = field(default_factory=Counter)
+    """Requests by finish reason; failures by the name of their type."""
+    prefill_seconds: float = 0.0
+    """In steps that ran a part of a prompt; the rest is decoding."""
+    decode_seconds: float = 0.0
+    step_seconds: Histogram = field(default_factory=_latency)
+    batch_sequences: Histogram = field(default_factory=lambda: Histogram(SIZES))
+    batch_tokens: Histogram = field(default_factory=lambda: Histogram(SIZES))
+    queue_seconds: Histogram = field(default_factory=_latency)
+    first_token_seconds: Histogram = field(default_factory=_latency)
+    token_seconds: Histogram = field(default_factory=_latency)
+    """Between two tokens of a request."""
+    request_seconds: Histogram = field(default_factory=_latency)
+    end_interval: float = 0.0
+    """Seconds between two ends of requests, of late."""
+    last_end: float = 0.0
+
+    def ended(self, now: float) -> None:
+        if self.last_end:
+            self.end_interval += 0.1 * (min(now - self.last_end, 60.0) - self.end_interval)
+        self.last_end = now

@@ -1,0 +1,29 @@
+"""What the engine's cache has to know of a model: whether it keeps state, how far back it looks, how many copies fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from quarrel.engine import CacheRules
+from quarrel.llm.plan import state_bytes
+from quarrel.ops.program import Program
+from quarrel.ops.step import Limits
+
+SNAPSHOTS = 48
+"""Copies of recurrent state beside those in use: the ends of as many prompts and answers."""
+SNAPSHOT_SHARE = 0.05
+"""Of the free memory, what they may take."""
+
+
+def cache_rules(program: Program, reuse: bool) -> CacheRules:
+    """A window counts only where every layer has one; blocks hold all layers."""
+    windows = [layer.window for layer in program.caches]
+    return CacheRules(reuse, recurrent=bool(program.states), window=max(windows) if windows and all(windows) else 0)
+
+
+def with_snapshots(limits: Limits, program: Program, free: int, reuse: bool) -> Limits:
+    """The limits with slots for copies of recurrent state, as far as memory goes."""
+    if not (program.states and reuse):
+        return limits
+    fitting = int(SNAPSHOT_SHARE * free) // max(1, state_bytes(program))
+    return replace(limits, n_states=limits.max_seqs + min(SNAPSHOTS, fitting))
