@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quarrel.bench import session
+from quarrel.bench import sampled, session
 from quarrel.bench.__main__ import main
 from quarrel.bench.inputs import Layout
 from quarrel.bench.kernel import time_linear
@@ -29,7 +29,11 @@ from quarrel.bench.work import matrix
 from quarrel.cpu_backend.backend import CpuBackend
 from quarrel.errors import QuarrelError, RequestError
 from quarrel.gguf import GGUFFile
-from quarrel.ops.contract import Concrete, Op
+from quarrel.ops import reference
+from quarrel.ops.contract import Concrete, Op, rel_error
+from quarrel.ops.linear import LINEAR, LINEAR_ADD, NORM_GATE_UP, NORM_LINEAR
+from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP
+from quarrel.ops.program import Node
 from quarrel.ops.step import ComputeChoice, Limits
 from tests.paths import need_cases
 from tests.tiny_model import write_tiny_model
@@ -101,6 +105,20 @@ def test_no_speed_of_what_computes_wrongly(wrong: type[CpuBackend]) -> None:
     spoilt = list(Session(backend, replace(QUIET, despite=True)).model("demo", TESTS[1:2]))
     assert spoilt[0].checked.startswith("FAILED")
     backend.close()
+
+
+@pytest.mark.parametrize("op", [LINEAR, LINEAR_ADD, NORM_LINEAR, NORM_GATE_UP, EXPERT_UP, EXPERT_DOWN], ids=repr)
+def test_some_rows_of_a_map_are_the_same_rows_of_the_whole(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampled, "ELEMENTS", 1)
+    monkeypatch.setattr(sampled, "LEAST", 5)
+    for case in op.cases():
+        assert op.make is not None
+        inputs = op.make(case, np.random.default_rng(1))
+        whole = reference.run_op(op, case.spec, inputs)
+        node, given, got = sampled.sampled(Node(op, case.spec, (), ()), inputs, whole)
+        for one, other in zip(reference.run_op(op, node.spec, given), got, strict=True):
+            assert np.asarray(one).shape[-1] <= 5
+            assert rel_error(np.asarray(one), np.asarray(other)) < 1e-6
 
 
 def test_the_check_covers_one_layer_of_each_kind(tmp_path: Path) -> None:
