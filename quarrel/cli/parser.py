@@ -136,6 +136,8 @@ def _serve(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--timeout", type=float, default=300, metavar="SECONDS", help="the longest that a request may take, 300 by default"
     )
+    grace = "for requests in flight when told to stop, 30 by default"
+    p.add_argument("--grace", type=float, default=30, metavar="SECONDS", help=grace)
     p.add_argument(
         "--rate", type=int, default=600, metavar="N", help="requests a minute of each key or address; 0 is no limit"
     )

@@ -6,6 +6,8 @@ import argparse
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +43,9 @@ def run(args: argparse.Namespace) -> int:
     for name, least in (("parallel", 1), ("queue", 1), ("rate", 0), ("prompt_rate", 0), ("output_rate", 0)):
         if getattr(args, name) < least:
             raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}, wanted {least} or more")
-    if not 0 < args.timeout <= 86400:
-        raise UsageError(f"--timeout is {args.timeout:g}, wanted seconds up to 86400")
+    for name, seconds in (("timeout", args.timeout), ("grace", args.grace)):
+        if not 0 < seconds <= 86400:
+            raise UsageError(f"--{name} is {seconds:g}, wanted seconds up to 86400")
     settings = Settings(
         **given,
         open_access=args.open_access,
@@ -51,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
         max_seqs=args.parallel,
         queue=args.queue,
         timeout=args.timeout,
+        grace=args.grace,
         rates=Rates(requests=args.rate, prompt_tokens=args.prompt_rate, output_tokens=args.output_rate),
     )
 
@@ -60,10 +64,10 @@ def run(args: argparse.Namespace) -> int:
         )
 
     server = build(settings, open_model)
-    _log_to_stderr()
     if not server.keys.keys():
         note("quarrel serve: no API keys: everybody who reaches the port may use it (see quarrel keys create)")
-    serve(server, settings)
+    with _logs_on_stderr():
+        serve(server, settings)
     return 0
 
 
@@ -74,11 +78,20 @@ def _folder(given: str) -> Path:
     return path
 
 
-def _log_to_stderr() -> None:
+@contextmanager
+def _logs_on_stderr() -> Iterator[None]:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
-    for name in ("quarrel.server", "quarrel.access"):
-        logger = logging.getLogger(name)
+    loggers = [logging.getLogger(name) for name in ("quarrel.server", "quarrel.access")]
+    before = [(logger.level, logger.propagate) for logger in loggers]
+    for logger in loggers:
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
         logger.propagate = False
+    try:
+        yield
+    finally:
+        for logger, (level, propagate) in zip(loggers, before, strict=True):
+            logger.removeHandler(handler)
+            logger.setLevel(level)
+            logger.propagate = propagate

@@ -46,8 +46,8 @@ def build(settings: Settings, load: Load) -> Server:
     settings.check(bool(keys.keys()))
     limiter = Limiter(settings.rates)
     shelf = Shelf(settings.models, settings.models_dir, load)
-    desk = Desk(shelf, settings, limiter)
     metrics = Metrics(shelf)
+    desk = Desk(shelf, settings, limiter, metrics)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

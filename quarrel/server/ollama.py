@@ -167,13 +167,13 @@ async def _answer(
     if not body.stream:
 
         async def whole() -> Json:
-            async with desk.job(caller, model, make) as job:
+            async with desk.job(caller, model, make, request.url.path) as job:
                 (result,) = await results(job, limit)
                 return _last(result, job, body.model, _shown(result.text, show, names))
 
         return JSONResponse(await unless_gone(request, whole()), headers=headers)
     stack = AsyncExitStack()
-    job = await stack.enter_async_context(desk.job(caller, model, make))
+    job = await stack.enter_async_context(desk.job(caller, model, make, request.url.path))
 
     async def lines() -> AsyncIterator[str]:
         async with stack:

@@ -171,7 +171,7 @@ async def _answer(
     if not body.stream:
 
         async def whole() -> Json:
-            async with desk.job(caller, body.model, make) as job:
+            async with desk.job(caller, body.model, make, request.url.path) as job:
                 found = await results(job, limit)
                 listed = [r for first in found for r in (first, *first.alternatives)]
                 choices = [form.choice(r, i, job) for i, r in enumerate(listed)]
@@ -180,7 +180,7 @@ async def _answer(
         return JSONResponse(await unless_gone(request, whole()), headers=headers)
     # Refusals before the first token still have a status of their own: the job begins before the answer does.
     stack = AsyncExitStack()
-    job = await stack.enter_async_context(desk.job(caller, body.model, make))
+    job = await stack.enter_async_context(desk.job(caller, body.model, make, request.url.path))
     options = body.stream_options
     with_usage = options is not None and options.include_usage
     head |= {"object": form.object + (".chunk" if isinstance(form, _Chat) else ""), "model": job.model}

@@ -101,7 +101,9 @@ def routes(desk: Desk, metrics: Metrics) -> APIRouter:
         began = time.perf_counter()
 
         async def whole() -> Json:
-            async with desk.job(request.state.caller, body.model, make_of(body, desk.settings.chat_template)) as job:
+            async with desk.job(
+                request.state.caller, body.model, make_of(body, desk.settings.chat_template), request.url.path
+            ) as job:
                 (result,) = await results(job, desk.settings.timeout)
                 return summary(result, job, time.perf_counter() - began)
 
@@ -202,7 +204,7 @@ async def _stream(
 ) -> Response:
     stack = AsyncExitStack()
     job = await stack.enter_async_context(
-        desk.job(request.state.caller, body.model, make_of(body, desk.settings.chat_template))
+        desk.job(request.state.caller, body.model, make_of(body, desk.settings.chat_template), request.url.path)
     )
 
     async def events() -> AsyncIterator[str]:

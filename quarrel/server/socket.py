@@ -143,8 +143,9 @@ class Connection:
         try:
             entry = self._desk.shelf.entry(body.model)
             self._say("status", {"state": "generating" if entry.held else "loading", "request_id": id})
-            async with self._desk.job(self._caller, body.model, make_of(body, self._desk.settings.chat_template)) as job:
-                self._metrics.requests.labels(job.model, "ws").inc()
+            async with self._desk.job(
+                self._caller, body.model, make_of(body, self._desk.settings.chat_template), "/ws"
+            ) as job:
                 made, text = 0, []
                 async for chunk in chunks(job, 0, self._desk.settings.timeout):
                     made += chunk.token_id is not None

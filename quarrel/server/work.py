@@ -16,6 +16,7 @@ from quarrel.engine import AsyncStream, Chunk, Request, Result
 from quarrel.llm import LLM, Embeddings
 from quarrel.server.errors import Refused
 from quarrel.server.limits import Limiter
+from quarrel.server.metrics import Metrics
 from quarrel.server.settings import Settings
 from quarrel.server.shelf import Shelf
 
@@ -42,8 +43,8 @@ class Job:
 class Desk:
     """Where requests are taken in. One per application."""
 
-    def __init__(self, shelf: Shelf, settings: Settings, limiter: Limiter) -> None:
-        self.shelf, self.settings, self.limiter = shelf, settings, limiter
+    def __init__(self, shelf: Shelf, settings: Settings, limiter: Limiter, metrics: Metrics) -> None:
+        self.shelf, self.settings, self.limiter, self._metrics = shelf, settings, limiter, metrics
         self.closing = False
         self.active = 0
         self._accepted: Counter[str] = Counter()
@@ -51,12 +52,13 @@ class Desk:
         """A request's usual time, from those that ended: what a refused caller is told to wait."""
 
     @asynccontextmanager
-    async def job(self, caller: str, model: str | None, make: Make) -> AsyncIterator[Job]:
-        """Runs what `make` prepares on a thread; leaving the block cancels what has not ended."""
+    async def job(self, caller: str, model: str | None, make: Make, where: str) -> AsyncIterator[Job]:
+        """Runs what `make` prepares on a thread; leaving the block cancels what has not ended. where: the route."""
         if self.closing:
             raise Refused(503, "server_shutdown", "the server is going down: ask again in a moment", retry_after=5.0)
         with self.limiter.stream(caller), ExitStack() as stack:
             async with self.shelf.use(model) as (name, llm):
+                self._metrics.requests.labels(name, where).inc()
                 self._check_queue(name)
                 self._accepted[name] += 1
                 stack.callback(self._accepted.subtract, [name])
@@ -93,6 +95,10 @@ class Desk:
         results = [s.result for s in job.streams]
         used = sum(_tokens(r) for r in results if r is not None)
         self.limiter.refund(caller, "output_tokens", max(0, wanted - used))
+        self._metrics.seconds.labels(job.model).observe(time.perf_counter() - job.began)
+        self._metrics.tokens.inc(used)
+        self._metrics.typed_tokens.labels(job.model, "generated").inc(used)
+        self._metrics.typed_tokens.labels(job.model, "prompt").inc(job.prompt_tokens)
         self._seconds += 0.1 * (time.perf_counter() - job.began - self._seconds)
 
 

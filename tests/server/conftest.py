@@ -1,0 +1,82 @@
+"""A real server on a free port, on the bundled model; and what tests need to talk to it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import httpx
+import pytest
+
+import quarrel
+import quarrel.server
+from quarrel.llm import LLM
+from quarrel.server import Server, Settings, build
+from quarrel.server.run import _bound, _config, _Uvicorn
+
+
+@dataclass
+class Live:
+    """A running server."""
+
+    port: int
+    server: Server
+    settings: Settings
+    client: httpx.Client
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def raw(self, data: bytes, wait: float = 5.0) -> bytes:
+        """Everything that comes back on one connection until the server closes it or `wait` is over."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=wait) as made:
+            made.sendall(data)
+            made.settimeout(wait)
+            got = b""
+            try:
+                while piece := made.recv(65536):
+                    got += piece
+            except TimeoutError:
+                pass
+            return got
+
+
+def load(source: str) -> LLM:
+    return quarrel.load(source, backend="cpu", threads=2, max_seqs=8)
+
+
+@contextmanager
+def running(settings: Settings, load_model=load) -> Iterator[Live]:  # type: ignore[no-untyped-def]
+    """Starts a server on its own thread; it has ended when the block does."""
+    server = build(settings, load_model)
+    listener = _bound("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    uvicorn = _Uvicorn(_config(server.app, replace(settings, grace=2.0)), server)
+    thread = threading.Thread(target=lambda: asyncio.run(uvicorn.serve([listener])), daemon=True)
+    thread.start()
+    end = time.monotonic() + 20
+    while not uvicorn.started and time.monotonic() < end:
+        time.sleep(0.01)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+            yield Live(port, server, settings, client)
+    finally:
+        uvicorn.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="session")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """One for the tests that leave it as it was; no keys, no rates."""
+    folder: Path = tmp_path_factory.mktemp("server")
+    rates = quarrel.server.Rates(requests=0, streams=0)
+    with running(Settings(data_dir=folder, rates=rates, chat_template="chatml", ollama=False)) as made:
+        yield made

@@ -1,0 +1,147 @@
+"""OpenAI's protocol, spoken by OpenAI's own client and by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.server.conftest import Live
+
+CHAT = [{"role": "user", "content": "Tell me of a king."}]
+
+
+@pytest.fixture(name="client")
+def _client(live: Live) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def test_the_models_are_listed(client: openai.OpenAI) -> None:
+    (model,) = client.models.list().data
+    assert model.id == "demo"
+    assert client.models.retrieve("demo").id == "demo"
+
+
+def test_a_completion_is_the_models_own_and_repeats_with_its_seed(client: openai.OpenAI, live: Live) -> None:
+    made = [client.completions.create(model="demo", prompt="Once upon a time", max_tokens=12, seed=7) for _ in range(2)]
+    assert made[0].choices[0].text == made[1].choices[0].text != ""
+    assert made[0].choices[0].finish_reason == "length"
+    assert (made[0].usage.prompt_tokens, made[0].usage.completion_tokens) == (5, 12)  # type: ignore[union-attr]
+    held = live.server.desk.shelf.entry("demo").held
+    assert held is not None
+    assert held.llm.generate("Once upon a time", max_tokens=12, seed=7).text == made[0].choices[0].text
+
+
+def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": "demo", "messages": CHAT, "max_tokens": 16, "seed": 3, "temperature": 0.9}
+    whole = client.chat.completions.create(**options)
+    chunks = list(client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == whole.choices[0].message.content
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == whole.choices[0].finish_reason
+    assert chunks[-1].usage == whole.usage or chunks[-1].usage.completion_tokens == whole.usage.completion_tokens  # type: ignore[union-attr]
+    assert all(c.usage is None for c in chunks[:-1])
+
+
+def test_several_continuations_and_prompts_keep_their_places(client: openai.OpenAI) -> None:
+    made = client.completions.create(model="demo", prompt=["Once", "The king"], n=2, max_tokens=4, seed=1, echo=True)
+    assert [c.index for c in made.choices] == [0, 1, 2, 3]
+    assert [c.text.startswith(p) for c, p in zip(made.choices, ["Once", "Once", "The king", "The king"], strict=True)] == [
+        True
+    ] * 4
+    assert made.usage is not None
+    assert made.usage.completion_tokens == 16
+
+
+def test_logprobs_of_both_kinds(client: openai.OpenAI) -> None:
+    chat = client.chat.completions.create(
+        model="demo", messages=CHAT, max_tokens=3, logprobs=True, top_logprobs=2, temperature=0
+    )
+    content = chat.choices[0].logprobs.content  # type: ignore[union-attr]
+    assert content is not None
+    assert all(len(t.top_logprobs) == 2 and t.top_logprobs[0].logprob >= t.logprob for t in content)
+    old = client.completions.create(model="demo", prompt="A", max_tokens=3, logprobs=1, temperature=0)
+    assert len(old.choices[0].logprobs.token_logprobs) == 3  # type: ignore[union-attr, arg-type]
+
+
+def test_a_stop_string_ends_the_text(client: openai.OpenAI) -> None:
+    text = client.completions.create(model="demo", prompt="Once upon a time", max_tokens=40, temperature=0).choices[0].text
+    stop = text[10:14]
+    cut = client.completions.create(model="demo", prompt="Once upon a time", max_tokens=40, temperature=0, stop=stop)
+    assert cut.choices[0].text == text[: text.index(stop)]
+    assert cut.choices[0].finish_reason == "stop"
+
+
+def test_a_prompt_over_the_context_is_refused_with_both_numbers(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match=r"the prompt has \d+ tokens and the context holds 512") as caught:
+        client.completions.create(model="demo", prompt="word " * 2000)
+    assert caught.value.code == "context_length_exceeded"
+
+
+REFUSALS = [
+    ({"prompt": "a", "temperature": -1}, "temperature"),
+    ({"prompt": "a", "temperature": "hot"}, "temperature"),
+    ({"prompt": "a", "top_p": 1.5}, "top_p"),
+    ({"prompt": "a", "n": 0}, "n"),
+    ({"prompt": "a", "max_tokens": -5}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": 1.5}, "max_tokens"),
+    ({"prompt": "a", "seed": True}, "seed"),
+    ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {"99999999": 1}}, "logit_bias"),
+    ({"prompt": "a", "stop": ["x"] * 17}, "stop"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [-1]}, "token id"),
+    ({"prompt": ["a"] * 65}, "prompt"),
+    ({"prompt": "a\ud800"}, "unicode"),
+    ({}, "prompt"),
+    ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format"),
+]
+
+
+@pytest.mark.parametrize(("body", "word"), REFUSALS, ids=[str(b)[:50] for b, _ in REFUSALS])
+def test_what_is_out_of_range_is_refused_by_name(live: Live, body: dict[str, Any], word: str) -> None:
+    answer = live.client.post("/v1/completions", content=json.dumps({"model": "demo", **body}))
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert word in error["message"] or word in (error["param"] or "")
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"prompt": NaN}', b"[" * 5000, b'{"a":' * 500])
+def test_what_is_no_json_object_is_refused(live: Live, raw: bytes) -> None:
+    assert live.client.post("/v1/completions", content=raw).status_code == 400
+
+
+def test_an_unknown_field_is_reported_in_a_header(live: Live) -> None:
+    answer = live.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "zap": 1, "b\u00e4d": 2})
+    assert answer.status_code == 200
+    assert answer.headers["x-quarrel-ignored"] == "b?d, zap"
+
+
+def test_an_unknown_model_is_named(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-9' here, wanted one of demo"):
+        client.completions.create(model="gpt-9", prompt="a")
+
+
+def test_embeddings_as_numbers_and_as_bytes_agree(client: openai.OpenAI) -> None:
+    texts = ["The king slept.", "A ship at sea"]
+    numbers = client.embeddings.create(model="demo", input=texts, encoding_format="float")
+    packed = client.embeddings.create(model="demo", input=texts)
+    assert len(numbers.data) == 2
+    assert numbers.data[1].embedding == pytest.approx(packed.data[1].embedding)
+    assert numbers.usage.prompt_tokens > 4
+
+
+def test_calls_of_tools_are_taken_out_of_the_text() -> None:
+    from quarrel.server.tools import split_calls
+
+    text = 'Let me look.<tool_call>{"name": "find", "arguments": {"q": "x"}}</tool_call>'
+    rest, (call,) = split_calls(text, ["find"])
+    assert (rest, call.name, json.loads(call.arguments)) == ("Let me look.", "find", {"q": "x"})
+    assert split_calls('{"name": "find", "parameters": {}}', ["find"])[1][0].arguments == "{}"
+    for wrong in ("<tool_call>{", '<tool_call>{"name": "other"}</tool_call>', "<tool_call>" * 3, "{}", "[" * 9999):
+        assert split_calls(wrong, ["find"]) == (wrong, [])

@@ -1,0 +1,156 @@
+"""The command: signals, refusals at the start, and the keys' command."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from quarrel.cli import main
+
+
+@contextmanager
+def served(*options: str, folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    command = [
+        sys.executable,
+        "-m",
+        "quarrel",
+        "serve",
+        "demo",
+        "--port",
+        "0",
+        "--data-dir",
+        str(folder),
+        "--backend",
+        "cpu",
+    ]
+    process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    lines: list[str] = []
+    url = None
+    for line in process.stderr:
+        lines.append(line)
+        if found := re.search(r"listening on (http://\S+)", line):
+            url = found[1]
+            break
+    assert url, lines
+    drain = threading.Thread(target=process.stderr.read, daemon=True)
+    drain.start()
+    try:
+        yield process, url
+    finally:
+        process.kill()
+        process.wait()
+        drain.join()
+        process.stderr.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_requests_finish_and_takes_no_new_ones(tmp_path: Path, number: signal.Signals) -> None:
+    with served(folder=tmp_path) as (process, url):
+        body = {"prompt": "Once upon a time", "max_tokens": 450, "ignore_eos": True, "stream": True}
+        httpx.post(f"{url}/api/generate", json={"prompt": "a", "max_tokens": 1}, timeout=60)
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(number)
+            text = "".join(lines)
+        assert text.endswith("data: [DONE]")
+        assert '"finish_reason": "length"' in text
+        began = time.monotonic()
+        assert process.wait(15) == 0
+        assert time.monotonic() - began < 5
+
+
+def test_what_is_not_done_in_time_gets_a_last_event(tmp_path: Path) -> None:
+    with served("--grace", "0.3", folder=tmp_path) as (process, url):
+        body = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True, "n": 8}
+        httpx.post(f"{url}/api/generate", json={"prompt": "a", "max_tokens": 1}, timeout=60)
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            text = "".join(lines)
+        assert text.endswith("data: [DONE]")
+        assert "server_shutdown" in text or text.count('"finish_reason": "length"') == 8
+        assert process.wait(15) == 0
+
+
+def test_a_port_that_is_taken_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["serve", "demo", "--port", port, "--data-dir", str(tmp_path)]) == 1
+    assert f"127.0.0.1:{port} cannot be listened on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (["--host", "0.0.0.0"], "there is no API key"),
+        (["--port", "99999"], "the port is 99999"),
+        (["--origin", "example"], "is no origin"),
+        (["--models-dir", "/no/such"], "is no folder"),
+        (["--queue", "0"], "--queue is 0"),
+        (["--timeout", "nan"], "--timeout is nan"),
+    ],
+)
+def test_settings_that_make_no_sense_are_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], word: str
+) -> None:
+    assert main(["serve", "demo", "--data-dir", str(tmp_path), *options]) in (1, 2)
+    assert word in capsys.readouterr().err
+
+
+def test_variables_are_read_and_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from quarrel.server.settings import from_environment
+
+    variables = {
+        "WEBUI_PORT": "81",
+        "WEBUI_HOST": "::1",
+        "WEBUI_ALLOWED_ORIGINS": "https://a.b, https://c.d",
+        "MODEL_PATH": "m",
+    }
+    assert from_environment(variables) == {
+        "port": 81,
+        "host": "::1",
+        "origins": ("https://a.b", "https://c.d"),
+        "models": ("m",),
+    }
+    monkeypatch.setenv("WEBUI_PORT", "many")
+    assert main(["serve", "demo", "--data-dir", str(tmp_path)]) == 1
+    assert "WEBUI_PORT is 'many'" in capsys.readouterr().err
+
+
+def test_keys_are_made_listed_rotated_and_revoked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(*words: str) -> object:
+        assert main(["keys", *words, "--data-dir", str(tmp_path), "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    made = run("create", "page", "--days", "2")
+    assert isinstance(made, dict)
+    assert made["key"].startswith("qk-")
+    fresh = run("rotate", made["id"])
+    assert isinstance(fresh, dict)
+    run("revoke", fresh["id"])
+    rows = run("list")
+    assert isinstance(rows, list)
+    assert [r["state"] for r in rows] == ["revoked", "revoked"]
+    assert main(["keys", "revoke", "zzz", "--data-dir", str(tmp_path)]) == 1
+    assert main(["keys", "create", "--data-dir", str(tmp_path)]) == 2
+    assert main(["keys", "list", "--data-dir", str(tmp_path)]) == 0
+    assert "revoked" in capsys.readouterr().out
+    assert os.listdir(tmp_path) == ["keys.json"]

@@ -1,0 +1,190 @@
+"""The /api routes, health, metrics, the models' life, and Ollama's API by Ollama's own client."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import ollama
+import pytest
+
+import quarrel
+from quarrel.llm import LLM
+from quarrel.server import Rates, Settings
+from tests.server.conftest import Live, load, running
+
+DEMO = Path(quarrel.__file__).parent / "demo" / "quarrel-demo-11M-Q8_0.gguf"
+
+
+def test_a_generation_in_one_piece_as_lines_and_as_events(live: Live) -> None:
+    asked = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
+    whole = live.client.post("/api/generate", json=asked).json()
+    assert (whole["tokens_generated"], whole["finish_reason"], whole["prompt_tokens"]) == (8, "length", 5)
+    lines = live.client.post("/api/generate", json={**asked, "stream": True}).text.splitlines()
+    events = live.client.post("/api/stream", json={**asked, "topk": 40, "topp": 0.9}).text.split("\n\n")
+    for rows in (map(json.loads, lines), (json.loads(e.removeprefix("data: ")) for e in events if e)):
+        found = list(rows)
+        assert "".join(r["token"] for r in found) == whole["text"]
+        assert [r["complete"] for r in found] == [False] * (len(found) - 1) + [True]
+        assert found[-1]["finish_reason"] == "length"
+
+
+def test_tokens_there_and_back(live: Live) -> None:
+    ids = live.client.post("/api/tokenize", json={"text": "The king"}).json()["tokens"]
+    held = live.server.desk.shelf.entry("demo").held
+    assert held is not None
+    assert ids == held.llm.tokenize("The king")
+    assert "The king" in live.client.post("/api/detokenize", json={"tokens": ids}).json()["text"]
+
+
+def test_health_version_and_models(live: Live) -> None:
+    assert live.client.get("/healthz").json() == live.client.get("/api/health").json() == {"status": "ok"}
+    live.client.post("/api/generate", json={"prompt": "a", "max_tokens": 1})
+    assert live.client.get("/readyz").status_code == 200
+    assert live.client.get("/version").json()["version"] == quarrel.__version__
+    (model,) = live.client.get("/api/models").json()["models"]
+    assert (model["name"], model["loaded"], model["architecture"], model["context_length"]) == ("demo", True, "llama", 512)
+    assert live.client.get("/api/models/demo").json()["memory_usage"] > 10**7
+    assert live.client.get("/api/models/none").status_code == 404
+
+
+def test_metrics_have_their_names_and_count(live: Live) -> None:
+    def value(name: str) -> float:
+        rows = [r for r in live.client.get("/metrics").text.splitlines() if r.startswith(name)]
+        return sum(float(r.rsplit(" ", 1)[1]) for r in rows)
+
+    before = value('quarrel_webui_http_requests_total{endpoint="/v1/models"')
+    live.client.get("/v1/models")
+    assert value('quarrel_webui_http_requests_total{endpoint="/v1/models"') == before + 1
+    text = live.client.get("/metrics").text
+    for name in ("connections_active", "errors_total", "inference_queue_size", "models_loaded", "model_memory_bytes"):
+        assert f"quarrel_webui_{name}" in text or name == "errors_total"
+    live.client.get("/nowhere/secret-path")
+    assert "secret-path" not in live.client.get("/metrics").text
+
+
+def test_a_model_is_unloaded_loaded_and_swapped_while_it_writes(tmp_path: Path) -> None:
+    with running(Settings(data_dir=tmp_path, rates=Rates(requests=0))) as made:
+        shelf = made.server.desk.shelf
+        assert made.client.post("/api/models/demo").json()["loaded"]
+        old = shelf.entry("demo").held
+        assert old is not None
+        got: list[dict[str, Any]] = []
+        asked = {"prompt": "Once upon a time", "max_tokens": 300, "ignore_eos": True, "seed": 5}
+        thread = threading.Thread(target=lambda: got.append(made.client.post("/api/generate", json=asked).json()))
+        thread.start()
+        while not old.users:
+            time.sleep(0.005)
+        assert made.client.post("/api/models/demo", params={"reload": True}).json()["loaded"]
+        fresh = shelf.entry("demo").held
+        assert fresh is not old
+        thread.join(30)
+        assert got[0]["tokens_generated"] == 300
+        again = made.client.post("/api/generate", json=asked).json()
+        assert again["text"] == got[0]["text"]
+        assert not made.client.delete("/api/models/demo").json()["loaded"]
+        assert made.client.post("/api/generate", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+def test_a_model_that_cannot_be_loaded_says_why(tmp_path: Path) -> None:
+    with running(Settings(data_dir=tmp_path, models=("demo", "/no/such.gguf"), rates=Rates(requests=0))) as made:
+        answer = made.client.post("/v1/completions", json={"model": "such", "prompt": "a"})
+        assert answer.status_code == 404
+        assert "no/such.gguf" in answer.json()["error"]["message"]
+        states = {m["name"]: m["state"] for m in made.client.get("/api/models").json()["models"]}
+        assert states == {"demo": "unloaded", "such": "failed"}
+
+
+def test_the_files_of_a_folder_are_offered(tmp_path: Path) -> None:
+    (tmp_path / "small.gguf").symlink_to(DEMO)
+    with running(Settings(data_dir=tmp_path, models=(), models_dir=tmp_path, rates=Rates(requests=0))) as made:
+        assert [m["id"] for m in made.client.get("/v1/models").json()["data"]] == ["small"]
+        assert made.client.post("/api/generate", json={"prompt": "a", "max_tokens": 2}).json()["model"] == "small"
+
+
+def blocks_are_back(llm: LLM, within: float = 5.0) -> bool:
+    end = time.monotonic() + within
+    while time.monotonic() < end:
+        activity = llm.activity()
+        if not activity.running and not activity.waiting:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_caller_that_goes_away_ends_its_work(live: Live, stream: bool) -> None:
+    live.client.post("/api/generate", json={"prompt": "a", "max_tokens": 1})
+    held = live.server.desk.shelf.entry("demo").held
+    assert held is not None
+    body = json.dumps({"prompt": "Once upon a time", "max_tokens": 500, "n": 8, "ignore_eos": True, "stream": stream})
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", live.port)) as made:
+        made.sendall((head + body).encode())
+        while not held.llm.activity().running:
+            time.sleep(0.002)
+    began = time.monotonic()
+    assert blocks_are_back(held.llm)
+    assert time.monotonic() - began < 1.5
+    assert not held.users
+
+
+def test_a_full_queue_is_refused_with_a_time_to_come_back(tmp_path: Path) -> None:
+    def narrow(source: str) -> LLM:
+        return quarrel.load(source, backend="cpu", threads=1, max_seqs=1)
+
+    with running(Settings(data_dir=tmp_path, queue=2, max_seqs=1, rates=Rates(requests=0)), narrow) as made:
+        asked = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True}
+        made.client.post("/api/generate", json={"prompt": "a", "max_tokens": 1})
+        answers: list[Any] = []
+        threads = [
+            threading.Thread(target=lambda: answers.append(made.client.post("/api/generate", json=asked))) for _ in range(8)
+        ]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join(60)
+        codes = sorted(a.status_code for a in answers)
+        assert codes.count(503) >= 1
+        assert codes.count(200) >= 3
+        assert all(int(a.headers["retry-after"]) >= 1 for a in answers if a.status_code == 503)
+
+
+def test_a_request_over_its_time_is_ended(tmp_path: Path) -> None:
+    with running(Settings(data_dir=tmp_path, timeout=0.05, rates=Rates(requests=0))) as made:
+        made.client.post("/api/models/demo")
+        answer = made.client.post("/api/generate", json={"prompt": "Once", "max_tokens": 500, "ignore_eos": True})
+        assert answer.status_code == 504
+        held = made.server.desk.shelf.entry("demo").held
+        assert held is not None
+        assert blocks_are_back(held.llm)
+
+
+def test_strict_servers_refuse_unknown_fields(tmp_path: Path) -> None:
+    with running(Settings(data_dir=tmp_path, strict_api=True, rates=Rates(requests=0))) as made:
+        answer = made.client.post("/v1/completions", json={"prompt": "a", "zap": 1})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "zap"
+
+
+def test_ollamas_client_is_understood(tmp_path: Path) -> None:
+    settings = Settings(data_dir=tmp_path, ollama=True, chat_template="chatml", rates=Rates(requests=0))
+    with running(settings, load) as made:
+        client = ollama.Client(host=made.url)
+        assert [m.model for m in client.list().models] == ["demo"]
+        options = {"num_predict": 6, "temperature": 0, "seed": 1}
+        whole = client.generate("demo", "Once upon a time", options=options, raw=True)
+        assert whole.done
+        assert whole.eval_count == 6
+        parts = list(client.generate("demo", "Once upon a time", options=options, raw=True, stream=True))
+        assert "".join(p.response for p in parts) == whole.response
+        talk = client.chat("demo:latest", messages=[{"role": "user", "content": "Hello"}], options=options)
+        assert talk.message.role == "assistant"
+        assert len(client.embed("demo", ["a", "b"]).embeddings) == 2
+        with pytest.raises(ollama.ResponseError):
+            client.generate("none", "a")
+        client._client.close()
