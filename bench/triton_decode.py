@@ -12,6 +12,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -40,6 +41,7 @@ class Tile:
     rows: int
     words: int
     warps: int
+    deep: bool = False
 
 
 @dataclass(frozen=True)
@@ -144,28 +146,24 @@ def act(type: str, k: int, x: Any, xq: Any) -> Any:
     return x if type in FLOATS else xq
 
 
-def mv(
-    type: str, n: int, k: int, tile: Tile, pdl: bool, ahead: bool, y: Any, x: Any, w: Sequence[Any], add: Any = None
-) -> Call:
+def mv(type: str, n: int, k: int, tile: Tile, pdl: bool, y: Any, x: Any, w: Sequence[Any], add: Any = None) -> Call:
     constants = {"K": k, "FORMAT": type, "BIAS": False, "ADD": add is not None, "R": tile.rows, "W": tile.words, "PDL": pdl,
-                 "AHEAD": ahead, "ASM": True}  # fmt: skip
+                 "DEEP": tile.deep, "ASM": True}  # fmt: skip
     args = (y, x, *w, y, y if add is None else add, 1.0, n)
     return Call(matvec.matvec, (-(-n // tile.rows),), args, tuple(constants.items()), tile.warps, pdl)
 
 
-def qkv(
-    types: Sequence[str], ns: Sequence[int], k: int, tile: Tile, pdl: bool, ahead: bool, ys: Any, x: Any, ws: Any
-) -> Call:
+def qkv(types: Sequence[str], ns: Sequence[int], k: int, tile: Tile, pdl: bool, ys: Any, x: Any, ws: Any) -> Call:
     constants = {"K": k, "F0": types[0], "F1": types[1], "F2": types[2], "BIAS": False, "R": tile.rows, "W0": tile.words,
-                 "W1": tile.words, "W2": tile.words, "PDL": pdl, "AHEAD": ahead, "ASM": True}  # fmt: skip
+                 "W1": tile.words, "W2": tile.words, "PDL": pdl, "DEEP": tile.deep, "ASM": True}  # fmt: skip
     args = (*ys, x, x, x, *ws[0], *ws[1], *ws[2], *ys, *ns)
     return Call(matvec.matvec3, (sum(-(-n // tile.rows) for n in ns),), args, tuple(constants.items()), tile.warps, pdl)
 
 
-def gate_up(type: str, n: int, k: int, tile: Tile, pdl: bool, ahead: bool, y: Any, to: Any, x: Any, g: Any, u: Any) -> Call:
+def gate_up(type: str, n: int, k: int, tile: Tile, pdl: bool, y: Any, to: Any, x: Any, g: Any, u: Any) -> Call:
     whole = tile.rows % 32 == 0
     constants = {"K": k, "F": n, "FORMAT": type, "KIND": "silu", "BIAS": False, "R": tile.rows, "W": tile.words,
-                 "HALVED": whole, "PLAIN": not whole, "PDL": pdl, "AHEAD": ahead, "ASM": True}  # fmt: skip
+                 "HALVED": whole, "PLAIN": not whole, "PDL": pdl, "ASM": True}  # fmt: skip
     args = (y, to, x, *g, *u, y, y, n)
     return Call(matvec.gate_up, (-(-n // tile.rows),), args, tuple(constants.items()), tile.warps, pdl)
 
@@ -188,24 +186,19 @@ def rotate(pdl: bool, y: Any, keys: Any, q: Any, k: Any, v: Any, positions: Any,
 
 
 SHAPES = ((4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336))
-_TILED = ((2, 128, 1), (4, 128, 1), (8, 128, 4), (4, 128, 2), (4, 512, 4), (4, 128, 4), (16, 128, 8), (2, 256, 1))
-TILES = tuple(Tile(*t) for t in _TILED)
-MODES = ((False, False), (True, False), (True, True))
+ONE, DEEP, WIDE = Tile(2, 128, 1), Tile(2, 128, 1, True), Tile(4, 512, 4)
+TILES = (ONE, DEEP, Tile(1, 128, 1), Tile(1, 128, 1, True), WIDE, Tile(2, 256, 1))
 TYPES = ("Q4_K", "Q6_K", "Q8_0", "F16", "MXFP4", "Q5_K", "Q4_0", "BF16")
 
 
-def singles() -> Iterator[tuple[str, int, int, Tile, bool, bool]]:
+def singles(quick: bool) -> Iterator[tuple[str, int, int, Tile, bool]]:
     """In the order of what matters most."""
-    for type in TYPES:
-        shapes = SHAPES if type == "Q4_K" else ((4096, 14336),) if type in ("Q6_K", "Q8_0") else ((4096, 4096),)
-        tiles = TILES if type == "Q4_K" else TILES[:5:2]
-        for n, k in shapes:
-            for tile in tiles:
-                for pdl, ahead in MODES if type == "Q4_K" else MODES[::2]:
-                    yield type, n, k, tile, pdl, ahead
-
-
-D = {"x": torch.float16, "q": torch.int32, "y": torch.float16, "f": torch.float32}
+    for type in TYPES[:2] if quick else TYPES:
+        shapes = SHAPES if type == "Q4_K" else ((4096, 14336), (4096, 4096))
+        for n, k in shapes[-1:] if quick else shapes:
+            for tile in TILES[:4] if quick else TILES:
+                for pdl in (True,) if quick else (False, True):
+                    yield type, n, k, tile, pdl
 
 
 def dtypes(type: str) -> tuple[torch.dtype, ...]:
@@ -220,29 +213,25 @@ class Setting:
     """How a whole step is launched."""
 
     name: str
-    pdl: bool
-    ahead: bool
-    small: Tile
-    large: Tile
-    gate: Tile
+    small: Tile = ONE
+    large: Tile = ONE
+    gate: Tile = ONE
     leave_out: str = ""
+    pdl: bool = True
 
 
 SETTINGS = (
-    Setting("plain", False, False, Tile(2, 128, 1), Tile(2, 128, 1), Tile(2, 128, 1)),
-    Setting("pdl", True, False, Tile(2, 128, 1), Tile(2, 128, 1), Tile(2, 128, 1)),
-    Setting("pdl ahead", True, True, Tile(2, 128, 1), Tile(2, 128, 1), Tile(2, 128, 1)),
-    Setting("pdl, gate 32 rows", True, False, Tile(2, 128, 1), Tile(2, 128, 1), Tile(32, 64, 8)),
-    Setting("pdl ahead, gate 32 rows", True, True, Tile(2, 128, 1), Tile(2, 128, 1), Tile(32, 64, 8)),
-    Setting("pdl ahead, 4 warps", True, True, Tile(8, 128, 4), Tile(8, 128, 4), Tile(8, 128, 4)),
-    Setting("pdl, 4 warps", True, False, Tile(8, 128, 4), Tile(8, 128, 4), Tile(8, 128, 4)),
-    Setting("pdl ahead, 512 words", True, True, Tile(4, 512, 4), Tile(4, 512, 4), Tile(4, 512, 4)),
-    Setting("pdl ahead, 4 rows", True, True, Tile(4, 128, 1), Tile(4, 128, 1), Tile(2, 128, 1)),
-    Setting("pdl, 4 rows", True, False, Tile(4, 128, 1), Tile(4, 128, 1), Tile(4, 128, 1)),
-    Setting("pdl ahead, gate 1 row", True, True, Tile(2, 128, 1), Tile(2, 128, 1), Tile(1, 128, 1)),
+    Setting("two rows"),
+    Setting("deep", DEEP, DEEP),
+    Setting("down deep", ONE, DEEP),
+    Setting("down deep, gate 1 row", ONE, DEEP, Tile(1, 128, 1)),
+    Setting("wide, down deep, gate 1 row", WIDE, DEEP, Tile(1, 128, 1)),
+    Setting("1 row, deep", Tile(1, 128, 1, True), Tile(1, 128, 1, True), Tile(1, 128, 1)),
+    Setting("deep, not early", DEEP, DEEP, pdl=False),
+    Setting("wide gate", DEEP, DEEP, WIDE),
     *(
-        Setting(f"pdl ahead, without {what}", True, True, Tile(2, 128, 1), Tile(2, 128, 1), Tile(2, 128, 1), what)
-        for what in ("rotate", "halve", "norm", "head", "o", "down", "gate_up", "qkv")
+        Setting(f"deep, without {what}", DEEP, DEEP, ONE, what)
+        for what in ("gate_up", "down", "norm", "qkv", "o", "halve", "rotate", "head")
     ),
 )
 E, F, V, LAYERS = 4096, 14336, 32000, 32
@@ -252,16 +241,16 @@ def layer(s: Setting, six: bool, b: dict[str, Any], w: dict[str, Any]) -> Iterat
     """A Mistral-7B layer without attention itself; `b` are buffers (or dtypes), `w` planes (or dtypes)."""
     v = "Q6_K" if six else "Q4_K"
     yield "norm", norm(E, s.pdl, b["xq"], b["h"], b["gain"])
-    yield "qkv", qkv(("Q4_K", "Q4_K", v), (E, 1024, 1024), E, s.small, s.pdl, s.ahead, (b["q"], b["k"], b["v"]), b["xq"],
+    yield "qkv", qkv(("Q4_K", "Q4_K", v), (E, 1024, 1024), E, s.small, s.pdl, (b["q"], b["k"], b["v"]), b["xq"],
                      (w["q"], w["k"], w["v"]))  # fmt: skip
     yield "rotate", rotate(s.pdl, b["qr"], b["keys"], b["q"], b["k"], b["v"], b["ints"], b["freq"], b["ints"])
     yield "halve", halve(E, s.pdl, b["xq"], b["qr"])
-    yield "o", mv("Q4_K", E, E, s.small, s.pdl, s.ahead, b["h"], b["xq"], w["o"], b["h"])
+    yield "o", mv("Q4_K", E, E, s.small, s.pdl, b["h"], b["xq"], w["o"], b["h"])
     yield "norm", norm(E, s.pdl, b["xq"], b["h"], b["gain"])
-    yield "gate_up", gate_up("Q4_K", F, E, s.gate, s.pdl, s.ahead, b["f"], b["fq"], b["xq"], w["gate"], w["up"])
+    yield "gate_up", gate_up("Q4_K", F, E, s.gate, s.pdl, b["f"], b["fq"], b["xq"], w["gate"], w["up"])
     if s.gate.rows % 32:
         yield "halve", halve(F, s.pdl, b["fq"], b["f"])
-    yield "down", mv(v, E, F, s.large, s.pdl, s.ahead, b["h"], b["fq"], w["down"], b["h"])
+    yield "down", mv(v, E, F, s.large, s.pdl, b["h"], b["fq"], w["down"], b["h"])
 
 
 def buffers(fake: bool) -> dict[str, Any]:
@@ -293,10 +282,10 @@ def weights(six: bool, fake: bool) -> dict[str, Any]:
 
 
 def head(s: Setting, b: dict[str, Any], w: Any) -> list[Call]:
-    return [norm(E, s.pdl, b["xq"], b["h"], b["gain"]), mv("Q6_K", V, E, s.small, s.pdl, s.ahead, b["logits"], b["xq"], w)]
+    return [norm(E, s.pdl, b["xq"], b["h"], b["gain"]), mv("Q6_K", V, E, s.small, s.pdl, b["logits"], b["xq"], w)]
 
 
-def keys_of(parts: Sequence[str]) -> list[tuple[Any, ...]]:
+def keys_of(parts: Sequence[str], quick: bool) -> list[tuple[Any, ...]]:
     found: dict[tuple[Any, ...], None] = {}
     if "check" in parts:
         for type in TYPES:
@@ -315,9 +304,9 @@ def keys_of(parts: Sequence[str]) -> list[tuple[Any, ...]]:
                     ).key()
                 ] = None
     if "single" in parts:
-        for type, n, k, tile, pdl, ahead in singles():
+        for type, n, k, tile, pdl in singles(quick):
             x = torch.float16 if type in FLOATS else torch.int32
-            found[mv(type, n, k, tile, pdl, ahead, torch.float16, x, dtypes(type)).key()] = None
+            found[mv(type, n, k, tile, pdl, torch.float16, x, dtypes(type)).key()] = None
         for k in (4096, 14336):
             found[halve(k, False, torch.int32, torch.float16).key()] = None
     if "step" in parts:
@@ -345,7 +334,7 @@ def check(log: Log) -> None:
             x = torch.randn(k, device="cuda", dtype=torch.float16)
             y = torch.full((64,), float("nan"), device="cuda")
             w = matvec.wide(type, base(type, k).planes)
-            mv(type, 64, k, Tile(2, 128, 1), False, False, y, act(type, k, x, halved_of(x)), w)()
+            mv(type, 64, k, ONE, False, y, act(type, k, x, halved_of(x)), w)()
             want = weight.dense().astype(np.float64) @ x.double().cpu().numpy()
             error = float(np.linalg.norm(y.double().cpu().numpy() - want) / np.linalg.norm(want))
             log.note("check", {"type": type, "k": k, "error": error, "ok": error < 3e-4})
@@ -358,10 +347,10 @@ def stream(log: Log) -> None:
     log.note("read", {"tb_s": a.numel() * 4 / seconds / 1e12, "how": "torch.amax", "spread": spread})
 
 
-def single(log: Log) -> None:
+def single(log: Log, quick: bool) -> None:
     made: dict[Any, Any] = {}
     truth: dict[Any, torch.Tensor] = {}
-    for type, n, k, tile, pdl, ahead in singles():
+    for type, n, k, tile, pdl in singles(quick):
         if log.over(2.0):
             log.note("single", {"stopped": [type, n, k]})
             return
@@ -372,7 +361,7 @@ def single(log: Log) -> None:
             made[type, n, k] = ([planes(type, n, k) for _ in range(copies)], act(type, k, x, halved_of(x)))
         packs, x = made[type, n, k]
         y = torch.full((n,), float("nan"), device="cuda", dtype=torch.float16)
-        calls = [mv(type, n, k, tile, pdl, ahead, y, x, w) for w in packs]
+        calls = [mv(type, n, k, tile, pdl, y, x, w) for w in packs]
         try:
             kernel = calls[0]()
             torch.cuda.synchronize()
@@ -384,7 +373,7 @@ def single(log: Log) -> None:
             continue
         seconds /= len(calls)
         log.note("single", {"type": type, "n": n, "k": k, "tile": [tile.rows, tile.words, tile.warps], "pdl": pdl,
-                            "ahead": ahead, "us": round(seconds * 1e6, 2), "off": off, "spread": round(spread, 3),
+                            "deep": tile.deep, "us": round(seconds * 1e6, 2), "off": off, "spread": round(spread, 3),
                             "tb_s": round(nbytes(type, n, k) / seconds / 1e12, 3), "regs": kernel.n_regs,
                             "spills": kernel.n_spills})  # fmt: skip
 
@@ -413,22 +402,37 @@ def step(log: Log) -> None:
                           "finite": finite})  # fmt: skip
 
 
+def wait_for(process: subprocess.Popen[bytes], seconds: float) -> float:
+    """Until it is over or that has passed: what else runs on the device would show in the timings."""
+    began = time.perf_counter()
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+    return time.perf_counter() - began
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--parts", default="check,step,single")
     parser.add_argument("--seconds", type=float, default=80.0)
     parser.add_argument("--out", default="decode.json")
+    parser.add_argument("--quick", action="store_true", help="fewer single kernels")
+    parser.add_argument("--beside", default="", help="a command to run while kernels are compiled")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 2)
     args = parser.parse_args()
     parts = args.parts.split(",")
     log = Log(args.out, args.seconds)
-    keys = keys_of(parts)
+    beside = subprocess.Popen(args.beside, shell=True) if args.beside else None
+    keys = keys_of(parts, args.quick)
     log.note("compile", {"variants": len(keys)})
     with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         faults = [f for f, _ in pool.map(compile_one, keys, chunksize=2) if f]
     log.note("compile", {"seconds": time.perf_counter() - BEGAN, "faults": faults})
+    if beside is not None:
+        log.note("beside", {"seconds": wait_for(beside, 6.0)})
     log.note("device", {"name": torch.cuda.get_device_name(), "torch": torch.__version__})
-    runs = {"check": check, "stream": stream, "single": single, "step": step}
+    runs = {"check": check, "stream": stream, "single": lambda log: single(log, args.quick), "step": step}
     for part in ["stream", *parts]:
         if not log.over():
             try:

@@ -156,31 +156,45 @@ def _four_e2m1(q, ASM: tl.constexpr):
 
 
 @triton.jit
-def width(FORMAT: tl.constexpr, K: tl.constexpr):
-    """Words of codes in a row; values, for the float types."""
-    w: tl.constexpr = K if FORMAT == "F16" or FORMAT == "BF16" else (K // 4 if FORMAT == "Q8_0" else K // 8)
-    return w
+def load_tile(
+    FORMAT: tl.constexpr, codes, bits, scale, top, n, first, N, start, K: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """All of a weight in rows first.. (n [R]) and words start.. [W]: codes, upper bits, scales and tops of its blocks.
 
-
-@triton.jit
-def codes_tile(FORMAT: tl.constexpr, codes, n, start, K: tl.constexpr, W: tl.constexpr):
-    """Codes of rows n [R], words start.. [W]: the load that may run before the activations are there."""
-    KW: tl.constexpr = K if FORMAT == "F16" or FORMAT == "BF16" else (K // 4 if FORMAT == "Q8_0" else K // 8)
+    All of it comes from memory, so all of it is asked for a tile ahead, and may be before the activations are there.
+    """
+    FLOAT: tl.constexpr = FORMAT == "F16" or FORMAT == "BF16"
+    KW: tl.constexpr = K if FLOAT else (K // 4 if FORMAT == "Q8_0" else K // 8)
+    MASK: tl.constexpr = KW % W != 0
+    S: tl.constexpr = W // 4
     w = start + tl.arange(0, W)
     p = codes + n[:, None] * KW + w[None, :]
-    if KW % W == 0:
-        q = tl.load(p, eviction_policy="evict_first")
-    else:
+    if MASK:
         q = tl.load(p, mask=(w < KW)[None, :], other=0, eviction_policy="evict_first")
-    return q
+    else:
+        q = tl.load(p, eviction_policy="evict_first")
+    upper, scales, tops = 0, 0, 0
+    if FORMAT == "Q8_0":
+        scales = _spread(scale, first, N, start, K // 32, 2, R, S, MASK)
+    elif not FLOAT:
+        block = somewhere(start // 4, ASM) + tl.arange(0, S)
+        at = n[:, None] * (K // 32) + block[None, :]
+        there = (block < K // 32)[None, :]
+        scales = _load(scale + at, there, MASK)
+        if FORMAT == "Q5_K" or FORMAT == "Q6_K":
+            upper = _load(bits + at, there, MASK)
+        if FORMAT == "Q4_K" or FORMAT == "Q5_K" or FORMAT == "Q6_K":
+            tops = _spread(top, first, N, start, K // 256, 8, R, S, MASK)
+    return q, upper, scales, tops
 
 
 @triton.jit
 def tile_products(
-    FORMAT: tl.constexpr, q, bits, scale, top, x, n, first, N, start, K: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+    FORMAT: tl.constexpr, q, upper, scales, tops, x, start, K: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """[R, W / 4] float32 whose sums over the rows are the products of codes `q` [R, W] with x; [R, W] for floats."""
+    """[R, W / 4] float32 whose sums over the rows are the products of a tile with x; [R, W] for floats."""
     if FORMAT == "F16" or FORMAT == "BF16":
         w = start + tl.arange(0, W)
         v = _load(x + w, w < K, K % W != 0).to(tl.float32)[None, :]
@@ -189,14 +203,14 @@ def tile_products(
         else:
             y = q.to(tl.float32) * v
     elif FORMAT == "Q8_0":
-        y = _bytes(q, scale, x, first, N, start, K, R, W, ASM)
+        y = _bytes(q, scales, x, start, K, R, W, ASM)
     else:
-        y = _nibbles(FORMAT, q, bits, scale, top, x, n, first, N, start, K, R, W, ASM)
+        y = _nibbles(FORMAT, q, upper, scales, tops, x, start, K, R, W, ASM)
     return y
 
 
 @triton.jit
-def _bytes(q, scale, x, first, N, start, K: tl.constexpr, R: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
+def _bytes(q, scales, x, start, K: tl.constexpr, R: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
     # Four words are half a block: low halves and high halves take turns.
     KW: tl.constexpr = K // 8
     C: tl.constexpr = W // 4
@@ -215,13 +229,12 @@ def _bytes(q, scale, x, first, N, start, K: tl.constexpr, R: tl.constexpr, W: tl
     total = chain(a, b, c, d, ha, hb, hc, hd, zero, True, ASM) * 128
     total = chain(a, b, c, d, la, lb, lc, ld, total, True, ASM)
     s = _load(x + 4 * KW + block, ok, MASK).to(tl.float32, bitcast=True)
-    weight = _spread(scale, first, N, start, K // 32, 2, R, C, MASK).to(tl.float32)
-    return total.to(tl.float32) * (weight * s[None, :])
+    return total.to(tl.float32) * (scales.to(tl.float32) * s[None, :])
 
 
 @triton.jit
 def _nibbles(
-    FORMAT: tl.constexpr, q, bits, scale, top, x, n, first, N, start, K: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+    FORMAT: tl.constexpr, q, upper, scales, tops, x, start, K: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
     KW: tl.constexpr = K // 8
@@ -239,7 +252,6 @@ def _nibbles(
     ua, ub, uc, ud = _words(p + 2 * KW, ok, S, MASK)
     va, vb, vc, vd = _words(p + 3 * KW, ok, S, MASK)
     a, b, c, d = split4(q, R, S)
-    at = n[:, None] * KS + block[None, :]
     s = _load(x + 4 * KW + block, there, MASK).to(tl.float32, bitcast=True)[None, :]
     M: tl.constexpr = 0x0F0F0F0F
     if FORMAT == "MXFP4":
@@ -251,14 +263,12 @@ def _nibbles(
         e, f, g, h = (a >> 4) & M, (b >> 4) & M, (c >> 4) & M, (d >> 4) & M
         a, b, c, d = a & M, b & M, c & M, d & M
     if FORMAT == "Q5_K":
-        word = _load(bits + at, there[None, :], MASK)
-        a, b, c, d = _one_bit(word, 0, a), _one_bit(word, 1, b), _one_bit(word, 2, c), _one_bit(word, 3, d)
-        e, f, g, h = _one_bit(word, 4, e), _one_bit(word, 5, f), _one_bit(word, 6, g), _one_bit(word, 7, h)
+        a, b, c, d = _one_bit(upper, 0, a), _one_bit(upper, 1, b), _one_bit(upper, 2, c), _one_bit(upper, 3, d)
+        e, f, g, h = _one_bit(upper, 4, e), _one_bit(upper, 5, f), _one_bit(upper, 6, g), _one_bit(upper, 7, h)
     elif FORMAT == "Q6_K":
-        both = _load(bits + at, there[None, :], MASK)
-        word = both.to(tl.int32)
+        word = upper.to(tl.int32)
         a, b, c, d = _two_bits(word, 0, a), _two_bits(word, 1, b), _two_bits(word, 2, c), _two_bits(word, 3, d)
-        word = (both >> 32).to(tl.int32)
+        word = (upper >> 32).to(tl.int32)
         e, f, g, h = _two_bits(word, 0, e), _two_bits(word, 1, f), _two_bits(word, 2, g), _two_bits(word, 3, h)
     zero = tl.zeros([R, S], tl.int32)
     if FORMAT == "Q6_K":
@@ -269,8 +279,7 @@ def _nibbles(
         highs = chain(e, f, g, h, va, vb, vc, vd, highs, False, ASM)
         lows -= 32 * _load(x + 4 * KW + KS + block, there, MASK)[None, :]
         highs -= 32 * _load(x + 4 * KW + 2 * KS + block, there, MASK)[None, :]
-        pair = _load(scale + at, there[None, :], MASK).to(tl.int32)
-        weight = _spread(top, first, N, start, K // 256, 8, R, S, MASK).to(tl.float32)
+        pair, weight = scales.to(tl.int32), tops.to(tl.float32)
         low, high = ((pair << 24) >> 24).to(tl.float32), (pair >> 8).to(tl.float32)
         y = (lows.to(tl.float32) * low + highs.to(tl.float32) * high) * (weight * s)
     else:
@@ -280,18 +289,16 @@ def _nibbles(
         total = chain(e, f, g, h, va, vb, vc, vd, total, SIGNED, ASM)
         if FORMAT == "Q4_0":
             sums = _load(x + 4 * KW + KS + block, there, MASK) + _load(x + 4 * KW + 2 * KS + block, there, MASK)
-            weight = _load(scale + at, there[None, :], MASK).to(tl.float32)
-            y = (total - 8 * sums[None, :]).to(tl.float32) * (weight * s)
+            y = (total - 8 * sums[None, :]).to(tl.float32) * (scales.to(tl.float32) * s)
         elif FORMAT == "MXFP4":
-            e8 = _load(scale + at, there[None, :], MASK).to(tl.int32)
+            e8 = scales.to(tl.int32)
             # 2^(e - 128), as the codes are doubled; the two smallest are below float32's normal numbers.
             exponent = tl.where(e8 < 2, 0x00200000 << tl.minimum(e8, 1), (e8 - 1) << 23)
             y = total.to(tl.float32) * (exponent.to(tl.float32, bitcast=True) * s)
         else:
             tl.static_assert(FORMAT == "Q4_K" or FORMAT == "Q5_K", "unknown format")
             sums = _load(x + 4 * KW + KS + block, there, MASK) + _load(x + 4 * KW + 2 * KS + block, there, MASK)
-            pair = _load(scale + at, there[None, :], MASK).to(tl.int32)
-            tops = _spread(top, first, N, start, K // 256, 8, R, S, MASK)
+            pair = scales.to(tl.int32)
             m = ((pair >> 8) & 255).to(tl.float32) * (_half(tops >> 16) * sums.to(tl.float32)[None, :])
             y = ((pair & 255).to(tl.float32) * (_half(tops) * total.to(tl.float32)) - m) * s
     return y

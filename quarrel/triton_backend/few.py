@@ -56,12 +56,12 @@ ACTIVATIONS = ("silu", "gelu_tanh")
 
 @dataclass(frozen=True)
 class Tile:
-    """`rows` of W a program, `words` of codes at a time (values, for the float types); `ahead` asks L2 for the rest."""
+    """`rows` of W a program, `words` of codes at a time (values, for the float types), `deep` two tiles ahead, not one."""
 
     rows: int
     words: int
     warps: int
-    ahead: bool = False
+    deep: bool = False
 
 
 def tile_for(format: str, n: int, k: int) -> Tile:
@@ -137,7 +137,7 @@ def _one(site: Site, m: Map, row: Row, y: Slot, residual: Slot | None, alpha: fl
     site.launch(
         matvec, (cdiv(w.n, tile.rows),), y.tensor, row.of(w.format), *m.planes, none if m.bias is None else m.bias,
         none if residual is None else residual.tensor, alpha, w.n, K=w.k, FORMAT=w.format, BIAS=m.bias is not None,
-        ADD=residual is not None, R=tile.rows, W=tile.words, AHEAD=tile.ahead, ASM=not INTERPRETED, warps=tile.warps,
+        ADD=residual is not None, R=tile.rows, W=tile.words, DEEP=tile.deep, ASM=not INTERPRETED, warps=tile.warps,
         early=starts_early(site),
     )  # fmt: skip
 
@@ -155,7 +155,7 @@ def _three(site: Site, maps: Sequence[Map], row: Row, ys: Sequence[Slot]) -> Non
     site.launch(
         matvec3, (programs,), *y, row.of(a), row.of(b), row.of(c), *maps[0].planes, *maps[1].planes, *maps[2].planes,
         *biases, *ns, K=maps[0].weight.k, F0=a, F1=b, F2=c, BIAS=maps[0].bias is not None, R=rows, W0=tiles[0].words,
-        W1=tiles[1].words, W2=tiles[2].words, AHEAD=all(t.ahead for t in tiles), ASM=not INTERPRETED, warps=warps,
+        W1=tiles[1].words, W2=tiles[2].words, DEEP=all(t.deep for t in tiles), ASM=not INTERPRETED, warps=warps,
         early=starts_early(site),
     )  # fmt: skip
 
@@ -373,7 +373,7 @@ def build_norm_gate_up(site: Site, node: Node) -> Launch:
             gate_up, (cdiv(w.n, tile.rows),), y.tensor, none if halved is None else halved, row.of(w.format),
             *gate.planes, *up.planes, none if gate.bias is None else gate.bias, none if up.bias is None else up.bias,
             w.n, K=w.k, F=w.n, FORMAT=w.format, KIND=spec.activation, BIAS=bias, R=tile.rows, W=tile.words,
-            HALVED=inside, PLAIN=plain or not inside, AHEAD=tile.ahead, ASM=not INTERPRETED, warps=tile.warps,
+            HALVED=inside, PLAIN=plain or not inside, ASM=not INTERPRETED, warps=tile.warps,
             early=starts_early(site),
         )  # fmt: skip
         if halved is not None and not inside:
