@@ -6,9 +6,9 @@ A block is 32 columns, whatever the format's own is. Of block b a lane with h = 
     scale * q - offset        scales(row, b) = (scale of the low 8, of the high 8, offset of the low 8, of the high 8)
 
 `q` is exact: whole numbers in half precision, or the stored values of F32, F16 and BF16 with scale 1. Codes become half
-precision without a conversion, which Apple's GPUs do at a quarter of the rate of other instructions: 16-bit fields are
-put into the mantissa of 1024, and 1024 (plus the format's zero) is subtracted. That is half an AND, half an OR, a
-subtraction and a quarter of a shift for each value; float32 sums take half operands at no cost.
+precision without a conversion, which takes Apple's GPUs four cycles, as a shift does, where an AND, an OR, a sum or a
+product takes one: 16-bit fields are put into the mantissa of 1024, and 1024 (plus the format's zero) is subtracted, with a
+factor where a field stands higher. Float32 sums take half operands at no cost. docs/metal.md counts the cycles.
 """
 
 from __future__ import annotations
@@ -33,12 +33,11 @@ inline half2 sixteenth(uint v) {
   return fma(as_type<half2>(v | 0x64006400u), half2(half(0.0625f)), half2(half(-64 - ZERO)));
 }
 
-// Field p of BITS bits in both halves of a word, moved up to bit TO.
-template <int BITS, int TO>
-inline uint field(uint word, int p) {
-  const uint mask = (BITS == 1 ? 0x00010001u : 0x00030003u) << TO;
-  const int up = TO - BITS * p;
-  return (up >= 0 ? word << uint(up) : word >> uint(-up)) & mask;
+// The upper bits of low pair L, moved to bit 4 of both halves; those of the high pair beside it are then at bit 8.
+template <int BITS>
+inline uint aligned(uint upper, int l) {
+  if (BITS == 1) return upper << uint(4 - l);
+  return l < 2 ? upper << uint(4 - 2 * l) : upper >> uint(2 * l);
 }
 
 // The 16 fields of one bit, eight in each byte, with the second byte in the upper half.
@@ -50,18 +49,20 @@ inline int first_of(int p) { return (p >> 1 & 1) * 8 + (p >> 2) * 4 + (p & 1); }
 // 16 codes of 4 bits, and UPPER more bits of each from `upper`.
 template <int UPPER, int ZERO>
 inline void nibbles(uint2 words, uint upper, thread half* q) {
+  constexpr uint mask = UPPER == 1 ? 0x00010001u : 0x00030003u;
   #pragma clang loop unroll(full)
   for (int p = 0; p < 8; p++) {
     uint v = p < 4 ? words.x : words.y;
     if (p & 1) v >>= 8;
+    const uint more = UPPER ? aligned<UPPER>(upper, (p >> 2) * 2 + (p & 1)) : 0u;
     half2 pair;
     if (p & 2) {
       v &= 0x00f000f0u;
-      if (UPPER) v |= field<UPPER, 8>(upper, p);
+      if (UPPER) v |= more & mask << 8;
       pair = sixteenth<ZERO>(v);
     } else {
       v &= 0x000f000fu;
-      if (UPPER) v |= field<UPPER, 4>(upper, p);
+      if (UPPER) v |= more & mask << 4;
       pair = whole<ZERO>(v);
     }
     q[first_of(p)] = pair.x;
@@ -69,14 +70,16 @@ inline void nibbles(uint2 words, uint upper, thread half* q) {
   }
 }
 
-// 16 codes of 2 bits, and a third bit of each.
+// 16 codes of 2 bits, and a third bit of each; fields up to bit 9 are in the mantissa as they stand.
 template <int UPPER, int ZERO>
 inline void twos(uint word, uint upper, thread half* q) {
   #pragma clang loop unroll(full)
   for (int p = 0; p < 8; p++) {
-    uint v = word >> uint(2 * p) & 0x00030003u;
-    if (UPPER) v |= field<1, 2>(upper, p);
-    const half2 pair = whole<ZERO>(v);
+    const uint at = uint(p % 4 * 2);
+    uint v = (p < 4 ? word : word >> 8) & 0x00030003u << at;
+    if (UPPER) v |= (p < 4 ? upper << 2 : upper << 1) & 0x00040004u << at;
+    const float scale = 1.0f / float(1 << at);
+    const half2 pair = fma(as_type<half2>(v | 0x64006400u), half2(half(scale)), half2(half(-1024.0f * scale - ZERO)));
     q[first_of(p)] = pair.x;
     q[first_of(p) + 2] = pair.y;
   }
@@ -103,7 +106,7 @@ inline void bent(uint2 words, thread half* q) {
     y = fma(x, y, -1.37192702293396f);
     y = fma(x, y, 24.173830032348633f);
     y = fma(x, y, -126.56700897216797f);
-    q[i] = half(metal::rint(y));
+    q[i] = half((y + 12582912.0f) - 12582912.0f);  // the nearest whole number, at half the price of rint
   }
 }
 
@@ -111,10 +114,9 @@ inline void bent(uint2 words, thread half* q) {
 inline void fours(uint2 words, thread half* q) {
   #pragma clang loop unroll(full)
   for (int p = 0; p < 8; p++) {
-    uint v = p < 4 ? words.x : words.y;
-    if (p & 1) v >>= 8;
-    if (p & 2) v >>= 4;
-    const uint bits = (v & 0x00070007u) << 9 | (v & 0x00080008u) << 12;
+    const uint v = p < 4 ? words.x : words.y, at = uint((p & 1) * 8 + (p & 2) * 2);
+    const uint size = v & 0x00070007u << at, sign = v & 0x00080008u << at;
+    const uint bits = (at <= 9u ? size << (9u - at) : size >> (at - 9u)) | sign << (12u - at);
     const half2 pair = as_type<half2>(bits) * half2(half(32768.0f));
     q[first_of(p)] = pair.x;
     q[first_of(p) + 2] = pair.y;

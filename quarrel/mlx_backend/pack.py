@@ -92,10 +92,25 @@ def pack(type: GGMLType, rows: int, k: int, read: Read) -> Packed:
 
 
 # A lane holds 16 columns of a block: 8h to 8h + 7, and those plus 16. Metal takes them out of a word as pairs of 16-bit
-# fields; pair p is bytes (0, 2) or (1, 3) of one of two words, low nibbles or high. The planes of 1 and 2 bits a code hold
-# first the first columns of the pairs 0 to 7, then the second ones, so that the same shift serves both.
+# fields; pair p is bytes (0, 2) or (1, 3) of word p / 4, low nibbles or (p & 2) high ones. The planes of 1 and 2 bits a
+# code hold first the fields of the pairs' first columns, then of the second ones, so that one shift serves both; where
+# among the eight a pair's field stands is such that few shifts serve all pairs.
 _FIRST = np.array([(p & 1) + 4 * (p >> 2) + 16 * (p >> 1 & 1) for p in range(8)])
-_ORDER = np.concatenate([np.concatenate([_FIRST, _FIRST + 2]) + 8 * h for h in (0, 1)])
+
+
+def _order(places: Sequence[int]) -> Array:
+    """The columns of a block in the order of their fields; `places[p]` is where pair p's field stands."""
+    pairs = _FIRST[np.argsort(places)]
+    return np.concatenate([np.concatenate([pairs, pairs + 2]) + 8 * h for h in (0, 1)])
+
+
+_AS_THEY_COME = _order(range(8))
+_BESIDE_NIBBLES = {
+    # Low pairs and the high pairs beside them four bits apart, as their places in the mantissa are.
+    1: _order([(p >> 2) * 2 + (p & 1) + (p & 2) * 2 for p in range(8)]),
+    2: _order([(p >> 2) * 4 + (p & 1) + (p & 2) for p in range(8)]),
+}
+_BESIDE_TWOS = _order([p % 4 * 2 + p // 4 for p in range(8)])
 
 
 def _bits(raw: mx.array, start: int, stop: int, dtype: mx.Dtype) -> mx.array:
@@ -116,10 +131,10 @@ def _nibbles(codes: mx.array) -> mx.array:
     return mx.contiguous(codes[..., :16] | (codes[..., 16:] << 4)).view(U32)
 
 
-def _fields(codes: mx.array, bits: int) -> mx.array:
+def _fields(codes: mx.array, bits: int, order: Array) -> mx.array:
     """Codes of 1 or 2 bits `[..., 32]` to two words `[..., 2]` of 16 or 32 bits, each the columns of a lane."""
     per = 8 // bits
-    ordered = codes[..., mx.array(_ORDER)]
+    ordered = codes[..., mx.array(order)]
     parts = ordered.reshape(*codes.shape[:-1], 32 // per, per) << mx.arange(0, 8, bits).astype(U8)
     return mx.contiguous(parts.sum(-1).astype(U8)).view(U16 if bits == 1 else U32)
 
@@ -133,7 +148,7 @@ def _block32(scales: int, high: bool) -> Callable[[mx.array], Sequence[mx.array]
         if not high:
             return _bits(raw, at, at + 16, U32), scale
         fifth = _unshift(raw[..., at : at + 4, None], range(8), 1)[..., 0]  # [rows, blocks, 4, 8]
-        return _bits(raw, at + 4, at + 20, U32), _fields(fifth.reshape(*raw.shape[:2], 32), 1), scale
+        return _bits(raw, at + 4, at + 20, U32), _fields(fifth.reshape(*raw.shape[:2], 32), 1, _BESIDE_NIBBLES[1]), scale
 
     return split
 
@@ -162,19 +177,19 @@ def _q4_k(raw: mx.array) -> Sequence[mx.array]:
 def _q5_k(raw: mx.array) -> Sequence[mx.array]:
     codes = _unshift(raw[..., 48:].reshape(*raw.shape[:2], 4, 32), (0, 4), 15)
     fifth = _unshift(raw[..., 16:48], range(8), 1)  # [rows, blocks, 8, 32]
-    return _nibbles(codes), _fields(fifth, 1), _scales_6bit(raw[..., 4:16]), _bits(raw, 0, 4, F16)
+    return _nibbles(codes), _fields(fifth, 1, _BESIDE_NIBBLES[1]), _scales_6bit(raw[..., 4:16]), _bits(raw, 0, 4, F16)
 
 
 def _q6_k(raw: mx.array) -> Sequence[mx.array]:
     rows, blocks, _ = raw.shape
     codes = _unshift(raw[..., :128].reshape(rows, blocks, 2, 64), (0, 4), 15).reshape(rows, blocks, 8, 32)
     upper = _unshift(raw[..., 128:192].reshape(rows, blocks, 2, 32), (0, 2, 4, 6), 3).reshape(rows, blocks, 8, 32)
-    return _nibbles(codes), _fields(upper, 2), _bits(raw, 192, 208, I8), _bits(raw, 208, 210, F16)
+    return _nibbles(codes), _fields(upper, 2, _BESIDE_NIBBLES[2]), _bits(raw, 192, 208, I8), _bits(raw, 208, 210, F16)
 
 
 def _q2_k(raw: mx.array) -> Sequence[mx.array]:
     codes = _unshift(raw[..., 16:80].reshape(*raw.shape[:2], 2, 32), (0, 2, 4, 6), 3)  # [rows, blocks, 2, 4, 32]
-    return _fields(codes, 2), raw[..., :16], _bits(raw, 80, 84, F16)
+    return _fields(codes, 2, _AS_THEY_COME), raw[..., :16], _bits(raw, 80, 84, F16)
 
 
 def _q3_k(raw: mx.array) -> Sequence[mx.array]:
@@ -186,7 +201,7 @@ def _q3_k(raw: mx.array) -> Sequence[mx.array]:
     nibble = upper[..., 0] | (upper[..., 1] << 2)  # [rows, blocks, 8]
     words = mx.contiguous(nibble[..., 0::2] | (nibble[..., 1::2] << 4)).view(U16)  # [rows, blocks, 2]
     top = mx.concatenate([_bits(raw, 108, 110, U16), words], -1)
-    return _fields(codes, 2), _fields(third, 1), lower[..., 0] | (lower[..., 1] << 4), top
+    return _fields(codes, 2, _AS_THEY_COME), _fields(third, 1, _BESIDE_TWOS), lower[..., 0] | (lower[..., 1] << 4), top
 
 
 def _iq4_xs(raw: mx.array) -> Sequence[mx.array]:
