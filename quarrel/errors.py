@@ -16,6 +16,9 @@ QuarrelError
 ├── DeadlineExceeded      a request's time was over before it was done
 ├── Diverged              the model's numbers are no numbers any more, for one request
 ├── EngineFault           a step broke on the device; carries nothing over, the engine goes on
+├── FlightError           an Arrow Flight server refused something
+│   ├── FlightUnavailable it could not be reached, or did not finish in time
+│   └── FlightDataError   what it sent is unsound, or not what the protocol says
 └── ConfigError           a QUARREL_* variable or flag is malformed
 """
 
@@ -93,6 +96,18 @@ class Diverged(QuarrelError):
 
 class EngineFault(QuarrelError):
     """A step failed on the device; the requests in it are lost, later ones run."""
+
+
+class FlightError(QuarrelError):
+    """An Arrow Flight server refused something."""
+
+
+class FlightUnavailable(FlightError):
+    """It could not be reached, or did not finish in time."""
+
+
+class FlightDataError(FlightError):
+    """What it sent is unsound, or not what the protocol says."""
 
 
 class ConfigError(QuarrelError):

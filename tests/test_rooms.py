@@ -45,7 +45,11 @@ ROOMS: Mapping[str, Room] = {
         ("", "errors", "llm", "engine"),
         ("numpy", "fastapi", "pydantic", "starlette", "uvicorn", "h11", "prometheus_client"),
     ),
-    "cli": Room(("", "errors", "env", "gguf", "tokenizer", "llm", "engine", "doctor", "server"), ("tqdm",)),
+    "flight": Room(("errors",), ("numpy", "pyarrow")),
+    "embed": Room(("errors", "llm", "flight"), ("numpy", "pyarrow")),
+    "cli": Room(
+        ("", "errors", "env", "gguf", "tokenizer", "llm", "engine", "doctor", "server", "embed", "flight"), ("tqdm",)
+    ),
     "bench": Room(
         ("", "errors", "env", "gguf", "models", "ops", "llm", "cpu_backend", "triton_backend"), ("numpy", "torch", "triton")
     ),

@@ -17,8 +17,8 @@ HEAD = """\
 parser; `quarrel COMMAND --help` shows the same in the terminal.
 
 Results go to standard output, everything else (progress, speeds, errors) to standard error. With `--json` standard output
-holds JSON and nothing else. Status: 0 done, 1 an error, told in one sentence, 2 a wrong command line, 130 after Ctrl-C,
-141 when the reader of a pipe has gone.
+holds JSON and nothing else. Status: 0 done, 1 an error, told in one sentence, 2 a wrong command line, 3 done but for
+some bad rows (`embed`), 130 after Ctrl-C, 141 when the reader of a pipe has gone.
 """
 
 

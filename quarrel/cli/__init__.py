@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
-            command = importlib.import_module(f"quarrel.cli.{args.command}")
+            command = importlib.import_module(f"quarrel.cli.{args.command.replace('-', '_')}")
             status: int = command.run(args)
         sys.stdout.flush()
         return status

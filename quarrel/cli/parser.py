@@ -158,6 +158,64 @@ def _keys(p: argparse.ArgumentParser) -> None:
     p.add_argument("--data-dir", metavar="FOLDER", help="where the hashes of API keys are kept (or WEBUI_DATA_DIR)")
 
 
+def _flight_options(p: argparse.ArgumentParser, flag: str, what: str, dest: str) -> None:
+    p.add_argument(flag, metavar="ADDRESS", dest=dest, help=what)
+    p.add_argument("--dataset", metavar="NAME", help="the dataset in the store")
+    p.add_argument("--meta", metavar="ADDRESS", help="the store's other port; by default the next one")
+    p.add_argument("--header", metavar="NAME=VALUE", action="append", help="sent with each call; may be repeated")
+    p.add_argument("--tls-root", metavar="FILE", help="PEM of who signed the store's certificate (for grpc+tls://)")
+    p.add_argument("--timeout", type=float, default=30.0, metavar="SECONDS", help="for a call, 30 by default")
+
+
+def _embedding_options(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--pooling", choices=("mean", "cls", "last"), help="in place of what the model's file says")
+    p.add_argument("--dimensions", type=int, metavar="N", help="keep the first N numbers of each vector (Matryoshka)")
+    p.add_argument("--prefix", metavar="TEXT", help="in front of each text, or a task of the model's, such as search_query")
+    p.add_argument(
+        "--normalize", action=argparse.BooleanOptionalAction, default=True, help="vectors of length 1, the default"
+    )
+
+
+def _embed(p: argparse.ArgumentParser) -> None:
+    _model_arguments(p)
+    p.add_argument("-i", "--input", metavar="FILE", help="texts to embed: .txt (a text a line), .jsonl, .csv or .parquet")
+    _flight_options(p, "--to", "grpc://host:3000, or a .parquet or .arrow file", "to")
+    p.add_argument("--text-column", metavar="NAME", default="text", help="where the texts are, by default in text")
+    p.add_argument("--id-column", metavar="NAME", help="becomes doc_id; by default that is the row's number")
+    p.add_argument("--column", metavar="NAME", action="append", help="goes along as text; may be repeated")
+    text = "send the texts along, as the column text; the default"
+    p.add_argument("--text", action=argparse.BooleanOptionalAction, default=True, dest="keep_text", help=text)
+    p.add_argument(
+        "--first-id", type=int, default=0, metavar="N", help="the first vector's id; the others count on from it"
+    )
+    metric = "the measure of a new dataset, by default cosine"
+    p.add_argument("--metric", choices=("cosine", "dot_product", "euclidean"), default="cosine", help=metric)
+    _embedding_options(p)
+    p.add_argument("--chunk", type=int, metavar="N", help="cut texts of more than N tokens, which are bad rows otherwise")
+    p.add_argument("--overlap", type=int, metavar="N", help="tokens that two pieces share, N/8 by default")
+    p.add_argument("--checkpoint", metavar="FILE", help="what is done; by default beside the input")
+    p.add_argument("--dead-letters", metavar="FILE", help="bad rows as JSON lines; by default beside the checkpoint")
+    p.add_argument("--block", type=int, default=256, metavar="N", help="rows that are embedded together, 256 by default")
+    p.add_argument("-q", "--quiet", action="store_true", help="no progress and no summary on standard error")
+    _load_options(p)
+
+
+def _search(p: argparse.ArgumentParser) -> None:
+    _text_arguments(p, "TEXT", "the text to look for")
+    _flight_options(p, "--from", "the store's address, by default grpc://127.0.0.1:3000", "source")
+    p.add_argument("-k", type=int, default=10, metavar="N", help="results, 10 by default")
+    p.add_argument("--filter", metavar="CONDITION", action="append", help="such as year>=1990; may be repeated")
+    p.add_argument("--fresh", action="store_true", help="not an answer that the store kept from before")
+    _embedding_options(p)
+    _load_options(p)
+
+
+def _flight_server(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--host", default="127.0.0.1", help="the address to listen on, by default 127.0.0.1")
+    p.add_argument("--port", type=int, default=3000, help="of the data, 3000 by default; 0 takes a free one")
+    p.add_argument("--meta-port", type=int, help="of what is about datasets; by default the next one")
+
+
 _COMMANDS: tuple[tuple[str, str, str, str, Callable[[argparse.ArgumentParser], None]], ...] = (
     (
         "generate",
@@ -187,6 +245,27 @@ _COMMANDS: tuple[tuple[str, str, str, str, Callable[[argparse.ArgumentParser], N
         _serve,
     ),
     ("keys", " ACTION", "make, list, rotate and revoke the server's API keys", "Only hashes of keys are stored.", _keys),
+    (
+        "embed",
+        " [MODEL] --input FILE --to TARGET",
+        "embed the texts of a file into a vector store or a file",
+        "It goes on where it was interrupted, and sends nothing twice. Status 3: done, but some rows were bad.",
+        _embed,
+    ),
+    (
+        "search",
+        " [MODEL] TEXT --dataset NAME",
+        "find the texts of a vector store that are nearest to one",
+        "The model must be the one that filled the store.",
+        _search,
+    ),
+    (
+        "flight-server",
+        "",
+        "run a stand-in for the Longbow vector store, in memory, for trying things out",
+        "What it holds is gone when it ends, and a search looks at every row: it is not Longbow.",
+        _flight_server,
+    ),
     ("doctor", "", "say what this machine can run, and what is missing", "", _doctor),
 )
 """Name, what follows the options, summary, details, and who declares the options."""

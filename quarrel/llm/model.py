@@ -321,6 +321,10 @@ class LLM:
             texts, normalize=normalize, pooling=pooling, dimensions=dimensions, prefix=prefix, chunk=chunk
         )
 
+    def embedding_prefix(self, prefix: str | None) -> str:
+        """What `embed` puts in front of a text for this `prefix`."""
+        return self._embedder.prefixed(prefix)
+
     def token_embeddings(self, text: Prompt) -> Array:
         """float32 `[T, E]`: the last states of a text's tokens, special ones included, before pooling."""
         return self.hidden(self.tokenizer.encode(text) if isinstance(text, str) else text)

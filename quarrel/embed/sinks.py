@@ -1,0 +1,238 @@
+"""Where batches go: a Longbow store, or an Arrow or Parquet file. Each says how many rows are safe there."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from quarrel.errors import FlightDataError, FlightUnavailable, RequestError
+from quarrel.flight import LongbowClient
+
+STREAM_SECONDS = 10.0
+"""How long one exchange is kept open."""
+PATIENCE = 60.0
+"""Seconds without an acknowledged row after which a server that cannot be reached is given up."""
+PART_ROWS = 16384
+FILES = (".parquet", ".arrow", ".feather")
+
+
+class Sink(Protocol):
+    """Rows have consecutive ids. `begin`: how many the checkpoint knows of, and whether there was a checkpoint."""
+
+    safe: int
+
+    def begin(self, sent: int, resumed: bool) -> None: ...
+
+    def write(self, batches: Iterator[pa.RecordBatch], settled: Callable[[], None]) -> None:
+        """Sends all; calls `settled` on the same thread now and then."""
+
+    def finish(self) -> None:
+        """Everything is in place when this returns."""
+
+    def tidy(self) -> None:
+        """Removes what was needed to resume."""
+
+
+@dataclass
+class _Sent:
+    """A batch that was not acknowledged yet. `end`: how many rows are safe once it is."""
+
+    batch: pa.RecordBatch
+    end: int
+
+
+class FlightSink:
+    """A dataset of a store. Batches are kept until they are acknowledged; after a break the server is asked what it has.
+
+    patience: seconds that a server may be away."""
+
+    def __init__(self, client: LongbowClient, dataset: str, first_id: int, patience: float = PATIENCE) -> None:
+        self._client, self._dataset, self._first, self._patience = client, dataset, first_id, patience
+        self.safe = 0
+        self.present = 0
+        self._open: deque[_Sent] = deque()
+        self._there: set[int] = set()
+        self._lock = threading.Lock()
+        self._away: float | None = None
+
+    def begin(self, sent: int, resumed: bool) -> None:
+        self.safe = sent
+        self._there = self._ids()
+        if self._there and not resumed:
+            raise RequestError(
+                f"{self._dataset} holds ids from {self._first} on and there is no checkpoint of this run: give --first-id"
+                f" {max(self._there) + 1} or another --dataset, or delete it first"
+            )
+
+    def write(self, batches: Iterator[pa.RecordBatch], settled: Callable[[], None]) -> None:
+        source, pause, doubt = _Peek(batches), 0.1, False
+        while self._open or not source.over():
+            try:
+                if doubt:
+                    self._reconcile()
+                    doubt = False
+                self._client.ingest(self._dataset, self._outgoing(source, settled), acked=self._acked)
+                pause = 0.1
+            except (FlightUnavailable, FlightDataError):
+                # A break in mid-stream looks like either; what arrived is asked of the server, so nothing goes twice.
+                settled()
+                now = time.monotonic()
+                self._away = self._away or now
+                if now - self._away > self._patience:
+                    raise
+                time.sleep(pause)
+                pause, doubt = min(2.0, pause * 2), True
+            settled()
+
+    def finish(self) -> None:
+        """All rows are acknowledged; nothing is left to do."""
+
+    def tidy(self) -> None:
+        """Nothing was kept."""
+
+    def _outgoing(self, source: _Peek, settled: Callable[[], None]) -> Iterator[pa.RecordBatch]:
+        """What was not acknowledged, then what is new, for a while."""
+        end = time.monotonic() + STREAM_SECONDS
+        with self._lock:
+            again = [sent.batch for sent in self._open]
+        yield from again
+        while time.monotonic() < end and (batch := source.next()) is not None:
+            missing = self._missing(batch)
+            self.present += batch.num_rows - missing.num_rows
+            with self._lock:
+                self._queue(self._open, missing, int(batch.column("id")[-1].as_py()) + 1 - self._first)
+            if missing.num_rows:
+                yield missing
+            settled()
+
+    def _queue(self, to: deque[_Sent], missing: pa.RecordBatch, end: int) -> None:
+        """Rows that are there already are safe with those before them."""
+        if missing.num_rows:
+            to.append(_Sent(missing, end))
+        elif to:
+            to[-1].end = end
+        else:
+            self.safe = end
+
+    def _missing(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """The rows that the server does not have."""
+        if not self._there:
+            return batch
+        keep = [id not in self._there for id in batch.column("id").to_pylist()]
+        return batch.filter(pa.array(keep, pa.bool_()))
+
+    def _acked(self, rows: int) -> None:
+        with self._lock:
+            self.safe = self._open.popleft().end
+            self._away = None
+
+    def _reconcile(self) -> None:
+        """Forgets what arrived though nobody said so."""
+        self._there = self._ids()
+        left: deque[_Sent] = deque()
+        with self._lock:
+            for sent in self._open:
+                self._queue(left, self._missing(sent.batch), sent.end)
+            self._open = left
+
+    def _ids(self) -> set[int]:
+        """Ids of this run that the server has and the checkpoint does not know of."""
+        if self._client.readiness(self._dataset).status == "BUSY":
+            self._client.wait_ready(self._dataset)
+        return self._client.ids(self._dataset, self._first + self.safe, 1 << 32)
+
+
+class _Peek:
+    """An iterator that can be asked whether it is over."""
+
+    def __init__(self, batches: Iterator[pa.RecordBatch]) -> None:
+        self._batches = batches
+        self._held: pa.RecordBatch | None = None
+        self._over = False
+
+    def next(self) -> pa.RecordBatch | None:
+        if self._held is not None:
+            batch, self._held = self._held, None
+            return batch
+        batch = None if self._over else next(self._batches, None)
+        self._over = batch is None
+        return batch
+
+    def over(self) -> bool:
+        if self._held is None and not self._over:
+            self._held = self.next()
+        return self._held is None
+
+
+class FileSink:
+    """One file, written in parts that a broken run leaves whole; they are joined at the end."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._parts = path, path.with_name(f"{path.name}.parts")
+        self.safe = 0
+
+    def begin(self, sent: int, resumed: bool) -> None:
+        if self._path.exists() and not resumed:
+            raise RequestError(f"{self._path} exists and there is no checkpoint of this run: move it away, or name another")
+        self._parts.mkdir(parents=True, exist_ok=True)
+        self.safe = sent
+        for part in self._parts.iterdir():
+            if not part.stem.isdigit() or int(part.stem) >= sent:
+                part.unlink()
+
+    def write(self, batches: Iterator[pa.RecordBatch], settled: Callable[[], None]) -> None:
+        held: list[pa.RecordBatch] = []
+        for batch in batches:
+            held.append(batch)
+            if sum(b.num_rows for b in held) >= PART_ROWS:
+                self._part(held)
+                held = []
+                settled()
+        if held:
+            self._part(held)
+        settled()
+
+    def finish(self) -> None:
+        temporary = self._path.with_name(f"{self._path.name}.new")
+        writer: Any = None
+        for part in sorted(self._parts.iterdir()):
+            with pa.OSFile(str(part)) as file, pa.ipc.open_file(file) as reader:
+                if writer is None:
+                    writer = self._writer(temporary, reader.schema)
+                for i in range(reader.num_record_batches):
+                    writer.write_batch(reader.get_batch(i))
+        if writer is None:
+            return  # no row was good
+        writer.close()
+        temporary.replace(self._path)
+
+    def tidy(self) -> None:
+        for part in self._parts.iterdir():
+            part.unlink()
+        self._parts.rmdir()
+
+    def _part(self, batches: list[pa.RecordBatch]) -> None:
+        path = self._parts / f"{self.safe:012d}.arrow"
+        temporary = path.with_suffix(".new")
+        with temporary.open("wb") as file:
+            with pa.ipc.new_file(file, batches[0].schema) as writer:
+                for batch in batches:
+                    writer.write_batch(batch)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        self.safe += sum(b.num_rows for b in batches)
+
+    def _writer(self, path: Path, schema: pa.Schema) -> Any:
+        if self._path.suffix == ".parquet":
+            return pq.ParquetWriter(path, schema)
+        return pa.ipc.new_file(path, schema)

@@ -1,0 +1,45 @@
+"""The store that the client is tested on: the stand-in, or a real one where LONGBOW_ADDR names its data port."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from quarrel.flight import Access, LongbowClient, Retry
+from quarrel.flight.standin import StandIn
+from quarrel.flight.store import Store
+
+REAL = os.environ.get("LONGBOW_ADDR", "")
+"""Such as grpc://127.0.0.1:3000; the meta port is LONGBOW_META_ADDR, or the next one."""
+
+QUICK = Retry(attempts=3, first=0.01, longest=0.02)
+
+
+def real_meta() -> str:
+    host, _, port = REAL.rpartition(":")
+    return os.environ.get("LONGBOW_META_ADDR", f"{host}:{int(port) + 1}")
+
+
+@contextmanager
+def a_store(index_seconds: float = 0.0, queue: int = 64) -> Iterator[LongbowClient]:
+    """A client of the real store, or of a stand-in of its own."""
+    if REAL:
+        with LongbowClient(REAL, real_meta()) as client:
+            yield client
+        return
+    with StandIn(store=Store(index_seconds, queue)) as server:
+        with LongbowClient(server.data, server.meta, access=Access(timeout=10), retry=QUICK) as client:
+            yield client
+
+
+def a_name() -> str:
+    """Of a dataset that nobody else has."""
+    return f"quarrel-test-{uuid.uuid4().hex[:12]}"
+
+
+def some_vectors(n: int, dim: int = 16, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((n, dim)).astype(np.float32)
