@@ -50,8 +50,8 @@ def routes(desk: Desk, metrics: Metrics) -> APIRouter:
     @router.get("/readyz")
     async def ready() -> Response:
         """Whether a request would be taken: 503 while the server goes down or its first model is not there yet."""
-        loaded = any(e.state == "loaded" for e in desk.shelf.entries())
-        up = loaded and not desk.closing
+        first = desk.shelf.default  # none is waited for where there is only a folder
+        up = not desk.closing and (first is None or desk.shelf.entry(first).state == "loaded")
         return JSONResponse({"status": "ready" if up else "not ready"}, 200 if up else 503)
 
     @router.get("/version")
