@@ -92,7 +92,7 @@ def activations(rows: int, k: int, seed: int = 0) -> torch.Tensor:
 
 def run_decode(out: torch.Tensor, w: Packed, r: int, b: int, warps: int, fast: bool, compute: str = "float16") -> None:
     launch(
-        decode_rows, (cdiv(w.n, r), cdiv(w.k // 32, b)), out, *w.planes, 0, w.n, w.k, FORMAT=w.format, FAST=fast,
+        decode_rows, (cdiv(w.n, r), w.k // 32 // b), out, *w.planes, 0, w.n, K=w.k, FORMAT=w.format, FAST=fast,
         COMPUTE=TL_TYPES[compute], R=r, B=b, warps=warps, stages=1,
     )  # fmt: skip
 
@@ -127,7 +127,7 @@ def make_library(p: dict[str, Any], small: bool) -> Made:
             torch.addmm(before, x, ws[i].T, out_dtype=torch.float32, alpha=0.5, out=y)
 
         def error() -> float:
-            return relative(y, before + 0.5 * (x.float() @ ws[0].float().T))
+            return relative(y, before + 0.5 * (x.float() @ ws[-1].float().T))
     else:
         y = torch.empty(tokens, n, device=device(), dtype=F16)
 
@@ -135,7 +135,7 @@ def make_library(p: dict[str, Any], small: bool) -> Made:
             torch.mm(x, ws[i].T, out=y)
 
         def error() -> float:
-            return relative(y.float(), x.float() @ ws[0].float().T)
+            return relative(y.float(), x.float() @ ws[-1].float().T)
 
     return go, count, error, {"tflop": 2e-12 * n * k * tokens}
 
@@ -160,9 +160,10 @@ def make_batch(p: dict[str, Any], small: bool) -> Made:
         a, b = all_w[i], all_w[i + 1] if both else all_w[i]
         launch(
             matmul.batch_tiles, (cdiv(n, bn), cdiv(tokens, bt), parts), y, x, *a.planes, *b.planes, y, y, residual, part,
-            arrived, tokens, 0.5 if add else 1.0, n, k, FORMAT=name, FAST=is_fast(name, "float16") and p.get("fast", True),
-            COMPUTE=TL_TYPES["float16"], BIAS=False, ADD=add, GATED=both, KIND="silu" if both else "none", PARTS=parts,
-            BN=bn, BT=bt, NB=p["nb"], warps=p["warps"], stages=p["stages"],
+            arrived, tokens, 0.5 if add else 1.0, n, K=k, FORMAT=name,
+            FAST=is_fast(name, "float16", p["nb"]), COMPUTE=TL_TYPES["float16"], BIAS=False, ADD=add, GATED=both,
+            KIND="silu" if both else "none", PARTS=parts,
+            BN=bn, BT=bt, NB=p["nb"], STAGES=p["stages"], warps=p["warps"], stages=p["stages"],
         )  # fmt: skip
 
     def error() -> float:
@@ -186,15 +187,15 @@ def make_three(p: dict[str, Any], small: bool) -> Made:
     tiles = rows * cdiv(tokens, bt)
     part = torch.empty(parts * tiles * bn * bt, device=device())
     arrived = torch.zeros(tiles, dtype=torch.int32, device=device())
-    fast = [is_fast(f, "float16") for f in p["formats"]]
+    fast = [is_fast(f, "float16", p["nb"]) for f in p["formats"]]
 
     def go(i: int) -> None:
         a, b, c = (s[i] for s in sets)
         launch(
             matmul.batch_three, (rows, cdiv(tokens, bt), parts), *ys, x, *a.planes, *b.planes, *c.planes, *ys, part,
-            arrived, tokens, *ns, k, FORMAT0=a.format, FORMAT1=b.format, FORMAT2=c.format, FAST0=fast[0], FAST1=fast[1],
+            arrived, tokens, *ns, K=k, FORMAT0=a.format, FORMAT1=b.format, FORMAT2=c.format, FAST0=fast[0], FAST1=fast[1],
             FAST2=fast[2], COMPUTE=TL_TYPES["float16"], BIAS=False, PARTS=parts, BN=bn, BT=bt, NB=p["nb"],
-            warps=p["warps"], stages=p["stages"],
+            STAGES=p["stages"], warps=p["warps"], stages=p["stages"],
         )  # fmt: skip
 
     def error() -> float:
@@ -299,7 +300,7 @@ def make_experts(p: dict[str, Any], small: bool) -> Made:
     gated = p["gated"]
     at_once = p["at_once"]
     if p["decoded"]:
-        stacks = [torch.randn(at_once * n, k, device=device()).to(F16) for _ in range(1 + gated)]
+        stacks = [torch.randn(at_once * n, k, device=device()).div(k**0.5).to(F16) for _ in range(1 + gated)]
         planes = [(s, s, s, s) for s in stacks]
         format = "F16"
     else:
@@ -322,9 +323,10 @@ def make_experts(p: dict[str, Any], small: bool) -> Made:
             count = min(at_once, experts - first) if p["decoded"] else experts
             launch(
                 grouped_tiles, ((pairs // bt + count + 1) * cdiv(n, bn),), y, x, *planes[0], *planes[-1], y, y, order,
-                starts, first, count, n, k, FORMAT=format, FAST=is_fast(format, "float16"), EXPERTS=experts, PER_TOKEN=used,
+                starts, first, count, n, K=k, FORMAT=format,
+                FAST=is_fast(format, "float16", p["nb"]), EXPERTS=experts, PER_TOKEN=used,
                 GATED=gated, KIND="silu" if gated else "none", BIAS=False, COMPUTE=TL_TYPES["float16"], BN=bn, BT=bt,
-                NB=p["nb"], warps=p["warps"], stages=p["stages"],
+                NB=p["nb"], STAGES=p["stages"], warps=p["warps"], stages=p["stages"],
             )  # fmt: skip
 
     def error() -> float:
@@ -377,7 +379,7 @@ def variants() -> list[dict[str, Any]]:
     heads = {"heads": 32, "n_kv": 8, "dim": 128}
     for tokens in (4096, 512):
         add("attend", "bm bn warps stages", *attend, tokens=tokens, **heads)
-    q = {"format": "Q4_K", "fast": True, "bn": 64}
+    q = {"format": "Q4_K", "bn": 64}
     for tokens, bt in WIDTHS:
         some = {"tokens": tokens, "bt": bt, **q}
         add("batch", "nb warps stages", (8, 4, 3), (8, 4, 2), (4, 4, 4), parts=1, add=False, **some, **big)

@@ -12,32 +12,30 @@ import torch
 import triton
 import triton.language as tl
 
-from quarrel.triton_backend.half import is_fast, tile_halves
+from quarrel.triton_backend.half import high_offset, is_fast, low_columns, tile_halves
 from quarrel.triton_backend.matmul import TL_TYPES
 from quarrel.triton_backend.pack import Packed
 from quarrel.triton_backend.runtime import DTYPES, Launch, Live, Site, Slot, cdiv
 
 PIECE = 64 << 20
 """Values that are decoded at once: 128 MiB of scratch."""
-_ROWS, _BLOCKS = 8, 32
+_TILE = 256  # blocks a program
 
 
 @triton.jit
 def decode_rows(
-    out, codes, bits, scale, top, begin, end, K, FORMAT: tl.constexpr, FAST: tl.constexpr, COMPUTE: tl.constexpr,
-    R: tl.constexpr, B: tl.constexpr,
+    out, codes, bits, scale, top, begin, end, K: tl.constexpr, FORMAT: tl.constexpr, FAST: tl.constexpr,
+    COMPUTE: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     # Rows begin to end of the weight, to out from its first row on.
     row = begin + tl.program_id(0) * R + tl.arange(0, R)
-    block = tl.program_id(1) * B + tl.arange(0, B)
+    first = tl.program_id(1) * B
     near = tl.minimum(row, end - 1).to(tl.int64)
-    low, high = tile_halves(
-        FORMAT, FAST, COMPUTE, codes, bits, scale, top, near, tl.minimum(block, K // 32 - 1), K
-    )  # [R, B, 16]
-    ok = ((row < end)[:, None] & (block < K // 32)[None, :])[:, :, None]
-    at = (row - begin).to(tl.int64)[:, None, None] * K + (block * 32)[None, :, None] + tl.arange(0, 16)[None, None, :]
+    low, high = tile_halves(FORMAT, FAST, COMPUTE, codes, bits, scale, top, near, first, K, R, B)
+    at = (row - begin).to(tl.int64)[:, None] * K + first * 32 + low_columns(FORMAT, FAST, B)[None, :]  # [R, B * 16]
+    ok = (row < end)[:, None]
     tl.store(out + at, low.to(out.dtype.element_ty), mask=ok)
-    tl.store(out + at + 16, high.to(out.dtype.element_ty), mask=ok)
+    tl.store(out + at + high_offset(FORMAT, FAST, B), high.to(out.dtype.element_ty), mask=ok)
 
 
 def plain(weight: Packed, compute: str) -> torch.Tensor | None:
@@ -49,10 +47,13 @@ def plain(weight: Packed, compute: str) -> torch.Tensor | None:
 
 def decode(site: Site, weight: Packed, begin: int, end: int, out: torch.Tensor) -> None:
     """Rows begin to end to `out`, flat."""
+    blocks = weight.k // 32
+    wide = next(w for w in (128, 64, 32, 16, 8, 4, 2, 1) if blocks % w == 0)
+    rows = _TILE // wide
     site.launch(
-        decode_rows, (cdiv(end - begin, _ROWS), cdiv(weight.k // 32, _BLOCKS)), out, *weight.planes, begin, end, weight.k,
-        FORMAT=weight.format, FAST=is_fast(weight.format, site.compute), COMPUTE=TL_TYPES[site.compute], R=_ROWS, B=_BLOCKS,
-        warps=4, stages=1,
+        decode_rows, (cdiv(end - begin, rows), blocks // wide), out, *weight.planes, begin, end, K=weight.k,
+        FORMAT=weight.format, FAST=is_fast(weight.format, site.compute, wide), COMPUTE=TL_TYPES[site.compute],
+        R=rows, B=wide, warps=4, stages=1,
     )  # fmt: skip
 
 

@@ -53,9 +53,10 @@ def tile_for(k: int, each: int, decoded: bool, hopper: bool) -> Tile:
 @triton.jit
 def grouped_tiles(
     y, x, a_codes, a_bits, a_scale, a_top, b_codes, b_bits, b_scale, b_top, a_bias, b_bias, order, starts, first_expert,
-    experts, N, K,
+    experts, N, K: tl.constexpr,
     FORMAT: tl.constexpr, FAST: tl.constexpr, EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, GATED: tl.constexpr,
     KIND: tl.constexpr, BIAS: tl.constexpr, COMPUTE: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, NB: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     # A is the gate (or the only matrix), B the up matrix beside it; their first row is that of first_expert.
     row_tiles = tl.cdiv(N, BN)
@@ -78,7 +79,7 @@ def grouped_tiles(
     near = tl.minimum(row, N - 1)
     acc, acc_b = walk(
         FORMAT, FAST, COMPUTE, GATED, a_codes, a_bits, a_scale, a_top, b_codes, b_bits, b_scale, b_top,
-        (expert - first_expert).to(tl.int64) * N + near, x + (pair // PER_TOKEN) * K, 0, K, K, BN, BT, NB,
+        (expert - first_expert).to(tl.int64) * N + near, x + (pair // PER_TOKEN) * K, 0, K, K, BN, BT, NB, STAGES,
     )  # fmt: skip
     if BIAS:
         stacked = expert.to(tl.int64) * N + near
@@ -141,10 +142,10 @@ class Grouped:
         site.launch(
             grouped_tiles, ((pairs // tile.pairs + count + 1) * cdiv(self._n, tile.rows) if pairs else 0,),
             y.tensor, x.tensor, *stacks[0], *stacks[-1], self._biases[0] if self._biases else none,
-            self._biases[-1] if self._biases else none, order.tensor, starts.tensor, first, count, self._n, self._k,
-            FORMAT=format, FAST=is_fast(format, site.compute), EXPERTS=self._experts, PER_TOKEN=per_token,
+            self._biases[-1] if self._biases else none, order.tensor, starts.tensor, first, count, self._n, K=self._k,
+            FORMAT=format, FAST=is_fast(format, site.compute, tile.blocks), EXPERTS=self._experts, PER_TOKEN=per_token,
             GATED=len(self._stacks) == 2, KIND=self._kind, BIAS=bool(self._biases), COMPUTE=TL_TYPES[site.compute],
-            BN=tile.rows, BT=tile.pairs, NB=tile.blocks, warps=tile.warps, stages=tile.stages,
+            BN=tile.rows, BT=tile.pairs, NB=tile.blocks, STAGES=tile.stages, warps=tile.warps, stages=tile.stages,
         )  # fmt: skip
 
 

@@ -70,98 +70,156 @@ _E2M1: tl.constexpr = tl.constexpr(
 )
 
 
-def is_fast(format: str, compute: str) -> bool:
-    """Whether `fast_halves` has instructions of its own for these."""
-    return format in _FAST and compute == "float16" and not INTERPRETED
+def is_fast(format: str, compute: str, blocks: int) -> bool:
+    """Whether there are instructions for this format, in steps of so many blocks."""
+    return format in _FAST and compute == "float16" and not INTERPRETED and (format != "Q8_0" or blocks > 1)
 
 
 @triton.jit
-def tile_halves(FORMAT: tl.constexpr, FAST: tl.constexpr, COMPUTE: tl.constexpr, codes, bits, scale, top, row, block, K):
-    """Low and high half of blocks `block` [B] of rows `row` [R] (int64), each `[R, B, 16]` of the compute type."""
+def tile_halves(
+    FORMAT: tl.constexpr, FAST: tl.constexpr, COMPUTE: tl.constexpr, codes, bits, scale, top, row, first, K,
+    R: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """Two tiles `[R, B * 16]` of the compute type: columns `low_columns` of the B blocks from `first` on, and the others.
+
+    `row` [R] is int64.
+    """
     if FAST:
-        low, high = _fast(FORMAT, codes, bits, scale, top, row, block, K)
-    elif FORMAT == "F16" or FORMAT == "BF16" or FORMAT == "F32":
-        low, high = _wide(FORMAT, codes, row, block, row >= 0, K)
-        low, high = low.to(COMPUTE), high.to(COMPUTE)
+        q, a, b, s, t = fetch(FORMAT, codes, bits, scale, top, row, first, K, R, B)
+        low, high = unpack(FORMAT, q, a, b, s, t, R, B)
     else:
-        low, high = halves(FORMAT, codes, bits, scale, top, row, block, row >= 0, K)
-        low, high = low.to(COMPUTE), high.to(COMPUTE)
+        block = first + tl.arange(0, B)
+        if FORMAT == "F16" or FORMAT == "BF16" or FORMAT == "F32":
+            low, high = _wide(FORMAT, codes, row, block, row >= 0, K)
+        else:
+            low, high = halves(FORMAT, codes, bits, scale, top, row, block, row >= 0, K)
+        low, high = tl.reshape(low, [R, B * 16]).to(COMPUTE), tl.reshape(high, [R, B * 16]).to(COMPUTE)
     return low, high
 
 
 @triton.jit
-def _fast(FORMAT: tl.constexpr, codes, bits, scale, top, row, block, K):
-    R: tl.constexpr = row.shape[0]
-    B: tl.constexpr = block.shape[0]
+def low_columns(FORMAT: tl.constexpr, FAST: tl.constexpr, B: tl.constexpr):
+    """The columns of the low tile, [B * 16]; those of the high one are `high_offset` further on."""
+    part = tl.arange(0, B * 16)
+    return part if FAST and FORMAT == "Q8_0" else part // 16 * 32 + part % 16
+
+
+@triton.jit
+def high_offset(FORMAT: tl.constexpr, FAST: tl.constexpr, B: tl.constexpr):
+    return B * 16 if FAST and FORMAT == "Q8_0" else 16
+
+
+@triton.jit
+def fetch(FORMAT: tl.constexpr, codes, bits, scale, top, row, first, K, R: tl.constexpr, B: tl.constexpr):
+    """What `unpack` needs of B blocks, as it lies in memory: five tensors, some of them the same.
+
+    Codes are read as rows of bytes, so that neighbouring threads have neighbouring blocks of a row.
+    """
+    block = first + tl.arange(0, B)
     at = row[:, None] * (K // 32) + block[None, :]  # [R, B]
     of = row[:, None] * (K // 256) + (block // 8)[None, :]
-    j = tl.arange(0, 16)[None, None, :]
+    bytes16 = tl.arange(0, B * 16)[None, :]
     if FORMAT == "Q8_0":
-        p = codes + at[:, :, None] * 32 + j
-        low = tl.inline_asm_elementwise(_EIGHT, "=r,=r,r", [tl.load(p)], dtype=tl.float16, is_pure=True, pack=4)
-        high = tl.inline_asm_elementwise(_EIGHT, "=r,=r,r", [tl.load(p + 16)], dtype=tl.float16, is_pure=True, pack=4)
-        s_low = tl.load(scale + at)
-        low, high = _times(low, s_low, R, B), _times(high, s_low, R, B)
+        p = codes + row[:, None] * K + (first * 32 + bytes16)
+        q, b = tl.load(p), tl.load(p + B * 16)
+        half = row[:, None] * (K // 32) + (first + tl.arange(0, B // 2))[None, :]
+        s, t = tl.load(scale + half), tl.load(scale + half + B // 2)
+        a = q
     else:
-        q = tl.load(codes + at[:, :, None] * 16 + j)
+        q = tl.load(codes + row[:, None] * (K // 2) + (first * 16 + bytes16))
+        a = q
+        b = q
+        if FORMAT == "MXFP4" or FORMAT == "Q4_0" or FORMAT == "Q5_0":
+            s = tl.load(scale + at)
+            t = s
+        elif FORMAT == "Q4_1" or FORMAT == "Q5_1":
+            s = tl.load(scale.to(tl.pointer_type(tl.int32)) + at)
+            t = s
+        else:
+            s = tl.load(scale.to(tl.pointer_type(tl.int16)) + at)
+            if FORMAT == "Q6_K":
+                t = tl.load(top + of)
+                a, b = tl.load(bits + at * 2), tl.load(bits + at * 2 + 1)
+            else:
+                tl.static_assert(FORMAT == "Q4_K" or FORMAT == "Q5_K", "no fast way")
+                t = tl.load(top.to(tl.pointer_type(tl.int32)) + of)
+        if FORMAT == "Q5_0" or FORMAT == "Q5_1" or FORMAT == "Q5_K":
+            a = tl.load(bits + at)
+    return q, a, b, s, t
+
+
+@triton.jit
+def unpack(FORMAT: tl.constexpr, q, a, b, s, t, R: tl.constexpr, B: tl.constexpr):
+    """Two tiles `[R, B * 16]` float16 from what `fetch` gave."""
+    if FORMAT == "Q8_0":
+        low = tl.inline_asm_elementwise(_EIGHT, "=r,=r,r", [q], dtype=tl.float16, is_pure=True, pack=4)
+        high = tl.inline_asm_elementwise(_EIGHT, "=r,=r,r", [b], dtype=tl.float16, is_pure=True, pack=4)
+        H: tl.constexpr = B // 2
+        low, high = _times(tl.reshape(low, [R, H, 32]), s, R, H, 32), _times(tl.reshape(high, [R, H, 32]), t, R, H, 32)
+    else:
+        q = tl.reshape(q, [R, B, 16])
+        j = tl.arange(0, 16)[None, None, :]
         if FORMAT == "MXFP4":
             low, high = tl.inline_asm_elementwise(
                 _E2M1, "=r,=r,=r,=r,r", [q], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
             )
             # Beyond these a weight is no number of float16: 2^-25 makes zeros, 2^15 times 6 is infinite.
-            e = tl.minimum(tl.maximum(tl.load(scale + at).to(tl.int32), 102), 142)
-            s_low = ((e << 23).to(tl.float32, bitcast=True)).to(tl.float16)
-            low, high = _times(low, s_low, R, B), _times(high, s_low, R, B)
-        elif FORMAT == "Q4_0" or FORMAT == "Q5_0":
-            s_low = tl.load(scale + at)
-            if FORMAT == "Q4_0":
-                low, high = tl.inline_asm_elementwise(
-                    _FOUR_LESS_8, "=r,=r,=r,=r,r", [q], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
-                )
-            else:
-                word = tl.load(bits + at)[:, :, None]
-                a, b = word >> j, word >> (j + 16)
-                low, high = tl.inline_asm_elementwise(
-                    _FIVE_LESS_16, _MORE_OPERANDS, [q, a, b], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
-                )
-            low, high = _times(low, s_low, R, B), _times(high, s_low, R, B)
-        elif FORMAT == "Q6_K":
-            a = tl.load(bits + at * 2)[:, :, None] >> (j * 2)
-            b = tl.load(bits + at * 2 + 1)[:, :, None] >> (j * 2)
+            e = tl.minimum(tl.maximum(s.to(tl.int32), 102), 142)
+            power = ((e << 23).to(tl.float32, bitcast=True)).to(tl.float16)
+            low, high = _times(low, power, R, B, 16), _times(high, power, R, B, 16)
+        elif FORMAT == "Q4_0":
             low, high = tl.inline_asm_elementwise(
-                _SIX_LESS_32, _MORE_OPERANDS, [q, a, b], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+                _FOUR_LESS_8, "=r,=r,=r,=r,r", [q], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
             )
-            both = tl.load(scale.to(tl.pointer_type(tl.int16)) + at).to(tl.int32)
-            d = tl.load(top + of).to(tl.float32)
+            low, high = _times(low, s, R, B, 16), _times(high, s, R, B, 16)
+        elif FORMAT == "Q5_0":
+            word = a[:, :, None]
+            low, high = tl.inline_asm_elementwise(
+                _FIVE_LESS_16, _MORE_OPERANDS, [q, word >> j, word >> (j + 16)], dtype=(tl.float16, tl.float16),
+                is_pure=True, pack=4,
+            )  # fmt: skip
+            low, high = _times(low, s, R, B, 16), _times(high, s, R, B, 16)
+        elif FORMAT == "Q6_K":
+            low, high = tl.inline_asm_elementwise(
+                _SIX_LESS_32, _MORE_OPERANDS, [q, a[:, :, None] >> (j * 2), b[:, :, None] >> (j * 2)],
+                dtype=(tl.float16, tl.float16), is_pure=True, pack=4,
+            )  # fmt: skip
+            both, d = s.to(tl.int32), t.to(tl.float32)
             s_low = (((both << 24) >> 24).to(tl.float32) * d).to(tl.float16)
             s_high = ((both >> 8).to(tl.float32) * d).to(tl.float16)
-            low, high = _times(low, s_low, R, B), _times(high, s_high, R, B)
+            low, high = _times(low, s_low, R, B, 16), _times(high, s_high, R, B, 16)
         else:
             if FORMAT == "Q4_1" or FORMAT == "Q5_1":
-                s_low = tl.load(scale + at * 2)
-                m = tl.load(scale + at * 2 + 1)
+                d, m = _pair(s)
             else:
-                tl.static_assert(FORMAT == "Q4_K" or FORMAT == "Q5_K", "no fast way")
-                both = tl.load(scale.to(tl.pointer_type(tl.int16)) + at).to(tl.int32)
-                s_low = ((both & 255).to(tl.float32) * tl.load(top + of * 2).to(tl.float32)).to(tl.float16)
-                m = (((both >> 8) & 255).to(tl.float32) * -tl.load(top + of * 2 + 1).to(tl.float32)).to(tl.float16)
+                d, dmin = _pair(t)
+                both = s.to(tl.int32)
+                d = ((both & 255).to(tl.float32) * d.to(tl.float32)).to(tl.float16)
+                m = (((both >> 8) & 255).to(tl.float32) * -dmin.to(tl.float32)).to(tl.float16)
             if FORMAT == "Q4_K" or FORMAT == "Q4_1":
                 low, high = tl.inline_asm_elementwise(
                     _FOUR, "=r,=r,=r,=r,r", [q], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
                 )
             else:
-                word = tl.load(bits + at)[:, :, None]
-                a, b = word >> j, word >> (j + 16)
+                word = a[:, :, None]
                 low, high = tl.inline_asm_elementwise(
-                    _FIVE, _MORE_OPERANDS, [q, a, b], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
-                )
-            low, high = _times_plus(low, s_low, m, R, B), _times_plus(high, s_low, m, R, B)
-    return low, high
+                    _FIVE, _MORE_OPERANDS, [q, word >> j, word >> (j + 16)], dtype=(tl.float16, tl.float16), is_pure=True,
+                    pack=4,
+                )  # fmt: skip
+            low, high = _times_plus(low, d, m, R, B), _times_plus(high, d, m, R, B)
+    return tl.reshape(low, [R, B * 16]), tl.reshape(high, [R, B * 16])
 
 
 @triton.jit
-def _times(q, s, R: tl.constexpr, B: tl.constexpr):
-    s = tl.broadcast_to(s[:, :, None], [R, B, 16])
+def _pair(word):
+    """Two float16 values of a word."""
+    low = word.to(tl.int16).to(tl.float16, bitcast=True)
+    return low, (word >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _times(q, s, R: tl.constexpr, B: tl.constexpr, L: tl.constexpr):
+    s = tl.broadcast_to(s[:, :, None], [R, B, L])
     return tl.inline_asm_elementwise("mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [q, s], dtype=tl.float16, is_pure=True, pack=2)
 
 

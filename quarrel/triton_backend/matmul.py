@@ -20,7 +20,7 @@ import triton.language as tl
 
 from quarrel.ops.contract import Compute
 from quarrel.triton_backend.elementwise import activate
-from quarrel.triton_backend.half import is_fast, tile_halves
+from quarrel.triton_backend.half import high_offset, is_fast, low_columns, tile_halves
 from quarrel.triton_backend.pack import Packed
 from quarrel.triton_backend.runtime import Launch, Live, Site, Slot, cdiv
 
@@ -69,7 +69,7 @@ def takes(weight: Packed, compute: Compute) -> bool:
 def walk(
     FORMAT: tl.constexpr, FAST: tl.constexpr, COMPUTE: tl.constexpr, GATED: tl.constexpr,
     a_codes, a_bits, a_scale, a_top, b_codes, b_bits, b_scale, b_top, row, p_x, first, last, K,
-    BN: tl.constexpr, BT: tl.constexpr, NB: tl.constexpr,
+    BN: tl.constexpr, BT: tl.constexpr, NB: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sums `[BN, BT]` of matrix A, and of B if GATED, over columns first to last; p_x `[BT]` points at rows of x."""
     acc = tl.zeros([BN, BT], tl.float32)
@@ -84,19 +84,27 @@ def walk(
             if GATED:
                 acc_b = tl.dot(tl.load(p_b + start), x, acc_b)
     else:
-        part = tl.arange(0, NB * 16)
-        within = part // 16 * 32 + part % 16  # columns of the low halves
-        for start in range(first, last, NB * 32):
-            block = start // 32 + tl.arange(0, NB)
-            p = p_x[None, :] + start + within[:, None]
-            x_low, x_high = tl.load(p).to(COMPUTE), tl.load(p + 16).to(COMPUTE)
-            low, high = tile_halves(FORMAT, FAST, COMPUTE, a_codes, a_bits, a_scale, a_top, row, block, K)
-            acc = tl.dot(tl.reshape(low, [BN, NB * 16]), x_low, acc)
-            acc = tl.dot(tl.reshape(high, [BN, NB * 16]), x_high, acc)
+        p_low = low_columns(FORMAT, FAST, NB)
+        far = high_offset(FORMAT, FAST, NB)
+        stop = last // 32 - NB
+        begin = tl.minimum(first // 32, K // 32 - NB)  # a part may have nothing to do
+        # Decoded a step ahead of the products, which so take their tiles from shared memory.
+        low, high = tile_halves(FORMAT, FAST, COMPUTE, a_codes, a_bits, a_scale, a_top, row, begin, K, BN, NB)
+        low_b, high_b = low, high
+        if GATED:
+            low_b, high_b = tile_halves(FORMAT, FAST, COMPUTE, b_codes, b_bits, b_scale, b_top, row, begin, K, BN, NB)
+        for start in tl.range(first, last, NB * 32, num_stages=STAGES):
+            p = p_x[None, :] + start + p_low[:, None]
+            x_low, x_high = tl.load(p).to(COMPUTE), tl.load(p + far).to(COMPUTE)
+            acc = tl.dot(low, x_low, acc)
+            acc = tl.dot(high, x_high, acc)
             if GATED:
-                low, high = tile_halves(FORMAT, FAST, COMPUTE, b_codes, b_bits, b_scale, b_top, row, block, K)
-                acc_b = tl.dot(tl.reshape(low, [BN, NB * 16]), x_low, acc_b)
-                acc_b = tl.dot(tl.reshape(high, [BN, NB * 16]), x_high, acc_b)
+                acc_b = tl.dot(low_b, x_low, acc_b)
+                acc_b = tl.dot(high_b, x_high, acc_b)
+            after = tl.minimum(start // 32 + NB, stop)
+            low, high = tile_halves(FORMAT, FAST, COMPUTE, a_codes, a_bits, a_scale, a_top, row, after, K, BN, NB)
+            if GATED:
+                low_b, high_b = tile_halves(FORMAT, FAST, COMPUTE, b_codes, b_bits, b_scale, b_top, row, after, K, BN, NB)
     return acc, acc_b
 
 
@@ -148,9 +156,10 @@ def meet(
 @triton.jit(do_not_specialize=["tokens"])
 def batch_tiles(
     y, x, a_codes, a_bits, a_scale, a_top, b_codes, b_bits, b_scale, b_top, bias, bias_b, residual, part, arrived,
-    tokens, alpha, N, K,
+    tokens, alpha, N, K: tl.constexpr,
     FORMAT: tl.constexpr, FAST: tl.constexpr, COMPUTE: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
     GATED: tl.constexpr, KIND: tl.constexpr, PARTS: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, NB: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
     token = (tl.program_id(1) * BT + tl.arange(0, BT)).to(tl.int64)
@@ -162,7 +171,7 @@ def batch_tiles(
     first = tl.program_id(2) * each
     acc, acc_b = walk(
         FORMAT, FAST, COMPUTE, GATED, a_codes, a_bits, a_scale, a_top, b_codes, b_bits, b_scale, b_top,
-        near, p_x, first, tl.minimum(first + each, K), K, BN, BT, NB,
+        near, p_x, first, tl.minimum(first + each, K), K, BN, BT, NB, STAGES,
     )  # fmt: skip
     if PARTS == 1:
         finish(y, acc, acc_b, bias, bias_b, residual, row, token, tokens, alpha, N, BIAS, ADD, GATED, KIND)
@@ -177,10 +186,10 @@ def batch_tiles(
 @triton.jit(do_not_specialize=["tokens"])
 def batch_three(
     y0, y1, y2, x, a_codes, a_bits, a_scale, a_top, b_codes, b_bits, b_scale, b_top, c_codes, c_bits, c_scale, c_top,
-    bias0, bias1, bias2, part, arrived, tokens, N0, N1, N2, K,
+    bias0, bias1, bias2, part, arrived, tokens, N0, N1, N2, K: tl.constexpr,
     FORMAT0: tl.constexpr, FORMAT1: tl.constexpr, FORMAT2: tl.constexpr, FAST0: tl.constexpr, FAST1: tl.constexpr,
     FAST2: tl.constexpr, COMPUTE: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr, BN: tl.constexpr,
-    BT: tl.constexpr, NB: tl.constexpr,
+    BT: tl.constexpr, NB: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # Row tiles of the first matrix, then of the second, then of the third.
     tile = tl.program_id(0)
@@ -195,21 +204,21 @@ def batch_three(
         row = (tile * BN + tl.arange(0, BN)).to(tl.int64)
         acc, _ = walk(
             FORMAT0, FAST0, COMPUTE, False, a_codes, a_bits, a_scale, a_top, a_codes, a_bits, a_scale, a_top,
-            tl.minimum(row, N0 - 1), p_x, first, end, K, BN, BT, NB,
+            tl.minimum(row, N0 - 1), p_x, first, end, K, BN, BT, NB, STAGES,
         )  # fmt: skip
         _end(y0, acc, bias0, part, arrived, row, token, tokens, N0, BIAS, PARTS, BN, BT)
     elif tile < tiles0 + tiles1:
         row = ((tile - tiles0) * BN + tl.arange(0, BN)).to(tl.int64)
         acc, _ = walk(
             FORMAT1, FAST1, COMPUTE, False, b_codes, b_bits, b_scale, b_top, b_codes, b_bits, b_scale, b_top,
-            tl.minimum(row, N1 - 1), p_x, first, end, K, BN, BT, NB,
+            tl.minimum(row, N1 - 1), p_x, first, end, K, BN, BT, NB, STAGES,
         )  # fmt: skip
         _end(y1, acc, bias1, part, arrived, row, token, tokens, N1, BIAS, PARTS, BN, BT)
     else:
         row = ((tile - tiles0 - tiles1) * BN + tl.arange(0, BN)).to(tl.int64)
         acc, _ = walk(
             FORMAT2, FAST2, COMPUTE, False, c_codes, c_bits, c_scale, c_top, c_codes, c_bits, c_scale, c_top,
-            tl.minimum(row, N2 - 1), p_x, first, end, K, BN, BT, NB,
+            tl.minimum(row, N2 - 1), p_x, first, end, K, BN, BT, NB, STAGES,
         )  # fmt: skip
         _end(y2, acc, bias2, part, arrived, row, token, tokens, N2, BIAS, PARTS, BN, BT)
 
@@ -261,7 +270,7 @@ def _one(
     shape = shape_for(a.n, a.k, hopper, a.format in ("F16", "BF16"))
     most = (64 if gated else 128) if hopper else (32 if gated else 64)
     part, arrived = _room(site, shape, cdiv(a.n, shape.rows), len(weights))
-    fast, compute = is_fast(a.format, site.compute), TL_TYPES[site.compute]
+    fast, compute = is_fast(a.format, site.compute, shape.blocks), TL_TYPES[site.compute]
 
     def run(live: Live) -> None:
         count = live.count(axis)
@@ -270,9 +279,10 @@ def _one(
         site.launch(
             batch_tiles, (cdiv(a.n, shape.rows), cdiv(count, width), shape.parts),
             y.tensor, x.tensor, *a.planes, *b.planes, biases[0] if biases else none, biases[-1] if biases else none,
-            none if residual is None else residual.tensor, part.tensor, arrived.tensor, count, alpha, a.n, a.k,
+            none if residual is None else residual.tensor, part.tensor, arrived.tensor, count, alpha, a.n, K=a.k,
             FORMAT=a.format, FAST=fast, COMPUTE=compute, BIAS=bool(biases), ADD=residual is not None, GATED=gated,
-            KIND=kind, PARTS=shape.parts, BN=shape.rows, BT=width, NB=shape.blocks, warps=shape.warps, stages=shape.stages,
+            KIND=kind, PARTS=shape.parts, BN=shape.rows, BT=width, NB=shape.blocks, STAGES=shape.stages, warps=shape.warps,
+            stages=shape.stages,
         )  # fmt: skip
 
     return run
@@ -289,7 +299,7 @@ def linears(
     most = 128 if hopper else 64
     tiles = sum(cdiv(w.n, shape.rows) for w in weights)
     part, arrived = _room(site, shape, tiles, 1)
-    fast, compute = [is_fast(w.format, site.compute) for w in weights], TL_TYPES[site.compute]
+    fast, compute = [is_fast(w.format, site.compute, shape.blocks) for w in weights], TL_TYPES[site.compute]
     planes = [p for w in weights for p in w.planes]
 
     def run(live: Live) -> None:
@@ -298,10 +308,11 @@ def linears(
         outs = [y.tensor for y in ys]
         site.launch(
             batch_three, (tiles, cdiv(count, width), shape.parts), *outs, x.tensor, *planes, *(biases or outs),
-            part.tensor, arrived.tensor, count, *(w.n for w in weights), k,
+            part.tensor, arrived.tensor, count, *(w.n for w in weights), K=k,
             FORMAT0=weights[0].format, FORMAT1=weights[1].format, FORMAT2=weights[2].format, FAST0=fast[0],
             FAST1=fast[1], FAST2=fast[2], COMPUTE=compute, BIAS=bool(biases), PARTS=shape.parts, BN=shape.rows,
-            BT=width, NB=shape.blocks, warps=shape.warps, stages=shape.stages,
+            BT=width, NB=shape.blocks, STAGES=shape.stages, warps=shape.warps,
+            stages=shape.stages,
         )  # fmt: skip
 
     return run
