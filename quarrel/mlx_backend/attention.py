@@ -2,8 +2,8 @@
 
 A sequence with one new token is cut into splits of SPLIT keys, a threadgroup each for every key head; `combine` adds them
 up. Which kernel computes a row depends on its own sequence alone, and splits begin at multiples of SPLIT, so that a row's
-result never depends on the batch. All query heads of a key head, up to 4 (8 for narrow heads), share what is loaded: a
-key is read once where MLX's `sdpa_vector` and llama.cpp's vector kernel read it once for each of them.
+result never depends on the batch. The query heads of a key head, up to 4 (8 for narrow heads), share what is loaded, as
+in MLX's two-pass kernel for long contexts; MLX's one-pass kernel and llama.cpp's load a key once for each of them.
 
     bytes        2 * 2 D a key and key head, once; partial results are 4 (D + 2) bytes a head and split: 3% of that
     threads      128; 8 to 32 lanes a key, so that a lane's load is 8 bytes and a SIMD-group reads 1 to 4 keys at once

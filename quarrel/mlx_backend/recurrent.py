@@ -3,13 +3,14 @@
 Each kernel walks one sequence's tokens with its state in registers, reads the state's slot once before and hands the new
 state out as rows, which one scatter puts back into the slots: 2 reads and 2 writes of the state a step, where in-place
 kernels (llama.cpp's) have 1 and 1. Neither kernel uses threadgroup memory or a barrier. What of a sum a lane makes follows
-from the shape alone, so a token's result depends neither on the batch nor on how a prompt is cut.
+from the shape alone, so a token's result depends neither on the batch nor on how a prompt is cut. The scans read a token
+ahead, since the compiler cannot move a load before the store of a result that may be the same memory.
 
     conv    a thread a channel and CHUNK tokens: x once (plus W - 1 rows of halo), y once; 20 registers
-    scan1   4 lanes a channel, N / 4 states each; the exponentials, not the bytes, bound prefill; 40 registers
+    scan1   4 lanes a channel, N / 4 states each; the exponentials, not the bytes, bound prefill; 50 registers
     scan2   8 lanes by 4 rows of a head: a SIMD-group holds 8 rows of N states, N / 4 floats a lane, and adds a row's
             products over 8 lanes by 3 shuffles (a SIMD-group a row, as in llama.cpp, takes 5 a row and reads B and C 8
-            times as often); 90 registers. A step moves the state and nothing else to speak of: 80% of the bus expected
+            times as often); 110 registers. A step moves the state and nothing else to speak of: 80% of the bus expected
 """
 
 from __future__ import annotations
@@ -96,22 +97,33 @@ _SCAN1 = Kernel(
   if (channel >= channels) return;  // all lanes of a quad together
   const int first = int(thread_index_in_simdgroup) % 4 * EACH;
   const bool cached = kv_len[s] > count;
-  float h[EACH], decay[EACH], b_now[EACH], c_now[EACH];
+  float h[EACH], decay[EACH], b_next[EACH], c_next[EACH], in_next = 0.0f, dt_next = 0.0f;
   for (int i = 0; i < EACH; i++) {
     const int n = first + i;
     decay[i] = n < N ? a[channel * N + n] : 0.0f;
     h[i] = cached && n < N ? state[(ulong(slots[s]) * channels + channel) * N + n] : 0.0f;
-    b_now[i] = c_now[i] = 0.0f;
+    b_next[i] = c_next[i] = 0.0f;
   }
   const float skip = d[channel];
-  for (int t = begin; t < begin + count; t++) {
-    const ulong at = ulong(t) * channels + channel;
+  // A token ahead: what it reads is under way while the one before is computed.
+  for (int t = begin - 1; t < begin + count; t++) {
+    const float in = in_next, step = softplus(dt_next);
+    float b_now[EACH], c_now[EACH];
     for (int i = 0; i < EACH; i++) {
-      if (first + i >= N) break;
-      b_now[i] = float(b[ulong(t) * N + first + i]);
-      c_now[i] = float(c[ulong(t) * N + first + i]);
+      b_now[i] = b_next[i];
+      c_now[i] = c_next[i];
     }
-    const float in = float(x[at]), step = softplus(float(dt[at]));
+    if (t + 1 < begin + count) {
+      in_next = float(x[ulong(t + 1) * channels + channel]);
+      dt_next = float(dt[ulong(t + 1) * channels + channel]);
+      for (int i = 0; i < EACH; i++) {
+        if (first + i >= N) break;
+        b_next[i] = float(b[ulong(t + 1) * N + first + i]);
+        c_next[i] = float(c[ulong(t + 1) * N + first + i]);
+      }
+    }
+    if (t < begin) continue;
+    const ulong at = ulong(t) * channels + channel;
     float sum = 0.0f;
     for (int i = 0; i < EACH; i++) {
       h[i] = precise::exp(step * decay[i]) * h[i] + step * in * b_now[i];
@@ -127,7 +139,8 @@ _SCAN1 = Kernel(
     _STEP_SIZE,
 )
 
-# Lane l of 8 holds states (i * 8 + l) * VEC + j of a row, so that its loads are wide and neighbours' adjoin.
+# Lane l of 8 holds states (i * 8 + l) * VEC + j of a row, so that its loads are wide and neighbours' adjoin. Reads of a
+# token are under way while the one before is computed.
 _SCAN2 = Kernel(
     "quarrel_scan2",
     ("xbc", "dt", "dt_bias", "a", "d", "query_start", "kv_len", "slots", "state"),
@@ -151,37 +164,44 @@ _SCAN2 = Kernel(
     }
   }
   const float rate = a[head], shift = dt_bias[head], skip = d[head];
-  for (int first = 0; first < count; first += 32) {
-    // Each lane makes the step size of one of the next 32 tokens.
-    const int ahead = metal::min(first + lane, count - 1);
-    const float my_step = softplus(float(dt[ulong(begin + ahead) * H + head]) + shift);
-    const float my_keep = precise::exp(my_step * rate);
-    const int many = metal::min(count - first, 32);
-    for (int t = 0; t < many; t++) {
-      const ulong from = ulong(begin + first + t) * WIDTH;
-      const float step = simd_shuffle(my_step, ushort(t)), keep = simd_shuffle(my_keep, ushort(t));
-      float in[ROWS], sum[ROWS];
-      for (int r = 0; r < ROWS; r++) {
-        in[r] = row + r < P ? float(xbc[from + head * P + row + r]) : 0.0f;
-        sum[r] = 0.0f;
-      }
+  T in_next[ROWS], b_next[EACH], c_next[EACH];
+  float my_step = 0.0f, my_keep = 0.0f;
+  for (int t = -1; t < count; t++) {
+    if (t >= 0 && t % 32 == 0) {
+      // Each lane makes the step size of one of the next 32 tokens.
+      const int ahead = metal::min(t + lane, count - 1);
+      my_step = softplus(float(dt[ulong(begin + ahead) * H + head]) + shift);
+      my_keep = precise::exp(my_step * rate);
+    }
+    float in[ROWS], b[EACH], c[EACH], sum[ROWS];
+    for (int r = 0; r < ROWS && t >= 0; r++) in[r] = float(in_next[r]);
+    for (int i = 0; i < EACH && t >= 0; i++) {
+      b[i] = float(b_next[i]);
+      c[i] = float(c_next[i]);
+    }
+    if (t + 1 < count) {
+      const ulong from = ulong(begin + t + 1) * WIDTH;
+      for (int r = 0; r < ROWS; r++) in_next[r] = row + r < P ? T(xbc[from + head * P + row + r]) : T(0.0f);
       for (int i = 0; i < EACH; i++) {
         const int n = (i / VEC * 8 + l) * VEC + i % VEC;
-        if (n >= N) break;
-        const float b = float(xbc[from + b_at + n]), c = float(xbc[from + c_at + n]);
-        for (int r = 0; r < ROWS; r++) {
-          h[r][i] = keep * h[r][i] + step * in[r] * b;
-          sum[r] += h[r][i] * c;
-        }
+        b_next[i] = n < N ? T(xbc[from + b_at + n]) : T(0.0f);
+        c_next[i] = n < N ? T(xbc[from + c_at + n]) : T(0.0f);
       }
-      for (int r = 0; r < ROWS; r++) {
-        sum[r] += simd_shuffle_xor(sum[r], 4);
-        sum[r] += simd_shuffle_xor(sum[r], 2);
-        sum[r] += simd_shuffle_xor(sum[r], 1);
+    }
+    if (t < 0) continue;
+    const float step = simd_shuffle(my_step, ushort(t % 32)), keep = simd_shuffle(my_keep, ushort(t % 32));
+    for (int r = 0; r < ROWS; r++) {
+      sum[r] = 0.0f;
+      for (int i = 0; i < EACH; i++) {
+        h[r][i] = keep * h[r][i] + step * in[r] * b[i];
+        sum[r] += h[r][i] * c[i];
       }
-      for (int r = 0; r < ROWS; r++) {
-        if (l == r && row + r < P) y[(ulong(begin + first + t) * H + head) * P + row + r] = T(sum[r] + skip * in[r]);
-      }
+      sum[r] += simd_shuffle_xor(sum[r], 4);
+      sum[r] += simd_shuffle_xor(sum[r], 2);
+      sum[r] += simd_shuffle_xor(sum[r], 1);
+    }
+    for (int r = 0; r < ROWS; r++) {
+      if (l == r && row + r < P) y[(ulong(begin + t) * H + head) * P + row + r] = T(sum[r] + skip * in[r]);
     }
   }
   for (int r = 0; r < ROWS; r++) {
