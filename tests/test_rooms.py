@@ -53,6 +53,9 @@ ROOMS: Mapping[str, Room] = {
     "bench": Room(
         ("", "errors", "env", "gguf", "models", "ops", "llm", "cpu_backend", "triton_backend"), ("numpy", "torch", "triton")
     ),
+    "quality": Room(("", "errors", "gguf", "models", "ops", "llm"), ("numpy",)),
+    "perplexity": Room(("", "errors", "env", "llm", "quality")),
+    "regress": Room(("errors", "env", "llm", "ops.registry", "quality")),
     "__main__": Room(("cli",)),
     "__init__": Room(("errors", "llm", "engine", "gguf")),
 }

@@ -1,0 +1,86 @@
+"""Files of reference log-probabilities, as `llama-perplexity --kl-divergence-base` writes and reads them.
+
+`_logits_`, then n_ctx (uint32), n_vocab and n_chunk (int32), the tokens of all chunks (int32), then for each chunk the rows
+of its second half in the 16-bit form of `logprobs`.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from quarrel.errors import RequestError
+from quarrel.quality.chunks import scored
+from quarrel.quality.logprobs import pack, unpack, width
+
+Array = npt.NDArray[Any]
+MAGIC = b"_logits_"
+HEADER = struct.Struct("<8sIii")
+MOST = 1 << 24
+"""Tokens of a chunk or a vocabulary beyond which a header is nonsense."""
+
+
+class BaseWriter:
+    """Writes a file row by row; it appears under its name when it is whole."""
+
+    def __init__(self, path: Path, pieces: list[list[int]], n_vocab: int) -> None:
+        self._path, self._part = path, path.with_name(f"{path.name}.{os.getpid()}.part")
+        self._stream: BinaryIO = self._part.open("wb")
+        self._stream.write(HEADER.pack(MAGIC, len(pieces[0]), n_vocab, len(pieces)))
+        self._stream.write(np.array(pieces, "<i4").tobytes())
+
+    def add(self, logits: Array) -> None:
+        """The scored rows of the next chunk."""
+        self._stream.write(pack(logits).astype("<u2", copy=False).tobytes())
+
+    def finish(self) -> None:
+        self._stream.close()
+        self._part.replace(self._path)
+
+    def abandon(self) -> None:
+        self._stream.close()
+        self._part.unlink(missing_ok=True)
+
+
+class BaseFile:
+    """A file's chunk size, vocabulary and tokens, and the rows of each chunk in turn. Refuses a damaged one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            with path.open("rb") as stream:
+                self._read(stream, os.fstat(stream.fileno()).st_size)
+        except OSError as error:
+            raise RequestError(f"{path} cannot be read: {error.strerror}") from None
+
+    def _read(self, stream: BinaryIO, found: int) -> None:
+        head = stream.read(HEADER.size)
+        if len(head) < HEADER.size or head[:8] != MAGIC:
+            raise RequestError(f"{self._path} is no file of reference logits: it does not begin with {MAGIC.decode()}")
+        _, self.n_ctx, self.n_vocab, self.n_chunk = HEADER.unpack(head)
+        span = scored(self.n_ctx)
+        self._count = span.stop - span.start
+        self._start = HEADER.size + 4 * self.n_chunk * self.n_ctx
+        size = self._start + 2 * self.n_chunk * self._count * width(self.n_vocab)
+        if not (4 <= self.n_ctx < MOST and 0 < self.n_vocab < MOST and self.n_chunk > 0 and found == size):
+            raise RequestError(
+                f"{self._path} has {found} bytes, wanted {size} for its {self.n_chunk} chunks of {self.n_ctx} tokens over"
+                f" a vocabulary of {self.n_vocab}: it is damaged, make it again"
+            )
+        tokens = np.frombuffer(stream.read(4 * self.n_chunk * self.n_ctx), "<i4")
+        self.pieces: list[list[int]] = tokens.reshape(self.n_chunk, self.n_ctx).tolist()
+
+    def rows(self) -> Iterator[Array]:
+        """float32 log-probabilities of each chunk's scored rows, `[rows, V]`."""
+        wide = width(self.n_vocab)
+        for i in range(self.n_chunk):
+            with self._path.open("rb") as stream:
+                stream.seek(self._start + 2 * i * self._count * wide)
+                raw = np.frombuffer(stream.read(2 * self._count * wide), "<u2").reshape(self._count, wide)
+            yield unpack(raw, self.n_vocab)
