@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from quarrel.engine import Chunk, Result, SamplingParams, Stream, Timings, Usage
+    from quarrel.engine import Chunk, Result, SamplingParams, Service, Stream, Timings, Usage
     from quarrel.errors import QuarrelError
     from quarrel.llm import LLM, Explanation, load, load_tokenizer
 
@@ -25,6 +25,7 @@ __all__ = [
     "QuarrelError",
     "Result",
     "SamplingParams",
+    "Service",
     "Stream",
     "Timings",
     "Usage",
@@ -34,7 +35,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    **dict.fromkeys(("Chunk", "Result", "SamplingParams", "Stream", "Timings", "Usage"), "quarrel.engine"),
+    **dict.fromkeys(("Chunk", "Result", "SamplingParams", "Service", "Stream", "Timings", "Usage"), "quarrel.engine"),
     **dict.fromkeys(("LLM", "Explanation", "load", "load_tokenizer"), "quarrel.llm"),
     "QuarrelError": "quarrel.errors",
 }

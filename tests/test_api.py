@@ -653,6 +653,7 @@ def test_the_public_names_are_these() -> None:
         "QuarrelError",
         "Result",
         "SamplingParams",
+        "Service",
         "Stream",
         "Timings",
         "Usage",

@@ -146,7 +146,7 @@ class Scheduler:
 
     def _draft(self, sequence: Sequence, room: int) -> tuple[int, ...]:
         room = min(room, sequence.length - sequence.computed - 1)
-        if room <= 0 or sequence.drawn:
+        if room <= 0 or sequence.drawn or self.cache.rules.recurrent:
             return ()
         draft = tuple(sequence.draft(room))
         # A guess is not worth anybody's block.

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from quarrel.engine import Loop
+from quarrel.engine.loop import MAX_WAITING
 from quarrel.env import COMPUTE, MAX_THREADS, Environment, read_environment
 from quarrel.errors import BackendUnavailable, RequestError
 from quarrel.gguf import GGUFFile, resolve
@@ -43,6 +44,7 @@ def load(
     max_seqs: int = 8,
     threads: int | None = None,
     prefix_cache: bool = True,
+    max_waiting: int = MAX_WAITING,
     progress: Progress | None = None,
 ) -> LLM:
     """Loads a model.
@@ -53,14 +55,15 @@ def load(
     activations; "float32" is exact. n_ctx: tokens of prompt and continuation together; by default the model's own, at
     most 8192, and less (with a warning) where memory ends. max_seqs: sequences that run at once. threads: of the CPU
     backend, by default `QUARREL_THREADS` or one for each core. prefix_cache: keep what finished sequences computed, to
-    continue from. progress: called with work done and work in all while weights are packed, on another thread.
+    continue from. max_waiting: requests that may wait beyond those that run; a further one raises QueueFull. progress:
+    called with work done and work in all while weights are packed, on another thread.
 
     Raises ModelNotFound, GGUFError, UnsupportedModel, TokenizerError, BackendUnavailable, UnsupportedOp, OutOfMemory.
     """
     began = time.perf_counter()
     environment = read_environment()
     _set_log(environment)
-    _check_arguments(compute, n_ctx, max_seqs, threads)
+    _check_arguments(compute, n_ctx, max_seqs, threads, max_waiting)
     found = _find(name, environment)
     chosen, skipped = _choose(backend, environment, threads or environment.threads)
     file = GGUFFile.open(found.paths)
@@ -94,7 +97,7 @@ def load(
         loop = Loop()
         width = int(program.outputs["logits" if "logits" in program.outputs else "hidden"].dims[-1])
         try:
-            step = loop.serve(compiled, width, cache_rules(program, prefix_cache))
+            step = loop.serve(compiled, width, cache_rules(program, prefix_cache), max_waiting=max_waiting)
         except BaseException:
             loop.close(timeout=0.0)
             raise
@@ -137,12 +140,17 @@ def _set_log(environment: Environment) -> None:
         log.addHandler(logging.StreamHandler())
 
 
-def _check_arguments(compute: object, n_ctx: object, max_seqs: object, threads: object) -> None:
+def _check_arguments(compute: object, n_ctx: object, max_seqs: object, threads: object, max_waiting: object) -> None:
     if compute not in COMPUTE:
         raise RequestError(f"compute is {compute!r}, wanted one of {', '.join(COMPUTE)}")
-    limits = (("n_ctx", n_ctx, 1 << 30), ("max_seqs", max_seqs, MAX_SEQS), ("threads", threads, MAX_THREADS))
+    limits = (
+        ("n_ctx", n_ctx, 1 << 30),
+        ("max_seqs", max_seqs, MAX_SEQS),
+        ("threads", threads, MAX_THREADS),
+        ("max_waiting", max_waiting, 1 << 20),
+    )
     for name, value, high in limits:
-        if value is None and name != "max_seqs":
+        if value is None and name not in ("max_seqs", "max_waiting"):
             continue
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
             raise RequestError(f"{name} is {value!r}, wanted a whole number from 1 to {high}")

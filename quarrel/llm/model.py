@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import secrets
 import weakref
-from collections.abc import Collection, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Unpack, overload
 
 import numpy.typing as npt
@@ -18,13 +18,16 @@ from quarrel.engine import (
     Result,
     Sampling,
     SamplingParams,
+    Service,
+    Stats,
     Stream,
     merged,
     start,
     start_async,
     token_id,
 )
-from quarrel.errors import ContextOverflow, QuarrelError, RequestError, UnsupportedModel
+from quarrel.engine.service import DEFAULT_SERVICE
+from quarrel.errors import ContextOverflow, QuarrelError, QueueFull, RequestError, UnsupportedModel
 from quarrel.gguf import GGUFFile
 from quarrel.llm.embed import Progress
 from quarrel.llm.embedder import Embedder
@@ -75,7 +78,7 @@ class LLM:
         self.system = parts.system
         self._parts = parts
         self._loop = parts.loop
-        self._embedder = Embedder(parts.loop, parts.file, parts.spec, parts.tokenizer, self.n_ctx, self._checked)
+        self._embedder = Embedder(parts.loop, parts.file, parts.spec, parts.tokenizer, self.n_ctx, _weakly(self._checked))
         self._close = weakref.finalize(self, _shut, parts.loop, parts.file)
 
     def __repr__(self) -> str:
@@ -99,6 +102,7 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         parse_special: bool = False,
+        service: Service = DEFAULT_SERVICE,
         **options: Unpack[Sampling],
     ) -> Result: ...
 
@@ -109,6 +113,7 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         parse_special: bool = False,
+        service: Service = DEFAULT_SERVICE,
         **options: Unpack[Sampling],
     ) -> list[Result]: ...
 
@@ -118,19 +123,21 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         parse_special: bool = False,
+        service: Service = DEFAULT_SERVICE,
         **options: Unpack[Sampling],
     ) -> Result | list[Result]:
         """The continuation of a text or of token ids; a list of prompts runs together and gives a list of results.
 
         parse_special: names of control tokens in the text become those tokens; not for text from outside. A failure
         while generating raises QuarrelError for a single prompt, and is in the `Result` of its prompt in a list.
+        service: priority, deadlines, cache salt, speculation; QueueFull is raised when too many requests wait already.
         Ctrl-C cancels the work and is raised on.
         """
         settled = self._params(params, options)
         if _is_batch(prompt):
-            requests = [self._request(p, settled, parse_special) for p in prompt]
+            requests = [self._request(p, settled, parse_special, service) for p in prompt]
             return self._gather(requests)
-        return _sound(self._gather([self._request(prompt, settled, parse_special)])[0])
+        return _sound(self._gather([self._request(prompt, settled, parse_special, service)])[0])
 
     def stream(
         self,
@@ -138,6 +145,7 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         parse_special: bool = False,
+        service: Service = DEFAULT_SERVICE,
         **options: Unpack[Sampling],
     ) -> Stream:
         """As `generate`, chunk by chunk: an iterator, and a context manager that cancels what is not done.
@@ -145,7 +153,10 @@ class LLM:
         The last chunk of each continuation carries its `Result`, also one that failed or was cancelled.
         """
         return start(
-            self._loop, self._request(prompt, self._params(params, options), parse_special), stream=True, owner=self
+            self._loop,
+            self._request(prompt, self._params(params, options), parse_special, service),
+            stream=True,
+            owner=self,
         )
 
     async def agenerate(
@@ -154,10 +165,11 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         parse_special: bool = False,
+        service: Service = DEFAULT_SERVICE,
         **options: Unpack[Sampling],
     ) -> Result:
         """As `generate` for one prompt, for an event loop. Cancelling the task stops the work."""
-        request = self._request(prompt, self._params(params, options), parse_special)
+        request = self._request(prompt, self._params(params, options), parse_special, service)
         return _sound(await start_async(self._loop, request, stream=False).wait())
 
     def astream(
@@ -166,10 +178,11 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         parse_special: bool = False,
+        service: Service = DEFAULT_SERVICE,
         **options: Unpack[Sampling],
     ) -> AsyncStream:
         """As `stream`, for an event loop: `async for chunk in llm.astream(...)`. Cancelling the task stops the work."""
-        request = self._request(prompt, self._params(params, options), parse_special)
+        request = self._request(prompt, self._params(params, options), parse_special, service)
         return start_async(self._loop, request, stream=True, owner=self)
 
     @overload
@@ -182,6 +195,7 @@ class LLM:
         tools: Sequence[Mapping[str, object]] | None = None,
         template: str | None = None,
         template_kwargs: Mapping[str, bool | str] | None = None,
+        service: Service = DEFAULT_SERVICE,
         **options: Unpack[Sampling],
     ) -> Result: ...
 
@@ -195,6 +209,7 @@ class LLM:
         tools: Sequence[Mapping[str, object]] | None = None,
         template: str | None = None,
         template_kwargs: Mapping[str, bool | str] | None = None,
+        service: Service = DEFAULT_SERVICE,
         **options: Unpack[Sampling],
     ) -> Stream: ...
 
@@ -207,6 +222,7 @@ class LLM:
         tools: Sequence[Mapping[str, object]] | None = None,
         template: str | None = None,
         template_kwargs: Mapping[str, bool | str] | None = None,
+        service: Service = DEFAULT_SERVICE,
         **options: Unpack[Sampling],
     ) -> Result | Stream:
         """The model's answer to messages such as `{"role": "user", "content": "Hello"}`, written by its chat template.
@@ -214,7 +230,7 @@ class LLM:
         tools: JSON schemas of functions, for templates that know them; calls come back as the model writes them, in
         the text. template: a named or literal template instead of the file's. template_kwargs: its further variables.
         """
-        request = self._chat_request(messages, self._params(params, options), tools, template, template_kwargs)
+        request = self._chat_request(messages, self._params(params, options), tools, template, template_kwargs, service)
         if stream:
             return start(self._loop, request, stream=True, owner=self)
         return _sound(self._gather([request])[0])
@@ -227,10 +243,11 @@ class LLM:
         tools: Sequence[Mapping[str, object]] | None = None,
         template: str | None = None,
         template_kwargs: Mapping[str, bool | str] | None = None,
+        service: Service = DEFAULT_SERVICE,
         **options: Unpack[Sampling],
     ) -> AsyncStream:
         """As `chat` with `stream=True`, for an event loop; `await llm.achat(...).wait()` gives the `Result`."""
-        request = self._chat_request(messages, self._params(params, options), tools, template, template_kwargs)
+        request = self._chat_request(messages, self._params(params, options), tools, template, template_kwargs, service)
         return start_async(self._loop, request, stream=True, owner=self)
 
     def prepare(
@@ -242,6 +259,7 @@ class LLM:
         tools: Sequence[Mapping[str, object]] | None = None,
         template: str | None = None,
         template_kwargs: Mapping[str, bool | str] | None = None,
+        service: Service = DEFAULT_SERVICE,
         **options: Unpack[Sampling],
     ) -> Request:
         """What `generate` (of a prompt) or `chat` (of messages) would run, checked and tokenized, for `submit`.
@@ -252,8 +270,8 @@ class LLM:
         if (prompt is None) == (messages is None):
             raise RequestError("a request has either a prompt or messages")
         if messages is not None:
-            return self._chat_request(messages, settled, tools, template, template_kwargs)
-        return self._request(prompt, settled, parse_special=False)
+            return self._chat_request(messages, settled, tools, template, template_kwargs, service)
+        return self._request(prompt, settled, False, service)
 
     def submit(self, request: Request) -> AsyncStream:
         """Starts a prepared request for the event loop that is running. Cancelling the task that reads it stops it."""
@@ -341,6 +359,12 @@ class LLM:
         """What was chosen when the model was loaded: device, operations, memory."""
         return self._parts.explanation
 
+    def stats(self) -> Stats:
+        """What has happened since it was loaded, in counters that go on growing; `quarrel.metrics` names them."""
+        engine = self._loop.engine
+        assert engine is not None
+        return engine.stats
+
     def activity(self) -> Activity:
         """How busy the model is right now."""
         engine = self._loop.engine
@@ -350,6 +374,10 @@ class LLM:
     @property
     def _encodes(self) -> bool:
         return isinstance(self.spec, EncoderSpec)
+
+    @property
+    def _keeps_state(self) -> bool:
+        return self._loop.engine is not None and self._loop.engine.cache.rules.recurrent
 
     def _must_continue_texts(self) -> None:
         if self._encodes:
@@ -366,12 +394,12 @@ class LLM:
         settled.check_vocabulary(self.spec.n_vocab)
         return settled
 
-    def _request(self, prompt: object, params: SamplingParams, parse_special: bool) -> Request:
+    def _request(self, prompt: object, params: SamplingParams, parse_special: bool, service: Service) -> Request:
         if isinstance(prompt, str):
             ids = self.tokenizer.encode(prompt, parse_special=parse_special)
         else:
             ids = self._ids(prompt)
-        return self._checked_request(ids, params, continues=True)
+        return self._checked_request(ids, params, service, continues=True)
 
     def _chat_request(
         self,
@@ -380,13 +408,18 @@ class LLM:
         tools: Sequence[Mapping[str, object]] | None,
         template: str | None,
         template_kwargs: Mapping[str, bool | str] | None,
+        service: Service,
     ) -> Request:
         if self.system is not None and _lacks_system(messages):
             messages = [{"role": "system", "content": self.system}, *messages]
         ids = self.tokenizer.apply_chat(messages, tools=tools, template=template, kwargs=template_kwargs)
-        return self._checked_request(ids, params, continues=False)
+        return self._checked_request(ids, params, service, continues=False)
 
-    def _checked_request(self, ids: Sequence[int], params: SamplingParams, *, continues: bool) -> Request:
+    def _checked_request(self, ids: Sequence[int], params: SamplingParams, service: Service, *, continues: bool) -> Request:
+        if not isinstance(service, Service):
+            raise RequestError(f"service is a {type(service).__name__}, wanted a Service")
+        if self._keeps_state:
+            service = replace(service, speculate=0)  # what was guessed wrong cannot be taken out of a state
         self._fits(len(ids))
         own = frozenset() if params.ignore_eos else self.tokenizer.stop_ids
         return Request(
@@ -398,6 +431,7 @@ class LLM:
             n_vocab=self.spec.n_vocab,
             texts=VocabularyTexts(self.tokenizer, continues),
             load_seconds=self._parts.load_seconds,
+            service=service,
         )
 
     def _checked(self, ids: object) -> list[int]:
@@ -426,13 +460,37 @@ class LLM:
             )
 
     def _gather(self, requests: Sequence[Request]) -> list[Result]:
-        streams = [start(self._loop, request, stream=False) for request in requests]
+        """The results in order. No more are queued at once than the engine takes: the list may be longer than its queue."""
+        streams: list[Stream] = []
+        results: list[Result] = []
         try:
-            return [stream.wait() for stream in streams]
+            for request in requests:
+                while True:
+                    try:
+                        streams.append(start(self._loop, request, stream=False))
+                        break
+                    except QueueFull:
+                        if len(results) == len(streams):
+                            raise  # it is full of others' requests
+                        results.append(streams[len(results)].wait())
+            results += [stream.wait() for stream in streams[len(results) :]]
         except BaseException:
             for stream in streams:
                 stream.cancel()
             raise
+        return results
+
+
+def _weakly(check: Callable[[object], list[int]]) -> Callable[[object], list[int]]:
+    """The method without a hold on its model, whose end would wait for the collector of cycles otherwise."""
+    method = weakref.WeakMethod(check)
+
+    def call(ids: object) -> list[int]:
+        alive = method()
+        assert alive is not None
+        return alive(ids)
+
+    return call
 
 
 def _is_batch(prompt: object) -> bool:
