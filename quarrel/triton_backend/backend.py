@@ -20,6 +20,7 @@ from quarrel.triton_backend import (
     embedding,
     encode,
     experts,
+    experts_few,
     few,
     linear,
     mixer,
@@ -38,7 +39,8 @@ from quarrel.triton_backend.step import TritonStep
 from quarrel.triton_backend.weights import Weights, device_bytes, refs_of
 
 FAMILIES = (
-    few, attention, elementwise, embedding, encode, experts, linear, mixer, norm, recurrent, rope, route, sample, scan1,
+    few, experts_few, attention, elementwise, embedding, encode, experts, linear, mixer, norm, recurrent, rope, route,
+    sample, scan1,
 )  # fmt: skip
 REGISTRY = Registry(
     "triton",

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from quarrel.ops.contract import Compute, Value
 from quarrel.ops.linear import LINEAR, LINEAR_ADD
+from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP
 from quarrel.ops.program import Node
 from quarrel.triton_backend.dots import WORDS
 
@@ -25,9 +26,9 @@ def words(k: int) -> int:
 
 def reads_halved(node: Node, compute: Compute) -> bool:
     """Whether a step of one row reads the halved form of this node's activations."""
-    if compute == "float32" or not (node.op is LINEAR or node.op is LINEAR_ADD):
+    if compute == "float32" or not any(node.op is op for op in (LINEAR, LINEAR_ADD, EXPERT_UP, EXPERT_DOWN)):
         return False
-    spec = node.spec if node.op is LINEAR else node.spec.linear
+    spec = node.spec.linear if node.op is LINEAR_ADD else node.spec
     return spec.type.name in WORDS and spec.k % 32 == 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 import torch
 
@@ -13,7 +14,7 @@ from quarrel.ops.registry import Choice
 from quarrel.triton_backend.buffers import Place, Scratch, place, view
 from quarrel.triton_backend.halved import readers, words
 from quarrel.triton_backend.pack import Packed
-from quarrel.triton_backend.runtime import DTYPES, Cache, Launch, Launcher, Slot, Work, dims, launch
+from quarrel.triton_backend.runtime import DTYPES, Cache, Launch, Launcher, Slot, Work, launch
 from quarrel.triton_backend.weights import Weights
 
 
@@ -115,10 +116,11 @@ class Plan:
         return self._halved.get(value.id)
 
     def to_halve(self, value: Value) -> tuple[torch.Tensor | None, bool]:
-        _, k = dims(value)
         if value.id not in self._read_halved:
             return None, True
-        made = self._halved[value.id] = torch.empty(words(k), dtype=torch.int32, device=self.device)
+        _, *parts, k = value.dims
+        rows = prod(int(p) for p in parts)
+        made = self._halved[value.id] = torch.empty(rows * words(int(k)), dtype=torch.int32, device=self.device)
         return made, value.id in self._read_plain or value.id in self.kept
 
     def scratch(self, dim: str, width: int, dtype: torch.dtype = torch.float32) -> Slot:
