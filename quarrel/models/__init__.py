@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 
-from quarrel.errors import UnsupportedModel
+from quarrel.errors import ModelError, UnsupportedModel
 from quarrel.gguf import GGUFFile
 from quarrel.models.assembly import assemble
 from quarrel.models.keys import Keys
@@ -46,6 +46,12 @@ def read_spec(file: GGUFFile, n_ctx: int | None = None) -> ModelSpec | EncoderSp
     spec: ModelSpec | EncoderSpec = importlib.import_module(f"quarrel.models.{ARCHITECTURES[name]}").spec(
         keys, Tensors(file), length
     )
+    said = keys.int("vocab_size", 0)
+    if said > spec.n_vocab:
+        raise ModelError(
+            f"the tensor token_embd.weight has {spec.n_vocab} rows, but the key {name}.vocab_size is {said}:"
+            " the file contradicts itself, download or convert it again"
+        )
     return spec
 
 

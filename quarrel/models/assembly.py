@@ -38,7 +38,12 @@ from quarrel.ops.sample import sample
 
 def assemble(spec: ModelSpec | EncoderSpec, tensors: Tensors) -> Program:
     """The program of a model: token ids in; `hidden` and, for decoders, `logits` and `tokens` of the rows asked for out."""
-    return encoder(spec, tensors) if isinstance(spec, EncoderSpec) else _decoder(spec, tensors)
+    if isinstance(spec, EncoderSpec):
+        program, n_layers = encoder(spec, tensors), spec.n_layers
+    else:
+        program, n_layers = _decoder(spec, tensors), len(spec.layers)
+    tensors.check_all_read(n_layers)
+    return program
 
 
 def _decoder(spec: ModelSpec, tensors: Tensors) -> Program:

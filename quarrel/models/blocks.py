@@ -6,6 +6,7 @@ block's values before the projection back to the stream, or, for experts, the va
 
 from __future__ import annotations
 
+from quarrel.errors import UnsupportedModel
 from quarrel.models.spec import Attention, Experts, GatedFFN, Mamba1, Mamba2, PlainFFN
 from quarrel.models.tensors import Tensors
 from quarrel.ops.activation import GatedSpec, gated, plain
@@ -52,7 +53,7 @@ def gains(tensors: Tensors, name: str, norm: NormSpec) -> tuple[WeightRef, ...]:
 def attend(b: Builder, block: Block, a: Attention, h: Value) -> Value:
     """Query, key and value of `norm(h)`, rotated and cached; the attention's result, `[T, n_heads * head_dim]`."""
     q, k, v = norm_linear(b, block.norm, h, block.gains("attn_norm"), qkv(block, a))
-    if block.has("attn_q_norm.weight"):
+    if block.has("attn_q_norm.weight") or block.has("attn_k_norm.weight"):
         q = norm(b, _per_head(block, a, a.n_heads), q, block.vector("attn_q_norm.weight", a.head_dim))
         k = norm(b, _per_head(block, a, a.n_kv), k, block.vector("attn_k_norm.weight", a.head_dim))
     cache = b.cache(KVLayer(a.n_kv, a.head_dim, a.window))
@@ -107,7 +108,11 @@ def mamba1(b: Builder, block: Block, m: Mamba1, h: Value) -> Value:
     taps, offset = block.linear("ssm_conv1d", m.inner, m.conv_width)
     x = conv(b, x, taps, offset or block.vector("ssm_conv1d.bias", m.inner), b.state(m.conv_width - 1, m.inner))
     low, _ = block.linear("ssm_x", m.rank + 2 * m.n_state, m.inner)
-    dt, over, out = (linear(b, x, part) for part in low.split(m.rank, m.n_state, m.n_state))
+    parts = low.split(m.rank, m.n_state, m.n_state)
+    dt, over, out = (linear(b, x, part) for part in parts)
+    if m.normed:
+        ones = [block.tensors.ones(part.rows) for part in parts]
+        dt, over, out = (norm(b, NormSpec("rms", g.k, block.norm.eps), v, g) for g, v in zip(ones, (dt, over, out)))
     dt = linear(b, dt, *block.linear("ssm_dt", m.inner, m.rank))
     a = block.tensors.matrix(f"{block.prefix}ssm_a", m.inner, m.n_state)
     return scan1_gate(b, z, x, dt, (over, out), a, block.vector("ssm_d", m.inner), b.state(m.inner, m.n_state))
@@ -136,6 +141,11 @@ def experts(b: Builder, block: Block, e: Experts, h: Value, before: str) -> Valu
     shift = block.vector("exp_probs_b.bias", e.n_experts) if e.gate == "sigmoid" else None
     choice = RouteSpec(e.n_experts, e.used, e.gate, e.renormalise, e.scale, shift is not None, e.n_groups, e.groups_used)
     ids, weights = route(b, choice, logits, shift)
+    if block.has("ffn_up.0.weight"):
+        raise UnsupportedModel(
+            f"{block.prefix}ffn_up.0.weight and its like hold one expert each, as files from before 2024 do; Quarrel wants"
+            f" the experts of a layer in one tensor, {block.prefix}ffn_up_exps.weight: convert the model again"
+        )
     names = ("gate", "up") if block.has("ffn_gate_exps.weight") else ("up",)
     stacks = [_stack(block, f"ffn_{name}_exps", e.n_experts, e.width, block.n_embd) for name in names]
     biased = block.has("ffn_up_exps.bias")

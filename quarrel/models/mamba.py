@@ -1,8 +1,7 @@
-"""mamba and mamba2: nothing but state-space mixers, no attention and no feed-forward."""
+"""mamba (FalconMamba among them) and mamba2: nothing but state-space mixers, no attention and no feed-forward."""
 
 from __future__ import annotations
 
-from quarrel.errors import UnsupportedModel
 from quarrel.models.keys import MAX_LAYERS, MAX_WIDTH, Keys, mamba2
 from quarrel.models.spec import Layer, Mamba1, ModelSpec
 from quarrel.models.tensors import Tensors
@@ -23,11 +22,10 @@ def spec(keys: Keys, tensors: Tensors, n_ctx: int) -> ModelSpec:
 
 
 def _mamba1(keys: Keys) -> Mamba1:
-    if keys.bool("ssm.dt_b_c_rms", False):
-        raise UnsupportedModel("mamba.ssm.dt_b_c_rms is true (FalconMamba), which this version does not compute")
     return Mamba1(
         inner=keys.int("ssm.inner_size", lo=1, hi=MAX_WIDTH),
         n_state=keys.int("ssm.state_size", lo=1, hi=4096),
         rank=keys.int("ssm.time_step_rank", lo=1, hi=MAX_WIDTH),
         conv_width=keys.int("ssm.conv_kernel", lo=2, hi=16),
+        normed=keys.bool("ssm.dt_b_c_rms", False),
     )

@@ -83,7 +83,8 @@ def table(base: float, n_rot: int, style: Literal["norm", "neox"]) -> Rope:
 def _factors(tensors: Tensors, name: str, n_rot: int) -> np.ndarray:
     factors = np.array(tensors.floats(name))
     if len(factors) != n_rot // 2 or not np.isfinite(factors).all() or (factors <= 0).any():
-        raise ModelError(f"{name} holds {len(factors)} values, wanted {n_rot // 2} positive ones: the file is inconsistent")
+        wanted = f"the key rope.dimension_count asks for {n_rot // 2} positive ones"
+        raise ModelError(f"the tensor {name} holds {len(factors)} values, but {wanted}: the file contradicts itself")
     return factors
 
 

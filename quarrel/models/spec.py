@@ -35,12 +35,16 @@ class Attention:
 
 @dataclass(frozen=True)
 class Mamba1:
-    """Convolution and selective scan with a step size per channel; `rank` is the width of the step's bottleneck."""
+    """Convolution and selective scan with a step size per channel; `rank` is the width of the step's bottleneck.
+
+    `normed` (FalconMamba): the bottleneck, B and C are each RMS-normalised, without a gain.
+    """
 
     inner: int
     n_state: int
     rank: int
     conv_width: int
+    normed: bool = False
 
 
 @dataclass(frozen=True)

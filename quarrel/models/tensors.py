@@ -2,9 +2,34 @@
 
 from __future__ import annotations
 
+import re
+
+import numpy as np
+
 from quarrel.errors import ModelError, UnsupportedModel
 from quarrel.gguf import FORMATS, GGMLType, GGUFFile
 from quarrel.ops.contract import RawWeight, WeightRef
+
+_BLOCK = re.compile(r"blk\.(\d+)\.(.+?)(\.weight|\.bias)?")
+_ONES = "(ones)"
+# Which keys, below the architecture's name, give a tensor its shape.
+_HEADS = "attention.head_count, attention.head_count_kv and attention.key_length"
+_EXPERTS = "expert_count, expert_feed_forward_length and embedding_length"
+_SSM = "ssm.inner_size, ssm.state_size, ssm.group_count and ssm.time_step_rank"
+_SHAPED_BY = {
+    **dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output"), f"{_HEADS} and embedding_length"),
+    **dict.fromkeys(("attn_q_norm", "attn_k_norm", "attn_sinks"), _HEADS),
+    **dict.fromkeys(("ffn_gate", "ffn_up", "ffn_down"), "feed_forward_length and embedding_length"),
+    **dict.fromkeys(("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"), _EXPERTS),
+    **dict.fromkeys(("ffn_gate_inp", "exp_probs_b"), "expert_count and embedding_length"),
+    **dict.fromkeys(
+        ("ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp"), "expert_shared_feed_forward_length and embedding_length"
+    ),
+    **dict.fromkeys(("ssm_in", "ssm_out"), f"{_SSM} and embedding_length"),
+    **dict.fromkeys(("ssm_x", "ssm_dt", "ssm_a", "ssm_d", "ssm_norm"), _SSM),
+    "ssm_conv1d": f"{_SSM} and ssm.conv_kernel",
+    "position_embd": "context_length and embedding_length",
+}
 
 NOT_WEIGHTS = frozenset(GGMLType[name] for name in ("I8", "I16", "I32", "I64", "F64", "Q8_1", "Q8_K"))
 
@@ -14,6 +39,7 @@ class Tensors:
 
     def __init__(self, file: GGUFFile) -> None:
         self.file = file
+        self._read: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
         return name in self.file.tensors
@@ -57,22 +83,57 @@ class Tensors:
         self._require(name)
         return tuple(float(x) for x in self.file.array(name).reshape(-1))
 
+    def ones(self, n: int) -> WeightRef:
+        """`[n]` ones: the gain of a norm that has none."""
+        return WeightRef(_ONES, GGMLType.F32, 1, n)
+
+    def check_all_read(self, n_layers: int) -> None:
+        """Raises `UnsupportedModel` for a tensor of a layer that nothing asked for: it would change the model's results.
+
+        Blocks behind the last layer may hold what predicts several tokens at once, if the file says so.
+        """
+        for name in self.file.tensors:
+            found = _BLOCK.fullmatch(name)
+            if found is None or name in self._read:
+                continue
+            if int(found[1]) >= n_layers:
+                metadata = self.file.metadata
+                extra = f"{metadata.str('general.architecture')}.nextn_predict_layers"
+                if int(found[1]) < n_layers + metadata.int(extra, 0, lo=0, hi=1 << 16):
+                    continue
+                said = f"lies behind the {n_layers} layers that the key block_count tells of"
+            else:
+                said = "has no place in this architecture as this version computes it"
+            raise UnsupportedModel(f"the tensor {name} {said}: results without it would be wrong, convert the model again")
+
     def raw(self, ref: WeightRef) -> RawWeight:
         """The rows' blocks, in place in the mapping."""
+        if ref.name == _ONES:
+            return RawWeight(GGMLType.F32, np.ones((1, ref.k), np.float32).view(np.uint8), ref.k)
         rows = self.file.raw(ref.name).reshape(-1, ref.k // FORMATS[ref.type].elements * FORMATS[ref.type].nbytes)
         return RawWeight(ref.type, rows[ref.start : ref.start + ref.rows], ref.k)
 
     def _require(self, name: str) -> None:
         if name not in self.file.tensors:
-            raise ModelError(f"the tensor {name} is missing: the file is incomplete, download or convert it again")
+            asked = ", which the key block_count asks for" if _BLOCK.fullmatch(name) else ""
+            raise ModelError(f"the tensor {name} is missing{asked}: the file is incomplete, download or convert it again")
 
     def _ref(self, name: str, shape: tuple[int, ...]) -> WeightRef:
         self._require(name)
+        self._read.add(name)
         info = self.file.tensors[name]
         if info.shape != shape:
             raise ModelError(
-                f"the tensor {name} is {list(info.shape)}, its metadata asks for {list(shape)}: inconsistent file"
+                f"the tensor {name} is {list(info.shape)}, but {_keys_of(name)} ask for {list(shape)}: the file contradicts"
+                " itself, download or convert it again"
             )
         if info.type in NOT_WEIGHTS:
             raise UnsupportedModel(f"the tensor {name} has type {info.type.name}, which holds no weights: convert it again")
         return WeightRef(name, info.type, shape[0] if len(shape) == 2 else 1, shape[-1])
+
+
+def _keys_of(name: str) -> str:
+    """The keys that say how large a tensor is."""
+    found = _BLOCK.fullmatch(name)
+    base = found[2] if found else name.rsplit(".", 1)[0]
+    return f"the keys {_SHAPED_BY.get(base, 'embedding_length and block_count')}"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType, SimpleNamespace
 
 import pytest
 
 from quarrel.errors import ModelError, UnsupportedModel
 from quarrel.gguf import GGUFFile, Metadata
+from quarrel.gguf.file import TensorInfo
 from quarrel.models import Tensors, assemble, read_spec
 from tests.models.test_reference_logits import ARCHITECTURES
 from tests.paths import need_cases
@@ -18,9 +20,12 @@ from tests.paths import need_cases
 HOSTILE = (0, -1, 3, 2**31, 2**63, 1e308, math.nan, math.inf, "8", True, [], [1, 2, 3])
 
 
-def load(file: GGUFFile, values: Mapping[str, object], dropped: str = "") -> None:
+def load(
+    file: GGUFFile, values: Mapping[str, object], dropped: str = "", changed: Mapping[str, TensorInfo] | None = None
+) -> None:
     """Builds the program of a file whose keys and tensors were tampered with."""
-    tensors = MappingProxyType({n: t for n, t in file.tensors.items() if n != dropped})
+    held = {n: t for n, t in file.tensors.items() if n != dropped} | dict(changed or {})
+    tensors = MappingProxyType(held)
     fake = SimpleNamespace(metadata=Metadata(values), tensors=tensors, raw=file.raw, array=file.array)  # type: ignore[arg-type]
     assemble(read_spec(fake), Tensors(fake))  # type: ignore[arg-type]
 
@@ -71,6 +76,78 @@ def test_a_missing_tensor_is_named_or_optional(file: GGUFFile) -> None:
             assert name in str(error) or fused, (name, error)
         else:
             assert any(part in name for part in optional), name
+
+
+def _other_shapes(dims: tuple[int, ...]) -> set[tuple[int, ...]]:
+    shapes = {
+        dims[::-1],
+        (dims[0] + 32, *dims[1:]),
+        (*dims[:-1], dims[-1] + 1),
+        (*dims[:-1], max(1, dims[-1] // 2)),
+        (math.prod(dims),),
+        (*dims, 2),
+    }
+    return shapes - {dims}
+
+
+def test_a_tensor_of_another_shape_is_refused_by_name_and_keys(file: GGUFFile) -> None:
+    """But for rows of the vocabulary, which no key need give, and vectors that converters write in two ways."""
+    for name, info in file.tensors.items():
+        if name in ("token_types.weight", "output.weight") or name.startswith("rope_"):
+            continue
+        for dims in _other_shapes(info.dims):
+            rows_only = name == "token_embd.weight" and dims[:-1] == info.dims[:-1]
+            if rows_only or (name.endswith((".ssm_a", ".ssm_d")) and math.prod(dims) == math.prod(info.dims)):
+                continue
+            with pytest.raises(ModelError, match=r"the keys? .*[a-z]_[a-z]") as error:
+                load(file, dict(file.metadata), changed={name: replace(info, dims=dims)})
+            assert name in str(error.value), (dims, error.value)
+
+
+SIZES = (
+    "block_count", "embedding_length", "attention.key_length", "attention.head_count", "attention.head_count_kv",
+    "expert_count", "expert_feed_forward_length", "ssm.inner_size", "ssm.state_size", "ssm.conv_kernel",
+    "ssm.time_step_rank", "ssm.group_count",
+)  # fmt: skip
+
+
+def test_a_size_that_the_tensors_contradict_is_refused_by_name(file: GGUFFile) -> None:
+    keys = dict(file.metadata)
+    arch = keys["general.architecture"]
+    recurrent = any(".ssm_" in name for name in file.tensors)
+    for size in SIZES:
+        value = keys.get(f"{arch}.{size}")
+        # An encoder's heads share one matrix; keys of parts that a file does not have say nothing.
+        if not isinstance(value, int) or not value or (not recurrent and size.startswith("ssm.")):
+            continue
+        if arch in ("bert", "nomic-bert") and size == "attention.head_count":
+            continue
+        with pytest.raises(ModelError) as error:
+            load(file, keys | {f"{arch}.{size}": value + 1})
+        said = ("ssm sizes", "wanted", size.removeprefix("attention."))
+        assert any(part in str(error.value) for part in said), (size, error.value)
+
+
+def test_a_tensor_without_a_place_is_refused(file: GGUFFile) -> None:
+    some = next(t for n, t in file.tensors.items() if n.startswith("blk.0."))
+    for name, said in (("blk.0.attn_gate.weight", "no place"), ("blk.999.attn_norm.weight", "block_count")):
+        with pytest.raises(ModelError, match=f"{name} .*{said}"):
+            load(file, dict(file.metadata), changed={name: replace(some, name=name)})
+
+
+def test_experts_in_tensors_of_their_own_are_refused() -> None:
+    with GGUFFile.open(need_cases("mixtral", "model-q4_0x.gguf")) as file:
+        some = file.tensors["blk.0.attn_q.weight"]
+        stacks = [n for n in file.tensors if "_exps" in n]
+        apart = {n.replace("_exps", ".0"): replace(some, name=n.replace("_exps", ".0")) for n in stacks}
+        with pytest.raises(UnsupportedModel, match=r"blk\.0\.ffn_up\.0\.weight .* before 2024 .*ffn_up_exps"):
+            load(file, dict(file.metadata), changed=apart)
+
+
+def test_a_vocabulary_beyond_the_embeddings_is_refused() -> None:
+    with GGUFFile.open(need_cases("mixtral", "model-q4_0x.gguf")) as file:
+        with pytest.raises(ModelError, match=r"token_embd\.weight has 384 rows, but the key llama\.vocab_size is 385"):
+            load(file, dict(file.metadata) | {"llama.vocab_size": 385})
 
 
 def test_an_unknown_architecture_lists_what_runs(file: GGUFFile) -> None:
