@@ -120,7 +120,8 @@ def build_mamba2(site: Site, node: Node) -> Launch:
     scan = Held.of(site, weights[2:5], (*ragged, state))
     gain = site.vector(weights[5])  # type: ignore[arg-type]
     prompts = Scan2(site, spec.scan, scan)
-    mixed, y = (site.scratch("T", width, DTYPES[site.compute]) for width in (spec.width, spec.inner))
+    mixed = site.scratch("T", spec.width, DTYPES[site.compute])
+    y = site.scratch("T", spec.inner)  # float32: what the norm brings back into range may lie outside float16's
     held = site.scratch("S", spec.inner)
     counts = site.zeros("S", spec.n_groups)
     states = power_of_two(spec.n_state)

@@ -24,7 +24,7 @@ from quarrel.triton_backend.runtime import Live, Site, Slot, cdiv, power_of_two
 
 CHUNK = 64
 _HEADS = 16  # heads whose sums one program makes
-_TILE = (32, 8, 1)  # channels of a head to a program of ssd_rows, warps (four have too few registers), stages
+_TILE = (32, 8, 2)  # channels of a head to a program of ssd_rows, warps (four have too few registers), stages
 _MOST_STATES = 256
 
 
@@ -194,7 +194,8 @@ class Chunks:
         s, starts = self._spec, self._ragged.tensors()
         states = max(16, power_of_two(s.n_state))
         most, warps, stages = _TILE
-        channels = min(most, max(16, power_of_two(s.head_dim)))
+        # 16 channels and eight warps are an illegal access with Triton 3.6 on sm_90, whatever the addresses.
+        channels = min(most, max(32, power_of_two(s.head_dim)))
         parts = cdiv(s.head_dim, channels)
         shape = {"HEADS": s.n_heads, "DIM": s.head_dim, "GROUPS": s.n_groups, "N": s.n_state, "BN": states, "BT": CHUNK}
         self._site.launch(
