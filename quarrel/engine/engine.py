@@ -75,7 +75,7 @@ class Engine:
         self._inputs = Inputs(self.step.limits, self.cache)
         self._flight: _Flight | None = None
         self._deadlines: list[tuple[float, int, Sequence, bool]] = []
-        self._broken = self._sound = 0
+        self._broken, self._sound = 0, 1
 
     def add(self, sequence: Sequence) -> None:
         self.scheduler.add(sequence)
@@ -208,13 +208,13 @@ class Engine:
     def _fail(self, batches: list[Batch], error: Exception, *, soft: bool) -> None:
         """What follows from a step that broke: inputs that were refused (soft) end their requests; so does a fault of the
         device, which takes the cache with it; where memory was short, smaller steps are tried."""
-        self._sound = 0
+        again, self._sound = self._sound == 0, 0
         sequences = {id(p.sequence): p.sequence for batch in batches for p in batch.parts}
         for sequence in sequences.values():
             sequence.drawn = 0
         alive = [s for s in sequences.values() if not s.over]
         short = _is_out_of_memory(error)
-        if short and sum(p.count for batch in batches for p in batch.parts) > 1:
+        if short and not (again and sum(p.count for batch in batches for p in batch.parts) == 1):
             log.warning("a step of %d sequences ran out of memory; smaller ones follow", len(alive))
             self.scheduler.max_tokens = max(1, self.scheduler.max_tokens // 2)
             self._put_out(alive)
