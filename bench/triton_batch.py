@@ -81,7 +81,7 @@ def exact(name: str, n: int, k: int) -> torch.Tensor:
     """The weight's float32 values, by the kernels' exact path."""
     w = packed(name, n, k)
     out = torch.full((n, k), float("nan"), device=device())
-    run_decode(out, w, 8, 32, 4, False, "float32")
+    run_decode(out, w, 8, 16, 4, False, "float32")
     return out
 
 
@@ -263,7 +263,7 @@ def make_split(p: dict[str, Any], small: bool) -> Made:
     caches = [cache_for(seqs, keys, n_kv, dim) for _ in range(count)]
     q = activations(seqs, heads * dim)
     out = torch.full_like(q, float("nan"))
-    splits = attention.splits_of(np.full(seqs, keys))
+    splits = attention.splits_of(np.full(seqs, keys), p["least"], p["most"])
     starts = np.concatenate([[0], np.cumsum(splits)])
     items = int(starts[-1])
     part = torch.empty(items * heads * dim, device=device())
@@ -278,7 +278,8 @@ def make_split(p: dict[str, Any], small: bool) -> Made:
         launch(
             attention.attend_one, (items, n_kv), out, part, top_sum, arrived, q, k, v, k, begin, length, table, width, item,
             seqs, scale * attention.LOG2E, 0.0, 0, HEADS=heads, KV_HEADS=n_kv, DIM=dim, WIDE=dim, SIZE=32, WINDOW=False,
-            CAP=False, SINKS=False, SHARE=share, BLOCK_M=16, BLOCK_N=p["bn"], AT_ONCE=p["once"], warps=p["warps"],
+            CAP=False, SINKS=False, SHARE=share, BLOCK_M=16, BLOCK_N=p["bn"], SHORTEST=p["least"],
+            MOST=p["most"], AT_ONCE=p["once"], warps=p["warps"],
             stages=p["stages"],
         )  # fmt: skip
 
@@ -368,9 +369,8 @@ def variants() -> list[dict[str, Any]]:
         found.extend({"part": part, **dict(zip(names.split(), row, strict=True)), **rest} for row in rows)
 
     big: dict[str, Any] = {"n": 14336, "k": 4096}
-    kinds = ((8, 32, 4, True), (4, 64, 4, True), (16, 32, 8, True), (2, 128, 4, True), (8, 32, 4, False))
-    add("decode", "r b warps fast", *kinds, format="Q4_K", **big)
-    add("decode", "format", ("Q6_K",), ("Q8_0",), ("Q5_K",), ("MXFP4",), r=8, b=32, warps=4, fast=True, **big)
+    add("decode", "r b warps fast", (2, 128, 4, True), (4, 64, 4, True), (1, 128, 2, True), format="Q4_K", **big)
+    add("decode", "format", ("Q6_K",), ("Q8_0",), r=2, b=128, warps=4, fast=True, **big)
     maps = ((14336, 4096, False), (4096, 14336, True), (4096, 4096, True), (4096, 4096, False), (1024, 4096, False))
     for tokens in (4096, 512):
         add("library", "n k add", *maps, tokens=tokens)
@@ -379,27 +379,28 @@ def variants() -> list[dict[str, Any]]:
     heads = {"heads": 32, "n_kv": 8, "dim": 128}
     for tokens in (4096, 512):
         add("attend", "bm bn warps stages", *attend, tokens=tokens, **heads)
-    q = {"format": "Q4_K", "bn": 64}
+    names = "bn warps nb stages parts"
     for tokens, bt in WIDTHS:
-        some = {"tokens": tokens, "bt": bt, **q}
-        add("batch", "nb warps stages", (8, 4, 3), (8, 4, 2), (4, 4, 4), parts=1, add=False, **some, **big)
-        add("batch", "nb warps stages", (8, 4, 2), parts=2, add=False, **some, **big)
-        add("batch", "nb stages parts", (8, 3, 4), (8, 2, 4), (8, 2, 8), warps=4, add=True, n=4096, k=14336, **some)
-        add("batch", "nb stages parts", (8, 2, 4), (4, 4, 4), warps=4, add=True, n=4096, k=4096, **some)
-        add("batch", "nb stages", (8, 2), (4, 3), warps=4, parts=1, gated=True, **some, **big)
-        if tokens >= 64:
-            for gated in (False, True):
-                wide = {**some, "bn": 128}
-                add("batch", "nb stages warps", (4, 3, 8), parts=1, gated=gated, **wide, **big)
+        some: dict[str, Any] = {"format": "Q4_K", "tokens": tokens, "bt": bt}
+        flat = {"add": False, **some, **big}
+        add("batch", names, (64, 4, 4, 3, 1), (64, 4, 4, 3, 2), **flat)
+        add("batch", names, (64, 4, 4, 3, 4), **some, add=True, n=4096, k=14336)
+        add("batch", names, (64, 4, 4, 3, 1), gated=True, **flat)
+        if tokens <= 32:
+            add("batch", names, (64, 4, 8, 2, 1), (64, 4, 4, 4, 1), **flat)
+            add("batch", names, (64, 4, 4, 3, 8), **some, add=True, n=4096, k=14336)
+        else:
+            add("batch", names, (128, 8, 4, 3, 1), (128, 8, 4, 3, 2), **flat)
+            add("batch", names, (128, 8, 4, 3, 8), **some, add=True, n=4096, k=14336)
+            add("batch", names, (128, 8, 4, 2, 1), gated=True, **flat)
     for tokens, bt in (WIDTHS[0], WIDTHS[2]):
-        three = {"formats": ("Q4_K", "Q4_K", "Q6_K"), "ns": (4096, 1024, 1024), "k": 4096, "bn": 64, "warps": 4}
-        add("three", "nb stages parts", (8, 2, 4), tokens=tokens, bt=bt, **three)
-        rest = {**q, "tokens": tokens, "bt": bt, "warps": 4, "parts": 1}
-        for name in ("Q6_K", "Q8_0", "F16"):
-            add("batch", "nb stages", (4, 3), **{**rest, "format": name}, **big)
+        three = {"formats": ("Q4_K", "Q4_K", "Q6_K"), "ns": (4096, 1024, 1024), "k": 4096}
+        add("three", names, (64, 4, 4, 3, 4), tokens=tokens, bt=bt, **three)
+        for name in ("Q6_K", "Q8_0"):
+            add("batch", names, (64, 4, 4, 3, 1), format=name, tokens=tokens, bt=bt, add=False, **big)
     for seqs, keys in ((1, 500), (1, 4000), (1, 32000), (32, 1000)):
-        tiles = ((32, 4, 2, 4), (64, 4, 2, 4), (64, 4, 3, 4), (64, 4, 3, 16))
-        add("split", "bn warps stages once", *tiles, seqs=seqs, keys=keys, **heads)
+        tiles = ((64, 3, 16, 64, 64), (64, 3, 16, 64, 32), (64, 3, 16, 128, 32), (64, 4, 16, 128, 32))
+        add("split", "bn stages once least most", *tiles, warps=4, seqs=seqs, keys=keys, **heads)
     mixtral = {"format": "Q4_K", "experts": 8, "used": 2, "n": 14336, "k": 4096, "gated": True}
     small = {"format": "Q4_K", "experts": 64, "used": 6, "n": 512, "k": 1536, "gated": True}
     tiles4 = ((128, 128, 2, 8, 3), (128, 128, 2, 8, 4), (64, 128, 2, 4, 3), (64, 256, 2, 8, 3))
@@ -544,7 +545,7 @@ def main() -> int:
     for worker in workers:
         worker.start()
     done, bad = 0, 0
-    warm = began + args.seconds * 0.62
+    warm = began + args.seconds * 0.75
     while done < len(tasks) and time.perf_counter() < warm:
         try:
             row = results.get(timeout=0.5)
