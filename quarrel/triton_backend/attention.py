@@ -247,8 +247,8 @@ def attend_one(
         if tl.atomic_add(arrived + seq * KV_HEADS + kv_head, 1, sem="acq_rel") == splits - 1:
             tl.store(arrived + seq * KV_HEADS + kv_head, 0)
             _combine(
-                p_out, part, top_sum, sinks, first_item, splits, kv_head * GROUP, GROUP, HEADS, DIM, WIDE, SINKS, SHARE, MOST,
-                AT_ONCE,
+                p_out, part, top_sum, sinks, first_item, splits, kv_head * GROUP, GROUP, HEADS, DIM, WIDE, SINKS, SHARE,
+                MOST, AT_ONCE,
             )  # fmt: skip
 
 
