@@ -148,11 +148,9 @@ def build_norm(site: Site, node: Node) -> Launch:
     return run
 
 
-def build_gated_norm(site: Site, node: Node) -> Launch:
-    """GATED_NORM: y and z `[T, groups * k]`, gain `[groups, k]` float32."""
-    spec: GatedNormSpec = node.spec
-    gain = site.vector(node.inputs[2])  # type: ignore[arg-type]
-    rows = _Rows(spec.k, spec.groups, spec.eps, gated=True).build(gain, gain, site.act)
+def gated_norm(spec: GatedNormSpec, gain: mx.array, out: mx.Dtype) -> Launch:
+    """y and z `[T, groups * k]`, of any float type each, to rows of type `out`."""
+    rows = _Rows(spec.k, spec.groups, spec.eps, gated=True).build(gain, gain, out)
 
     def run(live: Live, y: mx.array, z: mx.array) -> list[mx.array]:
         return rows(y, z)
@@ -160,11 +158,17 @@ def build_gated_norm(site: Site, node: Node) -> Launch:
     return run
 
 
-def _accepts(spec: NormSpec | GatedNormSpec) -> str | None:
+def build_gated_norm(site: Site, node: Node) -> Launch:
+    """GATED_NORM: gain `[groups, k]` float32."""
+    return gated_norm(node.spec, site.vector(node.inputs[2]), site.act)  # type: ignore[arg-type]
+
+
+def takes_norm(spec: NormSpec | GatedNormSpec) -> str | None:
+    """Why runs of this length are declined, or None."""
     return None if spec.k <= _LONGEST else f"needs runs of at most {_LONGEST} values, got {spec.k}"
 
 
 IMPLEMENTATIONS = (
-    Implementation(NORM, "rows in registers", build_norm, _accepts),
-    Implementation(GATED_NORM, "rows in registers", build_gated_norm, _accepts),
+    Implementation(NORM, "rows in registers", build_norm, takes_norm),
+    Implementation(GATED_NORM, "rows in registers", build_gated_norm, takes_norm),
 )

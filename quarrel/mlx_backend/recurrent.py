@@ -15,12 +15,16 @@ ahead, since the compiler cannot move a load before the store of a result that m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 
 from quarrel.mlx_backend.kernel import Kernel
+from quarrel.mlx_backend.norm import gated_norm, takes_norm
 from quarrel.mlx_backend.runtime import Launch, Live, Site, cdiv
 from quarrel.mlx_backend.scatter import put_rows
 from quarrel.mlx_backend.text import vector_width
+from quarrel.ops.mixer import MAMBA2_MIX, Mamba2MixSpec
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 from quarrel.ops.state import CONV, SCAN1, SCAN2, ConvSpec, Scan1Spec, Scan2Spec
@@ -164,7 +168,7 @@ _SCAN2 = Kernel(
     }
   }
   const float rate = a[head], shift = dt_bias[head], skip = d[head];
-  T in_next[ROWS], b_next[EACH], c_next[EACH];
+  X in_next[ROWS], b_next[EACH], c_next[EACH];
   float my_step = 0.0f, my_keep = 0.0f;
   for (int t = -1; t < count; t++) {
     if (t >= 0 && t % 32 == 0) {
@@ -181,11 +185,11 @@ _SCAN2 = Kernel(
     }
     if (t + 1 < count) {
       const ulong from = ulong(begin + t + 1) * WIDTH;
-      for (int r = 0; r < ROWS; r++) in_next[r] = row + r < P ? T(xbc[from + head * P + row + r]) : T(0.0f);
+      for (int r = 0; r < ROWS; r++) in_next[r] = row + r < P ? xbc[from + head * P + row + r] : X(0.0f);
       for (int i = 0; i < EACH; i++) {
         const int n = (i / VEC * 8 + l) * VEC + i % VEC;
-        b_next[i] = n < N ? T(xbc[from + b_at + n]) : T(0.0f);
-        c_next[i] = n < N ? T(xbc[from + c_at + n]) : T(0.0f);
+        b_next[i] = n < N ? xbc[from + b_at + n] : X(0.0f);
+        c_next[i] = n < N ? xbc[from + c_at + n] : X(0.0f);
       }
     }
     if (t < 0) continue;
@@ -215,11 +219,9 @@ _SCAN2 = Kernel(
 )
 
 
-def build_conv(site: Site, node: Node) -> Launch:
-    """CONV: x `[T, channels]`, taps `[channels, W]`, bias `[channels]`, state `[slots, W - 1, channels]`."""
-    spec: ConvSpec = node.spec
-    taps, bias = (site.vector(w) for w in node.inputs[1:3])  # type: ignore[arg-type]
-    template = [("T", site.act), ("W", spec.width), ("CHUNK", _CHUNK)]
+def conv(spec: ConvSpec, taps: mx.array, bias: mx.array, out: mx.Dtype) -> Launch:
+    """x `[T, channels]`, query_start, kv_len, slots, state `[slots, W - 1, channels]`, to y of type `out` and the state."""
+    template = [("T", out), ("W", spec.width), ("CHUNK", _CHUNK)]
 
     def run(
         live: Live, x: mx.array, query_start: mx.array, kv_len: mx.array, slots: mx.array, state: mx.array
@@ -228,7 +230,7 @@ def build_conv(site: Site, node: Node) -> Launch:
         y, after = _CONV(
             [x, taps, bias, query_start, kv_len, slots, state],
             [x.shape, (seqs, *spec.state)],
-            [site.act, mx.float32],
+            [out, mx.float32],
             (cdiv(spec.channels, _THREADS), max(cdiv(live.longest, _CHUNK), 1), seqs),
             (_THREADS,),
             template,
@@ -236,6 +238,12 @@ def build_conv(site: Site, node: Node) -> Launch:
         return [y, put_rows(state, slots, after)]
 
     return run
+
+
+def build_conv(site: Site, node: Node) -> Launch:
+    """CONV: taps `[channels, W]`, bias `[channels]`."""
+    taps, bias = (site.vector(w) for w in node.inputs[1:3])  # type: ignore[arg-type]
+    return conv(node.spec, taps, bias, site.act)
 
 
 def build_scan1(site: Site, node: Node) -> Launch:
@@ -269,15 +277,13 @@ def build_scan1(site: Site, node: Node) -> Launch:
     return run
 
 
-def build_scan2(site: Site, node: Node) -> Launch:
-    """SCAN2: xbc `[T, H P + 2 G N]`, dt `[T, H]`, dt_bias, a and d `[H]`, state `[slots, H, P, N]`."""
-    spec: Scan2Spec = node.spec
-    weights = [site.vector(w) for w in node.inputs[2:5]]  # type: ignore[arg-type]
+def scan2(spec: Scan2Spec, weights: Sequence[mx.array], out: mx.Dtype) -> Launch:
+    """xbc `[T, H P + 2 G N]`, dt `[T, H]`, then as `conv`, state `[slots, H, P, N]`; `weights`: dt_bias, a and d `[H]`."""
     # Wide loads where 8 lanes of them make a row without a rest.
     wide = vector_width(spec.n_state // 8) if spec.n_state % 8 == 0 else 1
     each = cdiv(spec.n_state, 8 * wide) * wide
     tiles = spec.n_heads * cdiv(spec.head_dim, 4 * _ROWS_EACH)
-    template = [("T", site.act), ("H", spec.n_heads), ("P", spec.head_dim), ("G", spec.n_groups), ("N", spec.n_state)]
+    template = [("T", out), ("H", spec.n_heads), ("P", spec.head_dim), ("G", spec.n_groups), ("N", spec.n_state)]
     template += [("EACH", each), ("VEC", wide), ("ROWS", _ROWS_EACH)]
 
     def run(
@@ -293,12 +299,43 @@ def build_scan2(site: Site, node: Node) -> Launch:
         y, after = _SCAN2(
             [xbc, dt, *weights, query_start, kv_len, slots, state],
             [(xbc.shape[0], spec.inner), (seqs, *spec.state)],
-            [site.act, mx.float32],
+            [out, mx.float32],
             (cdiv(tiles, 4), seqs),
             (_THREADS,),
-            template,
+            [*template, ("X", xbc.dtype)],
         )
         return [y, put_rows(state, slots, after)]
+
+    return run
+
+
+def build_scan2(site: Site, node: Node) -> Launch:
+    """SCAN2."""
+    return scan2(node.spec, [site.vector(w) for w in node.inputs[2:5]], site.act)  # type: ignore[arg-type]
+
+
+def build_mamba2_mix(site: Site, node: Node) -> Launch:
+    """MAMBA2_MIX: the three in a row, float32 in between, which float16 may not hold."""
+    spec: Mamba2MixSpec = node.spec
+    taps, offset, dt_bias, a, d, gain = (site.vector(w) for w in node.inputs[3:9])  # type: ignore[arg-type]
+    before, scan = conv(spec.conv, taps, offset, mx.float32), scan2(spec.scan, (dt_bias, a, d), mx.float32)
+    after = gated_norm(spec.norm, gain, site.act)
+
+    def run(
+        live: Live,
+        xbc: mx.array,
+        dt: mx.array,
+        z: mx.array,
+        query_start: mx.array,
+        kv_len: mx.array,
+        slots: mx.array,
+        conv_state: mx.array,
+        state: mx.array,
+    ) -> list[mx.array]:
+        ragged = (query_start, kv_len, slots)
+        xbc, conv_state = before(live, xbc, *ragged, conv_state)
+        y, state = scan(live, xbc, dt, *ragged, state)
+        return [*after(live, y, z), conv_state, state]
 
     return run
 
@@ -311,6 +348,10 @@ def _takes_scan1(spec: Scan1Spec) -> str | None:
     return None if spec.n_state <= 128 else f"needs at most 128 states a channel, got {spec.n_state}"
 
 
+def _takes_mix(spec: Mamba2MixSpec) -> str | None:
+    return _takes_conv(spec.conv) or _takes_scan2(spec.scan) or takes_norm(spec.norm)
+
+
 def _takes_conv(spec: ConvSpec) -> str | None:
     return None if 2 <= spec.width <= 16 else f"needs 2 to 16 taps, got {spec.width}"
 
@@ -319,4 +360,5 @@ IMPLEMENTATIONS = (
     Implementation(CONV, "a thread a channel", build_conv, _takes_conv),
     Implementation(SCAN1, "four lanes a channel", build_scan1, _takes_scan1),
     Implementation(SCAN2, "eight lanes a row", build_scan2, _takes_scan2),
+    Implementation(MAMBA2_MIX, "three launches, float32 in between", build_mamba2_mix, _takes_mix),
 )

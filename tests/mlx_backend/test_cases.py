@@ -15,8 +15,8 @@ from quarrel.ops.step import ComputeChoice
 from tests.mlx_backend.cases import UNTYPED, running, same_bits
 from tests.mlx_backend.emulated import CHECKED
 
-LINEAR = ("linear", "linear_add", "norm_linear", "norm_gate_up", "mamba2_mix", "scan1_gate")
-"""In test_linear.py, or made of these and of what is tested here."""
+LINEAR = ("linear", "linear_add", "norm_linear", "norm_gate_up")
+"""In test_linear.py."""
 OPS = [op for name, op in {**ALL_OPS, **EXTRA_OPS}.items() if name not in LINEAR]
 CASES = [pytest.param(op, case, id=f"{op.name}-{i}") for op in OPS for i, case in enumerate(op.cases())]
 SMALLEST = [pytest.param(op, op.cases()[0], id=op.name) for op in OPS]
