@@ -6,6 +6,7 @@ whatever a test has put in its place.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -60,8 +61,10 @@ class Kernel:
 
 @cache
 def _made(kernel: Kernel, factory: Callable[..., Any]) -> Any:
+    # MLX knows a compiled kernel by its name, and compiles again when the text under a name is another.
+    digest = hashlib.sha256((kernel.source + kernel.header).encode()).hexdigest()[:8]
     return factory(
-        name=kernel.name,
+        name=f"{kernel.name}_{digest}",
         input_names=list(kernel.inputs),
         output_names=list(kernel.outputs),
         source=kernel.source,
