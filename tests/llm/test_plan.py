@@ -8,10 +8,21 @@ from typing import Any
 
 import pytest
 
+from quarrel.cpu_backend.backend import create
 from quarrel.errors import OutOfMemory, RequestError
 from quarrel.gguf import GGUFFile
-from quarrel.llm.plan import BLOCK, cache_bytes_per_token, plan_limits, state_bytes
-from quarrel.models import ModelSpec, Tensors, assemble, read_spec
+from quarrel.llm.plan import (
+    BLOCK,
+    Device,
+    Plan,
+    cache_bytes_per_token,
+    decoded_bytes,
+    plan_encoder,
+    plan_limits,
+    scratch_bytes,
+    state_bytes,
+)
+from quarrel.models import EncoderSpec, ModelSpec, Tensors, assemble, read_spec
 from quarrel.ops.program import KVLayer, Program, StateLayer
 from quarrel.ops.step import Limits
 from tests.paths import need_cases
@@ -24,9 +35,15 @@ def spec(context: int = 131072) -> ModelSpec:
     return ModelSpec("llama", 128256, 2048, context, "rms", 1e-5, ())
 
 
+def planned(free: float, program: Program = PROGRAM, context: int = 131072, **options: Any) -> Plan:
+    given = {"compute": "float16", "weights": GIB, "n_ctx": None, "max_seqs": 8, "device": Device.of(int(free), None)}
+    return plan_limits(program, spec(context), **{**given, **options})
+
+
 def plan(free: float, program: Program = PROGRAM, context: int = 131072, **options: Any) -> tuple[Limits, int]:
-    given = {"compute": "float16", "weights": GIB, "n_ctx": None, "max_seqs": 8, **options}
-    return plan_limits(program, spec(context), free=int(free), **given)
+    made = planned(free, program, context, **options)
+    assert made.total <= made.budget
+    return made.limits, made.n_ctx
 
 
 def test_a_token_s_cache_is_counted_by_layer_and_width() -> None:
@@ -80,7 +97,9 @@ def test_an_explicit_context_is_never_reduced() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert plan(8 * GIB, n_ctx=131072)[1] == 131072
-    with pytest.raises(OutOfMemory, match=r"a context of 131072 tokens takes 4\.00 GiB.*use n_ctx=\d+ or less") as refusal:
+    with pytest.raises(
+        OutOfMemory, match=r"a context of 131072 4\.00 GiB.*4\.00 GiB are free.*use n_ctx=\d+ or less"
+    ) as refusal:
         plan(4 * GIB, n_ctx=131072)
     suggested = int(str(refusal.value).split("n_ctx=")[1].split()[0])
     assert plan(4 * GIB, n_ctx=suggested)[1] == suggested
@@ -88,9 +107,87 @@ def test_an_explicit_context_is_never_reduced() -> None:
         plan(4 * GIB, n_ctx=suggested + BLOCK)
 
 
-def test_what_does_not_fit_at_all_says_so() -> None:
-    with pytest.raises(OutOfMemory, match="use a smaller model"):
+def test_what_does_not_fit_at_all_says_what_would() -> None:
+    with pytest.raises(
+        OutOfMemory, match=r"needs 1\.0\d GiB \(weights 1\.00 GiB.* 0\.50 GiB are free; weights of 0\.4"
+    ) as refusal:
         plan(0.5 * GIB)
+    fits = float(str(refusal.value).split("weights of ")[1].split()[0])
+    planned(0.5 * GIB, weights=int((fits - 0.01) * GIB), n_ctx=64)
+    with pytest.raises(OutOfMemory, match="no model fits that"):
+        plan(1 << 20)
+
+
+def test_a_budget_is_bytes_or_a_share_and_never_more_than_is_free() -> None:
+    assert Device.of(1000, None).budget == Device.of(1000, 5000).budget == 1000
+    assert Device.of(1000, 0.25).budget == 250
+    assert Device.of(1000, 1.0).budget == 1000
+    assert Device.of(1000, 1).budget == 1
+
+
+def test_a_budget_holds_for_all_of_it() -> None:
+    device = Device.of(80 * GIB, 3 * GIB)
+    assert planned(0, device=device).limits == planned(3 * GIB).limits
+    with pytest.raises(OutOfMemory, match=r"1\.00 GiB of the 80\.00 GiB that are free may be used.*or give more"):
+        planned(0, device=Device.of(80 * GIB, GIB))
+
+
+def test_graphs_and_decoded_matrices_are_paid_for_where_there_are_any() -> None:
+    plain, captured = planned(8 * GIB), planned(8 * GIB, device=Device.of(8 * GIB, None, captures=True))
+    assert plain.graphs == 0
+    assert captured.graphs > 0
+    assert captured.longest < plain.longest
+
+
+def test_the_longest_context_is_the_longest_that_loads() -> None:
+    longest = planned(3 * GIB).longest
+    assert planned(3 * GIB, n_ctx=longest).n_ctx == longest
+    with pytest.raises(OutOfMemory):
+        planned(3 * GIB, n_ctx=longest + BLOCK)
+
+
+@pytest.mark.parametrize("case", ["llama32", "granitehybrid", "mixtral", "nemotron_h", "mamba"])
+def test_a_step_takes_no_more_scratch_than_planned(case: str) -> None:
+    with GGUFFile.open(need_cases(case, "model-q4_0x.gguf")) as file:
+        tensors, facts = Tensors(file), read_spec(file)
+        assert isinstance(facts, ModelSpec)
+        program, backend = assemble(facts, tensors), create(2)
+        made = plan_limits(program, facts, compute="int8", device=Device.of(8 * GIB, None), weights=0, n_ctx=64, max_seqs=8)
+        step = backend.compile(program, tensors, made.limits)
+        # The CPU has a row of logits for every token of a step, pages that it touches for those asked for alone.
+        rows = 4 * made.limits.max_tokens * facts.n_vocab
+        assert step.memory().activations - rows <= made.scratch
+        assert step.memory().cache <= made.cache + made.states
+        step.close()
+        backend.close()
+        assert scratch_bytes(program, 1024, 8) > 1.9 * scratch_bytes(program, 512, 8)
+        assert decoded_bytes(program) > 0
+
+
+def test_an_encoder_is_planned_for_whole_texts() -> None:
+    with GGUFFile.open(need_cases("bert", "model-q4_0x.gguf")) as file:
+        facts = read_spec(file)
+        assert isinstance(facts, EncoderSpec)
+        made = plan_encoder(facts, device=Device.of(GIB, None), weights=1000, n_ctx=None, max_seqs=4)
+        assert made.limits.max_tokens >= made.n_ctx
+        assert made.total <= GIB
+        with pytest.raises(OutOfMemory, match="texts of"):
+            plan_encoder(facts, device=Device.of(GIB, 1 << 20), weights=1000, n_ctx=None, max_seqs=4)
+
+
+def test_the_budget_reaches_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    import quarrel
+
+    with quarrel.load("demo", backend="cpu", n_ctx=128, memory=64 << 20) as llm:
+        told = llm.explain()
+        assert told.plan.budget == 64 << 20
+        assert told.plan.total <= 64 << 20
+        assert told.plan.longest >= 128
+    monkeypatch.setenv("QUARREL_MEMORY", "12MB")
+    with pytest.raises(OutOfMemory, match="may be used"):
+        quarrel.load("demo", backend="cpu")
+    with pytest.raises(RequestError, match=r"memory is 2\.5"):
+        quarrel.load("demo", backend="cpu", memory=2.5)
 
 
 def test_a_context_beyond_the_model_s_is_refused() -> None:

@@ -1,0 +1,38 @@
+"""A second turn runs its own tokens only, on models with recurrent layers too."""
+
+from __future__ import annotations
+
+import pytest
+
+import quarrel
+from quarrel.errors import QueueFull, RequestError
+from tests.paths import need_cases
+
+GREEDY = quarrel.SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+NEW = [7, 8, 9, 10]
+
+
+@pytest.mark.parametrize("model", ["llama32", "granitehybrid", "mamba2"])
+def test_the_second_turn_of_a_chat_prefills_only_what_is_new(model: str) -> None:
+    path = need_cases(model, "model-q4_0x.gguf")
+    prompt = [(7 * i + i * i) % 256 for i in range(77)]
+    with quarrel.load(path, backend="cpu", n_ctx=256) as llm:
+        first = llm.generate(prompt, GREEDY)
+        second = llm.generate([*prompt, *first.token_ids, *NEW], GREEDY)
+        # The last token drawn in a turn has not run.
+        assert second.timings.prefill_tokens == len(NEW) + 1
+        assert second.usage.cached_tokens == 77 + 9 - 1
+        again = llm.generate([*prompt, *first.token_ids, *NEW], GREEDY)
+        assert again.token_ids == second.token_ids
+    with quarrel.load(path, backend="cpu", n_ctx=256, prefix_cache=False) as llm:
+        assert llm.generate([*prompt, *first.token_ids, *NEW], GREEDY).token_ids == second.token_ids
+
+
+def test_a_list_may_be_longer_than_the_queue() -> None:
+    with quarrel.load(need_cases("llama32", "model-q4_0x.gguf"), backend="cpu", n_ctx=64, max_seqs=2, max_waiting=1) as llm:
+        results = llm.generate([[i] for i in range(1, 20)], GREEDY, max_tokens=2)
+        assert len(results) == 19
+        with pytest.raises(QueueFull):
+            llm.generate([1], GREEDY, n=4)
+        with pytest.raises(RequestError, match="service is a str"):
+            llm.generate([1], GREEDY, service="fast")  # type: ignore[call-overload]
