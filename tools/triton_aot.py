@@ -35,7 +35,18 @@ from quarrel.ops.contract import CacheRef, Compute, ConstRef, Op, Operand, Param
 from quarrel.ops.draw import NATIVE
 from quarrel.ops.embedding import EMBEDDING, GATHER_ROWS, EmbeddingSpec, GatherRowsSpec
 from quarrel.ops.encode import ADD_ROW, ENCODE, AddRowSpec, EncodeSpec
-from quarrel.ops.linear import ADD, LINEAR, LINEAR_ADD, AddSpec, LinearAddSpec, LinearSpec
+from quarrel.ops.linear import (
+    ADD,
+    LINEAR,
+    LINEAR_ADD,
+    NORM_GATE_UP,
+    NORM_LINEAR,
+    AddSpec,
+    LinearAddSpec,
+    LinearSpec,
+    NormGateUpSpec,
+    NormLinearSpec,
+)
 from quarrel.ops.mixer import MAMBA2_MIX, SCAN1_GATE, Mamba2MixSpec
 from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP, ROUTE, ExpertDownSpec, ExpertUpSpec, RouteSpec
 from quarrel.ops.norm import NORM, NormSpec
@@ -136,6 +147,10 @@ def specs(formats: Sequence[GGMLType], quick: bool) -> Iterator[tuple[Op, Any]]:
     for type in formats:
         yield LINEAR, LinearSpec(type, 4096, 4096)
         yield EMBEDDING, EmbeddingSpec(type, 32000, 4096)
+        norm, same = NormSpec("rms", 4096, 1e-5), LinearSpec(type, 14336, 4096)
+        yield NORM_GATE_UP, NormGateUpSpec(norm, same, same, "silu")
+        maps = tuple(LinearSpec(t, n, 4096) for t, n in ((type, 4096), (type, 1024), (GGMLType.Q6_K, 1025)))
+        yield NORM_LINEAR, NormLinearSpec(norm, maps)
         yield EXPERT_UP, ExpertUpSpec(type, 32, 4, 2880, 2880 if type == GGMLType.MXFP4 else 2048, "silu")
         yield EXPERT_DOWN, ExpertDownSpec(type, 32, 4, 2048, 2048)
     yield LINEAR, LinearSpec(formats[0], 576, 576, bias=True, out="f32")
@@ -216,6 +231,9 @@ def operand(i: int, param: Param, spec: Any) -> Operand:
     dims = param.dims(spec)
     if param.kind == "weight":
         inner = getattr(spec, "linear", spec)
+        if isinstance(spec, NormLinearSpec | NormGateUpSpec):
+            maps = spec.linears if isinstance(spec, NormLinearSpec) else (spec.gate,)
+            inner = next((lin for lin in maps if lin.n == dims[0]), spec)
         if len(dims) == 2 and hasattr(inner, "type") and "bias" not in param.name:
             return WeightRef(f"{i}", inner.type, dims[0], dims[1])  # type: ignore[arg-type]
         rows, k = dims if len(dims) == 2 else (1, dims[0])

@@ -1,0 +1,169 @@
+"""Steps of one row: matvecs over packed weights, their halved activations, the chosen experts of one token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from quarrel.gguf import FORMATS, GGMLType
+from quarrel.ops import draw
+from quarrel.ops.contract import Case, Op, RawWeight, Value, WeightRef
+from quarrel.ops.linear import (
+    LINEAR,
+    LINEAR_ADD,
+    NORM_GATE_UP,
+    NORM_LINEAR,
+    LinearAddSpec,
+    LinearSpec,
+    NormGateUpSpec,
+    NormLinearSpec,
+    linear_reference,
+)
+from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP, ExpertDownSpec, ExpertUpSpec
+from quarrel.ops.norm import NORM, NormSpec
+from quarrel.ops.program import Node, Program
+from quarrel.ops.registry import lower
+from quarrel.triton_backend import few
+from quarrel.triton_backend.backend import REGISTRY, TritonBackend
+from quarrel.triton_backend.dots import FLOATS, WORDS
+from quarrel.triton_backend.halved import halve_rows, reads_halved, words
+from quarrel.triton_backend.plan import Plan
+from quarrel.triton_backend.runtime import Live, Slot, Work
+from quarrel.triton_backend.weights import Weights
+from tests.triton_backend.cases import error_of
+
+TYPES = [GGMLType[name] for name in (*WORDS, *FLOATS)]
+HALF = "float16"
+
+
+def width(type: GGMLType) -> int:
+    """Not whole tiles, and for blocks of 32 not whole superblocks."""
+    return 768 if FORMATS[type].elements == 256 else 32 * 11
+
+
+def check(backend: TritonBackend, op: Op, spec: object, note: str = "") -> None:
+    assert error_of(backend, op, Case(spec, {"T": 1}, note), HALF) <= op.tolerance[HALF]
+
+
+@pytest.mark.parametrize("type", TYPES, ids=lambda t: t.name)
+def test_one_row_times_a_weight_of_each_format(backend: TritonBackend, type: GGMLType) -> None:
+    check(backend, LINEAR, LinearSpec(type, 5, width(type), bias=True, out="f32"))
+
+
+@pytest.mark.parametrize("type", [GGMLType.Q4_K, GGMLType.Q6_K, GGMLType.F16], ids=lambda t: t.name)
+def test_the_residual_is_added(backend: TritonBackend, type: GGMLType) -> None:
+    check(backend, LINEAR_ADD, LinearAddSpec(LinearSpec(type, 3, 512), 0.22))
+
+
+def test_a_float_row_of_any_width(backend: TritonBackend) -> None:
+    check(backend, LINEAR, LinearSpec(GGMLType.F16, 5, 77))
+
+
+def test_three_maps_of_mixed_formats_and_one_with_a_bias(backend: TritonBackend) -> None:
+    norm = NormSpec("rms", 512, 1e-5)
+    shapes = ((GGMLType.Q4_K, 6, False), (GGMLType.F16, 2, False), (GGMLType.Q6_K, 3, False), (GGMLType.Q8_0, 2, True))
+    check(backend, NORM_LINEAR, NormLinearSpec(norm, tuple(LinearSpec(t, n, 512, b) for t, n, b in shapes)))
+    check(backend, NORM_LINEAR, NormLinearSpec(norm, (LinearSpec(GGMLType.Q4_K, 5, 512),)))
+
+
+@pytest.mark.parametrize("activation", few.ACTIVATIONS)
+def test_gate_and_up(backend: TritonBackend, activation: str) -> None:
+    same = LinearSpec(GGMLType.Q4_K, 5, 512, bias=activation == "silu")
+    check(backend, NORM_GATE_UP, NormGateUpSpec(NormSpec("rms", 512, 1e-5), same, same, activation))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("type", [GGMLType.Q4_0, GGMLType.BF16], ids=lambda t: t.name)
+def test_chosen_experts(backend: TritonBackend, type: GGMLType) -> None:
+    check(backend, EXPERT_UP, ExpertUpSpec(type, 4, 2, 3, 288, "oai", bias=True))
+    check(backend, EXPERT_UP, ExpertUpSpec(type, 4, 2, 3, 64, "relu2", gated=False))
+    check(backend, EXPERT_DOWN, ExpertDownSpec(type, 4, 3, 3, 288, bias=True))
+
+
+def test_halving_keeps_15_bits_of_a_block() -> None:
+    rng = np.random.default_rng(0)
+    k = 96
+    x = (draw.activations(rng, 1, k)[0] * np.repeat([1e-6, 1.0, 3e4], 32)).astype(np.float32)
+    x[64:] = 0.0
+    to = torch.full((words(k),), -1, dtype=torch.int32)
+    with np.errstate(all="ignore"):
+        halve_rows[(1, 2)](to, torch.from_numpy(x), K=k, B=2, PDL=False)
+    got = unhalved(to, k)
+    error = np.abs(got - x).reshape(3, 32).max(1) / np.maximum(np.abs(x).reshape(3, 32).max(1), 1e-30)
+    assert error.max() <= 0.51 / 16256
+
+
+def unhalved(to: torch.Tensor, k: int) -> np.ndarray:
+    """The values of a halved row, from the layout that `halved.py` describes."""
+    ints = to.numpy()
+    parts = ints[: k // 2].view(np.int8).reshape(2, 2, k // 32, 16).astype(np.float64)  # half, high or low, block, column
+    scale = ints[k // 2 : k // 2 + k // 32].view(np.float32).astype(np.float64)
+    sums = ints[k // 2 + k // 32 :].reshape(2, k // 32)
+    q = parts[:, 0] * 128 + parts[:, 1]
+    assert np.array_equal(q.sum(-1), sums)
+    return (q * scale[:, None]).transpose(1, 0, 2).reshape(k)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_reaches_every_result(backend: TritonBackend, bad: float) -> None:
+    rng = np.random.default_rng(1)
+    x = draw.activations(rng, 1, 256)
+    x[0, 100] = bad
+    (y,) = backend.run_op(LINEAR, LinearSpec(GGMLType.Q4_K, 4, 256), (x, draw.weight(rng, GGMLType.Q4_K, 4, 256)), HALF)
+    assert not np.isfinite(np.asarray(y)).any()
+
+
+class _Given:
+    def __init__(self, weights: dict[str, RawWeight]) -> None:
+        self._weights = weights
+
+    def raw(self, ref: WeightRef) -> RawWeight:
+        return self._weights[ref.name]
+
+
+def test_a_norm_hands_its_halved_row_on() -> None:
+    """The row that a weight in integers reads is made by the norm before it; the plain one only if something reads it."""
+    rng = np.random.default_rng(2)
+    k, n = 256, 4
+    given = {"gain": draw.weight(rng, GGMLType.F32, 1, k, 1.0), "w": draw.weight(rng, GGMLType.Q4_K, n, k)}
+    x, h, y = (Value(i, "f32" if i != 1 else "act", ("T", d), str(i)) for i, d in ((0, k), (1, k), (2, n)))
+    norm, linear = NormSpec("rms", k, 1e-5), LinearSpec(GGMLType.Q4_K, n, k, out="f32")
+    nodes = (
+        Node(NORM, norm, (x, WeightRef("gain", GGMLType.F32, 1, k)), (h,), "norm"),
+        Node(LINEAR, linear, (h, WeightRef("w", GGMLType.Q4_K, n, k)), (y,), "linear"),
+    )
+    device = torch.device("cpu")
+    rows = draw.activations(rng, 1, k)
+    slots = {0: Slot(torch.from_numpy(rows.reshape(-1).copy()))}
+    launched: list[str] = []
+
+    def launch(kernel: object, grid: Sequence[int], *args: object, **told: object) -> None:
+        from quarrel.triton_backend.runtime import launch as really
+
+        launched.append(kernel.__name__)  # type: ignore[attr-defined]
+        really(kernel, tuple(grid), *args, **told)  # type: ignore[arg-type]
+
+    none = Slot(torch.zeros(1, dtype=torch.int32))
+    choices = lower(Program(nodes, {"x": x}, {}, ()), REGISTRY)
+    weights = Weights(_Given(given), device, HALF)
+    plan = Plan(choices, slots, {2}, {"T": 1, "S": 1, "R": 1, "items": 1}, weights, [], [], Work(none, none), HALF, device,
+                launch)  # fmt: skip
+    plan.fill(255)
+    for go in plan.launches:
+        go(Live(1, 1, 1, True, False, 1))
+    assert launched == ["norm_halve_rows", "matvec"]
+    square = (rows.astype(np.float64) ** 2).mean()
+    normed = rows / np.sqrt(square + 1e-5) * given["gain"].dense()
+    (want,) = linear_reference(linear, normed, given["w"])
+    assert np.abs(plan.slots[2].tensor.numpy() - want).max() <= 2e-3 * np.abs(want).max()
+    assert torch.isnan(plan.slots[1].tensor).all()
+
+
+def test_float32_and_deterministic_steps_keep_the_exact_tiles(backend: TritonBackend) -> None:
+    spec = LinearSpec(GGMLType.Q4_K, 3, 256)
+    node = Node(LINEAR, spec, (), (), "")
+    assert reads_halved(node, HALF)
+    assert not reads_halved(node, "float32")
+    assert error_of(backend, LINEAR, Case(spec, {"T": 1}), "float32") <= LINEAR.tolerance["float32"]
