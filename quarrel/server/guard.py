@@ -33,6 +33,7 @@ OPEN = frozenset({"/healthz", "/readyz", "/api/health"})
 PAGE = frozenset({"/", "/favicon.ico"})
 STATIC = "/static/"
 """The page and its files: the same bytes for everybody, and a browser cannot send a key with a link."""
+MAX_HEADERS = 32 << 10
 METHODS = frozenset({"GET", "HEAD", "POST", "DELETE", "OPTIONS", "PUT", "PATCH", "WS"})
 KEY_PROTOCOL = "quarrel-key."
 """A browser's WebSocket can send no header but this: the sub-protocol `quarrel-key.<key>`, next to `quarrel`."""
@@ -113,6 +114,8 @@ class Guard:
 
     def _admit(self, scope: Scope, extra: dict[str, str]) -> dict[str, str] | None:
         """Raises `Refused`, or returns the headers of a preflight's answer, or None to go on."""
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADERS:
+            raise Refused(431, "too_large", f"the request's headers are over {MAX_HEADERS} bytes: send less")
         headers = _headers(scope)
         self._check_host(scope, headers)
         origin = headers.get("origin")

@@ -46,15 +46,14 @@ def test_what_is_in_range_is_served_and_all_else_refused(live: Live) -> None:
     tried = 0
     for route, base in ROUTES.items():
         rules = {**RANGES, **(ONLY_V1 if route.startswith("/v1") else {})}
-        for (field, rule), value in itertools.product(rules.items(), VALUES):
+        values = VALUES if EVERYTHING or route == "/v1/completions" else VALUES[::3]  # the same code serves them all
+        for (field, rule), value in itertools.product(rules.items(), values):
             wanted = 200 if in_range(value, rule) else 400
-            if wanted == 200 and route != "/v1/completions" and not EVERYTHING:
-                continue  # the same code served it already
             body = json.dumps({**base, "max_tokens": 1, field: value})
             answer = live.client.post(route, content=body)
             assert answer.status_code == wanted, (route, field, value, answer.status_code, answer.text[:300])
             tried += 1
-    assert tried > 1500
+    assert tried > 900
 
 
 OTHERS: list[tuple[str, list[Any]]] = [
