@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -110,8 +111,10 @@ class LongbowClient:
                     writer.write_batch(batch)
                 writer.done_writing()
                 acks.finish()
-            finally:
-                _close(writer, None)
+            except BaseException:
+                _abandon(writer, reader)
+                raise
+            writer.close()
             return acks.rows
 
     def get(
@@ -175,9 +178,12 @@ class LongbowClient:
                 writer.begin(batch.schema)
                 writer.write_batch(batch)
                 writer.done_writing()
-                return _hits(checked(reader, Caps(rows=asked, nbytes=asked << 16)), k)
-            finally:
-                _close(writer, None)
+                hits = _hits(checked(reader, Caps(rows=asked, nbytes=asked << 16)), k)
+            except BaseException:
+                _abandon(writer, reader)
+                raise
+            writer.close()
+            return hits
 
         return self._data.run(call, f"a search in {name}")
 
@@ -296,10 +302,16 @@ def _dataset(info: flight.FlightInfo, name: str | None) -> Dataset:
     return Dataset(name or "/".join(path), int(info.total_records), int(info.total_bytes))
 
 
-def _close(writer: Any, listener: threading.Thread | None) -> None:
-    """Ends a stream whichever way it went; the first fault is being raised already, or was told by the server here."""
+def _close(writer: Any, listener: threading.Thread) -> None:
+    """Ends a put whichever way it went, and raises what the server said of it."""
     try:
         writer.close()
     finally:
-        if listener is not None:
-            listener.join()
+        listener.join()
+
+
+def _abandon(writer: Any, reader: Any) -> None:
+    """Ends an exchange that failed: both sides stop, and only the first fault is told."""
+    reader.cancel()
+    with suppress(pa.ArrowException, OSError):
+        writer.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quarrel.engine import Loop
+from quarrel.engine import Loop, token_id
 from quarrel.errors import ModelError, RequestError, UnsupportedModel
 from quarrel.gguf import GGUFFile
 from quarrel.llm.embed import Piece, Progress, Run, pieces_of
@@ -48,7 +48,7 @@ class Head:
 
 
 class Embedder:
-    """`ids` checks token ids as the model's other calls do."""
+    """What `LLM` embeds with."""
 
     def __init__(
         self,
@@ -57,9 +57,8 @@ class Embedder:
         spec: ModelSpec | EncoderSpec,
         tokenizer: Tokenizer,
         n_ctx: int,
-        ids: Callable[[object], list[int]],
     ) -> None:
-        self._loop, self._spec, self._tokenizer, self._n_ctx, self._ids = loop, spec, tokenizer, n_ctx, ids
+        self._loop, self._spec, self._tokenizer, self._n_ctx = loop, spec, tokenizer, n_ctx
         self._encodes = isinstance(spec, EncoderSpec)
         self.pooling = _pooling(file, spec)
         self._head = _head(file, spec.n_embd) if self.pooling == "rank" else None
@@ -159,7 +158,12 @@ class Embedder:
             return self._tokenizer.encode(front + text)
         if front:
             raise RequestError(f"text {index} is given as token ids, which take no prefix: give it as a text")
-        return self._ids(text)
+        if not isinstance(text, Sequence | np.ndarray) or isinstance(text, bytes | bytearray):
+            raise RequestError(f"text {index} is a {type(text).__name__}, wanted a text or a list of token ids")
+        ids = [token_id(f"text {index}", id) for id in text]
+        if ids and max(ids) >= self._spec.n_vocab:
+            raise RequestError(f"text {index} holds the token id {max(ids)}, wanted ids from 0 to {self._spec.n_vocab - 1}")
+        return ids
 
 
 @dataclass(frozen=True)

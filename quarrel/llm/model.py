@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Unpack, overload
 
@@ -78,7 +78,7 @@ class LLM:
         self.system = parts.system
         self._parts = parts
         self._loop = parts.loop
-        self._embedder = Embedder(parts.loop, parts.file, parts.spec, parts.tokenizer, self.n_ctx, _weakly(self._checked))
+        self._embedder = Embedder(parts.loop, parts.file, parts.spec, parts.tokenizer, self.n_ctx)
         self._close = weakref.finalize(self, _shut, parts.loop, parts.file)
 
     def __repr__(self) -> str:
@@ -479,18 +479,6 @@ class LLM:
                 stream.cancel()
             raise
         return results
-
-
-def _weakly(check: Callable[[object], list[int]]) -> Callable[[object], list[int]]:
-    """The method without a hold on its model, whose end would wait for the collector of cycles otherwise."""
-    method = weakref.WeakMethod(check)
-
-    def call(ids: object) -> list[int]:
-        alive = method()
-        assert alive is not None
-        return alive(ids)
-
-    return call
 
 
 def _is_batch(prompt: object) -> bool:

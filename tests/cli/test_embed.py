@@ -1,0 +1,206 @@
+"""`quarrel embed`, `search` and `flight-server`: whole processes, killed ones, and the search of a real model."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+import quarrel
+from quarrel.cli import main
+from tests.cli.support import ROOT, spawn
+from tests.embed.support import Town
+from tests.paths import CASES, need_cases
+
+CORPUS = CASES.parent / "corpus" / "wikitext-2-test.txt"
+
+
+@pytest.fixture
+def town() -> Iterator[Town]:
+    made = Town()
+    yield made
+    made.down()
+
+
+@pytest.fixture(scope="module")
+def small() -> str:
+    return str(need_cases("bert", "model-q4_0x.gguf"))
+
+
+def lines_file(folder: Path, lines: list[str]) -> Path:
+    path = folder / "in.txt"
+    path.write_text("\n".join(lines), "utf-8")
+    return path
+
+
+def test_two_thousand_passages_of_the_corpus_are_found_where_numpy_finds_them(
+    town: Town, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if not CORPUS.exists():
+        pytest.skip("the corpus is not beside the checkout")
+    model = str(need_cases("minilm", "all-MiniLM-L6-v2-q8_0.gguf"))
+    sentences = re.findall(r"[A-Z][^.=\n]{40,160} \.", CORPUS.read_text("utf-8"))[:2000]
+    assert len(sentences) == 2000
+    path = lines_file(tmp_path, sentences)
+    command = ["embed", "-m", model, "-i", str(path), "--to", town.data, "--meta", town.meta, "--dataset", "d"]
+    assert main([*command, "--backend", "cpu"]) == 0
+    assert "2000 rows: 2000 vectors of" in capsys.readouterr().err
+    with quarrel.load(model, backend="cpu") as llm, town.client() as client:
+        client.wait_ready("d", 2000)
+        rows = town.rows()
+        stored = np.array([rows[i]["vector"] for i in range(2000)], np.float32)
+        # The same words in another order and case stand for a paraphrase: another text, near its original.
+        asked = [" ".join(reversed(s.lower().split())) for s in sentences[::100]]
+        queries = llm.embed(asked).vectors
+        for query in queries:
+            wanted = np.argsort(1 - stored @ query, kind="stable")[:5].tolist()
+            assert client.search("d", query, 5).ids.tolist() == wanted
+        nearest = [int(np.argmax(stored @ q)) for q in queries]
+        assert sum(n == 100 * i for i, n in enumerate(nearest)) >= 18
+    assert (
+        main(["search", "-m", model, "--from", town.data, "--meta", town.meta, "--dataset", "d", asked[3], "-k", "2"]) == 0
+    )
+    first = capsys.readouterr().out.splitlines()[0]
+    assert sentences[300][:40] in first
+
+
+def test_a_killed_run_is_resumed_with_nothing_lost_or_doubled(small: str, town: Town, tmp_path: Path) -> None:
+    texts = [f"wind north {i} " + "river " * (i % 20) for i in range(3000)]
+    path = lines_file(tmp_path, texts)
+    command = ("embed", "-m", small, "-i", str(path), "--to", town.data, "--meta", town.meta, "--dataset", "d")
+    options = ("--block", "32", "--backend", "cpu", "--compute", "float32")
+    kills = 0
+    for _ in range(3):
+        before = len(town.rows()) if "d" in town.store.names() else 0
+        with spawn(*command, *options) as process:
+            end = time.monotonic() + 30
+            while process.poll() is None and time.monotonic() < end:
+                if "d" in town.store.names() and len(town.rows()) > before + 200:
+                    break
+                time.sleep(0.01)
+            if process.poll() is None:
+                process.kill()
+                kills += 1
+    assert kills >= 1
+    with spawn(*command, *options, "--json") as process:
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err.decode()
+    done = json.loads(out)
+    assert done["finished"]
+    assert done["resumed"] > 0
+    rows = town.rows()
+    assert sorted(rows) == list(range(3000))
+    assert [rows[i]["text"] for i in range(3000)] == texts
+
+
+def test_bad_rows_give_status_3_and_a_json_summary(
+    small: str, town: Town, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"body": "wind", "key": "a"}\n{"body": 5, "key": "b"}\n')
+    out = tmp_path / "out.parquet"
+    command = ["embed", small, "-i", str(path), "--to", str(out), "--text-column", "body", "--id-column", "key", "--json"]
+    assert main(command) == 3
+    said = json.loads(capsys.readouterr().out)
+    assert (said["rows"], said["sent"], said["bad"], said["finished"]) == (2, 1, 1, True)
+    assert json.loads(Path(said["dead_letters"]).read_text())["error"] == "its body is int, wanted a text"
+    assert pq.read_table(out)["doc_id"].to_pylist() == ["a"]
+    assert main(command) == 3
+
+
+def test_search_tells_hits_as_json_and_by_filters(
+    small: str, town: Town, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "in.csv"
+    path.write_text("text,year\nwind north,1990\nriver stone,2001\nwind south,2010\n")
+    where = ["--meta", town.meta, "--dataset", "d"]
+    assert main(["embed", small, "-i", str(path), "--to", town.data, *where, "--column", "year", "-q"]) == 0
+    search = ["search", small, "wind north", "--from", town.data, *where]
+    assert main([*search, "--json"]) == 0
+    hits = json.loads(capsys.readouterr().out)["hits"]
+    assert (hits[0]["text"], hits[0]["id"], hits[0]["year"]) == ("wind north", 0, "1990")
+    assert abs(hits[0]["score"]) < 1e-3
+    assert len(hits) == 3
+    assert main([*search, "--json", "--filter", "year>=2000", "--fresh", "-k", "1"]) == 0
+    assert json.loads(capsys.readouterr().out)["hits"][0]["year"] in ("2001", "2010")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["embed"], 2, "name a file by --input and where its vectors go by --to"),
+        (["embed", "-i", "IN", "--to", "x.doc"], 2, "wanted grpc://host:port or a file that ends in .parquet"),
+        (["embed", "-i", "IN", "--to", "grpc://127.0.0.1:1"], 2, "name one by --dataset"),
+        (["embed", "-i", "IN", "--to", "grpc://host", "--dataset", "d"], 2, "has no port; write grpc://host:3000"),
+        (["embed", "-i", "IN", "--to", "grpc://h:1", "--dataset", "d", "--header", "x"], 2, "--header takes NAME=VALUE"),
+        (["embed", "-i", "IN", "--to", "o.parquet", "--overlap", "3"], 2, "--overlap is of chunks"),
+        (["embed", "-i", "IN", "--to", "o.parquet", "--block", "0"], 2, "--block is 0, wanted 1 to 65536"),
+        (["embed", "-i", "IN", "--to", "o.parquet", "--first-id", "-1"], 2, "--first-id is -1"),
+        (["embed", "-i", "NONE.txt", "--to", "o.parquet"], 1, "NONE.txt is no file"),
+        (["embed", "-i", "IN", "--to", "o.parquet", "--dimensions", "9999"], 1, "dimensions is 9999"),
+        (["embed", "-i", "IN", "--to", "o.parquet", "--chunk", "9999"], 1, "chunks are 9999 tokens long"),
+        (["search", "wind", "--dataset", "d", "--filter", "year"], 2, "--filter takes a column, a comparison and a value"),
+        (["search", "wind", "--from", "grpc://127.0.0.1:1", "--dataset", "d"], 1, "cannot be reached for check_readiness"),
+        (["flight-server", "--port", "99999"], 2, "a port is 99999"),
+        (["flight-server", "--host", "no.such.host.invalid", "--port", "0"], 1, "cannot be opened"),
+    ],
+)
+def test_errors_are_one_sentence(
+    small: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    status: int,
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = lines_file(tmp_path, ["wind"])
+    given = [str(path) if a == "IN" else a for a in arguments]
+    assert main([*given, "-m", small] if arguments[0] != "flight-server" else given) == status
+    error = capsys.readouterr().err
+    assert said in error
+    assert len([line for line in error.splitlines() if line.startswith("quarrel")]) == 1
+    assert "Traceback" not in error
+
+
+def test_the_stand_in_says_where_it_is_and_ends_by_ctrl_c(tmp_path: Path) -> None:
+    with spawn("flight-server", "--port", "0", "--json") as process:
+        assert process.stdout is not None
+        said = json.loads(process.stdout.readline())
+        assert said["stand_in"] is True
+        from quarrel.flight import LongbowClient
+
+        with LongbowClient(said["data"], said["meta"]) as client:
+            assert client.list() == []
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert b"This is a stand-in for Longbow" in err
+
+
+def test_without_pyarrow_it_is_said_what_to_install(small: str, tmp_path: Path) -> None:
+    path = lines_file(tmp_path, ["wind"])
+    code = (
+        "import importlib.metadata as m, sys\n"
+        "real = m.version\n"
+        "def version(name):\n"
+        "    if name == 'pyarrow':\n"
+        "        raise m.PackageNotFoundError(name)\n"
+        "    return real(name)\n"
+        "m.version = version\n"
+        "from quarrel.cli import main\n"
+        f"sys.exit(main(['embed', {small!r}, '-i', {str(path)!r}, '--to', 'x.parquet']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1
+    assert "pip install 'quarrel[flight]'" in done.stderr
