@@ -27,7 +27,7 @@ from quarrel.ops.norm import NORM, NormSpec, norm_params
 from quarrel.ops.null import expand
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
-from quarrel.triton_backend import elementwise, linear, norm
+from quarrel.triton_backend import linear, norm
 from quarrel.triton_backend.dots import FLOATS, WORDS
 from quarrel.triton_backend.halved import halve_rows, norm_halve_rows, words
 from quarrel.triton_backend.matvec import gate_up, matvec, matvec3, wide
@@ -260,26 +260,25 @@ class Inner:
         return self.outer.zeros(dim, width)
 
 
-_PARTS = {NORM.name: norm.build_norm, LINEAR.name: linear.build_linear, GATED.name: elementwise.build_gated}
-
-
 def _expanded(site: Site, node: Node) -> Launch:
-    """A composite as its parts, one after the other, on the kernels for many rows."""
-    first = 1 << 30
-    parts, _ = expand(node, first)
-    between: dict[int, Slot] = {}
-    for part in parts:
-        for value in part.outputs:
-            if value.id >= first:
-                axis, width = dims(value)
-                dtype = torch.float32 if value.kind == "f32" else DTYPES[site.compute]
-                between[value.id] = site.scratch(axis, width, dtype)
-    inner = Inner(site, between)
-    launches = [_PARTS[part.op.name](inner, part) for part in parts]
+    """A composite for several rows: the norm, then its maps together, on the kernels of `linear.py`."""
+    (normed, *maps), _ = expand(node, 1 << 30)
+    (middle,) = normed.outputs
+    axis, width = dims(middle)
+    x = site.scratch(axis, width, DTYPES[site.compute])
+    first = norm.build_norm(Inner(site, {middle.id: x}), normed)
+    linears = [part for part in maps if part.op.name == LINEAR.name]
+    weights = [site.weight(part.inputs[1]) for part in linears]  # type: ignore[arg-type]
+    biases = [site.vector(part.inputs[2]) if part.spec.bias else None for part in linears]  # type: ignore[arg-type]
+    if maps[-1].op.name == GATED.name:
+        y = site.slot(node.outputs[0])
+        then = linear.gate_up(site, x, y, weights[0], weights[1], biases, maps[-1].spec.activation, axis)
+    else:
+        then = linear.several(site, x, [site.slot(v) for v in node.outputs], weights, biases, axis)
 
     def run(live: Live) -> None:
-        for go in launches:
-            go(live)
+        first(live)
+        then(live)
 
     return run
 
