@@ -95,7 +95,7 @@ def runs() -> Iterator[Run]:
         yield Run("decode", NAMES[spec], MAMBA2_MIX, spec, 1, 1, "ops apart")
         for tile in ((1024, 4), (4096, 4), (4096, 8), (2048, 8)):
             yield Run("decode", NAMES[spec], MAMBA2_MIX, spec, 1, 1, f"tile {tile}", tile)
-        for tile in ((32, 8, 1), (64, 8, 1), (64, 8, 2)):
+        for tile in ((128, 64, 8), (64, 64, 4), (64, 32, 4), (128, 32, 8)):
             yield Run("prefill", NAMES[spec], MAMBA2_MIX, spec, 1, 4096, f"tile {tile}", tile)
     for spec in (H_TINY, NANO):
         for seqs in (8, 32):

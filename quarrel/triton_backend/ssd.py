@@ -4,10 +4,11 @@ With c_i the sum of step * A up to token i of its chunk, S the state before it a
 
     y_i = sum_{j <= i} M_ij x_j + exp(c_i) C_i S + D x_i          S' = exp(c_end) S + sum_j exp(c_end - c_j) step_j B_j x_j
 
-`ssd_scores` makes C_i . B_j of every chunk and group and c of every head; `ssd_rows` is one program for some channels of a
-head of a sequence, with its state in registers. Chunks begin at multiples of BT of a sequence's positions, so a prompt that
-is cut there gives the same bits however it is cut. Sums c reach thousands while differences near zero matter: they are made
-in float64 and kept as two float32. Products are TF32, rounded to nearest here; the activations are exact in it.
+All chunks run at once, in four launches: `ssd_scores` makes C_i . B_j of every chunk and group and c of every head,
+`ssd_ends` what each chunk adds to a state of zero, `ssd_join` the states between chunks, one after the other, and
+`ssd_rows` the results. Chunks begin at multiples of BT of a sequence's positions, so a prompt that is cut there gives the
+same bits however it is cut. Sums c reach thousands while differences near zero matter: they are made in float64 and kept as
+two float32. Products are TF32, rounded to nearest here; the activations are exact in it.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ import triton.language as tl
 from quarrel.ops.state import Scan2Spec
 from quarrel.triton_backend.runtime import Live, Site, Slot, cdiv, power_of_two
 
-CHUNK = 64
+_TILE = (64, 64, 8)  # tokens of a chunk, channels of a head to a program, warps
 _HEADS = 16  # heads whose sums one program makes
-_TILE = (32, 8, 2)  # channels of a head to a program of ssd_rows, warps (four have too few registers), stages
+_BLOCK = 1024  # state values to a program of ssd_join
 _MOST_STATES = 256
 
 
@@ -105,61 +106,143 @@ def ssd_scores(
         tl.store(at + 2 * plane, step, mask=both)
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def ssd_rows(
-    y, xbc, scores, sums, d, query_start, kv_len, state_slots, state, tokens,
+@triton.jit
+def _sums_of(p_sums, plane, first, new, i, BT: tl.constexpr):
+    """High and low part of c for a chunk's tokens, and at its end.
+
+    Tokens in front of the sequence have the sum zero; those behind its end go on with the last one.
+    """
+    end = tl.minimum(BT, new - first) - 1
+    last = tl.minimum(i, end)
+    high = tl.load(p_sums + last, mask=first + i >= 0, other=0.0)
+    low = tl.load(p_sums + plane + last, mask=first + i >= 0, other=0.0)
+    return high, low, tl.load(p_sums + end), tl.load(p_sums + plane + end)
+
+
+@triton.jit
+def _kept(edges, between, begin, first, new, seq, SIZE: tl.constexpr, WIDE: tl.constexpr, BT: tl.constexpr):
+    """Where a chunk's state lies: whole ones at WIDE values a token, the first and the last of a sequence in `edges`."""
+    p_state = between + (begin.to(tl.int64) + first) * WIDE
+    if first <= 0:
+        p_state = edges + seq.to(tl.int64) * (2 * SIZE)
+    elif first + BT > new:
+        p_state = edges + seq.to(tl.int64) * (2 * SIZE) + SIZE
+    return p_state
+
+
+@triton.jit(do_not_specialize=["seqs", "tokens"])
+def ssd_ends(
+    edges, between, xbc, sums, query_start, kv_len, seqs, tokens,
     HEADS: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr,
-    BP: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr,
+    BP: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
+    """What each chunk adds to a state of zero."""
+    item = tl.program_id(0)
+    head = tl.program_id(1) // PARTS
+    seq = find_chunk(query_start, seqs, item, BT)
+    begin = tl.load(query_start + seq)
+    new = tl.load(query_start + seq + 1) - begin
+    past = tl.load(kv_len + seq) - new
+    first = (item - (begin // BT + 2 * seq)) * BT - past % BT
+    if (first >= new) | (new < 2):
+        return
+    WIDTH: tl.constexpr = HEADS * DIM + 2 * GROUPS * N
+    p = (tl.program_id(1) % PARTS) * BP + tl.arange(0, BP)
+    n = tl.arange(0, BN)
+    i = tl.arange(0, BT)
+    p_ok, n_ok = p < DIM, n < N
+    ok = (first + i >= 0) & (first + i < new)
+    row = begin.to(tl.int64) + first
+    plane = tokens.to(tl.int64) * HEADS
+    p_sums = sums + head.to(tl.int64) * tokens + row
+    high, low, end_high, end_low = _sums_of(p_sums, plane, first, new, i, BT)
+    step = tl.load(p_sums + 2 * plane + i, mask=ok, other=0.0)
+    p_row = xbc + row * WIDTH
+    x = tl.load(p_row + i[:, None] * WIDTH + (head * DIM + p)[None, :], mask=ok[:, None] & p_ok[None, :], other=0.0)
+    p_b = p_row + HEADS * DIM + head // (HEADS // GROUPS) * N
+    b = tl.load(p_b + i[None, :] * WIDTH + n[:, None], mask=ok[None, :] & n_ok[:, None], other=0.0)
+    left = step * tl.exp((end_high - high) + (end_low - low))
+    added = tl.dot(b.to(tl.float32), tf32(x.to(tl.float32) * left[:, None]), input_precision="tf32")  # [BN, BP]
+    p_state = _kept(edges, between, begin, first, new, seq, HEADS * DIM * N, WIDE, BT) + head * (DIM * N)
+    tl.store(p_state + p[None, :] * N + n[:, None], added, mask=p_ok[None, :] & n_ok[:, None])
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def ssd_join(
+    edges, between, sums, query_start, kv_len, state_slots, state, tokens,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, BT: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Puts the state before each chunk in the place of what the chunk adds, and the state at the end into its slot."""
     seq = tl.program_id(1)
-    head = tl.program_id(0) // PARTS
-    group = head // (HEADS // GROUPS)
-    INNER: tl.constexpr = HEADS * DIM
-    WIDTH: tl.constexpr = INNER + 2 * GROUPS * N
     begin = tl.load(query_start + seq)
     new = tl.load(query_start + seq + 1) - begin
     if new < 2:
         return
     past = tl.load(kv_len + seq) - new
-    p = (tl.program_id(0) % PARTS) * BP + tl.arange(0, BP)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ok = at < SIZE
+    p_slot = state + tl.load(state_slots + seq).to(tl.int64) * SIZE + at
+    h = tl.load(p_slot, mask=ok & (past + 0 * at > 0), other=0.0)
+    p_sums = sums + (at // (SIZE // HEADS)).to(tl.int64) * tokens + begin
+    first = 0 - past % BT
+    p_state = _kept(edges, between, begin, first, new, seq, SIZE, WIDE, BT) + at
+    added = tl.load(p_state, mask=ok, other=0.0)
+    for here in range(first, new, BT):
+        # The next chunk is loaded before anything is stored, which would hold the load back.
+        p_next = _kept(edges, between, begin, here + BT, new, seq, SIZE, WIDE, BT) + at
+        next_added = tl.load(p_next, mask=ok & (here + BT + 0 * at < new), other=0.0)
+        left = tl.exp(tl.load(p_sums + tl.minimum(here + BT, new) - 1, mask=ok, other=0.0))
+        tl.store(p_state, h, mask=ok)
+        h = left * h + added
+        p_state, added = p_next, next_added
+    tl.store(p_slot, h, mask=ok)
+
+
+@triton.jit(do_not_specialize=["seqs", "tokens"])
+def ssd_rows(
+    y, xbc, scores, sums, d, edges, between, query_start, kv_len, seqs, tokens,
+    HEADS: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr,
+    BP: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    item = tl.program_id(0)
+    head = tl.program_id(1) // PARTS
+    seq = find_chunk(query_start, seqs, item, BT)
+    begin = tl.load(query_start + seq)
+    new = tl.load(query_start + seq + 1) - begin
+    past = tl.load(kv_len + seq) - new
+    first = (item - (begin // BT + 2 * seq)) * BT - past % BT
+    if (first >= new) | (new < 2):
+        return
+    group = head // (HEADS // GROUPS)
+    INNER: tl.constexpr = HEADS * DIM
+    WIDTH: tl.constexpr = INNER + 2 * GROUPS * N
+    p = (tl.program_id(1) % PARTS) * BP + tl.arange(0, BP)
     n = tl.arange(0, BN)
     i = tl.arange(0, BT)
     p_ok, n_ok = p < DIM, n < N
-    at = ((tl.load(state_slots + seq).to(tl.int64) * HEADS + head) * DIM + p)[None, :] * N + n[:, None]
-    ok = p_ok[None, :] & n_ok[:, None]
-    h = tl.load(state + at, mask=ok & (past + 0 * n > 0)[:, None], other=0.0)  # [BN, BP]
-    skip = tl.load(d + head)
-    p_sums = sums + head.to(tl.int64) * tokens
+    t_ok = (first + i >= 0) & (first + i < new)
+    both = t_ok[:, None] & p_ok[None, :]
+    row = begin.to(tl.int64) + first
     plane = tokens.to(tl.int64) * HEADS
-    for first in range(0 - past % BT, new, BT):
-        # Addresses within a chunk need no 64 bits.
-        row = begin.to(tl.int64) + first
-        t_ok = (first + i >= 0) & (first + i < new)
-        both = t_ok[:, None] & p_ok[None, :]
-        # Tokens in front of the sequence have step zero and sum zero; those behind its end go on with the last sum.
-        end = tl.minimum(BT, new - first) - 1
-        last = tl.minimum(i, end)
-        p_sum = p_sums + row
-        high = tl.load(p_sum + last, mask=first + i >= 0, other=0.0)
-        low = tl.load(p_sum + plane + last, mask=first + i >= 0, other=0.0)
-        step = tl.load(p_sum + 2 * plane + i, mask=t_ok, other=0.0)
-        end_high, end_low = tl.load(p_sum + end), tl.load(p_sum + plane + end)
-        p_row = xbc + row * WIDTH
-        x = tl.load(p_row + i[:, None] * WIDTH + (head * DIM + p)[None, :], mask=both, other=0.0).to(tl.float32)
-        p_b = p_row + INNER + group * N
-        c = tl.load(p_b + GROUPS * N + i[:, None] * WIDTH + n[None, :], mask=t_ok[:, None] & n_ok[None, :], other=0.0)
-        b = tl.load(p_b + i[None, :] * WIDTH + n[:, None], mask=t_ok[None, :] & n_ok[:, None], other=0.0)
-        p_score = scores + (row * GROUPS + group) * BT
-        score = tl.load(p_score + i[:, None] * (GROUPS * BT) + i[None, :], mask=t_ok[:, None], other=0.0)
-        between = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
-        mixed = tl.where(i[:, None] >= i[None, :], score * tl.exp(between) * step[None, :], 0.0)
-        out = tl.dot(c.to(tl.float32), tf32(h), input_precision="tf32")  # [BT, BP]
-        out = tl.dot(tf32(mixed), x, out * tl.exp(high)[:, None], input_precision="tf32")
-        p_y = y + row * INNER + head * DIM
-        tl.store(p_y + i[:, None] * INNER + p[None, :], (out + skip * x).to(y.dtype.element_ty), mask=both)
-        left = step * tl.exp((end_high - high) + (end_low - low))
-        h = tl.dot(b.to(tl.float32), tf32(x * left[:, None]), h * tl.exp(end_high), input_precision="tf32")
-    tl.store(state + at, h, mask=ok)
+    p_sums = sums + head.to(tl.int64) * tokens + row
+    high, low, _, _ = _sums_of(p_sums, plane, first, new, i, BT)
+    step = tl.load(p_sums + 2 * plane + i, mask=t_ok, other=0.0)
+    p_row = xbc + row * WIDTH
+    c = tl.load(
+        p_row + INNER + (GROUPS + group) * N + i[:, None] * WIDTH + n[None, :],
+        mask=t_ok[:, None] & n_ok[None, :], other=0.0,
+    )  # fmt: skip
+    p_state = _kept(edges, between, begin, first, new, seq, INNER * N, WIDE, BT) + head * (DIM * N)
+    h = tl.load(p_state + p[None, :] * N + n[:, None], mask=p_ok[None, :] & n_ok[:, None], other=0.0)  # [BN, BP]
+    out = tl.dot(c.to(tl.float32), tf32(h), input_precision="tf32") * tl.exp(high)[:, None]  # [BT, BP]
+    p_score = scores + (row * GROUPS + group) * BT
+    score = tl.load(p_score + i[:, None] * (GROUPS * BT) + i[None, :], mask=t_ok[:, None], other=0.0)
+    between_ij = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
+    mixed = tl.where(i[:, None] >= i[None, :], score * tl.exp(between_ij) * step[None, :], 0.0)
+    x = tl.load(p_row + i[:, None] * WIDTH + (head * DIM + p)[None, :], mask=both, other=0.0).to(tl.float32)
+    out = tl.dot(tf32(mixed), x, out, input_precision="tf32") + tl.load(d + head) * x
+    p_y = y + row * INNER + head * DIM
+    tl.store(p_y + i[:, None] * INNER + p[None, :], out.to(y.dtype.element_ty), mask=both)
 
 
 @dataclass(frozen=True)
@@ -187,25 +270,38 @@ class Chunks:
     ) -> None:
         self._site, self._spec, self._ragged, self._state = site, spec, ragged, state
         self._dt_bias, self._a, self._d = vectors
-        self._scores = site.scratch("T", spec.n_groups * CHUNK)
+        self._chunk, self._channels, self._warps = _TILE
+        self._size = spec.inner * spec.n_state
+        self._scores = site.scratch("T", spec.n_groups * self._chunk)
         self._sums = site.scratch("T", 3 * spec.n_heads)
+        self._edges, self._between = site.scratch("S", 2 * self._size), site.scratch("T", cdiv(self._size, self._chunk))
 
     def __call__(self, live: Live, y: Slot, xbc: Slot, dt: Slot) -> None:
-        s, starts = self._spec, self._ragged.tensors()
-        states = max(16, power_of_two(s.n_state))
-        most, warps, stages = _TILE
-        # 16 channels and eight warps are an illegal access with Triton 3.6 on sm_90, whatever the addresses.
-        channels = min(most, max(32, power_of_two(s.head_dim)))
+        s, chunk, launch = self._spec, self._chunk, self._site.launch
+        starts, kept = self._ragged.tensors(), (self._edges.tensor, self._between.tensor)
+        counts = (live.S, live.T)
+        items, wide = live.T // chunk + 2 * live.S, cdiv(self._size, chunk)
+        shape = {
+            "HEADS": s.n_heads, "DIM": s.head_dim, "GROUPS": s.n_groups, "N": s.n_state,
+            "BN": max(16, power_of_two(s.n_state)), "BT": chunk, "warps": self._warps,
+        }  # fmt: skip
+        # Sixteen channels and eight warps were an illegal access on an H200 with Triton 3.6.
+        channels = min(self._channels, max(32, power_of_two(s.head_dim)))
         parts = cdiv(s.head_dim, channels)
-        shape = {"HEADS": s.n_heads, "DIM": s.head_dim, "GROUPS": s.n_groups, "N": s.n_state, "BN": states, "BT": CHUNK}
-        self._site.launch(
-            ssd_scores, (live.T // CHUNK + 2 * live.S, s.n_groups + cdiv(s.n_heads, _HEADS)),
-            self._scores.tensor, self._sums.tensor, xbc.tensor, dt.tensor, self._dt_bias, self._a, *starts[:2],
-            live.S, live.T,
-            BH=_HEADS, **shape,
+        tile = {"PARTS": parts, "BP": channels, "WIDE": wide}
+        launch(
+            ssd_scores, (items, s.n_groups + cdiv(s.n_heads, _HEADS)), self._scores.tensor, self._sums.tensor,
+            xbc.tensor, dt.tensor, self._dt_bias, self._a, *starts[:2], *counts, BH=_HEADS, **shape,
         )  # fmt: skip
-        self._site.launch(
-            ssd_rows, (s.n_heads * parts, live.S),
-            y.tensor, xbc.tensor, self._scores.tensor, self._sums.tensor, self._d, *starts, self._state, live.T,
-            PARTS=parts, BP=channels, **shape, warps=warps, stages=stages,
+        launch(
+            ssd_ends, (items, s.n_heads * parts), *kept, xbc.tensor, self._sums.tensor, *starts[:2], *counts,
+            **shape, **tile,
+        )  # fmt: skip
+        launch(
+            ssd_join, (cdiv(self._size, _BLOCK), live.S), *kept, self._sums.tensor, *starts, self._state, live.T,
+            HEADS=s.n_heads, SIZE=self._size, BT=chunk, WIDE=wide, BLOCK=_BLOCK,
+        )  # fmt: skip
+        launch(
+            ssd_rows, (items, s.n_heads * parts), y.tensor, xbc.tensor, self._scores.tensor, self._sums.tensor, self._d,
+            *kept, *starts[:2], *counts, **shape, **tile,
         )  # fmt: skip
