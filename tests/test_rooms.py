@@ -41,6 +41,7 @@ ROOMS: Mapping[str, Room] = {
     "demo": Room(("errors",)),
     "llm": Room(("errors", "env", "gguf", "tokenizer", "models", "ops", "engine", "demo"), ("numpy", "tqdm")),
     "doctor": Room(("", "errors", "env", "gguf", "llm", "models", "ops.registry", "ops.step")),
+    "metrics": Room(("engine",), ("prometheus_client",)),
     "server": Room(
         ("", "errors", "llm", "engine"),
         ("numpy", "fastapi", "pydantic", "starlette", "uvicorn", "h11", "prometheus_client"),

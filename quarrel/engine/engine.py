@@ -42,6 +42,10 @@ class Activity:
     free_blocks: int
     n_blocks: int
     kept_blocks: int
+    snapshots: int = 0
+    preempted: int = 0
+    """So many times, since it was loaded."""
+    evictions: int = 0
 
 
 @dataclass
@@ -112,7 +116,16 @@ class Engine:
 
     def activity(self) -> Activity:
         s, cache = self.scheduler, self.cache
-        return Activity(len(s.running), len(s.waiting), cache.pool.free, cache.pool.n_blocks, cache.prefixes.kept)
+        return Activity(
+            running=len(s.running),
+            waiting=len(s.waiting),
+            free_blocks=cache.pool.free,
+            n_blocks=cache.pool.n_blocks,
+            kept_blocks=cache.prefixes.kept,
+            snapshots=len(cache.snapshots),
+            preempted=s.preempted,
+            evictions=cache.prefixes.evictions,
+        )
 
     def _launch(self, batch: Batch) -> None:
         now = time.perf_counter()
@@ -161,15 +174,15 @@ class Engine:
             self._fail([flight.batch, *([later.batch] if later else [])], error, soft=False)
             return
         self._count(flight)
-        row = 0
+        row, now = 0, time.perf_counter()
         for part in flight.batch.parts:
             if part.rows and not flight.batch.waits:
                 part.sequence.drawn -= 1
             if part.rows and not part.sequence.over:
-                self._settle(part, outputs, row)
+                self._settle(part, outputs, row, now)
             row += part.rows
 
-    def _settle(self, part: Part, outputs: StepOutputs, row: int) -> None:
+    def _settle(self, part: Part, outputs: StepOutputs, row: int, now: float) -> None:
         sequence = part.sequence
         before = len(sequence.tokens)
         try:
@@ -184,7 +197,14 @@ class Engine:
             sequence.computed = part.start + 1 + right
             self.stats.guessed_tokens += len(part.draft)
             self.stats.right_tokens += right
-        self.stats.drawn_tokens += len(sequence.tokens) - before
+        new = len(sequence.tokens) - before
+        if new:
+            self.stats.drawn_tokens += new
+            if sequence.told:
+                self.stats.token_seconds.add((now - sequence.told) / new)
+            else:
+                self.stats.first_token_seconds.add(now - sequence.submitted)
+            sequence.told = now
         if sequence.over:
             self._end(sequence, "stop")
 

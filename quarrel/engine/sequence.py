@@ -52,7 +52,7 @@ class Sequence(ABC):
         self.failure: QuarrelError | None = None
         self.extra: int | None = None  # a token that was drawn, and may have run, but is no part of `tokens`
         self.submitted = time.perf_counter()
-        self.started = 0.0
+        self.started = self.told = 0.0  # when its first step began, when its last token came
         # The scheduler's: its place in the queue.
         self.turn, self.order = 0.0, 0
         # The cache's: blocks in order (-1 where they are no longer read), the slot of its state, what is in the index.

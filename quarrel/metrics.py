@@ -1,0 +1,151 @@
+"""The names that Prometheus knows the engines by. Nothing is counted here: a scrape reads what the engines have counted.
+
+    metrics = Metrics()
+    metrics.add("demo", llm)
+    print(metrics.text().decode())
+
+A server that has a registry of its own registers `EngineMetrics` there.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+from quarrel.engine import Activity, Histogram, Stats
+
+Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
+
+
+class Held(Protocol):
+    """What is read of a model; `quarrel.LLM` is one."""
+
+    def stats(self) -> Stats: ...
+
+    def activity(self) -> Activity: ...
+
+
+Models = Callable[[], Iterable[tuple[str, Held]]]
+"""Names and models, as they are when it is called."""
+
+COUNTERS: tuple[tuple[str, str, Callable[[Stats, Activity], float]], ...] = (
+    ("quarrel_engine_steps", "Steps that ran", lambda s, a: s.steps),
+    ("quarrel_engine_prefill_seconds", "In steps that ran parts of prompts", lambda s, a: s.prefill_seconds),
+    ("quarrel_engine_decode_seconds", "In steps that only decoded", lambda s, a: s.decode_seconds),
+    ("quarrel_engine_preemptions", "Requests put back for want of blocks", lambda s, a: a.preempted),
+    ("quarrel_engine_faults", "Steps that broke", lambda s, a: s.faults),
+    ("quarrel_engine_restarts", "Steps made anew after a fault", lambda s, a: s.restarts),
+    ("quarrel_kv_cache_hits", "Prompt tokens that were in the cache", lambda s, a: s.known_tokens),
+    ("quarrel_kv_cache_misses", "Prompt tokens that had to run", lambda s, a: s.prompt_tokens),
+    ("quarrel_kv_cache_evictions", "Kept blocks that made room", lambda s, a: a.evictions),
+    ("quarrel_numerical_instability", "Requests whose numbers diverged (NaN)", lambda s, a: s.ends["Diverged"]),
+)
+GAUGES: tuple[tuple[str, str, Callable[[Stats, Activity], float]], ...] = (
+    ("quarrel_engine_requests_running", "Requests that have blocks", lambda s, a: a.running),
+    ("quarrel_engine_requests_waiting", "Requests in the queue", lambda s, a: a.waiting),
+    ("quarrel_kv_cache_blocks_free", "Blocks that hold nothing", lambda s, a: a.free_blocks),
+    ("quarrel_kv_cache_blocks_kept", "Blocks kept for prompts to come", lambda s, a: a.kept_blocks),
+    ("quarrel_kv_cache_blocks_total", "Blocks there are", lambda s, a: a.n_blocks),
+    ("quarrel_kv_cache_snapshots", "Kept copies of recurrent state", lambda s, a: a.snapshots),
+    (
+        "quarrel_kv_cache_hit_ratio",
+        "Share of prompt tokens that were in the cache",
+        lambda s, a: s.known_tokens / max(1, s.known_tokens + s.prompt_tokens),
+    ),
+)
+HISTOGRAMS: tuple[tuple[str, str, Callable[[Stats], Histogram]], ...] = (
+    ("quarrel_inference_ttft_seconds", "From the request to its first token", lambda s: s.first_token_seconds),
+    ("quarrel_inference_tpot_seconds", "Between two tokens of a request", lambda s: s.token_seconds),
+    ("quarrel_inference_duration_seconds", "From the request to its end", lambda s: s.request_seconds),
+    ("quarrel_inference_queue_latency_seconds", "From the request to its first step", lambda s: s.queue_seconds),
+    ("quarrel_engine_step_duration_seconds", "Steps, from launch to result", lambda s: s.step_seconds),
+    ("quarrel_engine_batch_sequences", "Requests in a step", lambda s: s.batch_sequences),
+    ("quarrel_engine_batch_tokens", "Tokens in a step", lambda s: s.batch_tokens),
+)
+TOKENS: tuple[tuple[str, Callable[[Stats], float]], ...] = (
+    ("prompt", lambda s: s.prompt_tokens),
+    ("cached", lambda s: s.known_tokens),
+    ("generated", lambda s: s.drawn_tokens),
+    ("guessed", lambda s: s.guessed_tokens),
+    ("guessed_right", lambda s: s.right_tokens),
+)
+
+
+class EngineMetrics(Collector):
+    """Reads the engines when it is asked."""
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+
+    def collect(self) -> Iterator[Family]:
+        held = [(name, model.stats(), model.activity()) for name, model in self._models()]
+        for metric, help, value in COUNTERS:
+            counter = CounterMetricFamily(metric, help, labels=["model"])
+            for name, stats, activity in held:
+                counter.add_metric([name], value(stats, activity))
+            yield counter
+        for metric, help, value in GAUGES:
+            gauge = GaugeMetricFamily(metric, help, labels=["model"])
+            for name, stats, activity in held:
+                gauge.add_metric([name], value(stats, activity))
+            yield gauge
+        for metric, help, of in HISTOGRAMS:
+            family = HistogramMetricFamily(metric, help, labels=["model"])
+            for name, stats, _ in held:
+                histogram = of(stats)
+                family.add_metric([name], list(_cumulated(histogram)), histogram.sum)
+            yield family
+        tokens = CounterMetricFamily("quarrel_inference_tokens", "Tokens by kind", labels=["model", "type"])
+        requests = CounterMetricFamily("quarrel_engine_requests", "Requests by how they ended", labels=["model", "outcome"])
+        for name, stats, _ in held:
+            for kind, count in TOKENS:
+                tokens.add_metric([name, kind], count(stats))
+            for outcome, ended in sorted(stats.ends.copy().items()):
+                requests.add_metric([name, outcome], ended)
+        yield tokens
+        yield requests
+        yield GaugeMetricFamily("quarrel_memory_rss_bytes", "Memory of the process", value=_memory())
+        yield GaugeMetricFamily("quarrel_process_threads", "Threads of Python", value=threading.active_count())
+
+
+class Metrics:
+    """Models by name, and a registry of its own."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Held] = {}
+        self.registry = CollectorRegistry()
+        self.registry.register(EngineMetrics(lambda: list(self._held.items())))
+
+    def add(self, name: str, model: Held) -> None:
+        self._held[name] = model
+
+    def remove(self, name: str) -> None:
+        self._held.pop(name, None)
+
+    def text(self) -> bytes:
+        """What a scrape gets."""
+        return generate_latest(self.registry)
+
+
+def _cumulated(histogram: Histogram) -> Iterator[tuple[str, float]]:
+    total = 0
+    for bound, count in zip((*histogram.bounds, float("inf")), tuple(histogram.counts)):
+        total += count
+        yield "+Inf" if bound == float("inf") else repr(float(bound)), total
+
+
+def _memory() -> int:
+    """What is resident now where the system tells it, the most so far elsewhere."""
+    try:
+        return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * resource.getpagesize()
+    except OSError:
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return most if sys.platform == "darwin" else most * 1024
