@@ -42,11 +42,8 @@ class Batch:
 
     want: Want
     parts: tuple[Part, ...]
-
-    @property
-    def waits(self) -> bool:
-        """Whether the step behind it cannot be made before its results are known."""
-        return self.want != "tokens" or any(p.sequence.waits and p.rows for p in self.parts)
+    waits: bool = False
+    """Whether the step behind it cannot be made before its results are known."""
 
 
 DRAIN = Batch("tokens", ())
@@ -142,7 +139,8 @@ class Scheduler:
                 wants.add(sequence.want)
         if not parts:
             return None
-        return Batch(_want(wants, parts), tuple(parts))
+        want = _want(wants, parts)
+        return Batch(want, tuple(parts), want != "tokens" or any(p.sequence.waits and p.rows for p in parts))
 
     def _draft(self, sequence: Sequence, room: int) -> tuple[int, ...]:
         room = min(room, sequence.length - sequence.computed - 1)
