@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 import zlib
+from contextlib import AbstractContextManager, nullcontext
 
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as with_seed
@@ -20,6 +21,7 @@ from quarrel.ops.compare import check_case
 from quarrel.ops.contract import Case, Op
 from quarrel.ops.registry import backend as create_backend
 from quarrel.ops.step import Backend, ComputeChoice
+from tools.metal_emulator import Mode, Settings, install
 
 OPS = {**ALL_OPS, **EXTRA_OPS}
 
@@ -44,6 +46,15 @@ def fuzz_op(backend: Backend, op: Op, compute: ComputeChoice, examples: int, see
     property()
 
 
+def standing_in(name: str) -> AbstractContextManager[object]:
+    """The emulator, with all its checks, where the mlx backend is asked for and there is no Metal."""
+    if name != "mlx":
+        return nullcontext()
+    import mlx.core as mx
+
+    return nullcontext() if mx.metal.is_available() else install(Settings(mode=Mode.CHECK))
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -53,6 +64,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    with standing_in(args.backend):
+        run(args)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Rounds over the ops until the time is up."""
     backend = create_backend(args.backend)
     names = args.op or list(OPS)
     end, seed, done = time.monotonic() + args.seconds, args.seed, 0
