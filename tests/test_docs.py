@@ -71,7 +71,14 @@ def test_every_command_is_in_the_readme() -> None:
     assert [c for c in commands if f"quarrel {c}" not in README and c != "tokenize"] == []
 
 
-@pytest.mark.parametrize(("name", "said"), [("README.md", "completion_tokens=40"), ("docs/python.md", "temperature is -1")])
+EXAMPLES = {
+    "README.md": "completion_tokens=40",
+    "docs/python.md": "temperature is -1",
+    "docs/engine.md": 'quarrel_inference_tokens_total{model="demo",type="generated"}',
+}
+
+
+@pytest.mark.parametrize(("name", "said"), EXAMPLES.items())
 def test_the_examples_run_as_they_stand(name: str, said: str, tmp_path: Path) -> None:
     code = "\n".join(blocks((ROOT / name).read_text("utf-8"), "python"))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "QUARREL_BACKEND": "cpu"}
