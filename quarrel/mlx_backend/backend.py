@@ -13,7 +13,7 @@ from quarrel.mlx_backend.cache import allocate, allocate_state, cache_bytes
 from quarrel.mlx_backend.kernel import emulated, runs_metal
 from quarrel.mlx_backend.plan import Held, Plan
 from quarrel.mlx_backend.registry import REGISTRY
-from quarrel.mlx_backend.runtime import DTYPES
+from quarrel.mlx_backend.runtime import DTYPES, Cache
 from quarrel.mlx_backend.step import MlxStep
 from quarrel.mlx_backend.weights import Weights, device_bytes, refs_of
 from quarrel.ops.contract import CacheRef, Compute, Concrete, Op, StateRef
@@ -76,6 +76,7 @@ class MlxBackend:
         }
         held |= {StateRef(i): allocate_state(s, limits.states) for i, s in enumerate(program.states)}
         plan.weights.finish()
+        mx.eval([list(h) if isinstance(h, Cache) else h for h in held.values()])
         return MlxStep(plan, held, program.inputs, program.outputs, limits)
 
     def run_op(

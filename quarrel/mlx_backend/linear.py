@@ -14,10 +14,10 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from quarrel.mlx_backend.maps import Job, Map
+from quarrel.mlx_backend.maps import Job, Map, at_least
 from quarrel.mlx_backend.matmul import matmul
 from quarrel.mlx_backend.matvec import matvec
-from quarrel.mlx_backend.runtime import Launch, Live, Site
+from quarrel.mlx_backend.runtime import Launch, Live, Site, evaluated
 from quarrel.ops.contract import WeightRef
 from quarrel.ops.linear import (
     LINEAR,
@@ -39,7 +39,7 @@ def _maps(site: Site, specs: tuple[LinearSpec, ...], refs: list[WeightRef]) -> t
     maps = []
     for spec in specs:
         weight = site.weight(refs.pop(0))
-        maps.append(Map(weight, site.vector(refs.pop(0)) if spec.bias else None, site.dtype(spec.out)))
+        maps.append(Map(weight, at_least(site.vector(refs.pop(0))) if spec.bias else None, site.dtype(spec.out)))
     return tuple(maps)
 
 
@@ -76,7 +76,7 @@ def _normed(site: Site, node: Node, specs: tuple[LinearSpec, ...], eps: float, a
     gain = site.vector(node.inputs[1])  # type: ignore[arg-type]
     maps = _maps(site, specs, list(node.inputs[2:]))  # type: ignore[arg-type]
     # The rows of x in the step's arithmetic are what the gain is multiplied with; it is rounded as they would be.
-    few = matvec(Job(maps, site.act, activation, gain.astype(site.act), eps))
+    few = matvec(Job(maps, site.act, activation, evaluated(gain.astype(site.act)), eps))
     jobs = [Job(maps, site.act, activation)] if activation else [Job((m,), site.act) for m in maps]
     many, axis = [matmul(job) for job in jobs], _axis(node)
 

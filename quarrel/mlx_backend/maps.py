@@ -10,13 +10,14 @@ import mlx.core as mx
 from quarrel.mlx_backend.elementwise import ACTIVATE, ACTIVATIONS
 from quarrel.mlx_backend.formats import header, plane_names
 from quarrel.mlx_backend.pack import Packed
+from quarrel.mlx_backend.runtime import evaluated
 
 _LEAST = 8  # arrays of fewer values come to a kernel in another address space
 
 
 @dataclass(frozen=True, eq=False)
 class Map:
-    """`W x (+ bias)`, its result of type `out`."""
+    """`W x (+ bias)`, its result of type `out`; the bias is `at_least` so long."""
 
     weight: Packed
     bias: mx.array | None
@@ -24,7 +25,7 @@ class Map:
 
     def arrays(self) -> list[mx.array]:
         """What a kernel is given, in the order of `Job.inputs`."""
-        return [*self.weight.planes, *([] if self.bias is None else [at_least(self.bias)])]
+        return [*self.weight.planes, *([] if self.bias is None else [self.bias])]
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,4 +116,4 @@ class Job:
 
 def at_least(vector: mx.array) -> mx.array:
     """Padded to as many values as make it a device array."""
-    return vector if vector.size >= _LEAST else mx.pad(vector, (0, _LEAST - vector.size))
+    return vector if vector.size >= _LEAST else evaluated(mx.pad(vector, (0, _LEAST - vector.size)))

@@ -109,5 +109,11 @@ def live_of(query_start: Array | None, out_rows: Array | None, tokens: int, rows
     return Live(Rows(np.repeat(new == 1, new)), Rows(wanted), int(new.max(initial=0)), block_size)
 
 
+def evaluated(array: mx.array) -> mx.array:
+    """What a builder makes for its calls must pass through here: steps run in other threads, which cannot evaluate it."""
+    mx.eval(array)
+    return array
+
+
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)

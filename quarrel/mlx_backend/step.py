@@ -154,16 +154,14 @@ class MlxStep:
             out, after = plan.run(live, dict(zip(ids, given)), _bound(refs, flat), values)
             return [*out, *_flat(after)]
 
-        flat = _flat(self._held)
-        # From here on only the graph holds the old caches, which is what lets MLX write into them.
-        self._held = {}
         if live.tokens.all_single and live.wanted.all_single and not emulated():
             width = arrays["block_table"].shape[1] if "block_table" in arrays else 0
             key = (live.tokens.count, width, want)
             if key not in self._traced:
                 self._traced[key] = mx.compile(go)
             go = self._traced[key]
-        results = go(list(arrays.values()), flat)
+        results = go(list(arrays.values()), _flat(self._held))
+        # From here on only the graph holds the old caches, which is what lets MLX write into them.
         self._held = _bound(refs, results[len(wanted) :])
         return dict(zip(wanted, results))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import numpy as np
@@ -39,13 +41,19 @@ def test_outputs_match_the_truth_in_any_pieces(case: tuple[str, str]) -> None:
         truth = wanted(folder, variant)
         step = backend.compile(program, tensors, limits, "float32")
         want = "logits" if "logits" in program.outputs else "hidden"
-        whole = getattr(step(chunk(ids, 0, len(ids)), want), want)  # type: ignore[arg-type]
+        whole = elsewhere(lambda: getattr(step(chunk(ids, 0, len(ids)), want), want))  # type: ignore[arg-type]
         assert rel_error(whole[-len(truth) :], truth) < LIMIT["float32"]
         if want == "logits":
             bounds = (0, *(c for c in CUTS if c < len(ids)), len(ids))
             pieces = np.concatenate([step(chunk(ids, a, z), "logits").logits for a, z in pairwise(bounds)])
             assert rel_error(pieces[-len(truth) :], truth) < LIMIT["float32"]
         step.close()
+
+
+def elsewhere(call: Callable[[], np.ndarray]) -> np.ndarray:
+    """In another thread, as an engine does: MLX evaluates nothing there that was left unevaluated here."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()
 
 
 def test_half_precision_stays_within_its_limit() -> None:
