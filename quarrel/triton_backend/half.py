@@ -85,8 +85,8 @@ def tile_halves(
     `row` [R] is int64.
     """
     if FAST:
-        q, a, b, s, t = fetch(FORMAT, codes, bits, scale, top, row, first, K, R, B)
-        low, high = unpack(FORMAT, q, a, b, s, t, R, B)
+        q, a, s, t = fetch(FORMAT, codes, bits, scale, top, row, first, K, R, B)
+        low, high = unpack(FORMAT, q, a, s, t, R, B)
     else:
         block = first + tl.arange(0, B)
         if FORMAT == "F16" or FORMAT == "BF16" or FORMAT == "F32":
@@ -111,24 +111,20 @@ def high_offset(FORMAT: tl.constexpr, FAST: tl.constexpr, B: tl.constexpr):
 
 @triton.jit
 def fetch(FORMAT: tl.constexpr, codes, bits, scale, top, row, first, K, R: tl.constexpr, B: tl.constexpr):
-    """What `unpack` needs of B blocks, as it lies in memory: five tensors, some of them the same.
+    """What `unpack` needs of B blocks, as it lies in memory: four tensors, some of them the same.
 
-    Codes are read as rows of bytes, so that neighbouring threads have neighbouring blocks of a row.
+    Everything is read as rows of bytes or words, of which neighbouring threads have neighbours, and nothing twice.
     """
-    block = first + tl.arange(0, B)
-    at = row[:, None] * (K // 32) + block[None, :]  # [R, B]
-    of = row[:, None] * (K // 256) + (block // 8)[None, :]
+    at = row[:, None] * (K // 32) + (first + tl.arange(0, B))[None, :]  # [R, B]
     bytes16 = tl.arange(0, B * 16)[None, :]
     if FORMAT == "Q8_0":
         p = codes + row[:, None] * K + (first * 32 + bytes16)
-        q, b = tl.load(p), tl.load(p + B * 16)
+        q, a = tl.load(p), tl.load(p + B * 16)
         half = row[:, None] * (K // 32) + (first + tl.arange(0, B // 2))[None, :]
         s, t = tl.load(scale + half), tl.load(scale + half + B // 2)
-        a = q
     else:
         q = tl.load(codes + row[:, None] * (K // 2) + (first * 16 + bytes16))
         a = q
-        b = q
         if FORMAT == "MXFP4" or FORMAT == "Q4_0" or FORMAT == "Q5_0":
             s = tl.load(scale + at)
             t = s
@@ -137,23 +133,34 @@ def fetch(FORMAT: tl.constexpr, codes, bits, scale, top, row, first, K, R: tl.co
             t = s
         else:
             s = tl.load(scale.to(tl.pointer_type(tl.int16)) + at)
+            TOPS: tl.constexpr = (B + 7) // 8
+            of = row[:, None] * (K // 256) + (first // 8 + tl.arange(0, TOPS))[None, :]  # [R, TOPS]
+            p_top = top.to(tl.pointer_type(tl.int32))
             if FORMAT == "Q6_K":
-                t = tl.load(top + of)
-                a, b = tl.load(bits + at * 2), tl.load(bits + at * 2 + 1)
+                # Two of these to a word: a load of two bytes would not be in the pipeline.
+                t = tl.load(p_top + of // 2) >> (of % 2 * 16).to(tl.int32)
+                a = tl.load(bits + row[:, None] * (K // 16) + (first * 2 + tl.arange(0, B * 2))[None, :])
             else:
                 tl.static_assert(FORMAT == "Q4_K" or FORMAT == "Q5_K", "no fast way")
-                t = tl.load(top.to(tl.pointer_type(tl.int32)) + of)
+                t = tl.load(p_top + of)
         if FORMAT == "Q5_0" or FORMAT == "Q5_1" or FORMAT == "Q5_K":
             a = tl.load(bits + at)
-    return q, a, b, s, t
+    return q, a, s, t
 
 
 @triton.jit
-def unpack(FORMAT: tl.constexpr, q, a, b, s, t, R: tl.constexpr, B: tl.constexpr):
+def _spread(t, R: tl.constexpr, B: tl.constexpr):
+    """An entry a super-block, [R, (B + 7) // 8], to one a block."""
+    EACH: tl.constexpr = B // t.shape[1]
+    return tl.reshape(tl.broadcast_to(t[:, :, None], [R, t.shape[1], EACH]), [R, B])
+
+
+@triton.jit
+def unpack(FORMAT: tl.constexpr, q, a, s, t, R: tl.constexpr, B: tl.constexpr):
     """Two tiles `[R, B * 16]` float16 from what `fetch` gave."""
     if FORMAT == "Q8_0":
         low = tl.inline_asm_elementwise(_EIGHT, "=r,=r,r", [q], dtype=tl.float16, is_pure=True, pack=4)
-        high = tl.inline_asm_elementwise(_EIGHT, "=r,=r,r", [b], dtype=tl.float16, is_pure=True, pack=4)
+        high = tl.inline_asm_elementwise(_EIGHT, "=r,=r,r", [a], dtype=tl.float16, is_pure=True, pack=4)
         H: tl.constexpr = B // 2
         low, high = _times(tl.reshape(low, [R, H, 32]), s, R, H, 32), _times(tl.reshape(high, [R, H, 32]), t, R, H, 32)
     else:
@@ -180,11 +187,13 @@ def unpack(FORMAT: tl.constexpr, q, a, b, s, t, R: tl.constexpr, B: tl.constexpr
             )  # fmt: skip
             low, high = _times(low, s, R, B, 16), _times(high, s, R, B, 16)
         elif FORMAT == "Q6_K":
+            u_low, u_high = tl.split(tl.reshape(a, [R, B, 2]))
             low, high = tl.inline_asm_elementwise(
-                _SIX_LESS_32, _MORE_OPERANDS, [q, a[:, :, None] >> (j * 2), b[:, :, None] >> (j * 2)],
+                _SIX_LESS_32, _MORE_OPERANDS, [q, u_low[:, :, None] >> (j * 2), u_high[:, :, None] >> (j * 2)],
                 dtype=(tl.float16, tl.float16), is_pure=True, pack=4,
             )  # fmt: skip
-            both, d = s.to(tl.int32), t.to(tl.float32)
+            d, _ = _pair(_spread(t, R, B))
+            both, d = s.to(tl.int32), d.to(tl.float32)
             s_low = (((both << 24) >> 24).to(tl.float32) * d).to(tl.float16)
             s_high = ((both >> 8).to(tl.float32) * d).to(tl.float16)
             low, high = _times(low, s_low, R, B, 16), _times(high, s_high, R, B, 16)
@@ -192,7 +201,7 @@ def unpack(FORMAT: tl.constexpr, q, a, b, s, t, R: tl.constexpr, B: tl.constexpr
             if FORMAT == "Q4_1" or FORMAT == "Q5_1":
                 d, m = _pair(s)
             else:
-                d, dmin = _pair(t)
+                d, dmin = _pair(_spread(t, R, B))
                 both = s.to(tl.int32)
                 d = ((both & 255).to(tl.float32) * d.to(tl.float32)).to(tl.float16)
                 m = (((both >> 8) & 255).to(tl.float32) * -dmin.to(tl.float32)).to(tl.float16)
