@@ -3,6 +3,7 @@
 QUARREL_BACKEND   auto, cpu, triton or mlx: where models run when nothing else is asked for
 QUARREL_COMPUTE   auto, float32, float16 or bfloat16: the arithmetic when nothing else is asked for
 QUARREL_THREADS   threads of the CPU backend, 1 to 1024
+QUARREL_MEMORY    the memory that a model may take, in bytes (512MiB, 16GB) or as a share of what is free (80%, 0.8)
 QUARREL_CHECK     1 compares every op with its NumPy reference while it runs (slow)
 QUARREL_MODELS    a further folder to look for models in
 QUARREL_LOG       debug, info, warning or error: what the logger "quarrel" writes to standard error
@@ -11,6 +12,7 @@ QUARREL_LOG       debug, info, warning or error: what the logger "quarrel" write
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +35,7 @@ class Environment:
     check: bool = False
     models: Path | None = None
     log: str | None = None
+    memory: int | float | None = None
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
@@ -43,6 +46,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         backend=_choice(given, "QUARREL_BACKEND", BACKENDS, "auto"),
         compute=_choice(given, "QUARREL_COMPUTE", COMPUTE, "auto"),
         threads=_threads(given),
+        memory=_memory(given),
         check=_choice(given, "QUARREL_CHECK", ("0", "1"), "0") == "1",
         models=None if models is None else _folder(models),
         log=_choice(given, "QUARREL_LOG", LEVELS, LEVELS[0]) if "QUARREL_LOG" in given else None,
@@ -63,6 +67,39 @@ def _threads(given: Mapping[str, str]) -> int | None:
     if not (value.isascii() and value.isdigit() and len(value) < 5) or not 1 <= int(value) <= MAX_THREADS:
         raise ConfigError(f"QUARREL_THREADS is {value!r}, wanted a whole number from 1 to {MAX_THREADS}")
     return int(value)
+
+
+def memory_of(text: str) -> int | float:
+    """Bytes as a whole number, or a share of what is free as a float above 0, at most 1. Raises ConfigError."""
+    found = _AMOUNT.fullmatch(text.strip())
+    if found:
+        number, unit = found[1], found[2].lower()
+        if unit == "%" and 0 < float(number) <= 100:
+            return float(number) / 100
+        if not unit and "." in number and 0 < float(number) <= 1:
+            return float(number)
+        if unit != "%" and (unit or "." not in number) and float(number) * _UNITS[unit] >= 1:
+            return int(float(number) * _UNITS[unit])
+    raise ConfigError(f"the memory is {text!r}, wanted bytes such as 512MiB or 16GB, or a share such as 80% or 0.8")
+
+
+_AMOUNT = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?) ?(%|[kmgtKMGT]?(?:i?[bB])?)", re.ASCII)
+_UNITS = {"": 1, "b": 1} | {
+    unit + ending: (1000 if ending == "b" else 1024) ** power
+    for power, unit in enumerate("kmgt", 1)
+    for ending in ("", "b", "ib")
+}
+"""KB is 1000 bytes; K and KiB are 1024."""
+
+
+def _memory(given: Mapping[str, str]) -> int | float | None:
+    value = given.get("QUARREL_MEMORY")
+    if value is None:
+        return None
+    try:
+        return memory_of(value)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("the memory", "QUARREL_MEMORY", 1)) from None
 
 
 def _folder(value: str) -> Path:

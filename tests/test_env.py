@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from quarrel import env
-from quarrel.env import Environment, read_environment
+from quarrel.env import Environment, memory_of, read_environment
 from quarrel.errors import ConfigError
 from tests.paths import need_cases
 
@@ -31,8 +31,29 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
         "QUARREL_CHECK": "1",
         "QUARREL_MODELS": str(tmp_path),
         "QUARREL_LOG": "debug",
+        "QUARREL_MEMORY": "80%",
     }
-    assert read_environment(given) == Environment("cpu", "float32", 3, True, tmp_path, "debug")
+    assert read_environment(given) == Environment("cpu", "float32", 3, True, tmp_path, "debug", 0.8)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1", 1),
+        ("1.0", 1.0),
+        ("0.25", 0.25),
+        ("100%", 1.0),
+        ("2 GB", 2 * 10**9),
+        ("2GiB", 2 << 30),
+        ("1.5g", 3 << 29),
+        ("512m", 512 << 20),
+        ("123456789", 123456789),
+    ],
+)
+def test_memory_is_bytes_or_a_share(text: str, value: float) -> None:
+    read = memory_of(text)
+    assert read == value
+    assert type(read) is type(value)
 
 
 @pytest.mark.parametrize(
@@ -51,6 +72,13 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
         ("QUARREL_CHECK", "true"),
         ("QUARREL_MODELS", "/nowhere/at/all"),
         ("QUARREL_LOG", "INFO"),
+        ("QUARREL_MEMORY", "0"),
+        ("QUARREL_MEMORY", "0.0"),
+        ("QUARREL_MEMORY", "1.5"),
+        ("QUARREL_MEMORY", "101%"),
+        ("QUARREL_MEMORY", "-1G"),
+        ("QUARREL_MEMORY", "8 gigabytes"),
+        ("QUARREL_MEMORY", "9" * 5000),
     ],
 )
 def test_a_malformed_value_is_an_error_that_names_the_variable(name: str, value: str) -> None:

@@ -97,15 +97,6 @@ def check(whole: Subject, compute: ComputeChoice, batch: int, threads: int) -> C
     return Checked(tuple(layers), checker.ops, errors, allowed, time.perf_counter() - began)
 
 
-def rehearse(subject: Subject, batch: int) -> None:
-    """Runs the shapes that `check` runs and compares nothing: for warming up."""
-    want: Want = "hidden" if subject.source.encodes else "logits"
-    prompt, few = _sizes(subject.source, batch)
-    _runs(subject.step, subject.layout, want, prompt, few, subject.source.encodes)
-    if not subject.source.encodes:
-        _against_itself(subject.step, subject.layout, want, batch)
-
-
 def _routed(source: Source) -> bool:
     return any(node.op.name == "route" for node in source.program.nodes)
 

@@ -13,13 +13,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quarrel.bench.check import rehearse
+from quarrel.bench.check import check
 from quarrel.bench.measure import run
 from quarrel.bench.subject import Source, Subject, limits_for
 from quarrel.bench.work import Test
 from quarrel.gguf import GGUFFile
 from quarrel.ops.registry import backend
 from quarrel.ops.step import ComputeChoice
+
+CHECK_THREADS = 2
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ def _run(job: Job) -> None:
         for test in job.mine:
             layout = subject.layout
             if test is None:
-                rehearse(subject, max(t.batch for t in job.tests))
+                check(subject, job.compute, max(t.batch for t in job.tests), CHECK_THREADS)
             elif test.kind == "prefill":
                 run(subject, layout.prefill(test.depth, test.tokens, test.batch))
             else:

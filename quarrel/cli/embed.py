@@ -35,7 +35,13 @@ def run(args: argparse.Namespace) -> int:
     if args.first_id < 0:
         raise UsageError(f"--first-id is {args.first_id}, wanted 0 or more")
     with quarrel.load(
-        model_of(args), backend=args.backend, compute=args.compute, n_ctx=args.ctx, threads=args.threads, max_seqs=64
+        model_of(args),
+        backend=args.backend,
+        compute=args.compute,
+        n_ctx=args.ctx,
+        memory=args.memory,
+        threads=args.threads,
+        max_seqs=64,
     ) as llm:
         letters = _letters(args)
         with _shown(args) as progress:

@@ -39,16 +39,26 @@ def _summary(e: Explanation) -> Iterator[str]:
 
 
 def _memory(e: Explanation) -> Iterator[str]:
-    plan = e.memory
-    in_place = f"{amount(plan.weights_in_place)} of them in the file's own pages" if plan.weights_in_place else ""
+    plan, held = e.plan, e.memory
+    in_place = f"{amount(held.weights_in_place)} of them in the file's own pages" if held.weights_in_place else ""
+    lazily = "rows of results for scoring, taken when used" if held.activations > plan.scratch else ""
+    kept = [
+        ["recurrent states", amount(plan.states), "", "in the cache's"] if plan.states else [],
+        ["their snapshots", amount(plan.snapshots), "", "in the cache's"] if plan.snapshots else [],
+    ]
     rows = [
-        ["weights", amount(plan.weights), in_place],
-        ["key and value cache", amount(plan.cache), ""],
-        ["activations", amount(plan.activations), ""],
-        ["all", amount(plan.weights + plan.cache + plan.activations), ""],
+        ["", "planned", "taken", ""],
+        ["weights", amount(plan.weights), amount(held.weights), in_place],
+        ["key and value cache", amount(plan.cache), amount(held.cache), ""],
+        *(row for row in kept if row),
+        ["scratch of a step", amount(plan.scratch), amount(held.activations), lazily],
+        *([["graphs", amount(plan.graphs), "", ""]] if plan.graphs else []),
+        ["all", amount(plan.total), amount(held.weights + held.cache + held.activations), ""],
+        ["budget", amount(plan.budget), "", f"of {amount(plan.free)} free"],
     ]
     yield "memory"
-    yield from table(rows, right=(1,))
+    yield from table(rows, right=(1, 2))
+    yield f"  the longest context that fits is {plan.longest} tokens, for one sequence"
 
 
 def _choices(e: Explanation, all: bool) -> Iterator[str]:

@@ -22,7 +22,15 @@ MAX_TEMPLATE = 4 << 20
 def opened(args: argparse.Namespace, model: str) -> Iterator[LLM]:
     """The model, loaded by the options under "loading", with a bar while its weights are packed."""
     with progress(f"loading {model}") as bar:
-        llm = load(model, backend=args.backend, compute=args.compute, n_ctx=args.ctx, threads=args.threads, progress=bar)
+        llm = load(
+            model,
+            backend=args.backend,
+            compute=args.compute,
+            n_ctx=args.ctx,
+            memory=args.memory,
+            threads=args.threads,
+            progress=bar,
+        )
     with llm:
         yield llm
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from quarrel import __version__
 from quarrel.cli.samplers import add_samplers
+from quarrel.env import memory_of
+from quarrel.errors import ConfigError
 
 DEFAULT_MODEL = "demo"
 BACKENDS = ("auto", "cpu", "triton", "mlx")
@@ -297,8 +299,17 @@ def _load_options(p: argparse.ArgumentParser) -> None:
     group.add_argument("--backend", choices=BACKENDS, default="auto", help="what computes; auto is the best that is ready")
     group.add_argument("--compute", choices=COMPUTE, default="auto", help="the arithmetic; float32 is exact")
     group.add_argument("-c", "--ctx", type=int, metavar="N", help="context in tokens; by default the model's, if it fits")
+    memory = "what a model may take: bytes (512MiB, 16GB) or a share of what is free (80%%)"
+    group.add_argument("--memory", type=_amount, metavar="BYTES|SHARE", help=memory)
     group.add_argument("-t", "--threads", type=int, metavar="N", help="CPU threads; by default one for each core")
     _hidden(group, "--ctx-size", "--n-ctx", "--num-ctx", "-kv-cache-size", type=int, dest="ctx")
+
+
+def _amount(text: str) -> int | float:
+    try:
+        return memory_of(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _hidden(p: Any, *flags: str, **options: Any) -> None:

@@ -24,7 +24,9 @@ def run(args: argparse.Namespace) -> int:
     filters = [_condition(given) for given in args.filter or ()]
     with client_of(args, args.source or DATA) as client:
         client.readiness(args.dataset)  # whether anybody is there, before a model is loaded
-        with quarrel.load(model, backend=args.backend, compute=args.compute, n_ctx=args.ctx, threads=args.threads) as llm:
+        with quarrel.load(
+            model, backend=args.backend, compute=args.compute, n_ctx=args.ctx, memory=args.memory, threads=args.threads
+        ) as llm:
             made = llm.embed(
                 text, pooling=args.pooling, dimensions=args.dimensions, prefix=args.prefix, normalize=args.normalize
             )

@@ -60,7 +60,13 @@ def run(args: argparse.Namespace) -> int:
 
     def open_model(source: str) -> LLM:
         return load(
-            source, backend=args.backend, compute=args.compute, n_ctx=args.ctx, threads=args.threads, max_seqs=args.parallel
+            source,
+            backend=args.backend,
+            compute=args.compute,
+            n_ctx=args.ctx,
+            memory=args.memory,
+            threads=args.threads,
+            max_seqs=args.parallel,
         )
 
     server = build(settings, open_model)

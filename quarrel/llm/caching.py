@@ -11,8 +11,8 @@ from quarrel.ops.step import Limits
 
 SNAPSHOTS = 48
 """Copies of recurrent state beside those in use: the ends of as many prompts and answers."""
-SNAPSHOT_SHARE = 0.05
-"""Of the free memory, what they may take."""
+SNAPSHOT_SHARE = 0.25
+"""Of the memory that is left over, what they may take."""
 
 
 def cache_rules(program: Program, reuse: bool) -> CacheRules:
@@ -21,9 +21,9 @@ def cache_rules(program: Program, reuse: bool) -> CacheRules:
     return CacheRules(reuse, recurrent=bool(program.states), window=max(windows) if windows and all(windows) else 0)
 
 
-def with_snapshots(limits: Limits, program: Program, free: int, reuse: bool) -> Limits:
-    """The limits with slots for copies of recurrent state, as far as memory goes."""
+def with_snapshots(limits: Limits, program: Program, spare: int, reuse: bool) -> Limits:
+    """The limits with slots for copies of recurrent state, as far as what the plan leaves over goes."""
     if not (program.states and reuse):
         return limits
-    fitting = int(SNAPSHOT_SHARE * free) // max(1, state_bytes(program))
+    fitting = int(SNAPSHOT_SHARE * spare) // max(1, state_bytes(program))
     return replace(limits, n_states=limits.max_seqs + min(SNAPSHOTS, fitting))

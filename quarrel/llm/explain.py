@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quarrel.llm.plan import Plan
 from quarrel.ops.step import MemoryPlan, Taken
 
 
@@ -19,6 +20,9 @@ class Explanation:
     n_ctx: int
     max_seqs: int
     cache_tokens: int
+    plan: Plan
+    """Bytes by purpose, as they were planned."""
     memory: MemoryPlan
+    """Those that were taken."""
     choices: tuple[Taken, ...]
     skipped: tuple[str, ...] = ()

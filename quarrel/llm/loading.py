@@ -19,7 +19,7 @@ from quarrel.llm.caching import cache_rules, with_snapshots
 from quarrel.llm.defaults import defaults_of
 from quarrel.llm.explain import Explanation
 from quarrel.llm.model import LLM, Loaded
-from quarrel.llm.plan import plan_encoder, plan_limits
+from quarrel.llm.plan import Device, plan_encoder, plan_limits
 from quarrel.models import EncoderSpec, Tensors, assemble, read_spec
 from quarrel.ops.check import CheckedStep
 from quarrel.ops.registry import backend as backend_named
@@ -42,6 +42,7 @@ def load(
     compute: ComputeChoice = "auto",
     n_ctx: int | None = None,
     max_seqs: int = 8,
+    memory: int | float | None = None,
     threads: int | None = None,
     prefix_cache: bool = True,
     max_waiting: int = MAX_WAITING,
@@ -53,10 +54,11 @@ def load(
     or `demo`. backend: "triton" (CUDA), "mlx" (Metal), "cpu", or "auto", which is `QUARREL_BACKEND` or the first of these
     that can run here; one asked for by name is taken or raises BackendUnavailable. compute: the arithmetic of
     activations; "float32" is exact. n_ctx: tokens of prompt and continuation together; by default the model's own, at
-    most 8192, and less (with a warning) where memory ends. max_seqs: sequences that run at once. threads: of the CPU
-    backend, by default `QUARREL_THREADS` or one for each core. prefix_cache: keep what finished sequences computed, to
-    continue from. max_waiting: requests that may wait beyond those that run; a further one raises QueueFull. progress:
-    called with work done and work in all while weights are packed, on another thread.
+    most 8192, and less (with a warning) where memory ends. max_seqs: sequences that run at once. memory: bytes that all
+    of it may take, or a share of what is free as a float up to 1.0; by default `QUARREL_MEMORY`, or what is free. threads:
+    of the CPU backend, by default `QUARREL_THREADS` or one for each core. prefix_cache: keep what finished sequences
+    computed, to continue from. max_waiting: requests that may wait beyond those that run; a further one raises QueueFull.
+    progress: called with work done and work in all while weights are packed, on another thread.
 
     Raises ModelNotFound, GGUFError, UnsupportedModel, TokenizerError, BackendUnavailable, UnsupportedOp, OutOfMemory.
     """
@@ -64,6 +66,7 @@ def load(
     environment = read_environment()
     _set_log(environment)
     _check_arguments(compute, n_ctx, max_seqs, threads, max_waiting)
+    _check_memory(memory)
     found = _find(name, environment)
     chosen, skipped = _choose(backend, environment, threads or environment.threads)
     file = GGUFFile.open(found.paths)
@@ -71,23 +74,26 @@ def load(
         tokenizer = read_tokenizer(file.metadata)
         choice: ComputeChoice = environment.compute if compute == "auto" else compute  # type: ignore[assignment]
         tensors, spec = Tensors(file), read_spec(file)
-        free, weights = chosen.free_bytes(), sum(t.nbytes for t in file.tensors.values())
+        budget = environment.memory if memory is None else memory
+        device = Device.of(chosen.free_bytes(), budget, captures=chosen.name == "triton")
+        weights = sum(t.nbytes for t in file.tensors.values())
         if isinstance(spec, EncoderSpec):
-            limits, length = plan_encoder(spec, free=free, weights=weights, n_ctx=n_ctx, max_seqs=max_seqs)
+            plan = plan_encoder(spec, device=device, weights=weights, n_ctx=n_ctx, max_seqs=max_seqs)
         else:
-            limits, length = plan_limits(
+            plan = plan_limits(
                 assemble(spec, tensors),
                 spec,
                 compute=chosen.compute_of(choice),
-                free=free,
+                device=device,
                 weights=weights,
                 n_ctx=n_ctx,
                 max_seqs=max_seqs,
             )
         # Some rope scalings depend on the context that will be used.
-        spec = read_spec(file, length)
+        spec = read_spec(file, plan.n_ctx)
         program = assemble(spec, tensors)
-        limits = with_snapshots(limits, program, free, prefix_cache)
+        plan = plan.with_limits(with_snapshots(plan.limits, program, plan.spare, prefix_cache), program)
+        limits = plan.limits
 
         def compiled() -> Step:
             if environment.check:
@@ -110,15 +116,16 @@ def load(
         backend=chosen.name,
         device=chosen.device(),
         compute=step.compute,
-        n_ctx=length,
+        n_ctx=plan.n_ctx,
         max_seqs=limits.max_seqs,
         cache_tokens=limits.n_blocks * limits.block_size,
+        plan=plan,
         memory=step.memory(),
         choices=tuple(step.explain()),
         skipped=skipped,
     )
     seconds = time.perf_counter() - began
-    log.info("loaded %s on %s (%s) in %.2f s, n_ctx %d", name, chosen.name, chosen.device(), seconds, length)
+    log.info("loaded %s on %s (%s) in %.2f s, n_ctx %d", name, chosen.name, chosen.device(), seconds, plan.n_ctx)
     return LLM(Loaded(loop, file, spec, tokenizer, explanation, seconds, defaults_of(found.params), found.system))
 
 
@@ -154,6 +161,14 @@ def _check_arguments(compute: object, n_ctx: object, max_seqs: object, threads: 
             continue
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
             raise RequestError(f"{name} is {value!r}, wanted a whole number from 1 to {high}")
+
+
+def _check_memory(memory: object) -> None:
+    if memory is None:
+        return
+    whole = isinstance(memory, int) and not isinstance(memory, bool) and 1 <= memory < 1 << 60
+    if not whole and not (isinstance(memory, float) and 0 < memory <= 1):
+        raise RequestError(f"memory is {memory!r}, wanted a whole number of bytes, or a share up to 1.0 as a float")
 
 
 def _find(name: str | os.PathLike[str], environment: Environment) -> Resolved:

@@ -1,13 +1,15 @@
-"""How long a context, and how many of them, fit the memory that a backend has."""
+"""One memory budget: what a model takes of it by purpose, before anything is allocated, and what context that leaves."""
 
 from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from quarrel.errors import OutOfMemory, RequestError
 from quarrel.models import EncoderSpec, ModelSpec
-from quarrel.ops.contract import Compute
+from quarrel.ops.contract import Compute, Value, WeightRef
 from quarrel.ops.program import Program
 from quarrel.ops.step import Limits
 
@@ -20,6 +22,63 @@ SHORT_TEXT = 8
 """Tokens of the shortest texts that are worth filling an encoder's step with."""
 SHARE = 0.5
 """Of the memory left over, what further sequences' caches may take."""
+ROOM = 3
+"""Times the values alive at once: backends keep rounded copies, routed rows and partial sums beside them (measured: 1.2 to
+2.6 over all architectures)."""
+GRAPH_BYTES = 16 << 20
+"""A captured graph and its pool, for each size of batch."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where the plan is for: bytes free there, bytes of them that may be used, and what the backend adds to a step."""
+
+    free: int
+    budget: int
+    captures: bool = False
+    """It captures graphs, and decodes whole matrices for long prompts."""
+
+    @classmethod
+    def of(cls, free: int, memory: int | float | None, captures: bool = False) -> Device:
+        """`memory` in bytes, or a share of what is free if it is 1.0 or a smaller float; None is all of it."""
+        share = isinstance(memory, float)
+        asked = free if memory is None else int(free * memory) if share else int(memory)
+        return cls(free, min(asked, free), captures)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes by purpose, all within the budget, and what they allow."""
+
+    free: int
+    budget: int
+    weights: int
+    cache: int
+    """Keys and values."""
+    states: int
+    """Recurrent states of running sequences."""
+    snapshots: int
+    """Copies of them, to continue from."""
+    scratch: int
+    """Values of a step, routed rows, decoded matrices, rows of logits."""
+    graphs: int
+    n_ctx: int
+    longest: int
+    """The longest context that one sequence could have in this budget, up to the model's own."""
+    limits: Limits
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.cache + self.states + self.snapshots + self.scratch + self.graphs
+
+    @property
+    def spare(self) -> int:
+        return self.budget - self.total
+
+    def with_limits(self, limits: Limits, program: Program) -> Plan:
+        """The same with more slots for states, whose extra ones are snapshots."""
+        extra = max(0, limits.states - limits.max_seqs)
+        return replace(self, limits=limits, snapshots=extra * state_bytes(program))
 
 
 def cache_bytes_per_token(program: Program, compute: Compute) -> int:
@@ -33,61 +92,116 @@ def state_bytes(program: Program) -> int:
     return sum(4 * math.prod(state.shape) for state in program.states)
 
 
+def scratch_bytes(program: Program, tokens: int, rows: int) -> int:
+    """Values that are alive at once in a step, as float32: those of its tokens, with room for what backends add, and those
+    of the rows whose results are wanted."""
+    return ROOM * _alive(program, {"T": tokens, "S": tokens, "R": 0}) + _alive(program, {"R": rows})
+
+
+def _alive(program: Program, rows: Mapping[str, int]) -> int:
+    """The most bytes at once; axes that are not named count nothing."""
+    last = {v.id: i for i, node in enumerate(program.nodes) for v in (*node.inputs, *node.outputs) if isinstance(v, Value)}
+    last |= {v.id: len(program.nodes) for v in program.outputs.values()}
+    alive: dict[int, int] = {}
+    peak = 0
+    for i, node in enumerate(program.nodes):
+        for value in node.outputs:
+            alive[value.id] = 4 * math.prod(rows.get(d, 0) if isinstance(d, str) else d for d in value.dims)
+        peak = max(peak, sum(alive.values()))
+        alive = {id: size for id, size in alive.items() if last[id] > i}
+    return peak
+
+
+def decoded_bytes(program: Program) -> int:
+    """The matrices of the largest op, two bytes a value."""
+    sizes = (sum(w.rows * w.k for w in node.inputs if isinstance(w, WeightRef)) for node in program.nodes)
+    return 2 * max(sizes, default=0)
+
+
 def plan_limits(
     program: Program,
     spec: ModelSpec,
     *,
     compute: Compute,
-    free: int,
+    device: Device,
     weights: int,
     n_ctx: int | None,
     max_seqs: int,
-) -> tuple[Limits, int]:
-    """Limits of a step and the context length.
+) -> Plan:
+    """The plan of a decoder.
 
-    Without `n_ctx` it is the model's own, at most 8192, and shorter with a warning where memory ends earlier. Raises
-    OutOfMemory where an explicit `n_ctx`, or any context at all, does not fit; RequestError where the model has no such
-    context.
+    Without `n_ctx` the context is the model's own, at most 8192, and shorter with a warning where the budget ends earlier.
+    Raises OutOfMemory where an explicit `n_ctx`, or any context at all, does not fit; RequestError where the model has no
+    such context.
     """
     wanted = _wanted(spec, n_ctx)
     # A model without attention has no cache; its blocks are counted all the same.
     block_bytes = max(1, BLOCK * cache_bytes_per_token(program, compute))
-    # One prefill step, and a row of logits a sequence.
-    activations = _activations(spec, STEP_TOKENS) + 4 * max_seqs * spec.n_vocab
-    left = free - weights - activations - max_seqs * state_bytes(program)
+    tokens = max(STEP_TOKENS, max_seqs)
+    # Results of more rows than one a sequence are asked for when a text is scored; their pages are taken then.
+    scratch = max(scratch_bytes(program, tokens, max_seqs), _activations(spec, STEP_TOKENS)) + 4 * max_seqs * spec.n_vocab
+    scratch += decoded_bytes(program) if device.captures else 0
+    graphs = GRAPH_BYTES * (1 + (max_seqs - 1).bit_length()) if device.captures else 0
+    states = max_seqs * state_bytes(program)
+    left = device.budget - weights - scratch - graphs - states
     # One block more than a context fills: continuing from another sequence's half-used block copies that block.
     fitting = left // block_bytes - 1
-    length = min(wanted, fitting * BLOCK)
-    if length < (wanted if n_ctx else min(wanted, MIN_CONTEXT)):
-        raise OutOfMemory(
-            f"a context of {wanted} tokens takes {_gib(_blocks(wanted) * block_bytes)}, the weights {_gib(weights)}, and"
-            f" {_gib(free)} are free: {f'use n_ctx={fitting * BLOCK} or less' if fitting > 1 else 'use a smaller model'}"
-        )
+    longest = max(0, min(spec.context_length, fitting * BLOCK))
+    length = min(wanted, longest)
+    least = wanted if n_ctx else min(wanted, MIN_CONTEXT)
+    if length < least:
+        parts = {"weights": weights, "states": states, "scratch": scratch, "graphs": graphs}
+        parts["a context of " + str(least)] = (_blocks(least) + 1) * block_bytes
+        raise OutOfMemory(_refusal(device, parts, longest, weights + left - (_blocks(MIN_CONTEXT) + 1) * block_bytes))
     if length < wanted:
         warnings.warn(
-            f"the context is reduced from {wanted} to {length} tokens: {_gib(free)} are free, the weights take"
+            f"the context is reduced from {wanted} to {length} tokens: {_budget(device)}, the weights take"
             f" {_gib(weights)}; give n_ctx to choose it yourself",
             stacklevel=3,
         )
     blocks = _blocks(length)
     sequences = max(1, min(max_seqs, int(left * SHARE) // (blocks * block_bytes)))
-    return Limits(max(STEP_TOKENS, max_seqs), max_seqs, blocks, sequences * blocks + 1, BLOCK), length
+    limits = Limits(tokens, max_seqs, blocks, sequences * blocks + 1, BLOCK)
+    cache = limits.n_blocks * block_bytes if program.caches else 0
+    return Plan(device.free, device.budget, weights, cache, states, 0, scratch, graphs, length, longest, limits)
 
 
-def plan_encoder(spec: EncoderSpec, *, free: int, weights: int, n_ctx: int | None, max_seqs: int) -> tuple[Limits, int]:
-    """Limits of an encoder's step, which holds a whole text, and the length of that. Raises as `plan_limits`."""
+def plan_encoder(spec: EncoderSpec, *, device: Device, weights: int, n_ctx: int | None, max_seqs: int) -> Plan:
+    """The plan of an encoder, whose step holds a whole text. Raises as `plan_limits`."""
     length = _wanted(spec, n_ctx)
     tokens = max(STEP_TOKENS, length, max_seqs)
     needed = _activations(spec, tokens)
-    if weights + needed > free:
-        raise OutOfMemory(
-            f"texts of {length} tokens take {_gib(needed)}, the weights {_gib(weights)}, and {_gib(free)} are free: use a"
-            " smaller n_ctx or a smaller model"
-        )
+    if weights + needed > device.budget:
+        parts = {"weights": weights, f"texts of {length} tokens": needed}
+        raise OutOfMemory(_refusal(device, parts, 0, device.budget - _activations(spec, STEP_TOKENS)))
     # It has no cache; the blocks are numbers only.
     # Sequences cost it nothing: as many as a step of short texts holds.
     seqs = max(max_seqs, tokens // SHORT_TEXT)
-    return Limits(tokens, seqs, _blocks(length), seqs * _blocks(length), BLOCK), length
+    limits = Limits(tokens, seqs, _blocks(length), seqs * _blocks(length), BLOCK)
+    fitting = (device.budget - weights) // _activations(spec, 1)
+    longest = min(spec.context_length, fitting)
+    return Plan(device.free, device.budget, weights, 0, 0, 0, needed, 0, length, longest, limits)
+
+
+def _refusal(device: Device, parts: Mapping[str, int], longest: int, weights: int) -> str:
+    """Bytes needed, bytes there are, and what would fit."""
+    needed = ", ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size)
+    fits = []
+    if longest >= MIN_CONTEXT:
+        fits.append(f"a context of {longest} tokens would fit: use n_ctx={longest} or less")
+    elif weights > 0:
+        fits.append(f"weights of {_gib(weights)} would fit: use a smaller model or a smaller quantisation of it")
+    else:
+        fits.append("no model fits that: use another device, a smaller n_ctx or a smaller model")
+    if device.budget < device.free:
+        fits.append(f"or give more than the {_gib(device.budget)} that it may use")
+    return f"the model needs {_gib(sum(parts.values()))} ({needed}), and {_budget(device)}; {', '.join(fits)}"
+
+
+def _budget(device: Device) -> str:
+    if device.budget < device.free:
+        return f"{_gib(device.budget)} of the {_gib(device.free)} that are free may be used"
+    return f"{_gib(device.free)} are free"
 
 
 def _wanted(spec: ModelSpec | EncoderSpec, n_ctx: int | None) -> int:

@@ -133,7 +133,7 @@ def test_a_budget_holds_for_all_of_it() -> None:
 
 
 def test_graphs_and_decoded_matrices_are_paid_for_where_there_are_any() -> None:
-    plain, captured = planned(8 * GIB), planned(8 * GIB, device=Device.of(8 * GIB, None, captures=True))
+    plain, captured = planned(3 * GIB), planned(3 * GIB, device=Device.of(3 * GIB, None, captures=True))
     assert plain.graphs == 0
     assert captured.graphs > 0
     assert captured.longest < plain.longest
@@ -154,7 +154,7 @@ def test_a_step_takes_no_more_scratch_than_planned(case: str) -> None:
         program, backend = assemble(facts, tensors), create(2)
         made = plan_limits(program, facts, compute="int8", device=Device.of(8 * GIB, None), weights=0, n_ctx=64, max_seqs=8)
         step = backend.compile(program, tensors, made.limits)
-        # The CPU has a row of logits for every token of a step, pages that it touches for those asked for alone.
+        # The CPU has room for a row of logits of every token, pages that it touches for those asked for alone.
         rows = 4 * made.limits.max_tokens * facts.n_vocab
         assert step.memory().activations - rows <= made.scratch
         assert step.memory().cache <= made.cache + made.states
