@@ -30,6 +30,8 @@ def route(e: Lowering, node: Node) -> None:
         "bias": e.weights.vector(bias[0]) if bias else 0,
         "ids": p.place(ids),
         "weights": p.place(weights),
+        "log": e.choices.begin(node.path),
+        "log_used": e.choices.used,
         "n": s.n_experts,
         "used": s.used,
         "groups": s.n_groups,

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from quarrel.cpu_backend import attention as attention_kernels
+from quarrel.cpu_backend.choices import Choices
 from quarrel.cpu_backend.dot_row import dot_row
 from quarrel.cpu_backend.float_linear import ROWS, float_linear
 from quarrel.cpu_backend.formats import BLOCKS
@@ -54,8 +55,10 @@ class Cache:
 class Lowering:
     """Turns nodes into stages of one plan."""
 
-    def __init__(self, plan: Plan, weights: Weights, caches: Sequence[Cache], states: Sequence[np.ndarray]) -> None:
-        self.plan, self.weights, self.caches, self.states = plan, weights, caches, states
+    def __init__(
+        self, plan: Plan, weights: Weights, caches: Sequence[Cache], states: Sequence[np.ndarray], choices: Choices
+    ) -> None:
+        self.plan, self.weights, self.caches, self.states, self.choices = plan, weights, caches, states, choices
         self._items: dict[int, tuple[int, int]] = {}
         self.gathered: dict[tuple[int, int], tuple[dict[str, Arg], int]] = {}
 

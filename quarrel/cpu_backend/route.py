@@ -92,6 +92,7 @@ def route(gate: str, renormalise: bool, biased: bool, grouped: bool, n_experts: 
         with k.range(0, used) as j:
             expert = _take_best(k, score, n)
             k.store(expert.to(I32), ids + (j << 2))
+            k.store(expert.to(I32), a.log + (chunk * a.log_used + j << 2))
             weight = k.load(p + (expert << 3), F64)
             k.store(weight, work + (j << 3))
             total.v = total.v + weight
@@ -103,7 +104,7 @@ def route(gate: str, renormalise: bool, biased: bool, grouped: bool, n_experts: 
                 weight = weight / k.maximum(total.v, SMALLEST_SUM)
             k.store((weight * a.f32("scale").to(F64)).to(F32), weights + (j << 2))
 
-    fields = ("logits", "bias", "ids", "weights", "n", "used", "groups", "groups_used", "scale")
+    fields = ("logits", "bias", "ids", "weights", "log", "log_used", "n", "used", "groups", "groups_used", "scale")
     marks = f"{'/renormalise' if renormalise else ''}{'/bias' if biased else ''}{'/groups' if grouped else ''}"
     return KernelDef(f"route/{gate}{marks}", fields, body, scratch=40 * n_experts + 64)
 

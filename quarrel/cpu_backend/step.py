@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from quarrel.cpu_backend.choices import Choices
 from quarrel.cpu_backend.lowering import Cache, Lowering
 from quarrel.cpu_backend.plan import AXES, Plan, finish
 from quarrel.cpu_backend.pool import Pool, StageTable
@@ -13,6 +14,7 @@ from quarrel.cpu_backend.registry import REGISTRY, reads_rounded
 from quarrel.cpu_backend.weights import Weights
 from quarrel.errors import RequestError
 from quarrel.ops.contract import Array, Compute, Value
+from quarrel.ops.moe import RouteSpec
 from quarrel.ops.program import Node, Program
 from quarrel.ops.registry import Choice, lower
 from quarrel.ops.step import (
@@ -49,7 +51,9 @@ class Compiled:
         nodes = [c.node for c in self.choices]
         self.weights = Weights(source, exact)
         plan = Plan(pool.level, pool.threads, {**sizes, "S1": sizes.get("S", 0) + 1}, exact, {}, {}, {})
-        lowering = Lowering(plan, self.weights, caches, states)
+        routes = [n.spec for n in nodes if isinstance(n.spec, RouteSpec)]
+        self.expert_choices = Choices(routes, sizes.get("T", 0))
+        lowering = Lowering(plan, self.weights, caches, states, self.expert_choices)
         plan.forms, plan.last_use = _uses(nodes, program, lowering)
         plan.producer = {v.id: i for i, node in enumerate(nodes) for v in node.outputs}
         self.inputs: dict[str, np.ndarray] = {}
@@ -90,6 +94,7 @@ class Compiled:
         if wanted not in self._selected:
             self._selected[wanted] = self.tables.select(_needed(self.choices, self.program, wanted))
         self._pool.run(self._selected[wanted])
+        self.expert_choices.add(sizes.get("T", 0))
         outputs = ((name, *self._outputs[name]) for name in wanted)
         return {name: whole[: sizes[axis]].copy() for name, axis, whole in outputs}
 
@@ -199,6 +204,10 @@ class CpuStep:
             Taken(c.node.path, c.node.op.name, str(c.node.spec), c.implementation.name, c.declined)
             for c in self._open().choices
         ]
+
+    def expert_counts(self) -> dict[str, np.ndarray]:
+        """See `ops.step.CountsExperts`."""
+        return self._open().expert_choices.counts()
 
     def memory(self) -> MemoryPlan:
         compiled = self._open()

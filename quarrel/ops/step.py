@@ -193,6 +193,14 @@ class Step(Protocol):
 
 
 @runtime_checkable
+class CountsExperts(Protocol):
+    """A step that counts, where it runs, how often each expert was chosen. Reading waits for the launches so far."""
+
+    def expert_counts(self) -> dict[str, Array]:
+        """Tokens that each expert took since the step was compiled, int64 `[n_experts]`, by the path of its layer."""
+
+
+@runtime_checkable
 class Backend(Protocol):
     """One way to compute. `run_op` is the door for tests, fuzzers and QUARREL_CHECK."""
 

@@ -71,7 +71,14 @@ class InputBuffer:
     def __init__(self, limits: Limits, device: torch.device) -> None:
         self._limits = limits
         tokens, seqs = limits.max_tokens, limits.max_seqs
-        lengths = {"table_width": 1, "query_start": seqs + 1, "kv_len": seqs, "item_start": seqs + 1, "state_slots": seqs}
+        lengths = {
+            "table_width": 1,
+            "tokens": 1,
+            "query_start": seqs + 1,
+            "kv_len": seqs,
+            "item_start": seqs + 1,
+            "state_slots": seqs,
+        }
         lengths |= dict.fromkeys(("ids", "from_last", "positions", "slots", "out_rows", *_SAMPLE), tokens)
         self._begin: dict[str, int] = {}
         end = 0
@@ -90,7 +97,8 @@ class InputBuffer:
         self.slots = {name: Slot(self._at(name)) for name in self._begin}
         self.last = Slot(torch.zeros(tokens, dtype=torch.int32, device=device))
         """Tokens of the last launch that drew any."""
-        self.work = Work(self.slots["item_start"], self.slots["table_width"], self.slots["from_last"], self.last)
+        tables = (self.slots[name] for name in ("item_start", "table_width", "from_last"))
+        self.work = Work(*tables, self.last, self.slots["tokens"])
 
     def _named(self, ints: Array) -> dict[str, Array]:
         reals = ints.view(np.float32)
@@ -190,7 +198,7 @@ class InputBuffer:
             for name in _SAMPLE:
                 _fill(put[name], getattr(sample, name), 0, padded)
         width = inputs.block_table.shape[1]
-        put["table_width"][0] = width
+        put["table_width"][0], put["tokens"][0] = width, tokens
         self._tables[turn][: seqs * width] = inputs.block_table.reshape(-1)
         # The rows of padding keep what was there: nobody reads a key of theirs.
         used = self._table + seqs * width

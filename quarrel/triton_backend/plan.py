@@ -37,6 +37,7 @@ class Plan:
     generation: int = -1
     slots: dict[int, Slot] = field(default_factory=dict)
     launches: list[Launch] = field(default_factory=list)
+    counters: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rows["one"] = 1
@@ -74,6 +75,7 @@ class Plan:
         for slot, _, _ in self._zeros:
             slot.tensor = zeros
         self.nbytes = sum(a.numel() for a in self._arenas.values()) + 4 * counts
+        self.nbytes += sum(4 * t.numel() for t in self._halved.values())
 
     def fill(self, byte: int) -> None:
         """Sets every byte of the values' buffers: 255 makes floats NaN, so that what a kernel leaves unwritten shows."""
@@ -125,6 +127,9 @@ class Plan:
 
     def scratch(self, dim: str, width: int, dtype: torch.dtype = torch.float32) -> Slot:
         return self._scratch.want(dim, width, dtype, self._empty.view(dtype))
+
+    def counter(self, path: str, width: int) -> torch.Tensor:
+        return self.counters.setdefault(path, torch.zeros(width, dtype=torch.int64, device=self.device))
 
     def zeros(self, dim: str, width: int) -> Slot:
         self._zeros.append((Slot(self._empty.view(torch.int32)), dim, width))

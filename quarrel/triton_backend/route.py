@@ -42,8 +42,8 @@ def _group_scores(score, expert_ok, expert, group, PER: tl.constexpr, GROUPS: tl
 
 @triton.jit(do_not_specialize=["tokens"])
 def route_rows(
-    ids, weights, logits, bias, tokens, scale, EXPERTS: tl.constexpr, USED: tl.constexpr, GATE: tl.constexpr,
-    RENORMALISE: tl.constexpr, BIAS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_USED: tl.constexpr,
+    ids, weights, counts, live, logits, bias, tokens, scale, EXPERTS: tl.constexpr, USED: tl.constexpr, GATE: tl.constexpr,
+    RENORMALISE: tl.constexpr, BIAS: tl.constexpr, PADDED: tl.constexpr, GROUPS: tl.constexpr, GROUPS_USED: tl.constexpr,
     G: tl.constexpr, U: tl.constexpr, E: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)[:, None]
@@ -75,12 +75,14 @@ def route_rows(
     place = tl.arange(0, U)[None, :]
     chosen_ids = tl.zeros([R, U], tl.int32)
     chosen = tl.zeros([R, U], tl.float64)
+    taken = tl.zeros([R, E], tl.int32)
     for j in tl.static_range(USED):
         _, where = _best(score, free, expert)
         value = tl.sum(tl.where(expert == where, p, 0.0), 1)[:, None]
         chosen_ids = tl.where(place == j, where, chosen_ids)
         chosen = tl.where(place == j, value, chosen)
         free = free & (expert != where)
+        taken += (expert == where).to(tl.int32)
     used = place < USED
     if GATE == "softmax_topk":
         e = tl.where(used, tl.exp(chosen - tl.max(tl.where(used, chosen, float("-inf")), 1)[:, None]), 0.0)
@@ -91,6 +93,11 @@ def route_rows(
     keep = used & (row < tokens)
     tl.store(ids + at, chosen_ids, mask=keep)
     tl.store(weights + at, (chosen * scale).to(tl.float32), mask=keep)
+    # Sums of whole numbers: their order changes nothing. Rows that pad a batch are nobody's.
+    real = tl.load(live) if PADDED else tokens
+    found = tl.sum(tl.where(row < real, taken, 0), 0)
+    every = tl.arange(0, E)
+    tl.atomic_add(counts + every, found.to(tl.int64), mask=(every < EXPERTS) & (found > 0), sem="relaxed")
 
 
 def build_route(site: Site, node: Node) -> Launch:
@@ -103,12 +110,14 @@ def build_route(site: Site, node: Node) -> Launch:
     axis, _ = dims(node.outputs[0])
     experts = power_of_two(spec.n_experts)
     rows = max(1, _TILE // experts)
+    counts, real = site.counter(node.path, spec.n_experts), site.work.tokens
 
     def run(live: Live) -> None:
         count = live.count(axis)
         site.launch(
             route_rows, (cdiv(count, rows),),
-            ids.tensor, weights.tensor, source.tensor, source.tensor if bias is None else bias, count, spec.scale,
+            ids.tensor, weights.tensor, counts, counts if real is None else real.tensor,
+            source.tensor, source.tensor if bias is None else bias, count, spec.scale, PADDED=real is not None,
             EXPERTS=spec.n_experts, USED=spec.used, GATE=spec.gate, RENORMALISE=spec.renormalise, BIAS=spec.bias,
             GROUPS=spec.n_groups, GROUPS_USED=spec.groups_used, G=power_of_two(spec.n_groups),
             U=power_of_two(spec.used), E=experts, R=rows,

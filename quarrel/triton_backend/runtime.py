@@ -115,6 +115,7 @@ class Work:
     table_width: Slot  # [1] int32, columns of the block table
     from_last: Slot | None = None  # [T] int32, the row of `last` that is this token's id, or -1 for `ids`
     last: Slot | None = None  # tokens of the last launch that drew any
+    tokens: Slot | None = None  # [1] int32, tokens of the step without those that pad a batch
 
 
 class Site(Protocol):
@@ -154,6 +155,9 @@ class Site(Protocol):
 
     def scratch(self, dim: str, width: int, dtype: torch.dtype = torch.float32) -> Slot:
         """`[dim, width]` that holds until the node is done; dim is T, S, R, items or one."""
+
+    def counter(self, path: str, width: int) -> torch.Tensor:
+        """`[width]` int64 that only grows, read by `path`."""
 
     def zeros(self, dim: str, width: int) -> Slot:
         """`[dim, width]` int32 that every node shares: zero before each launch, because each kernel leaves it so."""

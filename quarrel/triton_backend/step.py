@@ -125,6 +125,10 @@ class TritonStep:
             for c in self._choices
         ]
 
+    def expert_counts(self) -> dict[str, np.ndarray]:
+        """See `ops.step.CountsExperts`."""
+        return {path: counts.cpu().numpy() for path, counts in self._plan.counters.items()}
+
     def memory(self) -> MemoryPlan:
         """Device bytes; nothing of the file is used in place."""
         held = [*(t for c in self._plan.caches for t in (c.k, c.v)), *self._plan.states]

@@ -1,0 +1,43 @@
+"""How often each expert of a reference model is chosen, by the references and by a step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from quarrel.gguf import GGUFFile
+from quarrel.models import Tensors, assemble, read_spec
+from quarrel.ops.contract import KVArrays
+from quarrel.ops.moe import ROUTE
+from quarrel.ops.reference import run_program
+from quarrel.ops.step import Backend, CountsExperts, Limits
+from tests.models.test_reference_logits import chunk
+from tests.paths import need_cases
+
+
+def check_counts(backend: Backend, architecture: str) -> None:
+    """A prompt, then one token: every layer's counts are those of the references' choices."""
+    folder = need_cases(architecture, "model-q4_0x.gguf").parent
+    ids = np.load(folder / "tokens.npy").reshape(-1).astype(np.int32)[:20]
+    with GGUFFile.open(folder / "model-q4_0x.gguf") as file:
+        tensors = Tensors(file)
+        program = assemble(read_spec(file), tensors)
+        routes = [n for n in program.nodes if n.op is ROUTE]
+        shape = (2, 16)
+        caches = [KVArrays(*(np.zeros((*shape, c.n_kv, c.head_dim), np.float32) for _ in "kv")) for c in program.caches]
+        states = [np.zeros((2, *s.shape), np.float32) for s in program.states]
+        wants = replace(program, outputs={n.path: n.outputs[0] for n in routes})
+        chosen = run_program(wants, tensors, caches, chunk(ids, 0, len(ids)), states)
+        want = {n.path: np.bincount(chosen[n.path].reshape(-1), minlength=n.spec.n_experts) for n in routes}
+        step = backend.compile(program, tensors, Limits(20, 2, 2, 2, 16), "float32")
+        assert isinstance(step, CountsExperts)
+        assert not any(counts.any() for counts in step.expert_counts().values())
+        step(chunk(ids, 0, 19), "logits")
+        step(chunk(ids, 19, 20), "logits")
+        found = step.expert_counts()
+        step.close()
+    assert found.keys() == want.keys()
+    for path, counts in found.items():
+        assert counts.dtype == np.int64
+        assert counts.tolist() == want[path].tolist(), path

@@ -1,0 +1,31 @@
+"""Load statistics of experts, counted on the device."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from quarrel.triton_backend import route
+from quarrel.triton_backend.backend import TritonBackend
+from quarrel.triton_backend.runtime import INTERPRETED, launch
+from tests.expert_counts import check_counts
+
+
+@pytest.mark.parametrize("architecture", ["granitehybrid", "nemotron_h_moe"])
+def test_every_choice_is_counted(backend: TritonBackend, architecture: str) -> None:
+    check_counts(backend, architecture)
+
+
+def test_rows_that_pad_a_batch_are_not_counted() -> None:
+    device = "cpu" if INTERPRETED else "cuda"
+    spec = RouteSpec(5, 2, "softmax")
+    ids, counts = (torch.zeros(8 if d is torch.int32 else 5, dtype=d, device=device) for d in (torch.int32, torch.int64))
+    weights, live = torch.zeros(8, device=device), torch.tensor([3], dtype=torch.int32, device=device)
+    logits = torch.arange(20, dtype=torch.float32, device=device).remainder(7)
+    launch(
+        route.route_rows, (1,), ids, weights, counts, live, logits, logits, 4, 1.0, PADDED=True, EXPERTS=5, USED=2,
+        GATE="softmax", RENORMALISE=True, BIAS=False, GROUPS=1, GROUPS_USED=1, G=1, U=2, E=8, R=4,
+    )  # fmt: skip
+    assert int(counts.sum()) == 6
+    assert counts.tolist() == np.bincount(ids[:6].cpu().numpy(), minlength=5).tolist()
