@@ -19,7 +19,6 @@ def test_every_choice_is_counted(backend: TritonBackend, architecture: str) -> N
 
 def test_rows_that_pad_a_batch_are_not_counted() -> None:
     device = "cpu" if INTERPRETED else "cuda"
-    spec = RouteSpec(5, 2, "softmax")
     ids, counts = (torch.zeros(8 if d is torch.int32 else 5, dtype=d, device=device) for d in (torch.int32, torch.int64))
     weights, live = torch.zeros(8, device=device), torch.tensor([3], dtype=torch.int32, device=device)
     logits = torch.arange(20, dtype=torch.float32, device=device).remainder(7)
