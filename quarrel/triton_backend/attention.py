@@ -20,7 +20,8 @@ from quarrel.ops.contract import Array, Compute
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 from quarrel.triton_backend.elementwise import tanh
-from quarrel.triton_backend.runtime import Launch, Live, Site, cdiv, power_of_two
+from quarrel.triton_backend.halved import store_halved
+from quarrel.triton_backend.runtime import Launch, Live, Site, cdiv, power_of_two, starts_early
 
 LEAST_SPLIT, MOST_SPLITS = 64, 64
 MAX_HEAD_DIM = 256
@@ -199,14 +200,17 @@ def attend_many(
 
 @triton.jit(do_not_specialize=["seqs"])
 def attend_one(
-    out, part, top_sum, arrived, q, keys, values, sinks, query_start, kv_len, table, table_width, item_start, seqs,
+    out, halved, part, top_sum, arrived, q, keys, values, sinks, query_start, kv_len, table, table_width, item_start, seqs,
     scale, cap, window, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
     SIZE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, SHARE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SHORTEST: tl.constexpr, MOST: tl.constexpr, AT_ONCE: tl.constexpr,
+    HALVED: tl.constexpr, PLAIN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     GROUP: tl.constexpr = HEADS // KV_HEADS
     item = tl.program_id(0)
     kv_head = tl.program_id(1)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     seq = find(item_start, seqs, item, 1)
     first_item = tl.load(item_start + seq)
     splits = tl.load(item_start + seq + 1) - first_item
@@ -224,6 +228,9 @@ def attend_one(
     d = tl.arange(0, WIDE)
     mask_q = row_ok[:, None] & (d < DIM)[None, :]
     row = tl.load(query_start + seq).to(tl.int64) * HEADS
+    # What is above comes with the step, before its first kernel; queries and the last key come from the kernel before.
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     b_q = tl.load(q + (row + head)[:, None] * DIM + d[None, :], mask=mask_q, other=0.0).to(keys.dtype.element_ty)
     acc = tl.zeros([BLOCK_M, WIDE], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -237,7 +244,7 @@ def attend_one(
         if SINKS:
             acc, total = _sink(acc, top, total, sinks, head, row_ok)
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-        tl.store(p_out + head[:, None] * DIM + d[None, :], acc.to(out.dtype.element_ty), mask=mask_q)
+        _store_heads(p_out, halved, acc, head, row_ok, HEADS, DIM, WIDE, BLOCK_M, HALVED, PLAIN)
     else:
         place = item.to(tl.int64) * HEADS + head
         tl.store(part + place[:, None] * DIM + d[None, :], acc, mask=mask_q)
@@ -247,16 +254,16 @@ def attend_one(
         if tl.atomic_add(arrived + seq * KV_HEADS + kv_head, 1, sem="acq_rel") == splits - 1:
             tl.store(arrived + seq * KV_HEADS + kv_head, 0)
             _combine(
-                p_out, part, top_sum, sinks, first_item, splits, kv_head * GROUP, GROUP, HEADS, DIM, WIDE, SINKS, SHARE,
-                MOST, AT_ONCE,
+                p_out, halved, part, top_sum, sinks, first_item, splits, kv_head * GROUP, GROUP, HEADS, DIM, WIDE, SINKS,
+                SHARE, MOST, AT_ONCE, HALVED, PLAIN,
             )  # fmt: skip
 
 
 @triton.jit
 def _combine(
-    p_out, part, top_sum, sinks, first_item, splits, first_head, GROUP: tl.constexpr, HEADS: tl.constexpr,
+    p_out, halved, part, top_sum, sinks, first_item, splits, first_head, GROUP: tl.constexpr, HEADS: tl.constexpr,
     DIM: tl.constexpr, WIDE: tl.constexpr, SINKS: tl.constexpr, SHARE: tl.constexpr, MOST: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    AT_ONCE: tl.constexpr, HALVED: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
     """Adds the splits of a key head's queries, AT_ONCE at a time, in order."""
     lane = tl.arange(0, SHARE)
@@ -285,8 +292,24 @@ def _combine(
     if SINKS:
         acc, total = _sink(acc, base, total, sinks, head, row_ok)
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-    mask = row_ok[:, None] & (d < DIM)[None, :]
-    tl.store(p_out + head[:, None] * DIM + d[None, :], acc.to(p_out.dtype.element_ty), mask=mask)
+    _store_heads(p_out, halved, acc, head, row_ok, HEADS, DIM, WIDE, SHARE, HALVED, PLAIN)
+
+
+@triton.jit
+def _store_heads(
+    p_out, halved, acc, head, row_ok, HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+    HALVED: tl.constexpr, PLAIN: tl.constexpr,
+):  # fmt: skip
+    """Heads [ROWS] of a token: as they are, in halved form (for one token, and a head of whole blocks), or both."""
+    d = tl.arange(0, WIDE)
+    if PLAIN:
+        mask = row_ok[:, None] & (d < DIM)[None, :]
+        tl.store(p_out + head[:, None] * DIM + d[None, :], acc.to(p_out.dtype.element_ty), mask=mask)
+    if HALVED:
+        PER: tl.constexpr = DIM // 32
+        block = tl.reshape(head[:, None] * PER + tl.arange(0, PER)[None, :], (ROWS * PER,))
+        ok = tl.reshape(tl.broadcast_to(row_ok[:, None], (ROWS, PER)), (ROWS * PER,))
+        store_halved(halved, tl.reshape(acc, (ROWS * PER, 2, 16)), block, ok, HEADS * DIM)
 
 
 def tiles(compute: Compute, head_dim: int, group: int, hopper: bool = False) -> tuple[Tile, Tile]:
@@ -318,6 +341,8 @@ def build_attention(site: Site, node: Node) -> Launch:
     part = site.scratch("items", spec.width)
     top_sum = site.scratch("items", spec.n_heads * 2)
     arrived = site.zeros("S", spec.n_kv)
+    whole = spec.head_dim in (32, 64, 128, 256)
+    halved, plain = site.to_halve(node.outputs[0]) if whole else (None, True)
     wide, share = max(16, power_of_two(spec.head_dim)), power_of_two(spec.n_heads // spec.n_kv)
     one, many = tiles(site.compute, spec.head_dim, spec.n_heads // spec.n_kv, site.generation == 9)
     # A cap is applied to the score itself, so the factor of log2(e) comes after it.
@@ -327,13 +352,14 @@ def build_attention(site: Site, node: Node) -> Launch:
 
     def run(live: Live) -> None:
         if live.single:
+            halves = halved is not None and live.T == 1
             site.launch(
-                attend_one, (live.items, spec.n_kv), target.tensor, part.tensor, top_sum.tensor,
-                arrived.tensor, q.tensor, cache.k, cache.v, sinks, query_start.tensor, kv_len.tensor,
-                table.tensor, site.work.table_width.tensor, site.work.item_start.tensor, live.S, scale, spec.cap,
-                spec.window, **switches, SHARE=share, BLOCK_M=one.rows, BLOCK_N=one.keys,
-                SHORTEST=LEAST_SPLIT, MOST=MOST_SPLITS,
-                AT_ONCE=max(1, 8192 // (wide * share)), warps=one.warps, stages=one.stages,
+                attend_one, (live.items, spec.n_kv), target.tensor, target.tensor if halved is None else halved,
+                part.tensor, top_sum.tensor, arrived.tensor, q.tensor, cache.k, cache.v, sinks, query_start.tensor,
+                kv_len.tensor, table.tensor, site.work.table_width.tensor, site.work.item_start.tensor, live.S, scale,
+                spec.cap, spec.window, **switches, SHARE=share, BLOCK_M=one.rows, BLOCK_N=one.keys,
+                SHORTEST=LEAST_SPLIT, MOST=MOST_SPLITS, AT_ONCE=max(1, 8192 // (wide * share)), HALVED=halves,
+                PLAIN=plain or not halves, warps=one.warps, stages=one.stages, early=starts_early(site),
             )  # fmt: skip
         if live.several:
             queries = many.rows // share

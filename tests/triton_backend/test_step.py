@@ -48,7 +48,7 @@ class Weights:
         return draw.weight(rng, ref.type, ref.rows, ref.k, 1.0 if ref.name in self._vectors else 0.08)
 
 
-def build() -> Program:
+def build(output: GGMLType = GGMLType.F16) -> Program:
     b = Builder()
     pre = NormSpec("rms", WIDTH, 1e-5)
     gain = WeightRef("gain", GGMLType.F32, 1, WIDTH)
@@ -63,7 +63,7 @@ def build() -> Program:
             spec = RopeAppendSpec(RopeSpec("norm", HEADS, DIM, DIM), RopeSpec("norm", KV_HEADS, DIM, DIM))
             qx = rope_append(b, spec, qx, kx, vx, freq, cache)
             y = attention(b, AttentionSpec(HEADS, KV_HEADS, DIM, DIM**-0.5, window=21 * layer), qx, cache)
-            h = linear_add(b, h, y, WeightRef("o", GGMLType.F16, WIDTH, HEADS * DIM), scale=0.7)
+            h = linear_add(b, h, y, WeightRef("o", output, WIDTH, HEADS * DIM), scale=0.7)
             gate, up = (WeightRef(n, GGMLType.Q5_0, FFN, WIDTH) for n in ("gate", "up"))
             y = norm_gate_up(b, pre, h, [gain], (gate, None), (up, None), "silu")
             h = linear_add(b, h, y, WeightRef("down", GGMLType.Q8_0, WIDTH, FFN))
@@ -100,12 +100,13 @@ def batch(parts: list[tuple[int, int, int]], rows: list[int] | None = None, seed
 class Reference:
     """The same steps in NumPy."""
 
-    def __init__(self) -> None:
+    def __init__(self, program: Program = PROGRAM) -> None:
+        self._program = program
         empty = np.zeros((LIMITS.n_blocks, SIZE, KV_HEADS, DIM), np.float32)
         self._caches = [KVArrays(empty, empty) for _ in PROGRAM.caches]
 
     def __call__(self, inputs: StepInputs) -> Any:
-        return run_program(PROGRAM, Weights(), self._caches, inputs)
+        return run_program(self._program, Weights(), self._caches, inputs)
 
 
 @pytest.fixture(name="step")
@@ -262,3 +263,22 @@ def test_a_reference_model_gives_its_logits(backend: TritonBackend) -> None:
         inputs = replace(batch([(0, 0, 24)], rows=list(range(24))), ids=ids)
         assert rel_error(step(inputs, "logits").logits, want) < 1e-5  # type: ignore[arg-type]
         step.close()
+
+
+def test_one_sequence_in_half_precision(backend: TritonBackend) -> None:
+    """Matvecs, their halved activations from norm and attention, and a token that is still on the device."""
+    program = build(GGMLType.Q8_0)
+    step, reference = backend.compile(program, Weights(), LIMITS, "float16"), Reference(program)
+    first = batch([(0, 0, 40)], seed=1)
+    want = reference(first)["tokens"]
+    assert np.array_equal(step(first, "tokens").tokens, want)  # type: ignore[arg-type]
+    past = int(first.kv_len[0])
+    inputs = replace(batch([(0, past, 1)], seed=2), ids=np.array(want, np.int32))
+    wanted = reference(inputs)
+    later = replace(inputs, ids=np.zeros(1, np.int32), from_last=np.zeros(1, np.int32))
+    pending = step.launch(later, "tokens")
+    assert np.array_equal(pending.result().tokens, wanted["tokens"])  # type: ignore[arg-type]
+    assert rel_error(step(inputs, "logits").logits, wanted["logits"]) <= 1e-2  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="from_last"):
+        step(replace(inputs, from_last=np.ones(1, np.int32)), "tokens")
+    step.close()
