@@ -380,24 +380,30 @@ def variants() -> list[dict[str, Any]]:
     for tokens in (4096, 512):
         add("attend", "bm bn warps stages", *attend, tokens=tokens, **heads)
     names = "bn warps nb stages parts"
-    for tokens, bt in WIDTHS:
+    down, out = {"n": 4096, "k": 14336, "add": True}, {"n": 4096, "k": 4096, "add": True}
+    for tokens, bt in WIDTHS[:2]:
         some: dict[str, Any] = {"format": "Q4_K", "tokens": tokens, "bt": bt}
-        flat = {"add": False, **some, **big}
-        add("batch", names, (64, 4, 4, 3, 1), (64, 4, 4, 3, 2), **flat)
-        add("batch", names, (64, 4, 4, 3, 4), **some, add=True, n=4096, k=14336)
-        add("batch", names, (64, 4, 4, 3, 1), gated=True, **flat)
-        if tokens <= 32:
-            add("batch", names, (64, 4, 8, 2, 1), (64, 4, 4, 4, 1), **flat)
-            add("batch", names, (64, 4, 4, 3, 8), **some, add=True, n=4096, k=14336)
-        else:
-            add("batch", names, (128, 8, 4, 3, 1), (128, 8, 4, 3, 2), **flat)
-            add("batch", names, (128, 8, 4, 3, 8), **some, add=True, n=4096, k=14336)
-            add("batch", names, (128, 8, 4, 2, 1), gated=True, **flat)
-    for tokens, bt in (WIDTHS[0], WIDTHS[2]):
-        three = {"formats": ("Q4_K", "Q4_K", "Q6_K"), "ns": (4096, 1024, 1024), "k": 4096}
-        add("three", names, (64, 4, 4, 3, 4), tokens=tokens, bt=bt, **three)
-        for name in ("Q6_K", "Q8_0"):
-            add("batch", names, (64, 4, 4, 3, 1), format=name, tokens=tokens, bt=bt, add=False, **big)
+        wgmma = ((64, 4, 8, 3, 1), (64, 4, 8, 3, 2), (64, 4, 8, 2, 1), (64, 4, 4, 4, 1))
+        mma = ((32, 4, 8, 3, 1), (32, 4, 8, 3, 2), (64, 2, 4, 3, 2), (64, 2, 4, 3, 4), (32, 2, 4, 3, 2))
+        add("batch", names, *wgmma, *mma, add=False, **some, **big)
+        add("batch", names, (64, 4, 8, 3, 4), (64, 4, 8, 3, 8), (32, 4, 8, 3, 4), **some, **down)
+        add("batch", names, (64, 4, 8, 3, 4), (32, 4, 8, 3, 4), **some, **out)
+        add("batch", names, (64, 4, 4, 3, 1), (32, 4, 4, 3, 1), gated=True, add=False, **some, **big)
+    some = {"format": "Q4_K", "tokens": 64, "bt": 64}
+    wide = ((128, 8, 4, 3, 1), (128, 8, 8, 2, 1), (64, 4, 4, 3, 1), (64, 4, 8, 2, 1), (32, 4, 4, 3, 1), (64, 2, 4, 3, 2))
+    add("batch", names, *wide, add=False, **some, **big)
+    add("batch", names, (128, 8, 4, 3, 4), (128, 8, 4, 3, 8), (64, 4, 4, 3, 4), (32, 4, 4, 3, 4), **some, **down)
+    add("batch", names, (128, 8, 4, 3, 4), (64, 4, 4, 3, 4), **some, **out)
+    add("batch", names, (128, 8, 4, 2, 1), (64, 4, 4, 3, 1), (32, 4, 4, 3, 1), gated=True, add=False, **some, **big)
+    some = {"format": "Q4_K", "tokens": 128, "bt": 128}
+    add("batch", names, (128, 8, 4, 3, 1), (128, 8, 4, 2, 1), (32, 4, 4, 3, 1), add=False, **some, **big)
+    add("batch", names, (128, 8, 4, 3, 4), (128, 8, 4, 2, 8), **some, **down)
+    for format in ("Q6_K", "Q8_0"):
+        add("batch", names, (64, 4, 8, 3, 1), (32, 4, 8, 3, 1), format=format, tokens=8, bt=16, add=False, **big)
+        add("batch", names, (128, 8, 4, 3, 1), (32, 4, 4, 3, 1), format=format, tokens=64, bt=64, add=False, **big)
+    three = {"formats": ("Q4_K", "Q4_K", "Q6_K"), "ns": (4096, 1024, 1024), "k": 4096}
+    add("three", names, (64, 4, 8, 3, 4), (32, 4, 8, 3, 2), tokens=8, bt=16, **three)
+    add("three", names, (128, 8, 4, 3, 4), (64, 4, 4, 3, 4), tokens=64, bt=64, **three)
     for seqs, keys in ((1, 500), (1, 4000), (1, 32000), (32, 1000)):
         tiles = ((64, 3, 16, 64, 64), (64, 3, 16, 64, 32), (64, 3, 16, 128, 32), (64, 4, 16, 128, 32))
         add("split", "bn stages once least most", *tiles, warps=4, seqs=seqs, keys=keys, **heads)
@@ -522,11 +528,18 @@ def main() -> int:
     parser.add_argument("--out", default="batch.jsonl")
     parser.add_argument("--seconds", type=float, default=70.0)
     parser.add_argument("--parts", default="check,decode,library,batch,three,attend,split,experts")
+    parser.add_argument("--once", default="", help="launch these variants (their numbers) once each, for a profiler")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 1))
     args = parser.parse_args()
     began = time.perf_counter()
     parts = args.parts.split(",")
     todo = [v for v in variants() if v["part"] in parts]
+    if args.once:
+        for variant in (todo[int(i)] for i in args.once.split(",")):
+            print(variant, flush=True)
+            MAKERS[variant["part"]](variant, True)[0](0)
+        torch.cuda.synchronize()
+        return 0
     file = Path(args.out).open("w", encoding="utf-8")  # noqa: SIM115 (held until the end)
 
     def note(row: dict[str, Any]) -> None:
