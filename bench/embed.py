@@ -1,0 +1,198 @@
+"""Sentences a second of an encoder: Quarrel, and sentence-transformers in a Python of its own, in turns on the same texts.
+
+    python bench/embed.py MODEL.gguf TEXTS [--sentences 512] [--rounds 3] [--peer-python PYTHON] [--threads 2] [--backend B]
+
+TEXTS is a plain text; sentences of 16 to 128 tokens are cut from it. The peer's model is the GGUF file's own weights, so
+that both compute the same. Its virtual environment needs sentence-transformers, and this package's dependencies numpy and
+gguf. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import quarrel
+from quarrel.gguf import GGUFFile
+from quarrel.tokenizer import Tokenizer
+
+NAMES = {
+    "attn_q": "attention.self.query",
+    "attn_k": "attention.self.key",
+    "attn_v": "attention.self.value",
+    "attn_output": "attention.output.dense",
+    "attn_output_norm": "attention.output.LayerNorm",
+    "ffn_up": "intermediate.dense",
+    "ffn_down": "output.dense",
+    "layer_output_norm": "output.LayerNorm",
+}
+
+PEER = """
+import json, sys, time
+import numpy, torch
+from sentence_transformers import SentenceTransformer
+from transformers import BertConfig, BertModel, BertTokenizerFast
+
+folder, threads = sys.argv[1], int(sys.argv[2])
+torch.set_num_threads(threads)
+facts = json.load(open(folder + "/facts.json"))
+model = BertModel(BertConfig(**facts["config"]))
+arrays = numpy.load(folder + "/weights.npz")
+missing = model.load_state_dict({n: torch.from_numpy(arrays[n]) for n in arrays.files}, strict=False)
+assert not missing.unexpected_keys and all(n.startswith("pooler") for n in missing.missing_keys), missing
+model.save_pretrained(folder + "/hf")
+tokenizer = BertTokenizerFast(folder + "/vocab.txt", do_lower_case=True)
+tokenizer.model_max_length = facts["config"]["max_position_embeddings"]
+tokenizer.save_pretrained(folder + "/hf")
+from sentence_transformers.models import Normalize, Pooling, Transformer
+parts = [Transformer(folder + "/hf"), Pooling(facts["config"]["hidden_size"], "mean"), Normalize()]
+st = SentenceTransformer(modules=parts, device="cpu")
+if facts["dtype"] == "bfloat16":
+    st = st.bfloat16()
+texts = json.load(open(folder + "/texts.json"))
+numpy.save(folder + "/vectors.npy", st.encode(texts[:64]))
+print("ready", flush=True)
+for line in sys.stdin:
+    began = time.perf_counter()
+    st.encode(texts, batch_size=int(line))
+    print(time.perf_counter() - began, flush=True)
+"""
+
+
+def cut(text: str, tokenizer: Tokenizer, count: int) -> list[str]:
+    """Sentences of 16 to 128 tokens, as many of each length as chance has it."""
+    words, rng, at, made = text.split(), np.random.default_rng(0), 0, []
+    for length in rng.integers(16, 129, count):
+        taken = words[at : at + int(length)]
+        while len(tokenizer.encode(" ".join(taken))) > length:
+            taken.pop()
+        at = (at + len(taken)) % (len(words) - 200)
+        made.append(" ".join(taken))
+    return made
+
+
+class Peer:
+    """sentence-transformers in a process that waits for rounds."""
+
+    def __init__(self, python: str, model: Path, texts: list[str], threads: int, dtype: str) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        folder = Path(self._folder.name)
+        _export(model, folder, texts, dtype)
+        command = [python, "-c", PEER, str(folder), str(threads)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        while (line := self._process.stdout.readline()).strip() != "ready":  # type: ignore[union-attr]
+            if not line:
+                raise SystemExit("the peer ended: are sentence-transformers, torch and transformers installed there?")
+        self.vectors = np.load(folder / "vectors.npy")
+
+    def seconds(self, batch: int) -> float:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{batch}\n")
+        self._process.stdin.flush()
+        return float(self._process.stdout.readline())
+
+    def close(self) -> None:
+        self._process.stdin.close()  # type: ignore[union-attr]
+        self._process.wait()
+        self._folder.cleanup()
+
+
+def _export(model: Path, folder: Path, texts: list[str], dtype: str) -> None:
+    """The file's weights, dequantised, under the names that the peer knows."""
+    with GGUFFile.open([model]) as file:
+        meta = file.metadata
+        layers = meta.int("bert.block_count")
+        arrays = {
+            "embeddings.word_embeddings.weight": file.array("token_embd.weight"),
+            "embeddings.position_embeddings.weight": file.array("position_embd.weight"),
+            "embeddings.token_type_embeddings.weight": file.array("token_types.weight"),
+            "embeddings.LayerNorm.weight": file.array("token_embd_norm.weight"),
+            "embeddings.LayerNorm.bias": file.array("token_embd_norm.bias"),
+        }
+        for il in range(layers):
+            for ours, theirs in NAMES.items():
+                for part in ("weight", "bias"):
+                    arrays[f"encoder.layer.{il}.{theirs}.{part}"] = file.array(f"blk.{il}.{ours}.{part}")
+        np.savez(folder / "weights.npz", **{n: np.ascontiguousarray(a, np.float32) for n, a in arrays.items()})
+        config: dict[str, Any] = {
+            "vocab_size": len(arrays["embeddings.word_embeddings.weight"]),
+            "hidden_size": meta.int("bert.embedding_length"),
+            "num_hidden_layers": layers,
+            "num_attention_heads": meta.int("bert.attention.head_count"),
+            "intermediate_size": meta.int("bert.feed_forward_length"),
+            "max_position_embeddings": meta.int("bert.context_length"),
+            "layer_norm_eps": meta.float("bert.attention.layer_norm_epsilon"),
+        }
+        pieces = [str(t) for t in meta.strs("tokenizer.ggml.tokens")]
+    words = [p[1:] if p.startswith("▁") else p if p.startswith("[") and p.endswith("]") else f"##{p}" for p in pieces]
+    (folder / "vocab.txt").write_text("\n".join(words) + "\n", "utf-8")
+    (folder / "texts.json").write_text(json.dumps(texts))
+    (folder / "facts.json").write_text(json.dumps({"config": config, "dtype": dtype}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("texts", type=Path)
+    parser.add_argument("--sentences", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=32, help="the peer's batch size")
+    parser.add_argument("--backend", default="cpu")
+    parser.add_argument("--compute", action="append", help="by default auto and float32")
+    parser.add_argument("--peer-python")
+    args = parser.parse_args()
+    models = {
+        c: quarrel.load(args.model, backend=args.backend, compute=c, threads=args.threads)
+        for c in args.compute or ("auto", "float32")
+    }
+    first = next(iter(models.values()))
+    texts = cut(args.texts.read_text("utf-8"), first.tokenizer, args.sentences)
+    tokens = int(first.embed(texts).tokens.sum())
+    peers = {}
+    if args.peer_python:
+        for dtype in ("float32", "bfloat16"):
+            peers[f"sentence-transformers {dtype}"] = Peer(args.peer_python, args.model, texts, args.threads, dtype)
+    taken: dict[str, list[float]] = {}
+    for _ in range(args.rounds):
+        for llm in models.values():
+            began = time.perf_counter()
+            llm.embed(texts)
+            taken.setdefault(f"quarrel {llm.explain().compute}", []).append(time.perf_counter() - began)
+        for name, peer in peers.items():
+            taken.setdefault(name, []).append(peer.seconds(args.batch))
+    rows = [
+        {
+            "who": name,
+            "sentences_s": round(args.sentences / statistics.median(seconds), 1),
+            "tokens_s": round(tokens / statistics.median(seconds)),
+            "spread": [round(args.sentences / s, 1) for s in (max(seconds), min(seconds))],
+        }
+        for name, seconds in taken.items()
+    ]
+    nearness = {}
+    for name, peer in peers.items():
+        for llm in models.values():
+            cosines = (llm.embed(texts[:64]).vectors * peer.vectors).sum(1)
+            nearness[f"quarrel {llm.explain().compute} to {name}"] = round(float(cosines.min()), 6)
+        peer.close()
+    for row in rows:
+        print(f"{row['who']:36} {row['sentences_s']:8.1f} sentences/s", file=sys.stderr)
+    facts = {"device": first.explain().device, "sentences": args.sentences, "tokens": tokens, "rounds": args.rounds}
+    print(json.dumps(facts | {"model": args.model.name, "rows": rows, "smallest_cosine": nearness}))
+
+
+if __name__ == "__main__":
+    main()
