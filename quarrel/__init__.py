@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from quarrel.engine import Chunk, Result, SamplingParams, Service, Stream, Timings, Usage
     from quarrel.errors import QuarrelError
-    from quarrel.llm import LLM, Explanation, load, load_tokenizer
+    from quarrel.llm import LLM, Explanation, Structure, load, load_tokenizer
 
 __all__ = [
     "LLM",
@@ -27,6 +27,7 @@ __all__ = [
     "SamplingParams",
     "Service",
     "Stream",
+    "Structure",
     "Timings",
     "Usage",
     "__version__",
@@ -36,7 +37,7 @@ __all__ = [
 
 _HOMES = {
     **dict.fromkeys(("Chunk", "Result", "SamplingParams", "Service", "Stream", "Timings", "Usage"), "quarrel.engine"),
-    **dict.fromkeys(("LLM", "Explanation", "load", "load_tokenizer"), "quarrel.llm"),
+    **dict.fromkeys(("LLM", "Explanation", "Structure", "load", "load_tokenizer"), "quarrel.llm"),
     "QuarrelError": "quarrel.errors",
 }
 

@@ -655,6 +655,7 @@ def test_the_public_names_are_these() -> None:
         "SamplingParams",
         "Service",
         "Stream",
+        "Structure",
         "Timings",
         "Usage",
         "__version__",

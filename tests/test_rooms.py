@@ -39,11 +39,11 @@ ROOMS: Mapping[str, Room] = {
     "models": Room(("errors", "gguf", "ops"), ("numpy",), nouns=True),
     "engine": Room(("errors", "env", "ops.step", "ops.sample"), ("numpy",)),
     "demo": Room(("errors",)),
-    "llm": Room(("errors", "env", "gguf", "tokenizer", "models", "ops", "engine", "demo"), ("numpy", "tqdm")),
+    "llm": Room(("errors", "env", "gguf", "tokenizer", "models", "ops", "engine", "demo"), ("numpy", "tqdm", "llguidance")),
     "doctor": Room(("", "errors", "env", "gguf", "llm", "models", "ops.registry", "ops.step")),
     "metrics": Room(("engine",), ("prometheus_client",)),
     "server": Room(
-        ("", "errors", "llm", "engine"),
+        ("", "errors", "llm", "engine", "metrics"),
         ("numpy", "fastapi", "pydantic", "starlette", "uvicorn", "h11", "prometheus_client"),
     ),
     "flight": Room(("errors",), ("numpy", "pyarrow")),

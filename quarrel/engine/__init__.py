@@ -3,6 +3,7 @@
 from quarrel.engine.cache import CacheRules
 from quarrel.engine.engine import Activity, Engine
 from quarrel.engine.generation import Request
+from quarrel.engine.guide import Guide, MakeGuide
 from quarrel.engine.loop import Loop
 from quarrel.engine.params import Sampling, SamplingParams, merged, token_id
 from quarrel.engine.results import Chunk, FinishReason, Result, Timings, TokenLogprob, Usage
@@ -21,8 +22,10 @@ __all__ = [
     "Detokenizer",
     "Engine",
     "FinishReason",
+    "Guide",
     "Histogram",
     "Loop",
+    "MakeGuide",
     "Priority",
     "Request",
     "Result",

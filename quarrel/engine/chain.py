@@ -40,11 +40,21 @@ class HostChain:
             p, breakers = params, params.dry_sequence_breakers
             self._dry = Dry(p.dry_multiplier, p.dry_base, p.dry_allowed_length, p.dry_last_n, breakers, texts.token_bytes)
 
-    def draw(self, logits: Array, tokens: Sequence[int], generated: int, uniform: float, xtc_uniform: float) -> int:
-        """The next token from `logits` `[V]` after `tokens`, or -1 if none can be drawn."""
+    def draw(
+        self,
+        logits: Array,
+        tokens: Sequence[int],
+        generated: int,
+        uniform: float,
+        xtc_uniform: float,
+        allowed: Array | None = None,
+    ) -> int:
+        """The next token from `logits` `[V]` after `tokens`, or -1 if none can be drawn. allowed: bool `[V]`."""
         p = self._p
         x = _finite(logits)  # [V]
         self._adjust(x, tokens, generated)
+        if allowed is not None:
+            x[~allowed] = -np.inf
         best = int(x.argmax())
         if x[best] == -np.inf:
             return -1

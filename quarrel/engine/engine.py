@@ -138,11 +138,22 @@ class Engine:
                 self._fail([batch], error, soft=isinstance(error, QuarrelError))
             return
         self._advance(batch, now)
+        if batch.waits:
+            self._prepare(batch)
         before, self._flight = self._flight, _Flight(batch, pending, now)
         if before is not None:
             self._settle_flight(before)
         if isinstance(pending, Done):
             self._land()
+
+    def _prepare(self, batch: Batch) -> None:
+        for part in batch.parts:
+            if part.rows and part.sequence.waits:
+                try:
+                    part.sequence.prepare()
+                except Exception as error:
+                    log.info("a sequence could not be prepared", exc_info=error)
+                    self._end(part.sequence, "error", _failure(error))
 
     def _advance(self, batch: Batch, now: float) -> None:
         row = 0

@@ -11,6 +11,7 @@ import numpy as np
 
 from quarrel.engine import rng
 from quarrel.engine.chain import HostChain
+from quarrel.engine.guide import MakeGuide
 from quarrel.engine.lookup import Lookup
 from quarrel.engine.params import SamplingParams
 from quarrel.engine.results import Chunk, FinishReason, Result, Timings, TokenLogprob, Usage
@@ -36,6 +37,7 @@ class Request:
     texts: Texts = field(repr=False)
     load_seconds: float = 0.0
     service: Service = DEFAULT_SERVICE
+    guide: MakeGuide | None = field(default=None, repr=False)
 
     @property
     def room(self) -> int:
@@ -58,7 +60,8 @@ class Generation(Sequence):
         self.rank, self.salt = service.rank, service.salt
         self.queue_seconds, self.total_seconds = service.queue_seconds, service.total_seconds
         self._lookup = Lookup(service.speculate) if service.speculate else None
-        self.want = "tokens" if request.params.on_device else "logits"
+        self._guide = None if request.guide is None else request.guide()
+        self.want = "tokens" if request.params.on_device and self._guide is None else "logits"
         self.waits = self.want == "logits" or self._lookup is not None
         self.seed = rng.alternative_seed(request.seed, index)
         self._sink, self._stream = sink, stream
@@ -77,6 +80,10 @@ class Generation(Sequence):
     def uniform(self, lane: int = rng.DRAW) -> float:
         """The random number of the next token."""
         return rng.uniform(self.seed, len(self.tokens), lane)
+
+    def prepare(self) -> None:
+        if self._guide is not None:
+            self._guide.allowed()
 
     def draft(self, room: int) -> Tokens[int]:
         return self._lookup.draft(self.tokens, room) if self._lookup is not None else ()
@@ -105,10 +112,11 @@ class Generation(Sequence):
         else:
             assert outputs.logits is not None
             row = outputs.logits[first]
+            allowed = None if self._guide is None else self._guide.allowed()
             if np.isnan(row).any():
                 self._finish("error", failure=self._diverged())
                 return
-            token = self._chain.draw(row, self.tokens, self.generated, self.uniform(), self.uniform(rng.XTC))
+            token = self._chain.draw(row, self.tokens, self.generated, self.uniform(), self.uniform(rng.XTC), allowed)
             if token >= 0 and self.request.params.logprobs is not None:
                 logprob = self._chain.logprob(row, token)
         if not 0 <= token < self.request.n_vocab:
@@ -125,7 +133,7 @@ class Generation(Sequence):
     def _accept(self, token: int, logprob: TokenLogprob | None) -> None:
         if not self.generated:
             self._first_token = time.perf_counter()
-        if token in self.request.stop_ids:
+        if token in self.request.stop_ids or (self._guide is not None and token in self._guide.ends):
             self.extra = token
             self._finish("stop", stopped_by=token)
             return
@@ -135,6 +143,8 @@ class Generation(Sequence):
         text = self._text.push(token, armed=self.generated > self.request.params.min_tokens)
         if self._text.stopped_by is not None:
             self._finish("stop", text, token, logprob, stopped_by=self._text.stopped_by)
+        elif self._guide is not None and self._guide.take(token):
+            self._finish("stop", text, token, logprob)
         elif self.generated == self._room:
             self._finish("length", text, token, logprob)
         else:

@@ -76,6 +76,9 @@ class Sequence(ABC):
         """How many results are wanted of a launch of the tokens from `computed` to `end`: the last so many."""
         return int(end == len(self.tokens) + self.drawn)
 
+    def prepare(self) -> None:  # noqa: B027 (most have nothing to prepare)
+        """Called while the step that draws its next token runs."""
+
     def draft(self, room: int) -> Tokens[int]:
         """A guess at up to `room` next tokens, to be checked in the step that draws the first of them."""
         return ()

@@ -10,11 +10,13 @@ if TYPE_CHECKING:
     from quarrel.llm.explain import Explanation
     from quarrel.llm.loading import find, load, load_tokenizer
     from quarrel.llm.model import LLM
+    from quarrel.llm.structured import Structure
 
-__all__ = ["LLM", "Chunking", "Embeddings", "Explanation", "find", "load", "load_tokenizer"]
+__all__ = ["LLM", "Chunking", "Embeddings", "Explanation", "Structure", "find", "load", "load_tokenizer"]
 
 _HOMES = {
     "LLM": "model",
+    "Structure": "structured",
     "Explanation": "explain",
     **dict.fromkeys(("Chunking", "Embeddings"), "embeddings"),
     **dict.fromkeys(("find", "load", "load_tokenizer"), "loading"),

@@ -34,6 +34,7 @@ from quarrel.llm.embedder import Embedder
 from quarrel.llm.embeddings import Chunking, Embeddings, Pooling
 from quarrel.llm.explain import Explanation
 from quarrel.llm.score import score
+from quarrel.llm.structured import Grammars, Structure
 from quarrel.llm.texts import VocabularyTexts
 from quarrel.models import EncoderSpec, ModelSpec
 from quarrel.tokenizer import Tokenizer
@@ -79,6 +80,7 @@ class LLM:
         self._parts = parts
         self._loop = parts.loop
         self._embedder = Embedder(parts.loop, parts.file, parts.spec, parts.tokenizer, self.n_ctx)
+        self._grammars = Grammars(parts.tokenizer, parts.spec.n_vocab)
         self._close = weakref.finalize(self, _shut, parts.loop, parts.file)
 
     def __repr__(self) -> str:
@@ -103,6 +105,7 @@ class LLM:
         *,
         parse_special: bool = False,
         service: Service = DEFAULT_SERVICE,
+        structure: Structure | None = None,
         **options: Unpack[Sampling],
     ) -> Result: ...
 
@@ -114,6 +117,7 @@ class LLM:
         *,
         parse_special: bool = False,
         service: Service = DEFAULT_SERVICE,
+        structure: Structure | None = None,
         **options: Unpack[Sampling],
     ) -> list[Result]: ...
 
@@ -124,6 +128,7 @@ class LLM:
         *,
         parse_special: bool = False,
         service: Service = DEFAULT_SERVICE,
+        structure: Structure | None = None,
         **options: Unpack[Sampling],
     ) -> Result | list[Result]:
         """The continuation of a text or of token ids; a list of prompts runs together and gives a list of results.
@@ -131,13 +136,14 @@ class LLM:
         parse_special: names of control tokens in the text become those tokens; not for text from outside. A failure
         while generating raises QuarrelError for a single prompt, and is in the `Result` of its prompt in a list.
         service: priority, deadlines, cache salt, speculation; QueueFull is raised when too many requests wait already.
+        structure: a JSON schema, regular expression or grammar that the text keeps to.
         Ctrl-C cancels the work and is raised on.
         """
         settled = self._params(params, options)
         if _is_batch(prompt):
-            requests = [self._request(p, settled, parse_special, service) for p in prompt]
+            requests = [self._request(p, settled, parse_special, service, structure) for p in prompt]
             return self._gather(requests)
-        return _sound(self._gather([self._request(prompt, settled, parse_special, service)])[0])
+        return _sound(self._gather([self._request(prompt, settled, parse_special, service, structure)])[0])
 
     def stream(
         self,
@@ -146,6 +152,7 @@ class LLM:
         *,
         parse_special: bool = False,
         service: Service = DEFAULT_SERVICE,
+        structure: Structure | None = None,
         **options: Unpack[Sampling],
     ) -> Stream:
         """As `generate`, chunk by chunk: an iterator, and a context manager that cancels what is not done.
@@ -154,7 +161,7 @@ class LLM:
         """
         return start(
             self._loop,
-            self._request(prompt, self._params(params, options), parse_special, service),
+            self._request(prompt, self._params(params, options), parse_special, service, structure),
             stream=True,
             owner=self,
         )
@@ -166,10 +173,11 @@ class LLM:
         *,
         parse_special: bool = False,
         service: Service = DEFAULT_SERVICE,
+        structure: Structure | None = None,
         **options: Unpack[Sampling],
     ) -> Result:
         """As `generate` for one prompt, for an event loop. Cancelling the task stops the work."""
-        request = self._request(prompt, self._params(params, options), parse_special, service)
+        request = self._request(prompt, self._params(params, options), parse_special, service, structure)
         return _sound(await start_async(self._loop, request, stream=False).wait())
 
     def astream(
@@ -179,10 +187,11 @@ class LLM:
         *,
         parse_special: bool = False,
         service: Service = DEFAULT_SERVICE,
+        structure: Structure | None = None,
         **options: Unpack[Sampling],
     ) -> AsyncStream:
         """As `stream`, for an event loop: `async for chunk in llm.astream(...)`. Cancelling the task stops the work."""
-        request = self._request(prompt, self._params(params, options), parse_special, service)
+        request = self._request(prompt, self._params(params, options), parse_special, service, structure)
         return start_async(self._loop, request, stream=True, owner=self)
 
     @overload
@@ -196,6 +205,7 @@ class LLM:
         template: str | None = None,
         template_kwargs: Mapping[str, bool | str] | None = None,
         service: Service = DEFAULT_SERVICE,
+        structure: Structure | None = None,
         **options: Unpack[Sampling],
     ) -> Result: ...
 
@@ -210,6 +220,7 @@ class LLM:
         template: str | None = None,
         template_kwargs: Mapping[str, bool | str] | None = None,
         service: Service = DEFAULT_SERVICE,
+        structure: Structure | None = None,
         **options: Unpack[Sampling],
     ) -> Stream: ...
 
@@ -223,6 +234,7 @@ class LLM:
         template: str | None = None,
         template_kwargs: Mapping[str, bool | str] | None = None,
         service: Service = DEFAULT_SERVICE,
+        structure: Structure | None = None,
         **options: Unpack[Sampling],
     ) -> Result | Stream:
         """The model's answer to messages such as `{"role": "user", "content": "Hello"}`, written by its chat template.
@@ -230,7 +242,8 @@ class LLM:
         tools: JSON schemas of functions, for templates that know them; calls come back as the model writes them, in
         the text. template: a named or literal template instead of the file's. template_kwargs: its further variables.
         """
-        request = self._chat_request(messages, self._params(params, options), tools, template, template_kwargs, service)
+        settled = self._params(params, options)
+        request = self._chat_request(messages, settled, tools, template, template_kwargs, service, structure)
         if stream:
             return start(self._loop, request, stream=True, owner=self)
         return _sound(self._gather([request])[0])
@@ -244,10 +257,12 @@ class LLM:
         template: str | None = None,
         template_kwargs: Mapping[str, bool | str] | None = None,
         service: Service = DEFAULT_SERVICE,
+        structure: Structure | None = None,
         **options: Unpack[Sampling],
     ) -> AsyncStream:
         """As `chat` with `stream=True`, for an event loop; `await llm.achat(...).wait()` gives the `Result`."""
-        request = self._chat_request(messages, self._params(params, options), tools, template, template_kwargs, service)
+        settled = self._params(params, options)
+        request = self._chat_request(messages, settled, tools, template, template_kwargs, service, structure)
         return start_async(self._loop, request, stream=True, owner=self)
 
     def prepare(
@@ -260,6 +275,7 @@ class LLM:
         template: str | None = None,
         template_kwargs: Mapping[str, bool | str] | None = None,
         service: Service = DEFAULT_SERVICE,
+        structure: Structure | None = None,
         **options: Unpack[Sampling],
     ) -> Request:
         """What `generate` (of a prompt) or `chat` (of messages) would run, checked and tokenized, for `submit`.
@@ -270,8 +286,8 @@ class LLM:
         if (prompt is None) == (messages is None):
             raise RequestError("a request has either a prompt or messages")
         if messages is not None:
-            return self._chat_request(messages, settled, tools, template, template_kwargs, service)
-        return self._request(prompt, settled, False, service)
+            return self._chat_request(messages, settled, tools, template, template_kwargs, service, structure)
+        return self._request(prompt, settled, False, service, structure)
 
     def submit(self, request: Request) -> AsyncStream:
         """Starts a prepared request for the event loop that is running. Cancelling the task that reads it stops it."""
@@ -394,12 +410,19 @@ class LLM:
         settled.check_vocabulary(self.spec.n_vocab)
         return settled
 
-    def _request(self, prompt: object, params: SamplingParams, parse_special: bool, service: Service) -> Request:
+    def _request(
+        self,
+        prompt: object,
+        params: SamplingParams,
+        parse_special: bool,
+        service: Service,
+        structure: Structure | None,
+    ) -> Request:
         if isinstance(prompt, str):
             ids = self.tokenizer.encode(prompt, parse_special=parse_special)
         else:
             ids = self._ids(prompt)
-        return self._checked_request(ids, params, service, continues=True)
+        return self._checked_request(ids, params, service, structure, continues=True)
 
     def _chat_request(
         self,
@@ -409,15 +432,28 @@ class LLM:
         template: str | None,
         template_kwargs: Mapping[str, bool | str] | None,
         service: Service,
+        structure: Structure | None,
     ) -> Request:
         if self.system is not None and _lacks_system(messages):
             messages = [{"role": "system", "content": self.system}, *messages]
         ids = self.tokenizer.apply_chat(messages, tools=tools, template=template, kwargs=template_kwargs)
-        return self._checked_request(ids, params, service, continues=False)
+        return self._checked_request(ids, params, service, structure, continues=False)
 
-    def _checked_request(self, ids: Sequence[int], params: SamplingParams, service: Service, *, continues: bool) -> Request:
+    def _checked_request(
+        self,
+        ids: Sequence[int],
+        params: SamplingParams,
+        service: Service,
+        structure: Structure | None,
+        *,
+        continues: bool,
+    ) -> Request:
         if not isinstance(service, Service):
             raise RequestError(f"service is a {type(service).__name__}, wanted a Service")
+        if structure is not None and not isinstance(structure, Structure):
+            raise RequestError(f"structure is a {type(structure).__name__}, wanted a Structure")
+        if structure is not None and params.ignore_eos:
+            raise RequestError("ignore_eos and a structure exclude each other: the structure says where the text may end")
         if self._keeps_state:
             service = replace(service, speculate=0)  # what was guessed wrong cannot be taken out of a state
         self._fits(len(ids))
@@ -432,6 +468,7 @@ class LLM:
             texts=VocabularyTexts(self.tokenizer, continues),
             load_seconds=self._parts.load_seconds,
             service=service,
+            guide=None if structure is None else self._grammars.compile(structure),
         )
 
     def _checked(self, ids: object) -> list[int]:

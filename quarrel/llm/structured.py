@@ -1,0 +1,200 @@
+"""Texts that keep to a JSON schema, a regular expression or a Lark grammar, by the llguidance package (extra `structured`).
+
+A grammar is compiled before the request is queued, within limits of size, nesting and work; what the compiler does not
+support is an error, never ignored. Regular expressions run in linear time.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from quarrel.engine import MakeGuide
+from quarrel.errors import QuarrelError, RequestError
+from quarrel.tokenizer import Tokenizer
+
+Kind = Literal["json", "regex", "lark"]
+MAX_TEXT = 1 << 16
+MAX_DEPTH = 64
+MAX_COMPILED = 32
+FUEL = 2_000_000
+"""Of the compiler and the lexer; about 40 milliseconds."""
+STEP_FUEL = 500_000
+SPACE = r"[\x20\x0A\x0D\x09]{0,16}"
+"""Between the parts of JSON; without a limit a model that has nothing to say can go on with spaces for ever."""
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What an answer must look like: `Structure.json(schema)`, `Structure.regex(text)`, `Structure.lark(text)`."""
+
+    kind: Kind
+    text: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("json", "regex", "lark"):
+            raise RequestError(f"the structure's kind is {self.kind!r}, wanted json, regex or lark")
+        if not isinstance(self.text, str) or not self.text or len(self.text) > MAX_TEXT:
+            raise RequestError(f"a {self.kind} structure wants a text of 1 to {MAX_TEXT} characters")
+        if _depth(self.text) > MAX_DEPTH:
+            raise RequestError(f"the {self.kind} structure nests brackets deeper than {MAX_DEPTH}: make it flatter")
+
+    @classmethod
+    def json(cls, schema: Mapping[str, Any] | bool | str) -> Structure:
+        """JSON that a schema allows; `{"type": "object"}` is any object."""
+        if isinstance(schema, str):
+            return cls("json", schema)
+        try:
+            return cls("json", json.dumps(schema, allow_nan=False))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RequestError(f"the schema is no JSON ({error})") from None
+
+    @classmethod
+    def regex(cls, text: str) -> Structure:
+        """Text that matches as a whole, by Rust's syntax: no look-around, no back-references."""
+        return cls("regex", text)
+
+    @classmethod
+    def lark(cls, text: str) -> Structure:
+        """Text of a context-free grammar, by llguidance's dialect of Lark; it begins with the rule `start`."""
+        return cls("lark", text)
+
+
+class Grammars:
+    """Compiles structures for one vocabulary. Safe for threads."""
+
+    def __init__(self, tokenizer: Tokenizer, n_vocab: int) -> None:
+        self._tokenizer, self._n_vocab = tokenizer, n_vocab
+        self._lock = threading.Lock()
+        self._vocabulary: Any = None
+        self._ends: frozenset[int] = frozenset()
+        self._compiled: OrderedDict[Structure, Any] = OrderedDict()
+
+    def compile(self, structure: Structure) -> MakeGuide:
+        """What makes a guide for each continuation. Raises RequestError for what cannot be compiled."""
+        with self._lock:
+            if structure not in self._compiled:
+                self._compiled[structure] = self._compile(structure)
+                if len(self._compiled) > MAX_COMPILED:
+                    self._compiled.popitem(last=False)
+            self._compiled.move_to_end(structure)
+            matcher = self._compiled[structure]
+        return lambda: _Guide(matcher.deep_copy(), self._ends, self._n_vocab)
+
+    def _compile(self, structure: Structure) -> Any:
+        try:
+            import llguidance
+        except ImportError as error:
+            raise QuarrelError(
+                f"a structure wants the package llguidance ({error}): pip install 'quarrel[structured]'"
+            ) from None
+        if self._vocabulary is None:
+            self._vocabulary, self._ends = _vocabulary(self._tokenizer, llguidance)
+        limits = llguidance.LLParserLimits(initial_lexer_fuel=FUEL, step_lexer_fuel=STEP_FUEL, max_grammar_size=FUEL)
+        try:
+            if structure.kind == "json":
+                grammar = llguidance.LLMatcher.grammar_from_json_schema(structure.text, defaults={"whitespace_pattern": SPACE})
+            elif structure.kind == "regex":
+                grammar = llguidance.LLMatcher.grammar_from_regex(structure.text)
+            else:
+                grammar = llguidance.LLMatcher.grammar_from_lark(structure.text)
+            matcher = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)
+        except ValueError as error:
+            raise RequestError(f"the {structure.kind} structure cannot be used: {_short(str(error))}") from None
+        if matcher.is_error():
+            raise RequestError(f"the {structure.kind} structure cannot be used: {_short(matcher.get_error())}")
+        return matcher
+
+
+class _Guide:
+    def __init__(self, matcher: Any, ends: frozenset[int], n_vocab: int) -> None:
+        self.ends = ends
+        self._matcher, self._n_vocab = matcher, n_vocab
+        self._allowed: npt.NDArray[Any] | None = None
+
+    def allowed(self) -> npt.NDArray[Any]:
+        if self._allowed is None:
+            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+            found = np.unpackbits(bits, count=min(8 * len(bits), self._n_vocab), bitorder="little").astype(bool)
+            self._check()
+            # A model's output may be wider than its vocabulary; no text has those ids.
+            self._allowed = np.zeros(self._n_vocab, bool)
+            self._allowed[: len(found)] = found
+        return self._allowed
+
+    def take(self, token: int) -> bool:
+        self._allowed = None
+        self._matcher.consume_token(token)
+        self._check()
+        return bool(self._matcher.is_stopped())
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise RequestError(f"the structure cannot be followed any further: {_short(self._matcher.get_error())}")
+
+
+class _Words:
+    """A tokenizer as llguidance reads it: bytes by id."""
+
+    def __init__(self, tokenizer: Tokenizer, end: int) -> None:
+        ids = range(tokenizer.n_vocab)
+        self.special_token_ids = [i for i in ids if tokenizer.is_control(i)]
+        special = set(self.special_token_ids)
+        # What has no text of its own is named behind a byte that is in no UTF-8, so that no grammar asks for it.
+        self.tokens = [
+            b"\xff" + f"[{i}]".encode() if i in special or not tokenizer.token_bytes(i) else tokenizer.token_bytes(i)
+            for i in ids
+        ]
+        self.eos_token_id, self.bos_token_id = end, None
+        self._tokenizer = tokenizer
+        self._ids = {word: i for i, word in reversed(list(enumerate(self.tokens))) if i not in special}
+        self._longest = max(map(len, self._ids), default=1)
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        """Ids whose bytes are exactly `text`: the tokenizer's own, unless it would add something, such as a first space."""
+        raw = text if isinstance(text, bytes) else text.encode()
+        ids = self._tokenizer.encode(raw.decode("utf-8", "replace"), add_special=False)
+        return ids if b"".join(self.tokens[i] for i in ids) == raw else self._greedy(raw)
+
+    def _greedy(self, raw: bytes) -> list[int]:
+        ids, at = [], 0
+        while at < len(raw):
+            ends = range(min(len(raw), at + self._longest), at, -1)
+            end = next((end for end in ends if raw[at:end] in self._ids), None)
+            if end is None:
+                break  # no token has this byte; what is known so far is a beginning all the same
+            ids.append(self._ids[raw[at:end]])
+            at = end
+        return ids
+
+
+def _vocabulary(tokenizer: Tokenizer, llguidance: Any) -> tuple[Any, frozenset[int]]:
+    ends = sorted(tokenizer.stop_ids)
+    if not ends:  # any id that is no text will do: the text ends where it is drawn
+        ends = [next((i for i in range(tokenizer.n_vocab) if tokenizer.is_control(i)), 0)]
+    words = llguidance.TokenizerWrapper(_Words(tokenizer, ends[0]))
+    return llguidance.LLTokenizer(words, n_vocab=tokenizer.n_vocab, eos_token=ends), frozenset(ends)
+
+
+def _depth(text: str) -> int:
+    """How deep brackets nest, wherever they stand: the compiler goes down by calling itself."""
+    depth = deepest = 0
+    for character in text:
+        if character in "([{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character in ")]}":
+            depth = max(0, depth - 1)
+    return deepest
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 300 else line[:297] + "..."
