@@ -187,18 +187,19 @@ def rotate(pdl: bool, y: Any, keys: Any, q: Any, k: Any, v: Any, positions: Any,
 
 SHAPES = ((4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336))
 ONE, DEEP, WIDE = Tile(2, 128, 1), Tile(2, 128, 1, True), Tile(4, 512, 4)
-TILES = (ONE, DEEP, Tile(1, 128, 1), Tile(1, 128, 1, True), WIDE, Tile(2, 256, 1))
+ROW, LONG = Tile(1, 128, 1), Tile(1, 512, 1)
 TYPES = ("Q4_K", "Q6_K", "Q8_0", "F16", "MXFP4", "Q5_K", "Q4_0", "BF16")
 
 
 def singles(quick: bool) -> Iterator[tuple[str, int, int, Tile, bool]]:
     """In the order of what matters most."""
     for type in TYPES[:2] if quick else TYPES:
-        shapes = SHAPES if type == "Q4_K" else ((4096, 14336), (4096, 4096))
-        for n, k in shapes[-1:] if quick else shapes:
-            for tile in TILES[:4] if quick else TILES:
-                for pdl in (True,) if quick else (False, True):
-                    yield type, n, k, tile, pdl
+        for n, k in ((4096, 14336), (4096, 4096)):
+            tiles = (
+                (ONE, DEEP, Tile(1, 128, 1, True), WIDE) if type not in FLOATS else (ONE, Tile(2, 256, 1, True), LONG, WIDE)
+            )
+            for tile in tiles:
+                yield type, n, k, tile, True
 
 
 def dtypes(type: str) -> tuple[torch.dtype, ...]:
@@ -213,24 +214,35 @@ class Setting:
     """How a whole step is launched."""
 
     name: str
-    small: Tile = ONE
-    large: Tile = ONE
-    gate: Tile = ONE
+    qkv: Tile = DEEP
+    o: Tile = WIDE
+    down: Tile = DEEP
+    gate: Tile = ROW
+    head: Tile = ONE
     leave_out: str = ""
     pdl: bool = True
 
 
 SETTINGS = (
-    Setting("two rows"),
-    Setting("deep", DEEP, DEEP),
-    Setting("down deep", ONE, DEEP),
-    Setting("down deep, gate 1 row", ONE, DEEP, Tile(1, 128, 1)),
-    Setting("wide, down deep, gate 1 row", WIDE, DEEP, Tile(1, 128, 1)),
-    Setting("1 row, deep", Tile(1, 128, 1, True), Tile(1, 128, 1, True), Tile(1, 128, 1)),
-    Setting("deep, not early", DEEP, DEEP, pdl=False),
-    Setting("wide gate", DEEP, DEEP, WIDE),
+    Setting("chosen"),
+    Setting("not early", pdl=False),
+    Setting("gate 2 rows", gate=ONE),
+    Setting("gate wide", gate=WIDE),
+    Setting("gate long", gate=LONG),
+    Setting("gate 256", gate=Tile(1, 256, 1)),
+    Setting("down near", down=ONE),
+    Setting("down 1 row", down=Tile(1, 128, 1, True)),
+    Setting("down 256", down=Tile(1, 256, 1, True)),
+    Setting("down wide", down=Tile(4, 512, 4, True)),
+    Setting("o deep", o=DEEP),
+    Setting("o long", o=LONG),
+    Setting("qkv wide", qkv=WIDE),
+    Setting("qkv long", qkv=LONG),
+    Setting("qkv near", qkv=ONE),
+    Setting("head deep", head=DEEP),
+    Setting("head long", head=LONG),
     *(
-        Setting(f"deep, without {what}", DEEP, DEEP, ONE, what)
+        Setting(f"without {what}", leave_out=what)
         for what in ("gate_up", "down", "norm", "qkv", "o", "halve", "rotate", "head")
     ),
 )
@@ -241,16 +253,16 @@ def layer(s: Setting, six: bool, b: dict[str, Any], w: dict[str, Any]) -> Iterat
     """A Mistral-7B layer without attention itself; `b` are buffers (or dtypes), `w` planes (or dtypes)."""
     v = "Q6_K" if six else "Q4_K"
     yield "norm", norm(E, s.pdl, b["xq"], b["h"], b["gain"])
-    yield "qkv", qkv(("Q4_K", "Q4_K", v), (E, 1024, 1024), E, s.small, s.pdl, (b["q"], b["k"], b["v"]), b["xq"],
+    yield "qkv", qkv(("Q4_K", "Q4_K", v), (E, 1024, 1024), E, s.qkv, s.pdl, (b["q"], b["k"], b["v"]), b["xq"],
                      (w["q"], w["k"], w["v"]))  # fmt: skip
     yield "rotate", rotate(s.pdl, b["qr"], b["keys"], b["q"], b["k"], b["v"], b["ints"], b["freq"], b["ints"])
     yield "halve", halve(E, s.pdl, b["xq"], b["qr"])
-    yield "o", mv("Q4_K", E, E, s.small, s.pdl, b["h"], b["xq"], w["o"], b["h"])
+    yield "o", mv("Q4_K", E, E, s.o, s.pdl, b["h"], b["xq"], w["o"], b["h"])
     yield "norm", norm(E, s.pdl, b["xq"], b["h"], b["gain"])
     yield "gate_up", gate_up("Q4_K", F, E, s.gate, s.pdl, b["f"], b["fq"], b["xq"], w["gate"], w["up"])
     if s.gate.rows % 32:
         yield "halve", halve(F, s.pdl, b["fq"], b["f"])
-    yield "down", mv(v, E, F, s.large, s.pdl, b["h"], b["fq"], w["down"], b["h"])
+    yield "down", mv(v, E, F, s.down, s.pdl, b["h"], b["fq"], w["down"], b["h"])
 
 
 def buffers(fake: bool) -> dict[str, Any]:
@@ -282,7 +294,7 @@ def weights(six: bool, fake: bool) -> dict[str, Any]:
 
 
 def head(s: Setting, b: dict[str, Any], w: Any) -> list[Call]:
-    return [norm(E, s.pdl, b["xq"], b["h"], b["gain"]), mv("Q6_K", V, E, s.small, s.pdl, b["logits"], b["xq"], w)]
+    return [norm(E, s.pdl, b["xq"], b["h"], b["gain"]), mv("Q6_K", V, E, s.head, s.pdl, b["logits"], b["xq"], w)]
 
 
 def keys_of(parts: Sequence[str], quick: bool) -> list[tuple[Any, ...]]:
