@@ -2,14 +2,14 @@
 
 A sequence with one new token is cut into splits of SPLIT keys, a threadgroup each for every key head; `combine` adds them
 up. Which kernel computes a row depends on its own sequence alone, and splits begin at multiples of SPLIT, so that a row's
-result never depends on the batch. The query heads of a key head, up to 4 (8 for narrow heads), share what is loaded, as
+result never depends on the batch. The query heads of a key head, up to 5 (8 for narrow heads), share what is loaded, as
 in MLX's two-pass kernel for long contexts; MLX's one-pass kernel and llama.cpp's load a key once for each of them.
 
     bytes        2 * 2 D a key and key head, once; partial results are 4 (D + 2) bytes a head and split: 3% of that
     threads      128; 8 to 32 lanes a key, so that a lane's load is 8 bytes and a SIMD-group reads 1 to 4 keys at once
     in flight    a key row and a value row a lane group, unrolled over D: 64 bytes a lane for D = 128
-    registers    2 * 4 D / lanes for queries and results: 64 for D = 128, about 100 in all
-    threadgroup  4 partial results of 4 heads: 8 kB for D = 128
+    registers    2 D / lanes a head for queries and results, as much for a key and a value: 80 of 4 heads of 128, 105 in all
+    threadgroup  4 partial results a head: 8 kB for 4 heads of 128
     expected     75 to 85% of the bus from 2000 keys on; below, the launch and the combination (3 us) are most of it
 """
 
@@ -55,9 +55,9 @@ _SINGLE = Kernel(
   const float scale = numbers[0], cap = numbers[1];
 
   float b_q[TOGETHER][EACH], acc[TOGETHER][EACH], top[TOGETHER], total[TOGETHER];
-  for (int h = 0; h < TOGETHER; h++) {
+  UNROLL for (int h = 0; h < TOGETHER; h++) {
     const int head = kv_head * GROUP + metal::min(first_head + h, GROUP - 1);
-    for (int i = 0; i < EACH; i++) {
+    UNROLL for (int i = 0; i < EACH; i++) {
       const int d = (i / WIDTH * LANES + l) * WIDTH + i % WIDTH;
       b_q[h][i] = float(q[(ulong(begin) * HEADS + head) * D + d]) * scale;
       acc[h][i] = 0.0f;
@@ -73,39 +73,39 @@ _SINGLE = Kernel(
     const ulong slot = ulong(table[table_row + at / SIZE]) * SIZE + at % SIZE;
     const ulong from = (slot * KV_HEADS + kv_head) * D + l * WIDTH;
     float b_k[EACH], b_v[EACH];
-    for (int i = 0; i < CHUNKS; i++) {
+    UNROLL for (int i = 0; i < CHUNKS; i++) {
       const Wide<T, WIDTH> k4 = *(const device Wide<T, WIDTH>*)(keys + from + i * LANES * WIDTH);
       const Wide<T, WIDTH> v4 = *(const device Wide<T, WIDTH>*)(values + from + i * LANES * WIDTH);
-      for (int j = 0; j < WIDTH; j++) {
+      UNROLL for (int j = 0; j < WIDTH; j++) {
         b_k[i * WIDTH + j] = float(k4.v[j]);
         b_v[i * WIDTH + j] = float(v4.v[j]);
       }
     }
-    for (int h = 0; h < TOGETHER; h++) {
+    UNROLL for (int h = 0; h < TOGETHER; h++) {
       float x = 0.0f;
-      for (int i = 0; i < EACH; i++) x += b_q[h][i] * b_k[i];
-      for (ushort other = LANES / 2; other > 0; other /= 2) x += simd_shuffle_xor(x, other);
+      UNROLL for (int i = 0; i < EACH; i++) x += b_q[h][i] * b_k[i];
+      UNROLL for (ushort other = LANES / 2; other > 0; other /= 2) x += simd_shuffle_xor(x, other);
       if (cap > 0.0f) x = cap * exact_tanh(x / cap);
       x = seen ? x : -INFINITY;
       const float new_top = metal::max(top[h], x), fade = fading(top[h], new_top), p = fading(x, new_top);
       total[h] = total[h] * fade + p;
-      for (int i = 0; i < EACH; i++) acc[h][i] = acc[h][i] * fade + p * (seen ? b_v[i] : 0.0f);
+      UNROLL for (int i = 0; i < EACH; i++) acc[h][i] = acc[h][i] * fade + p * (seen ? b_v[i] : 0.0f);
       top[h] = new_top;
     }
   }
   // First the keys that a SIMD-group reads abreast, then the SIMD-groups.
   threadgroup float parts[4][TOGETHER][D];
   threadgroup float tops[4][TOGETHER], sums[4][TOGETHER];
-  for (int h = 0; h < TOGETHER; h++) {
-    for (ushort other = LANES; other < 32; other *= 2) {
+  UNROLL for (int h = 0; h < TOGETHER; h++) {
+    UNROLL for (ushort other = LANES; other < 32; other *= 2) {
       const float its_top = simd_shuffle_xor(top[h], other), new_top = metal::max(top[h], its_top);
       const float fade = fading(top[h], new_top), share = fading(its_top, new_top);
       total[h] = total[h] * fade + simd_shuffle_xor(total[h], other) * share;
-      for (int i = 0; i < EACH; i++) acc[h][i] = acc[h][i] * fade + simd_shuffle_xor(acc[h][i], other) * share;
+      UNROLL for (int i = 0; i < EACH; i++) acc[h][i] = acc[h][i] * fade + simd_shuffle_xor(acc[h][i], other) * share;
       top[h] = new_top;
     }
     if (lane < LANES) {
-      for (int i = 0; i < EACH; i++) parts[simd][h][(i / WIDTH * LANES + l) * WIDTH + i % WIDTH] = acc[h][i];
+      UNROLL for (int i = 0; i < EACH; i++) parts[simd][h][(i / WIDTH * LANES + l) * WIDTH + i % WIDTH] = acc[h][i];
     }
     if (lane == 0) {
       tops[simd][h] = top[h];
@@ -118,8 +118,8 @@ _SINGLE = Kernel(
     const int h = i / D, d = i % D;
     if (first_head + h >= GROUP) break;
     float best = tops[0][h], value = 0.0f, sum = 0.0f;
-    for (int g = 1; g < 4; g++) best = metal::max(best, tops[g][h]);
-    for (int g = 0; g < 4; g++) {
+    UNROLL for (int g = 1; g < 4; g++) best = metal::max(best, tops[g][h]);
+    UNROLL for (int g = 0; g < 4; g++) {
       const float share = fading(tops[g][h], best);
       value += parts[g][h][d] * share;
       sum += sums[g][h] * share;
@@ -158,16 +158,16 @@ _COMBINE = Kernel(
   }
   sum = simd_sum(sum);
   float acc[EACH];
-  for (int i = 0; i < EACH; i++) acc[i] = 0.0f;
+  UNROLL for (int i = 0; i < EACH; i++) acc[i] = 0.0f;
   for (int item = first; item < last; item++) {
     const ulong place = (items + item) * HEADS + head;
     const float share = fading(top_sum[place * 2], best);
-    for (int i = 0; i < EACH; i++) {
+    UNROLL for (int i = 0; i < EACH; i++) {
       if (i * 32 + lane < D) acc[i] += part[place * D + i * 32 + lane] * share;
     }
   }
   const float by = sum > 0.0f ? 1.0f / sum : 0.0f;
-  for (int i = 0; i < EACH; i++) {
+  UNROLL for (int i = 0; i < EACH; i++) {
     if (i * 32 + lane < D) y[(ulong(begin) * HEADS + head) * D + i * 32 + lane] = T(acc[i] * by);
   }
 """,
@@ -177,9 +177,17 @@ _COMBINE = Kernel(
 
 def lanes_of(head_dim: int) -> tuple[int, int]:
     """Lanes that share a key, and values in one load."""
-    lanes = 32 if head_dim % 32 == 0 and head_dim > 128 else 16 if head_dim % 64 == 0 else 8
+    lanes = 8
+    if head_dim % 32 == 0 and head_dim > 32:
+        lanes = 16 if head_dim <= 128 else 32
     each = head_dim // lanes
     return lanes, next(width for width in (4, 2, 1) if each % width == 0)
+
+
+def heads_together(group: int, head_dim: int) -> int:
+    """Query heads of a threadgroup: what 96 registers of queries and results and 16 KiB of threadgroup memory hold."""
+    most = max(1, min(8, 48 // (head_dim // lanes_of(head_dim)[0]) - 1, 1024 // head_dim))
+    return cdiv(group, cdiv(group, most))
 
 
 def build_attention(site: Site, node: Node) -> Launch:
@@ -190,7 +198,7 @@ def build_attention(site: Site, node: Node) -> Launch:
     flash = Flash(heads, kv_heads, dim, spec.scale, site.act, True, spec.window, spec.cap, sinks)
     numbers = mx.array([spec.scale, spec.cap], mx.float32)
     lanes, width = lanes_of(dim)
-    together = min(heads // kv_heads, 8 if dim <= 64 else 4)
+    together = heads_together(heads // kv_heads, dim)
     shared = [("HEADS", heads), ("D", dim), ("WINDOW", spec.window), ("SPLIT", SPLIT)]
     template = [("T", site.act), ("KV_HEADS", kv_heads), ("LANES", lanes), ("WIDTH", width), ("TOGETHER", together)]
     template += shared

@@ -25,7 +25,7 @@ _SOURCE = """
   decltype(w)::Q q[16];
   w.part(row, block, h, q);
   const float4 by = w.scales(row, block) * scale[0];
-  for (int i = 0; i < 16; i++) {
+  UNROLL for (int i = 0; i < 16; i++) {
     const int column = block * 32 + h * 8 + (i & 7) + (i & 8) * 2;
     if (column < K) y[ulong(t) * K + column] = (i < 8 ? by.x : by.y) * float(q[i]) - (i < 8 ? by.z : by.w);
   }

@@ -54,7 +54,7 @@ _UP = """
   const int base = ids[pair] * N;
 @BIND
   float sums[COUNT * R];
-  for (int i = 0; i < COUNT * R; i++) sums[i] = 0.0f;
+  UNROLL for (int i = 0; i < COUNT * R; i++) sums[i] = 0.0f;
   for (int unit = lane; unit < (K + 31) / 32 * 2; unit += 32) {
     Columns<X, 1> columns;
     Row<TAIL>::template load<X>(x, ulong(pair / USED) * K, (unit >> 1) * 32 + (unit & 1) * 8, K, columns.v[0]);
@@ -80,7 +80,7 @@ _DOWN = """
   for (int j = 0; j < USED; j++) {
     const int pair = token * USED + j, base = ids[pair] * N;
     float sums[R];
-    for (int i = 0; i < R; i++) sums[i] = 0.0f;
+    UNROLL for (int i = 0; i < R; i++) sums[i] = 0.0f;
     for (int unit = lane; unit < (K + 31) / 32 * 2; unit += 32) {
       Columns<X, 1> columns;
       Row<TAIL>::template load<X>(x, ulong(pair) * K, (unit >> 1) * 32 + (unit & 1) * 8, K, columns.v[0]);
@@ -145,36 +145,36 @@ _TILES = """
   const int x_row = tid / 4, x_column = tid % 4 * 8;
   const ulong x_at = ulong(order[begin + metal::min(x_row, count - 1)] / PER) * K;
   simdgroup_matrix<float, 8, 8> sums[4][2];
-  for (int i = 0; i < 4; i++) sums[i][0] = sums[i][1] = simdgroup_matrix<float, 8, 8>(0.0f);
+  UNROLL for (int i = 0; i < 4; i++) sums[i][0] = sums[i][1] = simdgroup_matrix<float, 8, 8>(0.0f);
   for (int block = 0; block < (K + 31) / 32; block++) {
     decltype(w0)::Q q[16];
     float4 by;
 @UNPACK
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (int i = 0; i < 8; i++) {
+    UNROLL for (int i = 0; i < 8; i++) {
       w_tile[w_row * STRIDE + h * 8 + i] = M(by.x * float(q[i]) - by.z);
       w_tile[w_row * STRIDE + h * 8 + 16 + i] = M(by.y * float(q[8 + i]) - by.w);
       const int column = block * 32 + x_column + i;
       x_tile[x_row * STRIDE + x_column + i] = x_row < count && column < K ? M(x[x_at + column]) : M(0.0f);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (int k = 0; k < 32; k += 8) {
+    UNROLL for (int k = 0; k < 32; k += 8) {
       simdgroup_matrix<M, 8, 8> a, b[2];
-      for (int j = 0; j < 2; j++) {
+      UNROLL for (int j = 0; j < 2; j++) {
         simdgroup_load(b[j], w_tile + (simd * 16 + j * 8) * STRIDE + k, STRIDE, ulong2(0, 0), true);
       }
-      for (int i = 0; i < 4; i++) {
+      UNROLL for (int i = 0; i < 4; i++) {
         simdgroup_load(a, x_tile + i * 8 * STRIDE + k, STRIDE);
-        for (int j = 0; j < 2; j++) simdgroup_multiply_accumulate(sums[i][j], a, b[j], sums[i][j]);
+        UNROLL for (int j = 0; j < 2; j++) simdgroup_multiply_accumulate(sums[i][j], a, b[j], sums[i][j]);
       }
     }
   }
   const int a_row = (lane / 4 & 4) + lane / 2 % 4, a_column = (lane / 4 & 2) * 2 + lane % 2 * 2;
-  for (int i = 0; i < 4; i++) {
+  UNROLL for (int i = 0; i < 4; i++) {
     if (i * 8 + a_row >= count) break;
     const ulong pair = order[begin + i * 8 + a_row];
-    for (int c = 0; c < 2; c++) {
-      for (int j = 0; j < 3 - COUNT; j++) {
+    UNROLL for (int c = 0; c < 2; c++) {
+      UNROLL for (int j = 0; j < 3 - COUNT; j++) {
         const int n = first_row + (COUNT == 2 ? simd * 8 : simd * 16 + j * 8) + a_column + c;
         if (n >= N) continue;
         const float first = sums[i][j].thread_elements()[c] + (BIAS ? float(bias0[base + n]) : 0.0f);
@@ -208,7 +208,7 @@ class _Experts:
         self.n, self.k, self.used, self.experts, self._act = n, stacks[0].k, used, experts, act
         count = len(stacks)
         self._planes = [p for s in stacks for p in s.planes]
-        none = mx.zeros(8, mx.float32)
+        none = mx.array([0.0] * 8, mx.float32)  # not zeros(): lazy arrays stay in their thread
         self._biases = [biases[0], biases[-1]] if biases else [none, none]
         self._fixed: list[tuple[str, Any]] = [("N", n), ("K", self.k), ("USED", used), ("BIAS", bool(biases))]
         self._many = [("COUNT", count), ("KIND", kind)]

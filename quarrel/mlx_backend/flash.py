@@ -46,7 +46,7 @@ inline void load_keys(
   for (int i = tid; i < KEYS * (D / WIDTH); i += 128) {
     const int key = first + i / (D / WIDTH), part = i % (D / WIDTH);
     Wide<T, WIDTH> value;
-    for (int j = 0; j < WIDTH; j++) value.v[j] = T(0.0f);
+    UNROLL for (int j = 0; j < WIDTH; j++) value.v[j] = T(0.0f);
     if (key < last) {
       const ulong slot = PAGED ? ulong(table[table_row + key / SIZE]) * SIZE + key % SIZE : ulong(begin + key);
       value = *(const device Wide<T, WIDTH>*)(from + (slot * heads + head) * D + part * WIDTH);
@@ -86,10 +86,10 @@ _SOURCE = """
   threadgroup Wide<T, WIDTH> tile[KEYS * STRIDE / WIDTH];
   const threadgroup T* flat_tile = (const threadgroup T*)tile;
   simdgroup_matrix<float, 8, 8> kept_q[KEEP_Q ? PARTS : 1], out[PARTS], score[KEYS / 8];
-  for (int f = 0; f < PARTS; f++) out[f] = simdgroup_matrix<float, 8, 8>(0.0f);
+  UNROLL for (int f = 0; f < PARTS; f++) out[f] = simdgroup_matrix<float, 8, 8>(0.0f);
   if (KEEP_Q) {
-    for (int f = 0; f < PARTS; f++) {
-      for (int i = 0; i < 2; i++) kept_q[f].thread_elements()[i] = mine ? float(q[q_at + f * 8 + i]) * scale : 0.0f;
+    UNROLL for (int f = 0; f < PARTS; f++) {
+      UNROLL for (int i = 0; i < 2; i++) kept_q[f].thread_elements()[i] = mine ? float(q[q_at + f * 8 + i]) * scale : 0.0f;
     }
   }
   float top = -INFINITY, total = 0.0f;
@@ -98,24 +98,24 @@ _SOURCE = """
     load_keys<T, D, KEYS, WIDTH, PAGED, SIZE>(
         tile, keys, table, table_row, begin, KV_HEADS, kv_head, start, last, tid);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (int j = 0; j < KEYS / 8; j++) score[j] = simdgroup_matrix<float, 8, 8>(0.0f);
-    for (int f = 0; f < PARTS; f++) {
+    UNROLL for (int j = 0; j < KEYS / 8; j++) score[j] = simdgroup_matrix<float, 8, 8>(0.0f);
+    UNROLL for (int f = 0; f < PARTS; f++) {
       simdgroup_matrix<float, 8, 8> b_q, b_k;
       if (KEEP_Q) {
         b_q = kept_q[f];
       } else {
-        for (int i = 0; i < 2; i++) b_q.thread_elements()[i] = mine ? float(q[q_at + f * 8 + i]) * scale : 0.0f;
+        UNROLL for (int i = 0; i < 2; i++) b_q.thread_elements()[i] = mine ? float(q[q_at + f * 8 + i]) * scale : 0.0f;
       }
-      for (int j = 0; j < KEYS / 8; j++) {
-        for (int i = 0; i < 2; i++) {
+      UNROLL for (int j = 0; j < KEYS / 8; j++) {
+        UNROLL for (int i = 0; i < 2; i++) {
           b_k.thread_elements()[i] = float(flat_tile[(j * 8 + column + i) * STRIDE + f * 8 + row]);
         }
         simdgroup_multiply_accumulate(score[j], b_q, b_k, score[j]);
       }
     }
     float new_top = top;
-    for (int j = 0; j < KEYS / 8; j++) {
-      for (int i = 0; i < 2; i++) {
+    UNROLL for (int j = 0; j < KEYS / 8; j++) {
+      UNROLL for (int i = 0; i < 2; i++) {
         float x = score[j].thread_elements()[i];
         if (cap > 0.0f) x = cap * exact_tanh(x / cap);
         const int back = position - (start + j * 8 + column + i);
@@ -131,8 +131,8 @@ _SOURCE = """
     const float base = new_top == -INFINITY ? 0.0f : new_top;
     const float fade = precise::exp(top - base);
     float sum = 0.0f;
-    for (int j = 0; j < KEYS / 8; j++) {
-      for (int i = 0; i < 2; i++) {
+    UNROLL for (int j = 0; j < KEYS / 8; j++) {
+      UNROLL for (int i = 0; i < 2; i++) {
         const float p = precise::exp(score[j].thread_elements()[i] - base);
         score[j].thread_elements()[i] = p;
         sum += p;
@@ -144,11 +144,11 @@ _SOURCE = """
     load_keys<T, D, KEYS, WIDTH, PAGED, SIZE>(
         tile, values, table, table_row, begin, KV_HEADS, kv_head, start, last, tid);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (int f = 0; f < PARTS; f++) {
+    UNROLL for (int f = 0; f < PARTS; f++) {
       simdgroup_matrix<float, 8, 8> b_v;
-      for (int i = 0; i < 2; i++) out[f].thread_elements()[i] *= fade;
-      for (int j = 0; j < KEYS / 8; j++) {
-        for (int i = 0; i < 2; i++) {
+      UNROLL for (int i = 0; i < 2; i++) out[f].thread_elements()[i] *= fade;
+      UNROLL for (int j = 0; j < KEYS / 8; j++) {
+        UNROLL for (int i = 0; i < 2; i++) {
           b_v.thread_elements()[i] = float(flat_tile[(j * 8 + row) * STRIDE + f * 8 + column + i]);
         }
         simdgroup_multiply_accumulate(out[f], score[j], b_v, out[f]);
@@ -162,8 +162,8 @@ _SOURCE = """
     total = total * share + precise::exp(sink - new_top);
   }
   share /= total > 0.0f ? total : 1.0f;
-  for (int f = 0; f < PARTS; f++) {
-    for (int i = 0; i < 2; i++) {
+  UNROLL for (int f = 0; f < PARTS; f++) {
+    UNROLL for (int i = 0; i < 2; i++) {
       if (mine) y[q_at + f * 8 + i] = T(out[f].thread_elements()[i] * share);
     }
   }

@@ -14,6 +14,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from quarrel.mlx_backend.text import unrolled
+
 Triple = tuple[int, int, int]
 
 
@@ -24,7 +26,7 @@ class Kernel:
     MLX writes the signature: an input is `const device T*` (`const constant T*` if it holds fewer than 8 values, so
     helpers take the pointer's type as a template parameter), an output `device T*`. `NAME_shape` and the thread attributes
     exist where the body names them. Shapes that vary from call to call are read from `NAME_shape`: a template constant
-    means another compilation.
+    means another compilation. `UNROLL` before a loop stands for the pragma.
     """
 
     name: str
@@ -67,8 +69,8 @@ def _made(kernel: Kernel, factory: Callable[..., Any]) -> Any:
         name=f"{kernel.name}_{digest}",
         input_names=list(kernel.inputs),
         output_names=list(kernel.outputs),
-        source=kernel.source,
-        header=kernel.header,
+        source=unrolled(kernel.source),
+        header=unrolled(kernel.header),
     )
 
 

@@ -38,7 +38,7 @@ inline float over_run(float mine, threadgroup float* sums, int place, int lane) 
     if (lane == 0) sums[place] = total;
     threadgroup_barrier(mem_flags::mem_threadgroup);
     total = 0.0f;
-    for (int i = 0; i < PARTS; i++) total += sums[i];
+    UNROLL for (int i = 0; i < PARTS; i++) total += sums[i];
   }
   return total;
 }
@@ -57,36 +57,36 @@ _SOURCE = """
   threadgroup float sums[PARTS];
   float v[EACH];
   float sum = 0.0f;
-  for (int i = 0; i < EACH / VEC; i++) {
+  UNROLL for (int i = 0; i < EACH / VEC; i++) {
     const int at = first + i * STRIDE;
-    for (int j = 0; j < VEC; j++) v[i * VEC + j] = 0.0f;
+    UNROLL for (int j = 0; j < VEC; j++) v[i * VEC + j] = 0.0f;
     if (at >= K) continue;
-    for (int j = 0; j < VEC; j++) v[i * VEC + j] = float(x[begin + ulong(at + j)]);
+    UNROLL for (int j = 0; j < VEC; j++) v[i * VEC + j] = float(x[begin + ulong(at + j)]);
     if (GATED) {
-      for (int j = 0; j < VEC; j++) {
+      UNROLL for (int j = 0; j < VEC; j++) {
         const float gate = float(z[begin + ulong(at + j)]);
         v[i * VEC + j] *= gate / (1.0f + precise::exp(-gate));
       }
     }
-    for (int j = 0; j < VEC; j++) sum += LAYER ? v[i * VEC + j] : v[i * VEC + j] * v[i * VEC + j];
+    UNROLL for (int j = 0; j < VEC; j++) sum += LAYER ? v[i * VEC + j] : v[i * VEC + j] * v[i * VEC + j];
   }
   sum = over_run<PARTS>(sum, sums, place % PARTS, lane);
   float mean = 0.0f;
   if (LAYER) {
     mean = sum / float(K);
     sum = 0.0f;
-    for (int i = 0; i < EACH / VEC; i++) {
+    UNROLL for (int i = 0; i < EACH / VEC; i++) {
       if (first + i * STRIDE >= K) break;
-      for (int j = 0; j < VEC; j++) sum += (v[i * VEC + j] - mean) * (v[i * VEC + j] - mean);
+      UNROLL for (int j = 0; j < VEC; j++) sum += (v[i * VEC + j] - mean) * (v[i * VEC + j] - mean);
     }
     sum = over_run<PARTS>(sum, sums, place % PARTS, lane);
   }
   const float scale = 1.0f / precise::sqrt(sum / float(K) + eps[0]);
   const int gain_at = run % gains * K;
-  for (int i = 0; i < EACH / VEC; i++) {
+  UNROLL for (int i = 0; i < EACH / VEC; i++) {
     const int at = first + i * STRIDE;
     if (!mine || at >= K) break;
-    for (int j = 0; j < VEC; j++) {
+    UNROLL for (int j = 0; j < VEC; j++) {
       float value = (v[i * VEC + j] - mean) * scale * gain[gain_at + at + j];
       if (LAYER) value += bias[at + j];
       y[begin + ulong(at + j)] = Y(value);

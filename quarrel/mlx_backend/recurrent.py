@@ -63,8 +63,8 @@ _CONV = Kernel(
   if (c >= channels || (first > 0 && first >= count)) return;
   const bool cached = kv_len[s] > count;
   float seen[W - 1], tap[W];  // the inputs before the next one
-  for (int j = 0; j < W; j++) tap[j] = taps[c * W + j];
-  for (int j = 0; j < W - 1; j++) {
+  UNROLL for (int j = 0; j < W; j++) tap[j] = taps[c * W + j];
+  UNROLL for (int j = 0; j < W - 1; j++) {
     const int t = first - (W - 1) + j;
     seen[j] = 0.0f;
     if (t >= 0) {
@@ -78,14 +78,14 @@ _CONV = Kernel(
     const ulong at = ulong(begin + t) * channels + c;
     const float newest = float(x[at]);
     float sum = 0.0f;
-    for (int j = 0; j < W - 1; j++) sum += seen[j] * tap[j];
+    UNROLL for (int j = 0; j < W - 1; j++) sum += seen[j] * tap[j];
     sum += newest * tap[W - 1] + bias[c];
-    for (int j = 0; j < W - 2; j++) seen[j] = seen[j + 1];
+    UNROLL for (int j = 0; j < W - 2; j++) seen[j] = seen[j + 1];
     seen[W - 2] = newest;
     y[at] = T(sum / (1.0f + precise::exp(-sum)));
   }
   if (last == count) {
-    for (int j = 0; j < W - 1; j++) after[(ulong(s) * (W - 1) + j) * channels + c] = seen[j];
+    UNROLL for (int j = 0; j < W - 1; j++) after[(ulong(s) * (W - 1) + j) * channels + c] = seen[j];
   }
 """,
 )
@@ -102,7 +102,7 @@ _SCAN1 = Kernel(
   const int first = int(thread_index_in_simdgroup) % 4 * EACH;
   const bool cached = kv_len[s] > count;
   float h[EACH], decay[EACH], b_next[EACH], c_next[EACH], in_next = 0.0f, dt_next = 0.0f;
-  for (int i = 0; i < EACH; i++) {
+  UNROLL for (int i = 0; i < EACH; i++) {
     const int n = first + i;
     decay[i] = n < N ? a[channel * N + n] : 0.0f;
     h[i] = cached && n < N ? state[(ulong(slots[s]) * channels + channel) * N + n] : 0.0f;
@@ -113,14 +113,14 @@ _SCAN1 = Kernel(
   for (int t = begin - 1; t < begin + count; t++) {
     const float in = in_next, step = softplus(dt_next);
     float b_now[EACH], c_now[EACH];
-    for (int i = 0; i < EACH; i++) {
+    UNROLL for (int i = 0; i < EACH; i++) {
       b_now[i] = b_next[i];
       c_now[i] = c_next[i];
     }
     if (t + 1 < begin + count) {
       in_next = float(x[ulong(t + 1) * channels + channel]);
       dt_next = float(dt[ulong(t + 1) * channels + channel]);
-      for (int i = 0; i < EACH; i++) {
+      UNROLL for (int i = 0; i < EACH; i++) {
         if (first + i >= N) break;
         b_next[i] = float(b[ulong(t + 1) * N + first + i]);
         c_next[i] = float(c[ulong(t + 1) * N + first + i]);
@@ -129,14 +129,14 @@ _SCAN1 = Kernel(
     if (t < begin) continue;
     const ulong at = ulong(t) * channels + channel;
     float sum = 0.0f;
-    for (int i = 0; i < EACH; i++) {
+    UNROLL for (int i = 0; i < EACH; i++) {
       h[i] = precise::exp(step * decay[i]) * h[i] + step * in * b_now[i];
       sum += h[i] * c_now[i];
     }
     sum = quad_sum(sum);
     if (first == 0) y[at] = T(sum + skip * in);
   }
-  for (int i = 0; i < EACH; i++) {
+  UNROLL for (int i = 0; i < EACH; i++) {
     if (first + i < N) after[(ulong(s) * channels + channel) * N + first + i] = h[i];
   }
 """,
@@ -160,8 +160,8 @@ _SCAN2 = Kernel(
   const bool cached = kv_len[s] > count;
   const int b_at = H * P + head / (H / G) * N, c_at = b_at + G * N;
   float h[ROWS][EACH];
-  for (int r = 0; r < ROWS; r++) {
-    for (int i = 0; i < EACH; i++) {
+  UNROLL for (int r = 0; r < ROWS; r++) {
+    UNROLL for (int i = 0; i < EACH; i++) {
       const int n = (i / VEC * 8 + l) * VEC + i % VEC;
       const bool mine = cached && n < N && row + r < P;
       h[r][i] = mine ? state[((ulong(slots[s]) * H + head) * P + row + r) * N + n] : 0.0f;
@@ -178,15 +178,17 @@ _SCAN2 = Kernel(
       my_keep = precise::exp(my_step * rate);
     }
     float in[ROWS], b[EACH], c[EACH], sum[ROWS];
-    for (int r = 0; r < ROWS && t >= 0; r++) in[r] = float(in_next[r]);
-    for (int i = 0; i < EACH && t >= 0; i++) {
-      b[i] = float(b_next[i]);
-      c[i] = float(c_next[i]);
+    if (t >= 0) {
+      UNROLL for (int r = 0; r < ROWS; r++) in[r] = float(in_next[r]);
+      UNROLL for (int i = 0; i < EACH; i++) {
+        b[i] = float(b_next[i]);
+        c[i] = float(c_next[i]);
+      }
     }
     if (t + 1 < count) {
       const ulong from = ulong(begin + t + 1) * WIDTH;
-      for (int r = 0; r < ROWS; r++) in_next[r] = row + r < P ? xbc[from + head * P + row + r] : X(0.0f);
-      for (int i = 0; i < EACH; i++) {
+      UNROLL for (int r = 0; r < ROWS; r++) in_next[r] = row + r < P ? xbc[from + head * P + row + r] : X(0.0f);
+      UNROLL for (int i = 0; i < EACH; i++) {
         const int n = (i / VEC * 8 + l) * VEC + i % VEC;
         b_next[i] = n < N ? xbc[from + b_at + n] : X(0.0f);
         c_next[i] = n < N ? xbc[from + c_at + n] : X(0.0f);
@@ -194,9 +196,9 @@ _SCAN2 = Kernel(
     }
     if (t < 0) continue;
     const float step = simd_shuffle(my_step, ushort(t % 32)), keep = simd_shuffle(my_keep, ushort(t % 32));
-    for (int r = 0; r < ROWS; r++) {
+    UNROLL for (int r = 0; r < ROWS; r++) {
       sum[r] = 0.0f;
-      for (int i = 0; i < EACH; i++) {
+      UNROLL for (int i = 0; i < EACH; i++) {
         h[r][i] = keep * h[r][i] + step * in[r] * b[i];
         sum[r] += h[r][i] * c[i];
       }
@@ -204,12 +206,12 @@ _SCAN2 = Kernel(
       sum[r] += simd_shuffle_xor(sum[r], 2);
       sum[r] += simd_shuffle_xor(sum[r], 1);
     }
-    for (int r = 0; r < ROWS; r++) {
+    UNROLL for (int r = 0; r < ROWS; r++) {
       if (l == r && row + r < P) y[(ulong(begin + t) * H + head) * P + row + r] = T(sum[r] + skip * in[r]);
     }
   }
-  for (int r = 0; r < ROWS; r++) {
-    for (int i = 0; i < EACH; i++) {
+  UNROLL for (int r = 0; r < ROWS; r++) {
+    UNROLL for (int i = 0; i < EACH; i++) {
       const int n = (i / VEC * 8 + l) * VEC + i % VEC;
       if (n < N && row + r < P) after[((ulong(s) * H + head) * P + row + r) * N + n] = h[r][i];
     }

@@ -28,7 +28,7 @@ template <int EACH>
 inline int highest(thread const uint* rank, int lane) {
   uint best = rank[0];
   int id = lane;
-  for (int i = 1; i < EACH; i++) {
+  UNROLL for (int i = 1; i < EACH; i++) {
     if (rank[i] > best) {
       best = rank[i];
       id = i * 32 + lane;
@@ -42,7 +42,7 @@ inline int highest(thread const uint* rank, int lane) {
 template <int EACH>
 inline float held_for(thread const float* values, int id) {
   float value = values[0];
-  for (int i = 1; i < EACH; i++) value = id / 32 == i ? values[i] : value;
+  UNROLL for (int i = 1; i < EACH; i++) value = id / 32 == i ? values[i] : value;
   return simd_shuffle(value, ushort(id % 32));
 }
 """
@@ -58,26 +58,26 @@ _ROUTE = Kernel(
   const int t = int(threadgroup_position_in_grid.x) * 4 + int(simdgroup_index_in_threadgroup);
   if (t >= tokens) return;
   float z[EACH], p[EACH], score[EACH], least = -INFINITY;
-  for (int i = 0; i < EACH; i++) {
+  UNROLL for (int i = 0; i < EACH; i++) {
     z[i] = i * 32 + lane < EXPERTS ? float(logits[ulong(t) * EXPERTS + i * 32 + lane]) : -INFINITY;
   }
   if (GATE == 0) {
     float top = z[0], sum = 0.0f;
-    for (int i = 1; i < EACH; i++) top = metal::max(top, z[i]);
+    UNROLL for (int i = 1; i < EACH; i++) top = metal::max(top, z[i]);
     top = simd_max(top);
-    for (int i = 0; i < EACH; i++) {
+    UNROLL for (int i = 0; i < EACH; i++) {
       p[i] = precise::exp(z[i] - top);
       sum += p[i];
     }
     sum = simd_sum(sum);
-    for (int i = 0; i < EACH; i++) p[i] /= sum;
+    UNROLL for (int i = 0; i < EACH; i++) p[i] /= sum;
     least = top - 745.1332f;
   } else {
-    for (int i = 0; i < EACH; i++) p[i] = GATE == 1 ? z[i] : 1.0f / (1.0f + precise::exp(-z[i]));
+    UNROLL for (int i = 0; i < EACH; i++) p[i] = GATE == 1 ? z[i] : 1.0f / (1.0f + precise::exp(-z[i]));
   }
   // 0 is taken or no expert at all, 1 the last choice.
   uint rank[EACH];
-  for (int i = 0; i < EACH; i++) {
+  UNROLL for (int i = 0; i < EACH; i++) {
     const int id = i * 32 + lane;
     score[i] = p[i] + (BIAS && id < EXPERTS ? float(bias[id]) : 0.0f);
     // Logits in place of scores, with the ties that float64 has: of 1 from 37.4 on, of 0 below -745 of the top.
@@ -90,30 +90,30 @@ _ROUTE = Kernel(
     uint group_rank[1] = {0};  // of the lane's group
     for (int g = 0; g < GROUPS; g++) {
       uint inside[EACH];
-      for (int i = 0; i < EACH; i++) inside[i] = (i * 32 + lane) / MEMBERS == g ? rank[i] : 0;
+      UNROLL for (int i = 0; i < EACH; i++) inside[i] = (i * 32 + lane) / MEMBERS == g ? rank[i] : 0;
       const int first = highest<EACH>(inside, lane);
       float both = held_for<EACH>(score, first);
       if (MEMBERS > 1) {
-        for (int i = 0; i < EACH; i++) inside[i] = i * 32 + lane == first ? 0 : inside[i];
+        UNROLL for (int i = 0; i < EACH; i++) inside[i] = i * 32 + lane == first ? 0 : inside[i];
         both += held_for<EACH>(score, highest<EACH>(inside, lane));
       }
       if (lane == g) group_rank[0] = metal::isnan(both) ? 1 : rank_of(both);
     }
     bool open[EACH];
-    for (int i = 0; i < EACH; i++) open[i] = false;
+    UNROLL for (int i = 0; i < EACH; i++) open[i] = false;
     for (int j = 0; j < GROUPS_USED; j++) {
       const int chosen = highest<1>(group_rank, lane);
-      for (int i = 0; i < EACH; i++) open[i] = open[i] || (i * 32 + lane) / MEMBERS == chosen;
+      UNROLL for (int i = 0; i < EACH; i++) open[i] = open[i] || (i * 32 + lane) / MEMBERS == chosen;
       if (lane == chosen) group_rank[0] = 0;
     }
-    for (int i = 0; i < EACH; i++) rank[i] = open[i] || rank[i] == 0 ? rank[i] : 1;
+    UNROLL for (int i = 0; i < EACH; i++) rank[i] = open[i] || rank[i] == 0 ? rank[i] : 1;
   }
   int my_id = 0;
   float mine = 0.0f;
   for (int j = 0; j < USED; j++) {
     const int id = highest<EACH>(rank, lane);
     const float weight = held_for<EACH>(p, id);
-    for (int i = 0; i < EACH; i++) rank[i] = i * 32 + lane == id ? 0 : rank[i];
+    UNROLL for (int i = 0; i < EACH; i++) rank[i] = i * 32 + lane == id ? 0 : rank[i];
     if (lane == j) {
       my_id = id;
       mine = weight;

@@ -71,12 +71,12 @@ inline ulong add_up_to(ulong x, int lane) {
 // Three sums over the threadgroup at once; every thread gets them.
 inline void add_all(thread ulong* x, threadgroup ulong* sums, int simd, int lane) {
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (int i = 0; i < 3; i++) {
+  UNROLL for (int i = 0; i < 3; i++) {
     const ulong part = add_lanes(x[i]);
     if (lane == 0) sums[i * SIMDS + simd] = part;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (int i = 0; i < 3; i++) x[i] = add_lanes(sums[i * SIMDS + lane]);
+  UNROLL for (int i = 0; i < 3; i++) x[i] = add_lanes(sums[i * SIMDS + lane]);
 }
 
 // share * whole, share in [0, 1] to 2^-32, rounded down, or up.
@@ -117,7 +117,7 @@ _BEST = Kernel(
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   if (tid == 0) {
-    for (int g = 1; g < 8; g++) {
+    UNROLL for (int g = 1; g < 8; g++) {
       if (tops[g] > tops[0] || (tops[g] == tops[0] && firsts[g] < firsts[0])) {
         tops[0] = tops[g];
         firsts[0] = firsts[g];
@@ -179,7 +179,7 @@ _DRAW = Kernel(
   const int k = top_k[row];
   uint floor_rank = 0;
   // Two searches: by count for top_k, then by weight for top_p.
-  for (int search = 0; search < 2; search++) {
+  UNROLL for (int search = 0; search < 2; search++) {
     const bool by_count = search == 0;
     if (by_count ? k <= 0 || k >= n : !(p < 1.0f)) continue;
     // Without top_k the share is of all tokens; with it, of those that top_k and min_p leave.
@@ -201,11 +201,11 @@ _DRAW = Kernel(
         const uint rank = rank_of(finite_or_least(logits[from + i]));
         const float e = by_count ? 0.0f : weights[from + i];
         const ulong by = by_count ? 1ul : e >= bound ? ulong(e * 1099511627776.0f) : 0ul;
-        for (uint digit = 1; digit < 4; digit++) held[digit - 1] += rank >= found + (digit << uint(shift)) ? by : 0ul;
+        UNROLL for (uint d = 1; d < 4; d++) held[d - 1] += rank >= found + (d << uint(shift)) ? by : 0ul;
       }
       add_all(held, sums, simd, lane);
       uint digit = 0;
-      for (uint d = 1; d < 4; d++) digit = held[d - 1] >= wanted && held[d - 1] > 0 ? d : digit;
+      UNROLL for (uint d = 1; d < 4; d++) digit = held[d - 1] >= wanted && held[d - 1] > 0 ? d : digit;
       found += digit << uint(shift);
     }
     floor_rank = metal::max(floor_rank, metal::min(found, rank_of(top)));

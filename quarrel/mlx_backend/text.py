@@ -31,6 +31,11 @@ inline uint rank_of(float x) {
 """
 
 
+def unrolled(text: str) -> str:
+    """Metal text whose loops marked UNROLL are unrolled: else arrays that they index lie in memory, not in registers."""
+    return text.replace("UNROLL ", '_Pragma("clang loop unroll(full)") ')
+
+
 def vector_width(n: int, most: int = 4) -> int:
     """The widest of 4, 2 and 1 values that runs of `n` divide into."""
     return next(width for width in (4, 2, 1) if width <= most and n % width == 0)
