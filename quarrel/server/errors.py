@@ -6,10 +6,13 @@ import math
 
 from quarrel.errors import (
     ContextOverflow,
+    DeadlineExceeded,
+    EngineFault,
     ModelError,
     ModelNotFound,
     OutOfMemory,
     QuarrelError,
+    QueueFull,
     RequestError,
     UnsupportedModel,
 )
@@ -35,6 +38,9 @@ _STATUS: tuple[tuple[type[QuarrelError], int, str], ...] = (
     (UnsupportedModel, 400, "unsupported_by_model"),
     (ModelError, 422, "model_unusable"),
     (OutOfMemory, 503, "out_of_memory"),
+    (QueueFull, 503, "queue_full"),
+    (DeadlineExceeded, 504, "timeout"),
+    (EngineFault, 503, "engine_fault"),
 )
 
 # The words of the WebSocket and the /api routes.
@@ -49,6 +55,7 @@ _WORDS = {
     "rate_limited": "QUEUE_FULL",
     "unknown_type": "UNKNOWN_TYPE",
     "engine_error": "INFERENCE_ERROR",
+    "engine_fault": "ENGINE_ERROR",
     "timeout": "INFERENCE_ERROR",
     "server_shutdown": "CONNECTION_LOST",
 }
@@ -60,7 +67,7 @@ def refused(error: QuarrelError) -> Refused:
         return error
     for kind, status, code in _STATUS:
         if isinstance(error, kind):
-            return Refused(status, code, str(error))
+            return Refused(status, code, str(error), retry_after=getattr(error, "retry_after", None))
     return Refused(500, "engine_error", str(error))
 
 

@@ -6,6 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from quarrel.metrics import EngineMetrics
 from quarrel.server.shelf import Shelf
 
 _BUCKETS = tuple(0.01 * 2**i for i in range(10))
@@ -37,6 +38,7 @@ class Metrics:
         self.messages = Counter("quarrel_webui_ws_messages", "WebSocket messages", ["direction"], registry=r)
         self.limited = Counter("quarrel_webui_connections_rate_limited", "Requests refused by a rate limit", registry=r)
         r.register(_Models(shelf))
+        r.register(EngineMetrics(lambda: [(e.name, e.held.llm) for e in shelf.entries() if e.held is not None]))
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
@@ -54,8 +56,6 @@ class _Models(Collector):
         seconds = GaugeMetricFamily("quarrel_webui_model_load_duration_seconds", "Of the last load", labels=["model"])
         queue = GaugeMetricFamily("quarrel_webui_inference_queue_size", "Requests that wait", labels=["model"])
         active = GaugeMetricFamily("quarrel_webui_active_connections", "Requests that run", labels=["model"])
-        used = GaugeMetricFamily("quarrel_kv_cache_blocks_used", "Cache blocks in use", labels=["model"])
-        blocks = GaugeMetricFamily("quarrel_kv_cache_blocks", "Cache blocks", labels=["model"])
         for entry in self._shelf.entries():
             if entry.held is None:
                 continue
@@ -65,6 +65,4 @@ class _Models(Collector):
             seconds.add_metric([entry.name], entry.load_seconds)
             queue.add_metric([entry.name], activity.waiting)
             active.add_metric([entry.name], activity.running)
-            used.add_metric([entry.name], activity.n_blocks - activity.free_blocks)
-            blocks.add_metric([entry.name], activity.n_blocks)
-        return [loaded, memory, seconds, queue, active, used, blocks]
+        return [loaded, memory, seconds, queue, active]

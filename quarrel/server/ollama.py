@@ -18,7 +18,7 @@ from pydantic import Field, StrictBool, StrictInt, StrictStr
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from quarrel import __version__
-from quarrel.engine import Result
+from quarrel.engine import Result, Service
 from quarrel.errors import QuarrelError
 from quarrel.llm import LLM
 from quarrel.server.body import body_of, reported
@@ -26,7 +26,7 @@ from quarrel.server.errors import Refused, refused
 from quarrel.server.schemas import Body, ChatMessage, Samplers, Text
 from quarrel.server.shelf import Entry
 from quarrel.server.tools import split_calls
-from quarrel.server.work import Desk, Job, chunks, results, unless_gone
+from quarrel.server.work import Desk, Job, Make, chunks, results, unless_gone
 
 Json = dict[str, Any]
 
@@ -119,10 +119,10 @@ def routes(desk: Desk) -> APIRouter:
         turns: list[dict[str, object]] = [{"role": "system", "content": body.system}] if body.system else []
         turns.append({"role": "user", "content": body.prompt})
 
-        def make(llm: LLM) -> Sequence[Any]:
+        def make(llm: LLM, service: Service) -> Sequence[Any]:
             if body.raw or not (template or llm.tokenizer.chat_template):
-                return [llm.prepare(body.prompt, **options)]
-            return [llm.prepare(messages=turns, template=template, **options)]
+                return [llm.prepare(body.prompt, service=service, **options)]
+            return [llm.prepare(messages=turns, template=template, service=service, **options)]
 
         return await _answer(desk, request, body, make, lambda text: {"response": text}, headers, [])
 
@@ -133,8 +133,8 @@ def routes(desk: Desk) -> APIRouter:
         options, template = body.sampling(), desk.settings.chat_template
         messages = [m.plain() for m in body.messages]
 
-        def make(llm: LLM) -> Sequence[Any]:
-            return [llm.prepare(messages=messages, tools=body.tools, template=template, **options)]
+        def make(llm: LLM, service: Service) -> Sequence[Any]:
+            return [llm.prepare(messages=messages, tools=body.tools, template=template, service=service, **options)]
 
         names = [n for t in body.tools or [] if isinstance(n := t.get("function", {}).get("name"), str)]
         return await _answer(
@@ -158,7 +158,7 @@ async def _answer(
     desk: Desk,
     request: Request,
     body: Asked,
-    make: Callable[[LLM], Sequence[Any]],
+    make: Make,
     show: Callable[[str], Json],
     headers: dict[str, str],
     names: Sequence[str],

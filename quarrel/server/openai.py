@@ -6,7 +6,7 @@ import base64
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, cast
 
@@ -14,14 +14,14 @@ import numpy as np
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from quarrel.engine import Chunk, Result, TokenLogprob, Usage
+from quarrel.engine import Chunk, Result, Service, TokenLogprob, Usage
 from quarrel.errors import QuarrelError
 from quarrel.llm import LLM
 from quarrel.server.body import body_of, reported
 from quarrel.server.errors import openai_body, refused
 from quarrel.server.schemas import ChatBody, CompletionBody, EmbeddingsBody, OpenAIBody
 from quarrel.server.tools import split_calls
-from quarrel.server.work import Desk, Job, chunks, results, unless_gone
+from quarrel.server.work import Desk, Job, Make, chunks, results, unless_gone
 
 Json = dict[str, Any]
 SSE = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -50,9 +50,13 @@ def routes(desk: Desk) -> APIRouter:
         tools = None if body.tool_choice == "none" else body.tools
         options = body.sampling()
 
-        def make(llm: LLM) -> Sequence[Any]:
+        def make(llm: LLM, service: Service) -> Sequence[Any]:
             template, more = desk.settings.chat_template, body.chat_template_kwargs
-            return [llm.prepare(messages=messages, tools=tools, template=template, template_kwargs=more, **options)]
+            return [
+                llm.prepare(
+                    messages=messages, tools=tools, template=template, template_kwargs=more, service=service, **options
+                )
+            ]
 
         return await _answer(desk, request, body, make, _Chat(body, tools), headers)
 
@@ -62,8 +66,8 @@ def routes(desk: Desk) -> APIRouter:
         body, headers = await reported(request, CompletionBody, desk)
         options = body.sampling()
 
-        def make(llm: LLM) -> Sequence[Any]:
-            return [llm.prepare(p, **options) for p in body.prompts()]
+        def make(llm: LLM, service: Service) -> Sequence[Any]:
+            return [llm.prepare(p, service=service, **options) for p in body.prompts()]
 
         return await _answer(desk, request, body, make, _Completion(body), headers)
 
@@ -161,7 +165,7 @@ async def _answer(
     desk: Desk,
     request: Request,
     body: OpenAIBody,
-    make: Callable[[LLM], Sequence[Any]],
+    make: Make,
     form: _Form,
     headers: dict[str, str],
 ) -> Response:

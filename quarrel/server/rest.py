@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from quarrel import __version__
-from quarrel.engine import Chunk, Result
+from quarrel.engine import Chunk, Priority, Result, Service
 from quarrel.errors import QuarrelError
 from quarrel.llm import LLM
 from quarrel.server.body import body_of, reported
@@ -21,19 +21,28 @@ from quarrel.server.metrics import Metrics
 from quarrel.server.openai import SSE
 from quarrel.server.schemas import DetokenizeBody, GenerateBody, TokenizeBody
 from quarrel.server.shelf import Entry
-from quarrel.server.work import Desk, Job, chunks, results, unless_gone
+from quarrel.server.work import Desk, Job, Make, chunks, results, unless_gone
 
 Json = dict[str, Any]
 
 
-def make_of(body: GenerateBody, template: str | None) -> Callable[[LLM], Sequence[Any]]:
+def make_of(body: GenerateBody, template: str | None) -> Make:
     """What a generate body asks of a model."""
     options, turns = body.sampling(), body.turns()
 
-    def make(llm: LLM) -> Sequence[Any]:
-        return [llm.prepare(body.prompt if turns is None else None, messages=turns, template=template, **options)]
+    def make(llm: LLM, service: Service) -> Sequence[Any]:
+        return [
+            llm.prepare(
+                body.prompt if turns is None else None, messages=turns, template=template, service=service, **options
+            )
+        ]
 
     return make
+
+
+def priority_of(body: GenerateBody) -> Priority:
+    """The engine's word for it."""
+    return "interactive" if body.priority == "high" else "batch"
 
 
 def routes(desk: Desk, metrics: Metrics) -> APIRouter:
@@ -204,7 +213,13 @@ async def _stream(
 ) -> Response:
     stack = AsyncExitStack()
     job = await stack.enter_async_context(
-        desk.job(request.state.caller, body.model, make_of(body, desk.settings.chat_template), request.url.path)
+        desk.job(
+            request.state.caller,
+            body.model,
+            make_of(body, desk.settings.chat_template),
+            request.url.path,
+            priority_of(body),
+        )
     )
 
     async def events() -> AsyncIterator[str]:

@@ -20,7 +20,7 @@ from quarrel.errors import QuarrelError
 from quarrel.server.body import ignored, parsed
 from quarrel.server.errors import Refused, refused, word
 from quarrel.server.metrics import Metrics
-from quarrel.server.rest import figure, make_of, token_of
+from quarrel.server.rest import figure, make_of, priority_of, token_of
 from quarrel.server.schemas import GenerateBody
 from quarrel.server.work import Desk, chunks
 
@@ -144,7 +144,7 @@ class Connection:
             entry = self._desk.shelf.entry(body.model)
             self._say("status", {"state": "generating" if entry.held else "loading", "request_id": id})
             async with self._desk.job(
-                self._caller, body.model, make_of(body, self._desk.settings.chat_template), "/ws"
+                self._caller, body.model, make_of(body, self._desk.settings.chat_template), "/ws", priority_of(body)
             ) as job:
                 made, text = 0, []
                 async for chunk in chunks(job, 0, self._desk.settings.timeout):

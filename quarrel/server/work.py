@@ -12,16 +12,17 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request as HTTPRequest
 
-from quarrel.engine import AsyncStream, Chunk, Request, Result
+from quarrel.engine import AsyncStream, Chunk, Priority, Request, Result, Service
+from quarrel.errors import QuarrelError
 from quarrel.llm import LLM, Embeddings
-from quarrel.server.errors import Refused
+from quarrel.server.errors import Refused, refused
 from quarrel.server.limits import Limiter
 from quarrel.server.metrics import Metrics
 from quarrel.server.settings import Settings
 from quarrel.server.shelf import Shelf
 
 T = TypeVar("T")
-Make = Callable[[LLM], Sequence[Request]]
+Make = Callable[[LLM, Service], Sequence[Request]]
 
 
 @dataclass
@@ -52,7 +53,9 @@ class Desk:
         """A request's usual time, from those that ended: what a refused caller is told to wait."""
 
     @asynccontextmanager
-    async def job(self, caller: str, model: str | None, make: Make, where: str) -> AsyncIterator[Job]:
+    async def job(
+        self, caller: str, model: str | None, make: Make, where: str, priority: Priority = "interactive"
+    ) -> AsyncIterator[Job]:
         """Runs what `make` prepares on a thread; leaving the block cancels what has not ended. where: the route."""
         if self.closing:
             raise Refused(503, "server_shutdown", "the server is going down: ask again in a moment", retry_after=5.0)
@@ -62,7 +65,7 @@ class Desk:
                 self._check_queue(name)
                 self._accepted[name] += 1
                 stack.callback(self._accepted.subtract, [name])
-                requests = await asyncio.to_thread(make, llm)
+                requests = await asyncio.to_thread(make, llm, self._service(caller, priority))
                 prompt = sum(len(r.tokens) for r in requests)
                 wanted = sum((r.params.max_tokens or 0) * r.params.n for r in requests)
                 self.limiter.charge(caller, "prompt_tokens", prompt)
@@ -83,6 +86,11 @@ class Desk:
             made = await llm.aembed(texts, dimensions=dimensions)
         self.limiter.charge(caller, "prompt_tokens", made.total_tokens)
         return made
+
+    def _service(self, caller: str, priority: Priority) -> Service:
+        # Who has a key shares no prompt in the cache with anybody else, and so cannot time what they asked.
+        salt = caller if caller.startswith("key ") else ""
+        return Service(priority=priority, total_seconds=self.settings.timeout, cache_salt=salt)
 
     def _check_queue(self, name: str) -> None:
         waiting = self._accepted[name] - self.settings.max_seqs
@@ -118,7 +126,7 @@ async def chunks(job: Job, which: int, timeout: float) -> AsyncIterator[Chunk]:
         if reason == "cancelled" and job.closing():
             raise Refused(503, "server_shutdown", "the server went down before the answer was complete")
         if reason == "error" and chunk.result is not None:
-            raise Refused(500, "engine_error", chunk.result.error or "the model failed")
+            raise refused(chunk.result.failure or QuarrelError(chunk.result.error or "the model failed"))
         yield chunk
 
 
