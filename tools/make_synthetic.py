@@ -72,6 +72,14 @@ class Shape:
     sinks: bool = False
     tied: bool = False
     second_norm: str = "ffn_norm"
+    norm_bias: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    fused: bool = False
+    """Query, key and value in one matrix, gate and up in another."""
+    post_norms: bool = False
+    encoder: str = ""
+    """How an encoder knows positions: "learned" or "rope"."""
     ssm: Mapping[str, int] = field(default_factory=dict)
     rope_scaling: Mapping[str, float] = field(default_factory=dict)
 
@@ -167,7 +175,13 @@ class Plan:
     def _top(self) -> None:
         s = self.shape
         self._matrix("token_embd", (self.vocab, s.embedding), std=0.02 if s.tied else 1.0)
-        self._ones("output_norm.weight", s.embedding)
+        if s.encoder:
+            self._normal("token_types.weight", (2, s.embedding), 0.02)
+            if s.encoder == "learned":
+                self._normal("position_embd.weight", (s.keys["context_length"], s.embedding), 0.02)
+            self._norm("token_embd_norm", s.embedding)
+            return
+        self._norm("output_norm", s.embedding)
         if not s.tied:
             self._matrix("output", (self.vocab, s.embedding))
         if s.rope_scaling:
@@ -176,19 +190,33 @@ class Plan:
 
     def _layer(self, i: int, parts: str, attention: tuple[int, int]) -> None:
         s, blk, place = self.shape, f"blk.{i}.", (i, len(self.layers))
-        self._ones(blk + "attn_norm.weight", s.embedding)
+        if not s.encoder:
+            self._norm(blk + "attn_norm", s.embedding)
         if "m" in parts:
             self._mamba2(blk)
+        if "s" in parts:
+            self._mamba1(blk)
         if "a" in parts:
             q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
-            self._matrix(blk + "attn_q", (q, s.embedding), bias=s.bias)
-            self._matrix(blk + "attn_k", (kv, s.embedding), bias=s.bias)
-            self._matrix(blk + "attn_v", (kv, s.embedding), attention, bias=s.bias)
+            biased = s.bias or s.qkv_bias
+            if s.fused:
+                self._matrix(blk + "attn_qkv", (q + 2 * kv, s.embedding), attention, bias=biased)
+            else:
+                self._matrix(blk + "attn_q", (q, s.embedding), bias=biased)
+                self._matrix(blk + "attn_k", (kv, s.embedding), bias=biased)
+                self._matrix(blk + "attn_v", (kv, s.embedding), attention, bias=biased)
             self._matrix(blk + "attn_output", (s.embedding, q), std=0.005, bias=s.bias)
+            for name in ("attn_q_norm", "attn_k_norm") if s.qk_norm else ():
+                self._ones(f"{blk}{name}.weight", s.head_dim)
             if s.sinks:
                 self._normal(blk + "attn_sinks.weight", (s.heads,), 1.0)
-        if s.second_norm:
-            self._ones(f"{blk}{s.second_norm}.weight", s.embedding)
+        if s.encoder:
+            self._norm(blk + "attn_output_norm", s.embedding)
+            self._norm(blk + "layer_output_norm", s.embedding)
+        elif s.second_norm and ("d" in parts or "e" in parts):
+            self._norm(blk + s.second_norm, s.embedding)
+        for name in ("post_attention_norm", "post_ffw_norm") if s.post_norms else ():
+            self._norm(blk + name, s.embedding)
         if "e" in parts:
             self._normal(blk + "ffn_gate_inp.weight", (s.experts, s.embedding), 0.02)
             if s.bias:
@@ -205,27 +233,45 @@ class Plan:
         self, blk: str, suffix: str, stack: tuple[int, ...], ff: int, place: tuple[int, int], bias: bool
     ) -> None:
         width = self.shape.embedding
-        for part in ("gate", "up") if self.shape.gated else ("up",):
-            self._matrix(f"{blk}ffn_{part}{suffix}", (*stack, ff, width), bias=bias)
+        if self.shape.fused and self.shape.gated and not self.shape.encoder:
+            self._matrix(f"{blk}ffn_up{suffix}", (*stack, 2 * ff, width), bias=bias)
+        else:
+            self._gate_and_up(blk, suffix, (*stack, ff, width), bias)
         self._matrix(f"{blk}ffn_down{suffix}", (*stack, width, ff), place, std=0.005, bias=bias)
+
+    def _gate_and_up(self, blk: str, suffix: str, shape: tuple[int, ...], bias: bool) -> None:
+        for part in ("gate", "up") if self.shape.gated else ("up",):
+            self._matrix(f"{blk}ffn_{part}{suffix}", shape, bias=bias)
+
+    def _mamba1(self, blk: str) -> None:
+        s, m = self.shape, self.shape.ssm
+        inner, state, rank = m["inner_size"], m["state_size"], m["time_step_rank"]
+        self._matrix(blk + "ssm_in", (2 * inner, s.embedding))
+        self._conv(blk, inner)
+        self._matrix(blk + "ssm_x", (rank + 2 * state, inner))
+        self._matrix(blk + "ssm_dt", (inner, rank))
+        self._time_steps(blk, inner)
+        self._float(blk + "ssm_a", (inner, state), lambda rng: -np.tile(np.arange(1.0, state + 1), (inner, 1)))
+        self._ones(blk + "ssm_d", inner)
+        self._matrix(blk + "ssm_out", (s.embedding, inner), std=0.005)
+
+    def _conv(self, blk: str, channels: int) -> None:
+        taps = self.shape.ssm["conv_kernel"]
+        self._float(blk + "ssm_conv1d.weight", (channels, taps), lambda rng: rng.uniform(-0.5, 0.5, (channels, taps)))
+        self._normal(blk + "ssm_conv1d.bias", (channels,), 0.02)
+
+    def _time_steps(self, blk: str, count: int) -> None:
+        """softplus of this is log-uniform in 0.001..0.1, the range that models start training with."""
+        ends = math.log(1e-3), math.log(0.1)
+        self._float(blk + "ssm_dt.bias", (count,), lambda rng: np.log(np.expm1(np.exp(rng.uniform(*ends, count)))))
 
     def _mamba2(self, blk: str) -> None:
         s, m = self.shape, self.shape.ssm
         inner, heads, groups = m["inner_size"], m["time_step_rank"], m["group_count"]
         channels = inner + 2 * groups * m["state_size"]
         self._matrix(blk + "ssm_in", (inner + channels + heads, s.embedding))
-        self._float(
-            blk + "ssm_conv1d.weight",
-            (channels, m["conv_kernel"]),
-            lambda rng: rng.uniform(-0.5, 0.5, (channels, m["conv_kernel"])),
-        )
-        self._normal(blk + "ssm_conv1d.bias", (channels,), 0.02)
-        # softplus of this is log-uniform in 0.001..0.1, the range that models start training with.
-        self._float(
-            blk + "ssm_dt.bias",
-            (heads,),
-            lambda rng: np.log(np.expm1(np.exp(rng.uniform(math.log(1e-3), math.log(0.1), heads)))),
-        )
+        self._conv(blk, channels)
+        self._time_steps(blk, heads)
         self._float(blk + "ssm_a", (heads, 1), lambda rng: rng.uniform(-16, -1, (heads, 1)))
         self._ones(blk + "ssm_d", heads, 1)
         self._ones(blk + "ssm_norm.weight", *((groups, inner // groups) if groups > 1 else (inner,)))
@@ -242,6 +288,11 @@ class Plan:
         self.wanted_pools.add((kind, std))
         if bias:
             self._normal(name + ".bias", shape[:-1], 0.02)
+
+    def _norm(self, name: str, n: int) -> None:
+        self._ones(name + ".weight", n)
+        if self.shape.norm_bias:
+            self._normal(name + ".bias", (n,), 0.02)
 
     def _ones(self, name: str, *shape: int) -> None:
         self._float(name, shape, lambda _: np.ones(shape))
@@ -282,6 +333,8 @@ def _llama3_factors(shape: Shape) -> np.ndarray:
 def synthetic_vocab(spec: Mapping[str, Any]) -> dict[str, Any]:
     """The tokenizer keys of a byte-level vocabulary of the wanted size: specials at their ids, bytes, merges, filler."""
     special = {int(i): text for i, text in spec["special"].items()}
+    if spec["pre"] == "bert-bge":
+        return word_pieces(spec, special)
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     text = [chr(b) for b in printable] + [chr(256 + i) for i in range(256 - len(printable))]
     text += [merge.replace(" ", "") for merge in BYTE_MERGES]
@@ -301,9 +354,40 @@ def synthetic_vocab(spec: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def word_pieces(spec: Mapping[str, Any], special: Mapping[int, str]) -> dict[str, Any]:
+    """The tokenizer keys of a WordPiece vocabulary: specials, characters at the head of a word and inside, filler."""
+    letters = [chr(c) for c in range(33, 127) if not chr(c).isupper()]
+    text = [*(f"▁{c}" for c in letters), *letters]
+    pieces = iter([*text, *(f"▁w{i}" for i in range(spec["size"] - len(special) - len(text)))])
+    tokens = [special.get(i) or next(pieces) for i in range(spec["size"])]
+    ids = {text: i for i, text in special.items()}
+    return {
+        "model": "bert",
+        "pre": spec["pre"],
+        "tokens": tokens,
+        "token_type": [3 if i in special else 1 for i in range(spec["size"])],
+        "token_type_count": 2,
+        "bos_token_id": ids["[CLS]"],
+        "eos_token_id": ids["[SEP]"],
+        "seperator_token_id": ids["[SEP]"],
+        "unknown_token_id": ids["[UNK]"],
+        "padding_token_id": ids["[PAD]"],
+        "mask_token_id": ids["[MASK]"],
+        "add_bos_token": True,
+        "add_eos_token": True,
+    }
+
+
 def model_keys(shape: Shape, layers: Sequence[str], vocab: int) -> dict[str, Any]:
     """The keys that a converter writes, without the architecture's prefix; an array where the value differs by layer."""
     hybrid = bool(shape.ssm)
+    if shape.encoder:
+        return {
+            "block_count": len(layers),
+            "embedding_length": shape.embedding,
+            "attention.head_count": shape.heads,
+            "feed_forward_length": shape.ff,
+        } | dict(shape.keys)
     keys: dict[str, Any] = {
         "block_count": len(layers),
         "embedding_length": shape.embedding,

@@ -30,10 +30,12 @@ from quarrel.mlx_backend import door
 from quarrel.mlx_backend.registry import REGISTRY
 from quarrel.mlx_backend.runtime import Live, Rows
 from quarrel.ops import ALL_OPS, EXTRA_OPS, reference
+from quarrel.ops.attention import ATTENTION, AttentionSpec
 from quarrel.ops.compare import errors
 from quarrel.ops.contract import Case, Compute, Concrete, Op
 from quarrel.ops.linear import LINEAR, NORM_LINEAR, LinearSpec, NormLinearSpec
 from quarrel.ops.norm import NormSpec
+from quarrel.ops.state import SCAN2, Scan2Spec
 from tools.metal_emulator import MetalCompileError, MetalFindings, Mode, Settings, install, metal_kernel
 from tools.metal_emulator.build import MetalSource
 from tools.metal_emulator.kernel import Call, Launch
@@ -52,8 +54,15 @@ CHOOSING = ("sample", "route")
 """Ops that give whole numbers: one draw of inputs reaches few of their choices."""
 SEEDS_OF_CHOICES = 4
 _MAP = LinearSpec(GGMLType.Q4_K, 5, 2048)
-FLAT = ((LINEAR, _MAP), (NORM_LINEAR, NormLinearSpec(NormSpec("rms", 2048, 1e-5), (_MAP, _MAP))))
-"""Matrices whose rows several SIMD-groups share; the contracts' cases are smaller."""
+FURTHER: tuple[tuple[Op, Case], ...] = (
+    # Matrices whose rows several SIMD-groups share.
+    (LINEAR, Case(_MAP, {"T": 2})),
+    (NORM_LINEAR, Case(NormLinearSpec(NormSpec("rms", 2048, 1e-5), (_MAP, _MAP)), {"T": 2})),
+    # Heads and rows of a head that no threadgroup divides into.
+    (ATTENTION, Case(AttentionSpec(7, 1, 64, 0.125), {"S": 3, "Q": 1, "KV": 50, "block_size": 16})),
+    (SCAN2, Case(Scan2Spec(3, 20, 1, 16), {"S": 2, "Q": 3})),
+)
+"""What the contracts' cases are too small or too round for."""
 
 BARRIER = re.compile(r"(threadgroup_barrier|simdgroup_barrier)\([^;]*\);")
 EDITS: tuple[tuple[str, str, str], ...] = (
@@ -82,6 +91,8 @@ EQUIVALENT: tuple[tuple[str, str, str], ...] = (
     ("> to >=", "held[d - 1] > 0", "what is wanted is never 0, so neither is what holds it"),
     (">= to >", "first > 0 && first >= count", "a chunk of no tokens does nothing"),
     ("> to >=", "share /= total > 0.0f", "a total of 0 is that of a row past the last"),
+    ("a count from 1", "uint found = 0", "ranks are 32 bits of a float; the cut moves by one of its last places"),
+    ("/ to *", "lost) / t)", "what rounding lost is too little to show in half precision"),
     ("< to <=", "s < 0.09f ? near", "both ways are right there"),
     ("- to +", "(v[i * VEC + j] - mean) * (v[i * VEC + j] - mean)", "the mean of (v + m)(v - m) is the variance too"),
     ("* to +", "best = metal::max(best, top_sum", "any number about as large serves for the largest"),
@@ -158,8 +169,8 @@ def trials() -> Iterator[Trial]:
                 for single in (True, False) if op.name in LINEAR_OPS else (None,):
                     if _work(case) <= 3e6:
                         yield Trial(op, case, "float16", single, seed)
-    for op, spec in FLAT:
-        yield Trial(op, Case(spec, {"T": 2}), "float16", True)
+    for op, case in FURTHER:
+        yield Trial(op, case, "float16", True if op.name in LINEAR_OPS else None)
 
 
 def _work(case: Case) -> float:
@@ -287,7 +298,8 @@ def changes_code(mutant: Mutant) -> bool:
 
 def caught(mutant: Mutant) -> str:
     """What noticed it, or an empty string."""
-    for trial in mutant.target.trials[:MOST_CASES]:
+    tried = mutant.target.trials
+    for trial in [*tried[:MOST_CASES], *(t for t in tried[MOST_CASES:] if (t.op, t.case) in FURTHER)]:
         first: tuple[Concrete, ...] | None = None
         for seed in SEEDS:
             with install(replace(CHECK, seed=seed)):

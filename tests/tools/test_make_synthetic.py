@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from quarrel.bench.subject import Source
 from quarrel.gguf import GGMLType, GGUFFile
+from quarrel.ops.contract import WeightRef
+from quarrel.tokenizer import load_tokenizer
 from tests.paths import need_cases
 from tools import make_synthetic
 from tools.make_synthetic import QUANTS, build, load_shapes, tensor_type
@@ -79,13 +83,43 @@ def test_every_shape_agrees_with_its_own_keys(name: str) -> None:
     assert tensors["token_embd.weight"].shape == (shape.vocab["size"], width)
     for i, parts in enumerate(plan.layers):
         names = {tensor.split(".")[2] for tensor in tensors if tensor.startswith(f"blk.{i}.")}
-        assert ("attn_q" in names, "ssm_in" in names) == ("a" in parts, "m" in parts)
+        attends = "attn_q" in names or "attn_qkv" in names
+        assert (attends, "ssm_in" in names) == ("a" in parts, "m" in parts or "s" in parts)
         assert ("ffn_up_exps" in names, "ffn_up" in names) == ("e" in parts, "d" in parts)
     assert make_synthetic.report(plan).startswith(f"{len(tensors)} tensors")
 
 
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_shape_runs_and_its_vocabulary_loads(name: str, tmp_path: Path) -> None:
+    shape = SHAPES[name]
+    small = replace(shape, vocab={**shape.vocab, "size": max(map(int, shape.vocab["special"])) + 1 + 1024})
+    layers = 2 if len(set(shape.layers)) == 1 else 1 + max(shape.layers.index(word) for word in set(shape.layers))
+    if shape.experts:
+        small = replace(small, experts=min(8, shape.experts), experts_used=2)
+    writer, plan = build(small, "Q4_K_M", name=name, layers=layers, vocab=None, seed=0)
+    path = tmp_path / "model.gguf"
+    header, starts = writer.layout()
+    with path.open("wb") as stream:  # no weights: names, shapes and keys are what counts here
+        stream.write(header)
+        stream.truncate(starts[plan.tensors[-1].name] + plan.tensors[-1].nbytes)
+    with GGUFFile.open(path) as file:
+        source = Source.of(file, 64)
+        nodes = source.program.nodes
+        used = {i.name for node in nodes for i in node.inputs if isinstance(i, WeightRef)}
+        assert {t.name for t in plan.tensors} - used <= {"rope_freqs.weight"}
+        load_tokenizer(file.metadata)
+
+
 def test_released_parameter_counts() -> None:
     billions = {"smollm2-135m": 0.1345, "tinyllama-1.1b": 1.1, "mistral-7b": 7.248, "llama-8b": 8.03, "mixtral-8x7b": 46.7}
+    billions |= {"nemotron-mini-4b": 4.19, "qwen2.5-7b": 7.62, "qwen3-8b": 8.19, "qwen3-30b-a3b": 30.5, "phi-3-mini": 3.82}
+    billions |= {
+        "gemma-2-2b": 2.61,
+        "mamba-2.8b": 2.77,
+        "mamba2-2.7b": 2.70,
+        "minilm": 0.0227,
+        "nomic-embed-text-v1.5": 0.1367,
+    }
     billions |= {"gpt-oss-20b": 20.9, "nemotron-3-nano-30b-a3b": 31.6, "granite-4-h-tiny": 6.94, "granite-4-micro": 3.4}
     for name, wanted in billions.items():
         plan = build(SHAPES[name], "Q8_0", name=name, layers=len(SHAPES[name].layers), vocab=None, seed=0)[1]
