@@ -99,9 +99,13 @@ def test_every_shape_runs_and_its_vocabulary_loads(name: str, tmp_path: Path) ->
     writer, plan = build(small, "Q4_K_M", name=name, layers=layers, vocab=None, seed=0)
     path = tmp_path / "model.gguf"
     header, starts = writer.layout()
-    with path.open("wb") as stream:  # no weights: names, shapes and keys are what counts here
+    with path.open("wb") as stream:  # no matrices: names, shapes and keys are what counts here
         stream.write(header)
         stream.truncate(starts[plan.tensors[-1].name] + plan.tensors[-1].nbytes)
+        for tensor in plan.tensors:
+            if tensor.nbytes < 1 << 12:
+                stream.seek(starts[tensor.name])
+                stream.write(tensor.piece(0, 0))
     with GGUFFile.open(path) as file:
         source = Source.of(file, 64)
         nodes = source.program.nodes
@@ -117,7 +121,7 @@ def test_released_parameter_counts() -> None:
         "gemma-2-2b": 2.61,
         "mamba-2.8b": 2.77,
         "mamba2-2.7b": 2.70,
-        "minilm": 0.0227,
+        "minilm": 0.02257,
         "nomic-embed-text-v1.5": 0.1367,
     }
     billions |= {"gpt-oss-20b": 20.9, "nemotron-3-nano-30b-a3b": 31.6, "granite-4-h-tiny": 6.94, "granite-4-micro": 3.4}
