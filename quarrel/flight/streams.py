@@ -17,7 +17,7 @@ from quarrel.flight.rows import first_line, sound
 
 PAUSE, LONGEST_PAUSE = 0.05, 2.0
 """Seconds to wait after a slow_down, doubled while they keep coming."""
-WINDOW = 8
+WINDOW = 32
 """Batches sent and not yet acknowledged."""
 
 
