@@ -14,6 +14,7 @@ import numpy as np
 
 from quarrel.errors import RequestError
 from quarrel.mlx_backend.cache import copy_rows
+from quarrel.mlx_backend.choices import Choices
 from quarrel.mlx_backend.kernel import emulated
 from quarrel.mlx_backend.plan import Held, Plan
 from quarrel.mlx_backend.runtime import Cache, Live, live_of
@@ -50,6 +51,8 @@ class MlxStep:
         self._held, self._inputs, self._outputs = held, dict(inputs), dict(outputs)
         self._traced: dict[tuple[int, int, str], Callable[..., list[mx.array]]] = {}
         self._last: mx.array | None = None
+        self._choices = Choices([c.node for c in plan.choices])
+        self._counts = self._choices.none()
         self._n_vocab, self._n_positions = (_smallest_table(plan.choices, name) for name in ("ids", "positions"))
 
     def __call__(self, inputs: StepInputs, want: Want) -> StepOutputs:
@@ -62,7 +65,7 @@ class MlxStep:
         live = live_of(inputs.query_start, inputs.out_rows, len(inputs.ids), len(inputs.out_rows), self.limits.block_size)
         out = self._run(live, self._arrays(inputs, want), want)
         self._last = out.get("tokens", self._last)
-        mx.async_eval(*out.values(), *_flat(self._held))
+        mx.async_eval(*out.values(), self._counts, *_flat(self._held))
         return Pending(out)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -80,6 +83,10 @@ class MlxStep:
         for ref, state in self._held.items():
             if isinstance(ref, StateRef) and isinstance(state, mx.array):
                 self._held[ref] = copy_rows(state, pairs, 1, "state slots")
+
+    def expert_counts(self) -> dict[str, Array]:
+        """See `ops.step.CountsExperts`."""
+        return self._choices.read(self._counts)
 
     def explain(self) -> list[Taken]:
         """Who took what, and in which format its weight is held if not its own."""
@@ -143,16 +150,20 @@ class MlxStep:
                 arrays[name] = mx.array(_padded(inputs.block_table) if name == "block_table" else getattr(inputs, name))
         if inputs.from_last is not None and self._last is not None and "ids" in arrays:
             rows = mx.array(inputs.from_last)
-            arrays["ids"] = mx.where(rows >= 0, self._last[mx.maximum(rows, 0)], arrays["ids"])
+            # A row that drew no token counts as id 0: its sequence is over.
+            drawn = mx.maximum(self._last[mx.maximum(rows, 0)], 0)
+            arrays["ids"] = mx.where(rows >= 0, drawn, arrays["ids"])
         return arrays
 
     def _run(self, live: Live, arrays: dict[str, mx.array], want: Want) -> dict[str, mx.array]:
         names, refs, wanted = list(arrays), list(self._held), outputs_of(want)
-        plan, ids, values = self._open(), [self._inputs[n].id for n in names], [self._outputs[n] for n in wanted]
+        plan, ids, choices = self._open(), [self._inputs[n].id for n in names], self._choices
+        values = [*(self._outputs[n] for n in wanted), *choices.ids]
 
-        def go(given: list[mx.array], flat: list[mx.array]) -> list[mx.array]:
+        def go(given: list[mx.array], flat: list[mx.array], counts: mx.array) -> list[mx.array]:
             out, after = plan.run(live, dict(zip(ids, given)), _bound(refs, flat), values)
-            return [*out, *_flat(after)]
+            results, chosen = out[: len(wanted)], out[len(wanted) :]
+            return [*results, choices.add(counts, chosen), *_flat(after)]
 
         if live.tokens.all_single and live.wanted.all_single and not emulated():
             width = arrays["block_table"].shape[1] if "block_table" in arrays else 0
@@ -160,9 +171,9 @@ class MlxStep:
             if key not in self._traced:
                 self._traced[key] = mx.compile(go)
             go = self._traced[key]
-        results = go(list(arrays.values()), _flat(self._held))
+        results = go(list(arrays.values()), _flat(self._held), self._counts)
         # From here on only the graph holds the old caches, which is what lets MLX write into them.
-        self._held = _bound(refs, results[len(wanted) :])
+        self._held, self._counts = _bound(refs, results[len(wanted) + 1 :]), results[len(wanted)]
         return dict(zip(wanted, results))
 
     def _held_as(self, choice: Choice) -> str:

@@ -30,6 +30,7 @@ from quarrel.ops.registry import backend as backend_called
 from quarrel.ops.rope import RopeSpec
 from quarrel.ops.sample import sample
 from quarrel.ops.step import Limits, SampleInputs, StepInputs
+from tests.expert_counts import check_counts
 from tests.mlx_backend.cases import running
 from tests.mlx_backend.emulated import FAST
 
@@ -170,6 +171,19 @@ def test_ids_come_from_the_launch_before(step: MlxStep) -> None:
     ids = np.array([tokens[2], then.ids[1], tokens[0]], np.int32)
     want = step(replace(then, ids=ids, from_last=None), "logits").logits
     assert np.array_equal(pending.result().logits, want)  # type: ignore[arg-type]
+
+
+def test_a_row_without_a_token_counts_as_id_0(step: MlxStep) -> None:
+    step(batch(PREFILL), "hidden")
+    step._last = mx.array([-1], mx.int32)
+    then = replace(batch([(0, 21, 1)]), from_last=np.array([0], np.int32))
+    want = step(replace(then, ids=np.zeros(1, np.int32), from_last=None), "logits").logits
+    assert np.array_equal(step(then, "logits").logits, want)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("architecture", ["qwen3moe", "granitehybrid"])
+def test_every_choice_of_an_expert_is_counted(fast: MlxBackend, architecture: str) -> None:
+    check_counts(fast, architecture)
 
 
 def test_copied_blocks_stand_for_their_sources(step: MlxStep) -> None:
