@@ -44,7 +44,9 @@ from tools.metal_emulator.toolchain import find_toolchain
 
 CHECK = Settings(mode=Mode.CHECK, timeout_s=20)
 SEEDS = (0, 1)
-MOST_CASES = 16
+MOST_CASES = 24
+COMPUTES: tuple[Compute, ...] = ("float16", "float32")
+"""Half precision has the narrower types, float32 the narrower tolerance."""
 KIN = 4
 """Other kernels of a family that an edit is tried in, those with the most rows first."""
 _FAMILY = re.compile(r"_(f32|f16|bf16|i?q\d\w*|mxfp4)(?=_|$).*")
@@ -166,9 +168,11 @@ def trials() -> Iterator[Trial]:
             if seed and op.name not in CHOOSING:
                 continue
             for case in sorted(op.cases(), key=_work):
+                if _work(case) > 3e6:
+                    continue
                 for single in (True, False) if op.name in LINEAR_OPS else (None,):
-                    if _work(case) <= 3e6:
-                        yield Trial(op, case, "float16", single, seed)
+                    for compute in COMPUTES:
+                        yield Trial(op, case, compute, single, seed)
     for op, case in FURTHER:
         yield Trial(op, case, "float16", True if op.name in LINEAR_OPS else None)
 
