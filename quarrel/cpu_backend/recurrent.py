@@ -156,8 +156,14 @@ def scan1(n_state: int) -> KernelDef:
             bs = [k.load(b, f32s(lanes), 4 * n) for n, lanes in parts]
             cs = [k.load(c, f32s(lanes), 4 * n) for n, lanes in parts]
             row = (t * channels + first) << 2
+
+            # All step sizes first, in vectors: one by one they would take longer than the states.
+            def sizes(i: Val, lanes: int) -> None:
+                k.store(softplus(k, k.load(a.dt + row + (i << 2), f32s(lanes))), scratch + (i << 2))
+
+            _column_parts(k, k.i64(0), count, sizes)
             with k.range(0, count) as i:
-                step = softplus(k, k.load(a.dt + row + (i << 2), F32))
+                step = k.load(scratch + (i << 2), F32)
                 value = k.load(a.x + row + (i << 2), F32)
                 decay, at = a.a + (first + i) * (4 * n_state), state + i * (4 * n_state)
                 sums = []
@@ -171,4 +177,4 @@ def scan1(n_state: int) -> KernelDef:
                 k.store(k.fma(skip, value, _total(k, sums)), a.y + row + (i << 2))
 
     fields = ("x", "dt", "b", "c", "a", "d", "y", "channels", "parts", *SEQUENCE_FIELDS)
-    return KernelDef(f"scan1/{n_state}", fields, body)
+    return KernelDef(f"scan1/{n_state}", fields, body, scratch=4 * CHANNELS)
