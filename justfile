@@ -20,7 +20,7 @@ fix:
     {{python}} -m ruff check --fix .
     {{python}} -m ruff format .
 
-# a developers' bench in bench/, such as: just bench cpu_decode model.gguf
+# a developers' bench in bench/, such as: just bench triton_check ops
 bench name *args:
     {{python}} bench/{{name}}.py {{args}}
 
