@@ -20,7 +20,7 @@ import mlx.core as mx
 from quarrel.mlx_backend.flash import Flash, refuses
 from quarrel.mlx_backend.kernel import Kernel
 from quarrel.mlx_backend.runtime import Cache, Launch, Live, Site, cdiv
-from quarrel.mlx_backend.text import EXACT_TANH, WIDE
+from quarrel.mlx_backend.text import WIDE
 from quarrel.ops.attention import ATTENTION, AttentionSpec
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
@@ -85,7 +85,7 @@ _SINGLE = Kernel(
       float x = 0.0f;
       UNROLL for (int i = 0; i < EACH; i++) x += b_q[h][i] * b_k[i];
       UNROLL for (ushort other = LANES / 2; other > 0; other /= 2) x += simd_shuffle_xor(x, other);
-      if (cap > 0.0f) x = cap * exact_tanh(x / cap);
+      if (cap > 0.0f) x = cap * precise::tanh(x / cap);
       x = seen ? x : -INFINITY;
       const float new_top = metal::max(top[h], x), fade = fading(top[h], new_top), p = fading(x, new_top);
       total[h] = total[h] * fade + p;
@@ -132,7 +132,7 @@ _SINGLE = Kernel(
     }
   }
 """,
-    WIDE + EXACT_TANH + _FADING,
+    WIDE + _FADING,
 )
 
 # A SIMD-group a head: the lanes find the best of all splits, then each adds up its values of D.

@@ -13,7 +13,6 @@ import mlx.core as mx
 
 from quarrel.mlx_backend.kernel import Kernel
 from quarrel.mlx_backend.runtime import Launch, Live, Site, cdiv
-from quarrel.mlx_backend.text import EXACT_TANH
 from quarrel.ops.activation import CAP, GATED, PLAIN, CapSpec
 from quarrel.ops.linear import ADD
 from quarrel.ops.program import Node
@@ -25,18 +24,15 @@ _EACH = 4
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu2": 2, "gelu_erf": 3}
 """Activation -> its number in the Metal text."""
 
-ACTIVATE = (
-    EXACT_TANH
-    + """
+ACTIVATE = """
 template <int KIND>
 inline float activate(float x) {
     if (KIND == 0) {
         return x / (1.0f + precise::exp(-x));
     }
-    return 0.5f * x * (1.0f + exact_tanh(0.7978845608028654f * (x + 0.044715f * x * x * x)));
+    return 0.5f * x * (1.0f + precise::tanh(0.7978845608028654f * (x + 0.044715f * x * x * x)));
 }
 """
-)
 
 _GATED = Kernel(
     "quarrel_gated",

@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from quarrel.mlx_backend.kernel import Kernel
 from quarrel.mlx_backend.runtime import cdiv
-from quarrel.mlx_backend.text import EXACT_TANH, WIDE
+from quarrel.mlx_backend.text import WIDE
 
 ROWS = 32
 """Queries times heads of a threadgroup."""
@@ -25,7 +25,6 @@ LARGEST_HEAD = 256
 
 _HEADER = (
     WIDE
-    + EXACT_TANH
     + """
 // Over the four lanes that hold a row of an 8x8 matrix.
 inline float row_max(float x) {
@@ -117,7 +116,7 @@ _SOURCE = """
     UNROLL for (int j = 0; j < KEYS / 8; j++) {
       UNROLL for (int i = 0; i < 2; i++) {
         float x = score[j].thread_elements()[i];
-        if (cap > 0.0f) x = cap * exact_tanh(x / cap);
+        if (cap > 0.0f) x = cap * precise::tanh(x / cap);
         const int back = position - (start + j * 8 + column + i);
         bool seen = PAGED ? back >= 0 : start + j * 8 + column + i < last;
         if (WINDOW > 0) seen = seen && back < WINDOW;

@@ -10,18 +10,6 @@ struct alignas(sizeof(T) * N) Wide {
 };
 """
 
-EXACT_TANH = """
-// tanh to a few ulp everywhere: an odd series near zero, where the exponential form cancels.
-inline float exact_tanh(float x) {
-    float e = precise::exp(-2.0f * metal::abs(x));
-    float far = (1.0f - e) / (1.0f + e);
-    float s = x * x;
-    float odd = -17.0f / 315 + s * (62.0f / 2835 - s * (1382.0f / 155925));
-    float near = x * (1.0f + s * (-1.0f / 3 + s * (2.0f / 15 + s * odd)));
-    return s < 0.09f ? near : (x < 0 ? -far : far);
-}
-"""
-
 RANK_OF = """
 // A number in the order of finite floats; that of -inf is below all of them, and -0 is 0. Never 0.
 inline uint rank_of(float x) {
