@@ -80,13 +80,7 @@ class HostChain:
     def logprob(self, logits: Array, token: int) -> TokenLogprob:
         """The model's own log probability of `token`, and of the best alternatives."""
         assert self._p.logprobs is not None
-        x = _finite(logits)
-        x -= x.max()
-        x -= np.log(np.exp(x).sum())
-        count = min(self._p.logprobs, len(x))
-        best = np.flatnonzero(x >= np.partition(x, len(x) - count)[len(x) - count]) if count else np.empty(0, np.int64)
-        best = best[np.argsort(-x[best], kind="stable")][:count]  # ids rise among equals
-        return TokenLogprob(token, float(x[token]), tuple((int(i), float(x[i])) for i in best))
+        return token_logprob(logits, token, self._p.logprobs)
 
     def _adjust(self, x: Array, tokens: Sequence[int], generated: int) -> None:
         p = self._p
@@ -113,6 +107,17 @@ class HostChain:
         left = np.exp(y[ids])
         self._mu -= self._p.mirostat_eta * (float(-np.log2(left[at] / left.sum())) - self._p.mirostat_tau)
         return int(ids[at])
+
+
+def token_logprob(logits: Array, token: int, top: int) -> TokenLogprob:
+    """The log probability of `token` in a row of logits, and of the `top` best ones."""
+    x = _finite(logits)
+    x -= x.max()
+    x -= np.log(np.exp(x).sum())
+    count = min(top, len(x))
+    best = np.flatnonzero(x >= np.partition(x, len(x) - count)[len(x) - count]) if count else np.empty(0, np.int64)
+    best = best[np.argsort(-x[best], kind="stable")][:count]  # ids rise among equals
+    return TokenLogprob(token, float(x[token]), tuple((int(i), float(x[i])) for i in best))
 
 
 def _finite(logits: Array) -> Array:

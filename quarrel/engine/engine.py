@@ -97,6 +97,17 @@ class Engine:
         for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
             self._end(sequence, reason, failure)
 
+    def close(self) -> None:
+        """Waits for what is on its way, and gives the step's memory back. All sequences must be over."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            try:
+                flight.pending.result()
+            except Exception:
+                log.info("the last step broke", exc_info=True)
+        self.cache.prefixes.clear()
+        self.step.close()
+
     def advance(self) -> bool:
         """Starts a step and settles the one before; False if there was nothing to do."""
         if self._deadlines:

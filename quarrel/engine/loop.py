@@ -172,7 +172,6 @@ class Loop:
                 engine.end_all("cancelled")
             else:
                 engine.end_all("error", EngineFault(self._fault))
-            engine.cache.prefixes.clear()
         with self._wake:
             self._closing = True
             jobs, self._jobs = self._jobs, deque()
@@ -180,4 +179,4 @@ class Loop:
             job()
         if engine is not None:
             engine.end_all("cancelled")
-            engine.step.close()
+            engine.close()

@@ -21,6 +21,7 @@ from quarrel.engine import (
     Service,
     Stats,
     Stream,
+    TokenLogprob,
     merged,
     start,
     start_async,
@@ -33,12 +34,13 @@ from quarrel.llm.embed import Progress
 from quarrel.llm.embedder import Embedder
 from quarrel.llm.embeddings import Chunking, Embeddings, Pooling
 from quarrel.llm.explain import Explanation
-from quarrel.llm.score import score
+from quarrel.llm.score import logprobs, score
 from quarrel.llm.structured import Grammars, Structure
 from quarrel.llm.texts import VocabularyTexts
 from quarrel.models import EncoderSpec, ModelSpec
 from quarrel.tokenizer import Tokenizer
 
+MAX_TOP = 20
 Prompt = str | Sequence[int]
 Message = Mapping[str, object]
 Array = npt.NDArray[Any]
@@ -297,6 +299,16 @@ class LLM:
         """float32 `[T, V]`: row t holds the logits of the token behind `ids[: t + 1]`. At most `n_ctx` ids."""
         self._must_continue_texts()
         return score(self._loop, self._checked(ids), "logits", self.spec.n_vocab)
+
+    def logprobs(self, ids: Sequence[int], top: int = 0) -> list[TokenLogprob]:
+        """How likely each token of a text is behind those before it, natural logarithms; one for each but the first.
+
+        top: 0 to 20 best alternatives with each. At most `n_ctx` ids; the logits are not kept, so long texts cost little.
+        """
+        self._must_continue_texts()
+        if isinstance(top, bool) or not isinstance(top, int) or not 0 <= top <= MAX_TOP:
+            raise RequestError(f"top is {top!r}, wanted a whole number from 0 to {MAX_TOP}")
+        return logprobs(self._loop, self._checked(ids), top)
 
     def hidden(self, ids: Sequence[int]) -> Array:
         """float32 `[T, E]`: the state of each position after the last norm, before an output layer or an encoder's pooling.

@@ -100,7 +100,9 @@ class Grammars:
         limits = llguidance.LLParserLimits(initial_lexer_fuel=FUEL, step_lexer_fuel=STEP_FUEL, max_grammar_size=FUEL)
         try:
             if structure.kind == "json":
-                grammar = llguidance.LLMatcher.grammar_from_json_schema(structure.text, defaults={"whitespace_pattern": SPACE})
+                grammar = llguidance.LLMatcher.grammar_from_json_schema(
+                    structure.text, defaults={"whitespace_pattern": SPACE}
+                )
             elif structure.kind == "regex":
                 grammar = llguidance.LLMatcher.grammar_from_regex(structure.text)
             else:

@@ -69,6 +69,23 @@ def test_tokens_are_the_arg_max_of_the_logits(step: Step) -> None:
     assert tokens.tolist() == logits.argmax(-1).tolist()
 
 
+def test_tokens_and_logits_of_one_step_are_those_of_two(step: Step) -> None:
+    inputs = replace(batch([7, 3], [0, 0], [0, 4]), sample=greedy(2))
+    both = step(inputs, "both")
+    assert both.tokens is not None
+    assert both.logits is not None
+    assert (both.tokens == step(inputs, "tokens").tokens).all()
+    assert (both.logits == step(inputs, "logits").logits).all()
+
+
+def test_an_id_that_was_not_drawn_counts_as_the_first(step: Step) -> None:
+    inputs = replace(batch([1], [0], [0]), sample=greedy(1))
+    step._last = np.array([-1], np.int32)  # type: ignore[attr-defined]
+    ran = step(replace(inputs, from_last=np.zeros(1, np.int32)), "logits").logits
+    assert ran is not None
+    assert (ran == step(replace(inputs, ids=np.zeros(1, np.int32)), "logits").logits).all()
+
+
 def test_the_number_of_threads_changes_nothing(model: GGUFFile) -> None:
     results = []
     for threads in (1, 2, 3):

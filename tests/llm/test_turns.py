@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 import quarrel
@@ -36,3 +37,17 @@ def test_a_list_may_be_longer_than_the_queue() -> None:
             llm.generate([1], GREEDY, n=4)
         with pytest.raises(RequestError, match="service is a str"):
             llm.generate([1], GREEDY, service="fast")  # type: ignore[call-overload]
+
+
+def test_log_probabilities_of_a_text_are_those_of_its_logits() -> None:
+    with quarrel.load(need_cases("llama32", "model-q4_0x.gguf"), backend="cpu", n_ctx=1024) as llm:
+        ids = [(7 * i + i * i) % 256 for i in range(700)]  # more than one step
+        found = llm.logprobs(ids, top=2)
+        logits = llm.logits(ids).astype(np.float64)
+        logits -= np.log(np.exp(logits).sum(axis=1, keepdims=True))
+        assert [p.token_id for p in found] == ids[1:]
+        assert [p.logprob for p in found] == pytest.approx([row[id] for row, id in zip(logits, ids[1:])], abs=1e-9)
+        assert [p.top[0][0] for p in found] == list(logits[:-1].argmax(axis=1))
+        assert llm.logprobs([5]) == []
+        with pytest.raises(RequestError, match="top is 21"):
+            llm.logprobs(ids, top=21)
