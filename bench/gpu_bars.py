@@ -45,7 +45,7 @@ class Bar:
         return folder / f"{self.shape}-{self.quant}.gguf"
 
 
-WARM_SHARE = 0.45
+WARM_SHARE = 0.35
 """Of the time, what compiling beforehand may take."""
 TG, PP, PP512 = Test("decode", 128), Test("prefill", 4096), Test("prefill", 512)
 BARS = (
