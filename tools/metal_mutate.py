@@ -51,7 +51,8 @@ KIN = 4
 """Other kernels of a family that an edit is tried in, those with the most rows first."""
 _FAMILY = re.compile(r"_(f32|f16|bf16|i?q\d\w*|mxfp4)(?=_|$).*")
 
-LINEAR_OPS = ("linear", "linear_add", "norm_linear", "norm_gate_up")
+BOTH_WAYS = ("linear", "linear_add", "norm_linear", "norm_gate_up", "expert_up", "expert_down")
+"""Ops that have one kernel for rows that decode and another for the rows of prompts."""
 CHOOSING = ("sample", "route")
 """Ops that give whole numbers: one draw of inputs reaches few of their choices."""
 SEEDS_OF_CHOICES = 4
@@ -95,7 +96,8 @@ EQUIVALENT: tuple[tuple[str, str, str], ...] = (
     ("> to >=", "share /= total > 0.0f", "a total of 0 is that of a row past the last"),
     ("a count from 1", "uint found = 0", "ranks are 32 bits of a float; the cut moves by one of its last places"),
     ("/ to *", "lost) / t)", "what rounding lost is too little to show in half precision"),
-    ("< to <=", "s < 0.09f ? near", "both ways are right there"),
+    (">= to >", "if (row >= N) return", "rows past the last are computed as the last and not written"),
+    ("< to <=", "if (i * 32 + lane < D) acc[i] +=", "what is read past a head is not written"),
     ("- to +", "(v[i * VEC + j] - mean) * (v[i * VEC + j] - mean)", "the mean of (v + m)(v - m) is the variance too"),
     ("* to +", "best = metal::max(best, top_sum", "any number about as large serves for the largest"),
     ("< to <=", "for (int i = 0; i < EACH; i++)", "the loop leaves at n >= N before"),
@@ -170,11 +172,11 @@ def trials() -> Iterator[Trial]:
             for case in sorted(op.cases(), key=_work):
                 if _work(case) > 3e6:
                     continue
-                for single in (True, False) if op.name in LINEAR_OPS else (None,):
+                for single in (True, False) if op.name in BOTH_WAYS else (None,):
                     for compute in COMPUTES:
                         yield Trial(op, case, compute, single, seed)
     for op, case in FURTHER:
-        yield Trial(op, case, "float16", True if op.name in LINEAR_OPS else None)
+        yield Trial(op, case, "float16", True if op.name in BOTH_WAYS else None)
 
 
 def _work(case: Case) -> float:
