@@ -23,7 +23,7 @@ import triton.language as tl
 from quarrel.ops.state import Scan2Spec
 from quarrel.triton_backend.runtime import Live, Site, Slot, cdiv, power_of_two
 
-_TILE = (64, 64, 8)  # tokens of a chunk, channels of a head to a program, warps
+_TILE = (64, 32, 4)  # tokens of a chunk, channels of a head to a program, warps
 _HEADS = 16  # heads whose sums one program makes
 _BLOCK = 1024  # state values to a program of ssd_join
 _MOST_STATES = 256
