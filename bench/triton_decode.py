@@ -302,19 +302,8 @@ def keys_of(parts: Sequence[str], quick: bool) -> list[tuple[Any, ...]]:
     if "check" in parts:
         for type in TYPES:
             for k in (4096, 2048 + 512, 14336):
-                found[
-                    mv(
-                        type,
-                        64,
-                        k,
-                        Tile(2, 128, 1),
-                        False,
-                        False,
-                        torch.float32,
-                        act(type, k, torch.float16, torch.int32),
-                        dtypes(type),
-                    ).key()
-                ] = None
+                x = act(type, k, torch.float16, torch.int32)
+                found[mv(type, 64, k, ONE, False, torch.float32, x, dtypes(type)).key()] = None
     if "single" in parts:
         for type, n, k, tile, pdl in singles(quick):
             x = torch.float16 if type in FLOATS else torch.int32

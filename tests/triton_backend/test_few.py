@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,7 +29,7 @@ from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP, ExpertDownSpec, ExpertUpSpec
 from quarrel.ops.norm import NORM, NormSpec
 from quarrel.ops.program import Node, Program
 from quarrel.ops.registry import lower
-from quarrel.triton_backend import few
+from quarrel.triton_backend import few, halved, matvec, rope
 from quarrel.triton_backend.backend import REGISTRY, TritonBackend
 from quarrel.triton_backend.dots import FLOATS, WORDS
 from quarrel.triton_backend.halved import halve_rows, reads_halved, words
@@ -167,3 +170,20 @@ def test_float32_and_deterministic_steps_keep_the_exact_tiles(backend: TritonBac
     assert reads_halved(node, HALF)
     assert not reads_halved(node, "float32")
     assert error_of(backend, LINEAR, Case(spec, {"T": 1}), "float32") <= LINEAR.tolerance["float32"]
+
+
+def test_the_benchmark_can_name_every_kernel_it_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lists are made before a device is there, so a mistake in them need not cost time on one."""
+    path = Path(__file__).resolve().parents[2] / "bench" / "triton_decode.py"
+    spec = importlib.util.spec_from_file_location("triton_decode", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "triton_decode", module)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    spec.loader.exec_module(module)
+    keys = module.keys_of(["check", "single", "step"], quick=False)
+    assert len(keys) > 100
+    for _, kernel, args, constants, _, _ in keys:
+        function = next(getattr(m, kernel) for m in (halved, matvec, rope) if hasattr(m, kernel))
+        assert len(args) + len(constants) == len(function.arg_names), (kernel, constants)
