@@ -46,6 +46,9 @@ class Source:
 
     def cut(self) -> tuple[Source, list[int]]:
         """One layer of each kind, and which those are."""
+        if self.tensors.file is not self.file:  # cut already: layer numbers are no longer the file's
+            kept = self.spec.n_layers if isinstance(self.spec, EncoderSpec) else len(self.spec.layers)
+            return self, list(range(kept))
         spec, tensors, chosen = picked(self.file, self.spec)
         return Source(self.file, spec, tensors), chosen
 

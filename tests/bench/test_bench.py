@@ -131,6 +131,7 @@ def test_the_check_covers_one_layer_of_each_kind(tmp_path: Path) -> None:
         kinds = {(source.spec.layers[i], _types(file, i)) for i in range(7)}  # type: ignore[union-attr]
         assert len(layers) == len(kinds) < 7
         assert {(source.spec.layers[i], _types(file, i)) for i in layers} == kinds  # type: ignore[union-attr]
+        assert cut.cut()[0] is cut
         names = {i.name for n in cut.program.nodes for i in n.inputs if hasattr(i, "rows")}
         assert {n.split(".")[1] for n in names if n.startswith("blk.")} == {str(i) for i in range(len(layers))}
         traffic = Traffic.of(source.program, "float16")
