@@ -103,13 +103,12 @@ def _make_mamba2(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
 def _mamba2_strategy() -> Any:
     from hypothesis import strategies as st
 
+    def case(scan: Case, taps: int, eps: float, seqs: int, new: int) -> Case:
+        return Case(Mamba2MixSpec(scan.spec, taps, eps), {**scan.dims, "S": seqs, "Q": new})
+
     assert SCAN2.strategy is not None
-    return st.builds(
-        lambda case, taps, eps: Case(Mamba2MixSpec(case.spec, taps, eps), case.dims),
-        SCAN2.strategy(),
-        st.integers(2, 5),
-        st.sampled_from([1e-6, 1e-5]),
-    )
+    sizes = (st.integers(2, 5), st.sampled_from([1e-6, 1e-5]), st.integers(1, 3), st.integers(1, 8))
+    return st.builds(case, SCAN2.strategy(), *sizes)
 
 
 MAMBA2_MIX = Op(

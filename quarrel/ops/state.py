@@ -215,7 +215,7 @@ def _scan2_strategy() -> Any:
 
     sizes = (st.integers(1, 3), st.integers(1, 3), st.sampled_from([8, 32, 64, 80]), st.sampled_from([16, 24, 32, 128]))
     spec = st.builds(build, *sizes)
-    ragged = {"S": st.integers(1, 4), "Q": st.integers(1, 140), "extreme": st.integers(0, 1)}
+    ragged = {"S": st.integers(1, 4), "Q": st.integers(1, 40), "extreme": st.integers(0, 1)}
     return st.builds(lambda spec, dims: Case(spec, dims), spec, st.fixed_dictionaries(ragged))
 
 
@@ -305,7 +305,7 @@ def _scan1_strategy() -> Any:
     from hypothesis import strategies as st
 
     spec = st.builds(Scan1Spec, st.integers(1, 100), st.integers(1, 20))
-    ragged = {"S": st.integers(1, 4), "Q": st.integers(1, 140), "extreme": st.integers(0, 1)}
+    ragged = {"S": st.integers(1, 4), "Q": st.integers(1, 40), "extreme": st.integers(0, 1)}
     return st.builds(lambda spec, dims: Case(spec, dims), spec, st.fixed_dictionaries(ragged))
 
 
