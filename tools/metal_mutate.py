@@ -96,6 +96,7 @@ EQUIVALENT: tuple[tuple[str, str, str], ...] = (
     ("> to >=", "share /= total > 0.0f", "a total of 0 is that of a row past the last"),
     ("a count from 1", "uint found = 0", "ranks are 32 bits of a float; the cut moves by one of its last places"),
     ("/ to *", "lost) / t)", "what rounding lost is too little to show in half precision"),
+    ("> to >=", "gate > 7.0f ? 7.0f : gate", "7 either way"),
     (">= to >", "if (row >= N) return", "rows past the last are computed as the last and not written"),
     ("< to <=", "if (i * 32 + lane < D) acc[i] +=", "what is read past a head is not written"),
     ("- to +", "(v[i * VEC + j] - mean) * (v[i * VEC + j] - mean)", "the mean of (v + m)(v - m) is the variance too"),
