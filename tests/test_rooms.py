@@ -69,7 +69,10 @@ FORBIDDEN_IMPORTS = frozenset({"pickle", "cPickle", "marshal", "shelve", "dill",
 FORBIDDEN_CALLS = frozenset({"eval", "exec", "__import__"})
 FORBIDDEN_ATTRIBUTES = frozenset({"torch.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "os.system", "os.popen"})
 
-ARCHITECTURE = re.compile(rf"\b({'|'.join(sorted(ARCHITECTURES))})\b(?!\.cpp)", re.IGNORECASE)
+MECHANISMS = frozenset({"mamba", "mamba2"})
+"""Architectures that are called by the mechanism they are made of, which has no other name."""
+
+ARCHITECTURE = re.compile(rf"\b({'|'.join(sorted(set(ARCHITECTURES) - MECHANISMS))})\b(?!\.cpp)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
