@@ -26,7 +26,6 @@ _PLAIN = (
     "mov.b32 k, 0x2C002C00; mov.b32 l, %s; and.b32 c, a, 0x64F064F0; fma.rn.f16x2 $2, c, k, l; "
     "and.b32 c, b, 0x64F064F0; fma.rn.f16x2 $3, c, k, l; }"
 )
-_FOUR: tl.constexpr = tl.constexpr(_PLAIN % ("0x64006400", "0xD400D400"))
 _FOUR_LESS_8: tl.constexpr = tl.constexpr(_PLAIN % ("0x64086408", "0xD480D480"))
 
 # With upper bits: $5 to $8 are words whose lowest bits belong to the low codes, $9 to $12 to the high ones. Which columns
@@ -46,7 +45,6 @@ def _more(mask: str, less: str) -> str:
     return _MORE.replace("%s", less).replace("{ .reg", "{{ .reg").format(mask=mask)
 
 
-_FIVE: tl.constexpr = tl.constexpr(_more("0x00010001", "0x64006400"))
 _FIVE_LESS_16: tl.constexpr = tl.constexpr(_more("0x00010001", "0x64106410"))
 _SIX_LESS_32: tl.constexpr = tl.constexpr(_more("0x00030003", "0x64206420"))
 _MORE_OPERANDS: tl.constexpr = tl.constexpr("=r,=r,=r,=r,r,r,r,r,r,r,r,r,r")
@@ -198,22 +196,26 @@ def unpack(FORMAT: tl.constexpr, q, a, s, t, R: tl.constexpr, B: tl.constexpr):
             s_high = ((both >> 8).to(tl.float32) * d).to(tl.float16)
             low, high = _times(low, s_low, R, B, 16), _times(high, s_high, R, B, 16)
         else:
+            # Codes less the middle of their range: what is added then is small, and its rounding with it.
+            MIDDLE: tl.constexpr = 8.0 if FORMAT == "Q4_K" or FORMAT == "Q4_1" else 16.0
             if FORMAT == "Q4_1" or FORMAT == "Q5_1":
                 d, m = _pair(s)
+                m = (m.to(tl.float32) + MIDDLE * d.to(tl.float32)).to(tl.float16)
             else:
                 d, dmin = _pair(_spread(t, R, B))
                 both = s.to(tl.int32)
-                d = ((both & 255).to(tl.float32) * d.to(tl.float32)).to(tl.float16)
-                m = (((both >> 8) & 255).to(tl.float32) * -dmin.to(tl.float32)).to(tl.float16)
+                step = (both & 255).to(tl.float32) * d.to(tl.float32)
+                m = (MIDDLE * step - ((both >> 8) & 255).to(tl.float32) * dmin.to(tl.float32)).to(tl.float16)
+                d = step.to(tl.float16)
             if FORMAT == "Q4_K" or FORMAT == "Q4_1":
                 low, high = tl.inline_asm_elementwise(
-                    _FOUR, "=r,=r,=r,=r,r", [q], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+                    _FOUR_LESS_8, "=r,=r,=r,=r,r", [q], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
                 )
             else:
                 word = a[:, :, None]
                 low, high = tl.inline_asm_elementwise(
-                    _FIVE, _MORE_OPERANDS, [q, word >> j, word >> (j + 16)], dtype=(tl.float16, tl.float16), is_pure=True,
-                    pack=4,
+                    _FIVE_LESS_16, _MORE_OPERANDS, [q, word >> j, word >> (j + 16)], dtype=(tl.float16, tl.float16),
+                    is_pure=True, pack=4,
                 )  # fmt: skip
             low, high = _times_plus(low, d, m, R, B), _times_plus(high, d, m, R, B)
     return tl.reshape(low, [R, B * 16]), tl.reshape(high, [R, B * 16])

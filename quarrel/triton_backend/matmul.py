@@ -42,27 +42,32 @@ class Shape:
     stages: int
 
 
-def shapes_for(n: int, k: int, hopper: bool, gated: bool, wide: bool) -> tuple[Shape, ...]:
-    """Tiles for more and more tokens, by the weight's shape alone; `wide` for weights of 16 bits.
+Widths = tuple[tuple[int, int, int, int, int], ...]
+# Tokens, rows, blocks of a step, warps, stages; microseconds are of an H200 for 14336 x 4096 in Q4_K.
+_OTHERS: Widths = ((16, 64, 4, 4, 2), (32, 64, 4, 4, 2), (64, 64, 4, 4, 2))
+# 30 us for 8 tokens (28 to 44 in other tiles), 37 for 32, 44 for 64 (64 rows: 55 to 60), 58 for 128 (2 stages: 73).
+_ONE: Widths = ((16, 64, 8, 4, 3), (32, 64, 8, 4, 3), (64, 128, 4, 8, 3), (128, 128, 4, 8, 3))
+# 66, 71 and 92 us for both matrices; in 32 rows 66, 97 and 126.
+_GATED: Widths = ((16, 64, 4, 4, 3), (32, 64, 4, 4, 3), (64, 128, 4, 8, 2), (128, 128, 4, 8, 2))
+# Three formats in one kernel share less of their memory: 128 tokens of 128 rows ask for more than there is.
+_THREE: Widths = ((16, 64, 8, 4, 3), (32, 64, 4, 4, 3), (64, 64, 4, 4, 3))
+_WIDE: Widths = ((16, 64, 4, 4, 3), (32, 64, 4, 4, 3), (64, 64, 4, 4, 2))
 
-    On an H200 (`hopper`: capability 9), 14336 x 4096 in Q4_K: 64 rows take 41 us for 32 tokens, 57 for 64 and 94 for 128;
-    128 rows in 8 warps 46 for 64 and 63 for 128.
+
+def shapes_for(n: int, k: int, widths: Widths) -> tuple[Shape, ...]:
+    """Tiles for more and more tokens, by the weight's shape alone.
+
+    K is cut while there are fewer programs than fill an H200's 132 multiprocessors: 64 rows in 4 warps are two to each, 128
+    rows in 8 warps one. 14336 rows are best whole (30 us against 39 in two parts), 4096 x 14336 in four (32 against 44 in
+    eight).
     """
-    if not hopper:
-        widths = (
-            ((16, 64, 4, 4, 2), (32, 64, 4, 4, 2)) if gated else ((16, 64, 4, 4, 2), (32, 64, 4, 4, 2), (64, 64, 4, 4, 2))
-        )
-    elif gated or wide:
-        widths = ((16, 64, 4, 4, 3), (32, 64, 4, 4, 3), (64, 128, 4, 8, 2), (128, 128, 4, 8, 2))
-    else:
-        widths = ((16, 64, 8, 4, 3), (32, 64, 8, 4, 3), (64, 128, 4, 8, 3), (128, 128, 4, 8, 3))
     blocks = k // 32
     found = []
     for tokens, rows, most, warps, stages in widths:
         step = next(s for s in (8, 4, 2, 1) if s <= most and blocks % s == 0)
         programs = cdiv(n, rows)
         parts = 1
-        while programs * parts < (256 if rows == 64 else 100) and parts < _MOST_PARTS and blocks // step >= 4 * parts:
+        while programs * parts < (200 if rows == 64 else 100) and parts < _MOST_PARTS and blocks // step >= 4 * parts:
             parts *= 2
         found.append(Shape(rows, tokens, step, parts, warps, stages))
     return tuple(found)
@@ -286,8 +291,10 @@ def _one(
 ) -> Launch:  # fmt: skip
     a, b = weights[0], weights[-1]
     gated = len(weights) == 2
-    wide = a.format in ("F16", "BF16")
-    shapes = shapes_for(a.n, a.k, site.generation == 9, gated, wide)
+    hopper, wide = site.generation == 9, a.format in ("F16", "BF16")
+    shapes = shapes_for(
+        a.n, a.k, (_GATED if gated else _WIDE if wide else _ONE) if hopper else _OTHERS[: 2 if gated else 3]
+    )
     part, arrived = _room(site, shapes, [a.n], len(weights))
     compute = site.compute
 
@@ -314,7 +321,7 @@ def linears(
     assert len(weights) == 3, len(weights)
     k, ns = weights[0].k, [w.n for w in weights]
     wide = any(w.format in ("F16", "BF16") for w in weights)
-    shapes = shapes_for(sum(ns), k, site.generation == 9, False, wide)
+    shapes = shapes_for(sum(ns), k, (_WIDE if wide else _THREE) if site.generation == 9 else _OTHERS)
     part, arrived = _room(site, shapes, ns, 1)
     compute = site.compute
     planes = [p for w in weights for p in w.planes]
