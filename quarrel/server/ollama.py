@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from quarrel import __version__
 from quarrel.engine import Result, Service
 from quarrel.errors import QuarrelError
-from quarrel.llm import LLM
+from quarrel.llm import LLM, Structure
 from quarrel.server.body import body_of, reported
 from quarrel.server.errors import Refused, refused
 from quarrel.server.schemas import Body, ChatMessage, Samplers, Text
@@ -59,9 +59,17 @@ class Asked(Body):
     format: StrictStr | dict[str, Any] | None = None
 
     def sampling(self) -> Any:
-        if self.format:
-            raise Refused(400, "unsupported", "format is not offered: ask for plain text", param="format")
         return {"max_tokens": None, **self.options.sampling()}
+
+    def structure(self) -> Structure | None:
+        """What the answer is held to."""
+        if not self.format:
+            return None
+        if isinstance(self.format, str) and self.format != "json":
+            raise Refused(
+                400, "invalid_request", f"format is {self.format[:40]!r}, wanted json or a schema", param="format"
+            )
+        return Structure.json({"type": "object"} if isinstance(self.format, str) else self.format)
 
 
 class GenerateAsked(Asked):
@@ -115,14 +123,14 @@ def routes(desk: Desk) -> APIRouter:
     async def generate(request: Request) -> Response:
         """The continuation of a prompt; put to the model by its chat template unless `raw`."""
         body, headers = await reported(request, GenerateAsked, desk)
-        options, template = body.sampling(), desk.settings.chat_template
+        options, structure, template = body.sampling(), body.structure(), desk.settings.chat_template
         turns: list[dict[str, object]] = [{"role": "system", "content": body.system}] if body.system else []
         turns.append({"role": "user", "content": body.prompt})
 
         def make(llm: LLM, service: Service) -> Sequence[Any]:
             if body.raw or not (template or llm.tokenizer.chat_template):
-                return [llm.prepare(body.prompt, service=service, **options)]
-            return [llm.prepare(messages=turns, template=template, service=service, **options)]
+                return [llm.prepare(body.prompt, service=service, structure=structure, **options)]
+            return [llm.prepare(messages=turns, template=template, service=service, structure=structure, **options)]
 
         return await _answer(desk, request, body, make, lambda text: {"response": text}, headers, [])
 
@@ -130,11 +138,15 @@ def routes(desk: Desk) -> APIRouter:
     async def chat(request: Request) -> Response:
         """The next message of a conversation."""
         body, headers = await reported(request, ChatAsked, desk)
-        options, template = body.sampling(), desk.settings.chat_template
+        options, structure, template = body.sampling(), body.structure(), desk.settings.chat_template
         messages = [m.plain() for m in body.messages]
 
         def make(llm: LLM, service: Service) -> Sequence[Any]:
-            return [llm.prepare(messages=messages, tools=body.tools, template=template, service=service, **options)]
+            return [
+                llm.prepare(
+                    messages=messages, tools=body.tools, template=template, service=service, structure=structure, **options
+                )
+            ]
 
         names = [n for t in body.tools or [] if isinstance(n := t.get("function", {}).get("name"), str)]
         return await _answer(

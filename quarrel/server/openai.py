@@ -48,13 +48,19 @@ def routes(desk: Desk) -> APIRouter:
         body, headers = await reported(request, ChatBody, desk)
         messages = [m.plain() for m in body.messages]
         tools = None if body.tool_choice == "none" else body.tools
-        options = body.sampling()
+        options, structure = body.sampling(), body.structure()
 
         def make(llm: LLM, service: Service) -> Sequence[Any]:
             template, more = desk.settings.chat_template, body.chat_template_kwargs
             return [
                 llm.prepare(
-                    messages=messages, tools=tools, template=template, template_kwargs=more, service=service, **options
+                    messages=messages,
+                    tools=tools,
+                    template=template,
+                    template_kwargs=more,
+                    service=service,
+                    structure=structure,
+                    **options,
                 )
             ]
 
@@ -64,10 +70,10 @@ def routes(desk: Desk) -> APIRouter:
     async def complete(request: Request) -> Response:
         """The continuation of a text, or of several."""
         body, headers = await reported(request, CompletionBody, desk)
-        options = body.sampling()
+        options, structure = body.sampling(), body.structure()
 
         def make(llm: LLM, service: Service) -> Sequence[Any]:
-            return [llm.prepare(p, service=service, **options) for p in body.prompts()]
+            return [llm.prepare(p, service=service, structure=structure, **options) for p in body.prompts()]
 
         return await _answer(desk, request, body, make, _Completion(body), headers)
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
 from quarrel.engine import Sampling
+from quarrel.llm import Structure
 from quarrel.server.errors import Refused
 
 Number = StrictInt | StrictFloat
@@ -77,10 +78,20 @@ class OpenAIBody(Samplers):
             options["n"] = self.n
         if self.logit_bias:
             options["logit_bias"] = {_token(id): bias for id, bias in self.logit_bias.items()}
-        if self.response_format is not None and self.response_format.type != "text":
-            message = f"response_format {self.response_format.type} is not offered: ask for text"
-            raise Refused(400, "unsupported", message, param="response_format")
         return options
+
+    def structure(self) -> Structure | None:
+        """What the answer is held to, every token of it."""
+        wanted = self.response_format
+        if wanted is None or wanted.type == "text":
+            return None
+        if wanted.type == "json_object":
+            return Structure.json({"type": "object"})
+        schema = (wanted.json_schema or {}).get("schema")
+        if not isinstance(schema, dict):
+            message = "response_format json_schema has no object json_schema.schema"
+            raise Refused(400, "invalid_request", message, param="response_format")
+        return Structure.json(schema)
 
 
 class ChatMessage(Body):

@@ -98,7 +98,7 @@ REFUSALS = [
     ({"prompt": ["a"] * 65}, "prompt"),
     ({"prompt": "a\ud800"}, "unicode"),
     ({}, "prompt"),
-    ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format"),
+    ({"prompt": "a", "response_format": {"type": "json_schema"}}, "response_format"),
 ]
 
 
@@ -134,6 +134,23 @@ def test_embeddings_as_numbers_and_as_bytes_agree(client: openai.OpenAI) -> None
     assert len(numbers.data) == 2
     assert numbers.data[1].embedding == pytest.approx(packed.data[1].embedding)
     assert numbers.usage.prompt_tokens > 4
+
+
+def test_an_answer_is_held_to_a_schema(client: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 99}, "kind": {"enum": ["king", "queen"]}},
+        "required": ["age", "kind"],
+        "additionalProperties": False,
+    }
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
+    made = client.chat.completions.create(model="demo", messages=CHAT, response_format=wanted, max_tokens=200, seed=1)
+    found = json.loads(made.choices[0].message.content or "")
+    assert 0 <= found["age"] <= 99
+    assert found["kind"] in ("king", "queen")
+    bad: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "zap"}}}
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(model="demo", messages=CHAT, response_format=bad)
 
 
 def test_calls_of_tools_are_taken_out_of_the_text() -> None:

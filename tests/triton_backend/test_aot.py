@@ -39,8 +39,9 @@ def compiled(*arguments: str) -> dict[str, object]:
         ("sm_120", "Q3_K,F32", "float32", "linear_tiles", 4),
         ("sm_90,sm_120", "F16", "float16", "attend", 12),
         ("sm_80", "F16", "float32", "draw", 1),
+        ("sm_90", "Q4_K", "float16", "matvec", 3),
     ],
-    ids=["linear sm_90", "experts", "decoding", "linear float32", "attention", "sample"],
+    ids=["linear sm_90", "experts", "decoding", "linear float32", "attention", "sample", "matvec"],
 )
 def test_kernels_compile_without_spills(targets: str, formats: str, computes: str, kernels: str, least: int) -> None:
     report = compiled(
