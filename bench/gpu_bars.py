@@ -19,7 +19,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from quarrel.bench.arguments import STEP_TOKENS  # noqa: E402
 from quarrel.bench.machine import machine  # noqa: E402
 from quarrel.bench.report import Figure, line, table  # noqa: E402
 from quarrel.bench.session import How, Session  # noqa: E402
@@ -75,7 +74,7 @@ def main() -> int:
     parser.add_argument("--compute", default="auto")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=12, help="processes that compile kernels; 1 for none")
-    parser.add_argument("--step-tokens", type=int, default=STEP_TOKENS)
+    parser.add_argument("--step-tokens", type=int)
     parser.add_argument("--layers", type=int, help="cut the models, to try this program where there is no GPU")
     parser.add_argument("--no-check", action="store_true")
     args = parser.parse_args()
@@ -150,7 +149,13 @@ def _shares(bars: list[Bar], folder: Path, name: str, how: How, jobs: int) -> li
         job
         for bar in bars
         for job in jobs_for(
-            str(bar.file(folder)), name, compute, how.step_tokens, [t for t, _ in bar.tests], how.checked, jobs
+            str(bar.file(folder)),
+            name,
+            compute,
+            how.step_tokens or backend(name).step_tokens,
+            [t for t, _ in bar.tests],
+            how.checked,
+            jobs,
         )
     ]
 

@@ -102,6 +102,7 @@ class ReferenceBackend:
     """`free` is what it says it has. `step` is the last one compiled."""
 
     name = "reference"
+    step_tokens = 512
 
     def __init__(self, free: int = 1 << 26) -> None:
         self.free = free

@@ -70,7 +70,8 @@ def _figures(args: argparse.Namespace, explained: dict[str, object]) -> Iterator
         for model in args.model or ["demo"]:
             if args.jobs > 1:
                 path = str(resolve(model).paths[0])
-                shares = jobs_for(path, chosen.name, how.compute, how.step_tokens, tests, how.checked, args.jobs)
+                rows = how.step_tokens or chosen.step_tokens
+                shares = jobs_for(path, chosen.name, how.compute, rows, tests, how.checked, args.jobs)
                 how.say(f"{model}: kernels compiled in {warm(shares, args.jobs):.1f} s by {len(shares)} processes")
             for figure in session.model(model, tests):
                 explained |= session.explained

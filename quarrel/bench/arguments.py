@@ -8,7 +8,6 @@ from pathlib import Path
 
 from quarrel.bench.report import FORMATS
 from quarrel.env import BACKENDS, COMPUTE
-from quarrel.llm.plan import STEP_TOKENS
 
 
 def parser() -> argparse.ArgumentParser:
@@ -28,7 +27,7 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--backend", type=words(BACKENDS), default=["auto"], metavar="NAME,..", help=", ".join(BACKENDS))
     how.add_argument("--compute", choices=COMPUTE, default="auto", help="the arithmetic")
     how.add_argument("--threads", type=number, metavar="N", help="of the CPU backend")
-    how.add_argument("--step-tokens", type=number, default=STEP_TOKENS, metavar="N", help="rows of a prefill step")
+    how.add_argument("--step-tokens", type=number, metavar="N", help="rows of a prefill step, instead of the backend's")
     how.add_argument("--seconds", type=float, metavar="S", help="begin no further test after so many seconds")
     how.add_argument("--jobs", type=number, default=1, metavar="N", help="processes that compile kernels beforehand")
     how.add_argument("--no-check", action="store_true", help="skip the check against the references; told in every row")

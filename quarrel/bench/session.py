@@ -19,7 +19,6 @@ from quarrel.bench.report import Figure, statistics
 from quarrel.bench.subject import Source, Subject, limits_for
 from quarrel.bench.work import Test
 from quarrel.gguf import GGUFFile, resolve
-from quarrel.llm.plan import STEP_TOKENS
 from quarrel.ops.step import Backend, ComputeChoice
 
 
@@ -29,7 +28,8 @@ class How:
 
     compute: ComputeChoice = "auto"
     rounds: int = 5
-    step_tokens: int = STEP_TOKENS
+    step_tokens: int | None = None
+    """Rows of a prefill step; None is the backend's own choice."""
     checked: bool = True
     despite: bool = False
     """Goes on after a check that failed; every figure says so."""
@@ -56,9 +56,8 @@ class Session:
         with GGUFFile.open(resolve(name).paths) as file:
             source = Source.of(file, max(t.length for t in tests))
             tests = [t for t in tests if t.kind == "prefill" or not source.encodes]
-            subject = Subject(
-                source, self.backend, limits_for(tests, self.how.step_tokens, source.encodes), self.how.compute
-            )
+            rows = self.how.step_tokens or self.backend.step_tokens
+            subject = Subject(source, self.backend, limits_for(tests, rows, source.encodes), self.how.compute)
             say(f"{name}: loaded in {subject.load_seconds:.2f} s")
             try:
                 batch = max([1, *(t.batch for t in tests)])

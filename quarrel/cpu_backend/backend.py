@@ -31,6 +31,7 @@ class CpuBackend:
     """See `ops.step.Backend`. `level` and `threads` override what the CPU suggests."""
 
     name = "cpu"
+    step_tokens = 512
 
     def __init__(self, level: str | None = None, threads: int | None = None) -> None:
         self._level = features.level(level)

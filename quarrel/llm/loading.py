@@ -75,7 +75,7 @@ def load(
         choice: ComputeChoice = environment.compute if compute == "auto" else compute  # type: ignore[assignment]
         tensors, spec = Tensors(file), read_spec(file)
         budget = environment.memory if memory is None else memory
-        device = Device.of(chosen.free_bytes(), budget, captures=chosen.name == "triton")
+        device = Device.of(chosen.free_bytes(), budget, chosen.step_tokens, captures=chosen.name == "triton")
         weights = sum(t.nbytes for t in file.tensors.values())
         if isinstance(spec, EncoderSpec):
             plan = plan_encoder(spec, device=device, weights=weights, n_ctx=n_ctx, max_seqs=max_seqs)

@@ -15,9 +15,9 @@ from quarrel.ops.step import Limits
 
 DEFAULT_CONTEXT = 8192
 BLOCK = 32
-STEP_TOKENS = 512
-"""Rows of a prefill step: past a few hundred the weights are read once for enough work to fill any device."""
 MIN_CONTEXT = 64
+LEAST_STEP = 128
+"""Tokens of a prefill step on the smallest device."""
 SHORT_TEXT = 8
 """Tokens of the shortest texts that are worth filling an encoder's step with."""
 SHARE = 0.5
@@ -35,15 +35,17 @@ class Device:
 
     free: int
     budget: int
+    step_tokens: int = 512
+    """Rows of a prefill step, where its values take no more than a quarter of what the weights leave."""
     captures: bool = False
     """It captures graphs, and decodes whole matrices for long prompts."""
 
     @classmethod
-    def of(cls, free: int, memory: int | float | None, captures: bool = False) -> Device:
+    def of(cls, free: int, memory: int | float | None, step_tokens: int = 512, captures: bool = False) -> Device:
         """`memory` in bytes, or a share of what is free if it is 1.0 or a smaller float; None is all of it."""
         share = isinstance(memory, float)
         asked = free if memory is None else int(free * memory) if share else int(memory)
-        return cls(free, min(asked, free), captures)
+        return cls(free, min(asked, free), step_tokens, captures)
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,18 @@ def _alive(program: Program, rows: Mapping[str, int]) -> int:
     return peak
 
 
+def _step_bytes(program: Program, spec: ModelSpec, tokens: int, rows: int) -> int:
+    return max(scratch_bytes(program, tokens, rows), _activations(spec, tokens))
+
+
+def _step_tokens(program: Program, spec: ModelSpec, device: Device, weights: int) -> int:
+    """As many rows as the device likes, or half of them, and again, where their values would crowd out the cache."""
+    tokens = device.step_tokens
+    while tokens > LEAST_STEP and 4 * _step_bytes(program, spec, tokens, 0) > device.budget - weights:
+        tokens //= 2
+    return tokens
+
+
 def decoded_bytes(program: Program) -> int:
     """The matrices of the largest op, two bytes a value."""
     sizes = (sum(w.rows * w.k for w in node.inputs if isinstance(w, WeightRef)) for node in program.nodes)
@@ -137,9 +151,9 @@ def plan_limits(
     wanted = _wanted(spec, n_ctx)
     # A model without attention has no cache; its blocks are counted all the same.
     block_bytes = max(1, BLOCK * cache_bytes_per_token(program, compute))
-    tokens = max(STEP_TOKENS, max_seqs)
+    tokens = max(_step_tokens(program, spec, device, weights), max_seqs)
     # Results of more rows than one a sequence are asked for when a text is scored; their pages are taken then.
-    scratch = max(scratch_bytes(program, tokens, max_seqs), _activations(spec, STEP_TOKENS)) + 4 * max_seqs * spec.n_vocab
+    scratch = _step_bytes(program, spec, tokens, max_seqs) + 4 * max_seqs * spec.n_vocab
     scratch += decoded_bytes(program) if device.captures else 0
     graphs = GRAPH_BYTES * (1 + (max_seqs - 1).bit_length()) if device.captures else 0
     states = max_seqs * state_bytes(program)
@@ -169,11 +183,11 @@ def plan_limits(
 def plan_encoder(spec: EncoderSpec, *, device: Device, weights: int, n_ctx: int | None, max_seqs: int) -> Plan:
     """The plan of an encoder, whose step holds a whole text. Raises as `plan_limits`."""
     length = _wanted(spec, n_ctx)
-    tokens = max(STEP_TOKENS, length, max_seqs)
+    tokens = max(device.step_tokens, length, max_seqs)
     needed = _activations(spec, tokens)
     if weights + needed > device.budget:
         parts = {"weights": weights, f"texts of {length} tokens": needed}
-        raise OutOfMemory(_refusal(device, parts, 0, device.budget - _activations(spec, STEP_TOKENS)))
+        raise OutOfMemory(_refusal(device, parts, 0, device.budget - _activations(spec, device.step_tokens)))
     # It has no cache; the blocks are numbers only.
     # Sequences cost it nothing: as many as a step of short texts holds.
     seqs = max(max_seqs, tokens // SHORT_TEXT)

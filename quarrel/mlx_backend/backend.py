@@ -26,6 +26,7 @@ class MlxBackend:
     """Metal through MLX (`ops.step.Backend`); where a test has put an emulator in Metal's place, the same code on that."""
 
     name = "mlx"
+    step_tokens = 512
 
     def unavailable(self) -> str | None:
         """Why this machine cannot run it, or None."""

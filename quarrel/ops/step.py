@@ -205,6 +205,8 @@ class Backend(Protocol):
     """One way to compute. `run_op` is the door for tests, fuzzers and QUARREL_CHECK."""
 
     name: str
+    step_tokens: int
+    """Rows of a prefill step: as many as are worth reading the weights once."""
 
     def unavailable(self) -> str | None:
         """Why this machine cannot run it, or None."""

@@ -53,6 +53,8 @@ class TritonBackend:
     """CUDA through Triton (`ops.step.Backend`); with TRITON_INTERPRET=1, the same kernels on CPU tensors, for tests."""
 
     name = "triton"
+    step_tokens = 2048
+    """Each step of more than about a hundred rows decodes all weights once."""
 
     def __init__(self, graphs: bool = True) -> None:
         self._graphs = graphs

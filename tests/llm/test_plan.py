@@ -78,9 +78,9 @@ def test_recurrent_states_are_paid_for_once_a_sequence() -> None:
 def test_the_cache_never_takes_more_than_is_left() -> None:
     block = BLOCK * cache_bytes_per_token(PROGRAM, "float16")
     for spare in range(3 * block, 6 * block, block // 7):
-        limits, length = plan(GIB + 4 * (512 * 16 * 2048 + 8 * 128256) + spare)
-        assert limits.n_blocks * block <= spare
-        assert limits.n_blocks * BLOCK >= length + BLOCK
+        made = planned(GIB + 4 * (512 * 16 * 2048 + 8 * 128256) + spare)
+        assert made.limits.n_blocks * block == made.cache <= made.budget - made.weights - made.scratch
+        assert made.limits.n_blocks * BLOCK >= made.n_ctx + BLOCK
 
 
 def test_the_context_is_reduced_only_with_a_warning() -> None:
@@ -137,6 +137,13 @@ def test_graphs_and_decoded_matrices_are_paid_for_where_there_are_any() -> None:
     assert plain.graphs == 0
     assert captured.graphs > 0
     assert captured.longest < plain.longest
+
+
+def test_a_step_is_shorter_where_its_values_would_crowd_out_the_cache() -> None:
+    wide = [planned(n * GIB, device=Device.of(int(n * GIB), None, step_tokens=2048)) for n in (80, 1.8, 1.3)]
+    tokens = [made.limits.max_tokens for made in wide]
+    assert tokens[0] == 2048 > tokens[1] > tokens[2] >= 128
+    assert all(made.scratch <= (made.budget - made.weights) * 0.3 for made in wide)
 
 
 def test_the_longest_context_is_the_longest_that_loads() -> None:
