@@ -61,7 +61,7 @@ OTHERS: list[tuple[str, list[Any]]] = [
     ("stream", ["yes", 1, [], {}]),
     ("logit_bias", [[], "a", {"a": 1}, {"-1": 1}, {"1": "x"}, {"1": 1e9}, {"1": None}, {"9" * 30: 1}, {"1.0": 1}]),
     ("logprobs", [-1, 21, 1.5, "many", [], {}]),
-    ("response_format", ["json", {"type": "zap"}, {}, {"type": "json_schema", "json_schema": {"schema": {}}}]),
+    ("response_format", ["json", {"type": "zap"}, {}, {"type": "json_schema", "json_schema": {"schema": 1}}]),
     ("stream_options", [1, [], {"include_usage": "x"}]),
     ("model", [5, [], {}, True]),
     ("prompt", [None, 5, {}, [], [[]], [None], [True], [1.5], [-1], [10**9], ["a", 1], [["a"]]]),
