@@ -80,6 +80,7 @@ class Engine:
         self._flight: _Flight | None = None
         self._deadlines: list[tuple[float, int, Sequence, bool]] = []
         self._broken, self._sound = 0, 1
+        self._counted = 0.0
 
     def add(self, sequence: Sequence) -> None:
         self.scheduler.add(sequence)
@@ -232,17 +233,22 @@ class Engine:
 
     def _count(self, flight: _Flight) -> None:
         stats, parts = self.stats, flight.batch.parts
-        seconds = time.perf_counter() - flight.launched
+        now = time.perf_counter()
         stats.steps += 1
-        stats.step_seconds.add(seconds)
+        stats.step_seconds.add(now - flight.launched)
+        # Launches overlap: the time of a step is what has passed since the one before it was over.
+        seconds, self._counted = now - max(flight.launched, self._counted), now
         stats.batch_sequences.add(len(parts))
-        stats.batch_tokens.add(sum(p.count for p in parts))
+        tokens = sum(p.count for p in parts)
+        stats.batch_tokens.add(tokens)
         prompt = sum(p.count for p in parts if p.start < p.sequence.given)
         stats.prompt_tokens += prompt
         if prompt:
             stats.prefill_seconds += seconds
         else:
             stats.decode_seconds += seconds
+            stats.decode_steps += 1
+            stats.decode_tokens += tokens
         self._broken, self._sound = 0, self._sound + 1
         if self._sound % RECOVERY == 0:
             self.scheduler.max_tokens = min(2 * self.scheduler.max_tokens, self.step.limits.max_tokens)

@@ -47,6 +47,9 @@ class Stats:
     prefill_seconds: float = 0.0
     """In steps that ran a part of a prompt; the rest is decoding."""
     decode_seconds: float = 0.0
+    decode_steps: int = 0
+    decode_tokens: int = 0
+    """Tokens that steps without a prompt ran, one for each of their sequences and each guess."""
     step_seconds: Histogram = field(default_factory=_latency)
     batch_sequences: Histogram = field(default_factory=lambda: Histogram(SIZES))
     batch_tokens: Histogram = field(default_factory=lambda: Histogram(SIZES))
