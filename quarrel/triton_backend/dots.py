@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-WORDS = ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q4_0", "MXFP4")
+WORDS = ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q4_0", "MXFP4", "Q5_0", "Q4_1", "Q5_1", "IQ4_NL", "IQ4_XS")
 """Formats whose codes are multiplied as integers."""
 FLOATS = ("F16", "BF16")
 
@@ -20,6 +20,11 @@ _PLUS_LOW: tl.constexpr = tl.constexpr(0x03020100)
 _PLUS_HIGH: tl.constexpr = tl.constexpr(0x0C080604)
 _MINUS_LOW: tl.constexpr = tl.constexpr(0xFDFEFF00 - (1 << 32))
 _MINUS_HIGH: tl.constexpr = tl.constexpr(0xF4F8FAFC - (1 << 32))
+# The 16 values of IQ4_NL as bytes.
+_IQ4_A: tl.constexpr = tl.constexpr(0xBFAD9881 - (1 << 32))
+_IQ4_B: tl.constexpr = tl.constexpr(0xF6EADDCF - (1 << 32))
+_IQ4_C: tl.constexpr = tl.constexpr(0x26190D01)
+_IQ4_D: tl.constexpr = tl.constexpr(0x71594535)
 
 
 @triton.jit
@@ -139,18 +144,23 @@ def _one_bit(word, i, codes):
 
 
 @triton.jit
-def _e2m1(q, ASM: tl.constexpr):
-    """The codes of a word as signed bytes, twice their values: of the low and of the high nibbles."""
-    first = _four_e2m1(q, ASM)
-    second = _four_e2m1(q >> 16, ASM)
+def _signed(FORMAT: tl.constexpr, q, ASM: tl.constexpr):
+    """The values of a word's codes as signed bytes (of e2m1, twice them): of the low and of the high nibbles."""
+    if FORMAT == "MXFP4":
+        first = _four(q, _PLUS_LOW, _PLUS_HIGH, _MINUS_LOW, _MINUS_HIGH, ASM)
+        second = _four(q >> 16, _PLUS_LOW, _PLUS_HIGH, _MINUS_LOW, _MINUS_HIGH, ASM)
+    else:
+        first = _four(q, _IQ4_A, _IQ4_B, _IQ4_C, _IQ4_D, ASM)
+        second = _four(q >> 16, _IQ4_A, _IQ4_B, _IQ4_C, _IQ4_D, ASM)
     return choose_bytes(first, second, q * 0 + 0x6420, ASM), choose_bytes(first, second, q * 0 + 0x7531, ASM)
 
 
 @triton.jit
-def _four_e2m1(q, ASM: tl.constexpr):
+def _four(q, a, b, c, d, ASM: tl.constexpr):
+    """Entries of a table of 16 bytes by the four lower nibbles."""
     at = q & 0x7777
-    plus = choose_bytes(_PLUS_LOW, _PLUS_HIGH, at, ASM)
-    minus = choose_bytes(_MINUS_LOW, _MINUS_HIGH, at, ASM)
+    plus = choose_bytes(a, b, at, ASM)
+    minus = choose_bytes(c, d, at, ASM)
     mask = choose_bytes(0x0000FF00, 0, (q >> 3) & 0x1111, ASM)
     return (plus & ~mask) | (minus & mask)
 
@@ -182,66 +192,51 @@ def load_tile(
         at = n[:, None] * (K // 32) + block[None, :]
         there = (block < K // 32)[None, :]
         scales = _load(scale + at, there, MASK)
-        if FORMAT == "Q5_K" or FORMAT == "Q6_K":
+        if FORMAT == "Q5_K" or FORMAT == "Q6_K" or FORMAT == "Q5_0" or FORMAT == "Q5_1":
             upper = _load(bits + at, there, MASK)
-        if FORMAT == "Q4_K" or FORMAT == "Q5_K" or FORMAT == "Q6_K":
+        if FORMAT == "Q4_K" or FORMAT == "Q5_K" or FORMAT == "Q6_K" or FORMAT == "IQ4_XS":
             tops = _spread(top, first, N, start, K // 256, 8, R, S, MASK)
     return q, upper, scales, tops
 
 
 @triton.jit
-def tile_products(
-    FORMAT: tl.constexpr, q, upper, scales, tops, x, start, K: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
-    ASM: tl.constexpr,
-):  # fmt: skip
-    """[R, W / 4] float32 whose sums over the rows are the products of a tile with x; [R, W] for floats."""
+def load_row(FORMAT: tl.constexpr, x, start, K: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
+    """What a tile from word `start` multiplies: sixteen words of each block's high and low halves (for Q8_0, eight), scales
+    and the sums of both halves; of floats, themselves. All are [1, ..], and in the thread that has the block's codes."""
     if FORMAT == "F16" or FORMAT == "BF16":
         w = start + tl.arange(0, W)
-        v = _load(x + w, w < K, K % W != 0).to(tl.float32)[None, :]
-        if FORMAT == "BF16":
-            y = (q.to(tl.int32) << 16).to(tl.float32, bitcast=True) * v
-        else:
-            y = q.to(tl.float32) * v
+        row = (_load(x + w, w < K, K % W != 0).to(tl.float32)[None, :],)
     elif FORMAT == "Q8_0":
-        y = _bytes(q, scales, x, start, K, R, W, ASM)
+        row = _load_halves(x, start, K, W, ASM)
     else:
-        y = _nibbles(FORMAT, q, upper, scales, tops, x, start, K, R, W, ASM)
-    return y
+        row = _load_blocks(x, start, K, W, ASM)
+    return row
 
 
 @triton.jit
-def _bytes(q, scales, x, start, K: tl.constexpr, R: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
+def _load_halves(x, start, K: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
     # Four words are half a block: low halves and high halves take turns.
     KW: tl.constexpr = K // 8
     C: tl.constexpr = W // 4
     MASK: tl.constexpr = (K // 4) % W != 0
     half = somewhere(start // 4, ASM) + tl.arange(0, C)
-    block = half // 2
     ok = half < K // 16
     plain = start // 4 + tl.arange(0, C)
     at = (plain % 2 * 2 * KW + plain // 2 * 4)[:, None] + tl.arange(0, 4)[None, :]  # [C, 4]
     high = _load(x + at, ok[:, None], MASK)
     low = _load(x + KW + at, ok[:, None], MASK)
-    a, b, c, d = split4(q, R, C)
     ha, hb, hc, hd = split4(tl.reshape(high, (1, W)), 1, C)
     la, lb, lc, ld = split4(tl.reshape(low, (1, W)), 1, C)
-    zero = tl.zeros([R, C], tl.int32)
-    total = chain(a, b, c, d, ha, hb, hc, hd, zero, True, ASM) * 128
-    total = chain(a, b, c, d, la, lb, lc, ld, total, True, ASM)
-    s = _load(x + 4 * KW + block, ok, MASK).to(tl.float32, bitcast=True)
-    return total.to(tl.float32) * (scales.to(tl.float32) * s[None, :])
+    s = _load(x + 4 * KW + half // 2, ok, MASK).to(tl.float32, bitcast=True)[None, :]
+    return ha, hb, hc, hd, la, lb, lc, ld, s
 
 
 @triton.jit
-def _nibbles(
-    FORMAT: tl.constexpr, q, upper, scales, tops, x, start, K: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
-    ASM: tl.constexpr,
-):  # fmt: skip
+def _load_blocks(x, start, K: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
     KW: tl.constexpr = K // 8
     KS: tl.constexpr = K // 32
     S: tl.constexpr = W // 4
     MASK: tl.constexpr = KW % W != 0
-    SIGNED: tl.constexpr = FORMAT == "MXFP4"
     w = start + tl.arange(0, W)
     block = somewhere(start // 4, ASM) + tl.arange(0, S)
     ok = w < KW
@@ -251,18 +246,90 @@ def _nibbles(
     ya, yb, yc, yd = _words(p + KW, ok, S, MASK)
     ua, ub, uc, ud = _words(p + 2 * KW, ok, S, MASK)
     va, vb, vc, vd = _words(p + 3 * KW, ok, S, MASK)
-    a, b, c, d = split4(q, R, S)
     s = _load(x + 4 * KW + block, there, MASK).to(tl.float32, bitcast=True)[None, :]
+    first = _load(x + 4 * KW + KS + block, there, MASK)[None, :]
+    second = _load(x + 4 * KW + 2 * KS + block, there, MASK)[None, :]
+    return xa, xb, xc, xd, ya, yb, yc, yd, ua, ub, uc, ud, va, vb, vc, vd, s, first, second
+
+
+@triton.jit
+def row_halves(high, low, s, S: tl.constexpr):
+    """`load_row` for Q8_0 from registers: a whole row's blocks as `halve` gives them, high and low [S, 2, 4], s [S]."""
+    C: tl.constexpr = 2 * S
+    ha, hb, hc, hd = split4(tl.reshape(high, (1, 4 * C)), 1, C)
+    la, lb, lc, ld = split4(tl.reshape(low, (1, 4 * C)), 1, C)
+    both = tl.reshape(tl.broadcast_to(s[:, None], (S, 2)), (1, C))
+    return ha, hb, hc, hd, la, lb, lc, ld, both
+
+
+@triton.jit
+def row_blocks(high, low, s, sums, S: tl.constexpr):
+    """The same for codes of less than a byte; sums [S, 2]."""
+    x, u = tl.split(tl.permute(high, (0, 2, 1)))  # [S, 4] each
+    y, v = tl.split(tl.permute(low, (0, 2, 1)))
+    xa, xb, xc, xd = split4(tl.reshape(x, (1, 4 * S)), 1, S)
+    ya, yb, yc, yd = split4(tl.reshape(y, (1, 4 * S)), 1, S)
+    ua, ub, uc, ud = split4(tl.reshape(u, (1, 4 * S)), 1, S)
+    va, vb, vc, vd = split4(tl.reshape(v, (1, 4 * S)), 1, S)
+    first, second = tl.split(sums)
+    s, first, second = s[None, :], first[None, :], second[None, :]
+    return xa, xb, xc, xd, ya, yb, yc, yd, ua, ub, uc, ud, va, vb, vc, vd, s, first, second
+
+
+@triton.jit
+def tile_products(
+    FORMAT: tl.constexpr, q, upper, scales, tops, x, start, K: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """[R, W / 4] float32 whose sums over the rows are the products of a tile with x; [R, W] for floats."""
+    return products(FORMAT, q, upper, scales, tops, load_row(FORMAT, x, start, K, W, ASM), R, W, ASM)
+
+
+@triton.jit
+def products(
+    FORMAT: tl.constexpr, q, upper, scales, tops, row, R: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr
+):  # fmt: skip
+    """The same with a row as `load_row` gives it."""
+    if FORMAT == "F16" or FORMAT == "BF16":
+        if FORMAT == "BF16":
+            y = (q.to(tl.int32) << 16).to(tl.float32, bitcast=True) * row[0]
+        else:
+            y = q.to(tl.float32) * row[0]
+    elif FORMAT == "Q8_0":
+        y = _bytes(q, scales, row, R, W, ASM)
+    else:
+        y = _nibbles(FORMAT, q, upper, scales, tops, row, R, W, ASM)
+    return y
+
+
+@triton.jit
+def _bytes(q, scales, row, R: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
+    C: tl.constexpr = W // 4
+    a, b, c, d = split4(q, R, C)
+    zero = tl.zeros([R, C], tl.int32)
+    total = chain(a, b, c, d, row[0], row[1], row[2], row[3], zero, True, ASM) * 128
+    total = chain(a, b, c, d, row[4], row[5], row[6], row[7], total, True, ASM)
+    return total.to(tl.float32) * (scales.to(tl.float32) * row[8])
+
+
+@triton.jit
+def _nibbles(
+    FORMAT: tl.constexpr, q, upper, scales, tops, row, R: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr
+):  # fmt: skip
+    S: tl.constexpr = W // 4
+    SIGNED: tl.constexpr = FORMAT == "MXFP4" or FORMAT == "IQ4_NL" or FORMAT == "IQ4_XS"
+    xa, xb, xc, xd, ya, yb, yc, yd, ua, ub, uc, ud, va, vb, vc, vd, s, first, second = row
+    a, b, c, d = split4(q, R, S)
     M: tl.constexpr = 0x0F0F0F0F
-    if FORMAT == "MXFP4":
-        a, e = _e2m1(a, ASM)
-        b, f = _e2m1(b, ASM)
-        c, g = _e2m1(c, ASM)
-        d, h = _e2m1(d, ASM)
+    if SIGNED:
+        a, e = _signed(FORMAT, a, ASM)
+        b, f = _signed(FORMAT, b, ASM)
+        c, g = _signed(FORMAT, c, ASM)
+        d, h = _signed(FORMAT, d, ASM)
     else:
         e, f, g, h = (a >> 4) & M, (b >> 4) & M, (c >> 4) & M, (d >> 4) & M
         a, b, c, d = a & M, b & M, c & M, d & M
-    if FORMAT == "Q5_K":
+    if FORMAT == "Q5_K" or FORMAT == "Q5_0" or FORMAT == "Q5_1":
         a, b, c, d = _one_bit(upper, 0, a), _one_bit(upper, 1, b), _one_bit(upper, 2, c), _one_bit(upper, 3, d)
         e, f, g, h = _one_bit(upper, 4, e), _one_bit(upper, 5, f), _one_bit(upper, 6, g), _one_bit(upper, 7, h)
     elif FORMAT == "Q6_K":
@@ -277,8 +344,8 @@ def _nibbles(
         lows = chain(a, b, c, d, ya, yb, yc, yd, lows, False, ASM)
         highs = chain(e, f, g, h, ua, ub, uc, ud, zero, False, ASM) * 128
         highs = chain(e, f, g, h, va, vb, vc, vd, highs, False, ASM)
-        lows -= 32 * _load(x + 4 * KW + KS + block, there, MASK)[None, :]
-        highs -= 32 * _load(x + 4 * KW + 2 * KS + block, there, MASK)[None, :]
+        lows -= 32 * first
+        highs -= 32 * second
         pair, weight = scales.to(tl.int32), tops.to(tl.float32)
         low, high = ((pair << 24) >> 24).to(tl.float32), (pair >> 8).to(tl.float32)
         y = (lows.to(tl.float32) * low + highs.to(tl.float32) * high) * (weight * s)
@@ -288,8 +355,15 @@ def _nibbles(
         total = chain(a, b, c, d, ya, yb, yc, yd, total, SIGNED, ASM)
         total = chain(e, f, g, h, va, vb, vc, vd, total, SIGNED, ASM)
         if FORMAT == "Q4_0":
-            sums = _load(x + 4 * KW + KS + block, there, MASK) + _load(x + 4 * KW + 2 * KS + block, there, MASK)
-            y = (total - 8 * sums[None, :]).to(tl.float32) * (scales.to(tl.float32) * s)
+            y = (total - 8 * (first + second)).to(tl.float32) * (scales.to(tl.float32) * s)
+        elif FORMAT == "Q5_0":
+            y = (total - 16 * (first + second)).to(tl.float32) * (scales.to(tl.float32) * s)
+        elif FORMAT == "Q4_1" or FORMAT == "Q5_1":
+            y = (_half(scales) * total.to(tl.float32) + _half(scales >> 16) * (first + second).to(tl.float32)) * s
+        elif FORMAT == "IQ4_NL":
+            y = total.to(tl.float32) * (scales.to(tl.float32) * s)
+        elif FORMAT == "IQ4_XS":
+            y = (total.to(tl.float32) * scales.to(tl.float32)) * (tops.to(tl.float32) * s)
         elif FORMAT == "MXFP4":
             e8 = scales.to(tl.int32)
             # 2^(e - 128), as the codes are doubled; the two smallest are below float32's normal numbers.
@@ -297,8 +371,7 @@ def _nibbles(
             y = total.to(tl.float32) * (exponent.to(tl.float32, bitcast=True) * s)
         else:
             tl.static_assert(FORMAT == "Q4_K" or FORMAT == "Q5_K", "unknown format")
-            sums = _load(x + 4 * KW + KS + block, there, MASK) + _load(x + 4 * KW + 2 * KS + block, there, MASK)
             pair = scales.to(tl.int32)
-            m = ((pair >> 8) & 255).to(tl.float32) * (_half(tops >> 16) * sums.to(tl.float32)[None, :])
+            m = ((pair >> 8) & 255).to(tl.float32) * (_half(tops >> 16) * (first + second).to(tl.float32))
             y = ((pair & 255).to(tl.float32) * (_half(tops) * total.to(tl.float32)) - m) * s
     return y

@@ -155,4 +155,7 @@ def wide(format: str, planes: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...
         return codes, bits.view(torch.int64), scale.view(torch.int16), top
     if format in ("Q4_K", "Q5_K"):
         return codes, bits if format == "Q5_K" else codes, scale.view(torch.int16), top.view(torch.int32)
-    return codes, codes, scale, codes
+    if format == "IQ4_XS":
+        return codes, codes, scale, top
+    two = format in ("Q4_1", "Q5_1")
+    return codes, bits if format in ("Q5_0", "Q5_1") else codes, scale.view(torch.int32) if two else scale, codes

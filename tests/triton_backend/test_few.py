@@ -78,7 +78,7 @@ def test_gate_and_up(backend: TritonBackend, activation: str) -> None:
     check(backend, NORM_GATE_UP, NormGateUpSpec(NormSpec("rms", 512, 1e-5), same, same, activation))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("type", [GGMLType.Q4_0, GGMLType.BF16], ids=lambda t: t.name)
+@pytest.mark.parametrize("type", [GGMLType.Q5_0, GGMLType.BF16], ids=lambda t: t.name)
 def test_chosen_experts(backend: TritonBackend, type: GGMLType) -> None:
     check(backend, EXPERT_UP, ExpertUpSpec(type, 4, 2, 3, 288, "oai", bias=True))
     check(backend, EXPERT_UP, ExpertUpSpec(type, 4, 2, 3, 64, "relu2", gated=False))
