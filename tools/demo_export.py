@@ -1,4 +1,4 @@
-"""Write a run of train_demo as a GGUF file of architecture `llama`.
+"""Write a run of train_demo as a GGUF file of architecture `llama`, or `granitehybrid` where it has Mamba-2 layers.
 
     python -m tools.demo_export run/ quarrel/demo/quarrel-demo-11M-Q8_0.gguf --quant Q8_0
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import numpy as np
 import sentencepiece
 
 from quarrel.gguf import GGMLType, GGUFWriter
@@ -24,6 +25,8 @@ DESCRIPTION = (
     "tools/train_demo.py on children's classics and fairy tales from Project Gutenberg that are in the public domain in "
     "the United States; see MODEL_CARD.md."
 )
+KEPT = ("ffn_gate_inp.weight", "ssm_conv1d.weight")
+"""Matrices that stay F32, as llama-quantize leaves them."""
 NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # tokenizer.ggml.token_type
 
 
@@ -44,22 +47,38 @@ def export(run: Path, target: Path, quant: str) -> int:
     _add_general(writer, model, quant)
     _add_shape(writer, model.shape)
     _add_tokenizer(writer, sp)
-    for name, parameter in model.named_parameters():
-        array = parameter.detach().numpy()
+    for given, parameter in model.named_parameters():
+        name, array = _as_gguf(given, parameter.detach().numpy())
         kind = GGMLType.F32
-        if array.ndim == 2:
+        if array.ndim > 1 and array.shape[-1] > 1 and not name.endswith(KEPT):
             layer = int(name.split(".")[1]) if name.startswith("blk.") else 0
-            kind = tensor_type(quant, name, array.shape[1], (layer, model.shape.block_count), 0, tied=True)
+            place = (layer, model.shape.block_count)
+            kind = tensor_type(quant, name, array.shape[-1], place, model.shape.expert_count, tied=True)
         writer.add_tensor(name, array, kind)
     return writer.write(target)
 
 
+def _as_gguf(name: str, array: np.ndarray) -> tuple[str, np.ndarray]:
+    """GGUF's name and form of a parameter."""
+    name = name.replace("experts.", "").replace("mamba.", "")
+    if name.endswith("_exps"):
+        return name + ".weight", array
+    if name.endswith("ssm_conv1d.weight"):
+        return name, array[:, 0]
+    if name.endswith("ssm_a_log"):
+        return name.removesuffix("_log"), -np.exp(array)[:, None]
+    if name.endswith("ssm_d"):
+        return name, array[:, None]
+    return name.replace("ssm_dt_bias", "ssm_dt.bias"), array
+
+
 def _add_general(writer: GGUFWriter, model: Llama, quant: str) -> None:
     millions = f"{sum(p.numel() for p in model.parameters()) / 1e6:.0f}M"
-    writer.add("general.architecture", "llama")
+    writer.add("general.architecture", model.shape.architecture)
     writer.add("general.type", "model")
-    writer.add("general.name", f"Quarrel demo {millions}")
-    writer.add("general.basename", "quarrel-demo")
+    kind = "hybrid" if model.shape.layout else "experts" if model.shape.expert_count else "demo"
+    writer.add("general.name", f"Quarrel {kind} {millions}")
+    writer.add("general.basename", f"quarrel-{kind}")
     writer.add("general.size_label", millions)
     writer.add("general.author", "The Quarrel founders")
     writer.add("general.license", "apache-2.0")
@@ -75,18 +94,40 @@ def _add_general(writer: GGUFWriter, model: Llama, quant: str) -> None:
 
 
 def _add_shape(writer: GGUFWriter, shape: Shape) -> None:
-    writer.add("llama.vocab_size", shape.vocab_size)
-    writer.add("llama.context_length", shape.context_length)
-    writer.add("llama.embedding_length", shape.embedding_length)
-    writer.add("llama.feed_forward_length", shape.feed_forward_length)
-    writer.add("llama.block_count", shape.block_count)
-    writer.add("llama.attention.head_count", shape.head_count)
-    writer.add("llama.attention.head_count_kv", shape.head_count_kv)
-    writer.add("llama.attention.key_length", shape.head_dim)
-    writer.add("llama.attention.value_length", shape.head_dim)
-    writer.add("llama.attention.layer_norm_rms_epsilon", shape.rms_epsilon)
-    writer.add("llama.rope.dimension_count", shape.head_dim)
-    writer.add("llama.rope.freq_base", shape.rope_freq_base)
+    kv: int | list[int] = shape.head_count_kv
+    if shape.layout:
+        kv = [shape.head_count_kv if kind == "A" else 0 for kind in shape.layout]
+    facts: dict[str, object] = {
+        "vocab_size": shape.vocab_size,
+        "context_length": shape.context_length,
+        "embedding_length": shape.embedding_length,
+        "feed_forward_length": shape.feed_forward_length,
+        "block_count": shape.block_count,
+        "attention.head_count": shape.head_count,
+        "attention.head_count_kv": kv,
+        "attention.key_length": shape.head_dim,
+        "attention.value_length": shape.head_dim,
+        "attention.layer_norm_rms_epsilon": shape.rms_epsilon,
+        "rope.dimension_count": shape.head_dim,
+        "rope.freq_base": shape.rope_freq_base,
+    }
+    if shape.expert_count:
+        facts |= {"expert_count": shape.expert_count, "expert_used_count": shape.expert_used_count}
+    if shape.layout:
+        facts |= {
+            "attention.scale": shape.head_dim**-0.5,
+            "embedding_scale": 1.0,
+            "residual_scale": 1.0,
+            "logit_scale": 1.0,
+            "rope.scaling.finetuned": False,
+            "ssm.conv_kernel": shape.ssm_conv_kernel,
+            "ssm.state_size": shape.ssm_state_size,
+            "ssm.group_count": 1,
+            "ssm.inner_size": shape.ssm_inner_size,
+            "ssm.time_step_rank": shape.ssm_head_count,
+        }
+    for key, value in facts.items():
+        writer.add(f"{shape.architecture}.{key}", value)
 
 
 def _add_tokenizer(writer: GGUFWriter, sp: sentencepiece.SentencePieceProcessor) -> None:

@@ -1,6 +1,7 @@
-"""The bundled model's architecture for training: GGUF `llama` with tied embeddings, in plain torch.
+"""The architecture of small models for training: GGUF `llama` with tied embeddings, in plain torch; also with experts,
+and as `granitehybrid`, whose layers are Mamba-2 or attention without positions.
 
-    h = token_embd[ids];  h += attn(RMS(h; attn_norm)), h += ffn(RMS(h; ffn_norm)) per layer
+    h = token_embd[ids];  h += mixer(RMS(h; attn_norm)), h += ffn(RMS(h; ffn_norm)) per layer
     logits = token_embd RMS(h; output_norm)
 
 RoPE rotates the pairs (2i, 2i+1) of a head, which is how GGUF's llama stores q and k, so that nothing is permuted on
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from tools.demo_blocks import Experts, Mamba2
 
 
 @dataclass(frozen=True)
@@ -30,37 +33,71 @@ class Shape:
     head_dim: int = 64
     rope_freq_base: float = 10000.0
     rms_epsilon: float = 1e-5
+    expert_count: int = 0
+    expert_used_count: int = 0
+    layout: str = ""
+    """A hybrid's layers, such as "MMAM": Mamba-2 or attention. Empty: attention with rope in all of them."""
+    ssm_inner_size: int = 512
+    ssm_state_size: int = 64
+    ssm_head_count: int = 8
+    ssm_conv_kernel: int = 4
+
+    @property
+    def architecture(self) -> str:
+        return "granitehybrid" if self.layout else "llama"
 
 
 class Block(nn.Module):
-    """Attention and a SwiGLU feed-forward network, each on a normed residual."""
+    """Attention or Mamba-2, and a SwiGLU feed-forward network or experts, each on a normed residual."""
 
-    def __init__(self, shape: Shape, dropout: float) -> None:
+    def __init__(self, shape: Shape, dropout: float, mamba: bool) -> None:
         super().__init__()
         E, Fw, hd = shape.embedding_length, shape.feed_forward_length, shape.head_dim
         self.shape, self.dropout = shape, dropout
         self.attn_norm = nn.RMSNorm(E, eps=shape.rms_epsilon)
-        self.attn_q = nn.Linear(E, shape.head_count * hd, bias=False)
-        self.attn_k = nn.Linear(E, shape.head_count_kv * hd, bias=False)
-        self.attn_v = nn.Linear(E, shape.head_count_kv * hd, bias=False)
-        self.attn_output = nn.Linear(shape.head_count * hd, E, bias=False)
+        if mamba:
+            self.mamba = Mamba2(
+                E,
+                shape.ssm_inner_size,
+                shape.ssm_state_size,
+                shape.ssm_head_count,
+                shape.ssm_conv_kernel,
+                shape.rms_epsilon,
+            )
+        else:
+            self.attn_q = nn.Linear(E, shape.head_count * hd, bias=False)
+            self.attn_k = nn.Linear(E, shape.head_count_kv * hd, bias=False)
+            self.attn_v = nn.Linear(E, shape.head_count_kv * hd, bias=False)
+            self.attn_output = nn.Linear(shape.head_count * hd, E, bias=False)
         self.ffn_norm = nn.RMSNorm(E, eps=shape.rms_epsilon)
-        self.ffn_gate = nn.Linear(E, Fw, bias=False)
-        self.ffn_up = nn.Linear(E, Fw, bias=False)
-        self.ffn_down = nn.Linear(Fw, E, bias=False)
+        if shape.expert_count:
+            self.experts = Experts(E, Fw, shape.expert_count, shape.expert_used_count)
+        else:
+            self.ffn_gate = nn.Linear(E, Fw, bias=False)
+            self.ffn_up = nn.Linear(E, Fw, bias=False)
+            self.ffn_down = nn.Linear(Fw, E, bias=False)
 
-    def forward(self, h: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        B, T, _ = h.shape
-        hd = self.shape.head_dim
+    def forward(self, h: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual after the layer, and how unevenly its experts are used (0 without any)."""
         x = self.attn_norm(h)
-        q = _rotate(self.attn_q(x).view(B, T, -1, hd), cos, sin).transpose(1, 2)  # [B, nh, T, hd]
-        k = _rotate(self.attn_k(x).view(B, T, -1, hd), cos, sin).transpose(1, 2)  # [B, nkv, T, hd]
+        y = self.mamba(x) if hasattr(self, "mamba") else self.attention(x, cos, sin)
+        h = h + F.dropout(y, self.dropout, self.training)
+        x = self.ffn_norm(h)
+        if self.shape.expert_count:
+            y, uneven = self.experts(x)
+        else:
+            y, uneven = self.ffn_down(F.silu(self.ffn_gate(x)) * self.ffn_up(x)), h.new_zeros(())
+        return h + F.dropout(y, self.dropout, self.training), uneven
+
+    def attention(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        B, T, _ = x.shape
+        hd = self.shape.head_dim
+        turned = (lambda v: v) if self.shape.layout else (lambda v: _rotate(v, cos, sin))
+        q = turned(self.attn_q(x).view(B, T, -1, hd)).transpose(1, 2)  # [B, nh, T, hd]
+        k = turned(self.attn_k(x).view(B, T, -1, hd)).transpose(1, 2)  # [B, nkv, T, hd]
         v = self.attn_v(x).view(B, T, -1, hd).transpose(1, 2)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).reshape(B, T, -1)
-        h = h + F.dropout(self.attn_output(y), self.dropout, self.training)
-        x = self.ffn_norm(h)
-        y = self.ffn_down(F.silu(self.ffn_gate(x)) * self.ffn_up(x))
-        return h + F.dropout(y, self.dropout, self.training)
+        return self.attn_output(y)
 
 
 class Llama(nn.Module):
@@ -70,24 +107,33 @@ class Llama(nn.Module):
         super().__init__()
         self.shape, self.dropout = shape, dropout
         self.token_embd = nn.Embedding(shape.vocab_size, shape.embedding_length)
-        self.blk = nn.ModuleList(Block(shape, dropout) for _ in range(shape.block_count))
+        layout = shape.layout or "A" * shape.block_count
+        if len(layout) != shape.block_count or set(layout) - set("AM"):
+            raise ValueError(f"layout is {layout!r}, wanted {shape.block_count} letters, each A or M")
+        self.blk = nn.ModuleList(Block(shape, dropout, kind == "M") for kind in layout)
         self.output_norm = nn.RMSNorm(shape.embedding_length, eps=shape.rms_epsilon)
         half = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
         angle = torch.outer(torch.arange(shape.context_length), shape.rope_freq_base**-half)  # [C, hd / 2]
         self.register_buffer("cos", angle.cos()[:, None, :], persistent=False)
         self.register_buffer("sin", angle.sin()[:, None, :], persistent=False)
         for name, p in self.named_parameters():
-            if p.ndim == 2:
+            if p.ndim > 1 and "conv1d" not in name:
                 # Residual branches start smaller, so that the sum over the layers keeps its size.
-                deep = (2 * shape.block_count) ** -0.5 if name.endswith(("attn_output.weight", "ffn_down.weight")) else 1.0
-                nn.init.normal_(p, std=0.02 * deep)
+                last = ("attn_output.weight", "ssm_out.weight", "ffn_down.weight", "ffn_down_exps")
+                nn.init.normal_(p, std=0.02 * ((2 * shape.block_count) ** -0.5 if name.endswith(last) else 1.0))
 
     def forward(self, ids: Tensor) -> Tensor:
+        return self.scored(ids)[0]
+
+    def scored(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits, and how unevenly the experts of all layers are used together."""
         T = ids.shape[1]
         h = F.dropout(self.token_embd(ids), self.dropout, self.training)
+        uneven = []
         for block in self.blk:
-            h = block(h, self.cos[:T], self.sin[:T])
-        return F.linear(self.output_norm(h), self.token_embd.weight)
+            h, of_block = block(h, self.cos[:T], self.sin[:T])
+            uneven.append(of_block)
+        return F.linear(self.output_norm(h), self.token_embd.weight), torch.stack(uneven).sum()
 
     @torch.no_grad()
     def sample(self, ids: list[int], num_tokens: int, temperature: float, seed: int, eos: int) -> list[int]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon over 2-D parameters."""
+    """Muon over matrices, and over stacks of them."""
 
     def __init__(self, matrices: Iterable[Tensor], lr: float, weight_decay: float, momentum: float = 0.95) -> None:
         by_shape: dict[torch.Size, list[Tensor]] = {}
@@ -36,16 +36,16 @@ class Muon(torch.optim.Optimizer):
             momentum = state.setdefault("momentum", torch.zeros_like(gradient))
             momentum.lerp_(gradient, 1 - self._momentum)
             update = self._orthogonal(gradient.lerp(momentum, self._momentum))
-            scale = group["lr"] * 0.2 * max(gradient.shape[1:]) ** 0.5
+            scale = group["lr"] * 0.2 * max(gradient.shape[-2:]) ** 0.5
             torch._foreach_mul_(matrices, 1 - group["lr"] * self._weight_decay)
             torch._foreach_add_(matrices, list(update.float().unbind()), alpha=-scale)
 
 
 def _orthogonal(x: Tensor) -> Tensor:
-    """Each of x [N, rows, columns] with its singular values brought near 1 by five Newton-Schulz steps."""
-    tall = x.shape[1] > x.shape[2]
+    """Each of x [..., rows, columns] with its singular values brought near 1 by five Newton-Schulz steps."""
+    tall = x.shape[-2] > x.shape[-1]
     y = (x.mT if tall else x).bfloat16()
-    y = y / (y.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    y = y / (y.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(5):
         a = y @ y.mT
         y = 3.4445 * y + (-4.7750 * a + 2.0315 * a @ a) @ y

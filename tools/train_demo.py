@@ -43,6 +43,7 @@ class Recipe:
     dropout: float = 0.1
     warmup_steps: int = 200
     distil_weight: float = 0.7
+    balance: float = 0.01
     evaluations: int = 8
     seed: int = 1
 
@@ -76,7 +77,7 @@ def train(shape: Shape, recipe: Recipe, corpus: Path, heldout: Path, out: Path, 
     model = Llama(shape, recipe.dropout).to(device)
     guides = [load(path).to(device).eval() for path in teachers]
     compiled = torch.compile if device.type == "cuda" else lambda function: function
-    forward, loss_of, guide_forwards = compiled(model), compiled(_loss), [compiled(guide) for guide in guides]
+    forward, loss_of, guide_forwards = compiled(model.scored), compiled(_loss), [compiled(guide) for guide in guides]
     optimizers = _optimizers(model, recipe)
 
     # Epochs differ by a few windows; one batch less than this one holds is in each of them.
@@ -93,10 +94,10 @@ def train(shape: Shape, recipe: Recipe, corpus: Path, heldout: Path, out: Path, 
                 for group in optimizer.param_groups:
                     group["lr"] = recipe.learning_rate * _schedule(step, total, recipe.warmup_steps)
             with _autocast(device):
-                logits = forward(batch[:, :-1])
+                logits, uneven = forward(batch[:, :-1])
                 with torch.no_grad():
                     guidance = [guide(batch[:, :-1]) for guide in guide_forwards]
-                loss = loss_of(logits, batch[:, 1:], guidance, recipe.distil_weight)
+                loss = loss_of(logits, batch[:, 1:], guidance, recipe.distil_weight) + recipe.balance * uneven
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for optimizer in optimizers:
@@ -186,11 +187,12 @@ def _loss(logits: Tensor, targets: Tensor, guidance: list[Tensor], weight: float
 
 
 def _optimizers(model: Llama, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    matrices = [p for p in model.blk.parameters() if p.ndim == 2]
-    norms = [p for p in model.parameters() if p.ndim == 1]
+    small = ("conv1d.weight", "gate_inp.weight")
+    matrices = [p for name, p in model.blk.named_parameters() if p.ndim > 1 and not name.endswith(small)]
+    others = [p for name, p in model.named_parameters() if p.ndim == 1 or name.endswith(small)]
     groups = [
         {"params": [model.token_embd.weight], "weight_decay": recipe.weight_decay},
-        {"params": norms, "weight_decay": 0.0},
+        {"params": others, "weight_decay": 0.0},
     ]
     return [
         torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95)),

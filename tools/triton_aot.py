@@ -192,7 +192,7 @@ def specs(formats: Sequence[GGMLType], quick: bool) -> Iterator[tuple[Op, Any]]:
         yield ATTENTION, AttentionSpec(16, 8, 256, 0.0625, window=4096, cap=50.0)
 
 
-def record(op: Op, spec: Any, compute: Compute, generation: int) -> Iterator[Variant]:
+def record(op: Op, spec: Any, compute: Compute, generation: int, deterministic: bool = False) -> Iterator[Variant]:
     """The kernels that a step of one call to `op` launches on a device of this major capability."""
     seen: list[Variant] = []
 
@@ -219,7 +219,7 @@ def record(op: Op, spec: Any, compute: Compute, generation: int) -> Iterator[Var
     rows = {"T": 1024, "S": 64, "R": 64, "items": 64}
     kept, work = {v.id for v in outputs}, Work(ints, ints)
     plan = Plan(
-        choices, slots, kept, rows, Blank(compute), caches, states, work, compute, META, note, generation=generation
+        choices, slots, kept, rows, Blank(compute), caches, states, work, compute, META, note, deterministic, generation
     )  # type: ignore[arg-type]
     for tokens in TOKENS:
         for go in plan.launches:
@@ -315,11 +315,13 @@ def _output(tool: Path, *args: str) -> str:
     return subprocess.run([str(tool), *args], capture_output=True, text=True, check=True).stdout
 
 
-def variants(formats: Sequence[GGMLType], computes: Sequence[Compute], quick: bool, target: str) -> list[Variant]:
+def variants(
+    formats: Sequence[GGMLType], computes: Sequence[Compute], quick: bool, target: str, deterministic: bool = False
+) -> list[Variant]:
     """Every distinct kernel, once."""
     asked = [(c, op, spec) for c in computes for op, spec in specs(formats, quick)]
     generation = TARGETS[target][0] // 10
-    return list(dict.fromkeys(v for c, op, spec in asked for v in record(op, spec, c, generation)))
+    return list(dict.fromkeys(v for c, op, spec in asked for v in record(op, spec, c, generation, deterministic)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -330,6 +332,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kernels", default="", help="only kernels whose name contains this")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--quick", action="store_true", help="fewer head shapes")
+    parser.add_argument("--deterministic", action="store_true", help="what steps run whose rows may not depend on others")
     parser.add_argument("--list", action="store_true", help="print the variants without compiling them")
     args = parser.parse_args(argv)
     if INTERPRETED:
@@ -338,7 +341,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     work = [
         (v, target)
         for target in args.targets.split(",")
-        for v in variants(formats, args.computes.split(","), args.quick, target)
+        for v in variants(formats, args.computes.split(","), args.quick, target, args.deterministic)
         if args.kernels in v.kernel
     ]
     if args.list:

@@ -179,18 +179,49 @@ def test_the_exported_tokenizer_gives_the_ids_of_training(run: Path, tmp_path: P
         assert exported.decode(exported.encode(line)) == line
 
 
-def test_the_exported_file_computes_what_was_trained(run: Path, tmp_path: Path) -> None:
-    export(run, tmp_path / "tiny.gguf", "F16")
-    ids = np.array([BOS, *range(100, 123)], np.int32)
+OTHERS = {
+    "experts": {"expert_count": 4, "expert_used_count": 2},
+    "hybrid": {"layout": "MAM", "block_count": 3, "ssm_inner_size": 512, "ssm_state_size": 32},
+    "plain": {},
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_the_exported_file_computes_what_was_trained(run: Path, tmp_path: Path, kind: str) -> None:
+    torch.manual_seed(5)
+    model = Llama(replace(SHAPE, context_length=128, **OTHERS[kind]))  # type: ignore[arg-type]
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.1)
+            elif "dt_bias" not in name and "a_log" not in name:
+                parameter.uniform_(0.5, 1.5)
+    save(model, tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes((run / "tokenizer.model").read_bytes())
+    export(tmp_path, tmp_path / "tiny.gguf", "F16")
+    ids = np.array([BOS, *range(100, 179)], np.int32)
     n = len(ids)
     each = np.arange(n, dtype=np.int32)
-    table = np.arange(2, dtype=np.int32)[None]
-    inputs = StepInputs(ids, each, each, np.array([0, n], np.int32), np.array([n], np.int32), table, each)
+    table = np.arange(6, dtype=np.int32)[None]
+    inputs = StepInputs(
+        ids, each, each, np.array([0, n], np.int32), np.array([n], np.int32), table, each, state_slots=np.zeros(1, np.int32)
+    )
     with GGUFFile.open(tmp_path / "tiny.gguf") as file:
         tensors = Tensors(file)
         program = assemble(read_spec(file), tensors)
-        empty = [np.zeros((2, 16, cache.n_kv, cache.head_dim), np.float32) for cache in program.caches]
-        computed = run_program(program, tensors, [KVArrays(e, e.copy()) for e in empty], inputs)["logits"]
+        empty = [np.zeros((6, 16, cache.n_kv, cache.head_dim), np.float32) for cache in program.caches]
+        states = [np.zeros((1, *state.shape), np.float32) for state in program.states]
+        kept = [KVArrays(e, e.copy()) for e in empty]
+        computed = run_program(program, tensors, kept, inputs, states)["logits"]
     with torch.no_grad():
-        trained = load(run)(torch.from_numpy(ids).long()[None])[0].numpy()
+        trained = load(tmp_path)(torch.from_numpy(ids).long()[None])[0].numpy()
     assert rel_error(computed, trained) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["experts", "hybrid"])
+def test_other_kinds_learn_too(corpus: Path, tmp_path: Path, kind: str) -> None:
+    shape = replace(SMALL, **OTHERS[kind] | {"ssm_inner_size": 64, "ssm_head_count": 2})  # type: ignore[arg-type]
+    recipe = Recipe(epochs=2, batch=4, warmup_steps=5, evaluations=2)
+    made = train(shape, recipe, corpus, corpus, tmp_path, [])
+    losses = [entry["heldout_loss"] for entry in made["history"]]
+    assert losses[-1] < losses[0] < np.log(SMALL.vocab_size)

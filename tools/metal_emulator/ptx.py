@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from quarrel.errors import BackendUnavailable, RequestError
@@ -26,11 +26,12 @@ PTX_ENTRY = "msl_kernel_entry"
 
 @dataclass(frozen=True)
 class Resources:
-    """What ptxas says that a kernel takes, for one thread or (shared) one block."""
+    """What ptxas says that a kernel takes, for one thread or (shared) one block; and the machine code that it made."""
 
     registers: int
     spilled_bytes: int
     shared_bytes: int
+    code: bytes = field(default=b"", repr=False)
 
 
 def compile_ptx(source: MetalSource, arch: str, toolchain: Toolchain) -> str:
@@ -71,6 +72,7 @@ def assemble(ptx: str, arch: str) -> Resources:
         path = Path(work) / "kernel.ptx"
         path.write_text(ptx)
         report = run_tool([_find_ptxas(), f"-arch={arch}", "-v", path, "-o", path.with_suffix(".cubin")])
+        code = path.with_suffix(".cubin").read_bytes()
 
     def number(pattern: str) -> int:
         match = re.search(pattern, report)
@@ -80,6 +82,7 @@ def assemble(ptx: str, arch: str) -> Resources:
         number(r"Used (\d+) registers"),
         number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
         number(r"(\d+) bytes smem"),
+        code,
     )
 
 
