@@ -2,12 +2,16 @@
 
     python bench/metal_ptx.py prepare DIR [--all] [--arch sm_90]    where the emulator runs (any Linux machine)
     python bench/metal_ptx.py run DIR [--only NAME]                 where the GPU is: needs numpy and the CUDA driver alone
-    compute-sanitizer --tool memcheck --error-exitcode 9 python bench/metal_ptx.py run DIR
-    compute-sanitizer --tool racecheck --error-exitcode 9 python bench/metal_ptx.py run DIR
+    compute-sanitizer --tool memcheck --padding 64 --error-exitcode 9 python bench/metal_ptx.py run DIR --smallest --exact
+    compute-sanitizer --tool racecheck --error-exitcode 9 python bench/metal_ptx.py run DIR --smallest --exact
 
-`prepare` runs the contracts' smallest cases (`--all`: every case) on the emulator, and keeps of every launch the PTX, what
-went in, and what came out there, which the contract has compared with its NumPy reference. `run` gives the GPU's outputs
-guard bands and NaN beforehand, and measures the relative error against the emulator's. The last line is one JSON document.
+`prepare` runs the contracts' small cases (`--all`: every case), decoding attention of every head size and matrices whose
+SIMD-groups share rows on the emulator, and keeps of every launch the PTX, its machine code, what went in, and what came out
+there, which the contract has compared with its NumPy reference. `run` gives the GPU's outputs guard bands and NaN
+beforehand, and measures the relative error against the emulator's; with `--smallest` one launch a kernel, with `--exact`
+buffers that end where their array does (a sanitizer sees what is past them), with `--part 2/4` every fourth launch. With
+`--planted` it runs nothing but a kernel with a race and a read past its input, which a sanitizer must report. The last line
+is one JSON document.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ import ctypes
 import hashlib
 import json
 import sys
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +33,52 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 GUARD = 4096
 LIMIT = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.2e-2}
 """Relative error against the emulator; float32 sums may be made in another order, and libdevice's exp is another."""
+FEW_BYTES = 250_000
+"""A launch of more is kept only where its kernel has no smaller one before, and one of thrice as many never."""
+PLANTED = """
+  threadgroup float shared[64];
+  const uint i = thread_position_in_threadgroup.x;
+  shared[i] = x[i + 1];
+  y[i] = shared[63 - i];
+"""
+"""No barrier, and the last thread reads past x."""
+
+
+def cases(every: bool) -> Iterator[tuple[Any, Any, Any, bool | None]]:
+    """Op, case, arithmetic, and whether the rows are those of sequences with a single one."""
+    from quarrel.ops import ALL_OPS, EXTRA_OPS
+    from quarrel.ops.attention import ATTENTION, AttentionSpec
+    from quarrel.ops.contract import Case
+    from tools.metal_mutate import FURTHER
+
+    tiles = Case(AttentionSpec(2, 1, 256, 0.0625), {"S": 1, "Q": 9, "KV": 20, "block_size": 16})
+    dims = {"S": 1, "Q": 1, "KV": 300, "block_size": 16}
+    decoding = [
+        AttentionSpec(2, 2, 80, 0.11, window=259),
+        AttentionSpec(7, 1, 96, 0.1, cap=10.0),
+        AttentionSpec(8, 1, 128, 0.088, sinks=True),
+        AttentionSpec(5, 1, 256, 0.0625),
+    ]
+    for op in {**ALL_OPS, **EXTRA_OPS}.values():
+        for i, case in enumerate(op.cases()):
+            if not every and (i >= 3 and not op.name.startswith(("linear", "attention"))):
+                continue
+            for compute in ("float16", "float32", "bfloat16") if every or i == 0 else ("float16",):
+                for single in (True, False) if "T" in case.dims and "S" not in case.dims else (None,):
+                    yield op, case, compute, single
+    for op, case in (*FURTHER, (ATTENTION, tiles), *((ATTENTION, Case(spec, dims)) for spec in decoding)):
+        yield op, case, "float16", True if "S" not in case.dims else None
 
 
 def prepare(target: Path, every: bool, arch: str) -> dict[str, Any]:
-    """Runs the cases here and writes `manifest.json`, PTX files and one array file a launch."""
+    """Runs the cases here and writes `manifest.json`, kernels and arrays, each of them once."""
     import mlx.core as mx
 
     from quarrel.mlx_backend import door
     from quarrel.mlx_backend.backend import create
     from quarrel.mlx_backend.registry import REGISTRY
     from quarrel.mlx_backend.runtime import Live, Rows
-    from quarrel.ops import ALL_OPS, EXTRA_OPS, reference
+    from quarrel.ops import reference
     from quarrel.ops.compare import errors
     from tools.metal_emulator import Mode, Settings, install, metal_kernel
     from tools.metal_emulator.arrays import metal_name
@@ -50,7 +91,24 @@ def prepare(target: Path, every: bool, arch: str) -> dict[str, Any]:
     launches: list[dict[str, Any]] = []
     resources: dict[str, dict[str, int]] = {}
     seen: set[str] = set()
-    place = ["", ""]
+    place = ["", "", ""]
+
+    def keep(name: str, data: bytes) -> str:
+        """Writes it unless it is there."""
+        path = target / (name or hashlib.sha256(data).hexdigest()[:16] + ".z")
+        if not path.exists():
+            path.write_bytes(zlib.compress(data, 9))
+        return path.name
+
+    def build(name: str, whole: str, entry: str) -> str:
+        key = hashlib.sha256(whole.encode()).hexdigest()[:16]
+        if key not in resources:
+            ptx = compile_ptx(MetalSource(name, whole, entry), arch, find_toolchain())
+            used = assemble(ptx, arch)
+            keep(f"{key}.ptx.z", ptx.encode())
+            keep(f"{key}.cubin.z", used.code)
+            resources[key] = {"registers": used.registers, "spilled": used.spilled_bytes, "shared": used.shared_bytes}
+        return key
 
     class Recorder(metal_kernel):
         """Executes as the emulator does and writes down what a GPU needs to do the same."""
@@ -59,26 +117,24 @@ def prepare(target: Path, every: bool, arch: str) -> dict[str, Any]:
             done = super().launch(call, settings)
             text = self.text(call)
             whole = text.with_places()
-            key = hashlib.sha256(whole.encode()).hexdigest()[:16]
             shapes = repr([np.shape(i) for i in call.inputs])
-            if (once := f"{key} {shapes}") in seen and not every:
-                return done
-            seen.add(once)
-            if key not in resources:
-                ptx = compile_ptx(MetalSource(self.name, whole, text.entry), arch, find_toolchain())
-                (target / f"{key}.ptx").write_text(ptx)
-                used = assemble(ptx, arch)
-                resources[key] = {"registers": used.registers, "spilled": used.spilled_bytes, "shared": used.shared_bytes}
+            key = hashlib.sha256(whole.encode()).hexdigest()[:16]
             outputs = [_raw(mx.array(o)) for o in done.outputs]
-            buffers, keep = self._buffers(self._inputs(call), outputs, False)
-            given = [np.frombuffer(ctypes.string_at(b.address, b.bytes), np.uint8) for b in buffers[: -len(outputs)]]
-            del keep
-            file = f"{len(launches):04d}.npz"
-            np.savez_compressed(target / file, *given, **{f"out{i}": o.view(np.uint8) for i, o in enumerate(outputs)})
+            buffers, alive = self._buffers(self._inputs(call), outputs, False)
+            given = [ctypes.string_at(b.address, b.bytes) for b in buffers[: -len(outputs)]]
+            del alive
+            size = sum(map(len, given)) + sum(o.nbytes for o in outputs)
+            known = f"{key} {shapes}" in seen or (size > FEW_BYTES and key in resources)
+            if not every and (known or size > 3 * FEW_BYTES):
+                return done
+            seen.add(f"{key} {shapes}")
+            assert build(self.name, whole, text.entry) == key
             launches.append(
                 {
-                    "kernel": self.name, "ptx": key, "arrays": file, "op": place[0], "case": place[1],
-                    "inputs": len(given), "outputs": [metal_name(d) for d in call.output_dtypes],
+                    "kernel": self.name, "code": key, "op": place[0], "case": place[1], "compute": place[2],
+                    "given": [[len(g), keep("", g)] for g in given],
+                    "wanted": [[metal_name(d), o.nbytes, keep("", o.tobytes())]
+                               for d, o in zip(call.output_dtypes, outputs)],
                     "groups": [g // t for g, t in zip(call.grid, call.threadgroup)], "threads": list(call.threadgroup),
                 }
             )  # fmt: skip
@@ -87,21 +143,31 @@ def prepare(target: Path, every: bool, arch: str) -> dict[str, Any]:
     with install(Settings(mode=Mode.FAST)):
         mx.fast.metal_kernel = Recorder
         create()
-        for op in {**ALL_OPS, **EXTRA_OPS}.values():
-            for i, case in enumerate(op.cases() if every or op.name.startswith("linear") else op.cases()[:3]):
-                inputs = op.make(case, np.random.default_rng(0)) if op.make else ()
-                ways = (True, False) if "T" in case.dims and "S" not in case.dims else (None,)
-                for single in ways:
-                    place[:] = [op.name, f"{i} {case.spec} {dict(case.dims)} {single}"]
-                    live = None if single is None else Live(*[Rows(np.full(case.dims["T"], single))] * 2)
-                    got = door.run_op(REGISTRY, op, case.spec, inputs, "float16", live)
-                    found = errors(op, case.spec, got, reference.run_op(op, case.spec, inputs), case)
-                    assert max(found.values()) <= op.tolerance["float16"], (place, found)
-            print(op.name, len(launches), "launches", len(resources), "kernels", flush=True)
-    manifest = {"arch": arch, "launches": launches, "resources": resources}
+        for op, case, compute, single in cases(every):
+            inputs = op.make(case, np.random.default_rng(0))
+            place[:] = [op.name, f"{case.spec} {dict(case.dims)} {single}", compute]
+            live = None if single is None else Live(*[Rows(np.full(case.dims["T"], single))] * 2)
+            got = door.run_op(REGISTRY, op, case.spec, inputs, compute, live)
+            found = errors(op, case.spec, got, reference.run_op(op, case.spec, inputs), case)
+            assert max(found.values()) <= op.tolerance[compute], (place, found)
+    smallest: dict[str, dict[str, Any]] = {}
+    for launch in launches:
+        best = smallest.setdefault(launch["code"], launch)
+        if np.prod(launch["groups"]) < np.prod(best["groups"]):
+            smallest[launch["code"]] = launch
+    for launch in launches:
+        launch["smallest"] = smallest[launch["code"]] is launch
+    planted = metal_kernel("planted", ["x"], ["y"], PLANTED)
+    text = planted.text(Call([np.zeros(64, np.float32)], [(64,)], [np.float32], (64, 1, 1), (64, 1, 1)))
+    manifest = {"arch": arch, "launches": launches, "resources": resources, "planted": ""}
+    manifest["planted"] = build("planted", text.with_places(), text.entry)
     (target / "manifest.json").write_text(json.dumps(manifest))
     spilled = sum(1 for r in resources.values() if r["spilled"])
-    return {"launches": len(launches), "kernels": len(resources), "kernels_that_spill": spilled, "arch": arch}
+    size = sum(f.stat().st_size for f in target.iterdir())
+    return {
+        "launches": len(launches), "kernels": len(resources) - 1, "kernels_that_spill": spilled, "arch": arch,
+        "bytes": size, "most_registers": max(r["registers"] for r in resources.values()),
+    }  # fmt: skip
 
 
 def _raw(array: Any) -> np.ndarray[Any, Any]:
@@ -132,10 +198,13 @@ class Driver:
             self._cuda.cuGetErrorString(code, ctypes.byref(text))
             raise RuntimeError(f"{function}: {(text.value or b'?').decode()}")
 
-    def load(self, ptx: str) -> ctypes.c_void_p:
-        """The entry of a module."""
+    def load(self, source: Path, key: str) -> ctypes.c_void_p:
+        """The entry of a module: its machine code, or its PTX where that is for another GPU."""
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
-        self._call("cuModuleLoadData", ctypes.byref(module), ptx.encode() + b"\0")
+        try:
+            self._call("cuModuleLoadData", ctypes.byref(module), _kept(source, f"{key}.cubin.z"))
+        except RuntimeError:
+            self._call("cuModuleLoadData", ctypes.byref(module), _kept(source, f"{key}.ptx.z") + b"\0")
         self._call("cuModuleGetFunction", ctypes.byref(function), module, b"msl_kernel_entry")
         return function
 
@@ -161,44 +230,60 @@ class Driver:
         self._call("cuCtxSynchronize")
 
 
-def run(source: Path, only: str) -> dict[str, Any]:
-    """Every launch on the GPU, against what the emulator made of it."""
+def _kept(source: Path, name: str) -> bytes:
+    return zlib.decompress((source / name).read_bytes())
+
+
+def run(source: Path, only: str, part: str, smallest: bool, exact: bool) -> dict[str, Any]:
+    """Every launch on the GPU, against what the emulator made of it. Interrupted, it tells what was done."""
     manifest = json.loads((source / "manifest.json").read_text())
     driver, functions = Driver(), {}
-    worst: dict[str, float] = {}
-    failures: list[str] = []
-    done = 0
-    for launch in manifest["launches"]:
-        if only not in launch["kernel"]:
-            continue
-        if launch["ptx"] not in functions:
-            functions[launch["ptx"]] = driver.load((source / f"{launch['ptx']}.ptx").read_text())
-        arrays = np.load(source / launch["arrays"])
-        buffers = [driver.upload(arrays[f"arr_{i}"]) for i in range(launch["inputs"])]
-        wanted = [arrays[f"out{i}"] for i in range(len(launch["outputs"]))]
-        # NaN within, and a band of it on either side that must stay as it is.
-        bands = [driver.upload(np.full(w.nbytes + 2 * GUARD, 255, np.uint8)) for w in wanted]
-        pointers = [b.value for b in buffers] + [b.value + GUARD for b in bands]
-        driver.launch(functions[launch["ptx"]], launch["groups"], launch["threads"], pointers)
-        for type, want, band in zip(launch["outputs"], wanted, bands):
-            whole = driver.download(band, want.nbytes + 2 * GUARD)
-            guards = np.concatenate([whole[:GUARD], whole[GUARD + want.nbytes :]])
-            error = _error(whole[GUARD : GUARD + want.nbytes], want, type)
-            worst[launch["kernel"]] = max(worst.get(launch["kernel"], 0.0), error)
-            if not (guards == 255).all() or not error <= LIMIT.get(_floats(type), 0.0):
-                what = f"error {error:.3g}" if (guards == 255).all() else "writes outside its output"
-                failures.append(f"{launch['kernel']} ({launch['op']} {launch['case']}): {what}")
-        for pointer in (*buffers, *bands):
-            driver.free(pointer)
-        done += 1
-    for name, error in sorted(worst.items()):
-        print(f"{name:50} {error:.2e}")
-    for failure in failures:
-        print("FAILED", failure)
+    rows: list[dict[str, Any]] = []
+    guard = 0 if exact else GUARD
+    index, of = (int(n) for n in part.split("/"))
+    chosen = [x for x in manifest["launches"] if only in x["kernel"] and (x["smallest"] or not smallest)][index - 1 :: of]
+    try:
+        for launch in chosen:
+            if launch["code"] not in functions:
+                functions[launch["code"]] = driver.load(source, launch["code"])
+            given = [np.frombuffer(_kept(source, name), np.uint8) for _, name in launch["given"]]
+            buffers = [driver.upload(g) for g in given]
+            # NaN within, and a band of it on either side that must stay as it is.
+            bands = [driver.upload(np.full(size + 2 * guard, 255, np.uint8)) for _, size, _ in launch["wanted"]]
+            pointers = [b.value for b in buffers] + [b.value + guard for b in bands]
+            driver.launch(functions[launch["code"]], launch["groups"], launch["threads"], pointers)
+            worst, outside = 0.0, False
+            for (type, size, name), band in zip(launch["wanted"], bands):
+                whole = driver.download(band, size + 2 * guard)
+                outside |= not (np.concatenate([whole[:guard], whole[guard + size :]]) == 255).all()
+                error = _error(whole[guard : guard + size], np.frombuffer(_kept(source, name), np.uint8), type)
+                worst = max(worst, error / LIMIT.get(_floats(type), 1.0))
+            changed = any((driver.download(b, g.nbytes) != g).any() for b, g in zip(buffers, given))
+            for pointer in (*buffers, *bands):
+                driver.free(pointer)
+            said = "writes outside its output" if outside else "writes to its input" if changed else ""
+            said = said or ("" if worst <= 1 else f"{worst:.3g} of what it may differ by")
+            row = {k: launch[k] for k in ("kernel", "op", "case", "compute")}
+            rows.append({**row, "error_over_limit": float(f"{worst:.2g}"), **({"failure": said} if said else {})})
+    except KeyboardInterrupt:
+        print(f"cut off after {len(rows)} of {len(chosen)} launches")
+    for row in rows:
+        if "failure" in row:
+            print("FAILED", row)
     return {
-        "device": driver.name, "launches": done, "kernels": len(functions), "failures": failures,
-        "largest_error": max(worst.values(), default=0.0),
+        "device": driver.name, "arch": manifest["arch"], "asked": len(chosen), "launches": len(rows),
+        "kernels": len(functions), "failures": sum("failure" in r for r in rows),
+        "largest_error_over_limit": max((r["error_over_limit"] for r in rows), default=0.0), "rows": rows,
     }  # fmt: skip
+
+
+def run_planted(source: Path) -> dict[str, Any]:
+    """Launches the kernel with a race and a read past its input, which is 256 bytes long."""
+    driver = Driver()
+    function = driver.load(source, json.loads((source / "manifest.json").read_text())["planted"])
+    x, y = (driver.upload(np.zeros(256, np.uint8)) for _ in range(2))
+    driver.launch(function, [1, 1, 1], [64, 1, 1], [v for v in (x.value, y.value) if v is not None])
+    return {"device": driver.name, "planted": True}
 
 
 def _floats(metal: str) -> str:
@@ -228,10 +313,22 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--arch", default="sm_90")
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", default="", help="kernels whose name contains this")
+    parser.add_argument("--part", default="1/1")
+    parser.add_argument("--smallest", action="store_true")
+    parser.add_argument("--exact", action="store_true")
+    parser.add_argument("--planted", action="store_true")
+    parser.add_argument("--out", type=Path, help="writes the JSON document there as well")
     given = parser.parse_args()
-    report = prepare(given.folder, given.all, given.arch) if given.what == "prepare" else run(given.folder, given.only)
-    print(json.dumps(report))
+    if given.what == "prepare":
+        report = prepare(given.folder, given.all, given.arch)
+    elif given.planted:
+        report = run_planted(given.folder)
+    else:
+        report = run(given.folder, given.only, given.part, given.smallest, given.exact)
+    if given.out:
+        given.out.write_text(json.dumps(report) + "\n")
+    print(json.dumps({k: v for k, v in report.items() if k != "rows"}))
     sys.exit(1 if report.get("failures") else 0)
 
 
