@@ -45,10 +45,9 @@ def readers(nodes: Sequence[Node], compute: Compute) -> tuple[set[int], set[int]
 
 
 @triton.jit
-def store_halved(to, v, block, ok, K: tl.constexpr):
-    """Blocks `block` [B] of a row, from v [B, 2, 16] float32; `to` is where the row begins, as int32."""
-    KW: tl.constexpr = K // 8
-    KS: tl.constexpr = K // 32
+def halve(v):
+    """v [B, 2, 16] float32 as words of the high and the low halves [B, 2, 4], scales [B], sums of both halves [B, 2]."""
+    B: tl.constexpr = v.shape[0]
     largest = tl.max(tl.max(tl.abs(v), 2), 1)  # [B]
     bad = tl.sum(tl.sum(v * 0.0, 2), 1)
     s = largest * (1.0 / 16256)
@@ -56,21 +55,26 @@ def store_halved(to, v, block, ok, K: tl.constexpr):
     q = tl.floor(v * up[:, None, None] + 0.5).to(tl.int32)
     high = (q + 64) >> 7
     low = q - high * 128
-    half = tl.arange(0, 2)[None, :, None]
     sums = tl.sum(q, 2)  # [B, 2]
-    h = tl.arange(0, 2)[None, :]
-    at = block[:, None]
-    tl.store(to + 4 * KW + block, (s + bad).to(tl.int32, bitcast=True), mask=ok)
-    tl.store(to + 4 * KW + KS + h * KS + at, sums, mask=ok[:, None])
     # Four bytes to a word: the first column is the lowest.
-    i = tl.arange(0, 16)[None, None, :]
-    shift = i % 4 * 8
-    B: tl.constexpr = v.shape[0]
+    shift = tl.arange(0, 16)[None, None, :] % 4 * 8
     packed_high = tl.sum(tl.reshape((high & 255) << shift, (B, 2, 4, 4)), 3)  # [B, 2, 4]
     packed_low = tl.sum(tl.reshape((low & 255) << shift, (B, 2, 4, 4)), 3)
-    p = to + half * (2 * KW) + block[:, None, None] * 4 + tl.arange(0, 4)[None, None, :]
-    tl.store(p, packed_high, mask=ok[:, None, None])
-    tl.store(p + KW, packed_low, mask=ok[:, None, None])
+    return packed_high, packed_low, s + bad, sums
+
+
+@triton.jit
+def store_halved(to, v, block, ok, K: tl.constexpr):
+    """Blocks `block` [B] of a row, from v [B, 2, 16] float32; `to` is where the row begins, as int32."""
+    KW: tl.constexpr = K // 8
+    KS: tl.constexpr = K // 32
+    high, low, s, sums = halve(v)
+    half = tl.arange(0, 2)[None, :]
+    tl.store(to + 4 * KW + block, s.to(tl.int32, bitcast=True), mask=ok)
+    tl.store(to + 4 * KW + KS + half * KS + block[:, None], sums, mask=ok[:, None])
+    p = to + (half * (2 * KW))[:, :, None] + block[:, None, None] * 4 + tl.arange(0, 4)[None, None, :]
+    tl.store(p, high, mask=ok[:, None, None])
+    tl.store(p + KW, low, mask=ok[:, None, None])
 
 
 @triton.jit

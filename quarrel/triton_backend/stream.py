@@ -1,0 +1,184 @@
+"""One row of activations held in registers while a program walks many rows of a weight, and the norm before it.
+
+A tile is a whole row of W (so K is at most 8 W), so that a thread has the same columns of every row: activations are read,
+normalised and halved once a program, and the next rows are on their way while these are summed. Programs take rows in
+turns, R at a time; how many programs there are changes no result.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quarrel.triton_backend.dots import load_row, load_tile, products, row_blocks, row_halves
+from quarrel.triton_backend.elementwise import activate
+from quarrel.triton_backend.halved import halve
+
+
+@triton.jit
+def row_here(
+    FORMAT: tl.constexpr, x, gain, eps, K: tl.constexpr, W: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """The row in registers: `x` as `load_row` reads it, or with NORM the float32 row before its RMS norm. Waits for x."""
+    FLOAT: tl.constexpr = FORMAT == "F16" or FORMAT == "BF16"
+    if not NORM:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        row = load_row(FORMAT, x, 0, K, W, ASM)
+    elif FLOAT:
+        w = tl.arange(0, W)
+        weight = tl.load(gain + w, mask=w < K, other=0.0)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        v = tl.load(x + w, mask=w < K, other=0.0)
+        v = v * (1.0 / tl.sqrt(tl.sum(v * v, 0) / K + eps)) * weight
+        row = (v[None, :],)
+    else:
+        S: tl.constexpr = W // 8 if FORMAT == "Q8_0" else W // 4
+        block = tl.arange(0, S)[:, None, None]
+        column = block * 32 + tl.arange(0, 2)[None, :, None] * 16 + tl.arange(0, 16)[None, None, :]
+        weight = tl.load(gain + column, mask=block < K // 32, other=0.0)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        v = tl.load(x + column, mask=block < K // 32, other=0.0)
+        square = tl.sum(tl.sum(tl.sum(v * v, 2), 1), 0)
+        high, low, s, sums = halve(v * (1.0 / tl.sqrt(square / K + eps)) * weight)
+        if FORMAT == "Q8_0":
+            row = row_halves(high, low, s, S)
+        else:
+            row = row_blocks(high, low, s, sums, S)
+    return row
+
+
+@triton.jit
+def _walk(
+    FORMAT: tl.constexpr, y, codes, bits, scale, top, row, q, u, s, t, residual, alpha, first, step, N, K: tl.constexpr,
+    R: tl.constexpr, W: tl.constexpr, ADD: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    for at in tl.range(first, N, step, num_stages=1):
+        n = tl.minimum(at + step + tl.arange(0, R), N - 1).to(tl.int64)
+        q1, u1, s1, t1 = load_tile(FORMAT, codes, bits, scale, top, n, at + step, N, 0, K, R, W, ASM)
+        sums = tl.sum(products(FORMAT, q, u, s, t, row, R, W, ASM), 1)
+        r = at + tl.arange(0, R)
+        if ADD:
+            sums = tl.load(residual + r, mask=r < N, other=0.0) + alpha * sums
+        tl.store(y + r, sums.to(y.dtype.element_ty), mask=r < N)
+        q, u, s, t = q1, u1, s1, t1
+
+
+@triton.jit
+def stream(
+    y, x, gain, eps, codes, bits, scale, top, residual, alpha, N, K: tl.constexpr, FORMAT: tl.constexpr, NORM: tl.constexpr,
+    ADD: tl.constexpr, R: tl.constexpr, W: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * R
+    step = tl.num_programs(0) * R
+    n = tl.minimum(first + tl.arange(0, R), N - 1).to(tl.int64)
+    q, u, s, t = load_tile(FORMAT, codes, bits, scale, top, n, first, N, 0, K, R, W, ASM)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = row_here(FORMAT, x, gain, eps, K, W, NORM, PDL, ASM)
+    _walk(FORMAT, y, codes, bits, scale, top, row, q, u, s, t, residual, alpha, first, step, N, K, R, W, ADD, ASM)
+
+
+@triton.jit
+def stream_gate_up(
+    y, x, gain, eps, gc, gb, gs, gt, uc, ub, us, ut, N, K: tl.constexpr, FORMAT: tl.constexpr, NORM: tl.constexpr,
+    KIND: tl.constexpr, R: tl.constexpr, W: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * R
+    step = tl.num_programs(0) * R
+    n = tl.minimum(first + tl.arange(0, R), N - 1).to(tl.int64)
+    qg, ug, sg, tg = load_tile(FORMAT, gc, gb, gs, gt, n, first, N, 0, K, R, W, ASM)
+    qu, uu, su, tu = load_tile(FORMAT, uc, ub, us, ut, n, first, N, 0, K, R, W, ASM)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = row_here(FORMAT, x, gain, eps, K, W, NORM, PDL, ASM)
+    for at in tl.range(first, N, step, num_stages=1):
+        n = tl.minimum(at + step + tl.arange(0, R), N - 1).to(tl.int64)
+        qg1, ug1, sg1, tg1 = load_tile(FORMAT, gc, gb, gs, gt, n, at + step, N, 0, K, R, W, ASM)
+        qu1, uu1, su1, tu1 = load_tile(FORMAT, uc, ub, us, ut, n, at + step, N, 0, K, R, W, ASM)
+        g = tl.sum(products(FORMAT, qg, ug, sg, tg, row, R, W, ASM), 1)
+        u = tl.sum(products(FORMAT, qu, uu, su, tu, row, R, W, ASM), 1)
+        r = at + tl.arange(0, R)
+        tl.store(y + r, (activate(g, KIND) * u).to(y.dtype.element_ty), mask=r < N)
+        qg, ug, sg, tg = qg1, ug1, sg1, tg1
+        qu, uu, su, tu = qu1, uu1, su1, tu1
+
+
+@triton.jit
+def stream3(
+    y0, y1, y2, x, gain, eps, c0, b0, s0, t0, c1, b1, s1, t1, c2, b2, s2, t2, N0, N1, N2, P0, P1,
+    K: tl.constexpr, F0: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, NORM: tl.constexpr, R: tl.constexpr,
+    W: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Three maps: P0 programs walk the first, then P1 the second."""
+    program = tl.program_id(0)
+    if program < P0:
+        _one_of(F0, y0, x, gain, eps, c0, b0, s0, t0, program, P0, N0, K, NORM, R, W, PDL, ASM)
+    elif program < P0 + P1:
+        _one_of(F1, y1, x, gain, eps, c1, b1, s1, t1, program - P0, P1, N1, K, NORM, R, W, PDL, ASM)
+    else:
+        before = P0 + P1
+        _one_of(
+            F2, y2, x, gain, eps, c2, b2, s2, t2, program - before, tl.num_programs(0) - before, N2, K, NORM, R, W, PDL, ASM
+        )
+
+
+@triton.jit
+def _one_of(
+    FORMAT: tl.constexpr, y, x, gain, eps, codes, bits, scale, top, program, programs, N, K: tl.constexpr,
+    NORM: tl.constexpr, R: tl.constexpr, W: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    first, step = program * R, programs * R
+    n = tl.minimum(first + tl.arange(0, R), N - 1).to(tl.int64)
+    q, u, s, t = load_tile(FORMAT, codes, bits, scale, top, n, first, N, 0, K, R, W, ASM)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = row_here(FORMAT, x, gain, eps, K, W, NORM, PDL, ASM)
+    _walk(FORMAT, y, codes, bits, scale, top, row, q, u, s, t, y, 1.0, first, step, N, K, R, W, False, ASM)
+
+
+@triton.jit
+def stream_long(
+    y, x, codes, bits, scale, top, residual, alpha, N, K: tl.constexpr, FORMAT: tl.constexpr, ADD: tl.constexpr,
+    R: tl.constexpr, W: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Rows of several tiles: the next tile, also of the next rows, is on its way while one is summed."""
+    FLOAT: tl.constexpr = FORMAT == "F16" or FORMAT == "BF16"
+    KW: tl.constexpr = K if FLOAT else (K // 4 if FORMAT == "Q8_0" else K // 8)
+    C: tl.constexpr = W if FLOAT else W // 4
+    TILES: tl.constexpr = (KW + W - 1) // W
+    first = tl.program_id(0) * R
+    step = tl.num_programs(0) * R
+    n = tl.minimum(first + tl.arange(0, R), N - 1).to(tl.int64)
+    q, u, s, t = load_tile(FORMAT, codes, bits, scale, top, n, first, N, 0, K, R, W, ASM)
+    q1, u1, s1, t1 = load_tile(FORMAT, codes, bits, scale, top, n, first, N, W, K, R, W, ASM)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    acc = tl.zeros([R, C], tl.float32)
+    at = first
+    tile = 0 * first
+    while at < N:
+        # Two tiles ahead: of these rows, or of this program's next.
+        ahead = tile + 2
+        over = ahead >= TILES
+        from_row = tl.where(over, at + step, at)
+        ahead = tl.where(over, ahead - TILES, ahead)
+        n = tl.minimum(from_row + tl.arange(0, R), N - 1).to(tl.int64)
+        q2, u2, s2, t2 = load_tile(FORMAT, codes, bits, scale, top, n, from_row, N, ahead * W, K, R, W, ASM)
+        acc += products(FORMAT, q, u, s, t, load_row(FORMAT, x, tile * W, K, W, ASM), R, W, ASM)
+        tile += 1
+        if tile == TILES:
+            sums = tl.sum(acc, 1)
+            r = at + tl.arange(0, R)
+            if ADD:
+                sums = tl.load(residual + r, mask=r < N, other=0.0) + alpha * sums
+            tl.store(y + r, sums.to(y.dtype.element_ty), mask=r < N)
+            acc = tl.zeros([R, C], tl.float32)
+            tile = 0 * tile
+            at += step
+        q, u, s, t = q1, u1, s1, t1
+        q1, u1, s1, t1 = q2, u2, s2, t2
