@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from quarrel.engine import Loop
@@ -46,6 +47,7 @@ def load(
     threads: int | None = None,
     prefix_cache: bool = True,
     max_waiting: int = MAX_WAITING,
+    deterministic: bool = False,
     progress: Progress | None = None,
 ) -> LLM:
     """Loads a model.
@@ -58,6 +60,8 @@ def load(
     of it may take, or a share of what is free as a float up to 1.0; by default `QUARREL_MEMORY`, or what is free. threads:
     of the CPU backend, by default `QUARREL_THREADS` or one for each core. prefix_cache: keep what finished sequences
     computed, to continue from. max_waiting: requests that may wait beyond those that run; a further one raises QueueFull.
+    deterministic: a request's tokens have the same bits whatever runs beside it and however its prompt is cut, which costs
+    speed on a GPU; the CPU backend never does otherwise.
     progress: called with work done and work in all while weights are packed, on another thread.
 
     Raises ModelNotFound, GGUFError, UnsupportedModel, TokenizerError, BackendUnavailable, UnsupportedOp, OutOfMemory.
@@ -92,7 +96,8 @@ def load(
         # Some rope scalings depend on the context that will be used.
         spec = read_spec(file, plan.n_ctx)
         program = assemble(spec, tensors)
-        plan = plan.with_limits(with_snapshots(plan.limits, program, plan.spare, prefix_cache), program)
+        limits = with_snapshots(plan.limits, program, plan.spare, prefix_cache)
+        plan = plan.with_limits(replace(limits, deterministic=deterministic), program)
         limits = plan.limits
 
         def compiled() -> Step:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-from quarrel.errors import BackendUnavailable, OutOfMemory
+from quarrel.errors import BackendUnavailable, OutOfMemory, UnsupportedOp
 from quarrel.mlx_backend import door
 from quarrel.mlx_backend.cache import allocate, allocate_state, cache_bytes
 from quarrel.mlx_backend.kernel import emulated, runs_metal
@@ -61,6 +61,9 @@ class MlxBackend:
     ) -> MlxStep:
         """Chooses implementations, packs weights, allocates caches."""
         self._need_device()
+        if limits.deterministic:
+            reason = "Metal kernels here are chosen by how many rows there are: leave it out, or use the cpu backend"
+            raise UnsupportedOp("mlx", "compile", "deterministic=True", [reason])
         arithmetic = self.compute_of(compute)
         choices = lower(program, REGISTRY)
         refs = refs_of(c.node for c in choices)

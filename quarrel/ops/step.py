@@ -28,6 +28,8 @@ class Limits:
     block_size: int = 32
     n_states: int = 0
     """Slots for the state of recurrent layers; 0 is one per sequence. More than that hold snapshots."""
+    deterministic: bool = False
+    """A row's result has the same bits in every batch, however its prompt is cut. The CPU backend never does otherwise."""
 
     @property
     def states(self) -> int:

@@ -3,8 +3,9 @@
 A sequence with one new token is cut into splits of its keys that run side by side; the last program of a sequence and key
 head to arrive combines them, always in order. Splits follow from the sequence's own length, so a row's result never depends
 on the rest of the batch. One with more (prefill) walks all its keys in one program per tile of queries, masking only tiles
-that the diagonal or the window's edge cuts. A tile has BLOCK_M rows: queries times the heads that share a key head. Softmax
-and sums are float32, powers of two with log2(e) in the scale.
+that the diagonal or the window's edge cuts; where a row's bits may not depend on its batch or on how its prompt is cut, all
+sequences go this way. A tile has BLOCK_M rows: queries times the heads that share a key head. Softmax and sums are float32,
+powers of two with log2(e) in the scale.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ def attend_many(
     out, q, keys, values, sinks, query_start, kv_len, table, table_width, seqs, scale, cap, window,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, SHARE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    BLOCK_N: tl.constexpr, LEAST: tl.constexpr = 2,
 ):  # fmt: skip
     GROUP: tl.constexpr = HEADS // KV_HEADS
     QUERIES: tl.constexpr = BLOCK_M // SHARE
@@ -155,7 +156,7 @@ def attend_many(
     begin = tl.load(query_start + seq)
     n_new = tl.load(query_start + seq + 1) - begin
     tile = item - (begin // QUERIES + seq)
-    if (n_new < 2) | (tile * QUERIES >= n_new):
+    if (n_new < LEAST) | (tile * QUERIES >= n_new):
         return
     n_keys = tl.load(kv_len + seq)
     lane = tl.arange(0, BLOCK_M)
@@ -351,7 +352,7 @@ def build_attention(site: Site, node: Node) -> Launch:
     switches |= {"SIZE": cache.block_size, "WINDOW": spec.window > 0, "CAP": spec.cap != 0.0, "SINKS": spec.sinks}
 
     def run(live: Live) -> None:
-        if live.single:
+        if live.single and not site.deterministic:
             halves = halved is not None and live.T == 1
             site.launch(
                 attend_one, (live.items, spec.n_kv), target.tensor, target.tensor if halved is None else halved,
@@ -361,13 +362,13 @@ def build_attention(site: Site, node: Node) -> Launch:
                 SHORTEST=LEAST_SPLIT, MOST=MOST_SPLITS, AT_ONCE=max(1, 8192 // (wide * share)), HALVED=halves,
                 PLAIN=plain or not halves, warps=one.warps, stages=one.stages, early=starts_early(site),
             )  # fmt: skip
-        if live.several:
+        if live.several or site.deterministic:
             queries = many.rows // share
             site.launch(
                 attend_many, (live.T // queries + live.S, spec.n_kv), target.tensor, q.tensor, cache.k, cache.v, sinks,
                 query_start.tensor, kv_len.tensor, table.tensor, site.work.table_width.tensor, live.S, scale, spec.cap,
-                spec.window, **switches, SHARE=share, BLOCK_M=many.rows, BLOCK_N=many.keys, warps=many.warps,
-                stages=many.stages,
+                spec.window, **switches, SHARE=share, BLOCK_M=many.rows, BLOCK_N=many.keys,
+                LEAST=1 if site.deterministic else 2, warps=many.warps, stages=many.stages,
             )  # fmt: skip
 
     return run

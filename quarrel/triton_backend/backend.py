@@ -130,7 +130,10 @@ class TritonBackend:
                 "items": most_items(limits),
             }
             kept = {v.id for v in program.outputs.values()}
-            plan = Plan(choices, slots, kept, rows, held, caches, states, inputs.work, arithmetic, device)
+            plan = Plan(
+                choices, slots, kept, rows, held, caches, states, inputs.work, arithmetic, device,
+                deterministic=limits.deterministic,
+            )  # fmt: skip
             held.finish()
         except torch.cuda.OutOfMemoryError as error:
             raise OutOfMemory(

@@ -142,7 +142,7 @@ def build_expert_up(site: Site, node: Node) -> Launch:
     order, starts, group = _grouping(site, site.slot(ids), spec.n_experts, spec.used)  # type: ignore[arg-type]
     compute, tile = site.compute, TILES[site.compute]
     fast = None
-    if not site.deterministic and grouped.takes(stacks, compute):
+    if grouped.takes(stacks, compute):
         fast = grouped.Grouped(site, stacks, biases, spec.n_experts, spec.used, spec.activation)
 
     def run(live: Live) -> None:
@@ -175,7 +175,7 @@ def build_expert_down(site: Site, node: Node) -> Launch:
     rows = site.scratch("T", spec.used * spec.n)
     compute, tile = site.compute, TILES[site.compute]
     fast = None
-    if not site.deterministic and grouped.takes([stack], compute):
+    if grouped.takes([stack], compute):
         fast = grouped.Grouped(site, [stack], () if bias is None else (bias,), spec.n_experts, spec.used, "none")
 
     def run(live: Live) -> None:

@@ -116,7 +116,8 @@ class Grouped:
     def __call__(self, y: Slot, x: Slot, order: Slot, starts: Slot, pairs: int, per_token: int) -> None:
         """y `[pairs, n]` from rows of x, of which `per_token` pairs share one."""
         each = pairs // self._experts
-        if not self._held and each < DECODE_FROM:
+        # Decoded stacks have other tiles, whose sums run in another order.
+        if not self._held and (each < DECODE_FROM or self._site.deterministic):
             tile = tile_for(self._k, each, False, self._site.generation == 9)
             stacks = [s.planes for s in self._stacks]
             self._launch(y, x, order, starts, pairs, per_token, 0, self._experts, self._stacks[0].format, stacks, tile)

@@ -1,7 +1,7 @@
 """Linear maps over packed weights: y[t, n] = sum_k x[t, k] W[n, k] (+ b[n]), and residual + scale * that.
 
 Which kernel a count of tokens takes: `matmul.py` from 2 to its MOST, `dequant.py` beyond, and the exact tiles here for one
-token, float32 arithmetic, odd widths, and for everything where a row's bits may not depend on how many rows there are.
+token, float32 arithmetic and odd widths. Where a row's bits may not depend on how many rows there are, `matmul.py` has all.
 
 In the exact tiles the rows of W are the tall side of every product, tokens the other: a program owns BN outputs of BT
 tokens and walks all of K in blocks of 32 columns, decoding to float32, rounding once to the compute type and accumulating
@@ -90,9 +90,11 @@ def _build(
     bias = site.vector(rest[1]) if spec.bias else None
     axis, _ = dims(target)
     exact = _tiles(site, x, y, weight, bias, residual, alpha, axis)
-    if site.deterministic or not matmul.takes(weight, site.compute):
+    if not matmul.takes(weight, site.compute):
         return exact
     few = matmul.linear(site, x, y, weight, bias, residual, alpha, axis)
+    if site.deterministic:
+        return few
     many = dequant.linear(site, x, y, weight, bias, residual, alpha, axis, dequant.room(site, [weight]))
     return _by_count(axis, exact, few, many)
 
@@ -113,7 +115,7 @@ def several(
     For a composite that has normalised x; any number of tokens, of which one is served as well by a matvec.
     """
     exact = [_tiles(site, x, y, w, b, None, 1.0, axis) for y, w, b in zip(ys, weights, biases, strict=True)]
-    if site.deterministic or not all(matmul.takes(w, site.compute) for w in weights):
+    if not all(matmul.takes(w, site.compute) for w in weights):
         return _chain(exact)
     given = [b for b in biases if b is not None]
     if len(weights) == 3 and len(given) in (0, 3):
@@ -122,6 +124,8 @@ def several(
         few = _chain(
             [matmul.linear(site, x, y, w, b, None, 1.0, axis) for y, w, b in zip(ys, weights, biases, strict=True)]
         )
+    if site.deterministic:
+        return few
     room = dequant.room(site, weights)
     many = [dequant.linear(site, x, y, w, b, None, 1.0, axis, room) for y, w, b in zip(ys, weights, biases, strict=True)]
     return _by_count(axis, _chain(exact), few, _chain(many))
@@ -148,13 +152,15 @@ def gate_up(
         kernel, block = elementwise.gated_flat, elementwise.BLOCK
         site.launch(kernel, grid, y.tensor, other.tensor, y.tensor, size, KIND=activation, BLOCK=block)
 
-    if site.deterministic or not all(matmul.takes(w, site.compute) for w in (gate, up)):
+    if not all(matmul.takes(w, site.compute) for w in (gate, up)):
         return _chain([*exact, gated])
     given = [b for b in biases if b is not None]
     if gate.format == up.format and len(given) in (0, 2):
         few = matmul.gate_up(site, x, y, gate, up, given, activation, axis)
     else:
         few = _chain([*(matmul.linear(site, x, to, w, b, None, 1.0, axis) for to, w, b in both), gated])
+    if site.deterministic:
+        return few
     room = dequant.room(site, (gate, up))
     many = [dequant.linear(site, x, to, w, b, None, 1.0, axis, room) for to, w, b in both]
     return _by_count(axis, _chain([*exact, gated]), few, _chain([*many, gated]))

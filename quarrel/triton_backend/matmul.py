@@ -73,6 +73,19 @@ def shapes_for(n: int, k: int, widths: Widths) -> tuple[Shape, ...]:
     return tuple(found)
 
 
+def same_sums(widths: Widths) -> Widths:
+    """The widest one's rows and steps for any number of tokens: sums run in one order, and a row has one result."""
+    rest = widths[-1][1:]
+    return tuple((tokens, *rest) for tokens, *_ in widths)
+
+
+def slices(site: Site, count: int) -> Sequence[tuple[int, int]]:
+    """First token and count of each launch; more than one only where there are more tokens than `_room` has sums for."""
+    if count <= MOST or not site.deterministic:
+        return [(0, count)]
+    return [(first, min(MOST, count - first)) for first in range(0, count, MOST)]
+
+
 def shape_of(shapes: Sequence[Shape], count: int) -> Shape:
     """The narrowest that holds them, or the widest."""
     return next((s for s in shapes if count <= s.tokens), shapes[-1])
@@ -292,24 +305,23 @@ def _one(
     a, b = weights[0], weights[-1]
     gated = len(weights) == 2
     hopper, wide = site.generation == 9, a.format in ("F16", "BF16")
-    shapes = shapes_for(
-        a.n, a.k, (_GATED if gated else _WIDE if wide else _ONE) if hopper else _OTHERS[: 2 if gated else 3]
-    )
+    widths = (_GATED if gated else _WIDE if wide else _ONE) if hopper else _OTHERS[: 2 if gated else 3]
+    shapes = shapes_for(a.n, a.k, same_sums(widths) if site.deterministic else widths)
     part, arrived = _room(site, shapes, [a.n], len(weights))
     compute = site.compute
 
     def run(live: Live) -> None:
-        count = live.count(axis)
-        shape = shape_of(shapes, count)
-        none = y.tensor
-        site.launch(
-            batch_tiles, (cdiv(a.n, shape.rows), cdiv(count, shape.tokens), shape.parts),
-            y.tensor, x.tensor, *a.planes, *b.planes, biases[0] if biases else none, biases[-1] if biases else none,
-            none if residual is None else residual.tensor, part.tensor, arrived.tensor, count, alpha, a.n, K=a.k,
-            FORMAT=a.format, FAST=is_fast(a.format, compute, shape.blocks), COMPUTE=TL_TYPES[compute], BIAS=bool(biases),
-            ADD=residual is not None, GATED=gated, KIND=kind, PARTS=shape.parts, BN=shape.rows, BT=shape.tokens,
-            NB=shape.blocks, STAGES=shape.stages, warps=shape.warps, stages=shape.stages,
-        )  # fmt: skip
+        for first, count in slices(site, live.count(axis)):
+            shape = shape_of(shapes, count)
+            out = y.tensor[first * a.n :]
+            site.launch(
+                batch_tiles, (cdiv(a.n, shape.rows), cdiv(count, shape.tokens), shape.parts), out,
+                x.tensor[first * a.k :], *a.planes, *b.planes, biases[0] if biases else out, biases[-1] if biases else out,
+                out if residual is None else residual.tensor[first * a.n :], part.tensor, arrived.tensor, count, alpha,
+                a.n, K=a.k, FORMAT=a.format, FAST=is_fast(a.format, compute, shape.blocks), COMPUTE=TL_TYPES[compute],
+                BIAS=bool(biases), ADD=residual is not None, GATED=gated, KIND=kind, PARTS=shape.parts, BN=shape.rows,
+                BT=shape.tokens, NB=shape.blocks, STAGES=shape.stages, warps=shape.warps, stages=shape.stages,
+            )  # fmt: skip
 
     return run
 
@@ -321,22 +333,24 @@ def linears(
     assert len(weights) == 3, len(weights)
     k, ns = weights[0].k, [w.n for w in weights]
     wide = any(w.format in ("F16", "BF16") for w in weights)
-    shapes = shapes_for(sum(ns), k, (_WIDE if wide else _THREE) if site.generation == 9 else _OTHERS)
+    widths = (_WIDE if wide else _THREE) if site.generation == 9 else _OTHERS
+    shapes = shapes_for(sum(ns), k, same_sums(widths) if site.deterministic else widths)
     part, arrived = _room(site, shapes, ns, 1)
     compute = site.compute
     planes = [p for w in weights for p in w.planes]
 
     def run(live: Live) -> None:
-        count = live.count(axis)
-        shape = shape_of(shapes, count)
-        outs = [y.tensor for y in ys]
-        fast = [is_fast(w.format, compute, shape.blocks) for w in weights]
-        site.launch(
-            batch_three, (sum(cdiv(n, shape.rows) for n in ns), cdiv(count, shape.tokens), shape.parts), *outs, x.tensor,
-            *planes, *(biases or outs), part.tensor, arrived.tensor, count, *ns, K=k,
-            FORMAT0=weights[0].format, FORMAT1=weights[1].format, FORMAT2=weights[2].format, FAST0=fast[0],
-            FAST1=fast[1], FAST2=fast[2], COMPUTE=TL_TYPES[compute], BIAS=bool(biases), PARTS=shape.parts,
-            BN=shape.rows, BT=shape.tokens, NB=shape.blocks, STAGES=shape.stages, warps=shape.warps, stages=shape.stages,
-        )  # fmt: skip
+        for first, count in slices(site, live.count(axis)):
+            shape = shape_of(shapes, count)
+            outs = [y.tensor[first * n :] for y, n in zip(ys, ns)]
+            fast = [is_fast(w.format, compute, shape.blocks) for w in weights]
+            site.launch(
+                batch_three, (sum(cdiv(n, shape.rows) for n in ns), cdiv(count, shape.tokens), shape.parts), *outs,
+                x.tensor[first * k :], *planes, *(biases or outs), part.tensor, arrived.tensor, count, *ns, K=k,
+                FORMAT0=weights[0].format, FORMAT1=weights[1].format, FORMAT2=weights[2].format, FAST0=fast[0],
+                FAST1=fast[1], FAST2=fast[2], COMPUTE=TL_TYPES[compute], BIAS=bool(biases), PARTS=shape.parts,
+                BN=shape.rows, BT=shape.tokens, NB=shape.blocks, STAGES=shape.stages, warps=shape.warps,
+                stages=shape.stages,
+            )  # fmt: skip
 
     return run

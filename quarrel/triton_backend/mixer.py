@@ -129,11 +129,11 @@ def build_mamba2(site: Site, node: Node) -> Launch:
     parts = cdiv(spec.head_dim, channels)
 
     def run(live: Live) -> None:
-        if live.several:
-            conv_prompts(site, spec.conv, live, mixed, rows, conv, 2)
+        if live.several or site.deterministic:
+            conv_prompts(site, spec.conv, live, mixed, rows, conv, 1 if site.deterministic else 2)
             prompts.prompts(live, y, mixed, steps)
             gated_norm(site, spec.norm, live.T, target, y, gate, gain)
-        if live.single:  # after the rest, which writes nothing of use to these rows
+        if live.single and not site.deterministic:  # after the rest, which writes nothing of use to these rows
             site.launch(
                 mamba2_step, (spec.n_heads * parts, live.S),
                 target.tensor, held.tensor, counts.tensor, rows.tensor, steps.tensor, gate.tensor,

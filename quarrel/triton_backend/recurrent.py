@@ -193,16 +193,18 @@ class Scan2:
 
     def launch(self, y: Slot, xbc: Slot, dt: Slot) -> Launch:
         def run(live: Live) -> None:
-            if live.several:
+            if live.several or self._site.deterministic:
                 self.prompts(live, y, xbc, dt)
-            if live.single:
+            if live.single and not self._site.deterministic:
                 self._tokens(live, y, xbc, dt, 1, 1)
 
         return run
 
     def prompts(self, live: Live, y: Slot, xbc: Slot, dt: Slot) -> None:
-        """The sequences with several new tokens."""
-        if self._chunks is not None:
+        """The sequences with several new tokens; all, where a row's bits may not depend on how a prompt is cut."""
+        if self._site.deterministic:
+            self._tokens(live, y, xbc, dt, 1, _ALL)
+        elif self._chunks is not None:
             self._chunks(live, y, xbc, dt)
         else:
             self._tokens(live, y, xbc, dt, 2, _ALL)

@@ -20,6 +20,7 @@ from quarrel.triton_backend.runtime import Launch, Live, Site, cdiv, power_of_tw
 from quarrel.triton_backend.ssd import find_chunk, softplus
 
 _CHUNK = 64
+_ALL = 1 << 30
 _STATES = 1024  # to a program, 8 a thread
 
 
@@ -40,7 +41,7 @@ def scan1_rows(
     C: tl.constexpr, N: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, WIDE: tl.constexpr,
     WHAT: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
-    """WHAT is "steps", "ends" (what a chunk adds) or "rows" (its results).
+    """WHAT is "steps", "all" (steps of any number of tokens), "ends" (what a chunk adds) or "rows" (its results).
 
     `between` holds the state behind each whole chunk, at WIDE floats a token, but for a sequence's first: that one and the
     state before it lie in `firsts`. So no program reads the state that another one writes.
@@ -50,15 +51,16 @@ def scan1_rows(
     n = tl.arange(0, BN)
     c_ok, n_ok = channel < C, n < N
     ok = c_ok[:, None] & n_ok[None, :]
+    STEPS: tl.constexpr = WHAT == "steps" or WHAT == "all"
     seq = item
-    if WHAT != "steps":
+    if not STEPS:
         seq = find_chunk(query_start, seqs, item, BT)
     begin = tl.load(query_start + seq)
     new = tl.load(query_start + seq + 1) - begin
     past = tl.load(kv_len + seq) - new
     first = begin * 0
-    if WHAT == "steps":
-        if new != 1:
+    if STEPS:
+        if (new != 1) & ((new < 1) | (WHAT == "steps")):
             return
     else:
         first = (item - (begin // BT + 2 * seq)) * BT - past % BT
@@ -73,7 +75,7 @@ def scan1_rows(
     total = tl.zeros([BC], tl.float32)
     h = tl.zeros([BC, BN], tl.float32)
     p_first = firsts + seq.to(tl.int64) * (2 * C * N + C)
-    if WHAT == "steps":
+    if STEPS:
         h = tl.load(p_state, mask=ok & (past + 0 * n > 0)[None, :], other=0.0)
     if WHAT == "rows":
         if first <= 0:
@@ -162,7 +164,8 @@ def build_scan1(site: Site, node: Node) -> Launch:
     size = spec.channels * (spec.n_state + 1)
     between, firsts = site.scratch("T", cdiv(size, _CHUNK)), site.scratch("S", size + spec.channels * spec.n_state)
     shape = {
-        "C": spec.channels, "N": spec.n_state, "BC": channels, "BN": states, "BT": _CHUNK, "WIDE": cdiv(size, _CHUNK),
+        "C": spec.channels, "N": spec.n_state, "BC": channels, "BN": states, "BT": _ALL if site.deterministic else _CHUNK,
+        "WIDE": cdiv(size, _CHUNK),
     }  # fmt: skip
 
     def run(live: Live) -> None:
@@ -176,6 +179,9 @@ def build_scan1(site: Site, node: Node) -> Launch:
                 **shape, WHAT=what, GATE=gate,
             )  # fmt: skip
 
+        if site.deterministic:  # a chunk's sums, and where it is cut, would be seen in the last bits
+            scan(live.S, "all")
+            return
         if live.several:
             items = live.T // _CHUNK + 2 * live.S
             scan(items, "ends")
