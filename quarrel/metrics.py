@@ -76,6 +76,8 @@ TOKENS: tuple[tuple[str, Callable[[Stats], float]], ...] = (
     ("generated", lambda s: s.drawn_tokens),
     ("guessed", lambda s: s.guessed_tokens),
     ("guessed_right", lambda s: s.right_tokens),
+    ("drafted", lambda s: s.drafted_tokens),
+    ("drafted_right", lambda s: s.drafted_right),
 )
 
 

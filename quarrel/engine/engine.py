@@ -11,10 +11,11 @@ from __future__ import annotations
 import heapq
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from quarrel.engine.cache import DEFAULT_RULES, Cache, CacheRules
+from quarrel.engine.draft import MakeDrafter
 from quarrel.engine.inputs import Inputs
 from quarrel.engine.results import FinishReason
 from quarrel.engine.scheduler import DRAIN, Batch, Part, Scheduler
@@ -59,7 +60,7 @@ class Engine:
     """Runs sequences on a step. Not safe for threads: `Loop` owns it.
 
     make_step: makes the step, and makes it again when one broke. width: of the widest row that is asked for. ended: told of
-    each sequence that is over.
+    each sequence that is over. make_drafter: makes what guesses with a draft model, likewise.
     """
 
     def __init__(
@@ -70,11 +71,15 @@ class Engine:
         *,
         ended: Callable[[Sequence], None] = lambda sequence: None,
         clock: Callable[[], float] = time.perf_counter,
+        make_drafter: MakeDrafter | None = None,
     ) -> None:
         self.step = make_step()
+        self.drafter = None if make_drafter is None else make_drafter()
+        self._make_drafter = make_drafter
         self.stats = Stats()
         self.cache = Cache(self.step.limits, self._copy_blocks, self._copy_states, rules)
-        self.scheduler = Scheduler(self.step.limits, self.cache, max_rows=ROW_BUDGET // width, clock=clock)
+        rows = ROW_BUDGET // width
+        self.scheduler = Scheduler(self.step.limits, self.cache, max_rows=rows, clock=clock, guess=self._guess)
         self._make_step, self._ended, self._clock = make_step, ended, clock
         self._inputs = Inputs(self.step.limits, self.cache)
         self._flight: _Flight | None = None
@@ -107,6 +112,7 @@ class Engine:
             except Exception:
                 log.info("the last step broke", exc_info=True)
         self.cache.prefixes.clear()
+        self._close_drafter()
         self.step.close()
 
     def advance(self) -> bool:
@@ -220,6 +226,9 @@ class Engine:
             sequence.computed = part.start + 1 + right
             self.stats.guessed_tokens += len(part.draft)
             self.stats.right_tokens += right
+            if part.drafted:
+                self.stats.drafted_tokens += len(part.draft)
+                self.stats.drafted_right += right
         new = len(sequence.tokens) - before
         if new:
             self.stats.drawn_tokens += new
@@ -281,12 +290,38 @@ class Engine:
             raise EngineFault(f"{self._broken} steps failed one after the other, the last one so: {error}") from error
         self._put_out(list(self.scheduler.running))
         self.cache.prefixes.clear()
+        self._close_drafter()
         try:
             self.step.close()
         except Exception:
             log.exception("a broken step could not be closed")
         self.step = self._make_step()
         self.stats.restarts += 1
+        if self._make_drafter is not None:
+            try:
+                self.drafter = self._make_drafter()
+            except Exception:
+                log.exception("the draft model could not be made anew; its guesses are done without")
+
+    def _guess(self, wanted: Mapping[Sequence, int]) -> Mapping[Sequence, tuple[int, ...]]:
+        """What the draft model guesses. One that breaks is not asked again before a restart: no request depends on it."""
+        if self.drafter is None:
+            return {}
+        try:
+            return self.drafter.guess(wanted)
+        except Exception:
+            log.exception("the draft model broke; its guesses are done without")
+            self._close_drafter()
+            return {}
+
+    def _close_drafter(self) -> None:
+        drafter, self.drafter = self.drafter, None
+        if drafter is None:
+            return
+        try:
+            drafter.close()
+        except Exception:
+            log.exception("the draft model could not be closed")
 
     def _put_out(self, sequences: list[Sequence]) -> None:
         """Back to the queue, to begin again with nothing of what the device holds."""

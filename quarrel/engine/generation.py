@@ -13,6 +13,7 @@ from quarrel.engine import rng
 from quarrel.engine.chain import HostChain
 from quarrel.engine.guide import MakeGuide
 from quarrel.engine.lookup import Lookup
+from quarrel.engine.pace import Pace
 from quarrel.engine.params import SamplingParams
 from quarrel.engine.results import Chunk, FinishReason, Result, Timings, TokenLogprob, Usage
 from quarrel.engine.sequence import Sequence
@@ -38,6 +39,8 @@ class Request:
     load_seconds: float = 0.0
     service: Service = DEFAULT_SERVICE
     guide: MakeGuide | None = field(default=None, repr=False)
+    drafts: bool = False
+    """Whether there is a draft model to guess for it."""
 
     @property
     def room(self) -> int:
@@ -60,10 +63,15 @@ class Generation(Sequence):
         self.rank, self.salt = service.rank, service.salt
         self.queue_seconds, self.total_seconds = service.queue_seconds, service.total_seconds
         self._lookup = Lookup(service.speculate) if service.speculate else None
+        self._pace = Pace(service.draft) if service.draft and request.drafts else None
+        self._looked_up = False
         self._guide = None if request.guide is None else request.guide()
         self.want = "tokens" if request.params.on_device and self._guide is None else "logits"
-        self.waits = self.want == "logits" or self._lookup is not None
+        self.waits = self.want == "logits" or self._lookup is not None or self._pace is not None
         self.seed = rng.alternative_seed(request.seed, index)
+        p = request.params
+        # More than any vocabulary is no limit, and every whole number below this is exact in float32.
+        self.draws = (p.temperature, float(min(p.top_k, 1 << 23)), p.top_p, p.min_p)
         self._sink, self._stream = sink, stream
         self._room = request.room
         self._chain = HostChain(request.params, request.stop_ids, request.texts)
@@ -86,7 +94,12 @@ class Generation(Sequence):
             self._guide.allowed()
 
     def draft(self, room: int) -> Tokens[int]:
-        return self._lookup.draft(self.tokens, room) if self._lookup is not None else ()
+        found = self._lookup.draft(self.tokens, room) if self._lookup is not None else ()
+        self._looked_up = len(found) > 0
+        return found
+
+    def ahead(self) -> int:
+        return self._pace.ahead() if self._pace is not None else 0
 
     def settle(self, outputs: StepOutputs, first: int, count: int, draft: Tokens[int]) -> int:
         right = 0
@@ -97,8 +110,10 @@ class Generation(Sequence):
             if self.over or right == len(draft) or self.tokens[-1] != draft[right]:
                 break
             right += 1
-        if draft and self._lookup is not None:
+        if draft and self._looked_up and self._lookup is not None:
             self._lookup.told(right)
+        elif draft and self._pace is not None:
+            self._pace.told(len(draft), right)
         return right
 
     def _draw(self, outputs: StepOutputs, first: int) -> None:

@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from quarrel.engine import rng
 from quarrel.engine.cache import Cache
-from quarrel.engine.generation import Generation
 from quarrel.engine.scheduler import Batch, Part
 from quarrel.engine.sequence import Sequence
 from quarrel.ops.step import Limits, SampleInputs, StepInputs, outputs_of
@@ -66,13 +65,9 @@ class Inputs:
 
     def _seat(self, s: Sequence) -> None:
         self._seated[s.slot] = s
-        self._controls[:, s.slot] = (0.0, 0.0, 1.0, 0.0)
-        if isinstance(s, Generation):
-            self._seeds[s.slot] = rng.mixed(s.seed)
-            if s.want == "tokens":
-                p = s.request.params
-                # More than any vocabulary is no limit, and every whole number below this is exact in float32.
-                self._controls[:, s.slot] = (p.temperature, min(p.top_k, 1 << 23), p.top_p, p.min_p)
+        self._seeds[s.slot] = rng.mixed(s.seed)
+        # What the host draws is greedy here, the quickest.
+        self._controls[:, s.slot] = s.draws if s.want == "tokens" else Sequence.draws
 
 
 def _from_last(parts: tuple[Part, ...], starts: Array) -> Array | None:

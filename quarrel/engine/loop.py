@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from quarrel.engine.cache import DEFAULT_RULES, CacheRules
+from quarrel.engine.draft import MakeDrafter
 from quarrel.engine.engine import Engine
 from quarrel.engine.sequence import Sequence
 from quarrel.errors import EngineFault, QuarrelError, QueueFull
@@ -64,12 +65,13 @@ class Loop:
         rules: CacheRules = DEFAULT_RULES,
         *,
         max_waiting: int = MAX_WAITING,
+        make_drafter: MakeDrafter | None = None,
     ) -> Step:
-        """Makes the step on the thread, and runs an engine on it from now on; `width` and `rules` as in `Engine`.
+        """Makes the step on the thread, and runs an engine on it from now on; the rest as in `Engine`.
         max_waiting: sequences that may be there beyond those that can run at once."""
 
         def job() -> Step:
-            self.engine = Engine(make_step, width, rules, ended=self._ended)
+            self.engine = Engine(make_step, width, rules, ended=self._ended, make_drafter=make_drafter)
             self._most = self.engine.step.limits.max_seqs + max_waiting
             return self.engine.step
 

@@ -13,7 +13,7 @@ A step serves one kind of result: tokens drawn, or rows of every position; the k
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from quarrel.engine.cache import Cache
@@ -21,6 +21,8 @@ from quarrel.engine.sequence import Sequence
 from quarrel.engine.waiting import Waiting
 from quarrel.ops.step import Limits, Want
 
+Guess = Callable[[Mapping[Sequence, int]], Mapping[Sequence, tuple[int, ...]]]
+"""What asks a draft model: for each sequence up to so many tokens."""
 PATIENCE = 10.0
 """Seconds by which one rank goes before the next."""
 
@@ -34,6 +36,8 @@ class Part:
     count: int
     rows: int
     draft: tuple[int, ...] = ()
+    drafted: bool = False
+    """Whether a draft model made it."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +58,17 @@ class Scheduler:
     """Queues and turns. `max_rows` bounds the rows that one step returns of what can be cut."""
 
     def __init__(
-        self, limits: Limits, cache: Cache, *, max_rows: int, clock: Callable[[], float] = time.perf_counter
+        self,
+        limits: Limits,
+        cache: Cache,
+        *,
+        max_rows: int,
+        clock: Callable[[], float] = time.perf_counter,
+        guess: Guess = lambda wanted: {},
     ) -> None:
         assert limits.max_tokens >= limits.max_seqs, "a step must hold a token of each running sequence"
         self.limits, self.cache, self.clock = limits, cache, clock
+        self._guess = guess
         self.waiting = Waiting()
         self.running: list[Sequence] = []
         self.max_tokens = limits.max_tokens
@@ -114,13 +125,17 @@ class Scheduler:
         parts = []
         wants: set[Want] = set()
         left = len(decoding)
+        drafts, drafted = self._drafts(decoding, min(tokens, rows) - left)
         for sequence in decoding:
             left -= 1
             if not tokens:
                 break
-            draft = self._draft(sequence, min(tokens, rows) - 1 - left)
+            draft = drafts.get(sequence, ())[: max(0, min(tokens, rows) - 1 - left)]
+            # A guess is not worth anybody's block.
+            if draft and not self.cache.grow(sequence, len(sequence.tokens) + len(draft)):
+                draft = ()
             count = 1 + len(draft)
-            parts.append(Part(sequence, sequence.computed, count, count, draft))
+            parts.append(Part(sequence, sequence.computed, count, count, draft, sequence in drafted))
             tokens, rows = tokens - count, rows - count
             wants.add(sequence.want)
         # Those that run whole keep their order, so that each is the first, and fits, after a while.
@@ -142,15 +157,22 @@ class Scheduler:
         want = _want(wants, parts)
         return Batch(want, tuple(parts), want != "tokens" or any(p.sequence.waits and p.rows for p in parts))
 
-    def _draft(self, sequence: Sequence, room: int) -> tuple[int, ...]:
-        room = min(room, sequence.length - sequence.computed - 1)
-        if room <= 0 or sequence.drawn or self.cache.rules.recurrent:
-            return ()
-        draft = tuple(sequence.draft(room))
-        # A guess is not worth anybody's block.
-        if draft and not self.cache.grow(sequence, len(sequence.tokens) + len(draft)):
-            return ()
-        return draft
+    def _drafts(
+        self, decoding: list[Sequence], spare: int
+    ) -> tuple[Mapping[Sequence, tuple[int, ...]], Mapping[Sequence, tuple[int, ...]]]:
+        """Guesses by sequence, up to `spare` tokens each, and those of them that are a draft model's."""
+        found: dict[Sequence, tuple[int, ...]] = {}
+        asked: dict[Sequence, int] = {}
+        for sequence in decoding:
+            room = min(spare, sequence.length - sequence.computed - 1)
+            if room <= 0 or sequence.drawn or self.cache.rules.recurrent:
+                continue
+            if draft := tuple(sequence.draft(room)):
+                found[sequence] = draft
+            elif ahead := min(room, sequence.ahead()):
+                asked[sequence] = ahead
+        drafted = self._guess(asked) if asked else {}
+        return {**found, **drafted}, drafted
 
     def _turn(self) -> str | None:
         """The kind of result after the last one served, among those that a running sequence is ready for."""

@@ -33,6 +33,9 @@ class Sequence(ABC):
     """Whether a draw must be known before the next step can be made: its tokens are drawn or guessed here."""
     salt = b""
     """Only sequences of the same salt share what is in the cache."""
+    seed = 0
+    draws = (0.0, 0.0, 1.0, 0.0)
+    """How its tokens are drawn: temperature, top_k, top_p and min_p, as the `sample` op takes them."""
     queue_seconds: float | None = None
     total_seconds: float | None = None
 
@@ -82,6 +85,10 @@ class Sequence(ABC):
     def draft(self, room: int) -> Tokens[int]:
         """A guess at up to `room` next tokens, to be checked in the step that draws the first of them."""
         return ()
+
+    def ahead(self) -> int:
+        """How many tokens a draft model is to guess, where `draft` had none."""
+        return 0
 
     @abstractmethod
     def settle(self, outputs: StepOutputs, first: int, count: int, draft: Tokens[int]) -> int:

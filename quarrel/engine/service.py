@@ -28,6 +28,8 @@ class Service:
     """Only requests of the same salt share prompts in the cache, so that none can time what another has asked."""
     speculate: int = 0
     """How many tokens may be guessed at once from earlier places of the text and checked in one step; 0 is off."""
+    draft: int = 8
+    """How many the draft model may guess at once, where there is one and the text itself gives no guess; 0 is off."""
 
     def __post_init__(self) -> None:
         if self.priority not in get_args(Priority):
@@ -41,8 +43,10 @@ class Service:
             raise RequestError(
                 f"cache_salt is a {type(self.cache_salt).__name__}, wanted a text of at most {MAX_SALT} letters"
             )
-        if isinstance(self.speculate, bool) or not isinstance(self.speculate, int) or not 0 <= self.speculate <= MAX_DRAFT:
-            raise RequestError(f"speculate is {self.speculate!r}, wanted a whole number from 0 to {MAX_DRAFT}")
+        for name in ("speculate", "draft"):
+            count = getattr(self, name)
+            if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MAX_DRAFT:
+                raise RequestError(f"{name} is {count!r}, wanted a whole number from 0 to {MAX_DRAFT}")
 
     @property
     def rank(self) -> int:

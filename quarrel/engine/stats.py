@@ -40,6 +40,9 @@ class Stats:
     guessed_tokens: int = 0
     right_tokens: int = 0
     """Of the guessed ones."""
+    drafted_tokens: int = 0
+    """Of the guessed ones, by a draft model; and those of them that were right."""
+    drafted_right: int = 0
     faults: int = 0
     restarts: int = 0
     ends: Counter[str] = field(default_factory=Counter)

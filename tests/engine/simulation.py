@@ -10,12 +10,13 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from quarrel.engine import CacheRules, Chunk, Deliver, Engine, Request, Result, SamplingParams, Scoring, Service, rng
+from quarrel.engine.draft import Drafter
 from quarrel.engine.generation import Generation
 from quarrel.errors import QuarrelError
 from quarrel.ops.contract import Compute
@@ -45,7 +46,18 @@ class NullStep:
 
     compute: Compute = "float32"
 
-    def __init__(self, limits: Limits, chance: random.Random, *, late: bool, recurrent: bool, window: int, faults: float):
+    def __init__(
+        self,
+        limits: Limits,
+        chance: random.Random,
+        *,
+        late: bool,
+        recurrent: bool,
+        window: int,
+        faults: float,
+        drafts: bool = False,
+    ) -> None:
+        self.drafts = drafts  # it is a draft model: launched several times at once, and wrong now and then
         self.limits, self.chance, self.late = limits, chance, late
         self.recurrent, self.window, self.faults = recurrent, window, faults
         self.slots = np.full((limits.n_blocks * limits.block_size, 2), -1, np.int64)
@@ -64,7 +76,7 @@ class NullStep:
         if not self.late:
             return Done(self(inputs, want))
         self.flying += 1
-        assert self.flying <= 2
+        assert self.drafts or self.flying <= 2
         return _Late(self, self.broken if self.broken is not None else self(inputs, want))
 
     def __call__(self, inputs: StepInputs, want: Want) -> StepOutputs:
@@ -88,6 +100,8 @@ class NullStep:
             assert len(sample.uniform) == len(rows)
             columns = zip(rows, sample.uniform.tolist(), (sample.temperature == 0).tolist())
             tokens = np.array([-1 if h in self.poisoned else drawn(h, u, g) for h, u, g in columns], np.int32)
+            if self.drafts:
+                tokens[[h % 5 == 0 for h in rows]] = 1
             self.last = tokens
         if want != "tokens":
             logits = np.zeros((len(rows), VOCABULARY), np.float32)
@@ -183,7 +197,22 @@ class Simulation:
             return NullStep(limits, chance, late=self.late, recurrent=self.recurrent, window=window, faults=faults)
 
         rules = CacheRules(reuse, self.recurrent, window, kept)
-        self.engine = Engine(make, VOCABULARY, rules, clock=lambda: self.now, ended=self._ended)
+        self.drafts = not self.recurrent and chance.random() < 0.4
+        few = replace(limits, n_blocks=blocks + chance.choice([0, 3 * blocks]), n_states=0)
+        wrong = 0.0 if not faults else 0.002
+
+        def drafter() -> Drafter:
+            step = NullStep(few, chance, late=self.late, recurrent=False, window=window, faults=wrong, drafts=True)
+            return Drafter(step, CacheRules(reuse, window=window), VOCABULARY, VOCABULARY)
+
+        self.engine = Engine(
+            make,
+            VOCABULARY,
+            rules,
+            clock=lambda: self.now,
+            ended=self._ended,
+            make_drafter=drafter if self.drafts else None,
+        )
         self.alive: dict[int, Any] = {}
         self.texts: list[list[int]] = [[]]
         self.results: Counter[str] = Counter()
@@ -208,6 +237,11 @@ class Simulation:
         cache = self.engine.cache
         assert cache.pool.free == cache.pool.n_blocks
         assert cache.prefixes.kept == len(cache.prefixes) == len(cache.snapshots) == 0
+        if self.engine.drafter is not None:
+            self.engine.drafter.guess({})
+            shadows = self.engine.drafter.cache
+            shadows.prefixes.clear()
+            assert shadows.pool.free == shadows.pool.n_blocks
 
     def _after(self, step: int) -> None:
         self.now += PERIOD
@@ -253,10 +287,19 @@ class Simulation:
             total_seconds=chance.choice([None, None, None, 0.3, 3.0]),
             cache_salt=chance.choice(["", "", "a"]),
             speculate=chance.choice([0, 0, 4]) if not self.recurrent else 0,
+            draft=chance.choice([0, 1, 8]),
         )
         stops = frozenset() if params.ignore_eos else frozenset({0})
         request = Request(
-            tuple(prompt), params, chance.getrandbits(40), stops, self.n_ctx, VOCABULARY, Letters(), service=service
+            tuple(prompt),
+            params,
+            chance.getrandbits(40),
+            stops,
+            self.n_ctx,
+            VOCABULARY,
+            Letters(),
+            service=service,
+            drafts=self.drafts,
         )
         for i in range(params.n):
             self._enter(Generation(request, i, self._sink, stream=False))

@@ -14,11 +14,12 @@ def test_any_order_of_events_gives_everyone_his_own(seeds: range) -> None:
 
 
 def test_the_simulation_covers_what_it_is_for() -> None:
-    seen = Simulation(11)
+    seen = Simulation(10)
     assert seen.late
     seen.run(300)
     assert seen.engine.scheduler.preempted
     assert seen.engine.stats.known_tokens
+    assert seen.engine.stats.drafted_tokens > seen.engine.stats.drafted_right > 0
     assert {"length", "stop", "cancelled", "DeadlineExceeded", "Diverged"} <= seen.results.keys()
 
 

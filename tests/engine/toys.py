@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from quarrel.engine import CacheRules, Engine, Loop, Request, Result, SamplingParams, Service, Stream, start
+from quarrel.engine.draft import Drafter
 from quarrel.engine.rng import mix
 from quarrel.ops.contract import Compute
 from quarrel.ops.sample import draw_token
@@ -206,11 +207,12 @@ def request(
     n_ctx: int = 64,
     stop_ids: Sequence[int] = (STOP,),
     service: Service = PLAIN,
+    drafts: bool = False,
 ) -> Request:
     params = params or SamplingParams(temperature=0, max_tokens=12)
     ids = frozenset(() if params.ignore_eos else stop_ids) | frozenset(params.stop_token_ids)
     seed = 7 if params.seed is None else params.seed
-    return Request(tuple(tokens), params, seed, ids, n_ctx, VOCABULARY, Letters(), service=service)
+    return Request(tuple(tokens), params, seed, ids, n_ctx, VOCABULARY, Letters(), service=service, drafts=drafts)
 
 
 class Toy:
@@ -226,6 +228,7 @@ class Toy:
         recurrent: bool = False,
         window: int = 0,
         max_waiting: int = 1000,
+        draft: Callable[[], HistoryStep] | None = None,
     ) -> None:
         self.loop = Loop()
         self.made: list[HistoryStep] = []
@@ -239,7 +242,14 @@ class Toy:
             self.made.append(step)
             return step
 
-        self.loop.serve(make, VOCABULARY, CacheRules(reuse, recurrent, window), max_waiting=max_waiting)
+        def drafter() -> Drafter:
+            assert draft is not None
+            return Drafter(draft(), CacheRules(), VOCABULARY, VOCABULARY)
+
+        rules = CacheRules(reuse, recurrent, window)
+        make_drafter = None if draft is None else drafter
+        self.drafts = draft is not None
+        self.loop.serve(make, VOCABULARY, rules, max_waiting=max_waiting, make_drafter=make_drafter)
 
     @property
     def step(self) -> HistoryStep:
@@ -258,7 +268,7 @@ class Toy:
         stream: bool = True,
         service: Service = PLAIN,
     ) -> Stream:
-        return start(self.loop, request(tokens, params, service=service), stream=stream)
+        return start(self.loop, request(tokens, params, service=service, drafts=self.drafts), stream=stream)
 
     def generate(self, tokens: Sequence[int], params: SamplingParams | None = None, service: Service = PLAIN) -> Result:
         return self.start(tokens, params, stream=False, service=service).wait()
