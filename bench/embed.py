@@ -1,10 +1,12 @@
-"""Sentences a second of an encoder: Quarrel, and sentence-transformers in a Python of its own, in turns on the same texts.
+"""Sentences a second of an encoder: Quarrel, sentence-transformers and llama.cpp, in turns on the same texts.
 
-    python bench/embed.py MODEL.gguf TEXTS [--sentences 512] [--rounds 3] [--peer-python PYTHON] [--threads 2] [--backend B]
+    python bench/embed.py MODEL.gguf TEXTS [--sentences 512] [--rounds 3] [--threads 2] [--backend B]
+        [--peer-python PYTHON] [--llama-python PYTHON]
 
-TEXTS is a plain text; sentences of 16 to 128 tokens are cut from it. The peer's model is the GGUF file's own weights, so
-that both compute the same. Its virtual environment needs sentence-transformers, and this package's dependencies numpy and
-gguf. The last line is JSON.
+TEXTS is a plain text; sentences of 16 to 128 tokens are cut from it. The peers run in Pythons of their own:
+sentence-transformers with the GGUF file's own weights, so that both compute the same (it needs numpy and gguf there as
+well), llama.cpp with the file itself, through llama-cpp-python. On a CUDA device the share of the FLOP floor is told: the
+matrices' products alone at the rate of a product of 8192 by 8192 in the same run. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -68,6 +70,24 @@ for line in sys.stdin:
 """
 
 
+LLAMA = """
+import json, sys, time
+import numpy
+from llama_cpp import Llama
+
+folder, threads, model = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+llm = Llama(model, embedding=True, n_ctx=2048, n_batch=2048, n_ubatch=2048, n_threads=threads, n_threads_batch=threads,
+            n_seq_max=64, verbose=False)
+texts = json.load(open(folder + "/texts.json"))
+numpy.save(folder + "/vectors.npy", numpy.array(llm.embed(texts[:64], normalize=True), numpy.float32))
+print("ready", flush=True)
+for line in sys.stdin:
+    began = time.perf_counter()
+    llm.embed(texts, normalize=True)
+    print(time.perf_counter() - began, flush=True)
+"""
+
+
 def cut(text: str, tokenizer: Tokenizer, count: int) -> list[str]:
     """Sentences of 16 to 128 tokens, as many of each length as chance has it."""
     words, rng, at, made = text.split(), np.random.default_rng(0), 0, []
@@ -81,19 +101,23 @@ def cut(text: str, tokenizer: Tokenizer, count: int) -> list[str]:
 
 
 class Peer:
-    """sentence-transformers in a process that waits for rounds."""
+    """Another library in a process that waits for rounds: llama.cpp where `dtype` is "gguf", else sentence-transformers."""
 
     def __init__(self, python: str, model: Path, texts: list[str], threads: int, dtype: str) -> None:
         self._folder = tempfile.TemporaryDirectory()
         folder = Path(self._folder.name)
-        _export(model, folder, texts, dtype)
-        command = [python, "-c", PEER, str(folder), str(threads)]
+        (folder / "texts.json").write_text(json.dumps(texts))
+        if dtype == "gguf":
+            command = [python, "-c", LLAMA, str(folder), str(threads), str(model)]
+        else:
+            _export(model, folder, dtype)
+            command = [python, "-c", PEER, str(folder), str(threads)]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
         while (line := self._process.stdout.readline()).strip() != "ready":  # type: ignore[union-attr]
             if not line:
-                raise SystemExit("the peer ended: are sentence-transformers, torch and transformers installed there?")
+                raise SystemExit(f"the peer ended: are the packages that it needs installed for {python}?")
         self.vectors = np.load(folder / "vectors.npy")
 
     def seconds(self, batch: int) -> float:
@@ -109,7 +133,7 @@ class Peer:
         self._folder.cleanup()
 
 
-def _export(model: Path, folder: Path, texts: list[str], dtype: str) -> None:
+def _export(model: Path, folder: Path, dtype: str) -> None:
     """The file's weights, dequantised, under the names that the peer knows."""
     with GGUFFile.open([model]) as file:
         meta = file.metadata
@@ -138,8 +162,30 @@ def _export(model: Path, folder: Path, texts: list[str], dtype: str) -> None:
         pieces = [str(t) for t in meta.strs("tokenizer.ggml.tokens")]
     words = [p[1:] if p.startswith("▁") else p if p.startswith("[") and p.endswith("]") else f"##{p}" for p in pieces]
     (folder / "vocab.txt").write_text("\n".join(words) + "\n", "utf-8")
-    (folder / "texts.json").write_text(json.dumps(texts))
     (folder / "facts.json").write_text(json.dumps({"config": config, "dtype": dtype}))
+
+
+def _floor(model: Path, tokens_s: float) -> dict[str, Any]:
+    """The matrices' products a second, and a large product's, both in TFLOP/s."""
+    import torch
+
+    with GGUFFile.open([model]) as file:
+        kept = [t for n, t in file.tensors.items() if n.startswith("blk.") and len(t.dims) > 1]
+        work = 2 * sum(t.dims[0] * t.dims[1] for t in kept)
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.float16)
+    took = []
+    for _ in range(8):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        a @ a
+        torch.cuda.synchronize()
+        took.append(time.perf_counter() - began)
+    peak = 2 * 8192**3 / statistics.median(took)
+    return {
+        "tflop_s": round(tokens_s * work / 1e12, 1),
+        "peak_tflop_s": round(peak / 1e12),
+        "share": tokens_s * work / peak,
+    }
 
 
 def main() -> None:
@@ -152,7 +198,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32, help="the peer's batch size")
     parser.add_argument("--backend", default="cpu")
     parser.add_argument("--compute", action="append", help="by default auto and float32")
-    parser.add_argument("--peer-python")
+    parser.add_argument("--peer-python", help="a Python that has sentence-transformers")
+    parser.add_argument("--llama-python", help="a Python that has llama-cpp-python")
     args = parser.parse_args()
     models = {
         c: quarrel.load(args.model, backend=args.backend, compute=c, threads=args.threads)
@@ -165,6 +212,8 @@ def main() -> None:
     if args.peer_python:
         for dtype in ("float32", "bfloat16"):
             peers[f"sentence-transformers {dtype}"] = Peer(args.peer_python, args.model, texts, args.threads, dtype)
+    if args.llama_python:
+        peers["llama.cpp"] = Peer(args.llama_python, args.model, texts, args.threads, "gguf")
     taken: dict[str, list[float]] = {}
     for _ in range(args.rounds):
         for llm in models.values():
@@ -191,6 +240,8 @@ def main() -> None:
     for row in rows:
         print(f"{row['who']:36} {row['sentences_s']:8.1f} sentences/s", file=sys.stderr)
     facts = {"device": first.explain().device, "sentences": args.sentences, "tokens": tokens, "rounds": args.rounds}
+    if args.backend == "triton":
+        facts |= _floor(args.model, rows[0]["tokens_s"])
     print(json.dumps(facts | {"model": args.model.name, "rows": rows, "smallest_cosine": nearness}))
 
 
