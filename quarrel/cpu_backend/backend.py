@@ -13,6 +13,7 @@ from quarrel.cpu_backend.pool import Pool
 from quarrel.cpu_backend.run_op import new_cache, run_op
 from quarrel.cpu_backend.step import Compiled, CpuStep
 from quarrel.errors import UnsupportedOp
+from quarrel.ops.collective import Group
 from quarrel.ops.contract import Compute, Concrete, Op
 from quarrel.ops.embedding import vocabulary
 from quarrel.ops.program import Program
@@ -37,6 +38,7 @@ class CpuBackend:
         self._level = features.level(level)
         self._threads = features.threads(threads)
         self._made: Pool | None = None
+        self._group: Group | None = None
 
     @property
     def _pool(self) -> Pool:
@@ -62,6 +64,10 @@ class CpuBackend:
     def compute_of(self, choice: ComputeChoice) -> Compute:
         return "float32" if choice == "float32" else "int8"
 
+    def join(self, group: Group) -> None:
+        """See `ops.collective.Joins`."""
+        self._group = group
+
     def compile(
         self,
         program: Program,
@@ -80,7 +86,7 @@ class CpuBackend:
             "B": limits.max_blocks_per_seq,
         }
         states = [np.zeros((limits.states, *layer.shape), np.float32) for layer in program.states]
-        compiled = Compiled(program, weights, caches, states, sizes, exact, self._pool, progress)
+        compiled = Compiled(program, weights, caches, states, sizes, exact, self._pool, progress, self._group)
         return CpuStep(compiled, limits, arithmetic, vocabulary(program))
 
     def _arithmetic(self, choice: ComputeChoice) -> Compute:

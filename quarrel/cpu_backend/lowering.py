@@ -18,6 +18,7 @@ from quarrel.cpu_backend.plan import Arg, Header, Job, Plan
 from quarrel.cpu_backend.quantize import padded, quantize, row_bytes
 from quarrel.cpu_backend.tile import LANES, T_BLOCK, shapes, tile
 from quarrel.cpu_backend.weights import Packed, Weights
+from quarrel.ops.collective import Group
 from quarrel.ops.contract import ConstRef, Operand, Value, WeightRef
 from quarrel.ops.linear import LinearSpec
 from quarrel.ops.norm import NormSpec
@@ -56,8 +57,15 @@ class Lowering:
     """Turns nodes into stages of one plan."""
 
     def __init__(
-        self, plan: Plan, weights: Weights, caches: Sequence[Cache], states: Sequence[np.ndarray], choices: Choices
+        self,
+        plan: Plan,
+        weights: Weights,
+        caches: Sequence[Cache],
+        states: Sequence[np.ndarray],
+        choices: Choices,
+        group: Group | None = None,
     ) -> None:
+        self.group = group
         self.plan, self.weights, self.caches, self.states, self.choices = plan, weights, caches, states, choices
         self._items: dict[int, tuple[int, int]] = {}
         self.gathered: dict[tuple[int, int], tuple[dict[str, Arg], int]] = {}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,10 @@ from quarrel.cpu_backend.abi import KernelDef
 from quarrel.cpu_backend.features import Level
 from quarrel.cpu_backend.pool import StageTable, aligned
 from quarrel.cpu_backend.quantize import row_bytes
-from quarrel.ops.contract import Value
+from quarrel.ops.contract import Operand, Value
+
+Rows = np.ndarray
+"""The live rows of a value, `[T, n]`, in place."""
 
 AXES = ("T", "S", "R", "B")
 """Free axes whose live sizes stand in the step's header, each followed by two more words: see `Header`."""
@@ -89,6 +94,15 @@ class Job:
     times: int = 1
 
 
+@dataclass(frozen=True)
+class Call:
+    """Something that the host does between stages: `run` gets the live rows of values."""
+
+    run: Callable[..., None]
+    places: tuple[tuple[Arg, int, int], ...]
+    """Where each value is, the header word of its rows and its width."""
+
+
 class Arena:
     """Offsets for buffers with lifetimes: first fit, coalescing; the memory itself is made at the end."""
 
@@ -138,6 +152,8 @@ class Plan:
     arena: Arena = field(default_factory=Arena)
     keep: list[Any] = field(default_factory=list)
     stages: list[tuple[int, list[Job]]] = field(default_factory=list)
+    calls: dict[int, Call] = field(default_factory=dict)
+    """By the stage that each stands for."""
     node: int = 0
     _at: dict[tuple[int, str], Arg] = field(default_factory=dict)
     _temporary: list[Slot] = field(default_factory=list)
@@ -191,6 +207,13 @@ class Plan:
         """Jobs that may run at once, after every stage before."""
         self.stages.append((self.node, list(jobs)))
 
+    def call(self, run: Callable[..., None], *values: Operand) -> None:
+        """Runs on the host, after every stage before; gets the rows of the values."""
+        found = [v for v in values if isinstance(v, Value)]
+        places = tuple((self.place(v), Header.axis(self.rows(v)), self.width(v)) for v in found)
+        self.calls[len(self.stages)] = Call(run, places)
+        self.stages.append((self.node, []))
+
     def shared_stage(self, value: Value | None, job: Job) -> None:
         """A stage that later nodes rely on too: it runs whenever the value's producer does, or always without one."""
         producer = self.producer.get(value.id, -1) if value is not None else -1
@@ -226,12 +249,39 @@ class Tables:
     """(node, first job, jobs) of every stage."""
     scratch: int
     keep: tuple[Any, ...]
+    calls: Mapping[int, Call] = field(default_factory=dict)
 
-    def select(self, nodes: set[int]) -> StageTable:
-        """The stages of some nodes only."""
-        rows = [(first, count) for node, first, count in self.stages if node in nodes or node < 0]
-        stages = np.array(rows, np.int64).reshape(-1, 2)
-        return StageTable(stages, self.jobs, self.header.words, self.scratch, (self,))
+    def select(self, nodes: set[int]) -> list[StageTable | Callable[[], None]]:
+        """The stages of some nodes only, in as many runs as the host's calls between them ask for."""
+        runs: list[StageTable | Callable[[], None]] = []
+        rows: list[tuple[int, int]] = []
+
+        def flush() -> None:
+            if rows:
+                stages = np.array(rows, np.int64).reshape(-1, 2)
+                runs.append(StageTable(stages, self.jobs, self.header.words, self.scratch, (self,)))
+                rows.clear()
+
+        for i, (node, first, count) in enumerate(self.stages):
+            if node not in nodes and node >= 0:
+                continue
+            if i in self.calls:
+                flush()
+                runs.append(partial(self._call, self.calls[i]))
+            else:
+                rows.append((first, count))
+        flush()
+        return runs
+
+    def _call(self, call: Call) -> None:
+        call.run(*(self._live(*place) for place in call.places))
+
+    def _live(self, place: Arg, word: int, width: int) -> Rows:
+        rows = int(self.header.words[word])
+        if isinstance(place, Slot):
+            return self.view(place, np.float32, (rows, width))
+        assert isinstance(place, int)
+        return np.ctypeslib.as_array((ctypes.c_float * (rows * width)).from_address(place)).reshape(rows, width)
 
     def view(self, slot: Arg, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
         """A buffer of the arena as an array."""
@@ -259,4 +309,4 @@ def finish(plan: Plan) -> Tables:
             scratch = max(scratch, job.kernel.scratch)
             rows.append((job.kernel.address(plan.level), block.ctypes.data, job.live, job.every, job.times))
     table = np.array(rows, np.int64).reshape(-1, 5)
-    return Tables(arena, plan.header, table, tuple(stages), scratch, (*plan.keep, *blocks))
+    return Tables(arena, plan.header, table, tuple(stages), scratch, (*plan.keep, *blocks), dict(plan.calls))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from quarrel.cpu_backend import lower_experts, lower_recurrent
+from quarrel.cpu_backend import collective, lower_experts, lower_recurrent
 from quarrel.cpu_backend import lower_transformer as t
 from quarrel.ops import (
     ADD,
@@ -34,6 +34,7 @@ from quarrel.ops import (
     SCAN1,
     SCAN2,
 )
+from quarrel.ops.collective import ALL_REDUCE, BROADCAST, PLACE
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation, Registry
 
@@ -72,6 +73,9 @@ REGISTRY = Registry(
         Implementation(SCAN2, "sequential scan", lower_recurrent.scan2),
         Implementation(SCAN1, "sequential scan", lower_recurrent.scan1),
         Implementation(GATED_NORM, "vector norm", lower_recurrent.gated_norm),
+        Implementation(ALL_REDUCE, "the group's", collective.all_reduce),
+        Implementation(PLACE, "copy columns", collective.place),
+        Implementation(BROADCAST, "the group's", collective.broadcast),
     ],
 )
 

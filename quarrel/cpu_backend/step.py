@@ -13,6 +13,7 @@ from quarrel.cpu_backend.pool import Pool, StageTable
 from quarrel.cpu_backend.registry import REGISTRY, reads_rounded
 from quarrel.cpu_backend.weights import Weights
 from quarrel.errors import RequestError
+from quarrel.ops.collective import Group
 from quarrel.ops.contract import Array, Compute, Value
 from quarrel.ops.moe import RouteSpec
 from quarrel.ops.program import Node, Program
@@ -44,6 +45,7 @@ class Compiled:
         exact: bool,
         pool: Pool,
         progress: Callable[[int, int], None] | None = None,
+        group: Group | None = None,
     ) -> None:
         self.program, self.caches, self._pool = program, caches, pool
         self.states = states
@@ -53,7 +55,7 @@ class Compiled:
         plan = Plan(pool.level, pool.threads, {**sizes, "S1": sizes.get("S", 0) + 1}, exact, {}, {}, {})
         routes = [n.spec for n in nodes if isinstance(n.spec, RouteSpec)]
         self.expert_choices = Choices(routes, sizes.get("T", 0))
-        lowering = Lowering(plan, self.weights, caches, states, self.expert_choices)
+        lowering = Lowering(plan, self.weights, caches, states, self.expert_choices, group)
         plan.forms, plan.last_use = _uses(nodes, program, lowering)
         plan.producer = {v.id: i for i, node in enumerate(nodes) for v in node.outputs}
         self.inputs: dict[str, np.ndarray] = {}
@@ -77,7 +79,7 @@ class Compiled:
             name: [(axis, i) for i, axis in enumerate(value.dims) if axis in AXES or axis == "S1"]
             for name, value in program.inputs.items()
         }
-        self._selected: dict[tuple[str, ...], StageTable] = {}
+        self._selected: dict[tuple[str, ...], list[StageTable | Callable[[], None]]] = {}
 
     def run(self, arrays: Mapping[str, Array], wanted: tuple[str, ...]) -> dict[str, Array]:
         """Copies the inputs in, runs what the wanted outputs and the caches need, and copies the results out."""
@@ -93,7 +95,11 @@ class Compiled:
         self.tables.header.set(sizes)
         if wanted not in self._selected:
             self._selected[wanted] = self.tables.select(_needed(self.choices, self.program, wanted))
-        self._pool.run(self._selected[wanted])
+        for part in self._selected[wanted]:
+            if isinstance(part, StageTable):
+                self._pool.run(part)
+            else:
+                part()
         self.expert_choices.add(sizes.get("T", 0))
         outputs = ((name, *self._outputs[name]) for name in wanted)
         return {name: whole[: sizes[axis]].copy() for name, axis, whole in outputs}
@@ -134,7 +140,7 @@ def _needed(choices: Sequence[Choice], program: Program, wanted: tuple[str, ...]
     needed = set()
     for i in range(len(choices) - 1, -1, -1):
         node = choices[i].node
-        if node.op.consumes or any(v.id in alive for v in node.outputs):
+        if node.op.always or any(v.id in alive for v in node.outputs):
             needed.add(i)
             alive |= {v.id for v in node.inputs if isinstance(v, Value)}
     return needed

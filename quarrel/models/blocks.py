@@ -11,6 +11,7 @@ from quarrel.models.spec import Attention, Experts, GatedFFN, Mamba1, Mamba2, Pl
 from quarrel.models.tensors import Tensors
 from quarrel.ops.activation import GatedSpec, gated, plain
 from quarrel.ops.attention import AttentionSpec, KVAppendSpec, RopeAppendSpec, attention, kv_append, rope_append
+from quarrel.ops.collective import all_gather, all_reduce, place
 from quarrel.ops.contract import ConstRef, Value, WeightRef
 from quarrel.ops.linear import Linear, add, linear, linear_add, norm_gate_up, norm_linear
 from quarrel.ops.mixer import Mamba2MixSpec, mamba2_mix, scan1_gate
@@ -19,7 +20,7 @@ from quarrel.ops.norm import NormSpec, norm
 from quarrel.ops.null import Builder
 from quarrel.ops.program import KVLayer
 from quarrel.ops.rope import RopeSpec
-from quarrel.ops.state import Scan2Spec, conv
+from quarrel.ops.state import Scan2Spec, conv, scan2
 
 
 class Block:
@@ -33,6 +34,21 @@ class Block:
 
     def vector(self, name: str, n: int) -> WeightRef:
         return self.tensors.vector(self.prefix + name, n)
+
+    def sums(self, half: str) -> bool:
+        """Whether devices each compute a part of this half of the layer, to be added."""
+        share = self.tensors.share
+        return share is not None and self.prefix + half in share.sums
+
+    def rows(self, half: str) -> tuple[tuple[int, int], int] | None:
+        """Which columns of the stream, of how many, this device's half results in, if not all."""
+        share = self.tensors.share
+        return None if share is None else share.rows.get(self.prefix + half)
+
+    def gathers(self, half: str) -> tuple[tuple[int, int], int] | None:
+        """Which of the mixer's channels, of how many, this device has, if its norm needs those of others."""
+        share = self.tensors.share
+        return None if share is None else share.gathers.get(self.prefix + half)
 
     def linear(self, name: str, rows: int, k: int) -> Linear:
         """`name.weight` and, if the file has it, `name.bias`."""
@@ -94,10 +110,17 @@ def mamba2(b: Builder, block: Block, m: Mamba2, h: Value) -> Value:
     taps, offset = block.linear("ssm_conv1d", spec.width, m.conv_width)
     offset = offset or block.vector("ssm_conv1d.bias", spec.width)
     a, d = (block.tensors.column(f"{block.prefix}{name}", m.n_heads) for name in ("ssm_a", "ssm_d"))
-    gain = block.tensors.grouped(f"{block.prefix}ssm_norm.weight", m.n_groups, m.inner // m.n_groups)
     mix = Mamba2MixSpec(spec, m.conv_width, block.norm.eps)
     states = (b.state(*mix.conv.state), b.state(*spec.state))
     scan = (block.vector("ssm_dt.bias", m.n_heads), a, d)
+    gathered = block.gathers("attn")
+    if gathered is not None:
+        (start, _), inner = gathered
+        y = scan2(b, spec, conv(b, xbc, taps, offset, states[0]), dt, scan, states[1])
+        y = all_gather(b, gated(b, GatedSpec("silu", m.inner), z, y), start, inner)
+        gain = block.tensors.grouped(f"{block.prefix}ssm_norm.weight", 1, inner)
+        return norm(b, NormSpec("rms", inner, block.norm.eps), y, gain)
+    gain = block.tensors.grouped(f"{block.prefix}ssm_norm.weight", m.n_groups, m.inner // m.n_groups)
     return mamba2_mix(b, mix, (xbc, dt, z), (taps, offset), scan, gain, states)
 
 
@@ -109,7 +132,10 @@ def mamba1(b: Builder, block: Block, m: Mamba1, h: Value) -> Value:
     x = conv(b, x, taps, offset or block.vector("ssm_conv1d.bias", m.inner), b.state(m.conv_width - 1, m.inner))
     low, _ = block.linear("ssm_x", m.rank + 2 * m.n_state, m.inner)
     parts = low.split(m.rank, m.n_state, m.n_state)
-    dt, over, out = (linear(b, x, part) for part in parts)
+    if block.sums("attn"):
+        dt, over, out = (all_reduce(b, linear(b, x, part, out="f32")) for part in parts)
+    else:
+        dt, over, out = (linear(b, x, part) for part in parts)
     if m.normed:
         ones = [block.tensors.ones(part.rows) for part in parts]
         dt, over, out = (norm(b, NormSpec("rms", g.k, block.norm.eps), v, g) for g, v in zip(ones, (dt, over, out)))
@@ -153,8 +179,9 @@ def experts(b: Builder, block: Block, e: Experts, h: Value, before: str) -> Valu
     first = ExpertUpSpec(stacks[0].type, e.n_experts, e.used, e.width, block.n_embd, e.activation, len(names) == 2, biased)
     y = expert_up(b, first, x, ids, *stacks, *biases)
     down = _stack(block, "ffn_down_exps", e.n_experts, block.n_embd, e.width)
-    offset = block.tensors.matrix(f"{block.prefix}ffn_down_exps.bias", e.n_experts, block.n_embd) if biased else None
-    second = ExpertDownSpec(down.type, e.n_experts, e.used, block.n_embd, e.width, biased)
+    name = f"{block.prefix}ffn_down_exps.bias"
+    offset = block.tensors.summed_once(name, e.n_experts, block.n_embd) if biased else None
+    second = ExpertDownSpec(down.type, e.n_experts, e.used, block.n_embd, e.width, offset is not None)
     out = expert_down(b, second, y, ids, weights, down, offset)
     return out if not e.shared else _shared(b, block, e, x, out)
 
@@ -171,6 +198,18 @@ def _shared(b: Builder, block: Block, e: Experts, x: Value, routed: Value) -> Va
     else:
         up = plain(b, "relu2", up)
     return linear_add(b, routed, up, *block.linear("ffn_down_shexp", block.n_embd, e.shared))
+
+
+def whole(b: Builder, block: Block, half: str, y: Value, out: Linear | None) -> Value | None:
+    """Where devices share this half of the layer: what each has of `out(y)`, of which the sum is the result."""
+    if block.sums(half):
+        return y if out is None else linear(b, y, *out, out="f32")
+    part = block.rows(half)
+    if part is None:
+        return None
+    assert out is not None
+    (start, _), total = part
+    return place(b, linear(b, y, *out, out="f32"), start, total)
 
 
 def join(b: Builder, h: Value, y: Value, out: Linear | None, scale: float) -> Value:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from quarrel.errors import ModelError, UnsupportedModel
 from quarrel.gguf import FORMATS, GGMLType, GGUFFile
 from quarrel.ops.contract import RawWeight, WeightRef
+
+if TYPE_CHECKING:
+    from quarrel.models.shard import Share
 
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+?)(\.weight|\.bias)?")
 _ONES = "(ones)"
@@ -36,6 +40,9 @@ NOT_WEIGHTS = frozenset(GGMLType[name] for name in ("I8", "I16", "I32", "I64", "
 
 class Tensors:
     """Named weights of one open file; also the `WeightSource` that backends pack from."""
+
+    share: Share | None = None
+    """What this device computes, if not everything."""
 
     def __init__(self, file: GGUFFile) -> None:
         self.file = file
@@ -72,7 +79,11 @@ class Tensors:
     def stack(self, name: str, n: int, rows: int, k: int) -> WeightRef:
         """`[n, rows, k]`, seen as `n * rows` rows."""
         ref = self._ref(name, (n, rows, k))
-        return WeightRef(name, ref.type, n * rows, k)
+        return WeightRef(ref.name, ref.type, n * rows, k)
+
+    def summed_once(self, name: str, *shape: int) -> WeightRef | None:
+        """A bias of what may be summed over several devices, on the one that adds it."""
+        return self._ref(name, shape)
 
     def first_row(self, name: str, k: int) -> WeightRef:
         """Row 0 of a matrix with any number of rows."""

@@ -167,6 +167,8 @@ class Op:
     cases: Callable[[], list[Case]] = list
     strategy: Callable[[], Any] | None = None
     consumes: str = ""
+    joint: bool = False
+    """Every member of a group runs it, whether or not it reads the result itself."""
     tolerance: Mapping[Compute, float] = field(default_factory=lambda: DEFAULT_TOLERANCE)
 
     def __post_init__(self) -> None:
@@ -174,6 +176,11 @@ class Op:
 
     def __repr__(self) -> str:
         return f"Op({self.name})"
+
+    @property
+    def always(self) -> bool:
+        """Whether a step runs it even where nobody asks for its results."""
+        return bool(self.consumes) or self.joint
 
     @property
     def consumed(self) -> tuple[str, ...]:

@@ -141,7 +141,7 @@ def needed(nodes: Sequence[Node], wanted: Value) -> list[bool]:
     wants = {wanted.id}
     marks: list[bool] = []
     for node in reversed(nodes):
-        mark = bool(node.op.consumes) or any(v.id in wants for v in node.outputs)
+        mark = node.op.always or any(v.id in wants for v in node.outputs)
         if mark:
             wants.update(v.id for v in node.inputs if isinstance(v, Value))
         marks.append(mark)
