@@ -16,6 +16,7 @@ QuarrelError
 ├── DeadlineExceeded      a request's time was over before it was done
 ├── Diverged              the model's numbers are no numbers any more, for one request
 ├── EngineFault           a step broke on the device; carries nothing over, the engine goes on
+├── EngineLost            the process of a model ended; its requests are lost, another can be started
 ├── FlightError           an Arrow Flight server refused something
 │   ├── FlightUnavailable it could not be reached, or did not finish in time
 │   └── FlightDataError   what it sent is unsound, or not what the protocol says
@@ -96,6 +97,10 @@ class Diverged(QuarrelError):
 
 class EngineFault(QuarrelError):
     """A step failed on the device; the requests in it are lost, later ones run."""
+
+
+class EngineLost(QuarrelError):
+    """The process that a model ran in has ended, and the requests in it with it."""
 
 
 class FlightError(QuarrelError):

@@ -42,14 +42,16 @@ ROOMS: Mapping[str, Room] = {
     "llm": Room(("errors", "env", "gguf", "tokenizer", "models", "ops", "engine", "demo"), ("numpy", "tqdm", "llguidance")),
     "doctor": Room(("", "errors", "env", "gguf", "llm", "models", "ops.registry", "ops.step")),
     "metrics": Room(("engine",), ("prometheus_client",)),
+    "process": Room(("errors", "llm", "engine"), ("numpy",)),
     "server": Room(
-        ("", "errors", "llm", "engine", "metrics"),
+        ("", "errors", "llm", "engine", "metrics", "process"),
         ("numpy", "fastapi", "pydantic", "starlette", "uvicorn", "h11", "prometheus_client"),
     ),
     "flight": Room(("errors",), ("numpy", "pyarrow")),
     "embed": Room(("errors", "llm", "flight"), ("numpy", "pyarrow")),
     "cli": Room(
-        ("", "errors", "env", "gguf", "tokenizer", "llm", "engine", "doctor", "server", "embed", "flight"), ("tqdm",)
+        ("", "errors", "env", "gguf", "tokenizer", "llm", "engine", "doctor", "process", "server", "embed", "flight"),
+        ("tqdm",),
     ),
     "bench": Room(
         ("", "errors", "env", "gguf", "models", "ops", "llm", "cpu_backend", "triton_backend"), ("numpy", "torch", "triton")

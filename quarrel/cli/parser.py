@@ -140,6 +140,8 @@ def _serve(p: argparse.ArgumentParser) -> None:
     )
     grace = "for requests in flight when told to stop, 30 by default"
     p.add_argument("--grace", type=float, default=30, metavar="SECONDS", help=grace)
+    own = "run each model in a process of its own, the default: one that ends is started again, and the server stays up"
+    p.add_argument("--engine-process", action=argparse.BooleanOptionalAction, default=True, help=own)
     p.add_argument(
         "--rate", type=int, default=600, metavar="N", help="requests a minute of each key or address; 0 is no limit"
     )

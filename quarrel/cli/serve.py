@@ -16,6 +16,7 @@ from quarrel.cli.parser import UsageError
 from quarrel.cli.terminal import note
 from quarrel.errors import QuarrelError
 from quarrel.llm import LLM, load
+from quarrel.process import RemoteLLM, open_remote
 
 
 def run(args: argparse.Namespace) -> int:
@@ -58,16 +59,17 @@ def run(args: argparse.Namespace) -> int:
         rates=Rates(requests=args.rate, prompt_tokens=args.prompt_rate, output_tokens=args.output_rate),
     )
 
-    def open_model(source: str) -> LLM:
-        return load(
-            source,
-            backend=args.backend,
-            compute=args.compute,
-            n_ctx=args.ctx,
-            memory=args.memory,
-            threads=args.threads,
-            max_seqs=args.parallel,
-        )
+    options = {
+        "backend": args.backend,
+        "compute": args.compute,
+        "n_ctx": args.ctx,
+        "memory": args.memory,
+        "threads": args.threads,
+        "max_seqs": args.parallel,
+    }
+
+    def open_model(source: str) -> LLM | RemoteLLM:
+        return open_remote(source, options) if args.engine_process else load(source, **options)
 
     server = build(settings, open_model)
     if not server.keys.keys():

@@ -10,7 +10,7 @@ from quarrel.engine.results import Chunk, FinishReason, Result, Timings, TokenLo
 from quarrel.engine.sequence import Deliver, Scoring
 from quarrel.engine.service import Priority, Service
 from quarrel.engine.stats import Histogram, Stats
-from quarrel.engine.stream import AsyncStream, Stream, start, start_async
+from quarrel.engine.stream import AsyncStream, Delivery, Stream, deliver, start, start_async
 from quarrel.engine.text import Detokenizer, Texts
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "CacheRules",
     "Chunk",
     "Deliver",
+    "Delivery",
     "Detokenizer",
     "Engine",
     "FinishReason",
@@ -39,6 +40,7 @@ __all__ = [
     "Timings",
     "TokenLogprob",
     "Usage",
+    "deliver",
     "merged",
     "start",
     "start_async",

@@ -45,6 +45,11 @@ class Loop:
         self._thread = threading.Thread(target=self._main, name="quarrel-engine", daemon=True)
         self._thread.start()
 
+    @property
+    def fault(self) -> str | None:
+        """Why the engine has ended for good, unless it was closed."""
+        return self._fault
+
     def run(self, job: Callable[[], T]) -> T:
         """Runs `job` on the thread and waits for what it returns or raises."""
         future: Future[T] = Future()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
+from typing import Protocol
 
 from quarrel.engine.generation import Generation, Request
 from quarrel.engine.loop import Loop
@@ -104,19 +105,40 @@ def start_async(loop: Loop, request: Request, *, stream: bool, owner: object = N
     def sink(chunk: Chunk) -> None:
         events.call_soon_threadsafe(chunks.put_nowait, chunk)
 
+    delivery = deliver(loop, request, sink, stream=stream)
+    return AsyncStream(delivery, request.params.n, chunks, owner)
+
+
+def deliver(loop: Loop, request: Request, sink: Callable[[Chunk], None], *, stream: bool) -> Delivery:
+    """As `start`, with chunks handed to `sink` on the engine's thread, which waits for it: it must be quick."""
     sequences = [Generation(request, i, sink, stream=stream) for i in range(request.params.n)]
     loop.add(*sequences)
-    return AsyncStream(loop, sequences, chunks, owner)
+    return Delivery(loop, sequences)
+
+
+class Delivery:
+    """Work whose chunks go to a function. Dropping it does not end it."""
+
+    def __init__(self, loop: Loop, sequences: Sequence[Generation]) -> None:
+        self._loop, self.sequences = loop, sequences
+
+    def cancel(self) -> None:
+        """Asks for an end; the remaining chunks, with the result, still come."""
+        self._loop.cancel(*self.sequences)
+
+
+class Work(Protocol):
+    """What a stream comes from."""
+
+    def cancel(self) -> None: ...
 
 
 class AsyncStream(AsyncIterator[Chunk]):
     """An asynchronous iterator of chunks. Cancelling the task that reads it, `aclose` or dropping it cancels the work."""
 
-    def __init__(
-        self, loop: Loop, sequences: Sequence[Generation], chunks: asyncio.Queue[Chunk], owner: object = None
-    ) -> None:
-        self._loop, self._sequences, self._chunks, self._owner = loop, sequences, chunks, owner
-        self._gathering = _Gathering(len(sequences))
+    def __init__(self, work: Work, count: int, chunks: asyncio.Queue[Chunk], owner: object = None) -> None:
+        self._work, self._chunks, self._owner = work, chunks, owner
+        self._gathering = _Gathering(count)
 
     @property
     def result(self) -> Result | None:
@@ -136,7 +158,7 @@ class AsyncStream(AsyncIterator[Chunk]):
     def cancel(self) -> None:
         """Asks for an end; the remaining chunks, with the result, still come."""
         if self._gathering.left:
-            self._loop.cancel(*self._sequences)
+            self._work.cancel()
 
     async def aclose(self) -> None:
         """Cancels, and waits for the result."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import weakref
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Unpack, overload
 
@@ -13,6 +13,8 @@ import numpy.typing as npt
 from quarrel.engine import (
     Activity,
     AsyncStream,
+    Chunk,
+    Delivery,
     Loop,
     Request,
     Result,
@@ -22,6 +24,7 @@ from quarrel.engine import (
     Stats,
     Stream,
     TokenLogprob,
+    deliver,
     merged,
     start,
     start_async,
@@ -291,9 +294,21 @@ class LLM:
             return self._chat_request(messages, settled, tools, template, template_kwargs, service, structure)
         return self._request(prompt, settled, False, service, structure)
 
-    def submit(self, request: Request) -> AsyncStream:
-        """Starts a prepared request for the event loop that is running. Cancelling the task that reads it stops it."""
-        return start_async(self._loop, request, stream=True, owner=self)
+    def submit(self, request: Request, *, stream: bool = True) -> AsyncStream:
+        """Starts a prepared request for the event loop that is running. Cancelling the task that reads it stops it.
+
+        stream: False for the last chunk of each continuation alone.
+        """
+        return start_async(self._loop, request, stream=stream, owner=self)
+
+    def deliver(self, request: Request, sink: Callable[[Chunk], None], *, stream: bool = True) -> Delivery:
+        """As `submit`, with chunks handed to `sink` on the engine's thread, which waits for it: it must be quick."""
+        return deliver(self._loop, request, sink, stream=stream)
+
+    @property
+    def fault(self) -> str | None:
+        """Why the engine has ended for good, unless it was closed: the model must be loaded again."""
+        return self._loop.fault
 
     def logits(self, ids: Sequence[int]) -> Array:
         """float32 `[T, V]`: row t holds the logits of the token behind `ids[: t + 1]`. At most `n_ctx` ids."""

@@ -8,6 +8,7 @@ from quarrel.errors import (
     ContextOverflow,
     DeadlineExceeded,
     EngineFault,
+    EngineLost,
     ModelError,
     ModelNotFound,
     OutOfMemory,
@@ -41,6 +42,7 @@ _STATUS: tuple[tuple[type[QuarrelError], int, str], ...] = (
     (QueueFull, 503, "queue_full"),
     (DeadlineExceeded, 504, "timeout"),
     (EngineFault, 503, "engine_fault"),
+    (EngineLost, 503, "engine_lost"),
 )
 
 # The words of the WebSocket and the /api routes.
@@ -56,6 +58,8 @@ _WORDS = {
     "unknown_type": "UNKNOWN_TYPE",
     "engine_error": "INFERENCE_ERROR",
     "engine_fault": "ENGINE_ERROR",
+    "engine_lost": "ENGINE_ERROR",
+    "engine_restarting": "ENGINE_ERROR",
     "timeout": "INFERENCE_ERROR",
     "server_shutdown": "CONNECTION_LOST",
 }
@@ -67,7 +71,8 @@ def refused(error: QuarrelError) -> Refused:
         return error
     for kind, status, code in _STATUS:
         if isinstance(error, kind):
-            return Refused(status, code, str(error), retry_after=getattr(error, "retry_after", None))
+            after = 1.0 if kind is EngineLost else None
+            return Refused(status, code, str(error), retry_after=getattr(error, "retry_after", after))
     return Refused(500, "engine_error", str(error))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from quarrel.metrics import EngineMetrics
@@ -50,13 +50,17 @@ class _Models(Collector):
     def __init__(self, shelf: Shelf) -> None:
         self._shelf = shelf
 
-    def collect(self) -> list[GaugeMetricFamily]:
+    def collect(self) -> list[GaugeMetricFamily | CounterMetricFamily]:
         loaded = GaugeMetricFamily("quarrel_webui_models_loaded", "Models in memory", labels=["model", "backend"])
         memory = GaugeMetricFamily("quarrel_webui_model_memory_bytes", "Weights and cache", labels=["model"])
         seconds = GaugeMetricFamily("quarrel_webui_model_load_duration_seconds", "Of the last load", labels=["model"])
         queue = GaugeMetricFamily("quarrel_webui_inference_queue_size", "Requests that wait", labels=["model"])
         active = GaugeMetricFamily("quarrel_webui_active_connections", "Requests that run", labels=["model"])
+        restarts = CounterMetricFamily(
+            "quarrel_engine_process_restarts", "Times that a model's process ended and was started again", labels=["model"]
+        )
         for entry in self._shelf.entries():
+            restarts.add_metric([entry.name], entry.restarts)
             if entry.held is None:
                 continue
             e, activity = entry.held.llm.explain(), entry.held.llm.activity()
@@ -65,4 +69,4 @@ class _Models(Collector):
             seconds.add_metric([entry.name], entry.load_seconds)
             queue.add_metric([entry.name], activity.waiting)
             active.add_metric([entry.name], activity.running)
-        return [loaded, memory, seconds, queue, active]
+        return [loaded, memory, seconds, queue, active, restarts]

@@ -20,11 +20,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from quarrel import __version__
 from quarrel.engine import Result, Service
 from quarrel.errors import QuarrelError
-from quarrel.llm import LLM, Structure
+from quarrel.llm import Structure
 from quarrel.server.body import body_of, reported
 from quarrel.server.errors import Refused, refused
 from quarrel.server.schemas import Body, ChatMessage, Samplers, Text
-from quarrel.server.shelf import Entry
+from quarrel.server.shelf import Entry, Model
 from quarrel.server.tools import split_calls
 from quarrel.server.work import Desk, Job, Make, chunks, results, unless_gone
 
@@ -127,7 +127,7 @@ def routes(desk: Desk) -> APIRouter:
         turns: list[dict[str, object]] = [{"role": "system", "content": body.system}] if body.system else []
         turns.append({"role": "user", "content": body.prompt})
 
-        def make(llm: LLM, service: Service) -> Sequence[Any]:
+        def make(llm: Model, service: Service) -> Sequence[Any]:
             if body.raw or not (template or llm.tokenizer.chat_template):
                 return [llm.prepare(body.prompt, service=service, structure=structure, **options)]
             return [llm.prepare(messages=turns, template=template, service=service, structure=structure, **options)]
@@ -141,7 +141,7 @@ def routes(desk: Desk) -> APIRouter:
         options, structure, template = body.sampling(), body.structure(), desk.settings.chat_template
         messages = [m.plain() for m in body.messages]
 
-        def make(llm: LLM, service: Service) -> Sequence[Any]:
+        def make(llm: Model, service: Service) -> Sequence[Any]:
             return [
                 llm.prepare(
                     messages=messages, tools=body.tools, template=template, service=service, structure=structure, **options
@@ -179,7 +179,7 @@ async def _answer(
     if not body.stream:
 
         async def whole() -> Json:
-            async with desk.job(caller, model, make, request.url.path) as job:
+            async with desk.job(caller, model, make, request.url.path, stream=False) as job:
                 (result,) = await results(job, limit)
                 return _last(result, job, body.model, _shown(result.text, show, names))
 

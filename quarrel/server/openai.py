@@ -16,10 +16,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from quarrel.engine import Chunk, Result, Service, TokenLogprob, Usage
 from quarrel.errors import QuarrelError
-from quarrel.llm import LLM
 from quarrel.server.body import body_of, reported
 from quarrel.server.errors import openai_body, refused
 from quarrel.server.schemas import ChatBody, CompletionBody, EmbeddingsBody, OpenAIBody
+from quarrel.server.shelf import Model
 from quarrel.server.tools import split_calls
 from quarrel.server.work import Desk, Job, Make, chunks, results, unless_gone
 
@@ -50,7 +50,7 @@ def routes(desk: Desk) -> APIRouter:
         tools = None if body.tool_choice == "none" else body.tools
         options, structure = body.sampling(), body.structure()
 
-        def make(llm: LLM, service: Service) -> Sequence[Any]:
+        def make(llm: Model, service: Service) -> Sequence[Any]:
             template, more = desk.settings.chat_template, body.chat_template_kwargs
             return [
                 llm.prepare(
@@ -72,7 +72,7 @@ def routes(desk: Desk) -> APIRouter:
         body, headers = await reported(request, CompletionBody, desk)
         options, structure = body.sampling(), body.structure()
 
-        def make(llm: LLM, service: Service) -> Sequence[Any]:
+        def make(llm: Model, service: Service) -> Sequence[Any]:
             return [llm.prepare(p, service=service, structure=structure, **options) for p in body.prompts()]
 
         return await _answer(desk, request, body, make, _Completion(body), headers)
@@ -181,7 +181,7 @@ async def _answer(
     if not body.stream:
 
         async def whole() -> Json:
-            async with desk.job(caller, body.model, make, request.url.path) as job:
+            async with desk.job(caller, body.model, make, request.url.path, stream=False) as job:
                 found = await results(job, limit)
                 listed = [r for first in found for r in (first, *first.alternatives)]
                 choices = [form.choice(r, i, job) for i, r in enumerate(listed)]
@@ -260,17 +260,17 @@ def _usage(results: Sequence[Result], n: int) -> Json:
     }
 
 
-def _logprob(entry: TokenLogprob, llm: LLM) -> Json:
+def _logprob(entry: TokenLogprob, llm: Model) -> Json:
     top = [_token(id, value, llm) for id, value in entry.top]
     return {**_token(entry.token_id, entry.logprob, llm), "top_logprobs": top}
 
 
-def _token(id: int, logprob: float, llm: LLM) -> Json:
+def _token(id: int, logprob: float, llm: Model) -> Json:
     text = llm.detokenize([id], skip_special=False)
     return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace"))}
 
 
-def _old_logprobs(entries: Sequence[TokenLogprob], llm: LLM) -> Json:
+def _old_logprobs(entries: Sequence[TokenLogprob], llm: Model) -> Json:
     texts = [llm.detokenize([e.token_id], skip_special=False) for e in entries]
     top = [{llm.detokenize([id], skip_special=False): value for id, value in e.top} for e in entries]
     offsets, at = [], 0

@@ -14,13 +14,12 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from quarrel import __version__
 from quarrel.engine import Chunk, Priority, Result, Service
 from quarrel.errors import QuarrelError
-from quarrel.llm import LLM
 from quarrel.server.body import body_of, reported
 from quarrel.server.errors import plain_body, refused
 from quarrel.server.metrics import Metrics
 from quarrel.server.openai import SSE
 from quarrel.server.schemas import DetokenizeBody, GenerateBody, TokenizeBody
-from quarrel.server.shelf import Entry
+from quarrel.server.shelf import Entry, Model
 from quarrel.server.work import Desk, Job, Make, chunks, results, unless_gone
 
 Json = dict[str, Any]
@@ -30,7 +29,7 @@ def make_of(body: GenerateBody, template: str | None) -> Make:
     """What a generate body asks of a model."""
     options, turns = body.sampling(), body.turns()
 
-    def make(llm: LLM, service: Service) -> Sequence[Any]:
+    def make(llm: Model, service: Service) -> Sequence[Any]:
         return [
             llm.prepare(
                 body.prompt if turns is None else None, messages=turns, template=template, service=service, **options
@@ -111,7 +110,12 @@ def routes(desk: Desk, metrics: Metrics) -> APIRouter:
 
         async def whole() -> Json:
             async with desk.job(
-                request.state.caller, body.model, make_of(body, desk.settings.chat_template), request.url.path
+                request.state.caller,
+                body.model,
+                make_of(body, desk.settings.chat_template),
+                request.url.path,
+                priority_of(body),
+                stream=False,
             ) as job:
                 (result,) = await results(job, desk.settings.timeout)
                 return summary(result, job, time.perf_counter() - began)

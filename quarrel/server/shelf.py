@@ -1,8 +1,12 @@
-"""The models that a server offers: loaded when wanted, swapped while old requests finish on old weights."""
+"""The models that a server offers: loaded when wanted, swapped while old requests finish on old weights.
+
+A model whose process ends is loaded again by itself, at once the first time, later and later if it does not hold.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -13,19 +17,24 @@ from typing import Literal
 
 from quarrel.errors import QuarrelError
 from quarrel.llm import LLM
+from quarrel.process import RemoteLLM
 from quarrel.server.errors import Refused, refused
 
 State = Literal["unloaded", "loading", "loaded", "failed"]
-Load = Callable[[str], LLM]
+Model = LLM | RemoteLLM
+Load = Callable[[str], Model]
+STEADY = 30.0
+"""Seconds after which a process that ends is started again at once, and the longest wait before one that does not hold."""
 log = logging.getLogger("quarrel.server")
 
 
 class Held:
     """A loaded model and how many requests it serves; closed when it is retired and the last one has ended."""
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: Model) -> None:
         self.llm = llm
         self.users = 0
+        self.since = time.monotonic()
         self._retired = False
 
     def take(self) -> None:
@@ -56,6 +65,12 @@ class Entry:
     error: str = ""
     created: int = 0
     load_seconds: float = 0.0
+    restarts: int = 0
+    """How often its process ended and was started again."""
+    delay: float = 0.0
+    """Seconds to wait before the next start."""
+    again_at: float = 0.0
+    """When that will be; until then requests are refused."""
 
 
 class Shelf:
@@ -66,6 +81,8 @@ class Shelf:
         self._folder = folder
         self._entries: dict[str, Entry] = {}
         self._locks: dict[str, asyncio.Lock] = {}
+        self._revivals: set[asyncio.Task[None]] = set()
+        self._closed = False
         for source in sources:
             name = name_of(source)
             self._entries[name] = Entry(name, source, created=int(time.time()))
@@ -90,9 +107,13 @@ class Shelf:
         raise Refused(404, "model_not_found", f"there is no model {str(wanted)[:80]!r} here, wanted one of {known}")
 
     @asynccontextmanager
-    async def use(self, name: str | None) -> AsyncIterator[tuple[str, LLM]]:
+    async def use(self, name: str | None) -> AsyncIterator[tuple[str, Model]]:
         """The model for one request, loaded if it was not. It stays open until the block ends, whatever else happens."""
         entry = self.entry(name)
+        wait = entry.again_at - time.monotonic()
+        if entry.held is None and wait > 0:
+            message = f"the process of {entry.name} ended and will be started again: ask again in {wait:.0f} s"
+            raise Refused(503, "engine_restarting", message, retry_after=wait)
         if entry.held is None:
             await self.load(entry.name)
         held = entry.held
@@ -108,6 +129,8 @@ class Shelf:
         """Loads a model, or with `again` a fresh copy in place of the one that runs, which ends with its last request."""
         entry = self.entry(name)
         async with self._locks.setdefault(entry.name, asyncio.Lock()):
+            if self._closed:
+                raise Refused(503, "server_shutdown", "the server is going down: ask again in a moment", retry_after=5.0)
             if entry.held is not None and not again:
                 return entry
             before = entry.held
@@ -124,6 +147,8 @@ class Shelf:
                 raise
             entry.held, entry.state, entry.error = Held(llm), "loaded", ""
             entry.load_seconds = time.perf_counter() - began
+            if isinstance(llm, RemoteLLM):
+                self._watch(entry, entry.held, llm)
             log.info("loaded %s in %.1f s", entry.name, entry.load_seconds)
             if before is not None:
                 before.retire()
@@ -138,8 +163,47 @@ class Shelf:
                 held.retire()
         return entry
 
+    def _watch(self, entry: Entry, held: Held, llm: RemoteLLM) -> None:
+        events = asyncio.get_running_loop()
+
+        def lost() -> None:
+            with contextlib.suppress(RuntimeError):  # the server's loop is closed
+                events.call_soon_threadsafe(self._lost, entry, held)
+
+        llm.when_lost(lost)
+
+    def _lost(self, entry: Entry, held: Held) -> None:
+        if entry.held is not held or self._closed:
+            return  # it was swapped or unloaded: only its own requests knew it
+        entry.held, entry.state = None, "loading"
+        entry.restarts += 1
+        steady = time.monotonic() - held.since >= STEADY
+        entry.delay = 0.0 if steady or entry.restarts == 1 else min(max(1.0, 2 * entry.delay), STEADY)
+        entry.again_at = time.monotonic() + entry.delay
+        held.retire()
+        log.error("the process of %s has ended; it is started again in %g s", entry.name, entry.delay)
+        task = asyncio.get_running_loop().create_task(self._revive(entry))
+        self._revivals.add(task)
+        task.add_done_callback(self._revivals.discard)
+
+    async def _revive(self, entry: Entry) -> None:
+        while not self._closed:
+            await asyncio.sleep(max(0.0, entry.again_at - time.monotonic()))
+            if entry.state == "unloaded" or entry.held is not None:
+                return
+            try:
+                await self.load(entry.name)
+                return
+            except QuarrelError as error:
+                entry.delay = min(max(1.0, 2 * entry.delay), STEADY)
+                entry.again_at = time.monotonic() + entry.delay
+                log.error("%s could not be started again: %s; the next attempt is in %g s", entry.name, error, entry.delay)
+
     async def close(self) -> None:
         """Closes every model at once; what runs is cancelled."""
+        self._closed = True
+        for task in self._revivals:
+            task.cancel()
         for entry in self._entries.values():
             held, entry.held, entry.state = entry.held, None, "unloaded"
             if held is not None:

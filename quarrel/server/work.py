@@ -6,23 +6,23 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from starlette.requests import Request as HTTPRequest
 
 from quarrel.engine import AsyncStream, Chunk, Priority, Request, Result, Service
-from quarrel.errors import QuarrelError
-from quarrel.llm import LLM, Embeddings
+from quarrel.errors import EngineLost, QuarrelError
+from quarrel.llm import Embeddings
 from quarrel.server.errors import Refused, refused
 from quarrel.server.limits import Limiter
 from quarrel.server.metrics import Metrics
 from quarrel.server.settings import Settings
-from quarrel.server.shelf import Shelf
+from quarrel.server.shelf import Model, Shelf
 
 T = TypeVar("T")
-Make = Callable[[LLM, Service], Sequence[Request]]
+Make = Callable[[Model, Service], Sequence[Request]]
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Job:
     """A request that was let in: its streams, one a prompt."""
 
     model: str
-    llm: LLM
+    llm: Model
     requests: Sequence[Request]
     streams: Sequence[AsyncStream]
     closing: Callable[[], bool]
@@ -54,33 +54,58 @@ class Desk:
 
     @asynccontextmanager
     async def job(
-        self, caller: str, model: str | None, make: Make, where: str, priority: Priority = "interactive"
+        self,
+        caller: str,
+        model: str | None,
+        make: Make,
+        where: str,
+        priority: Priority = "interactive",
+        *,
+        stream: bool = True,
     ) -> AsyncIterator[Job]:
-        """Runs what `make` prepares on a thread; leaving the block cancels what has not ended. where: the route."""
+        """Runs what `make` prepares on a thread; leaving the block cancels what has not ended.
+
+        where: the route. stream: False for the last chunks alone.
+        """
         if self.closing:
             raise Refused(503, "server_shutdown", "the server is going down: ask again in a moment", retry_after=5.0)
-        with self.limiter.stream(caller), ExitStack() as stack:
-            async with self.shelf.use(model) as (name, llm):
-                self._metrics.requests.labels(name, where).inc()
-                self._check_queue(name)
-                self._accepted[name] += 1
-                stack.callback(self._accepted.subtract, [name])
-                requests = await asyncio.to_thread(make, llm, self._service(caller, priority))
-                prompt = sum(len(r.tokens) for r in requests)
-                wanted = sum((r.params.max_tokens or 0) * r.params.n for r in requests)
-                self.limiter.charge(caller, "prompt_tokens", prompt)
-                self.limiter.charge(caller, "output_tokens", wanted)
-                self.active += 1
-                job = Job(name, llm, requests, [llm.submit(r) for r in requests], lambda: self.closing)
-                try:
-                    yield job
-                finally:
-                    self.active -= 1
-                    for stream in job.streams:
-                        stream.cancel()
-                    self._settle(caller, job, wanted)
+        async with AsyncExitStack() as held:
+            held.enter_context(self.limiter.stream(caller))
+            name = self.shelf.entry(model).name
+            self._metrics.requests.labels(name, where).inc()
+            self._check_queue(name)
+            self._accepted[name] += 1
+            held.callback(self._accepted.subtract, [name])
+            llm, requests = await self._prepared(held, name, make, self._service(caller, priority))
+            prompt = sum(len(r.tokens) for r in requests)
+            wanted = sum((r.params.max_tokens or 0) * r.params.n for r in requests)
+            self.limiter.charge(caller, "prompt_tokens", prompt)
+            self.limiter.charge(caller, "output_tokens", wanted)
+            self.active += 1
+            job = Job(name, llm, requests, [llm.submit(r, stream=stream) for r in requests], lambda: self.closing)
+            try:
+                yield job
+            finally:
+                self.active -= 1
+                for each in job.streams:
+                    each.cancel()
+                self._settle(caller, job, wanted)
 
-    async def embed(self, caller: str, llm: LLM, texts: Sequence[Any], dimensions: int | None) -> Embeddings:
+    async def _prepared(
+        self, held: AsyncExitStack, name: str, make: Make, service: Service
+    ) -> tuple[Model, Sequence[Request]]:
+        """The model, kept until `held` ends, and its requests; once more if its process ended meanwhile."""
+        for last in (False, True):
+            _, llm = await held.enter_async_context(self.shelf.use(name))
+            try:
+                return llm, await asyncio.to_thread(make, llm, service)
+            except EngineLost:
+                if last:
+                    raise
+                await asyncio.sleep(0.05)  # until the shelf knows
+        raise AssertionError("unreachable")
+
+    async def embed(self, caller: str, llm: Model, texts: Sequence[Any], dimensions: int | None) -> Embeddings:
         """Vectors of texts (`LLM.aembed`)."""
         with self.limiter.stream(caller):
             made = await llm.aembed(texts, dimensions=dimensions)

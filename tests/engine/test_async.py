@@ -96,7 +96,7 @@ def test_a_dropped_stream_stops() -> None:
         free = toy.hold(1)
         stream = open_stream(toy)
         await anext(stream)
-        sequence = stream._sequences[0]
+        sequence = stream._work.sequences[0]
         del stream
         free()
         await start_async(toy.loop, request([1], LONG), stream=False).wait()
@@ -117,5 +117,5 @@ def test_an_event_loop_that_is_gone_stops_the_work_and_hurts_nobody() -> None:
         stream = go(leave(toy))
         free()
         assert toy.generate([1], LONG).finish_reason == "length"
-        assert stream._sequences[0].over
+        assert stream._work.sequences[0].over
         toy.assert_all_returned()

@@ -1,0 +1,359 @@
+"""A model in another process, as an event loop uses one: the part of `LLM` that a server needs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import logging
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Unpack
+
+from quarrel.engine import (
+    Activity,
+    AsyncStream,
+    Chunk,
+    Request,
+    Result,
+    Sampling,
+    SamplingParams,
+    Service,
+    Stats,
+    Timings,
+    Usage,
+)
+from quarrel.engine.loop import CLOSED, MAX_WAITING, SOONEST
+from quarrel.engine.service import DEFAULT_SERVICE
+from quarrel.errors import EngineLost, QuarrelError, QueueFull
+from quarrel.llm import Chunking, Embeddings, Explanation, Structure, load_tokenizer
+from quarrel.llm.embeddings import Pooling
+from quarrel.llm.texts import VocabularyTexts
+from quarrel.process.wire import Json, Wire, chunk_of, plain, typed, unpacked
+
+_START = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from quarrel.process.child import main
+main(int(sys.argv[2]))
+"""
+CLOSING = 30.0
+"""Seconds that the other process may take to end by itself."""
+log = logging.getLogger("quarrel.process")
+
+
+def open_remote(source: str, options: Mapping[str, Any]) -> RemoteLLM:
+    """Starts a process and loads a model there; options: those of `quarrel.load`, as JSON holds them.
+
+    Raises what `quarrel.load` does, and EngineLost if the process ends meanwhile.
+    """
+    return RemoteLLM(source, options)
+
+
+@dataclass(frozen=True, eq=False)
+class _Placed(Request):
+    """A request that is over there, under a number."""
+
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A stream over there."""
+
+    wire: Wire
+    number: int
+
+    def cancel(self) -> None:
+        self.wire.send("cancel", self.number)
+
+
+@dataclass
+class _Reading:
+    """A stream's end here: chunks go to `put`, on the event loop that reads them."""
+
+    events: asyncio.AbstractEventLoop
+    chunks: asyncio.Queue[Chunk]
+    request: Request
+    open: set[int]
+    made: list[int] = field(default_factory=list)
+
+    def note(self, chunk: Chunk) -> None:
+        if chunk.token_id is not None:
+            self.made[chunk.index] += 1
+        if chunk.result is not None:
+            self.open.discard(chunk.index)
+
+    def failed(self, error: QuarrelError) -> list[Chunk]:
+        """The last chunks of what is not done."""
+        return [Chunk("", index=i, result=self._failure(i, error)) for i in sorted(self.open)]
+
+    def _failure(self, index: int, error: QuarrelError) -> Result:
+        usage = Usage(len(self.request.tokens), self.made[index])
+        timings = Timings(self.request.load_seconds, 0.0, 0.0, 0.0, 0, 0)
+        return Result("", (), "error", usage, timings, self.request.seed, error=str(error), failure=error)
+
+
+class RemoteLLM:
+    """See `LLM`, whose methods these are. Safe for threads.
+
+    A process that ends by itself fails whatever runs in it with EngineLost, calls what `when_lost` was given, and is not
+    started again here.
+    """
+
+    def __init__(self, source: str, options: Mapping[str, Any]) -> None:
+        here, there = socket.socketpair()
+        with there:
+            command = [sys.executable, "-c", _START, json.dumps(sys.path), str(there.fileno())]
+            self._process = subprocess.Popen(command, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL)
+        self._wire = Wire(here)
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._calls: dict[int, Future[Json]] = {}
+        self._streams: dict[int, _Reading] = {}
+        self._over: QuarrelError | None = None
+        self._closing = False
+        self._told: list[Callable[[], None]] = []
+        loaded: Future[Json] = Future()
+        self._calls[0] = loaded
+        self._reader = threading.Thread(target=self._read, name="quarrel-remote", daemon=True)
+        self._reader.start()
+        try:
+            self._wire.send("load", source, dict(options))
+            explanation, activity, stats = loaded.result()
+            self._explanation = typed(Explanation, explanation)
+            self._activity, self._stats = typed(Activity, activity), typed(Stats, stats)
+            self.tokenizer = load_tokenizer(source)
+        except BaseException:
+            self.close(timeout=0.0)
+            raise
+        self.n_ctx = self._explanation.n_ctx
+        self._most = self._explanation.max_seqs + int(options.get("max_waiting", MAX_WAITING))
+        self._texts = VocabularyTexts(self.tokenizer)
+
+    def __repr__(self) -> str:
+        return f"RemoteLLM({self._explanation.model!r}, process {self.pid})"
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def when_lost(self, callback: Callable[[], None]) -> None:
+        """Calls it, on some thread, if the process ends without being closed; at once if it has."""
+        with self._lock:
+            if self._over is None:
+                self._told.append(callback)
+                return
+            lost = not self._closing
+        if lost:
+            callback()
+
+    def close(self, timeout: float = CLOSING) -> None:
+        """Cancels what runs, waits for the process and ends it if it takes longer. May be called twice."""
+        with self._lock:
+            self._closing = True
+        self._wire.send("close")
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout)
+        if self._process.poll() is None:
+            self._process.kill()
+        if threading.current_thread() is not self._reader:
+            self._reader.join()
+
+    def prepare(
+        self,
+        prompt: str | Sequence[int] | None = None,
+        *,
+        messages: Sequence[Mapping[str, object]] | None = None,
+        params: SamplingParams | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        template: str | None = None,
+        template_kwargs: Mapping[str, bool | str] | None = None,
+        service: Service = DEFAULT_SERVICE,
+        structure: Structure | None = None,
+        **options: Unpack[Sampling],
+    ) -> Request:
+        """As `LLM.prepare`. Waits for the other process."""
+        asked = {
+            "prompt": prompt,
+            "messages": messages,
+            "tools": tools,
+            "template": template,
+            "template_kwargs": template_kwargs,
+        }
+        kept = {name: plain(value) for name, value in options.items()}
+        number = next(self._numbers)
+        sent = (asked, plain(service), plain(structure), plain(params), kept)
+        tokens, settled, seed, stop_ids = self._call("prepare", number, *sent).result()
+        request = _Placed(
+            tuple(tokens),
+            typed(SamplingParams, settled),
+            seed,
+            frozenset(stop_ids),
+            self.n_ctx,
+            self.tokenizer.n_vocab,
+            self._texts,
+            service=service,
+            number=number,
+        )
+        weakref.finalize(request, self._wire.send, "drop", number).atexit = False
+        return request
+
+    def submit(self, request: Request, *, stream: bool = True) -> AsyncStream:
+        """As `LLM.submit`."""
+        assert isinstance(request, _Placed)
+        number, n = next(self._numbers), request.params.n
+        chunks: asyncio.Queue[Chunk] = asyncio.Queue()
+        reading = _Reading(asyncio.get_running_loop(), chunks, request, set(range(n)), [0] * n)
+        with self._lock:
+            if self._over is not None:
+                raise self._over
+            alive = sum(len(r.open) for r in self._streams.values())
+            if alive + n > self._most:
+                after = max(self._stats.end_interval * (alive + n - self._most), SOONEST)
+                raise QueueFull(f"{alive} requests run or wait already, of at most {self._most}: try again later", after)
+            self._streams[number] = reading
+            self._wire.send("submit", request.number, number, not stream)
+        return AsyncStream(_Work(self._wire, number), n, chunks, self)
+
+    async def aembed(
+        self,
+        texts: str | Sequence[int] | Sequence[str | Sequence[int]],
+        *,
+        normalize: bool = True,
+        pooling: Pooling | None = None,
+        dimensions: int | None = None,
+        prefix: str | None = None,
+        chunk: Chunking | int | None = None,
+    ) -> Embeddings:
+        """As `LLM.aembed`."""
+        asked = {"normalize": normalize, "pooling": pooling, "dimensions": dimensions, "prefix": prefix}
+        number = next(self._numbers)
+        try:
+            made = await asyncio.wrap_future(self._call("embed", number, texts, asked, plain(chunk)))
+        except asyncio.CancelledError:
+            self._wire.send("abort", number)
+            raise
+        return typed(Embeddings, made)
+
+    def tokenize(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        """As `LLM.tokenize`, in this process."""
+        return self.tokenizer.encode(text, add_special, parse_special)
+
+    def detokenize(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """As `LLM.detokenize`, in this process."""
+        return self.tokenizer.decode(ids, skip_special)
+
+    def explain(self) -> Explanation:
+        """As `LLM.explain`."""
+        return self._explanation
+
+    def stats(self) -> Stats:
+        """As `LLM.stats`, a tenth of a second ago."""
+        return self._stats
+
+    def activity(self) -> Activity:
+        """As `LLM.activity`, a tenth of a second ago."""
+        return self._activity
+
+    def _call(self, kind: str, number: int, *rest: Json) -> Future[Json]:
+        future: Future[Json] = Future()
+        with self._lock:
+            if self._over is not None:
+                raise self._over
+            self._calls[number] = future
+            self._wire.send(kind, number, *rest)
+        return future
+
+    def _read(self) -> None:
+        for frame in self._wire.frames():
+            due: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue[Chunk], Chunk]]] = {}
+            for message in frame:
+                self._take(message, due)
+            _hand_over(due)
+        self._end()
+
+    def _take(
+        self, message: list[Json], due: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue[Chunk], Chunk]]]
+    ) -> None:
+        kind = message[0]
+        if kind == "chunk":
+            reading = self._streams[message[1]]
+            chunk = chunk_of(message)
+            self._note(message[1], reading, chunk)
+            due.setdefault(reading.events, []).append((reading.chunks, chunk))
+        elif kind == "refused":
+            reading, error = self._streams[message[1]], unpacked(message[2])
+            for chunk in reading.failed(error):
+                self._note(message[1], reading, chunk)
+                due.setdefault(reading.events, []).append((reading.chunks, chunk))
+        elif kind == "state":
+            self._activity, self._stats = typed(Activity, message[1]), typed(Stats, message[2])
+        elif kind == "loaded":
+            self._settle(0, message[1:])
+        elif kind == "unloaded":
+            with self._lock:
+                self._closing = True
+            self._settle(0, None, unpacked(message[1]))
+        elif kind == "done":
+            self._settle(message[1], message[2])
+        elif kind == "failed":
+            self._settle(message[1], None, unpacked(message[2]))
+
+    def _note(self, number: int, reading: _Reading, chunk: Chunk) -> None:
+        with self._lock:
+            reading.note(chunk)
+            if not reading.open:
+                self._streams.pop(number, None)
+
+    def _settle(self, number: int, value: Json, error: QuarrelError | None = None) -> None:
+        with self._lock:
+            future = self._calls.pop(number, None)
+        if future is None or not future.set_running_or_notify_cancel():
+            return
+        if error is None:
+            future.set_result(value)
+        else:
+            future.set_exception(error)
+
+    def _end(self) -> None:
+        """Nobody is left waiting."""
+        self._process.kill()  # it may have closed the wire and live on
+        status = self._process.wait()
+        with self._lock:
+            self._over = QuarrelError(CLOSED)
+            if not self._closing:
+                how = f"by signal {-status}" if status < 0 else f"with status {status}"
+                self._over = EngineLost(f"the model's process ended {how}: ask again when it has been started anew")
+            streams, self._streams = self._streams, {}
+            calls, self._calls = self._calls, {}
+            told, lost = self._told, not self._closing
+        for reading in streams.values():
+            _hand_over({reading.events: [(reading.chunks, c) for c in reading.failed(self._over)]})
+        for future in calls.values():
+            if future.set_running_or_notify_cancel():
+                future.set_exception(self._over)
+        self._wire.close()
+        if lost:
+            log.error("%s", self._over)
+            for callback in told:
+                callback()
+
+
+def _hand_over(due: Mapping[asyncio.AbstractEventLoop, Sequence[tuple[asyncio.Queue[Chunk], Chunk]]]) -> None:
+    for events, rows in due.items():
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads
+            events.call_soon_threadsafe(_put, rows)
+
+
+def _put(rows: Sequence[tuple[asyncio.Queue[Chunk], Chunk]]) -> None:
+    for chunks, chunk in rows:
+        chunks.put_nowait(chunk)

@@ -1,0 +1,204 @@
+"""A model in a process of its own says what one in this process says, and leaves nobody waiting when it is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import signal
+import threading
+import time
+from collections.abc import Coroutine, Iterator
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+
+import quarrel
+from quarrel.engine import Chunk, Histogram, Result, SamplingParams, Service, Stats, TokenLogprob
+from quarrel.errors import ContextOverflow, EngineLost, ModelNotFound, QuarrelError, QueueFull, RequestError, UnsupportedOp
+from quarrel.llm import LLM, Structure
+from quarrel.process import RemoteLLM, open_remote
+from quarrel.process.wire import chunk_of, chunk_row, packed, plain, typed, unpacked
+
+T = TypeVar("T")
+OPTIONS = {"backend": "cpu", "threads": 2, "max_seqs": 4, "max_waiting": 8}
+LONG: dict[str, Any] = {"max_tokens": 450, "ignore_eos": True}
+
+
+def go(work: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(asyncio.wait_for(work, 60))
+
+
+@pytest.fixture(scope="module", name="far")
+def _far() -> Iterator[RemoteLLM]:
+    made = open_remote("demo", OPTIONS)
+    yield made
+    made.close()
+    assert made._process.poll() == 0
+
+
+@pytest.fixture(scope="module", name="near")
+def _near() -> Iterator[LLM]:
+    with quarrel.load("demo", backend="cpu", threads=2, max_seqs=4) as made:
+        yield made
+
+
+ASKED: list[dict[str, Any]] = [
+    {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0, "logprobs": 2, "seed": 4},
+    {"prompt": [5, 6, 7], "max_tokens": 6, "seed": 3, "n": 3, "logit_bias": {9: -100.0, 8: 1.5}, "stop": ["the"]},
+    {"messages": [{"role": "user", "content": "\U0001f600 a \u0000"}], "template": "chatml", "max_tokens": 4, "seed": 1},
+    {"prompt": "A", "structure": Structure.regex("[0-9]{3}"), "service": Service(cache_salt="x"), "seed": 9},
+]
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=lambda a: str(a)[:30])
+@pytest.mark.parametrize("stream", [True, False])
+def test_it_says_what_the_model_says(far: RemoteLLM, near: LLM, asked: dict[str, Any], stream: bool) -> None:
+    async def said(llm: LLM | RemoteLLM) -> tuple[list[Chunk], Result]:
+        request = await asyncio.to_thread(lambda: llm.prepare(**asked))
+        work = llm.submit(request, stream=stream)
+        chunks = [c async for c in work]
+        assert work.result is not None
+        return sorted((replace(c, result=None) for c in chunks), key=lambda c: c.index), work.result
+
+    def bare(result: Result) -> Result:
+        return replace(result, timings=None, usage=None, alternatives=tuple(map(bare, result.alternatives)))  # type: ignore[arg-type]
+
+    (chunks, there), (wanted, here) = go(said(far)), go(said(near))
+    assert chunks == wanted
+    assert bare(there) == bare(here)
+
+
+def test_refusals_are_of_their_own_kind(far: RemoteLLM) -> None:
+    for asked, kind in (
+        ({"prompt": "word " * 2000}, ContextOverflow),
+        ({"prompt": "a", "temperature": -1}, RequestError),
+        ({"prompt": "a", "structure": Structure.regex("(")}, RequestError),
+        ({"prompt": "a", "messages": []}, RequestError),
+    ):
+        with pytest.raises(kind):
+            far.prepare(**asked)
+    with pytest.raises(ModelNotFound):
+        open_remote("/no/such.gguf", OPTIONS)
+
+    async def too_many() -> None:
+        streams = [far.submit(far.prepare("a", n=4, **LONG)) for _ in range(3)]
+        with pytest.raises(QueueFull):
+            far.submit(far.prepare("a"))
+        for each in streams:
+            await each.aclose()
+        await asyncio.sleep(0)
+        await far.submit(far.prepare("a", max_tokens=1)).wait()
+
+    go(too_many())
+
+
+def test_embeddings_counters_and_tokens(far: RemoteLLM, near: LLM) -> None:
+    made = go(far.aembed(["a king", "a"], dimensions=8))
+    wanted = near.embed(["a king", "a"], dimensions=8)
+    np.testing.assert_array_equal(made.vectors, wanted.vectors)
+    assert far.tokenize("The king") == near.tokenize("The king")
+    assert far.explain().memory == near.explain().memory
+    end = time.monotonic() + 5
+    while not far.stats().steps and time.monotonic() < end:
+        time.sleep(0.02)
+    assert far.stats().ends["length"] == far.stats().ends.total() - far.stats().ends["cancelled"] - far.stats().ends["stop"]
+
+
+def test_what_is_cancelled_or_dropped_ends(far: RemoteLLM) -> None:
+    async def work() -> None:
+        request = await asyncio.to_thread(lambda: far.prepare("Once", **LONG))
+        stream = far.submit(request)
+        await anext(stream)
+        stream.cancel()
+        result = await stream.wait()
+        assert result.finish_reason == "cancelled"
+        assert 1 <= result.usage.completion_tokens < 400
+        dropped = far.submit(request)
+        await anext(dropped)
+        del dropped
+        task = asyncio.create_task(far.aembed(["a king"] * 60))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        end = time.monotonic() + 5
+        while (far.activity().running or far.activity().waiting) and time.monotonic() < end:
+            await asyncio.sleep(0.05)
+        assert not far.activity().running
+        assert not far._streams
+
+    go(work())
+
+
+def test_when_its_process_is_killed_everybody_is_told() -> None:
+    far, told = open_remote("demo", OPTIONS), threading.Event()
+    far.when_lost(told.set)
+
+    async def work() -> None:
+        stream = far.submit(far.prepare("Once", n=2, **LONG))
+        whole = asyncio.create_task(far.submit(far.prepare("Once", **LONG), stream=False).wait())
+        await anext(stream)
+        vectors = asyncio.create_task(far.aembed(["a king"] * 50))
+        await asyncio.sleep(0)
+        os.kill(far.pid, signal.SIGKILL)
+        for result in (await stream.wait(), await whole):
+            assert isinstance(result.failure, EngineLost)
+            assert "by signal 9" in str(result.failure)
+        with pytest.raises(EngineLost):
+            await vectors
+        for call in (lambda: far.prepare("a"), lambda: far.submit(far_request)):
+            with pytest.raises(EngineLost):
+                call()
+
+    far_request = far.prepare("a")
+    go(work())
+    assert told.wait(5)
+    late = threading.Event()
+    far.when_lost(late.set)
+    assert late.is_set()
+    far.close()
+
+
+def test_one_that_is_closed_cancels_and_is_not_lost() -> None:
+    far, told = open_remote("demo", OPTIONS), threading.Event()
+    far.when_lost(told.set)
+
+    async def work() -> None:
+        stream = far.submit(far.prepare("Once", **LONG))
+        await anext(stream)
+        await asyncio.to_thread(far.close)
+        assert (await stream.wait()).finish_reason == "cancelled"
+        with pytest.raises(QuarrelError, match="the model is closed"):
+            far.prepare("a")
+
+    go(work())
+    assert not told.is_set()
+    assert far._process.poll() == 0
+
+
+def test_its_methods_are_those_of_a_model_here() -> None:
+    for name in ("prepare", "submit", "aembed", "tokenize", "detokenize", "explain", "stats", "activity"):
+        mine, theirs = inspect.signature(getattr(RemoteLLM, name)), inspect.signature(getattr(LLM, name))
+        assert list(mine.parameters) == list(theirs.parameters), name
+
+
+def test_values_come_over_as_they_are() -> None:
+    params = SamplingParams(logit_bias={3: float("-inf")}, stop=("a",), seed=2**64 - 1, max_tokens=None)
+    assert typed(SamplingParams, plain(params)) == params
+    stats = Stats(steps=3)
+    stats.ends["stop"] += 2
+    stats.step_seconds.add(0.3)
+    made = typed(Stats, plain(stats))
+    assert (made.steps, made.ends, made.step_seconds.counts) == (3, stats.ends, stats.step_seconds.counts)
+    assert isinstance(made.step_seconds, Histogram)
+    for chunk in (Chunk("a"), Chunk("", 5, 2, TokenLogprob(5, -0.5, ((1, -1.0), (2, -2.0))))):
+        assert chunk_of(chunk_row(7, chunk)) == chunk
+    for error in (QueueFull("x", 0.5), ContextOverflow("y"), EngineLost("z")):
+        again = unpacked(packed(error))
+        assert (type(again), str(again)) == (type(error), str(error))
+    assert getattr(unpacked(packed(QueueFull("x", 0.5))), "retry_after", None) == 0.5
+    assert type(unpacked(packed(UnsupportedOp("cpu", "op", "spec", [])))) is QuarrelError
+    assert type(unpacked(["print", "x", None])) is QuarrelError
+    with pytest.raises(TypeError, match="do not go between processes"):
+        typed(object, {})

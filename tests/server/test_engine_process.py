@@ -1,0 +1,136 @@
+"""The process of a model is killed: the server stays up, says what happened, and starts another one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from quarrel.process import RemoteLLM, open_remote
+from quarrel.server import Rates, Settings
+from quarrel.server.shelf import Entry
+from tests.server.conftest import Live, running
+
+LONG = {"prompt": "Once upon a time", "max_tokens": 480, "ignore_eos": True}
+
+
+def far(source: str) -> RemoteLLM:
+    return open_remote(source, {"backend": "cpu", "threads": 2, "max_seqs": 8})
+
+
+@pytest.fixture(scope="module", name="made")
+def _made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    with running(Settings(data_dir=tmp_path_factory.mktemp("far"), rates=Rates(requests=0, streams=0)), far) as made:
+        made.client.post("/api/models/demo")
+        yield made
+
+
+def entry(made: Live) -> Entry:
+    return made.server.desk.shelf.entry("demo")
+
+
+def process(made: Live) -> RemoteLLM:
+    held = entry(made).held
+    assert held is not None
+    assert isinstance(held.llm, RemoteLLM)
+    return held.llm
+
+
+def soon(what: Any, seconds: float = 15.0) -> bool:
+    end = time.monotonic() + seconds
+    while not what() and time.monotonic() < end:
+        time.sleep(0.01)
+    return bool(what())
+
+
+def test_killed_under_load_it_is_started_again_and_nobody_hangs(made: Live) -> None:
+    streams: list[list[str]] = []
+    codes: list[int] = []
+    begun = threading.Semaphore(0)
+
+    def read() -> None:
+        with httpx.stream("POST", f"{made.url}/v1/completions", json={**LONG, "stream": True}, timeout=30) as answer:
+            rows: list[str] = []
+            for line in answer.iter_lines():
+                rows.append(line)
+                if len(rows) == 1:
+                    begun.release()
+        streams.append(rows)
+
+    def ask() -> None:
+        codes.append(httpx.post(f"{made.url}/api/generate", json=LONG, timeout=30).status_code)
+
+    old = process(made).pid
+    threads = [threading.Thread(target=each) for each in [read] * 6 + [ask] * 2]
+    for each in threads:
+        each.start()
+    for _ in range(6):
+        assert begun.acquire(timeout=20)
+    os.kill(old, signal.SIGKILL)
+    assert soon(lambda: made.client.get("/readyz").status_code == 503, 5)
+    health = [made.client.get("/healthz").status_code for _ in range(5)]
+    # Asked while it is loaded again: waits, and is served.
+    after = made.client.post("/api/generate", json={"prompt": "a", "max_tokens": 2})
+    for each in threads:
+        each.join(30)
+    assert not any(each.is_alive() for each in threads)
+    assert health == [200] * 5
+    assert after.status_code == 200
+    assert made.client.get("/readyz").status_code == 200
+    assert process(made).pid != old
+    assert entry(made).restarts == 1
+    assert len(streams) == 6
+    for rows in streams:
+        events = [json.loads(r.removeprefix("data: ")) for r in rows if r and r != "data: [DONE]"]
+        assert rows[-2:] == ["data: [DONE]", ""] or rows[-1] == "data: [DONE]"
+        assert events[-1].get("error", {}).get("code") == "engine_lost" or events[-1]["choices"][0]["finish_reason"]
+    assert any("engine_lost" in r for rows in streams for r in rows)
+    assert set(codes) <= {200, 503}
+    assert 'quarrel_engine_process_restarts_total{model="demo"} 1.0' in made.client.get("/metrics").text
+
+
+def test_one_that_does_not_hold_is_started_later_and_later(made: Live) -> None:
+    before = entry(made).restarts
+    os.kill(process(made).pid, signal.SIGKILL)
+    assert soon(lambda: entry(made).restarts > before)
+    answer = made.client.post("/api/generate", json={"prompt": "a", "max_tokens": 1})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "ENGINE_ERROR")
+    assert int(answer.headers["retry-after"]) >= 1
+    assert soon(lambda: made.client.get("/readyz").status_code == 200)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_blocks_of_a_caller_that_vanished_are_back_within_a_step(made: Live, stream: bool) -> None:
+    llm = process(made)
+    assert soon(lambda: not llm.activity().running)
+    ends = llm.stats().ends["cancelled"]
+    with contextlib.suppress(httpx.ReadTimeout), httpx.Client(timeout=0.2) as client:
+        if stream:
+            with client.stream("POST", f"{made.url}/v1/completions", json={**LONG, "n": 8, "stream": True}) as answer:
+                next(answer.iter_lines())
+        else:
+            client.post(f"{made.url}/v1/completions", json={**LONG, "n": 8})
+    assert soon(lambda: llm.stats().ends["cancelled"] == ends + 8, 2)
+    assert llm.activity().running == 0
+    assert llm.activity().free_blocks + llm.activity().kept_blocks == llm.activity().n_blocks
+
+
+def test_it_ends_with_the_server(tmp_path: Path) -> None:
+    with running(Settings(data_dir=tmp_path), far) as made:
+        made.client.post("/api/models/demo")
+        llm = process(made)
+        fresh = made.client.post("/api/models/demo", params={"reload": True}).json()
+        assert fresh["loaded"]
+        assert process(made).pid != llm.pid
+        assert soon(lambda: llm._process.poll() == 0)
+        llm = process(made)
+    assert llm._process.poll() == 0
