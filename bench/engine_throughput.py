@@ -15,7 +15,7 @@ import inspect
 import json
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +101,12 @@ def main() -> int:
     if args.jobs > 1:
         tests = [Test("decode", args.tokens, args.prompt, n) for n in (1, 2, 4, 8, 16, 32, 64, *seqs)]
         tests += [Test("prefill", 2048), Test("prefill", 100), Test("prefill", args.prompt)]
-        shares = jobs_for(args.model, args.backend, "auto", backend(args.backend).step_tokens, tests, False, args.jobs)
+        rows = backend(args.backend).step_tokens
+        shares = [
+            replace(job, deterministic=mode == "1")
+            for mode in args.deterministic.split(",")
+            for job in jobs_for(args.model, args.backend, "auto", rows, tests, False, args.jobs)
+        ]
         print(f"kernels compiled in {warm(shares, args.jobs, args.seconds / 2):.1f} s", flush=True)
     for deterministic in args.deterministic.split(","):
         for kv in args.kv_cache.split(","):

@@ -78,7 +78,7 @@ def distinct(bench: Any, runs: int) -> int:
                     mine.append(run(engine, PROMPT[:40], 12))
                     left -= 1
                 else:
-                    run(engine, rng.choice(OTHERS)[::-1] + [rng.randrange(250)], rng.randrange(1, 20))
+                    run(engine, [*rng.choice(OTHERS)[::-1], rng.randrange(250)], rng.randrange(1, 20))
             assert engine.advance()
             answers |= {tuple(p.seen) for p in mine if p.over}
             mine = [p for p in mine if not p.over]

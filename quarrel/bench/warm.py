@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quarrel.bench.check import check
 from quarrel.bench.measure import run
@@ -34,6 +34,7 @@ class Job:
     step_tokens: int
     tests: tuple[Test, ...]
     mine: tuple[Test | None, ...]
+    deterministic: bool = False
 
 
 def jobs_for(
@@ -73,7 +74,7 @@ def _quietly(job: Job) -> None:
 def _run(job: Job) -> None:
     with GGUFFile.open(job.path) as file:
         source = Source.of(file, max(t.length for t in job.tests)).cut()[0]
-        limits = limits_for(job.tests, job.step_tokens, source.encodes)
+        limits = replace(limits_for(job.tests, job.step_tokens, source.encodes), deterministic=job.deterministic)
         subject = Subject(source, backend(job.backend), limits, job.compute)
         for test in job.mine:
             layout = subject.layout
