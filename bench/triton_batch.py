@@ -33,7 +33,7 @@ from quarrel.ops.compare import case_error
 from quarrel.ops.contract import Case
 from quarrel.ops.linear import LinearAddSpec, LinearSpec
 from quarrel.ops.moe import ExpertDownSpec, ExpertUpSpec
-from quarrel.triton_backend import attention, matmul
+from quarrel.triton_backend import attention, matmul, rows
 from quarrel.triton_backend.backend import create
 from quarrel.triton_backend.dequant import decode_rows
 from quarrel.triton_backend.experts import group_pairs
@@ -164,6 +164,35 @@ def make_batch(p: dict[str, Any], small: bool) -> Made:
             FAST=is_fast(name, "float16", p["nb"]), COMPUTE=TL_TYPES["float16"], BIAS=False, ADD=add, GATED=both,
             KIND="silu" if both else "none", PARTS=parts,
             BN=bn, BT=bt, NB=p["nb"], STAGES=p["stages"], warps=p["warps"], stages=p["stages"],
+        )  # fmt: skip
+
+    def error() -> float:
+        sums = x.float() @ exact(name, n, k).T
+        if both:
+            sums = torch.nn.functional.silu(sums) * sums
+        return relative(y.float(), residual + 0.5 * sums if add else sums)
+
+    return go, count, error, {"gb": w.nbytes * (2 if both else 1) / 1e9}
+
+
+def make_rows(p: dict[str, Any], small: bool) -> Made:
+    """rows_one: one map, or gate and up, decoded in the registers of `mma`."""
+    name, n, k, tokens = p["format"], p["n"], p["k"], p["tokens"]
+    w = packed(name, n, k)
+    both = p.get("gated", False)
+    all_w = [*turns(w, small), w] if both else turns(w, small)
+    count = len(all_w) - both
+    x = activations(tokens, k)
+    residual = torch.randn(tokens, n, device=device())
+    add = not both and p.get("add", False)
+    y = torch.full((tokens, n), float("nan"), device=device(), dtype=torch.float32 if add else F16)
+
+    def go(i: int) -> None:
+        a, b = all_w[i], all_w[i + 1] if both else all_w[i]
+        launch(
+            rows.rows_one, (cdiv(n, p["bm"]),), y, x, *a.planes, *b.planes, residual, residual, residual, tokens,
+            0.5 if add else 1.0, n, K=k, FORMAT=name, BIAS=False, ADD=add, GATED=both, KIND="silu" if both else "none",
+            W=p["warps"], BM=p["bm"], BT=p["bt"], warps=p["warps"], stages=1,
         )  # fmt: skip
 
     def error() -> float:
@@ -349,16 +378,12 @@ def make_experts(p: dict[str, Any], small: bool) -> Made:
 
 MAKERS = {
     "decode": make_decode, "library": make_library, "batch": make_batch, "three": make_three, "attend": make_attend,
-    "split": make_split, "experts": make_experts,
+    "split": make_split, "rows": make_rows, "experts": make_experts,
 }  # fmt: skip
 
 
 def relative(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got - want).norm() / want.norm())
-
-
-WIDTHS = ((8, 16), (32, 32), (64, 64), (128, 128))
-"""Tokens and the tile that holds them."""
 
 
 def variants() -> list[dict[str, Any]]:
@@ -381,26 +406,45 @@ def variants() -> list[dict[str, Any]]:
         add("attend", "bm bn warps stages", *attend, tokens=tokens, **heads)
     names = "bn warps nb stages parts"
     down, out = {"n": 4096, "k": 14336, "add": True}, {"n": 4096, "k": 4096, "add": True}
-    for tokens, bt in WIDTHS[:2]:
-        some: dict[str, Any] = {"format": "Q4_K", "tokens": tokens, "bt": bt}
-        wgmma = ((64, 4, 8, 3, 1), (64, 4, 8, 3, 2), (64, 4, 8, 2, 1), (64, 4, 4, 4, 1))
-        mma = ((32, 4, 8, 3, 1), (32, 4, 8, 3, 2), (64, 2, 4, 3, 2), (64, 2, 4, 3, 4), (32, 2, 4, 3, 2))
-        add("batch", names, *wgmma, *mma, add=False, **some, **big)
-        add("batch", names, (64, 4, 8, 3, 4), (64, 4, 8, 3, 8), (32, 4, 8, 3, 4), **some, **down)
-        add("batch", names, (64, 4, 8, 3, 4), (32, 4, 8, 3, 4), **some, **out)
-        add("batch", names, (64, 4, 4, 3, 1), (32, 4, 4, 3, 1), gated=True, add=False, **some, **big)
-    some = {"format": "Q4_K", "tokens": 64, "bt": 64}
-    wide = ((128, 8, 4, 3, 1), (128, 8, 8, 2, 1), (64, 4, 4, 3, 1), (64, 4, 8, 2, 1), (32, 4, 4, 3, 1), (64, 2, 4, 3, 2))
-    add("batch", names, *wide, add=False, **some, **big)
-    add("batch", names, (128, 8, 4, 3, 4), (128, 8, 4, 3, 8), (64, 4, 4, 3, 4), (32, 4, 4, 3, 4), **some, **down)
-    add("batch", names, (128, 8, 4, 3, 4), (64, 4, 4, 3, 4), **some, **out)
-    add("batch", names, (128, 8, 4, 2, 1), (64, 4, 4, 3, 1), (32, 4, 4, 3, 1), gated=True, add=False, **some, **big)
+    warp = "warps bm"
+    every = ((8, 16), (4, 16), (16, 16), (2, 16), (4, 32), (8, 32))
+    for name in ("Q4_K", "Q6_K"):
+        one: dict[str, Any] = {"format": name, "tokens": 8, "bt": 8}
+        add("rows", warp, *every, **one, **big)
+        add("rows", warp, *every[:3], gated=True, **one, **big)
+        add("rows", warp, *every, **one, **down)
+        add("rows", warp, *every[:5], **one, **out)
+        add("rows", warp, *every[:2], n=32000, k=4096, **one)
+        one = {"format": name, "tokens": 16, "bt": 16}
+        add("rows", warp, (8, 16), (4, 32), (8, 32), **one, **big)
+        add("rows", warp, (8, 16), (4, 32), **one, **down)
+        add("rows", warp, (8, 16), gated=True, **one, **big)
+    one = {"format": "Q4_K", "tokens": 32, "bt": 32}
+    add("rows", warp, (8, 16), (4, 32), (8, 32), **one, **big)
+    for name in ("Q8_0", "Q5_K", "Q4_0"):
+        add("rows", warp, (8, 16), (4, 32), format=name, tokens=8, bt=8, **big)
+    some: dict[str, Any] = {"format": "Q4_K", "tokens": 8, "bt": 16}
+    add("batch", names, (64, 4, 8, 3, 1), add=False, **some, **big)
+    add("batch", names, (64, 4, 8, 3, 4), **some, **down)
+    add("batch", names, (64, 4, 8, 3, 4), **some, **out)
+    add("batch", names, (64, 4, 4, 3, 1), gated=True, add=False, **some, **big)
+    some = {"format": "Q4_K", "tokens": 32, "bt": 32}
+    deep = ((64, 4, 8, 3, 1), (128, 8, 4, 3, 2), (128, 8, 4, 4, 1), (128, 8, 8, 2, 2), (128, 4, 4, 3, 2), (64, 4, 4, 4, 2))
+    add("batch", names, *deep, add=False, **some, **big)
+    gates = ((64, 4, 4, 3, 1), (128, 8, 4, 4, 1), (128, 8, 4, 3, 2), (64, 4, 4, 3, 2))
+    add("batch", names, *gates, gated=True, add=False, **some, **big)
+    add("batch", names, (64, 4, 8, 3, 4), (128, 8, 4, 3, 4), (128, 8, 4, 3, 8), **some, **down)
+    add("batch", names, (64, 4, 8, 3, 4), (128, 8, 4, 3, 4), **some, **out)
     some = {"format": "Q4_K", "tokens": 128, "bt": 128}
-    add("batch", names, (128, 8, 4, 3, 1), (128, 8, 4, 2, 1), (32, 4, 4, 3, 1), add=False, **some, **big)
-    add("batch", names, (128, 8, 4, 3, 4), (128, 8, 4, 2, 8), **some, **down)
-    for format in ("Q6_K", "Q8_0"):
-        add("batch", names, (64, 4, 8, 3, 1), (32, 4, 8, 3, 1), format=format, tokens=8, bt=16, add=False, **big)
-        add("batch", names, (128, 8, 4, 3, 1), (32, 4, 4, 3, 1), format=format, tokens=64, bt=64, add=False, **big)
+    wide = ((128, 8, 4, 3, 1), (128, 8, 4, 2, 1), (128, 8, 2, 4, 1), (128, 4, 4, 3, 1), (64, 4, 4, 3, 1), (256, 8, 2, 3, 1))
+    add("batch", names, *wide, add=False, **some, **big)
+    gates = ((128, 8, 4, 2, 1), (128, 8, 2, 2, 1), (128, 8, 2, 3, 1), (64, 4, 4, 2, 1))
+    add("batch", names, *gates, gated=True, add=False, **some, **big)
+    add("batch", names, (128, 8, 4, 3, 4), (128, 8, 2, 4, 4), (128, 8, 4, 3, 2), **some, **down)
+    add("batch", names, (128, 8, 4, 3, 4), (128, 8, 4, 3, 2), **some, **out)
+    some = {"format": "Q4_K", "tokens": 64, "bt": 64}
+    add("batch", names, (128, 8, 4, 3, 1), (128, 8, 4, 3, 2), (64, 4, 4, 3, 1), add=False, **some, **big)
+    add("batch", names, (128, 8, 4, 2, 1), (128, 8, 2, 3, 1), gated=True, add=False, **some, **big)
     three = {"formats": ("Q4_K", "Q4_K", "Q6_K"), "ns": (4096, 1024, 1024), "k": 4096}
     add("three", names, (64, 4, 8, 3, 4), (32, 4, 8, 3, 2), tokens=8, bt=16, **three)
     add("three", names, (128, 8, 4, 3, 4), (64, 4, 4, 3, 4), tokens=64, bt=64, **three)
