@@ -34,6 +34,7 @@ def _summary(e: Explanation) -> Iterator[str]:
         ["arithmetic", e.compute],
         ["context", f"{e.n_ctx} tokens; up to {e.max_seqs} sequences at once share {e.cache_tokens} tokens of cache"],
         *(["not taken", reason] for reason in e.skipped),
+        *([["draft", f"{e.draft.model}, {e.draft.architecture}, {amount(e.draft.plan.total)}"]] if e.draft else []),
     ]
     return table(rows, indent="")
 

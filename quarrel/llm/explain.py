@@ -9,6 +9,15 @@ from quarrel.ops.step import MemoryPlan, Taken
 
 
 @dataclass(frozen=True)
+class DraftFacts:
+    """The model that guesses, and its memory as it was planned; it computes as the large one does."""
+
+    model: str
+    architecture: str
+    plan: Plan
+
+
+@dataclass(frozen=True)
 class Explanation:
     """Who computes what, where, and with how much memory. `skipped` says why other backends were not taken."""
 
@@ -26,3 +35,4 @@ class Explanation:
     """Those that were taken."""
     choices: tuple[Taken, ...]
     skipped: tuple[str, ...] = ()
+    draft: DraftFacts | None = None

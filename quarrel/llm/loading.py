@@ -7,10 +7,12 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 from quarrel.engine import Loop
+from quarrel.engine.draft import Drafter
 from quarrel.engine.loop import MAX_WAITING
 from quarrel.env import COMPUTE, MAX_THREADS, Environment, read_environment
 from quarrel.errors import BackendUnavailable, RequestError
@@ -18,7 +20,8 @@ from quarrel.gguf import GGUFFile, resolve
 from quarrel.gguf.resolve import Resolved
 from quarrel.llm.caching import cache_rules, with_snapshots
 from quarrel.llm.defaults import defaults_of
-from quarrel.llm.explain import Explanation
+from quarrel.llm.draft import DraftModel, open_draft
+from quarrel.llm.explain import DraftFacts, Explanation
 from quarrel.llm.model import LLM, Loaded
 from quarrel.llm.plan import Device, plan_encoder, plan_limits
 from quarrel.models import EncoderSpec, Tensors, assemble, read_spec
@@ -48,6 +51,7 @@ def load(
     prefix_cache: bool = True,
     max_waiting: int = MAX_WAITING,
     deterministic: bool = False,
+    draft: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> LLM:
     """Loads a model.
@@ -62,6 +66,7 @@ def load(
     computed, to continue from. max_waiting: requests that may wait beyond those that run; a further one raises QueueFull.
     deterministic: a request's tokens have the same bits whatever runs beside it and however its prompt is cut, which costs
     speed on a GPU; the CPU backend never does otherwise.
+    draft: a smaller model of the same vocabulary, which guesses ahead (`Service.draft`); the text stays the same.
     progress: called with work done and work in all while weights are packed, on another thread.
 
     Raises ModelNotFound, GGUFError, UnsupportedModel, TokenizerError, BackendUnavailable, UnsupportedOp, OutOfMemory.
@@ -73,7 +78,9 @@ def load(
     _check_memory(memory)
     found = _find(name, environment)
     chosen, skipped = _choose(backend, environment, threads or environment.threads)
-    file = GGUFFile.open(found.paths)
+    files = ExitStack()
+    file = files.enter_context(GGUFFile.open(found.paths))
+    guessing: DraftModel | None = None
     try:
         tokenizer = read_tokenizer(file.metadata)
         choice: ComputeChoice = environment.compute if compute == "auto" else compute  # type: ignore[assignment]
@@ -84,8 +91,24 @@ def load(
         if isinstance(spec, EncoderSpec):
             plan = plan_encoder(spec, device=device, weights=weights, n_ctx=n_ctx, max_seqs=max_seqs)
         else:
+            program = assemble(spec, tensors)
+            if draft is not None:
+                guessing = open_draft(
+                    os.fspath(draft),
+                    files.enter_context(GGUFFile.open(_find(draft, environment).paths)),
+                    tokenizer,
+                    program,
+                    backend=chosen,
+                    compute=choice,
+                    device=device,
+                    weights=weights,
+                    n_ctx=n_ctx,
+                    max_seqs=max_seqs,
+                )
+                taken = guessing.plan.total
+                device = replace(device, free=device.free - taken, budget=device.budget - taken)
             plan = plan_limits(
-                assemble(spec, tensors),
+                program,
                 spec,
                 compute=chosen.compute_of(choice),
                 device=device,
@@ -105,15 +128,25 @@ def load(
                 return CheckedStep(chosen, program, tensors, limits, choice)
             return chosen.compile(program, tensors, limits, choice, progress)
 
+        def drafter() -> Drafter:
+            assert guessing is not None
+            return guessing.drafter(chosen, choice, spec.n_vocab, prefix_cache)
+
         loop = Loop()
         width = int(program.outputs["logits" if "logits" in program.outputs else "hidden"].dims[-1])
         try:
-            step = loop.serve(compiled, width, cache_rules(program, prefix_cache), max_waiting=max_waiting)
+            step = loop.serve(
+                compiled,
+                width,
+                cache_rules(program, prefix_cache),
+                max_waiting=max_waiting,
+                make_drafter=None if guessing is None else drafter,
+            )
         except BaseException:
             loop.close(timeout=0.0)
             raise
     except BaseException:
-        file.close()
+        files.close()
         raise
     explanation = Explanation(
         model=str(name),
@@ -128,10 +161,11 @@ def load(
         memory=step.memory(),
         choices=tuple(step.explain()),
         skipped=skipped,
+        draft=None if guessing is None else DraftFacts(guessing.name, guessing.spec.architecture, guessing.plan),
     )
     seconds = time.perf_counter() - began
     log.info("loaded %s on %s (%s) in %.2f s, n_ctx %d", name, chosen.name, chosen.device(), seconds, plan.n_ctx)
-    return LLM(Loaded(loop, file, spec, tokenizer, explanation, seconds, defaults_of(found.params), found.system))
+    return LLM(Loaded(loop, file, files, spec, tokenizer, explanation, seconds, defaults_of(found.params), found.system))
 
 
 def find(name: str | os.PathLike[str]) -> Resolved:

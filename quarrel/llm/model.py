@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Unpack, overload
 
@@ -55,6 +56,8 @@ class Loaded:
 
     loop: Loop
     file: GGUFFile
+    files: ExitStack
+    """Closes it, and all others that are read from."""
     spec: ModelSpec | EncoderSpec
     tokenizer: Tokenizer
     explanation: Explanation
@@ -86,7 +89,7 @@ class LLM:
         self._loop = parts.loop
         self._embedder = Embedder(parts.loop, parts.file, parts.spec, parts.tokenizer, self.n_ctx)
         self._grammars = Grammars(parts.tokenizer, parts.spec.n_vocab)
-        self._close = weakref.finalize(self, _shut, parts.loop, parts.file)
+        self._close = weakref.finalize(self, _shut, parts.loop, parts.files)
 
     def __repr__(self) -> str:
         e = self._parts.explanation
@@ -496,6 +499,7 @@ class LLM:
             load_seconds=self._parts.load_seconds,
             service=service,
             guide=None if structure is None else self._grammars.compile(structure),
+            drafts=self._parts.explanation.draft is not None,
         )
 
     def _checked(self, ids: object) -> list[int]:
@@ -565,6 +569,6 @@ def _sound(result: Result) -> Result:
     return result
 
 
-def _shut(loop: Loop, file: GGUFFile) -> None:
+def _shut(loop: Loop, files: ExitStack) -> None:
     loop.close()
-    file.close()
+    files.close()
