@@ -153,7 +153,8 @@ class Engine:
             restarts = self.stats.restarts
             self._land()  # what was launched before is not concerned, if it comes back
             if self.stats.restarts == restarts:
-                self._fail([batch], error, soft=isinstance(error, QuarrelError))
+                soft = isinstance(error, QuarrelError) and not isinstance(error, EngineFault)
+                self._fail([batch], error, soft=soft)
             return
         self._advance(batch, now)
         if batch.waits:

@@ -74,6 +74,8 @@ class Share:
 class ShardedTensors(Tensors):
     """The rank's part of every tensor, under the shapes of its spec; also the `WeightSource` of these parts."""
 
+    share: Share
+
     def __init__(self, tensors: Tensors, share: Share) -> None:
         super().__init__(tensors.file)
         self.share = share
@@ -194,7 +196,8 @@ def _owners(spec: ModelSpec, tensors: Tensors, ranks: int) -> tuple[int, ...]:
     """Consecutive layers of about the same number of bytes, at least one a rank."""
     n = len(spec.layers)
     sizes = [_bytes(tensors, f"blk.{il}.") for il in range(n)]
-    owners, done, rank = [], 0, 0
+    owners: list[int] = []
+    done = rank = 0
     for il, size in enumerate(sizes):
         left = n - il
         if rank + 1 < ranks and owners and owners[-1] == rank:

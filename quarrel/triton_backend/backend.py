@@ -9,12 +9,14 @@ import torch
 import triton
 
 from quarrel.errors import BackendUnavailable, OutOfMemory, RequestError
+from quarrel.ops.collective import Group
 from quarrel.ops.contract import Compute, Concrete, Op
 from quarrel.ops.program import Program
 from quarrel.ops.registry import Registry, lower
 from quarrel.ops.step import ComputeChoice, Limits, WeightSource
 from quarrel.triton_backend import (
     attention,
+    collective,
     door,
     elementwise,
     embedding,
@@ -39,8 +41,8 @@ from quarrel.triton_backend.step import TritonStep
 from quarrel.triton_backend.weights import Weights, device_bytes, refs_of
 
 FAMILIES = (
-    few, experts_few, attention, elementwise, embedding, encode, experts, linear, mixer, norm, recurrent, rope, route,
-    sample, scan1,
+    few, experts_few, attention, collective, elementwise, embedding, encode, experts, linear, mixer, norm, recurrent, rope,
+    route, sample, scan1,
 )  # fmt: skip
 REGISTRY = Registry(
     "triton",
@@ -58,6 +60,7 @@ class TritonBackend:
 
     def __init__(self, graphs: bool = True) -> None:
         self._graphs = graphs
+        self._group: Group | None = None
 
     def unavailable(self) -> str | None:
         """Why this machine cannot run it, or None."""
@@ -96,6 +99,10 @@ class TritonBackend:
             return "float32" if INTERPRETED else "float16"
         return choice
 
+    def join(self, group: Group) -> None:
+        """See `ops.collective.Joins`."""
+        self._group = group
+
     def compile(
         self,
         program: Program,
@@ -132,7 +139,7 @@ class TritonBackend:
             kept = {v.id for v in program.outputs.values()}
             plan = Plan(
                 choices, slots, kept, rows, held, caches, states, inputs.work, arithmetic, device,
-                deterministic=limits.deterministic,
+                deterministic=limits.deterministic, group=self._group,
             )  # fmt: skip
             held.finish()
         except torch.cuda.OutOfMemoryError as error:

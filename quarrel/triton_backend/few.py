@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from quarrel.ops.activation import GATED
+from quarrel.ops.collective import Group
 from quarrel.ops.contract import CacheRef, Compute, ConstRef, StateRef, Value, WeightRef
 from quarrel.ops.linear import (
     LINEAR,
@@ -248,6 +249,10 @@ class Inner:
     @property
     def deterministic(self) -> bool:
         return self.outer.deterministic
+
+    @property
+    def group(self) -> Group | None:
+        return self.outer.group
 
     def slot(self, value: Value) -> Slot:
         return self.between.get(value.id) or self.outer.slot(value)

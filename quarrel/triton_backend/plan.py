@@ -8,9 +8,11 @@ from math import prod
 
 import torch
 
+from quarrel.ops.collective import Group
 from quarrel.ops.contract import CacheRef, Compute, ConstRef, StateRef, Value, WeightRef
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Choice
+from quarrel.triton_backend import fuse
 from quarrel.triton_backend.buffers import Place, Scratch, place, view
 from quarrel.triton_backend.halved import readers, words
 from quarrel.triton_backend.pack import Packed
@@ -35,6 +37,7 @@ class Plan:
     launch: Launcher = launch
     deterministic: bool = False
     generation: int = -1
+    group: Group | None = None
     slots: dict[int, Slot] = field(default_factory=dict)
     launches: list[Launch] = field(default_factory=list)
     counters: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -51,12 +54,16 @@ class Plan:
         nodes = [] if self.deterministic else [c.node for c in self.choices]
         self._read_halved, self._read_plain = readers(nodes, self.compute)
         self._halved: dict[int, torch.Tensor] = {}
+        fusions = fuse.find(nodes, self.compute, self.kept)
+        self._until = fuse.lifetimes(fusions, nodes)
+        parts = fuse.builds(fusions)
         self.nbytes = 0
         self.slots.update(self.inputs)
         self.slots.update({id: Slot(self._empty.view(p.dtype)) for id, p in self._place()[0].items()})
-        for choice in self.choices:
+        for i, choice in enumerate(self.choices):
             self._scratch.next_node()
-            self.launches.append(choice.implementation.build(self, choice.node))
+            go = choice.implementation.build(self, choice.node)
+            self.launches.append(fuse.fused(self, parts[i], go) if i in parts else go)
         self.allocate()
 
     def allocate(self) -> None:
@@ -86,7 +93,7 @@ class Plan:
 
     def _place(self) -> tuple[dict[int, Place], dict[str, int]]:
         nodes = [c.node for c in self.choices]
-        return place(nodes, set(self.inputs), self.kept, self.rows, DTYPES[self.compute])
+        return place(nodes, set(self.inputs), self.kept, self.rows, DTYPES[self.compute], self._until)
 
     def _own_slots(self) -> list[Slot]:
         return [s for id, s in self.slots.items() if id not in self.inputs]

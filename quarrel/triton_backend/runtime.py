@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from quarrel.ops.collective import Group
 from quarrel.ops.contract import CacheRef, Compute, ConstRef, StateRef, Value, WeightRef
 from quarrel.triton_backend.pack import Packed
 
@@ -128,6 +129,8 @@ class Site(Protocol):
     """Major compute capability of the device; 0 in the interpreter."""
     deterministic: bool
     """One tile for any number of tokens, so that a row's result is the same bits in every batch."""
+    group: Group | None
+    """The other devices that hold a share of the model."""
 
     def slot(self, value: Value) -> Slot:
         """The buffer of a value."""
