@@ -69,24 +69,17 @@ def tile_for(format: str, n: int, k: int) -> Tile:
     """By format and shape alone.
 
     On an H200, in a step of Mistral-7B: one warp of two rows by 128 words is best for large matrices, 20% ahead of four
-    warps of two rows each. Where a tile of four warps is a whole row, all of it is on its way before the wait: 3.7 us for
-    4096 x 4096 in Q4_K, against 4.4 us. Long rows of few outputs have few programs, so each of those loads further ahead
-    (not measured yet).
+    warps of two rows each; one row of gate and of up each made the step 9% longer. Where a tile of four warps is a whole
+    row, all of it is on its way before the wait: 3.7 us for 4096 x 4096 in Q4_K, against 4.4 us. Long rows of few outputs
+    have few programs, so each of those loads further ahead.
     """
     if INTERPRETED:
         return Tile(16, 64, 1, deep=True)  # programs run one after the other there
     if format in FLOATS:
         return Tile(2, min(256, power_of_two(k)), 1)
-    if format != "Q8_0" and n <= 4096 and k == 4096:
+    if format != "Q8_0" and n <= 8192 and k == 4096:
         return Tile(4, 512, 4)
     return Tile(2, min(128, power_of_two(cdiv(k, 4 if format == "Q8_0" else 8))), 1, deep=n < 3 * k)
-
-
-def gate_tile_for(format: str, n: int, k: int) -> Tile:
-    """The same for a gate and its up matrix together: one row of each (a step was 4% shorter than with two, in an earlier
-    form of both)."""
-    tile = tile_for(format, n, k)
-    return tile if INTERPRETED or tile.warps > 1 else replace(tile, rows=1)
 
 
 def tiles_for(formats: Sequence[str], n: int, k: int) -> list[Tile]:
@@ -382,7 +375,7 @@ def build_norm_gate_up(site: Site, node: Node) -> Launch:
     rest: Any = node.inputs[taken:]
     gate, up = _map(site, rest[:count]), _map(site, rest[count:])
     w = gate.weight
-    tile = gate_tile_for(w.format, w.n, w.k)
+    tile = tile_for(w.format, w.n, w.k)
     row, normed = _normed(site, spec.norm, node.inputs, [w.format])
     target = node.outputs[0]
     y = site.slot(target)
