@@ -179,6 +179,7 @@ def figure(entry: Entry) -> Json:
         "waiting": activity.waiting,
         "kv_blocks": activity.n_blocks,
         "kv_blocks_free": activity.free_blocks,
+        "kv_blocks_kept": activity.kept_blocks,
     }
 
 
