@@ -9,6 +9,7 @@ lives in block `block_table[s, i // block_size]` at offset `i % block_size`. Que
     out         = softmax over the visible keys; a sink adds exp(sink_h) to the denominator only
 
 Query head h reads key head h // (n_heads / n_kv). Softmax and sums are in float32 or wider. No visible key gives 0.
+What an append keeps of a key is said in `ops/kv.py`.
 """
 
 from __future__ import annotations
@@ -35,8 +36,11 @@ from quarrel.ops.contract import (
     Value,
     WeightRef,
 )
+from quarrel.ops.kv import KV_TYPES, KVType, stored
 from quarrel.ops.null import Builder
 from quarrel.ops.rope import ROPE, RopeSpec
+
+_SCALED: tuple[KVType, ...] = ("int8", "fp8")
 
 
 @dataclass(frozen=True)
@@ -55,8 +59,8 @@ def kv_append_reference(s: KVAppendSpec, k: Array, v: Array, slots: Array, cache
     """NumPy body: the new cache; the old one is left alone."""
     shape = cache.k.shape
     keys, values = (a.copy().reshape(-1, s.n_kv, s.head_dim) for a in (cache.k, cache.v))
-    keys[slots], values[slots] = (a.reshape(-1, s.n_kv, s.head_dim) for a in (k, v))
-    return (KVArrays(keys.reshape(shape), values.reshape(shape)),)
+    keys[slots], values[slots] = (stored(a.reshape(-1, s.n_kv, s.head_dim), cache.type) for a in (k, v))
+    return (KVArrays(keys.reshape(shape), values.reshape(shape), cache.type),)
 
 
 def _make_append(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
@@ -67,7 +71,7 @@ def _make_append(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
         draw.activations(rng, t, s.width),
         draw.activations(rng, t, s.width),
         slots,
-        _draw_cache(rng, blocks, size, s),
+        _draw_cache(rng, blocks, size, s, case),
     )
 
 
@@ -100,6 +104,7 @@ KV_APPEND = Op(
         Case(KVAppendSpec(2, 64), {"T": 5, "block_size": 16, "C": 3}),
         Case(KVAppendSpec(3, 80), {"T": 1, "block_size": 32, "C": 2}),
         Case(KVAppendSpec(1, 32), {"T": 64, "block_size": 32, "C": 2}, "every slot"),
+        *(Case(KVAppendSpec(2, 80), {"T": 7, "block_size": 16, "C": 3, "kv": KV_TYPES.index(t)}, t) for t in _SCALED),
     ],
 )
 
@@ -168,9 +173,10 @@ def attention_reference(
     return (out.reshape(q.shape).astype(np.float32),)
 
 
-def _draw_cache(rng: np.random.Generator, blocks: int, size: int, s: KVAppendSpec | AttentionSpec) -> KVArrays:
-    shape = (blocks, size, s.n_kv, s.head_dim)
-    return KVArrays(draw.activations(rng, *shape), draw.activations(rng, *shape))
+def _draw_cache(rng: np.random.Generator, blocks: int, size: int, s: KVAppendSpec | AttentionSpec, case: Case) -> KVArrays:
+    """`case.dims["kv"]` is the cache's type, as an index into KV_TYPES."""
+    shape, type = (blocks, size, s.n_kv, s.head_dim), KV_TYPES[case.dims.get("kv", 0)]
+    return KVArrays(*(stored(draw.activations(rng, *shape), type) for _ in range(2)), type)
 
 
 def _make_attention(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
@@ -186,7 +192,7 @@ def _make_attention(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...
     starts = np.concatenate([[0], np.cumsum(new)]).astype(np.int32)
     sinks = (draw.weight(rng, GGMLType.F32, 1, s.n_heads, 1.0),) if s.sinks else ()
     q = draw.activations(rng, int(new.sum()), s.width) * 2
-    return (q, starts, kv_len, table, _draw_cache(rng, seqs * width + 1, size, s), *sinks)
+    return (q, starts, kv_len, table, _draw_cache(rng, seqs * width + 1, size, s, case), *sinks)
 
 
 def _attention_strategy() -> Any:
@@ -213,6 +219,10 @@ def _attention_strategy() -> Any:
     )
 
 
+def _kv_case(spec: AttentionSpec, type: KVType, seqs: int, new: int, past: int) -> Case:
+    return Case(spec, {"S": seqs, "Q": new, "KV": past, "block_size": 32, "kv": KV_TYPES.index(type)}, type)
+
+
 ATTENTION = Op(
     "attention",
     AttentionSpec,
@@ -229,6 +239,8 @@ ATTENTION = Op(
         Case(AttentionSpec(4, 2, 96, 0.1, cap=15.0), {"S": 2, "Q": 33, "KV": 0, "block_size": 32}, "prefill, cap"),
         Case(AttentionSpec(8, 2, 64, 0.125, window=17, sinks=True), {"S": 2, "Q": 7, "KV": 50, "block_size": 32}, "sinks"),
         Case(AttentionSpec(2, 1, 256, 0.0625), {"S": 1, "Q": 70, "KV": 600, "block_size": 32}, "long, head_dim 256"),
+        *(_kv_case(AttentionSpec(8, 2, 80, 0.112, window=40), t, 3, 1, 150) for t in _SCALED),
+        *(_kv_case(AttentionSpec(4, 2, 64, 0.125, cap=15.0), t, 2, 33, 40) for t in _SCALED),
     ],
 )
 
@@ -285,6 +297,11 @@ def _rope_append_strategy() -> Any:
     return st.builds(case, st.sampled_from(["norm", "neox"]), *sizes)
 
 
+def _rope_case(style: Literal["norm", "neox"], dim: int, rot: int, type: KVType) -> Case:
+    spec = RopeAppendSpec(RopeSpec(style, 4, dim, rot, 1.25), RopeSpec(style, 2, dim, rot, 1.25))
+    return Case(spec, {"T": 9, "block_size": 16, "C": 2, "kv": KV_TYPES.index(type)}, type)
+
+
 ROPE_APPEND = Op(
     "rope_append",
     RopeAppendSpec,
@@ -297,6 +314,8 @@ ROPE_APPEND = Op(
     cases=lambda: [
         Case(RopeAppendSpec(RopeSpec("norm", 4, 64, 64), RopeSpec("norm", 2, 64, 64)), {"T": 5, "block_size": 16, "C": 2}),
         Case(RopeAppendSpec(RopeSpec("neox", 3, 80, 40), RopeSpec("neox", 3, 80, 40)), {"T": 1, "block_size": 16, "C": 2}),
+        *(_rope_case("neox", 80, 40, t) for t in _SCALED),
+        *(_rope_case("norm", 64, 64, t) for t in _SCALED),
     ],
 )
 

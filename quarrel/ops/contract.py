@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quarrel.gguf import GGMLType, dequantize
+from quarrel.ops.kv import KVType
 
 if TYPE_CHECKING:
     from quarrel.ops.null import Builder
@@ -125,10 +126,11 @@ class RawWeight:
 
 @dataclass(frozen=True)
 class KVArrays:
-    """Concrete cache of one layer: `k` and `v`, `[C, block_size, n_kv, head_dim]` float32."""
+    """Concrete cache of one layer: `k` and `v`, `[C, block_size, n_kv, head_dim]` float32, values that `type` can hold."""
 
     k: Array
     v: Array
+    type: KVType = "auto"
 
 
 Concrete = Array | RawWeight | KVArrays

@@ -10,6 +10,7 @@ import numpy as np
 
 from quarrel.errors import RequestError
 from quarrel.ops.contract import Array, Compute, Concrete, Op, RawWeight, WeightRef
+from quarrel.ops.kv import KVType
 from quarrel.ops.program import Program
 
 ComputeChoice = Literal["auto", "float32", "float16", "bfloat16"]
@@ -28,6 +29,8 @@ class Limits:
     block_size: int = 32
     n_states: int = 0
     """Slots for the state of recurrent layers; 0 is one per sequence. More than that hold snapshots."""
+    kv_cache: KVType = "auto"
+    """What is kept of keys and values (`ops/kv.py`)."""
     deterministic: bool = False
     """A row's result has the same bits in every batch, however its prompt is cut. The CPU backend never does otherwise."""
 

@@ -85,7 +85,8 @@ def linear(
             if whole is None:
                 decode(site, weight, 0, rows, scratch.tensor)
             return
-        x_rows = x.tensor[: count * k].view(count, k)
+        # Hidden states that are wanted as they are come in float32; `matmul.py` rounds them too.
+        x_rows = x.tensor[: count * k].view(count, k).to(DTYPES[compute])
         out = y.tensor[: count * n].view(count, n)
         before = None if residual is None else residual.tensor[: count * n].view(count, n)
         for begin in range(0, n, rows):

@@ -293,3 +293,14 @@ def test_deterministic_steps_give_the_same_logits(backend: TritonBackend) -> Non
         inputs = batch(parts, seed=seed)
         assert rel_error(step(inputs, "logits").logits, reference(inputs)["logits"]) <= 1e-2  # type: ignore[arg-type]
     step.close()
+
+
+def test_more_logits_than_a_tile_has_rows(backend: TritonBackend) -> None:
+    """The hidden states that they are made of are float32, whatever the arithmetic is; both ways of making many."""
+    inputs = batch([(0, 0, 70), (6, 0, 65)], rows=list(range(135)))
+    want = Reference()(inputs)["logits"]
+    for deterministic in (False, True):
+        limits = replace(LIMITS, max_tokens=140, deterministic=deterministic)
+        step = backend.compile(PROGRAM, Weights(), limits, "float16")
+        assert rel_error(step(inputs, "logits").logits, want) <= 1e-2  # type: ignore[arg-type]
+        step.close()

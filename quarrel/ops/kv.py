@@ -1,0 +1,77 @@
+"""What the cache keeps of keys and values.
+
+    auto               the backend's own: its compute type, or float16
+    float16, bfloat16  each value rounded to nearest
+    int8, fp8          a code a value and a float32 scale for each token and head:  value = code * amax / top
+
+    amax = max |x| over the head's values,  code = round(x * (top / amax)),  all in float32, ties to even
+    int8: whole numbers, top = 127.  fp8: E4M3 (4 bits of exponent, 3 of mantissa), top = 448, its largest
+
+A scale for a token and head, and not for each block of 32 values, because it leaves the products alone: it multiplies a
+score, or a weight of the softmax, once, where smaller blocks would multiply every value. It costs 4 bytes a head: 8.25 bits
+a value with 128 values to a head. Rows whose amax is below 1e-30 are zeros; one that holds a NaN or an infinity is all NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+KVType = Literal["auto", "float16", "bfloat16", "int8", "fp8"]
+KV_TYPES: tuple[KVType, ...] = ("auto", "float16", "bfloat16", "int8", "fp8")
+TOP = {"int8": 127.0, "fp8": 448.0}
+LEAST = 1e-30
+
+
+def scaled(type: KVType) -> bool:
+    """Whether codes and scales are kept."""
+    return type in TOP
+
+
+def stored(x: Array, type: KVType) -> Array:
+    """`[.., n_kv, head_dim]` float32 as it comes back from the cache, float32."""
+    x = np.asarray(x, np.float32)
+    if type == "auto":
+        return x
+    if type == "float16":
+        with np.errstate(over="ignore"):
+            return x.astype(np.float16).astype(np.float32)
+    if type == "bfloat16":
+        bits = x.view(np.uint32)
+        rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) & 0xFFFF0000).view(np.float32)
+        out: Array = np.where(np.isnan(x), x, rounded)
+        return out
+    with np.errstate(all="ignore"):
+        most = np.abs(x).max(-1, keepdims=True)
+        top = np.float32(TOP[type])
+        y = x * np.where(most > LEAST, top / most, np.float32(0) * most)
+        code = np.rint(y) if type == "int8" else _e4m3(y)
+        value: Array = (code * (most * np.float32(1 / top))).astype(np.float32)
+        return np.where(np.isfinite(most), value, np.float32(np.nan))
+
+
+def _e4m3(y: Array) -> Array:
+    """The nearest value of E4M3, ties to even."""
+    exponent = np.maximum(np.frexp(y)[1] - 1, -6)
+    step = np.ldexp(np.float32(1), exponent - 3)
+    return np.clip(np.rint(y / step) * step, -448, 448)
+
+
+def step_of(values: Array, type: KVType) -> Array:
+    """How far apart neighbouring values of the cache are at each of `values`: what another rounding may differ by."""
+    if type == "int8":
+        return np.abs(values).max(-1, keepdims=True) / 127 + np.zeros_like(values)
+    if type == "fp8":
+        most = np.abs(values).max(-1, keepdims=True) / 448
+        with np.errstate(all="ignore"):
+            return np.maximum(np.ldexp(np.float32(1), np.frexp(np.abs(values))[1] - 3), most * np.float32(2**-9))
+    return np.zeros_like(values)
+
+
+def head_bytes(type: KVType, head_dim: int, own: int) -> int:
+    """Bytes of one head's keys of one token; `own` are the bytes of a value of the backend's own type."""
+    width = {"auto": own, "float16": 2, "bfloat16": 2}.get(type)
+    return head_dim * width if width is not None else head_dim + 4
