@@ -91,10 +91,14 @@ for line in sys.stdin:
 def cut(text: str, tokenizer: Tokenizer, count: int) -> list[str]:
     """Sentences of 16 to 128 tokens, as many of each length as chance has it."""
     words, rng, at, made = text.split(), np.random.default_rng(0), 0, []
+    each = {word: len(tokenizer.encode(word)) - 2 for word in set(words)}  # without the two at the ends
     for length in rng.integers(16, 129, count):
-        taken = words[at : at + int(length)]
-        while len(tokenizer.encode(" ".join(taken))) > length:
-            taken.pop()
+        taken, left = [], int(length) - 2
+        for word in words[at : at + int(length)]:
+            left -= each[word]
+            if left < 0:
+                break
+            taken.append(word)
         at = (at + len(taken)) % (len(words) - 200)
         made.append(" ".join(taken))
     return made
