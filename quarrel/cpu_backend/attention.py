@@ -16,9 +16,10 @@ import math
 from dataclasses import dataclass
 
 from quarrel.cpu_backend.abi import Fields, KernelDef
+from quarrel.cpu_backend.cache import Kind, head_bytes, load
 from quarrel.cpu_backend.features import Level
-from quarrel.cpu_backend.ir import F32, I16, I32, I64, Kernel, Val, vec
-from quarrel.cpu_backend.vector import F32x16, exp, max_lanes, sum_lanes, tanh, to_f32, transpose16
+from quarrel.cpu_backend.ir import F32, I32, I64, Kernel, Val
+from quarrel.cpu_backend.vector import F32x16, exp, max_lanes, sum_lanes, tanh, transpose16
 
 SPLIT = 256
 KEYS = 64
@@ -39,18 +40,18 @@ class Shape:
     window: int = 0
     cap: float = 0.0
     sinks: bool = False
-    half_cache: bool = False
+    kind: Kind = "float32"
     causal: bool = True
     """Otherwise keys and values are rows of the step itself, and every query sees all of its sequence's."""
 
     @property
-    def value_bytes(self) -> int:
-        return 2 if self.half_cache else 4
+    def head_bytes(self) -> int:
+        return head_bytes(self.kind, self.dim)
 
     @property
     def row_bytes(self) -> int:
         """From one token's keys to the next one's in the same block."""
-        return self.n_kv * self.dim * self.value_bytes
+        return self.n_kv * self.head_bytes
 
     @property
     def queries(self) -> int:
@@ -101,12 +102,11 @@ def _load_dims(k: Kernel, level: Level, s: Shape, at: Val, d: int) -> Val:
     """Values d .. d + 15 of a cached vector as float32, zeros past head_dim."""
     have = min(16, s.dim - d)
     if have == 16:
-        return to_f32(k, level, k.load(at, vec(I16, 16), 2 * d)) if s.half_cache else k.load(at, F32x16, 4 * d)
+        return load(k, level, s.kind, at, s.dim, d)
     buffer = k.stack(64)
     k.store(k.zero(F32x16), buffer)
     for i in range(have):
-        x = to_f32(k, level, k.load(at, I16, 2 * (d + i))) if s.half_cache else k.load(at, F32, 4 * (d + i))
-        k.store(x, buffer, 4 * i)
+        k.store(load(k, level, s.kind, at, s.dim, d + i, 1), buffer, 4 * i)
     return k.load(buffer, F32x16)
 
 
@@ -126,7 +126,7 @@ class _Source:
         if self.table is not None:
             block = key.udiv(s.block_size)
             token = k.load(self.table + (block << 2), I32).to(I64) * s.block_size + (key - block * s.block_size)
-        return self.base + token * s.row_bytes + self.head * (s.dim * s.value_bytes)
+        return self.base + token * s.row_bytes + self.head * s.head_bytes
 
     def sixteen(self, k: Kernel, key: Val, last: Val) -> list[Val]:
         """Addresses of tokens key .. key + 15, `key` being a multiple of 16; none is looked up beyond `last`."""
@@ -141,7 +141,7 @@ class _Source:
 
     def prefetch(self, k: Kernel, rows: list[Val]) -> None:
         for row in rows:
-            for line in range(0, self.s.dim * self.s.value_bytes, 64):
+            for line in range(0, self.s.head_bytes, 64):
                 k.prefetch(row, line)
 
 

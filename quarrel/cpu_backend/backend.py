@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from quarrel.cpu_backend import features
+from quarrel.cpu_backend.cache import kind_of, new_cache
 from quarrel.cpu_backend.pool import Pool
-from quarrel.cpu_backend.run_op import new_cache, run_op
+from quarrel.cpu_backend.run_op import run_op
 from quarrel.cpu_backend.step import Compiled, CpuStep
 from quarrel.errors import UnsupportedOp
 from quarrel.ops.collective import Group
@@ -78,7 +79,8 @@ class CpuBackend:
     ) -> Step:
         arithmetic = self._arithmetic(compute)
         exact = arithmetic == "float32"
-        caches = [new_cache(layer, limits.n_blocks, limits.block_size, exact) for layer in program.caches]
+        kind = kind_of(limits.kv_cache, exact)
+        caches = [new_cache(layer, limits.n_blocks, limits.block_size, kind) for layer in program.caches]
         sizes = {
             "T": limits.max_tokens,
             "R": limits.max_tokens,

@@ -8,8 +8,9 @@ from typing import Any
 from quarrel.cpu_backend import attention as attention_kernels
 from quarrel.cpu_backend import elementwise
 from quarrel.cpu_backend import rope as rope_kernels
+from quarrel.cpu_backend.cache import Cache
 from quarrel.cpu_backend.dequant import embedding
-from quarrel.cpu_backend.lowering import Cache, Lowering
+from quarrel.cpu_backend.lowering import Lowering
 from quarrel.cpu_backend.plan import Arg, Header, Job, Live
 from quarrel.cpu_backend.quantize import padded, row_bytes
 from quarrel.cpu_backend.sample import sample
@@ -158,11 +159,12 @@ def kv_append(e: Lowering, node: Node) -> None:
         "k": p.place(k),
         "v": p.place(v),
         "slots": p.place(slots),
-        "width": s.width,
+        "heads": s.n_kv,
+        "dim": s.head_dim,
         "k_cache": int(c.k.ctypes.data),
         "v_cache": int(c.v.ctypes.data),
     }
-    p.stage(Job(rope_kernels.kv_append(p.level, c.half), args, Header.axis(p.rows(k))))
+    p.stage(Job(rope_kernels.kv_append(p.level, c.kind), args, Header.axis(p.rows(k))))
 
 
 def rope_append(e: Lowering, node: Node) -> None:
@@ -183,11 +185,10 @@ def rope_append(e: Lowering, node: Node) -> None:
         "heads": s.q.n_heads,
         "kv_heads": s.k.n_heads,
         "dim": s.q.head_dim,
-        "width": s.k.width,
         "half": s.q.half,
         "magnitude": float(s.q.magnitude),
     }
-    kernel = rope_kernels.rope_append(s.q.style, p.level, c.half, s.q.half, s.k.width)
+    kernel = rope_kernels.rope_append(s.q.style, p.level, c.kind, s.q.half, s.k.width)
     p.stage(Job(kernel, args, Header.axis(p.rows(y))))
 
 
@@ -215,7 +216,7 @@ def attention_shape(s: AttentionSpec, c: Cache) -> attention_kernels.Shape:
     """The kernel's static facts."""
     group = s.n_heads // s.n_kv
     block_size = c.k.shape[1]
-    return attention_kernels.Shape(group, s.n_kv, s.head_dim, block_size, s.scale, s.window, s.cap, s.sinks, c.half)
+    return attention_kernels.Shape(group, s.n_kv, s.head_dim, block_size, s.scale, s.window, s.cap, s.sinks, c.kind)
 
 
 def sample_op(e: Lowering, node: Node) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from quarrel.cpu_backend import attention as attention_kernels
+from quarrel.cpu_backend.cache import Cache
 from quarrel.cpu_backend.choices import Choices
 from quarrel.cpu_backend.dot_row import dot_row
 from quarrel.cpu_backend.float_linear import ROWS, float_linear
@@ -39,18 +39,6 @@ def guided_bounds(rows: int, row_bytes: int, threads: int) -> np.ndarray:
         size = max(least, (rows - bounds[-1]) // (2 * threads))
         bounds.append(min(rows, bounds[-1] + size + size % 2))
     return np.array(bounds, np.int64)
-
-
-@dataclass(frozen=True)
-class Cache:
-    """Key and value arrays of one layer, `[C, block_size, n_kv, head_dim]`, float16 or float32."""
-
-    k: np.ndarray
-    v: np.ndarray
-
-    @property
-    def half(self) -> bool:
-        return self.k.dtype == np.float16
 
 
 class Lowering:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 
 from quarrel.cpu_backend.abi import Fields, KernelDef
+from quarrel.cpu_backend.cache import Kind, store_codes, store_plain, value_bytes
 from quarrel.cpu_backend.elementwise import each, f32s
 from quarrel.cpu_backend.features import Level
 from quarrel.cpu_backend.ir import F32, F64, I32, I64, Kernel, Val, vec
-from quarrel.cpu_backend.vector import to_half
+from quarrel.ops.kv import TOP
 
 _PI_2 = math.pi / 2
 _PI_2_HIGH = 1.5707963267341256  # the first 33 bits of pi/2: times any integer below 2^20 it is exact
@@ -104,33 +105,37 @@ def rope(style: str, half: int) -> KernelDef:
     return KernelDef(f"rope/{style}", fields, body, scratch=8 * half + 64)
 
 
-def _append(k: Kernel, level: Level, half_cache: bool, a: Fields, x: Val, cache: Val, slot: Val) -> None:
-    """One token's keys or values, `width` float32 at x, into its slot."""
-    width = a.width
-    size = 1 if half_cache else 2
-    at = cache + slot * (width << size)
+def _append(k: Kernel, level: Level, kind: Kind, heads: Val, dim: Val, x: Val, cache: Val, slot: Val) -> None:
+    """One token's keys or values, `heads * dim` float32 at x, into its slot."""
+    if kind in TOP:
+        step = dim + 4
+        at = cache + slot * (heads * step)
+        with k.range(0, heads) as h:
+            store_codes(k, kind, x + h * (dim << 2), at + h * step, dim)
+        return
+    size = {2: 1, 4: 2}[value_bytes(kind)]
+    at = cache + slot * (heads * dim << size)
 
     def one(offset: Val, lanes: int) -> None:
-        v = k.load(x + offset, f32s(lanes))
-        k.store(to_half(k, level, v) if half_cache else v, at + (offset >> (2 - size)))
+        store_plain(k, level, kind, k.load(x + offset, f32s(lanes)), at + (offset >> (2 - size)))
 
-    each(k, width, one)
+    each(k, heads * dim, one)
 
 
-def kv_append(level: Level, half_cache: bool) -> KernelDef:
+def kv_append(level: Level, kind: Kind) -> KernelDef:
     """Chunk t writes row t of k and v to slot slots[t]."""
 
     def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
         slot = k.load(a.slots + (chunk << 2), I32).to(I64)
-        row = chunk * (a.width << 2)
+        row = chunk * (a.heads * a.dim << 2)
         for x, cache in ((a.k, a.k_cache), (a.v, a.v_cache)):
-            _append(k, level, half_cache, a, x + row, cache, slot)
+            _append(k, level, kind, a.heads, a.dim, x + row, cache, slot)
 
-    fields = ("k", "v", "slots", "k_cache", "v_cache", "width")
-    return KernelDef(f"kv_append/{'f16' if half_cache else 'f32'}", fields, body)
+    fields = ("k", "v", "slots", "k_cache", "v_cache", "heads", "dim")
+    return KernelDef(f"kv_append/{kind}", fields, body)
 
 
-def rope_append(style: str, level: Level, half_cache: bool, half: int, width: int) -> KernelDef:
+def rope_append(style: str, level: Level, kind: Kind, half: int, width: int) -> KernelDef:
     """Chunk t rotates query and key of row t, and writes key and value to slot slots[t]."""
 
     def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
@@ -138,11 +143,11 @@ def rope_append(style: str, level: Level, half_cache: bool, half: int, width: in
         q_row = chunk * (a.heads * a.dim << 2)
         _rotate_row(k, style, a, a.q + q_row, a.y + q_row, a.heads, cos_at, sin_at)
         key = scratch + (a.half << 3)
-        row = chunk * (a.width << 2)
+        row = chunk * (a.kv_heads * a.dim << 2)
         _rotate_row(k, style, a, a.k + row, key, a.kv_heads, cos_at, sin_at)
         slot = k.load(a.slots + (chunk << 2), I32).to(I64)
-        _append(k, level, half_cache, a, key, a.k_cache, slot)
-        _append(k, level, half_cache, a, a.v + row, a.v_cache, slot)
+        _append(k, level, kind, a.kv_heads, a.dim, key, a.k_cache, slot)
+        _append(k, level, kind, a.kv_heads, a.dim, a.v + row, a.v_cache, slot)
 
     fields = (
         "q",
@@ -157,9 +162,8 @@ def rope_append(style: str, level: Level, half_cache: bool, half: int, width: in
         "heads",
         "kv_heads",
         "dim",
-        "width",
         "half",
         "magnitude",
     )
-    name = f"rope_append/{style}/{'f16' if half_cache else 'f32'}"
+    name = f"rope_append/{style}/{kind}"
     return KernelDef(name, fields, body, scratch=8 * half + 4 * width + 64)

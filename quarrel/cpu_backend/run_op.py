@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from quarrel.cpu_backend.lowering import Cache
+from quarrel.cpu_backend.cache import Cache, kind_of, new_cache, to_host
 from quarrel.cpu_backend.pool import Pool
 from quarrel.cpu_backend.step import Compiled
 from quarrel.errors import RequestError
@@ -31,7 +31,8 @@ def run_op(op: Op, spec: object, inputs: Sequence[Concrete], exact: bool, pool: 
     # NaN wherever nothing is written: a kernel that leaves a hole or reads one cannot go unnoticed.
     compiled.tables.arena[:] = 0xFF
     out: list[Any] = list(compiled.run(given.arrays, tuple(program.outputs)).values())
-    out += [KVArrays(cache.k.astype(np.float32), cache.v.astype(np.float32)) for cache in given.caches if op.consumes]
+    types = [x.type for x in inputs if isinstance(x, KVArrays)]
+    out += [to_host(cache, type) for cache, type in zip(given.caches, types) if op.consumes]
     return (*out, *given.states)
 
 
@@ -50,7 +51,8 @@ class _Inputs:
 
     def operand(self, i: int, name: str, kind: str, dims: tuple[int | str, ...], given: Any) -> Operand:
         if isinstance(given, KVArrays):
-            self.caches.append(new_cache(KVLayer(*given.k.shape[2:]), *given.k.shape[:2], self._exact, given))
+            kind = kind_of(given.type, self._exact)
+            self.caches.append(new_cache(KVLayer(*given.k.shape[2:]), *given.k.shape[:2], kind, given))
             return self.builder.cache(KVLayer(*given.k.shape[2:]))
         if isinstance(given, RawWeight):
             block = FORMATS[given.type]
@@ -84,17 +86,3 @@ class _Inputs:
 
     def raw(self, ref: WeightRef) -> RawWeight:
         return self._weights[ref.name]
-
-
-def new_cache(layer: KVLayer, blocks: int, block_size: int, exact: bool, given: KVArrays | None = None) -> Cache:
-    """Zeroed (so that memory is only taken when written), or filled."""
-    dtype = np.float32 if exact else np.float16
-    shape = (blocks, block_size, layer.n_kv, layer.head_dim)
-
-    def array(x: Array | None) -> np.ndarray:
-        out = np.zeros(shape, dtype)
-        if x is not None:
-            out[...] = x
-        return out
-
-    return Cache(array(given.k if given else None), array(given.v if given else None))

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from quarrel.cpu_backend.cache import Cache
 from quarrel.cpu_backend.choices import Choices
-from quarrel.cpu_backend.lowering import Cache, Lowering
+from quarrel.cpu_backend.lowering import Lowering
 from quarrel.cpu_backend.plan import AXES, Plan, finish
 from quarrel.cpu_backend.pool import Pool, StageTable
 from quarrel.cpu_backend.registry import REGISTRY, reads_rounded

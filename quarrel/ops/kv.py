@@ -75,3 +75,29 @@ def head_bytes(type: KVType, head_dim: int, own: int) -> int:
     """Bytes of one head's keys of one token; `own` are the bytes of a value of the backend's own type."""
     width = {"auto": own, "float16": 2, "bfloat16": 2}.get(type)
     return head_dim * width if width is not None else head_dim + 4
+
+
+def encode(x: Array, type: KVType) -> tuple[Array, Array]:
+    """Codes `[.., head_dim]` uint8 and scales `[..]` float32 of `int8` and `fp8`."""
+    x = np.asarray(x, np.float32)
+    with np.errstate(all="ignore"):
+        most = np.abs(x).max(-1, keepdims=True)
+        top = np.float32(TOP[type])
+        y = np.nan_to_num(x * np.where(most > LEAST, top / most, np.float32(0)))
+        scale = np.where(np.isfinite(most), most * np.float32(1 / top), np.float32(np.nan))[..., 0]
+    if type == "int8":
+        return np.rint(y).astype(np.int8).view(np.uint8), scale
+    # A value of E4M3 over 256 is one of float16, with its bits seven places further up.
+    bits = (_e4m3(y) / 256).astype(np.float16).view(np.uint16)
+    return ((bits >> 7 & 0x7F) | (bits >> 8 & 0x80)).astype(np.uint8), scale
+
+
+def decode(codes: Array, scale: Array, type: KVType) -> Array:
+    """The values of `encode`'s codes, float32."""
+    if type == "int8":
+        values = codes.view(np.int8).astype(np.float32)
+    else:
+        wide = codes.astype(np.uint16)
+        values = ((wide & 0x7F) << 7 | (wide & 0x80) << 8).view(np.float16).astype(np.float32) * 256
+    out: Array = values * scale[..., None]
+    return out

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import llvmlite.binding as llvm
 import pytest
 
@@ -27,13 +29,15 @@ def machine(level: features.Level) -> llvm.TargetMachine:
 
 
 def kernels(level: features.Level) -> list[KernelDef]:
-    shape = attention.Shape(4, 2, 80, 16, 0.1, window=64, cap=30.0, sinks=True, half_cache=True)
+    shape = attention.Shape(4, 2, 80, 16, 0.1, window=64, cap=30.0, sinks=True, kind="float16")
     every = [
         quantize(level),
         elementwise.gated("silu", True),
         norm.norm("layer", True),
-        rope.rope_append("neox", level, True, 40, 160),
+        rope.rope_append("neox", level, "float16", 40, 160),
+        rope.kv_append(level, "fp8"),
         attention.attention(shape, level),
+        attention.attention(replace(shape, kind="fp8"), level),
         recurrent.scan2(64, 128, 4),
         sample.sample(1000),
         float_linear("F16", level, 77),
