@@ -175,14 +175,23 @@ async def load(target: Target, args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def overload(target: Target, args: argparse.Namespace) -> dict[str, Any]:
-    """`--streams` at once is what the server can run; then `--factor` times as many."""
+    """`--streams` at once for what the server can do; then requests come `--factor` times as fast as it can end them."""
     await ask(target)
     alone = summary(*await crowd(target, args.streams, args.seconds))
+    rate = args.factor * alone["whole"] / alone["seconds"]
     memory = [_resident(args.pid)]
-    over = summary(*await crowd(target, args.streams * args.factor, args.seconds))
+    tasks: list[asyncio.Task[Answer]] = []
+    began = time.perf_counter()
+    while (now := time.perf_counter() - began) < args.seconds:
+        while len(tasks) < now * rate:
+            tasks.append(asyncio.create_task(ask(target, f"127.0.{1 + len(tasks) // 200 % 50}.{1 + len(tasks) % 200}")))
+        await asyncio.sleep(0.002)
+    answers = await asyncio.gather(*tasks)
+    over = summary(answers, time.perf_counter() - began)
     memory.append(_resident(args.pid))
     share = over["tokens_per_second"] / max(alone["tokens_per_second"], 1e-9)
-    return {"peak": alone, "overload": over, "goodput_share": round(share, 3), "resident_mib": memory}
+    figures = {"asked_per_second": round(rate, 1), "goodput_share": round(share, 3), "resident_mib": memory}
+    return {**figures, "peak": alone, "overload": over}
 
 
 async def idle(target: Target, args: argparse.Namespace) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -22,6 +23,7 @@ STATE_EVERY = 0.1
 """Seconds between two looks at the engine's counters; they are sent where they have changed."""
 GIVEN_UP = 70
 """The status of a process whose engine can run no more."""
+NICE = 5
 log = logging.getLogger("quarrel.process")
 
 
@@ -43,6 +45,8 @@ def main(descriptor: int) -> None:
         wire.send("unloaded", packed(error))
         wire.flush(10.0)
         return
+    if llm.explain().backend == "cpu":
+        _step_back()
     child = _Child(llm, wire)
     child.begin()
     for frame in frames:
@@ -52,6 +56,17 @@ def main(descriptor: int) -> None:
                 os._exit(0)  # whatever still waits for an answer gets none
             child.take(message)
     os._exit(0)  # nobody is there to tell anything
+
+
+def _step_back() -> None:
+    """A model that computes on every core leaves the other process the moment that it needs to answer."""
+    with contextlib.suppress(OSError):
+        if sys.platform == "linux":  # where each thread has a priority of its own
+            lower = os.getpriority(os.PRIO_PROCESS, 0) + NICE
+            for thread in os.listdir("/proc/self/task"):
+                os.setpriority(os.PRIO_PROCESS, int(thread), lower)
+        else:
+            os.nice(NICE)
 
 
 class _Child:
