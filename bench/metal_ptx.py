@@ -61,6 +61,8 @@ def cases(every: bool) -> Iterator[tuple[Any, Any, Any, bool | None]]:
     ]
     for op in {**ALL_OPS, **EXTRA_OPS}.values():
         for i, case in enumerate(op.cases()):
+            if case.dims.get("kv"):
+                continue  # codes are declined on Metal
             if not every and (i >= 3 and not op.name.startswith(("linear", "attention"))):
                 continue
             for compute in ("float16", "float32", "bfloat16") if every or i == 0 else ("float16",):

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from quarrel.errors import BackendUnavailable, OutOfMemory, UnsupportedOp
 from quarrel.mlx_backend import door
-from quarrel.mlx_backend.cache import allocate, allocate_state, cache_bytes
+from quarrel.mlx_backend.cache import allocate, allocate_state, cache_bytes, refuse_type
 from quarrel.mlx_backend.kernel import emulated, runs_metal
 from quarrel.mlx_backend.plan import Held, Plan
 from quarrel.mlx_backend.registry import REGISTRY
@@ -65,6 +65,7 @@ class MlxBackend:
             reason = "Metal kernels here are chosen by how many rows there are: leave it out, or use the cpu backend"
             raise UnsupportedOp("mlx", "compile", "deterministic=True", [reason])
         arithmetic = self.compute_of(compute)
+        refuse_type(limits.kv_cache, arithmetic)
         choices = lower(program, REGISTRY)
         refs = refs_of(c.node for c in choices)
         dtype = DTYPES[arithmetic]

@@ -11,15 +11,23 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from quarrel.errors import RequestError
+from quarrel.errors import RequestError, UnsupportedOp
 from quarrel.mlx_backend.runtime import Cache
-from quarrel.ops.contract import KVArrays
+from quarrel.ops.contract import Compute, KVArrays
+from quarrel.ops.kv import KVType
 from quarrel.ops.program import KVLayer, StateLayer
 
 
 def cache_bytes(layers: Sequence[KVLayer], n_blocks: int, block_size: int, dtype: mx.Dtype) -> int:
     """Device bytes of all layers."""
     return sum(2 * n_blocks * block_size * c.n_kv * c.head_dim * dtype.size for c in layers)
+
+
+def refuse_type(type: KVType, compute: Compute) -> None:
+    """Raises UnsupportedOp for what is not kept here: keys and values have the compute type."""
+    if type not in ("auto", compute):
+        reason = f"keys and values are kept in the compute type here, {compute}: use kv_cache='auto', or the cpu backend"
+        raise UnsupportedOp("mlx", "attention", f"kv_cache={type}", [reason])
 
 
 def allocate(layer: KVLayer, n_blocks: int, block_size: int, dtype: mx.Dtype) -> Cache:

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from quarrel.mlx_backend.cache import from_host, to_host
+from quarrel.mlx_backend.cache import from_host, refuse_type, to_host
 from quarrel.mlx_backend.plan import Held, Plan
 from quarrel.mlx_backend.runtime import DTYPES, Cache, Live, live_of
 from quarrel.mlx_backend.weights import Weights
@@ -72,6 +72,7 @@ def run_op(
     for operand, g in zip(operands, inputs):
         if isinstance(operand, CacheRef):
             assert isinstance(g, KVArrays)
+            refuse_type(g.type, compute)
             held[operand], block_size = from_host(g, DTYPES[compute]), g.k.shape[1]
         elif isinstance(operand, StateRef):
             held[operand] = mx.array(g)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from quarrel.errors import UnsupportedOp
 from quarrel.mlx_backend.registry import REGISTRY
 from quarrel.ops import ALL_OPS, EXTRA_OPS
 from quarrel.ops.compare import check_case
@@ -18,7 +19,9 @@ from tests.mlx_backend.emulated import CHECKED
 LINEAR = ("linear", "linear_add", "norm_linear", "norm_gate_up")
 """In test_linear.py."""
 OPS = [op for name, op in {**ALL_OPS, **EXTRA_OPS}.items() if name not in LINEAR]
-CASES = [pytest.param(op, case, id=f"{op.name}-{i}") for op in OPS for i, case in enumerate(op.cases())]
+CASES = [
+    pytest.param(op, case, id=f"{op.name}-{i}") for op in OPS for i, case in enumerate(op.cases()) if not case.dims.get("kv")
+]
 SMALLEST = [pytest.param(op, op.cases()[0], id=op.name) for op in OPS]
 EXACT_KINDS = ("sample", "route", "embedding", "gather_rows", "cap", "add_row")
 """Ops of float32 and integers alone: the compute type changes nothing in them."""
@@ -27,6 +30,13 @@ EXACT_KINDS = ("sample", "route", "embedding", "gather_rows", "cap", "add_row")
 def test_every_primitive_has_an_implementation() -> None:
     wanted = {name for name, op in {**ALL_OPS, **EXTRA_OPS}.items() if op.expand is None}
     assert wanted <= set(REGISTRY.ops())
+
+
+def test_a_cache_of_codes_is_declined_with_what_would_do() -> None:
+    op = ALL_OPS["attention"]
+    case = next(c for c in op.cases() if c.dims.get("kv"))
+    with running() as backend, pytest.raises(UnsupportedOp, match="use kv_cache='auto', or the cpu backend"):
+        check_case(backend, op, case, "float16")
 
 
 @pytest.mark.parametrize(("op", "case"), CASES)
