@@ -20,7 +20,10 @@ LINEAR = ("linear", "linear_add", "norm_linear", "norm_gate_up")
 """In test_linear.py."""
 OPS = [op for name, op in {**ALL_OPS, **EXTRA_OPS}.items() if name not in LINEAR]
 CASES = [
-    pytest.param(op, case, id=f"{op.name}-{i}") for op in OPS for i, case in enumerate(op.cases()) if not case.dims.get("kv")
+    pytest.param(op, case, id=f"{op.name}-{i}")
+    for op in OPS
+    for i, case in enumerate(op.cases())
+    if not case.dims.get("kv")
 ]
 SMALLEST = [pytest.param(op, op.cases()[0], id=op.name) for op in OPS]
 EXACT_KINDS = ("sample", "route", "embedding", "gather_rows", "cap", "add_row")
