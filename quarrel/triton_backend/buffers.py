@@ -30,17 +30,22 @@ def dtype_of(kind: Kind, act: torch.dtype) -> torch.dtype:
 
 
 def place(
-    nodes: Sequence[Node], fixed: set[int], kept: set[int], rows: Mapping[str, int], act: torch.dtype
+    nodes: Sequence[Node],
+    fixed: set[int],
+    kept: set[int],
+    rows: Mapping[str, int],
+    act: torch.dtype,
+    until: Mapping[int, int],
 ) -> tuple[dict[int, Place], dict[str, int]]:
     """First fit over lifetimes: a place for every output of `nodes`, and the bytes of each axis's arena.
 
-    `fixed` values have buffers of their own; `kept` ones stay readable after the last node.
+    `fixed` values have buffers of their own; `kept` ones stay readable after the last node, those of `until` to that node.
     """
     last: dict[int, int] = {}
     for i, node in enumerate(nodes):
         for v in (*node.inputs, *node.outputs):
             if isinstance(v, Value):
-                last[v.id] = len(nodes) if v.id in kept else i
+                last[v.id] = len(nodes) if v.id in kept else max(i, until.get(v.id, 0))
     places: dict[int, Place] = {}
     sizes: dict[str, int] = {}
     alive: dict[str, list[tuple[int, int, int]]] = {}  # axis -> (offset, end, last use), by offset

@@ -95,11 +95,12 @@ def up_of_experts(
 
 @triton.jit
 def down_of_experts(
-    out, x, ids, shares, codes, bits, scale, top, bias, N, X_STRIDE: tl.constexpr,
-    K: tl.constexpr, USED: tl.constexpr, FORMAT: tl.constexpr, BIAS: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
-    PDL: tl.constexpr, ASM: tl.constexpr,
+    out, x, ids, shares, codes, bits, scale, top, bias, residual, alpha, N, X_STRIDE: tl.constexpr,
+    K: tl.constexpr, USED: tl.constexpr, FORMAT: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, R: tl.constexpr,
+    W: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """out [N] float32: the sum over chosen experts of share * (W x + bias), x [USED, ..] with X_STRIDE values a row."""
+    """out [N] float32: the sum over chosen experts of share * (W x + bias), x [USED, ..] with X_STRIDE values a row; with
+    ADD, residual + alpha * that."""
     FLOAT: tl.constexpr = FORMAT == "F16" or FORMAT == "BF16"
     KW: tl.constexpr = K if FLOAT else (K // 4 if FORMAT == "Q8_0" else K // 8)
     C: tl.constexpr = W if FLOAT else W // 4
@@ -127,6 +128,8 @@ def down_of_experts(
         for j in tl.static_range(USED):
             offset = tl.load(bias + tl.load(ids + j).to(tl.int64) * N + r, mask=r < N, other=0.0)
             total += tl.load(shares + j) * offset
+    if ADD:
+        total = tl.load(residual + r, mask=r < N, other=0.0) + alpha * total
     tl.store(out + r, total, mask=r < N)
 
 
@@ -164,18 +167,23 @@ def _tensor(x: Slot | torch.Tensor) -> torch.Tensor:
 
 def build_expert_up(site: Site, node: Node) -> Launch:
     """EXPERT_UP: x `[T, k]`, ids `[T, used]`, stacks of matrices, to y `[T, used, n]`."""
-    spec: ExpertUpSpec = node.spec
     many = experts.build_expert_up(site, node)
-    if not takes(site, spec):
+    if not takes(site, node.spec):
         return many
-    x_value, ids_value, *refs = node.inputs
+    return one_row(few_up(site, node, site.slot(node.inputs[1])), many)  # type: ignore[arg-type]
+
+
+def few_up(site: Site, node: Node, ids: Slot) -> Launch:
+    """EXPERT_UP of one token, whose experts stand in `ids`."""
+    spec: ExpertUpSpec = node.spec
+    x_value, _, *refs = node.inputs
     count = 1 + spec.gated
     stacks = [site.weight(r) for r in refs[:count]]  # type: ignore[arg-type]
     biases = [site.vector(r) for r in refs[count:]]  # type: ignore[arg-type]
     planes = [wide(s.format, s.planes) for s in stacks]
     format = stacks[0].format
     x, halve = _halved(site, x_value, 1, spec.k, format)  # type: ignore[arg-type]
-    ids, target = site.slot(ids_value), node.outputs[0]  # type: ignore[arg-type]
+    target = node.outputs[0]
     y = site.slot(target)
     to, _ = site.to_halve(target)
     tile = tile_for(format, spec.n, spec.k)
@@ -193,24 +201,27 @@ def build_expert_up(site: Site, node: Node) -> Launch:
         if to is not None:
             _halve(site, to, y.tensor, spec.used, spec.n)
 
-    def run(live: Live) -> None:
-        (few if live.T == 1 else many)(live)
-
-    return run
+    return few
 
 
 def build_expert_down(site: Site, node: Node) -> Launch:
     """EXPERT_DOWN: y `[T, used, k]`, ids and weights `[T, used]`, a stack of matrices, to out `[T, n]` float32."""
-    spec: ExpertDownSpec = node.spec
     many = experts.build_expert_down(site, node)
-    if not takes(site, spec):
+    if not takes(site, node.spec):
         return many
+    return one_row(few_down(site, node, node.outputs[0], None, 1.0), many)
+
+
+def few_down(site: Site, node: Node, target: Value, residual: Value | None, alpha: float) -> Launch:
+    """EXPERT_DOWN of one token into `target`, added to a residual stream if there is one."""
+    spec: ExpertDownSpec = node.spec
     y, ids_value, shares_value, down, *rest = node.inputs
     stack = site.weight(down)  # type: ignore[arg-type]
     bias = site.vector(rest[0]) if spec.bias else None  # type: ignore[arg-type]
     planes = wide(stack.format, stack.planes)
     x, halve = _halved(site, y, spec.used, spec.k, stack.format)  # type: ignore[arg-type]
-    ids, shares, out = site.slot(ids_value), site.slot(shares_value), site.slot(node.outputs[0])  # type: ignore[arg-type]
+    ids, shares, out = site.slot(ids_value), site.slot(shares_value), site.slot(target)  # type: ignore[arg-type]
+    added = None if residual is None else site.slot(residual)
     tile = tile_for(stack.format, spec.n, spec.k)
     stride = spec.k if stack.format in FLOATS else words(spec.k)
 
@@ -219,10 +230,16 @@ def build_expert_down(site: Site, node: Node) -> Launch:
             halve(live)
         site.launch(
             down_of_experts, (cdiv(spec.n, tile.rows),), out.tensor, _tensor(x), ids.tensor, shares.tensor, *planes,
-            out.tensor if bias is None else bias, spec.n, X_STRIDE=stride, K=spec.k, USED=spec.used,
-            FORMAT=stack.format, BIAS=spec.bias, R=tile.rows, W=tile.words, ASM=not INTERPRETED, warps=tile.warps,
+            out.tensor if bias is None else bias, out.tensor if added is None else added.tensor, alpha, spec.n,
+            X_STRIDE=stride, K=spec.k, USED=spec.used, FORMAT=stack.format, BIAS=spec.bias, ADD=added is not None, R=tile.rows, W=tile.words, ASM=not INTERPRETED, warps=tile.warps,
             early=starts_early(site),
         )  # fmt: skip
+
+    return few
+
+
+def one_row(few: Launch, many: Launch) -> Launch:
+    """The first for a step of one row, the second for others."""
 
     def run(live: Live) -> None:
         (few if live.T == 1 else many)(live)

@@ -15,6 +15,7 @@ from quarrel.ops.mixer import MAMBA2_MIX, Mamba2MixSpec
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 from quarrel.triton_backend.elementwise import activate
+from quarrel.triton_backend.halved import store_halved
 from quarrel.triton_backend.norm import gated_norm
 from quarrel.triton_backend.recurrent import Held, Scan2, conv_prompts
 from quarrel.triton_backend.runtime import DTYPES, Launch, Live, Site, cdiv, power_of_two
@@ -49,9 +50,9 @@ def _conv_shift(xbc, conv_state, row, slot, known, channel, ok, C: tl.constexpr,
 
 @triton.jit
 def mamba2_step(
-    out, held, counts, xbc, dt, z, taps, offset, dt_bias, a, d, gain, query_start, kv_len, state_slots, conv_state, state,
+    out, halved, held, counts, xbc, dt, z, taps, offset, dt_bias, a, d, gain, query_start, kv_len, state_slots, conv_state, state,
     eps, HEADS: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr, W: tl.constexpr,
-    PARTS: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr,
+    PARTS: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, HALVED: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
     seq = tl.program_id(1)
     head = tl.program_id(0) // PARTS
@@ -102,9 +103,13 @@ def mamba2_step(
             inside = start + column < K
             u = tl.load(p_held + start + column, mask=inside, other=0.0, cache_modifier=".cg")
             weight = tl.load(gain + group * K + start + column, mask=inside, other=0.0)
-            tl.store(
-                out + row * INNER + group * K + start + column, (u * scale * weight).to(out.dtype.element_ty), mask=inside
-            )
+            u = u * scale * weight
+            if PLAIN:
+                tl.store(out + row * INNER + group * K + start + column, u.to(out.dtype.element_ty), mask=inside)
+            if HALVED:  # a step of one row: row is 0
+                block = (group * K + start) // 32 + tl.arange(0, BC // 32)
+                inside = start // 32 + tl.arange(0, BC // 32) < K // 32
+                store_halved(halved, tl.reshape(u, (BC // 32, 2, 16)), block, inside, INNER)
         _conv_shift(xbc, conv_state, row, slot, n_known, b_channel, n_ok, WIDTH, W)
         _conv_shift(xbc, conv_state, row, slot, n_known, b_channel + GROUPS * N, n_ok, WIDTH, W)
 
@@ -116,6 +121,8 @@ def build_mamba2(site: Site, node: Node) -> Launch:
     ragged, conv_state, state = node.inputs[9:12], node.inputs[12], node.inputs[13]
     rows, steps, gate = (site.slot(v) for v in (xbc, dt, z))  # type: ignore[arg-type]
     target = site.slot(node.outputs[0])
+    whole = spec.group_width % 32 == 0
+    halved, plain = site.to_halve(node.outputs[0]) if whole and not site.deterministic else (None, True)
     conv = Held.of(site, weights[:2], (*ragged, conv_state))
     scan = Held.of(site, weights[2:5], (*ragged, state))
     gain = site.vector(weights[5])  # type: ignore[arg-type]
@@ -134,12 +141,14 @@ def build_mamba2(site: Site, node: Node) -> Launch:
             prompts.prompts(live, y, mixed, steps)
             gated_norm(site, spec.norm, live.T, target, y, gate, gain)
         if live.single and not site.deterministic:  # after the rest, which writes nothing of use to these rows
+            one = halved is not None and live.T == 1
             site.launch(
                 mamba2_step, (spec.n_heads * parts, live.S),
-                target.tensor, held.tensor, counts.tensor, rows.tensor, steps.tensor, gate.tensor,
+                target.tensor, halved if one else target.tensor, held.tensor, counts.tensor, rows.tensor, steps.tensor, gate.tensor,
                 *conv.weights, *scan.weights, gain, *scan.ragged.tensors(), conv.state, scan.state, spec.eps,
                 HEADS=spec.n_heads, DIM=spec.head_dim, GROUPS=spec.n_groups, N=spec.n_state, W=spec.taps,
-                PARTS=parts, BP=channels, BN=states, BC=min(_COLUMNS, power_of_two(spec.group_width)), warps=_TILE[1],
+                PARTS=parts, BP=channels, BN=states, BC=min(_COLUMNS, power_of_two(spec.group_width)), HALVED=one,
+                PLAIN=plain or not one, warps=_TILE[1],
             )  # fmt: skip
 
     return run

@@ -1,7 +1,8 @@
 """Choosing experts: scores of one token a row, the best taken one after the other, the lower id among equals.
 
 Scores are float64, as in the reference: a float32 sigmoid makes ties of experts that are not. A NaN score is the last
-choice, so an id is always an expert's.
+choice, so an id is always an expert's. A step of one row takes its logits and their choice in one launch: the program that
+is last to finish a logit ranks all of them at once, each by how many are before it.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ import triton.language as tl
 from quarrel.ops.moe import ROUTE, SMALLEST_SUM, RouteSpec
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
-from quarrel.triton_backend.runtime import Launch, Live, Site, cdiv, dims, power_of_two
+from quarrel.triton_backend.runtime import Launch, Live, Site, cdiv, dims, power_of_two, starts_early
 
 _TILE = 512  # scores to a program
+RANKED = 128
+"""Experts that one program ranks: it compares every pair."""
+_GATE_ROWS, _GATE_COLUMNS = 2, 1024
 _SMALLEST_SUM: tl.constexpr = tl.constexpr(SMALLEST_SUM)
 
 
@@ -98,6 +102,93 @@ def route_rows(
     found = tl.sum(tl.where(row < real, taken, 0), 0)
     every = tl.arange(0, E)
     tl.atomic_add(counts + every, found.to(tl.int64), mask=(every < EXPERTS) & (found > 0), sem="relaxed")
+
+
+@triton.jit
+def route_one(
+    ids, weights, counts, logits, arrived, x, gate, gate_bias, bias, scale, EXPERTS: tl.constexpr, K: tl.constexpr,
+    USED: tl.constexpr, GATE: tl.constexpr, RENORMALISE: tl.constexpr, GATE_BIAS: tl.constexpr, BIAS: tl.constexpr,
+    E: tl.constexpr, R: tl.constexpr, W: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """x [K] of one token, the router's matrix float32 [EXPERTS, K]; a program R logits."""
+    r = tl.program_id(0) * R + tl.arange(0, R)
+    p_gate = gate + tl.minimum(r, EXPERTS - 1)[:, None] * K
+    column = tl.arange(0, W)
+    tile = tl.load(p_gate + column[None, :], mask=(column < K)[None, :], other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    acc = tl.zeros([R, W], tl.float32)
+    for start in tl.static_range(0, K, W):
+        row = tl.load(x + start + column, mask=start + column < K, other=0.0).to(tl.float32)
+        acc += tile * row[None, :]
+        if start + W < K:
+            ahead = start + W + column
+            tile = tl.load(p_gate + ahead[None, :], mask=(ahead < K)[None, :], other=0.0)
+    z = tl.sum(acc, 1)
+    if GATE_BIAS:
+        z += tl.load(gate_bias + r, mask=r < EXPERTS, other=0.0)
+    tl.store(logits + r, z, mask=r < EXPERTS)
+    tl.debug_barrier()
+    before = tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu")
+    if before == tl.num_programs(0) - 1:
+        tl.store(arrived, 0)
+        expert = tl.arange(0, E)
+        ok = expert < EXPERTS
+        z = tl.load(logits + expert, mask=ok, other=0.0, cache_modifier=".cg").to(tl.float64)
+        p = z
+        if GATE == "sigmoid":
+            p = 1.0 / (1.0 + tl.exp(-z))
+        elif GATE == "softmax":
+            e = tl.where(ok, tl.exp(z - tl.max(tl.where(ok, z, float("-inf")), 0)), 0.0)
+            p = e / tl.sum(e, 0)
+        score = p
+        if BIAS:
+            score += tl.load(bias + expert, mask=ok, other=0.0)
+        score = tl.where(score == score, score, -1e300)
+        score = tl.where(ok, score, float("-inf"))
+        mine, other = score[:, None], score[None, :]
+        ahead = (other > mine) | ((other == mine) & (expert[None, :] < expert[:, None]))
+        rank = tl.sum(ahead.to(tl.int32), 1)
+        chosen = ok & (rank < USED)
+        if GATE == "softmax_topk":
+            e = tl.where(chosen, tl.exp(p - tl.max(tl.where(chosen, p, float("-inf")), 0)), 0.0)
+            p = e / tl.sum(e, 0)
+        elif RENORMALISE:
+            p = p / tl.maximum(tl.sum(tl.where(chosen, p, 0.0), 0), _SMALLEST_SUM)
+        tl.store(ids + rank, expert, mask=chosen)
+        tl.store(weights + rank, (p * scale).to(tl.float32), mask=chosen)
+        count = tl.load(counts + expert, mask=chosen, other=0)
+        tl.store(counts + expert, count + 1, mask=chosen)
+
+
+def build_router(site: Site, linear: Node, route: Node) -> Launch:
+    """LINEAR with a float32 matrix, then ROUTE, of one token: logits, ids and weights."""
+    spec: RouteSpec = route.spec
+    x, gate, *gate_bias = linear.inputs
+    rows, matrix = site.slot(x), site.weight(gate)  # type: ignore[arg-type]
+    shift = site.vector(gate_bias[0]) if gate_bias else None  # type: ignore[arg-type]
+    bias = site.vector(route.inputs[1]) if spec.bias else None  # type: ignore[arg-type]
+    logits = site.slot(linear.outputs[0])
+    ids, weights = (site.slot(v) for v in route.outputs)
+    counts, arrived = site.counter(route.path, spec.n_experts), site.zeros("one", 1)
+
+    def run(live: Live) -> None:
+        none = logits.tensor
+        site.launch(
+            route_one, (cdiv(spec.n_experts, _GATE_ROWS),), ids.tensor, weights.tensor, counts, logits.tensor,
+            arrived.tensor, rows.tensor, matrix.planes[0], none if shift is None else shift, none if bias is None else bias,
+            spec.scale, EXPERTS=spec.n_experts, K=matrix.k, USED=spec.used, GATE=spec.gate, RENORMALISE=spec.renormalise,
+            GATE_BIAS=shift is not None, BIAS=bias is not None, E=power_of_two(spec.n_experts), R=_GATE_ROWS,
+            W=min(_GATE_COLUMNS, power_of_two(matrix.k)), early=starts_early(site),
+        )  # fmt: skip
+
+    return run
+
+
+def takes_router(spec: RouteSpec) -> bool:
+    """Whether `build_router` does it."""
+    return _accepts(spec) is None and spec.n_experts <= RANKED and spec.n_groups == 1
 
 
 def build_route(site: Site, node: Node) -> Launch:

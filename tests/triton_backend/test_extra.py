@@ -194,7 +194,7 @@ def compiled(
     with GGUFFile.open(folder / f"model-{variant}.gguf") as file:
         tensors = Tensors(file)
         limits = replace(LIMITS, max_tokens=max(LIMITS.max_tokens, count))
-        step = backend.compile(assemble(read_spec(file), tensors), tensors, limits, "float32")
+        step = backend.compile(assemble(read_spec(file), tensors), tensors, limits, compute)
     return step, ids[:count], want[:count]
 
 

@@ -1,0 +1,159 @@
+"""Nodes that a step of one row computes together: fewer launches, where the time between launches is most of a step.
+
+    router    a float32 linear map and the choice of experts from its logits: one launch
+    shared    up (and gate) of a shared expert with the activation: one launch, as for an expert that is always chosen
+    stream    the experts' sum added to the stream where it is made, and the shared expert's down onto that
+
+Steps of more rows run every node by itself. The values between are nobody else's; whatever a fused launch reads has to
+live until the last node that it stands for (`lifetimes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from quarrel.gguf import GGMLType
+from quarrel.ops.activation import GATED, PLAIN
+from quarrel.ops.contract import Compute, Value
+from quarrel.ops.linear import ADD, LINEAR, LINEAR_ADD, LinearAddSpec, LinearSpec
+from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP, ROUTE, ExpertDownSpec, ExpertUpSpec
+from quarrel.ops.program import Node
+from quarrel.triton_backend import experts_few, few, route
+from quarrel.triton_backend.dots import FLOATS, WORDS
+from quarrel.triton_backend.runtime import Launch, Live, Site, Slot
+
+Build = Callable[[Site], Launch]
+SHARED_ACTIVATIONS = ("silu", "relu2")
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """What some nodes do in a step of one row: nothing where there is no build."""
+
+    parts: Mapping[int, Build | None]
+
+    @property
+    def last(self) -> int:
+        return max(self.parts)
+
+
+def find(nodes: Sequence[Node], compute: Compute, kept: set[int]) -> list[Fusion]:
+    """The fusions among nodes; values of `kept` are results, so they are not passed over."""
+    if compute == "float32":
+        return []
+    maker: dict[int, int] = {}
+    readers: dict[int, list[int]] = {}
+    for i, node in enumerate(nodes):
+        maker |= {v.id: i for v in node.outputs}
+        for value in {v.id for v in node.inputs if isinstance(v, Value)}:
+            readers.setdefault(value, []).append(i)
+
+    def source(i: int, place: int) -> int | None:
+        """The node that makes this input, for this node alone."""
+        value = nodes[i].inputs[place]
+        if not isinstance(value, Value) or value.id in kept or readers[value.id] != [i]:
+            return None
+        return maker.get(value.id)
+
+    found: list[Fusion | None] = []
+    for i, node in enumerate(nodes):
+        if node.op is ROUTE:
+            found.append(_router(nodes, i, source(i, 0)))
+        elif node.op is GATED or node.op is PLAIN:
+            found.append(_shared(nodes, i, [source(i, place) for place in range(len(node.inputs))]))
+        elif node.op is ADD:
+            found.append(_stream(nodes, i, source))
+    return [f for f in found if f is not None]
+
+
+def lifetimes(fusions: Sequence[Fusion], nodes: Sequence[Node]) -> dict[int, int]:
+    """Until which node values live, by their id, where that is later than their own readers say."""
+    return {
+        value.id: fusion.last
+        for fusion in fusions
+        for i in fusion.parts
+        for value in nodes[i].inputs
+        if isinstance(value, Value)
+    }
+
+
+def builds(fusions: Sequence[Fusion]) -> dict[int, Build | None]:
+    """What each node does in a step of one row, by its number."""
+    return {i: build for fusion in fusions for i, build in fusion.parts.items()}
+
+
+def fused(site: Site, build: Build | None, alone: Launch) -> Launch:
+    """A node's launch that gives way in a step of one row."""
+    return experts_few.one_row(_nothing if build is None else build(site), alone)
+
+
+def _nothing(live: Live) -> None:
+    pass
+
+
+def _router(nodes: Sequence[Node], i: int, before: int | None) -> Fusion | None:
+    if before is None or nodes[before].op is not LINEAR or not route.takes_router(nodes[i].spec):
+        return None
+    if nodes[before].spec.type is not GGMLType.F32:
+        return None
+    return Fusion({before: None, i: lambda site: route.build_router(site, nodes[before], nodes[i])})
+
+
+def _shared(nodes: Sequence[Node], i: int, makers: Sequence[int | None]) -> Fusion | None:
+    """`makers` of gate and up, or of up alone."""
+    kind = nodes[i].spec.activation
+    if kind not in SHARED_ACTIVATIONS or any(m is None or nodes[m].op is not LINEAR for m in makers):
+        return None
+    maps = [nodes[m] for m in makers if m is not None]
+    spec: LinearSpec = maps[0].spec
+    if any(m.spec != spec or m.inputs[0] != maps[0].inputs[0] for m in maps):
+        return None
+    one = ExpertUpSpec(spec.type, 1, 1, spec.n, spec.k, kind, gated=len(maps) == 2, bias=spec.bias)
+    refs = [m.inputs[place] for place in range(1, 2 + spec.bias) for m in maps]
+    node = Node(EXPERT_UP, one, (maps[0].inputs[0], nodes[i].outputs[0], *refs), nodes[i].outputs, nodes[i].path)
+
+    def build(site: Site) -> Launch:
+        x = site.slot(maps[0].inputs[0])  # type: ignore[arg-type]
+        return experts_few.few_up(site, node, Slot(torch.zeros(1, dtype=torch.int32, device=x.tensor.device)))
+
+    return None if not _has_matvec(spec) else Fusion({**dict.fromkeys((m for m in makers if m is not None)), i: build})
+
+
+def _stream(nodes: Sequence[Node], i: int, source: Callable[[int, int], int | None]) -> Fusion | None:
+    """ADD of a stream and experts: EXPERT_DOWN, or that and a shared expert's LINEAR_ADD onto it."""
+    stream, scale = nodes[i].inputs[0], nodes[i].spec.scale
+    assert isinstance(stream, Value)
+    before = source(i, 1)
+    if before is None:
+        return None
+    out = nodes[i].outputs[0]
+    if nodes[before].op is EXPERT_DOWN:
+        down = nodes[before]
+        if not _has_matvec(down.spec):
+            return None
+        return Fusion({before: None, i: lambda site: experts_few.few_down(site, down, out, stream, scale)})
+    if nodes[before].op is not LINEAR_ADD:
+        return None
+    shared, routed = nodes[before], source(before, 0)
+    if routed is None or nodes[routed].op is not EXPERT_DOWN:
+        return None
+    down, lin = nodes[routed], shared.spec.linear
+    if not (_has_matvec(down.spec) and _has_matvec(lin)) or shared.spec.scale != 1.0:
+        return None
+    spec = LinearAddSpec(lin, scale)
+    last = replace(shared, op=LINEAR_ADD, spec=spec, outputs=(out,))
+    return Fusion(
+        {
+            routed: lambda site: experts_few.few_down(site, down, down.outputs[0], stream, scale),
+            before: None,
+            i: lambda site: few.build_linear_add(site, last),
+        }
+    )
+
+
+def _has_matvec(spec: LinearSpec | ExpertDownSpec) -> bool:
+    name = spec.type.name
+    return name in FLOATS or (name in WORDS and spec.k % 32 == 0)
