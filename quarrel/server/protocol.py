@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections import Counter
 from typing import Any
 
@@ -30,6 +31,7 @@ def protocol_for(settings: Settings) -> type[asyncio.Protocol]:
                 return
             held[address] += 1
             self._address = address
+            _watch(transport.get_extra_info("socket"), settings.idle_timeout)
             self._expect_head()
 
         def connection_lost(self, exc: Exception | None) -> None:
@@ -70,3 +72,23 @@ def protocol_for(settings: Settings) -> type[asyncio.Protocol]:
                 self._address = None
 
     return GuardedProtocol
+
+
+def _watch(connection: Any, seconds: float) -> None:
+    """Ends a connection whose other side has gone without a word, or reads nothing, within about that time.
+
+    A request that waits for such a caller then ends too.
+    """
+    if connection is None or connection.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    third = max(1, int(seconds / 3))
+    # What a system does not have is left at its own defaults, which are hours.
+    for name, value in (
+        ("TCP_KEEPIDLE", third),
+        ("TCP_KEEPINTVL", third),
+        ("TCP_KEEPCNT", 2),
+        ("TCP_USER_TIMEOUT", int(seconds * 1000)),
+    ):
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

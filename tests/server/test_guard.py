@@ -217,3 +217,23 @@ def test_the_openapi_document_names_every_body(live: Live) -> None:
     bodies = {p for p, item in paths.items() if "requestBody" in item.get("post", {})}
     assert {"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/api/generate", "/api/stream"} <= bodies
     assert json.dumps(paths)
+
+
+def test_a_reader_that_does_not_read_is_cut_off_and_its_work_ends(tmp_path: Path) -> None:
+    with running(Settings(data_dir=tmp_path, idle_timeout=1.0, rates=Rates(requests=0))) as made:
+        made.client.post("/api/models/demo")
+        body = json.dumps({"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "n": 8, "stream": True, "logprobs": 20})
+        with socket.socket() as deaf:
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            deaf.connect(("127.0.0.1", made.port))
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+            deaf.sendall((head + body).encode())
+            held = made.server.desk.shelf.entry("demo").held
+            assert held is not None
+            end = time.monotonic() + 10
+            while not held.users and time.monotonic() < end:
+                time.sleep(0.01)
+            while held.users and time.monotonic() < end:
+                time.sleep(0.02)
+            assert not held.users
+        assert made.client.get("/healthz").status_code == 200
