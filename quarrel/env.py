@@ -3,6 +3,7 @@
 QUARREL_BACKEND   auto, cpu, triton or mlx: where models run when nothing else is asked for
 QUARREL_COMPUTE   auto, float32, float16 or bfloat16: the arithmetic when nothing else is asked for
 QUARREL_THREADS   threads of the CPU backend, 1 to 1024
+QUARREL_TENSOR_PARALLEL   how many devices share a model when nothing else is asked for, 1 to 16
 QUARREL_MEMORY    the memory that a model may take, in bytes (512MiB, 16GB) or as a share of what is free (80%, 0.8)
 QUARREL_CHECK     1 compares every op with its NumPy reference while it runs (slow)
 QUARREL_MODELS    a further folder to look for models in
@@ -23,6 +24,7 @@ BACKENDS = ("auto", "cpu", "triton", "mlx")
 COMPUTE = ("auto", "float32", "float16", "bfloat16")
 LEVELS = ("debug", "info", "warning", "error")
 MAX_THREADS = 1024
+MAX_DEVICES = 16
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Environment:
     models: Path | None = None
     log: str | None = None
     memory: int | float | None = None
+    tensor_parallel: int = 1
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
@@ -45,7 +48,8 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     return Environment(
         backend=_choice(given, "QUARREL_BACKEND", BACKENDS, "auto"),
         compute=_choice(given, "QUARREL_COMPUTE", COMPUTE, "auto"),
-        threads=_threads(given),
+        threads=_count(given, "QUARREL_THREADS", MAX_THREADS),
+        tensor_parallel=_count(given, "QUARREL_TENSOR_PARALLEL", MAX_DEVICES) or 1,
         memory=_memory(given),
         check=_choice(given, "QUARREL_CHECK", ("0", "1"), "0") == "1",
         models=None if models is None else _folder(models),
@@ -60,12 +64,12 @@ def _choice(given: Mapping[str, str], name: str, allowed: tuple[str, ...], defau
     return value
 
 
-def _threads(given: Mapping[str, str]) -> int | None:
-    value = given.get("QUARREL_THREADS")
+def _count(given: Mapping[str, str], name: str, most: int) -> int | None:
+    value = given.get(name)
     if value is None:
         return None
-    if not (value.isascii() and value.isdigit() and len(value) < 5) or not 1 <= int(value) <= MAX_THREADS:
-        raise ConfigError(f"QUARREL_THREADS is {value!r}, wanted a whole number from 1 to {MAX_THREADS}")
+    if not (value.isascii() and value.isdigit() and len(value) < 5) or not 1 <= int(value) <= most:
+        raise ConfigError(f"{name} is {value!r}, wanted a whole number from 1 to {most}")
     return int(value)
 
 

@@ -32,8 +32,9 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
         "QUARREL_MODELS": str(tmp_path),
         "QUARREL_LOG": "debug",
         "QUARREL_MEMORY": "80%",
+        "QUARREL_TENSOR_PARALLEL": "2",
     }
-    assert read_environment(given) == Environment("cpu", "float32", 3, True, tmp_path, "debug", 0.8)
+    assert read_environment(given) == Environment("cpu", "float32", 3, True, tmp_path, "debug", 0.8, 2)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +64,7 @@ def test_memory_is_bytes_or_a_share(text: str, value: float) -> None:
         ("QUARREL_BACKEND", "CPU"),
         ("QUARREL_COMPUTE", "fp16"),
         ("QUARREL_THREADS", "0"),
+        ("QUARREL_TENSOR_PARALLEL", "17"),
         ("QUARREL_THREADS", "-1"),
         ("QUARREL_THREADS", "2.0"),
         ("QUARREL_THREADS", " 2"),

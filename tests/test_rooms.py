@@ -39,7 +39,11 @@ ROOMS: Mapping[str, Room] = {
     "models": Room(("errors", "gguf", "ops"), ("numpy",), nouns=True),
     "engine": Room(("errors", "env", "ops.step", "ops.sample"), ("numpy",)),
     "demo": Room(("errors",)),
-    "llm": Room(("errors", "env", "gguf", "tokenizer", "models", "ops", "engine", "demo"), ("numpy", "tqdm", "llguidance")),
+    "parallel": Room(("errors", "gguf", "models", "ops"), ("numpy", "torch")),
+    "llm": Room(
+        ("errors", "env", "gguf", "tokenizer", "models", "ops", "engine", "parallel", "demo"),
+        ("numpy", "tqdm", "llguidance"),
+    ),
     "doctor": Room(("", "errors", "env", "gguf", "llm", "models", "ops.registry", "ops.step")),
     "metrics": Room(("engine",), ("prometheus_client",)),
     "process": Room(("errors", "llm", "engine"), ("numpy",)),

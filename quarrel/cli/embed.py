@@ -41,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
         n_ctx=args.ctx,
         memory=args.memory,
         threads=args.threads,
+        tensor_parallel=args.tensor_parallel,
         max_seqs=64,
     ) as llm:
         letters = _letters(args)

@@ -29,6 +29,7 @@ def opened(args: argparse.Namespace, model: str) -> Iterator[LLM]:
             n_ctx=args.ctx,
             memory=args.memory,
             threads=args.threads,
+            tensor_parallel=args.tensor_parallel,
             progress=bar,
         )
     with llm:

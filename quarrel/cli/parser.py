@@ -304,6 +304,7 @@ def _load_options(p: argparse.ArgumentParser) -> None:
     memory = "what a model may take: bytes (512MiB, 16GB) or a share of what is free (80%%)"
     group.add_argument("--memory", type=_amount, metavar="BYTES|SHARE", help=memory)
     group.add_argument("-t", "--threads", type=int, metavar="N", help="CPU threads; by default one for each core")
+    group.add_argument("--tensor-parallel", type=int, metavar="N", help="how many GPUs share the model; by default 1")
     _hidden(group, "--ctx-size", "--n-ctx", "--num-ctx", "-kv-cache-size", type=int, dest="ctx")
 
 

@@ -25,7 +25,13 @@ def run(args: argparse.Namespace) -> int:
     with client_of(args, args.source or DATA) as client:
         client.readiness(args.dataset)  # whether anybody is there, before a model is loaded
         with quarrel.load(
-            model, backend=args.backend, compute=args.compute, n_ctx=args.ctx, memory=args.memory, threads=args.threads
+            model,
+            backend=args.backend,
+            compute=args.compute,
+            n_ctx=args.ctx,
+            memory=args.memory,
+            threads=args.threads,
+            tensor_parallel=args.tensor_parallel,
         ) as llm:
             made = llm.embed(
                 text, pooling=args.pooling, dimensions=args.dimensions, prefix=args.prefix, normalize=args.normalize

@@ -65,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
         "n_ctx": args.ctx,
         "memory": args.memory,
         "threads": args.threads,
+        "tensor_parallel": args.tensor_parallel,
         "max_seqs": args.parallel,
     }
 

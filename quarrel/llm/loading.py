@@ -14,7 +14,7 @@ from pathlib import Path
 from quarrel.engine import Loop
 from quarrel.engine.draft import Drafter
 from quarrel.engine.loop import MAX_WAITING
-from quarrel.env import COMPUTE, MAX_THREADS, Environment, read_environment
+from quarrel.env import COMPUTE, MAX_DEVICES, MAX_THREADS, Environment, read_environment
 from quarrel.errors import BackendUnavailable, RequestError
 from quarrel.gguf import GGUFFile, resolve
 from quarrel.gguf.resolve import Resolved
@@ -23,8 +23,9 @@ from quarrel.llm.defaults import defaults_of
 from quarrel.llm.draft import DraftModel, open_draft
 from quarrel.llm.explain import DraftFacts, Explanation
 from quarrel.llm.model import LLM, Loaded
+from quarrel.llm.parallel import Parallel, threads_of
 from quarrel.llm.plan import Device, plan_encoder, plan_limits
-from quarrel.models import EncoderSpec, Tensors, assemble, read_spec
+from quarrel.models import EncoderSpec, ModelSpec, Tensors, assemble, read_spec
 from quarrel.ops.check import CheckedStep
 from quarrel.ops.registry import backend as backend_named
 from quarrel.ops.step import Backend, ComputeChoice, Step
@@ -52,6 +53,7 @@ def load(
     max_waiting: int = MAX_WAITING,
     deterministic: bool = False,
     draft: str | os.PathLike[str] | None = None,
+    tensor_parallel: int | None = None,
     progress: Progress | None = None,
 ) -> LLM:
     """Loads a model.
@@ -67,6 +69,8 @@ def load(
     deterministic: a request's tokens have the same bits whatever runs beside it and however its prompt is cut, which costs
     speed on a GPU; the CPU backend never does otherwise.
     draft: a smaller model of the same vocabulary, which guesses ahead (`Service.draft`); the text stays the same.
+    tensor_parallel: devices that share the model, a process each: GPUs of this machine (or processes on the CPU, for trying
+    it out); by default `QUARREL_TENSOR_PARALLEL`, or 1. Needs PyTorch.
     progress: called with work done and work in all while weights are packed, on another thread.
 
     Raises ModelNotFound, GGUFError, UnsupportedModel, TokenizerError, BackendUnavailable, UnsupportedOp, OutOfMemory.
@@ -74,19 +78,32 @@ def load(
     began = time.perf_counter()
     environment = read_environment()
     _set_log(environment)
-    _check_arguments(compute, n_ctx, max_seqs, threads, max_waiting)
+    ranks = environment.tensor_parallel if tensor_parallel is None else tensor_parallel
+    _check_arguments(compute, n_ctx, max_seqs, threads, max_waiting, ranks)
     _check_memory(memory)
     found = _find(name, environment)
-    chosen, skipped = _choose(backend, environment, threads or environment.threads)
+    threads = threads_of(ranks, threads or environment.threads)
+    chosen, skipped = _choose(backend, environment, threads)
     files = ExitStack()
     file = files.enter_context(GGUFFile.open(found.paths))
     guessing: DraftModel | None = None
+    shares: Parallel | None = None
     try:
         tokenizer = read_tokenizer(file.metadata)
         choice: ComputeChoice = environment.compute if compute == "auto" else compute  # type: ignore[assignment]
         tensors, spec = Tensors(file), read_spec(file)
         budget = environment.memory if memory is None else memory
-        device = Device.of(chosen.free_bytes(), budget, chosen.step_tokens, captures=chosen.name == "triton")
+        if isinstance(spec, EncoderSpec):
+            if tensor_parallel is not None and ranks > 1:
+                raise RequestError("an encoder runs on one device: leave tensor_parallel out")
+            ranks = 1
+        if ranks > 1:
+            if environment.check:
+                raise RequestError("QUARREL_CHECK looks at one process: unset it, or leave tensor_parallel out")
+            shares = Parallel(found.paths, chosen, choice, ranks, threads)
+            files.callback(shares.close)
+        free = chosen.free_bytes() if shares is None else shares.free_bytes()
+        device = Device.of(free, budget, chosen.step_tokens, captures=chosen.name == "triton")
         weights = sum(t.nbytes for t in file.tensors.values())
         if isinstance(spec, EncoderSpec):
             plan = plan_encoder(spec, device=device, weights=weights, n_ctx=n_ctx, max_seqs=max_seqs)
@@ -107,8 +124,11 @@ def load(
                 )
                 taken = guessing.plan.total
                 device = replace(device, free=device.free - taken, budget=device.budget - taken)
+            held = program
+            if shares is not None:
+                held, weights = shares.neediest(spec, tensors)
             plan = plan_limits(
-                program,
+                held,
                 spec,
                 compute=chosen.compute_of(choice),
                 device=device,
@@ -124,6 +144,9 @@ def load(
         limits = plan.limits
 
         def compiled() -> Step:
+            if shares is not None:
+                assert isinstance(spec, ModelSpec)
+                return shares.compile(spec, file, limits, plan.n_ctx, progress)
             if environment.check:
                 return CheckedStep(chosen, program, tensors, limits, choice)
             return chosen.compile(program, tensors, limits, choice, progress)
@@ -152,7 +175,7 @@ def load(
         model=str(name),
         architecture=spec.architecture,
         backend=chosen.name,
-        device=chosen.device(),
+        device=chosen.device() if ranks == 1 else f"{ranks} x {chosen.device()}",
         compute=step.compute,
         n_ctx=plan.n_ctx,
         max_seqs=limits.max_seqs,
@@ -186,7 +209,9 @@ def _set_log(environment: Environment) -> None:
         log.addHandler(logging.StreamHandler())
 
 
-def _check_arguments(compute: object, n_ctx: object, max_seqs: object, threads: object, max_waiting: object) -> None:
+def _check_arguments(
+    compute: object, n_ctx: object, max_seqs: object, threads: object, max_waiting: object, ranks: object
+) -> None:
     if compute not in COMPUTE:
         raise RequestError(f"compute is {compute!r}, wanted one of {', '.join(COMPUTE)}")
     limits = (
@@ -194,6 +219,7 @@ def _check_arguments(compute: object, n_ctx: object, max_seqs: object, threads: 
         ("max_seqs", max_seqs, MAX_SEQS),
         ("threads", threads, MAX_THREADS),
         ("max_waiting", max_waiting, 1 << 20),
+        ("tensor_parallel", ranks, MAX_DEVICES),
     )
     for name, value, high in limits:
         if value is None and name not in ("max_seqs", "max_waiting"):

@@ -6,6 +6,7 @@ import json
 import socket
 import struct
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any, cast, get_args
 
 import numpy as np
@@ -17,8 +18,7 @@ _LENGTH = struct.Struct("<I")
 _STEP = b"s"
 _WORDS = b"w"
 _WANTS: tuple[Want, ...] = get_args(Want)
-_INTS = ("ids", "positions", "slots", "query_start", "kv_len", "block_table", "out_rows", "state_slots", "from_last")
-_OPTIONAL = ("state_slots", "from_last")
+_INTS = tuple(f.name for f in fields(StepInputs) if f.name != "sample")
 _SAMPLE = ("temperature", "top_k", "top_p", "min_p", "uniform")
 _HEAD = struct.Struct(f"<cB{len(_INTS) + 1}i")
 Words = Mapping[str, Any]

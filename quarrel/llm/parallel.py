@@ -1,0 +1,78 @@
+"""One model on several devices, as loading sees it: what the neediest of them holds, and who runs the steps."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quarrel.errors import BackendUnavailable
+from quarrel.gguf import FORMATS, GGUFFile
+from quarrel.llm.plan import cache_bytes_per_token
+from quarrel.models import ModelSpec, Tensors, assemble
+from quarrel.models.shard import shard
+from quarrel.ops.collective import Joins
+from quarrel.ops.contract import WeightRef
+from quarrel.ops.program import Program
+from quarrel.ops.step import Backend, ComputeChoice, Limits, Step
+
+if TYPE_CHECKING:
+    from quarrel.parallel import Team
+
+
+class Parallel:
+    """The devices of one model. Close it if nothing was compiled."""
+
+    def __init__(
+        self, paths: Sequence[Path], backend: Backend, compute: ComputeChoice, ranks: int, threads: int | None
+    ) -> None:
+        if not isinstance(backend, Joins):
+            raise BackendUnavailable(f"the {backend.name} backend runs on one device: leave tensor_parallel out")
+        if importlib.util.find_spec("torch") is None:
+            raise BackendUnavailable(
+                "tensor_parallel needs PyTorch: install the extra with `pip install 'quarrel[cuda]'`, or leave it out"
+            )
+        # Only here: one device needs no torch.distributed.
+        from quarrel.parallel import Team, Work
+
+        self.ranks, self._backend = ranks, backend
+        self._work = Work(tuple(paths), backend.name, compute, ranks, threads=threads)
+        self._make = Team
+        # The other processes import what they need while this one plans.
+        self._team: Team | None = Team(self._work)
+
+    def free_bytes(self) -> int:
+        """Memory that every device has; processes on a CPU share theirs."""
+        assert self._team is not None
+        free = min(self._backend.free_bytes(), self._team.free_bytes())
+        return free if self._backend.name == "triton" else free // self.ranks
+
+    def neediest(self, spec: ModelSpec, tensors: Tensors) -> tuple[Program, int]:
+        """The program whose cache is the largest, and bytes of the largest share of the weights."""
+        programs = [assemble(*shard(spec, tensors, rank, self.ranks)) for rank in range(self.ranks)]
+        return max(programs, key=lambda p: cache_bytes_per_token(p, "float32")), max(map(weight_bytes, programs))
+
+    def compile(
+        self, whole: ModelSpec, file: GGUFFile, limits: Limits, n_ctx: int, progress: Callable[[int, int], None] | None
+    ) -> Step:
+        """The step of all devices; asked again after one was lost, with new processes."""
+        team, self._team = self._team or self._make(self._work), None
+        return team.compile(self._backend, whole, file, limits, n_ctx, progress)
+
+    def close(self) -> None:
+        """Ends processes that wait for a model."""
+        if self._team is not None:
+            self._team.close()
+
+
+def threads_of(ranks: int, threads: int | None) -> int | None:
+    """Of one process, where several share the cores."""
+    return threads if ranks == 1 else max(1, (threads or os.cpu_count() or 1) // ranks)
+
+
+def weight_bytes(program: Program) -> int:
+    """What its weights take in the file."""
+    refs = {ref for node in program.nodes for ref in node.inputs if isinstance(ref, WeightRef)}
+    return sum(r.rows * r.k // FORMATS[r.type].elements * FORMATS[r.type].nbytes for r in refs)
