@@ -231,7 +231,8 @@ def few_down(site: Site, node: Node, target: Value, residual: Value | None, alph
         site.launch(
             down_of_experts, (cdiv(spec.n, tile.rows),), out.tensor, _tensor(x), ids.tensor, shares.tensor, *planes,
             out.tensor if bias is None else bias, out.tensor if added is None else added.tensor, alpha, spec.n,
-            X_STRIDE=stride, K=spec.k, USED=spec.used, FORMAT=stack.format, BIAS=spec.bias, ADD=added is not None, R=tile.rows, W=tile.words, ASM=not INTERPRETED, warps=tile.warps,
+            X_STRIDE=stride, K=spec.k, USED=spec.used, FORMAT=stack.format, BIAS=spec.bias, ADD=added is not None,
+            R=tile.rows, W=tile.words, ASM=not INTERPRETED, warps=tile.warps,
             early=starts_early(site),
         )  # fmt: skip
 

@@ -1,6 +1,6 @@
-"""Nodes that a step of one row computes together: fewer launches, where the time between launches is most of a step.
+"""Nodes that a step of few rows computes together: fewer launches, where the time between launches is most of a step.
 
-    router    a float32 linear map and the choice of experts from its logits: one launch
+    router    a float32 linear map and the choice of experts from its logits: one launch; for several rows, two better ones
     shared    up (and gate) of a shared expert with the activation: one launch, as for an expert that is always chosen
     stream    the experts' sum added to the stream where it is made, and the shared expert's down onto that
 
@@ -31,9 +31,10 @@ SHARED_ACTIVATIONS = ("silu", "relu2")
 
 @dataclass(frozen=True)
 class Fusion:
-    """What some nodes do in a step of one row: nothing where there is no build."""
+    """What some nodes do in a step of at most so many rows: nothing where there is no build."""
 
     parts: Mapping[int, Build | None]
+    rows: int = 1
 
     @property
     def last(self) -> int:
@@ -80,14 +81,20 @@ def lifetimes(fusions: Sequence[Fusion], nodes: Sequence[Node]) -> dict[int, int
     }
 
 
-def builds(fusions: Sequence[Fusion]) -> dict[int, Build | None]:
-    """What each node does in a step of one row, by its number."""
-    return {i: build for fusion in fusions for i, build in fusion.parts.items()}
+def by_node(fusions: Sequence[Fusion]) -> dict[int, Fusion]:
+    """Which fusion a node is part of, by its number."""
+    return {i: fusion for fusion in fusions for i in fusion.parts}
 
 
-def fused(site: Site, build: Build | None, alone: Launch) -> Launch:
-    """A node's launch that gives way in a step of one row."""
-    return experts_few.one_row(_nothing if build is None else build(site), alone)
+def fused(site: Site, fusion: Fusion, i: int, alone: Launch) -> Launch:
+    """A node's launch, which gives way in a step of few rows."""
+    build = fusion.parts[i]
+    together, rows = _nothing if build is None else build(site), fusion.rows
+
+    def run(live: Live) -> None:
+        (together if rows >= live.T else alone)(live)
+
+    return run
 
 
 def _nothing(live: Live) -> None:
@@ -99,7 +106,7 @@ def _router(nodes: Sequence[Node], i: int, before: int | None) -> Fusion | None:
         return None
     if nodes[before].spec.type is not GGMLType.F32:
         return None
-    return Fusion({before: None, i: lambda site: route.build_router(site, nodes[before], nodes[i])})
+    return Fusion({before: None, i: lambda site: route.build_router(site, nodes[before], nodes[i])}, route.ROUTED)
 
 
 def _shared(nodes: Sequence[Node], i: int, makers: Sequence[int | None]) -> Fusion | None:
@@ -119,7 +126,7 @@ def _shared(nodes: Sequence[Node], i: int, makers: Sequence[int | None]) -> Fusi
         x = site.slot(maps[0].inputs[0])  # type: ignore[arg-type]
         return experts_few.few_up(site, node, Slot(torch.zeros(1, dtype=torch.int32, device=x.tensor.device)))
 
-    return None if not _has_matvec(spec) else Fusion({**dict.fromkeys((m for m in makers if m is not None)), i: build})
+    return None if not _has_matvec(spec) else Fusion({**dict.fromkeys(m for m in makers if m is not None), i: build})
 
 
 def _stream(nodes: Sequence[Node], i: int, source: Callable[[int, int], int | None]) -> Fusion | None:

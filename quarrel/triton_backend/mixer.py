@@ -50,8 +50,8 @@ def _conv_shift(xbc, conv_state, row, slot, known, channel, ok, C: tl.constexpr,
 
 @triton.jit
 def mamba2_step(
-    out, halved, held, counts, xbc, dt, z, taps, offset, dt_bias, a, d, gain, query_start, kv_len, state_slots, conv_state, state,
-    eps, HEADS: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr, W: tl.constexpr,
+    out, halved, held, counts, xbc, dt, z, taps, offset, dt_bias, a, d, gain, query_start, kv_len, state_slots, conv_state,
+    state, eps, HEADS: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr, W: tl.constexpr,
     PARTS: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, HALVED: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
     seq = tl.program_id(1)
@@ -144,8 +144,8 @@ def build_mamba2(site: Site, node: Node) -> Launch:
             one = halved is not None and live.T == 1
             site.launch(
                 mamba2_step, (spec.n_heads * parts, live.S),
-                target.tensor, halved if one else target.tensor, held.tensor, counts.tensor, rows.tensor, steps.tensor, gate.tensor,
-                *conv.weights, *scan.weights, gain, *scan.ragged.tensors(), conv.state, scan.state, spec.eps,
+                target.tensor, halved if one else target.tensor, held.tensor, counts.tensor, rows.tensor, steps.tensor,
+                gate.tensor, *conv.weights, *scan.weights, gain, *scan.ragged.tensors(), conv.state, scan.state, spec.eps,
                 HEADS=spec.n_heads, DIM=spec.head_dim, GROUPS=spec.n_groups, N=spec.n_state, W=spec.taps,
                 PARTS=parts, BP=channels, BN=states, BC=min(_COLUMNS, power_of_two(spec.group_width)), HALVED=one,
                 PLAIN=plain or not one, warps=_TILE[1],

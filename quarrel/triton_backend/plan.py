@@ -16,6 +16,7 @@ from quarrel.triton_backend import fuse
 from quarrel.triton_backend.buffers import Place, Scratch, place, view
 from quarrel.triton_backend.halved import readers, words
 from quarrel.triton_backend.pack import Packed
+from quarrel.triton_backend.rope import left_to_attention
 from quarrel.triton_backend.runtime import DTYPES, Cache, Launch, Launcher, Slot, Work, launch
 from quarrel.triton_backend.weights import Weights
 
@@ -56,14 +57,18 @@ class Plan:
         self._halved: dict[int, torch.Tensor] = {}
         fusions = fuse.find(nodes, self.compute, self.kept)
         self._until = fuse.lifetimes(fusions, nodes)
-        parts = fuse.builds(fusions)
+        parts = fuse.by_node(fusions)
+        pairs = left_to_attention(nodes, self.kept)
+        self._turned = {nodes[i].outputs[0].id: nodes[i] for i, _ in pairs}
+        read = [(v.id, at) for i, at in pairs for v in nodes[i].inputs if isinstance(v, Value)]
+        self._until |= {id: max(at, self._until.get(id, 0)) for id, at in read}
         self.nbytes = 0
         self.slots.update(self.inputs)
         self.slots.update({id: Slot(self._empty.view(p.dtype)) for id, p in self._place()[0].items()})
         for i, choice in enumerate(self.choices):
             self._scratch.next_node()
             go = choice.implementation.build(self, choice.node)
-            self.launches.append(fuse.fused(self, parts[i], go) if i in parts else go)
+            self.launches.append(fuse.fused(self, parts[i], i, go) if i in parts else go)
         self.allocate()
 
     def allocate(self) -> None:
@@ -131,6 +136,9 @@ class Plan:
         rows = prod(int(p) for p in parts)
         made = self._halved[value.id] = torch.empty(rows * words(int(k)), dtype=torch.int32, device=self.device)
         return made, value.id in self._read_plain or value.id in self.kept
+
+    def turned(self, value: Value) -> Node | None:
+        return self._turned.get(value.id)
 
     def scratch(self, dim: str, width: int, dtype: torch.dtype = torch.float32) -> Slot:
         return self._scratch.want(dim, width, dtype, self._empty.view(dtype))

@@ -1,0 +1,104 @@
+"""What a step of few rows computes together gives what its nodes give by themselves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from quarrel.gguf import GGMLType
+from quarrel.ops.activation import GatedSpec, gated, plain
+from quarrel.ops.contract import WeightRef, rel_error
+from quarrel.ops.embedding import embedding, gather_rows
+from quarrel.ops.linear import add, linear, linear_add
+from quarrel.ops.moe import ExpertDownSpec, ExpertUpSpec, Gate, RouteSpec, expert_down, expert_up, route
+from quarrel.ops.norm import NormSpec, norm
+from quarrel.ops.null import Builder
+from quarrel.ops.program import Program
+from quarrel.triton_backend import fuse
+from quarrel.triton_backend.backend import TritonBackend
+from quarrel.triton_backend.step import TritonStep
+from tests.triton_backend.test_step import LIMITS, VOCAB, Reference, Weights, batch
+
+K, EXPERTS, USED, N = 96, 5, 2, 32
+KINDS: dict[str, tuple[Gate, bool, bool, list[list[str]]]] = {
+    "silu": (
+        "softmax",
+        True,
+        True,
+        [["linear", "route"], ["linear", "linear", "gated"], ["expert_down", "linear_add", "add"]],
+    ),
+    "relu2": ("sigmoid", True, True, [["linear", "route"], ["linear", "plain"], ["expert_down", "linear_add", "add"]]),
+    "oai": ("softmax_topk", False, False, [["linear", "route"], ["expert_down", "add"]]),
+}
+"""By the experts' activation: the gate, whether its weights are renormalised, a shared expert, what is fused."""
+
+
+def ref(name: str, type: GGMLType, rows: int, k: int) -> WeightRef:
+    return WeightRef(name, type, rows, k)
+
+
+def program(kind: str) -> Program:
+    gate, renormalise, shared, _ = KINDS[kind]
+    biased, both = kind == "oai", kind != "relu2"
+    b = Builder()
+    h = embedding(b, b.input("ids"), ref("embd", GGMLType.Q8_0, VOCAB, K))
+    x = norm(b, NormSpec("rms", K, 1e-5), h, ref("gain", GGMLType.F32, 1, K))
+    logits = linear(
+        b, x, ref("router", GGMLType.F32, EXPERTS, K), ref("rb", GGMLType.F32, 1, EXPERTS) if biased else None, "f32"
+    )
+    shift = ref("shift", GGMLType.F32, 1, EXPERTS) if gate == "sigmoid" else None
+    ids, weights = route(b, RouteSpec(EXPERTS, USED, gate, renormalise, 2.5, shift is not None), logits, shift)
+    names = ("gate", "up") if both else ("up",)
+    stacks = [ref(n, GGMLType.Q5_0, EXPERTS * N, K) for n in names]
+    biases = [ref(n + "_bias", GGMLType.F32, EXPERTS, N) for n in names if biased]
+    y = expert_up(b, ExpertUpSpec(GGMLType.Q5_0, EXPERTS, USED, N, K, kind, both, biased), x, ids, *stacks, *biases)  # type: ignore[arg-type]
+    down = ref("down", GGMLType.Q4_0, EXPERTS * K, N)
+    y = expert_down(b, ExpertDownSpec(GGMLType.Q4_0, EXPERTS, USED, K, N), y, ids, weights, down)
+    if shared:
+        up = linear(b, x, ref("up_s", GGMLType.Q4_0, 64, K))
+        if both:
+            up = gated(b, GatedSpec("silu", 64), linear(b, x, ref("gate_s", GGMLType.Q4_0, 64, K)), up)
+        else:
+            up = plain(b, "relu2", up)
+        y = linear_add(b, y, up, ref("down_s", GGMLType.Q8_0, K, 64))
+    h = add(b, h, y, 0.22)
+    hidden = norm(
+        b, NormSpec("rms", K, 1e-5, out="f32"), gather_rows(b, h, b.input("out_rows")), ref("gain", GGMLType.F32, 1, K)
+    )
+    return b.program(hidden=hidden)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fused_steps_match_the_reference(backend: TritonBackend, kind: str) -> None:
+    made = program(kind)
+    found = fuse.find(made.nodes, "float16", {made.outputs["hidden"].id})
+    assert [[made.nodes[i].op.name for i in sorted(f.parts)] for f in found] == KINDS[kind][3]
+    step, reference = backend.compile(made, Weights(), LIMITS, "float16"), Reference(made)
+    counted = 0
+    for tokens in (1, 5):
+        inputs = replace(batch([(0, 0, tokens)], rows=list(range(tokens)), seed=3))
+        assert rel_error(step(inputs, "hidden").hidden, reference(inputs)["hidden"]) <= 5e-3  # type: ignore[arg-type]
+        counted += tokens
+    assert isinstance(step, TritonStep)
+    (counts,) = step.expert_counts().values()
+    assert counts.sum() == counted * USED
+    step.close()
+
+
+def test_a_value_that_is_a_result_is_not_passed_over() -> None:
+    made = program("oai")
+    logits = next(n for n in made.nodes if n.op.name == "linear").outputs[0]
+    assert [f.last for f in fuse.find(made.nodes, "float16", {logits.id})] == [len(made.nodes) - 3]
+    assert not fuse.find(made.nodes, "float32", set())
+
+
+def test_lifetimes_reach_the_last_node() -> None:
+    made = program("silu")
+    fusions = fuse.find(made.nodes, "float16", set())
+    until = fuse.lifetimes(fusions, made.nodes)
+    for fusion in fusions:
+        for i in fusion.parts:
+            assert all(until[v.id] >= fusion.last for v in made.nodes[i].inputs if hasattr(v, "dims"))
+    assert np.all(np.array(list(until.values())) < len(made.nodes))
