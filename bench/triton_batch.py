@@ -192,7 +192,7 @@ def make_rows(p: dict[str, Any], small: bool) -> Made:
         launch(
             rows.rows_one, (cdiv(n, p["bm"]),), y, x, *a.planes, *b.planes, residual, residual, residual, tokens,
             0.5 if add else 1.0, n, K=k, FORMAT=name, BIAS=False, ADD=add, GATED=both, KIND="silu" if both else "none",
-            W=p["warps"], BM=p["bm"], BT=p["bt"], warps=p["warps"], stages=1,
+            W=p["turns"], M=p["tall"], BM=p["bm"], BT=p["bt"], DEEP=p["deep"], warps=p["tall"] * p["turns"], stages=1,
         )  # fmt: skip
 
     def error() -> float:
@@ -406,23 +406,25 @@ def variants() -> list[dict[str, Any]]:
         add("attend", "bm bn warps stages", *attend, tokens=tokens, **heads)
     names = "bn warps nb stages parts"
     down, out = {"n": 4096, "k": 14336, "add": True}, {"n": 4096, "k": 4096, "add": True}
-    warp = "warps bm"
-    every = ((8, 16), (4, 16), (16, 16), (2, 16), (4, 32), (8, 32))
+    warp = "turns bm tall deep"
     for name in ("Q4_K", "Q6_K"):
         one: dict[str, Any] = {"format": name, "tokens": 8, "bt": 8}
-        add("rows", warp, *every, **one, **big)
-        add("rows", warp, *every[:3], gated=True, **one, **big)
+        every = ((2, 16, 1, False), (1, 16, 1, False), (2, 16, 1, True), (1, 16, 1, True), (4, 16, 1, True))
+        add("rows", warp, *every, (2, 32, 2, False), (2, 32, 2, True), (2, 64, 4, False), **one, **big)
+        add("rows", warp, *every, (4, 16, 1, False), (2, 32, 2, True), gated=True, **one, **big)
+        every = ((8, 16, 1, False), (8, 16, 1, True), (4, 16, 1, True), (8, 32, 2, False), (8, 32, 2, True))
         add("rows", warp, *every, **one, **down)
-        add("rows", warp, *every[:5], **one, **out)
-        add("rows", warp, *every[:2], n=32000, k=4096, **one)
-        one = {"format": name, "tokens": 16, "bt": 16}
-        add("rows", warp, (8, 16), (4, 32), (8, 32), **one, **big)
-        add("rows", warp, (8, 16), (4, 32), **one, **down)
-        add("rows", warp, (8, 16), gated=True, **one, **big)
-    one = {"format": "Q4_K", "tokens": 32, "bt": 32}
-    add("rows", warp, (8, 16), (4, 32), (8, 32), **one, **big)
-    for name in ("Q8_0", "Q5_K", "Q4_0"):
-        add("rows", warp, (8, 16), (4, 32), format=name, tokens=8, bt=8, **big)
+        every = ((4, 16, 1, False), (4, 16, 1, True), (8, 16, 1, True), (4, 32, 2, False), (4, 32, 2, True))
+        add("rows", warp, *every, **one, **out)
+        add("rows", warp, (2, 16, 1, False), (1, 16, 1, True), (1, 16, 1, False), n=32000, k=4096, **one)
+        for tokens in (16, 32):
+            one = {"format": name, "tokens": tokens, "bt": tokens}
+            every = ((2, 32, 1, False), (2, 32, 2, False), (2, 32, 2, True), (1, 32, 2, False), (4, 32, 2, False))
+            wide = ((2, 64, 2, False), (1, 64, 4, False), (2, 64, 4, False), (2, 64, 4, True))
+            add("rows", warp, *every, *wide, **one, **big)
+            add("rows", warp, (2, 32, 1, False), (2, 32, 2, False), (2, 64, 4, False), gated=True, **one, **big)
+            add("rows", warp, (4, 32, 1, False), (4, 32, 2, False), (8, 32, 2, False), **one, **down)
+            add("rows", warp, (4, 32, 1, False), (4, 32, 2, False), (8, 16, 1, False), **one, **out)
     some: dict[str, Any] = {"format": "Q4_K", "tokens": 8, "bt": 16}
     add("batch", names, (64, 4, 8, 3, 1), add=False, **some, **big)
     add("batch", names, (64, 4, 8, 3, 4), **some, **down)
@@ -448,6 +450,18 @@ def variants() -> list[dict[str, Any]]:
     three = {"formats": ("Q4_K", "Q4_K", "Q6_K"), "ns": (4096, 1024, 1024), "k": 4096}
     add("three", names, (64, 4, 8, 3, 4), (32, 4, 8, 3, 2), tokens=8, bt=16, **three)
     add("three", names, (128, 8, 4, 3, 4), (64, 4, 4, 3, 4), tokens=64, bt=64, **three)
+    add("three", names, (64, 4, 4, 3, 4), (64, 4, 4, 3, 2), (128, 8, 4, 2, 4), (128, 8, 2, 3, 4), tokens=32, bt=32, **three)
+    add(
+        "three",
+        names,
+        (64, 4, 4, 3, 4),
+        (64, 4, 4, 2, 4),
+        (128, 8, 4, 2, 4),
+        (128, 8, 2, 3, 4),
+        tokens=128,
+        bt=128,
+        **three,
+    )
     for seqs, keys in ((1, 500), (1, 4000), (1, 32000), (32, 1000)):
         tiles = ((64, 3, 16, 64, 64), (64, 3, 16, 64, 32), (64, 3, 16, 128, 32), (64, 4, 16, 128, 32))
         add("split", "bn stages once least most", *tiles, warps=4, seqs=seqs, keys=keys, **heads)

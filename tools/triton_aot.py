@@ -27,6 +27,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from quarrel.gguf import GGMLType
 from quarrel.ops.activation import CAP, GATED, PLAIN, CapSpec, GatedSpec, PlainSpec
@@ -68,7 +69,7 @@ SLACK = 16
 """Bytes of stack that are no fault: ptxas 13 spills 8 or 16 of its own accord to reach a rounder number of registers, one
 kernel here and another there by version and target. A kernel that outgrows its registers takes 40 to 500."""
 META = torch.device("meta")
-TOKENS = (1, 8, 32, 64, 512)
+TOKENS = (1, 8, 16, 32, 64, 512)
 
 
 @dataclass(frozen=True)
@@ -284,8 +285,9 @@ def compile_for(item: tuple[Variant, str]) -> Report:
     variant, target = item
     kernel = getattr(__import__(variant.module, fromlist=["_"]), variant.kernel)
     began = time.perf_counter()
+    source = GluonASTSource if kernel.is_gluon() else ASTSource
     made = triton.compile(
-        ASTSource(
+        source(
             fn=kernel,
             signature=dict(variant.signature),
             constexprs=dict(variant.constants),

@@ -81,15 +81,14 @@ _HALVES = gl.constexpr((gl.float16,) * 8)
 
 
 @gluon.constexpr_function
-def words_layout(warps, rows):
-    """`[warps, rows, 8, 4]` words: lanes of four blocks by eight rows, a warp each 256 columns."""
-    regs = [[0, 0, 0, 1], [0, 0, 0, 2], [0, 8, 0, 0], [0, 0, 4, 0]] + [
-        [0, 16 << i, 0, 0] for i in range((rows // 16).bit_length() - 1)
-    ]
+def words_layout(turns, tall, rows):
+    """`[turns, rows, 8, 4]` words: lanes of four blocks by eight rows, `tall` warps of rows, `turns` warps of columns."""
+    regs = [[0, 0, 0, 1], [0, 0, 0, 2], [0, 8, 0, 0], [0, 0, 4, 0]]
+    regs += [[0, 16 * tall << i, 0, 0] for i in range((rows // 16 // tall).bit_length() - 1)]
     lanes = [[0, 0, 1, 0], [0, 0, 2, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]]
-    return gl.DistributedLinearLayout(
-        regs, lanes, [[1 << i, 0, 0, 0] for i in range(warps.bit_length() - 1)], [], [warps, rows, 8, 4]
-    )
+    warps = [[0, 16 << i, 0, 0] for i in range(tall.bit_length() - 1)]
+    warps += [[1 << i, 0, 0, 0] for i in range(turns.bit_length() - 1)]
+    return gl.DistributedLinearLayout(regs, lanes, warps, [], [turns, rows, 8, 4])
 
 
 @gluon.jit

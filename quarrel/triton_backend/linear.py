@@ -1,7 +1,8 @@
 """Linear maps over packed weights: y[t, n] = sum_k x[t, k] W[n, k] (+ b[n]), and residual + scale * that.
 
-Which kernel a count of tokens takes: `matmul.py` from 2 to its MOST, `dequant.py` beyond, and the exact tiles here for one
-token, float32 arithmetic and odd widths. Where a row's bits may not depend on how many rows there are, `matmul.py` has all.
+Which kernel a count of tokens takes: `rows.py` from 2 to its MOST, `matmul.py` to its own, `dequant.py` beyond, and the
+exact tiles here for one token, float32 arithmetic and odd widths. Where a row's bits may not depend on how many rows there
+are, `matmul.py` has all.
 
 In the exact tiles the rows of W are the tall side of every product, tokens the other: a program owns BN outputs of BT
 tokens and walks all of K in blocks of 32 columns, decoding to float32, rounding once to the compute type and accumulating
@@ -21,7 +22,7 @@ from quarrel.ops.contract import Compute, Value, WeightRef
 from quarrel.ops.linear import LINEAR, LINEAR_ADD, LinearAddSpec, LinearSpec
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
-from quarrel.triton_backend import dequant, elementwise, matmul
+from quarrel.triton_backend import dequant, elementwise, matmul, rows
 from quarrel.triton_backend.formats import halves
 from quarrel.triton_backend.matmul import TL_TYPES
 from quarrel.triton_backend.pack import Packed
@@ -96,13 +97,14 @@ def _build(
     if site.deterministic:
         return few
     many = dequant.linear(site, x, y, weight, bias, residual, alpha, axis, dequant.room(site, [weight]))
-    return _by_count(axis, exact, few, many)
+    return _by_count(axis, exact, rows.linear(site, x, y, weight, bias, residual, alpha, axis), few, many)
 
 
-def _by_count(axis: str, one: Launch, few: Launch, many: Launch) -> Launch:
+def _by_count(axis: str, one: Launch, fewest: Launch | None, few: Launch, many: Launch) -> Launch:
     def run(live: Live) -> None:
         count = live.count(axis)
-        (one if count <= 1 else few if count <= matmul.MOST else many)(live)
+        least = few if fewest is None or count > rows.MOST else fewest
+        (one if count <= 1 else least if count <= matmul.MOST else many)(live)
 
     return run
 
@@ -118,7 +120,9 @@ def several(
     if not all(matmul.takes(w, site.compute) for w in weights):
         return _chain(exact)
     given = [b for b in biases if b is not None]
+    fewest = None
     if len(weights) == 3 and len(given) in (0, 3):
+        fewest = rows.linears(site, x, ys, weights, given, axis)
         few = matmul.linears(site, x, ys, weights, given, axis)
     else:
         few = _chain(
@@ -128,7 +132,7 @@ def several(
         return few
     room = dequant.room(site, weights)
     many = [dequant.linear(site, x, y, w, b, None, 1.0, axis, room) for y, w, b in zip(ys, weights, biases, strict=True)]
-    return _by_count(axis, _chain(exact), few, _chain(many))
+    return _by_count(axis, _chain(exact), fewest, few, _chain(many))
 
 
 def gate_up(
@@ -155,7 +159,9 @@ def gate_up(
     if not all(matmul.takes(w, site.compute) for w in (gate, up)):
         return _chain([*exact, gated])
     given = [b for b in biases if b is not None]
+    fewest = None
     if gate.format == up.format and len(given) in (0, 2):
+        fewest = rows.gate_up(site, x, y, gate, up, given, activation, axis)
         few = matmul.gate_up(site, x, y, gate, up, given, activation, axis)
     else:
         few = _chain([*(matmul.linear(site, x, to, w, b, None, 1.0, axis) for to, w, b in both), gated])
@@ -163,7 +169,7 @@ def gate_up(
         return few
     room = dequant.room(site, (gate, up))
     many = [dequant.linear(site, x, to, w, b, None, 1.0, axis, room) for to, w, b in both]
-    return _by_count(axis, _chain([*exact, gated]), few, _chain([*many, gated]))
+    return _by_count(axis, _chain([*exact, gated]), fewest, few, _chain([*many, gated]))
 
 
 def _chain(launches: Sequence[Launch]) -> Launch:

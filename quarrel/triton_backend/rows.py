@@ -7,103 +7,238 @@ the number of rows only says how many of them `mma` is given.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from quarrel.triton_backend.fragments import fetch_words, pairs, words_layout
+from quarrel.ops.contract import Compute
+from quarrel.triton_backend import elementwise
+from quarrel.triton_backend.fragments import STEP, TAKEN, fetch_words, pairs, words_layout
+from quarrel.triton_backend.pack import Packed
+from quarrel.triton_backend.runtime import INTERPRETED, Launch, Live, Site, Slot, cdiv
+
+MOST = 16
+"""Rows up to which these kernels are the faster ones."""
+
+_WARPS = 1700
+"""Warps that keep an H200 busy."""
+
+_activate = gluon.jit(elementwise.activate.fn)
+
+
+@dataclass(frozen=True)
+class Deal:
+    """`rows` of W a program: `tall` warps have rows of their own, `turns` of them share K; `deep` two steps ahead."""
+
+    rows: int
+    tall: int
+    turns: int
+    deep: bool = False
+
+    @property
+    def warps(self) -> int:
+        return self.tall * self.turns
+
+
+def takes(site: Site, weights: Sequence[Packed]) -> bool:
+    """Whether these kernels read the weights: float16 arithmetic, whole super-blocks, a device with `mma`."""
+    known = all(w.format in TAKEN and w.k % STEP == 0 for w in weights)
+    compute: Compute = site.compute
+    return known and compute == "float16" and site.generation >= 8 and not site.deterministic and not INTERPRETED
+
+
+def deal(n: int, k: int, count: int) -> Deal:
+    """By the weight's shape, and whether there are more than 8 rows.
+
+    Warps share K until there are enough to keep an H200's memory busy, and no further, for each then has less to stream:
+    14336 x 4096 in Q4_K takes 18.5 us with 2 of them (4: 24.7, 8: 27.8), 4096 x 14336 20.1 with 8 (4: 23.9, 16: 28.2),
+    4096 x 4096 8.8 with 4. More than 8 rows of x are worth two tiles of outputs to a warp: 26.3 us against 42.
+    """
+    rows = 16 if count <= 8 else 32
+    turns = 2
+    while turns < 8 and cdiv(n, rows) * turns < _WARPS and k // STEP >= 4 * turns:
+        turns *= 2
+    return Deal(rows, 1, turns)
+
+
+def width(count: int) -> int:
+    """Rows that `mma` is given."""
+    return 8 if count <= 8 else 16
 
 
 @gluon.jit
 def _walk(
-    FORMAT: gl.constexpr, GATED: gl.constexpr, a_codes, a_bits, a_scale, a_top, b_codes, b_bits, b_scale, b_top, x, first,
-    tokens, N, K: gl.constexpr, W: gl.constexpr, BM: gl.constexpr, BT: gl.constexpr, MMA: gl.constexpr,
+    FORMAT: gl.constexpr, codes, bits, scale, top, x, first, tokens, N, K: gl.constexpr, W: gl.constexpr, M: gl.constexpr,
+    BM: gl.constexpr, BT: gl.constexpr, DEEP: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
-    """Sums `[BM, BT]` of matrix A, and of B if GATED, for outputs from `first` on."""
+    """Sums `[BM, BT]` for outputs from `first` on."""
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 16)
     B: gl.constexpr = gl.DotOperandLayout(1, MMA, 16)
-    L4: gl.constexpr = words_layout(W, BM)
+    L4: gl.constexpr = words_layout(W, M, BM)
     L3: gl.constexpr = gl.SliceLayout(3, L4)
-    STEPS: gl.constexpr = (K + 256 * W - 1) // (256 * W)
-    WHOLE: gl.constexpr = K % (256 * W) == 0
+    EACH: gl.constexpr = 256 * W
+    STEPS: gl.constexpr = (K + EACH - 1) // EACH
     super = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, L3)))[:, None]
     row = first + gl.arange(0, BM, gl.SliceLayout(0, gl.SliceLayout(2, L3)))
     row = gl.minimum(row, N - 1).to(gl.int64)[None, :]
     within = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, L3)))[None, None, :]
     # Columns in the weights' order: sixteen of a block.
     k = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(2, B)))
-    token = gl.arange(0, BT, gl.SliceLayout(0, gl.SliceLayout(1, B)))
     turn = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, B)))
-    column = gl.expand_dims(gl.expand_dims(turn, 1) * 256, 2) + gl.expand_dims(gl.expand_dims(k // 16 * 32 + k % 16, 0), 2)
+    token = gl.arange(0, BT, gl.SliceLayout(0, gl.SliceLayout(1, B)))
     token = gl.expand_dims(gl.expand_dims(token, 0), 1)
+    column = gl.expand_dims(gl.expand_dims(k // 16 * 32 + k % 16, 0), 2)
+    column = gl.expand_dims(gl.expand_dims(turn * 256, 1), 2) + column
     p_x = x + token * K + column
+    # Two sums, as each product waits for the one before it.
     acc = gl.zeros([W, BM, BT], gl.float32, layout=MMA)
-    acc_b = gl.zeros([W, BM, BT], gl.float32, layout=MMA)
-    q, a, b, s, t = fetch_words(
-        FORMAT, a_codes, a_bits, a_scale, a_top, row, gl.minimum(super * 8, K // 32 - 8)[:, :, None] + within,
-        gl.minimum(super, K // 256 - 1), K, L4,
-    )  # fmt: skip
-    if GATED:
-        q_b, a_b, b_b, s_b, t_b = fetch_words(
-            FORMAT, b_codes, b_bits, b_scale, b_top, row, gl.minimum(super * 8, K // 32 - 8)[:, :, None] + within,
-            gl.minimum(super, K // 256 - 1), K, L4,
-        )  # fmt: skip
+    acc_high = gl.zeros([W, BM, BT], gl.float32, layout=MMA)
+    last = K // 256 - 1
+    now = gl.minimum(super, last)
+    q, a, b, s, t = fetch_words(FORMAT, codes, bits, scale, top, row, (now * 8)[:, :, None] + within, now, K, L4)
+    if DEEP:
+        now = gl.minimum(W + super, last)
+        q1, a1, b1, s1, t1 = fetch_words(FORMAT, codes, bits, scale, top, row, (now * 8)[:, :, None] + within, now, K, L4)
     for step in range(STEPS):
-        x_ok = (token < tokens) & (column < K - step * (256 * W)) if not WHOLE else (token < tokens) & (column >= 0)
-        x_low = gl.load(p_x + step * (256 * W), mask=x_ok, other=0.0)
-        x_high = gl.load(p_x + step * (256 * W) + 16, mask=x_ok, other=0.0)
-        after = gl.minimum((step + 1) * W + super, K // 256 - 1)
-        q1, a1, b1, s1, t1 = fetch_words(
-            FORMAT, a_codes, a_bits, a_scale, a_top, row, (after * 8)[:, :, None] + within, after, K, L4
-        )
-        if GATED:
-            q2, a2, b2, s2, t2 = fetch_words(
-                FORMAT, b_codes, b_bits, b_scale, b_top, row, (after * 8)[:, :, None] + within, after, K, L4
-            )
+        # Columns beyond the last are those of the last super-block again, times zero.
+        x_ok = (token < tokens) & (column < K - step * EACH if K % EACH else column >= 0)
+        x_low = gl.load(p_x + step * EACH, mask=x_ok, other=0.0)
+        x_high = gl.load(p_x + step * EACH + 16, mask=x_ok, other=0.0)
+        now = gl.minimum((step + 1 + DEEP) * W + super, last)
+        q2, a2, b2, s2, t2 = fetch_words(FORMAT, codes, bits, scale, top, row, (now * 8)[:, :, None] + within, now, K, L4)
         low, high = pairs(FORMAT, q, a, b, s, t, W, BM, L4, A)
         acc = mma_v2(low, x_low, acc)
-        acc = mma_v2(high, x_high, acc)
-        q, a, b, s, t = q1, a1, b1, s1, t1
-        if GATED:
-            low, high = pairs(FORMAT, q_b, a_b, b_b, s_b, t_b, W, BM, L4, A)
-            acc_b = mma_v2(low, x_low, acc_b)
-            acc_b = mma_v2(high, x_high, acc_b)
-            q_b, a_b, b_b, s_b, t_b = q2, a2, b2, s2, t2
-    return gl.sum(acc, 0), gl.sum(acc_b, 0)
-
-
-@gluon.jit(do_not_specialize=["tokens"])
-def rows_one(
-    y, x, a_codes, a_bits, a_scale, a_top, b_codes, b_bits, b_scale, b_top, bias, bias_b, residual, tokens, alpha, N,
-    K: gl.constexpr, FORMAT: gl.constexpr, BIAS: gl.constexpr, ADD: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr,
-    W: gl.constexpr, BM: gl.constexpr, BT: gl.constexpr,
-):  # fmt: skip
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[W, 1, 1], instr_shape=[1, 16, 8])
-    first = gl.program_id(0) * BM
-    acc, acc_b = _walk(
-        FORMAT, GATED, a_codes, a_bits, a_scale, a_top, b_codes, b_bits, b_scale, b_top, x, first, tokens, N, K, W, BM, BT,
-        MMA,
-    )  # fmt: skip
-    row = first + gl.arange(0, BM, gl.SliceLayout(1, gl.SliceLayout(0, MMA)))
-    token = gl.arange(0, BT, gl.SliceLayout(0, gl.SliceLayout(0, MMA)))
-    _finish(y, acc, acc_b, bias, bias_b, residual, row, token, tokens, alpha, N, BIAS, ADD, GATED, KIND)
+        acc_high = mma_v2(high, x_high, acc_high)
+        if DEEP:
+            q, a, b, s, t = q1, a1, b1, s1, t1
+            q1, a1, b1, s1, t1 = q2, a2, b2, s2, t2
+        else:
+            q, a, b, s, t = q2, a2, b2, s2, t2
+    return gl.sum(acc + acc_high, 0)
 
 
 @gluon.jit
 def _finish(
-    y, acc, acc_b, bias, bias_b, residual, row, token, tokens, alpha, N,
-    BIAS: gl.constexpr, ADD: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr,
+    y, acc, acc_b, bias, bias_b, residual, first, tokens, alpha, N, BIAS: gl.constexpr, ADD: gl.constexpr,
+    GATED: gl.constexpr, KIND: gl.constexpr, BM: gl.constexpr, BT: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
     """Bias, activation or residual, and the store."""
+    row = first + gl.arange(0, BM, gl.SliceLayout(1, OUT))
+    token = gl.arange(0, BT, gl.SliceLayout(0, OUT))
     row_ok = row < N
     if BIAS:
         acc += gl.load(bias + row, mask=row_ok, other=0.0)[:, None]
         if GATED:
             acc_b += gl.load(bias_b + row, mask=row_ok, other=0.0)[:, None]
     if GATED:
-        acc = acc / (1.0 + gl.exp(-acc)) * acc_b
+        acc = _activate(acc, KIND) * acc_b
     at = token[None, :] * N + row[:, None]
     ok = row_ok[:, None] & (token < tokens)[None, :]
     if ADD:
         acc = gl.load(residual + at, mask=ok, other=0.0).to(gl.float32) + alpha * acc
     gl.store(y + at, acc.to(y.dtype.element_ty), mask=ok)
+
+
+@gluon.jit(do_not_specialize=["tokens"])
+def rows_one(
+    y, x, a_codes, a_bits, a_scale, a_top, b_codes, b_bits, b_scale, b_top, bias, bias_b, residual, tokens, alpha, N,
+    K: gl.constexpr, FORMAT: gl.constexpr, BIAS: gl.constexpr, ADD: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr,
+    W: gl.constexpr, M: gl.constexpr, BM: gl.constexpr,
+    BT: gl.constexpr, DEEP: gl.constexpr,
+):  # fmt: skip
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[W, M, 1], instr_shape=[1, 16, 8])
+    first = gl.program_id(0) * BM
+    acc = _walk(FORMAT, a_codes, a_bits, a_scale, a_top, x, first, tokens, N, K, W, M, BM, BT, DEEP, MMA)
+    acc_b = acc
+    if GATED:  # one after the other: together they leave a device half its warps
+        acc_b = _walk(FORMAT, b_codes, b_bits, b_scale, b_top, x, first, tokens, N, K, W, M, BM, BT, DEEP, MMA)
+    _finish(
+        y, acc, acc_b, bias, bias_b, residual, first, tokens, alpha, N, BIAS, ADD, GATED, KIND, BM, BT,
+        gl.SliceLayout(0, MMA),
+    )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["tokens"])
+def rows_three(
+    y0, y1, y2, x, a_codes, a_bits, a_scale, a_top, b_codes, b_bits, b_scale, b_top, c_codes, c_bits, c_scale, c_top,
+    bias0, bias1, bias2, tokens, N0, N1, N2, K: gl.constexpr, FORMAT0: gl.constexpr, FORMAT1: gl.constexpr,
+    FORMAT2: gl.constexpr, BIAS: gl.constexpr, W: gl.constexpr, M: gl.constexpr, BM: gl.constexpr,
+    BT: gl.constexpr, DEEP: gl.constexpr,
+):  # fmt: skip
+    # Outputs of the first matrix, then of the second, then of the third.
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[W, M, 1], instr_shape=[1, 16, 8])
+    OUT: gl.constexpr = gl.SliceLayout(0, MMA)
+    tile = gl.program_id(0)
+    tiles0, tiles1 = gl.cdiv(N0, BM), gl.cdiv(N1, BM)
+    if tile < tiles0:
+        first = tile * BM
+        acc = _walk(FORMAT0, a_codes, a_bits, a_scale, a_top, x, first, tokens, N0, K, W, M, BM, BT, DEEP, MMA)
+        _finish(y0, acc, acc, bias0, bias0, y0, first, tokens, 1.0, N0, BIAS, False, False, "none", BM, BT, OUT)
+    elif tile < tiles0 + tiles1:
+        first = (tile - tiles0) * BM
+        acc = _walk(FORMAT1, b_codes, b_bits, b_scale, b_top, x, first, tokens, N1, K, W, M, BM, BT, DEEP, MMA)
+        _finish(y1, acc, acc, bias1, bias1, y1, first, tokens, 1.0, N1, BIAS, False, False, "none", BM, BT, OUT)
+    else:
+        first = (tile - tiles0 - tiles1) * BM
+        acc = _walk(FORMAT2, c_codes, c_bits, c_scale, c_top, x, first, tokens, N2, K, W, M, BM, BT, DEEP, MMA)
+        _finish(y2, acc, acc, bias2, bias2, y2, first, tokens, 1.0, N2, BIAS, False, False, "none", BM, BT, OUT)
+
+
+def linear(
+    site: Site, x: Slot, y: Slot, weight: Packed, bias: torch.Tensor | None, residual: Slot | None, alpha: float, axis: str
+) -> Launch | None:
+    """y = W x + bias, or residual + alpha * that, for up to MOST rows of `axis`; None if these kernels do not read it."""
+    return _one(site, x, y, (weight,), () if bias is None else (bias,), residual, alpha, axis, "none")
+
+
+def gate_up(
+    site: Site, x: Slot, y: Slot, gate: Packed, up: Packed, biases: Sequence[torch.Tensor], activation: str, axis: str
+) -> Launch | None:
+    """y = activation(gate x) * up x; both matrices have one format and shape, biases are two or none."""
+    return _one(site, x, y, (gate, up), biases, None, 1.0, axis, activation)
+
+
+def _one(
+    site: Site, x: Slot, y: Slot, weights: Sequence[Packed], biases: Sequence[torch.Tensor], residual: Slot | None,
+    alpha: float, axis: str, kind: str,
+) -> Launch | None:  # fmt: skip
+    if not takes(site, weights):
+        return None
+    a, b, gated = weights[0], weights[-1], len(weights) == 2
+
+    def run(live: Live) -> None:
+        count, none = live.count(axis), y.tensor
+        how = deal(a.n, a.k, count)
+        site.launch(
+            rows_one, (cdiv(a.n, how.rows),), y.tensor, x.tensor, *a.planes, *b.planes, biases[0] if biases else none,
+            biases[-1] if biases else none, none if residual is None else residual.tensor, count, alpha, a.n, K=a.k,
+            FORMAT=a.format, BIAS=bool(biases), ADD=residual is not None, GATED=gated, KIND=kind, W=how.turns, M=how.tall,
+            BM=how.rows, BT=width(count), DEEP=how.deep, warps=how.warps, stages=1,
+        )  # fmt: skip
+
+    return run
+
+
+def linears(
+    site: Site, x: Slot, ys: Sequence[Slot], weights: Sequence[Packed], biases: Sequence[torch.Tensor], axis: str
+) -> Launch | None:
+    """Three maps of one x in one launch; their formats may differ. Biases are three or none."""
+    if not takes(site, weights):
+        return None
+    ns, k = [w.n for w in weights], weights[0].k
+    planes = [p for w in weights for p in w.planes]
+
+    def run(live: Live) -> None:
+        count, outs = live.count(axis), [y.tensor for y in ys]
+        how = deal(sum(ns), k, count)
+        site.launch(
+            rows_three, (sum(cdiv(n, how.rows) for n in ns),), *outs, x.tensor, *planes, *(biases or outs), count, *ns,
+            K=k, FORMAT0=weights[0].format, FORMAT1=weights[1].format, FORMAT2=weights[2].format, BIAS=bool(biases),
+            W=how.turns, M=how.tall, BM=how.rows, BT=width(count), DEEP=how.deep, warps=how.warps, stages=1,
+        )  # fmt: skip
+
+    return run
