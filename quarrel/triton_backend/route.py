@@ -139,12 +139,12 @@ def route_one(
         tl.store(arrived, 0)
         expert = tl.arange(0, E)
         ok = expert < EXPERTS
-        z = tl.load(logits + expert, mask=ok, other=0.0, cache_modifier=".cg").to(tl.float64)
-        p = z
+        v = tl.load(logits + expert, mask=ok, other=0.0, cache_modifier=".cg").to(tl.float64)
+        p = v
         if GATE == "sigmoid":
-            p = 1.0 / (1.0 + tl.exp(-z))
+            p = 1.0 / (1.0 + tl.exp(-v))
         elif GATE == "softmax":
-            e = tl.where(ok, tl.exp(z - tl.max(tl.where(ok, z, float("-inf")), 0)), 0.0)
+            e = tl.where(ok, tl.exp(v - tl.max(tl.where(ok, v, float("-inf")), 0)), 0.0)
             p = e / tl.sum(e, 0)
         score = p
         if BIAS:
@@ -152,8 +152,8 @@ def route_one(
         score = tl.where(score == score, score, -1e300)
         score = tl.where(ok, score, float("-inf"))
         mine, other = score[:, None], score[None, :]
-        ahead = (other > mine) | ((other == mine) & (expert[None, :] < expert[:, None]))
-        rank = tl.sum(ahead.to(tl.int32), 1)
+        better = (other > mine) | ((other == mine) & (expert[None, :] < expert[:, None]))
+        rank = tl.sum(better.to(tl.int32), 1)
         chosen = ok & (rank < USED)
         if GATE == "softmax_topk":
             e = tl.where(chosen, tl.exp(p - tl.max(tl.where(chosen, p, float("-inf")), 0)), 0.0)
@@ -220,7 +220,8 @@ def build_router(site: Site, linear: Node, route: Node) -> Launch:
             arrived.tensor, rows.tensor, matrix.planes[0], none if shift is None else shift, none if bias is None else bias,
             spec.scale, EXPERTS=spec.n_experts, K=matrix.k, USED=spec.used, GATE=spec.gate, RENORMALISE=spec.renormalise,
             GATE_BIAS=shift is not None, BIAS=bias is not None, E=power_of_two(spec.n_experts), R=_GATE_ROWS,
-            W=min(_GATE_COLUMNS, power_of_two(matrix.k)), early=starts_early(site),
+            W=min(_GATE_COLUMNS, power_of_two(matrix.k)), warps=8 if spec.n_experts > 64 else 4,
+            early=starts_early(site),
         )  # fmt: skip
 
     return lambda live: (one if live.T == 1 else few)(live)
