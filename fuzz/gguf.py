@@ -1,6 +1,6 @@
 """Mutates a sound GGUF file and reads what comes of it: only ModelError may come out, quickly and in little memory.
 
-    python fuzz/fuzz_gguf.py [--examples 20000] [--seed 0]
+    python -m fuzz.gguf [--seconds 60] [--seed 0]
 
 Half of the mutations write a number that is likely to hurt into a length, count, type, dimension or offset of the header;
 the others change any bytes. A mutant that still opens is read whole: every key, every tensor.
@@ -8,19 +8,20 @@ the others change any bytes. A mutant that still opens is read whole: every key,
 
 from __future__ import annotations
 
-import argparse
 import io
 import struct
+import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import numpy as np
-from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
+from fuzz.running import arguments, examples, rounds
 from quarrel.errors import ModelError
 from quarrel.gguf import FORMATS, GGMLType, GGUFFile, GGUFWriter, ValueType
 
@@ -33,6 +34,11 @@ HURTFUL += [(1 << n) + d for n in (31, 32, 48, 62, 63, 64) for d in (-64, -1, 0,
 class Seed:
     data: bytes
     fields: tuple[tuple[int, int], ...]  # (offset, width) of every number that the reader must not trust
+
+
+def seed_of(data: bytes) -> Seed:
+    """A valid file, and where its numbers lie."""
+    return Seed(data, tuple(_fields(data)))
 
 
 @cache
@@ -56,8 +62,7 @@ def sound() -> Seed:
         writer.add_tensor(f"t.{kind.name}", rng.integers(0, 256, (2, FORMATS[kind].nbytes), np.uint8), kind)
     stream = io.BytesIO()
     writer.write(stream)
-    data = stream.getvalue()
-    return Seed(data, tuple(_fields(data)))
+    return seed_of(stream.getvalue())
 
 
 def _fields(data: bytes) -> list[tuple[int, int]]:
@@ -101,8 +106,8 @@ def _fields(data: bytes) -> list[tuple[int, int]]:
 
 
 @st.composite
-def mutants(draw: st.DrawFn) -> bytes:
-    origin = sound()
+def mutants(draw: st.DrawFn, origin: Seed) -> bytes:
+    """One to four edits of a valid file."""
     data = bytearray(origin.data)
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, len(data) - 1)) if data else 0
@@ -147,31 +152,33 @@ def read_whole(path: Path) -> bool:
         assert taken <= SECONDS, f"{taken:.2f} s"
 
 
-def fuzz(examples: int, number: int, path: Path) -> tuple[int, int]:
+def fuzz(count: int, number: int, path: Path) -> tuple[int, int]:
     """Runs so many mutants and returns how many were refused and how many read. Raises on the first that does harm."""
     counts = [0, 0]
 
-    @seed(number)
-    @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-    @given(mutants())
-    def run(data: bytes) -> None:
+    def one(data: bytes) -> None:
         path.write_bytes(data)
         counts[read_whole(path)] += 1
 
-    run()
+    examples(mutants(sound()), count, number, one)
     return counts[0], counts[1]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--examples", type=int, default=20_000)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+def main(given: Sequence[str] | None = None) -> int:
+    """Command line."""
+    args = arguments(__doc__).parse_args(given)
+    total = [0, 0]
+
+    def one(number: int) -> None:
+        for i, n in enumerate(fuzz(1000, number, Path(folder) / "mutant.gguf")):
+            total[i] += n
+
     with tempfile.TemporaryDirectory() as folder:
-        start = time.perf_counter()
-        refused, read = fuzz(args.examples, args.seed, Path(folder) / "mutant.gguf")
-    print(f"{refused + read} mutants in {time.perf_counter() - start:.0f} s: {refused} refused, {read} read, none did harm")
+        count = rounds(args.seconds, args.seed, one)
+    seeds = f"seeds {args.seed} to {args.seed + count - 1}"
+    print(f"{sum(total)} mutants of a GGUF file, {seeds}: {total[0]} refused, {total[1]} read, none did harm")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

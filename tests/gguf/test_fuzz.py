@@ -1,4 +1,4 @@
-"""A short, repeatable run of the fuzzer; `python fuzz/fuzz_gguf.py` is the long one."""
+"""A short, repeatable run of the fuzzer; `python -m fuzz.gguf` is the long one."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from fuzz.fuzz_gguf import fuzz, read_whole, sound
+from fuzz.gguf import fuzz, read_whole, sound
 
 PEAK = """
 import re, sys
 from pathlib import Path
-from fuzz.fuzz_gguf import fuzz, read_whole, sound
+from fuzz.gguf import fuzz, read_whole, sound
 def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
 path = Path(sys.argv[1])

@@ -1,0 +1,126 @@
+"""What the values of a case's activations may be besides ordinary, and what must hold of the results then."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from quarrel.ops.compare import errors
+from quarrel.ops.contract import Array, Case, Compute, Concrete, KVArrays, Op, rel_error
+from quarrel.ops.reference import run_op
+from quarrel.ops.step import Backend, ComputeChoice
+
+KINDS = ("plain", "ties", "zeros", "tiny", "scaled", "nan", "inf")
+HOMOGENEOUS = ("linear", "linear_add", "add", "rope", "norm", "norm_linear", "expert_down", "add_row", "gather_rows")
+"""Ops whose results grow with their inputs, so that an error stays as large in proportion at any scale."""
+SMALLEST: Mapping[Compute, float] = {"float32": 2.0**-130, "float16": 2.0**-23, "bfloat16": 2.0**-130, "int8": 2.0**-130}
+"""Subnormal in the arithmetic, and exact in it."""
+FLOOR: Mapping[Compute, float] = {"float32": 1e-30, "float16": 3e-5, "bfloat16": 1e-30, "int8": 1e-30}
+"""Results below count as if they were so large: float16 ends at 6e-8, and hardware may take subnormals for zero."""
+
+
+@dataclass(frozen=True)
+class Twist:
+    """What is done to the rows of activations; `amount` is a row (nan, inf) or a power of two (scaled)."""
+
+    kind: str = "plain"
+    amount: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.amount}"
+
+    @classmethod
+    def parse(cls, text: str) -> Twist:
+        """From what `str` gives."""
+        kind, _, amount = text.partition(":")
+        return cls(kind, int(amount or 0))
+
+
+def twists(op: Op) -> Any:
+    """A strategy: half of the draws are plain, which is also what shrinking ends at."""
+    kinds = [k for k in KINDS[1:] if k not in ("tiny", "scaled") or op.name in HOMOGENEOUS]
+    twisted = st.builds(Twist, st.sampled_from(kinds), st.integers(-9, 5))
+    return st.just(Twist()) | twisted
+
+
+def rows_of(op: Op, spec: Any) -> list[tuple[int, str]]:
+    """Which inputs are activations by row, and the name of that axis."""
+    params = enumerate(op.params(spec))
+    return [(i, p.axes[0]) for i, p in params if p.kind in ("act", "f32") and p.axes[:2] in ("T ", "R ")]
+
+
+def check(backend: Backend, op: Op, case: Case, compute: ComputeChoice, twist: Twist, seed: int) -> None:
+    """Runs the case with these values; AssertionError says what is wrong."""
+    assert op.make is not None
+    inputs = op.make(case, np.random.default_rng(seed))
+    resolved = backend.compute_of(compute)
+    changed = [i for i, _ in rows_of(op, case.spec)]
+    if twist.kind in ("nan", "inf"):
+        _check_poison(backend, op, case, compute, twist, inputs)
+        return
+    given = [_changed(np.asarray(x), twist, resolved) if i in changed else x for i, x in enumerate(inputs)]
+    want = run_op(op, case.spec, given)
+    got = backend.run_op(op, case.spec, given, compute)
+    assert len(got) == len(want), f"{op.name} gave {len(got)} results, wanted {len(want)}"
+    if twist.kind == "plain":
+        found = errors(op, case.spec, got, want, case)
+    else:
+        found = {str(i): _error(g, w, FLOOR[resolved]) for i, (g, w) in enumerate(zip(_flat(got), _flat(want)))}
+    few = min((a.size for a in _flat(want) if a.size), default=1)
+    # The tolerance is for the RMS of many values; 8-bit rounding of few scatters around it.
+    allowed = op.tolerance[resolved] * (1 + 3 / math.sqrt(few) if resolved == "int8" else 1)
+    for name, error in found.items():
+        assert error <= allowed, f"{op.name}.{name} is off by {error:.2e}, allowed {allowed:.0e}"
+
+
+def _changed(x: Array, twist: Twist, compute: Compute) -> Array:
+    match twist.kind:
+        case "ties":
+            return np.round(x * 2) / np.float32(2)
+        case "zeros":
+            return np.zeros_like(x)
+        case "tiny":
+            return np.sign(x) * np.float32(SMALLEST[compute])
+        case "scaled":
+            return x * np.float32(2.0**twist.amount)
+    return x
+
+
+def _check_poison(
+    backend: Backend, op: Op, case: Case, compute: ComputeChoice, twist: Twist, inputs: Sequence[Concrete]
+) -> None:
+    """A row that is not finite changes no bit of the rows of others."""
+    found = [(i, axis) for i, axis in rows_of(op, case.spec) if np.asarray(inputs[i]).size]
+    if not found:
+        return
+    index, axis = found[0]
+    poisoned = np.array(inputs[index])
+    row = twist.amount % len(poisoned)
+    poisoned[row, abs(twist.amount) % poisoned.shape[1]] = np.nan if twist.kind == "nan" else np.inf
+    others = np.arange(len(poisoned)) != row
+    names = [p.name for p in op.params(case.spec)]
+    if "query_start" in names:
+        starts = np.asarray(inputs[names.index("query_start")])
+        owner = np.searchsorted(starts, np.arange(len(poisoned)), side="right")
+        others = owner != owner[row]
+    clean = backend.run_op(op, case.spec, inputs, compute)
+    got = backend.run_op(op, case.spec, [*inputs[:index], poisoned, *inputs[index + 1 :]], compute)
+    for result, g, c in zip(op.results(case.spec), got, clean):
+        if result.axes.startswith(axis):
+            same = np.array_equal(np.asarray(g)[others], np.asarray(c)[others])
+            assert same, f"{op.name}.{result.name} of other rows changes with row {row}, which is {twist.kind}"
+
+
+def _flat(results: Sequence[Concrete]) -> list[Array]:
+    return [a for r in results for a in ([r.k, r.v] if isinstance(r, KVArrays) else [np.asarray(r)])]
+
+
+def _error(got: Array, want: Array, floor: float) -> float:
+    if want.dtype.kind in "iu":
+        return 0.0 if np.array_equal(got, want) else float("inf")
+    return rel_error(got, want, floor)
