@@ -72,7 +72,15 @@ def _gathered(e: Lowering, ids: Value, s: ExpertUpSpec | ExpertDownSpec, rows: i
 
 
 def _products(
-    e: Lowering, x: Value, ids: Value, s: Any, weight: WeightRef, bias: WeightRef | None, y: Arg, shared: int
+    e: Lowering,
+    x: Value,
+    ids: Value,
+    s: Any,
+    weight: WeightRef,
+    bias: WeightRef | None,
+    y: Arg,
+    shared: int,
+    residual: Arg = 0,
 ) -> list[Job]:
     """y[entry] = the entry's expert's rows times its x; `shared` entries of a token read one row of x."""
     p, w = e.plan, e.weights.matrix(weight)
@@ -83,7 +91,7 @@ def _products(
         "y": y,
         "y_stride": 4 * s.n,
         "bias": e.weights.vector(bias) if bias else 0,
-        "residual": 0,
+        "residual": residual,
         "scale": 1.0,
     }
     if e.packs(s):
@@ -137,6 +145,15 @@ def expert_up(e: Lowering, node: Node) -> None:
     p.stage(*(job for w, b, part in maps for job in _products(e, x, ids, s, w, b, part, s.used)))
     args: dict[str, Arg] = {"gate": parts[0], "up": parts[-1], "y": p.place(y), "n": s.n}
     p.stage(Job(kernels.activate(s.activation), args, Header.axis(p.rows(x)), times=s.used))
+
+
+def chosen_linear(e: Lowering, node: Node) -> None:
+    """One of some matrices for each row: as an expert that was chosen alone, for good."""
+    p, s = e.plan, node.spec
+    x, ids, weight, *base = node.inputs
+    alone = ExpertDownSpec(s.type, s.count, 1, s.n, s.k)
+    residual: Arg = p.place(base[0]) if base else 0
+    p.stage(*_products(e, x, ids, alone, weight, None, p.place(node.outputs[0]), 1, residual))
 
 
 def expert_down(e: Lowering, node: Node) -> None:

@@ -29,7 +29,7 @@ from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 
 _KINDS = {"silu": 0, "relu2": 1, "oai": 2}
-_NO_KIND = 3
+NO_KIND = 3
 _PAIRS = 32  # of a tile
 _TILE_ROWS = 64  # of one or two matrices
 
@@ -199,7 +199,7 @@ _MIX = Kernel(
 )
 
 
-class _Experts:
+class Experts:
     """Stacks of one or two matrices, their biases, and the two ways to multiply with them."""
 
     def __init__(
@@ -277,7 +277,7 @@ def build_expert_up(site: Site, node: Node) -> Launch:
     count = 1 + spec.gated
     stacks = [site.weight(r) for r in refs[:count]]  # type: ignore[arg-type]
     biases = [site.vector(r) for r in refs[count:]]  # type: ignore[arg-type]
-    e = _Experts(stacks, biases, spec.n_experts, spec.used, spec.n, _KINDS[spec.activation], site.act)
+    e = Experts(stacks, biases, spec.n_experts, spec.used, spec.n, _KINDS[spec.activation], site.act)
 
     def run(live: Live, x: mx.array, ids: mx.array) -> list[mx.array]:
         return live.tokens.by_kind(
@@ -292,7 +292,7 @@ def build_expert_down(site: Site, node: Node) -> Launch:
     spec: ExpertDownSpec = node.spec
     stack = site.weight(node.inputs[3])  # type: ignore[arg-type]
     biases = [site.vector(node.inputs[4])] if spec.bias else []  # type: ignore[arg-type]
-    e = _Experts([stack], biases, spec.n_experts, spec.used, spec.n, _NO_KIND, site.act)
+    e = Experts([stack], biases, spec.n_experts, spec.used, spec.n, NO_KIND, site.act)
     template = [("N", spec.n), ("USED", spec.used)]
 
     def several(x: mx.array, ids: mx.array, weights: mx.array) -> list[mx.array]:

@@ -9,6 +9,7 @@ from quarrel.mlx_backend import (
     encode,
     experts,
     linear,
+    lora,
     norm,
     recurrent,
     rope,
@@ -17,6 +18,6 @@ from quarrel.mlx_backend import (
 )
 from quarrel.ops.registry import Registry
 
-FAMILIES = (attention, elementwise, embedding, encode, experts, linear, norm, recurrent, rope, route, sample)
+FAMILIES = (attention, elementwise, embedding, encode, experts, linear, lora, norm, recurrent, rope, route, sample)
 
 REGISTRY = Registry("mlx", [i for family in FAMILIES for i in family.IMPLEMENTATIONS])

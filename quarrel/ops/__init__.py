@@ -10,6 +10,7 @@ from quarrel.ops.contract import Op
 from quarrel.ops.embedding import EMBEDDING, GATHER_ROWS
 from quarrel.ops.encode import ADD_ROW, ENCODE
 from quarrel.ops.linear import ADD, LINEAR, LINEAR_ADD, NORM_GATE_UP, NORM_LINEAR
+from quarrel.ops.lora import CHOSEN_LINEAR, LORA
 from quarrel.ops.mixer import MAMBA2_MIX, SCAN1_GATE
 from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP, ROUTE
 from quarrel.ops.norm import NORM
@@ -41,6 +42,8 @@ EXTRA_OPS: Mapping[str, Op] = {
         PLAIN,
         ENCODE,
         ADD_ROW,
+        CHOSEN_LINEAR,
+        LORA,
     )
 }
-"""State spaces, experts and encoders: contracts and references. A backend without one refuses models that need it."""
+"""State spaces, experts, encoders and adapters: contracts and references. A backend without one refuses what needs it."""

@@ -56,6 +56,7 @@ STEP_INPUTS: Mapping[str, tuple[str, str]] = {
     "kv_len": ("i32", "S"),
     "block_table": ("i32", "S B"),
     "state_slots": ("i32", "S"),
+    "adapter": ("i32", "T"),
     "out_rows": ("i32", "R"),
     "temperature": ("f32", "R"),
     "top_k": ("i32", "R"),

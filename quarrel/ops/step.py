@@ -34,6 +34,9 @@ class Limits:
     deterministic: bool = False
     """A row's result has the same bits in every batch, however its prompt is cut. The CPU backend never does otherwise."""
 
+    n_adapters: int = 0
+    """Adapters that a sequence may name, by 1 to so many; 0 is none."""
+
     @property
     def states(self) -> int:
         """Slots for recurrent state, at least one per sequence."""
@@ -64,6 +67,7 @@ class StepInputs:
     out_rows: Array  # [R] int32, indices into the T tokens whose results are wanted
     sample: SampleInputs | None = None
     state_slots: Array | None = None  # [S] int32, where recurrent layers keep each sequence's state
+    adapter: Array | None = None  # [T] int32, which adapter each token's row takes, 0 is none
     from_last: Array | None = None  # [T] int32, the row of the launch before whose token is this id, or -1 for `ids`
 
     def check(self, limits: Limits, n_vocab: int) -> None:
@@ -77,6 +81,8 @@ class StepInputs:
             ("slots outside the cache", _within(self.slots, 0, limits.n_blocks * limits.block_size)),
             ("block table outside the cache", _within(self.block_table, 0, limits.n_blocks)),
             ("out_rows outside the step", _within(self.out_rows, 0, tokens)),
+            ("adapters unlike the ids", _length(self.adapter) == (tokens if limits.n_adapters else 0)),
+            ("adapters that there are not", self.adapter is None or _within(self.adapter, 0, limits.n_adapters + 1)),
             ("from_last unlike the ids", self.from_last is None or len(self.from_last) == tokens),
             ("query_start not from 0 to the token count", _covers(self.query_start, tokens, seqs)),
             (
@@ -239,6 +245,10 @@ class Backend(Protocol):
 
     def compute_of(self, choice: ComputeChoice) -> Compute:
         """The arithmetic behind a choice, which names the tolerance that applies."""
+
+
+def _length(values: Array | None) -> int:
+    return 0 if values is None else len(values)
 
 
 def _within(values: Array, low: int, high: int) -> bool:

@@ -25,6 +25,7 @@ from quarrel.triton_backend import (
     experts_few,
     few,
     linear,
+    lora,
     mixer,
     norm,
     recurrent,
@@ -41,8 +42,8 @@ from quarrel.triton_backend.step import TritonStep
 from quarrel.triton_backend.weights import Weights, device_bytes, refs_of
 
 FAMILIES = (
-    few, experts_few, attention, collective, elementwise, embedding, encode, experts, linear, mixer, norm, recurrent, rope,
-    route, sample, scan1,
+    few, experts_few, attention, collective, elementwise, embedding, encode, experts, linear, lora, mixer, norm, recurrent,
+    rope, route, sample, scan1,
 )  # fmt: skip
 REGISTRY = Registry(
     "triton",

@@ -79,7 +79,7 @@ class InputBuffer:
             "item_start": seqs + 1,
             "state_slots": seqs,
         }
-        lengths |= dict.fromkeys(("ids", "from_last", "positions", "slots", "out_rows", *_SAMPLE), tokens)
+        lengths |= dict.fromkeys(("ids", "from_last", "positions", "slots", "adapter", "out_rows", *_SAMPLE), tokens)
         self._begin: dict[str, int] = {}
         end = 0
         for name, length in lengths.items():
@@ -146,6 +146,8 @@ class InputBuffer:
     def _sound(self, inputs: StepInputs, tokens: int, seqs: int, width: int, n_vocab: int) -> bool:
         """Whether `StepInputs.check` would pass, for one new token a sequence, as between two steps of decoding."""
         limits = self._limits
+        if limits.n_adapters or inputs.adapter is not None:
+            return False
         if not 0 < tokens == seqs <= min(_FEW, limits.max_tokens, limits.max_seqs) or not inputs.out_rows.size:
             return False
         if inputs.query_start.tolist() != list(range(seqs + 1)) or not len(inputs.positions) == len(inputs.slots) == tokens:
@@ -188,6 +190,8 @@ class InputBuffer:
         _fill(put["kv_len"], inputs.kv_len, 0, padded)
         if inputs.state_slots is not None:
             _fill(put["state_slots"], inputs.state_slots, self._limits.states, padded)
+        if inputs.adapter is not None:
+            _fill(put["adapter"], inputs.adapter, 0, padded)
         put["query_start"][: seqs + 1] = inputs.query_start
         put["item_start"][: seqs + 1] = starts
         if extra:
