@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,9 +16,15 @@ T = TypeVar("T")
 class Member:
     """A group whose members meet at a barrier (`ops.collective.Group`); buffers are NumPy arrays or CPU tensors."""
 
-    def __init__(self, rank: int, size: int, shared: dict[int, np.ndarray], barrier: threading.Barrier) -> None:
-        self.rank, self.size, self._shared, self._barrier = rank, size, shared, barrier
-        self.calls = 0
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        shared: dict[int, np.ndarray],
+        barrier: threading.Barrier,
+        turn: threading.Lock | None = None,
+    ) -> None:
+        self.rank, self.size, self._shared, self._barrier, self._turn = rank, size, shared, barrier, turn
 
     def all_reduce(self, buffer: Any) -> None:
         self._meet(buffer, lambda parts: np.sum([parts[r] for r in range(self.size)], 0, np.float32))
@@ -27,21 +34,26 @@ class Member:
 
     def _meet(self, buffer: Any, combine: Callable[[dict[int, np.ndarray]], np.ndarray]) -> None:
         array = np.asarray(buffer)
-        self.calls += 1
         self._shared[self.rank] = array.copy()
-        self._barrier.wait(30)
+        if self._turn is not None:
+            self._turn.release()
+        self._barrier.wait(60)
         result = combine(self._shared)
-        self._barrier.wait(30)
+        self._barrier.wait(60)
+        if self._turn is not None:
+            self._turn.acquire()
         array[...] = result
 
 
-def together(size: int, run: Callable[[Member], T]) -> list[T]:
-    """`run` on every member at once; what each returns."""
+def together(size: int, run: Callable[[Member], T], *, in_turn: bool = False) -> list[T]:
+    """`run` on every member at once; what each returns. in_turn: one computes while the others wait."""
     barrier, shared = threading.Barrier(size), dict[int, np.ndarray]()
+    turn = threading.Lock() if in_turn else None
 
     def one(rank: int) -> T:
         try:
-            return run(Member(rank, size, shared, barrier))
+            with turn or nullcontext():
+                return run(Member(rank, size, shared, barrier, turn))
         except BaseException:
             barrier.abort()
             raise
