@@ -11,6 +11,7 @@ import triton
 from quarrel.errors import BackendUnavailable, OutOfMemory, RequestError
 from quarrel.ops.collective import Group
 from quarrel.ops.contract import Compute, Concrete, Op
+from quarrel.ops.host import HostExperts
 from quarrel.ops.program import Program
 from quarrel.ops.registry import Registry, lower
 from quarrel.ops.step import ComputeChoice, Limits, WeightSource
@@ -35,6 +36,7 @@ from quarrel.triton_backend import (
     scan1,
 )
 from quarrel.triton_backend.cache import allocate, allocate_state, cache_bytes
+from quarrel.triton_backend.hosted import is_hosted, on_host
 from quarrel.triton_backend.inputs import InputBuffer, most_items
 from quarrel.triton_backend.plan import Plan
 from quarrel.triton_backend.runtime import DTYPES, INTERPRETED
@@ -62,6 +64,7 @@ class TritonBackend:
     def __init__(self, graphs: bool = True) -> None:
         self._graphs = graphs
         self._group: Group | None = None
+        self._host: HostExperts | None = None
 
     def unavailable(self) -> str | None:
         """Why this machine cannot run it, or None."""
@@ -104,6 +107,10 @@ class TritonBackend:
         """See `ops.collective.Joins`."""
         self._group = group
 
+    def leave_to_host(self, experts: HostExperts | None) -> None:
+        """See `ops.host.HostsExperts`."""
+        self._host = experts
+
     def compile(
         self,
         program: Program,
@@ -115,17 +122,21 @@ class TritonBackend:
         """Chooses implementations, packs weights on the device, allocates caches and buffers."""
         self._need_device()
         arithmetic = self.compute_of(compute)
-        choices = lower(program, REGISTRY)
-        refs = refs_of(c.node for c in choices)
+        if limits.kv_cache == "bfloat16" and (arithmetic == "float16" or INTERPRETED):
+            reason = "values of that range do not fit float16 arithmetic" if not INTERPRETED else "the interpreter is wrong"
+            raise RequestError(f"kv_cache='bfloat16' with compute='{arithmetic}': {reason}; use compute='bfloat16', or fp8")
         device = self._torch_device()
+        choices = on_host(lower(program, REGISTRY), self._host, weights, limits.max_tokens, arithmetic, device)
+        refs = refs_of(c.node for c in choices if not is_hosted(c))
         self._check_memory(
             device_bytes(refs, arithmetic),
-            cache_bytes(program.caches, limits.n_blocks, limits.block_size, DTYPES[arithmetic]),
+            cache_bytes(program.caches, limits.n_blocks, limits.block_size, limits.kv_cache, DTYPES[arithmetic]),
         )
         try:
             held = Weights(weights, device, arithmetic, refs, progress)
             dtype = DTYPES[arithmetic]
-            caches = [allocate(c, limits.n_blocks, limits.block_size, dtype, device) for c in program.caches]
+            size, kv = limits.block_size, limits.kv_cache
+            caches = [allocate(c, limits.n_blocks, size, dtype, device, kv) for c in program.caches]
             states = [allocate_state(s, limits.states, device) for s in program.states]
             inputs = InputBuffer(limits, device)
             slots = {value.id: inputs.slots[name] for name, value in program.inputs.items()}

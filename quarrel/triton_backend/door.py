@@ -79,7 +79,8 @@ def run_op(
     results: tuple[Concrete, ...] = tuple(_to_host(plan.slots[v.id].tensor, v, free) for v in outputs)
     if not op.consumes:
         return results
-    return (*results, *map(to_host, caches), *(s.cpu().numpy().copy() for s in states))
+    types = [g.type for g in inputs if isinstance(g, KVArrays)]
+    return (*results, *map(to_host, caches, types), *(s.cpu().numpy().copy() for s in states))
 
 
 def _operand(i: int, param: Param, spec: Any, given: Concrete, state: int) -> Operand:

@@ -271,6 +271,9 @@ class Inner:
     def to_halve(self, value: Value) -> tuple[torch.Tensor | None, bool]:
         return None, True
 
+    def turned(self, value: Value) -> Node | None:
+        return None
+
     def scratch(self, dim: str, width: int, dtype: torch.dtype = torch.float32) -> Slot:
         return self.outer.scratch(dim, width, dtype)
 

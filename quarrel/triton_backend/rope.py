@@ -8,14 +8,18 @@ A program takes R (token, head) pairs. The angle is reduced in float64, where a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 
-from quarrel.ops.attention import KV_APPEND, ROPE_APPEND, RopeAppendSpec
+from quarrel.ops.attention import ATTENTION, KV_APPEND, ROPE_APPEND, RopeAppendSpec
+from quarrel.ops.contract import Value
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 from quarrel.ops.rope import ROPE, RopeSpec
-from quarrel.triton_backend.runtime import Launch, Live, Site, cdiv, dims, power_of_two, starts_early
+from quarrel.triton_backend.codes import code_of, factors, largest
+from quarrel.triton_backend.runtime import DTYPES, Cache, Launch, Live, Site, cdiv, dims, power_of_two, starts_early
 
 _TILE = 2048  # pairs of values to a program
 
@@ -73,6 +77,53 @@ def _rotate(
 
 
 @triton.jit
+def _rotate_to_codes(
+    to, scales, x, positions, freq, magnitude, token, source, target, ok,
+    NEOX: tl.constexpr, DIM: tl.constexpr, ROT: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """As `_rotate`, into codes and their scales."""
+    i = tl.arange(0, HALF)[None, :]
+    in_half = i < ROT // 2
+    position = tl.load(positions + token, mask=ok, other=0).to(tl.float32)[:, None]
+    sin, cos = sin_cos(position * tl.load(freq + i, mask=in_half, other=0.0))
+    if NEOX:
+        first, second = i, i + ROT // 2
+    else:
+        first, second = i * 2, i * 2 + 1
+    mask = ok[:, None] & in_half
+    p_x, p_to = x + source[:, None] * DIM, to + target[:, None] * DIM
+    a = tl.load(p_x + first, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(p_x + second, mask=mask, other=0.0).to(tl.float32)
+    low, high = (a * cos - b * sin) * magnitude, (a * sin + b * cos) * magnitude
+    most, bad = largest(low)
+    most_high, bad_high = largest(high)
+    most, bad = tl.maximum(most, most_high), bad + bad_high
+    if ROT < DIM:
+        j = ROT + tl.arange(0, REST)[None, :]
+        rest_ok = ok[:, None] & (j < DIM)
+        rest = tl.load(p_x + j, mask=rest_ok, other=0.0).to(tl.float32)
+        most_rest, bad_rest = largest(rest)
+        most, bad = tl.maximum(most, most_rest), bad + bad_rest
+    factor, scale = factors(most, bad, KIND)
+    tl.store(scales + target, scale, mask=ok)
+    tl.store(p_to + first, code_of(low, factor, KIND), mask=mask)
+    tl.store(p_to + second, code_of(high, factor, KIND), mask=mask)
+    if ROT < DIM:
+        tl.store(p_to + j, code_of(rest, factor, KIND), mask=rest_ok)
+
+
+@triton.jit
+def _copy_to_codes(to, scales, x, source, target, ok, DIM: tl.constexpr, WIDE: tl.constexpr, KIND: tl.constexpr):
+    i = tl.arange(0, WIDE)[None, :]
+    mask = ok[:, None] & (i < DIM)
+    value = tl.load(x + source[:, None] * DIM + i, mask=mask, other=0.0).to(tl.float32)
+    most, bad = largest(value)
+    factor, scale = factors(most, bad, KIND)
+    tl.store(scales + target, scale, mask=ok)
+    tl.store(to + target[:, None] * DIM + i, code_of(value, factor, KIND), mask=mask)
+
+
+@triton.jit
 def _copy(to, x, source, target, ok, DIM: tl.constexpr, WIDE: tl.constexpr):
     i = tl.arange(0, WIDE)[None, :]
     mask = ok[:, None] & (i < DIM)
@@ -92,22 +143,26 @@ def rope_rows(
 
 @triton.jit(do_not_specialize=["tokens"])
 def append_rows(
-    keys, values, k, v, slots, tokens,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, R: tl.constexpr,
+    keys, values, key_scales, value_scales, k, v, slots, tokens, HEADS: tl.constexpr, SIZE: tl.constexpr,
+    DIM: tl.constexpr, WIDE: tl.constexpr, R: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     token, head, ok = row // HEADS, row % HEADS, row < tokens.to(tl.int64) * HEADS
     target = cache_row(tl.load(slots + token, mask=ok, other=0).to(tl.int64), head, HEADS, SIZE)
-    _copy(keys, k, row, target, ok, DIM, WIDE)
-    _copy(values, v, row, target, ok, DIM, WIDE)
+    if KIND == "plain":
+        _copy(keys, k, row, target, ok, DIM, WIDE)
+        _copy(values, v, row, target, ok, DIM, WIDE)
+    else:
+        _copy_to_codes(keys, key_scales, k, row, target, ok, DIM, WIDE, KIND)
+        _copy_to_codes(values, value_scales, v, row, target, ok, DIM, WIDE, KIND)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def rope_append_rows(
-    y, keys, values, q, k, v, positions, freq, slots, q_magnitude, k_magnitude, tokens,
+    y, keys, values, key_scales, value_scales, q, k, v, positions, freq, slots, q_magnitude, k_magnitude, tokens,
     Q_HEADS: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, NEOX: tl.constexpr,
     DIM: tl.constexpr, ROT: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, WIDE: tl.constexpr, R: tl.constexpr,
-    PDL: tl.constexpr,
+    KIND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -121,10 +176,17 @@ def rope_append_rows(
     else:
         token, head, ok = row // HEADS, row % HEADS, row < tokens.to(tl.int64) * HEADS
         target = cache_row(tl.load(slots + token, mask=ok, other=0).to(tl.int64), head, HEADS, SIZE)
-        if role == 1:
-            _rotate(keys, k, positions, freq, k_magnitude, token, head, row, target, ok, NEOX, DIM, ROT, HALF, REST)
+        if KIND == "plain":
+            if role == 1:
+                _rotate(keys, k, positions, freq, k_magnitude, token, head, row, target, ok, NEOX, DIM, ROT, HALF, REST)
+            else:
+                _copy(values, v, row, target, ok, DIM, WIDE)
+        elif role == 1:
+            _rotate_to_codes(
+                keys, key_scales, k, positions, freq, k_magnitude, token, row, target, ok, NEOX, DIM, ROT, HALF, REST, KIND
+            )
         else:
-            _copy(values, v, row, target, ok, DIM, WIDE)
+            _copy_to_codes(values, value_scales, v, row, target, ok, DIM, WIDE, KIND)
 
 
 def _shape(spec: RopeSpec) -> dict[str, int | bool]:
@@ -174,8 +236,8 @@ def build_kv_append(site: Site, node: Node) -> Launch:
         count = live.count(axis)
         site.launch(
             append_rows, (cdiv(count * n_kv, rows),),
-            cache.k, cache.v, k.tensor, v.tensor, slots.tensor, count,
-            HEADS=n_kv, SIZE=cache.block_size, DIM=dim, WIDE=power_of_two(dim), R=rows,
+            cache.k, cache.v, *cache.both_scales, k.tensor, v.tensor, slots.tensor, count,
+            HEADS=n_kv, SIZE=cache.block_size, DIM=dim, WIDE=power_of_two(dim), R=rows, KIND=cache.kind,
         )  # fmt: skip
 
     return run
@@ -192,18 +254,45 @@ def build_rope_append(site: Site, node: Node) -> Launch:
     axis, _ = dims(node.outputs[0])
     rows = _rows_each(spec.q.head_dim)
     heads = max(spec.q.n_heads, spec.k.n_heads)
+    left = joined(site, node.outputs[0], cache) is not None
 
     def run(live: Live) -> None:
+        if left and not live.several:
+            return
         count = live.count(axis)
         site.launch(
             rope_append_rows, (cdiv(count * heads, rows), 3),
-            target.tensor, cache.k, cache.v, q.tensor, k.tensor, v.tensor, positions.tensor, table, slots.tensor,
+            target.tensor, cache.k, cache.v, *cache.both_scales, q.tensor, k.tensor, v.tensor, positions.tensor, table,
+            slots.tensor,
             spec.q.magnitude, spec.k.magnitude, count,
             Q_HEADS=spec.q.n_heads, HEADS=spec.k.n_heads, SIZE=cache.block_size, **_shape(spec.q),
-            WIDE=power_of_two(spec.k.head_dim), R=rows, early=starts_early(site),
+            WIDE=power_of_two(spec.k.head_dim), R=rows, KIND=cache.kind, early=starts_early(site),
         )  # fmt: skip
 
     return run
+
+
+def left_to_attention(nodes: Sequence[Node], kept: set[int]) -> list[tuple[int, int]]:
+    """ROPE_APPENDs whose queries one attention over the same cache reads and nobody else: places of both among the nodes.
+
+    In a step without prompts that attention does their work (`attend_one`): whole heads of a power of two.
+    """
+    found = []
+    for i, node in enumerate(nodes):
+        if node.op is not ROPE_APPEND or node.outputs[0].id in kept:
+            continue
+        q, k = node.spec.q, node.spec.k
+        readers = [j for j, n in enumerate(nodes) if any(v is node.outputs[0] for v in n.inputs)]
+        over = [j for j, n in enumerate(nodes) if n.op is ATTENTION and n.inputs[4] == node.inputs[6]]
+        whole = q.head_dim == q.n_rot == k.n_rot == power_of_two(q.head_dim) and q.head_dim >= 16
+        if whole and readers == over and len(readers) == 1:
+            found.append((i, readers[0]))
+    return found
+
+
+def joined(site: Site, value: Value, cache: Cache) -> Node | None:
+    """The ROPE_APPEND of these queries that leaves its work to the attention behind it in a step without prompts."""
+    return site.turned(value) if cache.k.dtype == DTYPES[site.compute] else None
 
 
 def _accepts_append(spec: RopeAppendSpec) -> str | None:

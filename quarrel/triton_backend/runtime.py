@@ -13,6 +13,7 @@ import torch
 
 from quarrel.ops.collective import Group
 from quarrel.ops.contract import CacheRef, Compute, ConstRef, StateRef, Value, WeightRef
+from quarrel.ops.program import Node
 from quarrel.triton_backend.pack import Packed
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -34,10 +35,26 @@ class Slot:
 
 @dataclass(frozen=True)
 class Cache:
-    """Keys and values of one layer, each `[blocks, n_kv, block_size, head_dim]`; padding writes to the last block."""
+    """Keys and values of one layer, each `[blocks, n_kv, block_size, head_dim]`; padding writes to the last block.
+
+    Codes (`ops/kv.py`) are bytes, and have scales `[blocks, n_kv, block_size]` float32 (`codes.py`).
+    """
 
     k: torch.Tensor
     v: torch.Tensor
+    kind: str = "plain"
+    """Or "int8", or "fp8"."""
+    scales: tuple[torch.Tensor, ...] = ()
+    """Of keys and of values."""
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (self.k, self.v, *self.scales)
+
+    @property
+    def both_scales(self) -> tuple[torch.Tensor, ...]:
+        """What a kernel is given; it does not read them where there are none."""
+        return self.scales or (self.k, self.v)
 
     @property
     def block_size(self) -> int:
@@ -155,6 +172,9 @@ class Site(Protocol):
 
     def to_halve(self, value: Value) -> tuple[torch.Tensor | None, bool]:
         """For whoever makes a value: where to put its halved form, if it is read, and whether the plain one is read too."""
+
+    def turned(self, value: Value) -> Node | None:
+        """The ROPE_APPEND that makes these queries and leaves its work to the attention that reads them (`rope.py`)."""
 
     def scratch(self, dim: str, width: int, dtype: torch.dtype = torch.float32) -> Slot:
         """`[dim, width]` that holds until the node is done; dim is T, S, R, items or one."""

@@ -1,15 +1,18 @@
 """The step on CUDA: static buffers sized by its limits, plain launches for prefill, a captured graph per decode bucket.
 
 A graph is captured the second time that its bucket is asked for; the first time compiles the kernels. Buckets pad the
-batch to a power of two of sequences and of key splits, and padding changes no row's result.
+batch to a power of two of sequences and of key splits, and padding changes no row's result. What the host computes
+(`hosted.py`) stands between the graphs of its step.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -20,9 +23,10 @@ from quarrel.ops.embedding import EmbeddingSpec
 from quarrel.ops.registry import Choice
 from quarrel.ops.step import Done, Limits, MemoryPlan, Pending, StepInputs, StepOutputs, Taken, Want, outputs_of
 from quarrel.triton_backend.cache import copy_blocks, copy_states
+from quarrel.triton_backend.hosted import Outside
 from quarrel.triton_backend.inputs import InputBuffer, item_bucket, item_starts, live_counts
 from quarrel.triton_backend.plan import Plan, needed
-from quarrel.triton_backend.runtime import Live, power_of_two
+from quarrel.triton_backend.runtime import Launch, Live, power_of_two
 from quarrel.triton_backend.weights import held_as
 
 
@@ -72,7 +76,7 @@ class TritonStep:
         self.limits = limits
         self.compute: Compute = plan.compute
         self._plan, self._inputs, self._outputs = plan, inputs, dict(outputs)
-        self._graphs: dict[tuple[int, int, str], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, int, str], list[Callable[[], None]]] = {}
         self._seen: set[tuple[int, int, str]] = set()
         self._last_rows = 0
         self._on_gpu = plan.device.type == "cuda"
@@ -131,7 +135,7 @@ class TritonStep:
 
     def memory(self) -> MemoryPlan:
         """Device bytes; nothing of the file is used in place."""
-        held = [*(t for c in self._plan.caches for t in (c.k, c.v)), *self._plan.states]
+        held = [*(t for c in self._plan.caches for t in c.tensors), *self._plan.states]
         cache = sum(t.numel() * t.element_size() for t in held)
         return MemoryPlan(self._plan.weights.nbytes(), 0, cache, self._plan.nbytes + self._inputs.nbytes)
 
@@ -178,21 +182,23 @@ class TritonStep:
 
     def _replay(self, live: Live, want: str) -> None:
         key = (live.S, live.items, want)
-        if key in self._graphs:
-            self._graphs[key].replay()
-            return
-        if key not in self._seen:
+        if key not in self._graphs and key not in self._seen:
             self._seen.add(key)
             self._run(live, want)
             return
-        graph = torch.cuda.CUDAGraph()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # an empty program would warn; it is as well captured empty
-            # Other threads may go on using the device, as another model's loading does.
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self._run(live, want)
-        self._graphs[key] = graph
-        graph.replay()
+        if key not in self._graphs:
+            self._graphs[key] = self._captured(live, want)
+        for go in self._graphs[key]:
+            go()
+
+    def _captured(self, live: Live, want: str) -> list[Callable[[], None]]:
+        """The step as graphs, with what no graph may hold between them."""
+        wanted = [go for go, mark in zip(self._plan.launches, self._masks[want], strict=True) if mark]
+        pieces: list[Callable[[], None]] = []
+        for outside, piece in groupby(wanted, lambda go: isinstance(go, Outside)):
+            launches = list(piece)
+            pieces += [partial(go, live) for go in launches] if outside else [_graph(launches, live).replay]
+        return pieces or [_graph([], live).replay]
 
     def _read(self, value: Value, rows: int) -> np.ndarray:
         _, *widths = value.dims
@@ -207,6 +213,17 @@ class TritonStep:
         if type is None or held_as(type, self.compute) == type:
             return ""
         return f" (held as {held_as(type, self.compute).name})"
+
+
+def _graph(launches: Sequence[Launch], live: Live) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # an empty program would warn; it is as well captured empty
+        # Other threads may go on using the device, as another model's loading does.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            for go in launches:
+                go(live)
+    return graph
 
 
 def _smallest_table(choices: Sequence[Choice], index: str) -> int:

@@ -7,11 +7,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from quarrel.ops.attention import ATTENTION, AttentionSpec
-from quarrel.ops.contract import Array, Case, KVArrays
+from quarrel.ops import draw
+from quarrel.ops.attention import ATTENTION, ROPE_APPEND, AttentionSpec, RopeAppendSpec
+from quarrel.ops.contract import Array, CacheRef, Case, ConstRef, KVArrays, RawWeight, Value, WeightRef
+from quarrel.ops.program import Node, Program
+from quarrel.ops.registry import lower
+from quarrel.ops.rope import RopeSpec
 from quarrel.triton_backend.attention import LEAST_SPLIT, tiles
-from quarrel.triton_backend.backend import TritonBackend
+from quarrel.triton_backend.backend import REGISTRY, TritonBackend
+from quarrel.triton_backend.cache import from_host
+from quarrel.triton_backend.inputs import item_starts
+from quarrel.triton_backend.plan import Plan
+from quarrel.triton_backend.runtime import DTYPES, Live, Slot, Work
+from quarrel.triton_backend.runtime import launch as really
+from quarrel.triton_backend.weights import Weights
 from tests.triton_backend.cases import COMPUTES, error_on
 
 SPEC = AttentionSpec(4, 2, 64, 0.125)
@@ -97,15 +108,71 @@ def test_a_sequence_without_new_tokens_is_passed_over(backend: TritonBackend) ->
 
 
 def test_keys_of_a_tile_follow_from_the_head_alone() -> None:
-    """Decode and prefill walk the same tiles, and a split is whole tiles: what makes rows independent of their batch."""
+    """A split is whole tiles: what makes rows independent of their batch."""
     for compute in ("float32", "float16", "bfloat16"):
         for dim in (16, 64, 80, 96, 128, 256):
             decode, prefill = tiles(compute, dim, 8)  # type: ignore[arg-type]
-            assert decode.keys == prefill.keys
-            assert LEAST_SPLIT % decode.keys == 0
+            assert LEAST_SPLIT % decode.keys == LEAST_SPLIT % prefill.keys == 0
 
 
 def run(backend: TritonBackend, inputs: tuple[Any, ...], compute: Any) -> Array:
     (out,) = backend.run_op(ATTENTION, SPEC, inputs, compute)
     assert isinstance(out, np.ndarray)
     return out
+
+
+class _NoWeights:
+    def raw(self, ref: WeightRef) -> RawWeight:
+        raise AssertionError(ref)
+
+
+@pytest.mark.parametrize("style", ["norm", "neox"])
+@pytest.mark.parametrize("compute", COMPUTES)
+def test_rotating_and_appending_inside_changes_no_bit(style: Any, compute: Any) -> None:
+    """A step without prompts leaves both to the attention; the launches by themselves give the same rows and cache."""
+    rope = [RopeSpec(style, n, 64, 64, 1.1) for n in (4, 2)]
+    values = [Value(i, "act", ("T", 64 * n), name) for i, (n, name) in enumerate(((4, "q"), (2, "k"), (2, "v")))]
+    names = ("positions", "slots", "query_start", "kv_len", "block_table")
+    ints = {name: Value(3 + i, "i32", ("T",), name) for i, name in enumerate(names)}
+    turned, y = Value(8, "act", ("T", 256), "q"), Value(9, "act", ("T", 256), "y")
+    freq = ConstRef("freq", tuple(10000.0 ** (-i / 32) for i in range(32)))
+    nodes = (
+        Node(ROPE_APPEND, RopeAppendSpec(*rope), (*values, ints["positions"], freq, ints["slots"], CacheRef(0)), (turned,)),
+        Node(ATTENTION, SPEC, (turned, *(ints[n] for n in names[2:]), CacheRef(0)), (y,)),
+    )
+    _, starts, kv_len, table, cache = batch(SPEC, [(1, LEAST_SPLIT + 9), (1, 1), (1, 66)])
+    last = kv_len - 1
+    arrays = {
+        "positions": last,
+        "slots": table[range(3), last // 32] * 32 + last % 32,
+        "query_start": starts,
+        "kv_len": kv_len,
+    }
+    arrays["block_table"] = table.reshape(-1)
+    given = draw.activations(np.random.default_rng(3), 3, 512)
+    parts = np.split(given, [256, 384], axis=1)
+    found = []
+    for several in (False, True):
+        held = from_host(cache, DTYPES[compute], torch.device("cpu"))
+        slots = {v.id: Slot(torch.from_numpy(p.reshape(-1).copy()).to(DTYPES[compute])) for v, p in zip(values, parts)}
+        slots |= {v.id: Slot(torch.from_numpy(arrays[n].astype(np.int32))) for n, v in ints.items()}
+        items = item_starts(starts, kv_len)
+        work = Work(Slot(torch.from_numpy(items)), Slot(torch.tensor([table.shape[1]], dtype=torch.int32)))
+        launched: list[str] = []
+
+        def launch(kernel: Any, *args: Any, **told: Any) -> None:
+            launched.append(kernel.__name__)  # noqa: B023
+            really(kernel, *args, **told)
+
+        choices = lower(Program(nodes, {v.name: v for v in (*values, *ints.values())}, {}, ()), REGISTRY)
+        rows = {"T": 3, "S": 3, "R": 3, "items": int(items[-1])}
+        weights = Weights(_NoWeights(), held.k.device, compute)
+        plan = Plan(choices, slots, {y.id}, rows, weights, [held], [], work, compute, held.k.device, launch)
+        plan.fill(255)
+        for go in plan.launches:
+            go(Live(3, 3, 3, True, several, int(items[-1])))
+        assert launched == (["rope_append_rows", "attend_one", "attend_many"] if several else ["attend_one"])
+        found.append((plan.slots[y.id].tensor.clone(), held.k, held.v))
+    for inside, apart in zip(*found, strict=True):
+        assert not inside.isnan().any()
+        assert torch.equal(inside, apart)

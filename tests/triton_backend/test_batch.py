@@ -59,9 +59,9 @@ def test_attention_over_many_tiles(backend: TritonBackend, case: Case) -> None:
 
 
 def test_splits_follow_the_length_alone() -> None:
-    lengths = np.array([0, 1, 64, 65, 4096, 4097, 32000, 131072])
+    lengths = np.array([0, 1, 128, 129, 8192, 8193, 32000, 131072])
     assert attention.splits_of(lengths).tolist() == [0, 1, 1, 2, 64, 33, 63, 64]
-    assert attention.most_splits(4096, 2) == 66
+    assert attention.most_splits(8192, 2) == 66
 
 
 @pytest.mark.parametrize("pieces", [False, True])
