@@ -234,6 +234,29 @@ def make_three(p: dict[str, Any], small: bool) -> Made:
     return go, count, error, {"gb": sum(s[0].nbytes for s in sets) / 1e9}
 
 
+def make_rows_three(p: dict[str, Any], small: bool) -> Made:
+    """rows_three: query, key and value."""
+    k, tokens, ns = p["k"], p["tokens"], p["ns"]
+    sets = [turns(packed(f, n, k), small) for f, n in zip(p["formats"], ns, strict=True)]
+    count = min(map(len, sets))
+    x = activations(tokens, k)
+    ys = [torch.full((tokens, n), float("nan"), device=device(), dtype=F16) for n in ns]
+
+    def go(i: int) -> None:
+        a, b, c = (s[i] for s in sets)
+        launch(
+            rows.rows_three, (sum(cdiv(n, p["bm"]) for n in ns),), *ys, x, *a.planes, *b.planes, *c.planes, *ys, tokens,
+            *ns, K=k, FORMAT0=a.format, FORMAT1=b.format, FORMAT2=c.format, BIAS=False, W=p["turns"], M=p["tall"],
+            BM=p["bm"], BT=p["bt"], DEEP=p["deep"], warps=p["tall"] * p["turns"], stages=1,
+        )  # fmt: skip
+
+    def error() -> float:
+        wanted = (x.float() @ exact(f, n, k).T for f, n in zip(p["formats"], ns, strict=True))
+        return max(relative(y.float(), want) for y, want in zip(ys, wanted, strict=True))
+
+    return go, count, error, {"gb": sum(s[0].nbytes for s in sets) / 1e9}
+
+
 def cache_for(seqs: int, keys: int, n_kv: int, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Keys, values and a block table of shuffled blocks of 32."""
     width = cdiv(keys, 32)
@@ -378,7 +401,7 @@ def make_experts(p: dict[str, Any], small: bool) -> Made:
 
 MAKERS = {
     "decode": make_decode, "library": make_library, "batch": make_batch, "three": make_three, "attend": make_attend,
-    "split": make_split, "rows": make_rows, "experts": make_experts,
+    "split": make_split, "rows": make_rows, "rows_three": make_rows_three, "experts": make_experts,
 }  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Linear maps over packed weights: y[t, n] = sum_k x[t, k] W[n, k] (+ b[n]), and residual + scale * that.
 
-Which kernel a count of tokens takes: `rows.py` from 2 to its MOST, `matmul.py` to its own, `dequant.py` beyond, and the
+Which kernel a count of tokens takes: `rows.py` from 2 to 16 or so, `matmul.py` to its MOST, `dequant.py` beyond, and the
 exact tiles here for one token, float32 arithmetic and odd widths. Where a row's bits may not depend on how many rows there
 are, `matmul.py` has all.
 
@@ -100,10 +100,10 @@ def _build(
     return _by_count(axis, exact, rows.linear(site, x, y, weight, bias, residual, alpha, axis), few, many)
 
 
-def _by_count(axis: str, one: Launch, fewest: Launch | None, few: Launch, many: Launch) -> Launch:
+def _by_count(axis: str, one: Launch, fewest: rows.Few | None, few: Launch, many: Launch) -> Launch:
     def run(live: Live) -> None:
         count = live.count(axis)
-        least = few if fewest is None or count > rows.MOST else fewest
+        least = few if fewest is None or count > fewest.most else fewest.run
         (one if count <= 1 else least if count <= matmul.MOST else many)(live)
 
     return run

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 import triton
@@ -23,6 +24,7 @@ from quarrel.triton_backend.elementwise import activate
 from quarrel.triton_backend.half import high_offset, is_fast, low_columns, tile_halves
 from quarrel.triton_backend.pack import Packed
 from quarrel.triton_backend.runtime import Launch, Live, Site, Slot, cdiv
+from quarrel.triton_backend.tuned import Kind, Measured, Widths, key, table
 
 MOST = 128
 """Tokens up to which a launch of `batch_tiles` reads each weight once."""
@@ -42,20 +44,8 @@ class Shape:
     stages: int
 
 
-Widths = tuple[tuple[int, int, int, int, int], ...]
-# Tokens, rows, blocks of a step, warps, stages; microseconds are of an H200 for 14336 x 4096 in Q4_K.
-_OTHERS: Widths = ((16, 64, 4, 4, 2), (32, 64, 4, 4, 2), (64, 64, 4, 4, 2))
-# 30 us for 8 tokens (28 to 44 in other tiles), 37 for 32, 44 for 64 (64 rows: 55 to 60), 58 for 128 (2 stages: 73).
-_ONE: Widths = ((16, 64, 8, 4, 3), (32, 64, 8, 4, 3), (64, 128, 4, 8, 3), (128, 128, 4, 8, 3))
-# 66, 71 and 92 us for both matrices; in 32 rows 66, 97 and 126.
-_GATED: Widths = ((16, 64, 4, 4, 3), (32, 64, 4, 4, 3), (64, 128, 4, 8, 2), (128, 128, 4, 8, 2))
-# Three formats in one kernel share less of their memory: 128 tokens of 128 rows ask for more than there is.
-_THREE: Widths = ((16, 64, 8, 4, 3), (32, 64, 4, 4, 3), (64, 64, 4, 4, 3))
-_WIDE: Widths = ((16, 64, 4, 4, 3), (32, 64, 4, 4, 3), (64, 64, 4, 4, 2))
-
-
-def shapes_for(n: int, k: int, widths: Widths) -> tuple[Shape, ...]:
-    """Tiles for more and more tokens, by the weight's shape alone.
+def shapes_for(n: int, k: int, widths: Widths, measured: Measured = MappingProxyType({})) -> tuple[Shape, ...]:
+    """Tiles for more and more tokens, by the weight's shape alone: as they were `measured`, or as `widths` have it.
 
     K is cut while there are fewer programs than fill an H200's 132 multiprocessors: 64 rows in 4 warps are two to each, 128
     rows in 8 warps one. 14336 rows are best whole (30 us against 39 in two parts), 4096 x 14336 in four (32 against 44 in
@@ -64,13 +54,28 @@ def shapes_for(n: int, k: int, widths: Widths) -> tuple[Shape, ...]:
     blocks = k // 32
     found = []
     for tokens, rows, most, warps, stages in widths:
+        if tokens in measured:
+            continue
         step = next(s for s in (8, 4, 2, 1) if s <= most and blocks % s == 0)
         programs = cdiv(n, rows)
         parts = 1
         while programs * parts < (200 if rows == 64 else 100) and parts < _MOST_PARTS and blocks // step >= 4 * parts:
             parts *= 2
         found.append(Shape(rows, tokens, step, parts, warps, stages))
-    return tuple(found)
+    found += [Shape(row[0], tokens, *row[1:]) for tokens, row in measured.items()]
+    return tuple(sorted(found, key=lambda s: s.tokens))
+
+
+def shapes_of(site: Site, kind: Kind, weights: Sequence[Packed]) -> tuple[Shape, ...]:
+    """What the device's table says of these weights."""
+    found = table(site.generation)
+    ns, k = [w.n for w in weights], weights[0].k
+    wide = kind != "gated" and any(w.format in ("F16", "BF16") for w in weights)
+    widths = found.widths["wide" if wide else kind]
+    n = sum(ns) if kind == "three" else ns[0]
+    if site.deterministic:
+        return shapes_for(n, k, same_sums(widths))
+    return shapes_for(n, k, widths, found.tiles.get(key(kind, [w.format for w in weights], ns, k), {}))
 
 
 def same_sums(widths: Widths) -> Widths:
@@ -304,9 +309,7 @@ def _one(
 ) -> Launch:  # fmt: skip
     a, b = weights[0], weights[-1]
     gated = len(weights) == 2
-    hopper, wide = site.generation == 9, a.format in ("F16", "BF16")
-    widths = (_GATED if gated else _WIDE if wide else _ONE) if hopper else _OTHERS[: 2 if gated else 3]
-    shapes = shapes_for(a.n, a.k, same_sums(widths) if site.deterministic else widths)
+    shapes = shapes_of(site, "gated" if gated else "one", weights)
     part, arrived = _room(site, shapes, [a.n], len(weights))
     compute = site.compute
 
@@ -332,9 +335,7 @@ def linears(
     """Three maps of one x in one launch; their formats may differ. Biases are three or none."""
     assert len(weights) == 3, len(weights)
     k, ns = weights[0].k, [w.n for w in weights]
-    wide = any(w.format in ("F16", "BF16") for w in weights)
-    widths = (_WIDE if wide else _THREE) if site.generation == 9 else _OTHERS
-    shapes = shapes_for(sum(ns), k, same_sums(widths) if site.deterministic else widths)
+    shapes = shapes_of(site, "three", weights)
     part, arrived = _room(site, shapes, ns, 1)
     compute = site.compute
     planes = [p for w in weights for p in w.planes]

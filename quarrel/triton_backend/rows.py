@@ -20,9 +20,10 @@ from quarrel.triton_backend import elementwise
 from quarrel.triton_backend.fragments import STEP, TAKEN, fetch_words, pairs, words_layout
 from quarrel.triton_backend.pack import Packed
 from quarrel.triton_backend.runtime import INTERPRETED, Launch, Live, Site, Slot, cdiv
+from quarrel.triton_backend.tuned import Kind, key, table
 
-MOST = 16
-"""Rows up to which these kernels are the faster ones."""
+WIDTHS = (8, 16)
+"""Rows of x that `mma` is given; a measured shape may have more."""
 
 _WARPS = 1700
 """Warps that keep an H200 busy."""
@@ -46,9 +47,28 @@ class Deal:
 
 def takes(site: Site, weights: Sequence[Packed]) -> bool:
     """Whether these kernels read the weights: float16 arithmetic, whole super-blocks, a device with `mma`."""
-    known = all(w.format in TAKEN and w.k % STEP == 0 for w in weights)
+    read = all(w.format in TAKEN and w.k % STEP == 0 for w in weights)
     compute: Compute = site.compute
-    return known and compute == "float16" and site.generation >= 8 and not site.deterministic and not INTERPRETED
+    return read and compute == "float16" and site.generation >= 8 and not site.deterministic and not INTERPRETED
+
+
+@dataclass(frozen=True)
+class Few:
+    """A launch for up to `most` rows."""
+
+    run: Launch
+    most: int
+
+
+def deals(site: Site, kind: Kind, weights: Sequence[Packed]) -> dict[int, Deal]:
+    """By width of rows, ascending: as the device's table has it, or by `deal`."""
+    ns, k = [w.n for w in weights], weights[0].k
+    known, name = table(site.generation), key(kind, [w.format for w in weights], ns, k)
+    tiled = known.tiles.get(name, {})
+    found = {width: deal(sum(ns) if kind == "three" else ns[0], k, width) for width in WIDTHS if width not in tiled}
+    for width, (rows, tall, turns, deep) in known.rows.get(name, {}).items():
+        found[width] = Deal(rows, tall, turns, bool(deep))
+    return dict(sorted(found.items()))
 
 
 def deal(n: int, k: int, count: int) -> Deal:
@@ -63,11 +83,6 @@ def deal(n: int, k: int, count: int) -> Deal:
     while turns < 8 and cdiv(n, rows) * turns < _WARPS and k // STEP >= 4 * turns:
         turns *= 2
     return Deal(rows, 1, turns)
-
-
-def width(count: int) -> int:
-    """Rows that `mma` is given."""
-    return 8 if count <= 8 else 16
 
 
 @gluon.jit
@@ -190,14 +205,14 @@ def rows_three(
 
 def linear(
     site: Site, x: Slot, y: Slot, weight: Packed, bias: torch.Tensor | None, residual: Slot | None, alpha: float, axis: str
-) -> Launch | None:
-    """y = W x + bias, or residual + alpha * that, for up to MOST rows of `axis`; None if these kernels do not read it."""
+) -> Few | None:
+    """y = W x + bias, or residual + alpha * that, for a few rows of `axis`; None if these kernels do not read it."""
     return _one(site, x, y, (weight,), () if bias is None else (bias,), residual, alpha, axis, "none")
 
 
 def gate_up(
     site: Site, x: Slot, y: Slot, gate: Packed, up: Packed, biases: Sequence[torch.Tensor], activation: str, axis: str
-) -> Launch | None:
+) -> Few | None:
     """y = activation(gate x) * up x; both matrices have one format and shape, biases are two or none."""
     return _one(site, x, y, (gate, up), biases, None, 1.0, axis, activation)
 
@@ -205,40 +220,42 @@ def gate_up(
 def _one(
     site: Site, x: Slot, y: Slot, weights: Sequence[Packed], biases: Sequence[torch.Tensor], residual: Slot | None,
     alpha: float, axis: str, kind: str,
-) -> Launch | None:  # fmt: skip
+) -> Few | None:  # fmt: skip
     if not takes(site, weights):
         return None
     a, b, gated = weights[0], weights[-1], len(weights) == 2
+    by_width = deals(site, "gated" if gated else "one", weights)
 
     def run(live: Live) -> None:
         count, none = live.count(axis), y.tensor
-        how = deal(a.n, a.k, count)
+        width, how = next((w, d) for w, d in by_width.items() if count <= w)
         site.launch(
             rows_one, (cdiv(a.n, how.rows),), y.tensor, x.tensor, *a.planes, *b.planes, biases[0] if biases else none,
             biases[-1] if biases else none, none if residual is None else residual.tensor, count, alpha, a.n, K=a.k,
             FORMAT=a.format, BIAS=bool(biases), ADD=residual is not None, GATED=gated, KIND=kind, W=how.turns, M=how.tall,
-            BM=how.rows, BT=width(count), DEEP=how.deep, warps=how.warps, stages=1,
+            BM=how.rows, BT=width, DEEP=how.deep, warps=how.warps, stages=1,
         )  # fmt: skip
 
-    return run
+    return Few(run, max(by_width, default=0))
 
 
 def linears(
     site: Site, x: Slot, ys: Sequence[Slot], weights: Sequence[Packed], biases: Sequence[torch.Tensor], axis: str
-) -> Launch | None:
+) -> Few | None:
     """Three maps of one x in one launch; their formats may differ. Biases are three or none."""
     if not takes(site, weights):
         return None
     ns, k = [w.n for w in weights], weights[0].k
     planes = [p for w in weights for p in w.planes]
+    by_width = deals(site, "three", weights)
 
     def run(live: Live) -> None:
         count, outs = live.count(axis), [y.tensor for y in ys]
-        how = deal(sum(ns), k, count)
+        width, how = next((w, d) for w, d in by_width.items() if count <= w)
         site.launch(
             rows_three, (sum(cdiv(n, how.rows) for n in ns),), *outs, x.tensor, *planes, *(biases or outs), count, *ns,
             K=k, FORMAT0=weights[0].format, FORMAT1=weights[1].format, FORMAT2=weights[2].format, BIAS=bool(biases),
-            W=how.turns, M=how.tall, BM=how.rows, BT=width(count), DEEP=how.deep, warps=how.warps, stages=1,
+            W=how.turns, M=how.tall, BM=how.rows, BT=width, DEEP=how.deep, warps=how.warps, stages=1,
         )  # fmt: skip
 
-    return run
+    return Few(run, max(by_width, default=0))
