@@ -91,6 +91,10 @@ class CpuBackend:
         compiled = Compiled(program, weights, caches, states, sizes, exact, self._pool, progress, self._group)
         return CpuStep(compiled, limits, arithmetic, vocabulary(program))
 
+    def part(self, program: Program, weights: WeightSource, rows: int, compute: Compute) -> Compiled:
+        """See `ops.host.ComputesParts`: float32 exactly, else with activations of 8 bits."""
+        return Compiled(program, weights, (), (), {"T": rows, "R": 0, "S": 0, "B": 0}, compute == "float32", self._pool)
+
     def _arithmetic(self, choice: ComputeChoice) -> Compute:
         if choice in ("float16", "bfloat16"):
             raise UnsupportedOp(

@@ -7,7 +7,7 @@ finite makes its block's scale NaN, so it shows in every result.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import triton
 import triton.language as tl
@@ -32,12 +32,14 @@ def reads_halved(node: Node, compute: Compute) -> bool:
     return spec.type.name in WORDS and spec.k % 32 == 0
 
 
-def readers(nodes: Sequence[Node], compute: Compute) -> tuple[set[int], set[int]]:
-    """Ids of the values that are read in halved form by a step of one row, and of those that are read as they are."""
+def readers(nodes: Sequence[Node], compute: Compute, plain_only: Collection[int] = ()) -> tuple[set[int], set[int]]:
+    """Ids of the values that are read in halved form by a step of one row, and of those that are read as they are, as the
+    nodes whose numbers are in `plain_only` read all of theirs."""
     halved: set[int] = set()
     plain: set[int] = set()
-    for node in nodes:
-        x = (node.inputs[1] if node.op is LINEAR_ADD else node.inputs[0]) if reads_halved(node, compute) else None
+    for i, node in enumerate(nodes):
+        halves = i not in plain_only and reads_halved(node, compute)
+        x = (node.inputs[1] if node.op is LINEAR_ADD else node.inputs[0]) if halves else None
         for value in node.inputs:
             if isinstance(value, Value):
                 (halved if value is x else plain).add(value.id)

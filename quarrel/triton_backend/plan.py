@@ -15,6 +15,7 @@ from quarrel.ops.registry import Choice
 from quarrel.triton_backend import fuse
 from quarrel.triton_backend.buffers import Place, Scratch, place, view
 from quarrel.triton_backend.halved import readers, words
+from quarrel.triton_backend.hosted import is_hosted
 from quarrel.triton_backend.pack import Packed
 from quarrel.triton_backend.rope import left_to_attention
 from quarrel.triton_backend.runtime import DTYPES, Cache, Launch, Launcher, Slot, Work, launch
@@ -53,9 +54,11 @@ class Plan:
         self._empty = torch.empty(0, dtype=torch.uint8, device=self.device)
         self._arenas: dict[str, torch.Tensor] = {}
         nodes = [] if self.deterministic else [c.node for c in self.choices]
-        self._read_halved, self._read_plain = readers(nodes, self.compute)
+        outside = {i for i, choice in enumerate(self.choices) if is_hosted(choice)}
+        self._read_halved, self._read_plain = readers(nodes, self.compute, outside)
         self._halved: dict[int, torch.Tensor] = {}
-        fusions = fuse.find(nodes, self.compute, self.kept)
+        left_alone = {v.id for i in outside for v in self.choices[i].node.outputs}
+        fusions = fuse.find(nodes, self.compute, self.kept | left_alone)
         self._until = fuse.lifetimes(fusions, nodes)
         parts = fuse.by_node(fusions)
         pairs = left_to_attention(nodes, self.kept)

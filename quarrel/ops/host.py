@@ -1,0 +1,76 @@
+"""Experts in host memory: which nodes of a program the host computes while the rest of it runs on a device.
+
+A layer's experts are most of its weights, and a token reads few of them, so they are what is left behind where a device is
+too small. The device hands over the rows, the chosen ids and their weights, and gets the sum over the chosen experts back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from quarrel.ops.contract import Array, Compute, Value, WeightRef
+from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP
+from quarrel.ops.program import Node, Program
+from quarrel.ops.step import WeightSource
+
+X, IDS, SHARES, OUT = "x", "ids", "weights", "out"
+
+
+class Part(Protocol):
+    """A few compiled nodes, for a bounded number of rows."""
+
+    def run(self, arrays: Mapping[str, Array], wanted: tuple[str, ...]) -> dict[str, Array]:
+        """The wanted results of these inputs, by their names in the program."""
+
+
+@runtime_checkable
+class ComputesParts(Protocol):
+    """A backend whose memory is the host's."""
+
+    def part(self, program: Program, weights: WeightSource, rows: int, compute: Compute) -> Part:
+        """Compiles a program of any inputs, without cache or state; weights stay in place in the file's pages."""
+
+    def device(self) -> str:
+        """See `ops.step.Backend`."""
+
+    def free_bytes(self) -> int:
+        """See `ops.step.Backend`."""
+
+
+@dataclass(frozen=True)
+class HostExperts:
+    """Experts of the layers at `paths`, and the backend that computes them."""
+
+    backend: ComputesParts
+    paths: frozenset[str]
+
+    def takes(self, node: Node) -> bool:
+        return node.path in self.paths and node.op in (EXPERT_UP, EXPERT_DOWN)
+
+    def part(self, up: Node, down: Node, weights: WeightSource, rows: int, compute: Compute) -> Part:
+        """Both products of a layer, from `X`, `IDS` and `SHARES` to `OUT`."""
+        x, ids, shares = up.inputs[0], up.inputs[1], down.inputs[2]
+        assert isinstance(x, Value)
+        assert isinstance(ids, Value)
+        assert isinstance(shares, Value)
+        program = Program((up, down), {X: x, IDS: ids, SHARES: shares}, {OUT: down.outputs[0]}, ())
+        return self.backend.part(program, weights, rows, compute)
+
+
+@runtime_checkable
+class HostsExperts(Protocol):
+    """A backend that can leave experts to the host."""
+
+    def leave_to_host(self, experts: HostExperts | None) -> None:
+        """From now on it compiles programs so."""
+
+
+def expert_refs(program: Program) -> dict[str, list[WeightRef]]:
+    """The weights of each layer's experts, by the path of the layer, in the program's order."""
+    found: dict[str, list[WeightRef]] = {}
+    for node in program.nodes:
+        if node.op in (EXPERT_UP, EXPERT_DOWN):
+            found.setdefault(node.path, []).extend(ref for ref in node.inputs if isinstance(ref, WeightRef))
+    return found

@@ -1,0 +1,76 @@
+"""Experts in host memory: the device's step with them gives what the reference gives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from quarrel.cpu_backend.backend import CpuBackend
+from quarrel.ops.contract import Compute, rel_error
+from quarrel.ops.host import HostExperts, expert_refs
+from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP
+from quarrel.triton_backend.backend import TritonBackend
+from quarrel.triton_backend.runtime import Live
+from tests.triton_backend.test_fuse import KINDS, program
+from tests.triton_backend.test_step import LIMITS, Reference, Weights, batch
+
+TOLERANCE: dict[Compute, float] = {"float32": 2e-5, "float16": 2e-2}
+"""The host rounds activations to 8 bits unless it is to be exact."""
+
+
+@pytest.mark.parametrize(("kind", "compute"), [("silu", "float32"), ("relu2", "float16"), ("oai", "float16")])
+def test_steps_match_the_reference(backend: TritonBackend, kind: str, compute: Compute) -> None:
+    made, host = program(kind), CpuBackend(threads=1)
+    (path,) = expert_refs(made)
+    plain = backend.compile(made, Weights(), LIMITS, compute)
+    backend.leave_to_host(HostExperts(host, frozenset({path})))
+    step, reference = backend.compile(made, Weights(), LIMITS, compute), Reference(made)
+    for tokens in (1, 5):
+        inputs = batch([(0, 0, tokens)], rows=list(range(tokens)), seed=3)
+        assert rel_error(step(inputs, "hidden").hidden, reference(inputs)["hidden"]) <= TOLERANCE[compute]  # type: ignore[arg-type]
+    hosted = {t.op for t in step.explain() if t.implementation.startswith("in host memory, on ")}
+    assert hosted == {EXPERT_UP.name, EXPERT_DOWN.name}
+    assert step.memory().weights < plain.memory().weights
+    step.close()
+    plain.close()
+    host.close()
+
+
+def test_rows_that_pad_a_batch_are_not_computed(backend: TritonBackend) -> None:
+    """What a captured bucket does, in the pieces that it is cut into."""
+    made, host = program("silu"), CpuBackend(threads=1)
+    backend.leave_to_host(HostExperts(host, frozenset(expert_refs(made))))
+    step = backend.compile(made, Weights(), LIMITS, "float32")
+    inputs = batch([(0, 0, 1), (6, 0, 1), (12, 0, 1)], seed=5)
+    want = step(inputs, "hidden").hidden
+    step._plan.fill(255)
+    step._inputs.send(inputs, 4)
+    step._run(Live(4, 4, 4, True, False, 4), "hidden")
+    assert np.array_equal(step._read(step._outputs["hidden"], 3), want)  # type: ignore[arg-type]
+    step.close()
+    host.close()
+
+
+def test_more_rows_than_the_host_takes_at_once(backend: TritonBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quarrel.triton_backend.hosted.ROWS", 4)
+    made, host = program("silu"), CpuBackend(threads=1)
+    backend.leave_to_host(HostExperts(host, frozenset(expert_refs(made))))
+    step = backend.compile(made, Weights(), replace(LIMITS, max_tokens=16), "float32")
+    inputs = batch([(0, 0, 7)], rows=list(range(7)))
+    assert rel_error(step(inputs, "hidden").hidden, Reference(made)(inputs)["hidden"]) <= 2e-5  # type: ignore[arg-type]
+    step.close()
+    host.close()
+
+
+def test_the_choice_ends_with_the_next_one(backend: TritonBackend) -> None:
+    made = program("silu")
+    backend.leave_to_host(HostExperts(CpuBackend(threads=1), frozenset(expert_refs(made))))
+    backend.leave_to_host(None)
+    step = backend.compile(made, Weights(), LIMITS, "float32")
+    assert not any("host memory" in t.implementation for t in step.explain())
+    step.close()
+
+
+assert set(KINDS) == {"silu", "relu2", "oai"}
