@@ -237,7 +237,7 @@ def everything(args: argparse.Namespace) -> int:
                 print(row, file=out)
         for row in lines:
             say(f"{name}: {row}")
-        if process.returncode or not lines:
+        if process.returncode:
             say(f"{name}: status {process.returncode}: {text[-1500:]}")
 
     making = {}
@@ -250,13 +250,12 @@ def everything(args: argparse.Namespace) -> int:
             gpu = args.backend == "triton"
             folder = tempfile.mkdtemp()
             pair = [start("sums", str(r), folder) for r in range(2)] if gpu else []
+            for process in pair:  # while files are written, before other processes use the devices
+                keep("sums", process, 40)
             small = {f"{c}-{v}": start("case", c, v) for c, v in CASES[: args.n_cases]}
             if name in making:
                 making[name].wait()
             warming = [start("warm", str(files[name]), str(r), str(i)) for r in (1, 2) for i in range(len(TESTS))]
-    if pair:
-        keep("sums", pair[0], 40)
-        keep("sums", pair[1], 5)
     for name, process in small.items():
         keep(name, process, 60)
     for process in warming:
