@@ -13,6 +13,9 @@ from quarrel.cli.terminal import amount, line, table, tidy, visible, write_json
 from quarrel.llm import Explanation
 
 _ENUM = re.compile(r"<\w+\.(\w+): \d+>")
+_KEPT = {"auto": "", "float16": "float16", "bfloat16": "bfloat16"} | {
+    name: f"{name}, a scale for each token and head" for name in ("int8", "fp8")
+}
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 
 
@@ -31,7 +34,7 @@ def _summary(e: Explanation) -> Iterator[str]:
     rows = [
         ["model", f"{e.model}, {e.architecture}"],
         ["backend", f"{e.backend} on {e.device}"],
-        ["arithmetic", e.compute],
+        ["arithmetic", e.compute + (", the same bits in every batch" if e.plan.limits.deterministic else "")],
         ["context", f"{e.n_ctx} tokens; up to {e.max_seqs} sequences at once share {e.cache_tokens} tokens of cache"],
         *(["not taken", reason] for reason in e.skipped),
         *([["draft", f"{e.draft.model}, {e.draft.architecture}, {amount(e.draft.plan.total)}"]] if e.draft else []),
@@ -50,7 +53,7 @@ def _memory(e: Explanation) -> Iterator[str]:
     rows = [
         ["", "planned", "taken", ""],
         ["weights", amount(plan.weights), amount(held.weights), in_place],
-        ["key and value cache", amount(plan.cache), amount(held.cache), ""],
+        ["key and value cache", amount(plan.cache), amount(held.cache), _KEPT[plan.limits.kv_cache]],
         *(row for row in kept if row),
         ["scratch of a step", amount(plan.scratch), amount(held.activations), lazily],
         *([["graphs", amount(plan.graphs), "", ""]] if plan.graphs else []),

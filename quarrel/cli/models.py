@@ -29,6 +29,8 @@ def opened(args: argparse.Namespace, model: str) -> Iterator[LLM]:
             n_ctx=args.ctx,
             memory=args.memory,
             threads=args.threads,
+            kv_cache=args.kv_cache,
+            deterministic=args.deterministic,
             tensor_parallel=args.tensor_parallel,
             progress=bar,
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 from quarrel import __version__
 from quarrel.cli.samplers import add_samplers
-from quarrel.env import memory_of
+from quarrel.env import KV_CACHE, memory_of
 from quarrel.errors import ConfigError
 
 DEFAULT_MODEL = "demo"
@@ -303,6 +303,10 @@ def _load_options(p: argparse.ArgumentParser) -> None:
     group.add_argument("-c", "--ctx", type=int, metavar="N", help="context in tokens; by default the model's, if it fits")
     memory = "what a model may take: bytes (512MiB, 16GB) or a share of what is free (80%%)"
     group.add_argument("--memory", type=_amount, metavar="BYTES|SHARE", help=memory)
+    kept = "what is kept of keys and values; int8 and fp8 are half as large"
+    group.add_argument("--kv-cache", choices=KV_CACHE, default="auto", help=kept)
+    same = "the same bits whatever runs beside a request, at a cost on a GPU"
+    group.add_argument("--deterministic", action="store_true", help=same)
     group.add_argument("-t", "--threads", type=int, metavar="N", help="CPU threads; by default one for each core")
     group.add_argument("--tensor-parallel", type=int, metavar="N", help="how many GPUs share the model; by default 1")
     _hidden(group, "--ctx-size", "--n-ctx", "--num-ctx", "-kv-cache-size", type=int, dest="ctx")

@@ -65,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
         "n_ctx": args.ctx,
         "memory": args.memory,
         "threads": args.threads,
+        "kv_cache": args.kv_cache,
+        "deterministic": args.deterministic,
         "tensor_parallel": args.tensor_parallel,
         "max_seqs": args.parallel,
     }

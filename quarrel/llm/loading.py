@@ -27,6 +27,7 @@ from quarrel.llm.parallel import Parallel, threads_of
 from quarrel.llm.plan import Device, plan_encoder, plan_limits
 from quarrel.models import EncoderSpec, ModelSpec, Tensors, assemble, read_spec
 from quarrel.ops.check import CheckedStep
+from quarrel.ops.kv import KV_TYPES, KVType
 from quarrel.ops.registry import backend as backend_named
 from quarrel.ops.step import Backend, ComputeChoice, Step
 from quarrel.tokenizer import Tokenizer
@@ -51,6 +52,7 @@ def load(
     threads: int | None = None,
     prefix_cache: bool = True,
     max_waiting: int = MAX_WAITING,
+    kv_cache: KVType = "auto",
     deterministic: bool = False,
     draft: str | os.PathLike[str] | None = None,
     tensor_parallel: int | None = None,
@@ -66,6 +68,8 @@ def load(
     of it may take, or a share of what is free as a float up to 1.0; by default `QUARREL_MEMORY`, or what is free. threads:
     of the CPU backend, by default `QUARREL_THREADS` or one for each core. prefix_cache: keep what finished sequences
     computed, to continue from. max_waiting: requests that may wait beyond those that run; a further one raises QueueFull.
+    kv_cache: what is kept of keys and values: "float16", "bfloat16", or "int8" or "fp8", half as large; by default
+    `QUARREL_KV_CACHE`, or what the backend computes in (float16 on a CPU, but for float32 arithmetic).
     deterministic: a request's tokens have the same bits whatever runs beside it and however its prompt is cut, which costs
     speed on a GPU; the CPU backend never does otherwise.
     draft: a smaller model of the same vocabulary, which guesses ahead (`Service.draft`); the text stays the same.
@@ -81,6 +85,9 @@ def load(
     ranks = environment.tensor_parallel if tensor_parallel is None else tensor_parallel
     _check_arguments(compute, n_ctx, max_seqs, threads, max_waiting, ranks)
     _check_memory(memory)
+    kv: KVType = environment.kv_cache if kv_cache == "auto" else kv_cache  # type: ignore[assignment]
+    if kv not in KV_TYPES:
+        raise RequestError(f"kv_cache is {kv!r}, wanted one of {', '.join(KV_TYPES)}")
     found = _find(name, environment)
     threads = threads_of(ranks, threads or environment.threads)
     chosen, skipped = _choose(backend, environment, threads)
@@ -135,6 +142,7 @@ def load(
                 weights=weights,
                 n_ctx=n_ctx,
                 max_seqs=max_seqs,
+                kv_cache=kv,
             )
         # Some rope scalings depend on the context that will be used.
         spec = read_spec(file, plan.n_ctx)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from quarrel.errors import OutOfMemory, RequestError
 from quarrel.models import EncoderSpec, ModelSpec
 from quarrel.ops.contract import Compute, Value, WeightRef
+from quarrel.ops.kv import KVType, head_bytes
 from quarrel.ops.program import Program
 from quarrel.ops.step import Limits
 
@@ -83,10 +84,10 @@ class Plan:
         return replace(self, limits=limits, snapshots=extra * state_bytes(program))
 
 
-def cache_bytes_per_token(program: Program, compute: Compute) -> int:
-    """Keys and values of one token in all layers."""
+def cache_bytes_per_token(program: Program, compute: Compute, kv_cache: KVType = "auto") -> int:
+    """Keys and values of one token in all layers, scales included."""
     width = 4 if compute == "float32" else 2
-    return sum(2 * layer.n_kv * layer.head_dim * width for layer in program.caches)
+    return sum(2 * layer.n_kv * head_bytes(kv_cache, layer.head_dim, width) for layer in program.caches)
 
 
 def state_bytes(program: Program) -> int:
@@ -141,6 +142,7 @@ def plan_limits(
     weights: int,
     n_ctx: int | None,
     max_seqs: int,
+    kv_cache: KVType = "auto",
 ) -> Plan:
     """The plan of a decoder.
 
@@ -150,7 +152,7 @@ def plan_limits(
     """
     wanted = _wanted(spec, n_ctx)
     # A model without attention has no cache; its blocks are counted all the same.
-    block_bytes = max(1, BLOCK * cache_bytes_per_token(program, compute))
+    block_bytes = max(1, BLOCK * cache_bytes_per_token(program, compute, kv_cache))
     tokens = max(_step_tokens(program, spec, device, weights), max_seqs)
     # Results of more rows than one a sequence are asked for when a text is scored; their pages are taken then.
     scratch = _step_bytes(program, spec, tokens, max_seqs) + 4 * max_seqs * spec.n_vocab
@@ -175,7 +177,7 @@ def plan_limits(
         )
     blocks = _blocks(length)
     sequences = max(1, min(max_seqs, int(left * SHARE) // (blocks * block_bytes)))
-    limits = Limits(tokens, max_seqs, blocks, sequences * blocks + 1, BLOCK)
+    limits = Limits(tokens, max_seqs, blocks, sequences * blocks + 1, BLOCK, kv_cache=kv_cache)
     cache = limits.n_blocks * block_bytes if program.caches else 0
     return Plan(device.free, device.budget, weights, cache, states, 0, scratch, graphs, length, longest, limits)
 
