@@ -25,6 +25,14 @@ ONE_SHOT_BYTES = 256 << 10
 """Sums of at most this many bytes are made by one kernel."""
 
 
+_SETTINGS = {
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    # A member that is gone is told by its link; NCCL's own watch would end this process too.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
+
+
 class TorchGroup:
     """See `ops.collective.Group`. Buffers are NumPy arrays (gloo) or CUDA tensors (NCCL)."""
 
@@ -43,18 +51,27 @@ class TorchGroup:
             options._timeout = PATIENCE
             self._ranks: Any = dist.ProcessGroupGloo(store, rank, size, options)
             return
-        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        for name, value in _SETTINGS.items():
+            os.environ.setdefault(name, value)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = PATIENCE
         self._ranks = dist.ProcessGroupNCCL(store, rank, size, options)
         # The first sum makes the connections, which a graph could not.
         self.all_reduce(torch.zeros(1, device=device))
         few = _one_shot(store, rank, size, device)
-        able = torch.tensor([float(few is not None)], device=device)
-        self.all_reduce(able)
-        if few is not None and int(able.item()) == size:
-            self._few = few
+        if self._agreed(few is not None, device):
+            assert few is not None
+            probe = torch.full((64,), rank + 1.0, device=device)
+            few.all_reduce(probe)
+            if self._agreed(bool((probe == size * (size + 1) / 2).all().item()), device):
+                self._few = few
         torch.cuda.synchronize(device)
+
+    def _agreed(self, mine: bool, device: torch.device) -> bool:
+        """Whether it is so for every member."""
+        able = torch.tensor([float(mine)], device=device)
+        self.all_reduce(able)
+        return int(able.item()) == self.size
 
     @property
     def how(self) -> str:
@@ -105,7 +122,6 @@ class _OneShot:
 
     def __init__(self, shared: torch.Tensor, handle: Any, name: str) -> None:
         self._shared, self._handle, self._name = shared, handle, name
-        self._released = threading.Event()
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         shared = self._shared[: tensor.numel()]
@@ -113,15 +129,19 @@ class _OneShot:
 
     def release(self) -> None:
         """Gives every signal that a member which is gone cannot give, so that no kernel of this one waits for ever."""
-        own = self._handle.get_signal_pad(self._handle.rank)
+        own = self._pad(self._handle.rank)
         with torch.cuda.device(own.device), torch.cuda.stream(torch.cuda.Stream()):
             for _ in range(10_000):
                 own.fill_(1)
                 for rank in range(self._handle.world_size):
                     if rank != self._handle.rank:
-                        self._handle.get_signal_pad(rank).zero_()
+                        self._pad(rank).zero_()
                 if torch.cuda.default_stream().query():
                     return
+
+    def _pad(self, rank: int) -> torch.Tensor:
+        pad: torch.Tensor = self._handle.get_signal_pad(rank)
+        return pad.view(torch.int32)
 
 
 def _one_shot(store: Any, rank: int, size: int, device: torch.device) -> _OneShot | None:
@@ -132,13 +152,11 @@ def _one_shot(store: Any, rank: int, size: int, device: torch.device) -> _OneSho
         from torch._C._distributed_c10d import _SymmetricMemory
 
         name = f"quarrel-{os.path.basename(os.path.dirname(store.path))}"
-        _SymmetricMemory.set_group_info(name, rank, size, dist.PrefixStore("one-shot", store))
+        own = dist.PrefixStore("one-shot", store)
+        own.set_timeout(timedelta(seconds=20))
+        _SymmetricMemory.set_group_info(name, rank, size, own)
         shared = _SymmetricMemory.empty_strided_p2p((ONE_SHOT_BYTES // 4,), (1,), torch.float32, device, name)
-        made = _OneShot(shared, _SymmetricMemory.rendezvous(shared), name)
-        probe = torch.full((64,), rank + 1.0, device=device)
-        made.all_reduce(probe)
-        right = bool((probe == size * (size + 1) / 2).all().item())
-        return made if right else None
+        return _OneShot(shared, _SymmetricMemory.rendezvous(shared, name), name)
     except (AttributeError, ImportError, RuntimeError) as error:
         log.info("sums over GPUs are NCCL's: %s", error)
         return None

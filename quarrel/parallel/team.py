@@ -98,9 +98,9 @@ class Member:
 
     def close(self) -> None:
         """Ends the process; it ends by itself when its link is closed."""
-        for how in (lambda: self.link.shutdown(socket.SHUT_RDWR), self.link.close):
-            with contextlib.suppress(OSError):
-                how()
+        with contextlib.suppress(OSError):
+            self.link.shutdown(socket.SHUT_RDWR)
+        self.link.close()
         try:
             self.process.wait(_END)
         except subprocess.TimeoutExpired:

@@ -63,7 +63,9 @@ def parse(message: bytes) -> Words | tuple[StepInputs, Want]:
         at += 4 * max(size, 0)
     sample = None
     if rows >= 0:
-        drawn = {name: np.frombuffer(message, _dtype(name), rows, at + 4 * rows * i) for i, name in enumerate(_SAMPLE)}
+        drawn: dict[str, Array] = {
+            name: np.frombuffer(message, _dtype(name), rows, at + 4 * rows * i) for i, name in enumerate(_SAMPLE)
+        }
         sample = SampleInputs(**drawn)
     table, lengths = arrays["block_table"], arrays["kv_len"]
     assert table is not None

@@ -19,7 +19,7 @@ from quarrel.gguf import GGUFFile
 from quarrel.models import ModelSpec, Tensors, assemble, read_spec
 from quarrel.models.shard import shard
 from quarrel.ops.registry import backend as backend_named
-from quarrel.ops.step import Limits, Step
+from quarrel.ops.step import Limits, Pending, Step
 from quarrel.parallel import wire
 
 
@@ -41,6 +41,7 @@ class Worker:
 
     def __init__(self, link: socket.socket) -> None:
         self._link = link
+        self._pending: Pending | None = None
         self._messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -70,8 +71,10 @@ class Worker:
 
     def _do(self, step: Step, message: Any) -> None:
         if isinstance(message, tuple):
-            # Results are everyone's: nobody asks for this one's.
-            step.launch(*message)
+            # Results are everyone's: nobody asks for this one's. But as many are on their way as the first process has.
+            before, self._pending = self._pending, step.launch(*message)
+            if before is not None:
+                before.result()
         elif message["do"] == "copy_blocks":
             step.copy_blocks([(a, b) for a, b in message["pairs"]])
         elif message["do"] == "copy_states":
