@@ -1,0 +1,43 @@
+"""Whole models against the reference logits in Triton's interpreter, or on the GPU where there is one."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+from quarrel.gguf import GGUFFile
+from quarrel.models import Tensors, assemble
+from quarrel.ops.contract import rel_error
+from quarrel.ops.step import Limits
+from quarrel.triton_backend.backend import TritonBackend
+from quarrel.triton_backend.runtime import INTERPRETED
+from tests.models.test_reference_logits import chunk, specify, variants, wanted
+from tests.paths import need_cases
+
+EVERYTHING = os.environ.get("QUARREL_TEST_ALL") == "1" or not INTERPRETED
+QUICK = (("llama32", "q4_0x"),)
+CASES = [case for case in variants() if EVERYTHING or case in QUICK]
+"""Every file on a GPU or with QUARREL_TEST_ALL=1; else one, since the interpreter takes some seconds a model."""
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_outputs_match_the_truth_in_two_pieces(backend: TritonBackend, case: tuple[str, str]) -> None:
+    """All tokens but one are a prompt, the last decodes."""
+    arch, variant = case
+    folder = need_cases(arch)
+    ids = np.load(folder / "tokens.npy").reshape(-1).astype(np.int32)
+    with GGUFFile.open(folder / f"model-{variant}.gguf") as file:
+        tensors = Tensors(file)
+        program = assemble(specify(file, folder, variant), tensors)
+        limits = Limits(max_tokens=len(ids), max_seqs=2, max_blocks_per_seq=8, n_blocks=8, block_size=16)
+        truth = wanted(folder, variant)
+        step = backend.compile(program, tensors, limits, "float32")
+        if "logits" in program.outputs:
+            bounds = ((0, len(ids) - 1), (len(ids) - 1, len(ids)))
+            got = np.concatenate([step(chunk(ids, a, z), "logits").logits for a, z in bounds])
+        else:
+            got = step(chunk(ids, 0, len(ids)), "hidden").hidden
+        assert rel_error(got[-len(truth) :], truth) < 1e-5
+        step.close()
