@@ -62,6 +62,8 @@ def _memory(e: Explanation) -> Iterator[str]:
     ]
     yield "memory"
     yield from table(rows, right=(1, 2))
+    if plan.host:
+        yield f"  in host memory: the experts of {plan.host_layers} layers, {amount(plan.host)}, in the file's own pages"
     yield f"  the longest context that fits is {plan.longest} tokens, for one sequence"
 
 

@@ -32,6 +32,7 @@ def opened(args: argparse.Namespace, model: str) -> Iterator[LLM]:
             kv_cache=args.kv_cache,
             deterministic=args.deterministic,
             tensor_parallel=args.tensor_parallel,
+            experts_on_cpu=args.experts_on_cpu,
             progress=bar,
         )
     with llm:

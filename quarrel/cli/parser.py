@@ -309,6 +309,9 @@ def _load_options(p: argparse.ArgumentParser) -> None:
     group.add_argument("--deterministic", action="store_true", help=same)
     group.add_argument("-t", "--threads", type=int, metavar="N", help="CPU threads; by default one for each core")
     group.add_argument("--tensor-parallel", type=int, metavar="N", help="how many GPUs share the model; by default 1")
+    experts = "of how many layers the experts stay in host memory; by default as few as needed"
+    group.add_argument("--experts-on-cpu", type=int, metavar="N", help=experts)
+    _hidden(group, "--n-cpu-moe", type=int, dest="experts_on_cpu")
     _hidden(group, "--ctx-size", "--n-ctx", "--num-ctx", "-kv-cache-size", type=int, dest="ctx")
 
 

@@ -68,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
         "kv_cache": args.kv_cache,
         "deterministic": args.deterministic,
         "tensor_parallel": args.tensor_parallel,
+        "experts_on_cpu": args.experts_on_cpu,
         "max_seqs": args.parallel,
     }
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from quarrel.engine import Loop
@@ -24,10 +25,12 @@ from quarrel.llm.draft import DraftModel, open_draft
 from quarrel.llm.explain import DraftFacts, Explanation
 from quarrel.llm.model import LLM, Loaded
 from quarrel.llm.parallel import Parallel, threads_of
-from quarrel.llm.plan import Device, plan_encoder, plan_limits
+from quarrel.llm.placement import left_to_host, placed
+from quarrel.llm.plan import DEFAULT_CONTEXT, Device, plan_encoder, plan_limits
 from quarrel.models import EncoderSpec, ModelSpec, Tensors, assemble, read_spec
 from quarrel.ops.check import CheckedStep
 from quarrel.ops.kv import KV_TYPES, KVType
+from quarrel.ops.host import HostExperts, computing_parts
 from quarrel.ops.registry import backend as backend_named
 from quarrel.ops.step import Backend, ComputeChoice, Step
 from quarrel.tokenizer import Tokenizer
@@ -56,6 +59,7 @@ def load(
     deterministic: bool = False,
     draft: str | os.PathLike[str] | None = None,
     tensor_parallel: int | None = None,
+    experts_on_cpu: int | None = None,
     progress: Progress | None = None,
 ) -> LLM:
     """Loads a model.
@@ -75,6 +79,8 @@ def load(
     draft: a smaller model of the same vocabulary, which guesses ahead (`Service.draft`); the text stays the same.
     tensor_parallel: devices that share the model, a process each: GPUs of this machine (or processes on the CPU, for trying
     it out); by default `QUARREL_TENSOR_PARALLEL`, or 1. Needs PyTorch.
+    experts_on_cpu: of how many layers, from the first, the experts stay in host memory and are computed there, beside a GPU;
+    by default of as few as make the rest fit.
     progress: called with work done and work in all while weights are packed, on another thread.
 
     Raises ModelNotFound, GGUFError, UnsupportedModel, TokenizerError, BackendUnavailable, UnsupportedOp, OutOfMemory.
@@ -95,6 +101,7 @@ def load(
     file = files.enter_context(GGUFFile.open(found.paths))
     guessing: DraftModel | None = None
     shares: Parallel | None = None
+    host: HostExperts | None = None
     try:
         tokenizer = read_tokenizer(file.metadata)
         choice: ComputeChoice = environment.compute if compute == "auto" else compute  # type: ignore[assignment]
@@ -134,15 +141,24 @@ def load(
             held = program
             if shares is not None:
                 held, weights = shares.neediest(spec, tensors)
-            plan = plan_limits(
+            make = partial(
+                plan_limits,
                 held,
                 spec,
                 compute=chosen.compute_of(choice),
                 device=device,
-                weights=weights,
                 n_ctx=n_ctx,
                 max_seqs=max_seqs,
                 kv_cache=kv,
+            )
+            plan, host = placed(
+                held,
+                lambda size: make(weights=size),
+                weights=weights,
+                wanted=n_ctx or min(spec.context_length, DEFAULT_CONTEXT),
+                backend=None if shares is not None or environment.check else chosen,
+                asked=experts_on_cpu,
+                host=lambda: computing_parts(backend_named("cpu", threads)),
             )
         # Some rope scalings depend on the context that will be used.
         spec = read_spec(file, plan.n_ctx)
@@ -157,7 +173,8 @@ def load(
                 return shares.compile(spec, file, limits, plan.n_ctx, progress)
             if environment.check:
                 return CheckedStep(chosen, program, tensors, limits, choice)
-            return chosen.compile(program, tensors, limits, choice, progress)
+            with left_to_host(chosen, host):
+                return chosen.compile(program, tensors, limits, choice, progress)
 
         def drafter() -> Drafter:
             assert guessing is not None

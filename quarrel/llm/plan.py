@@ -69,6 +69,10 @@ class Plan:
     longest: int
     """The longest context that one sequence could have in this budget, up to the model's own."""
     limits: Limits
+    host: int = 0
+    """Experts in host memory, none of the budget."""
+    host_layers: int = 0
+    """How many layers' they are."""
 
     @property
     def total(self) -> int:
@@ -172,7 +176,7 @@ def plan_limits(
     if length < wanted:
         warnings.warn(
             f"the context is reduced from {wanted} to {length} tokens: {_budget(device)}, the weights take"
-            f" {_gib(weights)}; give n_ctx to choose it yourself",
+            f" {gib(weights)}; give n_ctx to choose it yourself",
             stacklevel=3,
         )
     blocks = _blocks(length)
@@ -201,23 +205,23 @@ def plan_encoder(spec: EncoderSpec, *, device: Device, weights: int, n_ctx: int 
 
 def _refusal(device: Device, parts: Mapping[str, int], longest: int, weights: int) -> str:
     """Bytes needed, bytes there are, and what would fit."""
-    needed = ", ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size)
+    needed = ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
     fits = []
     if longest >= MIN_CONTEXT:
         fits.append(f"a context of {longest} tokens would fit: use n_ctx={longest} or less")
     elif weights > 0:
-        fits.append(f"weights of {_gib(weights)} would fit: use a smaller model or a smaller quantisation of it")
+        fits.append(f"weights of {gib(weights)} would fit: use a smaller model or a smaller quantisation of it")
     else:
         fits.append("no model fits that: use another device, a smaller n_ctx or a smaller model")
     if device.budget < device.free:
-        fits.append(f"or give more than the {_gib(device.budget)} that it may use")
-    return f"the model needs {_gib(sum(parts.values()))} ({needed}), and {_budget(device)}; {', '.join(fits)}"
+        fits.append(f"or give more than the {gib(device.budget)} that it may use")
+    return f"the model needs {gib(sum(parts.values()))} ({needed}), and {_budget(device)}; {', '.join(fits)}"
 
 
 def _budget(device: Device) -> str:
     if device.budget < device.free:
-        return f"{_gib(device.budget)} of the {_gib(device.free)} that are free may be used"
-    return f"{_gib(device.free)} are free"
+        return f"{gib(device.budget)} of the {gib(device.free)} that are free may be used"
+    return f"{gib(device.free)} are free"
 
 
 def _wanted(spec: ModelSpec | EncoderSpec, n_ctx: int | None) -> int:
@@ -235,5 +239,6 @@ def _blocks(tokens: int) -> int:
     return -(-tokens // BLOCK)
 
 
-def _gib(count: int) -> str:
+def gib(count: int) -> str:
+    """Bytes in words."""
     return f"{count / (1 << 30):.2f} GiB"

@@ -67,6 +67,12 @@ class HostsExperts(Protocol):
         """From now on it compiles programs so."""
 
 
+def computing_parts(backend: object) -> ComputesParts:
+    """The backend as what it has to be here."""
+    assert isinstance(backend, ComputesParts), backend
+    return backend
+
+
 def expert_refs(program: Program) -> dict[str, list[WeightRef]]:
     """The weights of each layer's experts, by the path of the layer, in the program's order."""
     found: dict[str, list[WeightRef]] = {}
