@@ -36,6 +36,7 @@ from quarrel.ops.contract import CacheRef, Compute, ConstRef, Op, Operand, Param
 from quarrel.ops.draw import NATIVE
 from quarrel.ops.embedding import EMBEDDING, GATHER_ROWS, EmbeddingSpec, GatherRowsSpec
 from quarrel.ops.encode import ADD_ROW, ENCODE, AddRowSpec, EncodeSpec
+from quarrel.ops.kv import KV_TYPES, KVType
 from quarrel.ops.linear import (
     ADD,
     LINEAR,
@@ -193,7 +194,18 @@ def specs(formats: Sequence[GGMLType], quick: bool) -> Iterator[tuple[Op, Any]]:
         yield ATTENTION, AttentionSpec(16, 8, 256, 0.0625, window=4096, cap=50.0)
 
 
-def record(op: Op, spec: Any, compute: Compute, generation: int, deterministic: bool = False) -> Iterator[Variant]:
+@dataclass(frozen=True)
+class Mode:
+    """What a step is asked for beside its program."""
+
+    deterministic: bool = False
+    kv: KVType = "auto"
+
+
+PLAIN_MODE = Mode()
+
+
+def record(op: Op, spec: Any, compute: Compute, generation: int, mode: Mode = PLAIN_MODE) -> Iterator[Variant]:
     """The kernels that a step of one call to `op` launches on a device of this major capability."""
     seen: list[Variant] = []
 
@@ -214,13 +226,25 @@ def record(op: Op, spec: Any, compute: Compute, generation: int, deterministic: 
     types = {"act": act, "f32": torch.float32, "i32": torch.int32}
     slots = {i: Slot(torch.empty(1, dtype=types[v.kind], device=META)) for i, v in values.items()}
     inner = getattr(spec, "append", spec)
-    caches = [allocate(KVLayer(inner.n_kv, inner.head_dim), 4, 32, act, META)] if hasattr(inner, "n_kv") else []
+    caches = [allocate(KVLayer(inner.n_kv, inner.head_dim), 4, 32, act, META, mode.kv)] if hasattr(inner, "n_kv") else []
     states = [allocate_state(StateLayer(params[i].dims(spec) or spec.state), 4, META) for i in places]  # type: ignore[arg-type]
     ints = Slot(torch.empty(1, dtype=torch.int32, device=META))
     rows = {"T": 1024, "S": 64, "R": 64, "items": 64}
     kept, work = {v.id for v in outputs}, Work(ints, ints)
     plan = Plan(
-        choices, slots, kept, rows, Blank(compute), caches, states, work, compute, META, note, deterministic, generation
+        choices,
+        slots,
+        kept,
+        rows,
+        Blank(compute),
+        caches,
+        states,
+        work,
+        compute,
+        META,
+        note,
+        mode.deterministic,
+        generation,
     )  # type: ignore[arg-type]
     for tokens in TOKENS:
         for go in plan.launches:
@@ -318,12 +342,12 @@ def _output(tool: Path, *args: str) -> str:
 
 
 def variants(
-    formats: Sequence[GGMLType], computes: Sequence[Compute], quick: bool, target: str, deterministic: bool = False
+    formats: Sequence[GGMLType], computes: Sequence[Compute], quick: bool, target: str, mode: Mode = PLAIN_MODE
 ) -> list[Variant]:
     """Every distinct kernel, once."""
     asked = [(c, op, spec) for c in computes for op, spec in specs(formats, quick)]
     generation = TARGETS[target][0] // 10
-    return list(dict.fromkeys(v for c, op, spec in asked for v in record(op, spec, c, generation, deterministic)))
+    return list(dict.fromkeys(v for c, op, spec in asked for v in record(op, spec, c, generation, mode)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -334,6 +358,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kernels", default="", help="only kernels whose name contains this")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--quick", action="store_true", help="fewer head shapes")
+    parser.add_argument("--kv-cache", choices=KV_TYPES, default="auto", help="what is kept of keys and values")
     parser.add_argument("--deterministic", action="store_true", help="what steps run whose rows may not depend on others")
     parser.add_argument("--list", action="store_true", help="print the variants without compiling them")
     args = parser.parse_args(argv)
@@ -343,7 +368,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     work = [
         (v, target)
         for target in args.targets.split(",")
-        for v in variants(formats, args.computes.split(","), args.quick, target, args.deterministic)
+        for v in variants(formats, args.computes.split(","), args.quick, target, Mode(args.deterministic, args.kv_cache))
         if args.kernels in v.kernel
     ]
     if args.list:

@@ -10,7 +10,7 @@ powers of two with log2(e) in the scale.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -236,6 +236,8 @@ def build_attention(site: Site, node: Node) -> Launch:
     halved, plain = site.to_halve(node.outputs[0]) if whole else (None, True)
     wide, share = max(16, power_of_two(spec.head_dim)), power_of_two(spec.n_heads // spec.n_kv)
     one, many = tiles(site.compute, spec.head_dim, spec.n_heads // spec.n_kv, site.generation == 9)
+    if cache.kind != "plain" and site.generation != 9:
+        one = replace(one, keys=max(16, one.keys // 2))  # with as many codes, sm_80 spills 53 to 81 words
     # A cap is applied to the score itself, so the factor of log2(e) comes after it.
     scale = spec.scale * (1.0 if spec.cap else LOG2E)
     switches = {"HEADS": spec.n_heads, "KV_HEADS": spec.n_kv, "DIM": spec.head_dim, "WIDE": wide}
