@@ -15,6 +15,7 @@ import argparse
 import os
 import shlex
 import sys
+import time
 import zlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -31,8 +32,8 @@ from quarrel.ops.registry import backend as create_backend
 from quarrel.ops.step import Backend, ComputeChoice
 
 OPS = {**ALL_OPS, **EXTRA_OPS}
-EACH = 25
-"""Draws of an op and arithmetic in a round."""
+EACH = 10
+"""Draws of an op and arithmetic in a round. The time is looked at between two ops."""
 
 
 def seed_of(case: Case) -> int:
@@ -112,12 +113,14 @@ def _again(backend: Backend, args: argparse.Namespace) -> int:
 
 def _run(backend: Backend, args: argparse.Namespace) -> int:
     names, done, failures = args.op or list(OPS), 0, {}
+    end = time.monotonic() + args.seconds
 
     def one(seed: int) -> None:
         nonlocal done
-        for name in names:
+        turn = seed % len(names)
+        for name in (*names[turn:], *names[:turn]):
             for compute in args.compute or ["auto", "float32"]:
-                if (name, compute) in failures:
+                if (name, compute) in failures or (done and time.monotonic() > end):
                     continue
                 try:
                     fuzz_op(backend, OPS[name], compute, EACH, seed)
