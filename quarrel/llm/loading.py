@@ -29,8 +29,8 @@ from quarrel.llm.placement import left_to_host, placed
 from quarrel.llm.plan import DEFAULT_CONTEXT, Device, plan_encoder, plan_limits
 from quarrel.models import EncoderSpec, ModelSpec, Tensors, assemble, read_spec
 from quarrel.ops.check import CheckedStep
-from quarrel.ops.kv import KV_TYPES, KVType
 from quarrel.ops.host import HostExperts, computing_parts
+from quarrel.ops.kv import KV_TYPES, KVType
 from quarrel.ops.registry import backend as backend_named
 from quarrel.ops.step import Backend, ComputeChoice, Step
 from quarrel.tokenizer import Tokenizer
@@ -79,8 +79,8 @@ def load(
     draft: a smaller model of the same vocabulary, which guesses ahead (`Service.draft`); the text stays the same.
     tensor_parallel: devices that share the model, a process each: GPUs of this machine (or processes on the CPU, for trying
     it out); by default `QUARREL_TENSOR_PARALLEL`, or 1. Needs PyTorch.
-    experts_on_cpu: of how many layers, from the first, the experts stay in host memory and are computed there, beside a GPU;
-    by default of as few as make the rest fit.
+    experts_on_cpu: of how many layers, from the first, the experts stay in host memory and are computed there, beside a
+    GPU; by default of as few as make the rest fit.
     progress: called with work done and work in all while weights are packed, on another thread.
 
     Raises ModelNotFound, GGUFError, UnsupportedModel, TokenizerError, BackendUnavailable, UnsupportedOp, OutOfMemory.
