@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.staticfiles import StaticFiles
@@ -16,6 +17,7 @@ from starlette.staticfiles import StaticFiles
 from quarrel import __version__
 from quarrel.errors import QuarrelError
 from quarrel.server import ollama, openai, rest, socket
+from quarrel.server.document import document
 from quarrel.server.errors import Refused, openai_body, plain_body, refused
 from quarrel.server.guard import App, Guard
 from quarrel.server.keys import Keyring
@@ -64,6 +66,7 @@ def build(settings: Settings, load: Load) -> Server:
     api.include_router(socket.routes(desk, metrics))
     _page(api)
     _errors(api, metrics)
+    api.openapi = lambda: document(api)  # type: ignore[method-assign]
     return Server(Guard(api, settings, keys, limiter, metrics), desk, keys, metrics, api)
 
 
@@ -97,6 +100,12 @@ def _errors(api: FastAPI, metrics: Metrics) -> None:
         response = answer(request, refusal)
         response.headers.update(error.headers or {})
         return response
+
+    @api.exception_handler(RequestValidationError)
+    async def of_a_query(request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        where = ".".join(str(p) for p in first["loc"])
+        return answer(request, Refused(400, "invalid_request", f"{where[:80]}: {first['msg'][:200]}", param=where[:80]))
 
     @api.exception_handler(Exception)
     async def unforeseen(request: Request, error: Exception) -> Response:

@@ -21,7 +21,7 @@ log = logging.getLogger("quarrel.server")
 
 def body_of(schema: type[BaseModel]) -> dict[str, Any]:
     """For a route's decorator: the body in the OpenAPI document."""
-    content = {"application/json": {"schema": schema.model_json_schema()}}
+    content = {"application/json": {"schema": schema.model_json_schema(ref_template="#/components/schemas/{model}")}}
     return {"openapi_extra": {"requestBody": {"required": True, "content": content}}}
 
 

@@ -22,6 +22,10 @@ from quarrel.server.protocol import protocol_for
 from quarrel.server.settings import Settings
 from quarrel.server.socket import MAX_MESSAGE
 
+WAITING = 2048
+"""Connections that the system keeps until they are taken."""
+BURST = 32
+"""Connections that are taken before others have their turn: thousands at once would hold up every answer."""
 log = logging.getLogger("quarrel.server")
 
 
@@ -61,6 +65,11 @@ class _Uvicorn(uvicorn.Server):
         super().__init__(config)
         self.quarrel = server
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for each in sockets or ():
+            each.listen(WAITING)  # asyncio made the queue as short as its bursts
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
@@ -75,6 +84,7 @@ def _config(app: object, settings: Settings) -> uvicorn.Config:
         ws_ping_interval=30.0,
         ws_ping_timeout=30.0,
         ws_per_message_deflate=False,
+        backlog=BURST,
         timeout_keep_alive=int(settings.idle_timeout),
         timeout_graceful_shutdown=int(settings.grace) + 1,
         h11_max_incomplete_event_size=32 << 10,
@@ -134,7 +144,7 @@ def _bound(host: str, port: int) -> socket.socket:
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         made.bind((host, port))
-        made.listen(2048)
+        made.listen(WAITING)
     except (OSError, OverflowError) as error:
         made.close()
         raise ConfigError(f"{host}:{port} cannot be listened on ({error}): choose another --host or --port") from error

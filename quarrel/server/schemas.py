@@ -4,15 +4,39 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    WithJsonSchema,
+)
 
 from quarrel.engine import Sampling
 from quarrel.llm import Structure
 from quarrel.server.errors import Refused
 
-Number = StrictInt | StrictFloat
+Number = StrictFloat
+"""Whole numbers too; neither texts nor true and false."""
 Text = Annotated[StrictStr, Field(max_length=4 << 20)]
-Ids = Annotated[list[StrictInt], Field(min_length=1, max_length=1 << 20)]
+Ids = Annotated[list[Annotated[StrictInt, Field(ge=0, lt=2**31)]], Field(min_length=1, max_length=1 << 20)]
+
+TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
+Stop = Annotated[StrictStr, Field(min_length=1, max_length=256)]
+
+
+def _off_or_second(value: int) -> int:
+    if value not in (0, 2):
+        raise ValueError("Input should be 0 or 2")
+    return value
+
+
+# Python holds False, 0.0 and 0 for equal, so a Literal would take them all.
+Mirostat = Annotated[StrictInt, AfterValidator(_off_or_second), WithJsonSchema({"type": "integer", "enum": [0, 2]})]
 
 
 class Body(BaseModel):
@@ -33,16 +57,16 @@ class Samplers(Body):
     min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     typical_p: Annotated[Number, Field(gt=0, le=1)] | None = None
     seed: Annotated[StrictInt, Field(ge=0, lt=2**64)] | None = None
-    stop: Annotated[StrictStr, Field(min_length=1)] | Annotated[list[StrictStr], Field(max_length=16)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     presence_penalty: Annotated[Number, Field(ge=-100, le=100)] | None = None
     frequency_penalty: Annotated[Number, Field(ge=-100, le=100)] | None = None
     repetition_penalty: Annotated[Number, Field(gt=0, le=100)] | None = None
     dry_multiplier: Annotated[Number, Field(ge=0, le=100)] | None = None
     dry_base: Annotated[Number, Field(ge=1, le=100)] | None = None
-    dry_allowed_length: Annotated[StrictInt, Field(ge=1)] | None = None
+    dry_allowed_length: Annotated[StrictInt, Field(ge=1, lt=2**31)] | None = None
     xtc_probability: Annotated[Number, Field(ge=0, le=1)] | None = None
     xtc_threshold: Annotated[Number, Field(ge=0, le=1)] | None = None
-    mirostat: Literal[0, 2] | None = None
+    mirostat: Mirostat | None = None
     mirostat_tau: Annotated[Number, Field(gt=0, le=100)] | None = None
     mirostat_eta: Annotated[Number, Field(gt=0, le=1)] | None = None
     ignore_eos: StrictBool | None = None
@@ -67,7 +91,7 @@ class OpenAIBody(Samplers):
     stream: StrictBool | None = False
     stream_options: StreamOptions | None = None
     n: Annotated[StrictInt, Field(ge=1, le=8)] | None = None
-    logit_bias: Annotated[dict[str, Number], Field(max_length=1024)] | None = None
+    logit_bias: Annotated[dict[TokenId, Annotated[Number, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
     response_format: ResponseFormat | None = None
     user: StrictStr | None = None
     """Accepted for compatibility; nothing is done with it."""
@@ -77,7 +101,7 @@ class OpenAIBody(Samplers):
         if self.n is not None:
             options["n"] = self.n
         if self.logit_bias:
-            options["logit_bias"] = {_token(id): bias for id, bias in self.logit_bias.items()}
+            options["logit_bias"] = {int(id): bias for id, bias in self.logit_bias.items()}
         return options
 
     def structure(self) -> Structure | None:
@@ -123,8 +147,8 @@ class ChatMessage(Body):
 
 class ChatBody(OpenAIBody):
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
-    max_tokens: Annotated[StrictInt, Field(ge=0)] | None = None
-    max_completion_tokens: Annotated[StrictInt, Field(ge=0)] | None = None
+    max_tokens: Annotated[StrictInt, Field(ge=0, lt=2**31)] | None = None
+    max_completion_tokens: Annotated[StrictInt, Field(ge=0, lt=2**31)] | None = None
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
@@ -144,7 +168,7 @@ class ChatBody(OpenAIBody):
 
 class CompletionBody(OpenAIBody):
     prompt: Text | Ids | Annotated[list[Text], Field(min_length=1, max_length=64)]
-    max_tokens: Annotated[StrictInt, Field(ge=0)] | None = 16
+    max_tokens: Annotated[StrictInt, Field(ge=0, lt=2**31)] | None = 16
     logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
     echo: StrictBool | None = False
 
@@ -176,9 +200,9 @@ class GenerateBody(Samplers):
 
     prompt: Annotated[Text, Field(min_length=1)]
     model: StrictStr | None = None
-    max_tokens: Annotated[StrictInt, Field(ge=0)] | None = 1024
+    max_tokens: Annotated[StrictInt, Field(ge=0, lt=2**31)] | None = 1024
     stream: StrictBool | None = None
-    topk: Annotated[StrictInt, Field(ge=0)] | None = None
+    topk: Annotated[StrictInt, Field(ge=0, lt=2**31)] | None = None
     topp: Annotated[Number, Field(ge=0, le=1)] | None = None
     request_id: Annotated[StrictStr, Field(max_length=128)] | None = None
     system: Text | None = None
@@ -213,10 +237,4 @@ class TokenizeBody(Body):
 
 class DetokenizeBody(Body):
     model: StrictStr | None = None
-    tokens: Annotated[list[StrictInt], Field(max_length=1 << 20)]
-
-
-def _token(id: str) -> int:
-    if not (id.isascii() and id.isdigit() and len(id) < 11):
-        raise Refused(400, "invalid_request", f"logit_bias names the token {id[:40]!r}, wanted an id", param="logit_bias")
-    return int(id)
+    tokens: Annotated[list[Annotated[StrictInt, Field(ge=0, lt=2**31)]], Field(max_length=1 << 20)]

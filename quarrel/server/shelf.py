@@ -24,7 +24,9 @@ State = Literal["unloaded", "loading", "loaded", "failed"]
 Model = LLM | RemoteLLM
 Load = Callable[[str], Model]
 STEADY = 30.0
-"""Seconds after which a process that ends is started again at once, and the longest wait before one that does not hold."""
+"""Seconds after which a process that ends is started again at once."""
+SOONEST, LATEST = 0.5, 5.0
+"""Seconds before one is started again that did not hold."""
 log = logging.getLogger("quarrel.server")
 
 
@@ -178,7 +180,7 @@ class Shelf:
         entry.held, entry.state = None, "loading"
         entry.restarts += 1
         steady = time.monotonic() - held.since >= STEADY
-        entry.delay = 0.0 if steady or entry.restarts == 1 else min(max(1.0, 2 * entry.delay), STEADY)
+        entry.delay = 0.0 if steady or entry.restarts == 1 else min(max(SOONEST, 2 * entry.delay), LATEST)
         entry.again_at = time.monotonic() + entry.delay
         held.retire()
         log.error("the process of %s has ended; it is started again in %g s", entry.name, entry.delay)
@@ -195,7 +197,7 @@ class Shelf:
                 await self.load(entry.name)
                 return
             except QuarrelError as error:
-                entry.delay = min(max(1.0, 2 * entry.delay), STEADY)
+                entry.delay = min(max(SOONEST, 2 * entry.delay), LATEST)
                 entry.again_at = time.monotonic() + entry.delay
                 log.error("%s could not be started again: %s; the next attempt is in %g s", entry.name, error, entry.delay)
 

@@ -94,7 +94,7 @@ REFUSALS = [
     ({"prompt": "a", "logit_bias": {"99999999": 1}}, "logit_bias"),
     ({"prompt": "a", "stop": ["x"] * 17}, "stop"),
     ({"prompt": []}, "prompt"),
-    ({"prompt": [-1]}, "token id"),
+    ({"prompt": [-1]}, "prompt"),
     ({"prompt": ["a"] * 65}, "prompt"),
     ({"prompt": "a\ud800"}, "unicode"),
     ({}, "prompt"),

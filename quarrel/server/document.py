@@ -1,0 +1,69 @@
+"""The OpenAPI document: what FastAPI finds, and what it cannot know: bodies that are read by hand, streams, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+
+from quarrel.server.errors import Refused, openai_body, plain_body
+
+Json = dict[str, Any]
+METHODS = frozenset({"get", "post", "delete", "put", "patch"})
+STREAMS = {
+    "/v1/chat/completions": "text/event-stream",
+    "/v1/completions": "text/event-stream",
+    "/v1/responses": "text/event-stream",
+    "/api/stream": "text/event-stream",
+    "/api/generate": "application/x-ndjson",
+    "/api/chat": "application/x-ndjson",
+}
+TEXTS = frozenset({"/metrics"})
+_WORD: Json = {"type": "string"}
+_OPENAI: Json = {
+    "type": "object",
+    "properties": {"message": _WORD, "type": _WORD, "param": {"type": ["string", "null"]}, "code": _WORD},
+}
+_PLAIN: Json = {"type": "object", "properties": {"code": _WORD, "message": _WORD}}
+_EXAMPLE = Refused(400, "invalid_request", "temperature: Input should be greater than or equal to 0", param="temperature")
+
+
+def document(api: FastAPI) -> Json:
+    """The whole document, made once."""
+    if api.openapi_schema is None:
+        made = FastAPI.openapi(api)
+        parts: Json = made.setdefault("components", {}).setdefault("schemas", {})
+        for unused in ("HTTPValidationError", "ValidationError"):
+            parts.pop(unused, None)
+        parts["OpenAIError"], parts["PlainError"] = _error(_OPENAI), _error(_PLAIN)
+        parts["OpenAIError"]["example"], parts["PlainError"]["example"] = openai_body(_EXAMPLE), plain_body(_EXAMPLE)
+        made["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        made["security"] = [{"key": []}, {}]
+        for path, item in made["paths"].items():
+            for method in METHODS & set(item):
+                _complete(path, item[method], parts)
+        api.openapi_schema = made
+    return api.openapi_schema
+
+
+def _complete(path: str, operation: Json, parts: Json) -> None:
+    for content in operation.get("requestBody", {}).get("content", {}).values():
+        # What a body is made of stands beside it; references lead to the document's own list.
+        parts.update(content["schema"].pop("$defs", {}))
+    answers: Json = operation["responses"]
+    answers.pop("422", None)
+    kind = "OpenAIError" if path.startswith("/v1") else "PlainError"
+    body = {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind}"}}}
+    after = {"Retry-After": {"schema": {"type": "integer"}, "description": "seconds, with 429 and 503"}}
+    answers["4XX"] = {"description": "Refused: the body says why", "content": body, "headers": after}
+    answers["5XX"] = {"description": "Not possible now", "content": body, "headers": after}
+    if path == "/readyz":
+        answers["503"] = {"description": "Not ready", "content": {"application/json": {"schema": {"type": "object"}}}}
+    if path in STREAMS:
+        answers["200"]["content"][STREAMS[path]] = {}
+    if path in TEXTS:
+        answers["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
+
+
+def _error(inner: Json) -> Json:
+    return {"type": "object", "required": ["error"], "properties": {"error": inner}}
