@@ -40,21 +40,26 @@ def models(cases: Path, only: str) -> list[Path]:
     )
 
 
-def one(job: tuple[str, str, str, str, int]) -> dict[str, Any]:
-    path, name, compute, mode, runs = job
+def one(job: tuple[str, str, str, str, int, str]) -> dict[str, Any]:
+    path, name, compute, mode, runs, kv = job
     from quarrel.gguf import GGUFFile
     from quarrel.ops.registry import backend as named
     from tests.llm.invariance import CASES, Bench, unlike, with_neighbours
 
     began = time.perf_counter()
-    row: dict[str, Any] = {"model": Path(path).parent.name, "file": Path(path).stem[6:], "deterministic": mode == "1"}
+    row: dict[str, Any] = {
+        "model": Path(path).parent.name,
+        "file": Path(path).stem[6:],
+        "deterministic": mode == "1",
+        "kv": kv,
+    }
     try:
         backend = named(name)
         row |= {"device": backend.device(), "compute": backend.compute_of(compute)}  # type: ignore[arg-type]
         cases = {k: v for k, v in CASES.items() if k != "neighbours"}
         cases |= {f"{n} neighbours": (256, partial(with_neighbours, count=n)) for n in (2, 8, 31, 64)}
         with GGUFFile.open([path]) as file:
-            bench = Bench(file, backend, compute, seqs=65, deterministic=mode == "1")  # type: ignore[arg-type]
+            bench = Bench(file, backend, compute, seqs=65, deterministic=mode == "1", kv_cache=kv)  # type: ignore[arg-type]
             row |= {"cases": [*cases, "chunks of 1024 alone"], "unlike": unlike(bench, cases)}
             if runs:
                 row |= {"runs": runs, "distinct": distinct(bench, runs)}
@@ -94,6 +99,7 @@ def main() -> int:
     parser.add_argument("--backend", default="triton")
     parser.add_argument("--compute", default="auto")
     parser.add_argument("--modes", default="1", help="1 is deterministic, 0 is not; 1,0 runs one after the other")
+    parser.add_argument("--kv-cache", default="auto")
     parser.add_argument("--only", default="", help="folders of cases, separated by commas")
     parser.add_argument("--runs", type=int, default=0, help="of one request, under a mixed load")
     parser.add_argument("--jobs", type=int, default=1)
@@ -101,7 +107,8 @@ def main() -> int:
     args = parser.parse_args()
     began = time.perf_counter()
     paths = models(args.cases, args.only)
-    jobs = [(str(p), args.backend, args.compute, mode, args.runs) for mode in args.modes.split(",") for p in paths]
+    modes = args.modes.split(",")
+    jobs = [(str(p), args.backend, args.compute, mode, args.runs, args.kv_cache) for mode in modes for p in paths]
     rows: list[dict[str, Any]] = []
     pool = multiprocessing.get_context("spawn").Pool(min(args.jobs, len(jobs)))
     waiting = pool.imap_unordered(one, jobs)
