@@ -54,9 +54,12 @@ class Call:
     constants: tuple[tuple[str, Any], ...]
     warps: int
     pdl: bool
+    registers: int = 0
+    """At most so many a thread, if not 0."""
 
     def options(self) -> dict[str, Any]:
         told = dict(self.constants) | {"num_warps": self.warps, "num_stages": 2, "enable_fp_fusion": True}
+        told |= {"maxnreg": self.registers} if self.registers else {}
         return told | ({"launch_pdl": True} if self.pdl else {})
 
     def __call__(self) -> Any:
@@ -65,16 +68,14 @@ class Call:
     def key(self) -> tuple[Any, ...]:
         """What its compilation depends on, without tensors; can be sent to a worker."""
         args = tuple(a.dtype if isinstance(a, torch.Tensor) else a for a in self.args)
-        return (self.kernel.__module__, self.kernel.__name__, args, self.constants, self.warps, self.pdl)
+        return (self.kernel.__module__, self.kernel.__name__, args, self.constants, self.warps, self.pdl, self.registers)
 
 
 def compile_one(key: tuple[Any, ...]) -> tuple[str, float]:
     """Fills Triton's cache, in a worker."""
-    module, name, args, constants, warps, pdl = key
+    module, name, args, constants, *rest = key
     began = time.perf_counter()
-    call = Call(
-        getattr(sys.modules.get(module) or __import__(module, fromlist=["_"]), name), (1,), args, constants, warps, pdl
-    )
+    call = Call(getattr(sys.modules.get(module) or __import__(module, fromlist=["_"]), name), (1,), args, constants, *rest)
     try:
         call.kernel.warmup(*args, grid=(1,), **call.options())
     except Exception as error:
@@ -180,8 +181,8 @@ def norm(k: int, pdl: bool, to: Any, x: Any, gain: Any, warps: int = 8) -> Call:
 
 def rotate(pdl: bool, y: Any, keys: Any, q: Any, k: Any, v: Any, positions: Any, freq: Any, slots: Any) -> Call:
     constants = {"Q_HEADS": 32, "HEADS": 8, "SIZE": 32, "NEOX": False, "DIM": 128, "ROT": 128, "HALF": 64, "REST": 1,
-                 "WIDE": 128, "R": 4, "PDL": pdl}  # fmt: skip
-    args = (y, keys, keys, q, k, v, positions, freq, slots, 1.0, 1.0, 1)
+                 "WIDE": 128, "R": 4, "KIND": "plain", "PDL": pdl}  # fmt: skip
+    args = (y, keys, keys, keys, keys, q, k, v, positions, freq, slots, 1.0, 1.0, 1)
     return Call(rope.rope_append_rows, (8, 3), args, tuple(constants.items()), 4, pdl)
 
 
