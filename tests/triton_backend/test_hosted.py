@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 
 from quarrel.cpu_backend.backend import CpuBackend
+from quarrel.llm import load
 from quarrel.ops.contract import Compute, rel_error
 from quarrel.ops.host import HostExperts, expert_refs
 from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP
 from quarrel.triton_backend.backend import TritonBackend
 from quarrel.triton_backend.runtime import Live
-from tests.triton_backend.test_fuse import KINDS, program
+from tests.paths import need_cases
+from tests.triton_backend.test_fuse import program
 from tests.triton_backend.test_step import LIMITS, Reference, Weights, batch
 
 TOLERANCE: dict[Compute, float] = {"float32": 2e-5, "float16": 2e-2}
@@ -73,4 +75,11 @@ def test_the_choice_ends_with_the_next_one(backend: TritonBackend) -> None:
     step.close()
 
 
-assert set(KINDS) == {"silu", "relu2", "oai"}
+def test_a_loaded_model_says_what_the_host_holds(backend: TritonBackend) -> None:
+    with load(need_cases("mixtral") / "model-q4_0x.gguf", backend=backend, n_ctx=64, max_seqs=1, experts_on_cpu=1) as llm:
+        told = llm.explain()
+    assert (told.plan.host_layers, told.plan.host) == (1, 442368)
+    where = {c.path for c in told.choices if c.implementation.startswith("in host memory")}
+    assert where == {"blk.0.ffn"}
+    assert told.memory.weights < told.plan.weights + told.plan.host
+    assert backend._host is None
