@@ -41,6 +41,8 @@ class Request:
     guide: MakeGuide | None = field(default=None, repr=False)
     drafts: bool = False
     """Whether there is a draft model to guess for it."""
+    adapter: int = 0
+    """Which of the model's adapters it runs with; 0 is none."""
 
     @property
     def room(self) -> int:
@@ -60,7 +62,9 @@ class Generation(Sequence):
         super().__init__(request.tokens, length, family=request, copies=request.params.n)
         self.request, self.index = request, index
         service = request.service
-        self.rank, self.salt = service.rank, service.salt
+        # What one adapter has computed is wrong for another: none finds another's.
+        self.adapter, self.salt = request.adapter, b"%d:" % request.adapter + service.salt
+        self.rank = service.rank
         self.queue_seconds, self.total_seconds = service.queue_seconds, service.total_seconds
         self._lookup = Lookup(service.speculate) if service.speculate else None
         self._pace = Pace(service.draft) if service.draft and request.drafts else None

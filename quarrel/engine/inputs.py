@@ -49,6 +49,7 @@ class Inputs:
             out_rows=rows if len(rows) else starts[-1:] - 1,
             sample=self._sample(batch, owners, positions, rows) if "tokens" in outputs_of(batch.want) else None,
             state_slots=slots,
+            adapter=np.array([p.sequence.adapter for p in parts], np.int32)[owners] if self._limits.n_adapters else None,
             from_last=_from_last(parts, starts),
         )
 

@@ -33,6 +33,8 @@ class Sequence(ABC):
     """Whether a draw must be known before the next step can be made: its tokens are drawn or guessed here."""
     salt = b""
     """Only sequences of the same salt share what is in the cache."""
+    adapter = 0
+    """Which of the model's adapters it runs with; 0 is none."""
     seed = 0
     draws = (0.0, 0.0, 1.0, 0.0)
     """How its tokens are drawn: temperature, top_k, top_p and min_p, as the `sample` op takes them."""
@@ -105,9 +107,9 @@ class Scoring(Sequence):
 
     every_row = True
 
-    def __init__(self, tokens: Tokens[int], want: Want, deliver: Deliver, *, whole: bool = False) -> None:
+    def __init__(self, tokens: Tokens[int], want: Want, deliver: Deliver, *, whole: bool = False, adapter: int = 0) -> None:
         super().__init__(tokens, len(tokens))
-        self.want, self.whole = want, whole
+        self.want, self.whole, self.adapter = want, whole, adapter
         self._deliver = deliver
         self._told = 0
 

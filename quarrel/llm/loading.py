@@ -6,7 +6,7 @@ import ctypes
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -19,6 +19,7 @@ from quarrel.env import COMPUTE, MAX_DEVICES, MAX_THREADS, Environment, read_env
 from quarrel.errors import BackendUnavailable, RequestError
 from quarrel.gguf import GGUFFile, resolve
 from quarrel.gguf.resolve import Resolved
+from quarrel.llm.adapters import check_names, read_adapters
 from quarrel.llm.caching import cache_rules, with_snapshots
 from quarrel.llm.defaults import defaults_of
 from quarrel.llm.draft import DraftModel, open_draft
@@ -32,7 +33,7 @@ from quarrel.ops.check import CheckedStep
 from quarrel.ops.host import HostExperts, computing_parts
 from quarrel.ops.kv import KV_TYPES, KVType
 from quarrel.ops.registry import backend as backend_named
-from quarrel.ops.step import Backend, ComputeChoice, Step
+from quarrel.ops.step import Backend, ComputeChoice, Step, WeightSource
 from quarrel.tokenizer import Tokenizer
 from quarrel.tokenizer import load_tokenizer as read_tokenizer
 
@@ -58,6 +59,7 @@ def load(
     kv_cache: KVType = "auto",
     deterministic: bool = False,
     draft: str | os.PathLike[str] | None = None,
+    adapters: Mapping[str, str | os.PathLike[str]] | None = None,
     tensor_parallel: int | None = None,
     experts_on_cpu: int | None = None,
     progress: Progress | None = None,
@@ -77,6 +79,7 @@ def load(
     deterministic: a request's tokens have the same bits whatever runs beside it and however its prompt is cut, which costs
     speed on a GPU; the CPU backend never does otherwise.
     draft: a smaller model of the same vocabulary, which guesses ahead (`Service.draft`); the text stays the same.
+    adapters: LoRA adapters by name, GGUF files as llama.cpp writes them; a request takes one by `adapter=`, or none.
     tensor_parallel: devices that share the model, a process each: GPUs of this machine (or processes on the CPU, for trying
     it out); by default `QUARREL_TENSOR_PARALLEL`, or 1. Needs PyTorch.
     experts_on_cpu: of how many layers, from the first, the experts stay in host memory and are computed there, beside a
@@ -97,6 +100,7 @@ def load(
     found = _find(name, environment)
     threads = threads_of(ranks, threads or environment.threads)
     chosen, skipped = _choose(backend, environment, threads)
+    check_names(adapters or {})
     files = ExitStack()
     file = files.enter_context(GGUFFile.open(found.paths))
     guessing: DraftModel | None = None
@@ -112,6 +116,8 @@ def load(
                 raise RequestError("an encoder runs on one device: leave tensor_parallel out")
             ranks = 1
         if ranks > 1:
+            if draft is not None or adapters:
+                raise RequestError("a draft model and adapters run on one device: leave them out, or tensor_parallel")
             if environment.check:
                 raise RequestError("QUARREL_CHECK looks at one process: unset it, or leave tensor_parallel out")
             shares = Parallel(found.paths, chosen, choice, ranks, threads)
@@ -119,6 +125,12 @@ def load(
         free = chosen.free_bytes() if shares is None else shares.free_bytes()
         device = Device.of(free, budget, chosen.step_tokens, captures=chosen.name == "triton")
         weights = sum(t.nbytes for t in file.tensors.values())
+        if adapters and isinstance(spec, EncoderSpec):
+            raise RequestError("an encoder takes no adapters: leave them out")
+        opened = {n: files.enter_context(GGUFFile.open(_find(p, environment).paths)) for n, p in (adapters or {}).items()}
+        adapted = read_adapters(opened, file, tensors) if opened else None
+        source: WeightSource = tensors if adapted is None else adapted.source(tensors)
+        weights += 0 if adapted is None else adapted.nbytes
         if isinstance(spec, EncoderSpec):
             plan = plan_encoder(spec, device=device, weights=weights, n_ctx=n_ctx, max_seqs=max_seqs)
         else:
@@ -162,9 +174,9 @@ def load(
             )
         # Some rope scalings depend on the context that will be used.
         spec = read_spec(file, plan.n_ctx)
-        program = assemble(spec, tensors)
+        program = assemble(spec, tensors) if adapted is None else adapted.applied(assemble(spec, tensors))
         limits = with_snapshots(plan.limits, program, plan.spare, prefix_cache)
-        plan = plan.with_limits(replace(limits, deterministic=deterministic), program)
+        plan = plan.with_limits(replace(limits, deterministic=deterministic, n_adapters=len(opened)), program)
         limits = plan.limits
 
         def compiled() -> Step:
@@ -172,9 +184,9 @@ def load(
                 assert isinstance(spec, ModelSpec)
                 return shares.compile(spec, file, limits, plan.n_ctx, progress)
             if environment.check:
-                return CheckedStep(chosen, program, tensors, limits, choice)
+                return CheckedStep(chosen, program, source, limits, choice)
             with left_to_host(chosen, host):
-                return chosen.compile(program, tensors, limits, choice, progress)
+                return chosen.compile(program, source, limits, choice, progress)
 
         def drafter() -> Drafter:
             assert guessing is not None
@@ -213,7 +225,11 @@ def load(
     )
     seconds = time.perf_counter() - began
     log.info("loaded %s on %s (%s) in %.2f s, n_ctx %d", name, chosen.name, chosen.device(), seconds, plan.n_ctx)
-    return LLM(Loaded(loop, file, files, spec, tokenizer, explanation, seconds, defaults_of(found.params), found.system))
+    return LLM(
+        Loaded(
+            loop, file, files, spec, tokenizer, explanation, seconds, defaults_of(found.params), found.system, tuple(opened)
+        )
+    )
 
 
 def find(name: str | os.PathLike[str]) -> Resolved:

@@ -34,6 +34,7 @@ from quarrel.engine import (
 from quarrel.engine.service import DEFAULT_SERVICE
 from quarrel.errors import ContextOverflow, QuarrelError, QueueFull, RequestError, UnsupportedModel
 from quarrel.gguf import GGUFFile
+from quarrel.llm.adapters import place
 from quarrel.llm.embed import Progress
 from quarrel.llm.embedder import Embedder
 from quarrel.llm.embeddings import Chunking, Embeddings, Pooling
@@ -64,6 +65,7 @@ class Loaded:
     load_seconds: float
     defaults: SamplingParams
     system: str | None = None
+    adapters: tuple[str, ...] = ()
 
 
 class LLM:
@@ -71,7 +73,7 @@ class LLM:
 
     `spec`: its architecture. `tokenizer`. `n_ctx`: tokens that prompt and continuation may fill together. `defaults`: the
     sampling parameters that hold where a call gives none. `system`: a system text that came with the model, which `chat`
-    puts in front where the messages have none.
+    puts in front where the messages have none. `adapters`: the names of its LoRA adapters.
 
     Sampling is asked for by keyword (`temperature=0`, `max_tokens=100`: the fields of `SamplingParams`), or by a
     `SamplingParams` as `params`, or both: keywords replace its fields. All calls raise RequestError for arguments out of
@@ -85,6 +87,7 @@ class LLM:
         self.n_ctx = parts.explanation.n_ctx
         self.defaults = parts.defaults
         self.system = parts.system
+        self.adapters = parts.adapters
         self._parts = parts
         self._loop = parts.loop
         self._embedder = Embedder(parts.loop, parts.file, parts.spec, parts.tokenizer, self.n_ctx)
@@ -114,6 +117,7 @@ class LLM:
         parse_special: bool = False,
         service: Service = DEFAULT_SERVICE,
         structure: Structure | None = None,
+        adapter: str | None = None,
         **options: Unpack[Sampling],
     ) -> Result: ...
 
@@ -126,6 +130,7 @@ class LLM:
         parse_special: bool = False,
         service: Service = DEFAULT_SERVICE,
         structure: Structure | None = None,
+        adapter: str | None = None,
         **options: Unpack[Sampling],
     ) -> list[Result]: ...
 
@@ -137,6 +142,7 @@ class LLM:
         parse_special: bool = False,
         service: Service = DEFAULT_SERVICE,
         structure: Structure | None = None,
+        adapter: str | None = None,
         **options: Unpack[Sampling],
     ) -> Result | list[Result]:
         """The continuation of a text or of token ids; a list of prompts runs together and gives a list of results.
@@ -144,14 +150,14 @@ class LLM:
         parse_special: names of control tokens in the text become those tokens; not for text from outside. A failure
         while generating raises QuarrelError for a single prompt, and is in the `Result` of its prompt in a list.
         service: priority, deadlines, cache salt, speculation; QueueFull is raised when too many requests wait already.
-        structure: a JSON schema, regular expression or grammar that the text keeps to.
+        structure: a JSON schema, regular expression or grammar that the text keeps to. adapter: one of `adapters`, by name.
         Ctrl-C cancels the work and is raised on.
         """
         settled = self._params(params, options)
         if _is_batch(prompt):
-            requests = [self._request(p, settled, parse_special, service, structure) for p in prompt]
+            requests = [self._request(p, settled, parse_special, service, structure, adapter) for p in prompt]
             return self._gather(requests)
-        return _sound(self._gather([self._request(prompt, settled, parse_special, service, structure)])[0])
+        return _sound(self._gather([self._request(prompt, settled, parse_special, service, structure, adapter)])[0])
 
     def stream(
         self,
@@ -161,6 +167,7 @@ class LLM:
         parse_special: bool = False,
         service: Service = DEFAULT_SERVICE,
         structure: Structure | None = None,
+        adapter: str | None = None,
         **options: Unpack[Sampling],
     ) -> Stream:
         """As `generate`, chunk by chunk: an iterator, and a context manager that cancels what is not done.
@@ -169,7 +176,7 @@ class LLM:
         """
         return start(
             self._loop,
-            self._request(prompt, self._params(params, options), parse_special, service, structure),
+            self._request(prompt, self._params(params, options), parse_special, service, structure, adapter),
             stream=True,
             owner=self,
         )
@@ -182,10 +189,11 @@ class LLM:
         parse_special: bool = False,
         service: Service = DEFAULT_SERVICE,
         structure: Structure | None = None,
+        adapter: str | None = None,
         **options: Unpack[Sampling],
     ) -> Result:
         """As `generate` for one prompt, for an event loop. Cancelling the task stops the work."""
-        request = self._request(prompt, self._params(params, options), parse_special, service, structure)
+        request = self._request(prompt, self._params(params, options), parse_special, service, structure, adapter)
         return _sound(await start_async(self._loop, request, stream=False).wait())
 
     def astream(
@@ -196,10 +204,11 @@ class LLM:
         parse_special: bool = False,
         service: Service = DEFAULT_SERVICE,
         structure: Structure | None = None,
+        adapter: str | None = None,
         **options: Unpack[Sampling],
     ) -> AsyncStream:
         """As `stream`, for an event loop: `async for chunk in llm.astream(...)`. Cancelling the task stops the work."""
-        request = self._request(prompt, self._params(params, options), parse_special, service, structure)
+        request = self._request(prompt, self._params(params, options), parse_special, service, structure, adapter)
         return start_async(self._loop, request, stream=True, owner=self)
 
     @overload
@@ -214,6 +223,7 @@ class LLM:
         template_kwargs: Mapping[str, bool | str] | None = None,
         service: Service = DEFAULT_SERVICE,
         structure: Structure | None = None,
+        adapter: str | None = None,
         **options: Unpack[Sampling],
     ) -> Result: ...
 
@@ -229,6 +239,7 @@ class LLM:
         template_kwargs: Mapping[str, bool | str] | None = None,
         service: Service = DEFAULT_SERVICE,
         structure: Structure | None = None,
+        adapter: str | None = None,
         **options: Unpack[Sampling],
     ) -> Stream: ...
 
@@ -243,6 +254,7 @@ class LLM:
         template_kwargs: Mapping[str, bool | str] | None = None,
         service: Service = DEFAULT_SERVICE,
         structure: Structure | None = None,
+        adapter: str | None = None,
         **options: Unpack[Sampling],
     ) -> Result | Stream:
         """The model's answer to messages such as `{"role": "user", "content": "Hello"}`, written by its chat template.
@@ -251,7 +263,7 @@ class LLM:
         the text. template: a named or literal template instead of the file's. template_kwargs: its further variables.
         """
         settled = self._params(params, options)
-        request = self._chat_request(messages, settled, tools, template, template_kwargs, service, structure)
+        request = self._chat_request(messages, settled, tools, template, template_kwargs, service, structure, adapter)
         if stream:
             return start(self._loop, request, stream=True, owner=self)
         return _sound(self._gather([request])[0])
@@ -266,11 +278,12 @@ class LLM:
         template_kwargs: Mapping[str, bool | str] | None = None,
         service: Service = DEFAULT_SERVICE,
         structure: Structure | None = None,
+        adapter: str | None = None,
         **options: Unpack[Sampling],
     ) -> AsyncStream:
         """As `chat` with `stream=True`, for an event loop; `await llm.achat(...).wait()` gives the `Result`."""
         settled = self._params(params, options)
-        request = self._chat_request(messages, settled, tools, template, template_kwargs, service, structure)
+        request = self._chat_request(messages, settled, tools, template, template_kwargs, service, structure, adapter)
         return start_async(self._loop, request, stream=True, owner=self)
 
     def prepare(
@@ -284,6 +297,7 @@ class LLM:
         template_kwargs: Mapping[str, bool | str] | None = None,
         service: Service = DEFAULT_SERVICE,
         structure: Structure | None = None,
+        adapter: str | None = None,
         **options: Unpack[Sampling],
     ) -> Request:
         """What `generate` (of a prompt) or `chat` (of messages) would run, checked and tokenized, for `submit`.
@@ -294,8 +308,8 @@ class LLM:
         if (prompt is None) == (messages is None):
             raise RequestError("a request has either a prompt or messages")
         if messages is not None:
-            return self._chat_request(messages, settled, tools, template, template_kwargs, service, structure)
-        return self._request(prompt, settled, False, service, structure)
+            return self._chat_request(messages, settled, tools, template, template_kwargs, service, structure, adapter)
+        return self._request(prompt, settled, False, service, structure, adapter)
 
     def submit(self, request: Request, *, stream: bool = True) -> AsyncStream:
         """Starts a prepared request for the event loop that is running. Cancelling the task that reads it stops it.
@@ -313,12 +327,12 @@ class LLM:
         """Why the engine has ended for good, unless it was closed: the model must be loaded again."""
         return self._loop.fault
 
-    def logits(self, ids: Sequence[int]) -> Array:
+    def logits(self, ids: Sequence[int], *, adapter: str | None = None) -> Array:
         """float32 `[T, V]`: row t holds the logits of the token behind `ids[: t + 1]`. At most `n_ctx` ids."""
         self._must_continue_texts()
-        return score(self._loop, self._checked(ids), "logits", self.spec.n_vocab)
+        return score(self._loop, self._checked(ids), "logits", self.spec.n_vocab, adapter=place(self.adapters, adapter))
 
-    def logprobs(self, ids: Sequence[int], top: int = 0) -> list[TokenLogprob]:
+    def logprobs(self, ids: Sequence[int], top: int = 0, *, adapter: str | None = None) -> list[TokenLogprob]:
         """How likely each token of a text is behind those before it, natural logarithms; one for each but the first.
 
         top: 0 to 20 best alternatives with each. At most `n_ctx` ids; the logits are not kept, so long texts cost little.
@@ -326,7 +340,7 @@ class LLM:
         self._must_continue_texts()
         if isinstance(top, bool) or not isinstance(top, int) or not 0 <= top <= MAX_TOP:
             raise RequestError(f"top is {top!r}, wanted a whole number from 0 to {MAX_TOP}")
-        return logprobs(self._loop, self._checked(ids), top)
+        return logprobs(self._loop, self._checked(ids), top, place(self.adapters, adapter))
 
     def hidden(self, ids: Sequence[int]) -> Array:
         """float32 `[T, E]`: the state of each position after the last norm, before an output layer or an encoder's pooling.
@@ -447,12 +461,13 @@ class LLM:
         parse_special: bool,
         service: Service,
         structure: Structure | None,
+        adapter: str | None,
     ) -> Request:
         if isinstance(prompt, str):
             ids = self.tokenizer.encode(prompt, parse_special=parse_special)
         else:
             ids = self._ids(prompt)
-        return self._checked_request(ids, params, service, structure, continues=True)
+        return self._checked_request(ids, params, service, structure, adapter, continues=True)
 
     def _chat_request(
         self,
@@ -463,11 +478,12 @@ class LLM:
         template_kwargs: Mapping[str, bool | str] | None,
         service: Service,
         structure: Structure | None,
+        adapter: str | None,
     ) -> Request:
         if self.system is not None and _lacks_system(messages):
             messages = [{"role": "system", "content": self.system}, *messages]
         ids = self.tokenizer.apply_chat(messages, tools=tools, template=template, kwargs=template_kwargs)
-        return self._checked_request(ids, params, service, structure, continues=False)
+        return self._checked_request(ids, params, service, structure, adapter, continues=False)
 
     def _checked_request(
         self,
@@ -475,6 +491,7 @@ class LLM:
         params: SamplingParams,
         service: Service,
         structure: Structure | None,
+        adapter: str | None,
         *,
         continues: bool,
     ) -> Request:
@@ -500,6 +517,7 @@ class LLM:
             service=service,
             guide=None if structure is None else self._grammars.compile(structure),
             drafts=self._parts.explanation.draft is not None,
+            adapter=place(self.adapters, adapter),
         )
 
     def _checked(self, ids: object) -> list[int]:

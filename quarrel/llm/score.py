@@ -45,20 +45,28 @@ class _Logprobs(Deliver):
         self.ended.put(failure)
 
 
-def logprobs(loop: Loop, ids: Sequence[int], top: int) -> list[TokenLogprob]:
+def logprobs(loop: Loop, ids: Sequence[int], top: int, adapter: int = 0) -> list[TokenLogprob]:
     """One for each token but the first, with the `top` best alternatives."""
     rows = _Logprobs(ids, top)
-    _run(loop, Scoring(ids, "logits", rows), rows.ended)
+    _run(loop, Scoring(ids, "logits", rows, adapter=adapter), rows.ended)
     return rows.out
 
 
-def score(loop: Loop, ids: Sequence[int], want: Literal["logits", "hidden"], width: int, *, whole: bool = False) -> Array:
+def score(
+    loop: Loop,
+    ids: Sequence[int],
+    want: Literal["logits", "hidden"],
+    width: int,
+    *,
+    whole: bool = False,
+    adapter: int = 0,
+) -> Array:
     """`[T, width]` float32 of a text, one row per token; `whole` runs all of them in one step.
 
     An interrupt cancels the work and is raised on.
     """
     rows = _Rows(len(ids), width)
-    _run(loop, Scoring(ids, want, rows, whole=whole), rows.ended)
+    _run(loop, Scoring(ids, want, rows, whole=whole, adapter=adapter), rows.ended)
     return rows.out
 
 
