@@ -86,7 +86,7 @@ class _Child:
 
     def begin(self) -> None:
         e = self._llm.explain()
-        self._wire.send("loaded", plain(e), plain(self._llm.activity()), plain(self._llm.stats()))
+        self._wire.send("loaded", plain(e), plain(self._llm.activity()), plain(self._llm.stats()), list(self._llm.adapters))
         for thread in self._threads:
             thread.start()
 

@@ -127,10 +127,11 @@ class RemoteLLM:
         self._reader.start()
         try:
             self._wire.send("load", source, dict(options))
-            explanation, activity, stats = loaded.result()
+            explanation, activity, stats, adapters = loaded.result()
             self._explanation = typed(Explanation, explanation)
             self._activity, self._stats = typed(Activity, activity), typed(Stats, stats)
             self.tokenizer = load_tokenizer(source)
+            self.adapters: tuple[str, ...] = tuple(adapters)
         except BaseException:
             self.close(timeout=0.0)
             raise
@@ -179,6 +180,7 @@ class RemoteLLM:
         template_kwargs: Mapping[str, bool | str] | None = None,
         service: Service = DEFAULT_SERVICE,
         structure: Structure | None = None,
+        adapter: str | None = None,
         **options: Unpack[Sampling],
     ) -> Request:
         """As `LLM.prepare`. Waits for the other process."""
@@ -188,6 +190,7 @@ class RemoteLLM:
             "tools": tools,
             "template": template,
             "template_kwargs": template_kwargs,
+            "adapter": adapter,
         }
         kept = {name: plain(value) for name, value in options.items()}
         number = next(self._numbers)

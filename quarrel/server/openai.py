@@ -60,6 +60,7 @@ def routes(desk: Desk) -> APIRouter:
                     template_kwargs=more,
                     service=service,
                     structure=structure,
+                    adapter=body.adapter,
                     **options,
                 )
             ]
@@ -73,7 +74,10 @@ def routes(desk: Desk) -> APIRouter:
         options, structure = body.sampling(), body.structure()
 
         def make(llm: Model, service: Service) -> Sequence[Any]:
-            return [llm.prepare(p, service=service, structure=structure, **options) for p in body.prompts()]
+            return [
+                llm.prepare(p, service=service, structure=structure, adapter=body.adapter, **options)
+                for p in body.prompts()
+            ]
 
         return await _answer(desk, request, body, make, _Completion(body), headers)
 

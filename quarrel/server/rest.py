@@ -32,7 +32,12 @@ def make_of(body: GenerateBody, template: str | None) -> Make:
     def make(llm: Model, service: Service) -> Sequence[Any]:
         return [
             llm.prepare(
-                body.prompt if turns is None else None, messages=turns, template=template, service=service, **options
+                body.prompt if turns is None else None,
+                messages=turns,
+                template=template,
+                service=service,
+                adapter=body.adapter,
+                **options,
             )
         ]
 

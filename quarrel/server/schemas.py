@@ -28,6 +28,9 @@ Ids = Annotated[list[Annotated[StrictInt, Field(ge=0, lt=2**31)]], Field(min_len
 TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
 Stop = Annotated[StrictStr, Field(min_length=1, max_length=256)]
 
+Adapter = Annotated[StrictStr, Field(min_length=1, max_length=64)]
+"""One of the model's LoRA adapters, by name."""
+
 
 def _off_or_second(value: int) -> int:
     if value not in (0, 2):
@@ -95,6 +98,7 @@ class OpenAIBody(Samplers):
     response_format: ResponseFormat | None = None
     user: StrictStr | None = None
     """Accepted for compatibility; nothing is done with it."""
+    adapter: Adapter | None = None
 
     def sampling(self) -> Sampling:
         options = super().sampling()
@@ -211,6 +215,7 @@ class GenerateBody(Samplers):
     chat: StrictBool = False
     """Put the prompt to the model by its chat template."""
     priority: Literal["high", "low"] = "high"
+    adapter: Adapter | None = None
 
     def sampling(self) -> Sampling:
         options = super().sampling()
