@@ -44,9 +44,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     began = time.perf_counter()
-    tests = [_test(name) for name in args.tests.split(",")]
+    tests = [test_named(name) for name in args.tests.split(",")]
     args.folder.mkdir(parents=True, exist_ok=True)
-    files = [_made(name, args.folder) for name in args.models]
+    files = [made(name, args.folder) for name in args.models]
     print(f"[{time.perf_counter() - began:.1f} s] files written", flush=True)
     chosen = backend(args.backend)
     if args.jobs > 1:
@@ -121,7 +121,7 @@ def profiled(subject: Subject, test: Test, top: int) -> dict[str, Any]:
     return {"clock_us": round(clock, 2), "kernels_us": round(every, 2), "launches": launches, "kernels": kernels}
 
 
-def _test(name: str) -> Test:
+def test_named(name: str) -> Test:
     """`pp4096`, `tg16`, or `tg16x8` for eight sequences of 128 tokens each."""
     found = re.fullmatch(r"(pp|tg)(\d+)(?:x(\d+))?", name)
     if found is None:
@@ -132,7 +132,7 @@ def _test(name: str) -> Test:
     return Test("decode", int(found[2]), 128 if batch > 1 else 0, batch)
 
 
-def _made(name: str, folder: Path) -> Path:
+def made(name: str, folder: Path) -> Path:
     shape, quant, layers = name.split(":")
     path = folder / f"{shape}-{quant}-{layers}.gguf"
     if not path.exists():

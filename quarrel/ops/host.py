@@ -45,6 +45,8 @@ class HostExperts:
 
     backend: ComputesParts
     paths: frozenset[str]
+    stream_from: int | None = None
+    """Rows from which a step takes the weights to the device instead; None is where that was measured to be faster."""
 
     def takes(self, node: Node) -> bool:
         return node.path in self.paths and node.op in (EXPERT_UP, EXPERT_DOWN)
