@@ -193,6 +193,7 @@ def make_rows(p: dict[str, Any], small: bool) -> Made:
             rows.rows_one, (cdiv(n, p["bm"]),), y, x, *a.planes, *b.planes, residual, residual, residual, tokens,
             0.5 if add else 1.0, n, K=k, FORMAT=name, BIAS=False, ADD=add, GATED=both, KIND="silu" if both else "none",
             W=p["turns"], M=p["tall"], BM=p["bm"], BT=p["bt"], DEEP=p["deep"], warps=p["tall"] * p["turns"], stages=1,
+            early=p.get("early", True),
         )  # fmt: skip
 
     def error() -> float:
@@ -247,7 +248,7 @@ def make_rows_three(p: dict[str, Any], small: bool) -> Made:
         launch(
             rows.rows_three, (sum(cdiv(n, p["bm"]) for n in ns),), *ys, x, *a.planes, *b.planes, *c.planes, *ys, tokens,
             *ns, K=k, FORMAT0=a.format, FORMAT1=b.format, FORMAT2=c.format, BIAS=False, W=p["turns"], M=p["tall"],
-            BM=p["bm"], BT=p["bt"], DEEP=p["deep"], warps=p["tall"] * p["turns"], stages=1,
+            BM=p["bm"], BT=p["bt"], DEEP=p["deep"], warps=p["tall"] * p["turns"], stages=1, early=True,
         )  # fmt: skip
 
     def error() -> float:

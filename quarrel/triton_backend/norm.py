@@ -15,15 +15,18 @@ from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 from quarrel.ops.state import GATED_NORM, GatedNormSpec
 from quarrel.triton_backend.elementwise import activate
-from quarrel.triton_backend.runtime import Launch, Live, Site, Slot, cdiv, dims, power_of_two
+from quarrel.triton_backend.runtime import Launch, Live, Site, Slot, cdiv, dims, power_of_two, starts_early
 
 _TILE = 4096  # elements of a program's tile: 32 a thread at 4 warps
 
 
 @triton.jit(do_not_specialize=["runs"])
 def norm_rows(
-    y, x, gain, bias, runs, K, eps, LAYER: tl.constexpr, R: tl.constexpr, C: tl.constexpr
+    y, x, gain, bias, runs, K, eps, LAYER: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     run = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
     run_ok = (run < runs)[:, None]
     column = tl.arange(0, C)
@@ -126,7 +129,7 @@ def build_norm(site: Site, node: Node) -> Launch:
         site.launch(
             norm_rows, (cdiv(runs, runs_each),),
             target.tensor, source.tensor, vectors[0], vectors[-1], runs, spec.k, spec.eps,
-            LAYER=spec.kind == "layer", R=runs_each, C=columns,
+            LAYER=spec.kind == "layer", R=runs_each, C=columns, early=starts_early(site),
         )  # fmt: skip
 
     return run

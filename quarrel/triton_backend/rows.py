@@ -14,12 +14,13 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quarrel.ops.contract import Compute
 from quarrel.triton_backend import elementwise
 from quarrel.triton_backend.fragments import STEP, TAKEN, fetch_words, pairs, words_layout
 from quarrel.triton_backend.pack import Packed
-from quarrel.triton_backend.runtime import INTERPRETED, Launch, Live, Site, Slot, cdiv
+from quarrel.triton_backend.runtime import INTERPRETED, Launch, Live, Site, Slot, cdiv, starts_early
 from quarrel.triton_backend.tuned import Kind, key, table
 
 WIDTHS = (8, 16)
@@ -88,7 +89,7 @@ def deal(n: int, k: int, count: int) -> Deal:
 @gluon.jit
 def _walk(
     FORMAT: gl.constexpr, codes, bits, scale, top, x, first, tokens, N, K: gl.constexpr, W: gl.constexpr, M: gl.constexpr,
-    BM: gl.constexpr, BT: gl.constexpr, DEEP: gl.constexpr, MMA: gl.constexpr,
+    BM: gl.constexpr, BT: gl.constexpr, DEEP: gl.constexpr, MMA: gl.constexpr, WAIT: gl.constexpr,
 ):  # fmt: skip
     """Sums `[BM, BT]` for outputs from `first` on."""
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 16)
@@ -118,11 +119,13 @@ def _walk(
     if DEEP:
         now = gl.minimum(W + super, last)
         q1, a1, b1, s1, t1 = fetch_words(FORMAT, codes, bits, scale, top, row, (now * 8)[:, :, None] + within, now, K, L4)
+    if WAIT:  # weights are there since the model was loaded, x comes from the kernel before
+        gdc_wait()
     for step in range(STEPS):
         # Columns beyond the last are those of the last super-block again, times zero.
         x_ok = (token < tokens) & (column < K - step * EACH if K % EACH else column >= 0)
-        x_low = gl.load(p_x + step * EACH, mask=x_ok, other=0.0)
-        x_high = gl.load(p_x + step * EACH + 16, mask=x_ok, other=0.0)
+        x_low = gl.load(p_x + step * EACH, mask=x_ok, other=0.0).to(gl.float16)
+        x_high = gl.load(p_x + step * EACH + 16, mask=x_ok, other=0.0).to(gl.float16)
         now = gl.minimum((step + 1 + DEEP) * W + super, last)
         q2, a2, b2, s2, t2 = fetch_words(FORMAT, codes, bits, scale, top, row, (now * 8)[:, :, None] + within, now, K, L4)
         low, high = pairs(FORMAT, q, a, b, s, t, W, BM, L4, A)
@@ -163,14 +166,16 @@ def rows_one(
     y, x, a_codes, a_bits, a_scale, a_top, b_codes, b_bits, b_scale, b_top, bias, bias_b, residual, tokens, alpha, N,
     K: gl.constexpr, FORMAT: gl.constexpr, BIAS: gl.constexpr, ADD: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr,
     W: gl.constexpr, M: gl.constexpr, BM: gl.constexpr,
-    BT: gl.constexpr, DEEP: gl.constexpr,
+    BT: gl.constexpr, DEEP: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[W, M, 1], instr_shape=[1, 16, 8])
+    if PDL:
+        gdc_launch_dependents()
     first = gl.program_id(0) * BM
-    acc = _walk(FORMAT, a_codes, a_bits, a_scale, a_top, x, first, tokens, N, K, W, M, BM, BT, DEEP, MMA)
+    acc = _walk(FORMAT, a_codes, a_bits, a_scale, a_top, x, first, tokens, N, K, W, M, BM, BT, DEEP, MMA, PDL)
     acc_b = acc
     if GATED:  # one after the other: together they leave a device half its warps
-        acc_b = _walk(FORMAT, b_codes, b_bits, b_scale, b_top, x, first, tokens, N, K, W, M, BM, BT, DEEP, MMA)
+        acc_b = _walk(FORMAT, b_codes, b_bits, b_scale, b_top, x, first, tokens, N, K, W, M, BM, BT, DEEP, MMA, False)
     _finish(
         y, acc, acc_b, bias, bias_b, residual, first, tokens, alpha, N, BIAS, ADD, GATED, KIND, BM, BT,
         gl.SliceLayout(0, MMA),
@@ -182,24 +187,26 @@ def rows_three(
     y0, y1, y2, x, a_codes, a_bits, a_scale, a_top, b_codes, b_bits, b_scale, b_top, c_codes, c_bits, c_scale, c_top,
     bias0, bias1, bias2, tokens, N0, N1, N2, K: gl.constexpr, FORMAT0: gl.constexpr, FORMAT1: gl.constexpr,
     FORMAT2: gl.constexpr, BIAS: gl.constexpr, W: gl.constexpr, M: gl.constexpr, BM: gl.constexpr,
-    BT: gl.constexpr, DEEP: gl.constexpr,
+    BT: gl.constexpr, DEEP: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     # Outputs of the first matrix, then of the second, then of the third.
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[W, M, 1], instr_shape=[1, 16, 8])
     OUT: gl.constexpr = gl.SliceLayout(0, MMA)
+    if PDL:
+        gdc_launch_dependents()
     tile = gl.program_id(0)
     tiles0, tiles1 = gl.cdiv(N0, BM), gl.cdiv(N1, BM)
     if tile < tiles0:
         first = tile * BM
-        acc = _walk(FORMAT0, a_codes, a_bits, a_scale, a_top, x, first, tokens, N0, K, W, M, BM, BT, DEEP, MMA)
+        acc = _walk(FORMAT0, a_codes, a_bits, a_scale, a_top, x, first, tokens, N0, K, W, M, BM, BT, DEEP, MMA, PDL)
         _finish(y0, acc, acc, bias0, bias0, y0, first, tokens, 1.0, N0, BIAS, False, False, "none", BM, BT, OUT)
     elif tile < tiles0 + tiles1:
         first = (tile - tiles0) * BM
-        acc = _walk(FORMAT1, b_codes, b_bits, b_scale, b_top, x, first, tokens, N1, K, W, M, BM, BT, DEEP, MMA)
+        acc = _walk(FORMAT1, b_codes, b_bits, b_scale, b_top, x, first, tokens, N1, K, W, M, BM, BT, DEEP, MMA, PDL)
         _finish(y1, acc, acc, bias1, bias1, y1, first, tokens, 1.0, N1, BIAS, False, False, "none", BM, BT, OUT)
     else:
         first = (tile - tiles0 - tiles1) * BM
-        acc = _walk(FORMAT2, c_codes, c_bits, c_scale, c_top, x, first, tokens, N2, K, W, M, BM, BT, DEEP, MMA)
+        acc = _walk(FORMAT2, c_codes, c_bits, c_scale, c_top, x, first, tokens, N2, K, W, M, BM, BT, DEEP, MMA, PDL)
         _finish(y2, acc, acc, bias2, bias2, y2, first, tokens, 1.0, N2, BIAS, False, False, "none", BM, BT, OUT)
 
 
@@ -234,6 +241,7 @@ def _one(
             biases[-1] if biases else none, none if residual is None else residual.tensor, count, alpha, a.n, K=a.k,
             FORMAT=a.format, BIAS=bool(biases), ADD=residual is not None, GATED=gated, KIND=kind, W=how.turns, M=how.tall,
             BM=how.rows, BT=width, DEEP=how.deep, warps=how.warps, stages=1,
+            early=starts_early(site),
         )  # fmt: skip
 
     return Few(run, max(by_width, default=0))
@@ -256,6 +264,7 @@ def linears(
             rows_three, (sum(cdiv(n, how.rows) for n in ns),), *outs, x.tensor, *planes, *(biases or outs), count, *ns,
             K=k, FORMAT0=weights[0].format, FORMAT1=weights[1].format, FORMAT2=weights[2].format, BIAS=bool(biases),
             W=how.turns, M=how.tall, BM=how.rows, BT=width, DEEP=how.deep, warps=how.warps, stages=1,
+            early=starts_early(site),
         )  # fmt: skip
 
     return Few(run, max(by_width, default=0))
