@@ -36,3 +36,7 @@ class Explanation:
     choices: tuple[Taken, ...]
     skipped: tuple[str, ...] = ()
     draft: DraftFacts | None = None
+    parameters: int = 0
+    """Numbers in the file's tensors."""
+    quantization: str = ""
+    """The block format that most of its bytes are in."""

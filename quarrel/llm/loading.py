@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -222,6 +224,8 @@ def load(
         choices=tuple(step.explain()),
         skipped=skipped,
         draft=None if guessing is None else DraftFacts(guessing.name, guessing.spec.architecture, guessing.plan),
+        parameters=sum(math.prod(t.dims) for t in file.tensors.values()),
+        quantization=_most(file),
     )
     seconds = time.perf_counter() - began
     log.info("loaded %s on %s (%s) in %.2f s, n_ctx %d", name, chosen.name, chosen.device(), seconds, plan.n_ctx)
@@ -230,6 +234,14 @@ def load(
             loop, file, files, spec, tokenizer, explanation, seconds, defaults_of(found.params), found.system, tuple(opened)
         )
     )
+
+
+def _most(file: GGUFFile) -> str:
+    """The block format of most bytes."""
+    sizes: Counter[str] = Counter()
+    for tensor in file.tensors.values():
+        sizes[tensor.type.name] += tensor.nbytes
+    return max(sizes, key=lambda name: sizes[name], default="")
 
 
 def find(name: str | os.PathLike[str]) -> Resolved:

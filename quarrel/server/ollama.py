@@ -242,6 +242,8 @@ def _listed(entry: Entry) -> Json:
     if entry.held is not None:
         e = entry.held.llm.explain()
         details["family"] = e.architecture
+        details["parameter_size"] = f"{e.parameters / 1e9:.1f}B" if e.parameters >= 1e8 else f"{e.parameters / 1e6:.1f}M"
+        details["quantization_level"] = e.quantization
         row["size"] = e.memory.weights
     return {**row, "details": details}
 

@@ -160,6 +160,10 @@ def described(entry: Entry, template: str | None) -> Json:
         row |= {
             "architecture": e.architecture,
             "backend": e.backend,
+            "parameters": e.parameters,
+            "quantization": e.quantization,
+            "path": entry.source,
+            "adapters": list(entry.held.llm.adapters),
             "device": e.device,
             "n_ctx": e.n_ctx,
             "chat": template is not None or entry.held.llm.tokenizer.chat_template is not None,

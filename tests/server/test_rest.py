@@ -49,6 +49,7 @@ def test_health_version_and_models(live: Live) -> None:
     (model,) = live.client.get("/api/models").json()["models"]
     assert (model["name"], model["loaded"], model["architecture"], model["context_length"]) == ("demo", True, "llama", 512)
     assert live.client.get("/api/models/demo").json()["memory_usage"] > 10**7
+    assert (model["quantization"], 10**7 < model["parameters"] < 2 * 10**7) == ("Q8_0", True)
     assert live.client.get("/api/models/none").status_code == 404
 
 

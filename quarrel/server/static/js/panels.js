@@ -17,12 +17,13 @@ export function drawConversations(current, callbacks) {
   $("conversations").replaceChildren(...rows);
 }
 
+const count = (n) => (n >= 1e9 ? `${(n / 1e9).toPrecision(2)} B` : `${(n / 1e6).toPrecision(2)} M`);
 const size = (bytes) => (bytes > 1e9 ? `${(bytes / 1e9).toFixed(1)} GB` : `${(bytes / 1e6).toFixed(0)} MB`);
 
 export function drawModels(models, chosen, callbacks) {
   const rows = models.map((m) => {
     const facts = m.loaded
-      ? [m.architecture, m.quantization, m.parameters && `${(m.parameters / 1e9).toPrecision(2)} B`, size(m.memory_usage), `${m.context_length} tokens`, m.backend]
+      ? [m.architecture, m.quantization, m.parameters && count(m.parameters), size(m.memory_usage), `${m.context_length} tokens`, m.backend]
       : [m.error ?? m.state];
     const act = m.loaded ? ["Unload", "⏏", () => callbacks.unload(m)] : ["Load", "▶", () => callbacks.load(m)];
     return element("li", { className: m.name === chosen ? "on" : "" },
