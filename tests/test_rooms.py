@@ -39,6 +39,7 @@ ROOMS: Mapping[str, Room] = {
     "models": Room(("errors", "gguf", "ops"), ("numpy",), nouns=True),
     "engine": Room(("errors", "env", "ops.step", "ops.sample"), ("numpy",)),
     "demo": Room(("errors",)),
+    "interop": Room(("errors", "gguf", "ops", "triton_backend"), ("numpy", "torch")),
     "parallel": Room(("errors", "gguf", "models", "ops"), ("numpy", "torch")),
     "llm": Room(
         ("errors", "env", "gguf", "tokenizer", "models", "ops", "engine", "parallel", "demo"),
@@ -58,7 +59,8 @@ ROOMS: Mapping[str, Room] = {
         ("tqdm",),
     ),
     "bench": Room(
-        ("", "errors", "env", "gguf", "models", "ops", "llm", "cpu_backend", "triton_backend"), ("numpy", "torch", "triton")
+        ("", "errors", "env", "gguf", "models", "ops", "llm", "cpu_backend", "triton_backend"),
+        ("numpy", "torch", "triton", "mlx"),
     ),
     "quality": Room(("", "errors", "gguf", "models", "ops", "llm"), ("numpy",)),
     "perplexity": Room(("", "errors", "env", "llm", "quality")),

@@ -100,30 +100,30 @@ def packed_bytes(type: GGMLType, n: int, k: int) -> int:
 
 def pack(type: GGMLType, n: int, k: int, read: Callable[[int, int], Array], upload: Uploader) -> Packed:
     """The planes of a weight whose type is in `LAYOUTS`; `read(start, stop)` gives raw rows, uint8 `[.., row_bytes]`."""
-    layout = LAYOUTS[type]
-    buffer = torch.empty(packed_bytes(type, n, k), dtype=U8, device=upload.device)
-    planes: list[torch.Tensor | None] = []
-    offset = 0
-    for plane in layout.planes():
-        if plane is None:
-            planes.append(None)
-            continue
-        size = plane.per_row(k) * n * plane.dtype.itemsize
-        planes.append(buffer[offset : offset + size].view(plane.dtype).view(n, -1))
-        offset += _padded(size)
-    block = FORMATS[type]
+    layout, block = LAYOUTS[type], FORMATS[type]
+    packed = view(type, n, k, torch.empty(packed_bytes(type, n, k), dtype=U8, device=upload.device))
     step = upload.rows_at_once(k // block.elements * block.nbytes)
     for start in range(0, n, step):
         raw = upload(read(start, min(start + step, n)))
         rows = len(raw)
-        for plane, made in zip(planes, layout.split(raw.view(rows, -1, block.nbytes)), strict=True):
-            if plane is not None:
-                assert made is not None
+        for plane, made in zip(packed.planes, layout.split(raw.view(rows, -1, block.nbytes)), strict=True):
+            if made is not None:
                 plane[start : start + rows] = made.reshape(rows, -1)
-    first = planes[0]
-    assert first is not None
-    filled = tuple(first if p is None else p for p in planes)
-    return Packed(type.name, n, k, buffer, filled)  # type: ignore[arg-type]
+    return packed
+
+
+def view(type: GGMLType, n: int, k: int, buffer: torch.Tensor) -> Packed:
+    """A packed weight by its bytes, `[packed_bytes]`."""
+    planes: list[torch.Tensor] = []
+    offset = 0
+    for plane in LAYOUTS[type].planes():
+        if plane is None:
+            planes.append(planes[0])
+            continue
+        size = plane.per_row(k) * n * plane.dtype.itemsize
+        planes.append(buffer[offset : offset + size].view(plane.dtype).view(n, -1))
+        offset += _padded(size)
+    return Packed(type.name, n, k, buffer, tuple(planes))  # type: ignore[arg-type]
 
 
 def _padded(size: int) -> int:

@@ -1,0 +1,176 @@
+"""On a GPU: the custom operators as PyTorch uses them; products in E4M3 and PyTorch's attention, held against our own.
+
+python bench/torch_ops.py --out RESULTS.jsonl [--part ops|float8|attention ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from quarrel.gguf import GGMLType  # noqa: E402
+from quarrel.interop import torch_ops  # noqa: E402
+from quarrel.ops import draw  # noqa: E402
+from quarrel.ops.contract import rel_error  # noqa: E402
+from quarrel.ops.linear import LinearSpec, linear_reference  # noqa: E402
+from quarrel.triton_backend import float8  # noqa: E402
+from quarrel.triton_backend.runtime import launch  # noqa: E402
+
+OPS = torch.ops.quarrel
+
+
+def seconds(run: Callable[[], Any], rounds: int = 20) -> float:
+    """Microseconds of a call within a graph."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(rounds):
+            run()
+    graph.replay()
+    torch.cuda.synchronize()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(3):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return round(start.elapsed_time(end) * 1000 / rounds / 3, 2)
+
+
+def ops(say: Callable[..., None]) -> None:
+    rng = np.random.default_rng(1)
+    errors = {}
+    for name in torch_ops.FORMATS_TAKEN:
+        weight = draw.weight(rng, GGMLType[name], 96, 512)
+        held = OPS.pack(torch.from_numpy(np.array(weight.raw)).cuda(), name, 512)
+        for rows in (1, 5, 200):
+            x = draw.activations(rng, rows, 512)
+            (want,) = linear_reference(LinearSpec(weight.type, 96, 512), x, weight)
+            got = OPS.linear(torch.from_numpy(x).half().cuda(), held, name, 96)
+            errors[f"{name} x{rows}"] = float(rel_error(got.float().cpu().numpy(), want))
+    worst = max(errors, key=errors.__getitem__)
+    say(what="linear in every format, float16", worst=worst, error=errors[worst], ok=errors[worst] < 4e-3)
+    n, k = 14336, 4096
+    raw = draw.weight(rng, GGMLType.Q4_K, 512, k)
+    held = OPS.pack(torch.from_numpy(np.array(raw.raw)).cuda().repeat(n // 512, 1), "Q4_K", k)
+    gain = torch.ones(k, device="cuda")
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return F.silu(OPS.linear(OPS.rms_norm(x, gain, 1e-5), held, "Q4_K", n)) * 2
+
+    compiled = torch.compile(block, fullgraph=True, dynamic=False)
+    for rows in (1, 16, 2048):
+        x = torch.randn(rows, k, device="cuda", dtype=torch.float16)
+        same = float((compiled(x) - block(x)).abs().max())
+        eager = time.perf_counter()
+        for _ in range(50):
+            OPS.linear(x, held, "Q4_K", n)
+        host = (time.perf_counter() - eager) / 50 * 1e6
+        torch.cuda.synchronize()
+        graph = seconds(lambda x=x: OPS.linear(x, held, "Q4_K", n))
+        whole = torch.randn(n, k, device="cuda", dtype=torch.float16)
+        say(
+            what="torch.compile, and a linear map of 14336 x 4096 in a graph",
+            rows=rows,
+            apart=same,
+            q4_k_us=graph,
+            float16_us=seconds(lambda x=x, w=whole: F.linear(x, w)),
+            eager_host_us=round(host, 1),
+        )
+
+
+def fp8(say: Callable[..., None]) -> None:
+    rng = torch.Generator("cuda").manual_seed(1)
+    for n, k in ((14336, 4096), (4096, 14336), (6144, 4096), (4096, 4096)):
+        w = torch.randn(n, k, device="cuda", dtype=torch.float16, generator=rng)
+        for rows in (256, 2048, 4096):
+            x = torch.randn(rows, k, device="cuda", dtype=torch.float16, generator=rng)
+            w8, sw = float8.rounded(w, launch)
+            x8, sx = float8.rounded(x, launch)
+            want = x.float() @ w.float().t()
+            got = float8.product(x8, sx, w8, sw).float()
+            say(
+                what="E4M3 product",
+                n=n,
+                k=k,
+                rows=rows,
+                error=float((got - want).norm() / want.norm()),
+                float16_us=seconds(lambda x=x, w=w: torch.mm(x, w.t())),
+                product_us=seconds(lambda a=x8, b=sx, c=w8, d=sw: float8.product(a, b, c, d)),
+                round_x_us=seconds(lambda x=x: float8.rounded(x, launch)),
+                round_w_us=seconds(lambda w=w: float8.rounded(w, launch)),
+            )
+
+
+def attention(say: Callable[..., None]) -> None:
+    heads, kv, dim, size = 32, 8, 128, 32
+    for tokens in (512, 2048, 4096):
+        q = torch.randn(tokens, heads, dim, device="cuda", dtype=torch.float16)
+        blocks = tokens // size
+        k_cache, v_cache = (torch.randn(blocks, kv, size, dim, device="cuda", dtype=torch.float16) for _ in range(2))
+        table = torch.arange(blocks, device="cuda", dtype=torch.int32).view(1, -1)
+        starts, length = (torch.tensor(v, device="cuda", dtype=torch.int32) for v in ([0, tokens], [tokens]))
+        ours = OPS.attention_prefill(q, k_cache, v_cache, table, starts, length, dim**-0.5)
+        found: dict[str, Any] = {
+            "ours_us": seconds(lambda a=(q, k_cache, v_cache, table, starts, length): OPS.attention_prefill(*a, dim**-0.5))
+        }
+        k, v = (c.transpose(0, 1).reshape(1, kv, tokens, dim) for c in (k_cache, v_cache))
+        k, v = k.contiguous(), v.contiguous()
+        rows = q.transpose(0, 1).unsqueeze(0)
+        for name, which in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
+            try:
+                with sdpa_kernel(which):
+
+                    def call(a: Any = (rows, k, v)) -> torch.Tensor:
+                        return F.scaled_dot_product_attention(*a, is_causal=True, enable_gqa=True)
+
+                    apart = call()[0].transpose(0, 1)
+                    found[f"{name}_error"] = float((apart - ours).float().norm() / ours.float().norm())
+                    found[f"{name}_us"] = seconds(call)
+                    # What it needs first: keys and values out of the blocks.
+                    gather = seconds(lambda c=k_cache, t=table: c[t[0].long()].transpose(0, 1).contiguous())
+                    found["gather_us"] = 2 * gather
+            except Exception as error:
+                found[f"{name}_failed"] = f"{type(error).__name__}: {str(error)[:200]}"
+        say(what="attention of a prompt, 32 heads over 8 of 128", tokens=tokens, **found)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--part", nargs="*", default=["float8", "attention", "ops"])
+    args = parser.parse_args()
+    failed = 0
+
+    def say(**row: Any) -> None:
+        text = json.dumps(row)
+        print(text, flush=True)
+        with args.out.open("a") as out:
+            print(text, file=out)
+
+    for part in args.part:
+        try:
+            {"ops": ops, "float8": fp8, "attention": attention}[part](say)
+        except Exception:
+            failed += 1
+            traceback.print_exc()
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,258 @@
+"""The Triton kernels as custom operators of PyTorch, `torch.ops.quarrel.*`, usable under torch.compile and in CUDA graphs.
+
+    pack(raw, format, k)                                   uint8 `[n, row_bytes]` as in a GGUF file, to uint8 `[bytes]`
+    linear(x, weight, format, n, bias)                     x `[.., k]`, a packed weight, to `[.., n]` in x's type
+    rms_norm(x, weight, eps)                               x `[.., k]`, weight `[k]`
+    experts(x, ids, weights, gate, up, down, format, down_format, n_experts, width)      ids and weights `[T, used]`
+    attention_decode(q, k_cache, v_cache, block_table, kv_len, scale, window, cap)
+                                                           one query a sequence: q `[S, heads, dim]`
+    attention_prefill(.., query_start, ..)                 ragged: q `[T, heads, dim]`, query_start `[S + 1]`
+
+`format` is a GGUF type's name, such as "Q4_K". Caches are `[blocks, n_kv, block_size, dim]` in q's type; `block_table`,
+`kv_len`, `query_start` and `ids` are int32. Activations are float16, bfloat16 or float32. Nothing is read on the host.
+Importing this module registers them. On CPU tensors they run in Triton's interpreter, if TRITON_INTERPRET=1 was set before.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+
+from quarrel.errors import RequestError, UnsupportedOp
+from quarrel.gguf import FORMATS, GGMLType
+from quarrel.interop.call import COMPUTE, Call, run
+from quarrel.ops.attention import ATTENTION, AttentionSpec
+from quarrel.ops.linear import LINEAR, LinearSpec
+from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP, ExpertDownSpec, ExpertUpSpec
+from quarrel.ops.norm import NORM, NormSpec
+from quarrel.triton_backend.attention import LEAST_SPLIT, MOST_SPLITS
+from quarrel.triton_backend.pack import LAYOUTS, Packed, packed_bytes, view
+from quarrel.triton_backend.runtime import Cache, Live, Slot, Work
+
+FORMATS_TAKEN = tuple(type.name for type in LAYOUTS)
+"""Names that `format` may be."""
+_ROWS = 1 << 20
+"""Bytes of raw rows that are packed at once, in thousands of rows."""
+
+
+@torch.library.custom_op("quarrel::pack", mutates_args=())
+def pack(raw: torch.Tensor, format: str, k: int) -> torch.Tensor:
+    """Rows of blocks in the layout that the kernels read; a hundredth larger at most."""
+    type, n = _type(format), len(raw)
+    block = FORMATS[type]
+    if raw.dtype != torch.uint8 or raw.dim() != 2 or raw.shape[1] * block.elements != k * block.nbytes:
+        raise RequestError(
+            f"raw is {raw.dtype} {list(raw.shape)}, wanted uint8 [n, {k // block.elements * block.nbytes}] for {k}"
+            f" values of {format} a row"
+        )
+    buffer = torch.empty(packed_bytes(type, n, k), dtype=torch.uint8, device=raw.device)
+    packed = view(type, n, k, buffer)
+    step = max(1, _ROWS * 64 // raw.shape[1])
+    for start in range(0, n, step):
+        rows = raw[start : start + step].contiguous()
+        for plane, made in zip(packed.planes, LAYOUTS[type].split(rows.view(len(rows), -1, block.nbytes)), strict=True):
+            if made is not None:
+                plane[start : start + len(rows)] = made.reshape(len(rows), -1)
+    return buffer
+
+
+@pack.register_fake
+def _(raw: torch.Tensor, format: str, k: int) -> torch.Tensor:
+    return raw.new_empty(packed_bytes(_type(format), int(raw.shape[0]), k), dtype=torch.uint8)
+
+
+@torch.library.custom_op("quarrel::linear", mutates_args=())
+def linear(x: torch.Tensor, weight: torch.Tensor, format: str, n: int, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`x W^T + bias`."""
+    k = x.shape[-1]
+    rows, given = _rows(x), [] if bias is None else [bias.float()]
+    spec = LinearSpec(_type(format), n, k, bias is not None)
+    (y,) = run(LINEAR, spec, [rows, _packed(weight, format, n, k), *given], _call(rows, rows.shape[0]))
+    return y.view(*x.shape[:-1], n)
+
+
+@linear.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor, format: str, n: int, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], n)
+
+
+@torch.library.custom_op("quarrel::rms_norm", mutates_args=())
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`x / sqrt(mean(x^2) + eps) * weight`."""
+    rows = _rows(x)
+    (y,) = run(NORM, NormSpec("rms", rows.shape[1], eps), [rows, weight.float()], _call(rows, rows.shape[0]))
+    return y.view(x.shape)
+
+
+@rms_norm.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("quarrel::experts", mutates_args=())
+def experts(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    format: str,
+    down_format: str,
+    n_experts: int,
+    width: int,
+) -> torch.Tensor:
+    """`sum_j weights[t, j] * down_e(silu(gate_e x) * up_e x)`, e = ids[t, j]; `format` is gate's and up's."""
+    tokens, k = x.shape
+    used = ids.shape[1]
+    rows, chosen = _rows(x), ids.to(torch.int32)
+    first = ExpertUpSpec(_type(format), n_experts, used, width, k, "silu")
+    stacks = [_packed(w, format, n_experts * width, k) for w in (gate, up)]
+    (y,) = run(EXPERT_UP, first, [rows, chosen, *stacks], _call(rows, tokens))
+    second = ExpertDownSpec(_type(down_format), n_experts, used, k, width)
+    stack = _packed(down, down_format, n_experts * k, width)
+    (out,) = run(EXPERT_DOWN, second, [y, chosen, weights.float(), stack], _call(rows, tokens))
+    return out.view(tokens, k).to(x.dtype)
+
+
+@experts.register_fake
+def _(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    format: str,
+    down_format: str,
+    n_experts: int,
+    width: int,
+) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("quarrel::attention_decode", mutates_args=())
+def attention_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    kv_len: torch.Tensor,
+    scale: float,
+    window: int = 0,
+    cap: float = 0.0,
+) -> torch.Tensor:
+    """Each sequence's newest token, whose key is in the cache already."""
+    seqs = q.shape[0]
+    # As `attention.splits_of`, where the lengths are.
+    least = torch.clamp((kv_len + MOST_SPLITS - 1) // MOST_SPLITS - 1, min=0)
+    split = torch.clamp(2 ** torch.frexp(least.double())[1], min=LEAST_SPLIT)
+    starts = torch.zeros(seqs + 1, dtype=torch.int32, device=q.device)
+    starts[1:] = torch.cumsum((kv_len + split - 1) // split, 0)
+    query_start = torch.arange(seqs + 1, dtype=torch.int32, device=q.device)
+    most = min(MOST_SPLITS, -(-block_table.shape[1] * k_cache.shape[2] // LEAST_SPLIT))
+    live = Live(seqs, seqs, seqs, single=True, several=False, items=seqs * most)
+    return _attend(q, k_cache, v_cache, block_table, kv_len, query_start, starts, live, scale, window, cap)
+
+
+@attention_decode.register_fake
+def _(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    kv_len: torch.Tensor,
+    scale: float,
+    window: int = 0,
+    cap: float = 0.0,
+) -> torch.Tensor:
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("quarrel::attention_prefill", mutates_args=())
+def attention_prefill(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start: torch.Tensor,
+    kv_len: torch.Tensor,
+    scale: float,
+    window: int = 0,
+    cap: float = 0.0,
+) -> torch.Tensor:
+    """Any number of new tokens a sequence, causal, whose keys are in the cache already."""
+    starts = torch.zeros_like(query_start)
+    live = Live(q.shape[0], kv_len.shape[0], kv_len.shape[0], single=True, several=True, items=1)
+    return _attend(q, k_cache, v_cache, block_table, kv_len, query_start, starts, live, scale, window, cap)
+
+
+@attention_prefill.register_fake
+def _(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start: torch.Tensor,
+    kv_len: torch.Tensor,
+    scale: float,
+    window: int = 0,
+    cap: float = 0.0,
+) -> torch.Tensor:
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+
+def _attend(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    table: torch.Tensor,
+    kv_len: torch.Tensor,
+    query_start: torch.Tensor,
+    starts: torch.Tensor,
+    live: Live,
+    scale: float,
+    window: int,
+    cap: float,
+) -> torch.Tensor:
+    tokens, heads, dim = q.shape
+    if {k_cache.dtype, v_cache.dtype} != {q.dtype} or k_cache.shape != v_cache.shape or k_cache.dim() != 4:
+        raise RequestError(
+            f"caches are {k_cache.dtype} {list(k_cache.shape)} and {v_cache.dtype} {list(v_cache.shape)}, wanted two of"
+            f" {q.dtype} [blocks, n_kv, block_size, {dim}]"
+        )
+    spec = AttentionSpec(heads, k_cache.shape[1], dim, scale, window, cap, False)
+    width = torch.full((1,), table.shape[1], dtype=torch.int32, device=q.device)
+    call = Call(live, COMPUTE[q.dtype], q.device, Work(Slot(starts), Slot(width)), deterministic=live.several)
+    ints = [query_start.to(torch.int32), kv_len.to(torch.int32), table.to(torch.int32).contiguous()]
+    (y,) = run(ATTENTION, spec, [q.contiguous(), *ints, Cache(k_cache.contiguous(), v_cache.contiguous())], call)
+    return y.view(tokens, heads, dim)
+
+
+def _type(format: str) -> GGMLType:
+    if format not in FORMATS_TAKEN:
+        raise UnsupportedOp("triton", "linear", format, [f"wanted one of {', '.join(FORMATS_TAKEN)}"])
+    return GGMLType[format]
+
+
+def _packed(weight: torch.Tensor, format: str, n: int, k: int) -> Packed:
+    type = _type(format)
+    if weight.dtype != torch.uint8 or weight.numel() != packed_bytes(type, n, k):
+        raise RequestError(
+            f"the weight is {weight.dtype} {list(weight.shape)}, wanted {packed_bytes(type, n, k)} bytes, as"
+            f" torch.ops.quarrel.pack makes them of {n} rows of {k} values of {format}"
+        )
+    return view(type, n, k, weight)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    if x.dtype not in COMPUTE:
+        raise RequestError(f"activations are {x.dtype}, wanted {', '.join(map(str, COMPUTE))}")
+    return cast(torch.Tensor, x.reshape(-1, x.shape[-1]).contiguous())
+
+
+def _call(x: torch.Tensor, tokens: int) -> Call:
+    nothing = Slot(torch.empty(0, dtype=torch.int32, device=x.device))
+    live = Live(tokens, 0, 0, single=tokens == 1, several=tokens > 1, items=1)
+    return Call(live, COMPUTE[x.dtype], x.device, Work(nothing, nothing))

@@ -1,0 +1,126 @@
+"""The custom operators from plain PyTorch: their results against the contracts' references, and under torch.compile."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from quarrel.errors import RequestError
+from quarrel.gguf import GGMLType
+from quarrel.interop import torch_ops
+from quarrel.ops import draw
+from quarrel.ops.attention import AttentionSpec, attention_reference
+from quarrel.ops.contract import KVArrays, RawWeight, rel_error
+from quarrel.ops.linear import LinearSpec, linear_reference
+from quarrel.ops.moe import ExpertDownSpec, ExpertUpSpec, expert_down_reference, expert_up_reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ops = torch.ops.quarrel
+
+
+def on(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.array(array)).to(DEVICE)
+
+
+def packed(weight: RawWeight) -> torch.Tensor:
+    return ops.pack(on(weight.raw), weight.type.name, weight.k)
+
+
+class Linear(torch.nn.Module):
+    """As a program that serves models with PyTorch holds one of its maps."""
+
+    def __init__(self, weight: RawWeight, bias: np.ndarray | None = None) -> None:
+        super().__init__()
+        self.format, self.n = weight.type.name, len(weight.raw)
+        self.register_buffer("weight", packed(weight))
+        self.register_buffer("bias", None if bias is None else on(bias))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ops.linear(x, self.weight, self.format, self.n, self.bias)
+
+
+@pytest.mark.parametrize("format", torch_ops.FORMATS_TAKEN)
+def test_a_linear_map_in_every_format(format: str) -> None:
+    rng = np.random.default_rng(1)
+    weight = draw.weight(rng, GGMLType[format], 35, 256)
+    x, bias = draw.activations(rng, 3, 256), rng.standard_normal(35).astype(np.float32)
+    (want,) = linear_reference(LinearSpec(weight.type, 35, 256), x, weight)
+    got = Linear(weight, bias)(on(x).view(1, 3, 256))
+    assert got.shape == (1, 3, 35)
+    assert rel_error(got[0].cpu().numpy() - bias, want) < 1e-5
+
+
+def test_modules_compile_whole() -> None:
+    rng = np.random.default_rng(2)
+    up, down = draw.weight(rng, GGMLType.Q4_K, 256, 256), draw.weight(rng, GGMLType.Q6_K, 64, 256)
+    gain = on(rng.standard_normal(256).astype(np.float32))
+    first, second = Linear(up), Linear(down)
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return second(torch.nn.functional.silu(first(ops.rms_norm(x, gain, 1e-5)))) * 2
+
+    x = on(draw.activations(rng, 2, 256))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's own, about Python and about itself
+        compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=True)
+        for rows in (x, x.repeat(3, 1)):
+            assert torch.equal(compiled(rows), block(rows))
+
+
+def test_operators_and_their_fakes_agree() -> None:
+    rng = np.random.default_rng(3)
+    weight = draw.weight(rng, GGMLType.Q8_0, 32, 64)
+    x = on(draw.activations(rng, 2, 64))
+    for op, args in (
+        (ops.linear, (x, packed(weight), "Q8_0", 32)),
+        (ops.rms_norm, (x, on(np.ones(64, np.float32)), 1e-6)),
+        (ops.pack, (on(weight.raw), "Q8_0", 64)),
+    ):
+        torch.library.opcheck(op.default, args, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_experts() -> None:
+    rng = np.random.default_rng(4)
+    up = ExpertUpSpec(GGMLType.Q4_K, 4, 2, 256, 256, "silu")
+    down = ExpertDownSpec(GGMLType.Q6_K, 4, 2, 256, 256)
+    gates, ups, downs = (draw.weight(rng, s.type, s.rows, s.k) for s in (up, up, down))
+    x = draw.activations(rng, 3, 256)
+    ids = np.stack([rng.permutation(4)[:2] for _ in range(3)]).astype(np.int32)
+    weights = rng.random((3, 2), dtype=np.float32)
+    (y,) = expert_up_reference(up, x, ids, gates, ups)
+    (want,) = expert_down_reference(down, y, ids, weights, downs)
+    tensors = [packed(w) for w in (gates, ups, downs)]
+    got = ops.experts(on(x), on(ids), on(weights), *tensors, "Q4_K", "Q6_K", 4, 256)
+    assert rel_error(got.cpu().numpy(), want) < 1e-5
+
+
+def test_paged_attention() -> None:
+    rng = np.random.default_rng(5)
+    spec = AttentionSpec(4, 2, 32, 0.2)
+    cache = KVArrays(*(rng.standard_normal((24, 16, 2, 32), dtype=np.float32) for _ in range(2)))
+    k_cache, v_cache = (on(a.transpose(0, 2, 1, 3)) for a in (cache.k, cache.v))
+    table, kv_len = rng.permutation(24).reshape(2, 12).astype(np.int32), np.array([190, 37], np.int32)
+    q = rng.standard_normal((2, 4, 32), dtype=np.float32)
+    starts = np.array([0, 1, 2], np.int32)
+    (want,) = attention_reference(spec, q.reshape(2, -1), starts, kv_len, table, cache)
+    got = ops.attention_decode(on(q), k_cache, v_cache, on(table), on(kv_len), 0.2)
+    assert rel_error(got.cpu().numpy().reshape(2, -1), want) < 1e-5
+    q = rng.standard_normal((8, 4, 32), dtype=np.float32)
+    starts = np.array([0, 1, 8], np.int32)
+    (want,) = attention_reference(spec, q.reshape(8, -1), starts, kv_len, table, cache)
+    got = ops.attention_prefill(on(q), k_cache, v_cache, on(table), on(starts), on(kv_len), 0.2)
+    assert rel_error(got.cpu().numpy().reshape(8, -1), want) < 1e-5
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    weight = packed(draw.weight(np.random.default_rng(6), GGMLType.Q4_K, 8, 256))
+    x = torch.zeros(1, 256, device=DEVICE)
+    with pytest.raises(RequestError, match="as torch.ops.quarrel.pack makes them of 9 rows"):
+        ops.linear(x, weight, "Q4_K", 9)
+    with pytest.raises(RequestError, match="activations are torch.float64"):
+        ops.linear(x.double(), weight, "Q4_K", 8)
+    with pytest.raises(RequestError, match=r"wanted uint8 \[n, 144\]"):
+        ops.pack(weight.view(1, -1), "Q4_K", 256)
