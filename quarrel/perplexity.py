@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from quarrel import __version__
-from quarrel.env import BACKENDS, COMPUTE
+from quarrel.env import BACKENDS, COMPUTE, KV_CACHE
 from quarrel.errors import QuarrelError, RequestError
 from quarrel.llm import load
 from quarrel.quality.base_file import BaseFile
@@ -39,6 +39,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--kl-divergence", action="store_true", help="read the reference and compare")
     p.add_argument("--backend", choices=BACKENDS, default="auto")
     p.add_argument("--compute", choices=COMPUTE, default="auto")
+    p.add_argument("--kv-cache", choices=KV_CACHE, default="auto", help="what is kept of keys and values")
     p.add_argument("--threads", type=int, metavar="N", help="of the CPU backend")
     p.add_argument("--json", action="store_true", help="one JSON document on standard output")
     return p
@@ -68,7 +69,8 @@ def _run(args: argparse.Namespace) -> tuple[Evaluation, str]:
         raise RequestError(f"--chunks is {args.chunks}, wanted 1 or more")
     base = BaseFile(args.kl_divergence_base) if args.kl_divergence else None
     n_ctx = args.ctx_size if base is None else base.n_ctx
-    with load(args.model, backend=args.backend, compute=args.compute, threads=args.threads, n_ctx=n_ctx) as llm:
+    how = {"backend": args.backend, "compute": args.compute, "threads": args.threads, "kv_cache": args.kv_cache}
+    with load(args.model, n_ctx=n_ctx, **how) as llm:
         if base is None:
             pieces = pieces_of(llm, _text(args.file), n_ctx, args.chunks)
         else:

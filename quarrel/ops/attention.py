@@ -176,7 +176,8 @@ def attention_reference(
 def _draw_cache(rng: np.random.Generator, blocks: int, size: int, s: KVAppendSpec | AttentionSpec, case: Case) -> KVArrays:
     """`case.dims["kv"]` is the cache's type, as an index into KV_TYPES."""
     shape, type = (blocks, size, s.n_kv, s.head_dim), KV_TYPES[case.dims.get("kv", 0)]
-    return KVArrays(*(stored(draw.activations(rng, *shape), type) for _ in range(2)), type)
+    k, v = (stored(draw.activations(rng, *shape), type) for _ in range(2))
+    return KVArrays(k, v, type)
 
 
 def _make_attention(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:

@@ -61,7 +61,11 @@ class CheckedStep:
         self._backend, self._program, self._weights, self._choice = backend, program, weights, compute
         shape = (limits.n_blocks, limits.block_size)
         self._caches = [
-            KVArrays(*(np.zeros((*shape, c.n_kv, c.head_dim), np.float32) for _ in range(2)), limits.kv_cache)
+            KVArrays(
+                np.zeros((*shape, c.n_kv, c.head_dim), np.float32),
+                np.zeros((*shape, c.n_kv, c.head_dim), np.float32),
+                limits.kv_cache,
+            )
             for c in program.caches
         ]
         self._states = [np.zeros((limits.states, *s.shape), np.float32) for s in program.states]

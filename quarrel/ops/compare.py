@@ -41,7 +41,8 @@ def forgiven(got: Concrete, want: Concrete) -> Concrete:
     if not isinstance(got, KVArrays) or not isinstance(want, KVArrays) or not scaled(want.type):
         return got
     pairs = ((got.k, want.k), (got.v, want.v))
-    return KVArrays(*(np.where(np.abs(g - w) <= 1.01 * step_of(w, want.type), w, g) for g, w in pairs), want.type)
+    k, v = (np.where(np.abs(g - w) <= 1.01 * step_of(w, want.type), w, g) for g, w in pairs)
+    return KVArrays(k, v, want.type)
 
 
 def case_error(backend: Backend, op: Op, case: Case, compute: ComputeChoice, seed: int = 0) -> float:

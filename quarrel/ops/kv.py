@@ -57,18 +57,23 @@ def _e4m3(y: Array) -> Array:
     """The nearest value of E4M3, ties to even."""
     exponent = np.maximum(np.frexp(y)[1] - 1, -6)
     step = np.ldexp(np.float32(1), exponent - 3)
-    return np.clip(np.rint(y / step) * step, -448, 448)
+    value: Array = np.clip(np.rint(y / step) * step, -448, 448)
+    return value
 
 
 def step_of(values: Array, type: KVType) -> Array:
     """How far apart neighbouring values of the cache are at each of `values`: what another rounding may differ by."""
+    step: Array = np.zeros_like(values)
+    if not scaled(type):
+        return step
+    most = np.abs(values).max(-1, keepdims=True) / np.float32(TOP[type])
     if type == "int8":
-        return np.abs(values).max(-1, keepdims=True) / 127 + np.zeros_like(values)
-    if type == "fp8":
-        most = np.abs(values).max(-1, keepdims=True) / 448
+        step += most
+    else:
         with np.errstate(all="ignore"):
-            return np.maximum(np.ldexp(np.float32(1), np.frexp(np.abs(values))[1] - 3), most * np.float32(2**-9))
-    return np.zeros_like(values)
+            # An eighth of the power of two below it; subnormal ones are all as far apart.
+            step += np.maximum(np.ldexp(np.float32(1), np.frexp(values)[1] - 4), most * np.float32(2**-9))
+    return step
 
 
 def head_bytes(type: KVType, head_dim: int, own: int) -> int:

@@ -16,6 +16,7 @@ from quarrel.ops import draw
 from quarrel.ops.attention import AttentionSpec, RopeAppendSpec, attention, rope_append
 from quarrel.ops.contract import ConstRef, KVArrays, RawWeight, WeightRef, rel_error
 from quarrel.ops.embedding import embedding, gather_rows
+from quarrel.ops.kv import KVType
 from quarrel.ops.linear import linear, linear_add, norm_gate_up, norm_linear
 from quarrel.ops.norm import NormSpec, norm
 from quarrel.ops.null import Builder
@@ -100,10 +101,10 @@ def batch(parts: list[tuple[int, int, int]], rows: list[int] | None = None, seed
 class Reference:
     """The same steps in NumPy."""
 
-    def __init__(self, program: Program = PROGRAM) -> None:
+    def __init__(self, program: Program = PROGRAM, kv: KVType = "auto") -> None:
         self._program = program
         empty = np.zeros((LIMITS.n_blocks, SIZE, KV_HEADS, DIM), np.float32)
-        self._caches = [KVArrays(empty, empty) for _ in PROGRAM.caches]
+        self._caches = [KVArrays(empty, empty, kv) for _ in PROGRAM.caches]
 
     def __call__(self, inputs: StepInputs) -> Any:
         return run_program(self._program, Weights(), self._caches, inputs)
@@ -304,3 +305,39 @@ def test_more_logits_than_a_tile_has_rows(backend: TritonBackend) -> None:
         step = backend.compile(PROGRAM, Weights(), limits, "float16")
         assert rel_error(step(inputs, "logits").logits, want) <= 1e-2  # type: ignore[arg-type]
         step.close()
+
+
+def test_a_row_without_a_token_continues_as_id_0_and_both_are_what_each_is(step: TritonStep) -> None:
+    """A row of NaN draws -1; its sequence is over, but its next step may have been launched already."""
+    prompt = batch([(0, 0, 9)])
+    both = step(prompt, "both")
+    assert np.array_equal(both.tokens, step(prompt, "tokens").tokens)  # type: ignore[arg-type]
+    assert np.array_equal(both.logits, step(prompt, "logits").logits)  # type: ignore[arg-type]
+    assert both.tokens is not None
+    assert both.logits is not None
+    assert both.tokens[0] == both.logits[0].argmax()
+    known = replace(batch([(0, 9, 1)]), ids=np.zeros(1, np.int32))
+    want = step(known, "logits").logits
+    step._inputs.last.tensor[0] = -1
+    later = replace(known, ids=np.full(1, 7, np.int32), from_last=np.zeros(1, np.int32))
+    got = step(later, "logits").logits
+    assert np.isfinite(got).all()  # type: ignore[call-overload]
+    assert np.array_equal(got, want)  # type: ignore[arg-type]
+    step._inputs.last.tensor[0] = int(both.tokens[0])
+    assert not np.array_equal(step(later, "logits").logits, want)  # type: ignore[arg-type]
+
+
+def test_a_cache_of_codes_in_whole_steps(backend: TritonBackend) -> None:
+    """Prefill, mixed and decode steps; blocks are copied with their scales."""
+    limits = replace(LIMITS, kv_cache="fp8")
+    step, reference = backend.compile(PROGRAM, Weights(), limits, "float32"), Reference(kv="fp8")
+    for seed, parts in enumerate((PREFILL, MIXED)):
+        inputs = batch(parts, seed=seed)
+        error = rel_error(step(inputs, "logits").logits, reference(inputs)["logits"])  # type: ignore[arg-type]
+        assert error <= 2e-2  # a code may flip where a rounding decides between two
+    want = step(batch([(0, 22, 1)], seed=4), "logits").logits
+    step.copy_blocks([(0, 13), (1, 14)])
+    assert np.array_equal(step(batch([(13, 22, 1)], seed=4), "logits").logits, want)  # type: ignore[arg-type]
+    values = 2 * (limits.n_blocks + 1) * SIZE * KV_HEADS * 2
+    assert step.memory().cache == values * (DIM + 4)
+    step.close()
