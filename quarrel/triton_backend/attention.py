@@ -186,8 +186,9 @@ def tiles(compute: Compute, head_dim: int, group: int, hopper: bool = False) -> 
     if compute == "float32":
         # Products of float32 run on the plain units and hold whole rows in registers.
         # With 4 warps a width of 128 spills 8 bytes on sm_120, with 8 warps a width of 256 does (ptxas 13, Triton 3.9).
-        return Tile(rows, 16, 8 if wide >= 128 else 4, 1), Tile(rows, 16, 8 if wide == 128 else 4, 1)
-    # Decode holds two tiles of keys and of values in registers: 206 to 231 of them.
+        small = Tile(rows, 16, 8 if wide == 128 else 4, 1)
+        return small, small
+    # Decode holds two tiles of keys and of values in registers: 206 to 245 of them.
     one = Tile(rows, 64 if wide <= 128 else 32, 4, 1)
     if hopper:
         # On an H200, 4096 tokens of 32 heads of 128: 374 us, as with 128 rows by 128 keys in 8 warps; 425 to 575 in others.
@@ -243,11 +244,13 @@ def build_attention(site: Site, node: Node) -> Launch:
     switches = {"HEADS": spec.n_heads, "KV_HEADS": spec.n_kv, "DIM": spec.head_dim, "WIDE": wide}
     switches |= {"SIZE": cache.block_size, "WINDOW": spec.window > 0, "CAP": spec.cap != 0.0, "SINKS": spec.sinks}
     switches |= {"KIND": cache.kind, "COMPUTE": TL_TYPES[site.compute]}
-    before = joined(site, node.inputs[0], cache)  # type: ignore[arg-type]
+    # Two tiles of so wide a head in float32 do not fit registers: such a step goes the way of prompts.
+    apart = site.deterministic or (site.compute == "float32" and wide > 128)
+    before = None if apart else joined(site, node.inputs[0], cache)  # type: ignore[arg-type]
     rotation = None if before is None else _Rotation.of(site, before)
 
     def run(live: Live) -> None:
-        if live.single and not site.deterministic:
+        if live.single and not apart:
             halves = halved is not None and live.T == 1
             rotated = None if live.several else rotation
             given = _none(q) if rotated is None else rotated.arguments()
@@ -260,13 +263,13 @@ def build_attention(site: Site, node: Node) -> Launch:
                 SHORTEST=LEAST_SPLIT, MOST=MOST_SPLITS, AT_ONCE=max(1, 8192 // (wide * share)), HALVED=halves,
                 PLAIN=plain or not halves, EARLY=not live.several, warps=one.warps, early=starts_early(site),
             )  # fmt: skip
-        if live.several or site.deterministic:
+        if live.several or apart:
             queries = many.rows // share
             site.launch(
                 attend_many, (live.T // queries + live.S, spec.n_kv), target.tensor, q.tensor, cache.k, cache.v,
                 *cache.both_scales, sinks, query_start.tensor, kv_len.tensor, table.tensor, site.work.table_width.tensor,
                 live.S, scale, spec.cap, spec.window, **switches, SHARE=share, BLOCK_M=many.rows, BLOCK_N=many.keys,
-                LEAST=1 if site.deterministic else 2, warps=many.warps, stages=many.stages,
+                LEAST=1 if apart else 2, warps=many.warps, stages=many.stages,
             )  # fmt: skip
 
     return run

@@ -292,7 +292,8 @@ def left_to_attention(nodes: Sequence[Node], kept: set[int]) -> list[tuple[int, 
 
 def joined(site: Site, value: Value, cache: Cache) -> Node | None:
     """The ROPE_APPEND of these queries that leaves its work to the attention behind it in a step without prompts."""
-    return site.turned(value) if cache.k.dtype == DTYPES[site.compute] else None
+    narrow = site.compute != "float32" or cache.k.shape[3] <= 128
+    return site.turned(value) if narrow and cache.k.dtype == DTYPES[site.compute] else None
 
 
 def _accepts_append(spec: RopeAppendSpec) -> str | None:
