@@ -26,6 +26,8 @@ def read_bandwidth(backend: Backend, rounds: int = 5) -> tuple[float, list[float
         read = importlib.import_module("quarrel.bench.read_cpu").read_speed
         data = np.ones(min(HOST_BYTES, free), np.uint8)
         speeds = [read(backend, data) for _ in range(rounds + 1)][1:]
+    elif backend.name == "mlx" and backend.unavailable() is None:
+        speeds = importlib.import_module("quarrel.bench.read_mlx").read_speeds(min(DEVICE_BYTES, free), rounds)
     else:
         speeds = _plain(np.ones(min(HOST_BYTES, free) // 8, np.int64), rounds)
     return median(speeds), speeds

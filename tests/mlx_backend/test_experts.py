@@ -48,6 +48,16 @@ def test_every_format_alone_and_in_tiles(type: GGMLType) -> None:
             assert rel_error(run(EXPERT_DOWN, spec, inputs, [single] * 2), want) <= EXPERT_DOWN.tolerance["float16"]  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("type", draw.NATIVE, ids=lambda t: t.name)
+def test_every_format_of_gate_and_up(type: GGMLType) -> None:
+    spec = ExpertUpSpec(type, 3, 2, 7, 256, "silu")
+    inputs = EXPERT_UP.make(Case(spec, {"T": 2}), np.random.default_rng(1))  # type: ignore[misc]
+    (want,) = reference.run_op(EXPERT_UP, spec, inputs)
+    with running():
+        for single in (True, False):
+            assert rel_error(run(EXPERT_UP, spec, inputs, [single] * 2), want) <= EXPERT_UP.tolerance["float16"]  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("k", [77, 40])
 def test_widths_that_fill_no_block(k: int) -> None:
     spec = ExpertUpSpec(GGMLType.F16, 3, 2, 9, k, "silu")
