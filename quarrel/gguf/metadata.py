@@ -51,6 +51,11 @@ class Metadata(Mapping[str, Value]):
     def __repr__(self) -> _str:
         return f"Metadata({len(self)} keys)"
 
+    def replaced(self, values: Mapping[_str, Value]) -> Metadata:
+        """The same with other values for some keys, or with further keys."""
+        kinds = {key: kind for key, kind in self._kinds.items() if key not in values}
+        return Metadata({**self._values, **values}, kinds)
+
     def kind(self, key: _str) -> ValueType | None:
         """The type that the file gave to this value, or to an array's elements; None where it came from no file."""
         return self._kinds.get(key)

@@ -30,7 +30,8 @@ from quarrel.llm.model import LLM, Loaded
 from quarrel.llm.parallel import Parallel, threads_of
 from quarrel.llm.placement import left_to_host, placed
 from quarrel.llm.plan import DEFAULT_CONTEXT, Device, plan_encoder, plan_limits
-from quarrel.models import EncoderSpec, ModelSpec, Tensors, assemble, read_spec
+from quarrel.models import EncoderSpec, ModelSpec, RopeScaling, Tensors, assemble, read_spec
+from quarrel.models.scaling import Scaling
 from quarrel.ops.check import CheckedStep
 from quarrel.ops.host import HostExperts, computing_parts
 from quarrel.ops.kv import KV_TYPES, KVType
@@ -62,6 +63,9 @@ def load(
     deterministic: bool = False,
     draft: str | os.PathLike[str] | None = None,
     adapters: Mapping[str, str | os.PathLike[str]] | None = None,
+    rope_scaling: Scaling | None = None,
+    rope_scale: float | None = None,
+    yarn_orig_ctx: int | None = None,
     tensor_parallel: int | None = None,
     experts_on_cpu: int | None = None,
     progress: Progress | None = None,
@@ -82,6 +86,9 @@ def load(
     speed on a GPU; the CPU backend never does otherwise.
     draft: a smaller model of the same vocabulary, which guesses ahead (`Service.draft`); the text stays the same.
     adapters: LoRA adapters by name, GGUF files as llama.cpp writes them; a request takes one by `adapter=`, or none.
+    rope_scaling, rope_scale, yarn_orig_ctx: a context of `rope_scale` times what the model was trained on, "linear" or by
+    "yarn", which wants to know how long that was if the file does not say it; "none" leaves the file's own scaling out.
+    Without rope_scale it is as much as n_ctx needs.
     tensor_parallel: devices that share the model, a process each: GPUs of this machine (or processes on the CPU, for trying
     it out); by default `QUARREL_TENSOR_PARALLEL`, or 1. Needs PyTorch.
     experts_on_cpu: of how many layers, from the first, the experts stay in host memory and are computed there, beside a
@@ -103,6 +110,7 @@ def load(
     threads = threads_of(ranks, threads or environment.threads)
     chosen, skipped = _choose(backend, environment, threads)
     check_names(adapters or {})
+    scaling = RopeScaling(rope_scaling, rope_scale, yarn_orig_ctx)
     files = ExitStack()
     file = files.enter_context(GGUFFile.open(found.paths))
     guessing: DraftModel | None = None
@@ -111,15 +119,15 @@ def load(
     try:
         tokenizer = read_tokenizer(file.metadata)
         choice: ComputeChoice = environment.compute if compute == "auto" else compute  # type: ignore[assignment]
-        tensors, spec = Tensors(file), read_spec(file)
+        tensors, spec = Tensors(file), read_spec(file, scaling=scaling, asked=n_ctx)
         budget = environment.memory if memory is None else memory
         if isinstance(spec, EncoderSpec):
             if tensor_parallel is not None and ranks > 1:
                 raise RequestError("an encoder runs on one device: leave tensor_parallel out")
             ranks = 1
         if ranks > 1:
-            if draft is not None or adapters:
-                raise RequestError("a draft model and adapters run on one device: leave them out, or tensor_parallel")
+            if draft is not None or adapters or scaling:
+                raise RequestError("draft, adapters and rope_scaling want one device: leave them or tensor_parallel out")
             if environment.check:
                 raise RequestError("QUARREL_CHECK looks at one process: unset it, or leave tensor_parallel out")
             shares = Parallel(found.paths, chosen, choice, ranks, threads)
@@ -175,7 +183,7 @@ def load(
                 host=lambda: computing_parts(backend_named("cpu", threads)),
             )
         # Some rope scalings depend on the context that will be used.
-        spec = read_spec(file, plan.n_ctx)
+        spec = read_spec(file, plan.n_ctx, scaling, n_ctx)
         program = assemble(spec, tensors) if adapted is None else adapted.applied(assemble(spec, tensors))
         limits = with_snapshots(plan.limits, program, plan.spare, prefix_cache)
         plan = plan.with_limits(replace(limits, deterministic=deterministic, n_adapters=len(opened)), program)

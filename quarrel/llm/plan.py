@@ -226,7 +226,9 @@ def _budget(device: Device) -> str:
 
 def _wanted(spec: ModelSpec | EncoderSpec, n_ctx: int | None) -> int:
     if n_ctx is not None and not 1 <= n_ctx <= spec.context_length:
-        raise RequestError(f"n_ctx is {n_ctx}, wanted 1 to {spec.context_length}, the context that the model was made for")
+        further = "" if isinstance(spec, EncoderSpec) else "; rope_scaling='yarn' goes further"
+        made = f"the context that the model was made for{further}"
+        raise RequestError(f"n_ctx is {n_ctx}, wanted 1 to {spec.context_length}, {made}")
     return n_ctx or min(spec.context_length, DEFAULT_CONTEXT)
 
 

@@ -9,6 +9,7 @@ from quarrel.errors import ModelError, UnsupportedModel
 from quarrel.gguf import GGUFFile
 from quarrel.models.assembly import assemble
 from quarrel.models.keys import Keys
+from quarrel.models.scaling import SCALINGS, RopeScaling, check_scalable
 from quarrel.models.spec import EncoderSpec, ModelSpec
 from quarrel.models.tensors import Tensors
 from quarrel.ops.program import Program
@@ -36,16 +37,23 @@ ARCHITECTURES: Mapping[str, str] = {
 """`general.architecture` -> the module here whose `spec(keys, tensors, n_ctx)` reads it."""
 
 
-def read_spec(file: GGUFFile, n_ctx: int | None = None) -> ModelSpec | EncoderSpec:
-    """The model's facts. `n_ctx` is the context that will be used (default: the model's own), which longrope depends on."""
+def read_spec(
+    file: GGUFFile, n_ctx: int | None = None, scaling: RopeScaling | None = None, asked: int | None = None
+) -> ModelSpec | EncoderSpec:
+    """The model's facts. `n_ctx` is the context that will be used (default: the model's own), which longrope depends on.
+
+    scaling: in place of the file's own; it may depend on the context that was asked for.
+    """
     name = file.metadata.str("general.architecture")
     if name not in ARCHITECTURES:
         raise UnsupportedModel(f"the architecture is {name!r}; this version runs {', '.join(sorted(ARCHITECTURES))}")
-    keys = Keys(file.metadata, name)
+    keys = Keys(scaling.applied(file.metadata, name, asked) if scaling else file.metadata, name)
     length = n_ctx or keys.int("context_length", lo=1)
     spec: ModelSpec | EncoderSpec = importlib.import_module(f"quarrel.models.{ARCHITECTURES[name]}").spec(
         keys, Tensors(file), length
     )
+    if scaling:
+        check_scalable(spec, "rope_factors_long.weight" in file.tensors)
     said = keys.int("vocab_size", 0)
     if said > spec.n_vocab:
         raise ModelError(
@@ -55,4 +63,15 @@ def read_spec(file: GGUFFile, n_ctx: int | None = None) -> ModelSpec | EncoderSp
     return spec
 
 
-__all__ = ["ARCHITECTURES", "EncoderSpec", "Keys", "ModelSpec", "Program", "Tensors", "assemble", "read_spec"]
+__all__ = [
+    "ARCHITECTURES",
+    "SCALINGS",
+    "EncoderSpec",
+    "Keys",
+    "ModelSpec",
+    "Program",
+    "RopeScaling",
+    "Tensors",
+    "assemble",
+    "read_spec",
+]
