@@ -16,7 +16,7 @@ from starlette.staticfiles import StaticFiles
 
 from quarrel import __version__
 from quarrel.errors import QuarrelError
-from quarrel.server import ollama, openai, rest, socket
+from quarrel.server import ollama, openai, rerank, responses, rest, socket
 from quarrel.server.document import document
 from quarrel.server.errors import Refused, openai_body, plain_body, refused
 from quarrel.server.guard import App, Guard
@@ -62,6 +62,8 @@ def build(settings: Settings, load: Load) -> Server:
     if settings.ollama:  # first, as /api/generate then is Ollama's
         api.include_router(ollama.routes(desk))
     api.include_router(openai.routes(desk))
+    api.include_router(responses.routes(desk))
+    api.include_router(rerank.routes(desk))
     api.include_router(rest.routes(desk, metrics))
     api.include_router(socket.routes(desk, metrics))
     _page(api)

@@ -109,6 +109,9 @@ class Guard:
         method = scope.get("method", "WS")
         self._metrics.http.labels(method if method in METHODS else "other", where, str(sent["status"])).inc()
         self._metrics.http_seconds.labels(where).observe(seconds)
+        told = dict(scope["headers"]).get(b"content-length", b"0")
+        self._metrics.request_bytes.labels(where).observe(int(told) if told.isdigit() and len(told) < 16 else 0)
+        self._metrics.response_bytes.labels(where).observe(sent["bytes"])
         if sent["status"] == 429:
             self._metrics.limited.inc()
 

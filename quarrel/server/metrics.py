@@ -10,6 +10,7 @@ from quarrel.metrics import EngineMetrics
 from quarrel.server.shelf import Shelf
 
 _BUCKETS = tuple(0.01 * 2**i for i in range(10))
+_SIZES = tuple(4.0**i for i in range(3, 14))
 
 
 class Metrics:
@@ -36,6 +37,19 @@ class Metrics:
         self.typed_tokens = Counter("quarrel_tokens", "Tokens by model and kind", ["model", "type"], registry=r)
         self.errors = Counter("quarrel_webui_errors", "Errors by code", ["type"], registry=r)
         self.messages = Counter("quarrel_webui_ws_messages", "WebSocket messages", ["direction"], registry=r)
+        self.message_seconds = Histogram(
+            "quarrel_webui_ws_message_duration_seconds", "Until a WebSocket message was sent", ["type"], registry=r
+        )
+        self.sockets = Counter("quarrel_webui_connections", "WebSocket connections asked for", ["status"], registry=r)
+        self.broadcasts = Counter("quarrel_webui_broadcast_messages", "Messages that every connection gets", registry=r)
+        self.request_bytes, self.response_bytes = (
+            Histogram(f"quarrel_webui_http_{what}_size_bytes", help, ["endpoint"], buckets=_SIZES, registry=r)
+            for what, help in (("request", "Bodies that came, by their header"), ("response", "Bodies that went"))
+        )
+        self.asked = Counter(
+            "quarrel_webui_inference_requests", "Generations by how they ended", ["model", "status"], registry=r
+        )
+        self.full = Counter("quarrel_webui_inference_queue_full", "Refused for a full queue", ["model"], registry=r)
         self.limited = Counter("quarrel_webui_connections_rate_limited", "Requests refused by a rate limit", registry=r)
         r.register(_Models(shelf))
         r.register(EngineMetrics(lambda: [(e.name, e.held.llm) for e in shelf.entries() if e.held is not None]))
@@ -55,6 +69,9 @@ class _Models(Collector):
         memory = GaugeMetricFamily("quarrel_webui_model_memory_bytes", "Weights and cache", labels=["model"])
         seconds = GaugeMetricFamily("quarrel_webui_model_load_duration_seconds", "Of the last load", labels=["model"])
         queue = GaugeMetricFamily("quarrel_webui_inference_queue_size", "Requests that wait", labels=["model"])
+        speed = GaugeMetricFamily(
+            "quarrel_webui_tokens_per_second", "Of steps that only decode, since it was loaded", labels=["model"]
+        )
         active = GaugeMetricFamily("quarrel_webui_active_connections", "Requests that run", labels=["model"])
         restarts = CounterMetricFamily(
             "quarrel_engine_process_restarts", "Times that a model's process ended and was started again", labels=["model"]
@@ -69,4 +86,6 @@ class _Models(Collector):
             seconds.add_metric([entry.name], entry.load_seconds)
             queue.add_metric([entry.name], activity.waiting)
             active.add_metric([entry.name], activity.running)
-        return [loaded, memory, seconds, queue, active, restarts]
+            stats = entry.held.llm.stats()
+            speed.add_metric([entry.name], stats.decode_tokens / stats.decode_seconds if stats.decode_seconds else 0.0)
+        return [loaded, memory, seconds, queue, speed, active, restarts]

@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import secrets
+import time
 from typing import Any
 
 from fastapi import APIRouter, WebSocket
@@ -43,7 +44,9 @@ def routes(desk: Desk, metrics: Metrics) -> APIRouter:
 
     @router.websocket("/ws")
     async def ws(socket: WebSocket) -> None:
-        if len(open_now) >= MAX_CONNECTIONS:
+        room = len(open_now) < MAX_CONNECTIONS
+        metrics.sockets.labels("accepted" if room else "refused").inc()
+        if not room:
             await socket.close(1013, "too many connections")
             return
         offered = socket.scope.get("subprotocols", [])
@@ -187,14 +190,17 @@ class Connection:
             message = await self._out.get()
             if message["type"] == "close":
                 return
+            began = time.perf_counter()
             try:
                 await self._socket.send_text(json.dumps(message, ensure_ascii=False))
             except (WebSocketDisconnect, RuntimeError):
                 return
             self._metrics.messages.labels("out").inc()
+            self._metrics.message_seconds.labels(message["type"]).observe(time.perf_counter() - began)
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(METRICS_EVERY)
             models = [figure(e) for e in self._desk.shelf.entries()]
+            self._metrics.broadcasts.inc()
             self._say("metrics", {"active": self._desk.active, "models": models})

@@ -15,6 +15,7 @@ from starlette.requests import Request as HTTPRequest
 from quarrel.engine import AsyncStream, Chunk, Priority, Request, Result, Service
 from quarrel.errors import EngineLost, QuarrelError
 from quarrel.llm import Embeddings
+from quarrel.llm.embeddings import Pooling
 from quarrel.server.errors import Refused, refused
 from quarrel.server.limits import Limiter
 from quarrel.server.metrics import Metrics
@@ -105,10 +106,12 @@ class Desk:
                 await asyncio.sleep(0.05)  # until the shelf knows
         raise AssertionError("unreachable")
 
-    async def embed(self, caller: str, llm: Model, texts: Sequence[Any], dimensions: int | None) -> Embeddings:
+    async def embed(
+        self, caller: str, llm: Model, texts: Sequence[Any], dimensions: int | None, pooling: Pooling | None = None
+    ) -> Embeddings:
         """Vectors of texts (`LLM.aembed`)."""
         with self.limiter.stream(caller):
-            made = await llm.aembed(texts, dimensions=dimensions)
+            made = await llm.aembed(texts, dimensions=dimensions, pooling=pooling)
         self.limiter.charge(caller, "prompt_tokens", made.total_tokens)
         return made
 
@@ -120,6 +123,7 @@ class Desk:
     def _check_queue(self, name: str) -> None:
         waiting = self._accepted[name] - self.settings.max_seqs
         if waiting >= self.settings.queue:
+            self._metrics.full.labels(name).inc()
             wait = max(1.0, self._seconds * waiting / max(1, self.settings.max_seqs))
             message = f"{waiting} requests wait for {name} already: try again in {wait:.0f} s"
             raise Refused(503, "queue_full", message, retry_after=wait)
@@ -128,6 +132,9 @@ class Desk:
         results = [s.result for s in job.streams]
         used = sum(_tokens(r) for r in results if r is not None)
         self.limiter.refund(caller, "output_tokens", max(0, wanted - used))
+        for result in results:
+            reason = "cancelled" if result is None else result.finish_reason
+            self._metrics.asked.labels(job.model, "success" if reason in ("stop", "length") else reason).inc()
         self._metrics.seconds.labels(job.model).observe(time.perf_counter() - job.began)
         self._metrics.tokens.inc(used)
         self._metrics.typed_tokens.labels(job.model, "generated").inc(used)

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 
-from tests.server.conftest import Live
+import quarrel
+from quarrel.engine import Result, Timings, Usage
+from quarrel.server import Rates, Settings
+from quarrel.server.responses import ResponsesBody, _Answer
+from tests.llm.test_embed import with_keys
+from tests.paths import need_cases
+from tests.server.conftest import Live, running
 
 CHAT = [{"role": "user", "content": "Tell me of a king."}]
 
@@ -151,6 +159,66 @@ def test_an_answer_is_held_to_a_schema(client: openai.OpenAI) -> None:
     bad: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "zap"}}}
     with pytest.raises(openai.BadRequestError):
         client.chat.completions.create(model="demo", messages=CHAT, response_format=bad)
+
+
+def test_the_newer_protocol_in_one_piece_and_as_events(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": "demo", "input": "Tell me of a king.", "max_output_tokens": 12, "temperature": 0}
+    whole = client.responses.create(instructions="Be brief.", **options)
+    assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")  # type: ignore[union-attr]
+    assert whole.usage is not None
+    assert whole.usage.output_tokens == 12
+    chat = client.chat.completions.create(
+        model="demo", temperature=0, max_tokens=12, messages=[{"role": "system", "content": "Be brief."}, *CHAT]
+    )
+    assert whole.output_text == chat.choices[0].message.content
+    events = list(client.responses.create(instructions="Be brief.", stream=True, **options))
+    assert [e.sequence_number for e in events] == list(range(len(events)))
+    assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == whole.output_text
+    assert [events[0].type, events[-1].type] == ["response.created", "response.incomplete"]
+    talk = [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}, {"role": "assistant", "content": "b"}]
+    talk += [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}]  # type: ignore[list-item]
+    talk += [{"type": "function_call_output", "call_id": "c", "output": "d"}]  # type: ignore[list-item]
+    assert client.responses.create(model="demo", input=talk, max_output_tokens=2).output_text is not None  # type: ignore[arg-type]
+    form = {"type": "json_schema", "name": "x", "schema": {"type": "object", "properties": {"a": {"enum": ["x"]}},
+            "required": ["a"], "additionalProperties": False}}  # fmt: skip
+    made = client.responses.create(model="demo", input="a", text={"format": form}, max_output_tokens=99)  # type: ignore[call-overload]
+    assert json.loads(made.output_text) == {"a": "x"}
+
+
+def test_the_newer_protocols_calls_and_refusals(live: Live) -> None:
+    text = 'So.<tool_call>{"name": "find", "arguments": {"q": "x"}}</tool_call>'
+    result = Result(text, (), "stop", Usage(1, 2), Timings(0, 0, 0, 0, 0, 0), 0)
+    body = ResponsesBody(input="a", tools=[{"type": "function", "name": "find", "parameters": {}}])
+    answer = _Answer(body, [t["function"]["name"] for t in body.functions()])
+    events = [json.loads(e.split("data: ")[1]) for e in [*answer.opening(), *answer.closing(result)]]
+    assert [i["type"] for i in events[-1]["response"]["output"]] == ["message", "function_call"]
+    assert events[-1]["response"]["output"][1]["arguments"] == '{"q": "x"}'
+    assert [e["sequence_number"] for e in events] == list(range(len(events)))
+    for wrong in (
+        {"input": "a", "previous_response_id": "resp_1"},
+        {"input": "a", "tools": [{"type": "web_search"}]},
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+        {"input": "a", "text": {"format": {"type": "json_schema", "name": "x"}}},
+        {"input": []},
+    ):
+        assert live.client.post("/v1/responses", json=wrong).status_code == 400, wrong
+
+
+def test_only_a_reranker_ranks(live: Live, tmp_path: Path) -> None:
+    asked = {"query": "a king", "documents": ["a queen", {"text": "rain"}, "the king"], "return_documents": True}
+    refused = live.client.post("/v1/rerank", json=asked)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported_by_model")
+    source = need_cases("bert", "model-q4_0x.gguf")
+    with quarrel.load(source, backend="cpu", compute="float32") as plain:
+        n = plain.spec.n_embd
+    head = {"cls.output.weight": np.linspace(-1, 1, n, dtype=np.float32)[None], "cls.output.bias": np.zeros(1, np.float32)}
+    path = with_keys(source, tmp_path / "rank.gguf", {"bert.pooling_type": 4}, head)
+    with running(Settings(data_dir=tmp_path, models=(str(path),), rates=Rates(requests=0))) as made:
+        rows = made.client.post("/v1/rerank", json={**asked, "top_n": 2}).json()["results"]
+        assert len(rows) == 2
+        assert rows[0]["relevance_score"] >= rows[1]["relevance_score"]
+        alone = made.client.post("/v1/rerank", json={**asked, "documents": [rows[0]["document"]["text"]]}).json()
+        assert alone["results"][0]["relevance_score"] == pytest.approx(rows[0]["relevance_score"], rel=1e-3, abs=1e-4)
 
 
 def test_calls_of_tools_are_taken_out_of_the_text() -> None:

@@ -1,0 +1,68 @@
+"""/v1/rerank: how well documents answer a query, by a model that was made to judge pairs. Others refuse."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from pydantic import Field, StrictBool, StrictInt, StrictStr
+from starlette.responses import JSONResponse, Response
+
+from quarrel.server.body import body_of, reported
+from quarrel.server.schemas import Body, Text
+from quarrel.server.shelf import Model
+from quarrel.server.work import Desk, unless_gone
+
+Json = dict[str, Any]
+
+
+class Document(Body):
+    text: Text
+
+
+class RerankBody(Body):
+    model: StrictStr | None = None
+    query: Text
+    documents: Annotated[list[Text | Document], Field(min_length=1, max_length=2048)]
+    top_n: Annotated[StrictInt, Field(ge=1)] | None = None
+    return_documents: StrictBool = False
+
+    def texts(self) -> list[str]:
+        return [d if isinstance(d, str) else d.text for d in self.documents]
+
+
+def routes(desk: Desk) -> APIRouter:
+    """The one route."""
+    router = APIRouter(prefix="/v1")
+
+    @router.post("/rerank", **body_of(RerankBody))
+    async def rerank(request: Request) -> Response:
+        """The documents, best first, with the model's own scores."""
+        body, headers = await reported(request, RerankBody, desk)
+        texts = body.texts()
+        async with desk.shelf.use(body.model) as (name, llm):
+            pairs = [pair(llm, body.query, text) for text in texts]
+            made = await unless_gone(request, desk.embed(request.state.caller, llm, pairs, None, pooling="rank"))
+        scores = [float(v[0]) for v in made.vectors]
+        best = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n]
+        rows: list[Json] = [{"index": i, "relevance_score": scores[i]} for i in best]
+        if body.return_documents:
+            rows = [{**row, "document": {"text": texts[row["index"]]}} for row in rows]
+        usage = {"prompt_tokens": made.total_tokens, "total_tokens": made.total_tokens}
+        return JSONResponse({"object": "list", "model": name, "results": rows, "usage": usage}, headers=headers)
+
+    return router
+
+
+def pair(llm: Model, query: str, document: str) -> list[int]:
+    """Both texts as such models are trained on them.
+
+    That is `[CLS] query [SEP] document [SEP]`, or `<s> query </s></s> document </s>`.
+    """
+    tokenizer = llm.tokenizer
+    first, second = tokenizer.encode(query), tokenizer.encode(document)
+    if tokenizer.model == "bert":
+        return [*first, *second[1:]]
+    if tokenizer.eos_id is not None and second[:1] == [tokenizer.bos_id]:
+        second = [tokenizer.eos_id, *second[1:]]
+    return [*first, *second]
