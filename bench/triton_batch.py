@@ -37,6 +37,7 @@ from quarrel.triton_backend import attention, matmul, rows
 from quarrel.triton_backend.backend import create
 from quarrel.triton_backend.dequant import decode_rows
 from quarrel.triton_backend.experts import group_pairs
+from quarrel.triton_backend.fragments import GROUP, STEP, arrange
 from quarrel.triton_backend.grouped import grouped_tiles
 from quarrel.triton_backend.half import is_fast
 from quarrel.triton_backend.matmul import TL_TYPES
@@ -175,6 +176,14 @@ def make_batch(p: dict[str, Any], small: bool) -> Made:
     return go, count, error, {"gb": w.nbytes * (2 if both else 1) / 1e9}
 
 
+def arranged(x: torch.Tensor, width: int) -> torch.Tensor:
+    """As the kernels of a few rows read it."""
+    tokens, k = x.shape
+    to = torch.empty(width * k, device=device(), dtype=F16)
+    launch(arrange, (k // STEP, width // GROUP), to, x, tokens, K=k, PDL=False)
+    return to
+
+
 def make_rows(p: dict[str, Any], small: bool) -> Made:
     """rows_one: one map, or gate and up, decoded in the registers of `mma`."""
     name, n, k, tokens = p["format"], p["n"], p["k"], p["tokens"]
@@ -183,6 +192,7 @@ def make_rows(p: dict[str, Any], small: bool) -> Made:
     all_w = [*turns(w, small), w] if both else turns(w, small)
     count = len(all_w) - both
     x = activations(tokens, k)
+    there = arranged(x, p["bt"])
     residual = torch.randn(tokens, n, device=device())
     add = not both and p.get("add", False)
     y = torch.full((tokens, n), float("nan"), device=device(), dtype=torch.float32 if add else F16)
@@ -190,7 +200,7 @@ def make_rows(p: dict[str, Any], small: bool) -> Made:
     def go(i: int) -> None:
         a, b = all_w[i], all_w[i + 1] if both else all_w[i]
         launch(
-            rows.rows_one, (cdiv(n, p["bm"]),), y, x, *a.planes, *b.planes, residual, residual, residual, tokens,
+            rows.rows_one, (cdiv(n, p["bm"]),), y, there, *a.planes, *b.planes, residual, residual, residual, tokens,
             0.5 if add else 1.0, n, K=k, FORMAT=name, BIAS=False, ADD=add, GATED=both, KIND="silu" if both else "none",
             W=p["turns"], M=p["tall"], BM=p["bm"], BT=p["bt"], DEEP=p["deep"], warps=p["tall"] * p["turns"], stages=1,
             early=p.get("early", True),
@@ -241,12 +251,13 @@ def make_rows_three(p: dict[str, Any], small: bool) -> Made:
     sets = [turns(packed(f, n, k), small) for f, n in zip(p["formats"], ns, strict=True)]
     count = min(map(len, sets))
     x = activations(tokens, k)
+    there = arranged(x, p["bt"])
     ys = [torch.full((tokens, n), float("nan"), device=device(), dtype=F16) for n in ns]
 
     def go(i: int) -> None:
         a, b, c = (s[i] for s in sets)
         launch(
-            rows.rows_three, (sum(cdiv(n, p["bm"]) for n in ns),), *ys, x, *a.planes, *b.planes, *c.planes, *ys, tokens,
+            rows.rows_three, (sum(cdiv(n, p["bm"]) for n in ns),), *ys, there, *a.planes, *b.planes, *c.planes, *ys, tokens,
             *ns, K=k, FORMAT0=a.format, FORMAT1=b.format, FORMAT2=c.format, BIAS=False, W=p["turns"], M=p["tall"],
             BM=p["bm"], BT=p["bt"], DEEP=p["deep"], warps=p["tall"] * p["turns"], stages=1, early=True,
         )  # fmt: skip

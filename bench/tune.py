@@ -100,10 +100,10 @@ def now(subject: Subject, n: int, width: int) -> Iterator[tuple[str, tuple[int, 
 
 
 def rows_of(n: int, k: int, width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Deals whose warps come near what keeps a device busy."""
+    """Deals whose warps come near what keeps a device busy, and whose sums fit registers."""
     if width > 32 or k % 256:
         return
-    high = {8: ((16, 1), (32, 2)), 16: ((16, 1), (32, 1), (32, 2)), 32: ((32, 1), (32, 2), (64, 4))}[width]
+    high = {8: ((16, 1), (32, 2)), 16: ((16, 1), (32, 1), (32, 2)), 32: ((16, 1), (32, 2), (64, 4))}[width]
     for tall_rows, tall in high:
         for turns in (1, 2, 4, 8):
             warps = cdiv(n, tall_rows) * tall * turns

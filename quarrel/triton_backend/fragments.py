@@ -7,11 +7,15 @@ four of Q8_0) becomes pairs of float16 in PTX; the values are those of `half.py`
 
 from __future__ import annotations
 
+import triton
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 STEP = 256
 """Columns that a warp takes at a time."""
+GROUP = 8
+"""Rows of x to a product."""
 TAKEN = ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q4_0")
 
 # Bytes of codes under the exponent of 1024, where float16 steps by one: pairs of low nibbles in $0 to $3 (the first
@@ -78,6 +82,29 @@ _EIGHT = gl.constexpr(
 _EIGHT_OUT = gl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r,r,r")
 _EIGHT_OUT_5 = gl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r,r,r,r,r")
 _HALVES = gl.constexpr((gl.float16,) * 8)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def arrange(to, x, tokens, K: tl.constexpr, PDL: tl.constexpr):
+    """Rows of x as float16 in the order in which the threads of a warp read them, 16 bytes each, side by side.
+
+    `[groups, K / 256, 2 halves of a block, 2, 2, 8 rows, 4 blocks, 8 columns]`; rows beyond the last are zero. A warp that
+    read x as it lies would touch 16 lines for what is now 4. Grid (K / 256, groups).
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    i = tl.arange(0, 2048)
+    row = tl.program_id(1) * 8 + i // 32 % 8
+    v = tl.load(x + row.to(tl.int64) * K + tl.program_id(0) * 256 + column_at(i), mask=row < tokens, other=0.0)
+    tl.store(to + (tl.program_id(1).to(tl.int64) * (K // 256) + tl.program_id(0)) * 2048 + i, v.to(tl.float16))
+
+
+@triton.jit
+def column_at(i):
+    """The column, of 256, of place i among 8 rows."""
+    block = i // 8 % 4 + i // 512 % 2 * 4
+    return block * 32 + i // 1024 * 16 + i // 256 % 2 * 8 + i % 8
 
 
 @gluon.constexpr_function

@@ -7,7 +7,7 @@ the number of rows only says how many of them `mma` is given.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quarrel.ops.contract import Compute
 from quarrel.triton_backend import elementwise
-from quarrel.triton_backend.fragments import STEP, TAKEN, fetch_words, pairs, words_layout
+from quarrel.triton_backend.fragments import GROUP, STEP, TAKEN, arrange, fetch_words, pairs, words_layout
 from quarrel.triton_backend.pack import Packed
 from quarrel.triton_backend.runtime import INTERPRETED, Launch, Live, Site, Slot, cdiv, starts_early
 from quarrel.triton_backend.tuned import Kind, key, table
@@ -88,7 +88,7 @@ def deal(n: int, k: int, count: int) -> Deal:
 
 @gluon.jit
 def _walk(
-    FORMAT: gl.constexpr, codes, bits, scale, top, x, first, tokens, N, K: gl.constexpr, W: gl.constexpr, M: gl.constexpr,
+    FORMAT: gl.constexpr, codes, bits, scale, top, x, first, N, K: gl.constexpr, W: gl.constexpr, M: gl.constexpr,
     BM: gl.constexpr, BT: gl.constexpr, DEEP: gl.constexpr, MMA: gl.constexpr, WAIT: gl.constexpr,
 ):  # fmt: skip
     """Sums `[BM, BT]` for outputs from `first` on."""
@@ -102,14 +102,14 @@ def _walk(
     row = first + gl.arange(0, BM, gl.SliceLayout(0, gl.SliceLayout(2, L3)))
     row = gl.minimum(row, N - 1).to(gl.int64)[None, :]
     within = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, L3)))[None, None, :]
-    # Columns in the weights' order: sixteen of a block.
+    # x as `arrange` left it: sixteen columns of a block, eight at a time.
     k = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(2, B)))
     turn = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, B)))
     token = gl.arange(0, BT, gl.SliceLayout(0, gl.SliceLayout(1, B)))
-    token = gl.expand_dims(gl.expand_dims(token, 0), 1)
-    column = gl.expand_dims(gl.expand_dims(k // 16 * 32 + k % 16, 0), 2)
-    column = gl.expand_dims(gl.expand_dims(turn * 256, 1), 2) + column
-    p_x = x + token * K + column
+    token = gl.expand_dims(gl.expand_dims(token // 8 * (K * 8) + token % 8 * 32, 0), 1)
+    place = gl.expand_dims(gl.expand_dims(k // 64 * 512 + k // 8 % 2 * 256 + k // 16 % 4 * 8 + k % 8, 0), 2)
+    turn = gl.expand_dims(gl.expand_dims(turn, 1), 2)
+    p_x = x + turn * 2048 + token + place
     # Two sums, as each product waits for the one before it.
     acc = gl.zeros([W, BM, BT], gl.float32, layout=MMA)
     acc_high = gl.zeros([W, BM, BT], gl.float32, layout=MMA)
@@ -122,10 +122,13 @@ def _walk(
     if WAIT:  # weights are there since the model was loaded, x comes from the kernel before
         gdc_wait()
     for step in range(STEPS):
-        # Columns beyond the last are those of the last super-block again, times zero.
-        x_ok = (token < tokens) & (column < K - step * EACH if K % EACH else column >= 0)
-        x_low = gl.load(p_x + step * EACH, mask=x_ok, other=0.0).to(gl.float16)
-        x_high = gl.load(p_x + step * EACH + 16, mask=x_ok, other=0.0).to(gl.float16)
+        if K % EACH:  # columns beyond the last are those of the last super-block again, times zero
+            x_ok = (turn < K // 256 - step * W) & (token + place >= 0)
+            x_low = gl.load(p_x + step * (2048 * W), mask=x_ok, other=0.0)
+            x_high = gl.load(p_x + step * (2048 * W) + 1024, mask=x_ok, other=0.0)
+        else:
+            x_low = gl.load(p_x + step * (2048 * W))
+            x_high = gl.load(p_x + step * (2048 * W) + 1024)
         now = gl.minimum((step + 1 + DEEP) * W + super, last)
         q2, a2, b2, s2, t2 = fetch_words(FORMAT, codes, bits, scale, top, row, (now * 8)[:, :, None] + within, now, K, L4)
         low, high = pairs(FORMAT, q, a, b, s, t, W, BM, L4, A)
@@ -165,17 +168,16 @@ def _finish(
 def rows_one(
     y, x, a_codes, a_bits, a_scale, a_top, b_codes, b_bits, b_scale, b_top, bias, bias_b, residual, tokens, alpha, N,
     K: gl.constexpr, FORMAT: gl.constexpr, BIAS: gl.constexpr, ADD: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr,
-    W: gl.constexpr, M: gl.constexpr, BM: gl.constexpr,
-    BT: gl.constexpr, DEEP: gl.constexpr, PDL: gl.constexpr,
+    W: gl.constexpr, M: gl.constexpr, BM: gl.constexpr, BT: gl.constexpr, DEEP: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[W, M, 1], instr_shape=[1, 16, 8])
     if PDL:
         gdc_launch_dependents()
     first = gl.program_id(0) * BM
-    acc = _walk(FORMAT, a_codes, a_bits, a_scale, a_top, x, first, tokens, N, K, W, M, BM, BT, DEEP, MMA, PDL)
+    acc = _walk(FORMAT, a_codes, a_bits, a_scale, a_top, x, first, N, K, W, M, BM, BT, DEEP, MMA, PDL)
     acc_b = acc
     if GATED:  # one after the other: together they leave a device half its warps
-        acc_b = _walk(FORMAT, b_codes, b_bits, b_scale, b_top, x, first, tokens, N, K, W, M, BM, BT, DEEP, MMA, False)
+        acc_b = _walk(FORMAT, b_codes, b_bits, b_scale, b_top, x, first, N, K, W, M, BM, BT, DEEP, MMA, False)
     _finish(
         y, acc, acc_b, bias, bias_b, residual, first, tokens, alpha, N, BIAS, ADD, GATED, KIND, BM, BT,
         gl.SliceLayout(0, MMA),
@@ -198,15 +200,15 @@ def rows_three(
     tiles0, tiles1 = gl.cdiv(N0, BM), gl.cdiv(N1, BM)
     if tile < tiles0:
         first = tile * BM
-        acc = _walk(FORMAT0, a_codes, a_bits, a_scale, a_top, x, first, tokens, N0, K, W, M, BM, BT, DEEP, MMA, PDL)
+        acc = _walk(FORMAT0, a_codes, a_bits, a_scale, a_top, x, first, N0, K, W, M, BM, BT, DEEP, MMA, PDL)
         _finish(y0, acc, acc, bias0, bias0, y0, first, tokens, 1.0, N0, BIAS, False, False, "none", BM, BT, OUT)
     elif tile < tiles0 + tiles1:
         first = (tile - tiles0) * BM
-        acc = _walk(FORMAT1, b_codes, b_bits, b_scale, b_top, x, first, tokens, N1, K, W, M, BM, BT, DEEP, MMA, PDL)
+        acc = _walk(FORMAT1, b_codes, b_bits, b_scale, b_top, x, first, N1, K, W, M, BM, BT, DEEP, MMA, PDL)
         _finish(y1, acc, acc, bias1, bias1, y1, first, tokens, 1.0, N1, BIAS, False, False, "none", BM, BT, OUT)
     else:
         first = (tile - tiles0 - tiles1) * BM
-        acc = _walk(FORMAT2, c_codes, c_bits, c_scale, c_top, x, first, tokens, N2, K, W, M, BM, BT, DEEP, MMA, PDL)
+        acc = _walk(FORMAT2, c_codes, c_bits, c_scale, c_top, x, first, N2, K, W, M, BM, BT, DEEP, MMA, PDL)
         _finish(y2, acc, acc, bias2, bias2, y2, first, tokens, 1.0, N2, BIAS, False, False, "none", BM, BT, OUT)
 
 
@@ -224,6 +226,19 @@ def gate_up(
     return _one(site, x, y, (gate, up), biases, None, 1.0, axis, activation)
 
 
+def _arranged(
+    site: Site, x: Slot, k: int, axis: str, widths: Iterable[int]
+) -> tuple[Slot, Callable[[Live, int], None]]:  # fmt: skip
+    """Scratch for x as the kernels read it, and what fills it for a width of rows."""
+    to = site.scratch("one", max(widths, default=0) * k, torch.float16)
+
+    def prepare(live: Live, width: int) -> None:
+        grid = (k // STEP, width // GROUP)
+        site.launch(arrange, grid, to.tensor, x.tensor, live.count(axis), K=k, early=starts_early(site))
+
+    return to, prepare
+
+
 def _one(
     site: Site, x: Slot, y: Slot, weights: Sequence[Packed], biases: Sequence[torch.Tensor], residual: Slot | None,
     alpha: float, axis: str, kind: str,
@@ -232,15 +247,17 @@ def _one(
         return None
     a, b, gated = weights[0], weights[-1], len(weights) == 2
     by_width = deals(site, "gated" if gated else "one", weights)
+    arranged, prepare = _arranged(site, x, a.k, axis, by_width)
 
     def run(live: Live) -> None:
         count, none = live.count(axis), y.tensor
         width, how = next((w, d) for w, d in by_width.items() if count <= w)
+        prepare(live, width)
         site.launch(
-            rows_one, (cdiv(a.n, how.rows),), y.tensor, x.tensor, *a.planes, *b.planes, biases[0] if biases else none,
-            biases[-1] if biases else none, none if residual is None else residual.tensor, count, alpha, a.n, K=a.k,
-            FORMAT=a.format, BIAS=bool(biases), ADD=residual is not None, GATED=gated, KIND=kind, W=how.turns, M=how.tall,
-            BM=how.rows, BT=width, DEEP=how.deep, warps=how.warps, stages=1,
+            rows_one, (cdiv(a.n, how.rows),), y.tensor, arranged.tensor, *a.planes, *b.planes,
+            biases[0] if biases else none, biases[-1] if biases else none, none if residual is None else residual.tensor,
+            count, alpha, a.n, K=a.k, FORMAT=a.format, BIAS=bool(biases), ADD=residual is not None, GATED=gated, KIND=kind,
+            W=how.turns, M=how.tall, BM=how.rows, BT=width, DEEP=how.deep, warps=how.warps, stages=1,
             early=starts_early(site),
         )  # fmt: skip
 
@@ -256,13 +273,15 @@ def linears(
     ns, k = [w.n for w in weights], weights[0].k
     planes = [p for w in weights for p in w.planes]
     by_width = deals(site, "three", weights)
+    arranged, prepare = _arranged(site, x, k, axis, by_width)
 
     def run(live: Live) -> None:
         count, outs = live.count(axis), [y.tensor for y in ys]
         width, how = next((w, d) for w, d in by_width.items() if count <= w)
+        prepare(live, width)
         site.launch(
-            rows_three, (sum(cdiv(n, how.rows) for n in ns),), *outs, x.tensor, *planes, *(biases or outs), count, *ns,
-            K=k, FORMAT0=weights[0].format, FORMAT1=weights[1].format, FORMAT2=weights[2].format, BIAS=bool(biases),
+            rows_three, (sum(cdiv(n, how.rows) for n in ns),), *outs, arranged.tensor, *planes, *(biases or outs), count,
+            *ns, K=k, FORMAT0=weights[0].format, FORMAT1=weights[1].format, FORMAT2=weights[2].format, BIAS=bool(biases),
             W=how.turns, M=how.tall, BM=how.rows, BT=width, DEEP=how.deep, warps=how.warps, stages=1,
             early=starts_early(site),
         )  # fmt: skip

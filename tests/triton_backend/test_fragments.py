@@ -8,8 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from quarrel.triton_backend import fragments, matmul, rows, tuned
+from quarrel.triton_backend.runtime import launch
 from quarrel.triton_backend.tuned import key, table
 
 RNG = np.random.default_rng(5)
@@ -82,6 +84,16 @@ def test_scale_and_minimum_follow() -> None:
     assert run(fragments._FOUR.value, 0x76543210, scale, less)[:2] == [(0 - 8) * 0.25 - 1.5, (2 - 8) * 0.25 - 1.5]
     high = run(fragments._SIX.value, 0, ONE, scale, 0, 0b11100100)[4:]
     assert high == [(q * 16 - 32) * 0.25 for q in range(4)]
+
+
+def test_rows_are_arranged_as_threads_read_them() -> None:
+    x = torch.arange(11 * 512, dtype=torch.float32).reshape(11, 512).fmod(2048)
+    to = torch.full((16 * 512,), float("nan"), dtype=torch.float16)
+    launch(fragments.arrange, (2, 2), to, x, 11, K=512, PDL=False)
+    # Group of rows, 256 columns, half of a block, blocks 4 on, 8 columns on, row, block, column.
+    made = to.reshape(2, 2, 2, 2, 2, 8, 4, 8).permute(0, 5, 1, 3, 6, 2, 4, 7).reshape(16, 512)
+    assert torch.equal(made[:11], x.half())
+    assert not made[11:].any()
 
 
 def test_more_warps_share_the_columns_of_fewer_rows() -> None:
