@@ -58,7 +58,7 @@ def main() -> int:
                 for count in counts:
                     if time.perf_counter() > deadline:
                         return 0
-                    chosen = HostExperts(host, frozenset(paths[:count]), args.stream_from) if count else None
+                    chosen = HostExperts(host, frozenset(paths[:count]), True, args.stream_from) if count else None
                     device.leave_to_host(chosen)
                     subject = Subject(source, device, limits_for(tests, args.step_tokens, False), "auto")
                     row, plain = figures(subject, tests, args.rounds, plain, deadline)

@@ -80,7 +80,10 @@ def placed(
             " free there: use a smaller model, or leave fewer layers to the host"
         )
     paths = frozenset(list(layers)[:count])
-    return replace(plan, host=sizes[count], host_layers=count), HostExperts(computing, paths)
+    largest = max(list(layers.values())[:count])
+    streams = plan.spare >= largest
+    plan = replace(plan, host=sizes[count], host_layers=count, scratch=plan.scratch + largest * streams)
+    return plan, HostExperts(computing, paths, streams)
 
 
 @contextmanager

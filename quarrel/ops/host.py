@@ -45,8 +45,10 @@ class HostExperts:
 
     backend: ComputesParts
     paths: frozenset[str]
+    streams: bool = False
+    """The device has room for a layer's experts: steps of many rows take them there, a layer at a time."""
     stream_from: int | None = None
-    """Rows from which a step takes the weights to the device instead; None is where that was measured to be faster."""
+    """Rows from which they do; None is where that was measured to be faster."""
 
     def takes(self, node: Node) -> bool:
         return node.path in self.paths and node.op in (EXPERT_UP, EXPERT_DOWN)

@@ -126,7 +126,7 @@ class TritonBackend:
             reason = "values of that range do not fit float16 arithmetic" if not INTERPRETED else "the interpreter is wrong"
             raise RequestError(f"kv_cache='bfloat16' with compute='{arithmetic}': {reason}; use compute='bfloat16', or fp8")
         device = self._torch_device()
-        choices = on_host(lower(program, REGISTRY), self._host, weights, limits.max_tokens, arithmetic, device)
+        choices = on_host(lower(program, REGISTRY), self._host, weights, limits, arithmetic, device)
         refs = refs_of(c.node for c in choices if not is_hosted(c))
         self._check_memory(
             device_bytes(refs, arithmetic),

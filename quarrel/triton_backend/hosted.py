@@ -1,26 +1,39 @@
-"""Experts in host memory: the device hands rows over, waits, and takes the sum back.
+"""Experts in host memory: the device hands rows over, waits, and takes the sum back; or it takes the experts themselves.
 
-Rows, ids and weights are copied to pinned memory behind the kernels that make them, as part of a captured step; the products
-themselves are no part of it, so a step with such layers is captured in pieces (`Outside` marks where it is cut).
+A step of few rows is computed by the host, from rows, ids and weights in pinned memory. For many rows the experts' weights
+are copied to the device, a layer at a time into the same buffers, and multiplied there; from how many on is measured when
+the first such step comes. Neither is part of a graph, so a step with such layers is captured in pieces (`Outside` cuts it).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 
-from quarrel.ops.contract import Compute, Value
+from quarrel.ops.contract import Compute, Value, WeightRef
 from quarrel.ops.host import IDS, OUT, SHARES, HostExperts, Part, X
 from quarrel.ops.moe import EXPERT_UP
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Choice, Implementation
-from quarrel.ops.step import WeightSource
-from quarrel.triton_backend.runtime import Launch, Live, Site, Slot, dims
+from quarrel.ops.step import Limits, WeightSource
+from quarrel.triton_backend import experts
+from quarrel.triton_backend.inner import Inner
+from quarrel.triton_backend.pack import Packed, Uploader, blank, fill
+from quarrel.triton_backend.runtime import Launch, Live, Site, dims
+from quarrel.triton_backend.weights import held_as, reader
+
+log = logging.getLogger("quarrel")
 
 ROWS = 128
 """Rows that the host computes at once: each layer has buffers for so many."""
+LEAST = 16
+"""Rows from which weights may be copied; the speeds are measured with so many."""
 
 
 class HostImplementation(Implementation):
@@ -38,11 +51,13 @@ class Outside:
 
 
 class Exchange:
-    """Pinned memory that all layers share: one at a time uses it."""
+    """Memory that all layers share, as one at a time uses it: pinned for rows, and on the device for streamed experts."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, source: WeightSource, compute: Compute) -> None:
+        self._device, self._source, self._compute = device, source, compute
         self._held: dict[str, torch.Tensor] = {}
+        self._stages: dict[tuple[str, int, int, int], Packed] = {}
+        self._upload: Uploader | None = None
 
     def take(self, name: str, source: torch.Tensor, count: int) -> torch.Tensor:
         """The buffer of this name for `count` values like the source's."""
@@ -59,21 +74,112 @@ class Exchange:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
+    def stage(self, ref: WeightRef, place: int) -> Packed:
+        """Where a layer's weight number `place` goes on the device."""
+        type = held_as(ref.type, self._compute)
+        key = (type.name, ref.rows, ref.k, place)
+        if key not in self._stages:
+            self._stages[key] = blank(type, ref.rows, ref.k, self._device)
+        return self._stages[key]
+
+    def send(self, refs: Mapping[WeightRef, int]) -> None:
+        """Fills the stages of some weights."""
+        if self._upload is None:
+            self._upload = Uploader(self._device)
+        for ref, place in refs.items():
+            type = held_as(ref.type, self._compute)
+            fill(self.stage(ref, place), type, reader(self._source, ref, type), self._upload)
+
+
+@dataclass
+class Turn:
+    """From how many rows on experts are copied to the device."""
+
+    rows: float | None
+
+    def streams(self, live: Live, measure: Callable[[], float]) -> bool:
+        if live.T < LEAST and self.rows is None:
+            return False
+        if self.rows is None:
+            self.rows = measure()
+            log.info("experts in host memory are copied to the device for steps of %.0f rows and more", self.rows)
+        return self.rows <= live.T
+
+
+@dataclass
+class Layer:
+    """A layer's experts and the two ways to compute them."""
+
+    exchange: Exchange
+    turn: Turn
+    tokens: int
+    up: Node
+    refs: dict[WeightRef, int] = field(default_factory=dict)
+    part: Part | None = None
+
+    @property
+    def may_stream(self) -> bool:
+        return self.turn.rows != math.inf
+
+    def add(self, node: Node) -> None:
+        stacks = [r for r in node.inputs if isinstance(r, WeightRef) and r.rows == node.spec.rows]
+        self.refs |= {ref: len(self.refs) + i for i, ref in enumerate(stacks)}
+
+    def streams(self, live: Live) -> bool:
+        return self.turn.streams(live, self.measured)
+
+    def measured(self) -> float:
+        """Rows that take the host as long as the weights take to the device."""
+        spec = self.up.spec
+        ids = (np.arange(LEAST * spec.used, dtype=np.int32) % spec.n_experts).reshape(LEAST, spec.used)
+        arrays = {X: np.zeros((LEAST, spec.k), np.float32), IDS: ids, SHARES: np.ones(ids.shape, np.float32)}
+
+        def host() -> None:
+            assert self.part is not None
+            self.part.run(arrays, (OUT,))
+
+        def device() -> None:
+            self.exchange.send(self.refs)
+            self.exchange.wait()
+
+        return max(LEAST, math.ceil(LEAST * _seconds(device) / _seconds(host)))
+
+
+def _seconds(run: Callable[[], None]) -> float:
+    """Of the second time."""
+    run()
+    began = time.perf_counter()
+    run()
+    return max(time.perf_counter() - began, 1e-9)
+
+
+@dataclass(frozen=True)
+class Staged(Inner):
+    """A site whose matrices are those on the stage."""
+
+    layer: Layer
+
+    def weight(self, ref: WeightRef) -> Packed:
+        return self.layer.exchange.stage(ref, self.layer.refs[ref])
+
 
 def on_host(
     choices: Sequence[Choice],
     host: HostExperts | None,
     weights: WeightSource,
-    tokens: int,
+    limits: Limits,
     compute: Compute,
     device: torch.device,
 ) -> list[Choice]:
-    """The choices, where those whose nodes the host takes are its own; steps have at most so many tokens."""
+    """The choices, where those whose nodes the host takes are its own."""
     if host is None:
         return list(choices)
-    exchange = Exchange(device)
+    exchange = Exchange(device, weights, compute)
+    # A row's bits would depend on how many rows there are. Nothing can be measured without a device.
+    never = not host.streams or limits.deterministic or (device.type == "cpu" and host.stream_from is None)
+    turn = Turn(math.inf if never else host.stream_from)
     name = f"in host memory, on {host.backend.device()}"
-    ups: dict[int, Node] = {}
+    layers: dict[int, Layer] = {}
     made: list[Choice] = []
     for choice in choices:
         node = choice.node
@@ -81,14 +187,16 @@ def on_host(
             made.append(choice)
             continue
         if node.op is EXPERT_UP:
-            ups[node.outputs[0].id] = node
-            build = _Up(exchange, tokens)
+            layer = layers[node.outputs[0].id] = Layer(exchange, turn, limits.max_tokens, node)
         else:
             y = node.inputs[0]
             assert isinstance(y, Value)
-            part = host.part(ups[y.id], node, weights, min(ROWS, tokens), compute)
-            build = _Down(exchange, tokens, ups[y.id], part)  # type: ignore[assignment]
-        made.append(replace(choice, implementation=HostImplementation(node.op, name, build)))
+            layer = layers[y.id]
+            layer.part = host.part(layer.up, node, weights, min(ROWS, limits.max_tokens), compute)
+        layer.add(node)
+        build = _Up(layer) if node.op is EXPERT_UP else _Down(layer)
+        way = name if never else f"{name}, or copied to the device for steps of many rows"
+        made.append(replace(choice, implementation=HostImplementation(node.op, way, build)))
     return made
 
 
@@ -100,56 +208,62 @@ def is_hosted(choice: Choice) -> bool:
 class _Up:
     """EXPERT_UP: hands over what both products need of it."""
 
-    exchange: Exchange
-    tokens: int
+    layer: Layer
 
     def __call__(self, site: Site, node: Node) -> Launch:
+        layer, exchange = self.layer, self.layer.exchange
         x, ids = (site.slot(v) for v in node.inputs[:2])  # type: ignore[arg-type]
-        real, exchange, tokens = site.work.tokens, self.exchange, self.tokens
+        real, tokens = site.work.tokens, layer.tokens
         k, used = node.spec.k, node.spec.used
+        there = experts.build_expert_up(Staged(site, {}, layer), node) if layer.may_stream else None
 
         def run(live: Live) -> None:
+            if there is not None and layer.streams(live):
+                exchange.send(layer.refs)
+                there(live)
+                return
             exchange.fetch(X, x.tensor, tokens * k, live.T * k)
             exchange.fetch(IDS, ids.tensor, tokens * used, live.T * used)
             if real is not None:
                 exchange.fetch("live", real.tensor, 1, 1)
 
-        return run
+        return Outside(run)
 
 
 @dataclass(frozen=True)
 class _Down:
     """EXPERT_DOWN: computes both products on the host and sends their sum."""
 
-    exchange: Exchange
-    tokens: int
-    up: Node
-    part: Part
+    layer: Layer
 
     def __call__(self, site: Site, node: Node) -> Launch:
+        layer, exchange = self.layer, self.layer.exchange
+        x, ids = (site.slot(v) for v in layer.up.inputs[:2])  # type: ignore[arg-type]
         shares, out = site.slot(node.inputs[2]), site.slot(node.outputs[0])  # type: ignore[arg-type]
-        padded: Slot | None = site.work.tokens
+        padded, tokens = site.work.tokens, layer.tokens
         _, n = dims(node.outputs[0])
-        k, used = self.up.spec.k, self.up.spec.used
-        exchange, tokens, part = self.exchange, self.tokens, self.part
+        k, used = layer.up.spec.k, layer.up.spec.used
+        there = experts.build_expert_down(Staged(site, {}, layer), node) if layer.may_stream else None
 
         def run(live: Live) -> None:
+            if there is not None and layer.streams(live):
+                there(live)
+                return
+            assert layer.part is not None
             exchange.fetch(SHARES, shares.tensor, tokens * used, live.T * used)
             exchange.wait()
             # Rows that pad a batch are nobody's.
             rows = live.T if padded is None else min(live.T, int(exchange.take("live", padded.tensor, 1)))
-            x = exchange.take(X, site.slot(self.up.inputs[0]).tensor, tokens * k)[: rows * k].float().view(rows, k).numpy()  # type: ignore[arg-type]
-            ids = exchange.take(IDS, _ids(site, self.up), tokens * used)[: rows * used].view(rows, used).numpy()
-            weights = exchange.take(SHARES, shares.tensor, tokens * used)[: rows * used].view(rows, used).numpy()
+            whole = {
+                X: exchange.take(X, x.tensor, tokens * k)[: rows * k].float().view(rows, k).numpy(),
+                IDS: exchange.take(IDS, ids.tensor, tokens * used)[: rows * used].view(rows, used).numpy(),
+                SHARES: exchange.take(SHARES, shares.tensor, tokens * used)[: rows * used].view(rows, used).numpy(),
+            }
             result = exchange.take(OUT, out.tensor, tokens * n)[: rows * n]
             for start in range(0, rows, ROWS):
                 span = slice(start, min(start + ROWS, rows))
-                arrays = {X: x[span], IDS: ids[span], SHARES: weights[span]}
-                result.view(rows, n)[span] = torch.from_numpy(part.run(arrays, (OUT,))[OUT])
+                got = layer.part.run({name: array[span] for name, array in whole.items()}, (OUT,))[OUT]
+                result.view(rows, n)[span] = torch.from_numpy(got)
             out.tensor[: rows * n].copy_(result, non_blocking=True)
 
         return Outside(run)
-
-
-def _ids(site: Site, up: Node) -> torch.Tensor:
-    return site.slot(up.inputs[1]).tensor  # type: ignore[arg-type]

@@ -100,16 +100,26 @@ def packed_bytes(type: GGMLType, n: int, k: int) -> int:
 
 def pack(type: GGMLType, n: int, k: int, read: Callable[[int, int], Array], upload: Uploader) -> Packed:
     """The planes of a weight whose type is in `LAYOUTS`; `read(start, stop)` gives raw rows, uint8 `[.., row_bytes]`."""
+    packed = blank(type, n, k, upload.device)
+    fill(packed, type, read, upload)
+    return packed
+
+
+def blank(type: GGMLType, n: int, k: int, device: torch.device) -> Packed:
+    """The planes without their values."""
+    return view(type, n, k, torch.empty(packed_bytes(type, n, k), dtype=U8, device=device))
+
+
+def fill(packed: Packed, type: GGMLType, read: Callable[[int, int], Array], upload: Uploader) -> None:
+    """Writes the planes of a weight of this type."""
     layout, block = LAYOUTS[type], FORMATS[type]
-    packed = view(type, n, k, torch.empty(packed_bytes(type, n, k), dtype=U8, device=upload.device))
-    step = upload.rows_at_once(k // block.elements * block.nbytes)
-    for start in range(0, n, step):
-        raw = upload(read(start, min(start + step, n)))
+    step = upload.rows_at_once(packed.k // block.elements * block.nbytes)
+    for start in range(0, packed.n, step):
+        raw = upload(read(start, min(start + step, packed.n)))
         rows = len(raw)
         for plane, made in zip(packed.planes, layout.split(raw.view(rows, -1, block.nbytes)), strict=True):
             if made is not None:
                 plane[start : start + rows] = made.reshape(rows, -1)
-    return packed
 
 
 def view(type: GGMLType, n: int, k: int, buffer: torch.Tensor) -> Packed:

@@ -41,6 +41,17 @@ def device_bytes(refs: Iterable[WeightRef], compute: Compute) -> int:
     return sum(packed_bytes(held_as(r.type, compute), r.rows, r.k) for r in refs)
 
 
+def reader(source: WeightSource, ref: WeightRef, target: GGMLType) -> Callable[[int, int], Array]:
+    """Gives rows of a weight as raw blocks of the target type."""
+    raw = source.raw(ref)
+
+    def read(start: int, stop: int) -> Array:
+        rows = RawWeight(raw.type, raw.raw[start:stop], raw.k)
+        return rows.raw if raw.type == target else as_float_type(rows.dense(), target)
+
+    return read
+
+
 class Weights:
     """Packs on first use and hands out what it has packed; `progress` hears bytes of the file done and in all."""
 
@@ -79,13 +90,8 @@ class Weights:
         if ref not in self._packed:
             if self._upload is None:
                 self._upload = Uploader(self._device)
-            raw, target = self._source.raw(ref), held_as(ref.type, self._compute)
-
-            def read(start: int, stop: int) -> Array:
-                rows = RawWeight(raw.type, raw.raw[start:stop], raw.k)
-                return rows.raw if raw.type == target else as_float_type(rows.dense(), target)
-
-            self._packed[ref] = pack(target, ref.rows, ref.k, read, self._upload)
+            target = held_as(ref.type, self._compute)
+            self._packed[ref] = pack(target, ref.rows, ref.k, reader(self._source, ref, target), self._upload)
             self._report(ref)
         return self._packed[ref]
 

@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from quarrel.cpu_backend.backend import CpuBackend
 from quarrel.llm import load
 from quarrel.ops.contract import Compute, rel_error
 from quarrel.ops.host import HostExperts, expert_refs
 from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP
+from quarrel.triton_backend import hosted
 from quarrel.triton_backend.backend import TritonBackend
 from quarrel.triton_backend.runtime import Live
 from tests.paths import need_cases
@@ -63,6 +65,42 @@ def test_more_rows_than_the_host_takes_at_once(backend: TritonBackend, monkeypat
     inputs = batch([(0, 0, 7)], rows=list(range(7)))
     assert rel_error(step(inputs, "hidden").hidden, Reference(made)(inputs)["hidden"]) <= 2e-5  # type: ignore[arg-type]
     step.close()
+    host.close()
+
+
+@pytest.mark.parametrize(("kind", "compute"), [("silu", "float16"), ("relu2", "float32")])
+def test_many_rows_take_the_experts_to_the_device(backend: TritonBackend, kind: str, compute: Compute) -> None:
+    made, host = program(kind), CpuBackend(threads=1)
+    backend.leave_to_host(HostExperts(host, frozenset(expert_refs(made)), streams=True, stream_from=4))
+    step, reference = backend.compile(made, Weights(), LIMITS, compute), Reference(made)
+    assert any(t.implementation.endswith("copied to the device for steps of many rows") for t in step.explain())
+    errors = []
+    for tokens in (3, 5):
+        inputs = batch([(0, 0, tokens)], rows=list(range(tokens)), seed=3)
+        errors.append(rel_error(step(inputs, "hidden").hidden, reference(inputs)["hidden"]))  # type: ignore[arg-type]
+    assert max(errors) <= TOLERANCE[compute]
+    if compute == "float16":  # the host's 8 bits, and the device's 16
+        assert errors[1] < 2e-3 < errors[0]
+    step.close()
+    host.close()
+
+
+def test_from_how_many_rows_is_measured(backend: TritonBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, host = program("silu"), CpuBackend(threads=1)
+    seconds = iter((3.0, 1.0))
+    monkeypatch.setattr(hosted, "_seconds", lambda run: [run(), next(seconds)][1])
+    source = Weights()
+    exchange = hosted.Exchange(torch.device("cpu"), source, "float16")
+    up, down = (n for n in made.nodes if n.op in (EXPERT_UP, EXPERT_DOWN))
+    layer = hosted.Layer(exchange, hosted.Turn(None), 64, up)
+    layer.part = HostExperts(host, frozenset()).part(up, down, source, 64, "float16")
+    layer.add(up)
+    layer.add(down)
+    assert sorted(layer.refs.values()) == [0, 1, 2]
+    live = Live(1, 1, 1, True, False, 1)
+    assert not layer.streams(live)
+    assert [layer.streams(replace(live, T=t)) for t in (16, 47, 48)] == [False, False, True]
+    assert layer.turn.rows == 48
     host.close()
 
 
