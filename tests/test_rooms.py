@@ -40,7 +40,7 @@ ROOMS: Mapping[str, Room] = {
     "engine": Room(("errors", "env", "ops.step", "ops.sample"), ("numpy",)),
     "demo": Room(("errors",)),
     "interop": Room(("errors", "gguf", "ops", "triton_backend"), ("numpy", "torch")),
-    "parallel": Room(("errors", "gguf", "models", "ops"), ("numpy", "torch")),
+    "parallel": Room(("errors", "gguf", "models", "ops", "triton_backend"), ("numpy", "torch")),
     "llm": Room(
         ("errors", "env", "gguf", "tokenizer", "models", "ops", "engine", "parallel", "demo"),
         ("numpy", "tqdm", "llguidance"),
@@ -50,7 +50,7 @@ ROOMS: Mapping[str, Room] = {
     "process": Room(("errors", "llm", "engine"), ("numpy",)),
     "server": Room(
         ("", "errors", "llm", "engine", "metrics", "process"),
-        ("numpy", "fastapi", "pydantic", "starlette", "uvicorn", "h11", "prometheus_client"),
+        ("numpy", "fastapi", "pydantic", "starlette", "uvicorn", "h11", "opentelemetry", "prometheus_client"),
     ),
     "flight": Room(("errors",), ("numpy", "pyarrow")),
     "embed": Room(("errors", "llm", "flight"), ("numpy", "pyarrow")),

@@ -25,6 +25,7 @@ from quarrel.server.limits import Limiter
 from quarrel.server.metrics import Metrics
 from quarrel.server.settings import Settings
 from quarrel.server.shelf import Load, Shelf
+from quarrel.server.traces import Traces
 from quarrel.server.work import Desk
 
 STATIC = Path(__file__).parent / "static"
@@ -42,14 +43,15 @@ class Server:
     api: FastAPI
 
 
-def build(settings: Settings, load: Load) -> Server:
+def build(settings: Settings, load: Load, traces: Traces | None = None) -> Server:
     """Puts an application together; `load` makes a model from what `settings.models` names."""
+    traces = traces or Traces()
     keys = Keyring(settings.data_dir)
     settings.check(bool(keys.keys()))
     limiter = Limiter(settings.rates)
     shelf = Shelf(settings.models, settings.models_dir, load)
     metrics = Metrics(shelf)
-    desk = Desk(shelf, settings, limiter, metrics)
+    desk = Desk(shelf, settings, limiter, metrics, traces)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -69,7 +71,7 @@ def build(settings: Settings, load: Load) -> Server:
     _page(api)
     _errors(api, metrics)
     api.openapi = lambda: document(api)  # type: ignore[method-assign]
-    return Server(Guard(api, settings, keys, limiter, metrics), desk, keys, metrics, api)
+    return Server(Guard(api, settings, keys, limiter, metrics, traces), desk, keys, metrics, api)
 
 
 def _page(api: FastAPI) -> None:

@@ -21,6 +21,7 @@ from quarrel.server.keys import Keyring
 from quarrel.server.limits import Limiter
 from quarrel.server.metrics import Metrics
 from quarrel.server.settings import Settings
+from quarrel.server.traces import Traces
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -58,9 +59,11 @@ access = logging.getLogger("quarrel.access")
 class Guard:
     """ASGI middleware round the whole application."""
 
-    def __init__(self, app: App, settings: Settings, keys: Keyring, limiter: Limiter, metrics: Metrics) -> None:
+    def __init__(
+        self, app: App, settings: Settings, keys: Keyring, limiter: Limiter, metrics: Metrics, traces: Traces
+    ) -> None:
         self._app, self._settings, self._keys, self._limiter = app, settings, keys, limiter
-        self._metrics = metrics
+        self._metrics, self._traces = metrics, traces
         self._names = {"localhost", settings.host.lower(), *(h.lower() for h in settings.hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -95,7 +98,11 @@ class Guard:
             if reply is not None:
                 await _respond(answer, 204, {}, reply)
                 return
-            await self._app(scope, self._bounded(scope, receive), answer)
+            method = scope.get("method", "WS")
+            with self._traces.request(method, scope["path"], _headers(scope)) as span:
+                await self._app(scope, self._bounded(scope, receive), answer)
+                route = getattr(scope.get("route"), "path", "none")
+                self._traces.answered(span, method, route, sent["status"], request_id)
         except Refused as refusal:
             await self._refuse(scope, answer, refusal)
         finally:

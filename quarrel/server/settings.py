@@ -62,6 +62,9 @@ class Settings:
     idle_timeout: float = 60.0
     connections_per_address: int = 64
     rates: Rates = Rates()
+    lookup: int = 0
+    """Tokens that are guessed at once from the text, and at most by a draft model (`quarrel.Service`)."""
+    draft_max: int = 8
 
     @property
     def loopback(self) -> bool:

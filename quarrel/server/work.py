@@ -21,6 +21,7 @@ from quarrel.server.limits import Limiter
 from quarrel.server.metrics import Metrics
 from quarrel.server.settings import Settings
 from quarrel.server.shelf import Model, Shelf
+from quarrel.server.traces import Traces
 
 T = TypeVar("T")
 Make = Callable[[Model, Service], Sequence[Request]]
@@ -45,8 +46,8 @@ class Job:
 class Desk:
     """Where requests are taken in. One per application."""
 
-    def __init__(self, shelf: Shelf, settings: Settings, limiter: Limiter, metrics: Metrics) -> None:
-        self.shelf, self.settings, self.limiter, self._metrics = shelf, settings, limiter, metrics
+    def __init__(self, shelf: Shelf, settings: Settings, limiter: Limiter, metrics: Metrics, traces: Traces) -> None:
+        self.shelf, self.settings, self.limiter, self._metrics, self._traces = shelf, settings, limiter, metrics, traces
         self.closing = False
         self.active = 0
         self._accepted: Counter[str] = Counter()
@@ -118,7 +119,10 @@ class Desk:
     def _service(self, caller: str, priority: Priority) -> Service:
         # Who has a key shares no prompt in the cache with anybody else, and so cannot time what they asked.
         salt = caller if caller.startswith("key ") else ""
-        return Service(priority=priority, total_seconds=self.settings.timeout, cache_salt=salt)
+        s = self.settings
+        return Service(
+            priority=priority, total_seconds=s.timeout, cache_salt=salt, speculate=s.lookup, draft=s.draft_max
+        )
 
     def _check_queue(self, name: str) -> None:
         waiting = self._accepted[name] - self.settings.max_seqs
@@ -135,6 +139,7 @@ class Desk:
         for result in results:
             reason = "cancelled" if result is None else result.finish_reason
             self._metrics.asked.labels(job.model, "success" if reason in ("stop", "length") else reason).inc()
+        self._traces.generated(job.model, job.began, [r for r in results if r is not None])
         self._metrics.seconds.labels(job.model).observe(time.perf_counter() - job.began)
         self._metrics.tokens.inc(used)
         self._metrics.typed_tokens.labels(job.model, "generated").inc(used)

@@ -19,6 +19,7 @@ import quarrel.server
 from quarrel.llm import LLM
 from quarrel.server import Server, Settings, build
 from quarrel.server.run import _bound, _config, _Uvicorn
+from quarrel.server.traces import Traces
 
 
 @dataclass
@@ -53,9 +54,9 @@ def load(source: str) -> LLM:
 
 
 @contextmanager
-def running(settings: Settings, load_model=load) -> Iterator[Live]:  # type: ignore[no-untyped-def]
+def running(settings: Settings, load_model=load, traces: Traces | None = None) -> Iterator[Live]:  # type: ignore[no-untyped-def]
     """Starts a server on its own thread; it has ended when the block does."""
-    server = build(settings, load_model)
+    server = build(settings, load_model, traces)
     listener = _bound("127.0.0.1", 0)
     port = listener.getsockname()[1]
     uvicorn = _Uvicorn(_config(server.app, replace(settings, grace=2.0)), server)

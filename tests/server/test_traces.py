@@ -1,0 +1,41 @@
+"""Spans of a request, where OpenTelemetry's SDK is installed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quarrel.server import Rates, Settings
+from quarrel.server.traces import Traces
+from tests.server.conftest import running
+
+sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="opentelemetry-sdk is not installed")
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def test_from_http_through_the_queue_to_the_tokens(tmp_path: Path) -> None:
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter, provider = InMemorySpanExporter(), sdk.TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    with running(Settings(data_dir=tmp_path, rates=Rates(requests=0)), traces=Traces(provider)) as made:
+        for stream in (True, False):
+            exporter.clear()
+            body = {"prompt": "Once", "max_tokens": 5, "ignore_eos": True, "stream": stream}
+            answer = made.client.post("/v1/completions", json=body, headers={"traceparent": PARENT})
+            spans = {s.name: s for s in exporter.get_finished_spans()}
+            assert set(spans) == {"POST /v1/completions", "generate", "queue", "prefill", "decode"}
+            whole, generate = spans["POST /v1/completions"], spans["generate"]
+            assert whole.parent.span_id == 0xB7AD6B7169203331
+            assert generate.parent.span_id == whole.context.span_id
+            assert all(spans[n].parent.span_id == generate.context.span_id for n in ("queue", "prefill", "decode"))
+            assert len({s.context.trace_id for s in spans.values()}) == 1
+            assert spans["decode"].attributes["quarrel.tokens"] == 4
+            assert whole.attributes["quarrel.request_id"] == answer.headers["x-request-id"]
+            assert "Once" not in str([dict(s.attributes) for s in spans.values()])
+        exporter.clear()
+        made.client.post("/v1/completions", json={"prompt": "a", "n": 99})
+        (span,) = exporter.get_finished_spans()
+        assert span.attributes["http.response.status_code"] == 400
