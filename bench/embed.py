@@ -73,11 +73,18 @@ for line in sys.stdin:
 LLAMA = """
 import json, sys, time
 import numpy
+import llama_cpp
 from llama_cpp import Llama
 
 folder, threads, model = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+plain = llama_cpp.llama_cpp.llama_context_default_params
+def several():
+    params = plain()
+    params.n_seq_max = 64  # texts of one batch
+    return params
+llama_cpp.llama_cpp.llama_context_default_params = several
 llm = Llama(model, embedding=True, n_ctx=2048, n_batch=2048, n_ubatch=2048, n_threads=threads, n_threads_batch=threads,
-            n_seq_max=64, verbose=False)
+            verbose=False)
 texts = json.load(open(folder + "/texts.json"))
 numpy.save(folder + "/vectors.npy", numpy.array(llm.embed(texts[:64], normalize=True), numpy.float32))
 print("ready", flush=True)
