@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -127,8 +128,9 @@ def sums(rank: int, folder: Path) -> dict[str, Any]:
     """Microseconds of a sum within a graph of 64, by size and who makes it."""
     import torch
 
-    from quarrel.parallel.group import TorchGroup
+    from quarrel.parallel.group import MOST, TorchGroup
 
+    logging.basicConfig(level="INFO")
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
     group = TorchGroup(folder, rank, 2, device)
@@ -139,6 +141,8 @@ def sums(rank: int, folder: Path) -> dict[str, Any]:
             continue
         group._few = made
         for size in (4096, 32 * 4096, 2048 * 4096):
+            if made is not None and size > MOST:
+                continue
             rows = torch.ones(size, device=device) * (rank + 1)
             group.all_reduce(rows)
             right = bool((rows == 3).all().item())
@@ -199,7 +203,15 @@ def speed(args: argparse.Namespace, path: Path) -> None:
             facts = {"model": path.stem, "ranks": ranks, "load_s": round(subject.load_seconds, 2)}
             facts |= {"sums": getattr(subject, "how", ""), "weights": subject.step.memory().weights}
             for test in tests:
-                samples = measure(subject, test, args.rounds, None)
+                try:
+                    samples = measure(subject, test, args.rounds, None)
+                except Exception as error:
+                    traceback.print_exc()
+                    print(
+                        json.dumps({**facts, "test": test.name, "failed": f"{type(error).__name__}: {error}"[:400]}),
+                        flush=True,
+                    )
+                    break
                 best, all_ = min(samples.seconds), [round(test.work / s, 1) for s in samples.seconds]
                 line = {**facts, "test": test.name, "tok_s": round(test.work / best, 1), "rounds": all_}
                 print(json.dumps({**line, "warm_up_s": round(samples.warm_up, 2)}), flush=True)
@@ -237,7 +249,7 @@ def everything(args: argparse.Namespace) -> int:
                 print(row, file=out)
         for row in lines:
             say(f"{name}: {row}")
-        if process.returncode:
+        if process.returncode or name == "sums":
             say(f"{name}: status {process.returncode}: {text[-1500:]}")
 
     making = {}

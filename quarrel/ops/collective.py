@@ -33,6 +33,9 @@ class Group(Protocol):
     def all_reduce(self, buffer: Any) -> None:
         """Replaces the buffer by the sum of everyone's, in the order of the device's other work."""
 
+    def all_reduce_add(self, target: Any, residual: Any, part: Any, scale: float) -> bool:
+        """`target = residual + scale * sum(part)` in one go if the group can; False if nothing was done."""
+
     def broadcast(self, buffer: Any, source: int) -> None:
         """Replaces the buffer by that of `source`."""
 

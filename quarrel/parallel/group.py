@@ -1,32 +1,35 @@
 """A group over torch.distributed: NCCL between GPUs, gloo between CPU processes. No default group: models do not share one.
 
-Small sums on GPUs that reach each other's memory take one kernel that reads every member's part (PyTorch's symmetric
-memory); NCCL's own take about three times as long there. NVLink multicast is left alone.
+Small sums on GPUs that reach each other's memory are one launch (`triton_backend/one_shot.py`), for which processes open
+each other's memory by CUDA's handles. NVLink multicast is left alone.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import threading
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+if TYPE_CHECKING:
+    from quarrel.triton_backend.one_shot import OneShot
+
 log = logging.getLogger("quarrel")
 
+MOST = 128 << 10
+"""Values of the largest sum that is made in one launch."""
 PATIENCE = timedelta(minutes=30)
 """How long a member waits for another that lives, such as one that compiles its kernels for the first time."""
-ONE_SHOT_BYTES = 256 << 10
-"""Sums of at most this many bytes are made by one kernel."""
 
 
 _SETTINGS = {
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     # A member that is gone is told by its link; NCCL's own watch would end this process too.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -39,8 +42,9 @@ class TorchGroup:
     def __init__(self, folder: Path, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size = rank, size
         store = dist.FileStore(str(folder / "store"), size)
+        store.set_timeout(timedelta(minutes=2))
         self._lock = threading.Lock()
-        self._few: _OneShot | None = None
+        self._few: OneShot | None = None
         self._options = dist.AllreduceOptions()
         self._options.asyncOp = False
         self._from = dist.BroadcastOptions()
@@ -62,7 +66,7 @@ class TorchGroup:
         if self._agreed(few is not None, device):
             assert few is not None
             probe = torch.full((64,), rank + 1.0, device=device)
-            few.all_reduce(probe)
+            few.sum(probe, probe)
             if self._agreed(bool((probe == size * (size + 1) / 2).all().item()), device):
                 self._few = few
         torch.cuda.synchronize(device)
@@ -81,10 +85,17 @@ class TorchGroup:
 
     def all_reduce(self, buffer: Any) -> None:
         tensor = _tensor(buffer)
-        if self._few is not None and tensor.numel() * 4 <= ONE_SHOT_BYTES:
-            self._few.all_reduce(tensor)
+        if self._few is not None and tensor.numel() <= MOST:
+            self._few.sum(tensor, tensor)
             return
         self._wait(self._ranks.allreduce([tensor], self._options))
+
+    def all_reduce_add(self, target: Any, residual: Any, part: Any, scale: float) -> bool:
+        """`target = residual + scale * sum(part)` in one launch, if that is quicker."""
+        if self._few is None or part.numel() > MOST:
+            return False
+        self._few.sum(target, part, residual, scale)
+        return True
 
     def broadcast(self, buffer: Any, source: int) -> None:
         self._from.rootRank = source
@@ -95,9 +106,19 @@ class TorchGroup:
         with self._lock:
             ranks, self._ranks = self._ranks, None
         if self._few is not None:
-            self._few.release()
+            self._unblock(self._few)
         if ranks is not None:
             ranks.abort()
+
+    @staticmethod
+    def _unblock(few: OneShot) -> None:
+        device = few.memory[few.rank].device
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+            for _ in range(10_000):
+                few.release()
+                torch.cuda.current_stream().synchronize()
+                if torch.cuda.default_stream(device).query():
+                    return
 
     def close(self) -> None:
         """Leaves; members may do so one after the other."""
@@ -117,46 +138,31 @@ def _tensor(buffer: Any) -> torch.Tensor:
     return torch.from_numpy(buffer) if isinstance(buffer, np.ndarray) else buffer
 
 
-class _OneShot:
-    """Sums of a few values: each member copies its part to where the others can read it, and adds all parts."""
+def _one_shot(store: Any, rank: int, size: int, device: torch.device) -> OneShot | None:
+    """None where GPUs do not reach each other's memory."""
+    from quarrel.triton_backend.one_shot import OneShot, words
 
-    def __init__(self, shared: torch.Tensor, handle: Any, name: str) -> None:
-        self._shared, self._handle, self._name = shared, handle, name
-
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        shared = self._shared[: tensor.numel()]
-        torch.ops.symm_mem.one_shot_all_reduce_copy_out(shared, tensor, "sum", self._name, tensor)
-
-    def release(self) -> None:
-        """Gives every signal that a member which is gone cannot give, so that no kernel of this one waits for ever."""
-        own = self._pad(self._handle.rank)
-        with torch.cuda.device(own.device), torch.cuda.stream(torch.cuda.Stream()):
-            for _ in range(10_000):
-                own.fill_(1)
-                for rank in range(self._handle.world_size):
-                    if rank != self._handle.rank:
-                        self._pad(rank).zero_()
-                if torch.cuda.default_stream().query():
-                    return
-
-    def _pad(self, rank: int) -> torch.Tensor:
-        pad: torch.Tensor = self._handle.get_signal_pad(rank)
-        return pad.view(torch.int32)
-
-
-def _one_shot(store: Any, rank: int, size: int, device: torch.device) -> _OneShot | None:
-    """None where GPUs do not reach each other's memory, or this PyTorch has no such sums."""
-    if os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] != "1":
-        return None
     try:
-        from torch._C._distributed_c10d import _SymmetricMemory
-
-        name = f"quarrel-{os.path.basename(os.path.dirname(store.path))}"
-        own = dist.PrefixStore("one-shot", store)
-        own.set_timeout(timedelta(seconds=20))
-        _SymmetricMemory.set_group_info(name, rank, size, own)
-        shared = _SymmetricMemory.empty_strided_p2p((ONE_SHOT_BYTES // 4,), (1,), torch.float32, device, name)
-        return _OneShot(shared, _SymmetricMemory.rendezvous(shared, name), name)
-    except (AttributeError, ImportError, RuntimeError) as error:
-        log.info("sums over GPUs are NCCL's: %s", error)
+        others = [r for r in range(torch.cuda.device_count()) if r != device.index][: size - 1]
+        if not all(torch.cuda.can_device_access_peer(device, other) for other in others):
+            return None
+        own = torch.zeros(words(size), dtype=torch.int32, device=device)
+        torch.cuda.synchronize(device)
+        _, *sent = own.untyped_storage()._share_cuda_()
+        texts = [part.hex() if isinstance(part, bytes) else part for part in sent]
+        store.set(f"memory-{rank}", json.dumps([*texts, own.storage_offset()]))
+        memory = []
+        for other in range(size):
+            if other == rank:
+                memory.append(own)
+                continue
+            *texts, offset = json.loads(store.get(f"memory-{other}"))
+            parts = [bytes.fromhex(text) if isinstance(text, str) else text for text in texts]
+            # Seen from this device, whichever it lies on.
+            storage = torch.UntypedStorage._new_shared_cuda(device.index, *parts)
+            seen = torch.empty(0, dtype=torch.int32, device=device)
+            memory.append(seen.set_(storage, offset, (words(size),)))
+        return OneShot(rank, memory)
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        log.info("sums over GPUs are NCCL's alone: %s", error)
         return None

@@ -49,7 +49,11 @@ def build_all_reduce_add(site: Site, node: Node) -> Launch:
 
     def run(live: Live) -> None:
         size = live.count(axis) * width
-        _sum(group, part.tensor[:size])
+        if group is not None and size:
+            rows = (target.tensor[:size], residual.tensor[:size], part.tensor[:size])
+            if group.all_reduce_add(*rows, scale):
+                return
+            group.all_reduce(rows[2])
         grid = (cdiv(size, BLOCK),)
         site.launch(add_flat, grid, target.tensor, residual.tensor, part.tensor, size, scale, BLOCK=BLOCK)
 

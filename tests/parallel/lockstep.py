@@ -29,6 +29,9 @@ class Member:
     def all_reduce(self, buffer: Any) -> None:
         self._meet(buffer, lambda parts: np.sum([parts[r] for r in range(self.size)], 0, np.float32))
 
+    def all_reduce_add(self, target: Any, residual: Any, part: Any, scale: float) -> bool:
+        return False
+
     def broadcast(self, buffer: Any, source: int) -> None:
         self._meet(buffer, lambda parts: parts[source])
 
