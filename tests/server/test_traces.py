@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,12 +22,20 @@ def test_from_http_through_the_queue_to_the_tokens(tmp_path: Path) -> None:
 
     exporter, provider = InMemorySpanExporter(), sdk.TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
+
+    def finished(count: int) -> tuple[Any, ...]:
+        """The outermost span ends a moment after its answer."""
+        end = time.monotonic() + 5
+        while len(exporter.get_finished_spans()) < count and time.monotonic() < end:
+            time.sleep(0.01)
+        return exporter.get_finished_spans()
+
     with running(Settings(data_dir=tmp_path, rates=Rates(requests=0)), traces=Traces(provider)) as made:
         for stream in (True, False):
             exporter.clear()
             body = {"prompt": "Once", "max_tokens": 5, "ignore_eos": True, "stream": stream}
             answer = made.client.post("/v1/completions", json=body, headers={"traceparent": PARENT})
-            spans = {s.name: s for s in exporter.get_finished_spans()}
+            spans = {s.name: s for s in finished(5)}
             assert set(spans) == {"POST /v1/completions", "generate", "queue", "prefill", "decode"}
             whole, generate = spans["POST /v1/completions"], spans["generate"]
             assert whole.parent.span_id == 0xB7AD6B7169203331
@@ -37,5 +47,5 @@ def test_from_http_through_the_queue_to_the_tokens(tmp_path: Path) -> None:
             assert "Once" not in str([dict(s.attributes) for s in spans.values()])
         exporter.clear()
         made.client.post("/v1/completions", json={"prompt": "a", "n": 99})
-        (span,) = exporter.get_finished_spans()
+        (span,) = finished(1)
         assert span.attributes["http.response.status_code"] == 400
