@@ -36,7 +36,7 @@ from quarrel.ops.contract import Case, Compute, Concrete, Op
 from quarrel.ops.linear import LINEAR, NORM_LINEAR, LinearSpec, NormLinearSpec
 from quarrel.ops.moe import ROUTE, RouteSpec
 from quarrel.ops.norm import NormSpec
-from quarrel.ops.state import SCAN2, Scan2Spec
+from quarrel.ops.state import CONV, SCAN1, SCAN2, ConvSpec, Scan1Spec, Scan2Spec
 from tools.metal_emulator import MetalCompileError, MetalFindings, Mode, Settings, install, metal_kernel
 from tools.metal_emulator.build import MetalSource
 from tools.metal_emulator.kernel import Call, Launch
@@ -57,6 +57,22 @@ BOTH_WAYS = ("linear", "linear_add", "norm_linear", "norm_gate_up", "expert_up",
 CHOOSING = ("sample", "route")
 """Ops that give whole numbers: one draw of inputs reaches few of their choices."""
 SEEDS_OF_CHOICES = 4
+
+
+def _emptied(op: Op) -> Op:
+    """A recurrent op on inputs whose last sequence brings no token."""
+
+    def make(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
+        assert op.make is not None
+        *given, starts, kv_len, slots, state = op.make(case, rng)
+        assert isinstance(starts, np.ndarray)
+        end = int(starts[-2])
+        rows = [x[:end].copy() if isinstance(x, np.ndarray) and len(x) == starts[-1] else x for x in given]
+        return (*rows, np.append(starts[:-1], starts[-2]), kv_len, slots, state)
+
+    return replace(op, make=make)
+
+
 _MAP = LinearSpec(GGMLType.Q4_K, 5, 2048)
 FURTHER: tuple[tuple[Op, Case], ...] = (
     # Matrices whose rows several SIMD-groups share.
@@ -65,6 +81,9 @@ FURTHER: tuple[tuple[Op, Case], ...] = (
     # Heads and rows of a head that no threadgroup divides into.
     (ATTENTION, Case(AttentionSpec(7, 1, 64, 0.125), {"S": 3, "Q": 1, "KV": 50, "block_size": 16})),
     (SCAN2, Case(Scan2Spec(3, 20, 1, 16), {"S": 2, "Q": 3})),
+    (_emptied(CONV), Case(ConvSpec(96, 4), {"S": 2, "Q": 7})),
+    (_emptied(SCAN1), Case(Scan1Spec(96, 16), {"S": 2, "Q": 7})),
+    (_emptied(SCAN2), Case(Scan2Spec(6, 32, 2, 16), {"S": 2, "Q": 7})),
     # Groups of experts without a bias.
     (ROUTE, Case(RouteSpec(8, 2, "sigmoid", n_groups=8, groups_used=4), {"T": 11})),
 )
@@ -105,6 +124,7 @@ EQUIVALENT: tuple[tuple[str, str, str], ...] = (
     ("- to +", "(v[i * VEC + j] - mean) * (v[i * VEC + j] - mean)", "the mean of (v + m)(v - m) is the variance too"),
     ("* to +", "best = metal::max(best, top_sum", "any number about as large serves for the largest"),
     ("< to <=", "for (int i = 0; i < EACH; i++)", "the loop leaves at n >= N before"),
+    ("/ to *", "score[KEYS / 8]", "an array longer than it need be"),
 )
 """Edits that were looked at and change no result: the edit, a part of the line, and why."""
 

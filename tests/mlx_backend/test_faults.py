@@ -85,6 +85,19 @@ def test_a_state_that_is_not_a_number_is_forgotten_with_its_sequence(backend: Ml
 
 
 @pytest.mark.parametrize(("op", "spec"), RECURRENT, ids=lambda x: getattr(x, "name", ""))
+def test_a_sequence_without_new_tokens_keeps_its_state(backend: MlxBackend, op: Op, spec: object) -> None:
+    *given, starts, kv_len, slots, state = op.make(Case(spec, {"S": 2, "Q": 7}), np.random.default_rng(4))  # type: ignore[misc]
+    n = int(starts[1])  # type: ignore[index]
+    rows = [x[:n].copy() if isinstance(x, np.ndarray) and len(x) == starts[-1] else x for x in given]  # type: ignore[index]
+    lengths = np.array([kv_len[0], 9], np.int32)  # type: ignore[index]
+    inputs = (*rows, np.array([0, n, n], np.int32), lengths, slots, state)
+    got = backend.run_op(op, spec, inputs, "float32")
+    assert np.array_equal(got[1][slots[1]], state[slots[1]])  # type: ignore[index, call-overload]
+    for g, w in zip(got, reference.run_op(op, spec, inputs), strict=True):
+        assert rel_error(g, w) <= op.tolerance["float32"]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("op", "spec"), RECURRENT, ids=lambda x: getattr(x, "name", ""))
 def test_a_prompt_in_pieces_gives_the_same_bits(backend: MlxBackend, op: Op, spec: object) -> None:
     """Two sequences of 9 tokens at once, then in pieces of 1, 6 and 2: results and states."""
     rng = np.random.default_rng(1)

@@ -222,6 +222,24 @@ def test_a_closed_step_says_so(step: MlxStep) -> None:
 
 
 @pytest.mark.skipif(mx.metal.is_available(), reason="Metal is here")
+def test_decode_steps_of_one_shape_share_a_trace(fast: MlxBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a Mac, but for mx.compile, which the emulator cannot be traced by."""
+    traced: list[Any] = []
+    monkeypatch.setattr("quarrel.mlx_backend.step.emulated", lambda: False)
+    monkeypatch.setattr(mx, "compile", lambda function: traced.append(function) or function)
+    step, reference = fast.compile(PROGRAM, Weights(), LIMITS, "float32"), Reference()
+    counts = []
+    later = [[(b, past + n, 1) for b, past, _ in DECODE] for n in (1, 2)]
+    for parts in (PREFILL, MIXED, DECODE, *later, later[1][:2]):
+        inputs = batch(parts, seed=len(counts))
+        got = step(inputs, "logits").logits
+        assert rel_error(got, reference(inputs)["logits"]) < EXACT  # type: ignore[arg-type]
+        counts.append(len(traced))
+    assert counts == [0, 0, 1, 1, 1, 2]
+    step.close()
+
+
+@pytest.mark.skipif(mx.metal.is_available(), reason="Metal is here")
 def test_a_decode_step_is_traced_with_the_kernels_of_mlx_itself(fast: MlxBackend, tmp_path: Path) -> None:
     """What mx.compile needs: no launch looks at a value, and MLX's own maker takes every kernel and call of ours."""
     step = fast.compile(PROGRAM, Weights(), LIMITS, "auto")
