@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
+from quarrel.cli.asked import Asked, asked
 from quarrel.cli.interrupt import CtrlC
 from quarrel.cli.models import checked_sampling, document, opened, speeds, template_of
 from quarrel.cli.parser import model_of
@@ -37,10 +38,12 @@ Ctrl-C stops an answer. Text of several lines stands between two \""" marks."""
 class Conversation:
     """The messages so far, and the model that answers them."""
 
-    def __init__(self, llm: LLM, sampling: Sampling, template: str | None, system: str | None, *, json: bool) -> None:
+    def __init__(
+        self, llm: LLM, sampling: Sampling, more: Asked, template: str | None, system: str | None, *, json: bool
+    ) -> None:
         self.system = system
         self.turns: list[dict[str, str]] = []
-        self._llm, self._sampling, self._template, self._json = llm, sampling, template, json
+        self._llm, self._sampling, self._more, self._template, self._json = llm, sampling, more, template, json
 
     @property
     def messages(self) -> list[dict[str, str]]:
@@ -49,8 +52,9 @@ class Conversation:
 
     def ask(self, text: str) -> tuple[Result, bool]:
         """Prints the answer as it comes. Returns it, and whether Ctrl-C stopped it; what was said until then is kept."""
-        asked = {"role": "user", "content": text}
-        stream = self._llm.chat([*self.messages, asked], stream=True, template=self._template, **self._sampling)
+        question = {"role": "user", "content": text}
+        messages, more = [*self.messages, question], vars(self._more)
+        stream = self._llm.chat(messages, stream=True, template=self._template, **more, **self._sampling)
         with stream, CtrlC(stream) as interrupt:
             for chunk in stream:
                 if not self._json:
@@ -63,7 +67,7 @@ class Conversation:
             line()
         if result.finish_reason == "error":
             raise QuarrelError(result.error)
-        self.turns += [asked, {"role": "assistant", "content": result.text}]
+        self.turns += [question, {"role": "assistant", "content": result.text}]
         return result, interrupt.pressed
 
     def save(self, path: Path) -> None:
@@ -77,7 +81,7 @@ class Conversation:
 
 def run(args: argparse.Namespace) -> int:
     model = model_of(args)
-    sampling, template = checked_sampling(args), template_of(args)
+    sampling, more, template = checked_sampling(args), asked(args), template_of(args)
     with opened(args, model) as llm:
         if template is None and llm.tokenizer.chat_template is None:
             raise RequestError(
@@ -85,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
                 " --chat-template chatml, for instance, talks with it all the same"
             )
         system = None if args.system is None else as_unicode(args.system)
-        conversation = Conversation(llm, sampling, template, system, json=args.json)
+        conversation = Conversation(llm, sampling, more, template, system, json=args.json)
         if args.prompt is not None:
             result, interrupted = conversation.ask(as_unicode(args.prompt))
             if not args.quiet and not args.json:

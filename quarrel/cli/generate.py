@@ -7,6 +7,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
+from quarrel.cli.asked import asked
 from quarrel.cli.interrupt import CtrlC
 from quarrel.cli.models import checked_sampling, document, opened, speeds, template_of
 from quarrel.cli.parser import UsageError
@@ -22,7 +23,7 @@ INTERRUPTED = 130
 def run(args: argparse.Namespace) -> int:
     """Status 130 after Ctrl-C, with what was generated until then printed."""
     model, prompt = model_and_text(args)
-    sampling = checked_sampling(args)
+    sampling, more = checked_sampling(args), vars(asked(args))
     chat = args.chat or args.system is not None or args.chat_template is not None
     if args.echo and chat:
         raise UsageError("--echo shows a text that is continued, and --chat asks for an answer; leave one of them out")
@@ -31,11 +32,11 @@ def run(args: argparse.Namespace) -> int:
         if chat:
             system = [{"role": "system", "content": as_unicode(args.system)}] if args.system is not None else []
             messages = [*system, {"role": "user", "content": prompt}]
-            stream = llm.chat(messages, stream=True, template=template, **sampling)
+            stream = llm.chat(messages, stream=True, template=template, **more, **sampling)
         else:
             if not args.quiet and llm.tokenizer.chat_template is not None and sys.stderr.isatty():
                 note("(this model has a chat template; --chat asks it instead of continuing the text)")
-            stream = llm.stream(prompt, **sampling)
+            stream = llm.stream(prompt, **more, **sampling)
         interrupted = _show(args, llm, stream, prompt if args.echo else "")
         result = stream.result
         assert result is not None

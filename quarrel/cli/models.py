@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from quarrel.cli.asked import adapters_of
 from quarrel.cli.samplers import sampling_of
 from quarrel.cli.terminal import progress
 from quarrel.engine import Result, Sampling, SamplingParams, merged
@@ -22,21 +23,29 @@ MAX_TEMPLATE = 4 << 20
 def opened(args: argparse.Namespace, model: str) -> Iterator[LLM]:
     """The model, loaded by the options under "loading", with a bar while its weights are packed."""
     with progress(f"loading {model}") as bar:
-        llm = load(
-            model,
-            backend=args.backend,
-            compute=args.compute,
-            n_ctx=args.ctx,
-            memory=args.memory,
-            threads=args.threads,
-            kv_cache=args.kv_cache,
-            deterministic=args.deterministic,
-            tensor_parallel=args.tensor_parallel,
-            experts_on_cpu=args.experts_on_cpu,
-            progress=bar,
-        )
+        llm = load(model, **load_options(args), progress=bar)
     with llm:
         yield llm
+
+
+def load_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The options under "loading" and "beside the model", as `load` takes them."""
+    return {
+        "backend": args.backend,
+        "compute": args.compute,
+        "n_ctx": args.ctx,
+        "memory": args.memory,
+        "threads": args.threads,
+        "kv_cache": args.kv_cache,
+        "deterministic": args.deterministic,
+        "tensor_parallel": args.tensor_parallel,
+        "experts_on_cpu": args.experts_on_cpu,
+        "rope_scaling": args.rope_scaling,
+        "rope_scale": args.rope_scale,
+        "yarn_orig_ctx": args.yarn_orig_ctx,
+        "draft": args.draft,
+        "adapters": adapters_of(args),
+    }
 
 
 def checked_sampling(args: argparse.Namespace) -> Sampling:

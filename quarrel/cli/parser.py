@@ -15,6 +15,8 @@ DEFAULT_MODEL = "demo"
 BACKENDS = ("auto", "cpu", "triton", "mlx")
 COMPUTE = ("auto", "float32", "float16", "bfloat16")
 
+SCALINGS = ("none", "linear", "yarn")
+
 _MODEL = "a GGUF file, a name in the Ollama store or the Hugging Face cache, hf://owner/repo[:file or quant], or demo"
 
 
@@ -63,8 +65,10 @@ def _generate(p: argparse.ArgumentParser) -> None:
     _hidden(p, "-stream", action="store_true", dest="stream")
     p.add_argument("--echo", action="store_true", help="print the prompt before its continuation")
     p.add_argument("-q", "--quiet", action="store_true", help="no line with speeds on standard error")
+    _asked_options(p)
     add_samplers(p)
     _load_options(p)
+    _beside_options(p, many=False)
 
 
 def _chat(p: argparse.ArgumentParser) -> None:
@@ -73,8 +77,10 @@ def _chat(p: argparse.ArgumentParser) -> None:
     _hidden(p, "-prompt", dest="prompt")
     _chat_options(p)
     p.add_argument("-q", "--quiet", action="store_true", help="no greeting and no speeds on standard error")
+    _asked_options(p)
     add_samplers(p, leave_out=("logprobs", "n"))
     _load_options(p)
+    _beside_options(p, many=False)
 
 
 def _inspect(p: argparse.ArgumentParser) -> None:
@@ -88,6 +94,7 @@ def _explain(p: argparse.ArgumentParser) -> None:
     _model_arguments(p)
     p.add_argument("--all", action="store_true", help="every call of every layer, not grouped")
     _load_options(p)
+    _beside_options(p, many=True)
 
 
 def _pull(p: argparse.ArgumentParser) -> None:
@@ -151,7 +158,9 @@ def _serve(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--output-rate", type=int, default=0, metavar="N", help="generated tokens a minute of each, by default no limit"
     )
+    _guess_options(p)
     _load_options(p)
+    _beside_options(p, many=True)
 
 
 def _keys(p: argparse.ArgumentParser) -> None:
@@ -312,7 +321,41 @@ def _load_options(p: argparse.ArgumentParser) -> None:
     experts = "of how many layers the experts stay in host memory; by default as few as needed"
     group.add_argument("--experts-on-cpu", type=int, metavar="N", help=experts)
     _hidden(group, "--n-cpu-moe", type=int, dest="experts_on_cpu")
+    kinds = "for a longer context than the model was made for; none leaves the file's own out"
+    group.add_argument("--rope-scaling", choices=SCALINGS, help=kinds)
+    scale = "times the context; by default as much as --ctx needs"
+    group.add_argument("--rope-scale", type=float, metavar="X", help=scale)
+    group.add_argument("--yarn-orig-ctx", type=int, metavar="N", help="tokens that the model was trained on, for yarn")
     _hidden(group, "--ctx-size", "--n-ctx", "--num-ctx", "-kv-cache-size", type=int, dest="ctx")
+
+
+def _beside_options(p: argparse.ArgumentParser, *, many: bool) -> None:
+    """What is loaded beside the model."""
+    group = p.add_argument_group("beside the model")
+    draft = "a smaller model of the same vocabulary, which guesses tokens ahead; the text stays the same"
+    group.add_argument("--draft", metavar="MODEL", help=draft)
+    lora = "a LoRA adapter in GGUF"
+    lora += ", which a request takes by its name; may be repeated" if many else ", to write with"
+    action = "append" if many else "store"
+    group.add_argument("--lora", metavar="[NAME=]FILE", action=action, help=lora, nargs=None if many else 1)
+    _hidden(group, "-md", "--model-draft", "--draft-model", dest="draft")
+
+
+def _asked_options(p: argparse.ArgumentParser) -> None:
+    group = p.add_argument_group("structure")
+    group.add_argument("--json-schema", metavar="FILE", help="keep to this JSON schema; the schema itself will do")
+    group.add_argument("--regex", metavar="PATTERN", help="match this regular expression as a whole")
+    group.add_argument("--grammar", metavar="FILE", help="keep to this Lark grammar")
+    _guess_options(p)
+    p.add_argument("--timeout", type=float, metavar="SECONDS", help="end with an error after so long")
+
+
+def _guess_options(p: argparse.ArgumentParser) -> None:
+    lookup = "guess up to N tokens at once from earlier places of the text; 0, the default, is off"
+    p.add_argument("--lookup", type=int, default=0, metavar="N", help=lookup)
+    ahead = "tokens that the --draft model may guess at once, 8 by default"
+    p.add_argument("--draft-max", type=int, default=8, metavar="N", help=ahead)
+    _hidden(p, "--draft-n", "--draft-tokens", type=int, dest="draft_max")
 
 
 def _amount(text: str) -> int | float:

@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from quarrel.cli.models import template_of
+from quarrel.cli.models import load_options, template_of
 from quarrel.cli.parser import UsageError
 from quarrel.cli.terminal import note
+from quarrel.engine import Service
 from quarrel.errors import QuarrelError
 from quarrel.llm import LLM, load
 from quarrel.process import RemoteLLM, open_remote
@@ -47,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
     for name, seconds in (("timeout", args.timeout), ("grace", args.grace)):
         if not 0 < seconds <= 86400:
             raise UsageError(f"--{name} is {seconds:g}, wanted seconds up to 86400")
+    Service(speculate=args.lookup, draft=args.draft_max)  # refuses what is out of range before anything is loaded
     settings = Settings(
         **given,
         open_access=args.open_access,
@@ -56,21 +58,12 @@ def run(args: argparse.Namespace) -> int:
         queue=args.queue,
         timeout=args.timeout,
         grace=args.grace,
+        lookup=args.lookup,
+        draft_max=args.draft_max,
         rates=Rates(requests=args.rate, prompt_tokens=args.prompt_rate, output_tokens=args.output_rate),
     )
 
-    options = {
-        "backend": args.backend,
-        "compute": args.compute,
-        "n_ctx": args.ctx,
-        "memory": args.memory,
-        "threads": args.threads,
-        "kv_cache": args.kv_cache,
-        "deterministic": args.deterministic,
-        "tensor_parallel": args.tensor_parallel,
-        "experts_on_cpu": args.experts_on_cpu,
-        "max_seqs": args.parallel,
-    }
+    options = {**load_options(args), "max_seqs": args.parallel}
 
     def open_model(source: str) -> LLM | RemoteLLM:
         return open_remote(source, options) if args.engine_process else load(source, **options)
