@@ -21,11 +21,13 @@ from quarrel.triton_backend import experts
 from quarrel.triton_backend.dots import FLOATS, WORDS, load_tile, tile_products
 from quarrel.triton_backend.elementwise import activate
 from quarrel.triton_backend.few import tile_for
-from quarrel.triton_backend.halved import halve_rows, words
+from quarrel.triton_backend.halved import halve_rows, store_halved, words
 from quarrel.triton_backend.matvec import wide
 from quarrel.triton_backend.runtime import INTERPRETED, Launch, Live, Site, Slot, cdiv, starts_early
 
 _HALVE_BLOCKS = 16
+HALVES_INSIDE = True
+"""A launch less a layer, for a counter that each program adds to."""
 
 
 @triton.jit
@@ -38,11 +40,12 @@ def _plane_rows(FORMAT: tl.constexpr, codes, bits, scale, top, row, K: tl.conste
 
 @triton.jit
 def up_of_experts(
-    y, x, ids, gc, gb, gs, gt, uc, ub, us, ut, g_bias, u_bias, N,
-    K: tl.constexpr, FORMAT: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
-    R: tl.constexpr, W: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
+    y, to, arrived, x, ids, gc, gb, gs, gt, uc, ub, us, ut, g_bias, u_bias, N,
+    K: tl.constexpr, F: tl.constexpr, FORMAT: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
+    R: tl.constexpr, W: tl.constexpr, HALVED: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Grid (row tiles, chosen experts); y [chosen, N]."""
+    """Grid (row tiles, chosen experts); y [chosen, N]. HALVED: whichever program of 32 rows comes to its end last, by an
+    integer counter, halves them into `to`; needs whole blocks of whole programs, 32 % R == N % 32 == 0. F is N, or 32."""
     FLOAT: tl.constexpr = FORMAT == "F16" or FORMAT == "BF16"
     KW: tl.constexpr = K if FLOAT else (K // 4 if FORMAT == "Q8_0" else K // 8)
     C: tl.constexpr = W if FLOAT else W // 4
@@ -90,7 +93,18 @@ def up_of_experts(
             v = activate(g, KIND) * u
     else:
         v = activate(u, KIND)
-    tl.store(y + tl.program_id(1).to(tl.int64) * N + r, v.to(y.dtype.element_ty), mask=ok)
+    p_y = y + tl.program_id(1).to(tl.int64) * N
+    tl.store(p_y + r, v.to(y.dtype.element_ty), mask=ok)
+    if HALVED:
+        tl.debug_barrier()
+        p_arrived = arrived + tl.program_id(1) * (N // 32) + first // 32
+        before = tl.atomic_add(p_arrived, 1, sem="acq_rel", scope="gpu")
+        if before == 32 // R - 1:
+            tl.store(p_arrived, 0)
+            block = first // 32 + tl.arange(0, 1)
+            column = block[:, None, None] * 32 + tl.arange(0, 2)[None, :, None] * 16 + tl.arange(0, 16)[None, None, :]
+            h = tl.load(p_y + column, cache_modifier=".cg").to(tl.float32)
+            store_halved(to + tl.program_id(1).to(tl.int64) * (F // 2 + F // 32 * 3), h, block, block >= 0, F)
 
 
 @triton.jit
@@ -187,18 +201,20 @@ def few_up(site: Site, node: Node, ids: Slot) -> Launch:
     y = site.slot(target)
     to, _ = site.to_halve(target)
     tile = tile_for(format, spec.n, spec.k)
+    inside = to is not None and HALVES_INSIDE and 32 % tile.rows == 0
+    arrived = site.zeros("one", spec.used * (spec.n // 32)) if inside else y
 
     def few(live: Live) -> None:
         if halve is not None:
             halve(live)
         none = y.tensor
         site.launch(
-            up_of_experts, (cdiv(spec.n, tile.rows), spec.used), y.tensor, _tensor(x), ids.tensor, *planes[0],
-            *planes[-1], biases[0] if biases else none, biases[-1] if biases else none, spec.n, K=spec.k,
-            FORMAT=format, GATED=spec.gated, KIND=spec.activation, BIAS=spec.bias, R=tile.rows, W=tile.words,
-            ASM=not INTERPRETED, warps=tile.warps, early=starts_early(site),
+            up_of_experts, (cdiv(spec.n, tile.rows), spec.used), y.tensor, to if inside else none, arrived.tensor,
+            _tensor(x), ids.tensor, *planes[0], *planes[-1], biases[0] if biases else none, biases[-1] if biases else none,
+            spec.n, K=spec.k, F=spec.n if inside else 32, FORMAT=format, GATED=spec.gated, KIND=spec.activation, BIAS=spec.bias,
+            R=tile.rows, W=tile.words, HALVED=inside, ASM=not INTERPRETED, warps=tile.warps, early=starts_early(site),
         )  # fmt: skip
-        if to is not None:
+        if to is not None and not inside:
             _halve(site, to, y.tensor, spec.used, spec.n)
 
     return few
