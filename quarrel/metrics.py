@@ -9,12 +9,13 @@ A server that has a registry of its own registers `EngineMetrics` there.
 
 from __future__ import annotations
 
+import gc
 import resource
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -31,6 +32,20 @@ class Held(Protocol):
     def stats(self) -> Stats: ...
 
     def activity(self) -> Activity: ...
+
+
+@runtime_checkable
+class CountsExperts(Protocol):
+    """A model that counts which experts its routers choose."""
+
+    def expert_counts(self) -> Mapping[str, Sequence[int]]: ...
+
+
+@runtime_checkable
+class Told(Protocol):
+    """A model that says how it was loaded: `quarrel.llm.Explanation`."""
+
+    def explain(self) -> Any: ...
 
 
 Models = Callable[[], Iterable[tuple[str, Held]]]
@@ -114,6 +129,10 @@ class EngineMetrics(Collector):
                 requests.add_metric([name, outcome], ended)
         yield tokens
         yield requests
+        yield from _experts(self._models())
+        yield from _loaded(self._models())
+        collections = sum(generation["collections"] for generation in gc.get_stats())
+        yield CounterMetricFamily("quarrel_process_gc_collections", "Runs of Python's collector", value=collections)
         yield GaugeMetricFamily("quarrel_memory_rss_bytes", "Memory of the process", value=_memory())
         yield GaugeMetricFamily("quarrel_process_threads", "Threads of Python", value=threading.active_count())
 
@@ -135,6 +154,52 @@ class Metrics:
     def text(self) -> bytes:
         """What a scrape gets."""
         return generate_latest(self.registry)
+
+
+def _experts(models: Iterable[tuple[str, Held]]) -> Iterator[Family]:
+    labels = ["model", "layer", "expert_id"]
+    chosen = CounterMetricFamily("quarrel_moe_expert_selection", "Tokens that an expert took", labels=labels)
+    share = GaugeMetricFamily("quarrel_moe_expert_utilization", "Share of its layer's choices", labels=labels)
+    for name, model in models:
+        counts = model.expert_counts() if isinstance(model, CountsExperts) else {}
+        for path, layer in counts.items():
+            total = max(1, sum(layer))
+            for expert, count in enumerate(layer):
+                chosen.add_metric([name, path, str(expert)], count)
+                share.add_metric([name, path, str(expert)], count / total)
+    yield chosen
+    yield share
+
+
+MEMORY = {
+    "triton": "quarrel_cuda_memory_allocated_bytes",
+    "mlx": "quarrel_metal_memory_used_bytes",
+    "cpu": "quarrel_cpu_memory_bytes",
+}
+
+
+def _loaded(models: Iterable[tuple[str, Held]]) -> Iterator[Family]:
+    """What follows from how models were loaded."""
+    length = GaugeMetricFamily("quarrel_context_length_tokens", "Of one sequence", labels=["model"])
+    cache = GaugeMetricFamily("quarrel_kv_cache_size_bytes", "Keys and values", labels=["model", "layer"])
+    memory = {
+        backend: GaugeMetricFamily(metric, "Weights, cache and scratch", labels=["model", "device"])
+        for backend, metric in MEMORY.items()
+    }
+    for name, model in models:
+        if not isinstance(model, Told):
+            continue
+        facts = model.explain()
+        length.add_metric([name], facts.n_ctx)
+        held = facts.memory
+        if facts.backend in memory:
+            memory[facts.backend].add_metric([name, facts.device], held.weights + held.cache + held.activations)
+        layers = [call.path for call in facts.choices if call.op == "attention"]
+        for path in layers:
+            cache.add_metric([name, path], held.cache / len(layers))
+    yield length
+    yield cache
+    yield from memory.values()
 
 
 def _cumulated(histogram: Histogram) -> Iterator[tuple[str, float]]:

@@ -36,5 +36,7 @@ class Choices:
 
     def counts(self) -> dict[str, np.ndarray]:
         """int64 `[n_experts]` by path."""
+        if not self._sizes:
+            return {}
         rows = self._sums.reshape(len(self._sizes), -1)
         return {path: row[:size].copy() for path, row, size in zip(self._paths, rows, self._sizes, strict=True)}

@@ -43,6 +43,7 @@ from quarrel.llm.score import logprobs, score
 from quarrel.llm.structured import Grammars, Structure
 from quarrel.llm.texts import VocabularyTexts
 from quarrel.models import EncoderSpec, ModelSpec
+from quarrel.ops.step import CountsExperts
 from quarrel.tokenizer import Tokenizer
 
 MAX_TOP = 20
@@ -424,6 +425,22 @@ class LLM:
         engine = self._loop.engine
         assert engine is not None
         return engine.stats
+
+    def expert_counts(self) -> dict[str, list[int]]:
+        """Tokens that each expert took since the model was loaded, by the path of its layer; waits for the running step.
+        Nothing where there are no experts, or the model is closed."""
+        engine = self._loop.engine
+        assert engine is not None
+
+        def read() -> dict[str, list[int]]:
+            step = engine.step
+            counts = step.expert_counts() if isinstance(step, CountsExperts) else {}
+            return {path: [int(n) for n in found] for path, found in counts.items()}
+
+        try:
+            return self._loop.run(read)
+        except QuarrelError:
+            return {}
 
     def activity(self) -> Activity:
         """How busy the model is right now."""
