@@ -1,7 +1,7 @@
 """The QUARREL_* variables: all of them, read in one place, and strictly.
 
 QUARREL_BACKEND   auto, cpu, triton or mlx: where models run when nothing else is asked for
-QUARREL_COMPUTE   auto, float32, float16 or bfloat16: the arithmetic when nothing else is asked for
+QUARREL_COMPUTE   auto, float32, float16, bfloat16 or fp8: the arithmetic when nothing else is asked for
 QUARREL_THREADS   threads of the CPU backend, 1 to 1024
 QUARREL_TENSOR_PARALLEL   how many devices share a model when nothing else is asked for, 1 to 16
 QUARREL_MEMORY    the memory that a model may take, in bytes (512MiB, 16GB) or as a share of what is free (80%, 0.8)
@@ -22,7 +22,7 @@ from pathlib import Path
 from quarrel.errors import ConfigError
 
 BACKENDS = ("auto", "cpu", "triton", "mlx")
-COMPUTE = ("auto", "float32", "float16", "bfloat16")
+COMPUTE = ("auto", "float32", "float16", "bfloat16", "fp8")
 KV_CACHE = ("auto", "float16", "bfloat16", "int8", "fp8")
 LEVELS = ("debug", "info", "warning", "error")
 MAX_THREADS = 1024

@@ -13,7 +13,7 @@ from quarrel.errors import ConfigError
 
 DEFAULT_MODEL = "demo"
 BACKENDS = ("auto", "cpu", "triton", "mlx")
-COMPUTE = ("auto", "float32", "float16", "bfloat16")
+COMPUTE = ("auto", "float32", "float16", "bfloat16", "fp8")
 
 SCALINGS = ("none", "linear", "yarn")
 
@@ -308,7 +308,7 @@ def _chat_options(p: argparse.ArgumentParser, implied: str = "") -> None:
 def _load_options(p: argparse.ArgumentParser) -> None:
     group = p.add_argument_group("loading")
     group.add_argument("--backend", choices=BACKENDS, default="auto", help="what computes; auto is the best that is ready")
-    group.add_argument("--compute", choices=COMPUTE, default="auto", help="the arithmetic; float32 is exact")
+    group.add_argument("--compute", choices=COMPUTE, default="auto", help="the arithmetic; float32 is exact, fp8 coarse")
     group.add_argument("-c", "--ctx", type=int, metavar="N", help="context in tokens; by default the model's, if it fits")
     memory = "what a model may take: bytes (512MiB, 16GB) or a share of what is free (80%%)"
     group.add_argument("--memory", type=_amount, metavar="BYTES|SHARE", help=memory)

@@ -96,7 +96,7 @@ class CpuBackend:
         return Compiled(program, weights, (), (), {"T": rows, "R": 0, "S": 0, "B": 0}, compute == "float32", self._pool)
 
     def _arithmetic(self, choice: ComputeChoice) -> Compute:
-        if choice in ("float16", "bfloat16"):
+        if choice in ("float16", "bfloat16", "fp8"):
             raise UnsupportedOp(
                 "cpu", "compile", f"compute={choice}", ["the CPU computes in auto (8-bit activations) or float32"]
             )

@@ -46,6 +46,7 @@ class Call:
     work: Work
     deterministic: bool = False
     launch: Launcher = launch
+    float8: bool = False
     group: None = None
     slots: dict[int, Slot] = field(default_factory=dict)
     weights: dict[WeightRef, Packed] = field(default_factory=dict)

@@ -75,8 +75,9 @@ def load(
     name: a GGUF file (any shard of a split one), a name in an Ollama store or the Hugging Face cache, `hf://owner/repo`,
     or `demo`. backend: "triton" (CUDA), "mlx" (Metal), "cpu", or "auto", which is `QUARREL_BACKEND` or the first of these
     that can run here; one asked for by name is taken or raises BackendUnavailable. compute: the arithmetic of
-    activations; "float32" is exact. n_ctx: tokens of prompt and continuation together; by default the model's own, at
-    most 8192, and less (with a warning) where memory ends. max_seqs: sequences that run at once. memory: bytes that all
+    activations; "float32" is exact, and "fp8" is float16 with coarse products (E4M3) for long prompts on CUDA. n_ctx:
+    tokens of prompt and continuation together; by default the model's own, at most 8192, and less (with a warning) where
+    memory ends. max_seqs: sequences that run at once. memory: bytes that all
     of it may take, or a share of what is free as a float up to 1.0; by default `QUARREL_MEMORY`, or what is free. threads:
     of the CPU backend, by default `QUARREL_THREADS` or one for each core. prefix_cache: keep what finished sequences
     computed, to continue from. max_waiting: requests that may wait beyond those that run; a further one raises QueueFull.
@@ -223,7 +224,7 @@ def load(
         architecture=spec.architecture,
         backend=chosen.name,
         device=chosen.device() if ranks == 1 else f"{ranks} x {chosen.device()}",
-        compute=step.compute,
+        compute=step.compute if choice != "fp8" else f"{step.compute}, products of many rows in E4M3",
         n_ctx=plan.n_ctx,
         max_seqs=limits.max_seqs,
         cache_tokens=limits.n_blocks * limits.block_size,

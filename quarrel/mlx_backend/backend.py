@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-from quarrel.errors import BackendUnavailable, OutOfMemory, UnsupportedOp
+from quarrel.errors import BackendUnavailable, OutOfMemory, RequestError, UnsupportedOp
 from quarrel.mlx_backend import door
 from quarrel.mlx_backend.cache import allocate, allocate_state, cache_bytes, refuse_type
 from quarrel.mlx_backend.kernel import emulated, runs_metal
@@ -49,6 +49,8 @@ class MlxBackend:
 
     def compute_of(self, choice: ComputeChoice) -> Compute:
         """float16: every Apple GPU computes with it, while bfloat16 is emulated by M1 and M2."""
+        if choice == "fp8":
+            raise RequestError("Metal has no products in FP8: ask for float16")
         return "float16" if choice == "auto" else choice
 
     def compile(

@@ -13,8 +13,9 @@ from quarrel.ops.contract import Array, Compute, Concrete, Op, RawWeight, Weight
 from quarrel.ops.kv import KVType
 from quarrel.ops.program import Program
 
-ComputeChoice = Literal["auto", "float32", "float16", "bfloat16"]
-"""What the caller may ask for. `float32` means exact arithmetic on the dequantised values."""
+ComputeChoice = Literal["auto", "float32", "float16", "bfloat16", "fp8"]
+"""What the caller may ask for. `float32` means exact arithmetic on the dequantised values; `fp8` is float16 with products
+of many rows in E4M3, where a backend has them."""
 
 
 @dataclass(frozen=True)

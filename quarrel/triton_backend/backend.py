@@ -99,6 +99,10 @@ class TritonBackend:
         """float16 on a GPU; the interpreter computes bfloat16 wrongly without a word, so it is refused there."""
         if choice == "bfloat16" and INTERPRETED:
             raise RequestError("bfloat16 is wrong in Triton's interpreter: ask for float16 or float32, or use a GPU")
+        if choice == "fp8":
+            if not INTERPRETED and torch.cuda.get_device_capability() < (8, 9):
+                raise RequestError(f"{torch.cuda.get_device_name()} has no products in FP8: ask for float16")
+            return "float16"
         if choice == "auto":
             return "float32" if INTERPRETED else "float16"
         return choice
@@ -151,7 +155,7 @@ class TritonBackend:
             kept = {v.id for v in program.outputs.values()}
             plan = Plan(
                 choices, slots, kept, rows, held, caches, states, inputs.work, arithmetic, device,
-                deterministic=limits.deterministic, group=self._group,
+                deterministic=limits.deterministic, float8=compute == "fp8", group=self._group,
             )  # fmt: skip
             held.finish()
         except torch.cuda.OutOfMemoryError as error:

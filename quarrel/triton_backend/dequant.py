@@ -2,6 +2,7 @@
 
 Decoding is bound by the bus: 0.58 bytes read and 2 written for a weight of Q4_K. A weight larger than PIECE is done in row
 pieces, so scratch stays small. Weights that are held in the compute type are used where they lie.
+Where the step says `float8`, both sides of the product are rounded to E4M3 first (`float8.py`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quarrel.triton_backend import float8
 from quarrel.triton_backend.half import high_offset, is_fast, low_columns, tile_halves
 from quarrel.triton_backend.matmul import TL_TYPES
 from quarrel.triton_backend.pack import Packed
@@ -76,6 +78,7 @@ def linear(
     whole = plain(weight, compute)
     rows = n if whole is not None else _rows_at_once(weight)
     rounded = None if bias is None else bias.to(DTYPES[compute])
+    eight = site.float8 and float8.takes(weight)
 
     def run(live: Live) -> None:
         count = live.count(axis)
@@ -89,6 +92,7 @@ def linear(
         x_rows = x.tensor[: count * k].view(count, k).to(DTYPES[compute])
         out = y.tensor[: count * n].view(count, n)
         before = None if residual is None else residual.tensor[: count * n].view(count, n)
+        x8 = float8.rounded(x_rows, site.launch) if eight else None
         for begin in range(0, n, rows):
             end = min(begin + rows, n)
             if whole is None:
@@ -97,6 +101,11 @@ def linear(
             else:
                 part = whole
             here = slice(begin, end)
+            if x8 is not None:
+                sums = float8.product(*x8, *float8.rounded(part, site.launch))
+                sums = sums if bias is None else sums + bias[here]
+                out[:, here] = sums if before is None else before[:, here] + alpha * sums
+                continue
             _product(
                 x_rows, part.T, out[:, here], None if before is None else before[:, here],
                 None if bias is None else bias[here], None if rounded is None else rounded[here], alpha,

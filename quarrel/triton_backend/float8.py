@@ -11,9 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
+from quarrel.triton_backend.pack import Packed
 from quarrel.triton_backend.runtime import Launcher, power_of_two
 
-LARGEST = 448.0
+FORMATS = ("F16", "BF16", "Q8_0")
 _TILE = 2048
 
 
@@ -48,7 +49,14 @@ def rounded(x: torch.Tensor, launch: Launcher) -> tuple[torch.Tensor, torch.Tens
     return out, scale
 
 
+def takes(weight: Packed) -> bool:
+    """Formats with as much precision as E4M3, or more, and shapes that the library multiplies."""
+    return weight.format in FORMATS and weight.n % 16 == 0 and weight.k % 16 == 0
+
+
 def product(x: torch.Tensor, sx: torch.Tensor, w: torch.Tensor, sw: torch.Tensor) -> torch.Tensor:
     """`x w^T`, bfloat16 `[T, N]`; x `[T, K]` and w `[N, K]` with scales `[T, 1]` and `[N, 1]`; N and K in sixteens."""
+    if x.device.type == "cpu":  # the interpreter's
+        return ((x.float() @ w.float().t()) * sx * sw.t()).to(torch.bfloat16)
     y: torch.Tensor = torch._scaled_mm(x, w.t(), scale_a=sx, scale_b=sw.t(), out_dtype=torch.bfloat16, use_fast_accum=True)
     return y

@@ -45,6 +45,10 @@ class Inner:
         return self.outer.deterministic
 
     @property
+    def float8(self) -> bool:
+        return self.outer.float8
+
+    @property
     def group(self) -> Group | None:
         return self.outer.group
 

@@ -39,6 +39,7 @@ class Plan:
     launch: Launcher = launch
     deterministic: bool = False
     generation: int = -1
+    float8: bool = False
     group: Group | None = None
     slots: dict[int, Slot] = field(default_factory=dict)
     launches: list[Launch] = field(default_factory=list)

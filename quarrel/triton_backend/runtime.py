@@ -146,6 +146,8 @@ class Site(Protocol):
     """Major compute capability of the device; 0 in the interpreter."""
     deterministic: bool
     """One tile for any number of tokens, so that a row's result is the same bits in every batch."""
+    float8: bool
+    """Products of many rows in E4M3, where a weight's format allows (`float8.py`)."""
     group: Group | None
     """The other devices that hold a share of the model."""
 

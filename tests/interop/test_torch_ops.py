@@ -11,11 +11,14 @@ import torch
 from quarrel.errors import RequestError
 from quarrel.gguf import GGMLType
 from quarrel.interop import torch_ops
+from quarrel.interop.call import Call, run
 from quarrel.ops import draw
 from quarrel.ops.attention import AttentionSpec, attention_reference
 from quarrel.ops.contract import KVArrays, RawWeight, rel_error
-from quarrel.ops.linear import LinearSpec, linear_reference
+from quarrel.ops.linear import LINEAR, LinearSpec, linear_reference
 from quarrel.ops.moe import ExpertDownSpec, ExpertUpSpec, expert_down_reference, expert_up_reference
+from quarrel.triton_backend.pack import view
+from quarrel.triton_backend.runtime import Live, Slot, Work
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ops = torch.ops.quarrel
@@ -113,6 +116,21 @@ def test_paged_attention() -> None:
     (want,) = attention_reference(spec, q.reshape(8, -1), starts, kv_len, table, cache)
     got = ops.attention_prefill(on(q), k_cache, v_cache, on(table), on(starts), on(kv_len), 0.2)
     assert rel_error(got.cpu().numpy().reshape(8, -1), want) < 1e-5
+
+
+@pytest.mark.parametrize("format", ["Q8_0", "F16", "Q4_K"])
+def test_products_of_many_rows_in_e4m3_where_the_format_allows(format: str) -> None:
+    rng = np.random.default_rng(7)
+    weight = draw.weight(rng, GGMLType[format], 48, 256)
+    x = draw.activations(rng, 300, 256)
+    spec = LinearSpec(weight.type, 48, 256)
+    (want,) = linear_reference(spec, x, weight)
+    half = on(x).half()
+    call = Call(Live(300, 0, 0, False, True, 1), "float16", half.device, Work(Slot(half), Slot(half)), float8=True)
+    (got,) = run(LINEAR, spec, [half, view(weight.type, 48, 256, packed(weight))], call)
+    error = rel_error(got.view(300, 48).float().cpu().numpy(), want)
+    # The interpreter cuts where a GPU rounds.
+    assert error < 2e-3 if format == "Q4_K" else 1e-2 < error < 1e-1
 
 
 def test_what_does_not_fit_is_refused() -> None:
