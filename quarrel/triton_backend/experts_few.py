@@ -211,8 +211,9 @@ def few_up(site: Site, node: Node, ids: Slot) -> Launch:
         site.launch(
             up_of_experts, (cdiv(spec.n, tile.rows), spec.used), y.tensor, to if inside else none, arrived.tensor,
             _tensor(x), ids.tensor, *planes[0], *planes[-1], biases[0] if biases else none, biases[-1] if biases else none,
-            spec.n, K=spec.k, F=spec.n if inside else 32, FORMAT=format, GATED=spec.gated, KIND=spec.activation, BIAS=spec.bias,
-            R=tile.rows, W=tile.words, HALVED=inside, ASM=not INTERPRETED, warps=tile.warps, early=starts_early(site),
+            spec.n, K=spec.k, F=spec.n if inside else 32, FORMAT=format, GATED=spec.gated, KIND=spec.activation,
+            BIAS=spec.bias, R=tile.rows, W=tile.words, HALVED=inside, ASM=not INTERPRETED, warps=tile.warps,
+            early=starts_early(site),
         )  # fmt: skip
         if to is not None and not inside:
             _halve(site, to, y.tensor, spec.used, spec.n)
