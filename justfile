@@ -27,3 +27,8 @@ bench name *args:
 # pages that are made from the code
 docs:
     {{python}} -m tools.docs
+    {{python}} -m tools.coverage
+
+# every fuzzer, half an hour in all
+fuzz *args:
+    {{python}} -m fuzz {{args}}
