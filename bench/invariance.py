@@ -44,7 +44,7 @@ def one(job: tuple[str, str, str, str, int, str]) -> dict[str, Any]:
     path, name, compute, mode, runs, kv = job
     from quarrel.gguf import GGUFFile
     from quarrel.ops.registry import backend as named
-    from tests.llm.invariance import CASES, Bench, unlike, with_neighbours
+    from tests.llm.invariance import CASES, Bench, distinct, unlike, with_neighbours
 
     began = time.perf_counter()
     row: dict[str, Any] = {
@@ -66,30 +66,6 @@ def one(job: tuple[str, str, str, str, int, str]) -> dict[str, Any]:
     except Exception:
         row["raised"] = traceback.format_exc(limit=-4)[-900:]
     return row | {"seconds": round(time.perf_counter() - began, 1)}
-
-
-def distinct(bench: Any, runs: int) -> int:
-    """Different answers to one prompt in so many runs, under a load of others that come and go."""
-    import random
-
-    from tests.llm.invariance import OTHERS, PROMPT, run
-
-    rng, answers, mine = random.Random(3), set(), []
-    with bench.engine(256) as engine:
-        left = runs
-        while left or mine:
-            while left and engine.activity().waiting == 0:
-                if rng.random() < 0.5:
-                    mine.append(run(engine, PROMPT[:40], 12))
-                    left -= 1
-                else:
-                    run(engine, [*rng.choice(OTHERS)[::-1], rng.randrange(250)], rng.randrange(1, 20))
-            assert engine.advance()
-            answers |= {tuple(p.seen) for p in mine if p.over}
-            mine = [p for p in mine if not p.over]
-        while engine.advance():
-            pass
-    return len(answers)
 
 
 def main() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -169,3 +170,24 @@ def unlike(bench: Bench, cases: dict[str, Case] = CASES) -> list[str]:
             if case(engine) != wanted:
                 found.append(name)
     return found
+
+
+def distinct(bench: Bench, runs: int) -> int:
+    """Different answers to one prompt in so many runs, under a load of others that come and go."""
+    rng, mine = random.Random(3), []
+    answers: set[tuple[bytes, ...]] = set()
+    with bench.engine(256) as engine:
+        left = runs
+        while left or mine:
+            while left and engine.activity().waiting == 0:
+                if rng.random() < 0.5:
+                    mine.append(run(engine, PROMPT[:40], 12))
+                    left -= 1
+                else:
+                    run(engine, [*rng.choice(OTHERS)[::-1], rng.randrange(250)], rng.randrange(1, 20))
+            assert engine.advance()
+            answers |= {tuple(p.seen) for p in mine if p.over}
+            mine = [p for p in mine if not p.over]
+        while engine.advance():
+            pass
+    return len(answers)

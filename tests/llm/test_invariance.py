@@ -7,7 +7,7 @@ import pytest
 
 from quarrel.cpu_backend.backend import CpuBackend
 from quarrel.gguf import GGUFFile
-from tests.llm.invariance import Bench, unlike
+from tests.llm.invariance import CASES, Bench, distinct, unlike
 from tests.paths import need_cases
 
 MODELS = {
@@ -28,5 +28,17 @@ def test_logits_are_the_same_bits_whatever_else_happens(model: str) -> None:
     with GGUFFile.open([need_cases(model, MODELS[model])]) as file:
         try:
             assert not unlike(Bench(file, backend))
+        finally:
+            backend.close()
+
+
+def test_a_cache_of_codes_changes_nothing_in_that_and_a_mixed_load_neither() -> None:
+    """Copied blocks and reused prefixes have their scales; one answer in many runs."""
+    backend = CpuBackend(threads=2)
+    with GGUFFile.open([need_cases("llama32", MODELS["llama32"])]) as file:
+        try:
+            bench = Bench(file, backend, seqs=9, kv_cache="fp8")
+            assert not unlike(bench, {name: CASES[name] for name in ("chunks of 64", "put out", "known prefix")})
+            assert distinct(bench, 100) == 1
         finally:
             backend.close()

@@ -225,3 +225,20 @@ def test_the_plan_of_a_file_agrees_with_the_step_that_is_made_from_it() -> None:
     with quarrel.load(path, backend="cpu", n_ctx=64, max_seqs=2) as llm:
         told = llm.explain()
     assert told.memory.cache == told.cache_tokens * cache_bytes_per_token(program, "int8")
+
+
+def test_a_cache_of_codes_is_planned_and_taken() -> None:
+    import quarrel
+
+    assert cache_bytes_per_token(PROGRAM, "float16", "fp8") * 2 * 64 == cache_bytes_per_token(PROGRAM, "float16") * 68
+    path = need_cases("llama32", "model-q4_0x.gguf")
+    with GGUFFile.open(path) as file:
+        program = assemble(read_spec(file), Tensors(file))
+    with quarrel.load(path, backend="cpu", n_ctx=64, max_seqs=2, kv_cache="int8") as llm:
+        told = llm.explain()
+        assert llm.generate([1, 2, 3], max_tokens=4, ignore_eos=True).usage.completion_tokens == 4
+    per_token = sum(2 * c.n_kv * (c.head_dim + 4) for c in program.caches)
+    assert told.memory.cache == told.plan.cache == told.cache_tokens * per_token
+    assert told.plan.limits.kv_cache == "int8"
+    with pytest.raises(RequestError, match="kv_cache is 'int4', wanted one of auto, float16, bfloat16, int8, fp8"):
+        quarrel.load("demo", kv_cache="int4")  # type: ignore[arg-type]
