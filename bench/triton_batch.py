@@ -164,7 +164,7 @@ def make_batch(p: dict[str, Any], small: bool) -> Made:
             arrived, tokens, 0.5 if add else 1.0, n, K=k, FORMAT=name,
             FAST=is_fast(name, "float16", p["nb"]), COMPUTE=TL_TYPES["float16"], BIAS=False, ADD=add, GATED=both,
             KIND="silu" if both else "none", PARTS=parts,
-            BN=bn, BT=bt, NB=p["nb"], STAGES=p["stages"], warps=p["warps"], stages=p["stages"],
+            BN=bn, BT=bt, NB=p["nb"], STAGES=p["stages"], warps=p["warps"], stages=p["stages"], early=True,
         )  # fmt: skip
 
     def error() -> float:
@@ -235,7 +235,7 @@ def make_three(p: dict[str, Any], small: bool) -> Made:
             matmul.batch_three, (rows, cdiv(tokens, bt), parts), *ys, x, *a.planes, *b.planes, *c.planes, *ys, part,
             arrived, tokens, *ns, K=k, FORMAT0=a.format, FORMAT1=b.format, FORMAT2=c.format, FAST0=fast[0], FAST1=fast[1],
             FAST2=fast[2], COMPUTE=TL_TYPES["float16"], BIAS=False, PARTS=parts, BN=bn, BT=bt, NB=p["nb"],
-            STAGES=p["stages"], warps=p["warps"], stages=p["stages"],
+            STAGES=p["stages"], warps=p["warps"], stages=p["stages"], early=True,
         )  # fmt: skip
 
     def error() -> float:

@@ -80,6 +80,7 @@ def grouped_tiles(
     acc, acc_b = walk(
         FORMAT, FAST, COMPUTE, GATED, a_codes, a_bits, a_scale, a_top, b_codes, b_bits, b_scale, b_top,
         (expert - first_expert).to(tl.int64) * N + near, x + (pair // PER_TOKEN) * K, lane_ok, 0, K, K, BN, BT, NB, STAGES,
+        False,
     )  # fmt: skip
     if BIAS:
         stacked = expert.to(tl.int64) * N + near

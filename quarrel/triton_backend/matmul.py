@@ -23,7 +23,7 @@ from quarrel.ops.contract import Compute
 from quarrel.triton_backend.elementwise import activate
 from quarrel.triton_backend.half import high_offset, is_fast, low_columns, tile_halves
 from quarrel.triton_backend.pack import Packed
-from quarrel.triton_backend.runtime import Launch, Live, Site, Slot, cdiv
+from quarrel.triton_backend.runtime import Launch, Live, Site, Slot, cdiv, starts_early
 from quarrel.triton_backend.tuned import Kind, Measured, Widths, key, table
 
 MOST = 128
@@ -105,7 +105,7 @@ def takes(weight: Packed, compute: Compute) -> bool:
 def walk(
     FORMAT: tl.constexpr, FAST: tl.constexpr, COMPUTE: tl.constexpr, GATED: tl.constexpr,
     a_codes, a_bits, a_scale, a_top, b_codes, b_bits, b_scale, b_top, row, p_x, x_ok, first, last, K,
-    BN: tl.constexpr, BT: tl.constexpr, NB: tl.constexpr, STAGES: tl.constexpr,
+    BN: tl.constexpr, BT: tl.constexpr, NB: tl.constexpr, STAGES: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """Sums `[BN, BT]` of matrix A, and of B if GATED, over columns first to last.
 
@@ -117,6 +117,8 @@ def walk(
         k = tl.arange(0, NB * 32)
         p_a = a_codes.to(tl.pointer_type(COMPUTE)) + row[:, None] * K + k[None, :]
         p_b = b_codes.to(tl.pointer_type(COMPUTE)) + row[:, None] * K + k[None, :]
+        if WAIT:
+            tl.extra.cuda.gdc_wait()
         for start in range(first, last, NB * 32):
             x = tl.load(p_x[None, :] + start + k[:, None], mask=x_ok[None, :], other=0.0).to(COMPUTE)
             acc = tl.dot(tl.load(p_a + start), x, acc)
@@ -132,6 +134,8 @@ def walk(
         low_b, high_b = low, high
         if GATED:
             low_b, high_b = tile_halves(FORMAT, FAST, COMPUTE, b_codes, b_bits, b_scale, b_top, row, begin, K, BN, NB)
+        if WAIT:  # weights are there since the model was loaded, x comes from the kernel before
+            tl.extra.cuda.gdc_wait()
         for start in tl.range(first, last, NB * 32, num_stages=STAGES):
             p = p_x[None, :] + start + p_low[:, None]
             x_low = tl.load(p, mask=x_ok[None, :], other=0.0).to(COMPUTE)
@@ -199,8 +203,10 @@ def batch_tiles(
     tokens, alpha, N, K: tl.constexpr,
     FORMAT: tl.constexpr, FAST: tl.constexpr, COMPUTE: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
     GATED: tl.constexpr, KIND: tl.constexpr, PARTS: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, NB: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     row = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
     token = (tl.program_id(1) * BT + tl.arange(0, BT)).to(tl.int64)
     # Rows beyond the last are the last again, and not stored; tokens beyond the last are not read.
@@ -211,7 +217,7 @@ def batch_tiles(
     first = tl.program_id(2) * each
     acc, acc_b = walk(
         FORMAT, FAST, COMPUTE, GATED, a_codes, a_bits, a_scale, a_top, b_codes, b_bits, b_scale, b_top,
-        near, p_x, token < tokens, first, tl.minimum(first + each, K), K, BN, BT, NB, STAGES,
+        near, p_x, token < tokens, first, tl.minimum(first + each, K), K, BN, BT, NB, STAGES, PDL,
     )  # fmt: skip
     if PARTS == 1:
         finish(y, acc, acc_b, bias, bias_b, residual, row, token, tokens, alpha, N, BIAS, ADD, GATED, KIND)
@@ -229,8 +235,10 @@ def batch_three(
     bias0, bias1, bias2, part, arrived, tokens, N0, N1, N2, K: tl.constexpr,
     FORMAT0: tl.constexpr, FORMAT1: tl.constexpr, FORMAT2: tl.constexpr, FAST0: tl.constexpr, FAST1: tl.constexpr,
     FAST2: tl.constexpr, COMPUTE: tl.constexpr, BIAS: tl.constexpr, PARTS: tl.constexpr, BN: tl.constexpr,
-    BT: tl.constexpr, NB: tl.constexpr, STAGES: tl.constexpr,
+    BT: tl.constexpr, NB: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     # Row tiles of the first matrix, then of the second, then of the third.
     tile = tl.program_id(0)
     tiles0, tiles1 = tl.cdiv(N0, BN), tl.cdiv(N1, BN)
@@ -244,21 +252,21 @@ def batch_three(
         row = (tile * BN + tl.arange(0, BN)).to(tl.int64)
         acc, _ = walk(
             FORMAT0, FAST0, COMPUTE, False, a_codes, a_bits, a_scale, a_top, a_codes, a_bits, a_scale, a_top,
-            tl.minimum(row, N0 - 1), p_x, token < tokens, first, end, K, BN, BT, NB, STAGES,
+            tl.minimum(row, N0 - 1), p_x, token < tokens, first, end, K, BN, BT, NB, STAGES, PDL,
         )  # fmt: skip
         _end(y0, acc, bias0, part, arrived, row, token, tokens, N0, BIAS, PARTS, BN, BT)
     elif tile < tiles0 + tiles1:
         row = ((tile - tiles0) * BN + tl.arange(0, BN)).to(tl.int64)
         acc, _ = walk(
             FORMAT1, FAST1, COMPUTE, False, b_codes, b_bits, b_scale, b_top, b_codes, b_bits, b_scale, b_top,
-            tl.minimum(row, N1 - 1), p_x, token < tokens, first, end, K, BN, BT, NB, STAGES,
+            tl.minimum(row, N1 - 1), p_x, token < tokens, first, end, K, BN, BT, NB, STAGES, PDL,
         )  # fmt: skip
         _end(y1, acc, bias1, part, arrived, row, token, tokens, N1, BIAS, PARTS, BN, BT)
     else:
         row = ((tile - tiles0 - tiles1) * BN + tl.arange(0, BN)).to(tl.int64)
         acc, _ = walk(
             FORMAT2, FAST2, COMPUTE, False, c_codes, c_bits, c_scale, c_top, c_codes, c_bits, c_scale, c_top,
-            tl.minimum(row, N2 - 1), p_x, token < tokens, first, end, K, BN, BT, NB, STAGES,
+            tl.minimum(row, N2 - 1), p_x, token < tokens, first, end, K, BN, BT, NB, STAGES, PDL,
         )  # fmt: skip
         _end(y2, acc, bias2, part, arrived, row, token, tokens, N2, BIAS, PARTS, BN, BT)
 
@@ -324,6 +332,7 @@ def _one(
                 a.n, K=a.k, FORMAT=a.format, FAST=is_fast(a.format, compute, shape.blocks), COMPUTE=TL_TYPES[compute],
                 BIAS=bool(biases), ADD=residual is not None, GATED=gated, KIND=kind, PARTS=shape.parts, BN=shape.rows,
                 BT=shape.tokens, NB=shape.blocks, STAGES=shape.stages, warps=shape.warps, stages=shape.stages,
+                early=starts_early(site),
             )  # fmt: skip
 
     return run
@@ -351,7 +360,7 @@ def linears(
                 FORMAT0=weights[0].format, FORMAT1=weights[1].format, FORMAT2=weights[2].format, FAST0=fast[0],
                 FAST1=fast[1], FAST2=fast[2], COMPUTE=TL_TYPES[compute], BIAS=bool(biases), PARTS=shape.parts,
                 BN=shape.rows, BT=shape.tokens, NB=shape.blocks, STAGES=shape.stages, warps=shape.warps,
-                stages=shape.stages,
+                stages=shape.stages, early=starts_early(site),
             )  # fmt: skip
 
     return run

@@ -31,6 +31,19 @@ def norm_rows(
     run_ok = (run < runs)[:, None]
     column = tl.arange(0, C)
     p_x = x + run[:, None] * K
+    if K <= C:
+        # One tile is all: what was read for the sums is still in registers.
+        at = column[None, :]
+        ok = run_ok & (at < K)
+        value = tl.load(p_x + at, mask=ok, other=0.0).to(tl.float32)
+        if LAYER:
+            value = tl.where(ok, value - tl.sum(value, 1)[:, None] / K, 0.0)
+        scale = 1.0 / tl.sqrt(tl.sum(value * value, 1)[:, None] / K + eps)
+        value = value * scale * tl.load(gain + at, mask=at < K, other=0.0)
+        if LAYER:
+            value += tl.load(bias + at, mask=at < K, other=0.0)
+        tl.store(y + run[:, None] * K + at, value.to(y.dtype.element_ty), mask=ok)
+        return
     mean = tl.zeros([R, 1], tl.float32)
     if LAYER:
         total = tl.zeros([R, C], tl.float32)
@@ -129,7 +142,8 @@ def build_norm(site: Site, node: Node) -> Launch:
         site.launch(
             norm_rows, (cdiv(runs, runs_each),),
             target.tensor, source.tensor, vectors[0], vectors[-1], runs, spec.k, spec.eps,
-            LAYER=spec.kind == "layer", R=runs_each, C=columns, early=starts_early(site),
+            LAYER=spec.kind == "layer", R=runs_each, C=columns, warps=8 if columns > 2048 else 4,
+            early=starts_early(site),
         )  # fmt: skip
 
     return run
