@@ -14,6 +14,7 @@ from tests.metal_emulator.kernels import BLOCK_HEADER, MATVEC, attention, attent
 from tests.metal_emulator.test_divergence import PLAIN_HELPER
 from tools.metal_emulator import (
     BFloat16Array,
+    Call,
     Kind,
     MetalCompileError,
     Mode,
@@ -188,3 +189,12 @@ def test_verbose_prints_the_text(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = {name: getattr(call, name) for name in call.__dataclass_fields__}
     body(**arguments, verbose=True)
     assert "[[kernel]] void custom_kernel_body_float_float(" in capsys.readouterr().out
+
+
+def test_more_buffers_than_metal_has_are_refused() -> None:
+    names = [f"x{i}" for i in range(31)]
+    kernel = metal_kernel("wide", names, ["y"], "y[0] = x0[0] + x30[0];")
+    x = np.zeros(8, np.float32)
+    call = Call([x] * 31, [(1,)], [np.float32], (1, 1, 1), (1, 1, 1))
+    with pytest.raises(RequestError, match=r"32 buffers .* are over the 31 that Metal allows"):
+        kernel.launch(call, Settings(mode=Mode.FAST))

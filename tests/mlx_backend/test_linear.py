@@ -173,6 +173,20 @@ def test_planes_hold_the_exact_values_of_every_format(backend: MlxBackend) -> No
         assert np.allclose(y.T, weight.dense(), rtol=2e-7, atol=0), type
 
 
+def test_four_maps_with_all_their_planes_fit_into_one_launch() -> None:
+    """Metal has 31 places for buffers, and the emulator refuses more; five maps are taken apart."""
+    maps = (LinearSpec(GGMLType.Q3_K, 5, 256, bias=True),) * 4
+    spec = NormLinearSpec(NormSpec("rms", 256, 1e-5), maps)
+    inputs = made(NORM_LINEAR, Case(spec, {"T": 1}))
+    with running(FAST):
+        got = run(NORM_LINEAR, spec, inputs, "float16", True)
+    found = errors(NORM_LINEAR, spec, got, reference.run_op(NORM_LINEAR, spec, inputs), Case(spec, {"T": 1}))
+    assert max(found.values()) <= 2 * NORM_LINEAR.tolerance["float16"]
+    taken, reasons = REGISTRY.find(NORM_LINEAR, replace(spec, linears=(*maps, maps[0])))
+    assert taken is None
+    assert reasons == ["matvec with norm: needs at most 4 maps, got 5"]
+
+
 def test_a_layer_norm_is_left_to_the_smaller_ops(backend: MlxBackend) -> None:
     spec = NormLinearSpec(NormSpec("layer", 32, 1e-5), (LinearSpec(GGMLType.Q4_0, 4, 32),))
     taken, reasons = REGISTRY.find(NORM_LINEAR, spec)

@@ -21,6 +21,7 @@ from tools.metal_emulator.toolchain import find_toolchain
 from tools.metal_emulator.typecheck import typecheck_source
 
 _MAX_THREADS = 1024  # maxTotalThreadsPerThreadgroup of every Apple GPU since M1, registers permitting
+_MAX_BUFFERS = 31  # [[buffer(n)]] ends at 30
 _MATH_MODES = ("safe", "relaxed", "fast")
 
 Triple = tuple[int, int, int]
@@ -189,4 +190,9 @@ class metal_kernel:
                 buffers.append(BoundBuffer(f"{name}_{what}", value.ctypes.data, value.nbytes, False, True))
         for name, out in zip(self.output_names, outputs):
             buffers.append(BoundBuffer(name, out.ctypes.data, out.nbytes, True, initialised))
+        if len(buffers) > _MAX_BUFFERS:
+            raise RequestError(
+                f"Metal kernel {self.name}: {len(buffers)} buffers (inputs, their shapes, outputs) are over the "
+                f"{_MAX_BUFFERS} that Metal allows"
+            )
         return buffers, keep
