@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 import traceback
@@ -22,11 +23,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from quarrel.gguf import GGMLType  # noqa: E402
+from quarrel.gguf import GGMLType, GGUFFile  # noqa: E402
 from quarrel.interop import torch_ops  # noqa: E402
+from quarrel.models import Tensors, assemble, read_spec  # noqa: E402
 from quarrel.ops import draw  # noqa: E402
 from quarrel.ops.contract import rel_error  # noqa: E402
 from quarrel.ops.linear import LinearSpec, linear_reference  # noqa: E402
+from quarrel.ops.registry import backend  # noqa: E402
+from quarrel.ops.step import Limits, StepInputs  # noqa: E402
 from quarrel.triton_backend import float8  # noqa: E402
 from quarrel.triton_backend.runtime import launch  # noqa: E402
 
@@ -117,6 +121,47 @@ def fp8(say: Callable[..., None]) -> None:
             )
 
 
+def quality(say: Callable[..., None], cases: Path) -> None:
+    """What E4M3 does to reference models: logits of 64 tokens, each a row, against the truth."""
+    for name, variant in (("llama32", "f16"), ("nemotron", "q8_0"), ("qwen3", "q8_0"), ("zoo", "q8_0")):
+        path = cases / name / f"model-{variant}.gguf"
+        if not path.exists():
+            continue
+        ids = np.load(path.parent / "tokens.npy").reshape(-1).astype(np.int32)
+        # More rows than the exact kernels take: the text several times over, each in blocks of its own.
+        copies = 8
+        limits = Limits(len(ids) * copies, copies, 8, 8 * copies, 16)
+        found = {}
+        with GGUFFile.open(path) as file:
+            for compute in ("float16", "fp8"):
+                tensors = Tensors(file)
+                step = backend("triton").compile(assemble(read_spec(file), tensors), tensors, limits, compute)  # type: ignore[arg-type]
+                n = len(ids)
+                each = np.arange(n, dtype=np.int32)
+                table = np.arange(8 * copies, dtype=np.int32).reshape(copies, 8)
+                inputs = StepInputs(
+                    ids=np.tile(ids, copies),
+                    positions=np.tile(each, copies),
+                    slots=np.concatenate([each + s * 8 * 16 for s in range(copies)]).astype(np.int32),
+                    query_start=np.arange(copies + 1, dtype=np.int32) * n,
+                    kv_len=np.full(copies, n, np.int32),
+                    block_table=table,
+                    out_rows=each,
+                    state_slots=np.arange(copies, dtype=np.int32),
+                )
+                found[compute] = torch.from_numpy(step(inputs, "logits").logits).double()
+                step.close()
+        exact = path.parent / f"logits_{variant}_deq.npy"
+        truth = torch.from_numpy(np.load(exact if exact.exists() else path.parent / "logits_hf.npy")).double()
+        row: dict[str, Any] = {}
+        for compute, logits in found.items():
+            p, q = truth.log_softmax(-1), logits[-len(truth) :].log_softmax(-1)
+            row[f"{compute}_error"] = float((logits[-len(truth) :] - truth).norm() / truth.norm())
+            row[f"{compute}_kl"] = float((p.exp() * (p - q)).sum(-1).mean())
+            row[f"{compute}_same_top"] = float((p.argmax(-1) == q.argmax(-1)).double().mean())
+        say(what="reference model in E4M3", model=f"{name}-{variant}", **row)
+
+
 def attention(say: Callable[..., None]) -> None:
     heads, kv, dim, size = 32, 8, 128, 32
     for tokens in (512, 2048, 4096):
@@ -153,7 +198,8 @@ def attention(say: Callable[..., None]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--part", nargs="*", default=["float8", "attention", "ops"])
+    parser.add_argument("--part", nargs="*", default=["float8", "attention", "quality", "ops"])
+    parser.add_argument("--cases", type=Path, default=Path(os.environ.get("QUARREL_CASES", ROOT / ".cases")))
     args = parser.parse_args()
     failed = 0
 
@@ -165,7 +211,10 @@ def main() -> int:
 
     for part in args.part:
         try:
-            {"ops": ops, "float8": fp8, "attention": attention}[part](say)
+            if part == "quality":
+                quality(say, args.cases)
+            else:
+                {"ops": ops, "float8": fp8, "attention": attention}[part](say)
         except Exception:
             failed += 1
             traceback.print_exc()
