@@ -220,8 +220,9 @@ def record(op: Op, spec: Any, compute: Compute, generation: int, mode: Mode = PL
     operands = [StateRef(places[i]) if i in places else operand(i, p, spec) for i, p in enumerate(params)]
     values = {o.id: o for o in operands if isinstance(o, Value)}
     outputs = tuple(Value(100 + i, r.kind, r.dims(spec), r.name) for i, r in enumerate(op.results(spec)))
-    node = Node(op, spec, tuple(operands), outputs, op.name)
-    choices = lower(Program((node,), {str(i): v for i, v in values.items()}, {}, ()), REGISTRY)
+    nodes = behind(Node(op, spec, tuple(operands), outputs, op.name))
+    values |= {v.id: v for v in nodes[-1].inputs if isinstance(v, Value) and v not in nodes[0].outputs}
+    choices = lower(Program(nodes, {str(i): v for i, v in values.items()}, {}, ()), REGISTRY)
     act = DTYPES[compute]
     types = {"act": act, "f32": torch.float32, "i32": torch.int32}
     slots = {i: Slot(torch.empty(1, dtype=types[v.kind], device=META)) for i, v in values.items()}
@@ -230,7 +231,7 @@ def record(op: Op, spec: Any, compute: Compute, generation: int, mode: Mode = PL
     states = [allocate_state(StateLayer(params[i].dims(spec) or spec.state), 4, META) for i in places]  # type: ignore[arg-type]
     ints = Slot(torch.empty(1, dtype=torch.int32, device=META))
     rows = {"T": 1024, "S": 64, "R": 64, "items": 64}
-    kept, work = {v.id for v in outputs}, Work(ints, ints)
+    kept, work = {v.id for v in nodes[-1].outputs}, Work(ints, ints)
     plan = Plan(
         choices,
         slots,
@@ -250,6 +251,17 @@ def record(op: Op, spec: Any, compute: Compute, generation: int, mode: Mode = PL
         for go in plan.launches:
             go(Live(tokens, 1, 1, tokens == 1, tokens > 1, 1))
     yield from seen
+
+
+def behind(node: Node) -> tuple[Node, ...]:
+    """A node, and for ROPE_APPEND the attention that does its work in steps without prompts."""
+    if node.op is not ROPE_APPEND:
+        return (node,)
+    q, k = node.spec.q, node.spec.k
+    spec = AttentionSpec(q.n_heads, k.n_heads, q.head_dim, 1.0)
+    ints = tuple(Value(200 + i, "i32", ("S",), name) for i, name in enumerate(("query_start", "kv_len", "block_table")))
+    y = Value(300, "act", ("T", spec.width), "y")
+    return node, Node(ATTENTION, spec, (node.outputs[0], *ints, CacheRef(0)), (y,), "attention")
 
 
 def operand(i: int, param: Param, spec: Any) -> Operand:
