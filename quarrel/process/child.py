@@ -21,6 +21,8 @@ from quarrel.process.wire import Json, Wire, chunk_row, packed, plain, typed
 
 STATE_EVERY = 0.1
 """Seconds between two looks at the engine's counters; they are sent where they have changed."""
+EXPERTS_EVERY = 20
+"""Looks between two at the counts of experts, which wait for the running step."""
 GIVEN_UP = 70
 """The status of a process whose engine can run no more."""
 NICE = 5
@@ -170,11 +172,20 @@ class _Child:
     def _tell(self) -> None:
         """Sends how busy the engine is, and ends the process where it can run no more: a new one can."""
         last: Json = None
+        taken: Json = {}
+        looks = 0
         while not self._ended.wait(STATE_EVERY):
             state = [plain(self._llm.activity()), plain(self._llm.stats())]
             if state != last:
                 self._wire.send("state", *state)
                 last = state
+            looks += 1
+            if looks % EXPERTS_EVERY == 0:
+                with contextlib.suppress(QuarrelError):  # it has just ended
+                    counts = self._llm.expert_counts()
+                    if counts != taken:
+                        self._wire.send("experts", counts)
+                        taken = counts
             if self._llm.fault is not None:
                 log.error("%s", self._llm.fault)
                 self._wire.flush(2.0)

@@ -120,6 +120,7 @@ class RemoteLLM:
         self._streams: dict[int, _Reading] = {}
         self._over: QuarrelError | None = None
         self._closing = False
+        self._experts: dict[str, list[int]] = {}
         self._told: list[Callable[[], None]] = []
         loaded: Future[Json] = Future()
         self._calls[0] = loaded
@@ -259,6 +260,10 @@ class RemoteLLM:
         """As `LLM.explain`."""
         return self._explanation
 
+    def expert_counts(self) -> dict[str, list[int]]:
+        """As `LLM.expert_counts`, a few seconds ago."""
+        return self._experts
+
     def stats(self) -> Stats:
         """As `LLM.stats`, a tenth of a second ago."""
         return self._stats
@@ -300,6 +305,8 @@ class RemoteLLM:
                 due.setdefault(reading.events, []).append((reading.chunks, chunk))
         elif kind == "state":
             self._activity, self._stats = typed(Activity, message[1]), typed(Stats, message[2])
+        elif kind == "experts":
+            self._experts = message[1]
         elif kind == "loaded":
             self._settle(0, message[1:])
         elif kind == "unloaded":

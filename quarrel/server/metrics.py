@@ -13,6 +13,9 @@ _BUCKETS = tuple(0.01 * 2**i for i in range(10))
 _SIZES = tuple(4.0**i for i in range(3, 14))
 
 
+TEXT = "text/plain; version=0.0.4; charset=utf-8"
+
+
 class Metrics:
     """One per application; its registry is its own."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -14,9 +15,10 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from quarrel import __version__
 from quarrel.engine import Chunk, Priority, Result, Service
 from quarrel.errors import QuarrelError
+from quarrel.process import RemoteLLM
 from quarrel.server.body import body_of, reported
 from quarrel.server.errors import plain_body, refused
-from quarrel.server.metrics import Metrics
+from quarrel.server.metrics import TEXT, Metrics
 from quarrel.server.openai import SSE
 from quarrel.server.schemas import DetokenizeBody, GenerateBody, TokenizeBody
 from quarrel.server.shelf import Entry, Model
@@ -75,7 +77,8 @@ def routes(desk: Desk, metrics: Metrics) -> APIRouter:
     @router.get("/metrics")
     async def prometheus() -> Response:
         """For Prometheus."""
-        return PlainTextResponse(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        # On a thread: some figures are read between two steps.
+        return PlainTextResponse(await asyncio.to_thread(metrics.text), media_type=TEXT)
 
     @router.get("/api/metrics")
     async def figures() -> Json:
@@ -180,7 +183,7 @@ def figure(entry: Entry) -> Json:
     """How busy a model is."""
     if entry.held is None:
         return {"name": entry.name, "state": entry.state}
-    activity = entry.held.llm.activity()
+    activity, stats = entry.held.llm.activity(), entry.held.llm.stats()
     return {
         "name": entry.name,
         "state": entry.state,
@@ -189,7 +192,19 @@ def figure(entry: Entry) -> Json:
         "kv_blocks": activity.n_blocks,
         "kv_blocks_free": activity.free_blocks,
         "kv_blocks_kept": activity.kept_blocks,
+        "tokens_generated": stats.drawn_tokens,
+        "tokens_prompt": stats.prompt_tokens,
+        "experts": shares_of(entry.held.llm),
     }
+
+
+def shares_of(llm: Model) -> list[float]:
+    """Each expert's share of all choices so far, over all layers; empty where there are none, or none is known at once."""
+    if not isinstance(llm, RemoteLLM):
+        return []  # to ask would wait for a step
+    layers = list(llm.expert_counts().values())
+    width, total = max(map(len, layers), default=0), max(1, sum(map(sum, layers)))
+    return [round(sum(layer[i] for layer in layers if i < len(layer)) / total, 5) for i in range(width)]
 
 
 def summary(result: Result, job: Job, seconds: float) -> Json:

@@ -18,6 +18,7 @@ from starlette.routing import Route
 
 from quarrel.errors import ConfigError
 from quarrel.server.app import Server
+from quarrel.server.metrics import TEXT
 from quarrel.server.protocol import protocol_for
 from quarrel.server.settings import Settings
 from quarrel.server.socket import MAX_MESSAGE
@@ -133,7 +134,7 @@ def _signals(server: Server, listeners: list[_Uvicorn], grace: float) -> Iterato
 
 def _metrics_only(server: Server) -> Starlette:
     async def metrics(request: Request) -> Response:
-        return PlainTextResponse(server.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return PlainTextResponse(await asyncio.to_thread(server.metrics.text), media_type=TEXT)
 
     return Starlette(routes=[Route("/metrics", metrics)])
 

@@ -120,9 +120,7 @@ class Desk:
         # Who has a key shares no prompt in the cache with anybody else, and so cannot time what they asked.
         salt = caller if caller.startswith("key ") else ""
         s = self.settings
-        return Service(
-            priority=priority, total_seconds=s.timeout, cache_salt=salt, speculate=s.lookup, draft=s.draft_max
-        )
+        return Service(priority=priority, total_seconds=s.timeout, cache_salt=salt, speculate=s.lookup, draft=s.draft_max)
 
     def _check_queue(self, name: str) -> None:
         waiting = self._accepted[name] - self.settings.max_seqs

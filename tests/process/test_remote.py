@@ -21,6 +21,8 @@ from quarrel.errors import ContextOverflow, EngineLost, ModelNotFound, QuarrelEr
 from quarrel.llm import LLM, Structure
 from quarrel.process import RemoteLLM, open_remote
 from quarrel.process.wire import chunk_of, chunk_row, packed, plain, typed, unpacked
+from quarrel.server.rest import shares_of
+from tests.paths import need_cases
 
 T = TypeVar("T")
 OPTIONS = {"backend": "cpu", "threads": 2, "max_seqs": 4, "max_waiting": 8}
@@ -107,6 +109,23 @@ def test_embeddings_counters_and_tokens(far: RemoteLLM, near: LLM) -> None:
     assert far.stats().ends["length"] == far.stats().ends.total() - far.stats().ends["cancelled"] - far.stats().ends["stop"]
 
 
+def test_the_load_of_experts_comes_over() -> None:
+    far = open_remote(str(need_cases("qwen3moe", "model-q4_0x.gguf")), {"backend": "cpu", "threads": 1})
+    try:
+
+        async def work() -> None:
+            await far.submit(far.prepare([1, 2, 3], max_tokens=4, ignore_eos=True)).wait()
+
+        go(work())
+        end = time.monotonic() + 10
+        while not far.expert_counts() and time.monotonic() < end:
+            time.sleep(0.05)
+        assert all(sum(layer) > 0 for layer in far.expert_counts().values())
+        assert sum(shares_of(far)) == pytest.approx(1, abs=1e-3)
+    finally:
+        far.close()
+
+
 def test_what_is_cancelled_or_dropped_ends(far: RemoteLLM) -> None:
     async def work() -> None:
         request = await asyncio.to_thread(lambda: far.prepare("Once", **LONG))
@@ -178,7 +197,7 @@ def test_one_that_is_closed_cancels_and_is_not_lost() -> None:
 
 
 def test_its_methods_are_those_of_a_model_here() -> None:
-    for name in ("prepare", "submit", "aembed", "tokenize", "detokenize", "explain", "stats", "activity"):
+    for name in ("prepare", "submit", "aembed", "tokenize", "detokenize", "explain", "stats", "activity", "expert_counts"):
         mine, theirs = inspect.signature(getattr(RemoteLLM, name)), inspect.signature(getattr(LLM, name))
         assert list(mine.parameters) == list(theirs.parameters), name
 

@@ -17,6 +17,7 @@ CHROMIUM = os.environ.get("QUARREL_CHROMIUM", "")
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 pytestmark = pytest.mark.skipif(not Path(CHROMIUM).is_file(), reason="QUARREL_CHROMIUM names no browser")
 
+AXE = os.environ.get("QUARREL_AXE", "")
 SHOTS = os.environ.get("QUARREL_SHOTS")
 """A folder for screenshots."""
 
@@ -35,10 +36,12 @@ PAYLOADS = [
 
 
 @pytest.fixture(name="page")
-def _page(live: Live) -> Iterator[Any]:
+def _page(live: Live, request: pytest.FixtureRequest) -> Iterator[Any]:
     with playwright.sync_playwright() as p:
         browser = p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu", "--headless=shell"])
-        context = browser.new_context(viewport={"width": 1200, "height": 800})
+        # The page's own policy stands but in the test that brings a script of its own.
+        bypass = request.node.originalname == "test_axe_finds_nothing"
+        context = browser.new_context(viewport={"width": 1200, "height": 800}, bypass_csp=bypass)
         page = context.new_page()
         page.problems = []
         page.foreign = []
@@ -107,6 +110,10 @@ def test_themes_widths_settings_and_figures(page: Any) -> None:
     page.click("#close-settings")
     page.click("#show-metrics")
     page.wait_for_selector("#metrics canvas", timeout=15000)
+    model = '{name: "m", running: 1, waiting: 0, kv_blocks: 4, kv_blocks_free: 1, experts: [0.1, 0.5, 0.15, 0.25]}'
+    page.evaluate(f'import("/static/js/plots.js").then((p) => p.take({{models: [{model}]}}))')
+    page.wait_for_selector("canvas[aria-label*='the busiest of 4 experts takes 50.0 %']")
+    page.locator("canvas").last.scroll_into_view_if_needed()
     shot(page, "figures")
     page.click("#show-metrics")
     page.set_viewport_size({"width": 380, "height": 740})
@@ -147,6 +154,35 @@ def test_nothing_that_a_model_writes_runs_or_leaves_the_page(page: Any) -> None:
     page.wait_for_timeout(300)
     assert page.evaluate("window.hits") == 0
     assert page.foreign == []
+
+
+@pytest.mark.skipif(not Path(AXE).is_file(), reason="QUARREL_AXE names no axe.min.js (of the npm package axe-core)")
+def test_axe_finds_nothing(page: Any) -> None:
+    script = Path(AXE).read_text("utf-8")
+
+    def findings() -> list[str]:
+        page.wait_for_timeout(300)
+        page.evaluate("(s) => window.axe || new Function(s).call(window)", script)
+        return page.evaluate("async () => (await axe.run(document)).violations.map((v) => `${v.id} ${v.nodes[0].html}`)")
+
+    write(page, "Once upon a time")
+    page.wait_for_selector(".message.assistant .under")
+    for press in ("#theme", "#open-settings", "#close-settings", "#show-metrics", "#theme"):
+        page.click(press)
+        assert findings() == [], press
+    page.set_viewport_size({"width": 380, "height": 740})
+    page.click("#open-side")
+    assert findings() == []
+
+
+def test_the_sidebar_knows_what_is_loaded(page: Any, live: Live) -> None:
+    live.client.delete("/api/models/demo")
+    page.reload()
+    page.wait_for_selector("#models .dot.unloaded")
+    write(page, "Once")
+    page.wait_for_selector(".message.assistant .under")
+    assert "Q8_0" in page.inner_text("#models")
+    assert "11 M" in page.inner_text("#models")
 
 
 def test_models_code_is_coloured_and_copied(page: Any) -> None:

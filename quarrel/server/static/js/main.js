@@ -14,7 +14,7 @@ const PRESETS = [
 ];
 
 let current = conversations.make();
-let models = [], running = null, editing = null;
+let models = [], running = null, loading = false, editing = null;
 let key = sessionStorage.getItem("quarrelKey") ?? "";
 const socket = new Socket(key);
 const thread = new Thread({ edit, again });
@@ -29,7 +29,7 @@ function draw() {
 function drawList() {
   drawConversations(current, {
     open(c) {
-      if (running) return;
+      if (running || loading) return;
       current = c;
       editing = null;
       $("side").classList.remove("open");
@@ -79,11 +79,11 @@ async function change(model, method) {
   } catch (error) {
     $("hint").textContent = error.message;
   }
-  loadModels();
+  await loadModels();
 }
 
 function send(text) {
-  if (running || !text.trim()) return;
+  if (running || loading || !text.trim()) return;
   if (editing !== null) {
     current.messages.length = editing;
     editing = null;
@@ -93,8 +93,16 @@ function send(text) {
   ask_model();
 }
 
-function ask_model() {
+async function ask_model() {
   const last = current.messages.at(-1);
+  const chosen = models.find((m) => m.name === settings.model);
+  if (chosen && !chosen.loaded) { // whether it has a chat template is known once it is loaded
+    loading = true;
+    draw();
+    state("loading");
+    await change(chosen, "POST");
+    loading = false;
+  }
   const options = Object.fromEntries(RANGES.map((r) => [r.name, settings[r.name]]));
   const id = crypto.randomUUID();
   const payload = { ...options, prompt: last.text, model: settings.model || null, stream: true, request_id: id };
@@ -138,7 +146,7 @@ function state(name) {
 }
 
 function edit(index) {
-  if (running) return;
+  if (running || loading) return;
   editing = index;
   $("input").value = current.messages[index].text;
   fit();
@@ -146,7 +154,7 @@ function edit(index) {
 }
 
 function again(index) {
-  if (running) return;
+  if (running || loading) return;
   const asked = current.messages.slice(0, index).findLastIndex((m) => m.role === "user");
   if (asked < 0) return;
   current.messages.length = asked + 1;
@@ -198,12 +206,16 @@ socket.addEventListener("error", ({ detail }) => {
     finish({ role: "error", text: detail.message ?? "The server refused this." });
   }
 });
-socket.addEventListener("metrics", ({ detail }) => plots.take(detail));
+socket.addEventListener("metrics", ({ detail }) => {
+  plots.take(detail);
+  const changed = detail.models.some((now) => models.find((m) => m.name === now.name)?.state !== now.state);
+  if (changed && !loading) loadModels();
+});
 
 $("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = $("input").value;
-  if (running || !text.trim()) return;
+  if (running || loading || !text.trim()) return;
   $("input").value = "";
   fit();
   send(text);
@@ -218,7 +230,7 @@ $("input").addEventListener("keydown", (event) => {
 document.addEventListener("keydown", (event) => event.key === "Escape" && stop());
 $("stop").addEventListener("click", stop);
 $("new").addEventListener("click", () => {
-  if (running) return;
+  if (running || loading) return;
   current = conversations.make();
   editing = null;
   $("side").classList.remove("open");
@@ -238,7 +250,10 @@ $("theme").addEventListener("click", () => {
 $("show-metrics").addEventListener("click", () => {
   $("metrics").hidden = !$("metrics").hidden;
   $("thread").hidden = !$("metrics").hidden;
-  if (!$("metrics").hidden) plots.draw();
+  if (!$("metrics").hidden) {
+    plots.draw();
+    $("scroll").scrollTop = 0;
+  }
 });
 $("export-all").addEventListener("click", () => download("quarrel.json", JSON.stringify(conversations.all, null, 1), "application/json"));
 $("import").addEventListener("click", () => $("file").click());
