@@ -1,10 +1,20 @@
-"""`python -m quarrel`."""
+"""`python -m quarrel`, and what the command `quarrel` runs."""
 
 from __future__ import annotations
 
 import sys
 
-from quarrel.cli import main
+
+def start() -> int:
+    """The command line. Ctrl-C while it is still being imported ends it as later on, without a traceback."""
+    try:
+        from quarrel.cli import main
+
+        return main()
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(start())

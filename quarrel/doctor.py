@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from quarrel import __version__
-from quarrel.env import Environment, read_environment
+from quarrel.env import Environment, cache_home, read_environment
 from quarrel.errors import QuarrelError
 from quarrel.gguf import hub, ollama, resolve
 from quarrel.ops.registry import BACKENDS, backend
@@ -169,7 +169,7 @@ def _version(name: str) -> str:
 
 
 def _caches() -> Iterator[Line]:
-    base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "quarrel"
+    base = cache_home() / "quarrel"
     reason = _not_writable(base)
     if reason:
         advice = "set XDG_CACHE_HOME to a folder that you may write to, or kernels are compiled anew at each start"

@@ -115,3 +115,9 @@ def _folder(value: str) -> Path:
     if not path.is_dir():
         raise ConfigError(f"QUARREL_MODELS is {value!r}, which is no folder; create it or unset the variable")
     return path
+
+
+def cache_home() -> Path:
+    """$XDG_CACHE_HOME; a relative one counts as none, as the XDG specification says."""
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return given if given.is_absolute() else Path("~/.cache").expanduser()

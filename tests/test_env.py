@@ -32,9 +32,11 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
         "QUARREL_MODELS": str(tmp_path),
         "QUARREL_LOG": "debug",
         "QUARREL_MEMORY": "80%",
+        "QUARREL_KV_CACHE": "int8",
         "QUARREL_TENSOR_PARALLEL": "2",
     }
-    assert read_environment(given) == Environment("cpu", "float32", 3, True, tmp_path, "debug", 0.8, 2)
+    wanted = Environment("cpu", "float32", 3, True, tmp_path, "debug", 0.8, kv_cache="int8", tensor_parallel=2)
+    assert read_environment(given) == wanted
 
 
 @pytest.mark.parametrize(
@@ -117,3 +119,10 @@ def test_the_log_goes_to_standard_error_when_asked_for() -> None:
         variables = {**os.environ, "QUARREL_LOG": level}
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=variables)
         assert ("on cpu" in done.stderr) is said
+
+
+def test_a_relative_cache_folder_counts_as_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for given, wanted in (("cache", ".cache"), ("", ".cache"), (str(tmp_path / "own"), "own")):
+        monkeypatch.setenv("XDG_CACHE_HOME", given)
+        assert env.cache_home() == tmp_path / wanted

@@ -20,6 +20,7 @@ from llvmlite import ir
 
 from quarrel.cpu_backend.features import Level
 from quarrel.cpu_backend.ir import Kernel
+from quarrel.env import cache_home
 
 Emit = Callable[[Kernel], None]
 KERNEL_PARAMS = 3
@@ -38,8 +39,7 @@ def _sources() -> bytes:
 
 def cache_dir() -> Path:
     """Where compiled kernels are kept: $XDG_CACHE_HOME/quarrel/kernels."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "quarrel" / "kernels"
+    return cache_home() / "quarrel" / "kernels"
 
 
 def _new_machine(level: Level) -> llvm.TargetMachine:

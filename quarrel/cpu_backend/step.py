@@ -16,6 +16,7 @@ from quarrel.cpu_backend.weights import Weights
 from quarrel.errors import RequestError
 from quarrel.ops.collective import Group
 from quarrel.ops.contract import Array, Compute, Value
+from quarrel.ops.embedding import table_of_positions
 from quarrel.ops.moe import RouteSpec
 from quarrel.ops.program import Node, Program
 from quarrel.ops.registry import Choice, lower
@@ -153,7 +154,7 @@ class CpuStep:
     def __init__(self, compiled: Compiled, limits: Limits, compute: Compute, n_vocab: int) -> None:
         self.limits, self.compute = limits, compute
         self._compiled: Compiled | None = compiled
-        self._n_vocab = n_vocab
+        self._n_vocab, self._n_positions = n_vocab, table_of_positions(compiled.program)
         self._last: Array | None = None
 
     def _open(self) -> Compiled:
@@ -169,6 +170,8 @@ class CpuStep:
         compiled = self._open()
         inputs = with_ids(inputs, self._last)
         inputs.check(self.limits, self._n_vocab)
+        if self._n_positions < 1 << 31:
+            self._check_positions(inputs.positions)
         if compiled.states:
             self._check_slots(inputs)
         wanted = outputs_of(want)
@@ -186,6 +189,11 @@ class CpuStep:
         if outputs.tokens is not None:
             self._last = outputs.tokens
         return outputs
+
+    def _check_positions(self, positions: Array) -> None:
+        low, high = int(positions.min()), int(positions.max())
+        if low < 0 or high >= self._n_positions:
+            raise RequestError(f"step inputs are unusable: positions {low} to {high}, wanted 0 to {self._n_positions - 1}")
 
     def _check_slots(self, inputs: StepInputs) -> None:
         slots = inputs.state_slots

@@ -41,6 +41,7 @@ class Weights:
         self._packed: dict[WeightRef, Packed] = {}
         self._vectors: dict[WeightRef, np.ndarray] = {}
         self.keep: list[Any] = []
+        self._said: set[GGMLType] = set()
         self.in_place = self.copied = 0
 
     def stored_type(self, type: GGMLType) -> str:
@@ -58,7 +59,9 @@ class Weights:
                 raw = given.raw if given.raw.flags.c_contiguous else np.ascontiguousarray(given.raw)
                 self.in_place += raw.nbytes
             else:
-                _log.warning("%s has no kernel of its own: %s is kept as %s", ref.type.name, ref.name, stored)
+                if ref.type not in self._said:
+                    self._said.add(ref.type)
+                    _log.warning("%s has no kernel of its own: its tensors are kept as %s", ref.type.name, stored)
                 dense = given.dense()
                 raw = dense if self._exact else dense.astype(np.float16)
                 self.copied += raw.nbytes

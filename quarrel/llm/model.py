@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Unpack, overload
 
@@ -32,7 +32,7 @@ from quarrel.engine import (
     token_id,
 )
 from quarrel.engine.service import DEFAULT_SERVICE
-from quarrel.errors import ContextOverflow, QuarrelError, QueueFull, RequestError, UnsupportedModel
+from quarrel.errors import ContextOverflow, QuarrelError, QueueFull, RequestError, TokenizerError, UnsupportedModel
 from quarrel.gguf import GGUFFile
 from quarrel.llm.adapters import place
 from quarrel.llm.embed import Progress
@@ -90,6 +90,7 @@ class LLM:
         self.system = parts.system
         self.adapters = parts.adapters
         self._parts = parts
+        self._greeted = False
         self._loop = parts.loop
         self._embedder = Embedder(parts.loop, parts.file, parts.spec, parts.tokenizer, self.n_ctx)
         self._grammars = Grammars(parts.tokenizer, parts.spec.n_vocab)
@@ -499,6 +500,11 @@ class LLM:
     ) -> Request:
         if self.system is not None and _lacks_system(messages):
             messages = [{"role": "system", "content": self.system}, *messages]
+        if template is None and not self._greeted:
+            self._greeted = True
+            # Its warning; what is wrong with these messages is said below.
+            with suppress(TokenizerError):
+                self.tokenizer.check_chat_template()
         ids = self.tokenizer.apply_chat(messages, tools=tools, template=template, kwargs=template_kwargs)
         return self._checked_request(ids, params, service, structure, adapter, continues=False)
 

@@ -103,8 +103,10 @@ class CheckedStep:
                 cache.k[destination], cache.v[destination] = cache.k[source], cache.v[source]
 
     def explain(self) -> list[Taken]:
-        """What has run so far: the choice is the backend's own, made op by op."""
-        return list(self._taken.values())
+        """What has run so far: the choice is the backend's own, made op by op. Before the first step, what will run."""
+        if self._taken:
+            return list(self._taken.values())
+        return [Taken(n.path, n.op.name, str(n.spec), "run_op, or the ops that it expands to") for n in self._program.nodes]
 
     def memory(self) -> MemoryPlan:
         held = [a for c in self._caches for a in (c.k, c.v)] + self._states

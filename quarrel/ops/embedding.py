@@ -69,7 +69,16 @@ def embedding(b: Builder, ids: Value, w: WeightRef, scale: float = 1.0) -> Value
 
 def vocabulary(program: Program) -> int:
     """Rows of the table that a program reads at its token ids; unlimited without one."""
-    sizes = (n.spec.n for n in program.nodes if n.op is EMBEDDING and n.inputs[0] is program.inputs.get("ids"))
+    return _rows_read(program, "ids")
+
+
+def table_of_positions(program: Program) -> int:
+    """Rows of the table that a program reads at its positions; unlimited without one."""
+    return _rows_read(program, "positions")
+
+
+def _rows_read(program: Program, name: str) -> int:
+    sizes = (n.spec.n for n in program.nodes if n.op is EMBEDDING and n.inputs[0] is program.inputs.get(name))
     return min(sizes, default=1 << 31)
 
 

@@ -5,8 +5,9 @@ Each row has its own temperature, top_k, top_p, min_p and one uniform number. In
     temperature 0: the highest logit, the lowest id among equals
     p = softmax(logits / temperature)
     top_k   keeps the k most probable (ties at the k-th are all kept)
-    top_p   keeps the most probable until their sum first reaches top_p (ties at the edge are all kept)
     min_p   keeps p >= min_p * max(p)
+    top_p   keeps the most probable until their sum first reaches top_p (ties at the edge are all kept): of all, or, with a
+            top_k, of what that and min_p have left, whose sum is then 1
     draw    inverse CDF in order of token id: the first id whose running sum of kept p exceeds uniform * total
 
 Keeping all ties makes the kept set a threshold on p, with no order to disagree about. An infinite logit never wins. A row

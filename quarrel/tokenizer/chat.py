@@ -86,8 +86,7 @@ class ChatTemplates:
         if name is None:
             if self.default is None:
                 raise RequestError(
-                    "the model file has no chat template; choose one with --chat-template: "
-                    f"{', '.join(BUILTIN_TEMPLATES)}, or a Jinja text"
+                    f"the model file has no chat template; choose one: {', '.join(BUILTIN_TEMPLATES)}, or a Jinja text"
                 )
             return self.default
         if "{{" in name or "{%" in name:
@@ -97,7 +96,7 @@ class ChatTemplates:
         if name in BUILTIN_TEMPLATES:
             return BUILTIN_TEMPLATES[name]
         known = ", ".join([*self.named, *BUILTIN_TEMPLATES])
-        raise RequestError(f"there is no chat template {name[:80]!r}; --chat-template takes {known}, or a Jinja text")
+        raise RequestError(f"there is no chat template {name[:80]!r}, wanted {known}, or a Jinja text")
 
 
 def _checked_messages(messages: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:

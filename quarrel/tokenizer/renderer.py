@@ -164,7 +164,7 @@ class _Worker:
 
     def _fail(self, what: str) -> NoReturn:
         self.close()
-        raise TokenizerError(f"the chat template {what}; choose another one with --chat-template")
+        raise TokenizerError(f"the chat template {what}; choose another template")
 
 
 def _json(request: Mapping[str, object]) -> bytes:
@@ -185,7 +185,7 @@ def _refuse(kind: str, message: str) -> NoReturn:
     if kind == "failed":
         raise RequestError(f"the chat template failed on these messages: {message}")
     if kind == "syntax":
-        raise TokenizerError(f"the chat template is no valid Jinja: {message}; choose another one with --chat-template")
+        raise TokenizerError(f"the chat template is no valid Jinja: {message}; choose another template")
     if kind == "security":
         raise TokenizerError(f"the chat template reaches for what it must not touch: {message}")
     raise TokenizerError(f"the chat template {message}, and was stopped")

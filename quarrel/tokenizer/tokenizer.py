@@ -167,7 +167,7 @@ class Tokenizer:
         if list(self._special.split(spans)) != list(self._special.split([(whole, Trust.TEMPLATE)])):
             warnings.warn(
                 "the chat template computes control tokens instead of writing them, and they are not recognised; "
-                "choose another one with --chat-template",
+                "choose another template",
                 TokenizerWarning,
                 stacklevel=2,
             )

@@ -7,9 +7,11 @@ import shlex
 import signal
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 
+from quarrel.__main__ import start
 from tests.cli.support import ROOT, spawn
 
 
@@ -74,3 +76,15 @@ def test_a_mistake_in_a_process_has_no_traceback() -> None:
     assert out == b""
     assert err.startswith(b"quarrel: no model 'nowhere.gguf'")
     assert err.count(b"\n") == 1
+
+
+def test_ctrl_c_while_it_is_imported_has_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupted(ModuleType):
+        def __getattr__(self, name: str) -> object:
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "quarrel.cli", Interrupted("quarrel.cli"))
+    assert start() == 130
+    assert capsys.readouterr() == ("", "\n")

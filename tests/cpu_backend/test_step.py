@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 
 from quarrel.cpu_backend.backend import CpuBackend
+from quarrel.cpu_backend.weights import Weights
 from quarrel.errors import RequestError
-from quarrel.gguf import GGUFFile
+from quarrel.gguf import GGMLType, GGUFFile
 from quarrel.models import Tensors, assemble, read_spec
+from quarrel.ops.contract import RawWeight, WeightRef
 from quarrel.ops.step import Limits, SampleInputs, Step, StepInputs
+from tests.paths import need_cases
 from tests.tiny_model import write_tiny_model
 
 LIMITS = Limits(max_tokens=64, max_seqs=4, max_blocks_per_seq=4, n_blocks=16, block_size=16)
@@ -165,8 +168,7 @@ def test_recurrent_models_want_state_slots() -> None:
 
 
 def test_a_type_without_kernels_is_dequantised_with_a_notice(caplog: pytest.LogCaptureFixture) -> None:
-    from quarrel.gguf import GGMLType
-    from quarrel.ops.contract import RawWeight, rel_error
+    from quarrel.ops.contract import rel_error
     from quarrel.ops.linear import LINEAR, LinearSpec
 
     rng = np.random.default_rng(0)
@@ -180,6 +182,28 @@ def test_a_type_without_kernels_is_dequantised_with_a_notice(caplog: pytest.LogC
         assert rel_error(y, x @ weight.dense().T) < tolerance
     assert "TQ2_0 has no kernel of its own" in caplog.text
     backend.close()
+
+
+def test_a_type_without_kernels_is_noticed_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Source:
+        def raw(self, ref: WeightRef) -> RawWeight:
+            return RawWeight(ref.type, np.zeros((1, 66), np.uint8), 256)
+
+    weights = Weights(Source(), exact=False)
+    for name in "abc":
+        weights.matrix(WeightRef(name, GGMLType.TQ2_0, 1, 256))
+    assert len(caplog.records) == 1
+
+
+def test_positions_outside_a_learned_table_are_refused() -> None:
+    with GGUFFile.open(need_cases("bert") / "model-q4_0x.gguf") as file:
+        rows = file.tensors["position_embd.weight"].shape[0]
+        backend, step = compiled(file)
+        inputs = replace(batch([2], [0], [0]), positions=np.array([0, rows], np.int32))
+        with pytest.raises(RequestError, match=f"positions 0 to {rows}, wanted 0 to {rows - 1}"):
+            step(inputs, "hidden")
+        step.close()
+        backend.close()
 
 
 def test_a_model_file_is_only_read(model: GGUFFile, tmp_path: Path) -> None:

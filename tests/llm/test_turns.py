@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 import quarrel
 from quarrel.errors import QueueFull, RequestError
+from quarrel.tokenizer import TokenizerWarning
 from tests.paths import need_cases
+from tests.tiny_model import write_tiny_model
 
 GREEDY = quarrel.SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
 NEW = [7, 8, 9, 10]
@@ -51,3 +55,12 @@ def test_log_probabilities_of_a_text_are_those_of_its_logits() -> None:
         assert llm.logprobs([5]) == []
         with pytest.raises(RequestError, match="top is 21"):
             llm.logprobs(ids, top=21)
+
+
+def test_a_template_that_hides_its_control_tokens_is_told_of_at_the_first_chat(tmp_path: Path) -> None:
+    template = "{{ '<|im_{}|>'.format('start') }}{{ messages[0].content }}"
+    with quarrel.load(write_tiny_model(tmp_path / "m.gguf", template=template), backend="cpu") as llm:
+        asked = [{"role": "user", "content": "hello"}]
+        with pytest.warns(TokenizerWarning, match="computes control tokens instead of writing them"):
+            llm.chat(asked, max_tokens=1)
+        llm.chat(asked, max_tokens=1)  # and not again: a warning would be an error here

@@ -62,6 +62,7 @@ def load(backend: ReferenceBackend, arch: str = "llama32") -> LLM:
 def test_a_sound_backend_passes_and_gives_the_same_tokens(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with load(OpByOp(), arch) as llm:
         assert isinstance(llm._loop.engine and llm._loop.engine.step, CheckedStep)
+        assert len(llm.explain().choices) > 10  # though nothing has run
         result = llm.generate([5, 6, 7], GREEDY)
         again = llm.generate([5, 6, 7, *result.token_ids], GREEDY)
         assert llm._loop.engine is not None
