@@ -2,7 +2,8 @@
 
 Up: a program owns R rows of one chosen expert's gate and up matrices and applies the activation. Down: a program owns R
 outputs and walks the chosen experts one after the other, so that their weighted sum has one order and no second launch.
-Which rows these are is known only when the router is done, so nothing is loaded before the wait.
+Which rows these are is known only when the router is done: up loads nothing before its wait, and lets down start only then,
+which so can have its first tile on the way.
 """
 
 from __future__ import annotations
@@ -42,18 +43,23 @@ def _plane_rows(FORMAT: tl.constexpr, codes, bits, scale, top, row, K: tl.conste
 def up_of_experts(
     y, to, arrived, x, ids, gc, gb, gs, gt, uc, ub, us, ut, g_bias, u_bias, N,
     K: tl.constexpr, F: tl.constexpr, FORMAT: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
-    R: tl.constexpr, W: tl.constexpr, HALVED: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
+    R: tl.constexpr, W: tl.constexpr, FIXED: tl.constexpr, HALVED: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Grid (row tiles, chosen experts); y [chosen, N]. HALVED: whichever program of 32 rows comes to its end last, by an
-    integer counter, halves them into `to`; needs whole blocks of whole programs, 32 % R == N % 32 == 0. F is N, or 32."""
+    """Grid (row tiles, chosen experts); y [chosen, N]. FIXED: all experts in order, whatever `ids` says. HALVED: whichever
+    program of 32 rows comes to its end last, by an integer counter, halves them into `to`; needs whole blocks of whole
+    programs, 32 % R == N % 32 == 0. F is N, or 32."""
     FLOAT: tl.constexpr = FORMAT == "F16" or FORMAT == "BF16"
     KW: tl.constexpr = K if FLOAT else (K // 4 if FORMAT == "Q8_0" else K // 8)
     C: tl.constexpr = W if FLOAT else W // 4
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    # Whoever comes next may start when all programs here know their experts, and so knows them too.
     first = tl.program_id(0) * R
-    stacked = tl.load(ids + tl.program_id(1)).to(tl.int64) * N
+    if FIXED:
+        stacked = tl.program_id(1).to(tl.int64) * N
+    else:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        stacked = tl.load(ids + tl.program_id(1)).to(tl.int64) * N
     n = tl.minimum(first + tl.arange(0, R), N - 1).to(tl.int64)
     uc, ub, us, ut = _plane_rows(FORMAT, uc, ub, us, ut, stacked, K)
     TILES: tl.constexpr = (KW + W - 1) // W
@@ -63,6 +69,10 @@ def up_of_experts(
         gc, gb, gs, gt = _plane_rows(FORMAT, gc, gb, gs, gt, stacked, K)
         gate = tl.zeros([R, C], tl.float32)
         qg, hg, sg, tg = load_tile(FORMAT, gc, gb, gs, gt, n, first, N, 0, K, R, W, ASM)
+    if FIXED and PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if GATED:
         for start in tl.range(0, (TILES - 1) * W, W, num_stages=1):
             qg1, hg1, sg1, tg1 = load_tile(FORMAT, gc, gb, gs, gt, n, first, N, start + W, K, R, W, ASM)
             qu1, hu1, su1, tu1 = load_tile(FORMAT, uc, ub, us, ut, n, first, N, start + W, K, R, W, ASM)
@@ -121,12 +131,13 @@ def down_of_experts(
     TILES: tl.constexpr = (KW + W - 1) // W
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     first = tl.program_id(0) * R
     n = tl.minimum(first + tl.arange(0, R), N - 1).to(tl.int64)
     acc = tl.zeros([R, C], tl.float32)
     c0, b0, s0, t0 = _plane_rows(FORMAT, codes, bits, scale, top, tl.load(ids).to(tl.int64) * N, K)
     q, u, s, t = load_tile(FORMAT, c0, b0, s0, t0, n, first, N, 0, K, R, W, ASM)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     # Experts and their tiles in one loop, so that the next expert's first tile is on its way too.
     for i in tl.range(0, USED * TILES, num_stages=1):
         following = tl.minimum(i + 1, USED * TILES - 1)
@@ -187,8 +198,8 @@ def build_expert_up(site: Site, node: Node) -> Launch:
     return one_row(few_up(site, node, site.slot(node.inputs[1])), many)  # type: ignore[arg-type]
 
 
-def few_up(site: Site, node: Node, ids: Slot) -> Launch:
-    """EXPERT_UP of one token, whose experts stand in `ids`."""
+def few_up(site: Site, node: Node, ids: Slot | None) -> Launch:
+    """EXPERT_UP of one token, whose experts stand in `ids`; without them it takes all."""
     spec: ExpertUpSpec = node.spec
     x_value, _, *refs = node.inputs
     count = 1 + spec.gated
@@ -210,10 +221,10 @@ def few_up(site: Site, node: Node, ids: Slot) -> Launch:
         none = y.tensor
         site.launch(
             up_of_experts, (cdiv(spec.n, tile.rows), spec.used), y.tensor, to if inside else none, arrived.tensor,
-            _tensor(x), ids.tensor, *planes[0], *planes[-1], biases[0] if biases else none, biases[-1] if biases else none,
-            spec.n, K=spec.k, F=spec.n if inside else 32, FORMAT=format, GATED=spec.gated, KIND=spec.activation,
-            BIAS=spec.bias, R=tile.rows, W=tile.words, HALVED=inside, ASM=not INTERPRETED, warps=tile.warps,
-            early=starts_early(site),
+            _tensor(x), none if ids is None else ids.tensor, *planes[0], *planes[-1], biases[0] if biases else none,
+            biases[-1] if biases else none, spec.n, K=spec.k, F=spec.n if inside else 32, FORMAT=format, GATED=spec.gated,
+            KIND=spec.activation, BIAS=spec.bias, R=tile.rows, W=tile.words, FIXED=ids is None, HALVED=inside,
+            ASM=not INTERPRETED, warps=tile.warps, early=starts_early(site),
         )  # fmt: skip
         if to is not None and not inside:
             _halve(site, to, y.tensor, spec.used, spec.n)

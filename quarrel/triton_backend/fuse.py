@@ -13,8 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from quarrel.gguf import GGMLType
 from quarrel.ops.activation import GATED, PLAIN
 from quarrel.ops.contract import Compute, Value
@@ -23,7 +21,7 @@ from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP, ROUTE, ExpertDownSpec, Exper
 from quarrel.ops.program import Node
 from quarrel.triton_backend import experts_few, few, route
 from quarrel.triton_backend.dots import FLOATS, WORDS
-from quarrel.triton_backend.runtime import Launch, Live, Site, Slot
+from quarrel.triton_backend.runtime import Launch, Live, Site
 
 Build = Callable[[Site], Launch]
 SHARED_ACTIVATIONS = ("silu", "relu2")
@@ -122,11 +120,11 @@ def _shared(nodes: Sequence[Node], i: int, makers: Sequence[int | None]) -> Fusi
     refs = [m.inputs[place] for place in range(1, 2 + spec.bias) for m in maps]
     node = Node(EXPERT_UP, one, (maps[0].inputs[0], nodes[i].outputs[0], *refs), nodes[i].outputs, nodes[i].path)
 
-    def build(site: Site) -> Launch:
-        x = site.slot(maps[0].inputs[0])  # type: ignore[arg-type]
-        return experts_few.few_up(site, node, Slot(torch.zeros(1, dtype=torch.int32, device=x.tensor.device)))
-
-    return None if not _has_matvec(spec) else Fusion({**dict.fromkeys(m for m in makers if m is not None), i: build})
+    if not _has_matvec(spec):
+        return None
+    return Fusion(
+        {**dict.fromkeys(m for m in makers if m is not None), i: lambda site: experts_few.few_up(site, node, None)}
+    )
 
 
 def _stream(nodes: Sequence[Node], i: int, source: Callable[[int, int], int | None]) -> Fusion | None:

@@ -18,7 +18,7 @@ from quarrel.triton_backend.elementwise import activate
 from quarrel.triton_backend.halved import store_halved
 from quarrel.triton_backend.norm import gated_norm
 from quarrel.triton_backend.recurrent import Held, Scan2, conv_prompts
-from quarrel.triton_backend.runtime import DTYPES, Launch, Live, Site, cdiv, power_of_two
+from quarrel.triton_backend.runtime import DTYPES, Launch, Live, Site, cdiv, power_of_two, starts_early
 from quarrel.triton_backend.ssd import softplus
 
 _TILE = (2048, 4)  # state values of a head to a program, warps
@@ -26,14 +26,18 @@ _COLUMNS = 4096  # of a group that the norm takes at a time
 
 
 @triton.jit
-def _conv_step(xbc, taps, offset, conv_state, row, slot, known, channel, ok, C: tl.constexpr, W: tl.constexpr):
-    """silu of the convolution at the sequence's only new row."""
+def _conv_old(taps, offset, conv_state, slot, known, channel, ok, C: tl.constexpr, W: tl.constexpr):
+    """What the rows in the state add to the convolution at the sequence's only new row, and that row's tap."""
     acc = tl.load(offset + channel, mask=ok, other=0.0)
     for j in tl.static_range(W - 1):
         old = tl.load(conv_state + (slot * (W - 1) + j) * C + channel, mask=ok & known, other=0.0)
         acc += old * tl.load(taps + channel * W + j, mask=ok, other=0.0)
-    value = tl.load(xbc + row * C + channel, mask=ok, other=0.0).to(tl.float32)
-    return activate(acc + value * tl.load(taps + channel * W + W - 1, mask=ok, other=0.0), "silu")
+    return acc, tl.load(taps + channel * W + W - 1, mask=ok, other=0.0)
+
+
+@triton.jit
+def _conv_new(acc, tap, xbc, row, channel, ok, C: tl.constexpr):
+    return activate(acc + tl.load(xbc + row * C + channel, mask=ok, other=0.0).to(tl.float32) * tap, "silu")
 
 
 @triton.jit
@@ -53,7 +57,11 @@ def mamba2_step(
     out, halved, held, counts, xbc, dt, z, taps, offset, dt_bias, a, d, gain, query_start, kv_len, state_slots, conv_state,
     state, eps, HEADS: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr, W: tl.constexpr,
     PARTS: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, HALVED: tl.constexpr, PLAIN: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    # Nothing but the same kernel of the step before writes the states, so they are on their way before the wait.
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     seq = tl.program_id(1)
     head = tl.program_id(0) // PARTS
     PER: tl.constexpr = HEADS // GROUPS
@@ -63,6 +71,8 @@ def mamba2_step(
     group = head // PER
     row = tl.load(query_start + seq).to(tl.int64)
     if tl.load(query_start + seq + 1) - row != 1:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
         return
     slot = tl.load(state_slots + seq).to(tl.int64)
     p = (tl.program_id(0) % PARTS) * BP + tl.arange(0, BP)
@@ -75,12 +85,18 @@ def mamba2_step(
     channel = head * DIM + p
     b_channel = INNER + group * N + n
     p_known, n_known = past + 0 * p > 0, past + 0 * n > 0
-    x = _conv_step(xbc, taps, offset, conv_state, row, slot, p_known, channel, p_ok, WIDTH, W)
-    b = _conv_step(xbc, taps, offset, conv_state, row, slot, n_known, b_channel, n_ok, WIDTH, W)
-    c = _conv_step(xbc, taps, offset, conv_state, row, slot, n_known, b_channel + GROUPS * N, n_ok, WIDTH, W)
+    c_channel = b_channel + GROUPS * N
+    x, x_tap = _conv_old(taps, offset, conv_state, slot, p_known, channel, p_ok, WIDTH, W)
+    b, b_tap = _conv_old(taps, offset, conv_state, slot, n_known, b_channel, n_ok, WIDTH, W)
+    c, c_tap = _conv_old(taps, offset, conv_state, slot, n_known, c_channel, n_ok, WIDTH, W)
+    shift, decay, skip = tl.load(dt_bias + head), tl.load(a + head), tl.load(d + head)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    x = _conv_new(x, x_tap, xbc, row, channel, p_ok, WIDTH)
+    b = _conv_new(b, b_tap, xbc, row, b_channel, n_ok, WIDTH)
+    c = _conv_new(c, c_tap, xbc, row, c_channel, n_ok, WIDTH)
     gate = tl.load(z + row * INNER + channel, mask=p_ok, other=0.0).to(tl.float32)
-    size, shift = tl.load(dt + row * HEADS + head).to(tl.float32), tl.load(dt_bias + head)
-    decay, skip = tl.load(a + head), tl.load(d + head)
+    size = tl.load(dt + row * HEADS + head).to(tl.float32)
     # All loads stand above the first store, which the compiler would not move them over.
     step = softplus(size + shift)
     h = tl.exp(step * decay) * h + (step * x)[:, None] * b[None, :]
@@ -111,7 +127,7 @@ def mamba2_step(
                 inside = start // 32 + tl.arange(0, BC // 32) < K // 32
                 store_halved(halved, tl.reshape(u, (BC // 32, 2, 16)), block, inside, INNER)
         _conv_shift(xbc, conv_state, row, slot, n_known, b_channel, n_ok, WIDTH, W)
-        _conv_shift(xbc, conv_state, row, slot, n_known, b_channel + GROUPS * N, n_ok, WIDTH, W)
+        _conv_shift(xbc, conv_state, row, slot, n_known, c_channel, n_ok, WIDTH, W)
 
 
 def build_mamba2(site: Site, node: Node) -> Launch:
@@ -148,7 +164,7 @@ def build_mamba2(site: Site, node: Node) -> Launch:
                 gate.tensor, *conv.weights, *scan.weights, gain, *scan.ragged.tensors(), conv.state, scan.state, spec.eps,
                 HEADS=spec.n_heads, DIM=spec.head_dim, GROUPS=spec.n_groups, N=spec.n_state, W=spec.taps,
                 PARTS=parts, BP=channels, BN=states, BC=min(_COLUMNS, power_of_two(spec.group_width)), HALVED=one,
-                PLAIN=plain or not one, warps=_TILE[1],
+                PLAIN=plain or not one, warps=_TILE[1], early=starts_early(site),
             )  # fmt: skip
 
     return run
