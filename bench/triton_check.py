@@ -31,9 +31,11 @@ from quarrel.ops import ALL_OPS, EXTRA_OPS, draw, reference
 from quarrel.ops.attention import ATTENTION, AttentionSpec
 from quarrel.ops.compare import errors
 from quarrel.ops.contract import Case, Compute, Op, RawWeight, rel_error
+from quarrel.ops.host import HostExperts, computing_parts, expert_refs
 from quarrel.ops.linear import LINEAR, LinearSpec
 from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP, ExpertDownSpec, ExpertUpSpec
 from quarrel.ops.program import Program
+from quarrel.ops.registry import backend as backend_named
 from quarrel.ops.step import Limits, SampleInputs, StepInputs
 from quarrel.triton_backend.backend import TritonBackend, create
 from quarrel.triton_backend.step import TritonStep
@@ -136,10 +138,14 @@ def sequence(ids: np.ndarray, past: int = 0) -> StepInputs:
     return replace(chunk(ids, past, len(ids)), sample=SampleInputs(off, np.zeros(rows, np.int32), on, off, on / 2))
 
 
-def check_models(cases: Path, share: tuple[int, int]) -> Found:
-    """Logits of whole prompts; then token by token, plain and with graphs, which must agree bit for bit."""
+def check_models(cases: Path, share: tuple[int, int], only: str) -> Found:
+    """Logits of whole prompts; then token by token, plain and with graphs, which must agree bit for bit.
+
+    Where there are experts also with those of the first layer in host memory: prompts take them to the device.
+    """
     found: Found = []
-    for path in sorted(cases.glob("*/model-*.gguf"))[share[0] :: share[1]]:
+    paths = [p for p in sorted(cases.glob("*/model-*.gguf")) if not only or p.parent.name in only.split(",")]
+    for path in paths[share[0] :: share[1]]:
         folder, variant = path.parent, path.name[6:-5]
         if not (folder / "tokens.npy").exists():
             continue
@@ -150,17 +156,32 @@ def check_models(cases: Path, share: tuple[int, int]) -> Found:
             program = assemble(specify(file, folder, variant), tensors)
             for compute in COMPUTES:
                 found.append(one_model(f"{folder.name}/{variant}", program, tensors, ids, want, compute))
+            layers = list(expert_refs(program))
+            if layers:
+                cpu = computing_parts(backend_named("cpu", 1))
+                host = HostExperts(cpu, frozenset(layers[:1]), streams=True, stream_from=8)
+                name = f"{folder.name}/{variant}, experts of a layer in host memory"
+                found.append(one_model(name, program, tensors, ids, want, "float32", host))
     return found
 
 
 def one_model(
-    name: str, program: Program, tensors: Tensors, ids: np.ndarray, want: np.ndarray, compute: Compute
+    name: str,
+    program: Program,
+    tensors: Tensors,
+    ids: np.ndarray,
+    want: np.ndarray,
+    compute: Compute,
+    host: HostExperts | None = None,
 ) -> dict[str, Any]:
     began = time.perf_counter()
     limits = Limits(len(ids), 4, 16, 32, 16)
     row: dict[str, Any] = {"model": name, "compute": compute, "limit": MODEL_LIMITS[compute]}
     try:
-        steps = [create(graphs).compile(program, tensors, limits, compute) for graphs in (True, False)]
+        backends = [create(graphs) for graphs in (True, False)]
+        for backend in backends:
+            backend.leave_to_host(host)
+        steps = [backend.compile(program, tensors, limits, compute) for backend in backends]
         if "logits" in program.outputs:
             row["error"] = rel_error(steps[0](sequence(ids), "logits").logits[-len(want) :], want)
             captured, plain = (decode(step, ids) for step in steps)
@@ -202,7 +223,7 @@ def main() -> int:
     parser.add_argument("what", choices=["ops", "models", "smallest"])
     parser.add_argument("--cases", type=Path, default=Path(os.environ.get("QUARREL_CASES", "../shared/cases")))
     parser.add_argument("--jobs", type=int, default=1, help="processes; most of the time goes into compiling kernels")
-    parser.add_argument("--only", default="", help="`ops`: only these, separated by commas")
+    parser.add_argument("--only", default="", help="only these ops or model folders, separated by commas")
     parser.add_argument("--share", default="0/1", help="which part of the work this process does")
     parser.add_argument("--out", type=Path, help="where the JSON goes as well")
     args = parser.parse_args()
@@ -217,7 +238,7 @@ def main() -> int:
         found += check_invariance(backend) if part == 0 else []
         found += check_refusals(backend) if part == parts - 1 else []
     elif args.what == "models":
-        found = check_models(args.cases, (part, parts))
+        found = check_models(args.cases, (part, parts), args.only)
     else:
         found = smallest(backend)
     bad = [r for r in found if "skipped" not in r and not fine(r)]
