@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,13 @@ from quarrel.gguf import GGUFFile, GGUFWriter
 from quarrel.tokenizer import Tokenizer, TokenizerWarning, load_tokenizer
 from tests.tokenizer.synthetic import CHAT_TOKENS, TAG_TOKENS, bpe_metadata, spm_metadata, ugm_metadata, wpm_metadata
 
-MAKERS = {"bpe": bpe_metadata, "spm": spm_metadata, "wpm": wpm_metadata, "ugm": ugm_metadata}
+Maker = Callable[..., dict[str, object]]
+MAKERS: dict[str, Maker] = {"bpe": bpe_metadata, "spm": spm_metadata, "wpm": wpm_metadata, "ugm": ugm_metadata}
+    "bpe": bpe_metadata,
+    "spm": spm_metadata,
+    "wpm": wpm_metadata,
+    "ugm": ugm_metadata,
+}
 SECONDS = 2.0
 ODD = ("hello", " world", "\u2581", "<0x41>", "\u0120", "\0", "\ufffd", "\ud55c", "\r\n", "\U0001f600", " " * 70)
 PIECES = (*CHAT_TOKENS, *TAG_TOKENS, *ODD)
