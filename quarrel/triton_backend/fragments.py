@@ -101,6 +101,15 @@ def arrange(to, x, tokens, K: tl.constexpr, PDL: tl.constexpr):
 
 
 @triton.jit
+def place_of(row, column, K: tl.constexpr):
+    """Where `arrange` puts a value."""
+    block = column // 32 % 8
+    group = row // 8 * (K // 256) + column // 256
+    lane = row % 8 * 32 + block % 4 * 8 + column % 8
+    return group * 2048 + column // 16 % 2 * 1024 + block // 4 * 512 + column // 8 % 2 * 256 + lane
+
+
+@triton.jit
 def column_at(i):
     """The column, of 256, of place i among 8 rows."""
     block = i // 8 % 4 + i // 512 % 2 * 4

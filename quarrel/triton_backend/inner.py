@@ -14,7 +14,7 @@ from quarrel.ops.null import expand
 from quarrel.ops.program import Node
 from quarrel.triton_backend import linear, norm
 from quarrel.triton_backend.pack import Packed
-from quarrel.triton_backend.runtime import DTYPES, Cache, Launch, Launcher, Live, Site, Slot, Work, dims
+from quarrel.triton_backend.runtime import DTYPES, Cache, Launch, Launcher, Site, Slot, Work, dims
 
 
 @dataclass(frozen=True)
@@ -92,18 +92,12 @@ def expanded(site: Site, node: Node) -> Launch:
     (middle,) = normed.outputs
     axis, width = dims(middle)
     x = site.scratch(axis, width, DTYPES[site.compute])
-    first = norm.build_norm(Inner(site, {middle.id: x}), normed)
+    inner = Inner(site, {middle.id: x})
+    made = linear.Made(norm.build_norm(inner, normed), norm.arranger(inner, normed))
     linears = [part for part in maps if part.op.name == LINEAR.name]
     weights = [site.weight(part.inputs[1]) for part in linears]  # type: ignore[arg-type]
     biases = [site.vector(part.inputs[2]) if part.spec.bias else None for part in linears]  # type: ignore[arg-type]
     if maps[-1].op.name == GATED.name:
         y = site.slot(node.outputs[0])
-        then = linear.gate_up(site, x, y, weights[0], weights[1], biases, maps[-1].spec.activation, axis)
-    else:
-        then = linear.several(site, x, [site.slot(v) for v in node.outputs], weights, biases, axis)
-
-    def run(live: Live) -> None:
-        first(live)
-        then(live)
-
-    return run
+        return linear.gate_up(site, x, y, weights[0], weights[1], biases, maps[-1].spec.activation, axis, made)
+    return linear.several(site, x, [site.slot(v) for v in node.outputs], weights, biases, axis, made)

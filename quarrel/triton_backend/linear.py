@@ -40,6 +40,14 @@ class Tile:
     stages: int
 
 
+@dataclass(frozen=True)
+class Made:
+    """Who makes x: `plain` as it is, `fill` as the kernels of a few rows read it, instead."""
+
+    plain: Launch
+    fill: rows.Fill | None
+
+
 # FEW serves up to 16 tokens, the narrowest that the matrix units take. MANY with 8 warps and 2 stages was slower on an H200
 # (14336 x 4096 in Q4_K: 135 against 94 us at 64 tokens, 897 against 519 us at 512).
 FEW = {"float32": Tile(64, 16, 4, 8, 2), "float16": Tile(64, 16, 4, 4, 3), "bfloat16": Tile(64, 16, 4, 4, 3)}
@@ -100,39 +108,44 @@ def _build(
     return _by_count(axis, exact, rows.linear(site, x, y, weight, bias, residual, alpha, axis), few, many)
 
 
-def _by_count(axis: str, one: Launch, fewest: rows.Few | None, few: Launch, many: Launch) -> Launch:
+def _by_count(
+    axis: str, one: Launch, fewest: rows.Few | None, few: Launch, many: Launch, made: Made | None = None
+) -> Launch:
     def run(live: Live) -> None:
         count = live.count(axis)
-        least = few if fewest is None or count > fewest.most else fewest.run
-        (one if count <= 1 else least if count <= matmul.MOST else many)(live)
+        by_rows = fewest is not None and 1 < count <= fewest.most
+        if made is not None and not (by_rows and fewest.alone):
+            made.plain(live)
+        (fewest.run if by_rows else one if count <= 1 else few if count <= matmul.MOST else many)(live)
 
     return run
 
 
 def several(
-    site: Site, x: Slot, ys: Sequence[Slot], weights: Sequence[Packed], biases: Sequence[torch.Tensor | None], axis: str
-) -> Launch:
+    site: Site, x: Slot, ys: Sequence[Slot], weights: Sequence[Packed], biases: Sequence[torch.Tensor | None], axis: str,
+    made: Made,
+) -> Launch:  # fmt: skip
     """Maps of one x `[T, k]` to ys `[T, n]`: three in one launch for a few tokens, else one after the other.
 
-    For a composite that has normalised x; any number of tokens, of which one is served as well by a matvec.
+    For a composite, whose norm makes x; any number of tokens, of which one is served as well by a matvec.
     """
     exact = [_tiles(site, x, y, w, b, None, 1.0, axis) for y, w, b in zip(ys, weights, biases, strict=True)]
     if not all(matmul.takes(w, site.compute) for w in weights):
-        return _chain(exact)
+        return _chain([made.plain, *exact])
     given = [b for b in biases if b is not None]
     fewest = None
     if len(weights) == 3 and len(given) in (0, 3):
-        fewest = rows.linears(site, x, ys, weights, given, axis)
+        fewest = rows.linears(site, x, ys, weights, given, axis, made.fill)
         few = matmul.linears(site, x, ys, weights, given, axis)
     else:
         few = _chain(
             [matmul.linear(site, x, y, w, b, None, 1.0, axis) for y, w, b in zip(ys, weights, biases, strict=True)]
         )
     if site.deterministic:
-        return few
+        return _chain([made.plain, few])
     room = dequant.room(site, weights)
     many = [dequant.linear(site, x, y, w, b, None, 1.0, axis, room) for y, w, b in zip(ys, weights, biases, strict=True)]
-    return _by_count(axis, _chain(exact), fewest, few, _chain(many))
+    return _by_count(axis, _chain(exact), fewest, few, _chain(many), made)
 
 
 def gate_up(
@@ -144,6 +157,7 @@ def gate_up(
     biases: Sequence[torch.Tensor | None],
     activation: str,
     axis: str,
+    made: Made,
 ) -> Launch:
     """y = activation(gate x) * up x, x `[T, k]`, y `[T, n]` of the compute type: in one launch for a few tokens."""
     other = site.scratch(axis, gate.n, DTYPES[site.compute])
@@ -157,19 +171,19 @@ def gate_up(
         site.launch(kernel, grid, y.tensor, other.tensor, y.tensor, size, KIND=activation, BLOCK=block)
 
     if not all(matmul.takes(w, site.compute) for w in (gate, up)):
-        return _chain([*exact, gated])
+        return _chain([made.plain, *exact, gated])
     given = [b for b in biases if b is not None]
     fewest = None
     if gate.format == up.format and len(given) in (0, 2):
-        fewest = rows.gate_up(site, x, y, gate, up, given, activation, axis)
+        fewest = rows.gate_up(site, x, y, gate, up, given, activation, axis, made.fill)
         few = matmul.gate_up(site, x, y, gate, up, given, activation, axis)
     else:
         few = _chain([*(matmul.linear(site, x, to, w, b, None, 1.0, axis) for to, w, b in both), gated])
     if site.deterministic:
-        return few
+        return _chain([made.plain, few])
     room = dequant.room(site, (gate, up))
     many = [dequant.linear(site, x, to, w, b, None, 1.0, axis, room) for to, w, b in both]
-    return _by_count(axis, _chain([*exact, gated]), fewest, few, _chain([*many, gated]))
+    return _by_count(axis, _chain([*exact, gated]), fewest, few, _chain([*many, gated]), made)
 
 
 def _chain(launches: Sequence[Launch]) -> Launch:

@@ -6,6 +6,8 @@ write; the second and third walk hit the cache. R and C follow from k alone, so 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -15,8 +17,10 @@ from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 from quarrel.ops.state import GATED_NORM, GatedNormSpec
 from quarrel.triton_backend.elementwise import activate
+from quarrel.triton_backend.fragments import place_of
 from quarrel.triton_backend.runtime import Launch, Live, Site, Slot, cdiv, dims, power_of_two, starts_early
 
+_MOST_ARRANGED = 16384
 _TILE = 4096  # elements of a program's tile: 32 a thread at 4 warps
 
 
@@ -66,6 +70,21 @@ def norm_rows(
         if LAYER:
             value += tl.load(bias + at, mask=at < K, other=0.0)
         tl.store(y + run[:, None] * K + at, value.to(y.dtype.element_ty), mask=ok)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def norm_arranged(to, x, gain, tokens, eps, K: tl.constexpr, C: tl.constexpr, PDL: tl.constexpr):
+    """RMS norm of rows into the order of `fragments.arrange`; a program a row, of which those beyond the last are zero."""
+    row = tl.program_id(0)
+    column = tl.arange(0, C)
+    weight = tl.load(gain + column, mask=column < K, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    there = K * tl.minimum(tokens - row, 1)  # columns: none, beyond the last row
+    value = tl.load(x + row * K + column, mask=column < there, other=0.0).to(tl.float32)
+    value = value * (1.0 / tl.sqrt(tl.sum(value * value, 0) / K + eps)) * weight
+    tl.store(to + place_of(row, column, K), value.to(to.dtype.element_ty), mask=column < K)
 
 
 @triton.jit(do_not_specialize=["runs"])
@@ -147,6 +166,23 @@ def build_norm(site: Site, node: Node) -> Launch:
         )  # fmt: skip
 
     return run
+
+
+def arranger(site: Site, node: Node) -> Callable[[Slot, Live, int], None] | None:
+    """Puts a norm's result where kernels of a few rows read it (`fragments.arrange`), for a width of rows."""
+    spec: NormSpec = node.spec
+    if spec.kind != "rms" or spec.groups != 1 or spec.k > _MOST_ARRANGED:
+        return None
+    source, gain = site.slot(node.inputs[0]), site.vector(node.inputs[1])  # type: ignore[arg-type]
+    axis, _ = dims(node.outputs[0])
+
+    def fill(to: Slot, live: Live, width: int) -> None:
+        site.launch(
+            norm_arranged, (width,), to.tensor, source.tensor, gain, live.count(axis), spec.eps, K=spec.k,
+            C=power_of_two(spec.k), warps=8 if spec.k > 2048 else 4, early=starts_early(site),
+        )  # fmt: skip
+
+    return fill
 
 
 def _accepts(spec: NormSpec) -> str | None:

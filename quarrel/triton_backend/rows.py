@@ -55,10 +55,15 @@ def takes(site: Site, weights: Sequence[Packed]) -> bool:
 
 @dataclass(frozen=True)
 class Few:
-    """A launch for up to `most` rows."""
+    """A launch for up to `most` rows; `alone` if it makes x itself, by a `Fill`."""
 
     run: Launch
     most: int
+    alone: bool = False
+
+
+Fill = Callable[[Slot, Live, int], None]
+"""Puts x in the kernels' order into scratch, for a width of rows."""
 
 
 def deals(site: Site, kind: Kind, weights: Sequence[Packed]) -> dict[int, Deal]:
@@ -216,38 +221,42 @@ def linear(
     site: Site, x: Slot, y: Slot, weight: Packed, bias: torch.Tensor | None, residual: Slot | None, alpha: float, axis: str
 ) -> Few | None:
     """y = W x + bias, or residual + alpha * that, for a few rows of `axis`; None if these kernels do not read it."""
-    return _one(site, x, y, (weight,), () if bias is None else (bias,), residual, alpha, axis, "none")
+    return _one(site, x, y, (weight,), () if bias is None else (bias,), residual, alpha, axis, "none", None)
 
 
 def gate_up(
-    site: Site, x: Slot, y: Slot, gate: Packed, up: Packed, biases: Sequence[torch.Tensor], activation: str, axis: str
-) -> Few | None:
+    site: Site, x: Slot, y: Slot, gate: Packed, up: Packed, biases: Sequence[torch.Tensor], activation: str, axis: str,
+    fill: Fill | None,
+) -> Few | None:  # fmt: skip
     """y = activation(gate x) * up x; both matrices have one format and shape, biases are two or none."""
-    return _one(site, x, y, (gate, up), biases, None, 1.0, axis, activation)
+    return _one(site, x, y, (gate, up), biases, None, 1.0, axis, activation, fill)
 
 
 def _arranged(
-    site: Site, x: Slot, k: int, axis: str, widths: Iterable[int]
+    site: Site, x: Slot, k: int, axis: str, widths: Iterable[int], fill: Fill | None
 ) -> tuple[Slot, Callable[[Live, int], None]]:  # fmt: skip
     """Scratch for x as the kernels read it, and what fills it for a width of rows."""
     to = site.scratch("one", max(widths, default=0) * k, torch.float16)
 
     def prepare(live: Live, width: int) -> None:
-        grid = (k // STEP, width // GROUP)
-        site.launch(arrange, grid, to.tensor, x.tensor, live.count(axis), K=k, early=starts_early(site))
+        if fill is not None:
+            fill(to, live, width)
+        else:
+            grid = (k // STEP, width // GROUP)
+            site.launch(arrange, grid, to.tensor, x.tensor, live.count(axis), K=k, early=starts_early(site))
 
     return to, prepare
 
 
 def _one(
     site: Site, x: Slot, y: Slot, weights: Sequence[Packed], biases: Sequence[torch.Tensor], residual: Slot | None,
-    alpha: float, axis: str, kind: str,
+    alpha: float, axis: str, kind: str, fill: Fill | None,
 ) -> Few | None:  # fmt: skip
     if not takes(site, weights):
         return None
     a, b, gated = weights[0], weights[-1], len(weights) == 2
     by_width = deals(site, "gated" if gated else "one", weights)
-    arranged, prepare = _arranged(site, x, a.k, axis, by_width)
+    arranged, prepare = _arranged(site, x, a.k, axis, by_width, fill)
 
     def run(live: Live) -> None:
         count, none = live.count(axis), y.tensor
@@ -261,19 +270,20 @@ def _one(
             early=starts_early(site),
         )  # fmt: skip
 
-    return Few(run, max(by_width, default=0))
+    return Few(run, max(by_width, default=0), fill is not None)
 
 
 def linears(
-    site: Site, x: Slot, ys: Sequence[Slot], weights: Sequence[Packed], biases: Sequence[torch.Tensor], axis: str
-) -> Few | None:
+    site: Site, x: Slot, ys: Sequence[Slot], weights: Sequence[Packed], biases: Sequence[torch.Tensor], axis: str,
+    fill: Fill | None,
+) -> Few | None:  # fmt: skip
     """Three maps of one x in one launch; their formats may differ. Biases are three or none."""
     if not takes(site, weights):
         return None
     ns, k = [w.n for w in weights], weights[0].k
     planes = [p for w in weights for p in w.planes]
     by_width = deals(site, "three", weights)
-    arranged, prepare = _arranged(site, x, k, axis, by_width)
+    arranged, prepare = _arranged(site, x, k, axis, by_width, fill)
 
     def run(live: Live) -> None:
         count, outs = live.count(axis), [y.tensor for y in ys]
@@ -286,4 +296,4 @@ def linears(
             early=starts_early(site),
         )  # fmt: skip
 
-    return Few(run, max(by_width, default=0))
+    return Few(run, max(by_width, default=0), fill is not None)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from quarrel.triton_backend import fragments, matmul, rows, tuned
+from quarrel.triton_backend import fragments, matmul, norm, rows, tuned
 from quarrel.triton_backend.runtime import launch
 from quarrel.triton_backend.tuned import key, table
 
@@ -94,6 +94,15 @@ def test_rows_are_arranged_as_threads_read_them() -> None:
     made = to.reshape(2, 2, 2, 2, 2, 8, 4, 8).permute(0, 5, 1, 3, 6, 2, 4, 7).reshape(16, 512)
     assert torch.equal(made[:11], x.half())
     assert not made[11:].any()
+
+
+def test_a_norm_may_put_its_rows_there_itself() -> None:
+    x, gain = torch.randn(3, 768), torch.randn(768)
+    to, wanted = (torch.full((8 * 768,), float("nan"), dtype=torch.float16) for _ in range(2))
+    launch(norm.norm_arranged, (8,), to, x, gain, 3, 1e-5, K=768, C=1024, PDL=False)
+    rows_of_x = x * (x.square().mean(1, keepdim=True) + 1e-5).rsqrt() * gain
+    launch(fragments.arrange, (3, 1), wanted, rows_of_x, 3, K=768, PDL=False)
+    torch.testing.assert_close(to, wanted, rtol=2e-3, atol=1e-6)
 
 
 def test_more_warps_share_the_columns_of_fewer_rows() -> None:
