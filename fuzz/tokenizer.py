@@ -30,11 +30,6 @@ from tests.tokenizer.synthetic import CHAT_TOKENS, TAG_TOKENS, bpe_metadata, spm
 
 Maker = Callable[..., dict[str, object]]
 MAKERS: dict[str, Maker] = {"bpe": bpe_metadata, "spm": spm_metadata, "wpm": wpm_metadata, "ugm": ugm_metadata}
-    "bpe": bpe_metadata,
-    "spm": spm_metadata,
-    "wpm": wpm_metadata,
-    "ugm": ugm_metadata,
-}
 SECONDS = 2.0
 ODD = ("hello", " world", "\u2581", "<0x41>", "\u0120", "\0", "\ufffd", "\ud55c", "\r\n", "\U0001f600", " " * 70)
 PIECES = (*CHAT_TOKENS, *TAG_TOKENS, *ODD)
