@@ -49,6 +49,7 @@ from quarrel.ops.linear import (
     NormGateUpSpec,
     NormLinearSpec,
 )
+from quarrel.ops.lora import CHOSEN_LINEAR, ChosenLinearSpec
 from quarrel.ops.mixer import MAMBA2_MIX, SCAN1_GATE, Mamba2MixSpec
 from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP, ROUTE, ExpertDownSpec, ExpertUpSpec, RouteSpec
 from quarrel.ops.norm import NORM, NormSpec
@@ -168,6 +169,8 @@ def specs(formats: Sequence[GGMLType], quick: bool) -> Iterator[tuple[Op, Any]]:
     yield SCAN1, Scan1Spec(5120, 16)
     yield SCAN1_GATE, Scan1Spec(5120, 16)
     yield GATED_NORM, GatedNormSpec(8, 512, 1e-5)
+    yield CHOSEN_LINEAR, ChosenLinearSpec(GGMLType.F32, 3, 16, 4096)
+    yield CHOSEN_LINEAR, ChosenLinearSpec(GGMLType.F32, 3, 4096, 16, base=True, out="act")
     yield PLAIN, PlainSpec("relu2", 9216)
     yield PLAIN, PlainSpec("gelu_erf", 1536)
     yield ADD_ROW, AddRowSpec(384)
