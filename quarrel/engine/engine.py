@@ -89,6 +89,10 @@ class Engine:
 
     def add(self, sequence: Sequence) -> None:
         self.scheduler.add(sequence)
+        if len(self._deadlines) > 4 * (len(self.scheduler.running) + len(self.scheduler.waiting)) + 64:
+            # Most are of sequences that are over: nobody should keep those until their deadline.
+            self._deadlines = [d for d in self._deadlines if not d[2].over]
+            heapq.heapify(self._deadlines)
         for seconds, whole in ((sequence.queue_seconds, False), (sequence.total_seconds, True)):
             if seconds is not None:
                 heapq.heappush(self._deadlines, (self._clock() + seconds, 2 * sequence.order + whole, sequence, whole))

@@ -87,7 +87,7 @@ class Generation(Sequence):
 
     @property
     def generated(self) -> int:
-        return len(self.tokens) - len(self.request.tokens)
+        return len(self.tokens) - self.given
 
     def uniform(self, lane: int = rng.DRAW) -> float:
         """The random number of the next token."""
@@ -150,7 +150,8 @@ class Generation(Sequence):
         self._sink(self._last)
 
     def _accept(self, token: int, logprob: TokenLogprob | None) -> None:
-        if not self.generated:
+        count = self.generated + 1
+        if count == 1:
             self._first_token = time.perf_counter()
         if token in self.request.stop_ids or (self._guide is not None and token in self._guide.ends):
             self.extra = token
@@ -159,12 +160,12 @@ class Generation(Sequence):
         self.tokens.append(token)
         if logprob is not None:
             self._logprobs.append(logprob)
-        text = self._text.push(token, armed=self.generated > self.request.params.min_tokens)
+        text = self._text.push(token, armed=count > self.request.params.min_tokens)
         if self._text.stopped_by is not None:
             self._finish("stop", text, token, logprob, stopped_by=self._text.stopped_by)
         elif self._guide is not None and self._guide.take(token):
             self._finish("stop", text, token, logprob)
-        elif self.generated == self._room:
+        elif count == self._room:
             self._finish("length", text, token, logprob)
         else:
             self._said.append(text)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 
 from quarrel.engine.cache import Cache
 from quarrel.engine.sequence import Sequence
@@ -27,7 +28,7 @@ PATIENCE = 10.0
 """Seconds by which one rank goes before the next."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Part:
     """`count` tokens of a sequence from `start` on, the draft at their end; `rows` of them, the last ones, are wanted."""
 
@@ -99,15 +100,16 @@ class Scheduler:
         """The next step's work, None if there is none, or `DRAIN`; drained: no step is on its way."""
         if not self._admit(drained):
             return DRAIN
-        kind = self._turn()
-        if kind is None:
+        ready = [s for s in self.running if _ready(s)]
+        if not ready:
             return None
-        mine = sorted((s for s in self.running if _kind(s) == kind and _ready(s)), key=lambda s: s.place)
+        kind = self._turn(ready)
+        mine = sorted((s for s in ready if _kind(s) == kind), key=_place)
         for sequence in mine:
             while sequence.slot >= 0 and not self.cache.grow(sequence, len(sequence.tokens) + sequence.drawn):
                 if not drained:
                     return DRAIN
-                self.preempt(max(self.running, key=lambda s: s.place))
+                self.preempt(max(self.running, key=_place))
         return self._batch([s for s in mine if s.slot >= 0])
 
     def preempt(self, sequence: Sequence) -> None:
@@ -121,7 +123,10 @@ class Scheduler:
 
     def _batch(self, mine: list[Sequence]) -> Batch | None:
         tokens, rows = self.max_tokens, self._max_rows
-        decoding = [s for s in mine if s.pending == 1 and not s.whole and not s.every_row]
+        decoding: list[Sequence] = []
+        others: list[Sequence] = []
+        for s in mine:
+            (others if s.whole or s.every_row or s.pending > 1 else decoding).append(s)
         parts = []
         wants: set[Want] = set()
         left = len(decoding)
@@ -139,7 +144,7 @@ class Scheduler:
             tokens, rows = tokens - count, rows - count
             wants.add(sequence.want)
         # Those that run whole keep their order, so that each is the first, and fits, after a while.
-        for sequence in (s for s in mine if s.whole or s.every_row or s.pending > 1):
+        for sequence in others:
             most = tokens if sequence.whole or not sequence.every_row else min(tokens, rows)
             count = sequence.pending if sequence.whole else min(sequence.pending, most)
             if not 0 < count <= most:
@@ -174,11 +179,9 @@ class Scheduler:
         drafted = self._guess(asked) if asked else {}
         return {**found, **drafted}, drafted
 
-    def _turn(self) -> str | None:
-        """The kind of result after the last one served, among those that a running sequence is ready for."""
-        kinds = sorted({_kind(s) for s in self.running if _ready(s)})
-        if not kinds:
-            return None
+    def _turn(self, ready: list[Sequence]) -> str:
+        """The kind of result after the last one served, among those that these are ready for."""
+        kinds = sorted({_kind(s) for s in ready})
         self._last_kind = next((k for k in kinds if k > self._last_kind), kinds[0])
         return self._last_kind
 
@@ -209,6 +212,9 @@ class Scheduler:
         for sequence in held:
             self.waiting.push(sequence)
         return settled
+
+
+_place = attrgetter("turn", "order")
 
 
 def _kind(sequence: Sequence) -> str:
