@@ -69,8 +69,8 @@ class Target:
         return "\r\n".join(lines).encode() + b"\r\nConnection: close\r\n\r\n" + body
 
 
-async def ask(target: Target, source: str | None = None) -> Answer:
-    """One streamed completion, read to its end."""
+async def ask(target: Target, source: str | None = None, tally: Counter[int] | None = None) -> Answer:
+    """One streamed completion, read to its end. tally: counts the tokens of each second."""
     answer, began = Answer(), time.perf_counter()
     local = (source, 0) if source else None
     try:
@@ -97,6 +97,8 @@ async def ask(target: Target, source: str | None = None) -> Answer:
                     answer.gaps.append(now - last)
                 answer.tokens += 1
                 last = now
+                if tally is not None:
+                    tally[int(now)] += 1
         if answer.status != 200:
             await reader.read()
             answer.ended = True
@@ -120,7 +122,9 @@ async def health(target: Target, path: str = "/healthz") -> tuple[int, float]:
     return int(head.split(b" ", 2)[1]), time.perf_counter() - began
 
 
-async def crowd(target: Target, count: int, seconds: float) -> tuple[list[Answer], float]:
+async def crowd(
+    target: Target, count: int, seconds: float, tally: Counter[int] | None = None
+) -> tuple[list[Answer], float]:
     """`count` callers, each asking again as soon as it is answered; a refused one comes back after a tenth of a second."""
     answers: list[Answer] = []
     began = time.perf_counter()
@@ -128,7 +132,7 @@ async def crowd(target: Target, count: int, seconds: float) -> tuple[list[Answer
     async def caller(which: int) -> None:
         source = f"127.0.{1 + which // 200}.{1 + which % 200}" if target.host.startswith("127.") else None
         while time.perf_counter() - began < seconds:
-            answer = await ask(target, source)
+            answer = await ask(target, source, tally)
             answers.append(answer)
             if answer.status != 200:
                 await asyncio.sleep(0.1)
@@ -175,22 +179,37 @@ async def load(target: Target, args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def overload(target: Target, args: argparse.Namespace) -> dict[str, Any]:
-    """`--streams` at once for what the server can do; then requests come `--factor` times as fast as it can end them."""
+    """`--streams` at once for what the server can do; then requests come `--factor` times as fast as it can end them.
+
+    Goodput is held second by second, by the median, while requests come.
+    """
     await ask(target)
-    alone = summary(*await crowd(target, args.streams, args.seconds))
+    calm: Counter[int] = Counter()
+    alone = summary(*await crowd(target, args.streams, args.seconds, calm))
     rate = args.factor * alone["whole"] / alone["seconds"]
     memory = [_resident(args.pid)]
     tasks: list[asyncio.Task[Answer]] = []
+    storm: Counter[int] = Counter()
     began = time.perf_counter()
     while (now := time.perf_counter() - began) < args.seconds:
         while len(tasks) < now * rate:
-            tasks.append(asyncio.create_task(ask(target, f"127.0.{1 + len(tasks) // 200 % 50}.{1 + len(tasks) % 200}")))
+            source = f"127.0.{1 + len(tasks) // 200 % 50}.{1 + len(tasks) % 200}"
+            tasks.append(asyncio.create_task(ask(target, source, storm)))
         await asyncio.sleep(0.002)
+    until = int(time.perf_counter())
     answers = await asyncio.gather(*tasks)
     over = summary(answers, time.perf_counter() - began)
     memory.append(_resident(args.pid))
-    share = over["tokens_per_second"] / max(alone["tokens_per_second"], 1e-9)
-    figures = {"asked_per_second": round(rate, 1), "goodput_share": round(share, 3), "resident_mib": memory}
+    calm_rate, storm_rate = (
+        float(np.median([n for second, n in sorted(t.items())[1:-1] if second < until] or [0])) for t in (calm, storm)
+    )
+    rates = {"calm": calm_rate, "storm": storm_rate}
+    figures = {
+        "asked_per_second": round(rate, 1),
+        "goodput": rates,
+        "goodput_share": round(storm_rate / max(calm_rate, 1), 3),
+        "resident_mib": memory,
+    }
     return {**figures, "peak": alone, "overload": over}
 
 

@@ -42,6 +42,7 @@ def _page(live: Live, request: pytest.FixtureRequest) -> Iterator[Any]:
         # The page's own policy stands but in the test that brings a script of its own.
         bypass = request.node.originalname == "test_axe_finds_nothing"
         context = browser.new_context(viewport={"width": 1200, "height": 800}, bypass_csp=bypass)
+        context.add_init_script("localStorage.quarrelSettings ??= JSON.stringify({max_tokens: 40})")
         page = context.new_page()
         page.problems = []
         page.foreign = []
@@ -173,6 +174,17 @@ def test_axe_finds_nothing(page: Any) -> None:
     page.set_viewport_size({"width": 380, "height": 740})
     page.click("#open-side")
     assert findings() == []
+
+
+def test_the_api_is_told_on_a_page_of_its_own(page: Any, live: Live) -> None:
+    page.goto(f"{live.url}/static/api.html")
+    page.wait_for_selector("details")
+    page.click("summary:has-text('/v1/chat/completions')")
+    row = page.inner_text("details[open] tr:has-text('temperature')")
+    assert "number" in row
+    assert "at least 0, at most 100" in row
+    shot(page, "api")
+    assert not page.problems
 
 
 def test_the_sidebar_knows_what_is_loaded(page: Any, live: Live) -> None:
