@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import triton_decode as base
 from triton_decode import Call, Log, Tile, timed
 
-from quarrel.triton_backend import attend_one, attention, few, halved, stream
+from quarrel.triton_backend import attend_one, attention, few_tiles, halved, stream
 from quarrel.triton_backend.codes import TL_TYPES
 from quarrel.triton_backend.runtime import power_of_two
 
@@ -132,18 +132,18 @@ def one(type: str, n: int, k: int, way: Tile | Way | None, y: Any, x: Any, w: Se
     return Call(stream.stream, (SMS * way.each,), args, constants, way.warps, True, way.registers)
 
 
-def few_tile(type: str, n: int, k: int) -> few.Tile:
-    return few.tile_for(type, n, k)
+def few_tile(type: str, n: int, k: int) -> few_tiles.Tile:
+    return few_tiles.tile_for(type, n, k)
 
 
-def base_tile(tile: few.Tile) -> Tile:
+def base_tile(tile: few_tiles.Tile) -> Tile:
     return Tile(tile.rows, tile.words, tile.warps, tile.deep)
 
 
 def three(types: Sequence[str], ns: Sequence[int], k: int, way: Tile | Way | None, ys: Any, x: Any, gain: Any,
           ws: Any) -> Call:  # fmt: skip
     if not isinstance(way, Way):
-        return base.qkv(types, ns, k, way or base_tile(few.tiles_for(types, sum(ns), k)[0]), True, ys, x, ws)
+        return base.qkv(types, ns, k, way or base_tile(few_tiles.tiles_for(types, sum(ns), k)[0]), True, ys, x, ws)
     programs = SMS * way.each
     size = [base.nbytes(t, n, k) for t, n in zip(types, ns)]
     first, second = (round(programs * s / sum(size)) for s in size[:2])
@@ -155,9 +155,9 @@ def three(types: Sequence[str], ns: Sequence[int], k: int, way: Tile | Way | Non
 def gate_up(m: Model, way: Tile | Way | None, b: dict[str, Any], g: Any, u: Any) -> Call:
     if not isinstance(way, Way):
         tile = way or base_tile(few_tile("Q4_K", m.f, m.e))
-        return base.gate_up("Q4_K", m.f, m.e, tile, True, b["f"], b["fq"], b["xq"], g, u)
-    constants = shape(way, m.e, FORMAT="Q4_K", NORM=way.norm, KIND="silu")
-    args = (b["f"], b["h"] if way.norm else b["xq"], b["gain"], 1e-5, *g, *u, m.f)
+        return base.gate_up("Q4_K", m.f, m.e, tile, True, b["f"], b["xq"], g, u)
+    constants = shape(way, m.e, FORMAT="Q4_K", NORM=way.norm, KIND="silu", BIAS=False)
+    args = (b["f"], b["h"] if way.norm else b["xq"], b["gain"], 1e-5, *g, *u, b["gain"], b["gain"], m.f)
     return Call(stream.stream_gate_up, (SMS * way.each,), args, constants, way.warps, True, way.registers)
 
 

@@ -161,11 +161,10 @@ def qkv(types: Sequence[str], ns: Sequence[int], k: int, tile: Tile, pdl: bool, 
     return Call(matvec.matvec3, (sum(-(-n // tile.rows) for n in ns),), args, tuple(constants.items()), tile.warps, pdl)
 
 
-def gate_up(type: str, n: int, k: int, tile: Tile, pdl: bool, y: Any, to: Any, x: Any, g: Any, u: Any) -> Call:
-    whole = tile.rows % 32 == 0
-    constants = {"K": k, "F": n, "FORMAT": type, "KIND": "silu", "BIAS": False, "R": tile.rows, "W": tile.words,
-                 "HALVED": whole, "PLAIN": not whole, "PDL": pdl, "ASM": True}  # fmt: skip
-    args = (y, to, x, *g, *u, y, y, n)
+def gate_up(type: str, n: int, k: int, tile: Tile, pdl: bool, y: Any, x: Any, g: Any, u: Any) -> Call:
+    constants = {"K": k, "FORMAT": type, "KIND": "silu", "BIAS": False, "R": tile.rows, "W": tile.words, "PDL": pdl,
+                 "ASM": True}  # fmt: skip
+    args = (y, x, *g, *u, y, y, n)
     return Call(matvec.gate_up, (-(-n // tile.rows),), args, tuple(constants.items()), tile.warps, pdl)
 
 
@@ -260,9 +259,8 @@ def layer(s: Setting, six: bool, b: dict[str, Any], w: dict[str, Any]) -> Iterat
     yield "halve", halve(E, s.pdl, b["xq"], b["qr"])
     yield "o", mv("Q4_K", E, E, s.o, s.pdl, b["h"], b["xq"], w["o"], b["h"])
     yield "norm", norm(E, s.pdl, b["xq"], b["h"], b["gain"])
-    yield "gate_up", gate_up("Q4_K", F, E, s.gate, s.pdl, b["f"], b["fq"], b["xq"], w["gate"], w["up"])
-    if s.gate.rows % 32:
-        yield "halve", halve(F, s.pdl, b["fq"], b["f"])
+    yield "gate_up", gate_up("Q4_K", F, E, s.gate, s.pdl, b["f"], b["xq"], w["gate"], w["up"])
+    yield "halve", halve(F, s.pdl, b["fq"], b["f"])
     yield "down", mv(v, E, F, s.down, s.pdl, b["h"], b["fq"], w["down"], b["h"])
 
 

@@ -21,7 +21,7 @@ from quarrel.ops.registry import Implementation
 from quarrel.triton_backend import experts
 from quarrel.triton_backend.dots import FLOATS, WORDS, load_tile, tile_products
 from quarrel.triton_backend.elementwise import activate
-from quarrel.triton_backend.few import tile_for
+from quarrel.triton_backend.few_tiles import tile_for
 from quarrel.triton_backend.halved import halve_rows, store_halved, words
 from quarrel.triton_backend.matvec import wide
 from quarrel.triton_backend.runtime import INTERPRETED, Launch, Live, Site, Slot, cdiv, starts_early

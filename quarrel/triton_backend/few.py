@@ -27,6 +27,7 @@ from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 from quarrel.triton_backend import linear, norm
 from quarrel.triton_backend.dots import FLOATS, WORDS
+from quarrel.triton_backend.few_tiles import Walk, multiprocessors, tile_for, tiles_for, walk_for
 from quarrel.triton_backend.halved import halve_rows, norm_halve_rows, words
 from quarrel.triton_backend.inner import expanded
 from quarrel.triton_backend.matvec import gate_up, matvec, matvec3, wide
@@ -43,46 +44,12 @@ from quarrel.triton_backend.runtime import (
     power_of_two,
     starts_early,
 )
+from quarrel.triton_backend.stream import stream_gate_up
 
 _HALVE_BLOCKS = 16
 MAX_NORM = 16384
 """A norm of one row is one program."""
 ACTIVATIONS = ("silu", "gelu_tanh")
-
-
-@dataclass(frozen=True)
-class Tile:
-    """`rows` of W a program, `words` of codes at a time (values, for the float types), `deep` two tiles ahead, not one."""
-
-    rows: int
-    words: int
-    warps: int
-    deep: bool = False
-
-
-def tile_for(format: str, n: int, k: int) -> Tile:
-    """By format and shape alone.
-
-    On an H200, in a step of Mistral-7B: one warp of two rows by 128 words is best for large matrices, 20% ahead of four
-    warps of two rows each; one row of gate and of up each made the step 9% longer. Where a tile of four warps is a whole
-    row, all of it is on its way before the wait: 3.7 us for 4096 x 4096 in Q4_K, against 4.4 us. Long rows of few outputs
-    have few programs, so each of those loads further ahead.
-    """
-    if INTERPRETED:
-        return Tile(16, 64, 1, deep=True)  # programs run one after the other there
-    if format in FLOATS:
-        return Tile(2, min(256, power_of_two(k)), 1)
-    if format != "Q8_0" and n <= 8192 and k == 4096:
-        return Tile(4, 512, 4)
-    return Tile(2, min(128, power_of_two(cdiv(k, 4 if format == "Q8_0" else 8))), 1, deep=n < 3 * k)
-
-
-def tiles_for(formats: Sequence[str], n: int, k: int) -> list[Tile]:
-    """For maps of one row that share a launch, `n` outputs in all: rows and warps are the same for each."""
-    tiles = [tile_for(f, n, k) for f in formats]
-    if len({(t.rows, t.warps) for t in tiles}) > 1:
-        return [Tile(2, min(t.words, 128), 1, t.deep) for t in tiles]
-    return tiles
 
 
 def takes(site: Site, lin: LinearSpec) -> bool:
@@ -285,29 +252,52 @@ def build_norm_gate_up(site: Site, node: Node) -> Launch:
     rest: Any = node.inputs[taken:]
     gate, up = _map(site, rest[:count]), _map(site, rest[count:])
     w = gate.weight
-    tile = tile_for(w.format, w.n, w.k)
-    row, normed = _normed(site, spec.norm, node.inputs, [w.format])
     target = node.outputs[0]
     y = site.slot(target)
-    halved, plain = site.to_halve(target)
-    inside = halved is not None and tile.rows % 32 == 0 and w.n % 32 == 0
-    bias = gate.bias is not None
+    halved, _ = site.to_halve(target)
+    walk = walk_for(w.format, w.n, w.k)
+    go = _gate_up(site, spec, node, gate, up, y) if walk is None else _walk_gate_up(site, spec, node, walk, gate, up, y)
 
     def few(live: Live) -> None:
-        normed(live)
-        none = y.tensor
-        site.launch(
-            gate_up, (cdiv(w.n, tile.rows),), y.tensor, none if halved is None else halved, row.of(w.format),
-            *gate.planes, *up.planes, none if gate.bias is None else gate.bias, none if up.bias is None else up.bias,
-            w.n, K=w.k, F=w.n, FORMAT=w.format, KIND=spec.activation, BIAS=bias, R=tile.rows, W=tile.words,
-            HALVED=inside, PLAIN=plain or not inside, ASM=not INTERPRETED, warps=tile.warps,
-            early=starts_early(site),
-        )  # fmt: skip
-        if halved is not None and not inside:
+        go(live)
+        if halved is not None:
             grid = (1, cdiv(w.n // 32, _HALVE_BLOCKS))
             site.launch(halve_rows, grid, halved, y.tensor, K=w.n, B=_HALVE_BLOCKS, early=starts_early(site))
 
     return _either(target, few, many)
+
+
+def _gate_up(site: Site, spec: NormGateUpSpec, node: Node, gate: Map, up: Map, y: Slot) -> Launch:
+    w = gate.weight
+    tile = tile_for(w.format, w.n, w.k)
+    row, normed = _normed(site, spec.norm, node.inputs, [w.format])
+
+    def run(live: Live) -> None:
+        normed(live)
+        biases = [y.tensor if m.bias is None else m.bias for m in (gate, up)]
+        site.launch(
+            gate_up, (cdiv(w.n, tile.rows),), y.tensor, row.of(w.format), *gate.planes, *up.planes, *biases, w.n, K=w.k,
+            FORMAT=w.format, KIND=spec.activation, BIAS=gate.bias is not None, R=tile.rows, W=tile.words,
+            ASM=not INTERPRETED, warps=tile.warps, early=starts_early(site),
+        )  # fmt: skip
+
+    return run
+
+
+def _walk_gate_up(site: Site, spec: NormGateUpSpec, node: Node, walk: Walk, gate: Map, up: Map, y: Slot) -> Launch:
+    w = gate.weight
+    source, gain = site.slot(node.inputs[0]), site.vector(node.inputs[1])  # type: ignore[arg-type]
+    programs = min(cdiv(w.n, walk.rows), walk.each * multiprocessors(gain.device))
+
+    def run(live: Live) -> None:
+        biases = [gain if m.bias is None else m.bias for m in (gate, up)]
+        site.launch(
+            stream_gate_up, (programs,), y.tensor, source.tensor, gain, spec.norm.eps, *gate.planes, *up.planes, *biases,
+            w.n, K=w.k, FORMAT=w.format, NORM=True, KIND=spec.activation, BIAS=gate.bias is not None, R=walk.rows,
+            W=walk.words, ASM=not INTERPRETED, warps=walk.warps, early=starts_early(site),
+        )  # fmt: skip
+
+    return run
 
 
 def build_norm(site: Site, node: Node) -> Launch:

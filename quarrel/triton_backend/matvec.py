@@ -15,7 +15,6 @@ import triton.language as tl
 
 from quarrel.triton_backend.dots import FLOATS, load_tile, tile_products
 from quarrel.triton_backend.elementwise import activate
-from quarrel.triton_backend.halved import store_halved
 
 
 @triton.jit
@@ -104,12 +103,11 @@ def matvec3(
 
 @triton.jit
 def gate_up(
-    y, to, xa, gc, gb, gs, gt, uc, ub, us, ut, g_bias, u_bias, N,
-    K: tl.constexpr, F: tl.constexpr, FORMAT: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, R: tl.constexpr,
-    W: tl.constexpr, HALVED: tl.constexpr, PLAIN: tl.constexpr, PDL: tl.constexpr,
-    ASM: tl.constexpr,
+    y, xa, gc, gb, gs, gt, uc, ub, us, ut, g_bias, u_bias, N,
+    K: tl.constexpr, FORMAT: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+    PDL: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """act(gate x) * up x, rows first..; F is N again, as a constant. HALVED needs whole blocks: R % 32 == N % 32 == 0."""
+    """act(gate x) * up x, rows first.."""
     first = tl.program_id(0) * R
     FLOAT: tl.constexpr = FORMAT == "F16" or FORMAT == "BF16"
     KW: tl.constexpr = K if FLOAT else (K // 4 if FORMAT == "Q8_0" else K // 8)
@@ -137,12 +135,7 @@ def gate_up(
     if BIAS:
         g += tl.load(g_bias + r, mask=r < N, other=0.0)
         u += tl.load(u_bias + r, mask=r < N, other=0.0)
-    v = activate(g, KIND) * u
-    if PLAIN:
-        tl.store(y + r, v.to(y.dtype.element_ty), mask=r < N)
-    if HALVED:
-        block = first // 32 + tl.arange(0, R // 32)
-        store_halved(to, tl.reshape(v, (R // 32, 2, 16)), block, block < F // 32, F)
+    tl.store(y + r, (activate(g, KIND) * u).to(y.dtype.element_ty), mask=r < N)
 
 
 def wide(format: str, planes: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

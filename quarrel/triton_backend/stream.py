@@ -31,7 +31,7 @@ def row_here(
         weight = tl.load(gain + w, mask=w < K, other=0.0)
         if PDL:
             tl.extra.cuda.gdc_wait()
-        v = tl.load(x + w, mask=w < K, other=0.0)
+        v = tl.load(x + w, mask=w < K, other=0.0).to(tl.float32)
         v = v * (1.0 / tl.sqrt(tl.sum(v * v, 0) / K + eps)) * weight
         row = (v[None, :],)
     else:
@@ -63,7 +63,7 @@ def _normed(x, gain, K: tl.constexpr, S: tl.constexpr):
 def _every_other(x, gain, which, K: tl.constexpr, S: tl.constexpr):
     block = tl.arange(0, S // 2)[:, None, None] * 2 + which
     column = block * 32 + tl.arange(0, 2)[None, :, None] * 16 + tl.arange(0, 16)[None, None, :]
-    v = tl.load(x + column, mask=block < K // 32, other=0.0)
+    v = tl.load(x + column, mask=block < K // 32, other=0.0).to(tl.float32)
     high, low, s, sums = halve(v * tl.load(gain + column, mask=block < K // 32, other=0.0))
     return high, low, s, sums, tl.sum(tl.sum(tl.sum(v * v, 2), 1), 0)
 
@@ -101,9 +101,11 @@ def stream(
 
 @triton.jit
 def stream_gate_up(
-    y, x, gain, eps, gc, gb, gs, gt, uc, ub, us, ut, N, K: tl.constexpr, FORMAT: tl.constexpr, NORM: tl.constexpr,
-    KIND: tl.constexpr, R: tl.constexpr, W: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
+    y, x, gain, eps, gc, gb, gs, gt, uc, ub, us, ut, g_bias, u_bias, N, K: tl.constexpr, FORMAT: tl.constexpr,
+    NORM: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, R: tl.constexpr, W: tl.constexpr, PDL: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
+    """act(gate x) * up x."""
     first = tl.program_id(0) * R
     step = tl.num_programs(0) * R
     n = tl.minimum(first + tl.arange(0, R), N - 1).to(tl.int64)
@@ -119,6 +121,9 @@ def stream_gate_up(
         g = tl.sum(products(FORMAT, qg, ug, sg, tg, row, R, W, ASM), 1)
         u = tl.sum(products(FORMAT, qu, uu, su, tu, row, R, W, ASM), 1)
         r = at + tl.arange(0, R)
+        if BIAS:
+            g += tl.load(g_bias + r, mask=r < N, other=0.0)
+            u += tl.load(u_bias + r, mask=r < N, other=0.0)
         tl.store(y + r, (activate(g, KIND) * u).to(y.dtype.element_ty), mask=r < N)
         qg, ug, sg, tg = qg1, ug1, sg1, tg1
         qu, uu, su, tu = qu1, uu1, su1, tu1

@@ -29,7 +29,7 @@ from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP, ExpertDownSpec, ExpertUpSpec
 from quarrel.ops.norm import NORM, NormSpec
 from quarrel.ops.program import Node, Program
 from quarrel.ops.registry import lower
-from quarrel.triton_backend import few, halved, matvec, rope
+from quarrel.triton_backend import halved, matvec, rope
 from quarrel.triton_backend.backend import REGISTRY, TritonBackend
 from quarrel.triton_backend.dots import FLOATS, WORDS
 from quarrel.triton_backend.halved import halve_rows, reads_halved, words
@@ -72,10 +72,20 @@ def test_three_maps_of_mixed_formats_and_one_with_a_bias(backend: TritonBackend)
     check(backend, NORM_LINEAR, NormLinearSpec(norm, (LinearSpec(GGMLType.Q4_K, 5, 512),)))
 
 
-@pytest.mark.parametrize("activation", few.ACTIVATIONS)
-def test_gate_and_up(backend: TritonBackend, activation: str) -> None:
-    same = LinearSpec(GGMLType.Q4_K, 5, 512, bias=activation == "silu")
-    check(backend, NORM_GATE_UP, NormGateUpSpec(NormSpec("rms", 512, 1e-5), same, same, activation))  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("type", "activation", "k"),
+    [
+        ("Q4_K", "silu", 768),
+        ("Q4_K", "gelu_tanh", 1280),
+        ("Q8_0", "silu", 480),
+        ("F16", "silu", 224),
+        ("F16", "gelu_tanh", 512),
+    ],
+)
+def test_gate_and_up(backend: TritonBackend, type: str, activation: str, k: int) -> None:
+    """Narrow ones by programs that walk rows with the norm inside, wide ones behind a norm."""
+    same = LinearSpec(GGMLType[type], 19, k, bias=activation == "silu")
+    check(backend, NORM_GATE_UP, NormGateUpSpec(NormSpec("rms", k, 1e-5), same, same, activation))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("type", [GGMLType.Q5_0, GGMLType.BF16], ids=lambda t: t.name)

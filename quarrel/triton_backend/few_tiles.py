@@ -1,0 +1,82 @@
+"""How steps of one row are cut into programs: by format and shape alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from quarrel.triton_backend.dots import FLOATS
+from quarrel.triton_backend.runtime import INTERPRETED, cdiv, power_of_two
+
+
+@dataclass(frozen=True)
+class Tile:
+    """`rows` of W a program, `words` of codes at a time (values, for the float types), `deep` two tiles ahead, not one."""
+
+    rows: int
+    words: int
+    warps: int
+    deep: bool = False
+
+
+def tile_for(format: str, n: int, k: int) -> Tile:
+    """By format and shape alone.
+
+    On an H200, in a step of Mistral-7B: one warp of two rows by 128 words is best for large matrices, 20% ahead of four
+    warps of two rows each; one row of gate and of up each made the step 9% longer. Where a tile of four warps is a whole
+    row, all of it is on its way before the wait: 3.7 us for 4096 x 4096 in Q4_K, against 4.4 us. Long rows of few outputs
+    have few programs, so each of those loads further ahead.
+    """
+    if INTERPRETED:
+        return Tile(16, 64, 1, deep=True)  # programs run one after the other there
+    if format in FLOATS:
+        return Tile(2, min(256, power_of_two(k)), 1)
+    if format != "Q8_0" and n <= 8192 and k == 4096:
+        return Tile(4, 512, 4)
+    return Tile(2, min(128, power_of_two(cdiv(k, 4 if format == "Q8_0" else 8))), 1, deep=n < 3 * k)
+
+
+@dataclass(frozen=True)
+class Walk:
+    """`rows` of W at a time, `words` of codes (a whole row), in `each` programs on every multiprocessor (`stream.py`)."""
+
+    rows: int
+    words: int
+    warps: int
+    each: int
+
+
+def walk_for(format: str, n: int, k: int) -> Walk | None:
+    """By format and shape alone: a block of 32 columns to a thread, 16 warps a multiprocessor.
+
+    Four rows of gate and of up in Q4_K take 128 registers, two of them up to 102, norm included. Four have more bytes on
+    their way, two share rows out better where there are few: the longest program decides, on 132 multiprocessors.
+    """
+    if format in FLOATS:
+        words, warps = power_of_two(k), max(1, power_of_two(k) // 256)
+    else:
+        words = power_of_two(cdiv(k, 4 if format == "Q8_0" else 8))
+        warps = max(1, words // 128)
+    if INTERPRETED:
+        return Walk(16, words, 1, 1) if warps == 1 else None  # both ways run there
+    if warps > 8:
+        return None
+    each = 16 // warps
+    longest = {rows: rows * cdiv(cdiv(n, rows), 132 * each) for rows in (2, 4)}
+    return Walk(4 if format == "Q4_K" and longest[4] <= longest[2] else 2, words, warps, each)
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def tiles_for(formats: Sequence[str], n: int, k: int) -> list[Tile]:
+    """For maps of one row that share a launch, `n` outputs in all: rows and warps are the same for each."""
+    tiles = [tile_for(f, n, k) for f in formats]
+    if len({(t.rows, t.warps) for t in tiles}) > 1:
+        return [Tile(2, min(t.words, 128), 1, t.deep) for t in tiles]
+    return tiles
