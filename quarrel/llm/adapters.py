@@ -48,9 +48,11 @@ class Adapters:
     @property
     def nbytes(self) -> int:
         """Of the stacks, whose ranks are those of the widest adapter."""
-        widths = (sum(m.size // min(m.shape) for m in self._one(name)) for name in self.adapted)
-        ranks = (a.count * a.rank for a in self.adapted.values())
-        return sum(4 * rank * width for rank, width in zip(ranks, widths))
+        total = 0
+        for name, adapted in self.adapted.items():
+            a, b = self._one(name)
+            total += 4 * adapted.count * adapted.rank * (a.shape[1] + b.shape[0])
+        return total
 
     def _one(self, name: str) -> tuple[Array, Array]:
         return next(pairs[name] for pairs in self.pairs if name in pairs)
@@ -147,7 +149,8 @@ def _pair(
         )
     down, up = (file.array(names[half]) for half in "ab")
     # As llama.cpp does, an alpha of 0 stands for no scale at all.
-    up = up * np.float32(alpha / a[0]) if alpha else up
+    with np.errstate(over="ignore"):  # looked at below
+        up = up * np.float32(alpha / a[0]) if alpha else up
     if not (np.isfinite(down).all() and np.isfinite(up).all()):
         raise ModelError(f"the adapter {name} holds numbers for {weight} that are not finite: convert it again")
     return down, up
