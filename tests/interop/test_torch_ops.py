@@ -87,16 +87,16 @@ def test_operators_and_their_fakes_agree() -> None:
 
 def test_experts() -> None:
     rng = np.random.default_rng(4)
-    up = ExpertUpSpec(GGMLType.Q4_K, 4, 2, 256, 256, "silu")
-    down = ExpertDownSpec(GGMLType.Q6_K, 4, 2, 256, 256)
+    up = ExpertUpSpec(GGMLType.Q8_0, 4, 2, 64, 96, "silu")
+    down = ExpertDownSpec(GGMLType.Q5_0, 4, 2, 96, 64)
     gates, ups, downs = (draw.weight(rng, s.type, s.rows, s.k) for s in (up, up, down))
-    x = draw.activations(rng, 3, 256)
+    x = draw.activations(rng, 3, 96)
     ids = np.stack([rng.permutation(4)[:2] for _ in range(3)]).astype(np.int32)
     weights = rng.random((3, 2), dtype=np.float32)
     (y,) = expert_up_reference(up, x, ids, gates, ups)
     (want,) = expert_down_reference(down, y, ids, weights, downs)
     tensors = [packed(w) for w in (gates, ups, downs)]
-    got = ops.experts(on(x), on(ids), on(weights), *tensors, "Q4_K", "Q6_K", 4, 256)
+    got = ops.experts(on(x), on(ids), on(weights), *tensors, "Q8_0", "Q5_0", 4, 64)
     assert rel_error(got.cpu().numpy(), want) < 1e-5
 
 

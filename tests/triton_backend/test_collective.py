@@ -55,11 +55,10 @@ def test_sums_in_one_launch(add: bool) -> None:
 
 
 def test_shares_add_up_to_the_model() -> None:
-    """Attention, a mixer whose norm gathers, experts with a shared one, tied output."""
-    folder = need_cases("granitehybrid")
-    ids = np.load(folder / "tokens.npy").reshape(-1).astype(np.int32)[:4]
+    folder = need_cases("zoo")
+    ids = np.load(folder / "tokens.npy").reshape(-1).astype(np.int32)[:2]
     limits = Limits(max_tokens=8, max_seqs=2, max_blocks_per_seq=2, n_blocks=2, block_size=16)
-    with GGUFFile.open(folder / "model-q4_0x.gguf") as file:
+    with GGUFFile.open(folder / "model-q8_0.gguf") as file:
 
         def member(group: Member) -> np.ndarray:
             spec = read_spec(file)
@@ -68,8 +67,10 @@ def test_shares_add_up_to_the_model() -> None:
             backend = create()
             backend.join(group)
             step = backend.compile(assemble(spec, tensors), tensors, limits, "float32")
-            return np.concatenate([step(chunk(ids, a, z), "logits").logits for a, z in ((0, 3), (3, 4))])  # type: ignore[arg-type]
+            logits = step(chunk(ids, 0, len(ids)), "logits").logits
+            assert logits is not None
+            return logits
 
         first, second = together(2, member, in_turn=True)
-    assert rel_error(first, np.load(folder / "logits_hf.npy")[: len(ids)]) < 1e-5
+    assert rel_error(first, np.load(folder / "logits_q8_0_deq.npy")[: len(ids)]) < 1e-5
     assert np.array_equal(first, second)
