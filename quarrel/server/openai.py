@@ -46,6 +46,7 @@ def routes(desk: Desk) -> APIRouter:
     async def chat(request: Request) -> Response:
         """The next message of a conversation."""
         body, headers = await reported(request, ChatBody, desk)
+        _name_adapter(desk, body)
         messages = [m.plain() for m in body.messages]
         tools = None if body.tool_choice == "none" else body.tools
         options, structure = body.sampling(), body.structure()
@@ -71,6 +72,7 @@ def routes(desk: Desk) -> APIRouter:
     async def complete(request: Request) -> Response:
         """The continuation of a text, or of several."""
         body, headers = await reported(request, CompletionBody, desk)
+        _name_adapter(desk, body)
         options, structure = body.sampling(), body.structure()
 
         def make(llm: Model, service: Service) -> Sequence[Any]:
@@ -169,6 +171,13 @@ class _Completion(_Form):
             return ""
         prompt = self._prompts[index // self._n]
         return prompt if prompt is not None else job.llm.detokenize(job.requests[index // self._n].tokens)
+
+
+def _name_adapter(desk: Desk, body: ChatBody | CompletionBody) -> None:
+    """A model's name may say which of its adapters is meant, for clients that send nothing else."""
+    model, adapter = desk.shelf.parts(body.model)
+    if adapter is not None and body.adapter is None:
+        body.model, body.adapter = model, adapter
 
 
 async def _answer(

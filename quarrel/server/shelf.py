@@ -108,6 +108,12 @@ class Shelf:
         known = ", ".join(e.name for e in self.entries()) or "none"
         raise Refused(404, "model_not_found", f"there is no model {str(wanted)[:80]!r} here, wanted one of {known}")
 
+    def parts(self, name: str | None) -> tuple[str | None, str | None]:
+        """A model and one of its adapters, where a name is both, as in "model:adapter"; the name and None elsewhere."""
+        names = {entry.name for entry in self.entries()}
+        model, colon, adapter = (name or "").rpartition(":")
+        return (model, adapter) if colon and name not in names and model in names else (name, None)
+
     @asynccontextmanager
     async def use(self, name: str | None) -> AsyncIterator[tuple[str, Model]]:
         """The model for one request, loaded if it was not. It stays open until the block ends, whatever else happens."""
