@@ -33,7 +33,8 @@ def main(descriptor: int) -> None:
     """Loads what the first message names, and serves it until the other side closes or is gone."""
     # The process that started this one decides when it ends, also where a terminal or a service manager signals both.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # A handler, for what is ignored stays so in processes that this one starts, which it may have to end.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     wire = Wire(socket.socket(fileno=descriptor))
     frames = wire.frames()
