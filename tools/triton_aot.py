@@ -30,11 +30,11 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from quarrel.gguf import GGMLType
-from quarrel.ops.activation import CAP, GATED, PLAIN, CapSpec, GatedSpec, PlainSpec
+from quarrel.ops.activation import CAP, GATED, PLAIN, CapSpec, GatedSpec, PlainSpec, gated, plain
 from quarrel.ops.attention import ATTENTION, KV_APPEND, ROPE_APPEND, AttentionSpec, KVAppendSpec, RopeAppendSpec
 from quarrel.ops.contract import CacheRef, Compute, ConstRef, Op, Operand, Param, StateRef, Value, WeightRef
 from quarrel.ops.draw import NATIVE
-from quarrel.ops.embedding import EMBEDDING, GATHER_ROWS, EmbeddingSpec, GatherRowsSpec
+from quarrel.ops.embedding import EMBEDDING, GATHER_ROWS, EmbeddingSpec, GatherRowsSpec, embedding, gather_rows
 from quarrel.ops.encode import ADD_ROW, ENCODE, AddRowSpec, EncodeSpec
 from quarrel.ops.kv import KV_TYPES, KVType
 from quarrel.ops.linear import (
@@ -48,11 +48,25 @@ from quarrel.ops.linear import (
     LinearSpec,
     NormGateUpSpec,
     NormLinearSpec,
+    add,
+    linear,
+    linear_add,
 )
 from quarrel.ops.lora import CHOSEN_LINEAR, ChosenLinearSpec
 from quarrel.ops.mixer import MAMBA2_MIX, SCAN1_GATE, Mamba2MixSpec
-from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP, ROUTE, ExpertDownSpec, ExpertUpSpec, RouteSpec
+from quarrel.ops.moe import (
+    EXPERT_DOWN,
+    EXPERT_UP,
+    ROUTE,
+    ExpertDownSpec,
+    ExpertUpSpec,
+    RouteSpec,
+    expert_down,
+    expert_up,
+    route,
+)
 from quarrel.ops.norm import NORM, NormSpec
+from quarrel.ops.null import Builder
 from quarrel.ops.program import KVLayer, Node, Program, StateLayer
 from quarrel.ops.registry import lower
 from quarrel.ops.rope import ROPE, RopeSpec
@@ -356,13 +370,73 @@ def _output(tool: Path, *args: str) -> str:
     return subprocess.run([str(tool), *args], capture_output=True, text=True, check=True).stdout
 
 
+EXPERT_BLOCKS = (
+    (1536, 64, 6, 512, 1024, "softmax", "silu"),
+    (2688, 128, 6, 1856, 3712, "sigmoid", "relu2"),
+    (2880, 32, 4, 2880, 0, "softmax_topk", "oai"),
+)
+"""Width, experts, those used, their width, the shared one's, gate and activation of real models."""
+
+
+def expert_block(width: int, n: int, used: int, ff: int, shared: int, gate: Any, activation: Any) -> Program:
+    """A router, experts and a shared one behind an embedding: what `fuse.py` takes together."""
+    b = Builder()
+
+    def ref(name: str, rows: int, k: int, type: GGMLType = GGMLType.Q8_0) -> WeightRef:
+        return WeightRef(name, type, rows, k)
+
+    h = embedding(b, b.input("ids"), ref("embd", 64, width))
+    logits = linear(b, h, ref("router", n, width, GGMLType.F32), out="f32")
+    shift = ref("shift", 1, n, GGMLType.F32) if gate == "sigmoid" else None
+    ids, weights = route(b, RouteSpec(n, used, gate, bias=shift is not None), logits, shift)
+    gated_too = activation != "relu2"
+    stacks = [ref(name, n * ff, width) for name in (("gate", "up") if gated_too else ("up",))]
+    y = expert_up(b, ExpertUpSpec(GGMLType.Q8_0, n, used, ff, width, activation, gated_too), h, ids, *stacks)
+    down = ref("down", n * width, ff)
+    y = expert_down(b, ExpertDownSpec(GGMLType.Q8_0, n, used, width, ff), y, ids, weights, down)
+    if shared:
+        up = linear(b, h, ref("up_s", shared, width))
+        if gated_too:
+            up = gated(b, GatedSpec("silu", shared), linear(b, h, ref("gate_s", shared, width)), up)
+        else:
+            up = plain(b, "relu2", up)
+        y = linear_add(b, y, up, ref("down_s", width, shared))
+    return b.program(hidden=gather_rows(b, add(b, h, y), b.input("out_rows")))
+
+
+def record_block(program: Program, compute: Compute, generation: int) -> Iterator[Variant]:
+    """The kernels of its steps of one row and of some."""
+    seen: list[Variant] = []
+
+    def note(
+        kernel: Any, grid: Grid, *args: Any, warps: int = 4, stages: int = 2, early: bool | None = None, **constants: Any
+    ) -> None:
+        told = constants if early is None else constants | {"PDL": early}
+        seen.append(variant(kernel, compute, args, told, options(warps, stages, early)))
+
+    ints = Slot(torch.empty(1, dtype=torch.int32, device=META))
+    slots = {v.id: ints for v in program.inputs.values()}
+    kept, rows = {v.id for v in program.outputs.values()}, {"T": 64, "S": 64, "R": 64, "items": 64}
+    plan = Plan(
+        lower(program, REGISTRY), slots, kept, rows, Blank(compute), [], [], Work(ints, ints), compute, META, note, False,
+        generation,
+    )  # type: ignore[arg-type]  # fmt: skip
+    for tokens in (1, 8):
+        for go in plan.launches:
+            go(Live(tokens, 1, 1, tokens == 1, tokens > 1, 1))
+    yield from seen
+
+
 def variants(
     formats: Sequence[GGMLType], computes: Sequence[Compute], quick: bool, target: str, mode: Mode = PLAIN_MODE
 ) -> list[Variant]:
     """Every distinct kernel, once."""
     asked = [(c, op, spec) for c in computes for op, spec in specs(formats, quick)]
     generation = TARGETS[target][0] // 10
-    return list(dict.fromkeys(v for c, op, spec in asked for v in record(op, spec, c, generation, mode)))
+    alone = (v for c, op, spec in asked for v in record(op, spec, c, generation, mode))
+    programs = [] if mode.deterministic else [expert_block(*block) for block in EXPERT_BLOCKS]
+    together = (v for c in computes for program in programs for v in record_block(program, c, generation))
+    return list(dict.fromkeys((*alone, *together)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
