@@ -44,6 +44,7 @@ class TorchGroup:
         store = dist.FileStore(str(folder / "store"), size)
         store.set_timeout(timedelta(minutes=2))
         self._lock = threading.Lock()
+        self._closed = threading.Event()
         self._few: OneShot | None = None
         self._options = dist.AllreduceOptions()
         self._options.asyncOp = False
@@ -102,26 +103,25 @@ class TorchGroup:
         self._wait(self._ranks.broadcast([_tensor(buffer)], self._from))
 
     def abort(self) -> None:
-        """Ends what waits for a member that is gone. Safe for threads."""
+        """Ends what waits for a member that is gone, until the group is closed. Safe for threads."""
         with self._lock:
-            ranks, self._ranks = self._ranks, None
-        if self._few is not None:
-            self._unblock(self._few)
+            ranks, self._ranks, few = self._ranks, None, self._few
         if ranks is not None:
             ranks.abort()
+        if few is not None:
+            self._unblock(few)
 
-    @staticmethod
-    def _unblock(few: OneShot) -> None:
+    def _unblock(self, few: OneShot) -> None:
         device = few.memory[few.rank].device
         with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
-            for _ in range(10_000):
+            # A step may be launched while this begins, so it goes on until no more can be.
+            while not self._closed.wait(0.0005):
                 few.release()
                 torch.cuda.current_stream().synchronize()
-                if torch.cuda.default_stream(device).query():
-                    return
 
     def close(self) -> None:
         """Leaves; members may do so one after the other."""
+        self._closed.set()
         with self._lock:
             ranks, self._ranks, self._few = self._ranks, None, None
         if ranks is not None and ranks.name() == "nccl":

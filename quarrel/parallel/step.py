@@ -69,7 +69,7 @@ class ParallelStep:
         except Exception as error:
             # The others run a step that this one does not: none of them can be relied on.
             fault = self._team.fault(SOON)
-            self._team.close()
+            self._team.stop()
             raise (fault or EngineFault(f"the devices are out of step: {type(error).__name__}: {error}")) from error
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:

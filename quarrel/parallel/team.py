@@ -205,14 +205,18 @@ class Team:
         found = next((m for m in self.members if m.lost is not None), None)
         return None if found is None else found.fault()
 
+    def stop(self) -> None:
+        """Ends every process; what waits for them here comes to an end too."""
+        for member in self.members:
+            member.close()
+
     def close(self) -> None:
-        """Ends every process. May be called twice."""
+        """Ends every process and gives everything back. May be called twice."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-        for member in self.members:
-            member.close()
+        self.stop()
         if self.group is not None:
             self.group.close()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -223,6 +227,6 @@ class Team:
             closed = self._closed
         if not closed:
             log.error("the process of device %d is lost: %s", member.rank, member.lost)
-            if self.group is not None:
-                self.group.abort()
         self._lost.set()
+        if not closed and self.group is not None:
+            self.group.abort()
