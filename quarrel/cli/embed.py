@@ -42,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
         memory=args.memory,
         threads=args.threads,
         tensor_parallel=args.tensor_parallel,
+        experts_on_cpu=args.experts_on_cpu,
         max_seqs=64,
     ) as llm:
         letters = _letters(args)

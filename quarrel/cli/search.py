@@ -32,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
             memory=args.memory,
             threads=args.threads,
             tensor_parallel=args.tensor_parallel,
+            experts_on_cpu=args.experts_on_cpu,
         ) as llm:
             made = llm.embed(
                 text, pooling=args.pooling, dimensions=args.dimensions, prefix=args.prefix, normalize=args.normalize
