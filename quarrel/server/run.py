@@ -23,7 +23,7 @@ from quarrel.server.protocol import protocol_for
 from quarrel.server.settings import Settings
 from quarrel.server.socket import MAX_MESSAGE
 
-WAITING = 2048
+WAITING = 4096
 """Connections that the system keeps until they are taken."""
 BURST = 32
 """Connections that are taken before others have their turn: thousands at once would hold up every answer."""
