@@ -177,12 +177,16 @@ class Cache:
         match = self.prefixes.match(s.tokens, last, s.salt)
         known, blocks = match.known, tuple(n.block for n in match.nodes)
         nodes: tuple[Node, ...] = match.nodes
-        states = {i * self.limits.block_size + at: slot for i, n in enumerate(nodes) for at, slot in n.snapshots.items()}
+        size = self.limits.block_size
+        # What lies behind the known part of the last node is of another text.
+        states = {i * size + at: slot for i, n in enumerate(nodes) for at, slot in n.snapshots.items()}
+        states = {at: slot for at, slot in states.items() if at <= known}
         for other in family:
             # Another continuation of the same prompt: its last block is not in the tree yet.
             n = min(common_prefix(other.tokens[: other.computed], s.tokens), last)
             if n > known and -1 not in other.blocks[: self.blocks_for(n)]:
                 known, blocks = n, tuple(other.blocks[: self.blocks_for(n)])
+                nodes = match.nodes[: match.known // size]
                 states |= other.snapshots
         return self._cut(_Found(known, blocks, nodes), known, states)
 
