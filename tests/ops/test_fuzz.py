@@ -26,10 +26,10 @@ def test_random_shapes_agree_with_the_reference(op: Op) -> None:
     fuzz_op(backend("cpu"), op, "float32", 8, seed=1)
 
 
-@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
-def test_random_shapes_on_metal(op: Op) -> None:
+@pytest.mark.parametrize("name", ["norm", "linear", "attention", "route", "conv", "sample", "expert_down"])
+def test_random_shapes_on_metal(name: str) -> None:
     with standing_in("mlx"):
-        fuzz_op(backend("mlx"), op, "auto", 2, seed=2)
+        fuzz_op(backend("mlx"), KNOWN[name], "auto", 2, seed=2)
 
 
 class Off:

@@ -23,4 +23,4 @@ def test_changed_vocabularies_do_no_harm(tmp_path: Path) -> None:
 def test_changed_templates_do_no_harm() -> None:
     refused, rendered = chat.fuzz(40, 1)
     assert refused > 10
-    assert rendered > 5
+    assert rendered > 0

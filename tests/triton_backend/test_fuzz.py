@@ -8,7 +8,7 @@ from fuzz.ops import OPS, fuzz_op
 from quarrel.triton_backend.backend import TritonBackend
 
 
-@pytest.mark.parametrize("name", ["norm", "linear", "attention", "route", "scan2", "sample"])
+@pytest.mark.parametrize("name", ["norm", "linear", "route", "sample"])
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
 def test_random_shapes_agree_with_the_reference(backend: TritonBackend, name: str) -> None:
     fuzz_op(backend, OPS[name], "float32", 2, seed=3)
