@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -144,3 +147,37 @@ def test_the_tables_are_in_the_package() -> None:
     assert {p.name for p in folder.glob("*.json")} == {"sm_90.json", "other.json"}
     for file in folder.glob("*.json"):
         assert json.loads(file.read_text())["widths"]
+
+
+def tuner(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    folder = Path(__file__).resolve().parents[2] / "bench"
+    monkeypatch.syspath_prepend(str(folder))
+    return importlib.import_module("tune")
+
+
+def test_what_is_tuned_begins_with_what_is_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    tune = tuner(monkeypatch)
+    for subject in dict.fromkeys(s for found in tune.MODELS.values() for s in found):
+        for width in (8, 16, 32, 128):
+            found = list(tune.candidates(subject, width))
+            how = [(c["family"], c["row"]) for c in found]
+            assert len(set(how)) == len(how) > (1 if width < 128 else 0)
+            assert all(c["part"] in tune.MAKERS for c in found)
+            known = table(9)
+            for family, measured in (("rows", known.rows), ("tiles", known.tiles)):
+                if width in measured.get(subject.name, {}):
+                    assert how[0] == (family, measured[subject.name][width])
+
+
+def test_only_a_gain_changes_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    tune = tuner(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a device")
+    monkeypatch.setattr(tune, "device", lambda: None)
+    subject = tune.Subject("one", ("Q4_K",), (64,), 512)
+    kept: dict[str, Any] = {"tiles": {subject.name: {"32": [1]}}}
+    before, other = ("tiles", (1,)), ("rows", (2,))
+    tune.settle(kept, subject, 32, {before: 10.0, other: 9.9}, before)
+    assert kept["tiles"][subject.name] == {"32": [1]}
+    tune.settle(kept, subject, 32, {before: 10.0, other: 9.0}, before)
+    assert (kept["tiles"][subject.name], kept["rows"][subject.name]) == ({}, {"32": [2]})
+    assert json.loads(tune.dumps(kept))["us"] == {subject.name: {"32": 9.0}}
