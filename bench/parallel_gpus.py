@@ -68,7 +68,7 @@ def case(args: argparse.Namespace, name: str, variant: str) -> dict[str, Any]:
     path = folder / f"model-{variant}.gguf"
     ids = np.load(folder / "tokens.npy").reshape(-1).astype(np.int32)
     limits = Limits(max_tokens=len(ids), max_seqs=2, max_blocks_per_seq=8, n_blocks=8, block_size=16)
-    team = Team(Work((path,), args.backend, "auto", 2, "tensor", threads=1))
+    team = Team(Work((path,), args.backend, "auto", 2, "tensor", threads=1, one_shot=args.one_shot))
     with GGUFFile.open(path) as file:
         spec = read_spec(file)
         assert isinstance(spec, ModelSpec)
@@ -133,7 +133,7 @@ def sums(rank: int, folder: Path) -> dict[str, Any]:
     logging.basicConfig(level="INFO")
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
-    group = TorchGroup(folder, rank, 2, device)
+    group = TorchGroup(folder, rank, 2, device, one_shot=True)
     found: dict[str, Any] = {"sums": group.how}
     few, group._few = group._few, None
     for name, made in (("nccl", None), ("one_shot", few)):
@@ -195,7 +195,9 @@ def speed(args: argparse.Namespace, path: Path) -> None:
     tests = list(TESTS)
     on = backend(args.backend)
     limits = limits_for(tests, args.step_tokens or on.step_tokens, False)
-    team = Team(Work((path,), args.backend, "auto", 2))  # its process starts while one device is measured
+    team = Team(
+        Work((path,), args.backend, "auto", 2, one_shot=args.one_shot)
+    )  # its process starts while one device is measured
     with GGUFFile.open(path) as file:
         source = Source.of(file, max(t.length for t in tests))
         for ranks in (1, 2):
@@ -230,6 +232,7 @@ def everything(args: argparse.Namespace) -> int:
 
     base = [sys.executable, str(Path(__file__)), "--backend", args.backend, "--cases", str(args.cases)]
     base += ["--rounds", str(args.rounds)] + (["--step-tokens", str(args.step_tokens)] if args.step_tokens else [])
+    base += ["--one-shot"] if args.one_shot else []
     cut = [] if args.layers is None else ["--layers", str(args.layers)]
     names = args.only.split(",") if args.only else list(MODELS)
     files = {n: args.folder / f"{n.replace(':', '-')}.gguf" for n in names}
@@ -311,6 +314,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--step-tokens", type=int)
     parser.add_argument("--n-cases", type=int, default=len(CASES))
+    parser.add_argument("--one-shot", action="store_true", help="small sums in one launch, which no GPU has run yet")
     parser.add_argument("--part", nargs="+", default=[])
     args = parser.parse_args()
     match args.part:

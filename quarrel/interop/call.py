@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,12 +120,14 @@ def run(op: Op, spec: Any, inputs: Sequence[Given], call: Call) -> list[torch.Te
     start = len(operands)
     results = [Value(i, r.kind, r.dims(spec), r.name) for i, r in enumerate(op.results(spec), start)]
     node = Node(op, spec, tuple(operands), tuple(results), op.name)
-    for choice in lower(Program((node,), {}, {}, ()), REGISTRY):
-        for value in choice.node.outputs:
-            size = 1
-            for d in value.dims:
-                size *= call.live.count(d) if isinstance(d, str) else d
-            dtype = dtype_of(value.kind, DTYPES[call.compute])
-            call.slots.setdefault(value.id, Slot(torch.empty(size, dtype=dtype, device=call.device)))
-        choice.implementation.build(call, choice.node)(call.live)
+    # Kernels start on the current device, which need not be that of the tensors.
+    with torch.cuda.device(call.device) if call.device.type == "cuda" else nullcontext():
+        for choice in lower(Program((node,), {}, {}, ()), REGISTRY):
+            for value in choice.node.outputs:
+                size = 1
+                for d in value.dims:
+                    size *= call.live.count(d) if isinstance(d, str) else d
+                dtype = dtype_of(value.kind, DTYPES[call.compute])
+                call.slots.setdefault(value.id, Slot(torch.empty(size, dtype=dtype, device=call.device)))
+            choice.implementation.build(call, choice.node)(call.live)
     return [call.slots[v.id].tensor for v in results]

@@ -1,7 +1,8 @@
 """A group over torch.distributed: NCCL between GPUs, gloo between CPU processes. No default group: models do not share one.
 
-Small sums on GPUs that reach each other's memory are one launch (`triton_backend/one_shot.py`), for which processes open
-each other's memory by CUDA's handles. NVLink multicast is left alone.
+With `one_shot`, small sums on GPUs that reach each other's memory are one launch (`triton_backend/one_shot.py`), for which
+processes open each other's memory by CUDA's handles. It is asked for only: no GPU has run it yet. NVLink multicast is left
+alone.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _SETTINGS = {
 class TorchGroup:
     """See `ops.collective.Group`. Buffers are NumPy arrays (gloo) or CUDA tensors (NCCL)."""
 
-    def __init__(self, folder: Path, rank: int, size: int, device: torch.device) -> None:
+    def __init__(self, folder: Path, rank: int, size: int, device: torch.device, one_shot: bool = False) -> None:
         self.rank, self.size = rank, size
         store = dist.FileStore(str(folder / "store"), size)
         store.set_timeout(timedelta(minutes=2))
@@ -63,8 +64,8 @@ class TorchGroup:
         self._ranks = dist.ProcessGroupNCCL(store, rank, size, options)
         # The first sum makes the connections, which a graph could not.
         self.all_reduce(torch.zeros(1, device=device))
-        few = _one_shot(store, rank, size, device)
-        if self._agreed(few is not None, device):
+        few = _one_shot(store, rank, size, device) if one_shot else None
+        if one_shot and self._agreed(few is not None, device):
             assert few is not None
             probe = torch.full((64,), rank + 1.0, device=device)
             few.sum(probe, probe)

@@ -47,6 +47,8 @@ class Work:
     split: Split = "auto"
     threads: int | None = None
     """Of each process, on a CPU."""
+    one_shot: bool = False
+    """Small sums of GPUs in one launch (`group.py`)."""
 
 
 class Member:
@@ -148,6 +150,7 @@ class Team:
                         split=work.split,
                         threads=work.threads,
                         folder=str(self.folder),
+                        one_shot=work.one_shot,
                     )
                 )
         except BaseException:
@@ -178,7 +181,7 @@ class Team:
         try:
             self.free_bytes()
             self.tell(wire.words(do="load", n_ctx=n_ctx, limits=asdict(limits)))
-            self.group = TorchGroup(self.folder, 0, self.work.ranks, device_of(backend.name, 0))
+            self.group = TorchGroup(self.folder, 0, self.work.ranks, device_of(backend.name, 0), self.work.one_shot)
             backend.join(self.group)
             spec, tensors = shard(whole, Tensors(file), 0, self.work.ranks, self.work.split)
             program = assemble(spec, tensors)

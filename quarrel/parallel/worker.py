@@ -58,7 +58,8 @@ class Worker:
         # Its tensors are on this device from now on, and its sums with those of the others.
         from quarrel.parallel.group import TorchGroup
 
-        group = TorchGroup(Path(started["folder"]), started["rank"], started["ranks"], device)
+        place = (started["rank"], started["ranks"], device)
+        group = TorchGroup(Path(started["folder"]), *place, started["one_shot"])
         backend.join(group)  # type: ignore[attr-defined]
         with GGUFFile.open([Path(p) for p in started["paths"]]) as file:
             whole = read_spec(file, go["n_ctx"])
