@@ -38,6 +38,19 @@ def test_the_bundled_model_answers_as_it_did(tmp_path: Path, capsys: pytest.Capt
     assert 0 < entry["memory"]["process_peak"] < 4 << 30
 
 
+@pytest.mark.parametrize("kind", ["experts", "hybrid"])
+@pytest.mark.parametrize("compute", ["float32", "auto"])
+def test_small_trained_models_answer_as_they_did(kind: str, compute: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Real weights in k-quants: experts of which two compute, and Mamba-2 beside attention."""
+    model = str(BASELINE.parent / "models" / f"quarrel-{kind}-Q4_K_M.gguf")
+    against = str(BASELINE.with_name(f"{kind}-float32.json"))
+    limits = ["--threshold", "1e-3"] if compute == "auto" else []
+    status = main(["check", "-m", model, "--compute", compute, "--against", against, *limits])
+    said = capsys.readouterr()
+    assert status == 0, said.err
+    assert ("same experts" in said.out) == (kind == "experts")
+
+
 def test_eight_bit_arithmetic_stays_close_and_coherent(capsys: pytest.CaptureFixture[str]) -> None:
     status = main(["check", "-m", "demo", "--against", str(BASELINE), "--threshold", "1e-3"])
     assert status == 0, capsys.readouterr().err
