@@ -103,7 +103,7 @@ class Turn:
         if self.rows is None:
             self.rows = measure()
             log.info("experts in host memory are copied to the device for steps of %.0f rows and more", self.rows)
-        return self.rows <= live.T
+        return bool(self.rows <= live.T)
 
 
 @dataclass
