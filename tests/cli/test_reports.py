@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from quarrel.cli import explain, main
 from quarrel.cli.models import document
 from quarrel.cli.terminal import amount
+from quarrel.llm import load
 from tests.gguf.hub_server import Hub, serve
 
 
@@ -42,6 +44,14 @@ def test_inspect_as_json(base: str, capsys: pytest.CaptureFixture[str]) -> None:
     whole = json.loads(capsys.readouterr().out)
     assert len(whole["metadata"]["tokenizer.ggml.tokens"]["value"]) == 288
     assert [t["shape"] for t in whole["tensors"]] == [[32]] * 3
+
+
+def test_explain_says_what_the_host_holds(base: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with load(base, backend="cpu", n_ctx=64) as llm:
+        told = llm.explain()
+    assert not any("host memory" in text for text in explain._memory(told))
+    told = replace(told, plan=replace(told.plan, host=3 << 30, host_layers=4))
+    assert f"  in host memory: the experts of 4 layers, {amount(3 << 30)}, in the file's own pages" in explain._memory(told)
 
 
 def test_explain_groups_calls_and_counts_them_all(base: str, capsys: pytest.CaptureFixture[str]) -> None:
