@@ -46,7 +46,7 @@ def test_inspect_as_json(base: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert [t["shape"] for t in whole["tensors"]] == [[32]] * 3
 
 
-def test_explain_says_what_the_host_holds(base: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_says_what_the_host_holds(base: str) -> None:
     with load(base, backend="cpu", n_ctx=64) as llm:
         told = llm.explain()
     assert not any("host memory" in text for text in explain._memory(told))
