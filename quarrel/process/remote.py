@@ -14,7 +14,6 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any, Unpack
 
 from quarrel.engine import (
@@ -22,13 +21,10 @@ from quarrel.engine import (
     AsyncStream,
     Chunk,
     Request,
-    Result,
     Sampling,
     SamplingParams,
     Service,
     Stats,
-    Timings,
-    Usage,
 )
 from quarrel.engine.loop import CLOSED, MAX_WAITING, SOONEST
 from quarrel.engine.service import DEFAULT_SERVICE
@@ -36,6 +32,7 @@ from quarrel.errors import EngineLost, QuarrelError, QueueFull
 from quarrel.llm import Chunking, Embeddings, Explanation, Structure, load_tokenizer
 from quarrel.llm.embeddings import Pooling
 from quarrel.llm.texts import VocabularyTexts
+from quarrel.process.reading import Placed, Reading, Work, hand_over
 from quarrel.process.wire import Json, Wire, chunk_of, plain, typed, unpacked
 
 _START = """
@@ -57,50 +54,6 @@ def open_remote(source: str, options: Mapping[str, Any]) -> RemoteLLM:
     return RemoteLLM(source, options)
 
 
-@dataclass(frozen=True, eq=False)
-class _Placed(Request):
-    """A request that is over there, under a number."""
-
-    number: int = 0
-
-
-@dataclass(frozen=True)
-class _Work:
-    """A stream over there."""
-
-    wire: Wire
-    number: int
-
-    def cancel(self) -> None:
-        self.wire.send("cancel", self.number)
-
-
-@dataclass
-class _Reading:
-    """A stream's end here: chunks go to `put`, on the event loop that reads them."""
-
-    events: asyncio.AbstractEventLoop
-    chunks: asyncio.Queue[Chunk]
-    request: Request
-    open: set[int]
-    made: list[int] = field(default_factory=list)
-
-    def note(self, chunk: Chunk) -> None:
-        if chunk.token_id is not None:
-            self.made[chunk.index] += 1
-        if chunk.result is not None:
-            self.open.discard(chunk.index)
-
-    def failed(self, error: QuarrelError) -> list[Chunk]:
-        """The last chunks of what is not done."""
-        return [Chunk("", index=i, result=self._failure(i, error)) for i in sorted(self.open)]
-
-    def _failure(self, index: int, error: QuarrelError) -> Result:
-        usage = Usage(len(self.request.tokens), self.made[index])
-        timings = Timings(self.request.load_seconds, 0.0, 0.0, 0.0, 0, 0)
-        return Result("", (), "error", usage, timings, self.request.seed, error=str(error), failure=error)
-
-
 class RemoteLLM:
     """See `LLM`, whose methods these are. Safe for threads.
 
@@ -117,7 +70,7 @@ class RemoteLLM:
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._calls: dict[int, Future[Json]] = {}
-        self._streams: dict[int, _Reading] = {}
+        self._streams: dict[int, Reading] = {}
         self._over: QuarrelError | None = None
         self._closing = False
         self._experts: dict[str, list[int]] = {}
@@ -197,7 +150,7 @@ class RemoteLLM:
         number = next(self._numbers)
         sent = (asked, plain(service), plain(structure), plain(params), kept)
         tokens, settled, seed, stop_ids = self._call("prepare", number, *sent).result()
-        request = _Placed(
+        request = Placed(
             tuple(tokens),
             typed(SamplingParams, settled),
             seed,
@@ -213,10 +166,10 @@ class RemoteLLM:
 
     def submit(self, request: Request, *, stream: bool = True) -> AsyncStream:
         """As `LLM.submit`."""
-        assert isinstance(request, _Placed)
+        assert isinstance(request, Placed)
         number, n = next(self._numbers), request.params.n
         chunks: asyncio.Queue[Chunk] = asyncio.Queue()
-        reading = _Reading(asyncio.get_running_loop(), chunks, request, set(range(n)), [0] * n)
+        reading = Reading(asyncio.get_running_loop(), chunks, request, set(range(n)), [0] * n)
         with self._lock:
             if self._over is not None:
                 raise self._over
@@ -226,7 +179,7 @@ class RemoteLLM:
                 raise QueueFull(f"{alive} requests run or wait already, of at most {self._most}: try again later", after)
             self._streams[number] = reading
             self._wire.send("submit", request.number, number, not stream)
-        return AsyncStream(_Work(self._wire, number), n, chunks, self)
+        return AsyncStream(Work(self._wire, number), n, chunks, self)
 
     async def aembed(
         self,
@@ -286,7 +239,7 @@ class RemoteLLM:
             due: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue[Chunk], Chunk]]] = {}
             for message in frame:
                 self._take(message, due)
-            _hand_over(due)
+            hand_over(due)
         self._end()
 
     def _take(
@@ -318,7 +271,7 @@ class RemoteLLM:
         elif kind == "failed":
             self._settle(message[1], None, unpacked(message[2]))
 
-    def _note(self, number: int, reading: _Reading, chunk: Chunk) -> None:
+    def _note(self, number: int, reading: Reading, chunk: Chunk) -> None:
         with self._lock:
             reading.note(chunk)
             if not reading.open:
@@ -347,7 +300,7 @@ class RemoteLLM:
             calls, self._calls = self._calls, {}
             told, lost = self._told, not self._closing
         for reading in streams.values():
-            _hand_over({reading.events: [(reading.chunks, c) for c in reading.failed(self._over)]})
+            hand_over({reading.events: [(reading.chunks, c) for c in reading.failed(self._over)]})
         for future in calls.values():
             if future.set_running_or_notify_cancel():
                 future.set_exception(self._over)
@@ -356,14 +309,3 @@ class RemoteLLM:
             log.error("%s", self._over)
             for callback in told:
                 callback()
-
-
-def _hand_over(due: Mapping[asyncio.AbstractEventLoop, Sequence[tuple[asyncio.Queue[Chunk], Chunk]]]) -> None:
-    for events, rows in due.items():
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads
-            events.call_soon_threadsafe(_put, rows)
-
-
-def _put(rows: Sequence[tuple[asyncio.Queue[Chunk], Chunk]]) -> None:
-    for chunks, chunk in rows:
-        chunks.put_nowait(chunk)
