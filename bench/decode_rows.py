@@ -24,6 +24,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import decode_kernels
 import triton_decode as base
 from triton_decode import Call, Log, Tile, timed
 
@@ -129,7 +130,7 @@ def one(type: str, n: int, k: int, way: Tile | Way | None, y: Any, x: Any, w: Se
         return base.mv(type, n, k, way or base_tile(few_tile(type, n, k)), True, y, x, w, y)
     constants = shape(way, k, FORMAT=type, NORM=False, ADD=True)
     args = (y, x, y, 1e-5, *w, y, 1.0, n)
-    return Call(stream.stream, (SMS * way.each,), args, constants, way.warps, True, way.registers)
+    return Call(decode_kernels.stream, (SMS * way.each,), args, constants, way.warps, True, way.registers)
 
 
 def few_tile(type: str, n: int, k: int) -> few_tiles.Tile:
@@ -149,7 +150,7 @@ def three(types: Sequence[str], ns: Sequence[int], k: int, way: Tile | Way | Non
     first, second = (round(programs * s / sum(size)) for s in size[:2])
     constants = shape(way, k, F0=types[0], F1=types[1], F2=types[2], NORM=way.norm)
     args = (*ys, x, gain, 1e-5, *ws[0], *ws[1], *ws[2], *ns, first, second)
-    return Call(stream.stream3, (programs,), args, constants, way.warps, True, way.registers)
+    return Call(decode_kernels.stream3, (programs,), args, constants, way.warps, True, way.registers)
 
 
 def gate_up(m: Model, way: Tile | Way | None, b: dict[str, Any], g: Any, u: Any) -> Call:

@@ -166,6 +166,8 @@ def specs(formats: Sequence[GGMLType], quick: bool) -> Iterator[tuple[Op, Any]]:
         yield EMBEDDING, EmbeddingSpec(type, 32000, 4096)
         norm, same = NormSpec("rms", 4096, 1e-5), LinearSpec(type, 14336, 4096)
         yield NORM_GATE_UP, NormGateUpSpec(norm, same, same, "silu")
+        small = LinearSpec(type, 5632, 2048)
+        yield NORM_GATE_UP, NormGateUpSpec(NormSpec("rms", 2048, 1e-5), small, small, "silu")
         maps = tuple(LinearSpec(t, n, 4096) for t, n in ((type, 4096), (type, 1024), (GGMLType.Q6_K, 1025)))
         yield NORM_LINEAR, NormLinearSpec(norm, maps)
         yield EXPERT_UP, ExpertUpSpec(type, 32, 4, 2880, 2880 if type == GGMLType.MXFP4 else 2048, "silu")

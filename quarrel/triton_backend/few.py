@@ -27,7 +27,7 @@ from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 from quarrel.triton_backend import linear, norm
 from quarrel.triton_backend.dots import FLOATS, WORDS
-from quarrel.triton_backend.few_tiles import Walk, multiprocessors, tile_for, tiles_for, walk_for
+from quarrel.triton_backend.few_tiles import Walk, gate_tile_for, multiprocessors, tile_for, tiles_for, walk_for
 from quarrel.triton_backend.halved import halve_rows, norm_halve_rows, words
 from quarrel.triton_backend.inner import expanded
 from quarrel.triton_backend.matvec import gate_up, matvec, matvec3, wide
@@ -269,7 +269,7 @@ def build_norm_gate_up(site: Site, node: Node) -> Launch:
 
 def _gate_up(site: Site, spec: NormGateUpSpec, node: Node, gate: Map, up: Map, y: Slot) -> Launch:
     w = gate.weight
-    tile = tile_for(w.format, w.n, w.k)
+    tile = gate_tile_for(w.format, w.n, w.k)
     row, normed = _normed(site, spec.norm, node.inputs, [w.format])
 
     def run(live: Live) -> None:
