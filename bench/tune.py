@@ -90,7 +90,7 @@ def now(subject: Subject, n: int, width: int) -> Iterator[tuple[str, tuple[int, 
     measured = found.rows.get(subject.name, {})
     if width in measured:
         yield "rows", measured[width]
-    elif width in rows.WIDTHS:
+    elif width in rows.WIDTHS and width not in found.tiles.get(subject.name, {}) and (width < 32 or n < rows.MOST_FOR_32):
         deal = rows.deal(n, subject.k, width)
         yield "rows", (deal.rows, deal.tall, deal.turns, int(deal.deep))
     widths, tiles = found.widths[subject.kind], found.tiles.get(subject.name, {})

@@ -23,11 +23,14 @@ from quarrel.triton_backend.pack import Packed
 from quarrel.triton_backend.runtime import INTERPRETED, Launch, Live, Site, Slot, cdiv, starts_early
 from quarrel.triton_backend.tuned import Kind, key, table
 
-WIDTHS = (8, 16)
-"""Rows of x that `mma` is given; a measured shape may have more."""
+WIDTHS = (8, 16, 32)
+"""Rows of x that `mma` is given."""
 
-_WARPS = 1700
-"""Warps that keep an H200 busy."""
+_WARPS = {8: 1500, 16: 800, 32: 1000}
+"""Warps that keep an H200 busy, by width."""
+MOST_FOR_32 = 16384
+"""Outputs from which tiles are the better for 32 rows: 74 us against 87 for 32000 x 4096 in Q6_K; 31 against 47 for 4096 x
+14336, 55 against 63 for gate and up of 14336 x 4096."""
 
 _activate = gluon.jit(elementwise.activate.fn)
 
@@ -71,22 +74,26 @@ def deals(site: Site, kind: Kind, weights: Sequence[Packed]) -> dict[int, Deal]:
     ns, k = [w.n for w in weights], weights[0].k
     known, name = table(site.generation), key(kind, [w.format for w in weights], ns, k)
     tiled = known.tiles.get(name, {})
-    found = {width: deal(sum(ns) if kind == "three" else ns[0], k, width) for width in WIDTHS if width not in tiled}
-    for width, (rows, tall, turns, deep) in known.rows.get(name, {}).items():
-        found[width] = Deal(rows, tall, turns, bool(deep))
+    n = sum(ns) if kind == "three" else ns[0]
+    widths = [w for w in WIDTHS if w not in tiled and (w < 32 or n < MOST_FOR_32)]
+    tall = all(w.format != "Q5_K" for w in weights)  # gate and up spill 32 bytes
+    found = {width: deal(n, k, width, tall) for width in widths}
+    for width, (rows, high, turns, deep) in known.rows.get(name, {}).items():
+        found[width] = Deal(rows, high, turns, bool(deep))
     return dict(sorted(found.items()))
 
 
-def deal(n: int, k: int, count: int) -> Deal:
-    """By the weight's shape, and whether there are more than 8 rows.
+def deal(n: int, k: int, width: int, tall: bool = True) -> Deal:
+    """By the weight's shape and a width of rows.
 
     Warps share K until there are enough to keep an H200's memory busy, and no further, for each then has less to stream:
-    14336 x 4096 in Q4_K takes 18.5 us with 2 of them (4: 24.7, 8: 27.8), 4096 x 14336 20.1 with 8 (4: 23.9, 16: 28.2),
-    4096 x 4096 8.8 with 4. More than 8 rows of x are worth two tiles of outputs to a warp: 26.3 us against 42.
+    14336 x 4096 in Q4_K took 18.5 us for 8 rows with 2 of them (4: 24.7, 8: 27.8), 4096 x 14336 20.1 with 8 (4: 23.9, 16:
+    28.2). From 9 to 16 rows two tiles of outputs to a warp pay (26.3 us against 42); beyond, or if not `tall`, there is no
+    room for them in registers.
     """
-    rows = 16 if count <= 8 else 32
-    turns = 2
-    while turns < 8 and cdiv(n, rows) * turns < _WARPS and k // STEP >= 4 * turns:
+    rows = 32 if width == 16 and tall else 16
+    turns = 1
+    while turns < 8 and cdiv(n, rows) * turns < _WARPS[width] and k // STEP >= 2 * turns:
         turns *= 2
     return Deal(rows, 1, turns)
 
