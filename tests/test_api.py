@@ -612,13 +612,13 @@ def test_rope_factors_are_those_of_the_context_in_use() -> None:
 
 def test_the_context_shrinks_with_a_warning_where_memory_ends() -> None:
     with pytest.warns(UserWarning, match="the context is reduced from 2048 to") as told:
-        llm = quarrel.load(model("llama32"), backend=ReferenceBackend(free=10 << 20), max_seqs=3)
+        llm = quarrel.load(model("llama32"), backend=ReferenceBackend(free=4 << 20), max_seqs=3)
     assert told[0].filename == __file__
     with llm:
         assert 64 <= llm.n_ctx < 2048
         assert llm.generate([5], GREEDY).finish_reason == "length"
     with pytest.raises(OutOfMemory, match="n_ctx"):
-        open_model("llama32", ReferenceBackend(free=10 << 20), n_ctx=2048)
+        open_model("llama32", ReferenceBackend(free=4 << 20), n_ctx=2048)
     with pytest.raises(OutOfMemory, match="smaller model"):
         open_model("llama32", ReferenceBackend(free=1 << 20), n_ctx=None)
 

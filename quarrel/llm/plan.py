@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -119,6 +120,14 @@ def _alive(program: Program, rows: Mapping[str, int]) -> int:
     return peak
 
 
+def _callers() -> int:
+    """The `stacklevel` of the first call from outside this package, seen from the one that warns."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("quarrel."):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
 def _step_bytes(program: Program, spec: ModelSpec, tokens: int, rows: int) -> int:
     return max(scratch_bytes(program, tokens, rows), _activations(spec, tokens))
 
@@ -177,7 +186,7 @@ def plan_limits(
         warnings.warn(
             f"the context is reduced from {wanted} to {length} tokens: {_budget(device)}, the weights take"
             f" {gib(weights)}; give n_ctx to choose it yourself",
-            stacklevel=3,
+            stacklevel=_callers(),
         )
     blocks = _blocks(length)
     sequences = max(1, min(max_seqs, int(left * SHARE) // (blocks * block_bytes)))
