@@ -1,6 +1,6 @@
 """The kernels of several rows on a CUDA device: checks, then times of many variants; a line of JSON each, as it goes.
 
-    python bench/triton_batch.py --out batch.jsonl --seconds 70 [--parts check,decode,library,batch,attend,split,experts]
+    python bench/triton_batch.py --out batch.jsonl --seconds 70 [--parts check,decode,library,batch,rows,three,attend,..]
 
 Processes on all cores compile what will be timed (into Triton's cache) and run the checks; the timing itself is alone on
 the device: graphs over copies of the weights that together outgrow its cache, medians of 7.
@@ -306,9 +306,10 @@ def make_attend(p: dict[str, Any], small: bool) -> Made:
 
     def go(i: int) -> None:
         launch(
-            attention.attend_many, (tokens // (p["bm"] // share) + 1, n_kv), out, q, k, v, k, start, length, table, width,
-            1, scale * attention.LOG2E, 0.0, 0, HEADS=heads, KV_HEADS=n_kv, DIM=dim, WIDE=dim, SIZE=32, WINDOW=False,
-            CAP=False, SINKS=False, SHARE=share, BLOCK_M=p["bm"], BLOCK_N=p["bn"], warps=p["warps"], stages=p["stages"],
+            attention.attend_many, (tokens // (p["bm"] // share) + 1, n_kv), out, q, k, v, k, v, k, start, length, table,
+            width, 1, scale * attention.LOG2E, 0.0, 0, HEADS=heads, KV_HEADS=n_kv, DIM=dim, WIDE=dim, SIZE=32, WINDOW=False,
+            CAP=False, SINKS=False, SHARE=share, BLOCK_M=p["bm"], BLOCK_N=p["bn"], KIND="plain",
+            COMPUTE=TL_TYPES["float16"], LEAST=2, warps=p["warps"], stages=p["stages"],
         )  # fmt: skip
 
     def error() -> float:
@@ -318,45 +319,6 @@ def make_attend(p: dict[str, Any], small: bool) -> Made:
 
     pairs = tokens * (keys - tokens) + tokens * tokens / 2
     return go, 1, error, {"tflop": 4e-12 * pairs * heads * dim}
-
-
-def make_split(p: dict[str, Any], small: bool) -> Made:
-    seqs, keys, heads, n_kv, dim = p["seqs"], p["keys"], p["heads"], p["n_kv"], p["dim"]
-    one = seqs * keys * n_kv * dim * 4
-    count = 1 if small else max(1, min(120, ROTATE // one))
-    caches = [cache_for(seqs, keys, n_kv, dim) for _ in range(count)]
-    q = activations(seqs, heads * dim)
-    out = torch.full_like(q, float("nan"))
-    splits = attention.splits_of(np.full(seqs, keys), p["least"], p["most"])
-    starts = np.concatenate([[0], np.cumsum(splits)])
-    items = int(starts[-1])
-    part = torch.empty(items * heads * dim, device=device())
-    top_sum = torch.empty(items * heads * 2, device=device())
-    arrived = torch.zeros(seqs * n_kv, dtype=torch.int32, device=device())
-    lists = [np.arange(seqs + 1), np.full(seqs, keys), [cdiv(keys, 32)], starts]
-    begin, length, width, item = (torch.tensor(np.array(x), dtype=torch.int32, device=device()) for x in lists)
-    scale, share = dim**-0.5, heads // n_kv
-
-    def go(i: int) -> None:
-        k, v, table = caches[i]
-        launch(
-            attention.attend_one, (items, n_kv), out, part, top_sum, arrived, q, k, v, k, begin, length, table, width, item,
-            seqs, scale * attention.LOG2E, 0.0, 0, HEADS=heads, KV_HEADS=n_kv, DIM=dim, WIDE=dim, SIZE=32, WINDOW=False,
-            CAP=False, SINKS=False, SHARE=share, BLOCK_M=16, BLOCK_N=p["bn"], SHORTEST=p["least"],
-            MOST=p["most"], AT_ONCE=p["once"], warps=p["warps"],
-            stages=p["stages"],
-        )  # fmt: skip
-
-    def error() -> float:
-        k, v, table = caches[-1]
-        worst = 0.0
-        for s in {0, seqs - 1}:
-            mine = table[s * cdiv(keys, 32) :]
-            want = naive(q[s : s + 1].view(1, heads, dim), k, v, mine, keys, scale)
-            worst = max(worst, relative(out[s : s + 1].view(1, heads, dim).float(), want))
-        return worst
-
-    return go, count, error, {"gb": one / 1e9}
 
 
 def make_experts(p: dict[str, Any], small: bool) -> Made:
@@ -413,7 +375,7 @@ def make_experts(p: dict[str, Any], small: bool) -> Made:
 
 MAKERS = {
     "decode": make_decode, "library": make_library, "batch": make_batch, "three": make_three, "attend": make_attend,
-    "split": make_split, "rows": make_rows, "rows_three": make_rows_three, "experts": make_experts,
+    "rows": make_rows, "rows_three": make_rows_three, "experts": make_experts,
 }  # fmt: skip
 
 
@@ -497,9 +459,6 @@ def variants() -> list[dict[str, Any]]:
         bt=128,
         **three,
     )
-    for seqs, keys in ((1, 500), (1, 4000), (1, 32000), (32, 1000)):
-        tiles = ((64, 3, 16, 64, 64), (64, 3, 16, 64, 32), (64, 3, 16, 128, 32), (64, 4, 16, 128, 32))
-        add("split", "bn stages once least most", *tiles, warps=4, seqs=seqs, keys=keys, **heads)
     mixtral = {"format": "Q4_K", "experts": 8, "used": 2, "n": 14336, "k": 4096, "gated": True}
     small = {"format": "Q4_K", "experts": 64, "used": 6, "n": 512, "k": 1536, "gated": True}
     tiles4 = ((128, 128, 2, 8, 3), (128, 128, 2, 8, 4), (64, 128, 2, 4, 3), (64, 256, 2, 8, 3))
@@ -620,7 +579,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--out", default="batch.jsonl")
     parser.add_argument("--seconds", type=float, default=70.0)
-    parser.add_argument("--parts", default="check,decode,library,batch,three,attend,split,experts")
+    parser.add_argument("--parts", default="check,decode,library,batch,rows,three,attend,experts")
     parser.add_argument("--once", default="", help="launch these variants (their numbers) once each, for a profiler")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 1))
     args = parser.parse_args()
