@@ -109,8 +109,8 @@ def test_a_norm_may_put_its_rows_there_itself() -> None:
 
 
 def test_more_warps_share_the_columns_of_fewer_rows() -> None:
-    assert [rows.deal(n, k, 8).turns for n, k in ((32000, 4096), (14336, 4096), (4096, 14336), (1024, 512))] == [2, 2, 8, 2]
-    assert rows.deal(14336, 4096, 16).rows == 32
+    assert [rows.deal(n, k, 8).turns for n, k in ((32000, 4096), (14336, 4096), (4096, 14336), (1024, 512))] == [1, 2, 8, 2]
+    assert [rows.deal(14336, 4096, w).rows for w in rows.WIDTHS] == [16, 32, 16]
 
 
 @pytest.mark.parametrize("generation", [0, 9])
