@@ -63,16 +63,15 @@ def _e4m3(y: Array) -> Array:
 
 def step_of(values: Array, type: KVType) -> Array:
     """How far apart neighbouring values of the cache are at each of `values`: what another rounding may differ by."""
-    step: Array = np.zeros_like(values)
     if not scaled(type):
-        return step
-    most = np.abs(values).max(-1, keepdims=True) / np.float32(TOP[type])
+        return np.zeros_like(values)
+    unit = np.abs(values).max(-1, keepdims=True) / np.float32(TOP[type])
     if type == "int8":
-        step += most
-    else:
-        with np.errstate(all="ignore"):
-            # An eighth of the power of two below it; subnormal ones are all as far apart.
-            step += np.maximum(np.ldexp(np.float32(1), np.frexp(values)[1] - 4), most * np.float32(2**-9))
+        return np.broadcast_to(unit, values.shape)
+    with np.errstate(all="ignore"):
+        # In units of the codes: an eighth of the power of two at or below one; subnormal ones are all as far apart.
+        code = np.fmax(np.abs(values) / unit * np.float32(1 + 1e-6), np.float32(2**-6))
+        step: Array = np.ldexp(unit, np.frexp(code)[1] - 4)
     return step
 
 

@@ -53,6 +53,16 @@ def test_what_is_not_finite_shows_and_small_rows_are_zeros(type: KVType) -> None
     assert np.abs(got[2]).max() <= 1.01e-35
 
 
+@pytest.mark.parametrize("type", ["int8", "fp8"])
+@pytest.mark.parametrize("scale", [1.0, 1.9, 3.3e-5, 1.1e7])
+def test_steps_reach_from_each_code_to_the_next(type: KVType, scale: float) -> None:
+    values = np.arange(128) if type == "int8" else every_code()[:127]
+    row = (values * np.float32(scale)).astype(np.float32)
+    step = step_of(row, type)
+    np.testing.assert_allclose(step[:-1], np.diff(row), rtol=2e-5 if type == "int8" else 1e-5)
+    assert np.array_equal(step_of(-row, type), step)
+
+
 def test_a_wrong_code_is_no_rounding() -> None:
     """One step off is forgiven, two are not; nor is a scale that is off."""
     case = Case(KVAppendSpec(2, 64), {"T": 9, "block_size": 16, "C": 2, "kv": KV_TYPES.index("int8")})
