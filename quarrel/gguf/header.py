@@ -23,7 +23,7 @@ DEFAULT_ALIGNMENT = 32
 ALIGNMENTS = (8, 1 << 16)
 
 HEADER_BUDGET = 64 << 20
-MAX_KEYS = 1 << 16
+MAX_KEYS = 1 << 14
 MAX_TENSORS = 1 << 16
 MAX_KEY_BYTES = (1 << 16) - 1
 MAX_NAME_BYTES = 127
@@ -33,6 +33,7 @@ MAX_ALL_STRINGS = 3 << 20
 
 _u32 = struct.Struct("<I")
 _u64 = struct.Struct("<Q")
+_TENSOR_FIELDS = {n: struct.Struct(f"<{n}QIQ") for n in range(1, MAX_DIMS + 1)}  # dimensions, type, offset
 
 
 @dataclass(frozen=True)
@@ -84,20 +85,22 @@ class _Walk:
         self.where = "the end of the file" if whole else f"the header limit of {HEADER_BUDGET >> 20} MiB"
         self.strings_left = MAX_ALL_STRINGS
 
-    def take(self, size: int, what: str) -> int:
+    def take(self, size: int, what: str, key: str | None = None) -> int:
+        """Steps over `size` bytes and returns where they start. `what`, of `key`, is for the refusal."""
         start = self.at
         if size > self.end - start:
             left = self.end - start
-            raise GGUFError(f"{what} at byte {start} needs {size} bytes, but {self.where} is {left} bytes away")
+            of = "" if key is None else f" of {key!r}"
+            raise GGUFError(f"{what}{of} at byte {start} needs {size} bytes, but {self.where} is {left} bytes away")
         self.at = start + size
         return start
 
-    def u32(self, what: str) -> int:
-        number: int = _u32.unpack_from(self.view, self.take(4, what))[0]
+    def u32(self, what: str, key: str | None = None) -> int:
+        number: int = _u32.unpack_from(self.view, self.take(4, what, key))[0]
         return number
 
-    def u64(self, what: str) -> int:
-        number: int = _u64.unpack_from(self.view, self.take(8, what))[0]
+    def u64(self, what: str, key: str | None = None) -> int:
+        number: int = _u64.unpack_from(self.view, self.take(8, what, key))[0]
         return number
 
     def name(self, what: str, longest: int) -> str:
@@ -110,29 +113,29 @@ class _Walk:
         except UnicodeDecodeError as error:
             raise GGUFError(f"{what} at byte {start} is not UTF-8 ({error.reason})") from None
 
-    def value_type(self, what: str) -> ValueType:
-        number = self.u32(f"the type of {what}")
+    def value_type(self, what: str, key: str) -> ValueType:
+        number = self.u32(f"the {what} type", key)
         try:
             return ValueType(number)
         except ValueError:
-            raise GGUFError(f"{what} has value type {number}, wanted 0 to {max(ValueType)}") from None
+            raise GGUFError(f"{key!r} has {what} type {number}, wanted 0 to {max(ValueType)}") from None
 
     def value(self, kind: ValueType, key: str) -> Scalar | Span:
         if kind is ValueType.ARRAY:
             return self.array(key)
         if kind is ValueType.STRING:
-            size = self.u64(f"the length of {key!r}")
-            start = self.take(size, f"the text of {key!r}")
+            size = self.u64("the length", key)
+            start = self.take(size, "the text", key)
             return Span(kind, None, start, self.at)
-        start = self.take(SIZES[kind], f"the value of {key!r}")
+        start = self.take(SIZES[kind], "the value", key)
         if kind is ValueType.BOOL:
             self.check_bools(key, start)
         scalar: Scalar = struct.unpack_from(CODES[kind], self.view, start)[0]
         return scalar
 
     def array(self, key: str) -> Span:
-        element = self.value_type(f"the elements of {key!r}")
-        count = self.u64(f"the length of {key!r}")
+        element = self.value_type("element", key)
+        count = self.u64("the length", key)
         if element is ValueType.ARRAY:
             raise GGUFError(f"{key!r} is an array of arrays, which no GGUF model uses and this reader refuses")
         start = self.at
@@ -185,7 +188,7 @@ def read_header(view: memoryview, file_size: int) -> Header:
         key = walk.name("a metadata key", MAX_KEY_BYTES)
         if key in values:
             raise GGUFError(f"the key {key!r} appears twice")
-        kind = walk.value_type(repr(key))
+        kind = walk.value_type("value", key)
         value = values[key] = walk.value(kind, key)
         kinds[key] = value.element if isinstance(value, Span) else kind
     alignment = _alignment(values)
@@ -236,10 +239,11 @@ def _tensor(walk: _Walk) -> TensorEntry:
         n_dims = walk.u32("the dimension count")
         if not 1 <= n_dims <= MAX_DIMS:
             raise GGUFError(f"it claims {n_dims} dimensions, wanted 1 to {MAX_DIMS}")
-        dims = tuple(walk.u64("a dimension") for _ in range(n_dims))
-        kind = ggml_type(walk.u32("the tensor type"))
-        offset = walk.u64("the offset")
-        return TensorEntry(name, kind, dims, offset, nbytes(kind, dims))
+        fields = _TENSOR_FIELDS[n_dims]
+        start = walk.take(fields.size, "what its dimensions, type and offset")
+        *dims, number, offset = fields.unpack_from(walk.view, start)
+        kind = ggml_type(number)
+        return TensorEntry(name, kind, tuple(dims), offset, nbytes(kind, dims))
     except GGUFError as error:
         raise GGUFError(f"the tensor {name!r} is malformed: {error}") from None
 
