@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import json
@@ -16,6 +17,7 @@ from quarrel.server import Keyring, Rates, Settings
 from quarrel.server.errors import Refused
 from quarrel.server.guard import OPEN, PAGE
 from quarrel.server.limits import MAX_CALLERS, Limiter
+from quarrel.server.run import _bound
 from tests.server.conftest import Live, running
 
 
@@ -237,3 +239,25 @@ def test_a_reader_that_does_not_read_is_cut_off_and_its_work_ends(tmp_path: Path
                 time.sleep(0.02)
             assert not held.users
         assert made.client.get("/healthz").status_code == 200
+
+
+def test_answers_are_sent_at_once() -> None:
+    """Nagle's algorithm would hold each body back until the header is acknowledged, 40 ms later."""
+
+    async def set_on_accepted() -> int:
+        found: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        def accepted(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            made = writer.get_extra_info("socket")
+            found.set_result(made.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        with _bound("127.0.0.1", 0) as listener:
+            async with await asyncio.start_server(accepted, sock=listener):
+                _, writer = await asyncio.open_connection(*listener.getsockname())
+                async with asyncio.timeout(5):
+                    on = await found
+                writer.close()
+                return on
+
+    assert asyncio.run(set_on_accepted())
