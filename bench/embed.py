@@ -6,8 +6,8 @@
 TEXTS is a plain text; sentences of 16 to 128 tokens are cut from it. The peers run in Pythons of their own:
 sentence-transformers with the GGUF file's own weights, so that both compute the same (it needs numpy and gguf there as
 well), llama.cpp with the file itself, through llama-cpp-python, in batches of the size that it is fastest with. On a CUDA
-device the share of the FLOP floor is told: the matrices' products alone at the rate of a product of 8192 by 8192 in the same
-run. The last line is JSON.
+device the share of the FLOP floor is told: the matrices' products alone at the rate of a product of 8192 by 8192 in the
+same run. The last line is JSON.
 """
 
 from __future__ import annotations
