@@ -15,11 +15,12 @@ from quarrel.mlx_backend.plan import Held, Plan
 from quarrel.mlx_backend.registry import REGISTRY
 from quarrel.mlx_backend.runtime import DTYPES, Cache
 from quarrel.mlx_backend.step import MlxStep
-from quarrel.mlx_backend.weights import Weights, device_bytes, refs_of
+from quarrel.mlx_backend.weights import Weights, device_bytes
 from quarrel.ops.contract import CacheRef, Compute, Concrete, Op, StateRef
 from quarrel.ops.program import Program
 from quarrel.ops.registry import lower
 from quarrel.ops.step import ComputeChoice, Limits, WeightSource
+from quarrel.ops.weights import weights_of
 
 
 class MlxBackend:
@@ -69,7 +70,7 @@ class MlxBackend:
         arithmetic = self.compute_of(compute)
         refuse_type(limits.kv_cache, arithmetic)
         choices = lower(program, REGISTRY)
-        refs = refs_of(c.node for c in choices)
+        refs = weights_of(c.node for c in choices)
         dtype = DTYPES[arithmetic]
         self._check_memory(
             device_bytes(refs, arithmetic), cache_bytes(program.caches, limits.n_blocks, limits.block_size, dtype)

@@ -30,16 +30,7 @@ from quarrel.ops.contract import (
 )
 from quarrel.ops.program import Node, Program
 from quarrel.ops.registry import Registry, lower
-
-
-class _Given:
-    """The weights that came with the call."""
-
-    def __init__(self, weights: dict[str, RawWeight]) -> None:
-        self._weights = weights
-
-    def raw(self, ref: WeightRef) -> RawWeight:
-        return self._weights[ref.name]
+from quarrel.ops.weights import Given
 
 
 def run_op(
@@ -64,7 +55,7 @@ def run_op(
     )
     values = {o.name: o for o in operands if isinstance(o, Value)}
     program = Program((Node(op, spec, tuple(operands), outputs, op.name),), values, {}, ())
-    plan = Plan(lower(program, registry), Weights(_Given(given), compute), compute)
+    plan = Plan(lower(program, registry), Weights(Given(given), compute), compute)
 
     arrays: dict[int, mx.array] = {}
     held: Held = {}

@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterable
 import mlx.core as mx
 import numpy as np
 
-from quarrel.gguf import FORMATS, GGMLType
+from quarrel.gguf import GGMLType
 from quarrel.mlx_backend.pack import LAYOUTS, Packed, pack, packed_bytes
-from quarrel.ops.contract import Array, Compute, ConstRef, RawWeight, WeightRef
-from quarrel.ops.draw import as_float_type
-from quarrel.ops.program import Node
+from quarrel.ops.contract import Compute, ConstRef, WeightRef
 from quarrel.ops.step import WeightSource
+from quarrel.ops.weights import Loading, rows_as
 
 log = logging.getLogger("quarrel")
 
@@ -23,17 +22,6 @@ def held_as(type: GGMLType, compute: Compute) -> GGMLType:
     if type in LAYOUTS:
         return type
     return GGMLType.F32 if compute == "float32" else GGMLType.F16
-
-
-def refs_of(nodes: Iterable[Node]) -> list[WeightRef]:
-    """Every weight, once, in order of use."""
-    return list(dict.fromkeys(ref for node in nodes for ref in node.inputs if isinstance(ref, WeightRef)))
-
-
-def file_bytes(ref: WeightRef) -> int:
-    """Bytes of the rows in the file."""
-    block = FORMATS[ref.type]
-    return ref.rows * (ref.k // block.elements) * block.nbytes
 
 
 def device_bytes(refs: Iterable[WeightRef], compute: Compute) -> int:
@@ -52,8 +40,7 @@ class Weights:
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self._source, self._compute = source, compute
-        self._waiting, self._progress = set(refs), progress
-        self._whole, self._done = sum(map(file_bytes, self._waiting)), 0
+        self._loading = Loading(refs, progress)
         self._packed: dict[WeightRef, Packed] = {}
         self._vectors: dict[WeightRef, mx.array] = {}
         self._consts: dict[tuple[float, ...], mx.array] = {}
@@ -65,32 +52,20 @@ class Weights:
             as_type = held_as(GGMLType.IQ1_S, self._compute).name
             log.warning("%s tensors are dequantised to %s at load: no kernel reads them", ", ".join(foreign), as_type)
 
-    def _report(self, ref: WeightRef) -> None:
-        if ref in self._waiting:
-            self._waiting.remove(ref)
-            self._done += file_bytes(ref)
-            if self._progress is not None:
-                self._progress(self._done, self._whole)
-
     def matrix(self, ref: WeightRef) -> Packed:
         if ref not in self._packed:
-            raw, target = self._source.raw(ref), held_as(ref.type, self._compute)
-
-            def read(start: int, stop: int) -> Array:
-                rows = RawWeight(raw.type, raw.raw[start:stop], raw.k)
-                return rows.raw if raw.type == target else as_float_type(rows.dense(), target)
-
-            self._packed[ref] = pack(target, ref.rows, ref.k, read)
+            target = held_as(ref.type, self._compute)
+            self._packed[ref] = pack(target, ref.rows, ref.k, rows_as(self._source, ref, target))
             # One weight at a time, so that host copies do not pile up behind lazy arrays.
             mx.eval(self._packed[ref].planes)
-            self._report(ref)
+            self._loading.have(ref)
         return self._packed[ref]
 
     def vector(self, ref: WeightRef) -> mx.array:
         if ref not in self._vectors:
             values = self._source.raw(ref).dense().reshape(-1)
             self._vectors[ref] = mx.array(np.array(values, np.float32))
-            self._report(ref)
+            self._loading.have(ref)
         return self._vectors[ref]
 
     def const(self, ref: ConstRef) -> mx.array:

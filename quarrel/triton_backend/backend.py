@@ -15,6 +15,7 @@ from quarrel.ops.host import HostExperts
 from quarrel.ops.program import Program
 from quarrel.ops.registry import Registry, lower
 from quarrel.ops.step import ComputeChoice, Limits, WeightSource
+from quarrel.ops.weights import weights_of
 from quarrel.triton_backend import (
     attention,
     collective,
@@ -41,7 +42,7 @@ from quarrel.triton_backend.inputs import InputBuffer, most_items
 from quarrel.triton_backend.plan import Plan
 from quarrel.triton_backend.runtime import DTYPES, INTERPRETED
 from quarrel.triton_backend.step import TritonStep
-from quarrel.triton_backend.weights import Weights, device_bytes, refs_of
+from quarrel.triton_backend.weights import Weights, device_bytes
 
 FAMILIES = (
     few, experts_few, attention, collective, elementwise, embedding, encode, experts, linear, lora, mixer, norm, recurrent,
@@ -131,7 +132,7 @@ class TritonBackend:
             raise RequestError(f"kv_cache='bfloat16' with compute='{arithmetic}': {reason}; use compute='bfloat16', or fp8")
         device = self._torch_device()
         choices = on_host(lower(program, REGISTRY), self._host, weights, limits, arithmetic, device)
-        refs = refs_of(c.node for c in choices if not is_hosted(c))
+        refs = weights_of(c.node for c in choices if not is_hosted(c))
         self._check_memory(
             device_bytes(refs, arithmetic),
             cache_bytes(program.caches, limits.n_blocks, limits.block_size, limits.kv_cache, DTYPES[arithmetic]),

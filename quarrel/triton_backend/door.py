@@ -26,21 +26,12 @@ from quarrel.ops.contract import (
 )
 from quarrel.ops.program import Node, Program
 from quarrel.ops.registry import Registry, lower
+from quarrel.ops.weights import Given
 from quarrel.triton_backend.cache import from_host, to_host
 from quarrel.triton_backend.inputs import item_starts
 from quarrel.triton_backend.plan import Plan
 from quarrel.triton_backend.runtime import DTYPES, Live, Slot, Work
 from quarrel.triton_backend.weights import Weights
-
-
-class _Given:
-    """The weights that came with the call."""
-
-    def __init__(self, weights: dict[str, RawWeight]) -> None:
-        self._weights = weights
-
-    def raw(self, ref: WeightRef) -> RawWeight:
-        return self._weights[ref.name]
 
 
 def run_op(
@@ -71,7 +62,7 @@ def run_op(
     live, work = _live(named, free, device)
     rows = {"T": live.T, "S": live.S, "R": live.R, "items": max(live.items, 1)}
     kept = {v.id for v in outputs}
-    held = Weights(_Given(weights), device, compute)
+    held = Weights(Given(weights), device, compute)
     plan = Plan(lower(program, registry), arrays, kept, rows, held, caches, states, work, compute, device)
     plan.fill(255)
     for go in plan.launches:

@@ -22,11 +22,12 @@ from quarrel.ops.moe import EXPERT_UP
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Choice, Implementation
 from quarrel.ops.step import Limits, WeightSource
+from quarrel.ops.weights import rows_as
 from quarrel.triton_backend import experts
 from quarrel.triton_backend.inner import Inner
 from quarrel.triton_backend.pack import Packed, Uploader, blank, fill
 from quarrel.triton_backend.runtime import Launch, Live, Site, dims
-from quarrel.triton_backend.weights import held_as, reader
+from quarrel.triton_backend.weights import held_as
 
 log = logging.getLogger("quarrel")
 
@@ -88,7 +89,7 @@ class Exchange:
             self._upload = Uploader(self._device)
         for ref, place in refs.items():
             type = held_as(ref.type, self._compute)
-            fill(self.stage(ref, place), type, reader(self._source, ref, type), self._upload)
+            fill(self.stage(ref, place), type, rows_as(self._source, ref, type), self._upload)
 
 
 @dataclass

@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import torch
 
-from quarrel.gguf import FORMATS, GGMLType
-from quarrel.ops.contract import Array, Compute, ConstRef, RawWeight, WeightRef
-from quarrel.ops.draw import as_float_type
-from quarrel.ops.program import Node
+from quarrel.gguf import GGMLType
+from quarrel.ops.contract import Compute, ConstRef, WeightRef
 from quarrel.ops.step import WeightSource
+from quarrel.ops.weights import Loading, rows_as
 from quarrel.triton_backend.pack import LAYOUTS, Packed, Uploader, pack, packed_bytes
 
 log = logging.getLogger("quarrel")
@@ -25,31 +24,9 @@ def held_as(type: GGMLType, compute: Compute) -> GGMLType:
     return GGMLType.F32 if compute == "float32" else GGMLType.F16
 
 
-def refs_of(nodes: Iterable[Node]) -> list[WeightRef]:
-    """Every weight, once, in order of use."""
-    return list(dict.fromkeys(ref for node in nodes for ref in node.inputs if isinstance(ref, WeightRef)))
-
-
-def file_bytes(ref: WeightRef) -> int:
-    """Bytes of the rows in the file."""
-    block = FORMATS[ref.type]
-    return ref.rows * (ref.k // block.elements) * block.nbytes
-
-
 def device_bytes(refs: Iterable[WeightRef], compute: Compute) -> int:
     """What these weights take once packed; vectors are few and small enough to be counted as if they were."""
     return sum(packed_bytes(held_as(r.type, compute), r.rows, r.k) for r in refs)
-
-
-def reader(source: WeightSource, ref: WeightRef, target: GGMLType) -> Callable[[int, int], Array]:
-    """Gives rows of a weight as raw blocks of the target type."""
-    raw = source.raw(ref)
-
-    def read(start: int, stop: int) -> Array:
-        rows = RawWeight(raw.type, raw.raw[start:stop], raw.k)
-        return rows.raw if raw.type == target else as_float_type(rows.dense(), target)
-
-    return read
 
 
 class Weights:
@@ -64,8 +41,7 @@ class Weights:
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self._source, self._device, self._compute = source, device, compute
-        self._waiting, self._progress = set(refs), progress
-        self._whole, self._done = sum(map(file_bytes, self._waiting)), 0
+        self._loading = Loading(refs, progress)
         self._upload: Uploader | None = None
         self._packed: dict[WeightRef, Packed] = {}
         self._vectors: dict[WeightRef, torch.Tensor] = {}
@@ -79,27 +55,20 @@ class Weights:
             as_type = held_as(GGMLType.IQ1_S, self._compute).name
             log.warning("%s tensors are dequantised to %s at load: no kernel reads them", ", ".join(foreign), as_type)
 
-    def _report(self, ref: WeightRef) -> None:
-        if ref in self._waiting:
-            self._waiting.remove(ref)
-            self._done += file_bytes(ref)
-            if self._progress is not None:
-                self._progress(self._done, self._whole)
-
     def matrix(self, ref: WeightRef) -> Packed:
         if ref not in self._packed:
             if self._upload is None:
                 self._upload = Uploader(self._device)
             target = held_as(ref.type, self._compute)
-            self._packed[ref] = pack(target, ref.rows, ref.k, reader(self._source, ref, target), self._upload)
-            self._report(ref)
+            self._packed[ref] = pack(target, ref.rows, ref.k, rows_as(self._source, ref, target), self._upload)
+            self._loading.have(ref)
         return self._packed[ref]
 
     def vector(self, ref: WeightRef) -> torch.Tensor:
         if ref not in self._vectors:
             values = self._source.raw(ref).dense().reshape(-1)
             self._vectors[ref] = torch.from_numpy(np.array(values, np.float32)).to(self._device)
-            self._report(ref)
+            self._loading.have(ref)
         return self._vectors[ref]
 
     def const(self, ref: ConstRef) -> torch.Tensor:

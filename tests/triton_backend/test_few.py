@@ -13,7 +13,7 @@ import torch
 
 from quarrel.gguf import FORMATS, GGMLType
 from quarrel.ops import draw
-from quarrel.ops.contract import Case, Op, RawWeight, Value, WeightRef
+from quarrel.ops.contract import Case, Op, Value, WeightRef
 from quarrel.ops.linear import (
     LINEAR,
     LINEAR_ADD,
@@ -29,6 +29,7 @@ from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP, ExpertDownSpec, ExpertUpSpec
 from quarrel.ops.norm import NORM, NormSpec
 from quarrel.ops.program import Node, Program
 from quarrel.ops.registry import lower
+from quarrel.ops.weights import Given
 from quarrel.triton_backend import halved, matvec, rope
 from quarrel.triton_backend.backend import REGISTRY, TritonBackend
 from quarrel.triton_backend.dots import FLOATS, WORDS
@@ -128,14 +129,6 @@ def test_what_is_not_finite_reaches_every_result(backend: TritonBackend, bad: fl
     assert not np.isfinite(np.asarray(y)).any()
 
 
-class _Given:
-    def __init__(self, weights: dict[str, RawWeight]) -> None:
-        self._weights = weights
-
-    def raw(self, ref: WeightRef) -> RawWeight:
-        return self._weights[ref.name]
-
-
 def test_a_norm_hands_its_halved_row_on() -> None:
     """The row that a weight in integers reads is made by the norm before it; the plain one only if something reads it."""
     rng = np.random.default_rng(2)
@@ -160,7 +153,7 @@ def test_a_norm_hands_its_halved_row_on() -> None:
 
     none = Slot(torch.zeros(1, dtype=torch.int32))
     choices = lower(Program(nodes, {"x": x}, {}, ()), REGISTRY)
-    weights = Weights(_Given(given), device, HALF)
+    weights = Weights(Given(given), device, HALF)
     plan = Plan(choices, slots, {2}, {"T": 1, "S": 1, "R": 1, "items": 1}, weights, [], [], Work(none, none), HALF, device,
                 launch)  # fmt: skip
     plan.fill(255)
