@@ -149,6 +149,8 @@ def _serve(p: argparse.ArgumentParser) -> None:
     p.add_argument("--grace", type=float, default=30, metavar="SECONDS", help=grace)
     own = "run each model in a process of its own, the default: one that ends is started again, and the server stays up"
     p.add_argument("--engine-process", action=argparse.BooleanOptionalAction, default=True, help=own)
+    stuck = "the longest that one step may take before the model's process is ended and started again; 0 is no limit"
+    p.add_argument("--step-timeout", type=float, metavar="SECONDS", help=stuck + ", by default 300, on a CPU 1800")
     p.add_argument(
         "--rate", type=int, default=600, metavar="N", help="requests a minute of each key or address; 0 is no limit"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -48,6 +49,8 @@ def run(args: argparse.Namespace) -> int:
     for name, seconds in (("timeout", args.timeout), ("grace", args.grace)):
         if not 0 < seconds <= 86400:
             raise UsageError(f"--{name} is {seconds:g}, wanted seconds up to 86400")
+    if args.step_timeout is not None and not 0 <= args.step_timeout <= 86400:
+        raise UsageError(f"--step-timeout is {args.step_timeout:g}, wanted seconds up to 86400, or 0")
     Service(speculate=args.lookup, draft=args.draft_max)  # refuses what is out of range before anything is loaded
     settings = Settings(
         **given,
@@ -63,10 +66,11 @@ def run(args: argparse.Namespace) -> int:
         rates=Rates(requests=args.rate, prompt_tokens=args.prompt_rate, output_tokens=args.output_rate),
     )
 
+    step = math.inf if args.step_timeout == 0 else args.step_timeout
     options = {**load_options(args), "max_seqs": args.parallel}
 
     def open_model(source: str) -> LLM | RemoteLLM:
-        return open_remote(source, options) if args.engine_process else load(source, **options)
+        return open_remote(source, options, step_seconds=step) if args.engine_process else load(source, **options)
 
     server = build(settings, open_model)
     if not server.keys.keys():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -42,8 +43,15 @@ class Loop:
         self._fault: str | None = None
         self._alive, self._most = 0, 0
         self._process = os.getpid()
+        self.busy_since: float | None = None
+        """When (`time.perf_counter`) the job or the step that runs began; None while nothing is there to do."""
         self._thread = threading.Thread(target=self._main, name="quarrel-engine", daemon=True)
         self._thread.start()
+
+    @property
+    def thread(self) -> int | None:
+        """The thread's number."""
+        return self._thread.ident
 
     @property
     def fault(self) -> str | None:
@@ -157,12 +165,15 @@ class Loop:
             while True:
                 with self._wake:
                     while not (busy or self._jobs or self._closing):
+                        self.busy_since = None
                         self._wake.wait()
                     if self._closing:
                         break
                     jobs, self._jobs = self._jobs, deque()
                 for job in jobs:
+                    self.busy_since = time.perf_counter()
                     job()
+                self.busy_since = time.perf_counter()
                 busy = self.engine is not None and self.engine.advance()
         except BaseException as error:
             log.exception("the engine thread ended")

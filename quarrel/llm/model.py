@@ -329,6 +329,16 @@ class LLM:
         """Why the engine has ended for good, unless it was closed: the model must be loaded again."""
         return self._loop.fault
 
+    @property
+    def busy_since(self) -> float | None:
+        """When (`time.perf_counter`) the engine began what it is at; None while it has nothing to do."""
+        return self._loop.busy_since
+
+    @property
+    def thread(self) -> int | None:
+        """The number of the engine's thread."""
+        return self._loop.thread
+
     def logits(self, ids: Sequence[int], *, adapter: str | None = None) -> Array:
         """float32 `[T, V]`: row t holds the logits of the token behind `ids[: t + 1]`. At most `n_ctx` ids."""
         self._must_continue_texts()

@@ -10,19 +10,23 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from quarrel.engine import Chunk, Delivery, Request, SamplingParams, Service
 from quarrel.errors import QuarrelError
 from quarrel.llm import LLM, Structure, load
 from quarrel.llm.embeddings import Chunking
+from quarrel.process.watch import Beat
 from quarrel.process.wire import Json, Wire, chunk_row, packed, plain, typed
 
 STATE_EVERY = 0.1
 """Seconds between two looks at the engine's counters; they are sent where they have changed."""
 EXPERTS_EVERY = 20
 """Looks between two at the counts of experts, which wait for the running step."""
+PREPARERS = 8
+"""Requests that are made ready at once."""
 GIVEN_UP = 70
 """The status of a process whose engine can run no more."""
 NICE = 5
@@ -37,6 +41,7 @@ def main(descriptor: int) -> None:
     signal.signal(signal.SIGTERM, lambda *_: None)
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     wire = Wire(socket.socket(fileno=descriptor))
+    beat = Beat(wire)
     frames = wire.frames()
     first = next(frames, None)
     if first is None:
@@ -52,6 +57,7 @@ def main(descriptor: int) -> None:
         _step_back()
     child = _Child(llm, wire)
     child.begin()
+    beat.llm = llm
     for frame in frames:
         for message in frame:
             if message[0] == "close":
@@ -82,6 +88,7 @@ class _Child:
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._ended = threading.Event()
         self._events = asyncio.new_event_loop()
+        self._preparers = ThreadPoolExecutor(PREPARERS, "quarrel-prepare")
         self._threads = [
             threading.Thread(target=self._events.run_forever, name="quarrel-calls", daemon=True),
             threading.Thread(target=self._tell, name="quarrel-state", daemon=True),
@@ -103,7 +110,7 @@ class _Child:
         elif kind == "drop":
             self._requests.pop(number, None)
         elif kind == "prepare":
-            self._events.call_soon_threadsafe(self._call, number, self._prepare(number, *rest))
+            self._preparers.submit(self._prepare, number, *rest)
         elif kind == "embed":
             self._events.call_soon_threadsafe(self._call, number, self._embed(*rest))
         elif kind == "abort":
@@ -139,12 +146,8 @@ class _Child:
     def _call(self, number: int, work: Coroutine[Any, Any, Json]) -> None:
         async def answered() -> None:
             try:
-                self._wire.send("done", number, await work)
-            except QuarrelError as error:
-                self._wire.send("failed", number, packed(error))
-            except Exception as error:
-                log.exception("a call failed")
-                self._wire.send("failed", number, packed(QuarrelError(f"it failed ({type(error).__name__}): see the log")))
+                with self._failing(number):
+                    self._wire.send("done", number, await work)
             finally:
                 del self._calls[number]
 
@@ -154,17 +157,30 @@ class _Child:
         if number in self._calls:
             self._calls[number].cancel()
 
-    async def _prepare(self, number: int, asked: Json, service: Json, structure: Json, params: Json, options: Json) -> Json:
-        given: dict[str, Any] = {
-            **asked,
-            "params": None if params is None else typed(SamplingParams, params),
-            "service": typed(Service, service),
-            "structure": None if structure is None else typed(Structure, structure),
-            **{name: dict(v) if name == "logit_bias" else v for name, v in options.items()},
-        }
-        request = await asyncio.to_thread(lambda: self._llm.prepare(**given))
-        self._requests[number] = request
-        return [list(request.tokens), plain(request.params), request.seed, sorted(request.stop_ids)]
+    @contextlib.contextmanager
+    def _failing(self, number: int) -> Iterator[None]:
+        """Whatever is raised is the answer to a call."""
+        try:
+            yield
+        except QuarrelError as error:
+            self._wire.send("failed", number, packed(error))
+        except Exception as error:
+            log.exception("a call failed")
+            self._wire.send("failed", number, packed(QuarrelError(f"it failed ({type(error).__name__}): see the log")))
+
+    def _prepare(self, number: int, asked: Json, service: Json, structure: Json, params: Json, options: Json) -> None:
+        with self._failing(number):
+            given: dict[str, Any] = {
+                **asked,
+                "params": None if params is None else typed(SamplingParams, params),
+                "service": typed(Service, service),
+                "structure": None if structure is None else typed(Structure, structure),
+                **{name: dict(v) if name == "logit_bias" else v for name, v in options.items()},
+            }
+            request = self._llm.prepare(**given)
+            self._requests[number] = request
+            told = [list(request.tokens), plain(request.params), request.seed, sorted(request.stop_ids)]
+            self._wire.send("done", number, told)
 
     async def _embed(self, texts: Json, asked: Json, chunk: Json) -> Json:
         cut = typed(Chunking, chunk) if isinstance(chunk, dict) else chunk

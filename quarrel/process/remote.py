@@ -33,6 +33,7 @@ from quarrel.llm import Chunking, Embeddings, Explanation, Structure, load_token
 from quarrel.llm.embeddings import Pooling
 from quarrel.llm.texts import VocabularyTexts
 from quarrel.process.reading import Placed, Reading, Work, hand_over
+from quarrel.process.watch import STEP_SECONDS, STEP_SECONDS_ELSEWHERE, Watch
 from quarrel.process.wire import Json, Wire, chunk_of, plain, typed, unpacked
 
 _START = """
@@ -41,27 +42,32 @@ sys.path[:] = json.loads(sys.argv[1])
 from quarrel.process.child import main
 main(int(sys.argv[2]))
 """
+ENDING = 10.0
+"""Seconds until a process that was killed is given up, while a driver still holds it."""
 CLOSING = 30.0
 """Seconds that the other process may take to end by itself."""
 log = logging.getLogger("quarrel.process")
 
 
-def open_remote(source: str, options: Mapping[str, Any]) -> RemoteLLM:
+def open_remote(source: str, options: Mapping[str, Any], *, step_seconds: float | None = None) -> RemoteLLM:
     """Starts a process and loads a model there; options: those of `quarrel.load`, as JSON holds them.
+
+    step_seconds: what one step may take, and how long the process may be silent, before it is ended; not counting what
+    compiles kernels or loads weights. By default half an hour on a CPU, five minutes elsewhere.
 
     Raises what `quarrel.load` does, and EngineLost if the process ends meanwhile.
     """
-    return RemoteLLM(source, options)
+    return RemoteLLM(source, options, step_seconds)
 
 
 class RemoteLLM:
     """See `LLM`, whose methods these are. Safe for threads.
 
-    A process that ends by itself fails whatever runs in it with EngineLost, calls what `when_lost` was given, and is not
-    started again here.
+    A process that ends by itself, or is ended because it does not get on, fails whatever runs in it with EngineLost, calls
+    what `when_lost` was given, and is not started again here.
     """
 
-    def __init__(self, source: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, source: str, options: Mapping[str, Any], step_seconds: float | None = None) -> None:
         here, there = socket.socketpair()
         with there:
             command = [sys.executable, "-c", _START, json.dumps(sys.path), str(there.fileno())]
@@ -73,16 +79,19 @@ class RemoteLLM:
         self._streams: dict[int, Reading] = {}
         self._over: QuarrelError | None = None
         self._closing = False
+        self._stuck = 0.0
         self._experts: dict[str, list[int]] = {}
         self._told: list[Callable[[], None]] = []
         loaded: Future[Json] = Future()
         self._calls[0] = loaded
+        self._watch = Watch(max(step_seconds or 0.0, STEP_SECONDS["cpu"]), self._give_up)
         self._reader = threading.Thread(target=self._read, name="quarrel-remote", daemon=True)
         self._reader.start()
         try:
             self._wire.send("load", source, dict(options))
             explanation, activity, stats, adapters = loaded.result()
             self._explanation = typed(Explanation, explanation)
+            self._watch.limit = step_seconds or STEP_SECONDS.get(self._explanation.backend, STEP_SECONDS_ELSEWHERE)
             self._activity, self._stats = typed(Activity, activity), typed(Stats, stats)
             self.tokenizer = load_tokenizer(source)
             self.adapters: tuple[str, ...] = tuple(adapters)
@@ -256,6 +265,8 @@ class RemoteLLM:
             for chunk in reading.failed(error):
                 self._note(message[1], reading, chunk)
                 due.setdefault(reading.events, []).append((reading.chunks, chunk))
+        elif kind == "beat":
+            self._watch.heard(message[1])
         elif kind == "state":
             self._activity, self._stats = typed(Activity, message[1]), typed(Stats, message[2])
         elif kind == "experts":
@@ -287,15 +298,31 @@ class RemoteLLM:
         else:
             future.set_exception(error)
 
+    def _give_up(self, seconds: float) -> None:
+        """From the watch: nothing has gone on for so long."""
+        self._stuck = seconds
+        log.error("process %d has not got on for %.0f s and is ended", self.pid, seconds)
+        self._process.kill()
+        self._wire.cut()
+
+    def _how(self, status: int | None) -> str:
+        if self._stuck:
+            return f"did not get on for {self._stuck:.0f} s and was ended (step_seconds allows {self._watch.limit:g})"
+        if status is None:
+            return "closed its connection"
+        return f"ended by signal {-status}" if status < 0 else f"ended with status {status}"
+
     def _end(self) -> None:
         """Nobody is left waiting."""
+        self._watch.end()
         self._process.kill()  # it may have closed the wire and live on
-        status = self._process.wait()
+        status = None
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold it for good
+            status = self._process.wait(ENDING)
         with self._lock:
             self._over = QuarrelError(CLOSED)
             if not self._closing:
-                how = f"by signal {-status}" if status < 0 else f"with status {status}"
-                self._over = EngineLost(f"the model's process ended {how}: ask again when it has been started anew")
+                self._over = EngineLost(f"the model's process {self._how(status)}: ask again when it has been started anew")
             streams, self._streams = self._streams, {}
             calls, self._calls = self._calls, {}
             told, lost = self._told, not self._closing

@@ -61,11 +61,15 @@ class Wire:
         self._out.put(None)
         self._writer.join(timeout)
 
-    def close(self) -> None:
-        """Both directions, at once."""
+    def cut(self) -> None:
+        """Ends both directions, at once: whoever reads or writes learns of it."""
         self._out.put(None)
         with contextlib.suppress(OSError):  # the other side was faster
             self._end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Likewise, and gives the socket back."""
+        self.cut()
         self._writer.join()
         self._file.close()
         self._end.close()

@@ -19,7 +19,8 @@ import quarrel
 from quarrel.engine import Chunk, Histogram, Result, SamplingParams, Service, Stats, TokenLogprob
 from quarrel.errors import ContextOverflow, EngineLost, ModelNotFound, QuarrelError, QueueFull, RequestError, UnsupportedOp
 from quarrel.llm import LLM, Structure
-from quarrel.process import RemoteLLM, open_remote
+from quarrel.process import RemoteLLM, open_remote, remote, watch
+from quarrel.process.watch import Beat
 from quarrel.process.wire import chunk_of, chunk_row, packed, plain, typed, unpacked
 from quarrel.server.rest import shares_of
 from tests.paths import need_cases
@@ -27,6 +28,16 @@ from tests.paths import need_cases
 T = TypeVar("T")
 OPTIONS = {"backend": "cpu", "threads": 2, "max_seqs": 4, "max_waiting": 8}
 LONG: dict[str, Any] = {"max_tokens": 450, "ignore_eos": True}
+
+
+class Recorder:
+    """What was sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[object] = []
+
+    def send(self, *message: object) -> None:
+        self.sent.append(message)
 
 
 def go(work: Coroutine[Any, Any, T]) -> T:
@@ -177,6 +188,70 @@ def test_when_its_process_is_killed_everybody_is_told() -> None:
     far.when_lost(late.set)
     assert late.is_set()
     far.close()
+
+
+HANGS = """
+import time
+from quarrel.engine.engine import Engine
+launch = Engine._launch
+Engine._launch = lambda self, batch: time.sleep(99) if self.stats.steps > 40 else launch(self, batch)
+"""
+
+
+@pytest.mark.parametrize("how", ["hangs in a step", "stands still"])
+def test_one_that_does_not_get_on_is_ended(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    if how == "hangs in a step":  # at the fortieth, while its other threads go on
+        monkeypatch.setattr(remote, "_START", remote._START.replace("main(int", HANGS + "main(int"))
+    far, told = open_remote("demo", OPTIONS, step_seconds=1.0), threading.Event()
+    far.when_lost(told.set)
+
+    async def work() -> Result:
+        stream = far.submit(far.prepare("Once", **LONG))
+        await anext(stream)
+        if how == "stands still":
+            os.kill(far.pid, signal.SIGSTOP)
+        return await asyncio.wait_for(stream.wait(), 20)
+
+    result = go(work())
+    assert isinstance(result.failure, EngineLost)
+    assert "did not get on for" in str(result.failure)
+    assert told.wait(5)
+    far.close()
+    assert far._process.poll() == -signal.SIGKILL
+
+
+def test_compiling_and_loading_are_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    wire, at = Recorder(), threading.Event()
+
+    class Busy:
+        busy_since, thread = time.perf_counter() - 50, 0
+
+    def compiled() -> None:
+        at.wait(10)
+
+    beat = Beat(wire)  # type: ignore[arg-type]
+    assert beat._age() == 0  # nothing is loaded yet
+    beat.llm = Busy()  # type: ignore[assignment]
+    assert beat._age() > 49
+    held = threading.Thread(target=compiled)
+    held.start()
+    monkeypatch.setattr(watch, "PREPARES", {(__name__, "compiled")})
+    Busy.thread = held.ident or 0
+    assert beat._age() < 1
+    at.set()
+    held.join()
+    assert beat._age() < 1  # a step that begins anew behind it
+    assert wire.sent
+
+
+def test_a_watch_that_stood_still_itself_blames_nobody() -> None:
+    stuck: list[float] = []
+    clock = [0.0]
+    look = watch.Watch(10.0, stuck.append, lambda: clock[0])
+    clock[0] = 3600.0
+    time.sleep(1.2)
+    assert not stuck
+    look.end()
 
 
 def test_one_that_is_closed_cancels_and_is_not_lost() -> None:
