@@ -15,11 +15,13 @@ import triton.language as tl
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 from quarrel.ops.sample import SAMPLE
-from quarrel.triton_backend.runtime import Launch, Live, Site, cdiv, power_of_two
+from quarrel.triton_backend.runtime import Launch, Live, Site, cdiv, power_of_two, starts_early
 
 _CHUNK = 4096
 _BLOCK = 2048
 _NARROW = 512  # a search compares with 16 floors at once: 32 comparisons a thread
+EARLY = False
+"""Whether these kernels start before the one ahead is over; to be measured first (docs/kernel-log.md)."""
 _NOBODY: tl.constexpr = tl.constexpr(2147483647)
 
 
@@ -38,7 +40,10 @@ def rank(x):
 
 
 @triton.jit
-def best_of_chunks(best, where, logits, N, P: tl.constexpr, CHUNK: tl.constexpr):
+def best_of_chunks(best, where, logits, N, P: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     i = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -63,7 +68,13 @@ def best_of_row(best, where, row, P: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
-def weigh(weights, logits, best, where, temperature, N, P: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr):
+def weigh(
+    weights, logits, best, where, temperature, N, P: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     t = tl.load(temperature + row)
     top, _ = best_of_row(best, where, row, P, PADDED)
@@ -101,8 +112,11 @@ def threshold(logits, weights, N, wanted, least, BY_COUNT: tl.constexpr, BLOCK: 
 @triton.jit
 def draw(
     tokens, logits, weights, best, where, temperature, top_k, top_p, min_p, uniform, N,
-    P: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, NARROW: tl.constexpr,
+    P: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, NARROW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     top, first = best_of_row(best, where, row, P, PADDED)
     if tl.abs(top) == float("inf"):
@@ -167,16 +181,16 @@ def build_sample(site: Site, node: Node) -> Launch:
 
     def run(live: Live) -> None:
         rows = live.count(axis)
-        partial = (best.tensor, where.tensor)
-        site.launch(best_of_chunks, (rows, chunks), *partial, logits.tensor, n, P=chunks, CHUNK=_CHUNK)
+        partial, early = (best.tensor, where.tensor), EARLY and starts_early(site)
+        site.launch(best_of_chunks, (rows, chunks), *partial, logits.tensor, n, P=chunks, CHUNK=_CHUNK, early=early)
         site.launch(
             weigh, (rows, chunks), weights.tensor, logits.tensor, *partial, temperature.tensor, n,
-            P=chunks, PADDED=padded, CHUNK=_CHUNK,
+            P=chunks, PADDED=padded, CHUNK=_CHUNK, early=early,
         )  # fmt: skip
         site.launch(
             draw, (rows,), tokens.tensor, logits.tensor, weights.tensor, *partial, temperature.tensor, top_k.tensor,
             top_p.tensor, min_p.tensor, uniform.tensor, n, P=chunks, PADDED=padded, BLOCK=_BLOCK, NARROW=_NARROW,
-            warps=8, stages=1,
+            warps=8, stages=1, early=early,
         )  # fmt: skip
 
     return run
