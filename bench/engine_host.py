@@ -1,20 +1,29 @@
 """What the engine itself costs a step, on a device that takes no time: scheduling, filling arrays, settling tokens, text.
 
     python bench/engine_host.py [--seqs 128,256] [--requests 2000] [--profile]
+    python bench/engine_host.py --seqs 256 --requests 0 --readers wire,asyncio --device-ms 11
 
-First one round of each number of running sequences, in milliseconds a step of decoding; then so many requests at once, some
-cancelled, some with deadlines, from several threads, with the memory before and after. One JSON document at the end.
+First one round of each number of running sequences, in milliseconds a step of decoding. Then the same on a thread of its own
+and a device that takes `--device-ms` a step, where every token is read by somebody: `queue` by a thread with a queue for
+each request, `wire` by another process, as the server does, `asyncio` by a task for each request. `period` is from one
+launch to the next, `cpu` is what of it the engine's thread computes. At last so many requests at once, some cancelled, some
+with deadlines, from several threads, with the memory after each round. One JSON document at the end.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import cProfile
 import gc
+import itertools
 import json
+import multiprocessing
 import pstats
 import random
 import resource
+import socket
+import statistics
 import sys
 import threading
 import time
@@ -27,21 +36,26 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from quarrel.engine import CacheRules, Engine, Loop, Request, SamplingParams, Service, start  # noqa: E402
+from quarrel.engine import CacheRules, Engine, Loop, Request, SamplingParams, Service, deliver, start, start_async  # noqa: E402
 from quarrel.engine.generation import Generation  # noqa: E402
 from quarrel.gguf import resolve  # noqa: E402
+from quarrel.llm.texts import VocabularyTexts  # noqa: E402
 from quarrel.ops.contract import Compute  # noqa: E402
 from quarrel.ops.step import Limits, MemoryPlan, Pending, StepInputs, StepOutputs, Taken, Want  # noqa: E402
+from quarrel.process.wire import Wire, chunk_of, chunk_row  # noqa: E402
 from quarrel.tokenizer import load_tokenizer  # noqa: E402
 
 
 class NullStep:
-    """Any token, at once, but told of one step late, as by a device."""
+    """Any token, told of one step late, as by a device; one launch takes `seconds` behind the launch before."""
 
     compute: Compute = "float32"
 
-    def __init__(self, limits: Limits, vocabulary: int) -> None:
-        self.limits = limits
+    def __init__(self, limits: Limits, vocabulary: int, seconds: float = 0.0) -> None:
+        self.limits, self._seconds, self._free = limits, seconds, 0.0
+        self.launches: list[
+            tuple[float, float]
+        ] = []  # when, and what the thread had computed by then: full steps of decoding
         self._tokens = np.random.default_rng(1).integers(300, vocabulary, 4096).astype(np.int32)
         self._at = 0
 
@@ -50,7 +64,11 @@ class NullStep:
         return StepOutputs(tokens=self._tokens[self._at : self._at + len(inputs.out_rows)])
 
     def launch(self, inputs: StepInputs, want: Want) -> Pending:
-        return _Late(self(inputs, want))
+        now = time.perf_counter()
+        if len(inputs.ids) == len(inputs.kv_len) == self.limits.max_seqs:
+            self.launches.append((now, time.thread_time()))
+        self._free = max(now, self._free) + self._seconds
+        return _Late(self(inputs, want), self._free if self._seconds else 0.0)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None: ...
 
@@ -66,10 +84,12 @@ class NullStep:
 
 
 class _Late:
-    def __init__(self, outputs: StepOutputs) -> None:
-        self._outputs = outputs
+    def __init__(self, outputs: StepOutputs, ready: float) -> None:
+        self._outputs, self._ready = outputs, ready
 
     def result(self) -> StepOutputs:
+        if (left := self._ready - time.perf_counter()) > 0:
+            time.sleep(left)
         return self._outputs
 
 
@@ -80,7 +100,8 @@ def limits(seqs: int) -> Limits:
 def request(tokenizer: Any, prompt: int, tokens: int, seed: int, service: Service | None = None) -> Request:
     ids = tuple((7919 * (i + 131 * seed) + seed) % tokenizer.n_vocab for i in range(prompt))
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-    return Request(ids, params, 7, frozenset(), 1536, tokenizer.n_vocab, tokenizer, service=service or Service())
+    texts = VocabularyTexts(tokenizer)
+    return Request(ids, params, 7, frozenset(), 1536, tokenizer.n_vocab, texts, service=service or Service())
 
 
 def decode(tokenizer: Any, seqs: int, tokens: int, profile: bool) -> dict[str, Any]:
@@ -110,6 +131,65 @@ def decode(tokenizer: Any, seqs: int, tokens: int, profile: bool) -> dict[str, A
     milliseconds = {name: round(1e3 * took[int(q * len(took))], 3) for name, q in (("median", 0.5), ("p90", 0.9))}
     milliseconds["cpu"] = round(1e3 * busy / len(took), 3)
     return {"seqs": seqs, "steps": len(took), **milliseconds, "prefill_ms_a_step": round(1e3 * prefill / steps, 3)}
+
+
+def read(tokenizer: Any, seqs: int, tokens: int, reader: str, device: float) -> dict[str, Any]:
+    """Milliseconds from launch to launch where every token of every request is read."""
+    loop, made = Loop(), []
+
+    def make() -> NullStep:
+        made.append(NullStep(limits(seqs), tokenizer.n_vocab, device / 1e3))
+        return made[-1]
+
+    loop.serve(make, tokenizer.n_vocab, CacheRules(), max_waiting=seqs)
+    requests = [request(tokenizer, 64, tokens, i) for i in range(seqs)]
+    chunks = {"queue": _by_queue, "wire": _by_wire, "asyncio": _by_asyncio}[reader](loop, requests)
+    assert chunks == seqs * tokens, chunks
+    loop.close()
+    launches = made[0].launches
+    gaps = [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(launches)]
+    period, cpu = (round(1e3 * statistics.median(g), 3) for g in zip(*gaps))
+    return {"reader": reader, "seqs": seqs, "device": device, "steps": len(gaps), "period": period, "cpu": cpu}
+
+
+def _by_queue(loop: Loop, requests: list[Request]) -> int:
+    streams = [start(loop, r, stream=True) for r in requests]
+    return sum(sum(1 for _ in s) for s in streams)
+
+
+def _by_asyncio(loop: Loop, requests: list[Request]) -> int:
+    async def one(asked: Request) -> int:
+        return sum([1 async for _ in start_async(loop, asked, stream=True)])
+
+    async def all_of_them() -> int:
+        return sum(await asyncio.gather(*(one(r) for r in requests)))
+
+    return asyncio.run(all_of_them())
+
+
+def _by_wire(loop: Loop, requests: list[Request]) -> int:
+    here, there = socket.socketpair()
+    ends, other = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=_count, args=(there, other, len(requests)))
+    process.start()
+    wire = Wire(here)
+    for i, asked in enumerate(requests):
+        deliver(loop, asked, lambda chunk, i=i: wire.send(*chunk_row(i, chunk)), stream=True)  # type: ignore[misc]
+    chunks: int = ends.recv()
+    process.join()
+    wire.close()
+    return chunks
+
+
+def _count(end: socket.socket, told: Any, left: int) -> None:
+    chunks = 0
+    for frame in Wire(end).frames():
+        for row in frame:
+            chunks += 1
+            left -= chunk_of(row).result is not None
+        if not left:
+            break
+    told.send(chunks)
 
 
 def crowd(tokenizer: Any, requests: int) -> dict[str, Any]:
@@ -158,10 +238,16 @@ def main() -> int:
     parser.add_argument("--seqs", default="128,256")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--readers", default="", help="some of queue, wire, asyncio")
+    parser.add_argument("--device-ms", type=float, default=11.0)
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     tokenizer = load_tokenizer(resolve("demo").paths[0])
     found: dict[str, Any] = {"decode": [decode(tokenizer, int(n), args.tokens, args.profile) for n in args.seqs.split(",")]}
+    if args.readers:
+        many = max(int(n) for n in args.seqs.split(","))
+        readers = args.readers.split(",")
+        found["read"] = [read(tokenizer, many, args.tokens, reader, args.device_ms) for reader in readers]
     if args.requests:
         found["crowd"] = crowd(tokenizer, args.requests)
     print(json.dumps(found))

@@ -5,6 +5,7 @@ from quarrel.engine.engine import Activity, Engine
 from quarrel.engine.generation import Request
 from quarrel.engine.guide import Guide, MakeGuide
 from quarrel.engine.loop import Loop
+from quarrel.engine.outbox import Outbox
 from quarrel.engine.params import Sampling, SamplingParams, merged, token_id
 from quarrel.engine.results import Chunk, FinishReason, Result, Timings, TokenLogprob, Usage
 from quarrel.engine.sequence import Deliver, Scoring
@@ -27,6 +28,7 @@ __all__ = [
     "Histogram",
     "Loop",
     "MakeGuide",
+    "Outbox",
     "Priority",
     "Request",
     "Result",

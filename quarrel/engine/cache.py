@@ -109,9 +109,9 @@ class Cache:
 
     def grow(self, s: Sequence, tokens: int) -> bool:
         """Gives it blocks for so many tokens in all; False if there are not enough."""
-        missing = self.blocks_for(tokens) - len(s.blocks)
-        if missing <= 0:
+        if tokens <= len(s.blocks) * self.limits.block_size:
             return True
+        missing = self.blocks_for(tokens) - len(s.blocks)
         if not self.prefixes.make_room(missing):
             return False
         at = len(s.blocks)
@@ -134,12 +134,13 @@ class Cache:
         """Enters what is known of the tokens that have run, keeps its state where it will be wanted, and lets go of blocks
         behind the window. To be called behind each launch, before the next one."""
         at = s.computed
-        if self._snaps(s) and at <= max(s.given, len(s.tokens) - 1):
+        if self.snapshots.size and self._snaps(s) and at <= max(s.given, len(s.tokens) - 1):
             shared = s.copies > 1 and at == s.given - 1
             if at == s.given or shared or (at - s.marked >= STRIDE and at % self.limits.block_size == 0):
                 self._snap(s, s.snapshots, at)
                 s.marked = at
-        self._index(s)
+        if at >= (s.indexed + 1) * self.limits.block_size:
+            self._index(s)
         if self.rules.window:
             self._shed(s)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -186,8 +187,9 @@ class Engine:
                 s.started, s.reused = now, part.start
                 self.stats.queue_seconds.add(now - s.submitted)
                 self.stats.known_tokens += part.start
-            s.computed = part.start + part.count
-            s.furthest = max(s.furthest, s.computed)
+            s.computed = at = part.start + part.count
+            if at > s.furthest:
+                s.furthest = at
             self.cache.ran(s)
             if part.rows and not batch.waits:
                 s.drawn += 1
@@ -209,14 +211,18 @@ class Engine:
             return
         self._count(flight)
         row, now = 0, time.perf_counter()
+        gaps: list[float] = []
         for part in flight.batch.parts:
             if part.rows and not flight.batch.waits:
                 part.sequence.drawn -= 1
             if part.rows and not part.sequence.over:
-                self._settle(part, outputs, row, now)
+                self._settle(part, outputs, row, now, gaps)
             row += part.rows
+        # Most have waited since the same step.
+        for seconds, times in Counter(gaps).items():
+            self.stats.token_seconds.add(seconds, times)
 
-    def _settle(self, part: Part, outputs: StepOutputs, row: int, now: float) -> None:
+    def _settle(self, part: Part, outputs: StepOutputs, row: int, now: float, gaps: list[float]) -> None:
         sequence = part.sequence
         before = len(sequence.tokens)
         try:
@@ -238,7 +244,7 @@ class Engine:
         if new:
             self.stats.drawn_tokens += new
             if sequence.told:
-                self.stats.token_seconds.add((now - sequence.told) / new)
+                gaps.append((now - sequence.told) / new)
             else:
                 self.stats.first_token_seconds.add(now - sequence.submitted)
             sequence.told = now

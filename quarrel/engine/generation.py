@@ -77,7 +77,8 @@ class Generation(Sequence):
         # More than any vocabulary is no limit, and every whole number below this is exact in float32.
         self.draws = (p.temperature, float(min(p.top_k, 1 << 23)), p.top_p, p.min_p)
         self._sink, self._stream = sink, stream
-        self._room = request.room
+        self._room, self._n_vocab = request.room, request.n_vocab
+        self._stop_ids, self._min_tokens = request.stop_ids, p.min_tokens
         self._chain = HostChain(request.params, request.stop_ids, request.texts)
         self._text = StopText(request.texts.detokenizer(), request.params.stop)
         self._said: list[str] = []
@@ -138,7 +139,7 @@ class Generation(Sequence):
             token = self._chain.draw(row, self.tokens, self.generated, self.uniform(), self.uniform(rng.XTC), allowed)
             if token >= 0 and self.request.params.logprobs is not None:
                 logprob = self._chain.logprob(row, token)
-        if not 0 <= token < self.request.n_vocab:
+        if not 0 <= token < self._n_vocab:
             self._finish("error", failure=self._no_token(token))
         else:
             self._accept(token, logprob)
@@ -153,14 +154,14 @@ class Generation(Sequence):
         count = self.generated + 1
         if count == 1:
             self._first_token = time.perf_counter()
-        if token in self.request.stop_ids or (self._guide is not None and token in self._guide.ends):
+        if token in self._stop_ids or (self._guide is not None and token in self._guide.ends):
             self.extra = token
             self._finish("stop", stopped_by=token)
             return
         self.tokens.append(token)
         if logprob is not None:
             self._logprobs.append(logprob)
-        text = self._text.push(token, armed=count > self.request.params.min_tokens)
+        text = self._text.push(token, armed=count > self._min_tokens)
         if self._text.stopped_by is not None:
             self._finish("stop", text, token, logprob, stopped_by=self._text.stopped_by)
         elif self._guide is not None and self._guide.take(token):

@@ -40,7 +40,7 @@ class Inputs:
         blocks = self._cache.tables[slots[owners], positions // size]
         rows = _last_of_each(starts[1:], asked)
         return StepInputs(
-            ids=np.array([t for p in parts for t in _ids(p)], np.int32),
+            ids=np.array(_ids(parts), np.int32),
             positions=positions,
             slots=blocks * np.int32(size) + positions % size,
             query_start=starts,
@@ -73,19 +73,26 @@ class Inputs:
 
 def _from_last(parts: tuple[Part, ...], starts: Array) -> Array | None:
     """The row of the launch before for each token that it draws; such a token is the only one of its part."""
-    if not any(p.sequence.drawn for p in parts):
+    rows = [p.sequence.row if p.sequence.drawn else -1 for p in parts]
+    if max(rows) < 0:
         return None
     last: Array = np.full(starts[-1], -1, np.int32)
-    for part, end in zip(parts, starts[1:]):
-        if part.sequence.drawn:
-            last[end - 1] = part.sequence.row
+    last[starts[1:] - 1] = rows
     return last
 
 
-def _ids(part: Part) -> list[int]:
-    known = part.sequence.tokens[part.start : part.start + part.count - len(part.draft)]
-    unknown = part.count - len(part.draft) - len(known)
-    return [*known, *[0] * unknown, *part.draft]
+def _ids(parts: tuple[Part, ...]) -> list[int]:
+    """Of all tokens; 0 for one that is on the device only."""
+    ids: list[int] = []
+    for part in parts:
+        tokens, end = part.sequence.tokens, part.start + part.count - len(part.draft)
+        if part.count == 1:
+            ids.append(tokens[part.start] if part.start < len(tokens) else 0)
+        else:
+            ids += tokens[part.start : end]
+            ids += [0] * (end - max(part.start, len(tokens)))
+            ids += part.draft
+    return ids
 
 
 def _last_of_each(ends: Array, counts: Array) -> Array:

@@ -18,6 +18,7 @@ from typing import TypeVar
 from quarrel.engine.cache import DEFAULT_RULES, CacheRules
 from quarrel.engine.draft import MakeDrafter
 from quarrel.engine.engine import Engine
+from quarrel.engine.outbox import Outbox
 from quarrel.engine.sequence import Sequence
 from quarrel.errors import EngineFault, QuarrelError, QueueFull
 from quarrel.ops.step import Step
@@ -37,6 +38,8 @@ class Loop:
 
     def __init__(self) -> None:
         self.engine: Engine | None = None
+        self.outbox = Outbox()
+        """What sinks put here, on the thread, is sent behind each step."""
         self._jobs: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._closing = False
@@ -173,8 +176,10 @@ class Loop:
                 for job in jobs:
                     self.busy_since = time.perf_counter()
                     job()
+                self.outbox.send()  # ends that jobs brought about do not wait for the step
                 self.busy_since = time.perf_counter()
                 busy = self.engine is not None and self.engine.advance()
+                self.outbox.send()
         except BaseException as error:
             log.exception("the engine thread ended")
             self._fault = (
@@ -197,4 +202,5 @@ class Loop:
             job()
         if engine is not None:
             engine.end_all("cancelled")
+            self.outbox.send()
             engine.close()

@@ -13,6 +13,7 @@ A step serves one kind of result: tokens drawn, or rows of every position; the k
 from __future__ import annotations
 
 import time
+from bisect import insort
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
@@ -71,7 +72,7 @@ class Scheduler:
         self.limits, self.cache, self.clock = limits, cache, clock
         self._guess = guess
         self.waiting = Waiting()
-        self.running: list[Sequence] = []
+        self.running: list[Sequence] = []  # in order of turns
         self.max_tokens = limits.max_tokens
         self.preempted = 0
         self._max_rows = max(max_rows, limits.max_seqs)
@@ -104,12 +105,12 @@ class Scheduler:
         if not ready:
             return None
         kind = self._turn(ready)
-        mine = sorted((s for s in ready if _kind(s) == kind), key=_place)
+        mine = [s for s in ready if _kind(s) == kind]
         for sequence in mine:
             while sequence.slot >= 0 and not self.cache.grow(sequence, len(sequence.tokens) + sequence.drawn):
                 if not drained:
                     return DRAIN
-                self.preempt(max(self.running, key=_place))
+                self.preempt(self.running[-1])
         return self._batch([s for s in mine if s.slot >= 0])
 
     def preempt(self, sequence: Sequence) -> None:
@@ -127,22 +128,24 @@ class Scheduler:
         others: list[Sequence] = []
         for s in mine:
             (others if s.whole or s.every_row or s.pending > 1 else decoding).append(s)
-        parts = []
-        wants: set[Want] = set()
+        parts: list[Part] = []
         left = len(decoding)
         drafts, drafted = self._drafts(decoding, min(tokens, rows) - left)
         for sequence in decoding:
             left -= 1
             if not tokens:
                 break
-            draft = drafts.get(sequence, ())[: max(0, min(tokens, rows) - 1 - left)]
+            if sequence not in drafts:
+                parts.append(Part(sequence, sequence.computed, 1, 1))
+                tokens, rows = tokens - 1, rows - 1
+                continue
+            draft = drafts[sequence][: max(0, min(tokens, rows) - 1 - left)]
             # A guess is not worth anybody's block.
             if draft and not self.cache.grow(sequence, len(sequence.tokens) + len(draft)):
                 draft = ()
             count = 1 + len(draft)
             parts.append(Part(sequence, sequence.computed, count, count, draft, sequence in drafted))
             tokens, rows = tokens - count, rows - count
-            wants.add(sequence.want)
         # Those that run whole keep their order, so that each is the first, and fits, after a while.
         for sequence in others:
             most = tokens if sequence.whole or not sequence.every_row else min(tokens, rows)
@@ -155,11 +158,9 @@ class Scheduler:
                 continue
             parts.append(Part(sequence, sequence.computed, count, asked))
             tokens, rows = tokens - count, rows - asked
-            if asked:
-                wants.add(sequence.want)
         if not parts:
             return None
-        want = _want(wants, parts)
+        want = _want({p.sequence.want for p in parts if p.rows}, parts)
         return Batch(want, tuple(parts), want != "tokens" or any(p.sequence.waits and p.rows for p in parts))
 
     def _drafts(
@@ -169,8 +170,11 @@ class Scheduler:
         found: dict[Sequence, tuple[int, ...]] = {}
         asked: dict[Sequence, int] = {}
         for sequence in decoding:
+            # Whoever guesses has to know its last token.
+            if not sequence.waits or sequence.drawn or self.cache.rules.recurrent:
+                continue
             room = min(spare, sequence.length - sequence.computed - 1)
-            if room <= 0 or sequence.drawn or self.cache.rules.recurrent:
+            if room <= 0:
                 continue
             if draft := tuple(sequence.draft(room)):
                 found[sequence] = draft
@@ -198,10 +202,10 @@ class Scheduler:
                 continue
             if self._slots and self.cache.start(sequence, self._slots[-1], family, len(self.running)):
                 self._slots.pop()
-                self.running.append(sequence)
+                insort(self.running, sequence, key=_place)
                 continue
             held.append(sequence)
-            last = max(self.running, key=lambda s: s.place, default=None)
+            last = self.running[-1] if self.running else None
             if last is None or last.rank <= sequence.rank or last.place < sequence.place:
                 break
             if not drained:
@@ -223,7 +227,7 @@ def _kind(sequence: Sequence) -> str:
 
 def _ready(sequence: Sequence) -> bool:
     """Whether it has a token to run, and is not about to end."""
-    return sequence.pending > 0 and sequence.computed < sequence.length
+    return sequence.computed < sequence.length and sequence.computed < len(sequence.tokens) + sequence.drawn
 
 
 def _want(wants: set[Want], parts: list[Part]) -> Want:

@@ -103,7 +103,9 @@ def start_async(loop: Loop, request: Request, *, stream: bool, owner: object = N
     events = asyncio.get_running_loop()
 
     def sink(chunk: Chunk) -> None:
-        events.call_soon_threadsafe(chunks.put_nowait, chunk)
+        if events.is_closed():
+            raise RuntimeError("the event loop that reads this is closed")
+        loop.outbox.put(events, chunks, chunk)
 
     delivery = deliver(loop, request, sink, stream=stream)
     return AsyncStream(delivery, request.params.n, chunks, owner)

@@ -38,10 +38,11 @@ class StopText:
 
         Unless `armed`, stop strings are text like any other.
         """
-        self._pending += self._detokenizer.push(id)
-        if not armed:
-            return self._release(0)
-        return self._match() if self._stops else self._release(0)
+        text = self._detokenizer.push(id)
+        if not self._stops:
+            return text
+        self._pending += text
+        return self._match() if armed else self._release(0)
 
     def flush(self) -> str:
         """The rest, when no more tokens come."""

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from quarrel.engine import Chunk, Request, Result, Timings, Usage
 from quarrel.errors import QuarrelError
 from quarrel.process.wire import Wire
-
-Due = Mapping[asyncio.AbstractEventLoop, Sequence[tuple[asyncio.Queue[Chunk], Chunk]]]
-"""Chunks on their way, by the event loops that read them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,15 +52,3 @@ class Reading:
         usage = Usage(len(self.request.tokens), self.made[index])
         timings = Timings(self.request.load_seconds, 0.0, 0.0, 0.0, 0, 0)
         return Result("", (), "error", usage, timings, self.request.seed, error=str(error), failure=error)
-
-
-def hand_over(due: Due) -> None:
-    """Puts chunks where they are read, with one call for each event loop."""
-    for events, rows in due.items():
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads
-            events.call_soon_threadsafe(_put, rows)
-
-
-def _put(rows: Sequence[tuple[asyncio.Queue[Chunk], Chunk]]) -> None:
-    for chunks, chunk in rows:
-        chunks.put_nowait(chunk)

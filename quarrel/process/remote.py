@@ -20,6 +20,7 @@ from quarrel.engine import (
     Activity,
     AsyncStream,
     Chunk,
+    Outbox,
     Request,
     Sampling,
     SamplingParams,
@@ -32,7 +33,7 @@ from quarrel.errors import EngineLost, QuarrelError, QueueFull
 from quarrel.llm import Chunking, Embeddings, Explanation, Structure, load_tokenizer
 from quarrel.llm.embeddings import Pooling
 from quarrel.llm.texts import VocabularyTexts
-from quarrel.process.reading import Placed, Reading, Work, hand_over
+from quarrel.process.reading import Placed, Reading, Work
 from quarrel.process.watch import STEP_SECONDS, STEP_SECONDS_ELSEWHERE, Watch
 from quarrel.process.wire import Json, Wire, chunk_of, plain, typed, unpacked
 
@@ -77,6 +78,7 @@ class RemoteLLM:
         self._numbers = itertools.count(1)
         self._calls: dict[int, Future[Json]] = {}
         self._streams: dict[int, Reading] = {}
+        self._outbox = Outbox()
         self._over: QuarrelError | None = None
         self._closing = False
         self._stuck = 0.0
@@ -245,26 +247,23 @@ class RemoteLLM:
 
     def _read(self) -> None:
         for frame in self._wire.frames():
-            due: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue[Chunk], Chunk]]] = {}
             for message in frame:
-                self._take(message, due)
-            hand_over(due)
+                self._take(message)
+            self._outbox.send()
         self._end()
 
-    def _take(
-        self, message: list[Json], due: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue[Chunk], Chunk]]]
-    ) -> None:
+    def _take(self, message: list[Json]) -> None:
         kind = message[0]
         if kind == "chunk":
             reading = self._streams[message[1]]
             chunk = chunk_of(message)
             self._note(message[1], reading, chunk)
-            due.setdefault(reading.events, []).append((reading.chunks, chunk))
+            self._outbox.put(reading.events, reading.chunks, chunk)
         elif kind == "refused":
             reading, error = self._streams[message[1]], unpacked(message[2])
             for chunk in reading.failed(error):
                 self._note(message[1], reading, chunk)
-                due.setdefault(reading.events, []).append((reading.chunks, chunk))
+                self._outbox.put(reading.events, reading.chunks, chunk)
         elif kind == "beat":
             self._watch.heard(message[1])
         elif kind == "state":
@@ -327,7 +326,9 @@ class RemoteLLM:
             calls, self._calls = self._calls, {}
             told, lost = self._told, not self._closing
         for reading in streams.values():
-            hand_over({reading.events: [(reading.chunks, c) for c in reading.failed(self._over)]})
+            for chunk in reading.failed(self._over):
+                self._outbox.put(reading.events, reading.chunks, chunk)
+        self._outbox.send()
         for future in calls.values():
             if future.set_running_or_notify_cancel():
                 future.set_exception(self._over)

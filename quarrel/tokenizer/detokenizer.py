@@ -56,23 +56,34 @@ class Detokenizer:
     """Turns ids into text one by one: `push(id)` gives the text that became certain, `flush()` the rest.
 
     Bytes of an unfinished character are held back; bytes that can no longer become one are written as U+FFFD.
+    whole: texts of ids that hold whole characters, as nearly all do; filled here, and shared by detokenizers.
     """
 
-    def __init__(self, piece: Callable[[SupportsIndex], bytes], strip_space: bool) -> None:
+    def __init__(self, piece: Callable[[SupportsIndex], bytes], strip_space: bool, whole: dict[int, str]) -> None:
         self._piece = piece
         self._strip_space = strip_space
+        self._whole = whole
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._between = not strip_space  # nothing is held back, and no space is to be stripped
 
     def push(self, id: SupportsIndex) -> str:
         """Raises RequestError for an id outside the vocabulary."""
+        alone = id if self._between and isinstance(id, int) else None
+        if alone is not None and (known := self._whole.get(alone)) is not None:
+            return known
         piece = self._piece(id)
         if piece and self._strip_space:
             self._strip_space = False
             piece = piece.removeprefix(b" ")
-        return self._decoder.decode(piece)
+        text = self._decoder.decode(piece)
+        self._between = not self._strip_space and not self._decoder.getstate()[0]
+        if alone is not None and self._between:
+            self._whole[alone] = text
+        return text
 
     def flush(self) -> str:
         """Ends the text; the next `push` starts another one, without stripping a space."""
         text = self._decoder.decode(b"", final=True)
         self._decoder.reset()
+        self._between = not self._strip_space
         return text

@@ -52,6 +52,7 @@ class Tokenizer:
         self._vocabulary = vocabulary
         self._model = _model(vocabulary, metadata)
         self._bytes = PieceBytes(vocabulary)
+        self._whole: tuple[dict[int, str], dict[int, str]] = ({}, {})  # with the names of control tokens, and without
         self._templates = ChatTemplates(metadata, self._control_texts())
         self._special = SpecialTokens(vocabulary)
         self.n_vocab = len(vocabulary.texts)
@@ -94,7 +95,9 @@ class Tokenizer:
         continues: the ids go on from a text that was there before (a prompt), so that a first space belongs to them.
         """
         strip_space = self._vocabulary.add_space_prefix and not continues
-        return Detokenizer(lambda id: self.token_bytes(id, special=not skip_special), strip_space)
+        return Detokenizer(
+            lambda id: self.token_bytes(id, special=not skip_special), strip_space, self._whole[skip_special]
+        )
 
     def token_bytes(self, id: SupportsIndex, special: bool = False) -> bytes:
         """The bytes that this id adds to a text; none for a control token unless `special`."""

@@ -47,6 +47,24 @@ def test_tasks_share_the_engine() -> None:
         toy.assert_all_returned()
 
 
+def test_an_event_loop_is_called_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(toy: Toy) -> int:
+        events, calls = asyncio.get_running_loop(), 0
+        call = events.call_soon_threadsafe
+
+        def counted(*args: Any) -> asyncio.Handle:
+            nonlocal calls
+            calls += 1
+            return call(*args)
+
+        monkeypatch.setattr(events, "call_soon_threadsafe", counted)
+        await asyncio.gather(*(open_stream(toy).wait() for _ in range(4)))
+        return calls
+
+    with Toy() as toy:
+        assert 40 <= go(work(toy)) <= toy.engine.stats.steps + 1 < 60  # not 160
+
+
 @pytest.mark.parametrize("chunks", [0, 3])
 def test_cancelling_the_task_stops_the_work(chunks: int) -> None:
     streams: list[AsyncStream] = []

@@ -147,7 +147,7 @@ def test_one_who_is_interactive_takes_the_place_of_a_batch() -> None:
     table.add(urgent)
     assert table.scheduler.next(drained=False) is DRAIN  # not while a step with it is on its way
     table.advance()
-    assert table.scheduler.running == [old, urgent]
+    assert table.scheduler.running == [urgent, old]
     assert list(table.scheduler.waiting) == [young]
     assert not young.blocks
     table.scheduler.remove(urgent)
