@@ -3,8 +3,8 @@
     python bench/engine_host.py [--seqs 128,256] [--requests 2000] [--profile]
     python bench/engine_host.py --seqs 256 --requests 0 --readers wire,asyncio --device-ms 11
 
-First one round of each number of running sequences, in milliseconds a step of decoding. Then the same on a thread of its own
-and a device that takes `--device-ms` a step, where every token is read by somebody: `queue` by a thread with a queue for
+First one round of each number of running sequences, in milliseconds a step of decoding. Then the same in a thread of its
+own, with a device that takes `--device-ms` a step, where every token is read: `queue` by a thread with a queue for
 each request, `wire` by another process, as the server does, `asyncio` by a task for each request. `period` is from one
 launch to the next, `cpu` is what of it the engine's thread computes. At last so many requests at once, some cancelled, some
 with deadlines, from several threads, with the memory after each round. One JSON document at the end.
