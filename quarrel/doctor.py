@@ -15,7 +15,7 @@ from typing import Literal
 
 from quarrel import __version__
 from quarrel.env import Environment, cache_home, read_environment
-from quarrel.errors import QuarrelError
+from quarrel.errors import QuarrelError, installing
 from quarrel.gguf import hub, ollama, resolve
 from quarrel.ops.registry import BACKENDS, backend
 
@@ -23,9 +23,15 @@ State = Literal["ready", "fact", "missing", "broken"]
 
 EXTRAS = {
     "cuda": ("NVIDIA GPUs", ("torch", "triton")),
+    "metal": ("Apple GPUs", ("mlx",)),
+    "server": ("the server", ("fastapi", "pydantic", "uvicorn", "websockets", "h11")),
+    "structured": ("answers by schema, expression or grammar", ("llguidance",)),
+    "flight": ("vector stores, Parquet and Arrow files", ("pyarrow",)),
     "hub": ("downloads from Hugging Face", ("huggingface_hub",)),
 }
-"""What can be added to an installation: `pip install 'quarrel[NAME]'` brings these packages for that use."""
+"""What can be added to an installation: the extra brings these packages for that use."""
+ELSEWHERE = {"Darwin": "cuda", "Linux": "metal"}
+"""An extra that is of no use on a system."""
 
 CORE = ("numpy", "llvmlite", "gguf", "tokenizers", "sentencepiece", "jinja2")
 
@@ -130,7 +136,7 @@ def _gpu() -> Iterator[Line]:
     elif platform.system() == "Linux":
         yield "NVIDIA driver", "fact", "none found, so no NVIDIA GPU can be used"
     if platform.system() == "Darwin" and platform.machine() == "arm64":
-        yield "Apple GPU", "fact", "part of this chip; its kernels are not in this version, models run on the CPU"
+        yield "Apple GPU", "fact", "part of this chip"
 
 
 def _python() -> Iterator[Line]:
@@ -142,11 +148,18 @@ def _python() -> Iterator[Line]:
     present = ", ".join(f"{name} {_version(name)}" for name in CORE if name not in missing)
     yield "packages", "fact", present
     if missing:
-        yield "packages", "broken", f"{', '.join(missing)} not installed", "install quarrel again: pip install quarrel"
+        yield (
+            "packages",
+            "broken",
+            f"{', '.join(missing)} not installed",
+            "install it again: pip install . in the clone of Quarrel",
+        )
     for extra, (use, names) in EXTRAS.items():
+        if extra == ELSEWHERE.get(platform.system()):
+            continue
         absent = [name for name in names if not _version(name)]
         if absent:
-            yield f"[{extra}]", "missing", f"for {use}: no {' and no '.join(absent)}", f"pip install 'quarrel[{extra}]'"
+            yield f"[{extra}]", "missing", f"for {use}: no {' and no '.join(absent)}", installing(extra)
         else:
             yield f"[{extra}]", "fact", f"for {use}: " + ", ".join(f"{name} {_version(name)}" for name in names)
 

@@ -26,6 +26,11 @@ QuarrelError
 from __future__ import annotations
 
 
+def installing(extra: str) -> str:
+    """How an extra is added, for an error's last words. By path: the name quarrel is another project's on PyPI."""
+    return f"pip install '.[{extra}]' in the clone of Quarrel"
+
+
 class QuarrelError(Exception):
     """Base of all deliberate errors; the command line prints its text without a traceback."""
 

@@ -128,6 +128,9 @@ def test_a_batch_gives_what_each_prompt_gives_alone(backend: str) -> None:
         alone = [llm.generate(p, params).token_ids for p in prompts]
         together = llm.generate(prompts, params)
         assert [r.token_ids for r in together] == alone
+        assert llm.generate([], params) == []
+        with pytest.raises(ContextOverflow, match=r"^prompts\[1\]: the prompt has"):
+            llm.generate([[5], [5] * (llm.n_ctx + 1)], params)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -231,7 +234,7 @@ def test_params_and_keywords_join(llm: LLM) -> None:
     assert len(llm.generate([5], GREEDY, max_tokens=3).token_ids) == 3
     with pytest.raises(RequestError, match="params is a dict"):
         llm.generate([5], {"max_tokens": 3})  # type: ignore[call-overload]
-    with pytest.raises(RequestError, match="no sampling parameter 'temp'"):
+    with pytest.raises(RequestError, match="no sampling parameter 'temp'; perhaps temperature is meant"):
         llm.generate([5], temp=0)  # type: ignore[call-overload]
     with pytest.raises(RequestError, match="temperature is -1"):
         llm.generate([5], temperature=-1)

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Sequence
 from typing import TextIO
 
-from quarrel.cli.parser import UsageError, make_parser
+from quarrel.cli.parser import UsageError, make_parser, nearest, parse, unknown_command
 from quarrel.cli.terminal import note
 from quarrel.errors import QuarrelError
 
@@ -20,13 +20,21 @@ OK, FAILED, USAGE, INTERRUPTED, CLOSED_PIPE = 0, 1, 2, 130, 141
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command. Returns 0, 1 for an error, 2 for a wrong command line, 130 after Ctrl-C, 141 for a closed pipe."""
     _tolerate_any_terminal()
+    words = sys.argv[1:] if argv is None else list(argv)
     parser = make_parser()
+    if not words:
+        parser.print_help(sys.stderr)
+        return USAGE
+    if sentence := unknown_command(words[0]):
+        note(f"quarrel: {sentence}")
+        return USAGE
     try:
-        args, unknown = parser.parse_known_args(argv)
+        args, unknown = parse(parser, words)
     except SystemExit as stop:  # argparse has printed its usage or its help
         return int(stop.code or 0)
     if unknown:
-        note(f"quarrel {args.command}: {unknown[0]!r} is not understood here (see quarrel {args.command} --help)")
+        near = nearest(unknown[0], args.flags)
+        note(f"quarrel {args.command}: {unknown[0]!r} is not understood here{near} (see quarrel {args.command} --help)")
         return USAGE
     try:
         with warnings.catch_warnings():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from quarrel import __version__
@@ -29,6 +30,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="quarrel",
         description="Runs GGUF language models on an NVIDIA GPU or any CPU, in pure Python.",
+        epilog='To begin with: quarrel generate "Once upon a time". Speed, and how good answers are, are measured by'
+        " python -m quarrel.bench, python -m quarrel.perplexity and python -m quarrel.regress.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"quarrel {__version__}")
@@ -42,9 +45,47 @@ def make_parser() -> argparse.ArgumentParser:
             allow_abbrev=False,
         )
         add(command)
+        command.set_defaults(flags=[flag for action in command._actions for flag in action.option_strings])
         how = "each answer as one line of JSON" if name == "chat" else "one JSON document on standard output"
         command.add_argument("--json", action="store_true", help=f"print {how}")
     return parser
+
+
+def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The arguments, and words that nobody understands."""
+    args, unknown = parser.parse_known_args(words)
+    if hasattr(args, "words") and not any(word.startswith("-") for word in unknown):
+        # `MODEL -n 3 PROMPT`: argparse ends a list of arguments at the first option.
+        args.words, unknown = args.words + unknown, []
+    return args, unknown
+
+
+def unknown_command(word: str) -> str | None:
+    """A sentence for a first word that is no command and no option."""
+    names = [name for name, *_ in _COMMANDS]
+    if word in names or word.startswith("-"):
+        return None
+    near = _ELSEWHERE.get(word) or next(iter(get_close_matches(word, names, 1)), None)
+    hint = "" if near is None else f"; perhaps `{near if ' ' in near else f'quarrel {near}'}` is meant"
+    return f"there is no command {word!r}{hint} (see quarrel --help)"
+
+
+_ELSEWHERE = {
+    **dict.fromkeys(("run", "cli"), "chat"),
+    **dict.fromkeys(("show", "info"), "inspect"),
+    **dict.fromkeys(("list", "ls", "models"), "doctor"),
+    **dict.fromkeys(("complete", "completion"), "generate"),
+    **{name: f"python -m quarrel.{name}" for name in ("bench", "perplexity", "regress")},
+    "help": "--help",
+    "version": "--version",
+}
+"""What people of other programs type."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """ "; --temperature is near" for --temprature, and nothing where nothing is."""
+    found = get_close_matches(word.partition("=")[0], list(known), 1)
+    return f"; perhaps {found[0]} is meant" if found else ""
 
 
 def model_of(args: argparse.Namespace) -> str:
@@ -309,9 +350,11 @@ def _chat_options(p: argparse.ArgumentParser, implied: str = "") -> None:
 
 def _load_options(p: argparse.ArgumentParser) -> None:
     group = p.add_argument_group("loading")
-    group.add_argument("--backend", choices=BACKENDS, default="auto", help="what computes; auto is the best that is ready")
+    computes = "what computes: triton on NVIDIA GPUs, mlx on Apple's; auto is the best that is ready"
+    group.add_argument("--backend", choices=BACKENDS, default="auto", help=computes)
     group.add_argument("--compute", choices=COMPUTE, default="auto", help="the arithmetic; float32 is exact, fp8 coarse")
-    group.add_argument("-c", "--ctx", type=int, metavar="N", help="context in tokens; by default the model's, if it fits")
+    context = "context in tokens; by default the model's, but at most 8192"
+    group.add_argument("-c", "--ctx", type=int, metavar="N", help=context)
     memory = "what a model may take: bytes (512MiB, 16GB) or a share of what is free (80%%)"
     group.add_argument("--memory", type=_amount, metavar="BYTES|SHARE", help=memory)
     kept = "what is kept of keys and values; int8 and fp8 are half as large"

@@ -69,5 +69,7 @@ def _from_file(name: str) -> str:
 def _from_stdin() -> str:
     if sys.stdin is None or sys.stdin.isatty():
         raise UsageError("there is no text: give it in quotes, with --file, or on standard input")
-    text = sys.stdin.read(MAX_BYTES)
-    return text.removesuffix("\n")
+    text = sys.stdin.read(MAX_BYTES).removesuffix("\n")
+    if not text:
+        raise UsageError("there is no text: standard input is empty")
+    return text

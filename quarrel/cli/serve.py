@@ -12,22 +12,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from quarrel.cli.extras import server_extra
 from quarrel.cli.models import load_options, template_of
 from quarrel.cli.parser import UsageError
 from quarrel.cli.terminal import note
 from quarrel.engine import Service
-from quarrel.errors import QuarrelError
-from quarrel.llm import LLM, load
+from quarrel.llm import LLM, find, load
 from quarrel.process import RemoteLLM, open_remote
 
 
 def run(args: argparse.Namespace) -> int:
     """Until a signal; status 0."""
-    try:
+    with server_extra():
         from quarrel.server import Rates, Settings, build, serve
         from quarrel.server.settings import from_environment
-    except ImportError as error:
-        raise QuarrelError(f'the server needs {error.name}: install it with pip install "quarrel[server]"') from error
     given: dict[str, Any] = from_environment(os.environ)
     flags = {
         "models": (*args.names, *(args.model or [])) or None,
@@ -66,6 +64,9 @@ def run(args: argparse.Namespace) -> int:
         rates=Rates(requests=args.rate, prompt_tokens=args.prompt_rate, output_tokens=args.output_rate),
     )
 
+    for name in settings.models:
+        if not name.startswith("hf://"):  # what is downloaded may take its time, what is here is here or not
+            find(name)
     step = math.inf if args.step_timeout == 0 else args.step_timeout
     options = {**load_options(args), "max_seqs": args.parallel}
 

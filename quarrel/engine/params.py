@@ -7,6 +7,7 @@ import numbers
 from collections.abc import Collection, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from typing import Any, TypedDict
 
 from quarrel.errors import RequestError
@@ -202,8 +203,21 @@ def merged(base: SamplingParams, options: Sampling) -> SamplingParams:
     known = {entry.name: getattr(base, entry.name) for entry in fields(base)}
     for name in options:
         if name not in known:
-            raise RequestError(f"there is no sampling parameter {name!r}, wanted one of {', '.join(known)}")
+            near = _ELSEWHERE.get(name) or next(iter(get_close_matches(name, known, 1)), None)
+            hint = f"; perhaps {near} is meant" if near else ""
+            raise RequestError(f"there is no sampling parameter {name!r}{hint}, wanted one of {', '.join(known)}")
     return SamplingParams(**{**known, **options})
+
+
+_ELSEWHERE = {
+    **dict.fromkeys(("max_new_tokens", "n_predict", "num_predict"), "max_tokens"),
+    **dict.fromkeys(("repeat_penalty", "penalty"), "repetition_penalty"),
+    **dict.fromkeys(("repeat_last_n", "repetition_context_size"), "penalty_last_n"),
+    "temp": "temperature",
+    "stream": "the method stream",
+    **dict.fromkeys(("grammar", "response_format", "guided_json"), "structure"),
+}
+"""What other programs call it."""
 
 
 def _is_number(value: Any, kind: type) -> bool:

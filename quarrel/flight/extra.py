@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.metadata
 import re
 
-from quarrel.errors import BackendUnavailable
+from quarrel.errors import BackendUnavailable, installing
 
 LEAST = (23, 0, 1)
 """The first release without CVE-2026-25087 in its IPC reader."""
-WANTED = "pyarrow 23.0.1 or newer: pip install 'quarrel[flight]'"
+WANTED = f"pyarrow 23.0.1 or newer: {installing('flight')}"
 
 
 def need_arrow() -> None:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from quarrel.errors import DownloadError, ModelNotFound
+from quarrel.errors import DownloadError, ModelNotFound, installing
 from quarrel.gguf.hub import HubName, choose
 
 _REVISION = re.compile(r"[0-9a-f]{40}")
@@ -31,7 +31,7 @@ def download(name: HubName, cache: Path, *, progress: bool = True) -> tuple[Path
     try:
         from huggingface_hub import errors, utils
     except ImportError:
-        raise DownloadError("downloading needs the package huggingface_hub: pip install 'quarrel[hub]'") from None
+        raise DownloadError(f"downloading needs the package huggingface_hub: {installing('hub')}") from None
     # Read here, not when huggingface_hub was imported, so that what the user sets is what counts.
     endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
     if not progress:

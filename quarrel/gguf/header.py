@@ -206,11 +206,19 @@ def read_header(view: memoryview, file_size: int) -> Header:
     return Header(version, alignment, kinds, values, tuple(tensors), data_start)
 
 
+def _other(magic: bytes) -> str:
+    """What to do with a file of another kind."""
+    if magic == bytes(4):
+        return ", it was not copied or downloaded whole"
+    pytorch, safetensors = magic == b"PK\x03\x04" or magic[:1] == b"\x80", magic[3:] == b"\0"
+    return ", convert it with llama.cpp's convert_hf_to_gguf.py" if pytorch or safetensors else ""
+
+
 def _version(walk: _Walk) -> int:
     start = walk.take(len(MAGIC), "the magic")
     magic = bytes(walk.view[start : walk.at])
     if magic != MAGIC:
-        raise GGUFError(f"the first four bytes are {magic!r}, not {MAGIC!r}: this is not a GGUF file")
+        raise GGUFError(f"the first four bytes are {magic!r}, not {MAGIC!r}: this is not a GGUF file{_other(magic)}")
     version = walk.u32("the version")
     if version in VERSIONS:
         return version

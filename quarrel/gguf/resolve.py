@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib.resources
-import os
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 from quarrel.errors import ModelNotFound
@@ -46,7 +46,7 @@ def resolve(name: str, *, download: bool = True) -> Resolved:
         path = Path(name).expanduser()
         if path.is_file():
             return Resolved(_whole(shard_paths(path)), "path")
-        looked.append(f"{path} is {'a folder' if path.is_dir() else 'no file'}")
+        looked.append(f"{path} is {_instead(path)}")
     except (OSError, ValueError, RuntimeError) as error:
         looked.append(f"it is no path ({error})")
     if not _is_only_a_path(name):
@@ -105,7 +105,17 @@ def _hub_name(name: str) -> hub.HubName:
 
 
 def _is_only_a_path(name: str) -> bool:
-    return name.startswith(("/", "./", "../", "~")) or (os.sep in name and name.endswith(".gguf") and ":" not in name)
+    return name.startswith(("/", "./", "../", "~")) or name == "." or (name.endswith(".gguf") and ":" not in name)
+
+
+def _instead(path: Path) -> str:
+    """What is at a path that is no file, or nearest to it."""
+    if path.is_dir():
+        names = sorted(entry.name for entry in path.glob("*.gguf"))[:4]
+        held = f", in which there {'is' if len(names) == 1 else 'are'} {', '.join(names[:3])}" if names else ""
+        return f"a folder{held}{' and more' if len(names) > 3 else ''}"
+    near = get_close_matches(path.name, [entry.name for entry in path.parent.glob("*.gguf")], 1)
+    return f"no file, but there is {path.parent / near[0]}" if near else "no file"
 
 
 def _whole(paths: tuple[Path, ...]) -> tuple[Path, ...]:

@@ -157,7 +157,12 @@ class LLM:
         """
         settled = self._params(params, options)
         if _is_batch(prompt):
-            requests = [self._request(p, settled, parse_special, service, structure, adapter) for p in prompt]
+            requests = []
+            for i, one in enumerate(prompt):
+                try:
+                    requests.append(self._request(one, settled, parse_special, service, structure, adapter))
+                except RequestError as error:  # among hundreds it matters which; nothing has run yet
+                    raise type(error)(f"prompts[{i}]: {error}") from None
             return self._gather(requests)
         return _sound(self._gather([self._request(prompt, settled, parse_special, service, structure, adapter)])[0])
 
@@ -601,9 +606,9 @@ class LLM:
 
 
 def _is_batch(prompt: object) -> bool:
-    """A list whose first entry is a prompt itself, not a token id."""
+    """A list whose first entry is a prompt itself, not a token id; an empty list is no prompts."""
     if isinstance(prompt, str) or not isinstance(prompt, Sequence) or not prompt:
-        return False
+        return prompt == []
     return isinstance(prompt[0], Sequence) and not isinstance(prompt, bytes | bytearray)
 
 

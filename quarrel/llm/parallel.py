@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quarrel.errors import BackendUnavailable
+from quarrel.errors import BackendUnavailable, installing
 from quarrel.gguf import FORMATS, GGUFFile
 from quarrel.llm.plan import cache_bytes_per_token
 from quarrel.models import ModelSpec, Tensors, assemble
@@ -31,9 +31,7 @@ class Parallel:
         if not isinstance(backend, Joins):
             raise BackendUnavailable(f"the {backend.name} backend runs on one device: leave tensor_parallel out")
         if importlib.util.find_spec("torch") is None:
-            raise BackendUnavailable(
-                "tensor_parallel needs PyTorch: install the extra with `pip install 'quarrel[cuda]'`, or leave it out"
-            )
+            raise BackendUnavailable(f"tensor_parallel needs PyTorch: {installing('cuda')}, or leave it out")
         # Only here: one device needs no torch.distributed.
         from quarrel.parallel import Team, Work
 

@@ -252,4 +252,4 @@ def _blocks(tokens: int) -> int:
 
 def gib(count: int) -> str:
     """Bytes in words."""
-    return f"{count / (1 << 30):.2f} GiB"
+    return f"{count / (1 << 30):.2f} GiB" if count >= 1 << 27 else f"{count / (1 << 20):.2f} MiB"

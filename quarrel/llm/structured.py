@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quarrel.engine import MakeGuide
-from quarrel.errors import QuarrelError, RequestError
+from quarrel.errors import QuarrelError, RequestError, installing
 from quarrel.tokenizer import Tokenizer
 
 Kind = Literal["json", "regex", "lark"]
@@ -92,9 +92,7 @@ class Grammars:
         try:
             import llguidance
         except ImportError as error:
-            raise QuarrelError(
-                f"a structure wants the package llguidance ({error}): pip install 'quarrel[structured]'"
-            ) from None
+            raise QuarrelError(f"a structure wants the package llguidance ({error}): {installing('structured')}") from None
         if self._vocabulary is None:
             self._vocabulary, self._ends = _vocabulary(self._tokenizer, llguidance)
         limits = llguidance.LLParserLimits(initial_lexer_fuel=FUEL, step_lexer_fuel=STEP_FUEL, max_grammar_size=FUEL)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from quarrel.errors import BackendUnavailable, UnsupportedOp
+from quarrel.errors import BackendUnavailable, UnsupportedOp, installing
 from quarrel.ops.contract import Op
 from quarrel.ops.null import expand
 from quarrel.ops.program import Node, Program
@@ -101,7 +101,7 @@ BACKENDS: Mapping[str, str] = {
 def backend(name: str, threads: int | None = None) -> Backend:
     """The backend asked for by name, or `BackendUnavailable` with what is missing. `threads` is the CPU backend's."""
     if name not in BACKENDS:
-        raise BackendUnavailable(f"no backend is called {name!r}: use one of auto, {', '.join(BACKENDS)}")
+        raise BackendUnavailable(f"no backend is called {name!r}: use auto, cpu, triton (NVIDIA GPUs) or mlx (Apple GPUs)")
     try:
         module = importlib.import_module(BACKENDS[name])
     except ImportError as error:
@@ -114,6 +114,6 @@ def backend(name: str, threads: int | None = None) -> Backend:
 
 _HINT = {
     "cpu": "reinstall quarrel, llvmlite is one of its own dependencies",
-    "triton": "install the extra with `pip install 'quarrel[cuda]'` on a machine with an NVIDIA GPU",
-    "mlx": "install the extra with `pip install 'quarrel[metal]'` on an Apple silicon Mac",
+    "triton": f"{installing('cuda')}, on a machine with an NVIDIA GPU",
+    "mlx": f"{installing('metal')}, on an Apple silicon Mac",
 }

@@ -148,6 +148,7 @@ class Shelf:
                 llm = await asyncio.to_thread(self._load, entry.source)
             except QuarrelError as error:
                 entry.error = str(error)
+                log.error("%s could not be loaded: %s", entry.name, error)
                 entry.state = "failed" if before is None else "loaded"
                 raise refused(error) from error
             except BaseException:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from quarrel.engine import Result
+from quarrel.errors import installing
 
 log = logging.getLogger("quarrel.server")
 
@@ -103,7 +104,7 @@ def _configure() -> None:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        log.warning('traces want %s: pip install "quarrel[otel]"', error.name)
+        log.warning("traces want %s: %s", error.name, installing("otel"))
         return
     if isinstance(trace.get_tracer_provider(), TracerProvider):
         return

@@ -116,7 +116,8 @@ def _checked_objects(what: str, values: Sequence[Mapping[str, object]] | None) -
     if values is None:
         return None
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Sequence):
-        raise RequestError(f"{what} is a {type(values).__name__}, wanted a list")
+        such = """ such as [{"role": "user", "content": "Hello"}]""" if what == "messages" else ""
+        raise RequestError(f"{what} is a {type(values).__name__}, wanted a list{such}")
     for at, value in enumerate(values):
         if not isinstance(value, Mapping):
             raise RequestError(f"{what}[{at}] is a {type(value).__name__}, wanted an object")

@@ -26,6 +26,14 @@ def test_module_version_and_help() -> None:
     assert b"--temperature" in out
 
 
+def test_help_and_version_load_no_numpy() -> None:
+    code = "import sys; from quarrel.cli import main; main([sys.argv[1]]); sys.exit('numpy' in sys.modules)"
+    for word in ("--help", "--version"):
+        assert (
+            subprocess.run([sys.executable, "-c", code, word], capture_output=True, cwd=ROOT, check=False).returncode == 0
+        )
+
+
 def test_a_closed_pipe_ends_quietly(base: str) -> None:
     process = spawn("generate", base, "once", "--ignore-eos", "-n", "400", "-q", "--backend", "cpu")
     assert process.stdout is not None

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from quarrel.cli import main
-from quarrel.cli.parser import make_parser
+from quarrel.cli.parser import make_parser, parse
 from quarrel.cli.prompt import model_and_text
 from quarrel.cli.samplers import SAMPLERS, sampling_of
 from quarrel.engine import SamplingParams
@@ -37,6 +37,7 @@ def test_an_option_reaches_its_parameter_by_every_spelling(sampler) -> None:  # 
         ("PROMPT", ("demo", "PROMPT")),
         ("model.gguf PROMPT", ("model.gguf", "PROMPT")),
         ("-m other PROMPT", ("other", "PROMPT")),
+        ("model.gguf -n 3 PROMPT", ("model.gguf", "PROMPT")),
         ("-m other -p PROMPT", ("other", "PROMPT")),
         ("other -p PROMPT", ("other", "PROMPT")),
         ("-model other -prompt PROMPT", ("other", "PROMPT")),
@@ -55,7 +56,7 @@ def test_model_and_prompt_in_every_order_that_people_use(
     typed(monkeypatch, "from stdin\n")
     (tmp_path / "prompt.txt").write_text("from file")
     words = [w.replace("FILE", str(tmp_path / "prompt.txt")) for w in line.split()]
-    assert model_and_text(make_parser().parse_args(["generate", *words])) == want
+    assert model_and_text(parse(make_parser(), ["generate", *words])[0]) == want
 
 
 @pytest.mark.parametrize(
@@ -81,6 +82,34 @@ def test_a_wrong_command_line_is_status_2(line: str, capsys: pytest.CaptureFixtu
     streams = capsys.readouterr()
     assert streams.out == ""
     assert "quarrel" in streams.err
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("genrate x", "perhaps `quarrel generate` is meant"),
+        ("run mistral", "perhaps `quarrel chat` is meant"),
+        ("bench", "perhaps `python -m quarrel.bench` is meant"),
+        ("xyzzy", "there is no command 'xyzzy' (see"),
+        ("generate --temprature=0 x", "perhaps --temperature is meant"),
+        ("generate --xyzzy x", "'--xyzzy' is not understood here (see"),
+    ],
+)
+def test_what_is_nearly_right_is_told(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line.split()) == 2
+    (sentence,) = capsys.readouterr().err.splitlines()
+    assert said in sentence
+
+
+def test_no_words_at_all_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "quarrel generate" in capsys.readouterr().err
+
+
+def test_an_empty_pipe_is_no_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    typed(monkeypatch, "\n")
+    assert main(["generate", "-m", "demo"]) == 2
+    assert "standard input is empty" in capsys.readouterr().err
 
 
 def test_no_text_at_a_terminal_is_status_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -303,8 +303,18 @@ def test_not_found_says_where_it_looked(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_folder_is_not_a_model(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFound, match="is a folder"):
+    with pytest.raises(ModelNotFound, match=r"is a folder\."):
         resolve(str(tmp_path))
+    (tmp_path / "mistral.gguf").touch()
+    with pytest.raises(ModelNotFound, match=r"is a folder, in which there is mistral\.gguf\."):
+        resolve(str(tmp_path))
+
+
+def test_a_name_that_is_nearly_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mistral.gguf").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelNotFound, match=r"mistrl\.gguf is no file, but there is mistral\.gguf\. Name"):
+        resolve("mistrl.gguf")
 
 
 def test_demo_is_the_bundled_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

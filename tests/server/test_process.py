@@ -124,6 +124,7 @@ def test_a_port_that_is_taken_is_one_sentence(tmp_path: Path, capsys: pytest.Cap
         (["--port", "99999"], "the port is 99999"),
         (["--origin", "example"], "is no origin"),
         (["--models-dir", "/no/such"], "is no folder"),
+        (["-m", "no/such.gguf"], "no model 'no/such.gguf' was found"),
         (["--queue", "0"], "--queue is 0"),
         (["--timeout", "nan"], "--timeout is nan"),
     ],
@@ -176,3 +177,24 @@ def test_keys_are_made_listed_rotated_and_revoked(tmp_path: Path, capsys: pytest
     assert main(["keys", "list", "--data-dir", str(tmp_path)]) == 0
     assert "revoked" in capsys.readouterr().out
     assert os.listdir(tmp_path) == ["keys.json"]
+
+
+def test_without_the_extra_it_is_said_what_to_install() -> None:
+    code = "import sys; sys.modules['fastapi'] = None; from quarrel.cli import main; sys.exit(main(sys.argv[1:]))"
+    for words in (["keys", "list"], ["serve", "demo"]):
+        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        assert done.stderr.splitlines() == [
+            "quarrel: the server and its keys need fastapi: pip install '.[server]' in the clone of Quarrel"
+        ]
+
+
+def test_a_first_model_that_cannot_be_loaded_is_in_the_log(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF")
+    command = [sys.executable, "-m", "quarrel", "serve", str(broken), "--port", "0", "--data-dir", str(tmp_path)]
+    with subprocess.Popen([*command, "--no-engine-process"], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        said = next((line for line in process.stderr if "could not be loaded" in line), "")
+        process.terminate()
+    assert "broken could not be loaded: " in said
