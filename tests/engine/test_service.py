@@ -182,8 +182,11 @@ def test_two_thousand_at_once_are_served_in_little_memory() -> None:
             everyone.release()
 
         def round_of(count: int) -> int:
+            free = toy.hold()
             for i in range(count):
                 toy.loop.add(Generation(request([i % 40, i % 7, 3], params), 0, sink, stream=False))
+            assert toy.loop._alive == count
+            free()
             for _ in range(count):
                 assert everyone.acquire(timeout=60)
             done.clear()
