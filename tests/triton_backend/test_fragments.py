@@ -149,10 +149,37 @@ def test_the_tables_are_in_the_package() -> None:
         assert json.loads(file.read_text())["widths"]
 
 
-def tuner(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def bench(monkeypatch: pytest.MonkeyPatch, name: str) -> ModuleType:
     folder = Path(__file__).resolve().parents[2] / "bench"
     monkeypatch.syspath_prepend(str(folder))
-    return importlib.import_module("tune")
+    return importlib.import_module(name)
+
+
+def tuner(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return bench(monkeypatch, "tune")
+
+
+def test_the_trial_of_128_rows_counts_columns_as_it_decodes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = bench(monkeypatch, "warpgroup_rows")
+    x, k, width = torch.arange(5 * 256, dtype=torch.float32).reshape(5, 256).fmod(2048), 256, 64
+    to, normed = (torch.full((width * k,), float("nan"), dtype=torch.float16) for _ in range(2))
+    launch(trial.arrange, (k // 128, width // 16), to, x, 5, K=k, BT=width, PDL=False)
+    # The eight values of a word, [block, word], joined as the kernel does it: [block, word, one, next, upper half].
+    block, word = np.arange(4)[:, None], np.arange(2)[None, :]
+    for half in range(2):
+        at = [block * 32 + i // 4 * 16 + (half * 2 + word) * 4 + i % 4 for i in range(8)]
+        pairs = [np.stack(at[i : i + 2], -1) for i in range(0, 8, 2)]
+        both = np.stack([np.stack(pairs[:2], -1), np.stack(pairs[2:], -1)], -1)
+        columns = both.transpose(1, 4, 3, 0, 2).reshape(64)
+        made = to.reshape(k // 64, width, 64)[half::2]
+        for step in range(2):
+            assert torch.equal(made[step, :5], x[:, step * 128 + torch.from_numpy(columns)].half())
+            assert not made[step, 5:].any()
+    gain = torch.randn(k)
+    launch(trial.norm_arranged, (width,), normed, x, gain, 5, 1e-5, K=k, C=256, BT=width, PDL=False)
+    rows_of_x = x * (x.square().mean(1, keepdim=True) + 1e-5).rsqrt() * gain
+    launch(trial.arrange, (k // 128, width // 16), to, rows_of_x, 5, K=k, BT=width, PDL=False)
+    torch.testing.assert_close(normed, to, rtol=2e-3, atol=1e-6)
 
 
 def test_what_is_tuned_begins_with_what_is_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
