@@ -1,6 +1,6 @@
 """Replicas of `quarrel serve` on the machines of a Ray cluster, with the same routes and keys.
 
-pip install 'quarrel[cuda,server,ray]'
+pip install '.[cuda,server,ray]' in the clone
 serve run ray_serve:app model=/models/mistral-7b-Q4_K_M.gguf replicas=4 gpus=1 hosts=llm.example.org
 """
 
