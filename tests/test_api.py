@@ -31,10 +31,10 @@ from quarrel.errors import (
 )
 from quarrel.gguf import GGUFFile
 from quarrel.llm import LLM
-from quarrel.llm.loading import _has_cuda_driver
 from quarrel.models import read_spec
 from quarrel.ops.contract import rel_error
 from quarrel.ops.registry import backend as backend_named
+from quarrel.ops.registry import missing_driver
 from quarrel.ops.step import Backend
 from tests.paths import need_cases
 from tests.reference_backend import ReferenceBackend
@@ -63,7 +63,7 @@ def backends() -> list[str]:
     names = ["reference", "cpu"]
     try:
         # Without a driver Triton stays unloaded: the kernels' own tests choose its interpreter before that.
-        if _has_cuda_driver() and backend_named("triton").unavailable() is None:
+        if missing_driver("triton") is None and backend_named("triton").unavailable() is None:
             names.append("triton")
     except BackendUnavailable:
         pass

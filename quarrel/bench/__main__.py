@@ -12,14 +12,14 @@ from quarrel.bench.arguments import parser
 from quarrel.bench.kernel import each
 from quarrel.bench.machine import machine
 from quarrel.bench.plot import plot
-from quarrel.bench.report import Figure, csv_text, document, earlier, line, table
+from quarrel.bench.report import Figure, brief, csv_text, document, earlier, line, table
 from quarrel.bench.session import How, Session
 from quarrel.bench.warm import jobs_for, warm
 from quarrel.bench.work import matrix
 from quarrel.env import read_environment
 from quarrel.errors import BackendUnavailable, QuarrelError, RequestError
 from quarrel.gguf import resolve
-from quarrel.ops.registry import backend
+from quarrel.ops.registry import backend, missing_driver
 from quarrel.ops.step import Backend
 
 AUTO = ("triton", "mlx", "cpu")
@@ -36,7 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         before = earlier(args.vs) if args.vs else None
         for figure in _figures(args, explained):
             figures.append(figure)
-            print(line(figure), file=sys.stdout if args.output == "jsonl" else sys.stderr, flush=True)
+            if args.output == "jsonl":
+                print(line(figure), flush=True)
+            else:
+                print(brief(figure), file=sys.stderr, flush=True)
             if args.out:
                 _write(args.out, document(figures, machine(), explained) + "\n")
         if args.plot:
@@ -46,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = 1
     except KeyboardInterrupt:
         status = 130
-    if args.output == "markdown" and figures:
+    if args.output in ("markdown", "md") and figures:
         print(table(figures, before))
     elif args.output == "csv":
         print(csv_text(figures))
@@ -85,6 +88,8 @@ def _backend(name: str, threads: int | None) -> Backend:
     reasons = []
     for candidate in AUTO if name == "auto" else [name]:
         try:
+            if name == "auto" and (without := missing_driver(candidate)):
+                raise BackendUnavailable(without)
             made = backend(candidate, threads or environment.threads)
             if (reason := made.unavailable()) is None:
                 return made

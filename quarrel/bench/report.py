@@ -13,7 +13,8 @@ from typing import Any
 
 from quarrel.errors import RequestError
 
-FORMATS = ("markdown", "json", "jsonl", "csv")
+FORMATS = ("markdown", "md", "json", "jsonl", "csv")
+"""md, as llama-bench says, is markdown."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,12 @@ def line(figure: Figure) -> str:
     return json.dumps(asdict(figure))
 
 
+def brief(figure: Figure) -> str:
+    """One figure for people who wait for the others."""
+    share = _share(figure)
+    return f"{figure.model}: {figure.test} {_speed(figure)} tokens/s{f', {share}' if share else ''}"
+
+
 def table(figures: Sequence[Figure], before: Mapping[tuple[str, str, str], float] | None = None) -> str:
     """Markdown; with `before`, ratios against it."""
     heads = ["model", "size", "backend", "arithmetic", "test", "tokens/s", "of the bus", "checked"]
@@ -123,6 +130,8 @@ def _speed(f: Figure) -> str:
 
 
 def _share(f: Figure) -> str:
+    if f.share > 1:  # what a small model reads stays in a cache between steps
+        return f"above {f.read_gb_s:.0f} GB/s: cached"
     return f"{100 * f.share:.1f} % of {f.read_gb_s:.0f} GB/s" if f.share else ""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import math
 import os
@@ -36,6 +35,7 @@ from quarrel.ops.check import CheckedStep
 from quarrel.ops.host import HostExperts, computing_parts
 from quarrel.ops.kv import KV_TYPES, KVType
 from quarrel.ops.registry import backend as backend_named
+from quarrel.ops.registry import missing_driver
 from quarrel.ops.step import Backend, ComputeChoice, Step, WeightSource
 from quarrel.tokenizer import Tokenizer
 from quarrel.tokenizer import load_tokenizer as read_tokenizer
@@ -321,21 +321,12 @@ def _choose(backend: str | Backend, environment: Environment, threads: int | Non
     skipped: list[str] = []
     for candidate in AUTO:
         try:
-            if candidate == "triton" and not _has_cuda_driver():
-                # Said without importing PyTorch, which takes seconds.
-                raise BackendUnavailable("backend triton cannot run on this machine: there is no NVIDIA driver (libcuda)")
+            if reason := missing_driver(candidate):
+                raise BackendUnavailable(reason)
             return _able(backend_named(candidate, threads)), tuple(skipped)
         except BackendUnavailable as error:
             skipped.append(str(error))
     raise BackendUnavailable(f"no backend can run on this machine: {'; '.join(skipped)}")
-
-
-def _has_cuda_driver() -> bool:
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return True
 
 
 def _able(backend: Backend) -> Backend:

@@ -7,6 +7,7 @@ such as "needs head_dim 128, got 80". A declined composite is expanded on the sa
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -88,6 +89,16 @@ def lower(program: Program, registry: Registry) -> list[Choice]:
         else:
             raise UnsupportedOp(registry.backend, node.op.name, node.spec, reasons)
     return choices
+
+
+def missing_driver(name: str) -> str | None:
+    """Why a backend cannot run here, where that can be said without importing its framework, which takes seconds."""
+    if name == "triton":
+        try:
+            ctypes.CDLL("libcuda.so.1")
+        except OSError:
+            return "backend triton cannot run on this machine: there is no NVIDIA driver (libcuda)"
+    return None
 
 
 BACKENDS: Mapping[str, str] = {

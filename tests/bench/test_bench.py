@@ -19,7 +19,7 @@ from quarrel.bench.__main__ import main
 from quarrel.bench.inputs import Layout
 from quarrel.bench.kernel import time_linear
 from quarrel.bench.plot import plot
-from quarrel.bench.report import Figure, earlier, statistics, table
+from quarrel.bench.report import Figure, brief, earlier, statistics, table
 from quarrel.bench.session import How, Session
 from quarrel.bench.subject import Source, limits_for
 from quarrel.bench.traffic import Traffic
@@ -274,3 +274,31 @@ def test_the_tests_are_shared_out_and_a_failure_leaves_the_measurement_to_tell(
 def test_a_deadline_ends_the_session(tiny: Path, backend: CpuBackend) -> None:
     figures: list[Figure] = list(Session(backend, replace(QUIET, deadline=0.0)).model(str(tiny), TESTS))
     assert figures == []
+
+
+def test_what_was_read_from_a_cache_is_no_share_of_the_bus() -> None:
+    figure = Figure(
+        *(
+            "demo",
+            "llama",
+            1,
+            "cpu",
+            "cpu",
+            "int8",
+            "tg16",
+            "decode",
+            16,
+            0,
+            1,
+            900.0,
+            1.0,
+            890.0,
+            910.0,
+            (900.0,),
+            0.1,
+            0.1,
+        ),
+        *(512, 11_000_000, 9.0, 1.1, "no", "0.1.0"),
+    )
+    assert brief(figure) == "demo: tg16 900.0 ± 1.0 tokens/s, above 9 GB/s: cached"
+    assert brief(replace(figure, share=0.5)).endswith("50.0 % of 9 GB/s")
