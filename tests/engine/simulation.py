@@ -42,7 +42,8 @@ class Wrong(BaseException):
 
 
 class NullStep:
-    """Slot i of a sequence holds (hash of tokens[:i], hash of tokens[:i + 1]); a state slot holds the hash of all."""
+    """Slot i of a sequence holds (hash of tokens[:i], hash of tokens[:i + 1]); a state slot holds the hash of all. Hashes
+    begin with the number of the adapter."""
 
     compute: Compute = "float32"
 
@@ -117,12 +118,14 @@ class NullStep:
         table = inputs.block_table[s][at // size] * size + at % size
         assert (inputs.slots[first:end] == table[known:]).all()
         assert (inputs.positions[first:end] == at[known:]).all()
-        history = 0
+        history = start = 0 if inputs.adapter is None else int(inputs.adapter[first])
+        if inputs.adapter is not None:
+            assert (inputs.adapter[first:end] == start).all()
         if known:
             low = max(0, known + 1 - self.window) if self.window else 0
             past = self.slots[table[low:known]]
             assert (past[1:, 0] == past[:-1, 1]).all(), "the cache does not hold this sequence's past"
-            assert low or past[0, 0] == 0
+            assert low or past[0, 0] == start
             history = int(past[-1, 1])
         if self.recurrent:
             assert inputs.state_slots is not None
@@ -177,6 +180,9 @@ class Simulation:
         chance = self.chance = random.Random(seed)
         self.now = 0.0
         self.at_most = at_most
+        # Of numbers of their own, so that what a seed was before there were adapters it still is.
+        self.adapted = random.Random(~seed)
+        adapters = self.adapted.choice([0, 0, 3])
         self.recurrent, self.late = chance.random() < 0.4, chance.random() < 0.6
         window = chance.choice([0, 0, 0, 5, 9]) if not self.recurrent else 0
         size, self.n_ctx = chance.choice([2, 4, 8]), 48
@@ -189,6 +195,7 @@ class Simulation:
             n_blocks=blocks + 1 + chance.choice([0, 0, 2, blocks, 4 * blocks]),
             block_size=size,
             n_states=seqs + chance.choice([0, 1, 5, 20]),
+            n_adapters=adapters,
         )
         reuse = chance.random() < 0.85
         kept = chance.choice([None, None, 0, 4])
@@ -198,7 +205,7 @@ class Simulation:
 
         rules = CacheRules(reuse, self.recurrent, window, kept)
         self.drafts = not self.recurrent and chance.random() < 0.4
-        few = replace(limits, n_blocks=blocks + chance.choice([0, 3 * blocks]), n_states=0)
+        few = replace(limits, n_blocks=blocks + chance.choice([0, 3 * blocks]), n_states=0, n_adapters=0)
         wrong = 0.0 if not faults else 0.002
 
         def drafter() -> Drafter:
@@ -262,15 +269,16 @@ class Simulation:
             assert not sequence.snapshots
         if chance.random() < 0.01 and isinstance(self.engine.step, NullStep) and self.alive:
             sequence = chance.choice(list(self.alive.values()))
-            self.engine.step.poisoned = {history_of(sequence.tokens)}
+            self.engine.step.poisoned = {history_of(sequence.tokens, sequence.adapter)}
 
     def _arrive(self) -> None:
         chance = self.chance
         prompt = list(chance.choice(self.texts)[: chance.randint(0, self.n_ctx)])
         prompt += chance.choices(range(1, VOCABULARY), k=chance.choice([1, 1, 2, 3, 20]))
         prompt = prompt[: self.n_ctx]
+        adapter = self.adapted.randint(0, self.engine.step.limits.n_adapters)
         if chance.random() < 0.08:
-            self._enter(Scoring(prompt, "hidden", _Hidden()))
+            self._enter(Scoring(prompt, "hidden", _Hidden(), adapter=adapter))
             return
         host = chance.random() < 0.2
         params = SamplingParams(
@@ -300,6 +308,7 @@ class Simulation:
             Letters(),
             service=service,
             drafts=self.drafts,
+            adapter=adapter,
         )
         for i in range(params.n):
             self._enter(Generation(request, i, self._sink, stream=False))
@@ -321,14 +330,14 @@ class Simulation:
         self.results[type(sequence.failure).__name__ if sequence.failure else str(sequence.outcome)] += 1
         if isinstance(sequence, Scoring):
             told = sequence._deliver.told  # type: ignore[attr-defined]
-            wanted, history = [], 0
+            wanted, history = [], sequence.adapter
             for token in sequence.tokens:
                 history = extend(history, token)
                 wanted.append(float(history % 1009))
             assert told == wanted[: len(told)]
             return
         assert isinstance(sequence, Generation)
-        history = history_of(sequence.request.tokens)
+        history = history_of(sequence.request.tokens, sequence.adapter)
         greedy = sequence.request.params.temperature == 0.0
         for at in range(sequence.given, len(sequence.tokens)):
             token = sequence.tokens[at]
@@ -370,8 +379,8 @@ class _Hidden(Deliver):
         pass
 
 
-def history_of(tokens: Sequence[int]) -> int:
-    history = 0
+def history_of(tokens: Sequence[int], adapter: int = 0) -> int:
+    history = adapter
     for token in tokens:
         history = extend(history, token)
     return history
