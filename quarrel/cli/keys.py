@@ -8,13 +8,10 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from quarrel.cli.extras import server_extra
 from quarrel.cli.parser import UsageError
 from quarrel.cli.terminal import line, note, table, visible, write_json
-
-with server_extra():
-    from quarrel.server.keys import Key, Keyring
-    from quarrel.server.settings import DATA_DIR, from_environment
+from quarrel.server.keys import Key, Keyring
+from quarrel.server.settings import DATA_DIR, from_environment
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,20 +12,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from quarrel.cli.extras import server_extra
 from quarrel.cli.models import load_options, template_of
 from quarrel.cli.parser import UsageError
 from quarrel.cli.terminal import note
 from quarrel.engine import Service
+from quarrel.errors import QuarrelError, installing
 from quarrel.llm import LLM, find, load
 from quarrel.process import RemoteLLM, open_remote
 
 
 def run(args: argparse.Namespace) -> int:
     """Until a signal; status 0."""
-    with server_extra():
+    try:
         from quarrel.server import Rates, Settings, build, serve
         from quarrel.server.settings import from_environment
+    except ImportError as error:
+        raise QuarrelError(f"the server needs {error.name}: {installing('server')}") from error
     given: dict[str, Any] = from_environment(os.environ)
     flags = {
         "models": (*args.names, *(args.model or [])) or None,

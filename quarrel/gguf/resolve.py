@@ -114,8 +114,8 @@ def _instead(path: Path) -> str:
         names = sorted(entry.name for entry in path.glob("*.gguf"))[:4]
         held = f", in which there {'is' if len(names) == 1 else 'are'} {', '.join(names[:3])}" if names else ""
         return f"a folder{held}{' and more' if len(names) > 3 else ''}"
-    near = get_close_matches(path.name, [entry.name for entry in path.parent.glob("*.gguf")], 1)
-    return f"no file, but there is {path.parent / near[0]}" if near else "no file"
+    near = get_close_matches(path.stem, [entry.stem for entry in path.parent.glob("*.gguf")], 1)
+    return f"no file, but there is {path.parent / near[0]}.gguf" if near else "no file"
 
 
 def _whole(paths: tuple[Path, ...]) -> tuple[Path, ...]:
