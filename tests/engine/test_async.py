@@ -137,3 +137,23 @@ def test_an_event_loop_that_is_gone_stops_the_work_and_hurts_nobody() -> None:
         assert toy.generate([1], LONG).finish_reason == "length"
         assert stream._work.sequences[0].over
         toy.assert_all_returned()
+
+
+@pytest.mark.parametrize(("broken", "reason"), [(False, "cancelled"), (True, "error")])
+def test_an_engine_that_ends_tells_those_who_wait(broken: bool, reason: str) -> None:
+    async def work(toy: Toy) -> None:
+        free = toy.hold(2)
+        stream = open_stream(toy)
+        await anext(stream)
+        if broken:
+            toy.engine.scheduler.next = lambda **_: 1 / 0  # type: ignore[assignment, return-value, method-assign]
+            free()
+        else:
+            threading.Timer(0.05, free).start()
+            await asyncio.to_thread(toy.loop.close)
+        result = await asyncio.wait_for(stream.wait(), 10)
+        assert result.finish_reason == reason
+        assert 0 < len(result.token_ids) < 40
+
+    with Toy() as toy:
+        go(work(toy))
