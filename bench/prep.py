@@ -38,8 +38,14 @@ import warpgroup_rows as wg
 from quarrel.bench.measure import run as run_steps
 from quarrel.bench.subject import Source, Subject, limits_for
 from quarrel.bench.work import Test
-from quarrel.gguf import GGUFFile
+from quarrel.gguf import GGMLType, GGUFFile
+from quarrel.ops.attention import ATTENTION, AttentionSpec
+from quarrel.ops.compare import case_error
+from quarrel.ops.contract import Case
+from quarrel.ops.linear import NORM_LINEAR, LinearSpec, NormLinearSpec
+from quarrel.ops.norm import NormSpec
 from quarrel.ops.registry import backend
+from quarrel.ops.sample import SAMPLE
 from quarrel.triton_backend import attention, few, few_tiles, inputs, sample
 from quarrel.triton_backend.few_tiles import Tile, multiprocessors
 from quarrel.triton_backend.runtime import INTERPRETED, cdiv, launch, power_of_two, starts_early
@@ -319,6 +325,32 @@ class Notes:
 Job = tuple[str, Any]
 
 
+def checks() -> dict[str, tuple[Patch, Any, Sequence[Case]]]:
+    """Ops as the trials have them, against their references."""
+    maps = tuple(LinearSpec(t, n, 2048) for t, n in ((GGMLType.Q4_K, 2048), (GGMLType.Q4_K, 256), (GGMLType.Q6_K, 256)))
+    long = [
+        Case(AttentionSpec(32, 8, 128, 0.088), {"S": s, "Q": 1, "KV": n, "block_size": 32})
+        for s, n in ((3, 300), (2, 3000))
+    ]
+    cases = [*ATTENTION.cases(), *long]
+    inside = Case(NormLinearSpec(NormSpec("rms", 2048, 1e-5), maps), {"T": 1})
+    return {
+        "sampling early": (early, SAMPLE, SAMPLE.cases()),
+        "splits of 256 keys": (splits(256), ATTENTION, cases),
+        "splits of 256 keys, tiles of 32": (splits(256, 32), ATTENTION, cases),
+        "norm inside, 4": (norm_inside(4, 8), NORM_LINEAR, [inside]),
+        "norm inside, 2": (norm_inside(2, 8), NORM_LINEAR, [inside]),
+    }
+
+
+def checked(name: str) -> str:
+    patch, op, cases = checks()[name]
+    with patch():
+        errors = [case_error(backend("triton"), op, case, "float16") for case in cases]
+    worst = max(errors)
+    return "" if worst <= op.tolerance["float16"] else f"{name} is off: {worst:.2e} of {op.tolerance['float16']:.1e}"
+
+
 def compiled(job: Job) -> tuple[Job, str]:
     """Fills Triton's cache in a worker and runs what it made; what went wrong."""
     kind, what = job
@@ -328,6 +360,8 @@ def compiled(job: Job) -> tuple[Job, str]:
             go, _, _ = kernel(name, tile, 128, True)
             go(0)
             torch.cuda.synchronize()
+        elif kind == "check":
+            return job, checked(what)
         else:
             path, group_name, place = what
             group = next(g for g in groups(wg.Tiles()) if g.name == group_name)
@@ -438,6 +472,8 @@ def trials(group: Group, path: Path, cut: int, notes: Notes, until: float, bad: 
                     want = got if want is None else want
                     row["off"] = float(np.linalg.norm(got - want) / np.linalg.norm(want))
                     row["same_best"] = float((got.argmax(-1) == want.argmax(-1)).mean())
+                    drawn = subject.step(subject.layout.decode(test.depth, test.batch, False), "tokens").tokens
+                    row["tokens_right"] = bool((drawn == got.argmax(-1)).all())
                     for _ in range(2):
                         once(subject, test)
                 live.append((trial, subject, row))
@@ -482,7 +518,7 @@ def projected(group: Group, cut: int, rows: list[dict[str, Any]], fixed: float) 
         layer = (row["ms"] - fixed) / cut
         whole = group.test.batch / (fixed + layer * group.layers) * 1e3
         met = "met" if whole >= group.bar else "missed"
-        right = "" if row["off"] < 2e-2 else "  WRONG?"
+        right = "" if row["off"] < 2e-2 and row["tokens_right"] else "  WRONG?"
         lines.append(
             f"{row['trial']:52s} {row['ms']:8.4f} {layer * 1e3:9.2f} {row['ms'] / first['ms'] - 1:+11.2%} {whole:11.1f}"
             f" {row['off']:8.1e}  {met}{right}"
@@ -528,7 +564,7 @@ def main() -> int:
     # What trials share is compiled by the first of each model, beside the kernels of this file.
     first: list[Job] = [job for jobs in models for job in jobs[:1]]
     first += [("kernel", c) for c in candidates()] if "kernels" in parts else []
-    then: list[Job] = [job for jobs in models for job in jobs[1:]]
+    then: list[Job] = [job for jobs in models for job in jobs[1:]] + [("check", name) for name in checks()]
     notes.say(part="files", made=[str(p) for p in paths.values()], jobs=[len(first), len(then)])
     bad: set[str] = set()
     if args.jobs > 1:
