@@ -43,6 +43,8 @@ def _page(live: Live, request: pytest.FixtureRequest) -> Iterator[Any]:
         bypass = request.node.originalname == "test_axe_finds_nothing"
         context = browser.new_context(viewport={"width": 1200, "height": 800}, bypass_csp=bypass)
         context.add_init_script("localStorage.quarrelSettings ??= JSON.stringify({max_tokens: 40})")
+        # It is not there where a page comes by plain http from another machine.
+        context.add_init_script("delete Crypto.prototype.randomUUID")
         page = context.new_page()
         page.problems = []
         page.foreign = []
@@ -111,14 +113,19 @@ def test_themes_widths_settings_and_figures(page: Any) -> None:
     page.click("#close-settings")
     page.click("#show-metrics")
     page.wait_for_selector("#metrics canvas", timeout=15000)
+    assert (page.inner_text("#title"), page.is_visible("#composer")) == ("Figures", False)
     model = '{name: "m", running: 1, waiting: 0, kv_blocks: 4, kv_blocks_free: 1, experts: [0.1, 0.5, 0.15, 0.25]}'
     page.evaluate(f'import("/static/js/plots.js").then((p) => p.take({{models: [{model}]}}))')
     page.wait_for_selector("canvas[aria-label*='the busiest of 4 experts takes 50.0 %']")
     page.locator("canvas").last.scroll_into_view_if_needed()
     shot(page, "figures")
-    page.click("#show-metrics")
+    page.click("#new")
+    assert (page.inner_text("#title"), page.is_visible("#composer")) == ("New conversation", True)
     page.set_viewport_size({"width": 380, "height": 740})
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    page.click("#open-side")
+    page.click("#scrim", position={"x": 350, "y": 400})
+    page.wait_for_selector("#new", state="hidden")
     page.click("#open-side")
     page.wait_for_timeout(300)
     assert page.is_visible("#new")

@@ -12,6 +12,9 @@ export function element(tag, properties = {}, ...children) {
   return made;
 }
 
+// A new name. What browsers have for it is there on https and localhost only.
+export const fresh = () => [...crypto.getRandomValues(new Uint8Array(16))].map((n) => n.toString(16).padStart(2, "0")).join("");
+
 // Asks in a dialog: for a text (`value` given) or for a yes. Null if the person says no.
 export function ask(text, value = null) {
   const dialog = $("ask"), input = $("ask-input");

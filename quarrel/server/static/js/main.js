@@ -1,5 +1,5 @@
 // Puts the page together: one conversation at a time, one socket, and the controls round them.
-import { $, ask, download, element } from "./dom.js";
+import { $, ask, download, element, fresh } from "./dom.js";
 import { drawConversations, drawModels, drawSettings } from "./panels.js";
 import * as plots from "./plots.js";
 import { Socket } from "./socket.js";
@@ -20,10 +20,18 @@ const socket = new Socket(key);
 const thread = new Thread({ edit, again });
 
 function draw() {
-  $("title").textContent = current.title;
-  document.title = `${current.title} · Quarrel`;
+  const figures = !$("metrics").hidden, title = figures ? "Figures" : current.title;
+  $("title").textContent = title;
+  document.title = `${title} · Quarrel`;
+  $("show-metrics").setAttribute("aria-pressed", figures);
+  $("thread").hidden = $("composer").hidden = figures;
   thread.draw(current);
   drawList();
+}
+
+function leave() {
+  $("side").classList.remove("open");
+  $("metrics").hidden = true;
 }
 
 function drawList() {
@@ -32,7 +40,7 @@ function drawList() {
       if (running || loading) return;
       current = c;
       editing = null;
-      $("side").classList.remove("open");
+      leave();
       draw();
     },
     rename(c, name) {
@@ -104,7 +112,7 @@ async function ask_model() {
     loading = false;
   }
   const options = Object.fromEntries(RANGES.map((r) => [r.name, settings[r.name]]));
-  const id = crypto.randomUUID();
+  const id = fresh();
   const payload = { ...options, prompt: last.text, model: settings.model || null, stream: true, request_id: id };
   if (settings.seed !== "") payload.seed = Number(settings.seed);
   if (models.find((m) => m.name === settings.model)?.chat) {
@@ -227,19 +235,23 @@ $("input").addEventListener("keydown", (event) => {
     $("composer").requestSubmit();
   }
 });
-document.addEventListener("keydown", (event) => event.key === "Escape" && stop());
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "Escape") return;
+  $("side").classList.remove("open");
+  stop();
+});
 $("stop").addEventListener("click", stop);
 $("new").addEventListener("click", () => {
   if (running || loading) return;
   current = conversations.make();
   editing = null;
-  $("side").classList.remove("open");
+  leave();
   draw();
   $("input").focus();
 });
 $("search").addEventListener("input", drawList);
 $("open-side").addEventListener("click", () => $("side").classList.add("open"));
-$("close-side").addEventListener("click", () => $("side").classList.remove("open"));
+for (const id of ["close-side", "scrim"]) $(id).addEventListener("click", () => $("side").classList.remove("open"));
 $("open-settings").addEventListener("click", () => ($("settings").hidden = !$("settings").hidden));
 $("close-settings").addEventListener("click", () => ($("settings").hidden = true));
 $("theme").addEventListener("click", () => {
@@ -249,7 +261,7 @@ $("theme").addEventListener("click", () => {
 });
 $("show-metrics").addEventListener("click", () => {
   $("metrics").hidden = !$("metrics").hidden;
-  $("thread").hidden = !$("metrics").hidden;
+  draw();
   if (!$("metrics").hidden) {
     plots.draw();
     $("scroll").scrollTop = 0;
@@ -262,7 +274,7 @@ $("file").addEventListener("change", async () => {
     const read = JSON.parse(await $("file").files[0].text());
     const found = (Array.isArray(read) ? read : [read]).map(sound).filter(Boolean);
     const known = new Set(conversations.all.map((c) => c.id));
-    conversations.all.push(...found.map((c) => (known.has(c.id) ? { ...c, id: crypto.randomUUID() } : c)));
+    conversations.all.push(...found.map((c) => (known.has(c.id) ? { ...c, id: fresh() } : c)));
     conversations.save();
     drawList();
   } catch {

@@ -1,85 +1,117 @@
-// The metrics page: a few minutes of figures, drawn on canvases.
+// The figures: a few minutes of them, drawn on canvases, model by model.
 import { $, element } from "./dom.js";
 
-const KEPT = 120, LEAST = 24, WIDTH = 800, HEIGHT = 130;
+const KEPT = 120, LEAST = 24, WIDTH = 720, HEIGHT = 220, PAGE = "This page";
+// By model and name: how it is called, its values, its unit.
 const history = new Map(), experts = new Map(), before = new Map();
+let queued = false;
 
-function record(name, value) {
-  const values = history.get(name) ?? history.set(name, []).get(name);
-  values.push(value);
-  if (values.length > KEPT) values.shift();
+function record(model, name, value, unit = "", top = 0) {
+  const names = history.get(model) ?? history.set(model, new Map()).get(model);
+  const kept = names.get(name) ?? names.set(name, { values: [], unit, top }).get(name);
+  kept.values.push(value);
+  if (kept.values.length > KEPT) kept.values.shift();
 }
 
-function rate(name, total) {
-  const now = performance.now(), last = before.get(name);
-  before.set(name, { now, total });
+function rate(model, name, total) {
+  const id = `${model}\n${name}`, now = performance.now(), last = before.get(id);
+  before.set(id, { now, total });
   // A count that is smaller than before is that of a model that was loaded anew.
-  if (last && total >= last.total) record(name, ((total - last.total) * 1000) / (now - last.now));
+  record(model, name, last && total >= last.total ? ((total - last.total) * 1000) / (now - last.now) : 0, "/s");
 }
 
 export function take(payload) {
   for (const model of payload.models ?? []) {
     if (model.running === undefined) continue;
-    rate(`${model.name}: tokens written a second`, model.tokens_generated);
-    rate(`${model.name}: prompt tokens read a second`, model.tokens_prompt);
-    record(`${model.name}: requests running`, model.running);
-    record(`${model.name}: requests waiting`, model.waiting);
-    record(`${model.name}: cache in use (%)`, model.kv_blocks ? (100 * (model.kv_blocks - model.kv_blocks_free)) / model.kv_blocks : 0);
+    rate(model.name, "Tokens written", model.tokens_generated ?? 0);
+    rate(model.name, "Prompt tokens read", model.tokens_prompt ?? 0);
+    record(model.name, "Requests running", model.running);
+    record(model.name, "Requests waiting", model.waiting);
+    record(model.name, "Cache in use", model.kv_blocks ? (100 * (model.kv_blocks - model.kv_blocks_free)) / model.kv_blocks : 0, " %", 100);
     if (model.experts?.length) experts.set(model.name, model.experts);
   }
   if (!$("metrics").hidden) draw();
 }
 
 export function tookToken(value) {
-  record("this page: tokens a second", value);
-  if (!$("metrics").hidden) draw();
+  record(PAGE, "Speed of its answers", value, "/s");
+  if ($("metrics").hidden || queued) return;
+  queued = true; // once a frame, however fast tokens come
+  requestAnimationFrame(() => { queued = false; draw(); });
 }
 
-const short = (n) => (Number.isInteger(n) || n >= 100 ? n.toFixed(0) : n.toFixed(1));
+const short = (n) => (n >= 1e4 ? `${(n / 1e3).toFixed(0)}k` : Number.isInteger(n) || n >= 100 ? n.toFixed(0) : n.toFixed(1));
+
+// The next of 1, 2, 5, 10, 20 ... so that an axis does not change with each value.
+function round(value) {
+  const power = 10 ** Math.floor(Math.log10(Math.max(value, 1)));
+  return [1, 2, 5, 10].map((n) => n * power).find((n) => n >= value);
+}
 
 function canvas(label) {
   const style = getComputedStyle(document.documentElement);
   const made = element("canvas", { width: WIDTH, height: HEIGHT, role: "img" });
   made.setAttribute("aria-label", label);
   const pen = made.getContext("2d");
+  pen.strokeStyle = style.getPropertyValue("--line");
+  for (const y of [26, HEIGHT - 12]) {
+    pen.beginPath();
+    pen.moveTo(0, y);
+    pen.lineTo(WIDTH, y);
+    pen.stroke();
+  }
   pen.strokeStyle = pen.fillStyle = style.getPropertyValue("--accent");
-  pen.lineWidth = 2;
-  return [made, pen];
+  pen.lineWidth = 3;
+  return [made, pen, (share) => HEIGHT - 12 - share * (HEIGHT - 38)];
 }
 
-const plot = (title, made) => element("figure", {}, element("h2", { textContent: title }), made);
+const plot = (title, now, most, made) => element("figure", {},
+  element("figcaption", {}, title, element("b", { textContent: now })),
+  element("div", { className: "plot" }, made, element("span", { className: "most", textContent: most })));
 
-function line(name, values) {
-  const last = values.at(-1), top = Math.max(1e-9, ...values), places = Math.max(LEAST, values.length) - 1;
-  const [made, pen] = canvas(`${name}: now ${short(last)}, at most ${short(Math.max(...values))}`);
-  pen.beginPath();
+function line(model, name, { values, unit, top: least }) {
+  const last = values.at(-1), top = round(Math.max(least, ...values)), places = Math.max(LEAST, values.length) - 1;
+  const [made, pen, y] = canvas(`${model}: ${name.toLowerCase()}: now ${short(last)}${unit}, at most ${short(Math.max(...values))}${unit}`);
   // The newest value is at the right edge.
-  values.forEach((v, i) => pen.lineTo(WIDTH - 4 - ((values.length - 1 - i) / places) * (WIDTH - 8), 122 - (v / top) * 112));
+  const x = (i) => WIDTH - 6 - ((values.length - 1 - i) / places) * (WIDTH - 12);
+  pen.beginPath();
+  values.forEach((v, i) => pen.lineTo(x(i), y(v / top)));
   pen.stroke();
-  if (values.length === 1) pen.fillRect(WIDTH - 8, 120 - (last / top) * 112, 4, 4);
-  return plot(`${name}: ${short(last)} (top ${short(Math.max(...values))})`, made);
+  pen.lineTo(x(values.length - 1), y(0));
+  pen.lineTo(x(0), y(0));
+  pen.globalAlpha = 0.14;
+  pen.fill();
+  pen.globalAlpha = 1;
+  pen.beginPath();
+  pen.arc(x(values.length - 1), y(last / top), 5, 0, 7);
+  pen.fill();
+  return plot(name, `${short(last)}${unit}`, `${short(top)}${unit}`, made);
 }
 
 // Each expert's share of all choices, over all layers, against an even share.
-function bars(name, shares) {
-  const top = Math.max(...shares), even = 1 / shares.length, step = (WIDTH - 8) / shares.length;
-  const [made, pen] = canvas(`${name}: the busiest of ${shares.length} experts takes ${(100 * top).toFixed(1)} % of the choices, an even share is ${(100 * even).toFixed(1)} %`);
-  shares.forEach((share, i) => pen.fillRect(4 + i * step, 126 - (share / top) * 116, Math.max(1, step - 1), (share / top) * 116));
+function bars(model, shares) {
+  const top = Math.max(...shares), even = 1 / shares.length, step = WIDTH / shares.length;
+  const [made, pen, y] = canvas(`${model}: the busiest of ${shares.length} experts takes ${(100 * top).toFixed(1)} % of the choices, an even share is ${(100 * even).toFixed(1)} %`);
+  shares.forEach((share, i) => pen.fillRect(i * step, y(share / top), Math.max(1, step - Math.min(6, step / 4)), y(0) - y(share / top)));
   pen.globalAlpha = 0.5;
-  pen.setLineDash([6, 6]);
+  pen.setLineDash([10, 10]);
   pen.beginPath();
-  pen.moveTo(0, 126 - (even / top) * 116);
-  pen.lineTo(WIDTH, 126 - (even / top) * 116);
+  pen.moveTo(0, y(even / top));
+  pen.lineTo(WIDTH, y(even / top));
   pen.stroke();
-  return plot(`${name}: load of ${shares.length} experts, the busiest ${(top / even).toFixed(1)} times an even share`, made);
+  return plot(`Load of ${shares.length} experts, the busiest against an even share`, `${(top / even).toFixed(1)} ×`, `${(100 * top).toFixed(0)} %`, made);
 }
 
 export function draw() {
   const host = $("metrics");
   if (!history.size) {
-    host.replaceChildren(element("p", { className: "empty", textContent: "Figures appear here within a few seconds." }));
+    host.replaceChildren(element("p", { className: "empty" }, element("strong", { textContent: "Nothing measured yet" }), "Figures appear here within a few seconds."));
     return;
   }
-  const shown = [...[...history].map(([name, values]) => line(name, values)), ...[...experts].map(([name, shares]) => bars(name, shares))];
+  const shown = [];
+  for (const [model, names] of history) {
+    shown.push(element("h2", { textContent: model }), ...[...names].map(([name, kept]) => line(model, name, kept)));
+    if (experts.has(model)) shown.push(bars(model, experts.get(model)));
+  }
   host.replaceChildren(...shown);
 }

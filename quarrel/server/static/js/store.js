@@ -1,4 +1,6 @@
 // Conversations and settings, in this browser only.
+import { fresh } from "./dom.js";
+
 const CONVERSATIONS = "quarrelConversation", SETTINGS = "quarrelSettings", THEME = "quarrelTheme";
 const LIMIT = 500;
 
@@ -35,7 +37,7 @@ const isMessage = (m) => m && ["user", "assistant", "error"].includes(m.role) &&
 export function sound(entry) {
   if (!entry || !Array.isArray(entry.messages)) return null;
   return {
-    id: typeof entry.id === "string" ? entry.id : crypto.randomUUID(),
+    id: typeof entry.id === "string" ? entry.id : fresh(),
     title: String(entry.title ?? "Conversation").slice(0, 200),
     changed: Number(entry.changed) || Date.now(),
     messages: entry.messages.filter(isMessage).map((m) => ({ role: m.role, text: m.text, stats: String(m.stats ?? "") })),
@@ -50,7 +52,7 @@ export const conversations = {
     return write(CONVERSATIONS, this.all.filter((c) => c.messages.length));
   },
   make() {
-    const made = { id: crypto.randomUUID(), title: "New conversation", changed: Date.now(), messages: [] };
+    const made = { id: fresh(), title: "New conversation", changed: Date.now(), messages: [] };
     this.all.unshift(made);
     return made;
   },

@@ -80,10 +80,21 @@ export class Thread {
 async function copy(text, button) {
   const before = button.textContent;
   try {
-    await navigator.clipboard.writeText(text);
+    if (navigator.clipboard) await navigator.clipboard.writeText(text);
+    else if (!copyTheOldWay(text)) throw new Error("refused");
     button.textContent = "Copied";
   } catch {
     button.textContent = "Not allowed";
   }
   setTimeout(() => (button.textContent = before), 1200);
+}
+
+// For pages that came neither by https nor from this machine.
+function copyTheOldWay(text) {
+  const area = element("textarea", { value: text, className: "hidden" });
+  document.body.append(area);
+  area.select();
+  const done = document.execCommand("copy");
+  area.remove();
+  return done;
 }
