@@ -41,11 +41,14 @@ def seed_of(case: Case) -> int:
     return zlib.crc32(repr(case).encode())
 
 
-def fuzz_op(backend: Backend, op: Op, compute: ComputeChoice, count: int, seed: int) -> None:
-    """`count` random cases of one op. What is raised has the line that repeats it as a note."""
+def fuzz_op(backend: Backend, op: Op, compute: ComputeChoice, count: int, seed: int) -> int:
+    """`count` random cases of one op; how many the backend did not decline. What is raised has the line that repeats it
+    as a note."""
     assert op.strategy is not None, f"{op.name} has no strategy"
+    taken = 0
 
     def one(drawn: tuple[Case, Twist]) -> None:
+        nonlocal taken
         case, twist = drawn
         try:
             check(backend, op, case, compute, twist, seed_of(case))
@@ -55,8 +58,10 @@ def fuzz_op(backend: Backend, op: Op, compute: ComputeChoice, count: int, seed: 
         except Exception as error:
             error.add_note(line_of(backend.name, op, compute, case, twist))
             raise
+        taken += 1
 
     examples(st.tuples(op.strategy(), twists(op)), count, seed, one)
+    return taken
 
 
 def line_of(backend: str, op: Op, compute: ComputeChoice, case: Case, twist: Twist) -> str:
@@ -114,6 +119,7 @@ def _again(backend: Backend, args: argparse.Namespace) -> int:
 def _run(backend: Backend, args: argparse.Namespace) -> int:
     names, done, failures = args.op or list(OPS), 0, {}
     reached: set[str] = set()
+    declined: set[str] = set()
     end = time.monotonic() + args.seconds
 
     def one(seed: int) -> None:
@@ -124,9 +130,9 @@ def _run(backend: Backend, args: argparse.Namespace) -> int:
                 if (name, compute) in failures or (done and time.monotonic() > end):
                     continue
                 try:
-                    fuzz_op(backend, OPS[name], compute, EACH, seed)
-                    done += EACH
-                    reached.add(name)
+                    taken = fuzz_op(backend, OPS[name], compute, EACH, seed)
+                    done += taken
+                    (reached if taken else declined).add(name)
                 except Exception as error:
                     failures[name, compute] = error
                     lines = getattr(error, "__notes__", [])
@@ -135,7 +141,9 @@ def _run(backend: Backend, args: argparse.Namespace) -> int:
     count = rounds(args.seconds, args.seed, one)
     of = f"{done} cases of {len(reached)} ops on {backend.device()}, seeds {args.seed} to {args.seed + count - 1}"
     print(f"{of}: {len(failures)} failed" if failures else f"{of}: all agree with the reference")
-    return 1 if failures else 0
+    if never := sorted(declined - reached - {name for name, _ in failures}):
+        print(f"{backend.name} declined every case of {', '.join(never)}: none was compared")
+    return 1 if failures or never else 0
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from fuzz.ops import OPS as KNOWN
 from fuzz.ops import fuzz_op, line_of, main, standing_in
 from fuzz.reproduction import case_of, text_of
 from fuzz.values import KINDS, Twist, check
-from quarrel.errors import RequestError
+from quarrel.errors import RequestError, UnsupportedOp
 from quarrel.ops import ALL_OPS, EXTRA_OPS
 from quarrel.ops.compare import check_case
 from quarrel.ops.contract import Case, Op
@@ -23,7 +23,7 @@ OPS = [*ALL_OPS.values(), *EXTRA_OPS.values()]
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_random_shapes_agree_with_the_reference(op: Op) -> None:
-    fuzz_op(backend("cpu"), op, "float32", 8, seed=1)
+    assert fuzz_op(backend("cpu"), op, "float32", 8, seed=1) > 0
 
 
 @pytest.mark.parametrize("name", ["norm", "linear", "attention", "route", "conv", "sample", "expert_down"])
@@ -74,6 +74,24 @@ def test_that_line_runs_again(capsys: pytest.CaptureFixture[str]) -> None:
     line = line_of("cpu", ADD, "float32", Case(AddSpec(3), {"T": 2}), Twist("ties"))
     assert main(shlex.split(line)[3:]) == 0
     assert "agrees" in capsys.readouterr().out
+
+
+class Declining(Off):
+    """A backend that lacks an op."""
+
+    def device(self) -> str:
+        return "nothing"
+
+    def run_op(self, op, spec, inputs, compute):  # type: ignore[no-untyped-def]
+        raise UnsupportedOp("off", op.name, spec, [])
+
+
+def test_what_was_always_declined_does_not_count_as_right(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("fuzz.ops.create_backend", lambda name: Declining())
+    assert main(["--op", "add", "--seconds", "0.1"]) == 1
+    assert "declined every case of add: none was compared" in capsys.readouterr().out
 
 
 class Leaking(Off):
