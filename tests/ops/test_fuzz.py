@@ -90,7 +90,7 @@ def test_what_was_always_declined_does_not_count_as_right(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("fuzz.ops.create_backend", lambda name: Declining())
-    assert main(["--op", "add", "--seconds", "0.1"]) == 1
+    assert main(["--op", "add", "--compute", "float32", "--seconds", "0.1"]) == 1
     assert "declined every case of add: none was compared" in capsys.readouterr().out
 
 
