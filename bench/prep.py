@@ -156,6 +156,8 @@ def norm_inside(rows: int, each: int) -> Patch:
 class Trial:
     name: str
     patch: Patch = nullcontext
+    step_tokens: int = 0
+    """Most tokens of a step, if not the backend's own: what the host sends of every step's integers is as long."""
 
 
 @dataclass(frozen=True)
@@ -200,6 +202,7 @@ def groups(best: wg.Tiles) -> list[Group]:
     tiny = (
         Trial("now"),
         Trial("sampling early", early),
+        Trial("steps of at most 64 tokens, so 3 KB of integers", step_tokens=64),
         Trial("norm inside query, key, value: 4 rows, 16 warps", inside),
         Trial("norm inside query, key, value: 2 rows, 16 warps", norm_inside(2, 8)),
         Trial("norm inside query, key, value: 2 rows, 20 warps", norm_inside(2, 10)),
@@ -384,9 +387,9 @@ def steps(source: Source, test: Test, prompt: bool) -> None:
     subject.close()
 
 
-def built(source: Source, test: Test) -> Subject:
+def built(source: Source, test: Test, step_tokens: int = 0) -> Subject:
     engine = backend("triton")
-    return Subject(source, engine, limits_for([test], engine.step_tokens, False), "auto")
+    return Subject(source, engine, limits_for([test], step_tokens or engine.step_tokens, False), "auto")
 
 
 def warm(jobs: list[Job], processes: int, until: float, notes: Notes) -> set[str]:
@@ -465,7 +468,7 @@ def trials(group: Group, path: Path, cut: int, notes: Notes, until: float, bad: 
                 break
             try:
                 with trial.patch():
-                    subject = built(Source.of(file, test.length), test)
+                    subject = built(Source.of(file, test.length), test, trial.step_tokens)
                     if test.depth:
                         run_steps(subject, subject.layout.prefill(0, test.depth, test.batch))
                     got = logits_of(subject, test)
