@@ -1,8 +1,9 @@
 """A server under load: streams side by side, ten times too many requests, idle hostile connections, callers that vanish.
 
     python bench/serve.py load     [--url URL] [--streams 100] [--seconds 20] [--tokens 64] [--plot load.svg]
-    python bench/serve.py overload [--url URL] [--streams 16] [--factor 10] [--seconds 60]
-    python bench/serve.py idle     [--url URL] [--connections 10000] [--seconds 30]
+    python bench/serve.py overload [--url URL] [--streams 16] [--factor 10] [--seconds 60] [--calm 60]
+    python bench/serve.py idle     [--url URL] [--connections 10000] [--half 1.0] [--seconds 30]
+    python bench/serve.py look     --url URL [--seconds 30]
     python bench/serve.py vanish   [--url URL] [--count 1000] [--streams 32]
     python bench/serve.py kill     [--times 5] [--streams 16]
 
@@ -32,6 +33,8 @@ from typing import Any
 
 import numpy as np
 
+HEAD_SECONDS = 10
+"""The server closes a connection that has not sent a whole head by then; they are opened over as long."""
 PER_ADDRESS = 60
 """Connections from each source address: the server allows 64."""
 WORDS = ["king", "queen", "castle", "forest", "river", "child", "winter", "bread", "horse", "moon", "garden", "sailor"]
@@ -185,7 +188,7 @@ async def overload(target: Target, args: argparse.Namespace) -> dict[str, Any]:
     """
     await ask(target)
     calm: Counter[int] = Counter()
-    alone = summary(*await crowd(target, args.streams, args.seconds, calm))
+    alone = summary(*await crowd(target, args.streams, min(args.seconds, args.calm), calm))
     rate = args.factor * alone["whole"] / alone["seconds"]
     memory = [_resident(args.pid)]
     tasks: list[asyncio.Task[Answer]] = []
@@ -214,14 +217,18 @@ async def overload(target: Target, args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def idle(target: Target, args: argparse.Namespace) -> dict[str, Any]:
-    """Connections that send a piece of a head now and then; one that is closed is opened again."""
+    """Connections that nobody needs; one that is closed is opened again. A share of `--half` send a piece of a head now and
+    then, which the server ends after 10 seconds; the others ask once and then are silent, which it ends after 60.
+
+    A process of its own looks at the server's health meanwhile, so that this one's work is not in the times.
+    """
     opened, closed, held = 0, 0, 0
     end = time.perf_counter() + args.seconds + 20
 
     async def hold(which: int) -> None:
         nonlocal opened, closed, held
         source = f"127.1.{which // PER_ADDRESS // 200}.{1 + which // PER_ADDRESS % 200}"
-        await asyncio.sleep(random.random() * 5)
+        await asyncio.sleep(random.random() * HEAD_SECONDS)
         while time.perf_counter() < end:
             try:
                 reader, writer = await asyncio.open_connection(target.host, target.port, local_addr=(source, 0))
@@ -229,46 +236,60 @@ async def idle(target: Target, args: argparse.Namespace) -> dict[str, Any]:
                 await asyncio.sleep(0.5)
                 continue
             opened, held = opened + 1, held + 1
-            writer.write(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nX-Slow: ")
+            half = which < args.half * args.connections
+            writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n" + (b"X-Slow: " if half else b"\r\n"))
             with contextlib.suppress(OSError, TimeoutError):
                 while await asyncio.wait_for(reader.read(1), 3 + 4 * random.random()):
                     pass
             with contextlib.suppress(OSError, TimeoutError):
                 if not reader.at_eof():
-                    writer.write(b"a")
+                    writer.write(b"a" * half)
                     await asyncio.wait_for(reader.read(), max(0.1, end - time.perf_counter()))
             held, closed = held - 1, closed + 1
             writer.close()
 
     tasks = [asyncio.create_task(hold(i)) for i in range(args.connections)]
     await asyncio.sleep(20)
-    looks: list[float] = []
     counts: list[int] = []
-    began = time.perf_counter()
-    while time.perf_counter() - began < args.seconds:
-        status, seconds = await health(target)
-        assert status == 200
-        looks.append(seconds)
+    command = [sys.executable, __file__, "look", "--url", f"http://{target.host}:{target.port}"]
+    looker = await asyncio.create_subprocess_exec(*command, "--seconds", str(args.seconds), stdout=asyncio.subprocess.PIPE)
+    seen = asyncio.create_task(looker.communicate())
+    while not seen.done():
         counts.append(held)
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.1)
+    looks = json.loads(seen.result()[0])
     answer = await ask(target)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+    looks.pop("mode")
     return {
         "connections": args.connections,
+        "half_heads": args.half,
         "held": {"least": min(counts), "most": max(counts)},
         "opened": opened,
         "closed_by_server": closed,
         "seconds": args.seconds,
-        "looks": len(looks),
-        "health_ms": quantiles(looks),
+        **looks,
         "a_completion_meanwhile": {
             "status": answer.status,
             "whole": answer.ended,
             "first_ms": round(answer.first * 1000, 1),
         },
     }
+
+
+async def look(target: Target, args: argparse.Namespace) -> dict[str, Any]:
+    """One look at the health after the other."""
+    looks: list[float] = []
+    statuses: Counter[int] = Counter()
+    began = time.perf_counter()
+    while time.perf_counter() - began < args.seconds:
+        status, seconds = await health(target)
+        statuses[status] += 1
+        looks.append(seconds)
+        await asyncio.sleep(0.02)
+    return {"looks": len(looks), "statuses": dict(statuses), "health_ms": quantiles(looks)}
 
 
 async def vanish(target: Target, args: argparse.Namespace) -> dict[str, Any]:
@@ -416,7 +437,7 @@ def served(options: Sequence[str]) -> Iterator[tuple[str, int]]:
             log.wait(10)
 
 
-MODES = {"load": load, "overload": overload, "idle": idle, "vanish": vanish, "kill": kill}
+MODES = {"load": load, "overload": overload, "idle": idle, "look": look, "vanish": vanish, "kill": kill}
 
 
 def main() -> None:
@@ -428,7 +449,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--factor", type=int, default=10)
+    parser.add_argument("--calm", type=float, default=60, help="seconds of that before an overload")
     parser.add_argument("--connections", type=int, default=10_000)
+    parser.add_argument("--half", type=float, default=1.0, help="share of idle connections that send half a head")
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--times", type=int, default=5)
     parser.add_argument("--plot")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -53,6 +54,8 @@ def main(descriptor: int) -> None:
         wire.send("unloaded", packed(error))
         wire.flush(10.0)
         return
+    gc.collect()
+    gc.freeze()  # what a model consists of is never garbage: to look at it each time would hold tokens up
     if llm.explain().backend == "cpu":
         _step_back()
     child = _Child(llm, wire)

@@ -46,7 +46,7 @@ class Server:
 def build(settings: Settings, load: Load, traces: Traces | None = None) -> Server:
     """Puts an application together; `load` makes a model from what `settings.models` names."""
     traces = traces or Traces()
-    keys = Keyring(settings.data_dir)
+    keys = Keyring(settings.data_dir, settings.api_key)
     settings.check(bool(keys.keys()))
     limiter = Limiter(settings.rates)
     shelf = Shelf(settings.models, settings.models_dir, load)

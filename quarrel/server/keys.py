@@ -21,6 +21,8 @@ from quarrel.errors import ConfigError, RequestError
 PREFIX = "qk-"
 FILE = "keys.json"
 MAX_NAME = 64
+GIVEN = "given"
+"""Id and name of a key that the environment gave."""
 
 
 @dataclass(frozen=True)
@@ -39,26 +41,31 @@ class Key:
 
 
 class Keyring:
-    """The keys in a folder's `keys.json`, read again when the file changes. Safe for several processes."""
+    """The keys in a folder's `keys.json`, read again when the file changes. Safe for several processes.
 
-    def __init__(self, folder: Path) -> None:
+    given: one key more, which is never written.
+    """
+
+    def __init__(self, folder: Path, given: str = "") -> None:
         self.path = folder / FILE
+        self._given = (Key(GIVEN, GIVEN, _hash(given), time.time()),) if given else ()
         self._stamp: tuple[int, int] | None = None
         self._keys: tuple[Key, ...] = ()
 
     def keys(self) -> tuple[Key, ...]:
-        """All of them, revoked and expired ones too. Raises ConfigError for a file that cannot be read."""
+        """All of them, revoked and expired ones too. Raises ConfigError for a file that cannot be read, or has gone."""
         try:
             status = self.path.stat()
-        except FileNotFoundError:
-            self._stamp, self._keys = None, ()
-            return ()
+        except FileNotFoundError as error:
+            if self._keys:  # nobody opens a server by taking a file away
+                raise ConfigError(f"{self.path} has gone: put the API keys back, or start again without") from error
+            return self._given
         except OSError as error:
             raise ConfigError(f"{self.path}: the API keys cannot be read ({error.strerror})") from error
         stamp = (status.st_mtime_ns, status.st_size)
         if stamp != self._stamp:
             self._keys, self._stamp = self._read(), stamp
-        return self._keys
+        return (*self._keys, *self._given)
 
     def find(self, secret: str) -> Key | None:
         """The usable key with this secret. Compares with every hash, each in constant time."""
@@ -114,7 +121,7 @@ class Keyring:
         handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=".keys-")
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump([asdict(k) for k in keys], file, indent=1)
+                json.dump([asdict(k) for k in keys if k not in self._given], file, indent=1)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(name, self.path)

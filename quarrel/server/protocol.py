@@ -37,6 +37,9 @@ def protocol_for(settings: Settings) -> type[asyncio.Protocol]:
         def connection_lost(self, exc: Exception | None) -> None:
             self._forget()
             super().connection_lost(exc)
+            # asyncio leaves this in a circle with itself, which would be there until the next whole collection.
+            if hasattr(self.transport, "_read_ready_cb"):
+                self.transport._read_ready_cb = None
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)

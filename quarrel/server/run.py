@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -27,13 +28,15 @@ WAITING = 4096
 """Connections that the system keeps until they are taken."""
 BURST = 32
 """Connections that are taken before others have their turn: thousands at once would hold up every answer."""
+COLLECT_EVERY = 60.0
 log = logging.getLogger("quarrel.server")
 
 
 def serve(server: Server, settings: Settings, *, preload: bool = True) -> None:
     """Listens until a signal (SIGINT, SIGTERM) says to stop. Raises ConfigError if an address cannot be bound."""
     _allow_many_files()
-    asyncio.run(_serve(server, settings, preload))
+    with _rare_collections():
+        asyncio.run(_serve(server, settings, preload))
 
 
 async def _serve(server: Server, settings: Settings, preload: bool) -> None:
@@ -46,8 +49,10 @@ async def _serve(server: Server, settings: Settings, preload: bool) -> None:
         second = _Uvicorn(_config(_metrics_only(server), settings), None)
         listeners.append(second.serve([_bound(settings.host, settings.metrics_port)]))
     loading = asyncio.create_task(_preload(server)) if preload else None
+    collecting = asyncio.create_task(_collect())
     with _signals(server, [u for u in (main, second) if u is not None], settings.grace):
         await asyncio.gather(*listeners)
+    collecting.cancel()
     if loading is not None:
         loading.cancel()
 
@@ -57,6 +62,29 @@ async def _preload(server: Server) -> None:
         if entry.name == server.desk.shelf.default:
             with contextlib.suppress(Exception):  # the entry says what went wrong, and so does each request
                 await server.desk.shelf.load(entry.name)
+
+
+@contextlib.contextmanager
+def _rare_collections() -> Iterator[None]:
+    """A whole collection of garbage with thousands of connections open holds every answer up for half a second.
+
+    What is there at the start is left out of them, and they come once in `COLLECT_EVERY` seconds.
+    """
+    before = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(before[0], before[1], 1 << 30)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
+
+
+async def _collect() -> None:
+    while True:
+        await asyncio.sleep(COLLECT_EVERY)
+        gc.collect()
 
 
 class _Uvicorn(uvicorn.Server):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from quarrel.errors import ConfigError
 
 PORT = 8080
+SHORTEST_KEY = 16
 DATA_DIR = Path("~/.local/share/quarrel").expanduser()
 
 
@@ -37,6 +38,8 @@ class Settings:
     """A second listener with /metrics alone; None serves it on `port` only."""
     data_dir: Path = DATA_DIR
     """Where API keys are kept (as hashes)."""
+    api_key: str = field(default="", repr=False)
+    """A key that is good beside those; only its hash is kept further on."""
     origins: tuple[str, ...] = ()
     """Web origins besides the server's own that browsers may call from."""
     hosts: tuple[str, ...] = ()
@@ -83,6 +86,8 @@ class Settings:
                 raise ConfigError(f"the {name} is {port}, wanted 0 to 65535")
         if self.metrics_port is not None and self.metrics_port == self.port != 0:
             raise ConfigError(f"port and metrics port are both {self.port}: give one of them another number")
+        if 0 < len(self.api_key) < SHORTEST_KEY:
+            raise ConfigError(f"the API key has {len(self.api_key)} characters, wanted {SHORTEST_KEY} random ones or more")
         for origin in self.origins:
             parts = urlsplit(origin)
             if parts.scheme not in ("http", "https") or not parts.netloc or parts.path not in ("", "/"):
@@ -100,6 +105,7 @@ _VARIABLES = {
     "WEBUI_METRICS_PORT": "metrics_port",
     "WEBUI_DATA_DIR": "data_dir",
     "WEBUI_ALLOWED_ORIGINS": "origins",
+    "WEBUI_API_KEY": "api_key",
     "MODEL_PATH": "models",
 }
 
@@ -107,18 +113,18 @@ _VARIABLES = {
 def from_environment(variables: Mapping[str, str]) -> dict[str, object]:
     """The fields of `Settings` that variables set; `ConfigError` names a malformed one."""
     found: dict[str, object] = {}
-    for variable, field in _VARIABLES.items():
+    for variable, name in _VARIABLES.items():
         value = variables.get(variable, "")
         if not value:
             continue
-        if field.endswith("port"):
+        if name.endswith("port"):
             if not (value.isascii() and value.isdigit() and int(value) <= 65535):
                 raise ConfigError(f"{variable} is {value!r}, wanted a port from 0 to 65535")
-            found[field] = int(value)
-        elif field == "origins":
-            found[field] = tuple(v.strip() for v in value.split(",") if v.strip())
-        elif field == "models":
-            found[field] = (value,)
+            found[name] = int(value)
+        elif name == "origins":
+            found[name] = tuple(v.strip() for v in value.split(",") if v.strip())
+        elif name == "models":
+            found[name] = (value,)
         else:
-            found[field] = Path(value) if field == "data_dir" else value
+            found[name] = Path(value) if name == "data_dir" else value
     return found

@@ -19,6 +19,8 @@ import httpx
 import pytest
 
 from quarrel.cli import main
+from quarrel.errors import ConfigError
+from quarrel.server import Settings
 
 
 @contextmanager
@@ -146,13 +148,17 @@ def test_variables_are_read_and_checked(
         "WEBUI_HOST": "::1",
         "WEBUI_ALLOWED_ORIGINS": "https://a.b, https://c.d",
         "MODEL_PATH": "m",
+        "WEBUI_API_KEY": "short",
     }
     assert from_environment(variables) == {
         "port": 81,
         "host": "::1",
         "origins": ("https://a.b", "https://c.d"),
         "models": ("m",),
+        "api_key": "short",
     }
+    with pytest.raises(ConfigError, match="has 5 characters, wanted 16"):
+        Settings(api_key="short").check(False)
     monkeypatch.setenv("WEBUI_PORT", "many")
     assert main(["serve", "demo", "--data-dir", str(tmp_path)]) == 1
     assert "WEBUI_PORT is 'many'" in capsys.readouterr().err
