@@ -50,13 +50,20 @@ class HostChain:
         allowed: Array | None = None,
     ) -> int:
         """The next token from `logits` `[V]` after `tokens`, or -1 if none can be drawn. allowed: bool `[V]`."""
-        p = self._p
         x = _finite(logits)  # [V]
         self._adjust(x, tokens, generated)
-        if allowed is not None:
-            x[~allowed] = -np.inf
-        best = int(x.argmax())
-        if x[best] == -np.inf:
+        # A row is 100,000 numbers long, and what a grammar allows often a few: all that follows looks at those only.
+        ids = None if allowed is None else np.flatnonzero(allowed)
+        if ids is not None:
+            x = x[ids]
+        at = self._draw(x, uniform, xtc_uniform)
+        return at if ids is None or at < 0 else int(ids[at])
+
+    def _draw(self, x: Array, uniform: float, xtc_uniform: float) -> int:
+        """Which of these is drawn, or -1."""
+        p = self._p
+        best = int(x.argmax()) if len(x) else -1
+        if best < 0 or x[best] == -np.inf:
             return -1
         if p.temperature == 0.0:
             return best
@@ -64,7 +71,7 @@ class HostChain:
             return self._mirostat(x, uniform)
         ids = None
         if 0 < p.top_k < len(x):
-            # What is cut here is cut by the draw anyway; a row is 100,000 numbers long, what is left a few dozen.
+            # What is cut here is cut by the draw anyway; what is left are a few dozen.
             ids = np.flatnonzero(x >= np.partition(x, len(x) - p.top_k)[len(x) - p.top_k])
             x = x[ids]
         if p.typical_p < 1.0:
