@@ -192,12 +192,12 @@ def _count(end: socket.socket, told: Any, left: int) -> None:
     told.send(chunks)
 
 
-def crowd(tokenizer: Any, requests: int) -> dict[str, Any]:
+def crowd(tokenizer: Any, requests: int, rounds: int) -> dict[str, Any]:
     """So many requests at once, round after round; memory must not grow once the cache is full."""
     loop = Loop()
     loop.serve(lambda: NullStep(limits(256), tokenizer.n_vocab), tokenizer.n_vocab, CacheRules(), max_waiting=requests)
     memory, seconds, ends = [], [], 0
-    for number in range(6):
+    for number in range(rounds):
         began = time.perf_counter()
         ends += _round(loop, tokenizer, requests, number)
         seconds.append(time.perf_counter() - began)
@@ -238,6 +238,7 @@ def main() -> int:
     parser.add_argument("--seqs", default="128,256")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--rounds", type=int, default=6, help="of so many requests")
     parser.add_argument("--readers", default="", help="some of queue, wire, asyncio")
     parser.add_argument("--device-ms", type=float, default=11.0)
     parser.add_argument("--profile", action="store_true")
@@ -249,7 +250,7 @@ def main() -> int:
         readers = args.readers.split(",")
         found["read"] = [read(tokenizer, many, args.tokens, reader, args.device_ms) for reader in readers]
     if args.requests:
-        found["crowd"] = crowd(tokenizer, args.requests)
+        found["crowd"] = crowd(tokenizer, args.requests, args.rounds)
     print(json.dumps(found))
     return 0
 
