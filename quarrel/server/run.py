@@ -119,6 +119,7 @@ def _config(app: object, settings: Settings) -> uvicorn.Config:
         h11_max_incomplete_event_size=32 << 10,
         access_log=False,
         log_config=None,
+        log_level="info",  # below that, frames and heads are told, and prompts and keys with them
         server_header=False,
         proxy_headers=False,
         lifespan="on",

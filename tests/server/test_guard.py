@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from websockets.sync.client import connect
 
 from quarrel.errors import ConfigError
 from quarrel.server import Keyring, Rates, Settings, keys
@@ -121,6 +122,39 @@ def test_an_unreadable_key_file_closes_the_server(tmp_path: Path) -> None:
     (tmp_path / "keys.json").write_text("{")
     with pytest.raises(ConfigError, match="is not a list of API keys"):
         Keyring(tmp_path).keys()
+
+
+def test_prompts_and_keys_are_in_no_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    canary = "canary 7f3a"
+    _, secret = Keyring(tmp_path).create("a")
+    bodies: list[object] = [
+        {"prompt": canary, "messages": [{"role": "user", "content": canary}], "input": canary, "text": canary},
+        {"prompt": canary, "max_tokens": 1},
+        {"prompt": canary, "max_tokens": 2, "stream": True},
+        {"prompt": canary, "top_p": 9},
+        {"prompt": [canary]},
+        {"messages": [{"role": canary, "content": canary}], "tools": canary},
+        {"prompt": "a", "model": "demo", "stop": canary, "response_format": {"type": canary}},
+        canary,
+    ]
+    caplog.set_level(1)
+    with running(Settings(data_dir=tmp_path)) as live:
+        headers = {"Authorization": f"Bearer {secret}", "X-API-Key": canary}
+        for (method, path), body in itertools.product(routes(live), bodies):
+            if method == "POST" and "models" not in path:
+                raw = body if isinstance(body, str) else json.dumps(body)
+                assert live.client.post(path, content=raw, headers=headers).status_code < 500
+        assert live.client.get("/v1/models", headers={"Authorization": f"Bearer {canary}"}).status_code == 401
+        with connect(f"ws://127.0.0.1:{live.port}/ws", subprotocols=["quarrel", f"quarrel-key.{secret}"]) as page:  # type: ignore[list-item]
+            page.send(canary)
+            page.send(json.dumps({"type": "inference", "payload": {"prompt": canary, "max_tokens": 1}}))
+            while 'complete": true' not in str(page.recv(10)):
+                pass
+    mine = [r for r in caplog.records if r.name.partition(".")[0] not in ("httpx", "httpcore", "websockets")]
+    assert len(mine) > 40
+    told = "\n".join(str(r.__dict__) for r in mine)
+    assert canary not in told
+    assert secret not in told
 
 
 def test_other_machines_are_let_in_with_keys_only(tmp_path: Path) -> None:
