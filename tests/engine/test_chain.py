@@ -141,6 +141,23 @@ def test_logit_bias_shifts_and_minus_infinity_bans() -> None:
     assert_near(frequencies(logit_bias={0: -math.inf}), at(1, 2, 3, 4, 5))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"mirostat": 2}, {"typical_p": 0.9}, {"xtc_probability": 1.0}, {"temperature": 0}, {"top_k": 3}, {"top_p": 0.7}],
+)
+def test_what_a_grammar_does_not_allow_is_as_if_banned(options: dict[str, Any]) -> None:
+    row = np.random.default_rng(4).standard_normal(50).astype(np.float32)
+    allowed = np.arange(50) % 3 == 1
+    banned = np.where(allowed, row, -np.inf).astype(np.float32)
+    one, other = chain(presence_penalty=0.5, **options), chain(presence_penalty=0.5, **options)
+    for i in range(100):
+        at, xtc = rng.uniform(11, i), rng.uniform(11, i, rng.XTC)
+        drawn = one.draw(row, [4, 7], 9, at, xtc, allowed)
+        assert drawn == other.draw(banned, [4, 7], 9, at, xtc)
+        assert allowed[drawn]
+    assert chain(**options).draw(row, (), 9, 0.5, 0.5, np.zeros(50, bool)) == -1
+
+
 def test_when_everything_is_banned_nothing_is_drawn() -> None:
     assert draw(chain(logit_bias=dict.fromkeys(range(6), -math.inf)), ROW, 0) == -1
     for broken in (np.full(6, np.nan), np.full(6, -np.inf), np.full(6, np.inf)):
