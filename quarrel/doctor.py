@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from quarrel import __version__
-from quarrel.env import Environment, cache_home, read_environment
+from quarrel.env import Environment, cache_home, misspelt, read_environment
 from quarrel.errors import QuarrelError, installing
 from quarrel.gguf import hub, ollama, resolve
 from quarrel.ops.registry import BACKENDS, backend
@@ -172,6 +172,8 @@ def _variables() -> Iterator[Line]:
         return
     changed = [f"{name} = {value}" for name, value in said.items() if value != usual[name]]
     yield "environment", "fact", ", ".join(changed) or "nothing is set"
+    for name, meant in misspelt(os.environ):
+        yield name, "broken", "is not read by anything", f"{meant} may be meant"
 
 
 def _version(name: str) -> str:

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 from quarrel.errors import ConfigError
@@ -25,6 +26,10 @@ BACKENDS = ("auto", "cpu", "triton", "mlx")
 COMPUTE = ("auto", "float32", "float16", "bfloat16", "fp8")
 KV_CACHE = ("auto", "float16", "bfloat16", "int8", "fp8")
 LEVELS = ("debug", "info", "warning", "error")
+NAMES = (
+    *("QUARREL_BACKEND", "QUARREL_COMPUTE", "QUARREL_THREADS", "QUARREL_TENSOR_PARALLEL", "QUARREL_MEMORY"),
+    *("QUARREL_KV_CACHE", "QUARREL_CHECK", "QUARREL_MODELS", "QUARREL_LOG"),
+)
 MAX_THREADS = 1024
 MAX_DEVICES = 16
 
@@ -59,6 +64,17 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         models=None if models is None else _folder(models),
         log=_choice(given, "QUARREL_LOG", LEVELS, LEVELS[0]) if "QUARREL_LOG" in given else None,
     )
+
+
+def misspelt(variables: Iterable[str]) -> list[tuple[str, str]]:
+    """Names that are nearly one of the variables, and which."""
+    known = {name.partition("_")[2]: name for name in NAMES}
+    found = []
+    for name in sorted(set(variables) - set(NAMES)):
+        first, _, rest = name.partition("_")
+        if first == NAMES[0].partition("_")[0] and (near := get_close_matches(rest, known, 1, 0.75)):
+            found.append((name, known[near[0]]))
+    return found
 
 
 def _choice(given: Mapping[str, str], name: str, allowed: tuple[str, ...], default: str) -> str:

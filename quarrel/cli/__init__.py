@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import io
 import os
@@ -57,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         note("quarrel: this machine has no memory left for it: use a smaller model or a smaller --ctx")
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        note(f"quarrel: {where}{error.strerror or error}")
+        full = " where the output goes: make some, and run it again" if error.errno == errno.ENOSPC and not where else ""
+        note(f"quarrel: {where}{error.strerror or error}{full}")
     return FAILED
 
 

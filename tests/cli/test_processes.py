@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -68,6 +69,15 @@ def test_a_closed_descriptor_is_no_error(base: str, closed: str, heard: str) -> 
     done = subprocess.run(["sh", "-c", f"{command} {closed}"], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert (done.returncode, "Traceback" in done.stderr) == (0, False)
     assert getattr(done, heard)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is always full is Linux's")
+def test_a_full_disk_is_one_sentence() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "quarrel", "inspect", "demo", "--json"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "quarrel: No space left on device where the output goes: make some, and run it again\n"
 
 
 def test_a_terminal_without_unicode_does_not_crash(base: str) -> None:

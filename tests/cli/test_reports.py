@@ -136,6 +136,15 @@ def test_doctor_names_a_variable_that_is_malformed(
     assert "!!" in text
 
 
+def test_doctor_names_a_variable_that_is_misspelt(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("QUARREL_THREAD", "2")
+    monkeypatch.setenv("QUARREL_CASES", "elsewhere")
+    assert main(["doctor"]) == 0
+    assert "QUARREL_THREAD  is not read by anything -> QUARREL_THREADS may be meant" in capsys.readouterr().out
+
+
 def test_doctor_survives_a_backend_that_fails_to_load(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
