@@ -4,8 +4,10 @@
     python bench/serve.py overload [--url URL] [--streams 16] [--factor 10] [--seconds 60] [--calm 60]
     python bench/serve.py idle     [--url URL] [--connections 10000] [--half 1.0] [--seconds 30]
     python bench/serve.py look     --url URL [--seconds 30]
+    python bench/serve.py probe    --url URL [--seconds 30]
     python bench/serve.py vanish   [--url URL] [--count 1000] [--streams 32]
     python bench/serve.py kill     [--times 5] [--streams 16]
+    python bench/serve.py term     [--times 5] [--streams 16]
 
 Without --url a server with the bundled model is started on a free port; what stands behind `--` goes to it, as in
 `-- --parallel 32`. The client is plain sockets in this one process, so that it costs little of the machine that both run
@@ -185,7 +187,8 @@ async def load(target: Target, args: argparse.Namespace) -> dict[str, Any]:
 async def overload(target: Target, args: argparse.Namespace) -> dict[str, Any]:
     """`--streams` at once for what the server can do; then requests come `--factor` times as fast as it can end them.
 
-    Goodput is held second by second, by the median, while requests come.
+    Goodput is held second by second, by the median, while requests come. A process of its own asks one request after the
+    other meanwhile: how long its refusals take is free of this one's work.
     """
     await ask(target)
     calm: Counter[int] = Counter()
@@ -194,6 +197,10 @@ async def overload(target: Target, args: argparse.Namespace) -> dict[str, Any]:
     memory = [_resident(args.pid)]
     tasks: list[asyncio.Task[Answer]] = []
     storm: Counter[int] = Counter()
+    command = [sys.executable, __file__, "probe", "--url", f"http://{target.host}:{target.port}", "--tokens", "1"]
+    prober = await asyncio.create_subprocess_exec(
+        *command, "--seconds", str(args.seconds - 2), stdout=asyncio.subprocess.PIPE
+    )
     began = time.perf_counter()
     while (now := time.perf_counter() - began) < args.seconds:
         while len(tasks) < now * rate:
@@ -203,6 +210,7 @@ async def overload(target: Target, args: argparse.Namespace) -> dict[str, Any]:
     until = int(time.perf_counter())
     answers = await asyncio.gather(*tasks)
     over = summary(answers, time.perf_counter() - began)
+    probed = json.loads((await prober.communicate())[0])
     memory.append(_resident(args.pid))
     calm_rate, storm_rate = (
         float(np.median([n for second, n in sorted(t.items())[1:-1] if second < until] or [0])) for t in (calm, storm)
@@ -214,7 +222,7 @@ async def overload(target: Target, args: argparse.Namespace) -> dict[str, Any]:
         "goodput_share": round(storm_rate / max(calm_rate, 1), 3),
         "resident_mib": memory,
     }
-    return {**figures, "peak": alone, "overload": over}
+    return {**figures, "peak": alone, "overload": over, "probe": probed}
 
 
 async def idle(target: Target, args: argparse.Namespace) -> dict[str, Any]:
@@ -293,6 +301,16 @@ async def look(target: Target, args: argparse.Namespace) -> dict[str, Any]:
     return {"looks": len(looks), "statuses": dict(statuses), "health_ms": quantiles(looks)}
 
 
+async def probe(target: Target, args: argparse.Namespace) -> dict[str, Any]:
+    """One request after the other, twenty a second at most."""
+    answers: list[Answer] = []
+    began = time.perf_counter()
+    while time.perf_counter() - began < args.seconds:
+        answers.append(await ask(target))
+        await asyncio.sleep(0.05)
+    return summary(answers, time.perf_counter() - began)
+
+
 async def vanish(target: Target, args: argparse.Namespace) -> dict[str, Any]:
     """Callers that go away at a random moment, streaming or not, while others are served."""
     left, gone = args.count, 0
@@ -353,6 +371,36 @@ async def kill(target: Target, args: argparse.Namespace) -> dict[str, Any]:
         back.append(time.perf_counter() - began)
         answers += (await asyncio.wait_for(work, 60))[0]
     return {"times": args.times, "ready_again_ms": quantiles(back), **summary(answers, args.times * 3.0)}
+
+
+async def term(target: Target, args: argparse.Namespace) -> dict[str, Any]:
+    """SIGTERM to a server of its own each time, while streams run."""
+    ends: list[float] = []
+    answers: list[Answer] = []
+    for _ in range(args.times):
+        with served(args.options) as (url, pid):
+            here = target_of(url, args)
+            await ask(here)
+            work = asyncio.create_task(crowd(here, args.streams, 2.0))
+            await asyncio.sleep(1.0)
+            os.kill(pid, signal.SIGTERM)
+            began = time.perf_counter()
+            while _runs(pid):
+                await asyncio.sleep(0.01)
+            ends.append(time.perf_counter() - began)
+            answers += (await asyncio.wait_for(work, 60))[0]
+    taken = [a for a in answers if a.status == 200]
+    lost = sum(not a.ended for a in taken)
+    return {"times": args.times, "exit_ms": quantiles(ends), "taken": len(taken), "taken_without_end": lost} | summary(
+        answers, args.times * 1.0
+    )
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text("ascii", "replace").rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 async def _figures(target: Target) -> dict[str, Any]:
@@ -424,6 +472,7 @@ def served(options: Sequence[str]) -> Iterator[tuple[str, int]]:
     command = [sys.executable, "-m", "quarrel", "serve", "demo", "--port", "0", "--rate", "0", *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
+        log = None
         try:
             for line in process.stderr:
                 if found := re.search(r"listening on (http://\S+)", line):
@@ -435,10 +484,25 @@ def served(options: Sequence[str]) -> Iterator[tuple[str, int]]:
         finally:
             process.terminate()
             process.wait(60)
-            log.wait(10)
+            if log is not None:
+                log.wait(10)
 
 
-MODES = {"load": load, "overload": overload, "idle": idle, "look": look, "vanish": vanish, "kill": kill}
+MODES = {
+    "load": load,
+    "overload": overload,
+    "idle": idle,
+    "look": look,
+    "probe": probe,
+    "vanish": vanish,
+    "kill": kill,
+    "term": term,
+}
+
+
+def target_of(url: str, args: argparse.Namespace) -> Target:
+    host, _, port = url.removeprefix("http://").rstrip("/").partition(":")
+    return Target(host, int(port or 80), args.tokens, args.key)
 
 
 def main() -> None:
@@ -460,9 +524,13 @@ def main() -> None:
     cut = given.index("--") if "--" in given else len(given)
     args = parser.parse_args(given[:cut])
     with contextlib.ExitStack() as stack:
-        url, args.pid = (args.url, None) if args.url else stack.enter_context(served(given[cut + 1 :]))
-        host, _, port = url.removeprefix("http://").rstrip("/").partition(":")
-        target = Target(host, int(port or 80), args.tokens, args.key)
+        args.options = given[cut + 1 :]
+        url, args.pid = args.url, None
+        if args.mode == "term":
+            url = "http://127.0.0.1:0"
+        elif not url:
+            url, args.pid = stack.enter_context(served(args.options))
+        target = target_of(url, args)
         with contextlib.suppress(ImportError, ValueError):
             import resource
 
