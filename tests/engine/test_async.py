@@ -58,7 +58,10 @@ def test_an_event_loop_is_called_once_a_step(monkeypatch: pytest.MonkeyPatch) ->
             return call(*args)
 
         monkeypatch.setattr(events, "call_soon_threadsafe", counted)
-        await asyncio.gather(*(open_stream(toy).wait() for _ in range(4)))
+        free = toy.hold()  # until all four are there: one that came late would take further steps
+        streams = [open_stream(toy) for _ in range(4)]
+        free()
+        await asyncio.gather(*(stream.wait() for stream in streams))
         return calls
 
     with Toy() as toy:
