@@ -109,7 +109,9 @@ class Grammars:
         except ValueError as error:
             raise RequestError(f"the {structure.kind} structure cannot be used: {_short(str(error))}") from None
         if matcher.is_error():
-            raise RequestError(f"the {structure.kind} structure cannot be used: {_short(matcher.get_error())}")
+            gbnf = structure.kind == "lark" and "::=" in structure.text
+            hint = "this is GBNF, which llguidance.gbnf_to_lark makes Lark of: " if gbnf else ""
+            raise RequestError(f"the {structure.kind} structure cannot be used: {hint}{_short(matcher.get_error())}")
         return matcher
 
 

@@ -73,6 +73,7 @@ def test_beside_others_everyone_keeps_his_own(llm: quarrel.LLM) -> None:
         (quarrel.Structure.regex("(?=a)b"), "cannot be used"),
         (quarrel.Structure.lark("start: nothing"), "cannot be used"),
         (quarrel.Structure.lark("no grammar at all"), "cannot be used"),
+        (quarrel.Structure.lark('root ::= "yes" | "no"'), "this is GBNF"),
         (quarrel.Structure("json", "{"), "cannot be used"),
         (quarrel.Structure.json({"type": "strange"}), "cannot be used"),
         (quarrel.Structure.json({"type": "array", "uniqueItems": True}), "cannot be used"),
