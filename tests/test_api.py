@@ -196,7 +196,7 @@ def test_an_empty_prompt_begins_with_bos_where_there_is_one(llm: LLM) -> None:
         other.generate("")
 
 
-BAD_PROMPTS: list[Any] = [[], [[]], [-1], [384], [2**63], [1.5], [True], [None], 5, None, b"text", ["a", 5], {1}, count(1)]
+BAD_PROMPTS: list[Any] = [[[]], [-1], [384], [2**63], [1.5], [True], [None], 5, None, b"text", ["a", 5], {1}, count(1)]
 
 
 @pytest.mark.parametrize("bad", [*BAD_PROMPTS, range(10**15), np.zeros((2, 2), int), np.array([1.0])], ids=repr)
@@ -205,6 +205,13 @@ def test_prompts_that_are_none_are_refused(llm: LLM, bad: Any) -> None:
         llm.generate(bad)
     with pytest.raises(RequestError):
         llm.stream(bad)
+
+
+def test_no_prompts_have_no_results_but_one_without_ids_is_refused(llm: LLM) -> None:
+    assert llm.generate([]) == []
+    for one in (llm.stream, llm.logprobs):
+        with pytest.raises(RequestError):
+            one([])
 
 
 def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(llm: LLM) -> None:

@@ -607,9 +607,9 @@ class LLM:
 
 def _is_batch(prompt: object) -> bool:
     """A list whose first entry is a prompt itself, not a token id; an empty list is no prompts."""
-    if isinstance(prompt, str) or not isinstance(prompt, Sequence) or not prompt:
-        return prompt == []
-    return isinstance(prompt[0], Sequence) and not isinstance(prompt, bytes | bytearray)
+    if not isinstance(prompt, Sequence) or isinstance(prompt, str | bytes | bytearray):
+        return False
+    return isinstance(prompt[0], Sequence) if prompt else isinstance(prompt, list)
 
 
 def _lacks_system(messages: Sequence[Message]) -> bool:
