@@ -128,7 +128,8 @@ def sums(rank: int, folder: Path) -> dict[str, Any]:
     """Microseconds of a sum within a graph of 64, by size and who makes it."""
     import torch
 
-    from quarrel.parallel.group import MOST, TorchGroup
+    from quarrel.parallel.group import TorchGroup
+    from quarrel.triton_backend.one_shot import MOST
 
     logging.basicConfig(level="INFO")
     torch.cuda.set_device(rank)

@@ -30,18 +30,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from quarrel.gguf import GGMLType
 from quarrel.ops import draw
 from quarrel.triton_backend import halved, matvec, rope
+from quarrel.triton_backend.few_tiles import Tile
 from quarrel.triton_backend.pack import Packed, Uploader, pack
 
 BEGAN = time.perf_counter()
 FLOATS = ("F16", "BF16")
-
-
-@dataclass(frozen=True)
-class Tile:
-    rows: int
-    words: int
-    warps: int
-    deep: bool = False
 
 
 @dataclass(frozen=True)

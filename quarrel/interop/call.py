@@ -16,7 +16,7 @@ from quarrel.ops.registry import lower
 from quarrel.triton_backend.backend import REGISTRY
 from quarrel.triton_backend.buffers import dtype_of
 from quarrel.triton_backend.pack import Packed
-from quarrel.triton_backend.runtime import DTYPES, INTERPRETED, Cache, Launcher, Live, Slot, Work, launch
+from quarrel.triton_backend.runtime import DTYPES, INTERPRETED, Alone, Cache, Launcher, Live, Slot, Work, launch
 
 Given = torch.Tensor | Packed | Cache
 COMPUTE: dict[torch.dtype, Compute] = {dtype: compute for compute, dtype in DTYPES.items()}
@@ -38,7 +38,7 @@ class _Later(Slot):
 
 
 @dataclass
-class Call:
+class Call(Alone):
     """What a launcher asks while it is built (`triton_backend.runtime.Site`)."""
 
     live: Live
@@ -75,15 +75,6 @@ class Call:
 
     def state(self, ref: StateRef) -> torch.Tensor:
         raise AssertionError("no op here keeps a state")
-
-    def halved(self, value: Value) -> torch.Tensor | None:
-        return None
-
-    def to_halve(self, value: Value) -> tuple[torch.Tensor | None, bool]:
-        return None, True
-
-    def turned(self, value: Value) -> Node | None:
-        return None
 
     def scratch(self, dim: str, width: int, dtype: torch.dtype = torch.float32) -> Slot:
         return _Later(self._count(dim) * width, dtype, self.device, zero=False)

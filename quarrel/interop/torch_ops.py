@@ -27,13 +27,18 @@ from quarrel.ops.linear import LINEAR, LinearSpec
 from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP, ExpertDownSpec, ExpertUpSpec
 from quarrel.ops.norm import NORM, NormSpec
 from quarrel.triton_backend.attention import LEAST_SPLIT, MOST_SPLITS
-from quarrel.triton_backend.pack import LAYOUTS, Packed, packed_bytes, view
+from quarrel.triton_backend.pack import LAYOUTS, Packed, packed_bytes, put, view
 from quarrel.triton_backend.runtime import Cache, Live, Slot, Work
 
 FORMATS_TAKEN = tuple(type.name for type in LAYOUTS)
 """Names that `format` may be."""
-_ROWS = 1 << 20
-"""Bytes of raw rows that are packed at once, in thousands of rows."""
+_AT_ONCE = 64 << 20
+"""Bytes of raw rows that are packed at once."""
+
+
+def _like_first(x: torch.Tensor, *_: object) -> torch.Tensor:
+    """The result of an op that gives what its first argument is like, without its values."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("quarrel::pack", mutates_args=())
@@ -48,12 +53,9 @@ def pack(raw: torch.Tensor, format: str, k: int) -> torch.Tensor:
         )
     buffer = torch.empty(packed_bytes(type, n, k), dtype=torch.uint8, device=raw.device)
     packed = view(type, n, k, buffer)
-    step = max(1, _ROWS * 64 // raw.shape[1])
+    step = max(1, _AT_ONCE // raw.shape[1])
     for start in range(0, n, step):
-        rows = raw[start : start + step].contiguous()
-        for plane, made in zip(packed.planes, LAYOUTS[type].split(rows.view(len(rows), -1, block.nbytes)), strict=True):
-            if made is not None:
-                plane[start : start + len(rows)] = made.reshape(len(rows), -1)
+        put(packed, type, start, raw[start : start + step].contiguous())
     return buffer
 
 
@@ -85,9 +87,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return y.view(x.shape)
 
 
-@rms_norm.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+rms_norm.register_fake(_like_first)
 
 
 @torch.library.custom_op("quarrel::experts", mutates_args=())
@@ -116,20 +116,7 @@ def experts(
     return out.view(tokens, k).to(x.dtype)
 
 
-@experts.register_fake
-def _(
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    down: torch.Tensor,
-    format: str,
-    down_format: str,
-    n_experts: int,
-    width: int,
-) -> torch.Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+experts.register_fake(_like_first)
 
 
 @torch.library.custom_op("quarrel::attention_decode", mutates_args=())
@@ -156,18 +143,7 @@ def attention_decode(
     return _attend(q, k_cache, v_cache, block_table, kv_len, query_start, starts, live, scale, window, cap)
 
 
-@attention_decode.register_fake
-def _(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    kv_len: torch.Tensor,
-    scale: float,
-    window: int = 0,
-    cap: float = 0.0,
-) -> torch.Tensor:
-    return torch.empty_like(q, memory_format=torch.contiguous_format)
+attention_decode.register_fake(_like_first)
 
 
 @torch.library.custom_op("quarrel::attention_prefill", mutates_args=())
@@ -188,19 +164,7 @@ def attention_prefill(
     return _attend(q, k_cache, v_cache, block_table, kv_len, query_start, starts, live, scale, window, cap)
 
 
-@attention_prefill.register_fake
-def _(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    query_start: torch.Tensor,
-    kv_len: torch.Tensor,
-    scale: float,
-    window: int = 0,
-    cap: float = 0.0,
-) -> torch.Tensor:
-    return torch.empty_like(q, memory_format=torch.contiguous_format)
+attention_prefill.register_fake(_like_first)
 
 
 def _attend(

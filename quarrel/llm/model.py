@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import secrets
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, Literal, Unpack, overload
 
 import numpy.typing as npt
@@ -26,29 +25,26 @@ from quarrel.engine import (
     Stream,
     TokenLogprob,
     deliver,
-    merged,
     start,
     start_async,
-    token_id,
 )
 from quarrel.engine.service import DEFAULT_SERVICE
-from quarrel.errors import ContextOverflow, QuarrelError, QueueFull, RequestError, TokenizerError, UnsupportedModel
+from quarrel.errors import QuarrelError, QueueFull, RequestError
 from quarrel.gguf import GGUFFile
 from quarrel.llm.adapters import place
 from quarrel.llm.embed import Progress
 from quarrel.llm.embedder import Embedder
 from quarrel.llm.embeddings import Chunking, Embeddings, Pooling
 from quarrel.llm.explain import Explanation
+from quarrel.llm.requests import Message, Requests
 from quarrel.llm.score import logprobs, score
-from quarrel.llm.structured import Grammars, Structure
-from quarrel.llm.texts import VocabularyTexts
+from quarrel.llm.structured import Structure
 from quarrel.models import EncoderSpec, ModelSpec
 from quarrel.ops.step import CountsExperts
 from quarrel.tokenizer import Tokenizer
 
 MAX_TOP = 20
 Prompt = str | Sequence[int]
-Message = Mapping[str, object]
 Array = npt.NDArray[Any]
 
 
@@ -90,10 +86,17 @@ class LLM:
         self.system = parts.system
         self.adapters = parts.adapters
         self._parts = parts
-        self._greeted = False
         self._loop = parts.loop
         self._embedder = Embedder(parts.loop, parts.file, parts.spec, parts.tokenizer, self.n_ctx)
-        self._grammars = Grammars(parts.tokenizer, parts.spec.n_vocab)
+        self._asked = Requests(
+            parts.tokenizer,
+            parts.spec,
+            n_ctx=self.n_ctx,
+            adapters=parts.adapters,
+            drafts=parts.explanation.draft is not None,
+            recurrent=parts.loop.engine is not None and parts.loop.engine.cache.rules.recurrent,
+            load_seconds=parts.load_seconds,
+        )
         self._close = weakref.finalize(self, _shut, parts.loop, parts.files)
 
     def __repr__(self) -> str:
@@ -160,11 +163,11 @@ class LLM:
             requests = []
             for i, one in enumerate(prompt):
                 try:
-                    requests.append(self._request(one, settled, parse_special, service, structure, adapter))
+                    requests.append(self._asked.of_prompt(one, settled, parse_special, service, structure, adapter))
                 except RequestError as error:  # among hundreds it matters which; nothing has run yet
                     raise type(error)(f"prompts[{i}]: {error}") from None
             return self._gather(requests)
-        return _sound(self._gather([self._request(prompt, settled, parse_special, service, structure, adapter)])[0])
+        return _sound(self._gather([self._asked.of_prompt(prompt, settled, parse_special, service, structure, adapter)])[0])
 
     def stream(
         self,
@@ -183,7 +186,7 @@ class LLM:
         """
         return start(
             self._loop,
-            self._request(prompt, self._params(params, options), parse_special, service, structure, adapter),
+            self._asked.of_prompt(prompt, self._params(params, options), parse_special, service, structure, adapter),
             stream=True,
             owner=self,
         )
@@ -200,7 +203,7 @@ class LLM:
         **options: Unpack[Sampling],
     ) -> Result:
         """As `generate` for one prompt, for an event loop. Cancelling the task stops the work."""
-        request = self._request(prompt, self._params(params, options), parse_special, service, structure, adapter)
+        request = self._asked.of_prompt(prompt, self._params(params, options), parse_special, service, structure, adapter)
         return _sound(await start_async(self._loop, request, stream=False).wait())
 
     def astream(
@@ -215,7 +218,7 @@ class LLM:
         **options: Unpack[Sampling],
     ) -> AsyncStream:
         """As `stream`, for an event loop: `async for chunk in llm.astream(...)`. Cancelling the task stops the work."""
-        request = self._request(prompt, self._params(params, options), parse_special, service, structure, adapter)
+        request = self._asked.of_prompt(prompt, self._params(params, options), parse_special, service, structure, adapter)
         return start_async(self._loop, request, stream=True, owner=self)
 
     @overload
@@ -270,7 +273,9 @@ class LLM:
         the text. template: a named or literal template instead of the file's. template_kwargs: its further variables.
         """
         settled = self._params(params, options)
-        request = self._chat_request(messages, settled, tools, template, template_kwargs, service, structure, adapter)
+        request = self._asked.of_messages(
+            self.system, messages, settled, tools, template, template_kwargs, service, structure, adapter
+        )
         if stream:
             return start(self._loop, request, stream=True, owner=self)
         return _sound(self._gather([request])[0])
@@ -290,7 +295,9 @@ class LLM:
     ) -> AsyncStream:
         """As `chat` with `stream=True`, for an event loop; `await llm.achat(...).wait()` gives the `Result`."""
         settled = self._params(params, options)
-        request = self._chat_request(messages, settled, tools, template, template_kwargs, service, structure, adapter)
+        request = self._asked.of_messages(
+            self.system, messages, settled, tools, template, template_kwargs, service, structure, adapter
+        )
         return start_async(self._loop, request, stream=True, owner=self)
 
     def prepare(
@@ -315,8 +322,10 @@ class LLM:
         if (prompt is None) == (messages is None):
             raise RequestError("a request has either a prompt or messages")
         if messages is not None:
-            return self._chat_request(messages, settled, tools, template, template_kwargs, service, structure, adapter)
-        return self._request(prompt, settled, False, service, structure, adapter)
+            return self._asked.of_messages(
+                self.system, messages, settled, tools, template, template_kwargs, service, structure, adapter
+            )
+        return self._asked.of_prompt(prompt, settled, False, service, structure, adapter)
 
     def submit(self, request: Request, *, stream: bool = True) -> AsyncStream:
         """Starts a prepared request for the event loop that is running. Cancelling the task that reads it stops it.
@@ -346,25 +355,29 @@ class LLM:
 
     def logits(self, ids: Sequence[int], *, adapter: str | None = None) -> Array:
         """float32 `[T, V]`: row t holds the logits of the token behind `ids[: t + 1]`. At most `n_ctx` ids."""
-        self._must_continue_texts()
-        return score(self._loop, self._checked(ids), "logits", self.spec.n_vocab, adapter=place(self.adapters, adapter))
+        self._asked.must_continue_texts()
+        return score(
+            self._loop, self._asked.checked(ids), "logits", self.spec.n_vocab, adapter=place(self.adapters, adapter)
+        )
 
     def logprobs(self, ids: Sequence[int], top: int = 0, *, adapter: str | None = None) -> list[TokenLogprob]:
         """How likely each token of a text is behind those before it, natural logarithms; one for each but the first.
 
         top: 0 to 20 best alternatives with each. At most `n_ctx` ids; the logits are not kept, so long texts cost little.
         """
-        self._must_continue_texts()
+        self._asked.must_continue_texts()
         if isinstance(top, bool) or not isinstance(top, int) or not 0 <= top <= MAX_TOP:
             raise RequestError(f"top is {top!r}, wanted a whole number from 0 to {MAX_TOP}")
-        return logprobs(self._loop, self._checked(ids), top, place(self.adapters, adapter))
+        return logprobs(self._loop, self._asked.checked(ids), top, place(self.adapters, adapter))
 
     def hidden(self, ids: Sequence[int]) -> Array:
         """float32 `[T, E]`: the state of each position after the last norm, before an output layer or an encoder's pooling.
 
         At most `n_ctx` ids.
         """
-        return score(self._loop, self._checked(ids), "hidden", self.spec.n_embd, whole=self._encodes)
+        return score(
+            self._loop, self._asked.checked(ids), "hidden", self.spec.n_embd, whole=isinstance(self.spec, EncoderSpec)
+        )
 
     @property
     def embedding_dim(self) -> int:
@@ -464,124 +477,8 @@ class LLM:
         assert engine is not None
         return engine.activity()
 
-    @property
-    def _encodes(self) -> bool:
-        return isinstance(self.spec, EncoderSpec)
-
-    @property
-    def _keeps_state(self) -> bool:
-        return self._loop.engine is not None and self._loop.engine.cache.rules.recurrent
-
-    def _must_continue_texts(self) -> None:
-        if self._encodes:
-            raise UnsupportedModel(
-                f"a {self.spec.architecture} model is an encoder, which continues no text: use its `embed`, or load a"
-                " language model"
-            )
-
     def _params(self, params: SamplingParams | None, options: Sampling) -> SamplingParams:
-        self._must_continue_texts()
-        if params is not None and not isinstance(params, SamplingParams):
-            raise RequestError(f"params is a {type(params).__name__}, wanted a SamplingParams")
-        settled = merged(params or self.defaults, options)
-        settled.check_vocabulary(self.spec.n_vocab)
-        return settled
-
-    def _request(
-        self,
-        prompt: object,
-        params: SamplingParams,
-        parse_special: bool,
-        service: Service,
-        structure: Structure | None,
-        adapter: str | None,
-    ) -> Request:
-        if isinstance(prompt, str):
-            ids = self.tokenizer.encode(prompt, parse_special=parse_special)
-        else:
-            ids = self._ids(prompt)
-        return self._checked_request(ids, params, service, structure, adapter, continues=True)
-
-    def _chat_request(
-        self,
-        messages: Sequence[Message],
-        params: SamplingParams,
-        tools: Sequence[Mapping[str, object]] | None,
-        template: str | None,
-        template_kwargs: Mapping[str, bool | str] | None,
-        service: Service,
-        structure: Structure | None,
-        adapter: str | None,
-    ) -> Request:
-        if self.system is not None and _lacks_system(messages):
-            messages = [{"role": "system", "content": self.system}, *messages]
-        if template is None and not self._greeted:
-            self._greeted = True
-            # Its warning; what is wrong with these messages is said below.
-            with suppress(TokenizerError):
-                self.tokenizer.check_chat_template()
-        ids = self.tokenizer.apply_chat(messages, tools=tools, template=template, kwargs=template_kwargs)
-        return self._checked_request(ids, params, service, structure, adapter, continues=False)
-
-    def _checked_request(
-        self,
-        ids: Sequence[int],
-        params: SamplingParams,
-        service: Service,
-        structure: Structure | None,
-        adapter: str | None,
-        *,
-        continues: bool,
-    ) -> Request:
-        if not isinstance(service, Service):
-            raise RequestError(f"service is a {type(service).__name__}, wanted a Service")
-        if structure is not None and not isinstance(structure, Structure):
-            raise RequestError(f"structure is a {type(structure).__name__}, wanted a Structure")
-        if structure is not None and params.ignore_eos:
-            raise RequestError("ignore_eos and a structure exclude each other: the structure says where the text may end")
-        if self._keeps_state:
-            service = replace(service, speculate=0)  # what was guessed wrong cannot be taken out of a state
-        self._fits(len(ids))
-        own = frozenset() if params.ignore_eos else self.tokenizer.stop_ids
-        return Request(
-            tokens=tuple(ids),
-            params=params,
-            seed=secrets.randbits(32) if params.seed is None else params.seed,
-            stop_ids=own | frozenset(params.stop_token_ids),
-            n_ctx=self.n_ctx,
-            n_vocab=self.spec.n_vocab,
-            texts=VocabularyTexts(self.tokenizer, continues),
-            load_seconds=self._parts.load_seconds,
-            service=service,
-            guide=None if structure is None else self._grammars.compile(structure),
-            drafts=self._parts.explanation.draft is not None,
-            adapter=place(self.adapters, adapter),
-        )
-
-    def _checked(self, ids: object) -> list[int]:
-        checked = self._ids(ids)
-        self._fits(len(checked))
-        return checked
-
-    def _ids(self, given: object) -> list[int]:
-        # A collection, so that its length is known before each entry is looked at; an iterator could be endless.
-        if not isinstance(given, Collection) or isinstance(given, str | bytes | bytearray | Mapping | Set):
-            raise RequestError(f"the prompt is a {type(given).__name__}, wanted a text or a list of token ids")
-        self._fits(len(given))
-        ids = [token_id("the prompt", id) for id in given]
-        for id in ids:
-            if id >= self.spec.n_vocab:
-                raise RequestError(f"the prompt holds the token id {id}, wanted ids from 0 to {self.spec.n_vocab - 1}")
-        return ids
-
-    def _fits(self, count: int) -> None:
-        if not count:
-            raise RequestError("the prompt is empty, and the model has no token to begin a text with; give it some text")
-        if count > self.n_ctx:
-            raise ContextOverflow(
-                f"the prompt has {count} tokens and the context holds {self.n_ctx}: shorten it, or load the model with a"
-                f" larger n_ctx (it was made for {self.spec.context_length})"
-            )
+        return self._asked.params(self.defaults, params, options)
 
     def _gather(self, requests: Sequence[Request]) -> list[Result]:
         """The results in order. No more are queued at once than the engine takes: the list may be longer than its queue."""
@@ -610,13 +507,6 @@ def _is_batch(prompt: object) -> bool:
     if not isinstance(prompt, Sequence) or isinstance(prompt, str | bytes | bytearray):
         return False
     return isinstance(prompt[0], Sequence) if prompt else isinstance(prompt, list)
-
-
-def _lacks_system(messages: Sequence[Message]) -> bool:
-    """False also for what are no messages at all, which the template's checks refuse."""
-    if not isinstance(messages, list | tuple) or not messages or not all(isinstance(m, Mapping) for m in messages):
-        return False
-    return all(m.get("role") != "system" for m in messages)
 
 
 def _sound(result: Result) -> Result:

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("quarrel")
 
-MOST = 128 << 10
-"""Values of the largest sum that is made in one launch."""
 PATIENCE = timedelta(minutes=30)
 """How long a member waits for another that lives, such as one that compiles its kernels for the first time."""
 
@@ -87,14 +85,14 @@ class TorchGroup:
 
     def all_reduce(self, buffer: Any) -> None:
         tensor = _tensor(buffer)
-        if self._few is not None and tensor.numel() <= MOST:
+        if self._few is not None and tensor.numel() <= self._few.most:
             self._few.sum(tensor, tensor)
             return
         self._wait(self._ranks.allreduce([tensor], self._options))
 
     def all_reduce_add(self, target: Any, residual: Any, part: Any, scale: float) -> bool:
         """`target = residual + scale * sum(part)` in one launch, if that is quicker."""
-        if self._few is None or part.numel() > MOST:
+        if self._few is None or part.numel() > self._few.most:
             return False
         self._few.sum(target, part, residual, scale)
         return True

@@ -14,11 +14,11 @@ from quarrel.ops.null import expand
 from quarrel.ops.program import Node
 from quarrel.triton_backend import linear, norm
 from quarrel.triton_backend.pack import Packed
-from quarrel.triton_backend.runtime import DTYPES, Cache, Launch, Launcher, Site, Slot, Work, dims
+from quarrel.triton_backend.runtime import DTYPES, Alone, Cache, Launch, Launcher, Site, Slot, Work, dims
 
 
 @dataclass(frozen=True)
-class Inner:
+class Inner(Alone):
     """A site for the parts of a composite: values between them lie in its scratch."""
 
     outer: Site
@@ -70,17 +70,11 @@ class Inner:
     def state(self, ref: StateRef) -> torch.Tensor:
         return self.outer.state(ref)
 
-    def halved(self, value: Value) -> torch.Tensor | None:
-        return None
-
-    def to_halve(self, value: Value) -> tuple[torch.Tensor | None, bool]:
-        return None, True
-
-    def turned(self, value: Value) -> Node | None:
-        return None
-
     def scratch(self, dim: str, width: int, dtype: torch.dtype = torch.float32) -> Slot:
         return self.outer.scratch(dim, width, dtype)
+
+    def counter(self, path: str, width: int) -> torch.Tensor:
+        return self.outer.counter(path, width)
 
     def zeros(self, dim: str, width: int) -> Slot:
         return self.outer.zeros(dim, width)

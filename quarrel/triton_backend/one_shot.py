@@ -71,6 +71,8 @@ def add_members(
 class OneShot:
     """This member's memory, and that of the others as this process sees it: int32 `[words]` each, by rank."""
 
+    most = MOST
+
     def __init__(self, rank: int, memory: list[torch.Tensor], launcher: Launcher = launch) -> None:
         self.rank, self.memory, self._launch = rank, memory, launcher
         own = memory[rank]

@@ -112,14 +112,18 @@ def blank(type: GGMLType, n: int, k: int, device: torch.device) -> Packed:
 
 def fill(packed: Packed, type: GGMLType, read: Callable[[int, int], Array], upload: Uploader) -> None:
     """Writes the planes of a weight of this type."""
-    layout, block = LAYOUTS[type], FORMATS[type]
+    block = FORMATS[type]
     step = upload.rows_at_once(packed.k // block.elements * block.nbytes)
     for start in range(0, packed.n, step):
-        raw = upload(read(start, min(start + step, packed.n)))
-        rows = len(raw)
-        for plane, made in zip(packed.planes, layout.split(raw.view(rows, -1, block.nbytes)), strict=True):
-            if made is not None:
-                plane[start : start + rows] = made.reshape(rows, -1)
+        put(packed, type, start, upload(read(start, min(start + step, packed.n))))
+
+
+def put(packed: Packed, type: GGMLType, start: int, raw: torch.Tensor) -> None:
+    """Writes rows from `start` on into the planes; raw is uint8 `[rows, row_bytes]` on their device, contiguous."""
+    rows = len(raw)
+    for plane, made in zip(packed.planes, LAYOUTS[type].split(raw.view(rows, -1, FORMATS[type].nbytes)), strict=True):
+        if made is not None:
+            plane[start : start + rows] = made.reshape(rows, -1)
 
 
 def view(type: GGMLType, n: int, k: int, buffer: torch.Tensor) -> Packed:

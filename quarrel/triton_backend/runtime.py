@@ -188,6 +188,19 @@ class Site(Protocol):
         """`[dim, width]` int32 that every node shares: zero before each launch, because each kernel leaves it so."""
 
 
+class Alone:
+    """The part of a site whose values nobody reads halved, and whose queries come turned."""
+
+    def halved(self, value: Value) -> torch.Tensor | None:
+        return None
+
+    def to_halve(self, value: Value) -> tuple[torch.Tensor | None, bool]:
+        return None, True
+
+    def turned(self, value: Value) -> Node | None:
+        return None
+
+
 def starts_early(site: Site) -> bool:
     """Whether the device may start a kernel before the one ahead of it is over (compute capability 9.0 and above)."""
     return site.generation >= 9
