@@ -27,8 +27,6 @@ from quarrel.triton_backend.matvec import wide
 from quarrel.triton_backend.runtime import INTERPRETED, Launch, Live, Site, Slot, cdiv, starts_early
 
 _HALVE_BLOCKS = 16
-HALVES_INSIDE = True
-"""A launch less a layer, for a counter that each program adds to."""
 
 
 @triton.jit
@@ -212,7 +210,8 @@ def few_up(site: Site, node: Node, ids: Slot | None) -> Launch:
     y = site.slot(target)
     to, _ = site.to_halve(target)
     tile = tile_for(format, spec.n, spec.k)
-    inside = to is not None and HALVES_INSIDE and 32 % tile.rows == 0
+    # A launch less a layer, for a counter that each program adds to.
+    inside = to is not None and 32 % tile.rows == 0
     arrived = site.zeros("one", spec.used * (spec.n // 32)) if inside else y
 
     def few(live: Live) -> None:
