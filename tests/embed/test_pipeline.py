@@ -272,7 +272,7 @@ def test_a_fault_of_the_input_ends_the_run_with_what_was_sent_saved(llm: LLM, to
     path.write_text("body\na\n")
     with town.client() as client, pytest.raises(RequestError, match="has no column 'text'"):
         pipeline(llm, path, client).run()
-    assert threading.active_count() < 40
+    assert not any(t.name == "quarrel-embed-read" for t in threading.enumerate())
 
 
 def test_a_checkpoint_of_another_run_is_not_taken(tmp_path: Path) -> None:
