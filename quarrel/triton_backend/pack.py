@@ -145,7 +145,8 @@ def _padded(size: int) -> int:
 
 
 def _view(raw: torch.Tensor, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
-    return raw[..., start:stop].contiguous().view(dtype)
+    # A copy always: the slice of a single block is contiguous as it lies, at any address.
+    return raw[..., start:stop].clone(memory_format=torch.contiguous_format).view(dtype)
 
 
 def _wide(dtype: torch.dtype) -> Callable[[torch.Tensor], Planes]:

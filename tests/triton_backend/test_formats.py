@@ -61,6 +61,17 @@ def test_packing_in_small_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch
     assert torch.equal(packed(), whole)
 
 
+@pytest.mark.parametrize("type", LAYOUTS, ids=lambda t: t.name)
+def test_a_row_of_one_block_is_packed_as_among_others(type: GGMLType) -> None:
+    k = FORMATS[type].elements
+    weight = any_bytes(type, 3, k)
+    upload = Uploader(torch.device("cpu"))
+    three = pack.pack(type, 3, k, lambda a, b: weight.raw[a:b], upload)
+    one = pack.pack(type, 1, k, lambda a, b: weight.raw[1:2], upload)
+    for single, among in zip(one.planes, three.planes, strict=True):
+        assert torch.equal(single[0].view(torch.uint8), among[1].clone().view(torch.uint8))
+
+
 def test_planes_start_at_aligned_addresses() -> None:
     for type in LAYOUTS:
         weight = any_bytes(type, 5, 256)
