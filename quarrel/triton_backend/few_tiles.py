@@ -70,7 +70,8 @@ def walk_for(format: str, n: int, k: int) -> Walk | None:
     if format in FLOATS:
         words, warps = power_of_two(k), max(1, power_of_two(k) // 256)
     else:
-        words = power_of_two(cdiv(k, 4 if format == "Q8_0" else 8))
+        per = 4 if format == "Q8_0" else 8
+        words = power_of_two(cdiv(max(k, 64), per))  # the norm takes even and odd blocks apart
         warps = max(1, words // 128)
     if INTERPRETED:
         return Walk(16, words, 1, 1) if warps == 1 else None  # both ways run there

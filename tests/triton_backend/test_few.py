@@ -79,6 +79,7 @@ def test_three_maps_of_mixed_formats_and_one_with_a_bias(backend: TritonBackend)
         ("Q4_K", "silu", 768),
         ("Q4_K", "gelu_tanh", 1280),
         ("Q8_0", "silu", 480),
+        ("MXFP4", "silu", 32),
         ("F16", "silu", 224),
         ("F16", "gelu_tanh", 512),
     ],
