@@ -1,9 +1,9 @@
 """Trials of other kernels in the real step: built beside the present ones, interleaved, and one table of what wins.
 
-    python bench/prep.py --out prep.jsonl [--seconds 200] [--parts kernels,batch,tiny,q8] [--layers 8] [--jobs 14] [--list]
+    python bench/prep.py --out prep.jsonl [--seconds 200] [--parts kernels,batch] [--layers 8] [--jobs 14] [--list]
 
 Each trial is the backend with a few of its names replaced while a model is built and run. A model of so many layers is
-made (TinyLlama is whole), every trial of it is loaded, its logits are compared with the first one's (the backend as it
+made, every trial of it is loaded, its logits are compared with the first one's (the backend as it
 is), and all are timed in turns, medians of 5. A line of JSON each as it comes, so a run that is cut off keeps what it had.
 `kernels` times the maps of 128 rows alone first (graphs of weights that no cache holds), and the best go into `batch`.
 """
@@ -31,24 +31,19 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import decode_kernels
 import triton_batch
 import warpgroup_rows as wg
 
 from quarrel.bench.measure import run as run_steps
 from quarrel.bench.subject import Source, Subject, limits_for
 from quarrel.bench.work import Test
-from quarrel.gguf import GGMLType, GGUFFile
+from quarrel.gguf import GGUFFile
 from quarrel.ops.attention import ATTENTION, AttentionSpec
 from quarrel.ops.compare import case_error
 from quarrel.ops.contract import Case
-from quarrel.ops.linear import NORM_LINEAR, LinearSpec, NormLinearSpec
-from quarrel.ops.norm import NormSpec
 from quarrel.ops.registry import backend
-from quarrel.ops.sample import SAMPLE
-from quarrel.triton_backend import attention, few, few_tiles, inputs, sample
-from quarrel.triton_backend.few_tiles import Tile, multiprocessors
-from quarrel.triton_backend.runtime import INTERPRETED, cdiv, launch, power_of_two, starts_early
+from quarrel.triton_backend import attention, inputs
+from quarrel.triton_backend.runtime import cdiv, launch
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGAN = time.perf_counter()
@@ -95,69 +90,10 @@ def splits(shortest: int, keys: int = 0, warps: int = 0) -> Patch:
     )  # fmt: skip
 
 
-def tiled(
-    choose: Callable[[str, int, int], Tile | None], gate: Callable[[str, int, int], Tile | None] | None = None
-) -> Patch:
-    """Other tiles of one row, where `choose` has one (and `gate` for a gate with its up matrix)."""
-    before, before_gate = few_tiles.tile_for, few_tiles.gate_tile_for
-
-    def tile(format: str, n: int, k: int) -> Tile:
-        return choose(format, n, k) or before(format, n, k)
-
-    def gated(format: str, n: int, k: int) -> Tile:
-        return (gate(format, n, k) if gate else None) or before_gate(format, n, k)
-
-    return lambda: replaced((few_tiles, "tile_for", tile), (few, "tile_for", tile), (few, "gate_tile_for", gated))
-
-
-def walked(walk: few_tiles.Walk) -> Patch:
-    """Gate and up walked so."""
-    return lambda: replaced((few, "walk_for", lambda format, n, k: walk))
-
-
-def early() -> AbstractContextManager[None]:
-    return replaced((sample, "EARLY", True))
-
-
-def norm_inside(rows: int, each: int) -> Patch:
-    """Query, key and value walked, `rows` at a time in 2 warps, the norm made inside by each program: a launch less."""
-
-    def normed(site: Any, spec: Any, given: Sequence[Any], formats: Sequence[str]) -> Any:
-        row, go = before[0](site, spec, given, formats)
-        words = power_of_two(cdiv(spec.k, 8))
-        if len(formats) != 3 or any(f not in ("Q4_K", "Q6_K") for f in formats) or words > 512:
-            return row, go
-        held[id(row)] = (row, site.slot(given[0]), site.vector(given[1]), spec.eps, words)
-        return row, lambda live: None
-
-    def three(site: Any, maps: Sequence[Any], row: Any, ys: Sequence[Any]) -> None:
-        if id(row) not in held:
-            before[1](site, maps, row, ys)
-            return
-        _, source, gain, eps, words = held[id(row)]
-        warps = max(1, words // 128)
-        programs = each * multiprocessors(gain.device)
-        turns = [cdiv(m.weight.n, rows) for m in maps]
-        if sum(turns) > programs:  # by their bytes
-            size = [m.weight.n * (210 if m.weight.format == "Q6_K" else 148) for m in maps]
-            turns = [max(1, round(programs * s / sum(size))) for s in size]
-        site.launch(
-            decode_kernels.stream3, (sum(turns),), *(y.tensor for y in ys), source.tensor, gain, eps, *maps[0].planes,
-            *maps[1].planes, *maps[2].planes, *(m.weight.n for m in maps), *turns[:2], K=maps[0].weight.k,
-            F0=maps[0].weight.format, F1=maps[1].weight.format, F2=maps[2].weight.format, NORM=True, R=rows, W=words,
-            ASM=not INTERPRETED, warps=warps, early=starts_early(site),
-        )  # fmt: skip
-
-    before, held = (few._normed, few._three), dict[int, Any]()
-    return lambda: replaced((few, "_normed", normed), (few, "_three", three))
-
-
 @dataclass(frozen=True)
 class Trial:
     name: str
     patch: Patch = nullcontext
-    step_tokens: int = 0
-    """Most tokens of a step, if not the backend's own: what the host sends of every step's integers is as long."""
 
 
 @dataclass(frozen=True)
@@ -176,10 +112,6 @@ class Group:
         return folder / f"{self.shape}-{self.quant}-{cut}.gguf"
 
 
-def _gate_q8(tile: Tile) -> Callable[[str, int, int], Tile]:
-    return lambda format, n, k: tile
-
-
 def groups(best: wg.Tiles) -> list[Group]:
     split, small, two = splits(256), splits(256, 32), splits(256, 64, 8)
     batch = (
@@ -192,54 +124,10 @@ def groups(best: wg.Tiles) -> list[Group]:
         Trial("wgmma, best tiles", lambda: wg.lent(best)),
         Trial("wgmma, best tiles; splits of 256 keys", lambda: both(lambda: wg.lent(best), split)),
         Trial("wgmma, best tiles; splits of 256 keys, tiles of 32", lambda: both(lambda: wg.lent(best), small)),
-        Trial("all of it, sampling early", lambda: both(lambda: wg.lent(best), split, early)),
-    )
-    inside = norm_inside(4, 8)
-    down = tiled(lambda f, n, k: Tile(1, 128, 1, True) if (n, k) == (2048, 5632) else None)
-    wide_down = tiled(lambda f, n, k: Tile(2, 256, 2, True) if (n, k) == (2048, 5632) else None)
-    single = tiled(lambda f, n, k: Tile(1, 256, 1) if k == 2048 and n <= 2560 else None)
-    out = tiled(lambda f, n, k: Tile(4, 256, 2) if k == 2048 and n <= 2560 else None)
-    tiny = (
-        Trial("now"),
-        Trial("sampling early", early),
-        Trial("steps of at most 64 tokens, so 3 KB of integers", step_tokens=64),
-        Trial("norm inside query, key, value: 4 rows, 16 warps", inside),
-        Trial("norm inside query, key, value: 2 rows, 16 warps", norm_inside(2, 8)),
-        Trial("norm inside query, key, value: 2 rows, 20 warps", norm_inside(2, 10)),
-        Trial("down a row a program", down),
-        Trial("down 2 rows of 256 words", wide_down),
-        Trial("maps of 2048 columns: 4 whole rows in 2 warps", out),
-        Trial("maps of 2048 columns: 1 whole row", single),
-        Trial("gate and up: 2 rows, 20 warps", walked(few_tiles.Walk(2, 256, 2, 10))),
-        Trial("norm inside (4), sampling early", lambda: both(inside, early)),
-        Trial("norm inside (4), sampling early, down a row", lambda: both(inside, early, down)),
-    )
-
-    def every(tile: Tile) -> Patch:
-        return tiled(lambda f, n, k: tile, _gate_q8(replace(tile, rows=max(1, tile.rows // 2), deep=False)))
-
-    def gate(tile: Tile) -> Patch:
-        return tiled(lambda f, n, k: None, _gate_q8(tile))
-
-    q8 = (
-        Trial("now"),
-        Trial("gate 2 rows of 128 words", gate(Tile(2, 128, 1))),
-        Trial("gate 1 row of 256 words", gate(Tile(1, 256, 1))),
-        Trial("gate 1 row of 256 words, 2 warps", gate(Tile(1, 256, 2))),
-        Trial("gate 2 rows of 256 words, 2 warps", gate(Tile(2, 256, 2))),
-        Trial("all 2 rows of 256 words", every(Tile(2, 256, 1))),
-        Trial("all 2 rows of 256 words, 2 warps", every(Tile(2, 256, 2))),
-        Trial("all 2 rows of 256 words, 2 warps, two ahead", every(Tile(2, 256, 2, True))),
-        Trial("all 4 rows of 256 words, 2 warps", every(Tile(4, 256, 2))),
-        Trial("all 4 rows of 512 words, 4 warps", every(Tile(4, 512, 4))),
-        Trial("all 1 row of 256 words, two ahead", every(Tile(1, 256, 1, True))),
-        Trial("down 1 row of 256 words, two ahead", tiled(lambda f, n, k: Tile(1, 256, 1, True) if k > n else None)),
     )
     mistral = "mistral-7b"
     return [
         Group("batch", mistral, "Q4_K_M", Test("decode", 32, 176, 128), 32, 12000, batch),
-        Group("tiny", "tinyllama-1.1b", "Q4_K_M", Test("decode", 128), 22, 1600, tiny),
-        Group("q8", mistral, "Q8_0", Test("decode", 64, 32), 32, 400, q8),
     ]
 
 
@@ -330,19 +218,14 @@ Job = tuple[str, Any]
 
 def checks() -> dict[str, tuple[Patch, Any, Sequence[Case]]]:
     """Ops as the trials have them, against their references."""
-    maps = tuple(LinearSpec(t, n, 2048) for t, n in ((GGMLType.Q4_K, 2048), (GGMLType.Q4_K, 256), (GGMLType.Q6_K, 256)))
     long = [
         Case(AttentionSpec(32, 8, 128, 0.088), {"S": s, "Q": 1, "KV": n, "block_size": 32})
         for s, n in ((3, 300), (2, 3000))
     ]
     cases = [*ATTENTION.cases(), *long]
-    inside = Case(NormLinearSpec(NormSpec("rms", 2048, 1e-5), maps), {"T": 1})
     return {
-        "sampling early": (early, SAMPLE, SAMPLE.cases()),
         "splits of 256 keys": (splits(256), ATTENTION, cases),
         "splits of 256 keys, tiles of 32": (splits(256, 32), ATTENTION, cases),
-        "norm inside, 4": (norm_inside(4, 8), NORM_LINEAR, [inside]),
-        "norm inside, 2": (norm_inside(2, 8), NORM_LINEAR, [inside]),
     }
 
 
@@ -387,9 +270,9 @@ def steps(source: Source, test: Test, prompt: bool) -> None:
     subject.close()
 
 
-def built(source: Source, test: Test, step_tokens: int = 0) -> Subject:
+def built(source: Source, test: Test) -> Subject:
     engine = backend("triton")
-    return Subject(source, engine, limits_for([test], step_tokens or engine.step_tokens, False), "auto")
+    return Subject(source, engine, limits_for([test], engine.step_tokens, False), "auto")
 
 
 def warm(jobs: list[Job], processes: int, until: float, notes: Notes) -> set[str]:
@@ -468,7 +351,7 @@ def trials(group: Group, path: Path, cut: int, notes: Notes, until: float, bad: 
                 break
             try:
                 with trial.patch():
-                    subject = built(Source.of(file, test.length), test, trial.step_tokens)
+                    subject = built(Source.of(file, test.length), test)
                     if test.depth:
                         run_steps(subject, subject.layout.prefill(0, test.depth, test.batch))
                     got = logits_of(subject, test)
@@ -541,7 +424,7 @@ def make(group: Group, cut: int, folder: Path) -> Path:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("prep.jsonl"))
-    parser.add_argument("--parts", default="kernels,batch,tiny,q8")
+    parser.add_argument("--parts", default="kernels,batch")
     parser.add_argument("--seconds", type=float, default=200.0)
     parser.add_argument("--layers", type=int, default=8, help="of Mistral-7B")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
@@ -550,7 +433,7 @@ def main() -> int:
     args = parser.parse_args()
     parts, until = args.parts.split(","), BEGAN + args.seconds
     chosen = [g for g in groups(wg.Tiles()) if g.name in parts]
-    cuts = {g.name: g.layers if g.name == "tiny" else args.layers for g in chosen}
+    cuts = {g.name: args.layers for g in chosen}
     if args.list:
         for name, tile in candidates():
             print("kernels", name, tile)
@@ -561,8 +444,7 @@ def main() -> int:
     notes = Notes(args.out)
     paths = {g.name: make(g, cuts[g.name], args.folder) for g in chosen}
     for group in chosen:
-        if group.name != "tiny":
-            make(group, args.layers // 2, args.folder)
+        make(group, args.layers // 2, args.folder)
     models = [[("model", (str(paths[g.name]), g.name, i)) for i in range(len(g.trials))] for g in chosen]
     # What trials share is compiled by the first of each model, beside the kernels of this file.
     first: list[Job] = [job for jobs in models for job in jobs[:1]]
@@ -583,7 +465,7 @@ def main() -> int:
         try:
             rows = trials(group, paths[group.name], cut, notes, until, bad)
             fixed = 0.0
-            if group.name != "tiny" and rows and "ms" in rows[0]:
+            if rows and "ms" in rows[0]:
                 half = replace(group, name=f"{group.name}, half", trials=group.trials[:1])
                 short = trials(half, group.file(args.folder, args.layers // 2), args.layers // 2, notes, until + 8, set())
                 if short and "ms" in short[0]:

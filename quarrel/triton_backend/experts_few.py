@@ -21,7 +21,7 @@ from quarrel.ops.registry import Implementation
 from quarrel.triton_backend import experts
 from quarrel.triton_backend.dots import FLOATS, WORDS, load_tile, tile_products
 from quarrel.triton_backend.elementwise import activate
-from quarrel.triton_backend.few_tiles import tile_for
+from quarrel.triton_backend.few_tiles import narrow_tile_for
 from quarrel.triton_backend.halved import halve_rows, store_halved, words
 from quarrel.triton_backend.matvec import wide
 from quarrel.triton_backend.runtime import INTERPRETED, Launch, Live, Site, Slot, cdiv, starts_early
@@ -209,7 +209,7 @@ def few_up(site: Site, node: Node, ids: Slot | None) -> Launch:
     target = node.outputs[0]
     y = site.slot(target)
     to, _ = site.to_halve(target)
-    tile = tile_for(format, spec.n, spec.k)
+    tile = narrow_tile_for(format, spec.n, spec.k)
     # A launch less a layer, for a counter that each program adds to.
     inside = to is not None and 32 % tile.rows == 0
     arrived = site.zeros("one", spec.used * (spec.n // 32)) if inside else y
@@ -249,7 +249,7 @@ def few_down(site: Site, node: Node, target: Value, residual: Value | None, alph
     x, halve = _halved(site, y, spec.used, spec.k, stack.format)  # type: ignore[arg-type]
     ids, shares, out = site.slot(ids_value), site.slot(shares_value), site.slot(target)  # type: ignore[arg-type]
     added = None if residual is None else site.slot(residual)
-    tile = tile_for(stack.format, spec.n, spec.k)
+    tile = narrow_tile_for(stack.format, spec.n, spec.k)
     stride = spec.k if stack.format in FLOATS else words(spec.k)
 
     def few(live: Live) -> None:

@@ -25,21 +25,41 @@ class Tile:
     deep: bool = False
 
 
-def tile_for(format: str, n: int, k: int) -> Tile:
-    """By format and shape alone.
+def narrow_tile_for(format: str, n: int, k: int) -> Tile:
+    """One warp of two rows by 128 words, by format and shape alone: what chosen experts were measured with.
 
-    On an H200, in a step of Mistral-7B: one warp of two rows by 128 words is best for large matrices, 20% ahead of four
-    warps of two rows each; one row of gate and of up each made the step 9% longer. Where a tile of four warps is a whole
-    row, all of it is on its way before the wait: 3.7 us for 4096 x 4096 in Q4_K, against 4.4 us. Long rows of few outputs
-    have few programs, so each of those loads further ahead.
+    Long rows of few outputs have few programs, so each of those loads further ahead.
     """
     if INTERPRETED:
         return Tile(16, 64, 1, deep=True)  # programs run one after the other there
     if format in FLOATS:
         return Tile(2, min(256, power_of_two(k)), 1)
-    if format != "Q8_0" and n <= 8192 and k == 4096:
+    return Tile(2, min(128, power_of_two(_words(format, k))), 1, deep=n < 3 * k)
+
+
+def tile_for(format: str, n: int, k: int) -> Tile:
+    """For a map alone, by format and shape alone; all figures are of an H200.
+
+    Large matrices: narrow tiles, in a step of Mistral-7B 20% ahead of four warps of two rows each; one row of gate and up
+    each made the step 9% longer. Where a tile of two or four warps is a whole row, all of it is on its way before the
+    wait: 3.7 us for 4096 x 4096 in Q4_K, against 4.4 us, and a step of TinyLlama, of 2048 columns, 6% shorter. Twice as
+    wide tiles for its 2048 outputs of 5632 columns: 11% of that step. Q8_0 has whole steps of Mistral-7B 2% shorter so.
+    """
+    words = _words(format, k)
+    if INTERPRETED or format in FLOATS:
+        return narrow_tile_for(format, n, k)
+    if format == "Q8_0" and words % 512 == 0:
         return Tile(4, 512, 4)
-    return Tile(2, min(128, power_of_two(cdiv(k, 4 if format == "Q8_0" else 8))), 1, deep=n < 3 * k)
+    if words in (256, 512) and n <= 8192:
+        return Tile(4, words, words // 128)
+    if words > 512 and n <= 2048:
+        return Tile(2, 256, 2, deep=True)
+    return narrow_tile_for(format, n, k)
+
+
+def _words(format: str, k: int) -> int:
+    """Of the codes of a row."""
+    return cdiv(k, 4 if format == "Q8_0" else 8)
 
 
 @dataclass(frozen=True)
@@ -53,19 +73,20 @@ class Walk:
 
 
 def gate_tile_for(format: str, n: int, k: int) -> Tile:
-    """For a gate and its up matrix together; one row of each in Q8_0 is what Mistral-7B was measured with."""
+    """For a gate and its up matrix together; in Q8_0 half as many rows of each, as Mistral-7B was measured."""
     tile = tile_for(format, n, k)
-    return replace(tile, rows=1) if format == "Q8_0" and not INTERPRETED else tile
+    return replace(tile, rows=tile.rows // 2) if format == "Q8_0" and not INTERPRETED else tile
 
 
 def walk_for(format: str, n: int, k: int) -> Walk | None:
-    """By format and shape alone: a block of 32 columns to a thread, 16 warps a multiprocessor. None: tiles behind a norm.
+    """By format and shape alone: a block of 32 columns to a thread. None: tiles behind a norm.
 
     What is saved is a launch, 1.6 us on an H200, and what is lost are bytes on their way: with gate and up of Mistral-7B,
     68 MB, tiles behind a norm were 1.5% ahead (564.6 tok/s against 556.3), and 15% in Q8_0.
 
-    Four rows of gate and of up in Q4_K take 128 registers, two of them up to 102, norm included. Four have more bytes on
-    their way, two share rows out better where there are few: the longest program decides, on 132 multiprocessors.
+    Four rows of gate and of up in Q4_K take 128 registers, so 16 warps a multiprocessor; two, of integers, take 77 to 96,
+    norm included, so 20: 7% of a step of TinyLlama's ahead of 16. Four have more bytes on their way, two share rows out
+    better where there are few: the longest program decides, on 132 multiprocessors.
     """
     if format in FLOATS:
         words, warps = power_of_two(k), max(1, power_of_two(k) // 256)
@@ -77,9 +98,9 @@ def walk_for(format: str, n: int, k: int) -> Walk | None:
         return Walk(16, words, 1, 1) if warps == 1 else None  # both ways run there
     if warps > 8 or n * k > LARGEST_WALK or format == "Q8_0":
         return None
-    each = 16 // warps
-    longest = {rows: rows * cdiv(cdiv(n, rows), 132 * each) for rows in (2, 4)}
-    return Walk(4 if format == "Q4_K" and longest[4] <= longest[2] else 2, words, warps, each)
+    longest = {rows: rows * cdiv(cdiv(n, rows), 132 * (16 // warps)) for rows in (2, 4)}
+    rows = 4 if format == "Q4_K" and longest[4] <= longest[2] else 2
+    return Walk(rows, words, warps, (16 if rows == 4 or format in FLOATS else 20) // warps)
 
 
 @cache

@@ -20,8 +20,6 @@ from quarrel.triton_backend.runtime import Launch, Live, Site, cdiv, power_of_tw
 _CHUNK = 4096
 _BLOCK = 2048
 _NARROW = 512  # a search compares with 16 floors at once: 32 comparisons a thread
-EARLY = False
-"""Whether these kernels start before the one ahead is over; to be measured first (docs/kernel-log.md)."""
 _NOBODY: tl.constexpr = tl.constexpr(2147483647)
 
 
@@ -181,7 +179,7 @@ def build_sample(site: Site, node: Node) -> Launch:
 
     def run(live: Live) -> None:
         rows = live.count(axis)
-        partial, early = (best.tensor, where.tensor), EARLY and starts_early(site)
+        partial, early = (best.tensor, where.tensor), starts_early(site)
         site.launch(best_of_chunks, (rows, chunks), *partial, logits.tensor, n, P=chunks, CHUNK=_CHUNK, early=early)
         site.launch(
             weigh, (rows, chunks), weights.tensor, logits.tensor, *partial, temperature.tensor, n,
