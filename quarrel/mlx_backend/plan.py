@@ -25,6 +25,10 @@ class Plan:
         self.act = DTYPES[compute]
         self._launches: list[Launch] = [c.implementation.build(self, c.node) for c in self.choices]
 
+    def drop(self) -> None:
+        """Lets go of what was built: launches refer to their plan, and would wait for a garbage collection."""
+        self._launches.clear()
+
     def run(
         self, live: Live, inputs: Mapping[int, mx.array], held: Held, wanted: Sequence[Value]
     ) -> tuple[list[mx.array], Held]:

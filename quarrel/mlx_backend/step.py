@@ -101,6 +101,8 @@ class MlxStep:
 
     def close(self) -> None:
         """Drops every array; a second call does nothing."""
+        if self._plan is not None:
+            self._plan.drop()
         self._plan, self._last = None, None
         self._held, self._traced = {}, {}
         mx.clear_cache()
@@ -143,11 +145,9 @@ class MlxStep:
         """The program's inputs on the device. Ids that the launch before draws are taken there and not waited for."""
         arrays: dict[str, mx.array] = {}
         for name in self._inputs:
-            if name in _SAMPLE:
-                if "tokens" in outputs_of(want):
-                    arrays[name] = mx.array(getattr(inputs.sample, name))
-            elif getattr(inputs, name) is not None:
-                arrays[name] = mx.array(_padded(inputs.block_table) if name == "block_table" else getattr(inputs, name))
+            array = inputs.named(name)
+            if array is not None and (name not in _SAMPLE or "tokens" in outputs_of(want)):
+                arrays[name] = mx.array(_padded(array) if name.startswith("block_table") else array)
         if inputs.from_last is not None and self._last is not None and "ids" in arrays:
             rows = mx.array(inputs.from_last)
             # A row that drew no token counts as id 0: its sequence is over.

@@ -75,6 +75,10 @@ class Plan:
             self.launches.append(fuse.fused(self, parts[i], i, go) if i in parts else go)
         self.allocate()
 
+    def drop(self) -> None:
+        """Lets go of what was built: launches refer to their plan, and would wait for a garbage collection."""
+        self.launches.clear()
+
     def allocate(self) -> None:
         """Makes the buffers for `rows`; what they held is lost."""
         # Let go of the old ones first: the new ones may need their memory.

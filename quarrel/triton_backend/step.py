@@ -143,6 +143,8 @@ class TritonStep:
         """Drops every device tensor and graph; a second call does nothing."""
         self._graphs.clear()
         self._outputs.clear()
+        if "_plan" in self.__dict__:
+            self._plan.drop()
         for held in ("_plan", "_inputs", "_choices", "_results"):
             self.__dict__.pop(held, None)
         if torch.cuda.is_available():

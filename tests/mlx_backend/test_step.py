@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -215,7 +217,14 @@ def test_unusable_inputs_are_refused(step: MlxStep, change: dict[str, Any], mess
 def test_a_closed_step_says_so(step: MlxStep) -> None:
     assert step.memory().cache == 2 * 2 * 20 * SIZE * KV_HEADS * DIM * 4
     assert {t.implementation for t in step.explain() if t.op == "norm_linear"} == {"matvec with norm"}
-    step.close()
+    gc.collect()
+    gc.disable()  # what is held goes at once, not when garbage is next collected
+    try:
+        held = weakref.ref(step._plan)  # type: ignore[arg-type]
+        step.close()
+        assert held() is None
+    finally:
+        gc.enable()
     step.close()
     with pytest.raises(RequestError, match="the step is closed"):
         step(batch(DECODE), "logits")

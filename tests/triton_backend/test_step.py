@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -220,6 +222,20 @@ def test_closing_twice_is_closing_once(backend: TritonBackend) -> None:
     step = backend.compile(PROGRAM, Weights(), LIMITS, "float32")
     step.close()
     step.close()
+
+
+def test_closing_gives_the_memory_back_at_once(backend: TritonBackend) -> None:
+    """Not when garbage is next collected: another model may want to be loaded now."""
+    step = backend.compile(PROGRAM, Weights(), LIMITS, "float32")
+    step(batch([(0, 0, 5)]), "logits")
+    gc.collect()
+    gc.disable()
+    try:
+        held = weakref.ref(step._plan)
+        step.close()
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 def test_packing_reports_its_progress(backend: TritonBackend) -> None:
