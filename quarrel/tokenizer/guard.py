@@ -32,6 +32,8 @@ def storable(text: str) -> bool:
 
 def is_text(text: str) -> bool:
     """Whether there are no lone surrogates."""
+    if text.isascii():
+        return True
     try:
         text.encode()
     except UnicodeEncodeError:

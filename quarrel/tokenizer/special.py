@@ -71,6 +71,9 @@ class SpecialTokens:
         """Texts and ids in turn, no text empty. A token is found only inside one span; the texts between tokens run
         across spans. structure: the chat template; of the tags that it writes, none is found in CONTENT."""
         texts = [text for text, _ in spans]
+        if len(texts) == 1 and not any(map(texts[0].__contains__, self._groups)):
+            yield from filter(None, texts)
+            return
         for level in Trust:
             members = [at for at, (_, trust) in enumerate(spans) if trust == level]
             joined = _SEAM.join([texts[at] for at in members])

@@ -7,6 +7,8 @@ Texts are normalised as llama.cpp does it, which differs from the reference in H
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Sequence
+from itertools import chain, islice
 from typing import Final
 
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -18,6 +20,11 @@ WORD_START: Final = "▁"
 _UNKNOWN: Final = " unknown"
 # The reference, too, gives up on longer words; matching takes time quadratic in a word's length.
 _MAX_WORD: Final = 100
+# How many chunks are remembered, some 10 MB of them.
+_MOST_KNOWN: Final = 1 << 16
+_LONGEST_KNOWN: Final = 32
+_NO_SPACES: Final = "\x1c\x1d\x1e\x1f"
+"""They are spaces to str.split."""
 _CJK: Final = (
     (0x4E00, 0x9FFF),
     (0x3400, 0x4DBF),
@@ -35,6 +42,7 @@ class WordPieceModel:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._words = _WordTable(vocabulary.lowercase, vocabulary.strip_accents)
+        self._known: dict[str, tuple[int, ...]] = {}
         hidden = (Kind.CONTROL, Kind.UNKNOWN, Kind.USER_DEFINED)
         table = {text: id for text, id in vocabulary.ids.items() if storable(text) and vocabulary.kinds[id] not in hidden}
         self._unknown = len(vocabulary.texts)
@@ -51,13 +59,38 @@ class WordPieceModel:
             self._tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
 
     def encode(self, text: str, after_special: bool) -> list[int]:
-        words = text.translate(self._words).split(" ")
-        marked = " ".join([WORD_START + word for word in words if word])
-        with native(f"a text of {len(text)} characters cannot be tokenized", user=True):
-            ids = self._tokenizer.encode(marked, add_special_tokens=False).ids
-        if self._unknown in ids:
-            return [kept for id in ids for kept in (self._unknown_ids if id == self._unknown else (id,))]
-        return ids
+        # What is between spaces has the same ids wherever it stands, and most of it was seen before.
+        chunks = text.split(" ") if any(space in text for space in _NO_SPACES) else text.split()
+        try:
+            return list(chain.from_iterable(map(self._known.__getitem__, chunks)))
+        except KeyError:
+            known = {chunk: ids for chunk in chunks if (ids := self._known.get(chunk)) is not None}
+        known |= self._fresh([chunk for chunk in dict.fromkeys(chunks) if chunk not in known], len(text))
+        return list(chain.from_iterable(map(known.__getitem__, chunks)))
+
+    def _fresh(self, chunks: Sequence[str], length: int) -> dict[str, tuple[int, ...]]:
+        """The ids of chunks that are not known, which then are."""
+        words: list[str] = []
+        ends: list[int] = []
+        for chunk in chunks:
+            words += [WORD_START + word for word in chunk.translate(self._words).split(" ") if word]
+            ends.append(len(words))
+        with native(f"a text of {length} characters cannot be tokenized", user=True):
+            encoding = self._tokenizer.encode(" ".join(words), add_special_tokens=False)
+        of_word: list[list[int]] = [[] for _ in words]
+        for id, word in zip(encoding.ids, encoding.word_ids, strict=True):
+            assert word is not None  # only what post-processors add is of no word
+            of_word[word] += self._unknown_ids if id == self._unknown else (id,)
+        begins = [0, *ends[:-1]]
+        fresh = {
+            chunk: tuple(chain.from_iterable(of_word[begin:end]))
+            for chunk, begin, end in zip(chunks, begins, ends, strict=True)
+        }
+        if len(self._known) + len(fresh) > _MOST_KNOWN:
+            self._known.clear()
+        short = (item for item in fresh.items() if len(item[0]) <= _LONGEST_KNOWN)
+        self._known.update(islice(short, _MOST_KNOWN))
+        return fresh
 
 
 class _WordTable(dict[int, str]):

@@ -6,11 +6,12 @@ import json
 import time
 import warnings
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quarrel.tokenizer import Tokenizer, TokenizerWarning, load_tokenizer
+from quarrel.tokenizer import Tokenizer, TokenizerWarning, load_tokenizer, wpm
 from tests.paths import need_cases
 
 VOCABULARIES = (
@@ -109,3 +110,27 @@ def test_a_large_vocabulary_loads_quickly() -> None:
     assert load_tokenizer(path).n_vocab == 151936
     # Measured: 0.6 s on two busy cores.
     assert time.process_time() - start < 6
+
+
+def test_words_that_are_remembered_have_the_ids_of_a_whole_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every line of the vectors' texts twice, with odd spaces in some, against one pass of the library over each."""
+    monkeypatch.setattr(wpm, "_MOST_KNOWN", 500)  # forgotten now and then
+    tokenizer = load_tokenizer(need_cases("minilm") / "all-MiniLM-L6-v2-q8_0.gguf")
+    model = tokenizer._model
+    assert isinstance(model, wpm.WordPieceModel)
+    source = Path(__file__).read_text("utf-8") + (Path(__file__).parents[2] / "README.md").read_text("utf-8")
+    lines = [line for line in source.split("\n") if line.strip()][:600]
+    odd = [
+        "Ünïcödé 한국어",
+        "a\x1cb c\x1fd",
+        "a\tb\x85c\u3000d",
+        "中文字 text",
+        "x" * 99 + " " + "y" * 101,
+        "\x00 \ufffd",
+    ]
+    for text in [*lines, *odd, *reversed(lines), *odd, "  ".join(lines)]:
+        words = text.translate(model._words).split(" ")
+        marked = " ".join([wpm.WORD_START + word for word in words if word])
+        whole = model._tokenizer.encode(marked, add_special_tokens=False).ids
+        assert tokenizer.encode(text, add_special=False) == [100 if id == model._unknown else id for id in whole]
+    assert 0 < len(model._known) <= 500
