@@ -1,11 +1,10 @@
 """Trials of other kernels in the real step: built beside the present ones, interleaved, and one table of what wins.
 
-    python bench/prep.py --out prep.jsonl [--seconds 200] [--parts kernels,batch] [--layers 8] [--jobs 14] [--list]
+    python bench/prep.py --out prep.jsonl [--seconds 200] [--parts 128,64] [--layers 8] [--jobs 14] [--list]
 
 Each trial is the backend with a few of its names replaced while a model is built and run. A model of so many layers is
-made, every trial of it is loaded, its logits are compared with the first one's (the backend as it
-is), and all are timed in turns, medians of 5. A line of JSON each as it comes, so a run that is cut off keeps what it had.
-`kernels` times the maps of 128 rows alone first (graphs of weights that no cache holds), and the best go into `batch`.
+made, every trial of it is loaded, its logits are compared with the first one's (the backend as it is), and all are timed
+in turns, medians of 5. A line of JSON each as it comes, so a run that is cut off keeps what it had.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,26 +28,16 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-import triton_batch
-import warpgroup_rows as wg
 
 from quarrel.bench.measure import run as run_steps
 from quarrel.bench.subject import Source, Subject, limits_for
 from quarrel.bench.work import Test
 from quarrel.gguf import GGUFFile
-from quarrel.ops.attention import ATTENTION, AttentionSpec
-from quarrel.ops.compare import case_error
-from quarrel.ops.contract import Case
 from quarrel.ops.registry import backend
-from quarrel.triton_backend import attention, inputs
-from quarrel.triton_backend.runtime import cdiv, launch
+from quarrel.triton_backend import attention, many_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGAN = time.perf_counter()
-WRONG = 2e-3
-"""Relative error that no map of these formats comes near."""
 ROUNDS = 5
 Patch = Callable[[], AbstractContextManager[None]]
 
@@ -66,28 +55,8 @@ def replaced(*given: tuple[Any, str, Any]) -> Iterator[None]:
             setattr(where, name, value)
 
 
-@contextmanager
-def both(*patches: Patch) -> Iterator[None]:
-    if not patches:
-        yield
-        return
-    with patches[0](), both(*patches[1:]):
-        yield
-
-
-def splits(shortest: int, keys: int = 0, warps: int = 0) -> Patch:
-    """Splits of at least so many keys; tiles of `keys` in so many warps."""
-
-    def tiles(*given: Any) -> Any:
-        one, many = before(*given)
-        return replace(one, keys=keys or one.keys, warps=warps or one.warps), many
-
-    before, function = attention.tiles, attention.splits_of
-    most = (function.__defaults__ or ())[-1]
-    return lambda: replaced(
-        (attention, "LEAST_SPLIT", shortest), (inputs, "LEAST_SPLIT", shortest), (attention, "tiles", tiles),
-        (function, "__defaults__", (shortest, most)),
-    )  # fmt: skip
+def given(where: Any, name: str, value: Any) -> Patch:
+    return lambda: replaced((where, name, value))
 
 
 @dataclass(frozen=True)
@@ -112,92 +81,18 @@ class Group:
         return folder / f"{self.shape}-{self.quant}-{cut}.gguf"
 
 
-def groups(best: wg.Tiles) -> list[Group]:
-    split, small, two = splits(256), splits(256, 32), splits(256, 64, 8)
-    batch = (
-        Trial("now"),
-        Trial("splits of 256 keys", split),
-        Trial("splits of 256 keys, tiles of 32", small),
-        Trial("splits of 256 keys, tiles of 64, 8 warps", two),
-        Trial("tiles of 32 keys", splits(128, 32)),
-        Trial("wgmma", lambda: wg.lent(wg.Tiles())),
-        Trial("wgmma, best tiles", lambda: wg.lent(best)),
-        Trial("wgmma, best tiles; splits of 256 keys", lambda: both(lambda: wg.lent(best), split)),
-        Trial("wgmma, best tiles; splits of 256 keys, tiles of 32", lambda: both(lambda: wg.lent(best), small)),
-    )
-    mistral = "mistral-7b"
+def groups() -> list[Group]:
+    tiles = Trial("tiles of matmul.py", given(many_rows, "takes", lambda site, weights: False))
+    few = Trial("splits and keys of few sequences", given(attention, "MANY_SEQS", 1 << 30))
+    many = Trial("splits and keys of many sequences", given(attention, "MANY_SEQS", 2))
+    every = Trial("small maps by warpgroups too", given(many_rows, "_SMALL", 0))
+    mistral, now = "mistral-7b", Trial("now")
     return [
-        Group("batch", mistral, "Q4_K_M", Test("decode", 32, 176, 128), 32, 12000, batch),
+        Group("128", mistral, "Q4_K_M", Test("decode", 32, 176, 128), 32, 12000, (now, tiles, few, every)),
+        Group("64", mistral, "Q4_K_M", Test("decode", 32, 176, 64), 32, 9000, (now, tiles, few)),
+        Group("32", mistral, "Q4_K_M", Test("decode", 32, 176, 32), 32, 6000, (now, many)),
+        Group("128 Q8_0", mistral, "Q8_0", Test("decode", 32, 176, 128), 32, 12000, (now, tiles)),
     ]
-
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "gated": {"formats": ("Q4_K", "Q4_K"), "n": 14336, "k": 4096},
-    "down": {"formats": ("Q4_K",), "n": 4096, "k": 14336},
-    "down Q6_K": {"formats": ("Q6_K",), "n": 4096, "k": 14336},
-    "out": {"formats": ("Q4_K",), "n": 4096, "k": 4096},
-    "head": {"formats": ("Q6_K",), "n": 32000, "k": 4096},
-    "three": {"formats": ("Q4_K", "Q4_K", "Q6_K"), "ns": (4096, 1024, 1024), "k": 4096},
-}
-NOW = {"gated": 119.0, "down": 74.8, "down Q6_K": 77.8, "out": 25.5, "head": 131.7, "three": 38.4}
-"""Microseconds of 128 rows by the tiles in force, as `bench/tune.py` had them (2026-11-21)."""
-
-
-def candidates() -> Iterator[tuple[str, wg.Tile]]:
-    """The most wanted first."""
-    found = {
-        "gated": ((128, 1, 4), (64, 1, 3), (128, 1, 6), (128, 1, 3)),
-        "down": ((128, 4, 4), (64, 2, 3), (128, 4, 3), (64, 4, 3), (128, 3, 4), (128, 8, 3)),
-        "down Q6_K": ((128, 4, 4), (64, 2, 3), (128, 4, 3), (64, 4, 3)),
-        "three": ((128, 2, 4), (64, 1, 3), (64, 2, 3), (128, 4, 3)),
-        "out": ((128, 4, 4), (64, 2, 3), (64, 4, 3), (128, 2, 4)),
-        "head": ((128, 1, 3), (64, 1, 3), (128, 1, 4)),
-    }
-    for i in range(6):
-        for name, tiles in found.items():
-            if i < len(tiles):
-                yield name, wg.Tile(*tiles[i])
-
-
-def kernel(name: str, tile: wg.Tile, tokens: int, small: bool) -> tuple[Callable[[int], None], int, Callable[[], float]]:
-    """Run turn i, number of turns, and the relative error."""
-    what = SHAPES[name]
-    k, formats = what["k"], what["formats"]
-    ns = what.get("ns", (what.get("n"),) * len(formats))
-    width = wg.width_of(tokens)
-    device = triton_batch.device()
-    sets = [triton_batch.turns(triton_batch.packed(f, n, k), small) for f, n in zip(formats, ns, strict=True)]
-    if name == "gated":
-        sets[1] = [*sets[1][1:], sets[1][0]]  # the same values from other addresses
-    x = triton_batch.activations(tokens, k)
-    there = torch.empty(width * k, device=device, dtype=torch.float16)
-    launch(wg.arrange, (k // 128, width // 16), there, x, tokens, K=k, BT=width, PDL=False)
-    count = sum(cdiv(n, tile.rows) for n in (ns if name == "three" else ns[:1]))
-    part = torch.empty(max(1, 2 * tile.parts * count * tile.rows * width if tile.parts > 1 else 1), device=device)
-    arrived = torch.zeros(count, dtype=torch.int32, device=device)
-    add = name.startswith(("down", "out"))
-    residual = torch.randn(tokens, ns[0], device=device) if add else None
-    wide = torch.float32 if add or name == "head" else torch.float16
-    outs = ns if name == "three" else ns[:1]
-    ys = [torch.full((tokens, n), float("nan"), device=device, dtype=wide) for n in outs]
-
-    def go(i: int) -> None:
-        weights = [s[i] for s in sets]
-        if name == "three":
-            wg.run_three(launch, tile, width, ys, there, weights, part, arrived, tokens)
-        else:
-            kind = "silu" if name == "gated" else "none"
-            wg.run_one(launch, tile, width, ys[0], there, weights, residual, part, arrived, tokens, 0.5, kind)
-
-    def error() -> float:
-        sums = [x.float() @ triton_batch.exact(f, n, k).T for f, n in zip(formats, ns, strict=True)]
-        if name == "gated":
-            sums = [torch.nn.functional.silu(sums[0]) * sums[1]]
-        if residual is not None:
-            sums = [residual + 0.5 * sums[0]]
-        return max(triton_batch.relative(y.float(), s) for y, s in zip(ys, sums, strict=True))
-
-    return go, min(map(len, sets)), error
 
 
 class Notes:
@@ -213,46 +108,17 @@ class Notes:
         print(json.dumps(row), flush=True)
 
 
-Job = tuple[str, Any]
-
-
-def checks() -> dict[str, tuple[Patch, Any, Sequence[Case]]]:
-    """Ops as the trials have them, against their references."""
-    long = [
-        Case(AttentionSpec(32, 8, 128, 0.088), {"S": s, "Q": 1, "KV": n, "block_size": 32})
-        for s, n in ((3, 300), (2, 3000))
-    ]
-    cases = [*ATTENTION.cases(), *long]
-    return {
-        "splits of 256 keys": (splits(256), ATTENTION, cases),
-        "splits of 256 keys, tiles of 32": (splits(256, 32), ATTENTION, cases),
-    }
-
-
-def checked(name: str) -> str:
-    patch, op, cases = checks()[name]
-    with patch():
-        errors = [case_error(backend("triton"), op, case, "float16") for case in cases]
-    worst = max(errors)
-    return "" if worst <= op.tolerance["float16"] else f"{name} is off: {worst:.2e} of {op.tolerance['float16']:.1e}"
+Job = tuple[str, str, int]
+"""File, group and place of a trial."""
 
 
 def compiled(job: Job) -> tuple[Job, str]:
     """Fills Triton's cache in a worker and runs what it made; what went wrong."""
-    kind, what = job
+    path, name, place = job
     try:
-        if kind == "kernel":
-            name, tile = what
-            go, _, _ = kernel(name, tile, 128, True)
-            go(0)
-            torch.cuda.synchronize()
-        elif kind == "check":
-            return job, checked(what)
-        else:
-            path, group_name, place = what
-            group = next(g for g in groups(wg.Tiles()) if g.name == group_name)
-            with GGUFFile.open([path]) as file, group.trials[place].patch():
-                steps(Source.of(file, group.test.length).cut()[0], group.test, place == 0)
+        group = next(g for g in groups() if g.name == name)
+        with GGUFFile.open([path]) as file, group.trials[place].patch():
+            steps(Source.of(file, group.test.length).cut()[0], group.test, place == 0)
     except Exception:
         return job, f"{job}: {traceback.format_exc(limit=-4)}"[-1500:]
     return job, ""
@@ -294,41 +160,6 @@ def warm(jobs: list[Job], processes: int, until: float, notes: Notes) -> set[str
     return left
 
 
-def time_kernels(notes: Notes, until: float, bad: set[str]) -> wg.Tiles:
-    """The best tile of each map, where it is right."""
-    found: dict[str, tuple[float, wg.Tile]] = {}
-    for name, tile in candidates():
-        if time.perf_counter() > until:
-            break
-        if str(("kernel", (name, tile))) in bad:
-            continue
-        row: dict[str, Any] = {"part": "kernels", "map": name, "tile": [tile.rows, tile.parts, tile.stages]}
-        try:
-            go, count, error = kernel(name, tile, 128, False)
-            for i in range(count):
-                go(i)
-            torch.cuda.synchronize()
-            row["error"] = float(f"{error():.1e}")
-            row["us"] = round(triton_batch.timed(go, count) * 1e6, 1)
-            row["now"] = NOW[name]
-            if row["error"] < WRONG and row["us"] < found.get(name, (1e9, tile))[0]:
-                found[name] = row["us"], tile
-        except Exception as failure:
-            row["raised"] = f"{type(failure).__name__}: {failure}"[:600]
-        notes.say(**row)
-    # Fewer rows than fill a tile, once: those beyond must not show.
-    for name in ("gated", "three", "down"):
-        try:
-            go, count, error = kernel(name, wg.Tile(parts=1 if name == "gated" else 4), 101, True)
-            go(0)
-            torch.cuda.synchronize()
-            notes.say(part="kernels", map=name, tokens=101, error=float(f"{error():.1e}"))
-        except Exception as failure:
-            notes.say(part="kernels", map=name, tokens=101, raised=f"{type(failure).__name__}: {failure}"[:300])
-    fields = {"gated": "gated", "three": "three", "out": "out", "head": "head", "down": "down"}
-    return replace(wg.Tiles(), **{fields[name]: tile for name, (_, tile) in found.items() if name in fields})
-
-
 def logits_of(subject: Subject, test: Test) -> np.ndarray:
     layout = subject.layout
     for _ in range(2):  # plain, then the graph
@@ -344,7 +175,7 @@ def trials(group: Group, path: Path, cut: int, notes: Notes, until: float, bad: 
     want: np.ndarray | None = None
     with GGUFFile.open([str(path)]) as file:
         for place, trial in enumerate(group.trials):
-            if str(("model", (str(path), group.name, place))) in bad:
+            if str((str(path), group.name, place)) in bad:
                 continue
             row: dict[str, Any] = {"part": group.name, "trial": trial.name, "layers": cut, "seconds": []}
             if time.perf_counter() > until:
@@ -424,7 +255,7 @@ def make(group: Group, cut: int, folder: Path) -> Path:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("prep.jsonl"))
-    parser.add_argument("--parts", default="kernels,batch")
+    parser.add_argument("--parts", default="128,64,32,128 Q8_0")
     parser.add_argument("--seconds", type=float, default=200.0)
     parser.add_argument("--layers", type=int, default=8, help="of Mistral-7B")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
@@ -432,11 +263,9 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print what would be done")
     args = parser.parse_args()
     parts, until = args.parts.split(","), BEGAN + args.seconds
-    chosen = [g for g in groups(wg.Tiles()) if g.name in parts]
+    chosen = [g for g in groups() if g.name in parts]
     cuts = {g.name: args.layers for g in chosen}
     if args.list:
-        for name, tile in candidates():
-            print("kernels", name, tile)
         for group in chosen:
             for trial in group.trials:
                 print(group.name, trial.name)
@@ -445,11 +274,10 @@ def main() -> int:
     paths = {g.name: make(g, cuts[g.name], args.folder) for g in chosen}
     for group in chosen:
         make(group, args.layers // 2, args.folder)
-    models = [[("model", (str(paths[g.name]), g.name, i)) for i in range(len(g.trials))] for g in chosen]
-    # What trials share is compiled by the first of each model, beside the kernels of this file.
+    models = [[(str(paths[g.name]), g.name, i) for i in range(len(g.trials))] for g in chosen]
+    # What trials share is compiled by the first of each model.
     first: list[Job] = [job for jobs in models for job in jobs[:1]]
-    first += [("kernel", c) for c in candidates()] if "kernels" in parts else []
-    then: list[Job] = [job for jobs in models for job in jobs[1:]] + [("check", name) for name in checks()]
+    then: list[Job] = [job for jobs in models for job in jobs[1:]]
     notes.say(part="files", made=[str(p) for p in paths.values()], jobs=[len(first), len(then)])
     bad: set[str] = set()
     if args.jobs > 1:
@@ -457,10 +285,8 @@ def main() -> int:
         bad |= warm(then, args.jobs, BEGAN + args.seconds * 0.6, notes)
         notes.say(part="compile", bad=sorted(bad))
     notes.say(part="machine", device=backend("triton").device(), torch=torch.__version__)
-    best = time_kernels(notes, BEGAN + args.seconds * 0.72, bad) if "kernels" in parts else wg.Tiles()
-    notes.say(part="kernels", best=str(best))
     tables = []
-    for group in (g for g in groups(best) if g.name in parts):
+    for group in (g for g in groups() if g.name in parts):
         cut = cuts[group.name]
         try:
             rows = trials(group, paths[group.name], cut, notes, until, bad)

@@ -85,7 +85,7 @@ SLACK = 16
 """Bytes of stack that are no fault: ptxas 13 spills 8 or 16 of its own accord to reach a rounder number of registers, one
 kernel here and another there by version and target. A kernel that outgrows its registers takes 40 to 500."""
 META = torch.device("meta")
-TOKENS = (1, 8, 16, 32, 64, 512)
+TOKENS = (1, 8, 16, 32, 64, 128, 512)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ TAKEN = ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q4_0")
 # column in $0), of high ones in $4 to $7. $9 and $10 are scale and what is added, both twice in a word.
 _HEAD = "{ .reg .b32 a, b, c, d, e, k, l; prmt.b32 a, $8, 0x64646464, 0x4140; prmt.b32 b, $8, 0x64646464, 0x4342; "
 _OUT = "mov.b32 {$%d, $%d}, c; "
-_FOUR = gl.constexpr(
+FOUR = gl.constexpr(
     _HEAD
     + "mov.b32 k, 0x64086408; and.b32 c, a, 0x640F640F; sub.f16x2 c, c, k; fma.rn.f16x2 c, c, $9, $10; "
     + _OUT % (0, 1)
@@ -46,7 +46,7 @@ def _upper(code: str, bits: str, spread: int, mask: str, then: str, out: tuple[i
 
 
 # $11 holds two bits for each of the four low codes, $12 for the high ones; $9 and $10 are the scales of the two.
-_SIX = gl.constexpr(
+SIX = gl.constexpr(
     _HEAD
     + "mov.b32 k, 0x64206420; "
     + _upper("a", "$11", 1 << 4 | 1 << 18, "0x00300030", "mul.rn.f16x2 c, c, $9;", (0, 1))
@@ -57,7 +57,7 @@ _SIX = gl.constexpr(
     + "}"
 )
 # One bit for each.
-_FIVE = gl.constexpr(
+FIVE = gl.constexpr(
     _HEAD
     + "mov.b32 k, 0x64106410; "
     + _upper("a", "$11", 1 << 4 | 1 << 19, "0x00100010", "fma.rn.f16x2 c, c, $9, $10;", (0, 1))
@@ -68,7 +68,7 @@ _FIVE = gl.constexpr(
     + "}"
 )
 # Two words of signed bytes, $8 and $9, as unsigned ones less 128; $10 is the scale.
-_EIGHT = gl.constexpr(
+EIGHT = gl.constexpr(
     "{ .reg .b32 b, c, k; mov.b32 k, 0x64806480; "
     + "".join(
         f"xor.b32 b, ${8 + i}, 0x80808080; prmt.b32 c, b, 0x64646464, 0x4140; sub.f16x2 c, c, k; mul.rn.f16x2 c, c, $10; "
@@ -79,9 +79,9 @@ _EIGHT = gl.constexpr(
     )
     + "}"
 )
-_EIGHT_OUT = gl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r,r,r")
-_EIGHT_OUT_5 = gl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r,r,r,r,r")
-_HALVES = gl.constexpr((gl.float16,) * 8)
+EIGHT_OUT = gl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r,r,r")
+EIGHT_OUT_5 = gl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r,r,r,r,r")
+HALVES = gl.constexpr((gl.float16,) * 8)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -134,7 +134,7 @@ def twice(v):
 
 
 @gluon.jit
-def _float16(word):
+def float16_of(word):
     return word.to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
 
 
@@ -175,16 +175,16 @@ def pairs(FORMAT: gl.constexpr, q, a, b, s, t, W: gl.constexpr, R: gl.constexpr,
     if FORMAT == "Q8_0":
         d = twice(s.to(gl.float32))[:, :, :, None].broadcast_to([W, R, 8, 4])
         o0, o1, o2, o3, o4, o5, o6, o7 = gl.inline_asm_elementwise(
-            _EIGHT, _EIGHT_OUT, [q, a, d], dtype=_HALVES, is_pure=True, pack=1
+            EIGHT, EIGHT_OUT, [q, a, d], dtype=HALVES, is_pure=True, pack=1
         )
     elif FORMAT == "Q4_0":
         d = twice(s.to(gl.float32))[:, :, :, None].broadcast_to([W, R, 8, 4])
         o0, o1, o2, o3, o4, o5, o6, o7 = gl.inline_asm_elementwise(
-            _FOUR, _EIGHT_OUT, [q, d, d * 0], dtype=_HALVES, is_pure=True, pack=1
+            FOUR, EIGHT_OUT, [q, d, d * 0], dtype=HALVES, is_pure=True, pack=1
         )
     else:
         both = s.to(gl.int32)
-        d = _float16(t)[:, :, None]
+        d = float16_of(t)[:, :, None]
         shift = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L4))))[None, None, None, :]
         if FORMAT == "Q6_K":
             s_low = twice(((both << 24) >> 24).to(gl.float32) * d)[:, :, :, None].broadcast_to([W, R, 8, 4])
@@ -192,23 +192,23 @@ def pairs(FORMAT: gl.constexpr, q, a, b, s, t, W: gl.constexpr, R: gl.constexpr,
             u_low = (a[:, :, :, None] >> (shift * 8)) & 255
             u_high = (b[:, :, :, None] >> (shift * 8)) & 255
             o0, o1, o2, o3, o4, o5, o6, o7 = gl.inline_asm_elementwise(
-                _SIX, _EIGHT_OUT_5, [q, s_low, s_high, u_low, u_high], dtype=_HALVES, is_pure=True, pack=1
+                SIX, EIGHT_OUT_5, [q, s_low, s_high, u_low, u_high], dtype=HALVES, is_pure=True, pack=1
             )
         else:
             MIDDLE: gl.constexpr = 8.0 if FORMAT == "Q4_K" else 16.0
             step = (both & 255).to(gl.float32) * d
-            m = MIDDLE * step - ((both >> 8) & 255).to(gl.float32) * _float16(t >> 16)[:, :, None]
+            m = MIDDLE * step - ((both >> 8) & 255).to(gl.float32) * float16_of(t >> 16)[:, :, None]
             d = twice(step)[:, :, :, None].broadcast_to([W, R, 8, 4])
             m = twice(m)[:, :, :, None].broadcast_to([W, R, 8, 4])
             if FORMAT == "Q4_K":
                 o0, o1, o2, o3, o4, o5, o6, o7 = gl.inline_asm_elementwise(
-                    _FOUR, _EIGHT_OUT, [q, d, m], dtype=_HALVES, is_pure=True, pack=1
+                    FOUR, EIGHT_OUT, [q, d, m], dtype=HALVES, is_pure=True, pack=1
                 )
             else:
                 u_low = (a[:, :, :, None] >> (shift * 4)) & 15
                 u_high = (a[:, :, :, None] >> (shift * 4 + 16)) & 15
                 o0, o1, o2, o3, o4, o5, o6, o7 = gl.inline_asm_elementwise(
-                    _FIVE, _EIGHT_OUT_5, [q, d, m, u_low, u_high], dtype=_HALVES, is_pure=True, pack=1
+                    FIVE, EIGHT_OUT_5, [q, d, m, u_low, u_high], dtype=HALVES, is_pure=True, pack=1
                 )
     low = gl.join(gl.join(o0, o2), gl.join(o1, o3))  # [W, R, 8, 4, 2, 2]
     high = gl.join(gl.join(o4, o6), gl.join(o5, o7))

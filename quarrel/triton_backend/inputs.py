@@ -8,7 +8,7 @@ import torch
 from quarrel.errors import RequestError
 from quarrel.ops.contract import Array
 from quarrel.ops.step import Limits, StepInputs
-from quarrel.triton_backend.attention import LEAST_SPLIT, MOST_SPLITS, most_splits, splits_of
+from quarrel.triton_backend.attention import LEAST_SPLIT, MOST_SPLITS, least_split, most_splits, splits_of
 from quarrel.triton_backend.runtime import Live, Slot, Work, cdiv
 
 _SAMPLE = ("temperature", "top_k", "top_p", "min_p", "uniform")
@@ -25,7 +25,8 @@ def item_starts(query_start: Array, kv_len: Array) -> Array:
         one = int(query_start[1]) - int(query_start[0]) == 1
         return np.array([0, splits_of_one(int(kv_len[0])) if one else 0], np.int32)
     single = np.diff(query_start) == 1
-    return np.concatenate([[0], np.cumsum(np.where(single, splits_of(kv_len), 0))]).astype(np.int32)
+    splits = splits_of(kv_len, least_split(len(kv_len)))
+    return np.concatenate([[0], np.cumsum(np.where(single, splits, 0))]).astype(np.int32)
 
 
 def splits_of_one(keys: int) -> int:

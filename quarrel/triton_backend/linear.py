@@ -1,8 +1,8 @@
 """Linear maps over packed weights: y[t, n] = sum_k x[t, k] W[n, k] (+ b[n]), and residual + scale * that.
 
-Which kernel a count of tokens takes: `rows.py` from 2 to 16 or so, `matmul.py` to its MOST, `dequant.py` beyond, and the
-exact tiles here for one token, float32 arithmetic and odd widths. Where a row's bits may not depend on how many rows there
-are, `matmul.py` has all.
+Which kernel a count of tokens takes: `rows.py` from 2 to 16 or so, `many_rows.py` from 33 to 128 where it can, `matmul.py`
+what these leave up to its MOST, `dequant.py` beyond, and the exact tiles here for one token, float32 arithmetic and odd
+widths. Where a row's bits may not depend on how many rows there are, `matmul.py` has all.
 
 In the exact tiles the rows of W are the tall side of every product, tokens the other: a program owns BN outputs of BT
 tokens and walks all of K in blocks of 32 columns, decoding to float32, rounding once to the compute type and accumulating
@@ -22,7 +22,7 @@ from quarrel.ops.contract import Compute, Value, WeightRef
 from quarrel.ops.linear import LINEAR, LINEAR_ADD, LinearAddSpec, LinearSpec
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
-from quarrel.triton_backend import dequant, elementwise, matmul, rows
+from quarrel.triton_backend import dequant, elementwise, many_rows, matmul, rows
 from quarrel.triton_backend.formats import halves
 from quarrel.triton_backend.matmul import TL_TYPES
 from quarrel.triton_backend.pack import Packed
@@ -105,18 +105,21 @@ def _build(
     if site.deterministic:
         return few
     many = dequant.linear(site, x, y, weight, bias, residual, alpha, axis, dequant.room(site, [weight]))
-    return _by_count(axis, exact, rows.linear(site, x, y, weight, bias, residual, alpha, axis), few, many)
+    by_rows = [m.linear(site, x, y, weight, bias, residual, alpha, axis) for m in (rows, many_rows)]
+    return _by_count(axis, exact, by_rows, few, many)
 
 
 def _by_count(
-    axis: str, one: Launch, fewest: rows.Few | None, few: Launch, many: Launch, made: Made | None = None
+    axis: str, one: Launch, by_rows: Sequence[rows.Few | None], few: Launch, many: Launch, made: Made | None = None
 ) -> Launch:
+    known = [f for f in by_rows if f is not None]
+
     def run(live: Live) -> None:
         count = live.count(axis)
-        by_rows = fewest is not None and 1 < count <= fewest.most
-        if made is not None and not (by_rows and fewest.alone):
+        found = next((f for f in known if f.least <= count <= f.most), None)
+        if made is not None and not (found is not None and found.alone):
             made.plain(live)
-        (fewest.run if by_rows else one if count <= 1 else few if count <= matmul.MOST else many)(live)
+        (found.run if found is not None else one if count <= 1 else few if count <= matmul.MOST else many)(live)
 
     return run
 
@@ -133,9 +136,9 @@ def several(
     if not all(matmul.takes(w, site.compute) for w in weights):
         return _chain([made.plain, *exact])
     given = [b for b in biases if b is not None]
-    fewest = None
+    by_rows: list[rows.Few | None] = []
     if len(weights) == 3 and len(given) in (0, 3):
-        fewest = rows.linears(site, x, ys, weights, given, axis, made.fill)
+        by_rows = [m.linears(site, x, ys, weights, given, axis, made.fill) for m in (rows, many_rows)]
         few = matmul.linears(site, x, ys, weights, given, axis)
     else:
         few = _chain(
@@ -145,7 +148,7 @@ def several(
         return _chain([made.plain, few])
     room = dequant.room(site, weights)
     many = [dequant.linear(site, x, y, w, b, None, 1.0, axis, room) for y, w, b in zip(ys, weights, biases, strict=True)]
-    return _by_count(axis, _chain(exact), fewest, few, _chain(many), made)
+    return _by_count(axis, _chain(exact), by_rows, few, _chain(many), made)
 
 
 def gate_up(
@@ -173,9 +176,9 @@ def gate_up(
     if not all(matmul.takes(w, site.compute) for w in (gate, up)):
         return _chain([made.plain, *exact, gated])
     given = [b for b in biases if b is not None]
-    fewest = None
+    by_rows: list[rows.Few | None] = []
     if gate.format == up.format and len(given) in (0, 2):
-        fewest = rows.gate_up(site, x, y, gate, up, given, activation, axis, made.fill)
+        by_rows = [m.gate_up(site, x, y, gate, up, given, activation, axis, made.fill) for m in (rows, many_rows)]
         few = matmul.gate_up(site, x, y, gate, up, given, activation, axis)
     else:
         few = _chain([*(matmul.linear(site, x, to, w, b, None, 1.0, axis) for to, w, b in both), gated])
@@ -183,7 +186,7 @@ def gate_up(
         return _chain([made.plain, few])
     room = dequant.room(site, (gate, up))
     many = [dequant.linear(site, x, to, w, b, None, 1.0, axis, room) for to, w, b in both]
-    return _by_count(axis, _chain([*exact, gated]), fewest, few, _chain([*many, gated]), made)
+    return _by_count(axis, _chain([*exact, gated]), by_rows, few, _chain([*many, gated]), made)
 
 
 def _chain(launches: Sequence[Launch]) -> Launch:

@@ -16,6 +16,7 @@ from quarrel.ops.norm import NORM, NormSpec
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 from quarrel.ops.state import GATED_NORM, GatedNormSpec
+from quarrel.triton_backend import warpgroup_x
 from quarrel.triton_backend.elementwise import activate
 from quarrel.triton_backend.fragments import place_of
 from quarrel.triton_backend.runtime import Launch, Live, Site, Slot, cdiv, dims, power_of_two, starts_early
@@ -169,7 +170,7 @@ def build_norm(site: Site, node: Node) -> Launch:
 
 
 def arranger(site: Site, node: Node) -> Callable[[Slot, Live, int], None] | None:
-    """Puts a norm's result where kernels of a few rows read it (`fragments.arrange`), for a width of rows."""
+    """Puts a norm's result where kernels of a width of rows read it (`fragments.arrange`, `warpgroup_x.arrange`)."""
     spec: NormSpec = node.spec
     if spec.kind != "rms" or spec.groups != 1 or spec.k > _MOST_ARRANGED:
         return None
@@ -177,9 +178,11 @@ def arranger(site: Site, node: Node) -> Callable[[Slot, Live, int], None] | None
     axis, _ = dims(node.outputs[0])
 
     def fill(to: Slot, live: Live, width: int) -> None:
+        wide = {"BT": width} if width in warpgroup_x.WIDTHS else {}
         site.launch(
-            norm_arranged, (width,), to.tensor, source.tensor, gain, live.count(axis), spec.eps, K=spec.k,
-            C=power_of_two(spec.k), warps=8 if spec.k > 2048 else 4, early=starts_early(site),
+            warpgroup_x.norm_arranged if wide else norm_arranged, (width,), to.tensor, source.tensor, gain,
+            live.count(axis), spec.eps, K=spec.k, **wide, C=power_of_two(spec.k), warps=8 if spec.k > 2048 else 4,
+            early=starts_early(site),
         )  # fmt: skip
 
     return fill

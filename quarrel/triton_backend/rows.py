@@ -58,11 +58,12 @@ def takes(site: Site, weights: Sequence[Packed]) -> bool:
 
 @dataclass(frozen=True)
 class Few:
-    """A launch for up to `most` rows; `alone` if it makes x itself, by a `Fill`."""
+    """A launch for `least` to `most` rows; `alone` if it makes x itself, by a `Fill`."""
 
     run: Launch
     most: int
     alone: bool = False
+    least: int = 2
 
 
 Fill = Callable[[Slot, Live, int], None]

@@ -15,7 +15,7 @@ from quarrel.ops.contract import Array, CacheRef, Case, ConstRef, KVArrays, RawW
 from quarrel.ops.program import Node, Program
 from quarrel.ops.registry import lower
 from quarrel.ops.rope import RopeSpec
-from quarrel.triton_backend.attention import LEAST_SPLIT, tiles
+from quarrel.triton_backend.attention import LEAST_SPLIT, MANY_SEQS, tiles
 from quarrel.triton_backend.backend import REGISTRY, TritonBackend
 from quarrel.triton_backend.cache import from_host
 from quarrel.triton_backend.inputs import item_starts
@@ -50,6 +50,13 @@ def batch(spec: AttentionSpec, lengths: list[tuple[int, int]], seed: int = 0) ->
 def test_decode_over_several_splits(backend: TritonBackend, spec: AttentionSpec, compute: Any) -> None:
     inputs = batch(spec, [(1, 1101), (1, LEAST_SPLIT), (1, LEAST_SPLIT + 1), (1, 3)])
     assert error_on(backend, ATTENTION, spec, inputs, compute) <= ATTENTION.tolerance[compute]
+
+
+def test_many_sequences_have_longer_splits(backend: TritonBackend) -> None:
+    lengths = [1 + i % 7 for i in range(MANY_SEQS - 3)] + [LEAST_SPLIT + 1, 2 * LEAST_SPLIT, 2 * LEAST_SPLIT + 40]
+    inputs = batch(SPEC, [(1, n) for n in lengths])
+    assert item_starts(inputs[1], inputs[2])[-1] == MANY_SEQS + 1
+    assert error_on(backend, ATTENTION, SPEC, inputs, "float16") <= ATTENTION.tolerance["float16"]
 
 
 def test_sinks_over_several_splits(backend: TritonBackend) -> None:

@@ -13,6 +13,7 @@ from quarrel.ops.linear import LINEAR, LINEAR_ADD, LinearAddSpec, LinearSpec
 from quarrel.ops.moe import ExpertDownSpec, ExpertUpSpec
 from quarrel.triton_backend import attention, grouped, matmul
 from quarrel.triton_backend.backend import TritonBackend
+from quarrel.triton_backend.runtime import power_of_two
 from tests.triton_backend.cases import error_of
 
 OPS = {**ALL_OPS, **EXTRA_OPS}
@@ -62,6 +63,9 @@ def test_splits_follow_the_length_alone() -> None:
     lengths = np.array([0, 1, 128, 129, 8192, 8193, 32000, 131072])
     assert attention.splits_of(lengths).tolist() == [0, 1, 1, 2, 64, 33, 63, 64]
     assert attention.most_splits(8192, 2) == 66
+    # Twice as long for many sequences, and a batch keeps its length when it is padded.
+    assert attention.splits_of(lengths, attention.least_split(33)).tolist() == [0, 1, 1, 1, 32, 33, 63, 64]
+    assert all(attention.least_split(n) == attention.least_split(power_of_two(n)) for n in range(1, 200))
 
 
 @pytest.mark.parametrize("pieces", [False, True])

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from quarrel.triton_backend import fragments, matmul, norm, rows, tuned
+from quarrel.triton_backend import fragments, matmul, norm, rows, tuned, warpgroup_x
 from quarrel.triton_backend.runtime import launch
 from quarrel.triton_backend.tuned import key, table
 
@@ -71,21 +71,21 @@ def test_codes_become_their_integers_in_order() -> None:
         code, upper = (int(v) for v in RNG.integers(0, 1 << 32, 2))
         code_bytes = [(code >> 8 * i) & 255 for i in range(4)]
         nibbles = [b & 15 for b in code_bytes] + [b >> 4 for b in code_bytes]
-        assert run(fragments._FOUR.value, code, ONE, ZERO) == [q - 8 for q in nibbles]
+        assert run(fragments.FOUR.value, code, ONE, ZERO) == [q - 8 for q in nibbles]
         two = [upper >> 2 * i & 3 for i in range(8)]
         given = (code, ONE, ONE, upper & 255, upper >> 8 & 255)
-        assert run(fragments._SIX.value, *given) == [(q | t << 4) - 32 for q, t in zip(nibbles, two, strict=True)]
+        assert run(fragments.SIX.value, *given) == [(q | t << 4) - 32 for q, t in zip(nibbles, two, strict=True)]
         one = [upper >> i & 1 for i in range(8)]
         given = (code, ONE, ZERO, upper & 15, upper >> 4 & 15)
-        assert run(fragments._FIVE.value, *given) == [(q | t << 4) - 16 for q, t in zip(nibbles, one, strict=True)]
+        assert run(fragments.FIVE.value, *given) == [(q | t << 4) - 16 for q, t in zip(nibbles, one, strict=True)]
         signed = np.array([code, upper], np.uint32).view(np.int8)
-        assert run(fragments._EIGHT.value, code, upper, ONE) == signed.tolist()
+        assert run(fragments.EIGHT.value, code, upper, ONE) == signed.tolist()
 
 
 def test_scale_and_minimum_follow() -> None:
     scale, less = word_of(np.array([0.25, 0.25])), word_of(np.array([-1.5, -1.5]))
-    assert run(fragments._FOUR.value, 0x76543210, scale, less)[:2] == [(0 - 8) * 0.25 - 1.5, (2 - 8) * 0.25 - 1.5]
-    high = run(fragments._SIX.value, 0, ONE, scale, 0, 0b11100100)[4:]
+    assert run(fragments.FOUR.value, 0x76543210, scale, less)[:2] == [(0 - 8) * 0.25 - 1.5, (2 - 8) * 0.25 - 1.5]
+    high = run(fragments.SIX.value, 0, ONE, scale, 0, 0b11100100)[4:]
     assert high == [(q * 16 - 32) * 0.25 for q in range(4)]
 
 
@@ -149,21 +149,16 @@ def test_the_tables_are_in_the_package() -> None:
         assert json.loads(file.read_text())["widths"]
 
 
-def bench(monkeypatch: pytest.MonkeyPatch, name: str) -> ModuleType:
+def tuner(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     folder = Path(__file__).resolve().parents[2] / "bench"
     monkeypatch.syspath_prepend(str(folder))
-    return importlib.import_module(name)
+    return importlib.import_module("tune")
 
 
-def tuner(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return bench(monkeypatch, "tune")
-
-
-def test_the_trial_of_128_rows_counts_columns_as_it_decodes_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    trial = bench(monkeypatch, "warpgroup_rows")
+def test_rows_for_warpgroups_count_columns_as_these_decode_them() -> None:
     x, k, width = torch.arange(5 * 256, dtype=torch.float32).reshape(5, 256).fmod(2048), 256, 64
     to, normed = (torch.full((width * k,), float("nan"), dtype=torch.float16) for _ in range(2))
-    launch(trial.arrange, (k // 128, width // 16), to, x, 5, K=k, BT=width, PDL=False)
+    launch(warpgroup_x.arrange, (k // 128, width // 16), to, x, 5, K=k, BT=width, PDL=False)
     # The eight values of a word, [block, word], joined as the kernel does it: [block, word, one, next, upper half].
     block, word = np.arange(4)[:, None], np.arange(2)[None, :]
     for half in range(2):
@@ -176,9 +171,9 @@ def test_the_trial_of_128_rows_counts_columns_as_it_decodes_them(monkeypatch: py
             assert torch.equal(made[step, :5], x[:, step * 128 + torch.from_numpy(columns)].half())
             assert not made[step, 5:].any()
     gain = torch.randn(k)
-    launch(trial.norm_arranged, (width,), normed, x, gain, 5, 1e-5, K=k, C=256, BT=width, PDL=False)
+    launch(warpgroup_x.norm_arranged, (width,), normed, x, gain, 5, 1e-5, K=k, C=256, BT=width, PDL=False)
     rows_of_x = x * (x.square().mean(1, keepdim=True) + 1e-5).rsqrt() * gain
-    launch(trial.arrange, (k // 128, width // 16), to, rows_of_x, 5, K=k, BT=width, PDL=False)
+    launch(warpgroup_x.arrange, (k // 128, width // 16), to, rows_of_x, 5, K=k, BT=width, PDL=False)
     torch.testing.assert_close(normed, to, rtol=2e-3, atol=1e-6)
 
 
