@@ -9,9 +9,10 @@
     python bench/serve.py kill     [--times 5] [--streams 16]
     python bench/serve.py term     [--times 5] [--streams 16]
 
-Without --url a server with the bundled model is started on a free port; what stands behind `--` goes to it, as in
-`-- --parallel 32`. The client is plain sockets in this one process, so that it costs little of the machine that both run
-on. Times are from the first byte sent; that between tokens is between two events of one stream. The last line is JSON.
+Without --url a server with the bundled model, or --model, is started on a free port; what stands behind `--` goes to it,
+as in `-- --parallel 32`. The client is plain sockets in this one process, so that it costs little of the machine that both
+run on; --cores 0-3,4-7 gives the server the first ones and the client the others. Times are from the first byte sent; that
+between tokens is between two events of one stream. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from typing import Any
 import numpy as np
 
 HEAD_SECONDS = 10
-"""The server closes a connection that has not sent a whole head by then; they are opened over as long."""
+"""The server closes a connection that has not sent a whole head by then; they are opened over as long, or `--ramp`."""
 PER_ADDRESS = 60
 """Connections from each source address: the server allows 64."""
 WORDS = ["king", "queen", "castle", "forest", "river", "child", "winter", "bread", "horse", "moon", "garden", "sailor"]
@@ -232,12 +233,12 @@ async def idle(target: Target, args: argparse.Namespace) -> dict[str, Any]:
     A process of its own looks at the server's health meanwhile, so that this one's work is not in the times.
     """
     opened, closed, held = 0, 0, 0
-    end = time.perf_counter() + args.seconds + 20
+    end = time.perf_counter() + args.seconds + 2 * args.ramp
 
     async def hold(which: int) -> None:
         nonlocal opened, closed, held
         source = f"127.1.{which // PER_ADDRESS // 200}.{1 + which // PER_ADDRESS % 200}"
-        await asyncio.sleep(random.random() * HEAD_SECONDS)
+        await asyncio.sleep(random.random() * args.ramp)
         while time.perf_counter() < end:
             try:
                 reader, writer = await asyncio.open_connection(target.host, target.port, local_addr=(source, 0))
@@ -258,7 +259,7 @@ async def idle(target: Target, args: argparse.Namespace) -> dict[str, Any]:
             writer.close()
 
     tasks = [asyncio.create_task(hold(i)) for i in range(args.connections)]
-    await asyncio.sleep(20)
+    await asyncio.sleep(2 * args.ramp)
     counts: list[int] = []
     command = [sys.executable, __file__, "look", "--url", f"http://{target.host}:{target.port}"]
     looker = await asyncio.create_subprocess_exec(*command, "--seconds", str(args.seconds), stdout=asyncio.subprocess.PIPE)
@@ -378,7 +379,7 @@ async def term(target: Target, args: argparse.Namespace) -> dict[str, Any]:
     ends: list[float] = []
     answers: list[Answer] = []
     for _ in range(args.times):
-        with served(args.options) as (url, pid):
+        with served(args) as (url, pid):
             here = target_of(url, args)
             await ask(here)
             work = asyncio.create_task(crowd(here, args.streams, 2.0))
@@ -467,11 +468,14 @@ def svg(curves: dict[str, list[float]], title: str) -> str:
 
 
 @contextlib.contextmanager
-def served(options: Sequence[str]) -> Iterator[tuple[str, int]]:
+def served(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
     """A server of our own: its address and process."""
-    command = [sys.executable, "-m", "quarrel", "serve", "demo", "--port", "0", "--rate", "0", *options]
+    command = [sys.executable, "-m", "quarrel", "serve", args.model, "--port", "0", "--rate", "0", *args.options]
+    theirs, ours = cores(args.cores)
+    _run_on(theirs)
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
+        _run_on(ours)
         log = None
         try:
             for line in process.stderr:
@@ -486,6 +490,19 @@ def served(options: Sequence[str]) -> Iterator[tuple[str, int]]:
             process.wait(60)
             if log is not None:
                 log.wait(10)
+
+
+def cores(given: str) -> tuple[list[int], list[int]]:
+    """ "0-3,4-7" is the server's and the client's; nothing is no matter which."""
+    if not given:
+        return [], []
+    first, second = ([int(n) for n in part.split("-")] for part in given.split(","))
+    return list(range(first[0], first[-1] + 1)), list(range(second[0], second[-1] + 1))
+
+
+def _run_on(some: list[int]) -> None:
+    if some:
+        os.sched_setaffinity(0, some)
 
 
 MODES = {
@@ -520,16 +537,22 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--times", type=int, default=5)
     parser.add_argument("--plot")
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--pid", type=int, help="the server's, where --url names one: its memory is told, its model killed")
+    parser.add_argument("--cores", default="", help="the server's and the client's, as 0-3,4-7")
+    parser.add_argument("--ramp", type=float, default=HEAD_SECONDS, help="seconds over which idle connections are opened")
     given = sys.argv[1:]
     cut = given.index("--") if "--" in given else len(given)
     args = parser.parse_args(given[:cut])
     with contextlib.ExitStack() as stack:
         args.options = given[cut + 1 :]
-        url, args.pid = args.url, None
+        url = args.url
         if args.mode == "term":
             url = "http://127.0.0.1:0"
         elif not url:
-            url, args.pid = stack.enter_context(served(args.options))
+            url, args.pid = stack.enter_context(served(args))
+        else:
+            _run_on(cores(args.cores)[1])
         target = target_of(url, args)
         with contextlib.suppress(ImportError, ValueError):
             import resource

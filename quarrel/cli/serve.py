@@ -92,18 +92,21 @@ def _folder(given: str) -> Path:
 
 @contextmanager
 def _logs_on_stderr() -> Iterator[None]:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    from quarrel.server.logs import Later
+
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr), Later()]
     loggers = [logging.getLogger(name) for name in ("quarrel.server", "quarrel.access")]
     before = [(logger.level, logger.propagate) for logger in loggers]
-    for logger in loggers:
+    for logger, handler in zip(loggers, handlers, strict=True):
+        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
         logger.propagate = False
     try:
         yield
     finally:
-        for logger, (level, propagate) in zip(loggers, before, strict=True):
+        for logger, handler, (level, propagate) in zip(loggers, handlers, before, strict=True):
             logger.removeHandler(handler)
+            handler.close()
             logger.setLevel(level)
             logger.propagate = propagate

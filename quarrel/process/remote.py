@@ -92,9 +92,14 @@ class RemoteLLM:
         try:
             self._wire.send("load", source, dict(options))
             explanation, activity, stats, adapters = loaded.result()
-            self._explanation = typed(Explanation, explanation)
+            try:
+                self._explanation = typed(Explanation, explanation)
+                self._activity, self._stats = typed(Activity, activity), typed(Stats, stats)
+            except (KeyError, TypeError) as error:
+                raise EngineLost(
+                    "the model's process does not speak as this one does: start it anew, if Quarrel was upgraded meanwhile"
+                ) from error
             self._watch.limit = step_seconds or STEP_SECONDS.get(self._explanation.backend, STEP_SECONDS_ELSEWHERE)
-            self._activity, self._stats = typed(Activity, activity), typed(Stats, stats)
             self.tokenizer = load_tokenizer(source)
             self.adapters: tuple[str, ...] = tuple(adapters)
         except BaseException:

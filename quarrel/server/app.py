@@ -71,7 +71,7 @@ def build(settings: Settings, load: Load, traces: Traces | None = None) -> Serve
     _page(api)
     _errors(api, metrics)
     api.openapi = lambda: document(api)  # type: ignore[method-assign]
-    return Server(Guard(api, settings, keys, limiter, metrics, traces), desk, keys, metrics, api)
+    return Server(Guard(api, settings, keys, limiter, metrics, traces, desk.gate), desk, keys, metrics, api)
 
 
 def _page(api: FastAPI) -> None:

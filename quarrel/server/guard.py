@@ -12,6 +12,7 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -28,12 +29,23 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
+Gate = Callable[[str], None]
+"""Raises `Refused` where no request to that route can be taken, whatever it says."""
 
 OPEN = frozenset({"/healthz", "/readyz", "/api/health"})
 """Routes that say nothing but whether the server is up."""
 PAGE = frozenset({"/", "/favicon.ico"})
 STATIC = "/static/"
 """The page and its files: the same bytes for everybody, and a browser cannot send a key with a link."""
+GENERATING = frozenset(
+    f"{room}/{what}"
+    for room, all in (
+        ("/v1", ("completions", "chat/completions", "responses")),
+        ("/api", ("generate", "stream", "chat")),
+    )
+    for what in all
+)
+"""Routes whose requests wait in a model's queue."""
 MAX_HEADERS = 32 << 10
 METHODS = frozenset({"GET", "HEAD", "POST", "DELETE", "OPTIONS", "PUT", "PATCH", "WS"})
 KEY_PROTOCOL = "quarrel-key."
@@ -44,7 +56,7 @@ _POLICY = (
     " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
     " require-trusted-types-for 'script'; trusted-types dompurify"
 )
-_HEADERS = {
+_SECURITY = {
     "Content-Security-Policy": _POLICY,
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
@@ -53,6 +65,7 @@ _HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Permissions-Policy": "camera=(), microphone=(), geolocation=()",
 }
+_HEADERS = [(name.lower().encode(), value.encode()) for name, value in _SECURITY.items()]
 access = logging.getLogger("quarrel.access")
 
 
@@ -60,10 +73,17 @@ class Guard:
     """ASGI middleware round the whole application."""
 
     def __init__(
-        self, app: App, settings: Settings, keys: Keyring, limiter: Limiter, metrics: Metrics, traces: Traces
+        self,
+        app: App,
+        settings: Settings,
+        keys: Keyring,
+        limiter: Limiter,
+        metrics: Metrics,
+        traces: Traces,
+        gate: Gate,
     ) -> None:
         self._app, self._settings, self._keys, self._limiter = app, settings, keys, limiter
-        self._metrics, self._traces = metrics, traces
+        self._metrics, self._traces, self._gate = metrics, traces, gate
         self._names = {"localhost", settings.host.lower(), *(h.lower() for h in settings.hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -75,14 +95,14 @@ class Guard:
         state = scope.setdefault("state", {})
         state["request_id"], state["caller"] = request_id, _address(scope)
         sent = {"status": 0, "bytes": 0}
-        extra = {**_HEADERS, "X-Request-Id": request_id}
+        extra = {"X-Request-Id": request_id}
 
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
                 sent["status"] = message["status"]
                 have = {name.lower() for name, _ in message["headers"]}
-                more = [(k.lower().encode(), v.encode()) for k, v in extra.items() if k.lower().encode() not in have]
-                message["headers"] = [*message["headers"], *more]
+                more = [*_HEADERS, *((k.lower().encode(), v.encode()) for k, v in extra.items())]
+                message["headers"] = [*message["headers"], *(h for h in more if h[0] not in have)]
             elif message["type"] == "http.response.body":
                 sent["bytes"] += len(message.get("body", b""))
             elif message["type"] == "websocket.accept":
@@ -96,8 +116,11 @@ class Guard:
                 logging.getLogger("quarrel.server").error("%s", error)
                 raise Refused(503, "engine_error", "the API keys cannot be read: see the server's log") from error
             if reply is not None:
-                await _respond(answer, 204, {}, reply)
+                await _respond(answer, 204, {}, reply, close=False)
                 return
+            if scope["path"] in GENERATING and scope.get("method") == "POST":
+                scope["route"] = SimpleNamespace(path=scope["path"])
+                self._gate(scope["path"])  # before the body is read, parsed, and found to be one too many
             method = scope.get("method", "WS")
             with self._traces.request(method, scope["path"], _headers(scope)) as span:
                 await self._app(scope, self._bounded(scope, receive), answer)
@@ -208,15 +231,17 @@ class Guard:
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008, "reason": str(refusal)[:100]})
             return
+        self._metrics.errors.labels(refusal.code).inc()
         body = openai_body(refusal) if scope["path"].startswith("/v1") else plain_body(refusal)
-        await _respond(send, refusal.status, body, refusal.headers())
+        # Who will come again keeps the connection; the rest of a body with a length is read and forgotten.
+        close = refusal.status not in (429, 503) or any(name == b"transfer-encoding" for name, _ in scope["headers"])
+        await _respond(send, refusal.status, body, refusal.headers(), close=close)
 
 
-async def _respond(send: Send, status: int, body: dict[str, object], headers: dict[str, str]) -> None:
+async def _respond(send: Send, status: int, body: dict[str, object], headers: dict[str, str], *, close: bool) -> None:
     raw = b"" if status == 204 else json.dumps(body).encode()
     lines = [(b"content-type", b"application/json"), (b"content-length", str(len(raw)).encode())]
-    # What is left of the request is not read, so the connection cannot serve another one.
-    lines += [(b"connection", b"close")] if status >= 400 else []
+    lines += [(b"connection", b"close")] if close else []  # what is left of the request is not read
     lines += [(k.lower().encode(), v.encode()) for k, v in headers.items()]
     await send({"type": "http.response.start", "status": status, "headers": lines if raw else lines[2:]})
     await send({"type": "http.response.body", "body": raw})

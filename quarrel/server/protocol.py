@@ -1,4 +1,5 @@
-"""uvicorn's HTTP/1.1 connection with what it lacks: a deadline for the headers, and a bound on connections per address."""
+"""uvicorn's HTTP/1.1 connection with what it lacks: a deadline for the headers, a bound on connections per address, and
+answers that leave in one piece."""
 
 from __future__ import annotations
 
@@ -22,28 +23,30 @@ def protocol_for(settings: Settings) -> type[asyncio.Protocol]:
 
         _deadline: asyncio.TimerHandle | None = None
         _address: str | None = None
+        _below: Any = None
 
         def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
+            self._below = transport
+            super().connection_made(Gathered(transport, self.loop))  # type: ignore[arg-type]
             address = self.client[0] if self.client else ""
             if held[address] >= settings.connections_per_address:
                 transport.close()
                 return
             held[address] += 1
             self._address = address
-            _watch(transport.get_extra_info("socket"), settings.idle_timeout)
             self._expect_head()
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._forget()
             super().connection_lost(exc)
             # asyncio leaves this in a circle with itself, which would be there until the next whole collection.
-            if hasattr(self.transport, "_read_ready_cb"):
-                self.transport._read_ready_cb = None
+            if hasattr(self._below, "_read_ready_cb"):
+                self._below._read_ready_cb = None
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
-            if self.conn.our_state in (h11.IDLE, h11.DONE) and self.conn.their_state is h11.IDLE:
+            # DONE and SEND_BODY: it was answered already, and sends what nobody wants to know.
+            if self.conn.our_state in (h11.IDLE, h11.DONE) and self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
                 if self._deadline is None:
                     self._expect_head()
             else:
@@ -51,6 +54,7 @@ def protocol_for(settings: Settings) -> type[asyncio.Protocol]:
 
         def handle_websocket_upgrade(self, event: Any) -> None:
             self._forget()  # the socket now belongs to another protocol
+            self.transport = self._below
             super().handle_websocket_upgrade(event)
 
         def _expect_head(self) -> None:
@@ -77,14 +81,39 @@ def protocol_for(settings: Settings) -> type[asyncio.Protocol]:
     return GuardedProtocol
 
 
-def _watch(connection: Any, seconds: float) -> None:
-    """Ends a connection whose other side has gone without a word, or reads nothing, within about that time.
+class Gathered:
+    """A transport whose writes of one turn of the event loop leave together: head and body of an answer cost one call."""
 
-    A request that waits for such a caller then ends too.
+    def __init__(self, below: Any, events: asyncio.AbstractEventLoop) -> None:
+        self._below, self._events = below, events
+        self._held: list[bytes] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._below, name)
+
+    def write(self, data: bytes) -> None:
+        if not data:
+            return
+        if not self._held:
+            self._events.call_soon(self._send)
+        self._held.append(data)
+
+    def close(self) -> None:
+        self._send()
+        self._below.close()
+
+    def _send(self) -> None:
+        if self._held:
+            data, self._held = b"".join(self._held), []
+            self._below.write(data)
+
+
+def watch(listener: socket.socket, seconds: float) -> None:
+    """Ends connections whose other side has gone without a word, or reads nothing, within about that time.
+
+    A request that waits for such a caller then ends too. Each connection has from its listener what is set there.
     """
-    if connection is None or connection.family not in (socket.AF_INET, socket.AF_INET6):
-        return
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     third = max(1, int(seconds / 3))
     # What a system does not have is left at its own defaults, which are hours.
     for name, value in (
@@ -94,4 +123,4 @@ def _watch(connection: Any, seconds: float) -> None:
         ("TCP_USER_TIMEOUT", int(seconds * 1000)),
     ):
         if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+            listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

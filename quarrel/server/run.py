@@ -20,7 +20,7 @@ from starlette.routing import Route
 from quarrel.errors import ConfigError
 from quarrel.server.app import Server
 from quarrel.server.metrics import TEXT
-from quarrel.server.protocol import protocol_for
+from quarrel.server.protocol import protocol_for, watch
 from quarrel.server.settings import Settings
 from quarrel.server.socket import MAX_MESSAGE
 
@@ -41,13 +41,13 @@ def serve(server: Server, settings: Settings, *, preload: bool = True) -> None:
 
 async def _serve(server: Server, settings: Settings, preload: bool) -> None:
     main = _Uvicorn(_config(server.app, settings), server)
-    sockets = [_bound(settings.host, settings.port)]
+    sockets = [_bound(settings.host, settings.port, settings.idle_timeout)]
     log.info("listening on http://%s:%d", *sockets[0].getsockname()[:2])
     listeners = [main.serve(sockets)]
     second = None
     if settings.metrics_port is not None:
         second = _Uvicorn(_config(_metrics_only(server), settings), None)
-        listeners.append(second.serve([_bound(settings.host, settings.metrics_port)]))
+        listeners.append(second.serve([_bound(settings.host, settings.metrics_port, settings.idle_timeout)]))
     loading = asyncio.create_task(_preload(server)) if preload else None
     collecting = asyncio.create_task(_collect())
     with _signals(server, [u for u in (main, second) if u is not None], settings.grace):
@@ -168,11 +168,12 @@ def _metrics_only(server: Server) -> Starlette:
     return Starlette(routes=[Route("/metrics", metrics)])
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def _bound(host: str, port: int, idle: float = Settings.idle_timeout) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio turns Nagle's algorithm off, which holds an answer's body back for 40 ms, only where it reads TCP here.
     made = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    watch(made, idle)
     try:
         made.bind((host, port))
         made.listen(WAITING)

@@ -90,6 +90,11 @@ class Shelf:
             self._entries[name] = Entry(name, source, created=int(time.time()))
         self.default = next(iter(self._entries), None)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all that can be asked for; none where a folder may hold more."""
+        return tuple(self._entries) if self._folder is None else ()
+
     def entries(self) -> list[Entry]:
         """What can be asked for, the models in the folder included."""
         if self._folder is not None:
@@ -146,11 +151,12 @@ class Shelf:
             began = time.perf_counter()
             try:
                 llm = await asyncio.to_thread(self._load, entry.source)
-            except QuarrelError as error:
-                entry.error = str(error)
-                log.error("%s could not be loaded: %s", entry.name, error)
+            except Exception as error:
+                known = isinstance(error, QuarrelError)
+                entry.error = str(error) if known else f"it failed ({type(error).__name__}): see the server's log"
+                log.error("%s could not be loaded: %s", entry.name, entry.error, exc_info=None if known else error)
                 entry.state = "failed" if before is None else "loaded"
-                raise refused(error) from error
+                raise refused(error if isinstance(error, QuarrelError) else QuarrelError(entry.error)) from error
             except BaseException:
                 entry.state = "unloaded" if before is None else "loaded"
                 raise

@@ -93,6 +93,14 @@ class Desk:
                     each.cancel()
                 self._settle(caller, job, wanted)
 
+    def gate(self, where: str) -> None:
+        """Refuses a request that nobody has read yet, where every model's queue is full."""
+        names = self.shelf.names
+        if self.closing or not names or any(self._waiting(n) < self.settings.queue for n in names):
+            return
+        self._metrics.requests.labels(names[0], where).inc()
+        self._check_queue(names[0])
+
     async def _prepared(
         self, held: AsyncExitStack, name: str, make: Make, service: Service
     ) -> tuple[Model, Sequence[Request]]:
@@ -122,8 +130,11 @@ class Desk:
         s = self.settings
         return Service(priority=priority, total_seconds=s.timeout, cache_salt=salt, speculate=s.lookup, draft=s.draft_max)
 
+    def _waiting(self, name: str) -> int:
+        return self._accepted[name] - self.settings.max_seqs
+
     def _check_queue(self, name: str) -> None:
-        waiting = self._accepted[name] - self.settings.max_seqs
+        waiting = self._waiting(name)
         if waiting >= self.settings.queue:
             self._metrics.full.labels(name).inc()
             wait = max(1.0, self._seconds * waiting / max(1, self.settings.max_seqs))

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from quarrel.errors import EngineLost
 from quarrel.process import RemoteLLM, open_remote
 from quarrel.server import Rates, Settings
 from quarrel.server.shelf import Entry
@@ -134,3 +135,23 @@ def test_it_ends_with_the_server(tmp_path: Path) -> None:
         assert soon(lambda: llm._process.poll() == 0)
         llm = process(made)
     assert llm._process.poll() == 0
+
+
+def test_a_process_that_speaks_otherwise_is_refused_with_a_sentence(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    def other(hint: Any, data: Any) -> Any:
+        raise KeyError("a field of another version")
+
+    monkeypatch.setattr("quarrel.process.remote.typed", other)
+    with pytest.raises(EngineLost, match="start it anew"):
+        far("demo")
+
+
+def test_a_model_that_fails_to_load_for_no_known_reason_is_an_answer(tmp_path: Path) -> None:
+    def broken(source: str) -> RemoteLLM:
+        raise ZeroDivisionError
+
+    with running(Settings(data_dir=tmp_path, rates=Rates(requests=0)), broken) as made:
+        answer = made.client.post("/v1/completions", json={"prompt": "a"})
+        assert answer.status_code == 500
+        assert "see the server's log" in answer.json()["error"]["message"]
+        assert entry(made).state == "failed"

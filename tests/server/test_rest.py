@@ -153,6 +153,17 @@ def test_a_full_queue_is_refused_with_a_time_to_come_back(tmp_path: Path) -> Non
         assert codes.count(503) >= 1
         assert codes.count(200) >= 3
         assert all(int(a.headers["retry-after"]) >= 1 for a in answers if a.status_code == 503)
+        made.server.desk._accepted["demo"] = 3
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+        body = b"1\r\n{\r\n0\r\n\r\n"
+        # Nobody reads it; where its length is known, the connection serves on.
+        again = made.raw(f"{head}Content-Length: 2\r\n\r\n{{,".encode() * 2, 0.5)
+        assert again.count(b"HTTP/1.1 503") == again.count(b"retry-after: ") == 2
+        assert b"connection: close" not in again
+        last = made.raw(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + body)
+        assert last.lower().count(b"connection: close") == 1
+        assert made.client.get("/api/health").status_code == 200
+        made.server.desk._accepted["demo"] = 0
 
 
 def test_a_request_over_its_time_is_ended(tmp_path: Path) -> None:

@@ -1,0 +1,56 @@
+"""Lines of the access log leave later, all of them, and wait for nobody."""
+
+from __future__ import annotations
+
+import io
+import logging
+import threading
+
+from quarrel.server import logs
+from quarrel.server.logs import Later
+
+
+def record(text: str) -> logging.LogRecord:
+    return logging.LogRecord("x", logging.INFO, "", 0, text, None, None)
+
+
+def test_every_line_is_there_in_its_order_when_it_is_closed() -> None:
+    out = io.StringIO()
+    handler = Later(out)
+    for i in range(1000):
+        handler.emit(record(str(i)))
+    handler.close()
+    assert out.getvalue().split() == [str(i) for i in range(1000)]
+
+
+def test_a_reader_that_stands_still_costs_lines_and_no_time(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(logs, "MOST", 10)
+    stands, goes = threading.Event(), threading.Event()
+
+    class Stuck(io.StringIO):
+        def write(self, text: str) -> int:
+            stands.set()
+            goes.wait(10)
+            return super().write(text)
+
+    out = Stuck()
+    handler = Later(out)
+    handler.emit(record("first"))
+    assert stands.wait(10)
+    for i in range(25):
+        handler.emit(record(f"line {i}"))
+    goes.set()
+    handler.close()
+    lines = out.getvalue().splitlines()
+    assert lines[:2] == ["first", "line 0"]
+    assert lines[-1] == "15 lines were lost: nobody read them"
+    assert len(lines) == 12
+
+
+def test_a_reader_that_has_gone_ends_nothing() -> None:
+    out = io.StringIO()
+    handler = Later(out)
+    out.close()
+    handler.emit(record("nobody hears"))
+    handler.close()
+    assert not handler._thread.is_alive()
