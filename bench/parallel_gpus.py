@@ -68,7 +68,7 @@ def case(args: argparse.Namespace, name: str, variant: str) -> dict[str, Any]:
     path = folder / f"model-{variant}.gguf"
     ids = np.load(folder / "tokens.npy").reshape(-1).astype(np.int32)
     limits = Limits(max_tokens=len(ids), max_seqs=2, max_blocks_per_seq=8, n_blocks=8, block_size=16)
-    team = Team(Work((path,), args.backend, "auto", 2, "tensor", threads=1, one_shot=args.one_shot))
+    team = Team(Work((path,), args.backend, "auto", 2, "tensor", threads=1, one_shot=not args.nccl_only))
     with GGUFFile.open(path) as file:
         spec = read_spec(file)
         assert isinstance(spec, ModelSpec)
@@ -197,7 +197,7 @@ def speed(args: argparse.Namespace, path: Path) -> None:
     on = backend(args.backend)
     limits = limits_for(tests, args.step_tokens or on.step_tokens, False)
     team = Team(
-        Work((path,), args.backend, "auto", 2, one_shot=args.one_shot)
+        Work((path,), args.backend, "auto", 2, one_shot=not args.nccl_only)
     )  # its process starts while one device is measured
     with GGUFFile.open(path) as file:
         source = Source.of(file, max(t.length for t in tests))
@@ -233,7 +233,7 @@ def everything(args: argparse.Namespace) -> int:
 
     base = [sys.executable, str(Path(__file__)), "--backend", args.backend, "--cases", str(args.cases)]
     base += ["--rounds", str(args.rounds)] + (["--step-tokens", str(args.step_tokens)] if args.step_tokens else [])
-    base += ["--one-shot"] if args.one_shot else []
+    base += ["--nccl-only"] if args.nccl_only else []
     cut = [] if args.layers is None else ["--layers", str(args.layers)]
     names = args.only.split(",") if args.only else list(MODELS)
     files = {n: args.folder / f"{n.replace(':', '-')}.gguf" for n in names}
@@ -315,7 +315,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--step-tokens", type=int)
     parser.add_argument("--n-cases", type=int, default=len(CASES))
-    parser.add_argument("--one-shot", action="store_true", help="small sums in one launch, which no GPU has run yet")
+    parser.add_argument("--nccl-only", action="store_true", help="no sums in one launch")
     parser.add_argument("--part", nargs="+", default=[])
     args = parser.parse_args()
     match args.part:

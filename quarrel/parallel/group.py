@@ -1,12 +1,12 @@
 """A group over torch.distributed: NCCL between GPUs, gloo between CPU processes. No default group: models do not share one.
 
-With `one_shot`, small sums on GPUs that reach each other's memory are one launch (`triton_backend/one_shot.py`), for which
-processes open each other's memory by CUDA's handles. It is asked for only: no GPU has run it yet. NVLink multicast is left
-alone.
+Small sums on GPUs that reach each other's memory over NVLink are one launch (`triton_backend/one_shot.py`), for which
+processes open each other's memory by CUDA's handles. NVLink multicast is left alone.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
@@ -28,6 +28,8 @@ PATIENCE = timedelta(minutes=30)
 """How long a member waits for another that lives, such as one that compiles its kernels for the first time."""
 
 
+_NATIVE_ATOMICS = 3
+"""CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED."""
 _SETTINGS = {
     # A member that is gone is told by its link; NCCL's own watch would end this process too.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -38,7 +40,7 @@ _SETTINGS = {
 class TorchGroup:
     """See `ops.collective.Group`. Buffers are NumPy arrays (gloo) or CUDA tensors (NCCL)."""
 
-    def __init__(self, folder: Path, rank: int, size: int, device: torch.device, one_shot: bool = False) -> None:
+    def __init__(self, folder: Path, rank: int, size: int, device: torch.device, one_shot: bool = True) -> None:
         self.rank, self.size = rank, size
         store = dist.FileStore(str(folder / "store"), size)
         store.set_timeout(timedelta(minutes=2))
@@ -137,13 +139,18 @@ def _tensor(buffer: Any) -> torch.Tensor:
     return torch.from_numpy(buffer) if isinstance(buffer, np.ndarray) else buffer
 
 
+def _atomics(device: int, other: int) -> bool:
+    """Whether compare-and-swap on the other's memory is one, which NVLink promises and PCIe does not."""
+    cuda, found = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+    return cuda.cuDeviceGetP2PAttribute(ctypes.byref(found), _NATIVE_ATOMICS, device, other) == 0 and found.value == 1
+
+
 def _one_shot(store: Any, rank: int, size: int, device: torch.device) -> OneShot | None:
-    """None where GPUs do not reach each other's memory."""
+    """None where GPUs do not reach each other's memory, or not well enough."""
     from quarrel.triton_backend.one_shot import OneShot, words
 
     try:
-        others = [r for r in range(torch.cuda.device_count()) if r != device.index][: size - 1]
-        if not all(torch.cuda.can_device_access_peer(device, other) for other in others):
+        if not all(_atomics(device.index, other) for other in range(size) if other != rank):
             return None
         own = torch.zeros(words(size), dtype=torch.int32, device=device)
         torch.cuda.synchronize(device)
@@ -162,6 +169,6 @@ def _one_shot(store: Any, rank: int, size: int, device: torch.device) -> OneShot
             seen = torch.empty(0, dtype=torch.int32, device=device)
             memory.append(seen.set_(storage, offset, (words(size),)))
         return OneShot(rank, memory)
-    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+    except (AttributeError, OSError, RuntimeError, TypeError, ValueError) as error:
         log.info("sums over GPUs are NCCL's alone: %s", error)
         return None

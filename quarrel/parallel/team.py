@@ -47,8 +47,8 @@ class Work:
     split: Split = "auto"
     threads: int | None = None
     """Of each process, on a CPU."""
-    one_shot: bool = False
-    """Small sums of GPUs in one launch (`group.py`)."""
+    one_shot: bool = True
+    """Small sums of GPUs in one launch, where they reach each other's memory over NVLink (`group.py`)."""
 
 
 class Member:
