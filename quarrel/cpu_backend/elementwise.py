@@ -145,6 +145,23 @@ def cap(limited: bool) -> KernelDef:
     return KernelDef(f"cap{'/limited' if limited else ''}", ("x", "y", "n", "scale", "limit"), body)
 
 
+def mean_rows() -> KernelDef:
+    """Chunk s: y[s] = the mean of rows starts[s] to starts[s + 1] of x."""
+
+    def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
+        width, at = a.n << 2, a.starts + (chunk << 2)
+        begin, end = k.load(at, I32).to(I64), k.load(at + 4, I32).to(I64)
+        y = a.y + chunk * width
+        each(k, a.n, lambda o, lanes: k.store(k.lift(0.0, f32s(lanes)), y + o))
+        with k.range(begin, end) as row:
+            x = a.x + row * width
+            each(k, a.n, lambda o, lanes: k.store(k.load(y + o, f32s(lanes)) + k.load(x + o, f32s(lanes)), y + o))
+        count = k.maximum(end - begin, 1).to(F32)
+        each(k, a.n, lambda o, lanes: k.store(k.load(y + o, f32s(lanes)) / k.lift(count, f32s(lanes)), y + o))
+
+    return KernelDef("mean_rows", ("x", "starts", "y", "n"), body)
+
+
 def gather_rows() -> KernelDef:
     """Chunk r: y[r] = x[rows[r]]."""
 

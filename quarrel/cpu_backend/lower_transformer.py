@@ -242,6 +242,13 @@ def add_row(e: Lowering, node: Node) -> None:
     p.stage(Job(elementwise.add_row(), args, Header.axis(p.rows(y))))
 
 
+def mean_rows(e: Lowering, node: Node) -> None:
+    p = e.plan
+    (x, query_start), (y,) = node.inputs, node.outputs
+    args = {"x": p.place(x), "starts": p.place(query_start), "y": p.place(y), "n": node.spec.k}
+    p.stage(Job(elementwise.mean_rows(), args, Header.axis(p.rows(y))))
+
+
 def encode(e: Lowering, node: Node) -> None:
     p, s = e.plan, node.spec
     q, k, v, query_start = node.inputs

@@ -8,7 +8,7 @@ from quarrel.models.tensors import Tensors
 from quarrel.ops.activation import GatedSpec, gated, plain
 from quarrel.ops.contract import ConstRef, Value
 from quarrel.ops.embedding import embedding, gather_rows
-from quarrel.ops.encode import EncodeSpec, add_row, encode
+from quarrel.ops.encode import EncodeSpec, add_row, encode, mean_rows
 from quarrel.ops.linear import add, linear, linear_add
 from quarrel.ops.norm import NormSpec, norm
 from quarrel.ops.null import Builder
@@ -17,7 +17,7 @@ from quarrel.ops.rope import RopeSpec, rope
 
 
 def encoder(spec: EncoderSpec, tensors: Tensors) -> Program:
-    """Token ids in, `hidden` of the rows asked for out, before pooling."""
+    """Token ids in; `hidden` of the rows asked for out, before pooling, and the `mean` of each sequence's."""
     b = Builder()
     after = NormSpec(spec.norm, spec.n_embd, spec.norm_eps, out="f32")
     with b.at("token_embd"):
@@ -38,7 +38,7 @@ def encoder(spec: EncoderSpec, tensors: Tensors) -> Program:
             h = linear_add(b, h, y, *block.linear("ffn_down", spec.n_embd, y.dims[1]))  # type: ignore[arg-type]
             h = norm(b, after, h, *block.gains("layer_output_norm"))
     with b.at("output"):
-        return b.program(hidden=gather_rows(b, h, b.input("out_rows")))
+        return b.program(hidden=gather_rows(b, h, b.input("out_rows")), mean=mean_rows(b, h))
 
 
 def _attend(b: Builder, block: Block, spec: EncoderSpec, h: Value) -> Value:

@@ -8,7 +8,7 @@ from quarrel.ops.activation import CAP, GATED, PLAIN
 from quarrel.ops.attention import ATTENTION, KV_APPEND, ROPE_APPEND
 from quarrel.ops.contract import Op
 from quarrel.ops.embedding import EMBEDDING, GATHER_ROWS
-from quarrel.ops.encode import ADD_ROW, ENCODE
+from quarrel.ops.encode import ADD_ROW, ENCODE, MEAN_ROWS
 from quarrel.ops.linear import ADD, LINEAR, LINEAR_ADD, NORM_GATE_UP, NORM_LINEAR
 from quarrel.ops.lora import CHOSEN_LINEAR, LORA
 from quarrel.ops.mixer import MAMBA2_MIX, SCAN1_GATE
@@ -42,6 +42,7 @@ EXTRA_OPS: Mapping[str, Op] = {
         PLAIN,
         ENCODE,
         ADD_ROW,
+        MEAN_ROWS,
         CHOSEN_LINEAR,
         LORA,
     )

@@ -1,7 +1,8 @@
-"""What encoders need beside the decoders' ops: attention without a cache, and one row added to all.
+"""What encoders need beside the decoders' ops: attention without a cache, one row added to all, and pooling.
 
 encode:   every token of a sequence sees every other; softmax(scale * q . k) v, within `query_start` bounds
 add_row:  y[t] = x[t] + row
+mean_rows: y[s] = the mean of rows `query_start[s]` to `query_start[s + 1]` of x, zero where there are none
 """
 
 from __future__ import annotations
@@ -113,3 +114,49 @@ ADD_ROW = Op(
 def add_row(b: Builder, x: Value, row: WeightRef) -> Value:
     """`x + row`, float32."""
     return b.emit(ADD_ROW, AddRowSpec(int(x.dims[1])), x, row)[0]
+
+
+@dataclass(frozen=True)
+class MeanRowsSpec:
+    """Rows of width `k`."""
+
+    k: int
+
+
+def mean_rows_reference(s: MeanRowsSpec, x: Array, query_start: Array) -> tuple[Array]:
+    """NumPy body, in float64."""
+    sums = [x[start:end].sum(0, dtype=np.float64) / max(1, end - start) for start, end in pairwise(query_start)]
+    return (np.array(sums, np.float32).reshape(-1, s.k),)
+
+
+def _make_mean(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
+    lengths = rng.integers(1, case.dims["Q"] + 1, case.dims["S"])
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    return draw.activations(rng, int(lengths.sum()), case.spec.k), starts
+
+
+def _mean_strategy() -> Any:
+    from hypothesis import strategies as st
+
+    sizes = st.fixed_dictionaries({"S": st.integers(1, 5), "Q": st.integers(1, 40)})
+    return st.builds(lambda k, dims: Case(MeanRowsSpec(k), dims), st.integers(1, 300), sizes)
+
+
+MEAN_ROWS = Op(
+    "mean_rows",
+    MeanRowsSpec,
+    lambda s: (Param("x", "f32", "T k"), Param("query_start", "i32", "S1")),
+    lambda s: (Param("y", "f32", "S k"),),
+    reference=mean_rows_reference,
+    make=_make_mean,
+    cases=lambda: [
+        Case(MeanRowsSpec(77), {"S": 1, "Q": 1}, "one token"),
+        Case(MeanRowsSpec(384), {"S": 3, "Q": 70}),
+    ],
+    strategy=_mean_strategy,
+)
+
+
+def mean_rows(b: Builder, x: Value) -> Value:
+    """The mean of each sequence's rows, `[S, k]` float32."""
+    return b.emit(MEAN_ROWS, MeanRowsSpec(int(x.dims[1])), x, b.input("query_start"))[0]

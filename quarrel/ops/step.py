@@ -103,9 +103,10 @@ class StepOutputs:
     tokens: Array | None = None  # [R] int32
     logits: Array | None = None  # [R, V] float32
     hidden: Array | None = None  # [R, E] float32
+    mean: Array | None = None  # [S, E] float32, of each sequence's rows in this step
 
 
-Want = Literal["tokens", "logits", "hidden", "both"]
+Want = Literal["tokens", "logits", "hidden", "mean", "both"]
 """`both` is tokens and logits: some rows are drawn on the device, others by the engine."""
 
 

@@ -1,4 +1,4 @@
-"""Attention of encoders: every token of a sequence sees every other, and nothing is kept.
+"""Attention of encoders: every token of a sequence sees every other, and nothing is kept; and means of a sequence's rows.
 
 A program takes BLOCK_M queries of one head and walks the sequence's keys in tiles from its first, so a row's result does
 not depend on the rest of the batch. Softmax and sums are float32.
@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 
 from quarrel.ops.contract import Compute
-from quarrel.ops.encode import ENCODE, EncodeSpec
+from quarrel.ops.encode import ENCODE, MEAN_ROWS, EncodeSpec
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 from quarrel.triton_backend.attention import MAX_HEAD_DIM, Tile, find
-from quarrel.triton_backend.runtime import Launch, Live, Site, power_of_two
+from quarrel.triton_backend.runtime import Launch, Live, Site, cdiv, power_of_two
 
 
 @triton.jit(do_not_specialize=["seqs"])
@@ -58,6 +58,22 @@ def encode_rows(
     tl.store(out + row[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=mask_q)
 
 
+@triton.jit
+def mean_of_rows(y, x, query_start, K, R: tl.constexpr, C: tl.constexpr):
+    # Sums of every R-th row, then of those: the same order in every batch.
+    seq = tl.program_id(0)
+    column = tl.program_id(1) * C + tl.arange(0, C)
+    begin = tl.load(query_start + seq)
+    end = tl.load(query_start + seq + 1)
+    total = tl.zeros([R, C], tl.float32)
+    for start in range(begin, end, R):
+        row = start + tl.arange(0, R)
+        at = row.to(tl.int64)[:, None] * K + column[None, :]
+        total += tl.load(x + at, mask=(row < end)[:, None] & (column < K)[None, :], other=0.0)
+    mean = tl.sum(total, 0) / tl.maximum(end - begin, 1).to(tl.float32)
+    tl.store(y + seq.to(tl.int64) * K + column, mean, mask=column < K)
+
+
 def tile(compute: Compute, head_dim: int) -> Tile:
     """As attention's for prefill."""
     wide = power_of_two(head_dim)
@@ -84,9 +100,26 @@ def build_encode(site: Site, node: Node) -> Launch:
     return run
 
 
+def build_mean_rows(site: Site, node: Node) -> Launch:
+    """MEAN_ROWS: x `[T, k]` float32, query_start `[S + 1]` int32."""
+    x, query_start = (site.slot(i) for i in node.inputs)  # type: ignore[arg-type]
+    target = site.slot(node.outputs[0])
+    k: int = node.spec.k
+    columns = min(128, power_of_two(k))
+
+    def run(live: Live) -> None:
+        grid = (live.S, cdiv(k, columns))
+        site.launch(mean_of_rows, grid, target.tensor, x.tensor, query_start.tensor, k, R=16, C=columns)
+
+    return run
+
+
 def _accepts(spec: EncodeSpec) -> str | None:
     fits = spec.head_dim <= MAX_HEAD_DIM
     return None if fits else f"needs head_dim up to {MAX_HEAD_DIM}, got {spec.head_dim}"
 
 
-IMPLEMENTATIONS = (Implementation(ENCODE, "tiles", build_encode, _accepts),)
+IMPLEMENTATIONS = (
+    Implementation(ENCODE, "tiles", build_encode, _accepts),
+    Implementation(MEAN_ROWS, "rows side by side", build_mean_rows),
+)
