@@ -1,0 +1,489 @@
+"""Tiles of one row in whole steps: every map of a model cut in other ways, one at a time, then the best of each at once.
+
+    python bench/one_row.py --out one-row.jsonl [--seconds 140] [--models tinyllama,mistral,..] [--jobs 14] [--list]
+
+A trial is the backend with another tile for one map (`few_tiles.py`). All trials of a model share its packed weights; their
+logits are compared with those of the backend as it is, and all are timed in turns, medians of 5. Large models are cut to
+some layers, and what a whole one would do is worked out from half as many. A line of JSON each as it comes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from quarrel.bench.measure import run
+from quarrel.bench.subject import Source, Subject, limits_for
+from quarrel.bench.work import Test
+from quarrel.gguf import GGUFFile
+from quarrel.ops.registry import backend
+from quarrel.triton_backend import backend as triton_backend
+from quarrel.triton_backend import few, few_tiles
+from quarrel.triton_backend.few_tiles import Tile, Walk
+from quarrel.triton_backend.halved import norm_halve_rows
+from quarrel.triton_backend.runtime import cdiv, power_of_two, starts_early
+from quarrel.triton_backend.weights import Weights
+
+ROOT = Path(__file__).resolve().parents[1]
+BEGAN = time.perf_counter()
+ROUNDS = 5
+STEP_TOKENS = 64
+GAIN = 0.002
+"""Share of a step below which a trial is no better than the tile in force."""
+Way = Tile | Walk | int
+"""Of a map; for `norm` its warps, for `halve` the blocks of a program."""
+
+
+def deep(rows: int, words: int, warps: int) -> Tile:
+    return Tile(rows, words, warps, True)
+
+
+@dataclass(frozen=True)
+class Model:
+    """Widths, the layers it is cut to, the speed wanted of the whole, and other ways of its maps, by map."""
+
+    shape: str
+    quant: str
+    layers: int
+    cut: int
+    bar: float
+    embedding: int
+    inner: int
+    three: int
+    """Outputs of query, key and value."""
+    vocab: int
+    ways: Mapping[str, tuple[Way, ...]]
+
+    def file(self, folder: Path, cut: int) -> Path:
+        return folder / f"{self.shape}-{self.quant}-{cut}.gguf"
+
+    def map(self, n: int, k: int) -> str:
+        """Its name, by its widths."""
+        e = self.embedding
+        return {(self.three, e): "qkv", (e, e): "o", (e, self.inner): "down", (self.vocab, e): "head"}.get((n, k), "")
+
+    def trials(self) -> list[tuple[str, Way]]:
+        """The first of each map first: time may be over before the last."""
+        most = max(map(len, self.ways.values()))
+        return [(name, ways[i]) for i in range(most) for name, ways in self.ways.items() if i < len(ways)]
+
+
+MODELS = {
+    "tinyllama": Model(
+        "tinyllama-1.1b", "Q4_K_M", 22, 22, 1600, 2048, 5632, 2560, 32000,
+        {
+            "gate": (Walk(2, 256, 2, 11), Walk(2, 256, 2, 12), Walk(1, 256, 2, 11), Walk(1, 256, 2, 14), Tile(2, 256, 2),
+                     Walk(2, 256, 2, 8), Walk(4, 256, 2, 8), Tile(2, 128, 1), Tile(4, 256, 2)),
+            "down": (deep(1, 256, 2), deep(2, 512, 4), Tile(2, 256, 2), deep(1, 512, 4), deep(4, 256, 2), Tile(2, 1024, 8),
+                     deep(2, 128, 1), deep(1, 128, 1), Tile(2, 512, 4)),
+            "qkv": (Tile(2, 256, 2), Tile(1, 256, 2), Tile(8, 256, 2), Tile(4, 256, 1), deep(2, 128, 1)),
+            "o": (Tile(2, 256, 2), Tile(1, 256, 2), Tile(8, 256, 2), deep(2, 128, 1), deep(4, 128, 1)),
+            "head": (Tile(4, 256, 2), Tile(2, 256, 2), Tile(4, 128, 1), Tile(8, 256, 2)),
+            "norm": (4, 16),
+            "halve": (8, 32),
+        },
+    ),
+    "mistral": Model(
+        "mistral-7b", "Q4_K_M", 32, 8, 530, 4096, 14336, 6144, 32768,
+        {
+            "gate": (Tile(2, 256, 2), Tile(4, 512, 4), Tile(2, 512, 4), Walk(2, 512, 4, 5), Tile(4, 256, 2),
+                     Tile(1, 512, 4), Tile(4, 128, 1), Walk(4, 512, 4, 4), Tile(1, 256, 1)),
+            "down": (deep(2, 256, 2), deep(1, 256, 2), deep(2, 512, 4), deep(1, 128, 1), Tile(4, 512, 4), deep(4, 256, 2),
+                     deep(1, 512, 4), Tile(2, 256, 2), deep(4, 512, 4)),
+            "qkv": (Tile(2, 512, 4), deep(2, 256, 2), Tile(8, 512, 4), Tile(2, 128, 1)),
+            "o": (Tile(2, 512, 4), deep(2, 256, 2), Tile(8, 512, 4)),
+            "head": (Tile(2, 256, 2), Tile(4, 512, 4), Tile(4, 256, 2), Tile(2, 512, 4), Tile(4, 128, 1)),
+            "norm": (4, 16),
+            "halve": (8, 32),
+        },
+    ),
+    "q8": Model(
+        "mistral-7b", "Q8_0", 32, 8, 400, 4096, 14336, 6144, 32768,
+        {
+            "gate": (Tile(1, 512, 4), Tile(1, 128, 1), Tile(2, 1024, 8), Tile(4, 512, 4), Tile(1, 1024, 8),
+                     Tile(1, 256, 2)),
+            "down": (deep(2, 512, 4), Tile(2, 512, 4), Tile(8, 512, 4), deep(4, 512, 4), deep(1, 512, 4), Tile(4, 1024, 8),
+                     deep(2, 128, 1)),
+            "qkv": (Tile(2, 512, 4), Tile(2, 1024, 8), Tile(4, 1024, 8), Tile(2, 128, 1)),
+            "o": (Tile(2, 512, 4), Tile(2, 1024, 8), Tile(4, 1024, 8)),
+            "head": (Tile(2, 512, 4), Tile(8, 512, 4), Tile(2, 128, 1), Tile(2, 1024, 8)),
+        },
+    ),
+    "granite": Model(
+        "granite-4-micro", "Q4_K_M", 40, 10, 650, 2560, 8192, 3584, 100352,
+        {
+            "gate": (Walk(2, 512, 4, 5), Walk(1, 512, 4, 7), Tile(2, 64, 1), Tile(2, 128, 1), Walk(2, 512, 4, 4),
+                     Tile(4, 64, 1), Tile(2, 512, 4), Tile(4, 512, 4)),
+            "down": (deep(2, 256, 2), deep(1, 256, 2), deep(2, 512, 4), Tile(2, 1024, 8), deep(1, 128, 1), deep(4, 256, 2),
+                     Tile(4, 512, 4)),
+            "qkv": (Tile(2, 512, 4), deep(2, 64, 1), Tile(4, 512, 4), Tile(1, 512, 4), deep(4, 64, 1), deep(2, 256, 2)),
+            "o": (Tile(2, 512, 4), deep(2, 64, 1), Tile(4, 512, 4), Tile(1, 512, 4), deep(4, 64, 1)),
+            "head": (Tile(2, 64, 1), Tile(4, 64, 1), Tile(4, 512, 4), Tile(2, 512, 4), Tile(2, 256, 2)),
+            "norm": (4, 16),
+        },
+    ),
+    "smollm": Model(
+        "smollm2-135m", "F16", 30, 30, 2000, 576, 1536, 960, 49152,
+        {
+            "gate": (Walk(2, 1024, 4, 6), Walk(1, 1024, 4, 6), Walk(4, 1024, 4, 3), Tile(1, 1024, 4), Tile(2, 1024, 4),
+                     Walk(2, 1024, 8, 3), Walk(2, 1024, 4, 5), Tile(2, 256, 1)),
+            "down": (deep(1, 512, 2), deep(2, 512, 2), Tile(1, 2048, 8), Tile(2, 2048, 8), Tile(2, 512, 2), deep(1, 256, 1),
+                     deep(2, 256, 1)),
+            "qkv": (Tile(2, 1024, 4), Tile(1, 1024, 4), Tile(4, 1024, 4), Tile(2, 512, 2), deep(2, 256, 1),
+                    deep(1, 256, 1)),
+            "o": (Tile(2, 1024, 4), Tile(1, 1024, 4), Tile(4, 1024, 4), deep(2, 256, 1), deep(1, 256, 1)),
+            "head": (Tile(4, 1024, 4), Tile(2, 1024, 4), Tile(8, 1024, 4), Tile(4, 256, 1), Tile(4, 256, 2)),
+            "norm": (2, 8),
+        },
+    ),
+}  # fmt: skip
+
+
+@contextmanager
+def replaced(*given: tuple[Any, str, Any]) -> Iterator[None]:
+    """Other values for names of modules, for a while."""
+    before = [(where, name, getattr(where, name)) for where, name, _ in given]
+    for where, name, value in given:
+        setattr(where, name, value)
+    try:
+        yield
+    finally:
+        for where, name, value in reversed(before):
+            setattr(where, name, value)
+
+
+@contextmanager
+def tried(model: Model, ways: Mapping[str, Way]) -> Iterator[None]:
+    """The backend with these ways."""
+    before = few_tiles.tile_for
+
+    def tile(format: str, n: int, k: int) -> Any:
+        return ways.get(model.map(n, k)) or before(format, n, k)
+
+    given: list[tuple[Any, str, Any]] = [(few_tiles, "tile_for", tile), (few, "tile_for", tile)]
+    gate = ways.get("gate")
+    if gate is not None:
+        given.append((few, "walk_for", lambda *_: gate if isinstance(gate, Walk) else None))
+        given.append((few, "gate_tile_for", lambda *_: gate))
+    if "norm" in ways:
+        given.append((few, "norm_row", normed(ways["norm"])))
+    if "halve" in ways:
+        given.append((few, "_HALVE_BLOCKS", ways["halve"]))
+    with replaced(*given):
+        yield
+
+
+def normed(warps: Any) -> Callable[..., None]:
+    """`few.norm_row` in so many warps."""
+
+    def row(site: Any, spec: Any, x: Any, gain: Any, to: Any, y: Any) -> None:
+        site.launch(
+            norm_halve_rows, (1,), x if to is None else to, x if y is None else y, x, gain, spec.eps, K=spec.k,
+            B=power_of_two(cdiv(spec.k, 32)), HALVED=to is not None, PLAIN=y is not None, warps=warps,
+            early=starts_early(site),
+        )  # fmt: skip
+
+    return row
+
+
+class Loaded:
+    """A file whose weights are packed once, however often it is built."""
+
+    def __init__(self, path: Path, test: Test, cut: bool) -> None:
+        self.test, self._file = test, GGUFFile.open([str(path)])
+        self._source = Source.of(self._file, test.length)
+        if cut:
+            self._source = self._source.cut()[0]
+        self._held: Weights | None = None
+
+    def subject(self) -> Subject:
+        limits = limits_for([self.test], STEP_TOKENS, False)
+        with replaced((triton_backend, "Weights", self._weights)):
+            return Subject(self._source, backend("triton"), limits, "auto")
+
+    def _weights(self, *given: Any) -> Weights:
+        self._held = self._held or Weights(*given)
+        return self._held
+
+    def close(self) -> None:
+        self._held = None
+        self._file.close()
+
+
+def test_of(tokens: int) -> Test:
+    return Test("decode", tokens)
+
+
+def once(subject: Subject, test: Test) -> float:
+    """Seconds of a step."""
+    layout, began = subject.layout, time.perf_counter()
+    run(subject, (layout.decode(i, 1, from_last=i > 0) for i in range(test.tokens)))
+    return (time.perf_counter() - began) / test.tokens
+
+
+@cache
+def loaded(path: Path, tokens: int) -> Loaded:
+    """A worker's."""
+    return Loaded(path, test_of(tokens), cut=True)
+
+
+Job = tuple[str, int, str, int]
+"""Model, number of the trial (-1: the backend as it is), path, tokens."""
+
+
+def compiled(job: Job) -> tuple[Job, str]:
+    """Fills Triton's cache in a worker and runs what it made; what went wrong."""
+    name, place, path, tokens = job
+    model = MODELS[name]
+    try:
+        with tried(model, {} if place < 0 else dict([model.trials()[place]])):
+            subject = loaded(Path(path), tokens).subject()
+            for want in ("logits", "tokens"):
+                subject.step(subject.layout.decode(0, 1, False), want)  # type: ignore[arg-type]
+            run(subject, [subject.layout.decode(tokens - 1, 1, True)])
+            subject.close()
+    except Exception:
+        return job, traceback.format_exc(limit=-4)[-1200:]
+    return job, ""
+
+
+class Notes:
+    """Rows, written as they come."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8")
+
+    def say(self, **row: Any) -> None:
+        row = {"at": round(time.perf_counter() - BEGAN, 1)} | row
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        if "fault" in row or "raised" in row or "part" in row:
+            print(json.dumps(row)[:600], flush=True)
+
+
+def warm(jobs: list[Job], processes: int, until: float, notes: Notes) -> set[Job]:
+    """The jobs that failed or were not done in time: nothing of theirs is run here, where a fault would end it all."""
+    left = set(jobs)
+    with multiprocessing.get_context("spawn").Pool(min(processes, len(jobs))) as pool:
+        waiting = pool.imap_unordered(compiled, jobs)
+        try:
+            for _ in jobs:
+                job, fault = waiting.next(max(0.1, until - time.perf_counter()))
+                if fault:
+                    notes.say(model=job[0], trial=str(MODELS[job[0]].trials()[job[1]]), fault=fault)
+                else:
+                    left.discard(job)
+        except multiprocessing.TimeoutError:
+            notes.say(part="compile", over=True, left=len(left))
+        pool.terminate()
+    return left
+
+
+@dataclass(eq=False)
+class Trial:
+    """One that is loaded, and its times."""
+
+    name: str
+    way: Way | None
+    ways: dict[str, Way]
+    subject: Subject
+    off: float
+    right: bool
+    seconds: list[float]
+
+    @property
+    def ms(self) -> float:
+        return median(self.seconds) * 1e3
+
+
+class Trials:
+    """All of a model that are loaded."""
+
+    def __init__(self, model: Model, held: Loaded, notes: Notes) -> None:
+        self.model, self.held, self.notes = model, held, notes
+        self.all: list[Trial] = []
+        self._want: np.ndarray | None = None
+
+    def add(self, name: str, way: Way | None, ways: dict[str, Way]) -> Trial | None:
+        try:
+            with tried(self.model, ways):
+                subject = self.held.subject()
+                layout = subject.layout
+                for _ in range(2):  # plain, then the graph
+                    got = subject.step(layout.decode(0, 1, False), "logits").logits
+                assert got is not None
+                self._want = got if self._want is None else self._want
+                off = float(np.linalg.norm(got - self._want) / np.linalg.norm(self._want))
+                drawn = subject.step(layout.decode(0, 1, False), "tokens").tokens
+                once(subject, self.held.test)
+        except Exception as failure:
+            self.notes.say(model=self.model.shape, trial=name, raised=f"{type(failure).__name__}: {failure}"[:500])
+            return None
+        made = Trial(name, way, ways, subject, off, bool((drawn == got.argmax(-1)).all()), [])
+        self.all.append(made)
+        return made
+
+    def time(self, chosen: list[Trial], until: float) -> None:
+        for i in range(ROUNDS):
+            if i and time.perf_counter() > until:
+                return
+            for trial in chosen[:: 1 if i % 2 == 0 else -1]:
+                with tried(self.model, trial.ways):
+                    trial.seconds.append(once(trial.subject, self.held.test))
+
+    def say(self, chosen: list[Trial]) -> None:
+        for t in chosen:
+            way = asdict(t.way) if isinstance(t.way, Tile | Walk) else t.way
+            self.notes.say(
+                model=f"{self.model.shape} {self.model.quant}", map=t.name, way=way, ms=round(t.ms, 4), off=t.off,
+                right=t.right, rounds=len(t.seconds), spread=round(max(t.seconds) / min(t.seconds) - 1, 4),
+            )  # fmt: skip
+
+
+def shown(way: Way | None) -> str:
+    if isinstance(way, Walk):
+        return f"walk {way.rows} x {way.words}, {way.warps} warps, {way.each} a multiprocessor"
+    if isinstance(way, Tile):
+        return f"{way.rows} x {way.words}, {way.warps} warps{', two ahead' if way.deep else ''}"
+    return "" if way is None else str(way)
+
+
+def line(t: Trial, now: float) -> str:
+    wrong = "" if t.right and t.off < 2e-2 else "  WRONG?"
+    return f"{t.name:6s} {shown(t.way):44s} {t.ms:8.4f} {t.ms / now - 1:+7.2%} {t.off:8.1e}{wrong}"
+
+
+def best_of(trials: list[Trial], now: float) -> dict[str, Way]:
+    """The fastest of each map, where it is faster than the backend as it is, and right."""
+    found: dict[str, Trial] = {}
+    for t in trials:
+        wins = t.right and t.off < 2e-3 and t.ms < now * (1 - GAIN)
+        if wins and (t.name not in found or t.ms < found[t.name].ms):
+            found[t.name] = t
+    return {name: t.way for name, t in found.items() if t.way is not None}
+
+
+def measured(name: str, folder: Path, tokens: int, bad: set[Job], until: float, notes: Notes) -> str:
+    """All trials of a model, and its table."""
+    model, test = MODELS[name], test_of(tokens)
+    held = Loaded(model.file(folder, model.cut), test, cut=False)
+    trials = Trials(model, held, notes)
+    now = trials.add("now", None, {})
+    assert now is not None
+    again = until - 3.0
+    for place, (map, way) in enumerate(model.trials()):
+        if time.perf_counter() > until - 6.0:
+            break
+        if (name, place, str(model.file(folder, model.cut)), tokens) not in bad:
+            trials.add(map, way, {map: way})
+    first = list(trials.all)
+    trials.time(first, again)
+    trials.say(first)
+    best = best_of(first[1:], now.ms)
+    rows, then = [line(t, now.ms) for t in sorted(first, key=lambda t: (t.name, t.ms))], now
+    if best:
+        made = trials.add("best", None, best)
+        if made is not None:
+            now.seconds.clear()
+            trials.time([now, made], until)
+            trials.say([now, made])
+            rows.append(f"best of each, with it now {now.ms:.4f}: {made.ms:.4f} {made.ms / now.ms - 1:+.2%} {made.off:.1e}")
+            rows.append("  " + "; ".join(f"{map}: {shown(way)}" for map, way in best.items()))
+            then = made
+    layer = 0.0
+    if model.cut < model.layers:
+        half = _half(model, folder, test, notes)
+        layer = (now.ms - half) / (model.cut - model.cut // 2)
+    for t in dict.fromkeys((now, then)):
+        whole = 1e3 / (t.ms + max(0.0, layer + (t.ms - now.ms) / model.cut) * (model.layers - model.cut))
+        rows.append(f"{t.name}: {t.ms:.4f} ms, {layer * 1e3:.2f} us a layer now; {whole:.1f} tok/s, bar {model.bar:g}")
+    for t in trials.all:
+        t.subject.close()
+    held.close()
+    title = f"\n{name}: {model.shape} {model.quant}, {tokens} tokens, {model.cut} of {model.layers} layers"
+    return "\n".join([title, *rows])
+
+
+def _half(model: Model, folder: Path, test: Test, notes: Notes) -> float:
+    """Milliseconds of half the layers."""
+    held = Loaded(model.file(folder, model.cut // 2), test, cut=False)
+    trials = Trials(model, held, notes)
+    made = trials.add("half", None, {})
+    if made is not None:
+        trials.time([made], time.perf_counter() + 1.0)
+        made.subject.close()
+    held.close()
+    return made.ms if made is not None else 0.0
+
+
+def make(model: Model, cut: int, folder: Path, jobs: int) -> subprocess.Popen[bytes] | None:
+    path = model.file(folder, cut)
+    if path.exists():
+        return None
+    command = [sys.executable, "-m", "tools.make_synthetic", model.shape, model.quant, str(path), "--layers", str(cut)]
+    return subprocess.Popen([*command, "--jobs", str(jobs)], cwd=ROOT, stdout=subprocess.DEVNULL)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("one-row.jsonl"))
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--seconds", type=float, default=140.0)
+    parser.add_argument("--tokens", type=int, default=64, help="of each sequence that is timed")
+    parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2))
+    parser.add_argument("--list", action="store_true", help="print what would be done")
+    args = parser.parse_args()
+    names, until = args.models.split(","), BEGAN + args.seconds
+    if args.list:
+        for name in names:
+            for map, way in MODELS[name].trials():
+                print(name, map, shown(way))
+        return 0
+    notes = Notes(args.out)
+    chosen = [MODELS[name] for name in names]
+    files = [(m, cut) for m in chosen for cut in dict.fromkeys((m.cut, m.cut // 2 if m.cut < m.layers else m.cut))]
+    making = [make(m, cut, args.folder, max(1, args.jobs // 3)) for m, cut in files]
+    if any(process is not None and process.wait() for process in making):
+        raise SystemExit("a model could not be written")
+    jobs = [(n, -1, str(MODELS[n].file(args.folder, MODELS[n].cut)), args.tokens) for n in names]
+    most = max(len(m.trials()) for m in chosen)
+    jobs += [(n, i, path, tokens) for i in range(most) for n, _, path, tokens in jobs[: len(names)]
+             if i < len(MODELS[n].trials())]  # fmt: skip
+    notes.say(part="files", jobs=len(jobs))
+    bad: set[Job] = set()
+    if args.jobs > 1:
+        bad = warm(jobs, args.jobs, BEGAN + args.seconds * 0.5, notes)
+    notes.say(part="compile", bad=[f"{n} {i}" for n, i, *_ in sorted(bad)])
+    notes.say(part="machine", device=backend("triton").device())
+    tables = []
+    for i, name in enumerate(names):
+        share = (until - time.perf_counter()) / (len(names) - i)
+        try:
+            tables.append(measured(name, args.folder, args.tokens, bad, time.perf_counter() + share, notes))
+        except Exception:
+            tables.append(f"{name} FAILED: {traceback.format_exc(limit=-6)}")
+        print(tables[-1], flush=True)
+    notes.say(part="end")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
