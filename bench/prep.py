@@ -281,8 +281,8 @@ def main() -> int:
     notes.say(part="files", made=[str(p) for p in paths.values()], jobs=[len(first), len(then)])
     bad: set[str] = set()
     if args.jobs > 1:
-        bad = warm(first, args.jobs, BEGAN + args.seconds * 0.35, notes)
-        bad |= warm(then, args.jobs, BEGAN + args.seconds * 0.6, notes)
+        bad = warm(first, args.jobs, BEGAN + args.seconds * 0.45, notes)
+        bad |= warm(then, args.jobs, BEGAN + args.seconds * 0.68, notes)
         notes.say(part="compile", bad=sorted(bad))
     notes.say(part="machine", device=backend("triton").device(), torch=torch.__version__)
     tables = []

@@ -86,6 +86,8 @@ SLACK = 16
 kernel here and another there by version and target. A kernel that outgrows its registers takes 40 to 500."""
 META = torch.device("meta")
 TOKENS = (1, 8, 16, 32, 64, 128, 512)
+MANY = Live(64, 64, 64, True, False, 64)
+"""A step of many sequences, one token each."""
 
 
 @dataclass(frozen=True)
@@ -266,9 +268,9 @@ def record(op: Op, spec: Any, compute: Compute, generation: int, mode: Mode = PL
         mode.deterministic,
         generation,
     )  # type: ignore[arg-type]
-    for tokens in TOKENS:
+    for live in (*(Live(tokens, 1, 1, tokens == 1, tokens > 1, 1) for tokens in TOKENS), MANY):
         for go in plan.launches:
-            go(Live(tokens, 1, 1, tokens == 1, tokens > 1, 1))
+            go(live)
     yield from seen
 
 
