@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -9,7 +11,7 @@ from quarrel.errors import RequestError
 from quarrel.ops.contract import Array
 from quarrel.ops.step import Limits, StepInputs
 from quarrel.triton_backend.attention import LEAST_SPLIT, MOST_SPLITS, least_split, most_splits, splits_of
-from quarrel.triton_backend.runtime import Live, Slot, Work, cdiv
+from quarrel.triton_backend.runtime import Live, Slot, Work, cdiv, power_of_two
 
 _SAMPLE = ("temperature", "top_k", "top_p", "min_p", "uniform")
 _FLOATS = ("temperature", "top_p", "min_p", "uniform")
@@ -63,15 +65,11 @@ def _bounds(values: Array) -> tuple[int, int]:
     return int(values.min()), int(values.max())
 
 
-class InputBuffer:
-    """Every step input at its own place; the block table comes last, with as many columns as the call brings.
+class _Places:
+    """Where each input of a step of up to so many tokens, sequences and rows begins; the block table comes last."""
 
-    A ring of pinned buffers on the host, one buffer on the device: a copy runs in its turn, after the steps before it.
-    """
-
-    def __init__(self, limits: Limits, device: torch.device) -> None:
-        self._limits = limits
-        tokens, seqs = limits.max_tokens, limits.max_seqs
+    def __init__(self, limits: Limits, most: int, hosts: Sequence[Array] = ()) -> None:
+        tokens, seqs = min(most, limits.max_tokens), min(most, limits.max_seqs)
         lengths = {
             "table_width": 1,
             "tokens": 1,
@@ -81,32 +79,60 @@ class InputBuffer:
             "state_slots": seqs,
         }
         lengths |= dict.fromkeys(("ids", "from_last", "positions", "slots", "adapter", "out_rows", *_SAMPLE), tokens)
-        self._begin: dict[str, int] = {}
+        self.begin: dict[str, int] = {}
         end = 0
         for name, length in lengths.items():
-            self._begin[name], end = end, end + cdiv(length, _ALIGN) * _ALIGN
-        self._table = self._begin["block_table"] = end
-        size = end + seqs * limits.max_blocks_per_seq
+            self.begin[name], end = end, end + cdiv(length, _ALIGN) * _ALIGN
+        self.table = self.begin["block_table"] = end
+        self.size = end + seqs * limits.max_blocks_per_seq
+        self.arrays = [self._named(ints) for ints in hosts]
+
+    def _named(self, ints: Array) -> dict[str, Array]:
+        reals = ints.view(np.float32)
+        return {name: (reals if name in _FLOATS else ints)[begin:] for name, begin in self.begin.items()}
+
+
+class InputBuffer:
+    """Every step input at its own place, by the size of the step: what is copied is no longer than what the step uses.
+
+    Sizes are powers of two, so a graph, which is of one, finds its inputs at fixed addresses. Block tables have as many
+    columns as the call brings.
+
+    A ring of pinned buffers on the host, one buffer on the device: a copy runs in its turn, after the steps before it.
+    """
+
+    def __init__(self, limits: Limits, device: torch.device) -> None:
+        self._limits = limits
+        self._most = max(limits.max_tokens, limits.max_seqs)
+        size = _Places(limits, self._most).size
         pin = device.type == "cuda"
         self._hosts = [torch.zeros(size, dtype=torch.int32, pin_memory=pin) for _ in range(_RING if pin else 1)]
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
         self._sent = [torch.cuda.Event() for _ in self._hosts] if pin else []
         self._turn = 0
-        self._arrays = [self._named(host.numpy()) for host in self._hosts]
-        self._tables = [host.numpy()[self._table :] for host in self._hosts]
+        self._places: dict[int, _Places] = {}
+        self._now = self._place(self._most)
         self.nbytes = 4 * size
-        self.slots = {name: Slot(self._at(name)) for name in self._begin}
-        self.last = Slot(torch.zeros(tokens, dtype=torch.int32, device=device))
+        self.slots = {name: Slot(self._at(name)) for name in self._now.begin}
+        self.last = Slot(torch.zeros(limits.max_tokens, dtype=torch.int32, device=device))
         """Tokens of the last launch that drew any."""
         tables = (self.slots[name] for name in ("item_start", "table_width", "from_last"))
         self.work = Work(*tables, self.last, self.slots["tokens"])
 
-    def _named(self, ints: Array) -> dict[str, Array]:
-        reals = ints.view(np.float32)
-        return {name: (reals if name in _FLOATS else ints)[begin:] for name, begin in self._begin.items()}
+    def _place(self, most: int) -> _Places:
+        if most not in self._places:
+            self._places[most] = _Places(self._limits, most, [host.numpy() for host in self._hosts])
+        return self._places[most]
+
+    def _lay(self, most: int) -> None:
+        """Every input where it is in a step of up to `most`."""
+        if most != self._most:
+            self._most, self._now = most, self._place(most)
+            for name, slot in self.slots.items():
+                slot.tensor = self._at(name)
 
     def _at(self, name: str) -> torch.Tensor:
-        part = self._device[self._begin[name] :]
+        part = self._device[self._now.begin[name] :]
         return part.view(torch.float32) if name in _FLOATS else part
 
     def check(self, inputs: StepInputs, n_vocab: int, n_positions: int, last_rows: int) -> None:
@@ -176,8 +202,9 @@ class InputBuffer:
         self._turn = (turn + 1) % len(self._hosts)
         if self._sent:
             self._sent[turn].synchronize()
-        put = self._arrays[turn]
         tokens, seqs = len(inputs.ids), len(inputs.kv_len)
+        self._lay(power_of_two(max(tokens, seqs, len(inputs.out_rows), padded)))
+        put = self._now.arrays[turn]
         extra = max(padded - tokens, 0)
         _fill(put["ids"], inputs.ids, 0, padded)
         if inputs.from_last is None:
@@ -204,9 +231,9 @@ class InputBuffer:
                 _fill(put[name], getattr(sample, name), 0, padded)
         width = inputs.block_table.shape[1]
         put["table_width"][0], put["tokens"][0] = width, tokens
-        self._tables[turn][: seqs * width] = inputs.block_table.reshape(-1)
+        put["block_table"][: seqs * width] = inputs.block_table.reshape(-1)
         # The rows of padding keep what was there: nobody reads a key of theirs.
-        used = self._table + seqs * width
+        used = self._now.table + seqs * width
         self._device[:used].copy_(self._hosts[turn][:used], non_blocking=True)
         if self._sent:
             self._sent[turn].record()

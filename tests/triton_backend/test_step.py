@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from quarrel.errors import RequestError
 from quarrel.gguf import GGMLType, GGUFFile
@@ -28,7 +29,7 @@ from quarrel.ops.rope import RopeSpec
 from quarrel.ops.sample import sample
 from quarrel.ops.step import Limits, SampleInputs, StepInputs
 from quarrel.triton_backend.backend import TritonBackend, create
-from quarrel.triton_backend.inputs import live_counts
+from quarrel.triton_backend.inputs import InputBuffer, live_counts
 from quarrel.triton_backend.runtime import INTERPRETED
 from quarrel.triton_backend.step import TritonStep
 from tests.paths import need_cases
@@ -152,6 +153,22 @@ def test_padding_a_decode_batch_changes_no_bit(step: TritonStep) -> None:
     step._run(replace(live, T=4, S=4, R=4, items=8), "logits")
     got = step._read(step._outputs["logits"], 3)
     assert np.array_equal(got, want)  # type: ignore[arg-type]
+
+
+def test_a_step_of_each_size_finds_its_inputs_at_fixed_places_and_copies_no_more() -> None:
+    """A graph keeps the addresses of the size that it was captured in, whatever comes between."""
+    buffer = InputBuffer(LIMITS, torch.device("cpu"))
+    seen = []
+    for parts in (DECODE[:1], PREFILL, DECODE[:1]):
+        inputs = batch(parts)
+        buffer.send(inputs)
+        for name, want in (("slots", inputs.slots), ("kv_len", inputs.kv_len), ("block_table", inputs.block_table)):
+            assert buffer.slots[name].tensor[: want.size].tolist() == want.ravel().tolist()
+        seen.append({name: slot.tensor.data_ptr() for name, slot in buffer.slots.items()})
+    assert seen[0] == seen[2]
+    assert seen[0] != seen[1]
+    # One array of 16 bytes each, then the table.
+    assert seen[0]["block_table"] - min(seen[0].values()) == 16 * (len(seen[0]) - 1)
 
 
 def test_more_rows_than_sequences_are_given(step: TritonStep) -> None:
