@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from quarrel.engine.guide import Guide, MakeGuide
     from quarrel.engine.loop import Loop
     from quarrel.engine.outbox import Outbox
+    from quarrel.engine.packed import Packed
     from quarrel.engine.params import Sampling, SamplingParams, merged, token_id
     from quarrel.engine.results import Chunk, FinishReason, Result, Timings, TokenLogprob, Usage
     from quarrel.engine.sequence import Deliver, Scoring
@@ -35,6 +36,7 @@ __all__ = [
     "Loop",
     "MakeGuide",
     "Outbox",
+    "Packed",
     "Priority",
     "Request",
     "Result",
@@ -62,6 +64,7 @@ _MODULES = {
     "guide": "Guide MakeGuide",
     "loop": "Loop",
     "outbox": "Outbox",
+    "packed": "Packed",
     "params": "Sampling SamplingParams merged token_id",
     "results": "Chunk FinishReason Result Timings TokenLogprob Usage",
     "sequence": "Deliver Scoring",

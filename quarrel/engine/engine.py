@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from quarrel.engine.cache import DEFAULT_RULES, Cache, CacheRules
 from quarrel.engine.draft import MakeDrafter
 from quarrel.engine.inputs import Inputs
+from quarrel.engine.packed import laid_out
 from quarrel.engine.results import FinishReason
 from quarrel.engine.scheduler import DRAIN, Batch, Part, Scheduler
 from quarrel.engine.sequence import Sequence
@@ -124,7 +125,7 @@ class Engine:
         """Starts a step and settles the one before; False if there was nothing to do."""
         if self._deadlines:
             self._expire()
-        if self._flight is not None and self._flight.batch.waits:
+        if self._flight is not None and self._flight.batch.waits and not _whole(self._flight.batch):
             self._land()
         batch = self.scheduler.next(drained=self._flight is None)
         if batch is DRAIN:
@@ -153,7 +154,8 @@ class Engine:
     def _launch(self, batch: Batch) -> None:
         now = time.perf_counter()
         try:
-            pending = self.step.launch(self._inputs.of(batch), batch.want)
+            inputs = laid_out(self._inputs.of(batch), batch.parts, self.step.limits.block_size)
+            pending = self.step.launch(inputs, batch.want)
         except Exception as error:
             restarts = self.stats.restarts
             self._land()  # what was launched before is not concerned, if it comes back
@@ -282,7 +284,9 @@ class Engine:
             sequence.drawn = 0
         alive = [s for s in sequences.values() if not s.over]
         short = _is_out_of_memory(error)
-        if short and not (again and sum(p.count for batch in batches for p in batch.parts) == 1):
+        # Those that run whole cannot be cut: smaller steps would be none.
+        cut = again and sum(p.count for batch in batches for p in batch.parts) == 1
+        if short and not cut and not all(map(_whole, batches)):
             log.warning("a step of %d sequences ran out of memory; smaller ones follow", len(alive))
             self.scheduler.max_tokens = max(1, self.scheduler.max_tokens // 2)
             self._put_out(alive)
@@ -374,6 +378,11 @@ class Engine:
 
     def _copy_states(self, pairs: list[tuple[int, int]]) -> None:
         self.step.copy_states(pairs)
+
+
+def _whole(batch: Batch) -> bool:
+    """Whether all in it ends with it, so that no step behind it waits for its results."""
+    return all(p.sequence.whole for p in batch.parts)
 
 
 def _is_out_of_memory(error: Exception) -> bool:

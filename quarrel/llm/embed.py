@@ -1,4 +1,8 @@
-"""Texts to one row each: which tokens run, in which order, and what is made of their rows on the way out."""
+"""Texts to one row each: which tokens run, in which order, and what is made of their rows on the way out.
+
+An encoder's texts are packed into steps as they are tokenized, and its step makes the row of each. A decoder's run through
+the scheduler, longest first, and are pooled here.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,12 @@ import queue
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from quarrel.engine import Deliver, Loop, Scoring
+from quarrel.engine import Deliver, Loop, Packed, Scoring
 from quarrel.errors import ContextOverflow, QuarrelError, RequestError
 from quarrel.llm.embeddings import Chunking, Pooling
 from quarrel.tokenizer import Tokenizer
@@ -21,6 +25,8 @@ Progress = Callable[[int, int], None]
 
 IN_FLIGHT = 512
 """Pieces queued with the engine at a time: a few steps' worth, so that it never waits, whatever the number of texts."""
+STEPS_AHEAD = 4
+"""Packed steps queued with it: one or two run, the others wait for the device and not for the tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +87,90 @@ class _Pool(Deliver):
         self._told(QuarrelError(failure) if isinstance(failure, str) else failure)
 
 
+class _Parcel(Deliver):
+    """The rows of packed texts."""
+
+    def __init__(self, told: Callable[[QuarrelError | None], None]) -> None:
+        self._told = told
+        self.out: Array | None = None
+
+    def rows(self, start: int, rows: Array) -> None:
+        self.out = np.array(rows, np.float32)
+
+    def end(self, failure: QuarrelError | None) -> None:
+        self._told(failure)
+
+
+class PackedRun:
+    """Pieces through the engine as they come, as many side by side as a step holds."""
+
+    def __init__(
+        self, loop: Loop, pieces: Iterator[tuple[Piece, int]], width: int, pooling: Pooling, step_tokens: int
+    ) -> None:
+        """pieces: each with the number of texts from its own on, for the progress."""
+        self._loop, self._pieces, self._width, self._most = loop, pieces, width, step_tokens
+        self._left = 0
+        self._row: Literal["mean", "first", "last"] = {"mean": "mean", "last": "last"}.get(pooling, "first")  # type: ignore[assignment]
+        self._ended: queue.SimpleQueue[tuple[int, QuarrelError | None]] = queue.SimpleQueue()
+
+    def cancel(self) -> None:
+        """From any thread: `result` raises soon."""
+        self._ended.put((-1, QuarrelError("the run was cancelled")))
+
+    def result(self, progress: Progress | None = None) -> Array:
+        """Pooled rows float32 `[pieces, width]`, in the pieces' order. What is left is cancelled when it raises."""
+        parcels: list[_Parcel] = []
+        running: dict[int, Packed] = {}
+        done = told = 0
+
+        def settle() -> None:
+            nonlocal done
+            index, error = self._ended.get()
+            if error is not None:
+                raise error
+            done += len(running.pop(index).lengths)
+            if progress is not None:
+                progress(done, told + self._left)
+
+        try:
+            for pack in self._packs():
+                while len(running) >= STEPS_AHEAD or not self._ended.empty():
+                    settle()
+                index = len(parcels)
+                parcels.append(_Parcel(lambda error, index=index: self._ended.put((index, error))))  # type: ignore[misc]
+                running[index] = Packed(pack, self._row, parcels[index])
+                told += len(pack)
+                self._loop.add(running[index])
+            while running:
+                settle()
+        except BaseException:
+            self._loop.cancel(*running.values())
+            raise
+        rows = [parcel.out for parcel in parcels if parcel.out is not None]
+        return np.concatenate(rows) if rows else np.empty((0, self._width), np.float32)
+
+    def _packs(self) -> Iterator[list[Sequence[int]]]:
+        """Consecutive pieces that fit one step."""
+        pack: list[Sequence[int]] = []
+        room = self._most
+        for piece, left in self._pieces:
+            self._left = left
+            if len(piece.ids) > room:
+                yield pack
+                pack, room = [], self._most
+            pack.append(piece.ids)
+            room -= len(piece.ids)
+        self._left = 0
+        if pack:
+            yield pack
+
+
 class Run:
     """Pieces through the engine: longest first, a bounded number queued, each pooled as its rows come."""
 
-    def __init__(self, loop: Loop, pieces: Sequence[Piece], width: int, pooling: Pooling, *, whole: bool) -> None:
+    def __init__(self, loop: Loop, pieces: Sequence[Piece], width: int, pooling: Pooling) -> None:
         self.rows = np.empty((len(pieces), width), np.float32)
-        self._loop, self._pieces, self._pooling, self._whole = loop, pieces, pooling, whole
+        self._loop, self._pieces, self._pooling = loop, pieces, pooling
         self._ended: queue.SimpleQueue[tuple[int, QuarrelError | None]] = queue.SimpleQueue()
 
     def cancel(self) -> None:
@@ -119,4 +203,4 @@ class Run:
     def _sequence(self, i: int) -> Scoring:
         ids = self._pieces[i].ids
         pool = _Pool(self._pooling, len(ids), self.rows[i], lambda error: self._ended.put((i, error)))
-        return Scoring(ids, "hidden", pool, whole=self._whole)
+        return Scoring(ids, "hidden", pool)

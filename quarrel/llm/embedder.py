@@ -15,7 +15,7 @@ import numpy.typing as npt
 from quarrel.engine import Loop, token_id
 from quarrel.errors import ModelError, RequestError, UnsupportedModel
 from quarrel.gguf import GGUFFile
-from quarrel.llm.embed import Piece, Progress, Run, pieces_of
+from quarrel.llm.embed import PackedRun, Piece, Progress, Run, pieces_of
 from quarrel.llm.embeddings import POOLINGS, Chunking, Embeddings, Pooling, finished
 from quarrel.models import EncoderSpec, ModelSpec
 from quarrel.tokenizer import Tokenizer
@@ -57,9 +57,10 @@ class Embedder:
         spec: ModelSpec | EncoderSpec,
         tokenizer: Tokenizer,
         n_ctx: int,
+        step_tokens: int,
     ) -> None:
         self._loop, self._spec, self._tokenizer, self._n_ctx = loop, spec, tokenizer, n_ctx
-        self._encodes = isinstance(spec, EncoderSpec)
+        self._step_tokens = step_tokens
         self.pooling = _pooling(file, spec)
         self._head = _head(file, spec.n_embd) if self.pooling == "rank" else None
 
@@ -109,16 +110,27 @@ class Embedder:
         prefix: str | None,
         chunk: Chunking | int | None,
     ) -> _Job:
-        """Checks everything, and tokenizes, before anything runs."""
+        """Checks what is asked for. A decoder's texts are tokenized before anything runs, an encoder's meanwhile."""
         kind = self._kind(pooling)
         head = self._head if kind == "rank" else None
         width = (head and head.width) or self._spec.n_embd
         _check_dimensions(dimensions, width)
         cut = self._chunking(chunk)
         front = self.prefixed(prefix)
-        ids = [self._encode(i, text, front) for i, text in enumerate(_listed(texts))]
-        pieces = [p for i, of in enumerate(ids) for p in pieces_of(i, of, self._tokenizer, cut, self._n_ctx)]
-        run = Run(self._loop, pieces, self._spec.n_embd, kind, whole=self._encodes)
+        listed = _listed(texts)
+        pieces: list[Piece] = []
+
+        def tokenized() -> Iterator[tuple[Piece, int]]:
+            for i, text in enumerate(listed):
+                for piece in pieces_of(i, self._encode(i, text, front), self._tokenizer, cut, self._n_ctx):
+                    pieces.append(piece)
+                    yield piece, len(listed) - i
+
+        run: Run | PackedRun
+        if isinstance(self._spec, EncoderSpec):
+            run = PackedRun(self._loop, tokenized(), self._spec.n_embd, kind, self._step_tokens)
+        else:
+            run = Run(self._loop, [piece for piece, _ in tokenized()], self._spec.n_embd, kind)
         centred = isinstance(self._spec, EncoderSpec) and self._spec.centred_truncation
         return _Job(run, pieces, kind, bool(normalize) and kind != "rank", dimensions, front, head, width, centred)
 
@@ -168,9 +180,9 @@ class Embedder:
 
 @dataclass(frozen=True)
 class _Job:
-    """A run, and what becomes of its rows."""
+    """A run, and what becomes of its rows. `pieces` may still be coming while it runs."""
 
-    run: Run
+    run: Run | PackedRun
     pieces: Sequence[Piece]
     kind: Pooling
     normalize: bool

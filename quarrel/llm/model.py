@@ -87,7 +87,8 @@ class LLM:
         self.adapters = parts.adapters
         self._parts = parts
         self._loop = parts.loop
-        self._embedder = Embedder(parts.loop, parts.file, parts.spec, parts.tokenizer, self.n_ctx)
+        step_tokens = parts.explanation.plan.limits.max_tokens
+        self._embedder = Embedder(parts.loop, parts.file, parts.spec, parts.tokenizer, self.n_ctx, step_tokens)
         self._asked = Requests(
             parts.tokenizer,
             parts.spec,
@@ -395,7 +396,7 @@ class LLM:
         chunk: Chunking | int | None = None,
         progress: bool | Progress = False,
     ) -> Embeddings:
-        """One vector a text, float32, in the order given; they run together, longest first, without padding.
+        """One vector a text, float32, in the order given; they run together, without padding.
 
         normalize: to length 1. pooling: "mean", "cls", "last" or "rank" (a reranker's scores, never normalised) in place of
         what the file says; a decoder whose file says nothing is read at its last token. dimensions: keep only so many

@@ -20,8 +20,8 @@ BLOCK = 32
 MIN_CONTEXT = 64
 LEAST_STEP = 128
 """Tokens of a prefill step on the smallest device."""
-SHORT_TEXT = 8
-"""Tokens of the shortest texts that are worth filling an encoder's step with."""
+ENCODER_STEPS = 8
+"""Prefill steps that an encoder's step is as long as, on a device that is done with a short one before it is launched."""
 SHARE = 0.5
 """Of the memory left over, what further sequences' caches may take."""
 ROOM = 3
@@ -198,15 +198,16 @@ def plan_limits(
 def plan_encoder(spec: EncoderSpec, *, device: Device, weights: int, n_ctx: int | None, max_seqs: int) -> Plan:
     """The plan of an encoder, whose step holds a whole text. Raises as `plan_limits`."""
     length = _wanted(spec, n_ctx)
-    tokens = max(device.step_tokens, length, max_seqs)
+    tokens = device.step_tokens * (ENCODER_STEPS if device.captures else 1)
+    while tokens > device.step_tokens and 4 * _activations(spec, tokens) > device.budget - weights:
+        tokens //= 2
+    tokens = max(tokens, length, max_seqs)
     needed = _activations(spec, tokens)
     if weights + needed > device.budget:
         parts = {"weights": weights, f"texts of {length} tokens": needed}
         raise OutOfMemory(_refusal(device, parts, 0, device.budget - _activations(spec, device.step_tokens)))
-    # It has no cache; the blocks are numbers only.
-    # Sequences cost it nothing: as many as a step of short texts holds.
-    seqs = max(max_seqs, tokens // SHORT_TEXT)
-    limits = Limits(tokens, seqs, _blocks(length), seqs * _blocks(length), BLOCK)
+    # It has no cache; the blocks are numbers only, one a sequence. Texts cost it nothing: as many as there are tokens.
+    limits = Limits(tokens, tokens, 1, tokens, tokens)
     fitting = (device.budget - weights) // _activations(spec, 1)
     longest = min(spec.context_length, fitting)
     return Plan(device.free, device.budget, weights, 0, 0, 0, needed, 0, length, longest, limits)

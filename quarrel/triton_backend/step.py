@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
+from math import prod
 
 import numpy as np
 import torch
@@ -29,31 +30,39 @@ from quarrel.triton_backend.plan import Plan, needed
 from quarrel.triton_backend.runtime import Launch, Live, power_of_two
 from quarrel.triton_backend.weights import held_as
 
+MOST_PINNED = 16 << 20
+"""Numbers of a result that is copied while the host goes on (64 MiB); a larger one is waited for."""
+
 
 class _Results:
-    """Pinned memory that tokens are copied to, each with an event; what a launch has taken comes back with its result."""
+    """Pinned memory that results are copied to, each with an event; what a launch has taken comes back with its result."""
 
-    def __init__(self, rows: int) -> None:
-        self._rows = rows
+    def __init__(self, least: int, dtype: torch.dtype) -> None:
+        self._least, self._dtype = least, dtype
         self._free: list[tuple[torch.Tensor, torch.cuda.Event]] = []
 
-    def take(self) -> tuple[torch.Tensor, torch.cuda.Event]:
+    def take(self, count: int) -> tuple[torch.Tensor, torch.cuda.Event]:
+        """Room for so many numbers."""
         if self._free:
-            return self._free.pop()
-        return torch.empty(self._rows, dtype=torch.int32, pin_memory=True), torch.cuda.Event()
+            part = self._free.pop()
+            if len(part[0]) >= count:
+                return part
+        length = self._least if count <= self._least else power_of_two(count)
+        return torch.empty(length, dtype=self._dtype, pin_memory=True), torch.cuda.Event()
 
     def give(self, part: tuple[torch.Tensor, torch.cuda.Event]) -> None:
         self._free.append(part)
 
 
 class _Launched:
-    """Tokens on their way to the host (`ops.step.Pending`)."""
+    """A result on its way to the host (`ops.step.Pending`)."""
 
-    def __init__(self, results: _Results, tokens: torch.Tensor, rows: int) -> None:
-        self._results, self._rows = results, rows
-        self._part: tuple[torch.Tensor, torch.cuda.Event] | None = results.take()
+    def __init__(self, results: _Results, name: str, source: torch.Tensor, shape: tuple[int, ...]) -> None:
+        self._results, self._name, self._shape = results, name, shape
+        self._count = count = prod(shape)
+        self._part: tuple[torch.Tensor, torch.cuda.Event] | None = results.take(count)
         host, event = self._part
-        host[:rows].copy_(tokens[:rows], non_blocking=True)
+        host[:count].copy_(source[:count], non_blocking=True)
         event.record()
         self._outputs: StepOutputs | None = None
 
@@ -62,7 +71,7 @@ class _Launched:
         if self._part is not None:
             host, event = self._part
             event.synchronize()
-            self._outputs = StepOutputs(tokens=host.numpy()[: self._rows].copy())
+            self._outputs = StepOutputs(**{self._name: host.numpy()[: self._count].reshape(self._shape).copy()})
             self._results.give(self._part)
             self._part = None
         assert self._outputs is not None
@@ -81,7 +90,8 @@ class TritonStep:
         self._last_rows = 0
         self._on_gpu = plan.device.type == "cuda"
         self._capture = graphs and self._on_gpu
-        self._results = _Results(limits.max_tokens)
+        self._results = _Results(limits.max_tokens, torch.int32)
+        self._float_results = _Results(1 << 20, torch.float32)
         self._choices: tuple[Choice, ...] = tuple(plan.choices)
         nodes = [c.node for c in plan.choices]
         self._masks: dict[str, list[bool]] = {name: needed(nodes, value) for name, value in outputs.items()}
@@ -90,7 +100,7 @@ class TritonStep:
         self._n_vocab, self._n_positions = (_smallest_table(plan.choices, name) for name in ("ids", "positions"))
 
     def launch(self, inputs: StepInputs, want: Want) -> Pending:
-        """Starts a step. On a GPU, tokens are on their way when this returns; anything else is waited for."""
+        """Starts a step. On a GPU, tokens and rows are on their way when this returns; logits are waited for."""
         wanted = outputs_of(want)
         if any(name not in self._outputs for name in wanted):
             raise RequestError(f"this program has no {want}: ask for one of {', '.join(self._outputs)}")
@@ -107,8 +117,14 @@ class TritonStep:
             if "tokens" in wanted:
                 self._last_rows = rows
             if self._on_gpu and want == "tokens":
-                return _Launched(self._results, self._inputs.last.tensor, rows)
-            return Done(StepOutputs(**{name: self._read(self._outputs[name], rows) for name in wanted}))
+                return _Launched(self._results, "tokens", self._inputs.last.tensor, (rows,))
+            seqs = len(inputs.kv_len)
+            if self._on_gpu and want in ("hidden", "mean"):
+                value = self._outputs[want]
+                shape = _shape(value, rows, seqs)
+                if prod(shape) <= MOST_PINNED:
+                    return _Launched(self._float_results, want, self._plan.slots[value.id].tensor, shape)
+            return Done(StepOutputs(**{name: self._read(self._outputs[name], rows, seqs) for name in wanted}))
 
     def __call__(self, inputs: StepInputs, want: Want) -> StepOutputs:
         """Runs once; the result is on the host when this returns."""
@@ -145,7 +161,7 @@ class TritonStep:
         self._outputs.clear()
         if "_plan" in self.__dict__:
             self._plan.drop()
-        for held in ("_plan", "_inputs", "_choices", "_results"):
+        for held in ("_plan", "_inputs", "_choices", "_results", "_float_results"):
             self.__dict__.pop(held, None)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -202,19 +218,24 @@ class TritonStep:
             pieces += [partial(go, live) for go in launches] if outside else [_graph(launches, live).replay]
         return pieces or [_graph([], live).replay]
 
-    def _read(self, value: Value, rows: int) -> np.ndarray:
-        _, *widths = value.dims
-        count = int(np.prod([w for w in widths if isinstance(w, int)], dtype=np.int64))
-        flat = self._plan.slots[value.id].tensor[: rows * count]
+    def _read(self, value: Value, rows: int, seqs: int = 1) -> np.ndarray:
+        shape = _shape(value, rows, seqs)
+        flat = self._plan.slots[value.id].tensor[: prod(shape)]
         out: np.ndarray = flat.float().cpu().numpy() if value.kind == "act" else flat.cpu().numpy()
         # On a CPU the tensor is the buffer itself, which the next call overwrites.
-        return out.reshape(rows, *widths).copy() if flat.device.type == "cpu" else out.reshape(rows, *widths)
+        return out.reshape(shape).copy() if flat.device.type == "cpu" else out.reshape(shape)
 
     def _held(self, choice: Choice) -> str:
         type = getattr(getattr(choice.node.spec, "linear", choice.node.spec), "type", None)
         if type is None or held_as(type, self.compute) == type:
             return ""
         return f" (held as {held_as(type, self.compute).name})"
+
+
+def _shape(value: Value, rows: int, seqs: int) -> tuple[int, ...]:
+    """Of a result: a row for each that was asked for, or for each sequence."""
+    axis, *widths = value.dims
+    return (seqs if axis == "S" else rows, *(int(w) for w in widths))
 
 
 def _graph(launches: Sequence[Launch], live: Live) -> torch.cuda.CUDAGraph:

@@ -235,7 +235,10 @@ def test_ids_take_no_prefix(minilm: LLM) -> None:
 def test_progress_counts_to_the_end(minilm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     seen: list[tuple[int, int]] = []
     minilm.embed(["a", "b", "c"], progress=lambda done, total: seen.append((done, total)))
-    assert seen == [(1, 3), (2, 3), (3, 3)]
+    assert seen == [(3, 3)]  # one step
+    seen.clear()
+    minilm.embed(["word " * 300] * 4, progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
     minilm.embed(["a", "b", "c"], progress=True)
     assert "3/3" in capsys.readouterr().err
 
@@ -281,7 +284,7 @@ def test_threads_may_embed_at_once(minilm: LLM, sentences: list[str]) -> None:
 def test_a_row_that_is_not_finite_is_an_error(minilm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     from quarrel.llm import embed
 
-    monkeypatch.setattr(embed.Run, "result", lambda self, shown=None: np.full((1, 384), np.nan, np.float32))
+    monkeypatch.setattr(embed.PackedRun, "result", lambda self, shown=None: np.full((1, 384), np.nan, np.float32))
     with pytest.raises(QuarrelError, match="row 0 is not finite"):
         minilm.embed("x")
 
