@@ -76,46 +76,72 @@ class Target:
         return "\r\n".join(lines).encode() + b"\r\nConnection: close\r\n\r\n" + body
 
 
-async def ask(target: Target, source: str | None = None, tally: Counter[int] | None = None) -> Answer:
-    """One streamed completion, read to its end. tally: counts the tokens of each second."""
-    answer, began = Answer(), time.perf_counter()
-    local = (source, 0) if source else None
-    try:
-        reader, writer = await asyncio.open_connection(target.host, target.port, local_addr=local)
-    except OSError as error:
-        answer.failed = type(error).__name__
-        return answer
-    try:
-        writer.write(target.request())
-        head = await reader.readuntil(b"\r\n\r\n")
-        answer.status = int(head.split(b" ", 2)[1])
-        answer.retry_after = b"retry-after:" in head.lower()
-        last = 0.0
-        while answer.status == 200 and (line := await reader.readline()):
+class _Call(asyncio.Protocol):
+    """One request's connection. Plain callbacks: a caller that costs much would be measured with the server."""
+
+    def __init__(self, request: bytes, answer: Answer, over: asyncio.Future[None], tally: Counter[int] | None) -> None:
+        self._request, self._answer, self._over, self._tally = request, answer, over, tally
+        self._began = time.perf_counter()
+        self._last = 0.0
+        self._rest = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        now, answer = time.perf_counter(), self._answer
+        data = self._rest + data
+        if not answer.status:
+            head, end, rest = data.partition(b"\r\n\r\n")
+            if not end:
+                self._rest = data
+                return
+            answer.status = int(head.split(b" ", 2)[1])
+            answer.retry_after = b"retry-after:" in head.lower()
+            data = rest
+        if answer.status != 200:
+            return
+        *lines, self._rest = data.split(b"\n")
+        for line in lines:
             if line.startswith(b"data: [DONE]"):
                 answer.ended = True
             elif line.startswith(b'data: {"error"'):
                 answer.failed = json.loads(line[6:])["error"]["code"]
             elif line.startswith(b"data: "):
-                now = time.perf_counter()
-                if not answer.first:
-                    answer.first = now - began
-                else:
-                    answer.gaps.append(now - last)
-                answer.tokens += 1
-                last = now
-                if tally is not None:
-                    tally[int(now)] += 1
-        if answer.status != 200:
-            await reader.read()
-            answer.ended = True
-    except (OSError, asyncio.IncompleteReadError) as error:
+                self._token(now)
+
+    def _token(self, now: float) -> None:
+        if not self._answer.first:
+            self._answer.first = now - self._began
+        else:
+            self._answer.gaps.append(now - self._last)
+        self._answer.tokens += 1
+        self._last = now
+        if self._tally is not None:
+            self._tally[int(now)] += 1
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        answer = self._answer
+        if exc is not None or not answer.status:
+            answer.failed = answer.failed or type(exc or ConnectionError()).__name__
+        answer.ended = answer.ended or answer.status not in (0, 200)
+        answer.seconds = time.perf_counter() - self._began
+        if not self._over.done():
+            self._over.set_result(None)
+
+
+async def ask(target: Target, source: str | None = None, tally: Counter[int] | None = None) -> Answer:
+    """One streamed completion, read to its end. tally: counts the tokens of each second."""
+    answer, events = Answer(), asyncio.get_running_loop()
+    over: asyncio.Future[None] = events.create_future()
+    call = _Call(target.request(), answer, over, tally)
+    try:
+        await events.create_connection(lambda: call, target.host, target.port, local_addr=(source, 0) if source else None)
+    except OSError as error:
         answer.failed = type(error).__name__
-    finally:
-        answer.seconds = time.perf_counter() - began
-        writer.close()
-        with contextlib.suppress(OSError):
-            await writer.wait_closed()
+        return answer
+    await over
     return answer
 
 
