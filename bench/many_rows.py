@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import triton_batch
+import warpgroup_ahead
 
 from quarrel.gguf import GGMLType
 from quarrel.ops.compare import case_error
@@ -42,7 +43,7 @@ from quarrel.ops.linear import (
 )
 from quarrel.ops.norm import NormSpec
 from quarrel.ops.registry import backend
-from quarrel.triton_backend import many_rows, warpgroup_x
+from quarrel.triton_backend import many_rows, warpgroup, warpgroup_x
 from quarrel.triton_backend.many_rows import Tile
 from quarrel.triton_backend.runtime import Alone, Live, Slot, launch
 from quarrel.triton_backend.tuned import key, table
@@ -62,17 +63,19 @@ MAPS: dict[str, tuple[tuple[str, ...], tuple[int, ...], int]] = {
     "down Q4_0": (("Q4_0",), (4096,), 14336),
 }
 """Formats, outputs and columns."""
-OTHERS = {
-    "gated": ((1, 2), (1, 4), (2, 3)),
-    "down": ((4, 2), (4, 4), (3, 3), (6, 3), (8, 3), (2, 3)),
-    "down Q6_K": ((4, 2), (4, 4), (3, 3), (2, 3)),
-    "three": ((2, 2), (2, 4), (3, 3), (4, 3), (1, 3)),
-    "out": ((4, 2), (4, 4), (8, 3), (2, 4)),
-    "head": ((1, 2), (1, 4), (2, 3)),
+AHEAD = {
+    "gated": ((64, 1), (128, 1)),
+    "down": ((64, 4), (128, 4), (128, 2), (128, 3)),
+    "down Q6_K": ((64, 4), (128, 4), (128, 2)),
+    "three": ((64, 2), (128, 2), (128, 3)),
+    "out": ((64, 4), (128, 4)),
+    "head": ((64, 1), (128, 1)),
 }
-"""Parts and stages of other tiles."""
-Job = tuple[str, Tile, int]
-"""Map, tile, width of rows."""
+"""Rows and parts for the kernels of `warpgroup_ahead.py`."""
+OTHERS = {"down": ((64, 6), (64, 3)), "three": ((64, 3), (64, 4)), "out": ((64, 8),), "gated": ((64, 2),)}
+"""Of other tiles."""
+Job = tuple[str, Tile, int, bool]
+"""Map, tile, width of rows, whether by the kernels of the trial."""
 
 
 class Site(Alone):
@@ -102,19 +105,24 @@ def own_tile(name: str) -> Tile:
 
 def candidates() -> Iterator[Job]:
     """The most wanted first."""
+    for name in MAPS:
+        yield name, own_tile(name), 128, False
     for width in (128, 64):
-        for name in MAPS:
-            yield name, own_tile(name), width
-    for place in range(6):
-        for width in (128, 64):
-            for name, others in OTHERS.items():
-                if place < (len(others) if width == 128 else 2):
-                    yield name, Tile(64, *others[place]), width
+        for place in range(2):
+            for name, others in AHEAD.items():
+                yield name, Tile(*others[place], 3), width, True
+    for name in MAPS:
+        yield name, own_tile(name), 64, False
+    for ahead, found in ((True, {name: others[2:] for name, others in AHEAD.items()}), (False, OTHERS)):
+        for name, others in found.items():
+            for other in others:
+                yield name, Tile(*other, 3), 128, ahead
 
 
 def made(job: Job, tokens: int, small: bool) -> tuple[Callable[[int], None], int, Callable[[], float]]:
     """Run turn i, number of turns, and the relative error. x is in its order already."""
-    name, tile, width = job
+    name, tile, width, ahead = job
+    many_rows.warpgroup = warpgroup_ahead if ahead else warpgroup  # type: ignore[assignment]
     formats, ns, k = MAPS[name]
     device, site = triton_batch.device(), Site()
     sets = [triton_batch.turns(triton_batch.packed(f, n, k), small) for f, n in zip(formats, ns, strict=True)]
@@ -175,7 +183,7 @@ def compiled(job: Job | str) -> tuple[str, dict[str, Any]]:
     """Fills Triton's cache in a worker and checks what it made."""
     try:
         if isinstance(job, str):
-            many_rows._SMALL = 0
+            many_rows._SMALL, many_rows.warpgroup = 0, warpgroup
             format, _, name = job.partition(" ")
             found = {}
             for op, case in cases(format):
@@ -190,7 +198,7 @@ def compiled(job: Job | str) -> tuple[str, dict[str, Any]]:
             go(0)
             torch.cuda.synchronize()
             errors[tokens] = float(f"{error():.1e}")
-        return str(job), {"map": job[0], "tile": str(job[1]), "errors": errors}
+        return str(job), {"map": job[0], "tile": str(job[1]), "ahead": job[3], "errors": errors}
     except Exception:
         return str(job), {"job": str(job), "raised": traceback.format_exc(limit=-4)[-1200:]}
 
@@ -204,7 +212,7 @@ def main() -> int:
     args = parser.parse_args()
     tiles = list(dict.fromkeys(candidates()))
     ops = (LINEAR, LINEAR_ADD, NORM_GATE_UP, NORM_LINEAR)
-    jobs: list[Job | str] = [*tiles[:20], *(f"{format} {op.name}" for format in many_rows.TAKEN for op in ops), *tiles[20:]]
+    jobs: list[Job | str] = [*tiles[:22], *(f"{format} {op.name}" for format in many_rows.TAKEN for op in ops), *tiles[22:]]
     if args.list:
         print(*jobs, sep="\n")
         return 0
@@ -229,11 +237,11 @@ def main() -> int:
         pool.terminate()
     known = json.loads((Path(many_rows.__file__).parent / "tuned" / "sm_90.json").read_text())["us"]
     assert table(9).tiles
-    lines = [f"{'map':12s} {'rows':>4s} {'parts, stages':>13s} {'us':>7s} {'tiles':>7s}"]
+    lines = [f"{'map':12s} {'x':>4s} {'rows, parts':>16s} {'us':>7s} {'tiles':>7s}"]
     for job in jobs:
         if isinstance(job, str) or str(job) not in good or time.perf_counter() > BEGAN + args.seconds:
             continue
-        name, tile, width = job
+        name, tile, width, ahead = job
         formats, ns, k = MAPS[name]
         kind: Any = {1: "one", 2: "gated", 3: "three"}[len(ns)]
         tiles = known.get(key(kind, formats, ns, k), {}).get(str(width))
@@ -243,8 +251,9 @@ def main() -> int:
         except Exception as failure:
             say(map=name, tile=str(tile), raised=f"{type(failure).__name__}: {failure}"[:300])
             continue
-        say(map=name, rows=width, parts=tile.parts, stages=tile.stages, us=us, tiles=tiles)
-        lines.append(f"{name:12s} {width:4d} {tile.parts:7d}, {tile.stages:4d} {us:7.1f} {tiles or 0:7.1f}")
+        say(map=name, x=width, rows=tile.rows, parts=tile.parts, ahead=ahead, us=us, tiles=tiles)
+        how = "ahead" if ahead else ""
+        lines.append(f"{name:12s} {width:4d} {tile.rows:4d}, {tile.parts:2d} {how:6s} {us:7.1f} {tiles or 0:7.1f}")
     print("\n".join(sorted(lines[1:])))
     print(lines[0])
     return 0
