@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -179,12 +180,12 @@ class CpuStep:
             raise RequestError(f"this model gives {', '.join(compiled.program.outputs)}, not {want}")
         if "tokens" in wanted and inputs.sample is None:
             raise RequestError("a step that returns tokens wants its sampling inputs, got none")
+        if "tokens" not in wanted:
+            inputs = replace(inputs, sample=None)
         arrays = {}
         for name in compiled.program.inputs:
-            if hasattr(inputs, name):
-                arrays[name] = getattr(inputs, name)
-            elif "tokens" in wanted:
-                arrays[name] = getattr(inputs.sample, name)
+            if (array := inputs.named(name)) is not None:
+                arrays[name] = array
         outputs = StepOutputs(**compiled.run(arrays, wanted))
         if outputs.tokens is not None:
             self._last = outputs.tokens

@@ -108,8 +108,7 @@ class Drafter:
         tokens = len(owner.tokens) + most - 1
         shadow = self._shadows.get(owner)
         new = [] if most <= 0 else owner.tokens[len(shadow.tokens) if shadow else 0 :]
-        fits = self.cache.blocks_for(tokens) <= min(limits.max_blocks_per_seq, limits.n_blocks)
-        if most <= 0 or not fits or any(token >= self._own for token in new):
+        if most <= 0 or not self.cache.fits(tokens) or any(token >= self._own for token in new):
             return None
         if shadow is None:
             shadow = Shadow(owner)
@@ -120,7 +119,9 @@ class Drafter:
         else:
             shadow.follow()
             self.cache.ran(shadow)
-        if not self.cache.grow(shadow, tokens):
+        # One that lags behind runs no more than a step of its prompt now.
+        end = tokens if shadow.pending <= limits.max_tokens else shadow.computed + limits.max_tokens
+        if not self.cache.grow(shadow, tokens, end):
             self._drop(owner)
             return None
         return shadow

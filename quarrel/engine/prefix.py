@@ -6,6 +6,9 @@
 A hit is believed only when the token ids are equal too. The tree holds each of its blocks once; those that nobody else
 holds are evicted when room is wanted, the least recently used first, leaves before what they stand on. The last node of a
 text may hold fewer tokens than a block has. Nodes also hold snapshots of recurrent state, by how many tokens it has seen.
+
+Where groups of layers with a window have blocks of their own, a node holds theirs beside its block as long as there is
+room for them: they may go while the node stays, and then nothing can go on from there, but from further on it can.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import heapq
 import secrets
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -23,6 +27,9 @@ from quarrel.engine.snapshots import Snapshots
 
 BRANCHES = 8
 """How many continuations of a text are looked at for one that goes on alike for a part of a block; the newest."""
+WINDOWS = 4
+"""One of so many blocks of the pool may be kept for layers with a window, before they go ahead of what is older: most of
+them are of places in a text that nobody will go on from."""
 
 Digest = Callable[[bytes, bytes], bytes]
 
@@ -35,6 +42,7 @@ class Node:
     parent: Node | None
     tokens: tuple[int, ...]
     block: int
+    window_blocks: tuple[int, ...] = ()  # one for each group of layers with a window, or none
     children: dict[int, dict[bytes, Node]] = field(default_factory=dict)  # by first token, then by key
     snapshots: dict[int, int] = field(default_factory=dict)  # tokens seen of this block -> slot
     stamp: int = 0
@@ -75,15 +83,16 @@ class PrefixTree:
         self._by_block: dict[int, Node] = {}
         self._salts: dict[Node, bytes] = {}
         self._leaves: list[tuple[int, int, Node]] = []  # a heap; entries whose stamp is old mean nothing
+        self._windows: OrderedDict[Node, int] = OrderedDict()  # whose window's blocks may go, and since when; oldest first
         self._clock = self._offers = 0
         self.kept = 0  # blocks that only the tree holds
         self.evictions = 0
 
     def __len__(self) -> int:
-        return len(self._by_block)
+        return len(self._by_key)
 
     def nodes(self) -> list[Node]:
-        return list(self._by_block.values())
+        return list(self._by_key.values())
 
     def match(self, tokens: Sequence[int], limit: int, salt: bytes = b"") -> Match:
         """The longest known beginning of `tokens[:limit]`."""
@@ -109,8 +118,11 @@ class PrefixTree:
         self._touch(nodes)
         return Match(tuple(nodes), known + most)
 
-    def insert(self, parent: Node | None, tokens: Sequence[int], block: int, salt: bytes = b"") -> Node | None:
-        """The node for `tokens` behind `parent` (None is the beginning), which holds `block` unless another holds the same.
+    def insert(
+        self, parent: Node | None, tokens: Sequence[int], block: int, salt: bytes = b"", windows: tuple[int, ...] = ()
+    ) -> Node | None:
+        """The node for `tokens` behind `parent` (None is the beginning), which holds `block` unless another holds the same,
+        and `windows`, the blocks of groups with a window, unless it has such.
 
         None if it cannot be there: the parent is gone, or the hash is another text's.
         """
@@ -123,7 +135,11 @@ class PrefixTree:
         key = self._key(parent, text)
         found = self._by_key.get(key)
         if found is not None:
-            return found if found.tokens == text and found.parent is parent else None
+            if found.tokens != text or found.parent is not parent:
+                return None
+            if not found.window_blocks:
+                self._lend(found, windows)
+            return found
         if block in self._by_block:
             return None  # the same block is there as another text already: a half-used one that others went on from
         shorter = []
@@ -137,6 +153,7 @@ class PrefixTree:
         if parent.block < 0:
             self._roots[salt], self._salts[parent] = parent, salt
         self._pool.share([block])
+        self._lend(node, windows)
         for other in shorter:
             self._supersede(other, node)
         return node
@@ -144,7 +161,12 @@ class PrefixTree:
     def hold(self, blocks: Iterable[int]) -> None:
         """One more holder of blocks that are held already."""
         blocks = list(blocks)
-        self.kept -= sum(b in self._by_block and self._pool.holders(b) == 1 for b in blocks)
+        for block in blocks:
+            node = self._by_block.get(block)
+            if node is not None and self._pool.holders(block) == 1:
+                self.kept -= 1
+                if block != node.block:
+                    self._windows.pop(node, None)
         self._pool.share(blocks)
 
     def release(self, blocks: Iterable[int]) -> None:
@@ -154,7 +176,11 @@ class PrefixTree:
             node = self._by_block.get(block)
             if node is not None and self._pool.holders(block) == 1:
                 self.kept += 1
-                self._offer(node)
+                if block == node.block:
+                    self._offer(node)
+                else:
+                    self._windows[node] = self._tick()
+                    self._windows.move_to_end(node)
         while self._limit is not None and self.kept > self._limit and (self._evict() or self._evict_branch()):
             pass
 
@@ -169,6 +195,7 @@ class PrefixTree:
         for node in self.nodes():
             self._remove(node)
         self._leaves.clear()
+        self._windows.clear()
 
     def forget(self, blocks: Iterable[int]) -> None:
         """Takes out what lies in these blocks and all that stands on it: nobody finds it any more."""
@@ -200,18 +227,54 @@ class PrefixTree:
                 self._leaves = [e for e in self._leaves if e[2].alive and e[2].stamp == e[0]]
                 heapq.heapify(self._leaves)
 
+    def _lend(self, node: Node, windows: tuple[int, ...]) -> None:
+        if windows and not any(block in self._by_block for block in windows):
+            node.window_blocks = windows
+            self._by_block.update(dict.fromkeys(windows, node))
+            self._pool.share(windows)
+
     def _evict(self) -> bool:
-        while self._leaves:
-            stamp, _, node = heapq.heappop(self._leaves)
-            if node.alive and node.stamp == stamp and not node.children and self._pool.holders(node.block) == 1:
+        leaf, windows = self._oldest_leaf(), self._oldest_windows()
+        if windows is not None:
+            many = len(self._windows) * len(windows.window_blocks) > self._pool.n_blocks // WINDOWS
+            if leaf is None or many or self._windows[windows] < leaf.stamp:
                 self.evictions += 1
-                self._remove(node)
+                self._drop_windows(windows)
                 return True
-        return False
+        if leaf is None:
+            return False
+        self.evictions += 1
+        heapq.heappop(self._leaves)
+        self._remove(leaf)
+        return True
+
+    def _oldest_leaf(self) -> Node | None:
+        while self._leaves:
+            stamp, _, node = self._leaves[0]
+            if node.alive and node.stamp == stamp and not node.children and self._pool.holders(node.block) == 1:
+                return node
+            heapq.heappop(self._leaves)
+        return None
+
+    def _oldest_windows(self) -> Node | None:
+        while self._windows:
+            node = next(iter(self._windows))
+            if node.window_blocks and all(self._pool.holders(b) == 1 for b in node.window_blocks):
+                return node
+            del self._windows[node]  # it comes back when it is let go of
+        return None
+
+    def _drop_windows(self, node: Node) -> None:
+        for block in node.window_blocks:
+            del self._by_block[block]
+        self.kept -= sum(self._pool.holders(b) == 1 for b in node.window_blocks)
+        self._pool.give_back(node.window_blocks)
+        node.window_blocks = ()
+        self._windows.pop(node, None)
 
     def _evict_branch(self) -> bool:
         """Where a window has let go of the beginnings of texts that still run, these are all that can go."""
-        kept = [node for node in self._by_block.values() if self._pool.holders(node.block) == 1]
+        kept = [node for node in self._by_key.values() if self._pool.holders(node.block) == 1]
         if not kept:
             return False
         self.evictions += 1
@@ -228,6 +291,7 @@ class PrefixTree:
         del self._by_key[node.key], self._by_block[node.block]
         for slot in list(node.snapshots.values()):
             self._snapshots.drop(slot)
+        self._drop_windows(node)
         parent = node.parent
         assert parent is not None
         alike = parent.children.get(node.tokens[0])

@@ -82,9 +82,8 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queues it. It must fit the cache, and a step if it runs whole, when nothing else runs."""
-        needed = self.cache.blocks_for(sequence.length)
-        assert needed <= min(self.limits.max_blocks_per_seq, self.limits.n_blocks)
-        assert not sequence.whole or sequence.length <= self.limits.max_tokens
+        assert self.cache.fits(sequence.length)
+        assert not sequence.whole or (sequence.length <= self.limits.max_tokens and not self.cache.rules.window_groups)
         self._count += 1
         sequence.turn, sequence.order = self.clock() + PATIENCE * sequence.rank, self._count
         self.waiting.push(sequence)
@@ -107,7 +106,8 @@ class Scheduler:
         kind = self._turn(ready)
         mine = [s for s in ready if _kind(s) == kind]
         for sequence in mine:
-            while sequence.slot >= 0 and not self.cache.grow(sequence, len(sequence.tokens) + sequence.drawn):
+            end = sequence.computed + 1
+            while sequence.slot >= 0 and not self.cache.grow(sequence, len(sequence.tokens) + sequence.drawn, end):
                 if not drained:
                     return DRAIN
                 self.preempt(self.running[-1])
@@ -152,7 +152,8 @@ class Scheduler:
             count = sequence.pending if sequence.whole else min(sequence.pending, most)
             if not 0 < count <= most:
                 continue
-            count = self.cache.cut(sequence, sequence.computed + count) - sequence.computed
+            end = self.cache.reach(sequence, sequence.computed + count)
+            count = self.cache.cut(sequence, end) - sequence.computed
             asked = sequence.rows(sequence.computed + count)
             if asked > rows and not sequence.whole:
                 continue

@@ -62,6 +62,7 @@ class Sequence(ABC):
         self.turn, self.order = 0.0, 0
         # The cache's: blocks in order (-1 where they are no longer read), the slot of its state, what is in the index.
         self.blocks: list[int] = []
+        self.window_blocks: list[tuple[int, ...]] = []  # those of groups with a window, () where there are none (any more)
         self.slot = -1
         self.node: Node | None = None
         self.indexed = self.marked = 0

@@ -16,9 +16,10 @@ SNAPSHOT_SHARE = 0.25
 
 
 def cache_rules(program: Program, reuse: bool) -> CacheRules:
-    """A window counts only where every layer has one; blocks hold all layers."""
+    """A window counts where every layer has one, or where those that have one have blocks of their own."""
     windows = [layer.window for layer in program.caches]
-    return CacheRules(reuse, recurrent=bool(program.states), window=max(windows) if windows and all(windows) else 0)
+    window = program.window or (max(windows) if windows and all(windows) else 0)
+    return CacheRules(reuse, recurrent=bool(program.states), window=window, window_groups=program.window_groups)
 
 
 def with_snapshots(limits: Limits, program: Program, spare: int, reuse: bool) -> Limits:

@@ -14,6 +14,7 @@ from quarrel.llm.plan import DEFAULT_CONTEXT, Device, Plan, plan_limits
 from quarrel.models import EncoderSpec, ModelSpec, Tensors, assemble, read_spec
 from quarrel.ops.program import Program
 from quarrel.ops.step import Backend, ComputeChoice
+from quarrel.ops.windows import as_planned, worth
 from quarrel.tokenizer import Tokenizer
 from quarrel.tokenizer import load_tokenizer as read_tokenizer
 
@@ -71,6 +72,7 @@ def open_draft(
     share = _width(small) / max(1, _width(small) + _width(program))
     budget = own + int(max(0, device.budget - weights - own) * share)
     length = min(spec.context_length, n_ctx or DEFAULT_CONTEXT)
+    small = worth(small, length)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a shorter context ends the guessing, nothing else
         plan = plan_limits(
@@ -84,7 +86,7 @@ def open_draft(
         )
     spec = read_spec(file, plan.n_ctx)
     assert isinstance(spec, ModelSpec)
-    return DraftModel(name, file, spec, assemble(spec, Tensors(file)), plan)
+    return DraftModel(name, file, spec, as_planned(assemble(spec, Tensors(file)), plan.limits.window_groups), plan)
 
 
 def check_vocabulary(name: str, large: Tokenizer, small: Tokenizer) -> None:

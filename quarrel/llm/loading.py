@@ -28,7 +28,7 @@ from quarrel.llm.explain import DraftFacts, Explanation
 from quarrel.llm.model import LLM, Loaded
 from quarrel.llm.parallel import Parallel, threads_of
 from quarrel.llm.placement import left_to_host, placed
-from quarrel.llm.plan import DEFAULT_CONTEXT, Device, plan_encoder, plan_limits
+from quarrel.llm.plan import DEFAULT_CONTEXT, Device, cache_tokens, plan_encoder, plan_limits
 from quarrel.models import EncoderSpec, ModelSpec, RopeScaling, Tensors, assemble, read_spec
 from quarrel.models.scaling import Scaling
 from quarrel.ops.check import CheckedStep
@@ -37,6 +37,7 @@ from quarrel.ops.kv import KV_TYPES, KVType
 from quarrel.ops.registry import backend as backend_named
 from quarrel.ops.registry import missing_driver
 from quarrel.ops.step import Backend, ComputeChoice, Step, WeightSource
+from quarrel.ops.windows import as_planned, worth
 from quarrel.tokenizer import Tokenizer
 from quarrel.tokenizer import load_tokenizer as read_tokenizer
 
@@ -161,9 +162,10 @@ def load(
                 )
                 taken = guessing.plan.total
                 device = replace(device, free=device.free - taken, budget=device.budget - taken)
-            held = program
+            wanted = n_ctx or min(spec.context_length, DEFAULT_CONTEXT)
+            held = worth(program, wanted)
             if shares is not None:
-                held, weights = shares.neediest(spec, tensors)
+                held, weights = shares.neediest(spec, tensors, wanted)
             make = partial(
                 plan_limits,
                 held,
@@ -178,7 +180,7 @@ def load(
                 held,
                 lambda size: make(weights=size),
                 weights=weights,
-                wanted=n_ctx or min(spec.context_length, DEFAULT_CONTEXT),
+                wanted=wanted,
                 backend=None if shares is not None or environment.check else chosen,
                 asked=experts_on_cpu,
                 host=lambda: computing_parts(backend_named("cpu", threads)),
@@ -186,6 +188,7 @@ def load(
         # Some rope scalings depend on the context that will be used.
         spec = read_spec(file, plan.n_ctx, scaling, n_ctx)
         program = assemble(spec, tensors) if adapted is None else adapted.applied(assemble(spec, tensors))
+        program = as_planned(program, plan.limits.window_groups)
         limits = with_snapshots(plan.limits, program, plan.spare, prefix_cache)
         plan = plan.with_limits(replace(limits, deterministic=deterministic, n_adapters=len(opened)), program)
         limits = plan.limits
@@ -227,7 +230,7 @@ def load(
         compute=step.compute if choice != "fp8" else f"{step.compute}, products of many rows in E4M3",
         n_ctx=plan.n_ctx,
         max_seqs=limits.max_seqs,
-        cache_tokens=limits.n_blocks * limits.block_size,
+        cache_tokens=cache_tokens(program, limits),
         plan=plan,
         memory=step.memory(),
         choices=tuple(step.explain()),

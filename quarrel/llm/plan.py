@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -89,10 +90,45 @@ class Plan:
         return replace(self, limits=limits, snapshots=extra * state_bytes(program))
 
 
+@dataclass(frozen=True)
+class _Demand:
+    """How many blocks of the pool contexts take: one for each of their own, and for each group of layers with a window as
+    many as that touches."""
+
+    groups: int
+    window: int
+    """Blocks of a window, cut anyhow, and one that is being filled."""
+    step: int
+    """Blocks of a step's tokens, which are there until the step is launched."""
+
+    @classmethod
+    def of(cls, program: Program, tokens: int) -> _Demand:
+        return cls(program.window_groups, _blocks(program.window) + 2, _blocks(tokens))
+
+    def each(self, blocks: int) -> int:
+        """Of a sequence that runs."""
+        return blocks + self.groups * min(blocks, self.window)
+
+    def of_one(self, blocks: int) -> int:
+        """Of one alone, at any time: also while its prompt runs, and where it continues from another one's half-used block,
+        which is copied."""
+        return blocks + self.groups * min(blocks, self.window + self.step) + 1 + self.groups
+
+    def fitting(self, pool: int, most: int) -> int:
+        """Blocks of the longest context, up to `most`, that a pool of so many has room for; -1 if none."""
+        return bisect_right(range(most + 1), pool, key=self.of_one) - 1
+
+
 def cache_bytes_per_token(program: Program, compute: Compute, kv_cache: KVType = "auto") -> int:
-    """Keys and values of one token in all layers, scales included."""
+    """Keys and values of one token in all layers, scales included; of one group of layers, where there are several."""
     width = 4 if compute == "float32" else 2
     return sum(2 * layer.n_kv * head_bytes(kv_cache, layer.head_dim, width) for layer in program.caches)
+
+
+def cache_tokens(program: Program, limits: Limits) -> int:
+    """Tokens of whole contexts that the cache has room for."""
+    blocks = limits.max_blocks_per_seq
+    return limits.n_blocks * blocks // _Demand.of(program, limits.max_tokens).each(blocks) * limits.block_size
 
 
 def state_bytes(program: Program) -> int:
@@ -173,15 +209,15 @@ def plan_limits(
     graphs = GRAPH_BYTES * (1 + (max_seqs - 1).bit_length()) if device.captures else 0
     states = max_seqs * state_bytes(program)
     left = device.budget - weights - scratch - graphs - states
-    # One block more than a context fills: continuing from another sequence's half-used block copies that block.
-    fitting = left // block_bytes - 1
-    longest = max(0, min(spec.context_length, fitting * BLOCK))
+    demand = _Demand.of(program, tokens)
+    longest = max(0, min(spec.context_length, demand.fitting(left // block_bytes, _blocks(spec.context_length)) * BLOCK))
     length = min(wanted, longest)
     least = wanted if n_ctx else min(wanted, MIN_CONTEXT)
     if length < least:
         parts = {"weights": weights, "states": states, "scratch": scratch, "graphs": graphs}
-        parts["a context of " + str(least)] = (_blocks(least) + 1) * block_bytes
-        raise OutOfMemory(_refusal(device, parts, longest, weights + left - (_blocks(MIN_CONTEXT) + 1) * block_bytes))
+        parts["a context of " + str(least)] = demand.of_one(_blocks(least)) * block_bytes
+        shortest = demand.of_one(_blocks(MIN_CONTEXT)) * block_bytes
+        raise OutOfMemory(_refusal(device, parts, longest, weights + left - shortest))
     if length < wanted:
         warnings.warn(
             f"the context is reduced from {wanted} to {length} tokens: {_budget(device)}, the weights take"
@@ -189,8 +225,9 @@ def plan_limits(
             stacklevel=_callers(),
         )
     blocks = _blocks(length)
-    sequences = max(1, min(max_seqs, int(left * SHARE) // (blocks * block_bytes)))
-    limits = Limits(tokens, max_seqs, blocks, sequences * blocks + 1, BLOCK, kv_cache=kv_cache)
+    sequences = max(1, min(max_seqs, int(left * SHARE) // (demand.each(blocks) * block_bytes)))
+    n_blocks = demand.of_one(blocks) + (sequences - 1) * demand.each(blocks)
+    limits = Limits(tokens, max_seqs, blocks, n_blocks, BLOCK, kv_cache=kv_cache, window_groups=program.window_groups)
     cache = limits.n_blocks * block_bytes if program.caches else 0
     return Plan(device.free, device.budget, weights, cache, states, 0, scratch, graphs, length, longest, limits)
 

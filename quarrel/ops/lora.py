@@ -215,4 +215,4 @@ def with_adapters(program: Program, adapted: Mapping[str, Adapted]) -> tuple[Pro
         else:
             nodes.append(node)
     inputs = {**program.inputs, "adapter": ids}
-    return Program(tuple(nodes), inputs, program.outputs, program.caches, program.states), frozenset(done)
+    return replace(program, nodes=tuple(nodes), inputs=inputs), frozenset(done)

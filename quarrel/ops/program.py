@@ -46,6 +46,9 @@ class Program:
     outputs: Mapping[str, Value]
     caches: tuple[KVLayer, ...]
     states: tuple[StateLayer, ...] = ()
+    window: int = 0
+    """How far back the layers of `window_groups` read (`ops/windows.py`)."""
+    window_groups: int = 0
 
 
 STEP_INPUTS: Mapping[str, tuple[str, str]] = {
@@ -64,4 +67,10 @@ STEP_INPUTS: Mapping[str, tuple[str, str]] = {
     "min_p": ("f32", "R"),
     "uniform": ("f32", "R"),
 }
-"""Every input a step can take, by name: kind and axes. `S1` is S + 1. `slots` are block * block_size + offset."""
+"""Every input a step can take, by name: kind and axes. `S1` is S + 1. `slots` are block * block_size + offset. `slots` and
+`block_table` may be there once more for each group of layers with a window: `group_input`."""
+
+
+def group_input(name: str, group: int) -> str:
+    """What `slots` and `block_table` of a group of layers are called; group 0 is of those without a window."""
+    return f"{name}.{group}" if group else name

@@ -89,9 +89,9 @@ def bind_inputs(program: Program, inputs: StepInputs) -> dict[int, Array]:
     """The step's arrays by value id; sampling inputs only if they are there."""
     values: dict[int, Array] = {}
     for name, value in program.inputs.items():
-        source: object = inputs if hasattr(inputs, name) else inputs.sample
-        if source is not None:
-            values[value.id] = getattr(source, name)
+        array = inputs.named(name)
+        if array is not None:
+            values[value.id] = array
     return values
 
 

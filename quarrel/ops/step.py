@@ -38,6 +38,9 @@ class Limits:
     n_adapters: int = 0
     """Adapters that a sequence may name, by 1 to so many; 0 is none."""
 
+    window_groups: int = 0
+    """Groups of layers with a window that have block tables of their own (`ops/windows.py`)."""
+
     @property
     def states(self) -> int:
         """Slots for recurrent state, at least one per sequence."""
@@ -70,6 +73,17 @@ class StepInputs:
     state_slots: Array | None = None  # [S] int32, where recurrent layers keep each sequence's state
     adapter: Array | None = None  # [T] int32, which adapter each token's row takes, 0 is none
     from_last: Array | None = None  # [T] int32, the row of the launch before whose token is this id, or -1 for `ids`
+    window_slots: Array | None = None  # [W, T] int32, `slots` of each group of layers with a window
+    window_tables: Array | None = None  # [W, S, B] int32, their block tables; 0 where a block is no longer read
+
+    def named(self, name: str) -> Array | None:
+        """An input of a program; None if it is not there."""
+        plain, _, group = name.partition(".")
+        if group:
+            arrays = self.window_slots if plain == "slots" else self.window_tables
+            return None if arrays is None else arrays[int(group) - 1]
+        held = self if hasattr(self, name) else self.sample
+        return None if held is None else getattr(held, name)
 
     def check(self, limits: Limits, n_vocab: int) -> None:
         """Raises `RequestError` if anything is out of range; a device never has to."""
@@ -81,6 +95,9 @@ class StepInputs:
             ("positions and slots unlike the ids", len(self.positions) == len(self.slots) == tokens),
             ("slots outside the cache", _within(self.slots, 0, limits.n_blocks * limits.block_size)),
             ("block table outside the cache", _within(self.block_table, 0, limits.n_blocks)),
+            ("slots or block tables unlike the groups of layers with a window", self.has_groups(limits.window_groups)),
+            ("slots of a window outside the cache", _inside(self.window_slots, limits.n_blocks * limits.block_size)),
+            ("block table of a window outside the cache", _inside(self.window_tables, limits.n_blocks)),
             ("out_rows outside the step", _within(self.out_rows, 0, tokens)),
             ("adapters unlike the ids", _length(self.adapter) == (tokens if limits.n_adapters else 0)),
             ("adapters that there are not", self.adapter is None or _within(self.adapter, 0, limits.n_adapters + 1)),
@@ -94,6 +111,13 @@ class StepInputs:
         for what, ok in rules:
             if not ok:
                 raise RequestError(f"step inputs are unusable: {what}; this is the caller's batch, not the model")
+
+    def has_groups(self, groups: int) -> bool:
+        """Whether slots and block tables are there for so many groups of layers with a window, shaped as the plain ones."""
+        slots, tables = self.window_slots, self.window_tables
+        if not groups or slots is None or tables is None:
+            return groups == 0 and slots is None and tables is None
+        return slots.shape == (groups, len(self.slots)) and tables.shape == (groups, *self.block_table.shape)
 
 
 @dataclass(frozen=True)
@@ -255,6 +279,10 @@ def _length(values: Array | None) -> int:
 
 def _within(values: Array, low: int, high: int) -> bool:
     return values.size == 0 or (int(values.min()) >= low and int(values.max()) < high)
+
+
+def _inside(values: Array | None, high: int) -> bool:
+    return values is None or _within(values, 0, high)
 
 
 def _covers(query_start: Array, tokens: int, seqs: int) -> bool:

@@ -24,6 +24,7 @@ from quarrel.models import ModelSpec, Tensors, assemble
 from quarrel.models.shard import Split, shard
 from quarrel.ops.collective import Joins
 from quarrel.ops.step import Backend, ComputeChoice, Limits, Step
+from quarrel.ops.windows import as_planned
 from quarrel.parallel import wire
 from quarrel.parallel.step import ParallelStep
 
@@ -184,7 +185,7 @@ class Team:
             self.group = TorchGroup(self.folder, 0, self.work.ranks, device_of(backend.name, 0), self.work.one_shot)
             backend.join(self.group)
             spec, tensors = shard(whole, Tensors(file), 0, self.work.ranks, self.work.split)
-            program = assemble(spec, tensors)
+            program = as_planned(assemble(spec, tensors), limits.window_groups)
             step = backend.compile(program, tensors, limits, self.work.compute, progress)
             for member in self.members:
                 member.wait("ready")

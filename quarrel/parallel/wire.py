@@ -70,7 +70,11 @@ def parse(message: bytes) -> Words | tuple[StepInputs, Want]:
     table, lengths = arrays["block_table"], arrays["kv_len"]
     assert table is not None
     assert lengths is not None
-    arrays["block_table"] = table.reshape(len(lengths), -1)
+    arrays["block_table"] = table = table.reshape(len(lengths), -1)
+    slots, tables = arrays["window_slots"], arrays["window_tables"]
+    if slots is not None and tables is not None:
+        arrays["window_tables"] = tables = tables.reshape(-1, *table.shape)
+        arrays["window_slots"] = slots.reshape(len(tables), -1)
     return StepInputs(**arrays, sample=sample), _WANTS[want]  # type: ignore[arg-type]
 
 

@@ -20,6 +20,7 @@ from quarrel.models import ModelSpec, Tensors, assemble, read_spec
 from quarrel.models.shard import shard
 from quarrel.ops.registry import backend as backend_named
 from quarrel.ops.step import Limits, Pending, Step
+from quarrel.ops.windows import as_planned
 from quarrel.parallel import wire
 
 
@@ -65,7 +66,9 @@ class Worker:
             whole = read_spec(file, go["n_ctx"])
             assert isinstance(whole, ModelSpec)
             spec, tensors = shard(whole, Tensors(file), started["rank"], started["ranks"], started["split"])
-            step = backend.compile(assemble(spec, tensors), tensors, Limits(**go["limits"]), started["compute"])
+            limits = Limits(**go["limits"])
+            program = as_planned(assemble(spec, tensors), limits.window_groups)
+            step = backend.compile(program, tensors, limits, started["compute"])
             wire.send(self._link, wire.words(do="ready"))
             while True:
                 self._do(step, wire.parse(self._messages.get()))

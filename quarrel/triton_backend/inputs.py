@@ -9,6 +9,7 @@ import torch
 
 from quarrel.errors import RequestError
 from quarrel.ops.contract import Array
+from quarrel.ops.program import group_input
 from quarrel.ops.step import Limits, StepInputs
 from quarrel.triton_backend.attention import LEAST_SPLIT, MOST_SPLITS, least_split, most_splits, splits_of
 from quarrel.triton_backend.runtime import Live, Slot, Work, cdiv, power_of_two
@@ -66,7 +67,7 @@ def _bounds(values: Array) -> tuple[int, int]:
 
 
 class _Places:
-    """Where each input of a step of up to so many tokens, sequences and rows begins; the block table comes last."""
+    """Where each input of a step of up to so many tokens, sequences and rows begins; the block tables come last."""
 
     def __init__(self, limits: Limits, most: int, hosts: Sequence[Array] = ()) -> None:
         tokens, seqs = min(most, limits.max_tokens), min(most, limits.max_seqs)
@@ -79,12 +80,15 @@ class _Places:
             "state_slots": seqs,
         }
         lengths |= dict.fromkeys(("ids", "from_last", "positions", "slots", "adapter", "out_rows", *_SAMPLE), tokens)
+        groups = range(limits.window_groups + 1)
+        lengths |= {group_input("slots", group): tokens for group in groups}
         self.begin: dict[str, int] = {}
         end = 0
         for name, length in lengths.items():
             self.begin[name], end = end, end + cdiv(length, _ALIGN) * _ALIGN
-        self.table = self.begin["block_table"] = end
-        self.size = end + seqs * limits.max_blocks_per_seq
+        self.tables = [end + group * cdiv(seqs * limits.max_blocks_per_seq, _ALIGN) * _ALIGN for group in groups]
+        self.begin |= {group_input("block_table", group): begin for group, begin in enumerate(self.tables)}
+        self.size = self.tables[-1] + seqs * limits.max_blocks_per_seq
         self.arrays = [self._named(ints) for ints in hosts]
 
     def _named(self, ints: Array) -> dict[str, Array]:
@@ -173,7 +177,7 @@ class InputBuffer:
     def _sound(self, inputs: StepInputs, tokens: int, seqs: int, width: int, n_vocab: int) -> bool:
         """Whether `StepInputs.check` would pass, for one new token a sequence, as between two steps of decoding."""
         limits = self._limits
-        if limits.n_adapters or inputs.adapter is not None:
+        if limits.n_adapters or inputs.adapter is not None or not inputs.has_groups(limits.window_groups):
             return False
         if not 0 < tokens == seqs <= min(_FEW, limits.max_tokens, limits.max_seqs) or not inputs.out_rows.size:
             return False
@@ -181,13 +185,15 @@ class InputBuffer:
             return False
         if inputs.from_last is not None and len(inputs.from_last) != tokens:
             return False
-        wanted = (
+        wanted: list[tuple[Array, int, int]] = [
             (inputs.ids, 0, n_vocab),
             (inputs.slots, 0, limits.n_blocks * limits.block_size),
             (inputs.kv_len, 1, limits.block_size * width + 1),
             (inputs.block_table, 0, limits.n_blocks),
             (inputs.out_rows, 0, tokens),
-        )
+        ]
+        if inputs.window_slots is not None and inputs.window_tables is not None:
+            wanted += [(inputs.window_slots, *wanted[1][1:]), (inputs.window_tables, *wanted[3][1:])]
         for values, least, stop in wanted:
             low, high = _bounds(values)
             if low < least or high >= stop:
@@ -232,9 +238,15 @@ class InputBuffer:
         width = inputs.block_table.shape[1]
         put["table_width"][0], put["tokens"][0] = width, tokens
         put["block_table"][: seqs * width] = inputs.block_table.reshape(-1)
+        if inputs.window_slots is not None and inputs.window_tables is not None:
+            unused = self._limits.n_blocks * self._limits.block_size
+            for group, (slots, table) in enumerate(zip(inputs.window_slots, inputs.window_tables), 1):
+                _fill(put[group_input("slots", group)], slots, unused, padded)
+                put[group_input("block_table", group)][: seqs * width] = table.reshape(-1)
         # The rows of padding keep what was there: nobody reads a key of theirs.
-        used = self._now.table + seqs * width
-        self._device[:used].copy_(self._hosts[turn][:used], non_blocking=True)
+        for begin, place in zip((0, *self._now.tables[1:]), self._now.tables):
+            used = place + seqs * width
+            self._device[begin:used].copy_(self._hosts[turn][begin:used], non_blocking=True)
         if self._sent:
             self._sent[turn].record()
 

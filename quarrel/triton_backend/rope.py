@@ -274,6 +274,7 @@ def build_rope_append(site: Site, node: Node) -> Launch:
 
 def left_to_attention(nodes: Sequence[Node], kept: set[int]) -> list[tuple[int, int]]:
     """ROPE_APPENDs whose queries one attention over the same cache reads and nobody else: places of both among the nodes.
+    A cache may serve several layers, each with a block table of its own.
 
     In a step without prompts that attention does their work (`attend_one`): whole heads of a power of two.
     """
@@ -283,9 +284,12 @@ def left_to_attention(nodes: Sequence[Node], kept: set[int]) -> list[tuple[int, 
             continue
         q, k = node.spec.q, node.spec.k
         readers = [j for j, n in enumerate(nodes) if any(v is node.outputs[0] for v in n.inputs)]
-        over = [j for j, n in enumerate(nodes) if n.op is ATTENTION and n.inputs[4] == node.inputs[6]]
+        if len(readers) != 1 or nodes[readers[0]].op is not ATTENTION:
+            continue
+        table, cache = nodes[readers[0]].inputs[3:5]
+        over = [n for n in nodes if n.op is ATTENTION and n.inputs[3] is table and n.inputs[4] == node.inputs[6]]
         whole = q.head_dim == q.n_rot == k.n_rot == power_of_two(q.head_dim) and q.head_dim >= 16
-        if whole and readers == over and len(readers) == 1:
+        if whole and cache == node.inputs[6] and len(over) == 1:
             found.append((i, readers[0]))
     return found
 

@@ -20,6 +20,7 @@ from quarrel.engine.draft import Drafter
 from quarrel.engine.generation import Generation
 from quarrel.errors import QuarrelError
 from quarrel.ops.contract import Compute
+from quarrel.ops.program import group_input
 from quarrel.ops.step import Done, Limits, MemoryPlan, Pending, StepInputs, StepOutputs, Taken, Want, with_ids
 from tests.engine.toys import Letters
 
@@ -43,7 +44,7 @@ class Wrong(BaseException):
 
 class NullStep:
     """Slot i of a sequence holds (hash of tokens[:i], hash of tokens[:i + 1]); a state slot holds the hash of all. Hashes
-    begin with the number of the adapter."""
+    begin with the number of the adapter; those in blocks of a group with a window are told from others by its number."""
 
     compute: Compute = "float32"
 
@@ -115,18 +116,25 @@ class NullStep:
         length, size = int(inputs.kv_len[s]), self.limits.block_size
         known = length - (end - first)
         at = np.arange(length)
-        table = inputs.block_table[s][at // size] * size + at % size
-        assert (inputs.slots[first:end] == table[known:]).all()
         assert (inputs.positions[first:end] == at[known:]).all()
-        history = start = 0 if inputs.adapter is None else int(inputs.adapter[first])
+        start = 0 if inputs.adapter is None else int(inputs.adapter[first])
         if inputs.adapter is not None:
             assert (inputs.adapter[first:end] == start).all()
-        if known:
-            low = max(0, known + 1 - self.window) if self.window else 0
-            past = self.slots[table[low:known]]
-            assert (past[1:, 0] == past[:-1, 1]).all(), "the cache does not hold this sequence's past"
-            assert low or past[0, 0] == start
-            history = int(past[-1, 1])
+        history = start
+        for group in range(self.limits.window_groups + 1):
+            blocks, slots = inputs.named(group_input("block_table", group)), inputs.named(group_input("slots", group))
+            assert blocks is not None
+            assert slots is not None
+            table = blocks[s][at // size] * size + at % size
+            assert (slots[first:end] == table[known:]).all()
+            if known:
+                low = max(0, known + 1 - self.window) if self.window and (group or not self.limits.window_groups) else 0
+                past = self.slots[table[low:known]] ^ (group << 61)
+                assert (past[1:, 0] == past[:-1, 1]).all(), "the cache does not hold this sequence's past"
+                assert low or not len(past) or past[0, 0] == start
+                if not group:
+                    history = int(past[-1, 1])
+                assert not len(past) or past[-1, 1] == history
         if self.recurrent:
             assert inputs.state_slots is not None
             slot = int(inputs.state_slots[s])
@@ -135,7 +143,10 @@ class NullStep:
         made = []
         for i in range(first, end):
             before, history = history, extend(history, int(inputs.ids[i]))
-            self.slots[inputs.slots[i]] = (before, history)
+            for group in range(self.limits.window_groups + 1):
+                slots = inputs.named(group_input("slots", group))
+                assert slots is not None
+                self.slots[slots[i]] = (before ^ (group << 61), history ^ (group << 61))
             made.append(history)
         if self.recurrent:
             self.states[slot] = history
@@ -185,17 +196,22 @@ class Simulation:
         adapters = self.adapted.choice([0, 0, 3])
         self.recurrent, self.late = chance.random() < 0.4, chance.random() < 0.6
         window = chance.choice([0, 0, 0, 5, 9]) if not self.recurrent else 0
+        self.groups = random.Random(100 * seed + 15).choice([0, 0, 1, 3])
+        if self.groups:
+            window = window or 7
         size, self.n_ctx = chance.choice([2, 4, 8]), 48
         blocks = -(-self.n_ctx // size)
         seqs = chance.randint(1, 8)
+        least = blocks + self.groups * min(blocks, (window - 2) // size + 2)
         limits = Limits(
             max_tokens=seqs + chance.randint(0, 24),
             max_seqs=seqs,
             max_blocks_per_seq=blocks,
-            n_blocks=blocks + 1 + chance.choice([0, 0, 2, blocks, 4 * blocks]),
+            n_blocks=least + 1 + chance.choice([0, 0, 2, blocks, 4 * blocks]),
             block_size=size,
             n_states=seqs + chance.choice([0, 1, 5, 20]),
             n_adapters=adapters,
+            window_groups=self.groups,
         )
         reuse = chance.random() < 0.85
         kept = chance.choice([None, None, 0, 4])
@@ -203,14 +219,14 @@ class Simulation:
         def make() -> NullStep:
             return NullStep(limits, chance, late=self.late, recurrent=self.recurrent, window=window, faults=faults)
 
-        rules = CacheRules(reuse, self.recurrent, window, kept)
+        rules = CacheRules(reuse, self.recurrent, window, kept, self.groups)
         self.drafts = not self.recurrent and chance.random() < 0.4
-        few = replace(limits, n_blocks=blocks + chance.choice([0, 3 * blocks]), n_states=0, n_adapters=0)
+        few = replace(limits, n_blocks=least + chance.choice([0, 3 * blocks]), n_states=0, n_adapters=0)
         wrong = 0.0 if not faults else 0.002
 
         def drafter() -> Drafter:
             step = NullStep(few, chance, late=self.late, recurrent=False, window=window, faults=wrong, drafts=True)
-            return Drafter(step, CacheRules(reuse, window=window), VOCABULARY, VOCABULARY)
+            return Drafter(step, CacheRules(reuse, window=window, window_groups=self.groups), VOCABULARY, VOCABULARY)
 
         self.engine = Engine(
             make,
@@ -266,6 +282,7 @@ class Simulation:
             sequence = chance.choice(list(self.alive.values()))
             self.engine.cancel(sequence)
             assert not sequence.blocks
+            assert not sequence.window_blocks
             assert not sequence.snapshots
         if chance.random() < 0.01 and isinstance(self.engine.step, NullStep) and self.alive:
             sequence = chance.choice(list(self.alive.values()))
@@ -352,10 +369,12 @@ class Simulation:
         scheduler, cache = self.engine.scheduler, self.engine.cache
         owners = Counter(b for s in scheduler.running for b in s.blocks if b >= 0)
         owners.update(n.block for n in cache.prefixes.nodes())
+        owners.update(b for s in scheduler.running for blocks in s.window_blocks for b in blocks)
+        owners.update(b for n in cache.prefixes.nodes() for b in n.window_blocks)
         pool = cache.pool
         assert [pool.holders(b) for b in range(pool.n_blocks)] == [owners[b] for b in range(pool.n_blocks)]
         assert pool.free == pool.n_blocks - len(owners)
-        kept = sum(pool.holders(n.block) == 1 for n in cache.prefixes.nodes())
+        kept = sum(pool.holders(b) == 1 for n in cache.prefixes.nodes() for b in (n.block, *n.window_blocks))
         assert cache.prefixes.kept == kept
         limit = cache.rules.kept_blocks
         assert limit is None or kept <= limit

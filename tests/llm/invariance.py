@@ -16,6 +16,7 @@ from quarrel.gguf import GGUFFile
 from quarrel.llm.caching import cache_rules
 from quarrel.models import Tensors, assemble, read_spec
 from quarrel.ops.step import Backend, ComputeChoice, Limits, StepOutputs
+from quarrel.ops.windows import by_window
 
 MORE = 6
 RNG = np.random.default_rng(5)
@@ -63,15 +64,19 @@ class Bench:
         self, file: GGUFFile, backend: Backend, compute: ComputeChoice = "auto", *, seqs: int = 8, **limits: bool | str
     ) -> None:
         self._tensors, spec = Tensors(file), read_spec(file, 512)
-        self._program = assemble(spec, self._tensors)
+        self._plain = assemble(spec, self._tensors)
+        self._program = by_window(self._plain)
         self._backend, self._compute, self._seqs, self._limits = backend, compute, seqs, limits
 
     @contextmanager
-    def engine(self, chunk: int) -> Iterator[Engine]:
-        seqs = min(self._seqs, chunk)
-        limits = Limits(chunk, seqs, 16, 30 + 5 * seqs, 32, n_states=2 * seqs, **self._limits)  # type: ignore[arg-type]
-        rules = cache_rules(self._program, True)
-        engine = Engine(lambda: self._backend.compile(self._program, self._tensors, limits, self._compute), 1 << 12, rules)
+    def engine(self, chunk: int, *, plain: bool = False) -> Iterator[Engine]:
+        """plain: with one block table, whatever windows the layers have."""
+        program, seqs = self._plain if plain else self._program, min(self._seqs, chunk)
+        groups = program.window_groups
+        blocks = 30 + 5 * seqs + groups * (4 + seqs)
+        limits = Limits(chunk, seqs, 16, blocks, 32, n_states=2 * seqs, window_groups=groups, **self._limits)  # type: ignore[arg-type]
+        rules = cache_rules(program, True)
+        engine = Engine(lambda: self._backend.compile(program, self._tensors, limits, self._compute), 1 << 12, rules)
         try:
             yield engine
         finally:
@@ -161,7 +166,7 @@ CASES: dict[str, Case] = {
 
 def unlike(bench: Bench, cases: dict[str, Case] = CASES) -> list[str]:
     """The cases in which a bit differs from what one step of 1024 rows gives a request alone."""
-    with bench.engine(1024) as engine:
+    with bench.engine(1024, plain=True) as engine:
         wanted = alone(engine)
     assert len(set(wanted)) == MORE
     found = []

@@ -16,6 +16,7 @@ from quarrel.llm.plan import (
     Device,
     Plan,
     cache_bytes_per_token,
+    cache_tokens,
     decoded_bytes,
     plan_encoder,
     plan_limits,
@@ -214,6 +215,25 @@ def test_a_model_without_a_cache_has_any_context_it_was_made_for() -> None:
     program = Program((), {}, {}, (), (StateLayer((16, 128)),))
     limits, length = plan(2 * GIB, program, n_ctx=131072)
     assert (length, limits.n_blocks) == (131072, 8 * 4096 + 1)
+
+
+def test_windows_are_planned_beside_whole_contexts() -> None:
+    """Twelve layers of 24 with a window of 128, as in gpt-oss: 32,768 tokens take half of what they took."""
+    grouped = Program((), {}, {}, (KVLayer(8, 64),) * 12, window=128, window_groups=1)
+    block, (limits, length) = BLOCK * cache_bytes_per_token(grouped, "float16"), plan(80 * GIB, grouped, n_ctx=32768)
+    assert (length, limits.max_blocks_per_seq, limits.window_groups) == (32768, 1024, 1)
+    # Four blocks of a window lie in five, one is being filled; once those of a step's tokens, and one text to copy from.
+    assert limits.n_blocks == 8 * (1024 + 6) + limits.max_tokens // BLOCK + 2
+    assert cache_tokens(grouped, limits) // 32768 == 8
+    plain = Program((), {}, {}, (KVLayer(8, 64),) * 24)
+    before = plan(80 * GIB, plain, n_ctx=32768)[0].n_blocks * 2 * block
+    assert limits.n_blocks * block < 0.51 * before
+    # The longest context is the one that an explicit n_ctx gets.
+    for free in (1.6 * GIB, 1.7 * GIB, 2 * GIB):
+        longest = planned(free, grouped, n_ctx=64, max_seqs=1).longest
+        assert plan(free, grouped, n_ctx=longest, max_seqs=1)[1] == longest
+        with pytest.raises(OutOfMemory, match=f"n_ctx={longest}"):
+            plan(free, grouped, n_ctx=longest + 1, max_seqs=1)
 
 
 def test_the_plan_of_a_file_agrees_with_the_step_that_is_made_from_it() -> None:

@@ -32,6 +32,7 @@ from quarrel.ops.registry import backend as backend_called
 from quarrel.ops.rope import RopeSpec
 from quarrel.ops.sample import sample
 from quarrel.ops.step import Limits, SampleInputs, StepInputs
+from quarrel.ops.windows import by_window
 from tests.expert_counts import check_counts
 from tests.mlx_backend.cases import running
 from tests.mlx_backend.emulated import FAST
@@ -61,7 +62,7 @@ def build() -> Program:
     for layer in range(2):
         with b.at(f"blk.{layer}"):
             qx, kx, vx = norm_linear(b, pre, h, [gain], [(q, None), (k, None), (v, None)])
-            cache = b.cache(KVLayer(KV_HEADS, DIM, 0))
+            cache = b.cache(KVLayer(KV_HEADS, DIM, 21 * layer))
             spec = RopeAppendSpec(RopeSpec("norm", HEADS, DIM, DIM), RopeSpec("norm", KV_HEADS, DIM, DIM))
             qx = rope_append(b, spec, qx, kx, vx, freq, cache)
             y = attention(b, AttentionSpec(HEADS, KV_HEADS, DIM, DIM**-0.5, window=21 * layer), qx, cache)
@@ -140,6 +141,24 @@ def test_steps_match_the_reference(step: MlxStep) -> None:
     both = step(inputs, "both")
     assert both.tokens.tolist() == want["tokens"].tolist()  # type: ignore[union-attr]
     assert rel_error(both.logits, want["logits"]) < EXACT  # type: ignore[arg-type]
+
+
+def test_layers_with_a_window_have_blocks_of_their_own(fast: MlxBackend, step: MlxStep) -> None:
+    """Bit for bit what one table gives, when blocks behind the window are others' already."""
+    grouped = by_window(PROGRAM)
+    assert grouped.window_groups == 1
+    twice = replace(LIMITS, n_blocks=2 * LIMITS.n_blocks, window_groups=1)
+    theirs = fast.compile(grouped, Weights(), twice, "float32")
+    for parts in ([(0, 0, 40), (6, 0, 3)], [(0, 40, 1), (6, 3, 5)], [(0, 41, 1), (6, 8, 1)]):
+        inputs = batch(parts, seed=len(parts))
+        tables = inputs.block_table + LIMITS.n_blocks
+        if parts[0][1]:
+            tables[0, 0] = tables[0, 1]
+            theirs.copy_blocks([(39, LIMITS.n_blocks)])
+        slots = inputs.slots + LIMITS.n_blocks * SIZE
+        apart = replace(inputs, window_slots=slots[None], window_tables=tables[None])
+        assert np.array_equal(theirs(apart, "logits").logits, step(inputs, "logits").logits)  # type: ignore[arg-type]
+    theirs.close()
 
 
 def test_half_precision_stays_close(fast: MlxBackend) -> None:

@@ -28,8 +28,10 @@ from quarrel.ops.reference import run_program
 from quarrel.ops.rope import RopeSpec
 from quarrel.ops.sample import sample
 from quarrel.ops.step import Limits, SampleInputs, StepInputs
+from quarrel.ops.windows import by_window
 from quarrel.triton_backend.backend import TritonBackend, create
 from quarrel.triton_backend.inputs import InputBuffer, live_counts
+from quarrel.triton_backend.rope import left_to_attention
 from quarrel.triton_backend.runtime import INTERPRETED
 from quarrel.triton_backend.step import TritonStep
 from tests.paths import need_cases
@@ -63,7 +65,7 @@ def build(output: GGMLType = GGMLType.F16) -> Program:
     for layer in range(2):
         with b.at(f"blk.{layer}"):
             qx, kx, vx = norm_linear(b, pre, h, [gain], [(q, None), (k, None), (v, None)])
-            cache = b.cache(KVLayer(KV_HEADS, DIM, 0))
+            cache = b.cache(KVLayer(KV_HEADS, DIM, 21 * layer))
             spec = RopeAppendSpec(RopeSpec("norm", HEADS, DIM, DIM), RopeSpec("norm", KV_HEADS, DIM, DIM))
             qx = rope_append(b, spec, qx, kx, vx, freq, cache)
             y = attention(b, AttentionSpec(HEADS, KV_HEADS, DIM, DIM**-0.5, window=21 * layer), qx, cache)
@@ -134,6 +136,25 @@ def test_steps_match_the_reference(step: TritonStep) -> None:
     # The same step again writes the same keys, so it may be asked for its other results.
     assert rel_error(step(inputs, "hidden").hidden, want["hidden"]) < EXACT  # type: ignore[arg-type]
     assert step(inputs, "tokens").tokens.tolist() == want["tokens"].tolist()  # type: ignore[union-attr]
+
+
+def test_layers_with_a_window_have_blocks_of_their_own(backend: TritonBackend, step: TritonStep) -> None:
+    """Bit for bit what one table gives, when blocks behind the window are others' already."""
+    grouped = by_window(PROGRAM)
+    assert grouped.window_groups == 1
+    assert len(left_to_attention(grouped.nodes, set())) == len(left_to_attention(PROGRAM.nodes, set())) == 2
+    twice = replace(LIMITS, n_blocks=2 * LIMITS.n_blocks, window_groups=1)
+    theirs = backend.compile(grouped, Weights(), twice, "float32")
+    for parts in ([(0, 0, 40), (6, 0, 3)], [(0, 40, 1), (6, 3, 5)], [(0, 41, 1), (6, 8, 1)]):
+        inputs = batch(parts, seed=len(parts))
+        tables = inputs.block_table + LIMITS.n_blocks
+        if parts[0][1]:
+            tables[0, 0] = tables[0, 1]
+            theirs.copy_blocks([(39, LIMITS.n_blocks)])
+        slots = inputs.slots + LIMITS.n_blocks * SIZE
+        apart = replace(inputs, window_slots=slots[None], window_tables=tables[None])
+        assert np.array_equal(theirs(apart, "logits").logits, step(inputs, "logits").logits)  # type: ignore[arg-type]
+    theirs.close()
 
 
 def test_half_precision_stays_close(backend: TritonBackend) -> None:
