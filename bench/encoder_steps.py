@@ -23,8 +23,8 @@ import torch
 
 from quarrel.gguf import GGUFFile
 from quarrel.models import Tensors, assemble, read_spec
-from quarrel.ops.registry import backend
 from quarrel.ops.step import Limits, StepInputs
+from quarrel.triton_backend.backend import create
 
 LONGEST, SIZE = 128, 32
 ROUNDS = 8
@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--compute", default="float16")
     parser.add_argument("--top", type=int, default=14)
     parser.add_argument("--products", action="store_true")
+    parser.add_argument("--graphs", action="store_true", help="full steps (the largest of --tokens) as captured graphs")
     args = parser.parse_args()
     sizes = [int(n) for n in args.tokens.split(",")]
     peak = rate(8192, 8192, 8192)
@@ -51,7 +52,7 @@ def main() -> None:
         seqs = max(*sizes, args.profile) // 16
         blocks = LONGEST // SIZE
         limits = Limits(max(*sizes, args.profile), seqs, blocks, seqs * blocks, SIZE)
-        step: Any = backend("triton").compile(program, tensors, limits, args.compute)
+        step: Any = create(args.graphs).compile(program, tensors, limits, args.compute)
         want = "mean" if "mean" in program.outputs else "hidden"
         for tokens in sorted({*sizes, args.profile}):
             inputs = packed(tokens)

@@ -73,5 +73,5 @@ def finished(rows: Array, *, normalize: bool, dimensions: int | None, centred: b
     rows = np.ascontiguousarray(rows, np.float32)
     if normalize:
         lengths = np.sqrt(np.einsum("ij,ij->i", rows, rows, dtype=np.float64))[:, None]
-        rows = np.divide(rows, lengths, out=np.zeros_like(rows), where=lengths > 0, dtype=np.float32, casting="same_kind")
+        rows = np.divide(rows, np.where(lengths > 0, lengths, 1.0), dtype=np.float32, casting="same_kind")
     return rows

@@ -23,8 +23,6 @@ _MAX_WORD: Final = 100
 # How many chunks are remembered, some 10 MB of them.
 _MOST_KNOWN: Final = 1 << 16
 _LONGEST_KNOWN: Final = 32
-_NO_SPACES: Final = "\x1c\x1d\x1e\x1f"
-"""They are spaces to str.split."""
 _CJK: Final = (
     (0x4E00, 0x9FFF),
     (0x3400, 0x4DBF),
@@ -60,7 +58,8 @@ class WordPieceModel:
 
     def encode(self, text: str, after_special: bool) -> list[int]:
         # What is between spaces has the same ids wherever it stands, and most of it was seen before.
-        chunks = text.split(" ") if any(space in text for space in _NO_SPACES) else text.split()
+        odd = "\x1c" in text or "\x1d" in text or "\x1e" in text or "\x1f" in text  # spaces to str.split, and none here
+        chunks = text.split(" ") if odd else text.split()
         try:
             return list(chain.from_iterable(map(self._known.__getitem__, chunks)))
         except KeyError:

@@ -1,4 +1,5 @@
-"""The step on CUDA: static buffers sized by its limits, plain launches for prefill, a captured graph per decode bucket.
+"""The step on CUDA: static buffers sized by its limits, plain launches for prefill, a captured graph per decode bucket, and
+for an encoder's full steps (`full.py`).
 
 A graph is captured the second time that its bucket is asked for; the first time compiles the kernels. Buckets pad the
 batch to a power of two of sequences and of key splits, and padding changes no row's result. What the host computes
@@ -23,6 +24,7 @@ from quarrel.ops.contract import Compute, Value
 from quarrel.ops.embedding import EmbeddingSpec
 from quarrel.ops.registry import Choice
 from quarrel.ops.step import Done, Limits, MemoryPlan, Pending, StepInputs, StepOutputs, Taken, Want, outputs_of
+from quarrel.triton_backend import full
 from quarrel.triton_backend.cache import copy_blocks, copy_states
 from quarrel.triton_backend.hosted import Outside
 from quarrel.triton_backend.inputs import InputBuffer, item_bucket, item_starts, live_counts
@@ -85,8 +87,8 @@ class TritonStep:
         self.limits = limits
         self.compute: Compute = plan.compute
         self._plan, self._inputs, self._outputs = plan, inputs, dict(outputs)
-        self._graphs: dict[tuple[int, int, str], list[Callable[[], None]]] = {}
-        self._seen: set[tuple[int, int, str]] = set()
+        self._graphs: dict[tuple[int, int, int, str], list[Callable[[], None]]] = {}
+        self._seen: set[tuple[int, int, int, str]] = set()
         self._last_rows = 0
         self._on_gpu = plan.device.type == "cuda"
         self._capture = graphs and self._on_gpu
@@ -172,6 +174,13 @@ class TritonStep:
         decode = self._capture and not live.several and live.T == live.S and rows <= live.S
         most = min(self.limits.max_seqs, self.limits.max_tokens)
         padded = min(power_of_two(live.S), most) if decode else 0
+        whole = full.padded(inputs, self.limits) if self._capture and "mean" in self._outputs else None
+        if whole is not None:
+            texts = len(whole.kv_len)
+            self._grow(texts, 0)
+            self._inputs.send(whole, 0, np.zeros(texts + 1, np.int32))
+            self._replay(Live(len(whole.ids), texts, texts, single=False, several=True, items=0), want)
+            return
         self._grow(max(rows, padded), live.items)
         if decode:
             self._inputs.send(inputs, padded, starts)
@@ -199,7 +208,7 @@ class TritonStep:
                 go(live)
 
     def _replay(self, live: Live, want: str) -> None:
-        key = (live.S, live.items, want)
+        key = (live.T, live.S, live.items, want)
         if key not in self._graphs and key not in self._seen:
             self._seen.add(key)
             self._run(live, want)

@@ -17,6 +17,7 @@ from quarrel.ops.encode import ENCODE, EncodeSpec
 from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP, ROUTE, ExpertDownSpec, ExpertUpSpec, RouteSpec
 from quarrel.ops.state import CONV, SCAN1, SCAN2, ConvSpec, Scan1Spec, Scan2Spec
 from quarrel.ops.step import Limits, StepInputs
+from quarrel.triton_backend import full
 from quarrel.triton_backend.backend import REGISTRY, TritonBackend
 from quarrel.triton_backend.inputs import live_counts
 from quarrel.triton_backend.step import TritonStep
@@ -228,6 +229,24 @@ def test_encoders_give_their_hidden_states(backend: TritonBackend, name: str) ->
         far = replace(batch([(0, 0, ids[:1])]), positions=np.array([128], np.int32))
         with pytest.raises(RequestError, match="positions 128 to 128, wanted 0 to 127"):
             step(far, "hidden")
+    step.close()
+
+
+def test_a_full_step_is_padded_and_gives_the_rows_of_a_plain_one(backend: TritonBackend) -> None:
+    """What a captured step of an encoder does: a fourth text, of the one token that is missing."""
+    with GGUFFile.open(need_cases("nomic_bert") / "model-q4_0x.gguf") as file:
+        tensors = Tensors(file)
+        step = backend.compile(assemble(read_spec(file), tensors), tensors, LIMITS, "float32")
+    ids = np.arange(3, 3 + LIMITS.max_tokens - 1, dtype=np.int32)
+    inputs = batch([(0, 0, ids[:5]), (1, 0, ids[5:6]), (2, 0, ids[6:])])
+    inputs = replace(inputs, out_rows=inputs.query_start[1:] - 1)
+    assert full.padded(replace(inputs, ids=ids[:5]), LIMITS) is None
+    hidden, mean = step(inputs, "hidden").hidden, step(inputs, "mean").mean
+    step._capture = True  # which begins with the second of a shape
+    assert np.array_equal(step(inputs, "mean").mean, mean)  # type: ignore[arg-type]
+    assert np.array_equal(step(inputs, "hidden").hidden, hidden)  # type: ignore[arg-type]
+    assert len(step._seen) == 2
+    assert hidden.shape == mean.shape  # type: ignore[union-attr]
     step.close()
 
 
