@@ -1,4 +1,4 @@
-"""GGUF in, tokens out, in pure Python, at the speed of the memory bus.
+"""GGUF in, tokens out, in pure Python: near the speed of the memory bus on a CPU, at half of it on an H200.
 
 import quarrel
 

@@ -9,8 +9,10 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import TextIO
 
+from quarrel.cli.flags import in_flags
 from quarrel.cli.parser import UsageError, make_parser, nearest, parse, unknown_command
 from quarrel.cli.terminal import note
 from quarrel.errors import QuarrelError
@@ -39,16 +41,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USAGE
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = _show_warning
+            warnings.showwarning = partial(_show_warning, args.flags)
             command = importlib.import_module(f"quarrel.cli.{args.command.replace('-', '_')}")
             status: int = command.run(args)
         sys.stdout.flush()
         return status
     except UsageError as error:
-        note(f"quarrel {args.command}: {error} (see quarrel {args.command} --help)")
+        note(f"quarrel {args.command}: {in_flags(str(error), args.flags)} (see quarrel {args.command} --help)")
         return USAGE
     except QuarrelError as error:
-        note(f"quarrel: {error}")
+        note(f"quarrel: {in_flags(str(error), args.flags)}")
     except BrokenPipeError:
         return _leave_pipe()
     except KeyboardInterrupt:
@@ -64,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _show_warning(
+    flags: Sequence[str],
     message: Warning | str,
     category: type[Warning],
     filename: str,
@@ -72,7 +75,7 @@ def _show_warning(
     line: str | None = None,
 ) -> None:
     """A warning is a sentence for the user, like an error; where in the source it was raised is not."""
-    note(f"quarrel: {message}")
+    note(f"quarrel: {in_flags(str(message), flags)}")
 
 
 def _tolerate_any_terminal() -> None:

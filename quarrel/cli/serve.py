@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from quarrel.cli.flags import in_flags
 from quarrel.cli.models import load_options, template_of
 from quarrel.cli.parser import UsageError
 from quarrel.cli.terminal import note
 from quarrel.engine import Service
-from quarrel.errors import QuarrelError, installing
+from quarrel.errors import ConfigError, QuarrelError, RequestError, installing
 from quarrel.llm import LLM, find, load
 from quarrel.process import RemoteLLM, open_remote
 
@@ -25,10 +26,11 @@ def run(args: argparse.Namespace) -> int:
     """Until a signal; status 0."""
     try:
         from quarrel.server import Rates, Settings, build, serve
-        from quarrel.server.settings import from_environment
+        from quarrel.server.settings import cache_variables, from_environment
     except ImportError as error:
         raise QuarrelError(f"the server needs {error.name}: {installing('server')}") from error
     given: dict[str, Any] = from_environment(os.environ)
+    os.environ.update(cache_variables(os.environ))
     flags = {
         "models": (*args.names, *(args.model or [])) or None,
         "models_dir": None if args.models_dir is None else _folder(args.models_dir),
@@ -73,7 +75,12 @@ def run(args: argparse.Namespace) -> int:
     options = {**load_options(args), "max_seqs": args.parallel}
 
     def open_model(source: str) -> LLM | RemoteLLM:
-        return open_remote(source, options, step_seconds=step) if args.engine_process else load(source, **options)
+        try:
+            if args.engine_process:
+                return open_remote(source, options, step_seconds=step, stop=server.desk.shelf.stopped)
+            return load(source, **options)
+        except RequestError as error:  # what the command line asks for, not a caller
+            raise ConfigError(in_flags(str(error), args.flags)) from error
 
     server = build(settings, open_model)
     if not server.keys.keys():

@@ -13,7 +13,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, Unpack
 
 from quarrel.engine import (
@@ -38,7 +38,8 @@ from quarrel.process.watch import STEP_SECONDS, STEP_SECONDS_ELSEWHERE, Watch
 from quarrel.process.wire import Json, Wire, chunk_of, plain, typed, unpacked
 
 _START = """
-import json, sys
+import json, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)
 sys.path[:] = json.loads(sys.argv[1])
 from quarrel.process.child import main
 main(int(sys.argv[2]))
@@ -50,15 +51,18 @@ CLOSING = 30.0
 log = logging.getLogger("quarrel.process")
 
 
-def open_remote(source: str, options: Mapping[str, Any], *, step_seconds: float | None = None) -> RemoteLLM:
+def open_remote(
+    source: str, options: Mapping[str, Any], *, step_seconds: float | None = None, stop: Future[None] | None = None
+) -> RemoteLLM:
     """Starts a process and loads a model there; options: those of `quarrel.load`, as JSON holds them.
 
     step_seconds: what one step may take, and how long the process may be silent, before it is ended; not counting what
-    compiles kernels or loads weights. By default half an hour on a CPU, five minutes elsewhere.
+    compiles kernels or loads weights. By default half an hour on a CPU, five minutes elsewhere. stop: ends the loading at
+    once, and its process, when it is done.
 
-    Raises what `quarrel.load` does, and EngineLost if the process ends meanwhile.
+    Raises what `quarrel.load` does, and EngineLost if the process ends meanwhile or `stop` is done.
     """
-    return RemoteLLM(source, options, step_seconds)
+    return RemoteLLM(source, options, step_seconds, stop)
 
 
 class RemoteLLM:
@@ -68,7 +72,13 @@ class RemoteLLM:
     what `when_lost` was given, and is not started again here.
     """
 
-    def __init__(self, source: str, options: Mapping[str, Any], step_seconds: float | None = None) -> None:
+    def __init__(
+        self,
+        source: str,
+        options: Mapping[str, Any],
+        step_seconds: float | None = None,
+        stop: Future[None] | None = None,
+    ) -> None:
         here, there = socket.socketpair()
         with there:
             command = [sys.executable, "-c", _START, json.dumps(sys.path), str(there.fileno())]
@@ -91,6 +101,9 @@ class RemoteLLM:
         self._reader.start()
         try:
             self._wire.send("load", source, dict(options))
+            wait([loaded, *([stop] if stop is not None else [])], return_when=FIRST_COMPLETED)
+            if not loaded.done():
+                raise EngineLost("the loading of the model was stopped: ask again when the server runs anew")
             explanation, activity, stats, adapters = loaded.result()
             try:
                 self._explanation = typed(Explanation, explanation)

@@ -48,20 +48,29 @@ async def _serve(server: Server, settings: Settings, preload: bool) -> None:
     if settings.metrics_port is not None:
         second = _Uvicorn(_config(_metrics_only(server), settings), None)
         listeners.append(second.serve([_bound(settings.host, settings.metrics_port, settings.idle_timeout)]))
-    loading = asyncio.create_task(_preload(server)) if preload else None
+    all = [u for u in (main, second) if u is not None]
+    loading = asyncio.create_task(_preload(server, all)) if preload else None
     collecting = asyncio.create_task(_collect())
-    with _signals(server, [u for u in (main, second) if u is not None], settings.grace):
+    with _signals(server, all, settings.grace):
         await asyncio.gather(*listeners)
     collecting.cancel()
     if loading is not None:
         loading.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await loading
 
 
-async def _preload(server: Server) -> None:
+async def _preload(server: Server, listeners: list[_Uvicorn]) -> None:
+    """Loads the first model. An option that no model of this server can have ends the server."""
     for entry in server.desk.shelf.entries():
         if entry.name == server.desk.shelf.default:
-            with contextlib.suppress(Exception):  # the entry says what went wrong, and so does each request
+            try:
                 await server.desk.shelf.load(entry.name)
+            except Exception as error:  # the entry says what went wrong, and so does each request
+                if isinstance(error.__cause__, ConfigError):
+                    for listener in listeners:
+                        listener.should_exit = True
+                    raise error.__cause__ from None
 
 
 @contextlib.contextmanager
@@ -143,6 +152,7 @@ def _signals(server: Server, listeners: list[_Uvicorn], grace: float) -> Iterato
             return
         asked = True
         server.desk.closing = True
+        server.desk.shelf.stop_loading()
         log.info("stopping; %d requests in flight may take %g s more", server.desk.active, grace)
         for listener in listeners:
             listener.should_exit = True

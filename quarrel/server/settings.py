@@ -128,3 +128,15 @@ def from_environment(variables: Mapping[str, str]) -> dict[str, object]:
         else:
             found[name] = Path(value) if name == "data_dir" else value
     return found
+
+
+def cache_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """What WEBUI_CACHE_DIR means to this process and those that it starts: compiled kernels and downloads are kept there.
+
+    What the variables of Triton and of the Hugging Face cache say of a folder of their own still holds.
+    """
+    given = variables.get("WEBUI_CACHE_DIR", "")
+    if not given:
+        return {}
+    folder = Path(given).expanduser().absolute()
+    return {"XDG_CACHE_HOME": str(folder), "TRITON_CACHE_DIR": variables.get("TRITON_CACHE_DIR") or str(folder / "triton")}

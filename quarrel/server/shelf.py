@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,6 +87,9 @@ class Shelf:
         self._locks: dict[str, asyncio.Lock] = {}
         self._revivals: set[asyncio.Task[None]] = set()
         self._closed = False
+        self._loads: set[asyncio.Future[Model]] = set()
+        self.stopped: Future[None] = Future()
+        """Done when nothing is loaded any more: whoever loads may end at once."""
         for source in sources:
             name = name_of(source)
             self._entries[name] = Entry(name, source, created=int(time.time()))
@@ -142,16 +147,19 @@ class Shelf:
         """Loads a model, or with `again` a fresh copy in place of the one that runs, which ends with its last request."""
         entry = self.entry(name)
         async with self._locks.setdefault(entry.name, asyncio.Lock()):
-            if self._closed:
-                raise Refused(503, "server_shutdown", "the server is going down: ask again in a moment", retry_after=5.0)
+            if self.stopped.done():
+                raise _going_down()
             if entry.held is not None and not again:
                 return entry
             before = entry.held
             entry.state = "loading" if before is None else "loaded"
             began = time.perf_counter()
             try:
-                llm = await asyncio.to_thread(self._load, entry.source)
+                llm = await self._loaded(entry.source)
             except Exception as error:
+                if self.stopped.done():
+                    entry.state = "unloaded" if before is None else "loaded"
+                    raise
                 known = isinstance(error, QuarrelError)
                 entry.error = str(error) if known else f"it failed ({type(error).__name__}): see the server's log"
                 log.error("%s could not be loaded: %s", entry.name, entry.error, exc_info=None if known else error)
@@ -168,6 +176,42 @@ class Shelf:
             if before is not None:
                 before.retire()
         return entry
+
+    def _loaded(self, source: str) -> asyncio.Future[Model]:
+        """The model, by a thread that nobody waits for when the program ends."""
+        events = asyncio.get_running_loop()
+        made: asyncio.Future[Model] = events.create_future()
+        self._loads.add(made)
+
+        def settle(llm: Model | None, error: BaseException | None) -> None:
+            self._loads.discard(made)
+            if made.done():  # loading was stopped, or nobody waits any more
+                if llm is not None:
+                    llm.close()
+            elif error is not None:
+                made.set_exception(error)
+            elif llm is not None:
+                made.set_result(llm)
+
+        def work() -> None:
+            llm, failed = None, None
+            try:
+                llm = self._load(source)
+            except BaseException as error:
+                failed = error
+            with contextlib.suppress(RuntimeError):  # the server has ended
+                events.call_soon_threadsafe(settle, llm, failed)
+
+        threading.Thread(target=work, name="quarrel-load", daemon=True).start()
+        return made
+
+    def stop_loading(self) -> None:
+        """Whoever waits for a model that is being loaded is refused, and no other is loaded."""
+        if not self.stopped.done():
+            self.stopped.set_result(None)
+        for made in self._loads:
+            if not made.done():
+                made.set_exception(_going_down())
 
     async def unload(self, name: str) -> Entry:
         """Takes a model out; requests that use it finish."""
@@ -217,12 +261,17 @@ class Shelf:
     async def close(self) -> None:
         """Closes every model at once; what runs is cancelled."""
         self._closed = True
+        self.stop_loading()
         for task in self._revivals:
             task.cancel()
         for entry in self._entries.values():
             held, entry.held, entry.state = entry.held, None, "unloaded"
             if held is not None:
                 await asyncio.to_thread(held.llm.close)
+
+
+def _going_down() -> Refused:
+    return Refused(503, "server_shutdown", "the server is going down: ask again in a moment", retry_after=5.0)
 
 
 def name_of(source: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -9,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,8 @@ import pytest
 from quarrel.errors import EngineLost
 from quarrel.process import RemoteLLM, open_remote
 from quarrel.server import Rates, Settings
-from quarrel.server.shelf import Entry
+from quarrel.server.errors import Refused
+from quarrel.server.shelf import Entry, Shelf
 from tests.server.conftest import Live, running
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 480, "ignore_eos": True}
@@ -155,3 +158,38 @@ def test_a_model_that_fails_to_load_for_no_known_reason_is_an_answer(tmp_path: P
         assert answer.status_code == 500
         assert "see the server's log" in answer.json()["error"]["message"]
         assert entry(made).state == "failed"
+
+
+def test_loading_is_stopped_at_once_and_whoever_waits_is_told() -> None:
+    async def stopped() -> None:
+        begun, goes, closed = threading.Event(), threading.Event(), threading.Event()
+
+        class Late:
+            def close(self) -> None:
+                closed.set()
+
+        def slow(source: str) -> Any:
+            begun.set()
+            goes.wait(10)
+            return Late()
+
+        shelf = Shelf(["demo"], None, slow)
+        waiting = asyncio.create_task(shelf.load("demo"))
+        await asyncio.to_thread(begun.wait, 10)
+        shelf.stop_loading()
+        with pytest.raises(Refused, match="going down") as refusal:
+            await asyncio.wait_for(waiting, 5)
+        assert refusal.value.status == 503
+        goes.set()  # what comes too late is closed
+        assert await asyncio.to_thread(closed.wait, 10)
+        with pytest.raises(Refused, match="going down"):
+            await shelf.load("demo")
+
+    asyncio.run(stopped())
+
+
+def test_a_process_that_still_loads_is_ended_with_its_loading() -> None:
+    stop: Future[None] = Future()
+    stop.set_result(None)
+    with pytest.raises(EngineLost, match="was stopped"):
+        open_remote("demo", {"backend": "cpu", "threads": 1}, stop=stop)

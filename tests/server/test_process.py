@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -76,6 +77,32 @@ def test_a_signal_lets_requests_finish_and_takes_no_new_ones(tmp_path: Path, num
         assert time.monotonic() - began < 10
 
 
+def test_while_a_model_is_loaded_a_signal_ends_it_at_once(tmp_path: Path) -> None:
+    with served("--grace", "60", folder=tmp_path) as (process, url):
+        waiting: list[httpx.Response] = []
+        ask = {"prompt": "a", "max_tokens": 1}
+
+        def call() -> None:
+            with contextlib.suppress(httpx.TransportError):  # the signal was faster than the connection
+                waiting.append(httpx.post(f"{url}/v1/completions", json=ask, timeout=60))
+
+        caller = threading.Thread(target=call)
+        caller.start()
+        time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        assert process.wait(15) == 0
+        assert time.monotonic() - began < 10
+        caller.join(5)
+        assert [a.status_code for a in waiting] in ([200], [503], [])
+
+
+def test_an_option_that_no_model_can_have_ends_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["serve", "demo", "--port", "0", "--data-dir", str(tmp_path), "--backend", "cpu", "--no-engine-process"]
+    assert main([*words, "--ctx", "513"]) == 1
+    assert capsys.readouterr().err.splitlines()[-1].startswith("quarrel: --ctx is 513, wanted 1 to 512")
+
+
 def test_what_is_not_done_in_time_gets_a_last_event(tmp_path: Path) -> None:
     with served("--grace", "0.3", folder=tmp_path) as (process, url):
         body = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True, "n": 8}
@@ -141,7 +168,7 @@ def test_settings_that_make_no_sense_are_one_sentence(
 def test_variables_are_read_and_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from quarrel.server.settings import from_environment
+    from quarrel.server.settings import cache_variables, from_environment
 
     variables = {
         "WEBUI_PORT": "81",
@@ -157,6 +184,12 @@ def test_variables_are_read_and_checked(
         "models": ("m",),
         "api_key": "short",
     }
+    assert cache_variables(variables) == {}
+    assert cache_variables({"WEBUI_CACHE_DIR": str(tmp_path)}) == {
+        "XDG_CACHE_HOME": str(tmp_path),
+        "TRITON_CACHE_DIR": str(tmp_path / "triton"),
+    }
+    assert cache_variables({"WEBUI_CACHE_DIR": "/c", "TRITON_CACHE_DIR": "/t"})["TRITON_CACHE_DIR"] == "/t"
     with pytest.raises(ConfigError, match="has 5 characters, wanted 16"):
         Settings(api_key="short").check(False)
     monkeypatch.setenv("WEBUI_PORT", "many")
