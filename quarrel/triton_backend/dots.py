@@ -253,30 +253,6 @@ def _load_blocks(x, start, K: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def row_halves(high, low, s, S: tl.constexpr):
-    """`load_row` for Q8_0 from registers: a whole row's blocks as `halve` gives them, high and low [S, 2, 4], s [S]."""
-    C: tl.constexpr = 2 * S
-    ha, hb, hc, hd = split4(tl.reshape(high, (1, 4 * C)), 1, C)
-    la, lb, lc, ld = split4(tl.reshape(low, (1, 4 * C)), 1, C)
-    both = tl.reshape(tl.broadcast_to(s[:, None], (S, 2)), (1, C))
-    return ha, hb, hc, hd, la, lb, lc, ld, both
-
-
-@triton.jit
-def row_blocks(high, low, s, sums, S: tl.constexpr):
-    """The same for codes of less than a byte; sums [S, 2]."""
-    x, u = tl.split(tl.permute(high, (0, 2, 1)))  # [S, 4] each
-    y, v = tl.split(tl.permute(low, (0, 2, 1)))
-    xa, xb, xc, xd = split4(tl.reshape(x, (1, 4 * S)), 1, S)
-    ya, yb, yc, yd = split4(tl.reshape(y, (1, 4 * S)), 1, S)
-    ua, ub, uc, ud = split4(tl.reshape(u, (1, 4 * S)), 1, S)
-    va, vb, vc, vd = split4(tl.reshape(v, (1, 4 * S)), 1, S)
-    first, second = tl.split(sums)
-    s, first, second = s[None, :], first[None, :], second[None, :]
-    return xa, xb, xc, xd, ya, yb, yc, yd, ua, ub, uc, ud, va, vb, vc, vd, s, first, second
-
-
-@triton.jit
 def tile_products(
     FORMAT: tl.constexpr, q, upper, scales, tops, x, start, K: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
     ASM: tl.constexpr,

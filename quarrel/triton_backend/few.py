@@ -198,7 +198,7 @@ def norm_row(
     site.launch(
         norm_halve_rows, (1,), x if to is None else to, x if y is None else y, x, gain, spec.eps, K=spec.k,
         B=power_of_two(cdiv(spec.k, 32)), HALVED=to is not None, PLAIN=y is not None,
-        warps=8 if spec.k >= 2048 else 4, early=starts_early(site),
+        warps=8 if spec.k >= 2048 else 4 if spec.k >= 1024 else 2, early=starts_early(site),
     )  # fmt: skip
 
 
@@ -292,8 +292,8 @@ def _walk_gate_up(site: Site, spec: NormGateUpSpec, node: Node, walk: Walk, gate
     def run(live: Live) -> None:
         biases = [gain if m.bias is None else m.bias for m in (gate, up)]
         site.launch(
-            stream_gate_up, (programs,), y.tensor, source.tensor, gain, spec.norm.eps, *gate.planes, *up.planes, *biases,
-            w.n, K=w.k, FORMAT=w.format, NORM=True, KIND=spec.activation, BIAS=gate.bias is not None, R=walk.rows,
+            stream_gate_up, (programs,), y.tensor, source.tensor, gain, spec.norm.eps, gate.planes[0], up.planes[0],
+            *biases, w.n, K=w.k, FORMAT=w.format, KIND=spec.activation, BIAS=gate.bias is not None, R=walk.rows,
             W=walk.words, ASM=not INTERPRETED, warps=walk.warps, early=starts_early(site),
         )  # fmt: skip
 

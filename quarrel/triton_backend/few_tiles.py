@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -12,7 +12,7 @@ from quarrel.triton_backend.dots import FLOATS
 from quarrel.triton_backend.runtime import INTERPRETED, cdiv, power_of_two
 
 LARGEST_WALK = 1 << 25
-"""Weights of a gate (or its up matrix) above which a walk loses to tiles."""
+"""Weights of a gate (or its up matrix) of which a walk may be worth it."""
 
 
 @dataclass(frozen=True)
@@ -38,23 +38,39 @@ def narrow_tile_for(format: str, n: int, k: int) -> Tile:
 
 
 def tile_for(format: str, n: int, k: int) -> Tile:
-    """For a map alone, by format and shape alone; all figures are of an H200.
+    """For a map alone, by format and shape alone.
 
-    Large matrices: narrow tiles, in a step of Mistral-7B 20% ahead of four warps of two rows each; one row of gate and up
-    each made the step 9% longer. Where a tile of two or four warps is a whole row, all of it is on its way before the
-    wait: 3.7 us for 4096 x 4096 in Q4_K, against 4.4 us, and a step of TinyLlama, of 2048 columns, 6% shorter. Twice as
-    wide tiles for its 2048 outputs of 5632 columns: 11% of that step. Q8_0 has whole steps of Mistral-7B 2% shorter so.
+    What each is worth was measured in whole steps on an H200, map by map (docs/kernel-log.md): whole rows where a tile of
+    two to eight warps holds one, so that all of it is on its way before the wait; else two or four warps for long rows,
+    and narrow tiles for many rows, of which more programs fit a multiprocessor.
     """
-    words = _words(format, k)
-    if INTERPRETED or format in FLOATS:
+    if INTERPRETED:
         return narrow_tile_for(format, n, k)
-    if format == "Q8_0" and words % 512 == 0:
-        return Tile(4, 512, 4)
-    if words in (256, 512) and n <= 8192:
-        return Tile(4, words, words // 128)
-    if words > 512 and n <= 2048:
-        return Tile(2, 256, 2, deep=True)
-    return narrow_tile_for(format, n, k)
+    if format in FLOATS:
+        return _floats(n, k)
+    words = _words(format, k)
+    if format == "Q8_0":
+        return Tile(4, 512, 4) if words % 512 == 0 else narrow_tile_for(format, n, k)
+    if words == 256:
+        return Tile(4, 256, 2)  # TinyLlama: query, key, value and o 6%, gate and up 9%, head 1% of a step
+    if 256 < words <= 512 and n <= 4096:
+        return Tile(4, 512, 4)  # Mistral-7B's o, 3.7 us for 4.4; Granite-4-micro's o, query, key and value 1%
+    if words > 512 and n < 4096:
+        # Granite-4-micro's down 8%, TinyLlama's 11%
+        return Tile(4, 512, 4) if words % 512 == 0 else Tile(2, 256, 2, deep=True)
+    if words > 512:
+        return Tile(2, 256, 2)  # Mistral-7B's down, 5%; two tiles ahead 3%
+    if n >= 8 * k and words >= 256:
+        return Tile(4, 256, 2) if words % 256 == 0 else Tile(4, 64, 1)  # heads: Mistral-7B 0.6%, Granite-4-micro 2.4%
+    return Tile(2, 128, 1) if words == 512 else narrow_tile_for(format, n, k)  # Mistral-7B's query, key and value, 2%
+
+
+def _floats(n: int, k: int) -> Tile:
+    """SmolLM2-135M: down in whole rows 7% of a step, head 3%, query, key and value 1%."""
+    words = power_of_two(k)
+    if not 512 < words <= 2048:
+        return Tile(2, min(256, words), 1)
+    return Tile(4, 256, 2) if n >= 8 * k else Tile(1 if n < 768 else 2, words, words // 256)
 
 
 def _words(format: str, k: int) -> int:
@@ -62,9 +78,20 @@ def _words(format: str, k: int) -> int:
     return cdiv(k, 4 if format == "Q8_0" else 8)
 
 
+def gate_tile_for(format: str, n: int, k: int) -> Tile:
+    """For a gate and its up matrix together: narrow tiles, but whole rows of 2048 columns and of Q8_0 as for a map alone.
+
+    In steps of Mistral-7B other tiles were 0.5 to 7% behind, in Granite-4-micro's 1 to 5%.
+    """
+    words = _words(format, k)
+    if INTERPRETED or format in FLOATS or words == 256 or (format == "Q8_0" and words % 512 == 0):
+        return tile_for(format, n, k)
+    return Tile(1 if format == "Q8_0" else 2, min(128, power_of_two(words)), 1)
+
+
 @dataclass(frozen=True)
 class Walk:
-    """`rows` of W at a time, `words` of codes (a whole row), in `each` programs on every multiprocessor (`stream.py`)."""
+    """`rows` of W at a time, a whole row of `words`, in `each` programs on every multiprocessor (`stream.py`)."""
 
     rows: int
     words: int
@@ -72,35 +99,20 @@ class Walk:
     each: int
 
 
-def gate_tile_for(format: str, n: int, k: int) -> Tile:
-    """For a gate and its up matrix together; in Q8_0 half as many rows of each, as Mistral-7B was measured."""
-    tile = tile_for(format, n, k)
-    return replace(tile, rows=tile.rows // 2) if format == "Q8_0" and not INTERPRETED else tile
-
-
 def walk_for(format: str, n: int, k: int) -> Walk | None:
-    """By format and shape alone: a block of 32 columns to a thread. None: tiles behind a norm.
+    """For a gate and its up matrix, by format and shape alone: eight values to a thread, 24 warps a multiprocessor.
 
-    What is saved is a launch, 1.6 us on an H200, and what is lost are bytes on their way: with gate and up of Mistral-7B,
-    68 MB, tiles behind a norm were 1.5% ahead (564.6 tok/s against 556.3), and 15% in Q8_0.
-
-    Four rows of gate and of up in Q4_K take 128 registers, so 16 warps a multiprocessor; two, of integers, take 77 to 96,
-    norm included, so 20: 7% of a step of TinyLlama's ahead of 16. Four have more bytes on their way, two share rows out
-    better where there are few: the longest program decides, on 132 multiprocessors.
+    What is saved is the launch of a norm. In SmolLM2-135M that is 2% of a step, ahead of tiles. None: tiles behind a norm,
+    which were ahead of any walk over integers (4% in Mistral-7B, 9% in TinyLlama and Granite-4-micro): a row that is
+    halved by every program for itself takes the registers of loads.
     """
-    if format in FLOATS:
-        words, warps = power_of_two(k), max(1, power_of_two(k) // 256)
-    else:
-        per = 4 if format == "Q8_0" else 8
-        words = power_of_two(cdiv(max(k, 64), per))  # the norm takes even and odd blocks apart
-        warps = max(1, words // 128)
+    words = power_of_two(k)
+    warps = max(1, words // 256)
+    if format not in FLOATS or warps > 8 or n * k > LARGEST_WALK:
+        return None
     if INTERPRETED:
         return Walk(16, words, 1, 1) if warps == 1 else None  # both ways run there
-    if warps > 8 or n * k > LARGEST_WALK or format == "Q8_0":
-        return None
-    longest = {rows: rows * cdiv(cdiv(n, rows), 132 * (16 // warps)) for rows in (2, 4)}
-    rows = 4 if format == "Q4_K" and longest[4] <= longest[2] else 2
-    return Walk(rows, words, warps, (16 if rows == 4 or format in FLOATS else 20) // warps)
+    return Walk(2, words, warps, 24 // warps)
 
 
 @cache

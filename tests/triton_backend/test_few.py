@@ -85,7 +85,7 @@ def test_three_maps_of_mixed_formats_and_one_with_a_bias(backend: TritonBackend)
     ],
 )
 def test_gate_and_up(backend: TritonBackend, type: str, activation: str, k: int) -> None:
-    """Narrow ones by programs that walk rows with the norm inside, wide ones behind a norm."""
+    """Narrow floats by programs that walk rows with the norm inside, all others behind a norm."""
     same = LinearSpec(GGMLType[type], 19, k, bias=activation == "silu")
     check(backend, NORM_GATE_UP, NormGateUpSpec(NormSpec("rms", k, 1e-5), same, same, activation))  # type: ignore[arg-type]
 
