@@ -93,19 +93,26 @@ def ahead(rows: int) -> Patch:
         return replace(found, rows=rows, parts=min(found.parts, 4))
 
     before = many_rows.tile_for
-    return lambda: replaced((many_rows, "warpgroup", warpgroup_ahead), (many_rows, "tile_for", tile))
+    return lambda: replaced(
+        (many_rows, "warpgroup", warpgroup_ahead), (many_rows, "tile_for", tile), (many_rows, "LEAST", 33)
+    )
+
+
+def keyed(keys: int, warps: int) -> Trial:
+    """Attention of many sequences in other tiles."""
+    tile = given(attention, "crowded", lambda one: replace(one, keys=keys, warps=warps))
+    return Trial(f"tiles of {keys} keys in {warps} warps", tile)
 
 
 def groups() -> list[Group]:
     tiles = Trial("tiles of matmul.py", given(many_rows, "takes", lambda site, weights: False))
-    few = Trial("splits and keys of few sequences", given(attention, "MANY_SEQS", 1 << 30))
-    many = Trial("splits and keys of many sequences", given(attention, "MANY_SEQS", 2))
+    found = [keyed(*how) for how in ((16, 2), (16, 1), (32, 2), (16, 4))]
     by64, by128 = (Trial(f"copies and products ahead, {rows} rows", ahead(rows)) for rows in (64, 128))
     mistral, now = "mistral-7b", Trial("now")
     return [
-        Group("128", mistral, "Q4_K_M", Test("decode", 32, 176, 128), 32, 12000, (now, tiles, by64, by128)),
-        Group("64", mistral, "Q4_K_M", Test("decode", 32, 176, 64), 32, 9000, (now, tiles, by128, few)),
-        Group("32", mistral, "Q4_K_M", Test("decode", 32, 176, 32), 32, 6000, (now, many)),
+        Group("128", mistral, "Q4_K_M", Test("decode", 32, 176, 128), 32, 12000, (now, by64, by128, *found)),
+        Group("64", mistral, "Q4_K_M", Test("decode", 32, 176, 64), 32, 9000, (now, by128)),
+        Group("32", mistral, "Q4_K_M", Test("decode", 32, 176, 32), 32, 6000, (now, *found[:2])),
         Group("128 Q8_0", mistral, "Q8_0", Test("decode", 32, 176, 128), 32, 12000, (now, tiles)),
     ]
 

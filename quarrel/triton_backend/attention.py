@@ -28,9 +28,9 @@ from quarrel.triton_backend.rope import joined
 from quarrel.triton_backend.runtime import Launch, Live, Site, Slot, cdiv, power_of_two, starts_early
 
 LEAST_SPLIT, MOST_SPLITS = 128, 64
-MANY_SEQS = 33
+MANY_SEQS = 17
 """Sequences from which splits are twice as long and tiles have 32 keys, as there are programs enough: a layer of Mistral-7B
-with 128 sequences of 192 keys took 345.6 us on an H200, 320.3 by the splits, 314.9 by both."""
+with 128 sequences of 192 keys took 291.1 us on an H200, 263.4 so; with 32 sequences 140.9, 135.8."""
 MAX_HEAD_DIM = 256
 
 _LOG2E: tl.constexpr = tl.constexpr(LOG2E)
@@ -205,6 +205,11 @@ def tiles(compute: Compute, head_dim: int, group: int, hopper: bool = False) -> 
     return one, Tile(max(64, share), 64 if wide < 128 else 32, 4 if wide <= 128 else 8, 2)
 
 
+def crowded(one: Tile) -> Tile:
+    """The tile of decode for MANY_SEQS sequences: fewer registers, so more programs at once."""
+    return replace(one, keys=min(one.keys, 32))
+
+
 @dataclass(frozen=True)
 class _Rotation:
     """What a ROPE_APPEND leaves to the attention behind it."""
@@ -247,7 +252,7 @@ def build_attention(site: Site, node: Node) -> Launch:
     one, many = tiles(site.compute, spec.head_dim, spec.n_heads // spec.n_kv, site.generation == 9)
     if cache.kind != "plain" and site.generation != 9:
         one = replace(one, keys=max(16, one.keys // 2))  # with as many codes, sm_80 spills 53 to 81 words
-    crowd = replace(one, keys=min(one.keys, 32))
+    many_seqs = crowded(one)
     # A cap is applied to the score itself, so the factor of log2(e) comes after it.
     scale = spec.scale * (1.0 if spec.cap else LOG2E)
     switches = {"HEADS": spec.n_heads, "KV_HEADS": spec.n_kv, "DIM": spec.head_dim, "WIDE": wide}
@@ -261,7 +266,8 @@ def build_attention(site: Site, node: Node) -> Launch:
     def run(live: Live) -> None:
         if live.single and not apart:
             halves = halved is not None and live.T == 1
-            tile = one if live.S < MANY_SEQS else crowd
+            tile = one if live.S < MANY_SEQS else many_seqs
+            at_once = min(8192, 2048 * tile.warps)
             rotated = None if live.several else rotation
             given = _none(q) if rotated is None else rotated.arguments()
             site.launch(
@@ -270,7 +276,7 @@ def build_attention(site: Site, node: Node) -> Launch:
                 query_start.tensor, kv_len.tensor, table.tensor, site.work.table_width.tensor,
                 site.work.item_start.tensor, live.S, scale, spec.cap, spec.window, **switches, SHARE=share,
                 ROTATE=rotated is not None, NEOX=rotated is not None and rotated.neox, BLOCK_M=tile.rows, BLOCK_N=tile.keys,
-                SHORTEST=least_split(live.S), MOST=MOST_SPLITS, AT_ONCE=max(1, 8192 // (wide * share)), HALVED=halves,
+                SHORTEST=least_split(live.S), MOST=MOST_SPLITS, AT_ONCE=max(1, at_once // (wide * share)), HALVED=halves,
                 PLAIN=plain or not halves, EARLY=not live.several, warps=tile.warps, early=starts_early(site),
             )  # fmt: skip
         if live.several or apart:

@@ -1,4 +1,4 @@
-"""Which weights 33 to 128 rows read by warpgroups, in which tiles, and what runs where they are not taken."""
+"""Which weights 65 to 128 rows read by warpgroups, in which tiles, and what runs where they are not taken."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def test_rows_are_put_in_order_then_multiplied() -> None:
     site, slot = Site(), Slot(EMPTY)
     made = many_rows.linear(site, slot, slot, weight(4096, 14336), None, slot, 1.0, "T")  # type: ignore[arg-type]
     assert made is not None
-    assert (made.least, made.most, made.alone) == (33, 128, False)
-    for count, width in ((33, 64), (64, 64), (65, 128), (128, 128)):
+    assert (made.least, made.most, made.alone) == (65, 128, False)
+    for count, width in ((65, 128), (128, 128)):
         site.launched.clear()
         made.run(live(count))
         (first, grid, _), (second, tiles, told) = site.launched
