@@ -93,8 +93,8 @@ class _Late:
         return self._outputs
 
 
-def limits(seqs: int) -> Limits:
-    return Limits(2048, seqs, 48, seqs * 26, 32)
+def limits(seqs: int, groups: int = 0) -> Limits:
+    return Limits(2048, seqs, 48, seqs * (26 + 8 * groups), 32, window_groups=groups)
 
 
 def request(tokenizer: Any, prompt: int, tokens: int, seed: int, service: Service | None = None) -> Request:
@@ -104,9 +104,10 @@ def request(tokenizer: Any, prompt: int, tokens: int, seed: int, service: Servic
     return Request(ids, params, 7, frozenset(), 1536, tokenizer.n_vocab, texts, service=service or Service())
 
 
-def decode(tokenizer: Any, seqs: int, tokens: int, profile: bool) -> dict[str, Any]:
+def decode(tokenizer: Any, seqs: int, tokens: int, profile: bool, groups: int) -> dict[str, Any]:
     """Milliseconds a step in which so many sequences decode; prompts of 512 tokens run before."""
-    engine = Engine(lambda: NullStep(limits(seqs), tokenizer.n_vocab), tokenizer.n_vocab, CacheRules())
+    rules = CacheRules(window=128, window_groups=groups) if groups else CacheRules()
+    engine = Engine(lambda: NullStep(limits(seqs, groups), tokenizer.n_vocab), tokenizer.n_vocab, rules)
     for i in range(seqs):
         engine.add(Generation(request(tokenizer, 512, tokens, i), 0, lambda chunk: None, stream=False))
     began, steps = time.perf_counter(), 0
@@ -242,9 +243,11 @@ def main() -> int:
     parser.add_argument("--readers", default="", help="some of queue, wire, asyncio")
     parser.add_argument("--device-ms", type=float, default=11.0)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--window-groups", type=int, default=0, help="of layers with a window of 128 tokens")
     args = parser.parse_args()
     tokenizer = load_tokenizer(resolve("demo").paths[0])
-    found: dict[str, Any] = {"decode": [decode(tokenizer, int(n), args.tokens, args.profile) for n in args.seqs.split(",")]}
+    how = (args.tokens, args.profile, args.window_groups)
+    found: dict[str, Any] = {"decode": [decode(tokenizer, int(n), *how) for n in args.seqs.split(",")]}
     if args.readers:
         many = max(int(n) for n in args.seqs.split(","))
         readers = args.readers.split(",")

@@ -122,6 +122,7 @@ class Cache:
         s.indexed = len(whole) if s.node is not None or not whole else -1
         self.tables[slot, : len(s.blocks)] = s.blocks
         if self.rules.window_groups:
+            s.shed = first
             self._blank_windows(s, first)
             self._enter_windows(s, first)
         if s.keeps_prefix:
@@ -150,11 +151,12 @@ class Cache:
     def grow(self, s: Sequence, tokens: int, end: int | None = None) -> bool:
         """Gives it blocks for so many tokens in all, and for windows up to `end`, by default as many; False if there are
         not enough."""
-        groups = self.rules.window_groups
-        missing = self.blocks_for(tokens) - len(s.blocks)
-        ahead = self.blocks_for(tokens if end is None else end) - len(s.window_blocks) if groups else 0
-        if missing <= 0 and ahead <= 0:
+        groups, size = self.rules.window_groups, self.limits.block_size
+        end = tokens if end is None else end
+        if tokens <= len(s.blocks) * size and (not groups or end <= len(s.window_blocks) * size):
             return True
+        missing = self.blocks_for(tokens) - len(s.blocks)
+        ahead = self.blocks_for(end) - len(s.window_blocks) if groups else 0
         if not self.prefixes.make_room(max(missing, 0) + groups * max(ahead, 0)):
             return False
         if missing > 0:
@@ -197,7 +199,7 @@ class Cache:
                 s.marked = at
         if at >= (s.indexed + 1) * self.limits.block_size:
             self._index(s)
-        if self.rules.window:
+        if self.rules.window and at + 1 - self.rules.window >= (s.shed + 1) * self.limits.block_size:
             self._shed(s)
 
     def release(self, s: Sequence) -> None:
@@ -210,7 +212,7 @@ class Cache:
         for slot in list(s.snapshots.values()):
             self.snapshots.drop(slot)
         self.prefixes.release([*(b for b in s.blocks if b >= 0), *(b for blocks in s.window_blocks for b in blocks)])
-        s.blocks, s.window_blocks, s.node, s.indexed, s.marked = [], [], None, 0, 0
+        s.blocks, s.window_blocks, s.node, s.indexed, s.marked, s.shed = [], [], None, 0, 0, 0
         s.slot, s.computed = -1, 0
 
     def distrust(self, s: Sequence) -> None:
@@ -338,22 +340,18 @@ class Cache:
     def _shed(self, s: Sequence) -> None:
         # The next query stands at `computed`, or where a guess was wrong; older ones are launched before any other use.
         first = self._first(min(s.computed, len(s.tokens) + s.drawn))
-        if not (s.indexed < 0 or s.indexed >= first or not s.keeps_prefix or not self.rules.reuse):
+        if first <= s.shed or (0 <= s.indexed < first and s.keeps_prefix and self.rules.reuse):
             return
         if self.rules.window_groups:
-            end = next((i for i in range(min(first, len(s.window_blocks)) - 1, -1, -1) if not s.window_blocks[i]), -1)
-            for i in range(end + 1, min(first, len(s.window_blocks))):
+            for i in range(s.shed, first):
                 self.prefixes.release(s.window_blocks[i])
                 s.window_blocks[i] = ()
-            if end + 1 < first:
-                self._blank_windows(s, first)
-            return
-        end = next((i for i in range(min(first, len(s.blocks)) - 1, -1, -1) if s.blocks[i] < 0), -1)
-        gone = s.blocks[end + 1 : first]
-        if gone:
-            self.prefixes.release(gone)
-            s.blocks[end + 1 : first] = [-1] * len(gone)
+            self._blank_windows(s, first)
+        else:
+            self.prefixes.release(s.blocks[s.shed : first])
+            s.blocks[s.shed : first] = [-1] * (first - s.shed)
             self.tables[s.slot, :first] = s.blocks[first] if first < len(s.blocks) else 0
+        s.shed = first
 
     def _blank_windows(self, s: Sequence, first: int) -> None:
         # A kernel may load the rest of a tile in front of the window, to weigh it with nothing: rows of the sequence's own,

@@ -60,12 +60,13 @@ class Sequence(ABC):
         self.started = self.told = 0.0  # when its first step began, when its last token came
         # The scheduler's: its place in the queue.
         self.turn, self.order = 0.0, 0
-        # The cache's: blocks in order (-1 where they are no longer read), the slot of its state, what is in the index.
+        # The cache's: blocks in order (-1 where they are no longer read), the slot of its state, what is in the index, how
+        # many blocks of windows are no longer read.
         self.blocks: list[int] = []
         self.window_blocks: list[tuple[int, ...]] = []  # those of groups with a window, () where there are none (any more)
         self.slot = -1
         self.node: Node | None = None
-        self.indexed = self.marked = 0
+        self.indexed = self.marked = self.shed = 0
         self.snapshots: dict[int, int] = {}
 
     @property
