@@ -30,6 +30,7 @@ from quarrel.triton_backend import (
     lora,
     mixer,
     norm,
+    post_norm,
     recurrent,
     rope,
     route,
@@ -131,7 +132,9 @@ class TritonBackend:
             reason = "values of that range do not fit float16 arithmetic" if not INTERPRETED else "the interpreter is wrong"
             raise RequestError(f"kv_cache='bfloat16' with compute='{arithmetic}': {reason}; use compute='bfloat16', or fp8")
         device = self._torch_device()
-        choices = on_host(lower(program, REGISTRY), self._host, weights, limits, arithmetic, device)
+        kept = {v.id for v in program.outputs.values()}
+        chosen = post_norm.fused(lower(program, REGISTRY), kept, arithmetic)
+        choices = on_host(chosen, self._host, weights, limits, arithmetic, device)
         refs = weights_of(c.node for c in choices if not is_hosted(c))
         self._check_memory(
             device_bytes(refs, arithmetic),
@@ -153,7 +156,6 @@ class TritonBackend:
                 "R": min(limits.max_seqs, limits.max_tokens),
                 "items": most_items(limits),
             }
-            kept = {v.id for v in program.outputs.values()}
             plan = Plan(
                 choices, slots, kept, rows, held, caches, states, inputs.work, arithmetic, device,
                 deterministic=limits.deterministic, float8=compute == "fp8", group=self._group,

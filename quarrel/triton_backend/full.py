@@ -21,7 +21,7 @@ def padded(inputs: StepInputs, limits: Limits) -> StepInputs | None:
     """The inputs as those of a full step, a power of two of texts and rows; None for a step that is not nearly full."""
     tokens, seqs, rows = len(inputs.ids), len(inputs.kv_len), len(inputs.out_rows)
     most, texts = limits.max_tokens, power_of_two(seqs + 1)
-    if tokens < most - most // _SLACK or texts > limits.max_seqs or rows > seqs:
+    if tokens < most - max(1, most // _SLACK) or texts > limits.max_seqs or rows > seqs:
         return None
     return replace(
         inputs,
