@@ -2,10 +2,10 @@
 
 A sequence with one new token is cut into splits of its keys that run side by side; the last program of a sequence and key
 head to arrive combines them, always in order. Splits follow from the sequence's own length, and are twice as long in a step
-of MANY_SEQS sequences. One with more (prefill) walks all its keys in one program per tile of queries, masking only tiles
-that the diagonal or the window's edge cuts; where a row's bits may not depend on its batch or on how its prompt is cut, all
-sequences go this way. A tile has BLOCK_M rows: queries times the heads that share a key head. Softmax and sums are float32,
-powers of two with log2(e) in the scale.
+of MANY_SEQS sequences, eight times in one of more than 64. One with more (prefill) walks all its keys in one program per
+tile of queries, masking only tiles that the diagonal or the window's edge cuts; where a row's bits may not depend on its
+batch or on how its prompt is cut, all sequences go this way. A tile has BLOCK_M rows: queries times the heads that share a
+key head. Softmax and sums are float32, powers of two with log2(e) in the scale.
 """
 
 from __future__ import annotations
@@ -37,8 +37,13 @@ _LOG2E: tl.constexpr = tl.constexpr(LOG2E)
 
 
 def least_split(seqs: int) -> int:
-    """Fewest keys of a split in a step of so many sequences; a batch padded to a power of two has the same."""
-    return LEAST_SPLIT if seqs < MANY_SEQS else 2 * LEAST_SPLIT
+    """Fewest keys of a split in a step of so many sequences; a batch padded to a power of two has the same.
+
+    A layer of Mistral-7B with 128 sequences of 640 keys took 361 us in splits of 256 and 348 in splits of 1024 (H200).
+    """
+    if seqs < MANY_SEQS:
+        return LEAST_SPLIT
+    return 2 * LEAST_SPLIT if seqs <= 64 else 8 * LEAST_SPLIT
 
 
 def splits_of(kv_len: Array, shortest: int = LEAST_SPLIT, most: int = MOST_SPLITS) -> Array:
