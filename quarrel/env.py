@@ -6,6 +6,7 @@ QUARREL_THREADS   threads of the CPU backend, 1 to 1024
 QUARREL_TENSOR_PARALLEL   how many devices share a model when nothing else is asked for, 1 to 16
 QUARREL_MEMORY    the memory that a model may take, in bytes (512MiB, 16GB) or as a share of what is free (80%, 0.8)
 QUARREL_KV_CACHE  auto, float16, bfloat16, int8 or fp8: what is kept of keys and values when nothing else is asked for
+QUARREL_ATTENTION  auto, own or cudnn: who attends to long prompts on CUDA when nothing else is asked for
 QUARREL_CHECK     1 compares every op with its NumPy reference while it runs (slow)
 QUARREL_MODELS    a further folder to look for models in
 QUARREL_LOG       debug, info, warning or error: what the logger "quarrel" writes to standard error
@@ -25,10 +26,11 @@ from quarrel.errors import ConfigError
 BACKENDS = ("auto", "cpu", "triton", "mlx")
 COMPUTE = ("auto", "float32", "float16", "bfloat16", "fp8")
 KV_CACHE = ("auto", "float16", "bfloat16", "int8", "fp8")
+ATTENTION = ("auto", "own", "cudnn")
 LEVELS = ("debug", "info", "warning", "error")
 NAMES = (
     *("QUARREL_BACKEND", "QUARREL_COMPUTE", "QUARREL_THREADS", "QUARREL_TENSOR_PARALLEL", "QUARREL_MEMORY"),
-    *("QUARREL_KV_CACHE", "QUARREL_CHECK", "QUARREL_MODELS", "QUARREL_LOG"),
+    *("QUARREL_KV_CACHE", "QUARREL_ATTENTION", "QUARREL_CHECK", "QUARREL_MODELS", "QUARREL_LOG"),
 )
 MAX_THREADS = 1024
 MAX_DEVICES = 16
@@ -46,6 +48,7 @@ class Environment:
     log: str | None = None
     memory: int | float | None = None
     kv_cache: str = "auto"
+    attention: str = "auto"
     tensor_parallel: int = 1
 
 
@@ -60,6 +63,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         tensor_parallel=_count(given, "QUARREL_TENSOR_PARALLEL", MAX_DEVICES) or 1,
         memory=_memory(given),
         kv_cache=_choice(given, "QUARREL_KV_CACHE", KV_CACHE, "auto"),
+        attention=_choice(given, "QUARREL_ATTENTION", ATTENTION, "auto"),
         check=_choice(given, "QUARREL_CHECK", ("0", "1"), "0") == "1",
         models=None if models is None else _folder(models),
         log=_choice(given, "QUARREL_LOG", LEVELS, LEVELS[0]) if "QUARREL_LOG" in given else None,

@@ -33,9 +33,12 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
         "QUARREL_LOG": "debug",
         "QUARREL_MEMORY": "80%",
         "QUARREL_KV_CACHE": "int8",
+        "QUARREL_ATTENTION": "own",
         "QUARREL_TENSOR_PARALLEL": "2",
     }
-    wanted = Environment("cpu", "float32", 3, True, tmp_path, "debug", 0.8, kv_cache="int8", tensor_parallel=2)
+    wanted = Environment(
+        "cpu", "float32", 3, True, tmp_path, "debug", 0.8, kv_cache="int8", attention="own", tensor_parallel=2
+    )
     assert read_environment(given) == wanted
 
 

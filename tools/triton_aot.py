@@ -88,6 +88,8 @@ META = torch.device("meta")
 TOKENS = (1, 8, 16, 32, 64, 128, 512)
 MANY = Live(64, 64, 64, True, False, 64)
 """A step of many sequences, one token each."""
+WHOLE = Live(512, 1, 1, False, True, 1, ((0, 0, 512),))
+"""A prompt that cuDNN would take."""
 
 
 @dataclass(frozen=True)
@@ -267,8 +269,9 @@ def record(op: Op, spec: Any, compute: Compute, generation: int, mode: Mode = PL
         note,
         mode.deterministic,
         generation,
+        whole=0 if mode.deterministic else WHOLE.T,
     )  # type: ignore[arg-type]
-    for live in (*(Live(tokens, 1, 1, tokens == 1, tokens > 1, 1) for tokens in TOKENS), MANY):
+    for live in (*(Live(tokens, 1, 1, tokens == 1, tokens > 1, 1) for tokens in TOKENS), MANY, WHOLE):
         for go in plan.launches:
             go(live)
     yield from seen

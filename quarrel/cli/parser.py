@@ -9,7 +9,7 @@ from typing import Any
 
 from quarrel import __version__
 from quarrel.cli.samplers import add_samplers
-from quarrel.env import KV_CACHE, memory_of
+from quarrel.env import ATTENTION, KV_CACHE, memory_of
 from quarrel.errors import ConfigError
 
 DEFAULT_MODEL = "demo"
@@ -359,6 +359,8 @@ def _load_options(p: argparse.ArgumentParser) -> None:
     group.add_argument("--memory", type=_amount, metavar="BYTES|SHARE", help=memory)
     kept = "what is kept of keys and values; int8 and fp8 are half as large"
     group.add_argument("--kv-cache", choices=KV_CACHE, default="auto", help=kept)
+    who = "who attends to long prompts on CUDA; auto is what was found faster"
+    group.add_argument("--attention", choices=ATTENTION, default="auto", help=who)
     same = "the same bits whatever runs beside a request, at a cost on a GPU"
     group.add_argument("--deterministic", action="store_true", help=same)
     group.add_argument("-t", "--threads", type=int, metavar="N", help="CPU threads; by default one for each core")

@@ -16,7 +16,7 @@ from pathlib import Path
 from quarrel.engine import Loop
 from quarrel.engine.draft import Drafter
 from quarrel.engine.loop import MAX_WAITING
-from quarrel.env import COMPUTE, MAX_DEVICES, MAX_THREADS, Environment, read_environment
+from quarrel.env import ATTENTION, COMPUTE, MAX_DEVICES, MAX_THREADS, Environment, read_environment
 from quarrel.errors import BackendUnavailable, RequestError
 from quarrel.gguf import GGUFFile, resolve
 from quarrel.gguf.resolve import Resolved
@@ -36,7 +36,7 @@ from quarrel.ops.host import HostExperts, computing_parts
 from quarrel.ops.kv import KV_TYPES, KVType
 from quarrel.ops.registry import backend as backend_named
 from quarrel.ops.registry import missing_driver
-from quarrel.ops.step import Backend, ComputeChoice, Step, WeightSource
+from quarrel.ops.step import AttentionChoice, Backend, ComputeChoice, Step, WeightSource
 from quarrel.ops.windows import as_planned, worth
 from quarrel.tokenizer import Tokenizer
 from quarrel.tokenizer import load_tokenizer as read_tokenizer
@@ -61,6 +61,7 @@ def load(
     prefix_cache: bool = True,
     max_waiting: int = MAX_WAITING,
     kv_cache: KVType = "auto",
+    attention: AttentionChoice = "auto",
     deterministic: bool = False,
     draft: str | os.PathLike[str] | None = None,
     adapters: Mapping[str, str | os.PathLike[str]] | None = None,
@@ -84,6 +85,8 @@ def load(
     computed, to continue from. max_waiting: requests that may wait beyond those that run; a further one raises QueueFull.
     kv_cache: what is kept of keys and values: "float16", "bfloat16", or "int8" or "fp8", half as large; by default
     `QUARREL_KV_CACHE`, or what the backend computes in (float16 on a CPU, but for float32 arithmetic).
+    attention: who attends to long prompts on CUDA: "own" kernels or "cudnn", where that applies; by default
+    `QUARREL_ATTENTION`, or what was found faster.
     deterministic: a request's tokens have the same bits whatever runs beside it and however its prompt is cut, which costs
     speed on a GPU; the CPU backend never does otherwise.
     draft: a smaller model of the same vocabulary, which guesses ahead (`Service.draft`); the text stays the same.
@@ -108,9 +111,14 @@ def load(
     kv: KVType = environment.kv_cache if kv_cache == "auto" else kv_cache  # type: ignore[assignment]
     if kv not in KV_TYPES:
         raise RequestError(f"kv_cache is {kv!r}, wanted one of {', '.join(KV_TYPES)}")
+    if attention not in ATTENTION:
+        raise RequestError(f"attention is {attention!r}, wanted one of {', '.join(ATTENTION)}")
+    attends: AttentionChoice = environment.attention if attention == "auto" else attention  # type: ignore[assignment]
     found = _find(name, environment)
     threads = threads_of(ranks, threads or environment.threads)
     chosen, skipped = _choose(backend, environment, threads)
+    if attends == "cudnn" and chosen.name != "triton":
+        raise RequestError(f"attention is 'cudnn', which the {chosen.name} backend has not: use auto, or backend triton")
     check_names(adapters or {})
     scaling = RopeScaling(rope_scaling, rope_scale, yarn_orig_ctx)
     files = ExitStack()
@@ -190,7 +198,8 @@ def load(
         program = assemble(spec, tensors) if adapted is None else adapted.applied(assemble(spec, tensors))
         program = as_planned(program, plan.limits.window_groups)
         limits = with_snapshots(plan.limits, program, plan.spare, prefix_cache)
-        plan = plan.with_limits(replace(limits, deterministic=deterministic, n_adapters=len(opened)), program)
+        limits = replace(limits, deterministic=deterministic, attention=attends, n_adapters=len(opened))
+        plan = plan.with_limits(limits, program)
         limits = plan.limits
 
         def compiled() -> Step:

@@ -17,6 +17,9 @@ ComputeChoice = Literal["auto", "float32", "float16", "bfloat16", "fp8"]
 """What the caller may ask for. `float32` means exact arithmetic on the dequantised values; `fp8` is float16 with products
 of many rows in E4M3, where a backend has them."""
 
+AttentionChoice = Literal["auto", "own", "cudnn"]
+"""Who attends to long prompts: cuDNN where a backend has it and it applies, or our own kernels; `auto` is the faster."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -32,6 +35,7 @@ class Limits:
     """Slots for the state of recurrent layers; 0 is one per sequence. More than that hold snapshots."""
     kv_cache: KVType = "auto"
     """What is kept of keys and values (`ops/kv.py`)."""
+    attention: AttentionChoice = "auto"
     deterministic: bool = False
     """A row's result has the same bits in every batch, however its prompt is cut. The CPU backend never does otherwise."""
 

@@ -21,6 +21,7 @@ from quarrel.ops.attention import ATTENTION, AttentionSpec
 from quarrel.ops.contract import Array, Compute
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
+from quarrel.triton_backend import attend_whole
 from quarrel.triton_backend.attend_one import LOG2E, attend_one, find, sink
 from quarrel.triton_backend.codes import TL_TYPES, as_values
 from quarrel.triton_backend.elementwise import tanh
@@ -267,6 +268,7 @@ def build_attention(site: Site, node: Node) -> Launch:
     apart = site.deterministic or (site.compute == "float32" and wide > 128)
     before = None if apart else joined(site, node.inputs[0], cache)  # type: ignore[arg-type]
     rotation = None if before is None else _Rotation.of(site, before)
+    by_library = attend_whole.build(site, node)
 
     def run(live: Live) -> None:
         if live.single and not apart:
@@ -284,6 +286,8 @@ def build_attention(site: Site, node: Node) -> Launch:
                 SHORTEST=least_split(live.S), MOST=MOST_SPLITS, AT_ONCE=max(1, at_once // (wide * share)), HALVED=halves,
                 PLAIN=plain or not halves, EARLY=not live.several, warps=tile.warps, early=starts_early(site),
             )  # fmt: skip
+        if by_library is not None and by_library(live):
+            return
         if live.several or apart:
             queries = many.rows // share
             site.launch(

@@ -17,6 +17,7 @@ from quarrel.ops.registry import Registry, lower
 from quarrel.ops.step import ComputeChoice, Limits, WeightSource
 from quarrel.ops.weights import weights_of
 from quarrel.triton_backend import (
+    attend_whole,
     attention,
     collective,
     door,
@@ -159,6 +160,7 @@ class TritonBackend:
             plan = Plan(
                 choices, slots, kept, rows, held, caches, states, inputs.work, arithmetic, device,
                 deterministic=limits.deterministic, float8=compute == "fp8", group=self._group,
+                whole=attend_whole.LEAST if limits.attention == "cudnn" and not limits.deterministic else 0,
             )  # fmt: skip
             held.finish()
         except torch.cuda.OutOfMemoryError as error:

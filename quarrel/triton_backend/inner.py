@@ -49,6 +49,10 @@ class Inner(Alone):
         return self.outer.float8
 
     @property
+    def whole(self) -> int:
+        return self.outer.whole
+
+    @property
     def group(self) -> Group | None:
         return self.outer.group
 

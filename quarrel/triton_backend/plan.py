@@ -40,6 +40,7 @@ class Plan:
     deterministic: bool = False
     generation: int = -1
     float8: bool = False
+    whole: int = 0
     group: Group | None = None
     slots: dict[int, Slot] = field(default_factory=dict)
     launches: list[Launch] = field(default_factory=list)

@@ -61,6 +61,10 @@ class Cache:
         return self.k.shape[2]
 
 
+Prompt = tuple[int, int, int]
+"""A sequence whose keys are all of this step: its place, its first row, and its tokens."""
+
+
 @dataclass(frozen=True)
 class Live:
     """What varies from call to call, as host integers."""
@@ -77,6 +81,8 @@ class Live:
     """Some sequence has more."""
     items: int
     """Pairs of a sequence with one new token and a split of its keys."""
+    prompts: tuple[Prompt, ...] = ()
+    """All sequences with more than one new token, if they are for cuDNN (`attend_whole.py`)."""
 
     def count(self, dim: str) -> int:
         """The size of a free axis."""
@@ -148,6 +154,8 @@ class Site(Protocol):
     """One tile for any number of tokens, so that a row's result is the same bits in every batch."""
     float8: bool
     """Products of many rows in E4M3, where a weight's format allows (`float8.py`)."""
+    whole: int
+    """Fewest tokens of a prompt that cuDNN attends to, 0 for none (`attend_whole.py`)."""
     group: Group | None
     """The other devices that hold a share of the model."""
 
@@ -189,7 +197,11 @@ class Site(Protocol):
 
 
 class Alone:
-    """The part of a site whose values nobody reads halved, and whose queries come turned."""
+    """The part of a site whose values nobody reads halved, whose queries come turned, and where cuDNN has no part."""
+
+    @property
+    def whole(self) -> int:
+        return 0
 
     def halved(self, value: Value) -> torch.Tensor | None:
         return None

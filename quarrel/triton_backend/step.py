@@ -20,11 +20,13 @@ import numpy as np
 import torch
 
 from quarrel.errors import RequestError
+from quarrel.ops.attention import ATTENTION
 from quarrel.ops.contract import Compute, Value
 from quarrel.ops.embedding import EmbeddingSpec
 from quarrel.ops.registry import Choice
 from quarrel.ops.step import Done, Limits, MemoryPlan, Pending, StepInputs, StepOutputs, Taken, Want, outputs_of
 from quarrel.triton_backend import full
+from quarrel.triton_backend.attend_whole import prompts_of, refusal
 from quarrel.triton_backend.cache import copy_blocks, copy_states
 from quarrel.triton_backend.hosted import Outside
 from quarrel.triton_backend.inputs import InputBuffer, item_bucket, item_starts, live_counts
@@ -143,7 +145,7 @@ class TritonStep:
     def explain(self) -> list[Taken]:
         """Who took what, and in which format its weight is held if not its own."""
         return [
-            Taken(c.node.path, c.node.op.name, str(c.node.spec), c.implementation.name + self._held(c), c.declined)
+            Taken(c.node.path, c.node.op.name, str(c.node.spec), c.implementation.name + self._held(c), self._declined(c))
             for c in self._choices
         ]
 
@@ -171,6 +173,8 @@ class TritonStep:
     def _start(self, inputs: StepInputs, want: Want, rows: int) -> None:
         starts = item_starts(inputs.query_start, inputs.kv_len)
         live = live_counts(inputs.query_start, inputs.kv_len, rows, starts)
+        if self._plan.whole and live.several:
+            live = replace(live, prompts=prompts_of(inputs.query_start, inputs.kv_len, self._plan.whole))
         decode = self._capture and not live.several and live.T == live.S and rows <= live.S
         most = min(self.limits.max_seqs, self.limits.max_tokens)
         padded = min(power_of_two(live.S), most) if decode else 0
@@ -234,7 +238,14 @@ class TritonStep:
         # On a CPU the tensor is the buffer itself, which the next call overwrites.
         return out.reshape(shape).copy() if flat.device.type == "cpu" else out.reshape(shape)
 
+    def _declined(self, choice: Choice) -> tuple[str, ...]:
+        asked = self._plan.whole and choice.node.op is ATTENTION
+        reason = refusal(self._plan, choice.node) if asked else None
+        return choice.declined if reason is None else (*choice.declined, f"cuDNN: {reason}")
+
     def _held(self, choice: Choice) -> str:
+        if choice.node.op is ATTENTION and self._plan.whole and refusal(self._plan, choice.node) is None:
+            return f"; whole prompts of {self._plan.whole} tokens and more by cuDNN"
         type = getattr(getattr(choice.node.spec, "linear", choice.node.spec), "type", None)
         if type is None or held_as(type, self.compute) == type:
             return ""

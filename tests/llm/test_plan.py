@@ -262,3 +262,7 @@ def test_a_cache_of_codes_is_planned_and_taken() -> None:
     assert told.plan.limits.kv_cache == "int8"
     with pytest.raises(RequestError, match="kv_cache is 'int4', wanted one of auto, float16, bfloat16, int8, fp8"):
         quarrel.load("demo", kv_cache="int4")  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="attention is 'flash', wanted one of auto, own, cudnn"):
+        quarrel.load("demo", attention="flash")  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="attention is 'cudnn', which the cpu backend has not"):
+        quarrel.load("demo", backend="cpu", attention="cudnn")
