@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from quarrel.engine.blocks import BlockPool
 from quarrel.engine.prefix import Digest, Node, PrefixTree, common_prefix
-from quarrel.engine.sequence import Sequence
+from quarrel.engine.sequence import Refusal, Sequence
 from quarrel.engine.snapshots import Snapshots
 from quarrel.ops.step import Limits
 
@@ -91,15 +91,21 @@ class Cache:
     def start(self, s: Sequence, slot: int, family: Iterable[Sequence], spare: int) -> bool:
         """Gives it blocks for all its tokens, those of a known beginning shared. False if there are not enough, or if
         fewer than `spare` would be left."""
-        size = self.limits.block_size
-        found = self._find(s, family)
+        size, family = self.limits.block_size, list(family)
+        room = self.available - spare * (1 + self.rules.window_groups)
+        others = self.prefixes.lent, self.snapshots.taken
+        if s.refused is not None and not family and s.refused.stands(room, others):
+            return False
+        found, end = self._find(s, family)
         needed = self._take_up(s, found, spare)
         if needed is None and found.known % size:
             # The block to copy is one more than the sequence itself needs; run its tokens again.
             found = self._cut(found, found.known - found.known % size, aligned=True)
             needed = self._take_up(s, found, spare)
         if needed is None:
+            s.refused = None if end is None else Refusal(room, end, end.changes, others)
             return False
+        s.refused = None
         count = found.known // size
         whole, partial = found.blocks[:count], found.blocks[count:]
         first = self._first(found.known)
@@ -228,10 +234,10 @@ class Cache:
         if slot is not None:
             self._copy_states([(s.slot, slot)])
 
-    def _find(self, s: Sequence, family: Iterable[Sequence]) -> _Found:
-        """What is in the cache already. The last token always runs."""
+    def _find(self, s: Sequence, family: Iterable[Sequence]) -> tuple[_Found, Node | None]:
+        """What is in the cache already, and where in the tree that ends. The last token always runs."""
         if not (self.rules.reuse and s.keeps_prefix):
-            return _Found()
+            return _Found(), None
         last = len(s.tokens) - 1
         match = self.prefixes.match(s.tokens, last, s.salt)
         known, blocks = match.known, tuple(n.block for n in match.nodes)
@@ -249,7 +255,7 @@ class Cache:
                 windows = tuple(other.window_blocks[: len(blocks)])
                 nodes = match.nodes[: match.known // size]
                 states |= other.snapshots
-        return self._cut(_Found(known, blocks, nodes, windows=windows), known, states)
+        return self._cut(_Found(known, blocks, nodes, windows=windows), known, states), match.end
 
     def _cut(self, found: _Found, known: int, states: dict[int, int] | None = None, *, aligned: bool = False) -> _Found:
         """The beginning of what was found, no longer than `known`; with recurrent layers up to a kept state, with groups of

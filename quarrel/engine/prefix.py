@@ -46,15 +46,17 @@ class Node:
     children: dict[int, dict[bytes, Node]] = field(default_factory=dict)  # by first token, then by key
     snapshots: dict[int, int] = field(default_factory=dict)  # tokens seen of this block -> slot
     stamp: int = 0
+    changes: int = 0  # how often something came to stand on it
     alive: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """`nodes` are equal in whole, but the last where `known` ends within it."""
+    """`nodes` are equal in whole, but the last where `known` ends within it. `end` is the last whole one, or the root."""
 
     nodes: tuple[Node, ...] = ()
     known: int = 0
+    end: Node | None = None
 
 
 def keyed_digest() -> Digest:
@@ -87,6 +89,7 @@ class PrefixTree:
         self._clock = self._offers = 0
         self.kept = 0  # blocks that only the tree holds
         self.evictions = 0
+        self.lent = 0  # windows that came to nodes which were there without
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -116,7 +119,7 @@ class PrefixTree:
         if best is not None:
             nodes.append(best)
         self._touch(nodes)
-        return Match(tuple(nodes), known + most)
+        return Match(tuple(nodes), known + most, node)
 
     def insert(
         self, parent: Node | None, tokens: Sequence[int], block: int, salt: bytes = b"", windows: tuple[int, ...] = ()
@@ -139,6 +142,7 @@ class PrefixTree:
                 return None
             if not found.window_blocks:
                 self._lend(found, windows)
+                self.lent += 1
             return found
         if block in self._by_block:
             return None  # the same block is there as another text already: a half-used one that others went on from
@@ -152,6 +156,7 @@ class PrefixTree:
         self._by_key[key] = self._by_block[block] = parent.children.setdefault(text[0], {})[key] = node
         if parent.block < 0:
             self._roots[salt], self._salts[parent] = parent, salt
+        parent.changes += 1
         self._pool.share([block])
         self._lend(node, windows)
         for other in shorter:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Tokens
+from dataclasses import dataclass
 from typing import Any
 
 import numpy.typing as npt
@@ -15,6 +16,22 @@ from quarrel.errors import QuarrelError
 from quarrel.ops.step import StepOutputs, Want
 
 Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why it did not get its blocks. As long as nothing of this is otherwise it need not be asked for again, which takes a
+    look at each of its tokens."""
+
+    room: int
+    """Blocks that could be had."""
+    end: Node
+    """As far as its tokens were known."""
+    changes: int
+    others: tuple[int, int]
+
+    def stands(self, room: int, others: tuple[int, int]) -> bool:
+        return room <= self.room and self.end.alive and self.end.changes == self.changes and others == self.others
 
 
 class Sequence(ABC):
@@ -66,6 +83,7 @@ class Sequence(ABC):
         self.window_blocks: list[tuple[int, ...]] = []  # those of groups with a window, () where there are none (any more)
         self.slot = -1
         self.node: Node | None = None
+        self.refused: Refusal | None = None
         self.indexed = self.marked = self.shed = 0
         self.snapshots: dict[int, int] = {}
 

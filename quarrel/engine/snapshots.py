@@ -15,6 +15,7 @@ class Snapshots:
         self._free = list(range(end - 1, first - 1, -1))
         self._held: OrderedDict[int, tuple[Owner, int]] = OrderedDict()
         self.size = max(0, end - first)
+        self.taken = 0
 
     def __len__(self) -> int:
         return len(self._held)
@@ -28,6 +29,7 @@ class Snapshots:
             return None
         if not self._free:
             self.drop(next(iter(self._held)))
+        self.taken += 1
         slot = owner[at] = self._free.pop()
         self._held[slot] = (owner, at)
         return slot

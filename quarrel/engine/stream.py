@@ -157,6 +157,14 @@ class AsyncStream(AsyncIterator[Chunk]):
         self._gathering.add(chunk)
         return chunk
 
+    def ready(self) -> Chunk | None:
+        """The next chunk if it is there already; None is not the end."""
+        if not self._gathering.left or self._chunks.empty():
+            return None
+        chunk = self._chunks.get_nowait()
+        self._gathering.add(chunk)
+        return chunk
+
     def cancel(self) -> None:
         """Asks for an end; the remaining chunks, with the result, still come."""
         if self._gathering.left:

@@ -205,3 +205,29 @@ def test_a_prefix_is_reused_where_the_cache_has_no_block_to_spare() -> None:
 def test_what_can_never_fit_is_a_fault() -> None:
     with pytest.raises(AssertionError):
         Table().add(Run([1] * 25))
+
+
+def test_a_known_text_that_waits_for_blocks_is_looked_up_once() -> None:
+    table, hashed = Table(n_blocks=9), 0
+    digest = table.cache.prefixes._digest
+
+    def counted(before: bytes, tokens: bytes) -> bytes:
+        nonlocal hashed
+        hashed += 1
+        return digest(before, tokens)
+
+    table.add(Run([1, 2, 3, 4] * 4, 1))
+    while table.scheduler.running or table.scheduler.waiting:
+        table.advance()
+    table.add(Run([9], 20), Run([8], 20))
+    table.advance()
+    waits = Run([1, 2, 3, 4] * 5 + [7] * 4, 1)
+    table.cache.prefixes._digest = counted
+    table.add(waits)
+    for _ in range(3):
+        table.advance()
+    assert waits.slot < 0
+    assert hashed <= 8  # five of its own, and one for each block that the others fill
+    while not waits.over:
+        table.advance()
+    assert table.cache.pool.free + table.cache.prefixes.kept == 9
