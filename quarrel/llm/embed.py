@@ -22,6 +22,8 @@ from quarrel.tokenizer import Tokenizer
 
 Array = npt.NDArray[Any]
 Progress = Callable[[int, int], None]
+Finish = Callable[[Array, int], Array]
+"""Makes of pooled rows what is given out; the number of rows before them is for its errors."""
 
 IN_FLIGHT = 512
 """Pieces queued with the engine at a time: a few steps' worth, so that it never waits, whatever the number of texts."""
@@ -88,47 +90,58 @@ class _Pool(Deliver):
 
 
 class _Parcel(Deliver):
-    """The rows of packed texts."""
+    """The rows of packed texts, `first` of which comes behind so many others."""
 
-    def __init__(self, told: Callable[[QuarrelError | None], None]) -> None:
-        self._told = told
+    def __init__(self, first: int, told: Callable[[_Parcel, QuarrelError | None], None]) -> None:
+        self.first, self._told = first, told
         self.out: Array | None = None
 
     def rows(self, start: int, rows: Array) -> None:
         self.out = np.array(rows, np.float32)
 
     def end(self, failure: QuarrelError | None) -> None:
-        self._told(failure)
+        self._told(self, failure)
 
 
 class PackedRun:
     """Pieces through the engine as they come, as many side by side as a step holds."""
 
     def __init__(
-        self, loop: Loop, pieces: Iterator[tuple[Piece, int]], width: int, pooling: Pooling, step_tokens: int
+        self,
+        loop: Loop,
+        pieces: Iterator[tuple[Piece, int]],
+        width: int,
+        pooling: Pooling,
+        finish: Finish,
+        step_tokens: int,
     ) -> None:
         """pieces: each with the number of texts from its own on, for the progress."""
         self._loop, self._pieces, self._width, self._most = loop, pieces, width, step_tokens
+        self._finish = finish
         self._left = 0
         self._row: Literal["mean", "first", "last"] = {"mean": "mean", "last": "last"}.get(pooling, "first")  # type: ignore[assignment]
-        self._ended: queue.SimpleQueue[tuple[int, QuarrelError | None]] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[tuple[_Parcel | None, QuarrelError | None]] = queue.SimpleQueue()
 
     def cancel(self) -> None:
         """From any thread: `result` raises soon."""
-        self._ended.put((-1, QuarrelError("the run was cancelled")))
+        self._ended.put((None, QuarrelError("the run was cancelled")))
 
     def result(self, progress: Progress | None = None) -> Array:
-        """Pooled rows float32 `[pieces, width]`, in the pieces' order. What is left is cancelled when it raises."""
+        """The rows as they are given out, in the pieces' order. What is left is cancelled when it raises."""
         parcels: list[_Parcel] = []
-        running: dict[int, Packed] = {}
+        running: dict[_Parcel, Packed] = {}
         done = told = 0
 
         def settle() -> None:
             nonlocal done
-            index, error = self._ended.get()
+            parcel, error = self._ended.get()
             if error is not None:
                 raise error
-            done += len(running.pop(index).lengths)
+            assert parcel is not None
+            assert parcel.out is not None
+            # Here and not at the end: the device runs the next ones meanwhile.
+            parcel.out = self._finish(parcel.out, parcel.first)
+            done += len(running.pop(parcel).lengths)
             if progress is not None:
                 progress(done, told + self._left)
 
@@ -136,18 +149,17 @@ class PackedRun:
             for pack in self._packs():
                 while len(running) >= STEPS_AHEAD or not self._ended.empty():
                     settle()
-                index = len(parcels)
-                parcels.append(_Parcel(lambda error, index=index: self._ended.put((index, error))))  # type: ignore[misc]
-                running[index] = Packed(pack, self._row, parcels[index])
+                parcels.append(_Parcel(told, lambda parcel, error: self._ended.put((parcel, error))))
+                running[parcels[-1]] = Packed(pack, self._row, parcels[-1])
                 told += len(pack)
-                self._loop.add(running[index])
+                self._loop.add(running[parcels[-1]])
             while running:
                 settle()
         except BaseException:
             self._loop.cancel(*running.values())
             raise
         rows = [parcel.out for parcel in parcels if parcel.out is not None]
-        return np.concatenate(rows) if rows else np.empty((0, self._width), np.float32)
+        return np.concatenate(rows) if rows else self._finish(np.empty((0, self._width), np.float32), 0)
 
     def _packs(self) -> Iterator[list[Sequence[int]]]:
         """Consecutive pieces that fit one step."""
@@ -168,9 +180,9 @@ class PackedRun:
 class Run:
     """Pieces through the engine: longest first, a bounded number queued, each pooled as its rows come."""
 
-    def __init__(self, loop: Loop, pieces: Sequence[Piece], width: int, pooling: Pooling) -> None:
+    def __init__(self, loop: Loop, pieces: Sequence[Piece], width: int, pooling: Pooling, finish: Finish) -> None:
         self.rows = np.empty((len(pieces), width), np.float32)
-        self._loop, self._pieces, self._pooling = loop, pieces, pooling
+        self._loop, self._pieces, self._pooling, self._finish = loop, pieces, pooling, finish
         self._ended: queue.SimpleQueue[tuple[int, QuarrelError | None]] = queue.SimpleQueue()
 
     def cancel(self) -> None:
@@ -178,7 +190,7 @@ class Run:
         self._ended.put((-1, QuarrelError("the run was cancelled")))
 
     def result(self, progress: Progress | None = None) -> Array:
-        """Pooled rows float32 `[pieces, width]`, in the pieces' order. What is left is cancelled when it raises."""
+        """The rows as they are given out, in the pieces' order. What is left is cancelled when it raises."""
         order = iter(sorted(range(len(self._pieces)), key=lambda i: -len(self._pieces[i].ids)))
         running: dict[int, Scoring] = {}
         total, done = len(self._pieces), 0
@@ -198,7 +210,7 @@ class Run:
         except BaseException:
             self._loop.cancel(*running.values())
             raise
-        return self.rows
+        return self._finish(self.rows, 0)
 
     def _sequence(self, i: int) -> Scoring:
         ids = self._pieces[i].ids

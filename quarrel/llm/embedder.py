@@ -82,7 +82,7 @@ class Embedder:
     ) -> Embeddings:
         job = self._job(texts, normalize, pooling, dimensions, prefix, chunk)
         with _progress(progress) as shown:
-            return job.finish(job.run.result(shown))
+            return job.told(job.run.result(shown))
 
     async def aembed(
         self,
@@ -96,7 +96,7 @@ class Embedder:
     ) -> Embeddings:
         job = await asyncio.to_thread(self._job, texts, normalize, pooling, dimensions, prefix, chunk)
         try:
-            return job.finish(await asyncio.to_thread(job.run.result))
+            return job.told(await asyncio.to_thread(job.run.result))
         except asyncio.CancelledError:
             job.run.cancel()
             raise
@@ -126,13 +126,14 @@ class Embedder:
                     pieces.append(piece)
                     yield piece, len(listed) - i
 
+        centred = isinstance(self._spec, EncoderSpec) and self._spec.centred_truncation
+        finish = _Finish(head, bool(normalize) and kind != "rank", dimensions, centred)
         run: Run | PackedRun
         if isinstance(self._spec, EncoderSpec):
-            run = PackedRun(self._loop, tokenized(), self._spec.n_embd, kind, self._step_tokens)
+            run = PackedRun(self._loop, tokenized(), self._spec.n_embd, kind, finish, self._step_tokens)
         else:
-            run = Run(self._loop, [piece for piece, _ in tokenized()], self._spec.n_embd, kind)
-        centred = isinstance(self._spec, EncoderSpec) and self._spec.centred_truncation
-        return _Job(run, pieces, kind, bool(normalize) and kind != "rank", dimensions, front, head, width, centred)
+            run = Run(self._loop, [piece for piece, _ in tokenized()], self._spec.n_embd, kind, finish)
+        return _Job(run, pieces, kind, finish.normalize, front, width)
 
     def prefixed(self, prefix: str | None) -> str:
         """The text to put in front: a task that the model knows by its name, anything else as it stands."""
@@ -179,24 +180,33 @@ class Embedder:
 
 
 @dataclass(frozen=True)
+class _Finish:
+    """What becomes of pooled rows."""
+
+    head: Head | None
+    normalize: bool
+    dimensions: int | None
+    centred: bool
+
+    def __call__(self, rows: Array, first: int) -> Array:
+        rows = rows if self.head is None else self.head(rows)
+        return finished(rows, normalize=self.normalize, dimensions=self.dimensions, centred=self.centred, first=first)
+
+
+@dataclass(frozen=True)
 class _Job:
-    """A run, and what becomes of its rows. `pieces` may still be coming while it runs."""
+    """A run, and what is told of its rows. `pieces` may still be coming while it runs."""
 
     run: Run | PackedRun
     pieces: Sequence[Piece]
     kind: Pooling
     normalize: bool
-    dimensions: int | None
     prefix: str
-    head: Head | None
     width: int
-    centred: bool
 
-    def finish(self, rows: Array) -> Embeddings:
-        if self.head is not None:
-            rows = self.head(rows)
+    def told(self, rows: Array) -> Embeddings:
         return Embeddings(
-            finished(rows, normalize=self.normalize, dimensions=self.dimensions, centred=self.centred),
+            rows,
             np.array([p.text for p in self.pieces], np.int32),
             np.array([len(p.ids) for p in self.pieces], np.int32),
             self.kind,

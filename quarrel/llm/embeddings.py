@@ -58,14 +58,15 @@ class Embeddings:
         return len(self.vectors)
 
 
-def finished(rows: Array, *, normalize: bool, dimensions: int | None, centred: bool) -> Array:
+def finished(rows: Array, *, normalize: bool, dimensions: int | None, centred: bool, first: int = 0) -> Array:
     """Pooled rows as they are given out: cut to `dimensions` (`centred`: layer norm without gains first), of length 1.
 
-    Rows of zeros stay what they are. Raises QuarrelError where a row is not finite.
+    Rows of zeros stay what they are. Raises QuarrelError where a row, counted from `first`, is not finite.
     """
     finite = np.isfinite(rows).all(axis=1)
     if not finite.all():
-        raise QuarrelError(f"the embedding of row {int(np.argmin(finite))} is not finite: the model cannot be used on it")
+        row = first + int(np.argmin(finite))
+        raise QuarrelError(f"the embedding of row {row} is not finite: the model cannot be used on it")
     if dimensions is not None and dimensions < rows.shape[1]:
         if centred:
             rows = (rows - rows.mean(1, keepdims=True)) / np.sqrt(rows.var(1, keepdims=True) + 1e-5)

@@ -284,7 +284,8 @@ def test_threads_may_embed_at_once(minilm: LLM, sentences: list[str]) -> None:
 def test_a_row_that_is_not_finite_is_an_error(minilm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     from quarrel.llm import embed
 
-    monkeypatch.setattr(embed.PackedRun, "result", lambda self, shown=None: np.full((1, 384), np.nan, np.float32))
+    lost = lambda self, start, rows: setattr(self, "out", np.full_like(rows, np.nan))  # noqa: E731
+    monkeypatch.setattr(embed._Parcel, "rows", lost)
     with pytest.raises(QuarrelError, match="row 0 is not finite"):
         minilm.embed("x")
 
