@@ -22,6 +22,7 @@ from quarrel.server.keys import Keyring
 from quarrel.server.limits import Limiter
 from quarrel.server.metrics import Metrics
 from quarrel.server.settings import Settings
+from quarrel.server.shed import GENERATING, Gate, Shed
 from quarrel.server.traces import Traces
 
 Scope = MutableMapping[str, Any]
@@ -29,23 +30,12 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
-Gate = Callable[[str], None]
-"""Raises `Refused` where no request to that route can be taken, whatever it says."""
 
 OPEN = frozenset({"/healthz", "/readyz", "/api/health"})
 """Routes that say nothing but whether the server is up."""
 PAGE = frozenset({"/", "/favicon.ico"})
 STATIC = "/static/"
 """The page and its files: the same bytes for everybody, and a browser cannot send a key with a link."""
-GENERATING = frozenset(
-    f"{room}/{what}"
-    for room, all in (
-        ("/v1", ("completions", "chat/completions", "responses")),
-        ("/api", ("generate", "stream", "chat")),
-    )
-    for what in all
-)
-"""Routes whose requests wait in a model's queue."""
 MAX_HEADERS = 32 << 10
 METHODS = frozenset({"GET", "HEAD", "POST", "DELETE", "OPTIONS", "PUT", "PATCH", "WS"})
 KEY_PROTOCOL = "quarrel-key."
@@ -84,6 +74,7 @@ class Guard:
     ) -> None:
         self._app, self._settings, self._keys, self._limiter = app, settings, keys, limiter
         self._metrics, self._traces, self._gate = metrics, traces, gate
+        self._shed = Shed(gate, keys, metrics, _HEADERS)
         self._names = {"localhost", settings.host.lower(), *(h.lower() for h in settings.hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -133,17 +124,25 @@ class Guard:
             self._count(scope, sent, seconds)
             _log(scope, request_id, state["caller"], sent, seconds)
 
+    def shed(self, data: bytes, caller: str) -> tuple[bytes, bool] | None:
+        """What a full server answers to these bytes of a new request, and whether the connection ends; None: it is read."""
+        try:
+            answer = self._shed(data)
+        except ConfigError:  # the key file is unreadable
+            return None
+        if answer is None:
+            return None
+        scope = {"method": "POST", "path": answer.path}
+        _log(scope, answer.request_id, caller, {"status": 503, "bytes": len(answer.data)}, 0.0)
+        return answer.data, answer.close
+
     def _count(self, scope: Scope, sent: dict[str, int], seconds: float) -> None:
-        # A route's pattern, never the path: paths are the caller's to invent.
         where = getattr(scope.get("route"), "path", "none")
         method = scope.get("method", "WS")
-        self._metrics.http.labels(method if method in METHODS else "other", where, str(sent["status"])).inc()
-        self._metrics.http_seconds.labels(where).observe(seconds)
         told = dict(scope["headers"]).get(b"content-length", b"0")
-        self._metrics.request_bytes.labels(where).observe(int(told) if told.isdigit() and len(told) < 16 else 0)
-        self._metrics.response_bytes.labels(where).observe(sent["bytes"])
-        if sent["status"] == 429:
-            self._metrics.limited.inc()
+        asked = int(told) if told.isdigit() and len(told) < 16 else 0
+        known = method if method in METHODS else "other"
+        self._metrics.answered(known, where, sent["status"], seconds, asked, sent["bytes"])
 
     def _admit(self, scope: Scope, extra: dict[str, str]) -> dict[str, str] | None:
         """Raises `Refused`, or returns the headers of a preflight's answer, or None to go on."""

@@ -57,6 +57,15 @@ class Metrics:
         r.register(_Models(shelf))
         r.register(EngineMetrics(lambda: [(e.name, e.held.llm) for e in shelf.entries() if e.held is not None]))
 
+    def answered(self, method: str, route: str, status: int, seconds: float, asked: int, sent: int) -> None:
+        """One HTTP answer. route: a pattern, never the path, which is the caller's to invent. asked, sent: bytes."""
+        self.http.labels(method, route, str(status)).inc()
+        self.http_seconds.labels(route).observe(seconds)
+        self.request_bytes.labels(route).observe(asked)
+        self.response_bytes.labels(route).observe(sent)
+        if status == 429:
+            self.limited.inc()
+
     def text(self) -> bytes:
         return generate_latest(self.registry)
 

@@ -21,7 +21,7 @@ from quarrel.server.errors import openai_body, refused
 from quarrel.server.schemas import ChatBody, CompletionBody, EmbeddingsBody, OpenAIBody
 from quarrel.server.shelf import Model
 from quarrel.server.tools import split_calls
-from quarrel.server.work import Desk, Job, Make, chunks, results, unless_gone
+from quarrel.server.work import Desk, Job, Make, bursts, results, unless_gone
 
 Json = dict[str, Any]
 SSE = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -206,6 +206,7 @@ async def _answer(
     job = await stack.enter_async_context(desk.job(caller, body.model, make, request.url.path))
     options = body.stream_options
     with_usage = options is not None and options.include_usage
+    more: Json = {"usage": None} if with_usage else {}
     head |= {"object": form.object + (".chunk" if isinstance(form, _Chat) else ""), "model": job.model}
 
     async def events() -> AsyncIterator[str]:
@@ -213,12 +214,10 @@ async def _answer(
             ended: list[Result] = []
             try:
                 for which in range(len(job.streams)):
-                    async for chunk in chunks(job, which, limit):
-                        index = which * n + chunk.index
-                        if chunk.result is not None:
-                            ended.append(chunk.result)
-                        event: Json = {**head, "choices": [form.delta(chunk, index, job)]}
-                        yield _event({**event, "usage": None} if with_usage else event)
+                    async for burst in bursts(job, which, limit):
+                        ended += [c.result for c in burst if c.result is not None]
+                        deltas = [form.delta(c, which * n + c.index, job) for c in burst]
+                        yield "".join(_event({**head, "choices": [d]} | more) for d in deltas)
                 if with_usage:
                     yield _event({**head, "choices": [], "usage": _usage(ended, n)})
             except QuarrelError as error:

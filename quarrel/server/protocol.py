@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import h11
@@ -13,9 +14,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from quarrel.server.settings import Settings
 
+Shed = Callable[[bytes, str], tuple[bytes, bool] | None]
 
-def protocol_for(settings: Settings) -> type[asyncio.Protocol]:
-    """A protocol class for `uvicorn.Config(http=...)`."""
+
+def protocol_for(settings: Settings, shed: Shed | None = None) -> type[asyncio.Protocol]:
+    """For `uvicorn.Config(http=...)`. shed: what bytes that need not be read get, and whether the connection ends."""
     held: Counter[str] = Counter()
 
     class GuardedProtocol(H11Protocol):
@@ -44,6 +47,15 @@ def protocol_for(settings: Settings) -> type[asyncio.Protocol]:
                 self._below._read_ready_cb = None
 
         def data_received(self, data: bytes) -> None:
+            if shed is not None and self._is_new() and (answer := shed(data, self._address or "local")) is not None:
+                self._unset_keepalive_if_required()
+                self._cancel()
+                self.transport.write(answer[0])
+                if answer[1]:
+                    self.transport.close()
+                else:
+                    self._expect_head()
+                return
             super().data_received(data)
             # DONE and SEND_BODY: it was answered already, and sends what nobody wants to know.
             if self.conn.our_state in (h11.IDLE, h11.DONE) and self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
@@ -51,6 +63,11 @@ def protocol_for(settings: Settings) -> type[asyncio.Protocol]:
                     self._expect_head()
             else:
                 self._cancel()
+
+        def _is_new(self) -> bool:
+            """Whether what comes now is the first of a request."""
+            idle = self.conn.our_state is h11.IDLE and self.conn.their_state is h11.IDLE
+            return idle and not self.conn.trailing_data[0] and (self.cycle is None or self.cycle.response_complete)
 
         def handle_websocket_upgrade(self, event: Any) -> None:
             self._forget()  # the socket now belongs to another protocol

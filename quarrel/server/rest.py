@@ -22,7 +22,7 @@ from quarrel.server.metrics import TEXT, Metrics
 from quarrel.server.openai import SSE
 from quarrel.server.schemas import DetokenizeBody, GenerateBody, TokenizeBody
 from quarrel.server.shelf import Entry, Model
-from quarrel.server.work import Desk, Job, Make, chunks, results, unless_gone
+from quarrel.server.work import Desk, Job, Make, bursts, results, unless_gone
 
 Json = dict[str, Any]
 
@@ -255,9 +255,12 @@ async def _stream(
         async with stack:
             made = 0
             try:
-                async for chunk in chunks(job, 0, desk.settings.timeout):
-                    made += chunk.token_id is not None
-                    yield write(token_of(chunk, job, made))
+                async for burst in bursts(job, 0, desk.settings.timeout):
+                    rows = []
+                    for chunk in burst:
+                        made += chunk.token_id is not None
+                        rows.append(write(token_of(chunk, job, made)))
+                    yield "".join(rows)
             except QuarrelError as error:
                 yield write(plain_body(refused(error)))
 

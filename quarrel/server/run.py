@@ -19,6 +19,7 @@ from starlette.routing import Route
 
 from quarrel.errors import ConfigError
 from quarrel.server.app import Server
+from quarrel.server.guard import Guard
 from quarrel.server.metrics import TEXT
 from quarrel.server.protocol import protocol_for, watch
 from quarrel.server.settings import Settings
@@ -116,7 +117,7 @@ class _Uvicorn(uvicorn.Server):
 def _config(app: object, settings: Settings) -> uvicorn.Config:
     return uvicorn.Config(
         app,  # type: ignore[arg-type]
-        http=protocol_for(settings),
+        http=protocol_for(settings, app.shed if isinstance(app, Guard) else None),
         ws="websockets-sansio",
         ws_max_size=MAX_MESSAGE + 1024,
         ws_ping_interval=30.0,

@@ -156,8 +156,11 @@ class Desk:
         self._seconds += 0.1 * (time.perf_counter() - job.began - self._seconds)
 
 
-async def chunks(job: Job, which: int, timeout: float) -> AsyncIterator[Chunk]:
-    """The chunks of one stream; a request that takes longer than the server allows ends with `Refused`."""
+async def bursts(job: Job, which: int, timeout: float) -> AsyncIterator[list[Chunk]]:
+    """The chunks of one stream, those together that are there together: one, or more where the server is busy.
+
+    A request that takes longer than the server allows ends with `Refused`.
+    """
     end = job.began + timeout
     stream = job.streams[which]
     while True:
@@ -168,12 +171,32 @@ async def chunks(job: Job, which: int, timeout: float) -> AsyncIterator[Chunk]:
             return
         except TimeoutError as error:
             raise Refused(504, "timeout", f"the request took more than {timeout:g} s and was ended") from error
-        reason = chunk.result.finish_reason if chunk.result is not None else None
-        if reason == "cancelled" and job.closing():
-            raise Refused(503, "server_shutdown", "the server went down before the answer was complete")
-        if reason == "error" and chunk.result is not None:
-            raise refused(chunk.result.failure or QuarrelError(chunk.result.error or "the model failed"))
-        yield chunk
+        burst: list[Chunk] = []
+        more: Chunk | None = chunk
+        while more is not None:
+            if (failure := _failure(more, job)) is not None:
+                if burst:
+                    yield burst
+                raise failure
+            burst.append(more)
+            more = stream.ready()
+        yield burst
+
+
+def _failure(chunk: Chunk, job: Job) -> QuarrelError | None:
+    reason = chunk.result.finish_reason if chunk.result is not None else None
+    if reason == "cancelled" and job.closing():
+        return Refused(503, "server_shutdown", "the server went down before the answer was complete")
+    if reason == "error" and chunk.result is not None:
+        return refused(chunk.result.failure or QuarrelError(chunk.result.error or "the model failed"))
+    return None
+
+
+async def chunks(job: Job, which: int, timeout: float) -> AsyncIterator[Chunk]:
+    """As `bursts`, one by one."""
+    async for burst in bursts(job, which, timeout):
+        for chunk in burst:
+            yield chunk
 
 
 async def results(job: Job, timeout: float) -> list[Result]:

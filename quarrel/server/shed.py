@@ -1,0 +1,83 @@
+"""Refusing what a full server cannot take, from the bytes that came: no parser, no task, no body read as JSON.
+
+Where many more ask than can be served, what a refusal costs is taken from those who are served.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quarrel.server.errors import Refused, openai_body, plain_body
+from quarrel.server.keys import Keyring
+from quarrel.server.metrics import Metrics
+
+Gate = Callable[[str], None]
+"""Raises `Refused` where no request to that route can be taken, whatever it says."""
+GENERATING = frozenset(
+    f"{room}/{what}"
+    for room, all in (
+        ("/v1", ("completions", "chat/completions", "responses")),
+        ("/api", ("generate", "stream", "chat")),
+    )
+    for what in all
+)
+"""Routes whose requests wait in a model's queue."""
+_FIRST = re.compile(rb"POST (/[a-z0-9/]+) HTTP/1\.1\r\n")
+_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,9})[ \t]*\r\n")
+_LEFT = (b"\r\ntransfer-encoding", b"\r\norigin:", b"\r\nupgrade:", b"\r\nexpect:")
+"""Headers of requests that are read properly first."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What is sent, and whether the connection ends with it."""
+
+    data: bytes
+    close: bool
+    path: str
+    request_id: str
+
+
+class Shed:
+    """Answers a request that came whole and in one piece. Whatever is not of the plainest form is left to the parser."""
+
+    def __init__(self, gate: Gate, keys: Keyring, metrics: Metrics, headers: list[tuple[bytes, bytes]]) -> None:
+        self._gate, self._keys, self._metrics = gate, keys, metrics
+        self._headers = b"".join(name + b": " + value + b"\r\n" for name, value in headers)
+
+    def __call__(self, data: bytes) -> Answer | None:
+        """None: it is not for here. data: all that is there of a request, from its first byte."""
+        first = _FIRST.match(data)
+        if first is None or (path := first[1].decode()) not in GENERATING:
+            return None
+        end = data.find(b"\r\n\r\n")
+        head = data[: end + 2].lower()
+        lengths = _LENGTH.findall(head)
+        if end < 0 or len(lengths) != 1 or head.count(b"content-length") != 1 or any(h in head for h in _LEFT):
+            return None
+        if len(data) != end + 4 + int(lengths[0]) or not self._may_ask(head):
+            return None
+        try:
+            self._gate(path)
+        except Refused as refusal:
+            return self._answer(path, refusal, b"\r\nconnection: close" in head, int(lengths[0]))
+        return None
+
+    def _may_ask(self, head: bytes) -> bool:
+        """Who brings no key where one is wanted is told so, by the guard."""
+        return b"\r\nauthorization:" in head or b"\r\nx-api-key:" in head or not self._keys.keys()
+
+    def _answer(self, path: str, refusal: Refused, close: bool, asked: int) -> Answer:
+        request_id = "req-" + secrets.token_hex(8)
+        body = json.dumps(openai_body(refusal) if path.startswith("/v1") else plain_body(refusal)).encode()
+        lines = [f"{name}: {value}\r\n" for name, value in refusal.headers().items()]
+        lines += [f"X-Request-Id: {request_id}\r\nContent-Length: {len(body)}\r\nContent-Type: application/json\r\n"]
+        lines += ["Connection: close\r\n"] if close else []
+        head = f"HTTP/1.1 {refusal.status} Service Unavailable\r\n".encode() + self._headers + "".join(lines).encode()
+        self._metrics.errors.labels(refusal.code).inc()
+        self._metrics.answered("POST", path, refusal.status, 0.0, asked, len(body))
+        return Answer(head + b"\r\n" + body, close, path, request_id)
