@@ -26,7 +26,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import triton_batch
-import warpgroup_ahead
 
 from quarrel.gguf import GGMLType
 from quarrel.ops.compare import case_error
@@ -43,7 +42,7 @@ from quarrel.ops.linear import (
 )
 from quarrel.ops.norm import NormSpec
 from quarrel.ops.registry import backend
-from quarrel.triton_backend import many_rows, warpgroup, warpgroup_x
+from quarrel.triton_backend import many_rows, warpgroup_x
 from quarrel.triton_backend.many_rows import Tile
 from quarrel.triton_backend.runtime import Alone, Live, Slot, launch
 from quarrel.triton_backend.tuned import key, table
@@ -63,19 +62,17 @@ MAPS: dict[str, tuple[tuple[str, ...], tuple[int, ...], int]] = {
     "down Q4_0": (("Q4_0",), (4096,), 14336),
 }
 """Formats, outputs and columns."""
-AHEAD = {
+OTHERS: dict[str, tuple[tuple[int, int], ...]] = {
     "gated": ((64, 1), (128, 1)),
-    "down": ((64, 4), (128, 4), (128, 2), (128, 3)),
-    "down Q6_K": ((64, 4), (128, 4), (128, 2)),
-    "three": ((64, 2), (128, 2), (128, 3)),
+    "down": ((64, 4), (128, 4)),
+    "down Q6_K": ((64, 4), (128, 4)),
+    "three": ((64, 2), (128, 2)),
     "out": ((64, 4), (128, 4)),
     "head": ((64, 1), (128, 1)),
 }
-"""Rows and parts for the kernels of `warpgroup_ahead.py`."""
-OTHERS = {"down": ((64, 6), (64, 3)), "three": ((64, 3), (64, 4)), "out": ((64, 8),), "gated": ((64, 2),)}
-"""Of other tiles."""
-Job = tuple[str, Tile, int, bool]
-"""Map, tile, width of rows, whether by the kernels of the trial."""
+"""Rows and parts of other tiles."""
+Job = tuple[str, Tile, int]
+"""Map, tile, width of rows."""
 
 
 class Site(Alone):
@@ -98,31 +95,24 @@ class Site(Alone):
         return self.scratch(dim, width, torch.int32)
 
 
-def own_tile(name: str) -> Tile:
+def own_tile(name: str, width: int) -> Tile:
     _, ns, k = MAPS[name]
-    return many_rows.tile_for(ns if name == "three" else ns[:1], k)
+    return many_rows.tile_for(ns if name == "three" else ns[:1], k, width, name == "gated Q8_0")
 
 
 def candidates() -> Iterator[Job]:
     """The most wanted first."""
-    for name in MAPS:
-        yield name, own_tile(name), 128, False
     for width in (128, 64):
-        for place in range(2):
-            for name, others in AHEAD.items():
-                yield name, Tile(*others[place], 3), width, True
-    for name in MAPS:
-        yield name, own_tile(name), 64, False
-    for ahead, found in ((True, {name: others[2:] for name, others in AHEAD.items()}), (False, OTHERS)):
-        for name, others in found.items():
+        for name in MAPS:
+            yield name, own_tile(name, width), width
+        for name, others in OTHERS.items():
             for other in others:
-                yield name, Tile(*other, 3), 128, ahead
+                yield name, Tile(*other), width
 
 
 def made(job: Job, tokens: int, small: bool) -> tuple[Callable[[int], None], int, Callable[[], float]]:
     """Run turn i, number of turns, and the relative error. x is in its order already."""
-    name, tile, width, ahead = job
-    many_rows.warpgroup = warpgroup_ahead if ahead else warpgroup  # type: ignore[assignment]
+    name, tile, width = job
     formats, ns, k = MAPS[name]
     device, site = triton_batch.device(), Site()
     sets = [triton_batch.turns(triton_batch.packed(f, n, k), small) for f, n in zip(formats, ns, strict=True)]
@@ -139,7 +129,7 @@ def made(job: Job, tokens: int, small: bool) -> tuple[Callable[[int], None], int
     ys = [torch.full((tokens, n), float("nan"), device=device, dtype=wide) for n in (ns if three else ns[:1])]
     outs, added = [Slot(y) for y in ys], None if residual is None else Slot(residual)
     kind, before = "silu" if gated else "none", many_rows.tile_for
-    many_rows.tile_for, many_rows._SMALL = lambda ns, k: tile, 0
+    many_rows.tile_for, many_rows._SMALL = lambda ns, k, width, large=False: tile, 0
     try:
         runs = []
         for weights in zip(*sets, strict=True):
@@ -183,7 +173,7 @@ def compiled(job: Job | str) -> tuple[str, dict[str, Any]]:
     """Fills Triton's cache in a worker and checks what it made."""
     try:
         if isinstance(job, str):
-            many_rows._SMALL, many_rows.warpgroup = 0, warpgroup
+            many_rows._SMALL = 0
             format, _, name = job.partition(" ")
             found = {}
             for op, case in cases(format):
@@ -198,7 +188,7 @@ def compiled(job: Job | str) -> tuple[str, dict[str, Any]]:
             go(0)
             torch.cuda.synchronize()
             errors[tokens] = float(f"{error():.1e}")
-        return str(job), {"map": job[0], "tile": str(job[1]), "ahead": job[3], "errors": errors}
+        return str(job), {"map": job[0], "tile": str(job[1]), "errors": errors}
     except Exception:
         return str(job), {"job": str(job), "raised": traceback.format_exc(limit=-4)[-1200:]}
 
@@ -237,11 +227,11 @@ def main() -> int:
         pool.terminate()
     known = json.loads((Path(many_rows.__file__).parent / "tuned" / "sm_90.json").read_text())["us"]
     assert table(9).tiles
-    lines = [f"{'map':12s} {'x':>4s} {'rows, parts':>16s} {'us':>7s} {'tiles':>7s}"]
+    lines = [f"{'map':12s} {'x':>4s} {'rows, parts':>9s} {'us':>7s} {'tiles':>7s}"]
     for job in jobs:
         if isinstance(job, str) or str(job) not in good or time.perf_counter() > BEGAN + args.seconds:
             continue
-        name, tile, width, ahead = job
+        name, tile, width = job
         formats, ns, k = MAPS[name]
         kind: Any = {1: "one", 2: "gated", 3: "three"}[len(ns)]
         tiles = known.get(key(kind, formats, ns, k), {}).get(str(width))
@@ -251,9 +241,8 @@ def main() -> int:
         except Exception as failure:
             say(map=name, tile=str(tile), raised=f"{type(failure).__name__}: {failure}"[:300])
             continue
-        say(map=name, x=width, rows=tile.rows, parts=tile.parts, ahead=ahead, us=us, tiles=tiles)
-        how = "ahead" if ahead else ""
-        lines.append(f"{name:12s} {width:4d} {tile.rows:4d}, {tile.parts:2d} {how:6s} {us:7.1f} {tiles or 0:7.1f}")
+        say(map=name, x=width, rows=tile.rows, parts=tile.parts, us=us, tiles=tiles)
+        lines.append(f"{name:12s} {width:4d} {tile.rows:4d}, {tile.parts:2d} {us:7.1f} {tiles or 0:7.1f}")
     print("\n".join(sorted(lines[1:])))
     print(lines[0])
     return 0

@@ -28,9 +28,6 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-import warpgroup_ahead
 
 from quarrel.bench.measure import run as run_steps
 from quarrel.bench.subject import Source, Subject, limits_for
@@ -38,7 +35,6 @@ from quarrel.bench.work import Test
 from quarrel.gguf import GGUFFile
 from quarrel.ops.registry import backend
 from quarrel.triton_backend import attention, many_rows
-from quarrel.triton_backend.many_rows import Tile
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGAN = time.perf_counter()
@@ -85,19 +81,6 @@ class Group:
         return folder / f"{self.shape}-{self.quant}-{cut}.gguf"
 
 
-def ahead(rows: int) -> Patch:
-    """The kernels of the trial, in tiles of so many rows."""
-
-    def tile(ns: Any, k: int) -> Tile:
-        found = before(ns, k)
-        return replace(found, rows=rows, parts=min(found.parts, 4))
-
-    before = many_rows.tile_for
-    return lambda: replaced(
-        (many_rows, "warpgroup", warpgroup_ahead), (many_rows, "tile_for", tile), (many_rows, "LEAST", 33)
-    )
-
-
 def keyed(keys: int, warps: int) -> Trial:
     """Attention of many sequences in other tiles."""
     tile = given(attention, "crowded", lambda one: replace(one, keys=keys, warps=warps))
@@ -107,11 +90,10 @@ def keyed(keys: int, warps: int) -> Trial:
 def groups() -> list[Group]:
     tiles = Trial("tiles of matmul.py", given(many_rows, "takes", lambda site, weights: False))
     found = [keyed(*how) for how in ((16, 2), (16, 1), (32, 2), (16, 4))]
-    by64, by128 = (Trial(f"copies and products ahead, {rows} rows", ahead(rows)) for rows in (64, 128))
     mistral, now = "mistral-7b", Trial("now")
     return [
-        Group("128", mistral, "Q4_K_M", Test("decode", 32, 176, 128), 32, 12000, (now, by64, by128, *found)),
-        Group("64", mistral, "Q4_K_M", Test("decode", 32, 176, 64), 32, 9000, (now, by128)),
+        Group("128", mistral, "Q4_K_M", Test("decode", 32, 176, 128), 32, 12000, (now, *found)),
+        Group("64", mistral, "Q4_K_M", Test("decode", 32, 176, 64), 32, 9000, (now, tiles)),
         Group("32", mistral, "Q4_K_M", Test("decode", 32, 176, 32), 32, 6000, (now, *found[:2])),
         Group("128 Q8_0", mistral, "Q8_0", Test("decode", 32, 176, 128), 32, 12000, (now, tiles)),
     ]

@@ -1,6 +1,6 @@
 """Linear maps over packed weights: y[t, n] = sum_k x[t, k] W[n, k] (+ b[n]), and residual + scale * that.
 
-Which kernel a count of tokens takes: `rows.py` from 2 to 16 or so, `many_rows.py` from 65 to 128 where it can, `matmul.py`
+Which kernel a count of tokens takes: `rows.py` from 2 to 16 or so, `many_rows.py` from 33 to 128 where it can, `matmul.py`
 what these leave up to its MOST, `dequant.py` beyond, and the exact tiles here for one token, float32 arithmetic and odd
 widths. Where a row's bits may not depend on how many rows there are, `matmul.py` has all.
 

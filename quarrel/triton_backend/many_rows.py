@@ -1,6 +1,6 @@
-"""Linear maps of 65 to 128 rows on devices of capability 9 (`warpgroup.py`), where a weight is large enough to gain by it.
+"""Linear maps of 33 to 128 rows on devices of capability 9 (`warpgroup.py`), where a weight is large enough to gain by it.
 
-Tiles follow from the weight's shape, not from the number of rows.
+Tiles follow from the weight's shape; the number of rows only says whether products have 64 or 128 columns.
 """
 
 from __future__ import annotations
@@ -20,43 +20,48 @@ try:  # Gluon is no stable interface: without the names of Triton 3.6 to 3.9 oth
 except (ImportError, AttributeError):  # pragma: no cover
     warpgroup = None  # type: ignore[assignment]
 
-LEAST, MOST = 65, 128
-"""With 64 rows most maps alone are quicker so (gate and up 65.5 us, in tiles 90.5), and the whole step is not: 251.7
-us a layer against 235.3. Programs that start before the kernel ahead is over seem to crowd where there is room."""
+LEAST, MOST = 33, 128
 TAKEN = ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q4_0")
-_ROWS, _STAGES = 64, 3
 _PROGRAMS = 150
+"""Programs of 64 rows that fill an H200: two to a multiprocessor."""
+_WHOLE = range(100, 133)
+"""Programs of 128 rows, one to a multiprocessor."""
 _MOST_PARTS = 8
 _SMALL = 4096 * 4096
-"""Values of a launch's weights from which it gains: 4096 x 4096 took 28.6 us, 25.5 in the tiles of `matmul.py`; query, key
-and value of 6144 x 4096 29.5 and 38.4 (H200, 128 rows)."""
+"""Values of a launch's weights from which it gains: 4096 x 4096 took 29.3 us, 25.5 in the tiles of `matmul.py`; query, key
+and value of 6144 x 4096 29.7 and 38.4 (H200, 128 rows)."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """`rows` of a weight a program (16 a warp), `parts` of K, `stages` of x on their way."""
+    """`rows` of a weight a program (16 a warp), `parts` of K."""
 
     rows: int
     parts: int
-    stages: int
 
     @property
     def warps(self) -> int:
         return self.rows // 16
 
 
-def tile_for(ns: Sequence[int], k: int) -> Tile:
-    """By the weights' shape.
+def tile_for(ns: Sequence[int], k: int, width: int, large: bool = False) -> Tile:
+    """By the weights' shape and a width of rows; `large` if codes leave no memory for a second program of 64 rows.
 
-    Two programs of 64 rows share a multiprocessor and need not wait for each other, as warps of one of 128 do: gate and up
-    of 14336 x 4096 took 74.4 us (128 rows: 89.0), 32000 x 4096 in Q6_K 103.6 (135), 4096 x 14336 in four parts 63.6 (in
-    two 84.0; 128 rows 77.2), all with three stages (H200, 128 rows of x, Triton 3.6).
+    With 128 columns two programs of 64 rows to a multiprocessor beat one of 128: gate and up of 14336 x 4096 took 56.8 us
+    (75.9), 4096 x 14336 in four parts 59.3 (60.0; in two 78.1), 6144 x 4096 in two 29.7 (33.0). With 64 columns more of
+    them find room on one than on another, so 128 rows are better if they fill the device once: 55.0 us (62.1), 41.6 (48.7);
+    not where 96 programs leave a quarter of it idle, 38.8 (22.7), nor for 32000 x 4096, whose 250 take two turns, 87.2
+    (77.4); H200, Triton 3.6.
     """
-    programs = sum(cdiv(n, _ROWS) for n in ns)
-    steps, parts = k // warpgroup_x.STEP, 1
-    while programs * parts < _PROGRAMS and parts < _MOST_PARTS and steps >= 8 * parts:
+    steps = k // warpgroup_x.STEP
+    tiles = sum(cdiv(n, 128) for n in ns)
+    for parts in (1, 2, 4, 8) if width < MOST or large else ():
+        if tiles * parts in _WHOLE and steps >= 4 * parts:
+            return Tile(128, parts)
+    tiles, parts = sum(cdiv(n, 64) for n in ns), 1
+    while tiles * parts < _PROGRAMS and parts < _MOST_PARTS and steps >= 8 * parts:
         parts *= 2
-    return Tile(_ROWS, parts, _STAGES)
+    return Tile(64, parts)
 
 
 def takes(site: Site, weights: Sequence[Packed]) -> bool:
@@ -103,11 +108,16 @@ def _arranged(site: Site, x: Slot, k: int, axis: str, fill: Fill | None) -> Call
     return prepare
 
 
-def _room(site: Site, tile: Tile, ns: Sequence[int], sums: int) -> tuple[Slot, Slot]:
-    """Scratch for the sums of parts, and a count for every tile."""
-    tiles = sum(cdiv(n, tile.rows) for n in ns)
-    size = sums * tile.parts * tiles * tile.rows * MOST if tile.parts > 1 else 1
-    return site.scratch("one", size), site.zeros("one", tiles)
+def _tiles(site: Site, ns: Sequence[int], k: int, sums: int, large: bool = False) -> tuple[dict[int, Tile], Slot, Slot]:
+    """By width of rows; scratch for the sums of parts, and a count for every tile."""
+    by_width = {width: tile_for(ns, k, width, large) for width in warpgroup_x.WIDTHS}
+    size, most = 1, 1
+    for width, tile in by_width.items():
+        tiles = sum(cdiv(n, tile.rows) for n in ns)
+        most = max(most, tiles)
+        if tile.parts > 1:
+            size = max(size, sums * tile.parts * tiles * tile.rows * width)
+    return by_width, site.scratch("one", size), site.zeros("one", most)
 
 
 def _one(
@@ -117,18 +127,19 @@ def _one(
     if not takes(site, weights):
         return None
     a, b, gated = weights[0], weights[-1], len(weights) == 2
-    tile = tile_for([a.n], a.k)
-    prepare, (part, arrived) = _arranged(site, x, a.k, axis, fill), _room(site, tile, [a.n], len(weights))
+    prepare = _arranged(site, x, a.k, axis, fill)
+    by_width, part, arrived = _tiles(site, [a.n], a.k, len(weights), gated and a.format == "Q8_0")
 
     def run(live: Live) -> None:
         count, none = live.count(axis), y.tensor
         width = width_of(count)
+        tile = by_width[width]
         site.launch(
             warpgroup.warpgroup_one, (cdiv(a.n, tile.rows), tile.parts), y.tensor, prepare(live, width), *a.planes,
             *b.planes, biases[0] if biases else none, biases[-1] if biases else none,
             none if residual is None else residual.tensor, part.tensor, arrived.tensor, count, alpha, a.n, K=a.k,
             FORMAT=a.format, BIAS=bool(biases), ADD=residual is not None, GATED=gated, KIND=kind, PARTS=tile.parts,
-            BM=tile.rows, BT=width, STAGES=tile.stages, warps=tile.warps, stages=1, early=starts_early(site),
+            BM=tile.rows, BT=width, warps=tile.warps, stages=1, early=starts_early(site),
         )  # fmt: skip
 
     return Few(run, MOST, fill is not None, LEAST)
@@ -143,17 +154,18 @@ def linears(
         return None
     ns, k = [w.n for w in weights], weights[0].k
     planes = [p for w in weights for p in w.planes]
-    tile = tile_for(ns, k)
-    prepare, (part, arrived) = _arranged(site, x, k, axis, fill), _room(site, tile, ns, 1)
+    prepare = _arranged(site, x, k, axis, fill)
+    by_width, part, arrived = _tiles(site, ns, k, 1)
 
     def run(live: Live) -> None:
         count, outs = live.count(axis), [y.tensor for y in ys]
         width = width_of(count)
+        tile = by_width[width]
         site.launch(
             warpgroup.warpgroup_three, (sum(cdiv(n, tile.rows) for n in ns), tile.parts), *outs, prepare(live, width),
             *planes, *(biases or outs), part.tensor, arrived.tensor, count, *ns, K=k, FORMAT0=weights[0].format,
             FORMAT1=weights[1].format, FORMAT2=weights[2].format, BIAS=bool(biases), PARTS=tile.parts, BM=tile.rows,
-            BT=width, STAGES=tile.stages, warps=tile.warps, stages=1, early=starts_early(site),
+            BT=width, warps=tile.warps, stages=1, early=starts_early(site),
         )  # fmt: skip
 
     return Few(run, MOST, fill is not None, LEAST)

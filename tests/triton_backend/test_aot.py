@@ -41,7 +41,7 @@ def compiled(*arguments: str) -> dict[str, object]:
         ("sm_80", "F16", "float32", "draw", 1),
         ("sm_90", "Q4_K", "float16", "matvec", 3),
         ("sm_90", "Q8_0", "float16", "rows_three", 2),
-        ("sm_90", "Q8_0", "float16", "warpgroup_three", 1),
+        ("sm_90", "Q8_0", "float16", "warpgroup_three", 2),
         ("sm_90", "Q8_0", "float16", "route_one", 3),
     ],
     ids=[

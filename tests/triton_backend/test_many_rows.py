@@ -1,4 +1,4 @@
-"""Which weights 65 to 128 rows read by warpgroups, in which tiles, and what runs where they are not taken."""
+"""Which weights 33 to 128 rows read by warpgroups, in which tiles, and what runs where they are not taken."""
 
 from __future__ import annotations
 
@@ -51,10 +51,11 @@ def live(count: int) -> Live:
 
 
 def test_tiles_are_those_that_were_measured() -> None:
-    found = [many_rows.tile_for(ns, k) for ns, k in (([14336], 4096), ([4096, 1024, 1024], 4096), ([4096], 14336))]
-    assert found == [Tile(64, 1, 3), Tile(64, 2, 3), Tile(64, 4, 3)]
-    assert many_rows.tile_for([32000], 4096) == Tile(64, 1, 3)
-    assert many_rows.tile_for([64], 512).parts == 1
+    shapes = (([14336], 4096), ([4096], 14336), ([4096, 1024, 1024], 4096), ([32000], 4096))
+    assert [many_rows.tile_for(*shape, 128) for shape in shapes] == [Tile(64, 1), Tile(64, 4), Tile(64, 2), Tile(64, 1)]
+    assert [many_rows.tile_for(*shape, 64) for shape in shapes] == [Tile(128, 1), Tile(128, 4), Tile(64, 2), Tile(64, 1)]
+    assert many_rows.tile_for([14336], 4096, 128, True) == Tile(128, 1)
+    assert many_rows.tile_for([64], 512, 128).parts == 1
 
 
 def test_what_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,13 +73,13 @@ def test_rows_are_put_in_order_then_multiplied() -> None:
     site, slot = Site(), Slot(EMPTY)
     made = many_rows.linear(site, slot, slot, weight(4096, 14336), None, slot, 1.0, "T")  # type: ignore[arg-type]
     assert made is not None
-    assert (made.least, made.most, made.alone) == (65, 128, False)
-    for count, width in ((65, 128), (128, 128)):
+    assert (made.least, made.most, made.alone) == (33, 128, False)
+    for count, width, tiles in ((33, 64, 32), (64, 64, 32), (65, 128, 64), (128, 128, 64)):
         site.launched.clear()
         made.run(live(count))
-        (first, grid, _), (second, tiles, told) = site.launched
+        (first, grid, _), (second, programs, told) = site.launched
         assert (first, grid) == ("arrange", (112, width // 16))
-        assert (second, tiles, told["BT"], told["PARTS"], told["ADD"]) == ("warpgroup_one", (64, 4), width, 4, True)
+        assert (second, programs, told["BT"], told["ADD"]) == ("warpgroup_one", (tiles, 4), width, True)
 
 
 def test_a_norm_puts_them_there_itself() -> None:
