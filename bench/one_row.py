@@ -35,13 +35,11 @@ from quarrel.bench.subject import Source, Subject, limits_for
 from quarrel.bench.work import Test
 from quarrel.gguf import GGUFFile
 from quarrel.ops.linear import LinearSpec, NormGateUpSpec
-from quarrel.ops.norm import NormSpec
 from quarrel.ops.registry import backend
 from quarrel.triton_backend import backend as triton_backend
 from quarrel.triton_backend import few, few_tiles
 from quarrel.triton_backend.few_tiles import Tile, Walk
-from quarrel.triton_backend.halved import norm_halve_rows
-from quarrel.triton_backend.runtime import INTERPRETED, Live, cdiv, power_of_two, starts_early
+from quarrel.triton_backend.runtime import INTERPRETED, Live
 from quarrel.triton_backend.weights import Weights
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,12 +48,24 @@ ROUNDS = 5
 STEP_TOKENS = 64
 GAIN = 0.002
 """Share of a step below which a trial is no better than the tile in force."""
-Way = Tile | Walk | int
-"""Of a map; for `norm` its warps, for `halve` the blocks of a program."""
+
+
+@dataclass(frozen=True)
+class Capped(Tile):
+    """A thread has at most so many registers."""
+
+    registers: int = 64
+
+
+Way = Tile | Walk
 
 
 def deep(rows: int, words: int, warps: int) -> Tile:
     return Tile(rows, words, warps, True)
+
+
+def capped(rows: int, words: int, warps: int, registers: int) -> Capped:
+    return Capped(rows, words, warps, False, registers)
 
 
 @dataclass(frozen=True)
@@ -83,13 +93,12 @@ class Model:
         return {(self.three, e): "qkv", (e, e): "o", (e, self.inner): "down", (self.vocab, e): "head"}.get((n, k), "")
 
     def has(self, map: str, spec: Any) -> bool:
-        """Whether a node of this spec is the map, or may be changed with it."""
+        """Whether a node of this spec is the map."""
         if isinstance(spec, NormGateUpSpec):
-            return map in ("gate", "norm", "halve")
+            return map == "gate"
         linears = getattr(spec, "linears", (getattr(spec, "linear", spec),))
-        if not all(isinstance(lin, LinearSpec) for lin in linears):
-            return map == "norm" and isinstance(spec, NormSpec)
-        return map in ("norm", "halve") or self.map(sum(lin.n for lin in linears), linears[0].k) == map
+        whole = all(isinstance(lin, LinearSpec) for lin in linears)
+        return whole and self.map(sum(lin.n for lin in linears), linears[0].k) == map
 
     def trials(self) -> list[tuple[str, Way]]:
         """The first of each map first: time may be over before the last."""
@@ -101,71 +110,70 @@ MODELS = {
     "tinyllama": Model(
         "tinyllama-1.1b", "Q4_K_M", 22, 22, 1600, 2048, 5632, 2560, 32000,
         {
-            "gate": (Walk(2, 256, 2, 11), Walk(2, 256, 2, 12), Walk(1, 256, 2, 11), Walk(1, 256, 2, 14), Tile(2, 256, 2),
-                     Walk(2, 256, 2, 8), Walk(4, 256, 2, 8), Tile(2, 128, 1), Tile(4, 256, 2)),
-            "down": (deep(1, 256, 2), deep(2, 512, 4), Tile(2, 256, 2), deep(1, 512, 4), deep(4, 256, 2), Tile(2, 1024, 8),
-                     deep(2, 128, 1), deep(1, 128, 1), Tile(2, 512, 4)),
-            "qkv": (Tile(2, 256, 2), Tile(1, 256, 2), Tile(8, 256, 2), Tile(4, 256, 1), deep(2, 128, 1)),
-            "o": (Tile(2, 256, 2), Tile(1, 256, 2), Tile(8, 256, 2), deep(2, 128, 1), deep(4, 128, 1)),
-            "head": (Tile(4, 256, 2), Tile(2, 256, 2), Tile(4, 128, 1), Tile(8, 256, 2)),
-            "norm": (4, 16),
-            "halve": (8, 32),
+            "gate": (Tile(4, 256, 4), Tile(8, 256, 4), capped(4, 256, 2, 64), Tile(4, 64, 1), Tile(4, 128, 2),
+                     Tile(2, 256, 4)),
+            "down": (deep(2, 256, 4), deep(4, 256, 4), Tile(4, 512, 4), Tile(1, 128, 1), deep(2, 512, 8),
+                     Tile(1, 1024, 8)),
+            "qkv": (Tile(4, 256, 4), Tile(2, 256, 4), Tile(8, 256, 4), Tile(4, 128, 2)),
+            "o": (Tile(4, 256, 4), Tile(2, 256, 4), Tile(8, 256, 4), Tile(4, 128, 2)),
+            "head": (Tile(8, 256, 4), Tile(4, 256, 4), Tile(4, 64, 1), Tile(8, 128, 2), Tile(4, 128, 1)),
         },
     ),
     "mistral": Model(
         "mistral-7b", "Q4_K_M", 32, 8, 530, 4096, 14336, 6144, 32768,
         {
-            "gate": (Tile(2, 256, 2), Tile(4, 512, 4), Tile(2, 512, 4), Walk(2, 512, 4, 5), Tile(4, 256, 2),
-                     Tile(1, 512, 4), Tile(4, 128, 1), Walk(4, 512, 4, 4), Tile(1, 256, 1)),
-            "down": (deep(2, 256, 2), deep(1, 256, 2), deep(2, 512, 4), deep(1, 128, 1), Tile(4, 512, 4), deep(4, 256, 2),
-                     deep(1, 512, 4), Tile(2, 256, 2), deep(4, 512, 4)),
-            "qkv": (Tile(2, 512, 4), deep(2, 256, 2), Tile(8, 512, 4), Tile(2, 128, 1)),
-            "o": (Tile(2, 512, 4), deep(2, 256, 2), Tile(8, 512, 4)),
-            "head": (Tile(2, 256, 2), Tile(4, 512, 4), Tile(4, 256, 2), Tile(2, 512, 4), Tile(4, 128, 1)),
-            "norm": (4, 16),
-            "halve": (8, 32),
+            "gate": (capped(2, 128, 1, 64), Tile(4, 128, 2), Tile(1, 128, 1), Tile(4, 64, 1), Tile(2, 128, 2),
+                     Tile(2, 64, 1),
+                     Tile(4, 256, 4), capped(2, 128, 1, 56), Tile(2, 256, 4), Tile(8, 128, 4), capped(2, 256, 2, 64)),
+            "down": (Tile(4, 256, 2), Tile(1, 128, 1), Tile(4, 256, 4), Tile(2, 128, 1), Tile(2, 256, 4), Tile(2, 512, 4),
+                     Tile(1, 256, 2), Tile(4, 128, 2), Tile(8, 256, 4)),
+            "qkv": (Tile(4, 128, 1), Tile(1, 128, 1), Tile(2, 256, 2), Tile(4, 256, 2), Tile(4, 64, 1), Tile(4, 128, 2),
+                    Tile(4, 256, 4)),
+            "o": (Tile(2, 128, 1), Tile(4, 256, 2), Tile(1, 128, 1), Tile(2, 256, 2), Tile(4, 256, 4), Tile(4, 512, 8)),
+            "head": (Tile(8, 256, 4), Tile(4, 64, 1), Tile(4, 256, 4), Tile(8, 128, 2)),
         },
     ),
     "q8": Model(
         "mistral-7b", "Q8_0", 32, 8, 400, 4096, 14336, 6144, 32768,
         {
-            "gate": (Tile(1, 512, 4), Tile(1, 128, 1), Tile(2, 1024, 8), Tile(4, 512, 4), Tile(1, 1024, 8),
-                     Tile(1, 256, 2)),
-            "down": (deep(2, 512, 4), Tile(2, 512, 4), Tile(8, 512, 4), deep(4, 512, 4), deep(1, 512, 4), Tile(4, 1024, 8),
-                     deep(2, 128, 1)),
-            "qkv": (Tile(2, 512, 4), Tile(2, 1024, 8), Tile(4, 1024, 8), Tile(2, 128, 1)),
-            "o": (Tile(2, 512, 4), Tile(2, 1024, 8), Tile(4, 1024, 8)),
-            "head": (Tile(2, 512, 4), Tile(8, 512, 4), Tile(2, 128, 1), Tile(2, 1024, 8)),
+            "gate": (Tile(8, 512, 4), capped(4, 512, 4, 80), Tile(4, 256, 2), Tile(4, 512, 8), Tile(8, 512, 8),
+                     Tile(4, 1024, 8),
+                     Tile(8, 256, 4), capped(4, 512, 4, 64)),
+            "down": (Tile(4, 256, 2), Tile(4, 512, 8), Tile(8, 512, 8), Tile(4, 256, 4), Tile(8, 256, 4),
+                     Tile(4, 128, 1)),
+            "qkv": (Tile(8, 512, 4), Tile(4, 256, 2), Tile(4, 512, 8), Tile(4, 256, 4)),
+            "o": (Tile(8, 512, 4), Tile(4, 256, 2), Tile(4, 512, 8), Tile(4, 256, 4)),
+            "head": (Tile(4, 256, 2), Tile(8, 512, 8)),
         },
     ),
     "granite": Model(
         "granite-4-micro", "Q4_K_M", 40, 10, 650, 2560, 8192, 3584, 100352,
         {
-            "gate": (Walk(2, 512, 4, 5), Walk(1, 512, 4, 7), Tile(2, 64, 1), Tile(2, 128, 1), Walk(2, 512, 4, 4),
-                     Tile(4, 64, 1), Tile(2, 512, 4), Tile(4, 512, 4)),
-            "down": (deep(2, 256, 2), deep(1, 256, 2), deep(2, 512, 4), Tile(2, 1024, 8), deep(1, 128, 1), deep(4, 256, 2),
-                     Tile(4, 512, 4)),
-            "qkv": (Tile(2, 512, 4), deep(2, 64, 1), Tile(4, 512, 4), Tile(1, 512, 4), deep(4, 64, 1), deep(2, 256, 2)),
-            "o": (Tile(2, 512, 4), deep(2, 64, 1), Tile(4, 512, 4), Tile(1, 512, 4), deep(4, 64, 1)),
-            "head": (Tile(2, 64, 1), Tile(4, 64, 1), Tile(4, 512, 4), Tile(2, 512, 4), Tile(2, 256, 2)),
-            "norm": (4, 16),
+            "gate": (Tile(4, 128, 1), Tile(1, 128, 1), Tile(4, 128, 2), Tile(8, 64, 1), Tile(2, 256, 2),
+                     capped(2, 128, 1, 64),
+                     Tile(8, 64, 2), Tile(4, 256, 2), Tile(2, 512, 4), Tile(4, 256, 4)),
+            "down": (deep(4, 512, 4), Tile(2, 512, 4), Tile(8, 512, 4), Tile(2, 256, 2), Tile(4, 256, 2),
+                     Tile(4, 1024, 8),
+                     Tile(4, 512, 8)),
+            "qkv": (Tile(2, 128, 1), Tile(4, 64, 1), Tile(8, 512, 4), Tile(4, 128, 1), Tile(4, 512, 8), Tile(4, 256, 2)),
+            "o": (Tile(2, 128, 1), Tile(4, 64, 1), Tile(8, 512, 4), Tile(2, 512, 4), Tile(4, 512, 8), Tile(4, 256, 2)),
+            "head": (Tile(8, 64, 1), Tile(8, 64, 2), Tile(4, 128, 1), Tile(16, 64, 4), Tile(4, 256, 2)),
         },
     ),
     "smollm": Model(
         "smollm2-135m", "F16", 30, 30, 2000, 576, 1536, 960, 49152,
         {
-            "gate": (Walk(2, 1024, 4, 6), Walk(1, 1024, 4, 6), Walk(4, 1024, 4, 3), Tile(1, 1024, 4), Tile(2, 1024, 4),
-                     Walk(2, 1024, 8, 3), Walk(2, 1024, 4, 5), Tile(2, 256, 1)),
-            "down": (deep(1, 512, 2), deep(2, 512, 2), Tile(1, 2048, 8), Tile(2, 2048, 8), Tile(2, 512, 2), deep(1, 256, 1),
-                     deep(2, 256, 1)),
-            "qkv": (Tile(2, 1024, 4), Tile(1, 1024, 4), Tile(4, 1024, 4), Tile(2, 512, 2), deep(2, 256, 1),
-                    deep(1, 256, 1)),
-            "o": (Tile(2, 1024, 4), Tile(1, 1024, 4), Tile(4, 1024, 4), deep(2, 256, 1), deep(1, 256, 1)),
-            "head": (Tile(4, 1024, 4), Tile(2, 1024, 4), Tile(8, 1024, 4), Tile(4, 256, 1), Tile(4, 256, 2)),
-            "norm": (2, 8),
+            "gate": (Walk(2, 1024, 4, 8), Walk(1, 1024, 4, 12), Walk(2, 1024, 2, 12), Walk(4, 1024, 4, 4),
+                     Walk(2, 1024, 2, 6),
+                     Walk(2, 1024, 4, 7)),
+            "down": (Tile(1, 2048, 4), Tile(2, 2048, 4), Tile(4, 2048, 8), Tile(1, 2048, 16)),
+            "qkv": (Tile(2, 1024, 2), Tile(1, 1024, 2), Tile(4, 1024, 8), Tile(2, 1024, 8)),
+            "o": (Tile(1, 1024, 2), Tile(2, 1024, 2), Tile(2, 1024, 4), Tile(1, 1024, 8)),
+            "head": (Tile(8, 256, 4), Tile(8, 256, 2), Tile(16, 256, 4), Tile(16, 1024, 8), Tile(8, 1024, 8)),
         },
     ),
 }  # fmt: skip
+"""What was tried before stands in docs/kernel-log.md."""
 
 
 @contextmanager
@@ -194,25 +202,20 @@ def tried(model: Model, ways: Mapping[str, Way]) -> Iterator[None]:
     if gate is not None:
         given.append((few, "walk_for", lambda *_: gate if isinstance(gate, Walk) else None))
         given.append((few, "gate_tile_for", lambda *_: gate))
-    if "norm" in ways:
-        given.append((few, "norm_row", normed(ways["norm"])))
-    if "halve" in ways:
-        given.append((few, "_HALVE_BLOCKS", ways["halve"]))
+        if isinstance(gate, Capped):
+            given.append((few, "gate_up", Kernel(few.gate_up, gate.registers)))
     with replaced(*given):
         yield
 
 
-def normed(warps: Any) -> Callable[..., None]:
-    """`few.norm_row` in so many warps."""
+class Kernel:
+    """A kernel that is compiled for fewer registers."""
 
-    def row(site: Any, spec: Any, x: Any, gain: Any, to: Any, y: Any) -> None:
-        site.launch(
-            norm_halve_rows, (1,), x if to is None else to, x if y is None else y, x, gain, spec.eps, K=spec.k,
-            B=power_of_two(cdiv(spec.k, 32)), HALVED=to is not None, PLAIN=y is not None, warps=warps,
-            early=starts_early(site),
-        )  # fmt: skip
+    def __init__(self, kernel: Any, registers: int) -> None:
+        self._kernel, self._registers = kernel, registers
 
-    return row
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        return lambda *given, **named: self._kernel[grid](*given, maxnreg=self._registers, **named)
 
 
 class Loaded:
@@ -279,8 +282,8 @@ def compiled(job: Job) -> tuple[Job, str]:
     name, place, path, tokens = job
     model = MODELS[name]
     try:
-        map, way = ("", 0) if place < 0 else model.trials()[place]
-        with tried(model, {map: way}):
+        map, way = ("", None) if place < 0 else model.trials()[place]
+        with tried(model, {} if way is None else {map: way}):
             subject = loaded(Path(path), tokens).subject()
             if place < 0:
                 for want in ("logits", "tokens"):
@@ -391,8 +394,9 @@ def shown(way: Way | None) -> str:
     if isinstance(way, Walk):
         return f"walk {way.rows} x {way.words}, {way.warps} warps, {way.each} a multiprocessor"
     if isinstance(way, Tile):
-        return f"{way.rows} x {way.words}, {way.warps} warps{', two ahead' if way.deep else ''}"
-    return "" if way is None else str(way)
+        more = f", {way.registers} registers" if isinstance(way, Capped) else ", two ahead" if way.deep else ""
+        return f"{way.rows} x {way.words}, {way.warps} warps{more}"
+    return ""
 
 
 def line(t: Trial, now: float) -> str:
@@ -437,6 +441,7 @@ def measured(name: str, folder: Path, tokens: int, bad: set[Job], until: float, 
             rows.append(f"best of each, with it now {now.ms:.4f}: {made.ms:.4f} {made.ms / now.ms - 1:+.2%} {made.off:.1e}")
             rows.append("  " + "; ".join(f"{map}: {shown(way)}" for map, way in best.items()))
             then = made
+    rows.append(f"the graph alone {replayed(then.subject):.4f}")
     layer = 0.0
     if model.cut < model.layers:
         half = _half(model, folder, test, notes)
@@ -449,6 +454,21 @@ def measured(name: str, folder: Path, tokens: int, bad: set[Job], until: float, 
     held.close()
     title = f"\n{name}: {model.shape} {model.quant}, {tokens} tokens, {model.cut} of {model.layers} layers"
     return "\n".join([title, *rows])
+
+
+def replayed(subject: Subject) -> float:
+    """Milliseconds of a step's graph, again and again with nothing between."""
+    graphs = [g for (_, _, want), g in subject.step._graphs.items() if want == "tokens"]  # type: ignore[attr-defined]
+    if not graphs:
+        return float("nan")
+    for times in (5, 100):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(times):
+            for go in graphs[-1]:
+                go()
+        torch.cuda.synchronize()
+    return (time.perf_counter() - began) / 100 * 1e3
 
 
 def _half(model: Model, folder: Path, test: Test, notes: Notes) -> float:
