@@ -16,7 +16,7 @@ from quarrel.ops.lora import CHOSEN_LINEAR, ChosenLinearSpec
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 from quarrel.triton_backend.matmul import TL_TYPES
-from quarrel.triton_backend.runtime import Launch, Live, Site, cdiv, dims
+from quarrel.triton_backend.runtime import Launch, Live, Site, cdiv, dims, power_of_two
 
 ROWS = 16
 
@@ -57,8 +57,11 @@ def build_chosen(site: Site, node: Node) -> Launch:
     base = site.slot(rest[0]) if rest else target  # type: ignore[arg-type]
     weight = site.vector(ref)  # type: ignore[arg-type]
     axis, _ = dims(node.outputs[0])
-    wide = 64 if spec.n >= 64 else 16
-    deep = 128 if spec.k >= 128 else max(16, triton.next_power_of_2(spec.k))
+    # On an H200, one token from 4096 to 16: 20.8 us by 256 columns, 28.9 by 128, 32.9 by 64; 2048 tokens from 16 to 4096:
+    # 45 us by 128 rows of the matrix, 57 by 64, 140 by 16.
+    most = 128 if site.compute == "float32" else 256
+    wide = most // 2 if spec.n >= most // 2 else 16
+    deep = min(most, max(16, power_of_two(spec.k)))
     compute = TL_TYPES[site.compute]
 
     def run(live: Live) -> None:
