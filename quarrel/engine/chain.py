@@ -7,11 +7,14 @@
 
 Typical (Meister et al. 2023, arXiv:2202.00666) keeps the tokens whose surprise is closest to the entropy. XTC, with its
 probability, removes all but the least likely of the tokens that reach its threshold. Mirostat 2: arXiv:2007.14966.
+
+A row is 100,000 numbers long. Where only the most likely can be drawn (greedy, or with a top_k), only those are looked at
+and what has a bias, a ban or a penalty: the same numbers, so the same token, in a tenth of the time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,11 +22,16 @@ import numpy.typing as npt
 
 from quarrel.engine.dry import Dry
 from quarrel.engine.params import SamplingParams
+from quarrel.engine.peaks import Peaks
 from quarrel.engine.results import TokenLogprob
 from quarrel.engine.text import Texts
-from quarrel.ops.sample import draw_token, kept
+from quarrel.ops.sample import draw_finite, draw_token, kept
 
 Array = npt.NDArray[Any]
+Change = tuple[Array, Callable[[Array, Any], Array]]
+"""Token ids, and what becomes of the logits of some of them: which, is said by an index into the ids."""
+FEW = 32
+"""A grammar that allows less than one in so many tokens leaves a row that is short enough."""
 
 
 class HostChain:
@@ -35,6 +43,7 @@ class HostChain:
         self._bias_ids = np.array(list(params.logit_bias), np.int64)
         self._biases = np.array(list(params.logit_bias.values()), np.float64)
         self._mu = 2.0 * params.mirostat_tau
+        self._counts = Counts(params.penalty_last_n)
         self._dry = None
         if params.dry_multiplier and params.dry_last_n:
             p, breakers = params, params.dry_sequence_breakers
@@ -48,16 +57,44 @@ class HostChain:
         uniform: float,
         xtc_uniform: float,
         allowed: Array | None = None,
+        peaks: Peaks | None = None,
     ) -> int:
-        """The next token from `logits` `[V]` after `tokens`, or -1 if none can be drawn. allowed: bool `[V]`."""
-        x = _finite(logits)  # [V]
-        self._adjust(x, tokens, generated)
-        # A row is 100,000 numbers long, and what a grammar allows often a few: all that follows looks at those only.
-        ids = None if allowed is None else np.flatnonzero(allowed)
-        if ids is not None:
-            x = x[ids]
-        at = self._draw(x, uniform, xtc_uniform)
-        return at if ids is None or at < 0 else int(ids[at])
+        """The next token from `logits` `[V]` after `tokens`, or -1 if none can be drawn. allowed: bool `[V]`. peaks: of the
+        logits, if there are any already."""
+        changes = self._changes(tokens, generated)
+        ids = self._likely(logits, changes, allowed, peaks)
+        if ids is None and allowed is not None:
+            ids = np.flatnonzero(allowed)
+        x = _finite(logits if ids is None else logits[ids])
+        for wanted, change in changes:
+            if ids is None:
+                x[wanted] = change(x[wanted], slice(None))
+            elif len(ids):
+                at = np.minimum(np.searchsorted(ids, wanted), len(ids) - 1)
+                there = ids[at] == wanted
+                x[at[there]] = change(x[at[there]], there)
+        drawn = self._draw(x, uniform, xtc_uniform)
+        return drawn if ids is None or drawn < 0 else int(ids[drawn])
+
+    def _likely(self, logits: Array, changes: Sequence[Change], allowed: Array | None, peaks: Peaks | None) -> Array | None:
+        """Ids, ascending, among which are all that can be drawn; None if that takes a look at all of them."""
+        p = self._p
+        if p.temperature and (p.mirostat or not p.top_k):
+            return None
+        if allowed is not None:
+            if np.count_nonzero(allowed) < len(logits) // FEW:
+                return None
+            peaks = Peaks(np.where(allowed, logits, np.float32(-np.inf)))
+        # Whatever a change makes of its token, so many others are left that are as likely as the last one drawn from.
+        count = (p.top_k if p.temperature else 1) + sum(len(wanted) for wanted, _ in changes)
+        ids = (peaks or Peaks(logits)).largest(count)
+        if ids is None:
+            return None
+        if changes:
+            ids = np.concatenate([ids, *(wanted for wanted, _ in changes)])
+            ids.sort()
+            ids = ids[np.append(True, ids[1:] != ids[:-1])]
+        return ids if allowed is None else ids[allowed[ids]]
 
     def _draw(self, x: Array, uniform: float, xtc_uniform: float) -> int:
         """Which of these is drawn, or -1."""
@@ -81,29 +118,34 @@ class HostChain:
             x = np.where(kept(softmax(x / p.temperature), p.top_k, top_p, min_p), x, -np.inf)
             x = np.where(without_top_choices(softmax(x / p.temperature), p.xtc_threshold), x, -np.inf)
             top_p, min_p = 1.0, 0.0
-        at = draw_token(x, p.temperature, p.top_k, top_p, min_p, uniform)
+        at = draw_finite(x, int(x.argmax()), p.temperature, p.top_k, top_p, min_p, uniform)
         return at if ids is None else int(ids[at])
 
-    def logprob(self, logits: Array, token: int) -> TokenLogprob:
+    def logprob(self, logits: Array, token: int, peaks: Peaks | None = None) -> TokenLogprob:
         """The model's own log probability of `token`, and of the best alternatives."""
         assert self._p.logprobs is not None
-        return token_logprob(logits, token, self._p.logprobs)
+        return token_logprob(logits, token, self._p.logprobs, peaks)
 
-    def _adjust(self, x: Array, tokens: Sequence[int], generated: int) -> None:
+    def _changes(self, tokens: Sequence[int], generated: int) -> list[Change]:
         p = self._p
+        changes: list[Change] = []
         if len(self._bias_ids):
-            x[self._bias_ids] += self._biases
+            changes.append((self._bias_ids, lambda x, some: x + self._biases[some]))
         if generated < p.min_tokens:
-            x[self._stop_ids] = -np.inf
+            changes.append((self._stop_ids, lambda x, some: np.full_like(x, -np.inf)))
         if p.penalises:
-            window = tokens if p.penalty_last_n < 0 else tokens[-p.penalty_last_n :]
-            ids, counts = np.unique(np.array(window, np.int64), return_counts=True)
-            seen = x[ids]
-            seen = np.where(seen > 0, seen / p.repetition_penalty, seen * p.repetition_penalty)
-            x[ids] = seen - counts * p.frequency_penalty - p.presence_penalty
+            ids, counts = self._counts.of(tokens)
+
+            def penalised(x: Array, some: Any) -> Array:
+                x = np.where(x > 0, x / p.repetition_penalty, x * p.repetition_penalty)
+                less: Array = x - counts[some] * p.frequency_penalty - p.presence_penalty
+                return less
+
+            changes.append((ids, penalised))
         if self._dry is not None:
-            ids, penalties = self._dry.penalties(tokens)
-            x[ids] -= penalties
+            carried, penalties = self._dry.penalties(tokens)
+            changes.append((carried, lambda x, some: x - penalties[some]))
+        return [change for change in changes if len(change[0])]
 
     def _mirostat(self, x: Array, uniform: float) -> int:
         y = x / self._p.temperature
@@ -116,15 +158,45 @@ class HostChain:
         return int(ids[at])
 
 
-def token_logprob(logits: Array, token: int, top: int) -> TokenLogprob:
+class Counts:
+    """How often each token is among the last ones, kept up as tokens come. last: of so many, -1 is all."""
+
+    def __init__(self, last: int) -> None:
+        self._last, self._first, self._end = last, 0, 0
+        self._seen: dict[int, int] = {}
+
+    def of(self, tokens: Sequence[int]) -> tuple[Array, Array]:
+        """Ids and counts."""
+        seen, end = self._seen, len(tokens)
+        first = 0 if self._last < 0 else max(0, end - self._last)
+        if first > self._end or end < self._end:
+            seen.clear()
+            self._end = self._first = first
+        for token in tokens[self._end : end]:
+            seen[token] = seen.get(token, 0) + 1
+        for token in tokens[self._first : first]:
+            seen[token] -= 1
+            if not seen[token]:
+                del seen[token]
+        self._first, self._end = first, end
+        return np.fromiter(seen, np.int64, len(seen)), np.fromiter(seen.values(), np.int64, len(seen))
+
+
+def token_logprob(logits: Array, token: int, top: int, peaks: Peaks | None = None) -> TokenLogprob:
     """The log probability of `token` in a row of logits, and of the `top` best ones."""
-    x = _finite(logits)
-    x -= x.max()
-    x -= np.log(np.exp(x).sum())
+    peaks = peaks or Peaks(logits)
+    sound = np.isfinite(peaks.top)
+    x = logits if sound else _finite(logits)
+    most = peaks.top if sound else x.max()
+    powers = np.subtract(x, most, dtype=np.float64)
+    total = np.log(np.exp(powers, out=powers).sum())
     count = min(top, len(x))
-    best = np.flatnonzero(x >= np.partition(x, len(x) - count)[len(x) - count]) if count else np.empty(0, np.int64)
+    best = peaks.largest(count) if count else np.empty(0, np.int64)
+    if best is None:
+        best = np.flatnonzero(x >= np.partition(x, len(x) - count)[len(x) - count])
     best = best[np.argsort(-x[best], kind="stable")][:count]  # ids rise among equals
-    return TokenLogprob(token, float(x[token]), tuple((int(i), float(x[i])) for i in best))
+    told = (x[best].astype(np.float64) - most - total).tolist()
+    return TokenLogprob(token, float(np.float64(x[token]) - most - total), tuple(zip(best.tolist(), told)))
 
 
 def _finite(logits: Array) -> Array:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from quarrel.engine import rng
 from quarrel.engine.chain import HostChain
@@ -15,6 +14,7 @@ from quarrel.engine.guide import MakeGuide
 from quarrel.engine.lookup import Lookup
 from quarrel.engine.pace import Pace
 from quarrel.engine.params import SamplingParams
+from quarrel.engine.peaks import Peaks
 from quarrel.engine.results import Chunk, FinishReason, Result, Timings, TokenLogprob, Usage
 from quarrel.engine.sequence import Sequence
 from quarrel.engine.service import DEFAULT_SERVICE, Service
@@ -133,12 +133,14 @@ class Generation(Sequence):
             assert outputs.logits is not None
             row = outputs.logits[first]
             allowed = None if self._guide is None else self._guide.allowed()
-            if np.isnan(row).any():
+            peaks = Peaks(row)
+            if math.isnan(peaks.top):
                 self._finish("error", failure=self._diverged())
                 return
-            token = self._chain.draw(row, self.tokens, self.generated, self.uniform(), self.uniform(rng.XTC), allowed)
+            numbers = self.uniform(), self.uniform(rng.XTC)
+            token = self._chain.draw(row, self.tokens, self.generated, *numbers, allowed, peaks)
             if token >= 0 and self.request.params.logprobs is not None:
-                logprob = self._chain.logprob(row, token)
+                logprob = self._chain.logprob(row, token, peaks)
         if not 0 <= token < self._n_vocab:
             self._finish("error", failure=self._no_token(token))
         else:

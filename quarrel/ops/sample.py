@@ -52,9 +52,12 @@ def draw_token(logits: Array, temperature: float, top_k: int, top_p: float, min_
     best = int(finite.argmax())
     if finite[best] == -np.inf or np.isnan(logits).any():
         return -1
-    if temperature <= 0.0:
-        return best
-    p = np.exp((finite - finite[best]) / temperature)
+    return best if temperature <= 0.0 else draw_finite(finite, best, temperature, top_k, top_p, min_p, uniform)
+
+
+def draw_finite(x: Array, best: int, temperature: float, top_k: int, top_p: float, min_p: float, uniform: float) -> int:
+    """One row of float64 without NaN or infinity (-inf is no token's), whose highest is at `best`."""
+    p = np.exp((x - x[best]) / temperature)
     p /= p.sum()
     p = np.where(kept(p, top_k, top_p, min_p), p, 0.0)
     running = np.cumsum(p)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quarrel.engine import Sampling, SamplingParams, merged, rng
-from quarrel.engine.chain import HostChain, softmax, typical, without_top_choices
+from quarrel.engine import Sampling, SamplingParams, merged, peaks, rng
+from quarrel.engine.chain import Counts, HostChain, softmax, typical, without_top_choices
 from quarrel.ops.sample import draw_token
 from tests.engine.toys import Letters, letter
 
@@ -311,3 +312,66 @@ def test_with_the_op_s_settings_alone_the_host_draws_what_the_op_draws(
     x = np.array(row, np.float32)
     p = c._p
     assert draw(c, x, position) == draw_token(x, p.temperature, top_k, top_p, min_p, rng.uniform(11, position))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.0, "logprobs": 20},
+        {"temperature": 0.0, "repetition_penalty": 1.3, "penalty_last_n": -1},
+        {"top_k": 40, "top_p": 0.95},
+        {"top_k": 5, "repetition_penalty": 0.5, "frequency_penalty": 0.2, "presence_penalty": -0.5},
+        {"top_k": 40, "logit_bias": {7: 30.0, 4100: -100.0, 9: 2.0}, "min_tokens": 10},
+        {"top_k": 30, "typical_p": 0.6, "min_p": 0.05},
+        {"top_k": 30, "xtc_probability": 1.0, "xtc_threshold": 0.05},
+        {"top_k": 40, "dry_multiplier": 2.0, "dry_allowed_length": 1},
+    ],
+    ids=str,
+)
+def test_a_look_at_the_likely_alone_draws_the_same_token(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers that the draw comes to see are the same ones, also among equals and where some are missing."""
+    numbers, kinds = np.random.default_rng(4), [None, 0.5, 0.001]
+    tokens = [*numbers.integers(0, 9000, 300).tolist(), 7, 8, 7, 8, 7]
+    rows = numbers.standard_normal((18, 9001)).astype(np.float32) * 4
+    rows[1] = np.round(rows[1])  # many equals
+    rows[2, 100:] = -np.inf
+    rows[3, 50] = np.inf
+    rows[4, 9000] = 40.0  # behind the last whole group
+    rows[5, ::2] = 20.0
+    allowed = [None if share is None else numbers.random(9001) < share for share in kinds]
+    found: list[list[tuple[int, object]]] = []
+    for least in (4096, 1 << 30):
+        monkeypatch.setattr(peaks, "LEAST", least)
+        made = chain((0, 5), **options)
+        found.append([])
+        for i, row in enumerate(rows):
+            for mask in allowed:
+                token = made.draw(row, tokens[: 200 + 5 * i], i, (i * 0.37 + 0.1) % 1, 0.5, mask)
+                found[-1].append((token, made.logprob(row, token) if options.get("logprobs") else None))
+    assert found[0] == found[1]
+    assert len({token for token, _ in found[0]}) > 20
+
+
+def test_penalties_follow_the_text_as_it_grows() -> None:
+    tokens = np.random.default_rng(0).integers(0, 6, 60).tolist()
+    for last in (-1, 0, 1, 7):
+        counts = Counts(last)
+        for end in (3, 4, 5, 30, 31, 60):
+            window = tokens[:end] if last < 0 else tokens[max(0, end - last) : end]
+            ids, found = counts.of(tokens[:end])
+            assert dict(zip(ids.tolist(), found.tolist())) == dict(Counter(window))
+
+
+def test_the_largest_of_a_row_are_among_the_peaks() -> None:
+    for size in (5, 4096, 5003):
+        row = np.random.default_rng(1).standard_normal(size).astype(np.float32)
+        found = peaks.Peaks(row)
+        assert found.top == row.max()
+        ids = found.largest(20)
+        assert (ids is None) == (size == 5)
+        if ids is not None:
+            assert (np.diff(ids) > 0).all()
+            assert set(np.argsort(-row)[:20].tolist()) <= set(ids.tolist())
+        row[size // 2] = np.nan
+        assert np.isnan(peaks.Peaks(row).top)
+        assert peaks.Peaks(row).largest(2) is None
