@@ -17,9 +17,9 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -34,12 +34,14 @@ from quarrel.bench.measure import run
 from quarrel.bench.subject import Source, Subject, limits_for
 from quarrel.bench.work import Test
 from quarrel.gguf import GGUFFile
+from quarrel.ops.attention import AttentionSpec
 from quarrel.ops.linear import LinearSpec, NormGateUpSpec
 from quarrel.ops.registry import backend
+from quarrel.triton_backend import attention, few, few_tiles
 from quarrel.triton_backend import backend as triton_backend
-from quarrel.triton_backend import few, few_tiles
 from quarrel.triton_backend.few_tiles import Tile, Walk
-from quarrel.triton_backend.runtime import INTERPRETED, Live
+from quarrel.triton_backend.inputs import live_counts
+from quarrel.triton_backend.runtime import INTERPRETED
 from quarrel.triton_backend.weights import Weights
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -57,7 +59,15 @@ class Capped(Tile):
     registers: int = 64
 
 
-Way = Tile | Walk
+@dataclass(frozen=True)
+class Keys:
+    """Of a tile of attention."""
+
+    keys: int
+    warps: int
+
+
+Way = Tile | Walk | Keys
 
 
 def deep(rows: int, words: int, warps: int) -> Tile:
@@ -66,6 +76,9 @@ def deep(rows: int, words: int, warps: int) -> Tile:
 
 def capped(rows: int, words: int, warps: int, registers: int) -> Capped:
     return Capped(rows, words, warps, False, registers)
+
+
+ATTEND = (Keys(32, 4), Keys(64, 2), Keys(32, 2), Keys(64, 8), Keys(32, 1), Keys(128, 8), Keys(16, 2), Keys(128, 4))
 
 
 @dataclass(frozen=True)
@@ -96,14 +109,17 @@ class Model:
         """Whether a node of this spec is the map."""
         if isinstance(spec, NormGateUpSpec):
             return map == "gate"
+        if isinstance(spec, AttentionSpec):
+            return map == "attend"
         linears = getattr(spec, "linears", (getattr(spec, "linear", spec),))
         whole = all(isinstance(lin, LinearSpec) for lin in linears)
         return whole and self.map(sum(lin.n for lin in linears), linears[0].k) == map
 
-    def trials(self) -> list[tuple[str, Way]]:
+    def trials(self, maps: Collection[str] = ()) -> list[tuple[str, Way]]:
         """The first of each map first: time may be over before the last."""
-        most = max(map(len, self.ways.values()))
-        return [(name, ways[i]) for i in range(most) for name, ways in self.ways.items() if i < len(ways)]
+        chosen = {name: ways for name, ways in (*self.ways.items(), ("attend", ATTEND)) if not maps or name in maps}
+        most = max(map(len, chosen.values()))
+        return [(name, ways[i]) for i in range(most) for name, ways in chosen.items() if i < len(ways)]
 
 
 MODELS = {
@@ -204,8 +220,21 @@ def tried(model: Model, ways: Mapping[str, Way]) -> Iterator[None]:
         given.append((few, "gate_tile_for", lambda *_: gate))
         if isinstance(gate, Capped):
             given.append((few, "gate_up", Kernel(few.gate_up, gate.registers)))
+    if "attend" in ways:
+        given.append((attention, "tiles", tiled(ways["attend"])))
     with replaced(*given):
         yield
+
+
+def tiled(way: Any) -> Callable[..., Any]:
+    """`attention.tiles` with another tile for one new token."""
+    before = attention.tiles
+
+    def tiles(*given: Any) -> Any:
+        one, many = before(*given)
+        return replace(one, keys=way.keys, warps=way.warps), many
+
+    return tiles
 
 
 class Kernel:
@@ -242,27 +271,24 @@ class Loaded:
         self._file.close()
 
 
-def test_of(tokens: int) -> Test:
-    return Test("decode", tokens)
-
-
 def once(subject: Subject, test: Test) -> float:
     """Seconds of a step."""
     layout, began = subject.layout, time.perf_counter()
-    run(subject, (layout.decode(i, 1, from_last=i > 0) for i in range(test.tokens)))
+    run(subject, (layout.decode(test.depth + i, 1, from_last=i > 0) for i in range(test.tokens)))
     return (time.perf_counter() - began) / test.tokens
 
 
 @cache
-def loaded(path: Path, tokens: int) -> Loaded:
+def loaded(path: Path, test: Test) -> Loaded:
     """A worker's."""
-    return Loaded(path, test_of(tokens), cut=True)
+    return Loaded(path, test, cut=True)
 
 
-def launched(model: Model, map: str, subject: Subject) -> None:
+def launched(model: Model, map: str, subject: Subject, depth: int) -> None:
     """Only what a trial of this map changes: the rest is compiled by the model's first job, once."""
-    plan, live = subject.step._plan, Live(1, 1, 1, True, False, 1)  # type: ignore[attr-defined]
-    subject.step._inputs.send(subject.layout.decode(0, 1, False), 1)  # type: ignore[attr-defined]
+    plan, inputs = subject.step._plan, subject.layout.decode(depth, 1, False)  # type: ignore[attr-defined]
+    live = live_counts(inputs.query_start, inputs.kv_len, 1)
+    subject.step._inputs.send(inputs, 1)  # type: ignore[attr-defined]
     count = 0
     for choice, go in zip(plan.choices, plan.launches, strict=True):
         if model.has(map, choice.node.spec):
@@ -273,24 +299,29 @@ def launched(model: Model, map: str, subject: Subject) -> None:
         torch.cuda.synchronize()
 
 
-Job = tuple[str, int, str, int]
-"""Model, number of the trial (-1: the backend as it is), path, tokens."""
+@dataclass(frozen=True)
+class Job:
+    """A trial to compile; without a map, the backend as it is."""
+
+    model: str
+    map: str
+    way: Way | None
+    path: Path
+    test: Test
 
 
 def compiled(job: Job) -> tuple[Job, str]:
     """Fills Triton's cache in a worker and runs what it made; what went wrong."""
-    name, place, path, tokens = job
-    model = MODELS[name]
+    model, depth = MODELS[job.model], job.test.depth
     try:
-        map, way = ("", None) if place < 0 else model.trials()[place]
-        with tried(model, {} if way is None else {map: way}):
-            subject = loaded(Path(path), tokens).subject()
-            if place < 0:
+        with tried(model, {} if job.way is None else {job.map: job.way}):
+            subject = loaded(job.path, job.test).subject()
+            if job.way is None:
                 for want in ("logits", "tokens"):
-                    subject.step(subject.layout.decode(0, 1, False), want)  # type: ignore[arg-type]
-                run(subject, [subject.layout.decode(tokens - 1, 1, True)])
+                    subject.step(subject.layout.decode(depth, 1, False), want)  # type: ignore[arg-type]
+                run(subject, [subject.layout.decode(job.test.length - 1, 1, True)])
             else:
-                launched(model, map, subject)
+                launched(model, job.map, subject, depth)
             subject.close()
     except Exception:
         return job, traceback.format_exc(limit=-4)[-1200:]
@@ -320,7 +351,7 @@ def warm(jobs: list[Job], processes: int, until: float, notes: Notes) -> set[Job
             for _ in jobs:
                 job, fault = waiting.next(max(0.1, until - time.perf_counter()))
                 if fault:
-                    notes.say(model=job[0], trial=str(MODELS[job[0]].trials()[job[1]]), fault=fault)
+                    notes.say(model=job.model, trial=f"{job.map} {shown(job.way)}", fault=fault)
                 else:
                     left.discard(job)
         except multiprocessing.TimeoutError:
@@ -360,11 +391,11 @@ class Trials:
                 subject = self.held.subject()
                 layout = subject.layout
                 for _ in range(2):  # plain, then the graph
-                    got = subject.step(layout.decode(0, 1, False), "logits").logits
+                    got = subject.step(layout.decode(self.held.test.depth, 1, False), "logits").logits
                 assert got is not None
                 self._want = got if self._want is None else self._want
                 off = float(np.linalg.norm(got - self._want) / np.linalg.norm(self._want))
-                drawn = subject.step(layout.decode(0, 1, False), "tokens").tokens
+                drawn = subject.step(layout.decode(self.held.test.depth, 1, False), "tokens").tokens
                 once(subject, self.held.test)
         except Exception as failure:
             self.notes.say(model=self.model.shape, trial=name, raised=f"{type(failure).__name__}: {failure}"[:500])
@@ -383,7 +414,7 @@ class Trials:
 
     def say(self, chosen: list[Trial]) -> None:
         for t in chosen:
-            way = asdict(t.way) if isinstance(t.way, Tile | Walk) else t.way
+            way = None if t.way is None else asdict(t.way)
             self.notes.say(
                 model=f"{self.model.shape} {self.model.quant}", map=t.name, way=way, ms=round(t.ms, 4), off=t.off,
                 right=t.right, rounds=len(t.seconds), spread=round(max(t.seconds) / min(t.seconds) - 1, 4),
@@ -396,7 +427,7 @@ def shown(way: Way | None) -> str:
     if isinstance(way, Tile):
         more = f", {way.registers} registers" if isinstance(way, Capped) else ", two ahead" if way.deep else ""
         return f"{way.rows} x {way.words}, {way.warps} warps{more}"
-    return ""
+    return "" if way is None else f"{way.keys} keys, {way.warps} warps"
 
 
 def line(t: Trial, now: float) -> str:
@@ -414,19 +445,18 @@ def best_of(trials: list[Trial], now: float) -> dict[str, Way]:
     return {name: t.way for name, t in found.items() if t.way is not None}
 
 
-def measured(name: str, folder: Path, tokens: int, bad: set[Job], until: float, notes: Notes) -> str:
+def measured(name: str, folder: Path, jobs: list[Job], until: float, notes: Notes) -> str:
     """All trials of a model, and its table."""
-    model, test = MODELS[name], test_of(tokens)
+    model, test = MODELS[name], jobs[0].test
     held = Loaded(model.file(folder, model.cut), test, cut=False)
     trials = Trials(model, held, notes)
     now = trials.add("now", None, {})
     assert now is not None
     again = until - 3.0
-    for place, (map, way) in enumerate(model.trials()):
+    for job in jobs[1:]:
         if time.perf_counter() > until - 6.0:
             break
-        if (name, place, str(model.file(folder, model.cut)), tokens) not in bad:
-            trials.add(map, way, {map: way})
+        trials.add(job.map, job.way, {job.map: job.way})  # type: ignore[dict-item]
     first = list(trials.all)
     trials.time(first, again)
     trials.say(first)
@@ -452,7 +482,7 @@ def measured(name: str, folder: Path, tokens: int, bad: set[Job], until: float, 
     for t in trials.all:
         t.subject.close()
     held.close()
-    title = f"\n{name}: {model.shape} {model.quant}, {tokens} tokens, {model.cut} of {model.layers} layers"
+    title = f"\n{name}: {model.shape} {model.quant}, {test.name}, {model.cut} of {model.layers} layers"
     return "\n".join([title, *rows])
 
 
@@ -497,6 +527,8 @@ def main() -> int:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--seconds", type=float, default=140.0)
     parser.add_argument("--tokens", type=int, default=64, help="of each sequence that is timed")
+    parser.add_argument("--start", type=int, default=0, help="tokens before those; the cache is as it was allocated")
+    parser.add_argument("--maps", default="", help="only these, of gate, down, qkv, o, head, attend")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--list", action="store_true", help="print what would be done")
@@ -513,21 +545,23 @@ def main() -> int:
     making = [make(m, cut, args.folder, max(1, args.jobs // 3)) for m, cut in files]
     if any(process is not None and process.wait() for process in making):
         raise SystemExit("a model could not be written")
-    jobs = [(n, -1, str(MODELS[n].file(args.folder, MODELS[n].cut)), args.tokens) for n in names]
-    most = max(len(m.trials()) for m in chosen)
-    jobs += [(n, i, path, tokens) for i in range(most) for n, _, path, tokens in jobs[: len(names)]
-             if i < len(MODELS[n].trials())]  # fmt: skip
-    notes.say(part="files", jobs=len(jobs))
+    test, maps = Test("decode", args.tokens, args.start), [m for m in args.maps.split(",") if m]
+    jobs = {n: [Job(n, "", None, MODELS[n].file(args.folder, MODELS[n].cut), test)] for n in names}
+    for n, made in jobs.items():
+        made += [replace(made[0], map=map, way=way) for map, way in MODELS[n].trials(maps)]
+    order = [made[i] for i in range(max(map(len, jobs.values()))) for made in jobs.values() if i < len(made)]
+    notes.say(part="files", jobs=len(order))
     bad: set[Job] = set()
     if args.jobs > 1:
-        bad = warm(jobs, args.jobs, BEGAN + args.seconds * 0.55, notes)
-    notes.say(part="compile", bad=[f"{n} {i}" for n, i, *_ in sorted(bad)])
+        bad = warm(order, args.jobs, BEGAN + args.seconds * 0.55, notes)
+    notes.say(part="compile", bad=[f"{job.model} {job.map} {shown(job.way)}" for job in order if job in bad])
     notes.say(part="machine", device=backend("triton").device())
     tables = []
     for i, name in enumerate(names):
         share = (until - time.perf_counter()) / (len(names) - i)
+        usable = [job for job in jobs[name] if job.way is None or job not in bad]
         try:
-            tables.append(measured(name, args.folder, args.tokens, bad, time.perf_counter() + share, notes))
+            tables.append(measured(name, args.folder, usable, time.perf_counter() + share, notes))
         except Exception:
             tables.append(f"{name} FAILED: {traceback.format_exc(limit=-6)}")
         print(tables[-1], flush=True)
