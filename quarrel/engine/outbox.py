@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from quarrel.engine.results import Chunk
 
@@ -20,12 +21,21 @@ class Outbox:
 
     def __init__(self) -> None:
         self._due: dict[asyncio.AbstractEventLoop, list[Row]] = {}
+        self._given: dict[Callable[[list[Any]], None], list[Any]] = {}
 
     def put(self, events: asyncio.AbstractEventLoop, chunks: asyncio.Queue[Chunk], chunk: Chunk) -> None:
         self._due.setdefault(events, []).append((chunks, chunk))
 
+    def give(self, to: Callable[[list[Any]], None], item: Any) -> None:
+        """For a function instead, which gets all of its items at once."""
+        self._given.setdefault(to, []).append(item)
+
     def send(self) -> None:
         """Puts chunks where they are read, with one call for each event loop."""
+        if self._given:
+            given, self._given = self._given, {}
+            for to, items in given.items():
+                to(items)
         if not self._due:
             return
         due, self._due = self._due, {}

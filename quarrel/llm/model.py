@@ -335,9 +335,15 @@ class LLM:
         """
         return start_async(self._loop, request, stream=stream, owner=self)
 
-    def deliver(self, request: Request, sink: Callable[[Chunk], None], *, stream: bool = True) -> Delivery:
-        """As `submit`, with chunks handed to `sink` on the engine's thread, which waits for it: it must be quick."""
-        return deliver(self._loop, request, sink, stream=stream)
+    def deliver(
+        self, request: Request, row: Callable[[Chunk], Any], give: Callable[[list[Any]], None], *, stream: bool = True
+    ) -> Delivery:
+        """As `submit`, with what `row` makes of the chunks handed to `give`, those of a step together.
+
+        Both are called on the engine's thread, which waits for them: they must be quick.
+        """
+        outbox = self._loop.outbox
+        return deliver(self._loop, request, lambda chunk: outbox.give(give, row(chunk)), stream=stream)
 
     @property
     def fault(self) -> str | None:

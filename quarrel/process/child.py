@@ -129,16 +129,16 @@ class _Child:
         request = self._requests[number]
         left = request.params.n
 
-        def sink(chunk: Chunk) -> None:
+        def row(chunk: Chunk) -> list[Json]:
             nonlocal left
             if chunk.result is not None:
                 left -= 1
                 if not left:
                     self._running.pop(stream, None)
-            self._wire.send(*chunk_row(stream, chunk))
+            return chunk_row(stream, chunk)
 
         try:
-            delivery = self._llm.deliver(request, sink, stream=not whole)
+            delivery = self._llm.deliver(request, row, self._wire.send_all, stream=not whole)
         except QuarrelError as error:
             self._wire.send("refused", stream, packed(error))
             return

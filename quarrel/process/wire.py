@@ -36,13 +36,17 @@ class Wire:
     def __init__(self, end: socket.socket) -> None:
         self._end = end
         self._file = end.makefile("rb", buffering=1 << 16)
-        self._out: queue.SimpleQueue[list[Json] | None] = queue.SimpleQueue()
+        self._out: queue.SimpleQueue[list[list[Json]] | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, name="quarrel-wire", daemon=True)
         self._writer.start()
 
     def send(self, *message: Json) -> None:
         """Queues a message. What is queued while a frame is on its way goes together in the next one."""
-        self._out.put(list(message))
+        self._out.put([list(message)])
+
+    def send_all(self, messages: list[list[Json]]) -> None:
+        """Queues several, for one frame."""
+        self._out.put(messages)
 
     def frames(self) -> Iterator[list[list[Json]]]:
         """Until the other side is gone."""
@@ -77,12 +81,13 @@ class Wire:
     def _write(self) -> None:
         last = False
         while not last:
-            frame = [self._out.get()]
-            while len(frame) < MOST and not self._out.empty():
-                frame.append(self._out.get())
-            last = None in frame
+            frame: list[list[Json]] = []
+            while not last and (not frame or (len(frame) < MOST and not self._out.empty())):
+                some = self._out.get()
+                last = some is None
+                frame += some or ()
             try:
-                body = json.dumps([m for m in frame if m is not None], separators=(",", ":")).encode()
+                body = json.dumps(frame, separators=(",", ":")).encode()
                 self._end.sendall(len(body).to_bytes(4, "big") + body)
             except OSError:
                 return  # the reader learns of it
