@@ -62,15 +62,15 @@ MAPS: dict[str, tuple[tuple[str, ...], tuple[int, ...], int]] = {
     "down Q4_0": (("Q4_0",), (4096,), 14336),
 }
 """Formats, outputs and columns."""
-OTHERS: dict[str, tuple[tuple[int, int], ...]] = {
-    "gated": ((64, 1), (128, 1)),
-    "down": ((64, 4), (128, 4)),
-    "down Q6_K": ((64, 4), (128, 4)),
-    "three": ((64, 2), (128, 2)),
-    "out": ((64, 4), (128, 4)),
-    "head": ((64, 1), (128, 1)),
+OTHERS: dict[str, tuple[tuple[int, int, bool], ...]] = {
+    "down": ((128, 8, True), (128, 4, True), (128, 6, True), (64, 4, False)),
+    "down Q6_K": ((128, 8, True), (128, 4, True), (128, 6, True)),
+    "three": ((128, 4, True), (128, 3, True), (128, 5, True), (128, 2, True)),
+    "head": ((128, 1, True),),
+    "out": ((128, 8, True), (128, 4, True), (64, 4, False)),
+    "gated": ((64, 1, False),),
 }
-"""Rows and parts of other tiles."""
+"""Rows, parts and height of other tiles."""
 Job = tuple[str, Tile, int]
 """Map, tile, width of rows."""
 
@@ -241,8 +241,9 @@ def main() -> int:
         except Exception as failure:
             say(map=name, tile=str(tile), raised=f"{type(failure).__name__}: {failure}"[:300])
             continue
-        say(map=name, x=width, rows=tile.rows, parts=tile.parts, us=us, tiles=tiles)
-        lines.append(f"{name:12s} {width:4d} {tile.rows:4d}, {tile.parts:2d} {us:7.1f} {tiles or 0:7.1f}")
+        say(map=name, x=width, rows=tile.rows, parts=tile.parts, tall=tile.tall, us=us, tiles=tiles)
+        how = "tall" if tile.tall else ""
+        lines.append(f"{name:12s} {width:4d} {tile.rows:4d}, {tile.parts:2d} {how:4s} {us:7.1f} {tiles or 0:7.1f}")
     print("\n".join(sorted(lines[1:])))
     print(lines[0])
     return 0

@@ -81,6 +81,17 @@ class Group:
         return folder / f"{self.shape}-{self.quant}-{cut}.gguf"
 
 
+def tall() -> Trial:
+    """Down, query, key and value, and the head by two tiles a program."""
+
+    def tile(ns: Any, k: int, width: int, large: bool = False) -> many_rows.Tile:
+        parts = {(4096, 14336): 8, (6144, 4096): 4, (32000, 4096): 1}.get((sum(ns), k))
+        return before(ns, k, width, large) if parts is None else many_rows.Tile(128, parts, True)
+
+    before = many_rows.tile_for
+    return Trial("two tiles a program", given(many_rows, "tile_for", tile))
+
+
 def keyed(keys: int, warps: int) -> Trial:
     """Attention of many sequences in other tiles."""
     tile = given(attention, "crowded", lambda one: replace(one, keys=keys, warps=warps))
@@ -92,8 +103,8 @@ def groups() -> list[Group]:
     found = [keyed(*how) for how in ((16, 2), (16, 1), (32, 2), (16, 4))]
     mistral, now = "mistral-7b", Trial("now")
     return [
-        Group("128", mistral, "Q4_K_M", Test("decode", 32, 176, 128), 32, 12000, (now, *found)),
-        Group("64", mistral, "Q4_K_M", Test("decode", 32, 176, 64), 32, 9000, (now, tiles)),
+        Group("128", mistral, "Q4_K_M", Test("decode", 32, 176, 128), 32, 12000, (now, tall(), *found)),
+        Group("64", mistral, "Q4_K_M", Test("decode", 32, 176, 64), 32, 9000, (now, tall(), tiles)),
         Group("32", mistral, "Q4_K_M", Test("decode", 32, 176, 32), 32, 6000, (now, *found[:2])),
         Group("128 Q8_0", mistral, "Q8_0", Test("decode", 32, 176, 128), 32, 12000, (now, tiles)),
     ]
