@@ -48,7 +48,8 @@ from quarrel.triton_backend.runtime import Alone, Live, Slot, launch
 from quarrel.triton_backend.tuned import key, table
 
 BEGAN = time.perf_counter()
-TOKENS = (33, 64, 65, 101, 128)
+TOKENS = (17, 32, 33, 64, 65, 101, 128)
+warpgroup_x.WIDTHS = (32, 64, 128)
 MAPS: dict[str, tuple[tuple[str, ...], tuple[int, ...], int]] = {
     "gated": (("Q4_K", "Q4_K"), (14336, 14336), 4096),
     "down": (("Q4_K",), (4096,), 14336),
@@ -108,6 +109,9 @@ def candidates() -> Iterator[Job]:
         for name, others in OTHERS.items():
             for other in others:
                 yield name, Tile(*other), width
+    for name, others in OTHERS.items():  # a trial: `rows.py` has them now
+        for tile in dict.fromkeys((own_tile(name, 64), own_tile(name, 128), Tile(*others[0]))):
+            yield name, tile, 32
 
 
 def made(job: Job, tokens: int, small: bool) -> tuple[Callable[[int], None], int, Callable[[], float]]:
