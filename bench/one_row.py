@@ -488,7 +488,7 @@ def measured(name: str, folder: Path, jobs: list[Job], until: float, notes: Note
 
 def replayed(subject: Subject) -> float:
     """Milliseconds of a step's graph, again and again with nothing between."""
-    graphs = [g for (_, _, want), g in subject.step._graphs.items() if want == "tokens"]  # type: ignore[attr-defined]
+    graphs = [g for key, g in subject.step._graphs.items() if key[-1] == "tokens"]  # type: ignore[attr-defined]
     if not graphs:
         return float("nan")
     for times in (5, 100):
