@@ -173,7 +173,8 @@ class Embedder:
             raise RequestError(f"text {index} is given as token ids, which take no prefix: give it as a text")
         if not isinstance(text, Sequence | np.ndarray) or isinstance(text, bytes | bytearray):
             raise RequestError(f"text {index} is a {type(text).__name__}, wanted a text or a list of token ids")
-        ids = [token_id(f"text {index}", id) for id in text]
+        plain = isinstance(text, list) and {*map(type, text)} <= {int} and min(text, default=0) >= 0
+        ids = list(text) if plain else [token_id(f"text {index}", id) for id in text]
         if ids and max(ids) >= self._spec.n_vocab:
             raise RequestError(f"text {index} holds the token id {max(ids)}, wanted ids from 0 to {self._spec.n_vocab - 1}")
         return ids

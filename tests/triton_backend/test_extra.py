@@ -251,7 +251,9 @@ def test_an_encoder_s_full_steps_and_its_norms(backend: TritonBackend) -> None:
     assert rel_error(rounded, exact) <= 5e-3  # type: ignore[arg-type]
     mean = steps[1](inputs, "mean").mean
     assert full.padded(inputs, replace(limits, max_tokens=24)).query_start.tolist() == [0, 3, 4, 7, 16]  # type: ignore[union-attr]
-    assert full.padded(replace(inputs, ids=np.zeros(5000, np.int32)), replace(limits, max_tokens=16384)) is None
+    shapes = [full._tokens(tokens, 16000) for tokens in (1, 17, 2049, 4096, 4097, 9000, 15000)]
+    assert shapes == [16, 32, 4096, 4096, 6144, 10240, 16000]
+    assert full.padded(replace(inputs, out_rows=np.arange(7, dtype=np.int32)), limits) is None
     steps[1]._capture = True  # which begins with the second of a shape
     assert np.array_equal(steps[1](inputs, "mean").mean, mean)  # type: ignore[arg-type]
     assert np.array_equal(steps[1](inputs, "hidden").hidden, exact)  # type: ignore[arg-type]
