@@ -49,7 +49,8 @@ from quarrel.triton_backend.tuned import key, table
 
 BEGAN = time.perf_counter()
 TOKENS = (17, 32, 33, 64, 65, 101, 128)
-warpgroup_x.WIDTHS = (32, 64, 128)
+WIDTHS = (32, *warpgroup_x.WIDTHS)
+many_rows.width_of = lambda count: next(width for width in WIDTHS if count <= width)
 MAPS: dict[str, tuple[tuple[str, ...], tuple[int, ...], int]] = {
     "gated": (("Q4_K", "Q4_K"), (14336, 14336), 4096),
     "down": (("Q4_K",), (4096,), 14336),
@@ -132,8 +133,9 @@ def made(job: Job, tokens: int, small: bool) -> tuple[Callable[[int], None], int
     wide = torch.float32 if add or name == "head" else torch.float16
     ys = [torch.full((tokens, n), float("nan"), device=device, dtype=wide) for n in (ns if three else ns[:1])]
     outs, added = [Slot(y) for y in ys], None if residual is None else Slot(residual)
-    kind, before = "silu" if gated else "none", many_rows.tile_for
+    kind, before = "silu" if gated else "none", (many_rows.tile_for, warpgroup_x.WIDTHS)
     many_rows.tile_for, many_rows._SMALL = lambda ns, k, width, large=False: tile, 0
+    warpgroup_x.WIDTHS = WIDTHS
     try:
         runs = []
         for weights in zip(*sets, strict=True):
@@ -144,7 +146,7 @@ def made(job: Job, tokens: int, small: bool) -> tuple[Callable[[int], None], int
             assert few is not None, job
             runs.append(few.run)
     finally:
-        many_rows.tile_for = before
+        many_rows.tile_for, warpgroup_x.WIDTHS = before
     live = Live(tokens, tokens, tokens, True, False, tokens)
 
     def error() -> float:
