@@ -30,7 +30,7 @@ from quarrel.bench.measure import run as run_steps  # noqa: E402
 from quarrel.bench.subject import Source, Subject, limits_for  # noqa: E402
 from quarrel.bench.work import Test  # noqa: E402
 from quarrel.gguf import GGUFFile  # noqa: E402
-from quarrel.interop.call import COMPUTE, Call, run  # noqa: E402
+from quarrel.interop.call import COMPUTE, Prepared  # noqa: E402
 from quarrel.ops.attention import ATTENTION, AttentionSpec  # noqa: E402
 from quarrel.ops.contract import rel_error  # noqa: E402
 from quarrel.ops.registry import backend  # noqa: E402
@@ -41,14 +41,6 @@ from quarrel.triton_backend.runtime import Cache, Live, Slot, Work  # noqa: E402
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZE, LEAST = 32, 256
 Say = Callable[..., None]
-
-
-class Library(Call):
-    """A call whose prompts are cuDNN's."""
-
-    @property
-    def whole(self) -> int:
-        return 1
 
 
 class Attention:
@@ -69,13 +61,15 @@ class Attention:
         ends = np.concatenate([[0], np.cumsum(lengths)])
         self.ints = [torch.tensor(a, dtype=torch.int32, device=DEVICE) for a in (ends, lengths, table)]
         self.prompts = tuple((s, int(ends[s]), n) for s, n in enumerate(lengths))
+        self.built = [
+            Prepared(ATTENTION, spec, (None,) * 4 + (self.cache,), COMPUTE[dtype], DEVICE, whole=whole) for whole in (0, 1)
+        ]
         self.width = torch.full((1,), width, dtype=torch.int32, device=DEVICE)
 
     def __call__(self, library: bool) -> torch.Tensor:
         live = Live(self.tokens, len(self.lengths), 1, False, True, 1, self.prompts if library else ())
         work = Work(Slot(torch.zeros_like(self.ints[0])), Slot(self.width))
-        call = (Library if library else Call)(live, COMPUTE[self.q.dtype], DEVICE, work)
-        return run(ATTENTION, self.spec, [self.q, *self.ints, self.cache], call)[0]
+        return self.built[library]((self.q, *self.ints), live, work)[0]
 
     def error(self, got: torch.Tensor) -> float:
         """Of one head in each group, against sums in float64."""

@@ -15,13 +15,14 @@ Importing this module registers them. On CPU tensors they run in Triton's interp
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 
 from quarrel.errors import RequestError, UnsupportedOp
 from quarrel.gguf import FORMATS, GGMLType
-from quarrel.interop.call import COMPUTE, Call, run
+from quarrel.interop.call import COMPUTE, Prepared, alias, kept
 from quarrel.ops.attention import ATTENTION, AttentionSpec
 from quarrel.ops.linear import LINEAR, LinearSpec
 from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP, ExpertDownSpec, ExpertUpSpec
@@ -35,13 +36,35 @@ FORMATS_TAKEN = tuple(type.name for type in LAYOUTS)
 _AT_ONCE = 64 << 20
 """Bytes of raw rows that are packed at once."""
 
+_LIBRARY = torch.library.Library("quarrel", "DEF")
+"""Operators are put in place here rather than by `torch.library.custom_op`, whose own checks take 16 us a call."""
+_F = TypeVar("_F", bound=Callable[..., torch.Tensor])
+
+
+def _operator(fake: Callable[..., torch.Tensor]) -> Callable[[_F], _F]:
+    """Makes a function an operator of its name and annotations."""
+
+    def put(body: _F) -> _F:
+        name = body.__name__
+        schema = torch.library.infer_schema(body, mutates_args=())
+        _LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+        _LIBRARY.impl(name, body, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"quarrel::{name}", fake, lib=_LIBRARY)
+        return body
+
+    return put
+
 
 def _like_first(x: torch.Tensor, *_: object) -> torch.Tensor:
     """The result of an op that gives what its first argument is like, without its values."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("quarrel::pack", mutates_args=())
+def _fake_pack(raw: torch.Tensor, format: str, k: int) -> torch.Tensor:
+    return raw.new_empty(packed_bytes(_type(format), int(raw.shape[0]), k), dtype=torch.uint8)
+
+
+@_operator(_fake_pack)
 def pack(raw: torch.Tensor, format: str, k: int) -> torch.Tensor:
     """Rows of blocks in the layout that the kernels read; a hundredth larger at most."""
     type, n = _type(format), len(raw)
@@ -59,38 +82,41 @@ def pack(raw: torch.Tensor, format: str, k: int) -> torch.Tensor:
     return buffer
 
 
-@pack.register_fake
-def _(raw: torch.Tensor, format: str, k: int) -> torch.Tensor:
-    return raw.new_empty(packed_bytes(_type(format), int(raw.shape[0]), k), dtype=torch.uint8)
-
-
-@torch.library.custom_op("quarrel::linear", mutates_args=())
-def linear(x: torch.Tensor, weight: torch.Tensor, format: str, n: int, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`x W^T + bias`."""
-    k = x.shape[-1]
-    rows, given = _rows(x), [] if bias is None else [bias.float()]
-    spec = LinearSpec(_type(format), n, k, bias is not None)
-    (y,) = run(LINEAR, spec, [rows, _packed(weight, format, n, k), *given], _call(rows, rows.shape[0]))
-    return y.view(*x.shape[:-1], n)
-
-
-@linear.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor, format: str, n: int, bias: torch.Tensor | None = None) -> torch.Tensor:
+def _fake_linear(
+    x: torch.Tensor, weight: torch.Tensor, format: str, n: int, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], n)
 
 
-@torch.library.custom_op("quarrel::rms_norm", mutates_args=())
+@_operator(_fake_linear)
+def linear(x: torch.Tensor, weight: torch.Tensor, format: str, n: int, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`x W^T + bias`."""
+    k = x.shape[-1]
+    rows = _rows(x)
+
+    def make() -> Prepared:
+        spec = LinearSpec(_type(format), n, k, bias is not None)
+        biases = () if bias is None else (bias,)
+        return Prepared(LINEAR, spec, (None, _packed(weight, format, n, k), *biases), COMPUTE[x.dtype], x.device)
+
+    built = kept(weight, (format, n, k, x.dtype, x.device, None if bias is None else _place(bias)), make)
+    (y,) = built((rows,), _live(rows))
+    return y.view(*x.shape[:-1], n)
+
+
+@_operator(_like_first)
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight`."""
     rows = _rows(x)
-    (y,) = run(NORM, NormSpec("rms", rows.shape[1], eps), [rows, weight.float()], _call(rows, rows.shape[0]))
+
+    def make() -> Prepared:
+        return Prepared(NORM, NormSpec("rms", rows.shape[1], eps), (None, weight), COMPUTE[x.dtype], x.device)
+
+    (y,) = kept(weight, (eps, rows.shape[1], x.dtype, x.device, _place(weight)), make)((rows,), _live(rows))
     return y.view(x.shape)
 
 
-rms_norm.register_fake(_like_first)
-
-
-@torch.library.custom_op("quarrel::experts", mutates_args=())
+@_operator(_like_first)
 def experts(
     x: torch.Tensor,
     ids: torch.Tensor,
@@ -106,20 +132,25 @@ def experts(
     """`sum_j weights[t, j] * down_e(silu(gate_e x) * up_e x)`, e = ids[t, j]; `format` is gate's and up's."""
     tokens, k = x.shape
     used = ids.shape[1]
-    rows, chosen = _rows(x), ids.to(torch.int32)
-    first = ExpertUpSpec(_type(format), n_experts, used, width, k, "silu")
-    stacks = [_packed(w, format, n_experts * width, k) for w in (gate, up)]
-    (y,) = run(EXPERT_UP, first, [rows, chosen, *stacks], _call(rows, tokens))
-    second = ExpertDownSpec(_type(down_format), n_experts, used, k, width)
-    stack = _packed(down, down_format, n_experts * k, width)
-    (out,) = run(EXPERT_DOWN, second, [y, chosen, weights.float(), stack], _call(rows, tokens))
+    rows, chosen = _rows(x), ids.to(torch.int32).contiguous()
+
+    def make_up() -> Prepared:
+        spec = ExpertUpSpec(_type(format), n_experts, used, width, k, "silu")
+        stacks = (_packed(w, format, n_experts * width, k) for w in (gate, up))
+        return Prepared(EXPERT_UP, spec, (None, None, *stacks), COMPUTE[x.dtype], x.device)
+
+    def make_down() -> Prepared:
+        spec = ExpertDownSpec(_type(down_format), n_experts, used, k, width)
+        stack = _packed(down, down_format, n_experts * k, width)
+        return Prepared(EXPERT_DOWN, spec, (None, None, None, stack), COMPUTE[x.dtype], x.device)
+
+    use = (n_experts, used, width, k, x.dtype, x.device)
+    (y,) = kept(gate, ("up", format, _place(up), *use), make_up)((rows, chosen), _live(rows))
+    (out,) = kept(down, ("down", down_format, *use), make_down)((y, chosen, weights.float().contiguous()), _live(rows))
     return out.view(tokens, k).to(x.dtype)
 
 
-experts.register_fake(_like_first)
-
-
-@torch.library.custom_op("quarrel::attention_decode", mutates_args=())
+@_operator(_like_first)
 def attention_decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -144,10 +175,7 @@ def attention_decode(
     return _attend(q, k_cache, v_cache, block_table, kv_len, query_start, starts, live, scale, window, cap)
 
 
-attention_decode.register_fake(_like_first)
-
-
-@torch.library.custom_op("quarrel::attention_prefill", mutates_args=())
+@_operator(_like_first)
 def attention_prefill(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -163,9 +191,6 @@ def attention_prefill(
     starts = torch.zeros_like(query_start)
     live = Live(q.shape[0], kv_len.shape[0], kv_len.shape[0], single=True, several=True, items=1)
     return _attend(q, k_cache, v_cache, block_table, kv_len, query_start, starts, live, scale, window, cap)
-
-
-attention_prefill.register_fake(_like_first)
 
 
 def _attend(
@@ -187,11 +212,17 @@ def _attend(
             f"caches are {k_cache.dtype} {list(k_cache.shape)} and {v_cache.dtype} {list(v_cache.shape)}, wanted two of"
             f" {q.dtype} [blocks, n_kv, block_size, {dim}]"
         )
-    spec = AttentionSpec(heads, k_cache.shape[1], dim, scale, window, cap, False)
+
+    def make() -> Prepared:
+        spec = AttentionSpec(heads, k_cache.shape[1], dim, scale, window, cap, False)
+        held = (None, None, None, None, Cache(alias(k_cache.contiguous()), alias(v_cache.contiguous())))
+        return Prepared(ATTENTION, spec, held, COMPUTE[q.dtype], q.device, deterministic=live.several)
+
+    use = (heads, dim, scale, window, cap, live.several, q.dtype, q.device, k_cache.shape, _place(v_cache))
     width = torch.full((1,), table.shape[1], dtype=torch.int32, device=q.device)
-    call = Call(live, COMPUTE[q.dtype], q.device, Work(Slot(starts), Slot(width)), deterministic=live.several)
-    ints = [query_start.to(torch.int32), kv_len.to(torch.int32), table.to(torch.int32).contiguous()]
-    (y,) = run(ATTENTION, spec, [q.contiguous(), *ints, Cache(k_cache.contiguous(), v_cache.contiguous())], call)
+    ints = (query_start.to(torch.int32), kv_len.to(torch.int32), table.to(torch.int32).contiguous())
+    stays = k_cache.is_contiguous() and v_cache.is_contiguous()
+    (y,) = (kept(k_cache, use, make) if stays else make())((q.contiguous(), *ints), live, Work(Slot(starts), Slot(width)))
     return y.view(tokens, heads, dim)
 
 
@@ -208,7 +239,7 @@ def _packed(weight: torch.Tensor, format: str, n: int, k: int) -> Packed:
             f"the weight is {weight.dtype} {list(weight.shape)}, wanted {packed_bytes(type, n, k)} bytes, as"
             f" torch.ops.quarrel.pack makes them of {n} rows of {k} values of {format}"
         )
-    return view(type, n, k, weight)
+    return view(type, n, k, alias(weight))
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -217,7 +248,11 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, x.reshape(-1, x.shape[-1]).contiguous())
 
 
-def _call(x: torch.Tensor, tokens: int) -> Call:
-    nothing = Slot(torch.empty(0, dtype=torch.int32, device=x.device))
-    live = Live(tokens, 0, 0, single=tokens == 1, several=tokens > 1, items=1)
-    return Call(live, COMPUTE[x.dtype], x.device, Work(nothing, nothing))
+def _live(rows: torch.Tensor) -> Live:
+    tokens = rows.shape[0]
+    return Live(tokens, 0, 0, single=tokens == 1, several=tokens > 1, items=1)
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Where a tensor's data is and how it lies."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()

@@ -10,15 +10,15 @@ import torch
 
 from quarrel.errors import RequestError
 from quarrel.gguf import GGMLType
-from quarrel.interop import torch_ops
-from quarrel.interop.call import Call, run
+from quarrel.interop import call, torch_ops
+from quarrel.interop.call import Prepared
 from quarrel.ops import draw
 from quarrel.ops.attention import AttentionSpec, attention_reference
 from quarrel.ops.contract import KVArrays, RawWeight, rel_error
 from quarrel.ops.linear import LINEAR, LinearSpec, linear_reference
 from quarrel.ops.moe import ExpertDownSpec, ExpertUpSpec, expert_down_reference, expert_up_reference
 from quarrel.triton_backend.pack import view
-from quarrel.triton_backend.runtime import Live, Slot, Work
+from quarrel.triton_backend.runtime import Live
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ops = torch.ops.quarrel
@@ -126,8 +126,8 @@ def test_products_of_many_rows_in_e4m3_where_the_format_allows(format: str) -> N
     spec = LinearSpec(weight.type, 48, 256)
     (want,) = linear_reference(spec, x, weight)
     half = on(x).half()
-    call = Call(Live(300, 0, 0, False, True, 1), "float16", half.device, Work(Slot(half), Slot(half)), float8=True)
-    (got,) = run(LINEAR, spec, [half, view(weight.type, 48, 256, packed(weight))], call)
+    held = (None, view(weight.type, 48, 256, packed(weight)))
+    (got,) = Prepared(LINEAR, spec, held, "float16", half.device, float8=True)([half], Live(300, 0, 0, False, True, 1))
     error = rel_error(got.view(300, 48).float().cpu().numpy(), want)
     # The interpreter cuts where a GPU rounds.
     assert error < 2e-3 if format == "Q4_K" else 1e-2 < error < 1e-1
@@ -142,3 +142,24 @@ def test_what_does_not_fit_is_refused() -> None:
         ops.linear(x.double(), weight, "Q4_K", 8)
     with pytest.raises(RequestError, match=r"wanted uint8 \[n, 144\]"):
         ops.pack(weight.view(1, -1), "Q4_K", 256)
+
+
+def test_what_is_built_stays_with_its_weight_and_goes_with_it() -> None:
+    rng = np.random.default_rng(8)
+    one, other = (draw.weight(rng, GGMLType.Q8_0, 16, 64) for _ in range(2))
+    x = on(draw.activations(rng, 2, 64))
+    held, bias = packed(one), torch.zeros(16, device=DEVICE, dtype=torch.float16)
+    before = len(call._MADE)
+    first = ops.linear(x, held, "Q8_0", 16, bias)
+    assert torch.equal(ops.linear(x[:1], held, "Q8_0", 16, bias), first[:1])
+    bias += 1  # read anew each time, as its type is not the kernels'
+    assert torch.equal(ops.linear(x, held, "Q8_0", 16, bias), first + 1)
+    assert len(call._MADE[held].by_use) == 1
+    held.data = packed(other)  # the same tensor, elsewhere
+    (want,) = linear_reference(LinearSpec(other.type, 16, 64), x.cpu().numpy(), other)
+    assert rel_error(ops.linear(x, held, "Q8_0", 16).cpu().numpy(), want) < 1e-5
+    (built,) = call._MADE[held].by_use.values()
+    assert len(call._MADE) == before + 1
+    del held
+    assert len(call._MADE) == before
+    assert not built._launches
