@@ -66,9 +66,9 @@ class Cache:
         self.pool = BlockPool(limits.n_blocks)
         self.snapshots = Snapshots(limits.max_seqs, limits.states if rules.recurrent and rules.reuse else limits.max_seqs)
         self.prefixes = PrefixTree(self.pool, limits.block_size, self.snapshots, limit=rules.kept_blocks, digest=digest)
-        shape = (limits.max_seqs, limits.max_blocks_per_seq)
-        self.tables: npt.NDArray[np.int32] = np.zeros(shape, np.int32)
-        self.window_tables: npt.NDArray[np.int32] = np.zeros((rules.window_groups, *shape), np.int32)
+        shape = (1 + rules.window_groups, limits.max_seqs, limits.max_blocks_per_seq)
+        self.every_table: npt.NDArray[np.int32] = np.zeros(shape, np.int32)
+        self.tables, self.window_tables = self.every_table[0], self.every_table[1:]
         # Of the blocks of one group, the most that a token reads.
         self._span = (rules.window - 2) // limits.block_size + 2
         self._copy_blocks, self._copy_states = copy_blocks, copy_states

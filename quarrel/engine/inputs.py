@@ -37,24 +37,25 @@ class Inputs:
         np.cumsum(counts, out=starts[1:])
         owners = np.repeat(np.arange(len(parts)), counts)  # [T] which part
         positions = np.arange(starts[-1], dtype=np.int32) - np.repeat(starts[:-1] - first, counts)
-        cache, at = self._cache, (slots[owners], positions // size)
-        grouped, width = cache.rules.window_groups > 0, cache.blocks_for(int(lengths.max()))
-        within = positions % size
+        cache, grouped = self._cache, self._cache.rules.window_groups > 0
+        blocks = cache.every_table[:, slots[owners], positions // size]  # [1 + W, T]
+        places = blocks * np.int32(size) + positions % size
+        tables = cache.every_table[:, slots, : cache.blocks_for(int(lengths.max()))]
         rows = _last_of_each(starts[1:], asked)
         return StepInputs(
             ids=np.array(_ids(parts), np.int32),
             positions=positions,
-            slots=cache.tables[at] * np.int32(size) + within,
+            slots=places[0],
             query_start=starts,
             kv_len=lengths,
-            block_table=cache.tables[slots, :width],
+            block_table=tables[0],
             out_rows=rows if len(rows) else starts[-1:] - 1,
             sample=self._sample(batch, owners, positions, rows) if "tokens" in outputs_of(batch.want) else None,
             state_slots=slots,
             adapter=np.array([p.sequence.adapter for p in parts], np.int32)[owners] if self._limits.n_adapters else None,
             from_last=_from_last(parts, starts),
-            window_slots=cache.window_tables[:, *at] * np.int32(size) + within if grouped else None,
-            window_tables=cache.window_tables[:, slots, :width] if grouped else None,
+            window_slots=places[1:] if grouped else None,
+            window_tables=tables[1:] if grouped else None,
         )
 
     def _sample(self, batch: Batch, owners: Array, positions: Array, rows: Array) -> SampleInputs:

@@ -18,6 +18,9 @@ _SAMPLE = ("temperature", "top_k", "top_p", "min_p", "uniform")
 _FLOATS = ("temperature", "top_p", "min_p", "uniform")
 _ALIGN = 4  # int32s: 16 bytes, so that kernels may load wide
 _FEW = 32
+_AT_ONCE = 1 << 16
+"""Up to so many integers go in one copy, tables of groups and what lies unused between them: 5 microseconds of the bus, and
+each further copy costs the host more."""
 _RING = 4
 """Batches on their way: the host fills one while the copies of those before may still wait for the device."""
 
@@ -86,10 +89,16 @@ class _Places:
         end = 0
         for name, length in lengths.items():
             self.begin[name], end = end, end + cdiv(length, _ALIGN) * _ALIGN
-        self.tables = [end + group * cdiv(seqs * limits.max_blocks_per_seq, _ALIGN) * _ALIGN for group in groups]
+        slots, table = (cdiv(length, _ALIGN) * _ALIGN for length in (tokens, seqs * limits.max_blocks_per_seq))
+        self.tables = [end + group * table for group in groups]
         self.begin |= {group_input("block_table", group): begin for group, begin in enumerate(self.tables)}
-        self.size = self.tables[-1] + seqs * limits.max_blocks_per_seq
+        self.size = end + len(groups) * table
         self.arrays = [self._named(ints) for ints in hosts]
+        # Those of groups follow each other: `[W, ..]`.
+        shapes = ((end - (len(groups) - 1) * slots, slots), (end + table, table))
+        self.windows = [
+            [ints[begin : begin + (len(groups) - 1) * each].reshape(-1, each) for begin, each in shapes] for ints in hosts
+        ]
 
     def _named(self, ints: Array) -> dict[str, Array]:
         reals = ints.view(np.float32)
@@ -239,14 +248,14 @@ class InputBuffer:
         put["table_width"][0], put["tokens"][0] = width, tokens
         put["block_table"][: seqs * width] = inputs.block_table.reshape(-1)
         if inputs.window_slots is not None and inputs.window_tables is not None:
-            unused = self._limits.n_blocks * self._limits.block_size
-            for group, (slots, table) in enumerate(zip(inputs.window_slots, inputs.window_tables), 1):
-                _fill(put[group_input("slots", group)], slots, unused, padded)
-                put[group_input("block_table", group)][: seqs * width] = table.reshape(-1)
+            slots, tables = self._now.windows[turn]
+            slots[:, :tokens] = inputs.window_slots
+            slots[:, tokens : tokens + extra] = self._limits.n_blocks * self._limits.block_size
+            tables[:, : seqs * width] = inputs.window_tables.reshape(len(tables), -1)
         # The rows of padding keep what was there: nobody reads a key of theirs.
-        for begin, place in zip((0, *self._now.tables[1:]), self._now.tables):
-            used = place + seqs * width
-            self._device[begin:used].copy_(self._hosts[turn][begin:used], non_blocking=True)
+        begins, ends = (0, *self._now.tables[1:]), [begin + seqs * width for begin in self._now.tables]
+        for begin, end in zip(begins, ends) if ends[-1] > _AT_ONCE else [(0, ends[-1])]:
+            self._device[begin:end].copy_(self._hosts[turn][begin:end], non_blocking=True)
         if self._sent:
             self._sent[turn].record()
 
