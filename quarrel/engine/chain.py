@@ -25,11 +25,13 @@ from quarrel.engine.params import SamplingParams
 from quarrel.engine.peaks import Peaks
 from quarrel.engine.results import TokenLogprob
 from quarrel.engine.text import Texts
-from quarrel.ops.sample import draw_finite, draw_token, kept
+from quarrel.ops.sample import draw_finite, draw_token, kept, over
 
 Array = npt.NDArray[Any]
 Change = tuple[Array, Callable[[Array, Any], Array]]
 """Token ids, and what becomes of the logits of some of them: which, is said by an index into the ids."""
+MOST = 1e30
+"""A logit is not made larger."""
 FEW = 32
 """A grammar that allows less than one in so many tokens leaves a row that is short enough."""
 
@@ -112,11 +114,11 @@ class HostChain:
             ids = np.flatnonzero(x >= np.partition(x, len(x) - p.top_k)[len(x) - p.top_k])
             x = x[ids]
         if p.typical_p < 1.0:
-            x = np.where(typical(softmax(x / p.temperature), p.typical_p), x, -np.inf)
+            x = np.where(typical(softmax(x, p.temperature), p.typical_p), x, -np.inf)
         top_p, min_p = p.top_p, p.min_p
         if xtc_uniform < p.xtc_probability:
-            x = np.where(kept(softmax(x / p.temperature), p.top_k, top_p, min_p), x, -np.inf)
-            x = np.where(without_top_choices(softmax(x / p.temperature), p.xtc_threshold), x, -np.inf)
+            x = np.where(kept(softmax(x, p.temperature), p.top_k, top_p, min_p), x, -np.inf)
+            x = np.where(without_top_choices(softmax(x, p.temperature), p.xtc_threshold), x, -np.inf)
             top_p, min_p = 1.0, 0.0
         at = draw_finite(x, int(x.argmax()), p.temperature, p.top_k, top_p, min_p, uniform)
         return at if ids is None else int(ids[at])
@@ -137,7 +139,9 @@ class HostChain:
             ids, counts = self._counts.of(tokens)
 
             def penalised(x: Array, some: Any) -> Array:
-                x = np.where(x > 0, x / p.repetition_penalty, x * p.repetition_penalty)
+                with np.errstate(over="ignore"):
+                    x = np.where(x > 0, x / p.repetition_penalty, x * p.repetition_penalty)
+                x = np.minimum(x, MOST)  # a penalty near 0 must not make them infinite, for two of those have no difference
                 less: Array = x - counts[some] * p.frequency_penalty - p.presence_penalty
                 return less
 
@@ -148,8 +152,7 @@ class HostChain:
         return [change for change in changes if len(change[0])]
 
     def _mirostat(self, x: Array, uniform: float) -> int:
-        y = x / self._p.temperature
-        y -= y.max()
+        y = over(x - x.max(), self._p.temperature)
         surprise = (np.log(np.exp(y).sum()) - y) / np.log(2.0)  # -log2 p
         ids = np.flatnonzero(surprise <= max(self._mu, float(surprise.min())))
         at = draw_token(x[ids], self._p.temperature, 0, 1.0, 0.0, uniform)
@@ -208,9 +211,9 @@ def _finite(logits: Array) -> Array:
     return x
 
 
-def softmax(x: Array) -> Array:
+def softmax(x: Array, temperature: float = 1.0) -> Array:
     """Probabilities of one row `[V]`; at least one entry is finite."""
-    e = np.exp(x - x.max())
+    e = np.exp(over(x - x.max(), temperature))
     p: Array = e / e.sum()
     return p
 

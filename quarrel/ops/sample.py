@@ -57,12 +57,18 @@ def draw_token(logits: Array, temperature: float, top_k: int, top_p: float, min_
 
 def draw_finite(x: Array, best: int, temperature: float, top_k: int, top_p: float, min_p: float, uniform: float) -> int:
     """One row of float64 without NaN or infinity (-inf is no token's), whose highest is at `best`."""
-    p = np.exp((x - x[best]) / temperature)
+    p = np.exp(over(x - x[best], temperature))
     p /= p.sum()
     p = np.where(kept(p, top_k, top_p, min_p), p, 0.0)
     running = np.cumsum(p)
     at = int(np.searchsorted(running, uniform * running[-1], side="right"))
     return at if at < len(p) else int(np.flatnonzero(p)[-1])
+
+
+def over(below: Array, temperature: float) -> Array:
+    """Logits below the highest, by a temperature however small: what it makes of them may be minus infinity."""
+    with np.errstate(over="ignore"):
+        return np.asarray(below / temperature)
 
 
 def sample_reference(

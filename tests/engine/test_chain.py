@@ -179,6 +179,25 @@ def test_repetition_penalty_divides_positive_and_multiplies_negative_logits() ->
     assert_near(frequencies(row, tokens=[0, 2, 0], repetition_penalty=2.0), wanted)
 
 
+@pytest.mark.parametrize("tiny", [5e-324, 1e-300, 1e-30])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"mirostat": 2}, {"typical_p": 0.5}, {"xtc_probability": 1.0, "xtc_threshold": 0.1}, {"top_k": 3}],
+        {},
+        {"mirostat": 2},
+        {"typical_p": 0.5},
+        {"xtc_probability": 1.0, "xtc_threshold": 0.1},
+        {"top_k": 3},
+        {"min_p": 1e-300},
+    ],
+)
+def test_the_smallest_numbers_in_range_draw_a_token_that_there_is(tiny: float, options: dict[str, Any]) -> None:
+    row = np.array([2.0, 1.9, -1.0, -np.inf, 30.0, 2.0], np.float32)
+    for small in ({"repetition_penalty": tiny}, {"temperature": tiny}, {"repetition_penalty": tiny, "temperature": tiny}):
+        c = chain(**options, **small)
+        assert {draw(c, row, i, [0, 2, 0, 5]) for i in range(20)} <= {0, 1, 2, 4, 5}
+
+
 def test_presence_counts_once_and_frequency_each_time() -> None:
     tokens = [1, 1, 1, 4]
     assert_near(frequencies(tokens=tokens, presence_penalty=0.5), P * np.exp([0, -0.5, 0, 0, -0.5, 0]))
