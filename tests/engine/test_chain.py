@@ -183,13 +183,6 @@ def test_repetition_penalty_divides_positive_and_multiplies_negative_logits() ->
 @pytest.mark.parametrize(
     "options",
     [{}, {"mirostat": 2}, {"typical_p": 0.5}, {"xtc_probability": 1.0, "xtc_threshold": 0.1}, {"top_k": 3}],
-        {},
-        {"mirostat": 2},
-        {"typical_p": 0.5},
-        {"xtc_probability": 1.0, "xtc_threshold": 0.1},
-        {"top_k": 3},
-        {"min_p": 1e-300},
-    ],
 )
 def test_the_smallest_numbers_in_range_draw_a_token_that_there_is(tiny: float, options: dict[str, Any]) -> None:
     row = np.array([2.0, 1.9, -1.0, -np.inf, 30.0, 2.0], np.float32)
