@@ -35,7 +35,7 @@ from quarrel.ops.attention import ATTENTION, KV_APPEND, ROPE_APPEND, AttentionSp
 from quarrel.ops.contract import CacheRef, Compute, ConstRef, Op, Operand, Param, StateRef, Value, WeightRef
 from quarrel.ops.draw import NATIVE
 from quarrel.ops.embedding import EMBEDDING, GATHER_ROWS, EmbeddingSpec, GatherRowsSpec, embedding, gather_rows
-from quarrel.ops.encode import ADD_ROW, ENCODE, AddRowSpec, EncodeSpec
+from quarrel.ops.encode import ADD_ROW, ENCODE, MEAN_ROWS, AddRowSpec, EncodeSpec, MeanRowsSpec
 from quarrel.ops.kv import KV_TYPES, KVType
 from quarrel.ops.linear import (
     ADD,
@@ -65,13 +65,14 @@ from quarrel.ops.moe import (
     expert_up,
     route,
 )
-from quarrel.ops.norm import NORM, NormSpec
+from quarrel.ops.norm import NORM, NormSpec, norm
 from quarrel.ops.null import Builder
 from quarrel.ops.program import KVLayer, Node, Program, StateLayer
 from quarrel.ops.registry import lower
 from quarrel.ops.rope import ROPE, RopeSpec
 from quarrel.ops.sample import SAMPLE, SampleSpec
 from quarrel.ops.state import CONV, GATED_NORM, SCAN1, SCAN2, ConvSpec, GatedNormSpec, Scan1Spec, Scan2Spec
+from quarrel.triton_backend import post_norm
 from quarrel.triton_backend.backend import REGISTRY
 from quarrel.triton_backend.cache import allocate, allocate_state
 from quarrel.triton_backend.pack import LAYOUTS, Packed
@@ -194,6 +195,7 @@ def specs(formats: Sequence[GGMLType], quick: bool) -> Iterator[tuple[Op, Any]]:
     yield PLAIN, PlainSpec("relu2", 9216)
     yield PLAIN, PlainSpec("gelu_erf", 1536)
     yield ADD_ROW, AddRowSpec(384)
+    yield MEAN_ROWS, MeanRowsSpec(768)
     yield ENCODE, EncodeSpec(12, 32, 0.18)
     yield ENCODE, EncodeSpec(12, 64, 0.125)
     yield LINEAR_ADD, LinearAddSpec(LinearSpec(formats[0], 4096, 14336))
@@ -411,6 +413,22 @@ def expert_block(width: int, n: int, used: int, ff: int, shared: int, gate: Any,
     return b.program(hidden=gather_rows(b, add(b, h, y), b.input("out_rows")))
 
 
+def encoder_block(kind: Any) -> Program:
+    """What stands between an encoder's products: norms of the embedding and of a sum, both read by a linear map."""
+    b = Builder()
+    width = 768
+    after = NormSpec(kind, width, 1e-5, out="f32")
+
+    def ref(name: str, rows: int, k: int, type: GGMLType = GGMLType.F16) -> WeightRef:
+        return WeightRef(name, type, rows, k)
+
+    gains = [ref(name, 1, width, GGMLType.F32) for name in ("gain", "bias")[: 2 if kind == "layer" else 1]]
+    h = norm(b, after, embedding(b, b.input("ids"), ref("embd", 64, width)), *gains)
+    h = norm(b, after, linear_add(b, h, linear(b, h, ref("up", width, width)), ref("down", width, width)), *gains)
+    h = linear_add(b, h, linear(b, h, ref("up2", width, width)), ref("out", width, width))
+    return b.program(hidden=gather_rows(b, h, b.input("out_rows")))
+
+
 def record_block(program: Program, compute: Compute, generation: int) -> Iterator[Variant]:
     """The kernels of its steps of one row and of some."""
     seen: list[Variant] = []
@@ -425,8 +443,8 @@ def record_block(program: Program, compute: Compute, generation: int) -> Iterato
     slots = {v.id: ints for v in program.inputs.values()}
     kept, rows = {v.id for v in program.outputs.values()}, {"T": 64, "S": 64, "R": 64, "items": 64}
     plan = Plan(
-        lower(program, REGISTRY), slots, kept, rows, Blank(compute), [], [], Work(ints, ints), compute, META, note, False,
-        generation,
+        post_norm.fused(lower(program, REGISTRY), kept, compute), slots, kept, rows, Blank(compute), [], [],
+        Work(ints, ints), compute, META, note, False, generation,
     )  # type: ignore[arg-type]  # fmt: skip
     for tokens in (1, 8):
         for go in plan.launches:
@@ -441,7 +459,9 @@ def variants(
     asked = [(c, op, spec) for c in computes for op, spec in specs(formats, quick)]
     generation = TARGETS[target][0] // 10
     alone = (v for c, op, spec in asked for v in record(op, spec, c, generation, mode))
-    programs = [] if mode.deterministic else [expert_block(*block) for block in EXPERT_BLOCKS]
+    programs = (
+        [] if mode.deterministic else [*(expert_block(*b) for b in EXPERT_BLOCKS), *map(encoder_block, ("layer", "rms"))]
+    )
     together = (v for c in computes for program in programs for v in record_block(program, c, generation))
     return list(dict.fromkeys((*alone, *together)))
 
