@@ -144,6 +144,23 @@ def test_a_continued_conversation_gives_what_a_fresh_one_gives(backend: str) -> 
         assert wanted.usage.cached_tokens == 0
 
 
+def test_what_is_kept_of_texts_that_are_over_has_a_limit_in_bytes() -> None:
+    prompts = [[i, *range(20, 110)] for i in range(6)]
+    for texts, kept in ((0, 0), (2, 8)):
+        with open_model("llama32", "cpu", n_ctx=256) as llm:
+            plan = llm.explain().plan
+            text = 4 * plan.cache // plan.limits.n_blocks  # of 91 tokens and some more
+        with open_model("llama32", "cpu", n_ctx=256, prefix_cache_bytes=texts * text + 1) as llm:
+            for prompt in prompts:
+                llm.generate(prompt, GREEDY)
+            assert llm.activity().kept_blocks == kept
+            found = [llm.generate([*p[:90], 7], GREEDY).usage.cached_tokens for p in reversed(prompts)]
+            assert [bool(n) for n in found][: texts + 1] == [True] * texts + [False]
+    for wrong in (-1, 0.5, True, "1GB"):
+        with pytest.raises(RequestError, match="prefix_cache_bytes is"):
+            open_model("llama32", "cpu", prefix_cache_bytes=wrong)
+
+
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "reference"])
 def test_every_backend_draws_the_same_tokens_by_the_same_seed(backend: str) -> None:
     # Float32 arithmetic agrees to about 1e-6, so a draw differs only where it falls that close to a border.

@@ -37,6 +37,7 @@ def load_options(args: argparse.Namespace) -> dict[str, Any]:
         "memory": args.memory,
         "threads": args.threads,
         "kv_cache": args.kv_cache,
+        "prefix_cache_bytes": args.prefix_cache_bytes,
         "attention": args.attention,
         "deterministic": args.deterministic,
         "tensor_parallel": args.tensor_parallel,

@@ -359,7 +359,9 @@ def _load_options(p: argparse.ArgumentParser) -> None:
     group.add_argument("--memory", type=_amount, metavar="BYTES|SHARE", help=memory)
     kept = "what is kept of keys and values; int8 and fp8 are half as large"
     group.add_argument("--kv-cache", choices=KV_CACHE, default="auto", help=kept)
-    who = "who attends to long prompts on CUDA; auto is what was found faster"
+    texts = "what texts that are over may keep of the cache, to go on from (512MiB); by default what is free of it"
+    group.add_argument("--prefix-cache-bytes", type=_bytes, metavar="BYTES", help=texts)
+    who = "who attends to long prompts on CUDA; auto is our own kernels"
     group.add_argument("--attention", choices=ATTENTION, default="auto", help=who)
     same = "the same bits whatever runs beside a request, at a cost on a GPU"
     group.add_argument("--deterministic", action="store_true", help=same)
@@ -410,6 +412,13 @@ def _amount(text: str) -> int | float:
         return memory_of(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _bytes(text: str) -> int:
+    count = 0 if text == "0" else _amount(text)
+    if isinstance(count, float):
+        raise argparse.ArgumentTypeError(f"{text} is a share, wanted bytes such as 512MiB")
+    return count
 
 
 def _hidden(p: Any, *flags: str, **options: Any) -> None:

@@ -15,16 +15,18 @@ SNAPSHOT_SHARE = 0.25
 """Of the memory that is left over, what they may take."""
 
 
-def cache_rules(program: Program, reuse: bool) -> CacheRules:
-    """A window counts where every layer has one, or where those that have one have blocks of their own."""
+def cache_rules(program: Program, reuse: bool, kept_blocks: int | None = None) -> CacheRules:
+    """A window counts where every layer has one, or where those that have one have blocks of their own. kept_blocks: how
+    many may be kept that nobody uses."""
     windows = [layer.window for layer in program.caches]
     window = program.window or (max(windows) if windows and all(windows) else 0)
-    return CacheRules(reuse, recurrent=bool(program.states), window=window, window_groups=program.window_groups)
+    return CacheRules(reuse, bool(program.states), window, kept_blocks, program.window_groups)
 
 
-def with_snapshots(limits: Limits, program: Program, spare: int, reuse: bool) -> Limits:
-    """The limits with slots for copies of recurrent state, as far as what the plan leaves over goes."""
+def with_snapshots(limits: Limits, program: Program, spare: int, reuse: bool, most: int | None = None) -> Limits:
+    """The limits with slots for copies of recurrent state, as far as what the plan leaves over goes, and `most` bytes."""
     if not (program.states and reuse):
         return limits
-    fitting = int(SNAPSHOT_SHARE * spare) // max(1, state_bytes(program))
+    room = int(SNAPSHOT_SHARE * spare)
+    fitting = (room if most is None else min(room, most)) // max(1, state_bytes(program))
     return replace(limits, n_states=limits.max_seqs + min(SNAPSHOTS, fitting))

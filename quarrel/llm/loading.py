@@ -59,6 +59,7 @@ def load(
     memory: int | float | None = None,
     threads: int | None = None,
     prefix_cache: bool = True,
+    prefix_cache_bytes: int | None = None,
     max_waiting: int = MAX_WAITING,
     kv_cache: KVType = "auto",
     attention: AttentionChoice = "auto",
@@ -82,11 +83,12 @@ def load(
     memory ends. max_seqs: sequences that run at once. memory: bytes that all
     of it may take, or a share of what is free as a float up to 1.0; by default `QUARREL_MEMORY`, or what is free. threads:
     of the CPU backend, by default `QUARREL_THREADS` or one for each core. prefix_cache: keep what finished sequences
-    computed, to continue from. max_waiting: requests that may wait beyond those that run; a further one raises QueueFull.
+    computed, to continue from; prefix_cache_bytes: so much of it at most, where nobody is using it, or as much as there is
+    room for. max_waiting: requests that may wait beyond those that run; a further one raises QueueFull.
     kv_cache: what is kept of keys and values: "float16", "bfloat16", or "int8" or "fp8", half as large; by default
     `QUARREL_KV_CACHE`, or what the backend computes in (float16 on a CPU, but for float32 arithmetic).
     attention: who attends to long prompts on CUDA: "own" kernels or "cudnn", where that applies; by default
-    `QUARREL_ATTENTION`, or what was found faster.
+    `QUARREL_ATTENTION`, or "own".
     deterministic: a request's tokens have the same bits whatever runs beside it and however its prompt is cut, which costs
     speed on a GPU; the CPU backend never does otherwise.
     draft: a smaller model of the same vocabulary, which guesses ahead (`Service.draft`); the text stays the same.
@@ -108,6 +110,7 @@ def load(
     ranks = environment.tensor_parallel if tensor_parallel is None else tensor_parallel
     _check_arguments(compute, n_ctx, max_seqs, threads, max_waiting, ranks)
     _check_memory(memory)
+    _check_kept(prefix_cache_bytes)
     kv: KVType = environment.kv_cache if kv_cache == "auto" else kv_cache  # type: ignore[assignment]
     if kv not in KV_TYPES:
         raise RequestError(f"kv_cache is {kv!r}, wanted one of {', '.join(KV_TYPES)}")
@@ -197,7 +200,8 @@ def load(
         spec = read_spec(file, plan.n_ctx, scaling, n_ctx)
         program = assemble(spec, tensors) if adapted is None else adapted.applied(assemble(spec, tensors))
         program = as_planned(program, plan.limits.window_groups)
-        limits = with_snapshots(plan.limits, program, plan.spare, prefix_cache)
+        limits = with_snapshots(plan.limits, program, plan.spare, prefix_cache, prefix_cache_bytes)
+        kept = None if prefix_cache_bytes is None else prefix_cache_bytes * limits.n_blocks // max(1, plan.cache)
         limits = replace(limits, deterministic=deterministic, attention=attends, n_adapters=len(opened))
         plan = plan.with_limits(limits, program)
         limits = plan.limits
@@ -221,7 +225,7 @@ def load(
             step = loop.serve(
                 compiled,
                 width,
-                cache_rules(program, prefix_cache),
+                cache_rules(program, prefix_cache, kept),
                 max_waiting=max_waiting,
                 make_drafter=None if guessing is None else drafter,
             )
@@ -308,6 +312,11 @@ def _check_memory(memory: object) -> None:
     whole = isinstance(memory, int) and not isinstance(memory, bool) and 1 <= memory < 1 << 60
     if not whole and not (isinstance(memory, float) and 0 < memory <= 1):
         raise RequestError(f"memory is {memory!r}, wanted a whole number of bytes, or a share up to 1.0 as a float")
+
+
+def _check_kept(count: object) -> None:
+    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or not 0 <= count < 1 << 60):
+        raise RequestError(f"prefix_cache_bytes is {count!r}, wanted a whole number of bytes from 0, or None")
 
 
 def _find(name: str | os.PathLike[str], environment: Environment) -> Resolved:
