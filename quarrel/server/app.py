@@ -17,7 +17,7 @@ from starlette.staticfiles import StaticFiles
 from quarrel import __version__
 from quarrel.errors import QuarrelError
 from quarrel.server import ollama, openai, rerank, responses, rest, socket
-from quarrel.server.document import document
+from quarrel.server.document import document, methods_of
 from quarrel.server.errors import Refused, openai_body, plain_body, refused
 from quarrel.server.guard import App, Guard
 from quarrel.server.keys import Keyring
@@ -103,6 +103,8 @@ def _errors(api: FastAPI, metrics: Metrics) -> None:
         refusal = Refused(error.status_code, code, f"{text}: see /openapi.json for what there is")
         response = answer(request, refusal)
         response.headers.update(error.headers or {})
+        if error.status_code == 405 and (methods := methods_of(api, request.url.path)):
+            response.headers["Allow"] = ", ".join(methods)  # of all routes, not of the first that has the path
         return response
 
     @api.exception_handler(RequestValidationError)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from fastapi import FastAPI
@@ -44,6 +45,16 @@ def document(api: FastAPI) -> Json:
                 _complete(path, item[method], parts)
         api.openapi_schema = made
     return api.openapi_schema
+
+
+def methods_of(api: FastAPI, path: str) -> list[str]:
+    """Those that some route has for this path."""
+    found: set[str] = set()
+    for template, item in document(api)["paths"].items():
+        # A name may have slashes in it.
+        if re.fullmatch("[^{}]+".join(re.escape(part) for part in re.split(r"{\w+}", template)), path):
+            found |= {method.upper() for method in METHODS & set(item)}
+    return sorted(found)
 
 
 def _complete(path: str, operation: Json, parts: Json) -> None:

@@ -108,7 +108,6 @@ def routes(desk: Desk, metrics: Metrics) -> APIRouter:
         """Unloads a model once its requests have ended."""
         return described(await desk.shelf.unload(name), desk.settings.chat_template)
 
-    @router.post("/api/generate", **body_of(GenerateBody))
     async def generate(request: Request) -> Response:
         """The continuation of a prompt; with `stream`, as lines of JSON."""
         body, headers = await reported(request, GenerateBody, desk)
@@ -129,6 +128,9 @@ def routes(desk: Desk, metrics: Metrics) -> APIRouter:
                 return summary(result, job, time.perf_counter() - began)
 
         return JSONResponse(await unless_gone(request, whole()), headers=headers)
+
+    if not desk.settings.ollama:  # which has a route of this name
+        router.post("/api/generate", **body_of(GenerateBody))(generate)
 
     @router.post("/api/stream", **body_of(GenerateBody))
     async def stream(request: Request) -> Response:

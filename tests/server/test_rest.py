@@ -176,6 +176,21 @@ def test_a_request_over_its_time_is_ended(tmp_path: Path) -> None:
         assert blocks_are_back(held.llm)
 
 
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [
+        ("/api/models/demo", "DELETE, GET, POST"),
+        ("/api/models/a/b", "DELETE, GET, POST"),
+        ("/v1/completions", "POST"),
+        ("/", "GET"),
+    ],
+)
+def test_a_method_that_a_path_does_not_have_is_told_those_that_it_has(live: Live, path: str, allowed: str) -> None:
+    answer = live.client.put(path)
+    assert answer.status_code == 405
+    assert answer.headers["allow"] == allowed
+
+
 def test_strict_servers_refuse_unknown_fields(tmp_path: Path) -> None:
     with running(Settings(data_dir=tmp_path, strict_api=True, rates=Rates(requests=0))) as made:
         answer = made.client.post("/v1/completions", json={"prompt": "a", "zap": 1})
