@@ -18,7 +18,7 @@ ComputeChoice = Literal["auto", "float32", "float16", "bfloat16", "fp8"]
 of many rows in E4M3, where a backend has them."""
 
 AttentionChoice = Literal["auto", "own", "cudnn"]
-"""Who attends to long prompts: cuDNN where a backend has it and it applies, or our own kernels; `auto` is the faster."""
+"""Who attends to long prompts: cuDNN where a backend has it and it applies, or our own kernels, which `auto` is."""
 
 
 @dataclass(frozen=True)
