@@ -64,15 +64,15 @@ MAPS: dict[str, tuple[tuple[str, ...], tuple[int, ...], int]] = {
     "down Q4_0": (("Q4_0",), (4096,), 14336),
 }
 """Formats, outputs and columns."""
-OTHERS: dict[str, tuple[tuple[int, int, bool], ...]] = {
-    "down": ((128, 8, True), (128, 4, True), (128, 6, True), (64, 4, False)),
-    "down Q6_K": ((128, 8, True), (128, 4, True), (128, 6, True)),
-    "three": ((128, 4, True), (128, 3, True), (128, 5, True), (128, 2, True)),
-    "head": ((128, 1, True),),
-    "out": ((128, 8, True), (128, 4, True), (64, 4, False)),
-    "gated": ((64, 1, False),),
+OTHERS: dict[str, tuple[Tile, ...]] = {
+    "gated": (Tile(128, 1, deep=2), Tile(64, 1)),
+    "down": (Tile(128, 8, True), Tile(128, 4, deep=2), Tile(128, 4, True), Tile(128, 6, True), Tile(64, 4)),
+    "down Q6_K": (Tile(128, 8, True), Tile(128, 4, deep=2), Tile(128, 4, True), Tile(128, 6, True)),
+    "three": (Tile(128, 4, True), Tile(128, 2, deep=2), Tile(128, 3, True), Tile(128, 5, True), Tile(128, 2, True)),
+    "head": (Tile(128, 1, True), Tile(128, 1, deep=2)),
+    "out": (Tile(128, 8, True), Tile(128, 4, deep=2), Tile(128, 4, True), Tile(64, 4)),
 }
-"""Rows, parts and height of other tiles."""
+"""Other tiles."""
 Job = tuple[str, Tile, int]
 """Map, tile, width of rows."""
 
@@ -109,9 +109,9 @@ def candidates() -> Iterator[Job]:
             yield name, own_tile(name, width), width
         for name, others in OTHERS.items():
             for other in others:
-                yield name, Tile(*other), width
+                yield name, other, width
     for name, others in OTHERS.items():  # a trial: `rows.py` has them now
-        for tile in dict.fromkeys((own_tile(name, 64), own_tile(name, 128), Tile(*others[0]))):
+        for tile in dict.fromkeys((own_tile(name, 64), own_tile(name, 128), *others[:2])):
             yield name, tile, 32
 
 
@@ -247,8 +247,8 @@ def main() -> int:
         except Exception as failure:
             say(map=name, tile=str(tile), raised=f"{type(failure).__name__}: {failure}"[:300])
             continue
-        say(map=name, x=width, rows=tile.rows, parts=tile.parts, tall=tile.tall, us=us, tiles=tiles)
-        how = "tall" if tile.tall else ""
+        say(map=name, x=width, rows=tile.rows, parts=tile.parts, tall=tile.tall, deep=tile.deep, us=us, tiles=tiles)
+        how = "tall" if tile.tall else "deep" if tile.deep > 1 else ""
         lines.append(f"{name:12s} {width:4d} {tile.rows:4d}, {tile.parts:2d} {how:4s} {us:7.1f} {tiles or 0:7.1f}")
     print("\n".join(sorted(lines[1:])))
     print(lines[0])

@@ -92,6 +92,16 @@ def tall() -> Trial:
     return Trial("two tiles a program", given(many_rows, "tile_for", tile))
 
 
+def deep() -> Trial:
+    """All by 128 rows a program, copied two steps ahead."""
+
+    def tile(ns: Any, k: int, width: int, large: bool = False) -> many_rows.Tile:
+        programs = sum(-(-n // 128) for n in ns)
+        return many_rows.Tile(128, next((p for p in (1, 2, 4, 8) if programs * p >= 90), 8), deep=2)
+
+    return Trial("128 rows a program, two steps ahead", given(many_rows, "tile_for", tile))
+
+
 def keyed(keys: int, warps: int) -> Trial:
     """Attention of many sequences in other tiles."""
     tile = given(attention, "crowded", lambda one: replace(one, keys=keys, warps=warps))
@@ -103,8 +113,8 @@ def groups() -> list[Group]:
     found = [keyed(*how) for how in ((16, 2), (16, 1), (32, 2), (16, 4))]
     mistral, now = "mistral-7b", Trial("now")
     return [
-        Group("128", mistral, "Q4_K_M", Test("decode", 32, 176, 128), 32, 12000, (now, tall(), *found)),
-        Group("64", mistral, "Q4_K_M", Test("decode", 32, 176, 64), 32, 9000, (now, tall(), tiles)),
+        Group("128", mistral, "Q4_K_M", Test("decode", 32, 176, 128), 32, 12000, (now, tall(), deep(), *found)),
+        Group("64", mistral, "Q4_K_M", Test("decode", 32, 176, 64), 32, 9000, (now, tall(), deep(), tiles)),
         Group("32", mistral, "Q4_K_M", Test("decode", 32, 176, 32), 32, 6000, (now, *found[:2])),
         Group("128 Q8_0", mistral, "Q8_0", Test("decode", 32, 176, 128), 32, 12000, (now, tiles)),
     ]

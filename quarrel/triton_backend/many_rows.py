@@ -34,11 +34,12 @@ and value of 6144 x 4096 29.7 and 38.4 (H200, 128 rows)."""
 
 @dataclass(frozen=True)
 class Tile:
-    """`rows` of a weight a program (16 a warp, or 32 if `tall`), `parts` of K."""
+    """`rows` of a weight a program (16 a warp, or 32 if `tall`), `parts` of K, copied so many steps ahead."""
 
     rows: int
     parts: int
     tall: bool = False
+    deep: int = 1
 
     @property
     def each(self) -> int:
@@ -145,7 +146,7 @@ def _one(
             *b.planes, biases[0] if biases else none, biases[-1] if biases else none,
             none if residual is None else residual.tensor, part.tensor, arrived.tensor, count, alpha, a.n, K=a.k,
             FORMAT=a.format, BIAS=bool(biases), ADD=residual is not None, GATED=gated, KIND=kind, PARTS=tile.parts,
-            TALL=tile.tall, BM=tile.each, BT=width, warps=tile.warps, stages=1, early=starts_early(site),
+            TALL=tile.tall, BM=tile.each, BT=width, DEEP=tile.deep, warps=tile.warps, stages=1, early=starts_early(site),
         )  # fmt: skip
 
     return Few(run, MOST, fill is not None, LEAST)
@@ -171,7 +172,7 @@ def linears(
             warpgroup.warpgroup_three, (sum(cdiv(n, tile.rows) for n in ns), tile.parts), *outs, prepare(live, width),
             *planes, *(biases or outs), part.tensor, arrived.tensor, count, *ns, K=k, FORMAT0=weights[0].format,
             FORMAT1=weights[1].format, FORMAT2=weights[2].format, BIAS=bool(biases), TALL=tile.tall, PARTS=tile.parts,
-            BM=tile.each, BT=width, warps=tile.warps, stages=1, early=starts_early(site),
+            BM=tile.each, BT=width, DEEP=tile.deep, warps=tile.warps, stages=1, early=starts_early(site),
         )  # fmt: skip
 
     return Few(run, MOST, fill is not None, LEAST)
