@@ -40,7 +40,9 @@ def ignored(body: Body, desk: Desk, where: str) -> dict[str, str]:
     if desk.settings.strict_api:
         raise Refused(400, "unknown_field", f"not understood here: {names}", param=unknown[0][:40])
     log.warning("%s: ignored %s", where, names.encode("ascii", "backslashreplace").decode())
-    return {IGNORED: "".join(c if 32 <= ord(c) < 127 else "?" for c in names)}
+    # A header's value neither begins nor ends with a space, so names have none.
+    shown = ("".join(c if 32 < ord(c) < 127 else "?" for c in n[:40]) for n in unknown[:10])
+    return {IGNORED: ", ".join(shown)}
 
 
 def parsed(raw: bytes | str, schema: type[B]) -> B:

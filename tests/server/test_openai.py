@@ -128,6 +128,9 @@ def test_an_unknown_field_is_reported_in_a_header(live: Live) -> None:
     answer = live.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "zap": 1, "b\u00e4d": 2})
     assert answer.status_code == 200
     assert answer.headers["x-quarrel-ignored"] == "b?d, zap"
+    for name, shown in ((" ", "?"), ("", ""), ("\r\nx: y", "??x:?y"), ("\t", "?"), ("a ", "a?"), ("\u00a0", "?")):
+        answer = live.client.post("/api/tokenize", json={"text": "a", name: 1})
+        assert (answer.status_code, answer.headers["x-quarrel-ignored"]) == (200, shown)
 
 
 def test_an_unknown_model_is_named(client: openai.OpenAI) -> None:
