@@ -67,7 +67,14 @@ class Keys:
     warps: int
 
 
-Way = Tile | Walk | Keys
+@dataclass(frozen=True)
+class Without:
+    """The map left out, to see what it is worth."""
+
+    map: str
+
+
+Way = Tile | Walk | Keys | Without
 
 
 def deep(rows: int, words: int, warps: int) -> Tile:
@@ -78,6 +85,7 @@ def capped(rows: int, words: int, warps: int, registers: int) -> Capped:
     return Capped(rows, words, warps, False, registers)
 
 
+PARTS = ("gate", "down", "qkv", "o", "head", "attend", "norm", "halve")
 ATTEND = (Keys(32, 4), Keys(64, 2), Keys(32, 2), Keys(64, 8), Keys(32, 1), Keys(128, 8), Keys(16, 2), Keys(128, 4))
 
 
@@ -95,7 +103,7 @@ class Model:
     three: int
     """Outputs of query, key and value."""
     vocab: int
-    ways: Mapping[str, tuple[Way, ...]]
+    ways: dict[str, tuple[Way, ...]]
 
     def file(self, folder: Path, cut: int) -> Path:
         return folder / f"{self.shape}-{self.quant}-{cut}.gguf"
@@ -117,7 +125,9 @@ class Model:
 
     def trials(self, maps: Collection[str] = ()) -> list[tuple[str, Way]]:
         """The first of each map first: time may be over before the last."""
-        chosen = {name: ways for name, ways in (*self.ways.items(), ("attend", ATTEND)) if not maps or name in maps}
+        left_out = tuple(Without(part) for part in PARTS)
+        known = self.ways | {"attend": ATTEND, "without": left_out}  # type: ignore[operator]
+        chosen = {name: ways for name, ways in known.items() if not maps or name in maps}
         most = max(map(len, chosen.values()))
         return [(name, ways[i]) for i in range(most) for name, ways in chosen.items() if i < len(ways)]
 
@@ -220,6 +230,8 @@ def tried(model: Model, ways: Mapping[str, Way]) -> Iterator[None]:
         given.append((few, "gate_tile_for", lambda *_: gate))
         if isinstance(gate, Capped):
             given.append((few, "gate_up", Kernel(few.gate_up, gate.registers)))
+    if "without" in ways:
+        given += absent(model, ways["without"])
     if "attend" in ways:
         given.append((attention, "tiles", tiled(ways["attend"])))
     with replaced(*given):
@@ -235,6 +247,29 @@ def tiled(way: Any) -> Callable[..., Any]:
         return replace(one, keys=way.keys, warps=way.warps), many
 
     return tiles
+
+
+def absent(model: Model, way: Any) -> list[tuple[Any, str, Any]]:
+    """The kernels of a part, which do nothing."""
+    nothing = Skipping(None, lambda *given, **named: True)
+    one = Skipping(few.matvec, lambda *given, **named: model.map(given[9], named["K"]) == way.map)
+    return {
+        "gate": [(few, "gate_up", nothing), (few, "stream_gate_up", nothing)],
+        "qkv": [(few, "matvec3", nothing)],
+        "attend": [(attention, "attend_one", nothing)],
+        "norm": [(few, "norm_halve_rows", nothing)],
+        "halve": [(few, "halve_rows", nothing)],
+    }.get(way.map, [(few, "matvec", one)])
+
+
+class Skipping:
+    """A kernel that some calls do not launch."""
+
+    def __init__(self, kernel: Any, skips: Callable[..., bool]) -> None:
+        self._kernel, self._skips = kernel, skips
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        return lambda *given, **named: None if self._skips(*given, **named) else self._kernel[grid](*given, **named)
 
 
 class Kernel:
@@ -427,7 +462,9 @@ def shown(way: Way | None) -> str:
     if isinstance(way, Tile):
         more = f", {way.registers} registers" if isinstance(way, Capped) else ", two ahead" if way.deep else ""
         return f"{way.rows} x {way.words}, {way.warps} warps{more}"
-    return "" if way is None else f"{way.keys} keys, {way.warps} warps"
+    if isinstance(way, Keys):
+        return f"{way.keys} keys, {way.warps} warps"
+    return "" if way is None else way.map
 
 
 def line(t: Trial, now: float) -> str:
@@ -439,7 +476,7 @@ def best_of(trials: list[Trial], now: float) -> dict[str, Way]:
     """The fastest of each map, where it is faster than the backend as it is, and right."""
     found: dict[str, Trial] = {}
     for t in trials:
-        wins = t.right and t.off < 2e-3 and t.ms < now * (1 - GAIN)
+        wins = t.name != "without" and t.right and t.off < 2e-3 and t.ms < now * (1 - GAIN)
         if wins and (t.name not in found or t.ms < found[t.name].ms):
             found[t.name] = t
     return {name: t.way for name, t in found.items() if t.way is not None}
@@ -528,7 +565,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=140.0)
     parser.add_argument("--tokens", type=int, default=64, help="of each sequence that is timed")
     parser.add_argument("--start", type=int, default=0, help="tokens before those; the cache is as it was allocated")
-    parser.add_argument("--maps", default="", help="only these, of gate, down, qkv, o, head, attend")
+    parser.add_argument("--maps", default="", help="only these, of gate, down, qkv, o, head, attend, without")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--list", action="store_true", help="print what would be done")
@@ -553,7 +590,7 @@ def main() -> int:
     notes.say(part="files", jobs=len(order))
     bad: set[Job] = set()
     if args.jobs > 1:
-        bad = warm(order, args.jobs, BEGAN + args.seconds * 0.55, notes)
+        bad = warm([job for job in order if job.map != "without"], args.jobs, BEGAN + args.seconds * 0.55, notes)
     notes.say(part="compile", bad=[f"{job.model} {job.map} {shown(job.way)}" for job in order if job in bad])
     notes.say(part="machine", device=backend("triton").device())
     tables = []
