@@ -148,6 +148,10 @@ def load(
         free = chosen.free_bytes() if shares is None else shares.free_bytes()
         device = Device.of(free, budget, chosen.step_tokens, captures=chosen.name == "triton")
         weights = sum(t.nbytes for t in file.tensors.values())
+        if choice == "fp8":
+            # Matrices are kept in E4M3 beside their own format.
+            coarse = (t for t in file.tensors.values() if t.type.name in ("F16", "BF16", "Q8_0") and len(t.dims) == 2)
+            weights += sum(math.prod(t.dims) for t in coarse)
         if adapters and isinstance(spec, EncoderSpec):
             raise RequestError("an encoder takes no adapters: leave them out")
         opened = {n: files.enter_context(GGUFFile.open(_find(p, environment).paths)) for n, p in (adapters or {}).items()}
@@ -176,7 +180,7 @@ def load(
             wanted = n_ctx or min(spec.context_length, DEFAULT_CONTEXT)
             held = worth(program, wanted)
             if shares is not None:
-                held, weights = shares.neediest(spec, tensors, wanted)
+                held, weights = shares.neediest(spec, tensors, held.window_groups)
             make = partial(
                 plan_limits,
                 held,

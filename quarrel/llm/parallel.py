@@ -17,7 +17,7 @@ from quarrel.ops.collective import Joins
 from quarrel.ops.contract import WeightRef
 from quarrel.ops.program import Program
 from quarrel.ops.step import Backend, ComputeChoice, Limits, Step
-from quarrel.ops.windows import worth
+from quarrel.ops.windows import as_planned
 
 if TYPE_CHECKING:
     from quarrel.parallel import Team
@@ -48,12 +48,13 @@ class Parallel:
         free = min(self._backend.free_bytes(), self._team.free_bytes())
         return free if self._backend.name == "triton" else free // self.ranks
 
-    def neediest(self, spec: ModelSpec, tensors: Tensors, context: int) -> tuple[Program, int]:
-        """The program whose cache is the largest, and bytes of the largest share of the weights."""
+    def neediest(self, spec: ModelSpec, tensors: Tensors, window_groups: int) -> tuple[Program, int]:
+        """The program whose cache is the largest, and bytes of the largest share of the weights. window_groups: of the
+        whole model, where its layers with a window are to have blocks of their own."""
         programs = [assemble(*shard(spec, tensors, rank, self.ranks)) for rank in range(self.ranks)]
-        grouped = [worth(program, context) for program in programs]
-        # Every member gets the same block tables.
-        if len({program.window_groups for program in grouped}) == 1:
+        # Every member gets the same block tables; with whole layers each, their groups may be others.
+        grouped = [as_planned(program, window_groups) for program in programs]
+        if all(program.window_groups == window_groups for program in grouped):
             programs = grouped
         return max(programs, key=lambda p: cache_bytes_per_token(p, "float32")), max(map(weight_bytes, programs))
 
