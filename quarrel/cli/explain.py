@@ -31,11 +31,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _summary(e: Explanation) -> Iterator[str]:
+    shared = f"up to {e.max_seqs} sequences at once share {e.cache_tokens} tokens of cache"
+    if not e.plan.cache + e.plan.states:  # an encoder's step begins and ends with its texts
+        shared = f"a step takes texts of up to {e.plan.limits.max_tokens} together"
     rows = [
         ["model", f"{e.model}, {e.architecture}"],
         ["backend", f"{e.backend} on {e.device}"],
         ["arithmetic", e.compute + (", the same bits in every batch" if e.plan.limits.deterministic else "")],
-        ["context", f"{e.n_ctx} tokens; up to {e.max_seqs} sequences at once share {e.cache_tokens} tokens of cache"],
+        ["context", f"{e.n_ctx} tokens; {shared}"],
         *(["not taken", reason] for reason in e.skipped),
         *([["draft", f"{e.draft.model}, {e.draft.architecture}, {amount(e.draft.plan.total)}"]] if e.draft else []),
     ]

@@ -126,7 +126,9 @@ def cache_bytes_per_token(program: Program, compute: Compute, kv_cache: KVType =
 
 
 def cache_tokens(program: Program, limits: Limits) -> int:
-    """Tokens of whole contexts that the cache has room for."""
+    """Tokens of whole contexts that the cache has room for; none for an encoder, which has no cache."""
+    if not (program.caches or program.states):
+        return 0
     blocks = limits.max_blocks_per_seq
     return limits.n_blocks * blocks // _Demand.of(program, limits.max_tokens).each(blocks) * limits.block_size
 
