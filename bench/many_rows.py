@@ -49,8 +49,6 @@ from quarrel.triton_backend.tuned import key, table
 
 BEGAN = time.perf_counter()
 TOKENS = (17, 32, 33, 64, 65, 101, 128)
-WIDTHS = (32, *warpgroup_x.WIDTHS)
-many_rows.width_of = lambda count: next(width for width in WIDTHS if count <= width)
 MAPS: dict[str, tuple[tuple[str, ...], tuple[int, ...], int]] = {
     "gated": (("Q4_K", "Q4_K"), (14336, 14336), 4096),
     "down": (("Q4_K",), (4096,), 14336),
@@ -64,15 +62,35 @@ MAPS: dict[str, tuple[tuple[str, ...], tuple[int, ...], int]] = {
     "down Q4_0": (("Q4_0",), (4096,), 14336),
 }
 """Formats, outputs and columns."""
-OTHERS: dict[str, tuple[Tile, ...]] = {
-    "gated": (Tile(128, 1, deep=2), Tile(64, 1)),
-    "down": (Tile(128, 8, True), Tile(128, 4, deep=2), Tile(128, 4, True), Tile(128, 6, True), Tile(64, 4)),
-    "down Q6_K": (Tile(128, 8, True), Tile(128, 4, deep=2), Tile(128, 4, True), Tile(128, 6, True)),
-    "three": (Tile(128, 4, True), Tile(128, 2, deep=2), Tile(128, 3, True), Tile(128, 5, True), Tile(128, 2, True)),
-    "head": (Tile(128, 1, True), Tile(128, 1, deep=2)),
-    "out": (Tile(128, 8, True), Tile(128, 4, deep=2), Tile(128, 4, True), Tile(64, 4)),
+OTHERS: dict[int, dict[str, tuple[Tile, ...]]] = {
+    128: {
+        "gated": (Tile(128, 1, deep=2),),
+        "down": (Tile(128, 4, deep=2), Tile(128, 4)),
+        "down Q6_K": (Tile(128, 4, deep=2), Tile(128, 4)),
+        "three": (Tile(128, 2, deep=2), Tile(128, 2)),
+        "head": (Tile(128, 1, deep=2),),
+        "out": (Tile(128, 4, deep=2), Tile(128, 4), Tile(64, 2)),
+        "gated Q8_0": (Tile(64, 1), Tile(128, 1, deep=2)),
+    },
+    64: {
+        "gated": (Tile(128, 1, deep=2), Tile(64, 1, deep=2)),
+        "down": (Tile(128, 4, deep=2), Tile(64, 4, deep=2)),
+        "down Q6_K": (Tile(128, 4, deep=2), Tile(64, 4, deep=2)),
+        "three": (Tile(64, 2, deep=2),),
+        "head": (Tile(64, 1, deep=2),),
+        "out": (Tile(128, 4, deep=2),),
+        "gated Q8_0": (Tile(64, 1), Tile(64, 1, deep=2)),
+    },
+    32: {
+        "gated": (Tile(64, 1, deep=2), Tile(64, 1, deep=3), Tile(64, 2)),
+        "down": (Tile(128, 8, True, 2), Tile(64, 8), Tile(64, 4, deep=2)),
+        "down Q6_K": (Tile(128, 8, True, 2), Tile(64, 8)),
+        "three": (Tile(128, 4, True, 2), Tile(64, 2, deep=2), Tile(64, 3)),
+        "head": (Tile(64, 1, deep=2), Tile(128, 1, True, 2)),
+        "out": (Tile(128, 8, True, 2),),
+    },
 }
-"""Other tiles."""
+"""Other tiles, by width of rows."""
 Job = tuple[str, Tile, int]
 """Map, tile, width of rows."""
 
@@ -99,20 +117,18 @@ class Site(Alone):
 
 def own_tile(name: str, width: int) -> Tile:
     _, ns, k = MAPS[name]
-    return many_rows.tile_for(ns if name == "three" else ns[:1], k, width, name == "gated Q8_0")
+    return many_rows.tile_for(ns if name == "three" else ns[:1], k, width, name.startswith("gated"), name == "gated Q8_0")
 
 
 def candidates() -> Iterator[Job]:
     """The most wanted first."""
-    for width in (128, 64):
+    for width in OTHERS:
         for name in MAPS:
             yield name, own_tile(name, width), width
-        for name, others in OTHERS.items():
+    for width, found in OTHERS.items():
+        for name, others in found.items():
             for other in others:
                 yield name, other, width
-    for name, others in OTHERS.items():  # a trial: `rows.py` has them now
-        for tile in dict.fromkeys((own_tile(name, 64), own_tile(name, 128), *others[:2])):
-            yield name, tile, 32
 
 
 def made(job: Job, tokens: int, small: bool) -> tuple[Callable[[int], None], int, Callable[[], float]]:
@@ -133,9 +149,8 @@ def made(job: Job, tokens: int, small: bool) -> tuple[Callable[[int], None], int
     wide = torch.float32 if add or name == "head" else torch.float16
     ys = [torch.full((tokens, n), float("nan"), device=device, dtype=wide) for n in (ns if three else ns[:1])]
     outs, added = [Slot(y) for y in ys], None if residual is None else Slot(residual)
-    kind, before = "silu" if gated else "none", (many_rows.tile_for, warpgroup_x.WIDTHS)
-    many_rows.tile_for, many_rows._SMALL = lambda ns, k, width, large=False: tile, 0
-    warpgroup_x.WIDTHS = WIDTHS
+    kind, before = "silu" if gated else "none", many_rows.tile_for
+    many_rows.tile_for, many_rows._SMALL = lambda ns, k, width, gated=False, large=False: tile, 0
     try:
         runs = []
         for weights in zip(*sets, strict=True):
@@ -146,7 +161,7 @@ def made(job: Job, tokens: int, small: bool) -> tuple[Callable[[int], None], int
             assert few is not None, job
             runs.append(few.run)
     finally:
-        many_rows.tile_for, warpgroup_x.WIDTHS = before
+        many_rows.tile_for = before
     live = Live(tokens, tokens, tokens, True, False, tokens)
 
     def error() -> float:

@@ -34,7 +34,7 @@ from quarrel.bench.subject import Source, Subject, limits_for
 from quarrel.bench.work import Test
 from quarrel.gguf import GGUFFile
 from quarrel.ops.registry import backend
-from quarrel.triton_backend import attention, many_rows
+from quarrel.triton_backend import many_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGAN = time.perf_counter()
@@ -81,41 +81,25 @@ class Group:
         return folder / f"{self.shape}-{self.quant}-{cut}.gguf"
 
 
-def tall() -> Trial:
-    """Down, query, key and value, and the head by two tiles a program."""
-
-    def tile(ns: Any, k: int, width: int, large: bool = False) -> many_rows.Tile:
-        parts = {(4096, 14336): 8, (6144, 4096): 4, (32000, 4096): 1}.get((sum(ns), k))
-        return before(ns, k, width, large) if parts is None else many_rows.Tile(128, parts, True)
-
-    before = many_rows.tile_for
-    return Trial("two tiles a program", given(many_rows, "tile_for", tile))
-
-
 def deep() -> Trial:
     """All by 128 rows a program, copied two steps ahead."""
 
-    def tile(ns: Any, k: int, width: int, large: bool = False) -> many_rows.Tile:
+    def tile(ns: Any, k: int, width: int, gated: bool = False, large: bool = False) -> many_rows.Tile:
         programs = sum(-(-n // 128) for n in ns)
         return many_rows.Tile(128, next((p for p in (1, 2, 4, 8) if programs * p >= 90), 8), deep=2)
 
     return Trial("128 rows a program, two steps ahead", given(many_rows, "tile_for", tile))
 
 
-def keyed(keys: int, warps: int) -> Trial:
-    """Attention of many sequences in other tiles."""
-    tile = given(attention, "crowded", lambda one: replace(one, keys=keys, warps=warps))
-    return Trial(f"tiles of {keys} keys in {warps} warps", tile)
-
-
 def groups() -> list[Group]:
     tiles = Trial("tiles of matmul.py", given(many_rows, "takes", lambda site, weights: False))
-    found = [keyed(*how) for how in ((16, 2), (16, 1), (32, 2), (16, 4))]
+    small = Trial("small maps by warpgroups too", given(many_rows, "_SMALL", 0))
+    less = Trial("warpgroups from 17 rows", given(many_rows, "LEAST", 17))
     mistral, now = "mistral-7b", Trial("now")
     return [
-        Group("128", mistral, "Q4_K_M", Test("decode", 32, 176, 128), 32, 12000, (now, tall(), deep(), *found)),
-        Group("64", mistral, "Q4_K_M", Test("decode", 32, 176, 64), 32, 9000, (now, tall(), deep(), tiles)),
-        Group("32", mistral, "Q4_K_M", Test("decode", 32, 176, 32), 32, 6000, (now, *found[:2])),
+        Group("128", mistral, "Q4_K_M", Test("decode", 32, 176, 128), 32, 12000, (now, deep(), small)),
+        Group("64", mistral, "Q4_K_M", Test("decode", 32, 176, 64), 32, 9000, (now, deep(), small)),
+        Group("32", mistral, "Q4_K_M", Test("decode", 32, 176, 32), 32, 6000, (now, less)),
         Group("128 Q8_0", mistral, "Q8_0", Test("decode", 32, 176, 128), 32, 12000, (now, tiles)),
     ]
 

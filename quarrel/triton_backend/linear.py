@@ -105,7 +105,7 @@ def _build(
     if site.deterministic:
         return few
     many = dequant.linear(site, x, y, weight, bias, residual, alpha, axis, dequant.room(site, [weight]))
-    by_rows = [m.linear(site, x, y, weight, bias, residual, alpha, axis) for m in (rows, many_rows)]
+    by_rows = [m.linear(site, x, y, weight, bias, residual, alpha, axis) for m in (many_rows, rows)]
     return _by_count(axis, exact, by_rows, few, many)
 
 
@@ -138,7 +138,7 @@ def several(
     given = [b for b in biases if b is not None]
     by_rows: list[rows.Few | None] = []
     if len(weights) == 3 and len(given) in (0, 3):
-        by_rows = [m.linears(site, x, ys, weights, given, axis, made.fill) for m in (rows, many_rows)]
+        by_rows = [m.linears(site, x, ys, weights, given, axis, made.fill) for m in (many_rows, rows)]
         few = matmul.linears(site, x, ys, weights, given, axis)
     else:
         few = _chain(
@@ -178,7 +178,7 @@ def gate_up(
     given = [b for b in biases if b is not None]
     by_rows: list[rows.Few | None] = []
     if gate.format == up.format and len(given) in (0, 2):
-        by_rows = [m.gate_up(site, x, y, gate, up, given, activation, axis, made.fill) for m in (rows, many_rows)]
+        by_rows = [m.gate_up(site, x, y, gate, up, given, activation, axis, made.fill) for m in (many_rows, rows)]
         few = matmul.gate_up(site, x, y, gate, up, given, activation, axis)
     else:
         few = _chain([*(matmul.linear(site, x, to, w, b, None, 1.0, axis) for to, w, b in both), gated])

@@ -51,7 +51,7 @@ class Tile:
         return self.each // 16
 
 
-def tile_for(ns: Sequence[int], k: int, width: int, large: bool = False) -> Tile:
+def tile_for(ns: Sequence[int], k: int, width: int, gated: bool = False, large: bool = False) -> Tile:
     """By the weights' shape and a width of rows; `large` if codes leave no memory for a second program of 64 rows.
 
     With 128 columns two programs of 64 rows to a multiprocessor beat one of 128: gate and up of 14336 x 4096 took 56.8 us
@@ -62,6 +62,8 @@ def tile_for(ns: Sequence[int], k: int, width: int, large: bool = False) -> Tile
     """
     steps = k // warpgroup_x.STEP
     tiles = sum(cdiv(n, 128) for n in ns)
+    if width == 32 and not gated and tiles < 200:
+        return Tile(128, next((p for p in (1, 2, 4, 8) if tiles * p >= _PROGRAMS), 8), tall=True)
     for parts in (1, 2, 4, 8) if width < MOST or large else ():
         if tiles * parts in _WHOLE and steps >= 4 * parts:
             return Tile(128, parts)
@@ -105,7 +107,7 @@ def _arranged(site: Site, x: Slot, k: int, axis: str, fill: Fill | None) -> Call
 
     def prepare(live: Live, width: int) -> torch.Tensor:
         if fill is not None:
-            fill(to, live, width)
+            fill(to, live, width, True)
         else:
             grid = (k // warpgroup_x.STEP, width // 16)
             early = starts_early(site)
@@ -115,15 +117,17 @@ def _arranged(site: Site, x: Slot, k: int, axis: str, fill: Fill | None) -> Call
     return prepare
 
 
-def _tiles(site: Site, ns: Sequence[int], k: int, sums: int, large: bool = False) -> tuple[dict[int, Tile], Slot, Slot]:
+def _tiles(
+    site: Site, ns: Sequence[int], k: int, gated: bool = False, large: bool = False
+) -> tuple[dict[int, Tile], Slot, Slot]:
     """By width of rows; scratch for the sums of parts, and a count for every tile."""
-    by_width = {width: tile_for(ns, k, width, large) for width in warpgroup_x.WIDTHS}
+    by_width = {width: tile_for(ns, k, width, gated, large) for width in warpgroup_x.WIDTHS}
     size, most = 1, 1
     for width, tile in by_width.items():
         tiles = sum(cdiv(n, tile.rows) for n in ns)
         most = max(most, tiles)
         if tile.parts > 1:
-            size = max(size, sums * tile.parts * tiles * tile.rows * width)
+            size = max(size, (1 + gated) * tile.parts * tiles * tile.rows * width)
     return by_width, site.scratch("one", size), site.zeros("one", most)
 
 
@@ -135,7 +139,7 @@ def _one(
         return None
     a, b, gated = weights[0], weights[-1], len(weights) == 2
     prepare = _arranged(site, x, a.k, axis, fill)
-    by_width, part, arrived = _tiles(site, [a.n], a.k, len(weights), gated and a.format == "Q8_0")
+    by_width, part, arrived = _tiles(site, [a.n], a.k, gated, gated and a.format == "Q8_0")
 
     def run(live: Live) -> None:
         count, none = live.count(axis), y.tensor
@@ -162,7 +166,7 @@ def linears(
     ns, k = [w.n for w in weights], weights[0].k
     planes = [p for w in weights for p in w.planes]
     prepare = _arranged(site, x, k, axis, fill)
-    by_width, part, arrived = _tiles(site, ns, k, 1)
+    by_width, part, arrived = _tiles(site, ns, k)
 
     def run(live: Live) -> None:
         count, outs = live.count(axis), [y.tensor for y in ys]
