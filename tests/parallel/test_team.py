@@ -76,7 +76,8 @@ def test_steps_travel_whole() -> None:
     given = StepInputs(
         rows, rows, rows, rows, rows[:2], table, rows, sample=draws, state_slots=rows[:2], from_last=rows - 1
     )
-    for inputs in (given, replace(given, sample=None, state_slots=None, from_last=None)):
+    windows = replace(given, window_slots=np.stack([rows, rows + 7]), window_tables=np.stack([table, table + 1]))
+    for inputs in (given, windows, replace(given, sample=None, state_slots=None, from_last=None)):
         parsed = wire.parse(wire.step(inputs, "both"))
         assert isinstance(parsed, tuple)
         got, want = parsed
