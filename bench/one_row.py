@@ -29,6 +29,9 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import one_row_kernels
 
 from quarrel.bench.measure import run
 from quarrel.bench.subject import Source, Subject, limits_for
@@ -74,7 +77,14 @@ class Without:
     map: str
 
 
-Way = Tile | Walk | Keys | Without
+@dataclass(frozen=True)
+class Inside:
+    """Gate and up halve their rows themselves (`one_row_kernels.py`), in programs of this tile."""
+
+    tile: Tile
+
+
+Way = Tile | Walk | Keys | Without | Inside
 
 
 def deep(rows: int, words: int, warps: int) -> Tile:
@@ -104,6 +114,7 @@ class Model:
     """Outputs of query, key and value."""
     vocab: int
     ways: dict[str, tuple[Way, ...]]
+    inside: tuple[Inside, ...] = ()
 
     def file(self, folder: Path, cut: int) -> Path:
         return folder / f"{self.shape}-{self.quant}-{cut}.gguf"
@@ -116,7 +127,7 @@ class Model:
     def has(self, map: str, spec: Any) -> bool:
         """Whether a node of this spec is the map."""
         if isinstance(spec, NormGateUpSpec):
-            return map == "gate"
+            return map in ("gate", "inside")
         if isinstance(spec, AttentionSpec):
             return map == "attend"
         linears = getattr(spec, "linears", (getattr(spec, "linear", spec),))
@@ -126,7 +137,7 @@ class Model:
     def trials(self, maps: Collection[str] = ()) -> list[tuple[str, Way]]:
         """The first of each map first: time may be over before the last."""
         left_out = tuple(Without(part) for part in PARTS)
-        known = self.ways | {"attend": ATTEND, "without": left_out}  # type: ignore[operator]
+        known = self.ways | {"attend": ATTEND, "without": left_out, "inside": self.inside}  # type: ignore[operator]
         chosen = {name: ways for name, ways in known.items() if not maps or name in maps}
         most = max(map(len, chosen.values()))
         return [(name, ways[i]) for i in range(most) for name, ways in chosen.items() if i < len(ways)]
@@ -144,6 +155,7 @@ MODELS = {
             "o": (Tile(4, 256, 4), Tile(2, 256, 4), Tile(8, 256, 4), Tile(4, 128, 2)),
             "head": (Tile(8, 256, 4), Tile(4, 256, 4), Tile(4, 64, 1), Tile(8, 128, 2), Tile(4, 128, 1)),
         },
+        (Inside(Tile(4, 256, 2)), Inside(Tile(8, 256, 4))),
     ),
     "mistral": Model(
         "mistral-7b", "Q4_K_M", 32, 8, 530, 4096, 14336, 6144, 32768,
@@ -158,6 +170,7 @@ MODELS = {
             "o": (Tile(2, 128, 1), Tile(4, 256, 2), Tile(1, 128, 1), Tile(2, 256, 2), Tile(4, 256, 4), Tile(4, 512, 8)),
             "head": (Tile(8, 256, 4), Tile(4, 64, 1), Tile(4, 256, 4), Tile(8, 128, 2)),
         },
+        (Inside(Tile(2, 128, 1)), Inside(Tile(4, 512, 4))),
     ),
     "q8": Model(
         "mistral-7b", "Q8_0", 32, 8, 400, 4096, 14336, 6144, 32768,
@@ -171,6 +184,7 @@ MODELS = {
             "o": (Tile(8, 512, 4), Tile(4, 256, 2), Tile(4, 512, 8), Tile(4, 256, 4)),
             "head": (Tile(4, 256, 2), Tile(8, 512, 8)),
         },
+        (Inside(Tile(4, 512, 4)),),
     ),
     "granite": Model(
         "granite-4-micro", "Q4_K_M", 40, 10, 650, 2560, 8192, 3584, 100352,
@@ -185,6 +199,7 @@ MODELS = {
             "o": (Tile(2, 128, 1), Tile(4, 64, 1), Tile(8, 512, 4), Tile(2, 512, 4), Tile(4, 512, 8), Tile(4, 256, 2)),
             "head": (Tile(8, 64, 1), Tile(8, 64, 2), Tile(4, 128, 1), Tile(16, 64, 4), Tile(4, 256, 2)),
         },
+        (Inside(Tile(2, 128, 1)), Inside(Tile(8, 64, 1))),
     ),
     "smollm": Model(
         "smollm2-135m", "F16", 30, 30, 2000, 576, 1536, 960, 49152,
@@ -230,6 +245,11 @@ def tried(model: Model, ways: Mapping[str, Way]) -> Iterator[None]:
         given.append((few, "gate_tile_for", lambda *_: gate))
         if isinstance(gate, Capped):
             given.append((few, "gate_up", Kernel(few.gate_up, gate.registers)))
+    if "inside" in ways:
+        inside: Any = ways["inside"]
+        given.append((few, "gate_tile_for", lambda *_: inside.tile))
+        given.append((few, "_gate_up", one_row_kernels.gate_up_inside))
+        given.append((few, "halve_rows", Skipping(None, lambda *_, **__: True)))
     if "without" in ways:
         given += absent(model, ways["without"])
     if "attend" in ways:
@@ -464,6 +484,8 @@ def shown(way: Way | None) -> str:
         return f"{way.rows} x {way.words}, {way.warps} warps{more}"
     if isinstance(way, Keys):
         return f"{way.keys} keys, {way.warps} warps"
+    if isinstance(way, Inside):
+        return shown(way.tile)
     return "" if way is None else way.map
 
 
@@ -565,7 +587,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=140.0)
     parser.add_argument("--tokens", type=int, default=64, help="of each sequence that is timed")
     parser.add_argument("--start", type=int, default=0, help="tokens before those; the cache is as it was allocated")
-    parser.add_argument("--maps", default="", help="only these, of gate, down, qkv, o, head, attend, without")
+    parser.add_argument("--maps", default="", help="only these, of gate, down, qkv, o, head, attend, inside, without")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--list", action="store_true", help="print what would be done")
