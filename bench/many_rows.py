@@ -48,7 +48,7 @@ from quarrel.triton_backend.runtime import Alone, Live, Slot, launch
 from quarrel.triton_backend.tuned import key, table
 
 BEGAN = time.perf_counter()
-TOKENS = (17, 32, 33, 64, 65, 101, 128)
+TOKENS = (33, 64, 65, 101, 128)
 MAPS: dict[str, tuple[tuple[str, ...], tuple[int, ...], int]] = {
     "gated": (("Q4_K", "Q4_K"), (14336, 14336), 4096),
     "down": (("Q4_K",), (4096,), 14336),
@@ -62,35 +62,15 @@ MAPS: dict[str, tuple[tuple[str, ...], tuple[int, ...], int]] = {
     "down Q4_0": (("Q4_0",), (4096,), 14336),
 }
 """Formats, outputs and columns."""
-OTHERS: dict[int, dict[str, tuple[Tile, ...]]] = {
-    128: {
-        "gated": (Tile(128, 1, deep=2),),
-        "down": (Tile(128, 4, deep=2), Tile(128, 4)),
-        "down Q6_K": (Tile(128, 4, deep=2), Tile(128, 4)),
-        "three": (Tile(128, 2, deep=2), Tile(128, 2)),
-        "head": (Tile(128, 1, deep=2),),
-        "out": (Tile(128, 4, deep=2), Tile(128, 4), Tile(64, 2)),
-        "gated Q8_0": (Tile(64, 1), Tile(128, 1, deep=2)),
-    },
-    64: {
-        "gated": (Tile(128, 1, deep=2), Tile(64, 1, deep=2)),
-        "down": (Tile(128, 4, deep=2), Tile(64, 4, deep=2)),
-        "down Q6_K": (Tile(128, 4, deep=2), Tile(64, 4, deep=2)),
-        "three": (Tile(64, 2, deep=2),),
-        "head": (Tile(64, 1, deep=2),),
-        "out": (Tile(128, 4, deep=2),),
-        "gated Q8_0": (Tile(64, 1), Tile(64, 1, deep=2)),
-    },
-    32: {
-        "gated": (Tile(64, 1, deep=2), Tile(64, 1, deep=3), Tile(64, 2)),
-        "down": (Tile(128, 8, True, 2), Tile(64, 8), Tile(64, 4, deep=2)),
-        "down Q6_K": (Tile(128, 8, True, 2), Tile(64, 8)),
-        "three": (Tile(128, 4, True, 2), Tile(64, 2, deep=2), Tile(64, 3)),
-        "head": (Tile(64, 1, deep=2), Tile(128, 1, True, 2)),
-        "out": (Tile(128, 8, True, 2),),
-    },
+OTHERS: dict[str, tuple[tuple[int, int], ...]] = {
+    "gated": ((64, 1), (128, 1)),
+    "down": ((64, 4), (128, 4)),
+    "down Q6_K": ((64, 4), (128, 4)),
+    "three": ((64, 2), (128, 2)),
+    "out": ((64, 4), (128, 4)),
+    "head": ((64, 1), (128, 1)),
 }
-"""Other tiles, by width of rows."""
+"""Rows and parts of other tiles."""
 Job = tuple[str, Tile, int]
 """Map, tile, width of rows."""
 
@@ -117,18 +97,17 @@ class Site(Alone):
 
 def own_tile(name: str, width: int) -> Tile:
     _, ns, k = MAPS[name]
-    return many_rows.tile_for(ns if name == "three" else ns[:1], k, width, name.startswith("gated"), name == "gated Q8_0")
+    return many_rows.tile_for(ns if name == "three" else ns[:1], k, width, name.startswith("gated"), name.endswith("Q8_0"))
 
 
 def candidates() -> Iterator[Job]:
     """The most wanted first."""
-    for width in OTHERS:
+    for width in (128, 64):
         for name in MAPS:
             yield name, own_tile(name, width), width
-    for width, found in OTHERS.items():
-        for name, others in found.items():
+        for name, others in OTHERS.items():
             for other in others:
-                yield name, other, width
+                yield name, Tile(*other), width
 
 
 def made(job: Job, tokens: int, small: bool) -> tuple[Callable[[int], None], int, Callable[[], float]]:
@@ -150,7 +129,7 @@ def made(job: Job, tokens: int, small: bool) -> tuple[Callable[[int], None], int
     ys = [torch.full((tokens, n), float("nan"), device=device, dtype=wide) for n in (ns if three else ns[:1])]
     outs, added = [Slot(y) for y in ys], None if residual is None else Slot(residual)
     kind, before = "silu" if gated else "none", many_rows.tile_for
-    many_rows.tile_for, many_rows._SMALL = lambda ns, k, width, gated=False, large=False: tile, 0
+    many_rows.tile_for, many_rows._SMALL = lambda ns, k, width, gated=False, wide=False: tile, 0
     try:
         runs = []
         for weights in zip(*sets, strict=True):
@@ -262,9 +241,8 @@ def main() -> int:
         except Exception as failure:
             say(map=name, tile=str(tile), raised=f"{type(failure).__name__}: {failure}"[:300])
             continue
-        say(map=name, x=width, rows=tile.rows, parts=tile.parts, tall=tile.tall, deep=tile.deep, us=us, tiles=tiles)
-        how = "tall" if tile.tall else "deep" if tile.deep > 1 else ""
-        lines.append(f"{name:12s} {width:4d} {tile.rows:4d}, {tile.parts:2d} {how:4s} {us:7.1f} {tiles or 0:7.1f}")
+        say(map=name, x=width, rows=tile.rows, parts=tile.parts, us=us, tiles=tiles)
+        lines.append(f"{name:12s} {width:4d} {tile.rows:4d}, {tile.parts:2d} {us:7.1f} {tiles or 0:7.1f}")
     print("\n".join(sorted(lines[1:])))
     print(lines[0])
     return 0

@@ -81,25 +81,14 @@ class Group:
         return folder / f"{self.shape}-{self.quant}-{cut}.gguf"
 
 
-def deep() -> Trial:
-    """All by 128 rows a program, copied two steps ahead."""
-
-    def tile(ns: Any, k: int, width: int, gated: bool = False, large: bool = False) -> many_rows.Tile:
-        programs = sum(-(-n // 128) for n in ns)
-        return many_rows.Tile(128, next((p for p in (1, 2, 4, 8) if programs * p >= 90), 8), deep=2)
-
-    return Trial("128 rows a program, two steps ahead", given(many_rows, "tile_for", tile))
-
-
 def groups() -> list[Group]:
     tiles = Trial("tiles of matmul.py", given(many_rows, "takes", lambda site, weights: False))
     small = Trial("small maps by warpgroups too", given(many_rows, "_SMALL", 0))
-    less = Trial("warpgroups from 17 rows", given(many_rows, "LEAST", 17))
     mistral, now = "mistral-7b", Trial("now")
     return [
-        Group("128", mistral, "Q4_K_M", Test("decode", 32, 176, 128), 32, 12000, (now, deep(), small)),
-        Group("64", mistral, "Q4_K_M", Test("decode", 32, 176, 64), 32, 9000, (now, deep(), small)),
-        Group("32", mistral, "Q4_K_M", Test("decode", 32, 176, 32), 32, 6000, (now, less)),
+        Group("128", mistral, "Q4_K_M", Test("decode", 32, 176, 128), 32, 12000, (now, tiles, small)),
+        Group("64", mistral, "Q4_K_M", Test("decode", 32, 176, 64), 32, 9000, (now, tiles, small)),
+        Group("32", mistral, "Q4_K_M", Test("decode", 32, 176, 32), 32, 6000, (now,)),
         Group("128 Q8_0", mistral, "Q8_0", Test("decode", 32, 176, 128), 32, 12000, (now, tiles)),
     ]
 

@@ -28,43 +28,36 @@ _WHOLE = range(100, 133)
 """Programs of 128 rows, one to a multiprocessor."""
 _MOST_PARTS = 8
 _SMALL = 4096 * 4096
-"""Values of a launch's weights from which it gains: 4096 x 4096 took 29.3 us, 25.5 in the tiles of `matmul.py`; query, key
-and value of 6144 x 4096 29.7 and 38.4 (H200, 128 rows)."""
+"""Values of a launch's weights from which it gains: 4096 x 4096 took 22.8 us, and putting rows in order 3, where the tiles
+of `matmul.py` took 25.5; query, key and value of 6144 x 4096 27.8 and 38.4 (H200, 128 rows)."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """`rows` of a weight a program (16 a warp, or 32 if `tall`), `parts` of K, copied so many steps ahead."""
+    """`rows` of a weight a program (16 a warp), `parts` of K."""
 
     rows: int
     parts: int
-    tall: bool = False
-    deep: int = 1
-
-    @property
-    def each(self) -> int:
-        """Rows of a sum."""
-        return self.rows // 2 if self.tall else self.rows
 
     @property
     def warps(self) -> int:
-        return self.each // 16
+        return self.rows // 16
 
 
-def tile_for(ns: Sequence[int], k: int, width: int, gated: bool = False, large: bool = False) -> Tile:
-    """By the weights' shape and a width of rows; `large` if codes leave no memory for a second program of 64 rows.
+def tile_for(ns: Sequence[int], k: int, width: int, gated: bool = False, wide: bool = False) -> Tile:
+    """By the weights' shape and a width of rows; `wide` for codes of 8 bits.
 
     With 128 columns two programs of 64 rows to a multiprocessor beat one of 128: gate and up of 14336 x 4096 took 56.8 us
     (75.9), 4096 x 14336 in four parts 59.3 (60.0; in two 78.1), 6144 x 4096 in two 29.7 (33.0). With 64 columns more of
     them find room on one than on another, so 128 rows are better if they fill the device once: 55.0 us (62.1), 41.6 (48.7);
     not where 96 programs leave a quarter of it idle, 38.8 (22.7), nor for 32000 x 4096, whose 250 take two turns, 87.2
-    (77.4); H200, Triton 3.6.
+    (77.4); H200, Triton 3.6. Codes of 8 bits take so much memory that gate and up have no second program with 128 columns,
+    and so long to come that with 64 two programs are the better.
     """
     steps = k // warpgroup_x.STEP
     tiles = sum(cdiv(n, 128) for n in ns)
-    if width == 32 and not gated and tiles < 200:
-        return Tile(128, next((p for p in (1, 2, 4, 8) if tiles * p >= _PROGRAMS), 8), tall=True)
-    for parts in (1, 2, 4, 8) if width < MOST or large else ():
+    whole = gated and wide if width == MOST else not wide
+    for parts in (1, 2, 4, 8) if whole else ():
         if tiles * parts in _WHOLE and steps >= 4 * parts:
             return Tile(128, parts)
     tiles, parts = sum(cdiv(n, 64) for n in ns), 1
@@ -107,7 +100,7 @@ def _arranged(site: Site, x: Slot, k: int, axis: str, fill: Fill | None) -> Call
 
     def prepare(live: Live, width: int) -> torch.Tensor:
         if fill is not None:
-            fill(to, live, width, True)
+            fill(to, live, width)
         else:
             grid = (k // warpgroup_x.STEP, width // 16)
             early = starts_early(site)
@@ -118,10 +111,10 @@ def _arranged(site: Site, x: Slot, k: int, axis: str, fill: Fill | None) -> Call
 
 
 def _tiles(
-    site: Site, ns: Sequence[int], k: int, gated: bool = False, large: bool = False
+    site: Site, ns: Sequence[int], k: int, gated: bool = False, wide: bool = False
 ) -> tuple[dict[int, Tile], Slot, Slot]:
     """By width of rows; scratch for the sums of parts, and a count for every tile."""
-    by_width = {width: tile_for(ns, k, width, gated, large) for width in warpgroup_x.WIDTHS}
+    by_width = {width: tile_for(ns, k, width, gated, wide) for width in warpgroup_x.WIDTHS}
     size, most = 1, 1
     for width, tile in by_width.items():
         tiles = sum(cdiv(n, tile.rows) for n in ns)
@@ -139,7 +132,7 @@ def _one(
         return None
     a, b, gated = weights[0], weights[-1], len(weights) == 2
     prepare = _arranged(site, x, a.k, axis, fill)
-    by_width, part, arrived = _tiles(site, [a.n], a.k, gated, gated and a.format == "Q8_0")
+    by_width, part, arrived = _tiles(site, [a.n], a.k, gated, a.format == "Q8_0")
 
     def run(live: Live) -> None:
         count, none = live.count(axis), y.tensor
@@ -150,7 +143,7 @@ def _one(
             *b.planes, biases[0] if biases else none, biases[-1] if biases else none,
             none if residual is None else residual.tensor, part.tensor, arrived.tensor, count, alpha, a.n, K=a.k,
             FORMAT=a.format, BIAS=bool(biases), ADD=residual is not None, GATED=gated, KIND=kind, PARTS=tile.parts,
-            TALL=tile.tall, BM=tile.each, BT=width, DEEP=tile.deep, warps=tile.warps, stages=1, early=starts_early(site),
+            BM=tile.rows, BT=width, warps=tile.warps, stages=1, early=starts_early(site),
         )  # fmt: skip
 
     return Few(run, MOST, fill is not None, LEAST)
@@ -166,7 +159,7 @@ def linears(
     ns, k = [w.n for w in weights], weights[0].k
     planes = [p for w in weights for p in w.planes]
     prepare = _arranged(site, x, k, axis, fill)
-    by_width, part, arrived = _tiles(site, ns, k)
+    by_width, part, arrived = _tiles(site, ns, k, wide=any(w.format == "Q8_0" for w in weights))
 
     def run(live: Live) -> None:
         count, outs = live.count(axis), [y.tensor for y in ys]
@@ -175,8 +168,8 @@ def linears(
         site.launch(
             warpgroup.warpgroup_three, (sum(cdiv(n, tile.rows) for n in ns), tile.parts), *outs, prepare(live, width),
             *planes, *(biases or outs), part.tensor, arrived.tensor, count, *ns, K=k, FORMAT0=weights[0].format,
-            FORMAT1=weights[1].format, FORMAT2=weights[2].format, BIAS=bool(biases), TALL=tile.tall, PARTS=tile.parts,
-            BM=tile.each, BT=width, DEEP=tile.deep, warps=tile.warps, stages=1, early=starts_early(site),
+            FORMAT1=weights[1].format, FORMAT2=weights[2].format, BIAS=bool(biases), PARTS=tile.parts, BM=tile.rows,
+            BT=width, warps=tile.warps, stages=1, early=starts_early(site),
         )  # fmt: skip
 
     return Few(run, MOST, fill is not None, LEAST)

@@ -169,7 +169,7 @@ def build_norm(site: Site, node: Node) -> Launch:
     return run
 
 
-def arranger(site: Site, node: Node) -> Callable[[Slot, Live, int, bool], None] | None:
+def arranger(site: Site, node: Node) -> Callable[[Slot, Live, int], None] | None:
     """Puts a norm's result where kernels of a width of rows read it (`fragments.arrange`, `warpgroup_x.arrange`)."""
     spec: NormSpec = node.spec
     if spec.kind != "rms" or spec.groups != 1 or spec.k > _MOST_ARRANGED:
@@ -177,8 +177,8 @@ def arranger(site: Site, node: Node) -> Callable[[Slot, Live, int, bool], None] 
     source, gain = site.slot(node.inputs[0]), site.vector(node.inputs[1])  # type: ignore[arg-type]
     axis, _ = dims(node.outputs[0])
 
-    def fill(to: Slot, live: Live, width: int, by_warpgroups: bool) -> None:
-        wide = {"BT": width} if by_warpgroups else {}
+    def fill(to: Slot, live: Live, width: int) -> None:
+        wide = {"BT": width} if width in warpgroup_x.WIDTHS else {}
         site.launch(
             warpgroup_x.norm_arranged if wide else norm_arranged, (width,), to.tensor, source.tensor, gain,
             live.count(axis), spec.eps, K=spec.k, **wide, C=power_of_two(spec.k), warps=8 if spec.k > 2048 else 4,

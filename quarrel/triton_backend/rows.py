@@ -66,8 +66,8 @@ class Few:
     least: int = 2
 
 
-Fill = Callable[[Slot, Live, int, bool], None]
-"""Puts x into scratch for a width of rows, in the order of `fragments.py`, or of `warpgroup_x.py` if true."""
+Fill = Callable[[Slot, Live, int], None]
+"""Puts x in the kernels' order into scratch, for a width of rows."""
 
 
 def deals(site: Site, kind: Kind, weights: Sequence[Packed]) -> dict[int, Deal]:
@@ -248,7 +248,7 @@ def _arranged(
 
     def prepare(live: Live, width: int) -> None:
         if fill is not None:
-            fill(to, live, width, False)
+            fill(to, live, width)
         else:
             grid = (k // STEP, width // GROUP)
             site.launch(arrange, grid, to.tensor, x.tensor, live.count(axis), K=k, early=starts_early(site))

@@ -24,6 +24,8 @@ from quarrel.triton_backend.fragments import (
 
 # Names of Triton 3.9, or of 3.6.
 copy_in = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+SLOTS = gl.constexpr(2)
+"""Steps of codes in shared memory."""
 
 
 @gluon.constexpr_function

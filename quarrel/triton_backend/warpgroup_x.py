@@ -7,7 +7,7 @@ import triton.language as tl
 
 STEP = 128
 """Columns of a step."""
-WIDTHS = (32, 64, 128)
+WIDTHS = (64, 128)
 """Rows of x that `wgmma` is given."""
 
 

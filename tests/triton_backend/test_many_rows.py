@@ -54,7 +54,7 @@ def test_tiles_are_those_that_were_measured() -> None:
     shapes = (([14336], 4096), ([4096], 14336), ([4096, 1024, 1024], 4096), ([32000], 4096))
     assert [many_rows.tile_for(*shape, 128) for shape in shapes] == [Tile(64, 1), Tile(64, 4), Tile(64, 2), Tile(64, 1)]
     assert [many_rows.tile_for(*shape, 64) for shape in shapes] == [Tile(128, 1), Tile(128, 4), Tile(64, 2), Tile(64, 1)]
-    assert many_rows.tile_for([14336], 4096, 128, True, True) == Tile(128, 1)
+    assert [many_rows.tile_for([14336], 4096, w, gated=True, wide=True) for w in (64, 128)] == [Tile(64, 1), Tile(128, 1)]
     assert many_rows.tile_for([64], 512, 128).parts == 1
 
 
@@ -85,8 +85,7 @@ def test_rows_are_put_in_order_then_multiplied() -> None:
 def test_a_norm_puts_them_there_itself() -> None:
     site, slot = Site(), Slot(EMPTY)
 
-    def fill(to: Slot, live: Live, width: int, by_warpgroups: bool) -> None:
-        assert by_warpgroups
+    def fill(to: Slot, live: Live, width: int) -> None:
         site.launch(None, (width,))
 
     maps = [weight(n, 4096, f) for n, f in ((4096, "Q4_K"), (1024, "Q8_0"), (1000, "Q6_K"))]
