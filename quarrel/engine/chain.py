@@ -32,6 +32,8 @@ Change = tuple[Array, Callable[[Array, Any], Array]]
 """Token ids, and what becomes of the logits of some of them: which, is said by an index into the ids."""
 MOST = 1e30
 """A logit is not made larger."""
+SPARE = 4
+"""A model that follows a grammar likes what it allows: so many times as many as are drawn from hold enough of that."""
 FEW = 32
 """A grammar that allows less than one in so many tokens leaves a row that is short enough."""
 
@@ -83,13 +85,14 @@ class HostChain:
         p = self._p
         if p.temperature and (p.mirostat or not p.top_k):
             return None
-        if allowed is not None:
-            if np.count_nonzero(allowed) < len(logits) // FEW:
-                return None
-            peaks = Peaks(np.where(allowed, logits, np.float32(-np.inf)))
+        if allowed is not None and np.count_nonzero(allowed) < len(logits) // FEW:
+            return None
         # Whatever a change makes of its token, so many others are left that are as likely as the last one drawn from.
         count = (p.top_k if p.temperature else 1) + sum(len(wanted) for wanted, _ in changes)
-        ids = (peaks or Peaks(logits)).largest(count)
+        peaks = peaks or Peaks(logits)
+        ids = peaks.largest(count if allowed is None else SPARE * count)
+        if allowed is not None and (ids is None or np.count_nonzero(allowed[ids]) < count):
+            ids = Peaks(np.where(allowed, logits, np.float32(-np.inf))).largest(count)
         if ids is None:
             return None
         if changes:

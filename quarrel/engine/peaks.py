@@ -34,8 +34,8 @@ class Peaks:
         """The largest; NaN if there is one."""
 
     def largest(self, count: int) -> Array | None:
-        """Ids, ascending, of the `count` largest and any that are as large as the last of these; maybe of some others. None
-        where that would be too many, or some are infinite or no numbers."""
+        """Ids, ascending, of all that reach some value, which `count` of them at least do. None where that would be too
+        many, or some are infinite or no numbers."""
         if not 0 < count <= self._width // 2 or not np.isfinite(self.top):
             return None
         edge = np.partition(self._tops, self._width - count)[self._width - count]
@@ -45,4 +45,4 @@ class Peaks:
         depth, at = np.divmod(np.flatnonzero(self._groups[:, groups] >= edge), len(groups))
         ids: Array = depth * self._width + groups[at]
         whole = self._width * DEPTH
-        return ids if whole == len(self._row) else np.concatenate([ids, np.arange(whole, len(self._row))])
+        return ids if whole == len(self._row) else np.append(ids, whole + np.flatnonzero(self._row[whole:] >= edge))

@@ -59,7 +59,8 @@ def draw_finite(x: Array, best: int, temperature: float, top_k: int, top_p: floa
     """One row of float64 without NaN or infinity (-inf is no token's), whose highest is at `best`."""
     p = np.exp(over(x - x[best], temperature))
     p /= p.sum()
-    p = np.where(kept(p, top_k, top_p, min_p), p, 0.0)
+    if top_k > 0 or top_p < 1.0 or min_p > 0.0:
+        p = np.where(kept(p, top_k, top_p, min_p), p, 0.0)
     running = np.cumsum(p)
     at = int(np.searchsorted(running, uniform * running[-1], side="right"))
     return at if at < len(p) else int(np.flatnonzero(p)[-1])

@@ -351,6 +351,7 @@ def test_a_look_at_the_likely_alone_draws_the_same_token(options: dict[str, Any]
     rows[4, 9000] = 40.0  # behind the last whole group
     rows[5, ::2] = 20.0
     allowed = [None if share is None else numbers.random(9001) < share for share in kinds]
+    allowed.append(rows[0] < 1.0)  # what this row likes most is not allowed
     found: list[list[tuple[int, object]]] = []
     for least in (4096, 1 << 30):
         monkeypatch.setattr(peaks, "LEAST", least)
