@@ -21,6 +21,7 @@ from quarrel.ops.program import Node, Program
 from quarrel.ops.registry import lower
 from quarrel.triton_backend.backend import REGISTRY
 from quarrel.triton_backend.buffers import dtype_of
+from quarrel.triton_backend.float8 import Codes
 from quarrel.triton_backend.pack import Packed
 from quarrel.triton_backend.runtime import DTYPES, INTERPRETED, Alone, Cache, Launch, Launcher, Live, Slot, Work, launch
 
@@ -167,6 +168,9 @@ class Prepared(Alone):
 
     def weight(self, ref: WeightRef) -> Packed:
         return self._weights[ref]
+
+    def codes(self, weight: Packed) -> Codes:
+        return Codes(weight.n, weight.k, self.device)
 
     def vector(self, ref: WeightRef) -> torch.Tensor:
         return self._vectors[ref]

@@ -7,7 +7,7 @@ Where the step says `float8`, both sides of the product are rounded to E4M3 firs
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import triton
@@ -74,44 +74,90 @@ def linear(
     scratch: Slot,
 ) -> Launch:  # fmt: skip
     """y = W x + bias, or residual + alpha * that, for any number of tokens of `axis`; `scratch` is from `room`."""
-    compute, n, k = site.compute, weight.n, weight.k
-    whole = plain(weight, compute)
-    rows = n if whole is not None else _rows_at_once(weight)
-    rounded = None if bias is None else bias.to(DTYPES[compute])
-    eight = site.float8 and float8.takes(weight)
+    return linears(site, x, [(y, weight, bias)], residual, alpha, axis, scratch)
+
+
+def linears(
+    site: Site, x: Slot, maps: Sequence[tuple[Slot, Packed, torch.Tensor | None]], residual: Slot | None, alpha: float,
+    axis: str, scratch: Slot,
+) -> Launch:  # fmt: skip
+    """Several maps of one x, one after the other."""
+    compute, k = site.compute, maps[0][1].k
+    # What is asked of rows of results, as the output layer, stays exact.
+    eight = site.float8 and axis == "T"
+    parts = [
+        _Map(site, y, w, bias, site.codes(w) if eight and float8.takes(w) else None, residual, alpha, scratch)
+        for y, w, bias in maps
+    ]
 
     def run(live: Live) -> None:
         count = live.count(axis)
         if count == 0:
             return
         if x.tensor.device.type == "meta":  # kernels are being listed; the library's are not ours
-            if whole is None:
-                decode(site, weight, 0, rows, scratch.tensor)
+            for part in parts:
+                if part.whole is None:
+                    decode(site, part.weight, 0, part.rows, scratch.tensor)
             return
         # Hidden states that are wanted as they are come in float32; `matmul.py` rounds them too.
         x_rows = x.tensor[: count * k].view(count, k).to(DTYPES[compute])
-        out = y.tensor[: count * n].view(count, n)
-        before = None if residual is None else residual.tensor[: count * n].view(count, n)
-        x8 = float8.rounded(x_rows, site.launch) if eight else None
-        for begin in range(0, n, rows):
-            end = min(begin + rows, n)
-            if whole is None:
-                decode(site, weight, begin, end, scratch.tensor)
-                part = scratch.tensor[: (end - begin) * k].view(end - begin, k)
+        x8 = float8.rounded(x_rows, site.launch) if any(part.codes is not None for part in parts) else None
+        for part in parts:
+            if part.codes is not None and x8 is not None:
+                part.coarse(x8, count)
             else:
-                part = whole
-            here = slice(begin, end)
-            if x8 is not None:
-                sums = float8.product(*x8, *float8.rounded(part, site.launch))
-                sums = sums if bias is None else sums + bias[here]
-                out[:, here] = sums if before is None else before[:, here] + alpha * sums
-                continue
-            _product(
-                x_rows, part.T, out[:, here], None if before is None else before[:, here],
-                None if bias is None else bias[here], None if rounded is None else rounded[here], alpha,
-            )  # fmt: skip
+                part.exact(x_rows, count)
 
     return run
+
+
+class _Map:
+    """One weight, its place and what is added."""
+
+    def __init__(
+        self, site: Site, y: Slot, weight: Packed, bias: torch.Tensor | None, codes: float8.Codes | None,
+        residual: Slot | None, alpha: float, scratch: Slot,
+    ) -> None:  # fmt: skip
+        self.site, self.y, self.weight, self.bias, self.codes = site, y, weight, bias, codes
+        self.residual, self.alpha, self.scratch = residual, alpha, scratch
+        self.whole = plain(weight, site.compute)
+        self.rows = weight.n if self.whole is not None else _rows_at_once(weight)
+        self.rounded = None if bias is None else bias.to(DTYPES[site.compute])
+
+    def _pieces(self) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """First row, end, and the rows between, which the next ones overwrite."""
+        n, k = self.weight.n, self.weight.k
+        for begin in range(0, n, self.rows):
+            end = min(begin + self.rows, n)
+            if self.whole is None:
+                decode(self.site, self.weight, begin, end, self.scratch.tensor)
+                yield begin, end, self.scratch.tensor[: (end - begin) * k].view(end - begin, k)
+            else:
+                yield begin, end, self.whole
+
+    def exact(self, x: torch.Tensor, count: int) -> None:
+        out, before = self._places(count)
+        for begin, end, part in self._pieces():
+            here = slice(begin, end)
+            _product(
+                x, part.T, out[:, here], None if before is None else before[:, here],
+                None if self.bias is None else self.bias[here], None if self.rounded is None else self.rounded[here],
+                self.alpha,
+            )  # fmt: skip
+
+    def coarse(self, x: float8.Codes, count: int) -> None:
+        assert self.codes is not None
+        if not self.codes.there:
+            for begin, _, part in self._pieces():
+                self.codes.put(part, self.site.launch, begin)
+            self.codes.there = True
+        out, before = self._places(count)
+        float8.finish(out, float8.product(x, self.codes), before, self.bias, self.alpha, self.site.launch)
+
+    def _places(self, count: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        size, n = count * self.weight.n, self.weight.n
+        before = None if self.residual is None else self.residual.tensor[:size].view(count, n)
+        return self.y.tensor[:size].view(count, n), before
 
 
 def _product(

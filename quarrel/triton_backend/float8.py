@@ -3,6 +3,7 @@
     y[t, n] = (sum_k x8[t, k] w8[n, k]) * sx[t] * sw[n]      summed in float32 by the matrix units
 
 A step of FP8 is an eighth of the value, so results are some 3 % off per product and less in their sum: asked for only.
+A weight is rounded at its first long step, and kept so beside its own format, which steps of few rows read.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import triton
 import triton.language as tl
 
 from quarrel.triton_backend.pack import Packed
-from quarrel.triton_backend.runtime import Launcher, power_of_two
+from quarrel.triton_backend.runtime import Launcher, cdiv, power_of_two
 
 FORMATS = ("F16", "BF16", "Q8_0")
 _TILE = 2048
@@ -39,14 +40,46 @@ def round_rows(out, scale, x, K, WHOLE: tl.constexpr, B: tl.constexpr):
     tl.store(scale + row, s)
 
 
-def rounded(x: torch.Tensor, launch: Launcher) -> tuple[torch.Tensor, torch.Tensor]:
-    """E4M3 `[T, K]` and scales `[T, 1]` of the rows of x."""
-    rows, k = x.shape
-    out = torch.empty((rows, k), dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
-    block = min(power_of_two(k), 8 * _TILE)
-    launch(round_rows, (rows,), out, scale, x, k, WHOLE=block >= k, B=block, warps=8 if block > _TILE else 4)
-    return out, scale
+@triton.jit
+def finish_rows(y, sums, residual, bias, alpha, N, BIAS: tl.constexpr, ADD: tl.constexpr, B: tl.constexpr):
+    """A program a piece of a row: y = sums + bias, or residual + alpha * that."""
+    column = tl.program_id(1) * B + tl.arange(0, B)
+    ok = column < N
+    at = tl.program_id(0).to(tl.int64) * N + column
+    v = tl.load(sums + at, mask=ok, other=0.0).to(tl.float32)
+    if BIAS:
+        v += tl.load(bias + column, mask=ok, other=0.0)
+    if ADD:
+        v = tl.load(residual + at, mask=ok, other=0.0).to(tl.float32) + alpha * v
+    tl.store(y + at, v.to(y.dtype.element_ty), mask=ok)
+
+
+class Codes:
+    """Rows in E4M3 `[T, K]`, and their scales `[T, 1]`."""
+
+    def __init__(self, rows: int, k: int, device: torch.device) -> None:
+        self.codes = torch.empty((rows, k), dtype=torch.float8_e4m3fn, device=device)
+        self.scale = torch.empty((rows, 1), dtype=torch.float32, device=device)
+        self.there = False
+        """Whether they are filled in; whoever does it says so."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.numel() + 4 * self.scale.numel()
+
+    def put(self, x: torch.Tensor, launch: Launcher, begin: int = 0) -> None:
+        """Rounds rows of x to rows `begin` and on."""
+        rows, k = x.shape
+        block = min(power_of_two(k), 8 * _TILE)
+        to, scale = self.codes[begin : begin + rows], self.scale[begin : begin + rows]
+        launch(round_rows, (rows,), to, scale, x, k, WHOLE=block >= k, B=block, warps=8 if block > _TILE else 4)
+
+
+def rounded(x: torch.Tensor, launch: Launcher) -> Codes:
+    """The rows of x."""
+    made = Codes(*x.shape, x.device)
+    made.put(x, launch)
+    return made
 
 
 def takes(weight: Packed) -> bool:
@@ -54,9 +87,23 @@ def takes(weight: Packed) -> bool:
     return weight.format in FORMATS and weight.n % 16 == 0 and weight.k % 16 == 0
 
 
-def product(x: torch.Tensor, sx: torch.Tensor, w: torch.Tensor, sw: torch.Tensor) -> torch.Tensor:
-    """`x w^T`, bfloat16 `[T, N]`; x `[T, K]` and w `[N, K]` with scales `[T, 1]` and `[N, 1]`; N and K in sixteens."""
-    if x.device.type == "cpu":  # the interpreter's
-        return ((x.float() @ w.float().t()) * sx * sw.t()).to(torch.bfloat16)
-    y: torch.Tensor = torch._scaled_mm(x, w.t(), scale_a=sx, scale_b=sw.t(), out_dtype=torch.bfloat16, use_fast_accum=True)
+def product(x: Codes, w: Codes) -> torch.Tensor:
+    """`x w^T`, bfloat16 `[T, N]`; N and K in sixteens."""
+    if x.codes.device.type == "cpu":  # the interpreter's
+        return ((x.codes.float() @ w.codes.float().t()) * x.scale * w.scale.t()).to(torch.bfloat16)
+    how = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
+    y: torch.Tensor = torch._scaled_mm(x.codes, w.codes.t(), scale_a=x.scale, scale_b=w.scale.t(), **how)
     return y
+
+
+def finish(
+    y: torch.Tensor, sums: torch.Tensor, residual: torch.Tensor | None, bias: torch.Tensor | None, alpha: float,
+    launch: Launcher,
+) -> None:  # fmt: skip
+    """y `[T, N]` = sums + bias, or residual + alpha * that."""
+    rows, n = sums.shape
+    block = min(power_of_two(n), _TILE)
+    launch(
+        finish_rows, (rows, cdiv(n, block)), y, sums, y if residual is None else residual, y if bias is None else bias,
+        alpha, n, BIAS=bias is not None, ADD=residual is not None, B=block,
+    )  # fmt: skip

@@ -13,6 +13,7 @@ from quarrel.ops.linear import LINEAR
 from quarrel.ops.null import expand
 from quarrel.ops.program import Node
 from quarrel.triton_backend import linear, norm
+from quarrel.triton_backend.float8 import Codes
 from quarrel.triton_backend.pack import Packed
 from quarrel.triton_backend.runtime import DTYPES, Alone, Cache, Launch, Launcher, Site, Slot, Work, dims
 
@@ -61,6 +62,9 @@ class Inner(Alone):
 
     def weight(self, ref: WeightRef) -> Packed:
         return self.outer.weight(ref)
+
+    def codes(self, weight: Packed) -> Codes:
+        return self.outer.codes(weight)
 
     def vector(self, ref: WeightRef) -> torch.Tensor:
         return self.outer.vector(ref)

@@ -147,8 +147,8 @@ def several(
     if site.deterministic:
         return _chain([made.plain, few])
     room = dequant.room(site, weights)
-    many = [dequant.linear(site, x, y, w, b, None, 1.0, axis, room) for y, w, b in zip(ys, weights, biases, strict=True)]
-    return _by_count(axis, _chain(exact), by_rows, few, _chain(many), made)
+    many = dequant.linears(site, x, list(zip(ys, weights, biases, strict=True)), None, 1.0, axis, room)
+    return _by_count(axis, _chain(exact), by_rows, few, many, made)
 
 
 def gate_up(
@@ -185,8 +185,8 @@ def gate_up(
     if site.deterministic:
         return _chain([made.plain, few])
     room = dequant.room(site, (gate, up))
-    many = [dequant.linear(site, x, to, w, b, None, 1.0, axis, room) for to, w, b in both]
-    return _by_count(axis, _chain([*exact, gated]), by_rows, few, _chain([*many, gated]), made)
+    many = dequant.linears(site, x, both, None, 1.0, axis, room)
+    return _by_count(axis, _chain([*exact, gated]), by_rows, few, _chain([many, gated]), made)
 
 
 def _chain(launches: Sequence[Launch]) -> Launch:

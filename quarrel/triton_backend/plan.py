@@ -14,6 +14,7 @@ from quarrel.ops.program import Node
 from quarrel.ops.registry import Choice
 from quarrel.triton_backend import fuse
 from quarrel.triton_backend.buffers import Place, Scratch, place, view
+from quarrel.triton_backend.float8 import Codes
 from quarrel.triton_backend.halved import readers, words
 from quarrel.triton_backend.hosted import is_hosted
 from quarrel.triton_backend.pack import Packed
@@ -44,6 +45,7 @@ class Plan:
     group: Group | None = None
     slots: dict[int, Slot] = field(default_factory=dict)
     launches: list[Launch] = field(default_factory=list)
+    rounded: dict[int, Codes] = field(default_factory=dict)
     counters: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -122,6 +124,11 @@ class Plan:
 
     def weight(self, ref: WeightRef) -> Packed:
         return self.weights.matrix(ref)
+
+    def codes(self, weight: Packed) -> Codes:
+        if id(weight) not in self.rounded:
+            self.rounded[id(weight)] = Codes(weight.n, weight.k, self.device)
+        return self.rounded[id(weight)]
 
     def vector(self, ref: WeightRef) -> torch.Tensor:
         return self.weights.vector(ref)

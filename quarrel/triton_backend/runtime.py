@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -15,6 +15,9 @@ from quarrel.ops.collective import Group
 from quarrel.ops.contract import CacheRef, Compute, ConstRef, StateRef, Value, WeightRef
 from quarrel.ops.program import Node
 from quarrel.triton_backend.pack import Packed
+
+if TYPE_CHECKING:
+    from quarrel.triton_backend.float8 import Codes
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Triton decides when a kernel is defined, so this is read once, as the kernels are imported."""
@@ -165,6 +168,9 @@ class Site(Protocol):
     def weight(self, ref: WeightRef) -> Packed:
         """A matrix, packed in its own format if that is native."""
 
+    def codes(self, weight: Packed) -> Codes:
+        """Where a weight in E4M3 is kept, if the step says `float8`."""
+
     def vector(self, ref: WeightRef) -> torch.Tensor:
         """A vector as float32."""
 
@@ -202,6 +208,9 @@ class Alone:
     @property
     def whole(self) -> int:
         return 0
+
+    def codes(self, weight: Packed) -> Codes:
+        raise AssertionError("nothing is rounded to E4M3 here")
 
     def halved(self, value: Value) -> torch.Tensor | None:
         return None

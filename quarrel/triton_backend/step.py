@@ -157,7 +157,8 @@ class TritonStep:
         """Device bytes; nothing of the file is used in place."""
         held = [*(t for c in self._plan.caches for t in c.tensors), *self._plan.states]
         cache = sum(t.numel() * t.element_size() for t in held)
-        return MemoryPlan(self._plan.weights.nbytes(), 0, cache, self._plan.nbytes + self._inputs.nbytes)
+        coarse = sum(codes.nbytes for codes in self._plan.rounded.values())
+        return MemoryPlan(self._plan.weights.nbytes() + coarse, 0, cache, self._plan.nbytes + self._inputs.nbytes)
 
     def close(self) -> None:
         """Drops every device tensor and graph; a second call does nothing."""
