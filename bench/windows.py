@@ -21,7 +21,7 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from quarrel.llm.plan import BLOCK, _Demand  # noqa: E402
+from quarrel.llm.plan import BLOCK, Demand  # noqa: E402
 from quarrel.ops.windows import by_window  # noqa: E402
 from tests.ops.test_windows import program  # noqa: E402
 
@@ -43,7 +43,7 @@ def planned(name: str) -> dict[str, Any]:
     grouped = by_window(program(windows))
     token = 2 * heads * dim * 2  # keys and values of one layer, two bytes each
     before = len(windows) * token * context
-    blocks = _Demand.of(grouped, 0).each(context // BLOCK)
+    blocks = Demand.of(grouped, 0).each(context // BLOCK)
     after = len(grouped.caches) * token * blocks * BLOCK
     return {
         "model": name, "context": context, "groups": grouped.window_groups, "bytes_before": before, "bytes_after": after,

@@ -91,7 +91,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class _Demand:
+class Demand:
     """How many blocks of the pool contexts take: one for each of their own, and for each group of layers with a window as
     many as that touches."""
 
@@ -102,7 +102,7 @@ class _Demand:
     """Blocks of a step's tokens, which are there until the step is launched."""
 
     @classmethod
-    def of(cls, program: Program, tokens: int) -> _Demand:
+    def of(cls, program: Program, tokens: int) -> Demand:
         return cls(program.window_groups, _blocks(program.window) + 2, _blocks(tokens))
 
     def each(self, blocks: int) -> int:
@@ -130,7 +130,7 @@ def cache_tokens(program: Program, limits: Limits) -> int:
     if not (program.caches or program.states):
         return 0
     blocks = limits.max_blocks_per_seq
-    return limits.n_blocks * blocks // _Demand.of(program, limits.max_tokens).each(blocks) * limits.block_size
+    return limits.n_blocks * blocks // Demand.of(program, limits.max_tokens).each(blocks) * limits.block_size
 
 
 def state_bytes(program: Program) -> int:
@@ -211,7 +211,7 @@ def plan_limits(
     graphs = GRAPH_BYTES * (1 + (max_seqs - 1).bit_length()) if device.captures else 0
     states = max_seqs * state_bytes(program)
     left = device.budget - weights - scratch - graphs - states
-    demand = _Demand.of(program, tokens)
+    demand = Demand.of(program, tokens)
     longest = max(0, min(spec.context_length, demand.fitting(left // block_bytes, _blocks(spec.context_length)) * BLOCK))
     length = min(wanted, longest)
     least = wanted if n_ctx else min(wanted, MIN_CONTEXT)
