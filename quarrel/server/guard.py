@@ -232,8 +232,10 @@ class Guard:
             return
         self._metrics.errors.labels(refusal.code).inc()
         body = openai_body(refusal) if scope["path"].startswith("/v1") else plain_body(refusal)
-        # Who will come again keeps the connection; the rest of a body with a length is read and forgotten.
-        close = refusal.status not in (429, 503) or any(name == b"transfer-encoding" for name, _ in scope["headers"])
+        # Who will come again keeps the connection; the rest of a body with a length is read and forgotten. Who asked first
+        # whether to send one may not send it.
+        unsure = {b"transfer-encoding", b"expect"}
+        close = refusal.status not in (429, 503) or any(name in unsure for name, _ in scope["headers"])
         await _respond(send, refusal.status, body, refusal.headers(), close=close)
 
 

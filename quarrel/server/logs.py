@@ -51,10 +51,17 @@ class Later(logging.Handler):
                 time.sleep(EVERY)
             self._some.clear()
             over = self._over
-            lines = [self.format(self._records.popleft()) for _ in range(len(self._records))]
+            lines = [line for _ in range(len(self._records)) if (line := self._line(self._records.popleft())) is not None]
             lost, self._lost = self._lost, 0
             lines += [f"{lost} lines were lost: nobody read them"] if lost else []
             if lines:
                 with contextlib.suppress(OSError, ValueError):  # the reader has gone
                     self._stream.write("\n".join(lines) + "\n")
                     self._stream.flush()
+
+    def _line(self, record: logging.LogRecord) -> str | None:
+        try:
+            return self.format(record)
+        except Exception:  # one that cannot be written must not end the others
+            self.handleError(record)
+            return None

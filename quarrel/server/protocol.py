@@ -65,8 +65,8 @@ def protocol_for(settings: Settings, shed: Shed | None = None) -> type[asyncio.P
                 self._cancel()
 
         def _is_new(self) -> bool:
-            """Whether what comes now is the first of a request."""
-            idle = self.conn.our_state is h11.IDLE and self.conn.their_state is h11.IDLE
+            """Whether what comes now is the first of a request, of somebody who takes the answers."""
+            idle = self.conn.our_state is h11.IDLE and self.conn.their_state is h11.IDLE and not self.flow.write_paused
             return idle and not self.conn.trailing_data[0] and (self.cycle is None or self.cycle.response_complete)
 
         def handle_websocket_upgrade(self, event: Any) -> None:

@@ -28,6 +28,7 @@ GENERATING = frozenset(
 """Routes whose requests wait in a model's queue."""
 _FIRST = re.compile(rb"POST (/[a-z0-9/]+) HTTP/1\.1\r\n")
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,9})[ \t]*\r\n")
+_KEY = re.compile(rb"\r\n(authorization|x-api-key):[ \t]*([^\r\n]*)", re.IGNORECASE)
 _LEFT = (b"\r\ntransfer-encoding", b"\r\norigin:", b"\r\nupgrade:", b"\r\nexpect:")
 """Headers of requests that are read properly first."""
 
@@ -59,7 +60,9 @@ class Shed:
         lengths = _LENGTH.findall(head)
         if end < 0 or len(lengths) != 1 or head.count(b"content-length") != 1 or any(h in head for h in _LEFT):
             return None
-        if len(data) != end + 4 + int(lengths[0]) or not self._may_ask(head):
+        if head.count(b"\n") != head.count(b"\r\n"):
+            return None  # the parser takes a bare line feed for the end of a line, and so of a head
+        if len(data) != end + 4 + int(lengths[0]) or not self._may_ask(data[: end + 2]):
             return None
         try:
             self._gate(path)
@@ -68,8 +71,16 @@ class Shed:
         return None
 
     def _may_ask(self, head: bytes) -> bool:
-        """Who brings no key where one is wanted is told so, by the guard."""
-        return b"\r\nauthorization:" in head or b"\r\nx-api-key:" in head or not self._keys.keys()
+        """Who brings no good key where one is wanted is told so, by the guard, and not how full the server is."""
+        if not self._keys.keys():
+            return True
+        found = _KEY.findall(head)
+        if len(found) != 1:
+            return False
+        name, value = found[0][0].lower(), found[0][1].decode("latin-1").strip()
+        kind, _, bearer = value.partition(" ")
+        secret = value if name == b"x-api-key" else bearer.strip() if kind.lower() in ("bearer", "apikey") else ""
+        return bool(secret) and self._keys.find(secret) is not None
 
     def _answer(self, path: str, refusal: Refused, close: bool, asked: int) -> Answer:
         request_id = "req-" + secrets.token_hex(8)

@@ -23,6 +23,16 @@ def test_every_line_is_there_in_its_order_when_it_is_closed() -> None:
     assert out.getvalue().split() == [str(i) for i in range(1000)]
 
 
+def test_a_line_that_cannot_be_written_ends_no_others(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    out = io.StringIO()
+    handler = Later(out)
+    handler.emit(logging.LogRecord("x", logging.INFO, "", 0, "%d", ("one",), None))
+    handler.emit(record("two"))
+    handler.close()
+    assert out.getvalue() == "two\n"
+
+
 def test_a_reader_that_stands_still_costs_lines_and_no_time(monkeypatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(logs, "MOST", 10)
     stands, goes = threading.Event(), threading.Event()
