@@ -98,7 +98,7 @@ class Prepared(Alone):
 
     def __call__(self, arrays: Sequence[torch.Tensor], live: Live, work: Work | None = None) -> list[torch.Tensor]:
         """The op's results, flat tensors of the contract's types; `arrays` are what `held` has not, contiguous."""
-        with self._lock, _on(self.device):
+        with self._lock, on(self.device):
             self.live = live
             if work is not None:
                 self.work = work
@@ -242,7 +242,7 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
     return made.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
-def _on(device: torch.device) -> AbstractContextManager[Any]:
+def on(device: torch.device) -> AbstractContextManager[Any]:
     """Kernels start on the current device, which need not be that of the tensors."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return nullcontext()

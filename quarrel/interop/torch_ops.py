@@ -22,7 +22,7 @@ import torch
 
 from quarrel.errors import RequestError, UnsupportedOp
 from quarrel.gguf import FORMATS, GGMLType
-from quarrel.interop.call import COMPUTE, Prepared, alias, kept
+from quarrel.interop.call import COMPUTE, Prepared, alias, kept, on
 from quarrel.ops.attention import ATTENTION, AttentionSpec
 from quarrel.ops.linear import LINEAR, LinearSpec
 from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP, ExpertDownSpec, ExpertUpSpec
@@ -30,6 +30,7 @@ from quarrel.ops.norm import NORM, NormSpec
 from quarrel.triton_backend.attention import MOST_SPLITS, least_split
 from quarrel.triton_backend.pack import LAYOUTS, Packed, packed_bytes, put, view
 from quarrel.triton_backend.runtime import Cache, Live, Slot, Work
+from quarrel.triton_backend.starts import split_starts
 
 FORMATS_TAKEN = tuple(type.name for type in LAYOUTS)
 """Names that `format` may be."""
@@ -163,16 +164,13 @@ def attention_decode(
 ) -> torch.Tensor:
     """Each sequence's newest token, whose key is in the cache already."""
     seqs = q.shape[0]
-    # As `attention.splits_of`, where the lengths are.
-    least = torch.clamp((kv_len + MOST_SPLITS - 1) // MOST_SPLITS - 1, min=0)
     shortest = least_split(seqs)
-    split = torch.clamp(2 ** torch.frexp(least.double())[1], min=shortest)
-    starts = torch.zeros(seqs + 1, dtype=torch.int32, device=q.device)
-    starts[1:] = torch.cumsum((kv_len + split - 1) // split, 0)
-    query_start = torch.arange(seqs + 1, dtype=torch.int32, device=q.device)
+    lengths = kv_len.to(torch.int32).contiguous()
+    with on(q.device):
+        starts, query_start = split_starts(lengths)
     most = min(MOST_SPLITS, -(-block_table.shape[1] * k_cache.shape[2] // shortest))
     live = Live(seqs, seqs, seqs, single=True, several=False, items=seqs * most)
-    return _attend(q, k_cache, v_cache, block_table, kv_len, query_start, starts, live, scale, window, cap)
+    return _attend(q, k_cache, v_cache, block_table, lengths, query_start, starts, live, scale, window, cap)
 
 
 @_operator(_like_first)

@@ -17,8 +17,10 @@ from quarrel.ops.attention import AttentionSpec, attention_reference
 from quarrel.ops.contract import KVArrays, RawWeight, rel_error
 from quarrel.ops.linear import LINEAR, LINEAR_ADD, LinearAddSpec, LinearSpec, linear_reference
 from quarrel.ops.moe import ExpertDownSpec, ExpertUpSpec, expert_down_reference, expert_up_reference
+from quarrel.triton_backend.inputs import item_starts
 from quarrel.triton_backend.pack import view
 from quarrel.triton_backend.runtime import Live
+from quarrel.triton_backend.starts import split_starts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ops = torch.ops.quarrel
@@ -175,3 +177,13 @@ def test_what_is_built_stays_with_its_weight_and_goes_with_it() -> None:
     del held
     assert len(call._MADE) == before
     assert not built._launches
+
+
+@pytest.mark.parametrize("seqs", [1, 3, 40, 70])
+def test_splits_are_found_on_the_device_as_on_the_host(seqs: int) -> None:
+    lengths = np.random.default_rng(seqs).integers(1, 200_000, seqs).astype(np.int32)
+    lengths[0] = (1, 128, 8192, 8193)[seqs % 4]
+    starts, query_start = split_starts(on(lengths))
+    each = np.arange(seqs + 1, dtype=np.int32)
+    assert query_start.tolist() == each.tolist()
+    assert starts.tolist() == item_starts(each, lengths).tolist()

@@ -16,6 +16,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     importlib.import_module("quarrel.triton_backend.backend")
     importlib.import_module("quarrel.triton_backend.one_shot")
+    importlib.import_module("quarrel.triton_backend.starts")
     if before is None:
         del os.environ["TRITON_INTERPRET"]
     assert not loaded or before == "1", "Triton was imported before these tests could choose its interpreter"
