@@ -150,9 +150,10 @@ class PackedRun:
                 while len(running) >= STEPS_AHEAD or not self._ended.empty():
                     settle()
                 parcels.append(_Parcel(told, lambda parcel, error: self._ended.put((parcel, error))))
-                running[parcels[-1]] = Packed(pack, self._row, parcels[-1])
+                packed = Packed(pack, self._row, parcels[-1])
+                self._loop.add(packed)  # one that is not taken is none to be cancelled
+                running[parcels[-1]] = packed
                 told += len(pack)
-                self._loop.add(running[parcels[-1]])
             while running:
                 settle()
         except BaseException:
@@ -198,8 +199,8 @@ class Run:
             while done < total:
                 if len(running) <= IN_FLIGHT // 2:
                     fresh = {i: self._sequence(i) for i in islice(order, IN_FLIGHT - len(running))}
+                    self._loop.add(*fresh.values())  # those that are not taken are none to be cancelled
                     running |= fresh
-                    self._loop.add(*fresh.values())
                 index, error = self._ended.get()
                 if error is not None:
                     raise error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -118,12 +119,14 @@ class Embedder:
         cut = self._chunking(chunk)
         front = self.prefixed(prefix)
         listed = _listed(texts)
-        pieces: list[Piece] = []
+        # A text's ids go when its step has run: of a million texts they would take gigabytes.
+        owners, lengths = array("i"), array("i")
 
         def tokenized() -> Iterator[tuple[Piece, int]]:
             for i, text in enumerate(listed):
                 for piece in pieces_of(i, self._encode(i, text, front), self._tokenizer, cut, self._n_ctx):
-                    pieces.append(piece)
+                    owners.append(i)
+                    lengths.append(len(piece.ids))
                     yield piece, len(listed) - i
 
         centred = isinstance(self._spec, EncoderSpec) and self._spec.centred_truncation
@@ -133,7 +136,7 @@ class Embedder:
             run = PackedRun(self._loop, tokenized(), self._spec.n_embd, kind, finish, self._step_tokens)
         else:
             run = Run(self._loop, [piece for piece, _ in tokenized()], self._spec.n_embd, kind, finish)
-        return _Job(run, pieces, kind, finish.normalize, front, width)
+        return _Job(run, owners, lengths, kind, finish.normalize, front, width)
 
     def prefixed(self, prefix: str | None) -> str:
         """The text to put in front: a task that the model knows by its name, anything else as it stands."""
@@ -196,10 +199,11 @@ class _Finish:
 
 @dataclass(frozen=True)
 class _Job:
-    """A run, and what is told of its rows. `pieces` may still be coming while it runs."""
+    """A run, and what is told of its rows: the text and the number of tokens of each, more of which come while it runs."""
 
     run: Run | PackedRun
-    pieces: Sequence[Piece]
+    owners: array[int]
+    lengths: array[int]
     kind: Pooling
     normalize: bool
     prefix: str
@@ -208,8 +212,8 @@ class _Job:
     def told(self, rows: Array) -> Embeddings:
         return Embeddings(
             rows,
-            np.array([p.text for p in self.pieces], np.int32),
-            np.array([len(p.ids) for p in self.pieces], np.int32),
+            np.array(self.owners, np.int32),
+            np.array(self.lengths, np.int32),
             self.kind,
             self.normalize,
             self.width,

@@ -20,9 +20,10 @@ WORD_START: Final = "▁"
 _UNKNOWN: Final = " unknown"
 # The reference, too, gives up on longer words; matching takes time quadratic in a word's length.
 _MAX_WORD: Final = 100
-# How many chunks are remembered, some 10 MB of them.
+# How many chunks are remembered, of so many characters and ids: some 10 MB of words, 40 MB of anything.
 _MOST_KNOWN: Final = 1 << 16
 _LONGEST_KNOWN: Final = 32
+_MOST_IDS: Final = 8
 _CJK: Final = (
     (0x4E00, 0x9FFF),
     (0x3400, 0x4DBF),
@@ -87,7 +88,7 @@ class WordPieceModel:
         }
         if len(self._known) + len(fresh) > _MOST_KNOWN:
             self._known.clear()
-        short = (item for item in fresh.items() if len(item[0]) <= _LONGEST_KNOWN)
+        short = (item for item in fresh.items() if len(item[0]) <= _LONGEST_KNOWN and len(item[1]) <= _MOST_IDS)
         self._known.update(islice(short, _MOST_KNOWN))
         return fresh
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import quarrel
-from quarrel.errors import ContextOverflow, ModelError, QuarrelError, RequestError, UnsupportedModel
+from quarrel.errors import ContextOverflow, ModelError, QuarrelError, QueueFull, RequestError, UnsupportedModel
 from quarrel.gguf import GGUFFile, GGUFWriter
 from quarrel.llm import LLM, Chunking
 from tests.paths import need_cases
@@ -250,6 +250,20 @@ def test_a_failing_callback_cancels_the_rest(minilm: LLM) -> None:
     with pytest.raises(KeyboardInterrupt):
         minilm.embed(["some words here"] * 600, progress=stop)
     assert len(minilm.embed("again")) == 1
+
+
+@pytest.mark.parametrize("kind", ["minilm", "decoder"])
+def test_texts_that_are_not_taken_are_not_counted_as_ended(kind: str, request: pytest.FixtureRequest) -> None:
+    llm: LLM = request.getfixturevalue(kind)
+    loop = llm._loop
+    most, loop._most = loop._most, 0
+    try:
+        with pytest.raises(QueueFull):
+            llm.embed(["a", "b"])
+    finally:
+        loop._most = most
+    assert len(llm.embed(["a", "b"])) == 2
+    assert loop.run(lambda: loop._alive) == 0
 
 
 def test_the_async_twin_gives_the_same_and_stops_when_cancelled(minilm: LLM) -> None:
