@@ -97,7 +97,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, format: str, n: int, bias: tor
 
     def make() -> Prepared:
         spec = LinearSpec(_type(format), n, k, bias is not None)
-        biases = () if bias is None else (bias,)
+        biases = () if bias is None else (_shaped("the bias", bias, n),)
         return Prepared(LINEAR, spec, (None, _packed(weight, format, n, k), *biases), COMPUTE[x.dtype], x.device)
 
     built = kept(weight, (format, n, k, x.dtype, x.device, None if bias is None else _place(bias)), make)
@@ -111,7 +111,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     rows = _rows(x)
 
     def make() -> Prepared:
-        return Prepared(NORM, NormSpec("rms", rows.shape[1], eps), (None, weight), COMPUTE[x.dtype], x.device)
+        held = (None, _shaped("the weight", weight, rows.shape[1]))
+        return Prepared(NORM, NormSpec("rms", rows.shape[1], eps), held, COMPUTE[x.dtype], x.device)
 
     (y,) = kept(weight, (eps, rows.shape[1], x.dtype, x.device, _place(weight)), make)((rows,), _live(rows))
     return y.view(x.shape)
@@ -132,7 +133,9 @@ def experts(
 ) -> torch.Tensor:
     """`sum_j weights[t, j] * down_e(silu(gate_e x) * up_e x)`, e = ids[t, j]; `format` is gate's and up's."""
     tokens, k = x.shape
-    used = ids.shape[1]
+    used = ids.shape[-1]
+    _shaped("ids", ids, tokens, used)
+    _shaped("weights", weights, tokens, used)
     rows, chosen = _rows(x), ids.to(torch.int32).contiguous()
 
     def make_up() -> Prepared:
@@ -210,6 +213,15 @@ def _attend(
             f"caches are {k_cache.dtype} {list(k_cache.shape)} and {v_cache.dtype} {list(v_cache.shape)}, wanted two of"
             f" {q.dtype} [blocks, n_kv, block_size, {dim}]"
         )
+    if k_cache.shape[3] != dim or heads % k_cache.shape[1]:
+        raise RequestError(
+            f"q is {list(q.shape)} and the caches {list(k_cache.shape)}, wanted [tokens, heads, dim] and [blocks, n_kv,"
+            " block_size, dim] with heads a multiple of n_kv"
+        )
+    seqs = live.S
+    _shaped("kv_len", kv_len, seqs)
+    _shaped("query_start", query_start, seqs + 1)
+    _shaped("block_table", table, seqs, table.shape[-1])
 
     def make() -> Prepared:
         spec = AttentionSpec(heads, k_cache.shape[1], dim, scale, window, cap, False)
@@ -218,7 +230,7 @@ def _attend(
 
     use = (heads, dim, scale, window, cap, live.several, q.dtype, q.device, k_cache.shape, _place(v_cache))
     width = torch.full((1,), table.shape[1], dtype=torch.int32, device=q.device)
-    ints = (query_start.to(torch.int32), kv_len.to(torch.int32), table.to(torch.int32).contiguous())
+    ints = [each.to(torch.int32).contiguous() for each in (query_start, kv_len, table)]
     stays = k_cache.is_contiguous() and v_cache.is_contiguous()
     (y,) = (kept(k_cache, use, make) if stays else make())((q.contiguous(), *ints), live, Work(Slot(starts), Slot(width)))
     return y.view(tokens, heads, dim)
@@ -238,6 +250,13 @@ def _packed(weight: torch.Tensor, format: str, n: int, k: int) -> Packed:
             f" torch.ops.quarrel.pack makes them of {n} rows of {k} values of {format}"
         )
     return view(type, n, k, alias(weight))
+
+
+def _shaped(name: str, tensor: torch.Tensor, *shape: int) -> torch.Tensor:
+    """The tensor, if it has that shape: kernels read as many numbers as the others say."""
+    if tensor.shape != shape:
+        raise RequestError(f"{name} is {tensor.dtype} {list(tensor.shape)}, wanted {list(shape)}")
+    return tensor
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -116,8 +116,19 @@ def test_paged_attention() -> None:
     q = rng.standard_normal((8, 4, 32), dtype=np.float32)
     starts = np.array([0, 1, 8], np.int32)
     (want,) = attention_reference(spec, q.reshape(8, -1), starts, kv_len, table, cache)
-    got = ops.attention_prefill(on(q), k_cache, v_cache, on(table), on(starts), on(kv_len), 0.2)
+    got = ops.attention_prefill(on(q), k_cache, v_cache, on(table), on(starts), on(np.repeat(kv_len, 2))[::2], 0.2)
     assert rel_error(got.cpu().numpy().reshape(8, -1), want) < 1e-5
+    for name, wrong in (
+        ("query_start", (table, starts, kv_len[:1])),
+        ("query_start", (table, starts[:2], kv_len)),
+        ("block_table", (table[:1], starts, kv_len)),
+    ):
+        with pytest.raises(RequestError, match=f"^{name} is torch.int32"):
+            ops.attention_prefill(on(q), k_cache, v_cache, *map(on, wrong), 0.2)
+    with pytest.raises(RequestError, match=r"kv_len is torch.int32 \[1\], wanted \[2\]"):
+        ops.attention_decode(on(q[:2]), k_cache, v_cache, on(table), on(kv_len[:1]), 0.2)
+    with pytest.raises(RequestError, match="heads a multiple of n_kv"):
+        ops.attention_decode(on(q[:2, :3]), k_cache, v_cache, on(table), on(kv_len), 0.2)
 
 
 @pytest.mark.parametrize("format", ["Q8_0", "F16", "Q4_K"])
@@ -156,6 +167,12 @@ def test_what_does_not_fit_is_refused() -> None:
         ops.linear(x.double(), weight, "Q4_K", 8)
     with pytest.raises(RequestError, match=r"wanted uint8 \[n, 144\]"):
         ops.pack(weight.view(1, -1), "Q4_K", 256)
+    with pytest.raises(RequestError, match=r"the bias is torch.float32 \[7\], wanted \[8\]"):
+        ops.linear(x, weight, "Q4_K", 8, x[0, :7])
+    with pytest.raises(RequestError, match=r"the weight is torch.float32 \[255\], wanted \[256\]"):
+        ops.rms_norm(x, x[0, 1:], 1e-5)
+    with pytest.raises(RequestError, match=r"weights is torch.float32 \[1, 3\], wanted \[1, 2\]"):
+        ops.experts(x, torch.zeros(1, 2, dtype=torch.int32, device=DEVICE), x[:, :3], *[weight] * 3, "Q4_K", "Q4_K", 4, 2)
 
 
 def test_what_is_built_stays_with_its_weight_and_goes_with_it() -> None:
