@@ -186,8 +186,8 @@ class Shelf:
         def settle(llm: Model | None, error: BaseException | None) -> None:
             self._loads.discard(made)
             if made.done():  # loading was stopped, or nobody waits any more
-                if llm is not None:
-                    llm.close()
+                if llm is not None:  # closing waits for its process, and no answer of others does
+                    threading.Thread(target=llm.close, name="quarrel-close", daemon=True).start()
             elif error is not None:
                 made.set_exception(error)
             elif llm is not None:

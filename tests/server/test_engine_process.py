@@ -166,7 +166,10 @@ def test_loading_is_stopped_at_once_and_whoever_waits_is_told() -> None:
 
         class Late:
             def close(self) -> None:
+                closers.append(threading.get_ident())
                 closed.set()
+
+        closers: list[int] = []
 
         def slow(source: str) -> Any:
             begun.set()
@@ -182,6 +185,7 @@ def test_loading_is_stopped_at_once_and_whoever_waits_is_told() -> None:
         assert refusal.value.status == 503
         goes.set()  # what comes too late is closed
         assert await asyncio.to_thread(closed.wait, 10)
+        assert threading.get_ident() not in closers  # it may take seconds, and this thread answers others
         with pytest.raises(Refused, match="going down"):
             await shelf.load("demo")
 
