@@ -17,6 +17,7 @@ import quarrel
 from quarrel.errors import ContextOverflow, ModelError, QuarrelError, QueueFull, RequestError, UnsupportedModel
 from quarrel.gguf import GGUFFile, GGUFWriter
 from quarrel.llm import LLM, Chunking
+from quarrel.llm.embed import STEPS_AHEAD
 from tests.paths import need_cases
 from tests.tiny_model import write_tiny_model
 
@@ -282,7 +283,7 @@ def test_the_async_twin_gives_the_same_and_stops_when_cancelled(minilm: LLM) -> 
             await task
 
     asyncio.run(cancelled())
-    assert minilm.activity().waiting <= 600
+    assert minilm.activity().waiting <= STEPS_AHEAD
 
 
 def test_threads_may_embed_at_once(minilm: LLM, sentences: list[str]) -> None:
