@@ -120,8 +120,10 @@ def fused(choices: Sequence[Choice], kept: set[int], compute: Compute) -> list[C
     made = list(choices)
     rounded: dict[int, Value] = {}
     for i, node in enumerate(nodes):
+        if node.op is not NORM:  # some have no outputs
+            continue
         h = node.outputs[0]
-        if node.op is not NORM or not _takes(node, [nodes[r] for r in readers.get(h.id, [])]):
+        if not _takes(node, [nodes[r] for r in readers.get(h.id, [])]):
             continue
         total, *gains = node.inputs
         assert isinstance(total, Value)
