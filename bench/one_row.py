@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import one_row_kernels
+from prep import replaced
 
 from quarrel.bench.measure import run
 from quarrel.bench.subject import Source, Subject, limits_for
@@ -215,19 +216,6 @@ MODELS = {
     ),
 }  # fmt: skip
 """What was tried before stands in docs/kernel-log.md."""
-
-
-@contextmanager
-def replaced(*given: tuple[Any, str, Any]) -> Iterator[None]:
-    """Other values for names of modules, for a while."""
-    before = [(where, name, getattr(where, name)) for where, name, _ in given]
-    for where, name, value in given:
-        setattr(where, name, value)
-    try:
-        yield
-    finally:
-        for where, name, value in reversed(before):
-            setattr(where, name, value)
 
 
 @contextmanager

@@ -22,6 +22,19 @@ BLOCK = 1024
 
 
 @triton.jit
+def normed_row(x, gain, row, tokens, eps, K: tl.constexpr, C: tl.constexpr, PDL: tl.constexpr):
+    """RMS norm of a row of float32, [C]; zeros in a row beyond the last. Waits for x."""
+    column = tl.arange(0, C)
+    weight = tl.load(gain + column, mask=column < K, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    there = K * tl.minimum(tokens - row, 1)  # columns: none, beyond the last row
+    value = tl.load(x + row * K + column, mask=column < there, other=0.0).to(tl.float32)
+    return value * (1.0 / tl.sqrt(tl.sum(value * value, 0) / K + eps)) * weight
+
+
+@triton.jit
 def tanh(x):
     """To a few ulp everywhere: an odd series near zero, where the exponential form cancels."""
     e = tl.exp(-2.0 * tl.abs(x))

@@ -17,7 +17,7 @@ from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 from quarrel.ops.state import GATED_NORM, GatedNormSpec
 from quarrel.triton_backend import warpgroup_x
-from quarrel.triton_backend.elementwise import activate
+from quarrel.triton_backend.elementwise import activate, normed_row
 from quarrel.triton_backend.fragments import place_of
 from quarrel.triton_backend.runtime import Launch, Live, Site, Slot, cdiv, dims, power_of_two, starts_early
 
@@ -78,13 +78,7 @@ def norm_arranged(to, x, gain, tokens, eps, K: tl.constexpr, C: tl.constexpr, PD
     """RMS norm of rows into the order of `fragments.arrange`; a program a row, of which those beyond the last are zero."""
     row = tl.program_id(0)
     column = tl.arange(0, C)
-    weight = tl.load(gain + column, mask=column < K, other=0.0)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    there = K * tl.minimum(tokens - row, 1)  # columns: none, beyond the last row
-    value = tl.load(x + row * K + column, mask=column < there, other=0.0).to(tl.float32)
-    value = value * (1.0 / tl.sqrt(tl.sum(value * value, 0) / K + eps)) * weight
+    value = normed_row(x, gain, row, tokens, eps, K, C, PDL)
     tl.store(to + place_of(row, column, K), value.to(to.dtype.element_ty), mask=column < K)
 
 

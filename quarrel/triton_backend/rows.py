@@ -156,7 +156,7 @@ def _walk(
 
 
 @gluon.jit
-def _finish(
+def finish(
     y, acc, acc_b, bias, bias_b, residual, first, tokens, alpha, N, BIAS: gl.constexpr, ADD: gl.constexpr,
     GATED: gl.constexpr, KIND: gl.constexpr, BM: gl.constexpr, BT: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
@@ -191,7 +191,7 @@ def rows_one(
     acc_b = acc
     if GATED:  # one after the other: together they leave a device half its warps
         acc_b = _walk(FORMAT, b_codes, b_bits, b_scale, b_top, x, first, N, K, W, M, BM, BT, DEEP, MMA, False)
-    _finish(
+    finish(
         y, acc, acc_b, bias, bias_b, residual, first, tokens, alpha, N, BIAS, ADD, GATED, KIND, BM, BT,
         gl.SliceLayout(0, MMA),
     )  # fmt: skip
@@ -214,15 +214,15 @@ def rows_three(
     if tile < tiles0:
         first = tile * BM
         acc = _walk(FORMAT0, a_codes, a_bits, a_scale, a_top, x, first, N0, K, W, M, BM, BT, DEEP, MMA, PDL)
-        _finish(y0, acc, acc, bias0, bias0, y0, first, tokens, 1.0, N0, BIAS, False, False, "none", BM, BT, OUT)
+        finish(y0, acc, acc, bias0, bias0, y0, first, tokens, 1.0, N0, BIAS, False, False, "none", BM, BT, OUT)
     elif tile < tiles0 + tiles1:
         first = (tile - tiles0) * BM
         acc = _walk(FORMAT1, b_codes, b_bits, b_scale, b_top, x, first, N1, K, W, M, BM, BT, DEEP, MMA, PDL)
-        _finish(y1, acc, acc, bias1, bias1, y1, first, tokens, 1.0, N1, BIAS, False, False, "none", BM, BT, OUT)
+        finish(y1, acc, acc, bias1, bias1, y1, first, tokens, 1.0, N1, BIAS, False, False, "none", BM, BT, OUT)
     else:
         first = (tile - tiles0 - tiles1) * BM
         acc = _walk(FORMAT2, c_codes, c_bits, c_scale, c_top, x, first, N2, K, W, M, BM, BT, DEEP, MMA, PDL)
-        _finish(y2, acc, acc, bias2, bias2, y2, first, tokens, 1.0, N2, BIAS, False, False, "none", BM, BT, OUT)
+        finish(y2, acc, acc, bias2, bias2, y2, first, tokens, 1.0, N2, BIAS, False, False, "none", BM, BT, OUT)
 
 
 def linear(

@@ -19,12 +19,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quarrel.triton_backend import elementwise
+from quarrel.triton_backend.rows import finish
 from quarrel.triton_backend.warpgroup_codes import SLOTS, copy_in, scales, send, taken, values
 
 # Names of Triton 3.9, or of 3.6.
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-_activate = gluon.jit(elementwise.activate.fn)
 STAGES = gl.constexpr(3)
 """Steps of x in shared memory: one is multiplied, one may still be, one comes."""
 
@@ -137,7 +136,7 @@ def _end(
     ADD: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr, PARTS: gl.constexpr, BM: gl.constexpr, BT: gl.constexpr,
     MMA: gl.constexpr,
 ):  # fmt: skip
-    """Adds the parts of K, in order, in the last program of a tile to arrive; then `_store`."""
+    """Adds the parts of K, in order, in the last program of a tile to arrive; then `finish`."""
     out = gl.arange(0, BM, gl.SliceLayout(1, MMA))
     token = gl.arange(0, BT, gl.SliceLayout(0, MMA))
     if PARTS > 1:
@@ -154,31 +153,9 @@ def _end(
             acc = _added(p_part, stride, PARTS, BM, BT, MMA)
             if GATED:
                 acc_b = _added(p_part + PARTS * stride, stride, PARTS, BM, BT, MMA)
-            _store(y, acc, acc_b, bias, bias_b, residual, first, tokens, alpha, N, BIAS, ADD, GATED, KIND, BM, BT, MMA)
+            finish(y, acc, acc_b, bias, bias_b, residual, first, tokens, alpha, N, BIAS, ADD, GATED, KIND, BM, BT, MMA)
     else:
-        _store(y, acc, acc_b, bias, bias_b, residual, first, tokens, alpha, N, BIAS, ADD, GATED, KIND, BM, BT, MMA)
-
-
-@gluon.jit
-def _store(
-    y, acc, acc_b, bias, bias_b, residual, first, tokens, alpha, N, BIAS: gl.constexpr, ADD: gl.constexpr,
-    GATED: gl.constexpr, KIND: gl.constexpr, BM: gl.constexpr, BT: gl.constexpr, MMA: gl.constexpr,
-):  # fmt: skip
-    """Bias, activation or residual, and the store."""
-    row = first + gl.arange(0, BM, gl.SliceLayout(1, MMA))
-    token = gl.arange(0, BT, gl.SliceLayout(0, MMA))
-    at = token[None, :] * N + row[:, None]
-    row_ok = row < N
-    ok = row_ok[:, None] & (token < tokens)[None, :]
-    if BIAS:
-        acc += gl.load(bias + row, mask=row_ok, other=0.0)[:, None]
-        if GATED:
-            acc_b += gl.load(bias_b + row, mask=row_ok, other=0.0)[:, None]
-    if GATED:
-        acc = _activate(acc, KIND) * acc_b
-    if ADD:
-        acc = gl.load(residual + at, mask=ok, other=0.0).to(gl.float32) + alpha * acc
-    gl.store(y + at, acc.to(y.dtype.element_ty), mask=ok)
+        finish(y, acc, acc_b, bias, bias_b, residual, first, tokens, alpha, N, BIAS, ADD, GATED, KIND, BM, BT, MMA)
 
 
 @gluon.jit(do_not_specialize=["tokens"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from quarrel.triton_backend.elementwise import normed_row
+
 STEP = 128
 """Columns of a step."""
 WIDTHS = (64, 128)
@@ -45,13 +47,7 @@ def norm_arranged(to, x, gain, tokens, eps, K: tl.constexpr, C: tl.constexpr, BT
     """RMS norm of rows put there; a program a row, of which those beyond the last are zero."""
     row = tl.program_id(0)
     column = tl.arange(0, C)
-    weight = tl.load(gain + column, mask=column < K, other=0.0)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    there = K * tl.minimum(tokens - row, 1)  # columns: none, beyond the last row
-    value = tl.load(x + row * K + column, mask=column < there, other=0.0).to(tl.float32)
-    value = value * (1.0 / tl.sqrt(tl.sum(value * value, 0) / K + eps)) * weight
+    value = normed_row(x, gain, row, tokens, eps, K, C, PDL)
     place = place_of(column % 128)
     at = (column // 128 * 2 + place // 64) * (BT * 64) + row * 64 + place % 64
     tl.store(to + at, value.to(tl.float16), mask=column < K)
