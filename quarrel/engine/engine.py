@@ -284,19 +284,22 @@ class Engine:
             sequence.drawn = 0
         alive = [s for s in sequences.values() if not s.over]
         short = _is_out_of_memory(error)
-        # Those that run whole cannot be cut: smaller steps would be none.
-        cut = again and sum(p.count for batch in batches for p in batch.parts) == 1
-        if short and not cut and not all(map(_whole, batches)):
+        least = sum(p.sequence.pieces(p.start, p.start + p.count) for p in batches[0].parts) == 1
+        if short and not (again and least):
             log.warning("a step of %d sequences ran out of memory; smaller ones follow", len(alive))
             self.scheduler.max_tokens = max(1, self.scheduler.max_tokens // 2)
             self._put_out(alive)
             return
         self.stats.faults += 1
-        log.log(logging.INFO if soft else logging.ERROR, "a step of %d sequences failed", len(alive), exc_info=error)
-        for sequence in alive:
+        # What was launched behind a step that can be no smaller was not short of memory.
+        lost = [p.sequence for p in batches[0].parts if not p.sequence.over] if short else alive
+        log.log(logging.INFO if soft else logging.ERROR, "a step of %d sequences failed", len(lost), exc_info=error)
+        for sequence in lost:
             self.cache.distrust(sequence)
             self._end(sequence, "error", _failure(error))
-        if not (soft or short):
+        if short:
+            self._put_out([s for s in alive if not s.over])
+        elif not soft:
             self._restart(error)
 
     def _restart(self, error: Exception) -> None:
@@ -362,6 +365,7 @@ class Engine:
         if isinstance(failure, Diverged):
             self.cache.distrust(sequence)
         self.scheduler.remove(sequence)
+        self._ended(sequence)  # first: who is told may send the next one at once
         try:
             sequence.end(reason, failure)
         except Exception:
@@ -371,7 +375,6 @@ class Engine:
         self.stats.ended(now)
         self.stats.ends[type(failure).__name__ if failure is not None else sequence.outcome or reason] += 1
         self.stats.request_seconds.add(now - sequence.submitted)
-        self._ended(sequence)
 
     def _copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         self.step.copy_blocks(pairs)
@@ -393,4 +396,6 @@ def _is_out_of_memory(error: Exception) -> bool:
 def _failure(error: Exception) -> QuarrelError:
     if isinstance(error, QuarrelError):
         return error
+    if _is_out_of_memory(error):
+        return OutOfMemory(f"the smallest step found too little memory ({error!r}): free some, or load the model for less")
     return EngineFault(f"the step failed: {type(error).__name__}: {error}")

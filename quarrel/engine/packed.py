@@ -1,6 +1,7 @@
 """Short texts side by side: one sequence to the scheduler, many to a step, one row of each in return.
 
 For encoders, whose texts run whole and leave nothing behind. What a text costs here is its share of a few array operations.
+Where steps have become shorter for want of memory, the texts of a sequence run in several.
 """
 
 from __future__ import annotations
@@ -34,21 +35,49 @@ class Packed(Sequence):
         super().__init__(tokens, len(tokens))
         self.want = "mean" if row == "mean" else "hidden"
         self.row_of_each = row
-        self.lengths = np.fromiter(map(len, texts), np.int32, len(texts))
         self._deliver = deliver
+        self._texts, self._told = len(texts), 0
+        self._begin(np.fromiter(map(len, texts), np.int32, len(texts)))
+
+    def texts(self, start: int, end: int) -> slice:
+        """Which texts these tokens are; both are borders of texts."""
+        first, last = np.searchsorted(self._starts, (start, end)).tolist()
+        return slice(first, last)
 
     def rows(self, end: int) -> int:
-        return len(self.lengths)
+        return self.pieces(self.computed, end)
+
+    def pieces(self, start: int, end: int) -> int:
+        texts = self.texts(start, end)
+        return int(texts.stop - texts.start)
+
+    def share(self, most: int, alone: bool) -> int:
+        if self.pending <= most or not alone:
+            return super().share(most, False)
+        first = int(np.searchsorted(self._starts, self.computed))
+        last = int(np.searchsorted(self._starts, self.computed + most, "right")) - 1
+        return int(self._starts[max(last, first + 1)]) - self.computed
+
+    def put_out(self) -> None:
+        done = self._told - (self._texts - len(self.lengths))
+        self.tokens = self.tokens[self._starts[done] :]
+        self._begin(self.lengths[done:])
 
     def settle(self, outputs: StepOutputs, first: int, count: int, draft: Tokens[int]) -> int:
         rows = outputs.mean if self.want == "mean" else outputs.hidden
         assert rows is not None
-        self._deliver.rows(0, rows[first : first + count])
-        self.over = True
+        self._deliver.rows(self._told, rows[first : first + count])
+        self._told += count
+        self.over = self._told == self._texts
         return 0
 
     def end(self, reason: FinishReason, failure: QuarrelError | None = None) -> None:
         self._deliver.end(None if self.over else failure or QuarrelError("the run was cancelled"))
+
+    def _begin(self, lengths: Array) -> None:
+        """With the texts that are left."""
+        self.lengths = lengths
+        self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
 
 
 def laid_out(inputs: StepInputs, parts: Tokens[Part], block_size: int) -> StepInputs:
@@ -56,7 +85,7 @@ def laid_out(inputs: StepInputs, parts: Tokens[Part], block_size: int) -> StepIn
     if not any(isinstance(p.sequence, Packed) for p in parts):
         return inputs
     # Who shares a step with packed texts runs whole too: its positions begin at 0, and each of its rows may be wanted.
-    each = [p.sequence.lengths if isinstance(p.sequence, Packed) else np.array([p.count], np.int32) for p in parts]
+    each = [_lengths(p) for p in parts]
     lengths = np.concatenate(each)
     starts = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=starts[1:])
@@ -71,6 +100,13 @@ def laid_out(inputs: StepInputs, parts: Tokens[Part], block_size: int) -> StepIn
         out_rows=np.concatenate(rows),
         state_slots=None,
     )
+
+
+def _lengths(part: Part) -> Array:
+    """Of its texts."""
+    if not isinstance(part.sequence, Packed):
+        return np.array([part.count], np.int32)
+    return part.sequence.lengths[part.sequence.texts(part.start, part.start + part.count)]
 
 
 def _rows(part: Part, starts: Array) -> Array:

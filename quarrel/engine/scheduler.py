@@ -119,6 +119,7 @@ class Scheduler:
         self.running.remove(sequence)
         self._slots.append(sequence.slot)
         self.cache.release(sequence)
+        sequence.put_out()
         self.waiting.push(sequence)
         self.preempted += 1
 
@@ -149,8 +150,8 @@ class Scheduler:
         # Those that run whole keep their order, so that each is the first, and fits, after a while.
         for sequence in others:
             most = tokens if sequence.whole or not sequence.every_row else min(tokens, rows)
-            count = sequence.pending if sequence.whole else min(sequence.pending, most)
-            if not 0 < count <= most:
+            count = sequence.share(most, not parts)
+            if count <= 0:
                 continue
             end = self.cache.reach(sequence, sequence.computed + count)
             count = self.cache.cut(sequence, end) - sequence.computed

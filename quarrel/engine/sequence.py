@@ -101,6 +101,20 @@ class Sequence(ABC):
         """How many results are wanted of a launch of the tokens from `computed` to `end`: the last so many."""
         return int(end == len(self.tokens) + self.drawn)
 
+    def share(self, most: int, alone: bool) -> int:
+        """How many tokens a launch of `most` may run of it, 0 if it has to wait; alone: nobody else is in that launch yet.
+        What runs whole and is longer than that is then a launch of its own."""
+        if self.whole:
+            return self.pending if alone or self.pending <= most else 0
+        return min(self.pending, most)
+
+    def pieces(self, start: int, end: int) -> int:
+        """Into how many launches these of its tokens could be cut."""
+        return 1 if self.whole else end - start
+
+    def put_out(self) -> None:  # noqa: B027 (most begin again with all of it)
+        """Called when it has gone back to the queue: what has run, and was not settled, will run again."""
+
     def prepare(self) -> None:  # noqa: B027 (most have nothing to prepare)
         """Called while the step that draws its next token runs."""
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from quarrel.engine import Deliver, Loop, Packed, Scoring
-from quarrel.errors import ContextOverflow, QuarrelError, RequestError
+from quarrel.errors import ContextOverflow, QuarrelError, QueueFull, RequestError
 from quarrel.llm.embeddings import Chunking, Pooling
 from quarrel.tokenizer import Tokenizer
 
@@ -97,7 +96,8 @@ class _Parcel(Deliver):
         self.out: Array | None = None
 
     def rows(self, start: int, rows: Array) -> None:
-        self.out = np.array(rows, np.float32)
+        rows = np.array(rows, np.float32)
+        self.out = rows if self.out is None else np.concatenate([self.out, rows])
 
     def end(self, failure: QuarrelError | None) -> None:
         self._told(self, failure)
@@ -141,19 +141,28 @@ class PackedRun:
             assert parcel.out is not None
             # Here and not at the end: the device runs the next ones meanwhile.
             parcel.out = self._finish(parcel.out, parcel.first)
-            done += len(running.pop(parcel).lengths)
+            done += len(parcel.out)
+            del running[parcel]
             if progress is not None:
                 progress(done, told + self._left)
 
         try:
             for pack in self._packs():
+                parcel = _Parcel(told, lambda parcel, error: self._ended.put((parcel, error)))
+                packed = Packed(pack, self._row, parcel)
+                told += len(pack)
                 while len(running) >= STEPS_AHEAD or not self._ended.empty():
                     settle()
-                parcels.append(_Parcel(told, lambda parcel, error: self._ended.put((parcel, error))))
-                packed = Packed(pack, self._row, parcels[-1])
-                self._loop.add(packed)  # one that is not taken is none to be cancelled
-                running[parcels[-1]] = packed
-                told += len(pack)
+                while True:
+                    try:
+                        self._loop.add(packed)
+                        break
+                    except QueueFull:
+                        if not running:
+                            raise  # it is full of others' texts
+                        settle()
+                parcels.append(parcel)
+                running[parcel] = packed  # one that is not taken is none to be cancelled
             while running:
                 settle()
         except BaseException:
@@ -192,15 +201,24 @@ class Run:
 
     def result(self, progress: Progress | None = None) -> Array:
         """The rows as they are given out, in the pieces' order. What is left is cancelled when it raises."""
-        order = iter(sorted(range(len(self._pieces)), key=lambda i: -len(self._pieces[i].ids)))
+        order = sorted(range(len(self._pieces)), key=lambda i: -len(self._pieces[i].ids))
         running: dict[int, Scoring] = {}
-        total, done = len(self._pieces), 0
+        total, done, taken, most = len(order), 0, 0, IN_FLIGHT
         try:
             while done < total:
-                if len(running) <= IN_FLIGHT // 2:
-                    fresh = {i: self._sequence(i) for i in islice(order, IN_FLIGHT - len(running))}
-                    self._loop.add(*fresh.values())  # those that are not taken are none to be cancelled
-                    running |= fresh
+                if taken < total and len(running) <= most // 2:
+                    fresh = {i: self._sequence(i) for i in order[taken : taken + most - len(running)]}
+                    try:
+                        self._loop.add(*fresh.values())
+                    except QueueFull:
+                        if len(fresh) > 1:
+                            most = len(running) + len(fresh) // 2
+                            continue
+                        if not running:
+                            raise  # it is full of others' texts
+                    else:
+                        running |= fresh  # those that are not taken are none to be cancelled
+                        taken += len(fresh)
                 index, error = self._ended.get()
                 if error is not None:
                     raise error

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import quarrel
-from quarrel.errors import ContextOverflow, ModelError, QuarrelError, QueueFull, RequestError, UnsupportedModel
+from quarrel.errors import ContextOverflow, ModelError, OutOfMemory, QuarrelError, QueueFull, RequestError, UnsupportedModel
 from quarrel.gguf import GGUFFile, GGUFWriter
 from quarrel.llm import LLM, Chunking
 from quarrel.llm.embed import STEPS_AHEAD
@@ -240,6 +240,9 @@ def test_progress_counts_to_the_end(minilm: LLM, capsys: pytest.CaptureFixture[s
     seen.clear()
     minilm.embed(["word " * 300] * 4, progress=lambda done, total: seen.append((done, total)))
     assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    seen.clear()
+    minilm.embed(["word " * 300] * 12, progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(i, 12) for i in range(1, 13)], "more than are queued at a time"
     minilm.embed(["a", "b", "c"], progress=True)
     assert "3/3" in capsys.readouterr().err
 
@@ -267,6 +270,20 @@ def test_texts_that_are_not_taken_are_not_counted_as_ended(kind: str, request: p
     assert loop.run(lambda: loop._alive) == 0
 
 
+@pytest.mark.parametrize("kind", ["minilm", "decoder"])
+def test_a_list_may_be_longer_than_the_queue(kind: str, request: pytest.FixtureRequest) -> None:
+    """It is fed in as there is room, as prompts are."""
+    llm: LLM = request.getfixturevalue(kind)
+    texts = [f"text {i} " + "word " * (300 if kind == "minilm" else i % 7) for i in range(20)]
+    wanted = llm.embed(texts).vectors
+    loop = llm._loop
+    most, loop._most = loop._most, 3
+    try:
+        assert np.array_equal(llm.embed(texts).vectors, wanted)
+    finally:
+        loop._most = most
+
+
 def test_the_async_twin_gives_the_same_and_stops_when_cancelled(minilm: LLM) -> None:
     async def both() -> tuple[np.ndarray, np.ndarray]:
         made = await asyncio.gather(minilm.aembed(["one", "two"]), minilm.aembed("three"))
@@ -284,6 +301,28 @@ def test_the_async_twin_gives_the_same_and_stops_when_cancelled(minilm: LLM) -> 
 
     asyncio.run(cancelled())
     assert minilm.activity().waiting <= STEPS_AHEAD
+
+
+def test_steps_that_find_too_little_memory_are_made_smaller(
+    minilm: LLM, sentences: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = minilm._loop.engine
+    assert engine is not None
+    launch, sizes = engine.step.launch, []
+
+    def short(inputs: Any, want: Any) -> Any:
+        sizes.append(len(inputs.ids))
+        if len(inputs.ids) > 200:
+            raise MemoryError("no room")
+        return launch(inputs, want)
+
+    texts = sentences * 10
+    wanted = minilm.embed(texts).vectors
+    monkeypatch.setattr(engine.step, "launch", short)
+    assert np.array_equal(minilm.embed(texts).vectors, wanted)
+    assert sum(size > 200 for size in sizes) < len(sizes) // 2
+    with pytest.raises(OutOfMemory):
+        minilm.embed("word " * 400)
 
 
 def test_threads_may_embed_at_once(minilm: LLM, sentences: list[str]) -> None:
