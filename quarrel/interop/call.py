@@ -23,7 +23,19 @@ from quarrel.triton_backend.backend import REGISTRY
 from quarrel.triton_backend.buffers import dtype_of
 from quarrel.triton_backend.float8 import Codes
 from quarrel.triton_backend.pack import Packed
-from quarrel.triton_backend.runtime import DTYPES, INTERPRETED, Alone, Cache, Launch, Launcher, Live, Slot, Work, launch
+from quarrel.triton_backend.runtime import (
+    DTYPES,
+    INTERPRETED,
+    Alone,
+    Cache,
+    Grid,
+    Launch,
+    Launcher,
+    Live,
+    Slot,
+    Work,
+    launch,
+)
 
 COMPUTE: dict[torch.dtype, Compute] = {dtype: compute for compute, dtype in DTYPES.items()}
 _NONE = Live(0, 0, 0, False, False, 0)
@@ -64,7 +76,7 @@ class Prepared(Alone):
     deterministic: bool = False
     float8: bool = False
     whole: int = 0
-    launch: Launcher = launch
+    launcher: Launcher = launch
     group: None = None
     live: Live = _NONE
     work: Work = field(init=False)
@@ -75,6 +87,7 @@ class Prepared(Alone):
         nothing = self._nothing = torch.empty(0, device=self.device)
         self.work = self._no_work = Work(Slot(nothing), Slot(nothing))
         self._lock = Lock()
+        self._begun = False
         self._slots: dict[int, Slot] = {}
         self._weights: dict[WeightRef, Packed] = {}
         self._vectors: dict[WeightRef, torch.Tensor] = {}
@@ -99,7 +112,7 @@ class Prepared(Alone):
     def __call__(self, arrays: Sequence[torch.Tensor], live: Live, work: Work | None = None) -> list[torch.Tensor]:
         """The op's results, flat tensors of the contract's types; `arrays` are what `held` has not, contiguous."""
         with self._lock, on(self.device):
-            self.live = live
+            self.live, self._begun = live, False
             if work is not None:
                 self.work = work
             try:
@@ -160,6 +173,12 @@ class Prepared(Alone):
         axes = tuple(d for d in value.dims if isinstance(d, str))
         slot = self._slots[value.id] = Slot(self._nothing)
         self._made.append((slot, size, axes, dtype_of(value.kind, DTYPES[self.compute])))
+
+    def launch(self, kernel: Any, grid: Grid, *args: Any, early: bool | None = None, **options: Any) -> None:
+        """Kernels that start early read weights and tables before they wait, which in a step are older than its first
+        kernel. Here they may be the work of whatever ran last, so the first kernel of a call starts when that is over."""
+        self.launcher(kernel, grid, *args, early=early and self._begun, **options)
+        self._begun = self._begun or all(grid)
 
     # What a launcher asks while it is built.
 

@@ -21,7 +21,7 @@ def padded(inputs: StepInputs, limits: Limits) -> StepInputs | None:
     """The inputs in a shape that is captured, a power of two of texts; None where more rows are wanted than texts."""
     tokens, seqs, rows = len(inputs.ids), len(inputs.kv_len), len(inputs.out_rows)
     most, texts = _tokens(tokens, limits.max_tokens), power_of_two(seqs + 1)
-    if texts > limits.max_seqs or rows > seqs:
+    if texts > min(limits.max_seqs, limits.max_tokens) or rows > seqs:
         return None
     added = texts - seqs
     each = -(-(most - tokens) // added)

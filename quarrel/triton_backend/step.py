@@ -12,9 +12,10 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import groupby
 from math import prod
+from threading import Lock
 
 import numpy as np
 import torch
@@ -36,6 +37,10 @@ from quarrel.triton_backend.weights import held_as
 
 MOST_PINNED = 16 << 20
 """Numbers of a result that is copied while the host goes on (64 MiB); a larger one is waited for."""
+
+_CAPTURING = Lock()
+"""Of the process, whose other models have threads of their own: PyTorch captures one graph at a time, and nobody may wait for
+a device meanwhile, as the beginning of a capture does, and giving memory back."""
 
 
 class _Results:
@@ -169,7 +174,8 @@ class TritonStep:
         for held in ("_plan", "_inputs", "_choices", "_results", "_float_results"):
             self.__dict__.pop(held, None)
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+            with _CAPTURING:
+                torch.cuda.empty_cache()
 
     def _start(self, inputs: StepInputs, want: Want, rows: int) -> None:
         starts = item_starts(inputs.query_start, inputs.kv_len)
@@ -261,13 +267,20 @@ def _shape(value: Value, rows: int, seqs: int) -> tuple[int, ...]:
 
 def _graph(launches: Sequence[Launch], live: Live) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
-    with warnings.catch_warnings():
+    with _CAPTURING, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # an empty program would warn; it is as well captured empty
         # Other threads may go on using the device, as another model's loading does.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, stream=_stream(torch.cuda.current_device()), capture_error_mode="thread_local"):
             for go in launches:
                 go(live)
     return graph
+
+
+@cache
+def _stream(device: int) -> torch.cuda.Stream:
+    """That a device's graphs are captured on: PyTorch's own is of the device that captured first, and each new one would
+    keep a workspace of cuBLAS for itself."""
+    return torch.cuda.Stream(device)
 
 
 def _smallest_table(choices: Sequence[Choice], index: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from quarrel.ops.linear import LINEAR, LINEAR_ADD, LinearAddSpec, LinearSpec, li
 from quarrel.ops.moe import ExpertDownSpec, ExpertUpSpec, expert_down_reference, expert_up_reference
 from quarrel.triton_backend.inputs import item_starts
 from quarrel.triton_backend.pack import view
-from quarrel.triton_backend.runtime import Live
+from quarrel.triton_backend.runtime import Live, launch
 from quarrel.triton_backend.starts import split_starts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -156,6 +157,24 @@ def test_products_of_many_rows_in_e4m3_where_the_format_allows(format: str) -> N
         error = rel_error(first.view(300, 48).float().cpu().numpy(), want)
         # The interpreter cuts where a GPU rounds.
         assert error < 2e-3 if format == "Q4_K" else 5e-3 < error < 1e-1
+
+
+def test_the_first_kernel_of_a_call_waits_for_what_ran_before_it() -> None:
+    """On a GPU it would read tables and weights that the kernel ahead may still be writing."""
+    told: list[bool | None] = []
+
+    def recorded(kernel: Any, grid: Any, *args: Any, early: bool | None = None, **options: Any) -> None:
+        told.append(early)
+        launch(kernel, grid, *args, early=False, **options)
+
+    weight = draw.weight(np.random.default_rng(9), GGMLType.Q8_0, 16, 64)
+    held = view(weight.type, 16, 64, packed(weight))
+    x = torch.ones(1, 64, device=DEVICE, dtype=torch.float16)
+    built = Prepared(LINEAR, LinearSpec(weight.type, 16, 64), (None, held), "float16", x.device, launcher=recorded)
+    built.generation = 9  # of devices where kernels start early
+    for _ in range(2):
+        built((x,), Live(1, 0, 0, True, False, 1))
+    assert told == [False, True] * 2  # the row is halved, then multiplied
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -254,6 +254,10 @@ def test_an_encoder_s_full_steps_and_its_norms(backend: TritonBackend) -> None:
     shapes = [full._tokens(tokens, 16000) for tokens in (1, 17, 2049, 4096, 4097, 9000, 15000)]
     assert shapes == [16, 32, 4096, 4096, 6144, 10240, 16000]
     assert full.padded(replace(inputs, out_rows=np.arange(7, dtype=np.int32)), limits) is None
+    # Rows of results have room for as many as there may be tokens.
+    assert full.padded(inputs, replace(limits, max_tokens=7, max_seqs=8)) is not None
+    each = replace(inputs, query_start=np.arange(8, dtype=np.int32), kv_len=np.ones(7, np.int32))
+    assert full.padded(each, replace(limits, max_tokens=7, max_seqs=8)) is None
     steps[1]._capture = True  # which begins with the second of a shape
     assert np.array_equal(steps[1](inputs, "mean").mean, mean)  # type: ignore[arg-type]
     assert np.array_equal(steps[1](inputs, "hidden").hidden, exact)  # type: ignore[arg-type]

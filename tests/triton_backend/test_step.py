@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import threading
+import time
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -29,10 +32,11 @@ from quarrel.ops.rope import RopeSpec
 from quarrel.ops.sample import sample
 from quarrel.ops.step import Limits, SampleInputs, StepInputs
 from quarrel.ops.windows import by_window
+from quarrel.triton_backend import step as step_module
 from quarrel.triton_backend.backend import TritonBackend, create
 from quarrel.triton_backend.inputs import InputBuffer, live_counts
 from quarrel.triton_backend.rope import left_to_attention
-from quarrel.triton_backend.runtime import INTERPRETED
+from quarrel.triton_backend.runtime import INTERPRETED, Live
 from quarrel.triton_backend.step import TritonStep
 from tests.paths import need_cases
 
@@ -254,6 +258,34 @@ def test_captured_steps_give_the_bits_of_plain_ones(compute: Any) -> None:
         assert np.array_equal(*(step(again, "logits").logits for step in steps))  # type: ignore[arg-type]
     for step in steps:
         step.close()
+
+
+def test_one_graph_is_captured_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models of one process have threads of their own, and PyTorch captures for one of them."""
+    inside: list[int] = []
+    found: list[int] = []
+
+    @contextmanager
+    def capture(graph: object, **options: object) -> Iterator[None]:
+        inside.append(1)
+        yield
+        inside.pop()
+
+    def launched(live: Live) -> None:
+        time.sleep(0.02)
+        found.append(len(inside))
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(step_module, "_stream", lambda device: None)
+    live = Live(1, 1, 1, True, False, 1)
+    threads = [threading.Thread(target=step_module._graph, args=([launched], live)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [1, 1, 1]
 
 
 def test_closing_twice_is_closing_once(backend: TritonBackend) -> None:
