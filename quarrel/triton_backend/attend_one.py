@@ -119,7 +119,9 @@ def attend_one(
     newest = start + split >= n_keys
     stop = tl.minimum(n_keys - 1, start + split)
     if WINDOW:
-        start = tl.maximum(start, tl.maximum(n_keys - window, 0) // BLOCK_N * BLOCK_N)
+        # No further back than the block of the oldest key: those before it may be another sequence's by now.
+        EDGE: tl.constexpr = BLOCK_N if SIZE % BLOCK_N == 0 else SIZE
+        start = tl.maximum(start, tl.maximum(n_keys - window, 0) // EDGE * EDGE)
     p_table = table + seq.to(tl.int64) * tl.load(table_width)
     b_k, b_v, k_scale, v_scale = _tile(
         keys, values, k_scales, v_scales, p_table, kv_head, start, stop, KV_HEADS, DIM, WIDE, SIZE, BLOCK_N, KIND

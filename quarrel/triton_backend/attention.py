@@ -71,11 +71,11 @@ class Tile:
 
 @triton.jit
 def _walk(
-    acc, top, total, b_q, keys, values, k_scales, v_scales, p_table, kv_head, position, start, stop, n_keys, scale, cap,
-    window, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    acc, top, total, b_q, keys, values, k_scales, v_scales, p_table, kv_head, position, start, stop, oldest, n_keys, scale,
+    cap, window, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr, WINDOW: tl.constexpr,
     CAP: tl.constexpr, MASK: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """Takes in keys start to stop; MASK for tiles of which some row sees only a part."""
+    """Takes in keys start to stop; MASK for tiles of which some row sees only a part, and none a key before `oldest`."""
     d = tl.arange(0, WIDE)
     d_ok = d < DIM
     for begin in range(start, stop, BLOCK_N):
@@ -83,6 +83,8 @@ def _walk(
         p_block = p_table + key // SIZE
         if MASK:
             key_ok = key < n_keys
+            if WINDOW:  # blocks behind it may be another sequence's by now
+                key_ok = key_ok & (key >= oldest)
             block = tl.load(p_block, mask=key_ok, other=0).to(tl.int64)
         else:
             block = tl.load(p_block).to(tl.int64)
@@ -156,8 +158,8 @@ def attend_many(
     query = tile * QUERIES + lane // SHARE
     head = kv_head * GROUP + lane % SHARE
     row_ok = (query < n_new) & (lane % SHARE < GROUP)
-    oldest = n_keys - n_new + tile * QUERIES  # the position of the tile's first query
-    position = oldest + lane // SHARE  # [BLOCK_M]
+    near = n_keys - n_new + tile * QUERIES  # the position of the tile's first query
+    position = near + lane // SHARE  # [BLOCK_M]
     d = tl.arange(0, WIDE)
     row = (begin + query).to(tl.int64) * HEADS + head  # [BLOCK_M]
     mask_q = row_ok[:, None] & (d < DIM)[None, :]
@@ -166,25 +168,27 @@ def attend_many(
     acc = tl.zeros([BLOCK_M, WIDE], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    last = tl.minimum(n_keys, oldest + QUERIES)
-    middle = oldest * 0
-    diagonal = (oldest + 1) // BLOCK_N * BLOCK_N
+    last = tl.minimum(n_keys, near + QUERIES)
+    oldest = near * 0
+    middle = oldest
+    diagonal = (near + 1) // BLOCK_N * BLOCK_N
     if WINDOW:
         # Tiles that begin before the last query's window are cut by its edge.
-        first = tl.maximum(oldest - window + 1, 0) // BLOCK_N * BLOCK_N
-        middle = tl.maximum(oldest + QUERIES - window + BLOCK_N - 1, 0) // BLOCK_N * BLOCK_N
+        oldest = tl.maximum(near - window + 1, 0)
+        first = oldest // BLOCK_N * BLOCK_N
+        middle = tl.maximum(near + QUERIES - window + BLOCK_N - 1, 0) // BLOCK_N * BLOCK_N
         middle = tl.minimum(tl.maximum(middle, first), tl.maximum(diagonal, first))
         acc, top, total = _walk(
-            acc, top, total, b_q, keys, values, k_scales, v_scales, p_table, kv_head, position, first, middle, n_keys,
-            scale, cap, window, KV_HEADS, DIM, WIDE, SIZE, WINDOW, CAP, True, BLOCK_N, KIND, COMPUTE,
+            acc, top, total, b_q, keys, values, k_scales, v_scales, p_table, kv_head, position, first, middle, oldest,
+            n_keys, scale, cap, window, KV_HEADS, DIM, WIDE, SIZE, WINDOW, CAP, True, BLOCK_N, KIND, COMPUTE,
         )  # fmt: skip
     acc, top, total = _walk(
-        acc, top, total, b_q, keys, values, k_scales, v_scales, p_table, kv_head, position, middle, diagonal, n_keys, scale,
-        cap, window, KV_HEADS, DIM, WIDE, SIZE, WINDOW, CAP, False, BLOCK_N, KIND, COMPUTE,
+        acc, top, total, b_q, keys, values, k_scales, v_scales, p_table, kv_head, position, middle, diagonal, oldest,
+        n_keys, scale, cap, window, KV_HEADS, DIM, WIDE, SIZE, WINDOW, CAP, False, BLOCK_N, KIND, COMPUTE,
     )  # fmt: skip
     acc, top, total = _walk(
         acc, top, total, b_q, keys, values, k_scales, v_scales, p_table, kv_head, position, tl.maximum(diagonal, middle),
-        last, n_keys, scale, cap, window, KV_HEADS, DIM, WIDE, SIZE, WINDOW, CAP, True, BLOCK_N, KIND, COMPUTE,
+        last, oldest, n_keys, scale, cap, window, KV_HEADS, DIM, WIDE, SIZE, WINDOW, CAP, True, BLOCK_N, KIND, COMPUTE,
     )  # fmt: skip
     if SINKS:
         acc, total = sink(acc, top, total, sinks, head, row_ok)

@@ -39,8 +39,8 @@ MOST_PINNED = 16 << 20
 """Numbers of a result that is copied while the host goes on (64 MiB); a larger one is waited for."""
 
 _CAPTURING = Lock()
-"""Of the process, whose other models have threads of their own: PyTorch captures one graph at a time, and nobody may wait for
-a device meanwhile, as the beginning of a capture does, and giving memory back."""
+"""Of the process, whose other models have threads of their own: PyTorch captures one graph at a time, and nobody may wait
+for a device meanwhile, as the beginning of a capture does, and giving memory back."""
 
 
 class _Results:

@@ -109,6 +109,21 @@ def test_nan_in_blocks_of_others_does_not_leak(backend: TritonBackend) -> None:
     assert np.array_equal(run(backend, (q, starts, kv_len, table, poisoned), "float32"), want)
 
 
+@pytest.mark.parametrize("compute", COMPUTES)
+def test_nan_in_blocks_behind_a_window_does_not_leak(backend: TritonBackend, compute: Any) -> None:
+    """They are given back, and their places in the table name a block of whoever has it now."""
+    spec = replace(SPEC, window=37)
+    q, starts, kv_len, table, cache = batch(spec, [(1, 140), (1, 260), (5, 140), (70, 140)])
+    (want,) = backend.run_op(ATTENTION, spec, (q, starts, kv_len, table, cache), compute)
+    unread = table[0, -1]
+    for s, new in enumerate(np.diff(starts)):
+        table[s, : (kv_len[s] - new + 1 - spec.window) // 32] = unread
+    k, v = (a.copy() for a in (cache.k, cache.v))
+    k[unread], v[unread] = np.nan, np.nan
+    (got,) = backend.run_op(ATTENTION, spec, (q, starts, kv_len, table, KVArrays(k, v)), compute)
+    assert np.array_equal(got, want)  # type: ignore[arg-type]
+
+
 def test_a_sequence_without_new_tokens_is_passed_over(backend: TritonBackend) -> None:
     inputs = batch(SPEC, [(1, 40), (0, 20), (3, 20)])
     assert error_on(backend, ATTENTION, SPEC, inputs, "float32") <= ATTENTION.tolerance["float32"]
