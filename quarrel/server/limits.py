@@ -68,7 +68,7 @@ class Limiter:
             )
 
     def refund(self, caller: str, kind: str, amount: float) -> None:
-        """Gives back what was charged and not used."""
+        """Gives back what was charged and not used; a negative amount is taken without a question."""
         bucket = self._caller(caller).buckets.get(kind)
         if bucket is not None:
             bucket.level = min(bucket.rate, bucket.level + amount)

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from pydantic import Field, StrictBool, StrictInt, StrictStr
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 
 from quarrel import __version__
 from quarrel.engine import Result, Service
@@ -26,7 +26,7 @@ from quarrel.server.errors import Refused, refused
 from quarrel.server.schemas import Body, ChatMessage, Samplers, Text
 from quarrel.server.shelf import Entry, Model
 from quarrel.server.tools import split_calls
-from quarrel.server.work import Desk, Job, Make, chunks, results, unless_gone
+from quarrel.server.work import Desk, Job, Make, Streamed, chunks, results, unless_gone
 
 Json = dict[str, Any]
 
@@ -188,21 +188,20 @@ async def _answer(
     job = await stack.enter_async_context(desk.job(caller, model, make, request.url.path))
 
     async def lines() -> AsyncIterator[str]:
-        async with stack:
-            try:
-                async for chunk in chunks(job, 0, limit):
-                    text = "" if names else chunk.text
-                    if chunk.result is not None:
-                        row = _last(
-                            chunk.result, job, body.model, _shown(chunk.result.text, show, names) if names else show(text)
-                        )
-                    else:
-                        row = {"model": body.model, "created_at": _now(), **show(text), "done": False}
-                    yield json.dumps(row, ensure_ascii=False) + "\n"
-            except QuarrelError as error:
-                yield json.dumps({"error": str(refused(error))}) + "\n"
+        try:
+            async for chunk in chunks(job, 0, limit):
+                text = "" if names else chunk.text
+                if chunk.result is not None:
+                    row = _last(
+                        chunk.result, job, body.model, _shown(chunk.result.text, show, names) if names else show(text)
+                    )
+                else:
+                    row = {"model": body.model, "created_at": _now(), **show(text), "done": False}
+                yield json.dumps(row, ensure_ascii=False) + "\n"
+        except QuarrelError as error:
+            yield json.dumps({"error": str(refused(error))}) + "\n"
 
-    return StreamingResponse(lines(), media_type="application/x-ndjson", headers=headers)
+    return Streamed(stack, lines(), "application/x-ndjson", headers)
 
 
 def _shown(text: str, show: Callable[[str], Json], names: Sequence[str]) -> Json:

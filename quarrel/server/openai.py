@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 
 from quarrel.engine import Chunk, Result, Service, TokenLogprob, Usage
 from quarrel.errors import QuarrelError
@@ -21,7 +21,7 @@ from quarrel.server.errors import openai_body, refused
 from quarrel.server.schemas import ChatBody, CompletionBody, EmbeddingsBody, OpenAIBody
 from quarrel.server.shelf import Model
 from quarrel.server.tools import split_calls
-from quarrel.server.work import Desk, Job, Make, bursts, results, unless_gone
+from quarrel.server.work import Desk, Job, Make, Streamed, bursts, results, unless_gone
 
 Json = dict[str, Any]
 SSE = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -210,21 +210,20 @@ async def _answer(
     head |= {"object": form.object + (".chunk" if isinstance(form, _Chat) else ""), "model": job.model}
 
     async def events() -> AsyncIterator[str]:
-        async with stack:
-            ended: list[Result] = []
-            try:
-                for which in range(len(job.streams)):
-                    async for burst in bursts(job, which, limit):
-                        ended += [c.result for c in burst if c.result is not None]
-                        deltas = [form.delta(c, which * n + c.index, job) for c in burst]
-                        yield "".join(_event({**head, "choices": [d]} | more) for d in deltas)
-                if with_usage:
-                    yield _event({**head, "choices": [], "usage": _usage(ended, n)})
-            except QuarrelError as error:
-                yield _event(openai_body(refused(error)))
-            yield "data: [DONE]\n\n"
+        ended: list[Result] = []
+        try:
+            for which in range(len(job.streams)):
+                async for burst in bursts(job, which, limit):
+                    ended += [c.result for c in burst if c.result is not None]
+                    deltas = [form.delta(c, which * n + c.index, job) for c in burst]
+                    yield "".join(_event({**head, "choices": [d]} | more) for d in deltas)
+            if with_usage:
+                yield _event({**head, "choices": [], "usage": _usage(ended, n)})
+        except QuarrelError as error:
+            yield _event(openai_body(refused(error)))
+        yield "data: [DONE]\n\n"
 
-    return StreamingResponse(events(), media_type="text/event-stream", headers={**SSE, **headers})
+    return Streamed(stack, events(), "text/event-stream", {**SSE, **headers})
 
 
 async def _embeddings(desk: Desk, request: Request, body: EmbeddingsBody, headers: dict[str, str]) -> Response:

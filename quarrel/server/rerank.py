@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
@@ -41,7 +42,7 @@ def routes(desk: Desk) -> APIRouter:
         body, headers = await reported(request, RerankBody, desk)
         texts = body.texts()
         async with desk.shelf.use(body.model) as (name, llm):
-            pairs = [pair(llm, body.query, text) for text in texts]
+            pairs = await asyncio.to_thread(paired, llm, body.query, texts)
             made = await unless_gone(request, desk.embed(request.state.caller, llm, pairs, None, pooling="rank"))
         scores = [float(v[0]) for v in made.vectors]
         best = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n]
@@ -54,15 +55,19 @@ def routes(desk: Desk) -> APIRouter:
     return router
 
 
-def pair(llm: Model, query: str, document: str) -> list[int]:
-    """Both texts as such models are trained on them.
+def paired(llm: Model, query: str, documents: list[str]) -> list[list[int]]:
+    """The query with each document, as such models are trained on them.
 
     That is `[CLS] query [SEP] document [SEP]`, or `<s> query </s></s> document </s>`.
     """
     tokenizer = llm.tokenizer
-    first, second = tokenizer.encode(query), tokenizer.encode(document)
-    if tokenizer.model == "bert":
-        return [*first, *second[1:]]
-    if tokenizer.eos_id is not None and second[:1] == [tokenizer.bos_id]:
-        second = [tokenizer.eos_id, *second[1:]]
-    return [*first, *second]
+    first = tokenizer.encode(query)
+
+    def pair(second: list[int]) -> list[int]:
+        if tokenizer.model == "bert":
+            return [*first, *second[1:]]
+        if tokenizer.eos_id is not None and second[:1] == [tokenizer.bos_id]:
+            second = [tokenizer.eos_id, *second[1:]]
+        return [*first, *second]
+
+    return [pair(tokenizer.encode(document)) for document in documents]

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import Field, StrictBool, StrictInt, StrictStr
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 
 from quarrel.engine import Result, Sampling, Service
 from quarrel.errors import QuarrelError
@@ -22,7 +22,7 @@ from quarrel.server.openai import SSE
 from quarrel.server.schemas import Adapter, Body, Samplers, Text
 from quarrel.server.shelf import Model
 from quarrel.server.tools import Call, split_calls
-from quarrel.server.work import Desk, chunks, results, unless_gone
+from quarrel.server.work import Desk, Streamed, chunks, results, unless_gone
 
 Json = dict[str, Any]
 PARTS = frozenset({"input_text", "output_text", "text"})
@@ -142,20 +142,19 @@ def routes(desk: Desk) -> APIRouter:
         answer.model = job.model
 
         async def events() -> AsyncIterator[str]:
-            async with stack:
-                try:
-                    for event in answer.opening():
-                        yield event
-                    async for chunk in chunks(job, 0, limit):
-                        if chunk.text and not answer.names:
-                            yield answer.delta(chunk.text)
-                        if chunk.result is not None:
-                            for event in answer.closing(chunk.result):
-                                yield event
-                except QuarrelError as error:
-                    yield answer.failed(refused(error))
+            try:
+                for event in answer.opening():
+                    yield event
+                async for chunk in chunks(job, 0, limit):
+                    if chunk.text and not answer.names:
+                        yield answer.delta(chunk.text)
+                    if chunk.result is not None:
+                        for event in answer.closing(chunk.result):
+                            yield event
+            except QuarrelError as error:
+                yield answer.failed(refused(error))
 
-        return StreamingResponse(events(), media_type="text/event-stream", headers={**SSE, **headers})
+        return Streamed(stack, events(), "text/event-stream", {**SSE, **headers})
 
     return router
 

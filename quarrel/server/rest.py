@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from quarrel import __version__
 from quarrel.engine import Chunk, Priority, Result, Service
@@ -22,7 +22,7 @@ from quarrel.server.metrics import TEXT, Metrics
 from quarrel.server.openai import SSE
 from quarrel.server.schemas import DetokenizeBody, GenerateBody, TokenizeBody
 from quarrel.server.shelf import Entry, Model
-from quarrel.server.work import Desk, Job, Make, bursts, results, unless_gone
+from quarrel.server.work import Desk, Job, Make, Streamed, bursts, results, unless_gone
 
 Json = dict[str, Any]
 
@@ -143,7 +143,7 @@ def routes(desk: Desk, metrics: Metrics) -> APIRouter:
         """The ids of a text."""
         body, headers = await reported(request, TokenizeBody, desk)
         async with desk.shelf.use(body.model) as (name, llm):
-            ids = llm.tokenize(body.text, add_special=body.add_special)
+            ids = await asyncio.to_thread(llm.tokenize, body.text, add_special=body.add_special)
         return JSONResponse({"model": name, "tokens": ids, "count": len(ids)}, headers=headers)
 
     @router.post("/api/detokenize", **body_of(DetokenizeBody))
@@ -151,7 +151,7 @@ def routes(desk: Desk, metrics: Metrics) -> APIRouter:
         """The text of ids."""
         body, headers = await reported(request, DetokenizeBody, desk)
         async with desk.shelf.use(body.model) as (name, llm):
-            text = llm.detokenize(body.tokens, skip_special=False)
+            text = await asyncio.to_thread(llm.detokenize, body.tokens, skip_special=False)
         return JSONResponse({"model": name, "text": text}, headers=headers)
 
     return router
@@ -254,19 +254,18 @@ async def _stream(
     )
 
     async def events() -> AsyncIterator[str]:
-        async with stack:
-            made = 0
-            try:
-                async for burst in bursts(job, 0, desk.settings.timeout):
-                    rows = []
-                    for chunk in burst:
-                        made += chunk.token_id is not None
-                        rows.append(write(token_of(chunk, job, made)))
-                    yield "".join(rows)
-            except QuarrelError as error:
-                yield write(plain_body(refused(error)))
+        made = 0
+        try:
+            async for burst in bursts(job, 0, desk.settings.timeout):
+                rows = []
+                for chunk in burst:
+                    made += chunk.token_id is not None
+                    rows.append(write(token_of(chunk, job, made)))
+                yield "".join(rows)
+        except QuarrelError as error:
+            yield write(plain_body(refused(error)))
 
-    return StreamingResponse(events(), media_type=media, headers={**SSE, **headers})
+    return Streamed(stack, events(), media, {**SSE, **headers})
 
 
 def _line(row: Json) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from starlette.requests import Request as HTTPRequest
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from quarrel.engine import AsyncStream, Chunk, Priority, Request, Result, Service
 from quarrel.errors import EngineLost, QuarrelError
@@ -52,7 +54,7 @@ class Desk:
         self.active = 0
         self._accepted: Counter[str] = Counter()
         self._seconds = 1.0
-        """A request's usual time, from those that ended: what a refused caller is told to wait."""
+        """A request's usual time in the model, not in its queue: what a refused caller is told to wait is made of it."""
 
     @asynccontextmanager
     async def job(
@@ -81,16 +83,21 @@ class Desk:
             llm, requests = await self._prepared(held, name, make, self._service(caller, priority))
             prompt = sum(len(r.tokens) for r in requests)
             wanted = sum((r.params.max_tokens or 0) * r.params.n for r in requests)
-            self.limiter.charge(caller, "prompt_tokens", prompt)
-            self.limiter.charge(caller, "output_tokens", wanted)
+            streams: list[AsyncStream] = []
+            with self._charged(caller, prompt_tokens=prompt, output_tokens=wanted):
+                try:
+                    for request in requests:
+                        streams.append(llm.submit(request, stream=stream))
+                except BaseException:
+                    _cancel(streams)
+                    raise
             self.active += 1
-            job = Job(name, llm, requests, [llm.submit(r, stream=stream) for r in requests], lambda: self.closing)
+            job = Job(name, llm, requests, streams, lambda: self.closing)
             try:
                 yield job
             finally:
                 self.active -= 1
-                for each in job.streams:
-                    each.cancel()
+                _cancel(streams)
                 self._settle(caller, job, wanted)
 
     def gate(self, where: str) -> None:
@@ -120,9 +127,20 @@ class Desk:
     ) -> Embeddings:
         """Vectors of texts (`LLM.aembed`)."""
         with self.limiter.stream(caller):
+            self.limiter.charge(caller, "prompt_tokens", 0)  # how many there are is known behind them: a debt waits
             made = await llm.aembed(texts, dimensions=dimensions, pooling=pooling)
-        self.limiter.charge(caller, "prompt_tokens", made.total_tokens)
+        self.limiter.refund(caller, "prompt_tokens", -made.total_tokens)
         return made
+
+    @contextmanager
+    def _charged(self, caller: str, **costs: int) -> Iterator[None]:
+        """Charges all of it, and gives all of it back if one is refused, or the block raises."""
+        with ExitStack() as back:
+            for kind, cost in costs.items():
+                self.limiter.charge(caller, kind, cost)
+                back.callback(self.limiter.refund, caller, kind, cost)
+            yield
+            back.pop_all()
 
     def _service(self, caller: str, priority: Priority) -> Service:
         # Who has a key shares no prompt in the cache with anybody else, and so cannot time what they asked.
@@ -153,7 +171,21 @@ class Desk:
         self._metrics.tokens.inc(used)
         self._metrics.typed_tokens.labels(job.model, "generated").inc(used)
         self._metrics.typed_tokens.labels(job.model, "prompt").inc(job.prompt_tokens)
-        self._seconds += 0.1 * (time.perf_counter() - job.began - self._seconds)
+        if used:
+            queued = max(r.timings.queued for r in results if r is not None)
+            self._seconds += 0.1 * (max(0.0, time.perf_counter() - job.began - queued) - self._seconds)
+
+
+class Streamed(StreamingResponse):
+    """An answer in pieces. What `held` holds, its job, ends with it, also if nobody is there for the first one."""
+
+    def __init__(self, held: AsyncExitStack, pieces: AsyncIterator[str], media: str, headers: Mapping[str, str]) -> None:
+        super().__init__(pieces, media_type=media, headers=headers)
+        self._held = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._held:
+            await super().__call__(scope, receive, send)
 
 
 async def bursts(job: Job, which: int, timeout: float) -> AsyncIterator[list[Chunk]]:
@@ -226,6 +258,11 @@ async def unless_gone(request: HTTPRequest, work: Awaitable[T]) -> T:
 async def _gone(request: HTTPRequest) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+def _cancel(streams: Sequence[AsyncStream]) -> None:
+    for stream in streams:
+        stream.cancel()
 
 
 def _tokens(result: Result) -> int:

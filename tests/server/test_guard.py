@@ -259,6 +259,8 @@ def test_buckets_fill_evenly_and_callers_are_forgotten() -> None:
     limiter.charge("a", "prompt_tokens", 1000)  # more than a bucket holds: let through once, owed afterwards
     with pytest.raises(Refused):
         limiter.charge("a", "prompt_tokens", 1)
+    with pytest.raises(Refused):
+        limiter.charge("a", "prompt_tokens", 0)  # whose cost is known behind it
     with limiter.stream("a"), limiter.stream("a"), pytest.raises(Refused), limiter.stream("a"):
         pass
     for i in range(3 * MAX_CALLERS):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import socket
 import threading
@@ -14,7 +16,7 @@ import pytest
 
 import quarrel
 from quarrel.llm import LLM
-from quarrel.server import Rates, Settings
+from quarrel.server import Rates, Settings, build
 from tests.server.conftest import Live, load, running
 
 DEMO = Path(quarrel.__file__).parent / "demo" / "quarrel-demo-11M-Q8_0.gguf"
@@ -215,3 +217,105 @@ def test_ollamas_client_is_understood(tmp_path: Path) -> None:
         with pytest.raises(ollama.ResponseError):
             client.generate("none", "a")
         client._client.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "Once"}),
+        ("/v1/responses", {"input": "Once"}),
+        ("/api/stream", {"prompt": "Once"}),
+        ("/api/chat", {"model": "demo", "messages": [{"role": "user", "content": "Once"}]}),
+    ],
+)
+def test_a_caller_that_is_gone_before_the_first_word_leaves_nothing_behind(
+    path: str, body: dict[str, Any], tmp_path: Path
+) -> None:
+    """The answer is never begun, and no collection of garbage is waited for."""
+    server = build(Settings(data_dir=tmp_path, rates=Rates(requests=0), chat_template="chatml", ollama=True), load)
+    desk = server.desk
+    came = [{"type": "http.request", "body": json.dumps({**body, "stream": True}).encode(), "more_body": False}]
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "headers": [(b"host", b"localhost")],
+        "http_version": "1.1",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+    }
+
+    async def receive() -> dict[str, Any]:
+        return came.pop() if came else {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        await asyncio.sleep(0)
+
+    async def asked() -> tuple[int, dict[str, int], int]:
+        await desk.shelf.load("demo")
+        gc.disable()
+        try:
+            await server.app(scope, receive, send)
+        finally:
+            gc.enable()
+        held = desk.shelf.entry("demo").held
+        assert held is not None
+        left = desk.active, dict(desk._accepted), held.users
+        await desk.shelf.close()
+        return left
+
+    assert asyncio.run(asked()) == (0, {"demo": 0}, 0)
+
+
+def test_what_the_engine_does_not_take_costs_its_caller_nothing(tmp_path: Path) -> None:
+    def narrow(source: str) -> LLM:
+        return quarrel.load(source, backend="cpu", threads=1, max_seqs=1, max_waiting=1)
+
+    rates = Rates(requests=0, prompt_tokens=1000, output_tokens=1000)
+    with running(Settings(data_dir=tmp_path, rates=rates), narrow) as made:
+        desk = made.server.desk
+        answer = made.client.post("/v1/completions", json={"prompt": ["a", "b", "c"], "max_tokens": 100})
+        assert answer.status_code == 503
+        (caller,) = desk.limiter._callers.values()
+        assert desk.active == desk._accepted["demo"] == caller.streams == 0
+        assert {bucket.level for bucket in caller.buckets.values()} == {1000}
+        answer = made.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 600})
+        assert answer.status_code == 200
+        left = caller.buckets["prompt_tokens"].level
+        refused = made.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2000})
+        assert refused.status_code == 429
+        assert caller.buckets["prompt_tokens"].level >= left, "of a request that is refused for its answer, nothing"
+
+
+def test_the_time_to_come_back_counts_the_queue_once(tmp_path: Path) -> None:
+    """Who waited for others took no longer in the model."""
+
+    def narrow(source: str) -> LLM:
+        return quarrel.load(source, backend="cpu", threads=1, max_seqs=1)
+
+    with running(Settings(data_dir=tmp_path, queue=32, max_seqs=1, rates=Rates(requests=0)), narrow) as made:
+        desk, asked = made.server.desk, {"prompt": "Once", "max_tokens": 60, "ignore_eos": True}
+        made.client.post("/api/generate", json={"prompt": "a", "max_tokens": 1})
+        desk._seconds = 0.0
+        began = time.perf_counter()
+        threads = [
+            threading.Thread(target=made.client.post, args=("/api/generate",), kwargs={"json": asked}) for _ in range(16)
+        ]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join(60)
+        assert 0 < desk._seconds < (time.perf_counter() - began) / 8
+
+
+def test_embeddings_are_charged_for_what_they_took(tmp_path: Path) -> None:
+    """How much that is shows when it is done: nothing is thrown away then, and the next one waits."""
+    with running(Settings(data_dir=tmp_path, rates=Rates(requests=0, prompt_tokens=100))) as made:
+        asked = {"input": " ".join(["word"] * 60)}
+        answers = [made.client.post("/v1/embeddings", json=asked) for _ in range(3)]
+        assert [a.status_code for a in answers] == [200, 200, 429]
+        used = answers[0].json()["usage"]["prompt_tokens"]
+        (caller,) = made.server.desk.limiter._callers.values()
+        assert 50 < used < 100
+        assert caller.buckets["prompt_tokens"].level < 0
