@@ -5,7 +5,8 @@
 
 A line of JSON for each number of sequences that run at once and each way to load. Speeds are of the second round; the first
 one compiles kernels and captures graphs. `output` counts generated tokens over all the time, prompts included; `decode`
-counts those of steps that ran no prompt, over the time of these. Text is made too, as a caller gets it.
+counts those of steps that ran no prompt, over the time of these. `full` leaves the tail out, in which one sequence after the
+other ends: only steps in which all `seqs` took part. Text is made too, as a caller gets it.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ import argparse
 import inspect
 import json
 import sys
+import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +51,10 @@ def prompts_of(llm: LLM, work: Load) -> list[list[int]]:
 def run(llm: LLM, work: Load) -> dict[str, Any]:
     """One round; figures of the whole, of decoding alone, and of the caller's waits."""
     before, stats = snapshot(llm), llm.stats()
-    began = time.perf_counter()
-    results = llm.generate(prompts_of(llm, work), temperature=0, max_tokens=work.tokens, ignore_eos=True)
-    seconds = time.perf_counter() - began
+    with Watched(llm) as watched:
+        began = time.perf_counter()
+        results = llm.generate(prompts_of(llm, work), temperature=0, max_tokens=work.tokens, ignore_eos=True)
+        seconds = time.perf_counter() - began
     after = snapshot(llm)
     bad = [r.error for r in results if r.error]
     if bad:
@@ -63,6 +68,7 @@ def run(llm: LLM, work: Load) -> dict[str, Any]:
         "output_tokens_s": round(drawn / seconds, 1),
         "all_tokens_s": round((drawn + work.requests * work.prompt) / seconds, 1),
         "decode_tokens_s": round(spent["decode_tokens"] / spent["decode_seconds"], 1) if spent["decode_seconds"] else None,
+        "full_tokens_s": full_speed(watched.seen, work.seqs),
         "decode_steps": spent["decode_steps"],
         "mean_decode_step_ms": round(1e3 * spent["decode_seconds"] / max(1, spent["decode_steps"]), 3),
         "steps": spent["steps"],
@@ -79,6 +85,41 @@ def snapshot(llm: LLM) -> dict[str, float]:
     s = llm.stats()
     names = ("steps", "prefill_seconds", "decode_seconds", "decode_steps", "decode_tokens")
     return {name: getattr(s, name) for name in names}
+
+
+class Watched:
+    """What has been decoded so far, looked at all the time."""
+
+    PAUSE = 0.004
+    """Seconds: a step of 128 sequences takes two or three times that."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.seen: list[dict[str, float]] = []
+        self._llm, self._over = llm, threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Watched:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(self.PAUSE):
+            self.seen.append(snapshot(self._llm))
+
+
+def full_speed(seen: Sequence[dict[str, float]], seqs: int) -> float | None:
+    """Tokens a second between those looks between which every step had a token of each of `seqs` sequences."""
+    tokens = seconds = 0.0
+    for earlier, later in pairwise(seen):
+        spent = {name: later[name] - earlier[name] for name in later}
+        if spent["decode_steps"] == spent["steps"] > 0 and spent["decode_tokens"] == seqs * spent["decode_steps"]:
+            tokens += spent["decode_tokens"]
+            seconds += spent["decode_seconds"]
+    return round(tokens / seconds, 1) if seconds else None
 
 
 def main() -> int:

@@ -49,7 +49,7 @@ def process(made: Live) -> RemoteLLM:
     return held.llm
 
 
-def soon(what: Any, seconds: float = 15.0) -> bool:
+def soon(what: Any, seconds: float = 60.0) -> bool:
     end = time.monotonic() + seconds
     while not what() and time.monotonic() < end:
         time.sleep(0.01)

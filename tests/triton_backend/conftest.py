@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,14 +23,29 @@ if not torch.cuda.is_available():
         del os.environ["TRITON_INTERPRET"]
     assert not loaded or before == "1", "Triton was imported before these tests could choose its interpreter"
 
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
 from quarrel.triton_backend.backend import TritonBackend, create
 from quarrel.triton_backend.runtime import INTERPRETED
+
+DOT = InterpreterBuilder.create_dot
+
+
+def dot(self: Any, a: Any, b: Any, d: Any, *how: Any) -> Any:
+    """Products of a tile whose rows have the same bits wherever in it they stand, as on a GPU. NumPy's in float32 do not, on
+    some CPUs; in float64 they differ in last bits, which rounding drops."""
+    if d.data.dtype != np.float32:
+        return DOT(self, a, b, d, *how)
+    wide = DOT(self, a, b, TensorHandle(np.zeros_like(d.data, np.float64), tl.float64), *how)
+    return TensorHandle(wide.data.astype(np.float32) + d.data, d.dtype.scalar)
 
 
 @pytest.fixture(autouse=True)
 def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
+        monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
 
 
 @pytest.fixture(name="backend")

@@ -17,6 +17,9 @@ from tests.triton_backend.cases import EVERYTHING
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "triton_aot.py"
 
+pytestmark = pytest.mark.timeout(900)
+"""Half a minute of both cores where nothing else runs, and many where much does."""
+
 
 def compiled(*arguments: str) -> dict[str, object]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
