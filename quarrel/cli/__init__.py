@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TextIO
 
+from quarrel.cli.elsewhere import unknown_option
 from quarrel.cli.flags import in_flags
 from quarrel.cli.parser import UsageError, make_parser, nearest, parse, unknown_command
 from quarrel.cli.terminal import note
@@ -30,6 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USAGE
     if sentence := unknown_command(words[0]):
         note(f"quarrel: {sentence}")
+        return USAGE
+    if sentence := unknown_option(words[1:]):
+        note(f"quarrel {words[0]}: {sentence} (see quarrel {words[0]} --help)")
         return USAGE
     try:
         args, unknown = parse(parser, words)

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 from quarrel.cli.asked import Asked, asked
+from quarrel.cli.flags import in_flags
 from quarrel.cli.interrupt import CtrlC
 from quarrel.cli.models import checked_sampling, document, opened, speeds, template_of
 from quarrel.cli.parser import model_of
@@ -96,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
                 note(speeds(llm, result))
             return INTERRUPTED if interrupted else 0
         if sys.stdin is not None and sys.stdin.isatty():
-            _talk(conversation, llm, quiet=args.quiet)
+            _talk(conversation, llm, args)
             return 0
         return _read_lines(conversation)
 
@@ -111,8 +112,8 @@ def _read_lines(conversation: Conversation) -> int:
     return 0
 
 
-def _talk(conversation: Conversation, llm: LLM, *, quiet: bool) -> None:
-    if not quiet:
+def _talk(conversation: Conversation, llm: LLM, args: argparse.Namespace) -> None:
+    if not args.quiet:
         made = llm.explain()
         note(f"{made.model} on {made.device}, {llm.n_ctx} tokens of context. /help lists commands, Ctrl-D ends.")
     with _line_editing():
@@ -129,18 +130,18 @@ def _talk(conversation: Conversation, llm: LLM, *, quiet: bool) -> None:
                 if not _obey(conversation, text):
                     return
             elif text:
-                _answer(conversation, llm, text, quiet=quiet)
+                _answer(conversation, llm, text, args)
 
 
-def _answer(conversation: Conversation, llm: LLM, text: str, *, quiet: bool) -> None:
+def _answer(conversation: Conversation, llm: LLM, text: str, args: argparse.Namespace) -> None:
     try:
         result, _ = conversation.ask(text)
     except ContextOverflow as error:
-        note(f"quarrel: {error}; /reset forgets the conversation")
+        note(f"quarrel: {in_flags(str(error), args.flags)}; /reset forgets the conversation")
     except QuarrelError as error:
-        note(f"quarrel: {error}")
+        note(f"quarrel: {in_flags(str(error), args.flags)}")
     else:
-        if not quiet:
+        if not args.quiet:
             note(speeds(llm, result))
 
 
@@ -150,7 +151,7 @@ def _obey(conversation: Conversation, text: str) -> bool:
     rest = rest.strip()
     if command in ("/exit", "/quit", "/bye"):
         return False
-    if command == "/reset":
+    if command in ("/reset", "/clear"):
         conversation.turns.clear()
         note("(forgotten)")
     elif command == "/system":

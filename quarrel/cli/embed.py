@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import quarrel
+from quarrel.cli.models import load_options
 from quarrel.cli.parser import UsageError, model_of
 from quarrel.cli.store import client_of
 from quarrel.cli.terminal import note, write_json
@@ -34,17 +35,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--block is {args.block}, wanted 1 to 65536")
     if args.first_id < 0:
         raise UsageError(f"--first-id is {args.first_id}, wanted 0 or more")
-    with quarrel.load(
-        model_of(args),
-        backend=args.backend,
-        compute=args.compute,
-        n_ctx=args.ctx,
-        memory=args.memory,
-        threads=args.threads,
-        tensor_parallel=args.tensor_parallel,
-        experts_on_cpu=args.experts_on_cpu,
-        max_seqs=64,
-    ) as llm:
+    with quarrel.load(model_of(args), **load_options(args), max_seqs=64) as llm:
         letters = _letters(args)
         with _shown(args) as progress:
             try:

@@ -27,6 +27,8 @@ def run(args: argparse.Namespace) -> int:
     chat = args.chat or args.system is not None or args.chat_template is not None
     if args.echo and chat:
         raise UsageError("--echo shows a text that is continued, and --chat asks for an answer; leave one of them out")
+    if sampling.get("logprobs") is not None and not args.json:
+        raise UsageError("--logprobs are told as JSON: give --json too, or leave them out")
     template = template_of(args)
     with opened(args, model) as llm:
         if chat:

@@ -19,6 +19,8 @@ def run(args: argparse.Namespace) -> int:
     folder = args.data_dir or from_environment(os.environ).get("data_dir") or DATA_DIR
     ring = Keyring(Path(str(folder)).expanduser())
     if args.action == "list":
+        if args.what:
+            raise UsageError(f"list takes no name, got {args.what!r}: it lists all keys")
         return _list(ring, args.json)
     if not args.what:
         raise UsageError("create wants a name" if args.action == "create" else f"{args.action} wants the id of a key")

@@ -11,7 +11,7 @@ from typing import Any
 
 from quarrel.cli.asked import adapters_of
 from quarrel.cli.samplers import sampling_of
-from quarrel.cli.terminal import progress
+from quarrel.cli.terminal import progress, some
 from quarrel.engine import Result, Sampling, SamplingParams, merged
 from quarrel.errors import RequestError
 from quarrel.llm import LLM, load
@@ -29,7 +29,8 @@ def opened(args: argparse.Namespace, model: str) -> Iterator[LLM]:
 
 
 def load_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The options under "loading" and "beside the model", as `load` takes them."""
+    """The options under "loading", and those under "beside the model" where a command has them, as `load` takes them."""
+    beside = {"draft": args.draft, "adapters": adapters_of(args)} if hasattr(args, "draft") else {}
     return {
         "backend": args.backend,
         "compute": args.compute,
@@ -45,8 +46,7 @@ def load_options(args: argparse.Namespace) -> dict[str, Any]:
         "rope_scaling": args.rope_scaling,
         "rope_scale": args.rope_scale,
         "yarn_orig_ctx": args.yarn_orig_ctx,
-        "draft": args.draft,
-        "adapters": adapters_of(args),
+        **beside,
     }
 
 
@@ -101,12 +101,12 @@ def speeds(llm: LLM, result: Result) -> str:
     usage, timings = result.usage, result.timings
     made = llm.explain()
     tokens = sum(r.usage.completion_tokens for r in (result, *result.alternatives))
-    prompt = f"prompt {usage.prompt_tokens} tokens"
+    prompt = f"prompt {some(usage.prompt_tokens, 'token')}"
     if usage.cached_tokens:
         prompt += f" ({usage.cached_tokens} known)"
     if timings.prefill_rate:
         prompt += f" at {timings.prefill_rate:.1f}/s"
-    answer = f"{tokens} tokens"
+    answer = some(tokens, "token")
     if timings.decode_rate:
         answer += f" at {timings.decode_rate:.1f}/s"
     ends = {"length": "at the limit", "stop": "at its end", "cancelled": "cancelled", "error": "failed"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, NoReturn
 
 from quarrel import __version__
 from quarrel.cli.samplers import add_samplers
@@ -25,14 +25,39 @@ class UsageError(Exception):
     """A command line that says two things or too little; the process ends with status 2."""
 
 
+class Parser(argparse.ArgumentParser):
+    """Tells a mistake in one sentence, without the usage above it and without the name of a Python type in it."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+        self.register("type", int, _whole)
+        self.register("type", float, _real)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message.removeprefix('argument ')} (see {self.prog} --help)\n")
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+
+
+def _real(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The whole command line."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="quarrel",
         description="Runs GGUF language models on an NVIDIA GPU or any CPU, in pure Python.",
         epilog='To begin with: quarrel generate "Once upon a time". Speed, and how good answers are, are measured by'
         " python -m quarrel.bench, python -m quarrel.perplexity and python -m quarrel.regress.",
-        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"quarrel {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -42,7 +67,6 @@ def make_parser() -> argparse.ArgumentParser:
             usage=f"quarrel {name} [options]{usage}",
             help=summary,
             description=f"{summary[0].upper()}{summary[1:]}. {details}".rstrip(),
-            allow_abbrev=False,
         )
         add(command)
         command.set_defaults(flags=[flag for action in command._actions for flag in action.option_strings])
@@ -171,6 +195,7 @@ def _serve(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--origin", metavar="URL", action="append", help="a web origin that browsers may call from; may be repeated"
     )
+    _hidden(p, "--allowed-origins", action="append", dest="origin")
     p.add_argument(
         "--host-name", metavar="NAME", action="append", help="a name that this server is called by, such as a proxy's"
     )

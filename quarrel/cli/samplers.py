@@ -57,7 +57,10 @@ def sampling_of(args: argparse.Namespace) -> Sampling:
 
 def _number_of_tokens(text: str) -> int | None:
     # -1 is how llama.cpp and Ollama say "without a limit".
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
     return None if number == -1 else number
 
 

@@ -7,6 +7,7 @@ import re
 from typing import TYPE_CHECKING
 
 import quarrel
+from quarrel.cli.models import load_options
 from quarrel.cli.parser import UsageError
 from quarrel.cli.prompt import model_and_text
 from quarrel.cli.store import DATA, client_of
@@ -21,19 +22,12 @@ CONDITION = re.compile(r"\s*([^=!<>]+?)\s*(==|!=|>=|<=|=|>|<)\s*(.*?)\s*")
 
 def run(args: argparse.Namespace) -> int:
     model, text = model_and_text(args)
+    if not text.strip():
+        raise UsageError("there is no text to look for: it is empty")
     filters = [_condition(given) for given in args.filter or ()]
     with client_of(args, args.source or DATA) as client:
         client.readiness(args.dataset)  # whether anybody is there, before a model is loaded
-        with quarrel.load(
-            model,
-            backend=args.backend,
-            compute=args.compute,
-            n_ctx=args.ctx,
-            memory=args.memory,
-            threads=args.threads,
-            tensor_parallel=args.tensor_parallel,
-            experts_on_cpu=args.experts_on_cpu,
-        ) as llm:
+        with quarrel.load(model, **load_options(args)) as llm:
             made = llm.embed(
                 text, pooling=args.pooling, dimensions=args.dimensions, prefix=args.prefix, normalize=args.normalize
             )

@@ -91,6 +91,11 @@ def count(number: int) -> str:
     return str(number)
 
 
+def some(number: int, noun: str) -> str:
+    """1 token, 2 tokens."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 @contextmanager
 def progress(label: str, stream: TextIO | None = None) -> Iterator[Progress | None]:
     """A bar on stderr to feed with bytes done and bytes in all; None where stderr is no terminal."""

@@ -7,7 +7,7 @@ import re
 
 from quarrel.cli.parser import UsageError
 from quarrel.cli.prompt import model_and_text
-from quarrel.cli.terminal import line, note, quoted, table, tidy, visible, write_json
+from quarrel.cli.terminal import line, note, quoted, some, table, tidy, visible, write_json
 from quarrel.llm import load_tokenizer
 from quarrel.tokenizer import Tokenizer
 
@@ -46,4 +46,4 @@ def _print_pieces(tokenizer: Tokenizer, ids: list[int]) -> None:
     rows = [[str(id), quoted(tokenizer.token_text(id))] for id in ids]
     for text in table(rows, right=(0,)) if rows else ():
         line(text)
-    note(f"{len(ids)} tokens")
+    note(some(len(ids), "token"))

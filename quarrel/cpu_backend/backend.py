@@ -97,9 +97,7 @@ class CpuBackend:
 
     def _arithmetic(self, choice: ComputeChoice) -> Compute:
         if choice in ("float16", "bfloat16", "fp8"):
-            raise UnsupportedOp(
-                "cpu", "compile", f"compute={choice}", ["the CPU computes in auto (8-bit activations) or float32"]
-            )
+            raise UnsupportedOp("cpu", "any op", f"compute={choice}", ["leave it out (8-bit activations), or take float32"])
         return self.compute_of(choice)
 
     def run_op(

@@ -66,7 +66,7 @@ class MlxBackend:
         self._need_device()
         if limits.deterministic:
             reason = "Metal kernels here are chosen by how many rows there are: leave it out, or use the cpu backend"
-            raise UnsupportedOp("mlx", "compile", "deterministic=True", [reason])
+            raise UnsupportedOp("mlx", "any op", "deterministic=True", [reason])
         arithmetic = self.compute_of(compute)
         refuse_type(limits.kv_cache, arithmetic)
         choices = lower(program, REGISTRY)

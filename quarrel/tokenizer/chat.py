@@ -85,8 +85,9 @@ class ChatTemplates:
             return self.named["tool_use"]
         if name is None:
             if self.default is None:
+                known = ", ".join(BUILTIN_TEMPLATES)
                 raise RequestError(
-                    f"the model file has no chat template; choose one: {', '.join(BUILTIN_TEMPLATES)}, or a Jinja text"
+                    f"the model file has no chat template: choose one, such as template='chatml' ({known}, or a Jinja text)"
                 )
             return self.default
         if "{{" in name or "{%" in name:

@@ -41,7 +41,7 @@ def test_guessing_changes_no_text(base: str, capsys: pytest.CaptureFixture[str],
     line = ("generate", base, "once upon once upon", "--backend", "cpu", "-n", "30", "--seed", "3", "-q")
     text = run(capsys, *line)
     assert run(capsys, *line, "--draft", str(small), "--draft-max", "3", "--lookup", "4") == text
-    assert "draft is 99" in run(capsys, *line, "--draft-max", "99", status=1)
+    assert "--draft-max is 99" in run(capsys, *line, "--draft-max", "99", status=1)
     assert "after the 1e-05 seconds" in run(capsys, *line, "--timeout", "0.00001", status=1)
     assert "another vocabulary" in run(capsys, *line, "--draft", "demo", status=1)
 

@@ -42,6 +42,24 @@ def lines_file(folder: Path, lines: list[str]) -> Path:
     return path
 
 
+def test_an_option_that_the_model_cannot_have_is_refused_and_leaves_nothing_behind(
+    town: Town, tmp_path: Path, small: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = lines_file(tmp_path, ["a text"])
+    embed = ["embed", "-m", small, "-i", str(path), "--to", str(tmp_path / "out.parquet"), "--backend", "cpu", "-q"]
+    for wrong in (["--dimensions", "9999"], ["--chunk", "9999"], ["--rope-scale", "0"], ["--threads", "0"]):
+        assert main([*embed, *wrong]) == 1
+        assert capsys.readouterr().err.startswith(
+            f"quarrel: {wrong[0]}" if wrong[0] != "--chunk" else "quarrel: chunks are"
+        )
+        assert [p.name for p in tmp_path.iterdir()] == ["in.txt"]
+    assert main(embed) == 0
+
+    search = ["search", "-m", small, "x", "--from", town.data, "--meta", town.meta, "--dataset", "d", "--backend", "cpu"]
+    assert main([*search, "--rope-scale", "0"]) == 1
+    assert capsys.readouterr().err.startswith("quarrel: --rope-scale is 0.0")
+
+
 def test_two_thousand_passages_of_the_corpus_are_found_where_numpy_finds_them(
     town: Town, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

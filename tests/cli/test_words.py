@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
 from quarrel.cli import main
+from quarrel.cli.elsewhere import OPTIONS
+from quarrel.cli.models import load_options
 from quarrel.cli.parser import make_parser, parse
 from quarrel.cli.prompt import model_and_text
 from quarrel.cli.samplers import SAMPLERS, sampling_of
@@ -93,12 +96,46 @@ def test_a_wrong_command_line_is_status_2(line: str, capsys: pytest.CaptureFixtu
         ("xyzzy", "there is no command 'xyzzy' (see"),
         ("generate --temprature=0 x", "perhaps --temperature is meant"),
         ("generate --xyzzy x", "'--xyzzy' is not understood here (see"),
+        ("generate -n many x", "-n/--max-tokens: 'many' is no whole number (see quarrel generate --help)"),
+        ("generate --seed one x", "-s/--seed: 'one' is no whole number (see"),
+        ("serve --timeout soon", "--timeout: 'soon' is no number (see quarrel serve --help)"),
+        ("generate -ngl 99 x", "'-ngl' is not understood here; a model runs on one device, whole: --backend names it (see"),
+        ("generate --n-gpu-layers=99 x", "'--n-gpu-layers' is not understood here; a model runs on one device"),
+        ("generate -interactive", "`quarrel chat` is a conversation"),
+        ("serve --api-key secret", "WEBUI_API_KEY"),
+        ("generate --logprobs 2 x", "give --json too"),
+        ("keys list laptop", "list takes no name, got 'laptop'"),
+        ("search --dataset notes -p=", "there is no text to look for"),
     ],
 )
 def test_what_is_nearly_right_is_told(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(line.split()) == 2
     (sentence,) = capsys.readouterr().err.splitlines()
     assert said in sentence
+
+
+def test_what_other_programs_call_an_option_is_none_of_ours() -> None:
+    commands = re.findall(r"^## ([\w-]+)$", (ROOT / "docs" / "cli.md").read_text("utf-8"), re.MULTILINE)
+    needed = {"pull": ["x"], "keys": ["list"]}
+    ours = {flag for c in commands for flag in make_parser().parse_args([c, *needed.get(c, [])]).flags}
+    assert {"--temperature", "--origin", "--input"} <= ours
+    assert not ours & set(OPTIONS)
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "explain", "embed", "search", "serve"])
+def test_every_option_of_loading_reaches_the_model(command: str) -> None:
+    line = (
+        "--backend cpu --compute float32 --ctx 96 --memory 1GiB --kv-cache int8 --prefix-cache-bytes 1MiB --attention own"
+    )
+    line += " --deterministic --threads 3 --tensor-parallel 2 --experts-on-cpu 4 --rope-scaling yarn --rope-scale 2"
+    given = load_options(make_parser().parse_args([command, *line.split(), "--yarn-orig-ctx", "64"]))
+    wanted = {
+        "backend": "cpu", "compute": "float32", "n_ctx": 96, "memory": 1 << 30, "threads": 3, "kv_cache": "int8",
+        "prefix_cache_bytes": 1 << 20, "attention": "own", "deterministic": True, "tensor_parallel": 2,
+        "experts_on_cpu": 4, "rope_scaling": "yarn", "rope_scale": 2.0, "yarn_orig_ctx": 64,
+    }  # fmt: skip
+    assert {name: given[name] for name in wanted} == wanted
+    assert set(given) - set(wanted) == ({"draft", "adapters"} if command not in ("embed", "search") else set())
 
 
 def test_no_words_at_all_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,20 +160,28 @@ def test_no_text_at_a_terminal_is_status_2(monkeypatch: pytest.MonkeyPatch, caps
     ("line", "said"),
     [
         ("generate -m nowhere.gguf x", "no model 'nowhere.gguf' was found"),
-        ("generate BASE x --temperature -1", "temperature is -1.0"),
+        ("generate BASE x --temperature -1", "--temperature is -1.0, wanted a number from 0 to 100"),
+        ("generate BASE x --seed -1", "--seed is -1, wanted a whole number from 0 to 18446744073709551615\n"),
+        ("generate BASE x --samples 0", "--samples is 0, wanted"),
+        ("generate BASE x --max-tokens -5", "--max-tokens is -5, wanted a whole number from 0 to 2147483647\n"),
+        ("generate BASE x --repeat-penalty 0", "--repeat-penalty is 0.0, wanted"),
+        ("generate BASE x --lookup 99", "--lookup is 99, wanted"),
+        ("generate BASE x --timeout 0", "--timeout is 0.0, wanted seconds above 0 and up to 1e+06\n"),
+        ("generate BASE x --stop=", "an entry of --stop is ''"),
+        ("generate BASE x --compute fp8 --backend cpu", "no implementation of any op for --compute fp8: leave it out"),
         ("generate BASE x --top-p 2", "--top-p is 2.0"),
-        ("generate BASE x --mirostat 1", "mirostat is 1"),
+        ("generate BASE x --mirostat 1", "--mirostat is 1"),
         ("generate BASE x --ctx 0", "--ctx is 0"),
         ("generate BASE x --ctx 100000", "--ctx is 100000"),
-        ("generate BASE x --stop-token 100000", "token id 100000"),
+        ("generate BASE x --stop-token 100000", "--stop-token holds the token id 100000"),
         ("generate BASE x --ctx 700", "--rope-scaling yarn goes further"),
         ("generate BASE x --rope-scale 0", "--rope-scale is 0.0, wanted"),
         ("generate BASE x --yarn-orig-ctx 9 --rope-scaling linear", "--yarn-orig-ctx belongs to --rope-scaling 'yarn'"),
-        ("generate BASE x --threads 0", "threads is 0"),
+        ("generate BASE x --threads 0", "--threads is 0"),
         ("generate BASE x --backend mlx", "mlx"),
         ("generate BASE --file nowhere.txt", "nowhere.txt: No such file"),
         ("generate BASE --file .", "Is a directory"),
-        ("generate BASE x --chat", "no chat template"),
+        ("generate BASE x --chat", "no chat template: choose one, such as --chat-template chatml (alpaca"),
         ("generate BASE x --chat-template nonsense", "no chat template 'nonsense'"),
         ("chat BASE -p x", "made to continue texts"),
         ("inspect README.md", "not a GGUF file"),
@@ -152,7 +197,7 @@ def test_a_mistake_is_one_sentence_and_status_1(
     assert main([base if word == "BASE" else word for word in line.split()]) == 1
     streams = capsys.readouterr()
     assert streams.out == ""
-    (sentence,) = streams.err.splitlines()
+    (sentence,) = streams.err.splitlines(keepends=True)
     assert sentence.startswith("quarrel: ")
     assert said in sentence
 
