@@ -79,6 +79,8 @@ class Pipeline:
         resumed = self._checkpoint.path.exists()
         state = start = self._checkpoint.load()
         if not start.done:
+            how = self._how  # what no text could be embedded with is refused before a checkpoint remembers it
+            self._llm.embed([], pooling=how.pooling, dimensions=how.dimensions, prefix=how.prefix, chunk=how.chunk)
             self._sink.begin(start.sent, resumed)
             self._checkpoint.save(start)
             state = self._all(start)
