@@ -5,8 +5,8 @@
 
 A line of JSON for each number of sequences that run at once and each way to load. Speeds are of the second round; the first
 one compiles kernels and captures graphs. `output` counts generated tokens over all the time, prompts included; `decode`
-counts those of steps that ran no prompt, over the time of these. `full` leaves the tail out, in which one sequence after the
-other ends: only steps in which all `seqs` took part. Text is made too, as a caller gets it.
+counts those of steps that ran no prompt, over the time of these. `full` leaves out the tail, in which one sequence after
+the other ends: only steps in which all `seqs` took part. Text is made too, as a caller gets it.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ DOT = InterpreterBuilder.create_dot
 
 
 def dot(self: Any, a: Any, b: Any, d: Any, *how: Any) -> Any:
-    """Products of a tile whose rows have the same bits wherever in it they stand, as on a GPU. NumPy's in float32 do not, on
-    some CPUs; in float64 they differ in last bits, which rounding drops."""
+    """Products of a tile whose rows have the same bits wherever in it they stand, as on a GPU. NumPy's in float32 do not
+    on some CPUs; in float64 they differ in last bits, which rounding drops."""
     if d.data.dtype != np.float32:
         return DOT(self, a, b, d, *how)
     wide = DOT(self, a, b, TensorHandle(np.zeros_like(d.data, np.float64), tl.float64), *how)
