@@ -67,6 +67,11 @@ def _run(args: argparse.Namespace) -> tuple[Evaluation, str]:
         raise RequestError("there is no text: give one with -f, such as WikiText-2's wiki.test.raw")
     if args.chunks is not None and args.chunks < 1:
         raise RequestError(f"--chunks is {args.chunks}, wanted 1 or more")
+    if args.ctx_size < 4:
+        raise RequestError(f"--ctx-size is {args.ctx_size}, wanted 4 or more")
+    save = None if args.kl_divergence else args.kl_divergence_base
+    if save is not None and not save.parent.is_dir():
+        raise RequestError(f"{save} cannot be written: there is no folder {save.parent}")
     base = BaseFile(args.kl_divergence_base) if args.kl_divergence else None
     n_ctx = args.ctx_size if base is None else base.n_ctx
     how = {"backend": args.backend, "compute": args.compute, "threads": args.threads, "kv_cache": args.kv_cache}
@@ -75,7 +80,6 @@ def _run(args: argparse.Namespace) -> tuple[Evaluation, str]:
             pieces = pieces_of(llm, _text(args.file), n_ctx, args.chunks)
         else:
             pieces = pieces_of_base(llm, base, args.chunks)
-        save = None if args.kl_divergence else args.kl_divergence_base
         result = evaluate(llm, pieces, base, save, _told())
     return result, args.model
 
@@ -83,8 +87,10 @@ def _run(args: argparse.Namespace) -> tuple[Evaluation, str]:
 def _text(path: Path) -> str:
     try:
         return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"{path} cannot be read as text: {error}") from None
+    except OSError as error:
+        raise RequestError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{path} is no UTF-8 text ({error.reason} at byte {error.start})") from None
 
 
 def _told() -> Told:

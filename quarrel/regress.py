@@ -51,6 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         before = _read(args.against) if args.command == "check" else []
+        for path in (args.out, getattr(args, "report", None)):
+            if path is not None and not path.parent.is_dir():
+                raise RequestError(f"{path} cannot be written: there is no folder {path.parent}")
         names = args.model or ["demo"]
         if len({Path(name).name for name in names}) < len(names):
             raise RequestError("two of the models have the same file name, by which a baseline knows them: rename one")
@@ -87,8 +90,10 @@ def _measure(name: str, args: argparse.Namespace) -> Entry:
 def _text(path: Path) -> str:
     try:
         return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"{path} cannot be read as text: {error}") from None
+    except OSError as error:
+        raise RequestError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{path} is no UTF-8 text ({error.reason} at byte {error.start})") from None
 
 
 def _read(path: Path) -> list[Entry]:

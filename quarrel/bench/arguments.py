@@ -19,7 +19,7 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("-p", "--prompt", type=numbers, default=[512], metavar="N,..", help="prompt lengths, 0 for none")
     what.add_argument("-n", "--tokens", type=numbers, default=[128], metavar="N,..", help="tokens to decode, 0 for none")
     what.add_argument("-d", "--depth", type=numbers, default=[0], metavar="N,..", help="tokens in the cache before")
-    what.add_argument("-b", "--batch", type=numbers, default=[], metavar="N,..", help="sequences that decode together")
+    what.add_argument("-b", "--batch", type=counts, default=[], metavar="N,..", help="sequences that decode together")
     what.add_argument("--prompt-length", type=number, default=128, metavar="N", help="tokens before, in batches")
     what.add_argument("--engine", action="store_true", help="decode through the engine too, end to end")
     how = p.add_argument_group("how")
@@ -35,18 +35,18 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--op", choices=["linear"], help="time one kernel instead of a model")
     one.add_argument("--format", type=words(None), default=["q4_k"], metavar="NAME,..", help="block formats")
     one.add_argument("--shape", type=shapes, default=[(4096, 14336)], metavar="KxN,..", help="input width x output width")
-    one.add_argument("--rows", type=numbers, default=[1], dest="rows_of_input", metavar="N,..", help="tokens")
+    one.add_argument("--rows", type=counts, default=[1], dest="rows_of_input", metavar="N,..", help="tokens")
     out = p.add_argument_group("output")
     out.add_argument("-o", "--output", choices=FORMATS, default="markdown", help="on standard output")
-    out.add_argument("--out", type=Path, metavar="FILE", help="all figures as JSON, rewritten as they come")
+    out.add_argument("--out", type=place, metavar="FILE", help="all figures as JSON, rewritten as they come")
     out.add_argument("--vs", type=Path, metavar="FILE", help="ratios against an earlier document")
-    out.add_argument("--plot", type=Path, metavar="FILE.svg", help="decode speed against depth and against batch")
+    out.add_argument("--plot", type=place, metavar="FILE.svg", help="decode speed against depth and against batch")
     return p
 
 
 def number(text: str) -> int:
     """A whole number above 0."""
-    value = int(text)
+    value = _whole(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is below 1")
     return value
@@ -54,10 +54,30 @@ def number(text: str) -> int:
 
 def numbers(text: str) -> list[int]:
     """Whole numbers, separated by commas."""
-    values = [int(part) for part in text.split(",")]
+    values = [_whole(part) for part in text.split(",")]
     if min(values) < 0:
         raise argparse.ArgumentTypeError(f"{min(values)} is below 0")
     return values
+
+
+def counts(text: str) -> list[int]:
+    """Whole numbers above 0, separated by commas."""
+    return [number(part) for part in text.split(",")]
+
+
+def place(text: str) -> Path:
+    """Where a file can be written: what a long run has measured is not lost for want of a folder."""
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {str(path.parent)!r}")
+    return path
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
 
 
 def words(allowed: tuple[str, ...] | None) -> Callable[[str], list[str]]:

@@ -120,7 +120,9 @@ def earlier(path: Path) -> dict[tuple[str, str, str], float]:
         except json.JSONDecodeError:
             rows = [json.loads(part) for part in text.splitlines() if part.strip()]
         return {(r["model"], r["backend"], r["test"]): float(r["speed"]) for r in rows if "speed" in r}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except OSError as error:
+        raise RequestError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RequestError(f"{path} holds no figures of quarrel.bench ({type(error).__name__}: {error})") from None
 
 

@@ -236,6 +236,29 @@ def test_errors_are_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     (tmp_path / "old.json").write_text("[1]")
     with pytest.raises(RequestError, match="holds no figures"):
         earlier(tmp_path / "old.json")
+    with pytest.raises(RequestError, match="none.json cannot be read: No such file"):
+        earlier(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("-p many", "'many' is no whole number"),
+        ("-p -5", "-5 is below 0"),
+        ("-b 0", "0 is below 1"),
+        ("--op linear --rows 0", "0 is below 1"),
+        ("--op linear --shape 4096", "'' is no whole number"),
+        ("--out nowhere/figures.json", "there is no folder 'nowhere'"),
+        ("--plot nowhere/speed.svg", "there is no folder 'nowhere'"),
+    ],
+)
+def test_a_wrong_command_line_is_told_before_anything_is_measured(
+    line: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(line.split())
+    assert stop.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 def test_ratios_are_against_the_same_test(tiny: Path, backend: CpuBackend) -> None:

@@ -143,3 +143,18 @@ def test_errors_are_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     writer.finish()
     assert main([*COMMON, "--kl-divergence-base", str(tmp_path / "base"), "--kl-divergence"]) == 1
     assert "vocabulary of 5 tokens" in capsys.readouterr().err
+
+
+def test_what_cannot_be_read_or_written_is_told_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bytes").write_bytes(b"a\xff")
+    for line, said in (
+        (["-f", "none.txt"], "none.txt cannot be read: No such file"),
+        (["-f", str(tmp_path / "bytes")], "is no UTF-8 text (invalid start byte at byte 1)"),
+        (["-f", "none.txt", "-c", "0"], "--ctx-size is 0, wanted 4 or more"),
+        (["-f", "none.txt", "--kl-divergence-base", "nowhere/b.kld"], "there is no folder nowhere"),
+    ):
+        assert main(line) == 1
+        (sentence,) = capsys.readouterr().err.splitlines()
+        assert said in sentence

@@ -70,6 +70,19 @@ def test_a_hybrid_with_experts_chooses_the_same_experts(tmp_path: Path, capsys: 
     assert all("is continued with" in line for line in said.err.splitlines())
 
 
+def test_what_cannot_be_read_or_written_is_told_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for line, said in (
+        (["baseline", "--out", "nowhere/x.json"], "nowhere/x.json cannot be written: there is no folder nowhere"),
+        (["check", "--against", str(BASELINE), "--report", "nowhere/x.html"], "there is no folder nowhere"),
+        (["baseline", "--out", str(tmp_path / "x"), "--text", "none.txt"], "none.txt cannot be read: No such file"),
+    ):
+        assert main(line) == 1
+        assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_nothing_is_wrong_with_the_baseline_itself() -> None:
     measures, wrong = compare(ENTRY, ENTRY, Allowed(speed=1.0))
     assert wrong == []
