@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from quarrel.server.errors import Refused
 from quarrel.server.schemas import Body
 from quarrel.server.work import Desk
+from quarrel.server.wrong import told
 
 B = TypeVar("B", bound=Body)
 IGNORED = "X-Quarrel-Ignored"
@@ -59,9 +60,8 @@ def parsed(raw: bytes | str, schema: type[B]) -> B:
     try:
         return schema.model_validate(data)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(p) for p in first["loc"] if not str(p).startswith(("function-", "constrained-")))
-        raise Refused(400, "invalid_request", f"{where[:80]}: {first['msg'][:200]}", param=where[:80] or None) from error
+        field, sentence = told(error)
+        raise Refused(400, "invalid_request", sentence, param=field) from error
 
 
 def _no_constant(name: str) -> float:

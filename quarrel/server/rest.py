@@ -66,8 +66,11 @@ def routes(desk: Desk, metrics: Metrics) -> APIRouter:
     async def ready() -> Response:
         """Whether a request would be taken: 503 while the server goes down or its first model is not there yet."""
         first = desk.shelf.default  # none is waited for where there is only a folder
-        up = not desk.closing and (first is None or desk.shelf.entry(first).state == "loaded")
-        return JSONResponse({"status": "ready" if up else "not ready"}, 200 if up else 503)
+        checks = {"server": "stopping" if desk.closing else "running"}
+        if first is not None:
+            checks["model"] = desk.shelf.entry(first).state
+        up = not desk.closing and checks.get("model", "loaded") == "loaded"
+        return JSONResponse({"status": "ready" if up else "not ready", "checks": checks}, 200 if up else 503)
 
     @router.get("/version")
     async def version() -> Json:

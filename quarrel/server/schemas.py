@@ -34,7 +34,7 @@ Adapter = Annotated[StrictStr, Field(min_length=1, max_length=64)]
 
 def _off_or_second(value: int) -> int:
     if value not in (0, 2):
-        raise ValueError("Input should be 0 or 2")
+        raise ValueError("0 or 2")
     return value
 
 

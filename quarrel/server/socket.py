@@ -91,16 +91,20 @@ class Connection:
     async def _read(self) -> None:
         while True:
             try:
-                text = await self._socket.receive_text()
-            except (WebSocketDisconnect, KeyError, RuntimeError):  # KeyError: a binary message
+                message = await self._socket.receive()
+            except (WebSocketDisconnect, RuntimeError):
+                return
+            if message["type"] == "websocket.disconnect":
                 return
             self._metrics.messages.labels("in").inc()
             try:
-                self._take(text)
+                self._take(message.get("text"))
             except QuarrelError as error:
                 self._fail(refused(error))
 
-    def _take(self, text: str) -> None:
+    def _take(self, text: str | None) -> None:
+        if text is None:
+            raise Refused(400, "invalid_request", "the message is binary, wanted JSON as text")
         if len(text) > MAX_MESSAGE:
             raise Refused(400, "invalid_request", f"a message of {len(text)} characters, wanted at most {MAX_MESSAGE}")
         try:
@@ -126,8 +130,13 @@ class Connection:
             )
 
     def _start(self, payload: Json) -> None:
-        body = parsed(json.dumps(payload), GenerateBody)
-        ignored(body, self._desk, "/ws")
+        try:
+            body = parsed(json.dumps(payload), GenerateBody)
+            ignored(body, self._desk, "/ws")
+        except QuarrelError as error:
+            given = payload.get("request_id")
+            self._fail(refused(error), given if isinstance(given, str) and given.isprintable() else None)
+            return
         if len(self._tasks) >= MAX_RUNNING:
             raise Refused(429, "queue_full", f"{MAX_RUNNING} requests run on this connection already")
         id = body.request_id or "ws-" + secrets.token_hex(6)

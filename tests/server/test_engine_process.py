@@ -81,6 +81,7 @@ def test_killed_under_load_it_is_started_again_and_nobody_hangs(made: Live) -> N
         assert begun.acquire(timeout=20)
     os.kill(old, signal.SIGKILL)
     assert soon(lambda: made.client.get("/readyz").status_code == 503, 5)
+    assert made.client.get("/readyz").json()["checks"]["server"] == "running"
     health = [made.client.get("/healthz").status_code for _ in range(5)]
     # Asked while it is loaded again: waits, and is served.
     after = made.client.post("/api/generate", json={"prompt": "a", "max_tokens": 2})

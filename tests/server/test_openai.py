@@ -104,7 +104,7 @@ REFUSALS = [
     ({"prompt": []}, "prompt"),
     ({"prompt": [-1]}, "prompt"),
     ({"prompt": ["a"] * 65}, "prompt"),
-    ({"prompt": "a\ud800"}, "unicode"),
+    ({"prompt": "a\ud800"}, "UTF-8"),
     ({}, "prompt"),
     ({"prompt": "a", "response_format": {"type": "json_schema"}}, "response_format"),
 ]

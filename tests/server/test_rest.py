@@ -46,7 +46,8 @@ def test_tokens_there_and_back(live: Live) -> None:
 def test_health_version_and_models(live: Live) -> None:
     assert live.client.get("/healthz").json() == live.client.get("/api/health").json() == {"status": "ok"}
     live.client.post("/api/generate", json={"prompt": "a", "max_tokens": 1})
-    assert live.client.get("/readyz").status_code == 200
+    ready = live.client.get("/readyz")
+    assert (ready.status_code, ready.json()["checks"]) == (200, {"server": "running", "model": "loaded"})
     assert live.client.get("/version").json()["version"] == quarrel.__version__
     (model,) = live.client.get("/api/models").json()["models"]
     assert (model["name"], model["loaded"], model["architecture"], model["context_length"]) == ("demo", True, "llama", 512)

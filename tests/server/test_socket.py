@@ -65,6 +65,7 @@ def test_stop_ends_one_request_and_not_the_connection(live: Live) -> None:
 
 
 BAD = [
+    (b"\x00\x01", "INVALID_REQUEST"),
     ("{", "INVALID_REQUEST"), ("[]", "UNKNOWN_TYPE"), ("7", "UNKNOWN_TYPE"), ('{"type": "zap"}', "UNKNOWN_TYPE"),
     ('{"type": "inference"}', "INVALID_REQUEST"), ('{"type": "inference", "payload": 3}', "INVALID_REQUEST"),
     ('{"type": "inference", "payload": {"prompt": "a", "temperature": 1e999}}', "INVALID_REQUEST"),
@@ -83,6 +84,15 @@ def test_what_is_no_message_gets_an_error_and_the_next_one_is_served(live: Live)
                 assert hear(socket, "error")["code"] == code, text
         say(socket, "ping")
         assert hear(socket, "pong") == {}
+
+
+def test_a_refused_request_is_told_by_the_id_that_it_came_with(live: Live) -> None:
+    with connect(address(live)) as socket:
+        for id, told in (("mine", "mine"), (5, None), ("\x07", None)):
+            say(socket, "inference", prompt="a", temperature=-1, request_id=id)
+            error = hear(socket, "error")
+            assert (error["code"], error.get("request_id")) == ("INVALID_REQUEST", told)
+            assert error["message"] == "temperature is -1, wanted 0 or more"
 
 
 def test_a_frame_over_the_limit_closes_the_connection(live: Live) -> None:
