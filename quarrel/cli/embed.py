@@ -80,7 +80,8 @@ def _job(args: argparse.Namespace, llm: LLM) -> dict[str, Any]:
     if not path.is_file():
         raise RequestError(f"the input {path} is no file")
     names = ("to", "dataset", "text_column", "id_column", "column", "first_id", "pooling", "dimensions", "prefix", "chunk")
-    of_args = {name: getattr(args, name) for name in (*names, "overlap", "normalize", "keep_text", "metric")}
+    rope = ("rope_scaling", "rope_scale", "yarn_orig_ctx")
+    of_args = {name: getattr(args, name) for name in (*names, *rope, "overlap", "normalize", "keep_text", "metric")}
     explained = llm.explain()
     return {
         "input": str(path.resolve()),

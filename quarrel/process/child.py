@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -108,14 +108,15 @@ class _Child:
         if kind == "submit":
             self._submit(number, *rest)
         elif kind == "cancel":
-            if number in self._running:
-                self._running[number].cancel()
+            delivery = self._running.get(number)
+            if delivery is not None:  # it has not ended, which the engine's thread notes at any time
+                delivery.cancel()
         elif kind == "drop":
             self._requests.pop(number, None)
         elif kind == "prepare":
             self._preparers.submit(self._prepare, number, *rest)
         elif kind == "embed":
-            self._events.call_soon_threadsafe(self._call, number, self._embed(*rest))
+            self._events.call_soon_threadsafe(self._call, number, self._embed, *rest)
         elif kind == "abort":
             self._events.call_soon_threadsafe(self._abort, number)
 
@@ -146,15 +147,13 @@ class _Child:
         if not left:  # it was faster
             self._running.pop(stream, None)
 
-    def _call(self, number: int, work: Coroutine[Any, Any, Json]) -> None:
+    def _call(self, number: int, kind: Callable[..., Coroutine[Any, Any, Json]], *asked: Json) -> None:
         async def answered() -> None:
-            try:
-                with self._failing(number):
-                    self._wire.send("done", number, await work)
-            finally:
-                del self._calls[number]
+            with self._failing(number):
+                self._wire.send("done", number, await kind(*asked))
 
-        self._calls[number] = self._events.create_task(answered())
+        self._calls[number] = task = self._events.create_task(answered())
+        task.add_done_callback(lambda _: self._calls.pop(number))  # also of one that is cancelled before it begins
 
     def _abort(self, number: int) -> None:
         if number in self._calls:

@@ -24,6 +24,8 @@ _MAX_WORD: Final = 100
 _MOST_KNOWN: Final = 1 << 16
 _LONGEST_KNOWN: Final = 32
 _MOST_IDS: Final = 8
+# How many characters are remembered, some 10 MB of them: more than any language has, a twentieth of Unicode.
+_MOST_CHARACTERS: Final = 1 << 16
 _CJK: Final = (
     (0x4E00, 0x9FFF),
     (0x3400, 0x4DBF),
@@ -101,6 +103,8 @@ class _WordTable(dict[int, str]):
         self._lowercase, self._strip_accents = lowercase, strip_accents
 
     def __missing__(self, code: int) -> str:
+        if len(self) >= _MOST_CHARACTERS:
+            self.clear()
         self[code] = result = self._map(code)
         return result
 

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Coroutine, Iterator
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ import quarrel
 from quarrel.engine import Chunk, Histogram, Result, SamplingParams, Service, Stats, TokenLogprob
 from quarrel.errors import ContextOverflow, EngineLost, ModelNotFound, QuarrelError, QueueFull, RequestError, UnsupportedOp
 from quarrel.llm import LLM, Structure
-from quarrel.process import RemoteLLM, open_remote, remote, watch
+from quarrel.process import RemoteLLM, child, open_remote, remote, watch
 from quarrel.process.watch import Beat
 from quarrel.process.wire import chunk_of, chunk_row, packed, plain, typed, unpacked
 from quarrel.server.rest import shares_of
@@ -296,3 +296,36 @@ def test_values_come_over_as_they_are() -> None:
     assert type(unpacked(["print", "x", None])) is QuarrelError
     with pytest.raises(TypeError, match="do not go between processes"):
         typed(object, {})
+
+
+class _JustEnded(dict[int, Any]):
+    """Deliveries of which the engine's thread says that they have ended as soon as somebody looks whether they have not."""
+
+    def __contains__(self, number: object) -> bool:
+        return self.pop(number, None) is not None
+
+
+class _Ending:
+    cancelled = 0
+
+    def cancel(self) -> None:
+        self.cancelled += 1
+
+
+def test_what_ends_while_it_is_cancelled_ends_nothing_else() -> None:
+    made = child._Child(LLM.__new__(LLM), cast("Any", Recorder()))
+    ending = _Ending()
+    made._running = _JustEnded({7: ending})
+    made.take(["cancel", 7])
+    made.take(["cancel", 8])
+    assert ending.cancelled == 1
+    made._events.close()
+
+
+def test_a_call_that_is_taken_back_before_it_begins_leaves_nothing() -> None:
+    made = child._Child(LLM.__new__(LLM), cast("Any", Recorder()))
+    made.take(["embed", 3, ["a"], {}, None])
+    made.take(["abort", 3])
+    made._events.run_until_complete(asyncio.sleep(0.01))
+    assert not made._calls
+    made._events.close()

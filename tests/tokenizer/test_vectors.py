@@ -134,3 +134,15 @@ def test_words_that_are_remembered_have_the_ids_of_a_whole_text(monkeypatch: pyt
         whole = model._tokenizer.encode(marked, add_special_tokens=False).ids
         assert tokenizer.encode(text, add_special=False) == [100 if id == model._unknown else id for id in whole]
     assert 0 < len(model._known) <= 500
+
+
+def test_characters_that_are_remembered_are_bounded() -> None:
+    """Somebody may send every character that there is."""
+    tokenizer = load_tokenizer(need_cases("minilm") / "all-MiniLM-L6-v2-q8_0.gguf")
+    model = tokenizer._model
+    assert isinstance(model, wpm.WordPieceModel)
+    wanted = tokenizer.encode("Ünïcödé text")
+    every = "".join(chr(code) for code in range(3 * wpm._MOST_CHARACTERS) if not 0xD800 <= code < 0xE000)
+    tokenizer.encode(" ".join(every[i : i + 50] for i in range(0, len(every), 50)))
+    assert 0 < len(model._words) <= wpm._MOST_CHARACTERS
+    assert tokenizer.encode("Ünïcödé text") == wanted
