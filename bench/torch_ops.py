@@ -1,6 +1,6 @@
 """On a GPU: the custom operators as PyTorch uses them; products in E4M3 and PyTorch's attention, held against our own.
 
-python bench/torch_ops.py --out RESULTS.jsonl [--part ops|float8|attention ...]
+python bench/torch_ops.py --out RESULTS.jsonl [--part ops|ordered|float8|attention ...]
 """
 
 from __future__ import annotations
@@ -96,6 +96,40 @@ def ops(say: Callable[..., None]) -> None:
             float16_us=seconds(lambda x=x, w=whole: F.linear(x, w)),
             eager_host_us=round(host, 1),
         )
+
+
+def ordered(say: Callable[..., None]) -> None:
+    """Calls whose tables and weights the kernel just ahead of them writes, back to back in a graph, against one by one."""
+    seqs, heads, kv, dim, size, blocks, n, turns = 24, 32, 8, 128, 32, 64, 4096, 50
+    half = {"device": "cuda", "dtype": torch.float16}
+    q, x = torch.randn(seqs, heads, dim, **half), torch.randn(1, 1024, **half)
+    caches = [torch.randn(seqs * blocks, kv, size, dim, **half) for _ in range(2)]
+    # Of two widths, and of a type that is converted in the call.
+    tables = [torch.randperm(seqs * blocks, device="cuda")[: seqs * w].view(seqs, w) for w in (blocks, blocks // 2)]
+    length = torch.full((seqs,), blocks // 2 * size, device="cuda", dtype=torch.int32)
+    weights = [torch.randn(n, 1024, **half).view(torch.uint8).flatten() for _ in range(2)]
+    weight = weights[0].clone()
+
+    def call(turn: int) -> tuple[torch.Tensor, torch.Tensor]:
+        seen = OPS.attention_decode(q, *caches, tables[turn], length, dim**-0.5)
+        weight.copy_(weights[turn])
+        return seen, OPS.linear(x, weight, "F16", n)
+
+    want = []
+    for turn in (0, 1, 0, 1):
+        torch.cuda.synchronize()
+        want.append(call(turn))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [call(turn % 2) for turn in range(turns)]
+    wrong = 0
+    for _ in range(20):
+        graph.replay()
+        torch.cuda.synchronize()
+        pairs = [pair for i, got in enumerate(found) for pair in zip(got, want[2 + i % 2], strict=True)]
+        wrong += sum(not torch.equal(*pair) for pair in pairs)
+    say(what="calls behind the kernels that write their tables and weights", of=20 * 2 * turns, wrong=wrong, ok=wrong == 0)
 
 
 def fp8(say: Callable[..., None]) -> None:
@@ -197,7 +231,7 @@ def attention(say: Callable[..., None]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--part", nargs="*", default=["float8", "attention", "quality", "ops"])
+    parser.add_argument("--part", nargs="*", default=["float8", "attention", "quality", "ops", "ordered"])
     parser.add_argument("--cases", type=Path, default=Path(os.environ.get("QUARREL_CASES", ROOT / ".cases")))
     args = parser.parse_args()
     failed = 0
@@ -213,7 +247,7 @@ def main() -> int:
             if part == "quality":
                 quality(say, args.cases)
             else:
-                {"ops": ops, "float8": fp8, "attention": attention}[part](say)
+                {"ops": ops, "ordered": ordered, "float8": fp8, "attention": attention}[part](say)
         except Exception:
             failed += 1
             traceback.print_exc()

@@ -8,19 +8,23 @@ product writes each pair's row and `mix_pairs` adds them in the order of choice.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 import triton
 import triton.language as tl
 
+from quarrel.errors import UnsupportedOp
 from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP, ExpertDownSpec, ExpertUpSpec
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 from quarrel.triton_backend import grouped
 from quarrel.triton_backend.attention import find
-from quarrel.triton_backend.elementwise import activate
+from quarrel.triton_backend.elementwise import BLOCK, activate, gated_flat
 from quarrel.triton_backend.formats import halves
 from quarrel.triton_backend.linear import TL_TYPES, Tile
-from quarrel.triton_backend.runtime import Launch, Live, Site, Slot, cdiv
+from quarrel.triton_backend.pack import Packed
+from quarrel.triton_backend.runtime import DTYPES, Launch, Live, Site, Slot, cdiv
 
 # One tile for any number of tokens, so a row's sum cannot depend on how many there are: rows 32 and 64 tall go to different
 # matrix units of an H200 and differ in the last bit. Tiles of 32 or 64 tokens at 8 warps were slower there for 1, 8 and 512
@@ -131,6 +135,33 @@ def _grouping(site: Site, ids: Slot, n_experts: int, used: int) -> tuple[Slot, S
     return order, starts, group
 
 
+Product = Callable[[Slot, Slot, Slot, Slot, int, int], None]
+"""y `[pairs, n]` from rows of x, of which so many pairs share one: y, x, order, starts, pairs, that number."""
+
+
+def _product(
+    site: Site, stacks: Sequence[Packed], biases: Sequence[torch.Tensor], n_experts: int, used: int, kind: str
+) -> Product:
+    """One matrix of each expert, or a gate and an up matrix of one format."""
+    compute, tile = site.compute, TILES[site.compute]
+    if grouped.takes(stacks, compute):
+        return grouped.Grouped(site, stacks, biases, n_experts, used, kind)
+    n, k = stacks[0].n // n_experts, stacks[0].k
+
+    def run(y: Slot, x: Slot, order: Slot, starts: Slot, pairs: int, per_token: int) -> None:
+        none = y.tensor
+        site.launch(
+            expert_tiles, (cdiv(n, tile.rows), pairs // tile.tokens + n_experts if pairs else 0),
+            y.tensor, x.tensor, *stacks[0].planes, *stacks[-1].planes,
+            biases[0] if biases else none, biases[-1] if biases else none, order.tensor, starts.tensor, n, k,
+            FORMAT=stacks[0].format, EXPERTS=n_experts, PER_TOKEN=per_token, GATED=len(stacks) == 2,
+            KIND=kind, BIAS=bool(biases), COMPUTE=TL_TYPES[compute],
+            BN=tile.rows, BT=tile.tokens, NB=tile.blocks, warps=tile.warps, stages=tile.stages,
+        )  # fmt: skip
+
+    return run
+
+
 def build_expert_up(site: Site, node: Node) -> Launch:
     """EXPERT_UP: x `[T, k]`, ids `[T, used]`, stacks of matrices, to y `[T, used, n]`."""
     spec: ExpertUpSpec = node.spec
@@ -140,28 +171,37 @@ def build_expert_up(site: Site, node: Node) -> Launch:
     stacks = [site.weight(r) for r in refs[:count]]  # type: ignore[arg-type]
     biases = [site.vector(r) for r in refs[count:]]  # type: ignore[arg-type]
     order, starts, group = _grouping(site, site.slot(ids), spec.n_experts, spec.used)  # type: ignore[arg-type]
-    compute, tile = site.compute, TILES[site.compute]
-    fast = None
-    if grouped.takes(stacks, compute):
-        fast = grouped.Grouped(site, stacks, biases, spec.n_experts, spec.used, spec.activation)
+    if one_format(stacks):
+        together = _product(site, stacks, biases, spec.n_experts, spec.used, spec.activation)
 
-    def run(live: Live) -> None:
+        def run(live: Live) -> None:
+            group(live)
+            together(target, source, order, starts, live.T * spec.used, spec.used)
+
+        return run
+    if spec.activation == "oai":
+        formats = " and up ".join(s.format for s in stacks)
+        raise UnsupportedOp("triton", node.op.name, str(spec), [f"this activation needs one format, got gate {formats}"])
+    other = site.scratch("T", spec.used * spec.n, DTYPES[site.compute])
+    apart = [
+        (y, _product(site, [stack], biases[i : i + 1], spec.n_experts, spec.used, "none"))
+        for i, (y, stack) in enumerate(zip((other, target), stacks, strict=True))
+    ]
+
+    def one_by_one(live: Live) -> None:
         group(live)
         pairs = live.T * spec.used
-        if fast is not None:
-            fast(target, source, order, starts, pairs, spec.used)
-            return
-        none = target.tensor
-        site.launch(
-            expert_tiles, (cdiv(spec.n, tile.rows), pairs // tile.tokens + spec.n_experts if pairs else 0),
-            target.tensor, source.tensor, *stacks[0].planes, *stacks[-1].planes,
-            biases[0] if biases else none, biases[-1] if biases else none, order.tensor, starts.tensor, spec.n, spec.k,
-            FORMAT=stacks[0].format, EXPERTS=spec.n_experts, PER_TOKEN=spec.used, GATED=spec.gated,
-            KIND=spec.activation, BIAS=spec.bias, COMPUTE=TL_TYPES[compute],
-            BN=tile.rows, BT=tile.tokens, NB=tile.blocks, warps=tile.warps, stages=tile.stages,
-        )  # fmt: skip
+        for y, product in apart:
+            product(y, source, order, starts, pairs, spec.used)
+        size, tensors = pairs * spec.n, (target.tensor, other.tensor, target.tensor)
+        site.launch(gated_flat, (cdiv(size, BLOCK),), *tensors, size, KIND=spec.activation, BLOCK=BLOCK)
 
-    return run
+    return one_by_one
+
+
+def one_format(stacks: Sequence[Packed]) -> bool:
+    """As files have them, but for those that were told a type for each tensor."""
+    return len({s.format for s in stacks}) == 1
 
 
 def build_expert_down(site: Site, node: Node) -> Launch:
@@ -170,28 +210,14 @@ def build_expert_down(site: Site, node: Node) -> Launch:
     y, ids, weights, down, *rest = node.inputs
     source, shares, target = site.slot(y), site.slot(weights), site.slot(node.outputs[0])  # type: ignore[arg-type]
     stack = site.weight(down)  # type: ignore[arg-type]
-    bias = site.vector(rest[0]) if spec.bias else None  # type: ignore[arg-type]
+    biases = [site.vector(r) for r in rest]  # type: ignore[arg-type]
     order, starts, group = _grouping(site, site.slot(ids), spec.n_experts, spec.used)  # type: ignore[arg-type]
     rows = site.scratch("T", spec.used * spec.n)
-    compute, tile = site.compute, TILES[site.compute]
-    fast = None
-    if grouped.takes([stack], compute):
-        fast = grouped.Grouped(site, [stack], () if bias is None else (bias,), spec.n_experts, spec.used, "none")
+    product = _product(site, [stack], biases, spec.n_experts, spec.used, "none")
 
     def run(live: Live) -> None:
         group(live)
-        pairs = live.T * spec.used
-        offset = rows.tensor if bias is None else bias
-        if fast is not None:
-            fast(rows, source, order, starts, pairs, 1)
-        else:
-            site.launch(
-                expert_tiles, (cdiv(spec.n, tile.rows), pairs // tile.tokens + spec.n_experts if pairs else 0),
-                rows.tensor, source.tensor, *stack.planes, *stack.planes, offset, offset, order.tensor, starts.tensor,
-                spec.n, spec.k, FORMAT=stack.format, EXPERTS=spec.n_experts, PER_TOKEN=1, GATED=False, KIND="none",
-                BIAS=spec.bias, COMPUTE=TL_TYPES[compute],
-                BN=tile.rows, BT=tile.tokens, NB=tile.blocks, warps=tile.warps, stages=tile.stages,
-            )  # fmt: skip
+        product(rows, source, order, starts, live.T * spec.used, 1)
         site.launch(
             mix_pairs, (live.T, cdiv(spec.n, _COLUMNS)), target.tensor, rows.tensor, shares.tensor, spec.n,
             USED=spec.used, C=_COLUMNS,

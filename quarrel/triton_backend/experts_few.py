@@ -191,7 +191,8 @@ def _tensor(x: Slot | torch.Tensor) -> torch.Tensor:
 def build_expert_up(site: Site, node: Node) -> Launch:
     """EXPERT_UP: x `[T, k]`, ids `[T, used]`, stacks of matrices, to y `[T, used, n]`."""
     many = experts.build_expert_up(site, node)
-    if not takes(site, node.spec):
+    stacks = [site.weight(r) for r in node.inputs[2 : 3 + node.spec.gated]]  # type: ignore[arg-type]
+    if not (takes(site, node.spec) and experts.one_format(stacks)):
         return many
     return one_row(few_up(site, node, site.slot(node.inputs[1])), many)  # type: ignore[arg-type]
 

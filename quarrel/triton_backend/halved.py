@@ -29,6 +29,8 @@ def reads_halved(node: Node, compute: Compute) -> bool:
     if compute == "float32" or not any(node.op is op for op in (LINEAR, LINEAR_ADD, EXPERT_UP, EXPERT_DOWN)):
         return False
     spec = node.spec.linear if node.op is LINEAR_ADD else node.spec
+    if node.op is EXPERT_UP and len({ref.type for ref in node.inputs[2 : 3 + spec.gated]}) > 1:  # type: ignore[union-attr]
+        return False
     return spec.type.name in WORDS and spec.k % 32 == 0
 
 

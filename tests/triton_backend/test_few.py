@@ -5,15 +5,17 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from quarrel.errors import UnsupportedOp
 from quarrel.gguf import FORMATS, GGMLType
 from quarrel.ops import draw
-from quarrel.ops.contract import Case, Op, Value, WeightRef
+from quarrel.ops.contract import Case, Compute, Op, Value, WeightRef
 from quarrel.ops.linear import (
     LINEAR,
     LINEAR_ADD,
@@ -37,7 +39,7 @@ from quarrel.triton_backend.halved import halve_rows, reads_halved, words
 from quarrel.triton_backend.plan import Plan
 from quarrel.triton_backend.runtime import Live, Slot, Work
 from quarrel.triton_backend.weights import Weights
-from tests.triton_backend.cases import error_of
+from tests.triton_backend.cases import error_of, error_on
 
 TYPES = [GGMLType[name] for name in (*WORDS, *FLOATS)]
 HALF = "float16"
@@ -95,6 +97,24 @@ def test_chosen_experts(backend: TritonBackend, type: GGMLType) -> None:
     check(backend, EXPERT_UP, ExpertUpSpec(type, 4, 2, 3, 288, "oai", bias=True))
     check(backend, EXPERT_UP, ExpertUpSpec(type, 4, 2, 3, 64, "relu2", gated=False))
     check(backend, EXPERT_DOWN, ExpertDownSpec(type, 4, 3, 3, 288, bias=True))
+
+
+@pytest.mark.parametrize(
+    ("compute", "tokens", "types"),
+    [(HALF, 1, ("Q4_K", "Q6_K")), (HALF, 5, ("F16", "Q4_K")), ("float32", 3, ("Q5_K", "F32"))],
+)
+def test_experts_whose_gate_and_up_have_two_formats(
+    backend: TritonBackend, compute: Compute, tokens: int, types: tuple[str, str]
+) -> None:
+    """As in files that were told a type for each tensor."""
+    spec = ExpertUpSpec(GGMLType[types[0]], 4, 2, 19, 256, "silu", bias=True)
+    x, ids, _, _, *biases = EXPERT_UP.make(Case(spec, {"T": tokens}), np.random.default_rng(3))  # type: ignore[misc]
+    gate, up = (draw.weight(np.random.default_rng(i), GGMLType[type], spec.rows, spec.k) for i, type in enumerate(types))
+    given = (x, ids, gate, up, *biases)
+    assert error_on(backend, EXPERT_UP, spec, given, compute) <= EXPERT_UP.tolerance[compute]
+    other = replace(spec, activation="oai")
+    with pytest.raises(UnsupportedOp, match=f"needs one format, got gate {types[0]} and up {types[1]}"):
+        backend.run_op(EXPERT_UP, other, given, compute)
 
 
 def test_halving_keeps_15_bits_of_a_block() -> None:
