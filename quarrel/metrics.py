@@ -182,6 +182,7 @@ def _loaded(models: Iterable[tuple[str, Held]]) -> Iterator[Family]:
     """What follows from how models were loaded."""
     length = GaugeMetricFamily("quarrel_context_length_tokens", "Of one sequence", labels=["model"])
     cache = GaugeMetricFamily("quarrel_kv_cache_size_bytes", "Keys and values", labels=["model", "layer"])
+    states = GaugeMetricFamily("quarrel_ssm_state_size_bytes", "Recurrent states and their kept copies", labels=["model"])
     memory = {
         backend: GaugeMetricFamily(metric, "Weights, cache and scratch", labels=["model", "device"])
         for backend, metric in MEMORY.items()
@@ -191,6 +192,7 @@ def _loaded(models: Iterable[tuple[str, Held]]) -> Iterator[Family]:
             continue
         facts = model.explain()
         length.add_metric([name], facts.n_ctx)
+        states.add_metric([name], facts.plan.states + facts.plan.snapshots)
         held = facts.memory
         if facts.backend in memory:
             memory[facts.backend].add_metric([name, facts.device], held.weights + held.cache + held.activations)
@@ -199,6 +201,7 @@ def _loaded(models: Iterable[tuple[str, Held]]) -> Iterator[Family]:
             cache.add_metric([name, path], held.cache / len(layers))
     yield length
     yield cache
+    yield states
     yield from memory.values()
 
 

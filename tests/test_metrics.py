@@ -72,10 +72,12 @@ def test_the_names_stay() -> None:
 LEFT_OUT = {
     "a captured step has no times of its parts: `bench/gpu_profile.py` and `python -m quarrel.bench` measure them": (
         "moe_layer_latency_seconds moe_routing_latency_seconds cuda_kernel_duration_seconds metal_kernel_duration_seconds"
+        " ssm_scan_latency_seconds ssm_conv_latency_seconds"
     ),
     "counted by nobody: what runs is known beforehand, `quarrel explain` lists it": (
         "cuda_gemm_ops_total cuda_attention_ops_total cpu_gemm_ops_total cpu_attention_ops_total"
     ),
+    "a state that diverges ends its request, which `quarrel_numerical_instability_total` counts": "ssm_divergence_total",
     "the driver's to tell": (
         "cuda_memory_total_bytes cuda_stream_in_flight metal_command_queue_in_flight metal_buffer_bytes"
     ),
@@ -83,6 +85,7 @@ LEFT_OUT = {
 WANTED = """
 webui_connections_active webui_requests_total webui_inference_duration_seconds webui_tokens_total webui_errors_total
 moe_layer_latency_seconds moe_expert_selection_total moe_routing_latency_seconds moe_expert_utilization
+ssm_scan_latency_seconds ssm_conv_latency_seconds ssm_state_size_bytes ssm_divergence_total
 webui_http_requests_total webui_http_request_duration_seconds webui_http_request_size_bytes webui_http_response_size_bytes
 webui_connections_total webui_ws_messages_total webui_ws_message_duration_seconds webui_inference_requests_total
 webui_tokens_per_second webui_inference_queue_size webui_inference_queue_full_total webui_models_loaded
@@ -112,6 +115,15 @@ def test_every_name_that_dashboards_ask_for_is_told_or_left_out_with_a_reason() 
     assert wanted <= told | left_out, sorted(wanted - told - left_out)
     docs = (Path(__file__).resolve().parents[1] / "docs" / "engine.md").read_text("utf-8")
     assert not [reason for reason in LEFT_OUT if reason not in " ".join(docs.split())]
+
+
+def test_the_states_of_a_recurrent_model_are_told_in_bytes() -> None:
+    with quarrel.load(need_cases("mamba2", "model-q4_0x.gguf"), n_ctx=64, max_seqs=2, backend="cpu") as llm:
+        metrics = Metrics()
+        metrics.add("m", llm)
+        plan = llm.explain().plan
+        assert plan.states > 0
+        assert scrape(metrics)["quarrel_ssm_state_size_bytes", "m"] == plan.states + plan.snapshots
 
 
 def test_experts_memory_and_the_cache_of_a_loaded_model() -> None:
