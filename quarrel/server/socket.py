@@ -167,6 +167,8 @@ class Connection:
                         if chunk.result is None:
                             continue
                         row["token"], row["stream"] = chunk.result.text, False
+                    if self._out.full():
+                        await asyncio.sleep(0)  # many at once, behind a pause of this process, are no slow reader
                     self._say("inference", row)
         except QuarrelError as error:
             self._fail(refused(error), id)

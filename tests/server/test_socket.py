@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,10 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
+from quarrel.engine import Chunk
 from quarrel.server import Keyring, Rates, Settings
+from quarrel.server import socket as server_socket
+from quarrel.server.work import Job
 from tests.server.conftest import Live, running
 
 
@@ -62,6 +66,22 @@ def test_stop_ends_one_request_and_not_the_connection(live: Live) -> None:
             if row["complete"]:
                 ends[row["request_id"]] = row["finish_reason"]
         assert ends == {"a": "cancelled", "b": "length"}
+
+
+def test_many_tokens_at_once_are_no_slow_reader(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = server_socket.chunks
+
+    async def held_up(job: Job, which: int, timeout: float) -> AsyncIterator[Chunk]:
+        for chunk in [chunk async for chunk in real(job, which, timeout)]:
+            yield chunk
+
+    monkeypatch.setattr(server_socket, "chunks", held_up)
+    with connect(address(live)) as socket:
+        say(socket, "inference", prompt="Once", max_tokens=server_socket.OUT_QUEUE + 100, ignore_eos=True, stream=True)
+        rows = [hear(socket, "inference", 30)]
+        while not rows[-1]["complete"]:
+            rows.append(hear(socket, "inference", 30))
+        assert rows[-1]["tokens_generated"] == server_socket.OUT_QUEUE + 100 == sum(r["token_id"] is not None for r in rows)
 
 
 BAD = [
