@@ -49,10 +49,13 @@ class Call:
     pdl: bool
     registers: int = 0
     """At most so many a thread, if not 0."""
+    together: bool = False
+    """All programs at once, as barriers of the grid need it."""
 
     def options(self) -> dict[str, Any]:
         told = dict(self.constants) | {"num_warps": self.warps, "num_stages": 2, "enable_fp_fusion": True}
         told |= {"maxnreg": self.registers} if self.registers else {}
+        told |= {"launch_cooperative_grid": True} if self.together else {}
         return told | ({"launch_pdl": True} if self.pdl else {})
 
     def __call__(self) -> Any:
@@ -61,7 +64,8 @@ class Call:
     def key(self) -> tuple[Any, ...]:
         """What its compilation depends on, without tensors; can be sent to a worker."""
         args = tuple(a.dtype if isinstance(a, torch.Tensor) else a for a in self.args)
-        return (self.kernel.__module__, self.kernel.__name__, args, self.constants, self.warps, self.pdl, self.registers)
+        told = (self.warps, self.pdl, self.registers, self.together)
+        return (self.kernel.__module__, self.kernel.__name__, args, self.constants, *told)
 
 
 def compile_one(key: tuple[Any, ...]) -> tuple[str, float]:
