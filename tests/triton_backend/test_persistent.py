@@ -22,11 +22,12 @@ def _bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def _state(bench: ModuleType) -> object:
     """A layer with v and down in Q6_K, and a gain behind it."""
     shape = bench.Shape(256, 256, 4, 1, 64, size=16, keys=64, words=8, programs=9, per=2)
-    device = torch.device("cpu")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return bench.State(shape, bench.layers_of(shape, 1, device), 37, device)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_layer_a_phase_at_a_time(bench: ModuleType, state: object) -> None:
     """The barriers between phases need programs that run at once; what lies between them does not."""
     calls = bench.calls_of(state, "layer", "the layer in five launches")
