@@ -93,11 +93,12 @@ class Keyring:
         return key
 
     def rotate(self, id: str, overlap: float = 0.0) -> tuple[Key, str]:
-        """A new key of the same name; the old one works for `overlap` seconds more."""
-        old = self._one(id)
-        left = None if old.expires is None else max(old.expires - time.time(), 0.0)
+        """A new key of the same name; the old one works for `overlap` seconds more, but not longer than it would have."""
+        old, now = self._one(id), time.time()
+        left = None if old.expires is None else max(old.expires - now, 0.0)
         new, secret = self.create(old.name, left)
-        ended = replace(old, expires=time.time() + overlap) if overlap else replace(old, revoked=True)
+        last = now + overlap if left is None else now + min(overlap, left)
+        ended = replace(old, expires=last) if overlap else replace(old, revoked=True)
         self._write([ended if k.id == id else k for k in self.keys()])
         return new, secret
 

@@ -101,6 +101,19 @@ def test_a_key_ends_when_it_is_revoked_rotated_or_expired(tmp_path: Path, monkey
     assert ring.path.stat().st_mode & 0o077 == 0
 
 
+def test_a_rotated_key_does_not_outlive_its_own_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ring = Keyring(tmp_path)
+    key, secret = ring.create("a", expires_in=60.0)
+    began = time.time()
+    ring.rotate(key.id, overlap=3600.0)
+    assert ring.find(secret) is not None
+    monkeypatch.setattr(time, "time", lambda: began + 61.0)
+    assert ring.find(secret) is None
+    _, secret = ring.rotate(key.id, overlap=3600.0)  # nor does one come back that has ended
+    assert [key.usable(time.time()) for key in ring.keys()] == [False] * 3
+    assert ring.find(secret) is None
+
+
 def test_a_key_of_the_environment_is_good_and_is_written_nowhere(tmp_path: Path) -> None:
     secret = "a key of the environment"
     ring = Keyring(tmp_path, secret)
