@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -286,6 +287,23 @@ def test_one_graph_is_captured_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
     for thread in threads:
         thread.join()
     assert found == [1, 1, 1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="graphs are captured on a CUDA device")
+def test_models_in_threads_of_their_own_capture_side_by_side() -> None:
+    steps = [create().compile(PROGRAM, Weights(), LIMITS, "float16") for _ in range(2)]
+    parts = [(0, 20, 1), (6, 12, 1), (12, 5, 1)]
+
+    def run(step: TritonStep) -> list[Any]:
+        return [step(batch(parts[:count], seed=count), "logits").logits for count in (1, 1, 2, 2, 3, 3)]
+
+    with ThreadPoolExecutor(len(steps)) as pool:
+        first, second = pool.map(run, steps)
+    assert all(np.array_equal(*pair) for pair in zip(first, second, strict=True))
+    for step in steps:
+        assert len(step._graphs) == 3
+        step.close()
 
 
 def test_closing_twice_is_closing_once(backend: TritonBackend) -> None:
