@@ -14,7 +14,6 @@ _OTHERWISE = {
     "speculate": "--lookup",
     "draft": "--draft-max",
     "total_seconds": "--timeout",
-    "template": "--chat-template",
     "k": "-k",
 }
 """Where the flag is not the name with dashes."""

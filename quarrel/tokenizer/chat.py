@@ -85,9 +85,9 @@ class ChatTemplates:
             return self.named["tool_use"]
         if name is None:
             if self.default is None:
-                known = ", ".join(BUILTIN_TEMPLATES)
+                known = f"{', '.join(BUILTIN_TEMPLATES)}, or a Jinja text"
                 raise RequestError(
-                    f"the model file has no chat template: choose one, such as template='chatml' ({known}, or a Jinja text)"
+                    f"the model file has no chat template: choose one by template= or --chat-template, of {known}"
                 )
             return self.default
         if "{{" in name or "{%" in name:

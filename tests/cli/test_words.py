@@ -181,7 +181,7 @@ def test_no_text_at_a_terminal_is_status_2(monkeypatch: pytest.MonkeyPatch, caps
         ("generate BASE x --backend mlx", "mlx"),
         ("generate BASE --file nowhere.txt", "nowhere.txt: No such file"),
         ("generate BASE --file .", "Is a directory"),
-        ("generate BASE x --chat", "no chat template: choose one, such as --chat-template chatml (alpaca"),
+        ("generate BASE x --chat", "no chat template: choose one by template= or --chat-template, of alpaca"),
         ("generate BASE x --chat-template nonsense", "no chat template 'nonsense'"),
         ("chat BASE -p x", "made to continue texts"),
         ("inspect README.md", "not a GGUF file"),
