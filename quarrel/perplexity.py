@@ -46,13 +46,16 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0, or 1 with a sentence on standard error."""
+    """0, 1 with a sentence on standard error, or 130 after Ctrl-C."""
     args = parser().parse_args(argv)
     try:
         result, model = _run(args)
     except QuarrelError as error:
         print(f"quarrel.perplexity: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
     if args.json:
         print(json.dumps({"model": model, "quarrel": __version__, **asdict(result)}, indent=1))
     else:

@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 if all is as it was, 1 with sentences on standard error if not."""
+    """0 if all is as it was, 1 with sentences on standard error if not, 130 after Ctrl-C."""
     args = parser().parse_args(argv)
     try:
         before = _read(args.against) if args.command == "check" else []
@@ -71,6 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except QuarrelError as error:
         print(f"quarrel.regress: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
     for entry, measures, wrong in judged:
         told = ", ".join(f"{name} {value:.3g}" for name, value in measures.items())
         print(f"{entry['model']}: {'FAILED' if wrong else 'passed'}; {told}")

@@ -70,7 +70,7 @@ def time_linear(backend: Backend, format: str, k: int, n: int, rows: int, how: H
         compute=backend.compute_of(how.compute), test=f"{rows} rows", kind="op", tokens=rows, depth=0, batch=rows,
         **statistics(rows, per), warm_up_s=0.0, load_s=0.0, step_tokens=all.limits.max_tokens, bytes_per_step=size,
         read_gb_s=bandwidth / 1e9, share=size / median(per) / bandwidth,
-        checked=f"{checked:.1e}; {1e6 * median(per):.2f} us, {' '.join(sorted(choices))}", quarrel=__version__,
+        checked=f"{checked:.1e}; {1e6 * median(per):.2f} us, {', '.join(sorted(choices))}", quarrel=__version__,
     )  # fmt: skip
 
 

@@ -158,3 +158,11 @@ def test_what_cannot_be_read_or_written_is_told_before_anything_is_measured(
         assert main(line) == 1
         (sentence,) = capsys.readouterr().err.splitlines()
         assert said in sentence
+
+
+def test_ctrl_c_ends_it_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*args: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("quarrel.perplexity.load", load)
+    assert main(["-f", __file__]) == 130

@@ -147,3 +147,11 @@ def test_errors_are_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "same file name" in capsys.readouterr().err
     judged = judge([changed(model="other")], [ENTRY], Allowed())
     assert "has no model other" in judged[0][2][0]
+
+
+def test_ctrl_c_ends_it_without_a_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*args: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("quarrel.regress.load", load)
+    assert main(["baseline", "--out", str(tmp_path / "x.json")]) == 130
