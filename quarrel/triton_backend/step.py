@@ -8,9 +8,10 @@ batch to a power of two of sequences and of key splits, and padding changes no r
 
 from __future__ import annotations
 
+import gc
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from itertools import groupby
@@ -267,13 +268,26 @@ def _shape(value: Value, rows: int, seqs: int) -> tuple[int, ...]:
 
 def _graph(launches: Sequence[Launch], live: Live) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
-    with _CAPTURING, warnings.catch_warnings():
+    with _CAPTURING, _no_collections(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # an empty program would warn; it is as well captured empty
         # Other threads may go on using the device, as another model's loading does.
         with torch.cuda.graph(graph, stream=_stream(torch.cuda.current_device()), capture_error_mode="thread_local"):
             for go in launches:
                 go(live)
     return graph
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """A garbage collection may close another model here, whose thread would wait for this one, and give memory back, which
+    a thread that captures must not."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @cache

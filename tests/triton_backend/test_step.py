@@ -275,6 +275,7 @@ def test_one_graph_is_captured_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
     def launched(live: Live) -> None:
         time.sleep(0.02)
         found.append(len(inside))
+        assert not gc.isenabled()  # what it would close waits for this thread
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "graph", capture)
@@ -287,6 +288,8 @@ def test_one_graph_is_captured_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
     for thread in threads:
         thread.join()
     assert found == [1, 1, 1]
+    assert not inside
+    assert gc.isenabled()
 
 
 @pytest.mark.gpu
