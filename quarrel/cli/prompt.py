@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from quarrel.cli.parser import DEFAULT_MODEL, UsageError
+from quarrel.cli.terminal import note
 from quarrel.errors import QuarrelError, RequestError
 from quarrel.llm import find
 
@@ -35,7 +36,10 @@ def model_and_text(args: argparse.Namespace) -> tuple[str, str]:
         text = words[0]
     if text is None:
         text = _from_file(args.file) if args.file is not None else _from_stdin()
-    return model or DEFAULT_MODEL, as_unicode(text)
+    read = as_unicode(text)
+    if read != text:
+        note("quarrel: the text is not all UTF-8: bytes that are not are read as U+FFFD")
+    return model or DEFAULT_MODEL, read
 
 
 def as_unicode(text: str) -> str:
@@ -63,7 +67,7 @@ def _from_file(name: str) -> str:
         data = file.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
         raise RequestError(f"{path} holds more than {MAX_BYTES >> 20} MiB, which no context takes; give a shorter text")
-    return data.decode("utf-8", "replace")
+    return data.decode("utf-8", "surrogateescape")
 
 
 def _from_stdin() -> str:

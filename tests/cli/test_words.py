@@ -149,6 +149,14 @@ def test_an_empty_pipe_is_no_text(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "standard input is empty" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", [b"caf\xe9", "caf\u00e9".encode()])
+def test_bytes_that_are_no_text_are_told(text: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in.txt").write_bytes(text)
+    args, _ = parse(make_parser(), ["generate", "-f", str(tmp_path / "in.txt")])
+    assert model_and_text(args) == ("demo", text.decode("utf-8", "replace"))
+    assert ("not all UTF-8" in capsys.readouterr().err) == (text == b"caf\xe9")
+
+
 def test_no_text_at_a_terminal_is_status_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     typed(monkeypatch, "")
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
