@@ -16,7 +16,7 @@ from quarrel.cpu_backend.features import Level
 from quarrel.cpu_backend.formats import BlockFormat, Superblock
 from quarrel.cpu_backend.ir import F32, I8, I32, I64, Kernel, Val, Var, vec
 from quarrel.cpu_backend.quantize import QuantRow
-from quarrel.cpu_backend.vector import F32x16, I8x64, I32x16, dot4, fold4_bytes, sum_lanes
+from quarrel.cpu_backend.vector import F32x16, I8x64, I32x16, dot4, fold4_bytes, sum_lanes, taken
 
 NEAR, FAR, PAGE = 1536, 8192, 16384
 """How far ahead of the block in use weights are asked for: into the first level cache, into the second, and one line so
@@ -73,8 +73,9 @@ def superblock_dot(k: Kernel, level: Level, fmt: BlockFormat, ats: list[Val], x:
     first, second = sums[0], sums[-1]
     low, high = [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]
     both = first.shuffle(low + [16 + i for i in low], second) + first.shuffle(high + [16 + i for i in high], second)
-    if fmt.offset:
-        both = both - (x.sums * fmt.offset).concat(x.sums * fmt.offset)
+    offset = fmt.offset - taken(level, fmt.wide)
+    if offset:
+        both = both - (x.sums * offset).concat(x.sums * offset)
     f = both.to(F32)
     if not fmt.has_minima:
         factors = blocks[0].factors.concat(blocks[-1].factors) * x.d.concat(x.d)

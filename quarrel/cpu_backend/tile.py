@@ -22,7 +22,7 @@ from quarrel.cpu_backend.features import Level
 from quarrel.cpu_backend.formats import BlockFormat
 from quarrel.cpu_backend.ir import F32, I32, I64, Kernel, Val
 from quarrel.cpu_backend.quantize import QuantRow
-from quarrel.cpu_backend.vector import F32x16, I8x64, I32x16, dot4, transpose16
+from quarrel.cpu_backend.vector import ByteSum, F32x16, I8x64, I32x16, taken, transpose16
 
 LANES = 16
 T_BLOCK = 512
@@ -147,24 +147,26 @@ def _chain(
         by32, by16 = (b << 5) + d_words, (b << 6) + group_words
         by_group = (b << 5) + group_words if fmt.groups == 8 else by16
         sums = []
+        offset = fmt.offset - taken(level, fmt.wide)
         for x in xs:
             start = k.zero(I32x16)
-            if fmt.offset:
+            if offset:
                 at = (x.sum32 if fmt.groups == 8 else x.sum16) + by_group
-                start = k.splat(k.load(at, I32) * -fmt.offset, LANES)
-            sums.append([start] * len(weights))
+                start = k.splat(k.load(at, I32) * -offset, LANES)
+            sums.append([ByteSum(k, level, start, fmt.largest) for _ in weights])
         codes, q_at = [w.codes(chain, b) for w in weights], (b << 8) + group_at
         for g in range(size // 4):
             loaded = [k.load(at, I8x64, 64 * g) for at in codes]
             for t, x in enumerate(xs):
                 four = k.splat(k.load(x.codes + q_at, I32, 4 * g), LANES).bitcast(I8x64)
-                sums[t] = [dot4(k, level, s, w, four, fmt.wide) for s, w in zip(sums[t], loaded)]
+                for sum, w in zip(sums[t], loaded):
+                    sum.add(w, four)
         scales = [k.load(w.scales(chain, b), F32x16) for w in weights]
         minima = [k.load(w.minima(chain, b), F32x16) for w in weights] if fmt.has_minima else []
         for t, x in enumerate(xs):
             d = k.load(x.d + by32, F32)
             for v, scale in enumerate(scales):
-                acc[t][v].v = k.fma(sums[t][v].to(F32), scale * k.splat(d, LANES), acc[t][v].v)
+                acc[t][v].v = k.fma(sums[t][v].total().to(F32), scale * k.splat(d, LANES), acc[t][v].v)
             if fmt.has_minima:
                 d_sum = k.load(x.d_sum + by32, F32) if fmt.groups == 8 else k.load(x.sum16 + by16, I32).to(F32) * d
                 for v, minimum in enumerate(minima):

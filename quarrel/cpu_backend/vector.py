@@ -13,22 +13,59 @@ F32x16 = vec(F32, 16)
 I8x64 = vec(I8, 64)
 
 
-def dot4(k: Kernel, level: Level, acc: Val, w: Val, x: Val, wide: bool) -> Val:
-    """acc[i] + sum of w[4i + l] * x[4i + l] over l = 0..3, exactly; w is unsigned, x signed bytes, acc <16 x i32>.
+def taken(level: Level, wide: bool) -> int:
+    """What `dot4` takes from every code: 128 of `wide` ones, which may exceed 127, where no instruction multiplies such bytes."""
+    return 128 if wide and level.dot in ("maddubs", "sdot") else 0
 
-    `wide` says that w may exceed 127, which the narrower instructions must work around.
-    """
+
+def dot4(k: Kernel, level: Level, acc: Val, w: Val, x: Val, wide: bool) -> Val:
+    """acc[i] + sum of (w[4i + l] - taken) * x[4i + l] over l = 0..3, exactly; w is unsigned, x is -127 to 127, acc <16 x i32>."""
+    if taken(level, wide):
+        w = w ^ 0x80
     if level.dot == "vnni512":
         return k.call("llvm.x86.avx512.vpdpbusd.512", I32x16, acc, w.bitcast(I32x16), x.bitcast(I32x16))
     if level.dot == "vnni256":
         return _by_parts(k, 2, acc, w, x, lambda a, u, s: _vnni256(k, a, u, s))
     if level.dot == "maddubs":
-        return _by_parts(k, 2, acc, w, x, lambda a, u, s: a + _maddubs(k, u, s, wide))
-    if level.dot == "sdot" and not wide:
+        return _by_parts(k, 2, acc, w, x, lambda a, u, s: a + _widened(k, _pairs(k, u, s, wide)))
+    if level.dot == "sdot":
         return _by_parts(
             k, 4, acc, w, x, lambda a, u, s: k.call("llvm.aarch64.neon.sdot.v4i32.v16i8", vec(I32, 4), a, u, s)
         )
     return acc + _plain_dot(w, x)
+
+
+class ByteSum:
+    """A sum of `dot4`s. AVX2 adds the pairs' products in words, as many as surely fit, before it widens them."""
+
+    def __init__(self, k: Kernel, level: Level, start: Val, largest: int) -> None:
+        """largest: the largest code."""
+        self._k, self._level, self._total, self._wide = k, level, start, largest > 127
+        self._fit = 32767 // (2 * 127 * largest) if level.dot == "maddubs" and not self._wide else 0
+        self._words: list[Val] = []
+        self._count = 0
+
+    def add(self, w: Val, x: Val) -> None:
+        """Four codes and four activations for each lane."""
+        if self._fit < 2:
+            self._total = dot4(self._k, self._level, self._total, w, x, self._wide)
+            return
+        pairs = [_pairs(self._k, *(v.shuffle(range(h, h + 32)) for v in (w, x)), False) for h in (0, 32)]
+        self._words = [a + b for a, b in zip(self._words, pairs, strict=True)] if self._words else pairs
+        self._count += 1
+        if self._count == self._fit:
+            self._widen()
+
+    def total(self) -> Val:
+        """<16 x i32>."""
+        if self._words:
+            self._widen()
+        return self._total
+
+    def _widen(self) -> None:
+        low, high = (_widened(self._k, words) for words in self._words)
+        self._total = self._total + low.concat(high)
+        self._words, self._count = [], 0
 
 
 def _by_parts(k: Kernel, parts: int, acc: Val, w: Val, x: Val, one: object) -> Val:
@@ -50,15 +87,18 @@ def _vnni256(k: Kernel, acc: Val, w: Val, x: Val) -> Val:
     return k.call("llvm.x86.avx512.vpdpbusd.256", half, acc, w.bitcast(half), x.bitcast(half))
 
 
-def _maddubs(k: Kernel, w: Val, x: Val, wide: bool) -> Val:
-    """vpmaddubsw saturates at 16 bits: pairs stay below it when w <= 127, and otherwise when w is split in two."""
-    ones = k.lane_constants(I16, [1] * 16)
+def _pairs(k: Kernel, w: Val, x: Val, signed: bool) -> Val:
+    """Sums of two products as words. vpmaddubsw multiplies unsigned by signed bytes and saturates, which no pair reaches: not
+    with w <= 127, and not with the magnitude of a signed w and its sign given to x, 2 * 128 * 127 at most."""
+    if signed:
+        x = k.call("llvm.x86.avx2.psign.b", vec(I8, 32), x, w)
+        w = k.select(w < 0, -w, w)
+    return k.call("llvm.x86.avx2.pmadd.ub.sw", vec(I16, 16), w, x)
 
-    def pairs(u: Val) -> Val:
-        words = k.call("llvm.x86.avx2.pmadd.ub.sw", vec(I16, 16), u, x)
-        return k.call("llvm.x86.avx2.pmadd.wd", vec(I32, 8), words, ones)
 
-    return pairs(w & 0x7F) + (pairs(w >> 7) << 7) if wide else pairs(w)
+def _widened(k: Kernel, words: Val) -> Val:
+    """Sums of neighbouring words."""
+    return k.call("llvm.x86.avx2.pmadd.wd", vec(I32, 8), words, k.lane_constants(I16, [1] * 16))
 
 
 def _plain_dot(w: Val, x: Val) -> Val:

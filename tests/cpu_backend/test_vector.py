@@ -128,3 +128,27 @@ def test_sums_fold_and_transpose() -> None:
     assert np.array_equal(out[:256].reshape(16, 16), rows.reshape(16, 16).T)
     quarters = rows[:64].reshape(4, 4, 4).sum(-1)  # [vector, 128 bits]
     assert np.array_equal(out[256:].reshape(4, 4), quarters.T)
+
+
+@pytest.mark.parametrize("level", features.levels(), ids=lambda level: level.name)
+@pytest.mark.parametrize("largest", [3, 15, 24, 31, 63, 240, 255])
+def test_sums_of_byte_products_are_exact_at_their_extremes(level: Level, largest: int) -> None:
+    steps = 9
+    taken = vector.taken(level, largest > 127)
+
+    def emit(k: Kernel) -> None:
+        codes, x, out = k.params
+        total = vector.ByteSum(k, level, k.lift(7, vector.I32x16), largest)
+        for step in range(steps):
+            total.add(*(k.load(at, vector.I8x64, 64 * step) for at in (codes, x)))
+        k.store(total.total(), out)
+        k.finish()
+
+    rng = np.random.default_rng(largest)
+    run = Run(jit.address(f"test/bytes{largest}", emit, level))
+    for code, active in ((largest, 127), (largest, -127), (0, 127), (0, -127), (None, None)):
+        codes = np.full((steps, 16, 4), code, np.uint8) if code is not None else rng.integers(0, largest + 1, (steps, 16, 4))
+        x = np.full((steps, 16, 4), active) if active is not None else rng.integers(-127, 128, (steps, 16, 4))
+        got, w, q = np.zeros(16, np.int32), codes.astype(np.uint8), x.astype(np.int8)
+        run(w.ctypes.data, q.ctypes.data, got.ctypes.data)
+        assert np.array_equal(got, 7 + ((codes.astype(np.int64) - taken) * x).sum((0, 2)))
