@@ -14,12 +14,12 @@ I8x64 = vec(I8, 64)
 
 
 def taken(level: Level, wide: bool) -> int:
-    """What `dot4` takes from every code: 128 of `wide` ones, which may exceed 127, where no instruction multiplies such bytes."""
+    """What `dot4` takes from every code: 128 of `wide` ones (they may exceed 127) where no instruction multiplies them."""
     return 128 if wide and level.dot in ("maddubs", "sdot") else 0
 
 
 def dot4(k: Kernel, level: Level, acc: Val, w: Val, x: Val, wide: bool) -> Val:
-    """acc[i] + sum of (w[4i + l] - taken) * x[4i + l] over l = 0..3, exactly; w is unsigned, x is -127 to 127, acc <16 x i32>."""
+    """acc[i] + sum of (w[4i + l] - taken) * x[4i + l] over l = 0..3, exactly; acc <16 x i32>, w unsigned, x -127 to 127."""
     if taken(level, wide):
         w = w ^ 0x80
     if level.dot == "vnni512":
@@ -88,8 +88,8 @@ def _vnni256(k: Kernel, acc: Val, w: Val, x: Val) -> Val:
 
 
 def _pairs(k: Kernel, w: Val, x: Val, signed: bool) -> Val:
-    """Sums of two products as words. vpmaddubsw multiplies unsigned by signed bytes and saturates, which no pair reaches: not
-    with w <= 127, and not with the magnitude of a signed w and its sign given to x, 2 * 128 * 127 at most."""
+    """Sums of two products as words. vpmaddubsw multiplies unsigned by signed bytes and saturates at 32767, which no pair
+    reaches: with w <= 127, or with the magnitude of a signed w, whose sign x is given: 2 * 128 * 127 at most."""
     if signed:
         x = k.call("llvm.x86.avx2.psign.b", vec(I8, 32), x, w)
         w = k.select(w < 0, -w, w)

@@ -147,8 +147,9 @@ def test_sums_of_byte_products_are_exact_at_their_extremes(level: Level, largest
     rng = np.random.default_rng(largest)
     run = Run(jit.address(f"test/bytes{largest}", emit, level))
     for code, active in ((largest, 127), (largest, -127), (0, 127), (0, -127), (None, None)):
-        codes = np.full((steps, 16, 4), code, np.uint8) if code is not None else rng.integers(0, largest + 1, (steps, 16, 4))
-        x = np.full((steps, 16, 4), active) if active is not None else rng.integers(-127, 128, (steps, 16, 4))
+        codes, x = rng.integers(0, largest + 1, (steps, 16, 4)), rng.integers(-127, 128, (steps, 16, 4))
+        if code is not None:
+            codes[:], x[:] = code, active
         got, w, q = np.zeros(16, np.int32), codes.astype(np.uint8), x.astype(np.int8)
         run(w.ctypes.data, q.ctypes.data, got.ctypes.data)
-        assert np.array_equal(got, 7 + ((codes.astype(np.int64) - taken) * x).sum((0, 2)))
+        assert np.array_equal(got, 7 + ((codes - taken) * x).sum((0, 2)))
