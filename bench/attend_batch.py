@@ -1,0 +1,458 @@
+"""Attention of many sequences with one new token each on a CUDA device: checks, then times of `attend_batch_kernels.py`.
+
+    python bench/attend_batch.py --out attend.jsonl [--seconds 85] [--jobs 14] [--loads 128x512,..] [--list]
+
+A variant takes the place of `attend_one` in what a step launches, with rotation and append before it. Processes compile it
+for every load, hold its rows and the cache against the shipped kernel's, and run the contract's cases against their
+reference. Times are of graphs over caches that outgrow the device's, a small kernel between two launches as in a step, less
+the small kernels alone; medians of 9, and the least and the most. A line of JSON each as it comes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from attend_batch_kernels import attend_warps
+from prep import replaced
+
+from quarrel.ops.attention import ATTENTION, ROPE_APPEND, AttentionSpec, RopeAppendSpec
+from quarrel.ops.compare import case_error
+from quarrel.ops.contract import CacheRef, Case, ConstRef, Value
+from quarrel.ops.kv import KV_TYPES, KVType, scaled
+from quarrel.ops.program import KVLayer, Node, Program
+from quarrel.ops.registry import backend, lower
+from quarrel.ops.rope import RopeSpec
+from quarrel.triton_backend import attention, inputs
+from quarrel.triton_backend.backend import REGISTRY
+from quarrel.triton_backend.cache import allocate
+from quarrel.triton_backend.plan import Plan
+from quarrel.triton_backend.runtime import INTERPRETED, Cache, Live, Slot, Work, cdiv
+
+BEGAN = time.perf_counter()
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ROTATE = 240 << 20
+"""Bytes of keys and values that no cache of the device holds."""
+SIZE, ROUNDS = 32, 9
+SHIPPED = attention.attend_one
+LIMIT = ATTENTION.tolerance["float16"]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The shipped kernel if `keys` is 0; else a program's key heads, warps for a head, keys for a warp, and stages."""
+
+    name: str
+    heads: int = 1
+    parts: int = 1
+    keys: int = 0
+    stages: int = 0
+    shortest: int = 0
+    """Fewest keys of a split, if not what `least_split` says."""
+    exact: bool = False
+    """As many programs as there is work for; else as a step's graph has, which serves up to 4 items a sequence."""
+    asks: bool = False
+    """The first tile is asked for before the kernel waits for its queries."""
+    tail: str = "last"
+    """When the tile that is not whole has its turn."""
+
+    @property
+    def form(self) -> tuple[bool, str]:
+        """What its kernel's text is chosen by; the contract's cases run on one variant of each."""
+        return self.heads > 1, self.tail
+
+    def declines(self, told: dict[str, Any]) -> str | None:
+        """Why a launch goes to the shipped kernel."""
+        if told["SIZE"] % self.keys:
+            return f"needs blocks of a multiple of {self.keys} tokens, got {told['SIZE']}"
+        if told["KV_HEADS"] % self.heads:
+            return f"needs a multiple of {self.heads} key heads, got {told['KV_HEADS']}"
+        if str(told["COMPUTE"]) == "fp32":
+            return "needs 16-bit arithmetic, got float32"
+        return None
+
+
+VARIANTS = (
+    Variant("shipped"),
+    Variant("one warp, 3 stages", 1, 1, 32, 3),
+    Variant("two warps, 3 stages", 1, 2, 32, 3),
+    Variant("two warps, 3 stages, tail first", 1, 2, 32, 3, tail="first"),
+    Variant("four warps of 16, 3 stages", 1, 4, 16, 3),
+    Variant("four heads of 16, 3 stages", 4, 1, 16, 3),
+    Variant("two warps, 3 stages, tail through", 1, 2, 32, 3, tail="through"),
+    Variant("one warp, 4 stages", 1, 1, 32, 4),
+    Variant("one warp of 16, 5 stages", 1, 1, 16, 5),
+    Variant("two warps of 16, 4 stages", 1, 2, 16, 4),
+    Variant("two heads, 3 stages", 2, 1, 32, 3),
+    Variant("two warps, 3 stages, first tile asked for", 1, 2, 32, 3, asks=True),
+    Variant("two warps, 3 stages, splits of 256", 1, 2, 32, 3, shortest=256),
+    Variant("shipped, no empty programs", exact=True),
+    Variant("two warps, 3 stages, no empty programs", 1, 2, 32, 3, exact=True),
+)
+"""The most wanted first."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Sequences whose keys are spread from `least` to `most`."""
+
+    spec: AttentionSpec
+    seqs: int
+    least: int
+    most: int
+    kv: KVType = "auto"
+
+    @property
+    def name(self) -> str:
+        keys = f"{self.least}" if self.least == self.most else f"{self.least}-{self.most}"
+        return f"{self.seqs}x{keys}" + ("" if self.kv == "auto" else f" {self.kv}") + f" of {self.spec.head_dim}"
+
+    def lengths(self) -> np.ndarray:
+        spread = np.linspace(self.least, self.most, self.seqs).astype(np.int32)
+        return np.random.default_rng(1).permutation(spread)
+
+    def bytes(self) -> int:
+        """Keys, values and scales that attention reads."""
+        each = self.spec.head_dim + 4 if scaled(self.kv) else 2 * self.spec.head_dim
+        return 2 * int(self.lengths().sum()) * self.spec.n_kv * each
+
+
+MISTRAL = AttentionSpec(32, 8, 128, 128**-0.5)
+TINYLLAMA = AttentionSpec(32, 4, 64, 0.125)
+LOADS = (
+    Load(MISTRAL, 128, 512, 768),
+    Load(MISTRAL, 128, 512, 512),
+    Load(MISTRAL, 128, 768, 768),
+    Load(MISTRAL, 128, 640, 640),
+    Load(MISTRAL, 32, 640, 640),
+    Load(MISTRAL, 8, 640, 640),
+    Load(MISTRAL, 128, 640, 640, "fp8"),
+    Load(MISTRAL, 128, 640, 640, "int8"),
+    Load(TINYLLAMA, 128, 640, 640),
+    Load(MISTRAL, 128, 128, 128),
+    Load(MISTRAL, 256, 640, 640),
+    Load(MISTRAL, 32, 4096, 4096),
+    Load(TINYLLAMA, 32, 640, 640),
+    Load(MISTRAL, 8, 4096, 4096),
+)
+
+
+class Kernel:
+    """A variant in the place of `attend_one`."""
+
+    def __init__(self, variant: Variant) -> None:
+        self._variant = variant
+        self.taken = 0
+        self.made: Any = None
+
+    @property
+    def size(self) -> dict[str, int]:
+        """Registers, spilled words and bytes of shared memory of what was launched last."""
+        return {"registers": self.made.n_regs, "spills": self.made.n_spills, "shared": self.made.metadata.shared}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        v = self._variant
+
+        def run(*given: Any, **told: Any) -> None:
+            if not v.keys or v.declines(told) is not None:
+                self.made = SHIPPED[grid](*given, **told)
+                return
+            self.taken += 1
+            told.pop("BLOCK_N")
+            warps = v.heads * v.parts
+            told |= {"H": v.heads, "PARTS": v.parts, "KEYS": v.keys, "STAGES": v.stages, "ASM": not INTERPRETED}
+            told |= {"ASK": v.asks, "TAIL": v.tail}
+            told |= {"AT_ONCE": max(1, min(8192, 2048 * warps) // (told["WIDE"] * told["SHARE"]))}
+            told |= {"num_warps": warps, "num_stages": v.stages}
+            self.made = attend_warps[grid[0], grid[1] // v.heads](*given, **told)
+
+        return run
+
+
+@contextmanager
+def tried(variant: Variant) -> Iterator[Kernel]:
+    """The backend with this variant."""
+    kernel = Kernel(variant)
+    given: list[tuple[Any, str, Any]] = [(attention, "attend_one", kernel)]
+    if variant.shortest:
+        given += [(where, "least_split", lambda seqs: variant.shortest) for where in (attention, inputs)]
+    with replaced(*given):
+        yield kernel
+
+
+@dataclass
+class Bed:
+    """A load's inputs and its caches, the same keys at `count` places."""
+
+    load: Load
+    count: int
+    caches: list[Cache] = field(init=False)
+
+    def __post_init__(self) -> None:
+        load, draw = self.load, torch.Generator(DEVICE).manual_seed(1)
+        spec, lengths = load.spec, load.lengths()
+        width = cdiv(load.most, SIZE)
+        blocks = load.seqs * width
+        table = np.random.default_rng(2).permutation(blocks).reshape(load.seqs, width)
+        last = lengths - 1
+        ints = {
+            "positions": last,
+            "slots": table[np.arange(load.seqs), last // SIZE] * SIZE + last % SIZE,
+            "query_start": np.arange(load.seqs + 1),
+            "kv_len": lengths,
+            "block_table": table.reshape(-1),
+        }
+        self.ints = {name: torch.tensor(a, dtype=torch.int32, device=DEVICE) for name, a in ints.items()}
+        self.width = torch.tensor([width], dtype=torch.int32, device=DEVICE)
+        widths = {"q": spec.width, "k": spec.n_kv * spec.head_dim, "v": spec.n_kv * spec.head_dim}
+        self.rows = {name: torch.randn(load.seqs * n, device=DEVICE, generator=draw).half() for name, n in widths.items()}
+        first = allocate(KVLayer(spec.n_kv, spec.head_dim), blocks, SIZE, torch.float16, DEVICE, load.kv)
+        for tensor in first.tensors:
+            if tensor.dtype == torch.uint8:  # every code but those that E4M3 has no number for
+                codes = torch.randint(0, 127, tensor.shape, dtype=torch.uint8, device=DEVICE, generator=draw)
+                sign = torch.randint(0, 2, tensor.shape, dtype=torch.uint8, device=DEVICE, generator=draw)
+                tensor.copy_(codes | sign << 7)
+            else:
+                tensor.normal_(generator=draw)
+        for scale in first.scales:
+            scale.abs_()
+        self.caches = [first] + [
+            Cache(first.k.clone(), first.v.clone(), first.kind, tuple(s.clone() for s in first.scales))
+            for _ in range(self.count - 1)
+        ]
+
+    def made(self, variant: Variant) -> list[Callable[[], torch.Tensor]]:
+        """The step's launches over each cache, to be called where the variant is `tried`; they return the rows."""
+        load, seqs = self.load, self.load.seqs
+        kv_len = self.ints["kv_len"].cpu().numpy()
+        starts = inputs.item_starts(np.arange(seqs + 1), kv_len)
+        live = inputs.live_counts(np.arange(seqs + 1), kv_len, seqs, starts)
+        items = live.items if variant.exact else max(live.items, inputs.item_bucket(live.items, seqs))
+        live = Live(seqs, seqs, seqs, True, False, items)
+        work = Work(Slot(torch.tensor(starts, device=DEVICE)), Slot(self.width))
+        spec = load.spec
+        rope = [RopeSpec("norm", n, spec.head_dim, spec.head_dim) for n in (spec.n_heads, spec.n_kv)]
+        names = ("q", "k", "v", *self.ints)
+        kinds: list[Any] = ["act"] * 3 + ["i32"] * len(self.ints)
+        sizes = [spec.width, spec.n_kv * spec.head_dim, spec.n_kv * spec.head_dim]
+        dims: list[Any] = [*(("T", n) for n in sizes), *(("T",) for _ in self.ints)]
+        value = {n: Value(i, k, d, n) for i, (n, k, d) in enumerate(zip(names, kinds, dims, strict=True))}
+        turned, y = Value(20, "act", ("T", spec.width), "q"), Value(21, "act", ("T", spec.width), "y")
+        freq = ConstRef("freq", tuple(10000.0 ** (-2 * i / spec.head_dim) for i in range(spec.head_dim // 2)))
+        behind = tuple(value[n] for n in ("query_start", "kv_len", "block_table"))
+        nodes: tuple[Node, ...] = (Node(ATTENTION, spec, (value["q"], *behind, CacheRef(0)), (y,)),)
+        if not scaled(load.kv):
+            given = (value["q"], value["k"], value["v"], value["positions"], freq, value["slots"], CacheRef(0))
+            nodes = (
+                Node(ROPE_APPEND, RopeAppendSpec(*rope), given, (turned,)),
+                Node(ATTENTION, spec, (turned, *behind, CacheRef(0)), (y,)),
+            )
+        slots = {value[n].id: Slot(t) for n, t in (self.rows | self.ints).items()}
+        choices = lower(Program(nodes, {v.name: v for v in value.values()}, {}, ()), REGISTRY)
+        rows = {"T": seqs, "S": seqs, "R": seqs, "items": items}
+
+        def launches(cache: Cache) -> Callable[[], torch.Tensor]:
+            plan = Plan(choices, slots, {y.id}, dict(rows), _Consts(), [cache], [], work, "float16", DEVICE)
+            plan.fill(255)
+
+            def go() -> torch.Tensor:
+                for launch in plan.launches:
+                    launch(live)
+                return plan.slots[y.id].tensor
+
+            return go
+
+        return [launches(cache) for cache in self.caches]
+
+    def new_rows(self) -> list[torch.Tensor]:
+        """What the step has appended to the first cache."""
+        slots = self.ints["slots"].long()
+        return [t[slots // SIZE, :, slots % SIZE].clone() for t in (self.caches[0].k, self.caches[0].v)]
+
+    def error(self, variant: Variant) -> float:
+        """Of a variant's rows against the shipped kernel's; infinite if it appends anything else, or does not run."""
+        found = []
+        for each in (VARIANTS[0], variant):
+            if not scaled(self.load.kv):
+                slots = self.ints["slots"].long()
+                for tensor in (self.caches[0].k, self.caches[0].v):
+                    tensor[slots // SIZE, :, slots % SIZE] = 7.0
+            with tried(each) as kernel:
+                go = self.made(each)[0]
+                go()
+                rows = go().clone()  # the second time with the counters that the first has left
+            if each.keys and not kernel.taken:
+                return float("inf")
+            found.append((rows.float(), self.new_rows()))
+        (want, cache), (got, other) = found
+        same = all(torch.equal(a, b) for a, b in zip(cache, other, strict=True))
+        return float((got - want).norm() / want.norm()) if same else float("inf")
+
+
+class _Consts:
+    """No weights: attention has a table of frequencies alone."""
+
+    def const(self, ref: ConstRef) -> torch.Tensor:
+        return torch.tensor(ref.data, device=DEVICE)
+
+
+_LONG = {"S": 3, "Q": 1, "KV": 700, "block_size": SIZE}
+CASES = (
+    Case(AttentionSpec(8, 4, 128, 0.088), _LONG),
+    Case(AttentionSpec(8, 8, 64, 0.125, window=300, sinks=True), _LONG),
+    Case(AttentionSpec(8, 4, 80, 0.11, cap=15.0), _LONG),
+    Case(AttentionSpec(8, 4, 128, 0.088), _LONG | {"kv": KV_TYPES.index("int8")}),
+    Case(AttentionSpec(8, 4, 128, 0.088), _LONG | {"kv": KV_TYPES.index("fp8")}),
+)
+"""Several splits, and what the loads have not: a window, sinks, a cap, a head that is padded."""
+Job = tuple[Variant, Load | Case]
+
+
+def checked(job: Job) -> tuple[Job, dict[str, Any]]:
+    """Fills Triton's cache in a worker and checks what it made."""
+    variant, what = job
+    row: dict[str, Any] = {"variant": variant.name}
+    try:
+        if isinstance(what, Load):
+            return job, row | {"load": what.name, "error": Bed(what, 1).error(variant)}
+        error, taken = against_reference(variant, what)
+        return job, row | {"case": str(what.spec), "dims": dict(what.dims), "error": error if taken else float("inf")}
+    except Exception:
+        return job, row | {"job": str(what), "raised": traceback.format_exc(limit=-4)[-1200:]}
+
+
+def against_reference(variant: Variant, case: Case) -> tuple[float, int]:
+    """A case's error, and how many launches the variant has taken itself."""
+    with tried(variant) as kernel:
+        return case_error(backend("triton"), ATTENTION, case, "float16"), kernel.taken
+
+
+def jobs_for(loads: Sequence[Load]) -> list[Job]:
+    """Loads of other kernels first, as those of the same kernels need nothing compiled afterwards."""
+    firsts: dict[Any, Load] = {}
+    for load in loads:
+        firsts.setdefault((load.spec, load.kv, attention.least_split(load.seqs)), load)
+    order = [*firsts.values(), *(load for load in loads if load not in firsts.values())]
+    jobs: list[Job] = [(variant, load) for load in order for variant in VARIANTS]
+    forms = {v.form: v for v in reversed(VARIANTS) if v.keys}
+    rest: list[Job] = [(variant, case) for variant in forms.values() for case in CASES]
+    return [*jobs[: len(VARIANTS)], *rest, *jobs[len(VARIANTS) :]]
+
+
+def timed(calls: Sequence[Callable[[], Any]]) -> list[float]:
+    """Microseconds of a turn: a graph of a few rounds of all calls."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    rounds = max(1, 24 // len(calls))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(rounds):
+            for call in calls:
+                call()
+    graph.replay()
+    found = []
+    for _ in range(ROUNDS):
+        a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        a.record()
+        graph.replay()
+        b.record()
+        b.synchronize()
+        found.append(a.elapsed_time(b) * 1e3 / (rounds * len(calls)))
+    return found
+
+
+def times(bed: Bed, variant: Variant) -> dict[str, float]:
+    """Of one launch with its kernels before it, each behind a small kernel that waits for the one ahead."""
+    between = torch.zeros(1, device=DEVICE)
+
+    def spaced(go: Callable[[], Any]) -> Callable[[], Any]:
+        def call() -> None:
+            between.add_(1.0)
+            go()
+
+        return call
+
+    alone = median(timed([lambda: between.add_(1.0)]))
+    with tried(variant) as kernel:
+        found = [us - alone for us in timed([spaced(go) for go in bed.made(variant)])]
+    us = median(found)
+    rest = {"low": round(min(found), 1), "high": round(max(found), 1)}
+    return {"us": round(us, 1), **rest, "tb_s": round(bed.load.bytes() / us * 1e-6, 2), **kernel.size}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("attend.jsonl"))
+    parser.add_argument("--seconds", type=float, default=85.0)
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2))
+    parser.add_argument("--loads", default="", help="only loads whose names begin with one of these")
+    parser.add_argument("--list", action="store_true", help="print what would be done")
+    args = parser.parse_args()
+    loads = [load for load in LOADS if load.name.startswith(tuple(args.loads.split(",")))]
+    jobs = jobs_for(loads)
+    if args.list:
+        print(*(f"{what.name if isinstance(what, Load) else what.spec}: {variant}" for variant, what in jobs), sep="\n")
+        return 0
+    file = args.out.open("a", encoding="utf-8")
+
+    def say(**row: Any) -> None:
+        line = json.dumps({"at": round(time.perf_counter() - BEGAN, 1)} | row)
+        print(line, flush=True)
+        print(line, file=file, flush=True)
+
+    good: set[tuple[Variant, str]] = set()
+    wrong: set[tuple[bool, str]] = set()
+    with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
+        waiting = pool.imap_unordered(checked, jobs)
+        try:
+            for _ in jobs:
+                job, row = waiting.next(max(0.1, BEGAN + args.seconds * 0.7 - time.perf_counter()))
+                say(**row)
+                variant, what = job
+                right = row.get("error", float("inf")) <= LIMIT
+                if isinstance(what, Load) and right:
+                    good.add((variant, what.name))
+                elif isinstance(what, Case) and not right:
+                    wrong.add(variant.form)
+        except multiprocessing.TimeoutError:
+            say(fault="the time was over", right=len(good))
+        pool.terminate()
+    lines = []
+    for load in loads:
+        bed = None
+        for variant in VARIANTS:
+            out = variant.keys and variant.form in wrong
+            if (variant, load.name) not in good or out or time.perf_counter() > BEGAN + args.seconds:
+                continue
+            try:
+                bed = bed or Bed(load, max(2, min(24, cdiv(ROTATE, load.bytes()))))
+                row = times(bed, variant)
+            except Exception as failure:
+                say(load=load.name, variant=variant.name, raised=f"{type(failure).__name__}: {failure}"[:300])
+                continue
+            say(load=load.name, variant=variant.name, **row)
+            lines.append(f"{load.name:20s} {row['us']:8.1f} us {row['tb_s']:5.2f} TB/s  {variant.name}")
+    print(*lines, sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
