@@ -68,7 +68,7 @@ def _complete(path: str, operation: Json, parts: Json) -> None:
     after = {"Retry-After": {"schema": {"type": "integer"}, "description": "seconds, with 429 and 503"}}
     answers["4XX"] = {"description": "Refused: the body says why", "content": body, "headers": after}
     answers["5XX"] = {"description": "Not possible now", "content": body, "headers": after}
-    if path == "/readyz":
+    if path in ("/readyz", "/health"):
         answers["503"] = {"description": "Not ready", "content": {"application/json": {"schema": {"type": "object"}}}}
     if path in STREAMS:
         answers["200"]["content"][STREAMS[path]] = {}

@@ -31,7 +31,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-OPEN = frozenset({"/healthz", "/readyz", "/api/health"})
+OPEN = frozenset({"/healthz", "/health", "/readyz", "/api/health"})
 """Routes that say nothing but whether the server is up."""
 PAGE = frozenset({"/", "/favicon.ico"})
 STATIC = "/static/"

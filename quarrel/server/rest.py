@@ -62,6 +62,16 @@ def routes(desk: Desk, metrics: Metrics) -> APIRouter:
         """Whether the process answers."""
         return {"status": "ok"}
 
+    @router.get("/health")
+    async def health_or_loading() -> Response:
+        """In llama-server's words, whose clients wait for it: 503 while the first model is being loaded, or could not be."""
+        first = desk.shelf.default
+        state = None if first is None else desk.shelf.entry(first).state
+        if state in ("loading", "failed"):
+            text = "Loading model" if state == "loading" else "the model could not be loaded: see the server's log"
+            return JSONResponse({"error": {"code": 503, "message": text, "type": "unavailable_error"}}, 503)
+        return JSONResponse({"status": "ok"})
+
     @router.get("/readyz")
     async def ready() -> Response:
         """Whether a request would be taken: 503 while the server goes down or its first model is not there yet."""

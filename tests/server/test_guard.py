@@ -82,7 +82,7 @@ def test_with_a_key_it_answers(locked: Live) -> None:
     for header in ({"Authorization": f"Bearer {secret}"}, {"Authorization": f"ApiKey {secret}"}, {"X-API-Key": secret}):
         assert locked.client.get("/v1/models", headers=header).status_code == 200
     assert locked.client.get("/v1/models").status_code == 401
-    assert [locked.client.get(p).status_code for p in ("/", "/healthz", "/static/style.css")] == [200, 200, 200]
+    assert [locked.client.get(p).status_code for p in ("/", "/healthz", "/health", "/static/style.css")] == [200] * 4
 
 
 def test_a_key_ends_when_it_is_revoked_rotated_or_expired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

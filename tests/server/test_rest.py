@@ -56,6 +56,28 @@ def test_health_version_and_models(live: Live) -> None:
     assert live.client.get("/api/models/none").status_code == 404
 
 
+def test_health_as_llama_server_has_it(tmp_path: Path) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(source: str) -> LLM:
+        begun.set()
+        assert go_on.wait(20)
+        return load(source)
+
+    with running(Settings(data_dir=tmp_path, rates=Rates(requests=0)), slow) as made:
+        loading = threading.Thread(target=lambda: made.client.post("/api/models/demo"))
+        loading.start()
+        assert begun.wait(20)
+        answer = made.client.get("/health")
+        assert (answer.status_code, answer.json()["error"]["message"]) == (503, "Loading model")
+        go_on.set()
+        loading.join(20)
+        answer = made.client.get("/health")
+        assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
+        made.server.desk.shelf.entry("demo").state = "failed"
+        assert made.client.get("/health").status_code == 503
+
+
 def test_metrics_have_their_names_and_count(live: Live) -> None:
     def value(name: str) -> float:
         rows = [r for r in live.client.get("/metrics").text.splitlines() if r.startswith(name)]
