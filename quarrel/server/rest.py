@@ -64,7 +64,7 @@ def routes(desk: Desk, metrics: Metrics) -> APIRouter:
 
     @router.get("/health")
     async def health_or_loading() -> Response:
-        """In llama-server's words, whose clients wait for it: 503 while the first model is being loaded, or could not be."""
+        """In llama-server's words, whose clients wait for it: 503 while the first model is loaded, or could not be."""
         first = desk.shelf.default
         state = None if first is None else desk.shelf.entry(first).state
         if state in ("loading", "failed"):
