@@ -1,4 +1,4 @@
-"""Ollama's API, for clients that speak no other: /api/tags, show, ps, version, generate, chat, embed.
+"""Ollama's API, for clients that speak no other: /api/tags, show, ps, version, generate, chat, embed, embeddings.
 
 Its answers are lines of JSON, streamed unless `stream` is false. Times are nanoseconds. A prompt over the context is an
 error here, where Ollama cuts it without a word.
@@ -6,11 +6,13 @@ error here, where Ollama cuts it without a word.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
@@ -73,6 +75,8 @@ class Asked(Body):
 
 
 class GenerateAsked(Asked):
+    model: StrictStr = ""
+    """The only model, where none is named."""
     prompt: Text = ""
     system: Text | None = None
     raw: StrictBool = False
@@ -87,6 +91,15 @@ class EmbedAsked(Body):
     model: StrictStr
     input: Text | Annotated[list[Text], Field(max_length=2048)]
     dimensions: Annotated[StrictInt, Field(ge=1)] | None = None
+
+
+class EmbeddingAsked(Body):
+    """As clients of before /api/embed ask."""
+
+    model: StrictStr
+    prompt: Text
+    options: Options = Options()
+    keep_alive: StrictStr | StrictInt | None = None
 
 
 class ShowAsked(Body):
@@ -123,6 +136,7 @@ def routes(desk: Desk) -> APIRouter:
     async def generate(request: Request) -> Response:
         """The continuation of a prompt; put to the model by its chat template unless `raw`."""
         body, headers = await reported(request, GenerateAsked, desk)
+        body.model = body.model or _only(desk)
         options, structure, template = body.sampling(), body.structure(), desk.settings.chat_template
         turns: list[dict[str, object]] = [{"role": "system", "content": body.system}] if body.system else []
         turns.append({"role": "user", "content": body.prompt})
@@ -162,6 +176,14 @@ def routes(desk: Desk) -> APIRouter:
             made = await unless_gone(request, desk.embed(request.state.caller, llm, texts, body.dimensions))
         rows = [[float(x) for x in v] for v in made.vectors]
         return JSONResponse({"model": name, "embeddings": rows, "prompt_eval_count": made.total_tokens}, headers=headers)
+
+    @router.post("/api/embeddings", **body_of(EmbeddingAsked))
+    async def embedding(request: Request) -> Response:
+        """The vector of one text."""
+        body, headers = await reported(request, EmbeddingAsked, desk)
+        async with desk.shelf.use(_plain(body.model, desk)) as (_, llm):
+            made = await unless_gone(request, desk.embed(request.state.caller, llm, [body.prompt], None))
+        return JSONResponse({"embedding": [float(x) for x in made.vectors[0]]}, headers=headers)
 
     return router
 
@@ -229,6 +251,19 @@ def _last(result: Result, job: Job, model: str, row: Json) -> Json:
     }
 
 
+def _only(desk: Desk) -> str:
+    """The model that is meant where none is named: the only one that is loaded, or offered."""
+    offered = desk.shelf.entries()
+    loaded = [e for e in offered if e.held is not None]
+    for some in (loaded, offered):
+        if len(some) == 1:
+            return some[0].name
+    count = f"{len(loaded)} of {len(offered)} models are loaded"
+    raise Refused(
+        400, "invalid_request", f"model is missing, and {count}: name one, as /api/tags tells them", param="model"
+    )
+
+
 def _plain(name: str, desk: Desk) -> str:
     """Ollama's clients put `:latest` behind names without a tag."""
     known = {e.name for e in desk.shelf.entries()}
@@ -236,7 +271,8 @@ def _plain(name: str, desk: Desk) -> str:
 
 
 def _listed(entry: Entry) -> Json:
-    row: Json = {"name": entry.name, "model": entry.name, "modified_at": _now(entry.created), "size": 0, "digest": ""}
+    row: Json = {"name": entry.name, "model": entry.name, "modified_at": _now(entry.created), "size": 0}
+    row["digest"] = _digest(entry.source)
     details: Json = {"format": "gguf", "family": "", "families": None, "parameter_size": "", "quantization_level": ""}
     if entry.held is not None:
         e = entry.held.llm.explain()
@@ -245,6 +281,16 @@ def _listed(entry: Entry) -> Json:
         details["quantization_level"] = e.quantization
         row["size"] = e.memory.weights
     return {**row, "details": details}
+
+
+def _digest(source: str) -> str:
+    """Stands for the model until its file changes; the file itself, which may be large, is not read."""
+    try:
+        found = Path(source).stat()
+        told = f"{source}\0{found.st_size}\0{found.st_mtime_ns}"
+    except (OSError, ValueError):  # a name
+        told = source
+    return hashlib.sha256(told.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def _now(at: float | None = None) -> str:

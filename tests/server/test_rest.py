@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import os
+import re
 import socket
 import threading
 import time
@@ -237,9 +239,46 @@ def test_ollamas_client_is_understood(tmp_path: Path) -> None:
         talk = client.chat("demo:latest", messages=[{"role": "user", "content": "Hello"}], options=options)
         assert talk.message.role == "assistant"
         assert len(client.embed("demo", ["a", "b"]).embeddings) == 2
+        old = client.embeddings("demo", "a")
+        assert list(old.embedding) == pytest.approx(client.embed("demo", "a").embeddings[0])
         with pytest.raises(ollama.ResponseError):
             client.generate("none", "a")
         client._client.close()
+
+
+def test_ollamas_generate_without_a_model_takes_the_only_one(tmp_path: Path) -> None:
+    (tmp_path / "small.gguf").symlink_to(DEMO)
+    asked = {"prompt": "Once", "stream": False, "raw": True, "options": {"num_predict": 1}}
+    settings = Settings(data_dir=tmp_path, models_dir=tmp_path, ollama=True, rates=Rates(requests=0))
+    with running(settings) as made:
+        answer = made.client.post("/api/generate", json=asked)
+        assert answer.status_code == 400
+        assert "0 of 2 models are loaded" in answer.json()["error"]["message"]
+        assert made.client.post("/api/generate", json={**asked, "model": "small"}).status_code == 200
+        assert made.client.post("/api/generate", json=asked).json()["model"] == "small"
+        made.client.post("/api/models/demo")
+        answer = made.client.post("/api/generate", json=asked)
+        assert answer.status_code == 400
+        assert "2 of 2 models are loaded" in answer.json()["error"]["message"]
+
+
+def test_ollamas_digest_changes_with_the_file_alone(tmp_path: Path) -> None:
+    copy = tmp_path / "small.gguf"
+    copy.write_bytes(DEMO.read_bytes())
+    with running(Settings(data_dir=tmp_path, models_dir=tmp_path, ollama=True, rates=Rates(requests=0))) as made:
+
+        def digests() -> dict[str, str]:
+            return {m["name"]: m["digest"] for m in made.client.get("/api/tags").json()["models"]}
+
+        before = digests()
+        assert sorted(before) == ["demo", "small"]
+        assert all(re.fullmatch("[0-9a-f]{64}", d) for d in before.values())
+        assert before["demo"] != before["small"]
+        made.client.post("/api/models/small")
+        assert digests() == before
+        os.utime(copy, (1, 1))
+        after = digests()
+        assert (after["demo"], after["small"] != before["small"]) == (before["demo"], True)
 
 
 @pytest.mark.parametrize(
