@@ -54,7 +54,7 @@ _FAMILY = re.compile(r"_(f32|f16|bf16|i?q\d\w*|mxfp4)(?=_|$).*")
 
 BOTH_WAYS = ("linear", "linear_add", "norm_linear", "norm_gate_up", "expert_up", "expert_down")
 """Ops that have one kernel for rows that decode and another for the rows of prompts."""
-CHOOSING = ("sample", "route")
+CHOOSING = ("sample", "logprobs", "route")
 """Ops that give whole numbers: one draw of inputs reaches few of their choices."""
 SEEDS_OF_CHOICES = 4
 

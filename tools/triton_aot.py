@@ -52,6 +52,7 @@ from quarrel.ops.linear import (
     linear,
     linear_add,
 )
+from quarrel.ops.logprobs import LOGPROBS, MOST_LOGPROBS, LogprobsSpec
 from quarrel.ops.lora import CHOSEN_LINEAR, ChosenLinearSpec
 from quarrel.ops.mixer import MAMBA2_MIX, SCAN1_GATE, Mamba2MixSpec
 from quarrel.ops.moe import (
@@ -208,6 +209,7 @@ def specs(formats: Sequence[GGMLType], quick: bool) -> Iterator[tuple[Op, Any]]:
     yield NORM, NormSpec("rms", 128, 1e-6, groups=32)
     yield NORM, NormSpec("layer", 768, 1e-12)
     yield SAMPLE, SampleSpec(128256)
+    yield LOGPROBS, LogprobsSpec(128256, MOST_LOGPROBS)
     for heads, n_kv, dim, style, rot in HEADS[:3] if quick else HEADS:
         rope = [RopeSpec(style, n, dim, rot) for n in (heads, n_kv)]  # type: ignore[arg-type]
         yield ROPE_APPEND, RopeAppendSpec(*rope)
@@ -313,6 +315,7 @@ def operand(i: int, param: Param, spec: Any) -> Operand:
 _POINTERS = {
     torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int8: "*i8",
     torch.uint8: "*u8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64",
+    torch.float64: "*fp64",
 }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from quarrel.cpu_backend import elementwise
 from quarrel.cpu_backend import rope as rope_kernels
 from quarrel.cpu_backend.cache import Cache
 from quarrel.cpu_backend.dequant import embedding
+from quarrel.cpu_backend.logprobs import logprobs
 from quarrel.cpu_backend.lowering import Lowering
 from quarrel.cpu_backend.plan import Arg, Header, Job, Live
 from quarrel.cpu_backend.quantize import padded, row_bytes
@@ -225,6 +226,13 @@ def sample_op(e: Lowering, node: Node) -> None:
     args: dict[str, Arg] = {name: p.place(v) for name, v in zip(names, node.inputs, strict=True)}
     args |= {"n": node.spec.n, "tokens": p.place(node.outputs[0])}
     p.stage(Job(sample(node.spec.n), args, Header.axis(p.rows(node.outputs[0]))))
+
+
+def logprobs_op(e: Lowering, node: Node) -> None:
+    p, s = e.plan, node.spec
+    names = ("logits", "tokens", "logprobs", "best")
+    args: dict[str, Arg] = {name: p.place(v) for name, v in zip(names, (*node.inputs, *node.outputs), strict=True)}
+    p.stage(Job(logprobs(s.top), args | {"n": s.n, "top": s.top}, Header.axis(p.rows(node.outputs[0]))))
 
 
 def plain(e: Lowering, node: Node) -> None:

@@ -14,7 +14,7 @@ _COARSE_SHIFT = 48  # sign, exponent and four bits of mantissa: 16 buckets an oc
 _ONE = 0x3FF0
 
 
-def _best(k: Kernel, logits: Val, n: Val) -> tuple[Val, Val]:
+def best_of(k: Kernel, logits: Val, n: Val) -> tuple[Val, Val]:
     """The highest finite logit and its lowest id; the id is -1 if there is none or one of the logits is NaN."""
     top, broken, loose = k.var(k.f32(-math.inf, 16)), k.var(k.zero(vec(F32, 16))), k.var(k.zero(F32))
     where = k.var(k.lift(-1, vec(I32, 16)))
@@ -185,7 +185,7 @@ def sample(n: int) -> KernelDef:
             k.load(at + row, F32).to(F64) for at in (a.temperature, a.top_p, a.min_p, a.uniform)
         )
         top_k = k.load(a.top_k + row, I32).to(I64)
-        best, id = _best(k, logits, n)
+        best, id = best_of(k, logits, n)
         token = k.var(id)
         with k.when(k.both(id >= 0, temperature > 0.0)):
             p, work = scratch, scratch + (n << 3)

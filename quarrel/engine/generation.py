@@ -70,7 +70,9 @@ class Generation(Sequence):
         self._pace = Pace(service.draft) if service.draft and request.drafts else None
         self._looked_up = False
         self._guide = None if request.guide is None else request.guide()
-        self.want = "tokens" if request.params.on_device and self._guide is None else "logits"
+        self.want = "logits"
+        if request.params.on_device and self._guide is None:
+            self.want = "tokens" if request.params.logprobs is None else "logprobs"
         self.waits = self.want == "logits" or self._lookup is not None or self._pace is not None
         self.seed = rng.alternative_seed(request.seed, index)
         p = request.params
@@ -126,9 +128,11 @@ class Generation(Sequence):
             self._finish("length")
             return
         logprob = None
-        if self.want == "tokens":
+        if self.want != "logits":
             assert outputs.tokens is not None
             token = int(outputs.tokens[first])
+            if self.want == "logprobs":
+                logprob = self._told(outputs, first, token)
         else:
             assert outputs.logits is not None
             row = outputs.logits[first]
@@ -145,6 +149,14 @@ class Generation(Sequence):
             self._finish("error", failure=self._no_token(token))
         else:
             self._accept(token, logprob)
+
+    def _told(self, outputs: StepOutputs, row: int, token: int) -> TokenLogprob:
+        top = self.request.params.logprobs
+        assert top is not None
+        assert outputs.logprobs is not None
+        assert outputs.best is not None
+        own, *others = outputs.logprobs[row, : 1 + top].tolist()
+        return TokenLogprob(token, own, tuple(zip(outputs.best[row, :top].tolist(), others)))
 
     def end(self, reason: FinishReason, failure: QuarrelError | None = None) -> None:
         if self._last is None:
@@ -221,7 +233,7 @@ class Generation(Sequence):
             return EngineFault(
                 f"the backend drew token {token} of a vocabulary of {self.request.n_vocab}; this is a fault in the backend"
             )
-        if self.want == "tokens":
+        if self.want != "logits":
             return self._diverged()
         return RequestError(
             f"no token can be drawn behind {len(self.tokens)} tokens: every logit is banned or not a finite number; check"

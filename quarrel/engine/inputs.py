@@ -73,7 +73,7 @@ class Inputs:
         self._seated[s.slot] = s
         self._seeds[s.slot] = rng.mixed(s.seed)
         # What the host draws is greedy here, the quickest.
-        self._controls[:, s.slot] = s.draws if s.want == "tokens" else Sequence.draws
+        self._controls[:, s.slot] = Sequence.draws if s.want == "logits" else s.draws
 
 
 def _from_last(parts: tuple[Part, ...], starts: Array) -> Array | None:

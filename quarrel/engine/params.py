@@ -160,7 +160,7 @@ class SamplingParams:
     @property
     def on_device(self) -> bool:
         """Whether the `sample` op can draw this by itself: temperature, top_k, top_p and min_p, nothing else."""
-        adjusts = self.logit_bias or self.penalises or self.dry_multiplier or self.min_tokens or self.logprobs is not None
+        adjusts = self.logit_bias or self.penalises or self.dry_multiplier or self.min_tokens
         cuts = self.temperature > 0.0 and (self.typical_p < 1.0 or self.xtc_probability or self.mirostat)
         return not adjusts and not cuts
 

@@ -163,7 +163,8 @@ class Scheduler:
         if not parts:
             return None
         want = _want({p.sequence.want for p in parts if p.rows}, parts)
-        return Batch(want, tuple(parts), want != "tokens" or any(p.sequence.waits and p.rows for p in parts))
+        waits = want not in _DRAWN or any(p.sequence.waits and p.rows for p in parts)
+        return Batch(want, tuple(parts), waits)
 
     def _drafts(
         self, decoding: list[Sequence], spare: int
@@ -221,6 +222,8 @@ class Scheduler:
 
 
 _place = attrgetter("turn", "order")
+_DRAWN = ("tokens", "logprobs")
+"""What a device draws by itself: its next step need not wait."""
 
 
 def _kind(sequence: Sequence) -> str:
@@ -236,7 +239,8 @@ def _want(wants: set[Want], parts: list[Part]) -> Want:
     if len(wants) == 1:
         return wants.pop()
     if wants:
-        return "both"
+        told = "logprobs" in wants
+        return ("all" if told else "both") if "logits" in wants else "logprobs"
     # No row is wanted: the cheapest that every model has.
     first = parts[0].sequence
     return first.want if first.every_row else "tokens"

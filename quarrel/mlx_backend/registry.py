@@ -9,6 +9,7 @@ from quarrel.mlx_backend import (
     encode,
     experts,
     linear,
+    logprobs,
     lora,
     norm,
     recurrent,
@@ -18,6 +19,8 @@ from quarrel.mlx_backend import (
 )
 from quarrel.ops.registry import Registry
 
-FAMILIES = (attention, elementwise, embedding, encode, experts, linear, lora, norm, recurrent, rope, route, sample)
+FAMILIES = (
+    attention, elementwise, embedding, encode, experts, linear, logprobs, lora, norm, recurrent, rope, route, sample,
+)  # fmt: skip
 
 REGISTRY = Registry("mlx", [i for family in FAMILIES for i in family.IMPLEMENTATIONS])

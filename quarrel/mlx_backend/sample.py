@@ -19,20 +19,13 @@ import mlx.core as mx
 
 from quarrel.mlx_backend.kernel import Kernel
 from quarrel.mlx_backend.runtime import Launch, Live, Site, cdiv
-from quarrel.mlx_backend.text import RANK_OF
+from quarrel.mlx_backend.text import FINITE, RANK_OF
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 from quarrel.ops.sample import SAMPLE
 
 _CHUNK = 4096
 _SIMDS = 32  # of the drawing threadgroup
-
-_FINITE = """
-// x, or -inf in place of NaN and both infinities.
-inline float finite_or_least(float x) {
-  return metal::abs(x) < INFINITY ? x : -INFINITY;
-}
-"""
 
 _BEST_OF_ROW = """
 // The first id with the highest logit of the row, from its chunks; an infinite logit means none.
@@ -127,7 +120,7 @@ _BEST = Kernel(
     where[row * chunks + chunk] = firsts[0];
   }
 """,
-    _FINITE,
+    FINITE,
 )
 
 _WEIGH = Kernel(
@@ -156,7 +149,7 @@ _WEIGH = Kernel(
     weights[ulong(row) * n + i] = e;
   }
 """,
-    _FINITE + _BEST_OF_ROW,
+    FINITE + _BEST_OF_ROW,
 )
 
 _DRAW = Kernel(
@@ -239,7 +232,7 @@ _DRAW = Kernel(
     before = as_type<ulong>(simd_shuffle(as_type<uint2>(running), ushort(31)));
   }
 """.replace("SIMDS", str(_SIMDS)),
-    RANK_OF + _FINITE + _BEST_OF_ROW + _SUMS,
+    RANK_OF + FINITE + _BEST_OF_ROW + _SUMS,
 )
 
 

@@ -35,8 +35,9 @@ class Pending:
 
     def result(self) -> StepOutputs:
         """Waits for it."""
-        kinds = {"tokens": mx.int32}
-        return StepOutputs(**{n: np.array(a.astype(kinds.get(n, mx.float32))) for n, a in self._outputs.items()})
+        whole = ("tokens", "best")
+        kinds = {name: mx.int32 if name in whole else mx.float32 for name in self._outputs}
+        return StepOutputs(**{n: np.array(a.astype(kinds[n])) for n, a in self._outputs.items()})
 
 
 class MlxStep:

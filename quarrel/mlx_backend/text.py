@@ -18,6 +18,13 @@ inline uint rank_of(float x) {
 }
 """
 
+FINITE = """
+// x, or -inf in place of NaN and both infinities.
+inline float finite_or_least(float x) {
+  return metal::abs(x) < INFINITY ? x : -INFINITY;
+}
+"""
+
 
 def unrolled(text: str) -> str:
     """Metal text whose loops marked UNROLL are unrolled: else arrays that they index lie in memory, not in registers."""

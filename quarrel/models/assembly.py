@@ -32,6 +32,7 @@ from quarrel.ops.collective import all_gather, all_reduce, all_reduce_add, broad
 from quarrel.ops.contract import Value, WeightRef
 from quarrel.ops.embedding import embedding, gather_rows
 from quarrel.ops.linear import Linear, add, linear
+from quarrel.ops.logprobs import logprobs
 from quarrel.ops.norm import NormSpec, norm
 from quarrel.ops.null import Builder
 from quarrel.ops.program import Program
@@ -39,7 +40,8 @@ from quarrel.ops.sample import sample
 
 
 def assemble(spec: ModelSpec | EncoderSpec, tensors: Tensors) -> Program:
-    """The program of a model: token ids in; `hidden` and, for decoders, `logits` and `tokens` of the rows asked for out."""
+    """The program of a model: token ids in; out `hidden` and, for decoders, `logits`, `tokens` and how likely they are,
+    of the rows asked for."""
     if isinstance(spec, EncoderSpec):
         program, n_layers = encoder(spec, tensors), spec.n_layers
     else:
@@ -77,7 +79,8 @@ def _decoder(spec: ModelSpec, tensors: Tensors) -> Program:
         if spec.logit_scale != 1.0 or spec.logit_cap:
             logits = cap(b, logits, spec.logit_scale, spec.logit_cap)
         tokens = sample(b, logits)  # [R]
-    return b.program(hidden=hidden, logits=logits, tokens=tokens)
+        told, best = logprobs(b, logits, tokens)  # [R, 1 + top] and [R, top]
+    return b.program(hidden=hidden, logits=logits, tokens=tokens, logprobs=told, best=best)
 
 
 def _logits(b: Builder, spec: ModelSpec, tensors: Tensors, hidden: Value, head: WeightRef) -> Value:

@@ -10,6 +10,7 @@ from quarrel.ops.contract import Op
 from quarrel.ops.embedding import EMBEDDING, GATHER_ROWS
 from quarrel.ops.encode import ADD_ROW, ENCODE, MEAN_ROWS
 from quarrel.ops.linear import ADD, LINEAR, LINEAR_ADD, NORM_GATE_UP, NORM_LINEAR
+from quarrel.ops.logprobs import LOGPROBS
 from quarrel.ops.lora import CHOSEN_LINEAR, LORA
 from quarrel.ops.mixer import MAMBA2_MIX, SCAN1_GATE
 from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP, ROUTE
@@ -18,7 +19,9 @@ from quarrel.ops.rope import ROPE
 from quarrel.ops.sample import SAMPLE
 from quarrel.ops.state import CONV, GATED_NORM, SCAN1, SCAN2
 
-PRIMITIVES: tuple[Op, ...] = (EMBEDDING, GATHER_ROWS, NORM, LINEAR, ADD, GATED, CAP, ROPE, KV_APPEND, ATTENTION, SAMPLE)
+PRIMITIVES: tuple[Op, ...] = (
+    *(EMBEDDING, GATHER_ROWS, NORM, LINEAR, ADD, GATED, CAP, ROPE, KV_APPEND, ATTENTION, SAMPLE, LOGPROBS),
+)
 """What a backend must have to run a transformer; each body is its reference."""
 
 COMPOSITES: tuple[Op, ...] = (NORM_LINEAR, NORM_GATE_UP, LINEAR_ADD, ROPE_APPEND)

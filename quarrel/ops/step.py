@@ -132,15 +132,21 @@ class StepOutputs:
     logits: Array | None = None  # [R, V] float32
     hidden: Array | None = None  # [R, E] float32
     mean: Array | None = None  # [S, E] float32, of each sequence's rows in this step
+    logprobs: Array | None = None  # [R, 1 + top] float32, of the token and of the best ones; see `ops.logprobs`
+    best: Array | None = None  # [R, top] int32
 
 
-Want = Literal["tokens", "logits", "hidden", "mean", "both"]
-"""`both` is tokens and logits: some rows are drawn on the device, others by the engine."""
+Want = Literal["tokens", "logprobs", "logits", "hidden", "mean", "both", "all"]
+"""`logprobs` is tokens and how likely they were; `both` is tokens and logits: some rows are drawn on the device, others by
+the engine; `all` is the three."""
+
+_TOLD = ("tokens", "logprobs", "best")
+_OUTPUTS: dict[str, tuple[str, ...]] = {"logprobs": _TOLD, "both": ("tokens", "logits"), "all": (*_TOLD, "logits")}
 
 
 def outputs_of(want: Want) -> tuple[str, ...]:
     """The program's outputs that a step is to return."""
-    return ("tokens", "logits") if want == "both" else (want,)
+    return _OUTPUTS.get(want, (want,))
 
 
 class Pending(Protocol):
@@ -208,7 +214,7 @@ class Step(Protocol):
     compute: Compute
 
     def __call__(self, inputs: StepInputs, want: Want) -> StepOutputs:
-        """Runs once, to its end. `tokens` and `both` need `inputs.sample`."""
+        """Runs once, to its end. What is drawn needs `inputs.sample`."""
 
     def launch(self, inputs: StepInputs, want: Want) -> Pending:
         """Starts a step; launches run in order, and the inputs may be reused as soon as this returns.

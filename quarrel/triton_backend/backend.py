@@ -28,6 +28,7 @@ from quarrel.triton_backend import (
     experts_few,
     few,
     linear,
+    logprobs,
     lora,
     mixer,
     norm,
@@ -47,8 +48,8 @@ from quarrel.triton_backend.step import TritonStep
 from quarrel.triton_backend.weights import Weights, device_bytes
 
 FAMILIES = (
-    few, experts_few, attention, collective, elementwise, embedding, encode, experts, linear, lora, mixer, norm, recurrent,
-    rope, route, sample, scan1,
+    few, experts_few, attention, collective, elementwise, embedding, encode, experts, linear, logprobs, lora, mixer, norm,
+    recurrent, rope, route, sample, scan1,
 )  # fmt: skip
 REGISTRY = Registry(
     "triton",

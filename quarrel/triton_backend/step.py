@@ -12,11 +12,12 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import groupby
 from math import prod
 from threading import Lock
+from typing import get_args
 
 import numpy as np
 import torch
@@ -64,27 +65,44 @@ class _Results:
         self._free.append(part)
 
 
-class _Launched:
-    """A result on its way to the host (`ops.step.Pending`)."""
+@dataclass
+class _Copied:
+    """A result that is being copied to the host."""
 
-    def __init__(self, results: _Results, name: str, source: torch.Tensor, shape: tuple[int, ...]) -> None:
-        self._results, self._name, self._shape = results, name, shape
-        self._count = count = prod(shape)
-        self._part: tuple[torch.Tensor, torch.cuda.Event] | None = results.take(count)
-        host, event = self._part
+    results: _Results
+    part: tuple[torch.Tensor, torch.cuda.Event]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def started(cls, results: _Results, source: torch.Tensor, shape: tuple[int, ...]) -> _Copied:
+        count = prod(shape)
+        host, event = results.take(count)
         host[:count].copy_(source[:count], non_blocking=True)
-        event.record()
+        return cls(results, (host, event), shape)
+
+    def array(self) -> np.ndarray:
+        """What has come; the memory goes back."""
+        array: np.ndarray = self.part[0].numpy()[: prod(self.shape)].reshape(self.shape).copy()
+        self.results.give(self.part)
+        return array
+
+
+class _Launched:
+    """Results on their way to the host (`ops.step.Pending`)."""
+
+    def __init__(self, copied: Mapping[str, _Copied]) -> None:
+        self._copied = copied
+        # Copies run in order, so that the last one's event is the only one.
+        *_, last = copied.values()
+        self._event = last.part[1]
+        self._event.record()
         self._outputs: StepOutputs | None = None
 
     def result(self) -> StepOutputs:
-        """Waits for it; a fault of the device is raised here."""
-        if self._part is not None:
-            host, event = self._part
-            event.synchronize()
-            self._outputs = StepOutputs(**{self._name: host.numpy()[: self._count].reshape(self._shape).copy()})
-            self._results.give(self._part)
-            self._part = None
-        assert self._outputs is not None
+        """Waits for them; a fault of the device is raised here."""
+        if self._outputs is None:
+            self._event.synchronize()
+            self._outputs = StepOutputs(**{name: copied.array() for name, copied in self._copied.items()})
         return self._outputs
 
 
@@ -104,13 +122,16 @@ class TritonStep:
         self._float_results = _Results(1 << 20, torch.float32)
         self._choices: tuple[Choice, ...] = tuple(plan.choices)
         nodes = [c.node for c in plan.choices]
-        self._masks: dict[str, list[bool]] = {name: needed(nodes, value) for name, value in outputs.items()}
-        if {"tokens", "logits"} <= self._masks.keys():
-            self._masks["both"] = [a or b for a, b in zip(self._masks["tokens"], self._masks["logits"])]
+        alone = {name: needed(nodes, value) for name, value in outputs.items()}
+        self._masks: dict[str, list[bool]] = {
+            want: [any(marks) for marks in zip(*(alone[name] for name in outputs_of(want)))]
+            for want in get_args(Want)
+            if alone.keys() >= set(outputs_of(want))
+        }
         self._n_vocab, self._n_positions = (_smallest_table(plan.choices, name) for name in ("ids", "positions"))
 
     def launch(self, inputs: StepInputs, want: Want) -> Pending:
-        """Starts a step. On a GPU, tokens and rows are on their way when this returns; logits are waited for."""
+        """Starts a step. On a GPU, all but logits is on its way when this returns; those are waited for."""
         wanted = outputs_of(want)
         if any(name not in self._outputs for name in wanted):
             raise RequestError(f"this program has no {want}: ask for one of {', '.join(self._outputs)}")
@@ -126,14 +147,11 @@ class TritonStep:
             self._start(inputs, want, rows)
             if "tokens" in wanted:
                 self._last_rows = rows
-            if self._on_gpu and want == "tokens":
-                return _Launched(self._results, "tokens", self._inputs.last.tensor, (rows,))
             seqs = len(inputs.kv_len)
-            if self._on_gpu and want in ("hidden", "mean"):
-                value = self._outputs[want]
-                shape = _shape(value, rows, seqs)
-                if prod(shape) <= MOST_PINNED:
-                    return _Launched(self._float_results, want, self._plan.slots[value.id].tensor, shape)
+            if self._on_gpu and "logits" not in wanted:
+                shapes = {name: _shape(self._outputs[name], rows, seqs) for name in wanted}
+                if sum(map(prod, shapes.values())) <= MOST_PINNED:
+                    return _Launched({name: self._copied(self._outputs[name], shape) for name, shape in shapes.items()})
             return Done(StepOutputs(**{name: self._read(self._outputs[name], rows, seqs) for name in wanted}))
 
     def __call__(self, inputs: StepInputs, want: Want) -> StepOutputs:
@@ -238,6 +256,10 @@ class TritonStep:
             launches = list(piece)
             pieces += [partial(go, live) for go in launches] if outside else [_graph(launches, live).replay]
         return pieces or [_graph([], live).replay]
+
+    def _copied(self, value: Value, shape: tuple[int, ...]) -> _Copied:
+        results = self._results if value.kind == "i32" else self._float_results
+        return _Copied.started(results, self._plan.slots[value.id].tensor, shape)
 
     def _read(self, value: Value, rows: int, seqs: int = 1) -> np.ndarray:
         shape = _shape(value, rows, seqs)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import llvmlite.binding as llvm
 import pytest
 
-from quarrel.cpu_backend import attention, elementwise, features, jit, norm, recurrent, rope, runner, sample
+from quarrel.cpu_backend import attention, elementwise, features, jit, logprobs, norm, recurrent, rope, runner, sample
 from quarrel.cpu_backend.abi import KernelDef
 from quarrel.cpu_backend.dot_row import dot_row
 from quarrel.cpu_backend.float_linear import float_linear
@@ -40,6 +40,7 @@ def kernels(level: features.Level) -> list[KernelDef]:
         attention.attention(replace(shape, kind="fp8"), level),
         recurrent.scan2(64, 128, 4),
         sample.sample(1000),
+        logprobs.logprobs(20),
         float_linear("F16", level, 77),
     ]
     every += [dot_row(fmt, level, fmt.elements == 32) for fmt in BLOCKS.values()]

@@ -21,7 +21,7 @@ from quarrel.engine.generation import Generation
 from quarrel.errors import QuarrelError
 from quarrel.ops.contract import Compute
 from quarrel.ops.program import group_input
-from quarrel.ops.step import Done, Limits, MemoryPlan, Pending, StepInputs, StepOutputs, Taken, Want, with_ids
+from quarrel.ops.step import Done, Limits, MemoryPlan, Pending, StepInputs, StepOutputs, Taken, Want, outputs_of, with_ids
 from tests.engine.toys import Letters
 
 VOCABULARY = 24
@@ -96,8 +96,8 @@ class NullStep:
         rows = [made[r] for r in inputs.out_rows]
         if want == "hidden":
             return StepOutputs(hidden=np.array([[h % 1009] for h in rows], np.float32))
-        sample, tokens, logits = inputs.sample, None, None
-        if want != "logits":
+        sample, tokens, logits, told, wanted = inputs.sample, None, None, None, outputs_of(want)
+        if "tokens" in wanted:
             assert sample is not None
             assert len(sample.uniform) == len(rows)
             columns = zip(rows, sample.uniform.tolist(), (sample.temperature == 0).tolist())
@@ -105,11 +105,13 @@ class NullStep:
             if self.drafts:
                 tokens[[h % 5 == 0 for h in rows]] = 1
             self.last = tokens
-        if want != "tokens":
+        if "logprobs" in wanted:
+            told = np.zeros((len(rows), 1), np.float32)
+        if "logits" in wanted:
             logits = np.zeros((len(rows), VOCABULARY), np.float32)
             for row, h in zip(logits, rows):
                 row[drawn(h, 0.0, True)] = np.nan if h in self.poisoned else 1.0
-        return StepOutputs(tokens=tokens, logits=logits)
+        return StepOutputs(tokens=tokens, logits=logits, logprobs=told, best=None if told is None else told[:, 1:])
 
     def _run(self, inputs: StepInputs, s: int) -> list[int]:
         first, end = int(inputs.query_start[s]), int(inputs.query_start[s + 1])
@@ -301,7 +303,8 @@ class Simulation:
         params = SamplingParams(
             temperature=0.0 if host or chance.random() < 0.5 else 1.0,
             max_tokens=chance.choice([0, 1, 5, 20, None]),
-            logprobs=0 if host else None,
+            logit_bias={0: 0.0} if host else {},
+            logprobs=0 if chance.random() < 0.2 else None,
             ignore_eos=chance.random() < 0.5,
             stop=chance.choice([(), (), ("ab",)]),
             n=chance.choice([1, 1, 1, 1, 3]),

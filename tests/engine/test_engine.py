@@ -6,6 +6,7 @@ from __future__ import annotations
 import queue
 import random
 import threading
+from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
 
@@ -206,7 +207,7 @@ def test_log_probabilities_are_those_of_the_tokens() -> None:
         for token, p in zip(result.token_ids, result.logprobs):
             assert p.top[0] == (token, p.logprob)  # greedy
             assert p.top[1][1] <= p.logprob < 0
-        assert set(toy.step.wants) == {"logits"}
+        assert set(toy.step.wants) == {"logprobs"}
         assert toy.generate(PROMPT, GREEDY).logprobs is None
 
 
@@ -230,9 +231,36 @@ def test_the_same_seed_gives_the_same_tokens_and_another_one_others() -> None:
 def test_host_and_device_draw_the_same_tokens_by_the_same_seed() -> None:
     with Toy() as toy:
         device = toy.generate(PROMPT, params(temperature=1.0, seed=5))
-        host = toy.generate(PROMPT, params(temperature=1.0, seed=5, logprobs=0))
+        host = toy.generate(PROMPT, params(temperature=1.0, seed=5, logit_bias={0: 0.0}))
         assert device.token_ids == host.token_ids
         assert {"tokens", "logits"} == set(toy.step.wants)
+
+
+def test_host_and_device_tell_the_same_log_probabilities() -> None:
+    asked = params(temperature=1.0, seed=5, logprobs=20)
+    with Toy() as toy:
+        device, host = toy.generate(PROMPT, asked), toy.generate(PROMPT, replace(asked, logit_bias={0: 0.0}))
+        assert {"logprobs", "logits"} == set(toy.step.wants)
+        assert device.token_ids == host.token_ids
+        assert device.logprobs is not None
+        assert host.logprobs is not None
+        for ours, wanted in zip(device.logprobs, host.logprobs, strict=True):
+            assert (ours.token_id, [id for id, _ in ours.top]) == (wanted.token_id, [id for id, _ in wanted.top])
+            numbers = [[p.logprob, *(value for _, value in p.top)] for p in (ours, wanted)]
+            assert numbers[0] == pytest.approx(numbers[1], abs=1e-5)
+            assert len(ours.top) == 20
+
+
+def test_log_probabilities_are_the_same_beside_those_who_ask_for_none_and_those_drawn_here() -> None:
+    asked = params(temperature=1.0, seed=5, logprobs=3)
+    with Toy() as toy:
+        alone = toy.generate(PROMPT, asked).logprobs
+        free = toy.hold()
+        others = (GREEDY, params(logit_bias={0: 0.0}))
+        streams = [toy.start(PROMPT, p) for p in (others[0], asked, others[1])]
+        free()
+        assert [s.wait().logprobs for s in streams] == [None, alone, None]
+        assert "all" in toy.step.wants
 
 
 def test_alternatives_share_the_prompt_and_differ_by_seed() -> None:
@@ -267,7 +295,7 @@ def test_zero_tokens_only_fill_the_cache() -> None:
         assert toy.generate(PROMPT, GREEDY).usage.cached_tokens == 4
 
 
-@pytest.mark.parametrize("options", [{}, {"logprobs": 1}])
+@pytest.mark.parametrize("options", [{}, {"logprobs": 1}, {"logit_bias": {0: 0.0}}])
 def test_where_no_token_can_be_drawn_that_request_alone_fails(options: Sampling) -> None:
     with Toy() as toy:
         healthy = toy.generate([5, 5], GREEDY).token_ids

@@ -95,6 +95,18 @@ def test_drawn_on_the_host_and_on_the_device_share_a_step() -> None:
     batch = table.scheduler.next()
     assert batch is not None
     assert (batch.want, len(batch.parts), batch.waits) == ("both", 2, True)
+    table.add(Run([3], want="logprobs"))
+    batch = table.scheduler.next()
+    assert batch is not None
+    assert (batch.want, len(batch.parts), batch.waits) == ("all", 3, True)
+
+
+def test_log_probabilities_are_no_reason_to_wait() -> None:
+    table = Table()
+    table.add(Run([1]), Run([2], want="logprobs"))
+    batch = table.scheduler.next()
+    assert batch is not None
+    assert (batch.want, len(batch.parts), batch.waits) == ("logprobs", 2, False)
 
 
 def test_rows_of_every_position_take_turns_with_what_is_drawn() -> None:

@@ -19,7 +19,8 @@ from tests.engine.toys import VOCABULARY, Toy, letter, limits, request
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 DRAWN = SamplingParams(temperature=1.0, top_k=0, top_p=1, min_p=0, seed=3, max_tokens=12, ignore_eos=True)
-HOST = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
+HOST = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logit_bias={0: 0.0})
+TOLD = SamplingParams(temperature=1.0, top_k=0, top_p=1, min_p=0, seed=3, max_tokens=12, ignore_eos=True, logprobs=2)
 PROMPT = [3, 1, 4, 1, 5]
 
 
@@ -30,11 +31,11 @@ def alone(prompt: list[int], params: SamplingParams) -> tuple[int, ...]:
 
 def test_the_next_step_is_launched_before_the_last_one_is_over() -> None:
     with Toy(late=True) as toy:
-        results = [toy.start([i, *PROMPT], p) for i, p in enumerate((GREEDY, DRAWN, GREEDY))]
-        assert [r.wait().token_ids for r in results] == [
-            alone([i, *PROMPT], p) for i, p in enumerate((GREEDY, DRAWN, GREEDY))
-        ]
+        everyone = list(enumerate((GREEDY, DRAWN, TOLD, GREEDY)))
+        results = [toy.start([i, *PROMPT], p) for i, p in everyone]
+        assert [r.wait().token_ids for r in results] == [alone([i, *PROMPT], p) for i, p in everyone]
         assert toy.step.most_flying == 2
+        assert set(toy.step.wants) <= {"tokens", "logprobs"}
         toy.assert_all_returned()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from quarrel.engine import CacheRules, Engine, Loop, Request, Result, SamplingPa
 from quarrel.engine.draft import Drafter
 from quarrel.engine.rng import mix
 from quarrel.ops.contract import Compute
+from quarrel.ops.logprobs import MOST_LOGPROBS, LogprobsSpec, logprobs_reference
 from quarrel.ops.sample import draw_token
 from quarrel.ops.step import (
     Done,
@@ -82,7 +84,11 @@ class HistoryStep:
         columns = (s.temperature, s.top_k, s.top_p, s.min_p, s.uniform)
         drawn = [draw_token(x, *(c[i].item() for c in columns)) for i, x in enumerate(logits)]
         self._last = np.array(drawn if self.forced is None else [self.forced] * len(drawn), np.int32)
-        return StepOutputs(tokens=self._last, logits=logits if want == "both" else None)
+        outputs = StepOutputs(tokens=self._last, logits=logits if "logits" in outputs_of(want) else None)
+        if "logprobs" not in outputs_of(want):
+            return outputs
+        told, best = logprobs_reference(LogprobsSpec(VOCABULARY, MOST_LOGPROBS), logits, self._last)
+        return replace(outputs, logprobs=told, best=best)
 
     def logits(self, history: int, last: int) -> np.ndarray[Any, Any]:
         if last in self.bad_tokens:

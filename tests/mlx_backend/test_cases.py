@@ -26,7 +26,7 @@ CASES = [
     if not case.dims.get("kv")
 ]
 SMALLEST = [pytest.param(op, op.cases()[0], id=op.name) for op in OPS]
-EXACT_KINDS = ("sample", "route", "embedding", "gather_rows", "cap", "add_row")
+EXACT_KINDS = ("sample", "route", "embedding", "gather_rows", "cap", "add_row", "logprobs")
 """Ops of float32 and integers alone: the compute type changes nothing in them."""
 
 

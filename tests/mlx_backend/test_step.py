@@ -24,6 +24,7 @@ from quarrel.ops.attention import AttentionSpec, RopeAppendSpec, attention, rope
 from quarrel.ops.contract import ConstRef, KVArrays, RawWeight, WeightRef, rel_error
 from quarrel.ops.embedding import embedding, gather_rows
 from quarrel.ops.linear import linear, linear_add, norm_gate_up, norm_linear
+from quarrel.ops.logprobs import MOST_LOGPROBS, LogprobsSpec, logprobs, logprobs_reference
 from quarrel.ops.norm import NormSpec, norm
 from quarrel.ops.null import Builder
 from quarrel.ops.program import KVLayer, Program
@@ -73,7 +74,8 @@ def build() -> Program:
     h = gather_rows(b, h, b.input("out_rows"))
     hidden = norm(b, NormSpec("rms", WIDTH, 1e-5, out="f32"), h, gain)
     logits = linear(b, hidden, table, out="f32")
-    return b.program(hidden=hidden, logits=logits, tokens=sample(b, logits))
+    told, best = logprobs(b, logits, tokens := sample(b, logits))
+    return b.program(hidden=hidden, logits=logits, tokens=tokens, logprobs=told, best=best)
 
 
 PROGRAM = build()
@@ -141,6 +143,19 @@ def test_steps_match_the_reference(step: MlxStep) -> None:
     both = step(inputs, "both")
     assert both.tokens.tolist() == want["tokens"].tolist()  # type: ignore[union-attr]
     assert rel_error(both.logits, want["logits"]) < EXACT  # type: ignore[arg-type]
+
+
+def test_log_probabilities_are_those_of_the_logits(step: MlxStep) -> None:
+    inputs = batch(PREFILL)
+    every, told = step(inputs, "all"), step(inputs, "logprobs")
+    assert every.logits is not None
+    assert every.tokens is not None
+    want, best = logprobs_reference(LogprobsSpec(every.logits.shape[1], MOST_LOGPROBS), every.logits, every.tokens)
+    assert told.logits is None
+    for outputs in (every, told):
+        assert np.array_equal(outputs.tokens, every.tokens)  # type: ignore[arg-type]
+        assert np.array_equal(outputs.best, best)  # type: ignore[arg-type]
+        assert np.allclose(outputs.logprobs, want, rtol=0, atol=1e-5)  # type: ignore[arg-type]
 
 
 def test_layers_with_a_window_have_blocks_of_their_own(fast: MlxBackend, step: MlxStep) -> None:

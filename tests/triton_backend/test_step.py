@@ -25,6 +25,7 @@ from quarrel.ops.contract import ConstRef, KVArrays, RawWeight, WeightRef, rel_e
 from quarrel.ops.embedding import embedding, gather_rows
 from quarrel.ops.kv import KVType
 from quarrel.ops.linear import linear, linear_add, norm_gate_up, norm_linear
+from quarrel.ops.logprobs import MOST_LOGPROBS, LogprobsSpec, logprobs, logprobs_reference
 from quarrel.ops.norm import NormSpec, norm
 from quarrel.ops.null import Builder
 from quarrel.ops.program import KVLayer, Program
@@ -81,7 +82,8 @@ def build(output: GGMLType = GGMLType.F16) -> Program:
     h = gather_rows(b, h, b.input("out_rows"))
     hidden = norm(b, NormSpec("rms", WIDTH, 1e-5, out="f32"), h, gain)
     logits = linear(b, hidden, table, out="f32")
-    return b.program(hidden=hidden, logits=logits, tokens=sample(b, logits))
+    told, best = logprobs(b, logits, tokens := sample(b, logits))
+    return b.program(hidden=hidden, logits=logits, tokens=tokens, logprobs=told, best=best)
 
 
 PROGRAM = build()
@@ -409,6 +411,19 @@ def test_more_logits_than_a_tile_has_rows(backend: TritonBackend) -> None:
     step = backend.compile(PROGRAM, Weights(), replace(LIMITS, max_tokens=140), "float16")
     assert rel_error(step(inputs, "logits").logits, Reference()(inputs)["logits"]) <= 1e-2  # type: ignore[arg-type]
     step.close()
+
+
+def test_log_probabilities_are_those_of_the_logits(step: TritonStep) -> None:
+    inputs = batch([(0, 0, 9), (6, 0, 3)])
+    every, told = step(inputs, "all"), step(inputs, "logprobs")
+    assert every.logits is not None
+    assert every.tokens is not None
+    want, best = logprobs_reference(LogprobsSpec(every.logits.shape[1], MOST_LOGPROBS), every.logits, every.tokens)
+    assert told.logits is None
+    for outputs in (every, told):
+        assert np.array_equal(outputs.tokens, every.tokens)  # type: ignore[arg-type]
+        assert np.array_equal(outputs.best, best)  # type: ignore[arg-type]
+        assert np.allclose(outputs.logprobs, want, rtol=0, atol=1e-5)  # type: ignore[arg-type]
 
 
 def test_a_row_without_a_token_continues_as_id_0_and_both_are_what_each_is(step: TritonStep) -> None:
