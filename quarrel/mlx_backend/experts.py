@@ -58,7 +58,7 @@ _UP = """
   for (int unit = lane; unit < (K + 31) / 32 * 2; unit += 32) {
     Columns<X, 1> columns;
     Row<TAIL>::template load<X>(x, ulong(pair / USED) * K, (unit >> 1) * 32 + (unit & 1) * 8, K, columns.v[0]);
-    add_up<bool(decltype(w0)::OFFSET)>(columns);
+    add_up<@OFFSET>(columns);
 @MULTIPLY
   }
   const float first = gather<COUNT * R>(sums, lane), second = simd_shuffle(first, ushort((lane + R * (COUNT - 1)) % 32));
@@ -147,7 +147,7 @@ _TILES = """
   simdgroup_matrix<float, 8, 8> sums[4][2];
   UNROLL for (int i = 0; i < 4; i++) sums[i][0] = sums[i][1] = simdgroup_matrix<float, 8, 8>(0.0f);
   for (int block = 0; block < (K + 31) / 32; block++) {
-    decltype(w0)::Q q[16];
+    @VALUE q[16];
     float4 by;
 @UNPACK
     threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -199,6 +199,16 @@ _MIX = Kernel(
 )
 
 
+_PART = """    @W.part(source, block, h, q);
+    by = @W.scales(source, block);
+"""
+_PART_AS_FLOATS = """    decltype(@W)::Q own[16];
+    @W.part(source, block, h, own);
+    UNROLL for (int i = 0; i < 16; i++) q[i] = float(own[i]);
+    by = @W.scales(source, block);
+"""
+
+
 class Experts:
     """Stacks of one or two matrices, their biases, and the two ways to multiply with them."""
 
@@ -219,16 +229,20 @@ class Experts:
         multiply = "".join(
             f"    multiply<R, 1>(w{i}, base + row, base + N - 1, unit, columns, sums + {i} * R);\n" for i in range(count)
         )
-        unpack = "    w0.part(source, block, h, q);\n    by = w0.scales(source, block);\n"
+        types = list(dict.fromkeys(s.type for s in stacks))
+        offset = " || ".join(f"bool(decltype(w{i})::OFFSET)" for i in range(count))
+        # Files that were told a type for each tensor may have two formats here, whose codes are of different types.
+        value, part = ("decltype(w0)::Q", _PART) if len(types) == 1 else ("float", _PART_AS_FLOATS)
+        unpack = part.replace("@W", "w0")
         if count == 2:
-            other = unpack.replace("w0", "w1")
-            unpack = f"    if (w_row / 8 % 2 == 0) {{\n{unpack}    }} else {{\n{other}    }}\n"
-        text = header(stacks[0].type) + MATVEC + _ACTIVATE
+            unpack = f"    if (w_row / 8 % 2 == 0) {{\n{unpack}    }} else {{\n{part.replace('@W', 'w1')}    }}\n"
+        text = header(*types) + MATVEC + _ACTIVATE
         inputs = (*names, "bias0", "bias1")
-        name = stacks[0].type.name.lower()
+        name = "_".join(t.name.lower() for t in types)
 
         def kernel(what: str, given: tuple[str, ...], source: str) -> Kernel:
-            source = source.replace("@BIND", binds).replace("@MULTIPLY", multiply).replace("@UNPACK", unpack)
+            source = source.replace("@BIND", binds).replace("@MULTIPLY", multiply).replace("@OFFSET", offset)
+            source = source.replace("@VALUE", value).replace("@UNPACK", unpack)
             return Kernel(f"quarrel_expert_{what}_{name}", (*given, *inputs), ("y",), source, text)
 
         self._up = kernel("up", ("x", "ids"), _UP)

@@ -66,3 +66,16 @@ def test_widths_that_fill_no_block(k: int) -> None:
     with running():
         for single in (True, False):
             assert rel_error(run(EXPERT_UP, spec, inputs, [single] * 3), want) <= EXPERT_UP.tolerance["float16"]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("types", [("Q4_K", "Q6_K"), ("F16", "Q4_K")], ids=" ".join)
+def test_gate_and_up_of_two_formats(types: tuple[str, str]) -> None:
+    """As in files that were told a type for each tensor."""
+    spec = ExpertUpSpec(GGMLType[types[0]], 3, 2, 19, 256, "silu")
+    x, ids, *_ = EXPERT_UP.make(Case(spec, {"T": 3}), np.random.default_rng(3))  # type: ignore[misc]
+    gate, up = (draw.weight(np.random.default_rng(i), GGMLType[type], spec.rows, spec.k) for i, type in enumerate(types))
+    (want,) = reference.run_op(EXPERT_UP, spec, (x, ids, gate, up))
+    with running():
+        for single in (True, False):
+            got = run(EXPERT_UP, spec, (x, ids, gate, up), [single] * 3)
+            assert rel_error(got, want) <= EXPERT_UP.tolerance["float16"]
