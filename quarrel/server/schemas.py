@@ -130,7 +130,10 @@ class ChatMessage(Body):
     name: StrictStr | None = None
 
     def plain(self) -> dict[str, object]:
-        """For the chat template: parts of text are joined, any other part is refused."""
+        """For the chat template: parts of text are joined, any other part is refused, and so is what says nothing."""
+        if self.content is None and not self.tool_calls and self.role != "assistant":
+            found = f"a message of role {self.role[:40]!r} has no content"
+            raise Refused(400, "invalid_request", f"{found}, wanted a text or parts of text", param="messages")
         message: dict[str, object] = {"role": self.role, "content": self._text()}
         for name in ("tool_calls", "tool_call_id", "name"):
             if getattr(self, name) is not None:

@@ -119,6 +119,25 @@ def test_what_is_out_of_range_is_refused_by_name(live: Live, body: dict[str, Any
     assert error["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize(
+    ("turn", "status"),
+    [
+        ({"role": "user"}, 400),
+        ({"role": "user", "content": None}, 400),
+        ({"role": "user", "content": ""}, 200),
+        ({"role": "user", "tool_calls": [{"type": "function"}]}, 200),
+        ({"role": "assistant"}, 200),
+    ],
+)
+def test_a_message_has_content_or_calls(live: Live, turn: dict[str, Any], status: int) -> None:
+    answer = live.client.post("/v1/chat/completions", json={"messages": [turn], "max_tokens": 1})
+    assert answer.status_code == status, answer.text
+    if status == 400:
+        assert (
+            answer.json()["error"]["message"] == "a message of role 'user' has no content, wanted a text or parts of text"
+        )
+
+
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"prompt": NaN}', b"[" * 5000, b'{"a":' * 500])
 def test_what_is_no_json_object_is_refused(live: Live, raw: bytes) -> None:
     assert live.client.post("/v1/completions", content=raw).status_code == 400
