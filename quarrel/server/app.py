@@ -75,11 +75,11 @@ def build(settings: Settings, load: Load, traces: Traces | None = None) -> Serve
 
 
 def _page(api: FastAPI) -> None:
-    @api.get("/", include_in_schema=False)
+    @api.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def page() -> Response:
         return FileResponse(STATIC / "index.html", headers={"Cache-Control": "no-cache"})
 
-    @api.get("/favicon.ico", include_in_schema=False)
+    @api.api_route("/favicon.ico", methods=["GET", "HEAD"], include_in_schema=False)
     async def icon() -> Response:
         return FileResponse(STATIC / "icon.svg", media_type="image/svg+xml")
 
@@ -102,9 +102,13 @@ def _errors(api: FastAPI, metrics: Metrics) -> None:
         code, text = words.get(error.status_code, ("invalid_request", str(error.detail)))
         refusal = Refused(error.status_code, code, f"{text}: see /openapi.json for what there is")
         response = answer(request, refusal)
-        response.headers.update(error.headers or {})
-        if error.status_code == 405 and (methods := methods_of(api, request.url.path)):
-            response.headers["Allow"] = ", ".join(methods)  # of all routes, not of the first that has the path
+        headers = error.headers or {}
+        response.headers.update(headers)
+        if (
+            error.status_code == 405
+        ):  # of all routes, not of the first that has the path; the page's are not in the document
+            of_one = sorted(headers.get("Allow", "GET, HEAD").split(", "))
+            response.headers["Allow"] = ", ".join(methods_of(api, request.url.path) or of_one)
         return response
 
     @api.exception_handler(RequestValidationError)

@@ -15,11 +15,12 @@ import time
 from typing import Any
 
 from fastapi import APIRouter, WebSocket
+from starlette.responses import JSONResponse, Response
 from starlette.websockets import WebSocketDisconnect, WebSocketState
 
 from quarrel.errors import QuarrelError
 from quarrel.server.body import ignored, parsed
-from quarrel.server.errors import Refused, refused, word
+from quarrel.server.errors import Refused, plain_body, refused, word
 from quarrel.server.metrics import Metrics
 from quarrel.server.rest import figure, make_of, priority_of, token_of
 from quarrel.server.schemas import GenerateBody
@@ -38,7 +39,7 @@ log = logging.getLogger("quarrel.server")
 
 
 def routes(desk: Desk, metrics: Metrics) -> APIRouter:
-    """The one WebSocket route."""
+    """The one WebSocket route, and what a plain request for it is told."""
     router = APIRouter()
     open_now: set[Connection] = set()
 
@@ -59,6 +60,13 @@ def routes(desk: Desk, metrics: Metrics) -> APIRouter:
         finally:
             open_now.discard(connection)
             metrics.connections.dec()
+
+    @router.get("/ws", include_in_schema=False)
+    async def plain() -> Response:
+        text = "/ws is a WebSocket: connect with the headers Connection: Upgrade and Upgrade: websocket"
+        refusal = Refused(426, "upgrade_required", text)
+        metrics.errors.labels(refusal.code).inc()
+        return JSONResponse(plain_body(refusal), refusal.status, {"Connection": "Upgrade", "Upgrade": "websocket"})
 
     return router
 

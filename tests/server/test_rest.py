@@ -209,13 +209,22 @@ def test_a_request_over_its_time_is_ended(tmp_path: Path) -> None:
         ("/api/models/demo", "DELETE, GET, POST"),
         ("/api/models/a/b", "DELETE, GET, POST"),
         ("/v1/completions", "POST"),
-        ("/", "GET"),
+        ("/", "GET, HEAD"),
+        ("/static/style.css", "GET, HEAD"),
+        ("/ws", "GET"),
     ],
 )
 def test_a_method_that_a_path_does_not_have_is_told_those_that_it_has(live: Live, path: str, allowed: str) -> None:
     answer = live.client.put(path)
     assert answer.status_code == 405
     assert answer.headers["allow"] == allowed
+
+
+def test_the_page_has_a_head(live: Live) -> None:
+    page, head = live.client.get("/"), live.client.head("/")
+    assert (head.status_code, head.content) == (200, b"")
+    assert (head.headers["content-length"], head.headers["etag"]) == (str(len(page.content)), page.headers["etag"])
+    assert live.raw(b"HEAD / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n").endswith(b"\r\n\r\n")
 
 
 def test_strict_servers_refuse_unknown_fields(tmp_path: Path) -> None:

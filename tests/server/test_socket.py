@@ -24,6 +24,12 @@ def address(live: Live) -> str:
     return f"ws://127.0.0.1:{live.port}/ws"
 
 
+def test_a_plain_request_is_told_to_upgrade(live: Live) -> None:
+    answer = live.client.get("/ws")
+    assert (answer.status_code, answer.headers["upgrade"]) == (426, "websocket")
+    assert "is a WebSocket" in answer.json()["error"]["message"]
+
+
 def say(socket: ClientConnection, kind: str, **payload: Any) -> None:
     socket.send(json.dumps({"type": kind, "payload": payload}))
 
