@@ -192,11 +192,24 @@ def one_model(
         if "logits" in program.outputs and not program.states:
             top = steps[0](sequence(ids, len(ids) - 1), "tokens").tokens[0]
             row["greedy"] = bool(top == captured[-1].argmax())
+            row["logprobs_error"] = logprobs_error(steps, sequence(ids, len(ids) - 1), captured[-1])
         for step in steps:
             step.close()
     except Exception as error:
         row |= {"error": float("inf"), "raised": f"{type(error).__name__}: {error}"[:600]}
     return row | {"seconds": round(time.perf_counter() - began, 2)}
+
+
+def logprobs_error(steps: Sequence[TritonStep], inputs: StepInputs, logits: np.ndarray) -> float:
+    """What a step tells against these logits, plainly, while captured, and by its graph; infinite where bits differ."""
+    told = [step(inputs, "logprobs") for step in (steps[0], *steps, steps[0])]
+    first = told[0]
+    assert first.logprobs is not None
+    assert first.best is not None
+    same = all(np.array_equal(t.logprobs, first.logprobs) and np.array_equal(t.best, first.best) for t in told)  # type: ignore[arg-type]
+    x = logits.astype(np.float64) - logits.max()
+    want = (x - np.log(np.exp(x).sum()))[first.best[0]]
+    return float(np.abs(first.logprobs[0, 1:] - want).max()) if same else float("inf")
 
 
 def decode(step: TritonStep, ids: np.ndarray, count: int = 8) -> np.ndarray:
@@ -274,6 +287,7 @@ def fine(row: dict[str, Any]) -> bool:
         row["error"] <= row["limit"]
         and row.get("decode_error", 0.0) <= row["limit"]
         and row.get("graph_difference", 0.0) == 0.0
+        and row.get("logprobs_error", 0.0) <= 1e-4
         and row.get("greedy", True)
     )
 
