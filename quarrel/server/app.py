@@ -104,9 +104,8 @@ def _errors(api: FastAPI, metrics: Metrics) -> None:
         response = answer(request, refusal)
         headers = error.headers or {}
         response.headers.update(headers)
-        if (
-            error.status_code == 405
-        ):  # of all routes, not of the first that has the path; the page's are not in the document
+        if error.status_code == 405:
+            # Of all routes, not of the first that has the path; those of the page are not in the document.
             of_one = sorted(headers.get("Allow", "GET, HEAD").split(", "))
             response.headers["Allow"] = ", ".join(methods_of(api, request.url.path) or of_one)
         return response
