@@ -15,10 +15,11 @@ from quarrel.bench.plot import plot
 from quarrel.bench.report import Figure, brief, csv_text, document, earlier, line, table
 from quarrel.bench.session import How, Session
 from quarrel.bench.warm import jobs_for, warm
-from quarrel.bench.work import matrix
+from quarrel.bench.work import Test, matrix
 from quarrel.env import read_environment
 from quarrel.errors import BackendUnavailable, QuarrelError, RequestError
-from quarrel.gguf import resolve
+from quarrel.gguf import GGUFFile, resolve
+from quarrel.models import read_spec
 from quarrel.ops.registry import backend, missing_driver
 from quarrel.ops.step import Backend
 
@@ -64,13 +65,17 @@ def _figures(args: argparse.Namespace, explained: dict[str, object]) -> Iterator
     tests = list(matrix(args.prompt, args.tokens, args.depth, args.batch, args.prompt_length, args.engine))
     if not args.op and not tests:
         raise RequestError("there is nothing to measure: ask for prompts (-p) or tokens (-n) above 0")
+    models = args.model or ["demo"]
+    if not args.op:
+        for model in models:
+            _check_lengths(model, tests)
     for name in args.backend:
         chosen = _backend(name, args.threads)
         if args.op:
             yield from each(chosen, args.format, args.shape, args.rows_of_input, how)
             continue
         session = Session(chosen, how)
-        for model in args.model or ["demo"]:
+        for model in models:
             if args.jobs > 1:
                 path = str(resolve(model).paths[0])
                 rows = how.step_tokens or chosen.step_tokens
@@ -79,6 +84,18 @@ def _figures(args: argparse.Namespace, explained: dict[str, object]) -> Iterator
             for figure in session.model(model, tests):
                 explained |= session.explained
                 yield figure
+
+
+def _check_lengths(model: str, tests: Sequence[Test]) -> None:
+    """A speed beyond the context that a model was made for is none that anybody gets."""
+    longest = max(tests, key=lambda test: test.length)
+    with GGUFFile.open(resolve(model).paths) as file:
+        context = read_spec(file).context_length
+    if longest.length > context:
+        raise RequestError(
+            f"{longest.name} takes {longest.length} tokens and the context of {model} holds {context}:"
+            " ask for shorter prompts (-p, --prompt-length), fewer tokens (-n) or less depth (-d)"
+        )
 
 
 def _backend(name: str, threads: int | None) -> Backend:

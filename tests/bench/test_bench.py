@@ -243,6 +243,25 @@ def test_errors_are_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("line", "said"),
     [
+        ("-p 513 -n 0", "pp513 takes 513 tokens and the context of demo holds 512"),
+        ("-p 0 -n 3 -d 0,510", "tg3 @ d510 takes 513 tokens and the context of demo holds 512"),
+        ("-p 500 -n 0 -d 20 --jobs 2", "pp500 @ d20 takes 520 tokens and the context of demo holds 512"),
+        ("-p 0 -n 4 -b 2 --prompt-length 600", "tg4 x2 @ d600 takes 604 tokens and the context of demo holds 512"),
+    ],
+)
+def test_what_no_context_holds_is_told_before_anything_is_measured(
+    line: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--backend", "cpu", "-m", "demo", *line.split()]) == 1
+    streams = capsys.readouterr()
+    assert streams.out == ""
+    assert streams.err.startswith(f"quarrel.bench: {said}: ask for shorter prompts")
+    assert streams.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
         ("-p many", "'many' is no whole number"),
         ("-p -5", "-5 is below 0"),
         ("-b 0", "0 is below 1"),
