@@ -15,8 +15,8 @@ from quarrel.errors import RequestError
 from quarrel.gguf import GGMLType, GGUFFile
 from quarrel.models import Tensors, assemble, read_spec
 from quarrel.ops.contract import RawWeight, WeightRef
-from quarrel.ops.logprobs import MOST_LOGPROBS, LogprobsSpec, logprobs_reference
 from quarrel.ops.step import Limits, SampleInputs, Step, StepInputs
+from tests.logprobs import check_log_probabilities
 from tests.paths import need_cases
 from tests.tiny_model import write_tiny_model
 
@@ -83,16 +83,7 @@ def test_tokens_and_logits_of_one_step_are_those_of_two(step: Step) -> None:
 
 
 def test_log_probabilities_are_those_of_the_logits(step: Step) -> None:
-    inputs = replace(batch([7, 3], [0, 0], [0, 4]), sample=greedy(2))
-    every, told = step(inputs, "all"), step(inputs, "logprobs")
-    assert every.logits is not None
-    assert every.tokens is not None
-    want, best = logprobs_reference(LogprobsSpec(every.logits.shape[1], MOST_LOGPROBS), every.logits, every.tokens)
-    assert told.logits is None
-    for outputs in (every, told):
-        assert np.array_equal(outputs.tokens, every.tokens)  # type: ignore[arg-type]
-        assert np.array_equal(outputs.best, best)  # type: ignore[arg-type]
-        assert np.allclose(outputs.logprobs, want, rtol=0, atol=1e-5)  # type: ignore[arg-type]
+    check_log_probabilities(step, replace(batch([7, 3], [0, 0], [0, 4]), sample=greedy(2)))
 
 
 def test_an_id_that_was_not_drawn_counts_as_the_first(step: Step) -> None:

@@ -24,7 +24,7 @@ from quarrel.ops.attention import AttentionSpec, RopeAppendSpec, attention, rope
 from quarrel.ops.contract import ConstRef, KVArrays, RawWeight, WeightRef, rel_error
 from quarrel.ops.embedding import embedding, gather_rows
 from quarrel.ops.linear import linear, linear_add, norm_gate_up, norm_linear
-from quarrel.ops.logprobs import MOST_LOGPROBS, LogprobsSpec, logprobs, logprobs_reference
+from quarrel.ops.logprobs import logprobs
 from quarrel.ops.norm import NormSpec, norm
 from quarrel.ops.null import Builder
 from quarrel.ops.program import KVLayer, Program
@@ -35,6 +35,7 @@ from quarrel.ops.sample import sample
 from quarrel.ops.step import Limits, SampleInputs, StepInputs
 from quarrel.ops.windows import by_window
 from tests.expert_counts import check_counts
+from tests.logprobs import check_log_probabilities
 from tests.mlx_backend.cases import running
 from tests.mlx_backend.emulated import FAST
 
@@ -146,16 +147,7 @@ def test_steps_match_the_reference(step: MlxStep) -> None:
 
 
 def test_log_probabilities_are_those_of_the_logits(step: MlxStep) -> None:
-    inputs = batch(PREFILL)
-    every, told = step(inputs, "all"), step(inputs, "logprobs")
-    assert every.logits is not None
-    assert every.tokens is not None
-    want, best = logprobs_reference(LogprobsSpec(every.logits.shape[1], MOST_LOGPROBS), every.logits, every.tokens)
-    assert told.logits is None
-    for outputs in (every, told):
-        assert np.array_equal(outputs.tokens, every.tokens)  # type: ignore[arg-type]
-        assert np.array_equal(outputs.best, best)  # type: ignore[arg-type]
-        assert np.allclose(outputs.logprobs, want, rtol=0, atol=1e-5)  # type: ignore[arg-type]
+    check_log_probabilities(step, batch(PREFILL))
 
 
 def test_layers_with_a_window_have_blocks_of_their_own(fast: MlxBackend, step: MlxStep) -> None:

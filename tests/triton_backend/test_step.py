@@ -25,7 +25,7 @@ from quarrel.ops.contract import ConstRef, KVArrays, RawWeight, WeightRef, rel_e
 from quarrel.ops.embedding import embedding, gather_rows
 from quarrel.ops.kv import KVType
 from quarrel.ops.linear import linear, linear_add, norm_gate_up, norm_linear
-from quarrel.ops.logprobs import MOST_LOGPROBS, LogprobsSpec, logprobs, logprobs_reference
+from quarrel.ops.logprobs import logprobs
 from quarrel.ops.norm import NormSpec, norm
 from quarrel.ops.null import Builder
 from quarrel.ops.program import KVLayer, Program
@@ -40,6 +40,7 @@ from quarrel.triton_backend.inputs import InputBuffer, live_counts
 from quarrel.triton_backend.rope import left_to_attention
 from quarrel.triton_backend.runtime import INTERPRETED, Live
 from quarrel.triton_backend.step import TritonStep
+from tests.logprobs import check_log_probabilities
 from tests.paths import need_cases
 
 WIDTH, VOCAB, HEADS, KV_HEADS, DIM, FFN = 256, 130, 4, 2, 32, 96
@@ -414,16 +415,7 @@ def test_more_logits_than_a_tile_has_rows(backend: TritonBackend) -> None:
 
 
 def test_log_probabilities_are_those_of_the_logits(step: TritonStep) -> None:
-    inputs = batch([(0, 0, 9), (6, 0, 3)])
-    every, told = step(inputs, "all"), step(inputs, "logprobs")
-    assert every.logits is not None
-    assert every.tokens is not None
-    want, best = logprobs_reference(LogprobsSpec(every.logits.shape[1], MOST_LOGPROBS), every.logits, every.tokens)
-    assert told.logits is None
-    for outputs in (every, told):
-        assert np.array_equal(outputs.tokens, every.tokens)  # type: ignore[arg-type]
-        assert np.array_equal(outputs.best, best)  # type: ignore[arg-type]
-        assert np.allclose(outputs.logprobs, want, rtol=0, atol=1e-5)  # type: ignore[arg-type]
+    check_log_probabilities(step, batch([(0, 0, 9), (6, 0, 3)]))
 
 
 def test_a_row_without_a_token_continues_as_id_0_and_both_are_what_each_is(step: TritonStep) -> None:
