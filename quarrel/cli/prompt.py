@@ -12,6 +12,7 @@ from quarrel.errors import QuarrelError, RequestError
 from quarrel.llm import find
 
 MAX_BYTES = 64 << 20
+SHOWN = 40
 
 
 def model_and_text(args: argparse.Namespace) -> tuple[str, str]:
@@ -29,6 +30,10 @@ def model_and_text(args: argparse.Namespace) -> tuple[str, str]:
         raise UsageError(f"too many arguments ({' '.join(map(repr, words))}); put the text in quotes")
     model, text = args.model, args.prompt
     if len(words) == 2:
+        if _names_a_model(words[1]) and not _names_a_model(words[0]):
+            raise UsageError(
+                f"{_brief(words[0])} is no model and {words[1]!r} is one; the model comes first, then the text"
+            )
         model, text = words
     elif words and (given or (model is None and _names_a_model(words[0]))):
         model = words[0]
@@ -57,6 +62,10 @@ def _names_a_model(word: str) -> bool:
     except QuarrelError:
         return False
     return True
+
+
+def _brief(text: str) -> str:
+    return repr(text if len(text) <= SHOWN else f"{text[:SHOWN]}…")
 
 
 def _from_file(name: str) -> str:

@@ -62,6 +62,16 @@ def test_model_and_prompt_in_every_order_that_people_use(
     assert model_and_text(parse(make_parser(), ["generate", *words])[0]) == want
 
 
+@pytest.mark.parametrize("text", ["Once upon a time", "Once", "a long text " * 99])
+def test_a_text_before_the_model_is_told(text: str, base: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for model in (base, "demo"):
+        assert main(["generate", text, model]) == 2
+        said = capsys.readouterr().err
+        assert f"{text[:40]!r}"[:-1] in said
+        assert f"{model!r} is one; the model comes first, then the text" in said
+        assert len(said) < 200 + len(model)
+
+
 @pytest.mark.parametrize(
     "line",
     [
