@@ -18,7 +18,7 @@ from quarrel.cli.parser import UsageError
 from quarrel.cli.terminal import note
 from quarrel.engine import Service
 from quarrel.errors import ConfigError, QuarrelError, RequestError, installing
-from quarrel.llm import LLM, find, load
+from quarrel.llm import LLM, check_context, find, load
 from quarrel.process import RemoteLLM, open_remote
 
 
@@ -71,6 +71,9 @@ def run(args: argparse.Namespace) -> int:
     for name in settings.models:
         if not name.startswith("hf://"):  # what is downloaded may take its time, what is here is here or not
             find(name)
+    if args.ctx is not None and settings.models and not settings.models[0].startswith("hf://"):
+        scaling = (args.rope_scaling, args.rope_scale, args.yarn_orig_ctx)
+        check_context(settings.models[0], args.ctx, *scaling)  # which needs no more than the file's head
     step = math.inf if args.step_timeout == 0 else args.step_timeout
     options = {**load_options(args), "max_seqs": args.parallel}
 

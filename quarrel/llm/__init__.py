@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from quarrel.llm.embeddings import Chunking, Embeddings
     from quarrel.llm.explain import Explanation
-    from quarrel.llm.loading import find, load, load_tokenizer
+    from quarrel.llm.loading import check_context, find, load, load_tokenizer
     from quarrel.llm.model import LLM
     from quarrel.llm.structured import Structure
 
-__all__ = ["LLM", "Chunking", "Embeddings", "Explanation", "Structure", "find", "load", "load_tokenizer"]
+__all__ = ["LLM", "Chunking", "Embeddings", "Explanation", "Structure", "check_context", "find", "load", "load_tokenizer"]
 
 _HOMES = {
     "LLM": "model",
     "Structure": "structured",
     "Explanation": "explain",
     **dict.fromkeys(("Chunking", "Embeddings"), "embeddings"),
-    **dict.fromkeys(("find", "load", "load_tokenizer"), "loading"),
+    **dict.fromkeys(("check_context", "find", "load", "load_tokenizer"), "loading"),
 }
 
 

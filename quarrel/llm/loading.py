@@ -28,7 +28,7 @@ from quarrel.llm.explain import DraftFacts, Explanation
 from quarrel.llm.model import LLM, Loaded
 from quarrel.llm.parallel import Parallel, threads_of
 from quarrel.llm.placement import left_to_host, placed
-from quarrel.llm.plan import DEFAULT_CONTEXT, Device, cache_tokens, plan_encoder, plan_limits
+from quarrel.llm.plan import DEFAULT_CONTEXT, Device, cache_tokens, context_of, plan_encoder, plan_limits
 from quarrel.models import EncoderSpec, ModelSpec, RopeScaling, Tensors, assemble, read_spec
 from quarrel.models.scaling import Scaling
 from quarrel.ops.check import CheckedStep
@@ -276,6 +276,19 @@ def _most(file: GGUFFile) -> str:
 def find(name: str | os.PathLike[str]) -> Resolved:
     """The files of a model, by the names that `load` takes. Raises ModelNotFound."""
     return _find(name, read_environment())
+
+
+def check_context(
+    name: str | os.PathLike[str],
+    n_ctx: int,
+    rope_scaling: Scaling | None = None,
+    rope_scale: float | None = None,
+    yarn_orig_ctx: int | None = None,
+) -> None:
+    """Raises RequestError where the model has no such context, whatever memory there is, before anything is loaded."""
+    with GGUFFile.open(find(name).paths) as file:
+        spec = read_spec(file, scaling=RopeScaling(rope_scaling, rope_scale, yarn_orig_ctx), asked=n_ctx)
+    context_of(spec, n_ctx)
 
 
 def load_tokenizer(name: str | os.PathLike[str]) -> Tokenizer:

@@ -201,7 +201,7 @@ def plan_limits(
     Raises OutOfMemory where an explicit `n_ctx`, or any context at all, does not fit; RequestError where the model has no
     such context.
     """
-    wanted = _wanted(spec, n_ctx)
+    wanted = context_of(spec, n_ctx)
     # A model without attention has no cache; its blocks are counted all the same.
     block_bytes = max(1, BLOCK * cache_bytes_per_token(program, compute, kv_cache))
     tokens = max(_step_tokens(program, spec, device, weights), max_seqs)
@@ -236,7 +236,7 @@ def plan_limits(
 
 def plan_encoder(spec: EncoderSpec, *, device: Device, weights: int, n_ctx: int | None, max_seqs: int) -> Plan:
     """The plan of an encoder, whose step holds a whole text. Raises as `plan_limits`."""
-    length = _wanted(spec, n_ctx)
+    length = context_of(spec, n_ctx)
     tokens = device.step_tokens * (ENCODER_STEPS if device.captures else 1)
     while tokens > device.step_tokens and 4 * _activations(spec, tokens) > device.budget - weights:
         tokens //= 2
@@ -273,7 +273,8 @@ def _budget(device: Device) -> str:
     return f"{gib(device.free)} are free"
 
 
-def _wanted(spec: ModelSpec | EncoderSpec, n_ctx: int | None) -> int:
+def context_of(spec: ModelSpec | EncoderSpec, n_ctx: int | None) -> int:
+    """The context that is asked for, or by default."""
     if n_ctx is not None and not 1 <= n_ctx <= spec.context_length:
         further = "" if isinstance(spec, EncoderSpec) else "; rope_scaling='yarn' goes further"
         made = f"the context that the model was made for{further}"

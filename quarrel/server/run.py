@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import signal
@@ -190,9 +191,22 @@ def _bound(host: str, port: int, idle: float = Settings.idle_timeout) -> socket.
         made.listen(WAITING)
     except (OSError, OverflowError) as error:
         made.close()
-        raise ConfigError(f"{host}:{port} cannot be listened on ({error}): choose another --host or --port") from error
+        raise ConfigError(f"{host}:{port} cannot be listened on: {_reason(error)}") from error
     made.setblocking(False)
     return made
+
+
+def _reason(error: OSError | OverflowError) -> str:
+    """Why an address cannot be bound, and what to do."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number == errno.EADDRINUSE:
+        return "another program has this port; end it, or choose another --port"
+    if number == errno.EACCES:
+        return "this user may not take ports so low; choose a --port above 1023"
+    if number == errno.EADDRNOTAVAIL:
+        return "this machine has no such address; choose another --host"
+    told = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return f"{told}; choose another --host or --port"
 
 
 def _allow_many_files() -> None:

@@ -22,6 +22,7 @@ import pytest
 from quarrel.cli import main
 from quarrel.errors import ConfigError
 from quarrel.server import Settings
+from quarrel.server.run import _bound
 
 
 @contextmanager
@@ -100,7 +101,11 @@ def test_while_a_model_is_loaded_a_signal_ends_it_at_once(tmp_path: Path) -> Non
 def test_an_option_that_no_model_can_have_ends_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["serve", "demo", "--port", "0", "--data-dir", str(tmp_path), "--backend", "cpu", "--no-engine-process"]
     assert main([*words, "--ctx", "513"]) == 1
-    assert capsys.readouterr().err.splitlines()[-1].startswith("quarrel: --ctx is 513, wanted 1 to 512")
+    assert capsys.readouterr().err.startswith("quarrel: --ctx is 513, wanted 1 to 512")
+    assert main([*words, "--ctx", "600", "--rope-scaling", "yarn", "--rope-scale", "1.1"]) == 1
+    assert "quarrel: --ctx is 600, wanted 1 to 563" in capsys.readouterr().err
+    assert main([*words, "--kv-cache", "fp8", "--attention", "cudnn"]) == 1  # told by loading alone
+    assert capsys.readouterr().err.splitlines()[-1].startswith("quarrel: --attention is 'cudnn'")
 
 
 def test_what_is_not_done_in_time_gets_a_last_event(tmp_path: Path) -> None:
@@ -143,7 +148,15 @@ def test_a_port_that_is_taken_is_one_sentence(tmp_path: Path, capsys: pytest.Cap
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert main(["serve", "demo", "--port", port, "--data-dir", str(tmp_path)]) == 1
-    assert f"127.0.0.1:{port} cannot be listened on" in capsys.readouterr().err
+    said = capsys.readouterr().err.splitlines()[-1]
+    why = "another program has this port; end it, or choose another --port"
+    assert said == f"quarrel: 127.0.0.1:{port} cannot be listened on: {why}"
+
+
+def test_an_address_that_is_not_here_is_one_sentence() -> None:
+    with pytest.raises(ConfigError) as caught:
+        _bound("192.0.2.1", 0)
+    assert str(caught.value) == "192.0.2.1:0 cannot be listened on: this machine has no such address; choose another --host"
 
 
 @pytest.mark.parametrize(
