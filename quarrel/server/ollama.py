@@ -27,7 +27,7 @@ from quarrel.server.body import body_of, reported
 from quarrel.server.errors import Refused, refused
 from quarrel.server.schemas import Body, ChatMessage, Samplers, Text
 from quarrel.server.shelf import Entry, Model
-from quarrel.server.tools import split_calls
+from quarrel.server.tools import functions_of, split_calls
 from quarrel.server.work import Desk, Job, Make, Streamed, chunks, results, unless_gone
 
 Json = dict[str, Any]
@@ -162,7 +162,7 @@ def routes(desk: Desk) -> APIRouter:
                 )
             ]
 
-        names = [n for t in body.tools or [] if isinstance(n := t.get("function", {}).get("name"), str)]
+        names = [f["name"] for f in functions_of(body.tools)]
         return await _answer(
             desk, request, body, make, lambda text: {"message": {"role": "assistant", "content": text}}, headers, names
         )

@@ -20,7 +20,7 @@ from quarrel.server.body import body_of, reported
 from quarrel.server.errors import openai_body, refused
 from quarrel.server.schemas import ChatBody, CompletionBody, EmbeddingsBody, OpenAIBody
 from quarrel.server.shelf import Model
-from quarrel.server.tools import split_calls
+from quarrel.server.tools import functions_of, split_calls
 from quarrel.server.work import Desk, Job, Make, Streamed, bursts, results, unless_gone
 
 Json = dict[str, Any]
@@ -108,7 +108,7 @@ class _Chat(_Form):
     object, prefix = "chat.completion", "chatcmpl-"
 
     def __init__(self, body: ChatBody, tools: Sequence[Mapping[str, Any]] | None) -> None:
-        self._names = [n for t in tools or [] if isinstance(n := t.get("function", {}).get("name"), str)]
+        self._names = [f["name"] for f in functions_of(tools)]
         self._begun: set[int] = set()
         self._held: dict[int, str] = {}
 

@@ -19,6 +19,7 @@ from pydantic import (
 from quarrel.engine import Sampling
 from quarrel.llm import Structure
 from quarrel.server.errors import Refused
+from quarrel.server.tools import functions_of, one_call
 
 Number = StrictFloat
 """Whole numbers too; neither texts nor true and false."""
@@ -152,6 +153,15 @@ class ChatMessage(Body):
         return "".join(texts)
 
 
+class NamedFunction(Body):
+    name: StrictStr
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: NamedFunction
+
+
 class ChatBody(OpenAIBody):
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
     max_tokens: Annotated[StrictInt, Field(ge=0, lt=2**31)] | None = None
@@ -159,7 +169,8 @@ class ChatBody(OpenAIBody):
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    """required: the answer is a call of one of the functions; or of the one that is named."""
     chat_template_kwargs: dict[str, StrictBool | StrictStr] | None = None
 
     def sampling(self) -> Sampling:
@@ -171,6 +182,22 @@ class ChatBody(OpenAIBody):
         if self.logprobs:
             options["logprobs"] = self.top_logprobs or 0
         return options
+
+    def structure(self) -> Structure | None:
+        form = super().structure()
+        if self.tool_choice in (None, "none", "auto"):
+            return form
+        if form is not None:
+            message = "tool_choice wants a call and response_format something else: leave one of them out"
+            raise Refused(400, "invalid_request", message, param="tool_choice")
+        functions = functions_of(self.tools)
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            functions = [f for f in functions if f["name"] == name]
+        if not functions:
+            message = "tool_choice wants a call of a function that is not among tools"
+            raise Refused(400, "invalid_request", message, param="tool_choice")
+        return one_call(functions)
 
 
 class CompletionBody(OpenAIBody):

@@ -1,11 +1,19 @@
-"""Calls of tools in what a model wrote: found by plain search, parsed as JSON, in the forms that templates teach."""
+"""Calls of tools in what a model wrote: found by plain search, parsed as JSON, in the forms that templates teach.
+
+And a grammar for answers that have to be one.
+"""
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from quarrel.llm import Structure
+from quarrel.llm.structured import SPACE
+from quarrel.server.errors import Refused
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
@@ -20,6 +28,27 @@ class Call:
     def body(self, index: int) -> dict[str, object]:
         function = {"name": self.name, "arguments": self.arguments}
         return {"index": index, "id": "call_" + secrets.token_hex(12), "type": "function", "function": function}
+
+
+def functions_of(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
+    """The functions among tools, as far as they have a name."""
+    found = [f for tool in tools or [] if isinstance(f := tool.get("function"), dict)]
+    return [f for f in found if isinstance(f.get("name"), str)]
+
+
+def one_call(functions: Sequence[Mapping[str, Any]]) -> Structure:
+    """Holds an answer to one call of one of these functions: nothing but JSON, its arguments by the function's schema."""
+    rules = []
+    for function in functions:
+        schema = function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
+        if not isinstance(schema, dict):
+            text = f"the parameters of {function['name'][:40]!r} are no object, wanted a JSON schema"
+            raise Refused(400, "invalid_request", text, param="tools")
+        # A schema of its own, as its references lead from its own root.
+        arguments = json.dumps({**schema, "x-guidance": {"whitespace_pattern": SPACE}})
+        head = json.dumps(f'{{"name": {json.dumps(function["name"])}, "arguments": ')
+        rules.append(f'({head} %json {arguments} "}}")')
+    return Structure.lark("start: " + "\n | ".join(rules))
 
 
 def split_calls(text: str, names: Sequence[str]) -> tuple[str, list[Call]]:

@@ -243,6 +243,52 @@ def test_only_a_reranker_ranks(live: Live, tmp_path: Path) -> None:
         assert alone["results"][0]["relevance_score"] == pytest.approx(rows[0]["relevance_score"], rel=1e-3, abs=1e-4)
 
 
+COLOURS = {"type": "object", "properties": {"c": {"$ref": "#/$defs/C"}}, "required": ["c"], "additionalProperties": False,
+           "$defs": {"C": {"enum": ["red", "blue"]}}}  # fmt: skip
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "paint", "parameters": COLOURS}},
+    {"type": "function", "function": {"name": 'a "rest"'}},
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_is_required_is_made(client: openai.OpenAI, stream: bool) -> None:
+    named: Any = {"type": "function", "function": {"name": "paint"}}
+    for choice, names in (("required", {"paint", 'a "rest"'}), (named, {"paint"})):
+        options: dict[str, Any] = {"model": "demo", "messages": CHAT, "tools": TOOLS, "tool_choice": choice, "seed": 2}
+        if stream:
+            chunks = list(client.chat.completions.create(**options, max_tokens=200, stream=True))
+            (calls,) = [c.choices[0].delta.tool_calls for c in chunks if c.choices[0].delta.tool_calls]
+            assert chunks[-1].choices[0].finish_reason == "tool_calls"
+        else:
+            made = client.chat.completions.create(**options, max_tokens=200).choices[0]
+            calls = made.message.tool_calls
+            assert (made.finish_reason, made.message.content) == ("tool_calls", None)
+        (call,) = calls
+        assert call.function.name in names
+        arguments = json.loads(call.function.arguments)
+        assert arguments == {} if call.function.name != "paint" else arguments["c"] in ("red", "blue")
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"tools": []}, "not among tools"),
+        ({"tool_choice": {"type": "function", "function": {"name": "swim"}}}, "not among tools"),
+        ({"response_format": {"type": "json_object"}}, "leave one of them out"),
+        ({"tools": [{"function": {"name": "f", "parameters": 5}}]}, "the parameters of 'f' are no object"),
+        ({"tools": [{"function": {"name": "f", "parameters": {"type": "zap"}}}]}, "structure cannot be used"),
+        ({"tools": [{"function": 5}]}, "not among tools"),
+        ({"tool_choice": "perhaps"}, "wanted 'none', 'auto' or 'required'"),
+    ],
+)
+def test_a_call_that_cannot_be_required_is_refused(live: Live, more: dict[str, Any], said: str) -> None:
+    asked = {"messages": CHAT, "tools": TOOLS, "tool_choice": "required", **more}
+    answer = live.client.post("/v1/chat/completions", json=asked)
+    assert answer.status_code == 400, answer.text
+    assert said in answer.json()["error"]["message"]
+
+
 def test_calls_of_tools_are_taken_out_of_the_text() -> None:
     from quarrel.server.tools import split_calls
 
