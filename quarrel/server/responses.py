@@ -21,7 +21,7 @@ from quarrel.server.errors import Refused, refused
 from quarrel.server.openai import SSE
 from quarrel.server.schemas import Adapter, Body, Samplers, Text
 from quarrel.server.shelf import Model
-from quarrel.server.tools import Call, split_calls
+from quarrel.server.tools import Call, required_call, split_calls
 from quarrel.server.work import Desk, Streamed, chunks, results, unless_gone
 
 Json = dict[str, Any]
@@ -60,6 +60,11 @@ class TextOptions(Body):
     format: Form | None = None
 
 
+class NamedCall(Body):
+    type: Literal["function"]
+    name: StrictStr
+
+
 class ResponsesBody(Samplers):
     model: StrictStr | None = None
     input: Annotated[Text, Field(min_length=1)] | Annotated[list[Item], Field(min_length=1, max_length=4096)]
@@ -71,7 +76,7 @@ class ResponsesBody(Samplers):
     previous_response_id: None = None
     text: TextOptions | None = None
     tools: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedCall | None = None
     user: StrictStr | None = None
     adapter: Adapter | None = None
 
@@ -99,6 +104,12 @@ class ResponsesBody(Samplers):
         return found
 
     def structure(self) -> Structure | None:
+        form, choice = self._form(), self.tool_choice
+        if choice in (None, "none", "auto"):
+            return form
+        return required_call(self.functions(), choice.name if isinstance(choice, NamedCall) else None, form)
+
+    def _form(self) -> Structure | None:
         form = self.text.format if self.text is not None else None
         if form is None or form.type == "text":
             return None
@@ -238,6 +249,7 @@ class _Answer:
         return {"item_id": self._item, "output_index": 0, "content_index": 0}
 
     def _row(self, status: str, output: list[Json]) -> Json:
+        choice = self._body.tool_choice
         return {
             "id": self._id,
             "object": "response",
@@ -254,7 +266,7 @@ class _Answer:
             "store": False,
             "temperature": self._body.temperature,
             "top_p": self._body.top_p,
-            "tool_choice": self._body.tool_choice or "auto",
+            "tool_choice": choice.model_dump() if isinstance(choice, NamedCall) else choice or "auto",
             "tools": self._body.tools or [],
             "metadata": {},
         }

@@ -19,7 +19,7 @@ from pydantic import (
 from quarrel.engine import Sampling
 from quarrel.llm import Structure
 from quarrel.server.errors import Refused
-from quarrel.server.tools import functions_of, one_call
+from quarrel.server.tools import required_call
 
 Number = StrictFloat
 """Whole numbers too; neither texts nor true and false."""
@@ -184,20 +184,10 @@ class ChatBody(OpenAIBody):
         return options
 
     def structure(self) -> Structure | None:
-        form = super().structure()
-        if self.tool_choice in (None, "none", "auto"):
+        form, choice = super().structure(), self.tool_choice
+        if choice in (None, "none", "auto"):
             return form
-        if form is not None:
-            message = "tool_choice wants a call and response_format something else: leave one of them out"
-            raise Refused(400, "invalid_request", message, param="tool_choice")
-        functions = functions_of(self.tools)
-        if isinstance(self.tool_choice, NamedTool):
-            name = self.tool_choice.function.name
-            functions = [f for f in functions if f["name"] == name]
-        if not functions:
-            message = "tool_choice wants a call of a function that is not among tools"
-            raise Refused(400, "invalid_request", message, param="tool_choice")
-        return one_call(functions)
+        return required_call(self.tools, choice.function.name if isinstance(choice, NamedTool) else None, form)
 
 
 class CompletionBody(OpenAIBody):

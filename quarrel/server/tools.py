@@ -36,6 +36,18 @@ def functions_of(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, An
     return [f for f in found if isinstance(f.get("name"), str)]
 
 
+def required_call(tools: Sequence[Mapping[str, Any]] | None, name: str | None, form: Structure | None) -> Structure:
+    """Holds an answer to a call of one of these tools, or of the one of that name. form: what else it should be held to."""
+    if form is not None:
+        text = "tool_choice wants a call and the answer's format something else: leave one of them out"
+        raise Refused(400, "invalid_request", text, param="tool_choice")
+    functions = [f for f in functions_of(tools) if name in (None, f["name"])]
+    if not functions:
+        text = "tool_choice wants a call of a function that is not among tools"
+        raise Refused(400, "invalid_request", text, param="tool_choice")
+    return one_call(functions)
+
+
 def one_call(functions: Sequence[Mapping[str, Any]]) -> Structure:
     """Holds an answer to one call of one of these functions: nothing but JSON, its arguments by the function's schema."""
     rules = []

@@ -270,6 +270,21 @@ def test_a_call_that_is_required_is_made(client: openai.OpenAI, stream: bool) ->
         assert arguments == {} if call.function.name != "paint" else arguments["c"] in ("red", "blue")
 
 
+def test_the_newer_protocol_requires_calls_too(client: openai.OpenAI, live: Live) -> None:
+    tools: Any = [{"type": "function", **t["function"]} for t in TOOLS]
+    options: dict[str, Any] = {"model": "demo", "input": "A king", "tools": tools, "max_output_tokens": 200}
+    named = {"type": "function", "name": "paint"}
+    made = client.responses.create(**options, tool_choice=named)
+    (call,) = made.output
+    assert (call.type, call.name) == ("function_call", "paint")
+    assert json.loads(call.arguments)["c"] in ("red", "blue")
+    assert made.tool_choice.model_dump() == named
+    assert [i.type for i in client.responses.create(**options, tool_choice="required").output] == ["function_call"]
+    other = {"input": "a", "tools": tools, "tool_choice": {"type": "function", "name": "swim"}}
+    answer = live.client.post("/v1/responses", json=other)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tool_choice")
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
