@@ -23,6 +23,7 @@ from quarrel.llm import load
 from quarrel.quality.base_file import BaseFile
 from quarrel.quality.divergence import Estimate
 from quarrel.quality.evaluate import Evaluation, Told, evaluate, pieces_of, pieces_of_base
+from quarrel.quality.files import check_folder, read_text
 
 
 def parser() -> argparse.ArgumentParser:
@@ -73,27 +74,17 @@ def _run(args: argparse.Namespace) -> tuple[Evaluation, str]:
     if args.ctx_size < 4:
         raise RequestError(f"--ctx-size is {args.ctx_size}, wanted 4 or more")
     save = None if args.kl_divergence else args.kl_divergence_base
-    if save is not None and not save.parent.is_dir():
-        raise RequestError(f"{save} cannot be written: there is no folder {save.parent}")
+    check_folder(save)
     base = BaseFile(args.kl_divergence_base) if args.kl_divergence else None
     n_ctx = args.ctx_size if base is None else base.n_ctx
     how = {"backend": args.backend, "compute": args.compute, "threads": args.threads, "kv_cache": args.kv_cache}
     with load(args.model, n_ctx=n_ctx, **how) as llm:
         if base is None:
-            pieces = pieces_of(llm, _text(args.file), n_ctx, args.chunks)
+            pieces = pieces_of(llm, read_text(args.file), n_ctx, args.chunks)
         else:
             pieces = pieces_of_base(llm, base, args.chunks)
         result = evaluate(llm, pieces, base, save, _told())
     return result, args.model
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text("utf-8")
-    except OSError as error:
-        raise RequestError(f"{path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise RequestError(f"{path} is no UTF-8 text ({error.reason} at byte {error.start})") from None
 
 
 def _told() -> Told:

@@ -16,6 +16,7 @@ from quarrel.env import BACKENDS, COMPUTE, read_environment
 from quarrel.errors import QuarrelError, RequestError
 from quarrel.llm import load
 from quarrel.ops.registry import backend
+from quarrel.quality.files import check_folder, read_text
 from quarrel.quality.page import page
 from quarrel.quality.suite import Allowed, Entry, judge, reset_peak, run
 
@@ -52,8 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         before = _read(args.against) if args.command == "check" else []
         for path in (args.out, getattr(args, "report", None)):
-            if path is not None and not path.parent.is_dir():
-                raise RequestError(f"{path} cannot be written: there is no folder {path.parent}")
+            check_folder(path)
         names = args.model or ["demo"]
         if len({Path(name).name for name in names}) < len(names):
             raise RequestError("two of the models have the same file name, by which a baseline knows them: rename one")
@@ -85,18 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _measure(name: str, args: argparse.Namespace) -> Entry:
     reset_peak()
     chosen = backend(args.backend, read_environment().threads)
-    text = None if args.text is None else _text(args.text)
+    text = None if args.text is None else read_text(args.text)
     with load(name, backend=chosen, compute=args.compute) as llm:
         return run(llm, name, chosen, args.compute, text, args.chunks)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text("utf-8")
-    except OSError as error:
-        raise RequestError(f"{path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise RequestError(f"{path} is no UTF-8 text ({error.reason} at byte {error.start})") from None
 
 
 def _read(path: Path) -> list[Entry]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
-from typing import Any, NoReturn
+from typing import Any
 
 from quarrel import __version__
+from quarrel.cli.plain import Parser
 from quarrel.cli.samplers import add_samplers
 from quarrel.env import ATTENTION, KV_CACHE, memory_of
 from quarrel.errors import ConfigError
@@ -23,32 +24,6 @@ _MODEL = "a GGUF file, a name in the Ollama store or the Hugging Face cache, hf:
 
 class UsageError(Exception):
     """A command line that says two things or too little; the process ends with status 2."""
-
-
-class Parser(argparse.ArgumentParser):
-    """Tells a mistake in one sentence, without the usage above it and without the name of a Python type in it."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, **options)
-        self.register("type", int, _whole)
-        self.register("type", float, _real)
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message.removeprefix('argument ')} (see {self.prog} --help)\n")
-
-
-def _whole(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
-
-
-def _real(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
 
 
 def make_parser() -> argparse.ArgumentParser:
