@@ -583,8 +583,8 @@ def main() -> int:
     names, until = args.models.split(","), BEGAN + args.seconds
     if args.list:
         for name in names:
-            for map, way in MODELS[name].trials():
-                print(name, map, shown(way))
+            for each, way in MODELS[name].trials():
+                print(name, each, shown(way))
         return 0
     notes = Notes(args.out)
     chosen = [MODELS[name] for name in names]

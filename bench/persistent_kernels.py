@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quarrel.triton_backend.attend_one import LOG2E, _rotated, _tile
+from quarrel.triton_backend.attend_one import LOG2E, _tile, rotated
 from quarrel.triton_backend.dots import load_row, load_tile, products
 from quarrel.triton_backend.elementwise import activate
 from quarrel.triton_backend.halved import store_halved
@@ -237,8 +237,8 @@ def attend(
     if head < HEADS:
         d, one = tl.arange(0, DIM), tl.arange(0, 1)
         k, v = qkv + E, qkv + E + KV_HEADS * DIM
-        b_q = tl.reshape(_rotated(qkv, head * DIM + one, one < 1, sin, cos, 1.0, qkv, False, 1, DIM // 2), (DIM,))
-        b_new = tl.reshape(_rotated(k, kv_head * DIM + one, one < 1, sin, cos, 1.0, keys, False, 1, DIM // 2), (DIM,))
+        b_q = tl.reshape(rotated(qkv, head * DIM + one, one < 1, sin, cos, 1.0, qkv, False, 1, DIM // 2), (DIM,))
+        b_new = tl.reshape(rotated(k, kv_head * DIM + one, one < 1, sin, cos, 1.0, keys, False, 1, DIM // 2), (DIM,))
         v_new = tl.load(v + kv_head * DIM + d)
         if head % GROUP == 0:
             tl.store(keys + new + d, b_new)

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,8 @@ def sequence(ids: np.ndarray, past: int = 0) -> StepInputs:
 def check_models(cases: Path, share: tuple[int, int], only: str) -> Found:
     """Logits of whole prompts; then token by token, plain and with graphs, which must agree bit for bit.
 
-    Where there are experts also with those of the first layer in host memory: prompts take them to the device.
+    Where there are experts also with those of the first layer in host memory (with llvmlite, which computes them there):
+    prompts take them to the device.
     """
     found: Found = []
     paths = [p for p in sorted(cases.glob("*/model-*.gguf")) if not only or p.parent.name in only.split(",")]
@@ -157,7 +159,7 @@ def check_models(cases: Path, share: tuple[int, int], only: str) -> Found:
             for compute in COMPUTES:
                 found.append(one_model(f"{folder.name}/{variant}", program, tensors, ids, want, compute))
             layers = list(expert_refs(program))
-            if layers:
+            if layers and find_spec("llvmlite"):
                 cpu = computing_parts(backend_named("cpu", 1))
                 host = HostExperts(cpu, frozenset(layers[:1]), streams=True, stream_from=8)
                 name = f"{folder.name}/{variant}, experts of a layer in host memory"

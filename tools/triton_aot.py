@@ -88,7 +88,7 @@ SLACK = 16
 kernel here and another there by version and target. A kernel that outgrows its registers takes 40 to 500."""
 META = torch.device("meta")
 TOKENS = (1, 8, 16, 32, 64, 128, 512)
-MANY = Live(64, 64, 64, True, False, 64)
+MANY = tuple(Live(n, n, n, True, False, n) for n in (64, 128))
 """A step of many sequences, one token each."""
 WHOLE = Live(512, 1, 1, False, True, 1, ((0, 0, 512),))
 """A prompt that cuDNN would take."""
@@ -275,7 +275,7 @@ def record(op: Op, spec: Any, compute: Compute, generation: int, mode: Mode = PL
         generation,
         whole=0 if mode.deterministic else WHOLE.T,
     )  # type: ignore[arg-type]
-    for live in (*(Live(tokens, 1, 1, tokens == 1, tokens > 1, 1) for tokens in TOKENS), MANY, WHOLE):
+    for live in (*(Live(tokens, 1, 1, tokens == 1, tokens > 1, 1) for tokens in TOKENS), *MANY, WHOLE):
         for go in plan.launches:
             go(live)
     yield from seen

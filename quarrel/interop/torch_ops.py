@@ -27,9 +27,9 @@ from quarrel.ops.attention import ATTENTION, AttentionSpec
 from quarrel.ops.linear import LINEAR, LinearSpec
 from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP, ExpertDownSpec, ExpertUpSpec
 from quarrel.ops.norm import NORM, NormSpec
-from quarrel.triton_backend.attention import MOST_SPLITS, least_split
 from quarrel.triton_backend.pack import LAYOUTS, Packed, packed_bytes, put, view
 from quarrel.triton_backend.runtime import Cache, Live, Slot, Work
+from quarrel.triton_backend.splits import MOST_SPLITS, least_split
 from quarrel.triton_backend.starts import split_starts
 
 FORMATS_TAKEN = tuple(type.name for type in LAYOUTS)

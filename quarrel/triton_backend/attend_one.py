@@ -14,6 +14,7 @@ from quarrel.triton_backend.codes import as_values
 from quarrel.triton_backend.elementwise import tanh
 from quarrel.triton_backend.halved import store_halved
 from quarrel.triton_backend.rope import cache_row, sin_cos
+from quarrel.triton_backend.splits import PLACES, split_of
 
 LOG2E = 1.4426950408889634
 _LOG2E: tl.constexpr = tl.constexpr(LOG2E)
@@ -42,16 +43,6 @@ def sink(acc, top, total, sinks, head, ok):
 
 
 @triton.jit
-def _split_of(n_keys, SHORTEST: tl.constexpr, MOST: tl.constexpr):
-    """Keys of a split: `splits_of` in the kernel."""
-    least = (n_keys + MOST - 1) // MOST
-    split = n_keys * 0 + SHORTEST
-    while split < least:
-        split *= 2
-    return split
-
-
-@triton.jit
 def _tile(
     keys, values, k_scales, v_scales, p_table, kv_head, begin, stop, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     WIDE: tl.constexpr, SIZE: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr,
@@ -72,7 +63,7 @@ def _tile(
 
 
 @triton.jit
-def _rotated(
+def rotated(
     x, at, ok, sin, cos, magnitude, to, NEOX: tl.constexpr, M: tl.constexpr, HALF: tl.constexpr
 ):  # fmt: skip
     """Rows at [M] of whole heads, rotated, [M, 2 HALF], rounded to the type of `to`."""
@@ -114,7 +105,7 @@ def attend_one(
     if item - first_item >= splits:
         return
     n_keys = tl.load(kv_len + seq)
-    split = _split_of(n_keys, SHORTEST, MOST)
+    split = split_of(n_keys, SHORTEST, MOST)
     start = (item - first_item) * split
     newest = start + split >= n_keys
     stop = tl.minimum(n_keys - 1, start + split)
@@ -146,10 +137,10 @@ def attend_one(
     if PDL and EARLY:
         tl.extra.cuda.gdc_wait()
     if ROTATE:
-        b_q = _rotated(q, (row + head) * DIM, row_ok, sin, cos, q_magnitude, q, NEOX, BLOCK_M, DIM // 2)
+        b_q = rotated(q, (row + head) * DIM, row_ok, sin, cos, q_magnitude, q, NEOX, BLOCK_M, DIM // 2)
         one = tl.arange(0, 1)
         at = (token * KV_HEADS + kv_head) * DIM
-        b_new = tl.reshape(_rotated(k, at + one, one < 1, sin, cos, k_magnitude, keys, NEOX, 1, DIM // 2), (WIDE,))
+        b_new = tl.reshape(rotated(k, at + one, one < 1, sin, cos, k_magnitude, keys, NEOX, 1, DIM // 2), (WIDE,))
         v_new = tl.load(v + at + d).to(values.dtype.element_ty)
         if newest:
             tl.store(keys + to + d, b_new)
@@ -205,7 +196,7 @@ def attend_one(
         if SINKS:
             acc, total = sink(acc, top, total, sinks, head, row_ok)
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-        _store_heads(p_out, halved, acc, head, row_ok, HEADS, DIM, WIDE, BLOCK_M, HALVED, PLAIN)
+        store_heads(p_out, halved, acc, head, row_ok, HEADS, DIM, WIDE, BLOCK_M, HALVED, PLAIN)
     else:
         mask = row_ok[:, None] & d_ok[None, :]
         place = item.to(tl.int64) * HEADS + head
@@ -215,24 +206,24 @@ def attend_one(
         tl.debug_barrier()
         if tl.atomic_add(arrived + seq * KV_HEADS + kv_head, 1, sem="acq_rel") == splits - 1:
             tl.store(arrived + seq * KV_HEADS + kv_head, 0)
-            _combine(
+            combine(
                 p_out, halved, part, top_sum, sinks, first_item, splits, kv_head * GROUP, GROUP, HEADS, DIM, WIDE, SINKS,
-                SHARE, MOST, AT_ONCE, HALVED, PLAIN,
+                SHARE, AT_ONCE, 1, HALVED, PLAIN,
             )  # fmt: skip
 
 
 @triton.jit
-def _combine(
+def combine(
     p_out, halved, part, top_sum, sinks, first_item, splits, first_head, GROUP: tl.constexpr, HEADS: tl.constexpr,
-    DIM: tl.constexpr, WIDE: tl.constexpr, SINKS: tl.constexpr, SHARE: tl.constexpr, MOST: tl.constexpr,
-    AT_ONCE: tl.constexpr, HALVED: tl.constexpr, PLAIN: tl.constexpr,
+    DIM: tl.constexpr, WIDE: tl.constexpr, SINKS: tl.constexpr, SHARE: tl.constexpr, AT_ONCE: tl.constexpr,
+    AHEAD: tl.constexpr, HALVED: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
-    """Adds the splits of a key head's queries, AT_ONCE at a time, in order."""
+    """Adds the splits of a key head's queries, AT_ONCE at a time, in order; with AHEAD - 1 such parts on their way."""
     lane = tl.arange(0, SHARE)
     head = first_head + lane
     row_ok = lane < GROUP
     d = tl.arange(0, WIDE)
-    i = tl.arange(0, MOST)
+    i = tl.arange(0, PLACES)
     seen = row_ok[:, None] & (i < splits)[None, :]
     place = (first_item + i).to(tl.int64)[None, :] * HEADS + head[:, None]  # [SHARE, splits]
     tops = tl.load(top_sum + place * 2, mask=seen, other=float("-inf"), cache_modifier=".cg")
@@ -241,7 +232,7 @@ def _combine(
     sums = tl.load(top_sum + place * 2 + 1, mask=seen, other=0.0, cache_modifier=".cg")
     total = tl.sum(sums * tl.exp2(tops - base[:, None]), 1)
     acc = tl.zeros([SHARE, WIDE], tl.float32)
-    for begin in range(0, splits, AT_ONCE):
+    for begin in tl.range(0, splits, AT_ONCE, num_stages=AHEAD):
         j = begin + tl.arange(0, AT_ONCE)
         ok = row_ok[:, None] & (j < splits)[None, :]
         at = (first_item + j).to(tl.int64)[None, :] * HEADS + head[:, None]
@@ -254,11 +245,11 @@ def _combine(
     if SINKS:
         acc, total = sink(acc, base, total, sinks, head, row_ok)
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-    _store_heads(p_out, halved, acc, head, row_ok, HEADS, DIM, WIDE, SHARE, HALVED, PLAIN)
+    store_heads(p_out, halved, acc, head, row_ok, HEADS, DIM, WIDE, SHARE, HALVED, PLAIN)
 
 
 @triton.jit
-def _store_heads(
+def store_heads(
     p_out, halved, acc, head, row_ok, HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
     HALVED: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip

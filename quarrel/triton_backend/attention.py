@@ -1,62 +1,41 @@
-"""Attention over the paged cache: `attend_one` for sequences with one new token (decode), `attend_many` for the others.
+"""Attention over the paged cache: of sequences with one new token (decode), and `attend_many` for the others.
 
-A sequence with one new token is cut into splits of its keys that run side by side; the last program of a sequence and key
-head to arrive combines them, always in order. Splits follow from the sequence's own length, and are twice as long in a step
-of MANY_SEQS sequences, eight times in one of more than 64. One with more (prefill) walks all its keys in one program per
-tile of queries, masking only tiles that the diagonal or the window's edge cuts; where a row's bits may not depend on its
-batch or on how its prompt is cut, all sequences go this way. A tile has BLOCK_M rows: queries times the heads that share a
-key head. Softmax and sums are float32, powers of two with log2(e) in the scale.
+A sequence with one new token is cut into splits of its keys that run side by side (`splits.py`); the last program of a
+sequence and key head to arrive combines them, always in order. `attend_one` takes a few such sequences, all warps of a
+program at the same keys; `attend_warps` many of them, each warp at keys of its own. One with more new tokens (prefill)
+walks all its keys in one program per tile of queries, masking only tiles that the diagonal or the window's edge cuts; where
+a row's bits may not depend on its batch or on how its prompt is cut, all sequences go this way. A tile has BLOCK_M rows:
+queries times the heads that share a key head. Softmax and sums are float32, powers of two with log2(e) in the scale.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from quarrel.ops.attention import ATTENTION, AttentionSpec
-from quarrel.ops.contract import Array, Compute
+from quarrel.ops.contract import Compute
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 from quarrel.triton_backend import attend_whole
 from quarrel.triton_backend.attend_one import LOG2E, attend_one, find, sink
+from quarrel.triton_backend.attend_warps import attend_warps
 from quarrel.triton_backend.codes import TL_TYPES, as_values
 from quarrel.triton_backend.elementwise import tanh
 from quarrel.triton_backend.rope import joined
-from quarrel.triton_backend.runtime import Launch, Live, Site, Slot, cdiv, power_of_two, starts_early
+from quarrel.triton_backend.runtime import INTERPRETED, Launch, Live, Site, Slot, power_of_two, starts_early
+from quarrel.triton_backend.splits import MOST_SPLITS, least_split
 
-LEAST_SPLIT, MOST_SPLITS = 128, 64
 MANY_SEQS = 17
-"""Sequences from which splits are twice as long and tiles have 32 keys, as there are programs enough: a layer of Mistral-7B
-with 128 sequences of 192 keys took 291.1 us on an H200, 263.4 so; with 32 sequences 140.9, 135.8."""
+"""Sequences from which a tile of `attend_one` has 32 keys, as there are programs enough: a layer of Mistral-7B with 128
+sequences of 192 keys took 291.1 us on an H200, 263.4 so; with 32 sequences 140.9, 135.8."""
 MAX_HEAD_DIM = 256
 
 _LOG2E: tl.constexpr = tl.constexpr(LOG2E)
-
-
-def least_split(seqs: int) -> int:
-    """Fewest keys of a split in a step of so many sequences; a batch padded to a power of two has the same.
-
-    A layer of Mistral-7B with 128 sequences of 640 keys took 361 us in splits of 256 and 348 in splits of 1024 (H200).
-    """
-    if seqs < MANY_SEQS:
-        return LEAST_SPLIT
-    return 2 * LEAST_SPLIT if seqs <= 64 else 8 * LEAST_SPLIT
-
-
-def splits_of(kv_len: Array, shortest: int = LEAST_SPLIT, most: int = MOST_SPLITS) -> Array:
-    """How many splits a sequence with one new token has, up to `most`: each `shortest` keys or 2, 4, 8 times that."""
-    least = -(-kv_len // most)
-    split = np.maximum(shortest, 1 << np.frexp(np.maximum(least - 1, 0).astype(np.float64))[1].astype(np.int64))
-    return -(-kv_len // split)
-
-
-def most_splits(keys: int, seqs: int) -> int:
-    """Splits of so many sequences that hold so many keys in all."""
-    return min(cdiv(keys, LEAST_SPLIT) + seqs, MOST_SPLITS * seqs)
 
 
 @dataclass(frozen=True)
@@ -221,6 +200,41 @@ def crowded(one: Tile) -> Tile:
 
 
 @dataclass(frozen=True)
+class Warps:
+    """`attend_warps` with so many key heads a program, keys a warp, and tiles that are on their way or in use."""
+
+    heads: int
+    keys: int
+    stages: int
+
+
+def warps_for(seqs: int, items: int, spec: AttentionSpec, size: int, kind: str) -> Warps | None:
+    """The form of `attend_warps` for so many sequences and items over blocks of `size` keys; None for `attend_one`.
+
+    Microseconds on an H200, of 32 heads over 8 of 128 (others, splits and the forms that lost: docs/kernel-log.md):
+
+    | sequences x keys | 128 x 640 | 64 x 640 | 32 x 640 | 16 x 640 | 4 x 1000 | 1 x 1000 | fp8, 128 x 640 | 1 x 32000 |
+    |---|---|---|---|---|---|---|---|---|
+    | attend_one | 124.7 | 74.9 | 42.3 | 30.5 | 12.8 | 9.6 | 131.6 | 56.9 |
+    | 1 head, 32 keys | 96.8 | 58.5 | 31.3 | 26.5 | 14.0 | 12.4 | 75.9 | 33.0 |
+    | 4 heads, 16 keys | 86.6 | 67.7 | 40.1 | 31.3 | 21.5 | 20.9 | 56.1 | 86.9 |
+    """
+    keys = min(size, 32)
+    wide, share = max(16, power_of_two(spec.head_dim)), power_of_two(spec.n_heads // spec.n_kv)
+    if keys not in (16, 32) or size % keys or wide > 128 or share > 16:
+        return None
+    if kind != "plain" and spec.head_dim != wide:
+        return None  # spills 24 bytes
+    if seqs <= 4 and (kind == "plain" or items <= 16 * seqs):
+        return None
+    if seqs <= 64:
+        return Warps(1, keys, 3 if keys == 32 else 5)
+    if wide == 128 and spec.n_kv % 4 == 0:
+        return Warps(4, 16, 3)
+    return Warps(2 if spec.n_kv % 2 == 0 else 1, keys, 3)
+
+
+@dataclass(frozen=True)
 class _Rotation:
     """What a ROPE_APPEND leaves to the attention behind it."""
 
@@ -274,21 +288,32 @@ def build_attention(site: Site, node: Node) -> Launch:
     rotation = None if before is None else _Rotation.of(site, before)
     by_library = attend_whole.build(site, node)
 
+    # Measured on Hopper alone; the interpreter has it too, for the tests.
+    warps = (site.generation == 9 or INTERPRETED) and site.compute != "float32"
+
     def run(live: Live) -> None:
         if live.single and not apart:
             halves = halved is not None and live.T == 1
-            tile = one if live.S < MANY_SEQS else many_seqs
-            at_once = min(8192, 2048 * tile.warps)
             rotated = None if live.several else rotation
-            given = _none(q) if rotated is None else rotated.arguments()
+            form = warps_for(live.S, live.items, spec, cache.block_size, cache.kind) if warps else None
+            tile = one if live.S < MANY_SEQS else many_seqs
+            kernel: Any = attend_one
+            count, stages, own = tile.warps, 2, {"BLOCK_N": tile.keys}
+            at_once = min(8192, 2048 * count)
+            if form is not None:
+                kernel, count, stages = attend_warps, form.heads, form.stages
+                at_once = 2048  # values of splits, so many stages of which fit beside the keys
+                own = {"H": form.heads, "KEYS": form.keys, "STAGES": stages, "ASM": not INTERPRETED}
             site.launch(
-                attend_one, (live.items, spec.n_kv), target.tensor, target.tensor if halved is None else halved,
-                part.tensor, top_sum.tensor, arrived.tensor, *given, cache.k, cache.v, *cache.both_scales, sinks,
+                kernel, (live.items, spec.n_kv // (1 if form is None else form.heads)), target.tensor,
+                target.tensor if halved is None else halved, part.tensor, top_sum.tensor, arrived.tensor,
+                *(_none(q) if rotated is None else rotated.arguments()), cache.k, cache.v, *cache.both_scales, sinks,
                 query_start.tensor, kv_len.tensor, table.tensor, site.work.table_width.tensor,
                 site.work.item_start.tensor, live.S, scale, spec.cap, spec.window, **switches, SHARE=share,
-                ROTATE=rotated is not None, NEOX=rotated is not None and rotated.neox, BLOCK_M=tile.rows, BLOCK_N=tile.keys,
-                SHORTEST=least_split(live.S), MOST=MOST_SPLITS, AT_ONCE=max(1, at_once // (wide * share)), HALVED=halves,
-                PLAIN=plain or not halves, EARLY=not live.several, warps=tile.warps, early=starts_early(site),
+                ROTATE=rotated is not None, NEOX=rotated is not None and rotated.neox, BLOCK_M=tile.rows,
+                SHORTEST=least_split(live.S), MOST=MOST_SPLITS, AT_ONCE=max(1, at_once // (wide * share)),
+                HALVED=halves, PLAIN=plain or not halves, EARLY=not live.several, **own, warps=count, stages=stages,
+                early=starts_early(site),
             )  # fmt: skip
         if by_library is not None and by_library(live):
             return

@@ -11,8 +11,8 @@ from quarrel.errors import RequestError
 from quarrel.ops.contract import Array
 from quarrel.ops.program import group_input
 from quarrel.ops.step import Limits, StepInputs
-from quarrel.triton_backend.attention import LEAST_SPLIT, MOST_SPLITS, least_split, most_splits, splits_of
 from quarrel.triton_backend.runtime import Live, Slot, Work, cdiv, power_of_two
+from quarrel.triton_backend.splits import MOST_SPLITS, least_split, most_splits, splits_of, splits_of_one
 
 _SAMPLE = ("temperature", "top_k", "top_p", "min_p", "uniform")
 _FLOATS = ("temperature", "top_p", "min_p", "uniform")
@@ -33,12 +33,6 @@ def item_starts(query_start: Array, kv_len: Array) -> Array:
     single = np.diff(query_start) == 1
     splits = splits_of(kv_len, least_split(len(kv_len)))
     return np.concatenate([[0], np.cumsum(np.where(single, splits, 0))]).astype(np.int32)
-
-
-def splits_of_one(keys: int) -> int:
-    """`splits_of` for one sequence."""
-    split = max(LEAST_SPLIT, 1 << max(cdiv(keys, MOST_SPLITS) - 1, 0).bit_length())
-    return cdiv(keys, split)
 
 
 def item_bucket(items: int, seqs: int) -> int:

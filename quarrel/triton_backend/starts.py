@@ -6,18 +6,15 @@ import torch
 import triton
 import triton.language as tl
 
-from quarrel.triton_backend.attention import MOST_SPLITS, least_split
 from quarrel.triton_backend.runtime import launch, power_of_two
+from quarrel.triton_backend.splits import MOST_SPLITS, least_split, split_of
 
 
 @triton.jit(do_not_specialize=["seqs"])
 def start_splits(starts, query_start, kv_len, seqs, SHORTEST: tl.constexpr, MOST: tl.constexpr, B: tl.constexpr):
     s = tl.arange(0, B)
     keys = tl.load(kv_len + s, mask=s < seqs, other=0)
-    least = (keys + MOST - 1) // MOST
-    split = tl.zeros([B], tl.int32) + SHORTEST
-    for _ in tl.static_range(20):  # up to 128 million keys
-        split = tl.where(split < least, split * 2, split)
+    split = tl.maximum(split_of(keys, SHORTEST, MOST), 1)
     total = tl.cumsum((keys + split - 1) // split, 0)
     tl.store(starts + 1 + s, total, mask=s < seqs)
     tl.store(starts + s, 0, mask=s == 0)

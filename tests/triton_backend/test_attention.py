@@ -12,18 +12,21 @@ import torch
 from quarrel.ops import draw
 from quarrel.ops.attention import ATTENTION, ROPE_APPEND, AttentionSpec, RopeAppendSpec
 from quarrel.ops.contract import Array, CacheRef, Case, ConstRef, KVArrays, RawWeight, Value, WeightRef
+from quarrel.ops.kv import KV_TYPES, KVType
 from quarrel.ops.program import Node, Program
 from quarrel.ops.registry import lower
 from quarrel.ops.rope import RopeSpec
-from quarrel.triton_backend.attention import LEAST_SPLIT, MANY_SEQS, tiles
+from quarrel.triton_backend import attention
+from quarrel.triton_backend.attention import MANY_SEQS, Warps, tiles, warps_for
 from quarrel.triton_backend.backend import REGISTRY, TritonBackend
 from quarrel.triton_backend.cache import from_host
 from quarrel.triton_backend.inputs import item_starts
 from quarrel.triton_backend.plan import Plan
 from quarrel.triton_backend.runtime import DTYPES, Live, Slot, Work
 from quarrel.triton_backend.runtime import launch as really
+from quarrel.triton_backend.splits import LEAST_SPLIT
 from quarrel.triton_backend.weights import Weights
-from tests.triton_backend.cases import COMPUTES, error_on
+from tests.triton_backend.cases import COMPUTES, error_of, error_on
 
 SPEC = AttentionSpec(4, 2, 64, 0.125)
 
@@ -41,17 +44,35 @@ def batch(spec: AttentionSpec, lengths: list[tuple[int, int]], seed: int = 0) ->
     return q, starts, kv_len, table, cache
 
 
-@pytest.mark.parametrize("compute", COMPUTES)
+FORMS = (None, Warps(1, 32, 3), Warps(2, 16, 3))
+WAYS = (*((c, None) for c in COMPUTES), *((c, form) for c in COMPUTES[1:] for form in FORMS[1:]))
+
+
+@pytest.fixture(name="form", params=FORMS, ids=lambda form: "attend_one" if form is None else f"{form.heads} heads")
+def _form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes sequences with one new token, however few they are."""
+    monkeypatch.setattr(attention, "warps_for", lambda *_: request.param)
+
+
+@pytest.fixture(name="way", params=WAYS, ids=lambda way: f"{way[0]}-{way[1]}")
+def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An arithmetic, for 16 bits with each of what takes sequences with one new token."""
+    compute, form = request.param
+    monkeypatch.setattr(attention, "warps_for", lambda *_: form)
+    return compute
+
+
 @pytest.mark.parametrize(
     "spec",
     [SPEC, replace(SPEC, window=300), replace(SPEC, cap=10.0), AttentionSpec(6, 2, 80, 0.11, window=700)],
     ids=["plain", "window", "cap", "groups of 3"],
 )
-def test_decode_over_several_splits(backend: TritonBackend, spec: AttentionSpec, compute: Any) -> None:
+def test_decode_over_several_splits(backend: TritonBackend, spec: AttentionSpec, way: Any) -> None:
     inputs = batch(spec, [(1, 1101), (1, LEAST_SPLIT), (1, LEAST_SPLIT + 1), (1, 3)])
-    assert error_on(backend, ATTENTION, spec, inputs, compute) <= ATTENTION.tolerance[compute]
+    assert error_on(backend, ATTENTION, spec, inputs, way) <= ATTENTION.tolerance[way]
 
 
+@pytest.mark.usefixtures("form")
 def test_many_sequences_have_longer_splits(backend: TritonBackend) -> None:
     lengths = [1 + i % 7 for i in range(MANY_SEQS - 3)] + [LEAST_SPLIT + 1, 2 * LEAST_SPLIT, 2 * LEAST_SPLIT + 40]
     inputs = batch(SPEC, [(1, n) for n in lengths])
@@ -59,11 +80,45 @@ def test_many_sequences_have_longer_splits(backend: TritonBackend) -> None:
     assert error_on(backend, ATTENTION, SPEC, inputs, "float16") <= ATTENTION.tolerance["float16"]
 
 
-def test_sinks_over_several_splits(backend: TritonBackend) -> None:
+@pytest.mark.parametrize(
+    ("seqs", "items", "spec", "size", "kind", "want"),
+    [
+        (1, 64, SPEC, 32, "plain", None),
+        (4, 16, SPEC, 32, "fp8", None),
+        (4, 256, SPEC, 32, "fp8", Warps(1, 32, 3)),  # more than 2048 keys a sequence
+        (5, 20, SPEC, 32, "plain", Warps(1, 32, 3)),
+        (64, 64, SPEC, 16, "plain", Warps(1, 16, 5)),
+        (65, 65, SPEC, 64, "plain", Warps(2, 32, 3)),
+        (128, 128, AttentionSpec(32, 8, 128, 0.1), 32, "plain", Warps(4, 16, 3)),
+        (128, 128, AttentionSpec(9, 3, 128, 0.1), 32, "plain", Warps(1, 32, 3)),
+        (128, 128, AttentionSpec(8, 4, 256, 0.1), 32, "plain", None),  # more than its registers hold
+        (128, 128, AttentionSpec(32, 1, 128, 0.1), 32, "plain", None),
+        (32, 32, AttentionSpec(8, 8, 80, 0.1), 32, "plain", Warps(1, 32, 3)),
+        (32, 32, AttentionSpec(8, 8, 80, 0.1), 32, "int8", None),
+        (128, 128, SPEC, 8, "plain", None),
+    ],
+)
+def test_what_takes_sequences_with_one_new_token(
+    seqs: int, items: int, spec: AttentionSpec, size: int, kind: str, want: Warps | None
+) -> None:
+    form = warps_for(seqs, items, spec, size, kind)
+    assert form == want
+    assert form is None or size % form.keys == spec.n_kv % form.heads == 0
+
+
+def test_sinks_over_several_splits(backend: TritonBackend, way: Any) -> None:
     spec = replace(SPEC, sinks=True, window=128)
     _, *_, sinks = ATTENTION.make(Case(spec, {"S": 1, "Q": 1, "KV": 0, "block_size": 32}), np.random.default_rng(0))  # type: ignore[misc]
     inputs = (*batch(spec, [(1, 612), (1, 5), (9, 40)]), sinks)
-    assert error_on(backend, ATTENTION, spec, inputs, "float32") <= ATTENTION.tolerance["float32"]
+    assert error_on(backend, ATTENTION, spec, inputs, way) <= ATTENTION.tolerance[way]
+
+
+@pytest.mark.usefixtures("form")
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("spec", [replace(SPEC, cap=20.0), replace(SPEC, window=150, sinks=True)], ids=["cap", "window"])
+def test_codes_over_several_splits(backend: TritonBackend, spec: AttentionSpec, kind: KVType) -> None:
+    case = Case(spec, {"S": 2, "Q": 1, "KV": 300, "block_size": 32, "kv": KV_TYPES.index(kind)})
+    assert error_of(backend, ATTENTION, case, "float16") <= ATTENTION.tolerance["float16"]
 
 
 def test_decode_and_prefill_in_one_batch(backend: TritonBackend) -> None:
@@ -96,9 +151,9 @@ def test_a_chunk_of_a_prompt_gives_the_same_rows(backend: TritonBackend) -> None
         assert np.array_equal(run(backend, part, "float16"), whole[a:b])
 
 
-def test_nan_in_blocks_of_others_does_not_leak(backend: TritonBackend) -> None:
+def test_nan_in_blocks_of_others_does_not_leak(backend: TritonBackend, way: Any) -> None:
     q, starts, kv_len, table, cache = batch(SPEC, [(1, 40), (5, 20)])
-    want = run(backend, (q, starts, kv_len, table, cache), "float32")
+    want = run(backend, (q, starts, kv_len, table, cache), way)
     used = np.concatenate([table[0, :2], table[1, :1]])
     k, v = (np.where(np.isin(np.arange(len(a)), used)[:, None, None, None], a, np.nan) for a in (cache.k, cache.v))
     # Within a used block, what lies past the sequence's end is not its own either.
@@ -106,21 +161,20 @@ def test_nan_in_blocks_of_others_does_not_leak(backend: TritonBackend) -> None:
         block, offset = table[row, (length - 1) // 32], length % 32
         k[block, offset:], v[block, offset:] = np.nan, np.nan
     poisoned = KVArrays(k.astype(np.float32), v.astype(np.float32))
-    assert np.array_equal(run(backend, (q, starts, kv_len, table, poisoned), "float32"), want)
+    assert np.array_equal(run(backend, (q, starts, kv_len, table, poisoned), way), want)
 
 
-@pytest.mark.parametrize("compute", COMPUTES)
-def test_nan_in_blocks_behind_a_window_does_not_leak(backend: TritonBackend, compute: Any) -> None:
+def test_nan_in_blocks_behind_a_window_does_not_leak(backend: TritonBackend, way: Any) -> None:
     """They are given back, and their places in the table name a block of whoever has it now."""
     spec = replace(SPEC, window=37)
     q, starts, kv_len, table, cache = batch(spec, [(1, 140), (1, 260), (5, 140), (70, 140)])
-    (want,) = backend.run_op(ATTENTION, spec, (q, starts, kv_len, table, cache), compute)
+    (want,) = backend.run_op(ATTENTION, spec, (q, starts, kv_len, table, cache), way)
     unread = table[0, -1]
     for s, new in enumerate(np.diff(starts)):
         table[s, : (kv_len[s] - new + 1 - spec.window) // 32] = unread
     k, v = (a.copy() for a in (cache.k, cache.v))
     k[unread], v[unread] = np.nan, np.nan
-    (got,) = backend.run_op(ATTENTION, spec, (q, starts, kv_len, table, KVArrays(k, v)), compute)
+    (got,) = backend.run_op(ATTENTION, spec, (q, starts, kv_len, table, KVArrays(k, v)), way)
     assert np.array_equal(got, want)  # type: ignore[arg-type]
 
 
@@ -149,8 +203,7 @@ class _NoWeights:
 
 
 @pytest.mark.parametrize("style", ["norm", "neox"])
-@pytest.mark.parametrize("compute", COMPUTES)
-def test_rotating_and_appending_inside_changes_no_bit(style: Any, compute: Any) -> None:
+def test_rotating_and_appending_inside_changes_no_bit(style: Any, way: Any) -> None:
     """A step without prompts leaves both to the attention; the launches by themselves give the same rows and cache."""
     rope = [RopeSpec(style, n, 64, 64, 1.1) for n in (4, 2)]
     values = [Value(i, "act", ("T", 64 * n), name) for i, (n, name) in enumerate(((4, "q"), (2, "k"), (2, "v")))]
@@ -175,8 +228,8 @@ def test_rotating_and_appending_inside_changes_no_bit(style: Any, compute: Any) 
     parts = np.split(given, [256, 384], axis=1)
     found = []
     for several in (False, True):
-        held = from_host(cache, DTYPES[compute], torch.device("cpu"))
-        slots = {v.id: Slot(torch.from_numpy(p.reshape(-1).copy()).to(DTYPES[compute])) for v, p in zip(values, parts)}
+        held = from_host(cache, DTYPES[way], torch.device("cpu"))
+        slots = {v.id: Slot(torch.from_numpy(p.reshape(-1).copy()).to(DTYPES[way])) for v, p in zip(values, parts)}
         slots |= {v.id: Slot(torch.from_numpy(arrays[n].astype(np.int32))) for n, v in ints.items()}
         items = item_starts(starts, kv_len)
         work = Work(Slot(torch.from_numpy(items)), Slot(torch.tensor([table.shape[1]], dtype=torch.int32)))
@@ -188,12 +241,13 @@ def test_rotating_and_appending_inside_changes_no_bit(style: Any, compute: Any) 
 
         choices = lower(Program(nodes, {v.name: v for v in (*values, *ints.values())}, {}, ()), REGISTRY)
         rows = {"T": 3, "S": 3, "R": 3, "items": int(items[-1])}
-        weights = Weights(_NoWeights(), held.k.device, compute)
-        plan = Plan(choices, slots, {y.id}, rows, weights, [held], [], work, compute, held.k.device, launch)
+        weights = Weights(_NoWeights(), held.k.device, way)
+        plan = Plan(choices, slots, {y.id}, rows, weights, [held], [], work, way, held.k.device, launch)
         plan.fill(255)
         for go in plan.launches:
             go(Live(3, 3, 3, True, several, int(items[-1])))
-        assert launched == (["rope_append_rows", "attend_one", "attend_many"] if several else ["attend_one"])
+        name = "attend_one" if attention.warps_for(3, 3, SPEC, 32, "plain") is None else "attend_warps"
+        assert launched == (["rope_append_rows", name, "attend_many"] if several else [name])
         found.append((plan.slots[y.id].tensor.clone(), held.k, held.v))
     for inside, apart in zip(*found, strict=True):
         assert not inside.isnan().any()

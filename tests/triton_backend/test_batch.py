@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from quarrel.gguf import GGMLType
@@ -11,9 +10,8 @@ from quarrel.ops.attention import ATTENTION, AttentionSpec
 from quarrel.ops.contract import Case
 from quarrel.ops.linear import LINEAR, LINEAR_ADD, LinearAddSpec, LinearSpec
 from quarrel.ops.moe import ExpertDownSpec, ExpertUpSpec
-from quarrel.triton_backend import attention, grouped, matmul
+from quarrel.triton_backend import grouped, matmul
 from quarrel.triton_backend.backend import TritonBackend
-from quarrel.triton_backend.runtime import power_of_two
 from tests.triton_backend.cases import error_of
 
 OPS = {**ALL_OPS, **EXTRA_OPS}
@@ -57,15 +55,6 @@ def test_a_weight_in_pieces(backend: TritonBackend, monkeypatch: pytest.MonkeyPa
 )
 def test_attention_over_many_tiles(backend: TritonBackend, case: Case) -> None:
     assert error_of(backend, ATTENTION, case, "float16") <= ATTENTION.tolerance["float16"]
-
-
-def test_splits_follow_the_length_alone() -> None:
-    lengths = np.array([0, 1, 128, 129, 8192, 8193, 32000, 131072])
-    assert attention.splits_of(lengths).tolist() == [0, 1, 1, 2, 64, 33, 63, 64]
-    assert attention.most_splits(8192, 2) == 66
-    # Twice as long for many sequences, and a batch keeps its length when it is padded.
-    assert attention.splits_of(lengths, attention.least_split(33)).tolist() == [0, 1, 1, 1, 32, 33, 63, 64]
-    assert all(attention.least_split(n) == attention.least_split(power_of_two(n)) for n in range(1, 200))
 
 
 @pytest.mark.parametrize("pieces", [False, True])
