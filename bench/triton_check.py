@@ -44,6 +44,12 @@ from tests.models.test_reference_logits import chunk, specify, wanted
 
 COMPUTES: tuple[Compute, ...] = ("float32", "float16", "bfloat16")
 MODEL_LIMITS = {"float32": 1e-5, "float16": 3e-3, "bfloat16": 2e-2}
+# Where two experts all but tie, rounding may choose the other one. In granitehybrid/q4_k_m three of 192 choices are nearer
+# (0.01 to 0.07) than bfloat16's noise in a router's logits (0.08). One that moves puts its row off by a fifth and, through
+# the state, as many as six later ones over the limit. So where experts took other numbers of tokens than in float32, the
+# limit is of all rows but the worst eighth, and the one below of all rows. The reference rounded to bfloat16 has 0.015
+# with none moved, 0.029 to 0.039 with one, 0.054 with all three.
+MOVED_LIMIT = 0.1
 EVERY_OP = (*ALL_OPS.values(), *EXTRA_OPS.values())
 Found = list[dict[str, Any]]
 
@@ -156,8 +162,11 @@ def check_models(cases: Path, share: tuple[int, int], only: str) -> Found:
             ids = np.load(folder / "tokens.npy").reshape(-1).astype(np.int32)
             tensors = Tensors(file)
             program = assemble(specify(file, folder, variant), tensors)
+            exact = None
             for compute in COMPUTES:
-                found.append(one_model(f"{folder.name}/{variant}", program, tensors, ids, want, compute))
+                row = one_model(f"{folder.name}/{variant}", program, tensors, ids, want, compute, exact=exact)
+                exact = exact or row.get("experts")
+                found.append(row)
             layers = list(expert_refs(program))
             if layers and find_spec("llvmlite"):
                 cpu = computing_parts(backend_named("cpu", 1))
@@ -175,7 +184,9 @@ def one_model(
     want: np.ndarray,
     compute: Compute,
     host: HostExperts | None = None,
+    exact: dict[str, list[int]] | None = None,
 ) -> dict[str, Any]:
+    """`exact`: how many tokens each expert took in float32."""
     began = time.perf_counter()
     limits = Limits(len(ids), 4, 16, 32, 16)
     row: dict[str, Any] = {"model": name, "compute": compute, "limit": MODEL_LIMITS[compute]}
@@ -185,7 +196,12 @@ def one_model(
             backend.leave_to_host(host)
         steps = [backend.compile(program, tensors, limits, compute) for backend in backends]
         if "logits" in program.outputs:
-            row["error"] = rel_error(steps[0](sequence(ids), "logits").logits[-len(want) :], want)
+            logits = steps[0](sequence(ids), "logits").logits[-len(want) :]
+            row["experts"] = {path: counts.tolist() for path, counts in steps[0].expert_counts().items()}
+            row["error"] = rel_error(logits, want)
+            if exact and row["experts"] != exact:
+                row["moved_error"] = row["error"]
+                row["error"] = without_worst(logits, want)
             captured, plain = (decode(step, ids) for step in steps)
             row["decode_error"] = rel_error(captured[-len(want) :], want[-len(captured) :])
             row["graph_difference"] = float(np.abs(captured - plain).max())
@@ -200,6 +216,12 @@ def one_model(
     except Exception as error:
         row |= {"error": float("inf"), "raised": f"{type(error).__name__}: {error}"[:600]}
     return row | {"seconds": round(time.perf_counter() - began, 2)}
+
+
+def without_worst(got: np.ndarray, want: np.ndarray) -> float:
+    """The error of all rows but the worst eighth."""
+    kept = np.argsort(((got - want) ** 2).sum(1))[: len(want) - len(want) // 8]
+    return rel_error(got[kept], want[kept])
 
 
 def logprobs_error(steps: Sequence[TritonStep], inputs: StepInputs, logits: np.ndarray) -> float:
@@ -287,6 +309,7 @@ def in_processes(arguments: list[str], jobs: int) -> Found:
 def fine(row: dict[str, Any]) -> bool:
     return (
         row["error"] <= row["limit"]
+        and row.get("moved_error", 0.0) <= MOVED_LIMIT
         and row.get("decode_error", 0.0) <= row["limit"]
         and row.get("graph_difference", 0.0) == 0.0
         and row.get("logprobs_error", 0.0) <= 1e-4
