@@ -13,7 +13,7 @@ import triton.language as tl
 from quarrel.triton_backend.codes import as_values
 from quarrel.triton_backend.elementwise import tanh
 from quarrel.triton_backend.halved import store_halved
-from quarrel.triton_backend.rope import cache_row, sin_cos
+from quarrel.triton_backend.rope import cache_row, sin_cos, turned
 from quarrel.triton_backend.splits import PLACES, split_of
 
 LOG2E = 1.4426950408889634
@@ -74,7 +74,8 @@ def rotated(
         first, second = i * 2, i * 2 + 1
     a = tl.load(x + at[:, None] + first, mask=ok[:, None], other=0.0).to(tl.float32)
     b = tl.load(x + at[:, None] + second, mask=ok[:, None], other=0.0).to(tl.float32)
-    both = tl.join((a * cos - b * sin) * magnitude, (a * sin + b * cos) * magnitude)  # [M, HALF, 2]
+    low, high = turned(a, b, sin, cos, magnitude)
+    both = tl.join(low, high)  # [M, HALF, 2]
     if NEOX:
         both = tl.permute(both, (0, 2, 1))
     return tl.reshape(both, (M, 2 * HALF)).to(to.dtype.element_ty)

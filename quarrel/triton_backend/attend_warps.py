@@ -34,6 +34,16 @@ def _blocks(p_table, key, stop, SIZE: tl.constexpr, H: tl.constexpr, ASM: tl.con
 
 
 @triton.jit
+def _ask(x, block, kv_head, begin, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, LINES: tl.constexpr, KEYS: tl.constexpr,
+         H: tl.constexpr):  # fmt: skip
+    """Asks the second level for a tile, LINES of 128 bytes a head; a tile that is cut short may be asked for whole."""
+    h = tl.arange(0, H)
+    at = ((block * KV_HEADS + kv_head + h) * SIZE + begin % SIZE) * (LINES * 128 // KEYS)
+    where = x.to(tl.int64) + at[:, None] + tl.arange(0, LINES)[None, :] * 128
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [where], tl.int32, False, 1)
+
+
+@triton.jit
 def _values(codes, KIND: tl.constexpr, COMPUTE: tl.constexpr):
     """`as_values`, but codes of fp8 by the device's own conversion, two at a time: 256 times as much."""
     if KIND == "fp8":
@@ -113,7 +123,7 @@ def attend_warps(
     WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, ROTATE: tl.constexpr, NEOX: tl.constexpr,
     SHARE: tl.constexpr, BLOCK_M: tl.constexpr, SHORTEST: tl.constexpr, MOST: tl.constexpr, AT_ONCE: tl.constexpr,
     HALVED: tl.constexpr, PLAIN: tl.constexpr, EARLY: tl.constexpr, KIND: tl.constexpr, COMPUTE: tl.constexpr,
-    PDL: tl.constexpr, H: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+    PDL: tl.constexpr, H: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr, ASK: tl.constexpr,
 ):  # fmt: skip
     GROUP: tl.constexpr = HEADS // KV_HEADS
     ROWS: tl.constexpr = H * BLOCK_M
@@ -159,6 +169,14 @@ def attend_warps(
         slot = tl.load(p_table + last // SIZE).to(tl.int64) * SIZE + last % SIZE
     new_row = cache_row(slot, kv_head, KV_HEADS, SIZE) + h * SIZE
     to = new_row[:, None] * DIM + d[None, :]  # [H, WIDE]
+    if ASK and ASM and EARLY:
+        LINES: tl.constexpr = KEYS * DIM * keys.dtype.element_ty.primitive_bitwidth // 1024
+        _ask(keys, block, kv_head, start, KV_HEADS, SIZE, LINES, KEYS, H)
+        _ask(values, block, kv_head, start, KV_HEADS, SIZE, LINES, KEYS, H)
+        if start + KEYS < stop:
+            second = _blocks(p_table, start + KEYS, stop, SIZE, H, ASM)
+            _ask(keys, second, kv_head, start + KEYS, KV_HEADS, SIZE, LINES, KEYS, H)
+            _ask(values, second, kv_head, start + KEYS, KV_HEADS, SIZE, LINES, KEYS, H)
     # What is above comes with the step, before its first kernel, or from earlier steps.
     if PDL and EARLY:
         tl.extra.cuda.gdc_wait()

@@ -206,6 +206,7 @@ class Warps:
     heads: int
     keys: int
     stages: int
+    ask: bool = False
 
 
 def warps_for(seqs: int, items: int, spec: AttentionSpec, size: int, kind: str) -> Warps | None:
@@ -303,7 +304,7 @@ def build_attention(site: Site, node: Node) -> Launch:
             if form is not None:
                 kernel, count, stages = attend_warps, form.heads, form.stages
                 at_once = 2048  # values of splits, so many stages of which fit beside the keys
-                own = {"H": form.heads, "KEYS": form.keys, "STAGES": stages, "ASM": not INTERPRETED}
+                own = {"H": form.heads, "KEYS": form.keys, "STAGES": stages, "ASM": not INTERPRETED, "ASK": form.ask}
             site.launch(
                 kernel, (live.items, spec.n_kv // (1 if form is None else form.heads)), target.tensor,
                 target.tensor if halved is None else halved, part.tensor, top_sum.tensor, arrived.tensor,

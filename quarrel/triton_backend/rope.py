@@ -45,6 +45,13 @@ def sin_cos(angle):
 
 
 @triton.jit
+def turned(a, b, sin, cos, magnitude):
+    """Pairs after their rotation; no compiler chooses which product to round, so every kernel has these bits."""
+    sin, cos = tl.broadcast_to(sin, a.shape), tl.broadcast_to(cos, a.shape)
+    return tl.fma(a, cos, -(b * sin)) * magnitude, tl.fma(a, sin, b * cos) * magnitude
+
+
+@triton.jit
 def cache_row(slot, head, HEADS: tl.constexpr, SIZE: tl.constexpr):
     """Index of a head's row in a cache `[blocks, HEADS, SIZE, head_dim]`; slot is block * SIZE + offset, int64."""
     return (slot // SIZE * HEADS + head) * SIZE + slot % SIZE
@@ -68,8 +75,9 @@ def _rotate(
     p_x, p_to = x + source[:, None] * DIM, to + target[:, None] * DIM
     a = tl.load(p_x + first, mask=mask, other=0.0).to(tl.float32)
     b = tl.load(p_x + second, mask=mask, other=0.0).to(tl.float32)
-    tl.store(p_to + first, ((a * cos - b * sin) * magnitude).to(to.dtype.element_ty), mask=mask)
-    tl.store(p_to + second, ((a * sin + b * cos) * magnitude).to(to.dtype.element_ty), mask=mask)
+    low, high = turned(a, b, sin, cos, magnitude)
+    tl.store(p_to + first, low.to(to.dtype.element_ty), mask=mask)
+    tl.store(p_to + second, high.to(to.dtype.element_ty), mask=mask)
     if ROT < DIM:
         j = ROT + tl.arange(0, REST)[None, :]
         mask = ok[:, None] & (j < DIM)
@@ -94,7 +102,7 @@ def _rotate_to_codes(
     p_x, p_to = x + source[:, None] * DIM, to + target[:, None] * DIM
     a = tl.load(p_x + first, mask=mask, other=0.0).to(tl.float32)
     b = tl.load(p_x + second, mask=mask, other=0.0).to(tl.float32)
-    low, high = (a * cos - b * sin) * magnitude, (a * sin + b * cos) * magnitude
+    low, high = turned(a, b, sin, cos, magnitude)
     most, bad = largest(low)
     most_high, bad_high = largest(high)
     most, bad = tl.maximum(most, most_high), bad + bad_high

@@ -13,7 +13,7 @@ import triton.language as tl
 from quarrel.ops.contract import Array
 from quarrel.triton_backend.runtime import cdiv, power_of_two
 
-LEAST_SPLIT, MOST_SPLITS, STEP = 128, 96, 32
+LEAST_SPLIT, MOST_SPLITS, STEP = 128, 64, 32
 PLACES: tl.constexpr = tl.constexpr(power_of_two(MOST_SPLITS))
 _STEP: tl.constexpr = tl.constexpr(STEP)
 
@@ -21,10 +21,9 @@ _STEP: tl.constexpr = tl.constexpr(STEP)
 def least_split(seqs: int) -> int:
     """Fewest keys of a split in a step of so many sequences; a batch padded to a power of two has the same.
 
-    A layer of Mistral-7B with 128 sequences of 640 keys took 361 us in splits of 256 and 348 in splits of 1024 (H200);
-    attention alone with 16 sequences of 640 keys 26.5 in splits of 128 and 19.7 in those of 256, with 4 of 1000 14.0, 15.4.
+    A layer of Mistral-7B with 128 sequences of 640 keys took 361 us in splits of 256 and 348 in splits of 1024 (H200).
     """
-    if seqs <= 4:
+    if seqs <= 16:
         return LEAST_SPLIT
     return 2 * LEAST_SPLIT if seqs <= 64 else 8 * LEAST_SPLIT
 
