@@ -34,8 +34,10 @@ def _blocks(p_table, key, stop, SIZE: tl.constexpr, H: tl.constexpr, ASM: tl.con
 
 
 @triton.jit
-def _ask(x, block, kv_head, begin, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, LINES: tl.constexpr, KEYS: tl.constexpr,
-         H: tl.constexpr):  # fmt: skip
+def _ask(
+    x, block, kv_head, begin, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, LINES: tl.constexpr, KEYS: tl.constexpr,
+    H: tl.constexpr,
+):  # fmt: skip
     """Asks the second level for a tile, LINES of 128 bytes a head; a tile that is cut short may be asked for whole."""
     h = tl.arange(0, H)
     at = ((block * KV_HEADS + kv_head + h) * SIZE + begin % SIZE) * (LINES * 128 // KEYS)
@@ -123,7 +125,7 @@ def attend_warps(
     WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, ROTATE: tl.constexpr, NEOX: tl.constexpr,
     SHARE: tl.constexpr, BLOCK_M: tl.constexpr, SHORTEST: tl.constexpr, MOST: tl.constexpr, AT_ONCE: tl.constexpr,
     HALVED: tl.constexpr, PLAIN: tl.constexpr, EARLY: tl.constexpr, KIND: tl.constexpr, COMPUTE: tl.constexpr,
-    PDL: tl.constexpr, H: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr, ASK: tl.constexpr,
+    PDL: tl.constexpr, H: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     GROUP: tl.constexpr = HEADS // KV_HEADS
     ROWS: tl.constexpr = H * BLOCK_M
@@ -169,7 +171,7 @@ def attend_warps(
         slot = tl.load(p_table + last // SIZE).to(tl.int64) * SIZE + last % SIZE
     new_row = cache_row(slot, kv_head, KV_HEADS, SIZE) + h * SIZE
     to = new_row[:, None] * DIM + d[None, :]  # [H, WIDE]
-    if ASK and ASM and EARLY:
+    if ASM and EARLY:  # the first two tiles, while the queries are not there yet
         LINES: tl.constexpr = KEYS * DIM * keys.dtype.element_ty.primitive_bitwidth // 1024
         _ask(keys, block, kv_head, start, KV_HEADS, SIZE, LINES, KEYS, H)
         _ask(values, block, kv_head, start, KV_HEADS, SIZE, LINES, KEYS, H)

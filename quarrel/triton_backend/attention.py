@@ -206,19 +206,19 @@ class Warps:
     heads: int
     keys: int
     stages: int
-    ask: bool = False
 
 
 def warps_for(seqs: int, items: int, spec: AttentionSpec, size: int, kind: str) -> Warps | None:
     """The form of `attend_warps` for so many sequences and items over blocks of `size` keys; None for `attend_one`.
 
-    Microseconds on an H200, of 32 heads over 8 of 128 (others, splits and the forms that lost: docs/kernel-log.md):
+    Tokens/s of Mistral-7B on an H200, a step of so many sequences that hold so many tokens (`bench/attend_steps.py`; by
+    itself attention of few sequences is as fast in one warp, beside the maps of a step it is not):
 
-    | sequences x keys | 128 x 640 | 64 x 640 | 32 x 640 | 16 x 640 | 4 x 1000 | 1 x 1000 | fp8, 128 x 640 | 1 x 32000 |
-    |---|---|---|---|---|---|---|---|---|
-    | attend_one | 124.7 | 74.9 | 42.3 | 30.5 | 12.8 | 9.6 | 131.6 | 56.9 |
-    | 1 head, 32 keys | 96.8 | 58.5 | 31.3 | 26.5 | 14.0 | 12.4 | 75.9 | 33.0 |
-    | 4 heads, 16 keys | 86.6 | 67.7 | 40.1 | 31.3 | 21.5 | 20.9 | 56.1 | 86.9 |
+    | | 8 x 128 | 8 x 640 | 8 x 4000 | 32 x 128 | 32 x 640 | 32 x 2000 | 64 x 640 | 128 x 128 | 128 x 640 |
+    |---|---|---|---|---|---|---|---|---|---|
+    | attend_one | 3363 | 2987 | 1771 | 7333 | 6212 | 4361 | 8476 | 17889 | 12477 |
+    | 1 head, 32 keys | 2541 | 2497 | 1790 | 6595 | 5755 | 4489 | 8815 | 18322 | 14227 |
+    | 4 heads, 16 keys | | | | | 5521 | | 8359 | 18938 | 14615 |
     """
     keys = min(size, 32)
     wide, share = max(16, power_of_two(spec.head_dim)), power_of_two(spec.n_heads // spec.n_kv)
@@ -226,13 +226,12 @@ def warps_for(seqs: int, items: int, spec: AttentionSpec, size: int, kind: str) 
         return None
     if kind != "plain" and spec.head_dim != wide:
         return None  # spills 24 bytes
-    if seqs <= 4 and (kind == "plain" or items <= 16 * seqs):
-        return None
-    if seqs <= 64:
-        return Warps(1, keys, 3 if keys == 32 else 5)
-    if wide == 128 and spec.n_kv % 4 == 0:
-        return Warps(4, 16, 3)
-    return Warps(2 if spec.n_kv % 2 == 0 else 1, keys, 3)
+    if seqs > 64:
+        if wide == 128 and spec.n_kv % 4 == 0:
+            return Warps(4, 16, 3)
+        return Warps(2 if spec.n_kv % 2 == 0 else 1, keys, 3)
+    # More than 1024 keys a sequence.
+    return Warps(1, keys, 3 if keys == 32 else 5) if seqs > 16 and items > 4 * seqs else None
 
 
 @dataclass(frozen=True)
@@ -304,7 +303,7 @@ def build_attention(site: Site, node: Node) -> Launch:
             if form is not None:
                 kernel, count, stages = attend_warps, form.heads, form.stages
                 at_once = 2048  # values of splits, so many stages of which fit beside the keys
-                own = {"H": form.heads, "KEYS": form.keys, "STAGES": stages, "ASM": not INTERPRETED, "ASK": form.ask}
+                own = {"H": form.heads, "KEYS": form.keys, "STAGES": stages, "ASM": not INTERPRETED}
             site.launch(
                 kernel, (live.items, spec.n_kv // (1 if form is None else form.heads)), target.tensor,
                 target.tensor if halved is None else halved, part.tensor, top_sum.tensor, arrived.tensor,

@@ -84,17 +84,17 @@ def test_many_sequences_have_longer_splits(backend: TritonBackend) -> None:
     ("seqs", "items", "spec", "size", "kind", "want"),
     [
         (1, 64, SPEC, 32, "plain", None),
-        (4, 16, SPEC, 32, "fp8", None),
-        (4, 256, SPEC, 32, "fp8", Warps(1, 32, 3)),  # more than 2048 keys a sequence
-        (5, 20, SPEC, 32, "plain", Warps(1, 32, 3)),
-        (64, 64, SPEC, 16, "plain", Warps(1, 16, 5)),
+        (16, 1024, SPEC, 32, "fp8", None),
+        (64, 256, SPEC, 32, "plain", None),
+        (17, 272, SPEC, 32, "plain", Warps(1, 32, 3)),  # more than 1024 keys a sequence
+        (64, 1024, SPEC, 16, "plain", Warps(1, 16, 5)),
         (65, 65, SPEC, 64, "plain", Warps(2, 32, 3)),
         (128, 128, AttentionSpec(32, 8, 128, 0.1), 32, "plain", Warps(4, 16, 3)),
         (128, 128, AttentionSpec(9, 3, 128, 0.1), 32, "plain", Warps(1, 32, 3)),
         (128, 128, AttentionSpec(8, 4, 256, 0.1), 32, "plain", None),  # more than its registers hold
         (128, 128, AttentionSpec(32, 1, 128, 0.1), 32, "plain", None),
-        (32, 32, AttentionSpec(8, 8, 80, 0.1), 32, "plain", Warps(1, 32, 3)),
-        (32, 32, AttentionSpec(8, 8, 80, 0.1), 32, "int8", None),
+        (32, 512, AttentionSpec(8, 8, 80, 0.1), 32, "plain", Warps(1, 32, 3)),
+        (32, 512, AttentionSpec(8, 8, 80, 0.1), 32, "int8", None),
         (128, 128, SPEC, 8, "plain", None),
     ],
 )
