@@ -35,13 +35,17 @@ def _blocks(p_table, key, stop, SIZE: tl.constexpr, H: tl.constexpr, ASM: tl.con
 
 @triton.jit
 def _ask(
-    x, block, kv_head, begin, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, LINES: tl.constexpr, KEYS: tl.constexpr,
-    H: tl.constexpr,
+    x, block, kv_head, begin, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+    KEYS: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
-    """Asks the second level for a tile, LINES of 128 bytes a head; a tile that is cut short may be asked for whole."""
+    """Asks the second level for a tile, lines of 128 bytes; a tile that is cut short may be asked for whole."""
+    BITS: tl.constexpr = x.dtype.element_ty.primitive_bitwidth
+    LINES: tl.constexpr = (KEYS * DIM * BITS + 1023) // 1024
     h = tl.arange(0, H)
-    at = ((block * KV_HEADS + kv_head + h) * SIZE + begin % SIZE) * (LINES * 128 // KEYS)
-    where = x.to(tl.int64) + at[:, None] + tl.arange(0, LINES)[None, :] * 128
+    at = ((block * KV_HEADS + kv_head + h) * SIZE + begin % SIZE) * (DIM * BITS // 8)
+    # A power of two of them: the last is asked for again where a head is no power of two.
+    line = tl.minimum(tl.arange(0, KEYS * WIDE * BITS // 1024), LINES - 1)
+    where = x.to(tl.int64) + at[:, None] + line[None, :] * 128
     tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [where], tl.int32, False, 1)
 
 
@@ -172,13 +176,12 @@ def attend_warps(
     new_row = cache_row(slot, kv_head, KV_HEADS, SIZE) + h * SIZE
     to = new_row[:, None] * DIM + d[None, :]  # [H, WIDE]
     if ASM and EARLY:  # the first two tiles, while the queries are not there yet
-        LINES: tl.constexpr = KEYS * DIM * keys.dtype.element_ty.primitive_bitwidth // 1024
-        _ask(keys, block, kv_head, start, KV_HEADS, SIZE, LINES, KEYS, H)
-        _ask(values, block, kv_head, start, KV_HEADS, SIZE, LINES, KEYS, H)
+        _ask(keys, block, kv_head, start, KV_HEADS, SIZE, DIM, WIDE, KEYS, H)
+        _ask(values, block, kv_head, start, KV_HEADS, SIZE, DIM, WIDE, KEYS, H)
         if start + KEYS < stop:
             second = _blocks(p_table, start + KEYS, stop, SIZE, H, ASM)
-            _ask(keys, second, kv_head, start + KEYS, KV_HEADS, SIZE, LINES, KEYS, H)
-            _ask(values, second, kv_head, start + KEYS, KV_HEADS, SIZE, LINES, KEYS, H)
+            _ask(keys, second, kv_head, start + KEYS, KV_HEADS, SIZE, DIM, WIDE, KEYS, H)
+            _ask(values, second, kv_head, start + KEYS, KV_HEADS, SIZE, DIM, WIDE, KEYS, H)
     # What is above comes with the step, before its first kernel, or from earlier steps.
     if PDL and EARLY:
         tl.extra.cuda.gdc_wait()
