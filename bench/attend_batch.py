@@ -64,7 +64,7 @@ class Variant:
     shipped: bool = False
     """Whatever the backend takes."""
     shortest: int = 0
-    """Fewest keys of a split, if not what `least_split` says."""
+    """What `least_split` says, if it is to say something else."""
     exact: bool = False
     """As many programs as there is work for; else as a step's graph has."""
 
@@ -369,6 +369,8 @@ def main() -> int:
     loads = [load for load in LOADS if load.name.startswith(tuple(args.loads.split(",")))]
     variants = [v for v in VARIANTS if not args.variants or v.name in args.variants.split("|")]
     jobs = jobs_for(loads, variants)
+    if not jobs:
+        parser.error(f"no variant takes any load: --loads {args.loads or 'all'}, --variants {args.variants or 'all'}")
     if args.list:
         print(*(f"{load.name}: {variant}" for variant, load in jobs), sep="\n")
         return 0

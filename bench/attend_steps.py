@@ -3,7 +3,8 @@
     python bench/attend_steps.py MODEL --out steps.jsonl [--form as-shipped|attend_one|HEADS,KEYS,STAGES] [--shortest KEYS]
                                  [--tests 8@128,32@640] [--rounds 3]
 
-A test is sequences@tokens that they hold. Run it for each form at once with `--rounds 0` first: that compiles.
+A test is sequences@tokens that they hold. Run it for each form at once with `--rounds 0` first: that compiles. Splits of
+other lengths (`--shortest`) are for tests of two sequences and more.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
@@ -32,14 +34,17 @@ def main() -> int:
     parser.add_argument("model")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--form", default="as-shipped")
-    parser.add_argument("--shortest", type=int, help="fewest keys of a split")
+    parser.add_argument("--shortest", type=int, help="what `least_split` says instead")
     parser.add_argument("--tests", default=TESTS)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    given = []
+    given: list[tuple[Any, str, Any]] = []
     if args.form != "as-shipped":
-        form = None if args.form == "attend_one" else Warps(*map(int, args.form.split(",")))
+        numbers = [] if args.form == "attend_one" else args.form.split(",")
+        if len(numbers) not in (0, 3) or not all(n.isdecimal() for n in numbers):
+            parser.error(f"--form {args.form}: wanted as-shipped, attend_one or HEADS,KEYS,STAGES")
+        form = Warps(*map(int, numbers)) if numbers else None
         given.append((attention, "warps_for", lambda *_: form))
     if args.shortest:
         given += [(where, "least_split", lambda seqs: args.shortest) for where in (attention, inputs)]
@@ -47,6 +52,8 @@ def main() -> int:
         Test("decode", args.tokens if args.rounds else 4, int(d), int(n))
         for n, d in (t.split("@") for t in args.tests.split(","))
     ]
+    if args.shortest and any(test.batch == 1 for test in tests):
+        parser.error("--shortest: a step of one sequence has splits of its own, so --tests must have none")
     with replaced(*given), args.out.open("a", encoding="utf-8") as out:
         session = Session(backend("triton"), How(rounds=max(1, args.rounds), checked=False))
         for figure in session.model(args.model, tests):

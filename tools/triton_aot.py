@@ -89,7 +89,7 @@ kernel here and another there by version and target. A kernel that outgrows its 
 META = torch.device("meta")
 TOKENS = (1, 8, 16, 32, 64, 128, 512)
 MANY = tuple(Live(n, n, n, True, False, items) for n, items in ((64, 64), (64, 1024), (128, 128)))
-"""A step of many sequences, one token each."""
+"""Steps of many sequences, one token each."""
 WHOLE = Live(512, 1, 1, False, True, 1, ((0, 0, 512),))
 """A prompt that cuDNN would take."""
 

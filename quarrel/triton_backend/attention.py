@@ -301,6 +301,8 @@ def build_attention(site: Site, node: Node) -> Launch:
             count, stages, own = tile.warps, 2, {"BLOCK_N": tile.keys}
             at_once = min(8192, 2048 * count)
             if form is not None:
+                fits = spec.n_kv % form.heads == 0 and cache.block_size % form.keys == 0
+                assert fits, f"{form} for {spec.n_kv} key heads and blocks of {cache.block_size} keys"
                 kernel, count, stages = attend_warps, form.heads, form.stages
                 at_once = 2048  # values of splits, so many stages of which fit beside the keys
                 own = {"H": form.heads, "KEYS": form.keys, "STAGES": stages, "ASM": not INTERPRETED}

@@ -36,7 +36,7 @@ def item_starts(query_start: Array, kv_len: Array) -> Array:
 
 
 def item_bucket(items: int, seqs: int) -> int:
-    """Items that a graph for so many sequences has programs for: beyond 4096 keys a sequence they no longer grow."""
+    """Items that a graph for so many sequences has programs for: beyond 16 splits a sequence they no longer grow."""
     return next((seqs * each for each in (4, 16) if items <= seqs * each), seqs * MOST_SPLITS)
 
 

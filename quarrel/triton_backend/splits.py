@@ -19,7 +19,7 @@ _STEP: tl.constexpr = tl.constexpr(STEP)
 
 
 def least_split(seqs: int) -> int:
-    """Fewest keys of a split in a step of so many sequences; a batch padded to a power of two has the same.
+    """Most keys of a split, below MOST_SPLITS of them, in a step of so many sequences; a padded batch has the same.
 
     A layer of Mistral-7B with 128 sequences of 640 keys took 361 us in splits of 256 and 348 in splits of 1024 (H200).
     """
@@ -29,7 +29,7 @@ def least_split(seqs: int) -> int:
 
 
 def splits_of(kv_len: Array, shortest: int = LEAST_SPLIT, most: int = MOST_SPLITS) -> Array:
-    """How many splits a sequence with one new token has, up to `most`, of at least `shortest` keys if there are two."""
+    """How many splits a sequence with one new token has, up to `most`: of `shortest` keys or fewer, if so many suffice."""
     count = np.clip(-(-kv_len // shortest), 1, most)
     split = -(-kv_len // (count * STEP)) * STEP
     return -(-kv_len // np.maximum(split, 1))

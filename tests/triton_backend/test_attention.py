@@ -106,6 +106,15 @@ def test_what_takes_sequences_with_one_new_token(
     assert form is None or size % form.keys == spec.n_kv % form.heads == 0
 
 
+def test_heads_or_blocks_that_a_form_does_not_divide_are_not_left_out(
+    backend: TritonBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for form in (Warps(4, 32, 3), Warps(1, 64, 3)):
+        monkeypatch.setattr(attention, "warps_for", lambda *_, form=form: form)
+        with pytest.raises(AssertionError, match="2 key heads and blocks of 32 keys"):
+            run(backend, batch(SPEC, [(1, 70)]), "float16")
+
+
 def test_sinks_over_several_splits(backend: TritonBackend, way: Any) -> None:
     spec = replace(SPEC, sinks=True, window=128)
     _, *_, sinks = ATTENTION.make(Case(spec, {"S": 1, "Q": 1, "KV": 0, "block_size": 32}), np.random.default_rng(0))  # type: ignore[misc]
