@@ -2,9 +2,9 @@
 
 A program has H key heads and as many warps. A batched product gives each warp KEYS keys of one head at a time, which lie in
 one block, so no warp waits for another's maximum or sum: the softmax stays in its registers. Whole tiles are copied to
-shared memory STAGES - 1 ahead of their turn, the numbers of their blocks are loaded a tile earlier still, and the loop masks
-nothing but what a window cuts and what lies beyond a head of no power of two. Arguments, splits, the new key and the sums
-of splits are those of `attend_one`.
+shared memory STAGES - 1 ahead of their turn, the numbers of their blocks are loaded a tile earlier still, and the loop
+masks nothing but what a window cuts and what lies beyond a head of no power of two. Arguments, splits, the new key and the
+sums of splits are those of `attend_one`.
 """
 
 from __future__ import annotations
