@@ -63,15 +63,15 @@ class Variant:
     form: Warps | None = None
     shipped: bool = False
     """Whatever the backend takes."""
-    shortest: int = 0
-    """What `least_split` says, if it is to say something else."""
+    split: int = 0
+    """What `split_keys` says, if it is to say something else."""
     exact: bool = False
     """As many programs as there is work for; else as a step's graph has."""
 
     def takes(self, load: Load) -> bool:
         """Whether it can, and differs: one sequence has splits of its own."""
         fits = self.form is None or load.spec.n_kv % self.form.heads == 0
-        return fits and not (self.shortest and load.seqs == 1)
+        return fits and not (self.split and load.seqs == 1)
 
 
 VARIANTS = (
@@ -84,9 +84,9 @@ VARIANTS = (
     Variant("two heads of 16, 4 stages", Warps(2, 16, 4)),
     Variant("four heads of 16, 3 stages", Warps(4, 16, 3)),
     Variant("four heads of 32, 2 stages", Warps(4, 32, 2)),
-    Variant("one head, splits of 128", Warps(1, 32, 3), shortest=128),
-    Variant("one head, splits of 512", Warps(1, 32, 3), shortest=512),
-    Variant("two heads, splits of 512", Warps(2, 32, 3), shortest=512),
+    Variant("one head, splits of 128", Warps(1, 32, 3), split=128),
+    Variant("one head, splits of 512", Warps(1, 32, 3), split=512),
+    Variant("two heads, splits of 512", Warps(2, 32, 3), split=512),
     Variant("as shipped, no empty programs", shipped=True, exact=True),
 )
 """The most wanted first."""
@@ -172,8 +172,8 @@ def tried(variant: Variant) -> Iterator[list[Any]]:
     given: list[tuple[Any, str, Any]] = [(attention, k.__name__, kept(k)) for k in (attend_one, attend_warps)]
     if not variant.shipped:
         given.append((attention, "warps_for", lambda *_: variant.form))
-    if variant.shortest:
-        given += [(where, "least_split", lambda seqs: variant.shortest) for where in (attention, inputs)]
+    if variant.split:
+        given += [(where, "split_keys", lambda seqs: variant.split) for where in (attention, inputs)]
     with replaced(*given):
         yield made
 
@@ -309,7 +309,7 @@ def jobs_for(loads: Sequence[Load], variants: Sequence[Variant] = VARIANTS) -> l
     """Loads of other kernels first, as those of the same kernels need nothing compiled afterwards."""
     firsts: dict[Any, Load] = {}
     for load in loads:
-        firsts.setdefault((load.spec, load.kv, attention.least_split(load.seqs)), load)
+        firsts.setdefault((load.spec, load.kv, attention.split_keys(load.seqs)), load)
     order = [*firsts.values(), *(load for load in loads if load not in firsts.values())]
     return [(variant, load) for load in order for variant in variants if variant.takes(load)]
 

@@ -1,10 +1,10 @@
 """Decoding steps of a model with one form of attention or another: `attend_batch.py` cannot see what runs beside it.
 
-    python bench/attend_steps.py MODEL --out steps.jsonl [--form as-shipped|attend_one|HEADS,KEYS,STAGES] [--shortest KEYS]
+    python bench/attend_steps.py MODEL --out steps.jsonl [--form as-shipped|attend_one|HEADS,KEYS,STAGES] [--split KEYS]
                                  [--tests 8@128,32@640] [--rounds 3]
 
 A test is sequences@tokens that they hold. Run it for each form at once with `--rounds 0` first: that compiles. Splits of
-other lengths (`--shortest`) are for tests of two sequences and more.
+other lengths (`--split`) are for tests of two sequences and more.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> int:
     parser.add_argument("model")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--form", default="as-shipped")
-    parser.add_argument("--shortest", type=int, help="what `least_split` says instead")
+    parser.add_argument("--split", type=int, help="what `split_keys` says instead")
     parser.add_argument("--tests", default=TESTS)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
@@ -46,18 +46,18 @@ def main() -> int:
             parser.error(f"--form {args.form}: wanted as-shipped, attend_one or HEADS,KEYS,STAGES")
         form = Warps(*map(int, numbers)) if numbers else None
         given.append((attention, "warps_for", lambda *_: form))
-    if args.shortest:
-        given += [(where, "least_split", lambda seqs: args.shortest) for where in (attention, inputs)]
+    if args.split:
+        given += [(where, "split_keys", lambda seqs: args.split) for where in (attention, inputs)]
     tests = [
         Test("decode", args.tokens if args.rounds else 4, int(d), int(n))
         for n, d in (t.split("@") for t in args.tests.split(","))
     ]
-    if args.shortest and any(test.batch == 1 for test in tests):
-        parser.error("--shortest: a step of one sequence has splits of its own, so --tests must have none")
+    if args.split and any(test.batch == 1 for test in tests):
+        parser.error("--split: a step of one sequence has splits of its own, so --tests must have none")
     with replaced(*given), args.out.open("a", encoding="utf-8") as out:
         session = Session(backend("triton"), How(rounds=max(1, args.rounds), checked=False))
         for figure in session.model(args.model, tests):
-            row = {"form": args.form, "shortest": args.shortest, "test": figure.test, "tokens_s": round(figure.speed, 1)}
+            row = {"form": args.form, "split": args.split, "test": figure.test, "tokens_s": round(figure.speed, 1)}
             print(json.dumps(row), flush=True)
             if args.rounds:
                 print(json.dumps(row), file=out, flush=True)

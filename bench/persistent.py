@@ -234,7 +234,7 @@ def first_half(state: State, i: int) -> Iterator[Call]:
     constants = {
         "HEADS": s.heads, "KV_HEADS": s.kv_heads, "DIM": s.dim, "WIDE": s.dim, "SIZE": s.size, "WINDOW": False,
         "CAP": False, "SINKS": False, "ROTATE": True, "NEOX": False, "SHARE": share, "BLOCK_M": 16, "BLOCK_N": 64,
-        "SHORTEST": 128, "MOST": 64, "AT_ONCE": max(1, 8192 // (s.dim * share)), "HALVED": True, "PLAIN": False,
+        "SPLIT": 128, "MOST": 64, "AT_ONCE": max(1, 8192 // (s.dim * share)), "HALVED": True, "PLAIN": False,
         "EARLY": True, "KIND": "plain", "COMPUTE": tl.float16, "PDL": True,
     }  # fmt: skip
     yield Call(attend_one, (1, s.kv_heads), args, tuple(constants.items()), 4, True)

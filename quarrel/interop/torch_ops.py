@@ -29,7 +29,7 @@ from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP, ExpertDownSpec, ExpertUpSpec
 from quarrel.ops.norm import NORM, NormSpec
 from quarrel.triton_backend.pack import LAYOUTS, Packed, packed_bytes, put, view
 from quarrel.triton_backend.runtime import Cache, Live, Slot, Work
-from quarrel.triton_backend.splits import MOST_SPLITS, least_split
+from quarrel.triton_backend.splits import MOST_SPLITS, split_keys
 from quarrel.triton_backend.starts import split_starts
 
 FORMATS_TAKEN = tuple(type.name for type in LAYOUTS)
@@ -167,11 +167,11 @@ def attention_decode(
 ) -> torch.Tensor:
     """Each sequence's newest token, whose key is in the cache already."""
     seqs = q.shape[0]
-    shortest = least_split(seqs)
+    split = split_keys(seqs)
     lengths = kv_len.to(torch.int32).contiguous()
     with on(q.device):
         starts, query_start = split_starts(lengths)
-    most = min(MOST_SPLITS, -(-block_table.shape[1] * k_cache.shape[2] // shortest))
+    most = min(MOST_SPLITS, -(-block_table.shape[1] * k_cache.shape[2] // split))
     live = Live(seqs, seqs, seqs, single=True, several=False, items=seqs * most)
     return _attend(q, k_cache, v_cache, block_table, lengths, query_start, starts, live, scale, window, cap)
 

@@ -128,7 +128,7 @@ def attend_warps(
     v_scales, sinks, query_start, kv_len, table, table_width, item_start, seqs, scale, cap, window,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, ROTATE: tl.constexpr, NEOX: tl.constexpr,
-    SHARE: tl.constexpr, BLOCK_M: tl.constexpr, SHORTEST: tl.constexpr, MOST: tl.constexpr, AT_ONCE: tl.constexpr,
+    SHARE: tl.constexpr, BLOCK_M: tl.constexpr, SPLIT: tl.constexpr, MOST: tl.constexpr, AT_ONCE: tl.constexpr,
     HALVED: tl.constexpr, PLAIN: tl.constexpr, EARLY: tl.constexpr, KIND: tl.constexpr, COMPUTE: tl.constexpr,
     PDL: tl.constexpr, H: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
@@ -149,7 +149,7 @@ def attend_warps(
     first_item = tl.load(item_start + seq)
     splits = tl.load(item_start + seq + 1) - first_item
     n_keys = tl.load(kv_len + seq)
-    split = split_of(n_keys, SHORTEST, MOST)
+    split = split_of(n_keys, SPLIT, MOST)
     start = (item - first_item) * split
     newest = start + split >= n_keys
     last = n_keys - 1

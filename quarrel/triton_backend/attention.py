@@ -28,7 +28,7 @@ from quarrel.triton_backend.codes import TL_TYPES, as_values
 from quarrel.triton_backend.elementwise import tanh
 from quarrel.triton_backend.rope import joined
 from quarrel.triton_backend.runtime import INTERPRETED, Launch, Live, Site, Slot, power_of_two, starts_early
-from quarrel.triton_backend.splits import MOST_SPLITS, least_split
+from quarrel.triton_backend.splits import MOST_SPLITS, split_keys
 
 MANY_SEQS = 17
 """Sequences from which a tile of `attend_one` has 32 keys, as there are programs enough: a layer of Mistral-7B with 128
@@ -313,7 +313,7 @@ def build_attention(site: Site, node: Node) -> Launch:
                 query_start.tensor, kv_len.tensor, table.tensor, site.work.table_width.tensor,
                 site.work.item_start.tensor, live.S, scale, spec.cap, spec.window, **switches, SHARE=share,
                 ROTATE=rotated is not None, NEOX=rotated is not None and rotated.neox, BLOCK_M=tile.rows,
-                SHORTEST=least_split(live.S), MOST=MOST_SPLITS, AT_ONCE=max(1, at_once // (wide * share)),
+                SPLIT=split_keys(live.S), MOST=MOST_SPLITS, AT_ONCE=max(1, at_once // (wide * share)),
                 HALVED=halves, PLAIN=plain or not halves, EARLY=not live.several, **own, warps=count, stages=stages,
                 early=starts_early(site),
             )  # fmt: skip

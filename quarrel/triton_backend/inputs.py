@@ -12,7 +12,7 @@ from quarrel.ops.contract import Array
 from quarrel.ops.program import group_input
 from quarrel.ops.step import Limits, StepInputs
 from quarrel.triton_backend.runtime import Live, Slot, Work, cdiv, power_of_two
-from quarrel.triton_backend.splits import MOST_SPLITS, least_split, most_splits, splits_of, splits_of_one
+from quarrel.triton_backend.splits import MOST_SPLITS, most_splits, split_keys, splits_of, splits_of_one
 
 _SAMPLE = ("temperature", "top_k", "top_p", "min_p", "uniform")
 _FLOATS = ("temperature", "top_p", "min_p", "uniform")
@@ -31,7 +31,7 @@ def item_starts(query_start: Array, kv_len: Array) -> Array:
         one = int(query_start[1]) - int(query_start[0]) == 1
         return np.array([0, splits_of_one(int(kv_len[0])) if one else 0], np.int32)
     single = np.diff(query_start) == 1
-    splits = splits_of(kv_len, least_split(len(kv_len)))
+    splits = splits_of(kv_len, split_keys(len(kv_len)))
     return np.concatenate([[0], np.cumsum(np.where(single, splits, 0))]).astype(np.int32)
 
 

@@ -7,14 +7,14 @@ import triton
 import triton.language as tl
 
 from quarrel.triton_backend.runtime import launch, power_of_two
-from quarrel.triton_backend.splits import MOST_SPLITS, least_split, split_of
+from quarrel.triton_backend.splits import MOST_SPLITS, split_keys, split_of
 
 
 @triton.jit(do_not_specialize=["seqs"])
-def start_splits(starts, query_start, kv_len, seqs, SHORTEST: tl.constexpr, MOST: tl.constexpr, B: tl.constexpr):
+def start_splits(starts, query_start, kv_len, seqs, SPLIT: tl.constexpr, MOST: tl.constexpr, B: tl.constexpr):
     s = tl.arange(0, B)
     keys = tl.load(kv_len + s, mask=s < seqs, other=0)
-    split = tl.maximum(split_of(keys, SHORTEST, MOST), 1)
+    split = tl.maximum(split_of(keys, SPLIT, MOST), 1)
     total = tl.cumsum((keys + split - 1) // split, 0)
     tl.store(starts + 1 + s, total, mask=s < seqs)
     tl.store(starts + s, 0, mask=s == 0)
@@ -26,6 +26,6 @@ def split_starts(kv_len: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     queries; both `[S + 1]`."""
     seqs = kv_len.shape[0]
     starts, query_start = (torch.empty(seqs + 1, dtype=torch.int32, device=kv_len.device) for _ in range(2))
-    shortest, width = least_split(seqs), power_of_two(seqs + 1)
-    launch(start_splits, (1,), starts, query_start, kv_len, seqs, SHORTEST=shortest, MOST=MOST_SPLITS, B=width)
+    split, width = split_keys(seqs), power_of_two(seqs + 1)
+    launch(start_splits, (1,), starts, query_start, kv_len, seqs, SPLIT=split, MOST=MOST_SPLITS, B=width)
     return starts, query_start

@@ -24,7 +24,7 @@ from quarrel.triton_backend.inputs import item_starts
 from quarrel.triton_backend.plan import Plan
 from quarrel.triton_backend.runtime import DTYPES, Live, Slot, Work
 from quarrel.triton_backend.runtime import launch as really
-from quarrel.triton_backend.splits import LEAST_SPLIT
+from quarrel.triton_backend.splits import SPLIT
 from quarrel.triton_backend.weights import Weights
 from tests.triton_backend.cases import COMPUTES, error_of, error_on
 
@@ -68,13 +68,13 @@ def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any
     ids=["plain", "window", "cap", "groups of 3"],
 )
 def test_decode_over_several_splits(backend: TritonBackend, spec: AttentionSpec, way: Any) -> None:
-    inputs = batch(spec, [(1, 1101), (1, LEAST_SPLIT), (1, LEAST_SPLIT + 1), (1, 3)])
+    inputs = batch(spec, [(1, 1101), (1, SPLIT), (1, SPLIT + 1), (1, 3)])
     assert error_on(backend, ATTENTION, spec, inputs, way) <= ATTENTION.tolerance[way]
 
 
 @pytest.mark.usefixtures("form")
 def test_many_sequences_have_longer_splits(backend: TritonBackend) -> None:
-    lengths = [1 + i % 7 for i in range(MANY_SEQS - 3)] + [LEAST_SPLIT + 1, 2 * LEAST_SPLIT, 2 * LEAST_SPLIT + 40]
+    lengths = [1 + i % 7 for i in range(MANY_SEQS - 3)] + [SPLIT + 1, 2 * SPLIT, 2 * SPLIT + 40]
     inputs = batch(SPEC, [(1, n) for n in lengths])
     assert item_starts(inputs[1], inputs[2])[-1] == MANY_SEQS + 1
     assert error_on(backend, ATTENTION, SPEC, inputs, "float16") <= ATTENTION.tolerance["float16"]
@@ -197,7 +197,7 @@ def test_keys_of_a_tile_follow_from_the_head_alone() -> None:
     for compute in ("float32", "float16", "bfloat16"):
         for dim in (16, 64, 80, 96, 128, 256):
             decode, prefill = tiles(compute, dim, 8)  # type: ignore[arg-type]
-            assert LEAST_SPLIT % decode.keys == LEAST_SPLIT % prefill.keys == 0
+            assert SPLIT % decode.keys == SPLIT % prefill.keys == 0
 
 
 def run(backend: TritonBackend, inputs: tuple[Any, ...], compute: Any) -> Array:
@@ -224,7 +224,7 @@ def test_rotating_and_appending_inside_changes_no_bit(style: Any, way: Any) -> N
         Node(ROPE_APPEND, RopeAppendSpec(*rope), (*values, ints["positions"], freq, ints["slots"], CacheRef(0)), (turned,)),
         Node(ATTENTION, SPEC, (turned, *(ints[n] for n in names[2:]), CacheRef(0)), (y,)),
     )
-    _, starts, kv_len, table, cache = batch(SPEC, [(1, LEAST_SPLIT + 9), (1, 1), (1, 66)])
+    _, starts, kv_len, table, cache = batch(SPEC, [(1, SPLIT + 9), (1, 1), (1, 66)])
     last = kv_len - 1
     arrays = {
         "positions": last,
