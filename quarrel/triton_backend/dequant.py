@@ -7,7 +7,7 @@ Where the step says `float8`, both sides of the product are rounded to E4M3 firs
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import triton
@@ -22,6 +22,7 @@ from quarrel.triton_backend.runtime import DTYPES, Launch, Live, Site, Slot, cdi
 PIECE = 64 << 20
 """Values that are decoded at once: 128 MiB of scratch."""
 _TILE = 256  # blocks a program
+Decode = Callable[[int, int, torch.Tensor], None]
 
 
 @triton.jit
@@ -47,16 +48,20 @@ def plain(weight: Packed, compute: str) -> torch.Tensor | None:
     return None
 
 
-def decode(site: Site, weight: Packed, begin: int, end: int, out: torch.Tensor) -> None:
-    """Rows begin to end to `out`, flat."""
+def decoder(site: Site, weight: Packed) -> Decode:
+    """Decodes rows begin to end of the weight to a flat array."""
     blocks = weight.k // 32
     wide = next(w for w in (128, 64, 32, 16, 8, 4, 2, 1) if blocks % w == 0)
     rows = _TILE // wide
-    site.launch(
-        decode_rows, (cdiv(end - begin, rows), blocks // wide), out, *weight.planes, begin, end, K=weight.k,
-        FORMAT=weight.format, FAST=is_fast(weight.format, site.compute, wide), COMPUTE=TL_TYPES[site.compute],
-        R=rows, B=wide, warps=4, stages=1,
-    )  # fmt: skip
+    fast = is_fast(weight.format, site.compute, wide)
+
+    def run(begin: int, end: int, out: torch.Tensor) -> None:
+        site.launch(
+            decode_rows, (cdiv(end - begin, rows), blocks // wide), out, *weight.planes, begin, end, K=weight.k,
+            FORMAT=weight.format, FAST=fast, COMPUTE=TL_TYPES[site.compute], R=rows, B=wide, warps=4, stages=1,
+        )  # fmt: skip
+
+    return run
 
 
 def _rows_at_once(weight: Packed) -> int:
@@ -89,6 +94,8 @@ def linears(
         _Map(site, y, w, bias, site.codes(w) if eight and float8.takes(w) else None, residual, alpha, scratch)
         for y, w, bias in maps
     ]
+    rounds = any(part.codes is not None for part in parts)
+    dtype = DTYPES[compute]
 
     def run(live: Live) -> None:
         count = live.count(axis)
@@ -97,11 +104,13 @@ def linears(
         if x.tensor.device.type == "meta":  # kernels are being listed; the library's are not ours
             for part in parts:
                 if part.whole is None:
-                    decode(site, part.weight, 0, part.rows, scratch.tensor)
+                    part.decode(0, part.rows, scratch.tensor)
             return
-        # Hidden states that are wanted as they are come in float32; `matmul.py` rounds them too.
-        x_rows = x.tensor[: count * k].view(count, k).to(DTYPES[compute])
-        x8 = float8.rounded(x_rows, site.launch) if any(part.codes is not None for part in parts) else None
+        x_rows = x.tensor[: count * k].view(count, k)
+        if x_rows.dtype != dtype:
+            # Hidden states that are wanted as they are come in float32; `matmul.py` rounds them too.
+            x_rows = x_rows.to(dtype)
+        x8 = float8.rounded(x_rows, site.launch) if rounds else None
         for part in parts:
             if part.codes is not None and x8 is not None:
                 part.coarse(x8, count)
@@ -120,6 +129,7 @@ class _Map:
     ) -> None:  # fmt: skip
         self.site, self.y, self.weight, self.bias, self.codes = site, y, weight, bias, codes
         self.residual, self.alpha, self.scratch = residual, alpha, scratch
+        self.decode = decoder(site, weight)
         self.whole = plain(weight, site.compute)
         self.rows = weight.n if self.whole is not None else _rows_at_once(weight)
         self.rounded = None if bias is None else bias.to(DTYPES[site.compute])
@@ -130,20 +140,18 @@ class _Map:
         for begin in range(0, n, self.rows):
             end = min(begin + self.rows, n)
             if self.whole is None:
-                decode(self.site, self.weight, begin, end, self.scratch.tensor)
+                self.decode(begin, end, self.scratch.tensor)
                 yield begin, end, self.scratch.tensor[: (end - begin) * k].view(end - begin, k)
             else:
                 yield begin, end, self.whole
 
     def exact(self, x: torch.Tensor, count: int) -> None:
-        out, before = self._places(count)
+        given = (*self._places(count), self.bias, self.rounded)
         for begin, end, part in self._pieces():
-            here = slice(begin, end)
-            _product(
-                x, part.T, out[:, here], None if before is None else before[:, here],
-                None if self.bias is None else self.bias[here], None if self.rounded is None else self.rounded[here],
-                self.alpha,
-            )  # fmt: skip
+            # Slices of all there is would cost the host as much as a third of a launch.
+            whole = end - begin == self.weight.n
+            here = given if whole else tuple(None if t is None else t[..., begin:end] for t in given)
+            _product(x, part.T, *here, self.alpha)
 
     def coarse(self, x: float8.Codes, count: int) -> None:
         assert self.codes is not None

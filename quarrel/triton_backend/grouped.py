@@ -16,7 +16,7 @@ import triton.language as tl
 
 from quarrel.ops.contract import Compute
 from quarrel.triton_backend.attention import find
-from quarrel.triton_backend.dequant import decode
+from quarrel.triton_backend.dequant import decoder
 from quarrel.triton_backend.elementwise import activate
 from quarrel.triton_backend.half import is_fast
 from quarrel.triton_backend.matmul import TL_TYPES, walk
@@ -113,6 +113,7 @@ class Grouped:
         self._held = stacks[0].format == {"float16": "F16", "bfloat16": "BF16"}[site.compute]
         width = 1 if self._held else self._at_once * self._n * self._k
         self._scratch = [site.scratch("one", width, DTYPES[site.compute]) for _ in stacks]
+        self._decoders = [decoder(site, stack) for stack in stacks]
 
     def __call__(self, y: Slot, x: Slot, order: Slot, starts: Slot, pairs: int, per_token: int) -> None:
         """y `[pairs, n]` from rows of x, of which `per_token` pairs share one."""
@@ -131,8 +132,8 @@ class Grouped:
             return
         for first in range(0, self._experts, self._at_once):
             count = min(self._at_once, self._experts - first)
-            for stack, scratch in zip(self._stacks, self._scratch, strict=True):
-                decode(self._site, stack, first * self._n, (first + count) * self._n, scratch.tensor)
+            for decode, scratch in zip(self._decoders, self._scratch, strict=True):
+                decode(first * self._n, (first + count) * self._n, scratch.tensor)
             stacks = [(s.tensor, s.tensor, s.tensor, s.tensor) for s in self._scratch]
             self._launch(y, x, order, starts, pairs, per_token, first, count, format, stacks, tile)
 

@@ -219,14 +219,14 @@ def build_rope(site: Site, node: Node) -> Launch:
     source, position, target = site.slot(x), site.slot(positions), site.slot(node.outputs[0])  # type: ignore[arg-type]
     table = site.const(freq)  # type: ignore[arg-type]
     axis, _ = dims(node.outputs[0])
-    rows = _rows_each(spec.head_dim)
+    rows, shape = _rows_each(spec.head_dim), _shape(spec)
 
     def run(live: Live) -> None:
         count = live.count(axis)
         site.launch(
             rope_rows, (cdiv(count * spec.n_heads, rows),),
             target.tensor, source.tensor, position.tensor, table, spec.magnitude, count,
-            HEADS=spec.n_heads, **_shape(spec), R=rows,
+            HEADS=spec.n_heads, **shape, R=rows,
         )  # fmt: skip
 
     return run
@@ -262,6 +262,7 @@ def build_rope_append(site: Site, node: Node) -> Launch:
     axis, _ = dims(node.outputs[0])
     rows = _rows_each(spec.q.head_dim)
     heads = max(spec.q.n_heads, spec.k.n_heads)
+    shape = {**_shape(spec.q), "WIDE": power_of_two(spec.k.head_dim)}
     left = joined(site, node.outputs[0], cache) is not None
 
     def run(live: Live) -> None:
@@ -273,8 +274,8 @@ def build_rope_append(site: Site, node: Node) -> Launch:
             target.tensor, cache.k, cache.v, *cache.both_scales, q.tensor, k.tensor, v.tensor, positions.tensor, table,
             slots.tensor,
             spec.q.magnitude, spec.k.magnitude, count,
-            Q_HEADS=spec.q.n_heads, HEADS=spec.k.n_heads, SIZE=cache.block_size, **_shape(spec.q),
-            WIDE=power_of_two(spec.k.head_dim), R=rows, KIND=cache.kind, early=starts_early(site),
+            Q_HEADS=spec.q.n_heads, HEADS=spec.k.n_heads, SIZE=cache.block_size, **shape,
+            R=rows, KIND=cache.kind, early=starts_early(site),
         )  # fmt: skip
 
     return run

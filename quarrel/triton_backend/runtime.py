@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -111,12 +111,18 @@ class Launcher(Protocol):
     ) -> None: ...
 
 
-def options(warps: int, stages: int, early: bool | None = None) -> dict[str, Any]:
+@cache
+def options(warps: int, stages: int, early: bool | None = None) -> Mapping[str, Any]:
     """What the compiler is told."""
     told = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
     return told | {"launch_pdl": True} if early else told
 
 
+# The interpreter is NumPy, which warns where a GPU goes on: at infinities and in lanes that a mask throws away.
+_without_warnings = np.errstate(all="ignore") if INTERPRETED else lambda function: function
+
+
+@_without_warnings
 def launch(
     kernel: Any, grid: Grid, *args: Any, warps: int = 4, stages: int = 2, early: bool | None = None, **constants: Any
 ) -> None:
@@ -129,9 +135,8 @@ def launch(
         return
     if early is not None:
         constants["PDL"] = early
-    # The interpreter is NumPy, which warns where a GPU goes on: at infinities and in lanes that a mask throws away.
-    with np.errstate(all="ignore") if INTERPRETED else nullcontext():
-        kernel[grid](*args, **constants, **options(warps, stages, early))
+    # Behind `kernel[grid]` is this too, and one call more; the device waits for the launches of a prompt.
+    kernel.run(*args, grid=grid, warmup=False, **constants, **options(warps, stages, early))
 
 
 @dataclass(frozen=True)
