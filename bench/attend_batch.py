@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -163,11 +164,7 @@ def tried(variant: Variant) -> Iterator[list[Any]]:
     made: list[Any] = []
 
     def kept(kernel: Any) -> Any:
-        class Kept:
-            def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-                return lambda *given, **told: made.append(kernel[grid](*given, **told))
-
-        return Kept()
+        return SimpleNamespace(run=lambda *given, **told: made.append(kernel.run(*given, **told)))
 
     given: list[tuple[Any, str, Any]] = [(attention, k.__name__, kept(k)) for k in (attend_one, attend_warps)]
     if not variant.shipped:

@@ -276,8 +276,8 @@ class Skipping:
     def __init__(self, kernel: Any, skips: Callable[..., bool]) -> None:
         self._kernel, self._skips = kernel, skips
 
-    def __getitem__(self, grid: Any) -> Callable[..., Any]:
-        return lambda *given, **named: None if self._skips(*given, **named) else self._kernel[grid](*given, **named)
+    def run(self, *given: Any, **named: Any) -> Any:
+        return None if self._skips(*given, **named) else self._kernel.run(*given, **named)
 
 
 class Kernel:
@@ -286,8 +286,8 @@ class Kernel:
     def __init__(self, kernel: Any, registers: int) -> None:
         self._kernel, self._registers = kernel, registers
 
-    def __getitem__(self, grid: Any) -> Callable[..., Any]:
-        return lambda *given, **named: self._kernel[grid](*given, maxnreg=self._registers, **named)
+    def run(self, *given: Any, **named: Any) -> Any:
+        return self._kernel.run(*given, maxnreg=self._registers, **named)
 
 
 class Loaded:
