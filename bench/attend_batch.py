@@ -11,7 +11,6 @@ line of JSON each as it comes.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import sys
@@ -31,6 +30,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from notes import Notes
 from prep import replaced
 
 from quarrel.ops.attention import ATTENTION, ROPE_APPEND, AttentionSpec, RopeAppendSpec
@@ -371,13 +371,7 @@ def main() -> int:
     if args.list:
         print(*(f"{load.name}: {variant}" for variant, load in jobs), sep="\n")
         return 0
-    file = args.out.open("a", encoding="utf-8")
-
-    def say(**row: Any) -> None:
-        line = json.dumps({"at": round(time.perf_counter() - BEGAN, 1)} | row)
-        print(line, flush=True)
-        print(line, file=file, flush=True)
-
+    say = Notes(args.out, BEGAN).say
     good: set[Job] = set()
     with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
         waiting = pool.imap_unordered(checked, jobs)

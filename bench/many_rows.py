@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import triton_batch
+from notes import Notes
 
 from quarrel.gguf import GGMLType
 from quarrel.ops.compare import case_error
@@ -206,13 +207,7 @@ def main() -> int:
     if args.list:
         print(*jobs, sep="\n")
         return 0
-    file = args.out.open("a", encoding="utf-8")
-
-    def say(**row: Any) -> None:
-        line = json.dumps({"at": round(time.perf_counter() - BEGAN, 1)} | row)
-        print(line, flush=True)
-        print(line, file=file, flush=True)
-
+    say = Notes(args.out, BEGAN).say
     good: set[str] = set()
     with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
         waiting = pool.imap_unordered(compiled, jobs)

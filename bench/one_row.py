@@ -10,7 +10,6 @@ some layers, and what a whole one would do is worked out from half as many. A li
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import subprocess
@@ -32,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import one_row_kernels
+from notes import Notes
 from prep import replaced
 
 from quarrel.bench.measure import run
@@ -371,20 +371,6 @@ def compiled(job: Job) -> tuple[Job, str]:
     return job, ""
 
 
-class Notes:
-    """Rows, written as they come."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
-
-    def say(self, **row: Any) -> None:
-        row = {"at": round(time.perf_counter() - BEGAN, 1)} | row
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
-        if "fault" in row or "raised" in row or "part" in row:
-            print(json.dumps(row)[:600], flush=True)
-
-
 def warm(jobs: list[Job], processes: int, until: float, notes: Notes) -> set[Job]:
     """The jobs that failed or were not done in time: nothing of theirs is run here, where a fault would end it all."""
     left = set(jobs)
@@ -586,7 +572,7 @@ def main() -> int:
             for each, way in MODELS[name].trials():
                 print(name, each, shown(way))
         return 0
-    notes = Notes(args.out)
+    notes = Notes(args.out, BEGAN, lambda row: "fault" in row or "raised" in row or "part" in row)
     chosen = [MODELS[name] for name in names]
     files = [(m, cut) for m in chosen for cut in dict.fromkeys((m.cut, m.cut // 2 if m.cut < m.layers else m.cut))]
     making = [make(m, cut, args.folder, max(1, args.jobs // 3)) for m, cut in files]

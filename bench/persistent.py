@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import persistent_kernels as kernels
 import triton.language as tl
 import triton_decode as decode
+from notes import Notes
 from triton_decode import Call
 
 from quarrel.gguf import GGMLType
@@ -340,17 +341,6 @@ class Way:
     seconds: list[float]
 
 
-class Notes:
-    def __init__(self, path: Path, until: float) -> None:
-        self._file, self.until = path.open("a", encoding="utf-8"), until
-
-    def say(self, **row: Any) -> None:
-        text = json.dumps({"at": round(time.perf_counter() - BEGAN, 1)} | row)
-        self._file.write(text + "\n")
-        self._file.flush()
-        print(text, flush=True)
-
-
 def checked(state: State, part: str, name: str, want: torch.Tensor, notes: Notes) -> Way | None:
     """Captured, if it is right twice and nobody waited in vain."""
     calls = calls_of(state, part, name)
@@ -460,7 +450,7 @@ def main() -> int:
     if args.aot:
         aot(args.jobs)
         return 0
-    notes, device = Notes(args.out, BEGAN + args.seconds), torch.device("cuda")
+    notes, until, device = Notes(args.out, BEGAN), BEGAN + args.seconds, torch.device("cuda")
     state = State(MISTRAL, layers_of(MISTRAL, args.layers, device), args.keys, device)
     there = torch.cuda.get_device_properties(device)
     notes.say(part="device", name=there.name, multiprocessors=there.multi_processor_count, layers=args.layers)
@@ -470,7 +460,7 @@ def main() -> int:
     wants = {"half": half_reference(state, x.double()), "layer": reference(state)}
     ways = []
     for part, name in WAYS:
-        if time.perf_counter() > notes.until:
+        if time.perf_counter() > until:
             notes.say(part=part, way=name, over=True)
             break
         if not ready >= {call.key() for call in calls_of(state, part, name)}:

@@ -10,7 +10,6 @@ in turns, medians of 5. A line of JSON each as it comes, so a run that is cut of
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import subprocess
@@ -28,6 +27,9 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from notes import Notes
 
 from quarrel.bench.measure import run as run_steps
 from quarrel.bench.subject import Source, Subject, limits_for
@@ -91,19 +93,6 @@ def groups() -> list[Group]:
         Group("32", mistral, "Q4_K_M", Test("decode", 32, 176, 32), 32, 6000, (now,)),
         Group("128 Q8_0", mistral, "Q8_0", Test("decode", 32, 176, 128), 32, 12000, (now, tiles)),
     ]
-
-
-class Notes:
-    """Rows, written as they come."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
-
-    def say(self, **row: Any) -> None:
-        row = {"at": round(time.perf_counter() - BEGAN, 1)} | row
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
-        print(json.dumps(row), flush=True)
 
 
 Job = tuple[str, str, int]
@@ -268,7 +257,7 @@ def main() -> int:
             for trial in group.trials:
                 print(group.name, trial.name)
         return 0
-    notes = Notes(args.out)
+    notes = Notes(args.out, BEGAN)
     paths = {g.name: make(g, cuts[g.name], args.folder) for g in chosen}
     for group in chosen:
         make(group, args.layers // 2, args.folder)

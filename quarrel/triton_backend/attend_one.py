@@ -192,14 +192,30 @@ def attend_one(
         acc = tl.dot(p.to(COMPUTE), as_values(b_v, KIND, COMPUTE), acc * fade[:, None], input_precision="ieee")
         top = new_top
         b_k, b_v, k_scale, v_scale = n_k, n_v, next_k_scale, next_v_scale
-    p_out = out + row * DIM
+    finish(
+        out, halved, part, top_sum, arrived, acc, top, total, sinks, item, seq, first_item, splits, kv_head, token, head,
+        row_ok, HEADS, KV_HEADS, DIM, WIDE, SINKS, SHARE, BLOCK_M, AT_ONCE, 1, HALVED, PLAIN, 1,
+    )  # fmt: skip
+
+
+@triton.jit
+def finish(
+    out, halved, part, top_sum, arrived, acc, top, total, sinks, item, seq, first_item, splits, kv_head, token, head,
+    row_ok, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, SINKS: tl.constexpr,
+    SHARE: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, AHEAD: tl.constexpr, HALVED: tl.constexpr,
+    PLAIN: tl.constexpr, H: tl.constexpr,
+):  # fmt: skip
+    """Stores rows [ROWS] of H key heads, or leaves those of a split for the last program to arrive, which adds them all."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    d = tl.arange(0, WIDE)
+    p_out = out + token * HEADS * DIM
     if splits == 1:
         if SINKS:
             acc, total = sink(acc, top, total, sinks, head, row_ok)
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-        store_heads(p_out, halved, acc, head, row_ok, HEADS, DIM, WIDE, BLOCK_M, HALVED, PLAIN)
+        store_heads(p_out, halved, acc, head, row_ok, HEADS, DIM, WIDE, ROWS, HALVED, PLAIN)
     else:
-        mask = row_ok[:, None] & d_ok[None, :]
+        mask = row_ok[:, None] & (d < DIM)[None, :]
         place = item.to(tl.int64) * HEADS + head
         tl.store(part + place[:, None] * DIM + d[None, :], acc, mask=mask)
         tl.store(top_sum + place * 2, top, mask=row_ok)
@@ -207,10 +223,11 @@ def attend_one(
         tl.debug_barrier()
         if tl.atomic_add(arrived + seq * KV_HEADS + kv_head, 1, sem="acq_rel") == splits - 1:
             tl.store(arrived + seq * KV_HEADS + kv_head, 0)
-            combine(
-                p_out, halved, part, top_sum, sinks, first_item, splits, kv_head * GROUP, GROUP, HEADS, DIM, WIDE, SINKS,
-                SHARE, AT_ONCE, 1, HALVED, PLAIN,
-            )  # fmt: skip
+            for one in range(H):
+                combine(
+                    p_out, halved, part, top_sum, sinks, first_item, splits, (kv_head + one) * GROUP, GROUP, HEADS, DIM,
+                    WIDE, SINKS, SHARE, AT_ONCE, AHEAD, HALVED, PLAIN,
+                )  # fmt: skip
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quarrel.triton_backend.attend_one import LOG2E, combine, find, rotated, sink, store_heads
+from quarrel.triton_backend.attend_one import LOG2E, find, finish, rotated
 from quarrel.triton_backend.codes import as_values
 from quarrel.triton_backend.elementwise import tanh
 from quarrel.triton_backend.rope import cache_row, sin_cos
@@ -233,23 +233,7 @@ def attend_warps(
         )  # fmt: skip
     acc = tl.reshape(acc, (ROWS, WIDE))
     top, total = tl.reshape(top, (ROWS,)), tl.reshape(total, (ROWS,))
-    p_out = out + row * DIM
-    if splits == 1:
-        if SINKS:
-            acc, total = sink(acc, top, total, sinks, head, row_ok)
-        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-        store_heads(p_out, halved, acc, head, row_ok, HEADS, DIM, WIDE, ROWS, HALVED, PLAIN)
-    else:
-        mask = row_ok[:, None] & d_ok[None, :]
-        place = item.to(tl.int64) * HEADS + head
-        tl.store(part + place[:, None] * DIM + d[None, :], acc, mask=mask)
-        tl.store(top_sum + place * 2, top, mask=row_ok)
-        tl.store(top_sum + place * 2 + 1, total, mask=row_ok)
-        tl.debug_barrier()
-        if tl.atomic_add(arrived + seq * KV_HEADS + kv_head, 1, sem="acq_rel") == splits - 1:
-            tl.store(arrived + seq * KV_HEADS + kv_head, 0)
-            for one in range(H):
-                combine(
-                    p_out, halved, part, top_sum, sinks, first_item, splits, (kv_head + one) * GROUP, GROUP, HEADS, DIM,
-                    WIDE, SINKS, SHARE, AT_ONCE, STAGES, HALVED, PLAIN,
-                )  # fmt: skip
+    finish(
+        out, halved, part, top_sum, arrived, acc, top, total, sinks, item, seq, first_item, splits, kv_head, token, head,
+        row_ok, HEADS, KV_HEADS, DIM, WIDE, SINKS, SHARE, ROWS, AT_ONCE, STAGES, HALVED, PLAIN, H,
+    )  # fmt: skip

@@ -28,11 +28,8 @@ from quarrel.triton_backend.codes import TL_TYPES, as_values
 from quarrel.triton_backend.elementwise import tanh
 from quarrel.triton_backend.rope import joined
 from quarrel.triton_backend.runtime import INTERPRETED, Launch, Live, Site, Slot, power_of_two, starts_early
-from quarrel.triton_backend.splits import MOST_SPLITS, split_keys
+from quarrel.triton_backend.splits import MANY_SEQS, MOST_SPLITS, split_keys
 
-MANY_SEQS = 17
-"""Sequences from which a tile of `attend_one` has 32 keys, as there are programs enough: a layer of Mistral-7B with 128
-sequences of 192 keys took 291.1 us on an H200, 263.4 so; with 32 sequences 140.9, 135.8."""
 MAX_HEAD_DIM = 256
 
 _LOG2E: tl.constexpr = tl.constexpr(LOG2E)
@@ -195,7 +192,10 @@ def tiles(compute: Compute, head_dim: int, group: int, hopper: bool = False) -> 
 
 
 def crowded(one: Tile) -> Tile:
-    """The tile of decode for MANY_SEQS sequences: fewer registers, so more programs at once."""
+    """The tile of `attend_one` for MANY_SEQS sequences: fewer registers, so more programs at once.
+
+    A layer of Mistral-7B with 128 sequences of 192 keys took 291.1 us on an H200, 263.4 so; with 32 sequences 140.9, 135.8.
+    """
     return replace(one, keys=min(one.keys, 32))
 
 
@@ -231,7 +231,7 @@ def warps_for(seqs: int, items: int, spec: AttentionSpec, size: int, kind: str) 
             return Warps(4, 16, 3)
         return Warps(2 if spec.n_kv % 2 == 0 else 1, keys, 3)
     # More than 1024 keys a sequence: 64 with 640 would gain too, but the items of a graph do not tell them from 128.
-    return Warps(1, keys, 3 if keys == 32 else 5) if seqs > 16 and items > 4 * seqs else None
+    return Warps(1, keys, 3 if keys == 32 else 5) if seqs >= MANY_SEQS and items > 4 * seqs else None
 
 
 @dataclass(frozen=True)

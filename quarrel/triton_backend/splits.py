@@ -14,6 +14,8 @@ from quarrel.ops.contract import Array
 from quarrel.triton_backend.runtime import cdiv, power_of_two
 
 SPLIT, MOST_SPLITS, STEP = 128, 64, 32
+MANY_SEQS = 17
+"""Sequences from which there are programs enough for longer splits and smaller tiles."""
 PLACES: tl.constexpr = tl.constexpr(power_of_two(MOST_SPLITS))
 _STEP: tl.constexpr = tl.constexpr(STEP)
 
@@ -23,7 +25,7 @@ def split_keys(seqs: int) -> int:
 
     A layer of Mistral-7B with 128 sequences of 640 keys took 361 us in splits of 256 and 348 in splits of 1024 (H200).
     """
-    if seqs <= 16:
+    if seqs < MANY_SEQS:
         return SPLIT
     return 2 * SPLIT if seqs <= 64 else 8 * SPLIT
 

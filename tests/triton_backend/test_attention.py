@@ -17,14 +17,14 @@ from quarrel.ops.program import Node, Program
 from quarrel.ops.registry import lower
 from quarrel.ops.rope import RopeSpec
 from quarrel.triton_backend import attention
-from quarrel.triton_backend.attention import MANY_SEQS, Warps, tiles, warps_for
+from quarrel.triton_backend.attention import Warps, tiles, warps_for
 from quarrel.triton_backend.backend import REGISTRY, TritonBackend
 from quarrel.triton_backend.cache import from_host
 from quarrel.triton_backend.inputs import item_starts
 from quarrel.triton_backend.plan import Plan
 from quarrel.triton_backend.runtime import DTYPES, Live, Slot, Work
 from quarrel.triton_backend.runtime import launch as really
-from quarrel.triton_backend.splits import SPLIT
+from quarrel.triton_backend.splits import MANY_SEQS, SPLIT
 from quarrel.triton_backend.weights import Weights
 from tests.triton_backend.cases import COMPUTES, error_of, error_on
 
