@@ -20,9 +20,9 @@ fix:
     {{python}} -m ruff check --fix .
     {{python}} -m ruff format .
 
-# a developers' bench in bench/, such as: just bench triton_check ops
+# a developers' bench in bench/, such as: just bench check.triton_check ops
 bench name *args:
-    {{python}} bench/{{name}}.py {{args}}
+    {{python}} -m bench.{{name}} {{args}}
 
 # pages that are made from the code
 docs:

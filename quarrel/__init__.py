@@ -43,7 +43,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    # Imported when first asked for: `import quarrel` alone stays quick.
+    # Imported on first use: `import quarrel` alone stays quick.
     if name not in _HOMES:
         raise AttributeError(f"module 'quarrel' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)

@@ -70,10 +70,10 @@ Line = tuple[str, State, str, str] | tuple[str, State, str]
 def _backends() -> Iterator[Line]:
     for name in BACKENDS:
         try:
-            made = backend(name)
-            reason = made.unavailable()
+            found = backend(name)
+            reason = found.unavailable()
             if reason is None:
-                yield name, "ready", made.device()
+                yield name, "ready", found.device()
             else:
                 yield name, "missing", reason
         except QuarrelError as error:
@@ -166,11 +166,11 @@ def _python() -> Iterator[Line]:
 
 def _variables() -> Iterator[Line]:
     try:
-        said, usual = asdict(read_environment()), asdict(Environment())
+        variables, usual = asdict(read_environment()), asdict(Environment())
     except QuarrelError as error:
         yield "environment", "broken", str(error), "mend or unset it: no command runs a model until then"
         return
-    changed = [f"{name} = {value}" for name, value in said.items() if value != usual[name]]
+    changed = [f"{name} = {value}" for name, value in variables.items() if value != usual[name]]
     yield "environment", "fact", ", ".join(changed) or "nothing is set"
     for name, meant in misspelt(os.environ):
         yield name, "broken", "is not read by anything", f"{meant} may be meant"

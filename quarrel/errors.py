@@ -9,7 +9,7 @@ QuarrelError
 ├── DownloadError         a file could not be fetched whole
 ├── RequestError          a caller's argument is outside its range
 │   └── ContextOverflow   the prompt does not fit the context
-├── BackendUnavailable    the backend asked for cannot run on this machine
+├── BackendUnavailable    the requested backend cannot run on this machine
 ├── UnsupportedOp         no implementation takes an op; carries backend, op, spec and the reasons
 ├── OutOfMemory           the memory plan does not fit
 ├── QueueFull             too many requests wait already; carries when to try again
@@ -32,7 +32,28 @@ def installing(extra: str) -> str:
 
 
 class QuarrelError(Exception):
-    """Base of all deliberate errors; the command line prints its text without a traceback."""
+    """Base of all deliberate errors; the command line prints its text without a traceback.
+
+    fields: the options that the message names, the one at fault first: fields of `LoadOptions`, `SamplingParams` or
+    `Service` ("service.draft"), or arguments of a call. The command line replaces them by its flags.
+    """
+
+    def __init__(self, message: object = "", *fields: str) -> None:
+        super().__init__(message)
+        self.fields = fields
+
+    @property
+    def field(self) -> str | None:
+        """The option at fault, if the message names one."""
+        return self.fields[0] if self.fields else None
+
+
+class OptionWarning(UserWarning):
+    """A warning about what an option was set to, or left at; `fields` as in `QuarrelError`."""
+
+    def __init__(self, message: str, *fields: str) -> None:
+        super().__init__(message)
+        self.fields = fields
 
 
 class ModelError(QuarrelError):
@@ -68,16 +89,16 @@ class ContextOverflow(RequestError):
 
 
 class BackendUnavailable(QuarrelError):
-    """The backend asked for cannot run on this machine."""
+    """The requested backend cannot run on this machine."""
 
 
 class UnsupportedOp(QuarrelError):
     """No implementation takes this op on this backend."""
 
-    def __init__(self, backend: str, op: str, spec: object, reasons: list[str]) -> None:
+    def __init__(self, backend: str, op: str, spec: object, reasons: list[str], *fields: str) -> None:
         self.backend, self.op, self.spec, self.reasons = backend, op, spec, reasons
         why = "; ".join(reasons) or "nothing is registered for it"
-        super().__init__(f"{backend} has no implementation of {op} for {spec}: {why}")
+        super().__init__(f"{backend} has no implementation of {op} for {spec}: {why}", *fields)
 
 
 class OutOfMemory(QuarrelError):
@@ -85,7 +106,7 @@ class OutOfMemory(QuarrelError):
 
 
 class QueueFull(QuarrelError):
-    """Too many requests wait already. `retry_after`: seconds until one more is likely to be let in."""
+    """Too many requests wait already. `retry_after`: seconds until one more is likely to be admitted."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)

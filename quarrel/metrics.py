@@ -97,32 +97,32 @@ TOKENS: tuple[tuple[str, Callable[[Stats], float]], ...] = (
 
 
 class EngineMetrics(Collector):
-    """Reads the engines when it is asked."""
+    """Reads the engines when a scrape comes."""
 
     def __init__(self, models: Models) -> None:
         self._models = models
 
     def collect(self) -> Iterator[Family]:
-        held = [(name, model.stats(), model.activity()) for name, model in self._models()]
+        read = [(name, model.stats(), model.activity()) for name, model in self._models()]
         for metric, help, value in COUNTERS:
             counter = CounterMetricFamily(metric, help, labels=["model"])
-            for name, stats, activity in held:
+            for name, stats, activity in read:
                 counter.add_metric([name], value(stats, activity))
             yield counter
         for metric, help, value in GAUGES:
             gauge = GaugeMetricFamily(metric, help, labels=["model"])
-            for name, stats, activity in held:
+            for name, stats, activity in read:
                 gauge.add_metric([name], value(stats, activity))
             yield gauge
         for metric, help, of in HISTOGRAMS:
             family = HistogramMetricFamily(metric, help, labels=["model"])
-            for name, stats, _ in held:
+            for name, stats, _ in read:
                 histogram = of(stats)
                 family.add_metric([name], list(_cumulated(histogram)), histogram.sum)
             yield family
         tokens = CounterMetricFamily("quarrel_inference_tokens", "Tokens by kind", labels=["model", "type"])
         requests = CounterMetricFamily("quarrel_engine_requests", "Requests by how they ended", labels=["model", "outcome"])
-        for name, stats, _ in held:
+        for name, stats, _ in read:
             for kind, count in TOKENS:
                 tokens.add_metric([name, kind], count(stats))
             for outcome, ended in sorted(stats.ends.copy().items()):
@@ -193,12 +193,12 @@ def _loaded(models: Iterable[tuple[str, Held]]) -> Iterator[Family]:
         facts = model.explain()
         length.add_metric([name], facts.n_ctx)
         states.add_metric([name], facts.plan.states + facts.plan.snapshots)
-        held = facts.memory
+        plan = facts.memory
         if facts.backend in memory:
-            memory[facts.backend].add_metric([name, facts.device], held.weights + held.cache + held.activations)
+            memory[facts.backend].add_metric([name, facts.device], plan.weights + plan.cache + plan.activations)
         layers = [call.path for call in facts.choices if call.op == "attention"]
         for path in layers:
-            cache.add_metric([name, path], held.cache / len(layers))
+            cache.add_metric([name, path], plan.cache / len(layers))
     yield length
     yield cache
     yield states
@@ -213,7 +213,7 @@ def _cumulated(histogram: Histogram) -> Iterator[tuple[str, float]]:
 
 
 def _memory() -> int:
-    """What is resident now where the system tells it, the most so far elsewhere."""
+    """What is resident now where the system reports it, the most so far elsewhere."""
     try:
         return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * resource.getpagesize()
     except OSError:

@@ -19,10 +19,10 @@ from pathlib import Path
 from quarrel import __version__
 from quarrel.env import BACKENDS, COMPUTE, KV_CACHE
 from quarrel.errors import QuarrelError, RequestError
-from quarrel.llm import load
+from quarrel.llm import LoadOptions, load_with
 from quarrel.quality.base_file import BaseFile
 from quarrel.quality.divergence import Estimate
-from quarrel.quality.evaluate import Evaluation, Told, evaluate, pieces_of, pieces_of_base
+from quarrel.quality.evaluate import Evaluation, evaluate, pieces_of, pieces_of_base
 from quarrel.quality.files import check_folder, read_text
 
 
@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--kl-divergence", action="store_true", help="read the reference and compare")
     p.add_argument("--backend", choices=BACKENDS, default="auto")
     p.add_argument("--compute", choices=COMPUTE, default="auto")
-    p.add_argument("--kv-cache", choices=KV_CACHE, default="auto", help="what is kept of keys and values")
+    p.add_argument("--kv-cache", choices=KV_CACHE, default="auto", help="how keys and values are stored")
     p.add_argument("--threads", type=int, metavar="N", help="of the CPU backend")
     p.add_argument("--json", action="store_true", help="one JSON document on standard output")
     return p
@@ -77,22 +77,21 @@ def _run(args: argparse.Namespace) -> tuple[Evaluation, str]:
     check_folder(save)
     base = BaseFile(args.kl_divergence_base) if args.kl_divergence else None
     n_ctx = args.ctx_size if base is None else base.n_ctx
-    how = {"backend": args.backend, "compute": args.compute, "threads": args.threads, "kv_cache": args.kv_cache}
-    with load(args.model, n_ctx=n_ctx, **how) as llm:
+    options = LoadOptions(
+        backend=args.backend, compute=args.compute, threads=args.threads, kv_cache=args.kv_cache, n_ctx=n_ctx
+    )
+    with load_with(args.model, options) as llm:
         if base is None:
             pieces = pieces_of(llm, read_text(args.file), n_ctx, args.chunks)
         else:
             pieces = pieces_of_base(llm, base, args.chunks)
-        result = evaluate(llm, pieces, base, save, _told())
+        result = evaluate(llm, pieces, base, save, _progress)
     return result, args.model
 
 
-def _told() -> Told:
-    def told(done: int, all: int, perplexity: float) -> None:
-        end = "\n" if done == all else ""
-        print(f"[{done}/{all}] {perplexity:.4f} ", end=end, file=sys.stderr, flush=True)
-
-    return told
+def _progress(done: int, all: int, perplexity: float) -> None:
+    end = "\n" if done == all else ""
+    print(f"[{done}/{all}] {perplexity:.4f} ", end=end, file=sys.stderr, flush=True)
 
 
 def _lines(r: Evaluation) -> Iterator[str]:

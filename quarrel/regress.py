@@ -75,8 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)
         return 130
     for entry, measures, wrong in judged:
-        told = ", ".join(f"{name} {value:.3g}" for name, value in measures.items())
-        print(f"{entry['model']}: {'FAILED' if wrong else 'passed'}; {told}")
+        shown = ", ".join(f"{name} {value:.3g}" for name, value in measures.items())
+        print(f"{entry['model']}: {'FAILED' if wrong else 'passed'}; {shown}")
         for text in wrong:
             print(f"  {text}", file=sys.stderr)
     return 1 if any(wrong for *_, wrong in judged) else 0

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from quarrel.gguf import GGMLType
+from quarrel.gguf import GGMLType, quantize
 from quarrel.ops import draw
 from quarrel.ops.contract import Array, Case, Concrete, Op, Param, RawWeight
 from quarrel.ops.reference import run_op
@@ -59,7 +59,7 @@ def slow(op: Op, spec: Any, inputs: tuple[Concrete, ...]) -> tuple[Concrete, ...
         if p.name != "a" or not isinstance(x, RawWeight):
             return x
         values = -np.geomspace(1e-2, 1.0, x.dense().size).astype(np.float32).reshape(len(x.raw), x.k)
-        return RawWeight(GGMLType.F32, draw.as_float_type(values, GGMLType.F32), x.k)
+        return RawWeight(GGMLType.F32, quantize(values, GGMLType.F32), x.k)
 
     return tuple(decays(p, x) for p, x in zip(op.params(spec), inputs, strict=True))
 

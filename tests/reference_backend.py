@@ -15,11 +15,11 @@ from quarrel.ops.program import Program
 from quarrel.ops.step import (
     ComputeChoice,
     Done,
+    ExplainLine,
     Limits,
     MemoryPlan,
     StepInputs,
     StepOutputs,
-    Taken,
     Want,
     WeightSource,
     outputs_of,
@@ -88,8 +88,8 @@ class ReferenceStep:
             for state in self._states:
                 state[destination] = state[source]
 
-    def explain(self) -> list[Taken]:
-        return [Taken(n.path, n.op.name, str(n.spec), "reference") for n in self._program.nodes]
+    def explain(self) -> list[ExplainLine]:
+        return [ExplainLine(n.path, n.op.name, str(n.spec), "reference") for n in self._program.nodes]
 
     def memory(self) -> MemoryPlan:
         return MemoryPlan(0, 0, sum(a.nbytes for c in self._caches for a in (c.k, c.v)), 0)

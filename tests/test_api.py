@@ -535,6 +535,8 @@ def test_a_backend_asked_for_by_name_is_taken_or_raises() -> None:
         ({"max_seqs": None}, "max_seqs is None"),
         ({"max_seqs": 257}, "max_seqs is 257"),
         ({"threads": 0}, "threads is 0"),
+        ({"experts_on_cpu": -1}, "experts_on_cpu is -1, wanted a whole number"),
+        ({"experts_on_cpu": True}, "experts_on_cpu is True, wanted a whole number"),
         ({"compute": "int4"}, "compute is 'int4', wanted one of auto"),
     ],
 )

@@ -70,15 +70,15 @@ def test_the_names_stay() -> None:
 
 
 LEFT_OUT = {
-    "a captured step has no times of its parts: `bench/gpu_profile.py` and `python -m quarrel.bench` measure them": (
+    "a captured step has no times of its parts: `bench/steps/gpu_profile.py` and `python -m quarrel.bench` measure them": (
         "moe_layer_latency_seconds moe_routing_latency_seconds cuda_kernel_duration_seconds metal_kernel_duration_seconds"
         " ssm_scan_latency_seconds ssm_conv_latency_seconds"
     ),
-    "counted by nobody: what runs is known beforehand, `quarrel explain` lists it": (
+    "not counted: what runs is known beforehand, `quarrel explain` lists it": (
         "cuda_gemm_ops_total cuda_attention_ops_total cpu_gemm_ops_total cpu_attention_ops_total"
     ),
     "a state that diverges ends its request, which `quarrel_numerical_instability_total` counts": "ssm_divergence_total",
-    "the driver's to tell": (
+    "only the driver knows": (
         "cuda_memory_total_bytes cuda_stream_in_flight metal_command_queue_in_flight metal_buffer_bytes"
     ),
 }
@@ -100,7 +100,7 @@ memory_rss_bytes numerical_instability_total context_length_tokens
 """What dashboards of the project's first version ask for, all behind `quarrel_`."""
 
 
-def test_every_name_that_dashboards_ask_for_is_told_or_left_out_with_a_reason() -> None:
+def test_every_name_that_dashboards_use_exists_or_is_left_out_with_a_reason() -> None:
     from quarrel.server.metrics import Metrics as ServerMetrics
 
     class Empty:
@@ -108,16 +108,16 @@ def test_every_name_that_dashboards_ask_for_is_told_or_left_out_with_a_reason() 
             return []
 
     text = ServerMetrics(Empty()).text().decode()  # type: ignore[arg-type]
-    told = {line.split()[2].removeprefix("quarrel_") for line in text.splitlines() if line.startswith("# TYPE")}
+    exported = {line.split()[2].removeprefix("quarrel_") for line in text.splitlines() if line.startswith("# TYPE")}
     left_out = {name for names in LEFT_OUT.values() for name in names.split()}
-    assert not told & left_out
+    assert not exported & left_out
     wanted = set(WANTED.split())
-    assert wanted <= told | left_out, sorted(wanted - told - left_out)
+    assert wanted <= exported | left_out, sorted(wanted - exported - left_out)
     docs = (Path(__file__).resolve().parents[1] / "docs" / "engine.md").read_text("utf-8")
     assert not [reason for reason in LEFT_OUT if reason not in " ".join(docs.split())]
 
 
-def test_the_states_of_a_recurrent_model_are_told_in_bytes() -> None:
+def test_the_states_of_a_recurrent_model_are_reported_in_bytes() -> None:
     with quarrel.load(need_cases("mamba2", "model-q4_0x.gguf"), n_ctx=64, max_seqs=2, backend="cpu") as llm:
         metrics = Metrics()
         metrics.add("m", llm)

@@ -13,65 +13,10 @@ from pathlib import Path
 import pytest
 
 from quarrel.models import ARCHITECTURES
+from tools.rooms import PACKAGE, ROOMS, TEST_ONLY, Room
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = ROOT / "quarrel"
 
-
-@dataclass(frozen=True)
-class Room:
-    """`own`: modules of this package; `outside`: other packages; `nouns`: architecture names may appear in its code."""
-
-    own: tuple[str, ...] = ()
-    outside: tuple[str, ...] = ()
-    nouns: bool = False
-
-
-ROOMS: Mapping[str, Room] = {
-    "errors": Room(),
-    "env": Room(("errors",)),
-    "gguf": Room(("errors", "env"), ("numpy", "gguf", "huggingface_hub", "tqdm")),
-    "tokenizer": Room(("errors", "gguf"), ("sentencepiece", "tokenizers", "jinja2"), nouns=True),
-    "ops": Room(("errors", "env", "gguf"), ("numpy",)),
-    "cpu_backend": Room(("errors", "env", "gguf", "ops"), ("numpy", "llvmlite")),
-    "triton_backend": Room(("errors", "env", "gguf", "ops"), ("numpy", "torch", "triton")),
-    "mlx_backend": Room(("errors", "env", "gguf", "ops"), ("numpy", "mlx")),
-    "models": Room(("errors", "gguf", "ops"), ("numpy",), nouns=True),
-    "engine": Room(("errors", "env", "ops.step", "ops.sample"), ("numpy",)),
-    "demo": Room(("errors",)),
-    "interop": Room(("errors", "gguf", "ops", "triton_backend"), ("numpy", "torch")),
-    "parallel": Room(("errors", "gguf", "models", "ops", "triton_backend"), ("numpy", "torch")),
-    "llm": Room(
-        ("errors", "env", "gguf", "tokenizer", "models", "ops", "engine", "parallel", "demo"),
-        ("numpy", "tqdm", "llguidance"),
-    ),
-    "doctor": Room(("", "errors", "env", "gguf", "llm", "models", "ops.registry", "ops.step")),
-    "metrics": Room(("engine",), ("prometheus_client",)),
-    "process": Room(("errors", "llm", "engine"), ("numpy",)),
-    "server": Room(
-        ("", "errors", "llm", "engine", "metrics", "process"),
-        ("numpy", "fastapi", "pydantic", "starlette", "uvicorn", "h11", "opentelemetry", "prometheus_client"),
-    ),
-    "flight": Room(("errors",), ("numpy", "pyarrow")),
-    "embed": Room(("errors", "llm", "flight"), ("numpy", "pyarrow")),
-    "cli": Room(
-        ("", "errors", "env", "gguf", "tokenizer", "llm", "engine", "doctor", "process", "server", "embed", "flight"),
-        ("tqdm",),
-    ),
-    "bench": Room(
-        ("", "errors", "env", "gguf", "models", "ops", "llm", "cpu_backend", "triton_backend"),
-        ("numpy", "torch", "triton", "mlx"),
-    ),
-    "quality": Room(("", "errors", "gguf", "models", "ops", "llm"), ("numpy",)),
-    "perplexity": Room(("", "errors", "env", "llm", "quality")),
-    "regress": Room(("errors", "env", "llm", "ops.registry", "quality")),
-    "__main__": Room(("cli",)),
-    "__init__": Room(("errors", "llm", "engine", "gguf")),
-}
-"""`""` among a room's own is the public package itself, `import quarrel`."""
-
-TEST_ONLY = {"ops": "hypothesis"}
-"""What a room may import inside a function only: strategies are made when a test asks for them."""
 
 FORBIDDEN_IMPORTS = frozenset({"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "imp"})
 FORBIDDEN_CALLS = frozenset({"eval", "exec", "__import__"})
@@ -139,7 +84,7 @@ def _called(call: ast.Call) -> str:
 def import_faults(m: Module) -> list[str]:
     room = ROOMS.get(m.room)
     if room is None:
-        return [f"{m.path}: no room is called {m.room!r}; give it one in tests/test_rooms.py and docs/structure.md"]
+        return [f"{m.path}: no room is called {m.room!r}; give it one in tools/rooms.py"]
     faults = []
     for found in imports(m):
         top = found.name.split(".")[0]
@@ -185,7 +130,7 @@ def danger_faults(m: Module) -> list[str]:
 
 def noun_faults(m: Module) -> list[str]:
     """Architectures named in code or texts (docstrings may cite them) where the room does not speak of them."""
-    room = ROOMS.get(m.room, Room())
+    room = ROOMS.get(m.room, Room("", ""))
     if room.nouns:
         return []
     docstrings = {
@@ -266,10 +211,66 @@ def test_an_architecture_named_in_a_kernel_is_found_and_a_docstring_is_not() -> 
     assert not noun_faults(module(PACKAGE / "ops" / "good.py", '"""As in gemma2."""\nx = "made by llama.cpp"'))
 
 
-def test_each_room_in_the_table_is_described() -> None:
-    text = (ROOT / "docs" / "structure.md").read_text("utf-8")
-    missing = [room for room in ROOMS if f"`{room}" not in text and room not in ("__init__", "__main__", "mlx_backend")]
-    assert missing == []
+Graph = Mapping[str, frozenset[str]]
+
+
+def graph(trees: Mapping[str, ast.Module]) -> Graph:
+    """Which modules each module names when it is loaded or type-checked: imports inside functions are left out."""
+
+    def named(node: ast.AST) -> Iterator[str]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                yield from (alias.name for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                full = {alias.name: f"{child.module}.{alias.name}" for alias in child.names}
+                yield from (name if name in trees else child.module or "" for name in full.values())
+            elif not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                yield from named(child)
+
+    return {name: frozenset(named(tree)) & trees.keys() - {name} for name, tree in trees.items()}
+
+
+def circles(edges: Graph) -> list[set[str]]:
+    """Modules that reach themselves, by the circle they are in."""
+
+    def reach(start: str) -> set[str]:
+        seen: set[str] = set()
+        todo = list(edges[start])
+        while todo:
+            if (name := todo.pop()) not in seen:
+                seen.add(name)
+                todo += edges[name]
+        return seen
+
+    reached = {name: reach(name) for name in edges}
+    found: list[set[str]] = []
+    for name in edges:
+        if name in reached[name] and not any(name in circle for circle in found):
+            found.append({other for other in reached[name] if name in reached[other]})
+    return found
+
+
+def test_no_modules_import_each_other() -> None:
+    names = {m.path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): m.tree for m in ALL}
+    assert circles(graph(names)) == []
+
+
+def test_a_circle_of_imports_is_found() -> None:
+    texts = {
+        "quarrel.a": "from quarrel import b",
+        "quarrel.b": "if TYPE_CHECKING:\n    from quarrel.c import C",
+        "quarrel.c": "import quarrel.a",
+        "quarrel.d": "from quarrel.a import x\ndef f():\n    from quarrel import e",
+        "quarrel.e": "from quarrel.d import y",
+    }
+    assert circles(graph({name: ast.parse(text) for name, text in texts.items()})) == [
+        {"quarrel.a", "quarrel.b", "quarrel.c"}
+    ]
+
+
+def test_the_table_names_only_rooms_that_are_there() -> None:
+    here = {p.stem for p in PACKAGE.iterdir()}
+    assert ROOMS.keys() - here == set()
 
 
 def test_importing_the_package_brings_in_no_backend() -> None:

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from quarrel.gguf import GGMLType
-from quarrel.ops import ALL_OPS, EXTRA_OPS, draw
+from quarrel.ops import ALL_OPS, EXTRA_OPS
 from quarrel.ops.attention import AttentionSpec
 from quarrel.ops.contract import Case, Op
+from quarrel.ops.formats import WEIGHT_TYPES
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "coverage.md"
@@ -63,14 +64,14 @@ SOURCES = (
     Source("M", "mlx", "tests.mlx_backend.test_attention", "test_every_head_size_alone_and_in_tiles", ("attention",)),
     Source("N", "mlx", "tests.mlx_backend.test_models", "test_outputs_match_the_truth_in_any_pieces"),
 )
-RECORDS = ("bench/results/2026-11-21-triton-models.json", "bench/results/2026-11-21-triton-models-2.json")
+RECORD = "bench/results/2026-11-22-h200-models.json"
 """Whole models on the GPU itself."""
 
 
 def everything() -> bool:
     """Whether the tests have more parameters than the page, which is made where there is no GPU."""
     _load_interpreter()
-    interpreted = importlib.import_module("quarrel.triton_backend.runtime").INTERPRETED
+    interpreted = importlib.import_module("quarrel.triton_backend.runtime.launch").INTERPRETED
     return os.environ.get("QUARREL_TEST_ALL") == "1" or not interpreted
 
 
@@ -162,7 +163,7 @@ def letters(fact: Fact) -> tuple[str, ...]:
 
 
 WEIGHTS = {
-    **{op: tuple(draw.NATIVE) for op in ("linear", "embedding", "expert_up", "expert_down")},
+    **{op: tuple(WEIGHT_TYPES) for op in ("linear", "embedding", "expert_up", "expert_down")},
     **dict.fromkeys(("norm_linear", "norm_gate_up"), FUSED),
 }
 """The formats that are promised, by op."""
@@ -197,7 +198,7 @@ def folders() -> list[str]:
 
 @cache
 def _recorded() -> frozenset[str]:
-    rows = [row for record in RECORDS for row in json.loads((ROOT / record).read_text("utf-8"))["rows"]]
+    rows = json.loads((ROOT / RECORD).read_text("utf-8"))["rows"]
     return frozenset(r["model"].partition("/")[0] for r in rows if r.get("error", math.inf) <= r["limit"])
 
 
@@ -241,7 +242,7 @@ def _lines() -> Iterator[str]:
     yield "| | backend | test |\n|---|---|---|"
     for s in SOURCES:
         yield f"| {s.letter} | {s.backend} | `{s.path}::{s.function}` |"
-    yield f"| gpu | triton | on an H200: records [1](../{RECORDS[0]}) and [2](../{RECORDS[1]}) |"
+    yield f"| gpu | triton | on an H200: [record](../{RECORD}) |"
     yield "| all | triton, mlx | H or N with `QUARREL_TEST_ALL=1`: some files run always, the others then |"
     yield "\n## Ops\n\n| op | CPU | CUDA | Metal |\n|---|---|---|---|"
     for op in OPS:
@@ -249,7 +250,7 @@ def _lines() -> Iterator[str]:
     yield BLOCKS
     yield "| | " + " | ".join(f"`{op}`" for op in WEIGHTS) + " |"
     yield "|---" * (len(WEIGHTS) + 1) + "|"
-    for type in draw.NATIVE:
+    for type in WEIGHT_TYPES:
         yield _row(type.name, [_three(letters(Fact(op, type)), type in WEIGHTS[op]) for op in WEIGHTS])
     yield "\nFusions are promised for Q4_K, Q6_K and Q8_0; for other formats they are taken apart or use the same kernels."
     yield "\n## Attention\n\n| head size, or what else | one query | several |\n|---|---|---|"

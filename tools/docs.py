@@ -1,4 +1,9 @@
-"""Writes `docs/cli.md` from the parser itself: `python -m tools.docs`. A test compares the two."""
+"""Writes what docs/ takes from the code: `docs/cli.md` from the parser, and the table of rooms in `docs/structure.md`.
+
+    python -m tools.docs
+
+Tests fail where a page is out of date.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from quarrel.cli.parser import make_parser
+from tools import rooms
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "cli.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGE = DOCS / "cli.md"
+STRUCTURE = DOCS / "structure.md"
 
 HEAD = """\
 # The command line
@@ -17,7 +25,7 @@ HEAD = """\
 parser; `quarrel COMMAND --help` shows the same in the terminal.
 
 Results go to standard output, everything else (progress, speeds, errors) to standard error. With `--json` standard output
-holds JSON and nothing else. Status: 0 done, 1 an error, told in one sentence, 2 a wrong command line, 3 done but for
+holds JSON and nothing else. Status: 0 done, 1 an error, which is one sentence, 2 a wrong command line, 3 done but for
 some bad rows (`embed`), 130 after Ctrl-C, 141 when the reader of a pipe has gone.
 """
 
@@ -58,8 +66,16 @@ def _escaped(text: str) -> str:
     return text.replace("|", "\\|").replace("%%", "%")
 
 
+def structure(text: str) -> str:
+    """The page on structure with its table of rooms, the one that begins `| room |`, as `tools/rooms.py` has it."""
+    before, _, rest = text.partition("| room |")
+    _, _, after = rest.partition("\n\n")
+    return f"{before}{rooms.table()}\n\n{after}"
+
+
 def main() -> None:
     PAGE.write_text(page(), "utf-8")
+    STRUCTURE.write_text(structure(STRUCTURE.read_text("utf-8")), "utf-8")
 
 
 if __name__ == "__main__":

@@ -26,9 +26,9 @@ import numpy as np
 
 from quarrel.errors import QuarrelError, UnsupportedOp
 from quarrel.gguf import GGMLType
-from quarrel.mlx_backend import door
 from quarrel.mlx_backend.registry import REGISTRY
-from quarrel.mlx_backend.runtime import Live, Rows
+from quarrel.mlx_backend.run_op import run_op
+from quarrel.mlx_backend.runtime.launch import Batch, Rows
 from quarrel.ops import ALL_OPS, EXTRA_OPS, reference
 from quarrel.ops.attention import ATTENTION, AttentionSpec
 from quarrel.ops.compare import errors
@@ -39,8 +39,9 @@ from quarrel.ops.norm import NormSpec
 from quarrel.ops.state import CONV, SCAN1, SCAN2, ConvSpec, Scan1Spec, Scan2Spec
 from tools.metal_emulator import MetalCompileError, MetalFindings, Mode, Settings, install, metal_kernel
 from tools.metal_emulator.build import MetalSource
-from tools.metal_emulator.kernel import Call, Launch
+from tools.metal_emulator.kernel import Call
 from tools.metal_emulator.ptx import compile_ptx
+from tools.metal_emulator.session import Launch
 from tools.metal_emulator.toolchain import find_toolchain
 
 CHECK = Settings(mode=Mode.CHECK, timeout_s=20)
@@ -50,7 +51,7 @@ COMPUTES: tuple[Compute, ...] = ("float16", "float32")
 """Half precision has the narrower types, float32 the narrower tolerance."""
 KIN = 4
 """Other kernels of a family that an edit is tried in, those with the most rows first."""
-_FAMILY = re.compile(r"_(f32|f16|bf16|i?q\d\w*|mxfp4)(?=_|$).*")
+_FAMILY = re.compile(r"_(f32|f16|bf16|[it]?q\d\w*|mxfp4|nvfp4)(?=_|$).*")
 
 BOTH_WAYS = ("linear", "linear_add", "norm_linear", "norm_gate_up", "expert_up", "expert_down")
 """Ops that have one kernel for rows that decode and another for the rows of prompts."""
@@ -113,7 +114,7 @@ EDITS: tuple[tuple[str, str, str], ...] = (
 EQUIVALENT: tuple[tuple[str, str, str], ...] = (
     ("> to >=", "if (d > -INFINITY)", "exp(-inf) adds nothing"),
     ("> to >=", "if (!(t > 0.0f)", "what is weighed at temperature 0 is not read"),
-    ("> to >=", "held[d - 1] > 0", "what is wanted is never 0, so neither is what holds it"),
+    ("> to >=", "above[d - 1] > 0", "what is wanted is never 0, so neither is what holds it"),
     (">= to >", "first > 0 && first >= count", "a chunk of no tokens does nothing"),
     ("> to >=", "share /= total > 0.0f", "a total of 0 is that of a row past the last"),
     ("a count from 1", "uint found = 0", "ranks are 32 bits of a float; the cut moves by one of its last places"),
@@ -143,11 +144,11 @@ class Trial:
         """The results, and their error over the tolerance."""
         assert self.op.make is not None
         inputs = self.op.make(self.case, np.random.default_rng(self.seed))
-        live = None
+        batch = None
         if self.single is not None:
             rows = Rows(np.full(self.case.dims["T"], self.single))
-            live = Live(rows, rows)
-        got = door.run_op(REGISTRY, self.op, self.case.spec, inputs, self.compute, live)
+            batch = Batch(rows, rows)
+        got = run_op(REGISTRY, self.op, self.case.spec, inputs, self.compute, batch)
         with np.errstate(all="ignore"):
             want = reference.run_op(self.op, self.case.spec, inputs)
         found = errors(self.op, self.case.spec, got, want, self.case)

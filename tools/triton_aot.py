@@ -5,11 +5,20 @@ step runs. A kernel fails the gate if it outgrows its registers or asks for more
 
     python tools/triton_aot.py                         # every kernel, every target; prints a table, then one JSON line
     python tools/triton_aot.py --targets sm_90 --formats Q4_K,Q6_K --computes float16
+
+A refactoring that must not change any kernel is checked by the hashes of their PTX, which need no assembler:
+
+    python tools/triton_aot.py --targets sm_90 --ptx before.json        # {variant: sha256 of its PTX}
+    python tools/triton_aot.py --targets sm_90 --ptx after.json --against before.json
+    python tools/triton_aot.py --compare before.json after.json         # the same comparison, compiling nothing
+
+The names of kernels, of their files and line numbers do not enter the hash, so a kernel may be renamed or moved.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -17,7 +26,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,17 +35,19 @@ from typing import Any
 
 import torch
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from quarrel.gguf import GGMLType
 from quarrel.ops.activation import CAP, GATED, PLAIN, CapSpec, GatedSpec, PlainSpec, gated, plain
 from quarrel.ops.attention import ATTENTION, KV_APPEND, ROPE_APPEND, AttentionSpec, KVAppendSpec, RopeAppendSpec
 from quarrel.ops.contract import CacheRef, Compute, ConstRef, Op, Operand, Param, StateRef, Value, WeightRef
-from quarrel.ops.draw import NATIVE
 from quarrel.ops.embedding import EMBEDDING, GATHER_ROWS, EmbeddingSpec, GatherRowsSpec, embedding, gather_rows
 from quarrel.ops.encode import ADD_ROW, ENCODE, MEAN_ROWS, AddRowSpec, EncodeSpec, MeanRowsSpec
+from quarrel.ops.formats import WEIGHT_TYPES
 from quarrel.ops.kv import KV_TYPES, KVType
 from quarrel.ops.linear import (
     ADD,
@@ -73,13 +85,15 @@ from quarrel.ops.registry import lower
 from quarrel.ops.rope import ROPE, RopeSpec
 from quarrel.ops.sample import SAMPLE, SampleSpec
 from quarrel.ops.state import CONV, GATED_NORM, SCAN1, SCAN2, ConvSpec, GatedNormSpec, Scan1Spec, Scan2Spec
-from quarrel.triton_backend import post_norm
 from quarrel.triton_backend.backend import REGISTRY
-from quarrel.triton_backend.cache import allocate, allocate_state
-from quarrel.triton_backend.pack import LAYOUTS, Packed
+from quarrel.triton_backend.elementwise import post_norm
+from quarrel.triton_backend.formats.table import NATIVE
+from quarrel.triton_backend.formats.weights import stored_as
 from quarrel.triton_backend.plan import Plan
-from quarrel.triton_backend.runtime import DTYPES, INTERPRETED, Grid, Live, Slot, Work, options
-from quarrel.triton_backend.weights import held_as
+from quarrel.triton_backend.runtime.arrays import DTYPES, Packed, Planes, Slot
+from quarrel.triton_backend.runtime.cache import allocate, allocate_state
+from quarrel.triton_backend.runtime.launch import INTERPRETED, Grid, options
+from quarrel.triton_backend.runtime.site import Batch, Tables
 
 # The most shared memory that one program may ask for, in bytes.
 TARGETS = {"sm_80": (80, 163 << 10), "sm_90": (90, 227 << 10), "sm_120": (120, 99 << 10)}
@@ -88,10 +102,14 @@ SLACK = 16
 kernel here and another there by version and target. A kernel that outgrows its registers takes 40 to 500."""
 META = torch.device("meta")
 TOKENS = (1, 8, 16, 32, 64, 128, 512)
-MANY = tuple(Live(n, n, n, True, False, items) for n, items in ((64, 64), (64, 1024), (128, 128)))
+MANY = tuple(Batch(n, n, n, True, False, items) for n, items in ((64, 64), (64, 1024), (128, 128)))
 """Steps of many sequences, one token each."""
-WHOLE = Live(512, 1, 1, False, True, 1, ((0, 0, 512),))
+WHOLE = Batch(512, 1, 1, False, True, 1, ((0, 0, 512),))
 """A prompt that cuDNN would take."""
+
+
+Place = tuple[int, ...]
+"""Where a value stands among the arguments: its place, and within a record the places of its part."""
 
 
 @dataclass(frozen=True)
@@ -101,13 +119,15 @@ class Variant:
     kernel: str
     module: str
     compute: str
-    signature: tuple[tuple[str, str], ...]
-    constants: tuple[tuple[str, Any], ...]
-    attrs: tuple[int, ...]
+    signature: tuple[tuple[str, Any], ...]
+    constants: tuple[tuple[Place, Any], ...]
+    attrs: tuple[Place, ...]
     options: tuple[tuple[str, Any], ...]
 
     def label(self) -> str:
-        shown = {k: v for k, v in self.constants if k.isupper() and v not in (False, None) and k != "COMPUTE"}
+        named = ((self.signature[path[0]][0], v) for path, v in self.constants if len(path) == 1)
+        parts = (v._asdict().items() if hasattr(v, "_asdict") else ((k, v),) for k, v in named if k.isupper())
+        shown = {k: v for part in parts for k, v in part if v not in (False, None, "") and k != "COMPUTE"}
         return " ".join(f"{k}={v if v is not True else 'yes'}" for k, v in shown.items())
 
 
@@ -141,10 +161,10 @@ class Blank:
         self._compute = compute
 
     def matrix(self, ref: WeightRef) -> Packed:
-        type = held_as(ref.type, self._compute)
-        sizes = [None if p is None else (p.per_row(ref.k) * ref.rows, p.dtype) for p in LAYOUTS[type].planes()]
+        type = stored_as(ref.type, self._compute)
+        sizes = [None if p is None else (p.per_row(ref.k) * ref.rows, p.dtype) for p in NATIVE[type].planes]
         made = [None if s is None else torch.empty(s[0], dtype=s[1], device=META) for s in sizes]
-        planes = tuple(made[0] if m is None else m for m in made)
+        planes = Planes(*(made[0] if m is None else m for m in made))
         return Packed(type.name, ref.rows, ref.k, torch.empty(0, dtype=torch.uint8, device=META), planes)
 
     def vector(self, ref: WeightRef) -> torch.Tensor:
@@ -239,8 +259,9 @@ def record(op: Op, spec: Any, compute: Compute, generation: int, mode: Mode = PL
     def note(
         kernel: Any, grid: Grid, *args: Any, warps: int = 4, stages: int = 2, early: bool | None = None, **constants: Any
     ) -> None:
-        told = constants if early is None else constants | {"PDL": early}
-        seen.append(variant(kernel, compute, args, told, options(warps, stages, early)))
+        given = constants if early is None else constants | {"PDL": early}
+        chosen = dict(options(warps, stages, early)) | {k: given.pop(k) for k in ("maxnreg",) if k in given}
+        seen.append(variant(kernel, compute, args, given, chosen))
 
     params = op.params(spec)
     places = {i: n for n, i in enumerate(i for i, p in enumerate(params) if p.kind == "state")}
@@ -258,7 +279,7 @@ def record(op: Op, spec: Any, compute: Compute, generation: int, mode: Mode = PL
     states = [allocate_state(StateLayer(params[i].dims(spec) or spec.state), 4, META) for i in places]  # type: ignore[arg-type]
     ints = Slot(torch.empty(1, dtype=torch.int32, device=META))
     rows = {"T": 1024, "S": 64, "R": 64, "items": 64}
-    kept, work = {v.id for v in nodes[-1].outputs}, Work(ints, ints)
+    kept, work = {v.id for v in nodes[-1].outputs}, Tables(ints, ints)
     plan = Plan(
         choices,
         slots,
@@ -273,11 +294,11 @@ def record(op: Op, spec: Any, compute: Compute, generation: int, mode: Mode = PL
         note,
         mode.deterministic,
         generation,
-        whole=0 if mode.deterministic else WHOLE.T,
+        cudnn_from=0 if mode.deterministic else WHOLE.T,
     )  # type: ignore[arg-type]
-    for live in (*(Live(tokens, 1, 1, tokens == 1, tokens > 1, 1) for tokens in TOKENS), *MANY, WHOLE):
+    for batch in (*(Batch(tokens, 1, 1, tokens == 1, tokens > 1, 1) for tokens in TOKENS), *MANY, WHOLE):
         for go in plan.launches:
-            go(live)
+            go(batch)
     yield from seen
 
 
@@ -320,47 +341,64 @@ _POINTERS = {
 
 
 def variant(kernel: Any, compute: str, args: Sequence[Any], constants: dict[str, Any], told: dict[str, Any]) -> Variant:
-    """Specialised as Triton does: pointers and multiples of 16 are marked, ones become constants."""
-    signature: dict[str, str] = {}
-    fixed = dict(constants)
-    attrs: list[int] = []
-    for i, param in enumerate(kernel.params):
-        if param.name in constants:
-            signature[param.name] = "constexpr"
-            continue
-        given = args[i]
+    """Specialised as Triton does: pointers and multiples of 16 are marked, ones become constants; records part by part."""
+    fixed: dict[Place, Any] = {}
+    attrs: list[Place] = []
+
+    def specialised(given: Any, path: Place, plain: bool) -> Any:
+        """The type of an argument, or of the part of one at `path`; `plain` for one that is not to be specialised."""
+        if isinstance(given, tuple):
+            parts = [specialised(part, (*path, i), plain) for i, part in enumerate(given)]
+            return type(given)(*parts) if hasattr(given, "_fields") else tuple(parts)
+        if isinstance(given, TensorDescriptor):
+            shape, element = ", ".join(map(str, given.block_shape)), _POINTERS[given.base.dtype][1:]
+            return f"tensordesc<{element}[{shape}],{given.layout!r}>"
         if isinstance(given, torch.Tensor):
-            signature[param.name] = _POINTERS[given.dtype]
-            attrs.append(i)
-        elif isinstance(given, float):
-            signature[param.name] = "fp32"
-        elif given == 1 and not param.do_not_specialize:
-            signature[param.name], fixed[param.name] = "constexpr", 1
+            attrs.append(path)
+            return _POINTERS[given.dtype]
+        if isinstance(given, float):
+            return "fp32"
+        if given == 1 and not plain:
+            fixed[path] = 1
+            return "constexpr"
+        if given % 16 == 0 and not plain:
+            attrs.append(path)
+        return "i32" if abs(given) < 1 << 31 else "i64"
+
+    values = dict(zip((param.name for param in kernel.params), args)) | constants
+    order = []
+    for i, param in enumerate(kernel.params):
+        if param.is_constexpr:
+            fixed[(i,)] = values[param.name]
+            order.append((param.name, "constexpr"))
         else:
-            signature[param.name] = "i32" if abs(given) < 1 << 31 else "i64"
-            if given % 16 == 0 and not param.do_not_specialize:
-                attrs.append(i)
-    order = tuple((p.name, signature[p.name]) for p in kernel.params)
-    constant, switches = tuple(fixed.items()), tuple(told.items())
-    return Variant(kernel.__name__, kernel.fn.__module__, compute, order, constant, tuple(attrs), switches)
+            order.append((param.name, specialised(values[param.name], (i,), param.do_not_specialize)))
+    switches = tuple(told.items())
+    return Variant(
+        kernel.__name__, kernel.fn.__module__, compute, tuple(order), tuple(fixed.items()), tuple(attrs), switches
+    )
+
+
+def compiled(variant: Variant, target: str) -> Any:
+    kernel = getattr(__import__(variant.module, fromlist=["_"]), variant.kernel)
+    source = GluonASTSource if kernel.is_gluon() else ASTSource
+    return triton.compile(
+        source(
+            fn=kernel,
+            signature=dict(variant.signature),
+            constexprs=dict(variant.constants),
+            attrs={path: [["tt.divisibility", 16]] for path in variant.attrs},
+        ),
+        target=GPUTarget("cuda", TARGETS[target][0], 32),
+        options=dict(variant.options),
+    )
 
 
 def compile_for(item: tuple[Variant, str]) -> Report:
     """Compiles and assembles one variant for one target."""
     variant, target = item
-    kernel = getattr(__import__(variant.module, fromlist=["_"]), variant.kernel)
     began = time.perf_counter()
-    source = GluonASTSource if kernel.is_gluon() else ASTSource
-    made = triton.compile(
-        source(
-            fn=kernel,
-            signature=dict(variant.signature),
-            constexprs=dict(variant.constants),
-            attrs={(i,): [["tt.divisibility", 16]] for i in variant.attrs},
-        ),
-        target=GPUTarget("cuda", TARGETS[target][0], 32),
-        options=dict(variant.options),
-    )
+    made = compiled(variant, target)
     seconds = time.perf_counter() - began
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -376,6 +414,61 @@ def compile_for(item: tuple[Variant, str]) -> Report:
         shared=made.metadata.shared, wide_loads=len(re.findall(r"\bLD(?:G|GSTS)\.E[.A-Z0-9]*\.128", text)),
         matrix_ops=len(re.findall(r"\b[A-Z]*(?:HMMA|GMMA|IMMA)\b", text)), seconds=round(seconds, 2),
     )  # fmt: skip
+
+
+def ptx_hash(item: tuple[Variant, str]) -> str:
+    """The SHA-256 of one variant's PTX, which is not assembled."""
+
+    def without_assembler(*arguments: Any) -> tuple[str, str]:
+        if arguments:
+            arguments[1]["cubin"] = lambda ptx, metadata: b""
+        return "ptx only", "ptx only"
+
+    with knobs.runtime.scope(), knobs.compilation.scope():
+        knobs.runtime.add_stages_inspection_hook = without_assembler
+        knobs.compilation.disable_line_info = True
+        return hashlib.sha256(neutral(compiled(*item).asm["ptx"]).encode()).hexdigest()
+
+
+def neutral(ptx: str) -> str:
+    """PTX without comments and line numbers, and with its functions numbered instead of named."""
+    ptx = re.sub(r"//.*", "", ptx)
+    for i, name in enumerate(dict.fromkeys(re.findall(r"\.(?:entry|func)\s+(?:\([^)]*\)\s*)?([\w$]+)", ptx))):
+        ptx = re.sub(rf"(?<![\w$]){re.escape(name)}(?![A-Za-z0-9$])", f"f{i}", ptx)
+    lines = (line.strip() for line in ptx.splitlines())
+    return "\n".join(line for line in lines if line and not line.startswith((".loc", ".file")))
+
+
+def ptx_differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
+    """What changed between two sets of hashes. A kernel that was only renamed, or has other constants, is no difference."""
+    before, after = by_label(old), by_label(new)
+    known = [{(label.split()[0], h) for label, hashes in side.items() for h in hashes} for side in (before, after)]
+    lines = [f"changed: {label}" for label, hashes in before.items() if label in after and hashes != after[label]]
+    for word, side, other, hashes_there in (("gone", before, after, known[1]), ("new", after, before, known[0])):
+        for label, hashes in side.items():
+            lines += [
+                f"{word}: {label}" for h in hashes if label not in other and (label.split()[0], h) not in hashes_there
+            ]
+    return lines
+
+
+def by_label(hashes: Mapping[str, str]) -> dict[str, Counter[str]]:
+    """The hashes of each label, which several variants share where only their arguments' types differ."""
+    labels: dict[str, Counter[str]] = defaultdict(Counter)
+    for name, digest in hashes.items():
+        labels[re.sub(r" #\d+$", "", name)][digest] += 1
+    return dict(labels)
+
+
+def ptx_names(work: Sequence[tuple[Variant, str]]) -> list[str]:
+    """A name for each variant: target, arithmetic, kernel, constants, and a number where that leaves several."""
+    seen: Counter[str] = Counter()
+    names = []
+    for v, target in work:
+        name = f"{target} {v.compute} {v.kernel} {v.label()}".strip()
+        seen[name] += 1
+        names.append(name if seen[name] == 1 else f"{name} #{seen[name]}")
+    return names
 
 
 def _output(tool: Path, *args: str) -> str:
@@ -439,19 +532,20 @@ def record_block(program: Program, compute: Compute, generation: int) -> Iterato
     def note(
         kernel: Any, grid: Grid, *args: Any, warps: int = 4, stages: int = 2, early: bool | None = None, **constants: Any
     ) -> None:
-        told = constants if early is None else constants | {"PDL": early}
-        seen.append(variant(kernel, compute, args, told, options(warps, stages, early)))
+        given = constants if early is None else constants | {"PDL": early}
+        chosen = dict(options(warps, stages, early)) | {k: given.pop(k) for k in ("maxnreg",) if k in given}
+        seen.append(variant(kernel, compute, args, given, chosen))
 
     ints = Slot(torch.empty(1, dtype=torch.int32, device=META))
     slots = {v.id: ints for v in program.inputs.values()}
     kept, rows = {v.id for v in program.outputs.values()}, {"T": 64, "S": 64, "R": 64, "items": 64}
     plan = Plan(
         post_norm.fused(lower(program, REGISTRY), kept, compute), slots, kept, rows, Blank(compute), [], [],
-        Work(ints, ints), compute, META, note, False, generation,
+        Tables(ints, ints), compute, META, note, False, generation,
     )  # type: ignore[arg-type]  # fmt: skip
     for tokens in (1, 8):
         for go in plan.launches:
-            go(Live(tokens, 1, 1, tokens == 1, tokens > 1, 1))
+            go(Batch(tokens, 1, 1, tokens == 1, tokens > 1, 1))
     yield from seen
 
 
@@ -472,7 +566,7 @@ def variants(
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--targets", default=",".join(TARGETS))
-    parser.add_argument("--formats", default=",".join(t.name for t in NATIVE))
+    parser.add_argument("--formats", default=",".join(t.name for t in WEIGHT_TYPES if t in NATIVE))
     parser.add_argument("--computes", default="float16,bfloat16,float32")
     parser.add_argument("--kernels", default="", help="only kernels whose name contains this")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1))
@@ -480,7 +574,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kv-cache", choices=KV_TYPES, default="auto", help="what is kept of keys and values")
     parser.add_argument("--deterministic", action="store_true", help="what steps run whose rows may not depend on others")
     parser.add_argument("--list", action="store_true", help="print the variants without compiling them")
+    parser.add_argument("--ptx", metavar="FILE", type=Path, help="write the hash of each variant's PTX; assemble nothing")
+    parser.add_argument("--against", metavar="FILE", type=Path, help="with --ptx: print what differs from these hashes")
+    parser.add_argument(
+        "--compare", metavar="FILE", type=Path, nargs=2, help="compare two files of hashes; compile nothing"
+    )
     args = parser.parse_args(argv)
+    if args.compare:
+        return print_differences(*(json.loads(path.read_text()) for path in args.compare))
+    if args.against and not args.ptx:
+        parser.error("--against needs --ptx: where to write the new hashes")
     if INTERPRETED:
         parser.error("TRITON_INTERPRET is set: nothing can be compiled")
     formats = [GGMLType[f] for f in args.formats.split(",")]
@@ -494,6 +597,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         for v, target in work:
             print(v.kernel, v.compute, target, v.label())
         return 0
+    if args.ptx:
+        with ProcessPoolExecutor(args.jobs) as pool:
+            hashes = dict(zip(ptx_names(work), pool.map(ptx_hash, work, chunksize=4), strict=True))
+        args.ptx.write_text(json.dumps(hashes, indent=0) + "\n")
+        return print_differences(json.loads(args.against.read_text()), hashes) if args.against else 0
     with ProcessPoolExecutor(args.jobs) as pool:
         reports = list(pool.map(compile_for, work))
     print("kernel             compute  target  regs stack spill  shared 128b  mma  options")
@@ -506,6 +614,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     faults = [r for r in reports if r.fault() is not None]
     print(json.dumps({"triton": triton.__version__, "compiled": len(reports), "faults": [asdict(r) for r in faults]}))
     return 1 if faults else 0
+
+
+def print_differences(old: Mapping[str, str], new: Mapping[str, str]) -> int:
+    lines = ptx_differences(old, new)
+    print(*lines, f"{len(old)} variants before, {len(new)} after, {len(lines)} differences", sep="\n")
+    return 1 if lines else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`python -m quarrel.bench`: measures, tells each figure as it comes, and refuses to time what computes wrongly."""
+"""`python -m quarrel.bench`: prints each figure when it is known, and refuses to time what computes wrongly."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from quarrel.bench.arguments import parser
 from quarrel.bench.kernel import each
 from quarrel.bench.machine import machine
 from quarrel.bench.plot import plot
+from quarrel.bench.precompile import jobs_for, precompile
 from quarrel.bench.report import Figure, brief, csv_text, document, earlier, line, table
 from quarrel.bench.session import How, Session
-from quarrel.bench.warm import jobs_for, warm
-from quarrel.bench.work import Test, matrix
+from quarrel.bench.workload import Test, matrix
 from quarrel.env import read_environment
 from quarrel.errors import BackendUnavailable, QuarrelError, RequestError
 from quarrel.gguf import GGUFFile, resolve
@@ -24,11 +24,11 @@ from quarrel.ops.registry import backend, missing_driver
 from quarrel.ops.step import Backend
 
 AUTO = ("triton", "mlx", "cpu")
-"""In which order `auto` asks, as `quarrel.load` does."""
+"""The order in which `auto` tries backends, as `quarrel.load` does."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0, or 1 with a sentence on standard error; what was measured before an error is told all the same."""
+    """The exit status: 0, or 1 after a sentence on standard error. Figures from before an error are printed too."""
     args = parser().parse_args(argv)
     figures: list[Figure] = []
     explained: dict[str, object] = {}
@@ -80,14 +80,14 @@ def _figures(args: argparse.Namespace, explained: dict[str, object]) -> Iterator
                 path = str(resolve(model).paths[0])
                 rows = how.step_tokens or chosen.step_tokens
                 shares = jobs_for(path, chosen.name, how.compute, rows, tests, how.checked, args.jobs)
-                how.say(f"{model}: kernels compiled in {warm(shares, args.jobs):.1f} s by {len(shares)} processes")
+                how.say(f"{model}: kernels compiled in {precompile(shares, args.jobs):.1f} s by {len(shares)} processes")
             for figure in session.model(model, tests):
                 explained |= session.explained
                 yield figure
 
 
 def _check_lengths(model: str, tests: Sequence[Test]) -> None:
-    """A speed beyond the context that a model was made for is none that anybody gets."""
+    """Raises RequestError if a test is longer than the context that the model was trained for."""
     longest = max(tests, key=lambda test: test.length)
     with GGUFFile.open(resolve(model).paths) as file:
         context = read_spec(file).context_length
@@ -99,7 +99,7 @@ def _check_lengths(model: str, tests: Sequence[Test]) -> None:
 
 
 def _backend(name: str, threads: int | None) -> Backend:
-    """One by name, or the first that can run; threads of the CPU backend as QUARREL_THREADS says if nothing else does."""
+    """The backend of this name, or the first that can run; `threads` of the CPU backend default to QUARREL_THREADS."""
     environment = read_environment()
     name = environment.backend if name == "auto" else name
     reasons = []

@@ -11,7 +11,7 @@ from quarrel.env import BACKENDS, COMPUTE
 
 
 def parser() -> argparse.ArgumentParser:
-    """Everything that can be asked for."""
+    """All options."""
     p = argparse.ArgumentParser(prog="python -m quarrel.bench", description=__doc__, allow_abbrev=False)
     p.description = "Measures how fast models run: prompts, decoding, at depths, in batches; or one kernel."
     what = p.add_argument_group("what to measure")
@@ -23,14 +23,14 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--prompt-length", type=number, default=128, metavar="N", help="tokens before, in batches")
     what.add_argument("--engine", action="store_true", help="decode through the engine too, end to end")
     how = p.add_argument_group("how")
-    how.add_argument("-r", "--rounds", type=number, default=5, metavar="N", help="repetitions; the median is told")
+    how.add_argument("-r", "--rounds", type=number, default=5, metavar="N", help="repetitions; the median counts")
     how.add_argument("--backend", type=words(BACKENDS), default=["auto"], metavar="NAME,..", help=", ".join(BACKENDS))
     how.add_argument("--compute", choices=COMPUTE, default="auto", help="the arithmetic")
     how.add_argument("--threads", type=number, metavar="N", help="of the CPU backend")
     how.add_argument("--step-tokens", type=number, metavar="N", help="rows of a prefill step, instead of the backend's")
     how.add_argument("--seconds", type=float, metavar="S", help="begin no further test after so many seconds")
     how.add_argument("--jobs", type=number, default=1, metavar="N", help="processes that compile kernels beforehand")
-    how.add_argument("--no-check", action="store_true", help="skip the check against the references; told in every row")
+    how.add_argument("--no-check", action="store_true", help="skip the check against the references; every row says so")
     one = p.add_argument_group("one kernel")
     one.add_argument("--op", choices=["linear"], help="time one kernel instead of a model")
     one.add_argument("--format", type=words(None), default=["q4_k"], metavar="NAME,..", help="block formats")
@@ -66,7 +66,7 @@ def counts(text: str) -> list[int]:
 
 
 def place(text: str) -> Path:
-    """Where a file can be written: what a long run has measured is not lost for want of a folder."""
+    """The path of a file in a folder that exists, so that a long run does not fail at its end."""
     path = Path(text)
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {str(path.parent)!r}")

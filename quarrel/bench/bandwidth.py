@@ -1,4 +1,4 @@
-"""The read bandwidth of a backend's memory, measured beside the speeds that are held against it."""
+"""The read bandwidth of a backend's memory, measured beside the speeds that are compared with it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quarrel.ops.step import Backend
 
 HOST_BYTES = 1 << 30
 DEVICE_BYTES = 4 << 30
-"""Far more than any cache; a fourth of what is free where that is less."""
+"""Far more than any cache; a quarter of the free memory if that is less."""
 
 
 def read_bandwidth(backend: Backend, rounds: int = 5) -> tuple[float, list[float]]:
@@ -34,7 +34,7 @@ def read_bandwidth(backend: Backend, rounds: int = 5) -> tuple[float, list[float
 
 
 def _plain(data: np.ndarray[tuple[int], np.dtype[np.int64]], rounds: int) -> list[float]:
-    """One thread, where a backend has no measurement of its own."""
+    """With one thread, where a backend has no measurement of its own."""
 
     def timed(work: Callable[[], object]) -> float:
         start = time.perf_counter()

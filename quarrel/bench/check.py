@@ -1,4 +1,4 @@
-"""Before a speed is told: the same kernels, at the model's own shapes and on its own weights, against the references.
+"""The check before a speed is reported: the same kernels, at the model's shapes and with its weights, against references.
 
 A model is cut down to one layer of each kind. Each of its ops runs on the backend, whole, and in NumPy, on some of its
 rows, for a prompt, a single token and a small batch. Then the compiled step of the cut model must give the logits that
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quarrel.bench.inputs import Layout
-from quarrel.bench.sampled import sampled
+from quarrel.bench.rows import some_rows
 from quarrel.bench.subject import Source, Subject
 from quarrel.errors import QuarrelError
 from quarrel.ops.check import CheckedStep
@@ -24,13 +24,13 @@ from quarrel.ops.contract import Array, Compute, Concrete, rel_error
 from quarrel.ops.program import Node
 from quarrel.ops.step import Backend, ComputeChoice, Limits, Step, StepInputs, Want
 
-PROMPT, FEW = 33, 8
-ROUTED_PROMPT, ROUTED_FEW = 4, 4
+PROMPT, BATCH = 33, 8
+ROUTED_PROMPT, ROUTED_BATCH = 4, 4
 """Fewer tokens where experts are chosen: NumPy dequantises every expert that one of them takes."""
 ALLOWED: Mapping[Compute, float] = {"float32": 2e-5, "float16": 6e-3, "bfloat16": 4e-2, "int8": 5e-2}
 """How far two ways through the cut model may be apart: 2 to 10 times one op's tolerance."""
 ROUTED = 10.0
-"""So many times as far where experts are chosen: a near-tie that falls the other way changes a whole feed-forward."""
+"""The factor where experts are chosen: a near-tie that falls the other way changes a whole feed-forward."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class _Checker(CheckedStep):
 
     def verify(self, node: Node, inputs: Sequence[Concrete], got: Sequence[Concrete]) -> None:
         self.ops += 1
-        self._waiting.append(self._threads.submit(super().verify, *sampled(node, inputs, got)))
+        self._waiting.append(self._threads.submit(super().verify, *some_rows(node, inputs, got)))
 
     def wait(self) -> None:
         for future in self._waiting:
@@ -67,22 +67,22 @@ class _Checker(CheckedStep):
 
 
 def check(whole: Subject, compute: ComputeChoice, batch: int, threads: int) -> Checked:
-    """Raises QuarrelError with what is off."""
+    """Checks a model; raises QuarrelError with the first error above its limit."""
     began = time.perf_counter()
     source, layers = whole.source.cut()
     limits, backend = whole.limits, whole.backend
     want: Want = "hidden" if source.encodes else "logits"
-    prompt, few = _sizes(source, batch)
+    prompt, count = _sizes(source, batch)
     # `run_op` sends the whole cache at each call: the checked ops get a small one.
     wide = -(-(prompt + 1) // limits.block_size)
-    small = Layout(Limits(max(prompt, 2 * few), few, wide, few * wide, limits.block_size), whole.layout.vocab)
+    small = Layout(Limits(max(prompt, 2 * count), count, wide, count * wide, limits.block_size), whole.layout.vocab)
     cut = backend.compile(source.program, source.tensors, limits, compute)
     try:
         with ThreadPoolExecutor(threads) as pool:
             checker = _Checker(backend, source, small.limits, compute, pool)
-            references = _runs(checker, small, want, prompt, few, source.encodes)
+            references = _runs(checker, small, want, prompt, count, source.encodes)
             for _ in range(2):  # the first run of a shape may be plain launches, the second a graph
-                compiled = _runs(cut, whole.layout, want, prompt, few, source.encodes)
+                compiled = _runs(cut, whole.layout, want, prompt, count, source.encodes)
             errors = {name: rel_error(compiled[name], references[name]) for name in references}
             if not source.encodes:
                 errors |= _against_itself(cut, whole.layout, want, batch)
@@ -93,7 +93,7 @@ def check(whole: Subject, compute: ComputeChoice, batch: int, threads: int) -> C
     errors["the whole model's values are finite"] = _finite(whole, want)
     for name, error in errors.items():
         if not error <= allowed:
-            raise QuarrelError(f"{backend.name}: {name}: off by {error:.3g}, allowed {allowed:.3g}: no speed is told of it")
+            raise QuarrelError(f"{backend.name}: {name}: off by {error:.3g}, allowed {allowed:.3g}; no speed is reported")
     return Checked(tuple(layers), checker.ops, errors, allowed, time.perf_counter() - began)
 
 
@@ -103,23 +103,23 @@ def _routed(source: Source) -> bool:
 
 def _sizes(source: Source, batch: int) -> tuple[int, int]:
     """Tokens of the prompt, and sequences of the small batch."""
-    return (ROUTED_PROMPT, min(ROUTED_FEW, batch)) if _routed(source) else (PROMPT, min(FEW, batch))
+    return (ROUTED_PROMPT, min(ROUTED_BATCH, batch)) if _routed(source) else (PROMPT, min(BATCH, batch))
 
 
-def _runs(step: Step, layout: Layout, want: Want, prompt: int, few: int, encodes: bool) -> dict[str, Array]:
-    """A prompt, one token behind it, and one token behind each of a few short prompts."""
+def _runs(step: Step, layout: Layout, want: Want, prompt: int, count: int, encodes: bool) -> dict[str, Array]:
+    """Values of a prompt, of one token after it, and of one token after each prompt of a small batch."""
     found = {"prompt": _last(step, layout.prefill(0, prompt), want)}
     if encodes:
         return found
     found["token"] = _last(step, [layout.decode(prompt, 1, False)], want)
-    if few > 1:
-        _last(step, layout.prefill(0, 2, few), want)
-        found[f"batch of {few}"] = _last(step, [layout.decode(2, few, False)], want)
+    if count > 1:
+        _last(step, layout.prefill(0, 2, count), want)
+        found[f"batch of {count}"] = _last(step, [layout.decode(2, count, False)], want)
     return found
 
 
 def _against_itself(step: Step, layout: Layout, want: Want, batch: int) -> dict[str, float]:
-    """The compiled step: one long piece of a prompt against short ones, and rows of the largest batch against the same
+    """The compiled step: one long chunk of a prompt against short ones, and rows of the largest batch against the same
     sequences alone."""
     long = min(layout.limits.max_tokens, layout.width(1) * layout.limits.block_size - 1)
     whole = _last(step, [layout.step([(0, 0, long)], 1)], want)
@@ -127,7 +127,7 @@ def _against_itself(step: Step, layout: Layout, want: Want, batch: int) -> dict[
     errors = {f"{long} tokens at once": rel_error(whole, _last(step, pieces, want))}
     if batch > 1:
         alone = []
-        for s in range(min(batch, FEW)):
+        for s in range(min(batch, BATCH)):
             _last(step, [layout.step([(s, 0, 2)], batch)], want)
             alone.append(_last(step, [layout.step([(s, 2, 1)], batch)], want))
         _last(step, layout.prefill(0, 2, batch), want)

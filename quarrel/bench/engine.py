@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quarrel.bench.measure import Samples
-from quarrel.bench.work import Test
+from quarrel.bench.workload import Test
 from quarrel.errors import QuarrelError
 from quarrel.llm import LLM, load
 from quarrel.ops.step import Backend, ComputeChoice

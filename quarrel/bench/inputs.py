@@ -28,7 +28,7 @@ class Layout:
         return min(self.limits.max_blocks_per_seq, self.limits.n_blocks // batch)
 
     def step(self, parts: Sequence[tuple[int, int, int]], batch: int, from_last: bool = False) -> StepInputs:
-        """Parts are (sequence, first token, count); the last row of each is wanted. `from_last`: ids are the tokens
+        """Parts are (sequence, first token, count); the last row of each is an output row. `from_last`: ids are the tokens
         that the launch before drew, row by row."""
         size, width = self.limits.block_size, self.width(batch)
         counts = np.array([count for *_, count in parts])

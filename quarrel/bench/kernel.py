@@ -58,8 +58,8 @@ def time_linear(backend: Backend, format: str, k: int, n: int, rows: int, how: H
     checked = _check(backend, kind, source.weight, k, n, min(rows, CHECKED_ROWS), how)
     copies = max(3, min(MOST, -(-BYTES // size)))
     one, all = (_step(backend, kind, k, n, count, source, rows, how) for count in (1, copies))
-    inputs = _inputs(all.limits, rows)
-    seconds = [_seconds(all, inputs) - _seconds(one, inputs) for _ in range(how.rounds)]
+    inputs = step_inputs(all.limits, rows)
+    seconds = [step_seconds(all, inputs) - step_seconds(one, inputs) for _ in range(how.rounds)]
     bandwidth, _ = read_bandwidth(backend, 3)
     device, choices = backend.device(), {t.implementation for t in all.explain() if "linear" in t.op}
     for step in (one, all):
@@ -94,7 +94,7 @@ def _check(backend: Backend, kind: GGMLType, weight: RawWeight, k: int, n: int, 
     error, allowed = rel_error(got, want), LINEAR.tolerance[backend.compute_of(how.compute)]
     if not error <= allowed:
         raise QuarrelError(
-            f"{backend.name}: linear {spec} is off by {error:.3g}, allowed {allowed:.3g}: no speed is told of it"
+            f"{backend.name}: linear {spec} is off by {error:.3g}, allowed {allowed:.3g}; no speed is reported"
         )
     return error
 
@@ -114,20 +114,20 @@ def _step(backend: Backend, kind: GGMLType, k: int, n: int, copies: int, source:
     return backend.compile(_program(kind, k, n, copies), source, limits, how.compute)
 
 
-def _inputs(limits: Limits, rows: int) -> StepInputs:
+def step_inputs(limits: Limits, rows: int) -> StepInputs:
+    """A step of so many rows: a token of each of them as a sequence, or, beyond AS_BATCH, one prompt."""
     layout = Layout(limits, TABLE)
     return layout.decode(0, rows, False) if rows <= AS_BATCH else layout.step([(0, 0, rows)], 1)
 
 
-def _seconds(step: Step, inputs: StepInputs) -> float:
-    """Of one step, averaged over enough of them that the clock does not matter, with one always in flight."""
+def step_seconds(step: Step, inputs: StepInputs) -> float:
+    """Seconds of a step, the mean of at least three and of at least 50 ms of them, after three that do not count."""
     for _ in range(3):
         step(inputs, "hidden")
     began, count = time.perf_counter(), 0
     while count < 3 or time.perf_counter() - began < 0.05:
-        pending = step.launch(inputs, "hidden")
+        step(inputs, "hidden")
         count += 1
-        pending.result()
     return (time.perf_counter() - began) / count
 
 

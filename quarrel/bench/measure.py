@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from quarrel.bench.subject import Subject
-from quarrel.bench.work import Test
+from quarrel.bench.workload import Test
 from quarrel.ops.step import Pending, StepInputs, Want
 
 

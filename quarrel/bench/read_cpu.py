@@ -6,10 +6,10 @@ import time
 
 import numpy as np
 
-from quarrel.cpu_backend.abi import Fields, KernelDef
 from quarrel.cpu_backend.backend import CpuBackend
-from quarrel.cpu_backend.ir import I32, Kernel, Val, vec
-from quarrel.cpu_backend.pool import StageTable
+from quarrel.cpu_backend.runtime.abi import Fields, KernelDef
+from quarrel.cpu_backend.runtime.ir import I32, Kernel, Val, vec
+from quarrel.cpu_backend.runtime.pool import StageTable
 
 PIECE = 1 << 18
 

@@ -1,4 +1,4 @@
-"""Figures, and the forms they are told in: a table in Markdown, one JSON document, JSON lines, CSV."""
+"""Figures, and their output: a Markdown table, one JSON document, JSON lines, CSV."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from quarrel.errors import RequestError
 
 FORMATS = ("markdown", "md", "json", "jsonl", "csv")
-"""md, as llama-bench says, is markdown."""
+"""`md`, llama-bench's name, is markdown."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class Figure:
     load_s: float
     step_tokens: int
     bytes_per_step: int
-    """What decoding one step has to read: weights, keys, values, states. 0 for prompts."""
+    """Bytes that one decode step must read: weights, keys, values, states. 0 for prompts."""
     read_gb_s: float
-    """Of the memory, measured beside it."""
+    """Read bandwidth of the memory, measured beside this figure."""
     share: float
-    """Of that bandwidth that the bytes above came at. 0 for prompts."""
+    """Share of that bandwidth at which `bytes_per_step` were read. 0 for prompts."""
     checked: str
     """What was compared with the references before."""
     quarrel: str
@@ -66,7 +66,7 @@ def statistics(work: int, seconds: Sequence[float]) -> dict[str, Any]:
 
 
 def document(figures: Sequence[Figure], machine: Mapping[str, object], explained: Mapping[str, object]) -> str:
-    """One JSON document: the machine, who computed what, and the figures."""
+    """One JSON document: the machine, which kernel ran each call, and the figures."""
     whole = {"machine": machine, "explain": explained, "figures": [asdict(f) for f in figures]}
     return json.dumps(whole, indent=1)
 
@@ -77,14 +77,14 @@ def line(figure: Figure) -> str:
 
 
 def brief(figure: Figure) -> str:
-    """One figure for people who wait for the others."""
+    """One figure as a short line."""
     share = _share(figure)
     return f"{figure.model}: {figure.test} {_speed(figure)} tokens/s{f', {share}' if share else ''}"
 
 
 def table(figures: Sequence[Figure], before: Mapping[tuple[str, str, str], float] | None = None) -> str:
     """Markdown; with `before`, ratios against it."""
-    heads = ["model", "size", "backend", "arithmetic", "test", "tokens/s", "of the bus", "checked"]
+    heads = ["model", "size", "backend", "arithmetic", "test", "tokens/s", "of the bandwidth", "checked"]
     rows = [
         [f.model, f"{f.model_bytes / 1e9:.2f} GB", f.backend, f.compute, f.test, _speed(f), _share(f), f.checked]
         for f in figures
@@ -134,7 +134,7 @@ def _speed(f: Figure) -> str:
 def _share(f: Figure) -> str:
     if f.share > 1:  # what a small model reads stays in a cache between steps
         return f"above {f.read_gb_s:.0f} GB/s: cached"
-    return f"{100 * f.share:.1f} % of {f.read_gb_s:.0f} GB/s" if f.share else ""
+    return f"{100 * f.share:.1f}% of {f.read_gb_s:.0f} GB/s" if f.share else ""
 
 
 def _ratio(f: Figure, before: Mapping[tuple[str, str, str], float]) -> str:

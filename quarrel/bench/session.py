@@ -17,7 +17,7 @@ from quarrel.bench.check import Checked, check
 from quarrel.bench.measure import Samples, measure
 from quarrel.bench.report import Figure, statistics
 from quarrel.bench.subject import Source, Subject, limits_for
-from quarrel.bench.work import Test
+from quarrel.bench.workload import Test
 from quarrel.gguf import GGUFFile, resolve
 from quarrel.ops.step import Backend, ComputeChoice
 
@@ -31,8 +31,8 @@ class How:
     step_tokens: int | None = None
     """Rows of a prefill step; None is the backend's own choice."""
     checked: bool = True
-    despite: bool = False
-    """Goes on after a check that failed; every figure says so."""
+    keep_going: bool = False
+    """Measure even if the check failed; every figure then says so."""
     deadline: float | None = None
     """On the clock of `time.perf_counter`."""
     say: Callable[[str], None] = field(default=lambda text: print(text, file=sys.stderr, flush=True))
@@ -80,7 +80,7 @@ class Session:
             for test in engine:
                 if self.how.late:
                     return
-                # Imported when asked for: it brings in tokenizers, which a machine for kernels may lack.
+                # Imported here: it brings in tokenizers, which a machine for kernels may lack.
                 from quarrel.bench.engine import measure_engine
 
                 samples = measure_engine(name, self.backend, self.how.compute, test, self.how.rounds)
@@ -120,7 +120,7 @@ class Session:
         try:
             checked = check(subject, self.how.compute, batch, os.cpu_count() or 1)
         except Exception as error:
-            if not self.how.despite:
+            if not self.how.keep_going:
                 raise
             self.how.say(f"{name}: the check FAILED: {error}")
             return f"FAILED: {error}"

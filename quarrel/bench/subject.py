@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from quarrel.bench.cut import one_layer_of_each
 from quarrel.bench.inputs import Layout
-from quarrel.bench.picked import picked
 from quarrel.bench.traffic import Traffic
-from quarrel.bench.work import Test
+from quarrel.bench.workload import Test
 from quarrel.gguf import GGUFFile
 from quarrel.models import EncoderSpec, ModelSpec, Tensors, assemble, read_spec
 from quarrel.ops.embedding import vocabulary
@@ -49,7 +49,7 @@ class Source:
         if self.tensors.file is not self.file:  # cut already: layer numbers are no longer the file's
             kept = self.spec.n_layers if isinstance(self.spec, EncoderSpec) else len(self.spec.layers)
             return self, list(range(kept))
-        spec, tensors, chosen = picked(self.file, self.spec)
+        spec, tensors, chosen = one_layer_of_each(self.file, self.spec)
         return Source(self.file, spec, tensors), chosen
 
 

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TextIO
 
-from quarrel.cli.elsewhere import unknown_option
-from quarrel.cli.flags import in_flags
-from quarrel.cli.parser import UsageError, make_parser, nearest, parse, unknown_command
+from quarrel.cli.flags import UsageError, in_flags
+from quarrel.cli.parser import make_parser, nearest, parse, unknown_command, unknown_option
 from quarrel.cli.terminal import note
 from quarrel.errors import QuarrelError
 
@@ -51,10 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except UsageError as error:
-        note(f"quarrel {args.command}: {in_flags(str(error), args.flags)} (see quarrel {args.command} --help)")
+        note(f"quarrel {args.command}: {in_flags(error, args.flags)} (see quarrel {args.command} --help)")
         return USAGE
     except QuarrelError as error:
-        note(f"quarrel: {in_flags(str(error), args.flags)}")
+        note(f"quarrel: {in_flags(error, args.flags)}")
     except BrokenPipeError:
         return _leave_pipe()
     except KeyboardInterrupt:
@@ -79,7 +78,7 @@ def _show_warning(
     line: str | None = None,
 ) -> None:
     """A warning is a sentence for the user, like an error; where in the source it was raised is not."""
-    note(f"quarrel: {in_flags(str(message), flags)}")
+    note(f"quarrel: {message if isinstance(message, str) else in_flags(message, flags)}")
 
 
 def _tolerate_any_terminal() -> None:

@@ -11,17 +11,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import cast
 
-from quarrel.cli.asked import Asked, asked
 from quarrel.cli.flags import in_flags
 from quarrel.cli.interrupt import CtrlC
-from quarrel.cli.models import checked_sampling, document, opened, speeds, template_of
-from quarrel.cli.parser import model_of
-from quarrel.cli.prompt import as_unicode
+from quarrel.cli.models import document, opened, speeds
+from quarrel.cli.prompt import as_unicode, model_of
+from quarrel.cli.request import request_keywords, template_of
 from quarrel.cli.terminal import line, note, visible, write, write_json
-from quarrel.engine import Result, Sampling
+from quarrel.engine import Result
 from quarrel.errors import ContextOverflow, QuarrelError, RequestError
 from quarrel.llm import LLM
+from quarrel.llm.requests import ChatKeywords
 
 INTERRUPTED = 130
 PROMPT, MORE = ">>> ", "... "
@@ -39,12 +40,10 @@ Ctrl-C stops an answer. Text of several lines stands between two \""" marks."""
 class Conversation:
     """The messages so far, and the model that answers them."""
 
-    def __init__(
-        self, llm: LLM, sampling: Sampling, more: Asked, template: str | None, system: str | None, *, json: bool
-    ) -> None:
+    def __init__(self, llm: LLM, keywords: ChatKeywords, system: str | None, *, json: bool) -> None:
         self.system = system
         self.turns: list[dict[str, str]] = []
-        self._llm, self._sampling, self._more, self._template, self._json = llm, sampling, more, template, json
+        self._llm, self._keywords, self._json = llm, keywords, json
 
     @property
     def messages(self) -> list[dict[str, str]]:
@@ -52,10 +51,9 @@ class Conversation:
         return [*head, *self.turns]
 
     def ask(self, text: str) -> tuple[Result, bool]:
-        """Prints the answer as it comes. Returns it, and whether Ctrl-C stopped it; what was said until then is kept."""
+        """Prints the answer as it comes. Returns it, and whether Ctrl-C stopped it; a stopped one stays, too."""
         question = {"role": "user", "content": text}
-        messages, more = [*self.messages, question], vars(self._more)
-        stream = self._llm.chat(messages, stream=True, template=self._template, **more, **self._sampling)
+        stream = self._llm.chat([*self.messages, question], stream=True, **self._keywords)
         with stream, CtrlC(stream) as interrupt:
             for chunk in stream:
                 if not self._json:
@@ -67,12 +65,12 @@ class Conversation:
         else:
             line()
         if result.finish_reason == "error":
-            raise QuarrelError(result.error)
+            raise result.failure or QuarrelError(result.error)
         self.turns += [question, {"role": "assistant", "content": result.text}]
         return result, interrupt.pressed
 
     def save(self, path: Path) -> None:
-        """Writes everything said; the system message too."""
+        """Writes all messages, the system message too."""
         if path.suffix == ".md":
             text = "".join(f"**{m['role']}**\n\n{m['content']}\n\n" for m in self.messages)
         else:
@@ -82,15 +80,15 @@ class Conversation:
 
 def run(args: argparse.Namespace) -> int:
     model = model_of(args)
-    sampling, more, template = checked_sampling(args), asked(args), template_of(args)
+    keywords = cast("ChatKeywords", {**request_keywords(args), "template": template_of(args)})
     with opened(args, model) as llm:
-        if template is None and llm.tokenizer.chat_template is None:
+        if keywords["template"] is None and llm.tokenizer.chat_template is None:
             raise RequestError(
                 f"{model} has no chat template: it was made to continue texts, as `quarrel generate` does;"
                 " --chat-template chatml, for instance, talks with it all the same"
             )
         system = None if args.system is None else as_unicode(args.system)
-        conversation = Conversation(llm, sampling, more, template, system, json=args.json)
+        conversation = Conversation(llm, keywords, system, json=args.json)
         if args.prompt is not None:
             result, interrupted = conversation.ask(as_unicode(args.prompt))
             if not args.quiet and not args.json:
@@ -114,8 +112,8 @@ def _read_lines(conversation: Conversation) -> int:
 
 def _talk(conversation: Conversation, llm: LLM, args: argparse.Namespace) -> None:
     if not args.quiet:
-        made = llm.explain()
-        note(f"{made.model} on {made.device}, {llm.n_ctx} tokens of context. /help lists commands, Ctrl-D ends.")
+        explained = llm.explain()
+        note(f"{explained.model} on {explained.device}, {llm.n_ctx} tokens of context. /help lists commands, Ctrl-D ends.")
     with _line_editing():
         while True:
             try:
@@ -137,9 +135,9 @@ def _answer(conversation: Conversation, llm: LLM, text: str, args: argparse.Name
     try:
         result, _ = conversation.ask(text)
     except ContextOverflow as error:
-        note(f"quarrel: {in_flags(str(error), args.flags)}; /reset forgets the conversation")
+        note(f"quarrel: {in_flags(error, args.flags)}; /reset forgets the conversation")
     except QuarrelError as error:
-        note(f"quarrel: {in_flags(str(error), args.flags)}")
+        note(f"quarrel: {in_flags(error, args.flags)}")
     else:
         if not args.quiet:
             note(speeds(llm, result))
@@ -214,7 +212,7 @@ def _history_file() -> Path:
 
 
 def _keep_history(readline: ModuleType, path: Path) -> None:
-    # What was typed is nobody else's affair; a history that cannot be written is not worth an error.
+    # Only the user may read it; a history that cannot be written is no error.
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         readline.set_history_length(1000)

@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import quarrel
-from quarrel.cli.models import load_options
-from quarrel.cli.parser import UsageError, model_of
+from quarrel.cli.flags import UsageError, load_options
+from quarrel.cli.prompt import model_of
 from quarrel.cli.store import client_of
 from quarrel.cli.terminal import note, write_json
 from quarrel.errors import RequestError
-from quarrel.llm import LLM, Chunking
+from quarrel.llm import LLM, Chunking, load_with
+from quarrel.llm.embeddings import EmbedOptions
 
 if TYPE_CHECKING:
     from quarrel.embed.pipeline import Pipeline, Summary
@@ -25,7 +25,7 @@ SOME_BAD = 3
 
 
 def run(args: argparse.Namespace) -> int:
-    from quarrel.flight.extra import need_arrow
+    from quarrel.flight.requirement import need_arrow
 
     need_arrow()
     chunk = _chunk(args)
@@ -35,15 +35,15 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--block is {args.block}, wanted 1 to 65536")
     if args.first_id < 0:
         raise UsageError(f"--first-id is {args.first_id}, wanted 0 or more")
-    with quarrel.load(model_of(args), **load_options(args), max_seqs=64) as llm:
+    with load_with(model_of(args), load_options(args, max_seqs=64)) as llm:
         letters = _letters(args)
         with _shown(args) as progress:
             try:
                 summary = _pipeline(args, llm, chunk, letters, progress).run()
             except KeyboardInterrupt:
-                note(f"quarrel: interrupted; what is done is in {_checkpoint(args)}: the same command goes on from there")
+                note(f"quarrel: interrupted; what is done is in {_checkpoint(args)}: the same command resumes there")
                 raise
-    _tell(args, summary, letters)
+    _report(args, summary, letters)
     return SOME_BAD if summary.bad else 0
 
 
@@ -54,14 +54,13 @@ def _pipeline(
     letters: Path,
     progress: Callable[[int, int, int], None] | None,
 ) -> Pipeline:
-    from quarrel.embed.blocks import How
     from quarrel.embed.checkpoint import Checkpoint
     from quarrel.embed.pipeline import Layout, Pipeline
     from quarrel.embed.sinks import FILES, FileSink, FlightSink, Sink
     from quarrel.embed.source import Wanted, open_source
 
     source = open_source(args.input, Wanted(args.text_column, args.id_column, tuple(args.column or ())))
-    how = How(args.pooling, args.normalize, args.dimensions, args.prefix, chunk)
+    options = EmbedOptions(args.normalize, args.pooling, args.dimensions, args.prefix, chunk)
     sink: Sink
     if "://" in args.to:
         sink = FlightSink(client_of(args, args.to), args.dataset, args.first_id)
@@ -71,7 +70,7 @@ def _pipeline(
         raise UsageError(f"--to is {args.to!r}, wanted grpc://host:port or a file that ends in {', '.join(FILES)}")
     layout = Layout(args.first_id, args.keep_text, args.metric)
     checkpoint = Checkpoint(_checkpoint(args), _job(args, llm))
-    return Pipeline(llm, source, how, sink, layout, checkpoint, letters, args.block, progress)
+    return Pipeline(llm, source, options, sink, layout, checkpoint, letters, args.block, progress)
 
 
 def _job(args: argparse.Namespace, llm: LLM) -> dict[str, Any]:
@@ -134,7 +133,7 @@ def _shown(args: argparse.Namespace) -> Iterator[Callable[[int, int, int], None]
         yield show
 
 
-def _tell(args: argparse.Namespace, s: Summary, letters: Path) -> None:
+def _report(args: argparse.Namespace, s: Summary, letters: Path) -> None:
     if args.json:
         write_json(dataclasses.asdict(s) | {"dead_letters": str(letters) if s.bad else None})
         return

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 
 from quarrel.cli.models import opened
-from quarrel.cli.parser import model_of
+from quarrel.cli.prompt import model_of
 from quarrel.cli.terminal import amount, line, table, tidy, visible, write_json
 from quarrel.llm import Explanation
 
 _ENUM = re.compile(r"<\w+\.(\w+): \d+>")
-_KEPT = {"auto": "", "float16": "float16", "bfloat16": "bfloat16"} | {
+_STORED = {"auto": "", "float16": "float16", "bfloat16": "bfloat16"} | {
     name: f"{name}, a scale for each token and head" for name in ("int8", "fp8")
 }
 _BLOCK = re.compile(r"blk\.(\d+)\.")
@@ -39,28 +39,28 @@ def _summary(e: Explanation) -> Iterator[str]:
         ["backend", f"{e.backend} on {e.device}"],
         ["arithmetic", e.compute + (", the same bits in every batch" if e.plan.limits.deterministic else "")],
         ["context", f"{e.n_ctx} tokens; {shared}"],
-        *(["not taken", reason] for reason in e.skipped),
+        *(["not used", reason] for reason in e.skipped),
         *([["draft", f"{e.draft.model}, {e.draft.architecture}, {amount(e.draft.plan.total)}"]] if e.draft else []),
     ]
     return table(rows, indent="")
 
 
 def _memory(e: Explanation) -> Iterator[str]:
-    plan, held = e.plan, e.memory
-    in_place = f"{amount(held.weights_in_place)} of them in the file's own pages" if held.weights_in_place else ""
-    lazily = "rows of results for scoring, taken when used" if held.activations > plan.scratch else ""
-    kept = [
+    plan, memory = e.plan, e.memory
+    in_place = f"{amount(memory.weights_in_place)} of them in the file's own pages" if memory.weights_in_place else ""
+    lazily = "rows of results for scoring, allocated when used" if memory.activations > plan.scratch else ""
+    recurrent = [
         ["recurrent states", amount(plan.states), "", "in the cache's"] if plan.states else [],
         ["their snapshots", amount(plan.snapshots), "", "in the cache's"] if plan.snapshots else [],
     ]
     rows = [
-        ["", "planned", "taken", ""],
-        ["weights", amount(plan.weights), amount(held.weights), in_place],
-        ["key and value cache", amount(plan.cache), amount(held.cache), _KEPT[plan.limits.kv_cache]],
-        *(row for row in kept if row),
-        ["scratch of a step", amount(plan.scratch), amount(held.activations), lazily],
+        ["", "planned", "allocated", ""],
+        ["weights", amount(plan.weights), amount(memory.weights), in_place],
+        ["key and value cache", amount(plan.cache), amount(memory.cache), _STORED[plan.limits.kv_cache]],
+        *(row for row in recurrent if row),
+        ["scratch of a step", amount(plan.scratch), amount(memory.activations), lazily],
         *([["graphs", amount(plan.graphs), "", ""]] if plan.graphs else []),
-        ["all", amount(plan.total), amount(held.weights + held.cache + held.activations), ""],
+        ["all", amount(plan.total), amount(memory.weights + memory.cache + memory.activations), ""],
         ["budget", amount(plan.budget), "", f"of {amount(plan.free)} free"],
     ]
     yield "memory"

@@ -1,36 +1,120 @@
-"""Errors of the library in the words of the command line: `n_ctx` is `--ctx` there."""
+"""Flags of the command line and what they set: options of `load`, fields of a request; and the way back, for errors."""
 
 from __future__ import annotations
 
+import argparse
 import re
-from collections.abc import Iterable
+from collections.abc import Collection
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
 
 from quarrel.cli.samplers import SAMPLERS
+from quarrel.env import memory_of
+from quarrel.errors import ConfigError
+from quarrel.llm.options import MEMORY, NUMBER, SWITCH, Kind, LoadOptions, OneOf, Whole
 
-_OTHERWISE = {
+_LOAD_FLAGS = {"n_ctx": ("-c", "--ctx"), "threads": ("-t", "--threads")}
+"""Where the flag of an option is not its name with dashes."""
+_FLAG_OF = {
     **{sampler.field: next(f for f in sampler.flags.split() if f.startswith("--")) for sampler in SAMPLERS},
-    "n_ctx": "--ctx",
+    **{name: flags[-1] for name, flags in _LOAD_FLAGS.items()},
     "max_seqs": "--parallel",
-    "speculate": "--lookup",
-    "draft": "--draft-max",
-    "total_seconds": "--timeout",
+    "adapters": "--lora",
+    "service.speculate": "--lookup",
+    "service.draft": "--draft-max",
+    "service.total_seconds": "--timeout",
     "k": "-k",
 }
-"""Where the flag is not the name with dashes."""
+"""The same for every field that an error may name."""
 
 
-def in_flags(sentence: str, flags: Iterable[str]) -> str:
-    """The sentence with Python's arguments as the flags that set them: `rope_scaling='yarn'` as `--rope-scaling yarn`.
+class UsageError(Exception):
+    """A command line that says two things or too little; the process ends with status 2."""
 
-    A name of one plain word ("memory") is one only where a value follows it, or where it begins the sentence: "seed is -1".
-    Nobody types None.
+
+def add_load_flags(parser: argparse.ArgumentParser) -> None:
+    """A flag for every option of `load` that has a line of help."""
+    group = parser.add_argument_group("loading")
+    for option in fields(LoadOptions):
+        if option.metadata["help"]:
+            flags = _LOAD_FLAGS.get(option.name, (f"--{option.name.replace('_', '-')}",))
+            common = {"dest": option.name, "default": option.default, "help": option.metadata["help"]}
+            group.add_argument(*flags, **common, **_argument_of(option.metadata["kind"]))
+    hidden(group, "--ctx-size", "--n-ctx", "--num-ctx", "-kv-cache-size", type=int, dest="n_ctx")
+    hidden(group, "--n-cpu-moe", type=int, dest="experts_on_cpu")
+
+
+def hidden(parser: Any, *flags: str, **options: Any) -> None:
+    """Flags that users know from other programs; they work and are not listed."""
+    parser.add_argument(*flags, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **options)
+
+
+def load_options(args: argparse.Namespace, **more: Any) -> LoadOptions:
+    """The options of `load` that the command line sets, and more of them."""
+    given = {option.name: getattr(args, option.name) for option in fields(LoadOptions) if hasattr(args, option.name)}
+    return LoadOptions(**{**given, "adapters": adapters_of(args) or None, **more})
+
+
+def adapters_of(args: argparse.Namespace) -> dict[str, str]:
+    """The adapters to load, by name: NAME=FILE, or FILE, which is called like its file."""
+    adapters: dict[str, str] = {}
+    for given in getattr(args, "lora", None) or ():
+        name, equals, path = given.partition("=")
+        if not equals or Path(given).is_file():
+            name, path = Path(given).name.removesuffix(".gguf"), given
+        if name in adapters:
+            raise UsageError(f"two adapters are called {name!r}; name them, as in --lora NAME=FILE")
+        adapters[name] = path
+    return adapters
+
+
+def in_flags(error: Exception, flags: Collection[str]) -> str:
+    """The sentence of an error or a warning, with the fields that it names as flags: `n_ctx=9` is `--ctx 9`.
+
+    flags: those of the command. Nobody types None: the sentence leaves it out.
     """
-    known = set(flags)
-    names = {flag[2:].replace("-", "_"): flag for flag in known if flag.startswith("--")}
-    names |= {name: flag for name, flag in _OTHERWISE.items() if flag in known}
-    for name, flag in names.items():
-        sentence = re.sub(rf"(?<![\w.-]){name}=(?:'([^']*)'|\"([^\"]*)\"|([\w.%]+))", rf"{flag} \1\2\3", sentence)
-        sentence = re.sub(rf"^(an entry of )?{name}(?= (?:is|has|holds) )", rf"\g<1>{flag}", sentence)
-        if "_" in name:
-            sentence = re.sub(rf"(?<![\w.-]){name}(?![\w=.])", flag, sentence)
-    return re.sub(r",? or None\b", "", sentence)
+    sentence, names = str(error), getattr(error, "fields", ())
+    for field in names:
+        name = field.rpartition(".")[2]
+        flag = _FLAG_OF.get(field, f"--{name.replace('_', '-')}")
+        if flag in flags:
+            sentence = _with_flag(sentence, name, flag)
+    return sentence.removesuffix(", or None").removesuffix(" or None") if names else sentence
+
+
+def _with_flag(sentence: str, name: str, flag: str) -> str:
+    head, *rest = sentence.split(f"{name}=")
+    head = re.sub(rf"\b{name}\b", flag, head, count=1)  # the field, not a word that contains it
+    for part in rest:  # 'yarn' loses its quotes
+        quoted = part.split("'", 2) if part.startswith("'") else ["", "", part]
+        head += f"{flag} {quoted[1]}{quoted[2]}"
+    return head
+
+
+def _argument_of(kind: Kind) -> dict[str, Any]:
+    """How argparse reads an option of this kind."""
+    if isinstance(kind, OneOf):
+        return {"choices": kind.words}
+    if isinstance(kind, Whole):
+        return {"type": _bytes, "metavar": "BYTES"} if kind.unit == " of bytes" else {"type": int, "metavar": "N"}
+    arguments: dict[Kind, dict[str, Any]] = {
+        SWITCH: {"action": "store_true"},
+        MEMORY: {"type": _amount, "metavar": "BYTES|SHARE"},
+        NUMBER: {"type": float, "metavar": "X"},
+    }
+    return arguments[kind]
+
+
+def _amount(text: str) -> int | float:
+    try:
+        return memory_of(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _bytes(text: str) -> int:
+    count = 0 if text == "0" else _amount(text)
+    if isinstance(count, float):
+        raise argparse.ArgumentTypeError(f"{text} is a share, wanted bytes such as 512MiB")
+    return count

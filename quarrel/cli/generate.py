@@ -7,11 +7,11 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from quarrel.cli.asked import asked
+from quarrel.cli.flags import UsageError
 from quarrel.cli.interrupt import CtrlC
-from quarrel.cli.models import checked_sampling, document, opened, speeds, template_of
-from quarrel.cli.parser import UsageError
+from quarrel.cli.models import document, opened, speeds
 from quarrel.cli.prompt import as_unicode, model_and_text
+from quarrel.cli.request import request_keywords, template_of
 from quarrel.cli.terminal import line, note, visible, write, write_json
 from quarrel.engine import Chunk, Result, Stream
 from quarrel.errors import QuarrelError
@@ -23,30 +23,30 @@ INTERRUPTED = 130
 def run(args: argparse.Namespace) -> int:
     """Status 130 after Ctrl-C, with what was generated until then printed."""
     model, prompt = model_and_text(args)
-    sampling, more = checked_sampling(args), vars(asked(args))
+    keywords = request_keywords(args)
     chat = args.chat or args.system is not None or args.chat_template is not None
     if args.echo and chat:
         raise UsageError("--echo shows a text that is continued, and --chat asks for an answer; leave one of them out")
-    if sampling.get("logprobs") is not None and not args.json:
-        raise UsageError("--logprobs are told as JSON: give --json too, or leave them out")
+    if keywords.get("logprobs") is not None and not args.json:
+        raise UsageError("--logprobs are printed as JSON: give --json too, or leave them out")
     template = template_of(args)
     with opened(args, model) as llm:
         if chat:
             system = [{"role": "system", "content": as_unicode(args.system)}] if args.system is not None else []
             messages = [*system, {"role": "user", "content": prompt}]
-            stream = llm.chat(messages, stream=True, template=template, **more, **sampling)
+            stream = llm.chat(messages, stream=True, template=template, **keywords)
         else:
             if not args.quiet and llm.tokenizer.chat_template is not None and sys.stderr.isatty():
-                note("(this model has a chat template; --chat asks it instead of continuing the text)")
-            stream = llm.stream(prompt, **more, **sampling)
+                note("(this model has a chat template; --chat puts the text to it as a message)")
+            stream = llm.stream(prompt, **keywords)
         interrupted = _show(args, llm, stream, prompt if args.echo else "")
         result = stream.result
         assert result is not None
         if not args.quiet and not args.json:
             note(speeds(llm, result))
-    failed = [r.error for r in (result, *result.alternatives) if r.finish_reason == "error"]
-    if failed:
-        raise QuarrelError(failed[0])
+    for one in (result, *result.alternatives):
+        if one.finish_reason == "error":
+            raise one.failure or QuarrelError(one.error)
     return INTERRUPTED if interrupted else 0
 
 
@@ -54,7 +54,7 @@ def _show(args: argparse.Namespace, llm: LLM, stream: Stream, echo: str) -> bool
     """Prints everything; True if Ctrl-C cut it short."""
     streaming = not args.json if args.stream is None else args.stream
     if not args.json and getattr(args, "n", 1) > 1:
-        streaming = False  # several continuations come in turns, token by token: only whole ones can be read
+        streaming = False  # tokens of several continuations alternate: only whole ones can be read
     if streaming and not args.json:
         write(_for_terminal(echo))
     ended = True
@@ -85,8 +85,8 @@ def _print_whole(result: Result, echo: str) -> None:
 
 def _line(chunk: Chunk) -> dict[str, Any]:
     """One line of a JSON stream; its end is in the `result` that follows."""
-    told = {"index": chunk.index, "text": chunk.text, "token_id": chunk.token_id}
-    return told if chunk.logprob is None else {**told, "logprob": asdict(chunk.logprob)}
+    line = {"index": chunk.index, "text": chunk.text, "token_id": chunk.token_id}
+    return line if chunk.logprob is None else {**line, "logprob": asdict(chunk.logprob)}
 
 
 def _echoed(echo: str) -> dict[str, str]:

@@ -8,7 +8,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from quarrel.cli.parser import UsageError
+from quarrel.cli.flags import UsageError
 from quarrel.cli.terminal import line, note, table, visible, write_json
 from quarrel.server.keys import Key, Keyring
 from quarrel.server.settings import DATA_DIR, from_environment

@@ -1,4 +1,4 @@
-"""Which model and which text a command line means, however its user is used to saying it."""
+"""Which model and which text a command line means, in all the orders that people use."""
 
 from __future__ import annotations
 
@@ -6,13 +6,22 @@ import argparse
 import sys
 from pathlib import Path
 
-from quarrel.cli.parser import DEFAULT_MODEL, UsageError
+from quarrel.cli.commands import DEFAULT_MODEL
+from quarrel.cli.flags import UsageError
 from quarrel.cli.terminal import note
 from quarrel.errors import QuarrelError, RequestError
 from quarrel.llm import find
 
 MAX_BYTES = 64 << 20
 SHOWN = 40
+
+
+def model_of(args: argparse.Namespace) -> str:
+    """The model of a command that takes no text: named once, as an argument or by --model."""
+    if args.name is not None and args.model is not None:
+        raise UsageError(f"two models are named, {args.name!r} and {args.model!r}; name one")
+    name: str = args.name or args.model or DEFAULT_MODEL
+    return name
 
 
 def model_and_text(args: argparse.Namespace) -> tuple[str, str]:

@@ -25,7 +25,7 @@ class Sampler:
 
 
 def add_samplers(parser: argparse.ArgumentParser, leave_out: tuple[str, ...] = ()) -> None:
-    """Options without defaults: what is not given is left to `SamplingParams`."""
+    """Options without defaults: an option that is not given is left to `SamplingParams`."""
     from quarrel.engine.params import SamplingParams
 
     group = parser.add_argument_group("sampling")
@@ -76,11 +76,11 @@ SAMPLERS: tuple[Sampler, ...] = (
     Sampler(
         "max_tokens",
         "-n --max-tokens",
-        "tokens to generate at most; -1 goes on to the end of the context",
+        "tokens to generate at most; -1 continues to the end of the context",
         _number_of_tokens,
         hidden="--n-predict --num-predict --predict",
     ),
-    Sampler("min_tokens", "--min-tokens", "go on for at least this many", int),
+    Sampler("min_tokens", "--min-tokens", "generate at least this many", int),
     Sampler("temperature", "--temperature --temp", "0 takes the most likely token each time", float, "T", "-temp"),
     Sampler("top_k", "--top-k", "keep the N most likely tokens; 0 is off", int, hidden="-topk --topk"),
     Sampler("top_p", "--top-p", "keep the most likely until they sum to P; 1 is off", float, "P", "-topp --topp"),
@@ -98,7 +98,7 @@ SAMPLERS: tuple[Sampler, ...] = (
     Sampler("penalty_last_n", "--repeat-last-n", "tokens that the penalties look back; -1 is all", int),
     Sampler("presence_penalty", "--presence-penalty", "subtracted once from each token that came before", float, "X"),
     Sampler("frequency_penalty", "--frequency-penalty", "subtracted for each time that it came", float, "X"),
-    Sampler("dry_multiplier", "--dry-multiplier", "weakens going on with a repetition; 0 is off", float, "X"),
+    Sampler("dry_multiplier", "--dry-multiplier", "weakens continuing a repetition; 0 is off", float, "X"),
     Sampler("dry_base", "--dry-base", "each further repeated token multiplies that by X", float, "X"),
     Sampler("dry_allowed_length", "--dry-allowed-length", "repetitions shorter than this are free", int),
     Sampler("dry_last_n", "--dry-last-n", "tokens that DRY looks back; -1 is all", int, hidden="--dry-penalty-last-n"),
@@ -110,15 +110,21 @@ SAMPLERS: tuple[Sampler, ...] = (
         "TEXT",
         many=True,
     ),
-    Sampler("xtc_probability", "--xtc-probability", "how often XTC drops the likely tokens but one; 0 is off", float, "P"),
+    Sampler(
+        "xtc_probability",
+        "--xtc-probability",
+        "how often XTC drops all but the least likely of the likely tokens; 0 is off",
+        float,
+        "P",
+    ),
     Sampler("xtc_threshold", "--xtc-threshold", "the probability from which XTC calls a token likely", float, "P"),
-    Sampler("mirostat", "--mirostat", "2 holds the surprise of the text steady; 0 is off", int),
+    Sampler("mirostat", "--mirostat", "2 keeps the surprise of the text steady; 0 is off", int),
     Sampler("mirostat_tau", "--mirostat-tau", "the surprise it aims at, in bits", float, "X", "--mirostat-ent"),
     Sampler("mirostat_eta", "--mirostat-eta", "how fast it corrects itself", float, "X", "--mirostat-lr"),
     Sampler("logit_bias", "--logit-bias", "added to a token's logit; may be repeated", _bias, "ID=BIAS", many=True),
     Sampler("stop", "--stop", "end before this text; may be repeated", str, "TEXT", "--reverse-prompt", many=True),
     Sampler("stop_token_ids", "--stop-token", "end before this token id; may be repeated", int, "ID", many=True),
-    Sampler("ignore_eos", "--ignore-eos", "go on behind the model's own end", None),
+    Sampler("ignore_eos", "--ignore-eos", "continue after the model's own stop tokens", None),
     Sampler("logprobs", "--logprobs", "with --json: log probabilities, and those of N alternatives", int),
     Sampler("n", "--samples", "continuations of the prompt, printed one after the other", int),
 )

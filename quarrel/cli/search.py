@@ -6,12 +6,11 @@ import argparse
 import re
 from typing import TYPE_CHECKING
 
-import quarrel
-from quarrel.cli.models import load_options
-from quarrel.cli.parser import UsageError
+from quarrel.cli.flags import UsageError, load_options
 from quarrel.cli.prompt import model_and_text
 from quarrel.cli.store import DATA, client_of
 from quarrel.cli.terminal import line, note, table, tidy, visible, write_json
+from quarrel.llm import load_with
 
 if TYPE_CHECKING:
     from quarrel.flight import LongbowClient
@@ -27,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     filters = [_condition(given) for given in args.filter or ()]
     with client_of(args, args.source or DATA) as client:
         client.readiness(args.dataset)  # whether anybody is there, before a model is loaded
-        with quarrel.load(model, **load_options(args)) as llm:
+        with load_with(model, load_options(args)) as llm:
             made = llm.embed(
                 text, pooling=args.pooling, dimensions=args.dimensions, prefix=args.prefix, normalize=args.normalize
             )

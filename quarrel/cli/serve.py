@@ -12,14 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from quarrel.cli.flags import in_flags
-from quarrel.cli.models import load_options, template_of
-from quarrel.cli.parser import UsageError
+from quarrel.cli.flags import UsageError, in_flags, load_options
+from quarrel.cli.request import template_of
 from quarrel.cli.terminal import note
 from quarrel.engine import Service
 from quarrel.errors import ConfigError, QuarrelError, RequestError, installing
-from quarrel.llm import LLM, check_context, find, load
-from quarrel.process import RemoteLLM, open_remote
+from quarrel.llm import Model, check_context, find, load_with
+from quarrel.process import open_remote
 
 
 def run(args: argparse.Namespace) -> int:
@@ -71,19 +70,18 @@ def run(args: argparse.Namespace) -> int:
     for name in settings.models:
         if not name.startswith("hf://"):  # what is downloaded may take its time, what is here is here or not
             find(name)
-    if args.ctx is not None and settings.models and not settings.models[0].startswith("hf://"):
-        scaling = (args.rope_scaling, args.rope_scale, args.yarn_orig_ctx)
-        check_context(settings.models[0], args.ctx, *scaling)  # which needs no more than the file's head
+    options = load_options(args, max_seqs=args.parallel)
+    if options.n_ctx is not None and settings.models and not settings.models[0].startswith("hf://"):
+        check_context(settings.models[0], options)  # which needs no more than the file's head
     step = math.inf if args.step_timeout == 0 else args.step_timeout
-    options = {**load_options(args), "max_seqs": args.parallel}
 
-    def open_model(source: str) -> LLM | RemoteLLM:
+    def open_model(source: str) -> Model:
         try:
             if args.engine_process:
-                return open_remote(source, options, step_seconds=step, stop=server.desk.shelf.stopped)
-            return load(source, **options)
-        except RequestError as error:  # what the command line asks for, not a caller
-            raise ConfigError(in_flags(str(error), args.flags)) from error
+                return open_remote(source, options, step_seconds=step, stop=server.dispatcher.models.stopped)
+            return load_with(source, options)
+        except RequestError as error:  # about the command line, not about a request
+            raise ConfigError(in_flags(error, args.flags)) from error
 
     server = build(settings, open_model)
     if not server.keys.keys():

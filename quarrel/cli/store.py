@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quarrel.cli.parser import UsageError
+from quarrel.cli.flags import UsageError
 
 if TYPE_CHECKING:
     from quarrel.flight import LongbowClient

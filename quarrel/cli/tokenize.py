@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 
-from quarrel.cli.parser import UsageError
+from quarrel.cli.flags import UsageError
 from quarrel.cli.prompt import model_and_text
 from quarrel.cli.terminal import line, note, quoted, some, table, tidy, visible, write_json
 from quarrel.llm import load_tokenizer

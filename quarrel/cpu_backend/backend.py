@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from quarrel.cpu_backend import features
-from quarrel.cpu_backend.cache import kind_of, new_cache
-from quarrel.cpu_backend.pool import Pool
+from quarrel.cpu_backend.attention.cache import kind_of, new_cache
 from quarrel.cpu_backend.run_op import run_op
+from quarrel.cpu_backend.runtime import features
+from quarrel.cpu_backend.runtime.pool import Pool
 from quarrel.cpu_backend.step import Compiled, CpuStep
 from quarrel.errors import UnsupportedOp
 from quarrel.ops.collective import Group
@@ -34,6 +34,7 @@ class CpuBackend:
 
     name = "cpu"
     step_tokens = 512
+    peer_sums = None
 
     def __init__(self, level: str | None = None, threads: int | None = None) -> None:
         self._level = features.level(level)
@@ -97,7 +98,9 @@ class CpuBackend:
 
     def _arithmetic(self, choice: ComputeChoice) -> Compute:
         if choice in ("float16", "bfloat16", "fp8"):
-            raise UnsupportedOp("cpu", "any op", f"compute={choice}", ["leave it out (8-bit activations), or take float32"])
+            raise UnsupportedOp(
+                "cpu", "any op", f"compute={choice}", ["leave it out (8-bit activations), or take float32"], "compute"
+            )
         return self.compute_of(choice)
 
     def run_op(
@@ -117,5 +120,5 @@ def _total_memory() -> int:
 
 
 def create(threads: int | None = None) -> CpuBackend:
-    """The backend as `quarrel.ops.registry` makes it; a thread for each core unless told otherwise."""
+    """The backend as `quarrel.ops.registry` makes it; `threads`, or one for each core."""
     return CpuBackend(threads=threads)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from quarrel.cpu_backend.lowering import Lowering
 from quarrel.cpu_backend.plan import Rows
+from quarrel.ops.collective import ALL_REDUCE, BROADCAST, PLACE
 from quarrel.ops.program import Node
+from quarrel.ops.registry import Implementation
 
 
-def all_reduce(e: Lowering, node: Node) -> None:
+def build_all_reduce(e: Lowering, node: Node) -> None:
     group = e.group
 
     def run(x: Rows, y: Rows) -> None:
@@ -18,7 +20,7 @@ def all_reduce(e: Lowering, node: Node) -> None:
     e.plan.call(run, node.inputs[0], node.outputs[0])
 
 
-def place(e: Lowering, node: Node) -> None:
+def build_place(e: Lowering, node: Node) -> None:
     start, stop = node.spec.start, node.spec.start + node.spec.n
 
     def run(x: Rows, y: Rows) -> None:
@@ -28,7 +30,7 @@ def place(e: Lowering, node: Node) -> None:
     e.plan.call(run, node.inputs[0], node.outputs[0])
 
 
-def broadcast(e: Lowering, node: Node) -> None:
+def build_broadcast(e: Lowering, node: Node) -> None:
     group, s = e.group, node.spec
 
     def run(*rows: Rows) -> None:
@@ -38,3 +40,10 @@ def broadcast(e: Lowering, node: Node) -> None:
             group.broadcast(y, s.source)
 
     e.plan.call(run, *(node.inputs if s.mine else ()), node.outputs[0])
+
+
+IMPLEMENTATIONS = (
+    Implementation(ALL_REDUCE, "the group's", build_all_reduce),
+    Implementation(PLACE, "copy columns", build_place),
+    Implementation(BROADCAST, "the group's", build_broadcast),
+)

@@ -1,30 +1,27 @@
-"""Ops that look at one value at a time: gated activations, scaled additions, capping, gathering of rows."""
+"""Ops that look at one value at a time: gated activations, scaled additions, capping, rows gathered and embedded."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-from quarrel.cpu_backend.abi import Fields, KernelDef
-from quarrel.cpu_backend.ir import F32, I32, I64, Kernel, Val, vec
-from quarrel.cpu_backend.quantize import QuantRow, quantize_blocks
-from quarrel.cpu_backend.vector import erf, sigmoid, tanh
+from quarrel.cpu_backend.formats.dequantize import dequantize_row
+from quarrel.cpu_backend.formats.table import BLOCKS
+from quarrel.cpu_backend.linear.activations import QuantRow, padded, quantize_blocks, row_bytes
+from quarrel.cpu_backend.lowering import Field, Lowering
+from quarrel.cpu_backend.runtime.abi import Fields, KernelDef
+from quarrel.cpu_backend.runtime.features import Level
+from quarrel.cpu_backend.runtime.ir import F32, I32, I64, Kernel, Val
+from quarrel.cpu_backend.runtime.vector import each, erf, f32s, sigmoid, tanh
+from quarrel.ops.activation import CAP, GATED, PLAIN, GatedSpec
+from quarrel.ops.contract import Value
+from quarrel.ops.embedding import EMBEDDING, GATHER_ROWS
+from quarrel.ops.encode import ADD_ROW, MEAN_ROWS
+from quarrel.ops.linear import ADD
+from quarrel.ops.program import Node
+from quarrel.ops.registry import Implementation
 
 COLUMNS = 1024
 """Columns of one chunk of `gated`: small enough that one row of a feed-forward occupies every thread."""
-
-
-def each(k: Kernel, n: Val, body: Callable[[Val, int], None], lanes: int = 16) -> None:
-    """Calls `body(byte offset, lanes)` for `n` float32 values, vectors first and the rest one by one."""
-    whole = n & -lanes
-    with k.range(0, whole, lanes) as i:
-        body(i << 2, lanes)
-    with k.range(whole, n) as i:
-        body(i << 2, 1)
-
-
-def f32s(lanes: int) -> Any:
-    return vec(F32, lanes)
 
 
 def silu(k: Kernel, x: Val) -> Val:
@@ -34,8 +31,8 @@ def silu(k: Kernel, x: Val) -> Val:
 
 def gelu_tanh(k: Kernel, x: Val) -> Val:
     """x/2 * (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), written as x * sigmoid of twice the argument: no cancellation."""
-    inner = k.fma(x * x * x, 0.044715, x) * 1.5957691216057308
-    return x * sigmoid(k, inner)
+    argument = k.fma(x * x * x, 0.044715, x) * 1.5957691216057308
+    return x * sigmoid(k, argument)
 
 
 ACTIVATIONS: dict[str, Callable[[Kernel, Val], Val]] = {"silu": silu, "gelu_tanh": gelu_tanh}
@@ -77,7 +74,7 @@ def gelu_erf(k: Kernel, x: Val) -> Val:
     return x * 0.5 * (erf(k, x * 0.7071067811865476) + 1.0)
 
 
-PLAIN: dict[str, Callable[[Kernel, Val], Val]] = {"relu2": relu2, "gelu_erf": gelu_erf}
+FUNCTIONS: dict[str, Callable[[Kernel, Val], Val]] = {"relu2": relu2, "gelu_erf": gelu_erf}
 
 
 def plain(activation: str) -> KernelDef:
@@ -88,7 +85,7 @@ def plain(activation: str) -> KernelDef:
         at = (row * a.n + column) << 2
 
         def one(offset: Val, lanes: int) -> None:
-            k.store(PLAIN[activation](k, k.load(a.x + at + offset, f32s(lanes))), a.y + at + offset)
+            k.store(FUNCTIONS[activation](k, k.load(a.x + at + offset, f32s(lanes))), a.y + at + offset)
 
         each(k, k.minimum(k.i64(COLUMNS), a.n - column), one)
 
@@ -118,8 +115,8 @@ def add() -> KernelDef:
         scale = a.f32("scale")
 
         def one(offset: Val, lanes: int) -> None:
-            at_lanes = f32s(lanes)
-            y = k.load(a.a + at + offset, at_lanes) + k.lift(scale, at_lanes) * k.load(a.b + at + offset, at_lanes)
+            type = f32s(lanes)
+            y = k.load(a.a + at + offset, type) + k.lift(scale, type) * k.load(a.b + at + offset, type)
             k.store(y, a.y + at + offset)
 
         each(k, a.n, one)
@@ -171,3 +168,82 @@ def gather_rows() -> KernelDef:
         each(k, a.n, lambda o, lanes: k.store(k.load(source + o, f32s(lanes)), a.y + chunk * width + o))
 
     return KernelDef("gather_rows", ("x", "rows", "y", "n"), body)
+
+
+def embedding(name: str, level: Level, n: int) -> KernelDef:
+    """Chunk t: y[t] = scale * W[ids[t]]."""
+    tail = name in BLOCKS and n % 256 != 0
+
+    def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
+        row = a.w + k.load(a.ids + (chunk << 2), I32).to(I64) * a.row_bytes
+        dequantize_row(k, level, name, row, scratch, a.n, tail)
+        y, scale = a.y + chunk * (a.n << 2), a.f32("scale")
+        each(k, a.n, lambda o, lanes: k.store(k.load(scratch + o, f32s(lanes)) * k.lift(scale, f32s(lanes)), y + o))
+
+    fields = ("ids", "w", "y", "n", "row_bytes", "scale")
+    return KernelDef(f"embedding/{name}{'/tail' if tail else ''}", fields, body, scratch=4 * (n + 256))
+
+
+def gated_stage(e: Lowering, s: GatedSpec, gate: Field, up: Field, y: Value) -> None:
+    """y = f(gate) * up, in the form that y's readers want."""
+    p = e.plan
+    quantized = p.forms.get(y.id, {"f32"}) == {"q"}
+    # Padding columns belong to the last chunk, so the chunks cover the padded width.
+    per_row = -(-(padded(s.n) if quantized else s.n) // COLUMNS)
+    out: dict[str, Field] = {"q": p.place(y, "q"), "q_stride": row_bytes(s.n)} if quantized else {"y": y}
+    e.stage(gated(s.activation, quantized), y, times=per_row, gate=gate, up=up, n=s.n, per_row=per_row, **out)
+
+
+def build_gated(e: Lowering, node: Node) -> None:
+    gate, up = node.inputs
+    gated_stage(e, node.spec, gate, up, node.outputs[0])
+
+
+def build_plain(e: Lowering, node: Node) -> None:
+    s, (x,), (y,) = node.spec, node.inputs, node.outputs
+    per_row = -(-s.n // COLUMNS)
+    e.stage(plain(s.activation), y, times=per_row, x=x, y=y, n=s.n, per_row=per_row)
+
+
+def build_add(e: Lowering, node: Node) -> None:
+    s, (a, b), (y,) = node.spec, node.inputs, node.outputs
+    e.stage(add(), y, a=a, b=b, y=y, n=s.n, scale=float(s.scale))
+
+
+def build_add_row(e: Lowering, node: Node) -> None:
+    (x, row), (y,) = node.inputs, node.outputs
+    e.stage(add_row(), y, x=x, row=row, y=y, n=node.spec.n)
+
+
+def build_cap(e: Lowering, node: Node) -> None:
+    s, (x,), (y,) = node.spec, node.inputs, node.outputs
+    e.stage(cap(s.cap != 0.0), y, x=x, y=y, n=s.n, scale=float(s.scale), limit=float(s.cap))
+
+
+def build_mean_rows(e: Lowering, node: Node) -> None:
+    (x, starts), (y,) = node.inputs, node.outputs
+    e.stage(mean_rows(), y, x=x, starts=starts, y=y, n=node.spec.k)
+
+
+def build_gather_rows(e: Lowering, node: Node) -> None:
+    (x, rows), (y,) = node.inputs, node.outputs
+    e.stage(gather_rows(), y, x=x, rows=rows, y=y, n=node.spec.k)
+
+
+def build_embedding(e: Lowering, node: Node) -> None:
+    (ids, weight), (y,) = node.inputs, node.outputs
+    w = e.weights.matrix(weight)
+    kernel = embedding(w.type, e.plan.level, w.k)
+    e.stage(kernel, y, ids=ids, w=w.address, y=y, n=w.k, row_bytes=w.row_bytes, scale=float(node.spec.scale))
+
+
+IMPLEMENTATIONS = (
+    Implementation(EMBEDDING, "dequantize rows", build_embedding),
+    Implementation(GATHER_ROWS, "copy rows", build_gather_rows),
+    Implementation(GATED, "vector gate", build_gated),
+    Implementation(PLAIN, "vector function", build_plain),
+    Implementation(ADD, "vector add", build_add),
+    Implementation(ADD_ROW, "vector add", build_add_row),
+    Implementation(CAP, "vector cap", build_cap),
+    Implementation(MEAN_ROWS, "vector sums", build_mean_rows),
+)

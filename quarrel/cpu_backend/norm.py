@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from quarrel.cpu_backend.abi import Fields, KernelDef
-from quarrel.cpu_backend.elementwise import each, f32s, silu
-from quarrel.cpu_backend.ir import F32, Kernel, Val, Var
-from quarrel.cpu_backend.quantize import QuantRow, quantize_blocks
-from quarrel.cpu_backend.vector import F32x16, sum_lanes
+from collections.abc import Sequence
+
+from quarrel.cpu_backend.elementwise import silu
+from quarrel.cpu_backend.linear.activations import QuantRow, quantize_blocks, row_bytes
+from quarrel.cpu_backend.lowering import Field, Lowering
+from quarrel.cpu_backend.plan import Arg
+from quarrel.cpu_backend.runtime.abi import Fields, KernelDef
+from quarrel.cpu_backend.runtime.ir import F32, Kernel, Val, Var
+from quarrel.cpu_backend.runtime.vector import F32x16, each, f32s, sum_lanes
+from quarrel.ops.contract import Operand, Value
+from quarrel.ops.norm import NORM, NormSpec
+from quarrel.ops.program import Node
+from quarrel.ops.registry import Implementation
+from quarrel.ops.state import GATED_NORM
 
 
 def _sum(k: Kernel, x: Val, n: Val, minus: Val | None, square: bool) -> Val:
@@ -86,3 +95,29 @@ def gated_norm() -> KernelDef:
             each(k, n, divide)
 
     return KernelDef("gated_norm", ("y", "z", "gain", "out", "n", "groups", "eps"), body)
+
+
+def norm_stage(e: Lowering, x: Value, s: NormSpec, gains: Sequence[Operand], y: Arg, q: Arg | None) -> None:
+    """Normalises x into y, and into q rounded to 8 bits."""
+    gain, bias = (*gains, None)[:2]
+    out: dict[str, Field] = {} if q is None else {"q": q, "q_stride": row_bytes(s.width)}
+    kernel = norm(s.kind, q is not None)
+    e.stage(kernel, x, x=x, gain=gain, bias=bias, y=y, n=s.k, groups=s.groups, eps=float(s.eps), **out)
+
+
+def build_norm(e: Lowering, node: Node) -> None:
+    x, *gains = node.inputs
+    (y,) = node.outputs
+    p = e.plan
+    norm_stage(e, x, node.spec, gains, p.place(y), p.place(y, "q") if "q" in p.forms.get(y.id, ()) else None)
+
+
+def build_gated_norm(e: Lowering, node: Node) -> None:
+    s, (y, z, gain), (out,) = node.spec, node.inputs, node.outputs
+    e.stage(gated_norm(), out, y=y, z=z, gain=gain, out=out, n=s.k, groups=s.groups, eps=float(s.eps))
+
+
+IMPLEMENTATIONS = (
+    Implementation(NORM, "vector norm", build_norm),
+    Implementation(GATED_NORM, "vector norm", build_gated_norm),
+)

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from quarrel.cpu_backend.abi import KernelDef
-from quarrel.cpu_backend.features import Level
-from quarrel.cpu_backend.pool import StageTable, aligned
-from quarrel.cpu_backend.quantize import row_bytes
+from quarrel.cpu_backend.linear.activations import row_bytes
+from quarrel.cpu_backend.runtime.abi import KernelDef
+from quarrel.cpu_backend.runtime.features import Level
+from quarrel.cpu_backend.runtime.pool import StageTable, aligned
 from quarrel.ops.contract import Operand, Value
 
 Rows = np.ndarray
@@ -75,7 +75,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Live:
-    """A header word, given to a `live_` field."""
+    """A header word, for a `live_` field."""
 
     word: int
 
@@ -112,7 +112,7 @@ class Arena:
         self.size = 0
         self._free: list[tuple[int, int]] = []
 
-    def take(self, size: int) -> Slot:
+    def allocate(self, size: int) -> Slot:
         size = -(-max(size, 1) // self.ALIGN) * self.ALIGN
         for i, (start, length) in enumerate(self._free):
             if length >= size:
@@ -122,7 +122,7 @@ class Arena:
         self.size += size
         return slot
 
-    def give(self, slot: Slot) -> None:
+    def free(self, slot: Slot) -> None:
         merged: list[tuple[int, int]] = []
         for start, length in sorted([*self._free, (slot.offset, slot.size)]):
             if merged and merged[-1][0] + merged[-1][1] == start:
@@ -179,7 +179,7 @@ class Plan:
         self._at[value.id, "f32"] = address
 
     def place(self, value: Value, form: str = "f32") -> Arg:
-        """The value's buffer, made on first asking."""
+        """The value's buffer, allocated on first use."""
         key = (value.id, form)
         if key not in self._at:
             if form == "q":
@@ -188,7 +188,7 @@ class Plan:
             else:
                 each = 4 * self.width(value)
             # Vector loads may run past the last row, never past this margin.
-            self._at[key] = self.arena.take(self.sizes[self.rows(value)] * each + 256)
+            self._at[key] = self.arena.allocate(self.sizes[self.rows(value)] * each + 256)
         return self._at[key]
 
     def has(self, value: Value, form: str) -> bool:
@@ -196,7 +196,7 @@ class Plan:
 
     def temporary(self, size: int) -> Slot:
         """A buffer for the current node only."""
-        slot = self.arena.take(size)
+        slot = self.arena.allocate(size)
         self._temporary.append(slot)
         return slot
 
@@ -224,13 +224,13 @@ class Plan:
         for form in ("f32", "q"):
             slot = self._at.get((value.id, form))
             if isinstance(slot, Slot):
-                self.arena.give(slot)
+                self.arena.free(slot)
                 del self._at[value.id, form]
 
     def end_node(self, values: Sequence[Value]) -> None:
         """Frees what was last read by the current node."""
         for slot in self._temporary:
-            self.arena.give(slot)
+            self.arena.free(slot)
         self._temporary.clear()
         for value in {v.id: v for v in values}.values():
             if self.last_use.get(value.id, -1) <= self.node:
@@ -252,7 +252,7 @@ class Tables:
     calls: Mapping[int, Call] = field(default_factory=dict)
 
     def select(self, nodes: set[int]) -> list[StageTable | Callable[[], None]]:
-        """The stages of some nodes only, in as many runs as the host's calls between them ask for."""
+        """The stages of some nodes only, in as many runs as the host's calls between them make necessary."""
         runs: list[StageTable | Callable[[], None]] = []
         rows: list[tuple[int, int]] = []
 

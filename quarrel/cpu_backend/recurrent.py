@@ -6,12 +6,21 @@ sequence whose tokens are all new starts from zero, whatever its slot holds.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from quarrel.cpu_backend.abi import Fields, KernelDef
-from quarrel.cpu_backend.elementwise import f32s, silu
-from quarrel.cpu_backend.ir import F32, I32, I64, Kernel, Val
-from quarrel.cpu_backend.vector import exp, softplus, sum_lanes
+import numpy as np
+
+from quarrel.cpu_backend.elementwise import silu
+from quarrel.cpu_backend.lowering import Field, Lowering
+from quarrel.cpu_backend.plan import Header
+from quarrel.cpu_backend.runtime.abi import Fields, KernelDef
+from quarrel.cpu_backend.runtime.ir import F32, I32, I64, Kernel, Val
+from quarrel.cpu_backend.runtime.vector import exp, f32s, softplus, sum_lanes
+from quarrel.ops.contract import Operand
+from quarrel.ops.program import Node
+from quarrel.ops.registry import Implementation
+from quarrel.ops.state import CONV, SCAN1, SCAN2
 
 SEQUENCE_FIELDS = ("query_start", "kv_len", "state_slots", "state")
 CHANNELS = 64
@@ -96,7 +105,7 @@ def _total(k: Kernel, parts: list[Val]) -> Val:
     return total
 
 
-def _copy_state(k: Kernel, seq: Sequence, state: Val, size: Val) -> None:
+def _reset_state(k: Kernel, seq: Sequence, state: Val, size: Val) -> None:
     """Zeroes the state of a sequence that starts here."""
     with k.when(seq.fresh), k.range(0, size) as i:
         k.store(k.f32(0.0), state + (i << 2))
@@ -111,7 +120,7 @@ def scan2(head_dim: int, n_state: int, per_group: int) -> KernelDef:
         seq = Sequence.of(k, a, chunk.udiv(heads))
         h = chunk - chunk.udiv(heads) * heads
         state = a.state + (seq.slot * heads + h) * (4 * head_dim * n_state)
-        _copy_state(k, seq, state, k.i64(head_dim * n_state))
+        _reset_state(k, seq, state, k.i64(head_dim * n_state))
         group = h.udiv(per_group)
         decay, skip, bias = (k.load(at + (h << 2), F32) for at in (a.a, a.d, a.dt_bias))
         with k.range(seq.start, seq.end) as t:
@@ -150,7 +159,7 @@ def scan1(n_state: int) -> KernelDef:
         first = (chunk - chunk.udiv(a.parts) * a.parts) * CHANNELS
         count = k.minimum(channels - first, CHANNELS)
         state = a.state + (seq.slot * channels + first) * (4 * n_state)
-        _copy_state(k, seq, state, count * n_state)
+        _reset_state(k, seq, state, count * n_state)
         with k.range(seq.start, seq.end) as t:
             b, c = (at + t * (4 * n_state) for at in (a.b, a.c))
             bs = [k.load(b, f32s(lanes), 4 * n) for n, lanes in parts]
@@ -178,3 +187,42 @@ def scan1(n_state: int) -> KernelDef:
 
     fields = ("x", "dt", "b", "c", "a", "d", "y", "channels", "parts", *SEQUENCE_FIELDS)
     return KernelDef(f"scan1/{n_state}", fields, body, scratch=4 * CHANNELS)
+
+
+def _sequence(operands: Iterable[Operand]) -> dict[str, Field]:
+    """The fields that say which rows and which state belong to a sequence."""
+    return dict(zip(SEQUENCE_FIELDS, operands, strict=True))
+
+
+def build_conv(e: Lowering, node: Node) -> None:
+    s, (x, weight, *bias, starts, keys, slots, state), (y,) = node.spec, node.inputs, node.outputs
+    # The kernel reads whole vectors of channels, one row of them per tap.
+    taps = np.zeros((s.width + 1, s.channels), np.float32)
+    taps[: s.width] = e.weights.dense(weight).T
+    parts = -(-s.channels // CHANNELS)
+    offset = bias[0] if bias else np.zeros(s.channels + 16, np.float32)
+    sequence = _sequence((starts, keys, slots, state))
+    fields = {"taps": taps, "bias": offset, "channels": s.channels, "parts": parts, **sequence}
+    e.stage(conv(s.width), Header.axis("S"), times=parts, x=x, y=y, **fields)
+
+
+def build_scan2(e: Lowering, node: Node) -> None:
+    s, (xbc, dt, dt_bias, a, d, *rest), (y,) = node.spec, node.inputs, node.outputs
+    kernel = scan2(s.head_dim, s.n_state, s.n_heads // s.n_groups)
+    sizes = {"heads": s.n_heads, "groups": s.n_groups, "inner": s.d_inner, "width": s.width}
+    fields = {"xbc": xbc, "dt": dt, "dt_bias": dt_bias, "a": a, "d": d, "y": y, **sizes, **_sequence(rest)}
+    e.stage(kernel, Header.axis("S"), times=s.n_heads, **fields)
+
+
+def build_scan1(e: Lowering, node: Node) -> None:
+    s, (x, dt, b, c, a, d, *rest), (y,) = node.spec, node.inputs, node.outputs
+    parts = -(-s.channels // CHANNELS)
+    fields = {"x": x, "dt": dt, "b": b, "c": c, "a": a, "d": d, "y": y, "channels": s.channels, "parts": parts}
+    e.stage(scan1(s.n_state), Header.axis("S"), times=parts, **fields, **_sequence(rest))
+
+
+IMPLEMENTATIONS = (
+    Implementation(CONV, "vector convolution", build_conv),
+    Implementation(SCAN2, "sequential scan", build_scan2),
+    Implementation(SCAN1, "sequential scan", build_scan1),
+)

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from quarrel.cpu_backend.cache import Cache, kind_of, new_cache, to_host
-from quarrel.cpu_backend.pool import Pool
+from quarrel.cpu_backend.attention.cache import Cache, kind_of, new_cache, to_host
+from quarrel.cpu_backend.runtime.pool import Pool
 from quarrel.cpu_backend.step import Compiled
 from quarrel.errors import RequestError
 from quarrel.gguf import FORMATS
@@ -19,21 +19,21 @@ from quarrel.ops.program import KVLayer, Program
 
 def run_op(op: Op, spec: object, inputs: Sequence[Concrete], exact: bool, pool: Pool) -> tuple[Concrete, ...]:
     """The op's results, and the new state of what it consumes."""
-    given = _Inputs(exact)
+    args = _Inputs(exact)
     operands = [
-        given.operand(i, p.name, p.kind, p.dims(spec), x)
+        args.operand(i, p.name, p.kind, p.dims(spec), x)
         for i, (p, x) in enumerate(zip(op.params(spec), inputs, strict=True))
     ]
-    results = given.builder.emit(op, spec, *operands)
-    traced = given.builder.program(**{r.name: r for r in results})
-    program = Program(traced.nodes, given.values, traced.outputs, traced.caches, traced.states)
-    compiled = Compiled(program, given, given.caches, given.states, given.sizes, exact, pool)
+    results = args.builder.emit(op, spec, *operands)
+    traced = args.builder.program(**{r.name: r for r in results})
+    program = Program(traced.nodes, args.values, traced.outputs, traced.caches, traced.states)
+    compiled = Compiled(program, args, args.caches, args.states, args.sizes, exact, pool)
     # NaN wherever nothing is written: a kernel that leaves a hole or reads one cannot go unnoticed.
     compiled.tables.arena[:] = 0xFF
-    out: list[Any] = list(compiled.run(given.arrays, tuple(program.outputs)).values())
+    out: list[Any] = list(compiled.run(args.arrays, tuple(program.outputs)).values())
     types = [x.type for x in inputs if isinstance(x, KVArrays)]
-    out += [to_host(cache, type) for cache, type in zip(given.caches, types) if op.consumes]
-    return (*out, *given.states)
+    out += [to_host(cache, type) for cache, type in zip(args.caches, types) if op.consumes]
+    return (*out, *args.states)
 
 
 class _Inputs:
@@ -49,28 +49,26 @@ class _Inputs:
         self._exact = exact
         self._weights: dict[str, RawWeight] = {}
 
-    def operand(self, i: int, name: str, kind: str, dims: tuple[int | str, ...], given: Any) -> Operand:
-        if isinstance(given, KVArrays):
-            kind = kind_of(given.type, self._exact)
-            self.caches.append(new_cache(KVLayer(*given.k.shape[2:]), *given.k.shape[:2], kind, given))
-            return self.builder.cache(KVLayer(*given.k.shape[2:]))
-        if isinstance(given, RawWeight):
-            block = FORMATS[given.type]
-            if given.raw.shape[1] * block.elements != given.k * block.nbytes:
-                raise RequestError(
-                    f"{name} has rows of {given.raw.shape[1]} bytes, which are not {given.k} of {given.type.name}"
-                )
-            self._weights[f"{name}.{i}"] = given
-            return WeightRef(f"{name}.{i}", given.type, len(given.raw), given.k)
+    def operand(self, i: int, name: str, kind: str, dims: tuple[int | str, ...], x: Any) -> Operand:
+        if isinstance(x, KVArrays):
+            kind = kind_of(x.type, self._exact)
+            self.caches.append(new_cache(KVLayer(*x.k.shape[2:]), *x.k.shape[:2], kind, x))
+            return self.builder.cache(KVLayer(*x.k.shape[2:]))
+        if isinstance(x, RawWeight):
+            block = FORMATS[x.type]
+            if x.raw.shape[1] * block.elements != x.k * block.nbytes:
+                raise RequestError(f"{name} has rows of {x.raw.shape[1]} bytes, which are not {x.k} of {x.type.name}")
+            self._weights[f"{name}.{i}"] = x
+            return WeightRef(f"{name}.{i}", x.type, len(x.raw), x.k)
         if kind == "const":
-            return ConstRef(name, tuple(float(x) for x in given))
+            return ConstRef(name, tuple(map(float, x)))
         if kind == "state":
-            self.states.append(given.astype(np.float32))
-            return self._state(given)
-        self.values[name], self.arrays[name] = Value(-1000 - i, kind, dims, name), given
-        if len(dims) != given.ndim:
-            raise RequestError(f"{name} has shape {given.shape}, wanted {len(dims)} axes ({', '.join(map(str, dims))})")
-        for axis, size in zip(dims, given.shape):
+            self.states.append(x.astype(np.float32))
+            return self._state(x)
+        self.values[name], self.arrays[name] = Value(-1000 - i, kind, dims, name), x
+        if len(dims) != x.ndim:
+            raise RequestError(f"{name} has shape {x.shape}, wanted {len(dims)} axes ({', '.join(map(str, dims))})")
+        for axis, size in zip(dims, x.shape):
             self._size(name, *(("S", size - 1) if axis == "S1" else (axis, size)))
         return self.values[name]
 
@@ -81,8 +79,8 @@ class _Inputs:
         if isinstance(axis, str):
             self.sizes[axis] = size
 
-    def _state(self, given: Array) -> StateRef:
-        return self.builder.state(*given.shape[1:])
+    def _state(self, x: Array) -> StateRef:
+        return self.builder.state(*x.shape[1:])
 
     def raw(self, ref: WeightRef) -> RawWeight:
         return self._weights[ref.name]

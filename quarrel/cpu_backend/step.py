@@ -7,27 +7,27 @@ from dataclasses import replace
 
 import numpy as np
 
-from quarrel.cpu_backend.cache import Cache
-from quarrel.cpu_backend.choices import Choices
+from quarrel.cpu_backend.attention.cache import Cache
+from quarrel.cpu_backend.experts.counts import ExpertCounts
 from quarrel.cpu_backend.lowering import Lowering
 from quarrel.cpu_backend.plan import AXES, Plan, finish
-from quarrel.cpu_backend.pool import Pool, StageTable
-from quarrel.cpu_backend.registry import REGISTRY, reads_rounded
+from quarrel.cpu_backend.registry import REGISTRY, forms_read
+from quarrel.cpu_backend.runtime.pool import Pool, StageTable
 from quarrel.cpu_backend.weights import Weights
 from quarrel.errors import RequestError
 from quarrel.ops.collective import Group
 from quarrel.ops.contract import Array, Compute, Value
 from quarrel.ops.embedding import table_of_positions
 from quarrel.ops.moe import RouteSpec
-from quarrel.ops.program import Node, Program
-from quarrel.ops.registry import Choice, lower
+from quarrel.ops.program import Node, Program, needed
+from quarrel.ops.registry import lower
 from quarrel.ops.step import (
     Done,
+    ExplainLine,
     Limits,
     MemoryPlan,
     StepInputs,
     StepOutputs,
-    Taken,
     Want,
     WeightSource,
     outputs_of,
@@ -54,11 +54,11 @@ class Compiled:
         self.states = states
         self.choices = lower(program, REGISTRY)
         nodes = [c.node for c in self.choices]
-        self.weights = Weights(source, exact)
+        self.weights = Weights(source, "float32" if exact else "int8")
         plan = Plan(pool.level, pool.threads, {**sizes, "S1": sizes.get("S", 0) + 1}, exact, {}, {}, {})
         routes = [n.spec for n in nodes if isinstance(n.spec, RouteSpec)]
-        self.expert_choices = Choices(routes, sizes.get("T", 0))
-        lowering = Lowering(plan, self.weights, caches, states, self.expert_choices, group)
+        self.expert_counts = ExpertCounts(routes, sizes.get("T", 0))
+        lowering = Lowering(plan, self.weights, caches, states, self.expert_counts, group)
         plan.forms, plan.last_use = _uses(nodes, program, lowering)
         plan.producer = {v.id: i for i, node in enumerate(nodes) for v in node.outputs}
         self.inputs: dict[str, np.ndarray] = {}
@@ -70,14 +70,16 @@ class Compiled:
             plan.end_node([v for v in (*choice.node.inputs, *choice.node.outputs) if isinstance(v, Value)])
             if progress:
                 progress(i + 1, len(self.choices))
+        self._notes = lowering.notes
+        self.weights.finish()
         places = {name: plan.place(value) for name, value in program.outputs.items()}
-        plan.keep += [self.weights.keep, self.weights, list(caches), list(states), self.inputs]
+        plan.keep += [self.weights, list(caches), list(states), self.inputs]
         self.tables = finish(plan)
         self._outputs = {
             name: (value.dims[0], self.tables.view(places[name], _dtype(value), _shape(value, plan.sizes)))
             for name, value in program.outputs.items()
         }
-        # Which axes of an input tell the size of a free axis of the program.
+        # Which axes of an input give the size of a free axis of the program.
         self._axes = {
             name: [(axis, i) for i, axis in enumerate(value.dims) if axis in AXES or axis == "S1"]
             for name, value in program.inputs.items()
@@ -86,7 +88,7 @@ class Compiled:
 
     def run(self, arrays: Mapping[str, Array], wanted: tuple[str, ...]) -> dict[str, Array]:
         """Copies the inputs in, runs what the wanted outputs and the caches need, and copies the results out."""
-        # Between two steps of decoding every line of this meets cold caches, so there are few.
+        # Between two decode steps the CPU's caches are cold for this code, so it does as little as possible.
         sizes: dict[str, int] = {}
         for name, array in arrays.items():
             self.inputs[name][: array.size] = array.reshape(-1)
@@ -97,15 +99,27 @@ class Compiled:
                     sizes[axis] = array.shape[i]
         self.tables.header.set(sizes)
         if wanted not in self._selected:
-            self._selected[wanted] = self.tables.select(_needed(self.choices, self.program, wanted))
+            marks = needed([c.node for c in self.choices], [self.program.outputs[name] for name in wanted])
+            self._selected[wanted] = self.tables.select({i for i, mark in enumerate(marks) if mark})
         for part in self._selected[wanted]:
             if isinstance(part, StageTable):
                 self._pool.run(part)
             else:
                 part()
-        self.expert_choices.add(sizes.get("T", 0))
+        self.expert_counts.add(sizes.get("T", 0))
         outputs = ((name, *self._outputs[name]) for name in wanted)
         return {name: whole[: sizes[axis]].copy() for name, axis, whole in outputs}
+
+    def explain(self) -> list[ExplainLine]:
+        """A line for each node."""
+        lines = []
+        for i, c in enumerate(self.choices):
+            notes = self._notes.get(i, [])
+            kernels = "; ".join(dict.fromkeys(name for name, _ in notes))
+            declined = dict.fromkeys(reason for _, reasons in notes for reason in reasons)
+            name = c.implementation.name + (f" ({kernels})" if kernels else "")
+            lines.append(ExplainLine(c.node.path, c.node.op.name, str(c.node.spec), name, (*c.declined, *declined)))
+        return lines
 
 
 def _shape(value: Value, sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -128,25 +142,12 @@ def _uses(nodes: Sequence[Node], program: Program, lowering: Lowering) -> tuple[
     for i, node in enumerate(nodes):
         for position, operand in enumerate(node.inputs):
             if isinstance(operand, Value):
-                rounded = reads_rounded(lowering.packs, node, position)
-                forms.setdefault(operand.id, set()).add("q" if rounded else "f32")
+                forms.setdefault(operand.id, set()).update(forms_read(lowering, node, position))
                 last[operand.id] = i
     for value in program.outputs.values():
         forms.setdefault(value.id, set()).add("f32")
         last[value.id] = len(nodes)
     return forms, last
-
-
-def _needed(choices: Sequence[Choice], program: Program, wanted: tuple[str, ...]) -> set[int]:
-    """Indices of the nodes that the wanted outputs depend on, and of those that write to a cache."""
-    alive = {program.outputs[name].id for name in wanted}
-    needed = set()
-    for i in range(len(choices) - 1, -1, -1):
-        node = choices[i].node
-        if node.op.always or any(v.id in alive for v in node.outputs):
-            needed.add(i)
-            alive |= {v.id for v in node.inputs if isinstance(v, Value)}
-    return needed
 
 
 class CpuStep:
@@ -215,21 +216,18 @@ class CpuStep:
             for source, target in pairs:
                 state[target] = state[source]
 
-    def explain(self) -> list[Taken]:
-        return [
-            Taken(c.node.path, c.node.op.name, str(c.node.spec), c.implementation.name, c.declined)
-            for c in self._open().choices
-        ]
+    def explain(self) -> list[ExplainLine]:
+        """Who took what; of linear maps also the kernels that their table chose, and why others declined."""
+        return self._open().explain()
 
     def expert_counts(self) -> dict[str, np.ndarray]:
         """See `ops.step.CountsExperts`."""
-        return self._open().expert_choices.counts()
+        return self._open().expert_counts.counts()
 
     def memory(self) -> MemoryPlan:
         compiled = self._open()
         cache = sum(c.k.nbytes + c.v.nbytes for c in compiled.caches) + sum(s.nbytes for s in compiled.states)
-        weights = compiled.weights
-        return MemoryPlan(weights.in_place + weights.copied, weights.in_place, cache, len(compiled.tables.arena))
+        return MemoryPlan(compiled.weights.nbytes(), compiled.weights.in_place(), cache, len(compiled.tables.arena))
 
     def close(self) -> None:
         self._compiled = None

@@ -1,4 +1,4 @@
-"""Rows on their way: read and tokenized on one thread, embedded on two, handed on in order, a bounded number at a time."""
+"""Rows in blocks: read and tokenized on one thread, embedded on two, yielded in order, a bounded number at a time."""
 
 from __future__ import annotations
 
@@ -7,29 +7,19 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from quarrel.embed.source import Row, Source
 from quarrel.errors import RequestError
-from quarrel.llm import Chunking, Embeddings
+from quarrel.llm import Embeddings
+from quarrel.llm.embeddings import EmbedOptions
 
 if TYPE_CHECKING:
     from quarrel.llm import LLM
 
 AHEAD = 2
-"""Blocks tokenized, and blocks being embedded: one runs while the next is made ready."""
-
-
-@dataclass(frozen=True)
-class How:
-    """What is made of each text. chunk: in tokens."""
-
-    pooling: Any = None
-    normalize: bool = True
-    dimensions: int | None = None
-    prefix: str | None = None
-    chunk: Chunking | None = None
+"""Blocks tokenized, and blocks being embedded: one runs while the next is prepared."""
 
 
 @dataclass
@@ -45,13 +35,13 @@ class Block:
 
 
 class Embedded:
-    """Blocks of a source behind its first `skip` rows, with their embeddings. Iterate, and close."""
+    """Blocks of a source after its first `skip` rows, with their embeddings. Iterate, and close."""
 
-    def __init__(self, llm: LLM, source: Source, how: How, size: int, skip: int) -> None:
-        self._llm, self._source, self._how, self._size, self._skip = llm, source, how, size, skip
+    def __init__(self, llm: LLM, source: Source, options: EmbedOptions, size: int, skip: int) -> None:
+        self._llm, self._source, self._options, self._size, self._skip = llm, source, options, size, skip
         self._ready: queue.Queue[Block | BaseException | None] = queue.Queue(AHEAD)
         self._stop = threading.Event()
-        self._front = llm.embedding_prefix(how.prefix)
+        self._prefix = llm.embedding_prefix(options.prefix)
         self._reader = threading.Thread(target=self._read, name="quarrel-embed-read", daemon=True)
         self._pool = ThreadPoolExecutor(AHEAD, "quarrel-embed")
         self._reader.start()
@@ -83,12 +73,10 @@ class Embedded:
                 continue
 
     def _embed(self, block: Block) -> Embeddings:
-        h = self._how
-        made = self._llm.embed(
-            list(block.ids), pooling=h.pooling, normalize=h.normalize, dimensions=h.dimensions, chunk=h.chunk
-        )
-        block.tokens = made.total_tokens
-        return made
+        keywords: Any = vars(replace(self._options, prefix=None))  # the ids begin with it already
+        embeddings = self._llm.embed(list(block.ids), **keywords)
+        block.tokens = embeddings.total_tokens
+        return embeddings
 
     def _read(self) -> None:
         try:
@@ -96,24 +84,24 @@ class Embedded:
             for row in self._source.rows():
                 if row.number < self._skip:
                     continue
-                self._take(block, row)
+                self._add(block, row)
                 if len(block.rows) + len(block.bad) >= self._size:
-                    self._hand(block)
+                    self._put(block)
                     block = Block()
                 if self._stop.is_set():
                     return
             if block.end:
-                self._hand(block)
-            self._hand(None)
+                self._put(block)
+            self._put(None)
         except BaseException as error:
-            self._hand(error)
+            self._put(error)
 
-    def _take(self, block: Block, row: Row) -> None:
+    def _add(self, block: Block, row: Row) -> None:
         ids: list[int] = []
         fault = row.fault
         if fault is None:
             try:
-                ids = self._llm.tokenize(self._front + row.text)
+                ids = self._llm.tokenize(self._prefix + row.text)
             except RequestError as error:
                 fault = str(error)
             fault = fault or self._unfit(len(ids))
@@ -127,11 +115,11 @@ class Embedded:
     def _unfit(self, tokens: int) -> str | None:
         if not tokens:
             return "it has no tokens"
-        if tokens > self._llm.n_ctx and self._how.chunk is None:
+        if tokens > self._llm.n_ctx and self._options.chunk is None:
             return f"it has {tokens} tokens and the context holds {self._llm.n_ctx}; --chunk cuts long texts"
         return None
 
-    def _hand(self, item: Block | BaseException | None) -> None:
+    def _put(self, item: Block | BaseException | None) -> None:
         while not self._stop.is_set():
             try:
                 self._ready.put(item, timeout=0.1)

@@ -1,4 +1,4 @@
-"""What has been sent, on disk, so that a run that ends anywhere goes on from there."""
+"""What has been sent, on disk, so that an interrupted run resumes there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quarrel.errors import RequestError
 
 @dataclass(frozen=True)
 class State:
-    """rows: of the input that are done with. sent: vectors that arrived, also the id behind the last of them. bad: rows in
+    """rows: finished rows of the input. sent: vectors that arrived, also the id after the last of them. bad: rows in
     the dead letter file, `letters` its bytes. done: nothing is left."""
 
     rows: int = 0
@@ -61,7 +61,7 @@ class Checkpoint:
 
 
 class DeadLetters:
-    """JSON lines of the rows that could not be embedded. What an earlier run wrote behind its checkpoint is cut off."""
+    """JSON lines of the rows that could not be embedded. What an earlier run wrote after its checkpoint is cut off."""
 
     def __init__(self, path: Path, length: int) -> None:
         self.path = path

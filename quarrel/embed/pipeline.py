@@ -1,4 +1,4 @@
-"""The whole run: rows in, vectors out, a checkpoint behind what is safe, a file of the rows that were bad."""
+"""The whole run: rows in, vectors out, a checkpoint of what is safe, a file of the bad rows."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 
-from quarrel.embed.blocks import Block, Embedded, How
+from quarrel.embed.blocks import Block, Embedded
 from quarrel.embed.checkpoint import Checkpoint, DeadLetters, State
 from quarrel.embed.sinks import Sink
 from quarrel.embed.source import Source
 from quarrel.flight.rows import Metric, vector_batch
 from quarrel.llm import Embeddings
+from quarrel.llm.embeddings import EmbedOptions
 
 if TYPE_CHECKING:
     from quarrel.llm import LLM
@@ -59,7 +60,7 @@ class Pipeline:
         self,
         llm: LLM,
         source: Source,
-        how: How,
+        options: EmbedOptions,
         sink: Sink,
         layout: Layout,
         checkpoint: Checkpoint,
@@ -67,9 +68,9 @@ class Pipeline:
         size: int = 256,
         progress: Progress | None = None,
     ) -> None:
-        self._llm, self._source, self._how, self._sink, self._layout = llm, source, how, sink, layout
+        self._llm, self._source, self._options, self._sink, self._layout = llm, source, options, sink, layout
         self._checkpoint, self._letters_path, self._size, self._progress = checkpoint, letters, size, progress
-        self._pending: deque[tuple[int, State, int]] = deque()  # vectors behind a block, the state then, its position
+        self._pending: deque[tuple[int, State, int]] = deque()  # vectors up to a block, the state then, its position
         self._tokens = 0
         self._saved = 0.0
 
@@ -79,8 +80,8 @@ class Pipeline:
         resumed = self._checkpoint.path.exists()
         state = start = self._checkpoint.load()
         if not start.done:
-            how = self._how  # what no text could be embedded with is refused before a checkpoint remembers it
-            self._llm.embed([], pooling=how.pooling, dimensions=how.dimensions, prefix=how.prefix, chunk=how.chunk)
+            keywords: Any = vars(self._options)  # refused here, if at all, before a checkpoint remembers them
+            self._llm.embed([], **keywords)
             self._sink.begin(start.sent, resumed)
             self._checkpoint.save(start)
             state = self._all(start)
@@ -98,26 +99,26 @@ class Pipeline:
     def _all(self, start: State) -> State:
         self._state = start
         self._letters = DeadLetters(self._letters_path, start.letters)
-        blocks = Embedded(self._llm, self._source, self._how, self._size, start.rows)
+        blocks = Embedded(self._llm, self._source, self._options, self._size, start.rows)
         try:
-            self._sink.write(self._batches(blocks, start), self._settle)
-            self._settle(force=True)
+            self._sink.write(self._batches(blocks, start), self._save_safe)
+            self._save_safe(force=True)
             self._sink.finish()
             self._save(replace(self._state, done=True))
             self._sink.tidy()
         finally:
             try:
-                self._settle(force=True)
+                self._save_safe(force=True)
             finally:
                 blocks.close()
                 self._letters.close()
         return self._state
 
     def _batches(self, blocks: Embedded, state: State) -> Iterator[pa.RecordBatch]:
-        for block, made in blocks:
+        for block, embeddings in blocks:
             for row in block.bad:
                 self._letters.add(row.number, row.fault or "", row.text)
-            batch = self._batch(block, made, state.sent)
+            batch = self._batch(block, embeddings, state.sent)
             self._tokens += block.tokens
             bad = state.bad + len(block.bad)
             state = State(block.end, state.sent + batch.num_rows, bad, self._letters.length)
@@ -125,27 +126,26 @@ class Pipeline:
             if batch.num_rows:
                 yield batch
 
-    def _batch(self, block: Block, made: Embeddings, sent: int) -> pa.RecordBatch:
+    def _batch(self, block: Block, embeddings: Embeddings, sent: int) -> pa.RecordBatch:
         first = self._layout.first_id + sent
-        rows = [block.rows[i] for i in made.texts.tolist()]
+        rows = [block.rows[i] for i in embeddings.texts.tolist()]
         columns: dict[str, pa.Array] = {}
         if self._layout.keep_text:
             columns["text"] = pa.array([r.text for r in rows], pa.string())
         for name in self._source.wanted.others:
             columns[name] = pa.array([r.columns.get(name) for r in rows], pa.string())
-        if self._how.chunk is not None:
-            columns["chunk"] = pa.array(_turns(made.texts), pa.int32())
+        if self._options.chunk is not None:
+            columns["chunk"] = pa.array(_piece_numbers(embeddings.texts), pa.int32())
         return vector_batch(
             np.arange(first, first + len(rows)),
-            made.vectors,
+            embeddings.vectors,
             doc_ids=[r.doc_id if r.doc_id is not None else str(r.number) for r in rows],
             columns=columns,
             metric=self._layout.metric,
         )
 
-    def _settle(self, force: bool = False) -> None:
-        """Saves the state behind the last block that is safe, now and then; a block without rows is safe with its
-        predecessor."""
+    def _save_safe(self, force: bool = False) -> None:
+        """Saves the state after the last safe block, now and then; a block without rows is safe with its predecessor."""
         state, position = self._state, 0
         while self._pending and self._pending[0][0] <= self._sink.safe:
             _, state, position = self._pending.popleft()
@@ -161,9 +161,9 @@ class Pipeline:
         self._state, self._saved = state, time.monotonic()
 
 
-def _turns(texts: np.ndarray[tuple[int], np.dtype[np.int32]]) -> list[int]:
+def _piece_numbers(texts: np.ndarray[tuple[int], np.dtype[np.int32]]) -> list[int]:
     """Which piece of its text each row is: rows of a text stand together."""
-    turns: list[int] = []
+    numbers: list[int] = []
     for i, text in enumerate(texts):
-        turns.append(turns[-1] + 1 if i and texts[i - 1] == text else 0)
-    return turns
+        numbers.append(numbers[-1] + 1 if i and texts[i - 1] == text else 0)
+    return numbers

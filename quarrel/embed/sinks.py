@@ -18,9 +18,9 @@ from quarrel.errors import FlightDataError, FlightUnavailable, RequestError
 from quarrel.flight import LongbowClient
 
 STREAM_SECONDS = 10.0
-"""How long one exchange is kept open."""
+"""How long one exchange stays open."""
 PATIENCE = 60.0
-"""Seconds without an acknowledged row after which a server that cannot be reached is given up."""
+"""Seconds without an acknowledged row until an unreachable server is an error."""
 PART_ROWS = 16384
 FILES = (".parquet", ".arrow", ".feather")
 
@@ -32,8 +32,8 @@ class Sink(Protocol):
 
     def begin(self, sent: int, resumed: bool) -> None: ...
 
-    def write(self, batches: Iterator[pa.RecordBatch], settled: Callable[[], None]) -> None:
-        """Sends all; calls `settled` on the same thread now and then."""
+    def write(self, batches: Iterator[pa.RecordBatch], progressed: Callable[[], None]) -> None:
+        """Sends all; calls `progressed` on the same thread now and then."""
 
     def finish(self) -> None:
         """Everything is in place when this returns."""
@@ -51,7 +51,7 @@ class _Sent:
 
 
 class FlightSink:
-    """A dataset of a store. Batches are kept until they are acknowledged; after a break the server is asked what it has.
+    """A dataset of a store. Batches are kept until they are acknowledged; after a break the server lists the ids it has.
 
     patience: seconds that a server may be away."""
 
@@ -73,33 +73,33 @@ class FlightSink:
                 f" {max(self._there) + 1} or another --dataset, or delete it first"
             )
 
-    def write(self, batches: Iterator[pa.RecordBatch], settled: Callable[[], None]) -> None:
+    def write(self, batches: Iterator[pa.RecordBatch], progressed: Callable[[], None]) -> None:
         source, pause, doubt = _Peek(batches), 0.1, False
         while self._open or not source.over():
             try:
                 if doubt:
                     self._reconcile()
                     doubt = False
-                self._client.ingest(self._dataset, self._outgoing(source, settled), acked=self._acked)
+                self._client.ingest(self._dataset, self._outgoing(source, progressed), acked=self._acked)
                 pause = 0.1
             except (FlightUnavailable, FlightDataError):
-                # A break in mid-stream looks like either; what arrived is asked of the server, so nothing goes twice.
-                settled()
+                # A break in mid-stream looks like either; the server says what arrived, so nothing is sent twice.
+                progressed()
                 now = time.monotonic()
                 self._away = self._away or now
                 if now - self._away > self._patience:
                     raise
                 time.sleep(pause)
                 pause, doubt = min(2.0, pause * 2), True
-            settled()
+            progressed()
 
     def finish(self) -> None:
         """All rows are acknowledged; nothing is left to do."""
 
     def tidy(self) -> None:
-        """Nothing was kept."""
+        """There is nothing to remove."""
 
-    def _outgoing(self, source: _Peek, settled: Callable[[], None]) -> Iterator[pa.RecordBatch]:
+    def _outgoing(self, source: _Peek, progressed: Callable[[], None]) -> Iterator[pa.RecordBatch]:
         """What was not acknowledged, then what is new, for a while."""
         end = time.monotonic() + STREAM_SECONDS
         with self._lock:
@@ -112,7 +112,7 @@ class FlightSink:
                 self._queue(self._open, missing, int(batch.column("id")[-1].as_py()) + 1 - self._first)
             if missing.num_rows:
                 yield missing
-            settled()
+            progressed()
 
     def _queue(self, to: deque[_Sent], missing: pa.RecordBatch, end: int) -> None:
         """Rows that are there already are safe with those before them."""
@@ -136,7 +136,7 @@ class FlightSink:
             self._away = None
 
     def _reconcile(self) -> None:
-        """Forgets what arrived though nobody said so."""
+        """Drops batches that arrived without an acknowledgement."""
         self._there = self._ids()
         left: deque[_Sent] = deque()
         with self._lock:
@@ -152,25 +152,25 @@ class FlightSink:
 
 
 class _Peek:
-    """An iterator that can be asked whether it is over."""
+    """An iterator that knows whether it is over."""
 
     def __init__(self, batches: Iterator[pa.RecordBatch]) -> None:
         self._batches = batches
-        self._held: pa.RecordBatch | None = None
+        self._next: pa.RecordBatch | None = None
         self._over = False
 
     def next(self) -> pa.RecordBatch | None:
-        if self._held is not None:
-            batch, self._held = self._held, None
+        if self._next is not None:
+            batch, self._next = self._next, None
             return batch
         batch = None if self._over else next(self._batches, None)
         self._over = batch is None
         return batch
 
     def over(self) -> bool:
-        if self._held is None and not self._over:
-            self._held = self.next()
-        return self._held is None
+        if self._next is None and not self._over:
+            self._next = self.next()
+        return self._next is None
 
 
 class FileSink:
@@ -189,17 +189,17 @@ class FileSink:
             if not part.stem.isdigit() or int(part.stem) >= sent:
                 part.unlink()
 
-    def write(self, batches: Iterator[pa.RecordBatch], settled: Callable[[], None]) -> None:
-        held: list[pa.RecordBatch] = []
+    def write(self, batches: Iterator[pa.RecordBatch], progressed: Callable[[], None]) -> None:
+        batches_of_part: list[pa.RecordBatch] = []
         for batch in batches:
-            held.append(batch)
-            if sum(b.num_rows for b in held) >= PART_ROWS:
-                self._part(held)
-                held = []
-                settled()
-        if held:
-            self._part(held)
-        settled()
+            batches_of_part.append(batch)
+            if sum(b.num_rows for b in batches_of_part) >= PART_ROWS:
+                self._part(batches_of_part)
+                batches_of_part = []
+                progressed()
+        if batches_of_part:
+            self._part(batches_of_part)
+        progressed()
 
     def finish(self) -> None:
         temporary = self._path.with_name(f"{self._path.name}.new")

@@ -1,4 +1,4 @@
-"""Rows of a text, JSON lines, CSV or Parquet file, one after the other; a bad row is told and passed over."""
+"""Rows of a text, JSON lines, CSV or Parquet file, one after the other; a bad row is reported and skipped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SUFFIXES = (".txt", ".jsonl", ".ndjson", ".csv", ".parquet")
 @dataclass(frozen=True)
 class Row:
     """`number` counts from 0 over all rows, bad ones included. `fault` says what is wrong with it; `text` is then what
-    there is to show. `position`: how much of the file is read, in the source's unit."""
+    can be shown. `position`: how much of the file is read, in the source's unit."""
 
     number: int
     text: str
@@ -162,7 +162,7 @@ def _csv(file: BinaryIO, wanted: Wanted, path: Path) -> Iterator[Row]:
 
 
 def _parquet_rows(path: Path, wanted: Wanted) -> int:
-    from quarrel.flight.extra import need_arrow
+    from quarrel.flight.requirement import need_arrow
 
     need_arrow()
     import pyarrow as pa

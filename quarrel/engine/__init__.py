@@ -9,9 +9,8 @@ if TYPE_CHECKING:
     from quarrel.engine.cache import CacheRules
     from quarrel.engine.engine import Activity, Engine
     from quarrel.engine.generation import Request
-    from quarrel.engine.guide import Guide, MakeGuide
     from quarrel.engine.loop import Loop
-    from quarrel.engine.outbox import Outbox
+    from quarrel.engine.output import OutputBuffer
     from quarrel.engine.packed import Packed
     from quarrel.engine.params import Sampling, SamplingParams, merged, token_id
     from quarrel.engine.results import Chunk, FinishReason, Result, Timings, TokenLogprob, Usage
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from quarrel.engine.service import Priority, Service
     from quarrel.engine.stats import Histogram, Stats
     from quarrel.engine.stream import AsyncStream, Delivery, Stream, deliver, start, start_async
-    from quarrel.engine.text import Detokenizer, Texts
+    from quarrel.engine.text import Detokenizer, Guide, MakeGuide, Texts
 
 __all__ = [
     "Activity",
@@ -35,7 +34,7 @@ __all__ = [
     "Histogram",
     "Loop",
     "MakeGuide",
-    "Outbox",
+    "OutputBuffer",
     "Packed",
     "Priority",
     "Request",
@@ -61,9 +60,8 @@ _MODULES = {
     "cache": "CacheRules",
     "engine": "Activity Engine",
     "generation": "Request",
-    "guide": "Guide MakeGuide",
     "loop": "Loop",
-    "outbox": "Outbox",
+    "output": "OutputBuffer",
     "packed": "Packed",
     "params": "Sampling SamplingParams merged token_id",
     "results": "Chunk FinishReason Result Timings TokenLogprob Usage",
@@ -71,7 +69,7 @@ _MODULES = {
     "service": "Priority Service",
     "stats": "Histogram Stats",
     "stream": "AsyncStream Delivery Stream deliver start start_async",
-    "text": "Detokenizer Texts",
+    "text": "Detokenizer Guide MakeGuide Texts",
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 

@@ -1,13 +1,13 @@
-"""What sequences hold of the device's memory: blocks of keys and values, slots of recurrent state, what is known of old
-texts. Plain ints; the step's `copy_blocks` and `copy_states` move what they stand for.
+"""What sequences have of the device's memory: blocks of keys and values, slots of recurrent state, and the prefix cache.
+Plain ints; the step's `copy_blocks` and `copy_states` move what they stand for.
 
-A sequence starts from the longest known beginning of its tokens: whole blocks are shared, of a last one that is known in
-part it gets a copy, and recurrent layers go on from a copy of their state where one was kept. Copies are made at the end of
-a prompt, at the end of a text, every `STRIDE` tokens of a long prompt, and before the last token of a prompt that several
-continuations share.
+A sequence starts from the longest prefix of its tokens in the cache: it shares whole blocks, gets a copy of a last one that
+matches in part, and recurrent layers start from a snapshot of their state. Snapshots are taken at the end of a prompt, at
+the end of a text, every `STRIDE` tokens of a long prompt, and before the last token of a prompt that several continuations
+share.
 
-Groups of layers with a window (`ops/windows.py`) take their blocks from the same pool. A sequence gets them for what a
-launch runs, and gives them back behind the window; it goes on from a known beginning only where they are still there.
+Window groups (`ops/windows.py`) take their blocks from the same pool. A sequence gets them for what a launch runs, and
+frees them behind the window; it starts from a cached prefix only where those are still there.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from quarrel.engine.blocks import BlockPool
+from quarrel.engine.pools import BlockPool, Snapshots
 from quarrel.engine.prefix import Digest, Node, PrefixTree, common_prefix
-from quarrel.engine.sequence import Refusal, Sequence
-from quarrel.engine.snapshots import Snapshots
+from quarrel.engine.sequence import CacheState, Refusal, Sequence
 from quarrel.ops.step import Limits
 
 Copy = Callable[[list[tuple[int, int]]], None]
@@ -88,33 +87,33 @@ class Cache:
         most = blocks + self.rules.window_groups * min(blocks, self._span)
         return blocks <= self.limits.max_blocks_per_seq and most <= self.limits.n_blocks
 
-    def start(self, s: Sequence, slot: int, family: Iterable[Sequence], spare: int) -> bool:
-        """Gives it blocks for all its tokens, those of a known beginning shared. False if there are not enough, or if
-        fewer than `spare` would be left."""
+    def allocate(self, s: Sequence, slot: int, family: Iterable[Sequence], spare: int) -> bool:
+        """Gives it blocks for all its tokens, those of a cached prefix shared. False if there are not enough, or if fewer
+        than `spare` would be left."""
         size, family = self.limits.block_size, list(family)
         room = self.available - spare * (1 + self.rules.window_groups)
-        others = self.prefixes.lent, self.snapshots.taken
-        if s.refused is not None and not family and s.refused.stands(room, others):
+        others = self.prefixes.window_changes, self.snapshots.added
+        if s.cache.refusal is not None and not family and s.cache.refusal.stands(room, others):
             return False
         found, end = self._find(s, family)
-        needed = self._take_up(s, found, spare)
+        needed = self._reserve(s, found, spare)
         if needed is None and found.known % size:
             # The block to copy is one more than the sequence itself needs; run its tokens again.
             found = self._cut(found, found.known - found.known % size, aligned=True)
-            needed = self._take_up(s, found, spare)
+            needed = self._reserve(s, found, spare)
         if needed is None:
-            s.refused = None if end is None else Refusal(room, end, end.changes, others)
+            s.cache.refusal = None if end is None else Refusal(room, end, end.changes, others)
             return False
-        s.refused = None
+        s.cache.refusal = None
         count = found.known // size
         whole, partial = found.blocks[:count], found.blocks[count:]
         first = self._first(found.known)
         windows = [() if i < first else blocks for i, blocks in enumerate(found.windows[:count])]
-        fresh = self.pool.take(needed)
+        fresh = self.pool.allocate(needed)
         if partial:
             pairs = [(partial[0], fresh[0])]
             if self.rules.window_groups:
-                copies = tuple(self.pool.take(self.rules.window_groups))
+                copies = tuple(self.pool.allocate(self.rules.window_groups))
                 pairs += zip(found.windows[count], copies)
                 windows.append(copies)
             self._copy_blocks(pairs)
@@ -122,115 +121,119 @@ class Cache:
         if found.state is not None:
             self.snapshots.touch(found.state)
             self._copy_states([(found.state, slot)])
-        s.blocks, s.window_blocks = [*whole, *fresh], windows if self.rules.window_groups else []
-        s.slot, s.computed, s.marked = slot, found.known, found.known
-        s.node = found.nodes[len(whole) - 1] if len(found.nodes) >= len(whole) > 0 else None
-        s.indexed = len(whole) if s.node is not None or not whole else -1
-        self.tables[slot, : len(s.blocks)] = s.blocks
+        s.cache.blocks, s.cache.window_blocks = [*whole, *fresh], windows if self.rules.window_groups else []
+        s.slot, s.computed, s.cache.snapshot_at = slot, found.known, found.known
+        s.cache.node = found.nodes[len(whole) - 1] if len(found.nodes) >= len(whole) > 0 else None
+        s.cache.indexed = len(whole) if s.cache.node is not None or not whole else -1
+        self.tables[slot, : len(s.cache.blocks)] = s.cache.blocks
         if self.rules.window_groups:
-            s.shed = first
+            s.cache.freed = first
             self._blank_windows(s, first)
-            self._enter_windows(s, first)
+            self._write_windows(s, first)
         if s.keeps_prefix:
             self.hits, self.misses = self.hits + found.known, self.misses + len(s.tokens) - found.known
         return True
 
-    def _take_up(self, s: Sequence, found: _Found, spare: int) -> int | None:
+    def _reserve(self, s: Sequence, found: _Found, spare: int) -> int | None:
         """Holds what was found and makes room for the rest: how many blocks that is, those of windows aside. None, and
-        nothing held, if there is not enough."""
+        nothing retained, if there is not enough."""
         groups, total = self.rules.window_groups, self.blocks_for(len(s.tokens))
         count = found.known // self.limits.block_size
         needed, first = total - count, self._first(found.known)
         shared = found.windows[first:] if groups else ()
-        # Held while others are evicted, so that what is to be shared or copied stays.
-        held = [*found.blocks, *(b for blocks in shared for b in blocks)]
-        self.prefixes.hold(held)
+        # Retained while others are evicted, so that what will be shared or copied stays.
+        found_blocks = [*found.blocks, *(b for blocks in shared for b in blocks)]
+        self.prefixes.retain(found_blocks)
         copied = groups * (len(found.blocks) - count)
         # What its windows come to at most, of which some may be shared; more than that is taken as far as it is there.
         further = max(copied, groups * (min(total - first, self._span) - len(found.windows[first:count])))
         enough = self.available >= needed + further + spare * (1 + groups)
         if enough and self.prefixes.make_room(needed + copied):
             return needed
-        self.prefixes.release(held)
+        self.prefixes.release(found_blocks)
         return None
 
-    def grow(self, s: Sequence, tokens: int, end: int | None = None) -> bool:
+    def append(self, s: Sequence, tokens: int, end: int | None = None) -> bool:
         """Gives it blocks for so many tokens in all, and for windows up to `end`, by default as many; False if there are
         not enough."""
+        state = s.cache
         groups, size = self.rules.window_groups, self.limits.block_size
         end = tokens if end is None else end
-        if tokens <= len(s.blocks) * size and (not groups or end <= len(s.window_blocks) * size):
+        if tokens <= len(state.blocks) * size and (not groups or end <= len(state.window_blocks) * size):
             return True
-        missing = self.blocks_for(tokens) - len(s.blocks)
-        ahead = self.blocks_for(end) - len(s.window_blocks) if groups else 0
+        missing = self.blocks_for(tokens) - len(state.blocks)
+        ahead = self.blocks_for(end) - len(state.window_blocks) if groups else 0
         if not self.prefixes.make_room(max(missing, 0) + groups * max(ahead, 0)):
             return False
         if missing > 0:
-            at = len(s.blocks)
-            s.blocks += self.pool.take(missing)
-            self.tables[s.slot, at : len(s.blocks)] = s.blocks[at:]
+            at = len(state.blocks)
+            state.blocks += self.pool.allocate(missing)
+            self.tables[s.slot, at : len(state.blocks)] = state.blocks[at:]
         if ahead > 0:
-            self._widen(s, ahead)
+            self._add_windows(s, ahead)
         return True
 
-    def reach(self, s: Sequence, end: int) -> int:
+    def append_windows(self, s: Sequence, end: int) -> int:
         """How far a launch can go, up to `end`, with the blocks for windows that there are; takes them."""
         groups = self.rules.window_groups
         if groups:
-            ahead = min(self.blocks_for(end) - len(s.window_blocks), self.available // groups)
+            ahead = min(self.blocks_for(end) - len(s.cache.window_blocks), self.available // groups)
             if ahead > 0 and self.prefixes.make_room(groups * ahead):
-                self._widen(s, ahead)
-            end = min(end, len(s.window_blocks) * self.limits.block_size)
+                self._add_windows(s, ahead)
+            end = min(end, len(s.cache.window_blocks) * self.limits.block_size)
         return end
 
-    def cut(self, s: Sequence, end: int) -> int:
+    def snapshot_end(self, s: Sequence, end: int) -> int:
         """Where a launch that could run the tokens up to `end` should end, so that state is kept at a useful place."""
         if not self._snaps(s):
             return end
-        last = s.given - 1
-        if s.copies > 1 and s.computed < last < end:
+        last = s.n_prompt - 1
+        if s.siblings > 1 and s.computed < last < end:
             return last
         size = self.limits.block_size
         aligned = end - end % size
         return aligned if end < len(s.tokens) and aligned > s.computed else end
 
-    def ran(self, s: Sequence) -> None:
-        """Enters what is known of the tokens that have run, keeps its state where it will be wanted, and lets go of blocks
-        behind the window. To be called behind each launch, before the next one."""
+    def commit(self, s: Sequence) -> None:
+        """Adds the blocks that a launch has filled to the prefix tree, takes a snapshot of the state where one will be
+        useful, and frees blocks behind the window. Called after each launch, before the next one."""
+        state = s.cache
         at = s.computed
-        if self.snapshots.size and self._snaps(s) and at <= max(s.given, len(s.tokens) - 1):
-            shared = s.copies > 1 and at == s.given - 1
-            if at == s.given or shared or (at - s.marked >= STRIDE and at % self.limits.block_size == 0):
-                self._snap(s, s.snapshots, at)
-                s.marked = at
-        if at >= (s.indexed + 1) * self.limits.block_size:
+        if self.snapshots.size and self._snaps(s) and at <= max(s.n_prompt, len(s.tokens) - 1):
+            shared = s.siblings > 1 and at == s.n_prompt - 1
+            if at == s.n_prompt or shared or (at - state.snapshot_at >= STRIDE and at % self.limits.block_size == 0):
+                self._snap(s, state.snapshots, at)
+                state.snapshot_at = at
+        if at >= (state.indexed + 1) * self.limits.block_size:
             self._index(s)
-        if self.rules.window and at + 1 - self.rules.window >= (s.shed + 1) * self.limits.block_size:
-            self._shed(s)
+        if self.rules.window and at + 1 - self.rules.window >= (state.freed + 1) * self.limits.block_size:
+            self._free_behind_window(s)
 
-    def release(self, s: Sequence) -> None:
-        """Takes all back; what a sequence that keeps its prefix has computed may be found by others from now on."""
+    def free(self, s: Sequence) -> None:
+        """Frees all that it has; what a sequence that keeps its prefix has computed may be found by others from now on."""
         tokens = s.tokens
-        if s.extra is not None and s.computed == len(tokens) + 1:
-            tokens = [*tokens, s.extra]
+        if s.stop_token is not None and s.computed == len(tokens) + 1:
+            tokens = [*tokens, s.stop_token]
         if self.rules.reuse and s.keeps_prefix and s.slot >= 0:
             self._keep(s, tokens)
-        for slot in list(s.snapshots.values()):
+        state, s.cache = s.cache, CacheState()
+        for slot in list(state.snapshots.values()):
             self.snapshots.drop(slot)
-        self.prefixes.release([*(b for b in s.blocks if b >= 0), *(b for blocks in s.window_blocks for b in blocks)])
-        s.blocks, s.window_blocks, s.node, s.indexed, s.marked, s.shed = [], [], None, 0, 0, 0
+        self.prefixes.release(
+            [*(b for b in state.blocks if b >= 0), *(b for blocks in state.window_blocks for b in blocks)]
+        )
         s.slot, s.computed = -1, 0
 
-    def distrust(self, s: Sequence) -> None:
+    def invalidate(self, s: Sequence) -> None:
         """Forgets what it has computed, for others too: its numbers are wrong, or may be."""
-        self.prefixes.forget(s.blocks)
+        self.prefixes.forget(s.cache.blocks)
         s.keeps_prefix = False
 
     def _snaps(self, s: Sequence) -> bool:
         return self.snapshots.size > 0 and s.keeps_prefix
 
     def _snap(self, s: Sequence, owner: dict[int, int], at: int) -> None:
-        slot = self.snapshots.take(owner, at)
+        slot = self.snapshots.add(owner, at)
         if slot is not None:
             self._copy_states([(s.slot, slot)])
 
@@ -250,11 +253,11 @@ class Cache:
         for other in family:
             # Another continuation of the same prompt: its last block is not in the tree yet.
             n = min(common_prefix(other.tokens[: other.computed], s.tokens), last)
-            if n > known and -1 not in other.blocks[: self.blocks_for(n)]:
-                known, blocks = n, tuple(other.blocks[: self.blocks_for(n)])
-                windows = tuple(other.window_blocks[: len(blocks)])
+            if n > known and -1 not in other.cache.blocks[: self.blocks_for(n)]:
+                known, blocks = n, tuple(other.cache.blocks[: self.blocks_for(n)])
+                windows = tuple(other.cache.window_blocks[: len(blocks)])
                 nodes = match.nodes[: match.known // size]
-                states |= other.snapshots
+                states |= other.cache.snapshots
         return self._cut(_Found(known, blocks, nodes, windows=windows), known, states), match.end
 
     def _cut(self, found: _Found, known: int, states: dict[int, int] | None = None, *, aligned: bool = False) -> _Found:
@@ -265,14 +268,14 @@ class Cache:
             if states is None:
                 states = {i * size + at: slot for i, n in enumerate(found.nodes) for at, slot in n.snapshots.items()}
             ends = sorted((at for at in states if at <= known and not (aligned and at % size)), reverse=True)
-            known = self._windowed(found.windows, ends)
+            known = self._usable(found.windows, ends)
             state = states.get(known)
         elif self.rules.window_groups:
-            known = self._windowed(found.windows, [known, *range(known - known % size, 0, -size)])
+            known = self._usable(found.windows, [known, *range(known - known % size, 0, -size)])
         count = self.blocks_for(known)
         return _Found(known, found.blocks[:count], found.nodes[:count], state, found.windows[:count])
 
-    def _windowed(self, windows: tuple[tuple[int, ...], ...], ends: Iterable[int]) -> int:
+    def _usable(self, windows: tuple[tuple[int, ...], ...], ends: Iterable[int]) -> int:
         """The first of these ends from where a sequence can go on, or 0."""
         if not self.rules.window_groups:
             return next(iter(ends), 0)
@@ -285,82 +288,83 @@ class Cache:
         """The first block that is read from position `at` on, by those with a window."""
         return max(0, at + 1 - self.rules.window) // self.limits.block_size
 
-    def _widen(self, s: Sequence, blocks: int) -> None:
-        at = len(s.window_blocks)
-        taken = iter(self.pool.take(self.rules.window_groups * blocks))
-        s.window_blocks += zip(*[taken] * self.rules.window_groups)
-        self._enter_windows(s, at)
+    def _add_windows(self, s: Sequence, blocks: int) -> None:
+        at = len(s.cache.window_blocks)
+        taken = iter(self.pool.allocate(self.rules.window_groups * blocks))
+        s.cache.window_blocks += zip(*[taken] * self.rules.window_groups)
+        self._write_windows(s, at)
 
-    def _enter_windows(self, s: Sequence, at: int) -> None:
-        if len(s.window_blocks) > at:
-            self.window_tables[:, s.slot, at : len(s.window_blocks)] = np.array(s.window_blocks[at:], np.int32).T
+    def _write_windows(self, s: Sequence, at: int) -> None:
+        blocks = s.cache.window_blocks
+        if len(blocks) > at:
+            self.window_tables[:, s.slot, at : len(blocks)] = np.array(blocks[at:], np.int32).T
 
     def _index(self, s: Sequence) -> None:
         if not (self.rules.reuse and s.keeps_prefix):
             return
         size = self.limits.block_size
-        while s.indexed >= 0 and (s.indexed + 1) * size <= min(s.computed, len(s.tokens)):
-            i = s.indexed
+        while s.cache.indexed >= 0 and (s.cache.indexed + 1) * size <= min(s.computed, len(s.tokens)):
+            i = s.cache.indexed
             text, windows = s.tokens[i * size : (i + 1) * size], self._windows_at(s, i)
-            node = self.prefixes.insert(s.node, text, s.blocks[i], s.salt, windows)
+            node = self.prefixes.insert(s.cache.node, text, s.cache.blocks[i], s.salt, windows)
             if node is None:
-                s.indexed = -1  # what it stands on is gone, so the rest cannot be entered either
+                s.cache.indexed = -1  # what it stands on is gone, so the rest cannot be entered either
                 return
-            if node.block != s.blocks[i]:
-                # Another has computed the same: one copy is enough, and what the node stands on is then held as well.
-                self.prefixes.hold([node.block])
-                self.prefixes.release([s.blocks[i]])
-                s.blocks[i] = self.tables[s.slot, i] = node.block
+            if node.block != s.cache.blocks[i]:
+                # Another has computed the same: one copy is enough, and it retains what the node stands on.
+                self.prefixes.retain([node.block])
+                self.prefixes.release([s.cache.blocks[i]])
+                s.cache.blocks[i] = self.tables[s.slot, i] = node.block
             if windows and node.window_blocks and node.window_blocks != windows:
-                self.prefixes.hold(node.window_blocks)
+                self.prefixes.retain(node.window_blocks)
                 self.prefixes.release(windows)
-                s.window_blocks[i] = node.window_blocks
+                s.cache.window_blocks[i] = node.window_blocks
                 self.window_tables[:, s.slot, i] = node.window_blocks
-            s.node, s.indexed = node, i + 1
-            self._hand_over(s, node, i * size, size)
+            s.cache.node, s.cache.indexed = node, i + 1
+            self._move_snapshots(s, node, i * size, size)
 
     def _keep(self, s: Sequence, tokens: list[int]) -> None:
         self._index(s)
         size, known = self.limits.block_size, min(s.computed, len(tokens))
-        node, start = s.node, s.indexed * size
-        if s.indexed < 0 or known <= 0:
+        node, start = s.cache.node, s.cache.indexed * size
+        if s.cache.indexed < 0 or known <= 0:
             return
-        for start in range(s.indexed * size, known, size):
+        for start in range(s.cache.indexed * size, known, size):
             i, text = start // size, tokens[start : min(start + size, known)]
-            before = s.node if i == s.indexed else node
-            node = self.prefixes.insert(before, text, s.blocks[i], s.salt, self._windows_at(s, i))
+            before = s.cache.node if i == s.cache.indexed else node
+            node = self.prefixes.insert(before, text, s.cache.blocks[i], s.salt, self._windows_at(s, i))
             if node is None:
                 return
-            self._hand_over(s, node, start, len(text))
+            self._move_snapshots(s, node, start, len(text))
         if node is not None and node.alive and self._snaps(s) and s.computed == known:
             start = (known - 1) // size * size
             self._snap(s, node.snapshots, known - start)
 
-    def _hand_over(self, s: Sequence, node: Node, start: int, count: int) -> None:
-        for at in [at for at in s.snapshots if start < at <= start + count]:
-            self.snapshots.move(s.snapshots, at, node.snapshots, at - start)
+    def _move_snapshots(self, s: Sequence, node: Node, start: int, count: int) -> None:
+        for at in [at for at in s.cache.snapshots if start < at <= start + count]:
+            self.snapshots.move(s.cache.snapshots, at, node.snapshots, at - start)
 
     def _windows_at(self, s: Sequence, i: int) -> tuple[int, ...]:
-        return s.window_blocks[i] if i < len(s.window_blocks) else ()
+        return s.cache.window_blocks[i] if i < len(s.cache.window_blocks) else ()
 
-    def _shed(self, s: Sequence) -> None:
-        # The next query stands at `computed`, or where a guess was wrong; older ones are launched before any other use.
+    def _free_behind_window(self, s: Sequence) -> None:
+        # The next query stands at `computed`, or where a draft was wrong; older ones are launched before any other use.
         first = self._first(min(s.computed, len(s.tokens) + s.drawn))
-        if first <= s.shed or (0 <= s.indexed < first and s.keeps_prefix and self.rules.reuse):
+        if first <= s.cache.freed or (0 <= s.cache.indexed < first and s.keeps_prefix and self.rules.reuse):
             return
         if self.rules.window_groups:
-            for i in range(s.shed, first):
-                self.prefixes.release(s.window_blocks[i])
-                s.window_blocks[i] = ()
+            for i in range(s.cache.freed, first):
+                self.prefixes.release(s.cache.window_blocks[i])
+                s.cache.window_blocks[i] = ()
             self._blank_windows(s, first)
         else:
-            self.prefixes.release(s.blocks[s.shed : first])
-            s.blocks[s.shed : first] = [-1] * (first - s.shed)
-            self.tables[s.slot, :first] = s.blocks[first] if first < len(s.blocks) else 0
-        s.shed = first
+            self.prefixes.release(s.cache.blocks[s.cache.freed : first])
+            s.cache.blocks[s.cache.freed : first] = [-1] * (first - s.cache.freed)
+            self.tables[s.slot, :first] = s.cache.blocks[first] if first < len(s.cache.blocks) else 0
+        s.cache.freed = first
 
     def _blank_windows(self, s: Sequence, first: int) -> None:
         # A kernel may load the rest of a tile in front of the window, to weigh it with nothing: rows of the sequence's own,
         # which are numbers if anything of it is.
-        live = s.window_blocks[first] if first < len(s.window_blocks) else (0,) * self.rules.window_groups
+        live = s.cache.window_blocks[first] if first < len(s.cache.window_blocks) else (0,) * self.rules.window_groups
         self.window_tables[:, s.slot, :first] = np.array(live, np.int32)[:, None]

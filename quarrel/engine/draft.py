@@ -1,11 +1,11 @@
-"""Guessing the next tokens with a second, smaller model of the same vocabulary (speculative decoding).
+"""Drafts of the next tokens by a second, smaller model of the same vocabulary (speculative decoding).
 
-Its step has a cache of its own, in which each sequence has a shadow. Where a sequence decodes, its shadow
+Its step has a cache of its own, in which each sequence has a shadow. When a sequence decodes, its shadow
 runs what is new, then draws a few tokens ahead, all shadows together: with the sequence's own sampling and its own random
 numbers, which are counted by position, so that where the two models agree they draw alike. The large model checks all
-guesses in one step and draws its own token at each place, so the text is the one that it writes alone.
+drafts in one step and draws its own token at each place, so the text is the one that it writes alone.
 
-What was guessed wrong lies in the shadow's cache behind what counts, and is written over.
+Wrong tokens lie in the shadow's cache behind the accepted ones, and are overwritten.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MakeDrafter = Callable[[], "Drafter"]
 
 
 class Shadow(Sequence):
-    """A sequence as the draft model has seen it; the last `guess` tokens behind `base` are its own."""
+    """A sequence as the draft model has seen it; `proposed` are its own tokens behind `base`."""
 
     keeps_prefix = True
 
@@ -39,16 +39,16 @@ class Shadow(Sequence):
         self.owner = owner
         self.salt, self.seed, self.draws = owner.salt, owner.seed, owner.draws
         self.base = len(owner.tokens)
-        self.guess: list[int] = []
+        self.proposed: list[int] = []
 
     def follow(self) -> None:
-        """Takes over what the owner has drawn; what was guessed otherwise counts as not computed."""
-        agreed = self.base + common_prefix(self.guess, self.owner.tokens[self.base :])
+        """Takes over what the owner has drawn; tokens proposed otherwise count as not computed."""
+        agreed = self.base + common_prefix(self.proposed, self.owner.tokens[self.base :])
         self.tokens += self.owner.tokens[len(self.tokens) :]
         self.computed = min(self.computed, agreed, len(self.tokens) - 1)
-        self.base, self.guess, self.drawn = len(self.tokens), [], 0
+        self.base, self.proposed, self.drawn = len(self.tokens), [], 0
 
-    def settle(self, outputs: StepOutputs, first: int, count: int, draft: Tokens[int]) -> int:
+    def accept(self, outputs: StepOutputs, first: int, count: int, draft: Tokens[int]) -> int:
         raise AssertionError("shadows are in no batch of the engine")
 
     def end(self, reason: FinishReason, failure: QuarrelError | None = None) -> None:
@@ -60,7 +60,7 @@ class Drafter:
     alone calls it."""
 
     def __init__(self, step: Step, rules: CacheRules, n_vocab: int, own_vocab: int) -> None:
-        assert not rules.recurrent, "a state cannot be taken back to where a guess was wrong"
+        assert not rules.recurrent, "a state cannot be taken back to where a draft was wrong"
         self.step = step
         self.cache = Cache(step.limits, step.copy_blocks, step.copy_states, rules)
         self._inputs = Inputs(step.limits, self.cache)
@@ -68,10 +68,10 @@ class Drafter:
         self._shadows: dict[Sequence, Shadow] = {}
         self._slots = list(range(step.limits.max_seqs - 1, -1, -1))
 
-    def guess(self, wanted: Mapping[Sequence, int]) -> dict[Sequence, tuple[int, ...]]:
-        """For some of these sequences up to so many tokens that may follow. One that the draft model lags behind, by a long
-        prompt, catches up first, a step at a time."""
-        for owner in [o for o in self._shadows if o.over or o.slot < 0]:
+    def propose(self, wanted: Mapping[Sequence, int]) -> dict[Sequence, tuple[int, ...]]:
+        """Up to so many likely next tokens for some of these sequences. Where the draft model lags behind, by a long
+        prompt, it catches up first, a step at a time."""
+        for owner in [o for o in self._shadows if o.finished or o.slot < 0]:
             self._drop(owner)
         ahead = {shadow: most for owner, most in wanted.items() if (shadow := self._shadow(owner, most)) is not None}
         parts, drawing, left = [], {}, self.step.limits.max_tokens
@@ -96,8 +96,8 @@ class Drafter:
             drawn = pending.result().tokens
             assert drawn is not None
             for shadow, token in zip(drew, drawn.tolist()):
-                shadow.guess.append(token)
-        return {shadow.owner: found for shadow in ahead if (found := self._sound(shadow.guess))}
+                shadow.proposed.append(token)
+        return {shadow.owner: found for shadow in ahead if (found := self._valid(shadow.proposed))}
 
     def close(self) -> None:
         self.step.close()
@@ -112,16 +112,16 @@ class Drafter:
             return None
         if shadow is None:
             shadow = Shadow(owner)
-            if not self._slots or not self.cache.start(shadow, self._slots[-1], (), 0):
+            if not self._slots or not self.cache.allocate(shadow, self._slots[-1], (), 0):
                 return None
             self._slots.pop()
             self._shadows[owner] = shadow
         else:
             shadow.follow()
-            self.cache.ran(shadow)
+            self.cache.commit(shadow)
         # One that lags behind runs no more than a step of its prompt now.
         end = tokens if shadow.pending <= limits.max_tokens else shadow.computed + limits.max_tokens
-        if not self.cache.grow(shadow, tokens, end):
+        if not self.cache.append(shadow, tokens, end):
             self._drop(owner)
             return None
         return shadow
@@ -130,8 +130,8 @@ class Drafter:
         shadow = self._shadows.pop(owner)
         shadow.follow()
         self._slots.append(shadow.slot)
-        self.cache.release(shadow)
+        self.cache.free(shadow)
 
-    def _sound(self, guess: list[int]) -> tuple[int, ...]:
-        wrong = (i for i, token in enumerate(guess) if not 0 <= token < self._n_vocab)
-        return tuple(guess[: next(wrong, len(guess))])
+    def _valid(self, proposed: list[int]) -> tuple[int, ...]:
+        wrong = (i for i, token in enumerate(proposed) if not 0 <= token < self._n_vocab)
+        return tuple(proposed[: next(wrong, len(proposed))])

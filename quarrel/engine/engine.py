@@ -33,7 +33,7 @@ ROW_BUDGET = 1 << 26
 MAX_FAULTS = 3
 """Steps that may break one after the other; then the device is given up."""
 RECOVERY = 64
-"""Steps without a fault after which a token budget that was halved for want of memory is doubled again."""
+"""Steps without a fault after which a token budget that was halved when memory ran out is doubled again."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Activity:
 
 
 @dataclass
-class _Flight:
+class _InFlight:
     batch: Batch
     pending: Pending
     launched: float
@@ -61,8 +61,8 @@ class _Flight:
 class Engine:
     """Runs sequences on a step. Not safe for threads: `Loop` owns it.
 
-    make_step: makes the step, and makes it again when one broke. width: of the widest row that is asked for. ended: told of
-    each sequence that is over. make_drafter: makes what guesses with a draft model, likewise.
+    make_step: makes the step, and makes it again when one broke. width: of the widest row that may be wanted. ended: called
+    with each sequence that has finished. make_drafter: makes the draft model's part, likewise.
     """
 
     def __init__(
@@ -81,19 +81,19 @@ class Engine:
         self.stats = Stats()
         self.cache = Cache(self.step.limits, self._copy_blocks, self._copy_states, rules)
         rows = ROW_BUDGET // width
-        self.scheduler = Scheduler(self.step.limits, self.cache, max_rows=rows, clock=clock, guess=self._guess)
+        self.scheduler = Scheduler(self.step.limits, self.cache, max_rows=rows, clock=clock, propose=self._propose)
         self._make_step, self._ended, self._clock = make_step, ended, clock
         self._inputs = Inputs(self.step.limits, self.cache)
-        self._flight: _Flight | None = None
+        self._in_flight: _InFlight | None = None
         self._deadlines: list[tuple[float, int, Sequence, bool]] = []
-        self._broken, self._sound = 0, 1
+        self._broken, self._good_steps = 0, 1
         self._counted = 0.0
 
     def add(self, sequence: Sequence) -> None:
         self.scheduler.add(sequence)
         if len(self._deadlines) > 4 * (len(self.scheduler.running) + len(self.scheduler.waiting)) + 64:
             # Most are of sequences that are over: nobody should keep those until their deadline.
-            self._deadlines = [d for d in self._deadlines if not d[2].over]
+            self._deadlines = [d for d in self._deadlines if not d[2].finished]
             heapq.heapify(self._deadlines)
         for seconds, whole in ((sequence.queue_seconds, False), (sequence.total_seconds, True)):
             if seconds is not None:
@@ -101,7 +101,7 @@ class Engine:
 
     def cancel(self, sequence: Sequence) -> None:
         """Ends it as cancelled, unless it is over."""
-        if not sequence.over:
+        if not sequence.finished:
             self._end(sequence, "cancelled")
 
     def end_all(self, reason: FinishReason, failure: QuarrelError | None = None) -> None:
@@ -110,8 +110,8 @@ class Engine:
             self._end(sequence, reason, failure)
 
     def close(self) -> None:
-        """Waits for what is on its way, and gives the step's memory back. All sequences must be over."""
-        flight, self._flight = self._flight, None
+        """Waits for the step in flight, and frees the step's memory. All sequences must have finished."""
+        flight, self._in_flight = self._in_flight, None
         if flight is not None:
             try:
                 flight.pending.result()
@@ -122,18 +122,18 @@ class Engine:
         self.step.close()
 
     def advance(self) -> bool:
-        """Starts a step and settles the one before; False if there was nothing to do."""
+        """Launches a step and handles the results of the one before; False if there was nothing to do."""
         if self._deadlines:
             self._expire()
-        if self._flight is not None and self._flight.batch.waits and not _whole(self._flight.batch):
-            self._land()
-        batch = self.scheduler.next(drained=self._flight is None)
+        if self._in_flight is not None and self._in_flight.batch.waits and not _whole(self._in_flight.batch):
+            self._finish()
+        batch = self.scheduler.next(drained=self._in_flight is None)
         if batch is DRAIN:
-            self._land()
+            self._finish()
             batch = self.scheduler.next()
         if batch is None:
-            busy = self._flight is not None or len(self.scheduler.waiting) > 0
-            self._land()
+            busy = self._in_flight is not None or len(self.scheduler.waiting) > 0
+            self._finish()
             return busy
         self._launch(batch)
         return True
@@ -158,7 +158,7 @@ class Engine:
             pending = self.step.launch(inputs, batch.want)
         except Exception as error:
             restarts = self.stats.restarts
-            self._land()  # what was launched before is not concerned, if it comes back
+            self._finish()  # the step in flight is not concerned, if it returns
             if self.stats.restarts == restarts:
                 soft = isinstance(error, QuarrelError) and not isinstance(error, EngineFault)
                 self._fail([batch], error, soft=soft)
@@ -166,11 +166,11 @@ class Engine:
         self._advance(batch, now)
         if batch.waits:
             self._prepare(batch)
-        before, self._flight = self._flight, _Flight(batch, pending, now)
+        before, self._in_flight = self._in_flight, _InFlight(batch, pending, now)
         if before is not None:
-            self._settle_flight(before)
+            self._finish_step(before)
         if isinstance(pending, Done):
-            self._land()
+            self._finish()
 
     def _prepare(self, batch: Batch) -> None:
         for part in batch.parts:
@@ -192,23 +192,23 @@ class Engine:
             s.computed = at = part.start + part.count
             if at > s.furthest:
                 s.furthest = at
-            self.cache.ran(s)
+            self.cache.commit(s)
             if part.rows and not batch.waits:
                 s.drawn += 1
                 s.row = row
             row += part.rows
 
-    def _land(self) -> None:
-        """Settles what is on its way."""
-        flight, self._flight = self._flight, None
+    def _finish(self) -> None:
+        """Waits for the step in flight and handles its results."""
+        flight, self._in_flight = self._in_flight, None
         if flight is not None:
-            self._settle_flight(flight)
+            self._finish_step(flight)
 
-    def _settle_flight(self, flight: _Flight) -> None:
+    def _finish_step(self, flight: _InFlight) -> None:
         try:
             outputs = flight.pending.result()
         except Exception as error:
-            later, self._flight = self._flight, None
+            later, self._in_flight = self._in_flight, None
             self._fail([flight.batch, *([later.batch] if later else [])], error, soft=False)
             return
         self._count(flight)
@@ -217,7 +217,7 @@ class Engine:
         for part in flight.batch.parts:
             if part.rows and not flight.batch.waits:
                 part.sequence.drawn -= 1
-            if part.rows and not part.sequence.over:
+            if part.rows and not part.sequence.finished:
                 self._settle(part, outputs, row, now, gaps)
             row += part.rows
         # Most have waited since the same step.
@@ -228,14 +228,14 @@ class Engine:
         sequence = part.sequence
         before = len(sequence.tokens)
         try:
-            right = sequence.settle(outputs, row, part.rows, part.draft)
+            right = sequence.accept(outputs, row, part.rows, part.draft)
         except Exception as error:
-            # A caller's sink that raises, or a text that cannot be told: this sequence's affair, nobody else's.
+            # A caller's sink that raises, or a text that cannot be decoded, concerns this sequence alone.
             log.exception("a sequence failed behind its step")
             self._end(sequence, "error", _failure(error))
             return
         if part.draft:
-            # What was guessed wrong is in the cache, behind what counts, and will be written over.
+            # A wrong draft is in the cache behind the accepted tokens, and will be overwritten.
             sequence.computed = part.start + 1 + right
             self.stats.guessed_tokens += len(part.draft)
             self.stats.right_tokens += right
@@ -245,15 +245,15 @@ class Engine:
         new = len(sequence.tokens) - before
         if new:
             self.stats.drawn_tokens += new
-            if sequence.told:
-                gaps.append((now - sequence.told) / new)
+            if sequence.last_token:
+                gaps.append((now - sequence.last_token) / new)
             else:
                 self.stats.first_token_seconds.add(now - sequence.submitted)
-            sequence.told = now
-        if sequence.over:
+            sequence.last_token = now
+        if sequence.finished:
             self._end(sequence, "stop")
 
-    def _count(self, flight: _Flight) -> None:
+    def _count(self, flight: _InFlight) -> None:
         stats, parts = self.stats, flight.batch.parts
         now = time.perf_counter()
         stats.steps += 1
@@ -263,7 +263,7 @@ class Engine:
         stats.batch_sequences.add(len(parts))
         tokens = sum(p.count for p in parts)
         stats.batch_tokens.add(tokens)
-        prompt = sum(p.count for p in parts if p.start < p.sequence.given)
+        prompt = sum(p.count for p in parts if p.start < p.sequence.n_prompt)
         stats.prompt_tokens += prompt
         if prompt:
             stats.prefill_seconds += seconds
@@ -271,34 +271,34 @@ class Engine:
             stats.decode_seconds += seconds
             stats.decode_steps += 1
             stats.decode_tokens += tokens
-        self._broken, self._sound = 0, self._sound + 1
-        if self._sound % RECOVERY == 0:
+        self._broken, self._good_steps = 0, self._good_steps + 1
+        if self._good_steps % RECOVERY == 0:
             self.scheduler.max_tokens = min(2 * self.scheduler.max_tokens, self.step.limits.max_tokens)
 
     def _fail(self, batches: list[Batch], error: Exception, *, soft: bool) -> None:
         """What follows from a step that broke: inputs that were refused (soft) end their requests; so does a fault of the
         device, which takes the cache with it; where memory was short, smaller steps are tried."""
-        again, self._sound = self._sound == 0, 0
+        again, self._good_steps = self._good_steps == 0, 0
         sequences = {id(p.sequence): p.sequence for batch in batches for p in batch.parts}
         for sequence in sequences.values():
             sequence.drawn = 0
-        alive = [s for s in sequences.values() if not s.over]
+        alive = [s for s in sequences.values() if not s.finished]
         short = _is_out_of_memory(error)
         least = sum(p.sequence.pieces(p.start, p.start + p.count) for p in batches[0].parts) == 1
         if short and not (again and least):
             log.warning("a step of %d sequences ran out of memory; smaller ones follow", len(alive))
             self.scheduler.max_tokens = max(1, self.scheduler.max_tokens // 2)
-            self._put_out(alive)
+            self._requeue(alive)
             return
         self.stats.faults += 1
         # What was launched behind a step that can be no smaller was not short of memory.
-        lost = [p.sequence for p in batches[0].parts if not p.sequence.over] if short else alive
+        lost = [p.sequence for p in batches[0].parts if not p.sequence.finished] if short else alive
         log.log(logging.INFO if soft else logging.ERROR, "a step of %d sequences failed", len(lost), exc_info=error)
         for sequence in lost:
-            self.cache.distrust(sequence)
+            self.cache.invalidate(sequence)
             self._end(sequence, "error", _failure(error))
         if short:
-            self._put_out([s for s in alive if not s.over])
+            self._requeue([s for s in alive if not s.finished])
         elif not soft:
             self._restart(error)
 
@@ -306,7 +306,7 @@ class Engine:
         self._broken += 1
         if self._broken > MAX_FAULTS:
             raise EngineFault(f"{self._broken} steps failed one after the other, the last one so: {error}") from error
-        self._put_out(list(self.scheduler.running))
+        self._requeue(list(self.scheduler.running))
         self.cache.prefixes.clear()
         self._close_drafter()
         try:
@@ -319,16 +319,16 @@ class Engine:
             try:
                 self.drafter = self._make_drafter()
             except Exception:
-                log.exception("the draft model could not be made anew; its guesses are done without")
+                log.exception("the draft model could not be made again; the engine goes on without drafts")
 
-    def _guess(self, wanted: Mapping[Sequence, int]) -> Mapping[Sequence, tuple[int, ...]]:
-        """What the draft model guesses. One that breaks is not asked again before a restart: no request depends on it."""
+    def _propose(self, wanted: Mapping[Sequence, int]) -> Mapping[Sequence, tuple[int, ...]]:
+        """What the draft model proposes. One that breaks is not used again before a restart: no request depends on it."""
         if self.drafter is None:
             return {}
         try:
-            return self.drafter.guess(wanted)
+            return self.drafter.propose(wanted)
         except Exception:
-            log.exception("the draft model broke; its guesses are done without")
+            log.exception("the draft model broke; the engine goes on without drafts")
             self._close_drafter()
             return {}
 
@@ -341,8 +341,8 @@ class Engine:
         except Exception:
             log.exception("the draft model could not be closed")
 
-    def _put_out(self, sequences: list[Sequence]) -> None:
-        """Back to the queue, to begin again with nothing of what the device holds."""
+    def _requeue(self, sequences: list[Sequence]) -> None:
+        """Back to the queue, to begin again with nothing of what is on the device."""
         for sequence in sequences:
             keeps, sequence.keeps_prefix = sequence.keeps_prefix, False
             if sequence.slot >= 0:
@@ -353,7 +353,7 @@ class Engine:
         now = self._clock()
         while self._deadlines and self._deadlines[0][0] <= now:
             _, _, sequence, whole = heapq.heappop(self._deadlines)
-            if sequence.over or not (whole or not sequence.started):
+            if sequence.finished or not (whole or not sequence.started):
                 continue
             seconds = sequence.total_seconds if whole else sequence.queue_seconds
             what = "was not done" if whole else "had not begun"
@@ -363,16 +363,16 @@ class Engine:
     def _end(self, sequence: Sequence, reason: FinishReason, failure: QuarrelError | None = None) -> None:
         failure = sequence.failure or failure
         if isinstance(failure, Diverged):
-            self.cache.distrust(sequence)
+            self.cache.invalidate(sequence)
         self.scheduler.remove(sequence)
-        self._ended(sequence)  # first: who is told may send the next one at once
+        self._ended(sequence)  # first: its caller may send the next one at once
         try:
             sequence.end(reason, failure)
         except Exception:
-            log.exception("a caller could not be told that its sequence is over")
-        sequence.over = True
+            log.exception("a caller could not receive the end of its sequence")
+        sequence.finished = True
         now = time.perf_counter()
-        self.stats.ended(now)
+        self.stats.ended(now, sequence.submitted)
         self.stats.ends[type(failure).__name__ if failure is not None else sequence.outcome or reason] += 1
         self.stats.request_seconds.add(now - sequence.submitted)
 

@@ -1,4 +1,4 @@
-"""A continuation being drawn: a request, the tokens so far, and the text that has been told of."""
+"""A continuation that is being generated: a request, its tokens so far, and the text that was sent."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
 from quarrel.engine import rng
-from quarrel.engine.chain import HostChain
-from quarrel.engine.guide import MakeGuide
-from quarrel.engine.lookup import Lookup
-from quarrel.engine.pace import Pace
+from quarrel.engine.chain import HostChain, Peaks
 from quarrel.engine.params import SamplingParams
-from quarrel.engine.peaks import Peaks
 from quarrel.engine.results import Chunk, FinishReason, Result, Timings, TokenLogprob, Usage
 from quarrel.engine.sequence import Sequence
 from quarrel.engine.service import DEFAULT_SERVICE, Service
-from quarrel.engine.text import StopText, Texts
+from quarrel.engine.speculate import Lookup, Pace
+from quarrel.engine.text import MakeGuide, StopText, Texts
 from quarrel.errors import Diverged, EngineFault, QuarrelError, RequestError
 from quarrel.ops.step import StepOutputs
 
@@ -40,13 +37,13 @@ class Request:
     service: Service = DEFAULT_SERVICE
     guide: MakeGuide | None = field(default=None, repr=False)
     drafts: bool = False
-    """Whether there is a draft model to guess for it."""
+    """Whether there is a draft model to propose tokens for it."""
     adapter: int = 0
     """Which of the model's adapters it runs with; 0 is none."""
 
     @property
     def room(self) -> int:
-        """Tokens that may be generated: what was asked for, as far as the context goes."""
+        """Tokens that may be generated: those requested, as far as the context goes."""
         left = self.n_ctx - len(self.tokens)
         return left if self.params.max_tokens is None else min(left, self.params.max_tokens)
 
@@ -59,7 +56,7 @@ class Generation(Sequence):
     def __init__(self, request: Request, index: int, sink: Sink, *, stream: bool) -> None:
         # The last token drawn never runs, so it needs no slot.
         length = len(request.tokens) + max(0, request.room - 1)
-        super().__init__(request.tokens, length, family=request, copies=request.params.n)
+        super().__init__(request.tokens, length, family=request, siblings=request.params.n)
         self.request, self.index = request, index
         service = request.service
         # What one adapter has computed is wrong for another: none finds another's.
@@ -83,14 +80,14 @@ class Generation(Sequence):
         self._stop_ids, self._min_tokens = request.stop_ids, p.min_tokens
         self._chain = HostChain(request.params, request.stop_ids, request.texts)
         self._text = StopText(request.texts.detokenizer(), request.params.stop)
-        self._said: list[str] = []
+        self._texts_sent: list[str] = []
         self._logprobs: list[TokenLogprob] = []
         self._first_token = 0.0
         self._last: Chunk | None = None
 
     @property
     def generated(self) -> int:
-        return len(self.tokens) - self.given
+        return len(self.tokens) - self.n_prompt
 
     def uniform(self, lane: int = rng.DRAW) -> float:
         """The random number of the next token."""
@@ -108,19 +105,19 @@ class Generation(Sequence):
     def ahead(self) -> int:
         return self._pace.ahead() if self._pace is not None else 0
 
-    def settle(self, outputs: StepOutputs, first: int, count: int, draft: Tokens[int]) -> int:
+    def accept(self, outputs: StepOutputs, first: int, count: int, draft: Tokens[int]) -> int:
         right = 0
         for row in range(first, first + count):
             self._draw(outputs, row)
-            # Each row holds what follows if the guess before it is right, and its number is that of its position: so
-            # what is drawn is what would have been drawn one by one.
-            if self.over or right == len(draft) or self.tokens[-1] != draft[right]:
+            # Each row has what follows if the draft is right so far, and its random number is its position's: the same
+            # tokens as one by one.
+            if self.finished or right == len(draft) or self.tokens[-1] != draft[right]:
                 break
             right += 1
         if draft and self._looked_up and self._lookup is not None:
-            self._lookup.told(right)
+            self._lookup.observe(right)
         elif draft and self._pace is not None:
-            self._pace.told(len(draft), right)
+            self._pace.observe(len(draft), right)
         return right
 
     def _draw(self, outputs: StepOutputs, first: int) -> None:
@@ -132,7 +129,7 @@ class Generation(Sequence):
             assert outputs.tokens is not None
             token = int(outputs.tokens[first])
             if self.want == "logprobs":
-                logprob = self._told(outputs, first, token)
+                logprob = self._delivered(outputs, first, token)
         else:
             assert outputs.logits is not None
             row = outputs.logits[first]
@@ -150,7 +147,7 @@ class Generation(Sequence):
         else:
             self._accept(token, logprob)
 
-    def _told(self, outputs: StepOutputs, row: int, token: int) -> TokenLogprob:
+    def _delivered(self, outputs: StepOutputs, row: int, token: int) -> TokenLogprob:
         top = self.request.params.logprobs
         assert top is not None
         assert outputs.logprobs is not None
@@ -169,7 +166,7 @@ class Generation(Sequence):
         if count == 1:
             self._first_token = time.perf_counter()
         if token in self._stop_ids or (self._guide is not None and token in self._guide.ends):
-            self.extra = token
+            self.stop_token = token
             self._finish("stop", stopped_by=token)
             return
         self.tokens.append(token)
@@ -183,7 +180,7 @@ class Generation(Sequence):
         elif count == self._room:
             self._finish("length", text, token, logprob)
         else:
-            self._said.append(text)
+            self._texts_sent.append(text)
             if self._stream:
                 self._sink(Chunk(text, token, self.index, logprob))
 
@@ -196,13 +193,13 @@ class Generation(Sequence):
         stopped_by: int | str | None = None,
         failure: QuarrelError | None = None,
     ) -> None:
-        self.over = True
+        self.finished = True
         self.outcome, self.failure = reason, failure
         if self._text.stopped_by is None:
             text += self._text.flush()
-        self._said.append(text)
+        self._texts_sent.append(text)
         result = Result(
-            text="".join(self._said),
+            text="".join(self._texts_sent),
             token_ids=tuple(self.tokens[len(self.request.tokens) :]),
             finish_reason=reason,
             usage=Usage(len(self.request.tokens), self.generated, self.reused),
@@ -224,7 +221,7 @@ class Generation(Sequence):
             queued=started - self.submitted,
             prefill=first - started,
             decode=now - first,
-            prefill_tokens=max(0, min(self.furthest, self.given) - self.reused),
+            prefill_tokens=max(0, min(self.furthest, self.n_prompt) - self.reused),
             decode_tokens=max(0, self.generated - 1),
         )
 
@@ -237,11 +234,13 @@ class Generation(Sequence):
             return self._diverged()
         return RequestError(
             f"no token can be drawn behind {len(self.tokens)} tokens: every logit is banned or not a finite number; check"
-            " logit_bias, or the model file"
+            " logit_bias, or the model file",
+            "logit_bias",
         )
 
     def _diverged(self) -> Diverged:
         return Diverged(
             f"no token can be drawn behind {len(self.tokens)} tokens: the model's numbers diverged (NaN); check the model"
-            " file, or use compute='float32'"
+            " file, or use compute='float32'",
+            "compute",
         )

@@ -1,5 +1,5 @@
 """A batch as the arrays of a step. Between two steps of decoding this runs while a device waits, so there are no loops over
-tokens in it, and what a sequence asks of sampling is entered once, in the row of its slot."""
+tokens in it, and the sampling controls of a sequence are entered once, in the row of its slot."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Array = npt.NDArray[Any]
 
 
 class Inputs:
-    """Fills the arrays. A step in which no row is wanted asks for its last one: no backend has to know an empty result."""
+    """Fills the arrays. A step in which no row is wanted returns its last one: no backend has to handle an empty result."""
 
     def __init__(self, limits: Limits, cache: Cache) -> None:
         self._limits, self._cache = limits, cache
-        self._seated: list[Sequence | None] = [None] * limits.max_seqs
+        self._slot_owners: list[Sequence | None] = [None] * limits.max_seqs
         self._controls = np.zeros((4, limits.max_seqs), np.float32)  # temperature, top_k, top_p, min_p
         self._seeds = np.zeros(limits.max_seqs, np.uint64)
 
@@ -31,7 +31,7 @@ class Inputs:
         slots = np.array([p.sequence.slot for p in parts], np.int32)
         first = np.array([p.start for p in parts], np.int32)
         counts = np.array([p.count for p in parts], np.int32)
-        asked = np.array([p.rows for p in parts], np.int32)
+        wanted = np.array([p.rows for p in parts], np.int32)
         lengths = first + counts
         starts = np.zeros(len(parts) + 1, np.int32)
         np.cumsum(counts, out=starts[1:])
@@ -41,7 +41,7 @@ class Inputs:
         blocks = cache.every_table[:, slots[owners], positions // size]  # [1 + W, T]
         places = blocks * np.int32(size) + positions % size
         tables = cache.every_table[:, slots, : cache.blocks_for(int(lengths.max()))]
-        rows = _last_of_each(starts[1:], asked)
+        rows = _last_of_each(starts[1:], wanted)
         return StepInputs(
             ids=np.array(_ids(parts), np.int32),
             positions=positions,
@@ -62,17 +62,17 @@ class Inputs:
         if not len(rows):
             return _GREEDY
         for part in batch.parts:
-            if part.rows and self._seated[part.sequence.slot] is not part.sequence:
-                self._seat(part.sequence)
+            if part.rows and self._slot_owners[part.sequence.slot] is not part.sequence:
+                self._enter(part.sequence)
         slots = np.array([p.sequence.slot for p in batch.parts])[owners[rows]]
         temperature, top_k, top_p, min_p = self._controls[:, slots]
         uniform = rng.uniforms(self._seeds[slots], positions[rows] + 1)
         return SampleInputs(temperature, top_k.astype(np.int32), top_p, min_p, uniform)
 
-    def _seat(self, s: Sequence) -> None:
-        self._seated[s.slot] = s
+    def _enter(self, s: Sequence) -> None:
+        self._slot_owners[s.slot] = s
         self._seeds[s.slot] = rng.mixed(s.seed)
-        # What the host draws is greedy here, the quickest.
+        # What the host samples is greedy here, the quickest.
         self._controls[:, s.slot] = Sequence.draws if s.want == "logits" else s.draws
 
 

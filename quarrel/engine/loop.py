@@ -9,27 +9,25 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
+from quarrel.child.phase import PhaseClock
 from quarrel.engine.cache import DEFAULT_RULES, CacheRules
 from quarrel.engine.draft import MakeDrafter
 from quarrel.engine.engine import Engine
-from quarrel.engine.outbox import Outbox
+from quarrel.engine.output import OutputBuffer
+from quarrel.engine.queue import MAX_WAITING, Places
 from quarrel.engine.sequence import Sequence
-from quarrel.errors import EngineFault, QuarrelError, QueueFull
+from quarrel.errors import EngineFault, QuarrelError
 from quarrel.ops.step import Step
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CLOSED = "the model is closed: load it again"
-MAX_WAITING = 1024
-SOONEST, LATEST = 0.05, 60.0
-"""Seconds of a hint when to come back."""
 FORKED = "the model was loaded by the process that this one was forked from: load it here"
 
 
@@ -38,23 +36,18 @@ class Loop:
 
     def __init__(self) -> None:
         self.engine: Engine | None = None
-        self.outbox = Outbox()
+        self.outputs = OutputBuffer()
         """What sinks put here, on the thread, is sent behind each step."""
         self._jobs: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._closing = False
         self._fault: str | None = None
-        self._alive, self._most = 0, 0
+        self.places = Places(0)
         self._process = os.getpid()
-        self.busy_since: float | None = None
-        """When (`time.perf_counter`) the job or the step that runs began; None while nothing is there to do."""
+        self.phase = PhaseClock()
+        """What the thread does; each job, and each step, is a phase of its own."""
         self._thread = threading.Thread(target=self._main, name="quarrel-engine", daemon=True)
         self._thread.start()
-
-    @property
-    def thread(self) -> int | None:
-        """The thread's number."""
-        return self._thread.ident
 
     @property
     def fault(self) -> str | None:
@@ -86,9 +79,11 @@ class Loop:
         """Makes the step on the thread, and runs an engine on it from now on; the rest as in `Engine`.
         max_waiting: sequences that may be there beyond those that can run at once."""
 
+        make_step, make_drafter = self._compiling(make_step), make_drafter and self._compiling(make_drafter)
+
         def job() -> Step:
             self.engine = Engine(make_step, width, rules, ended=self._ended, make_drafter=make_drafter)
-            self._most = self.engine.step.limits.max_seqs + max_waiting
+            self.places.size = self.engine.step.limits.max_seqs + max_waiting
             return self.engine.step
 
         return self.run(job)
@@ -101,16 +96,7 @@ class Loop:
             for sequence in sequences:
                 self.engine.add(sequence)
 
-        with self._wake:
-            if self._alive + len(sequences) > self._most and self._sound():
-                raise self._full(len(sequences))
-            self._alive += len(sequences)
-        try:
-            self._post(job)
-        except QuarrelError:
-            with self._wake:
-                self._alive -= len(sequences)
-            raise
+        self._post(job, places=len(sequences))
 
     def cancel(self, *sequences: Sequence) -> None:
         """Ends sequences as cancelled, as soon as the running step is done. Nothing happens to those that are over."""
@@ -135,51 +121,51 @@ class Loop:
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
 
+    def _compiling(self, make: Callable[[], T]) -> Callable[[], T]:
+        def made() -> T:
+            with self.phase.compiling():
+                return make()
+
+        return made
+
     def _ended(self, sequence: Sequence) -> None:
         with self._wake:
-            self._alive -= 1
-
-    def _sound(self) -> bool:
-        return not (self._forked() or self._closing or self._fault is not None)
-
-    def _full(self, count: int) -> QueueFull:
-        assert self.engine is not None
-        interval = self.engine.stats.end_interval or 1.0
-        after = min(max(interval * max(1, self._alive + count - self._most), SOONEST), LATEST)
-        return QueueFull(
-            f"{self._alive} requests run or wait already, of at most {self._most}: try again in {after:.2g} seconds", after
-        )
+            self.places.free()
 
     def _forked(self) -> bool:
         return os.getpid() != self._process
 
-    def _post(self, job: Callable[[], None]) -> None:
+    def _post(self, job: Callable[[], None], places: int = 0) -> None:
         if self._forked():
             raise QuarrelError(FORKED)
         with self._wake:
             if self._closing or self._fault is not None:
                 raise QuarrelError(self._fault or CLOSED)
+            if places:
+                assert self.engine is not None
+                self.places.take(places, self.engine.stats)
             self._jobs.append(job)
             self._wake.notify()
 
     def _main(self) -> None:
+        self.phase.follow_compiler()
         try:
             busy = False
             while True:
                 with self._wake:
                     while not (busy or self._jobs or self._closing):
-                        self.busy_since = None
+                        self.phase.enter("idle")
                         self._wake.wait()
                     if self._closing:
                         break
                     jobs, self._jobs = self._jobs, deque()
                 for job in jobs:
-                    self.busy_since = time.perf_counter()
+                    self.phase.enter("stepping")
                     job()
-                self.outbox.send()  # ends that jobs brought about do not wait for the step
-                self.busy_since = time.perf_counter()
+                self.outputs.send()  # ends that jobs brought about do not wait for the step
+                self.phase.enter("stepping")
                 busy = self.engine is not None and self.engine.advance()
-                self.outbox.send()
+                self.outputs.send()
         except BaseException as error:
             log.exception("the engine thread ended")
             self._fault = (
@@ -202,5 +188,5 @@ class Loop:
             job()
         if engine is not None:
             engine.end_all("cancelled")
-            self.outbox.send()
+            self.outputs.send()
             engine.close()

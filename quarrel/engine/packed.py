@@ -36,7 +36,7 @@ class Packed(Sequence):
         self.want = "mean" if row == "mean" else "hidden"
         self.row_of_each = row
         self._deliver = deliver
-        self._texts, self._told = len(texts), 0
+        self._texts, self._delivered = len(texts), 0
         self._begin(np.fromiter(map(len, texts), np.int32, len(texts)))
 
     def texts(self, start: int, end: int) -> slice:
@@ -51,28 +51,28 @@ class Packed(Sequence):
         texts = self.texts(start, end)
         return int(texts.stop - texts.start)
 
-    def share(self, most: int, alone: bool) -> int:
+    def chunk(self, most: int, alone: bool) -> int:
         if self.pending <= most or not alone:
-            return super().share(most, False)
+            return super().chunk(most, False)
         first = int(np.searchsorted(self._starts, self.computed))
         last = int(np.searchsorted(self._starts, self.computed + most, "right")) - 1
         return int(self._starts[max(last, first + 1)]) - self.computed
 
-    def put_out(self) -> None:
-        done = self._told - (self._texts - len(self.lengths))
+    def on_preempt(self) -> None:
+        done = self._delivered - (self._texts - len(self.lengths))
         self.tokens = self.tokens[self._starts[done] :]
         self._begin(self.lengths[done:])
 
-    def settle(self, outputs: StepOutputs, first: int, count: int, draft: Tokens[int]) -> int:
+    def accept(self, outputs: StepOutputs, first: int, count: int, draft: Tokens[int]) -> int:
         rows = outputs.mean if self.want == "mean" else outputs.hidden
         assert rows is not None
-        self._deliver.rows(self._told, rows[first : first + count])
-        self._told += count
-        self.over = self._told == self._texts
+        self._deliver.rows(self._delivered, rows[first : first + count])
+        self._delivered += count
+        self.finished = self._delivered == self._texts
         return 0
 
     def end(self, reason: FinishReason, failure: QuarrelError | None = None) -> None:
-        self._deliver.end(None if self.over else failure or QuarrelError("the run was cancelled"))
+        self._deliver.end(None if self.finished else failure or QuarrelError("the run was cancelled"))
 
     def _begin(self, lengths: Array) -> None:
         """With the texts that are left."""

@@ -131,7 +131,7 @@ class SamplingParams:
             if "range" in entry.metadata:
                 self._set(entry.name, entry.metadata["range"].take(entry.name, getattr(self, entry.name)))
         if self.mirostat == 1:
-            raise RequestError("mirostat is 1, wanted 0 or 2: version 1 is not offered, version 2 replaces it")
+            raise RequestError("mirostat is 1, wanted 0 or 2: version 1 is not offered, version 2 replaces it", "mirostat")
         if not isinstance(self.ignore_eos, bool):
             raise _refuse("ignore_eos", self.ignore_eos, "True or False")
         self._set("stop", _texts("stop", self.stop, MAX_STOPS))
@@ -149,7 +149,7 @@ class SamplingParams:
         for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
             for id in ids:
                 if id >= n_vocab:
-                    raise RequestError(f"{name} holds the token id {id}, wanted ids from 0 to {n_vocab - 1}")
+                    raise RequestError(f"{name} holds the token id {id}, wanted ids from 0 to {n_vocab - 1}", name)
 
     @property
     def penalises(self) -> bool:
@@ -225,18 +225,20 @@ def _is_number(value: Any, kind: type) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
-def _refuse(name: str, value: object, wanted: object) -> RequestError:
+def _refuse(name: str, value: object, wanted: object, subject: str | None = None) -> RequestError:
+    """subject: what the sentence is about, where that is a part of the field."""
     shown = repr(value)
-    return RequestError(f"{name} is {shown if len(shown) <= 60 else shown[:57] + '...'}, wanted {wanted}")
+    shown = shown if len(shown) <= 60 else shown[:57] + "..."
+    return RequestError(f"{subject or name} is {shown}, wanted {wanted}", name)
 
 
 def _texts(name: str, value: object, most: int) -> tuple[str, ...]:
     given = (value,) if isinstance(value, str) else _listed(name, value, "texts", most)
     for text in given:
         if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_CHARS:
-            raise _refuse(f"an entry of {name}", text, f"a text of 1 to {MAX_STOP_CHARS} characters")
+            raise _refuse(name, text, f"a text of 1 to {MAX_STOP_CHARS} characters", f"an entry of {name}")
         if any("\ud800" <= c <= "\udfff" for c in text):
-            raise _refuse(f"an entry of {name}", text, "valid Unicode without lone surrogates")
+            raise _refuse(name, text, "valid Unicode without lone surrogates", f"an entry of {name}")
     return tuple(str(text) for text in given)
 
 
@@ -249,12 +251,12 @@ def _biases(value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise _refuse("logit_bias", value, "a mapping from token id to bias")
     if len(value) > MAX_BIASES:
-        raise RequestError(f"logit_bias holds {len(value)} ids, wanted at most {MAX_BIASES}")
+        raise RequestError(f"logit_bias holds {len(value)} ids, wanted at most {MAX_BIASES}", "logit_bias")
     biases = {}
     for id, bias in value.items():
         wanted = f"a number from -{MAX_BIAS:g} to {MAX_BIAS:g}, or -inf to ban the token"
         if not _is_number(bias, numbers.Real) or not (-MAX_BIAS <= bias <= MAX_BIAS or bias == -math.inf):
-            raise _refuse(f"the bias of token {id!r}", bias, wanted)
+            raise _refuse("logit_bias", bias, wanted, f"the bias of token {id!r}")
         biases[token_id("logit_bias", id)] = float(bias)
     return biases
 
@@ -264,12 +266,12 @@ def _listed(name: str, value: object, what: str, most: int) -> tuple[object, ...
     if not isinstance(value, list | tuple | AbstractSet):
         raise _refuse(name, value, f"a list of {what}")
     if len(value) > most:
-        raise RequestError(f"{name} holds {len(value)} {what}, wanted at most {most}")
+        raise RequestError(f"{name} holds {len(value)} {what}, wanted at most {most}", name)
     return tuple(value)
 
 
 def token_id(name: str, id: Any) -> int:
     """A plain token id, or `RequestError`; the vocabulary's end is checked where it is known."""
     if not _is_number(id, numbers.Integral) or not 0 <= id <= _INT:
-        raise _refuse(f"a token id in {name}", id, "a whole number, 0 or more")
+        raise _refuse(name, id, "a whole number, 0 or more", f"a token id in {name}")
     return int(id)

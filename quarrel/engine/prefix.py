@@ -22,8 +22,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
 
-from quarrel.engine.blocks import BlockPool
-from quarrel.engine.snapshots import Snapshots
+from quarrel.engine.pools import BlockPool, Snapshots
 
 BRANCHES = 8
 """How many continuations of a text are looked at for one that goes on alike for a part of a block; the newest."""
@@ -66,7 +65,7 @@ def keyed_digest() -> Digest:
 
 
 class PrefixTree:
-    """See above. All holding and letting go of blocks runs through here. `limit`: blocks kept that nobody uses."""
+    """See above. Blocks are retained and released through here alone. `limit`: blocks kept that nobody uses."""
 
     def __init__(
         self,
@@ -89,7 +88,7 @@ class PrefixTree:
         self._clock = self._offers = 0
         self.kept = 0  # blocks that only the tree holds
         self.evictions = 0
-        self.lent = 0  # windows that came to nodes which were there without
+        self.window_changes = 0  # windows that came to nodes which were there without
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -141,8 +140,8 @@ class PrefixTree:
             if found.tokens != text or found.parent is not parent:
                 return None
             if not found.window_blocks:
-                self._lend(found, windows)
-                self.lent += 1
+                self._attach_windows(found, windows)
+                self.window_changes += 1
             return found
         if block in self._by_block:
             return None  # the same block is there as another text already: a half-used one that others went on from
@@ -157,29 +156,29 @@ class PrefixTree:
         if parent.block < 0:
             self._roots[salt], self._salts[parent] = parent, salt
         parent.changes += 1
-        self._pool.share([block])
-        self._lend(node, windows)
+        self._pool.retain([block])
+        self._attach_windows(node, windows)
         for other in shorter:
             self._supersede(other, node)
         return node
 
-    def hold(self, blocks: Iterable[int]) -> None:
-        """One more holder of blocks that are held already."""
+    def retain(self, blocks: Iterable[int]) -> None:
+        """One more owner of blocks that have one."""
         blocks = list(blocks)
         for block in blocks:
             node = self._by_block.get(block)
-            if node is not None and self._pool.holders(block) == 1:
+            if node is not None and self._pool.ref_count(block) == 1:
                 self.kept -= 1
                 if block != node.block:
                     self._windows.pop(node, None)
-        self._pool.share(blocks)
+        self._pool.retain(blocks)
 
     def release(self, blocks: Iterable[int]) -> None:
-        """One holder fewer. What only the tree holds then may be evicted."""
+        """One owner fewer. Blocks that only the tree owns may be evicted."""
         for block in blocks:
-            self._pool.give_back([block])
+            self._pool.release([block])
             node = self._by_block.get(block)
-            if node is not None and self._pool.holders(block) == 1:
+            if node is not None and self._pool.ref_count(block) == 1:
                 self.kept += 1
                 if block == node.block:
                     self._offer(node)
@@ -221,7 +220,7 @@ class PrefixTree:
     def _touch(self, nodes: Iterable[Node]) -> None:
         for node in nodes:
             node.stamp = self._tick()
-            if self._pool.holders(node.block) == 1:
+            if self._pool.ref_count(node.block) == 1:
                 self._offer(node)
 
     def _offer(self, node: Node) -> None:
@@ -232,11 +231,11 @@ class PrefixTree:
                 self._leaves = [e for e in self._leaves if e[2].alive and e[2].stamp == e[0]]
                 heapq.heapify(self._leaves)
 
-    def _lend(self, node: Node, windows: tuple[int, ...]) -> None:
+    def _attach_windows(self, node: Node, windows: tuple[int, ...]) -> None:
         if windows and not any(block in self._by_block for block in windows):
             node.window_blocks = windows
             self._by_block.update(dict.fromkeys(windows, node))
-            self._pool.share(windows)
+            self._pool.retain(windows)
 
     def _evict(self) -> bool:
         leaf, windows = self._oldest_leaf(), self._oldest_windows()
@@ -256,7 +255,7 @@ class PrefixTree:
     def _oldest_leaf(self) -> Node | None:
         while self._leaves:
             stamp, _, node = self._leaves[0]
-            if node.alive and node.stamp == stamp and not node.children and self._pool.holders(node.block) == 1:
+            if node.alive and node.stamp == stamp and not node.children and self._pool.ref_count(node.block) == 1:
                 return node
             heapq.heappop(self._leaves)
         return None
@@ -264,7 +263,7 @@ class PrefixTree:
     def _oldest_windows(self) -> Node | None:
         while self._windows:
             node = next(iter(self._windows))
-            if node.window_blocks and all(self._pool.holders(b) == 1 for b in node.window_blocks):
+            if node.window_blocks and all(self._pool.ref_count(b) == 1 for b in node.window_blocks):
                 return node
             del self._windows[node]  # it comes back when it is let go of
         return None
@@ -272,14 +271,14 @@ class PrefixTree:
     def _drop_windows(self, node: Node) -> None:
         for block in node.window_blocks:
             del self._by_block[block]
-        self.kept -= sum(self._pool.holders(b) == 1 for b in node.window_blocks)
-        self._pool.give_back(node.window_blocks)
+        self.kept -= sum(self._pool.ref_count(b) == 1 for b in node.window_blocks)
+        self._pool.release(node.window_blocks)
         node.window_blocks = ()
         self._windows.pop(node, None)
 
     def _evict_branch(self) -> bool:
         """Where a window has let go of the beginnings of texts that still run, these are all that can go."""
-        kept = [node for node in self._by_key.values() if self._pool.holders(node.block) == 1]
+        kept = [node for node in self._by_key.values() if self._pool.ref_count(node.block) == 1]
         if not kept:
             return False
         self.evictions += 1
@@ -304,10 +303,10 @@ class PrefixTree:
             alike.pop(node.key, None)
             if not alike:
                 del parent.children[node.tokens[0]]
-        if self._pool.holders(node.block) == 1:
+        if self._pool.ref_count(node.block) == 1:
             self.kept -= 1
-        self._pool.give_back([node.block])
-        if parent.block >= 0 and parent.alive and self._pool.holders(parent.block) == 1:
+        self._pool.release([node.block])
+        if parent.block >= 0 and parent.alive and self._pool.ref_count(parent.block) == 1:
             self._offer(parent)
         elif parent.block < 0 and not parent.children:
             parent.alive = False

@@ -1,11 +1,11 @@
-"""Who runs in the next step: in order of turns; prompts in pieces, next to the sequences that decode.
+"""Which sequences run in the next step: in order of turns; prompts in chunks, next to the sequences that decode.
 
-    turn     the time of arrival, plus `PATIENCE` for each rank: what is interactive (rank 0) goes before a batch (rank 1)
+    turn     the time of arrival, plus `PATIENCE` for each rank: interactive requests (rank 0) go before a batch (rank 1),
              unless that has waited for so much longer; so nobody waits for ever
-    let in   when all its tokens so far have blocks and a few are left for those that run; the first in the queue is never
-             passed over for want of blocks
-    put out  when a sequence that goes on finds no block, the one of the last turn goes back to the queue, and so does a
-             running one of a higher rank for one that waits; it starts again later, from what the cache still has of it
+    admit    when there are blocks for all its tokens so far, and a few more for those that run; the first in the queue is
+             never passed over for want of blocks
+    preempt  when a running sequence finds no block for its next token, the one of the last turn goes back to the queue; so
+             does one of a higher rank for one that waits. It starts again later, from what the cache still has of it
 
 A step serves one kind of result: tokens drawn, or rows of every position; the kinds take turns.
 """
@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from quarrel.engine.cache import Cache
+from quarrel.engine.queue import WaitingQueue
 from quarrel.engine.sequence import Sequence
-from quarrel.engine.waiting import Waiting
 from quarrel.ops.step import Limits, Want
 
-Guess = Callable[[Mapping[Sequence, int]], Mapping[Sequence, tuple[int, ...]]]
-"""What asks a draft model: for each sequence up to so many tokens."""
+Propose = Callable[[Mapping[Sequence, int]], Mapping[Sequence, tuple[int, ...]]]
+"""A draft model's tokens for each sequence, up to so many."""
 PATIENCE = 10.0
 """Seconds by which one rank goes before the next."""
 
@@ -49,15 +49,15 @@ class Batch:
     want: Want
     parts: tuple[Part, ...]
     waits: bool = False
-    """Whether the step behind it cannot be made before its results are known."""
+    """Whether the next step cannot be made before its results are known."""
 
 
 DRAIN = Batch("tokens", ())
-"""The answer where a sequence has to be put out while a step is on its way: ask again once that is settled."""
+"""A sequence has to be preempted, but a step is in flight: call again when its results are known."""
 
 
 class Scheduler:
-    """Queues and turns. `max_rows` bounds the rows that one step returns of what can be cut."""
+    """The queue, the running sequences, and each step's share of them. max_rows: of one step."""
 
     def __init__(
         self,
@@ -66,12 +66,12 @@ class Scheduler:
         *,
         max_rows: int,
         clock: Callable[[], float] = time.perf_counter,
-        guess: Guess = lambda wanted: {},
+        propose: Propose = lambda wanted: {},
     ) -> None:
         assert limits.max_tokens >= limits.max_seqs, "a step must hold a token of each running sequence"
         self.limits, self.cache, self.clock = limits, cache, clock
-        self._guess = guess
-        self.waiting = Waiting()
+        self._propose = propose
+        self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # in order of turns
         self.max_tokens = limits.max_tokens
         self.preempted = 0
@@ -81,7 +81,7 @@ class Scheduler:
         self._count = 0
 
     def add(self, sequence: Sequence) -> None:
-        """Queues it. It must fit the cache, and a step if it runs whole, when nothing else runs."""
+        """Queues it. Alone, it must fit the cache, and a step if it must run whole."""
         assert self.cache.fits(sequence.length)
         assert not sequence.whole or (sequence.length <= self.limits.max_tokens and not self.cache.rules.window_groups)
         self._count += 1
@@ -89,37 +89,37 @@ class Scheduler:
         self.waiting.push(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes it out, wherever it is, and its blocks back; a finished one's may be kept for reuse."""
+        """Takes it out of the queue or the batch and frees its blocks; the prefix cache may keep them."""
         self.waiting.remove(sequence)
         if sequence.slot >= 0:
             self.running.remove(sequence)
             self._slots.append(sequence.slot)
-            self.cache.release(sequence)
+            self.cache.free(sequence)
 
     def next(self, *, drained: bool = True) -> Batch | None:
-        """The next step's work, None if there is none, or `DRAIN`; drained: no step is on its way."""
+        """The next step's work, None if there is none, or `DRAIN`. drained: no step is in flight."""
         if not self._admit(drained):
             return DRAIN
         ready = [s for s in self.running if _ready(s)]
         if not ready:
             return None
-        kind = self._turn(ready)
+        kind = self._next_kind(ready)
         mine = [s for s in ready if _kind(s) == kind]
         for sequence in mine:
             end = sequence.computed + 1
-            while sequence.slot >= 0 and not self.cache.grow(sequence, len(sequence.tokens) + sequence.drawn, end):
+            while sequence.slot >= 0 and not self.cache.append(sequence, len(sequence.tokens) + sequence.drawn, end):
                 if not drained:
                     return DRAIN
                 self.preempt(self.running[-1])
         return self._batch([s for s in mine if s.slot >= 0])
 
     def preempt(self, sequence: Sequence) -> None:
-        """Puts it out; its turn stays its own. No step with it may be on its way."""
+        """Frees its blocks and queues it again; it keeps its turn. No step with it may be in flight."""
         assert not sequence.drawn
         self.running.remove(sequence)
         self._slots.append(sequence.slot)
-        self.cache.release(sequence)
-        sequence.put_out()
+        self.cache.free(sequence)
+        sequence.on_preempt()
         self.waiting.push(sequence)
         self.preempted += 1
 
@@ -141,25 +141,25 @@ class Scheduler:
                 tokens, rows = tokens - 1, rows - 1
                 continue
             draft = drafts[sequence][: max(0, min(tokens, rows) - 1 - left)]
-            # A guess is not worth anybody's block.
-            if draft and not self.cache.grow(sequence, len(sequence.tokens) + len(draft)):
+            # Nobody loses a block to a draft.
+            if draft and not self.cache.append(sequence, len(sequence.tokens) + len(draft)):
                 draft = ()
             count = 1 + len(draft)
             parts.append(Part(sequence, sequence.computed, count, count, draft, sequence in drafted))
             tokens, rows = tokens - count, rows - count
-        # Those that run whole keep their order, so that each is the first, and fits, after a while.
+        # Those that must run whole keep their order, so that each comes first, and fits, after a while.
         for sequence in others:
             most = tokens if sequence.whole or not sequence.every_row else min(tokens, rows)
-            count = sequence.share(most, not parts)
+            count = sequence.chunk(most, not parts)
             if count <= 0:
                 continue
-            end = self.cache.reach(sequence, sequence.computed + count)
-            count = self.cache.cut(sequence, end) - sequence.computed
-            asked = sequence.rows(sequence.computed + count)
-            if asked > rows and not sequence.whole:
+            end = self.cache.append_windows(sequence, sequence.computed + count)
+            count = self.cache.snapshot_end(sequence, end) - sequence.computed
+            wanted = sequence.rows(sequence.computed + count)
+            if wanted > rows and not sequence.whole:
                 continue
-            parts.append(Part(sequence, sequence.computed, count, asked))
-            tokens, rows = tokens - count, rows - asked
+            parts.append(Part(sequence, sequence.computed, count, wanted))
+            tokens, rows = tokens - count, rows - wanted
         if not parts:
             return None
         want = _want({p.sequence.want for p in parts if p.rows}, parts)
@@ -169,11 +169,11 @@ class Scheduler:
     def _drafts(
         self, decoding: list[Sequence], spare: int
     ) -> tuple[Mapping[Sequence, tuple[int, ...]], Mapping[Sequence, tuple[int, ...]]]:
-        """Guesses by sequence, up to `spare` tokens each, and those of them that are a draft model's."""
+        """Drafts by sequence, of up to `spare` tokens each, and those of them that a draft model proposed."""
         found: dict[Sequence, tuple[int, ...]] = {}
-        asked: dict[Sequence, int] = {}
+        wanted: dict[Sequence, int] = {}
         for sequence in decoding:
-            # Whoever guesses has to know its last token.
+            # A draft continues the last token, so that has to be known.
             if not sequence.waits or sequence.drawn or self.cache.rules.recurrent:
                 continue
             room = min(spare, sequence.length - sequence.computed - 1)
@@ -182,48 +182,48 @@ class Scheduler:
             if draft := tuple(sequence.draft(room)):
                 found[sequence] = draft
             elif ahead := min(room, sequence.ahead()):
-                asked[sequence] = ahead
-        drafted = self._guess(asked) if asked else {}
+                wanted[sequence] = ahead
+        drafted = self._propose(wanted) if wanted else {}
         return {**found, **drafted}, drafted
 
-    def _turn(self, ready: list[Sequence]) -> str:
+    def _next_kind(self, ready: list[Sequence]) -> str:
         """The kind of result after the last one served, among those that these are ready for."""
         kinds = sorted({_kind(s) for s in ready})
         self._last_kind = next((k for k in kinds if k > self._last_kind), kinds[0])
         return self._last_kind
 
     def _admit(self, drained: bool) -> bool:
-        """Lets in who can be; False if somebody has to be put out first."""
-        held: list[Sequence] = []
-        settled = True
+        """Admits whom it can; False if one must be preempted first, and cannot be before the step in flight is over."""
+        passed: list[Sequence] = []  # over, to be queued again
+        possible = True
         while self.waiting:
             sequence = self.waiting.pop()
             assert sequence is not None
-            family = [s for s in self.running if s.family is sequence.family] if sequence.copies > 1 else []
+            family = [s for s in self.running if s.family is sequence.family] if sequence.siblings > 1 else []
             if self.cache.rules.reuse and any(s.pending > 1 for s in family):
-                held.append(sequence)  # its prompt is being computed by another one right now
+                passed.append(sequence)  # another one computes its prompt right now
                 continue
-            if self._slots and self.cache.start(sequence, self._slots[-1], family, len(self.running)):
+            if self._slots and self.cache.allocate(sequence, self._slots[-1], family, len(self.running)):
                 self._slots.pop()
                 insort(self.running, sequence, key=_place)
                 continue
-            held.append(sequence)
+            passed.append(sequence)
             last = self.running[-1] if self.running else None
             if last is None or last.rank <= sequence.rank or last.place < sequence.place:
                 break
             if not drained:
-                settled = False
+                possible = False
                 break
             self.preempt(last)
-            self.waiting.push(held.pop())
-        for sequence in held:
+            self.waiting.push(passed.pop())
+        for sequence in passed:
             self.waiting.push(sequence)
-        return settled
+        return possible
 
 
 _place = attrgetter("turn", "order")
 _DRAWN = ("tokens", "logprobs")
-"""What a device draws by itself: its next step need not wait."""
+"""The device draws these, so the next step need not wait."""
 
 
 def _kind(sequence: Sequence) -> str:
@@ -239,8 +239,8 @@ def _want(wants: set[Want], parts: list[Part]) -> Want:
     if len(wants) == 1:
         return wants.pop()
     if wants:
-        told = "logprobs" in wants
-        return ("all" if told else "both") if "logits" in wants else "logprobs"
+        logprobs = "logprobs" in wants
+        return ("all" if logprobs else "both") if "logits" in wants else "logprobs"
     # No row is wanted: the cheapest that every model has.
     first = parts[0].sequence
     return first.want if first.every_row else "tokens"

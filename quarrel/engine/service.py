@@ -25,28 +25,32 @@ class Service:
     total_seconds: float | None = None
     """Fails with DeadlineExceeded, with the tokens so far in its result, if it is not done by then."""
     cache_salt: str = ""
-    """Only requests of the same salt share prompts in the cache, so that none can time what another has asked."""
+    """Only requests of the same salt share prompts in the cache, so that none can measure what another has sent."""
     speculate: int = 0
-    """How many tokens may be guessed at once from earlier places of the text and checked in one step; 0 is off."""
+    """How many tokens may be drafted at once from earlier places of the text and verified in one step; 0 is off."""
     draft: int = 8
-    """How many the draft model may guess at once, where there is one and the text itself gives no guess; 0 is off."""
+    """How many the draft model may propose at once, where there is one and the text itself gives no draft; 0 is off."""
 
     def __post_init__(self) -> None:
         if self.priority not in get_args(Priority):
-            raise RequestError(f"priority is {self.priority!r}, wanted one of {', '.join(get_args(Priority))}")
+            raise RequestError(
+                f"priority is {self.priority!r}, wanted one of {', '.join(get_args(Priority))}", "service.priority"
+            )
         for name in ("queue_seconds", "total_seconds"):
             value = getattr(self, name)
             sound = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
             if value is not None and not (sound and 0 < value <= MAX_SECONDS):
-                raise RequestError(f"{name} is {value!r}, wanted seconds above 0 and up to {MAX_SECONDS:g}, or None")
+                wanted = f"seconds above 0 and up to {MAX_SECONDS:g}, or None"
+                raise RequestError(f"{name} is {value!r}, wanted {wanted}", f"service.{name}")
         if not isinstance(self.cache_salt, str) or len(self.cache_salt) > MAX_SALT:
             raise RequestError(
-                f"cache_salt is a {type(self.cache_salt).__name__}, wanted a text of at most {MAX_SALT} letters"
+                f"cache_salt is a {type(self.cache_salt).__name__}, wanted a text of at most {MAX_SALT} letters",
+                "service.cache_salt",
             )
         for name in ("speculate", "draft"):
             count = getattr(self, name)
             if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MAX_DRAFT:
-                raise RequestError(f"{name} is {count!r}, wanted a whole number from 0 to {MAX_DRAFT}")
+                raise RequestError(f"{name} is {count!r}, wanted a whole number from 0 to {MAX_DRAFT}", f"service.{name}")
 
     @property
     def rank(self) -> int:

@@ -62,10 +62,11 @@ class Stats:
     """Between two tokens of a request."""
     request_seconds: Histogram = field(default_factory=_latency)
     end_interval: float = 0.0
-    """Seconds between two ends of requests, of late."""
+    """Seconds between two ends of requests while there were any, a running average."""
     last_end: float = 0.0
 
-    def ended(self, now: float) -> None:
-        if self.last_end:
-            self.end_interval += 0.1 * (min(now - self.last_end, 60.0) - self.end_interval)
+    def ended(self, now: float, submitted: float) -> None:
+        """A request ended; where nothing ran before it, its own time is the interval."""
+        interval = min(now - max(self.last_end, submitted), 60.0)
+        self.end_interval += (0.1 if self.end_interval else 1.0) * (interval - self.end_interval)
         self.last_end = now

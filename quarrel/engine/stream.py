@@ -105,7 +105,7 @@ def start_async(loop: Loop, request: Request, *, stream: bool, owner: object = N
     def sink(chunk: Chunk) -> None:
         if events.is_closed():
             raise RuntimeError("the event loop that reads this is closed")
-        loop.outbox.put(events, chunks, chunk)
+        loop.outputs.put(events, chunks, chunk)
 
     delivery = deliver(loop, request, sink, stream=stream)
     return AsyncStream(delivery, request.params.n, chunks, owner)

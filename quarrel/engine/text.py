@@ -1,9 +1,13 @@
-"""Text as it becomes certain: stop strings are found across token borders, and never shown in part."""
+"""Text as it becomes certain, and what the engine has to know of a vocabulary and of a grammar.
+
+Stop strings are found across token borders, and never shown in part."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy.typing as npt
 
 
 class Detokenizer(Protocol):
@@ -25,7 +29,7 @@ class Texts(Protocol):
 
 
 class StopText:
-    """Text behind a detokenizer, held back while it might be the beginning of a stop string."""
+    """Text from a detokenizer, kept back while it might be the beginning of a stop string."""
 
     def __init__(self, detokenizer: Detokenizer, stops: Sequence[str]) -> None:
         self._detokenizer = detokenizer
@@ -67,3 +71,20 @@ def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that `stop` begins with."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if stop.startswith(text[-n:])), 0)
+
+
+class Guide(Protocol):
+    """How far one text is in a grammar."""
+
+    ends: frozenset[int]
+    """Ids that end the text where the grammar allows an end."""
+
+    def allowed(self) -> npt.NDArray[Any]:
+        """bool `[V]`: what may come next. Computed once for each position, while a device is busy if there is one."""
+
+    def take(self, token: int) -> bool:
+        """Goes on by a token that is allowed; says whether nothing can follow it."""
+
+
+MakeGuide = Callable[[], Guide]
+"""Makes a guide for a new text."""

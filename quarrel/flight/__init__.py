@@ -1,13 +1,13 @@
-"""Arrow Flight: vectors to and from a Longbow store, and a stand-in for its two ports. Needs the extra `flight`."""
+"""Arrow Flight: vectors to and from a Longbow store, and a local server for tests. Needs the extra `flight`."""
 
 from __future__ import annotations
 
-from quarrel.flight.extra import need_arrow
+from quarrel.flight.requirement import need_arrow
 
 need_arrow()
 
 from quarrel.flight.client import LongbowClient  # noqa: E402
-from quarrel.flight.link import Access, Retry  # noqa: E402
+from quarrel.flight.connection import Access, Retry  # noqa: E402
 from quarrel.flight.results import Dataset, Hits, Readiness  # noqa: E402
 from quarrel.flight.rows import METRICS, Metric, vector_batch  # noqa: E402
 

@@ -16,8 +16,8 @@ import pyarrow as pa
 from pyarrow import flight
 
 from quarrel.errors import FlightDataError, FlightUnavailable, RequestError
-from quarrel.flight.link import Access, Link, Retry
-from quarrel.flight.messages import Filter, dataset_name, get_ticket, parsed, search_ticket
+from quarrel.flight.connection import Access, Connection, Retry
+from quarrel.flight.messages import Filter, dataset_name, get_ticket, parse_object, search_ticket
 from quarrel.flight.results import Dataset, Hits, Readiness
 from quarrel.flight.rows import numbers, query_vector, vector_field
 from quarrel.flight.streams import Acks, Caps, Pressure, checked, descriptor, listen_for_pressure, same_schema, schema_of
@@ -45,7 +45,7 @@ class LongbowClient:
         self, data: str = DATA, meta: str = META, *, access: Access | None = None, retry: Retry | None = None
     ) -> None:
         access, retry = access or Access(), retry or Retry()
-        self._data, self._meta = Link(data, access, retry), Link(meta, access, retry)
+        self._data, self._meta = Connection(data, access, retry), Connection(meta, access, retry)
         self._timeout = access.timeout
         self._turn = itertools.count()
         self.slow_downs = 0
@@ -154,11 +154,11 @@ class LongbowClient:
         timeout: float | None = None,
     ) -> Hits:
         """The `k` nearest rows. fresh: not an answer that the server kept from before the last put."""
-        name, query, asked = self._asked(dataset, vector, k, fresh)
-        ticket = flight.Ticket(search_ticket(name, query, asked, filters))
+        name, query, rows = self._query(dataset, vector, k, fresh)
+        ticket = flight.Ticket(search_ticket(name, query, rows, filters))
 
         def call() -> Hits:
-            return _hits(checked(self._begin(ticket, timeout), Caps(rows=asked, nbytes=asked << 16)), k)
+            return _hits(checked(self._begin(ticket, timeout), Caps(rows=rows, nbytes=rows << 16)), k)
 
         return self._data.run(call, f"a search in {name}")
 
@@ -166,9 +166,9 @@ class LongbowClient:
         self, dataset: str, vector: Any, k: int = 10, *, fresh: bool = False, timeout: float | None = None
     ) -> Hits:
         """As `search`, by DoExchange with the command VectorSearch. Takes no filters."""
-        name, query, asked = self._asked(dataset, vector, k, fresh)
+        name, query, rows = self._query(dataset, vector, k, fresh)
         lists = pa.FixedSizeListArray.from_arrays(pa.array(query), len(query))
-        columns = {"dataset": pa.array([name]), "k": pa.array([asked], pa.int32()), "query_vector": lists}
+        columns = {"dataset": pa.array([name]), "k": pa.array([rows], pa.int32()), "query_vector": lists}
         batch = pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
 
         def call() -> Hits:
@@ -178,7 +178,7 @@ class LongbowClient:
                 writer.begin(batch.schema)
                 writer.write_batch(batch)
                 writer.done_writing()
-                hits = _hits(checked(reader, Caps(rows=asked, nbytes=asked << 16)), k)
+                hits = _hits(checked(reader, Caps(rows=rows, nbytes=rows << 16)), k)
             except BaseException:
                 _abandon(writer, reader)
                 raise
@@ -259,13 +259,13 @@ class LongbowClient:
 
         def call() -> dict[str, Any]:
             answers = list(self._meta.client.do_action(message, self._meta.options()))
-            return parsed(answers[0].body.to_pybytes(), action) if answers else {}
+            return parse_object(answers[0].body.to_pybytes(), action) if answers else {}
 
         return self._meta.run(call, action)
 
-    def _asked(self, dataset: str, vector: Any, k: int, fresh: bool) -> tuple[str, Array, int]:
+    def _query(self, dataset: str, vector: Any, k: int, fresh: bool) -> tuple[str, Array, int]:
         if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= 1 << 20:
-            raise RequestError(f"k is {k!r}, wanted a whole number from 1 to {1 << 20}")
+            raise RequestError(f"k is {k!r}, wanted a whole number from 1 to {1 << 20}", "k")
         more = 1 + next(self._turn) % FRESH if fresh else 0
         return dataset_name(dataset), query_vector(vector), k + more
 
@@ -311,7 +311,7 @@ def _close(writer: Any, listener: threading.Thread) -> None:
 
 
 def _abandon(writer: Any, reader: Any) -> None:
-    """Ends an exchange that failed: both sides stop, and only the first fault is told."""
+    """Ends an exchange that failed: both sides stop, and only the first fault is raised."""
     reader.cancel()
     with suppress(pa.ArrowException, OSError):
         writer.close()

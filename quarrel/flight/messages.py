@@ -49,7 +49,7 @@ def search_ticket(name: str, vector: np.ndarray[Any, Any], k: int, filters: Sequ
     return f'{{"search":{text[:-1]},"vector":[{numbers}]}}}}'.encode()
 
 
-def parsed(body: bytes, what: str) -> dict[str, Any]:
+def parse_object(body: bytes, what: str) -> dict[str, Any]:
     """A JSON object from the server."""
     try:
         read = json.loads(body)

@@ -101,7 +101,7 @@ def vector_field(schema: pa.Schema) -> tuple[pa.DataType, int]:
     return kind.value_type, int(kind.list_size)
 
 
-def sound(batch: pa.RecordBatch) -> pa.RecordBatch:
+def validated(batch: pa.RecordBatch) -> pa.RecordBatch:
     """The batch, once every offset and length in it is checked; nothing may touch it before."""
     try:
         batch.validate(full=True)

@@ -1,4 +1,4 @@
-"""What the stand-in keeps: datasets in memory, indexed a while after they arrive, searched by brute force."""
+"""The local server's datasets: in memory, indexed a while after they arrive, searched by brute force."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Kept:
 
 class Store:
     """Datasets by name. index_seconds: how long a batch takes to be indexed. queue: batches waiting for that from which on
-    senders are told to slow down. Safe for threads."""
+    senders get `slow_down`. Safe for threads."""
 
     def __init__(self, index_seconds: float = 0.0, queue: int = 64) -> None:
         self.index_seconds, self.queue = index_seconds, queue
@@ -64,7 +64,7 @@ class Store:
         self._wake = threading.Condition(self.lock)
         self._answers: dict[bytes, tuple[float, pa.Table]] = {}
         self._closed = False
-        threading.Thread(target=self._index, name="quarrel-standin-index", daemon=True).start()
+        threading.Thread(target=self._index, name="quarrel-flight-index", daemon=True).start()
 
     def close(self) -> None:
         with self._wake:

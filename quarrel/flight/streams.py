@@ -12,8 +12,8 @@ import pyarrow as pa
 from pyarrow import flight
 
 from quarrel.errors import FlightDataError, FlightError, RequestError
-from quarrel.flight.messages import parsed
-from quarrel.flight.rows import first_line, sound
+from quarrel.flight.messages import parse_object
+from quarrel.flight.rows import first_line, validated
 
 PAUSE, LONGEST_PAUSE = 0.05, 2.0
 """Seconds to wait after a slow_down, doubled while they keep coming."""
@@ -37,7 +37,7 @@ class Pressure:
         self._seen, self._pause = 0, PAUSE
 
     def wait(self) -> None:
-        """Sleeps if the server has asked for it since the last call."""
+        """Sleeps if the server has reported pressure since the last call."""
         if self.signals == self._seen:
             self._pause = PAUSE
             return
@@ -52,7 +52,7 @@ def listen_for_pressure(reader: Any, pressure: Pressure) -> threading.Thread:
     def listen() -> None:
         try:
             while (said := reader.read()) is not None:
-                if parsed(said.to_pybytes(), "put").get("status") == "slow_down":
+                if parse_object(said.to_pybytes(), "put").get("status") == "slow_down":
                     pressure.signals += 1
         except (pa.ArrowException, FlightError):
             return  # the writer meets the same fault, and tells it
@@ -65,9 +65,9 @@ def listen_for_pressure(reader: Any, pressure: Pressure) -> threading.Thread:
 class Acks:
     """Counts acknowledged batches of an exchange, and holds the writer back when too many are not."""
 
-    def __init__(self, reader: Any, told: Callable[[int], None]) -> None:
+    def __init__(self, reader: Any, notify: Callable[[int], None]) -> None:
         self.rows = 0
-        self._reader, self._told = reader, told
+        self._reader, self._notify = reader, notify
         self._changed = threading.Condition()
         self._count = 0
         self._sent: list[int] = []
@@ -100,7 +100,7 @@ class Acks:
             while True:
                 chunk = self._reader.read_chunk()
                 if chunk.app_metadata is not None:
-                    self._take(parsed(chunk.app_metadata.to_pybytes(), "exchange"))
+                    self._take(parse_object(chunk.app_metadata.to_pybytes(), "exchange"))
         except StopIteration:
             pass
         except BaseException as error:
@@ -119,7 +119,7 @@ class Acks:
             self._count += 1
             self.rows += rows
             self._changed.notify_all()
-        self._told(rows)
+        self._notify(rows)
 
 
 def same_schema(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -150,7 +150,7 @@ def checked(reader: Any, caps: Caps) -> Iterator[pa.RecordBatch]:
         for chunk in reader:
             if chunk.data is None:
                 continue
-            batch = sound(chunk.data)
+            batch = validated(chunk.data)
             rows, nbytes = rows + batch.num_rows, nbytes + batch.nbytes
             if rows > caps.rows or nbytes > caps.nbytes:
                 raise FlightDataError(

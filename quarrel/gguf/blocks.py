@@ -1,4 +1,4 @@
-"""What the bytes of a block mean: the one reference of every format, which kernels and tests are held against."""
+"""What the bytes of a block mean: the one reference of every format, which kernels and tests are compared with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType, quants
 from quarrel.errors import GGUFError
 from quarrel.gguf.formats import FORMATS, GGMLType
 
-# Blocks turned to floats at a time, so that the temporaries stay in the tens of megabytes whatever the tensor's size.
+# Blocks decoded at a time, so that the temporaries stay in the tens of megabytes whatever the tensor's size.
 _CHUNK_ELEMENTS = 1 << 20
 
 
@@ -52,28 +52,47 @@ def _decoder(kind: GGMLType) -> Callable[[np.ndarray], np.ndarray]:
     return lambda blocks: quants.dequantize(blocks, foreign)
 
 
-def _half(blocks: np.ndarray, at: int) -> np.ndarray:
-    """The IEEE half at byte `at` of each block, as float32 [n, 1]."""
+def _float16(blocks: np.ndarray, at: int) -> np.ndarray:
+    """The float16 at byte `at` of each block, as float32 [n, 1]."""
     return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").astype(np.float32)
 
 
 def _q1_0(blocks: np.ndarray) -> np.ndarray:
     signs = np.unpackbits(blocks[:, 2:], axis=1, bitorder="little")  # [n, 128]
-    d = _half(blocks, 0)
+    d = _float16(blocks, 0)
     return np.where(signs, d, -d)
 
 
 def _q2_0(blocks: np.ndarray) -> np.ndarray:
     codes = blocks[:, 2:, None] >> np.array([0, 2, 4, 6], np.uint8) & 3  # [n, 16, 4], the lowest bits first
-    return _half(blocks, 0) * (codes.reshape(-1, 64).astype(np.float32) - 1)
+    return _float16(blocks, 0) * (codes.reshape(-1, 64).astype(np.float32) - 1)
+
+
+def _ue4m3() -> np.ndarray:
+    """float32 [256], what a scale byte of NVFP4 stands for: 4 bits of exponent, 3 of mantissa; the sign bit is ignored."""
+    code = np.arange(256, dtype=np.uint8) & 0x7F
+    exponent, mantissa = (code >> 3).astype(np.int32), (code & 7).astype(np.float32)
+    power = np.exp2(np.maximum(exponent, 1) - 10.0).astype(np.float32)
+    value: np.ndarray = np.where(exponent == 0, mantissa, 8 + mantissa) * power
+    value[0x7F] = 0  # ggml's rule, which 0xFF does not share
+    return value
+
+
+def _nvfp4(blocks: np.ndarray) -> np.ndarray:
+    scale = UE4M3[blocks[:, :4], None] * np.float32(0.5)  # [n, 4, 1]: E2M1 below is doubled
+    codes = blocks[:, 4:].reshape(-1, 4, 8)
+    values: np.ndarray = scale * _E2M1[np.concatenate([codes & 15, codes >> 4], axis=-1)]
+    return values.reshape(-1, 64)
 
 
 def _bf16(blocks: np.ndarray) -> np.ndarray:
     return (blocks.view("<u2").astype(np.uint32) << 16).view(np.float32)
 
 
+_E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)  # twice the values
+UE4M3 = _ue4m3()
 _OWN: Mapping[GGMLType, Callable[[np.ndarray], np.ndarray]] = MappingProxyType(
-    {GGMLType.BF16: _bf16, GGMLType.Q1_0: _q1_0, GGMLType.Q2_0: _q2_0}
+    {GGMLType.BF16: _bf16, GGMLType.Q1_0: _q1_0, GGMLType.Q2_0: _q2_0, GGMLType.NVFP4: _nvfp4}
 )
 _PLAIN: Mapping[GGMLType, str] = MappingProxyType(
     {

@@ -85,7 +85,7 @@ class BlockFormat:
 
 
 def _formats() -> dict[GGMLType, BlockFormat]:
-    # What the gguf package lacks in some supported version, and Q8_1, whose two halves it counts as floats.
+    # What the gguf package lacks in some supported version, and Q8_1, whose two float16 it counts as floats.
     own = {
         GGMLType.Q8_1: (32, 36),
         GGMLType.NVFP4: (64, 36),

@@ -9,12 +9,14 @@ import numpy as np
 from gguf import GGMLQuantizationType, quants
 
 from quarrel.errors import GGUFError
+from quarrel.gguf.blocks import UE4M3
 from quarrel.gguf.formats import FORMATS, GGMLType
 
 # Blocks quantised at a time: the search holds about ten float arrays of this many elements.
 _CHUNK_ELEMENTS = 1 << 20
 
-_LARGEST = 65504
+_LARGEST: Mapping[GGMLType, int] = MappingProxyType({GGMLType.NVFP4: 6 * 448})
+"""The largest value that a block holds, if it is not float16's largest scale."""
 
 _FOREIGN = frozenset(
     {
@@ -24,6 +26,8 @@ _FOREIGN = frozenset(
         GGMLType.Q5_0,
         GGMLType.Q5_1,
         GGMLType.MXFP4,
+        GGMLType.TQ1_0,
+        GGMLType.TQ2_0,
     }
 )
 _PLAIN: Mapping[GGMLType, str] = MappingProxyType(
@@ -42,9 +46,9 @@ _PLAIN: Mapping[GGMLType, str] = MappingProxyType(
 def quantize(x: np.ndarray, ggml_type: GGMLType) -> np.ndarray:
     """Raw blocks of finite values: float32 [..., k] -> uint8 [..., row_bytes].
 
-    Takes the plain types, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, MXFP4, Q4_K, Q5_K and Q6_K. Raises GGUFError for other
-    types, for rows that are not whole blocks, and for values that no block can hold: NaN, and beyond 65504, where the
-    half-precision scales end.
+    Takes the plain types, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, MXFP4, NVFP4, TQ1_0, TQ2_0, Q4_K, Q5_K and Q6_K. Raises
+    GGUFError for other types, for rows that are not whole blocks, and for values that no block can hold: NaN, and beyond
+    65504, where float16 scales end (NVFP4: beyond 2688).
     """
     block = FORMATS[ggml_type]
     if x.ndim < 1 or x.shape[-1] % block.elements:
@@ -56,8 +60,9 @@ def quantize(x: np.ndarray, ggml_type: GGMLType) -> np.ndarray:
         return _bf16(np.ascontiguousarray(x, np.float32))
     encode = _encoder(ggml_type)
     blocks = np.ascontiguousarray(x, np.float32).reshape(-1, block.elements)
-    if not (np.abs(blocks) <= _LARGEST).all():
-        raise GGUFError(f"{ggml_type.name} holds values up to {_LARGEST}, but the array has NaN or larger ones")
+    largest = _LARGEST.get(ggml_type, 65504)
+    if not (np.abs(blocks) <= largest).all():
+        raise GGUFError(f"{ggml_type.name} holds values up to {largest}, but the array has NaN or larger ones")
     out = np.empty((len(blocks), block.nbytes), np.uint8)
     step = max(1, _CHUNK_ELEMENTS // block.elements)
     with np.errstate(all="ignore"):
@@ -84,8 +89,8 @@ def _bf16(x: np.ndarray) -> np.ndarray:
     return raw
 
 
-def _half(x: np.ndarray) -> np.ndarray:
-    """Rounds to IEEE half and back: later steps must see the scale that the file will hold."""
+def _float16(x: np.ndarray) -> np.ndarray:
+    """Rounds to float16 and back: later steps must see the scale that the file will hold."""
     return x.astype(np.float16).astype(np.float32)
 
 
@@ -132,7 +137,7 @@ def _affine(x: np.ndarray, levels: int, offsets: np.ndarray) -> tuple[np.ndarray
 
 def _scales_6bit(scale: np.ndarray, minimum: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The 16 first bytes of a Q4_K or Q5_K block [n, 16], then what they mean: scale and minimum [n, 8], as stored."""
-    d, dmin = (_half(part.max(-1, keepdims=True) / 63) for part in (scale, minimum))  # [n, 1]
+    d, dmin = (_float16(part.max(-1, keepdims=True) / 63) for part in (scale, minimum))  # [n, 1]
     s, m = (
         np.clip(np.rint(part * _reciprocal(unit)), 0, 63).astype(np.uint8) for part, unit in ((scale, d), (minimum, dmin))
     )
@@ -184,7 +189,7 @@ def _q6_k(x: np.ndarray) -> np.ndarray:
         best_scale, best_gain = np.where(better, scale, best_scale), np.where(better, gain, best_gain)
 
     largest = np.take_along_axis(best_scale, np.abs(best_scale).argmax(-1, keepdims=True), -1)  # [n, 1], signed
-    d = _half(largest / -128)
+    d = _float16(largest / -128)
     s = np.clip(np.rint(best_scale * _reciprocal(d)), -128, 127)  # [n, 16]
     q = np.clip(np.rint(runs * _reciprocal((d * s)[..., None])), -32, 31) + 32
     q = q.astype(np.uint8).reshape(-1, 2, 4, 32)  # halves of four quarters
@@ -195,6 +200,18 @@ def _q6_k(x: np.ndarray) -> np.ndarray:
     return np.concatenate(parts, axis=1)
 
 
+def _nvfp4(x: np.ndarray) -> np.ndarray:
+    """The scale that is nearest to a sixth of the largest value of 16, then the nearest of the eight magnitudes."""
+    runs = x.reshape(-1, 4, 16)
+    scales, magnitudes = UE4M3[:0x7F], np.array([0, 1, 2, 3, 4, 6, 8, 12], np.float32)
+    scale = np.searchsorted((scales[1:] + scales[:-1]) / 2, np.abs(runs).max(-1) / 6, side="right")  # [n, 4]
+    scaled = np.abs(runs) * _reciprocal(UE4M3[scale] / 2)[..., None]
+    code = np.searchsorted((magnitudes[1:] + magnitudes[:-1]) / 2, scaled).astype(np.uint8)
+    code |= np.where((runs < 0) & (code > 0), 8, 0).astype(np.uint8)
+    nibbles = code[..., :8] | code[..., 8:] << 4
+    return np.concatenate([scale.astype(np.uint8), nibbles.reshape(-1, 32)], axis=1)
+
+
 _SEARCHED: Mapping[GGMLType, Callable[[np.ndarray], np.ndarray]] = MappingProxyType(
-    {GGMLType.Q4_K: _q4_k, GGMLType.Q5_K: _q5_k, GGMLType.Q6_K: _q6_k}
+    {GGMLType.Q4_K: _q4_k, GGMLType.Q5_K: _q5_k, GGMLType.Q6_K: _q6_k, GGMLType.NVFP4: _nvfp4}
 )

@@ -112,8 +112,8 @@ def _instead(path: Path) -> str:
     """What is at a path that is no file, or nearest to it."""
     if path.is_dir():
         names = sorted(entry.name for entry in path.glob("*.gguf"))[:4]
-        held = f", in which there {'is' if len(names) == 1 else 'are'} {', '.join(names[:3])}" if names else ""
-        return f"a folder{held}{' and more' if len(names) > 3 else ''}"
+        listed = f", in which there {'is' if len(names) == 1 else 'are'} {', '.join(names[:3])}" if names else ""
+        return f"a folder{listed}{' and more' if len(names) > 3 else ''}"
     near = get_close_matches(path.stem, [entry.stem for entry in path.parent.glob("*.gguf")], 1)
     return f"no file, but there is {path.parent / near[0]}.gguf" if near else "no file"
 

@@ -20,25 +20,13 @@ from quarrel.ops.contract import CacheRef, Compute, ConstRef, Op, Operand, State
 from quarrel.ops.program import Node, Program
 from quarrel.ops.registry import lower
 from quarrel.triton_backend.backend import REGISTRY
-from quarrel.triton_backend.buffers import dtype_of
-from quarrel.triton_backend.float8 import Codes
-from quarrel.triton_backend.pack import Packed
-from quarrel.triton_backend.runtime import (
-    DTYPES,
-    INTERPRETED,
-    Alone,
-    Cache,
-    Grid,
-    Launch,
-    Launcher,
-    Live,
-    Slot,
-    Work,
-    launch,
-)
+from quarrel.triton_backend.runtime.arrays import DTYPES, E4M3, Cache, Packed, Slot
+from quarrel.triton_backend.runtime.buffers import dtype_of
+from quarrel.triton_backend.runtime.launch import INTERPRETED, Grid, Launcher, launch
+from quarrel.triton_backend.runtime.site import Batch, Launch, Site, Tables
 
 COMPUTE: dict[torch.dtype, Compute] = {dtype: compute for compute, dtype in DTYPES.items()}
-_NONE = Live(0, 0, 0, False, False, 0)
+_NONE = Batch(0, 0, 0, False, False, 0)
 _MOST = 8
 """Ways in which one weight is used: types of activations, biases."""
 
@@ -62,8 +50,8 @@ class _Later(Slot):
 
 
 @dataclass
-class Prepared(Alone):
-    """What a launcher asks while it is built (`triton_backend.runtime.Site`), and then the built op.
+class Prepared(Site):
+    """What a launcher asks while it is built (`triton_backend.runtime.site`), and then the built op.
 
     `held` are its weights, vectors and caches in the contract's order, with None for what comes with each call.
     """
@@ -75,17 +63,17 @@ class Prepared(Alone):
     device: torch.device
     deterministic: bool = False
     float8: bool = False
-    whole: int = 0
+    cudnn_from: int = 0
     launcher: Launcher = launch
     group: None = None
-    live: Live = _NONE
-    work: Work = field(init=False)
+    batch: Batch = _NONE
+    tables: Tables = field(init=False)
     generation: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.generation = 0 if INTERPRETED else torch.cuda.get_device_capability(self.device)[0]
         nothing = self._nothing = torch.empty(0, device=self.device)
-        self.work = self._no_work = Work(Slot(nothing), Slot(nothing))
+        self.tables = self._no_tables = Tables(Slot(nothing), Slot(nothing))
         self._lock = Lock()
         self._begun = False
         self._slots: dict[int, Slot] = {}
@@ -109,12 +97,12 @@ class Prepared(Alone):
             self._launches.append(choice.implementation.build(self, choice.node))
         self._results = [self._slots[value.id] for value in results]
 
-    def __call__(self, arrays: Sequence[torch.Tensor], live: Live, work: Work | None = None) -> list[torch.Tensor]:
+    def __call__(self, arrays: Sequence[torch.Tensor], batch: Batch, tables: Tables | None = None) -> list[torch.Tensor]:
         """The op's results, flat tensors of the contract's types; `arrays` are what `held` has not, contiguous."""
         with self._lock, on(self.device):
-            self.live, self._begun = live, False
-            if work is not None:
-                self.work = work
+            self.batch, self._begun = batch, False
+            if tables is not None:
+                self.tables = tables
             try:
                 for slot, array in zip(self._given, arrays, strict=True):
                     slot.tensor = array.view(-1)
@@ -122,13 +110,13 @@ class Prepared(Alone):
                     buffer.copy_(source)
                 for slot, size, axes, dtype in self._made:
                     for axis in axes:
-                        size *= live.count(axis)
+                        size *= batch.count(axis)
                     slot.tensor = torch.empty(size, dtype=dtype, device=self.device)
                 for go in self._launches:
-                    go(live)
+                    go(batch)
                 return [slot.tensor for slot in self._results]
             finally:
-                self.work = self._no_work
+                self.tables = self._no_tables
                 for slot in self._given:
                     slot.tensor = self._nothing
                 for slot, *_ in self._made:
@@ -188,8 +176,8 @@ class Prepared(Alone):
     def weight(self, ref: WeightRef) -> Packed:
         return self._weights[ref]
 
-    def codes(self, weight: Packed) -> Codes:
-        return Codes(weight.n, weight.k, self.device)
+    def e4m3(self, weight: Packed) -> E4M3:
+        return E4M3(weight.n, weight.k, self.device)
 
     def vector(self, ref: WeightRef) -> torch.Tensor:
         return self._vectors[ref]
@@ -214,8 +202,8 @@ class Prepared(Alone):
 
     def _wanted(self, dim: str, width: int, dtype: torch.dtype, zero: bool) -> Slot:
         def size() -> int:
-            counts = {"one": 1, "items": self.live.items}
-            return (counts[dim] if dim in counts else self.live.count(dim)) * width
+            counts = {"one": 1, "items": self.batch.items}
+            return (counts[dim] if dim in counts else self.batch.count(dim)) * width
 
         self._later.append(_Later(size, dtype, self.device, zero))
         return self._later[-1]

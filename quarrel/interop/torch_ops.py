@@ -27,12 +27,14 @@ from quarrel.ops.attention import ATTENTION, AttentionSpec
 from quarrel.ops.linear import LINEAR, LinearSpec
 from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP, ExpertDownSpec, ExpertUpSpec
 from quarrel.ops.norm import NORM, NormSpec
-from quarrel.triton_backend.pack import LAYOUTS, Packed, packed_bytes, put, view
-from quarrel.triton_backend.runtime import Cache, Live, Slot, Work
-from quarrel.triton_backend.splits import MOST_SPLITS, split_keys
-from quarrel.triton_backend.starts import split_starts
+from quarrel.triton_backend.attention.split_starts import split_starts
+from quarrel.triton_backend.attention.splits import MOST_SPLITS, split_keys
+from quarrel.triton_backend.formats.pack import packed_bytes, put, view
+from quarrel.triton_backend.formats.table import NATIVE
+from quarrel.triton_backend.runtime.arrays import Cache, Packed, Slot
+from quarrel.triton_backend.runtime.site import Batch, Tables
 
-FORMATS_TAKEN = tuple(type.name for type in LAYOUTS)
+FORMATS_TAKEN = tuple(type.name for type in NATIVE)
 """Names that `format` may be."""
 _AT_ONCE = 64 << 20
 """Bytes of raw rows that are packed at once."""
@@ -172,8 +174,8 @@ def attention_decode(
     with on(q.device):
         starts, query_start = split_starts(lengths)
     most = min(MOST_SPLITS, -(-block_table.shape[1] * k_cache.shape[2] // split))
-    live = Live(seqs, seqs, seqs, single=True, several=False, items=seqs * most)
-    return _attend(q, k_cache, v_cache, block_table, lengths, query_start, starts, live, scale, window, cap)
+    batch = Batch(seqs, seqs, seqs, decode=True, prefill=False, items=seqs * most)
+    return _attend(q, k_cache, v_cache, block_table, lengths, query_start, starts, batch, scale, window, cap)
 
 
 @_operator(_like_first)
@@ -190,8 +192,8 @@ def attention_prefill(
 ) -> torch.Tensor:
     """Any number of new tokens a sequence, causal, whose keys are in the cache already."""
     starts = torch.zeros_like(query_start)
-    live = Live(q.shape[0], kv_len.shape[0], kv_len.shape[0], single=True, several=True, items=1)
-    return _attend(q, k_cache, v_cache, block_table, kv_len, query_start, starts, live, scale, window, cap)
+    batch = Batch(q.shape[0], kv_len.shape[0], kv_len.shape[0], decode=True, prefill=True, items=1)
+    return _attend(q, k_cache, v_cache, block_table, kv_len, query_start, starts, batch, scale, window, cap)
 
 
 def _attend(
@@ -202,7 +204,7 @@ def _attend(
     kv_len: torch.Tensor,
     query_start: torch.Tensor,
     starts: torch.Tensor,
-    live: Live,
+    batch: Batch,
     scale: float,
     window: int,
     cap: float,
@@ -218,7 +220,7 @@ def _attend(
             f"q is {list(q.shape)} and the caches {list(k_cache.shape)}, wanted [tokens, heads, dim] and [blocks, n_kv,"
             " block_size, dim] with heads a multiple of n_kv"
         )
-    seqs = live.S
+    seqs = batch.S
     _shaped("kv_len", kv_len, seqs)
     _shaped("query_start", query_start, seqs + 1)
     _shaped("block_table", table, seqs, table.shape[-1])
@@ -226,13 +228,15 @@ def _attend(
     def make() -> Prepared:
         spec = AttentionSpec(heads, k_cache.shape[1], dim, scale, window, cap, False)
         held = (None, None, None, None, Cache(alias(k_cache.contiguous()), alias(v_cache.contiguous())))
-        return Prepared(ATTENTION, spec, held, COMPUTE[q.dtype], q.device, deterministic=live.several)
+        return Prepared(ATTENTION, spec, held, COMPUTE[q.dtype], q.device, deterministic=batch.prefill)
 
-    use = (heads, dim, scale, window, cap, live.several, q.dtype, q.device, k_cache.shape, _place(v_cache))
+    use = (heads, dim, scale, window, cap, batch.prefill, q.dtype, q.device, k_cache.shape, _place(v_cache))
     width = torch.full((1,), table.shape[1], dtype=torch.int32, device=q.device)
     ints = [each.to(torch.int32).contiguous() for each in (query_start, kv_len, table)]
     stays = k_cache.is_contiguous() and v_cache.is_contiguous()
-    (y,) = (kept(k_cache, use, make) if stays else make())((q.contiguous(), *ints), live, Work(Slot(starts), Slot(width)))
+    (y,) = (kept(k_cache, use, make) if stays else make())(
+        (q.contiguous(), *ints), batch, Tables(Slot(starts), Slot(width))
+    )
     return y.view(tokens, heads, dim)
 
 
@@ -265,9 +269,9 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, x.reshape(-1, x.shape[-1]).contiguous())
 
 
-def _live(rows: torch.Tensor) -> Live:
+def _live(rows: torch.Tensor) -> Batch:
     tokens = rows.shape[0]
-    return Live(tokens, 0, 0, single=tokens == 1, several=tokens > 1, items=1)
+    return Batch(tokens, 0, 0, decode=tokens == 1, prefill=tokens > 1, items=1)
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""LoRA adapters of a model from GGUF files as llama.cpp writes them: read, held against the model, stacked for its step.
+"""LoRA adapters of a model from GGUF files as llama.cpp writes them: read, checked against the model, stacked for its step.
 
 A file names itself an adapter of an architecture (`general.type`, `adapter.type`), and has two matrices for each weight
 that it changes: `NAME.lora_a` `[rank, k]` and `NAME.lora_b` `[n, rank]`. The weight then acts as W + alpha / rank * B A.
@@ -20,20 +20,9 @@ from quarrel.ops.lora import Adapted, with_adapters
 from quarrel.ops.program import Program
 from quarrel.ops.step import WeightSource
 
-MAX_ADAPTERS = 64
 MAX_RANK = 1024
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _PART = re.compile(r"(.+)\.lora_([ab])")
 _STACK = re.compile(r"(.+)\.lora_(a|b\[(\d+):(\d+)\])")
-
-
-def check_names(adapters: object) -> None:
-    """Raises RequestError unless it is a mapping of a few plain names."""
-    if not isinstance(adapters, Mapping) or len(adapters) > MAX_ADAPTERS:
-        raise RequestError(f"adapters is {_short(adapters)}, wanted names and files of at most {MAX_ADAPTERS} adapters")
-    for name in adapters:
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise RequestError(f"an adapter is called {_short(name)}, wanted 1 to 64 letters, digits, dots, dashes and _")
 
 
 @dataclass(frozen=True)
@@ -58,22 +47,22 @@ class Adapters:
         return next(pairs[name] for pairs in self.pairs if name in pairs)
 
     def applied(self, program: Program) -> Program:
-        """The program with them. Raises UnsupportedModel for a weight that is used in another way than as a linear map."""
-        made, found = with_adapters(program, self.adapted)
+        """The program with them. Raises UnsupportedModel for a weight that is not used as a linear map alone."""
+        adapted, found = with_adapters(program, self.adapted)
         for name in sorted(self.adapted.keys() - found):
             owner = next(n for n, pairs in zip(self.names, self.pairs) if name in pairs)
             raise UnsupportedModel(
                 f"the adapter {owner} changes {name}, which is not a linear map of every token's row here (embeddings,"
                 " experts and the output layer are not): train it without that weight, or merge it into the model"
             )
-        return made
+        return adapted
 
     def source(self, tensors: WeightSource) -> WeightSource:
         """The model's weights and the stacks."""
         return _Source(self, tensors)
 
     def stack(self, ref: WeightRef) -> RawWeight:
-        """A stack that `with_adapters` asks for: zeros for no adapter, then each in turn."""
+        """A stack that `with_adapters` refers to: zeros for no adapter, then each in turn."""
         parts = _STACK.fullmatch(ref.name)
         assert parts is not None
         adapted = self.adapted[parts[1]]
@@ -122,15 +111,15 @@ def _read(name: str, file: GGUFFile, model: GGUFFile, tensors: Tensors) -> dict[
     if "adapter.alora.invocation_tokens" in keys:
         raise UnsupportedModel(f"the adapter {name} is an activated LoRA, which begins at certain tokens: use a plain one")
     alpha = keys.float("adapter.lora.alpha", lo=0.0)
-    halves: dict[str, dict[str, str]] = {}
+    pairs: dict[str, dict[str, str]] = {}
     for tensor in file.tensors:
         part = _PART.fullmatch(tensor)
         if part is None:
             raise UnsupportedModel(f"the adapter {name} holds {tensor}, which is no lora_a or lora_b: wanted nothing else")
-        halves.setdefault(part[1], {})[part[2]] = tensor
-    if not halves:
+        pairs.setdefault(part[1], {})[part[2]] = tensor
+    if not pairs:
         raise ModelError(f"the adapter {name} holds no tensors: the file is incomplete, convert it again")
-    return {weight: _pair(name, weight, names, alpha, file, tensors) for weight, names in halves.items()}
+    return {weight: _pair(name, weight, names, alpha, file, tensors) for weight, names in pairs.items()}
 
 
 def _pair(
@@ -141,23 +130,23 @@ def _pair(
     if weight not in tensors:
         raise ModelError(f"the adapter {name} changes {weight}, which the model does not have: choose one of this model")
     shape = tensors.shape(weight)
-    a, b = (file.tensors[names[half]].shape for half in "ab")
+    a, b = (file.tensors[names[which]].shape for which in "ab")
     if len(shape) != 2 or len(a) != 2 or len(b) != 2 or (b[0], a[1]) != shape or a[0] != b[1] or a[0] > MAX_RANK:
         raise ModelError(
             f"the adapter {name} has matrices {list(b)} and {list(a)} for {weight}, which is {list(shape)}: wanted"
             f" [n, rank] and [rank, k] of that, with a rank up to {MAX_RANK}"
         )
-    down, up = (file.array(names[half]) for half in "ab")
+    down, up = (file.array(names[which]) for which in "ab")
     # As llama.cpp does, an alpha of 0 stands for no scale at all.
-    with np.errstate(over="ignore"):  # looked at below
+    with np.errstate(over="ignore"):  # checked below
         up = up * np.float32(alpha / a[0]) if alpha else up
     if not (np.isfinite(down).all() and np.isfinite(up).all()):
         raise ModelError(f"the adapter {name} holds numbers for {weight} that are not finite: convert it again")
     return down, up
 
 
-def place(names: Sequence[str], adapter: object) -> int:
-    """Which one a request names, 0 for none. Raises RequestError for a name that there is not."""
+def adapter_index(names: Sequence[str], adapter: object) -> int:
+    """Which one a request names, counted from 1; 0 for none. Raises RequestError for a name that is not among them."""
     if adapter is None:
         return 0
     if adapter not in names:

@@ -9,6 +9,7 @@ from typing import Any
 
 from quarrel.engine import Sampling, SamplingParams, merged
 from quarrel.errors import RequestError
+from quarrel.llm.memory import caller_stacklevel
 
 NAMES: Mapping[str, str] = {
     "temperature": "temperature",
@@ -30,7 +31,7 @@ NAMES: Mapping[str, str] = {
 
 
 def defaults_of(params: str | None) -> SamplingParams:
-    """The defaults, changed as a model's params layer says; what it says wrongly is left out with a warning."""
+    """The defaults, with the values of a model's params layer; wrong ones are left out with a warning."""
     result = SamplingParams()
     for name, value in _document(params).items():
         if name not in NAMES or (name == "num_predict" and isinstance(value, int) and value < 0):
@@ -38,7 +39,7 @@ def defaults_of(params: str | None) -> SamplingParams:
         try:
             result = merged(result, _one(NAMES[name], value))
         except RequestError as error:
-            warnings.warn(f"a default of this model is left out: {error}", stacklevel=3)
+            warnings.warn(f"a default of this model is left out: {error}", stacklevel=caller_stacklevel())
     return result
 
 
@@ -48,7 +49,7 @@ def _document(params: str | None) -> dict[str, Any]:
     try:
         document = json.loads(params)
     except ValueError as error:
-        warnings.warn(f"the params of this model are no JSON ({error}) and are left out", stacklevel=4)
+        warnings.warn(f"the params of this model are no JSON ({error}) and are left out", stacklevel=caller_stacklevel())
         return {}
     return document if isinstance(document, dict) else {}
 

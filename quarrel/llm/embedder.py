@@ -13,18 +13,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quarrel.engine import Loop, token_id
+from quarrel.engine import token_id
 from quarrel.errors import ModelError, RequestError, UnsupportedModel
 from quarrel.gguf import GGUFFile
-from quarrel.llm.embed import PackedRun, Piece, Progress, Run, pieces_of
-from quarrel.llm.embeddings import POOLINGS, Chunking, Embeddings, Pooling, finished
+from quarrel.llm.embeddings import POOLINGS, Chunking, Embeddings, EmbedOptions, Pooling, Progress, finished
+from quarrel.llm.loaded import Loaded
+from quarrel.llm.pooling import PackedRun, Piece, Run, pieces_of
 from quarrel.models import EncoderSpec, ModelSpec
-from quarrel.tokenizer import Tokenizer
 
 Array = npt.NDArray[Any]
 Text = str | Sequence[int]
 
-NONE, KINDS = 0, (None, *POOLINGS)
+KINDS = (None, *POOLINGS)
 """`<architecture>.pooling_type` counts from none."""
 
 
@@ -51,128 +51,92 @@ class Head:
 class Embedder:
     """What `LLM` embeds with."""
 
-    def __init__(
-        self,
-        loop: Loop,
-        file: GGUFFile,
-        spec: ModelSpec | EncoderSpec,
-        tokenizer: Tokenizer,
-        n_ctx: int,
-        step_tokens: int,
-    ) -> None:
-        self._loop, self._spec, self._tokenizer, self._n_ctx = loop, spec, tokenizer, n_ctx
-        self._step_tokens = step_tokens
-        self.pooling = _pooling(file, spec)
-        self._head = _head(file, spec.n_embd) if self.pooling == "rank" else None
+    def __init__(self, model: Loaded) -> None:
+        self._loop, self._spec, self._tokenizer = model.loop, model.spec, model.tokenizer
+        self._n_ctx, self._step_tokens = model.explanation.n_ctx, model.explanation.plan.limits.max_tokens
+        self.pooling = _pooling(model.file, model.spec)
+        self._head = _head(model.file, model.spec.n_embd) if self.pooling == "rank" else None
 
     @property
     def dim(self) -> int:
         """Length of a row."""
         return (self._head and self._head.width) or self._spec.n_embd
 
-    def embed(
-        self,
-        texts: Text | Sequence[Text],
-        *,
-        normalize: bool = True,
-        pooling: Pooling | None = None,
-        dimensions: int | None = None,
-        prefix: str | None = None,
-        chunk: Chunking | int | None = None,
-        progress: bool | Progress = False,
-    ) -> Embeddings:
-        job = self._job(texts, normalize, pooling, dimensions, prefix, chunk)
-        with _progress(progress) as shown:
-            return job.told(job.run.result(shown))
+    def embed(self, texts: Text | Sequence[Text], options: EmbedOptions, progress: bool | Progress = False) -> Embeddings:
+        job = self._job(texts, options)
+        with _progress(progress) as report:
+            return job.embeddings(job.run.result(report))
 
-    async def aembed(
-        self,
-        texts: Text | Sequence[Text],
-        *,
-        normalize: bool = True,
-        pooling: Pooling | None = None,
-        dimensions: int | None = None,
-        prefix: str | None = None,
-        chunk: Chunking | int | None = None,
-    ) -> Embeddings:
-        job = await asyncio.to_thread(self._job, texts, normalize, pooling, dimensions, prefix, chunk)
+    async def aembed(self, texts: Text | Sequence[Text], options: EmbedOptions) -> Embeddings:
+        job = await asyncio.to_thread(self._job, texts, options)
         try:
-            return job.told(await asyncio.to_thread(job.run.result))
+            return job.embeddings(await asyncio.to_thread(job.run.result))
         except asyncio.CancelledError:
             job.run.cancel()
             raise
 
-    def _job(
-        self,
-        texts: Text | Sequence[Text],
-        normalize: bool,
-        pooling: Pooling | None,
-        dimensions: int | None,
-        prefix: str | None,
-        chunk: Chunking | int | None,
-    ) -> _Job:
-        """Checks what is asked for. A decoder's texts are tokenized before anything runs, an encoder's meanwhile."""
-        kind = self._kind(pooling)
-        head = self._head if kind == "rank" else None
+    def _job(self, texts: Text | Sequence[Text], options: EmbedOptions) -> _Job:
+        """Checks the options. A decoder's texts are tokenized before anything runs, an encoder's meanwhile."""
+        pooling = self._pooling_of(options.pooling)
+        head = self._head if pooling == "rank" else None
         width = (head and head.width) or self._spec.n_embd
-        _check_dimensions(dimensions, width)
-        cut = self._chunking(chunk)
-        front = self.prefixed(prefix)
+        _check_dimensions(options.dimensions, width)
+        self._check_chunk(options.chunk)
+        prefix = self.prefixed(options.prefix)
         listed = _listed(texts)
-        # A text's ids go when its step has run: of a million texts they would take gigabytes.
+        # A text's ids are dropped when its step has run: those of a million texts would fill gigabytes.
         owners, lengths = array("i"), array("i")
 
         def tokenized() -> Iterator[tuple[Piece, int]]:
             for i, text in enumerate(listed):
-                for piece in pieces_of(i, self._encode(i, text, front), self._tokenizer, cut, self._n_ctx):
+                ids = self._encode(i, text, prefix)
+                for piece in pieces_of(i, ids, self._tokenizer, options.chunk, self._n_ctx):
                     owners.append(i)
                     lengths.append(len(piece.ids))
                     yield piece, len(listed) - i
 
         centred = isinstance(self._spec, EncoderSpec) and self._spec.centred_truncation
-        finish = _Finish(head, bool(normalize) and kind != "rank", dimensions, centred)
+        finish = _Finish(head, bool(options.normalize) and pooling != "rank", options.dimensions, centred)
         run: Run | PackedRun
         if isinstance(self._spec, EncoderSpec):
-            run = PackedRun(self._loop, tokenized(), self._spec.n_embd, kind, finish, self._step_tokens)
+            run = PackedRun(self._loop, tokenized(), self._spec.n_embd, pooling, finish, self._step_tokens)
         else:
-            run = Run(self._loop, [piece for piece, _ in tokenized()], self._spec.n_embd, kind, finish)
-        return _Job(run, owners, lengths, kind, finish.normalize, front, width)
+            run = Run(self._loop, [piece for piece, _ in tokenized()], self._spec.n_embd, pooling, finish)
+        return _Job(run, owners, lengths, pooling, finish.normalize, prefix, width)
 
     def prefixed(self, prefix: str | None) -> str:
-        """The text to put in front: a task that the model knows by its name, anything else as it stands."""
+        """What is put before a text: a task that the model knows by its name, anything else as it stands."""
         if prefix is None:
             return ""
         if not isinstance(prefix, str):
-            raise RequestError(f"prefix is a {type(prefix).__name__}, wanted a text")
+            raise RequestError(f"prefix is a {type(prefix).__name__}, wanted a text", "prefix")
         tasks = self._spec.tasks if isinstance(self._spec, EncoderSpec) else ()
         return f"{prefix}: " if prefix in tasks else prefix
 
-    def _kind(self, asked: Pooling | None) -> Pooling:
-        if asked is None:
+    def _pooling_of(self, wanted: Pooling | None) -> Pooling:
+        if wanted is None:
             if self.pooling is None:
                 raise UnsupportedModel(
                     f"this {self._spec.architecture} model says that its rows are not pooled: choose one of pooling="
-                    f"{', '.join(map(repr, POOLINGS[:3]))}, or use `token_embeddings`"
+                    f"{', '.join(map(repr, POOLINGS[:3]))}, or use `token_embeddings`",
+                    "pooling",
                 )
             return self.pooling
-        if asked not in POOLINGS:
-            raise RequestError(f"pooling is {asked!r}, wanted one of {', '.join(POOLINGS)}")
-        if asked == "rank" and self._head is None:
+        if wanted not in POOLINGS:
+            raise RequestError(f"pooling is {wanted!r}, wanted one of {', '.join(POOLINGS)}", "pooling")
+        if wanted == "rank" and self._head is None:
             raise UnsupportedModel(f"this {self._spec.architecture} model is no reranker: pool by mean, cls or last")
-        return asked
+        return wanted
 
-    def _chunking(self, chunk: Chunking | int | None) -> Chunking | None:
-        if chunk is None:
-            return None
-        cut = chunk if isinstance(chunk, Chunking) else Chunking(chunk, chunk // 8 if isinstance(chunk, int) else 0)
-        if not 1 <= cut.size <= self._n_ctx:
-            raise RequestError(f"chunks are {cut.size} tokens long, wanted 1 to {self._n_ctx}, what the context holds")
-        return cut
+    def _check_chunk(self, chunk: Chunking | None) -> None:
+        if chunk is not None and not 1 <= chunk.size <= self._n_ctx:
+            message = f"chunks are {chunk.size} tokens long, wanted 1 to {self._n_ctx}, what the context holds"
+            raise RequestError(message, "chunk")
 
-    def _encode(self, index: int, text: object, front: str) -> list[int]:
+    def _encode(self, index: int, text: object, prefix: str) -> list[int]:
         if isinstance(text, str):
-            return self._tokenizer.encode(front + text)
-        if front:
+            return self._tokenizer.encode(prefix + text)
+        if prefix:
             raise RequestError(f"text {index} is given as token ids, which take no prefix: give it as a text")
         if not isinstance(text, Sequence | np.ndarray) or isinstance(text, bytes | bytearray):
             raise RequestError(f"text {index} is a {type(text).__name__}, wanted a text or a list of token ids")
@@ -199,30 +163,23 @@ class _Finish:
 
 @dataclass(frozen=True)
 class _Job:
-    """A run, and what is told of its rows: the text and the number of tokens of each, more of which come while it runs."""
+    """A run, and the text and number of tokens of each of its rows, which grow while it runs."""
 
     run: Run | PackedRun
     owners: array[int]
     lengths: array[int]
-    kind: Pooling
+    pooling: Pooling
     normalize: bool
     prefix: str
     width: int
 
-    def told(self, rows: Array) -> Embeddings:
-        return Embeddings(
-            rows,
-            np.array(self.owners, np.int32),
-            np.array(self.lengths, np.int32),
-            self.kind,
-            self.normalize,
-            self.width,
-            self.prefix,
-        )
+    def embeddings(self, rows: Array) -> Embeddings:
+        owners, lengths = np.array(self.owners, np.int32), np.array(self.lengths, np.int32)
+        return Embeddings(rows, owners, lengths, self.pooling, self.normalize, self.width, self.prefix)
 
 
 def _pooling(file: GGUFFile, spec: ModelSpec | EncoderSpec) -> Pooling | None:
-    """What the file says; a decoder that says nothing is read at its last token, which has seen all of them."""
+    """From the file; a decoder without one is read at its last token, which has seen all others."""
     if isinstance(spec, EncoderSpec):
         return None if spec.pooling == "none" else spec.pooling
     kind: int = file.metadata.int(f"{spec.architecture}.pooling_type", KINDS.index("last"), lo=0, hi=len(KINDS) - 1)
@@ -269,16 +226,16 @@ def _check_dimensions(dimensions: object, width: int) -> None:
     if dimensions is None:
         return
     if isinstance(dimensions, bool) or not isinstance(dimensions, int) or not 1 <= dimensions <= width:
-        raise RequestError(f"dimensions is {dimensions!r}, wanted a whole number from 1 to {width}")
+        raise RequestError(f"dimensions is {dimensions!r}, wanted a whole number from 1 to {width}", "dimensions")
 
 
 @contextmanager
-def _progress(asked: bool | Progress) -> Iterator[Progress | None]:
-    """A bar on standard error for True; a function of pieces done and in all is called itself."""
-    if not isinstance(asked, bool):
-        yield asked
+def _progress(wanted: bool | Progress) -> Iterator[Progress | None]:
+    """A bar on standard error for True; a function of pieces done and in all as it is."""
+    if not isinstance(wanted, bool):
+        yield wanted
         return
-    if not asked:
+    if not wanted:
         yield None
         return
     from tqdm import tqdm

@@ -1,9 +1,10 @@
-"""What an embedding call gives and may be asked for: vectors, where they came from, and how they were made."""
+"""Embeddings as a user sees them: the vectors, the options of a call, and how pooled rows become vectors."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -11,14 +12,15 @@ import numpy.typing as npt
 from quarrel.errors import QuarrelError, RequestError
 
 Array = npt.NDArray[Any]
+Progress = Callable[[int, int], None]
 Pooling = Literal["mean", "cls", "last", "rank"]
 POOLINGS: tuple[Pooling, ...] = ("mean", "cls", "last", "rank")
 
 
 @dataclass(frozen=True)
 class Chunking:
-    """Cuts texts that do not fit into pieces of `size` tokens (special ones included), each `overlap` tokens into the one
-    before. A text that fits in `size` stays whole."""
+    """Cuts texts that do not fit into pieces of `size` tokens (special ones included), each beginning with the
+    last `overlap` tokens of the one before. A text that fits in `size` stays whole."""
 
     size: int
     overlap: int = 0
@@ -29,13 +31,43 @@ class Chunking:
                 raise RequestError(f"the chunks' {name} is {value!r}, wanted a whole number of tokens")
 
 
+class EmbedKeywords(TypedDict, total=False):
+    """The keyword arguments of `LLM.embed`."""
+
+    normalize: bool
+    pooling: Pooling | None
+    dimensions: int | None
+    prefix: str | None
+    chunk: Chunking | int | None
+
+
+@dataclass(frozen=True)
+class EmbedOptions:
+    """How texts are embedded, see `LLM.embed`; pooling and dimensions are checked where the model is known."""
+
+    normalize: bool = True
+    pooling: Pooling | None = None
+    dimensions: int | None = None
+    prefix: str | None = None
+    chunk: Chunking | None = None
+
+    @classmethod
+    def of(cls, keywords: EmbedKeywords) -> EmbedOptions:
+        """A number of tokens as `chunk` stands for chunks that overlap by an eighth."""
+        chunk = keywords.get("chunk")
+        if chunk is not None and not isinstance(chunk, Chunking):
+            chunk = Chunking(chunk, chunk // 8 if isinstance(chunk, int) else 0)
+        rest: Any = {**keywords, "chunk": chunk}
+        return cls(**rest)
+
+
 @dataclass(frozen=True)
 class Embeddings:
     """`vectors`: float32 `[rows, dim]`, in the order of the texts. Without chunking there is one row a text.
 
-    texts: the text that each row is of, int32 `[rows]`. tokens: how many tokens each row's piece has, int32 `[rows]`.
-    pooling: how a row was made of its tokens'. normalized: rows have length 1. dimensions: `dim`, and `full` where the
-    model's own rows are longer. prefix: what was put in front of every text.
+    texts: the index of each row's text, int32 `[rows]`. tokens: how many tokens each row's piece has, int32 `[rows]`.
+    pooling: how the rows of its tokens became one. normalized: rows have length 1. dimensions: `dim`, and `full` where the
+    model's own rows are longer. prefix: what was put before every text.
     """
 
     vectors: Array
@@ -59,7 +91,7 @@ class Embeddings:
 
 
 def finished(rows: Array, *, normalize: bool, dimensions: int | None, centred: bool, first: int = 0) -> Array:
-    """Pooled rows as they are given out: cut to `dimensions` (`centred`: layer norm without gains first), of length 1.
+    """Pooled rows as vectors: cut to `dimensions` (`centred`: layer norm without gains first), of length 1.
 
     Rows of zeros stay what they are. Raises QuarrelError where a row, counted from `first`, is not finite.
     """

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from quarrel.llm.plan import Plan
-from quarrel.ops.step import MemoryPlan, Taken
+from quarrel.llm.memory import Plan, cache_tokens
+from quarrel.ops.step import ExplainLine, MemoryPlan
+
+if TYPE_CHECKING:
+    from quarrel.gguf import GGUFFile
+    from quarrel.llm.compile import Compiled
+    from quarrel.llm.open import Opened
+    from quarrel.llm.plan import Planned
 
 
 @dataclass(frozen=True)
 class DraftFacts:
-    """The model that guesses, and its memory as it was planned; it computes as the large one does."""
+    """The draft model, and its memory as planned; it computes as the large one does."""
 
     model: str
     architecture: str
@@ -19,7 +28,7 @@ class DraftFacts:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Who computes what, where, and with how much memory. `skipped` says why other backends were not taken."""
+    """Who computes what, where, and with how much memory. `skipped` says why other backends could not be used."""
 
     model: str
     architecture: str
@@ -30,13 +39,42 @@ class Explanation:
     max_seqs: int
     cache_tokens: int
     plan: Plan
-    """Bytes by purpose, as they were planned."""
+    """Bytes by purpose, as planned."""
     memory: MemoryPlan
-    """Those that were taken."""
-    choices: tuple[Taken, ...]
+    """Bytes by purpose, as allocated."""
+    choices: tuple[ExplainLine, ...]
     skipped: tuple[str, ...] = ()
     draft: DraftFacts | None = None
     parameters: int = 0
     """Numbers in the file's tensors."""
     quantization: str = ""
-    """The block format that most of its bytes are in."""
+    """The block format of most of its bytes."""
+
+    @classmethod
+    def of(cls, opened: Opened, planned: Planned, compiled: Compiled) -> Explanation:
+        device, step, draft = opened.backend.device(), compiled.step, planned.draft
+        fp8 = opened.options.compute == "fp8"
+        return cls(
+            model=opened.name,
+            architecture=planned.spec.architecture,
+            backend=opened.backend.name,
+            device=device if opened.devices == 1 else f"{opened.devices} x {device}",
+            compute=f"{step.compute}, products of many rows in E4M3" if fp8 else step.compute,
+            n_ctx=planned.memory.n_ctx,
+            max_seqs=planned.memory.limits.max_seqs,
+            cache_tokens=cache_tokens(planned.program, planned.memory.limits),
+            plan=planned.memory,
+            memory=step.memory(),
+            choices=tuple(step.explain()),
+            skipped=opened.skipped,
+            draft=None if draft is None else DraftFacts(draft.name, draft.spec.architecture, draft.plan),
+            parameters=sum(math.prod(t.dims) for t in opened.file.tensors.values()),
+            quantization=_quantization(opened.file),
+        )
+
+
+def _quantization(file: GGUFFile) -> str:
+    sizes: Counter[str] = Counter()
+    for tensor in file.tensors.values():
+        sizes[tensor.type.name] += tensor.nbytes
+    return max(sizes, key=lambda name: sizes[name], default="")

@@ -1,23 +1,22 @@
-"""One model on several devices, as loading sees it: what the neediest of them holds, and who runs the steps."""
+"""A model on several devices, as loading sees it: what the largest share needs, and who runs the steps."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quarrel.errors import BackendUnavailable, installing
 from quarrel.gguf import FORMATS, GGUFFile
-from quarrel.llm.plan import cache_bytes_per_token
+from quarrel.llm.memory import cache_bytes_per_token
 from quarrel.models import ModelSpec, Tensors, assemble
 from quarrel.models.shard import shard
 from quarrel.ops.collective import Joins
 from quarrel.ops.contract import WeightRef
 from quarrel.ops.program import Program
 from quarrel.ops.step import Backend, ComputeChoice, Limits, Step
-from quarrel.ops.windows import as_planned
+from quarrel.ops.windows import with_window_groups
 
 if TYPE_CHECKING:
     from quarrel.parallel import Team
@@ -30,15 +29,18 @@ class Parallel:
         self, paths: Sequence[Path], backend: Backend, compute: ComputeChoice, ranks: int, threads: int | None
     ) -> None:
         if not isinstance(backend, Joins):
-            raise BackendUnavailable(f"the {backend.name} backend runs on one device: leave tensor_parallel out")
+            raise BackendUnavailable(
+                f"the {backend.name} backend runs on one device: leave tensor_parallel out", "tensor_parallel"
+            )
         if importlib.util.find_spec("torch") is None:
-            raise BackendUnavailable(f"tensor_parallel needs PyTorch: {installing('cuda')}, or leave it out")
+            message = f"tensor_parallel needs PyTorch: {installing('cuda')}, or leave it out"
+            raise BackendUnavailable(message, "tensor_parallel")
         # Only here: one device needs no torch.distributed.
-        from quarrel.parallel import Team, Work
+        from quarrel.parallel import Team, Work, compile_shared
 
         self.ranks, self._backend = ranks, backend
         self._work = Work(tuple(paths), backend.name, compute, ranks, threads=threads)
-        self._make = Team
+        self._make, self._compile = Team, compile_shared
         # The other processes import what they need while this one plans.
         self._team: Team | None = Team(self._work)
 
@@ -48,12 +50,12 @@ class Parallel:
         free = min(self._backend.free_bytes(), self._team.free_bytes())
         return free if self._backend.name == "triton" else free // self.ranks
 
-    def neediest(self, spec: ModelSpec, tensors: Tensors, window_groups: int) -> tuple[Program, int]:
+    def largest_share(self, spec: ModelSpec, tensors: Tensors, window_groups: int) -> tuple[Program, int]:
         """The program whose cache is the largest, and bytes of the largest share of the weights. window_groups: of the
         whole model, where its layers with a window are to have blocks of their own."""
         programs = [assemble(*shard(spec, tensors, rank, self.ranks)) for rank in range(self.ranks)]
         # Every member gets the same block tables; with whole layers each, their groups may be others.
-        grouped = [as_planned(program, window_groups) for program in programs]
+        grouped = [with_window_groups(program, window_groups) for program in programs]
         if all(program.window_groups == window_groups for program in grouped):
             programs = grouped
         return max(programs, key=lambda p: cache_bytes_per_token(p, "float32")), max(map(weight_bytes, programs))
@@ -61,9 +63,9 @@ class Parallel:
     def compile(
         self, whole: ModelSpec, file: GGUFFile, limits: Limits, n_ctx: int, progress: Callable[[int, int], None] | None
     ) -> Step:
-        """The step of all devices; asked again after one was lost, with new processes."""
+        """The step of all devices; with new processes after one was lost."""
         team, self._team = self._team or self._make(self._work), None
-        return team.compile(self._backend, whole, file, limits, n_ctx, progress)
+        return self._compile(team, self._backend, whole, file, limits, n_ctx, progress)
 
     def close(self) -> None:
         """Ends processes that wait for a model."""
@@ -71,12 +73,7 @@ class Parallel:
             self._team.close()
 
 
-def threads_of(ranks: int, threads: int | None) -> int | None:
-    """Of one process, where several share the cores."""
-    return threads if ranks == 1 else max(1, (threads or os.cpu_count() or 1) // ranks)
-
-
 def weight_bytes(program: Program) -> int:
-    """What its weights take in the file."""
+    """Bytes of its weights in the file."""
     refs = {ref for node in program.nodes for ref in node.inputs if isinstance(ref, WeightRef)}
     return sum(r.rows * r.k // FORMATS[r.type].elements * FORMATS[r.type].nbytes for r in refs)

@@ -1,44 +1,113 @@
-"""What is asked of a model, checked before anything runs: a text, ids or messages become a `Request`."""
+"""What a user wants of a model, and what the engine runs of it: a text, ids or messages, checked and tokenized."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Collection, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from quarrel.engine import Request, Sampling, SamplingParams, Service, merged, token_id
+from quarrel.engine.service import DEFAULT_SERVICE
 from quarrel.errors import ContextOverflow, RequestError, TokenizerError, UnsupportedModel
-from quarrel.llm.adapters import place
+from quarrel.llm.adapters import adapter_index
+from quarrel.llm.loaded import Loaded
 from quarrel.llm.structured import Grammars, Structure
 from quarrel.llm.texts import VocabularyTexts
-from quarrel.models import EncoderSpec, ModelSpec
-from quarrel.tokenizer import Tokenizer
+from quarrel.models import EncoderSpec
 
+Prompt = str | Sequence[int]
 Message = Mapping[str, object]
+JSON: Mapping[str, Any] = {"json": True}
+"""Of a field: its value travels to a model's process as it is."""
 
 
-class Requests:
-    """Makes the requests of one model. drafts: it has a draft model. recurrent: it keeps a state."""
+class RequestKeywords(Sampling, total=False):
+    """Keyword arguments of every call that generates: the fields of `SamplingParams`, and these.
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        spec: ModelSpec | EncoderSpec,
+    service: priority, deadlines, cache salt, drafts. structure: a JSON schema, regular expression or grammar that the text
+    keeps to. adapter: the name of one of the model's adapters.
+    """
+
+    service: Service
+    structure: Structure | None
+    adapter: str | None
+
+
+class PromptKeywords(RequestKeywords, total=False):
+    """Of calls that continue a prompt. parse_special: names of control tokens in the text become those tokens."""
+
+    parse_special: bool
+
+
+class ChatKeywords(RequestKeywords, total=False):
+    """Of calls that answer messages. tools: JSON schemas of functions, for templates that know them. template: a named or
+    literal template in place of the file's. template_kwargs: further variables of it."""
+
+    tools: Sequence[Mapping[str, object]] | None
+    template: str | None
+    template_kwargs: Mapping[str, bool | str] | None
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """A prompt to continue or messages to answer, and how: the same for every call, in this process or in the model's own.
+
+    Raises RequestError for a value of another type; what depends on the model is checked by its `Preparer`.
+    """
+
+    params: SamplingParams
+    prompt: Prompt | None = field(default=None, metadata=JSON)
+    messages: Sequence[Message] | None = field(default=None, metadata=JSON)
+    service: Service = DEFAULT_SERVICE
+    structure: Structure | None = None
+    adapter: str | None = None
+    parse_special: bool = False
+    tools: Sequence[Mapping[str, object]] | None = field(default=None, metadata=JSON)
+    template: str | None = None
+    template_kwargs: Mapping[str, bool | str] | None = field(default=None, metadata=JSON)
+
+    def __post_init__(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise RequestError("a request has either a prompt or messages")
+        if not isinstance(self.service, Service):
+            raise RequestError(f"service is a {type(self.service).__name__}, wanted a Service")
+        if self.structure is not None and not isinstance(self.structure, Structure):
+            raise RequestError(f"structure is a {type(self.structure).__name__}, wanted a Structure")
+
+    @classmethod
+    def of(
+        cls,
+        kind: type[RequestKeywords],
+        keywords: Mapping[str, Any],
+        params: SamplingParams | None,
+        defaults: SamplingParams,
         *,
-        n_ctx: int,
-        adapters: tuple[str, ...],
-        drafts: bool,
-        recurrent: bool,
-        load_seconds: float,
-    ) -> None:
-        self._tokenizer, self._spec, self._n_ctx = tokenizer, spec, n_ctx
-        self._adapters, self._drafts, self._recurrent = adapters, drafts, recurrent
-        self._load_seconds = load_seconds
-        self._grammars = Grammars(tokenizer, spec.n_vocab)
-        self._greeted = False
+        prompt: Prompt | None = None,
+        messages: Sequence[Message] | None = None,
+    ) -> GenerateRequest:
+        """From the arguments of a call, whose keywords are of this kind and replace fields of `params` or the defaults."""
+        if params is not None and not isinstance(params, SamplingParams):
+            raise RequestError(f"params is a {type(params).__name__}, wanted a SamplingParams")
+        own = kind.__annotations__.keys() - Sampling.__annotations__.keys()
+        sampling: Any = {name: value for name, value in keywords.items() if name not in own}
+        rest = {name: value for name, value in keywords.items() if name in own}
+        return cls(merged(params or defaults, sampling), prompt, messages, **rest)
 
-    def must_continue_texts(self) -> None:
+
+class Preparer:
+    """Checks and tokenizes the requests of one model."""
+
+    def __init__(self, model: Loaded) -> None:
+        self._tokenizer, self._spec, self._n_ctx = model.tokenizer, model.spec, model.explanation.n_ctx
+        self._adapters, self._load_seconds = model.adapters, model.load_seconds
+        self._drafts = model.explanation.draft is not None
+        self._recurrent = model.loop.engine is not None and model.loop.engine.cache.rules.recurrent
+        self._grammars = Grammars(model.tokenizer, model.spec.n_vocab)
+        self._template_checked = False
+
+    def check_generates(self) -> None:
         """Raises UnsupportedModel for an encoder."""
         if isinstance(self._spec, EncoderSpec):
             raise UnsupportedModel(
@@ -46,113 +115,78 @@ class Requests:
                 " language model"
             )
 
-    def params(self, defaults: SamplingParams, params: SamplingParams | None, options: Sampling) -> SamplingParams:
-        """What holds for one call: keywords before `params` before the defaults."""
-        self.must_continue_texts()
-        if params is not None and not isinstance(params, SamplingParams):
-            raise RequestError(f"params is a {type(params).__name__}, wanted a SamplingParams")
-        settled = merged(params or defaults, options)
-        settled.check_vocabulary(self._spec.n_vocab)
-        return settled
-
-    def of_prompt(
-        self,
-        prompt: object,
-        params: SamplingParams,
-        parse_special: bool,
-        service: Service,
-        structure: Structure | None,
-        adapter: str | None,
-    ) -> Request:
-        """To continue a text, or token ids."""
-        if isinstance(prompt, str):
-            ids = self._tokenizer.encode(prompt, parse_special=parse_special)
-        else:
-            ids = self._ids(prompt)
-        return self._made(ids, params, service, structure, adapter, continues=True)
-
-    def of_messages(
-        self,
-        system: str | None,
-        messages: Sequence[Message],
-        params: SamplingParams,
-        tools: Sequence[Mapping[str, object]] | None,
-        template: str | None,
-        template_kwargs: Mapping[str, bool | str] | None,
-        service: Service,
-        structure: Structure | None,
-        adapter: str | None,
-    ) -> Request:
-        """To answer a conversation; `system` is put in front where it has none."""
-        if system is not None and _lacks_system(messages):
-            messages = [{"role": "system", "content": system}, *messages]
-        if template is None and not self._greeted:
-            self._greeted = True
-            # Its warning; what is wrong with these messages is said below.
-            with suppress(TokenizerError):
-                self._tokenizer.check_chat_template()
-        ids = self._tokenizer.apply_chat(messages, tools=tools, template=template, kwargs=template_kwargs)
-        return self._made(ids, params, service, structure, adapter, continues=False)
-
-    def checked(self, ids: object) -> list[int]:
-        """Token ids that the model can read at once."""
-        checked = self._ids(ids)
-        self._fits(len(checked))
-        return checked
-
-    def _made(
-        self,
-        ids: Sequence[int],
-        params: SamplingParams,
-        service: Service,
-        structure: Structure | None,
-        adapter: str | None,
-        *,
-        continues: bool,
-    ) -> Request:
-        if not isinstance(service, Service):
-            raise RequestError(f"service is a {type(service).__name__}, wanted a Service")
-        if structure is not None and not isinstance(structure, Structure):
-            raise RequestError(f"structure is a {type(structure).__name__}, wanted a Structure")
+    def prepare(self, request: GenerateRequest, system: str | None = None) -> Request:
+        """What the engine runs. system: a system message for conversations without one."""
+        self.check_generates()
+        request.params.check_vocabulary(self._spec.n_vocab)
+        ids = self._chat_ids(request, system) if request.messages is not None else self._prompt_ids(request)
+        params, service, structure = request.params, request.service, request.structure
         if structure is not None and params.ignore_eos:
-            raise RequestError("ignore_eos and a structure exclude each other: the structure says where the text may end")
+            message = "ignore_eos and a structure exclude each other: the structure says where the text may end"
+            raise RequestError(message, "ignore_eos")
         if self._recurrent:
-            service = replace(service, speculate=0)  # what was guessed wrong cannot be taken out of a state
-        self._fits(len(ids))
-        own = frozenset() if params.ignore_eos else self._tokenizer.stop_ids
+            service = replace(service, speculate=0)  # a state cannot be rolled back to before a wrong token
+        self._check_length(len(ids))
+        stop_ids = frozenset() if params.ignore_eos else self._tokenizer.stop_ids
         return Request(
             tokens=tuple(ids),
             params=params,
             seed=secrets.randbits(32) if params.seed is None else params.seed,
-            stop_ids=own | frozenset(params.stop_token_ids),
+            stop_ids=stop_ids | frozenset(params.stop_token_ids),
             n_ctx=self._n_ctx,
             n_vocab=self._spec.n_vocab,
-            texts=VocabularyTexts(self._tokenizer, continues),
+            texts=VocabularyTexts(self._tokenizer, continues=request.messages is None),
             load_seconds=self._load_seconds,
             service=service,
             guide=None if structure is None else self._grammars.compile(structure),
             drafts=self._drafts,
-            adapter=place(self._adapters, adapter),
+            adapter=adapter_index(self._adapters, request.adapter),
         )
 
-    def _ids(self, given: object) -> list[int]:
+    def checked(self, ids: object) -> list[int]:
+        """Token ids that the model can read at once."""
+        checked = self._ids(ids)
+        self._check_length(len(checked))
+        return checked
+
+    def _prompt_ids(self, request: GenerateRequest) -> Sequence[int]:
+        if isinstance(request.prompt, str):
+            return self._tokenizer.encode(request.prompt, parse_special=request.parse_special)
+        return self._ids(request.prompt)
+
+    def _chat_ids(self, request: GenerateRequest, system: str | None) -> Sequence[int]:
+        messages = request.messages
+        assert messages is not None
+        if system is not None and _lacks_system(messages):
+            messages = [{"role": "system", "content": system}, *messages]
+        if request.template is None and not self._template_checked:
+            self._template_checked = True
+            # For its warning; what is wrong with these messages is an error below.
+            with suppress(TokenizerError):
+                self._tokenizer.check_chat_template()
+        return self._tokenizer.apply_chat(
+            messages, tools=request.tools, template=request.template, kwargs=request.template_kwargs
+        )
+
+    def _ids(self, ids: object) -> list[int]:
         # A collection, so that its length is known before each entry is looked at; an iterator could be endless.
-        if not isinstance(given, Collection) or isinstance(given, str | bytes | bytearray | Mapping | Set):
-            raise RequestError(f"the prompt is a {type(given).__name__}, wanted a text or a list of token ids")
-        self._fits(len(given))
-        ids = [token_id("the prompt", id) for id in given]
-        for id in ids:
+        if not isinstance(ids, Collection) or isinstance(ids, str | bytes | bytearray | Mapping | Set):
+            raise RequestError(f"the prompt is a {type(ids).__name__}, wanted a text or a list of token ids")
+        self._check_length(len(ids))
+        checked = [token_id("the prompt", id) for id in ids]
+        for id in checked:
             if id >= self._spec.n_vocab:
                 raise RequestError(f"the prompt holds the token id {id}, wanted ids from 0 to {self._spec.n_vocab - 1}")
-        return ids
+        return checked
 
-    def _fits(self, count: int) -> None:
+    def _check_length(self, count: int) -> None:
         if not count:
             raise RequestError("the prompt is empty, and the model has no token to begin a text with; give it some text")
         if count > self._n_ctx:
             raise ContextOverflow(
                 f"the prompt has {count} tokens and the context holds {self._n_ctx}: shorten it, or load the model with a"
-                f" larger n_ctx (it was made for {self._spec.context_length})"
+                f" larger n_ctx (it was made for {self._spec.context_length})",
+                "n_ctx",
             )
 
 

@@ -28,7 +28,7 @@ FUEL = 2_000_000
 """Of the compiler and the lexer; about 40 milliseconds."""
 STEP_FUEL = 500_000
 SPACE = r"[\x20\x0A\x0D\x09]{0,16}"
-"""Between the parts of JSON; without a limit a model that has nothing to say can go on with spaces for ever."""
+"""Between the parts of JSON; without a limit a model could write spaces for ever."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class _Words:
         ids = range(tokenizer.n_vocab)
         self.special_token_ids = [i for i in ids if tokenizer.is_control(i)]
         special = set(self.special_token_ids)
-        # What has no text of its own is named behind a byte that is in no UTF-8, so that no grammar asks for it.
+        # A token without text gets a name after a byte that no UTF-8 has, so that no grammar matches it.
         self.tokens = [
             b"\xff" + f"[{i}]".encode() if i in special or not tokenizer.token_bytes(i) else tokenizer.token_bytes(i)
             for i in ids
@@ -186,7 +186,7 @@ def _vocabulary(tokenizer: Tokenizer, llguidance: Any) -> tuple[Any, frozenset[i
 
 
 def _depth(text: str) -> int:
-    """How deep brackets nest, wherever they stand: the compiler goes down by calling itself."""
+    """How deep brackets nest, wherever they are: the compiler is recursive."""
     depth = deepest = 0
     for character in text:
         if character in "([{":

@@ -1,4 +1,4 @@
-"""A tokenizer as the engine wants it: total over the model's ids, also those that only pad the vocabulary."""
+"""A tokenizer for the engine: defined for all of a model's ids, also those that only pad the vocabulary."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quarrel.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class VocabularyTexts:
-    """`continues`: generated text goes on from the prompt's, so that a first space belongs to it."""
+    """`continues`: generated text continues the prompt's, so that a first space belongs to it."""
 
     tokenizer: Tokenizer
     continues: bool = True

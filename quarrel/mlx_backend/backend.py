@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 
 from quarrel.errors import BackendUnavailable, OutOfMemory, RequestError, UnsupportedOp
-from quarrel.mlx_backend import door
-from quarrel.mlx_backend.cache import allocate, allocate_state, cache_bytes, refuse_type
-from quarrel.mlx_backend.kernel import emulated, runs_metal
-from quarrel.mlx_backend.plan import Held, Plan
+from quarrel.mlx_backend.plan import Plan, Resident
 from quarrel.mlx_backend.registry import REGISTRY
-from quarrel.mlx_backend.runtime import DTYPES, Cache
+from quarrel.mlx_backend.run_op import run_op
+from quarrel.mlx_backend.runtime.cache import allocate, allocate_state, cache_bytes, refuse_type
+from quarrel.mlx_backend.runtime.kernel import emulated, runs_metal
+from quarrel.mlx_backend.runtime.launch import DTYPES, Cache
 from quarrel.mlx_backend.step import MlxStep
 from quarrel.mlx_backend.weights import Weights, device_bytes
 from quarrel.ops.contract import CacheRef, Compute, Concrete, Op, StateRef
@@ -65,8 +65,8 @@ class MlxBackend:
         """Chooses implementations, packs weights, allocates caches."""
         self._need_device()
         if limits.deterministic:
-            reason = "Metal kernels here are chosen by how many rows there are: leave it out, or use the cpu backend"
-            raise UnsupportedOp("mlx", "any op", "deterministic=True", [reason])
+            reason = "Metal kernels are chosen by how many rows a sequence brings: leave it out, or use the cpu backend"
+            raise UnsupportedOp("mlx", "any op", "deterministic=True", [reason], "deterministic")
         arithmetic = self.compute_of(compute)
         refuse_type(limits.kv_cache, arithmetic)
         choices = lower(program, REGISTRY)
@@ -79,20 +79,20 @@ class MlxBackend:
             # Weights that the system may page out are read from disk at every token.
             mx.set_wired_limit(_working_set())
         plan = Plan(choices, Weights(weights, arithmetic, refs, progress), arithmetic)
-        held: Held = {
+        resident: Resident = {
             CacheRef(i): allocate(c, limits.n_blocks, limits.block_size, dtype) for i, c in enumerate(program.caches)
         }
-        held |= {StateRef(i): allocate_state(s, limits.states) for i, s in enumerate(program.states)}
+        resident |= {StateRef(i): allocate_state(s, limits.states) for i, s in enumerate(program.states)}
         plan.weights.finish()
-        mx.eval([list(h) if isinstance(h, Cache) else h for h in held.values()])
-        return MlxStep(plan, held, program.inputs, program.outputs, limits)
+        mx.eval([list(h) if isinstance(h, Cache) else h for h in resident.values()])
+        return MlxStep(plan, resident, program.inputs, program.outputs, limits)
 
     def run_op(
         self, op: Op, spec: object, inputs: Sequence[Concrete], compute: ComputeChoice = "auto"
     ) -> tuple[Concrete, ...]:
         """One op on concrete host arrays; caches are consumed and returned."""
         self._need_device()
-        return door.run_op(REGISTRY, op, spec, inputs, self.compute_of(compute))
+        return run_op(REGISTRY, op, spec, inputs, self.compute_of(compute))
 
     def _need_device(self) -> None:
         reason = self.unavailable()

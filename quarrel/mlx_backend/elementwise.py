@@ -11,9 +11,10 @@ import math
 
 import mlx.core as mx
 
-from quarrel.mlx_backend.kernel import Kernel
-from quarrel.mlx_backend.runtime import Launch, Live, Site, cdiv
+from quarrel.mlx_backend.runtime.kernel import Kernel
+from quarrel.mlx_backend.runtime.launch import Batch, Launch, Site, cdiv
 from quarrel.ops.activation import CAP, GATED, PLAIN, CapSpec
+from quarrel.ops.encode import ADD_ROW
 from quarrel.ops.linear import ADD
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
@@ -53,7 +54,7 @@ def build_gated(site: Site, node: Node) -> Launch:
     """GATED: gate and up `[T, n]`."""
     template = [("T", site.act), ("KIND", ACTIVATIONS[node.spec.activation])]
 
-    def run(live: Live, gate: mx.array, up: mx.array) -> list[mx.array]:
+    def run(batch: Batch, gate: mx.array, up: mx.array) -> list[mx.array]:
         groups = (cdiv(gate.size, _THREADS * _EACH),)
         return _GATED([gate, up], [gate.shape], [site.act], groups, (_THREADS,), template)
 
@@ -71,7 +72,7 @@ def build_plain(site: Site, node: Node) -> Launch:
         return mx.square(mx.maximum(x.astype(mx.float32), 0.0)).astype(site.act)
 
     function = mx.compile({"gelu_erf": gelu, "relu2": relu2}[node.spec.activation], shapeless=True)
-    return lambda live, x: [function(x)]
+    return lambda batch, x: [function(x)]
 
 
 def build_cap(site: Site, node: Node) -> Launch:
@@ -83,14 +84,24 @@ def build_cap(site: Site, node: Node) -> Launch:
         return spec.cap * mx.tanh(x / spec.cap) if spec.cap else x
 
     compiled = mx.compile(function, shapeless=True)
-    return lambda live, x: [compiled(x)]
+    return lambda batch, x: [compiled(x)]
 
 
 def build_add(site: Site, node: Node) -> Launch:
     """ADD: a `[T, n]` float32, b `[T, n]` of any type."""
     scale: float = node.spec.scale
     function = mx.compile(lambda a, b: a + b.astype(mx.float32) * scale, shapeless=True)
-    return lambda live, a, b: [function(a, b)]
+    return lambda batch, a, b: [function(a, b)]
+
+
+def build_add_row(site: Site, node: Node) -> Launch:
+    """ADD_ROW: x `[T, n]` float32, row `[n]`."""
+    row = site.vector(node.inputs[1])  # type: ignore[arg-type]
+
+    def run(batch: Batch, x: mx.array) -> list[mx.array]:
+        return [x + row]
+
+    return run
 
 
 IMPLEMENTATIONS = (
@@ -98,4 +109,5 @@ IMPLEMENTATIONS = (
     Implementation(PLAIN, "MLX's operations", build_plain),
     Implementation(CAP, "MLX's operations", build_cap),
     Implementation(ADD, "MLX's operations", build_add),
+    Implementation(ADD_ROW, "MLX's addition", build_add_row),
 )

@@ -1,18 +1,20 @@
-"""Rows picked by index: token embeddings out of packed weights, and the rows whose results are wanted.
+"""Token embeddings out of packed weights, the rows whose results are wanted, and the mean of a sequence's rows.
 
 A thread unpacks 16 values of a row (`formats.py`), so that a token costs its packed bytes in and 4 bytes a value out; about
-40 registers, no threadgroup memory. The rows wanted are MLX's `take`, a copy at the speed of the bus.
+40 registers, no threadgroup memory. The rows wanted are MLX's `take`, a copy at the speed of the bus. A mean
+is summed by one thread a column, first row first, so that it is the same in every batch.
 """
 
 from __future__ import annotations
 
 import mlx.core as mx
 
-from quarrel.mlx_backend.formats import bind, header, plane_names
-from quarrel.mlx_backend.kernel import Kernel
-from quarrel.mlx_backend.pack import Packed
-from quarrel.mlx_backend.runtime import Launch, Live, Site, cdiv
+from quarrel.mlx_backend.formats.layout import Packed
+from quarrel.mlx_backend.formats.table import header
+from quarrel.mlx_backend.runtime.kernel import Kernel
+from quarrel.mlx_backend.runtime.launch import Batch, Launch, Site, cdiv
 from quarrel.ops.embedding import EMBEDDING, GATHER_ROWS, EmbeddingSpec
+from quarrel.ops.encode import MEAN_ROWS
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 
@@ -31,11 +33,20 @@ _SOURCE = """
   }
 """
 
+_MEAN = """
+  const int column = int(thread_position_in_grid.x), s = int(threadgroup_position_in_grid.y);
+  if (column >= K) return;
+  const int begin = starts[s], end = starts[s + 1];
+  float sum = 0.0f;
+  for (int row = begin; row < end; row++) sum += x[ulong(row) * K + column];
+  y[ulong(s) * K + column] = sum / float(max(end - begin, 1));
+"""
+
 
 def _kernel(weight: Packed) -> Kernel:
-    inputs = ("ids", *plane_names(weight.type), "scale")
+    inputs = ("ids", *weight.inputs(), "scale")
     name = f"quarrel_embedding_{weight.type.name.lower()}"
-    return Kernel(name, inputs, ("y",), bind(weight, "K") + _SOURCE, header(weight.type))
+    return Kernel(name, inputs, ("y",), weight.bind("K") + _SOURCE, header(weight.type))
 
 
 def build_embedding(site: Site, node: Node) -> Launch:
@@ -44,7 +55,7 @@ def build_embedding(site: Site, node: Node) -> Launch:
     weight = site.weight(node.inputs[1])  # type: ignore[arg-type]
     kernel, scale = _kernel(weight), mx.array([spec.scale], mx.float32)
 
-    def run(live: Live, ids: mx.array) -> list[mx.array]:
+    def run(batch: Batch, ids: mx.array) -> list[mx.array]:
         groups = (cdiv(cdiv(spec.k, 32) * 2, _THREADS), ids.shape[0])
         shape = (ids.shape[0], spec.k)
         return kernel([ids, *weight.planes, scale], [shape], [mx.float32], groups, (_THREADS,), [("K", spec.k)])
@@ -54,10 +65,23 @@ def build_embedding(site: Site, node: Node) -> Launch:
 
 def build_gather(site: Site, node: Node) -> Launch:
     """GATHER_ROWS: x `[T, k]`, rows `[R]`."""
-    return lambda live, x, rows: [mx.take(x, rows, axis=0)]
+    return lambda batch, x, rows: [mx.take(x, rows, axis=0)]
+
+
+def build_mean_rows(site: Site, node: Node) -> Launch:
+    """MEAN_ROWS: x `[T, k]` float32, query_start `[S + 1]`."""
+    k: int = node.spec.k
+    kernel = Kernel("quarrel_mean_rows", ("x", "starts"), ("y",), _MEAN)
+
+    def run(batch: Batch, x: mx.array, query_start: mx.array) -> list[mx.array]:
+        seqs = query_start.shape[0] - 1
+        return kernel([x, query_start], [(seqs, k)], [mx.float32], (cdiv(k, _THREADS), seqs), (_THREADS,), [("K", k)])
+
+    return run
 
 
 IMPLEMENTATIONS = (
     Implementation(EMBEDDING, "unpacked by lanes", build_embedding),
     Implementation(GATHER_ROWS, "MLX's take", build_gather),
+    Implementation(MEAN_ROWS, "a column a lane", build_mean_rows),
 )

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from quarrel.mlx_backend.kernel import Kernel
-from quarrel.mlx_backend.runtime import Launch, Live, Site, cdiv
-from quarrel.mlx_backend.text import vector_width
+from quarrel.mlx_backend.runtime.kernel import Kernel
+from quarrel.mlx_backend.runtime.launch import Batch, Launch, Site, cdiv
+from quarrel.mlx_backend.runtime.metal import vector_width
 from quarrel.ops.norm import NORM, NormSpec
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
@@ -137,7 +137,7 @@ def build_norm(site: Site, node: Node) -> Launch:
     out = site.dtype(spec.out)
     rows = _Rows(spec.k, 1, spec.eps, layer=spec.kind == "layer").build(vectors[0], vectors[-1], out)
 
-    def run(live: Live, x: mx.array) -> list[mx.array]:
+    def run(batch: Batch, x: mx.array) -> list[mx.array]:
         if x.dtype == out == mx.float32:
             runs = x.reshape(-1, spec.k)
             layer = spec.kind == "layer"
@@ -152,7 +152,7 @@ def gated_norm(spec: GatedNormSpec, gain: mx.array, out: mx.Dtype) -> Launch:
     """y and z `[T, groups * k]`, of any float type each, to rows of type `out`."""
     rows = _Rows(spec.k, spec.groups, spec.eps, gated=True).build(gain, gain, out)
 
-    def run(live: Live, y: mx.array, z: mx.array) -> list[mx.array]:
+    def run(batch: Batch, y: mx.array, z: mx.array) -> list[mx.array]:
         return rows(y, z)
 
     return run

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 
 import mlx.core as mx
 
-from quarrel.mlx_backend.pack import Packed
-from quarrel.mlx_backend.runtime import DTYPES, Launch, Live, Operand
+from quarrel.mlx_backend.formats.layout import Packed
+from quarrel.mlx_backend.runtime.launch import DTYPES, Batch, Launch, Operand
 from quarrel.mlx_backend.weights import Weights
 from quarrel.ops.contract import CacheRef, Compute, ConstRef, StateRef, Value, WeightRef
-from quarrel.ops.program import Node
+from quarrel.ops.program import Node, needed
 from quarrel.ops.registry import Choice
 
-Held = dict[CacheRef | StateRef, Operand]
+Resident = dict[CacheRef | StateRef, Operand]
 """Caches and states by who refers to them."""
 
 
@@ -30,11 +30,11 @@ class Plan:
         self._launches.clear()
 
     def run(
-        self, live: Live, inputs: Mapping[int, mx.array], held: Held, wanted: Sequence[Value]
-    ) -> tuple[list[mx.array], Held]:
-        """The wanted values, and the caches and states as they are afterwards. `held` is left as it is."""
+        self, batch: Batch, inputs: Mapping[int, mx.array], resident: Resident, wanted: Sequence[Value]
+    ) -> tuple[list[mx.array], Resident]:
+        """The wanted values, and the caches and states as they are afterwards. `resident` is left as it is."""
         values: dict[int, mx.array] = dict(inputs)
-        held = dict(held)
+        resident = dict(resident)
         nodes = [c.node for c in self.choices]
         marks = needed(nodes, wanted)
         uses = _last_uses(nodes, marks)
@@ -47,18 +47,18 @@ class Plan:
                 if isinstance(operand, Value):
                     operands.append(values[operand.id])
                 elif isinstance(operand, CacheRef | StateRef):
-                    operands.append(held[operand])
-            results = list(launch(live, *operands))
+                    operands.append(resident[operand])
+            results = list(launch(batch, *operands))
             if node.op.consumes:
                 refs = [r for r in node.inputs if isinstance(r, CacheRef | StateRef)]
-                held.update(zip(refs, results[-len(refs) :], strict=True))
+                resident.update(zip(refs, results[-len(refs) :], strict=True))
                 del results[-len(refs) :]
             values.update(zip((v.id for v in node.outputs), results, strict=True))  # type: ignore[arg-type]
             # An array that nothing refers to any more is one that MLX may write over.
             for id in uses.get(i, ()):
                 if id not in keep:
                     values.pop(id, None)
-        return [values[v.id] for v in wanted], held
+        return [values[v.id] for v in wanted], resident
 
     # What a family asks while it builds (`Site`).
 
@@ -73,18 +73,6 @@ class Plan:
 
     def dtype(self, kind: str) -> mx.Dtype:
         return {"act": self.act, "f32": mx.float32, "i32": mx.int32}[kind]
-
-
-def needed(nodes: Sequence[Node], wanted: Sequence[Value]) -> list[bool]:
-    """Which nodes the wanted values take: those they depend on, and everything that writes to a cache or state."""
-    wants = {v.id for v in wanted}
-    marks: list[bool] = []
-    for node in reversed(nodes):
-        mark = bool(node.op.consumes) or any(v.id in wants for v in node.outputs)
-        if mark:
-            wants.update(v.id for v in node.inputs if isinstance(v, Value))
-        marks.append(mark)
-    return marks[::-1]
 
 
 def _last_uses(nodes: Sequence[Node], marks: Sequence[bool]) -> dict[int, list[int]]:

@@ -13,16 +13,17 @@ import mlx.core as mx
 import numpy as np
 
 from quarrel.errors import RequestError
-from quarrel.mlx_backend.cache import copy_rows
-from quarrel.mlx_backend.choices import Choices
-from quarrel.mlx_backend.kernel import emulated
-from quarrel.mlx_backend.plan import Held, Plan
-from quarrel.mlx_backend.runtime import Cache, Live, live_of
-from quarrel.mlx_backend.weights import held_as
+from quarrel.mlx_backend.experts.counts import ExpertCounts
+from quarrel.mlx_backend.linear.kernels import declined as linear_declined
+from quarrel.mlx_backend.plan import Plan, Resident
+from quarrel.mlx_backend.runtime.cache import copy_rows
+from quarrel.mlx_backend.runtime.kernel import emulated
+from quarrel.mlx_backend.runtime.launch import Batch, Cache, batch_of
+from quarrel.mlx_backend.weights import stored_as
 from quarrel.ops.contract import Array, CacheRef, Compute, StateRef, Value
 from quarrel.ops.embedding import EmbeddingSpec
 from quarrel.ops.registry import Choice
-from quarrel.ops.step import Limits, MemoryPlan, StepInputs, StepOutputs, Taken, Want, outputs_of
+from quarrel.ops.step import ExplainLine, Limits, MemoryPlan, StepInputs, StepOutputs, Want, outputs_of
 
 _SAMPLE = ("temperature", "top_k", "top_p", "min_p", "uniform")
 
@@ -44,16 +45,16 @@ class MlxStep:
     """A compiled program (`ops.step.Step`)."""
 
     def __init__(
-        self, plan: Plan, held: Held, inputs: Mapping[str, Value], outputs: Mapping[str, Value], limits: Limits
+        self, plan: Plan, resident: Resident, inputs: Mapping[str, Value], outputs: Mapping[str, Value], limits: Limits
     ) -> None:
         self.limits = limits
         self.compute: Compute = plan.compute
         self._plan: Plan | None = plan
-        self._held, self._inputs, self._outputs = held, dict(inputs), dict(outputs)
+        self._resident, self._inputs, self._outputs = resident, dict(inputs), dict(outputs)
         self._traced: dict[tuple[int, int, str], Callable[..., list[mx.array]]] = {}
         self._last: mx.array | None = None
-        self._choices = Choices([c.node for c in plan.choices])
-        self._counts = self._choices.none()
+        self._experts = ExpertCounts([c.node for c in plan.choices])
+        self._counts = self._experts.none()
         self._n_vocab, self._n_positions = (_smallest_table(plan.choices, name) for name in ("ids", "positions"))
 
     def __call__(self, inputs: StepInputs, want: Want) -> StepOutputs:
@@ -63,49 +64,55 @@ class MlxStep:
     def launch(self, inputs: StepInputs, want: Want) -> Pending:
         """Hands the step to the device and returns."""
         self._check(inputs, want)
-        live = live_of(inputs.query_start, inputs.out_rows, len(inputs.ids), len(inputs.out_rows), self.limits.block_size)
-        out = self._run(live, self._arrays(inputs, want), want)
+        batch = batch_of(inputs.query_start, inputs.out_rows, len(inputs.ids), len(inputs.out_rows), self.limits.block_size)
+        out = self._run(batch, self._arrays(inputs, want), want)
         self._last = out.get("tokens", self._last)
-        mx.async_eval(*out.values(), self._counts, *_flat(self._held))
+        mx.async_eval(*out.values(), self._counts, *_flat(self._resident))
         return Pending(out)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies whole cache blocks (source, destination) in every layer, after the launches so far."""
         if not pairs:
             return
-        for ref, cache in self._held.items():
+        for ref, cache in self._resident.items():
             if isinstance(cache, Cache):
-                self._held[ref] = Cache(*(copy_rows(a, pairs, self.limits.block_size, "cache blocks") for a in cache))
+                self._resident[ref] = Cache(*(copy_rows(a, pairs, self.limits.block_size, "cache blocks") for a in cache))
 
     def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies the state in slots (source, destination) of every layer, after the launches so far."""
         if not pairs:
             return
-        for ref, state in self._held.items():
+        for ref, state in self._resident.items():
             if isinstance(ref, StateRef) and isinstance(state, mx.array):
-                self._held[ref] = copy_rows(state, pairs, 1, "state slots")
+                self._resident[ref] = copy_rows(state, pairs, 1, "state slots")
 
     def expert_counts(self) -> dict[str, Array]:
         """See `ops.step.CountsExperts`."""
-        return self._choices.read(self._counts)
+        return self._experts.read(self._counts)
 
-    def explain(self) -> list[Taken]:
-        """Who took what, and in which format its weight is held if not its own."""
+    def explain(self) -> list[ExplainLine]:
+        """Who took what, and in which format its weight is stored if not its own."""
         return [
-            Taken(c.node.path, c.node.op.name, str(c.node.spec), c.implementation.name + self._held_as(c), c.declined)
+            ExplainLine(
+                c.node.path,
+                c.node.op.name,
+                str(c.node.spec),
+                c.implementation.name + self._stored_as(c),
+                (*c.declined, *linear_declined(c.node.spec)),
+            )
             for c in self._open().choices
         ]
 
     def memory(self) -> MemoryPlan:
         """Device bytes; MLX keeps no buffers of fixed size for activations."""
-        return MemoryPlan(self._open().weights.nbytes(), 0, sum(a.nbytes for a in _flat(self._held)), 0)
+        return MemoryPlan(self._open().weights.nbytes(), 0, sum(a.nbytes for a in _flat(self._resident)), 0)
 
     def close(self) -> None:
         """Drops every array; a second call does nothing."""
         if self._plan is not None:
             self._plan.drop()
         self._plan, self._last = None, None
-        self._held, self._traced = {}, {}
+        self._resident, self._traced = {}, {}
         mx.clear_cache()
 
     def _open(self) -> Plan:
@@ -119,14 +126,14 @@ class MlxStep:
         if any(name not in self._outputs for name in wanted):
             raise RequestError(f"this program has no {want}: ask for one of {', '.join(self._outputs)}")
         if "tokens" in wanted and inputs.sample is None:
-            raise RequestError("tokens are asked for without sampling controls: fill StepInputs.sample")
+            raise RequestError("tokens are wanted without sampling controls: fill StepInputs.sample")
         inputs.check(self.limits, self._n_vocab)
         rows, (seqs, width) = len(inputs.out_rows), inputs.block_table.shape
-        slots, recurrent = inputs.state_slots, any(isinstance(ref, StateRef) for ref in self._held)
+        slots, recurrent = inputs.state_slots, any(isinstance(ref, StateRef) for ref in self._resident)
         known = 0 if self._last is None else len(self._last)
         rules = [
             (f"positions outside 0..{self._n_positions - 1}", _within(inputs.positions, self._n_positions)),
-            (f"{rows} rows asked for of at most {self.limits.max_tokens}", rows <= self.limits.max_tokens),
+            (f"{rows} rows wanted of at most {self.limits.max_tokens}", rows <= self.limits.max_tokens),
             (f"a block table of {seqs} rows for {len(inputs.kv_len)} sequences", seqs == len(inputs.kv_len)),
             (f"{width} blocks for a sequence of at most {self.limits.max_blocks_per_seq}",
              width <= self.limits.max_blocks_per_seq),
@@ -156,39 +163,39 @@ class MlxStep:
             arrays["ids"] = mx.where(rows >= 0, drawn, arrays["ids"])
         return arrays
 
-    def _run(self, live: Live, arrays: dict[str, mx.array], want: Want) -> dict[str, mx.array]:
-        names, refs, wanted = list(arrays), list(self._held), outputs_of(want)
-        plan, ids, choices = self._open(), [self._inputs[n].id for n in names], self._choices
-        values = [*(self._outputs[n] for n in wanted), *choices.ids]
+    def _run(self, batch: Batch, arrays: dict[str, mx.array], want: Want) -> dict[str, mx.array]:
+        names, refs, wanted = list(arrays), list(self._resident), outputs_of(want)
+        plan, ids, experts = self._open(), [self._inputs[n].id for n in names], self._experts
+        values = [*(self._outputs[n] for n in wanted), *experts.ids]
 
-        def go(given: list[mx.array], flat: list[mx.array], counts: mx.array) -> list[mx.array]:
-            out, after = plan.run(live, dict(zip(ids, given)), _bound(refs, flat), values)
+        def compute(inputs: list[mx.array], flat: list[mx.array], counts: mx.array) -> list[mx.array]:
+            out, after = plan.run(batch, dict(zip(ids, inputs)), _bound(refs, flat), values)
             results, chosen = out[: len(wanted)], out[len(wanted) :]
-            return [*results, choices.add(counts, chosen), *_flat(after)]
+            return [*results, experts.add(counts, chosen), *_flat(after)]
 
-        if live.tokens.all_single and live.wanted.all_single and not emulated():
+        if batch.tokens.all_decode and batch.out_rows.all_decode and not emulated():
             width = arrays["block_table"].shape[1] if "block_table" in arrays else 0
-            key = (live.tokens.count, width, want)
+            key = (batch.tokens.count, width, want)
             if key not in self._traced:
-                self._traced[key] = mx.compile(go)
-            go = self._traced[key]
-        results = go(list(arrays.values()), _flat(self._held), self._counts)
+                self._traced[key] = mx.compile(compute)
+            compute = self._traced[key]
+        results = compute(list(arrays.values()), _flat(self._resident), self._counts)
         # From here on only the graph holds the old caches, which is what lets MLX write into them.
-        self._held, self._counts = _bound(refs, results[len(wanted) + 1 :]), results[len(wanted)]
+        self._resident, self._counts = _bound(refs, results[len(wanted) + 1 :]), results[len(wanted)]
         return dict(zip(wanted, results))
 
-    def _held_as(self, choice: Choice) -> str:
+    def _stored_as(self, choice: Choice) -> str:
         type = getattr(getattr(choice.node.spec, "linear", choice.node.spec), "type", None)
-        if type is None or held_as(type, self.compute) == type:
+        if type is None or stored_as(type, self.compute) == type:
             return ""
-        return f" (held as {held_as(type, self.compute).name})"
+        return f" (stored as {stored_as(type, self.compute).name})"
 
 
-def _flat(held: Held) -> list[mx.array]:
-    return [a for o in held.values() for a in (o if isinstance(o, Cache) else (o,))]
+def _flat(resident: Resident) -> list[mx.array]:
+    return [a for o in resident.values() for a in (o if isinstance(o, Cache) else (o,))]
 
 
-def _bound(refs: Sequence[CacheRef | StateRef], flat: Sequence[mx.array]) -> Held:
+def _bound(refs: Sequence[CacheRef | StateRef], flat: Sequence[mx.array]) -> Resident:
     arrays = iter(flat)
     return {r: Cache(next(arrays), next(arrays)) if isinstance(r, CacheRef) else next(arrays) for r in refs}
 

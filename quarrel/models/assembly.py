@@ -2,40 +2,20 @@
 
 from __future__ import annotations
 
-from quarrel.models.blocks import (
-    Block,
-    attend,
-    experts,
-    gains,
-    gated_ffn,
-    join,
-    mamba1,
-    mamba2,
-    plain_ffn,
-    whole,
-)
 from quarrel.models.encoder import encoder
-from quarrel.models.spec import (
-    Attention,
-    EncoderSpec,
-    Experts,
-    FeedForward,
-    GatedFFN,
-    Layer,
-    Mamba1,
-    Mixer,
-    ModelSpec,
-)
+from quarrel.models.feedforward import FEED_FORWARDS
+from quarrel.models.kind import Block, gains
+from quarrel.models.mixers import MIXERS
+from quarrel.models.spec import EncoderSpec, Layer, ModelSpec
 from quarrel.models.tensors import Tensors
 from quarrel.ops.activation import cap
-from quarrel.ops.collective import all_gather, all_reduce, all_reduce_add, broadcast
-from quarrel.ops.contract import Value, WeightRef
+from quarrel.ops.contract import Value
 from quarrel.ops.embedding import embedding, gather_rows
-from quarrel.ops.linear import Linear, add, linear
+from quarrel.ops.linear import Linear, add, linear, linear_add
 from quarrel.ops.logprobs import logprobs
 from quarrel.ops.norm import NormSpec, norm
 from quarrel.ops.null import Builder
-from quarrel.ops.program import Program
+from quarrel.ops.program import KVLayer, Program
 from quarrel.ops.sample import sample
 
 
@@ -47,94 +27,51 @@ def assemble(spec: ModelSpec | EncoderSpec, tensors: Tensors) -> Program:
     else:
         program, n_layers = _decoder(spec, tensors), len(spec.layers)
     tensors.check_all_read(n_layers)
-    return program
+    return tensors.traced(program)
 
 
 def _decoder(spec: ModelSpec, tensors: Tensors) -> Program:
     b = Builder()
     embeddings = tensors.matrix("token_embd.weight", spec.n_vocab, spec.n_embd)
-    pre = NormSpec(spec.norm, spec.n_embd, spec.norm_eps)
-    share = tensors.share
-    h: Value | None = None
-    if share is None or share.owns(0):
-        with b.at("token_embd"):
-            h = embedding(b, b.input("ids"), embeddings, spec.embedding_scale)  # [T, E]
+    with b.at("token_embd"):
+        h = embedding(b, b.input("ids"), embeddings, spec.embedding_scale)  # [T, E]
     for il, layer in enumerate(spec.layers):
-        if share is None or share.owns(il):
-            assert h is not None
-            h = _layer(b, Block(tensors, f"blk.{il}.", spec.n_embd, pre), layer, h)
-        source = None if share is None else share.hands_on(il)
-        if share is not None and source is not None:
-            with b.at(f"blk.{il}.out"):
-                h = broadcast(b, h if source == share.rank else None, spec.n_embd, source)
-    assert h is not None
+        h = _layer(b, spec, tensors, il, layer, h)
     with b.at("output"):
         h = gather_rows(b, h, b.input("out_rows"))  # [R, E]
         final = NormSpec(spec.norm, spec.n_embd, spec.norm_eps, out="f32")
         hidden = norm(b, final, h, *gains(tensors, "output_norm", final))
         tied = "output.weight" not in tensors
-        rows = spec.n_vocab if share is None else share.vocabulary[1] - share.vocabulary[0]
-        head = embeddings if tied else tensors.matrix("output.weight", rows, spec.n_embd)
-        logits = _logits(b, spec, tensors, hidden, head)  # [R, V]
+        head = embeddings if tied else tensors.matrix("output.weight", spec.n_vocab, spec.n_embd)
+        logits = linear(b, hidden, head, tensors.optional("output.bias", spec.n_vocab), out="f32")  # [R, V]
         if spec.logit_scale != 1.0 or spec.logit_cap:
             logits = cap(b, logits, spec.logit_scale, spec.logit_cap)
         tokens = sample(b, logits)  # [R]
-        told, best = logprobs(b, logits, tokens)  # [R, 1 + top] and [R, top]
-    return b.program(hidden=hidden, logits=logits, tokens=tokens, logprobs=told, best=best)
+        likely, best = logprobs(b, logits, tokens)  # [R, 1 + top] and [R, top]
+    return b.program(hidden=hidden, logits=logits, tokens=tokens, logprobs=likely, best=best)
 
 
-def _logits(b: Builder, spec: ModelSpec, tensors: Tensors, hidden: Value, head: WeightRef) -> Value:
-    """Scores of the whole vocabulary; where devices share it, each computes those of its rows."""
-    share = tensors.share
-    if share is None:
-        return linear(b, hidden, head, tensors.optional_vector("output.bias", spec.n_vocab), out="f32")
-    start, stop = share.vocabulary
-    if head.rows == spec.n_vocab:
-        head = head.split(start, stop - start, spec.n_vocab - stop)[1]
-    own = linear(b, hidden, head, tensors.optional_vector("output.bias", stop - start), out="f32")
-    return all_gather(b, own, start, spec.n_vocab)
-
-
-def _layer(b: Builder, block: Block, layer: Layer, h: Value) -> Value:
-    if layer.mixer is not None:
-        with b.at(f"{block.prefix}attn"):
-            y, out = _mix(b, block, layer.mixer, h)
-            h = _add(b, block, layer, h, y, out, "attn")
-    if layer.ffn is not None:
-        with b.at(f"{block.prefix}ffn"):
-            y, into = _feed(b, block, layer.ffn, h, layer.ffn_norm)
-            h = _add(b, block, layer, h, y, into, "ffn")
+def _layer(b: Builder, spec: ModelSpec, tensors: Tensors, il: int, layer: Layer, h: Value) -> Value:
+    pre = NormSpec(spec.norm, spec.n_embd, spec.norm_eps)
+    for name, kinds, half, before, after in (
+        ("attn", MIXERS, layer.mixer, "attn_norm", "post_attention_norm"),
+        ("ffn", FEED_FORWARDS, layer.ffn, layer.ffn_norm, "post_ffw_norm"),
+    ):
+        if half is None:
+            continue
+        kind = kinds[type(half)]
+        block = Block(tensors, f"blk.{il}.", spec.n_embd, pre, before)
+        with b.at(f"blk.{il}.{name}"):
+            state = [b.cache(s) if isinstance(s, KVLayer) else b.state(*s.shape) for s in kind.state(half)]
+            y, out = kind.block(b, block, half, h, *state)
+            h = _add(b, h, y, out, layer.residual_scale, block, after if layer.post_norms else None)
     return h
 
 
-def _mix(b: Builder, block: Block, mixer: Mixer, h: Value) -> tuple[Value, Linear]:
-    if isinstance(mixer, Attention):
-        y = attend(b, block, mixer, h)
-        return y, block.linear("attn_output", block.n_embd, mixer.n_heads * mixer.head_dim)
-    y = mamba1(b, block, mixer, h) if isinstance(mixer, Mamba1) else mamba2(b, block, mixer, h)
-    rows, gathered = block.rows("attn"), block.gathers("attn")
-    n = block.n_embd if rows is None else rows[0][1] - rows[0][0]
-    return y, block.linear("ssm_out", n, mixer.inner if gathered is None else gathered[1])
-
-
-def _feed(b: Builder, block: Block, ffn: FeedForward, h: Value, before: str) -> tuple[Value, Linear | None]:
-    if isinstance(ffn, Experts):
-        return experts(b, block, ffn, h, before), None
-    y = gated_ffn(b, block, ffn, h, before) if isinstance(ffn, GatedFFN) else plain_ffn(b, block, ffn, h, before)
-    return y, block.linear("ffn_down", block.n_embd, ffn.width)
-
-
-def _add(b: Builder, block: Block, layer: Layer, h: Value, y: Value, out: Linear | None, half: str) -> Value:
-    """Projects `y` and adds it to the residual stream, normalised once more where the layer says so."""
-    part = whole(b, block, half, y, out)
-    if not layer.post_norms:
-        scale = layer.residual_scale
-        return join(b, h, y, out, scale) if part is None else all_reduce_add(b, h, part, scale)
-    if part is not None:
-        y = all_reduce(b, part)
-    elif out is not None:
-        y = linear(b, y, *out)
-    return add(b, h, norm(b, block.norm, y, *block.gains(_POST_NORMS[half])), layer.residual_scale)
-
-
-_POST_NORMS = {"attn": "post_attention_norm", "ffn": "post_ffw_norm"}
+def _add(b: Builder, h: Value, y: Value, out: Linear | None, scale: float, block: Block, after: str | None) -> Value:
+    """`h + scale * out(y)`, or `h + scale * y` where the block has projected already; with a norm before the sum if `after`
+    names one."""
+    if after is None:
+        return add(b, h, y, scale) if out is None else linear_add(b, h, y, *out, scale=scale)
+    y = y if out is None else linear(b, y, *out)
+    return add(b, h, norm(b, block.norm, y, *block.gains(after)), scale)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Literal
 
 from quarrel.errors import ModelError, UnsupportedModel
+from quarrel.models.feedforward import PlainFFN
 from quarrel.models.keys import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Keys
-from quarrel.models.spec import Attention, EncoderSpec, FeedForward, PlainFFN, Rope
+from quarrel.models.mixers import Attention
+from quarrel.models.spec import EncoderSpec, FeedForward, Rope
 from quarrel.models.tensors import Tensors
 
 Pooling = Literal["none", "mean", "cls", "last", "rank"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from quarrel.models.blocks import Block, qkv
-from quarrel.models.spec import EncoderSpec, GatedFFN, PlainFFN
+from quarrel.models.feedforward import GatedFFN, PlainFFN
+from quarrel.models.kind import Block
+from quarrel.models.mixers.attention import Attention, qkv
+from quarrel.models.spec import EncoderSpec
 from quarrel.models.tensors import Tensors
 from quarrel.ops.activation import GatedSpec, gated, plain
 from quarrel.ops.contract import ConstRef, Value
@@ -43,11 +45,12 @@ def encoder(spec: EncoderSpec, tensors: Tensors) -> Program:
 
 def _attend(b: Builder, block: Block, spec: EncoderSpec, h: Value) -> Value:
     a = spec.attention
+    assert isinstance(a, Attention)
     q, k, v = (linear(b, h, *part) for part in qkv(block, a))
     if a.rope is not None:
-        turn = RopeSpec(a.rope.style, a.n_heads, a.head_dim, a.rope.n_rot, a.rope.magnitude)
+        rotation = RopeSpec(a.rope.style, a.n_heads, a.head_dim, a.rope.n_rot, a.rope.magnitude)
         freq = ConstRef("rope_freq", a.rope.freq)
-        q, k = (rope(b, turn, x, b.input("positions"), freq) for x in (q, k))
+        q, k = (rope(b, rotation, x, b.input("positions"), freq) for x in (q, k))
     return encode(b, EncodeSpec(a.n_heads, a.head_dim, a.scale), q, k, v)
 
 

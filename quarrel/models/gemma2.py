@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from quarrel.models.feedforward import GatedFFN
 from quarrel.models.keys import Common, Keys, common
+from quarrel.models.mixers import Attention
 from quarrel.models.rope import rope_from
-from quarrel.models.spec import Attention, GatedFFN, Layer, ModelSpec, Rope
+from quarrel.models.spec import Layer, ModelSpec, Rope
 from quarrel.models.tensors import Tensors
 
 LAYERS_27B = 46

@@ -5,8 +5,9 @@ from __future__ import annotations
 from quarrel.errors import ModelError
 from quarrel.models.gemma2 import slides
 from quarrel.models.keys import Keys, common, experts
+from quarrel.models.mixers import Attention
 from quarrel.models.rope import rope_from
-from quarrel.models.spec import Attention, Layer, ModelSpec
+from quarrel.models.spec import Layer, ModelSpec
 from quarrel.models.tensors import Tensors
 
 

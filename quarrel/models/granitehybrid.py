@@ -5,9 +5,11 @@ A layer without key heads is a Mamba-2 layer. Feed-forwards are experts with a s
 
 from __future__ import annotations
 
+from quarrel.models.feedforward import GatedFFN
 from quarrel.models.granite import positions, residual_scale, scaled
 from quarrel.models.keys import Keys, common, experts, mamba2
-from quarrel.models.spec import Attention, GatedFFN, Layer, ModelSpec
+from quarrel.models.mixers import Attention
+from quarrel.models.spec import Layer, ModelSpec
 from quarrel.models.tensors import Tensors
 
 

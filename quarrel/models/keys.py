@@ -7,7 +7,8 @@ from typing import TypeAlias
 
 from quarrel.errors import ModelError, UnsupportedModel
 from quarrel.gguf import REQUIRED, Metadata
-from quarrel.models.spec import Experts, Mamba2
+from quarrel.models.feedforward import Experts
+from quarrel.models.mixers import Mamba2
 from quarrel.models.tensors import Tensors
 from quarrel.ops.moe import ExpertActivation, Gate
 
@@ -123,14 +124,14 @@ def experts(keys: Keys, default_width: _int, activation: ExpertActivation, gate:
 
 def mamba2(keys: Keys) -> Mamba2:
     """The keys of a Mamba-2 mixer; `time_step_rank` is its number of heads."""
-    inner = keys.int("ssm.inner_size", lo=1, hi=MAX_WIDTH)
-    heads = keys.int("ssm.time_step_rank", lo=1, hi=inner)
+    d_inner = keys.int("ssm.inner_size", lo=1, hi=MAX_WIDTH)
+    heads = keys.int("ssm.time_step_rank", lo=1, hi=d_inner)
     groups = keys.int("ssm.group_count", lo=1, hi=heads)
-    if inner % heads or heads % groups:
-        raise ModelError(f"ssm sizes {inner}, {heads} heads and {groups} groups do not divide: the file is inconsistent")
+    if d_inner % heads or heads % groups:
+        raise ModelError(f"ssm sizes {d_inner}, {heads} heads and {groups} groups do not divide: the file is inconsistent")
     return Mamba2(
         n_heads=heads,
-        head_dim=inner // heads,
+        head_dim=d_inner // heads,
         n_groups=groups,
         n_state=keys.int("ssm.state_size", lo=1, hi=4096),
         conv_width=keys.int("ssm.conv_kernel", lo=2, hi=16),

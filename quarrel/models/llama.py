@@ -3,9 +3,11 @@ or experts of that kind."""
 
 from __future__ import annotations
 
+from quarrel.models.feedforward import GatedFFN
 from quarrel.models.keys import Common, Keys, common, experts
+from quarrel.models.mixers import Attention
 from quarrel.models.rope import rope_from
-from quarrel.models.spec import Attention, GatedFFN, Layer, ModelSpec, Rope
+from quarrel.models.spec import Layer, ModelSpec, Rope
 from quarrel.models.tensors import Tensors
 
 

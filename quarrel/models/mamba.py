@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from quarrel.models.keys import MAX_LAYERS, MAX_WIDTH, Keys, mamba2
-from quarrel.models.spec import Layer, Mamba1, ModelSpec
+from quarrel.models.mixers import Mamba1
+from quarrel.models.spec import Layer, ModelSpec
 from quarrel.models.tensors import Tensors
 
 
@@ -23,9 +24,9 @@ def spec(keys: Keys, tensors: Tensors, n_ctx: int) -> ModelSpec:
 
 def _mamba1(keys: Keys) -> Mamba1:
     return Mamba1(
-        inner=keys.int("ssm.inner_size", lo=1, hi=MAX_WIDTH),
+        d_inner=keys.int("ssm.inner_size", lo=1, hi=MAX_WIDTH),
         n_state=keys.int("ssm.state_size", lo=1, hi=4096),
-        rank=keys.int("ssm.time_step_rank", lo=1, hi=MAX_WIDTH),
+        dt_rank=keys.int("ssm.time_step_rank", lo=1, hi=MAX_WIDTH),
         conv_width=keys.int("ssm.conv_kernel", lo=2, hi=16),
         normed=keys.bool("ssm.dt_b_c_rms", False),
     )

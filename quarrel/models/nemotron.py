@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from quarrel.models.feedforward import PlainFFN
 from quarrel.models.keys import Keys, common
+from quarrel.models.mixers import Attention
 from quarrel.models.rope import rope_from
-from quarrel.models.spec import Attention, Layer, ModelSpec, PlainFFN
+from quarrel.models.spec import Layer, ModelSpec
 from quarrel.models.tensors import Tensors
 
 

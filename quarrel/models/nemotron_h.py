@@ -7,8 +7,10 @@ multi-token-prediction blocks are skipped. The files' rope keys are not used.
 
 from __future__ import annotations
 
+from quarrel.models.feedforward import PlainFFN
 from quarrel.models.keys import Common, Keys, common, experts, mamba2
-from quarrel.models.spec import Attention, Layer, Mamba2, ModelSpec, PlainFFN
+from quarrel.models.mixers import Attention, Mamba2
+from quarrel.models.spec import Layer, ModelSpec
 from quarrel.models.tensors import Tensors
 
 

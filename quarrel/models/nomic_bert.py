@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quarrel.models.bert import encoder, head_sizes
+from quarrel.models.feedforward import GatedFFN
 from quarrel.models.keys import MAX_WIDTH, Keys
 from quarrel.models.rope import rope_from
-from quarrel.models.spec import EncoderSpec, GatedFFN
+from quarrel.models.spec import EncoderSpec
 from quarrel.models.tensors import Tensors
 
 TASKS = ("search_document", "search_query", "clustering", "classification")

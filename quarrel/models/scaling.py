@@ -14,7 +14,8 @@ from typing import Literal, get_args
 from quarrel.errors import RequestError, UnsupportedModel
 from quarrel.gguf import Metadata
 from quarrel.models.keys import MAX_CONTEXT
-from quarrel.models.spec import Attention, EncoderSpec, ModelSpec
+from quarrel.models.mixers import Attention
+from quarrel.models.spec import EncoderSpec, ModelSpec
 
 Scaling = Literal["none", "linear", "yarn"]
 SCALINGS: tuple[str, ...] = get_args(Scaling)
@@ -34,16 +35,18 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         if self.kind is not None and self.kind not in SCALINGS:
-            raise RequestError(f"rope_scaling is {self.kind!r}, wanted one of {', '.join(SCALINGS)}")
+            raise RequestError(f"rope_scaling is {self.kind!r}, wanted one of {', '.join(SCALINGS)}", "rope_scaling")
         scale, original = self.scale, self.original
         sound = isinstance(scale, int | float) and not isinstance(scale, bool) and math.isfinite(scale)
         if scale is not None and not (sound and 1 <= scale <= MAX_SCALE):
-            raise RequestError(f"rope_scale is {scale!r}, wanted a number from 1 to {MAX_SCALE:g}: times the context")
+            message = f"rope_scale is {scale!r}, wanted a number from 1 to {MAX_SCALE:g}: times the context"
+            raise RequestError(message, "rope_scale")
         if scale is not None and self.kind == "none":
-            raise RequestError(f"rope_scaling is 'none' and rope_scale {scale:g}: leave one of them out")
+            message = f"rope_scaling is 'none' and rope_scale {scale:g}: leave one of them out"
+            raise RequestError(message, "rope_scaling", "rope_scale")
         whole = isinstance(original, int) and not isinstance(original, bool)
         if original is not None and not (whole and 1 <= original <= MAX_CONTEXT):
-            raise RequestError(f"yarn_orig_ctx is {original!r}, wanted tokens from 1 to {MAX_CONTEXT}")
+            raise RequestError(f"yarn_orig_ctx is {original!r}, wanted tokens from 1 to {MAX_CONTEXT}", "yarn_orig_ctx")
 
     def __bool__(self) -> bool:
         return self != RopeScaling()
@@ -57,7 +60,8 @@ class RopeScaling:
         kind = self.kind or ("yarn" if had == "yarn" else "linear")
         original = metadata.int(key, trained, lo=1) if self.original is None else self.original
         if self.original is not None and kind != "yarn":
-            raise RequestError(f"yarn_orig_ctx belongs to rope_scaling 'yarn', and it is {kind!r}: leave it out")
+            message = f"yarn_orig_ctx belongs to rope_scaling 'yarn', and it is {kind!r}: leave it out"
+            raise RequestError(message, "yarn_orig_ctx", "rope_scaling")
         changed: dict[str, str | float | int] = {names["rope.scaling.type"]: kind, key: original}
         if kind == "none":
             return metadata.replaced({**changed, names["context_length"]: original, names["rope.scaling.factor"]: 1.0})
@@ -69,7 +73,10 @@ class RopeScaling:
         if scale is None:
             raise RequestError(
                 f"rope_scaling is {kind!r} without a rope_scale, for a model that was trained on {original} tokens: give"
-                f" one such as 4, or an n_ctx above {original}"
+                f" one such as 4, or an n_ctx above {original}",
+                "rope_scaling",
+                "rope_scale",
+                "n_ctx",
             )
         longest = min(max(1, round(original * scale)), MAX_CONTEXT)
         return metadata.replaced({**changed, names["context_length"]: longest, names["rope.scaling.factor"]: float(scale)})
@@ -79,6 +86,8 @@ def check_scalable(spec: ModelSpec | EncoderSpec, longrope: bool) -> None:
     """Raises UnsupportedModel for a model whose positions are not rotations that can be scaled."""
     mixers = [spec.attention] if isinstance(spec, EncoderSpec) else [layer.mixer for layer in spec.layers]
     if longrope:
-        raise UnsupportedModel("the model has frequencies of its own for long contexts (longrope): leave rope_scaling out")
+        message = "the model has frequencies of its own for long contexts (longrope): leave rope_scaling out"
+        raise UnsupportedModel(message, "rope_scaling")
     if not any(isinstance(m, Attention) and m.rope is not None for m in mixers):
-        raise UnsupportedModel(f"a model of this kind ({spec.architecture}) does not rotate: leave rope_scaling out")
+        message = f"a model of this kind ({spec.architecture}) does not rotate: leave rope_scaling out"
+        raise UnsupportedModel(message, "rope_scaling")

@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from quarrel.ops.activation import Activation, PlainActivation
-from quarrel.ops.moe import ExpertActivation, Gate
-
 
 @dataclass(frozen=True)
 class Rope:
@@ -19,85 +16,12 @@ class Rope:
     magnitude: float = 1.0
 
 
-@dataclass(frozen=True)
-class Attention:
-    """Self-attention over a key/value cache. `window` and `cap` are off at 0; `rope` None means no positions."""
-
-    n_heads: int
-    n_kv: int
-    head_dim: int
-    scale: float
-    rope: Rope | None
-    window: int = 0
-    cap: float = 0.0
-    sinks: bool = False
+class Mixer:
+    """The half of a layer that mixes tokens; its kinds are the dataclasses of `models/mixers/`."""
 
 
-@dataclass(frozen=True)
-class Mamba1:
-    """Convolution and selective scan with a step size per channel; `rank` is the width of the step's bottleneck.
-
-    `normed` (FalconMamba): the bottleneck, B and C are each RMS-normalised, without a gain.
-    """
-
-    inner: int
-    n_state: int
-    rank: int
-    conv_width: int
-    normed: bool = False
-
-
-@dataclass(frozen=True)
-class Mamba2:
-    """Convolution, selective scan over heads, gated norm over groups."""
-
-    n_heads: int
-    head_dim: int
-    n_groups: int
-    n_state: int
-    conv_width: int
-
-    @property
-    def inner(self) -> int:
-        return self.n_heads * self.head_dim
-
-
-Mixer = Attention | Mamba1 | Mamba2
-
-
-@dataclass(frozen=True)
-class GatedFFN:
-    """down(activation(gate x) * up x)."""
-
-    activation: Activation
-    width: int
-
-
-@dataclass(frozen=True)
-class PlainFFN:
-    """down(activation(up x)), without a gate."""
-
-    activation: PlainActivation
-    width: int
-
-
-@dataclass(frozen=True)
-class Experts:
-    """`used` of `n_experts` feed-forwards a token, weighted, plus a shared one of width `shared` if that is not 0."""
-
-    n_experts: int
-    used: int
-    width: int
-    activation: ExpertActivation
-    gate: Gate = "softmax"
-    renormalise: bool = True
-    scale: float = 1.0
-    shared: int = 0
-    n_groups: int = 1
-    groups_used: int = 1
-
-
-FeedForward = GatedFFN | PlainFFN | Experts
+class FeedForward:
+    """The other half; its kinds are the dataclasses of `models/feedforward/`."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +66,7 @@ class EncoderSpec:
     context_length: int
     norm_eps: float
     n_layers: int
-    attention: Attention
+    attention: Mixer
     ffn: FeedForward
     learned_positions: bool
     pooling: Literal["none", "mean", "cls", "last", "rank"]

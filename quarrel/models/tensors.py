@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from quarrel.errors import ModelError, UnsupportedModel
 from quarrel.gguf import FORMATS, GGMLType, GGUFFile
 from quarrel.ops.contract import RawWeight, WeightRef
-
-if TYPE_CHECKING:
-    from quarrel.models.shard import Share
+from quarrel.ops.program import Program
 
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+?)(\.weight|\.bias)?")
 _ONES = "(ones)"
@@ -41,9 +38,6 @@ NOT_WEIGHTS = frozenset(GGMLType[name] for name in ("I8", "I16", "I32", "I64", "
 class Tensors:
     """Named weights of one open file; also the `WeightSource` that backends pack from."""
 
-    share: Share | None = None
-    """What this device computes, if not everything."""
-
     def __init__(self, file: GGUFFile) -> None:
         self.file = file
         self._read: set[str] = set()
@@ -64,9 +58,9 @@ class Tensors:
         """`[n]`, seen as one row."""
         return self._ref(name, (n,))
 
-    def optional_vector(self, name: str, n: int) -> WeightRef | None:
-        """`[n]`, or None if the file has no such tensor."""
-        return self.vector(name, n) if name in self else None
+    def optional(self, name: str, *shape: int) -> WeightRef | None:
+        """A tensor of one or two axes, or None if the file has no such tensor."""
+        return self._ref(name, shape) if name in self else None
 
     def column(self, name: str, n: int) -> WeightRef:
         """`[n]`, or `[n, 1]` as the state-space converters write it."""
@@ -80,10 +74,6 @@ class Tensors:
         """`[n, rows, k]`, seen as `n * rows` rows."""
         ref = self._ref(name, (n, rows, k))
         return WeightRef(ref.name, ref.type, n * rows, k)
-
-    def summed_once(self, name: str, *shape: int) -> WeightRef | None:
-        """A bias of what may be summed over several devices, on the one that adds it."""
-        return self._ref(name, shape)
 
     def first_row(self, name: str, k: int) -> WeightRef:
         """Row 0 of a matrix with any number of rows."""
@@ -116,6 +106,10 @@ class Tensors:
             else:
                 said = "has no place in this architecture as this version computes it"
             raise UnsupportedModel(f"the tensor {name} {said}: results without it would be wrong, convert the model again")
+
+    def traced(self, program: Program) -> Program:
+        """What a program that was traced on these tensors becomes: itself, or a rank's part of it."""
+        return program
 
     def raw(self, ref: WeightRef) -> RawWeight:
         """The rows' blocks, in place in the mapping."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from quarrel.errors import QuarrelError, RequestError, UnsupportedOp
 from quarrel.ops import reference
-from quarrel.ops.compare import forgiven
+from quarrel.ops.compare import forgive_one_step
 from quarrel.ops.contract import (
     Array,
     CacheRef,
@@ -35,11 +35,11 @@ from quarrel.ops.step import (
     Backend,
     ComputeChoice,
     Done,
+    ExplainLine,
     Limits,
     MemoryPlan,
     StepInputs,
     StepOutputs,
-    Taken,
     Want,
     WeightSource,
     outputs_of,
@@ -71,7 +71,7 @@ class CheckedStep:
         self._states = [np.zeros((limits.states, *s.shape), np.float32) for s in program.states]
         self._next_id = 1 + max(v.id for v in [*(v for n in program.nodes for v in n.outputs), *program.inputs.values()])
         self._declined: dict[tuple[str, Any], str] = {}
-        self._taken: dict[tuple[str, str], Taken] = {}
+        self._lines: dict[tuple[str, str], ExplainLine] = {}
         self._last: Array | None = None
 
     def launch(self, inputs: StepInputs, want: Want) -> Done:
@@ -102,15 +102,18 @@ class CheckedStep:
             for cache in self._caches:
                 cache.k[destination], cache.v[destination] = cache.k[source], cache.v[source]
 
-    def explain(self) -> list[Taken]:
+    def explain(self) -> list[ExplainLine]:
         """What has run so far: the choice is the backend's own, made op by op. Before the first step, what will run."""
-        if self._taken:
-            return list(self._taken.values())
-        return [Taken(n.path, n.op.name, str(n.spec), "run_op, or the ops that it expands to") for n in self._program.nodes]
+        if self._lines:
+            return list(self._lines.values())
+        return [
+            ExplainLine(n.path, n.op.name, str(n.spec), "run_op, or the ops that it expands to")
+            for n in self._program.nodes
+        ]
 
     def memory(self) -> MemoryPlan:
-        held = [a for c in self._caches for a in (c.k, c.v)] + self._states
-        return MemoryPlan(0, 0, sum(a.nbytes for a in held), 0)
+        arrays = [a for c in self._caches for a in (c.k, c.v)] + self._states
+        return MemoryPlan(0, 0, sum(a.nbytes for a in arrays), 0)
 
     def close(self) -> None:
         self._caches, self._states = [], []
@@ -130,7 +133,7 @@ class CheckedStep:
                 self._run(part, values)
             return
         self.verify(node, inputs, got)
-        self._taken[node.path, node.op.name] = Taken(node.path, node.op.name, str(node.spec), "run_op, checked")
+        self._lines[node.path, node.op.name] = ExplainLine(node.path, node.op.name, str(node.spec), "run_op, checked")
         results = list(got)
         if node.op.consumes:
             refs = [i for i in node.inputs if isinstance(i, CacheRef | StateRef)]
@@ -166,7 +169,7 @@ class CheckedStep:
 
     def _compare(self, node: Node, inputs: Sequence[Concrete], got: Sequence[Concrete], wanted: Sequence[Concrete]) -> None:
         tolerance = node.op.tolerance[self.compute]
-        got = [forgiven(g, w) for g, w in zip(got, wanted, strict=True)]
+        got = [forgive_one_step(g, w) for g, w in zip(got, wanted, strict=True)]
         for g, w in zip(_arrays(got), _arrays(wanted), strict=True):
             if node.op is SAMPLE:
                 error = 0.0 if _draws_alike(node, inputs, g, w) else float("inf")

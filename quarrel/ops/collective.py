@@ -40,9 +40,32 @@ class Group(Protocol):
         """Replaces the buffer by that of `source`."""
 
 
+class PeerSums(Protocol):
+    """Small sums over devices that reach each other's memory, in one launch. Buffers are the backend's own."""
+
+    most: int
+    """Values of the largest sum."""
+
+    def __init__(self, rank: int, memory: list[Any]) -> None:
+        """memory: of each member, by rank, as this process sees it."""
+
+    @staticmethod
+    def words(members: int) -> int:
+        """int32s of a member's memory."""
+
+    def sum(self, out: Any, x: Any, residual: Any = None, scale: float = 1.0) -> None:
+        """`out = residual + scale * sum(x)`; `out` may be `x`."""
+
+    def release(self) -> None:
+        """Gives, once, the signals that a lost member cannot give."""
+
+
 @runtime_checkable
 class Joins(Protocol):
     """A backend that can be a member of a group."""
+
+    peer_sums: type[PeerSums] | None
+    """Its own small sums; None leaves all of them to the group."""
 
     def join(self, group: Group) -> None:
         """From now on it compiles for this group."""

@@ -24,7 +24,7 @@ def errors(
     With `case`, what small results are measured against is found from other draws of it too.
     """
     names = [p.name for p in op.results(spec)] + list(op.consumed)
-    got = [forgiven(g, w) for g, w in zip(got, want, strict=True)]
+    got = [forgive_one_step(g, w) for g, w in zip(got, want, strict=True)]
     found: dict[str, float] = {}
     few = any(w.size < FEW and w.dtype.kind == "f" for _, w in _arrays(names, want))
     usual = _usual_size(op, case) if few and case is not None else {}
@@ -36,8 +36,8 @@ def errors(
     return found
 
 
-def forgiven(got: Concrete, want: Concrete) -> Concrete:
-    """A cache of codes, with what may be one step off where a value lies between two as it should be."""
+def forgive_one_step(got: Concrete, want: Concrete) -> Concrete:
+    """`got`, but `want` where a code of the cache is one step off: rounding may differ in the last bit."""
     if not isinstance(got, KVArrays) or not isinstance(want, KVArrays) or not scaled(want.type):
         return got
     pairs = ((got.k, want.k), (got.v, want.v))

@@ -1,6 +1,6 @@
 """What an op is: named axes, a frozen spec, one NumPy body, cases and a tolerance, all in one object.
 
-Axis names in capitals are free (`T` tokens, `S` sequences, `R` rows asked for, `B` blocks per sequence, `C` cache
+Axis names in capitals are free (`T` tokens, `S` sequences, `R` rows of `out_rows`, `B` blocks per sequence, `C` cache
 blocks); lower-case names are attributes of the op's spec, digits stand for themselves. A primitive's body is `reference`;
 a composite's body is `expand`, which emits smaller ops through the same builder. Tests, fuzzers, benches and
 QUARREL_CHECK=1 all read this one object.
@@ -10,16 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from quarrel.gguf import GGMLType, dequantize
 from quarrel.ops.kv import KVType
-
-if TYPE_CHECKING:
-    from quarrel.ops.null import Builder
 
 Array = npt.NDArray[Any]
 Dim = int | str
@@ -164,7 +161,8 @@ class Op:
     params: Callable[[Any], tuple[Param, ...]]
     results: Callable[[Any], tuple[Param, ...]]
     reference: Callable[..., tuple[Concrete, ...]] | None = None
-    expand: Callable[[Builder, Any, Sequence[Operand]], Sequence[Value]] | None = None
+    expand: Callable[[Any, Any, Sequence[Operand]], Sequence[Value]] | None = None
+    """`expand(builder, spec, inputs)` with a builder of `ops/null.py`."""
     make: Callable[[Case, np.random.Generator], tuple[Concrete, ...]] | None = None
     cases: Callable[[], list[Case]] = list
     strategy: Callable[[], Any] | None = None
@@ -181,7 +179,7 @@ class Op:
 
     @property
     def always(self) -> bool:
-        """Whether a step runs it even where nobody asks for its results."""
+        """Whether a step runs it even where nothing reads its results."""
         return bool(self.consumes) or self.joint
 
     @property

@@ -14,6 +14,7 @@ import numpy as np
 from quarrel.gguf import FORMATS, GGMLType
 from quarrel.ops import draw
 from quarrel.ops.contract import Array, Case, Concrete, Op, Param, RawWeight, Value, WeightRef
+from quarrel.ops.formats import WEIGHT_TYPES
 from quarrel.ops.null import Builder
 from quarrel.ops.program import Program
 
@@ -47,7 +48,7 @@ def _strategy() -> Any:
     def case(type: GGMLType, n: int, blocks: int, t: int) -> Case:
         return Case(EmbeddingSpec(type, n, FORMATS[type].elements * blocks), {"T": t})
 
-    return st.builds(case, st.sampled_from(draw.NATIVE), st.integers(1, 50), st.integers(1, 4), st.integers(1, 9))
+    return st.builds(case, st.sampled_from(WEIGHT_TYPES), st.integers(1, 50), st.integers(1, 4), st.integers(1, 9))
 
 
 EMBEDDING = Op(
@@ -57,7 +58,7 @@ EMBEDDING = Op(
     lambda s: (Param("y", "f32", "T k"),),
     reference=embedding_reference,
     make=_make,
-    cases=lambda: [Case(EmbeddingSpec(t, 19, 512, 12.0), {"T": 5}) for t in draw.NATIVE],
+    cases=lambda: [Case(EmbeddingSpec(t, 19, 512, 12.0), {"T": 5}) for t in WEIGHT_TYPES],
     strategy=_strategy,
 )
 

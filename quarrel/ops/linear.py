@@ -11,7 +11,7 @@ wider; `int8` arithmetic rounds x to 8 bits per block of at most 256, as llama.c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from quarrel.gguf import FORMATS, GGMLType
 from quarrel.ops import draw
 from quarrel.ops.activation import Activation, GatedSpec, gated
 from quarrel.ops.contract import Array, Case, Concrete, Op, Operand, Param, RawWeight, Value, WeightRef
+from quarrel.ops.formats import WEIGHT_TYPES
 from quarrel.ops.norm import NormSpec, norm, norm_params
 from quarrel.ops.null import Builder
 
@@ -59,15 +60,15 @@ def _make_linear(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
 
 def _linear_cases() -> list[Case]:
     cases = []
-    for type in draw.NATIVE:
+    for type in WEIGHT_TYPES:
         k = FORMATS[type].elements
         cases += [
             Case(LinearSpec(type, 8, max(k, 32)), {"T": 1}, "one block a row"),
             Case(LinearSpec(type, 67, 256 * 3, bias=True), {"T": 3}, "odd n, bias"),
             Case(LinearSpec(type, 129, 512), {"T": 17}, "odd rows"),
         ]
-        if k == 32:
-            cases.append(Case(LinearSpec(type, 33, 32 * 11), {"T": 5}, "k not a multiple of 256"))
+        if k in (32, 64):
+            cases.append(Case(LinearSpec(type, 33, k * 11), {"T": 5}, "k not a multiple of 256"))
         if k == 1:
             cases.append(Case(LinearSpec(type, 5, 77), {"T": 2}, "k not a multiple of 32"))
     cases.append(Case(LinearSpec(GGMLType.Q4_K, 384, 2048, out="f32"), {"T": 130}, "many rows"))
@@ -76,14 +77,14 @@ def _linear_cases() -> list[Case]:
 
 
 def linear_strategy() -> Any:
-    """Any native format, any small shape."""
+    """Any format, any small shape."""
     from hypothesis import strategies as st
 
     def case(type: GGMLType, n: int, blocks: int, t: int, bias: bool) -> Case:
         return Case(LinearSpec(type, n, FORMATS[type].elements * blocks, bias), {"T": t})
 
     return st.builds(
-        case, st.sampled_from(draw.NATIVE), st.integers(1, 70), st.integers(1, 6), st.integers(1, 20), st.booleans()
+        case, st.sampled_from(WEIGHT_TYPES), st.integers(1, 70), st.integers(1, 6), st.integers(1, 20), st.booleans()
     )
 
 
@@ -101,7 +102,7 @@ LINEAR = Op(
 
 def linear(b: Builder, x: Value, w: WeightRef, bias: WeightRef | None = None, out: Literal["act", "f32"] = "act") -> Value:
     """`W x (+ bias)`, `[T, k]` to `[T, n]`."""
-    return b.emit(LINEAR, LinearSpec(w.type, w.rows, w.k, bias is not None, out), x, w, *_given(bias))[0]
+    return b.emit(LINEAR, LinearSpec(w.type, w.rows, w.k, bias is not None, out), x, w, *_present(bias))[0]
 
 
 @dataclass(frozen=True)
@@ -127,15 +128,19 @@ def _make_linear_add(case: Case, rng: np.random.Generator) -> tuple[Concrete, ..
     return (draw.activations(rng, case.dims["T"], s.n), *_make_linear(Case(s.linear, case.dims), rng))
 
 
-def _linear_add_strategy() -> Any:
-    from hypothesis import strategies as st
+def _fusion_strategy(fused: Callable[[LinearSpec], Any]) -> Callable[[], Any]:
+    """Any format and small shape of a linear map, in the spec that `fused` makes of it."""
 
-    def case(type: GGMLType, n: int, blocks: int, bias: bool, t: int) -> Case:
-        spec = LinearSpec(type, n, FORMATS[type].elements * blocks, bias)
-        return Case(LinearAddSpec(spec, 0.5), {"T": t})
+    def strategy() -> Any:
+        from hypothesis import strategies as st
 
-    sizes = (st.integers(1, 50), st.integers(1, 4), st.booleans(), st.integers(1, 9))
-    return st.builds(case, st.sampled_from(draw.NATIVE), *sizes)
+        def case(type: GGMLType, n: int, blocks: int, bias: bool, t: int) -> Case:
+            return Case(fused(LinearSpec(type, n, FORMATS[type].elements * blocks, bias)), {"T": t})
+
+        sizes = (st.integers(1, 50), st.integers(1, 4), st.booleans(), st.integers(1, 9))
+        return st.builds(case, st.sampled_from(WEIGHT_TYPES), *sizes)
+
+    return strategy
 
 
 LINEAR_ADD = Op(
@@ -145,7 +150,7 @@ LINEAR_ADD = Op(
     lambda s: (Param("y", "f32", "T n"),),
     expand=_linear_add_expand,
     make=_make_linear_add,
-    strategy=_linear_add_strategy,
+    strategy=_fusion_strategy(lambda linear: LinearAddSpec(linear, 0.5)),
     cases=lambda: [
         Case(LinearAddSpec(LinearSpec(t, 67, 512, bias), 0.22), {"T": n})
         for t, bias, n in ((GGMLType.Q4_K, False, 1), (GGMLType.Q6_K, True, 3), (GGMLType.F16, False, 5))
@@ -158,7 +163,7 @@ def linear_add(
 ) -> Value:
     """`residual + scale * (W x + bias)`, float32."""
     spec = LinearAddSpec(LinearSpec(w.type, w.rows, w.k, bias is not None), scale)
-    return b.emit(LINEAR_ADD, spec, residual, x, w, *_given(bias))[0]
+    return b.emit(LINEAR_ADD, spec, residual, x, w, *_present(bias))[0]
 
 
 @dataclass(frozen=True)
@@ -210,9 +215,9 @@ def _norm_linear_params(s: NormLinearSpec) -> tuple[Param, ...]:
 
 
 def _norm_linear_expand(b: Builder, s: NormLinearSpec, inputs: Sequence[Operand]) -> Sequence[Value]:
-    taken = len(norm_params(s.norm))
-    x = norm(b, s.norm, *inputs[:taken])
-    rest = list(inputs[taken:])
+    n = len(norm_params(s.norm))
+    x = norm(b, s.norm, *inputs[:n])
+    rest = list(inputs[n:])
     made: list[Value] = []
     for lin in s.linears:
         count = len(linear_params(lin)) - 1
@@ -227,17 +232,6 @@ def _make_norm_linear(case: Case, rng: np.random.Generator) -> tuple[Concrete, .
     return (draw.activations(rng, case.dims["T"], s.norm.k), draw.weight(rng, GGMLType.F32, 1, s.norm.k, 1.0), *rest)
 
 
-def _norm_linear_strategy() -> Any:
-    from hypothesis import strategies as st
-
-    def case(type: GGMLType, n: int, blocks: int, bias: bool, t: int) -> Case:
-        spec = LinearSpec(type, n, FORMATS[type].elements * blocks, bias)
-        return Case(NormLinearSpec(NormSpec("rms", spec.k, 1e-5), (spec, spec)), {"T": t})
-
-    sizes = (st.integers(1, 50), st.integers(1, 4), st.booleans(), st.integers(1, 9))
-    return st.builds(case, st.sampled_from(draw.NATIVE), *sizes)
-
-
 NORM_LINEAR = Op(
     "norm_linear",
     NormLinearSpec,
@@ -245,7 +239,7 @@ NORM_LINEAR = Op(
     lambda s: tuple(Param(f"y{i}", lin.out, f"T {lin.n}") for i, lin in enumerate(s.linears)),
     expand=_norm_linear_expand,
     make=_make_norm_linear,
-    strategy=_norm_linear_strategy,
+    strategy=_fusion_strategy(lambda linear: NormLinearSpec(NormSpec("rms", linear.k, 1e-5), (linear, linear))),
     cases=lambda: [
         Case(
             NormLinearSpec(NormSpec("rms", 512, 1e-5), tuple(LinearSpec(t, n, 512, bias) for n in (64, 16, 16))),
@@ -261,7 +255,7 @@ def norm_linear(
 ) -> tuple[Value, ...]:
     """Each `(weight, bias)` of `maps` applied to `norm(x)`; `gains` are the norm's weight and, for layer norm, bias."""
     linears = tuple(LinearSpec(w.type, w.rows, w.k, bias is not None) for w, bias in maps)
-    rest = [ref for w, bias in maps for ref in (w, *_given(bias))]
+    rest = [ref for w, bias in maps for ref in (w, *_present(bias))]
     return b.emit(NORM_LINEAR, NormLinearSpec(spec, linears), x, *gains, *rest)
 
 
@@ -276,10 +270,10 @@ class NormGateUpSpec:
 
 
 def _norm_gate_up_expand(b: Builder, s: NormGateUpSpec, inputs: Sequence[Operand]) -> Sequence[Value]:
-    taken = len(norm_params(s.norm))
+    n = len(norm_params(s.norm))
     count = len(linear_params(s.gate)) - 1
-    x = norm(b, s.norm, *inputs[:taken])
-    rest = inputs[taken:]
+    x = norm(b, s.norm, *inputs[:n])
+    rest = inputs[n:]
     (gate,) = b.emit(LINEAR, s.gate, x, *rest[:count])
     (up,) = b.emit(LINEAR, s.up, x, *rest[count:])
     return (gated(b, GatedSpec(s.activation, s.gate.n), gate, up),)
@@ -303,17 +297,6 @@ def _norm_gate_up_cases() -> list[Case]:
     ]
 
 
-def _norm_gate_up_strategy() -> Any:
-    from hypothesis import strategies as st
-
-    def case(type: GGMLType, n: int, blocks: int, bias: bool, t: int) -> Case:
-        spec = LinearSpec(type, n, FORMATS[type].elements * blocks, bias)
-        return Case(NormGateUpSpec(NormSpec("rms", spec.k, 1e-5), spec, spec, "silu"), {"T": t})
-
-    sizes = (st.integers(1, 50), st.integers(1, 4), st.booleans(), st.integers(1, 9))
-    return st.builds(case, st.sampled_from(draw.NATIVE), *sizes)
-
-
 NORM_GATE_UP = Op(
     "norm_gate_up",
     NormGateUpSpec,
@@ -321,7 +304,7 @@ NORM_GATE_UP = Op(
     lambda s: (Param("y", "act", f"T {s.gate.n}"),),
     expand=_norm_gate_up_expand,
     make=_make_norm_gate_up,
-    strategy=_norm_gate_up_strategy,
+    strategy=_fusion_strategy(lambda s: NormGateUpSpec(NormSpec("rms", s.k, 1e-5), s, s, "silu")),
     cases=_norm_gate_up_cases,
 )
 
@@ -337,11 +320,11 @@ def norm_gate_up(
 ) -> Value:
     """`activation(gate norm(x)) * up norm(x)`, `[T, F]`."""
     specs = [LinearSpec(w.type, w.rows, w.k, bias is not None) for w, bias in (gate, up)]
-    rest = [ref for w, bias in (gate, up) for ref in (w, *_given(bias))]
+    rest = [ref for w, bias in (gate, up) for ref in (w, *_present(bias))]
     return b.emit(NORM_GATE_UP, NormGateUpSpec(spec, specs[0], specs[1], activation), x, *gains, *rest)[0]
 
 
-def _given(bias: WeightRef | None) -> tuple[WeightRef, ...]:
+def _present(bias: WeightRef | None) -> tuple[WeightRef, ...]:
     return () if bias is None else (bias,)
 
 

@@ -1,4 +1,4 @@
-"""How likely the drawn token was, and the best of its row: what is told of a row of logits instead of the row.
+"""How likely the drawn token was, and the best of its row: what is returned of a row of logits instead of the row.
 
     total          log(sum over j of exp(logits[j]))
     best           the `top` ids of the highest logits, the highest first; ids rise among equals
@@ -6,7 +6,7 @@
     logprobs[1:]   logits[best] - total
 
 These are the model's own probabilities, before any sampling setting. An infinite logit counts as minus infinity, as in
-`sample`, and so does its log probability. A row that drew no token (-1), as one with a NaN does, is told nothing of: minus
+`sample`, and so does its log probability. A row that drew no token (-1), as one with a NaN does, has none: minus
 infinity and ids of 0.
 """
 
@@ -21,32 +21,32 @@ from quarrel.ops.contract import Array, Case, Concrete, Op, Param, Value
 from quarrel.ops.null import Builder
 
 MOST_LOGPROBS = 20
-"""Of a row that are told, as OpenAI's interface allows."""
+"""Of a row that are returned, as OpenAI's interface allows."""
 
 
 @dataclass(frozen=True)
 class LogprobsSpec:
-    """`n` logits a row, of which the best `top` are told."""
+    """`n` logits a row, of which the best `top` are returned."""
 
     n: int
     top: int
 
     @property
-    def told(self) -> int:
+    def n_values(self) -> int:
         """Log probabilities of a row: the token's and the best ones'."""
         return 1 + self.top
 
 
 def logprobs_reference(s: LogprobsSpec, logits: Array, tokens: Array) -> tuple[Array, Array]:
     """NumPy body, in float64."""
-    told = np.full((len(logits), s.told), -np.inf, np.float32)
+    values = np.full((len(logits), s.n_values), -np.inf, np.float32)
     best = np.zeros((len(logits), s.top), np.int32)
     for row in np.flatnonzero(tokens >= 0):
         x = np.where(np.isfinite(logits[row]), logits[row], -np.inf).astype(np.float64)
         best[row] = np.argsort(-x, kind="stable")[: s.top]
         x -= x.max()
-        told[row] = x[[tokens[row], *best[row]]] - np.log(np.exp(x).sum())
-    return told, best
+        values[row] = x[[tokens[row], *best[row]]] - np.log(np.exp(x).sum())
+    return values, best
 
 
 def _make(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
@@ -77,7 +77,7 @@ LOGPROBS = Op(
     "logprobs",
     LogprobsSpec,
     lambda s: (Param("logits", "f32", "R n"), Param("tokens", "i32", "R")),
-    lambda s: (Param("logprobs", "f32", "R told"), Param("best", "i32", "R top")),
+    lambda s: (Param("logprobs", "f32", "R n_values"), Param("best", "i32", "R top")),
     reference=logprobs_reference,
     make=_make,
     strategy=_strategy,
@@ -99,5 +99,5 @@ LOGPROBS = Op(
 def logprobs(b: Builder, logits: Value, tokens: Value) -> tuple[Value, Value]:
     """Log probabilities `[R, 1 + top]` of the tokens and of the best, whose ids `[R, top]` follow."""
     n = int(logits.dims[1])
-    told, best = b.emit(LOGPROBS, LogprobsSpec(n, min(MOST_LOGPROBS, n)), logits, tokens)
-    return told, best
+    values, best = b.emit(LOGPROBS, LogprobsSpec(n, min(MOST_LOGPROBS, n)), logits, tokens)
+    return values, best

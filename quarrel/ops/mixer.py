@@ -39,10 +39,11 @@ class Mamba2MixSpec:
     scan: Scan2Spec
     taps: int
     eps: float
+    conv_bias: bool = True
 
     @property
     def conv(self) -> ConvSpec:
-        return ConvSpec(self.scan.width, self.taps)
+        return ConvSpec(self.scan.width, self.taps, self.conv_bias)
 
     @property
     def norm(self) -> GatedNormSpec:
@@ -57,8 +58,8 @@ class Mamba2MixSpec:
         return self.scan.width
 
     @property
-    def inner(self) -> int:
-        return self.scan.inner
+    def d_inner(self) -> int:
+        return self.scan.d_inner
 
     @property
     def n_heads(self) -> int:
@@ -78,12 +79,13 @@ class Mamba2MixSpec:
 
     @property
     def group_width(self) -> int:
-        return self.scan.inner // self.scan.n_groups
+        return self.scan.d_inner // self.scan.n_groups
 
 
 def _mamba2_expand(b: Builder, s: Mamba2MixSpec, inputs: Sequence[Operand]) -> Sequence[Value]:
-    xbc, dt, z, taps, offset, dt_bias, a, d, gain, *ragged, conv_state, state = inputs
-    (xbc,) = b.emit(CONV, s.conv, xbc, taps, offset, *ragged, conv_state)
+    xbc, dt, z, *conv, dt_bias, a, d, gain, starts, keys, slots, conv_state, state = inputs
+    ragged = (starts, keys, slots)
+    (xbc,) = b.emit(CONV, s.conv, xbc, *conv, *ragged, conv_state)
     (y,) = b.emit(SCAN2, s.scan, xbc, dt, dt_bias, a, d, *ragged, state)
     return b.emit(GATED_NORM, s.norm, y, z, gain)
 
@@ -94,10 +96,10 @@ def _make_mamba2(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
     assert SCAN2.make is not None
     assert GATED_NORM.make is not None
     xbc, dt, dt_bias, a, d, *ragged, state = SCAN2.make(Case(s.scan, case.dims), rng)
-    _, taps, offset, *_ = CONV.make(Case(s.conv, {"S": 1, "Q": 1}), rng)
+    conv = CONV.make(Case(s.conv, {"S": 1, "Q": 1}), rng)[1 : 3 if s.conv_bias else 2]
     _, z, gain = GATED_NORM.make(Case(s.norm, {"T": len(dt)}), rng)  # type: ignore[arg-type]
     conv_state = draw.activations(rng, case.dims["S"] + 2, *s.conv.state)
-    return (xbc, dt, z, taps, offset, dt_bias, a, d, gain, *ragged, conv_state, state)
+    return (xbc, dt, z, *conv, dt_bias, a, d, gain, *ragged, conv_state, state)
 
 
 def _mamba2_strategy() -> Any:
@@ -117,16 +119,16 @@ MAMBA2_MIX = Op(
     lambda s: (
         Param("xbc", "act", "T width"),
         Param("dt", "act", "T n_heads"),
-        Param("z", "act", "T inner"),
+        Param("z", "act", "T d_inner"),
         Param("taps", "weight", "width taps"),
-        Param("offset", "weight", "width"),
+        *((Param("offset", "weight", "width"),) if s.conv_bias else ()),
         *(Param(name, "weight", "n_heads") for name in ("dt_bias", "a", "d")),
         Param("gain", "weight", "n_groups group_width"),
         *RAGGED,
         Param("conv_state", "state", "tail width"),
         Param("state", "state", "n_heads head_dim n_state"),
     ),
-    lambda s: (Param("out", "act", "T inner"),),
+    lambda s: (Param("out", "act", "T d_inner"),),
     expand=_mamba2_expand,
     make=_make_mamba2,
     strategy=_mamba2_strategy,
@@ -137,6 +139,7 @@ MAMBA2_MIX = Op(
         Case(Mamba2MixSpec(Scan2Spec(2, 32, 2, 128), 4, 1e-5), {"S": 2, "Q": 90}, "longer than a chunk"),
         Case(Mamba2MixSpec(Scan2Spec(4, 32, 2, 16), 2, 1e-6), {"S": 5, "Q": 3}, "steps beside prompts"),
         Case(Mamba2MixSpec(Scan2Spec(5, 80, 1, 24), 3, 1e-6), {"S": 2, "Q": 4}, "odd sizes"),
+        Case(Mamba2MixSpec(Scan2Spec(4, 32, 2, 16), 4, 1e-5, conv_bias=False), {"S": 3, "Q": 2}, "no bias"),
     ],
 )
 
@@ -145,12 +148,13 @@ def mamba2_mix(
     b: Builder,
     spec: Mamba2MixSpec,
     rows: tuple[Value, Value, Value],
-    conv_weights: tuple[WeightRef, WeightRef],
+    conv_weights: tuple[WeightRef, ...],
     scan_weights: tuple[WeightRef, WeightRef, WeightRef],
     gain: WeightRef,
     states: tuple[StateRef, StateRef],
 ) -> Value:
-    """`[T, inner]`. `rows` are xbc, dt and z; `scan_weights` dt_bias, A, D; `states` of convolution and scan."""
+    """`[T, d_inner]`. `rows` are xbc, dt and z; `conv_weights` taps and perhaps a bias; `scan_weights` dt_bias, A and D;
+    `states` of convolution and scan."""
     return b.emit(MAMBA2_MIX, spec, *rows, *conv_weights, *scan_weights, gain, *step_inputs(b), *states)[0]
 
 

@@ -2,7 +2,7 @@
 
     route:        softmax        p = softmax(z), the k largest, divided by their sum (at least 2^-14) if `renormalise`
                   softmax_topk   the k largest of z, softmax over those
-                  sigmoid        p = sigmoid(z), the k largest of p + bias, weights p, divided by their sum if asked
+                  sigmoid        p = sigmoid(z), the k largest of p + bias, weights p, divided by their sum if `renormalise`
                   and all weights times `scale`. With groups, only experts of the `groups_used` best groups take part,
                   a group scoring the sum of its two best.
     expert_up:    y[t, j] = act(gate_e x_t, up_e x_t)     for the j-th chosen expert e of token t
@@ -23,6 +23,7 @@ from quarrel.gguf import FORMATS, GGMLType
 from quarrel.ops import draw
 from quarrel.ops.activation import activate, sigmoid
 from quarrel.ops.contract import Array, Case, Concrete, Op, Param, RawWeight, Value, WeightRef
+from quarrel.ops.formats import WEIGHT_TYPES
 from quarrel.ops.null import Builder
 
 Gate = Literal["softmax", "softmax_topk", "sigmoid"]
@@ -118,7 +119,7 @@ ROUTE = Op(
 
 def route(b: Builder, spec: RouteSpec, logits: Value, bias: WeightRef | None = None) -> tuple[Value, Value]:
     """Expert ids and weights, `[T, used]`."""
-    ids, weights = b.emit(ROUTE, spec, logits, *_given(bias))
+    ids, weights = b.emit(ROUTE, spec, logits, *_present(bias))
     return ids, weights
 
 
@@ -205,7 +206,7 @@ def _expert_up_strategy() -> Any:
 
     kinds = st.sampled_from(["silu", "relu2", "oai"])
     sizes = (st.integers(1, 6), st.integers(1, 3), st.integers(1, 40), st.integers(1, 3))
-    return st.builds(case, st.sampled_from(draw.NATIVE), *sizes, kinds, st.booleans(), st.integers(1, 9))
+    return st.builds(case, st.sampled_from(WEIGHT_TYPES), *sizes, kinds, st.booleans(), st.integers(1, 9))
 
 
 EXPERT_UP = Op(
@@ -277,7 +278,7 @@ def _expert_down_strategy() -> Any:
         return Case(spec, {"T": t})
 
     sizes = (st.integers(1, 6), st.integers(1, 3), st.integers(1, 40), st.integers(1, 3))
-    return st.builds(case, st.sampled_from(draw.NATIVE), *sizes, st.booleans(), st.integers(1, 9))
+    return st.builds(case, st.sampled_from(WEIGHT_TYPES), *sizes, st.booleans(), st.integers(1, 9))
 
 
 EXPERT_DOWN = Op(
@@ -307,8 +308,8 @@ def expert_down(
     b: Builder, spec: ExpertDownSpec, y: Value, ids: Value, weights: Value, down: WeightRef, bias: WeightRef | None = None
 ) -> Value:
     """`[T, n]` float32."""
-    return b.emit(EXPERT_DOWN, spec, y, ids, weights, down, *_given(bias))[0]
+    return b.emit(EXPERT_DOWN, spec, y, ids, weights, down, *_present(bias))[0]
 
 
-def _given(*refs: WeightRef | None) -> tuple[Any, ...]:
+def _present(*refs: WeightRef | None) -> tuple[Any, ...]:
     return tuple(ref for ref in refs if ref is not None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,18 @@ class Program:
     window: int = 0
     """How far back the layers of `window_groups` read (`ops/windows.py`)."""
     window_groups: int = 0
+
+
+def needed(nodes: Sequence[Node], wanted: Iterable[Value]) -> list[bool]:
+    """For each node whether a step runs it: where a wanted value depends on it, and where its op must always run."""
+    wants = {v.id for v in wanted}
+    marks: list[bool] = []
+    for node in reversed(nodes):
+        mark = node.op.always or any(v.id in wants for v in node.outputs)
+        if mark:
+            wants.update(v.id for v in node.inputs if isinstance(v, Value))
+        marks.append(mark)
+    return marks[::-1]
 
 
 STEP_INPUTS: Mapping[str, tuple[str, str]] = {

@@ -1,4 +1,4 @@
-"""Which implementation takes which op: asked once, when a program is compiled, and answered with reasons.
+"""Which implementation takes which op: decided once, when a program is compiled, with reasons.
 
 A backend registers an `Implementation` per op. `accepts(spec)` returns None to take the spec or a sentence to decline it,
 such as "needs head_dim 128, got 80". A declined composite is expanded on the same backend; a declined primitive raises
@@ -110,7 +110,7 @@ BACKENDS: Mapping[str, str] = {
 
 
 def backend(name: str, threads: int | None = None) -> Backend:
-    """The backend asked for by name, or `BackendUnavailable` with what is missing. `threads` is the CPU backend's."""
+    """The backend of this name, or `BackendUnavailable` with what is missing. `threads` is the CPU backend's."""
     if name not in BACKENDS:
         raise BackendUnavailable(f"no backend is called {name!r}: use auto, cpu, triton (NVIDIA GPUs) or mlx (Apple GPUs)")
     try:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from quarrel.gguf import GGMLType
+from quarrel.gguf import GGMLType, quantize
 from quarrel.ops import draw
 from quarrel.ops.activation import activate
 from quarrel.ops.contract import Array, Case, Concrete, Op, Param, RawWeight, StateRef, Value, WeightRef
@@ -39,28 +39,21 @@ def softplus(x: Array) -> Array:
 
 @dataclass(frozen=True)
 class ConvSpec:
-    """`width` taps over time, one filter per channel."""
+    """`width` taps over time, one filter per channel, perhaps with a bias."""
 
     channels: int
     width: int
+    bias: bool = True
 
     @property
     def state(self) -> tuple[int, int]:
         return (self.width - 1, self.channels)
 
 
-def conv_reference(
-    s: ConvSpec,
-    x: Array,
-    weight: RawWeight,
-    bias: RawWeight,
-    query_start: Array,
-    kv_len: Array,
-    state_slots: Array,
-    state: Array,
-) -> tuple[Array, Array]:
-    """NumPy body."""
-    taps, offset = weight.dense().astype(np.float64), bias.dense().reshape(-1)
+def conv_reference(s: ConvSpec, x: Array, weight: RawWeight, *rest: Any) -> tuple[Array, Array]:
+    """NumPy body; `rest` is the bias, if there is one, and what `CONV` says."""
+    *bias, query_start, kv_len, state_slots, state = rest
+    taps, offset = weight.dense().astype(np.float64), bias[0].dense().reshape(-1) if bias else 0.0
     y, after = np.empty(x.shape), state.copy()
     for row, slot in enumerate(state_slots):
         rows = slice(query_start[row], query_start[row + 1])
@@ -99,15 +92,15 @@ def _make_conv(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
     s: ConvSpec = case.spec
     tokens, ragged = _ragged(case, rng)
     weight = draw.weight(rng, GGMLType.F32, s.channels, s.width, 0.5)
-    bias = draw.weight(rng, GGMLType.F32, 1, s.channels, 0.5)
+    bias = (draw.weight(rng, GGMLType.F32, 1, s.channels, 0.5),) if s.bias else ()
     state = draw.activations(rng, case.dims["S"] + 2, *s.state)
-    return (draw.activations(rng, tokens, s.channels), weight, bias, *ragged, state)
+    return (draw.activations(rng, tokens, s.channels), weight, *bias, *ragged, state)
 
 
 def _conv_strategy() -> Any:
     from hypothesis import strategies as st
 
-    spec = st.builds(ConvSpec, st.integers(1, 130), st.integers(2, 6))
+    spec = st.builds(ConvSpec, st.integers(1, 130), st.integers(2, 6), st.booleans())
     ragged = {"S": st.integers(1, 4), "Q": st.integers(1, 40)}
     return st.builds(lambda spec, dims: Case(spec, dims), spec, st.fixed_dictionaries(ragged))
 
@@ -118,7 +111,7 @@ CONV = Op(
     lambda s: (
         Param("x", "act", "T channels"),
         Param("weight", "weight", "channels width"),
-        Param("bias", "weight", "channels"),
+        *((Param("bias", "weight", "channels"),) if s.bias else ()),
         *RAGGED,
         Param("state", "state"),
     ),
@@ -132,13 +125,15 @@ CONV = Op(
         Case(ConvSpec(96, 4), {"S": 3, "Q": 7}),
         Case(ConvSpec(33, 2), {"S": 2, "Q": 5}, "two taps"),
         Case(ConvSpec(16, 4), {"S": 4, "Q": 2}, "fewer tokens than taps"),
+        Case(ConvSpec(40, 4, bias=False), {"S": 3, "Q": 6}, "no bias"),
     ],
 )
 
 
-def conv(b: Builder, x: Value, weight: WeightRef, bias: WeightRef, state: StateRef) -> Value:
+def conv(b: Builder, x: Value, weight: WeightRef, bias: WeightRef | None, state: StateRef) -> Value:
     """`silu` of the causal convolution, `[T, channels]`."""
-    return b.emit(CONV, ConvSpec(weight.rows, weight.k), x, weight, bias, *step_inputs(b), state)[0]
+    weights = (weight,) if bias is None else (weight, bias)
+    return b.emit(CONV, ConvSpec(weight.rows, weight.k, bias is not None), x, *weights, *step_inputs(b), state)[0]
 
 
 @dataclass(frozen=True)
@@ -151,13 +146,13 @@ class Scan2Spec:
     n_state: int
 
     @property
-    def inner(self) -> int:
+    def d_inner(self) -> int:
         return self.n_heads * self.head_dim
 
     @property
     def width(self) -> int:
         """Channels of x, B and C together."""
-        return self.inner + 2 * self.n_groups * self.n_state
+        return self.d_inner + 2 * self.n_groups * self.n_state
 
     @property
     def state(self) -> tuple[int, int, int]:
@@ -179,10 +174,10 @@ def scan2_reference(
     """NumPy body: one token after the other, in float64."""
     decay, skip = a.dense().reshape(-1).astype(np.float64), d.dense().reshape(-1)
     step = softplus(dt + dt_bias.dense().reshape(-1))  # [T, H]
-    inner, wide = s.inner, s.n_groups * s.n_state
-    x = xbc[:, :inner].reshape(-1, s.n_heads, s.head_dim).astype(np.float64)
-    groups = xbc[:, inner:].reshape(-1, 2, s.n_groups, s.n_state).repeat(s.n_heads // s.n_groups, 2).astype(np.float64)
-    assert groups.shape[1] * wide == xbc.shape[1] - inner
+    d_inner, wide = s.d_inner, s.n_groups * s.n_state
+    x = xbc[:, :d_inner].reshape(-1, s.n_heads, s.head_dim).astype(np.float64)
+    groups = xbc[:, d_inner:].reshape(-1, 2, s.n_groups, s.n_state).repeat(s.n_heads // s.n_groups, 2).astype(np.float64)
+    assert groups.shape[1] * wide == xbc.shape[1] - d_inner
     y, after = np.empty(x.shape), state.copy()
     for row, slot in enumerate(state_slots):
         start, end = int(query_start[row]), int(query_start[row + 1])
@@ -192,18 +187,18 @@ def scan2_reference(
             h = keep * h + (step[t][:, None] * x[t])[..., None] * groups[t, 0][:, None, :]
             y[t] = (h * groups[t, 1][:, None, :]).sum(-1) + skip[:, None] * x[t]
         after[slot] = h
-    return y.reshape(len(xbc), inner).astype(np.float32), after
+    return y.reshape(len(xbc), d_inner).astype(np.float32), after
 
 
 def _make_scan2(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
     s: Scan2Spec = case.spec
     tokens, ragged = _ragged(case, rng)
     bias, skip = (draw.weight(rng, GGMLType.F32, 1, s.n_heads, 1.0) for _ in range(2))
-    decay = RawWeight(GGMLType.F32, draw.as_float_type(-rng.uniform(0.5, 16, (1, s.n_heads)), GGMLType.F32), s.n_heads)
+    decay = RawWeight(GGMLType.F32, quantize(-rng.uniform(0.5, 16, (1, s.n_heads)), GGMLType.F32), s.n_heads)
     state = draw.activations(rng, case.dims["S"] + 2, *s.state)
     dt, room = _step_sizes(case, rng, tokens, s.n_heads)
     xbc = draw.activations(rng, tokens, s.width)
-    xbc[:, : s.inner] *= room.repeat(s.head_dim, 1)
+    xbc[:, : s.d_inner] *= room.repeat(s.head_dim, 1)
     return (xbc, dt, bias, decay, skip, *ragged, state)
 
 
@@ -229,7 +224,7 @@ SCAN2 = Op(
         *RAGGED,
         Param("state", "state"),
     ),
-    lambda s: (Param("y", "act", "T inner"),),
+    lambda s: (Param("y", "act", "T d_inner"),),
     reference=scan2_reference,
     make=_make_scan2,
     strategy=_scan2_strategy,
@@ -293,7 +288,7 @@ def scan1_reference(
 def _make_scan1(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
     s: Scan1Spec = case.spec
     tokens, ragged = _ragged(case, rng)
-    decay = draw.as_float_type(-rng.uniform(0.5, 16, (s.channels, s.n_state)), GGMLType.F32)
+    decay = quantize(-rng.uniform(0.5, 16, (s.channels, s.n_state)), GGMLType.F32)
     skip = draw.weight(rng, GGMLType.F32, 1, s.channels, 1.0)
     state = draw.activations(rng, case.dims["S"] + 2, *s.state)
     x, b, c = (draw.activations(rng, tokens, n) for n in (s.channels, s.n_state, s.n_state))

@@ -86,8 +86,8 @@ class StepInputs:
         if group:
             arrays = self.window_slots if plain == "slots" else self.window_tables
             return None if arrays is None else arrays[int(group) - 1]
-        held = self if hasattr(self, name) else self.sample
-        return None if held is None else getattr(held, name)
+        owner = self if hasattr(self, name) else self.sample
+        return None if owner is None else getattr(owner, name)
 
     def check(self, limits: Limits, n_vocab: int) -> None:
         """Raises `RequestError` if anything is out of range; a device never has to."""
@@ -126,7 +126,7 @@ class StepInputs:
 
 @dataclass(frozen=True)
 class StepOutputs:
-    """What was asked for; the rest is None."""
+    """What `Want` names; the rest is None."""
 
     tokens: Array | None = None  # [R] int32
     logits: Array | None = None  # [R, V] float32
@@ -140,8 +140,8 @@ Want = Literal["tokens", "logprobs", "logits", "hidden", "mean", "both", "all"]
 """`logprobs` is tokens and how likely they were; `both` is tokens and logits: some rows are drawn on the device, others by
 the engine; `all` is the three."""
 
-_TOLD = ("tokens", "logprobs", "best")
-_OUTPUTS: dict[str, tuple[str, ...]] = {"logprobs": _TOLD, "both": ("tokens", "logits"), "all": (*_TOLD, "logits")}
+_DRAWN = ("tokens", "logprobs", "best")
+_OUTPUTS: dict[str, tuple[str, ...]] = {"logprobs": _DRAWN, "both": ("tokens", "logits"), "all": (*_DRAWN, "logits")}
 
 
 def outputs_of(want: Want) -> tuple[str, ...]:
@@ -170,12 +170,14 @@ def with_ids(inputs: StepInputs, last: Array | None) -> StepInputs:
     """The inputs with every id known: those that `from_last` points at are taken from `last`, the tokens before."""
     if inputs.from_last is None:
         return inputs
-    taken = inputs.from_last >= 0
-    if taken.any() and (last is None or int(inputs.from_last.max()) >= len(last)):
+    replaced = inputs.from_last >= 0
+    if replaced.any() and (last is None or int(inputs.from_last.max()) >= len(last)):
         rows = "none" if last is None else len(last)
         raise RequestError(f"step inputs are unusable: from_last names row {inputs.from_last.max()} of {rows} tokens")
     # A row without a number drew -1. Its sequence is over, but its next step may be on the way already: any id will do.
-    ids = inputs.ids if last is None else np.where(taken, np.maximum(last[np.maximum(inputs.from_last, 0)], 0), inputs.ids)
+    ids = (
+        inputs.ids if last is None else np.where(replaced, np.maximum(last[np.maximum(inputs.from_last, 0)], 0), inputs.ids)
+    )
     return replace(inputs, ids=ids.astype(np.int32), from_last=None)
 
 
@@ -187,7 +189,7 @@ class WeightSource(Protocol):
 
 
 @dataclass(frozen=True)
-class Taken:
+class ExplainLine:
     """One line of `quarrel explain`: where, what, by whom, and who declined."""
 
     path: str
@@ -229,7 +231,7 @@ class Step(Protocol):
     def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies the recurrent state in slots (source, destination) of every layer, after the launches so far."""
 
-    def explain(self) -> list[Taken]:
+    def explain(self) -> list[ExplainLine]:
         """Who took what."""
 
     def memory(self) -> MemoryPlan:
@@ -249,7 +251,7 @@ class CountsExperts(Protocol):
 
 @runtime_checkable
 class Backend(Protocol):
-    """One way to compute. `run_op` is the door for tests, fuzzers and QUARREL_CHECK."""
+    """One way to compute. Tests, fuzzers and QUARREL_CHECK use `run_op`."""
 
     name: str
     step_tokens: int

@@ -2,9 +2,9 @@
 
 Layers come in groups: those without a window, and `window_groups` groups of those with one, none larger than the first
 allows for. Each group has block tables of its own, so that blocks behind a window can go while the others' stay. Layer i
-of every group lies in the same array: a cache is one pool of blocks, and a block serves whichever group it is given to.
+of every group lies in the same array: a cache is one pool of blocks, and a block serves any group.
 
-    layers        full full full   windowed windowed windowed   windowed windowed
+    layers        all  all  all    windowed windowed windowed   windowed windowed
     arrays           0    1    2          0        1        2          0        1
     table         block_table       block_table.1                block_table.2
 """
@@ -18,19 +18,19 @@ from quarrel.ops.program import KVLayer, Node, Program, group_input
 
 MOST_GROUPS = 8
 """Block tables beside the first: each is as long as a context, and part of every step's inputs."""
-WORTH = 0.9
-"""Of the bytes with one table, what it may take at most to be done at all."""
+LARGEST_PART = 0.9
+"""Groups are formed if the cache then takes at most this part of its bytes with one table."""
 
 
 def by_window(program: Program) -> Program:
     """The program in groups; the same one where its layers have no windows or all have one, or keep unlike rows."""
     layers = program.caches
     windowed = [i for i, layer in enumerate(layers) if layer.window]
-    full = [i for i, layer in enumerate(layers) if not layer.window]
-    if not windowed or not full or len({(c.n_kv, c.head_dim) for c in layers}) > 1:
+    unbounded = [i for i, layer in enumerate(layers) if not layer.window]
+    if not windowed or not unbounded or len({(c.n_kv, c.head_dim) for c in layers}) > 1:
         return program
-    arrays = max(len(full), -(-len(windowed) // MOST_GROUPS))
-    places = {layer: (i, 0) for i, layer in enumerate(full)}
+    arrays = max(len(unbounded), -(-len(windowed) // MOST_GROUPS))
+    places = {layer: (i, 0) for i, layer in enumerate(unbounded)}
     places |= {layer: (i % arrays, 1 + i // arrays) for i, layer in enumerate(windowed)}
     groups = -(-len(windowed) // arrays)
     next_id = 1 + max(v.id for v in [*(v for n in program.nodes for v in n.outputs), *program.inputs.values()])
@@ -49,12 +49,12 @@ def by_window(program: Program) -> Program:
         (ref,) = refs
         array, group = places[ref.layer]
 
-        def operand(given: Operand) -> Operand:
-            if given is ref:
+        def operand(o: Operand) -> Operand:
+            if o is ref:
                 return CacheRef(array)
-            if isinstance(given, Value) and given.id in tables:
-                return inputs[group_input(tables[given.id], group)]
-            return given
+            if isinstance(o, Value) and o.id in tables:
+                return inputs[group_input(tables[o.id], group)]
+            return o
 
         return replace(node, inputs=tuple(operand(i) for i in node.inputs))
 
@@ -68,13 +68,13 @@ def by_window(program: Program) -> Program:
     )
 
 
-def worth(program: Program, context: int) -> Program:
-    """`by_window` where a sequence of this length takes clearly less so."""
+def by_window_if_smaller(program: Program, context: int) -> Program:
+    """`by_window` if a sequence of this length then takes clearly less memory; else the program as it is."""
     grouped = by_window(program)
     rows = context + grouped.window_groups * min(context, grouped.window)
-    return grouped if rows * len(grouped.caches) <= WORTH * context * len(program.caches) else program
+    return grouped if rows * len(grouped.caches) <= LARGEST_PART * context * len(program.caches) else program
 
 
-def as_planned(program: Program, groups: int) -> Program:
-    """In groups if the limits that it is compiled for say so."""
+def with_window_groups(program: Program, groups: int) -> Program:
+    """`by_window` if the limits that it is compiled for have groups."""
     return by_window(program) if groups else program

@@ -1,5 +1,6 @@
-"""One model on several devices: a process a device, that hold a share each and run every step together."""
+"""One model on several devices: a process for each, which holds a shard and runs every step with the others."""
 
+from quarrel.parallel.step import compile_shared
 from quarrel.parallel.team import Team, Work
 
-__all__ = ["Team", "Work"]
+__all__ = ["Team", "Work", "compile_shared"]

@@ -1,37 +1,77 @@
-"""The step of all members: every call goes to the others first, then to this process's own share."""
+"""The step of all members: every call goes to the others first, then to this process's own shard."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 
-from quarrel.errors import EngineFault, RequestError
+from quarrel.errors import BackendUnavailable, EngineFault, RequestError
+from quarrel.gguf import GGUFFile
+from quarrel.models import ModelSpec, Tensors, assemble
+from quarrel.models.shard import shard
+from quarrel.ops.collective import Joins
 from quarrel.ops.contract import Array, Compute
 from quarrel.ops.step import (
+    Backend,
     CountsExperts,
+    ExplainLine,
     Limits,
     MemoryPlan,
     Pending,
     Step,
     StepInputs,
     StepOutputs,
-    Taken,
     Want,
     outputs_of,
 )
-from quarrel.parallel import wire
-
-if TYPE_CHECKING:
-    from quarrel.parallel.team import Team
+from quarrel.ops.windows import with_window_groups
+from quarrel.parallel.messages import pack, pack_step
+from quarrel.parallel.team import Team
 
 SOON = 1.0
 """Seconds after a device's own fault in which the loss of another process, its likely cause, is known."""
 
 
+def compile_shared(
+    team: Team,
+    backend: Backend,
+    whole: ModelSpec,
+    file: GGUFFile,
+    limits: Limits,
+    n_ctx: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> Step:
+    """The step of all members, on the thread that will run it. Closes the team if one of them fails."""
+    from quarrel.parallel.group import TorchGroup
+    from quarrel.parallel.worker import device_of
+
+    if not isinstance(backend, Joins):
+        message = f"the {backend.name} backend runs on one device: leave tensor_parallel out"
+        raise BackendUnavailable(message, "tensor_parallel")
+    work = team.work
+    try:
+        team.free_bytes()
+        team.send(pack(do="load", n_ctx=n_ctx, limits=asdict(limits)))
+        peer_sums = backend.peer_sums if work.peer_sums else None
+        team.group = TorchGroup(team.folder, 0, work.ranks, device_of(backend.name, 0), peer_sums)
+        backend.join(team.group)
+        spec, tensors = shard(whole, Tensors(file), 0, work.ranks, work.split)
+        program = with_window_groups(assemble(spec, tensors), limits.window_groups)
+        step = backend.compile(program, tensors, limits, work.compute, progress)
+        for member in team.members:
+            member.wait("ready")
+    except BaseException:
+        fault = team.fault()
+        team.close()
+        if fault is not None:
+            raise fault from None
+        raise
+    return ParallelStep(step, team, whole.n_vocab)
+
+
 @dataclass(frozen=True)
 class _Shared:
-    """A step on its way on every device; a fault of any of them is raised here."""
+    """A step that runs on every device; a fault of any of them is raised here."""
 
     own: Pending
     team: Team
@@ -59,11 +99,11 @@ class ParallelStep:
         return self.launch(inputs, want).result()
 
     def launch(self, inputs: StepInputs, want: Want) -> Pending:
-        # What this share would refuse must not reach the others, who would wait for it.
+        # What this process would refuse must not reach the others, who would wait for it.
         inputs.check(self.limits, self._n_vocab)
         if "tokens" in outputs_of(want) and inputs.sample is None:
-            raise RequestError("tokens are asked for without sampling controls: fill StepInputs.sample")
-        self._tell(wire.step(inputs, want))
+            raise RequestError("tokens are wanted without sampling controls: fill StepInputs.sample")
+        self._send(pack_step(inputs, want))
         try:
             return _Shared(self._own.launch(inputs, want), self._team)
         except Exception as error:
@@ -73,18 +113,18 @@ class ParallelStep:
             raise (fault or EngineFault(f"the devices are out of step: {type(error).__name__}: {error}")) from error
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self._tell(wire.words(do="copy_blocks", pairs=[[int(a), int(b)] for a, b in pairs]))
+        self._send(pack(do="copy_blocks", pairs=[[int(a), int(b)] for a, b in pairs]))
         self._own.copy_blocks(pairs)
 
     def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self._tell(wire.words(do="copy_states", pairs=[[int(a), int(b)] for a, b in pairs]))
+        self._send(pack(do="copy_states", pairs=[[int(a), int(b)] for a, b in pairs]))
         self._own.copy_states(pairs)
 
     def expert_counts(self) -> dict[str, Array]:
         """See `ops.step.CountsExperts`; every member routes all tokens."""
         return self._own.expert_counts() if isinstance(self._own, CountsExperts) else {}
 
-    def explain(self) -> list[Taken]:
+    def explain(self) -> list[ExplainLine]:
         return self._own.explain()
 
     def memory(self) -> MemoryPlan:
@@ -98,8 +138,8 @@ class ParallelStep:
         finally:
             self._team.close()
 
-    def _tell(self, message: bytes) -> None:
+    def _send(self, message: bytes) -> None:
         fault = self._team.fault()
         if fault is not None:
             raise fault
-        self._team.tell(message)
+        self._team.send(message)

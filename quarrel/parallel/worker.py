@@ -1,27 +1,27 @@
-"""A member that is not the first: a process of its own, which runs what it is told, and ends when nobody tells it anything.
-
-python -m quarrel.parallel.worker FD          FD: its end of a socket pair
-"""
+"""A member that is not the first: a process of its own, which runs the steps that it receives."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import queue
-import socket
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
+from quarrel.child.heartbeat import Heart
+from quarrel.child.phase import Phase, PhaseClock
+from quarrel.child.spawn import link_of
+from quarrel.child.wire import Link, pack_error
 from quarrel.errors import QuarrelError
 from quarrel.gguf import GGUFFile
 from quarrel.models import ModelSpec, Tensors, assemble, read_spec
 from quarrel.models.shard import shard
+from quarrel.ops.collective import Joins
 from quarrel.ops.registry import backend as backend_named
 from quarrel.ops.step import Limits, Pending, Step
-from quarrel.ops.windows import as_planned
-from quarrel.parallel import wire
+from quarrel.ops.windows import with_window_groups
+from quarrel.parallel.messages import Message, pack, unpack
 
 
 def device_of(backend: str, rank: int) -> Any:
@@ -32,50 +32,58 @@ def device_of(backend: str, rank: int) -> Any:
         return torch.device("cpu")
     found = torch.cuda.device_count()
     if rank >= found:
-        raise QuarrelError(f"this machine has {found} GPUs: use a smaller tensor_parallel")
+        raise QuarrelError(f"this machine has {found} GPUs: use a smaller tensor_parallel", "tensor_parallel")
     torch.cuda.set_device(rank)
     return torch.device("cuda", rank)
 
 
 class Worker:
-    """One member's life."""
+    """One member: loads its share, then runs steps."""
 
-    def __init__(self, link: socket.socket) -> None:
+    def __init__(self, link: Link) -> None:
         self._link = link
+        self._clock = PhaseClock("loading")
         self._pending: Pending | None = None
         self._messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        Heart(self._clock, self._beat)
         threading.Thread(target=self._listen, daemon=True).start()
 
     def run(self) -> None:
         """Until the first process is gone."""
-        started = self._next()
-        device = device_of(started["backend"], started["rank"])
-        backend = backend_named(started["backend"], started["threads"])
+        self._clock.follow_compiler()
+        work = self._next()
+        device = device_of(work["backend"], work["rank"])
+        backend = backend_named(work["backend"], work["threads"])
         reason = backend.unavailable()
         if reason is not None:
             raise QuarrelError(f"backend {backend.name} cannot run: {reason}")
-        wire.send(self._link, wire.words(do="free", bytes=backend.free_bytes()))
-        go = self._next()
-        # Its tensors are on this device from now on, and its sums with those of the others.
+        self._link.send(pack(do="free", bytes=backend.free_bytes()))
+        load = self._next()
+        # From here on its tensors are on this device, and its sums are those of the group.
         from quarrel.parallel.group import TorchGroup
 
-        place = (started["rank"], started["ranks"], device)
-        group = TorchGroup(Path(started["folder"]), *place, started["one_shot"])
-        backend.join(group)  # type: ignore[attr-defined]
-        with GGUFFile.open([Path(p) for p in started["paths"]]) as file:
-            whole = read_spec(file, go["n_ctx"])
+        assert isinstance(backend, Joins)
+        peer_sums = backend.peer_sums if work["peer_sums"] else None
+        backend.join(TorchGroup(Path(work["folder"]), work["rank"], work["ranks"], device, peer_sums))
+        with GGUFFile.open([Path(p) for p in work["paths"]]) as file:
+            whole = read_spec(file, load["n_ctx"])
             assert isinstance(whole, ModelSpec)
-            spec, tensors = shard(whole, Tensors(file), started["rank"], started["ranks"], started["split"])
-            limits = Limits(**go["limits"])
-            program = as_planned(assemble(spec, tensors), limits.window_groups)
-            step = backend.compile(program, tensors, limits, started["compute"])
-            wire.send(self._link, wire.words(do="ready"))
+            spec, tensors = shard(whole, Tensors(file), work["rank"], work["ranks"], work["split"])
+            limits = Limits(**load["limits"])
+            program = with_window_groups(assemble(spec, tensors), limits.window_groups)
+            with self._clock.compiling():
+                step = backend.compile(program, tensors, limits, work["compute"])
+            self._link.send(pack(do="ready"))
             while True:
-                self._do(step, wire.parse(self._messages.get()))
+                self._clock.enter("idle")
+                message = unpack(self._messages.get())
+                self._clock.enter("stepping")
+                self._handle(step, message)
 
-    def _do(self, step: Step, message: Any) -> None:
+    def _handle(self, step: Step, message: Any) -> None:
         if isinstance(message, tuple):
-            # Results are everyone's: nobody asks for this one's. But as many are on their way as the first process has.
+            # Every member has the same results, and the first one's are used. Waiting for the step before keeps as many in
+            # flight as there are in the first process.
             before, self._pending = self._pending, step.launch(*message)
             if before is not None:
                 before.result()
@@ -84,29 +92,26 @@ class Worker:
         elif message["do"] == "copy_states":
             step.copy_states([(a, b) for a, b in message["pairs"]])
 
-    def _next(self) -> wire.Words:
-        message = wire.parse(self._messages.get())
+    def _next(self) -> Message:
+        message = unpack(self._messages.get())
         assert not isinstance(message, tuple)
         return message
 
+    def _beat(self, phase: Phase, seconds: float) -> None:
+        with contextlib.suppress(OSError):  # the first process is gone, which `_listen` notices
+            self._link.send(pack(do="beat", phase=phase, seconds=seconds))
+
     def _listen(self) -> None:
-        while True:
-            message = wire.receive(self._link)
-            if message is None:
-                # Whatever this process waits for, nobody will read it.
-                os._exit(0)
+        while (message := self._link.receive()) is not None:
             self._messages.put(message)
+        os._exit(0)  # nobody would read what this process waits for
 
 
-def main() -> None:
-    link = socket.socket(fileno=int(sys.argv[1]))
+def main(descriptor: int) -> None:
+    link = link_of(descriptor)
     try:
         Worker(link).run()
     except BaseException as error:
         with contextlib.suppress(OSError):
-            wire.send(link, wire.words(do="fault", kind=type(error).__name__, said=str(error) or repr(error)))
+            link.send(pack(do="fault", error=pack_error(error)))
         os._exit(1)
-
-
-if __name__ == "__main__":
-    main()

@@ -26,5 +26,5 @@ def chunks(tokens: Sequence[int], n_ctx: int, bos: int | None, most: int | None 
 
 
 def scored(n_ctx: int) -> slice:
-    """Rows of a piece's logits that count: row t is held against token t + 1."""
+    """Rows of a piece's logits that count: row t predicts token t + 1."""
     return slice(n_ctx // 2, n_ctx - 1)

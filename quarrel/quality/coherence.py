@@ -1,4 +1,4 @@
-"""Signs that a continuation is broken, whatever it says: what wrong weights or a wrong kernel write."""
+"""Signs that a continuation is broken, whatever its meaning: what wrong weights or a wrong kernel write."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quarrel.quality.logprobs import FLOOR, log_softmax
+from quarrel.quality.base_file import FLOOR, log_softmax
 
 Array = npt.NDArray[Any]
 QUANTILES = (0.0, 0.01, 0.05, 0.1, 0.5, 0.9, 0.95, 0.99, 0.999, 1.0)
@@ -59,9 +59,9 @@ class Score:
         self.nll.append(-own[at, targets])
         if base is not None:
             self.base.append(-base[at, targets].astype(np.float64))
-            told = base > -FLOOR
-            gain = np.exp(base, dtype=np.float64, where=told, out=np.zeros(base.shape)) * (base - own)
-            self.kld.append(np.where(told, gain, 0.0).sum(-1))
+            known = base > -FLOOR
+            gain = np.exp(base, dtype=np.float64, where=known, out=np.zeros(base.shape)) * (base - own)
+            self.kld.append(np.where(known, gain, 0.0).sum(-1))
             self.same.append(own.argmax(-1) == base.argmax(-1))
 
     def __len__(self) -> int:
@@ -99,7 +99,7 @@ def _mean(values: Array) -> Estimate:
 
 def _exponential(values: Array) -> Estimate:
     mean = _mean(values)
-    # Beyond float range a perplexity says nothing any more.
+    # Beyond float range a perplexity means nothing.
     value = math.exp(min(mean.value, 700.0))
     return Estimate(value, mean.error * value)
 

@@ -16,7 +16,7 @@ from quarrel.quality.divergence import Divergence, Estimate, Score
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What came out."""
+    """The result."""
 
     perplexity: Estimate
     tokens: int
@@ -27,11 +27,13 @@ class Evaluation:
     divergence: Divergence | None = None
 
 
-Told = Callable[[int, int, float], None]
+Progress = Callable[[int, int, float], None]
 """Chunks done, chunks in all, perplexity so far."""
 
 
-def evaluate(llm: LLM, pieces: Sequence[Sequence[int]], base: BaseFile | None, save: Path | None, told: Told) -> Evaluation:
+def evaluate(
+    llm: LLM, pieces: Sequence[Sequence[int]], base: BaseFile | None, save: Path | None, progress: Progress
+) -> Evaluation:
     """Scores the second half of every piece; all have the same length."""
     began, score = time.perf_counter(), Score()
     rows = scored(len(pieces[0]))
@@ -43,7 +45,7 @@ def evaluate(llm: LLM, pieces: Sequence[Sequence[int]], base: BaseFile | None, s
             score.add(logits, piece[rows.start + 1 :], None if references is None else next(references))
             if writer is not None:
                 writer.add(logits)
-            told(i + 1, len(pieces), score.perplexity().value)
+            progress(i + 1, len(pieces), score.perplexity().value)
         if writer is not None:
             writer.finish()
     except BaseException:

@@ -1,4 +1,4 @@
-"""Files that a person names: what is wrong with one is a sentence, and told before anything is measured."""
+"""Files that a person names: a wrong one is a sentence, before anything is measured."""
 
 from __future__ import annotations
 

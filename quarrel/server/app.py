@@ -16,17 +16,17 @@ from starlette.staticfiles import StaticFiles
 
 from quarrel import __version__
 from quarrel.errors import QuarrelError
-from quarrel.server import ollama, openai, rerank, responses, rest, socket
-from quarrel.server.document import document, methods_of
+from quarrel.server import ollama, openai, rerank, responses, rest, websocket
+from quarrel.server.dispatch import Dispatcher
 from quarrel.server.errors import Refused, openai_body, plain_body, refused
-from quarrel.server.guard import App, Guard
 from quarrel.server.keys import Keyring
 from quarrel.server.limits import Limiter
 from quarrel.server.metrics import Metrics
+from quarrel.server.middleware import App, Middleware
+from quarrel.server.models import Load, ModelManager
+from quarrel.server.openapi import document, methods_of
 from quarrel.server.settings import Settings
-from quarrel.server.shelf import Load, Shelf
 from quarrel.server.traces import Traces
-from quarrel.server.work import Desk
 
 STATIC = Path(__file__).parent / "static"
 log = logging.getLogger("quarrel.server")
@@ -37,7 +37,7 @@ class Server:
     """An application and what stands behind it. `app` is what an ASGI server runs."""
 
     app: App
-    desk: Desk
+    dispatcher: Dispatcher
     keys: Keyring
     metrics: Metrics
     api: FastAPI
@@ -49,29 +49,31 @@ def build(settings: Settings, load: Load, traces: Traces | None = None) -> Serve
     keys = Keyring(settings.data_dir, settings.api_key)
     settings.check(bool(keys.keys()))
     limiter = Limiter(settings.rates)
-    shelf = Shelf(settings.models, settings.models_dir, load)
-    metrics = Metrics(shelf)
-    desk = Desk(shelf, settings, limiter, metrics, traces)
+    models = ModelManager(settings.models, settings.models_dir, load)
+    metrics = Metrics(models)
+    dispatcher = Dispatcher(models, settings, limiter, metrics, traces)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         try:
             yield
         finally:
-            await shelf.close()
+            await models.close()
 
     api = FastAPI(title="Quarrel", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     if settings.ollama:  # first, as /api/generate then is Ollama's
-        api.include_router(ollama.routes(desk))
-    api.include_router(openai.routes(desk))
-    api.include_router(responses.routes(desk))
-    api.include_router(rerank.routes(desk))
-    api.include_router(rest.routes(desk, metrics))
-    api.include_router(socket.routes(desk, metrics))
+        api.include_router(ollama.routes(dispatcher))
+    api.include_router(openai.routes(dispatcher))
+    api.include_router(responses.routes(dispatcher))
+    api.include_router(rerank.routes(dispatcher))
+    api.include_router(rest.routes(dispatcher, metrics))
+    api.include_router(websocket.routes(dispatcher, metrics))
     _page(api)
     _errors(api, metrics)
     api.openapi = lambda: document(api)  # type: ignore[method-assign]
-    return Server(Guard(api, settings, keys, limiter, metrics, traces, desk.gate), desk, keys, metrics, api)
+    return Server(
+        Middleware(api, settings, keys, limiter, metrics, traces, dispatcher.check_capacity), dispatcher, keys, metrics, api
+    )
 
 
 def _page(api: FastAPI) -> None:

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
+from quarrel.server.dispatch import Dispatcher
 from quarrel.server.errors import Refused
 from quarrel.server.schemas import Body
-from quarrel.server.work import Desk
-from quarrel.server.wrong import told
+from quarrel.server.validation import first_fault
 
 B = TypeVar("B", bound=Body)
 IGNORED = "X-Quarrel-Ignored"
@@ -26,19 +26,19 @@ def body_of(schema: type[BaseModel]) -> dict[str, Any]:
     return {"openapi_extra": {"requestBody": {"required": True, "content": content}}}
 
 
-async def reported(request: Request, schema: type[B], desk: Desk) -> tuple[B, dict[str, str]]:
+async def read_body(request: Request, schema: type[B], dispatcher: Dispatcher) -> tuple[B, dict[str, str]]:
     """The body, and the headers that name fields which were ignored. Raises `Refused` (400)."""
-    body = parsed(await request.body(), schema)
-    return body, ignored(body, desk, request.url.path)
+    body = parse_body(await request.body(), schema)
+    return body, ignored_fields(body, dispatcher, request.url.path)
 
 
-def ignored(body: Body, desk: Desk, where: str) -> dict[str, str]:
+def ignored_fields(body: Body, dispatcher: Dispatcher, where: str) -> dict[str, str]:
     """Refuses unknown fields where the API is strict, else names them for a header."""
     unknown = body.unknown()
     if not unknown:
         return {}
     names = ", ".join(n[:40] for n in unknown[:10])
-    if desk.settings.strict_api:
+    if dispatcher.settings.strict_api:
         raise Refused(400, "unknown_field", f"not understood here: {names}", param=unknown[0][:40])
     log.warning("%s: ignored %s", where, names.encode("ascii", "backslashreplace").decode())
     # A header's value neither begins nor ends with a space, so names have none.
@@ -46,7 +46,7 @@ def ignored(body: Body, desk: Desk, where: str) -> dict[str, str]:
     return {IGNORED: ", ".join(shown)}
 
 
-def parsed(raw: bytes | str, schema: type[B]) -> B:
+def parse_body(raw: bytes | str, schema: type[B]) -> B:
     """A body by its schema; `Refused` (400) says which field is wrong and what was wanted."""
     try:
         data = json.loads(raw, parse_constant=_no_constant)
@@ -60,7 +60,7 @@ def parsed(raw: bytes | str, schema: type[B]) -> B:
     try:
         return schema.model_validate(data)
     except ValidationError as error:
-        field, sentence = told(error)
+        field, sentence = first_fault(error)
         raise Refused(400, "invalid_request", sentence, param=field) from error
 
 

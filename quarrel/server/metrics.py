@@ -1,4 +1,4 @@
-"""The server's own Prometheus metrics, by the names that dashboards ask for."""
+"""The server's own Prometheus metrics, by the names that dashboards use."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from quarrel.metrics import EngineMetrics
-from quarrel.server.shelf import Shelf
+from quarrel.server.models import ModelManager
 
 _BUCKETS = tuple(0.01 * 2**i for i in range(10))
 _SIZES = tuple(4.0**i for i in range(3, 14))
@@ -19,7 +19,7 @@ TEXT = "text/plain; version=0.0.4; charset=utf-8"
 class Metrics:
     """One per application; its registry is its own."""
 
-    def __init__(self, shelf: Shelf) -> None:
+    def __init__(self, models: ModelManager) -> None:
         self.registry = CollectorRegistry()
         r = self.registry
         self.connections = Gauge("quarrel_webui_connections_active", "WebSocket connections now", registry=r)
@@ -49,19 +49,19 @@ class Metrics:
             Histogram(f"quarrel_webui_http_{what}_size_bytes", help, ["endpoint"], buckets=_SIZES, registry=r)
             for what, help in (("request", "Bodies that came, by their header"), ("response", "Bodies that went"))
         )
-        self.asked = Counter(
+        self.generations = Counter(
             "quarrel_webui_inference_requests", "Generations by how they ended", ["model", "status"], registry=r
         )
         self.full = Counter("quarrel_webui_inference_queue_full", "Refused for a full queue", ["model"], registry=r)
         self.limited = Counter("quarrel_webui_connections_rate_limited", "Requests refused by a rate limit", registry=r)
-        r.register(_Models(shelf))
-        r.register(EngineMetrics(lambda: [(e.name, e.held.llm) for e in shelf.entries() if e.held is not None]))
+        r.register(_Models(models))
+        r.register(EngineMetrics(lambda: [(e.name, e.loaded.llm) for e in models.entries() if e.loaded is not None]))
 
-    def answered(self, method: str, route: str, status: int, seconds: float, asked: int, sent: int) -> None:
-        """One HTTP answer. route: a pattern, never the path, which is the caller's to invent. asked, sent: bytes."""
+    def answered(self, method: str, route: str, status: int, seconds: float, received: int, sent: int) -> None:
+        """One HTTP answer. route: a pattern, never the path, which the caller could invent. received, sent: bytes."""
         self.http.labels(method, route, str(status)).inc()
         self.http_seconds.labels(route).observe(seconds)
-        self.request_bytes.labels(route).observe(asked)
+        self.request_bytes.labels(route).observe(received)
         self.response_bytes.labels(route).observe(sent)
         if status == 429:
             self.limited.inc()
@@ -71,10 +71,10 @@ class Metrics:
 
 
 class _Models(Collector):
-    """Read from the engines when asked."""
+    """Read from the engines at each scrape."""
 
-    def __init__(self, shelf: Shelf) -> None:
-        self._shelf = shelf
+    def __init__(self, models: ModelManager) -> None:
+        self._models = models
 
     def collect(self) -> list[GaugeMetricFamily | CounterMetricFamily]:
         loaded = GaugeMetricFamily("quarrel_webui_models_loaded", "Models in memory", labels=["model", "backend"])
@@ -88,16 +88,16 @@ class _Models(Collector):
         restarts = CounterMetricFamily(
             "quarrel_engine_process_restarts", "Times that a model's process ended and was started again", labels=["model"]
         )
-        for entry in self._shelf.entries():
+        for entry in self._models.entries():
             restarts.add_metric([entry.name], entry.restarts)
-            if entry.held is None:
+            if entry.loaded is None:
                 continue
-            e, activity = entry.held.llm.explain(), entry.held.llm.activity()
+            e, activity = entry.loaded.llm.explain(), entry.loaded.llm.activity()
             loaded.add_metric([entry.name, e.backend], 1)
             memory.add_metric([entry.name], e.memory.weights + e.memory.cache + e.memory.activations)
             seconds.add_metric([entry.name], entry.load_seconds)
             queue.add_metric([entry.name], activity.waiting)
             active.add_metric([entry.name], activity.running)
-            stats = entry.held.llm.stats()
+            stats = entry.loaded.llm.stats()
             speed.add_metric([entry.name], stats.decode_tokens / stats.decode_seconds if stats.decode_seconds else 0.0)
         return [loaded, memory, seconds, queue, speed, active, restarts]

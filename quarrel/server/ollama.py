@@ -10,7 +10,6 @@ import hashlib
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,14 +20,21 @@ from starlette.responses import JSONResponse, Response
 
 from quarrel import __version__
 from quarrel.engine import Result, Service
-from quarrel.errors import QuarrelError
-from quarrel.llm import Structure
-from quarrel.server.body import body_of, reported
-from quarrel.server.errors import Refused, refused
+from quarrel.llm import Model, Structure
+from quarrel.server.body import body_of, read_body
+from quarrel.server.dispatch import (
+    Dispatcher,
+    Generation,
+    Prepare,
+    answer_stream,
+    answer_whole,
+    cancel_on_disconnect,
+    chunks,
+)
+from quarrel.server.errors import Refused
+from quarrel.server.models import Entry
 from quarrel.server.schemas import Body, ChatMessage, Samplers, Text
-from quarrel.server.shelf import Entry, Model
 from quarrel.server.tools import functions_of, split_calls
-from quarrel.server.work import Desk, Job, Make, Streamed, chunks, results, unless_gone
 
 Json = dict[str, Any]
 
@@ -40,7 +46,7 @@ class Options(Samplers):
     repeat_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     repeat_last_n: Annotated[StrictInt, Field(ge=-1)] | None = None
     num_ctx: StrictInt | None = None
-    """The context is settled when a model is loaded: accepted, without effect."""
+    """The context is fixed when a model is loaded: accepted, without effect."""
 
     def sampling(self) -> Any:
         options: Json = dict(super().sampling())
@@ -53,7 +59,7 @@ class Options(Samplers):
         return options
 
 
-class Asked(Body):
+class OllamaBody(Body):
     model: StrictStr
     stream: StrictBool = True
     options: Options = Options()
@@ -64,7 +70,7 @@ class Asked(Body):
         return {"max_tokens": None, **self.options.sampling()}
 
     def structure(self) -> Structure | None:
-        """What the answer is held to."""
+        """The grammar of the answer."""
         if not self.format:
             return None
         if isinstance(self.format, str) and self.format != "json":
@@ -74,7 +80,7 @@ class Asked(Body):
         return Structure.json({"type": "object"} if isinstance(self.format, str) else self.format)
 
 
-class GenerateAsked(Asked):
+class OllamaGenerate(OllamaBody):
     model: StrictStr = ""
     """The only model, where none is named."""
     prompt: Text = ""
@@ -82,19 +88,19 @@ class GenerateAsked(Asked):
     raw: StrictBool = False
 
 
-class ChatAsked(Asked):
+class OllamaChat(OllamaBody):
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
     tools: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
 
 
-class EmbedAsked(Body):
+class OllamaEmbed(Body):
     model: StrictStr
     input: Text | Annotated[list[Text], Field(max_length=2048)]
     dimensions: Annotated[StrictInt, Field(ge=1)] | None = None
 
 
-class EmbeddingAsked(Body):
-    """As clients of before /api/embed ask."""
+class OllamaEmbedding(Body):
+    """As clients older than /api/embed send it."""
 
     model: StrictStr
     prompt: Text
@@ -102,60 +108,60 @@ class EmbeddingAsked(Body):
     keep_alive: StrictStr | StrictInt | None = None
 
 
-class ShowAsked(Body):
+class OllamaShow(Body):
     model: StrictStr
 
 
-def routes(desk: Desk) -> APIRouter:
+def routes(dispatcher: Dispatcher) -> APIRouter:
     """The routes of `--ollama-compat`."""
     router = APIRouter()
 
     @router.get("/api/tags")
     async def tags() -> Json:
         """The models."""
-        return {"models": [_listed(e) for e in desk.shelf.entries()]}
+        return {"models": [_listed(e) for e in dispatcher.models.entries()]}
 
     @router.get("/api/ps")
     async def running() -> Json:
         """The models in memory."""
-        return {"models": [_listed(e) for e in desk.shelf.entries() if e.held is not None]}
+        return {"models": [_listed(e) for e in dispatcher.models.entries() if e.loaded is not None]}
 
     @router.get("/api/version")
     async def version() -> Json:
         """Of this server."""
         return {"version": __version__}
 
-    @router.post("/api/show", **body_of(ShowAsked))
+    @router.post("/api/show", **body_of(OllamaShow))
     async def show(request: Request) -> Json:
         """One model."""
-        body, _ = await reported(request, ShowAsked, desk)
-        entry = desk.shelf.entry(_plain(body.model, desk))
+        body, _ = await read_body(request, OllamaShow, dispatcher)
+        entry = dispatcher.models.entry(_plain(body.model, dispatcher))
         return {**_listed(entry), "modelfile": "", "parameters": "", "template": "", "capabilities": ["completion"]}
 
-    @router.post("/api/generate", **body_of(GenerateAsked))
+    @router.post("/api/generate", **body_of(OllamaGenerate))
     async def generate(request: Request) -> Response:
         """The continuation of a prompt; put to the model by its chat template unless `raw`."""
-        body, headers = await reported(request, GenerateAsked, desk)
-        body.model = body.model or _only(desk)
-        options, structure, template = body.sampling(), body.structure(), desk.settings.chat_template
+        body, headers = await read_body(request, OllamaGenerate, dispatcher)
+        body.model = body.model or _only(dispatcher)
+        options, structure, template = body.sampling(), body.structure(), dispatcher.settings.chat_template
         turns: list[dict[str, object]] = [{"role": "system", "content": body.system}] if body.system else []
         turns.append({"role": "user", "content": body.prompt})
 
-        def make(llm: Model, service: Service) -> Sequence[Any]:
+        def prepare(llm: Model, service: Service) -> Sequence[Any]:
             if body.raw or not (template or llm.tokenizer.chat_template):
                 return [llm.prepare(body.prompt, service=service, structure=structure, **options)]
             return [llm.prepare(messages=turns, template=template, service=service, structure=structure, **options)]
 
-        return await _answer(desk, request, body, make, lambda text: {"response": text}, headers, [])
+        return await _answer(dispatcher, request, body, prepare, lambda text: {"response": text}, headers, [])
 
-    @router.post("/api/chat", **body_of(ChatAsked))
+    @router.post("/api/chat", **body_of(OllamaChat))
     async def chat(request: Request) -> Response:
         """The next message of a conversation."""
-        body, headers = await reported(request, ChatAsked, desk)
-        options, structure, template = body.sampling(), body.structure(), desk.settings.chat_template
+        body, headers = await read_body(request, OllamaChat, dispatcher)
+        options, structure, template = body.sampling(), body.structure(), dispatcher.settings.chat_template
         messages = [m.plain() for m in body.messages]
 
-        def make(llm: Model, service: Service) -> Sequence[Any]:
+        def prepare(llm: Model, service: Service) -> Sequence[Any]:
             return [
                 llm.prepare(
                     messages=messages, tools=body.tools, template=template, service=service, structure=structure, **options
@@ -164,66 +170,71 @@ def routes(desk: Desk) -> APIRouter:
 
         names = [f["name"] for f in functions_of(body.tools)]
         return await _answer(
-            desk, request, body, make, lambda text: {"message": {"role": "assistant", "content": text}}, headers, names
+            dispatcher,
+            request,
+            body,
+            prepare,
+            lambda text: {"message": {"role": "assistant", "content": text}},
+            headers,
+            names,
         )
 
-    @router.post("/api/embed", **body_of(EmbedAsked))
+    @router.post("/api/embed", **body_of(OllamaEmbed))
     async def embed(request: Request) -> Response:
         """Vectors of texts."""
-        body, headers = await reported(request, EmbedAsked, desk)
+        body, headers = await read_body(request, OllamaEmbed, dispatcher)
         texts = [body.input] if isinstance(body.input, str) else body.input
-        async with desk.shelf.use(_plain(body.model, desk)) as (name, llm):
-            made = await unless_gone(request, desk.embed(request.state.caller, llm, texts, body.dimensions))
+        async with dispatcher.models.use(_plain(body.model, dispatcher)) as (name, llm):
+            made = await cancel_on_disconnect(request, dispatcher.embed(request.state.caller, llm, texts, body.dimensions))
         rows = [[float(x) for x in v] for v in made.vectors]
         return JSONResponse({"model": name, "embeddings": rows, "prompt_eval_count": made.total_tokens}, headers=headers)
 
-    @router.post("/api/embeddings", **body_of(EmbeddingAsked))
+    @router.post("/api/embeddings", **body_of(OllamaEmbedding))
     async def embedding(request: Request) -> Response:
         """The vector of one text."""
-        body, headers = await reported(request, EmbeddingAsked, desk)
-        async with desk.shelf.use(_plain(body.model, desk)) as (_, llm):
-            made = await unless_gone(request, desk.embed(request.state.caller, llm, [body.prompt], None))
+        body, headers = await read_body(request, OllamaEmbedding, dispatcher)
+        async with dispatcher.models.use(_plain(body.model, dispatcher)) as (_, llm):
+            made = await cancel_on_disconnect(request, dispatcher.embed(request.state.caller, llm, [body.prompt], None))
         return JSONResponse({"embedding": [float(x) for x in made.vectors[0]]}, headers=headers)
 
     return router
 
 
 async def _answer(
-    desk: Desk,
+    dispatcher: Dispatcher,
     request: Request,
-    body: Asked,
-    make: Make,
+    body: OllamaBody,
+    prepare: Prepare,
     show: Callable[[str], Json],
     headers: dict[str, str],
     names: Sequence[str],
 ) -> Response:
-    caller, limit, model = request.state.caller, desk.settings.timeout, _plain(body.model, desk)
+    admission = dispatcher.admit(
+        request.state.caller, _plain(body.model, dispatcher), prepare, request.url.path, stream=body.stream
+    )
+    limit = dispatcher.settings.timeout
     if not body.stream:
 
-        async def whole() -> Json:
-            async with desk.job(caller, model, make, request.url.path, stream=False) as job:
-                (result,) = await results(job, limit)
-                return _last(result, job, body.model, _shown(result.text, show, names))
+        def whole(generation: Generation, found: list[Result]) -> Json:
+            (result,) = found
+            return _last(result, generation, body.model, _shown(result.text, show, names))
 
-        return JSONResponse(await unless_gone(request, whole()), headers=headers)
-    stack = AsyncExitStack()
-    job = await stack.enter_async_context(desk.job(caller, model, make, request.url.path))
+        return await answer_whole(request, admission, limit, whole, headers)
 
-    async def lines() -> AsyncIterator[str]:
-        try:
-            async for chunk in chunks(job, 0, limit):
-                text = "" if names else chunk.text
-                if chunk.result is not None:
-                    row = _last(
-                        chunk.result, job, body.model, _shown(chunk.result.text, show, names) if names else show(text)
-                    )
-                else:
-                    row = {"model": body.model, "created_at": _now(), **show(text), "done": False}
-                yield json.dumps(row, ensure_ascii=False) + "\n"
-        except QuarrelError as error:
-            yield json.dumps({"error": str(refused(error))}) + "\n"
+    async def lines(generation: Generation) -> AsyncIterator[str]:
+        async for chunk in chunks(generation, 0, limit):
+            text = "" if names else chunk.text
+            if chunk.result is not None:
+                shown = _shown(chunk.result.text, show, names) if names else show(text)
+                row = _last(chunk.result, generation, body.model, shown)
+            else:
+                row = {"model": body.model, "created_at": _now(), **show(text), "done": False}
+            yield json.dumps(row, ensure_ascii=False) + "\n"
 
-    return Streamed(stack, lines(), "application/x-ndjson", headers)
+    def failure(error: Refused) -> str:
+        return json.dumps({"error": str(error)}) + "\n"
+
+    return await answer_stream(admission, lines, failure, "application/x-ndjson", headers)
 
 
 def _shown(text: str, show: Callable[[str], Json], names: Sequence[str]) -> Json:
@@ -234,7 +245,7 @@ def _shown(text: str, show: Callable[[str], Json], names: Sequence[str]) -> Json
     return row
 
 
-def _last(result: Result, job: Job, model: str, row: Json) -> Json:
+def _last(result: Result, generation: Generation, model: str, row: Json) -> Json:
     t = result.timings
     return {
         "model": model,
@@ -242,7 +253,7 @@ def _last(result: Result, job: Job, model: str, row: Json) -> Json:
         **row,
         "done": True,
         "done_reason": "length" if result.finish_reason == "length" else "stop",
-        "total_duration": int((time.perf_counter() - job.began) * 1e9),
+        "total_duration": int((time.perf_counter() - generation.began) * 1e9),
         "load_duration": 0,
         "prompt_eval_count": result.usage.prompt_tokens,
         "prompt_eval_duration": int(t.prefill * 1e9),
@@ -251,22 +262,22 @@ def _last(result: Result, job: Job, model: str, row: Json) -> Json:
     }
 
 
-def _only(desk: Desk) -> str:
-    """The model that is meant where none is named: the only one that is loaded, or offered."""
-    offered = desk.shelf.entries()
-    loaded = [e for e in offered if e.held is not None]
+def _only(dispatcher: Dispatcher) -> str:
+    """The model of a request that names none: the only one that is loaded, or offered."""
+    offered = dispatcher.models.entries()
+    loaded = [e for e in offered if e.loaded is not None]
     for some in (loaded, offered):
         if len(some) == 1:
             return some[0].name
     count = f"{len(loaded)} of {len(offered)} models are loaded"
     raise Refused(
-        400, "invalid_request", f"model is missing, and {count}: name one, as /api/tags tells them", param="model"
+        400, "invalid_request", f"model is missing, and {count}: name one, as /api/tags lists them", param="model"
     )
 
 
-def _plain(name: str, desk: Desk) -> str:
+def _plain(name: str, dispatcher: Dispatcher) -> str:
     """Ollama's clients put `:latest` behind names without a tag."""
-    known = {e.name for e in desk.shelf.entries()}
+    known = {e.name for e in dispatcher.models.entries()}
     return name.removesuffix(":latest") if name not in known else name
 
 
@@ -274,8 +285,8 @@ def _listed(entry: Entry) -> Json:
     row: Json = {"name": entry.name, "model": entry.name, "modified_at": _now(entry.created), "size": 0}
     row["digest"] = _digest(entry.source)
     details: Json = {"format": "gguf", "family": "", "families": None, "parameter_size": "", "quantization_level": ""}
-    if entry.held is not None:
-        e = entry.held.llm.explain()
+    if entry.loaded is not None:
+        e = entry.loaded.llm.explain()
         details["family"] = e.architecture
         details["parameter_size"] = f"{e.parameters / 1e9:.1f}B" if e.parameters >= 1e8 else f"{e.parameters / 1e6:.1f}M"
         details["quantization_level"] = e.quantization
@@ -287,10 +298,10 @@ def _digest(source: str) -> str:
     """Stands for the model until its file changes; the file itself, which may be large, is not read."""
     try:
         found = Path(source).stat()
-        told = f"{source}\0{found.st_size}\0{found.st_mtime_ns}"
+        identity = f"{source}\0{found.st_size}\0{found.st_mtime_ns}"
     except (OSError, ValueError):  # a name
-        told = source
-    return hashlib.sha256(told.encode("utf-8", "surrogateescape")).hexdigest()
+        identity = source
+    return hashlib.sha256(identity.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def _now(at: float | None = None) -> str:

@@ -7,7 +7,6 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack
 from typing import Any, cast
 
 import numpy as np
@@ -15,44 +14,52 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from quarrel.engine import Chunk, Result, Service, TokenLogprob, Usage
-from quarrel.errors import QuarrelError
-from quarrel.server.body import body_of, reported
-from quarrel.server.errors import openai_body, refused
+from quarrel.llm import Model
+from quarrel.server.body import body_of, read_body
+from quarrel.server.dispatch import (
+    Dispatcher,
+    Generation,
+    Prepare,
+    answer_stream,
+    answer_whole,
+    bursts,
+    cancel_on_disconnect,
+)
+from quarrel.server.errors import Refused, openai_body
 from quarrel.server.schemas import ChatBody, CompletionBody, EmbeddingsBody, OpenAIBody
-from quarrel.server.shelf import Model
 from quarrel.server.tools import functions_of, split_calls
-from quarrel.server.work import Desk, Job, Make, Streamed, bursts, results, unless_gone
 
 Json = dict[str, Any]
+_DONE = "data: [DONE]\n\n"
 SSE = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-def routes(desk: Desk) -> APIRouter:
+def routes(dispatcher: Dispatcher) -> APIRouter:
     """The /v1 routes."""
     router = APIRouter(prefix="/v1")
 
     @router.get("/models")
     async def list_models() -> Json:
-        """Every model that can be asked for, loaded or not."""
-        return {"object": "list", "data": [_model(e.name, e.created) for e in desk.shelf.entries()]}
+        """Every model on offer, loaded or not."""
+        return {"object": "list", "data": [_model(e.name, e.created) for e in dispatcher.models.entries()]}
 
     @router.get("/models/{name:path}")
     async def one_model(name: str) -> Json:
         """One model."""
-        entry = desk.shelf.entry(name)
+        entry = dispatcher.models.entry(name)
         return _model(entry.name, entry.created)
 
     @router.post("/chat/completions", **body_of(ChatBody))
     async def chat(request: Request) -> Response:
         """The next message of a conversation."""
-        body, headers = await reported(request, ChatBody, desk)
-        _name_adapter(desk, body)
+        body, headers = await read_body(request, ChatBody, dispatcher)
+        _name_adapter(dispatcher, body)
         messages = [m.plain() for m in body.messages]
         tools = None if body.tool_choice == "none" else body.tools
         options, structure = body.sampling(), body.structure()
 
-        def make(llm: Model, service: Service) -> Sequence[Any]:
-            template, more = desk.settings.chat_template, body.chat_template_kwargs
+        def prepare(llm: Model, service: Service) -> Sequence[Any]:
+            template, more = dispatcher.settings.chat_template, body.chat_template_kwargs
             return [
                 llm.prepare(
                     messages=messages,
@@ -66,28 +73,28 @@ def routes(desk: Desk) -> APIRouter:
                 )
             ]
 
-        return await _answer(desk, request, body, make, _Chat(body, tools), headers)
+        return await _answer(dispatcher, request, body, prepare, _Chat(body, tools), headers)
 
     @router.post("/completions", **body_of(CompletionBody))
     async def complete(request: Request) -> Response:
         """The continuation of a text, or of several."""
-        body, headers = await reported(request, CompletionBody, desk)
-        _name_adapter(desk, body)
+        body, headers = await read_body(request, CompletionBody, dispatcher)
+        _name_adapter(dispatcher, body)
         options, structure = body.sampling(), body.structure()
 
-        def make(llm: Model, service: Service) -> Sequence[Any]:
+        def prepare(llm: Model, service: Service) -> Sequence[Any]:
             return [
                 llm.prepare(p, service=service, structure=structure, adapter=body.adapter, **options)
                 for p in body.prompts()
             ]
 
-        return await _answer(desk, request, body, make, _Completion(body), headers)
+        return await _answer(dispatcher, request, body, prepare, _Completion(body), headers)
 
     @router.post("/embeddings", **body_of(EmbeddingsBody))
     async def embed(request: Request) -> Response:
         """Vectors of texts, by a model that is made for them."""
-        body, headers = await reported(request, EmbeddingsBody, desk)
-        return await _embeddings(desk, request, body, headers)
+        body, headers = await read_body(request, EmbeddingsBody, dispatcher)
+        return await _embeddings(dispatcher, request, body, headers)
 
     return router
 
@@ -97,10 +104,10 @@ class _Form:
 
     object, prefix = "", ""
 
-    def choice(self, result: Result, index: int, job: Job) -> Json:
+    def choice(self, result: Result, index: int, generation: Generation) -> Json:
         raise NotImplementedError  # pragma: no cover
 
-    def delta(self, chunk: Chunk, index: int, job: Job) -> Json:
+    def delta(self, chunk: Chunk, index: int, generation: Generation) -> Json:
         raise NotImplementedError  # pragma: no cover
 
 
@@ -110,18 +117,18 @@ class _Chat(_Form):
     def __init__(self, body: ChatBody, tools: Sequence[Mapping[str, Any]] | None) -> None:
         self._names = [f["name"] for f in functions_of(tools)]
         self._begun: set[int] = set()
-        self._held: dict[int, str] = {}
+        self._buffered: dict[int, str] = {}
 
-    def choice(self, result: Result, index: int, job: Job) -> Json:
+    def choice(self, result: Result, index: int, generation: Generation) -> Json:
         text, calls = split_calls(result.text, self._names) if self._names else (result.text, [])
         message: Json = {"role": "assistant", "content": text or (None if calls else "")}
         if calls:
             message["tool_calls"] = [{k: v for k, v in c.body(i).items() if k != "index"} for i, c in enumerate(calls)]
         reason = "tool_calls" if calls else _reason(result)
-        logprobs = None if result.logprobs is None else {"content": [_logprob(p, job.llm) for p in result.logprobs]}
+        logprobs = None if result.logprobs is None else {"content": [_logprob(p, generation.llm) for p in result.logprobs]}
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
-    def delta(self, chunk: Chunk, index: int, job: Job) -> Json:
+    def delta(self, chunk: Chunk, index: int, generation: Generation) -> Json:
         delta: Json = {}
         if index not in self._begun:
             self._begun.add(index)
@@ -129,7 +136,7 @@ class _Chat(_Form):
         reason = None
         text = chunk.text
         if self._names:  # whether it is a call is known at its end
-            text = self._held[index] = self._held.get(index, "") + text
+            text = self._buffered[index] = self._buffered.get(index, "") + text
         if chunk.result is not None:
             reason = _reason(chunk.result)
             if self._names:
@@ -140,7 +147,7 @@ class _Chat(_Form):
             text = ""
         if text or "role" in delta:
             delta["content"] = text
-        logprobs = None if chunk.logprob is None else {"content": [_logprob(chunk.logprob, job.llm)]}
+        logprobs = None if chunk.logprob is None else {"content": [_logprob(chunk.logprob, generation.llm)]}
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
 
@@ -152,86 +159,82 @@ class _Completion(_Form):
         self._echoed: set[int] = set()
         self._n = body.n or 1
 
-    def choice(self, result: Result, index: int, job: Job) -> Json:
-        logprobs = None if result.logprobs is None else _old_logprobs(result.logprobs, job.llm)
-        text = self._echo(index, job) + result.text
+    def choice(self, result: Result, index: int, generation: Generation) -> Json:
+        logprobs = None if result.logprobs is None else _old_logprobs(result.logprobs, generation.llm)
+        text = self._echo(index, generation) + result.text
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": _reason(result)}
 
-    def delta(self, chunk: Chunk, index: int, job: Job) -> Json:
+    def delta(self, chunk: Chunk, index: int, generation: Generation) -> Json:
         text = chunk.text
         if index not in self._echoed:
             self._echoed.add(index)
-            text = self._echo(index, job) + text
+            text = self._echo(index, generation) + text
         reason = None if chunk.result is None else _reason(chunk.result)
-        logprobs = None if chunk.logprob is None else _old_logprobs([chunk.logprob], job.llm)
+        logprobs = None if chunk.logprob is None else _old_logprobs([chunk.logprob], generation.llm)
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
-    def _echo(self, index: int, job: Job) -> str:
+    def _echo(self, index: int, generation: Generation) -> str:
         if not self._prompts:
             return ""
         prompt = self._prompts[index // self._n]
-        return prompt if prompt is not None else job.llm.detokenize(job.requests[index // self._n].tokens)
+        return prompt if prompt is not None else generation.llm.detokenize(generation.requests[index // self._n].tokens)
 
 
-def _name_adapter(desk: Desk, body: ChatBody | CompletionBody) -> None:
+def _name_adapter(dispatcher: Dispatcher, body: ChatBody | CompletionBody) -> None:
     """A model's name may say which of its adapters is meant, for clients that send nothing else."""
-    model, adapter = desk.shelf.parts(body.model)
+    model, adapter = dispatcher.models.parts(body.model)
     if adapter is not None and body.adapter is None:
         body.model, body.adapter = model, adapter
 
 
 async def _answer(
-    desk: Desk,
+    dispatcher: Dispatcher,
     request: Request,
     body: OpenAIBody,
-    make: Make,
+    prepare: Prepare,
     form: _Form,
     headers: dict[str, str],
 ) -> Response:
-    caller, limit = request.state.caller, desk.settings.timeout
+    limit, n = dispatcher.settings.timeout, body.n or 1
     head = {"id": form.prefix + secrets.token_hex(12), "object": form.object, "created": int(time.time())}
-    n = body.n or 1
+    admission = dispatcher.admit(request.state.caller, body.model, prepare, request.url.path, stream=bool(body.stream))
     if not body.stream:
 
-        async def whole() -> Json:
-            async with desk.job(caller, body.model, make, request.url.path, stream=False) as job:
-                found = await results(job, limit)
-                listed = [r for first in found for r in (first, *first.alternatives)]
-                choices = [form.choice(r, i, job) for i, r in enumerate(listed)]
-                return {**head, "model": job.model, "choices": choices, "usage": _usage(listed, n)}
+        def whole(generation: Generation, found: list[Result]) -> Json:
+            listed = [r for first in found for r in (first, *first.alternatives)]
+            choices = [form.choice(r, i, generation) for i, r in enumerate(listed)]
+            return {**head, "model": generation.model, "choices": choices, "usage": _usage(listed, n)}
 
-        return JSONResponse(await unless_gone(request, whole()), headers=headers)
-    # Refusals before the first token still have a status of their own: the job begins before the answer does.
-    stack = AsyncExitStack()
-    job = await stack.enter_async_context(desk.job(caller, body.model, make, request.url.path))
+        return await answer_whole(request, admission, limit, whole, headers)
     options = body.stream_options
     with_usage = options is not None and options.include_usage
     more: Json = {"usage": None} if with_usage else {}
-    head |= {"object": form.object + (".chunk" if isinstance(form, _Chat) else ""), "model": job.model}
+    head["object"] = form.object + (".chunk" if isinstance(form, _Chat) else "")
 
-    async def events() -> AsyncIterator[str]:
+    async def events(generation: Generation) -> AsyncIterator[str]:
+        head["model"] = generation.model
         ended: list[Result] = []
-        try:
-            for which in range(len(job.streams)):
-                async for burst in bursts(job, which, limit):
-                    ended += [c.result for c in burst if c.result is not None]
-                    deltas = [form.delta(c, which * n + c.index, job) for c in burst]
-                    yield "".join(_event({**head, "choices": [d]} | more) for d in deltas)
-            if with_usage:
-                yield _event({**head, "choices": [], "usage": _usage(ended, n)})
-        except QuarrelError as error:
-            yield _event(openai_body(refused(error)))
-        yield "data: [DONE]\n\n"
+        for which in range(len(generation.streams)):
+            async for burst in bursts(generation, which, limit):
+                ended += [c.result for c in burst if c.result is not None]
+                deltas = [form.delta(c, which * n + c.index, generation) for c in burst]
+                yield "".join(_event({**head, "choices": [d]} | more) for d in deltas)
+        if with_usage:
+            yield _event({**head, "choices": [], "usage": _usage(ended, n)})
+        yield _DONE
 
-    return Streamed(stack, events(), "text/event-stream", {**SSE, **headers})
+    def failure(error: Refused) -> str:
+        return _event(openai_body(error)) + _DONE
+
+    return await answer_stream(admission, events, failure, "text/event-stream", {**SSE, **headers})
 
 
-async def _embeddings(desk: Desk, request: Request, body: EmbeddingsBody, headers: dict[str, str]) -> Response:
+async def _embeddings(dispatcher: Dispatcher, request: Request, body: EmbeddingsBody, headers: dict[str, str]) -> Response:
     texts = [body.input] if isinstance(body.input, str) else list(body.input)
     if texts and isinstance(texts[0], int):
         texts = [cast("Any", body.input)]
-    async with desk.shelf.use(body.model) as (name, llm):
-        made = await unless_gone(request, desk.embed(request.state.caller, llm, texts, body.dimensions))
+    async with dispatcher.models.use(body.model) as (name, llm):
+        made = await cancel_on_disconnect(request, dispatcher.embed(request.state.caller, llm, texts, body.dimensions))
     data = [
         {"object": "embedding", "index": i, "embedding": _vector(v, body.encoding_format)}
         for i, v in enumerate(made.vectors)

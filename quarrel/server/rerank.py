@@ -9,10 +9,10 @@ from fastapi import APIRouter, Request
 from pydantic import Field, StrictBool, StrictInt, StrictStr
 from starlette.responses import JSONResponse, Response
 
-from quarrel.server.body import body_of, reported
+from quarrel.llm import Model
+from quarrel.server.body import body_of, read_body
+from quarrel.server.dispatch import Dispatcher, cancel_on_disconnect
 from quarrel.server.schemas import Body, Text
-from quarrel.server.shelf import Model
-from quarrel.server.work import Desk, unless_gone
 
 Json = dict[str, Any]
 
@@ -32,18 +32,20 @@ class RerankBody(Body):
         return [d if isinstance(d, str) else d.text for d in self.documents]
 
 
-def routes(desk: Desk) -> APIRouter:
+def routes(dispatcher: Dispatcher) -> APIRouter:
     """The one route."""
     router = APIRouter(prefix="/v1")
 
     @router.post("/rerank", **body_of(RerankBody))
     async def rerank(request: Request) -> Response:
         """The documents, best first, with the model's own scores."""
-        body, headers = await reported(request, RerankBody, desk)
+        body, headers = await read_body(request, RerankBody, dispatcher)
         texts = body.texts()
-        async with desk.shelf.use(body.model) as (name, llm):
+        async with dispatcher.models.use(body.model) as (name, llm):
             pairs = await asyncio.to_thread(paired, llm, body.query, texts)
-            made = await unless_gone(request, desk.embed(request.state.caller, llm, pairs, None, pooling="rank"))
+            made = await cancel_on_disconnect(
+                request, dispatcher.embed(request.state.caller, llm, pairs, None, pooling="rank")
+            )
         scores = [float(v[0]) for v in made.vectors]
         best = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n]
         rows: list[Json] = [{"index": i, "relevance_score": scores[i]} for i in best]

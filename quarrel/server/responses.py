@@ -6,23 +6,20 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import Field, StrictBool, StrictInt, StrictStr
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from quarrel.engine import Result, Sampling, Service
-from quarrel.errors import QuarrelError
-from quarrel.llm import Structure
-from quarrel.server.body import body_of, reported
-from quarrel.server.errors import Refused, refused
+from quarrel.llm import Model, Structure
+from quarrel.server.body import body_of, read_body
+from quarrel.server.dispatch import Dispatcher, Generation, answer_stream, answer_whole, chunks
+from quarrel.server.errors import Refused
 from quarrel.server.openai import SSE
 from quarrel.server.schemas import Adapter, Body, Samplers, Text
-from quarrel.server.shelf import Model
 from quarrel.server.tools import Call, required_call, split_calls
-from quarrel.server.work import Desk, Streamed, chunks, results, unless_gone
 
 Json = dict[str, Any]
 PARTS = frozenset({"input_text", "output_text", "text"})
@@ -120,52 +117,46 @@ class ResponsesBody(Samplers):
         return Structure.json(form.schema_)
 
 
-def routes(desk: Desk) -> APIRouter:
+def routes(dispatcher: Dispatcher) -> APIRouter:
     """The one route."""
     router = APIRouter(prefix="/v1")
 
     @router.post("/responses", **body_of(ResponsesBody))
     async def respond(request: Request) -> Response:
         """An answer to a text or a conversation."""
-        body, headers = await reported(request, ResponsesBody, desk)
+        body, headers = await read_body(request, ResponsesBody, dispatcher)
         options, structure, messages, tools = body.sampling(), body.structure(), body.messages(), body.functions()
-        template = desk.settings.chat_template
+        template = dispatcher.settings.chat_template
 
-        def make(llm: Model, service: Service) -> Sequence[Any]:
+        def prepare(llm: Model, service: Service) -> Sequence[Any]:
             more = {"structure": structure, "adapter": body.adapter}
             return [
                 llm.prepare(messages=messages, tools=tools or None, template=template, service=service, **more, **options)  # type: ignore[arg-type]
             ]
 
-        caller, limit = request.state.caller, desk.settings.timeout
-        answer = _Answer(body, [t["function"]["name"] for t in tools])
+        admission = dispatcher.admit(request.state.caller, body.model, prepare, request.url.path, stream=bool(body.stream))
+        answer, limit = _Answer(body, [t["function"]["name"] for t in tools]), dispatcher.settings.timeout
         if not body.stream:
 
-            async def whole() -> Json:
-                async with desk.job(caller, body.model, make, request.url.path, stream=False) as job:
-                    answer.model = job.model
-                    (result,) = await results(job, limit)
-                    return answer.ended(result)
+            def whole(generation: Generation, found: list[Result]) -> Json:
+                answer.model = generation.model
+                (result,) = found
+                return answer.ended(result)
 
-            return JSONResponse(await unless_gone(request, whole()), headers=headers)
-        stack = AsyncExitStack()
-        job = await stack.enter_async_context(desk.job(caller, body.model, make, request.url.path))
-        answer.model = job.model
+            return await answer_whole(request, admission, limit, whole, headers)
 
-        async def events() -> AsyncIterator[str]:
-            try:
-                for event in answer.opening():
-                    yield event
-                async for chunk in chunks(job, 0, limit):
-                    if chunk.text and not answer.names:
-                        yield answer.delta(chunk.text)
-                    if chunk.result is not None:
-                        for event in answer.closing(chunk.result):
-                            yield event
-            except QuarrelError as error:
-                yield answer.failed(refused(error))
+        async def events(generation: Generation) -> AsyncIterator[str]:
+            answer.model = generation.model
+            for event in answer.opening():
+                yield event
+            async for chunk in chunks(generation, 0, limit):
+                if chunk.text and not answer.names:
+                    yield answer.delta(chunk.text)
+                if chunk.result is not None:
+                    for event in answer.closing(chunk.result):
+                        yield event
 
-        return Streamed(stack, events(), "text/event-stream", {**SSE, **headers})
+        return await answer_stream(admission, events, answer.failed, "text/event-stream", {**SSE, **headers})
 
     return router
 

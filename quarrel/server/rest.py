@@ -6,7 +6,6 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -14,24 +13,23 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from quarrel import __version__
 from quarrel.engine import Chunk, Priority, Result, Service
-from quarrel.errors import QuarrelError
-from quarrel.process import RemoteLLM
-from quarrel.server.body import body_of, reported
-from quarrel.server.errors import plain_body, refused
+from quarrel.llm import Model
+from quarrel.server.body import body_of, read_body
+from quarrel.server.dispatch import Admission, Dispatcher, Generation, Prepare, answer_stream, answer_whole, bursts
+from quarrel.server.errors import Refused, plain_body
 from quarrel.server.metrics import TEXT, Metrics
+from quarrel.server.models import Entry
 from quarrel.server.openai import SSE
 from quarrel.server.schemas import DetokenizeBody, GenerateBody, TokenizeBody
-from quarrel.server.shelf import Entry, Model
-from quarrel.server.work import Desk, Job, Make, Streamed, bursts, results, unless_gone
 
 Json = dict[str, Any]
 
 
-def make_of(body: GenerateBody, template: str | None) -> Make:
-    """What a generate body asks of a model."""
+def prepare_of(body: GenerateBody, template: str | None) -> Prepare:
+    """Makes the request of a generate body for a model."""
     options, turns = body.sampling(), body.turns()
 
-    def make(llm: Model, service: Service) -> Sequence[Any]:
+    def prepare(llm: Model, service: Service) -> Sequence[Any]:
         return [
             llm.prepare(
                 body.prompt if turns is None else None,
@@ -43,7 +41,7 @@ def make_of(body: GenerateBody, template: str | None) -> Make:
             )
         ]
 
-    return make
+    return prepare
 
 
 def priority_of(body: GenerateBody) -> Priority:
@@ -51,7 +49,7 @@ def priority_of(body: GenerateBody) -> Priority:
     return "interactive" if body.priority == "high" else "batch"
 
 
-def routes(desk: Desk, metrics: Metrics) -> APIRouter:
+def routes(dispatcher: Dispatcher, metrics: Metrics) -> APIRouter:
     """Everything beside /v1 and the page."""
     router = APIRouter()
     began = time.time()
@@ -65,8 +63,8 @@ def routes(desk: Desk, metrics: Metrics) -> APIRouter:
     @router.get("/health")
     async def health_or_loading() -> Response:
         """In llama-server's words, whose clients wait for it: 503 while the first model is loaded, or could not be."""
-        first = desk.shelf.default
-        state = None if first is None else desk.shelf.entry(first).state
+        first = dispatcher.models.default
+        state = None if first is None else dispatcher.models.entry(first).state
         if state in ("loading", "failed"):
             text = "Loading model" if state == "loading" else "the model could not be loaded: see the server's log"
             return JSONResponse({"error": {"code": 503, "message": text, "type": "unavailable_error"}}, 503)
@@ -75,11 +73,11 @@ def routes(desk: Desk, metrics: Metrics) -> APIRouter:
     @router.get("/readyz")
     async def ready() -> Response:
         """Whether a request would be taken: 503 while the server goes down or its first model is not there yet."""
-        first = desk.shelf.default  # none is waited for where there is only a folder
-        checks = {"server": "stopping" if desk.closing else "running"}
+        first = dispatcher.models.default  # none is waited for where there is only a folder
+        checks = {"server": "stopping" if dispatcher.closing else "running"}
         if first is not None:
-            checks["model"] = desk.shelf.entry(first).state
-        up = not desk.closing and checks.get("model", "loaded") == "loaded"
+            checks["model"] = dispatcher.models.entry(first).state
+        up = not dispatcher.closing and checks.get("model", "loaded") == "loaded"
         return JSONResponse({"status": "ready" if up else "not ready", "checks": checks}, 200 if up else 503)
 
     @router.get("/version")
@@ -96,95 +94,92 @@ def routes(desk: Desk, metrics: Metrics) -> APIRouter:
     @router.get("/api/metrics")
     async def figures() -> Json:
         """What a page shows: throughput, queue and cache of each model."""
-        return {"uptime": time.time() - began, "active": desk.active, "models": [figure(e) for e in desk.shelf.entries()]}
+        return {
+            "uptime": time.time() - began,
+            "active": dispatcher.active,
+            "models": [activity_of(e) for e in dispatcher.models.entries()],
+        }
 
     @router.get("/api/models")
     async def list_models() -> Json:
         """Every model, with what is known of it."""
         return {
-            "models": [described(e, desk.settings.chat_template) for e in desk.shelf.entries()],
-            "default": desk.shelf.default,
+            "models": [describe_model(e, dispatcher.settings.chat_template) for e in dispatcher.models.entries()],
+            "default": dispatcher.models.default,
         }
 
     @router.get("/api/models/{name:path}")
     async def one_model(name: str) -> Json:
         """One model."""
-        return described(desk.shelf.entry(name), desk.settings.chat_template)
+        return describe_model(dispatcher.models.entry(name), dispatcher.settings.chat_template)
 
     @router.post("/api/models/{name:path}")
     async def load(name: str, reload: bool = False) -> Json:
         """Loads a model; `?reload=true` puts a fresh copy in place of one that runs."""
-        return described(await desk.shelf.load(name, again=reload), desk.settings.chat_template)
+        return describe_model(await dispatcher.models.load(name, again=reload), dispatcher.settings.chat_template)
 
     @router.delete("/api/models/{name:path}")
     async def unload(name: str) -> Json:
         """Unloads a model once its requests have ended."""
-        return described(await desk.shelf.unload(name), desk.settings.chat_template)
+        return describe_model(await dispatcher.models.unload(name), dispatcher.settings.chat_template)
 
     async def generate(request: Request) -> Response:
         """The continuation of a prompt; with `stream`, as lines of JSON."""
-        body, headers = await reported(request, GenerateBody, desk)
+        body, headers = await read_body(request, GenerateBody, dispatcher)
         if body.stream:
-            return await _stream(desk, request, body, headers, _line, "application/x-ndjson")
+            return await _stream(dispatcher, request, body, headers, _line, "application/x-ndjson")
         began = time.perf_counter()
 
-        async def whole() -> Json:
-            async with desk.job(
-                request.state.caller,
-                body.model,
-                make_of(body, desk.settings.chat_template),
-                request.url.path,
-                priority_of(body),
-                stream=False,
-            ) as job:
-                (result,) = await results(job, desk.settings.timeout)
-                return summary(result, job, time.perf_counter() - began)
+        def whole(generation: Generation, found: list[Result]) -> Json:
+            (result,) = found
+            return summary(result, generation, time.perf_counter() - began)
 
-        return JSONResponse(await unless_gone(request, whole()), headers=headers)
+        admission = _admission(dispatcher, request, body, stream=False)
+        return await answer_whole(request, admission, dispatcher.settings.timeout, whole, headers)
 
-    if not desk.settings.ollama:  # which has a route of this name
+    if not dispatcher.settings.ollama:  # which has a route of this name
         router.post("/api/generate", **body_of(GenerateBody))(generate)
 
     @router.post("/api/stream", **body_of(GenerateBody))
     async def stream(request: Request) -> Response:
         """The same as server-sent events."""
-        body, headers = await reported(request, GenerateBody, desk)
-        return await _stream(desk, request, body, headers, _sse, "text/event-stream")
+        body, headers = await read_body(request, GenerateBody, dispatcher)
+        return await _stream(dispatcher, request, body, headers, _sse, "text/event-stream")
 
     @router.post("/api/tokenize", **body_of(TokenizeBody))
     async def tokenize(request: Request) -> Response:
         """The ids of a text."""
-        body, headers = await reported(request, TokenizeBody, desk)
-        async with desk.shelf.use(body.model) as (name, llm):
+        body, headers = await read_body(request, TokenizeBody, dispatcher)
+        async with dispatcher.models.use(body.model) as (name, llm):
             ids = await asyncio.to_thread(llm.tokenize, body.text, add_special=body.add_special)
         return JSONResponse({"model": name, "tokens": ids, "count": len(ids)}, headers=headers)
 
     @router.post("/api/detokenize", **body_of(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
         """The text of ids."""
-        body, headers = await reported(request, DetokenizeBody, desk)
-        async with desk.shelf.use(body.model) as (name, llm):
+        body, headers = await read_body(request, DetokenizeBody, dispatcher)
+        async with dispatcher.models.use(body.model) as (name, llm):
             text = await asyncio.to_thread(llm.detokenize, body.tokens, skip_special=False)
         return JSONResponse({"model": name, "text": text}, headers=headers)
 
     return router
 
 
-def described(entry: Entry, template: str | None) -> Json:
+def describe_model(entry: Entry, template: str | None) -> Json:
     """A model for the list of models."""
     row: Json = {"name": entry.name, "state": entry.state, "loaded": entry.state == "loaded", "error": entry.error or None}
-    if entry.held is not None:
-        e = entry.held.llm.explain()
+    if entry.loaded is not None:
+        e = entry.loaded.llm.explain()
         row |= {
             "architecture": e.architecture,
             "backend": e.backend,
             "parameters": e.parameters,
             "quantization": e.quantization,
             "path": entry.source,
-            "adapters": list(entry.held.llm.adapters),
+            "adapters": list(entry.loaded.llm.adapters),
             "device": e.device,
             "n_ctx": e.n_ctx,
-            "chat": template is not None or entry.held.llm.tokenizer.chat_template is not None,
+            "chat": template is not None or entry.loaded.llm.tokenizer.chat_template is not None,
             "max_seqs": e.max_seqs,
             "memory_bytes": {"weights": e.memory.weights, "cache": e.memory.cache, "activations": e.memory.activations},
             "load_seconds": round(entry.load_seconds, 3),
@@ -194,11 +189,11 @@ def described(entry: Entry, template: str | None) -> Json:
     return row
 
 
-def figure(entry: Entry) -> Json:
+def activity_of(entry: Entry) -> Json:
     """How busy a model is."""
-    if entry.held is None:
+    if entry.loaded is None:
         return {"name": entry.name, "state": entry.state}
-    activity, stats = entry.held.llm.activity(), entry.held.llm.stats()
+    activity, stats = entry.loaded.llm.activity(), entry.loaded.llm.stats()
     return {
         "name": entry.name,
         "state": entry.state,
@@ -209,23 +204,21 @@ def figure(entry: Entry) -> Json:
         "kv_blocks_kept": activity.kept_blocks,
         "tokens_generated": stats.drawn_tokens,
         "tokens_prompt": stats.prompt_tokens,
-        "experts": shares_of(entry.held.llm),
+        "experts": expert_shares(entry.loaded.llm),
     }
 
 
-def shares_of(llm: Model) -> list[float]:
+def expert_shares(llm: Model) -> list[float]:
     """Each expert's share of all choices so far, over all layers; empty where there are none, or none is known at once."""
-    if not isinstance(llm, RemoteLLM):
-        return []  # to ask would wait for a step
-    layers = list(llm.expert_counts().values())
+    layers = list(llm.expert_counts(wait=False).values())
     width, total = max(map(len, layers), default=0), max(1, sum(map(sum, layers)))
     return [round(sum(layer[i] for layer in layers if i < len(layer)) / total, 5) for i in range(width)]
 
 
-def summary(result: Result, job: Job, seconds: float) -> Json:
-    """A finished generation in the /api routes' words."""
+def summary(result: Result, generation: Generation, seconds: float) -> Json:
+    """A finished generation in the fields of the /api routes."""
     return {
-        "model": job.model,
+        "model": generation.model,
         "text": result.text,
         "tokens_generated": result.usage.completion_tokens,
         "prompt_tokens": result.usage.prompt_tokens,
@@ -242,43 +235,43 @@ def rate(result: Result) -> float:
     return result.timings.decode_rate
 
 
-def token_of(chunk: Chunk, job: Job, made: int) -> Json:
+def token_message(chunk: Chunk, generation: Generation, made: int) -> Json:
     """One chunk as the stream and the WebSocket show it."""
-    seconds = time.perf_counter() - job.began
+    seconds = time.perf_counter() - generation.began
     row: Json = {"token": chunk.text, "token_id": chunk.token_id, "stream": True, "complete": chunk.result is not None}
     row["tokens_per_sec"] = round(made / seconds, 2) if seconds > 0 else 0.0
     if chunk.result is not None:
-        row |= {k: v for k, v in summary(chunk.result, job, seconds).items() if k != "text"}
+        row |= {k: v for k, v in summary(chunk.result, generation, seconds).items() if k != "text"}
     return row
 
 
 async def _stream(
-    desk: Desk, request: Request, body: GenerateBody, headers: dict[str, str], write: Callable[[Json], str], media: str
+    dispatcher: Dispatcher,
+    request: Request,
+    body: GenerateBody,
+    headers: dict[str, str],
+    write: Callable[[Json], str],
+    media: str,
 ) -> Response:
-    stack = AsyncExitStack()
-    job = await stack.enter_async_context(
-        desk.job(
-            request.state.caller,
-            body.model,
-            make_of(body, desk.settings.chat_template),
-            request.url.path,
-            priority_of(body),
-        )
-    )
-
-    async def events() -> AsyncIterator[str]:
+    async def events(generation: Generation) -> AsyncIterator[str]:
         made = 0
-        try:
-            async for burst in bursts(job, 0, desk.settings.timeout):
-                rows = []
-                for chunk in burst:
-                    made += chunk.token_id is not None
-                    rows.append(write(token_of(chunk, job, made)))
-                yield "".join(rows)
-        except QuarrelError as error:
-            yield write(plain_body(refused(error)))
+        async for burst in bursts(generation, 0, dispatcher.settings.timeout):
+            rows = []
+            for chunk in burst:
+                made += chunk.token_id is not None
+                rows.append(write(token_message(chunk, generation, made)))
+            yield "".join(rows)
 
-    return Streamed(stack, events(), media, {**SSE, **headers})
+    def failure(error: Refused) -> str:
+        return write(plain_body(error))
+
+    return await answer_stream(_admission(dispatcher, request, body), events, failure, media, {**SSE, **headers})
+
+
+def _admission(dispatcher: Dispatcher, request: Request, body: GenerateBody, *, stream: bool = True) -> Admission:
+    prepare = prepare_of(body, dispatcher.settings.chat_template)
+    caller, where = request.state.caller, request.url.path
+    return dispatcher.admit(caller, body.model, prepare, where, priority_of(body), stream=stream)
 
 
 def _line(row: Json) -> str:

@@ -20,11 +20,11 @@ from starlette.routing import Route
 
 from quarrel.errors import ConfigError
 from quarrel.server.app import Server
-from quarrel.server.guard import Guard
+from quarrel.server.connections import protocol_for, watch
 from quarrel.server.metrics import TEXT
-from quarrel.server.protocol import protocol_for, watch
+from quarrel.server.middleware import Middleware
 from quarrel.server.settings import Settings
-from quarrel.server.socket import MAX_MESSAGE
+from quarrel.server.websocket import MAX_MESSAGE
 
 WAITING = 4096
 """Connections that the system keeps until they are taken."""
@@ -64,10 +64,10 @@ async def _serve(server: Server, settings: Settings, preload: bool) -> None:
 
 async def _preload(server: Server, listeners: list[_Uvicorn]) -> None:
     """Loads the first model. An option that no model of this server can have ends the server."""
-    for entry in server.desk.shelf.entries():
-        if entry.name == server.desk.shelf.default:
+    for entry in server.dispatcher.models.entries():
+        if entry.name == server.dispatcher.models.default:
             try:
-                await server.desk.shelf.load(entry.name)
+                await server.dispatcher.models.load(entry.name)
             except Exception as error:  # the entry says what went wrong, and so does each request
                 if isinstance(error.__cause__, ConfigError):
                     for listener in listeners:
@@ -118,7 +118,7 @@ class _Uvicorn(uvicorn.Server):
 def _config(app: object, settings: Settings) -> uvicorn.Config:
     return uvicorn.Config(
         app,  # type: ignore[arg-type]
-        http=protocol_for(settings, app.shed if isinstance(app, Guard) else None),
+        http=protocol_for(settings, app.shed if isinstance(app, Middleware) else None),
         ws="websockets-sansio",
         ws_max_size=MAX_MESSAGE + 1024,
         ws_ping_interval=30.0,
@@ -130,7 +130,7 @@ def _config(app: object, settings: Settings) -> uvicorn.Config:
         h11_max_incomplete_event_size=32 << 10,
         access_log=False,
         log_config=None,
-        log_level="info",  # below that, frames and heads are told, and prompts and keys with them
+        log_level="info",  # a lower level logs frames and heads, and with them prompts and keys
         server_header=False,
         proxy_headers=False,
         lifespan="on",
@@ -141,21 +141,21 @@ def _config(app: object, settings: Settings) -> uvicorn.Config:
 def _signals(server: Server, listeners: list[_Uvicorn], grace: float) -> Iterator[None]:
     """The first signal stops taking requests and lets those in flight go on for `grace` seconds; the second ends them."""
     loop = asyncio.get_running_loop()
-    asked = False
+    stopping = False
     ending: list[asyncio.Task[None]] = []
 
     def end() -> None:
-        ending.append(loop.create_task(server.desk.shelf.close()))
+        ending.append(loop.create_task(server.dispatcher.models.close()))
 
     def stop() -> None:
-        nonlocal asked
-        if asked:
+        nonlocal stopping
+        if stopping:
             end()
             return
-        asked = True
-        server.desk.closing = True
-        server.desk.shelf.stop_loading()
-        log.info("stopping; %d requests in flight may take %g s more", server.desk.active, grace)
+        stopping = True
+        server.dispatcher.closing = True
+        server.dispatcher.models.stop_loading()
+        log.info("stopping; %d requests in flight may take %g s more", server.dispatcher.active, grace)
         for listener in listeners:
             listener.should_exit = True
         # Closing the models ends every stream with a last event of its own.
@@ -205,8 +205,8 @@ def _reason(error: OSError | OverflowError) -> str:
         return "this user may not take ports so low; choose a --port above 1023"
     if number == errno.EADDRNOTAVAIL:
         return "this machine has no such address; choose another --host"
-    told = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return f"{told}; choose another --host or --port"
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return f"{reason}; choose another --host or --port"
 
 
 def _allow_many_files() -> None:

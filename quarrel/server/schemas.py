@@ -110,7 +110,7 @@ class OpenAIBody(Samplers):
         return options
 
     def structure(self) -> Structure | None:
-        """What the answer is held to, every token of it."""
+        """The grammar that every token of the answer keeps to."""
         wanted = self.response_format
         if wanted is None or wanted.type == "text":
             return None

@@ -1,4 +1,4 @@
-"""What a server is told when it starts: flags before `WEBUI_*` variables before defaults."""
+"""Options of a server: flags before `WEBUI_*` variables before defaults."""
 
 from __future__ import annotations
 

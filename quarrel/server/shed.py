@@ -1,6 +1,6 @@
-"""Refusing what a full server cannot take, from the bytes that came: no parser, no task, no body read as JSON.
+"""Load shedding: a full server refuses from the raw bytes of a request, without parser, task or JSON.
 
-Where many more ask than can be served, what a refusal costs is taken from those who are served.
+Under overload the cost of refusals is taken from the requests that are served.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Answer:
 class Shed:
     """Answers a request that came whole and in one piece. Whatever is not of the plainest form is left to the parser."""
 
-    def __init__(self, gate: Gate, keys: Keyring, metrics: Metrics, headers: list[tuple[bytes, bytes]]) -> None:
-        self._gate, self._keys, self._metrics = gate, keys, metrics
+    def __init__(self, check_capacity: Gate, keys: Keyring, metrics: Metrics, headers: list[tuple[bytes, bytes]]) -> None:
+        self._check_capacity, self._keys, self._metrics = check_capacity, keys, metrics
         self._headers = b"".join(name + b": " + value + b"\r\n" for name, value in headers)
 
     def __call__(self, data: bytes) -> Answer | None:
@@ -65,13 +65,13 @@ class Shed:
         if len(data) != end + 4 + int(lengths[0]) or not self._may_ask(data[: end + 2]):
             return None
         try:
-            self._gate(path)
+            self._check_capacity(path)
         except Refused as refusal:
             return self._answer(path, refusal, b"\r\nconnection: close" in head, int(lengths[0]))
         return None
 
     def _may_ask(self, head: bytes) -> bool:
-        """Who brings no good key where one is wanted is told so, by the guard, and not how full the server is."""
+        """A caller without a good key is left to the middleware, which says so, and not how full the server is."""
         if not self._keys.keys():
             return True
         found = _KEY.findall(head)
@@ -82,7 +82,7 @@ class Shed:
         secret = value if name == b"x-api-key" else bearer.strip() if kind.lower() in ("bearer", "apikey") else ""
         return bool(secret) and self._keys.find(secret) is not None
 
-    def _answer(self, path: str, refusal: Refused, close: bool, asked: int) -> Answer:
+    def _answer(self, path: str, refusal: Refused, close: bool, received: int) -> Answer:
         request_id = "req-" + secrets.token_hex(8)
         body = json.dumps(openai_body(refusal) if path.startswith("/v1") else plain_body(refusal)).encode()
         lines = [f"{name}: {value}\r\n" for name, value in refusal.headers().items()]
@@ -90,5 +90,5 @@ class Shed:
         lines += ["Connection: close\r\n"] if close else []
         head = f"HTTP/1.1 {refusal.status} Service Unavailable\r\n".encode() + self._headers + "".join(lines).encode()
         self._metrics.errors.labels(refusal.code).inc()
-        self._metrics.answered("POST", path, refusal.status, 0.0, asked, len(body))
+        self._metrics.answered("POST", path, refusal.status, 0.0, received, len(body))
         return Answer(head + b"\r\n" + body, close, path, request_id)

@@ -37,7 +37,7 @@ def functions_of(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, An
 
 
 def required_call(tools: Sequence[Mapping[str, Any]] | None, name: str | None, form: Structure | None) -> Structure:
-    """Holds an answer to a call of one of these tools, or of the one of that name. form: what else it should be held to."""
+    """Constrains an answer to a call of one of these tools, or of the one of that name. form: a constraint beside it."""
     if form is not None:
         text = "tool_choice wants a call and the answer's format something else: leave one of them out"
         raise Refused(400, "invalid_request", text, param="tool_choice")
@@ -49,7 +49,7 @@ def required_call(tools: Sequence[Mapping[str, Any]] | None, name: str | None, f
 
 
 def one_call(functions: Sequence[Mapping[str, Any]]) -> Structure:
-    """Holds an answer to one call of one of these functions: nothing but JSON, its arguments by the function's schema."""
+    """Constrains an answer to one call of one of these functions: JSON alone, its arguments by the function's schema."""
     rules = []
     for function in functions:
         schema = function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}

@@ -7,7 +7,7 @@ What is rendered carries, for each character, who wrote it (`Traced`). So contro
 template itself spells them out, through any filter, slice or test that it applies to a message. A text that has lost its
 trace counts as a stranger's.
 
-Requests and replies are JSON behind a length of four bytes, big endian.
+Requests and replies are frames of JSON on standard input and output: a length of four bytes, big endian, then the bytes.
 """
 
 from __future__ import annotations

@@ -5,11 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
-import select
 import signal
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -17,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
+from quarrel.child.spawn import Child, spawn_isolated
 from quarrel.errors import RequestError, TokenizerError
 from quarrel.tokenizer.guard import is_text
 from quarrel.tokenizer.special import Trust
@@ -35,7 +33,10 @@ MAX_TEMPLATES: Final = 64
 
 
 class Renderer:
-    """Templates to text. One worker, started when first needed and after each one that had to be stopped. Thread-safe."""
+    """Templates to text. One worker, started when first needed and after each one that had to be stopped. Thread-safe.
+
+    It has a deadline for each request instead of a heartbeat, for which its limits leave no thread.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -60,6 +61,11 @@ class Renderer:
                 worker.compiled.add(name)
             return worker.render(request)
 
+    @property
+    def child(self) -> Child | None:
+        """The worker's process, if there is one."""
+        return None if self._worker is None else self._worker.child
+
     def close(self) -> None:
         """Ends the worker; a later `render` starts another."""
         with self._lock:
@@ -72,35 +78,17 @@ class _Worker:
     """A running render_worker.py."""
 
     def __init__(self) -> None:
-        # Nothing of the environment but what Python needs: keys and tokens in it are no template's business.
-        kept = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME", "TZ", "TMPDIR")
-        environment = {name: os.environ[name] for name in kept if name in os.environ}
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         try:
-            process = subprocess.Popen(
-                [sys.executable, "-S", "-s", "-P", "-B", str(WORKER)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env=environment,
-                start_new_session=True,
-                bufsize=0,
-            )
+            self.child = spawn_isolated(WORKER)
         except OSError as error:
             raise TokenizerError(f"no process can be started to render chat templates: {error}") from None
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self._process, self._owner = process, os.getpid()
-        self._input, self._output = process.stdin.fileno(), process.stdout.fileno()
         self.compiled: set[str] = set()
-        self.close = weakref.finalize(self, _end, process, self._owner)
-        os.set_blocking(self._input, False)
+        self.close = weakref.finalize(self, _end, self.child)
         self.ask(_json({"do": "compile", "name": "", "template": ""}), START_S)
 
     def usable(self) -> bool:
         """A forked child must not share its parent's worker: their requests would mix."""
-        here = self._owner == os.getpid()
-        return here and self.close.alive and self._process.poll() is None and len(self.compiled) < MAX_TEMPLATES
+        return self.close.alive and self.child.running and len(self.compiled) < MAX_TEMPLATES
 
     def render(self, request: bytes) -> list[tuple[str, Trust]]:
         reply = self.ask(request, RENDER_S)
@@ -109,56 +97,37 @@ class _Worker:
             for length, level in reply["runs"]:
                 runs.append((text[at : at + length], Trust(level)))
                 at += length
-            sound = at == len(text) and is_text(text)
+            valid = at == len(text) and is_text(text)
         except (KeyError, TypeError, ValueError):
-            sound = False
-        if not sound:
+            valid = False
+        if not valid:
             self._fail("wrote what is no text")
         return runs
 
     def ask(self, request: bytes, limit_s: float) -> dict[str, Any]:
         deadline = time.monotonic() + limit_s
         try:
-            self._write(len(request).to_bytes(4, "big") + request, deadline)
-            size = int.from_bytes(self._read(4, deadline), "big")
-            if size > MAX_REPLY_BYTES:
-                self._fail("gave a reply without end")
-            reply: dict[str, Any] = json.loads(self._read(size, deadline))
+            self.child.link.send(request, deadline)
+            data = self.child.link.receive(deadline, MAX_REPLY_BYTES)
+            reply: dict[str, Any] | None = None if data is None else json.loads(data)
+        except TimeoutError:
+            self._fail("took too long, and was stopped")
+        except OverflowError:
+            self._fail("gave a reply without end")
         except (OSError, ValueError):
-            self._fail(self._death())
+            reply = None
         except BaseException:
-            self.close()  # an interrupt: the reply that is under way must not be taken for the next request's
+            self.close()  # an interrupt: the reply to this request must not be taken for the next one's
             raise
+        if reply is None:
+            self._fail(self._death())
         if "error" in reply:
             _refuse(reply["error"], reply["message"])
         return reply
 
-    def _write(self, data: bytes, deadline: float) -> None:
-        view = memoryview(data)
-        while view:
-            self._wait(self._input, select.POLLOUT, deadline)
-            view = view[os.write(self._input, view) :]
-
-    def _read(self, size: int, deadline: float) -> bytes:
-        chunks = []
-        while size:
-            self._wait(self._output, select.POLLIN, deadline)
-            chunk = os.read(self._output, min(size, 1 << 20))
-            if not chunk:
-                self._fail(self._death())
-            chunks.append(chunk)
-            size -= len(chunk)
-        return b"".join(chunks)
-
-    def _wait(self, descriptor: int, event: int, deadline: float) -> None:
-        poll = select.poll()
-        poll.register(descriptor, event)
-        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            self._fail("took too long, and was stopped")
-
     def _death(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            if self._process.wait(1.0) == -signal.SIGPROF:
+            if self.child.process.wait(1.0) == -signal.SIGPROF:
                 return "took too much time (it has 250 ms), and was stopped"
         return "brought down the process that renders it"
 
@@ -191,14 +160,6 @@ def _refuse(kind: str, message: str) -> NoReturn:
     raise TokenizerError(f"the chat template {message}, and was stopped")
 
 
-def _end(process: subprocess.Popen[bytes], owner: int) -> None:
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):
-                pipe.close()
-    if owner == os.getpid():
-        process.kill()
-        process.wait()
-    else:
-        # Not this process's child: there is nothing to wait for, and Popen need not warn about it.
-        process.returncode = 0
+def _end(child: Child) -> None:
+    child.link.close()
+    child.end()

@@ -16,40 +16,28 @@ from quarrel.ops.program import Program
 from quarrel.ops.registry import Registry, lower
 from quarrel.ops.step import ComputeChoice, Limits, WeightSource
 from quarrel.ops.weights import weights_of
-from quarrel.triton_backend import (
-    attend_whole,
-    attention,
-    collective,
-    door,
-    elementwise,
-    embedding,
-    encode,
-    experts,
-    experts_few,
-    few,
-    linear,
-    logprobs,
-    lora,
-    mixer,
-    norm,
-    post_norm,
-    recurrent,
-    rope,
-    route,
-    sample,
-    scan1,
-)
-from quarrel.triton_backend.cache import allocate, allocate_state, cache_bytes
-from quarrel.triton_backend.hosted import is_hosted, on_host
+from quarrel.triton_backend import run_op
+from quarrel.triton_backend.attention import cudnn, encoder, paged, rope
+from quarrel.triton_backend.collective import group
+from quarrel.triton_backend.collective.one_shot import OneShot
+from quarrel.triton_backend.elementwise import activation, embedding, norm, post_norm
+from quarrel.triton_backend.experts import dense, route
+from quarrel.triton_backend.experts import matvec as expert_matvec
+from quarrel.triton_backend.experts.host import is_hosted, on_host
+from quarrel.triton_backend.formats.weights import Weights, device_bytes
 from quarrel.triton_backend.inputs import InputBuffer, most_items
+from quarrel.triton_backend.linear import lora, matvec
 from quarrel.triton_backend.plan import Plan
-from quarrel.triton_backend.runtime import DTYPES, INTERPRETED
+from quarrel.triton_backend.recurrent import conv_scan2, mamba2_step, scan1
+from quarrel.triton_backend.runtime.arrays import DTYPES
+from quarrel.triton_backend.runtime.cache import allocate, allocate_state, cache_bytes
+from quarrel.triton_backend.runtime.launch import INTERPRETED, report_compiling
+from quarrel.triton_backend.sampling import logprobs, sample
 from quarrel.triton_backend.step import TritonStep
-from quarrel.triton_backend.weights import Weights, device_bytes
 
 FAMILIES = (
-    few, experts_few, attention, collective, elementwise, embedding, encode, experts, linear, logprobs, lora, mixer, norm,
-    recurrent, rope, route, sample, scan1,
+    matvec, expert_matvec, paged, group, activation, embedding, encoder, dense, logprobs, lora, mamba2_step, norm,
+    conv_scan2, rope, route, sample, scan1,
 )  # fmt: skip
 REGISTRY = Registry(
     "triton",
@@ -64,9 +52,11 @@ class TritonBackend:
     name = "triton"
     step_tokens = 2048
     """Each step of more than about a hundred rows decodes all weights once."""
+    peer_sums = OneShot
 
     def __init__(self, graphs: bool = True) -> None:
         self._graphs = graphs
+        report_compiling()
         self._group: Group | None = None
         self._host: HostExperts | None = None
 
@@ -132,7 +122,8 @@ class TritonBackend:
         arithmetic = self.compute_of(compute)
         if limits.kv_cache == "bfloat16" and (arithmetic == "float16" or INTERPRETED):
             reason = "values of that range do not fit float16 arithmetic" if not INTERPRETED else "the interpreter is wrong"
-            raise RequestError(f"kv_cache='bfloat16' with compute='{arithmetic}': {reason}; use compute='bfloat16', or fp8")
+            message = f"kv_cache='bfloat16' with compute='{arithmetic}': {reason}; use compute='bfloat16', or fp8"
+            raise RequestError(message, "kv_cache", "compute")
         device = self._torch_device()
         kept = {v.id for v in program.outputs.values()}
         chosen = post_norm.fused(lower(program, REGISTRY), kept, arithmetic)
@@ -159,9 +150,9 @@ class TritonBackend:
                 "items": most_items(limits),
             }
             plan = Plan(
-                choices, slots, kept, rows, held, caches, states, inputs.work, arithmetic, device,
+                choices, slots, kept, rows, held, caches, states, inputs.tables, arithmetic, device,
                 deterministic=limits.deterministic, float8=compute == "fp8", group=self._group,
-                whole=attend_whole.LEAST if limits.attention == "cudnn" and not limits.deterministic else 0,
+                cudnn_from=cudnn.LEAST if limits.attention == "cudnn" and not limits.deterministic else 0,
             )  # fmt: skip
             held.finish()
         except torch.cuda.OutOfMemoryError as error:
@@ -175,7 +166,7 @@ class TritonBackend:
     ) -> tuple[Concrete, ...]:
         """One op on concrete host arrays; caches are consumed and returned."""
         self._need_device()
-        return door.run_op(REGISTRY, self._torch_device(), op, spec, inputs, self.compute_of(compute))
+        return run_op.run_op(REGISTRY, self._torch_device(), op, spec, inputs, self.compute_of(compute))
 
     def _torch_device(self) -> torch.device:
         return torch.device("cpu") if INTERPRETED else torch.device("cuda", torch.cuda.current_device())

@@ -17,11 +17,13 @@ from quarrel.gguf import GGMLType
 from quarrel.ops.activation import GATED, PLAIN
 from quarrel.ops.contract import Compute, Value
 from quarrel.ops.linear import ADD, LINEAR, LINEAR_ADD, LinearAddSpec, LinearSpec
-from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP, ROUTE, ExpertDownSpec, ExpertUpSpec
+from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP, ROUTE, ExpertUpSpec
 from quarrel.ops.program import Node
-from quarrel.triton_backend import experts_few, few, route
-from quarrel.triton_backend.dots import FLOATS, WORDS
-from quarrel.triton_backend.runtime import Launch, Live, Site
+from quarrel.triton_backend.experts import matvec as expert_matvec
+from quarrel.triton_backend.experts import route
+from quarrel.triton_backend.formats.table import has_matvec
+from quarrel.triton_backend.linear import matvec
+from quarrel.triton_backend.runtime.site import Batch, Launch, Site
 
 Build = Callable[[Site], Launch]
 SHARED_ACTIVATIONS = ("silu", "relu2")
@@ -89,13 +91,13 @@ def fused(site: Site, fusion: Fusion, i: int, alone: Launch) -> Launch:
     build = fusion.parts[i]
     together, rows = _nothing if build is None else build(site), fusion.rows
 
-    def run(live: Live) -> None:
-        (together if rows >= live.T else alone)(live)
+    def run(batch: Batch) -> None:
+        (together if rows >= batch.T else alone)(batch)
 
     return run
 
 
-def _nothing(live: Live) -> None:
+def _nothing(batch: Batch) -> None:
     pass
 
 
@@ -120,10 +122,10 @@ def _shared(nodes: Sequence[Node], i: int, makers: Sequence[int | None]) -> Fusi
     refs = [m.inputs[place] for place in range(1, 2 + spec.bias) for m in maps]
     node = Node(EXPERT_UP, one, (maps[0].inputs[0], nodes[i].outputs[0], *refs), nodes[i].outputs, nodes[i].path)
 
-    if not _has_matvec(spec):
+    if not has_matvec(spec.type, spec.k):
         return None
     return Fusion(
-        {**dict.fromkeys(m for m in makers if m is not None), i: lambda site: experts_few.few_up(site, node, None)}
+        {**dict.fromkeys(m for m in makers if m is not None), i: lambda site: expert_matvec.matvec_up(site, node, None)}
     )
 
 
@@ -137,28 +139,23 @@ def _stream(nodes: Sequence[Node], i: int, source: Callable[[int, int], int | No
     out = nodes[i].outputs[0]
     if nodes[before].op is EXPERT_DOWN:
         down = nodes[before]
-        if not _has_matvec(down.spec):
+        if not has_matvec(down.spec.type, down.spec.k):
             return None
-        return Fusion({before: None, i: lambda site: experts_few.few_down(site, down, out, stream, scale)})
+        return Fusion({before: None, i: lambda site: expert_matvec.matvec_down(site, down, out, stream, scale)})
     if nodes[before].op is not LINEAR_ADD:
         return None
     shared, routed = nodes[before], source(before, 0)
     if routed is None or nodes[routed].op is not EXPERT_DOWN:
         return None
     down, lin = nodes[routed], shared.spec.linear
-    if not (_has_matvec(down.spec) and _has_matvec(lin)) or shared.spec.scale != 1.0:
+    if not (has_matvec(down.spec.type, down.spec.k) and has_matvec(lin.type, lin.k)) or shared.spec.scale != 1.0:
         return None
     spec = LinearAddSpec(lin, scale)
     last = replace(shared, op=LINEAR_ADD, spec=spec, outputs=(out,))
     return Fusion(
         {
-            routed: lambda site: experts_few.few_down(site, down, down.outputs[0], stream, scale),
+            routed: lambda site: expert_matvec.matvec_down(site, down, down.outputs[0], stream, scale),
             before: None,
-            i: lambda site: few.build_linear_add(site, last),
+            i: lambda site: matvec.build_linear_add(site, last),
         }
     )
-
-
-def _has_matvec(spec: LinearSpec | ExpertDownSpec) -> bool:
-    name = spec.type.name
-    return name in FLOATS or (name in WORDS and spec.k % 32 == 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -11,8 +12,10 @@ from quarrel.errors import RequestError
 from quarrel.ops.contract import Array
 from quarrel.ops.program import group_input
 from quarrel.ops.step import Limits, StepInputs
-from quarrel.triton_backend.runtime import Live, Slot, Work, cdiv, power_of_two
-from quarrel.triton_backend.splits import MOST_SPLITS, most_splits, split_keys, splits_of, splits_of_one
+from quarrel.triton_backend.attention.splits import MOST_SPLITS, most_splits, split_keys, splits_of, splits_of_one
+from quarrel.triton_backend.runtime.arrays import Slot
+from quarrel.triton_backend.runtime.launch import cdiv, power_of_two
+from quarrel.triton_backend.runtime.site import Batch, Tables
 
 _SAMPLE = ("temperature", "top_k", "top_p", "min_p", "uniform")
 _FLOATS = ("temperature", "top_p", "min_p", "uniform")
@@ -23,6 +26,9 @@ _AT_ONCE = 1 << 16
 each further copy costs the host more."""
 _RING = 4
 """Batches on their way: the host fills one while the copies of those before may still wait for the device."""
+
+_LEAST, _SHORT, _STRIDE = 16, 4096, 2048
+"""Of an encoder's steps: the fewest tokens, those up to which a step has a power of two of them, and the stride beyond."""
 
 
 def item_starts(query_start: Array, kv_len: Array) -> Array:
@@ -45,14 +51,14 @@ def most_items(limits: Limits) -> int:
     return most_splits(limits.n_blocks * limits.block_size, limits.max_seqs)
 
 
-def live_counts(query_start: Array, kv_len: Array, rows: int, starts: Array | None = None) -> Live:
+def batch_of(query_start: Array, kv_len: Array, rows: int, starts: Array | None = None) -> Batch:
     """The host's view of a batch; `starts` are its `item_starts`."""
     starts = item_starts(query_start, kv_len) if starts is None else starts
     tokens, seqs, items = int(query_start[-1]), len(kv_len), int(starts[-1])
     if seqs == 1:
-        return Live(tokens, 1, rows, tokens == 1, tokens > 1, items)
+        return Batch(tokens, 1, rows, tokens == 1, tokens > 1, items)
     new = np.diff(query_start)
-    return Live(tokens, seqs, rows, bool((new == 1).any()), bool((new > 1).any()), items)
+    return Batch(tokens, seqs, rows, bool((new == 1).any()), bool((new > 1).any()), items)
 
 
 def _bounds(values: Array) -> tuple[int, int]:
@@ -124,7 +130,7 @@ class InputBuffer:
         self.last = Slot(torch.zeros(limits.max_tokens, dtype=torch.int32, device=device))
         """Tokens of the last launch that drew any."""
         tables = (self.slots[name] for name in ("item_start", "table_width", "from_last"))
-        self.work = Work(*tables, self.last, self.slots["tokens"])
+        self.tables = Tables(*tables, self.last, self.slots["tokens"])
 
     def _place(self, most: int) -> _Places:
         if most not in self._places:
@@ -259,3 +265,34 @@ def _fill(target: Array, values: Array, filler: int, length: int) -> None:
     target[:count] = values
     if length > count:
         target[count:length] = filler
+
+
+def padded_encoder(inputs: StepInputs, limits: Limits) -> StepInputs | None:
+    """An encoder's inputs in a shape that is captured; None where more rows are wanted than texts.
+
+    A step has some 250 launches, which cost the host 6 ms, what the device needs for 10,000 tokens. Steps are padded to a
+    power of two of texts and of tokens, long ones to a multiple of _STRIDE tokens. Tokens that are added belong to texts of
+    their own: they change no other rows, and nobody reads theirs.
+    """
+    tokens, seqs, rows = len(inputs.ids), len(inputs.kv_len), len(inputs.out_rows)
+    most, texts = padded_tokens(tokens, limits.max_tokens), power_of_two(seqs + 1)
+    if texts > min(limits.max_seqs, limits.max_tokens) or rows > seqs:
+        return None
+    added = texts - seqs
+    each = -(-(most - tokens) // added)
+    return replace(
+        inputs,
+        ids=np.pad(inputs.ids, (0, most - tokens)),
+        positions=np.pad(inputs.positions, (0, most - tokens)),
+        slots=np.pad(inputs.slots, (0, most - tokens)),
+        query_start=np.concatenate([inputs.query_start, np.minimum(tokens + each * np.arange(1, added + 1), most)]),
+        kv_len=np.pad(inputs.kv_len, (0, added)),
+        block_table=np.zeros((texts, 1), np.int32),
+        out_rows=np.pad(inputs.out_rows, (0, texts - rows)),
+    )
+
+
+def padded_tokens(tokens: int, most: int) -> int:
+    """How many tokens a step of so many is padded to."""
+    length = power_of_two(tokens) if tokens <= _SHORT else -(-tokens // _STRIDE) * _STRIDE
+    return min(max(length, _LEAST), most)

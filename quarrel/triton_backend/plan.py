@@ -13,18 +13,19 @@ from quarrel.ops.contract import CacheRef, Compute, ConstRef, StateRef, Value, W
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Choice
 from quarrel.triton_backend import fuse
-from quarrel.triton_backend.buffers import Place, Scratch, place, view
-from quarrel.triton_backend.float8 import Codes
-from quarrel.triton_backend.halved import readers, words
-from quarrel.triton_backend.hosted import is_hosted
-from quarrel.triton_backend.pack import Packed
-from quarrel.triton_backend.rope import left_to_attention
-from quarrel.triton_backend.runtime import DTYPES, Cache, Launch, Launcher, Slot, Work, launch
-from quarrel.triton_backend.weights import Weights
+from quarrel.triton_backend.attention.rope import left_to_attention
+from quarrel.triton_backend.experts.host import is_hosted
+from quarrel.triton_backend.formats.int8x2 import readers, words
+from quarrel.triton_backend.formats.weights import Weights
+from quarrel.triton_backend.linear.kernels import ByRows
+from quarrel.triton_backend.runtime.arrays import DTYPES, E4M3, Cache, Packed, Slot
+from quarrel.triton_backend.runtime.buffers import Place, Scratch, place, view
+from quarrel.triton_backend.runtime.launch import Launcher, launch
+from quarrel.triton_backend.runtime.site import Launch, Site, Tables
 
 
 @dataclass
-class Plan:
+class Plan(Site):
     """Built once; `run` launches. `rows` is how many indices of each free axis the buffers hold."""
 
     choices: Sequence[Choice]
@@ -34,18 +35,20 @@ class Plan:
     weights: Weights
     caches: Sequence[Cache]
     states: Sequence[torch.Tensor]
-    work: Work
+    tables: Tables
     compute: Compute
     device: torch.device
     launch: Launcher = launch
     deterministic: bool = False
     generation: int = -1
     float8: bool = False
-    whole: int = 0
+    cudnn_from: int = 0
     group: Group | None = None
     slots: dict[int, Slot] = field(default_factory=dict)
     launches: list[Launch] = field(default_factory=list)
-    rounded: dict[int, Codes] = field(default_factory=dict)
+    by_rows: dict[int, ByRows] = field(default_factory=dict)
+    """Of the nodes that are linear maps, by their numbers."""
+    float8_weights: dict[int, E4M3] = field(default_factory=dict)
     counters: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -59,14 +62,14 @@ class Plan:
         self._arenas: dict[str, torch.Tensor] = {}
         nodes = [] if self.deterministic else [c.node for c in self.choices]
         outside = {i for i, choice in enumerate(self.choices) if is_hosted(choice)}
-        self._read_halved, self._read_plain = readers(nodes, self.compute, outside)
-        self._halved: dict[int, torch.Tensor] = {}
+        self._read_int8x2, self._read_plain = readers(nodes, self.compute, outside)
+        self._int8x2: dict[int, torch.Tensor] = {}
         left_alone = {v.id for i in outside for v in self.choices[i].node.outputs}
         fusions = fuse.find(nodes, self.compute, self.kept | left_alone)
         self._until = fuse.lifetimes(fusions, nodes)
         parts = fuse.by_node(fusions)
         pairs = left_to_attention(nodes, self.kept)
-        self._turned = {nodes[i].outputs[0].id: nodes[i] for i, _ in pairs}
+        self._ropes = {nodes[i].outputs[0].id: nodes[i] for i, _ in pairs}
         read = [(v.id, at) for i, at in pairs for v in nodes[i].inputs if isinstance(v, Value)]
         self._until |= {id: max(at, self._until.get(id, 0)) for id, at in read}
         self.nbytes = 0
@@ -75,12 +78,15 @@ class Plan:
         for i, choice in enumerate(self.choices):
             self._scratch.next_node()
             go = choice.implementation.build(self, choice.node)
+            if isinstance(go, ByRows):
+                self.by_rows[i] = go
             self.launches.append(fuse.fused(self, parts[i], i, go) if i in parts else go)
         self.allocate()
 
     def drop(self) -> None:
         """Lets go of what was built: launches refer to their plan, and would wait for a garbage collection."""
         self.launches.clear()
+        self.by_rows.clear()
 
     def allocate(self) -> None:
         """Makes the buffers for `rows`; what they held is lost."""
@@ -98,13 +104,13 @@ class Plan:
         for slot, _, _ in self._zeros:
             slot.tensor = zeros
         self.nbytes = sum(a.numel() for a in self._arenas.values()) + 4 * counts
-        self.nbytes += sum(4 * t.numel() for t in self._halved.values())
+        self.nbytes += sum(4 * t.numel() for t in self._int8x2.values())
 
     def fill(self, byte: int) -> None:
         """Sets every byte of the values' buffers: 255 makes floats NaN, so that what a kernel leaves unwritten shows."""
         for arena in self._arenas.values():
             arena.fill_(byte)
-        for tensor in self._halved.values():
+        for tensor in self._int8x2.values():
             tensor.view(torch.uint8).fill_(byte)
 
     def _place(self) -> tuple[dict[int, Place], dict[str, int]]:
@@ -117,7 +123,7 @@ class Plan:
     def _new(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self.device)
 
-    # What a launcher asks while it is built (`Site`).
+    # A site: what implementations read while they are built.
 
     def slot(self, value: Value) -> Slot:
         return self.slots[value.id]
@@ -125,10 +131,10 @@ class Plan:
     def weight(self, ref: WeightRef) -> Packed:
         return self.weights.matrix(ref)
 
-    def codes(self, weight: Packed) -> Codes:
-        if id(weight) not in self.rounded:
-            self.rounded[id(weight)] = Codes(weight.n, weight.k, self.device)
-        return self.rounded[id(weight)]
+    def e4m3(self, weight: Packed) -> E4M3:
+        if id(weight) not in self.float8_weights:
+            self.float8_weights[id(weight)] = E4M3(weight.n, weight.k, self.device)
+        return self.float8_weights[id(weight)]
 
     def vector(self, ref: WeightRef) -> torch.Tensor:
         return self.weights.vector(ref)
@@ -142,19 +148,19 @@ class Plan:
     def state(self, ref: StateRef) -> torch.Tensor:
         return self.states[ref.index]
 
-    def halved(self, value: Value) -> torch.Tensor | None:
-        return self._halved.get(value.id)
+    def int8x2(self, value: Value) -> torch.Tensor | None:
+        return self._int8x2.get(value.id)
 
-    def to_halve(self, value: Value) -> tuple[torch.Tensor | None, bool]:
-        if value.id not in self._read_halved:
+    def int8x2_target(self, value: Value) -> tuple[torch.Tensor | None, bool]:
+        if value.id not in self._read_int8x2:
             return None, True
         _, *parts, k = value.dims
         rows = prod(int(p) for p in parts)
-        made = self._halved[value.id] = torch.empty(rows * words(int(k)), dtype=torch.int32, device=self.device)
+        made = self._int8x2[value.id] = torch.empty(rows * words(int(k)), dtype=torch.int32, device=self.device)
         return made, value.id in self._read_plain or value.id in self.kept
 
-    def turned(self, value: Value) -> Node | None:
-        return self._turned.get(value.id)
+    def rope_of(self, value: Value) -> Node | None:
+        return self._ropes.get(value.id)
 
     def scratch(self, dim: str, width: int, dtype: torch.dtype = torch.float32) -> Slot:
         return self._scratch.want(dim, width, dtype, self._empty.view(dtype))
@@ -165,15 +171,3 @@ class Plan:
     def zeros(self, dim: str, width: int) -> Slot:
         self._zeros.append((Slot(self._empty.view(torch.int32)), dim, width))
         return self._zeros[-1][0]
-
-
-def needed(nodes: Sequence[Node], wanted: Value) -> list[bool]:
-    """Which nodes a result takes: those it depends on, and every append to a cache."""
-    wants = {wanted.id}
-    marks: list[bool] = []
-    for node in reversed(nodes):
-        mark = node.op.always or any(v.id in wants for v in node.outputs)
-        if mark:
-            wants.update(v.id for v in node.inputs if isinstance(v, Value))
-        marks.append(mark)
-    return marks[::-1]

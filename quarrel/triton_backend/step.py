@@ -26,16 +26,17 @@ from quarrel.errors import RequestError
 from quarrel.ops.attention import ATTENTION
 from quarrel.ops.contract import Compute, Value
 from quarrel.ops.embedding import EmbeddingSpec
+from quarrel.ops.program import needed
 from quarrel.ops.registry import Choice
-from quarrel.ops.step import Done, Limits, MemoryPlan, Pending, StepInputs, StepOutputs, Taken, Want, outputs_of
-from quarrel.triton_backend import full
-from quarrel.triton_backend.attend_whole import prompts_of, refusal
-from quarrel.triton_backend.cache import copy_blocks, copy_states
-from quarrel.triton_backend.hosted import Outside
-from quarrel.triton_backend.inputs import InputBuffer, item_bucket, item_starts, live_counts
-from quarrel.triton_backend.plan import Plan, needed
-from quarrel.triton_backend.runtime import Launch, Live, power_of_two
-from quarrel.triton_backend.weights import held_as
+from quarrel.ops.step import Done, ExplainLine, Limits, MemoryPlan, Pending, StepInputs, StepOutputs, Want, outputs_of
+from quarrel.triton_backend.attention.cudnn import prompts_of, refusal
+from quarrel.triton_backend.experts.host import Outside
+from quarrel.triton_backend.formats.weights import stored_as
+from quarrel.triton_backend.inputs import InputBuffer, batch_of, item_bucket, item_starts, padded_encoder
+from quarrel.triton_backend.plan import Plan
+from quarrel.triton_backend.runtime.cache import copy_blocks, copy_states
+from quarrel.triton_backend.runtime.launch import power_of_two
+from quarrel.triton_backend.runtime.site import Batch, Launch
 
 MOST_PINNED = 16 << 20
 """Numbers of a result that is copied while the host goes on (64 MiB); a larger one is waited for."""
@@ -122,7 +123,7 @@ class TritonStep:
         self._float_results = _Results(1 << 20, torch.float32)
         self._choices: tuple[Choice, ...] = tuple(plan.choices)
         nodes = [c.node for c in plan.choices]
-        alone = {name: needed(nodes, value) for name, value in outputs.items()}
+        alone = {name: needed(nodes, [value]) for name, value in outputs.items()}
         self._masks: dict[str, list[bool]] = {
             want: [any(marks) for marks in zip(*(alone[name] for name in outputs_of(want)))]
             for want in get_args(Want)
@@ -166,11 +167,11 @@ class TritonStep:
         """Copies the state in slots (source, destination) of every layer."""
         copy_states(self._plan.states, pairs)
 
-    def explain(self) -> list[Taken]:
-        """Who took what, and in which format its weight is held if not its own."""
+    def explain(self) -> list[ExplainLine]:
+        """Who took what, in which format its weight is stored if not its own, and which kernels serve which rows."""
         return [
-            Taken(c.node.path, c.node.op.name, str(c.node.spec), c.implementation.name + self._held(c), self._declined(c))
-            for c in self._choices
+            ExplainLine(c.node.path, c.node.op.name, str(c.node.spec), self._taken(i, c), self._declined(i, c))
+            for i, c in enumerate(self._choices)
         ]
 
     def expert_counts(self) -> dict[str, np.ndarray]:
@@ -181,7 +182,7 @@ class TritonStep:
         """Device bytes; nothing of the file is used in place."""
         held = [*(t for c in self._plan.caches for t in c.tensors), *self._plan.states]
         cache = sum(t.numel() * t.element_size() for t in held)
-        coarse = sum(codes.nbytes for codes in self._plan.rounded.values())
+        coarse = sum(codes.nbytes for codes in self._plan.float8_weights.values())
         return MemoryPlan(self._plan.weights.nbytes() + coarse, 0, cache, self._plan.nbytes + self._inputs.nbytes)
 
     def close(self) -> None:
@@ -198,27 +199,27 @@ class TritonStep:
 
     def _start(self, inputs: StepInputs, want: Want, rows: int) -> None:
         starts = item_starts(inputs.query_start, inputs.kv_len)
-        live = live_counts(inputs.query_start, inputs.kv_len, rows, starts)
-        if self._plan.whole and live.several:
-            live = replace(live, prompts=prompts_of(inputs.query_start, inputs.kv_len, self._plan.whole))
-        decode = self._capture and not live.several and live.T == live.S and rows <= live.S
+        batch = batch_of(inputs.query_start, inputs.kv_len, rows, starts)
+        if self._plan.cudnn_from and batch.prefill:
+            batch = replace(batch, prompts=prompts_of(inputs.query_start, inputs.kv_len, self._plan.cudnn_from))
+        decode = self._capture and not batch.prefill and batch.T == batch.S and rows <= batch.S
         most = min(self.limits.max_seqs, self.limits.max_tokens)
-        padded = min(power_of_two(live.S), most) if decode else 0
-        whole = full.padded(inputs, self.limits) if self._capture and "mean" in self._outputs else None
+        padded = min(power_of_two(batch.S), most) if decode else 0
+        whole = padded_encoder(inputs, self.limits) if self._capture and "mean" in self._outputs else None
         if whole is not None:
             texts = len(whole.kv_len)
             self._grow(texts, 0)
             self._inputs.send(whole, 0, np.zeros(texts + 1, np.int32))
-            self._replay(Live(len(whole.ids), texts, texts, single=False, several=True, items=0), want)
+            self._replay(Batch(len(whole.ids), texts, texts, decode=False, prefill=True, items=0), want)
             return
-        self._grow(max(rows, padded), live.items)
+        self._grow(max(rows, padded), batch.items)
         if decode:
             self._inputs.send(inputs, padded, starts)
-            items = max(live.items, min(item_bucket(live.items, padded), self._plan.rows["items"]))
-            self._replay(replace(live, T=padded, S=padded, R=padded, items=items), want)
+            items = max(batch.items, min(item_bucket(batch.items, padded), self._plan.rows["items"]))
+            self._replay(replace(batch, T=padded, S=padded, R=padded, items=items), want)
         else:
             self._inputs.send(inputs, 0, starts)
-            self._run(live, want)
+            self._run(batch, want)
 
     def _grow(self, rows: int, items: int) -> None:
         have = self._plan.rows
@@ -232,30 +233,30 @@ class TritonStep:
             self._plan.rows |= more
             self._plan.allocate()
 
-    def _run(self, live: Live, want: str) -> None:
+    def _run(self, batch: Batch, want: str) -> None:
         for go, mark in zip(self._plan.launches, self._masks[want], strict=True):
             if mark:
-                go(live)
+                go(batch)
 
-    def _replay(self, live: Live, want: str) -> None:
-        key = (live.T, live.S, live.items, want)
+    def _replay(self, batch: Batch, want: str) -> None:
+        key = (batch.T, batch.S, batch.items, want)
         if key not in self._graphs and key not in self._seen:
             self._seen.add(key)
-            self._run(live, want)
+            self._run(batch, want)
             return
         if key not in self._graphs:
-            self._graphs[key] = self._captured(live, want)
+            self._graphs[key] = self._captured(batch, want)
         for go in self._graphs[key]:
             go()
 
-    def _captured(self, live: Live, want: str) -> list[Callable[[], None]]:
+    def _captured(self, batch: Batch, want: str) -> list[Callable[[], None]]:
         """The step as graphs, with what no graph may hold between them."""
         wanted = [go for go, mark in zip(self._plan.launches, self._masks[want], strict=True) if mark]
         pieces: list[Callable[[], None]] = []
         for outside, piece in groupby(wanted, lambda go: isinstance(go, Outside)):
             launches = list(piece)
-            pieces += [partial(go, live) for go in launches] if outside else [_graph(launches, live).replay]
-        return pieces or [_graph([], live).replay]
+            pieces += [partial(go, batch) for go in launches] if outside else [_graph(launches, batch).replay]
+        return pieces or [_graph([], batch).replay]
 
     def _copied(self, value: Value, shape: tuple[int, ...]) -> _Copied:
         results = self._results if value.kind == "i32" else self._float_results
@@ -268,18 +269,24 @@ class TritonStep:
         # On a CPU the tensor is the buffer itself, which the next call overwrites.
         return out.reshape(shape).copy() if flat.device.type == "cpu" else out.reshape(shape)
 
-    def _declined(self, choice: Choice) -> tuple[str, ...]:
-        asked = self._plan.whole and choice.node.op is ATTENTION
+    def _taken(self, i: int, choice: Choice) -> str:
+        by_rows = self._plan.by_rows.get(i)
+        return choice.implementation.name + self._held(choice) + (f": {by_rows.describe()}" if by_rows else "")
+
+    def _declined(self, i: int, choice: Choice) -> tuple[str, ...]:
+        asked = self._plan.cudnn_from and choice.node.op is ATTENTION
         reason = refusal(self._plan, choice.node) if asked else None
-        return choice.declined if reason is None else (*choice.declined, f"cuDNN: {reason}")
+        by_rows = self._plan.by_rows.get(i)
+        declined = (*choice.declined, *(by_rows.declined if by_rows else ()))
+        return declined if reason is None else (*declined, f"cuDNN: {reason}")
 
     def _held(self, choice: Choice) -> str:
-        if choice.node.op is ATTENTION and self._plan.whole and refusal(self._plan, choice.node) is None:
-            return f"; whole prompts of {self._plan.whole} tokens and more by cuDNN"
+        if choice.node.op is ATTENTION and self._plan.cudnn_from and refusal(self._plan, choice.node) is None:
+            return f"; whole prompts of {self._plan.cudnn_from} tokens and more by cuDNN"
         type = getattr(getattr(choice.node.spec, "linear", choice.node.spec), "type", None)
-        if type is None or held_as(type, self.compute) == type:
+        if type is None or stored_as(type, self.compute) == type:
             return ""
-        return f" (held as {held_as(type, self.compute).name})"
+        return f" (stored as {stored_as(type, self.compute).name})"
 
 
 def _shape(value: Value, rows: int, seqs: int) -> tuple[int, ...]:
@@ -288,14 +295,14 @@ def _shape(value: Value, rows: int, seqs: int) -> tuple[int, ...]:
     return (seqs if axis == "S" else rows, *(int(w) for w in widths))
 
 
-def _graph(launches: Sequence[Launch], live: Live) -> torch.cuda.CUDAGraph:
+def _graph(launches: Sequence[Launch], batch: Batch) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     with _CAPTURING, _no_collections(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # an empty program would warn; it is as well captured empty
         # Other threads may go on using the device, as another model's loading does.
         with torch.cuda.graph(graph, stream=_stream(torch.cuda.current_device()), capture_error_mode="thread_local"):
             for go in launches:
-                go(live)
+                go(batch)
     return graph
 
 

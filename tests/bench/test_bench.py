@@ -1,4 +1,4 @@
-"""The bench measures what it says, in every form of output, and tells no speed of what computes wrongly."""
+"""The bench measures what it says, in every form of output, and reports no speed of what computes wrongly."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quarrel.bench import sampled, session
+from quarrel.bench import rows as bench_rows
+from quarrel.bench import session
 from quarrel.bench.__main__ import main
 from quarrel.bench.inputs import Layout
 from quarrel.bench.kernel import time_linear
 from quarrel.bench.plot import plot
+from quarrel.bench.precompile import Job, jobs_for, precompile
 from quarrel.bench.report import Figure, brief, earlier, statistics, table
 from quarrel.bench.session import How, Session
 from quarrel.bench.subject import Source, limits_for
 from quarrel.bench.traffic import Traffic
-from quarrel.bench.warm import Job, jobs_for, warm
-from quarrel.bench.work import Test as Work
-from quarrel.bench.work import matrix
+from quarrel.bench.workload import Test as Work
+from quarrel.bench.workload import matrix
 from quarrel.cpu_backend.backend import CpuBackend
 from quarrel.errors import QuarrelError, RequestError
 from quarrel.gguf import GGUFFile
@@ -100,22 +101,22 @@ def test_a_figure_for_every_test_with_its_bytes_and_its_check(tiny: Path, backen
 @pytest.mark.parametrize("wrong", [WrongOp, WrongStep])
 def test_no_speed_of_what_computes_wrongly(wrong: type[CpuBackend]) -> None:
     backend = wrong(threads=1)
-    with pytest.raises(QuarrelError, match="no speed is told|away from its reference"):
+    with pytest.raises(QuarrelError, match="no speed is reported|away from its reference"):
         list(Session(backend, QUIET).model("demo", TESTS))
-    spoilt = list(Session(backend, replace(QUIET, despite=True)).model("demo", TESTS[1:2]))
+    spoilt = list(Session(backend, replace(QUIET, keep_going=True)).model("demo", TESTS[1:2]))
     assert spoilt[0].checked.startswith("FAILED")
     backend.close()
 
 
 @pytest.mark.parametrize("op", [LINEAR, LINEAR_ADD, NORM_LINEAR, NORM_GATE_UP, EXPERT_UP, EXPERT_DOWN], ids=repr)
 def test_some_rows_of_a_map_are_the_same_rows_of_the_whole(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampled, "ELEMENTS", 1)
-    monkeypatch.setattr(sampled, "LEAST", 5)
+    monkeypatch.setattr(bench_rows, "ELEMENTS", 1)
+    monkeypatch.setattr(bench_rows, "LEAST", 5)
     for case in op.cases():
         assert op.make is not None
         inputs = op.make(case, np.random.default_rng(1))
         whole = reference.run_op(op, case.spec, inputs)
-        node, given, got = sampled.sampled(Node(op, case.spec, (), ()), inputs, whole)
+        node, given, got = bench_rows.some_rows(Node(op, case.spec, (), ()), inputs, whole)
         for one, other in zip(reference.run_op(op, node.spec, given), got, strict=True):
             assert np.asarray(one).shape[-1] <= 5
             assert rel_error(np.asarray(one), np.asarray(other)) < 1e-6
@@ -296,7 +297,7 @@ def test_one_kernel_alone(backend: CpuBackend) -> None:
         time_linear(backend, "q4_k", 100, 8, 1, QUIET)
     with pytest.raises(RequestError, match="no block format"):
         time_linear(backend, "q9", 256, 8, 1, QUIET)
-    with pytest.raises(QuarrelError, match="no speed is told"):
+    with pytest.raises(QuarrelError, match="no speed is reported"):
         time_linear(WrongOp(threads=1), "q8_0", 256, 64, 1, QUIET)
 
 
@@ -309,7 +310,7 @@ def test_the_tests_are_shared_out_and_a_failure_leaves_the_measurement_to_tell(
 ) -> None:
     jobs = jobs_for(str(tiny), "cpu", "auto", 16, TESTS, True, 3)
     assert sorted((t.name if t else "check") for job in jobs for t in job.mine) == ["check", "pp20", "tg3", "tg3 x3 @ d8"]
-    assert warm([*jobs[:1], Job("none.gguf", "cpu", "auto", 16, tuple(TESTS), (None,))], 2) > 0
+    assert precompile([*jobs[:1], Job("none.gguf", "cpu", "auto", 16, tuple(TESTS), (None,))], 2) > 0
     assert "warm-up of none.gguf" in capfd.readouterr().out
 
 
@@ -318,7 +319,7 @@ def test_a_deadline_ends_the_session(tiny: Path, backend: CpuBackend) -> None:
     assert figures == []
 
 
-def test_what_was_read_from_a_cache_is_no_share_of_the_bus() -> None:
+def test_what_was_read_from_a_cache_is_no_share_of_the_bandwidth() -> None:
     figure = Figure(
         *(
             "demo",
@@ -343,4 +344,4 @@ def test_what_was_read_from_a_cache_is_no_share_of_the_bus() -> None:
         *(512, 11_000_000, 9.0, 1.1, "no", "0.1.0"),
     )
     assert brief(figure) == "demo: tg16 900.0 ± 1.0 tokens/s, above 9 GB/s: cached"
-    assert brief(replace(figure, share=0.5)).endswith("50.0 % of 9 GB/s")
+    assert brief(replace(figure, share=0.5)).endswith("50.0% of 9 GB/s")

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from quarrel.cli import main
-from quarrel.cli.elsewhere import OPTIONS
-from quarrel.cli.models import load_options
-from quarrel.cli.parser import make_parser, parse
+from quarrel.cli.flags import in_flags, load_options
+from quarrel.cli.parser import OTHERS_OPTIONS, make_parser, parse
 from quarrel.cli.prompt import model_and_text
 from quarrel.cli.samplers import SAMPLERS, sampling_of
 from quarrel.engine import SamplingParams
+from quarrel.errors import RequestError
+from quarrel.llm import LoadOptions
 from tests.cli.support import ROOT, typed
 
 
@@ -129,7 +130,7 @@ def test_what_other_programs_call_an_option_is_none_of_ours() -> None:
     needed = {"pull": ["x"], "keys": ["list"]}
     ours = {flag for c in commands for flag in make_parser().parse_args([c, *needed.get(c, [])]).flags}
     assert {"--temperature", "--origin", "--input"} <= ours
-    assert not ours & set(OPTIONS)
+    assert not ours & set(OTHERS_OPTIONS)
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "explain", "embed", "search", "serve"])
@@ -138,14 +139,31 @@ def test_every_option_of_loading_reaches_the_model(command: str) -> None:
         "--backend cpu --compute float32 --ctx 96 --memory 1GiB --kv-cache int8 --prefix-cache-bytes 1MiB --attention own"
     )
     line += " --deterministic --threads 3 --tensor-parallel 2 --experts-on-cpu 4 --rope-scaling yarn --rope-scale 2"
-    given = load_options(make_parser().parse_args([command, *line.split(), "--yarn-orig-ctx", "64"]))
+    options = load_options(make_parser().parse_args([command, *line.split(), "--yarn-orig-ctx", "64"]))
     wanted = {
         "backend": "cpu", "compute": "float32", "n_ctx": 96, "memory": 1 << 30, "threads": 3, "kv_cache": "int8",
         "prefix_cache_bytes": 1 << 20, "attention": "own", "deterministic": True, "tensor_parallel": 2,
         "experts_on_cpu": 4, "rope_scaling": "yarn", "rope_scale": 2.0, "yarn_orig_ctx": 64,
     }  # fmt: skip
-    assert {name: given[name] for name in wanted} == wanted
-    assert set(given) - set(wanted) == ({"draft", "adapters"} if command not in ("embed", "search") else set())
+    assert {name: getattr(options, name) for name in wanted} == wanted
+    assert {option.name for option in dataclasses.fields(LoadOptions) if option.metadata["help"]} == set(wanted)
+    beside = ["--draft", "small", "--lora", "one.gguf"]
+    if command not in ("embed", "search"):
+        options = load_options(make_parser().parse_args([command, *beside]))
+        assert (options.draft, options.adapters) == ("small", {"one": "one.gguf"})
+
+
+@pytest.mark.parametrize("command", ["generate", "embed", "serve"])
+def test_an_error_names_the_flag_of_its_field(command: str) -> None:
+    flags = make_parser().parse_args([command]).flags
+    for option in dataclasses.fields(LoadOptions):
+        if option.metadata["help"]:
+            flag = {"n_ctx": "--ctx"}.get(option.name, f"--{option.name.replace('_', '-')}")
+            error = RequestError(f"{option.name} is x, wanted y, or None", option.name)
+            assert in_flags(error, flags) == f"{flag} is x, wanted y"
+    error = RequestError("n_ctx is 9; rope_scaling='yarn' goes further, or n_ctx=8", "n_ctx", "rope_scaling")
+    assert in_flags(error, flags) == "--ctx is 9; --rope-scaling yarn goes further, or --ctx 8"
+    assert in_flags(RequestError("n_ctx is 9"), flags) == "n_ctx is 9"
 
 
 def test_no_words_at_all_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
@@ -29,7 +27,7 @@ class Bands:
         self._of_value = False
         place = Plan.place
 
-        def take(arena: Arena, size: int) -> Slot:
+        def allocate(arena: Arena, size: int) -> Slot:
             begin = arena.size + BAND
             self.places.append((begin, begin + size - MARGIN * self._of_value))
             whole = -(-size // Arena.ALIGN) * Arena.ALIGN
@@ -47,8 +45,8 @@ class Bands:
             self.compiled.append(Compiled(*args, **named))
             return self.compiled[-1]
 
-        patch.setattr(Arena, "take", take)
-        patch.setattr(Arena, "give", lambda arena, slot: None)
+        patch.setattr(Arena, "allocate", allocate)
+        patch.setattr(Arena, "free", lambda arena, slot: None)
         patch.setattr(Plan, "place", placing)
         patch.setattr(run_op, "Compiled", keeping)
 
@@ -59,13 +57,6 @@ class Bands:
         for begin, end in self.places:
             outside[begin:end] = False
         return np.flatnonzero(outside & (arena != 0xFF)).tolist()
-
-
-@pytest.fixture(name="backend", scope="module")
-def _backend() -> Iterator[CpuBackend]:
-    backend = CpuBackend(threads=2)
-    yield backend
-    backend.close()
 
 
 @pytest.mark.parametrize("compute", ["float32", "auto"])

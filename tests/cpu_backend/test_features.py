@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from quarrel.cpu_backend import features
 from quarrel.cpu_backend.backend import CpuBackend
+from quarrel.cpu_backend.runtime import features
 from quarrel.errors import ConfigError, UnsupportedOp
 from quarrel.ops import LINEAR
 from quarrel.ops.step import Backend

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from quarrel.cpu_backend import features, jit
-from quarrel.cpu_backend.ir import I64, Kernel
+from quarrel.cpu_backend.runtime import features, jit
+from quarrel.cpu_backend.runtime.ir import I64, Kernel
 
 LEVEL = features.level()
 

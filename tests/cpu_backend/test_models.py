@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -18,13 +17,6 @@ from tests.paths import need_cases
 
 LIMIT = {"float32": 1e-5, "auto": 6e-2}
 CUTS = (1, 2, 9, 10, 15)
-
-
-@pytest.fixture(name="backend", scope="module")
-def _backend() -> Iterator[CpuBackend]:
-    backend = CpuBackend(threads=2)
-    yield backend
-    backend.close()
 
 
 @pytest.mark.parametrize("compute", ["float32", "auto"])

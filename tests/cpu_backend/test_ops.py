@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -21,13 +19,6 @@ from quarrel.ops.step import ComputeChoice
 
 OPS = {**ALL_OPS, **EXTRA_OPS}
 COMPUTES: tuple[ComputeChoice, ...] = ("float32", "auto")
-
-
-@pytest.fixture(name="backend", scope="module")
-def _backend() -> Iterator[CpuBackend]:
-    backend = CpuBackend(threads=2)
-    yield backend
-    backend.close()
 
 
 @pytest.mark.parametrize("compute", COMPUTES)

@@ -8,10 +8,10 @@ import time
 import numpy as np
 import pytest
 
-from quarrel.cpu_backend import features, runner
-from quarrel.cpu_backend.abi import Fields, KernelDef
-from quarrel.cpu_backend.ir import I64, Kernel, Val
-from quarrel.cpu_backend.pool import Pool, StageTable
+from quarrel.cpu_backend.runtime import features, runner
+from quarrel.cpu_backend.runtime.abi import Fields, KernelDef
+from quarrel.cpu_backend.runtime.ir import I64, Kernel, Val
+from quarrel.cpu_backend.runtime.pool import Pool, StageTable
 
 
 def ring(name: str = "test/ring") -> KernelDef:

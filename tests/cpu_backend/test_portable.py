@@ -7,13 +7,17 @@ from dataclasses import replace
 import llvmlite.binding as llvm
 import pytest
 
-from quarrel.cpu_backend import attention, elementwise, features, jit, logprobs, norm, recurrent, rope, runner, sample
-from quarrel.cpu_backend.abi import KernelDef
-from quarrel.cpu_backend.dot_row import dot_row
-from quarrel.cpu_backend.float_linear import float_linear
-from quarrel.cpu_backend.formats import BLOCKS
-from quarrel.cpu_backend.quantize import quantize
-from quarrel.cpu_backend.tile import tile
+from quarrel.cpu_backend import elementwise, norm, recurrent
+from quarrel.cpu_backend.attention import attention, rope
+from quarrel.cpu_backend.formats.table import BLOCKS
+from quarrel.cpu_backend.linear.activations import quantize
+from quarrel.cpu_backend.linear.floats import float_linear
+from quarrel.cpu_backend.linear.matvec import matvec
+from quarrel.cpu_backend.linear.tile import tile
+from quarrel.cpu_backend.runtime import features, jit, runner
+from quarrel.cpu_backend.runtime.abi import KernelDef
+from quarrel.cpu_backend.sampling.logprobs import logprobs
+from quarrel.cpu_backend.sampling.sample import sample
 
 TRIPLES = {"x86_64": "x86_64-unknown-linux-gnu", "aarch64": "aarch64-unknown-linux-gnu"}
 
@@ -31,7 +35,7 @@ def machine(level: features.Level) -> llvm.TargetMachine:
 def kernels(level: features.Level) -> list[KernelDef]:
     shape = attention.Shape(4, 2, 80, 16, 0.1, window=64, cap=30.0, sinks=True, kind="float16")
     every = [
-        quantize(level),
+        quantize(),
         elementwise.gated("silu", True),
         norm.norm("layer", True),
         rope.rope_append("neox", level, "float16", 40, 160),
@@ -39,11 +43,11 @@ def kernels(level: features.Level) -> list[KernelDef]:
         attention.attention(shape, level),
         attention.attention(replace(shape, kind="fp8"), level),
         recurrent.scan2(64, 128, 4),
-        sample.sample(1000),
-        logprobs.logprobs(20),
+        sample(1000),
+        logprobs(20),
         float_linear("F16", level, 77),
     ]
-    every += [dot_row(fmt, level, fmt.elements == 32) for fmt in BLOCKS.values()]
+    every += [matvec(fmt, level, fmt.elements == 32) for fmt in BLOCKS.values()]
     return [*every, *(tile(BLOCKS[name], level, False, 512) for name in ("Q4_K", "Q8_0"))]
 
 
@@ -64,7 +68,7 @@ def test_every_kernel_compiles_for_every_level(name: str) -> None:
 def test_byte_products_use_the_level_s_instruction(name: str, instruction: str) -> None:
     level = features.LEVELS[name]
     target = machine(level)
-    for kernel in (dot_row(BLOCKS["Q4_K"], level, False), tile(BLOCKS["Q4_K"], level, False, 512)):
+    for kernel in (matvec(BLOCKS["Q4_K"], level, False), tile(BLOCKS["Q4_K"], level, False, 512)):
         text = str(target.emit_assembly(jit.optimised(jit.emit_ir("kernel", kernel.emit), level, target)))
         assert instruction in text, kernel.name
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,13 +17,6 @@ MIX = Mamba2MixSpec(Scan2Spec(4, 16, 2, 32), 4, 1e-5)
 RECURRENT = [(MAMBA2_MIX, MIX), (SCAN1_GATE, Scan1Spec(20, 16)), (SCAN2, MIX.scan), (CONV, ConvSpec(24, 4))]
 IDS = [op.name for op, _ in RECURRENT]
 COMPUTES: tuple[ComputeChoice, ...] = ("float32", "auto")
-
-
-@pytest.fixture(name="backend", scope="module")
-def _backend() -> Iterator[CpuBackend]:
-    backend = CpuBackend(threads=2)
-    yield backend
-    backend.close()
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,9 @@ def test_explain_names_an_implementation_for_every_node(step: Step) -> None:
     lines = step.explain()
     assert {line.op for line in lines} >= {"embedding", "norm_linear", "rope_append", "attention", "linear_add", "sample"}
     assert all(line.implementation for line in lines)
+    (linear,) = {(line.implementation, line.declined) for line in lines if line.op == "linear_add"}
+    assert linear[0] == "linear + residual (float32 tile for any rows)"
+    assert linear[1] == tuple(f"int8 {kind}: needs a block format, got F32" for kind in ("matvec", "tile"))
 
 
 def test_refusals(step: Step) -> None:
@@ -177,27 +180,30 @@ def test_a_type_without_kernels_is_dequantised_with_a_notice(caplog: pytest.LogC
     from quarrel.ops.linear import LINEAR, LinearSpec
 
     rng = np.random.default_rng(0)
-    raw = rng.integers(0, 256, (8, 66), dtype=np.uint8)
-    raw[:, 64:66] = np.array([0.01], np.float16).view(np.uint8)
-    weight = RawWeight(GGMLType.TQ2_0, raw, 256)
+    raw = rng.integers(0, 256, (8, 54), dtype=np.uint8)
+    raw[:, 52:54] = np.array([0.01], np.float16).view(np.uint8)
+    weight = RawWeight(GGMLType.TQ1_0, raw, 256)
     x = rng.standard_normal((3, 256), dtype=np.float32)
     backend = CpuBackend(threads=1)
     for compute, tolerance in (("auto", 1e-3), ("float32", 1e-6)):
-        (y,) = backend.run_op(LINEAR, LinearSpec(GGMLType.TQ2_0, 8, 256), (x, weight), compute)  # type: ignore[arg-type]
+        (y,) = backend.run_op(LINEAR, LinearSpec(GGMLType.TQ1_0, 8, 256), (x, weight), compute)  # type: ignore[arg-type]
         assert rel_error(y, x @ weight.dense().T) < tolerance
-    assert "TQ2_0 has no kernel of its own" in caplog.text
+    assert "TQ1_0 tensors are dequantised to F16 at load: no kernel reads them" in caplog.text
     backend.close()
 
 
 def test_a_type_without_kernels_is_noticed_once(caplog: pytest.LogCaptureFixture) -> None:
     class Source:
         def raw(self, ref: WeightRef) -> RawWeight:
-            return RawWeight(ref.type, np.zeros((1, 66), np.uint8), 256)
+            return RawWeight(ref.type, np.zeros((1, 54), np.uint8), 256)
 
-    weights = Weights(Source(), exact=False)
+    weights = Weights(Source(), "int8")
     for name in "abc":
-        weights.matrix(WeightRef(name, GGMLType.TQ2_0, 1, 256))
-    assert len(caplog.records) == 1
+        weights.matrix(WeightRef(name, GGMLType.TQ1_0, 1, 256))
+    weights.finish()
+    assert [r.getMessage() for r in caplog.records] == [
+        "TQ1_0 tensors are dequantised to F16 at load: no kernel reads them"
+    ]
 
 
 def test_positions_outside_a_learned_table_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""Vector functions against float64, over their whole range, with and without half-precision instructions."""
+"""Vector functions against float64, over their whole range, with and without float16 instructions."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from functools import partial
 import numpy as np
 import pytest
 
-from quarrel.cpu_backend import features, jit, vector
-from quarrel.cpu_backend.features import Level
-from quarrel.cpu_backend.ir import F32, I16, Kernel, Val, vec
-from quarrel.cpu_backend.rope import sin_cos
+from quarrel.cpu_backend.attention.rope import sin_cos
+from quarrel.cpu_backend.runtime import features, jit, vector
+from quarrel.cpu_backend.runtime.features import Level
+from quarrel.cpu_backend.runtime.ir import F32, I16, Kernel, Val, vec
 
-LEVELS = {level.half: level for level in features.levels()}
+LEVELS = {level.float16: level for level in features.levels()}
 Run = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 
 
@@ -72,24 +72,24 @@ def test_functions(
     assert (np.abs(apply(name, f, x) - want) <= tolerance * np.maximum(np.abs(want), 1.0 if name == "erf" else 1e-30)).all()
 
 
-@pytest.mark.parametrize("half", sorted(LEVELS))
-def test_every_half_precision_number_becomes_itself(half: bool) -> None:
+@pytest.mark.parametrize("float16", sorted(LEVELS))
+def test_every_float16_number_becomes_itself(float16: bool) -> None:
     bits = np.arange(65536, dtype=np.uint16)
-    got = apply(f"to_f32/{half}", partial(_widen, LEVELS[half]), bits.view(np.int16), level=LEVELS[half])
+    got = apply(f"to_f32/{float16}", partial(_widen, LEVELS[float16]), bits.view(np.int16), level=LEVELS[float16])
     want = bits.view(np.float16).astype(np.float32)
     assert np.array_equal(got, want, equal_nan=True)
 
 
 def _widen(level: Level, k: Kernel, x: Val) -> Val:
-    return vector.to_f32(k, level, x)
+    return vector.f16_to_f32(k, level, x)
 
 
 def _narrow(level: Level, k: Kernel, x: Val) -> Val:
-    return vector.to_half(k, level, x)
+    return vector.f32_to_f16(k, level, x)
 
 
-@pytest.mark.parametrize("half", sorted(LEVELS))
-def test_rounding_to_half_precision(half: bool) -> None:
+@pytest.mark.parametrize("float16", sorted(LEVELS))
+def test_rounding_to_float16(float16: bool) -> None:
     rng = np.random.default_rng(0)
     every = np.arange(65536, dtype=np.uint16).view(np.float16).astype(np.float32)
     finite = np.sort(every[np.isfinite(every)])
@@ -97,7 +97,7 @@ def test_rounding_to_half_precision(half: bool) -> None:
     drawn = (rng.standard_normal(4096) * 10.0 ** rng.integers(-8, 6, 4096)).astype(np.float32)
     x = np.concatenate([finite, between, drawn, np.array([np.inf, -np.inf, 65519.9, 65520.0], np.float32)])
     x = np.resize(x, len(x) // 16 * 16 + 16)
-    got = apply(f"to_half/{half}", partial(_narrow, LEVELS[half]), x, np.uint16, LEVELS[half])
+    got = apply(f"f32_to_f16/{float16}", partial(_narrow, LEVELS[float16]), x, np.uint16, LEVELS[float16])
     with np.errstate(over="ignore"):
         want = x.astype(np.float16)
     assert np.array_equal(got.view(np.float16), want)
@@ -134,7 +134,7 @@ def test_sums_fold_and_transpose() -> None:
 @pytest.mark.parametrize("largest", [3, 15, 24, 31, 63, 240, 255])
 def test_sums_of_byte_products_are_exact_at_their_extremes(level: Level, largest: int) -> None:
     steps = 9
-    taken = vector.taken(level, largest > 127)
+    bias = vector.code_bias(level, largest > 127)
 
     def emit(k: Kernel) -> None:
         codes, x, out = k.params
@@ -152,4 +152,4 @@ def test_sums_of_byte_products_are_exact_at_their_extremes(level: Level, largest
             codes[:], x[:] = code, active
         got, w, q = np.zeros(16, np.int32), codes.astype(np.uint8), x.astype(np.int8)
         run(w.ctypes.data, q.ctypes.data, got.ctypes.data)
-        assert np.array_equal(got, 7 + ((codes - taken) * x).sum((0, 2)))
+        assert np.array_equal(got, 7 + ((codes - bias) * x).sum((0, 2)))

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from quarrel.embed.blocks import How
 from quarrel.embed.checkpoint import Checkpoint
 from quarrel.embed.pipeline import Layout, Pipeline
 from quarrel.embed.sinks import FlightSink, Sink
 from quarrel.embed.source import Wanted, open_source
 from quarrel.flight import Access, LongbowClient, Retry
-from quarrel.flight.standin import StandIn
+from quarrel.flight.local_server import LocalServer
 from quarrel.flight.store import Store
 from quarrel.llm import LLM
+from quarrel.llm.embeddings import EmbedOptions
 
 QUICK = Retry(attempts=2, first=0.01, longest=0.02)
 
@@ -24,7 +24,7 @@ class Town:
 
     def __init__(self) -> None:
         self.store = Store()
-        self._server: StandIn | None = StandIn(store=self.store)
+        self._server: LocalServer | None = LocalServer(store=self.store)
         self.data, self.meta = self._server.data, self._server.meta
 
     def client(self) -> LongbowClient:
@@ -38,7 +38,7 @@ class Town:
 
     def up(self) -> None:
         ports = [int(address.rpartition(":")[2]) for address in (self.data, self.meta)]
-        self._server = StandIn("127.0.0.1", *ports, store=self.store)
+        self._server = LocalServer("127.0.0.1", *ports, store=self.store)
 
     def rows(self, name: str = "d") -> dict[int, dict[str, Any]]:
         """All rows by id; fails where one is there twice."""
@@ -54,7 +54,7 @@ def pipeline(
     path: Path,
     sink: Sink | LongbowClient,
     *,
-    how: How | None = None,
+    options: EmbedOptions | None = None,
     wanted: Wanted | None = None,
     layout: Layout | None = None,
     size: int = 16,
@@ -66,4 +66,4 @@ def pipeline(
     checkpoint = Checkpoint(path.with_name("checkpoint"), {"input": str(path)})
     letters = path.with_name("bad.jsonl")
     source = open_source(str(path), wanted or Wanted())
-    return Pipeline(llm, source, how or How(), to, layout, checkpoint, letters, size, progress)
+    return Pipeline(llm, source, options or EmbedOptions(), to, layout, checkpoint, letters, size, progress)

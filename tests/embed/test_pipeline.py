@@ -18,13 +18,13 @@ from pyarrow import flight
 
 import quarrel
 from quarrel.embed import sinks
-from quarrel.embed.blocks import How
 from quarrel.embed.checkpoint import Checkpoint, State
 from quarrel.embed.pipeline import Layout, Summary
 from quarrel.embed.sinks import FileSink
 from quarrel.embed.source import Wanted
 from quarrel.errors import FlightUnavailable, RequestError
 from quarrel.llm import LLM, Chunking
+from quarrel.llm.embeddings import EmbedOptions
 from tests.embed.support import Town, pipeline
 from tests.paths import need_cases
 
@@ -100,9 +100,9 @@ def test_bad_rows_go_to_their_file_and_the_others_arrive(llm: LLM, town: Town, t
 
 def test_long_texts_become_chunks_where_asked(llm: LLM, town: Town, tmp_path: Path) -> None:
     texts = ["wind north", "cold river stone " * 20, "salt"]
-    how = How(chunk=Chunking(24, 4), dimensions=8, prefix="x ", normalize=False)
+    options = EmbedOptions(chunk=Chunking(24, 4), dimensions=8, prefix="x ", normalize=False)
     with town.client() as client:
-        done = pipeline(llm, text_file(tmp_path, texts), client, how=how, layout=Layout(50, keep_text=False)).run()
+        done = pipeline(llm, text_file(tmp_path, texts), client, options=options, layout=Layout(50, keep_text=False)).run()
     made = llm.embed(texts, chunk=Chunking(24, 4), dimensions=8, prefix="x ", normalize=False)
     rows = town.rows()
     assert done.sent == len(made) == len(rows) > 3

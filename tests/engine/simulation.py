@@ -21,7 +21,18 @@ from quarrel.engine.generation import Generation
 from quarrel.errors import QuarrelError
 from quarrel.ops.contract import Compute
 from quarrel.ops.program import group_input
-from quarrel.ops.step import Done, Limits, MemoryPlan, Pending, StepInputs, StepOutputs, Taken, Want, outputs_of, with_ids
+from quarrel.ops.step import (
+    Done,
+    ExplainLine,
+    Limits,
+    MemoryPlan,
+    Pending,
+    StepInputs,
+    StepOutputs,
+    Want,
+    outputs_of,
+    with_ids,
+)
 from tests.engine.toys import Letters
 
 VOCABULARY = 24
@@ -164,7 +175,7 @@ class NullStep:
         for source, destination in pairs:
             self.states[destination] = self.states[source]
 
-    def explain(self) -> list[Taken]:
+    def explain(self) -> list[ExplainLine]:
         return []
 
     def memory(self) -> MemoryPlan:
@@ -263,7 +274,7 @@ class Simulation:
         assert cache.pool.free == cache.pool.n_blocks
         assert cache.prefixes.kept == len(cache.prefixes) == len(cache.snapshots) == 0
         if self.engine.drafter is not None:
-            self.engine.drafter.guess({})
+            self.engine.drafter.propose({})
             shadows = self.engine.drafter.cache
             shadows.prefixes.clear()
             assert shadows.pool.free == shadows.pool.n_blocks
@@ -283,9 +294,9 @@ class Simulation:
         if self.alive and chance.random() < 0.04:
             sequence = chance.choice(list(self.alive.values()))
             self.engine.cancel(sequence)
-            assert not sequence.blocks
-            assert not sequence.window_blocks
-            assert not sequence.snapshots
+            assert not sequence.cache.blocks
+            assert not sequence.cache.window_blocks
+            assert not sequence.cache.snapshots
         if chance.random() < 0.01 and isinstance(self.engine.step, NullStep) and self.alive:
             sequence = chance.choice(list(self.alive.values()))
             self.engine.step.poisoned = {history_of(sequence.tokens, sequence.adapter)}
@@ -349,17 +360,17 @@ class Simulation:
     def _check_text(self, sequence: Any) -> None:
         self.results[type(sequence.failure).__name__ if sequence.failure else str(sequence.outcome)] += 1
         if isinstance(sequence, Scoring):
-            told = sequence._deliver.told  # type: ignore[attr-defined]
+            received = sequence._deliver.received  # type: ignore[attr-defined]
             wanted, history = [], sequence.adapter
             for token in sequence.tokens:
                 history = extend(history, token)
                 wanted.append(float(history % 1009))
-            assert told == wanted[: len(told)]
+            assert received == wanted[: len(received)]
             return
         assert isinstance(sequence, Generation)
         history = history_of(sequence.request.tokens, sequence.adapter)
         greedy = sequence.request.params.temperature == 0.0
-        for at in range(sequence.given, len(sequence.tokens)):
+        for at in range(sequence.n_prompt, len(sequence.tokens)):
             token = sequence.tokens[at]
             assert token == drawn(history, float(np.float32(rng.uniform(sequence.seed, at))), greedy)
             history = extend(history, token)
@@ -370,20 +381,20 @@ class Simulation:
 
     def _check_blocks(self) -> None:
         scheduler, cache = self.engine.scheduler, self.engine.cache
-        owners = Counter(b for s in scheduler.running for b in s.blocks if b >= 0)
+        owners = Counter(b for s in scheduler.running for b in s.cache.blocks if b >= 0)
         owners.update(n.block for n in cache.prefixes.nodes())
-        owners.update(b for s in scheduler.running for blocks in s.window_blocks for b in blocks)
+        owners.update(b for s in scheduler.running for blocks in s.cache.window_blocks for b in blocks)
         owners.update(b for n in cache.prefixes.nodes() for b in n.window_blocks)
         pool = cache.pool
-        assert [pool.holders(b) for b in range(pool.n_blocks)] == [owners[b] for b in range(pool.n_blocks)]
+        assert [pool.ref_count(b) for b in range(pool.n_blocks)] == [owners[b] for b in range(pool.n_blocks)]
         assert pool.free == pool.n_blocks - len(owners)
-        kept = sum(pool.holders(b) == 1 for n in cache.prefixes.nodes() for b in (n.block, *n.window_blocks))
+        kept = sum(pool.ref_count(b) == 1 for n in cache.prefixes.nodes() for b in (n.block, *n.window_blocks))
         assert cache.prefixes.kept == kept
         limit = cache.rules.kept_blocks
         assert limit is None or kept <= limit
         slots = [s.slot for s in scheduler.running]
         assert len(set(slots)) == len(slots)
-        copies = [x for s in scheduler.running for x in s.snapshots.values()]
+        copies = [x for s in scheduler.running for x in s.cache.snapshots.values()]
         copies += [x for n in cache.prefixes.nodes() for x in n.snapshots.values()]
         assert len(set(copies)) == len(copies) == len(cache.snapshots)
         assert {s.order for s in (*scheduler.running, *scheduler.waiting)} == self.alive.keys()
@@ -391,11 +402,11 @@ class Simulation:
 
 class _Hidden(Deliver):
     def __init__(self) -> None:
-        self.told: list[float] = []
+        self.received: list[float] = []
 
     def rows(self, start: int, rows: Any) -> None:
-        assert start == len(self.told)
-        self.told += [float(r[0]) for r in rows]
+        assert start == len(self.received)
+        self.received += [float(r[0]) for r in rows]
 
     def end(self, failure: QuarrelError | None) -> None:
         pass

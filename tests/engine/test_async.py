@@ -121,7 +121,7 @@ def test_a_dropped_stream_stops() -> None:
         del stream
         free()
         await start_async(toy.loop, request([1], LONG), stream=False).wait()
-        assert sequence.over
+        assert sequence.finished
         assert sequence.generated < 40
 
     with Toy() as toy:
@@ -138,7 +138,7 @@ def test_an_event_loop_that_is_gone_stops_the_work_and_hurts_nobody() -> None:
         stream = go(leave(toy))
         free()
         assert toy.generate([1], LONG).finish_reason == "length"
-        assert stream._work.sequences[0].over
+        assert stream._work.sequences[0].finished
         toy.assert_all_returned()
 
 

@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import pytest
 
-from quarrel.engine.blocks import BlockPool
+from quarrel.engine.pools import BlockPool, Snapshots
 from quarrel.engine.prefix import Node, PrefixTree, common_prefix, keyed_digest
-from quarrel.engine.snapshots import Snapshots
 
 
 def test_a_block_is_free_again_when_its_last_holder_lets_go() -> None:
     pool = BlockPool(3)
-    taken = pool.take(2)
+    taken = pool.allocate(2)
     assert taken == [0, 1]
-    pool.share([1])
-    pool.give_back(taken)
-    assert (pool.free, pool.holders(0), pool.holders(1)) == (2, 0, 1)
-    pool.give_back([1])
+    pool.retain([1])
+    pool.release(taken)
+    assert (pool.free, pool.ref_count(0), pool.ref_count(1)) == (2, 0, 1)
+    pool.release([1])
     assert pool.free == 3
 
 
 def test_giving_back_what_is_free_is_a_fault() -> None:
     pool = BlockPool(2)
     with pytest.raises(AssertionError, match="block 1 is free already"):
-        pool.give_back([1])
+        pool.release([1])
     with pytest.raises(AssertionError, match="block 0 is free"):
-        pool.share([0])
+        pool.retain([0])
     with pytest.raises(AssertionError, match="3 blocks wanted, 2 free"):
-        pool.take(3)
+        pool.allocate(3)
 
 
 def test_common_prefix_counts_equal_tokens() -> None:
@@ -49,7 +48,7 @@ class Store:
 
     def keep(self, *tokens: int, salt: bytes = b"") -> list[Node]:
         """A text that is over; its blocks belong to the tree alone, where it took them."""
-        blocks = self.pool.take(-(-len(tokens) // 2))
+        blocks = self.pool.allocate(-(-len(tokens) // 2))
         nodes: list[Node] = []
         for i, block in enumerate(blocks):
             node = self.tree.insert(nodes[-1] if nodes else None, tokens[2 * i : 2 * i + 2], block, salt)
@@ -92,7 +91,7 @@ def test_equal_hashes_of_different_texts_are_a_miss() -> None:
 def test_what_goes_on_takes_the_place_of_what_it_goes_on_from() -> None:
     store = Store(9)
     (half,) = store.keep(1)
-    store.snapshots.take(half.snapshots, 1)
+    store.snapshots.add(half.snapshots, 1)
     nodes = store.keep(1, 2, 3)
     assert len(store.tree) == 2
     assert nodes[0].snapshots == {1: 0}
@@ -123,7 +122,7 @@ def test_a_beginning_stays_as_long_as_something_stands_on_it() -> None:
 def test_what_is_held_is_not_evicted_and_may_be_afterwards() -> None:
     store = Store(3)
     (node,) = store.keep(1, 2)
-    store.tree.hold([node.block])
+    store.tree.retain([node.block])
     assert not store.tree.make_room(3)
     store.tree.release([node.block])
     assert store.tree.make_room(3)
@@ -148,14 +147,14 @@ def test_the_slot_used_longest_ago_goes_for_a_new_copy() -> None:
     snapshots = Snapshots(4, 6)
     one: dict[int, int] = {}
     two: dict[int, int] = {}
-    assert (snapshots.take(one, 7), snapshots.take(two, 7)) == (4, 5)
+    assert (snapshots.add(one, 7), snapshots.add(two, 7)) == (4, 5)
     snapshots.touch(4)
-    assert snapshots.take(one, 9) == 5
+    assert snapshots.add(one, 9) == 5
     assert (one, two) == ({7: 4, 9: 5}, {})
-    assert snapshots.take(one, 9) is None  # it is there
+    assert snapshots.add(one, 9) is None  # it is there
     snapshots.move(one, 9, two, 1)
     assert (one, two) == ({7: 4}, {1: 5})
     snapshots.drop(4)
     snapshots.drop(5)
     assert (len(snapshots), one, two) == (0, {}, {})
-    assert Snapshots(4, 4).take(one, 1) is None
+    assert Snapshots(4, 4).add(one, 1) is None

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quarrel.engine import Sampling, SamplingParams, merged, peaks, rng
-from quarrel.engine.chain import Counts, HostChain, softmax, typical, without_top_choices
+from quarrel.engine import Sampling, SamplingParams, merged, rng
+from quarrel.engine import chain as chains
+from quarrel.engine.chain import Counts, HostChain, Peaks, softmax, typical, without_top_choices
 from quarrel.ops.sample import draw_token
 from tests.engine.toys import Letters, letter
 
@@ -354,7 +355,7 @@ def test_a_look_at_the_likely_alone_draws_the_same_token(options: dict[str, Any]
     allowed.append(rows[0] < 1.0)  # what this row likes most is not allowed
     found: list[list[tuple[int, object]]] = []
     for least in (4096, 1 << 30):
-        monkeypatch.setattr(peaks, "LEAST", least)
+        monkeypatch.setattr(chains, "LEAST", least)
         made = chain((0, 5), **options)
         found.append([])
         for i, row in enumerate(rows):
@@ -378,7 +379,7 @@ def test_penalties_follow_the_text_as_it_grows() -> None:
 def test_the_largest_of_a_row_are_among_the_peaks() -> None:
     for size in (5, 4096, 5003):
         row = np.random.default_rng(1).standard_normal(size).astype(np.float32)
-        found = peaks.Peaks(row)
+        found = Peaks(row)
         assert found.top == row.max()
         ids = found.largest(20)
         assert (ids is None) == (size == 5)
@@ -386,5 +387,5 @@ def test_the_largest_of_a_row_are_among_the_peaks() -> None:
             assert (np.diff(ids) > 0).all()
             assert set(np.argsort(-row)[:20].tolist()) <= set(ids.tolist())
         row[size // 2] = np.nan
-        assert np.isnan(peaks.Peaks(row).top)
-        assert peaks.Peaks(row).largest(2) is None
+        assert np.isnan(Peaks(row).top)
+        assert Peaks(row).largest(2) is None

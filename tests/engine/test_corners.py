@@ -66,7 +66,7 @@ CASES: dict[str, tuple[SamplingParams, bool]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_put_out_or_guessed_for_everyone_gets_what_he_gets_alone(case: str) -> None:
+def test_preempted_or_guessed_for_everyone_gets_what_he_gets_alone(case: str) -> None:
     params, guided = CASES[case]
     prompts = [[i, *PROMPT] for i in range(4)]
     with Toy(limits(n_blocks=60), reuse=False) as toy:
@@ -108,11 +108,11 @@ def test_cancelled_behind_any_step_a_request_leaves_nothing_and_changes_nothing_
             engine.add(sequence)
         for _ in range(after):
             engine.advance()
-        was_over = victim < 0 or everyone[victim].over
+        was_over = victim < 0 or everyone[victim].finished
         if victim >= 0:
             engine.cancel(everyone[victim])
-            assert not everyone[victim].blocks
-            held = {b for s in engine.scheduler.running for b in s.blocks} | {
+            assert not everyone[victim].cache.blocks
+            held = {b for s in engine.scheduler.running for b in s.cache.blocks} | {
                 n.block for n in engine.cache.prefixes.nodes()
             }
             assert engine.cache.pool.free == engine.cache.pool.n_blocks - len(held)
@@ -182,7 +182,7 @@ def test_a_long_load_leaves_no_more_than_a_short_one(seed: int) -> None:
         assert len(engine.scheduler.waiting._heap) <= 64
         engine._deadlines.clear()
         engine.scheduler.waiting._heap.clear()
-        engine._inputs._seated.clear()
+        engine._inputs._slot_owners.clear()
         return held(engine)
 
     assert after(2000) <= after(300) + 100

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from quarrel.engine import SamplingParams, Service
-from quarrel.engine.pace import LONGEST_PAUSE, Pace
+from quarrel.engine.speculate import LONGEST_PAUSE, Pace
 from quarrel.errors import RequestError
 from tests.engine.toys import VOCABULARY, HistoryStep, Toy, limits
 
@@ -96,7 +96,7 @@ def test_guesses_reach_further_while_they_are_right() -> None:
     asked = []
     for right in (4, 8, 8, 2, 0):
         asked.append(pace.ahead())
-        pace.told(asked[-1], right)
+        pace.observe(asked[-1], right)
     assert asked == [4, 8, 8, 8, 3]
     pauses = []
     for _ in range(6):
@@ -104,6 +104,6 @@ def test_guesses_reach_further_while_they_are_right() -> None:
         while not (count := pace.ahead()):
             waited += 1
         pauses.append(waited)
-        pace.told(count, 0)
+        pace.observe(count, 0)
     assert pauses == [1, 2, 4, 8, 8, 8]
     assert LONGEST_PAUSE == 8

@@ -411,7 +411,7 @@ def test_closing_leaving_or_dropping_a_stream_cancels_it() -> None:
         free()
         toy.generate([1], GREEDY)
         toy.assert_all_returned()
-        assert sequence.over
+        assert sequence.finished
         assert sequence.generated < 50
 
 

@@ -12,7 +12,7 @@ from quarrel.ops.step import Limits
 class Text(Sequence):
     keeps_prefix = True
 
-    def settle(self, outputs: object, first: int, count: int, draft: object) -> int:
+    def accept(self, outputs: object, first: int, count: int, draft: object) -> int:
         return 0
 
     def end(self, reason: FinishReason, failure: QuarrelError | None = None) -> None: ...
@@ -25,36 +25,36 @@ def test_nothing_is_taken_of_the_text_that_only_begins_alike() -> None:
     cache = Cache(limits, lambda pairs: None, copied.extend, CacheRules(recurrent=True))
 
     def runs(text: Text, slot: int, family: list[Sequence]) -> None:
-        assert cache.start(text, slot, family, 0)
+        assert cache.allocate(text, slot, family, 0)
         text.computed = len(text.tokens)
-        cache.ran(text)
+        cache.commit(text)
 
     older = Text([1, 17, 14], 16)
     runs(older, 0, [])
     older.tokens += [4, 18]
-    assert cache.grow(older, 5)
+    assert cache.append(older, 5)
     older.computed = 5
-    cache.ran(older)
-    cache.release(older)
+    cache.commit(older)
+    cache.free(older)
     assert cache.prefixes.match([1, 17, 14, 4, 9], 4).known == 4
-    first = Text([1, 5, 6, 7, 8, 9], 16, copies=2)
+    first = Text([1, 5, 6, 7, 8, 9], 16, siblings=2)
     runs(first, 1, [])
-    cache.prefixes.forget(first.blocks)  # and its states are gone for want of slots
-    for at in list(first.snapshots):
-        cache.snapshots.drop(first.snapshots[at])
+    cache.prefixes.forget(first.cache.blocks)  # and its states are gone for want of slots
+    for at in list(first.cache.snapshots):
+        cache.snapshots.drop(first.cache.snapshots[at])
     copied.clear()
-    second = Text([1, 5, 6, 7, 8, 9], 16, copies=2)
-    assert cache.start(second, 2, [first], 0)
+    second = Text([1, 5, 6, 7, 8, 9], 16, siblings=2)
+    assert cache.allocate(second, 2, [first], 0)
     assert (second.computed, copied) == (0, [])
     plain = Cache(limits, lambda pairs: None, copied.extend, CacheRules())
     cache = plain
     for text, slot, family in ((Text([1, 17, 14, 4, 18], 16), 0, []), (Text([1, 5, 6, 7, 8, 9], 16), 1, [])):
         runs(text, slot, family)  # type: ignore[arg-type]
         if not slot:
-            plain.release(text)
-    text.indexed, text.node = 0, None  # as before its first block is in the tree
-    plain.prefixes.forget(text.blocks)
+            plain.free(text)
+    text.cache.indexed, text.cache.node = 0, None  # as before its first block is in the tree
+    plain.prefixes.forget(text.cache.blocks)
     third = Text([1, 5, 6, 7, 8, 9], 16)
-    assert plain.start(third, 2, [text], 0)
+    assert plain.allocate(third, 2, [text], 0)
     assert third.computed == 5
-    assert third.node is None
+    assert third.cache.node is None

@@ -15,7 +15,7 @@ from quarrel.engine.engine import RECOVERY
 from quarrel.engine.packed import Row
 from quarrel.errors import OutOfMemory, QuarrelError
 from quarrel.ops.contract import Compute
-from quarrel.ops.step import Limits, MemoryPlan, Pending, StepInputs, StepOutputs, Taken, Want
+from quarrel.ops.step import ExplainLine, Limits, MemoryPlan, Pending, StepInputs, StepOutputs, Want
 
 TOKENS = 12
 
@@ -68,7 +68,7 @@ class EncoderStep:
 
     copy_states = copy_blocks
 
-    def explain(self) -> list[Taken]:
+    def explain(self) -> list[ExplainLine]:
         return []
 
     def memory(self) -> MemoryPlan:

@@ -22,12 +22,12 @@ class Run(Sequence):
     keeps_prefix = True
 
     def __init__(
-        self, tokens: list[int], more: int = 9, want: Want = "tokens", family: object = None, copies: int = 1
+        self, tokens: list[int], more: int = 9, want: Want = "tokens", family: object = None, siblings: int = 1
     ) -> None:
-        super().__init__(tokens, len(tokens) + max(0, more - 1), family, copies)
+        super().__init__(tokens, len(tokens) + max(0, more - 1), family, siblings)
         self.left, self.want = more, want
 
-    def settle(self, outputs: StepOutputs, first: int, count: int, draft: object) -> int:
+    def accept(self, outputs: StepOutputs, first: int, count: int, draft: object) -> int:
         raise AssertionError("the table settles")
 
     def end(self, reason: FinishReason, failure: QuarrelError | None = None) -> None:
@@ -37,7 +37,7 @@ class Run(Sequence):
         self.left -= 1
         if self.left > 0:
             self.tokens.append((self.tokens[-1] * 3 + 1) % 5)
-        self.over = self.left <= 0
+        self.finished = self.left <= 0
 
 
 class Scored(Run):
@@ -73,10 +73,10 @@ class Table:
             assert isinstance(run, Run)
             assert run.computed == part.start
             run.computed += part.count
-            self.cache.ran(run)
+            self.cache.commit(run)
             if part.rows:
                 run.advance()
-            if run.over:
+            if run.finished:
                 self.scheduler.remove(run)
         return [(p.count, p.rows) for p in batch.parts]
 
@@ -161,7 +161,7 @@ def test_one_who_is_interactive_takes_the_place_of_a_batch() -> None:
     table.advance()
     assert table.scheduler.running == [urgent, old]
     assert list(table.scheduler.waiting) == [young]
-    assert not young.blocks
+    assert not young.cache.blocks
     table.scheduler.remove(urgent)
     table.advance()
     assert (young.slot >= 0, table.cache.hits) == (True, 2)  # of its three tokens, two had run
@@ -178,9 +178,9 @@ def test_without_blocks_the_youngest_goes_and_comes_back_with_what_it_had() -> N
     assert old.slot >= 0
     assert table.scheduler.preempted == 1
     had = list(young.tokens)
-    while not old.over:
+    while not old.finished:
         table.advance()
-    while not young.over:
+    while not young.finished:
         table.advance()
     assert young.tokens[: len(had)] == had
     assert len(young.tokens) == 6 + 16
@@ -189,15 +189,15 @@ def test_without_blocks_the_youngest_goes_and_comes_back_with_what_it_had() -> N
 def test_siblings_wait_for_one_prefill_and_share_it() -> None:
     table = Table(max_tokens=4)
     family = object()
-    brothers = [Run([1, 2, 3, 4, 5, 6], family=family, copies=3) for _ in range(3)]
+    brothers = [Run([1, 2, 3, 4, 5, 6], family=family, siblings=3) for _ in range(3)]
     other = Run([7])
     table.add(*brothers, other)
     assert table.advance() == [(1, 1), (3, 0)]  # the stranger is let past those who wait for their brother
     assert table.scheduler.running == [brothers[0], other]
     assert table.advance() == [(1, 1), (3, 1)]
     table.advance()
-    assert brothers[1].blocks[0] == brothers[0].blocks[0]
-    assert brothers[1].blocks[1] != brothers[0].blocks[1]
+    assert brothers[1].cache.blocks[0] == brothers[0].cache.blocks[0]
+    assert brothers[1].cache.blocks[1] != brothers[0].cache.blocks[1]
     assert table.cache.hits == 5
 
 
@@ -210,7 +210,7 @@ def test_a_prefix_is_reused_where_the_cache_has_no_block_to_spare() -> None:
     table.add(second)
     table.advance()
     assert table.cache.hits == 8  # whole blocks only: copying the third would take one block more than there is
-    while not second.over:
+    while not second.finished:
         table.advance()
 
 
@@ -240,6 +240,6 @@ def test_a_known_text_that_waits_for_blocks_is_looked_up_once() -> None:
         table.advance()
     assert waits.slot < 0
     assert hashed <= 8  # five of its own, and one for each block that the others fill
-    while not waits.over:
+    while not waits.finished:
         table.advance()
     assert table.cache.pool.free + table.cache.prefixes.kept == 9

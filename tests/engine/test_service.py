@@ -12,7 +12,9 @@ import pytest
 
 from quarrel.engine import Chunk, SamplingParams, Service, start
 from quarrel.engine.generation import Generation
-from quarrel.engine.lookup import MAX_PAUSE, Lookup
+from quarrel.engine.queue import retry_after
+from quarrel.engine.speculate import MAX_PAUSE, Lookup
+from quarrel.engine.stats import Stats
 from quarrel.errors import DeadlineExceeded, Diverged, EngineFault, QuarrelError, QueueFull, RequestError
 from tests.engine.simulation import drawn, extend, history_of
 from tests.engine.toys import VOCABULARY, Toy, letter, limits, request
@@ -112,7 +114,7 @@ def test_behind_a_window_blocks_are_given_back() -> None:
         toy.assert_all_returned()
 
 
-def test_with_few_blocks_some_are_put_out_and_get_the_same_tokens() -> None:
+def test_with_few_blocks_some_are_preempted_and_get_the_same_tokens() -> None:
     prompts = [[i, *PROMPT] for i in range(6)]
     long = SamplingParams(temperature=1.0, seed=5, max_tokens=40, ignore_eos=True)
     with Toy(limits(n_blocks=20)) as toy:
@@ -162,12 +164,43 @@ def test_a_full_queue_refuses_with_a_hint_and_takes_again() -> None:
         with pytest.raises(QueueFull, match="3 requests run or wait already, of at most 3") as refusal:
             toy.start([9], GREEDY)
         assert 0 < refusal.value.retry_after <= 60
+        assert f"try again in {refusal.value.retry_after:.2g} seconds" in str(refusal.value)
         free()
         assert [s.wait().finish_reason for s in streams] == ["length"] * 3
         assert toy.generate([9], GREEDY).finish_reason == "length"
         with pytest.raises(QueueFull):
             toy.start([9], SamplingParams(n=4))  # all of them or none
         toy.assert_all_returned()
+
+
+@pytest.mark.parametrize(("interval", "missing", "after"), [(0, 1, 1), (2, 3, 6), (1e-9, 1, 0.05), (50, 2, 60), (2, -5, 2)])
+def test_the_time_to_come_back_has_bounds(interval: float, missing: int, after: float) -> None:
+    assert retry_after(Stats(end_interval=interval), missing) == after
+
+
+def test_two_models_have_two_clocks() -> None:
+    with Toy(limits(max_seqs=1), max_waiting=1) as fast, Toy(limits(max_seqs=1), max_waiting=1) as slow:
+        after = []
+        for toy, interval in ((fast, 0.25), (slow, 8.0)):
+            free = toy.hold()
+            streams = [toy.start([i], GREEDY) for i in range(2)]
+            toy.engine.stats.end_interval = interval
+            with pytest.raises(QueueFull) as refusal:
+                toy.start([9], SamplingParams(n=2))
+            after.append(refusal.value.retry_after)
+            free()
+            assert [s.wait().finish_reason for s in streams] == ["length"] * 2
+        assert after == [0.5, 16.0]
+
+
+def test_time_without_requests_does_not_count() -> None:
+    stats = Stats()
+    stats.ended(10.0, submitted=7.0)
+    assert stats.end_interval == 3.0
+    stats.ended(1010.0, submitted=1007.0)
+    assert stats.end_interval == pytest.approx(3.0)
+    stats.ended(1011.0, submitted=1007.0)
+    assert stats.end_interval == pytest.approx(2.8)
 
 
 def test_two_thousand_at_once_are_served_in_little_memory() -> None:
@@ -186,7 +219,7 @@ def test_two_thousand_at_once_are_served_in_little_memory() -> None:
             free = toy.hold()
             for i in range(count):
                 toy.loop.add(Generation(request([i % 40, i % 7, 3], params), 0, sink, stream=False))
-            assert toy.loop._alive == count
+            assert toy.loop.places.used == count
             free()
             for _ in range(count):
                 assert everyone.acquire(timeout=60)
@@ -296,11 +329,11 @@ def test_a_guess_is_what_followed_the_last_time() -> None:
     text = [1, 2, 3, 4, 5, 6, 1, 2, 3]
     assert lookup.draft(text, 9) == [4, 5, 6, 1]
     assert lookup.draft(text, 2) == [4, 5]
-    lookup.told(0)
+    lookup.observe(0)
     assert lookup.draft(text, 9) == ()
     assert lookup.draft(text, 9) == [4, 5, 6, 1]
     for _ in range(20):
-        lookup.told(0)
+        lookup.observe(0)
     assert [lookup.draft(text, 1) for _ in range(MAX_PAUSE + 1)] == [()] * MAX_PAUSE + [[4]]
     assert Lookup(4).draft([1, 2, 3], 4) == ()
     assert Lookup(4).draft([7, 7, 7, 7], 4) == [7]

@@ -34,23 +34,23 @@ class Windows(Table):
         self.add(run)
         self.scheduler.next()
         known = run.computed
-        while not run.over:
+        while not run.finished:
             self.advance()
         return known
 
 
 def held(run: Run) -> int:
-    return sum(map(len, run.window_blocks))
+    return sum(map(len, run.cache.window_blocks))
 
 
 def test_a_sequence_holds_blocks_for_its_window_and_for_what_it_runs() -> None:
     table, run = Windows(), Run(TEXT[:40], 15)
     table.add(run)
-    while not run.over:
+    while not run.finished:
         table.scheduler.next()
         assert held(run) <= GROUPS * (SPAN + 2)  # two for a piece of eight tokens
         table.advance()
-        assert run.over or (held(run) <= GROUPS * SPAN and len(run.blocks) >= run.computed // BLOCK)
+        assert run.finished or (held(run) <= GROUPS * SPAN and len(run.cache.blocks) >= run.computed // BLOCK)
 
 
 def test_a_text_goes_on_where_its_window_still_is() -> None:
@@ -75,33 +75,33 @@ def test_without_room_windows_go_before_texts_and_a_piece_is_as_long_as_they_all
     run = Run(TEXT[:56], 5)
     table.add(run)
     pieces = []
-    while not run.over:
+    while not run.finished:
         pieces.append(table.advance()[0][0])
     assert pieces[0] < 32
     assert sum(pieces) == 60
     assert table.scheduler.preempted == 0
 
 
-def test_those_who_find_no_blocks_for_their_windows_are_put_out_and_come_back() -> None:
+def test_those_who_find_no_blocks_for_their_windows_are_preempted_and_come_back() -> None:
     table = Windows(n_blocks=60 // BLOCK + GROUPS * SPAN, max_tokens=8, max_seqs=3)
     runs = [Run([i, *TEXT[:11]], 40) for i in range(3)]
     table.add(*runs)
-    while not all(run.over for run in runs):
+    while not all(run.finished for run in runs):
         table.advance()
     assert table.scheduler.preempted > 0
-    assert all(not run.blocks and not run.window_blocks for run in runs)
+    assert all(not run.cache.blocks and not run.cache.window_blocks for run in runs)
     table.cache.prefixes.clear()
     assert table.cache.pool.free == table.cache.pool.n_blocks
 
 
 def test_continuations_of_one_prompt_share_its_window() -> None:
     table, family = Windows(), object()
-    runs = [Run(TEXT[:30], 6, family=family, copies=2) for _ in range(2)]
+    runs = [Run(TEXT[:30], 6, family=family, siblings=2) for _ in range(2)]
     table.add(*runs)
     while not runs[1].computed:
         table.advance()
     assert runs[1].computed >= 29
-    shared = set(runs[0].window_blocks) & set(runs[1].window_blocks) - {()}
+    shared = set(runs[0].cache.window_blocks) & set(runs[1].cache.window_blocks) - {()}
     assert shared
-    while not runs[1].over:
+    while not runs[1].finished:
         table.advance()

@@ -17,12 +17,12 @@ from quarrel.ops.logprobs import MOST_LOGPROBS, LogprobsSpec, logprobs_reference
 from quarrel.ops.sample import draw_token
 from quarrel.ops.step import (
     Done,
+    ExplainLine,
     Limits,
     MemoryPlan,
     Pending,
     StepInputs,
     StepOutputs,
-    Taken,
     Want,
     outputs_of,
     with_ids,
@@ -115,7 +115,7 @@ class HistoryStep:
         for source, destination in pairs:
             self.slots[destination * size : (destination + 1) * size] = self.slots[source * size : (source + 1) * size]
 
-    def explain(self) -> list[Taken]:
+    def explain(self) -> list[ExplainLine]:
         return []
 
     def memory(self) -> MemoryPlan:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from quarrel.flight import Access, LongbowClient, Retry
-from quarrel.flight.standin import StandIn
+from quarrel.flight.local_server import LocalServer
 from quarrel.flight.store import Store
 
 REAL = os.environ.get("LONGBOW_ADDR", "")
@@ -31,7 +31,7 @@ def a_store(index_seconds: float = 0.0, queue: int = 64) -> Iterator[LongbowClie
         with LongbowClient(REAL, real_meta()) as client:
             yield client
         return
-    with StandIn(store=Store(index_seconds, queue)) as server:
+    with LocalServer(store=Store(index_seconds, queue)) as server:
         with LongbowClient(server.data, server.meta, access=Access(timeout=10), retry=QUICK) as client:
             yield client
 

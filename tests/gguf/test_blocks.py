@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType, quants
 
 from quarrel.errors import GGUFError
 from quarrel.gguf import FORMATS, GGMLType, GGUFFile, dequantize, quantize
@@ -23,6 +24,9 @@ NORMAL_ERROR = {
     GGMLType.Q5_0: 0.043,
     GGMLType.Q5_1: 0.039,
     GGMLType.MXFP4: 0.116,
+    GGMLType.NVFP4: 0.1,
+    GGMLType.TQ1_0: 0.9,
+    GGMLType.TQ2_0: 0.9,
     GGMLType.Q4_K: 0.073,
     GGMLType.Q5_K: 0.037,
     GGMLType.Q6_K: 0.018,
@@ -49,6 +53,26 @@ def test_values_are_those_of_ggml(kind: GGMLType) -> None:
     assert values.shape == wanted.shape
     same = values.view(np.uint32) == wanted.view(np.uint32)
     assert (same | np.isnan(wanted) & np.isnan(values)).all()
+
+
+@pytest.mark.parametrize("kind", [GGMLType.NVFP4, GGMLType.TQ1_0, GGMLType.TQ2_0])
+def test_values_of_random_bytes_are_those_of_the_gguf_package(kind: GGMLType) -> None:
+    raw = np.random.default_rng(int(kind)).integers(0, 256, (2000, FORMATS[kind].nbytes), np.uint8)
+    try:
+        with np.errstate(all="ignore"):
+            wanted = quants.dequantize(raw, GGMLQuantizationType(kind)).astype(np.float32)
+    except (NotImplementedError, ValueError):
+        pytest.skip(f"this version of the gguf package does not read {kind.name}")
+    values = dequantize(raw, kind)
+    same = values.view(np.uint32) == wanted.view(np.uint32)
+    assert (same | np.isnan(wanted) & np.isnan(values)).all()
+
+
+def test_blocks_of_16_values_of_nvfp4_have_scales_of_their_own() -> None:
+    x = np.repeat(np.float32([0.012, 1, -60, 2688]), 16)[None]  # the first is below the smallest normal scale
+    np.testing.assert_allclose(dequantize(quantize(x, GGMLType.NVFP4), GGMLType.NVFP4), x, rtol=0.05)
+    with pytest.raises(GGUFError, match="holds values up to 2688"):
+        quantize(x * 1.01, GGMLType.NVFP4)
 
 
 @pytest.mark.parametrize("kind", [GGMLType.Q4_K, GGMLType.Q8_0, GGMLType.BF16, GGMLType.F32])

@@ -18,10 +18,11 @@ from quarrel.ops.attention import AttentionSpec, attention_reference
 from quarrel.ops.contract import KVArrays, RawWeight, rel_error
 from quarrel.ops.linear import LINEAR, LINEAR_ADD, LinearAddSpec, LinearSpec, linear_reference
 from quarrel.ops.moe import ExpertDownSpec, ExpertUpSpec, expert_down_reference, expert_up_reference
+from quarrel.triton_backend.attention.split_starts import split_starts
+from quarrel.triton_backend.formats.pack import view
 from quarrel.triton_backend.inputs import item_starts
-from quarrel.triton_backend.pack import view
-from quarrel.triton_backend.runtime import Live, launch
-from quarrel.triton_backend.starts import split_starts
+from quarrel.triton_backend.runtime.launch import launch
+from quarrel.triton_backend.runtime.site import Batch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ops = torch.ops.quarrel
@@ -138,7 +139,7 @@ def test_products_of_many_rows_in_e4m3_where_the_format_allows(format: str) -> N
     weight = draw.weight(rng, GGMLType[format], 48, 256)
     x, bias, residual = draw.activations(rng, 300, 256), *(draw.activations(rng, n, 48) for n in (1, 300))
     (plain,) = linear_reference(LinearSpec(weight.type, 48, 256), x, weight)
-    live = Live(300, 0, 0, False, True, 1)
+    batch = Batch(300, 0, 0, False, True, 1)
     held = view(weight.type, 48, 256, packed(weight))
     half, added = on(x).half(), on(residual)
     for op, spec, given, arrays, want in (
@@ -152,7 +153,7 @@ def test_products_of_many_rows_in_e4m3_where_the_format_allows(format: str) -> N
         ),
     ):
         built = Prepared(op, spec, given, "float16", half.device, float8=True)
-        (first,), (second,) = built(arrays, live), built(arrays, live)  # the second finds the weight rounded
+        (first,), (second,) = built(arrays, batch), built(arrays, batch)  # the second finds the weight rounded
         assert torch.equal(first, second)
         error = rel_error(first.view(300, 48).float().cpu().numpy(), want)
         # The interpreter cuts where a GPU rounds.
@@ -173,7 +174,7 @@ def test_the_first_kernel_of_a_call_waits_for_what_ran_before_it() -> None:
     built = Prepared(LINEAR, LinearSpec(weight.type, 16, 64), (None, held), "float16", x.device, launcher=recorded)
     built.generation = 9  # of devices where kernels start early
     for _ in range(2):
-        built((x,), Live(1, 0, 0, True, False, 1))
+        built((x,), Batch(1, 0, 0, True, False, 1))
     assert told == [False, True] * 2  # the row is halved, then multiplied
 
 

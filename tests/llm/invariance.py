@@ -1,4 +1,4 @@
-"""A probe whose logits are compared bit for bit, and all that may happen around it: neighbours, prefills, being put out."""
+"""A probe whose logits are compared bit for bit, and all that may happen around it: neighbours, prefills, preemption."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quarrel.engine.results import FinishReason
 from quarrel.engine.sequence import Sequence
 from quarrel.errors import QuarrelError
 from quarrel.gguf import GGUFFile
-from quarrel.llm.caching import cache_rules
+from quarrel.llm.compile import cache_rules
 from quarrel.models import Tensors, assemble, read_spec
 from quarrel.ops.step import Backend, ComputeChoice, Limits, StepOutputs
 from quarrel.ops.windows import by_window
@@ -36,12 +36,12 @@ class Probe(Sequence):
         self.seen: list[bytes] = []
         self._more = more
 
-    def settle(self, outputs: StepOutputs, first: int, count: int, draft: object) -> int:
+    def accept(self, outputs: StepOutputs, first: int, count: int, draft: object) -> int:
         assert outputs.logits is not None
         row = outputs.logits[first]
         self.seen.append(row.tobytes())
         self.tokens.append(int(row.argmax()))
-        self.over = len(self.seen) == self._more
+        self.finished = len(self.seen) == self._more
         return 0
 
     def end(self, reason: FinishReason, failure: QuarrelError | None = None) -> None:
@@ -84,7 +84,7 @@ class Bench:
 
 
 def finish(engine: Engine, probe: Probe) -> list[bytes]:
-    while not probe.over:
+    while not probe.finished:
         assert engine.advance()
     return probe.seen
 
@@ -118,7 +118,7 @@ def beside_prefills(engine: Engine) -> list[bytes]:
     return finish(engine, probe)
 
 
-def put_out(engine: Engine) -> list[bytes]:
+def preempted(engine: Engine) -> list[bytes]:
     probe = run(engine)
     while len(probe.seen) < 3:
         engine.advance()
@@ -127,7 +127,7 @@ def put_out(engine: Engine) -> list[bytes]:
     return finish(engine, probe)
 
 
-def put_out_and_forgotten(engine: Engine) -> list[bytes]:
+def preempted_and_forgotten(engine: Engine) -> list[bytes]:
     probe = run(engine)
     while len(probe.seen) < 2:
         engine.advance()
@@ -156,8 +156,8 @@ CASES: dict[str, Case] = {
     "chunks of 256": (256, alone),
     "neighbours": (256, with_neighbours),
     "beside prefills": (128, beside_prefills),
-    "put out": (256, put_out),
-    "put out and forgotten": (100, put_out_and_forgotten),
+    "preempted": (256, preempted),
+    "preempted and forgotten": (100, preempted_and_forgotten),
     "known prefix": (256, with_a_known_prefix),
     "twice": (128, twice),
 }
@@ -191,8 +191,8 @@ def distinct(bench: Bench, runs: int) -> int:
                 else:
                     run(engine, [*rng.choice(OTHERS)[::-1], rng.randrange(250)], rng.randrange(1, 20))
             assert engine.advance()
-            answers |= {tuple(p.seen) for p in mine if p.over}
-            mine = [p for p in mine if not p.over]
+            answers |= {tuple(p.seen) for p in mine if p.finished}
+            mine = [p for p in mine if not p.finished]
         while engine.advance():
             pass
     return len(answers)

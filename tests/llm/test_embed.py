@@ -17,7 +17,7 @@ import quarrel
 from quarrel.errors import ContextOverflow, ModelError, OutOfMemory, QuarrelError, QueueFull, RequestError, UnsupportedModel
 from quarrel.gguf import GGUFFile, GGUFWriter
 from quarrel.llm import LLM, Chunking
-from quarrel.llm.embed import STEPS_AHEAD
+from quarrel.llm.pooling import STEPS_AHEAD
 from tests.paths import need_cases
 from tests.tiny_model import write_tiny_model
 
@@ -260,14 +260,14 @@ def test_a_failing_callback_cancels_the_rest(minilm: LLM) -> None:
 def test_texts_that_are_not_taken_are_not_counted_as_ended(kind: str, request: pytest.FixtureRequest) -> None:
     llm: LLM = request.getfixturevalue(kind)
     loop = llm._loop
-    most, loop._most = loop._most, 0
+    size, loop.places.size = loop.places.size, 0
     try:
         with pytest.raises(QueueFull):
             llm.embed(["a", "b"])
     finally:
-        loop._most = most
+        loop.places.size = size
     assert len(llm.embed(["a", "b"])) == 2
-    assert loop.run(lambda: loop._alive) == 0
+    assert loop.run(lambda: loop.places.used) == 0
 
 
 @pytest.mark.parametrize("kind", ["minilm", "decoder"])
@@ -277,11 +277,11 @@ def test_a_list_may_be_longer_than_the_queue(kind: str, request: pytest.FixtureR
     texts = [f"text {i} " + "word " * (300 if kind == "minilm" else i % 7) for i in range(20)]
     wanted = llm.embed(texts).vectors
     loop = llm._loop
-    most, loop._most = loop._most, 3
+    size, loop.places.size = loop.places.size, 3
     try:
         assert np.array_equal(llm.embed(texts).vectors, wanted)
     finally:
-        loop._most = most
+        loop.places.size = size
 
 
 def test_the_async_twin_gives_the_same_and_stops_when_cancelled(minilm: LLM) -> None:
@@ -336,10 +336,10 @@ def test_threads_may_embed_at_once(minilm: LLM, sentences: list[str]) -> None:
 
 
 def test_a_row_that_is_not_finite_is_an_error(minilm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    from quarrel.llm import embed
+    from quarrel.llm import pooling
 
     lost = lambda self, start, rows: setattr(self, "out", np.full_like(rows, np.nan))  # noqa: E731
-    monkeypatch.setattr(embed._Parcel, "rows", lost)
+    monkeypatch.setattr(pooling._Parcel, "rows", lost)
     with pytest.raises(QuarrelError, match="row 0 is not finite"):
         minilm.embed("x")
 

@@ -1,5 +1,5 @@
-"""A request's logits are bitwise the same alone, with neighbours, beside prefills, put out and let in again, with a prefix
-in the cache or without, in one piece or many: on the CPU, with real models of several architectures."""
+"""A request's logits are bitwise the same alone, with neighbours, beside prefills, preempted and admitted again, with a
+prefix in the cache or without, in one piece or many: on the CPU, with real models of several architectures."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_cache_of_codes_changes_nothing_in_that_and_a_mixed_load_neither() -> 
     with GGUFFile.open([need_cases("llama32", MODELS["llama32"])]) as file:
         try:
             bench = Bench(file, backend, seqs=9, kv_cache="fp8")
-            assert not unlike(bench, {name: CASES[name] for name in ("chunks of 64", "put out", "known prefix")})
+            assert not unlike(bench, {name: CASES[name] for name in ("chunks of 64", "preempted", "known prefix")})
             assert distinct(bench, 100) == 1
         finally:
             backend.close()

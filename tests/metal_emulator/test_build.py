@@ -27,7 +27,7 @@ from tools.metal_emulator import (
     toolchain,
 )
 from tools.metal_emulator.cache import cached, content_key
-from tools.metal_emulator.launcher import RawFinding
+from tools.metal_emulator.describe import RawFinding
 from tools.metal_emulator.toolchain import CompilerError, find_toolchain, run_tool, system_toolchain
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 
 from tools.metal_emulator import Mode, Settings, install
-from tools.metal_emulator.settings import Session
+from tools.metal_emulator.session import Session
 
 CHECKED = Settings(mode=Mode.CHECK, typecheck=True)
 """Types, races, bounds, what was never written, divergence; a finding is raised."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quarrel.mlx_backend.attention import SPLIT
+from quarrel.mlx_backend.attention.paged import SPLIT
 from quarrel.mlx_backend.backend import MlxBackend
 from quarrel.ops.attention import ATTENTION, AttentionSpec
 from quarrel.ops.contract import Array, Case, KVArrays

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from quarrel.gguf import GGMLType
-from quarrel.mlx_backend import door
 from quarrel.mlx_backend.registry import REGISTRY
-from quarrel.mlx_backend.runtime import Live, Rows
+from quarrel.mlx_backend.run_op import run_op
+from quarrel.mlx_backend.runtime.launch import Batch, Rows
 from quarrel.ops import draw, reference
 from quarrel.ops.contract import Array, Case, Op, rel_error
+from quarrel.ops.formats import WEIGHT_TYPES
 from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP, ExpertDownSpec, ExpertUpSpec
 from tests.mlx_backend.cases import running
 
@@ -20,7 +21,7 @@ DOWN = ExpertDownSpec(GGMLType.MXFP4, 4, 2, 40, 160, bias=True)
 
 def run(op: Op, spec: object, inputs: tuple[object, ...], single: list[bool]) -> Array:
     rows = Rows(np.array(single))
-    (got,) = door.run_op(REGISTRY, op, spec, inputs, "float16", Live(rows, rows))  # type: ignore[arg-type]
+    (got,) = run_op(REGISTRY, op, spec, inputs, "float16", Batch(rows, rows))  # type: ignore[arg-type]
     assert isinstance(got, np.ndarray)
     return got
 
@@ -38,7 +39,7 @@ def test_a_row_is_computed_by_its_kind_alone(op: Op, spec: object) -> None:
         assert np.array_equal(mixed[row], (alone if single else tiled)[row])
 
 
-@pytest.mark.parametrize("type", draw.NATIVE, ids=lambda t: t.name)
+@pytest.mark.parametrize("type", WEIGHT_TYPES, ids=lambda t: t.name)
 def test_every_format_alone_and_in_tiles(type: GGMLType) -> None:
     spec = ExpertDownSpec(type, 3, 2, 7, 256)
     inputs = EXPERT_DOWN.make(Case(spec, {"T": 2}), np.random.default_rng(1))  # type: ignore[misc]
@@ -48,7 +49,7 @@ def test_every_format_alone_and_in_tiles(type: GGMLType) -> None:
             assert rel_error(run(EXPERT_DOWN, spec, inputs, [single] * 2), want) <= EXPERT_DOWN.tolerance["float16"]  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("type", draw.NATIVE, ids=lambda t: t.name)
+@pytest.mark.parametrize("type", WEIGHT_TYPES, ids=lambda t: t.name)
 def test_every_format_of_gate_and_up(type: GGMLType) -> None:
     spec = ExpertUpSpec(type, 3, 2, 7, 256, "silu")
     inputs = EXPERT_UP.make(Case(spec, {"T": 2}), np.random.default_rng(1))  # type: ignore[misc]

@@ -8,9 +8,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from quarrel.mlx_backend.kernel import Kernel, emulated, runs_metal
-from quarrel.mlx_backend.linear import build_linear
+from quarrel.mlx_backend.linear.linear import build_linear
 from quarrel.mlx_backend.registry import FAMILIES, REGISTRY
+from quarrel.mlx_backend.runtime.kernel import Kernel, emulated, runs_metal
 from tests.mlx_backend.cases import running
 from tests.mlx_backend.emulated import CHECKED
 from tools.metal_emulator import MetalFindings

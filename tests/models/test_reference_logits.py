@@ -12,8 +12,9 @@ import pytest
 
 from quarrel.gguf import GGUFFile
 from quarrel.models import EncoderSpec, Keys, ModelSpec, Tensors, assemble, gpt_oss, read_spec
+from quarrel.models.feedforward import Experts
 from quarrel.models.rope import plain
-from quarrel.models.spec import Experts, Layer
+from quarrel.models.spec import Layer
 from quarrel.ops.contract import KVArrays, rel_error
 from quarrel.ops.reference import run_program
 from quarrel.ops.step import StepInputs

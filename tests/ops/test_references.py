@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quarrel.gguf import GGMLType
+from quarrel.gguf import GGMLType, quantize
 from quarrel.ops import ALL_OPS, EXTRA_OPS
 from quarrel.ops.activation import GatedSpec, gated_reference
 from quarrel.ops.attention import AttentionSpec, attention_reference
 from quarrel.ops.contract import Case, KVArrays, Op, RawWeight, rel_error
-from quarrel.ops.draw import NATIVE, as_float_type, weight
+from quarrel.ops.draw import weight
+from quarrel.ops.formats import WEIGHT_TYPES
 from quarrel.ops.linear import LinearSpec, linear_reference
 from quarrel.ops.norm import NormSpec, norm_reference
 from quarrel.ops.reference import run_op
@@ -27,7 +28,7 @@ EVERY_CASE = [
 
 
 def f32(values: np.ndarray) -> RawWeight:
-    return RawWeight(GGMLType.F32, as_float_type(values.reshape(1, -1), GGMLType.F32), values.size)
+    return RawWeight(GGMLType.F32, quantize(values.reshape(1, -1), GGMLType.F32), values.size)
 
 
 @pytest.mark.parametrize(("op", "case"), EVERY_CASE)
@@ -124,7 +125,7 @@ def test_rope_keeps_lengths_and_relative_angles(style: str) -> None:
     assert not np.isclose(dot(0, 5), dot(0, 6), rtol=1e-3)
 
 
-@pytest.mark.parametrize("type", NATIVE, ids=lambda t: t.name)
+@pytest.mark.parametrize("type", WEIGHT_TYPES, ids=lambda t: t.name)
 def test_linear_uses_the_formats_exact_values(type: GGMLType) -> None:
     rng = np.random.default_rng(7)
     w = weight(rng, type, 9, 512)

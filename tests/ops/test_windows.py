@@ -18,7 +18,7 @@ from quarrel.ops.null import Builder
 from quarrel.ops.program import KVLayer, Program
 from quarrel.ops.reference import run_program
 from quarrel.ops.step import Limits, StepInputs
-from quarrel.ops.windows import by_window, worth
+from quarrel.ops.windows import by_window, by_window_if_smaller
 
 HEADS, DIM, SIZE, VOCAB = 2, 16, 4, 30
 
@@ -70,9 +70,9 @@ def test_nothing_changes_where_layers_keep_unlike_rows() -> None:
 
 def test_it_is_done_where_contexts_are_clearly_longer_than_windows() -> None:
     made = program([0, 100, 0, 100])
-    assert worth(made, 100) is made
-    assert worth(made, 120) is made
-    assert worth(made, 1000).window_groups == 1
+    assert by_window_if_smaller(made, 100) is made
+    assert by_window_if_smaller(made, 120) is made
+    assert by_window_if_smaller(made, 1000).window_groups == 1
 
 
 def inputs(ids: list[int], past: int, tables: list[list[int]]) -> StepInputs:

@@ -28,6 +28,7 @@ CASES = [
     ("mixtral", "q4_k_m", 2, "tensor"),
     ("qwen3moe", "q4_k_m", 2, "tensor"),
     ("gptoss_trunc", "mxfp4-f16", 2, "tensor"),
+    ("gptoss_trunc", "mxfp4-f16", 2, "layers"),
     ("nemotron_h_moe", "q4_0x", 2, "tensor"),
     ("granitehybrid", "q4_k_m", 2, "tensor"),
     ("granitehybrid", "q4_0x", 2, "layers"),

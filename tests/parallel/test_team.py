@@ -13,7 +13,7 @@ import pytest
 import quarrel
 from quarrel.errors import BackendUnavailable, EngineFault, RequestError
 from quarrel.ops.step import SampleInputs, StepInputs
-from quarrel.parallel import wire
+from quarrel.parallel.messages import pack_step, unpack
 from tests.paths import need_cases
 from tests.reference_backend import ReferenceBackend
 
@@ -78,7 +78,7 @@ def test_steps_travel_whole() -> None:
     )
     windows = replace(given, window_slots=np.stack([rows, rows + 7]), window_tables=np.stack([table, table + 1]))
     for inputs in (given, windows, replace(given, sample=None, state_slots=None, from_last=None)):
-        parsed = wire.parse(wire.step(inputs, "both"))
+        parsed = unpack(pack_step(inputs, "both"))
         assert isinstance(parsed, tuple)
         got, want = parsed
         assert want == "both"

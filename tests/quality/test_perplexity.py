@@ -12,11 +12,10 @@ import pytest
 import quarrel
 from quarrel.errors import RequestError
 from quarrel.perplexity import main
-from quarrel.quality.base_file import BaseFile, BaseWriter
+from quarrel.quality.base_file import BaseFile, BaseWriter, log_softmax, pack, unpack, width
 from quarrel.quality.chunks import chunks, scored
 from quarrel.quality.divergence import Score
-from quarrel.quality.logprobs import log_softmax, pack, unpack, width
-from quarrel.quality.prompts import PASSAGE
+from quarrel.quality.suite import PASSAGE
 
 COMMON = ["-m", "demo", "--backend", "cpu", "--threads", "2", "-c", "64"]
 
@@ -164,5 +163,5 @@ def test_ctrl_c_ends_it_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> 
     def load(*args: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("quarrel.perplexity.load", load)
+    monkeypatch.setattr("quarrel.perplexity.load_with", load)
     assert main(["-f", __file__]) == 130

@@ -24,8 +24,8 @@ def test_langchains_chat_model(live: Live) -> None:
     assert len(parts) > 3
     schema = {"title": "Pick", "type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
     longer = langchain.ChatOpenAI(model="demo", base_url=f"{live.url}/v1", api_key="none", max_tokens=200, seed=1)
-    held = longer.with_structured_output({**schema, "additionalProperties": False}, method="json_schema")
-    assert held.invoke("Pick one.")["a"] in ("x", "y")
+    loaded = longer.with_structured_output({**schema, "additionalProperties": False}, method="json_schema")
+    assert loaded.invoke("Pick one.")["a"] in ("x", "y")
 
 
 CURL = """

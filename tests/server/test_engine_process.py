@@ -18,17 +18,18 @@ import httpx
 import pytest
 
 from quarrel.errors import EngineLost
+from quarrel.llm import LoadOptions
 from quarrel.process import RemoteLLM, open_remote
 from quarrel.server import Rates, Settings
 from quarrel.server.errors import Refused
-from quarrel.server.shelf import Entry, Shelf
+from quarrel.server.models import Entry, ModelManager
 from tests.server.conftest import Live, running
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 480, "ignore_eos": True}
 
 
 def far(source: str) -> RemoteLLM:
-    return open_remote(source, {"backend": "cpu", "threads": 2, "max_seqs": 8})
+    return open_remote(source, LoadOptions(backend="cpu", threads=2, max_seqs=8))
 
 
 @pytest.fixture(scope="module", name="made")
@@ -39,14 +40,14 @@ def _made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 
 def entry(made: Live) -> Entry:
-    return made.server.desk.shelf.entry("demo")
+    return made.server.dispatcher.models.entry("demo")
 
 
 def process(made: Live) -> RemoteLLM:
-    held = entry(made).held
-    assert held is not None
-    assert isinstance(held.llm, RemoteLLM)
-    return held.llm
+    loaded = entry(made).loaded
+    assert loaded is not None
+    assert isinstance(loaded.llm, RemoteLLM)
+    return loaded.llm
 
 
 def soon(what: Any, seconds: float = 60.0) -> bool:
@@ -83,7 +84,7 @@ def test_killed_under_load_it_is_started_again_and_nobody_hangs(made: Live) -> N
     assert soon(lambda: made.client.get("/readyz").status_code == 503, 5)
     assert made.client.get("/readyz").json()["checks"]["server"] == "running"
     health = [made.client.get("/healthz").status_code for _ in range(5)]
-    # Asked while it is loaded again: waits, and is served.
+    # OllamaBody while it is loaded again: waits, and is served.
     after = made.client.post("/api/generate", json={"prompt": "a", "max_tokens": 2})
     for each in threads:
         each.join(30)
@@ -136,9 +137,9 @@ def test_it_ends_with_the_server(tmp_path: Path) -> None:
         fresh = made.client.post("/api/models/demo", params={"reload": True}).json()
         assert fresh["loaded"]
         assert process(made).pid != llm.pid
-        assert soon(lambda: llm._process.poll() == 0)
+        assert soon(lambda: not llm.running)
         llm = process(made)
-    assert llm._process.poll() == 0
+    assert not llm.running
 
 
 def test_a_process_that_speaks_otherwise_is_refused_with_a_sentence(monkeypatch) -> None:  # type: ignore[no-untyped-def]
@@ -146,7 +147,7 @@ def test_a_process_that_speaks_otherwise_is_refused_with_a_sentence(monkeypatch)
         raise KeyError("a field of another version")
 
     monkeypatch.setattr("quarrel.process.remote.typed", other)
-    with pytest.raises(EngineLost, match="start it anew"):
+    with pytest.raises(EngineLost, match="restart this program"):
         far("demo")
 
 
@@ -177,10 +178,10 @@ def test_loading_is_stopped_at_once_and_whoever_waits_is_told() -> None:
             goes.wait(10)
             return Late()
 
-        shelf = Shelf(["demo"], None, slow)
-        waiting = asyncio.create_task(shelf.load("demo"))
+        models = ModelManager(["demo"], None, slow)
+        waiting = asyncio.create_task(models.load("demo"))
         await asyncio.to_thread(begun.wait, 10)
-        shelf.stop_loading()
+        models.stop_loading()
         with pytest.raises(Refused, match="going down") as refusal:
             await asyncio.wait_for(waiting, 5)
         assert refusal.value.status == 503
@@ -188,7 +189,7 @@ def test_loading_is_stopped_at_once_and_whoever_waits_is_told() -> None:
         assert await asyncio.to_thread(closed.wait, 10)
         assert threading.get_ident() not in closers  # it may take seconds, and this thread answers others
         with pytest.raises(Refused, match="going down"):
-            await shelf.load("demo")
+            await models.load("demo")
 
     asyncio.run(stopped())
 
@@ -197,4 +198,4 @@ def test_a_process_that_still_loads_is_ended_with_its_loading() -> None:
     stop: Future[None] = Future()
     stop.set_result(None)
     with pytest.raises(EngineLost, match="was stopped"):
-        open_remote("demo", {"backend": "cpu", "threads": 1}, stop=stop)
+        open_remote("demo", LoadOptions(backend="cpu", threads=1), stop=stop)

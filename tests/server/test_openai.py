@@ -39,9 +39,9 @@ def test_a_completion_is_the_models_own_and_repeats_with_its_seed(client: openai
     assert made[0].choices[0].text == made[1].choices[0].text != ""
     assert made[0].choices[0].finish_reason == "length"
     assert (made[0].usage.prompt_tokens, made[0].usage.completion_tokens) == (5, 12)  # type: ignore[union-attr]
-    held = live.server.desk.shelf.entry("demo").held
-    assert held is not None
-    assert held.llm.generate("Once upon a time", max_tokens=12, seed=7).text == made[0].choices[0].text
+    loaded = live.server.dispatcher.models.entry("demo").loaded
+    assert loaded is not None
+    assert loaded.llm.generate("Once upon a time", max_tokens=12, seed=7).text == made[0].choices[0].text
 
 
 def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI) -> None:
@@ -227,8 +227,8 @@ def test_the_newer_protocols_calls_and_refusals(live: Live) -> None:
 
 
 def test_only_a_reranker_ranks(live: Live, tmp_path: Path) -> None:
-    asked = {"query": "a king", "documents": ["a queen", {"text": "rain"}, "the king"], "return_documents": True}
-    refused = live.client.post("/v1/rerank", json=asked)
+    body = {"query": "a king", "documents": ["a queen", {"text": "rain"}, "the king"], "return_documents": True}
+    refused = live.client.post("/v1/rerank", json=body)
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported_by_model")
     source = need_cases("bert", "model-q4_0x.gguf")
     with quarrel.load(source, backend="cpu", compute="float32") as plain:
@@ -236,10 +236,10 @@ def test_only_a_reranker_ranks(live: Live, tmp_path: Path) -> None:
     head = {"cls.output.weight": np.linspace(-1, 1, n, dtype=np.float32)[None], "cls.output.bias": np.zeros(1, np.float32)}
     path = with_keys(source, tmp_path / "rank.gguf", {"bert.pooling_type": 4}, head)
     with running(Settings(data_dir=tmp_path, models=(str(path),), rates=Rates(requests=0))) as made:
-        rows = made.client.post("/v1/rerank", json={**asked, "top_n": 2}).json()["results"]
+        rows = made.client.post("/v1/rerank", json={**body, "top_n": 2}).json()["results"]
         assert len(rows) == 2
         assert rows[0]["relevance_score"] >= rows[1]["relevance_score"]
-        alone = made.client.post("/v1/rerank", json={**asked, "documents": [rows[0]["document"]["text"]]}).json()
+        alone = made.client.post("/v1/rerank", json={**body, "documents": [rows[0]["document"]["text"]]}).json()
         assert alone["results"][0]["relevance_score"] == pytest.approx(rows[0]["relevance_score"], rel=1e-3, abs=1e-4)
 
 
@@ -298,8 +298,8 @@ def test_the_newer_protocol_requires_calls_too(client: openai.OpenAI, live: Live
     ],
 )
 def test_a_call_that_cannot_be_required_is_refused(live: Live, more: dict[str, Any], said: str) -> None:
-    asked = {"messages": CHAT, "tools": TOOLS, "tool_choice": "required", **more}
-    answer = live.client.post("/v1/chat/completions", json=asked)
+    body = {"messages": CHAT, "tools": TOOLS, "tool_choice": "required", **more}
+    answer = live.client.post("/v1/chat/completions", json=body)
     assert answer.status_code == 400, answer.text
     assert said in answer.json()["error"]["message"]
 

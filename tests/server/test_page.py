@@ -93,10 +93,10 @@ def test_an_answer_is_stopped(page: Any, live: Live) -> None:
     page.wait_for_selector("#stop:not([hidden])")
     page.keyboard.press("Escape")
     page.wait_for_selector("#send:not([hidden])")
-    held = live.server.desk.shelf.entry("demo").held
-    assert held is not None
+    loaded = live.server.dispatcher.models.entry("demo").loaded
+    assert loaded is not None
     page.wait_for_timeout(200)
-    assert not held.llm.activity().running
+    assert not loaded.llm.activity().running
 
 
 def test_themes_widths_settings_and_figures(page: Any) -> None:
@@ -113,7 +113,7 @@ def test_themes_widths_settings_and_figures(page: Any) -> None:
     page.click("#close-settings")
     page.click("#show-metrics")
     page.wait_for_selector("#metrics canvas", timeout=15000)
-    assert (page.inner_text("#title"), page.is_visible("#composer")) == ("Figures", False)
+    assert (page.inner_text("#title"), page.is_visible("#composer")) == ("Metrics", False)
     model = '{name: "m", running: 1, waiting: 0, kv_blocks: 4, kv_blocks_free: 1, experts: [0.1, 0.5, 0.15, 0.25]}'
     page.evaluate(f'import("/static/js/plots.js").then((p) => p.take({{models: [{model}]}}))')
     page.wait_for_selector("canvas[aria-label*='the busiest of 4 experts takes 50.0 %']")

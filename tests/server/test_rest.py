@@ -25,11 +25,11 @@ DEMO = Path(quarrel.__file__).parent / "demo" / "quarrel-demo-11M-Q8_0.gguf"
 
 
 def test_a_generation_in_one_piece_as_lines_and_as_events(live: Live) -> None:
-    asked = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
-    whole = live.client.post("/api/generate", json=asked).json()
+    body = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
+    whole = live.client.post("/api/generate", json=body).json()
     assert (whole["tokens_generated"], whole["finish_reason"], whole["prompt_tokens"]) == (8, "length", 5)
-    lines = live.client.post("/api/generate", json={**asked, "stream": True}).text.splitlines()
-    events = live.client.post("/api/stream", json={**asked, "topk": 40, "topp": 0.9}).text.split("\n\n")
+    lines = live.client.post("/api/generate", json={**body, "stream": True}).text.splitlines()
+    events = live.client.post("/api/stream", json={**body, "topk": 40, "topp": 0.9}).text.split("\n\n")
     for rows in (map(json.loads, lines), (json.loads(e.removeprefix("data: ")) for e in events if e)):
         found = list(rows)
         assert "".join(r["token"] for r in found) == whole["text"]
@@ -39,9 +39,9 @@ def test_a_generation_in_one_piece_as_lines_and_as_events(live: Live) -> None:
 
 def test_tokens_there_and_back(live: Live) -> None:
     ids = live.client.post("/api/tokenize", json={"text": "The king"}).json()["tokens"]
-    held = live.server.desk.shelf.entry("demo").held
-    assert held is not None
-    assert ids == held.llm.tokenize("The king")
+    loaded = live.server.dispatcher.models.entry("demo").loaded
+    assert loaded is not None
+    assert ids == loaded.llm.tokenize("The king")
     assert "The king" in live.client.post("/api/detokenize", json={"tokens": ids}).json()["text"]
 
 
@@ -76,7 +76,7 @@ def test_health_as_llama_server_has_it(tmp_path: Path) -> None:
         loading.join(20)
         answer = made.client.get("/health")
         assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
-        made.server.desk.shelf.entry("demo").state = "failed"
+        made.server.dispatcher.models.entry("demo").state = "failed"
         assert made.client.get("/health").status_code == 503
 
 
@@ -97,22 +97,22 @@ def test_metrics_have_their_names_and_count(live: Live) -> None:
 
 def test_a_model_is_unloaded_loaded_and_swapped_while_it_writes(tmp_path: Path) -> None:
     with running(Settings(data_dir=tmp_path, rates=Rates(requests=0))) as made:
-        shelf = made.server.desk.shelf
+        models = made.server.dispatcher.models
         assert made.client.post("/api/models/demo").json()["loaded"]
-        old = shelf.entry("demo").held
+        old = models.entry("demo").loaded
         assert old is not None
         got: list[dict[str, Any]] = []
-        asked = {"prompt": "Once upon a time", "max_tokens": 300, "ignore_eos": True, "seed": 5}
-        thread = threading.Thread(target=lambda: got.append(made.client.post("/api/generate", json=asked).json()))
+        body = {"prompt": "Once upon a time", "max_tokens": 300, "ignore_eos": True, "seed": 5}
+        thread = threading.Thread(target=lambda: got.append(made.client.post("/api/generate", json=body).json()))
         thread.start()
         while not old.users:
             time.sleep(0.005)
         assert made.client.post("/api/models/demo", params={"reload": True}).json()["loaded"]
-        fresh = shelf.entry("demo").held
+        fresh = models.entry("demo").loaded
         assert fresh is not old
         thread.join(30)
         assert got[0]["tokens_generated"] == 300
-        again = made.client.post("/api/generate", json=asked).json()
+        again = made.client.post("/api/generate", json=body).json()
         assert again["text"] == got[0]["text"]
         assert not made.client.delete("/api/models/demo").json()["loaded"]
         assert made.client.post("/api/generate", json={"prompt": "a", "max_tokens": 1}).status_code == 200
@@ -147,18 +147,18 @@ def blocks_are_back(llm: LLM, within: float = 5.0) -> bool:
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_caller_that_goes_away_ends_its_work(live: Live, stream: bool) -> None:
     live.client.post("/api/generate", json={"prompt": "a", "max_tokens": 1})
-    held = live.server.desk.shelf.entry("demo").held
-    assert held is not None
+    loaded = live.server.dispatcher.models.entry("demo").loaded
+    assert loaded is not None
     body = json.dumps({"prompt": "Once upon a time", "max_tokens": 500, "n": 8, "ignore_eos": True, "stream": stream})
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", live.port)) as made:
         made.sendall((head + body).encode())
-        while not held.llm.activity().running:
+        while not loaded.llm.activity().running:
             time.sleep(0.002)
     began = time.monotonic()
-    assert blocks_are_back(held.llm)
+    assert blocks_are_back(loaded.llm)
     assert time.monotonic() - began < 1.5
-    assert not held.users
+    assert not loaded.users
 
 
 def test_a_full_queue_is_refused_with_a_time_to_come_back(tmp_path: Path) -> None:
@@ -166,11 +166,11 @@ def test_a_full_queue_is_refused_with_a_time_to_come_back(tmp_path: Path) -> Non
         return quarrel.load(source, backend="cpu", threads=1, max_seqs=1)
 
     with running(Settings(data_dir=tmp_path, queue=2, max_seqs=1, rates=Rates(requests=0)), narrow) as made:
-        asked = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True}
+        body = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True}
         made.client.post("/api/generate", json={"prompt": "a", "max_tokens": 1})
         answers: list[Any] = []
         threads = [
-            threading.Thread(target=lambda: answers.append(made.client.post("/api/generate", json=asked))) for _ in range(8)
+            threading.Thread(target=lambda: answers.append(made.client.post("/api/generate", json=body))) for _ in range(8)
         ]
         for each in threads:
             each.start()
@@ -180,7 +180,7 @@ def test_a_full_queue_is_refused_with_a_time_to_come_back(tmp_path: Path) -> Non
         assert codes.count(503) >= 1
         assert codes.count(200) >= 3
         assert all(int(a.headers["retry-after"]) >= 1 for a in answers if a.status_code == 503)
-        made.server.desk._accepted["demo"] = 3
+        made.server.dispatcher._accepted["demo"] = 3
         head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
         body = b"1\r\n{\r\n0\r\n\r\n"
         # Nobody reads it; where its length is known, the connection serves on.
@@ -190,7 +190,7 @@ def test_a_full_queue_is_refused_with_a_time_to_come_back(tmp_path: Path) -> Non
         last = made.raw(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + body)
         assert last.lower().count(b"connection: close") == 1
         assert made.client.get("/api/health").status_code == 200
-        made.server.desk._accepted["demo"] = 0
+        made.server.dispatcher._accepted["demo"] = 0
 
 
 def test_a_request_over_its_time_is_ended(tmp_path: Path) -> None:
@@ -198,9 +198,9 @@ def test_a_request_over_its_time_is_ended(tmp_path: Path) -> None:
         made.client.post("/api/models/demo")
         answer = made.client.post("/api/generate", json={"prompt": "Once", "max_tokens": 500, "ignore_eos": True})
         assert answer.status_code == 504
-        held = made.server.desk.shelf.entry("demo").held
-        assert held is not None
-        assert blocks_are_back(held.llm)
+        loaded = made.server.dispatcher.models.entry("demo").loaded
+        assert loaded is not None
+        assert blocks_are_back(loaded.llm)
 
 
 @pytest.mark.parametrize(
@@ -257,16 +257,16 @@ def test_ollamas_client_is_understood(tmp_path: Path) -> None:
 
 def test_ollamas_generate_without_a_model_takes_the_only_one(tmp_path: Path) -> None:
     (tmp_path / "small.gguf").symlink_to(DEMO)
-    asked = {"prompt": "Once", "stream": False, "raw": True, "options": {"num_predict": 1}}
+    body = {"prompt": "Once", "stream": False, "raw": True, "options": {"num_predict": 1}}
     settings = Settings(data_dir=tmp_path, models_dir=tmp_path, ollama=True, rates=Rates(requests=0))
     with running(settings) as made:
-        answer = made.client.post("/api/generate", json=asked)
+        answer = made.client.post("/api/generate", json=body)
         assert answer.status_code == 400
         assert "0 of 2 models are loaded" in answer.json()["error"]["message"]
-        assert made.client.post("/api/generate", json={**asked, "model": "small"}).status_code == 200
-        assert made.client.post("/api/generate", json=asked).json()["model"] == "small"
+        assert made.client.post("/api/generate", json={**body, "model": "small"}).status_code == 200
+        assert made.client.post("/api/generate", json=body).json()["model"] == "small"
         made.client.post("/api/models/demo")
-        answer = made.client.post("/api/generate", json=asked)
+        answer = made.client.post("/api/generate", json=body)
         assert answer.status_code == 400
         assert "2 of 2 models are loaded" in answer.json()["error"]["message"]
 
@@ -304,7 +304,7 @@ def test_a_caller_that_is_gone_before_the_first_word_leaves_nothing_behind(
 ) -> None:
     """The answer is never begun, and no collection of garbage is waited for."""
     server = build(Settings(data_dir=tmp_path, rates=Rates(requests=0), chat_template="chatml", ollama=True), load)
-    desk = server.desk
+    dispatcher = server.dispatcher
     came = [{"type": "http.request", "body": json.dumps({**body, "stream": True}).encode(), "more_body": False}]
     scope = {
         "type": "http",
@@ -324,16 +324,16 @@ def test_a_caller_that_is_gone_before_the_first_word_leaves_nothing_behind(
         await asyncio.sleep(0)
 
     async def asked() -> tuple[int, dict[str, int], int]:
-        await desk.shelf.load("demo")
+        await dispatcher.models.load("demo")
         gc.disable()
         try:
             await server.app(scope, receive, send)
         finally:
             gc.enable()
-        held = desk.shelf.entry("demo").held
-        assert held is not None
-        left = desk.active, dict(desk._accepted), held.users
-        await desk.shelf.close()
+        loaded = dispatcher.models.entry("demo").loaded
+        assert loaded is not None
+        left = dispatcher.active, dict(dispatcher._accepted), loaded.users
+        await dispatcher.models.close()
         return left
 
     assert asyncio.run(asked()) == (0, {"demo": 0}, 0)
@@ -345,11 +345,11 @@ def test_what_the_engine_does_not_take_costs_its_caller_nothing(tmp_path: Path) 
 
     rates = Rates(requests=0, prompt_tokens=1000, output_tokens=1000)
     with running(Settings(data_dir=tmp_path, rates=rates), narrow) as made:
-        desk = made.server.desk
+        dispatcher = made.server.dispatcher
         answer = made.client.post("/v1/completions", json={"prompt": ["a", "b", "c"], "max_tokens": 100})
         assert answer.status_code == 503
-        (caller,) = desk.limiter._callers.values()
-        assert desk.active == desk._accepted["demo"] == caller.streams == 0
+        (caller,) = dispatcher.limiter._callers.values()
+        assert dispatcher.active == dispatcher._accepted["demo"] == caller.streams == 0
         assert {bucket.level for bucket in caller.buckets.values()} == {1000}
         answer = made.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 600})
         assert answer.status_code == 200
@@ -359,34 +359,33 @@ def test_what_the_engine_does_not_take_costs_its_caller_nothing(tmp_path: Path) 
         assert caller.buckets["prompt_tokens"].level >= left, "of a request that is refused for its answer, nothing"
 
 
-def test_the_time_to_come_back_counts_the_queue_once(tmp_path: Path) -> None:
-    """Who waited for others took no longer in the model."""
+def test_the_time_to_come_back_is_the_models_own(tmp_path: Path) -> None:
+    """Until one more is admitted, at the pace of the model that is wanted."""
 
     def narrow(source: str) -> LLM:
-        return quarrel.load(source, backend="cpu", threads=1, max_seqs=1)
+        return quarrel.load("demo", backend="cpu", threads=1, max_seqs=1, n_ctx=64)
 
-    with running(Settings(data_dir=tmp_path, queue=32, max_seqs=1, rates=Rates(requests=0)), narrow) as made:
-        desk, asked = made.server.desk, {"prompt": "Once", "max_tokens": 60, "ignore_eos": True}
-        made.client.post("/api/generate", json={"prompt": "a", "max_tokens": 1})
-        desk._seconds = 0.0
-        began = time.perf_counter()
-        threads = [
-            threading.Thread(target=made.client.post, args=("/api/generate",), kwargs={"json": asked}) for _ in range(16)
-        ]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join(60)
-        assert 0 < desk._seconds < (time.perf_counter() - began) / 8
+    settings = Settings(("demo", "hf://other/demo"), data_dir=tmp_path, queue=2, max_seqs=1, rates=Rates(requests=0))
+    with running(settings, narrow) as made:
+        dispatcher, after = made.server.dispatcher, {}
+        for entry, interval in zip(dispatcher.models.entries(), (7.0, 1000.0), strict=True):
+            body = {"model": entry.name, "prompt": "a", "max_tokens": 1}
+            assert made.client.post("/v1/completions", json=body).status_code == 200
+            dispatcher._accepted[entry.name] = 3
+            assert entry.loaded is not None
+            entry.loaded.llm.stats().end_interval = interval
+            after[interval] = made.client.post("/v1/completions", json=body).headers["retry-after"]
+            dispatcher._accepted[entry.name] = 0
+        assert after == {7.0: "7", 1000.0: "60"}
 
 
 def test_embeddings_are_charged_for_what_they_took(tmp_path: Path) -> None:
     """How much that is shows when it is done: nothing is thrown away then, and the next one waits."""
     with running(Settings(data_dir=tmp_path, rates=Rates(requests=0, prompt_tokens=100))) as made:
-        asked = {"input": " ".join(["word"] * 60)}
-        answers = [made.client.post("/v1/embeddings", json=asked) for _ in range(3)]
+        body = {"input": " ".join(["word"] * 60)}
+        answers = [made.client.post("/v1/embeddings", json=body) for _ in range(3)]
         assert [a.status_code for a in answers] == [200, 200, 429]
         used = answers[0].json()["usage"]["prompt_tokens"]
-        (caller,) = made.server.desk.limiter._callers.values()
+        (caller,) = made.server.dispatcher.limiter._callers.values()
         assert 50 < used < 100
         assert caller.buckets["prompt_tokens"].level < 0

@@ -15,10 +15,10 @@ from prometheus_client import CollectorRegistry
 from uvicorn.server import ServerState
 
 from quarrel.server import Rates, Settings
+from quarrel.server.connections import protocol_for
 from quarrel.server.errors import Refused
-from quarrel.server.guard import _HEADERS
 from quarrel.server.keys import Keyring
-from quarrel.server.protocol import protocol_for
+from quarrel.server.middleware import _HEADERS
 from quarrel.server.shed import Shed
 from tests.server.conftest import running
 
@@ -106,7 +106,7 @@ def test_a_plain_one_is_answered_unless_there_is_room_or_a_key_is_wanted(tmp_pat
 
 def test_a_full_server_says_the_same_before_and_after_reading(tmp_path: Path) -> None:
     with running(Settings(data_dir=tmp_path, queue=2, max_seqs=1, rates=Rates(requests=0))) as made:
-        made.server.desk._accepted["demo"] = 3
+        made.server.dispatcher._accepted["demo"] = 3
         short, read = (made.client.post("/v1/completions", json={}, headers=h) for h in ({}, {"Expect": "x"}))
         assert short.status_code == read.status_code == 503
         # Who waits for leave to send a body may send none: what came next on this connection would be taken for it.
@@ -121,7 +121,7 @@ def test_a_full_server_says_the_same_before_and_after_reading(tmp_path: Path) ->
             for _ in range(3):
                 assert one.post("/v1/completions", json={"prompt": "a"}).status_code == 503
                 assert one.get("/healthz").status_code == 200
-        made.server.desk._accepted["demo"] = 0
+        made.server.dispatcher._accepted["demo"] = 0
         assert made.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
         seen = made.client.get("/metrics").text
         assert 'quarrel_webui_http_requests_total{endpoint="/v1/completions",method="POST",status="503"} 5.0' in seen

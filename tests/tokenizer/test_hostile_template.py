@@ -151,8 +151,8 @@ def test_a_template_has_a_largest_size() -> None:
 
 
 def pid(renderer: Renderer) -> int:
-    assert renderer._worker is not None
-    return renderer._worker._process.pid
+    assert renderer.child is not None
+    return renderer.child.pid
 
 
 def test_one_worker_is_used_again_until_it_is_stopped() -> None:
@@ -181,7 +181,7 @@ def test_a_worker_that_died_is_replaced() -> None:
     renderer.render("a", {"messages": CHAT}, {})
     os.kill(pid(renderer), 9)
     for _ in range(100):
-        if not renderer._worker.usable():  # type: ignore[union-attr]
+        if not renderer.child.running:  # type: ignore[union-attr]
             break
         time.sleep(0.01)
     assert renderer.render("b", {"messages": CHAT}, {})[0][0] == "b"
@@ -193,7 +193,7 @@ def test_an_interrupted_reply_is_not_taken_for_the_next_one(monkeypatch: pytest.
     chats = [{"messages": [{"role": "user", "content": text}]} for text in ("first", "interrupted", "next")]
     renderer.render("{{ messages[0].content }}", chats[0], {})
     with monkeypatch.context() as patch:
-        patch.setattr("quarrel.tokenizer.renderer._Worker._read", Mock(side_effect=KeyboardInterrupt))
+        patch.setattr("quarrel.child.wire.Link.receive", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             renderer.render("{{ messages[0].content }}", chats[1], {})
     assert renderer.render("{{ messages[0].content }}", chats[2], {})[0][0] == "next"
@@ -203,7 +203,7 @@ def test_an_interrupted_reply_is_not_taken_for_the_next_one(monkeypatch: pytest.
 def test_the_worker_goes_with_its_renderer() -> None:
     renderer = Renderer()
     renderer.render("a", {"messages": CHAT}, {})
-    process = renderer._worker._process  # type: ignore[union-attr]
+    process = renderer.child.process  # type: ignore[union-attr]
     del renderer
     gc.collect()
     assert process.returncode is not None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from quarrel.ops import ALL_OPS, draw
+from quarrel.ops import ALL_OPS
+from quarrel.ops.formats import WEIGHT_TYPES
 from tests.paths import need_cases
 from tools import coverage
 
@@ -25,9 +26,9 @@ def test_the_page_is_that_of_the_tests() -> None:
 def test_a_cell_without_a_test_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     need_cases()
     whole = coverage.facts()
-    fewer = {k: v for k, v in whole.items() if k != ("mlx", coverage.Fact("linear", draw.NATIVE[3]))}
+    fewer = {k: v for k, v in whole.items() if k != ("mlx", coverage.Fact("linear", WEIGHT_TYPES[3]))}
     monkeypatch.setattr(coverage, "facts", lambda: fewer)
-    assert coverage.missing() == [f"linear {draw.NATIVE[3].name} on mlx"]
+    assert coverage.missing() == [f"linear {WEIGHT_TYPES[3].name} on mlx"]
 
 
 def test_parameters_are_those_that_pytest_gives() -> None:

@@ -9,7 +9,7 @@ from quarrel.ops import reference
 from quarrel.ops.compare import case_error, errors
 from quarrel.ops.contract import Case, Compute, Concrete, Op
 from quarrel.triton_backend.backend import TritonBackend
-from quarrel.triton_backend.runtime import INTERPRETED
+from quarrel.triton_backend.runtime.launch import INTERPRETED
 
 EVERYTHING = os.environ.get("QUARREL_TEST_ALL") == "1" or not INTERPRETED
 """Every case in every arithmetic; without it each case runs in one, in turn, since the interpreter is slow."""

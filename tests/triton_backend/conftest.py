@@ -17,8 +17,8 @@ if not torch.cuda.is_available():
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
     importlib.import_module("quarrel.triton_backend.backend")
-    importlib.import_module("quarrel.triton_backend.one_shot")
-    importlib.import_module("quarrel.triton_backend.starts")
+    importlib.import_module("quarrel.triton_backend.collective.one_shot")
+    importlib.import_module("quarrel.triton_backend.attention.split_starts")
     if before is None:
         del os.environ["TRITON_INTERPRET"]
     assert not loaded or before == "1", "Triton was imported before these tests could choose its interpreter"
@@ -27,7 +27,7 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from quarrel.triton_backend.backend import TritonBackend, create
-from quarrel.triton_backend.runtime import INTERPRETED
+from quarrel.triton_backend.runtime.launch import INTERPRETED
 
 DOT = InterpreterBuilder.create_dot
 

@@ -46,6 +46,7 @@ def compiled(*arguments: str) -> dict[str, object]:
         ("sm_90", "Q4_K", "float16", "matvec", 3),
         ("sm_90", "Q8_0", "float16", "rows_three", 2),
         ("sm_90", "Q8_0", "float16", "warpgroup_three", 2),
+        ("sm_90", "Q4_K", "float16", "ring", 8),
         ("sm_90", "Q8_0", "float16", "route_one", 3),
     ],
     ids=[
@@ -59,6 +60,7 @@ def compiled(*arguments: str) -> dict[str, object]:
         "matvec",
         "rows",
         "warpgroups",
+        "ring",
         "router",
     ],
 )

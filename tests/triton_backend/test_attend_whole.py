@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from quarrel.ops.contract import rel_error
 from quarrel.ops.kv import KVType
 from quarrel.ops.step import AttentionChoice
-from quarrel.triton_backend import attend_whole
-from quarrel.triton_backend.attend_whole import prompts_of
+from quarrel.triton_backend.attention import cudnn as attend_whole
+from quarrel.triton_backend.attention.cudnn import prompts_of
 from quarrel.triton_backend.backend import TritonBackend
 from quarrel.triton_backend.step import TritonStep
 from tests.triton_backend.test_step import LIMITS, PROGRAM, Reference, Weights, batch

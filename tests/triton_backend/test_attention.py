@@ -16,16 +16,17 @@ from quarrel.ops.kv import KV_TYPES, KVType
 from quarrel.ops.program import Node, Program
 from quarrel.ops.registry import lower
 from quarrel.ops.rope import RopeSpec
-from quarrel.triton_backend import attention
-from quarrel.triton_backend.attention import Warps, tiles, warps_for
+from quarrel.triton_backend.attention import paged as attention
+from quarrel.triton_backend.attention.paged import Warps, tiles, warps_for
+from quarrel.triton_backend.attention.splits import MANY_SEQS, SPLIT
 from quarrel.triton_backend.backend import REGISTRY, TritonBackend
-from quarrel.triton_backend.cache import from_host
+from quarrel.triton_backend.formats.weights import Weights
 from quarrel.triton_backend.inputs import item_starts
 from quarrel.triton_backend.plan import Plan
-from quarrel.triton_backend.runtime import DTYPES, Live, Slot, Work
-from quarrel.triton_backend.runtime import launch as really
-from quarrel.triton_backend.splits import MANY_SEQS, SPLIT
-from quarrel.triton_backend.weights import Weights
+from quarrel.triton_backend.runtime.arrays import DTYPES, Slot
+from quarrel.triton_backend.runtime.cache import from_host
+from quarrel.triton_backend.runtime.launch import launch as really
+from quarrel.triton_backend.runtime.site import Batch, Tables
 from tests.triton_backend.cases import COMPUTES, error_of, error_on
 
 SPEC = AttentionSpec(4, 2, 64, 0.125)
@@ -241,7 +242,7 @@ def test_rotating_and_appending_inside_changes_no_bit(style: Any, way: Any) -> N
         slots = {v.id: Slot(torch.from_numpy(p.reshape(-1).copy()).to(DTYPES[way])) for v, p in zip(values, parts)}
         slots |= {v.id: Slot(torch.from_numpy(arrays[n].astype(np.int32))) for n, v in ints.items()}
         items = item_starts(starts, kv_len)
-        work = Work(Slot(torch.from_numpy(items)), Slot(torch.tensor([table.shape[1]], dtype=torch.int32)))
+        work = Tables(Slot(torch.from_numpy(items)), Slot(torch.tensor([table.shape[1]], dtype=torch.int32)))
         launched: list[str] = []
 
         def launch(kernel: Any, *args: Any, **told: Any) -> None:
@@ -254,7 +255,7 @@ def test_rotating_and_appending_inside_changes_no_bit(style: Any, way: Any) -> N
         plan = Plan(choices, slots, {y.id}, rows, weights, [held], [], work, way, held.k.device, launch)
         plan.fill(255)
         for go in plan.launches:
-            go(Live(3, 3, 3, True, several, int(items[-1])))
+            go(Batch(3, 3, 3, True, several, int(items[-1])))
         name = "attend_one" if attention.warps_for(3, 3, SPEC, 32, "plain") is None else "attend_warps"
         assert launched == (["rope_append_rows", name, "attend_many"] if several else [name])
         found.append((plan.slots[y.id].tensor.clone(), held.k, held.v))

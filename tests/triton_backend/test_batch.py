@@ -10,8 +10,9 @@ from quarrel.ops.attention import ATTENTION, AttentionSpec
 from quarrel.ops.contract import Case
 from quarrel.ops.linear import LINEAR, LINEAR_ADD, LinearAddSpec, LinearSpec
 from quarrel.ops.moe import ExpertDownSpec, ExpertUpSpec
-from quarrel.triton_backend import grouped, matmul
 from quarrel.triton_backend.backend import TritonBackend
+from quarrel.triton_backend.experts import grouped
+from quarrel.triton_backend.linear import matmul
 from tests.triton_backend.cases import error_of
 
 OPS = {**ALL_OPS, **EXTRA_OPS}
@@ -39,7 +40,7 @@ def test_linear_maps_of_several_tokens(
 
 
 def test_a_weight_in_pieces(backend: TritonBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quarrel.triton_backend.dequant.PIECE", 64 * 512)
+    monkeypatch.setattr("quarrel.triton_backend.linear.dequant_matmul.PIECE", 64 * 512)
     case = Case(LinearSpec(GGMLType.Q4_K, 150, 512, True), {"T": matmul.MOST + 1})
     assert error_of(backend, LINEAR, case, "float16") <= LINEAR.tolerance["float16"]
 

@@ -12,8 +12,8 @@ from quarrel.models.shard import shard
 from quarrel.ops.collective import GROUP_OPS
 from quarrel.ops.contract import Case, Compute, Op, rel_error
 from quarrel.ops.step import Limits
-from quarrel.triton_backend import one_shot
 from quarrel.triton_backend.backend import TritonBackend, create
+from quarrel.triton_backend.collective import one_shot
 from tests.models.test_reference_logits import chunk
 from tests.parallel.lockstep import Member, together
 from tests.paths import need_cases

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from quarrel.triton_backend import route
 from quarrel.triton_backend.backend import TritonBackend
-from quarrel.triton_backend.runtime import INTERPRETED, launch
+from quarrel.triton_backend.experts import route
+from quarrel.triton_backend.runtime.launch import INTERPRETED, launch
 from tests.expert_counts import check_counts
 
 
@@ -20,11 +20,12 @@ def test_every_choice_is_counted(backend: TritonBackend, architecture: str) -> N
 def test_rows_that_pad_a_batch_are_not_counted() -> None:
     device = "cpu" if INTERPRETED else "cuda"
     ids, counts = (torch.zeros(8 if d is torch.int32 else 5, dtype=d, device=device) for d in (torch.int32, torch.int64))
-    weights, live = torch.zeros(8, device=device), torch.tensor([3], dtype=torch.int32, device=device)
+    weights, real_tokens = torch.zeros(8, device=device), torch.tensor([3], dtype=torch.int32, device=device)
     logits = torch.arange(20, dtype=torch.float32, device=device).remainder(7)
     launch(
-        route.route_rows, (1,), ids, weights, counts, live, logits, logits, 4, 1.0, PADDED=True, EXPERTS=5, USED=2,
-        GATE="softmax", RENORMALISE=True, BIAS=False, GROUPS=1, GROUPS_USED=1, G=1, U=2, E=8, R=4,
+        route.route_rows, (1,), choice=route.Choice(ids, weights, counts), real_tokens=real_tokens, logits=logits,
+        bias=logits, tokens=4, scale=1.0, S=route.Shape(5, 2, "softmax", True, False, 1, 1), PADDED=True, G=1, U=2,
+        E=8, R=4,
     )  # fmt: skip
     assert int(counts.sum()) == 6
     assert counts.tolist() == np.bincount(ids[:6].cpu().numpy(), minlength=5).tolist()

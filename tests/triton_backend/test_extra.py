@@ -14,12 +14,12 @@ from quarrel.models import Tensors, assemble, read_spec
 from quarrel.ops import EXTRA_OPS, draw, reference
 from quarrel.ops.contract import Array, Case, Compute, Op, rel_error
 from quarrel.ops.encode import ENCODE, EncodeSpec
+from quarrel.ops.formats import WEIGHT_TYPES
 from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP, ROUTE, ExpertDownSpec, ExpertUpSpec, RouteSpec
 from quarrel.ops.state import CONV, SCAN1, SCAN2, ConvSpec, Scan1Spec, Scan2Spec
 from quarrel.ops.step import Limits, StepInputs
-from quarrel.triton_backend import full
 from quarrel.triton_backend.backend import REGISTRY, TritonBackend
-from quarrel.triton_backend.inputs import live_counts
+from quarrel.triton_backend.inputs import batch_of, padded_encoder, padded_tokens
 from quarrel.triton_backend.step import TritonStep
 from tests.paths import need_cases
 from tests.triton_backend.cases import COMPUTES, EVERYTHING, error_of, error_on
@@ -47,7 +47,7 @@ def test_every_op_has_an_implementation() -> None:
     assert set(EXTRA_OPS) - {"lora"} <= set(REGISTRY.ops())  # which is always taken apart
 
 
-@pytest.mark.parametrize("type", draw.NATIVE, ids=lambda t: t.name)
+@pytest.mark.parametrize("type", WEIGHT_TYPES, ids=lambda t: t.name)
 def test_experts_of_every_format(backend: TritonBackend, type: GGMLType) -> None:
     up = Case(ExpertUpSpec(type, 3, 2, 7, 256, "silu"), {"T": 2})
     down = Case(ExpertDownSpec(type, 3, 2, 7, 256), {"T": 2})
@@ -250,14 +250,14 @@ def test_an_encoder_s_full_steps_and_its_norms(backend: TritonBackend) -> None:
     rounded, exact = (step(inputs, "hidden").hidden for step in steps)
     assert rel_error(rounded, exact) <= 5e-3  # type: ignore[arg-type]
     mean = steps[1](inputs, "mean").mean
-    assert full.padded(inputs, replace(limits, max_tokens=24)).query_start.tolist() == [0, 3, 4, 7, 16]  # type: ignore[union-attr]
-    shapes = [full._tokens(tokens, 16000) for tokens in (1, 17, 2049, 4096, 4097, 9000, 15000)]
+    assert padded_encoder(inputs, replace(limits, max_tokens=24)).query_start.tolist() == [0, 3, 4, 7, 16]  # type: ignore[union-attr]
+    shapes = [padded_tokens(tokens, 16000) for tokens in (1, 17, 2049, 4096, 4097, 9000, 15000)]
     assert shapes == [16, 32, 4096, 4096, 6144, 10240, 16000]
-    assert full.padded(replace(inputs, out_rows=np.arange(7, dtype=np.int32)), limits) is None
+    assert padded_encoder(replace(inputs, out_rows=np.arange(7, dtype=np.int32)), limits) is None
     # Rows of results have room for as many as there may be tokens.
-    assert full.padded(inputs, replace(limits, max_tokens=7, max_seqs=8)) is not None
+    assert padded_encoder(inputs, replace(limits, max_tokens=7, max_seqs=8)) is not None
     each = replace(inputs, query_start=np.arange(8, dtype=np.int32), kv_len=np.ones(7, np.int32))
-    assert full.padded(each, replace(limits, max_tokens=7, max_seqs=8)) is None
+    assert padded_encoder(each, replace(limits, max_tokens=7, max_seqs=8)) is None
     steps[1]._capture = True  # which begins with the second of a shape
     assert np.array_equal(steps[1](inputs, "mean").mean, mean)  # type: ignore[arg-type]
     assert np.array_equal(steps[1](inputs, "hidden").hidden, exact)  # type: ignore[arg-type]
@@ -287,9 +287,9 @@ def test_padding_a_decode_batch_changes_no_bit_and_no_state(backend: TritonBacke
     after = [s.clone() for s in states]
     for state, old in zip(states, saved, strict=True):
         state.copy_(old)
-    live = live_counts(inputs.query_start, inputs.kv_len, 3)
+    counts = batch_of(inputs.query_start, inputs.kv_len, 3)
     step._inputs.send(inputs, 4)
-    step._run(replace(live, T=4, S=4, R=4, items=4), "logits")
+    step._run(replace(counts, T=4, S=4, R=4, items=4), "logits")
     assert np.array_equal(step._read(step._outputs["logits"], 3), want)  # type: ignore[arg-type]
     assert all(bool((s[:4] == a[:4]).all()) for s, a in zip(states, after, strict=True))
     step.close()

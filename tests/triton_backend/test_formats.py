@@ -10,10 +10,12 @@ from quarrel.gguf import FORMATS, GGMLType
 from quarrel.ops import draw
 from quarrel.ops.contract import RawWeight
 from quarrel.ops.embedding import EMBEDDING, EmbeddingSpec, embedding_reference
+from quarrel.ops.formats import WEIGHT_TYPES
 from quarrel.ops.linear import LINEAR, LinearSpec
-from quarrel.triton_backend import pack
 from quarrel.triton_backend.backend import TritonBackend
-from quarrel.triton_backend.pack import LAYOUTS, Uploader, packed_bytes
+from quarrel.triton_backend.formats import pack
+from quarrel.triton_backend.formats.pack import Uploader, packed_bytes
+from quarrel.triton_backend.formats.table import NATIVE
 from tests.triton_backend.cases import error_on
 
 
@@ -24,7 +26,7 @@ def any_bytes(type: GGMLType, rows: int, k: int) -> RawWeight:
     return RawWeight(type, raw, k)
 
 
-@pytest.mark.parametrize("type", draw.NATIVE, ids=lambda t: t.name)
+@pytest.mark.parametrize("type", WEIGHT_TYPES, ids=lambda t: t.name)
 def test_any_bytes_decode_as_the_reference_does(backend: TritonBackend, type: GGMLType) -> None:
     weight = any_bytes(type, 64, 512)
     ids = np.arange(64, dtype=np.int32)[::-1].copy()
@@ -38,7 +40,7 @@ def test_any_bytes_decode_as_the_reference_does(backend: TritonBackend, type: GG
     assert (same if backend.device().startswith("Triton") else near).all()
 
 
-@pytest.mark.parametrize("type", draw.NATIVE, ids=lambda t: t.name)
+@pytest.mark.parametrize("type", NATIVE, ids=lambda t: t.name)
 def test_packed_weights_are_at_most_3_percent_larger(type: GGMLType) -> None:
     block = FORMATS[type]
     k = max(block.elements, 256) * 4
@@ -61,7 +63,7 @@ def test_packing_in_small_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch
     assert torch.equal(packed(), whole)
 
 
-@pytest.mark.parametrize("type", LAYOUTS, ids=lambda t: t.name)
+@pytest.mark.parametrize("type", NATIVE, ids=lambda t: t.name)
 def test_a_row_of_one_block_is_packed_as_among_others(type: GGMLType) -> None:
     k = FORMATS[type].elements
     weight = any_bytes(type, 3, k)
@@ -73,7 +75,7 @@ def test_a_row_of_one_block_is_packed_as_among_others(type: GGMLType) -> None:
 
 
 def test_planes_start_at_aligned_addresses() -> None:
-    for type in LAYOUTS:
+    for type in NATIVE:
         weight = any_bytes(type, 5, 256)
         upload = Uploader(torch.device("cpu"))
         made = pack.pack(type, 5, 256, lambda a, b, w=weight: w.raw[a:b], upload)
@@ -81,7 +83,7 @@ def test_planes_start_at_aligned_addresses() -> None:
 
 
 @pytest.mark.parametrize("compute", ["float32", "float16"])
-def test_a_format_without_kernels_is_held_as_floats(backend: TritonBackend, compute: str) -> None:
+def test_a_format_without_kernels_is_stored_as_floats(backend: TritonBackend, compute: str) -> None:
     type, rows, k = GGMLType.IQ2_XS, 40, 512
     weight = any_bytes(type, rows, k)
     weight.raw.reshape(rows, 2, -1)[..., :2] = np.full((rows, 2), 0.01, np.float16)[..., None].view(np.uint8)

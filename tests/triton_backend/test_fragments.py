@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from quarrel.triton_backend import fragments, matmul, norm, rows, tuned, warpgroup_x
-from quarrel.triton_backend.runtime import launch
-from quarrel.triton_backend.tuned import key, table
+from quarrel.triton_backend.elementwise import norm, wgmma_x
+from quarrel.triton_backend.formats import fragment_codes, fragments
+from quarrel.triton_backend.linear import matmul, mma, tuned
+from quarrel.triton_backend.linear.tuned import key, table
+from quarrel.triton_backend.runtime.launch import launch
 
 RNG = np.random.default_rng(5)
 ONE, ZERO = 0x3C003C00, 0
@@ -71,21 +70,21 @@ def test_codes_become_their_integers_in_order() -> None:
         code, upper = (int(v) for v in RNG.integers(0, 1 << 32, 2))
         code_bytes = [(code >> 8 * i) & 255 for i in range(4)]
         nibbles = [b & 15 for b in code_bytes] + [b >> 4 for b in code_bytes]
-        assert run(fragments.FOUR.value, code, ONE, ZERO) == [q - 8 for q in nibbles]
+        assert run(fragment_codes.FOUR.value, code, ONE, ZERO) == [q - 8 for q in nibbles]
         two = [upper >> 2 * i & 3 for i in range(8)]
         given = (code, ONE, ONE, upper & 255, upper >> 8 & 255)
-        assert run(fragments.SIX.value, *given) == [(q | t << 4) - 32 for q, t in zip(nibbles, two, strict=True)]
+        assert run(fragment_codes.SIX.value, *given) == [(q | t << 4) - 32 for q, t in zip(nibbles, two, strict=True)]
         one = [upper >> i & 1 for i in range(8)]
         given = (code, ONE, ZERO, upper & 15, upper >> 4 & 15)
-        assert run(fragments.FIVE.value, *given) == [(q | t << 4) - 16 for q, t in zip(nibbles, one, strict=True)]
+        assert run(fragment_codes.FIVE.value, *given) == [(q | t << 4) - 16 for q, t in zip(nibbles, one, strict=True)]
         signed = np.array([code, upper], np.uint32).view(np.int8)
-        assert run(fragments.EIGHT.value, code, upper, ONE) == signed.tolist()
+        assert run(fragment_codes.EIGHT.value, code, upper, ONE) == signed.tolist()
 
 
 def test_scale_and_minimum_follow() -> None:
     scale, less = word_of(np.array([0.25, 0.25])), word_of(np.array([-1.5, -1.5]))
-    assert run(fragments.FOUR.value, 0x76543210, scale, less)[:2] == [(0 - 8) * 0.25 - 1.5, (2 - 8) * 0.25 - 1.5]
-    high = run(fragments.SIX.value, 0, ONE, scale, 0, 0b11100100)[4:]
+    assert run(fragment_codes.FOUR.value, 0x76543210, scale, less)[:2] == [(0 - 8) * 0.25 - 1.5, (2 - 8) * 0.25 - 1.5]
+    high = run(fragment_codes.SIX.value, 0, ONE, scale, 0, 0b11100100)[4:]
     assert high == [(q * 16 - 32) * 0.25 for q in range(4)]
 
 
@@ -109,8 +108,13 @@ def test_a_norm_may_put_its_rows_there_itself() -> None:
 
 
 def test_more_warps_share_the_columns_of_fewer_rows() -> None:
-    assert [rows.deal(n, k, 8).turns for n, k in ((32000, 4096), (14336, 4096), (4096, 14336), (1024, 512))] == [1, 2, 8, 2]
-    assert [rows.deal(14336, 4096, w).rows for w in rows.WIDTHS] == [16, 32, 16]
+    assert [mma.k_split(n, k, 8).turns for n, k in ((32000, 4096), (14336, 4096), (4096, 14336), (1024, 512))] == [
+        1,
+        2,
+        8,
+        2,
+    ]
+    assert [mma.k_split(14336, 4096, w).rows for w in mma.WIDTHS] == [16, 32, 16]
 
 
 @pytest.mark.parametrize("generation", [0, 9])
@@ -149,16 +153,10 @@ def test_the_tables_are_in_the_package() -> None:
         assert json.loads(file.read_text())["widths"]
 
 
-def tuner(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    folder = Path(__file__).resolve().parents[2] / "bench"
-    monkeypatch.syspath_prepend(str(folder))
-    return importlib.import_module("tune")
-
-
 def test_rows_for_warpgroups_count_columns_as_these_decode_them() -> None:
     x, k, width = torch.arange(5 * 256, dtype=torch.float32).reshape(5, 256).fmod(2048), 256, 64
     to, normed = (torch.full((width * k,), float("nan"), dtype=torch.float16) for _ in range(2))
-    launch(warpgroup_x.arrange, (k // 128, width // 16), to, x, 5, K=k, BT=width, PDL=False)
+    launch(wgmma_x.arrange, (k // 128, width // 16), to, x, 5, K=k, BT=width, PDL=False)
     # The eight values of a word, [block, word], joined as the kernel does it: [block, word, one, next, upper half].
     block, word = np.arange(4)[:, None], np.arange(2)[None, :]
     for half in range(2):
@@ -171,35 +169,7 @@ def test_rows_for_warpgroups_count_columns_as_these_decode_them() -> None:
             assert torch.equal(made[step, :5], x[:, step * 128 + torch.from_numpy(columns)].half())
             assert not made[step, 5:].any()
     gain = torch.randn(k)
-    launch(warpgroup_x.norm_arranged, (width,), normed, x, gain, 5, 1e-5, K=k, C=256, BT=width, PDL=False)
+    launch(wgmma_x.norm_arranged, (width,), normed, x, gain, 5, 1e-5, K=k, C=256, BT=width, PDL=False)
     rows_of_x = x * (x.square().mean(1, keepdim=True) + 1e-5).rsqrt() * gain
-    launch(warpgroup_x.arrange, (k // 128, width // 16), to, rows_of_x, 5, K=k, BT=width, PDL=False)
+    launch(wgmma_x.arrange, (k // 128, width // 16), to, rows_of_x, 5, K=k, BT=width, PDL=False)
     torch.testing.assert_close(normed, to, rtol=2e-3, atol=1e-6)
-
-
-def test_what_is_tuned_begins_with_what_is_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
-    tune = tuner(monkeypatch)
-    for subject in dict.fromkeys(s for found in tune.MODELS.values() for s in found):
-        for width in (8, 16, 32, 128):
-            found = list(tune.candidates(subject, width))
-            how = [(c["family"], c["row"]) for c in found]
-            assert len(set(how)) == len(how) > (1 if width < 128 else 0)
-            assert all(c["part"] in tune.MAKERS for c in found)
-            known = table(9)
-            for family, measured in (("rows", known.rows), ("tiles", known.tiles)):
-                if width in measured.get(subject.name, {}):
-                    assert how[0] == (family, measured[subject.name][width])
-
-
-def test_only_a_gain_changes_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    tune = tuner(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a device")
-    monkeypatch.setattr(tune, "device", lambda: None)
-    subject = tune.Subject("one", ("Q4_K",), (64,), 512)
-    kept: dict[str, Any] = {"tiles": {subject.name: {"32": [1]}}}
-    before, other = ("tiles", (1,)), ("rows", (2,))
-    tune.settle(kept, subject, 32, {before: 10.0, other: 9.9}, before)
-    assert kept["tiles"][subject.name] == {"32": [1]}
-    tune.settle(kept, subject, 32, {before: 10.0, other: 9.0}, before)
-    assert (kept["tiles"][subject.name], kept["rows"][subject.name]) == ({}, {"32": [2]})
-    assert json.loads(tune.dumps(kept))["us"] == {subject.name: {"32": 9.0}}

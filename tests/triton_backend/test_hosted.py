@@ -13,9 +13,9 @@ from quarrel.llm import load
 from quarrel.ops.contract import Compute, rel_error
 from quarrel.ops.host import HostExperts, expert_refs
 from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP
-from quarrel.triton_backend import hosted
 from quarrel.triton_backend.backend import TritonBackend
-from quarrel.triton_backend.runtime import Live
+from quarrel.triton_backend.experts import host as hosted
+from quarrel.triton_backend.runtime.site import Batch
 from tests.paths import need_cases
 from tests.triton_backend.test_fuse import program
 from tests.triton_backend.test_step import LIMITS, Reference, Weights, batch
@@ -51,14 +51,14 @@ def test_rows_that_pad_a_batch_are_not_computed(backend: TritonBackend) -> None:
     want = step(inputs, "hidden").hidden
     step._plan.fill(255)
     step._inputs.send(inputs, 4)
-    step._run(Live(4, 4, 4, True, False, 4), "hidden")
+    step._run(Batch(4, 4, 4, True, False, 4), "hidden")
     assert np.array_equal(step._read(step._outputs["hidden"], 3), want)  # type: ignore[arg-type]
     step.close()
     host.close()
 
 
 def test_more_rows_than_the_host_takes_at_once(backend: TritonBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quarrel.triton_backend.hosted.ROWS", 4)
+    monkeypatch.setattr("quarrel.triton_backend.experts.host.ROWS", 4)
     made, host = program("silu"), CpuBackend(threads=1)
     backend.leave_to_host(HostExperts(host, frozenset(expert_refs(made))))
     step = backend.compile(made, Weights(), replace(LIMITS, max_tokens=16), "float32")
@@ -97,9 +97,9 @@ def test_from_how_many_rows_is_measured(backend: TritonBackend, monkeypatch: pyt
     layer.add(up)
     layer.add(down)
     assert sorted(layer.refs.values()) == [0, 1, 2]
-    live = Live(1, 1, 1, True, False, 1)
-    assert not layer.streams(live)
-    assert [layer.streams(replace(live, T=t)) for t in (16, 47, 48)] == [False, False, True]
+    batch = Batch(1, 1, 1, True, False, 1)
+    assert not layer.streams(batch)
+    assert [layer.streams(replace(batch, T=t)) for t in (16, 47, 48)] == [False, False, True]
     assert layer.turn.rows == 48
     host.close()
 

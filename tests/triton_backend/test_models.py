@@ -12,7 +12,7 @@ from quarrel.models import Tensors, assemble
 from quarrel.ops.contract import rel_error
 from quarrel.ops.step import Limits
 from quarrel.triton_backend.backend import TritonBackend
-from quarrel.triton_backend.runtime import INTERPRETED
+from quarrel.triton_backend.runtime.launch import INTERPRETED
 from tests.models.test_reference_logits import chunk, specify, variants, wanted
 from tests.paths import need_cases
 

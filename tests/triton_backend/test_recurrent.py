@@ -10,7 +10,7 @@ from quarrel.ops.contract import Compute, Op
 from quarrel.ops.mixer import MAMBA2_MIX, SCAN1_GATE, Mamba2MixSpec
 from quarrel.ops.state import CONV, SCAN1, SCAN2, ConvSpec, Scan1Spec, Scan2Spec
 from quarrel.triton_backend.backend import TritonBackend
-from quarrel.triton_backend.runtime import INTERPRETED
+from quarrel.triton_backend.runtime.launch import INTERPRETED
 from tests.recurrences import check_alone, check_cuts, check_drift, check_fresh
 
 MIX = Mamba2MixSpec(Scan2Spec(2, 16, 1, 16), 4, 1e-5)

@@ -20,7 +20,7 @@ from quarrel.ops.embedding import EMBEDDING, EmbeddingSpec
 from quarrel.ops.linear import ADD, LINEAR, AddSpec, LinearSpec
 from quarrel.ops.step import Backend, Limits
 from quarrel.triton_backend.backend import TritonBackend
-from quarrel.triton_backend.runtime import INTERPRETED
+from quarrel.triton_backend.runtime.launch import INTERPRETED
 from tests.triton_backend.test_step import PROGRAM, Weights
 
 SPEC = AddSpec(8)

@@ -6,9 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from quarrel.triton_backend.runtime import power_of_two
-from quarrel.triton_backend.splits import MOST_SPLITS, SPLIT, STEP, most_splits, split_keys, splits_of, splits_of_one
-from quarrel.triton_backend.starts import split_starts
+from quarrel.triton_backend.attention.split_starts import split_starts
+from quarrel.triton_backend.attention.splits import (
+    MOST_SPLITS,
+    SPLIT,
+    STEP,
+    most_splits,
+    split_keys,
+    splits_of,
+    splits_of_one,
+)
+from quarrel.triton_backend.runtime.launch import power_of_two
 
 LENGTHS = np.array([*range(1, 700), 8191, 8192, 8193, 32000, 131072, 1 << 20])
 

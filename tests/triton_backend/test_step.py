@@ -35,10 +35,11 @@ from quarrel.ops.sample import sample
 from quarrel.ops.step import Limits, SampleInputs, StepInputs
 from quarrel.ops.windows import by_window
 from quarrel.triton_backend import step as step_module
+from quarrel.triton_backend.attention.rope import left_to_attention
 from quarrel.triton_backend.backend import TritonBackend, create
-from quarrel.triton_backend.inputs import InputBuffer, live_counts
-from quarrel.triton_backend.rope import left_to_attention
-from quarrel.triton_backend.runtime import INTERPRETED, Live
+from quarrel.triton_backend.inputs import InputBuffer, batch_of
+from quarrel.triton_backend.runtime.launch import INTERPRETED
+from quarrel.triton_backend.runtime.site import Batch
 from quarrel.triton_backend.step import TritonStep
 from tests.logprobs import check_log_probabilities
 from tests.paths import need_cases
@@ -177,9 +178,9 @@ def test_padding_a_decode_batch_changes_no_bit(step: TritonStep) -> None:
     step(batch([*PREFILL, (12, 0, 5)]), "hidden")
     inputs = batch(DECODE, seed=3)
     want = step(inputs, "logits").logits
-    live = live_counts(inputs.query_start, inputs.kv_len, 3)
+    counts = batch_of(inputs.query_start, inputs.kv_len, 3)
     step._inputs.send(inputs, 4)
-    step._run(replace(live, T=4, S=4, R=4, items=8), "logits")
+    step._run(replace(counts, T=4, S=4, R=4, items=8), "logits")
     got = step._read(step._outputs["logits"], 3)
     assert np.array_equal(got, want)  # type: ignore[arg-type]
 
@@ -275,7 +276,7 @@ def test_one_graph_is_captured_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
         yield
         inside.pop()
 
-    def launched(live: Live) -> None:
+    def launched(batch: Batch) -> None:
         time.sleep(0.02)
         found.append(len(inside))
         assert not gc.isenabled()  # what it would close waits for this thread
@@ -284,8 +285,8 @@ def test_one_graph_is_captured_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "graph", capture)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(step_module, "_stream", lambda device: None)
-    live = Live(1, 1, 1, True, False, 1)
-    threads = [threading.Thread(target=step_module._graph, args=([launched], live)) for _ in range(3)]
+    batch = Batch(1, 1, 1, True, False, 1)
+    threads = [threading.Thread(target=step_module._graph, args=([launched], batch)) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:

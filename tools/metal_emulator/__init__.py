@@ -11,8 +11,9 @@ from tools.metal_emulator.check import CheckResult, check
 from tools.metal_emulator.errors import MetalCompileError, MetalFindings
 from tools.metal_emulator.findings import Finding, Kind, ThreadId
 from tools.metal_emulator.install import install
-from tools.metal_emulator.kernel import Call, Launch, metal_kernel
+from tools.metal_emulator.kernel import Call, metal_kernel
 from tools.metal_emulator.launcher import Statistics
+from tools.metal_emulator.session import Launch
 from tools.metal_emulator.settings import Mode, Settings
 from tools.metal_emulator.toolchain import available
 from tools.metal_emulator.typecheck import typecheck

@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tools.metal_emulator.debug_info import Frame
 from tools.metal_emulator.findings import Finding, Kind, ThreadId
 
-if TYPE_CHECKING:
-    from tools.metal_emulator.launcher import RawFinding
-
 _KINDS = tuple(Kind)
 _WITHOUT_THREAD = (Kind.EMULATOR_LIMIT,)
+
+
+class RawFinding(ctypes.Structure):
+    """One msl_finding."""
+
+    _fields_ = (
+        ("kind", ctypes.c_uint32),
+        ("count", ctypes.c_uint32),
+        ("pc", ctypes.c_uint64),
+        ("file", ctypes.c_char_p),
+        ("line", ctypes.c_uint32),
+        ("column", ctypes.c_uint32),
+        ("object", ctypes.c_char_p),
+        ("detail", ctypes.c_char_p),
+        ("memory", ctypes.c_char_p),
+        ("offset", ctypes.c_int64),
+        ("bytes", ctypes.c_uint64),
+        ("extent", ctypes.c_uint64),
+        ("group", ctypes.c_uint64),
+        ("thread", ctypes.c_uint32),
+        ("has_other", ctypes.c_uint32),
+        ("other_group", ctypes.c_uint64),
+        ("other_thread", ctypes.c_uint32),
+        ("mask", ctypes.c_uint32),
+        ("live", ctypes.c_uint32),
+    )
 
 
 def describe(raw: RawFinding, groups: Sequence[int], frames: Sequence[Frame]) -> Finding:

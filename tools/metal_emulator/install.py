@@ -8,7 +8,8 @@ from typing import Any
 
 from quarrel.errors import BackendUnavailable
 from tools.metal_emulator.kernel import metal_kernel
-from tools.metal_emulator.settings import Session, Settings, session
+from tools.metal_emulator.session import Session, session
+from tools.metal_emulator.settings import Settings
 
 
 @contextmanager

@@ -15,7 +15,8 @@ from tools.metal_emulator.build import MetalSource, build_kernel
 from tools.metal_emulator.errors import MetalFindings
 from tools.metal_emulator.findings import Finding
 from tools.metal_emulator.launcher import BoundBuffer, LoadedKernel, Statistics, load_kernel
-from tools.metal_emulator.settings import Mode, Settings, current_session
+from tools.metal_emulator.session import Launch, current_session
+from tools.metal_emulator.settings import Mode, Settings
 from tools.metal_emulator.signature import KernelText, TemplateArgument, shape_parameters, write_kernel
 from tools.metal_emulator.toolchain import find_toolchain
 from tools.metal_emulator.typecheck import typecheck_source
@@ -38,16 +39,6 @@ class Call:
     threadgroup: Triple
     template: Sequence[TemplateArgument] = ()
     init_value: float | None = None
-
-
-@dataclass(frozen=True)
-class Launch:
-    """What one call came to."""
-
-    name: str
-    outputs: tuple[Any, ...]
-    findings: tuple[Finding, ...]
-    statistics: Statistics
 
 
 class metal_kernel:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tools.metal_emulator.build import ENTRY
 from tools.metal_emulator.debug_info import Frame, debug_info
-from tools.metal_emulator.describe import describe
+from tools.metal_emulator.describe import RawFinding, describe
 from tools.metal_emulator.elf import elf_file
 from tools.metal_emulator.findings import Finding
 from tools.metal_emulator.settings import Settings
@@ -53,32 +53,6 @@ class _Statistics(ctypes.Structure):
         ("switches", ctypes.c_uint64),
         ("threadgroup_bytes", ctypes.c_uint64),
         ("nanoseconds", ctypes.c_uint64),
-    )
-
-
-class RawFinding(ctypes.Structure):
-    """One msl_finding."""
-
-    _fields_ = (
-        ("kind", ctypes.c_uint32),
-        ("count", ctypes.c_uint32),
-        ("pc", ctypes.c_uint64),
-        ("file", ctypes.c_char_p),
-        ("line", ctypes.c_uint32),
-        ("column", ctypes.c_uint32),
-        ("object", ctypes.c_char_p),
-        ("detail", ctypes.c_char_p),
-        ("memory", ctypes.c_char_p),
-        ("offset", ctypes.c_int64),
-        ("bytes", ctypes.c_uint64),
-        ("extent", ctypes.c_uint64),
-        ("group", ctypes.c_uint64),
-        ("thread", ctypes.c_uint32),
-        ("has_other", ctypes.c_uint32),
-        ("other_group", ctypes.c_uint64),
-        ("other_thread", ctypes.c_uint32),
-        ("mask", ctypes.c_uint32),
-        ("live", ctypes.c_uint32),
     )
 
 

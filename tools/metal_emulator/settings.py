@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from quarrel.errors import RequestError
-
-if TYPE_CHECKING:
-    from tools.metal_emulator.kernel import Launch
 
 
 class Mode(Enum):
@@ -55,31 +48,3 @@ class Settings:
         if self.mode is Mode.CHECK:
             return 1
         return self.workers or len(os.sched_getaffinity(0))
-
-
-@dataclass(frozen=True)
-class Session:
-    """The settings in force and what has been launched under them."""
-
-    settings: Settings = Settings()
-    launches: list[Launch] = field(default_factory=list)
-
-
-# A kernel object outlives the context it is first used in (backends cache them), so it asks at each call.
-_SESSION: ContextVar[Session | None] = ContextVar("metal_emulator_session", default=None)
-
-
-def current_session() -> Session:
-    """That of the enclosing `session`; outside of one, and in a new thread, one with the default settings."""
-    return _SESSION.get() or Session()
-
-
-@contextmanager
-def session(settings: Settings) -> Iterator[Session]:
-    """Settings for every kernel called inside that has none of its own."""
-    current = Session(settings)
-    token = _SESSION.set(current)
-    try:
-        yield current
-    finally:
-        _SESSION.reset(token)

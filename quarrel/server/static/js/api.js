@@ -20,7 +20,7 @@ function rangeOf(schema) {
 
 function fields(schema, parts) {
   const rows = Object.entries(schema.properties ?? {}).map(([name, field]) => element("tr", {},
-    element("td", {}, element("code", { textContent: name }), schema.required?.includes(name) ? " (wanted)" : ""),
+    element("td", {}, element("code", { textContent: name }), schema.required?.includes(name) ? " (required)" : ""),
     element("td", { textContent: typeOf(field, parts) }), element("td", { textContent: rangeOf(field) })));
   return element("table", {}, element("tr", {}, ...["field", "type", "range"].map((t) => element("th", { textContent: t }))), ...rows);
 }
@@ -31,7 +31,7 @@ function route(path, method, operation, parts) {
   return element("details", {},
     element("summary", {}, element("code", { textContent: `${method.toUpperCase()} ${path}` }), ` ${operation.description ?? operation.summary}`),
     ...(operation.parameters ?? []).map((p) => element("p", {}, element("code", { textContent: p.name }), ` in the ${p.in}`)),
-    body ? fields(body, parts) : null, element("p", { textContent: `Answers: ${forms.join("; ")}.` }));
+    body ? fields(body, parts) : null, element("p", { textContent: `Responses: ${forms.join("; ")}.` }));
 }
 
 const answer = await fetch("/openapi.json", { headers: key ? { Authorization: `Bearer ${key}` } : {} });
@@ -40,5 +40,5 @@ if (answer.ok) {
   const all = Object.entries(paths).flatMap(([path, item]) => Object.entries(item).map(([method, operation]) => route(path, method, operation, components.schemas)));
   $("routes").replaceChildren(...all);
 } else {
-  $("routes").replaceChildren(element("p", { className: "empty", textContent: answer.status === 401 ? "This server asks for a key: give one in the page's settings first." : `The server answered ${answer.status}.` }));
+  $("routes").replaceChildren(element("p", { className: "empty", textContent: answer.status === 401 ? "This server requires an API key: enter one in the page's settings." : `The server answered ${answer.status}.` }));
 }

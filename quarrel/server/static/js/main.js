@@ -20,7 +20,7 @@ const socket = new Socket(key);
 const thread = new Thread({ edit, again });
 
 function draw() {
-  const figures = !$("metrics").hidden, title = figures ? "Figures" : current.title;
+  const figures = !$("metrics").hidden, title = figures ? "Metrics" : current.title;
   $("title").textContent = title;
   document.title = `${title} · Quarrel`;
   $("show-metrics").setAttribute("aria-pressed", figures);
@@ -124,7 +124,7 @@ async function ask_model() {
   conversations.save();
   draw();
   if (!socket.send("inference", payload)) {
-    finish({ role: "error", text: "There is no connection to the server. It is tried again by itself." });
+    finish({ role: "error", text: "No connection to the server: reconnecting." });
     return;
   }
   running = { id, text: "", began: performance.now(), first: 0, tokens: 0 };
@@ -136,7 +136,7 @@ function finish(message) {
   running = null;
   current.messages.push({ stats: "", ...message });
   current.changed = Date.now();
-  if (!conversations.save()) $("hint").textContent = "This browser's storage is full: this conversation is not kept.";
+  if (!conversations.save()) $("hint").textContent = "This browser's storage is full: this conversation is not saved.";
   busy(false);
   draw();
 }
@@ -211,7 +211,7 @@ socket.addEventListener("inference", ({ detail }) => {
 socket.addEventListener("error", ({ detail }) => {
   if (running && (!detail.request_id || detail.request_id === running.id)) {
     if (running.text) current.messages.push({ role: "assistant", text: running.text, stats: "cut off" });
-    finish({ role: "error", text: detail.message ?? "The server refused this." });
+    finish({ role: "error", text: detail.message ?? "The server refused the request." });
   }
 });
 socket.addEventListener("metrics", ({ detail }) => {
@@ -278,7 +278,7 @@ $("file").addEventListener("change", async () => {
     conversations.save();
     drawList();
   } catch {
-    await ask("That file holds no conversations.");
+    await ask("That file contains no conversations.");
   }
   $("file").value = "";
 });

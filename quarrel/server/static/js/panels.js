@@ -9,7 +9,7 @@ export function drawConversations(current, callbacks) {
     return element("li", { className: c.id === current.id ? "on" : "" },
       element("button", { type: "button", textContent: c.title, onclick: () => callbacks.open(c) }),
       element("span", { className: "tools" },
-        tool("Rename", "✎", async () => callbacks.rename(c, await ask("A new name", c.title))),
+        tool("Rename", "✎", async () => callbacks.rename(c, await ask("New name", c.title))),
         tool("Save as Markdown", "⤓", () => download(`${c.title}.md`, markdownOf(c), "text/markdown")),
         tool("Delete", "✕", async () => (await ask(`Delete “${c.title}”?`)) !== null && callbacks.remove(c))));
   });

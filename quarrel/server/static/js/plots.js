@@ -23,8 +23,8 @@ function rate(model, name, total) {
 export function take(payload) {
   for (const model of payload.models ?? []) {
     if (model.running === undefined) continue;
-    rate(model.name, "Tokens written", model.tokens_generated ?? 0);
-    rate(model.name, "Prompt tokens read", model.tokens_prompt ?? 0);
+    rate(model.name, "Generated tokens", model.tokens_generated ?? 0);
+    rate(model.name, "Prompt tokens", model.tokens_prompt ?? 0);
     record(model.name, "Requests running", model.running);
     record(model.name, "Requests waiting", model.waiting);
     record(model.name, "Cache in use", model.kv_blocks ? (100 * (model.kv_blocks - model.kv_blocks_free)) / model.kv_blocks : 0, " %", 100);
@@ -34,7 +34,7 @@ export function take(payload) {
 }
 
 export function tookToken(value) {
-  record(PAGE, "Speed of its answers", value, "/s");
+  record(PAGE, "Generation speed", value, "/s");
   if ($("metrics").hidden || queued) return;
   queued = true; // once a frame, however fast tokens come
   requestAnimationFrame(() => { queued = false; draw(); });
@@ -105,7 +105,7 @@ function bars(model, shares) {
 export function draw() {
   const host = $("metrics");
   if (!history.size) {
-    host.replaceChildren(element("p", { className: "empty" }, element("strong", { textContent: "Nothing measured yet" }), "Figures appear here within a few seconds."));
+    host.replaceChildren(element("p", { className: "empty" }, element("strong", { textContent: "No metrics yet" }), "Metrics appear here within a few seconds."));
     return;
   }
   const shown = [];

@@ -10,7 +10,7 @@ export const RANGES = [
   { name: "top_p", label: "Top P", min: 0, max: 1, step: 0.01, value: 0.95 },
   { name: "min_p", label: "Min P", min: 0, max: 1, step: 0.01, value: 0.05 },
   { name: "repetition_penalty", label: "Repetition penalty", min: 0.5, max: 2, step: 0.01, value: 1 },
-  { name: "max_tokens", label: "Most tokens", min: 1, max: 4096, step: 1, value: 1024 },
+  { name: "max_tokens", label: "Max tokens", min: 1, max: 4096, step: 1, value: 1024 },
 ];
 const DEFAULTS = { ...Object.fromEntries(RANGES.map((r) => [r.name, r.value])), system: "", seed: "", model: "" };
 

@@ -20,8 +20,8 @@ export class Thread {
     this.live = null;
     const nodes = conversation.messages.map((m, i) => this.#message(m, i));
     if (!nodes.length) {
-      nodes.push(element("p", { className: "empty" }, element("strong", { textContent: "What shall we write?" }),
-        "Your words stay between this page and the server that sent it."));
+      nodes.push(element("p", { className: "empty" }, element("strong", { textContent: "What would you like to write?" }),
+        "Conversations are stored in this browser and sent only to this server."));
     }
     $("thread").replaceChildren(...nodes);
     this.follow = true;
@@ -62,7 +62,7 @@ export class Thread {
     const button = (label, act) => under.append(element("button", { type: "button", textContent: label, onclick: act }));
     button("Copy", (event) => copy(message.text, event.target));
     if (message.role === "user") button("Edit", () => this.callbacks.edit(index));
-    else button("Again", () => this.callbacks.again(index));
+    else button("Regenerate", () => this.callbacks.again(index));
     if (message.stats) under.append(element("span", { textContent: message.stats }));
     return element("article", { className: `message ${message.role}` }, element("p", { className: "who", textContent: NAMES[message.role] }), body, under);
   }
@@ -84,7 +84,7 @@ async function copy(text, button) {
     else if (!copyTheOldWay(text)) throw new Error("refused");
     button.textContent = "Copied";
   } catch {
-    button.textContent = "Not allowed";
+    button.textContent = "Copy failed";
   }
   setTimeout(() => (button.textContent = before), 1200);
 }

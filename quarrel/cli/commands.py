@@ -1,0 +1,294 @@
+"""The commands and their options, each declared once; `docs/cli.md` is written from here."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+from quarrel.cli.flags import add_load_flags, hidden
+from quarrel.cli.samplers import add_samplers
+
+DEFAULT_MODEL = "demo"
+_MODEL = "a GGUF file, a name in the Ollama store or the Hugging Face cache, hf://owner/repo[:file or quant], or demo"
+
+
+def _generate(p: argparse.ArgumentParser) -> None:
+    _text_arguments(p, "PROMPT", "the text to continue")
+    p.add_argument("--chat", action="store_true", help="put the text to the model as a user's message, by its template")
+    hidden(p, "--chatml", "-chatml", action="store_true", dest="chat")
+    _chat_options(p, implied=" (implies --chat)")
+    streams = "print the text as it comes, the default; with --json, as JSON lines"
+    p.add_argument("--stream", action=argparse.BooleanOptionalAction, default=None, help=streams)
+    hidden(p, "-stream", action="store_true", dest="stream")
+    p.add_argument("--echo", action="store_true", help="print the prompt before its continuation")
+    p.add_argument("-q", "--quiet", action="store_true", help="no line with speeds on standard error")
+    _request_options(p)
+    add_samplers(p)
+    add_load_flags(p)
+    _beside_options(p, many=False)
+
+
+def _chat(p: argparse.ArgumentParser) -> None:
+    _model_arguments(p)
+    p.add_argument("-p", "--prompt", metavar="TEXT", help="ask only this, and print the answer")
+    hidden(p, "-prompt", dest="prompt")
+    _chat_options(p)
+    p.add_argument("-q", "--quiet", action="store_true", help="no greeting and no speeds on standard error")
+    _request_options(p)
+    add_samplers(p, leave_out=("logprobs", "n"))
+    add_load_flags(p)
+    _beside_options(p, many=False)
+
+
+def _inspect(p: argparse.ArgumentParser) -> None:
+    p.add_argument("model", metavar="MODEL", nargs="?", default=DEFAULT_MODEL, help=f"{_MODEL}, the default")
+    p.add_argument("-k", "--keys", metavar="PATTERN", help="only keys that hold this text, or fit it where it has * or ?")
+    p.add_argument("-t", "--tensors", metavar="PATTERN", help="only tensors whose names do")
+    p.add_argument("--full", action="store_true", help="long texts and arrays to their end")
+
+
+def _explain(p: argparse.ArgumentParser) -> None:
+    _model_arguments(p)
+    p.add_argument("--all", action="store_true", help="every call of every layer, not grouped")
+    add_load_flags(p)
+    _beside_options(p, many=True)
+
+
+def _pull(p: argparse.ArgumentParser) -> None:
+    p.add_argument("name", metavar="NAME", help="hf://owner/repo[:file or quant], such as hf://owner/repo:Q4_K_M")
+
+
+def _tokenize(p: argparse.ArgumentParser) -> None:
+    _text_arguments(p, "TEXT", "the text to cut into tokens")
+    p.add_argument("--decode", action="store_true", help="the text is token ids; print what they say")
+    p.add_argument("--ids", action="store_true", help="only the ids, on one line")
+    special = "the model's begin and end tokens: added by default, and by default left out by --decode"
+    p.add_argument("--special", action=argparse.BooleanOptionalAction, default=None, help=special)
+    p.add_argument("--parse-special", action="store_true", help="names of control tokens in the text become those tokens")
+
+
+def _doctor(p: argparse.ArgumentParser) -> None:
+    del p  # it has no options of its own
+
+
+def _serve(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "names", metavar="MODEL", nargs="*", help=f"{_MODEL}, the default; the first one answers where none is named"
+    )
+    p.add_argument("-m", "--model", metavar="MODEL", action="append", help="the same, as an option; may be repeated")
+    p.add_argument("--models-dir", metavar="FOLDER", help="a folder whose GGUF files are offered too")
+    p.add_argument("--chat-template", metavar="NAME_OR_FILE", help="in place of the models' own chat templates")
+    p.add_argument("--host", help="the address to listen on, by default 127.0.0.1 (or WEBUI_HOST)")
+    p.add_argument("--port", type=int, help="by default 8080 (or WEBUI_PORT); 0 takes a free one")
+    p.add_argument(
+        "--metrics-port", type=int, help="a second port with /metrics alone, such as 9090 (or WEBUI_METRICS_PORT)"
+    )
+    p.add_argument("--data-dir", metavar="FOLDER", help="where the hashes of API keys are stored (or WEBUI_DATA_DIR)")
+    p.add_argument(
+        "--origin", metavar="URL", action="append", help="a web origin that browsers may call from; may be repeated"
+    )
+    hidden(p, "--allowed-origins", action="append", dest="origin")
+    p.add_argument(
+        "--host-name", metavar="NAME", action="append", help="a name that this server is called by, such as a proxy's"
+    )
+    p.add_argument("--open-access", action="store_true", help="serve other machines without API keys")
+    p.add_argument("--strict-api", action="store_true", help="refuse fields that are not understood")
+    p.add_argument("--ollama-compat", action="store_true", help="serve Ollama's API too")
+    p.add_argument(
+        "--parallel", type=int, default=16, metavar="N", help="requests of one model that run at once, 16 by default"
+    )
+    p.add_argument(
+        "--queue", type=int, default=100, metavar="N", help="requests of one model that may wait, 100 by default"
+    )
+    p.add_argument(
+        "--timeout", type=float, default=300, metavar="SECONDS", help="the longest that a request may take, 300 by default"
+    )
+    grace = "for requests in flight when the server stops, 30 by default"
+    p.add_argument("--grace", type=float, default=30, metavar="SECONDS", help=grace)
+    own = "run each model in a process of its own, the default: one that ends is started again, and the server stays up"
+    p.add_argument("--engine-process", action=argparse.BooleanOptionalAction, default=True, help=own)
+    stuck = "the longest that one step may take before the model's process is ended and started again; 0 is no limit"
+    p.add_argument("--step-timeout", type=float, metavar="SECONDS", help=stuck + ", by default 300, on a CPU 1800")
+    p.add_argument(
+        "--rate", type=int, default=600, metavar="N", help="requests a minute of each key or address; 0 is no limit"
+    )
+    p.add_argument(
+        "--prompt-rate", type=int, default=0, metavar="N", help="prompt tokens a minute of each, by default no limit"
+    )
+    p.add_argument(
+        "--output-rate", type=int, default=0, metavar="N", help="generated tokens a minute of each, by default no limit"
+    )
+    _draft_options(p)
+    add_load_flags(p)
+    _beside_options(p, many=True)
+
+
+def _keys(p: argparse.ArgumentParser) -> None:
+    p.add_argument("action", choices=("create", "list", "revoke", "rotate"))
+    p.add_argument("what", metavar="NAME_OR_ID", nargs="?", help="a name for a new key, or the id of one")
+    p.add_argument("--days", type=float, metavar="N", help="how long a new key is good for; by default until it is revoked")
+    p.add_argument("--overlap", type=float, default=0, metavar="HOURS", help="how long a rotated key remains valid")
+    p.add_argument("--data-dir", metavar="FOLDER", help="where the hashes of API keys are stored (or WEBUI_DATA_DIR)")
+
+
+def _flight_options(p: argparse.ArgumentParser, flag: str, what: str, dest: str) -> None:
+    p.add_argument(flag, metavar="ADDRESS", dest=dest, help=what)
+    p.add_argument("--dataset", metavar="NAME", help="the dataset in the store")
+    p.add_argument("--meta", metavar="ADDRESS", help="the store's other port; by default the next one")
+    p.add_argument("--header", metavar="NAME=VALUE", action="append", help="sent with each call; may be repeated")
+    p.add_argument("--tls-root", metavar="FILE", help="PEM of who signed the store's certificate (for grpc+tls://)")
+    p.add_argument("--timeout", type=float, default=30.0, metavar="SECONDS", help="for a call, 30 by default")
+
+
+def _embedding_options(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--pooling", choices=("mean", "cls", "last"), help="in place of what the model's file says")
+    p.add_argument("--dimensions", type=int, metavar="N", help="keep the first N numbers of each vector (Matryoshka)")
+    p.add_argument("--prefix", metavar="TEXT", help="in front of each text, or a task of the model's, such as search_query")
+    p.add_argument(
+        "--normalize", action=argparse.BooleanOptionalAction, default=True, help="vectors of length 1, the default"
+    )
+
+
+def _embed(p: argparse.ArgumentParser) -> None:
+    _model_arguments(p)
+    p.add_argument("-i", "--input", metavar="FILE", help="texts to embed: .txt (a text a line), .jsonl, .csv or .parquet")
+    _flight_options(p, "--to", "grpc://host:3000, or a .parquet or .arrow file", "to")
+    p.add_argument("--text-column", metavar="NAME", default="text", help="where the texts are, by default in text")
+    p.add_argument("--id-column", metavar="NAME", help="becomes doc_id; by default that is the row's number")
+    p.add_argument("--column", metavar="NAME", action="append", help="sent along as text; may be repeated")
+    text = "send the texts along, as the column text; the default"
+    p.add_argument("--text", action=argparse.BooleanOptionalAction, default=True, dest="keep_text", help=text)
+    p.add_argument(
+        "--first-id", type=int, default=0, metavar="N", help="the first vector's id; the others count on from it"
+    )
+    metric = "the measure of a new dataset, by default cosine"
+    p.add_argument("--metric", choices=("cosine", "dot_product", "euclidean"), default="cosine", help=metric)
+    _embedding_options(p)
+    p.add_argument("--chunk", type=int, metavar="N", help="cut texts of more than N tokens, which are bad rows otherwise")
+    p.add_argument("--overlap", type=int, metavar="N", help="tokens that two pieces share, N/8 by default")
+    p.add_argument("--checkpoint", metavar="FILE", help="what is done; by default beside the input")
+    p.add_argument("--dead-letters", metavar="FILE", help="bad rows as JSON lines; by default beside the checkpoint")
+    p.add_argument("--block", type=int, default=256, metavar="N", help="rows that are embedded together, 256 by default")
+    p.add_argument("-q", "--quiet", action="store_true", help="no progress and no summary on standard error")
+    add_load_flags(p)
+
+
+def _search(p: argparse.ArgumentParser) -> None:
+    _text_arguments(p, "TEXT", "the text to look for")
+    _flight_options(p, "--from", "the store's address, by default grpc://127.0.0.1:3000", "source")
+    p.add_argument("-k", type=int, default=10, metavar="N", help="results, 10 by default")
+    p.add_argument("--filter", metavar="CONDITION", action="append", help="such as year>=1990; may be repeated")
+    p.add_argument("--fresh", action="store_true", help="no cached answer of the store")
+    _embedding_options(p)
+    add_load_flags(p)
+
+
+def _flight_server(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--host", default="127.0.0.1", help="the address to listen on, by default 127.0.0.1")
+    p.add_argument("--port", type=int, default=3000, help="of the data, 3000 by default; 0 takes a free one")
+    p.add_argument("--meta-port", type=int, help="of what is about datasets; by default the next one")
+
+
+COMMANDS: tuple[tuple[str, str, str, str, Callable[[argparse.ArgumentParser], None]], ...] = (
+    (
+        "generate",
+        " [MODEL] PROMPT",
+        "continue a text",
+        "`quarrel generate PROMPT` takes the bundled model; `quarrel generate MODEL PROMPT`, `-m MODEL PROMPT`,"
+        " `MODEL -p PROMPT` and `MODEL < FILE` take another one.",
+        _generate,
+    ),
+    (
+        "chat",
+        " [MODEL]",
+        "talk with a model",
+        "Ctrl-C stops an answer, Ctrl-D ends the conversation, /help lists what else can be typed. Where standard"
+        " input is no terminal, each of its lines is a message.",
+        _chat,
+    ),
+    ("inspect", " [MODEL]", "show the keys and tensors of a GGUF file", "", _inspect),
+    ("explain", " [MODEL]", "show the memory plan, and which implementation takes which op", "", _explain),
+    ("tokenize", " [MODEL] TEXT", "show the tokens of a text", "", _tokenize),
+    ("pull", " NAME", "download a model from Hugging Face", "It lands in the Hugging Face cache.", _pull),
+    (
+        "serve",
+        " [MODEL ...]",
+        "serve models over HTTP and WebSocket, with a web page",
+        "OpenAI's protocol is under /v1, the page at /. Other machines need an API key: see `quarrel keys`.",
+        _serve,
+    ),
+    ("keys", " ACTION", "make, list, rotate and revoke the server's API keys", "Only hashes of keys are stored.", _keys),
+    (
+        "embed",
+        " [MODEL] --input FILE --to TARGET",
+        "embed the texts of a file into a vector store or a file",
+        "It resumes where it was interrupted, and sends nothing twice. Status 3: done, but some rows were bad.",
+        _embed,
+    ),
+    (
+        "search",
+        " [MODEL] TEXT --dataset NAME",
+        "find the texts of a vector store that are nearest to one",
+        "The model must be the one that filled the store.",
+        _search,
+    ),
+    (
+        "flight-server",
+        "",
+        "run a stand-in for the Longbow vector store, in memory, for trying things out",
+        "Its data is gone when it ends, and a search reads every row: it is not Longbow.",
+        _flight_server,
+    ),
+    ("doctor", "", "say what this machine can run, and what is missing", "", _doctor),
+)
+"""Name, what follows the options, summary, details, and the function that declares the options."""
+
+
+def _text_arguments(p: argparse.ArgumentParser, noun: str, what: str) -> None:
+    p.add_argument("words", nargs="*", metavar=noun, help=f"{what}; in front of it, perhaps a model")
+    p.add_argument("-m", "--model", metavar="MODEL", help=f"{_MODEL}, the default")
+    p.add_argument("-p", "--prompt", metavar="TEXT", help=f"{what}, as an option")
+    p.add_argument("-f", "--file", metavar="FILE", help=f"a file with {what}; - is standard input")
+    hidden(p, "-model", dest="model")
+    hidden(p, "-prompt", dest="prompt")
+
+
+def _model_arguments(p: argparse.ArgumentParser) -> None:
+    p.add_argument("name", metavar="MODEL", nargs="?", help=f"{_MODEL}, the default")
+    p.add_argument("-m", "--model", metavar="MODEL", help="the same, as an option")
+    hidden(p, "-model", dest="model")
+
+
+def _chat_options(p: argparse.ArgumentParser, implied: str = "") -> None:
+    p.add_argument("--system", metavar="TEXT", help=f"a system message to begin with{implied}")
+    template = f"a built-in chat template or a file with one, in place of the model's own{implied}"
+    p.add_argument("--chat-template", metavar="NAME_OR_FILE", help=template)
+
+
+def _beside_options(p: argparse.ArgumentParser, *, many: bool) -> None:
+    """What is loaded beside the model."""
+    group = p.add_argument_group("beside the model")
+    draft = "a smaller model of the same vocabulary, which proposes tokens; the text stays the same"
+    group.add_argument("--draft", metavar="MODEL", help=draft)
+    lora = "a LoRA adapter in GGUF"
+    lora += ", which a request selects by its name; may be repeated" if many else ", to write with"
+    action = "append" if many else "store"
+    group.add_argument("--lora", metavar="[NAME=]FILE", action=action, help=lora, nargs=None if many else 1)
+    hidden(group, "-md", "--model-draft", "--draft-model", dest="draft")
+
+
+def _request_options(p: argparse.ArgumentParser) -> None:
+    group = p.add_argument_group("structure")
+    group.add_argument("--json-schema", metavar="FILE", help="keep to this JSON schema; the schema itself will do")
+    group.add_argument("--regex", metavar="PATTERN", help="match this regular expression as a whole")
+    group.add_argument("--grammar", metavar="FILE", help="keep to this Lark grammar")
+    _draft_options(p)
+    p.add_argument("--timeout", type=float, metavar="SECONDS", help="end with an error after so long")
+
+
+def _draft_options(p: argparse.ArgumentParser) -> None:
+    lookup = "draft up to N tokens at once from earlier places of the text; 0, the default, is off"
+    p.add_argument("--lookup", type=int, default=0, metavar="N", help=lookup)
+    ahead = "tokens that the --draft model may propose at once, 8 by default"
+    p.add_argument("--draft-max", type=int, default=8, metavar="N", help=ahead)
+    hidden(p, "--draft-n", "--draft-tokens", type=int, dest="draft_max")

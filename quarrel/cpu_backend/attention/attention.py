@@ -1,0 +1,396 @@
+"""Attention over the paged cache, in splits of 256 keys.
+
+One chunk is a block of queries of one sequence for one key/value head; all query heads of the group share its keys. For
+every split that any of its queries sees, the keys are unpacked to a float32 tile with one key per lane and the values
+to float32 rows, once for all queries; then, in the order of positions,
+
+    s = scale * q . k  (capped, masked)     m = max s     p = exp(s - m)     l = sum p     o = sum p v
+    M' = max(M, m)      L = L exp(M - M') + l exp(m - M')      O = O exp(M - M') + o exp(m - M')
+
+Splits are cut at fixed positions and summed in order, so a query's result does not depend on its block or its batch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from quarrel.cpu_backend.attention.cache import Kind, head_bytes, load
+from quarrel.cpu_backend.lowering import Lowering
+from quarrel.cpu_backend.plan import Header, Live
+from quarrel.cpu_backend.runtime.abi import Fields, KernelDef
+from quarrel.cpu_backend.runtime.features import Level
+from quarrel.cpu_backend.runtime.ir import F32, I32, I64, Kernel, Val
+from quarrel.cpu_backend.runtime.vector import F32x16, exp, max_lanes, sum_lanes, tanh, transpose16
+from quarrel.ops.attention import ATTENTION
+from quarrel.ops.contract import Value
+from quarrel.ops.encode import ENCODE
+from quarrel.ops.program import Node
+from quarrel.ops.registry import Implementation
+
+SPLIT = 256
+KEYS = 64
+"""Keys of one step of the score loop: four vectors."""
+ROWS = 64
+"""Query rows (positions times heads of the group) that share one unpacking of the keys."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Static facts of one layer."""
+
+    group: int
+    n_kv: int
+    dim: int
+    block_size: int
+    scale: float
+    window: int = 0
+    cap: float = 0.0
+    sinks: bool = False
+    kind: Kind = "float32"
+    causal: bool = True
+    """Otherwise keys and values are rows of the step itself, and every query sees all of its sequence's."""
+
+    @property
+    def head_bytes(self) -> int:
+        return head_bytes(self.kind, self.dim)
+
+    @property
+    def row_bytes(self) -> int:
+        """From one token's keys to the next one's in the same block."""
+        return self.n_kv * self.head_bytes
+
+    @property
+    def queries(self) -> int:
+        """Query positions of a chunk."""
+        return max(1, ROWS // self.group)
+
+    @property
+    def padded(self) -> int:
+        return -(-self.dim // 16) * 16
+
+    @property
+    def rows(self) -> int:
+        return self.queries * self.group
+
+
+def plan(queries: int, causal: bool = True) -> KernelDef:
+    """Cuts every sequence's queries into blocks: (sequence, first row, rows, position of the first), and their number."""
+
+    def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
+        count = k.var(k.i64(0))
+        with k.range(0, a.live_seqs) as s:
+            start, end = (k.load(a.query_start + (s << 2), I32, 4 * i).to(I64) for i in range(2))
+            position = k.load(a.kv_len + (s << 2), I32).to(I64) - (end - start) if causal else k.i64(0)
+            with k.range(start, end, queries) as row:
+                item = a.items + (count.v << 5)
+                words = (s, row, k.minimum(end - row, queries), position + row - start)
+                for i, word in enumerate(words):
+                    k.store(word, item, 8 * i)
+                count.v = count.v + 1
+        k.store(count.v, a.count)
+
+    fields = ("live_seqs", "query_start", *(("kv_len",) if causal else ()), "items", "count")
+    return KernelDef(f"attention/plan/{queries}{'' if causal else '/all'}", fields, body)
+
+
+def _scratch_layout(s: Shape) -> tuple[dict[str, int], int]:
+    """Offsets of a chunk's working arrays, and their size in all."""
+    d, r = s.padded, s.rows
+    sizes = {"q": r * d, "k": d * SPLIT, "v": d * SPLIT, "p": r * SPLIT, "o": r * d, "m": r, "l": r, "a": r, "b": r}
+    at, places = 0, {}
+    for name, count in sizes.items():
+        places[name] = at
+        at += -(-4 * count // 64) * 64
+    return places, at
+
+
+def _load_dims(k: Kernel, level: Level, s: Shape, at: Val, d: int) -> Val:
+    """Values d .. d + 15 of a cached vector as float32, zeros past head_dim."""
+    have = min(16, s.dim - d)
+    if have == 16:
+        return load(k, level, s.kind, at, s.dim, d)
+    buffer = k.stack(64)
+    k.store(k.zero(F32x16), buffer)
+    for i in range(have):
+        k.store(load(k, level, s.kind, at, s.dim, d + i, 1), buffer, 4 * i)
+    return k.load(buffer, F32x16)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where one head's keys or values of a sequence are: in cache blocks named by a table, or in rows one after another."""
+
+    s: Shape
+    base: Val
+    table: Val | None
+    head: Val
+
+    def at(self, k: Kernel, key: Val) -> Val:
+        """Address of the vector of the token at position `key`."""
+        s = self.s
+        token = key
+        if self.table is not None:
+            block = key.udiv(s.block_size)
+            token = k.load(self.table + (block << 2), I32).to(I64) * s.block_size + (key - block * s.block_size)
+        return self.base + token * s.row_bytes + self.head * s.head_bytes
+
+    def sixteen(self, k: Kernel, key: Val, last: Val) -> list[Val]:
+        """Addresses of tokens key .. key + 15, `key` being a multiple of 16; none is looked up beyond `last`."""
+        if self.s.block_size % 16:
+            return [self.at(k, k.minimum(key + i, last)) for i in range(16)]
+        # A cache block is whole memory; rows one after another end with the last.
+        first = self.at(k, key)
+        return [
+            first + (self.s.row_bytes * i if self.table is not None else k.minimum(last - key, i) * self.s.row_bytes)
+            for i in range(16)
+        ]
+
+    def prefetch(self, k: Kernel, rows: list[Val]) -> None:
+        for row in rows:
+            for line in range(0, self.s.head_bytes, 64):
+                k.prefetch(row, line)
+
+
+def _unpack_keys(k: Kernel, level: Level, keys: _Source, values: _Source, start: Val, count: Val, out: Val) -> None:
+    """float32 keys as `[dim, SPLIT]`: sixteen keys at a time are transposed. Prefetches what is needed next."""
+    s, last = keys.s, start + count - 1
+    with k.range(0, count, 16) as j:
+        keys.prefetch(k, keys.sixteen(k, k.minimum(start + j + 16, last & -16), last))
+        values.prefetch(k, values.sixteen(k, start + j, last))
+        rows = keys.sixteen(k, start + j, last)
+        for d in range(0, s.padded, 16):
+            columns = transpose16([_load_dims(k, level, s, row, d) for row in rows])
+            for i, column in enumerate(columns):
+                k.store(column, out + (j << 2), 4 * SPLIT * (d + i))
+
+
+def _unpack_values(k: Kernel, level: Level, values: _Source, start: Val, count: Val, out: Val) -> None:
+    """float32 values as `[SPLIT, dim]`; rows past the last key of the step of KEYS are zero, whatever the cache holds."""
+    s = values.s
+    with k.range(0, count) as j:
+        row = values.at(k, start + j)
+        for d in range(0, s.padded, 16):
+            k.store(_load_dims(k, level, s, row, d), out + j * (4 * s.padded), 4 * d)
+    with k.range(count, (count + KEYS - 1) & -KEYS) as j:
+        for d in range(0, s.padded, 16):
+            k.store(k.zero(F32x16), out + j * (4 * s.padded), 4 * d)
+
+
+def _scores(k: Kernel, s: Shape, q: Val, keys: Val, p: Val, rows: int, first: Val, last: Val) -> None:
+    """p[r, j] = q[r] . k[j] for `rows` rows and keys first .. last - 1, whole steps of KEYS."""
+    with k.range(first, last, KEYS) as j:
+        acc = [[k.var(k.zero(F32x16)) for _ in range(KEYS // 16)] for _ in range(rows)]
+        with k.range(0, s.dim) as d:
+            at = keys + d * (4 * SPLIT) + (j << 2)
+            columns = [k.load(at, F32x16, 64 * v) for v in range(KEYS // 16)]
+            for r in range(rows):
+                x = k.splat(k.load(q + (d << 2), F32, 4 * s.padded * r), 16)
+                for v, column in enumerate(columns):
+                    acc[r][v].v = k.fma(column, x, acc[r][v].v)
+        for r in range(rows):
+            for v in range(KEYS // 16):
+                k.store(acc[r][v].v, p + (j << 2), 4 * SPLIT * r + 64 * v)
+
+
+def _softmax(k: Kernel, s: Shape, p: Val, first: Val, last: Val, low: Val, high: Val) -> tuple[Val, Val]:
+    """Scores of one row to exp(s - m), 0 outside [low, high); returns m (-inf if nothing is visible) and the sum."""
+    lanes = k.lane_constants(I32, range(16))
+    top = k.var(k.f32(-math.inf, 16))
+    low32, high32 = (k.splat(x.to(I32), 16) for x in (low, high))
+    with k.range(first, last, 16) as j:
+        x = k.load(p + (j << 2), F32x16)
+        if s.cap:
+            x = tanh(k, x * (1.0 / s.cap)) * s.cap
+        index = k.splat(j.to(I32), 16) + lanes
+        x = k.select(k.both(index >= low32, index < high32), x, -math.inf)
+        top.v = k.maximum(top.v, x)
+        k.store(x, p + (j << 2))
+    m = max_lanes(k, top.v)
+    base = k.splat(k.select(m > -math.inf, m, 0.0), 16)
+    total = k.var(k.zero(F32x16))
+    with k.range(first, last, 16) as j:
+        e = exp(k, k.load(p + (j << 2), F32x16) - base)
+        k.store(e, p + (j << 2))
+        total.v = total.v + e
+    return m, sum_lanes(total.v)
+
+
+def _merge(k: Kernel, at_m: Val, at_l: Val, at_a: Val, at_b: Val, m: Val, total: Val) -> None:
+    """Takes a split's maximum and sum into the running ones; leaves the two factors for the outputs."""
+    old = k.load(at_m, F32)
+    new = k.maximum(old, m)
+    base = k.select(new > -math.inf, new, 0.0)
+    a, b = exp(k, old - base), exp(k, m - base)
+    k.store(new, at_m)
+    k.store(k.load(at_l, F32) * a + total * b, at_l)
+    k.store(a, at_a)
+    k.store(b, at_b)
+
+
+def _weigh_values(k: Kernel, s: Shape, p: Val, v: Val, o: Val, a: Val, b: Val, rows: int, first: Val, last: Val) -> None:
+    """O = O a + (sum_j p[j] v[j]) b for `rows` rows, up to 64 dimensions at a time."""
+    for d0 in range(0, s.padded, 64):
+        width = min(4, (s.padded - d0) // 16)
+        acc = [[k.var(k.zero(F32x16)) for _ in range(width)] for _ in range(rows)]
+        with k.range(first, last) as j:
+            at = v + j * (4 * s.padded)
+            values = [k.load(at, F32x16, 4 * d0 + 64 * i) for i in range(width)]
+            for r in range(rows):
+                weight = k.splat(k.load(p + (j << 2), F32, 4 * SPLIT * r), 16)
+                for i, value in enumerate(values):
+                    acc[r][i].v = k.fma(value, weight, acc[r][i].v)
+        for r in range(rows):
+            old, new = (k.splat(k.load(x, F32, 4 * r), 16) for x in (a, b))
+            for i in range(width):
+                at_o = 4 * (s.padded * r + d0 + 16 * i)
+                k.store(k.load(o, F32x16, at_o) * old + acc[r][i].v * new, o, at_o)
+
+
+def _scaled_copy(k: Kernel, dim: int, source: Val, to: Val, factor: Val) -> None:
+    """`dim` values times a factor."""
+    for d in range(0, dim & -16, 16):
+        k.store(k.load(source, F32x16, 4 * d) * k.splat(factor, 16), to, 4 * d)
+    for d in range(dim & -16, dim):
+        k.store(k.load(source, F32, 4 * d) * factor, to, 4 * d)
+
+
+def _by_rows(k: Kernel, count: Val, widest: int, work) -> None:
+    """Calls work(first row, rows) so that all rows are covered, `widest` at a time and then one by one."""
+    r = k.var(k.i64(0))
+    for rows in (widest, 1):
+        with k.loop_while(lambda: r.v + rows <= count):  # noqa: B023
+            work(r.v, rows)
+            r.v = r.v + rows
+
+
+def _sources(k: Kernel, s: Shape, a: Fields, seq: Val, head: Val) -> tuple[_Source, _Source]:
+    """Keys and values of a sequence for one head."""
+    if s.causal:
+        table = a.block_table + seq * (a.live_blocks << 2)
+        return _Source(s, a.k_cache, table, head), _Source(s, a.v_cache, table, head)
+    skipped = k.load(a.query_start + (seq << 2), I32).to(I64) * s.row_bytes
+    return _Source(s, a.k_cache + skipped, None, head), _Source(s, a.v_cache + skipped, None, head)
+
+
+def _visible(k: Kernel, s: Shape, a: Fields, seq: Val, position: Val, queries: Val) -> tuple[Val, Val]:
+    """The keys that any of a chunk's queries sees."""
+    if not s.causal:
+        start, end = (k.load(a.query_start + (seq << 2), I32, 4 * i).to(I64) for i in range(2))
+        return k.i64(0), end - start
+    low = k.maximum(position - (s.window - 1), 0) if s.window else k.i64(0)
+    return low, position + queries
+
+
+def attention(s: Shape, level: Level) -> KernelDef:
+    """Chunk c is head c % n_kv of a planned item, the last item first (under a causal mask it has the most keys)."""
+    places, scratch_bytes = _scratch_layout(s)
+    at_q, at_k, at_v, at_p, at_o, at_m, at_l, at_a, at_b = places.values()
+    d_bytes = 4 * s.padded
+    heads = s.group * s.n_kv
+    widest = 4 if level.registers >= 32 else 2
+
+    def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
+        item = a.items + (a.live_items - 1 - chunk.udiv(s.n_kv) << 5)
+        head = chunk - chunk.udiv(s.n_kv) * s.n_kv
+        seq, first_row, queries, position = (k.load(item, I64, 8 * i) for i in range(4))
+        rows = queries * s.group
+        keys, values = _sources(k, s, a, seq, head)
+
+        def place(r: Val, x: Val) -> Val:
+            """Address of row r (query r // group, head r % group) in an array `[T, heads, dim]`."""
+            query = r.udiv(s.group)
+            return x + (((first_row + query) * heads + head * s.group + (r - query * s.group)) * (4 * s.dim))
+
+        with k.range(0, rows) as r:
+            source, to, o = place(r, a.q), scratch + at_q + r * d_bytes, scratch + at_o + r * d_bytes
+            _scaled_copy(k, s.dim, source, to, k.f32(s.scale))
+            for d in range(0, s.padded, 16):
+                k.store(k.zero(F32x16), o, 4 * d)
+            k.store(k.f32(-math.inf), scratch + (r << 2), at_m)
+            k.store(k.f32(0.0), scratch + (r << 2), at_l)
+        low, high = _visible(k, s, a, seq, position, queries)
+        with k.range(low & -SPLIT, high, SPLIT) as start:
+            count = k.minimum(high - start, SPLIT)
+            first, last = k.maximum(low - start, 0) & -KEYS, (count + KEYS - 1) & -KEYS
+            _unpack_keys(k, level, keys, values, start, count, scratch + at_k)
+            _unpack_values(k, level, values, start, count, scratch + at_v)
+
+            def score(r: Val, n: int) -> None:
+                _scores(
+                    k, s, scratch + at_q + r * d_bytes, scratch + at_k, scratch + at_p + r * (4 * SPLIT), n, first, last
+                )
+
+            _by_rows(k, rows, widest, score)
+            with k.range(0, rows) as r:
+                end = (position + r.udiv(s.group) + 1 if s.causal else high) - start
+                below = k.maximum(end - s.window, 0) if s.window else k.i64(0)
+                m, total = _softmax(k, s, scratch + at_p + r * (4 * SPLIT), first, last, below, end)
+                _merge(k, *(scratch + (r << 2) + x for x in (at_m, at_l, at_a, at_b)), m, total)
+
+            def weigh(r: Val, n: int) -> None:
+                p, o = scratch + at_p + r * (4 * SPLIT), scratch + at_o + r * d_bytes
+                factors = (scratch + (r << 2) + x for x in (at_a, at_b))
+                _weigh_values(k, s, p, scratch + at_v, o, *factors, n, first, last)
+
+            _by_rows(k, rows, widest, weigh)
+        with k.range(0, rows) as r:
+            total, factor = k.load(scratch + (r << 2), F32, at_l), k.f32(1.0)
+            if s.sinks:
+                m = k.load(scratch + (r << 2), F32, at_m)
+                sink = k.load(a.sinks + (head * s.group + (r - r.udiv(s.group) * s.group) << 2), F32)
+                top = k.maximum(m, sink)
+                factor = exp(k, m - top)
+                total = total * factor + exp(k, sink - top)
+            inverse = k.select(total > 0.0, factor / total, 0.0)
+            to, o = place(r, a.y), scratch + at_o + r * d_bytes
+            _scaled_copy(k, s.dim, o, to, inverse)
+
+    paged = ("block_table", "live_blocks", "sinks") if s.causal else ("query_start",)
+    fields = ("q", "y", "k_cache", "v_cache", "items", "live_items", *paged)
+    return KernelDef(f"attention/{s}", fields, body, scratch_bytes)
+
+
+def _query_blocks(e: Lowering, queries: int, query_start: Value, kv_len: Value | None) -> tuple[int, int]:
+    """(address, header word of their count) of the planned blocks of so many queries, planned once a step.
+
+    Without `kv_len` every sequence's keys are its own queries' rows.
+    """
+
+    def make() -> tuple[int, int]:
+        p = e.plan
+        items, word = np.zeros(4 * (p.sizes["T"] + p.sizes["S"]), np.int64), p.header.new()
+        known = {} if kv_len is None else {"kv_len": kv_len}
+        fields = {"live_seqs": p.live("S"), "query_start": query_start, "items": items, "count": p.header.address(word)}
+        e.shared_stage(None, plan(queries, kv_len is not None), Header.ONE, **fields, **known)
+        return int(items.ctypes.data), word
+
+    return e.once(("query blocks", queries), make)
+
+
+def build_attention(e: Lowering, node: Node) -> None:
+    s, (y,) = node.spec, node.outputs
+    q, query_start, kv_len, block_table, cache, *sinks = node.inputs
+    arrays = e.caches[cache.layer]
+    group, block_size = s.n_heads // s.n_kv, arrays.k.shape[1]
+    shape = Shape(group, s.n_kv, s.head_dim, block_size, s.scale, s.window, s.cap, s.sinks, arrays.kind)
+    items, count = _query_blocks(e, shape.queries, query_start, kv_len)
+    table = {"block_table": block_table, "live_blocks": e.plan.live("B"), "sinks": sinks[0] if sinks else None}
+    kernel = attention(shape, e.plan.level)
+    e.stage(kernel, count, times=s.n_kv, q=q, y=y, **e.cache(cache), **table, items=items, live_items=Live(count))
+
+
+def build_encode(e: Lowering, node: Node) -> None:
+    s, (q, k, v, query_start), (y,) = node.spec, node.inputs, node.outputs
+    shape = Shape(1, s.n_heads, s.head_dim, 16, s.scale, causal=False)
+    items, count = _query_blocks(e, shape.queries, query_start, None)
+    rows = {"k_cache": k, "v_cache": v, "query_start": query_start}
+    e.stage(attention(shape, e.plan.level), count, times=s.n_heads, q=q, y=y, **rows, items=items, live_items=Live(count))
+
+
+IMPLEMENTATIONS = (
+    Implementation(ATTENTION, "paged flash", build_attention),
+    Implementation(ENCODE, "flash", build_encode),
+)

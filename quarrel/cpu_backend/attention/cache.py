@@ -1,0 +1,143 @@
+"""The paged cache: arrays of one layer as they lie in memory, and a head's values as kernels load and store them.
+
+Codes of a head (`ops/kv.py`) are followed by their float32 scale, so that one address leads to both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from quarrel.cpu_backend.runtime.features import Level
+from quarrel.cpu_backend.runtime.ir import F32, I8, I16, I32, Kernel, Val, vec
+from quarrel.cpu_backend.runtime.vector import F32x16, bf16_to_f32, f16_to_f32, f32_to_f16, max_lanes, sum_lanes
+from quarrel.ops.contract import Array, KVArrays
+from quarrel.ops.kv import LEAST, TOP, KVType, decode, encode, scaled, stored
+from quarrel.ops.program import KVLayer
+
+Kind = Literal["float32", "float16", "bfloat16", "int8", "fp8"]
+_WIDTH = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1}
+_MAGIC = 12582912.0  # 1.5 * 2^23: adding it rounds to the nearest integer, ties to even
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Key and value arrays of one layer, `[C, block_size, n_kv, ..]`: head_dim values, or codes and scale as bytes."""
+
+    k: np.ndarray
+    v: np.ndarray
+    kind: Kind
+
+
+def kind_of(type: KVType, exact: bool) -> Kind:
+    """How a cache of this type stores values; `auto` follows the arithmetic."""
+    return ("float32" if exact else "float16") if type == "auto" else type
+
+
+def head_bytes(kind: Kind, dim: int) -> int:
+    """From one head's values to the next head's."""
+    return dim * _WIDTH[kind] + (4 if kind in TOP else 0)
+
+
+def value_bytes(kind: Kind) -> int:
+    return _WIDTH[kind]
+
+
+def new_cache(layer: KVLayer, blocks: int, block_size: int, kind: Kind, values: KVArrays | None = None) -> Cache:
+    """Zeroed (so that memory is only taken when written), or filled."""
+    shape = (blocks, block_size, layer.n_kv)
+
+    def array(x: Array | None) -> np.ndarray:
+        if kind in TOP:
+            out = np.zeros((*shape, head_bytes(kind, layer.head_dim)), np.uint8)
+            if x is not None:
+                out[..., : layer.head_dim], scale = encode(x, kind)  # type: ignore[arg-type]
+                out[..., layer.head_dim :] = scale[..., None].view(np.uint8)
+            return out
+        plain = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}[kind]
+        out = np.zeros((*shape, layer.head_dim), plain)
+        if x is not None:
+            out[...] = stored(x, "bfloat16").view(np.uint32) >> 16 if kind == "bfloat16" else x
+        return out
+
+    return Cache(array(values.k if values else None), array(values.v if values else None), kind)
+
+
+def to_host(cache: Cache, type: KVType) -> KVArrays:
+    """float32 values."""
+
+    def values(x: np.ndarray) -> Array:
+        if scaled(type):
+            dim = x.shape[-1] - 4
+            scale = np.ascontiguousarray(x[..., dim:]).view(np.float32)[..., 0]
+            return decode(np.ascontiguousarray(x[..., :dim]), scale, type)
+        return (x.astype(np.uint32) << 16).view(np.float32) if cache.kind == "bfloat16" else x.astype(np.float32)
+
+    return KVArrays(values(cache.k), values(cache.v), type)
+
+
+def load(k: Kernel, level: Level, kind: Kind, at: Val, dim: int, d: int, lanes: int = 16) -> Val:
+    """Values d .. d + lanes - 1 of the head at `at`, as float32."""
+    if kind == "float32":
+        return k.load(at, vec(F32, lanes), 4 * d)
+    if kind in ("float16", "bfloat16"):
+        raw = k.load(at, vec(I16, lanes), 2 * d)
+        return f16_to_f32(k, level, raw) if kind == "float16" else bf16_to_f32(raw)
+    codes = k.load(at, vec(I8, lanes), d)
+    scale = k.load(at, F32, dim)
+    if kind == "int8":
+        values = codes.to(I32).to(F32)
+    else:
+        bits = codes.to(I16, unsigned=True)
+        values = f16_to_f32(k, level, (bits & 0x7F) << 7 | (bits & 0x80) << 8)
+        scale = scale * 256.0
+    return values * (k.splat(scale, lanes) if lanes > 1 else scale)
+
+
+def store_plain(k: Kernel, level: Level, kind: Kind, x: Val, at: Val) -> None:
+    """float32 values, rounded to nearest even."""
+    if kind == "float32":
+        k.store(x, at)
+    elif kind == "float16":
+        k.store(f32_to_f16(k, level, x), at)
+    else:
+        bits = x.bitcast(vec(I32, x.lanes))
+        rounded = bits + (0x7FFF + (bits >> 16 & 1))
+        nan = (bits & 0x7FFFFFFF) > 0x7F800000
+        k.store((k.select(nan, bits | 0x400000, rounded) >> 16).to(I16), at)
+
+
+def store_codes(k: Kernel, kind: Kind, x: Val, at: Val, dim: Val) -> None:
+    """A head of `dim` float32 values at x as codes and their scale at `at`."""
+    whole = dim & -16
+    wide, one = k.var(k.zero(F32x16)), k.var(k.f32(0.0))
+    bad_wide, bad_one = k.var(k.zero(F32x16)), k.var(k.f32(0.0))
+    with k.range(0, whole, 16) as i:
+        v = k.load(x + (i << 2), F32x16)
+        wide.v, bad_wide.v = k.maximum(k.fabs(v), wide.v), bad_wide.v + v * 0.0
+    with k.range(whole, dim) as i:
+        v = k.load(x + (i << 2), F32)
+        one.v, bad_one.v = k.maximum(k.fabs(v), one.v), bad_one.v + v * 0.0
+    top = TOP[kind]
+    most = k.maximum(max_lanes(k, wide.v), one.v)
+    inverse = k.select(most > LEAST, top / most, 0.0)
+    # What is not finite makes the scale NaN, so it shows in every result.
+    k.store(most * (1.0 / top) + (sum_lanes(bad_wide.v) + bad_one.v), at + dim)
+    with k.range(0, whole, 16) as i:
+        k.store(_codes(k, kind, k.load(x + (i << 2), F32x16) * k.splat(inverse, 16)), at + i)
+    with k.range(whole, dim) as i:
+        k.store(_codes(k, kind, k.load(x + (i << 2), F32) * inverse), at + i)
+
+
+def _codes(k: Kernel, kind: Kind, y: Val) -> Val:
+    if kind == "int8":
+        return ((y + _MAGIC).bitcast(vec(I32, y.lanes)) - 0x4B400000).to(I8)
+    bits = y.bitcast(vec(I32, y.lanes))
+    size = bits & 0x7FFFFFFF
+    normal = ((size + (0x7FFFF + (size >> 20 & 1))) >> 20) - (120 << 3)
+    # Adding 2^14 lets the float unit round a subnormal code into the low bits.
+    small = (size.bitcast(y.type) + 16384.0).bitcast(bits.type) - 0x46800000
+    code = k.select(size < 0x3C800000, small, normal)
+    return (k.select(code > 0x7E, 0x7E, code) | (bits >> 24 & 0x80)).to(I8)

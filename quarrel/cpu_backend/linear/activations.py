@@ -1,0 +1,105 @@
+"""Activations rounded to 8 bits: one row becomes codes with a scale and sums per block of 32.
+
+    d = max|x| / 127,  q = round(x / d)                      per block of 32, as Q8_0
+
+A quantised row of `k` values (padded with zeros to a multiple of 256, `p`) is one run of bytes:
+    codes i8 [p], d f32 [p/32], d * sum(q) f32 [p/32], sum(q) i32 [p/32], sum(q) per 16 i32 [p/16]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quarrel.cpu_backend.runtime.abi import Fields, KernelDef
+from quarrel.cpu_backend.runtime.ir import F32, I8, I32, Kernel, Val, vec
+from quarrel.cpu_backend.runtime.vector import F32x16, max_lanes, sum_lanes
+
+
+def padded(k: int) -> int:
+    """`k` rounded up to whole superblocks."""
+    return -(-k // 256) * 256
+
+
+def row_bytes(k: int) -> int:
+    """Bytes of a quantised row."""
+    p = padded(k)
+    return p + 4 * (3 * p // 32 + p // 16)
+
+
+@dataclass(frozen=True)
+class QuantRow:
+    """Addresses inside one quantised row of `p` padded values (both i64)."""
+
+    base: Val
+    p: Val
+
+    @property
+    def codes(self) -> Val:
+        return self.base
+
+    @property
+    def d(self) -> Val:
+        return self.base + self.p
+
+    @property
+    def d_sum(self) -> Val:
+        return self.base + self.p + (self.p >> 3)
+
+    @property
+    def sum32(self) -> Val:
+        return self.base + self.p + (self.p >> 2)
+
+    @property
+    def sum16(self) -> Val:
+        return self.base + self.p + (self.p >> 2) + (self.p >> 3)
+
+
+_MAGIC = 12582912.0  # 1.5 * 2^23: adding it rounds to the nearest integer, ties to even
+
+
+def quantize_block(k: Kernel, row: QuantRow, block: Val, low: Val, high: Val) -> None:
+    """Rounds the 32 values of block number `block`, as two <16 x f32>."""
+    most = max_lanes(k, k.maximum(k.fabs(low), k.fabs(high)))
+    d = most * (1.0 / 127.0)
+    inverse = k.select(most > 0.0, 127.0 / most, 0.0 * most)
+    sums = []
+    for part, x in enumerate((low, high)):
+        # The product is at most 127 in magnitude, give or take one rounding, so no clamp is needed.
+        q = (x * k.splat(inverse, 16) + _MAGIC).bitcast(vec(I32, 16)) - 0x4B400000
+        k.store(q.to(I8), row.codes + (block << 5), 16 * part)
+        sums.append(sum_lanes(q))
+        k.store(sums[part], row.sum16 + (block << 3), 4 * part)
+    total = sums[0] + sums[1]
+    k.store(d, row.d + (block << 2))
+    k.store(d * total.to(F32), row.d_sum + (block << 2))
+    k.store(total, row.sum32 + (block << 2))
+
+
+def quantize_blocks(k: Kernel, row: QuantRow, x: Val, first: Val, last: Val, n: Val) -> None:
+    """Quantises blocks [first, last) of a row of `n` values, zeros after them; the first block's values are at `x`."""
+    whole = k.minimum(last, n >> 5)
+    with k.range(first, whole) as b:
+        at = x + (b - first << 7)
+        quantize_block(k, row, b, k.load(at, F32x16), k.load(at, F32x16, 64))
+    with k.range(k.maximum(first, whole), last) as b:
+        buffer = k.stack(128)
+        at = x + (b - first << 7)
+        with k.range(0, 32) as i:
+            inside = (b << 5) + i < n
+            with k.either(inside) as (yes, no):
+                with yes:
+                    k.store(k.load(at + (i << 2), F32), buffer + (i << 2))
+                with no:
+                    k.store(k.f32(0.0), buffer + (i << 2))
+        quantize_block(k, row, b, k.load(buffer, F32x16), k.load(buffer, F32x16, 64))
+
+
+def quantize() -> KernelDef:
+    """Chunk t quantises row t of x, `[T, k]` float32."""
+
+    def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
+        p = (a.k + 255) & -256
+        row = QuantRow(a.out + chunk * a.out_stride, p)
+        quantize_blocks(k, row, a.x + chunk * (a.k << 2), k.i64(0), p >> 5, a.k)
+
+    return KernelDef("quantize", ("x", "out", "k", "out_stride"), body)

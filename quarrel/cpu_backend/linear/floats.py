@@ -1,0 +1,126 @@
+"""Linear maps in float32 arithmetic: F32, F16 and BF16 weights, and any block format where exact results are requested.
+
+For every (weight row, activation row) pair one vector of sixteen chains runs over k, lane i taking k = i mod 16, and the
+lanes are added as a fixed tree: the same order in every tile, so that a row gives the same bits in any batch. Packed weight
+rows are first dequantised, once for all activation rows of the chunk, into scratch memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quarrel.cpu_backend.formats.dequantize import dequantize_row, load_float
+from quarrel.cpu_backend.formats.table import BLOCKS
+from quarrel.cpu_backend.linear.activations import padded
+from quarrel.cpu_backend.linear.epilogue import OUTPUT_FIELDS, Output
+from quarrel.cpu_backend.linear.tile import Rows
+from quarrel.cpu_backend.runtime.abi import Fields, KernelDef
+from quarrel.cpu_backend.runtime.features import Level
+from quarrel.cpu_backend.runtime.ir import F32, Kernel, Val
+from quarrel.cpu_backend.runtime.vector import F32x16, sum_lanes
+
+ROWS = 16
+"""Weight rows of a chunk when there are many activation rows, and at most when packed rows are dequantised first."""
+T_BLOCK = 512
+
+
+@dataclass(frozen=True)
+class FloatMatrix:
+    """Unpacked weight rows of `kind`: row i at base + i * size, of `k` values."""
+
+    base: Val
+    size: Val
+    kind: str
+    k: Val
+
+
+def _tile(k: Kernel, level: Level, m: FloatMatrix, ns: list[Val], xs: list[Val], tail: bool) -> list[list[Val]]:
+    """Results for every weight row in ns and activation row address in xs."""
+    row_at = [m.base + n * m.size for n in ns]
+    acc = [[k.var(k.zero(F32x16)) for _ in xs] for _ in row_at]
+
+    def step(load_w: Callable[[Val], Val], load_x: Callable[[Val], Val]) -> None:
+        w = [load_w(row) for row in row_at]
+        for j, x_row in enumerate(xs):
+            x = load_x(x_row)
+            for i in range(len(row_at)):
+                acc[i][j].v = k.fma(w[i], x, acc[i][j].v)
+
+    whole = m.k & -16
+    with k.range(0, whole, 16) as i:
+        at = i << 2
+        step(lambda row: load_float(k, level, m.kind, row, at, 16), lambda x: k.load(x + at, F32x16))
+    if tail:
+
+        def padded(load: Callable[[Val], Val]) -> Val:
+            buffer = k.stack(64)
+            k.store(k.zero(F32x16), buffer)
+            with k.range(whole, m.k) as i:
+                k.store(load(i << 2), buffer + (i - whole << 2))
+            return k.load(buffer, F32x16)
+
+        step(
+            lambda row: padded(lambda o: load_float(k, level, m.kind, row, o, 1)),
+            lambda x: padded(lambda o: k.load(x + o, F32)),
+        )
+    return [[sum_lanes(v.v) for v in row] for row in acc]
+
+
+def float_rows(k: Kernel, level: Level, m: FloatMatrix, span: tuple[Val, Val], rows: Rows, out: Output, tail: bool) -> None:
+    """Stores the results of the weight rows in the span for the given activation rows."""
+    row_tile, wide = (4, 6) if level.registers >= 32 else (2, 2)
+    t = k.var(rows.start)
+
+    def tile(n: Val, count: int, ts: list[Val]) -> None:
+        ns = [n + i for i in range(count)]
+        for n_i, results in zip(ns, _tile(k, level, m, ns, [rows.source(t) for t in ts], tail), strict=True):
+            for t_j, y in zip(ts, results, strict=True):
+                out.one(k, y, n_i, rows.target(t_j))
+
+    for width in (wide, 1):
+        with k.loop_while(lambda: t.v + width <= rows.stop):  # noqa: B023
+            n = k.var(span[0])
+            for count in (row_tile, 1):
+                with k.loop_while(lambda: n.v + count <= span[1]):  # noqa: B023
+                    tile(n.v, count, [t.v + i for i in range(width)])
+                    n.v = n.v + count
+            t.v = t.v + width
+
+
+def exact_rows(
+    k: Kernel, level: Level, name: str, a: Fields, base: Val, span: tuple[Val, Val], k_in: int, scratch: Val
+) -> FloatMatrix:
+    """The weight rows in the span as something to compute with: as they are, or dequantised into scratch memory."""
+    if name not in BLOCKS:
+        return FloatMatrix(base, a.row_bytes, name, a.k)
+    size = _dense_bytes(k_in)
+    with k.range(*span) as n:
+        dequantize_row(k, level, name, base + n * a.row_bytes, scratch + (n - span[0]) * size, a.k, tail=k_in % 256 != 0)
+    return FloatMatrix(scratch - span[0] * size, k.i64(size), "F32", a.k)
+
+
+def _dense_bytes(k_in: int) -> int:
+    return 4 * padded(k_in)
+
+
+def exact_scratch(name: str, k_in: int) -> int:
+    """Scratch bytes that `exact_rows` needs for ROWS rows."""
+    return ROWS * _dense_bytes(k_in) + 1024 if name in BLOCKS else 0
+
+
+def float_linear(name: str, level: Level, k_in: int) -> KernelDef:
+    """Chunk c: weight rows [chunk_rows * (c % n_tiles), ...) for activation rows [T_BLOCK * (c // n_tiles), ...)."""
+    tail = k_in % 16 != 0
+
+    def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
+        first = chunk % a.n_tiles * a.chunk_rows
+        span = (first, k.minimum(first + a.chunk_rows, a.n))
+        matrix = exact_rows(k, level, name, a, a.w, span, k_in, scratch)
+        start, x, size = chunk // a.n_tiles * T_BLOCK, a.x, a.k << 2
+        rows = Rows(start, k.minimum(start + T_BLOCK, a.live_rows), lambda t: x + t * size, lambda t: t)
+        float_rows(k, level, matrix, span, rows, Output.of(a, a.n), tail)
+
+    fields = ("live_rows", "x", "w", "n", "k", "row_bytes", "n_tiles", "chunk_rows", *OUTPUT_FIELDS)
+    marks = f"{'/tail' if tail else ''}{f'/{k_in}' if name in BLOCKS else ''}"
+    return KernelDef(f"float_linear/{name}{marks}", fields, body, exact_scratch(name, k_in))

@@ -1,0 +1,202 @@
+"""One activation row times packed weight rows: the decode path, bound by memory.
+
+For weight row n, over superblocks b and groups j:
+    y[n] = tree_j( sum_b scale[b, j] * d[b, j] * (codes . q - offset * sum q) ) - tree_j( sum_b minimum[b, j] * d sum q )
+The byte products of a group are summed exactly in integers; each lane j is then one chain of fused multiply-adds over b,
+and the lanes are added as a fixed tree. `tile` computes the very same chains, so one row gives the same bits in any batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quarrel.cpu_backend.formats.block import BlockFormat, Superblock, padded_tail
+from quarrel.cpu_backend.formats.table import BLOCKS
+from quarrel.cpu_backend.linear.activations import QuantRow, padded
+from quarrel.cpu_backend.linear.epilogue import OUTPUT_FIELDS, Output
+from quarrel.cpu_backend.runtime.abi import Fields, KernelDef
+from quarrel.cpu_backend.runtime.features import Level
+from quarrel.cpu_backend.runtime.ir import F32, I8, I32, I64, Kernel, Val, Var, vec
+from quarrel.cpu_backend.runtime.vector import F32x16, I8x64, I32x16, code_bias, dot4, fold4_bytes, sum_lanes
+from quarrel.cpu_backend.weights import Packed
+
+NEAR, FAR, PAGE = 1536, 8192, 16384
+"""How far ahead of the block in use weights are prefetched: into the first level cache, into the second, and one line so
+that the page's address is translated in time. Measured on 2 cores, 13 MB matrices in a file's mapping, where a plain read
+makes 25.9 GB/s: without any 13 GB/s of Q4_K, near and far (1024, 4096) 22.8, all three 25.4; Q6_K 25.0, Q8_0 27.0."""
+
+
+def load_codes(k: Kernel, at: Val, span: tuple[int, int]) -> Val:
+    """The activations that belong to one vector of weight codes."""
+    first, second = span
+    if second == first + 1:
+        return k.load(at, I8x64, 32 * first)
+    return k.load(at, vec(I8, 32), 32 * first).concat(k.load(at, vec(I8, 32), 32 * second))
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What one superblock of an activation row brings to a format, in its lane order; loaded once for two weight rows."""
+
+    codes: list[Val]
+    d: Val
+    sums: Val | None
+    d_sum: Val | None
+
+
+def load_activations(k: Kernel, fmt: BlockFormat, x: QuantRow, b: Val) -> Activations:
+    """Superblock `b` of the row x."""
+    lanes, q = fmt.lane_groups, x.codes + (b << 8)
+    d = k.load(x.d + (b << 5), vec(F32, 8)).shuffle([j // (fmt.groups // 8) for j in lanes])
+    sums = d_sum = None
+    if fmt.groups == 8:
+        sums = k.load(x.sum32 + (b << 5), vec(I32, 8)).shuffle(lanes)
+        d_sum = k.load(x.d_sum + (b << 5), vec(F32, 8)).shuffle(lanes)
+    else:
+        sums = k.load(x.sum16 + (b << 6), vec(I32, 16)).shuffle(lanes)
+        d_sum = sums.to(F32) * d
+    return Activations([load_codes(k, q, span) for span in fmt.spans], d, sums, d_sum)
+
+
+def _group_sums(k: Kernel, level: Level, fmt: BlockFormat, codes: list[Val], x: Activations) -> Val:
+    """Sums of code * activation: per group of 16, or per half of a group of 32, the two halves 4 lanes apart."""
+    dots = [dot4(k, level, k.zero(I32x16), u, q, fmt.wide) for u, q in zip(codes, x.codes)]
+    return fold4_bytes(k, level, dots, fmt.largest * 4 * 127)
+
+
+def superblock_dot(k: Kernel, level: Level, fmt: BlockFormat, ats: list[Val], x: Activations, chains: list[Var]) -> None:
+    """Adds the superblocks at `ats`, one or two weight rows, to the chains of those rows (see `Chains`)."""
+    blocks = [fmt.decode(k, level, at) for at in ats]
+    sums = [_group_sums(k, level, fmt, block.codes, x) for block in blocks]
+    if fmt.groups == 16:
+        _add_sixteen(k, fmt, blocks, sums, x, chains)
+        return
+    # The two halves of every group are added for both rows at once: row 0 in lanes 0..7, row 1 in lanes 8..15.
+    first, second = sums[0], sums[-1]
+    low, high = [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]
+    both = first.shuffle(low + [16 + i for i in low], second) + first.shuffle(high + [16 + i for i in high], second)
+    offset = fmt.offset - code_bias(level, fmt.wide)
+    if offset:
+        both = both - (x.sums * offset).concat(x.sums * offset)
+    f = both.to(F32)
+    if not fmt.has_minima:
+        factors = blocks[0].factors.concat(blocks[-1].factors) * x.d.concat(x.d)
+        chains[0].v = k.fma(f, factors, chains[0].v)
+        return
+    # A row's minima are chains beside its scales: one multiply-add serves both.
+    d = x.d.concat(k.f32(1.0, 8))
+    for row, (block, chain) in enumerate(zip(blocks, chains, strict=True)):
+        values = f.shuffle([*range(8 * row, 8 * row + 8), *range(16, 24)], x.d_sum.concat(x.d_sum))
+        chain.v = k.fma(values, block.factors * d, chain.v)
+
+
+def _add_sixteen(
+    k: Kernel, fmt: BlockFormat, blocks: list[Superblock], sums: list[Val], x: Activations, chains: list[Var]
+) -> None:
+    """`superblock_dot` for groups of 16: one vector of chains per row, another for minima."""
+    for row, (block, total) in enumerate(zip(blocks, sums, strict=True)):
+        if fmt.offset:
+            total = total - x.sums * fmt.offset
+        chain = chains[row]
+        chain.v = k.fma(total.to(F32), block.scales * x.d, chain.v)
+        if block.minima is not None:
+            low = chains[len(blocks) + row]
+            low.v = k.fma(block.minima, x.d_sum, low.v)
+
+
+def new_chains(k: Kernel, fmt: BlockFormat, rows: int) -> list[Var]:
+    """Zeroed chains for one or two rows: 8 groups: both rows in one vector, or a vector per row with its minima in the
+    upper half; 16 groups: a vector per row, then one per row for minima."""
+    count = 1 if fmt.groups == 8 and not fmt.has_minima else rows * (2 if fmt.groups == 16 and fmt.has_minima else 1)
+    return [k.var(k.zero(F32x16)) for _ in range(count)]
+
+
+def chain_totals(fmt: BlockFormat, chains: list[Var], rows: int) -> list[Val]:
+    """The rows' results."""
+    if fmt.groups == 16:
+        totals = [sum_lanes(v.v) for v in chains]
+        return [y - low for y, low in zip(totals[:rows], totals[rows:])] if fmt.has_minima else totals
+    lower, upper = range(8), range(8, 16)
+    if not fmt.has_minima:
+        return [sum_lanes(chains[0].v.shuffle(part)) for part in (lower, upper)[:rows]]
+    return [sum_lanes(v.v.shuffle(lower)) - sum_lanes(v.v.shuffle(upper)) for v in chains]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Packed weight rows: `n` rows of `row_bytes` at `w`, each of `blocks` whole superblocks and `tail` further blocks."""
+
+    w: Val
+    n: Val
+    row_bytes: Val
+    blocks: Val
+    tail: Val
+    p: Val
+    """Values of a row, padded to whole superblocks."""
+
+    @classmethod
+    def of(cls, a: Fields) -> Matrix:
+        """From a kernel's fields."""
+        return cls(a.w, a.n, a.row_bytes, a.blocks, a.tail, a.p)
+
+
+MATRIX_FIELDS = ("w", "n", "row_bytes", "blocks", "tail", "p")
+
+
+def matrix_fields(w: Packed, n: int) -> dict[str, int]:
+    """The fields that `Matrix.of` reads, of a matrix of `n` rows (one expert's, where `w` stacks them)."""
+    tail = w.k % 256 // BLOCKS[w.type].elements
+    return dict(zip(MATRIX_FIELDS, (w.address, n, w.row_bytes, w.k // 256, tail, padded(w.k)), strict=True))
+
+
+def _rows(
+    k: Kernel, level: Level, fmt: BlockFormat, m: Matrix, x: QuantRow, first: Val, count: int, tail: bool
+) -> list[Val]:
+    """Results of weight rows first .. first + count - 1, computed side by side."""
+    at_rows = [m.w + (first + i) * m.row_bytes for i in range(count)]
+    chains = new_chains(k, fmt, count)
+    with k.range(0, m.blocks) as b:
+        # Rows follow one another, so what these rows prefetch together is one run of memory without gaps.
+        step = count * fmt.superblock_bytes
+        for line in range(0, step, 64):
+            k.prefetch(at_rows[0] + b * step, NEAR + line)
+            k.prefetch(at_rows[0] + b * step, FAR + line, locality=2)
+        k.prefetch(at_rows[0] + b * step, PAGE, locality=2)
+        ats = [row + b * fmt.superblock_bytes for row in at_rows]
+        superblock_dot(k, level, fmt, ats, load_activations(k, fmt, x, b), chains)
+    if tail:
+        ats = [padded_tail(k, fmt, row + m.blocks * fmt.superblock_bytes, m.tail) for row in at_rows]
+        superblock_dot(k, level, fmt, ats, load_activations(k, fmt, x, m.blocks), chains)
+    return chain_totals(fmt, chains, count)
+
+
+def matvec_rows(
+    k: Kernel,
+    level: Level,
+    fmt: BlockFormat,
+    m: Matrix,
+    x: QuantRow,
+    span: tuple[Val, Val],
+    out: Output,
+    row: Val,
+    tail: bool,
+) -> None:
+    """Stores out[row, n] for n in the span of weight rows."""
+    n, stop = k.var(span[0]), span[1]
+    for count in (2, 1) if level.registers >= 32 else (1,):
+        with k.loop_while(lambda: n.v + count <= stop):  # noqa: B023
+            for i, y in enumerate(_rows(k, level, fmt, m, x, n.v, count, tail)):
+                out.one(k, y, n.v + i, row)
+            n.v = n.v + count
+
+
+def matvec(fmt: BlockFormat, level: Level, tail: bool) -> KernelDef:
+    """Chunk c computes rows bounds[c] .. bounds[c + 1] - 1 of y = W x for the single row x."""
+
+    def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
+        m = Matrix.of(a)
+        span = (k.load(a.bounds + (chunk << 3), I64), k.load(a.bounds + (chunk << 3), I64, 8))
+        matvec_rows(k, level, fmt, m, QuantRow(a.x, m.p), span, Output.of(a, m.n), k.i64(0), tail)
+
+    fields = ("x", "bounds", *MATRIX_FIELDS, *OUTPUT_FIELDS)
+    return KernelDef(f"matvec/{fmt.name}{'/tail' if tail else ''}", fields, body)

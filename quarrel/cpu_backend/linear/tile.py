@@ -1,0 +1,270 @@
+"""Many activation rows times packed weight rows: the prefill path, bound by arithmetic.
+
+A chunk takes LANES * `vectors` weight rows and up to T_BLOCK activation rows. It first unpacks the weight rows once into
+scratch memory, one lane per weight row, four consecutive codes per 32-bit lane:
+
+    codes[p, b, g]   16 rows x 4 bytes     p = chain (a group of the superblock), b = superblock, g = four values
+    scales[p, b]     16 x f32              minima likewise
+
+Then every activation row runs down its chains: the byte products of a group sum exactly in integers, one fused multiply-add
+per group adds them to the chain, and the chains are added in the tree of `matvec`. So results have the same bits as there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quarrel.cpu_backend.formats.block import BlockFormat, padded_tail
+from quarrel.cpu_backend.linear.activations import QuantRow
+from quarrel.cpu_backend.linear.epilogue import OUTPUT_FIELDS, Output
+from quarrel.cpu_backend.linear.matvec import MATRIX_FIELDS, Matrix
+from quarrel.cpu_backend.runtime.abi import Fields, KernelDef
+from quarrel.cpu_backend.runtime.features import Level
+from quarrel.cpu_backend.runtime.ir import F32, I32, I64, Kernel, Val
+from quarrel.cpu_backend.runtime.vector import ByteSum, F32x16, I8x64, I32x16, code_bias, transpose16
+
+LANES = 16
+T_BLOCK = 512
+"""Activation rows of one chunk: their codes stay in the second-level cache while the chunk's weights are in the first."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Tile of the inner loop: `vectors` vectors of weight rows by `rows` activation rows, all sums in registers."""
+
+    vectors: int
+    rows: int
+
+
+def shapes(level: Level) -> list[Shape]:
+    """Wide tile first; the narrow one takes what is left over."""
+    if level.registers >= 32:
+        return [Shape(2, 6), Shape(2, 2)]
+    return [Shape(1, 2)]
+
+
+def tile_count(level: Level, rows: int) -> int:
+    """Tiles that cover so many weight rows."""
+    return -(-rows // (LANES * shapes(level)[0].vectors))
+
+
+@dataclass(frozen=True)
+class Unpacked:
+    """Where one vector of unpacked weight rows lies: `blocks` superblocks, at `base`."""
+
+    fmt: BlockFormat
+    base: Val
+    blocks: Val
+
+    @property
+    def group_bytes(self) -> int:
+        return LANES * 256 // self.fmt.groups
+
+    def codes(self, chain: int, b: Val) -> Val:
+        return self.base + (self.blocks * chain + b) * self.group_bytes
+
+    def scales(self, chain: int, b: Val) -> Val:
+        return self.base + (self.blocks << 12) + ((self.blocks * chain + b) << 6)
+
+    def minima(self, chain: int, b: Val) -> Val:
+        return self.scales(chain, b) + self.blocks * (64 * self.fmt.groups)
+
+
+def unpacked_bytes(fmt: BlockFormat, blocks: int) -> int:
+    """Scratch bytes of one vector of weight rows."""
+    return blocks * (4096 + 64 * fmt.groups * (2 if fmt.has_minima else 1))
+
+
+def _transpose_superblock(k: Kernel, fmt: BlockFormat, buffer: Val, to: Unpacked, b: Val) -> None:
+    """Sixteen decoded rows (codes, then scales, then minima) to one lane per row."""
+    chain_of = {group: chain for chain, group in enumerate(fmt.lane_groups)}
+    size = 256 // fmt.groups
+    for i, span in enumerate(fmt.spans):
+        columns = transpose16([k.load(buffer, I32x16, row * 256 + 64 * i) for row in range(LANES)])
+        for c, column in enumerate(columns):
+            value = 32 * span[c // 8] + 4 * (c % 8)
+            k.store(column, to.codes(chain_of[value // size], b), 64 * (value % size // 4))
+    for which, place in enumerate((to.scales, to.minima)[: 2 if fmt.has_minima else 1]):
+        start = LANES * 256 + which * LANES * 4 * fmt.groups
+        if fmt.groups == 16:
+            columns = transpose16([k.load(buffer, F32x16, start + row * 64) for row in range(LANES)])
+        else:
+            # Rows of eight: two rows fill a vector, so the transpose leaves even rows and odd rows apart.
+            paired = [k.load(buffer, F32x16, start + row * 64) for row in range(8)]
+            both = transpose16(paired + paired)
+            order = [r // 2 + r % 2 * LANES for r in range(LANES)]
+            columns = [both[c].shuffle(order, both[c + 8]) for c in range(8)]
+        for chain, column in enumerate(columns):
+            k.store(column, place(chain, b))
+
+
+def _unpack_superblock(
+    k: Kernel, level: Level, fmt: BlockFormat, m: Matrix, first: Val, to: Unpacked, b: Val, tail: bool
+) -> None:
+    """Superblock `b` of rows first .. first + 15, rows past the end repeat the last row."""
+    each = 4 * fmt.groups
+    buffer = k.stack((256 + each * (2 if fmt.has_minima else 1)) * LANES)
+    with k.range(0, LANES) as row:
+        at = m.w + k.minimum(first + row, m.n - 1) * m.row_bytes + b * fmt.superblock_bytes
+        block = fmt.decode(k, level, padded_tail(k, fmt, at, m.tail) if tail else at)
+        for i, codes in enumerate(block.codes):
+            k.store(codes, buffer + (row << 8), 64 * i)
+        k.store(block.scales, buffer + row * each, LANES * 256)
+        if block.minima is not None:
+            k.store(block.minima, buffer + row * each, LANES * (256 + each))
+    _transpose_superblock(k, fmt, buffer, to, b)
+
+
+def unpack(k: Kernel, level: Level, fmt: BlockFormat, m: Matrix, first: Val, to: Unpacked, tail: bool) -> None:
+    """Unpacks rows first .. first + 15, prefetching the next sixteen."""
+    with k.range(0, m.blocks) as b:
+        ahead = m.w + (first + LANES) * m.row_bytes + b * (fmt.superblock_bytes * LANES)
+        for line in range(0, fmt.superblock_bytes * LANES, 64):
+            k.prefetch(ahead, line, locality=2)
+        _unpack_superblock(k, level, fmt, m, first, to, b, False)
+    if tail:
+        _unpack_superblock(k, level, fmt, m, first, to, m.blocks, True)
+
+
+def _chain(
+    k: Kernel,
+    level: Level,
+    fmt: BlockFormat,
+    weights: list[Unpacked],
+    xs: list[QuantRow],
+    chain: Val,
+    group: Val,
+    last: Val,
+    out: Val,
+) -> None:
+    """Runs one chain over all superblocks for every (activation row, weight vector); stores sums, then minima, at `out`.
+
+    last: groups of the last superblock that hold anything. The others would add zeros, and are left out: of rows of 384,
+    a quarter of the work.
+    """
+    size = 256 // fmt.groups
+    group_at, group_words = group * size, group << 2
+    d_words = (group << 2) if fmt.groups == 8 else (group >> 1 << 2)
+    acc = [[k.var(k.zero(F32x16)) for _ in weights] for _ in xs]
+    low = [[k.var(k.zero(F32x16)) for _ in weights] for _ in xs] if fmt.has_minima else []
+    with k.range(0, weights[0].blocks - k.select(group < last, k.i64(0), 1)) as b:
+        by32, by16 = (b << 5) + d_words, (b << 6) + group_words
+        by_group = (b << 5) + group_words if fmt.groups == 8 else by16
+        sums = []
+        offset = fmt.offset - code_bias(level, fmt.wide)
+        for x in xs:
+            start = k.zero(I32x16)
+            if offset:
+                at = (x.sum32 if fmt.groups == 8 else x.sum16) + by_group
+                start = k.splat(k.load(at, I32) * -offset, LANES)
+            sums.append([ByteSum(k, level, start, fmt.largest) for _ in weights])
+        codes, q_at = [w.codes(chain, b) for w in weights], (b << 8) + group_at
+        for g in range(size // 4):
+            loaded = [k.load(at, I8x64, 64 * g) for at in codes]
+            for t, x in enumerate(xs):
+                four = k.splat(k.load(x.codes + q_at, I32, 4 * g), LANES).bitcast(I8x64)
+                for sum, w in zip(sums[t], loaded):
+                    sum.add(w, four)
+        scales = [k.load(w.scales(chain, b), F32x16) for w in weights]
+        minima = [k.load(w.minima(chain, b), F32x16) for w in weights] if fmt.has_minima else []
+        for t, x in enumerate(xs):
+            d = k.load(x.d + by32, F32)
+            for v, scale in enumerate(scales):
+                acc[t][v].v = k.fma(sums[t][v].total().to(F32), scale * k.splat(d, LANES), acc[t][v].v)
+            if fmt.has_minima:
+                d_sum = k.load(x.d_sum + by32, F32) if fmt.groups == 8 else k.load(x.sum16 + by16, I32).to(F32) * d
+                for v, minimum in enumerate(minima):
+                    low[t][v].v = k.fma(minimum, k.splat(d_sum, LANES), low[t][v].v)
+    for i, var in enumerate(v for rows in (acc, low) for row in rows for v in row):
+        k.store(var.v, out, 64 * i)
+
+
+def _tree(k: Kernel, at: Val, chains: int, stride: int) -> Val:
+    """Adds vectors that lie `stride` bytes apart, in the order of `sum_lanes`."""
+    parts = [k.load(at, F32x16, i * stride) for i in range(chains)]
+    while len(parts) > 1:
+        half = len(parts) // 2
+        parts = [a + b for a, b in zip(parts[:half], parts[half:])]
+    return parts[0]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Activation rows [start, stop): where row t lies, and which row of the output it makes."""
+
+    start: Val
+    stop: Val
+    source: Callable[[Val], Val]
+    target: Callable[[Val], Val]
+
+
+def _tile(
+    k: Kernel,
+    level: Level,
+    fmt: BlockFormat,
+    m: Matrix,
+    shape: Shape,
+    weights: list[Unpacked],
+    first: Val,
+    rows: Rows,
+    t: Val,
+    out: Output,
+    tail: bool,
+) -> None:
+    """Activation rows t .. t + shape.rows - 1, rows past the end repeat the last row."""
+    ts = [k.minimum(t + i, rows.stop - 1) for i in range(shape.rows)]
+    xs = [QuantRow(rows.source(row), m.p) for row in ts]
+    count = shape.rows * shape.vectors
+    stride = 64 * count * (2 if fmt.has_minima else 1)
+    buffer = k.stack(stride * fmt.groups)
+    groups = k.table(fmt.lane_groups)
+    last = m.tail * (fmt.elements * fmt.groups // 256) if tail else k.i64(fmt.groups)
+    with k.range(0, fmt.groups) as chain:
+        group = k.load(groups + (chain << 3), I64)
+        _chain(k, level, fmt, weights, xs, chain, group, last, buffer + chain * stride)
+    for i, row in enumerate(ts):
+        for v in range(shape.vectors):
+            at = 64 * (i * shape.vectors + v)
+            y = _tree(k, buffer + at, fmt.groups, stride)
+            if fmt.has_minima:
+                y = y - _tree(k, buffer + at + 64 * count, fmt.groups, stride)
+            with k.when(first + LANES * v < m.n):
+                out.sixteen(k, y, first + LANES * v, rows.target(row))
+
+
+def tile_rows(
+    k: Kernel, level: Level, fmt: BlockFormat, m: Matrix, first: Val, rows: Rows, out: Output, scratch: Val, tail: bool
+) -> None:
+    """Stores the results of one tile of weight rows, starting at `first`, for the given activation rows."""
+    wide, *others = shapes(level)
+    blocks = m.p >> 8
+    each = unpacked_bytes(fmt, 1)
+    with k.range(0, wide.vectors) as v:
+        unpack(k, level, fmt, m, first + v * LANES, Unpacked(fmt, scratch + blocks * v * each, blocks), tail)
+    weights = [Unpacked(fmt, scratch + blocks * (each * v), blocks) for v in range(wide.vectors)]
+    t = k.var(rows.start)
+    for shape in (wide, *others):
+        last = shape is (others or [wide])[-1]
+        with k.loop_while(lambda: t.v < rows.stop if last else t.v + shape.rows <= rows.stop):  # noqa: B023
+            _tile(k, level, fmt, m, shape, weights, first, rows, t.v, out, tail)
+            t.v = t.v + shape.rows
+
+
+def tile_scratch(fmt: BlockFormat, level: Level, k_padded: int) -> int:
+    """Scratch bytes that `tile_rows` needs."""
+    return shapes(level)[0].vectors * unpacked_bytes(fmt, k_padded // 256)
+
+
+def tile(fmt: BlockFormat, level: Level, tail: bool, k_padded: int) -> KernelDef:
+    """Chunk c computes weight rows [32 * (c % n_tiles), ...) for activation rows [T_BLOCK * (c // n_tiles), ...)."""
+    step = LANES * shapes(level)[0].vectors
+
+    def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
+        m, x, stride = Matrix.of(a), a.x, a.x_stride
+        start = chunk // a.n_tiles * T_BLOCK
+        rows = Rows(start, k.minimum(start + T_BLOCK, a.live_rows), lambda t: x + t * stride, lambda t: t)
+        tile_rows(k, level, fmt, m, chunk % a.n_tiles * step, rows, Output.of(a, m.n), scratch, tail)
+
+    fields = ("live_rows", "x", "x_stride", "n_tiles", *MATRIX_FIELDS, *OUTPUT_FIELDS)
+    return KernelDef(f"tile/{fmt.name}{'/tail' if tail else ''}", fields, body, tile_scratch(fmt, level, k_padded))

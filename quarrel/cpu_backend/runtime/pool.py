@@ -1,0 +1,111 @@
+"""Threads that run steps: started once, asleep when idle, and never waited for unless they hold a chunk of work."""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import threading
+import weakref
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from quarrel.cpu_backend.runtime import jit, runner
+from quarrel.cpu_backend.runtime.features import Level
+
+_Start = ctypes.CFUNCTYPE(None, ctypes.c_int64)
+_Run = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+
+
+def aligned(size: int, align: int = 64) -> np.ndarray:
+    """Untouched bytes at an aligned address."""
+    raw = np.empty(size + align, np.uint8)
+    start = -raw.ctypes.data % align
+    return raw[start : start + size]
+
+
+@dataclass(frozen=True)
+class StageTable:
+    """Stages and jobs as the runner reads them, and what must stay alive while it does."""
+
+    stages: np.ndarray  # int64 [stages, 2]
+    jobs: np.ndarray  # int64 [jobs, 5]
+    header: np.ndarray  # int64
+    scratch: int
+    """Bytes of scratch memory that the widest kernel needs."""
+    keep: tuple[Any, ...] = ()
+
+
+class Pool:
+    """`threads` threads, the caller's included. One step runs at a time."""
+
+    def __init__(self, level: Level, threads: int) -> None:
+        self.level, self.threads = level, threads
+        self._lock = threading.Lock()
+        self._block = aligned(runner.POOL_BYTES)
+        self._block[:] = 0
+        self._words = self._block.view(np.int64)
+        self._words[runner.TICKET // 8] = runner.IDLE << runner.COUNT_BITS
+        self._words[runner.YIELD // 8] = ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value
+        per_thread = aligned(runner.THREAD_BYTES * threads)
+        per_thread[:] = 0
+        self._threads = per_thread.view(np.int64).reshape(threads, -1)
+        self._asleep = self._threads[:, runner.ASLEEP // 8]
+        self._scratch: list[np.ndarray] = []
+        self._grow(1 << 16)
+        self._start = _Start(jit.address("runner/start", runner.emit_start, level, 1))
+        self._run = _Run(jit.address("runner/run", partial(runner.emit_run, level), level, 3))
+        self._wake: list[queue.SimpleQueue[bool]] = []
+        self._workers: list[threading.Thread] = []
+        for index in range(1, threads):
+            wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
+            work = (self._run, self._block, self._threads[index], wake)
+            worker = threading.Thread(target=_work, args=work, name=f"quarrel-cpu-{index}", daemon=True)
+            self._wake.append(wake)
+            self._workers.append(worker)
+            worker.start()
+        self._finalizer = weakref.finalize(self, _stop, self._wake)
+
+    def _grow(self, size: int) -> None:
+        if self._scratch and len(self._scratch[0]) >= size:
+            return
+        self._scratch = [aligned(size) for _ in range(self.threads)]
+        self._threads[:, runner.SCRATCH // 8] = [s.ctypes.data for s in self._scratch]
+
+    def run(self, table: StageTable) -> None:
+        """Runs one step to its end, on this thread and the workers."""
+        with self._lock:
+            self._grow(table.scratch)
+            words = self._words
+            words[runner.STAGES // 8] = table.stages.ctypes.data
+            words[runner.JOBS // 8] = table.jobs.ctypes.data
+            words[runner.HEADER // 8] = table.header.ctypes.data
+            words[runner.COUNT // 8] = len(table.stages)
+            self._start(self._block.ctypes.data)
+            if self._asleep.any():
+                for index in np.flatnonzero(self._asleep):
+                    self._asleep[index] = 0
+                    self._wake[index - 1].put(True)
+            self._run(self._block.ctypes.data, self._threads.ctypes.data, 0)
+
+    def close(self) -> None:
+        """Ends the workers."""
+        self._finalizer()
+        for worker in self._workers:
+            worker.join()
+
+
+def _work(run: Any, block: np.ndarray, thread: np.ndarray, wake: queue.SimpleQueue[bool]) -> None:
+    """A worker's life. A wake-up too many is harmless: it looks for work and goes back to sleep."""
+    going = True
+    while going:
+        run(block.ctypes.data, thread.ctypes.data, 1)
+        going = wake.get()
+        thread[runner.ASLEEP // 8] = 0
+
+
+def _stop(wakes: list[queue.SimpleQueue[bool]]) -> None:
+    for wake in wakes:
+        wake.put(False)

@@ -1,0 +1,338 @@
+"""Vector building blocks of the kernels: byte dot products per feature level, transposes, sums, conversions, functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from quarrel.cpu_backend.runtime.features import Level
+from quarrel.cpu_backend.runtime.ir import F16, F32, I8, I16, I32, I64, Kernel, Val, vec
+
+I32x16 = vec(I32, 16)
+F32x16 = vec(F32, 16)
+I8x64 = vec(I8, 64)
+
+
+def each(k: Kernel, n: Val, body: Callable[[Val, int], None], lanes: int = 16) -> None:
+    """Calls `body(byte offset, lanes)` for `n` float32 values, vectors first and the rest one by one."""
+    whole = n & -lanes
+    with k.range(0, whole, lanes) as i:
+        body(i << 2, lanes)
+    with k.range(whole, n) as i:
+        body(i << 2, 1)
+
+
+def f32s(lanes: int) -> Any:
+    """A vector type, or float32 itself for one lane."""
+    return vec(F32, lanes)
+
+
+def code_bias(level: Level, wide: bool) -> int:
+    """What `dot4` subtracts from every code: 128 from `wide` ones (up to 255) where no instruction multiplies them."""
+    return 128 if wide and level.dot in ("maddubs", "sdot") else 0
+
+
+def dot4(k: Kernel, level: Level, acc: Val, w: Val, x: Val, wide: bool) -> Val:
+    """acc[i] + sum over l = 0..3 of (w[4i + l] - code_bias) * x[4i + l], exactly; acc <16 x i32>, w unsigned, |x| < 128."""
+    if code_bias(level, wide):
+        w = w ^ 0x80
+    if level.dot == "vnni512":
+        return k.call("llvm.x86.avx512.vpdpbusd.512", I32x16, acc, w.bitcast(I32x16), x.bitcast(I32x16))
+    if level.dot == "vnni256":
+        return _by_parts(k, 2, acc, w, x, lambda a, u, s: _vnni256(k, a, u, s))
+    if level.dot == "maddubs":
+        return _by_parts(k, 2, acc, w, x, lambda a, u, s: a + _widened(k, _pairs(k, u, s, wide)))
+    if level.dot == "sdot":
+        return _by_parts(
+            k, 4, acc, w, x, lambda a, u, s: k.call("llvm.aarch64.neon.sdot.v4i32.v16i8", vec(I32, 4), a, u, s)
+        )
+    return acc + _plain_dot(w, x)
+
+
+class ByteSum:
+    """A sum of `dot4`s. AVX2 adds the pairs' products in words, as many as surely fit, before it widens them."""
+
+    def __init__(self, k: Kernel, level: Level, start: Val, largest: int) -> None:
+        """largest: the largest code."""
+        self._k, self._level, self._total, self._wide = k, level, start, largest > 127
+        self._fit = 32767 // (2 * 127 * largest) if level.dot == "maddubs" and not self._wide else 0
+        self._words: list[Val] = []
+        self._count = 0
+
+    def add(self, w: Val, x: Val) -> None:
+        """Four codes and four activations for each lane."""
+        if self._fit < 2:
+            self._total = dot4(self._k, self._level, self._total, w, x, self._wide)
+            return
+        pairs = [_pairs(self._k, *(v.shuffle(range(h, h + 32)) for v in (w, x)), False) for h in (0, 32)]
+        self._words = [a + b for a, b in zip(self._words, pairs, strict=True)] if self._words else pairs
+        self._count += 1
+        if self._count == self._fit:
+            self._widen()
+
+    def total(self) -> Val:
+        """<16 x i32>."""
+        if self._words:
+            self._widen()
+        return self._total
+
+    def _widen(self) -> None:
+        low, high = (_widened(self._k, words) for words in self._words)
+        self._total = self._total + low.concat(high)
+        self._words, self._count = [], 0
+
+
+def _by_parts(k: Kernel, parts: int, acc: Val, w: Val, x: Val, one: object) -> Val:
+    """Splits 512-bit operands, works on each part, joins the results."""
+    lanes, size = 16 // parts, 64 // parts
+    done = [
+        one(
+            acc.shuffle(range(lanes * p, lanes * p + lanes)), *(v.shuffle(range(size * p, size * p + size)) for v in (w, x))
+        )  # type: ignore[operator]
+        for p in range(parts)
+    ]
+    while len(done) > 1:
+        done = [a.concat(b) for a, b in zip(done[::2], done[1::2], strict=True)]
+    return done[0]
+
+
+def _vnni256(k: Kernel, acc: Val, w: Val, x: Val) -> Val:
+    words = vec(I32, 8)
+    return k.call("llvm.x86.avx512.vpdpbusd.256", words, acc, w.bitcast(words), x.bitcast(words))
+
+
+def _pairs(k: Kernel, w: Val, x: Val, signed: bool) -> Val:
+    """Sums of two products as words. vpmaddubsw multiplies unsigned by signed bytes and saturates at 32767, which no pair
+    reaches: with w <= 127, or with the magnitude of a signed w, whose sign is moved to x: 2 * 128 * 127 at most."""
+    if signed:
+        x = k.call("llvm.x86.avx2.psign.b", vec(I8, 32), x, w)
+        w = k.select(w < 0, -w, w)
+    return k.call("llvm.x86.avx2.pmadd.ub.sw", vec(I16, 16), w, x)
+
+
+def _widened(k: Kernel, words: Val) -> Val:
+    """Sums of neighbouring words."""
+    return k.call("llvm.x86.avx2.pmadd.wd", vec(I32, 8), words, k.lane_constants(I16, [1] * 16))
+
+
+def _plain_dot(w: Val, x: Val) -> Val:
+    """Products in 16 bits, sums in 32; LLVM finds the multiply-add of pairs where there is one."""
+    u, s = w.to(I16, unsigned=True), x.to(I16)
+    parts = [u.shuffle(range(l, 64, 4)).to(I32) * s.shuffle(range(l, 64, 4)).to(I32) for l in range(4)]
+    return (parts[0] + parts[1]) + (parts[2] + parts[3])
+
+
+def sum_lanes(v: Val) -> Val:
+    """All lanes added as a fixed tree: lane i with lane i + half, and so on."""
+    lanes = v.lanes
+    while lanes > 1:
+        lanes //= 2
+        v = v.shuffle(range(lanes)) + v.shuffle(range(lanes, 2 * lanes))
+    return v[0]
+
+
+def max_lanes(k: Kernel, v: Val) -> Val:
+    """The largest lane."""
+    lanes = v.lanes
+    while lanes > 1:
+        lanes //= 2
+        v = k.maximum(v.shuffle(range(lanes)), v.shuffle(range(lanes, 2 * lanes)))
+    return v[0]
+
+
+def _unpack(a: Val, b: Val, width: int, high: bool) -> Val:
+    """Interleaves runs of `width` lanes from the low or high half of every 128 bits, as punpck does (32-bit lanes)."""
+    lanes = a.lanes
+    picks: list[int] = []
+    for base in range(0, lanes, 4):
+        start = base + (2 if high else 0)
+        for run in range(0, 2, width):
+            picks += [start + run + i for i in range(width)] + [lanes + start + run + i for i in range(width)]
+    return a.shuffle(picks, b)
+
+
+def fold4(vectors: Sequence[Val]) -> Val:
+    """Four <16 x T> to one: lane 4 * q + i is the sum of the q-th 128 bits of vector i."""
+    a, b, c, d = vectors
+    ab = _unpack(a, b, 1, False) + _unpack(a, b, 1, True)
+    cd = _unpack(c, d, 1, False) + _unpack(c, d, 1, True)
+    return _unpack(ab, cd, 2, False) + _unpack(ab, cd, 2, True)
+
+
+def fold4_bytes(k: Kernel, level: Level, dots: Sequence[Val], largest: int) -> Val:
+    """`fold4` of byte dot products, each lane at most `largest` in magnitude, by multiply-adds of words where they fit.
+
+    Packing two vectors to words and multiplying by ones adds neighbours in two instructions instead of three.
+    """
+    if level.dot not in _PACK or 2 * largest > 32767:
+        return fold4(dots)
+    pairs = [_add_neighbours(k, level, a, b) for a, b in (dots[:2], dots[2:])]
+    return _add_neighbours(k, level, *pairs)
+
+
+_PACK = {"vnni512": 1, "vnni256": 2, "maddubs": 2}
+"""512-bit operations in so many instructions, by level."""
+
+
+def _add_neighbours(k: Kernel, level: Level, a: Val, b: Val) -> Val:
+    """Sums of neighbouring lanes; within every 128 bits those of a come before those of b."""
+    parts = _PACK[level.dot]
+    lanes = 16 // parts
+    pack, multiply = (
+        ("llvm.x86.avx512.packssdw.512", "llvm.x86.avx512.pmaddw.d.512")
+        if parts == 1
+        else ("llvm.x86.avx2.packssdw", "llvm.x86.avx2.pmadd.wd")
+    )
+    ones = k.lane_constants(I16, [1] * (2 * lanes))
+    out = []
+    for p in range(parts):
+        span = range(lanes * p, lanes * p + lanes)
+        words = k.call(pack, vec(I16, 2 * lanes), a.shuffle(span), b.shuffle(span))
+        out.append(k.call(multiply, vec(I32, lanes), words, ones))
+    return out[0] if parts == 1 else out[0].concat(out[1])
+
+
+def transpose16(rows: Sequence[Val]) -> list[Val]:
+    """Sixteen <16 x 32 bits> to their transpose."""
+    assert len(rows) == 16
+    pairs: list[Val] = []
+    for i in range(0, 16, 2):
+        pairs += [_unpack(rows[i], rows[i + 1], 1, False), _unpack(rows[i], rows[i + 1], 1, True)]
+    quads: list[Val] = []
+    for i in range(0, 16, 4):
+        lo0, hi0, lo1, hi1 = pairs[i : i + 4]
+        quads += [
+            _unpack(lo0, lo1, 2, False),
+            _unpack(lo0, lo1, 2, True),
+            _unpack(hi0, hi1, 2, False),
+            _unpack(hi0, hi1, 2, True),
+        ]
+    # quads[4 * g + c] holds, in its 128-bit part q, column 4 * q + c of rows 4g .. 4g + 3.
+    out: list[Val] = [rows[0]] * 16
+    even, odd = _parts(0, 2, 4, 6), _parts(1, 3, 5, 7)
+    for c in range(4):
+        q0, q1, q2, q3 = (quads[4 * g + c] for g in range(4))
+        a, b, d, e = q0.shuffle(even, q1), q0.shuffle(odd, q1), q2.shuffle(even, q3), q2.shuffle(odd, q3)
+        out[c], out[8 + c] = a.shuffle(even, d), a.shuffle(odd, d)
+        out[4 + c], out[12 + c] = b.shuffle(even, e), b.shuffle(odd, e)
+    return out
+
+
+def _parts(*which: int) -> list[int]:
+    """A shuffle of 128-bit parts of two <16 x 32 bits>."""
+    return [4 * p + i for p in which for i in range(4)]
+
+
+def f16_to_f32(k: Kernel, level: Level, bits: Val) -> Val:
+    """float16, as <n x i16> or i16, to float32."""
+    if level.float16:
+        return bits.bitcast(vec(F16, bits.lanes)).to(F32)
+    bits = bits.to(I32, unsigned=True)
+    magnitude, top = bits & 0x7FFF, bits & 0x7C00
+    # A subnormal float16 is its mantissa in units of 2^-24; read as a small float32 it would be flushed to zero.
+    small = (magnitude.to(F32) * 2.0**-24).bitcast(bits.type)
+    normal = (magnitude << 13) + (112 << 23)
+    value = k.select(top.eq(0), small, k.select(top.eq(0x7C00), normal + (112 << 23), normal))
+    return (value | (bits & 0x8000) << 16).bitcast(vec(F32, bits.lanes))
+
+
+def f32_to_f16(k: Kernel, level: Level, x: Val) -> Val:
+    """float32 to float16 as <n x i16>, rounded to nearest even."""
+    if level.float16:
+        return Val(k, k.b.fptrunc(x.v, vec(F16, x.lanes))).bitcast(vec(I16, x.lanes))
+    bits = x.bitcast(vec(I32, x.lanes))
+    sign, magnitude = bits >> 16 & 0x8000, bits & 0x7FFFFFFF
+    normal = (magnitude + (0xFFF + (magnitude >> 13 & 1)) - (112 << 23)) >> 13
+    # Adding 0.5 lets the float unit round a subnormal result into the low mantissa bits.
+    small = (magnitude.bitcast(x.type) + 0.5).bitcast(bits.type) - (126 << 23)
+    out = k.select(magnitude < 0x38800000, small, normal)
+    out = k.select(magnitude >= 0x477FF000, 0x7C00, out)
+    out = k.select(magnitude > 0x7F800000, k.lift(0x7E00, bits.type), out)
+    return (out | sign).to(I16)
+
+
+def bf16_to_f32(bits: Val) -> Val:
+    """bfloat16, as <n x i16>, to float32."""
+    return (bits.to(I32, unsigned=True) << 16).bitcast(vec(F32, bits.lanes))
+
+
+_LOG2E = 1.0 / math.log(2.0)
+_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
+# Cephes expf: minimax on [-ln2/2, ln2/2].
+_EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+
+
+def exp(k: Kernel, x: Val) -> Val:
+    """e^x, within 2 ulp; 0 below -87.3, clamped above 88.4 (no infinity is ever made)."""
+    tiny = x < -87.3
+    x = k.minimum(k.maximum(x, -87.3), 88.3)
+    shifted = k.fma(x, _LOG2E, 12582912.0)  # 1.5 * 2^23: the sum's low mantissa bits are the rounded integer
+    n = shifted - 12582912.0
+    r = k.fma(n, -_LN2_LOW, k.fma(n, -_LN2_HIGH, x))
+    p = k.lift(_EXP[0], x.type)
+    for c in _EXP[1:]:
+        p = k.fma(p, r, c)
+    p = k.fma(p * r, r, r) + 1.0
+    power = (shifted.bitcast(vec(I32, x.lanes)) << 23) + (127 << 23)
+    return k.select(tiny, 0.0, p * power.bitcast(x.type))
+
+
+def exp64(k: Kernel, x: Val) -> Val:
+    """e^x for x <= 0 to about 1 ulp of float64; 0 below -708."""
+    tiny = x < -708.0
+    x = k.maximum(x, -708.0)
+    shifted = x * (1.0 / math.log(2.0)) + 6755399441055744.0
+    n = shifted - 6755399441055744.0
+    r = x - n * 0.6931471803691238 - n * 1.9082149292705877e-10
+    p = k.lift(1.0 / math.factorial(13), x.type)
+    for i in range(12, -1, -1):
+        p = p * r + 1.0 / math.factorial(i)
+    power = (shifted.bitcast(vec(I64, x.lanes)) + 1023) << 52
+    return k.select(tiny, 0.0, p * power.bitcast(x.type))
+
+
+def sigmoid(k: Kernel, x: Val) -> Val:
+    """1 / (1 + e^-x)."""
+    return 1.0 / (exp(k, -x) + 1.0)
+
+
+def tanh(k: Kernel, x: Val) -> Val:
+    """tanh x = 1 - 2 / (e^2x + 1), and its series near 0, where that would cancel."""
+    far = 1.0 - 2.0 / (exp(k, x * 2.0) + 1.0)
+    square = x * x
+    p = k.lift(62.0 / 2835.0, x.type)
+    for c in (-17.0 / 315.0, 2.0 / 15.0, -1.0 / 3.0):
+        p = k.fma(p, square, c)
+    near = k.fma(p * square, x, x)
+    return k.select(square < 0.0625, near, far)
+
+
+def log1p(k: Kernel, u: Val) -> Val:
+    """log(1 + u) for u in [0, 1] as 2 atanh(u / (2 + u)), within a few ulp."""
+    s = u / (u + 2.0)
+    square = s * s
+    p = k.lift(1.0 / 17.0, u.type)
+    for n in range(15, 0, -2):
+        p = k.fma(p, square, 1.0 / n)
+    return s * p * 2.0
+
+
+def softplus(k: Kernel, x: Val) -> Val:
+    """log(1 + e^x), without overflow."""
+    return k.maximum(x, 0.0) + log1p(k, exp(k, -k.fabs(x)))
+
+
+# Abramowitz and Stegun 7.1.26: absolute error 1.5e-7.
+_ERF = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
+
+
+def erf(k: Kernel, x: Val) -> Val:
+    """The error function."""
+    size = k.fabs(x)
+    t = 1.0 / k.fma(size, 0.3275911, 1.0)
+    p = k.lift(_ERF[0], x.type)
+    for c in _ERF[1:]:
+        p = k.fma(p, t, c)
+    y = 1.0 - p * t * exp(k, -(x * x))
+    return k.select(x < 0.0, -y, y)

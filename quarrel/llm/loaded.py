@@ -1,0 +1,27 @@
+"""The parts of a loaded model, which `load` puts together for an `LLM`."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from quarrel.engine import Loop, SamplingParams
+from quarrel.gguf import GGUFFile
+from quarrel.llm.explain import Explanation
+from quarrel.models import EncoderSpec, ModelSpec
+from quarrel.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Loaded:
+    loop: Loop
+    file: GGUFFile
+    files: ExitStack
+    """Closes it, and all others that are read from."""
+    spec: ModelSpec | EncoderSpec
+    tokenizer: Tokenizer
+    explanation: Explanation
+    load_seconds: float
+    defaults: SamplingParams
+    system: str | None = None
+    adapters: tuple[str, ...] = ()

@@ -1,0 +1,178 @@
+"""The first step of loading: files are found and opened, the tokenizer and the architecture read, a backend chosen."""
+
+from __future__ import annotations
+
+import math
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from quarrel.env import Environment, read_environment
+from quarrel.errors import BackendUnavailable, RequestError
+from quarrel.gguf import GGUFFile, resolve
+from quarrel.gguf.resolve import Resolved
+from quarrel.llm.adapters import Adapters, read_adapters
+from quarrel.llm.memory import context_of
+from quarrel.llm.options import LoadOptions
+from quarrel.models import EncoderSpec, ModelSpec, Tensors, read_spec
+from quarrel.ops.registry import backend as backend_named
+from quarrel.ops.registry import missing_driver
+from quarrel.ops.step import Backend, WeightSource
+from quarrel.tokenizer import Tokenizer
+from quarrel.tokenizer import load_tokenizer as read_tokenizer
+
+ModelName = str | os.PathLike[str]
+AUTO = ("triton", "mlx", "cpu")
+"""The order in which `auto` tries backends."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model's files, read as far as a plan needs them."""
+
+    name: str
+    options: LoadOptions
+    """Resolved with the environment."""
+    environment: Environment
+    files: ExitStack
+    """Closes everything that was opened."""
+    file: GGUFFile
+    found: Resolved
+    tokenizer: Tokenizer
+    spec: ModelSpec | EncoderSpec
+    tensors: Tensors
+    adapters: Adapters | None
+    draft: GGUFFile | None
+    backend: Backend
+    skipped: tuple[str, ...]
+    """Why the backends before it could not be used."""
+    devices: int
+    """How many share the model."""
+
+    @property
+    def weights(self) -> WeightSource:
+        """The model's own and its adapters'."""
+        return self.tensors if self.adapters is None else self.adapters.source(self.tensors)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Device memory that they take on a single device."""
+        tensors = self.file.tensors.values()
+        total = sum(t.nbytes for t in tensors) + (0 if self.adapters is None else self.adapters.nbytes)
+        if self.options.compute == "fp8":  # matrices are stored in E4M3 too
+            coarse = (t for t in tensors if t.type.name in ("F16", "BF16", "Q8_0") and len(t.dims) == 2)
+            total += sum(math.prod(t.dims) for t in coarse)
+        return total
+
+
+def open_model(name: ModelName, options: LoadOptions, files: ExitStack) -> Opened:
+    """Opens a model, its adapters and its draft model; `files` closes them. Raises what `load` does."""
+    environment = read_environment()
+    devices = options.devices(environment)
+    found = _find(name, environment)
+    resolved = options.resolved(environment)
+    backend, skipped = choose_backend(resolved.backend, resolved.threads)
+    if resolved.attention == "cudnn" and backend.name != "triton":
+        message = f"attention is 'cudnn', which the {backend.name} backend has not: use auto, or backend triton"
+        raise RequestError(message, "attention")
+
+    def opened(name: ModelName) -> GGUFFile:
+        return files.enter_context(GGUFFile.open(_find(name, environment).paths))
+
+    file = files.enter_context(GGUFFile.open(found.paths))
+    tokenizer = read_tokenizer(file.metadata)
+    tensors, spec = Tensors(file), read_spec(file, scaling=options.scaling, asked=options.n_ctx)
+    if isinstance(spec, EncoderSpec):
+        _check_encoder(options, devices)
+        devices = 1
+    if devices > 1:
+        _check_shared(options, environment)
+    adapters = {adapter: opened(path) for adapter, path in (options.adapters or {}).items()}
+    return Opened(
+        name=str(name),
+        options=resolved,
+        environment=environment,
+        files=files,
+        file=file,
+        found=found,
+        tokenizer=tokenizer,
+        spec=spec,
+        tensors=tensors,
+        adapters=read_adapters(adapters, file, tensors) if adapters else None,
+        draft=None if options.draft is None or isinstance(spec, EncoderSpec) else opened(options.draft),
+        backend=backend,
+        skipped=skipped,
+        devices=devices,
+    )
+
+
+def find(name: ModelName) -> Resolved:
+    """The files of a model, by the names that `load` takes. Raises ModelNotFound."""
+    return _find(name, read_environment())
+
+
+def load_tokenizer(name: ModelName) -> Tokenizer:
+    """The tokenizer of a model, by the names that `load` takes; a file that holds a vocabulary alone will do."""
+    return read_tokenizer(find(name).paths[0])
+
+
+def check_context(name: ModelName, options: LoadOptions) -> None:
+    """Raises RequestError where the model has no such context, whatever memory there is, before anything is loaded."""
+    with GGUFFile.open(find(name).paths) as file:
+        spec = read_spec(file, scaling=options.scaling, asked=options.n_ctx)
+    context_of(spec, options.n_ctx)
+
+
+def choose_backend(wanted: str | Backend, threads: int | None) -> tuple[Backend, tuple[str, ...]]:
+    """The backend, and why those before it could not be used."""
+    if not isinstance(wanted, str):
+        if not isinstance(wanted, Backend):
+            raise RequestError(f"backend is a {type(wanted).__name__}, wanted a name or a Backend", "backend")
+        return _usable(wanted), ()
+    if wanted != "auto":
+        return _usable(backend_named(wanted, threads)), ()
+    skipped: list[str] = []
+    for candidate in AUTO:
+        try:
+            if reason := missing_driver(candidate):
+                raise BackendUnavailable(reason)
+            return _usable(backend_named(candidate, threads)), tuple(skipped)
+        except BackendUnavailable as error:
+            skipped.append(str(error))
+    raise BackendUnavailable(f"no backend can run on this machine: {'; '.join(skipped)}")
+
+
+def _usable(backend: Backend) -> Backend:
+    reason = backend.unavailable()
+    if reason is not None:
+        raise BackendUnavailable(f"backend {backend.name} cannot run on this machine: {reason}")
+    return backend
+
+
+def _find(name: ModelName, environment: Environment) -> Resolved:
+    text = os.fspath(name)
+    if not isinstance(text, str) or not text:
+        raise RequestError(f"the model's name is {text!r}, wanted a path or a name")
+    if environment.models is not None and not Path(text).is_absolute():
+        for candidate in (environment.models / text, environment.models / f"{text}.gguf"):
+            if candidate.is_file():
+                return resolve(str(candidate))
+    return resolve(text)
+
+
+def _check_encoder(options: LoadOptions, devices: int) -> None:
+    if options.tensor_parallel is not None and devices > 1:
+        raise RequestError("an encoder runs on one device: leave tensor_parallel out", "tensor_parallel")
+    if options.adapters:
+        raise RequestError("an encoder takes no adapters: leave them out", "adapters")
+
+
+def _check_shared(options: LoadOptions, environment: Environment) -> None:
+    """What a model on several devices cannot have."""
+    if options.draft is not None or options.adapters or options.scaling:
+        message = "draft, adapters and rope_scaling want one device: leave them or tensor_parallel out"
+        raise RequestError(message, "tensor_parallel", "draft", "adapters", "rope_scaling")
+    if environment.check:
+        message = "QUARREL_CHECK looks at one process: unset it, or leave tensor_parallel out"
+        raise RequestError(message, "tensor_parallel")

@@ -1,0 +1,308 @@
+"""What a model is loaded with. An option is one field here: `load` takes it, the command line derives its flag from it, and
+it travels to a model's process, without being named again.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from quarrel.env import ATTENTION, BACKENDS, COMPUTE, KV_CACHE, MAX_DEVICES, MAX_THREADS, Environment
+from quarrel.errors import RequestError
+
+if TYPE_CHECKING:
+    from quarrel.models import RopeScaling
+    from quarrel.ops.kv import KVType
+    from quarrel.ops.step import AttentionChoice, Backend, ComputeChoice
+
+MAX_SEQS = 256
+MAX_ADAPTERS = 64
+SCALINGS = ("none", "linear", "yarn")
+Progress = Callable[[int, int], None]
+_ADAPTER_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A whole number from `low` to `high`, in `unit`."""
+
+    low: int
+    high: int
+    unit: str = ""
+    optional: bool = True
+
+    def wanted(self, value: object) -> str | None:
+        """What is wanted in place of the value; None if it is right."""
+        if value is None and self.optional:
+            return None
+        if isinstance(value, int) and not isinstance(value, bool) and self.low <= value <= self.high:
+            return None
+        return f"a whole number{self.unit} from {self.low}" + ("" if self.high >= 1 << 60 else f" to {self.high}")
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """One of some words. `strict`: nothing else; otherwise other values are checked where they are used."""
+
+    words: tuple[str, ...]
+    strict: bool = True
+
+    def wanted(self, value: object) -> str | None:
+        return None if value in self.words or not self.strict else f"one of {', '.join(self.words)}"
+
+
+@dataclass(frozen=True)
+class Value:
+    """Any value that `test` accepts; `words` say what is wanted."""
+
+    words: str
+    test: Callable[[Any], bool]
+
+    def wanted(self, value: object) -> str | None:
+        return None if self.test(value) else self.words
+
+
+def _is_memory(value: object) -> bool:
+    whole = isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 1 << 60
+    return value is None or whole or (isinstance(value, float) and 0 < value <= 1)
+
+
+SWITCH = Value("True or False", lambda value: isinstance(value, bool))
+MEMORY = Value("a whole number of bytes, or a share up to 1.0 as a float", _is_memory)
+FILE_NAME = Value("a path or a name", lambda value: value is None or isinstance(value, str | os.PathLike))
+FUNCTION = Value("a function", lambda value: value is None or callable(value))
+NUMBER = Value("a number", lambda value: True)
+"""Checked by `RopeScaling`."""
+ADAPTERS = Value("names and files", lambda value: True)
+"""Checked by `_check_adapters`."""
+
+Kind = Whole | OneOf | Value
+
+
+def _about(kind: Kind, doc: str, help: str = "") -> dict[str, Any]:
+    """doc: for Python. help: for the command line, which has no flag for an option without it."""
+    return {"kind": kind, "doc": doc, "help": help}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """The keyword arguments of `load`. Raises RequestError, whose `field` names the option, for a value out of range."""
+
+    backend: str | Backend = field(
+        default="auto",
+        metadata=_about(
+            OneOf(BACKENDS, strict=False),
+            '"triton" (CUDA), "mlx" (Metal), "cpu", or "auto", which is `QUARREL_BACKEND` or the first that can run'
+            " here; a named one is used or raises BackendUnavailable.",
+            "what computes: triton on NVIDIA GPUs, mlx on Apple's; auto is the best that is ready",
+        ),
+    )
+    compute: ComputeChoice = field(
+        default="auto",
+        metadata=_about(
+            OneOf(COMPUTE),
+            'the arithmetic of activations; "float32" is exact, and "fp8" is float16 with coarse products (E4M3) for long'
+            " prompts on CUDA; by default `QUARREL_COMPUTE`, or the backend's own.",
+            "the arithmetic; float32 is exact, fp8 coarse",
+        ),
+    )
+    n_ctx: int | None = field(
+        default=None,
+        metadata=_about(
+            Whole(1, 1 << 30),
+            "tokens of prompt and continuation together; by default the model's own, at most 8192, and fewer (with a"
+            " warning) where memory ends.",
+            "context in tokens; by default the model's, but at most 8192",
+        ),
+    )
+    max_seqs: int = field(default=8, metadata=_about(Whole(1, MAX_SEQS, optional=False), "sequences that run at once."))
+    memory: int | float | None = field(
+        default=None,
+        metadata=_about(
+            MEMORY,
+            "bytes that everything may take together, or a share of what is free as a float up to 1.0; by default"
+            " `QUARREL_MEMORY`, or what is free.",
+            "what a model may take: bytes (512MiB, 16GB) or a share of what is free (80%%)",
+        ),
+    )
+    kv_cache: KVType = field(
+        default="auto",
+        metadata=_about(
+            OneOf(KV_CACHE),
+            'how keys and values are stored: "float16", "bfloat16", or "int8" or "fp8" in half the memory; by default'
+            " `QUARREL_KV_CACHE`, or what the backend computes in (on a CPU float16, except in float32 arithmetic).",
+            "how keys and values are stored; int8 and fp8 take half the memory",
+        ),
+    )
+    prefix_cache: bool = field(
+        default=True,
+        metadata=_about(SWITCH, "keep what finished sequences computed, for prompts that begin alike."),
+    )
+    prefix_cache_bytes: int | None = field(
+        default=None,
+        metadata=_about(
+            Whole(0, (1 << 60) - 1, " of bytes"),
+            "at most so much of it where no sequence uses it; by default what there is room for.",
+            "what finished texts may keep of the cache, for prompts that begin alike (512MiB); by default what is free",
+        ),
+    )
+    max_waiting: int = field(
+        default=1024,
+        metadata=_about(
+            Whole(1, 1 << 20, optional=False),
+            "requests that may wait beside those that run; a further one raises QueueFull.",
+        ),
+    )
+    attention: AttentionChoice = field(
+        default="auto",
+        metadata=_about(
+            OneOf(ATTENTION),
+            'the attention kernels for long prompts on CUDA: "own", or "cudnn" where that applies; by default'
+            ' `QUARREL_ATTENTION`, or "own".',
+            "the attention kernels for long prompts on CUDA; auto is our own",
+        ),
+    )
+    deterministic: bool = field(
+        default=False,
+        metadata=_about(
+            SWITCH,
+            "a request's tokens have the same bits whatever runs beside it and however its prompt is cut, which costs speed"
+            " on a GPU; the CPU backend always does so.",
+            "the same bits whatever runs beside a request, at a cost on a GPU",
+        ),
+    )
+    threads: int | None = field(
+        default=None,
+        metadata=_about(
+            Whole(1, MAX_THREADS),
+            "of the CPU backend; by default `QUARREL_THREADS`, or one for each core.",
+            "CPU threads; by default one for each core",
+        ),
+    )
+    tensor_parallel: int | None = field(
+        default=None,
+        metadata=_about(
+            Whole(1, MAX_DEVICES),
+            "devices that share the model, with a process each: GPUs of this machine (or processes on the CPU, to try it"
+            " out); by default `QUARREL_TENSOR_PARALLEL`, or 1. Needs PyTorch.",
+            "how many GPUs share the model; by default 1",
+        ),
+    )
+    experts_on_cpu: int | None = field(
+        default=None,
+        metadata=_about(
+            Whole(0, 1 << 20, " of layers"),
+            "layers, from the first, whose experts stay in host memory and are computed there, beside a GPU; by default as"
+            " few as make the rest fit.",
+            "how many layers' experts stay in host memory; by default as few as needed",
+        ),
+    )
+    rope_scaling: Literal["none", "linear", "yarn"] | None = field(
+        default=None,
+        metadata=_about(
+            OneOf(SCALINGS, strict=False),
+            'a longer context than the model was trained on: "linear" or "yarn"; "none" ignores the scaling in the file.',
+            "for a longer context than the model was made for; none ignores the file's own",
+        ),
+    )
+    rope_scale: float | None = field(
+        default=None,
+        metadata=_about(
+            NUMBER,
+            "how many times longer; by default as much as n_ctx needs.",
+            "how many times the context; by default as much as --ctx needs",
+        ),
+    )
+    yarn_orig_ctx: int | None = field(
+        default=None,
+        metadata=_about(
+            Whole(1, 1 << 30),
+            'tokens that the model was trained on, for "yarn" where the file does not say.',
+            "tokens that the model was trained on, for yarn",
+        ),
+    )
+    draft: str | os.PathLike[str] | None = field(
+        default=None,
+        metadata=_about(
+            FILE_NAME,
+            "a smaller model of the same vocabulary, which proposes tokens (`Service.draft`); the text stays the same.",
+        ),
+    )
+    adapters: Mapping[str, str | os.PathLike[str]] | None = field(
+        default=None,
+        metadata=_about(
+            ADAPTERS,
+            "LoRA adapters by name: GGUF files as llama.cpp writes them; a request names one by `adapter=`, or none.",
+        ),
+    )
+    progress: Progress | None = field(
+        default=None,
+        metadata=_about(FUNCTION, "called with work done and work in all while weights are packed, on another thread."),
+    )
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if (wanted := entry.metadata["kind"].wanted(value)) is not None:
+                raise RequestError(f"{entry.name} is {value!r}, wanted {wanted}", entry.name)
+        _check_adapters(self.adapters)
+        if (self.rope_scaling, self.rope_scale, self.yarn_orig_ctx) != (None, None, None):
+            _ = self.scaling
+
+    @property
+    def scaling(self) -> RopeScaling:
+        """The three options of rope, which check each other."""
+        from quarrel.models import RopeScaling  # only here: a command line that prints its help needs no NumPy
+
+        return RopeScaling(self.rope_scaling, self.rope_scale, self.yarn_orig_ctx)
+
+    def resolved(self, environment: Environment) -> LoadOptions:
+        """With the environment's values for options that are None or "auto". threads: those of one process of several."""
+        names = ("backend", "compute", "kv_cache", "attention", "memory", "threads")
+        made = replace(self, **{n: getattr(environment, n) for n in names if getattr(self, n) in (None, "auto")})
+        devices = self.devices(environment)
+        if devices == 1:
+            return made
+        return replace(made, threads=max(1, (made.threads or os.cpu_count() or 1) // devices))
+
+    def devices(self, environment: Environment) -> int:
+        """How many share the model."""
+        return environment.tensor_parallel if self.tensor_parallel is None else self.tensor_parallel
+
+    def wire(self) -> dict[str, Any]:
+        """What differs from the defaults, as JSON, for the process that will load the model."""
+        changed = {e.name: v for e in fields(self) if (v := getattr(self, e.name)) != e.default}
+        if not isinstance(self.backend, str) or self.progress is not None:
+            raise RequestError("a model in another process is loaded with the name of a backend, and without progress")
+        if self.draft is not None:
+            changed["draft"] = os.fspath(self.draft)
+        if self.adapters is not None:
+            changed["adapters"] = {name: os.fspath(path) for name, path in self.adapters.items()}
+        return changed
+
+
+def described() -> str:
+    """The options and what they mean, for the documentation of `load`."""
+    texts = (f"{entry.name}: {entry.metadata['doc']}" for entry in fields(LoadOptions))
+    return "\n".join(textwrap.fill(text, 120, initial_indent="    ", subsequent_indent="        ") for text in texts)
+
+
+def _check_adapters(adapters: object) -> None:
+    if adapters is None:
+        return
+    if not isinstance(adapters, Mapping) or len(adapters) > MAX_ADAPTERS:
+        message = f"adapters is {_short(adapters)}, wanted names and files of at most {MAX_ADAPTERS} adapters"
+        raise RequestError(message, "adapters")
+    for name in adapters:
+        if not isinstance(name, str) or not _ADAPTER_NAME.fullmatch(name):
+            message = f"an adapter is called {_short(name)}, wanted 1 to 64 letters, digits, dots, dashes and _"
+            raise RequestError(message, "adapters")
+
+
+def _short(value: object) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 60 else shown[:57] + "..."

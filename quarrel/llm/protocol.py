@@ -1,0 +1,51 @@
+"""A loaded model as a server uses it, in this process (`LLM`) or in one of its own (`RemoteLLM`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, Unpack
+
+from quarrel.engine import Activity, AsyncStream, Request, SamplingParams, Stats
+from quarrel.llm.embeddings import Embeddings, EmbedKeywords
+from quarrel.llm.explain import Explanation
+from quarrel.llm.requests import ChatKeywords, Message, Prompt
+from quarrel.tokenizer import Tokenizer
+
+
+class Model(Protocol):
+    """Safe for threads. `LLM` documents the methods."""
+
+    tokenizer: Tokenizer
+    n_ctx: int
+    adapters: tuple[str, ...]
+    defaults: SamplingParams
+
+    def prepare(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        params: SamplingParams | None = None,
+        **keywords: Unpack[ChatKeywords],
+    ) -> Request: ...
+
+    def submit(self, request: Request, *, stream: bool = True) -> AsyncStream: ...
+
+    async def aembed(self, texts: Prompt | Sequence[Prompt], **keywords: Unpack[EmbedKeywords]) -> Embeddings: ...
+
+    def tokenize(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]: ...
+
+    def detokenize(self, ids: Sequence[int], skip_special: bool = True) -> str: ...
+
+    def explain(self) -> Explanation: ...
+
+    def stats(self) -> Stats: ...
+
+    def activity(self) -> Activity: ...
+
+    def expert_counts(self, *, wait: bool = True) -> dict[str, list[int]]: ...
+
+    def when_lost(self, callback: Callable[[], None]) -> None:
+        """Calls it, on some thread, if the model's process ends without being closed; at once if it has."""
+
+    def close(self) -> None: ...

@@ -1,0 +1,115 @@
+"""Metal functions that turn the codes of a lane's 16 columns into numbers; formats share them.
+
+Codes become half precision without a conversion, which takes Apple's GPUs four cycles, as a shift does, where an AND, an
+OR, a sum or a product takes one: 16-bit fields are put into the mantissa of 1024, and 1024 (plus the format's zero point)
+is subtracted, with a factor where a field stands higher. Float32 sums take half operands at no cost. docs/metal.md counts
+the cycles. `fields.py` puts the fields where these functions look for them.
+"""
+
+from __future__ import annotations
+
+DECODE = """
+// Eight neighbours, loaded in pieces of 16 bytes.
+template <class T>
+struct alignas(sizeof(T) > 2 ? 16 : sizeof(T) * 8) Eight {
+  T v[8];
+};
+
+// Two fields below 1024, minus ZERO; and two fields that hold sixteen times that.
+template <int ZERO>
+inline half2 whole(uint v) { return as_type<half2>(v | 0x64006400u) - half2(half(1024 + ZERO)); }
+template <int ZERO>
+inline half2 sixteenth(uint v) {
+  return fma(as_type<half2>(v | 0x64006400u), half2(half(0.0625f)), half2(half(-64 - ZERO)));
+}
+
+// The upper bits of low pair L, moved to bit 4 of both halves; those of the high pair beside it are then at bit 8.
+template <int BITS>
+inline uint aligned(uint upper, int l) {
+  if (BITS == 1) return upper << uint(4 - l);
+  return l < 2 ? upper << uint(4 - 2 * l) : upper >> uint(2 * l);
+}
+
+// The 16 fields of one bit, eight in each byte, with the second byte in the upper half.
+inline uint spread(ushort word) { return (uint(word) & 0xffu) | (uint(word) & 0xff00u) << 8; }
+
+// Column of the first of pair p among a lane's 16; the second is two further.
+inline int first_of(int p) { return (p >> 1 & 1) * 8 + (p >> 2) * 4 + (p & 1); }
+
+// 16 codes of 4 bits, and UPPER more bits of each from `upper`.
+template <int UPPER, int ZERO>
+inline void nibbles(uint2 words, uint upper, thread half* q) {
+  constexpr uint mask = UPPER == 1 ? 0x00010001u : 0x00030003u;
+  #pragma clang loop unroll(full)
+  for (int p = 0; p < 8; p++) {
+    uint v = p < 4 ? words.x : words.y;
+    if (p & 1) v >>= 8;
+    const uint more = UPPER ? aligned<UPPER>(upper, (p >> 2) * 2 + (p & 1)) : 0u;
+    half2 pair;
+    if (p & 2) {
+      v &= 0x00f000f0u;
+      if (UPPER) v |= more & mask << 8;
+      pair = sixteenth<ZERO>(v);
+    } else {
+      v &= 0x000f000fu;
+      if (UPPER) v |= more & mask << 4;
+      pair = whole<ZERO>(v);
+    }
+    q[first_of(p)] = pair.x;
+    q[first_of(p) + 2] = pair.y;
+  }
+}
+
+// 16 codes of 2 bits, and a third bit of each; fields up to bit 9 are in the mantissa as they stand.
+template <int UPPER, int ZERO>
+inline void twos(uint word, uint upper, thread half* q) {
+  #pragma clang loop unroll(full)
+  for (int p = 0; p < 8; p++) {
+    const uint at = uint(p % 4 * 2);
+    uint v = (p < 4 ? word : word >> 8) & 0x00030003u << at;
+    if (UPPER) v |= (p < 4 ? upper << 2 : upper << 1) & 0x00040004u << at;
+    const float scale = 1.0f / float(1 << at);
+    const half2 pair = fma(as_type<half2>(v | 0x64006400u), half2(half(scale)), half2(half(-1024.0f * scale - ZERO)));
+    q[first_of(p)] = pair.x;
+    q[first_of(p) + 2] = pair.y;
+  }
+}
+
+// Eight signed bytes.
+inline void eights(uint2 words, thread half* q) {
+  #pragma clang loop unroll(full)
+  for (int p = 0; p < 4; p++) {
+    const uint v = ((p < 2 ? words.x : words.y) ^ 0x80808080u) >> uint(p % 2 * 8) & 0x00ff00ffu;
+    const half2 pair = whole<128>(v);
+    q[(p >> 1) * 4 + (p & 1)] = pair.x;
+    q[(p >> 1) * 4 + (p & 1) + 2] = pair.y;
+  }
+}
+
+// The 16 values of IQ4_NL: a polynomial within 0.44 of every one of them, then the nearest whole number.
+inline void bent(uint2 words, thread half* q) {
+  nibbles<0, 0>(words, 0u, q);
+  #pragma clang loop unroll(full)
+  for (int i = 0; i < 16; i++) {
+    const float x = float(q[i]);
+    float y = fma(x, 0.001585999969393015f, 0.031085999682545662f);
+    y = fma(x, y, -1.37192702293396f);
+    y = fma(x, y, 24.173830032348633f);
+    y = fma(x, y, -126.56700897216797f);
+    q[i] = half((y + 12582912.0f) - 12582912.0f);  // the nearest whole number, at half the price of rint
+  }
+}
+
+// Twice the value of e2m1: its bits are those of a half whose exponent is 14 too small.
+inline void fours(uint2 words, thread half* q) {
+  #pragma clang loop unroll(full)
+  for (int p = 0; p < 8; p++) {
+    const uint v = p < 4 ? words.x : words.y, at = uint((p & 1) * 8 + (p & 2) * 2);
+    const uint size = v & 0x00070007u << at, sign = v & 0x00080008u << at;
+    const uint bits = (at <= 9u ? size << (9u - at) : size >> (at - 9u)) | sign << (12u - at);
+    const half2 pair = as_type<half2>(bits) * half2(half(32768.0f));
+    q[first_of(p)] = pair.x;
+    q[first_of(p) + 2] = pair.y;
+  }
+}
+"""

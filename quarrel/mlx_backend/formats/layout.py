@@ -1,0 +1,170 @@
+"""What a block format is on Metal: planes that kernels read with aligned loads, and the Metal struct that decodes them.
+
+A block is 32 columns, whatever the format's own is. Of block b a lane with h = 0 or 1 takes `q[0..7]`, columns 8h to
+8h + 7, and `q[8..15]`, those plus 16 (`part` of the struct). The values are
+
+    scale * q - offset        scales(row, b) = (scale of the low 8, of the high 8, offset of the low 8, of the high 8)
+
+`q` is exact: whole numbers in half precision, or the stored values of F32, F16 and BF16 with scale 1.
+
+GGUF's own blocks are 17 to 210 bytes long: read in place, a lane's codes start at any even (MXFP4: any) byte, and loads are
+of 2 bytes. In planes every lane loads 8 or 4 aligned bytes of codes, neighbours load neighbouring bytes, and 6-bit scales
+are bytes already. Only Q4_K, Q5_K and IQ4_XS grow, by at most 2.8%.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from quarrel.gguf import FORMATS, GGMLType
+from quarrel.ops.contract import Array
+
+Read = Callable[[int, int], Array]
+"""Raw bytes `[stop - start, row_bytes]` of rows start to stop."""
+Split = Callable[[mx.array], Sequence[mx.array]]
+"""Raw blocks `[rows, blocks, nbytes]` uint8 to the planes of a format."""
+
+_CHUNK = 64 << 20
+LEAST = 8
+"""MLX hands arrays of fewer values than this to a kernel in another address space."""
+
+U8, I8, U16, U32, F16 = mx.uint8, mx.int8, mx.uint16, mx.uint32, mx.float16
+
+
+@dataclass(frozen=True)
+class Plane:
+    """`count` entries of `dtype` in every run of `columns`; kernels read it through a pointer to the Metal type `reads`."""
+
+    name: str
+    dtype: mx.Dtype
+    count: int
+    columns: int
+    reads: str
+
+    def size(self, rows: int, k: int) -> int:
+        """Entries of a weight; at least as many as make it a device array."""
+        return max(LEAST, rows * (k // self.columns) * self.count)
+
+
+NIBBLES = Plane("codes", U32, 4, 32, "uint2")
+TWO_BITS = Plane("codes", U32, 2, 32, "uint")
+EXTRA_BIT = Plane("bits", U16, 2, 32, "ushort")
+BYTE_SCALES = Plane("scale", U8, 2, 32, "uchar2")
+SCALE, SCALE_AND_MIN = Plane("scale", F16, 1, 32, "half"), Plane("scale", F16, 2, 32, "half2")
+TOP_SCALE, TOP_SCALE_AND_MIN = Plane("top", F16, 1, 256, "half"), Plane("top", F16, 2, 256, "half2")
+
+
+class Format(ABC):
+    """The planes of a format, `split`, which makes them, and the Metal text that reads them."""
+
+    def __init__(self, type: GGMLType, planes: tuple[Plane, ...], split: Split) -> None:
+        self.type, self.planes, self.split = type, planes, split
+
+    @abstractmethod
+    def struct(self) -> str:
+        """Definition of the Metal struct."""
+
+    @abstractmethod
+    def bind(self, name: str, planes: Sequence[str], k: str, tail: bool) -> str:
+        """Metal statement that makes the struct `name` from a kernel's inputs `planes`; `k` is what K is called there."""
+
+
+_STRUCT = """
+struct @NAME {
+@FIELDS
+  int K;
+  typedef half Q;
+  enum { OFFSET = @OFFSET, PLAIN = 0 };
+  inline void part(int row, int block, int h, thread half* q) const {
+    const int at = row * (K / 32) + block;
+    @PART
+  }
+  inline float4 scales(int row, int block) const {
+    const int at = row * (K / 32) + block;
+    @SCALES
+  }
+};
+"""
+
+
+class BlockFormat(Format):
+    """Codes and scales: `part` and `scales` are the bodies of the struct's functions, where `at` is the block."""
+
+    def __init__(
+        self, type: GGMLType, planes: tuple[Plane, ...], split: Split, part: str, scales: str, offset: bool = False
+    ) -> None:
+        super().__init__(type, planes, split)
+        self._part, self._scales, self._offset = part, scales, offset
+
+    def struct(self) -> str:
+        fields = "\n".join(f"  device const {p.reads}* {p.name};" for p in self.planes)
+        text = _STRUCT.replace("@NAME", self.type.name).replace("@FIELDS", fields)
+        text = text.replace("@OFFSET", str(int(self._offset)))
+        return text.replace("@PART", self._part).replace("@SCALES", self._scales)
+
+    def bind(self, name: str, planes: Sequence[str], k: str, tail: bool) -> str:
+        assert not tail, (self.type, "rows are whole blocks")
+        pointers = ", ".join(f"(device const {p.reads}*){plane}" for p, plane in zip(self.planes, planes, strict=True))
+        return f"const {self.type.name} {name} = {{{pointers}, {k}}};\n"
+
+
+ONE_SCALE = "const float d = float(scale[at]);\n    return float4(d, d, 0.0f, 0.0f);"
+SCALE_PLUS_MIN = "const half2 s = scale[at];\n    return float4(float(s.x), float(s.x), -float(s.y), -float(s.y));"
+BYTE_SCALE_AND_MIN = """const half2 d = top[at >> 3];
+    const uchar2 s = scale[at];
+    const float a = float(d.x) * float(s.x), m = float(d.y) * float(s.y);
+    return float4(a, a, m, m);"""
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """`rows` of `k` values as flat arrays, one a plane of `format`, in its order."""
+
+    format: Format
+    rows: int
+    k: int
+    planes: tuple[mx.array, ...]
+
+    @property
+    def type(self) -> GGMLType:
+        return self.format.type
+
+    @property
+    def nbytes(self) -> int:
+        return sum(p.nbytes for p in self.planes)
+
+    def inputs(self, prefix: str = "w") -> tuple[str, ...]:
+        """What a kernel calls the planes."""
+        return tuple(f"{prefix}_{p.name}" for p in self.format.planes)
+
+    def bind(self, k: str, prefix: str = "w") -> str:
+        """Metal text that makes the struct `prefix` out of those inputs; `k` is what K is called there."""
+        return self.format.bind(prefix, self.inputs(prefix), k, self.k % 32 != 0)
+
+
+def pack(format: Format, rows: int, k: int, read: Read) -> Packed:
+    """Reads all rows, at most _CHUNK bytes of them at a time, and splits them on the device."""
+    block = FORMATS[format.type]
+    step = max(1, _CHUNK // (k // block.elements * block.nbytes))
+    pieces: list[list[mx.array]] = [[] for _ in format.planes]
+    for start in range(0, rows, step):
+        raw = mx.array(np.ascontiguousarray(read(start, min(start + step, rows))))
+        made = [a.reshape(-1) for a in format.split(raw.reshape(len(raw), -1, block.nbytes))]
+        mx.eval(made)
+        for piece, a in zip(pieces, made, strict=True):
+            piece.append(a)
+    planes = []
+    for plane, piece in zip(format.planes, pieces):
+        whole = mx.concatenate(piece) if len(piece) > 1 else piece[0]
+        missing = plane.size(rows, k) - whole.size
+        assert missing >= 0, (format.type, plane, rows, k, whole.size)
+        planes.append(mx.contiguous(mx.pad(whole, (0, missing)) if missing else whole))
+        assert whole.dtype == plane.dtype, (format.type, plane, whole.dtype)
+        mx.eval(planes[-1])
+        piece.clear()
+    return Packed(format, rows, k, tuple(planes))

@@ -1,0 +1,32 @@
+"""Q6_K: 256 values in 16 runs, codes of 6 bits less 32, signed 8-bit scales of a float16 scale."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from quarrel.gguf import GGMLType
+from quarrel.mlx_backend.formats.fields import UPPER_BESIDE_NIBBLES, nibbles, unshift, view, words
+from quarrel.mlx_backend.formats.layout import F16, I8, NIBBLES, TOP_SCALE, U32, BlockFormat, Plane
+
+
+def _split(raw: mx.array) -> Sequence[mx.array]:
+    rows, blocks, _ = raw.shape
+    codes = unshift(raw[..., :128].reshape(rows, blocks, 2, 64), (0, 4), 15).reshape(rows, blocks, 8, 32)
+    upper = unshift(raw[..., 128:192].reshape(rows, blocks, 2, 32), (0, 2, 4, 6), 3).reshape(rows, blocks, 8, 32)
+    upper = words(upper, 2, UPPER_BESIDE_NIBBLES)
+    return nibbles(codes), upper, view(raw, 192, 208, I8), view(raw, 208, 210, F16)
+
+
+_SCALES = """const float d = float(top[at >> 3]);
+    const char2 s = scale[at];
+    return float4(d * float(s.x), d * float(s.y), 0.0f, 0.0f);"""
+
+Q6_K = BlockFormat(
+    GGMLType.Q6_K,
+    (NIBBLES, Plane("bits", U32, 2, 32, "uint"), Plane("scale", I8, 2, 32, "char2"), TOP_SCALE),
+    _split,
+    part="nibbles<2, 32>(codes[at * 2 + h], bits[at * 2 + h], q);",
+    scales=_SCALES,
+)

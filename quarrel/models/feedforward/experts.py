@@ -1,0 +1,88 @@
+"""A mixture of experts behind a router, perhaps with one more that every token passes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from quarrel.errors import UnsupportedModel
+from quarrel.models.cut import Cutter
+from quarrel.models.kind import Block, Kind
+from quarrel.models.spec import FeedForward
+from quarrel.ops.activation import GatedSpec, gated, plain
+from quarrel.ops.contract import Value, WeightRef
+from quarrel.ops.linear import linear, linear_add
+from quarrel.ops.moe import ExpertActivation, ExpertDownSpec, ExpertUpSpec, Gate, RouteSpec, expert_down, expert_up, route
+from quarrel.ops.norm import norm
+from quarrel.ops.null import Builder
+
+
+@dataclass(frozen=True)
+class Experts(FeedForward):
+    """`used` of `n_experts` feed-forwards a token, weighted, plus a shared one of width `shared` if that is not 0."""
+
+    n_experts: int
+    used: int
+    width: int
+    activation: ExpertActivation
+    gate: Gate = "softmax"
+    renormalise: bool = True
+    scale: float = 1.0
+    shared: int = 0
+    n_groups: int = 1
+    groups_used: int = 1
+
+
+def feed(b: Builder, block: Block, e: Experts, h: Value) -> tuple[Value, None]:
+    """The weighted sum of the chosen experts and the shared one, `[T, n_embd]`."""
+    x = norm(b, block.norm, h, *block.gains())
+    logits = linear(b, x, *block.linear("ffn_gate_inp", e.n_experts, block.n_embd), out="f32")
+    shift = block.vector("exp_probs_b.bias", e.n_experts) if e.gate == "sigmoid" else None
+    choice = RouteSpec(e.n_experts, e.used, e.gate, e.renormalise, e.scale, shift is not None, e.n_groups, e.groups_used)
+    ids, weights = route(b, choice, logits, shift)
+    if block.has("ffn_up.0.weight"):
+        raise UnsupportedModel(
+            f"{block.prefix}ffn_up.0.weight and its like hold one expert each, as files from before 2024 do; Quarrel wants"
+            f" the experts of a layer in one tensor, {block.prefix}ffn_up_exps.weight: convert the model again"
+        )
+    names = ("gate", "up") if block.has("ffn_gate_exps.weight") else ("up",)
+    stacks = [_stack(block, f"ffn_{name}_exps", e.n_experts, e.width, block.n_embd) for name in names]
+    biased = block.has("ffn_up_exps.bias")
+    biases = [block.matrix(f"ffn_{n}_exps.bias", e.n_experts, e.width) for n in names if biased]
+    first = ExpertUpSpec(stacks[0].type, e.n_experts, e.used, e.width, block.n_embd, e.activation, len(names) == 2, biased)
+    y = expert_up(b, first, x, ids, *stacks, *biases)
+    down = _stack(block, "ffn_down_exps", e.n_experts, block.n_embd, e.width)
+    offset = block.tensors.optional(f"{block.prefix}ffn_down_exps.bias", e.n_experts, block.n_embd)
+    second = ExpertDownSpec(down.type, e.n_experts, e.used, block.n_embd, e.width, offset is not None)
+    out = expert_down(b, second, y, ids, weights, down, offset)
+    return (out if not e.shared else _shared(b, block, e, x, out)), None
+
+
+def _stack(block: Block, name: str, n_experts: int, n: int, k: int) -> WeightRef:
+    return block.tensors.stack(f"{block.prefix}{name}.weight", n_experts, n, k)
+
+
+def _shared(b: Builder, block: Block, e: Experts, x: Value, routed: Value) -> Value:
+    up = linear(b, x, *block.linear("ffn_up_shexp", e.shared, block.n_embd))
+    if block.has("ffn_gate_shexp.weight"):
+        gate = linear(b, x, *block.linear("ffn_gate_shexp", e.shared, block.n_embd))
+        up = gated(b, GatedSpec("silu", e.shared), gate, up)
+    else:
+        up = plain(b, "relu2", up)
+    return linear_add(b, routed, up, *block.linear("ffn_down_shexp", block.n_embd, e.shared))
+
+
+def _shard(cut: Cutter, e: Experts) -> Experts | None:
+    """A part of each expert, so that every rank has work whatever experts are chosen."""
+    own = cut.portion(e.width, 1, "ffn_down_exps.weight")
+    shared = cut.portion(e.shared, 1, "ffn_down_shexp.weight") if e.shared else (0, 0)
+    if own is None or shared is None:
+        return None
+    for which, width, part in (("exps", e.width, own), ("shexp", e.shared, shared)):
+        if width:
+            cut.rows(f"ffn_gate_{which}", width, part)
+            cut.rows(f"ffn_up_{which}", width, part)
+            cut.columns(f"ffn_down_{which}", width, part)
+    return replace(e, width=own[1] - own[0], shared=shared[1] - shared[0])
+
+
+KIND = Kind(Experts, feed, _shard, ("ffn_", "exp_probs"))

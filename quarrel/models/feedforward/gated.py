@@ -1,0 +1,48 @@
+"""A gated feed-forward: down(activation(gate x) * up x)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from quarrel.models.cut import Cutter
+from quarrel.models.kind import Block, Kind
+from quarrel.models.spec import FeedForward
+from quarrel.ops.activation import Activation
+from quarrel.ops.contract import Value
+from quarrel.ops.linear import Linear, norm_gate_up
+from quarrel.ops.null import Builder
+
+
+@dataclass(frozen=True)
+class GatedFFN(FeedForward):
+    """`width` columns between the maps."""
+
+    activation: Activation
+    width: int
+
+
+def feed(b: Builder, block: Block, ffn: GatedFFN, h: Value) -> tuple[Value, Linear]:
+    """`activation(gate x) * up x`, `[T, width]`."""
+    if block.has("ffn_gate.weight"):
+        gate, up = (block.linear(f"ffn_{name}", ffn.width, block.n_embd) for name in ("gate", "up"))
+    else:  # one tensor, gate rows first
+        both, _ = block.linear("ffn_up", 2 * ffn.width, block.n_embd)
+        gate, up = ((part, None) for part in both.split(ffn.width, ffn.width))
+    y = norm_gate_up(b, block.norm, h, block.gains(), gate, up, ffn.activation)
+    return y, block.linear("ffn_down", block.n_embd, ffn.width)
+
+
+def _shard(cut: Cutter, ffn: GatedFFN) -> GatedFFN | None:
+    own = cut.portion(ffn.width, 1, "ffn_down.weight")
+    if own is None:
+        return None
+    if cut.has("ffn_gate.weight"):
+        cut.rows("ffn_gate", ffn.width, own)
+        cut.rows("ffn_up", ffn.width, own)
+    else:
+        cut.rows("ffn_up", 2 * ffn.width, own, (ffn.width + own[0], ffn.width + own[1]))
+    cut.columns("ffn_down", ffn.width, own)
+    return replace(ffn, width=own[1] - own[0])
+
+
+KIND = Kind(GatedFFN, feed, _shard, ("ffn_",))

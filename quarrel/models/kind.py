@@ -1,0 +1,65 @@
+"""What a kind of mixer or feed-forward is: one entry of a table, which the assembly walks and the sharding follows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from quarrel.models.cut import Cutter
+from quarrel.models.tensors import Tensors
+from quarrel.ops.contract import Value, WeightRef
+from quarrel.ops.linear import Linear
+from quarrel.ops.norm import NormSpec
+from quarrel.ops.program import KVLayer, StateLayer
+
+
+class Block:
+    """One half of a layer as it sees the file: tensors below `prefix`, the model's norm, and the norm in front of it."""
+
+    def __init__(self, tensors: Tensors, prefix: str, n_embd: int, norm: NormSpec, before: str = "") -> None:
+        self.tensors, self.prefix, self.n_embd, self.norm, self.before = tensors, prefix, n_embd, norm, before
+
+    def has(self, name: str) -> bool:
+        return self.prefix + name in self.tensors
+
+    def vector(self, name: str, n: int) -> WeightRef:
+        return self.tensors.vector(self.prefix + name, n)
+
+    def matrix(self, name: str, rows: int, k: int) -> WeightRef:
+        return self.tensors.matrix(self.prefix + name, rows, k)
+
+    def linear(self, name: str, rows: int, k: int) -> Linear:
+        """`name.weight` and, if the file has it, `name.bias`."""
+        return self.matrix(f"{name}.weight", rows, k), self.tensors.optional(f"{self.prefix}{name}.bias", rows)
+
+    def gains(self, name: str = "") -> tuple[WeightRef, ...]:
+        """A norm's weight and, for layer norm, bias; by default those of the norm in front."""
+        return gains(self.tensors, self.prefix + (name or self.before), self.norm)
+
+
+def gains(tensors: Tensors, name: str, norm: NormSpec) -> tuple[WeightRef, ...]:
+    """A norm's weight and, for layer norm, bias."""
+    weight = tensors.vector(f"{name}.weight", norm.k)
+    return (weight,) if norm.kind == "rms" else (weight, tensors.vector(f"{name}.bias", norm.k))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a half of a layer with a spec of type `spec` is computed, divided and remembered.
+
+    `block(b, block, spec, h, *state)` takes the residual stream `h` (normalised inside, so that the norm can fuse with the
+    first projection) and a reference for each entry of `state`. It returns the values before the projection back to the
+    stream and that projection, or the value to add and None.
+
+    `shard(cutter, spec)` cuts the tensors of one rank and returns the narrower spec, or None where they cannot be cut. A
+    matrix whose columns are cut gives part of a sum; nothing else has to be said of it (`models/collectives.py`).
+    """
+
+    spec: type
+    block: Callable[..., tuple[Value, Linear | None]]
+    shard: Callable[[Cutter, Any], Any]
+    tensors: tuple[str, ...]
+    """What the names of its tensors begin with."""
+    state: Callable[[Any], tuple[KVLayer | StateLayer, ...]] = lambda spec: ()
+    """The key/value cache and recurrent states of one such layer."""

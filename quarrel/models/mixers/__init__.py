@@ -1,0 +1,15 @@
+"""The kinds of mixer. A new one is a file with its spec, block, shard rule and state, and its `KIND` in this table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from quarrel.models.kind import Kind
+from quarrel.models.mixers import attention, mamba1, mamba2
+from quarrel.models.mixers.attention import Attention
+from quarrel.models.mixers.mamba1 import Mamba1
+from quarrel.models.mixers.mamba2 import Mamba2
+
+MIXERS: Mapping[type, Kind] = {kind.spec: kind for kind in (attention.KIND, mamba1.KIND, mamba2.KIND)}
+
+__all__ = ["MIXERS", "Attention", "Mamba1", "Mamba2"]

@@ -1,0 +1,91 @@
+"""Self-attention over a key/value cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from quarrel.models.cut import Cutter
+from quarrel.models.kind import Block, Kind
+from quarrel.models.spec import Mixer, Rope
+from quarrel.ops.attention import AttentionSpec, KVAppendSpec, RopeAppendSpec, attention, kv_append, rope_append
+from quarrel.ops.contract import CacheRef, ConstRef, Value, WeightRef
+from quarrel.ops.linear import Linear, norm_linear
+from quarrel.ops.norm import NormSpec, norm
+from quarrel.ops.null import Builder
+from quarrel.ops.program import KVLayer
+from quarrel.ops.rope import RopeSpec
+
+
+@dataclass(frozen=True)
+class Attention(Mixer):
+    """`window` and `cap` are off at 0; `rope` None means no positions."""
+
+    n_heads: int
+    n_kv: int
+    head_dim: int
+    scale: float
+    rope: Rope | None
+    window: int = 0
+    cap: float = 0.0
+    sinks: bool = False
+
+
+def attend(b: Builder, block: Block, a: Attention, h: Value, cache: CacheRef) -> tuple[Value, Linear]:
+    """Query, key and value of `norm(h)`, rotated and cached; the attention's result, `[T, n_heads * head_dim]`."""
+    q, k, v = norm_linear(b, block.norm, h, block.gains(), qkv(block, a))
+    if block.has("attn_q_norm.weight") or block.has("attn_k_norm.weight"):
+        q = norm(b, _per_head(block, a, a.n_heads), q, block.vector("attn_q_norm.weight", a.head_dim))
+        k = norm(b, _per_head(block, a, a.n_kv), k, block.vector("attn_k_norm.weight", a.head_dim))
+    if a.rope is None:
+        kv_append(b, KVAppendSpec(a.n_kv, a.head_dim), k, v, cache)
+    else:
+        r = a.rope
+        heads = (RopeSpec(r.style, n, a.head_dim, r.n_rot, r.magnitude) for n in (a.n_heads, a.n_kv))
+        q = rope_append(b, RopeAppendSpec(*heads), q, k, v, ConstRef("rope_freq", r.freq), cache)
+    sinks = block.vector("attn_sinks.weight", a.n_heads) if a.sinks else None
+    spec = AttentionSpec(a.n_heads, a.n_kv, a.head_dim, a.scale, a.window, a.cap, a.sinks)
+    return attention(b, spec, q, cache, sinks), block.linear("attn_output", block.n_embd, a.n_heads * a.head_dim)
+
+
+def qkv(block: Block, a: Attention) -> tuple[Linear, Linear, Linear]:
+    """Separate query, key and value maps, or the rows of a fused one."""
+    sizes = (a.n_heads * a.head_dim, a.n_kv * a.head_dim, a.n_kv * a.head_dim)
+    if not block.has("attn_qkv.weight"):
+        q, k, v = (block.linear(f"attn_{c}", n, block.n_embd) for c, n in zip("qkv", sizes, strict=True))
+        return q, k, v
+    weight, bias = block.linear("attn_qkv", sum(sizes), block.n_embd)
+    # A vector is one row; seen as a column it splits like a weight.
+    biases = (None,) * 3 if bias is None else WeightRef(bias.name, bias.type, bias.k, 1).split(*sizes)
+    q, k, v = zip(weight.split(*sizes), biases, strict=True)
+    return q, k, v
+
+
+def _per_head(block: Block, a: Attention, heads: int) -> NormSpec:
+    return NormSpec("rms", a.head_dim, block.norm.eps, groups=heads)
+
+
+def _shard(cut: Cutter, a: Attention) -> Attention | None:
+    """Heads with their keys and values; ranks share a key/value head where there are more ranks than those."""
+    dim, width, group = a.head_dim, a.n_heads * a.head_dim, a.n_heads // a.n_kv
+    q = cut.portion(width, group * dim, "attn_output.weight")
+    if q is not None:
+        kv = (q[0] // (group * dim), q[1] // (group * dim))
+    else:
+        per = a.n_heads // cut.ranks
+        if a.n_heads % cut.ranks or cut.ranks % a.n_kv or per * dim % cut.elements("attn_output.weight"):
+            return None
+        q = (cut.rank * per * dim, (cut.rank + 1) * per * dim)
+        kv = (q[0] // (group * dim), q[0] // (group * dim) + 1)
+    keys, kv_width = (kv[0] * dim, kv[1] * dim), a.n_kv * dim
+    cut.rows("attn_q", width, q)
+    cut.rows("attn_k", kv_width, keys)
+    cut.rows("attn_v", kv_width, keys)
+    after = [(start + begin, start + end) for start in (width, width + kv_width) for begin, end in [keys]]
+    cut.rows("attn_qkv", width + 2 * kv_width, q, *after)
+    heads = (q[0] // dim, q[1] // dim)
+    cut.axis("attn_sinks.weight", -1, a.n_heads, heads)
+    cut.columns("attn_output", width, q)
+    return replace(a, n_heads=heads[1] - heads[0], n_kv=kv[1] - kv[0])
+
+
+KIND = Kind(Attention, attend, _shard, ("attn_",), lambda a: (KVLayer(a.n_kv, a.head_dim, a.window),))

@@ -1,0 +1,318 @@
+"""Middleware before every route: Host and Origin, keys, sizes, rates, security headers, request ids and the access log.
+
+Deny by default: a path that is not listed as open needs a key as soon as there are keys, also one that leads nowhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import urlsplit
+
+from quarrel.errors import ConfigError
+from quarrel.server.errors import Refused, openai_body, plain_body
+from quarrel.server.keys import Keyring
+from quarrel.server.limits import Limiter
+from quarrel.server.metrics import Metrics
+from quarrel.server.settings import Settings
+from quarrel.server.shed import GENERATING, Gate, Shed
+from quarrel.server.traces import Traces
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+OPEN = frozenset({"/healthz", "/health", "/readyz", "/api/health"})
+"""Routes that say nothing but whether the server is up."""
+PAGE = frozenset({"/", "/favicon.ico"})
+STATIC = "/static/"
+"""The page and its files: the same bytes for everybody, and a browser cannot send a key with a link."""
+MAX_HEADERS = 32 << 10
+METHODS = frozenset({"GET", "HEAD", "POST", "DELETE", "OPTIONS", "PUT", "PATCH", "WS"})
+KEY_PROTOCOL = "quarrel-key."
+"""A browser's WebSocket can send no header but this: the sub-protocol `quarrel-key.<key>`, next to `quarrel`."""
+
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self';"
+    " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
+    " require-trusted-types-for 'script'; trusted-types dompurify"
+)
+_SECURITY = {
+    "Content-Security-Policy": _POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), microphone=(), geolocation=()",
+}
+_HEADERS = [(name.lower().encode(), value.encode()) for name, value in _SECURITY.items()]
+access = logging.getLogger("quarrel.access")
+
+
+class Middleware:
+    """ASGI middleware around the whole application."""
+
+    def __init__(
+        self,
+        app: App,
+        settings: Settings,
+        keys: Keyring,
+        limiter: Limiter,
+        metrics: Metrics,
+        traces: Traces,
+        check_capacity: Gate,
+    ) -> None:
+        self._app, self._settings, self._keys, self._limiter = app, settings, keys, limiter
+        self._metrics, self._traces, self._check_capacity = metrics, traces, check_capacity
+        self._shed = Shed(check_capacity, keys, metrics, _HEADERS)
+        self._names = {"localhost", settings.host.lower(), *(h.lower() for h in settings.hosts)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        began = time.perf_counter()
+        request_id = "req-" + secrets.token_hex(8)
+        state = scope.setdefault("state", {})
+        state["request_id"], state["caller"] = request_id, _address(scope)
+        sent = {"status": 0, "bytes": 0}
+        extra = {"X-Request-Id": request_id}
+
+        async def answer(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                sent["status"] = message["status"]
+                have = {name.lower() for name, _ in message["headers"]}
+                more = [*_HEADERS, *((k.lower().encode(), v.encode()) for k, v in extra.items())]
+                message["headers"] = [*message["headers"], *(h for h in more if h[0] not in have)]
+            elif message["type"] == "http.response.body":
+                sent["bytes"] += len(message.get("body", b""))
+            elif message["type"] == "websocket.accept":
+                sent["status"] = 101
+            await send(message)
+
+        try:
+            try:
+                reply = self._admit(scope, extra)
+            except ConfigError as error:  # the key file is unreadable: closed, never open
+                logging.getLogger("quarrel.server").error("%s", error)
+                raise Refused(503, "engine_error", "the API keys cannot be read: see the server's log") from error
+            if reply is not None:
+                await _respond(answer, 204, {}, reply, close=False)
+                return
+            if scope["path"] in GENERATING and scope.get("method") == "POST":
+                scope["route"] = SimpleNamespace(path=scope["path"])
+                self._check_capacity(scope["path"])  # before the body is read and parsed
+            method = scope.get("method", "WS")
+            with self._traces.request(method, scope["path"], _headers(scope)) as span:
+                await self._app(scope, self._bounded(scope, receive), answer)
+                route = getattr(scope.get("route"), "path", "none")
+                self._traces.answered(span, method, route, sent["status"], request_id)
+        except Refused as refusal:
+            await self._refuse(scope, answer, refusal)
+        finally:
+            seconds = time.perf_counter() - began
+            self._count(scope, sent, seconds)
+            _log(scope, request_id, state["caller"], sent, seconds)
+
+    def shed(self, data: bytes, caller: str) -> tuple[bytes, bool] | None:
+        """What a full server answers to these bytes of a new request, and whether the connection ends; None: it is read."""
+        try:
+            answer = self._shed(data)
+        except ConfigError:  # the key file is unreadable
+            return None
+        if answer is None:
+            return None
+        scope = {"method": "POST", "path": answer.path}
+        _log(scope, answer.request_id, caller, {"status": 503, "bytes": len(answer.data)}, 0.0)
+        return answer.data, answer.close
+
+    def _count(self, scope: Scope, sent: dict[str, int], seconds: float) -> None:
+        where = getattr(scope.get("route"), "path", "none")
+        method = scope.get("method", "WS")
+        length = dict(scope["headers"]).get(b"content-length", b"0")
+        received = int(length) if length.isdigit() and len(length) < 16 else 0
+        known = method if method in METHODS else "other"
+        self._metrics.answered(known, where, sent["status"], seconds, received, sent["bytes"])
+
+    def _admit(self, scope: Scope, extra: dict[str, str]) -> dict[str, str] | None:
+        """Raises `Refused`, or returns the headers of a preflight's answer, or None to go on."""
+        # Each counts 32 bytes more, as what holds it does.
+        if sum(len(name) + len(value) + 32 for name, value in scope["headers"]) > MAX_HEADERS:
+            raise Refused(431, "too_large", f"the request's headers are over {MAX_HEADERS} bytes: send less")
+        headers = _headers(scope)
+        self._check_host(scope, headers)
+        origin = headers.get("origin")
+        if origin is not None and not self._known(origin, headers.get("host", "")):
+            raise Refused(403, "forbidden_origin", "this origin may not call the server: add it with --origin")
+        if origin is not None:
+            extra |= {"Access-Control-Allow-Origin": origin, "Vary": "Origin"}
+            extra |= {"Access-Control-Expose-Headers": "X-Request-Id, X-Quarrel-Ignored, Retry-After"}
+        if scope["type"] == "http" and scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
+            allowed = {"Access-Control-Allow-Methods": "GET, POST, DELETE", "Access-Control-Max-Age": "600"}
+            return {**allowed, "Access-Control-Allow-Headers": "Authorization, Content-Type"}
+        self._authenticate(scope, headers)
+        if scope["type"] == "http":
+            self._check_length(headers)
+        if scope["path"] not in OPEN and not _is_page(scope):
+            self._limiter.charge(scope["state"]["caller"], "requests", 1)
+        return None
+
+    def _check_host(self, scope: Scope, headers: dict[str, str]) -> None:
+        """A page of another site that made its name resolve to this address must not get in (DNS rebinding)."""
+        values = [v for k, v in scope["headers"] if k.lower() == b"host"]
+        host = headers.get("host", "")
+        name = _host_name(host)
+        if len(values) != 1 or name is None:
+            raise Refused(400, "invalid_request", "the request has no usable Host header, or more than one")
+        if name in self._names or "*" in self._names or _is_loopback(name):
+            return
+        if not self._settings.loopback and _is_address(name):
+            return
+        raise Refused(421, "unknown_host", f"this server is not called {name[:80]!r}: add the name with --host-name")
+
+    def _known(self, origin: str, host: str) -> bool:
+        if origin in self._settings.origins:
+            return True
+        parts = urlsplit(origin)
+        return parts.scheme in ("http", "https") and bool(host) and parts.netloc.lower() == host.lower()
+
+    def _authenticate(self, scope: Scope, headers: dict[str, str]) -> None:
+        if not self._keys.keys() or (scope["type"] == "http" and (scope["path"] in OPEN or _is_page(scope))):
+            return
+        secret = _secret(headers)
+        key = None if secret is None else self._keys.find(secret)
+        if key is None:
+            what = "no API key" if secret is None else "an API key that is unknown, expired or revoked"
+            raise Refused(401, "unauthorized", f"{what} came with the request: send Authorization: Bearer <key>")
+        scope["state"]["caller"] = f"key {key.id}"
+
+    def _check_length(self, headers: dict[str, str]) -> None:
+        length = headers.get("content-length", "0")
+        if not (length.isascii() and length.isdigit()):
+            raise Refused(400, "invalid_request", "Content-Length is no number")
+        if int(length[:20]) > self._settings.body_limit:
+            raise _too_large(self._settings.body_limit)
+
+    def _bounded(self, scope: Scope, receive: Receive) -> Receive:
+        """Counts and times a body that comes in pieces."""
+        if scope["type"] != "http":
+            return receive
+        left, over = self._settings.body_limit, False
+        end = time.monotonic() + self._settings.body_timeout
+
+        async def pull() -> Message:
+            nonlocal left, over
+            if over:
+                return await receive()  # from now on only its end is waited for
+            try:
+                message = await asyncio.wait_for(receive(), max(end - time.monotonic(), 0.001))
+            except TimeoutError as error:
+                raise Refused(408, "timeout", "the request's body did not come in time") from error
+            left -= len(message.get("body", b""))
+            if left < 0:
+                raise _too_large(self._settings.body_limit)
+            over = not message.get("more_body", False)
+            return message
+
+        return pull
+
+    async def _refuse(self, scope: Scope, send: Send, refusal: Refused) -> None:
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008, "reason": str(refusal)[:100]})
+            return
+        self._metrics.errors.labels(refusal.code).inc()
+        body = openai_body(refusal) if scope["path"].startswith("/v1") else plain_body(refusal)
+        # A caller who should retry keeps the connection; the rest of a body with a length is read and dropped. One
+        # that sent Expect may not send a body.
+        unsure = {b"transfer-encoding", b"expect"}
+        close = refusal.status not in (429, 503) or any(name in unsure for name, _ in scope["headers"])
+        await _respond(send, refusal.status, body, refusal.headers(), close=close)
+
+
+async def _respond(send: Send, status: int, body: dict[str, object], headers: dict[str, str], *, close: bool) -> None:
+    raw = b"" if status == 204 else json.dumps(body).encode()
+    lines = [(b"content-type", b"application/json"), (b"content-length", str(len(raw)).encode())]
+    lines += [(b"connection", b"close")] if close else []  # what is left of the request is not read
+    lines += [(k.lower().encode(), v.encode()) for k, v in headers.items()]
+    await send({"type": "http.response.start", "status": status, "headers": lines if raw else lines[2:]})
+    await send({"type": "http.response.body", "body": raw})
+
+
+def _headers(scope: Scope) -> dict[str, str]:
+    return {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in scope["headers"]}
+
+
+def _secret(headers: dict[str, str]) -> str | None:
+    """From `Authorization: Bearer` or `ApiKey`, `X-API-Key`, or a WebSocket's sub-protocol."""
+    kind, _, secret = headers.get("authorization", "").partition(" ")
+    if kind.lower() in ("bearer", "apikey") and secret.strip():
+        return secret.strip()
+    if headers.get("x-api-key"):
+        return headers["x-api-key"]
+    for protocol in headers.get("sec-websocket-protocol", "").split(","):
+        if protocol.strip().startswith(KEY_PROTOCOL):
+            return protocol.strip().removeprefix(KEY_PROTOCOL)
+    return None
+
+
+def _is_page(scope: Scope) -> bool:
+    if scope["type"] != "http" or scope["method"] not in ("GET", "HEAD"):
+        return False
+    path: str = scope["path"]
+    return path in PAGE or (path.startswith(STATIC) and ".." not in path)
+
+
+def _address(scope: Scope) -> str:
+    client = scope.get("client")
+    return client[0] if client else "local"
+
+
+def _host_name(host: str) -> str | None:
+    """The name in a Host header, without its port."""
+    if not host or any(c in host for c in "/\\@?# \t") or not host.isascii():
+        return None
+    if host.startswith("["):
+        name, bracket, port = host[1:].partition("]")
+        port = port.removeprefix(":") if port else ""
+        return name.lower() if bracket and (not port or port.isdigit()) else None
+    name, _, port = host.partition(":")
+    return name.lower() if name and (not port or port.isdigit()) else None
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(name: str) -> bool:
+    return _is_address(name) and ipaddress.ip_address(name).is_loopback
+
+
+def _too_large(limit: int) -> Refused:
+    return Refused(413, "too_large", f"the request's body is over {limit} bytes: send less at once")
+
+
+def _log(scope: Scope, request_id: str, caller: str, sent: dict[str, int], seconds: float) -> None:
+    line = {
+        "request": request_id,
+        "caller": caller,
+        "method": scope.get("method", "WS"),
+        "path": scope["path"][:200],
+        "status": sent["status"],
+        "bytes": sent["bytes"],
+        "ms": round(seconds * 1000, 1),
+    }
+    access.info("%s", json.dumps(line))

@@ -1,0 +1,276 @@
+"""The models that a server offers: loaded when wanted, swapped while old requests finish on old weights.
+
+A model whose process ends is loaded again: at once the first time, after growing delays if it keeps ending.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from quarrel.errors import QuarrelError
+from quarrel.llm import Model
+from quarrel.server.errors import Refused, refused
+
+State = Literal["unloaded", "loading", "loaded", "failed"]
+Load = Callable[[str], Model]
+STEADY = 30.0
+"""A process that ran for so many seconds is started again at once."""
+SOONEST, LATEST = 0.5, 5.0
+"""Seconds before a process that keeps ending is started again."""
+log = logging.getLogger("quarrel.server")
+
+
+class LoadedModel:
+    """A loaded model and how many requests it serves; closed when it is retired and the last one has ended."""
+
+    def __init__(self, llm: Model) -> None:
+        self.llm = llm
+        self.users = 0
+        self.since = time.monotonic()
+        self._retired = False
+
+    def take(self) -> None:
+        self.users += 1
+
+    def drop(self) -> None:
+        self.users -= 1
+        self._close_if_done()
+
+    def retire(self) -> None:
+        self._retired = True
+        self._close_if_done()
+
+    def _close_if_done(self) -> None:
+        if self._retired and not self.users:
+            # Closing waits for the step that runs.
+            asyncio.get_running_loop().run_in_executor(None, self.llm.close)
+
+
+@dataclass
+class Entry:
+    """One offered model. `name` is what requests say, `source` what is loaded."""
+
+    name: str
+    source: str
+    state: State = "unloaded"
+    loaded: LoadedModel | None = None
+    error: str = ""
+    created: int = 0
+    load_seconds: float = 0.0
+    restarts: int = 0
+    """How often its process ended and was started again."""
+    delay: float = 0.0
+    """Seconds to wait before the next start."""
+    again_at: float = 0.0
+    """When that will be; until then requests are refused."""
+
+
+class ModelManager:
+    """Models by name. For one event loop; loading runs on a thread."""
+
+    def __init__(self, sources: Iterable[str], folder: Path | None, load: Load) -> None:
+        self._load = load
+        self._folder = folder
+        self._entries: dict[str, Entry] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._revivals: set[asyncio.Task[None]] = set()
+        self._closed = False
+        self._loads: set[asyncio.Future[Model]] = set()
+        self.stopped: Future[None] = Future()
+        """Done when nothing is loaded any more: whoever loads may end at once."""
+        for source in sources:
+            name = name_of(source)
+            self._entries[name] = Entry(name, source, created=int(time.time()))
+        self.default = next(iter(self._entries), None)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all models on offer; empty where a folder may have more."""
+        return tuple(self._entries) if self._folder is None else ()
+
+    def entries(self) -> list[Entry]:
+        """All models on offer, those in the folder included."""
+        if self._folder is not None:
+            for path in sorted(self._folder.glob("*.gguf")):
+                name = name_of(str(path))
+                if name not in self._entries:
+                    self._entries[name] = Entry(name, str(path), created=int(path.stat().st_mtime))
+        return list(self._entries.values())
+
+    def entry(self, name: str | None) -> Entry:
+        """The model of that name, the first one for None or an empty name."""
+        wanted = name or self.default
+        for entry in self.entries():
+            if wanted is None or entry.name == wanted:
+                return entry
+        known = ", ".join(e.name for e in self.entries()) or "none"
+        raise Refused(404, "model_not_found", f"there is no model {str(wanted)[:80]!r} here, wanted one of {known}")
+
+    def parts(self, name: str | None) -> tuple[str | None, str | None]:
+        """A model and one of its adapters, where a name is both, as in "model:adapter"; the name and None elsewhere."""
+        names = {entry.name for entry in self.entries()}
+        model, colon, adapter = (name or "").rpartition(":")
+        return (model, adapter) if colon and name not in names and model in names else (name, None)
+
+    @asynccontextmanager
+    async def use(self, name: str | None) -> AsyncIterator[tuple[str, Model]]:
+        """The model for one request, loaded if it was not. It stays open until the block ends, whatever else happens."""
+        entry = self.entry(name)
+        wait = entry.again_at - time.monotonic()
+        if entry.loaded is None and wait > 0:
+            message = f"the process of {entry.name} ended and will be started again: ask again in {wait:.0f} s"
+            raise Refused(503, "engine_restarting", message, retry_after=wait)
+        if entry.loaded is None:
+            await self.load(entry.name)
+        loaded = entry.loaded
+        if loaded is None:
+            raise Refused(503, "model_unloaded", f"{entry.name} was unloaded: ask again", retry_after=1.0)
+        loaded.take()
+        try:
+            yield entry.name, loaded.llm
+        finally:
+            loaded.drop()
+
+    async def load(self, name: str, *, again: bool = False) -> Entry:
+        """Loads a model, or with `again` a fresh copy in place of the one that runs, which ends with its last request."""
+        entry = self.entry(name)
+        async with self._locks.setdefault(entry.name, asyncio.Lock()):
+            if self.stopped.done():
+                raise _going_down()
+            if entry.loaded is not None and not again:
+                return entry
+            before = entry.loaded
+            entry.state = "loading" if before is None else "loaded"
+            began = time.perf_counter()
+            try:
+                llm = await self._loaded(entry.source)
+            except Exception as error:
+                if self.stopped.done():
+                    entry.state = "unloaded" if before is None else "loaded"
+                    raise
+                known = isinstance(error, QuarrelError)
+                entry.error = str(error) if known else f"it failed ({type(error).__name__}): see the server's log"
+                log.error("%s could not be loaded: %s", entry.name, entry.error, exc_info=None if known else error)
+                entry.state = "failed" if before is None else "loaded"
+                raise refused(error if isinstance(error, QuarrelError) else QuarrelError(entry.error)) from error
+            except BaseException:
+                entry.state = "unloaded" if before is None else "loaded"
+                raise
+            entry.loaded, entry.state, entry.error = LoadedModel(llm), "loaded", ""
+            entry.load_seconds = time.perf_counter() - began
+            self._watch(entry, entry.loaded, llm)
+            log.info("loaded %s in %.1f s", entry.name, entry.load_seconds)
+            if before is not None:
+                before.retire()
+        return entry
+
+    def _loaded(self, source: str) -> asyncio.Future[Model]:
+        """The model, by a thread that nobody waits for when the program ends."""
+        events = asyncio.get_running_loop()
+        made: asyncio.Future[Model] = events.create_future()
+        self._loads.add(made)
+
+        def settle(llm: Model | None, error: BaseException | None) -> None:
+            self._loads.discard(made)
+            if made.done():  # loading was stopped, or nobody waits any more
+                if llm is not None:  # closing waits for its process, and no answer of others does
+                    threading.Thread(target=llm.close, name="quarrel-close", daemon=True).start()
+            elif error is not None:
+                made.set_exception(error)
+            elif llm is not None:
+                made.set_result(llm)
+
+        def work() -> None:
+            llm, failed = None, None
+            try:
+                llm = self._load(source)
+            except BaseException as error:
+                failed = error
+            with contextlib.suppress(RuntimeError):  # the server has ended
+                events.call_soon_threadsafe(settle, llm, failed)
+
+        threading.Thread(target=work, name="quarrel-load", daemon=True).start()
+        return made
+
+    def stop_loading(self) -> None:
+        """Whoever waits for a model that is being loaded is refused, and no other is loaded."""
+        if not self.stopped.done():
+            self.stopped.set_result(None)
+        for made in self._loads:
+            if not made.done():
+                made.set_exception(_going_down())
+
+    async def unload(self, name: str) -> Entry:
+        """Takes a model out; requests that use it finish."""
+        entry = self.entry(name)
+        async with self._locks.setdefault(entry.name, asyncio.Lock()):
+            loaded, entry.loaded, entry.state = entry.loaded, None, "unloaded"
+            if loaded is not None:
+                loaded.retire()
+        return entry
+
+    def _watch(self, entry: Entry, loaded: LoadedModel, llm: Model) -> None:
+        events = asyncio.get_running_loop()
+
+        def lost() -> None:
+            with contextlib.suppress(RuntimeError):  # the server's loop is closed
+                events.call_soon_threadsafe(self._lost, entry, loaded)
+
+        llm.when_lost(lost)
+
+    def _lost(self, entry: Entry, loaded: LoadedModel) -> None:
+        if entry.loaded is not loaded or self._closed:
+            return  # swapped or unloaded meanwhile: only its own requests are affected
+        entry.loaded, entry.state = None, "loading"
+        entry.restarts += 1
+        steady = time.monotonic() - loaded.since >= STEADY
+        entry.delay = 0.0 if steady or entry.restarts == 1 else min(max(SOONEST, 2 * entry.delay), LATEST)
+        entry.again_at = time.monotonic() + entry.delay
+        loaded.retire()
+        log.error("the process of %s has ended; it is started again in %g s", entry.name, entry.delay)
+        task = asyncio.get_running_loop().create_task(self._revive(entry))
+        self._revivals.add(task)
+        task.add_done_callback(self._revivals.discard)
+
+    async def _revive(self, entry: Entry) -> None:
+        while not self._closed:
+            await asyncio.sleep(max(0.0, entry.again_at - time.monotonic()))
+            if entry.state == "unloaded" or entry.loaded is not None:
+                return
+            try:
+                await self.load(entry.name)
+                return
+            except QuarrelError as error:
+                entry.delay = min(max(SOONEST, 2 * entry.delay), LATEST)
+                entry.again_at = time.monotonic() + entry.delay
+                log.error("%s could not be started again: %s; the next attempt is in %g s", entry.name, error, entry.delay)
+
+    async def close(self) -> None:
+        """Closes every model at once; what runs is cancelled."""
+        self._closed = True
+        self.stop_loading()
+        for task in self._revivals:
+            task.cancel()
+        for entry in self._entries.values():
+            loaded, entry.loaded, entry.state = entry.loaded, None, "unloaded"
+            if loaded is not None:
+                await asyncio.to_thread(loaded.llm.close)
+
+
+def _going_down() -> Refused:
+    return Refused(503, "server_shutdown", "the server is going down: ask again in a moment", retry_after=5.0)
+
+
+def name_of(source: str) -> str:
+    """What a model is called: a file by its name without `.gguf`, others as they are named."""
+    return Path(source).name.removesuffix(".gguf") if source.endswith(".gguf") else source

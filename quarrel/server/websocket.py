@@ -1,0 +1,229 @@
+"""/ws: generation over a WebSocket, in the web page's messages.
+
+In: `inference`, `stop`, `status`, `ping`. Out: `inference` (a token, or the end), `status`, `error`, `metrics`. Requests on
+one connection run side by side and carry the `request_id` that they came with; `stop` ends one of them, or all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import secrets
+import time
+from typing import Any
+
+from fastapi import APIRouter, WebSocket
+from starlette.responses import JSONResponse, Response
+from starlette.websockets import WebSocketDisconnect, WebSocketState
+
+from quarrel.errors import QuarrelError
+from quarrel.server.body import ignored_fields, parse_body
+from quarrel.server.dispatch import Dispatcher, chunks
+from quarrel.server.errors import Refused, plain_body, refused, word
+from quarrel.server.metrics import Metrics
+from quarrel.server.rest import activity_of, prepare_of, priority_of, token_message
+from quarrel.server.schemas import GenerateBody
+
+MAX_MESSAGE = 512 << 10
+MAX_CONNECTIONS = 1024
+OUT_QUEUE = 256
+"""Messages that may wait for a slow reader; one more and it is cut off."""
+MAX_RUNNING = 16
+METRICS_EVERY = 5.0
+PROTOCOL = "quarrel"
+
+Json = dict[str, Any]
+log = logging.getLogger("quarrel.server")
+
+
+def routes(dispatcher: Dispatcher, metrics: Metrics) -> APIRouter:
+    """The one WebSocket route, and the answer to a plain request for it."""
+    router = APIRouter()
+    open_now: set[Connection] = set()
+
+    @router.websocket("/ws")
+    async def ws(socket: WebSocket) -> None:
+        room = len(open_now) < MAX_CONNECTIONS
+        metrics.sockets.labels("accepted" if room else "refused").inc()
+        if not room:
+            await socket.close(1013, "too many connections")
+            return
+        offered = socket.scope.get("subprotocols", [])
+        await socket.accept(PROTOCOL if PROTOCOL in offered else None)
+        connection = Connection(socket, dispatcher, metrics)
+        open_now.add(connection)
+        metrics.connections.inc()
+        try:
+            await connection.run()
+        finally:
+            open_now.discard(connection)
+            metrics.connections.dec()
+
+    @router.get("/ws", include_in_schema=False)
+    async def plain() -> Response:
+        text = "/ws is a WebSocket: connect with the headers Connection: Upgrade and Upgrade: websocket"
+        refusal = Refused(426, "upgrade_required", text)
+        metrics.errors.labels(refusal.code).inc()
+        return JSONResponse(plain_body(refusal), refusal.status, {"Connection": "Upgrade", "Upgrade": "websocket"})
+
+    return router
+
+
+class Connection:
+    """One browser tab. What it runs ends with it."""
+
+    def __init__(self, socket: WebSocket, dispatcher: Dispatcher, metrics: Metrics) -> None:
+        self._socket, self._dispatcher, self._metrics = socket, dispatcher, metrics
+        self._caller: str = socket.scope["state"]["caller"]
+        self._out: asyncio.Queue[Json] = asyncio.Queue(OUT_QUEUE)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Until either side goes."""
+        self._say("status", {"connected": True, "models": [e.name for e in self._dispatcher.models.entries()]})
+        writer, ticker = asyncio.create_task(self._write()), asyncio.create_task(self._tick())
+        reader = asyncio.create_task(self._read())
+        try:
+            await asyncio.wait({writer, reader}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            tasks = [writer, ticker, reader, *self._tasks.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if self._socket.application_state is WebSocketState.CONNECTED:
+                with contextlib.suppress(RuntimeError, WebSocketDisconnect):  # the other side was faster
+                    await self._socket.close(1001 if self._dispatcher.closing else 1000)
+
+    async def _read(self) -> None:
+        while True:
+            try:
+                message = await self._socket.receive()
+            except (WebSocketDisconnect, RuntimeError):
+                return
+            if message["type"] == "websocket.disconnect":
+                return
+            self._metrics.messages.labels("in").inc()
+            try:
+                self._take(message.get("text"))
+            except QuarrelError as error:
+                self._fail(refused(error))
+
+    def _take(self, text: str | None) -> None:
+        if text is None:
+            raise Refused(400, "invalid_request", "the message is binary, wanted JSON as text")
+        if len(text) > MAX_MESSAGE:
+            raise Refused(400, "invalid_request", f"a message of {len(text)} characters, wanted at most {MAX_MESSAGE}")
+        try:
+            message = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise Refused(400, "invalid_request", "the message is not JSON") from error
+        kind = message.get("type") if isinstance(message, dict) else None
+        payload = message.get("payload") or {} if isinstance(message, dict) else {}
+        if not isinstance(payload, dict):
+            raise Refused(400, "invalid_request", "payload is no object")
+        if kind == "inference":
+            self._start(payload)
+        elif kind == "stop":
+            self._stop(payload.get("request_id"))
+        elif kind == "status":
+            models = [activity_of(e) for e in self._dispatcher.models.entries()]
+            self._say("status", {"connected": True, "models": [m["name"] for m in models], "details": models})
+        elif kind == "ping":
+            self._say("pong", {})
+        else:
+            raise Refused(
+                400, "unknown_type", f"a message of type {str(kind)[:40]!r}: wanted inference, stop, status or ping"
+            )
+
+    def _start(self, payload: Json) -> None:
+        try:
+            body = parse_body(json.dumps(payload), GenerateBody)
+            ignored_fields(body, self._dispatcher, "/ws")
+        except QuarrelError as error:
+            given = payload.get("request_id")
+            self._fail(refused(error), given if isinstance(given, str) and given.isprintable() else None)
+            return
+        if len(self._tasks) >= MAX_RUNNING:
+            raise Refused(429, "queue_full", f"{MAX_RUNNING} requests run on this connection already")
+        id = body.request_id or "ws-" + secrets.token_hex(6)
+        if id in self._tasks:
+            raise Refused(400, "invalid_request", f"the request {id!r} runs already")
+        task = asyncio.create_task(self._generate(id, body))
+        self._tasks[id] = task
+        task.add_done_callback(lambda _: self._tasks.pop(id, None))
+
+    def _stop(self, id: object) -> None:
+        for name, task in list(self._tasks.items()):
+            if id is None or name == id:
+                task.cancel()
+
+    async def _generate(self, id: str, body: GenerateBody) -> None:
+        try:
+            entry = self._dispatcher.models.entry(body.model)
+            self._say("status", {"state": "generating" if entry.loaded else "loading", "request_id": id})
+            async with self._dispatcher.admit(
+                self._caller,
+                body.model,
+                prepare_of(body, self._dispatcher.settings.chat_template),
+                "/ws",
+                priority_of(body),
+            ) as generation:
+                made, text = 0, []
+                async for chunk in chunks(generation, 0, self._dispatcher.settings.timeout):
+                    made += chunk.token_id is not None
+                    text.append(chunk.text)
+                    row = {**token_message(chunk, generation, made), "request_id": id}
+                    if body.stream is False:
+                        if chunk.result is None:
+                            continue
+                        row["token"], row["stream"] = chunk.result.text, False
+                    if self._out.full():
+                        await asyncio.sleep(0)  # many at once, behind a pause of this process, are no slow reader
+                    self._say("inference", row)
+        except QuarrelError as error:
+            self._fail(refused(error), id)
+        except asyncio.CancelledError:
+            self._say("inference", {"token": "", "complete": True, "finish_reason": "cancelled", "request_id": id})
+            raise
+        except Exception:
+            log.exception("a request on a WebSocket failed")
+            self._fail(Refused(500, "internal", "the server failed at this request: its log says why"), id)
+
+    def _say(self, kind: str, payload: Json) -> None:
+        try:
+            self._out.put_nowait({"type": kind, "payload": payload})
+        except asyncio.QueueFull:
+            # A reader that does not read: what it runs is ended, and so is the connection.
+            for task in self._tasks.values():
+                task.cancel()
+            self._out = asyncio.Queue()
+            self._out.put_nowait({"type": "close", "payload": {}})
+
+    def _fail(self, error: Refused, id: str | None = None) -> None:
+        self._metrics.errors.labels(error.code).inc()
+        payload: Json = {"code": word(error), "message": str(error)}
+        if id is not None:
+            payload["request_id"] = id
+        self._say("error", payload)
+
+    async def _write(self) -> None:
+        while True:
+            message = await self._out.get()
+            if message["type"] == "close":
+                return
+            began = time.perf_counter()
+            try:
+                await self._socket.send_text(json.dumps(message, ensure_ascii=False))
+            except (WebSocketDisconnect, RuntimeError):
+                return
+            self._metrics.messages.labels("out").inc()
+            self._metrics.message_seconds.labels(message["type"]).observe(time.perf_counter() - began)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(METRICS_EVERY)
+            models = [activity_of(e) for e in self._dispatcher.models.entries()]
+            self._metrics.broadcasts.inc()
+            self._say("metrics", {"active": self._dispatcher.active, "models": models})

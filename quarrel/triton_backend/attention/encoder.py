@@ -1,0 +1,126 @@
+"""Attention of encoders: every token of a sequence sees every other, and nothing is kept; and means of a sequence's rows.
+
+A program takes BLOCK_M queries of one head and walks the sequence's keys in tiles from its first, so a row's result does
+not depend on the rest of the batch. Softmax and sums are float32.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quarrel.ops.contract import Compute
+from quarrel.ops.encode import ENCODE, MEAN_ROWS, EncodeSpec
+from quarrel.ops.program import Node
+from quarrel.ops.registry import Implementation
+from quarrel.triton_backend.attention.paged import MAX_HEAD_DIM, Tile, find
+from quarrel.triton_backend.runtime.launch import cdiv, power_of_two
+from quarrel.triton_backend.runtime.site import Batch, Launch, Site
+
+
+@triton.jit(do_not_specialize=["seqs"])
+def encode_rows(
+    out, q, k, v, query_start, seqs, scale, HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    item = tl.program_id(0)
+    head = tl.program_id(1)
+    seq = find(query_start, seqs, item, BLOCK_M)
+    begin = tl.load(query_start + seq)
+    length = tl.load(query_start + seq + 1) - begin
+    tile = item - (begin // BLOCK_M + seq)
+    if tile * BLOCK_M >= length:
+        return
+    query = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    d = tl.arange(0, WIDE)
+    d_ok = d < DIM
+    row = ((begin + query).to(tl.int64) * HEADS + head) * DIM
+    mask_q = (query < length)[:, None] & d_ok[None, :]
+    b_q = tl.load(q + row[:, None] + d[None, :], mask=mask_q, other=0.0)
+    acc = tl.zeros([BLOCK_M, WIDE], tl.float32)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    for start in range(0, length, BLOCK_N):
+        key = start + tl.arange(0, BLOCK_N)
+        key_ok = key < length
+        at = ((begin + key).to(tl.int64) * HEADS + head) * DIM
+        b_k = tl.load(k + at[None, :] + d[:, None], mask=key_ok[None, :] & d_ok[:, None], other=0.0)
+        score = tl.dot(b_q, b_k, input_precision="ieee") * scale
+        score = tl.where(key_ok[None, :], score, float("-inf"))
+        # Every tile has a key, so the maximum is never -inf.
+        new_top = tl.maximum(top, tl.max(score, 1))
+        p = tl.exp(score - new_top[:, None])
+        fade = tl.exp(top - new_top)
+        total = total * fade + tl.sum(p, 1)
+        b_v = tl.load(v + at[:, None] + d[None, :], mask=key_ok[:, None] & d_ok[None, :], other=0.0)
+        acc = tl.dot(p.to(v.dtype.element_ty), b_v, acc * fade[:, None], input_precision="ieee")
+        top = new_top
+    acc = acc / total[:, None]
+    tl.store(out + row[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=mask_q)
+
+
+@triton.jit
+def mean_of_rows(y, x, query_start, K, R: tl.constexpr, C: tl.constexpr):
+    # Sums of every R-th row, then of those: the same order in every batch.
+    seq = tl.program_id(0)
+    column = tl.program_id(1) * C + tl.arange(0, C)
+    begin = tl.load(query_start + seq)
+    end = tl.load(query_start + seq + 1)
+    total = tl.zeros([R, C], tl.float32)
+    for start in range(begin, end, R):
+        row = start + tl.arange(0, R)
+        at = row.to(tl.int64)[:, None] * K + column[None, :]
+        total += tl.load(x + at, mask=(row < end)[:, None] & (column < K)[None, :], other=0.0)
+    mean = tl.sum(total, 0) / tl.maximum(end - begin, 1).to(tl.float32)
+    tl.store(y + seq.to(tl.int64) * K + column, mean, mask=column < K)
+
+
+def tile(compute: Compute, head_dim: int) -> Tile:
+    """As attention's for prefill."""
+    wide = power_of_two(head_dim)
+    if compute == "float32":
+        return Tile(16, 16, 8 if wide == 128 else 4, 1)
+    return Tile(64, 64 if wide < 128 else 32, 4 if wide <= 128 else 8, 2)
+
+
+def build_encode(site: Site, node: Node) -> Launch:
+    """ENCODE: q, k, v `[T, heads * head_dim]`, query_start `[S + 1]` int32."""
+    spec: EncodeSpec = node.spec
+    q, k, v, query_start = (site.slot(i) for i in node.inputs)  # type: ignore[arg-type]
+    target = site.slot(node.outputs[0])
+    shape = tile(site.compute, spec.head_dim)
+
+    def run(batch: Batch) -> None:
+        site.launch(
+            encode_rows, (batch.T // shape.rows + batch.S, spec.n_heads),
+            target.tensor, q.tensor, k.tensor, v.tensor, query_start.tensor, batch.S, spec.scale,
+            HEADS=spec.n_heads, DIM=spec.head_dim, WIDE=max(16, power_of_two(spec.head_dim)),
+            BLOCK_M=shape.rows, BLOCK_N=shape.keys, warps=shape.warps, stages=shape.stages,
+        )  # fmt: skip
+
+    return run
+
+
+def build_mean_rows(site: Site, node: Node) -> Launch:
+    """MEAN_ROWS: x `[T, k]` float32, query_start `[S + 1]` int32."""
+    x, query_start = (site.slot(i) for i in node.inputs)  # type: ignore[arg-type]
+    target = site.slot(node.outputs[0])
+    k: int = node.spec.k
+    columns = min(128, power_of_two(k))
+
+    def run(batch: Batch) -> None:
+        grid = (batch.S, cdiv(k, columns))
+        site.launch(mean_of_rows, grid, target.tensor, x.tensor, query_start.tensor, k, R=16, C=columns)
+
+    return run
+
+
+def _accepts(spec: EncodeSpec) -> str | None:
+    fits = spec.head_dim <= MAX_HEAD_DIM
+    return None if fits else f"needs head_dim up to {MAX_HEAD_DIM}, got {spec.head_dim}"
+
+
+IMPLEMENTATIONS = (
+    Implementation(ENCODE, "tiles", build_encode, _accepts),
+    Implementation(MEAN_ROWS, "rows side by side", build_mean_rows),
+)

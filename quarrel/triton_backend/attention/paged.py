@@ -1,0 +1,350 @@
+"""Attention over the paged cache: of sequences with one new token (decode), and `attend_many` for the others.
+
+A sequence with one new token is cut into splits of its keys that run side by side (`splits.py`); the last program of a
+sequence and key head to arrive combines them, always in order. `attend_one` takes a few such sequences, all warps of a
+program at the same keys; `attend_warps` many of them, each warp at keys of its own. One with more new tokens (prefill)
+walks all its keys in one program per tile of queries, masking only tiles that the diagonal or the window's edge cuts; where
+a row's bits may not depend on its batch or on how its prompt is cut, all sequences go this way. A tile has BLOCK_M rows:
+queries times the heads that share a key head. Softmax and sums are float32, powers of two with log2(e) in the scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from quarrel.ops.attention import ATTENTION, AttentionSpec, RopeAppendSpec
+from quarrel.ops.contract import Compute
+from quarrel.ops.program import Node
+from quarrel.ops.registry import Implementation
+from quarrel.triton_backend.attention import cudnn
+from quarrel.triton_backend.attention.decode import LOG2E, attend_one, find, sink
+from quarrel.triton_backend.attention.decode_warps import attend_warps
+from quarrel.triton_backend.attention.kv_codes import TL_TYPES, as_values
+from quarrel.triton_backend.attention.records import Keys, Partial, Rotation, Score, Sequences, Shape, Warps
+from quarrel.triton_backend.attention.rope import joined
+from quarrel.triton_backend.attention.splits import MANY_SEQS, split_keys
+from quarrel.triton_backend.elementwise.activation import tanh
+from quarrel.triton_backend.runtime.arrays import Output
+from quarrel.triton_backend.runtime.launch import INTERPRETED, power_of_two
+from quarrel.triton_backend.runtime.site import Batch, Launch, Site, starts_early
+
+MAX_HEAD_DIM = 256
+
+_LOG2E: tl.constexpr = tl.constexpr(LOG2E)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """`rows` of queries and heads by `keys`."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+@triton.jit
+def _walk(
+    sums, b_q, cache, p_table, kv_head, position, start, stop, oldest, n_keys, score, S: tl.constexpr,
+    BLOCK_N: tl.constexpr, MASK: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Adds keys start to stop; MASK for tiles of which some row sees only a part, and none a key before `oldest`."""
+    acc, top, total = sums
+    DIM: tl.constexpr = S.DIM
+    SIZE: tl.constexpr = S.SIZE
+    KIND: tl.constexpr = S.KIND
+    d = tl.arange(0, S.WIDE)
+    d_ok = d < DIM
+    for begin in range(start, stop, BLOCK_N):
+        key = begin + tl.arange(0, BLOCK_N)
+        p_block = p_table + key // SIZE
+        if MASK:
+            key_ok = key < n_keys
+            if S.WINDOW:  # blocks behind it may be another sequence's by now
+                key_ok = key_ok & (key >= oldest)
+            block = tl.load(p_block, mask=key_ok, other=0).to(tl.int64)
+        else:
+            block = tl.load(p_block).to(tl.int64)
+        at = (block * S.KV_HEADS + kv_head) * SIZE + key % SIZE  # [BLOCK_N]
+        p_k, p_v = cache.k + at[:, None] * DIM + d[None, :], cache.v + at[:, None] * DIM + d[None, :]
+        if MASK:
+            b_k = tl.load(p_k, mask=key_ok[:, None] & d_ok[None, :], other=0)
+        elif DIM == S.WIDE:
+            b_k = tl.load(p_k)
+        else:
+            b_k = tl.load(p_k, mask=d_ok[None, :], other=0)
+        products = tl.dot(b_q, tl.trans(as_values(b_k, KIND, COMPUTE)), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+        if KIND != "plain":
+            if MASK:
+                k_scale = tl.load(cache.k_scale + at, mask=key_ok, other=0.0)
+                v_scale = tl.load(cache.v_scale + at, mask=key_ok, other=0.0)
+            else:
+                k_scale, v_scale = tl.load(cache.k_scale + at), tl.load(cache.v_scale + at)
+            products = products * k_scale[None, :]
+        # The scale is positive, so it may follow the maximum, where it is one operation with the difference.
+        factor = score.scale
+        if S.CAP:
+            products, factor = tanh(products * (score.scale / score.cap)), score.cap * _LOG2E
+        if MASK:
+            back = position[:, None] - key[None, :]
+            seen = (back >= 0) & key_ok[None, :]
+            if S.WINDOW:
+                seen = seen & (back < score.window)
+            products = tl.where(seen, products, float("-inf"))
+        new_top = tl.maximum(top, tl.max(products, 1) * factor)
+        base = new_top
+        if MASK:
+            # A row that has seen no key yet keeps -inf; zero in its place leaves every power zero.
+            base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        p = tl.exp2(products * factor - base[:, None])
+        fade = tl.exp2(top - base)
+        total = total * fade + tl.sum(p, 1)
+        if MASK:
+            b_v = tl.load(p_v, mask=key_ok[:, None] & d_ok[None, :], other=0)
+        elif DIM == S.WIDE:
+            b_v = tl.load(p_v)
+        else:
+            b_v = tl.load(p_v, mask=d_ok[None, :], other=0)
+        if KIND != "plain":
+            p = p * v_scale[None, :]
+        acc = tl.dot(p.to(COMPUTE), as_values(b_v, KIND, COMPUTE), acc * fade[:, None], input_precision="ieee")
+        top = new_top
+    return acc, top, total
+
+
+@triton.jit(do_not_specialize=["seqs"])
+def attend_many(
+    out, q, cache, sinks, sequences, seqs, score, S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    LEAST: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Causal attention of sequences with LEAST new tokens or more, whose keys are in the cache already.
+
+    Grid (tiles of queries: T // QUERIES + S, n_kv); a tile has BLOCK_M = QUERIES * S.SHARE rows. Records, their shapes and
+    types are those of `records.py`.
+
+    out, q  act `[T, heads * head_dim]`; queries are rotated
+    sinks   float32 `[heads]`, read with S.SINKS only
+    """
+    GROUP: tl.constexpr = S.HEADS // S.KV_HEADS
+    SHARE: tl.constexpr = S.SHARE
+    DIM: tl.constexpr = S.DIM
+    WIDE: tl.constexpr = S.WIDE
+    QUERIES: tl.constexpr = BLOCK_M // SHARE
+    # The last queries have the most keys: they begin first.
+    item = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1)
+    seq = find(sequences.query_start, seqs, item, QUERIES)
+    begin = tl.load(sequences.query_start + seq)
+    n_new = tl.load(sequences.query_start + seq + 1) - begin
+    tile = item - (begin // QUERIES + seq)
+    if (n_new < LEAST) | (tile * QUERIES >= n_new):
+        return
+    n_keys = tl.load(sequences.kv_len + seq)
+    lane = tl.arange(0, BLOCK_M)
+    query = tile * QUERIES + lane // SHARE
+    head = kv_head * GROUP + lane % SHARE
+    row_ok = (query < n_new) & (lane % SHARE < GROUP)
+    near = n_keys - n_new + tile * QUERIES  # the position of the tile's first query
+    position = near + lane // SHARE  # [BLOCK_M]
+    d = tl.arange(0, WIDE)
+    row = (begin + query).to(tl.int64) * S.HEADS + head  # [BLOCK_M]
+    mask_q = row_ok[:, None] & (d < DIM)[None, :]
+    b_q = tl.load(q + row[:, None] * DIM + d[None, :], mask=mask_q, other=0.0).to(COMPUTE)
+    p_table = sequences.table + seq.to(tl.int64) * tl.load(sequences.table_width)
+    acc = tl.zeros([BLOCK_M, WIDE], tl.float32)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    last = tl.minimum(n_keys, near + QUERIES)
+    oldest = near * 0
+    middle = oldest
+    diagonal = (near + 1) // BLOCK_N * BLOCK_N
+    if S.WINDOW:
+        # Tiles that begin before the last query's window are cut by its edge.
+        oldest = tl.maximum(near - score.window + 1, 0)
+        first = oldest // BLOCK_N * BLOCK_N
+        middle = tl.maximum(near + QUERIES - score.window + BLOCK_N - 1, 0) // BLOCK_N * BLOCK_N
+        middle = tl.minimum(tl.maximum(middle, first), tl.maximum(diagonal, first))
+        acc, top, total = _walk(
+            (acc, top, total), b_q, cache, p_table, kv_head, position, first, middle, oldest, n_keys, score,
+            S, BLOCK_N, True, COMPUTE,
+        )  # fmt: skip
+    acc, top, total = _walk(
+        (acc, top, total), b_q, cache, p_table, kv_head, position, middle, diagonal, oldest, n_keys, score,
+        S, BLOCK_N, False, COMPUTE,
+    )  # fmt: skip
+    acc, top, total = _walk(
+        (acc, top, total), b_q, cache, p_table, kv_head, position, tl.maximum(diagonal, middle), last, oldest, n_keys,
+        score, S, BLOCK_N, True, COMPUTE,
+    )  # fmt: skip
+    if S.SINKS:
+        acc, total = sink(acc, top, total, sinks, head, row_ok)
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(out + row[:, None] * DIM + d[None, :], acc.to(out.dtype.element_ty), mask=mask_q)
+
+
+def tiles(compute: Compute, head_dim: int, group: int, hopper: bool = False) -> tuple[Tile, Tile]:
+    """For decode and for prefill, by the heads' shape alone; `hopper` for devices of capability 9."""
+    wide = power_of_two(head_dim)
+    share = power_of_two(group)
+    rows = max(16, share)
+    if compute == "float32":
+        # Products of float32 run on the plain units and hold whole rows in registers.
+        # With 4 warps a width of 128 spills 8 bytes on sm_120, with 8 warps a width of 256 does (ptxas 13, Triton 3.9).
+        small = Tile(rows, 16, 8 if wide == 128 else 4, 1)
+        return small, small
+    # Decode holds two tiles of keys and of values in registers: 206 to 245 of them.
+    one = Tile(rows, 64 if wide <= 128 else 32, 4, 1)
+    if hopper:
+        # On an H200, 4096 tokens of 32 heads of 128: 374 us, as with 128 rows by 128 keys in 8 warps; 425 to 575 in others.
+        return one, Tile(max(64, share), 64 if wide <= 128 else 32, 4 if wide <= 128 else 8, 2)
+    # 64 keys of 128 values spill 64 to 104 bytes on sm_80 and sm_120 (ptxas 13, Triton 3.9).
+    return one, Tile(max(64, share), 64 if wide < 128 else 32, 4 if wide <= 128 else 8, 2)
+
+
+def crowded(one: Tile) -> Tile:
+    """The tile of `attend_one` for MANY_SEQS sequences: fewer registers, so more programs at once.
+
+    A layer of Mistral-7B with 128 sequences of 192 keys took 291.1 us on an H200, 263.4 so; with 32 sequences 140.9, 135.8.
+    """
+    return replace(one, keys=min(one.keys, 32))
+
+
+def warps_for(seqs: int, items: int, spec: AttentionSpec, size: int, kind: str) -> Warps | None:
+    """The form of `attend_warps` for so many sequences and items over blocks of `size` keys; None for `attend_one`.
+
+    Tokens/s of Mistral-7B on an H200, a step of so many sequences that hold so many tokens (docs/decisions.md; by
+    itself attention of few sequences is as fast in one warp, beside the maps of a step it is not):
+
+    | | 8 x 128 | 8 x 640 | 8 x 4000 | 32 x 128 | 32 x 640 | 32 x 2000 | 64 x 640 | 128 x 128 | 128 x 640 |
+    |---|---|---|---|---|---|---|---|---|---|
+    | attend_one | 3363 | 2987 | 1771 | 7333 | 6212 | 4361 | 8476 | 17889 | 12477 |
+    | 1 head, 32 keys | 2541 | 2497 | 1790 | 6595 | 5755 | 4489 | 8815 | 18322 | 14227 |
+    | 4 heads, 16 keys | | | | | 5521 | | 8359 | 18938 | 14615 |
+    """
+    keys = min(size, 32)
+    wide, share = max(16, power_of_two(spec.head_dim)), power_of_two(spec.n_heads // spec.n_kv)
+    if keys not in (16, 32) or size % keys or wide > 128 or share > 16:
+        return None
+    if kind != "plain" and spec.head_dim != wide:
+        return None  # spills 24 bytes
+    if seqs > 64:
+        if wide == 128 and spec.n_kv % 4 == 0:
+            return Warps(4, 16, 3)
+        return Warps(2 if spec.n_kv % 2 == 0 else 1, keys, 3)
+    # More than 1024 keys a sequence: 64 with 640 would gain too, but the items of a graph do not tell them from 128.
+    return Warps(1, keys, 3 if keys == 32 else 5) if seqs >= MANY_SEQS and items > 4 * seqs else None
+
+
+def _rotation(site: Site, node: Node) -> Callable[[], tuple[torch.Tensor, Rotation]]:
+    """Queries and the rest of a ROPE_APPEND that leaves its work to the attention behind it, at each call."""
+    spec: RopeAppendSpec = node.spec
+    q, k, v, positions, freq, slots = node.inputs[:6]
+    arrays = [site.slot(i) for i in (q, k, v, positions, slots)]  # type: ignore[arg-type]
+    table = site.const(freq)  # type: ignore[arg-type]
+
+    def at_call() -> tuple[torch.Tensor, Rotation]:
+        q, k, v, positions, slots = (a.tensor for a in arrays)
+        return q, Rotation(k, v, positions, table, slots, spec.q.magnitude, spec.k.magnitude)
+
+    return at_call
+
+
+def build_attention(site: Site, node: Node) -> Launch:
+    """ATTENTION: q `[T, heads * head_dim]`, query_start `[S + 1]`, kv_len `[S]`, block_table `[S, B]`, sinks `[heads]`."""
+    spec: AttentionSpec = node.spec
+    q, query_start, kv_len, table = (site.slot(i) for i in node.inputs[:4])  # type: ignore[arg-type]
+    cache = site.cache(node.inputs[4])  # type: ignore[arg-type]
+    sinks = site.vector(node.inputs[5]) if spec.sinks else cache.k  # type: ignore[arg-type]
+    target = site.slot(node.outputs[0])
+    part = site.scratch("items", spec.width)
+    top_sum = site.scratch("items", spec.n_heads * 2)
+    arrived = site.zeros("S", spec.n_kv)
+    whole = spec.head_dim in (32, 64, 128, 256)
+    int8x2, plain = site.int8x2_target(node.outputs[0]) if whole else (None, True)
+    wide, share = max(16, power_of_two(spec.head_dim)), power_of_two(spec.n_heads // spec.n_kv)
+    one, many = tiles(site.compute, spec.head_dim, spec.n_heads // spec.n_kv, site.generation == 9)
+    if cache.kind != "plain" and site.generation != 9:
+        one = replace(one, keys=max(16, one.keys // 2))  # with as many codes, sm_80 spills 53 to 81 words
+    many_seqs = crowded(one)
+    # A cap is applied to the score itself, so the factor of log2(e) comes after it.
+    score = Score(spec.scale * (1.0 if spec.cap else LOG2E), spec.cap, spec.window)
+    shape = Shape(
+        spec.n_heads, spec.n_kv, spec.head_dim, wide, share, cache.block_size, spec.window > 0, spec.cap != 0.0, spec.sinks,
+        cache.kind,
+    )  # fmt: skip
+    common = {"cache": Keys(cache.k, cache.v, *cache.both_scales), "sinks": sinks, "score": score, "S": shape}
+    common |= {"COMPUTE": TL_TYPES[site.compute]}
+    # Two tiles of so wide a head in float32 do not fit registers: such a step takes the kernel of prompts.
+    by_prompts = site.deterministic or (site.compute == "float32" and wide > 128)
+    before = None if by_prompts else joined(site, node.inputs[0], cache)  # type: ignore[arg-type]
+    rotation = None if before is None else _rotation(site, before)
+    style = "" if before is None else before.spec.q.style
+    by_cudnn = cudnn.build(site, node)
+    # Measured on Hopper alone; the interpreter has it too, for the tests.
+    warps = (site.generation == 9 or INTERPRETED) and site.compute != "float32"
+
+    def sequences() -> Sequences:
+        return Sequences(query_start.tensor, kv_len.tensor, table.tensor, site.tables.table_width.tensor)
+
+    def decode(batch: Batch) -> None:
+        """The sequences with one new token."""
+        out, form = target.tensor, "plain"
+        if int8x2 is not None and batch.T == 1:
+            form = "both" if plain else "int8x2"
+        queries, rope, rotate = q.tensor, Rotation(*(q.tensor,) * 5, 1.0, 1.0), ""
+        if rotation is not None and not batch.prefill:
+            (queries, rope), rotate = rotation(), style
+        w = warps_for(batch.S, batch.items, spec, cache.block_size, cache.kind) if warps else None
+        tile = one if batch.S < MANY_SEQS else many_seqs
+        kernel: Any = attend_one
+        heads, count, stages, own = 1, tile.warps, 2, {"BLOCK_N": tile.keys}
+        values = min(8192, 2048 * count)
+        if w is not None:
+            fits = spec.n_kv % w.heads == 0 and cache.block_size % w.keys == 0
+            assert fits, f"{w} for {spec.n_kv} key heads and blocks of {cache.block_size} keys"
+            kernel, heads, count, stages, own = attend_warps, w.heads, w.heads, w.stages, {"W": w}
+            values = 2048  # of splits, so many stages of which fit beside the keys
+        site.launch(
+            kernel, (batch.items, spec.n_kv // heads), output=Output(out, out if int8x2 is None else int8x2),
+            partial=Partial(part.tensor, top_sum.tensor, arrived.tensor), q=queries, rotation=rope, sequences=sequences(),
+            item_start=site.tables.item_start.tensor, seqs=batch.S, **common, ROTATE=rotate, BLOCK_M=tile.rows,
+            SPLIT=split_keys(batch.S), AT_ONCE=max(1, values // (wide * share)), FORM=form, EARLY=not batch.prefill, **own,
+            warps=count, stages=stages, early=starts_early(site),
+        )  # fmt: skip
+
+    def prefill(batch: Batch) -> None:
+        """The others, or all."""
+        site.launch(
+            attend_many, (batch.T // (many.rows // share) + batch.S, spec.n_kv), out=target.tensor, q=q.tensor,
+            sequences=sequences(), seqs=batch.S, **common, BLOCK_M=many.rows, BLOCK_N=many.keys,
+            LEAST=1 if by_prompts else 2, warps=many.warps, stages=many.stages,
+        )  # fmt: skip
+
+    def run(batch: Batch) -> None:
+        if batch.decode and not by_prompts:
+            decode(batch)
+        if by_cudnn is not None and by_cudnn(batch):
+            return
+        if batch.prefill or by_prompts:
+            prefill(batch)
+
+    return run
+
+
+def _accepts(spec: AttentionSpec) -> str | None:
+    if spec.head_dim > MAX_HEAD_DIM:
+        return f"needs head_dim up to {MAX_HEAD_DIM}, got {spec.head_dim}"
+    if spec.n_heads % spec.n_kv:
+        return f"needs heads in equal groups, got {spec.n_heads} over {spec.n_kv}"
+    if spec.scale <= 0 or spec.cap < 0:
+        return f"needs a positive scale, got {spec.scale} with a cap of {spec.cap}"
+    return None
+
+
+IMPLEMENTATIONS = (Implementation(ATTENTION, "paged, split keys", build_attention, _accepts),)

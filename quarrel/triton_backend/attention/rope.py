@@ -1,0 +1,329 @@
+"""Rotary embedding, alone or together with the append to the cache.
+
+    (a, b) -> (a cos - b sin, a sin + b cos) * magnitude,   angle = position * freq[i] rounded to float32
+
+A program takes R (token, head) pairs. The angle is reduced in float64, where a quarter turn is exact to 1e-10 at position
+2^20, and sine and cosine are short polynomials: the library's sine keeps a table in local memory for large angles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+
+from quarrel.ops.attention import ATTENTION, KV_APPEND, ROPE_APPEND, RopeAppendSpec
+from quarrel.ops.contract import Value
+from quarrel.ops.program import Node
+from quarrel.ops.registry import Implementation
+from quarrel.ops.rope import ROPE, RopeSpec
+from quarrel.triton_backend.attention.kv_codes import code_of, factors, largest
+from quarrel.triton_backend.attention.records import Keys, RopeShape, Rotation
+from quarrel.triton_backend.runtime.arrays import DTYPES, Cache
+from quarrel.triton_backend.runtime.launch import cdiv, power_of_two
+from quarrel.triton_backend.runtime.site import Batch, Launch, Site, dims, starts_early
+
+_TILE = 2048  # pairs of values to a program
+
+# Taylor remainders below 4e-8 on [-pi/4, pi/4].
+_S3, _S5, _S7, _S9 = (tl.constexpr(v) for v in (-1.0 / 6, 1.0 / 120, -1.0 / 5040, 1.0 / 362880))
+_C2, _C4, _C6, _C8, _C10 = (tl.constexpr(v) for v in (-0.5, 1.0 / 24, -1.0 / 720, 1.0 / 40320, -1.0 / 3628800))
+
+
+@triton.jit
+def sin_cos(angle):
+    """Sine and cosine of a float32 angle of any size up to 2^30, to 1e-7."""
+    wide = angle.to(tl.float64)
+    quarter = tl.floor(wide * 0.6366197723675814 + 0.5)
+    r = (wide - quarter * 1.5707963267948966).to(tl.float32)
+    s = r * r
+    sine = r * (1.0 + s * (_S3 + s * (_S5 + s * (_S7 + s * _S9))))
+    cosine = 1.0 + s * (_C2 + s * (_C4 + s * (_C6 + s * (_C8 + s * _C10))))
+    turn = quarter.to(tl.int64) & 3
+    swap = (turn & 1) == 1
+    sin = tl.where(swap, cosine, sine)
+    cos = tl.where(swap, sine, cosine)
+    return tl.where(turn >= 2, -sin, sin), tl.where((turn == 1) | (turn == 2), -cos, cos)
+
+
+@triton.jit
+def rotate_pairs(a, b, sin, cos, magnitude):
+    """Pairs after their rotation; no compiler chooses which product to round, so every kernel has these bits."""
+    sin, cos = tl.broadcast_to(sin, a.shape), tl.broadcast_to(cos, a.shape)
+    return tl.fma(a, cos, -(b * sin)) * magnitude, tl.fma(a, sin, b * cos) * magnitude
+
+
+@triton.jit
+def cache_row(slot, head, HEADS: tl.constexpr, SIZE: tl.constexpr):
+    """Index of a head's row in a cache `[blocks, HEADS, SIZE, head_dim]`; slot is block * SIZE + offset, int64."""
+    return (slot // SIZE * HEADS + head) * SIZE + slot % SIZE
+
+
+@triton.jit
+def _rotate(to, x, positions, freq, magnitude, token, source, target, ok, S: tl.constexpr):
+    """Rows `source` of x `[.., S.DIM]`, rotated into rows `target` of `to`; all [R]."""
+    i = tl.arange(0, S.HALF)[None, :]
+    in_half = i < S.ROT // 2
+    position = tl.load(positions + token, mask=ok, other=0).to(tl.float32)[:, None]
+    sin, cos = sin_cos(position * tl.load(freq + i, mask=in_half, other=0.0))
+    if S.NEOX:
+        first, second = i, i + S.ROT // 2
+    else:
+        first, second = i * 2, i * 2 + 1
+    mask = ok[:, None] & in_half
+    p_x, p_to = x + source[:, None] * S.DIM, to + target[:, None] * S.DIM
+    a = tl.load(p_x + first, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(p_x + second, mask=mask, other=0.0).to(tl.float32)
+    low, high = rotate_pairs(a, b, sin, cos, magnitude)
+    tl.store(p_to + first, low.to(to.dtype.element_ty), mask=mask)
+    tl.store(p_to + second, high.to(to.dtype.element_ty), mask=mask)
+    if S.ROT < S.DIM:
+        j = S.ROT + tl.arange(0, S.REST)[None, :]
+        mask = ok[:, None] & (j < S.DIM)
+        tl.store(p_to + j, tl.load(p_x + j, mask=mask, other=0.0).to(to.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rotate_to_codes(to, scales, x, positions, freq, magnitude, token, source, target, ok, S: tl.constexpr):
+    """As `_rotate`, into codes and their scales."""
+    KIND: tl.constexpr = S.KIND
+    i = tl.arange(0, S.HALF)[None, :]
+    in_half = i < S.ROT // 2
+    position = tl.load(positions + token, mask=ok, other=0).to(tl.float32)[:, None]
+    sin, cos = sin_cos(position * tl.load(freq + i, mask=in_half, other=0.0))
+    if S.NEOX:
+        first, second = i, i + S.ROT // 2
+    else:
+        first, second = i * 2, i * 2 + 1
+    mask = ok[:, None] & in_half
+    p_x, p_to = x + source[:, None] * S.DIM, to + target[:, None] * S.DIM
+    a = tl.load(p_x + first, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(p_x + second, mask=mask, other=0.0).to(tl.float32)
+    low, high = rotate_pairs(a, b, sin, cos, magnitude)
+    most, bad = largest(low)
+    most_high, bad_high = largest(high)
+    most, bad = tl.maximum(most, most_high), bad + bad_high
+    if S.ROT < S.DIM:
+        j = S.ROT + tl.arange(0, S.REST)[None, :]
+        rest_ok = ok[:, None] & (j < S.DIM)
+        rest = tl.load(p_x + j, mask=rest_ok, other=0.0).to(tl.float32)
+        most_rest, bad_rest = largest(rest)
+        most, bad = tl.maximum(most, most_rest), bad + bad_rest
+    factor, scale = factors(most, bad, KIND)
+    tl.store(scales + target, scale, mask=ok)
+    tl.store(p_to + first, code_of(low, factor, KIND), mask=mask)
+    tl.store(p_to + second, code_of(high, factor, KIND), mask=mask)
+    if S.ROT < S.DIM:
+        tl.store(p_to + j, code_of(rest, factor, KIND), mask=rest_ok)
+
+
+@triton.jit
+def _copy_to_codes(to, scales, x, source, target, ok, S: tl.constexpr):
+    """Rows `source` of x into rows `target` of codes, and their scales."""
+    KIND: tl.constexpr = S.KIND
+    i = tl.arange(0, S.WIDE)[None, :]
+    mask = ok[:, None] & (i < S.DIM)
+    value = tl.load(x + source[:, None] * S.DIM + i, mask=mask, other=0.0).to(tl.float32)
+    most, bad = largest(value)
+    factor, scale = factors(most, bad, KIND)
+    tl.store(scales + target, scale, mask=ok)
+    tl.store(to + target[:, None] * S.DIM + i, code_of(value, factor, KIND), mask=mask)
+
+
+@triton.jit
+def _copy(to, x, source, target, ok, S: tl.constexpr):
+    i = tl.arange(0, S.WIDE)[None, :]
+    mask = ok[:, None] & (i < S.DIM)
+    value = tl.load(x + source[:, None] * S.DIM + i, mask=mask, other=0.0)
+    tl.store(to + target[:, None] * S.DIM + i, value.to(to.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def rope_rows(y, x, positions, freq, magnitude, tokens, S: tl.constexpr, R: tl.constexpr):
+    """Rotates heads; a program takes R pairs of a token and a head.
+
+    y, x       act `[tokens, S.HEADS * S.DIM]`
+    positions  int32 `[tokens]`
+    freq       float32 `[S.ROT / 2]`, radians a position
+    """
+    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    token, ok = row // S.HEADS, row < tokens.to(tl.int64) * S.HEADS
+    _rotate(y, x, positions, freq, magnitude, token, row, row, ok, S)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def append_rows(cache, k, v, slots, tokens, S: tl.constexpr, R: tl.constexpr):
+    """Copies keys and values into the cache (`records.Keys`); a program takes R pairs of a token and a key head.
+
+    k, v   act `[tokens, S.KV_HEADS * S.DIM]`
+    slots  int32 `[tokens]`, block * block_size + offset
+    """
+    KV_HEADS: tl.constexpr = S.KV_HEADS
+    SIZE: tl.constexpr = S.SIZE
+    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    token, head, ok = row // KV_HEADS, row % KV_HEADS, row < tokens.to(tl.int64) * KV_HEADS
+    target = cache_row(tl.load(slots + token, mask=ok, other=0).to(tl.int64), head, KV_HEADS, SIZE)
+    if S.KIND == "plain":
+        _copy(cache.k, k, row, target, ok, S)
+        _copy(cache.v, v, row, target, ok, S)
+    else:
+        _copy_to_codes(cache.k, cache.k_scale, k, row, target, ok, S)
+        _copy_to_codes(cache.v, cache.v_scale, v, row, target, ok, S)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def rope_append_rows(y, cache, q, rotation, tokens, S: tl.constexpr, R: tl.constexpr, PDL: tl.constexpr):
+    """Rotates queries into y, and keys into the cache beside values.
+
+    Grid (pairs of a token and a head / R, 3); the second axis is the role: queries, keys, values. `cache` and `rotation`
+    are `records.Keys` and `records.Rotation`.
+
+    y, q  act `[tokens, S.HEADS * S.DIM]`
+    """
+    KV_HEADS: tl.constexpr = S.KV_HEADS
+    SIZE: tl.constexpr = S.SIZE
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    role = tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    if role == 0:
+        token, ok = row // S.HEADS, row < tokens.to(tl.int64) * S.HEADS
+        _rotate(y, q, rotation.positions, rotation.freq, rotation.q_magnitude, token, row, row, ok, S)
+    else:
+        token, head, ok = row // KV_HEADS, row % KV_HEADS, row < tokens.to(tl.int64) * KV_HEADS
+        target = cache_row(tl.load(rotation.slots + token, mask=ok, other=0).to(tl.int64), head, KV_HEADS, SIZE)
+        if role == 1:
+            if S.KIND == "plain":
+                _rotate(
+                    cache.k, rotation.k, rotation.positions, rotation.freq, rotation.k_magnitude, token, row, target, ok, S
+                )
+            else:
+                _rotate_to_codes(
+                    cache.k, cache.k_scale, rotation.k, rotation.positions, rotation.freq, rotation.k_magnitude, token, row,
+                    target, ok, S,
+                )  # fmt: skip
+        elif S.KIND == "plain":
+            _copy(cache.v, rotation.v, row, target, ok, S)
+        else:
+            _copy_to_codes(cache.v, cache.v_scale, rotation.v, row, target, ok, S)
+
+
+def _shape(spec: RopeSpec, heads: int, n_kv: int, size: int, kind: str = "plain") -> RopeShape:
+    half, rest = power_of_two(spec.half), power_of_two(spec.head_dim - spec.n_rot)
+    wide = power_of_two(spec.head_dim)
+    return RopeShape(heads, n_kv, size, spec.style == "neox", spec.head_dim, spec.n_rot, half, rest, wide, kind)
+
+
+def _rows_each(head_dim: int) -> int:
+    return max(1, _TILE // power_of_two(head_dim))
+
+
+def build_rope(site: Site, node: Node) -> Launch:
+    """ROPE: x `[T, heads * head_dim]`, positions `[T]` int32, freq `[n_rot / 2]` float32."""
+    spec: RopeSpec = node.spec
+    x, positions, freq = node.inputs
+    source, position, target = site.slot(x), site.slot(positions), site.slot(node.outputs[0])  # type: ignore[arg-type]
+    table = site.const(freq)  # type: ignore[arg-type]
+    axis, _ = dims(node.outputs[0])
+    rows, shape = _rows_each(spec.head_dim), _shape(spec, spec.n_heads, 0, 0)
+
+    def run(batch: Batch) -> None:
+        count = batch.count(axis)
+        site.launch(
+            rope_rows, (cdiv(count * spec.n_heads, rows),), y=target.tensor, x=source.tensor, positions=position.tensor,
+            freq=table, magnitude=spec.magnitude, tokens=count, S=shape, R=rows,
+        )  # fmt: skip
+
+    return run
+
+
+def build_kv_append(site: Site, node: Node) -> Launch:
+    """KV_APPEND: k and v `[T, n_kv * head_dim]`, slots `[T]` int32 inside the cache."""
+    k, v, slots = (site.slot(i) for i in node.inputs[:3])  # type: ignore[arg-type]
+    cache = site.cache(node.inputs[3])  # type: ignore[arg-type]
+    n_kv, dim = node.spec.n_kv, node.spec.head_dim
+    axis, _ = dims(node.inputs[0])  # type: ignore[arg-type]
+    rows, into = _rows_each(dim), Keys(cache.k, cache.v, *cache.both_scales)
+    shape = RopeShape(0, n_kv, cache.block_size, False, dim, 0, 1, 1, power_of_two(dim), cache.kind)
+
+    def run(batch: Batch) -> None:
+        count = batch.count(axis)
+        site.launch(
+            append_rows, (cdiv(count * n_kv, rows),), cache=into, k=k.tensor, v=v.tensor, slots=slots.tensor, tokens=count,
+            S=shape, R=rows,
+        )  # fmt: skip
+
+    return run
+
+
+def build_rope_append(site: Site, node: Node) -> Launch:
+    """ROPE_APPEND: rotates q into y, and k into the cache beside v, in one launch."""
+    spec: RopeAppendSpec = node.spec
+    q, k, v, positions = (site.slot(i) for i in node.inputs[:4])  # type: ignore[arg-type]
+    table = site.const(node.inputs[4])  # type: ignore[arg-type]
+    slots = site.slot(node.inputs[5])  # type: ignore[arg-type]
+    cache = site.cache(node.inputs[6])  # type: ignore[arg-type]
+    target = site.slot(node.outputs[0])
+    axis, _ = dims(node.outputs[0])
+    rows = _rows_each(spec.q.head_dim)
+    heads, into = max(spec.q.n_heads, spec.k.n_heads), Keys(cache.k, cache.v, *cache.both_scales)
+    shape = _shape(spec.q, spec.q.n_heads, spec.k.n_heads, cache.block_size, cache.kind)
+    left = joined(site, node.outputs[0], cache) is not None
+
+    def run(batch: Batch) -> None:
+        if left and not batch.prefill:
+            return
+        count = batch.count(axis)
+        rotation = Rotation(k.tensor, v.tensor, positions.tensor, table, slots.tensor, spec.q.magnitude, spec.k.magnitude)
+        site.launch(
+            rope_append_rows, (cdiv(count * heads, rows), 3), y=target.tensor, cache=into, q=q.tensor, rotation=rotation,
+            tokens=count, S=shape, R=rows, early=starts_early(site),
+        )  # fmt: skip
+
+    return run
+
+
+def left_to_attention(nodes: Sequence[Node], kept: set[int]) -> list[tuple[int, int]]:
+    """ROPE_APPENDs whose queries one attention over the same cache reads and nobody else: places of both among the nodes.
+    A cache may serve several layers, each with a block table of its own.
+
+    In a step without prompts that attention does their work (`attend_one`): whole heads of a power of two.
+    """
+    found = []
+    for i, node in enumerate(nodes):
+        if node.op is not ROPE_APPEND or node.outputs[0].id in kept:
+            continue
+        q, k = node.spec.q, node.spec.k
+        readers = [j for j, n in enumerate(nodes) if any(v is node.outputs[0] for v in n.inputs)]
+        if len(readers) != 1 or nodes[readers[0]].op is not ATTENTION:
+            continue
+        table, cache = nodes[readers[0]].inputs[3:5]
+        over = [n for n in nodes if n.op is ATTENTION and n.inputs[3] is table and n.inputs[4] == node.inputs[6]]
+        whole = q.head_dim == q.n_rot == k.n_rot == power_of_two(q.head_dim) and q.head_dim >= 16
+        if whole and cache == node.inputs[6] and len(over) == 1:
+            found.append((i, readers[0]))
+    return found
+
+
+def joined(site: Site, value: Value, cache: Cache) -> Node | None:
+    """The ROPE_APPEND of these queries that leaves its work to the attention behind it in a step without prompts."""
+    narrow = site.compute != "float32" or cache.k.shape[3] <= 128
+    return site.rope_of(value) if narrow and cache.k.dtype == DTYPES[site.compute] else None
+
+
+def _accepts_append(spec: RopeAppendSpec) -> str | None:
+    def shape(s: RopeSpec) -> tuple[str, int, int]:
+        return s.style, s.head_dim, s.n_rot
+
+    if shape(spec.q) != shape(spec.k):
+        return f"needs query and key rotated alike, got {shape(spec.q)} and {shape(spec.k)}"
+    return None
+
+
+IMPLEMENTATIONS = (
+    Implementation(ROPE, "rows", build_rope),
+    Implementation(KV_APPEND, "rows", build_kv_append),
+    Implementation(ROPE_APPEND, "one launch", build_rope_append, _accepts_append),
+)

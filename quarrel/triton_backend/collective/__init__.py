@@ -1,0 +1,1 @@
+"""Sums and gathers over the devices that share a model."""

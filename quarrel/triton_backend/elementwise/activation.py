@@ -1,0 +1,165 @@
+"""Elementwise ops on `[T, n]`, flat: activations, sums, cap; and `activate`, which other kernels fuse.
+
+Everything is computed in float32 and rounded once on the way out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from quarrel.ops.activation import CAP, GATED, PLAIN
+from quarrel.ops.encode import ADD_ROW
+from quarrel.ops.linear import ADD
+from quarrel.ops.program import Node
+from quarrel.ops.registry import Implementation
+from quarrel.triton_backend.runtime.launch import cdiv
+from quarrel.triton_backend.runtime.site import Batch, Launch, Site, dims
+
+BLOCK = 1024
+
+
+@triton.jit
+def normed_row(x, gain, row, tokens, eps, K: tl.constexpr, C: tl.constexpr, PDL: tl.constexpr):
+    """RMS norm of a row of float32, [C]; zeros in a row beyond the last. Waits for x."""
+    column = tl.arange(0, C)
+    weight = tl.load(gain + column, mask=column < K, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    there = K * tl.minimum(tokens - row, 1)  # columns: none, beyond the last row
+    value = tl.load(x + row * K + column, mask=column < there, other=0.0).to(tl.float32)
+    return value * (1.0 / tl.sqrt(tl.sum(value * value, 0) / K + eps)) * weight
+
+
+@triton.jit
+def tanh(x):
+    """To a few ulp everywhere: an odd series near zero, where the exponential form cancels."""
+    e = tl.exp(-2.0 * tl.abs(x))
+    far = (1.0 - e) / (1.0 + e)
+    s = x * x
+    near = 1.0 + s * (-1.0 / 3 + s * (2.0 / 15 + s * (-17.0 / 315 + s * (62.0 / 2835 - s * (1382.0 / 155925)))))
+    return tl.where(s < 0.09, x * near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def activate(x, KIND: tl.constexpr):
+    """The activation of float32 values."""
+    if KIND == "silu":
+        y = x / (1.0 + tl.exp(-x))
+    elif KIND == "relu2":
+        y = tl.where(x > 0, x * x, x * 0.0)
+    elif KIND == "gelu_erf":
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        tl.static_assert(KIND == "gelu_tanh", "unknown activation")
+        y = 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+    return y
+
+
+@triton.jit
+def gated_flat(y, gate, up, size, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    ok = at < size
+    g = tl.load(gate + at, mask=ok, other=0.0).to(tl.float32)
+    u = tl.load(up + at, mask=ok, other=0.0).to(tl.float32)
+    tl.store(y + at, (activate(g, KIND) * u).to(y.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def plain_flat(y, x, size, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32)
+    tl.store(y + at, activate(value, KIND).to(y.dtype.element_ty), mask=at < size)
+
+
+@triton.jit
+def add_row_flat(y, x, row, size, N, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    ok = at < size
+    value = tl.load(x + at, mask=ok, other=0.0).to(tl.float32) + tl.load(row + at % N, mask=ok, other=0.0)
+    tl.store(y + at, value.to(y.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def add_flat(y, a, b, size, scale, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    ok = at < size
+    left = tl.load(a + at, mask=ok, other=0.0).to(tl.float32)
+    right = tl.load(b + at, mask=ok, other=0.0).to(tl.float32)
+    tl.store(y + at, (left + scale * right).to(y.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def cap_flat(y, x, size, scale, limit, CAPPED: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    ok = at < size
+    value = tl.load(x + at, mask=ok, other=0.0).to(tl.float32) * scale
+    if CAPPED:
+        value = limit * tanh(value / limit)
+    tl.store(y + at, value.to(y.dtype.element_ty), mask=ok)
+
+
+def _build(kernel: Any, site: Site, node: Node, *scalars: float, **constants: Any) -> Launch:
+    arrays = [site.slot(v) for v in (node.outputs[0], *node.inputs)]  # type: ignore[arg-type]
+    axis, width = dims(node.outputs[0])
+
+    def run(batch: Batch) -> None:
+        size = batch.count(axis) * width
+        tensors = [a.tensor for a in arrays]
+        site.launch(kernel, (cdiv(size, BLOCK),), *tensors, size, *scalars, **constants, BLOCK=BLOCK)
+
+    return run
+
+
+def build_gated(site: Site, node: Node) -> Launch:
+    """GATED: gate and up `[T, n]`."""
+    return _build(gated_flat, site, node, KIND=node.spec.activation)
+
+
+def build_add(site: Site, node: Node) -> Launch:
+    """ADD: a float32, b the compute type."""
+    return _build(add_flat, site, node, node.spec.scale)
+
+
+def build_cap(site: Site, node: Node) -> Launch:
+    """CAP: logits."""
+    return _build(cap_flat, site, node, node.spec.scale, node.spec.cap, CAPPED=node.spec.cap != 0.0)
+
+
+def build_plain(site: Site, node: Node) -> Launch:
+    """PLAIN: x `[T, n]`."""
+    return _build(plain_flat, site, node, KIND=node.spec.activation)
+
+
+def build_add_row(site: Site, node: Node) -> Launch:
+    """ADD_ROW: x `[T, n]` float32 and a vector `[n]`."""
+    x, ref = node.inputs
+    source, target, row = site.slot(x), site.slot(node.outputs[0]), site.vector(ref)  # type: ignore[arg-type]
+    axis, width = dims(node.outputs[0])
+
+    def run(batch: Batch) -> None:
+        size = batch.count(axis) * width
+        site.launch(add_row_flat, (cdiv(size, BLOCK),), target.tensor, source.tensor, row, size, width, BLOCK=BLOCK)
+
+    return run
+
+
+def _known(*kinds: str) -> Callable[[Any], str | None]:
+    def accepts(spec: Any) -> str | None:
+        known = spec.activation in kinds
+        return None if known else f"needs one of the activations {', '.join(kinds)}, got {spec.activation}"
+
+    return accepts
+
+
+IMPLEMENTATIONS = (
+    Implementation(GATED, "flat", build_gated, _known("silu", "gelu_tanh")),
+    Implementation(PLAIN, "flat", build_plain, _known("relu2", "gelu_erf")),
+    Implementation(ADD_ROW, "flat", build_add_row),
+    Implementation(ADD, "flat", build_add),
+    Implementation(CAP, "flat", build_cap),
+)

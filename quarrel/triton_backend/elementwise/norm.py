@@ -1,0 +1,194 @@
+"""RMS, layer and gated norm of `[T, groups * k]`, each run of `k` values by itself.
+
+A program takes R runs and walks them C columns at a time, once for the mean (layer), once for the variance and once to
+write; the second and third walk hit the cache. R and C follow from k alone, so a row's sums never depend on the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+
+from quarrel.ops.norm import NORM, NormSpec
+from quarrel.ops.program import Node
+from quarrel.ops.registry import Implementation
+from quarrel.ops.state import GATED_NORM, GatedNormSpec
+from quarrel.triton_backend.elementwise import wgmma_x
+from quarrel.triton_backend.elementwise.activation import activate, normed_row
+from quarrel.triton_backend.formats.fragments import place_of
+from quarrel.triton_backend.runtime.arrays import Slot
+from quarrel.triton_backend.runtime.launch import cdiv, power_of_two
+from quarrel.triton_backend.runtime.site import Batch, Launch, Site, dims, starts_early
+
+_MOST_ARRANGED = 16384
+_TILE = 4096  # elements of a program's tile: 32 a thread at 4 warps
+
+
+@triton.jit(do_not_specialize=["runs"])
+def norm_rows(
+    y, x, gain, bias, runs, K, eps, LAYER: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    run = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
+    run_ok = (run < runs)[:, None]
+    column = tl.arange(0, C)
+    p_x = x + run[:, None] * K
+    if K <= C:
+        # One tile is all: what was read for the sums is still in registers.
+        at = column[None, :]
+        ok = run_ok & (at < K)
+        value = tl.load(p_x + at, mask=ok, other=0.0).to(tl.float32)
+        if LAYER:
+            value = tl.where(ok, value - tl.sum(value, 1)[:, None] / K, 0.0)
+        scale = 1.0 / tl.sqrt(tl.sum(value * value, 1)[:, None] / K + eps)
+        value = value * scale * tl.load(gain + at, mask=at < K, other=0.0)
+        if LAYER:
+            value += tl.load(bias + at, mask=at < K, other=0.0)
+        tl.store(y + run[:, None] * K + at, value.to(y.dtype.element_ty), mask=ok)
+        return
+    mean = tl.zeros([R, 1], tl.float32)
+    if LAYER:
+        total = tl.zeros([R, C], tl.float32)
+        for start in range(0, K, C):
+            at = (start + column)[None, :]
+            total += tl.load(p_x + at, mask=run_ok & (at < K), other=0.0).to(tl.float32)
+        mean = tl.sum(total, 1)[:, None] / K
+    square = tl.zeros([R, C], tl.float32)
+    for start in range(0, K, C):
+        at = (start + column)[None, :]
+        ok = run_ok & (at < K)
+        centred = tl.load(p_x + at, mask=ok, other=0.0).to(tl.float32) - mean
+        square += tl.where(ok, centred * centred, 0.0)
+    scale = 1.0 / tl.sqrt(tl.sum(square, 1)[:, None] / K + eps)
+    for start in range(0, K, C):
+        at = (start + column)[None, :]
+        ok = run_ok & (at < K)
+        value = (tl.load(p_x + at, mask=ok, other=0.0).to(tl.float32) - mean) * scale
+        value = value * tl.load(gain + at, mask=at < K, other=0.0)
+        if LAYER:
+            value += tl.load(bias + at, mask=at < K, other=0.0)
+        tl.store(y + run[:, None] * K + at, value.to(y.dtype.element_ty), mask=ok)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def norm_arranged(to, x, gain, tokens, eps, K: tl.constexpr, C: tl.constexpr, PDL: tl.constexpr):
+    """RMS norm of rows into the order of `fragments.arrange`; a program a row, of which those beyond the last are zero."""
+    row = tl.program_id(0)
+    column = tl.arange(0, C)
+    value = normed_row(x, gain, row, tokens, eps, K, C, PDL)
+    tl.store(to + place_of(row, column, K), value.to(to.dtype.element_ty), mask=column < K)
+
+
+@triton.jit(do_not_specialize=["runs"])
+def gated_norm_rows(out, y, z, gain, runs, K, eps, GROUPS: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    run = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
+    run_ok = (run < runs)[:, None]
+    column = tl.arange(0, C)
+    square = tl.zeros([R, C], tl.float32)
+    if K <= C:
+        # One tile is all: what was read for the sum is still in registers.
+        at = run[:, None] * K + column[None, :]
+        ok = run_ok & (column < K)[None, :]
+        u = _gate(y, z, at, ok)
+        weight = tl.load(gain + (run % GROUPS)[:, None] * K + column[None, :], mask=ok, other=0.0)
+        scale = 1.0 / tl.sqrt(tl.sum(u * u, 1)[:, None] / K + eps)
+        tl.store(out + at, (u * scale * weight).to(out.dtype.element_ty), mask=ok)
+        return
+    for start in range(0, K, C):
+        at = run[:, None] * K + (start + column)[None, :]
+        ok = run_ok & (start + column < K)[None, :]
+        u = _gate(y, z, at, ok)
+        square += u * u
+    scale = 1.0 / tl.sqrt(tl.sum(square, 1)[:, None] / K + eps)
+    for start in range(0, K, C):
+        at = run[:, None] * K + (start + column)[None, :]
+        ok = run_ok & (start + column < K)[None, :]
+        weight = tl.load(gain + (run % GROUPS)[:, None] * K + (start + column)[None, :], mask=ok, other=0.0)
+        tl.store(out + at, (_gate(y, z, at, ok) * scale * weight).to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def _gate(y, z, at, ok):
+    gate = tl.load(z + at, mask=ok, other=0.0).to(tl.float32)
+    return tl.load(y + at, mask=ok, other=0.0).to(tl.float32) * activate(gate, "silu")
+
+
+def _shape(k: int) -> tuple[int, int]:
+    """Columns at a time, and runs to a program: a whole hidden state to one, several heads share one."""
+    columns = min(power_of_two(k), _TILE)
+    return columns, 1 if columns >= 1024 else 1024 // columns
+
+
+def build_gated_norm(site: Site, node: Node) -> Launch:
+    """GATED_NORM: y and z `[T, groups * k]`, gain `[groups, k]` float32."""
+    spec: GatedNormSpec = node.spec
+    y, z, gain = node.inputs
+    source, gate, target = site.slot(y), site.slot(z), site.slot(node.outputs[0])  # type: ignore[arg-type]
+    weight = site.vector(gain)  # type: ignore[arg-type]
+    axis, _ = dims(node.outputs[0])
+    return lambda batch: gated_norm(site, spec, batch.count(axis), target, source, gate, weight)
+
+
+def gated_norm(site: Site, spec: GatedNormSpec, rows: int, out: Slot, y: Slot, z: Slot, gain: torch.Tensor) -> None:
+    """Launches it on so many rows."""
+    columns, runs_each = _shape(spec.k)
+    runs = rows * spec.groups
+    site.launch(
+        gated_norm_rows, (cdiv(runs, runs_each),), out.tensor, y.tensor, z.tensor, gain, runs, spec.k, spec.eps,
+        GROUPS=spec.groups, R=runs_each, C=columns,
+    )  # fmt: skip
+
+
+def build_norm(site: Site, node: Node) -> Launch:
+    """NORM: x `[T, groups * k]` float32 or the compute type, gain and bias `[k]` float32."""
+    spec: NormSpec = node.spec
+    x, *gains = node.inputs
+    source, target = site.slot(x), site.slot(node.outputs[0])  # type: ignore[arg-type]
+    vectors = [site.vector(g) for g in gains]  # type: ignore[arg-type]
+    axis, _ = dims(node.outputs[0])
+    columns, runs_each = _shape(spec.k)
+
+    def run(batch: Batch) -> None:
+        runs = batch.count(axis) * spec.groups
+        site.launch(
+            norm_rows, (cdiv(runs, runs_each),),
+            target.tensor, source.tensor, vectors[0], vectors[-1], runs, spec.k, spec.eps,
+            LAYER=spec.kind == "layer", R=runs_each, C=columns, warps=8 if columns > 2048 else 4,
+            early=starts_early(site),
+        )  # fmt: skip
+
+    return run
+
+
+def arranger(site: Site, node: Node) -> Callable[[Slot, Batch, int], None] | None:
+    """Puts a norm's result where kernels of a width of rows read it (`fragments.arrange`, `wgmma_x.arrange`)."""
+    spec: NormSpec = node.spec
+    if spec.kind != "rms" or spec.groups != 1 or spec.k > _MOST_ARRANGED:
+        return None
+    source, gain = site.slot(node.inputs[0]), site.vector(node.inputs[1])  # type: ignore[arg-type]
+    axis, _ = dims(node.outputs[0])
+
+    def fill(to: Slot, batch: Batch, width: int) -> None:
+        wide = {"BT": width} if width in wgmma_x.WIDTHS else {}
+        site.launch(
+            wgmma_x.norm_arranged if wide else norm_arranged, (width,), to.tensor, source.tensor, gain,
+            batch.count(axis), spec.eps, K=spec.k, **wide, C=power_of_two(spec.k), warps=8 if spec.k > 2048 else 4,
+            early=starts_early(site),
+        )  # fmt: skip
+
+    return fill
+
+
+def _accepts(spec: NormSpec) -> str | None:
+    return None if spec.kind in ("rms", "layer") else f"needs a norm of kind rms or layer, got {spec.kind}"
+
+
+IMPLEMENTATIONS = (
+    Implementation(NORM, "rows", build_norm, _accepts),
+    Implementation(GATED_NORM, "rows", build_gated_norm),
+)

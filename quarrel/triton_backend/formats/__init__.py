@@ -1,0 +1,1 @@
+"""Block formats on the device: how they are packed, and how kernels read them."""

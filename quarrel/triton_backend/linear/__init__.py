@@ -1,0 +1,1 @@
+"""Linear maps: matvec, mma, wgmma, tiles, and dequantize with a library product."""

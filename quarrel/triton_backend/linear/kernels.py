@@ -1,0 +1,78 @@
+"""The kernels of linear maps over packed weights, best first: what each takes, or why it declines.
+
+A launch asks in this order which one serves its number of rows. A weight's way from file to launch is four stops:
+`formats/weights.py` (its rows of the file), its format's file in `formats/` (its planes), this table, and the file of the
+kernel, which calls `site.launch`. Entries follow from a map's shape, format and arithmetic and the device, never from what
+else a step holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quarrel.triton_backend.linear import dequant_matmul, matmul, matvec_kernels, mma, tiles, wgmma
+from quarrel.triton_backend.linear.maps import UNLIMITED, Maps, Serves
+from quarrel.triton_backend.runtime.site import Batch, Site
+
+
+@dataclass(frozen=True)
+class LinearKernel:
+    """`declines` returns None to take maps on a device, or a sentence; `build` makes the launch."""
+
+    name: str
+    declines: Callable[[Site, Maps], str | None]
+    build: Callable[[Site, Maps], Serves]
+
+
+KERNELS = (
+    LinearKernel("matvec", matvec_kernels.declines, matvec_kernels.build),
+    LinearKernel("mma", mma.declines, mma.build),
+    LinearKernel("wgmma", wgmma.declines, wgmma.build),
+    LinearKernel("matmul", matmul.declines, matmul.build),
+    LinearKernel("dequantize, then the library's matmul", dequant_matmul.declines, dequant_matmul.build),
+    LinearKernel("exact tiles", tiles.declines, tiles.build),
+)
+
+
+class ByRows:
+    """A launch of maps by the kernels that take them."""
+
+    def __init__(self, site: Site, maps: Maps) -> None:
+        self._axis, self._norm = maps.axis, maps.norm
+        self._serves: list[Serves] = []
+        self._names: list[str] = []
+        self.declined: list[str] = []
+        """A sentence for each kernel that does not take them."""
+        for kernel in KERNELS:
+            reason = kernel.declines(site, maps)
+            if reason is None:
+                self._serves.append(kernel.build(site, maps))
+                self._names.append(kernel.name)
+            else:
+                self.declined.append(f"{kernel.name}: {reason}")
+
+    def __call__(self, batch: Batch) -> None:
+        count = batch.count(self._axis)
+        serves = self.serving(count)
+        if self._norm is not None and not serves.norms:
+            self._norm(batch)
+        serves.run(batch)
+
+    def serving(self, rows: int) -> Serves:
+        """Who computes so many rows."""
+        return next(s for s in self._serves if s.least <= rows <= s.most)
+
+    def describe(self) -> str:
+        """Which kernels serve which numbers of rows: `matvec 1, mma 2 to 16, ...`."""
+        parts, row = [], 1
+        while row < UNLIMITED:
+            at = next(i for i, s in enumerate(self._serves) if s.least <= row <= s.most)
+            ahead = [s.least for s in self._serves[:at] if s.least > row]
+            last = min([self._serves[at].most, *(least - 1 for least in ahead)])
+            parts.append(
+                f"{self._names[at]} "
+                + (f"from {row}" if last >= UNLIMITED else f"{row}" if last == row else f"{row} to {last}")
+            )
+            row = last + 1
+        return ", ".join(parts) + " rows"

@@ -1,0 +1,203 @@
+"""Kernels of one row of activations: every byte of a weight is read once, 16 bytes a thread, straight into registers.
+
+A program owns R rows and walks K in tiles of W words, of which it loads one ahead, or two (DEEP). With PDL it starts before
+the kernel that makes its activations is over, and waits for that one only when its first tiles are on their way. Asking the
+L2 cache for whole rows at that point made a step of Mistral-7B slower (H200, 1.92 ms for 1.69).
+
+    y          [N], the compute type or float32
+    x          one row of K, int8x2 (`formats/int8x2.py`) as int32, or for F16 and BF16 the compute type
+    w, up      Planes of a weight [N, K], as `formats/table.py: matvec_planes` views them; `up` beside a gate w
+    bias       [N] float32, read if BIAS; any pointer else
+    residual   [N] float32, read if ADD: y = residual + alpha * (W x + bias)
+    FORMAT     name of the weight's format;  R, W  rows and words of a tile;  ASM  false in the interpreter
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quarrel.triton_backend.elementwise.activation import activate
+from quarrel.triton_backend.formats.dots import load_tile, products, tile_products
+from quarrel.triton_backend.formats.table import word_columns
+from quarrel.triton_backend.linear.maps import Maps, Serves
+from quarrel.triton_backend.runtime.arrays import Planes
+from quarrel.triton_backend.runtime.site import Site
+
+
+@triton.jit
+def row_sums(
+    FORMAT: tl.constexpr, w, x, first, N, K: tl.constexpr, R: tl.constexpr, W: tl.constexpr, PDL: tl.constexpr,
+    DEEP: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Products of rows first.. [R] with x; waits for x itself."""
+    KW: tl.constexpr = K // word_columns(FORMAT)
+    C: tl.constexpr = W if word_columns(FORMAT) == 1 else W // 4
+    n = tl.minimum(first + tl.arange(0, R), N - 1).to(tl.int64)
+    q, u, s, t = load_tile(FORMAT, w, n, first, N, 0, K, R, W, ASM)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    TILES: tl.constexpr = (KW + W - 1) // W
+    acc = tl.zeros([R, C], tl.float32)
+    if DEEP and TILES > 1:
+        # Two tiles ahead.
+        q1, u1, s1, t1 = load_tile(FORMAT, w, n, first, N, W, K, R, W, ASM)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        for start in tl.range(0, (TILES - 2) * W, W, num_stages=1):
+            q2, u2, s2, t2 = load_tile(FORMAT, w, n, first, N, start + 2 * W, K, R, W, ASM)
+            acc += tile_products(FORMAT, q, u, s, t, x, start, K, R, W, ASM)
+            q, u, s, t = q1, u1, s1, t1
+            q1, u1, s1, t1 = q2, u2, s2, t2
+        acc += tile_products(FORMAT, q, u, s, t, x, (TILES - 2) * W, K, R, W, ASM)
+        q, u, s, t = q1, u1, s1, t1
+    else:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        for start in tl.range(0, (TILES - 1) * W, W, num_stages=1):
+            q1, u1, s1, t1 = load_tile(FORMAT, w, n, first, N, start + W, K, R, W, ASM)
+            acc += tile_products(FORMAT, q, u, s, t, x, start, K, R, W, ASM)
+            q, u, s, t = q1, u1, s1, t1
+    acc += tile_products(FORMAT, q, u, s, t, x, (TILES - 1) * W, K, R, W, ASM)
+    return tl.sum(acc, 1)
+
+
+@triton.jit
+def store_row(y, sums, bias, residual, first, N, alpha, BIAS: tl.constexpr, ADD: tl.constexpr, R: tl.constexpr):
+    n = first + tl.arange(0, R)
+    if BIAS:
+        sums += tl.load(bias + n, mask=n < N, other=0.0)
+    if ADD:
+        sums = tl.load(residual + n, mask=n < N, other=0.0) + alpha * sums
+    tl.store(y + n, sums.to(y.dtype.element_ty), mask=n < N)
+
+
+@triton.jit
+def matvec(
+    y, x, w, bias, residual, alpha, N,
+    K: tl.constexpr, FORMAT: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+    PDL: tl.constexpr, DEEP: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Grid (N / R)."""
+    first = tl.program_id(0) * R
+    sums = row_sums(FORMAT, w, x, first, N, K, R, W, PDL, DEEP, ASM)
+    store_row(y, sums, bias, residual, first, N, alpha, BIAS, ADD, R)
+
+
+@triton.jit
+def matvec3(
+    ys, xs, ws, biases, ns,
+    K: tl.constexpr, FORMATS: tl.constexpr, BIAS: tl.constexpr, R: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
+    DEEP: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Three maps of one row: of each argument a tuple of three; the programs of the first map come first."""
+    # Parts of a constant are constants by annotation only (Triton 3.6).
+    F0: tl.constexpr = FORMATS[0]
+    F1: tl.constexpr = FORMATS[1]
+    F2: tl.constexpr = FORMATS[2]
+    W0: tl.constexpr = WORDS[0]
+    W1: tl.constexpr = WORDS[1]
+    W2: tl.constexpr = WORDS[2]
+    tile = tl.program_id(0)
+    t_1 = tl.cdiv(ns[0], R)
+    t_2 = t_1 + tl.cdiv(ns[1], R)
+    if tile < t_1:
+        first = tile * R
+        sums = row_sums(F0, ws[0], xs[0], first, ns[0], K, R, W0, PDL, DEEP, ASM)
+        store_row(ys[0], sums, biases[0], ys[0], first, ns[0], 1.0, BIAS, False, R)
+    elif tile < t_2:
+        first = (tile - t_1) * R
+        sums = row_sums(F1, ws[1], xs[1], first, ns[1], K, R, W1, PDL, DEEP, ASM)
+        store_row(ys[1], sums, biases[1], ys[1], first, ns[1], 1.0, BIAS, False, R)
+    else:
+        first = (tile - t_2) * R
+        sums = row_sums(F2, ws[2], xs[2], first, ns[2], K, R, W2, PDL, DEEP, ASM)
+        store_row(ys[2], sums, biases[2], ys[2], first, ns[2], 1.0, BIAS, False, R)
+
+
+@triton.jit
+def gate_up(
+    y, x, w, up, bias, bias_up, N,
+    K: tl.constexpr, FORMAT: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+    PDL: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """act(w x) * up x; both of one format. Grid (N / R)."""
+    first = tl.program_id(0) * R
+    KW: tl.constexpr = K // word_columns(FORMAT)
+    C: tl.constexpr = W if word_columns(FORMAT) == 1 else W // 4
+    n = tl.minimum(first + tl.arange(0, R), N - 1).to(tl.int64)
+    qg, ug, sg, tg = load_tile(FORMAT, w, n, first, N, 0, K, R, W, ASM)
+    qu, uu, su, tu = load_tile(FORMAT, up, n, first, N, 0, K, R, W, ASM)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    TILES: tl.constexpr = (KW + W - 1) // W
+    g_acc = tl.zeros([R, C], tl.float32)
+    u_acc = tl.zeros([R, C], tl.float32)
+    for start in tl.range(0, (TILES - 1) * W, W, num_stages=1):
+        qg1, ug1, sg1, tg1 = load_tile(FORMAT, w, n, first, N, start + W, K, R, W, ASM)
+        qu1, uu1, su1, tu1 = load_tile(FORMAT, up, n, first, N, start + W, K, R, W, ASM)
+        g_acc += tile_products(FORMAT, qg, ug, sg, tg, x, start, K, R, W, ASM)
+        u_acc += tile_products(FORMAT, qu, uu, su, tu, x, start, K, R, W, ASM)
+        qg, ug, sg, tg = qg1, ug1, sg1, tg1
+        qu, uu, su, tu = qu1, uu1, su1, tu1
+    g_acc += tile_products(FORMAT, qg, ug, sg, tg, x, (TILES - 1) * W, K, R, W, ASM)
+    u_acc += tile_products(FORMAT, qu, uu, su, tu, x, (TILES - 1) * W, K, R, W, ASM)
+    g, u = tl.sum(g_acc, 1), tl.sum(u_acc, 1)
+    r = first + tl.arange(0, R)
+    if BIAS:
+        g += tl.load(bias + r, mask=r < N, other=0.0)
+        u += tl.load(bias_up + r, mask=r < N, other=0.0)
+    tl.store(y + r, (activate(g, KIND) * u).to(y.dtype.element_ty), mask=r < N)
+
+
+@triton.jit
+def norm_gate_up(
+    y, x, gain, eps, gate, up, bias, bias_up, N,
+    K: tl.constexpr, FORMAT: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+    PDL: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """act(gate norm(x)) * up norm(x), the norm inside, in programs that walk rows; gate and up [N, K] are floats, x and
+    gain [K] float32.
+
+    A tile is a whole row of W (so K is at most W), so that a thread has the same columns of every row: activations are read
+    and normalised once a program, and the next R rows are on their way while these are summed. Programs take rows in turns;
+    how many programs there are changes no result.
+    """
+    w, up = Planes(gate, gate, gate, gate), Planes(up, up, up, up)
+    first = tl.program_id(0) * R
+    step = tl.num_programs(0) * R
+    n = tl.minimum(first + tl.arange(0, R), N - 1).to(tl.int64)
+    b_gate, _, _, _ = load_tile(FORMAT, w, n, first, N, 0, K, R, W, ASM)
+    b_up, _, _, _ = load_tile(FORMAT, up, n, first, N, 0, K, R, W, ASM)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    i = tl.arange(0, W)
+    weight = tl.load(gain + i, mask=i < K, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    v = tl.load(x + i, mask=i < K, other=0.0).to(tl.float32)
+    v = v * (1.0 / tl.sqrt(tl.sum(v * v, 0) / K + eps)) * weight
+    row = (v[None, :],)
+    for at in tl.range(first, N, step, num_stages=1):
+        n = tl.minimum(at + step + tl.arange(0, R), N - 1).to(tl.int64)
+        next_gate, _, _, _ = load_tile(FORMAT, w, n, at + step, N, 0, K, R, W, ASM)
+        next_up, _, _, _ = load_tile(FORMAT, up, n, at + step, N, 0, K, R, W, ASM)
+        g = tl.sum(products(FORMAT, b_gate, 0, 0, 0, row, R, W, ASM), 1)
+        u = tl.sum(products(FORMAT, b_up, 0, 0, 0, row, R, W, ASM), 1)
+        r = at + tl.arange(0, R)
+        if BIAS:
+            g += tl.load(bias + r, mask=r < N, other=0.0)
+            u += tl.load(bias_up + r, mask=r < N, other=0.0)
+        tl.store(y + r, (activate(g, KIND) * u).to(y.dtype.element_ty), mask=r < N)
+        b_gate, b_up = next_gate, next_up
+
+
+def declines(site: Site, maps: Maps) -> str | None:
+    """Takes what `matvec.py` has built for one row."""
+    return None if maps.matvec is not None else "no integer products of this format, or float32 or deterministic steps"
+
+
+def build(site: Site, maps: Maps) -> Serves:
+    assert maps.matvec is not None
+    return Serves(maps.matvec, 1, 1, norms=True)

@@ -1,0 +1,328 @@
+"""Packed weights times 2 to 128 rows of x on Hopper, for one matrix or for the chosen ones of a stack.
+
+Weights are the left operand of `wgmma`, decoded in its registers (`ring_decode.py`); rows of x are the right one. A
+producer warp copies codes, scales and x by TMA into a ring of STAGES stages of 256 columns; NC groups of T consumer warps
+each decode and multiply 16 T rows of every stage. Weights lie as the matvec kernels read them: nothing is packed twice.
+
+A unit of work is a tile of rows, a part of K and an item; an item is a matrix of the stack and up to BT of its rows of x.
+Programs are persistent and take units in turn, items innermost, so a second item of a matrix finds its weights in L2.
+Gate and up share a tile, half each: a lane holds row r of gate and row r of up, so the activation needs no exchange.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from quarrel.triton_backend.linear.ring_decode import (
+    decode,
+    double_entries,
+    entries,
+    factors,
+    load_scales,
+    load_top,
+    nibbles,
+    row_of,
+    signed_bytes,
+    words_layout,
+)
+
+# Names of Triton 3.9, or of 3.6.
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+
+
+@gluon.constexpr_function
+def _stage_bytes(planes, copied, bits, bt, warps):
+    return int(16 * warps * (128 * planes + (16 if copied else 0) + 32 * bits) + bt * 512)
+
+
+@gluon.jit
+def _bring(p_gate, p_up, row, column, full, tile, GATED: gl.constexpr, T: gl.constexpr):
+    """A tile `[16 T, ...]`: rows of one matrix, or half of gate and half of up."""
+    if GATED:
+        _copy(p_gate, [row, column], full, tile.slice(0, 8 * T))
+        _copy(p_up, [row, column], full, tile.slice(8 * T, 8 * T))
+    else:
+        _copy(p_gate, [row, column], full, tile)
+
+
+@gluon.jit
+def _produce(
+    p_codes, p_up_codes, p_scale, p_up_scale, p_bits, p_up_bits, p_x, p_items, s_codes, s_scale, s_bits, s_x, full, free, N,
+    TILES: gl.constexpr, STEPS: gl.constexpr, PARTS: gl.constexpr, PLANES: gl.constexpr, BITS: gl.constexpr,
+    COPIED: gl.constexpr, GATED: gl.constexpr, BT: gl.constexpr, STAGES: gl.constexpr, NC: gl.constexpr, T: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """One warp: copies of every stage of every unit of this program, as far ahead as there is room."""
+    if PDL:
+        gdc_wait()
+    n = gl.load(p_items)
+    slot = 0
+    phase = 1
+    BN: gl.constexpr = 8 * T if GATED else 16 * T
+    BYTES: gl.constexpr = _stage_bytes(PLANES, COPIED, BITS, BT, NC * T)
+    for unit in range(gl.program_id(0), n * (TILES * PARTS), gl.num_programs(0)):
+        item = p_items + 1 + unit % n * 4
+        rest = unit // n
+        part = rest % PARTS
+        first = gl.load(item) * N + rest // PARTS * (BN * NC)
+        row = gl.load(item + 1)
+        for step in range(part * STEPS // PARTS, (part + 1) * STEPS // PARTS):
+            mbarrier.wait(free.index(slot), phase)
+            bar = full.index(slot)
+            mbarrier.expect(bar, BYTES)
+            for c in gl.static_range(NC):
+                at = slot * NC + c
+                for i in gl.static_range(PLANES):
+                    codes = s_codes.index(at * PLANES + i)
+                    _bring(p_codes, p_up_codes, first + c * BN, (step * PLANES + i) * 32, bar, codes, GATED, T)
+                if COPIED:
+                    _bring(p_scale, p_up_scale, first + c * BN, step * 8, bar, s_scale.index(at), GATED, T)
+                if BITS > 0:
+                    _bring(p_bits, p_up_bits, first + c * BN, step * (8 * BITS), bar, s_bits.index(at), GATED, T)
+            for i in gl.static_range(4):
+                _copy(p_x, [row, step * 256 + i * 64], bar, s_x.index(slot * 4 + i))
+            slot += 1
+            if slot == STAGES:
+                slot = 0
+                phase = phase ^ 1
+
+
+@gluon.jit
+def _scales_of(
+    FORMAT: gl.constexpr, GATED: gl.constexpr, p_scale, p_up_scale, row, ok, is_up, step, K: gl.constexpr, T: gl.constexpr
+):
+    s0, s1 = load_scales(FORMAT, p_scale, row, ok & ~is_up, step, K, T)
+    if GATED:
+        u0, u1 = load_scales(FORMAT, p_up_scale, row, ok & is_up, step, K, T)
+        s0, s1 = s0 | u0, s1 | u1
+    return s0, s1
+
+
+@gluon.jit
+def _top_of(FORMAT: gl.constexpr, GATED: gl.constexpr, p_top, p_up_top, row, ok, is_up, step, K: gl.constexpr):
+    t = load_top(FORMAT, p_top, row, ok & ~is_up, step, K)
+    if GATED:
+        t = t | load_top(FORMAT, p_up_top, row, ok & is_up, step, K)
+    return t
+
+
+@gluon.jit
+def _consume(
+    y, p_scale, p_up_scale, p_top, p_up_top, p_items, order, bias, up_bias, down, up_again, N, part_stride, s_codes,
+    s_scale,
+    s_bits, s_x, full, free, C: gl.constexpr, K: gl.constexpr, TILES: gl.constexpr, STEPS: gl.constexpr,
+    PARTS: gl.constexpr,
+    PLANES: gl.constexpr, BITS: gl.constexpr, COPIED: gl.constexpr, FORMAT: gl.constexpr, GATED: gl.constexpr,
+    KIND: gl.constexpr, BIAS: gl.constexpr, BT: gl.constexpr, STAGES: gl.constexpr, NC: gl.constexpr, T: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """T warps: decodes and multiplies the C-th tile of rows of each stage."""
+    BM: gl.constexpr = 16 * T
+    BN: gl.constexpr = 8 * T if GATED else 16 * T
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[T, 1], instr_shape=[16, BT, 16])
+    if PDL:
+        gdc_wait()
+    n = gl.load(p_items)
+    m = gl.arange(0, BM, gl.SliceLayout(1, gl.SliceLayout(2, words_layout(T))))
+    at = row_of(m, GATED, T, PLANES)
+    is_up = m < 0
+    if GATED:
+        is_up = (m & 8) != 0
+        at = gl.where(is_up, at - 8 * T, at)
+    slot = 0
+    phase = 0
+    begun = False
+    for unit in range(gl.program_id(0), n * (TILES * PARTS), gl.num_programs(0)):
+        item = p_items + 1 + unit % n * 4
+        rest = unit // n
+        matrix = gl.load(item)
+        first = gl.load(item + 1)
+        count = gl.load(item + 2)
+        part = rest % PARTS
+        begin = part * STEPS // PARTS
+        last = (part + 1) * STEPS // PARTS - 1
+        tile = (rest // PARTS * NC + C) * BN
+        ok = tile + at < N
+        row = matrix.to(gl.int64) * N + tile + at
+        # Two steps ahead, as these loads have no copy engine behind them.
+        after = gl.minimum(begin + 1, last)
+        t = _top_of(FORMAT, GATED, p_top, p_up_top, row, ok, is_up, begin, K)
+        t1 = _top_of(FORMAT, GATED, p_top, p_up_top, row, ok, is_up, after, K)
+        if not COPIED:
+            s0, s1 = _scales_of(FORMAT, GATED, p_scale, p_up_scale, row, ok, is_up, begin, K, T)
+            n0, n1 = _scales_of(FORMAT, GATED, p_scale, p_up_scale, row, ok, is_up, after, K, T)
+        acc = warpgroup_mma_init(gl.zeros([BM, BT], gl.float32, layout=MMA))
+        for step in range(begin, last + 1):
+            far = gl.minimum(step + 2, last)
+            t2 = _top_of(FORMAT, GATED, p_top, p_up_top, row, ok, is_up, far, K)
+            if not COPIED:
+                f0, f1 = _scales_of(FORMAT, GATED, p_scale, p_up_scale, row, ok, is_up, far, K, T)
+            mbarrier.wait(full.index(slot), phase)
+            here = slot * NC + C
+            if PLANES == 2:
+                q0, q1, r0, r1 = signed_bytes(s_codes.index(here * 2), T, GATED)
+                q2, q3, r2, r3 = signed_bytes(s_codes.index(here * 2 + 1), T, GATED)
+            else:
+                q0, q1, q2, q3 = nibbles(s_codes.index(here), T, GATED)
+                r0, r1, r2, r3 = q0, q1, q2, q3
+            if COPIED:
+                s0, s1 = entries(s_scale.index(here), T, GATED, PLANES)
+            if BITS == 2:
+                u0, v0, u1, v1 = double_entries(s_bits.index(here), T, GATED, PLANES)
+            elif BITS == 1:
+                u0, u1 = entries(s_bits.index(here), T, GATED, PLANES)
+                v0, v1 = u0, u1
+            else:
+                u0, v0, u1, v1 = s0, s0, s1, s1
+            a, b, c, d = factors(FORMAT, s0, t, down, T)
+            w = decode(FORMAT, 0, q0, r0, a, b, c, d, u0, v0, T, MMA)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            # All warps have read the codes of the slot before this one, and products with its x are done.
+            _barrier()
+            mbarrier.arrive(free.index(gl.where(slot == 0, STAGES - 1, slot - 1)), count=1, pred=begun)
+            begun = True
+            acc = warpgroup_mma(w, s_x.index(slot * 4).permute((1, 0)), acc, is_async=True)
+            w = decode(FORMAT, 1, q1, r1, a, b, c, d, u0, v0, T, MMA)
+            acc = warpgroup_mma(w, s_x.index(slot * 4 + 1).permute((1, 0)), acc, is_async=True)
+            a, b, c, d = factors(FORMAT, s1, t, down, T)
+            w = decode(FORMAT, 0, q2, r2, a, b, c, d, u1, v1, T, MMA)
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            acc = warpgroup_mma(w, s_x.index(slot * 4 + 2).permute((1, 0)), acc, is_async=True)
+            w = decode(FORMAT, 1, q3, r3, a, b, c, d, u1, v1, T, MMA)
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            acc = warpgroup_mma(w, s_x.index(slot * 4 + 3).permute((1, 0)), acc, is_async=True)
+            t, t1 = t1, t2
+            if not COPIED:
+                s0, s1, n0, n1 = n0, n1, f0, f1
+            slot += 1
+            if slot == STAGES:
+                slot = 0
+                phase = phase ^ 1
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        acc = acc * up_again
+        if GATED:
+            gate, value = gl.split(gl.permute(gl.reshape(acc, [T, 2, 8, BT]), (0, 2, 3, 1)))
+            gate, value = _plain_rows(gate, T, BT, PLANES), _plain_rows(value, T, BT, PLANES)
+            OUT: gl.constexpr = gl.BlockedLayout([2, 1], [4, 8], [T, 1], [0, 1])
+            gate, value = gl.convert_layout(gate, OUT), gl.convert_layout(value, OUT)
+            i = tile + gl.arange(0, 8 * T, gl.SliceLayout(1, OUT))
+            j = gl.arange(0, BT, gl.SliceLayout(0, OUT))
+            if BIAS:
+                gate += gl.load(bias + matrix * N + i, mask=i < N, other=0.0)[:, None]
+                value += gl.load(up_bias + matrix * N + i, mask=i < N, other=0.0)[:, None]
+            if KIND == "oai":
+                gate = gl.minimum(gate, 7.0)
+                value = gl.minimum(gl.maximum(value, -7.0), 7.0) + 1.0
+                value = gate / (1.0 + gl.exp(-1.702 * gate)) * value
+            else:
+                gl.static_assert(KIND == "silu", "not an activation of the ring")
+                value = gate / (1.0 + gl.exp(-gate)) * value
+        else:
+            i = tile + row_of(gl.arange(0, BM, gl.SliceLayout(1, MMA)), False, T, PLANES)
+            j = gl.arange(0, BT, gl.SliceLayout(0, MMA))
+            value = acc
+            if BIAS:
+                value += gl.load(bias + matrix * N + i, mask=i < N, other=0.0)[:, None]
+            if KIND == "relu2":
+                value = gl.maximum(value, 0.0)
+                value = value * value
+        pair = gl.load(order + first + j, mask=j < count, other=0).to(gl.int64)
+        p = y + part * part_stride + pair[None, :] * N + i[:, None]
+        gl.store(p, value.to(y.dtype.element_ty), mask=(j < count)[None, :] & (i < N)[:, None])
+
+
+@gluon.jit
+def _plain_rows(v, T: gl.constexpr, BT: gl.constexpr, PLANES: gl.constexpr):
+    """`[T, 8, BT]` in the order of the product's rows to `[8 T, BT]` in that of the tile's."""
+    if PLANES == 1:
+        v = gl.permute(gl.reshape(v, [T, 4, 2, BT]), (0, 2, 1, 3))
+    return gl.reshape(v, [8 * T, BT])
+
+
+@gluon.jit(do_not_specialize=["part_stride"])
+def ring(
+    y, p_codes, p_up_codes, p_scale, p_up_scale, p_bits, p_up_bits, p_x, p_top, p_up_top, p_items, order, bias, up_bias,
+    down,
+    up_again, N, part_stride, K: gl.constexpr, PARTS: gl.constexpr, PLANES: gl.constexpr, BITS: gl.constexpr,
+    COPIED: gl.constexpr, FORMAT: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr, BIAS: gl.constexpr,
+    BT: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr, NC: gl.constexpr, T: gl.constexpr, REGISTERS: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """y `[pairs, N]` = activation(x W^T + bias) for the pairs of `p_items`, or sums of parts of K `[PARTS, pairs, N]`.
+
+    p_codes, p_up_codes: TMA descriptors of codes, int32 `[matrices * N, K / 8]` (`K / 4` for codes of 8 bits), boxes of
+        `[8 T or 16 T, 32]` (half as many rows where gate and up share a tile); p_up_*: the same of the up matrix.
+    p_scale: a descriptor of int16 `[matrices * N, K / 32]`, boxes of 8 columns (COPIED), or the pointer itself.
+    p_bits: a descriptor of int32 `[matrices * N, BITS * K / 32]`, boxes of 8 BITS columns; not read where BITS is 0.
+    p_x: a descriptor of float16 `[rows, columns]`, boxes of `[BT,
+    64]`; columns as `experts/ring.py: column_at` orders them, and
+        zero from K up to a multiple of 256.
+    p_top: d, or d and dmin, float16 `[matrices * N, K / 256, 1 or 2]`.
+    p_items: int32, their number and then four each: matrix, first row of x, rows, unused.
+    order: int32, the pair (the row of y) of each row of x. bias, up_bias: float32 `[matrices, N]`.
+    down,
+    up_again: 2^-shift and 2^shift. part_stride: values from one part's sums to the next. Grid: any number of programs.
+    """
+    STEPS: gl.constexpr = (K + 255) // 256
+    X: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    s_codes = gl.allocate_shared_memory(gl.int32, [STAGES * PLANES * NC, 16 * T, 32], p_codes.layout)
+    s_x = gl.allocate_shared_memory(gl.float16, [STAGES * 4, BT, 64], X)
+    s_scale = s_codes
+    if COPIED:
+        s_scale = gl.allocate_shared_memory(gl.int16, [STAGES * NC, 16 * T, 8], p_scale.layout)
+    s_bits = s_codes
+    if BITS > 0:
+        s_bits = gl.allocate_shared_memory(gl.int32, [STAGES * NC, 16 * T, 8 * BITS], p_bits.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(free.index(i), count=NC)
+    if PDL:
+        gdc_launch_dependents()
+    # A group that copies scales never reads their address.
+    scale = y if COPIED else p_scale
+    up_scale = y if COPIED else p_up_scale
+    if NC == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (y, scale, up_scale, p_top, p_up_top, p_items, order, bias, up_bias, down, up_again, N,
+                            part_stride,
+                            s_codes, s_scale, s_bits, s_x, full, free, 0, K, TILES, STEPS, PARTS, PLANES, BITS, COPIED,
+                            FORMAT,
+                            GATED, KIND, BIAS, BT, STAGES, NC, T, PDL)),
+                (_consume, (y, scale, up_scale, p_top, p_up_top, p_items, order, bias, up_bias, down, up_again, N,
+                            part_stride,
+                            s_codes, s_scale, s_bits, s_x, full, free, 1, K, TILES, STEPS, PARTS, PLANES, BITS, COPIED,
+                            FORMAT,
+                            GATED, KIND, BIAS, BT, STAGES, NC, T, PDL)),
+                (_produce, (p_codes, p_up_codes, p_scale, p_up_scale, p_bits, p_up_bits, p_x, p_items, s_codes, s_scale,
+                            s_bits,
+                            s_x, full, free, N, TILES, STEPS, PARTS, PLANES, BITS, COPIED, GATED, BT, STAGES, NC, T, PDL)),
+            ],
+            [T, 1], [REGISTERS, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (y, scale, up_scale, p_top, p_up_top, p_items, order, bias, up_bias, down, up_again, N,
+                            part_stride,
+                            s_codes, s_scale, s_bits, s_x, full, free, 0, K, TILES, STEPS, PARTS, PLANES, BITS, COPIED,
+                            FORMAT,
+                            GATED, KIND, BIAS, BT, STAGES, NC, T, PDL)),
+                (_produce, (p_codes, p_up_codes, p_scale, p_up_scale, p_bits, p_up_bits, p_x, p_items, s_codes, s_scale,
+                            s_bits,
+                            s_x, full, free, N, TILES, STEPS, PARTS, PLANES, BITS, COPIED, GATED, BT, STAGES, NC, T, PDL)),
+            ],
+            [1], [24],
+        )  # fmt: skip

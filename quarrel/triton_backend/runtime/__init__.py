@@ -1,0 +1,1 @@
+"""What every launcher speaks of: the device, buffers, weights, inputs of a step."""

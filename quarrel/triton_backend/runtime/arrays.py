@@ -1,0 +1,98 @@
+"""Arrays on the device: values of a step, packed weights, the cache of a layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from quarrel.ops.contract import Compute
+
+DTYPES: dict[Compute, torch.dtype] = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+@dataclass
+class Slot:
+    """An array of the step. The tensor is replaced when a buffer has to grow, so launchers read it at each call."""
+
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Keys and values of one layer, each `[blocks, n_kv, block_size, head_dim]`; padding writes to the last block.
+
+    Codes (`ops/kv.py`) are bytes, and have scales `[blocks, n_kv, block_size]` float32 (`attention/kv_codes.py`).
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    kind: str = "plain"
+    """Or "int8", or "fp8"."""
+    scales: tuple[torch.Tensor, ...] = ()
+    """Of keys and of values."""
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (self.k, self.v, *self.scales)
+
+    @property
+    def both_scales(self) -> tuple[torch.Tensor, ...]:
+        """The scales, or stand-ins that a kernel does not read."""
+        return self.scales or (self.k, self.v)
+
+    @property
+    def block_size(self) -> int:
+        return self.k.shape[2]
+
+
+class Planes(NamedTuple):
+    """A packed weight as kernels take it, each plane `[n, ..]` row-major (`formats/layout.py`)."""
+
+    codes: Any
+    bits: Any
+    scale: Any
+    top: Any
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A weight: `n` rows of `k` columns, in planes (`formats/pack.py`). An absent plane is the first one again."""
+
+    format: str
+    n: int
+    k: int
+    buffer: torch.Tensor
+    planes: Planes
+    reused: bool = False
+    """Other matrices take its place from step to step, so nothing may be derived from its values."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.buffer.numel()
+
+
+class E4M3:
+    """Rows in E4M3 `[T, K]`, and their float32 scales `[T, 1]` (`formats/e4m3.py`)."""
+
+    def __init__(self, rows: int, k: int, device: torch.device) -> None:
+        self.codes = torch.empty((rows, k), dtype=torch.float8_e4m3fn, device=device)
+        self.scale = torch.empty((rows, 1), dtype=torch.float32, device=device)
+        self.filled = False
+        """Set by whoever rounds a weight into it."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.numel() + 4 * self.scale.numel()
+
+
+class Output(NamedTuple):
+    """Where a kernel stores a result, in one or both of its forms; its constant FORM is "plain", "int8x2" or "both"."""
+
+    plain: Any  # act [T, n]
+    int8x2: Any  # int32 [words(n)], of a step of one row (`formats/int8x2.py`)

@@ -1,0 +1,166 @@
+"""Where a node is built: it gives an implementation the node's operands on the device, and starts its kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+
+from quarrel.ops.collective import Group
+from quarrel.ops.contract import CacheRef, Compute, ConstRef, StateRef, Value, WeightRef
+from quarrel.ops.program import Node
+from quarrel.triton_backend.runtime.arrays import E4M3, Cache, Packed, Slot
+from quarrel.triton_backend.runtime.launch import Launcher
+
+
+class Prompt(NamedTuple):
+    """A sequence whose keys are all of this step."""
+
+    seq: int
+    begin: int
+    """Its first row."""
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The counts of a step, as host integers."""
+
+    T: int
+    """Tokens."""
+    S: int
+    """Sequences."""
+    R: int
+    """Rows of `out_rows`."""
+    decode: bool
+    """Some sequence has exactly one new token."""
+    prefill: bool
+    """Some sequence has more."""
+    items: int
+    """Pairs of a sequence with one new token and a split of its keys."""
+    prompts: tuple[Prompt, ...] = ()
+    """All sequences with more than one new token, if they are for cuDNN (`attention/cudnn.py`)."""
+
+    def count(self, dim: str) -> int:
+        """The size of a free axis."""
+        return {"T": self.T, "S": self.S, "R": self.R}[dim]
+
+
+Launch = Callable[[Batch], None]
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Integers of a step that kernels read beside their op's own inputs, int32."""
+
+    item_start: Slot
+    """`[S + 1]`, where each sequence's items begin."""
+    table_width: Slot
+    """`[1]`, columns of the block table."""
+    from_last: Slot | None = None
+    """`[T]`, the row of `last` that is this token's id, or -1 for `ids`."""
+    last: Slot | None = None
+    """Tokens of the last launch that drew any."""
+    tokens: Slot | None = None
+    """`[1]`, tokens of the step without those that pad a batch."""
+
+
+class Site(Protocol):
+    """Where a node is built. A site of a single op keeps the defaults: nobody leaves it work, nor reads int8x2 of it."""
+
+    launch: Launcher
+    compute: Compute
+    tables: Tables
+    generation: int
+    """Major compute capability of the device; 0 in the interpreter."""
+    deterministic: bool
+    """One tile for any number of tokens, so that a row's result is the same bits in every batch."""
+    float8: bool
+    """Products of many rows in E4M3, where a weight's format allows (`formats/e4m3.py`)."""
+    cudnn_from: int = 0
+    """Fewest tokens of a prompt that cuDNN attends to, 0 for none (`attention/cudnn.py`)."""
+    group: Group | None
+    """The other devices that hold a share of the model."""
+
+    def slot(self, value: Value) -> Slot:
+        """The buffer of a value."""
+
+    def weight(self, ref: WeightRef) -> Packed:
+        """A matrix, packed in its own format if that is native."""
+
+    def e4m3(self, weight: Packed) -> E4M3:
+        """Where a weight in E4M3 is kept, in a step with `float8`."""
+        raise AssertionError("nothing is rounded to E4M3 here")
+
+    def vector(self, ref: WeightRef) -> torch.Tensor:
+        """A vector as float32."""
+
+    def const(self, ref: ConstRef) -> torch.Tensor:
+        """A host table as float32."""
+
+    def cache(self, ref: CacheRef) -> Cache:
+        """A layer's keys and values."""
+
+    def state(self, ref: StateRef) -> torch.Tensor:
+        """A recurrent state, `[slots, ...]` float32; padding writes to the last slot."""
+
+    def int8x2(self, value: Value) -> torch.Tensor | None:
+        """The int8x2 form of a value (`formats/int8x2.py`), if the node that makes the value fills it in, in steps of one
+        row."""
+        return None
+
+    def int8x2_target(self, value: Value) -> tuple[torch.Tensor | None, bool]:
+        """For the node that makes a value: where its int8x2 form goes, if it is read, and whether the plain one is too."""
+        return None, True
+
+    def rope_of(self, value: Value) -> Node | None:
+        """The ROPE_APPEND that makes these queries and leaves its work to the attention that reads them
+        (`attention/rope.py`)."""
+        return None
+
+    def scratch(self, dim: str, width: int, dtype: torch.dtype = torch.float32) -> Slot:
+        """`[dim, width]` that nobody else writes until the node is done; dim is T, S, R, items or one."""
+
+    def counter(self, path: str, width: int) -> torch.Tensor:
+        """`[width]` int64 that only grows, read by `path`."""
+
+    def zeros(self, dim: str, width: int) -> Slot:
+        """`[dim, width]` int32 that every node shares: zero before each launch, because each kernel leaves it so."""
+
+
+class _Inside:
+    """What differs between a site and `inside` it."""
+
+    int8x2, int8x2_target, rope_of = Site.int8x2, Site.int8x2_target, Site.rope_of
+
+    def __init__(self, outer: Site, slots: Mapping[int, Slot], weight: Callable[[WeightRef], Packed] | None) -> None:
+        self._outer, self._slots = outer, slots
+        self.weight = weight or outer.weight
+        self.launch = outer.launch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._outer, name)
+
+    def slot(self, value: Value) -> Slot:
+        return self._slots.get(value.id) or self._outer.slot(value)
+
+
+def inside(site: Site, slots: Mapping[int, Slot], weight: Callable[[WeightRef], Packed] | None = None) -> Site:
+    """The site of the nodes that a composite expands into: the values between them lie in `slots`, and may have weights of
+    their own."""
+    return cast(Site, _Inside(site, slots, weight))
+
+
+def starts_early(site: Site) -> bool:
+    """Whether the device may start a kernel before the one ahead of it is over (compute capability 9.0 and above)."""
+    return site.generation >= 9
+
+
+def dims(value: Value) -> tuple[str, int]:
+    """Free axis and width of a two-dimensional value."""
+    axis, width = value.dims
+    assert isinstance(axis, str), value
+    assert isinstance(width, int), value
+    return axis, width

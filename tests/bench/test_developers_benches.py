@@ -1,0 +1,84 @@
+"""The developers' benches in bench/: each can be imported, says what it does, and has its line in bench/README.md."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+if all(importlib.util.find_spec(name) for name in ("torch", "triton")):
+    # Triton is imported as the tests of its backend do it: with its interpreter where there is no GPU.
+    importlib.import_module("tests.triton_backend.conftest")
+SCRIPTS = sorted(p.relative_to(ROOT / "bench") for p in (ROOT / "bench").glob("*/*.py"))
+TABLE = (ROOT / "bench" / "README.md").read_text("utf-8")
+
+
+def test_the_readme_has_a_line_for_each_script() -> None:
+    assert sorted(re.findall(r"^\| `([\w/]+\.py)`", TABLE, re.MULTILINE)) == [str(path) for path in SCRIPTS]
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=str)
+def test_a_script_can_be_imported_and_says_how_to_run_it(path: Path) -> None:
+    name = f"bench.{'.'.join(path.with_suffix('').parts)}"
+    for needed in ("torch", "triton", "pyarrow", "mlx"):
+        pytest.importorskip(needed)
+    module = importlib.import_module(name)
+    assert callable(module.main)
+    assert f"python -m {name} " in (module.__doc__ or "") + "\n" or f"python -m {name}\n" in (module.__doc__ or "")
+    assert f"`python -m {name}" in TABLE
+
+
+def test_each_result_is_listed_with_the_command_that_made_it() -> None:
+    folder = ROOT / "bench" / "results"
+    listed = re.findall(r"^\| `([\w.-]+\.jsonl?)`", (folder / "README.md").read_text("utf-8"), re.MULTILINE)
+    assert sorted(listed) == sorted(p.name for p in folder.iterdir() if p.name != "README.md")
+
+
+def test_models_and_tests_are_chosen_by_name() -> None:
+    from bench.steps.gpu_bars import chosen
+
+    assert [t.name for m in chosen("mistral-7b:Q8_0", "tg128") for t in m.tests] == ["tg128"]
+    with pytest.raises(SystemExit, match="no model is called 'mistral'"):
+        chosen("mistral", "")
+
+
+def test_the_tuner_lists_what_is_in_force_first_and_changes_it_only_for_a_gain() -> None:
+    pytest.importorskip("triton")
+    from bench.tune import tune
+
+    for map in tune.MODELS["mistral-7b"]:
+        for width in (8, 16, 32):
+            found, table = tune.candidates(map, width), tune.tuned.table(9)
+            assert len(set(found)) == len(found) > 1
+            for family in tune.FAMILIES:
+                if width in (measured := getattr(table, family).get(map.name, {})):
+                    assert found[0] == (family, measured[width])
+            with tune.in_force(map, width, found[-1]):
+                assert getattr(table, found[-1][0])[map.name][width] == found[-1][1]
+            assert tune.candidates(map, width) == found
+    small = tune.Map("one", ("Q4_K",), (64,), 512)
+    kept = {"tiles": {small.name: {"32": [1]}}}
+    assert tune.choose(kept, small, 32, {None: 10.0, ("rows", (2,)): 9.9}) is None
+    assert tune.choose(kept, small, 32, {None: 10.0, ("rows", (2,)): 9.0}) == ("rows", (2,))
+    assert kept == {"tiles": {small.name: {}}, "rows": {small.name: {"32": [2]}}, "us": {small.name: {"32": 9.0}}}
+    assert json.loads(tune.dumps(kept))["us"] == {small.name: {"32": 9.0}}
+
+
+@pytest.mark.parametrize("kind", ["one", "gated", "three"])
+def test_the_tuner_compiles_and_runs_each_kind_of_map(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from bench.tune import tune
+    from quarrel.triton_backend.runtime.launch import INTERPRETED
+
+    if INTERPRETED:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+    ns = {"one": (64,), "gated": (64, 64), "three": (64, 32, 32)}[kind]
+    small = tune.Map(kind, ("Q4_K",) * len(ns), ns, 256)  # type: ignore[arg-type]
+    fault = tune.tried((small, 8, ("rows", (16, 1, 1, 0))))
+    assert fault == ""

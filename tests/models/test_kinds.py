@@ -1,0 +1,75 @@
+"""A kind of layer is one entry of a table: the assembly and the sharding know of no other place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from quarrel.gguf import GGUFFile
+from quarrel.models import ModelSpec, Tensors, assemble, assembly, read_spec, shard
+from quarrel.models.cut import Cutter
+from quarrel.models.kind import Block, Kind
+from quarrel.models.mixers import MIXERS, Attention
+from quarrel.models.spec import Mixer
+from quarrel.ops.activation import plain
+from quarrel.ops.contract import StateRef, Value
+from quarrel.ops.linear import Linear, norm_linear
+from quarrel.ops.null import Builder
+from quarrel.ops.program import StateLayer
+from quarrel.ops.state import conv
+from tests.paths import need_cases
+
+
+@dataclass(frozen=True)
+class Filter(Mixer):
+    """The squared queries of a file with attention, behind a convolution whose taps are all ones."""
+
+    width: int
+
+
+def _block(b: Builder, block: Block, m: Filter, h: Value, state: StateRef) -> tuple[Value, Linear]:
+    maps = [block.linear(f"attn_{name}", n, block.n_embd) for name, n in (("q", m.width), ("k", 128), ("v", 128))]
+    q, _, _ = norm_linear(b, block.norm, h, block.gains(), maps)
+    ones = replace(block.tensors.ones(m.width * 2), rows=m.width, k=2)
+    return plain(b, "relu2", conv(b, q, ones, None, state)), block.linear("attn_output", block.n_embd, m.width)
+
+
+def _shard(cut: Cutter, m: Filter) -> Filter | None:
+    own = cut.portion(m.width, 1, "attn_output.weight")
+    if own is None:
+        return None
+    cut.rows("attn_q", m.width, own)
+    cut.columns("attn_output", m.width, own)
+    return Filter(own[1] - own[0])
+
+
+def test_a_mixer_of_a_test_is_assembled_and_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = Kind(Filter, _block, _shard, ("attn_",), lambda m: (StateLayer((1, m.width)),))
+    table = {**MIXERS, Filter: kind}
+    monkeypatch.setattr(assembly, "MIXERS", table)
+    monkeypatch.setattr(shard, "MIXERS", table)
+    with GGUFFile.open(need_cases("nemotron") / "model-q4_0x.gguf") as file:
+        spec = read_spec(file)
+        assert isinstance(spec, ModelSpec)
+        first, *rest = spec.layers
+        assert isinstance(first.mixer, Attention)
+        spec = replace(spec, layers=(replace(first, mixer=Filter(256)), *rest))
+        whole = assemble(spec, Tensors(file))
+        parts = [assemble(*shard.shard(spec, Tensors(file), rank, 2, "tensor")) for rank in range(2)]
+
+    assert [s.shape for s in whole.states] == [(1, 256)]
+    assert len(whole.caches) == len(rest)
+    names = [n.op.name for n in whole.nodes if n.path == "blk.0.attn"]
+    assert names == ["norm_linear", "conv", "plain", "linear_add"]
+    for part in parts:
+        assert [s.shape for s in part.states] == [(1, 128)]
+        mine = [n.op.name for n in part.nodes if n.path == "blk.0.attn"]
+        assert mine == [*names[:-1], "linear", "all_reduce_add"]
+
+
+def test_every_kind_in_the_tables_is_under_its_spec() -> None:
+    for table in (assembly.MIXERS, assembly.FEED_FORWARDS):
+        for spec, kind in table.items():
+            assert kind.spec is spec
+            assert kind.tensors

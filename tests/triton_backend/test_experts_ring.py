@@ -1,0 +1,108 @@
+"""Rows gathered for the ring of experts, which stacks it takes, and how scales are kept within float16."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quarrel.gguf import GGMLType
+from quarrel.ops import draw
+from quarrel.ops.contract import Compute
+from quarrel.triton_backend.experts import ring
+from quarrel.triton_backend.formats.pack import blank, put
+from quarrel.triton_backend.runtime.arrays import Packed, Planes
+from quarrel.triton_backend.runtime.launch import INTERPRETED, launch
+
+
+def packed(type: GGMLType, rows: int, k: int, scale: float = 1.0) -> Packed:
+    weight = draw.weight(np.random.default_rng(1), type, rows, k, scale)
+    made = blank(type, rows, k, torch.device("cpu"))
+    put(made, type, 0, torch.from_numpy(np.ascontiguousarray(weight.raw)))
+    return made
+
+
+@pytest.mark.parametrize(("k", "used", "block"), [(256, 2, 8), (672, 3, 16), (2880, 1, 8)])
+def test_rows_lie_by_expert_in_the_order_of_columns_that_lanes_decode(k: int, used: int, block: int) -> None:
+    rng = np.random.default_rng(k)
+    tokens, experts, padded = 11, 5, -(-k // 256) * 256
+    ids = rng.integers(0, experts, tokens * used)
+    order = np.argsort(ids, kind="stable").astype(np.int32)
+    starts = np.searchsorted(ids[order], np.arange(experts + 1)).astype(np.int32)
+    x = rng.standard_normal((tokens, k)).astype(np.float32)
+    rows = torch.full((tokens * used, padded), float("nan"), dtype=torch.float16)
+    items = torch.full((1 + 4 * (tokens * used + experts),), -1, dtype=torch.int32)
+    device = "cpu" if INTERPRETED else "cuda"
+    arguments = [
+        t.to(device) for t in (rows, items, torch.from_numpy(x), torch.from_numpy(order), torch.from_numpy(starts))
+    ]
+    launch(
+        ring.gather_by_expert, (len(ids) + 1, -(-padded // 512)), *arguments, len(ids), k, EXPERTS=experts, PADDED=8,
+        PER_TOKEN=used, KP=padded, BT=block, C=512, early=False,
+    )  # fmt: skip
+    place = np.arange(padded)
+    # Bits of a place of 128: word (2), next, upper, block (2), one.
+    word, next, upper, lane, one = place // 32 % 4, place // 16 % 2, place // 8 % 2, place // 2 % 4, place % 2
+    column = place // 128 * 128 + lane * 32 + upper * 16 + word * 4 + one * 2 + next
+    assert sorted(column) == list(range(padded))
+    want = np.pad(x, ((0, 0), (0, padded - k)))[order // used][:, column].astype(np.float16)
+    np.testing.assert_array_equal(arguments[0].cpu().numpy(), want)
+    table = arguments[1].cpu().numpy()
+    listed = table[1 : 1 + 4 * table[0]].reshape(-1, 4)[:, :3]
+    counts = np.bincount(ids, minlength=experts)
+    expected = [
+        (e, starts[e] + first, min(block, count - first))
+        for e, count in enumerate(counts)
+        for first in range(0, count, block)
+    ]
+    assert sorted(map(tuple, listed.tolist())) == [tuple(map(int, item)) for item in expected]
+
+
+@dataclass
+class Site:
+    """What `takes` asks of a plan."""
+
+    generation: int = 9
+    compute: Compute = "float16"
+    deterministic: bool = False
+
+
+@pytest.mark.parametrize(
+    ("site", "format", "k", "taken"),
+    [
+        (Site(), "Q4_K", 4096, True),
+        (Site(), "MXFP4", 2880, True),
+        (Site(), "Q5_0", 2688, True),
+        (Site(), "Q5_0", 2656, False),
+        (Site(), "Q2_K", 4096, False),
+        (Site(), "F16", 4096, False),
+        (Site(generation=8), "Q4_K", 4096, False),
+        (Site(generation=12), "Q4_K", 4096, False),
+        (Site(compute="bfloat16"), "Q4_K", 4096, False),
+        (Site(deterministic=True), "Q4_K", 4096, False),
+    ],
+)
+def test_which_stacks_it_takes(site: Any, format: str, k: int, taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring, "INTERPRETED", False)
+    empty = torch.empty(0)
+    weight = Packed(format, 64, k, empty, Planes(*(empty,) * 4))
+    assert ring.takes(site, [weight]) is taken
+    assert not ring.takes(site, [replace(weight, reused=True)])
+
+
+@pytest.mark.parametrize("type", [GGMLType[name] for name in ring.FORMATS])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 300.0])
+def test_scales_fit_float16(type: GGMLType, scale: float) -> None:
+    weight = packed(type, 32, 512, scale)
+    down = 2.0 ** -ring.shift_of(weight)
+    dense = np.abs(draw.weight(np.random.default_rng(1), type, 32, 512, scale).dense())
+    # What a code of one is worth is at least a 127th of the largest value of a block, and below all of it.
+    ceiling = dense.max() * 2.0**24 if type is not GGMLType.MXFP4 else dense.max() / 6 * 2.0**6
+    if type is GGMLType.MXFP4:
+        assert ceiling * down <= 65504
+    else:
+        assert down == 1.0 or ceiling * down >= 16384
+        assert dense.max() / 127 * 2.0**24 * down <= 65504
