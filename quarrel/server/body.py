@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from quarrel.server.dispatch import Dispatcher
 from quarrel.server.errors import Refused
-from quarrel.server.schemas import Body
+from quarrel.server.fields import Body
 from quarrel.server.validation import first_fault
 
 B = TypeVar("B", bound=Body)

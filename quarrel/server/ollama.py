@@ -32,21 +32,21 @@ from quarrel.server.dispatch import (
     chunks,
 )
 from quarrel.server.errors import Refused
+from quarrel.server.fields import Body, Text
+from quarrel.server.messages import ChatMessage
 from quarrel.server.models import Entry
-from quarrel.server.schemas import Body, ChatMessage, Samplers, Text
+from quarrel.server.schemas import Samplers
 from quarrel.server.tools import functions_of, split_calls
 
 Json = dict[str, Any]
 
 
 class Options(Samplers):
-    """Sampling parameters in Ollama's words."""
+    """Sampling parameters in Ollama's words. What a load fixes (`num_ctx`, `num_gpu`) is reported as not understood."""
 
     num_predict: Annotated[StrictInt, Field(ge=-2)] | None = None
     repeat_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     repeat_last_n: Annotated[StrictInt, Field(ge=-1)] | None = None
-    num_ctx: StrictInt | None = None
-    """The context is fixed when a model is loaded: accepted, without effect."""
 
     def sampling(self) -> Any:
         options: Json = dict(super().sampling())

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from quarrel.llm import Model
 from quarrel.server.body import body_of, read_body
 from quarrel.server.dispatch import Dispatcher, cancel_on_disconnect
-from quarrel.server.schemas import Body, Text
+from quarrel.server.fields import Body, Text
 
 Json = dict[str, Any]
 

@@ -17,33 +17,39 @@ from quarrel.llm import Model, Structure
 from quarrel.server.body import body_of, read_body
 from quarrel.server.dispatch import Dispatcher, Generation, answer_stream, answer_whole, chunks
 from quarrel.server.errors import Refused
+from quarrel.server.fields import Adapter, Body, Text
+from quarrel.server.messages import Part, joined
 from quarrel.server.openai import SSE
-from quarrel.server.schemas import Adapter, Body, Samplers, Text
+from quarrel.server.schemas import Samplers
 from quarrel.server.tools import Call, required_call, split_calls
 
 Json = dict[str, Any]
-PARTS = frozenset({"input_text", "output_text", "text"})
+PARTS = ("input_text", "output_text", "text")
 
 
 class Item(Body):
-    """A message, a call that the model made, or what came of one."""
+    """A message, a call that the model made, or what came of one. `id` and `status` come back with answers."""
 
     type: Literal["message", "function_call", "function_call_output"] = "message"
     role: StrictStr | None = None
-    content: Text | list[dict[str, Any]] | None = None
+    content: Text | list[Part] | None = None
     name: StrictStr | None = None
     arguments: StrictStr | None = None
     call_id: StrictStr | None = None
-    output: StrictStr | list[dict[str, Any]] | None = None
+    output: StrictStr | list[Part] | None = None
+    id: StrictStr | None = None
+    status: StrictStr | None = None
 
     def message(self) -> Json:
         """For the chat template."""
         if self.type == "function_call":
+            if self.name is None:
+                raise Refused(400, "invalid_request", "an item of type function_call has no name", param="input")
             call = {"id": self.call_id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
             return {"role": "assistant", "content": "", "tool_calls": [call]}
         if self.type == "function_call_output":
-            return {"role": "tool", "content": _text(self.output), "tool_call_id": self.call_id}
-        return {"role": self.role or "user", "content": _text(self.content)}
+            return {"role": "tool", "content": joined(self.output, PARTS, "input"), "tool_call_id": self.call_id}
+        return {"role": self.role or "user", "content": joined(self.content, PARTS, "input")}
 
 
 class Form(Body):
@@ -272,17 +278,3 @@ def _call(call: Call) -> Json:
     id = secrets.token_hex(12)
     row = {"id": "fc_" + id, "type": "function_call", "call_id": "call_" + id, "status": "completed"}
     return {**row, "name": call.name, "arguments": call.arguments}
-
-
-def _text(content: str | list[dict[str, Any]] | None) -> str:
-    if not isinstance(content, list):
-        return content or ""
-    texts = []
-    for part in content:
-        if part.get("type") not in PARTS or not isinstance(part.get("text"), str):
-            kind = str(part.get("type"))[:40]
-            raise Refused(
-                400, "unsupported", f"an item holds a part of type {kind!r}: only text is understood", param="input"
-            )
-        texts.append(part["text"])
-    return "".join(texts)

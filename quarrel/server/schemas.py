@@ -4,52 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    StrictBool,
-    StrictFloat,
-    StrictInt,
-    StrictStr,
-    WithJsonSchema,
-)
+from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from quarrel.engine import Sampling
 from quarrel.llm import Structure
 from quarrel.server.errors import Refused
+from quarrel.server.fields import Adapter, Body, Ids, Mirostat, Number, Stop, Text, TokenId
+from quarrel.server.messages import ChatMessage
 from quarrel.server.tools import required_call
-
-Number = StrictFloat
-"""Whole numbers too; neither texts nor true and false."""
-Text = Annotated[StrictStr, Field(max_length=4 << 20)]
-Ids = Annotated[list[Annotated[StrictInt, Field(ge=0, lt=2**31)]], Field(min_length=1, max_length=1 << 20)]
-
-TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
-Stop = Annotated[StrictStr, Field(min_length=1, max_length=256)]
-
-Adapter = Annotated[StrictStr, Field(min_length=1, max_length=64)]
-"""One of the model's LoRA adapters, by name."""
-
-
-def _off_or_second(value: int) -> int:
-    if value not in (0, 2):
-        raise ValueError("0 or 2")
-    return value
-
-
-# Python holds False, 0.0 and 0 for equal, so a Literal would take them all.
-Mirostat = Annotated[StrictInt, AfterValidator(_off_or_second), WithJsonSchema({"type": "integer", "enum": [0, 2]})]
-
-
-class Body(BaseModel):
-    """Keeps fields that it does not know, so that they can be reported."""
-
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
-
-    def unknown(self) -> list[str]:
-        return sorted(self.model_extra or {})
 
 
 class Samplers(Body):
@@ -85,9 +47,38 @@ class StreamOptions(Body):
     include_usage: StrictBool = False
 
 
+class NamedSchema(Body):
+    """`name`, `description` and `strict` say nothing here: every schema is kept to."""
+
+    name: StrictStr | None = None
+    description: StrictStr | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: StrictBool | None = None
+
+
 class ResponseFormat(Body):
+    """The schema stands in `json_schema`, as OpenAI has it, or in `schema`, as llama-server has it."""
+
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: dict[str, Any] | None = None
+    json_schema: NamedSchema | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+
+    def structure(self) -> Structure | None:
+        """The grammar that every token of the answer keeps to."""
+        named = None if self.json_schema is None else self.json_schema.schema_
+        given = [s for s in (self.schema_, named) if s is not None]
+        wrong = ""
+        if len(given) > 1:
+            wrong = "response_format has two schemas: leave one of them out"
+        elif self.type == "text" and given:
+            wrong = "response_format is text and has a schema, wanted the type json_schema"
+        elif self.type == "json_schema" and not given:
+            wrong = "response_format json_schema has no object json_schema.schema"
+        if wrong:
+            raise Refused(400, "invalid_request", wrong, param="response_format")
+        if self.type == "text":
+            return None
+        return Structure.json(given[0] if given else {"type": "object"})
 
 
 class OpenAIBody(Samplers):
@@ -111,46 +102,7 @@ class OpenAIBody(Samplers):
 
     def structure(self) -> Structure | None:
         """The grammar that every token of the answer keeps to."""
-        wanted = self.response_format
-        if wanted is None or wanted.type == "text":
-            return None
-        if wanted.type == "json_object":
-            return Structure.json({"type": "object"})
-        schema = (wanted.json_schema or {}).get("schema")
-        if not isinstance(schema, dict):
-            message = "response_format json_schema has no object json_schema.schema"
-            raise Refused(400, "invalid_request", message, param="response_format")
-        return Structure.json(schema)
-
-
-class ChatMessage(Body):
-    role: StrictStr
-    content: StrictStr | list[dict[str, Any]] | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: StrictStr | None = None
-    name: StrictStr | None = None
-
-    def plain(self) -> dict[str, object]:
-        """For the chat template: parts of text are joined, any other part is refused, and so is what says nothing."""
-        if self.content is None and not self.tool_calls and self.role != "assistant":
-            found = f"a message of role {self.role[:40]!r} has no content"
-            raise Refused(400, "invalid_request", f"{found}, wanted a text or parts of text", param="messages")
-        message: dict[str, object] = {"role": self.role, "content": self._text()}
-        for name in ("tool_calls", "tool_call_id", "name"):
-            if getattr(self, name) is not None:
-                message[name] = getattr(self, name)
-        return message
-
-    def _text(self) -> str:
-        if not isinstance(self.content, list):
-            return self.content or ""
-        texts = []
-        for part in self.content:
-            if part.get("type") != "text" or not isinstance(part.get("text"), str):
-                kind = str(part.get("type"))[:40]
-                raise Refused(400, "unsupported", f"a message holds a part of type {kind!r}: only text is understood")
-            texts.append(part["text"])
-        return "".join(texts)
+        return None if self.response_format is None else self.response_format.structure()
 
 
 class NamedFunction(Body):

@@ -12,6 +12,7 @@ import json
 import logging
 import secrets
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter, WebSocket
@@ -19,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.websockets import WebSocketDisconnect, WebSocketState
 
 from quarrel.errors import QuarrelError
-from quarrel.server.body import ignored_fields, parse_body
+from quarrel.server.body import IGNORED, ignored_fields, parse_body
 from quarrel.server.dispatch import Dispatcher, chunks
 from quarrel.server.errors import Refused, plain_body, refused, word
 from quarrel.server.metrics import Metrics
@@ -140,7 +141,7 @@ class Connection:
     def _start(self, payload: Json) -> None:
         try:
             body = parse_body(json.dumps(payload), GenerateBody)
-            ignored_fields(body, self._dispatcher, "/ws")
+            ignored = ignored_fields(body, self._dispatcher, "/ws")
         except QuarrelError as error:
             given = payload.get("request_id")
             self._fail(refused(error), given if isinstance(given, str) and given.isprintable() else None)
@@ -150,7 +151,7 @@ class Connection:
         id = body.request_id or "ws-" + secrets.token_hex(6)
         if id in self._tasks:
             raise Refused(400, "invalid_request", f"the request {id!r} runs already")
-        task = asyncio.create_task(self._generate(id, body))
+        task = asyncio.create_task(self._generate(id, body, ignored))
         self._tasks[id] = task
         task.add_done_callback(lambda _: self._tasks.pop(id, None))
 
@@ -159,10 +160,11 @@ class Connection:
             if id is None or name == id:
                 task.cancel()
 
-    async def _generate(self, id: str, body: GenerateBody) -> None:
+    async def _generate(self, id: str, body: GenerateBody, ignored: Mapping[str, str]) -> None:
         try:
             entry = self._dispatcher.models.entry(body.model)
-            self._say("status", {"state": "generating" if entry.loaded else "loading", "request_id": id})
+            state = {"state": "generating" if entry.loaded else "loading", "request_id": id}
+            self._say("status", {**state, **({"ignored": ignored[IGNORED]} if ignored else {})})
             async with self._dispatcher.admit(
                 self._caller,
                 body.model,

@@ -125,7 +125,7 @@ def test_what_is_out_of_range_is_refused_by_name(live: Live, body: dict[str, Any
         ({"role": "user"}, 400),
         ({"role": "user", "content": None}, 400),
         ({"role": "user", "content": ""}, 200),
-        ({"role": "user", "tool_calls": [{"type": "function"}]}, 200),
+        ({"role": "user", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": "{}"}}]}, 200),
         ({"role": "assistant"}, 200),
     ],
 )

@@ -9,8 +9,9 @@ import pytest
 
 from quarrel.server.body import parse_body
 from quarrel.server.errors import Refused
+from quarrel.server.fields import Body
 from quarrel.server.responses import ResponsesBody
-from quarrel.server.schemas import Body, ChatBody, CompletionBody
+from quarrel.server.schemas import ChatBody, CompletionBody
 
 SENTENCES: list[tuple[type[Body], dict[str, Any], str]] = [
     (CompletionBody, {}, "prompt is missing: the request needs it"),

@@ -1,0 +1,43 @@
+"""What the bodies of requests are made of: kinds of values, and a base that knows what it did not understand."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictFloat, StrictInt, StrictStr, WithJsonSchema
+
+Number = StrictFloat
+"""Whole numbers too; neither texts nor true and false."""
+Text = Annotated[StrictStr, Field(max_length=4 << 20)]
+Ids = Annotated[list[Annotated[StrictInt, Field(ge=0, lt=2**31)]], Field(min_length=1, max_length=1 << 20)]
+
+TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
+Stop = Annotated[StrictStr, Field(min_length=1, max_length=256)]
+
+Adapter = Annotated[StrictStr, Field(min_length=1, max_length=64)]
+"""One of the model's LoRA adapters, by name."""
+
+
+def _off_or_second(value: int) -> int:
+    if value not in (0, 2):
+        raise ValueError("0 or 2")
+    return value
+
+
+# Python holds False, 0.0 and 0 for equal, so a Literal would take them all.
+Mirostat = Annotated[StrictInt, AfterValidator(_off_or_second), WithJsonSchema({"type": "integer", "enum": [0, 2]})]
+
+
+class Body(BaseModel):
+    """Keeps fields that it does not know, so that they can be reported."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+
+    def unknown(self) -> list[str]:
+        """Paths of what is not understood, in nested objects too; null is as good as absent."""
+        found = [name for name, value in (self.model_extra or {}).items() if value is not None]
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            held = [(f"{name}.{i}", v) for i, v in enumerate(value)] if isinstance(value, list) else [(name, value)]
+            found += [f"{path}.{inner}" for path, v in held if isinstance(v, Body) for inner in v.unknown()]
+        return sorted(found)

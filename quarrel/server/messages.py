@@ -1,0 +1,70 @@
+"""Messages of a conversation, as chat templates take them. Only text is understood: all else is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import StrictInt, StrictStr
+
+from quarrel.server.errors import Refused
+from quarrel.server.fields import Body
+
+
+class Part(Body):
+    """A part of a message. Answers that come back as input carry the last two."""
+
+    type: StrictStr | None = None
+    text: StrictStr | None = None
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class CalledFunction(Body):
+    name: StrictStr
+    arguments: StrictStr | dict[str, Any] | None = None
+
+
+class ToolCall(Body):
+    """A call that the model made, in OpenAI's form or Ollama's."""
+
+    id: StrictStr | None = None
+    type: StrictStr | None = None
+    index: StrictInt | None = None
+    function: CalledFunction
+
+
+class ChatMessage(Body):
+    role: StrictStr
+    content: StrictStr | list[Part] | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: StrictStr | None = None
+    name: StrictStr | None = None
+    images: list[Any] | None = None
+    """Ollama's; refused unless it is empty."""
+
+    def plain(self) -> dict[str, object]:
+        """For the chat template: parts of text are joined, any other part is refused, and so is what says nothing."""
+        if self.images:
+            raise Refused(400, "unsupported", "a message holds images: only text is understood", param="messages")
+        if self.content is None and not self.tool_calls and self.role != "assistant":
+            found = f"a message of role {self.role[:40]!r} has no content"
+            raise Refused(400, "invalid_request", f"{found}, wanted a text or parts of text", param="messages")
+        message: dict[str, object] = {"role": self.role, "content": joined(self.content, ("text",), "messages")}
+        if self.tool_calls is not None:
+            message["tool_calls"] = [call.model_dump(exclude_unset=True) for call in self.tool_calls]
+        for name in ("tool_call_id", "name"):
+            if getattr(self, name) is not None:
+                message[name] = getattr(self, name)
+        return message
+
+
+def joined(content: str | list[Part] | None, kinds: Sequence[str], field: str) -> str:
+    """The text of parts, which must be of these types. field: what a refusal names."""
+    if not isinstance(content, list):
+        return content or ""
+    for part in content:
+        if part.type not in kinds or part.text is None:
+            found = f"a message holds a part of type {str(part.type)[:40]!r}"
+            raise Refused(400, "unsupported", f"{found}: only text is understood", param=field)
+    return "".join(part.text or "" for part in content)
