@@ -15,11 +15,13 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from quarrel.errors import ConfigError, RequestError
 
 PREFIX = "qk-"
-FILE = "keys.json"
+FILE, MARK = "keys.json", "keys.made"
+"""The keys, and an empty file beside them that says that there are some: both are gone, or there are keys."""
 MAX_NAME = 64
 GIVEN = "given"
 """Id and name of a key that the environment gave."""
@@ -49,7 +51,8 @@ class Keyring:
     def __init__(self, folder: Path, given: str = "") -> None:
         self.path = folder / FILE
         self._given = (Key(GIVEN, GIVEN, _hash(given), time.time()),) if given else ()
-        self._stamp: tuple[int, int] | None = None
+        self._mark = folder / MARK
+        self._stamp: tuple[int, int, int] | None = None
         self._keys: tuple[Key, ...] = ()
 
     def keys(self) -> tuple[Key, ...]:
@@ -57,12 +60,13 @@ class Keyring:
         try:
             status = self.path.stat()
         except FileNotFoundError as error:
-            if self._keys:  # nobody opens a server by taking a file away
-                raise ConfigError(f"{self.path} has gone: put the API keys back, or start again without") from error
+            if self._keys or (self._mark.exists() and not self._given):  # nobody opens a server by taking a file away
+                wanted = f"put the API keys back, or remove {self._mark} and start again to go on without"
+                raise ConfigError(f"{self.path} has gone: {wanted}") from error
             return self._given
         except OSError as error:
             raise ConfigError(f"{self.path}: the API keys cannot be read ({error.strerror})") from error
-        stamp = (status.st_mtime_ns, status.st_size)
+        stamp = (status.st_mtime_ns, status.st_size, status.st_ino)
         if stamp != self._stamp:
             self._keys, self._stamp = self._read(), stamp
         return (*self._keys, *self._given)
@@ -111,13 +115,15 @@ class Keyring:
     def _read(self) -> tuple[Key, ...]:
         try:
             rows = json.loads(self.path.read_text("utf-8"))
-            return tuple(Key(**row) for row in rows)
-        except (OSError, ValueError, TypeError) as error:
-            # Never "no keys": that would open the server.
+            if not isinstance(rows, list) or not rows:  # never "no keys": that would open the server
+                raise ValueError("it holds none")
+            return tuple(_key(row) for row in rows)
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             raise ConfigError(f"{self.path} is not a list of API keys ({error}): repair or remove it") from error
 
     def _write(self, keys: Iterable[Key]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._mark.touch(mode=0o600)
         # A reader sees the old file or the new one, never half of one.
         handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=".keys-")
         try:
@@ -130,6 +136,18 @@ class Keyring:
             Path(name).unlink(missing_ok=True)
             raise
         self._stamp = None
+
+
+def _key(row: dict[str, Any]) -> Key:
+    """As it was written; TypeError for anything else, which could not be compared later."""
+    key = Key(**row)
+    times = (key.created, 0.0 if key.expires is None else key.expires)
+    texts = (key.id, key.name, key.hash)
+    if not (all(isinstance(t, str) for t in texts) and all(isinstance(t, int | float) for t in times)):
+        raise TypeError(f"the key {str(key.id)[:40]!r} has a field of another type")
+    if not (isinstance(key.revoked, bool) and key.hash.isascii()):
+        raise TypeError(f"the key {key.id[:40]!r} has a field of another type")
+    return key
 
 
 def _hash(secret: str) -> str:

@@ -14,12 +14,12 @@ import pytest
 from websockets.sync.client import connect
 
 from quarrel.errors import ConfigError
-from quarrel.server import Keyring, Rates, Settings, keys
+from quarrel.server import Keyring, Rates, Settings, build, keys
 from quarrel.server.errors import Refused
 from quarrel.server.limits import MAX_CALLERS, Limiter
 from quarrel.server.middleware import OPEN, PAGE
 from quarrel.server.run import _bound
-from tests.server.conftest import Live, running
+from tests.server.conftest import Live, load, running
 
 
 def get(path: str, *lines: str, host: str | None = "127.0.0.1") -> bytes:
@@ -131,10 +131,34 @@ def test_a_key_of_the_environment_is_good_and_is_written_nowhere(tmp_path: Path)
     assert secret not in repr(made_live.settings)
 
 
-def test_an_unreadable_key_file_closes_the_server(tmp_path: Path) -> None:
-    (tmp_path / "keys.json").write_text("{")
-    with pytest.raises(ConfigError, match="is not a list of API keys"):
-        Keyring(tmp_path).keys()
+KEY = {"id": "a", "name": "a", "hash": "0" * 64, "created": 0.0, "expires": None, "revoked": False}
+
+
+WRONG = ({"hash": 5}, {"hash": "\u00e9"}, {"expires": "x"}, {"revoked": 0})
+UNUSABLE = ["{", "", "[]", "{}", '""', "null", "0", "[[]]", "[" * 99_999, *(json.dumps([{**KEY, **w}]) for w in WRONG)]
+
+
+@pytest.mark.parametrize("text", UNUSABLE, ids=range(len(UNUSABLE)))
+def test_an_unusable_key_file_closes_the_server(tmp_path: Path, text: str) -> None:
+    _, secret = Keyring(tmp_path).create("a")
+    with running(Settings(data_dir=tmp_path)) as made:
+        (tmp_path / "keys.json").write_text(text)
+        for headers in ({}, {"Authorization": f"Bearer {secret}"}):
+            assert made.client.get("/v1/models", headers=headers).status_code == 503
+            assert made.client.post("/v1/completions", json={"prompt": "a"}, headers=headers).status_code == 503
+    with pytest.raises(ConfigError, match=r"is not a list of API keys"):
+        build(Settings(data_dir=tmp_path, api_key="k" * 16), load)
+
+
+def test_a_key_file_that_has_gone_closes_the_server_and_the_next_one(tmp_path: Path) -> None:
+    Keyring(tmp_path).create("a")
+    with running(Settings(data_dir=tmp_path)) as made:
+        (tmp_path / "keys.json").unlink()
+        assert made.client.get("/v1/models").status_code == 503
+    with pytest.raises(ConfigError, match=r"has gone: put the API keys back, or remove .*keys\.made"):
+        build(Settings(data_dir=tmp_path), load)
+    (tmp_path / "keys.made").unlink()
+    assert not build(Settings(data_dir=tmp_path), load).keys.keys()
 
 
 def test_prompts_and_keys_are_in_no_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
