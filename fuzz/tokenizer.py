@@ -3,8 +3,8 @@
     python -m fuzz.tokenizer [--seconds 60] [--seed 0]
 
 A file that holds one of four small vocabularies and nothing else is mutated as in `fuzz.gguf`, opened, and its tokenizer
-used. With the file as it was: ids become the text again (SentencePiece and BPE), ids one by one give what they give at
-once, and a text that names control tokens has none.
+used. With the file as it was: ids become the text again (BPE, and SentencePiece, to which U+2581 is a space), ids one by
+one give what they give at once, and a text that names control tokens has none.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ def check_sound(drawn: tuple[str, str, list[int]]) -> None:
     # SentencePiece puts a space in front of what follows a tag, too, as llama.cpp does.
     reversible = model == "bpe" or (model == "spm" and not any(tag in text for tag in TAG_TOKENS))
     if reversible and unknown not in found:
-        assert tokenizer.decode(found) == text, "encode and decode give another text"
+        spaced = text.replace("\u2581", " ") if model == "spm" else text
+        assert tokenizer.decode(found) == spaced, "encode and decode give another text"
 
 
 def check_mutant(drawn: tuple[bytes, str, list[int]], path: Path) -> bool:

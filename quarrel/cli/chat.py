@@ -51,10 +51,10 @@ class Conversation:
         return [*head, *self.turns]
 
     def ask(self, text: str) -> tuple[Result, bool]:
-        """Prints the answer as it comes. Returns it, and whether Ctrl-C stopped it; a stopped one stays, too."""
+        """Prints the answer as it comes. Returns it, and whether Ctrl-C stopped it; what it had said by then stays."""
         question = {"role": "user", "content": text}
-        stream = self._llm.chat([*self.messages, question], stream=True, **self._keywords)
-        with stream, CtrlC(stream) as interrupt:
+        messages = [*self.messages, question]
+        with CtrlC() as interrupt, interrupt.follow(self._llm.chat(messages, stream=True, **self._keywords)) as stream:
             for chunk in stream:
                 if not self._json:
                     write(visible(chunk.text) if sys.stdout.isatty() else chunk.text)
@@ -66,7 +66,8 @@ class Conversation:
             line()
         if result.finish_reason == "error":
             raise result.failure or QuarrelError(result.error)
-        self.turns += [question, {"role": "assistant", "content": result.text}]
+        if result.text or not interrupt.pressed:
+            self.turns += [question, {"role": "assistant", "content": result.text}]
         return result, interrupt.pressed
 
     def save(self, path: Path) -> None:
@@ -118,17 +119,16 @@ def _talk(conversation: Conversation, llm: LLM, args: argparse.Namespace) -> Non
         while True:
             try:
                 text = _read_message()
+                if text.startswith("/"):
+                    if not _obey(conversation, text):
+                        return
+                elif text:
+                    _answer(conversation, llm, text, args)
             except EOFError:
                 note("")
                 return
             except KeyboardInterrupt:
                 note("\n(Ctrl-D or /exit ends the conversation)")
-                continue
-            if text.startswith("/"):
-                if not _obey(conversation, text):
-                    return
-            elif text:
-                _answer(conversation, llm, text, args)
 
 
 def _answer(conversation: Conversation, llm: LLM, text: str, args: argparse.Namespace) -> None:

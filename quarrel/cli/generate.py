@@ -31,15 +31,16 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--logprobs are printed as JSON: give --json too, or leave them out")
     template = template_of(args)
     with opened(args, model) as llm:
-        if chat:
-            system = [{"role": "system", "content": as_unicode(args.system)}] if args.system is not None else []
-            messages = [*system, {"role": "user", "content": prompt}]
-            stream = llm.chat(messages, stream=True, template=template, **keywords)
-        else:
-            if not args.quiet and llm.tokenizer.chat_template is not None and sys.stderr.isatty():
-                note("(this model has a chat template; --chat puts the text to it as a message)")
-            stream = llm.stream(prompt, **keywords)
-        interrupted = _show(args, llm, stream, prompt if args.echo else "")
+        with CtrlC() as interrupt:
+            if chat:
+                system = [{"role": "system", "content": as_unicode(args.system)}] if args.system is not None else []
+                messages = [*system, {"role": "user", "content": prompt}]
+                stream = interrupt.follow(llm.chat(messages, stream=True, template=template, **keywords))
+            else:
+                if not args.quiet and llm.tokenizer.chat_template is not None and sys.stderr.isatty():
+                    note("(this model has a chat template; --chat puts the text to it as a message)")
+                stream = interrupt.follow(llm.stream(prompt, **keywords))
+            _show(args, llm, stream, prompt if args.echo else "")
         result = stream.result
         assert result is not None
         if not args.quiet and not args.json:
@@ -47,18 +48,18 @@ def run(args: argparse.Namespace) -> int:
     for one in (result, *result.alternatives):
         if one.finish_reason == "error":
             raise one.failure or QuarrelError(one.error)
-    return INTERRUPTED if interrupted else 0
+    return INTERRUPTED if interrupt.pressed else 0
 
 
-def _show(args: argparse.Namespace, llm: LLM, stream: Stream, echo: str) -> bool:
-    """Prints everything; True if Ctrl-C cut it short."""
+def _show(args: argparse.Namespace, llm: LLM, stream: Stream, echo: str) -> None:
+    """Prints everything."""
     streaming = not args.json if args.stream is None else args.stream
     if not args.json and getattr(args, "n", 1) > 1:
         streaming = False  # tokens of several continuations alternate: only whole ones can be read
     if streaming and not args.json:
         write(_for_terminal(echo))
     ended = True
-    with stream, CtrlC(stream) as interrupt:
+    with stream:
         for chunk in stream:
             if streaming and args.json:
                 write_json(_line(chunk))
@@ -73,7 +74,6 @@ def _show(args: argparse.Namespace, llm: LLM, stream: Stream, echo: str) -> bool
         _print_whole(result, echo)
     elif not ended or echo:
         line()
-    return interrupt.pressed
 
 
 def _print_whole(result: Result, echo: str) -> None:

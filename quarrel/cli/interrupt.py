@@ -13,13 +13,21 @@ from quarrel.engine import Stream
 class CtrlC:
     """While this is open, the first Ctrl-C cancels the stream, whose last chunks still come; the second one is raised.
 
-    So nothing that was generated is lost between two statements, as it could be with an exception out of nowhere.
+    So nothing that was generated is lost between two statements, as it could be with an exception out of nowhere. It is
+    opened before the stream is made, which can take a while: templates and tokenizers load on first use.
     """
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self) -> None:
         self.pressed = False
-        self._stream = stream
+        self._stream: Stream | None = None
         self._before: Any = None
+
+    def follow(self, stream: Stream) -> Stream:
+        """The stream that Ctrl-C cancels; at once if it was pressed before."""
+        self._stream = stream
+        if self.pressed:
+            stream.cancel()
+        return stream
 
     def __enter__(self) -> CtrlC:
         if threading.current_thread() is threading.main_thread():
@@ -34,4 +42,5 @@ class CtrlC:
         if self.pressed:
             raise KeyboardInterrupt
         self.pressed = True
-        self._stream.cancel()
+        if self._stream is not None:
+            self._stream.cancel()

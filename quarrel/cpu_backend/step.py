@@ -33,6 +33,7 @@ from quarrel.ops.step import (
     outputs_of,
     with_ids,
 )
+from quarrel.ops.weights import Loading, weights_of
 
 
 class Compiled:
@@ -65,11 +66,12 @@ class Compiled:
         for name, value in program.inputs.items():
             self.inputs[name] = _buffer(value, plan.sizes)
             plan.bind(value, int(self.inputs[name].ctypes.data))
-        for i, choice in enumerate(self.choices):
+        loading = Loading(weights_of(nodes), progress)
+        for choice in self.choices:
             choice.implementation.build(lowering, choice.node)
             plan.end_node([v for v in (*choice.node.inputs, *choice.node.outputs) if isinstance(v, Value)])
-            if progress:
-                progress(i + 1, len(self.choices))
+            for ref in weights_of([choice.node]):
+                loading.loaded(ref)
         self._notes = lowering.notes
         self.weights.finish()
         places = {name: plan.place(value) for name, value in program.outputs.items()}

@@ -241,7 +241,9 @@ class LoadOptions:
     )
     progress: Progress | None = field(
         default=None,
-        metadata=_about(FUNCTION, "called with work done and work in all while weights are packed, on another thread."),
+        metadata=_about(
+            FUNCTION, "called with bytes of the file done and in all while weights are packed, on another thread."
+        ),
     )
 
     def __post_init__(self) -> None:

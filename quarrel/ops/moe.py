@@ -29,6 +29,7 @@ from quarrel.ops.null import Builder
 Gate = Literal["softmax", "softmax_topk", "sigmoid"]
 ExpertActivation = Literal["silu", "relu2", "oai"]
 SMALLEST_SUM = 2.0**-14
+_Stack = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -194,19 +195,27 @@ def _make_expert_up(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...
     return (x, _make_ids(case, rng), *stacks, *biases)
 
 
+def _stacks() -> Any:
+    """Experts, how many of them are used, rows of one, blocks of a row: few with many rows, or as many as models have."""
+    from hypothesis import strategies as st
+
+    few = st.tuples(st.integers(1, 6), st.integers(1, 3), st.integers(1, 40), st.integers(1, 3))
+    real = st.sampled_from([(32, 4), (64, 6), (64, 8), (128, 6), (128, 8)])
+    many = st.builds(lambda counts, n: (*counts, n, 1), real, st.integers(1, 4))
+    return few | many
+
+
 def _expert_up_strategy() -> Any:
     from hypothesis import strategies as st
 
-    def case(
-        type: GGMLType, experts: int, used: int, n: int, blocks: int, kind: ExpertActivation, bias: bool, t: int
-    ) -> Case:
+    def case(type: GGMLType, stack: _Stack, kind: ExpertActivation, bias: bool, t: int) -> Case:
+        experts, used, n, blocks = stack
         k = FORMATS[type].elements * blocks
         spec = ExpertUpSpec(type, experts, min(used, experts), n, k, kind, kind != "relu2", bias)
         return Case(spec, {"T": t})
 
     kinds = st.sampled_from(["silu", "relu2", "oai"])
-    sizes = (st.integers(1, 6), st.integers(1, 3), st.integers(1, 40), st.integers(1, 3))
-    return st.builds(case, st.sampled_from(WEIGHT_TYPES), *sizes, kinds, st.booleans(), st.integers(1, 9))
+    return st.builds(case, st.sampled_from(WEIGHT_TYPES), _stacks(), kinds, st.booleans(), st.integers(1, 9))
 
 
 EXPERT_UP = Op(
@@ -273,12 +282,12 @@ def _make_expert_down(case: Case, rng: np.random.Generator) -> tuple[Concrete, .
 def _expert_down_strategy() -> Any:
     from hypothesis import strategies as st
 
-    def case(type: GGMLType, experts: int, used: int, n: int, blocks: int, bias: bool, t: int) -> Case:
+    def case(type: GGMLType, stack: _Stack, bias: bool, t: int) -> Case:
+        experts, used, n, blocks = stack
         spec = ExpertDownSpec(type, experts, min(used, experts), n, FORMATS[type].elements * blocks, bias)
         return Case(spec, {"T": t})
 
-    sizes = (st.integers(1, 6), st.integers(1, 3), st.integers(1, 40), st.integers(1, 3))
-    return st.builds(case, st.sampled_from(WEIGHT_TYPES), *sizes, st.booleans(), st.integers(1, 9))
+    return st.builds(case, st.sampled_from(WEIGHT_TYPES), _stacks(), st.booleans(), st.integers(1, 9))
 
 
 EXPERT_DOWN = Op(

@@ -153,7 +153,13 @@ class Connection:
             raise Refused(400, "invalid_request", f"the request {id!r} runs already")
         task = asyncio.create_task(self._generate(id, body, ignored))
         self._tasks[id] = task
-        task.add_done_callback(lambda _: self._tasks.pop(id, None))
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._tasks.pop(id, None)
+            if task.cancelled():  # perhaps before its first line ran, so that it could not say so itself
+                self._say("inference", {"token": "", "complete": True, "finish_reason": "cancelled", "request_id": id})
+
+        task.add_done_callback(ended)
 
     def _stop(self, id: object) -> None:
         for name, task in list(self._tasks.items()):
@@ -186,9 +192,6 @@ class Connection:
                     self._say("inference", row)
         except QuarrelError as error:
             self._fail(refused(error), id)
-        except asyncio.CancelledError:
-            self._say("inference", {"token": "", "complete": True, "finish_reason": "cancelled", "request_id": id})
-            raise
         except Exception:
             log.exception("a request on a WebSocket failed")
             self._fail(Refused(500, "internal", "the server failed at this request: its log says why"), id)

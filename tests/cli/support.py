@@ -42,7 +42,6 @@ def spawn(*arguments: str, **environment: str) -> subprocess.Popen[bytes]:
 def interrupt_after(monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:
     """Presses Ctrl-C behind so many chunks of the next stream; a token takes a millisecond, so it comes in time."""
     real = Stream.__next__
-    draw = HostChain.draw
     left = [chunks]
 
     def next_(self: Stream) -> Chunk:
@@ -51,9 +50,16 @@ def interrupt_after(monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:
             signal.raise_signal(signal.SIGINT)
         return real(self)
 
+    monkeypatch.setattr(Stream, "__next__", next_)
+    draw_slowly(monkeypatch)
+
+
+def draw_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token that is drawn on the host (`SLOW`) takes a millisecond."""
+    draw = HostChain.draw
+
     def slowly(self: HostChain, *args: object) -> int:
         time.sleep(0.001)
         return draw(self, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Stream, "__next__", next_)
     monkeypatch.setattr(HostChain, "draw", slowly)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from quarrel.cli import main
 from quarrel.llm import LLM
-from tests.cli.support import GREEDY, SLOW, interrupt_after, typed
+from tests.cli.support import GREEDY, SLOW, draw_slowly, interrupt_after, typed
 
 
 def keyboard(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException]) -> None:
@@ -109,6 +110,29 @@ def test_a_conversation_that_outgrows_its_context_goes_on_after_reset(
     assert main(["chat", chatty, *GREEDY, "--ctx", "256"]) == 0
     assert "/reset forgets" in capsys.readouterr().err
     assert [len(messages) for messages in seen] == [1, 1, 1], "a question that was refused is not kept"
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ctrl_c_before_the_first_token_ends_only_the_answer(
+    presses: int, chatty: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real: Callable[..., object] = LLM.chat
+    asked: list[list[str]] = []
+
+    def chat(self: LLM, messages: list[dict[str, str]], *args: object, **kwargs: object) -> object:
+        asked.append([m["content"] for m in messages])
+        for _ in range(presses if len(asked) == 1 else 0):  # while the template and the tokenizer load
+            signal.raise_signal(signal.SIGINT)
+        return real(self, messages, *args, **kwargs)
+
+    monkeypatch.setattr(LLM, "chat", chat)
+    draw_slowly(monkeypatch)
+    keyboard(monkeypatch, "one", "two")
+    assert main(["chat", chatty, "--temp", "0", "-n", "150", "--backend", "cpu", *SLOW]) == 0
+    *stopped, answer = capsys.readouterr().out.splitlines()
+    said = "".join(stopped)
+    assert len(said) < 150 == len(answer)
+    assert asked == [["one"], ["one", said, "two"] if said else ["two"]], "a question without any answer is not kept"
 
 
 def test_ctrl_c_ends_an_answer_and_not_the_conversation(

@@ -6,6 +6,7 @@ import shlex
 
 import numpy as np
 import pytest
+from hypothesis import find
 
 from fuzz.ops import OPS as KNOWN
 from fuzz.ops import fuzz_op, line_of, main, standing_in
@@ -24,6 +25,14 @@ OPS = [*ALL_OPS.values(), *EXTRA_OPS.values()]
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_random_shapes_agree_with_the_reference(op: Op) -> None:
     assert fuzz_op(backend("cpu"), op, "float32", 8, seed=1) > 0
+
+
+@pytest.mark.parametrize("name", ["expert_up", "expert_down"])
+def test_as_many_experts_as_a_model_has_are_drawn(name: str) -> None:
+    op = KNOWN[name]
+    assert op.strategy is not None
+    case = find(op.strategy(), lambda case: (case.spec.n_experts, case.spec.used) == (128, 6))
+    check_case(backend("cpu"), op, case, "float32")
 
 
 @pytest.mark.parametrize("name", ["norm", "linear", "attention", "route", "conv", "sample", "expert_down"])

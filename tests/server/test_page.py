@@ -3,14 +3,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
-from collections.abc import Iterator
+import time
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from quarrel.engine import Chunk
+from quarrel.server import websocket as server_socket
+from quarrel.server.dispatch import Generation
 from tests.server.conftest import Live
 
 CHROMIUM = os.environ.get("QUARREL_CHROMIUM", "")
@@ -85,17 +90,26 @@ def test_a_conversation_is_written_kept_and_found_again(page: Any) -> None:
     assert not page.foreign
 
 
-def test_an_answer_is_stopped(page: Any, live: Live) -> None:
-    page.evaluate("localStorage.setItem('quarrelSettings', JSON.stringify({max_tokens: 4000, temperature: 1.5}))")
-    page.reload()
-    page.wait_for_selector(".state[data-state=connected]")
+def test_an_answer_is_stopped(page: Any, live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = server_socket.chunks
+
+    async def endless(generation: Generation, which: int, timeout: float) -> AsyncIterator[Chunk]:
+        async for chunk in real(generation, which, timeout):
+            yield chunk
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(server_socket, "chunks", endless)
     write(page, "A very long story")
     page.wait_for_selector("#stop:not([hidden])")
     page.keyboard.press("Escape")
-    page.wait_for_selector("#send:not([hidden])")
+    page.wait_for_selector(".message.assistant .under")
+    assert "cancelled" in page.inner_text(".message.assistant .under")
+    assert page.is_visible("#send")
     loaded = live.server.dispatcher.models.entry("demo").loaded
     assert loaded is not None
-    page.wait_for_timeout(200)
+    end = time.monotonic() + 60
+    while loaded.llm.activity().running and time.monotonic() < end:
+        page.wait_for_timeout(10)
     assert not loaded.llm.activity().running
 
 

@@ -74,6 +74,17 @@ def test_stop_ends_one_request_and_not_the_connection(live: Live) -> None:
         assert ends == {"a": "cancelled", "b": "length"}
 
 
+def test_a_stop_in_the_same_breath_as_the_request_ends_it(live: Live) -> None:
+    with connect(address(live)) as socket:
+        for i in range(20):
+            say(socket, "inference", prompt="Once", max_tokens=480, ignore_eos=True, request_id=f"r{i}")
+            say(socket, "stop", request_id=f"r{i}")
+            row = hear(socket, "inference", 60)
+            while not row["complete"]:
+                row = hear(socket, "inference", 60)
+            assert (row["request_id"], row["finish_reason"]) == (f"r{i}", "cancelled")
+
+
 def test_many_tokens_at_once_are_no_slow_reader(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     real = server_socket.chunks
 

@@ -20,6 +20,11 @@ def test_changed_vocabularies_do_no_harm(tmp_path: Path) -> None:
     assert used > 5
 
 
+@pytest.mark.parametrize(("model", "text"), [("spm", "\u2581"), ("spm", "a\u2581 \u2581"), ("bpe", "a\u2581")])
+def test_a_sound_vocabulary_gives_back_what_its_kind_promises(model: str, text: str) -> None:
+    tokenizer.check_sound((model, text, []))
+
+
 def test_changed_templates_do_no_harm() -> None:
     refused, rendered = chat.fuzz(40, 1)
     assert refused > 10
