@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -238,6 +239,10 @@ class Plan:
         self.node += 1
 
 
+Piece = tuple[tuple[int, ...], StageTable | Callable[[], None]]
+"""Stages that run one after the other, and how."""
+
+
 @dataclass(frozen=True)
 class Tables:
     """Stage tables over one arena."""
@@ -247,31 +252,24 @@ class Tables:
     jobs: np.ndarray
     stages: tuple[tuple[int, int, int], ...]
     """(node, first job, jobs) of every stage."""
+    kernels: tuple[str, ...]
+    """The name of each stage's first kernel; empty for what the host does."""
     scratch: int
     keep: tuple[Any, ...]
     calls: Mapping[int, Call] = field(default_factory=dict)
 
-    def select(self, nodes: set[int]) -> list[StageTable | Callable[[], None]]:
-        """The stages of some nodes only, in as many runs as the host's calls between them make necessary."""
-        runs: list[StageTable | Callable[[], None]] = []
-        rows: list[tuple[int, int]] = []
-
-        def flush() -> None:
-            if rows:
-                stages = np.array(rows, np.int64).reshape(-1, 2)
-                runs.append(StageTable(stages, self.jobs, self.header.words, self.scratch, (self,)))
-                rows.clear()
-
-        for i, (node, first, count) in enumerate(self.stages):
-            if node not in nodes and node >= 0:
-                continue
-            if i in self.calls:
-                flush()
-                runs.append(partial(self._call, self.calls[i]))
+    def select(self, nodes: set[int]) -> list[Piece]:
+        """The stages of some nodes only, in as many pieces as the host's calls between them make necessary."""
+        pieces: list[Piece] = []
+        chosen = [i for i, (node, *_) in enumerate(self.stages) if node < 0 or node in nodes]
+        for host, some in groupby(chosen, lambda i: i in self.calls):
+            stages = tuple(some)
+            if host:
+                pieces += [((i,), partial(self._call, self.calls[i])) for i in stages]
             else:
-                rows.append((first, count))
-        flush()
-        return runs
+                rows = np.array([self.stages[i][1:] for i in stages], np.int64)
+                pieces.append((stages, StageTable(rows, self.jobs, self.header.words, self.scratch, (self,))))
+        return pieces
 
     def _call(self, call: Call) -> None:
         call.run(*(self._live(*place) for place in call.places))
@@ -309,4 +307,5 @@ def finish(plan: Plan) -> Tables:
             scratch = max(scratch, job.kernel.scratch)
             rows.append((job.kernel.address(plan.level), block.ctypes.data, job.live, job.every, job.times))
     table = np.array(rows, np.int64).reshape(-1, 5)
-    return Tables(arena, plan.header, table, tuple(stages), scratch, (*plan.keep, *blocks), dict(plan.calls))
+    kernels = tuple(jobs[0].kernel.name if jobs else "" for _, jobs in plan.stages)
+    return Tables(arena, plan.header, table, tuple(stages), kernels, scratch, (*plan.keep, *blocks), dict(plan.calls))

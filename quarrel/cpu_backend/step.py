@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 
 from quarrel.cpu_backend.attention.cache import Cache
 from quarrel.cpu_backend.experts.counts import ExpertCounts
 from quarrel.cpu_backend.lowering import Lowering
-from quarrel.cpu_backend.plan import AXES, Plan, finish
+from quarrel.cpu_backend.plan import AXES, Piece, Plan, finish
 from quarrel.cpu_backend.registry import REGISTRY, forms_read
 from quarrel.cpu_backend.runtime.pool import Pool, StageTable
+from quarrel.cpu_backend.timing import StageTimes, parts_of
 from quarrel.cpu_backend.weights import Weights
 from quarrel.errors import RequestError
 from quarrel.ops.collective import Group
 from quarrel.ops.contract import Array, Compute, Value
 from quarrel.ops.embedding import table_of_positions
 from quarrel.ops.moe import RouteSpec
+from quarrel.ops.profile import Part, Profiled
 from quarrel.ops.program import Node, Program, needed
 from quarrel.ops.registry import lower
 from quarrel.ops.step import (
@@ -86,9 +89,16 @@ class Compiled:
             name: [(axis, i) for i, axis in enumerate(value.dims) if axis in AXES or axis == "S1"]
             for name, value in program.inputs.items()
         }
-        self._selected: dict[tuple[str, ...], list[StageTable | Callable[[], None]]] = {}
+        self._selected: dict[tuple[str, ...], list[Piece]] = {}
 
-    def run(self, arrays: Mapping[str, Array], wanted: tuple[str, ...]) -> dict[str, Array]:
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """What `StageTimes` times."""
+        return parts_of(self.tables, [c.node for c in self.choices])
+
+    def run(
+        self, arrays: Mapping[str, Array], wanted: tuple[str, ...], times: StageTimes | None = None
+    ) -> dict[str, Array]:
         """Copies the inputs in, runs what the wanted outputs and the caches need, and copies the results out."""
         # Between two decode steps the CPU's caches are cold for this code, so it does as little as possible.
         sizes: dict[str, int] = {}
@@ -103,11 +113,13 @@ class Compiled:
         if wanted not in self._selected:
             marks = needed([c.node for c in self.choices], [self.program.outputs[name] for name in wanted])
             self._selected[wanted] = self.tables.select({i for i, mark in enumerate(marks) if mark})
-        for part in self._selected[wanted]:
-            if isinstance(part, StageTable):
-                self._pool.run(part)
+        for stages, piece in self._selected[wanted]:
+            if times is not None:
+                times.run(self._pool, stages, piece)
+            elif isinstance(piece, StageTable):
+                self._pool.run(piece)
             else:
-                part()
+                piece()
         self.expert_counts.add(sizes.get("T", 0))
         outputs = ((name, *self._outputs[name]) for name in wanted)
         return {name: whole[: sizes[axis]].copy() for name, axis, whole in outputs}
@@ -171,6 +183,15 @@ class CpuStep:
         return Done(self(inputs, want))
 
     def __call__(self, inputs: StepInputs, want: Want) -> StepOutputs:
+        return self._run(inputs, want, None)
+
+    def profile(self, inputs: StepInputs, want: Want) -> Profiled:
+        """See `ops.profile.Profiles`: the same stages, each of which notes when it begins."""
+        times = StageTimes()
+        outputs = self._run(inputs, want, times)
+        return Profiled(outputs, *times.of(self._open().parts))
+
+    def _run(self, inputs: StepInputs, want: Want, times: StageTimes | None) -> StepOutputs:
         compiled = self._open()
         inputs = with_ids(inputs, self._last)
         inputs.check(self.limits, self._n_vocab)
@@ -189,7 +210,7 @@ class CpuStep:
         for name in compiled.program.inputs:
             if (array := inputs.named(name)) is not None:
                 arrays[name] = array
-        outputs = StepOutputs(**compiled.run(arrays, wanted))
+        outputs = StepOutputs(**compiled.run(arrays, wanted, times))
         if outputs.tokens is not None:
             self._last = outputs.tokens
         return outputs

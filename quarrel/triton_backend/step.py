@@ -26,6 +26,7 @@ from quarrel.errors import RequestError
 from quarrel.ops.attention import ATTENTION
 from quarrel.ops.contract import Compute, Value
 from quarrel.ops.embedding import EmbeddingSpec
+from quarrel.ops.profile import Profiled
 from quarrel.ops.program import needed
 from quarrel.ops.registry import Choice
 from quarrel.ops.step import Done, ExplainLine, Limits, MemoryPlan, Pending, StepInputs, StepOutputs, Want, outputs_of
@@ -37,6 +38,7 @@ from quarrel.triton_backend.plan import Plan
 from quarrel.triton_backend.runtime.cache import copy_blocks, copy_states
 from quarrel.triton_backend.runtime.launch import power_of_two
 from quarrel.triton_backend.runtime.site import Batch, Launch
+from quarrel.triton_backend.timing import EventClock, HostClock, Stopwatch
 
 MOST_PINNED = 16 << 20
 """Numbers of a result that is copied while the host goes on (64 MiB); a larger one is waited for."""
@@ -130,6 +132,7 @@ class TritonStep:
             if alone.keys() >= set(outputs_of(want))
         }
         self._n_vocab, self._n_positions = (_smallest_table(plan.choices, name) for name in ("ids", "positions"))
+        self._watch: Stopwatch | None = None
 
     def launch(self, inputs: StepInputs, want: Want) -> Pending:
         """Starts a step. On a GPU, all but logits is on its way when this returns; those are waited for."""
@@ -158,6 +161,15 @@ class TritonStep:
     def __call__(self, inputs: StepInputs, want: Want) -> StepOutputs:
         """Runs once; the result is on the host when this returns."""
         return self.launch(inputs, want).result()
+
+    def profile(self, inputs: StepInputs, want: Want) -> Profiled:
+        """See `ops.profile.Profiles`: plain launches, timed on the device."""
+        self._watch = watch = Stopwatch(EventClock() if self._on_gpu else HostClock())
+        try:
+            outputs = self.launch(inputs, want).result()
+        finally:
+            self._watch = None
+        return Profiled(outputs, *watch.read([c.node for c in self._choices]))
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies whole cache blocks (source, destination) in every layer."""
@@ -202,10 +214,11 @@ class TritonStep:
         batch = batch_of(inputs.query_start, inputs.kv_len, rows, starts)
         if self._plan.cudnn_from and batch.prefill:
             batch = replace(batch, prompts=prompts_of(inputs.query_start, inputs.kv_len, self._plan.cudnn_from))
-        decode = self._capture and not batch.prefill and batch.T == batch.S and rows <= batch.S
+        capture = self._capture and self._watch is None
+        decode = capture and not batch.prefill and batch.T == batch.S and rows <= batch.S
         most = min(self.limits.max_seqs, self.limits.max_tokens)
         padded = min(power_of_two(batch.S), most) if decode else 0
-        whole = padded_encoder(inputs, self.limits) if self._capture and "mean" in self._outputs else None
+        whole = padded_encoder(inputs, self.limits) if capture and "mean" in self._outputs else None
         if whole is not None:
             texts = len(whole.kv_len)
             self._grow(texts, 0)
@@ -234,6 +247,9 @@ class TritonStep:
             self._plan.allocate()
 
     def _run(self, batch: Batch, want: str) -> None:
+        if self._watch is not None:
+            self._watch.run(self._plan, self._masks[want], batch)
+            return
         for go, mark in zip(self._plan.launches, self._masks[want], strict=True):
             if mark:
                 go(batch)

@@ -48,7 +48,9 @@ class Pool:
         self._block[:] = 0
         self._words = self._block.view(np.int64)
         self._words[runner.TICKET // 8] = runner.IDLE << runner.COUNT_BITS
-        self._words[runner.YIELD // 8] = ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value
+        libc = ctypes.CDLL(None)
+        for word, function in ((runner.YIELD, libc.sched_yield), (runner.CLOCK, libc.clock_gettime)):
+            self._words[word // 8] = ctypes.cast(function, ctypes.c_void_p).value
         per_thread = aligned(runner.THREAD_BYTES * threads)
         per_thread[:] = 0
         self._threads = per_thread.view(np.int64).reshape(threads, -1)
@@ -74,8 +76,12 @@ class Pool:
         self._scratch = [aligned(size) for _ in range(self.threads)]
         self._threads[:, runner.SCRATCH // 8] = [s.ctypes.data for s in self._scratch]
 
-    def run(self, table: StageTable) -> None:
-        """Runs one step to its end, on this thread and the workers."""
+    def run(self, table: StageTable, times: np.ndarray | None = None) -> None:
+        """Runs one step to its end, on this thread and the workers.
+
+        times: int64 `[stages + 1, 2]`, filled with the seconds and nanoseconds at which each stage began, and the last
+        one ended, by the monotonic clock. A stage without chunks begins when its successor does.
+        """
         with self._lock:
             self._grow(table.scratch)
             words = self._words
@@ -83,6 +89,7 @@ class Pool:
             words[runner.JOBS // 8] = table.jobs.ctypes.data
             words[runner.HEADER // 8] = table.header.ctypes.data
             words[runner.COUNT // 8] = len(table.stages)
+            words[runner.TIMES // 8] = 0 if times is None else times.ctypes.data
             self._start(self._block.ctypes.data)
             if self._asleep.any():
                 for index in np.flatnonzero(self._asleep):

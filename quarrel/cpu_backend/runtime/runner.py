@@ -12,6 +12,7 @@ has no influence on the result.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from llvmlite import ir
@@ -26,7 +27,7 @@ IDLE = STAGE_MASK
 
 # Byte offsets in the pool's shared block; what threads write lies on cache lines of its own.
 TICKET, PENDING = 0, 128
-STAGES, JOBS, HEADER, COUNT, YIELD = (256 + 8 * i for i in range(5))
+STAGES, JOBS, HEADER, COUNT, YIELD, CLOCK, TIMES = (256 + 8 * i for i in range(7))
 POOL_BYTES = 384
 # Byte offsets in each thread's own block.
 SCRATCH, ASLEEP, THREAD_BYTES = 0, 8, 128
@@ -101,10 +102,20 @@ def _chunks(k: Kernel, header: Val, job: Val) -> Val:
 
 
 def _open_next(k: Kernel, pool: Val, ticket: Val, stage: Val) -> None:
-    """Opens the first stage after `stage` that has chunks, or ends the step."""
-    stages, jobs, header, count = (k.load(pool, I64, o, align=8) for o in (STAGES, JOBS, HEADER, COUNT))
-    at, total = k.var(stage + 1), k.var(k.i64(0))
+    """Opens the first stage after `stage` that has chunks, or ends the step; notes when, if the step is timed."""
+    stages, jobs, header, count, times = (k.load(pool, I64, o, align=8) for o in (STAGES, JOBS, HEADER, COUNT, TIMES))
+    at, total, now = k.var(stage + 1), k.var(k.i64(0)), k.stack(16)
+    timed = times.ne(0)
+    with k.when(timed):
+        _call_address(k, k.load(pool, I64, CLOCK, align=8), I32, [k.lift(time.CLOCK_MONOTONIC, I32), now])
+
+    def note() -> None:
+        with k.when(timed):
+            for word in (0, 8):
+                k.store(k.load(now, I64, word), times + (at.v << 4), word)
+
     with k.loop_while(lambda: k.select(at.v < count, total.v, 1).eq(0)):
+        note()
         entry = stages + at.v * (8 * STAGE_WORDS)
         first = jobs + k.load(entry, I64, align=8) * (8 * JOB_WORDS)
         with k.range(0, k.load(entry, I64, 8, align=8)) as j:
@@ -116,6 +127,7 @@ def _open_next(k: Kernel, pool: Val, ticket: Val, stage: Val) -> None:
             _atomic_store(k, total.v, pool + PENDING)
             _atomic_store(k, epoch | (at.v - 1 << COUNT_BITS) | total.v, pool + TICKET)
         with over:
+            note()
             _atomic_store(k, epoch | IDLE << COUNT_BITS, pool + TICKET)
 
 

@@ -138,7 +138,6 @@ class _Inside:
     def __init__(self, outer: Site, slots: Mapping[int, Slot], weight: Callable[[WeightRef], Packed] | None) -> None:
         self._outer, self._slots = outer, slots
         self.weight = weight or outer.weight
-        self.launch = outer.launch
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._outer, name)
