@@ -187,6 +187,14 @@ def _flight_server(p: argparse.ArgumentParser) -> None:
     p.add_argument("--host", default="127.0.0.1", help="the address to listen on, by default 127.0.0.1")
     p.add_argument("--port", type=int, default=3000, help="of the data, 3000 by default; 0 takes a free one")
     p.add_argument("--meta-port", type=int, help="of what is about datasets; by default the next one")
+    faults = p.add_mutually_exclusive_group()
+    faithful = "with the faults of a real Longbow, the default: see docs/flight.md"
+    faults.add_argument("--faithful", action="store_false", dest="kind", default=False, help=faithful)
+    faults.add_argument("--kind", action="store_true", dest="kind", help="without them")
+    memory = "rows that it takes, such as 1GiB; then it is silent, or refuses if --kind; any number by default"
+    p.add_argument("--memory", metavar="BYTES", help=memory)
+    rate = "indexed in a second, 2000 by default; a search sees no other ones"
+    p.add_argument("--index-rate", type=float, default=2000.0, metavar="ROWS", help=rate)
 
 
 COMMANDS: tuple[tuple[str, str, str, str, Callable[[argparse.ArgumentParser], None]], ...] = (
@@ -236,7 +244,8 @@ COMMANDS: tuple[tuple[str, str, str, str, Callable[[argparse.ArgumentParser], No
         "flight-server",
         "",
         "run a stand-in for the Longbow vector store, in memory, for trying things out",
-        "Its data is gone when it ends, and a search reads every row: it is not Longbow.",
+        "Its data is gone when it ends, and a search reads every row: it is not Longbow, but answers as that does, faults"
+        " included.",
         _flight_server,
     ),
     ("doctor", "", "say what this machine can run, and what is missing", "", _doctor),

@@ -15,16 +15,19 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import flight
 
-from quarrel.errors import QuarrelError, RequestError
-from quarrel.flight.messages import parse_object
+from quarrel.errors import FlightUnavailable, QuarrelError, RequestError
+from quarrel.flight.actions import Unknown, act
 from quarrel.flight.rows import first_line, validated
-from quarrel.flight.store import Missing, Store
-
-Body = dict[str, Any]
+from quarrel.flight.store import Kept, Missing, Store
+from quarrel.flight.tickets import json_body, text_of
 
 
 class LocalServer:
-    """Both servers on one store, running when made; a context manager. Port 0 takes a free one, see `data` and `meta`."""
+    """Both servers on one store, running when made; a context manager. Port 0 takes a free one, see `data` and `meta`.
+
+    store: what it serves, with Longbow's faults unless it is `Store(kind=True)`; see there for its memory and its index. A
+    store outlives its server: `store.restart()` and another LocalServer are Longbow's process begun again.
+    """
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0, meta_port: int = 0, store: Store | None = None) -> None:
         self.store = store or Store()
@@ -49,10 +52,11 @@ class LocalServer:
         self._closed.wait()
 
     def close(self) -> None:
+        """Ends both ports, once the calls in flight have ended."""
         self._closed.set()
+        self.store.close()
         for server in (self._data, self._meta):
             server.shutdown()
-        self.store.close()
 
 
 class _Port(flight.FlightServerBase):  # type: ignore[misc]
@@ -64,33 +68,21 @@ class _Port(flight.FlightServerBase):  # type: ignore[misc]
 
     def do_get(self, context: Any, ticket: flight.Ticket) -> flight.FlightDataStream:
         with _answers():
-            body: Body = {"name": ticket.ticket.decode()}
-            if ticket.ticket.startswith(b"{"):
-                body = parse_object(ticket.ticket, "a ticket")
-            if "search" in body:
-                return flight.RecordBatchStream(self.store.search(ticket.ticket, body["search"]))
-            table = self.store.table(str(body.get("name", body.get("dataset", ""))), body.get("filters") or [])
-            return flight.RecordBatchStream(table)
+            body = self.store.tickets.read(ticket.ticket)
+            if isinstance(search := body.get("search"), dict):
+                return flight.RecordBatchStream(self.store.answer(ticket.ticket, search))
+            name = text_of(body, "name") or text_of(body, "dataset")
+            return flight.RecordBatchStream(self.store.table(name, body.get("filters") or []))
 
     def get_schema(self, context: Any, descriptor: flight.FlightDescriptor) -> flight.SchemaResult:
         return flight.SchemaResult(pa.schema([]))
 
     def do_action(self, context: Any, action: flight.Action) -> Iterator[bytes]:
         with _answers():
-            body = parse_object(action.body.to_pybytes() or b"{}", action.type)
-            return iter([json.dumps(self._act(action.type, body)).encode()])
+            return iter([act(self.store, action.type, action.body.to_pybytes())])
 
-    def _act(self, kind: str, body: Body) -> Body:
-        name = str(body.get("dataset", ""))
-        if kind == "check_readiness":
-            return self.store.readiness(name)
-        if kind == "delete-dataset":
-            self.store.drop(name)
-        elif kind in ("delete", "Delete"):
-            self.store.find(name).deleted.add(str(body.get("id")))
-        elif kind != "cluster-status":
-            raise RequestError(f"unknown action: {kind}")
-        return {"status": "ok"}
+    def list_actions(self, context: Any) -> Any:
+        raise NotImplementedError("unimplemented")
 
 
 class DataPort(_Port):
@@ -102,7 +94,7 @@ class DataPort(_Port):
                 raise RequestError("a path is needed to name the dataset")
             kept = self.store.open(descriptor.path[0].decode(), reader.schema)
             for chunk in reader:
-                if not self.store.add(kept, validated(chunk.data)):
+                if not self._add(context, kept, chunk.data):
                     writer.write(json.dumps({"status": "slow_down", "reason": "wal_pressure"}).encode())
 
     def do_exchange(self, context: Any, descriptor: flight.FlightDescriptor, reader: Any, writer: Any) -> None:
@@ -111,30 +103,35 @@ class DataPort(_Port):
             if descriptor.command == b"VectorSearch":
                 self._search(reader, writer)
             elif len(path) == 2 and path[0] == "ingest":
-                self._ingest(path[1], reader, writer)
+                self._ingest(context, path[1], reader, writer)
             else:
                 raise RequestError(f"unknown exchange: {descriptor}")
 
-    def _ingest(self, name: str, reader: Any, writer: Any) -> None:
+    def _ingest(self, context: Any, name: str, reader: Any, writer: Any) -> None:
         kept = self.store.open(name, reader.schema)
         for number, chunk in enumerate(reader):
-            self.store.add(kept, validated(chunk.data))
+            self._add(context, kept, chunk.data)
             ack = {"status": "acked", "batch_id": number, "rows": chunk.data.num_rows}
             writer.write_metadata(json.dumps(ack).encode())
+
+    def _add(self, context: Any, kept: Kept, batch: pa.RecordBatch) -> bool:
+        batch = validated(batch)
+        self.store.reserve(batch.nbytes, context.is_cancelled)
+        return self.store.add(kept, batch)
 
     def _search(self, reader: Any, writer: Any) -> None:
         query = validated(reader.read_chunk().data).to_pylist()[0]
         body = {"dataset": query["dataset"], "k": query.get("k") or 10, "vector": query["query_vector"]}
-        found = self.store.search(json.dumps(body).encode(), body)
+        found = self.store.answer(json.dumps(body).encode(), body)
         writer.begin(found.schema)
         for batch in found.to_batches():
             writer.write_batch(batch)
 
     def list_flights(self, context: Any, criteria: bytes) -> Any:
-        raise NotImplementedError("use MetaServer")
+        raise NotImplementedError("ListFlights is not implemented on DataServer; use MetaServer")
 
     def get_flight_info(self, context: Any, descriptor: flight.FlightDescriptor) -> flight.FlightInfo:
-        raise NotImplementedError("use MetaServer")
+        raise NotImplementedError("GetFlightInfo is not implemented on DataServer; use MetaServer")
 
 
 class MetaPort(_Port):
@@ -142,7 +139,7 @@ class MetaPort(_Port):
 
     def list_flights(self, context: Any, criteria: bytes) -> Iterator[flight.FlightInfo]:
         with _answers():
-            wanted = parse_object(criteria or b"{}", "criteria").get("name", "")
+            wanted = text_of(json_body(criteria), "name")
             return iter([self._info(n) for n in self.store.names() if wanted in n])
 
     def get_flight_info(self, context: Any, descriptor: flight.FlightDescriptor) -> flight.FlightInfo:
@@ -150,10 +147,10 @@ class MetaPort(_Port):
             return self._info(descriptor.path[0].decode() if descriptor.path else "")
 
     def do_put(self, context: Any, descriptor: flight.FlightDescriptor, reader: Any, writer: Any) -> None:
-        raise NotImplementedError("use DataServer")
+        raise NotImplementedError("DoPut is not implemented on MetaServer; use DataServer")
 
     def do_exchange(self, context: Any, descriptor: flight.FlightDescriptor, reader: Any, writer: Any) -> None:
-        raise NotImplementedError("use DataServer")
+        raise NotImplementedError("DoExchange is not implemented on MetaServer; use DataServer")
 
     def _info(self, name: str) -> flight.FlightInfo:
         # Longbow counts batches here, and gives neither schema nor endpoints.
@@ -163,13 +160,17 @@ class MetaPort(_Port):
 
 
 class _answers:
-    """Our errors as Flight's."""
+    """Our errors as Flight's, with the status codes that Longbow gives them."""
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Missing):
-            raise flight.FlightServerError(f"NOT_FOUND: {error}") from None
+            raise pa.ArrowKeyError(str(error)) from None  # NOT_FOUND
+        if isinstance(error, Unknown):
+            raise NotImplementedError(str(error)) from None  # UNIMPLEMENTED
+        if isinstance(error, FlightUnavailable):
+            raise flight.FlightUnavailableError(str(error)) from None
         if isinstance(error, QuarrelError):
-            raise pa.ArrowInvalid(str(error)) from None
+            raise pa.ArrowInvalid(str(error)) from None  # INVALID_ARGUMENT

