@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shlex
@@ -27,6 +28,9 @@ README = (ROOT / "README.md").read_text("utf-8")
 STRUCTURE = (ROOT / "docs" / "structure.md").read_text("utf-8")
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+
+
+RECORD = re.compile(r"results/([\w.-]+\.jsonl?)")
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -76,6 +80,28 @@ def test_links_between_pages_lead_somewhere() -> None:
     for path in (*PAGES, ROOT / "bench" / "results" / "README.md"):
         for link in re.findall(r"\]\((?!https?:)([^)#]+)", path.read_text("utf-8")):
             assert (path.parent / link).exists(), f"{path.name} links to {link}"
+
+
+EVIDENCE = (ROOT / "docs" / "evidence.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize("command", sorted(set(re.findall(r"`python -m ([^`]+)`", EVIDENCE))))
+def test_a_command_of_the_evidence_can_be_run(command: str) -> None:
+    module, *words = shlex.split(command)
+    assert importlib.util.find_spec(module) is not None
+    folder = ROOT / module.split(".")[0]
+    options = [word for word in words if word.startswith("-")]
+    source = "".join(path.read_text("utf-8") for path in folder.rglob("*.py")) if options else ""
+    assert [word for word in options if f'"{word}"' not in source] == []
+    assert [word for word in words if word.startswith("tests") and not (ROOT / word).exists()] == []
+
+
+def test_every_record_behind_a_figure_is_in_the_evidence() -> None:
+    cited = {
+        link for name in ("README.md", "docs/performance.md") for link in RECORD.findall((ROOT / name).read_text("utf-8"))
+    }
+    assert len(cited) > 5
+    assert cited - set(RECORD.findall(EVIDENCE)) == set()
 
 
 def test_the_readmes_commands_are_commands() -> None:
