@@ -26,6 +26,7 @@ def request_keywords(args: argparse.Namespace) -> RequestKeywords:
         "service": service,
         "structure": _structure_of(args),
         "adapter": next(iter(adapters_of(args)), None),
+        "prompt_logprobs": False,
     }
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
 from quarrel.engine import rng
-from quarrel.engine.chain import HostChain, Peaks
+from quarrel.engine.chain import HostChain, Peaks, token_logprob
 from quarrel.engine.params import SamplingParams
 from quarrel.engine.results import Chunk, FinishReason, Result, Timings, TokenLogprob, Usage
 from quarrel.engine.sequence import Sequence
@@ -40,6 +40,8 @@ class Request:
     """Whether there is a draft model to propose tokens for it."""
     adapter: int = 0
     """Which of the model's adapters it runs with; 0 is none."""
+    prompt_logprobs: bool = False
+    """Whether those of the prompt's tokens are wanted, too; `params.logprobs` says how many alternatives."""
 
     @property
     def room(self) -> int:
@@ -70,6 +72,9 @@ class Generation(Sequence):
         self.want = "logits"
         if request.params.on_device and self._guide is None:
             self.want = "tokens" if request.params.logprobs is None else "logprobs"
+        self.every_row = request.prompt_logprobs  # until the prompt is read
+        if self.every_row:
+            self.want, self.keeps_prefix = "logits", False
         self.waits = self.want == "logits" or self._lookup is not None or self._pace is not None
         self.seed = rng.alternative_seed(request.seed, index)
         p = request.params
@@ -82,6 +87,8 @@ class Generation(Sequence):
         self._text = StopText(request.texts.detokenizer(), request.params.stop)
         self._texts_sent: list[str] = []
         self._logprobs: list[TokenLogprob] = []
+        self._prompt_logprobs: list[TokenLogprob] | None = [] if self.every_row else None
+        self._read = 0  # rows of the prompt
         self._first_token = 0.0
         self._last: Chunk | None = None
 
@@ -105,7 +112,14 @@ class Generation(Sequence):
     def ahead(self) -> int:
         return self._pace.ahead() if self._pace is not None else 0
 
+    def rows(self, end: int) -> int:
+        # After a preemption some rows that were read run again.
+        return max(0, end - max(self.computed, self._read)) if self.every_row else super().rows(end)
+
     def accept(self, outputs: StepOutputs, first: int, count: int, draft: Tokens[int]) -> int:
+        if self.every_row:
+            self._read_prompt(outputs, first, count)
+            return 0
         right = 0
         for row in range(first, first + count):
             self._draw(outputs, row)
@@ -119,6 +133,26 @@ class Generation(Sequence):
         elif draft and self._pace is not None:
             self._pace.observe(len(draft), right)
         return right
+
+    def _read_prompt(self, outputs: StepOutputs, first: int, count: int) -> None:
+        """Each row of the prompt says how likely its next token was; the last one is drawn from."""
+        top, found = self.request.params.logprobs, self._prompt_logprobs
+        assert outputs.logits is not None
+        assert top is not None
+        assert found is not None
+        for row in outputs.logits[first : first + count]:
+            self._read += 1
+            if self._read < self.n_prompt:
+                peaks = Peaks(row)
+                if math.isnan(peaks.top):
+                    self._finish("error", failure=self._diverged())
+                    return
+                found.append(token_logprob(row, self.tokens[self._read], top, peaks))
+        if self._read == self.n_prompt:
+            self.every_row = False
+            if self._stream:
+                self._sink(Chunk("", None, self.index, prompt_logprobs=tuple(found)))
+            self._draw(outputs, first + count - 1)
 
     def _draw(self, outputs: StepOutputs, first: int) -> None:
         if self._room == 0:
@@ -207,6 +241,7 @@ class Generation(Sequence):
             seed=self.seed,
             stopped_by=stopped_by,
             logprobs=None if self.request.params.logprobs is None else tuple(self._logprobs),
+            prompt_logprobs=None if self._prompt_logprobs is None else tuple(self._prompt_logprobs),
             error=None if failure is None else str(failure),
             failure=failure,
         )

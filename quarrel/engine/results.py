@@ -62,8 +62,9 @@ class Result:
 
     `token_ids` are all tokens drawn but the stop token. `finish_reason`: "stop" (a stop token or stop string, in
     `stopped_by`), "length" (max_tokens or the end of the context), "cancelled", "error" (why is in `error`, and as an
-    exception of its own type in `failure`; what came before it is kept). `alternatives` are the other continuations of the
-    same prompt when `n` was more than 1.
+    exception of its own type in `failure`; what came before it is kept). `prompt_logprobs`, where they were asked for, has
+    one for each token of the prompt but the first. `alternatives` are the other continuations of the same prompt when `n`
+    was more than 1.
     """
 
     text: str
@@ -74,6 +75,7 @@ class Result:
     seed: int
     stopped_by: int | str | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     error: str | None = None
     failure: QuarrelError | None = field(default=None, compare=False)
     alternatives: tuple[Result, ...] = ()
@@ -83,7 +85,8 @@ class Result:
 class Chunk:
     """One drawn token and the text that became certain with it, or the end of a continuation (`result`).
 
-    `text` may be empty while a character or a stop string is incomplete. `index` counts continuations from 0.
+    `text` may be empty while a character or a stop string is incomplete. `index` counts continuations from 0. Where
+    `prompt_logprobs` are wanted, they are a chunk of their own, before the others.
     """
 
     text: str
@@ -91,3 +94,4 @@ class Chunk:
     index: int = 0
     logprob: TokenLogprob | None = None
     result: Result | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None

@@ -60,10 +60,10 @@ class LLM:
     Sampling is set by keyword (`temperature=0`, `max_tokens=100`: the fields of `SamplingParams`), or by a
     `SamplingParams` as `params`, or both: keywords replace its fields. Further keywords of calls that generate are
     `service` (priority, deadlines, cache salt, drafts; QueueFull is raised when too many requests wait already),
-    `structure` (a JSON schema, regular expression or grammar that the text keeps to) and `adapter` (one of `adapters`, by
-    name). All calls raise RequestError for arguments out of range and ContextOverflow for a prompt longer than the
-    context, before anything runs. An encoder (BERT) has `embed`, `hidden` and the tokenizer; the rest raises
-    UnsupportedModel.
+    `structure` (a JSON schema, regular expression or grammar that the text keeps to), `adapter` (one of `adapters`, by
+    name) and `prompt_logprobs` (True: with `logprobs`, those of the prompt's tokens, too). All calls raise RequestError for
+    arguments out of range and ContextOverflow for a prompt longer than the context, before anything runs. An encoder (BERT)
+    has `embed`, `hidden` and the tokenizer; the rest raises UnsupportedModel.
     """
 
     def __init__(self, parts: Loaded) -> None:

@@ -27,12 +27,13 @@ class RequestKeywords(Sampling, total=False):
     """Keyword arguments of every call that generates: the fields of `SamplingParams`, and these.
 
     service: priority, deadlines, cache salt, drafts. structure: a JSON schema, regular expression or grammar that the text
-    keeps to. adapter: the name of one of the model's adapters.
+    keeps to. adapter: the name of one of the model's adapters. prompt_logprobs: `logprobs` of the prompt's tokens, too.
     """
 
     service: Service
     structure: Structure | None
     adapter: str | None
+    prompt_logprobs: bool
 
 
 class PromptKeywords(RequestKeywords, total=False):
@@ -63,6 +64,7 @@ class GenerateRequest:
     service: Service = DEFAULT_SERVICE
     structure: Structure | None = None
     adapter: str | None = None
+    prompt_logprobs: bool = False
     parse_special: bool = False
     tools: Sequence[Mapping[str, object]] | None = field(default=None, metadata=JSON)
     template: str | None = None
@@ -75,6 +77,8 @@ class GenerateRequest:
             raise RequestError(f"service is a {type(self.service).__name__}, wanted a Service")
         if self.structure is not None and not isinstance(self.structure, Structure):
             raise RequestError(f"structure is a {type(self.structure).__name__}, wanted a Structure")
+        if self.prompt_logprobs and self.params.logprobs is None:
+            raise RequestError("prompt_logprobs is given without logprobs, wanted 0 or more alternatives", "logprobs")
 
     @classmethod
     def of(
@@ -141,6 +145,7 @@ class Preparer:
             guide=None if structure is None else self._grammars.compile(structure),
             drafts=self._drafts,
             adapter=adapter_index(self._adapters, request.adapter),
+            prompt_logprobs=request.prompt_logprobs,
         )
 
     def checked(self, ids: object) -> list[int]:

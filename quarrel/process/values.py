@@ -90,8 +90,8 @@ def _hints(cls: type) -> dict[str, Any]:
 def chunk_row(stream: int, chunk: Chunk) -> list[Json]:
     """A chunk as a message; most are a text and an id."""
     row: list[Json] = ["chunk", stream, chunk.index, chunk.text, chunk.token_id]
-    if chunk.logprob is not None or chunk.result is not None:
-        row += [plain(chunk.logprob), plain(chunk.result)]
+    if chunk.logprob is not None or chunk.result is not None or chunk.prompt_logprobs is not None:
+        row += [plain(chunk.logprob), plain(chunk.result), plain(chunk.prompt_logprobs)]
     return row
 
 
@@ -100,5 +100,7 @@ def chunk_of(row: list[Json]) -> Chunk:
     _, _, index, text, token = row[:5]
     if len(row) == 5:
         return Chunk(text, token, index)
-    logprob = None if row[5] is None else typed(TokenLogprob, row[5])
-    return Chunk(text, token, index, logprob, None if row[6] is None else typed(Result, row[6]))
+    return Chunk(text, token, index, *(typed(hint, value) for hint, value in zip(_REST, row[5:], strict=True)))
+
+
+_REST: tuple[Any, ...] = (TokenLogprob | None, Result | None, tuple[TokenLogprob, ...] | None)

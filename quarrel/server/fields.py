@@ -10,6 +10,15 @@ Number = StrictFloat
 """Whole numbers too; neither texts nor true and false."""
 Text = Annotated[StrictStr, Field(max_length=4 << 20)]
 Ids = Annotated[list[Annotated[StrictInt, Field(ge=0, lt=2**31)]], Field(min_length=1, max_length=1 << 20)]
+Input = Annotated[Text, Field(min_length=1)] | Ids
+"""A text, or the ids of its tokens."""
+
+
+def inputs_of(given: str | list[int] | list[str | list[int]]) -> list[str | list[int]]:
+    """One input or several, as a list of them."""
+    one = isinstance(given, str) or isinstance(given[0], int)
+    return [given] if one else list(given)  # type: ignore[list-item, arg-type]
+
 
 TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
 Stop = Annotated[StrictStr, Field(min_length=1, max_length=256)]

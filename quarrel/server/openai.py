@@ -7,7 +7,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, Request
@@ -26,6 +26,8 @@ from quarrel.server.dispatch import (
     cancel_on_disconnect,
 )
 from quarrel.server.errors import Refused, openai_body
+from quarrel.server.fields import inputs_of
+from quarrel.server.logprobs import LogprobLists, chat_logprob, joined
 from quarrel.server.schemas import ChatBody, CompletionBody, EmbeddingsBody, OpenAIBody
 from quarrel.server.tools import functions_of, split_calls
 
@@ -80,13 +82,11 @@ def routes(dispatcher: Dispatcher) -> APIRouter:
         """The continuation of a text, or of several."""
         body, headers = await read_body(request, CompletionBody, dispatcher)
         _name_adapter(dispatcher, body)
-        options, structure = body.sampling(), body.structure()
+        options: Any = {**body.sampling(), "structure": body.structure(), "adapter": body.adapter}
+        options["prompt_logprobs"] = bool(body.echo) and body.logprobs is not None
 
         def prepare(llm: Model, service: Service) -> Sequence[Any]:
-            return [
-                llm.prepare(p, service=service, structure=structure, adapter=body.adapter, **options)
-                for p in body.prompts()
-            ]
+            return [llm.prepare(p, service=service, **options) for p in inputs_of(body.prompt)]
 
         return await _answer(dispatcher, request, body, prepare, _Completion(body), headers)
 
@@ -125,7 +125,7 @@ class _Chat(_Form):
         if calls:
             message["tool_calls"] = [{k: v for k, v in c.body(i).items() if k != "index"} for i, c in enumerate(calls)]
         reason = "tool_calls" if calls else _reason(result)
-        logprobs = None if result.logprobs is None else {"content": [_logprob(p, generation.llm) for p in result.logprobs]}
+        logprobs = None if result.logprobs is None else _content(result.logprobs, generation)
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
     def delta(self, chunk: Chunk, index: int, generation: Generation) -> Json:
@@ -147,7 +147,7 @@ class _Chat(_Form):
             text = ""
         if text or "role" in delta:
             delta["content"] = text
-        logprobs = None if chunk.logprob is None else {"content": [_logprob(chunk.logprob, generation.llm)]}
+        logprobs = None if chunk.logprob is None else _content([chunk.logprob], generation)
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
 
@@ -155,29 +155,42 @@ class _Completion(_Form):
     object, prefix = "text_completion", "cmpl-"
 
     def __init__(self, body: CompletionBody) -> None:
-        self._prompts = [p if isinstance(p, str) else None for p in body.prompts()] if body.echo else []
-        self._echoed: set[int] = set()
+        self._prompts = [p if isinstance(p, str) else None for p in inputs_of(body.prompt)] if body.echo else []
         self._n = body.n or 1
+        self._lists: dict[int, LogprobLists] = {}
+        self._echoed: set[int] = set()
 
     def choice(self, result: Result, index: int, generation: Generation) -> Json:
-        logprobs = None if result.logprobs is None else _old_logprobs(result.logprobs, generation.llm)
-        text = self._echo(index, generation) + result.text
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": _reason(result)}
+        echo, logprobs = self._echo(index, generation, result.prompt_logprobs)
+        if result.logprobs is not None:
+            made = self._lists_of(index, generation).answer(result.logprobs)
+            logprobs = made if logprobs is None else joined(logprobs, made)
+        return {"index": index, "text": echo + result.text, "logprobs": logprobs, "finish_reason": _reason(result)}
 
     def delta(self, chunk: Chunk, index: int, generation: Generation) -> Json:
-        text = chunk.text
-        if index not in self._echoed:
-            self._echoed.add(index)
-            text = self._echo(index, generation) + text
+        echo, logprobs = self._echo(index, generation, chunk.prompt_logprobs)
+        if chunk.logprob is not None:
+            made = self._lists_of(index, generation).answer([chunk.logprob])
+            logprobs = made if logprobs is None else joined(logprobs, made)
         reason = None if chunk.result is None else _reason(chunk.result)
-        logprobs = None if chunk.logprob is None else _old_logprobs([chunk.logprob], generation.llm)
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        return {"index": index, "text": echo + chunk.text, "logprobs": logprobs, "finish_reason": reason}
 
-    def _echo(self, index: int, generation: Generation) -> str:
-        if not self._prompts:
-            return ""
-        prompt = self._prompts[index // self._n]
-        return prompt if prompt is not None else generation.llm.detokenize(generation.requests[index // self._n].tokens)
+    def _lists_of(self, index: int, generation: Generation) -> LogprobLists:
+        if index not in self._lists:
+            self._lists[index] = LogprobLists(generation.llm.tokenizer)
+        return self._lists[index]
+
+    def _echo(self, index: int, generation: Generation, entries: Sequence[TokenLogprob] | None) -> tuple[str, Json | None]:
+        """The prompt, once, and its lists."""
+        if not self._prompts or index in self._echoed:
+            return "", None
+        self._echoed.add(index)
+        which = index // self._n
+        prompt, tokens = self._prompts[which], generation.requests[which].tokens
+        text = prompt if prompt is not None else generation.llm.detokenize(tokens)
+        if entries is None:
+            return text, None
+        return text, self._lists_of(index, generation).prompt(tokens, entries, text)
 
 
 def _name_adapter(dispatcher: Dispatcher, body: ChatBody | CompletionBody) -> None:
@@ -230,9 +243,7 @@ async def _answer(
 
 
 async def _embeddings(dispatcher: Dispatcher, request: Request, body: EmbeddingsBody, headers: dict[str, str]) -> Response:
-    texts = [body.input] if isinstance(body.input, str) else list(body.input)
-    if texts and isinstance(texts[0], int):
-        texts = [cast("Any", body.input)]
+    texts = inputs_of(body.input)
     async with dispatcher.models.use(body.model) as (name, llm):
         made = await cancel_on_disconnect(request, dispatcher.embed(request.state.caller, llm, texts, body.dimensions))
     data = [
@@ -274,21 +285,5 @@ def _usage(results: Sequence[Result], n: int) -> Json:
     }
 
 
-def _logprob(entry: TokenLogprob, llm: Model) -> Json:
-    top = [_token(id, value, llm) for id, value in entry.top]
-    return {**_token(entry.token_id, entry.logprob, llm), "top_logprobs": top}
-
-
-def _token(id: int, logprob: float, llm: Model) -> Json:
-    text = llm.detokenize([id], skip_special=False)
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace"))}
-
-
-def _old_logprobs(entries: Sequence[TokenLogprob], llm: Model) -> Json:
-    texts = [llm.detokenize([e.token_id], skip_special=False) for e in entries]
-    top = [{llm.detokenize([id], skip_special=False): value for id, value in e.top} for e in entries]
-    offsets, at = [], 0
-    for text in texts:
-        offsets.append(at)
-        at += len(text)
-    return {"tokens": texts, "token_logprobs": [e.logprob for e in entries], "top_logprobs": top, "text_offset": offsets}
+def _content(entries: Sequence[TokenLogprob], generation: Generation) -> Json:
+    return {"content": [chat_logprob(entry, generation.llm.tokenizer) for entry in entries]}

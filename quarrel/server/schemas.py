@@ -9,7 +9,7 @@ from pydantic import Field, StrictBool, StrictInt, StrictStr
 from quarrel.engine import Sampling
 from quarrel.llm import Structure
 from quarrel.server.errors import Refused
-from quarrel.server.fields import Adapter, Body, Ids, Mirostat, Number, Stop, Text, TokenId
+from quarrel.server.fields import Adapter, Body, Input, Mirostat, Number, Stop, Text, TokenId
 from quarrel.server.messages import ChatMessage
 from quarrel.server.tools import required_call
 
@@ -143,7 +143,7 @@ class ChatBody(OpenAIBody):
 
 
 class CompletionBody(OpenAIBody):
-    prompt: Text | Ids | Annotated[list[Text], Field(min_length=1, max_length=64)]
+    prompt: Input | Annotated[list[Input], Field(min_length=1, max_length=64)]
     max_tokens: Annotated[StrictInt, Field(ge=0, lt=2**31)] | None = 16
     logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
     echo: StrictBool | None = False
@@ -155,17 +155,10 @@ class CompletionBody(OpenAIBody):
             options["logprobs"] = self.logprobs
         return options
 
-    def prompts(self) -> list[str | list[int]]:
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if isinstance(self.prompt[0], str):
-            return list(self.prompt)
-        return [self.prompt]
-
 
 class EmbeddingsBody(Body):
     model: StrictStr | None = None
-    input: Text | Ids | Annotated[list[Text], Field(min_length=1, max_length=2048)]
+    input: Input | Annotated[list[Input], Field(min_length=1, max_length=2048)]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[StrictInt, Field(ge=1)] | None = None
     user: StrictStr | None = None

@@ -61,6 +61,7 @@ def _near() -> Iterator[LLM]:
 
 ASKED: list[dict[str, Any]] = [
     {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0, "logprobs": 2, "seed": 4},
+    {"prompt": "A king", "max_tokens": 2, "temperature": 0, "logprobs": 1, "prompt_logprobs": True, "n": 2, "seed": 1},
     {"prompt": [5, 6, 7], "max_tokens": 6, "seed": 3, "n": 3, "logit_bias": {9: -100.0, 8: 1.5}, "stop": ["the"]},
     {"messages": [{"role": "user", "content": "\U0001f600 a \u0000"}], "template": "chatml", "max_tokens": 4, "seed": 1},
     {"prompt": "A", "structure": Structure.regex("[0-9]{3}"), "service": Service(cache_salt="x"), "seed": 9},
@@ -75,6 +76,7 @@ def test_it_says_what_the_model_says(far: RemoteLLM, near: LLM, asked: dict[str,
         work = llm.submit(request, stream=stream)
         chunks = [c async for c in work]
         assert work.result is not None
+        assert not asked.get("prompt_logprobs") or work.result.prompt_logprobs
         return sorted((replace(c, result=None) for c in chunks), key=lambda c: c.index), work.result
 
     def bare(result: Result) -> Result:

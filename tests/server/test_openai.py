@@ -157,13 +157,18 @@ def test_an_unknown_model_is_named(client: openai.OpenAI) -> None:
         client.completions.create(model="gpt-9", prompt="a")
 
 
-def test_embeddings_as_numbers_and_as_bytes_agree(client: openai.OpenAI) -> None:
+def test_embeddings_as_numbers_as_bytes_and_of_ids_agree(client: openai.OpenAI, live: Live) -> None:
     texts = ["The king slept.", "A ship at sea"]
     numbers = client.embeddings.create(model="demo", input=texts, encoding_format="float")
     packed = client.embeddings.create(model="demo", input=texts)
     assert len(numbers.data) == 2
     assert numbers.data[1].embedding == pytest.approx(packed.data[1].embedding)
     assert numbers.usage.prompt_tokens > 4
+    ids = [live.client.post("/api/tokenize", json={"text": t}).json()["tokens"] for t in texts]
+    for given in (ids, [texts[0], ids[1]]):  # as LangChain sends them, and mixed
+        by_ids = client.embeddings.create(model="demo", input=given, encoding_format="float")  # type: ignore[arg-type]
+        for made, wanted in zip(by_ids.data, numbers.data, strict=True):
+            assert made.embedding == pytest.approx(wanted.embedding, abs=1e-5)
 
 
 def test_an_answer_is_held_to_a_schema(client: openai.OpenAI) -> None:

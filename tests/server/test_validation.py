@@ -11,13 +11,19 @@ from quarrel.server.body import parse_body
 from quarrel.server.errors import Refused
 from quarrel.server.fields import Body
 from quarrel.server.responses import ResponsesBody
-from quarrel.server.schemas import ChatBody, CompletionBody
+from quarrel.server.schemas import ChatBody, CompletionBody, EmbeddingsBody
 
 SENTENCES: list[tuple[type[Body], dict[str, Any], str]] = [
     (CompletionBody, {}, "prompt is missing: the request needs it"),
     (CompletionBody, {"prompt": 5}, "prompt is 5, wanted a text or a list"),
     (CompletionBody, {"prompt": []}, "prompt has 0 entries, wanted at least 1"),
-    (CompletionBody, {"prompt": ["a", 1]}, "prompt.1 is 1, wanted a text"),
+    (CompletionBody, {"prompt": ["a", 1]}, "prompt.1 is 1, wanted a text or a list"),
+    (CompletionBody, {"prompt": ""}, "prompt has 0 characters, wanted at least 1"),
+    (CompletionBody, {"prompt": ["a", ""]}, "prompt.1 has 0 characters, wanted at least 1"),
+    (CompletionBody, {"prompt": [[1], []]}, "prompt.1 has 0 entries, wanted at least 1"),
+    (CompletionBody, {"prompt": [[1], [1, "a"]]}, 'prompt.1.1 is "a", wanted a whole number'),
+    (EmbeddingsBody, {"input": ""}, "input has 0 characters, wanted at least 1"),
+    (EmbeddingsBody, {"input": [[1], [-1]]}, "input.1.0 is -1, wanted 0 or more"),
     (CompletionBody, {"prompt": "\ud800"}, 'prompt is "\\ud800", wanted a text in UTF-8'),
     (CompletionBody, {"prompt": "a", "temperature": -1}, "temperature is -1, wanted 0 or more"),
     (CompletionBody, {"prompt": "a", "temperature": "x" * 99}, f'temperature is "{"x" * 39}…, wanted a number'),
