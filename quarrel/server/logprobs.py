@@ -6,31 +6,31 @@ from collections.abc import Sequence
 from typing import Any
 
 from quarrel.engine import TokenLogprob
-from quarrel.tokenizer import Tokenizer
+from quarrel.llm import Model
 
 Json = dict[str, Any]
 LEAST = -9999.0
 """Stands for minus infinity, which JSON cannot hold."""
 
 
-def chat_logprob(entry: TokenLogprob, tokenizer: Tokenizer) -> Json:
+def chat_logprob(entry: TokenLogprob, llm: Model) -> Json:
     """One token with its alternatives, each with the bytes that it adds to the text, its leading space among them."""
-    top = [_token(id, value, tokenizer) for id, value in entry.top]
-    return {**_token(entry.token_id, entry.logprob, tokenizer), "top_logprobs": top}
+    top = [_token(id, value, llm) for id, value in entry.top]
+    return {**_token(entry.token_id, entry.logprob, llm), "top_logprobs": top}
 
 
 class LogprobLists:
     """The lists of one choice, as its tokens come. A token's offset is where it begins in the choice's text."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer, self._at = tokenizer, 0
-        self._detokenizer = tokenizer.detokenizer(continues=True)
+    def __init__(self, llm: Model) -> None:
+        self._llm, self._at = llm, 0
+        self._detokenizer = llm.tokenizer.detokenizer(continues=True)
 
     def prompt(self, tokens: Sequence[int], entries: Sequence[TokenLogprob], text: str) -> Json:
         """Of a prompt that the choice's text begins with, as `text`. Nothing comes before its first token: null."""
-        self._detokenizer = self._tokenizer.detokenizer()
+        self._detokenizer = self._llm.tokenizer.detokenizer()
         made = self._lists([(tokens[0], None), *((e.token_id, e) for e in entries)])
-        self._detokenizer = self._tokenizer.detokenizer(continues=True)
+        self._detokenizer = self._llm.tokenizer.detokenizer(continues=True)
         self._at = len(text)
         return made
 
@@ -42,10 +42,10 @@ class LogprobLists:
         offsets = []
         for id, _ in rows:
             offsets.append(self._at)
-            if id < self._tokenizer.n_vocab:
+            if id < self._llm.tokenizer.n_vocab:
                 self._at += len(self._detokenizer.push(id))
         return {
-            "tokens": [_text(id, self._tokenizer) for id, _ in rows],
+            "tokens": [_text(id, self._llm) for id, _ in rows],
             "token_logprobs": [None if e is None else max(e.logprob, LEAST) for _, e in rows],
             "top_logprobs": [None if e is None else self._top(e) for _, e in rows],
             "text_offset": offsets,
@@ -55,7 +55,7 @@ class LogprobLists:
         """By text, the token itself among them; of two that look the same the likelier one."""
         rows = {**dict(entry.top), entry.token_id: entry.logprob}
         likelier_last = sorted(rows.items(), key=lambda row: row[1])
-        made = {_text(id, self._tokenizer): max(value, LEAST) for id, value in likelier_last}
+        made = {_text(id, self._llm): max(value, LEAST) for id, value in likelier_last}
         return dict(reversed(made.items()))
 
 
@@ -63,20 +63,20 @@ def joined(first: Json, second: Json) -> Json:
     return {name: [*first[name], *second[name]] for name in first}
 
 
-def _token(id: int, logprob: float, tokenizer: Tokenizer) -> Json:
-    raw = _bytes(id, tokenizer)
-    return {"token": _text(id, tokenizer), "logprob": max(logprob, LEAST), "bytes": list(raw)}
+def _token(id: int, logprob: float, llm: Model) -> Json:
+    raw = _bytes(id, llm)
+    return {"token": _text(id, llm), "logprob": max(logprob, LEAST), "bytes": list(raw)}
 
 
-def _text(id: int, tokenizer: Tokenizer) -> str:
+def _text(id: int, llm: Model) -> str:
     """A token that is no whole character is shown by its bytes, as OpenAI does, so that no two look the same."""
-    raw = _bytes(id, tokenizer)
+    raw = _bytes(id, llm)
     try:
         return raw.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
-def _bytes(id: int, tokenizer: Tokenizer) -> bytes:
+def _bytes(id: int, llm: Model) -> bytes:
     """None for what a wider output layer has beyond the vocabulary."""
-    return tokenizer.token_bytes(id, special=True) if id < tokenizer.n_vocab else b""
+    return llm.tokenizer.token_bytes(id, special=True) if id < llm.tokenizer.n_vocab else b""

@@ -177,7 +177,7 @@ class _Completion(_Form):
 
     def _lists_of(self, index: int, generation: Generation) -> LogprobLists:
         if index not in self._lists:
-            self._lists[index] = LogprobLists(generation.llm.tokenizer)
+            self._lists[index] = LogprobLists(generation.llm)
         return self._lists[index]
 
     def _echo(self, index: int, generation: Generation, entries: Sequence[TokenLogprob] | None) -> tuple[str, Json | None]:
@@ -286,4 +286,4 @@ def _usage(results: Sequence[Result], n: int) -> Json:
 
 
 def _content(entries: Sequence[TokenLogprob], generation: Generation) -> Json:
-    return {"content": [chat_logprob(entry, generation.llm.tokenizer) for entry in entries]}
+    return {"content": [chat_logprob(entry, generation.llm) for entry in entries]}

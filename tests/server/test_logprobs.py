@@ -102,9 +102,9 @@ def test_a_stream_has_the_same_lists(live: Live) -> None:
 
 
 def test_what_json_cannot_hold_is_the_least_number(live: Live) -> None:
-    tokenizer = model(live).tokenizer
-    entry = TokenLogprob(5, float("-inf"), ((6, -0.1), (tokenizer.n_vocab, float("-inf"))))
-    assert chat_logprob(entry, tokenizer)["logprob"] == LEAST
-    lists = LogprobLists(tokenizer).answer([entry])
+    llm = model(live)
+    entry = TokenLogprob(5, float("-inf"), ((6, -0.1), (llm.tokenizer.n_vocab, float("-inf"))))
+    assert chat_logprob(entry, llm)["logprob"] == LEAST
+    lists = LogprobLists(llm).answer([entry])
     assert json.dumps(lists, allow_nan=False)
     assert LEAST in lists["top_logprobs"][0].values()
