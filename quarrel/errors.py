@@ -18,6 +18,7 @@ QuarrelError
 ├── EngineFault           a step broke on the device; carries nothing over, the engine goes on
 ├── EngineLost            the process of a model ended; its requests are lost, another can be started
 ├── FlightError           an Arrow Flight server refused something
+│   ├── FlightNotFound    it has no such dataset or row
 │   ├── FlightUnavailable it could not be reached, or did not finish in time
 │   └── FlightDataError   what it sent is unsound, or not what the protocol says
 └── ConfigError           a QUARREL_* variable or flag is malformed
@@ -131,6 +132,10 @@ class EngineLost(QuarrelError):
 
 class FlightError(QuarrelError):
     """An Arrow Flight server refused something."""
+
+
+class FlightNotFound(FlightError):
+    """It has no such dataset or row."""
 
 
 class FlightUnavailable(FlightError):

@@ -132,8 +132,12 @@ def _keys(p: argparse.ArgumentParser) -> None:
 
 
 def _flight_options(p: argparse.ArgumentParser, flag: str, what: str, dest: str) -> None:
-    p.add_argument(flag, metavar="ADDRESS", dest=dest, help=what)
+    _store_options(p, flag, what, dest)
     p.add_argument("--dataset", metavar="NAME", help="the dataset in the store")
+
+
+def _store_options(p: argparse.ArgumentParser, flag: str, what: str, dest: str) -> None:
+    p.add_argument(flag, metavar="ADDRESS", dest=dest, help=what)
     p.add_argument("--meta", metavar="ADDRESS", help="the store's other port; by default the next one")
     p.add_argument("--header", metavar="NAME=VALUE", action="append", help="sent with each call; may be repeated")
     p.add_argument("--tls-root", metavar="FILE", help="PEM of who signed the store's certificate (for grpc+tls://)")
@@ -161,13 +165,14 @@ def _embed(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--first-id", type=int, default=0, metavar="N", help="the first vector's id; the others count on from it"
     )
-    metric = "the measure of a new dataset, by default cosine"
+    metric = "noted for a new dataset, by default cosine; Longbow ranks by L2 all the same, which orders unit vectors alike"
     p.add_argument("--metric", choices=("cosine", "dot_product", "euclidean"), default="cosine", help=metric)
     _embedding_options(p)
     p.add_argument("--chunk", type=int, metavar="N", help="cut texts of more than N tokens, which are bad rows otherwise")
     p.add_argument("--overlap", type=int, metavar="N", help="tokens that two pieces share, N/8 by default")
     p.add_argument("--checkpoint", metavar="FILE", help="what is done; by default beside the input")
     p.add_argument("--dead-letters", metavar="FILE", help="bad rows as JSON lines; by default beside the checkpoint")
+    p.add_argument("--wait", action="store_true", help="end only when the store has indexed all of them")
     p.add_argument("--block", type=int, default=256, metavar="N", help="rows that are embedded together, 256 by default")
     p.add_argument("-q", "--quiet", action="store_true", help="no progress and no summary on standard error")
     add_load_flags(p)
@@ -179,8 +184,19 @@ def _search(p: argparse.ArgumentParser) -> None:
     p.add_argument("-k", type=int, default=10, metavar="N", help="results, 10 by default")
     p.add_argument("--filter", metavar="CONDITION", action="append", help="such as year>=1990; may be repeated")
     p.add_argument("--fresh", action="store_true", help="no cached answer of the store")
+    rerank = "fetch the 4 k nearest by L2 and rank them exactly by this; the default where vectors are not of length 1"
+    p.add_argument("--rerank", choices=("cosine", "dot_product"), help=rerank)
     _embedding_options(p)
     add_load_flags(p)
+
+
+def _datasets(p: argparse.ArgumentParser) -> None:
+    p.add_argument("action", choices=("list", "info", "delete", "export"))
+    p.add_argument("name", metavar="NAME", nargs="?", help="the dataset; of list, a text that its name holds")
+    _store_options(p, "--from", "the store's address, by default grpc://127.0.0.1:3000", "source")
+    p.add_argument("--id", metavar="ID", help="of delete: this row alone")
+    p.add_argument("--output", metavar="FILE", help="of export: a .parquet or .arrow file that is not there yet")
+    p.add_argument("--filter", metavar="CONDITION", action="append", help="of export: such as year>=1990; may be repeated")
 
 
 def _flight_server(p: argparse.ArgumentParser) -> None:
@@ -239,6 +255,13 @@ COMMANDS: tuple[tuple[str, str, str, str, Callable[[argparse.ArgumentParser], No
         "find the texts of a vector store that are nearest to one",
         "The model must be the one that filled the store.",
         _search,
+    ),
+    (
+        "datasets",
+        " ACTION [NAME]",
+        "list, describe, delete and export the datasets of a vector store",
+        "What is deleted is gone.",
+        _datasets,
     ),
     (
         "flight-server",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from quarrel.cli.flags import UsageError, load_options
 from quarrel.cli.prompt import model_of
-from quarrel.cli.store import client_of
+from quarrel.cli.store import client_of, dataset_of
 from quarrel.cli.terminal import note, write_json
 from quarrel.errors import RequestError
 from quarrel.llm import LLM, Chunking, load_with
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from quarrel.embed.pipeline import Pipeline, Summary
 
 SOME_BAD = 3
+WAIT_SECONDS = 10.0
+"""Between two lines about the index, where standard error is no terminal."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -33,8 +37,12 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("name a file by --input and where its vectors go by --to")
     if not 1 <= args.block <= 65536:
         raise UsageError(f"--block is {args.block}, wanted 1 to 65536")
+    if args.wait and "://" not in args.to:
+        raise UsageError(f"--wait is for the index of a store, and {args.to} is none")
     if args.first_id < 0:
         raise UsageError(f"--first-id is {args.first_id}, wanted 0 or more")
+    if "://" in args.to and not args.normalize and args.metric != "euclidean":
+        note(f"quarrel: Longbow ranks by L2, whatever --metric says: search vectors like these by --rerank {args.metric}")
     with load_with(model_of(args), load_options(args, max_seqs=64)) as llm:
         letters = _letters(args)
         with _shown(args) as progress:
@@ -44,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
                 note(f"quarrel: interrupted; what is done is in {_checkpoint(args)}: the same command resumes there")
                 raise
     _report(args, summary, letters)
+    if args.wait:
+        _wait(args, summary.vectors)
     return SOME_BAD if summary.bad else 0
 
 
@@ -63,7 +73,7 @@ def _pipeline(
     options = EmbedOptions(args.normalize, args.pooling, args.dimensions, args.prefix, chunk)
     sink: Sink
     if "://" in args.to:
-        sink = FlightSink(client_of(args, args.to), args.dataset, args.first_id)
+        sink = FlightSink(client_of(args, args.to), dataset_of(args), args.first_id)
     elif Path(args.to).suffix.lower() in FILES:
         sink = FileSink(Path(args.to).expanduser())
     else:
@@ -116,14 +126,14 @@ def _letters(args: argparse.Namespace) -> Path:
 
 
 @contextmanager
-def _shown(args: argparse.Namespace) -> Iterator[Callable[[int, int, int], None] | None]:
+def _shown(args: argparse.Namespace, doing: str = "embedding") -> Iterator[Callable[[int, int, int], None] | None]:
     """A bar with the time left, where standard error is a terminal."""
     if args.quiet or not sys.stderr.isatty():
         yield None
         return
     from tqdm import tqdm
 
-    with tqdm(desc="embedding", unit="", unit_scale=True, leave=False, file=sys.stderr) as bar:
+    with tqdm(desc=doing, unit="", unit_scale=True, leave=False, file=sys.stderr) as bar:
 
         def show(position: int, total: int, vectors: int) -> None:
             bar.total = total
@@ -131,6 +141,26 @@ def _shown(args: argparse.Namespace) -> Iterator[Callable[[int, int, int], None]
             bar.update(position - bar.n)
 
         yield show
+
+
+def _wait(args: argparse.Namespace, vectors: int) -> None:
+    """Until the store has indexed them, however long that takes."""
+    from quarrel.flight import Readiness
+
+    with client_of(args, args.to) as client, _shown(args, "indexing") as show:
+        said = -WAIT_SECONDS
+
+        def progress(now: Readiness) -> None:
+            nonlocal said
+            if show is not None:
+                show(min(now.indexed, vectors), vectors, now.indexed)
+            elif not args.quiet and now.status == "BUSY" and time.monotonic() - said >= WAIT_SECONDS:
+                note(f"indexing: {now.indexed} of {vectors} vectors{f' ({now.reason})' if now.reason else ''}")
+                said = time.monotonic()
+
+        client.wait_ready(dataset_of(args), vectors, timeout=math.inf, progress=progress)
+    if not args.quiet and not args.json:
+        note(f"{vectors} vectors are indexed")
 
 
 def _report(args: argparse.Namespace, s: Summary, letters: Path) -> None:

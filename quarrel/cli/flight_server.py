@@ -22,11 +22,11 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--index-rate is {args.index_rate:g}, wanted rows above 0")
     store = Store(kind=args.kind, rate=args.index_rate, memory=_memory(args.memory))
     with LocalServer(args.host, args.port, meta, store) as server:
+        note("This is a stand-in for Longbow: in memory, searched by brute force. Ctrl-C ends it, and its data is gone.")
         if args.json:
             write_json({"stand_in": True, "data": server.data, "meta": server.meta})
         else:
             line(f"data {server.data}, meta {server.meta}")
-        note("This is a stand-in for Longbow: in memory, searched by brute force. Ctrl-C ends it, and its data is gone.")
         server.wait()
     return 0
 

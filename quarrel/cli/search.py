@@ -3,62 +3,74 @@
 from __future__ import annotations
 
 import argparse
-import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
 
 from quarrel.cli.flags import UsageError, load_options
 from quarrel.cli.prompt import model_and_text
-from quarrel.cli.store import DATA, client_of
+from quarrel.cli.store import DATA, client_of, condition_of, dataset_of
 from quarrel.cli.terminal import line, note, table, tidy, visible, write_json
 from quarrel.llm import load_with
 
 if TYPE_CHECKING:
-    from quarrel.flight import LongbowClient
+    from quarrel.flight import Hits, LongbowClient
 
+Array = npt.NDArray[Any]
 SHOWN = ("doc_id", "text")
-CONDITION = re.compile(r"\s*([^=!<>]+?)\s*(==|!=|>=|<=|=|>|<)\s*(.*?)\s*")
+UNIT = 0.01
+"""How far from 1 the length of a vector may be."""
 
 
 def run(args: argparse.Namespace) -> int:
     model, text = model_and_text(args)
     if not text.strip():
         raise UsageError("there is no text to look for: it is empty")
-    filters = [_condition(given) for given in args.filter or ()]
+    filters = [condition_of(given) for given in args.filter or ()]
+    dataset = dataset_of(args)
     with client_of(args, args.source or DATA) as client:
-        client.readiness(args.dataset)  # whether anybody is there, before a model is loaded
+        client.info(dataset)  # whether it is there, before a model is loaded
         with load_with(model, load_options(args)) as llm:
             made = llm.embed(
                 text, pooling=args.pooling, dimensions=args.dimensions, prefix=args.prefix, normalize=args.normalize
             )
-        hits = client.search(args.dataset, made.vectors[0], args.k, filters=filters, fresh=args.fresh)
-        found: list[dict[str, object]] = [
-            {"id": int(id), "score": float(score)} for id, score in zip(hits.ids, hits.scores)
-        ]
-        for hit in found:
-            hit |= _row(client, args.dataset, int(str(hit["id"])))
+        query = made.vectors[0]
+        hits = client.search(dataset, query, args.k, filters=filters, fresh=args.fresh, rerank=args.rerank)
+        rows = _rows(client, dataset, hits)
+        if args.rerank is None and any(abs(np.linalg.norm(vector) - 1) > UNIT for vector, _ in rows.values()):
+            hits = client.search(dataset, query, args.k, filters=filters, fresh=args.fresh, rerank="cosine")
+            rows = _rows(client, dataset, hits)
+    found = [_hit(hits, i, query, *rows.get(int(id), (None, {}))) for i, id in enumerate(hits.ids)]
     if args.json:
-        write_json({"dataset": args.dataset, "model": model, "text": text, "hits": found})
+        write_json({"dataset": dataset, "model": model, "text": text, "ranked_by": hits.by, "hits": found})
         return 0
     if not found:
         note("nothing was found")
         return 0
-    rows = [[f"{hit['score']:.4f}", str(hit["id"]), *(tidy(str(hit.get(n) or ""), 100) for n in SHOWN)] for hit in found]
-    for shown in table(rows, right=(0, 1)):
-        line(visible(shown))
+    shown = "score" if hits.by == "dot_product" else "cosine"
+    lines = [[f"{hit[shown]:.4f}", str(hit["id"]), *(tidy(str(hit.get(n) or ""), 100) for n in SHOWN)] for hit in found]
+    for text in table(lines, right=(0, 1)):
+        line(visible(text))
     return 0
 
 
-def _condition(given: str) -> tuple[str, str, str]:
-    match = CONDITION.fullmatch(given)
-    if not match:
-        raise UsageError(f"--filter takes a column, a comparison and a value, such as year>=1990, got {given!r}")
-    return match[1], match[2], match[3]
+def _hit(hits: Hits, i: int, query: Array, vector: Array | None, columns: dict[str, object]) -> dict[str, Any]:
+    """A hit as it is shown, its cosine from its vector where that is there."""
+    cosine = float(hits.cosines[i])
+    if vector is not None and (lengths := float(np.linalg.norm(vector) * np.linalg.norm(query))):
+        cosine = float(vector @ query) / lengths
+    numbers = {"id": int(hits.ids[i]), "score": float(hits.scores[i]), "cosine": cosine}
+    return numbers | {"distance": float(hits.distances[i])} | columns
 
 
-def _row(client: LongbowClient, dataset: str, id: int) -> dict[str, object]:
-    """The columns of a row to show: searches return numbers alone."""
-    for batch in client.get(dataset, filters=[("id", "==", id)], limit=1):
-        names = [n for n in batch.schema.names if n not in ("id", "vector")]
-        for row in batch.select(names).to_pylist():
-            return {name: value if isinstance(value, int | float | str) else str(value) for name, value in row.items()}
-    return {}
+def _rows(client: LongbowClient, dataset: str, hits: Hits) -> dict[int, tuple[Array, dict[str, object]]]:
+    """Each hit's vector, and its columns to show: searches return numbers alone."""
+    rows: dict[int, tuple[Array, dict[str, object]]] = {}
+    for id in hits.ids.tolist():
+        for batch in client.rows(dataset, [id]):
+            for row in batch.to_pylist():
+                vector = np.asarray(row.pop("vector"), np.float64)
+                del row["id"]
+                rows[id] = vector, {n: v if isinstance(v, int | float | str) else str(v) for n, v in row.items()}
+    return rows

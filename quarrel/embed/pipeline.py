@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from quarrel.embed.blocks import Block, Embedded
 from quarrel.embed.checkpoint import Checkpoint, DeadLetters, State
+from quarrel.embed.lock import alone
 from quarrel.embed.sinks import Sink
 from quarrel.embed.source import Source
 from quarrel.flight.rows import Metric, vector_batch
@@ -31,11 +32,12 @@ Progress = Callable[[int, int, int], None]
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run did. rows: of the input, in all runs together; the rest is of this one. resumed: input rows that an
-    earlier run had done. present: vectors that the target had already, beyond what the checkpoint knew."""
+    """What a run did. rows, vectors: of the input and in the target, in all runs together; the rest is of this one.
+    resumed: input rows that an earlier run had done. present: vectors that the target had, and the checkpoint not."""
 
     rows: int
     bad: int
+    vectors: int
     sent: int
     present: int
     tokens: int
@@ -75,11 +77,18 @@ class Pipeline:
         self._saved = 0.0
 
     def run(self) -> Summary:
-        """Everything, from the checkpoint on. What is safe is saved whichever way it ends."""
+        """Everything, from the checkpoint on. What is safe is saved whichever way it ends. RequestError where another
+        process is filling the same target."""
+        with alone(self._sink.target):
+            return self._run()
+
+    def _run(self) -> Summary:
         began = time.perf_counter()
         resumed = self._checkpoint.path.exists()
         state = start = self._checkpoint.load()
-        if not start.done:
+        if start.done:
+            self._sink.verify(start.sent)
+        else:
             keywords: Any = vars(self._options)  # refused here, if at all, before a checkpoint remembers them
             self._llm.embed([], **keywords)
             self._sink.begin(start.sent, resumed)
@@ -88,6 +97,7 @@ class Pipeline:
         return Summary(
             rows=state.rows,
             bad=state.bad,
+            vectors=state.sent,
             sent=state.sent - start.sent,
             present=getattr(self._sink, "present", 0),
             tokens=self._tokens,

@@ -22,6 +22,8 @@ STREAM_SECONDS = 10.0
 PATIENCE = 60.0
 """Seconds without an acknowledged row until an unreachable server is an error."""
 PART_ROWS = 16384
+ALL_IDS = 1 << 32
+"""Above the largest id."""
 FILES = (".parquet", ".arrow", ".feather")
 
 
@@ -29,8 +31,13 @@ class Sink(Protocol):
     """Rows have consecutive ids. `begin`: how many the checkpoint knows of, and whether there was a checkpoint."""
 
     safe: int
+    target: str
+    """What is filled, which two runs must not do at once."""
 
     def begin(self, sent: int, resumed: bool) -> None: ...
+
+    def verify(self, sent: int) -> None:
+        """That what an earlier run finished with is still there."""
 
     def write(self, batches: Iterator[pa.RecordBatch], progressed: Callable[[], None]) -> None:
         """Sends all; calls `progressed` on the same thread now and then."""
@@ -57,8 +64,10 @@ class FlightSink:
 
     def __init__(self, client: LongbowClient, dataset: str, first_id: int, patience: float = PATIENCE) -> None:
         self._client, self._dataset, self._first, self._patience = client, dataset, first_id, patience
+        self.target = f"{dataset} at {_place(client.address)}"
         self.safe = 0
         self.present = 0
+        self._again: list[tuple[int, int]] = []
         self._open: deque[_Sent] = deque()
         self._there: set[int] = set()
         self._lock = threading.Lock()
@@ -72,6 +81,10 @@ class FlightSink:
                 f"{self._dataset} holds ids from {self._first} on and there is no checkpoint of this run: give --first-id"
                 f" {max(self._there) + 1} or another --dataset, or delete it first"
             )
+
+    def verify(self, sent: int) -> None:
+        self.safe = sent
+        self._ids()
 
     def write(self, batches: Iterator[pa.RecordBatch], progressed: Callable[[], None]) -> None:
         source, pause, doubt = _Peek(batches), 0.1, False
@@ -94,7 +107,15 @@ class FlightSink:
             progressed()
 
     def finish(self) -> None:
-        """All rows are acknowledged; nothing is left to do."""
+        """All rows are acknowledged. What was sent again after a break is looked at once more: a store that let a batch
+        time out may have taken it after all."""
+        for low, high in self._again:
+            ids = self._client.counts(self._dataset, low, high)
+            if twice := sorted(id for id, n in ids.items() if n > 1):
+                raise FlightDataError(
+                    f"{self._dataset} has {len(twice)} ids twice, from {twice[0]} to {twice[-1]}: the store took a batch"
+                    " that it had let time out; delete the dataset and the checkpoint, and begin again in a store with room"
+                )
 
     def tidy(self) -> None:
         """There is nothing to remove."""
@@ -143,12 +164,32 @@ class FlightSink:
             for sent in self._open:
                 self._queue(left, self._missing(sent.batch), sent.end)
             self._open = left
+            if left:
+                low, last = (ids[i].as_py() for ids, i in ((left[0].batch["id"], 0), (left[-1].batch["id"], -1)))
+                self._again.append((low, last + 1))
 
     def _ids(self) -> set[int]:
-        """Ids of this run that the server has and the checkpoint does not know of."""
-        if self._client.readiness(self._dataset).status == "BUSY":
-            self._client.wait_ready(self._dataset)
-        return self._client.ids(self._dataset, self._first + self.safe, 1 << 32)
+        """Ids of this run that the server has and the checkpoint does not know of. They are read at once: that rows are
+        there does not wait for the index. FlightDataError where the last row that the checkpoint knows of is not."""
+        low = self._first + self.safe
+        if not self.safe:
+            return self._client.ids(self._dataset, low, ALL_IDS)
+        for whole in (False, True):  # the second time without the store's comparison, which may be wrong
+            there = self._client.ids(self._dataset, low - 1, ALL_IDS, whole=whole)
+            if low - 1 in there:
+                return there - {low - 1}
+        raise FlightDataError(
+            f"{self._dataset} lacks id {low - 1}, the last of {self.safe} vectors that were acknowledged: the store has"
+            " lost rows, or they were deleted; delete the dataset and the checkpoint to begin again"
+        )
+
+
+def _place(address: str) -> str:
+    """Host and port; this machine has several names for itself."""
+    place = address.partition("://")[2].rstrip("/").lower()
+    for name in ("localhost", "[::1]"):
+        place = place.replace(f"{name}:", "127.0.0.1:") if place.startswith(f"{name}:") else place
+    return place
 
 
 class _Peek:
@@ -178,6 +219,7 @@ class FileSink:
 
     def __init__(self, path: Path) -> None:
         self._path, self._parts = path, path.with_name(f"{path.name}.parts")
+        self.target = str(path.resolve())
         self.safe = 0
 
     def begin(self, sent: int, resumed: bool) -> None:
@@ -188,6 +230,10 @@ class FileSink:
         for part in self._parts.iterdir():
             if not part.stem.isdigit() or int(part.stem) >= sent:
                 part.unlink()
+
+    def verify(self, sent: int) -> None:
+        if sent and not self._path.exists():
+            raise RequestError(f"{self._path} was finished and is gone: delete the checkpoint of its run to begin again")
 
     def write(self, batches: Iterator[pa.RecordBatch], progressed: Callable[[], None]) -> None:
         batches_of_part: list[pa.RecordBatch] = []
@@ -207,7 +253,7 @@ class FileSink:
         for part in sorted(self._parts.iterdir()):
             with pa.OSFile(str(part)) as file, pa.ipc.open_file(file) as reader:
                 if writer is None:
-                    writer = self._writer(temporary, reader.schema)
+                    writer = file_writer(temporary, self._path.suffix, reader.schema)
                 for i in range(reader.num_record_batches):
                     writer.write_batch(reader.get_batch(i))
         if writer is None:
@@ -232,7 +278,7 @@ class FileSink:
         temporary.replace(path)
         self.safe += sum(b.num_rows for b in batches)
 
-    def _writer(self, path: Path, schema: pa.Schema) -> Any:
-        if self._path.suffix == ".parquet":
-            return pq.ParquetWriter(path, schema)
-        return pa.ipc.new_file(path, schema)
+
+def file_writer(path: Path, suffix: str, schema: pa.Schema) -> Any:
+    """Writes batches to a file of the kind that a suffix of `FILES` names; a context manager."""
+    return pq.ParquetWriter(path, schema) if suffix.lower() == ".parquet" else pa.ipc.new_file(path, schema)

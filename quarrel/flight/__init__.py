@@ -8,6 +8,7 @@ need_arrow()
 
 from quarrel.flight.client import LongbowClient  # noqa: E402
 from quarrel.flight.connection import Access, Retry  # noqa: E402
+from quarrel.flight.filters import Filter  # noqa: E402
 from quarrel.flight.results import Dataset, Hits, Readiness  # noqa: E402
 from quarrel.flight.rows import METRICS, Metric, vector_batch  # noqa: E402
 
@@ -15,6 +16,7 @@ __all__ = [
     "METRICS",
     "Access",
     "Dataset",
+    "Filter",
     "Hits",
     "LongbowClient",
     "Metric",

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import itertools
-import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyarrow import flight
 
-from quarrel.errors import FlightDataError, FlightUnavailable, RequestError
+from quarrel.errors import FlightDataError, FlightNotFound, FlightUnavailable, RequestError
 from quarrel.flight.connection import Access, Connection, Retry
-from quarrel.flight.messages import Filter, dataset_name, get_ticket, parse_object, search_ticket
-from quarrel.flight.results import Dataset, Hits, Readiness
+from quarrel.flight.filters import Filter, filters_of
+from quarrel.flight.messages import Filters, check_done, dataset_name, encoded, get_ticket, parse_object, search_ticket
+from quarrel.flight.ranking import MEASURES, Measure, Uneven, is_l2, ranked, uneven, vectors_of, warn_of
+from quarrel.flight.results import Dataset, Hits, Readiness, hits_by_l2
 from quarrel.flight.rows import numbers, query_vector, vector_field
 from quarrel.flight.streams import Acks, Caps, Pressure, checked, descriptor, listen_for_pressure, same_schema, schema_of
 
@@ -27,6 +30,12 @@ Batches: TypeAlias = "pa.RecordBatch | Iterable[pa.RecordBatch]"
 
 DATA, META = "grpc://127.0.0.1:3000", "grpc://127.0.0.1:3001"
 POLL, LONGEST_POLL = 0.05, 1.0
+SHORT = 30.0
+"""Seconds that a dataset may be READY with too few rows indexed before it is said that no more will come."""
+WHOLE = 3600.0
+"""Seconds for reading a whole dataset."""
+WIDER = 4
+"""How many times k rows are fetched to be ranked by another measure."""
 FRESH = 16
 """Result counts that `fresh` cycles through: Longbow keeps the answer to the same question for a minute."""
 
@@ -37,8 +46,9 @@ class LongbowClient:
     data: the port of DoPut, DoGet and DoExchange. meta: the port of everything that is about datasets. access: deadlines,
     headers, TLS. retry: for calls that change nothing.
 
-    All calls raise FlightUnavailable where the server cannot be reached in time, FlightError for what it refuses,
-    FlightDataError for what comes back unsound, RequestError for arguments that can never work.
+    All calls raise FlightUnavailable where the server cannot be reached in time, FlightNotFound where it has no such
+    dataset, FlightError for what else it refuses, FlightDataError for what comes back unsound, RequestError for arguments
+    that can never work.
     """
 
     def __init__(
@@ -48,6 +58,7 @@ class LongbowClient:
         self._data, self._meta = Connection(data, access, retry), Connection(meta, access, retry)
         self._timeout = access.timeout
         self._turn = itertools.count()
+        self._uneven: dict[str, Uneven] = {}
         self.slow_downs = 0
 
     def __repr__(self) -> str:
@@ -58,6 +69,11 @@ class LongbowClient:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def address(self) -> str:
+        """Of the data port."""
+        return self._data.address
 
     def close(self) -> None:
         """Closes both connections."""
@@ -75,7 +91,7 @@ class LongbowClient:
         first = next(stream, None)
         if first is None:
             return 0
-        with self._data.sentences(f"the put into {name}"):
+        with self._data.sentences(f"the put into {name}", timeout=timeout, writes=True):
             options = self._data.options(timeout)
             writer, reader = self._data.client.do_put(descriptor(name), first.schema, options)
             listener = listen_for_pressure(reader, pressure)
@@ -101,7 +117,7 @@ class LongbowClient:
         first = next(stream, None)
         if first is None:
             return 0
-        with self._data.sentences(f"the ingest into {name}"):
+        with self._data.sentences(f"the ingest into {name}", timeout=timeout, writes=True):
             writer, reader = self._data.client.do_exchange(descriptor("ingest", name), self._data.options(timeout))
             acks = Acks(reader, acked or (lambda rows: None))
             try:
@@ -131,17 +147,25 @@ class LongbowClient:
         name = dataset_name(dataset)
         if limit is not None and limit < 1:
             raise RequestError(f"limit is {limit!r}, wanted at least 1")
-        ticket = flight.Ticket(get_ticket(name, filters))
-        what = f"the rows of {name}"
-        reader = self._data.run(lambda: self._begin(ticket, timeout), what)
         left = limit
-        with self._data.sentences(what):
-            for batch in checked(reader, caps or Caps()):
-                part = batch if left is None else batch.slice(0, left)
-                yield part
-                left = None if left is None else left - part.num_rows
-                if left == 0:
-                    return
+        for batch in self._get(name, self._filters(name, filters), caps or Caps(), timeout):
+            part = batch if left is None else batch.slice(0, left)
+            yield part
+            left = None if left is None else left - part.num_rows
+            if left == 0:
+                return
+
+    def rows(self, dataset: str, ids: Iterable[int]) -> Iterator[pa.RecordBatch]:
+        """The rows with these ids, each asked for by itself; nothing comes for an id that is not there."""
+        name = dataset_name(dataset)
+        for id in ids:
+            for batch in self._get(name, filters_of([("id", "==", int(id))]), Caps()):
+                index = batch.schema.get_field_index("id")
+                if index < 0:
+                    continue
+                same = pc.equal(batch.column(index).cast(pa.string()), str(id))
+                if (part := batch.filter(same)).num_rows:  # a store whose comparison is wrong sends others too
+                    yield part
 
     def search(
         self,
@@ -151,16 +175,44 @@ class LongbowClient:
         *,
         filters: Sequence[Filter] = (),
         fresh: bool = False,
+        rerank: Measure | None = None,
         timeout: float | None = None,
     ) -> Hits:
-        """The `k` nearest rows. fresh: not an answer that the server kept from before the last put."""
+        """The `k` nearest rows. fresh: not an answer that the server kept from before the last put.
+
+        rerank: fetches the 4 k nearest by L2 and ranks them exactly by another measure. Without it, a dataset that this
+        client filled for such a measure with vectors of different lengths gives an OptionWarning, once."""
+        if rerank is not None and rerank not in MEASURES:
+            raise RequestError(f"rerank is {rerank!r}, wanted one of {', '.join(MEASURES)}", "rerank")
         name, query, rows = self._query(dataset, vector, k, fresh)
-        ticket = flight.Ticket(search_ticket(name, query, rows, filters))
+        rows += k * (WIDER - 1) if rerank else 0
+        ticket = flight.Ticket(search_ticket(name, query, rows, self._filters(name, filters)))
 
         def call() -> Hits:
-            return _hits(checked(self._begin(ticket, timeout), Caps(rows=rows, nbytes=rows << 16)), k)
+            return _hits(checked(self._begin(ticket, timeout), Caps(rows=rows, nbytes=rows << 16)), query)
 
-        return self._data.run(call, f"a search in {name}")
+        hits = self._data.run(call, f"a search in {name}", name, timeout)
+        if rerank:
+            return self._ranked(name, hits, query, rerank, k)
+        asked = self._uneven.pop(name, None) if len(hits) else None
+        if asked is not None and is_l2(hits, query, lambda id: self._vectors(name, [id], len(query))[1]):
+            warn_of(name, asked, self._data.address)
+        return hits.first(k)
+
+    def search_by_id(self, dataset: str, id: int | str, k: int = 10) -> Hits:
+        """The `k` rows nearest to the one with an id, itself among them. `Hits.cosines` takes that to be of length 1 too.
+        FlightNotFound where there is no such row."""
+        name, _, _ = self._query(dataset, [0.0], k, False)
+        body = {"dataset": name, "id": str(id), "k": k}
+        said = parse_object(b"".join(self._act("VectorSearchByID", body)), "VectorSearchByID")
+        by_name = {key.lower(): value for key, value in said.items()}
+        ids, scores = (by_name.get(key) or [] for key in ("ids", "scores"))
+        try:
+            return hits_by_l2(np.array(ids, np.uint64), np.array(scores, np.float32).reshape(len(ids))).first(k)
+        except (ValueError, TypeError, OverflowError):
+            raise FlightDataError(
+                f"the server's answer to VectorSearchByID is {str(said)[:120]}, wanted ids and scores"
+            ) from None
 
     def exchange(
         self, dataset: str, vector: Any, k: int = 10, *, fresh: bool = False, timeout: float | None = None
@@ -178,24 +230,35 @@ class LongbowClient:
                 writer.begin(batch.schema)
                 writer.write_batch(batch)
                 writer.done_writing()
-                hits = _hits(checked(reader, Caps(rows=rows, nbytes=rows << 16)), k)
+                hits = _hits(checked(reader, Caps(rows=rows, nbytes=rows << 16)), query)
             except BaseException:
                 _abandon(writer, reader)
                 raise
             writer.close()
-            return hits
+            return hits.first(k)
 
-        return self._data.run(call, f"a search in {name}")
+        return self._data.run(call, f"a search in {name}", name, timeout)
 
     def info(self, dataset: str) -> Dataset:
-        """Size of a dataset. FlightError where there is none."""
+        """Size of a dataset. FlightNotFound where there is none."""
         name = dataset_name(dataset)
-        options = self._meta.options()
-        return self._meta.run(lambda: _dataset(self._meta.client.get_flight_info(descriptor(name), options), name), "info")
+
+        def call() -> Dataset:
+            return _dataset(self._meta.client.get_flight_info(descriptor(name), self._meta.options()), name)
+
+        return self._meta.run(call, "info", name)
+
+    def exists(self, dataset: str) -> bool:
+        """Whether there is a dataset, by GetFlightInfo: `readiness` does not tell while anything is being indexed."""
+        try:
+            self.info(dataset)
+        except FlightNotFound:
+            return False
+        return True
 
     def list(self, contains: str | None = None) -> list[Dataset]:
         """All datasets, or those whose name holds a text."""
-        criteria = b"" if contains is None else json.dumps({"name": contains}).encode()
+        criteria = b"" if contains is None else encoded({"name": contains})
         options = self._meta.options()
         return self._meta.run(
             lambda: [_dataset(f, None) for f in self._meta.client.list_flights(criteria, options)], "the list of datasets"
@@ -203,7 +266,8 @@ class LongbowClient:
 
     def schema(self, dataset: str) -> pa.Schema:
         """Columns of a dataset, from the head of its stream: Longbow's GetSchema is empty."""
-        ticket = flight.Ticket(get_ticket(dataset_name(dataset), ()))
+        name = dataset_name(dataset)
+        ticket = flight.Ticket(get_ticket(name))
 
         def call() -> pa.Schema:
             reader = self._begin(ticket, None)
@@ -212,56 +276,106 @@ class LongbowClient:
             finally:
                 reader.cancel()
 
-        return self._data.run(call, f"the schema of {dataset}")
+        return self._data.run(call, f"the schema of {name}", name)
 
     def delete(self, dataset: str, id: int | str | None = None) -> None:
         """Deletes a dataset, or the row with an id (as its `id` column has it)."""
         body: dict[str, str] = {"dataset": dataset_name(dataset)}
         if id is not None:
             body["id"] = str(id)
-        self._act("delete-dataset" if id is None else "delete", body)
+        action = "delete-dataset" if id is None else "delete"
+        check_done(self._act(action, body), action)
 
     def readiness(self, dataset: str) -> Readiness:
         """Whether what was put is indexed yet."""
-        said = self._act("check_readiness", {"dataset": dataset_name(dataset)})
+        answers = self._act("check_readiness", {"dataset": dataset_name(dataset)})
+        said = parse_object(answers[0] if answers else b"", "check_readiness")
         status, indexed = said.get("status"), said.get("index_len", 0)
         if status not in ("READY", "BUSY", "NOT_FOUND") or isinstance(indexed, bool) or not isinstance(indexed, int):
             raise FlightDataError(f"the server's readiness is {str(said)[:120]}, wanted READY, BUSY or NOT_FOUND")
         return Readiness(status, indexed, str(said.get("reason", "")))
 
-    def wait_ready(self, dataset: str, rows: int = 0, *, timeout: float = 60.0) -> Readiness:
-        """Waits until a dataset is ready, with at least `rows` in its index. FlightUnavailable after `timeout` seconds."""
-        end, pause = time.monotonic() + timeout, POLL
+    def wait_ready(
+        self,
+        dataset: str,
+        rows: int = 0,
+        *,
+        timeout: float = 60.0,
+        progress: Callable[[Readiness], None] | None = None,
+    ) -> Readiness:
+        """Waits until a dataset is ready, with at least `rows` in its index. FlightUnavailable after `timeout` seconds, or
+        where it stays ready with fewer. `progress` is called after each look."""
+        end, pause, short = time.monotonic() + timeout, POLL, 0.0
         while True:
             now = self.readiness(dataset)
+            if progress is not None:
+                progress(now)
             if now.status == "READY" and now.indexed >= rows:
                 return now
-            if time.monotonic() + pause > end:
+            if now.status == "NOT_FOUND":
+                self.info(dataset)  # says so in its words, if that is true
+            short = short + pause if now.status == "READY" else 0.0
+            if time.monotonic() + pause > end or short > SHORT:
+                waited = min(timeout, short) if short > SHORT else timeout
                 raise FlightUnavailable(
-                    f"{dataset} is {now.status} with {now.indexed} rows indexed after {timeout:g} s, wanted READY with"
-                    f" {rows}: wait longer, or look at the server"
+                    f"{dataset} is {now.status} with {now.indexed} rows indexed after {waited:.3g} s, wanted READY"
+                    f"{f' with {rows}' if rows else ''}: wait longer, or look at the server"
                 )
             time.sleep(pause)
             pause = min(LONGEST_POLL, pause * 1.5)
 
-    def ids(self, dataset: str, low: int, high: int) -> set[int]:
-        """Which of the ids from `low` up to `high` are there; none where the dataset is missing."""
-        if self.readiness(dataset).status == "NOT_FOUND":
-            return set()
-        batches = self.get(dataset, filters=[("id", ">=", low), ("id", "<", high)])
-        return {i for batch in batches for i in numbers(batch, "id", pa.int64()).tolist()}
+    def ids(self, dataset: str, low: int, high: int, *, whole: bool = False) -> set[int]:
+        """Which of the ids from `low` up to `high` are there; see `counts`."""
+        return set(self.counts(dataset, low, high, whole=whole))
+
+    def counts(self, dataset: str, low: int, high: int, *, whole: bool = False) -> Counter[int]:
+        """How many rows have each of the ids from `low` up to `high`; none where the dataset is missing. whole: reads all
+        rows and picks the ids here, as is done anyhow where the store's comparison lets others through."""
+        if not self.exists(dataset):
+            return Counter()
+        found: Counter[int] = Counter()
+        if not whole:
+            found = self._counts(dataset, filters_of([("id", ">=", low), ("id", "<", high)]))
+        if whole or any(not low <= id < high for id in found):
+            found = self._counts(dataset, ())
+        return Counter({id: n for id, n in found.items() if low <= id < high})
+
+    def _counts(self, name: str, filters: Filters) -> Counter[int]:
+        found: Counter[int] = Counter()
+        for batch in self._get(name, filters, Caps(), max(WHOLE, self._timeout)):
+            found.update(numbers(batch, "id", pa.int64()).tolist())
+        return found
+
+    def _filters(self, name: str, filters: Sequence[Filter]) -> Filters:
+        """As a ticket has them, each of which the store will know."""
+        return filters_of(filters, self.schema(name)) if filters_of(filters) else ()
+
+    def _get(self, name: str, filters: Filters, caps: Caps, timeout: float | None = None) -> Iterator[pa.RecordBatch]:
+        ticket, what = flight.Ticket(get_ticket(name, filters)), f"the rows of {name}"
+        reader = self._data.run(lambda: self._begin(ticket, timeout), what, name, timeout)
+        with self._data.sentences(what, name, timeout):
+            yield from checked(reader, caps)
+
+    def _vectors(self, name: str, ids: Iterable[int], dim: int) -> tuple[Array, Array]:
+        """Ids and vectors `[n, dim]` of the rows with these ids."""
+        found = [(int(id), vectors_of(batch)) for id in ids for batch in self.rows(name, [int(id)])]
+        vectors = np.concatenate([np.empty((0, dim), np.float32), *(v for _, v in found)])
+        return np.array([id for id, v in found for _ in range(len(v))], np.uint64), vectors
+
+    def _ranked(self, name: str, hits: Hits, query: Array, measure: Measure, k: int) -> Hits:
+        ids, vectors = self._vectors(name, dict.fromkeys(hits.ids.tolist()), len(query))
+        return ranked(ids, vectors, query, measure, k)
 
     def _begin(self, ticket: flight.Ticket, timeout: float | None) -> Any:
         return self._data.client.do_get(ticket, self._data.options(timeout))
 
-    def _act(self, action: str, body: dict[str, str]) -> dict[str, Any]:
-        message = flight.Action(action, json.dumps(body).encode())
+    def _act(self, action: str, body: Mapping[str, object]) -> tuple[bytes, ...]:
+        message = flight.Action(action, encoded(body))
 
-        def call() -> dict[str, Any]:
-            answers = list(self._meta.client.do_action(message, self._meta.options()))
-            return parse_object(answers[0].body.to_pybytes(), action) if answers else {}
+        def call() -> tuple[bytes, ...]:
+            return tuple(answer.body.to_pybytes() for answer in self._meta.client.do_action(message, self._meta.options()))
 
-        return self._meta.run(call, action)
+        return self._meta.run(call, action, str(body["dataset"]))
 
     def _query(self, dataset: str, vector: Any, k: int, fresh: bool) -> tuple[str, Array, int]:
         if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= 1 << 20:
@@ -276,10 +390,12 @@ class LongbowClient:
             if i == 0:
                 kind, dim = vector_field(batch.schema)
                 self._agree(name, kind, dim)
+                if (asked := uneven(batch)) is not None:
+                    self._uneven[name] = asked
             yield batch
 
     def _agree(self, name: str, kind: pa.DataType, dim: int) -> None:
-        if self.readiness(name).status == "NOT_FOUND":
+        if not self.exists(name):
             return
         there = vector_field(self.schema(name))
         if there != (kind, dim):
@@ -289,12 +405,12 @@ class LongbowClient:
             )
 
 
-def _hits(batches: Iterator[pa.RecordBatch], k: int) -> Hits:
+def _hits(batches: Iterator[pa.RecordBatch], query: Array) -> Hits:
     ids, scores = [np.empty(0, np.uint64)], [np.empty(0, np.float32)]
     for batch in batches:
         ids.append(numbers(batch, "id", pa.uint64()))
         scores.append(numbers(batch, "score", pa.float32()))
-    return Hits(np.concatenate(ids)[:k], np.concatenate(scores)[:k])
+    return hits_by_l2(np.concatenate(ids), np.concatenate(scores), float(np.linalg.norm(query)))
 
 
 def _dataset(info: flight.FlightInfo, name: str | None) -> Dataset:

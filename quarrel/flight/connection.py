@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 import pyarrow as pa
 from pyarrow import flight
 
-from quarrel.errors import FlightDataError, FlightError, FlightUnavailable, RequestError
+from quarrel.errors import FlightDataError, FlightError, FlightNotFound, FlightUnavailable, RequestError
 from quarrel.flight.rows import first_line, from_server
 
 T = TypeVar("T")
@@ -20,6 +22,9 @@ T = TypeVar("T")
 MAX_MESSAGE = 512 << 20
 """Longbow's own limit, both ways."""
 SCHEMES = ("grpc://", "grpc+tcp://", "grpc+tls://", "grpc+unix://")
+
+FULL = " (a Longbow that has reached its LONGBOW_MAX_MEMORY takes no more rows, and says nothing)"
+NOT_FOUND = re.compile(r"(NOT_FOUND: *)?dataset not found", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ class Connection:
     """A client of one address. `run` maps errors and retries; safe for threads."""
 
     def __init__(self, address: str, access: Access, retry: Retry) -> None:
-        if not isinstance(address, str) or not address.startswith(SCHEMES):
+        if not _is_whole(address):
             raise RequestError(f"the address is {address!r}, wanted one such as grpc://host:3000 or grpc+tls://host:3000")
         if not access.timeout > 0:
             raise RequestError(f"the timeout is {access.timeout!r}, wanted seconds above 0")
@@ -87,12 +92,12 @@ class Connection:
         headers = [(k.lower().encode(), v.encode()) for k, v in self._access.headers.items()]
         return flight.FlightCallOptions(timeout=timeout or self._access.timeout, headers=headers)
 
-    def run(self, call: Callable[[], T], what: str) -> T:
+    def run(self, call: Callable[[], T], what: str, dataset: str = "", timeout: float | None = None) -> T:
         """What `call` returns; again where the server cannot be reached."""
         pauses = self._retry.pauses()
         while True:
             try:
-                with self.sentences(what):
+                with self.sentences(what, dataset, timeout):
                     return call()
             except FlightUnavailable:
                 pause = next(pauses, None)
@@ -101,13 +106,16 @@ class Connection:
                 time.sleep(pause)
 
     @contextmanager
-    def sentences(self, what: str) -> Iterator[None]:
-        """Errors of the library as ours."""
+    def sentences(
+        self, what: str, dataset: str = "", timeout: float | None = None, *, writes: bool = False
+    ) -> Iterator[None]:
+        """Errors of the library as ours. dataset: the one that is meant where the server says NOT_FOUND."""
         try:
             yield
         except flight.FlightTimedOutError:
             raise FlightUnavailable(
-                f"{self.address} did not finish {what} within {self._access.timeout:g} s: look at the server, or allow more"
+                f"{self.address} did not finish {what} within {timeout or self._access.timeout:g} s: look at the server"
+                f"{FULL if writes else ''}, or allow more"
             ) from None
         except flight.FlightUnavailableError as error:
             raise FlightUnavailable(
@@ -118,11 +126,32 @@ class Connection:
         except (flight.FlightError, pa.ArrowException, OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise  # a file's, which the batches were read from
+            if dataset and (isinstance(error, pa.ArrowKeyError) or NOT_FOUND.match(first_line(error))):
+                raise self._not_found(dataset, first_line(error)) from None
             if isinstance(error, flight.FlightError) or from_server(error):
                 raise FlightError(f"{self.address} refused {what}: {first_line(error)}") from None
             raise FlightDataError(
                 f"{self.address} broke off, or sent what cannot be read, in {what}: {first_line(error)}"
             ) from None
 
+    def _not_found(self, dataset: str, said: str) -> FlightNotFound:
+        if said.startswith("id "):
+            return FlightNotFound(f"there is no such row in {dataset!r} at {self.address}: {said}")
+        return FlightNotFound(
+            f"there is no dataset {dataset!r} in the store at {self.address}: fill it first, or see which there are"
+            " (quarrel datasets list)"
+        )
+
     def close(self) -> None:
         self._client.close()
+
+
+def _is_whole(address: object) -> bool:
+    """Whether it names a scheme, a host and a port: without a host, the library connects to whoever is there."""
+    if not isinstance(address, str) or not address.startswith(SCHEMES):
+        return False
+    try:
+        parts = urlsplit(address)
+        return bool(parts.path.strip("/") if parts.scheme == "grpc+unix" else parts.hostname and parts.port)
+    except ValueError:
+        return False

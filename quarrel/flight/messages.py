@@ -3,50 +3,45 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from quarrel.errors import FlightDataError, RequestError
 
-Filter = tuple[str, str, str | int | float]
-"""Field, operator, value: ("id", ">=", 5). Several are joined by and."""
-OPERATORS = {"=": "==", "==": "==", "!=": "!=", ">": ">", "<": "<", ">=": ">=", "<=": "<="}
+DONE = ("deleted", "dropped", "ok", "success", "")
+
+Filters = Sequence[Mapping[str, str]]
+"""See `filters_of`."""
 
 
 def dataset_name(name: object) -> str:
     """A name that every call takes the same way."""
     if not isinstance(name, str) or not name or name.startswith("{") or any(ord(c) < 32 for c in name):
         raise RequestError(f"the dataset is called {name!r}, wanted a name that does not begin with a brace")
+    encoded({"name": name})
     return name
 
 
-def filters_of(filters: Sequence[Filter]) -> list[dict[str, str]]:
-    """Values go as texts: Longbow's parser takes neither booleans nor negative exponents."""
-    made = []
-    for item in filters:
-        if not isinstance(item, tuple | list) or len(item) != 3 or item[1] not in OPERATORS or isinstance(item[2], bool):
-            raise RequestError(f"a filter is {item!r}, wanted (field, one of {' '.join(OPERATORS)}, text or number)")
-        name, operator, value = item
-        text = value if isinstance(value, str) else _plain(value)
-        made.append({"field": str(name), "operator": OPERATORS[operator], "value": text})
-    return made
+def encoded(body: Mapping[str, Any]) -> bytes:
+    """JSON in UTF-8, as it is: Longbow's parser does not put the two halves of an escaped character together."""
+    try:
+        return json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise RequestError(f"{str(body)[:120]!r} is not Unicode, and JSON cannot carry it: give whole characters") from None
 
 
-def get_ticket(name: str, filters: Sequence[Filter]) -> bytes:
-    """A whole dataset goes by its name alone."""
-    if not filters:
-        return name.encode()
-    return json.dumps({"name": name, "filters": filters_of(filters)}).encode()
+def get_ticket(name: str, filters: Filters = ()) -> bytes:
+    """Always JSON: to a ticket that is a bare name, Longbow applies the filters of the ticket before it."""
+    return encoded({"name": name} | ({"filters": filters} if filters else {}))
 
 
-def search_ticket(name: str, vector: np.ndarray[Any, Any], k: int, filters: Sequence[Filter]) -> bytes:
+def search_ticket(name: str, vector: np.ndarray[Any, Any], k: int, filters: Filters = ()) -> bytes:
     """The numbers of the vector are written without exponents, each in as many digits as tell it apart."""
-    body = {"dataset": name, "k": k} | ({"filters": filters_of(filters)} if filters else {})
-    text = json.dumps(body)
+    body = {"dataset": name, "k": k} | ({"filters": filters} if filters else {})
     numbers = ",".join(np.format_float_positional(x, unique=True, trim="0") for x in vector)
-    return f'{{"search":{text[:-1]},"vector":[{numbers}]}}}}'.encode()
+    return b'{"search":' + encoded(body)[:-1] + f',"vector":[{numbers}]}}}}'.encode()
 
 
 def parse_object(body: bytes, what: str) -> dict[str, Any]:
@@ -60,5 +55,12 @@ def parse_object(body: bytes, what: str) -> dict[str, Any]:
     return read
 
 
-def _plain(value: int | float) -> str:
-    return str(value) if isinstance(value, int) else np.format_float_positional(value, trim="0")
+def check_done(answers: Sequence[bytes], action: str) -> None:
+    """That an action which changes something was done: Longbow says so in a bare word, others in a JSON object."""
+    for body in answers:
+        text = body.decode("utf-8", "replace").strip()
+        if text.startswith("{"):
+            said = parse_object(body, action)
+            text = str(said.get("error") or said.get("status", "ok"))
+        if text.lower() not in DONE:
+            raise FlightDataError(f"the server's answer to {action} is {text[:120]!r}, wanted one of {', '.join(DONE)}")

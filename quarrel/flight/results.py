@@ -1,10 +1,11 @@
-"""What a vector store answers."""
+"""What calls return."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
@@ -12,14 +13,26 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Hits:
-    """Nearest first. ids: uint64 `[n]`, which Longbow cuts to 32 bits. scores: float32 `[n]`, distances: smaller is nearer
-    (cosine: 1 - cos; dot_product: the negative product)."""
+    """Nearest first, all arrays `[n]`.
+
+    ids: uint64, which Longbow cuts to 32 bits. scores: float32, larger is nearer: by "l2" 1 / (1 + distance), which is all
+    that Longbow has; by "cosine" and "dot_product" that measure itself, of the rows as they are. distances: float32, L2,
+    and NaN where the server's score is no such number. cosines: float32; by "l2" they are computed from the distance for
+    rows of length 1, and NaN where a row cannot be that.
+    """
 
     ids: Array
     scores: Array
+    distances: Array
+    cosines: Array
+    by: Literal["l2", "cosine", "dot_product"] = "l2"
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def first(self, k: int) -> Hits:
+        """The nearest `k`."""
+        return Hits(self.ids[:k], self.scores[:k], self.distances[:k], self.cosines[:k], self.by)
 
 
 @dataclass(frozen=True)
@@ -33,8 +46,23 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Readiness:
-    """`indexed`: rows that a search sees."""
+    """`indexed`: rows that a search sees. While anything is being indexed, Longbow says BUSY of every name: whether a
+    dataset is there, `exists` tells."""
 
     status: Literal["READY", "BUSY", "NOT_FOUND"]
     indexed: int
     reason: str = ""
+
+
+def hits_by_l2(ids: Array, scores: Array, length: float = 1.0) -> Hits:
+    """Hits of a store that ranks by L2. length: of the vector that was searched by."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        given = scores.astype(np.float64)
+        distances = np.where((given > 0) & (given < 1 + SLACK), np.maximum(1 / given - 1, 0), np.nan)
+        cosines = (length**2 + 1 - distances**2) / (2 * length)
+        cosines = np.where(np.abs(cosines) < 1 + SLACK, np.clip(cosines, -1, 1), np.nan)
+    return Hits(ids, scores, distances.astype(np.float32), cosines.astype(np.float32))
+
+
+SLACK = 1e-3
+"""What rounding may add to a 1."""

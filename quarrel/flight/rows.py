@@ -31,15 +31,18 @@ def vector_batch(
     timestamps: Array | None = None,
     columns: Mapping[str, Sequence[Any] | pa.Array] | None = None,
     metric: Metric = "cosine",
+    normalize: bool = False,
 ) -> pa.RecordBatch:
     """Rows for `put`: int64 `id`, `vector` as FixedSizeList<float32>[dim] in the memory of `vectors`, and the rest.
 
     ids: 0 to 2^32 - 1. vectors: float32 `[n, dim]`, contiguous and finite. doc_ids: utf8. timestamps: datetime64. columns:
-    further ones by name. Raises RequestError for anything else.
+    further ones by name. metric: what Longbow notes, though it ranks by L2 whatever it says. normalize: a copy of the
+    vectors, each divided by its length, which Longbow ranks as their cosines do. Raises RequestError for anything else.
     """
     if metric not in METRICS:
         raise RequestError(f"metric is {metric!r}, wanted one of {', '.join(METRICS)}")
     _check_vectors(vectors)
+    vectors = _of_length_1(vectors) if normalize else vectors
     n, dim = vectors.shape
     arrays: dict[str, pa.Array] = {"id": pa.array(_checked_ids(ids, n))}
     if doc_ids is not None:
@@ -65,6 +68,13 @@ def _check_vectors(vectors: object) -> None:
     if not np.isfinite(vectors).all():
         row = int(np.argmin(np.isfinite(vectors).all(axis=1)))
         raise RequestError(f"vector {row} is not finite, which no index can hold; leave it out")
+
+
+def _of_length_1(vectors: Array) -> Array:
+    lengths = np.linalg.norm(vectors.astype(np.float64), axis=1, keepdims=True)
+    if not lengths.all():
+        raise RequestError(f"vector {int(np.argmin(lengths))} is zero and has no direction to normalise; leave it out")
+    return np.ascontiguousarray(vectors / lengths, np.float32)
 
 
 def _checked_ids(ids: Sequence[int] | Array, n: int) -> Array:

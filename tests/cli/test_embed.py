@@ -10,13 +10,16 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import quarrel
 from quarrel.cli import main
+from quarrel.flight import vector_batch
 from tests.cli.support import ROOT, spawn
 from tests.embed.support import Town
 from tests.paths import CASES, need_cases
@@ -56,6 +59,9 @@ def test_an_option_that_the_model_cannot_have_is_refused_and_leaves_nothing_behi
     assert main(embed) == 0
 
     search = ["search", "-m", small, "x", "--from", town.data, "--meta", town.meta, "--dataset", "d", "--backend", "cpu"]
+    assert main(search) == 1
+    assert capsys.readouterr().err.startswith("quarrel: there is no dataset 'd' in the store at grpc://")
+    assert main([*embed[:6], town.data, "--meta", town.meta, "--dataset", "d", *embed[7:]]) == 0
     assert main([*search, "--rope-scale", "0"]) == 1
     assert capsys.readouterr().err.startswith("quarrel: --rope-scale is 0.0")
 
@@ -146,10 +152,135 @@ def test_search_tells_hits_as_json_and_by_filters(
     assert main([*search, "--json"]) == 0
     hits = json.loads(capsys.readouterr().out)["hits"]
     assert (hits[0]["text"], hits[0]["id"], hits[0]["year"]) == ("wind north", 0, "1990")
-    assert abs(hits[0]["score"]) < 1e-3
+    assert abs(hits[0]["score"] - 1) < 1e-3
+    assert abs(hits[0]["cosine"] - 1) < 1e-5
+    assert abs(hits[0]["distance"]) < 1e-3
     assert len(hits) == 3
+    assert main(search) == 0
+    assert capsys.readouterr().out.split()[:2] == ["1.0000", "0"]
     assert main([*search, "--json", "--filter", "year>=2000", "--fresh", "-k", "1"]) == 0
     assert json.loads(capsys.readouterr().out)["hits"][0]["year"] in ("2001", "2010")
+
+
+def test_vectors_of_any_length_are_ranked_by_their_cosines(
+    small: str, town: Town, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = lines_file(tmp_path, ["wind north", "river", "wind south river stone winter", "salt road"])
+    where = ["--meta", town.meta, "--dataset", "d", "--backend", "cpu", "--no-normalize"]
+    assert main(["embed", small, "-i", str(path), "--to", town.data, *where]) == 0
+    assert (
+        "Longbow ranks by L2, whatever --metric says: search vectors like these by --rerank cosine"
+        in capsys.readouterr().err
+    )
+    rows = town.rows()
+    search = ["search", small, "wind north", "--from", town.data, *where, "--json"]
+    for rerank, measure in (([], "cosine"), (["--rerank", "dot_product"], "dot_product")):
+        assert main([*search, *rerank]) == 0
+        said = json.loads(capsys.readouterr().out)
+        vectors = {i: np.array(row["vector"]) for i, row in rows.items()}
+        products = {i: float(vectors[0] @ v) for i, v in vectors.items()}
+        cosines = {i: products[i] / float(np.linalg.norm(v) * np.linalg.norm(vectors[0])) for i, v in vectors.items()}
+        scores = cosines if measure == "cosine" else products
+        assert said["ranked_by"] == measure
+        assert [hit["id"] for hit in said["hits"]] == sorted(scores, key=lambda i: -scores[i])
+        assert all(abs(hit["cosine"] - cosines[hit["id"]]) < 1e-4 for hit in said["hits"])
+
+
+def test_embed_waits_for_the_index_and_says_how_far_it_is(
+    small: str, town: Town, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = lines_file(tmp_path, [f"wind {i}" for i in range(40)])
+    embed = ["embed", small, "-i", str(path), "--to", town.data, "--meta", town.meta, "--dataset", "d", "--backend", "cpu"]
+    town.store.hold_index()
+    assert main(embed) == 0
+    assert "indexed" not in capsys.readouterr().err
+    look = town.store.readiness
+
+    def readiness(name: str) -> dict[str, object]:
+        said = look(name)
+        town.store.let_index()
+        return said
+
+    town.store.readiness = readiness  # type: ignore[method-assign]
+    assert main([*embed, "--wait"]) == 0
+    said = capsys.readouterr().err
+    assert "indexing: 0 of 40 vectors (" in said
+    assert "40 vectors are indexed" in said
+    assert town.store.readiness("d") == {"status": "READY", "index_len": 40}
+
+
+def test_datasets_are_listed_described_exported_and_deleted(
+    town: Town, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = ["--from", town.data, "--meta", town.meta]
+
+    def told(*arguments: str) -> Any:
+        assert main(["datasets", *arguments, *where, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    assert told("list") == []
+    with town.client() as client:
+        vectors = np.eye(10, 16, dtype=np.float32)
+        for name in ("notes", "other"):
+            client.ingest(name, vector_batch(range(10), vectors, columns={"year": range(1990, 2000)}))
+    assert [(d["name"], d["batches"]) for d in told("list")] == [("notes", 1), ("other", 1)]
+    assert [d["name"] for d in told("list", "ote")] == ["notes"]
+    info = told("info", "notes")
+    assert (info["status"], info["indexed"]) == ("READY", 10)
+    assert info["columns"] == {"id": "int64", "vector": "fixed_size_list<item: float>[16]", "year": "int64"}
+    assert told("delete", "notes", "--id", "3") == {"deleted": "notes", "id": "3"}
+    for suffix, read in ((".parquet", pq.read_table), (".arrow", lambda p: pa.ipc.open_file(p).read_all())):
+        out = tmp_path / f"out{suffix}"
+        assert told("export", "notes", "--output", str(out), "--filter", "year>=1992")["rows"] == 7
+        assert read(out)["year"].to_pylist() == [1992, *range(1994, 2000)]
+    assert told("export", "notes", "--output", str(tmp_path / "none.parquet"), "--filter", "year<1")["rows"] == 0
+    assert pq.read_table(tmp_path / "none.parquet").column_names == ["id", "vector", "year"]
+    assert told("delete", "notes")["deleted"] == "notes"
+    assert main(["datasets", "list", *where]) == 0
+    assert re.fullmatch(r" *name +batches +size\n +other +1 +\d+ B\n", capsys.readouterr().out)
+    assert main(["datasets", "info", "other", *where]) == 0
+    assert "READY, 10 rows indexed" in capsys.readouterr().out
+    assert sorted(p.suffix for p in tmp_path.iterdir()) == [".arrow", ".parquet", ".parquet"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["list", "--id", "3"], 2, "--id is of delete, not of list"),
+        (["info"], 2, "info wants the name of a dataset"),
+        (["delete", "d", "--output", "x.arrow"], 2, "--output is of export, not of delete"),
+        *(
+            (([action, "none", "--output", "x.arrow"][: 4 if action == "export" else 2]), 1, "there is no dataset 'none'")
+            for action in ("info", "delete", "export")
+        ),
+        (["delete", "d", "--id", "77"], 1, "there is no such row in 'd'"),
+        (["export", "d"], 2, "--output is None, wanted a file that ends in .parquet"),
+        (["export", "d", "--output", "x.csv"], 2, "--output is 'x.csv'"),
+        (["export", "d", "--output", "taken.arrow"], 1, "taken.arrow exists: move it away"),
+        (["export", "d", "--output", "no/such.arrow"], 1, "No such file or directory"),
+        (["export", "d", "--output", "x.arrow", "--filter", "a"], 2, "--filter takes a column"),
+        (["export", "d", "--output", "x.arrow", "--filter", "a=1"], 1, "there is no column 'a'"),
+        (["drop", "d"], 2, "invalid choice: 'drop'"),
+    ],
+)
+def test_what_datasets_cannot_do_is_one_sentence(
+    town: Town,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    status: int,
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken.arrow").touch()
+    with town.client() as client:
+        client.ingest("d", vector_batch([1], np.ones((1, 4), np.float32)))
+    assert main(["datasets", *arguments, "--from", town.data, "--meta", town.meta]) == status
+    error = capsys.readouterr().err
+    assert said in error
+    assert len(error.splitlines()) == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["taken.arrow"]
 
 
 @pytest.mark.parametrize(
@@ -167,7 +298,17 @@ def test_search_tells_hits_as_json_and_by_filters(
         (["embed", "-i", "IN", "--to", "o.parquet", "--dimensions", "9999"], 1, "dimensions is 9999"),
         (["embed", "-i", "IN", "--to", "o.parquet", "--chunk", "9999"], 1, "chunks are 9999 tokens long"),
         (["search", "wind", "--dataset", "d", "--filter", "year"], 2, "--filter takes a column, a comparison and a value"),
-        (["search", "wind", "--from", "grpc://127.0.0.1:1", "--dataset", "d"], 1, "cannot be reached for check_readiness"),
+        (["search", "wind", "--from", "grpc://127.0.0.1:1", "--dataset", "d"], 1, "cannot be reached for info"),
+        (
+            ["search", "wind", "--from", "grpc://:3000", "--dataset", "d"],
+            1,
+            "the address is 'grpc://:3000', wanted one such as",
+        ),
+        (
+            ["embed", "-i", "IN", "--to", "o.parquet", "--wait"],
+            2,
+            "--wait is for the index of a store, and o.parquet is none",
+        ),
         (["flight-server", "--port", "99999"], 2, "a port is 99999"),
         (["flight-server", "--memory", "80%"], 2, "--memory is '80%', wanted bytes such as 512MiB"),
         (["flight-server", "--memory", "x"], 2, "--memory is 'x'"),

@@ -15,7 +15,6 @@ from quarrel.flight.local_server import LocalServer
 from quarrel.flight.store import Store
 from quarrel.llm import LLM
 from quarrel.llm.embeddings import EmbedOptions
-from tests.flight.stores import KIND
 
 QUICK = Retry(attempts=2, first=0.01, longest=0.02)
 
@@ -24,7 +23,7 @@ class Town:
     """A stand-in whose ports may close and open again; what it holds stays, as Longbow's log does."""
 
     def __init__(self) -> None:
-        self.store = Store(kind=KIND)
+        self.store = Store()
         self._server: LocalServer | None = LocalServer(store=self.store)
         self.data, self.meta = self._server.data, self._server.meta
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import uuid
 from collections.abc import Iterator
@@ -17,9 +16,6 @@ from quarrel.flight.store import Store
 REAL = os.environ.get("LONGBOW_ADDR", "")
 """Such as grpc://127.0.0.1:3000; the meta port is LONGBOW_META_ADDR, or the next one."""
 
-KIND = True
-"""Whether the stand-in of the client's tests is without Longbow's faults: until the client survives them all."""
-
 QUICK = Retry(attempts=3, first=0.01, longest=0.02)
 
 
@@ -29,13 +25,13 @@ def real_meta() -> str:
 
 
 @contextmanager
-def a_store(rate: float = math.inf, queue: int = 64) -> Iterator[LongbowClient]:
-    """A client of the real store, or of a stand-in of its own."""
+def a_store(store: Store | None = None) -> Iterator[LongbowClient]:
+    """A client of the real store, or of a stand-in with all of its faults, unless `store` is another one."""
     if REAL:
         with LongbowClient(REAL, real_meta()) as client:
             yield client
         return
-    with LocalServer(store=Store(kind=KIND, rate=rate, queue=queue)) as server:
+    with LocalServer(store=store) as server:
         with LongbowClient(server.data, server.meta, access=Access(timeout=10), retry=QUICK) as client:
             yield client
 

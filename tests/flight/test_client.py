@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
-from quarrel.errors import FlightDataError, FlightError, FlightUnavailable, RequestError
-from quarrel.flight import LongbowClient, vector_batch
+from quarrel.errors import FlightDataError, FlightNotFound, FlightUnavailable, OptionWarning, RequestError
+from quarrel.flight import LongbowClient, Readiness, vector_batch
+from quarrel.flight.store import Store
 from quarrel.flight.streams import Caps
 from tests.flight.stores import QUICK, REAL, a_name, a_store, some_vectors
 
+V = some_vectors(1)[0]
 only_standin = pytest.mark.skipif(bool(REAL), reason="about the stand-in, and LONGBOW_ADDR names a real store")
 
 
@@ -29,7 +32,7 @@ def dataset(client: LongbowClient) -> Iterator[str]:
     """A name, whose dataset is deleted afterwards."""
     name = a_name()
     yield name
-    if client.readiness(name).status != "NOT_FOUND":
+    if client.exists(name):
         client.delete(name)
 
 
@@ -37,26 +40,75 @@ def slices(batch: pa.RecordBatch, size: int) -> list[pa.RecordBatch]:
     return [batch.slice(i, size) for i in range(0, batch.num_rows, size)]
 
 
+def l2(vectors: np.ndarray, query: np.ndarray) -> np.ndarray:
+    return np.linalg.norm(vectors - query, axis=1)
+
+
 @pytest.mark.parametrize("way", ["put", "ingest"])
 @pytest.mark.parametrize("metric", ["cosine", "dot_product", "euclidean"])
 def test_what_was_put_is_found_as_numpy_finds_it(client: LongbowClient, dataset: str, way: str, metric: Any) -> None:
-    vectors = some_vectors(300)
+    vectors, query = some_vectors(300), some_vectors(1, seed=5)[0]
     batch = vector_batch(np.arange(300) + 7, vectors, metric=metric)
     send = client.put if way == "put" else client.ingest
     assert send(dataset, slices(batch, 64)) == 300
     assert client.wait_ready(dataset, 300).indexed >= 300
-    query = some_vectors(1, seed=5)[0]
+    order = np.argsort(l2(vectors, query))
+    warned = pytest.warns(OptionWarning, match=f"asks for {metric} and the store .* ranks by L2.*rerank='{metric}'")
+    with nullcontext() if metric == "euclidean" else warned:
+        found = [client.search(dataset, query, 5)]
+    for hits in (*found, client.search(dataset, query, 5), client.exchange(dataset, query, 5)):
+        assert hits.ids.tolist() == (order[:5] + 7).tolist()
+        assert (hits.ids.dtype, hits.scores.dtype, hits.by) == (np.uint64, np.float32, "l2")
+        assert np.allclose(hits.scores, 1 / (1 + l2(vectors, query)[order[:5]]), atol=2e-3)
+        assert np.allclose(hits.distances, l2(vectors, query)[order[:5]], rtol=2e-2)
+
+
+@pytest.mark.parametrize("measure", ["cosine", "dot_product"])
+def test_another_measure_ranks_the_4_k_nearest_exactly(client: LongbowClient, dataset: str, measure: Any) -> None:
+    vectors, query = some_vectors(200), some_vectors(1, seed=5)[0]
+    client.ingest(dataset, vector_batch(range(200), vectors, metric=measure))
+    client.wait_ready(dataset, 200)
+    near = np.argsort(l2(vectors, query))[:20]
+    products = vectors[near] @ query
+    cosines = products / np.linalg.norm(vectors[near], axis=1) / np.linalg.norm(query)
+    scores = cosines if measure == "cosine" else products
+    best = np.argsort(-scores)[:5]
+    assert near[best].tolist() != near[:5].tolist()
+    hits = client.search(dataset, query, 5, rerank=measure)
+    assert (hits.ids.tolist(), hits.by, len(hits)) == (near[best].tolist(), measure, 5)
+    assert np.allclose(hits.scores, scores[best], rtol=1e-5)
+    assert np.allclose(hits.cosines, cosines[best], rtol=1e-5)
+    assert np.allclose(hits.distances, l2(vectors, query)[near[best]], rtol=1e-5)
+
+
+def test_vectors_of_length_1_are_ranked_as_their_cosines(client: LongbowClient, dataset: str) -> None:
+    vectors, query = some_vectors(100) * np.linspace(0.1, 9, 100, dtype=np.float32)[:, None], some_vectors(1, seed=5)[0]
+    client.ingest(dataset, vector_batch(range(100), vectors, normalize=True))
+    client.wait_ready(dataset, 100)
+    cosines = vectors @ query / np.linalg.norm(vectors, axis=1) / np.linalg.norm(query)
+    hits = client.search(dataset, query, 100)
+    assert hits.ids.tolist() == np.argsort(-cosines).tolist()
+    assert np.allclose(hits.cosines, np.sort(cosines)[::-1], atol=5e-3)
+
+
+def test_a_search_by_id_finds_the_row_and_what_is_near_it(client: LongbowClient, dataset: str) -> None:
+    vectors = some_vectors(60)
+    client.ingest(dataset, vector_batch(range(60), vectors, normalize=True))
+    client.wait_ready(dataset, 60)
     unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
-    scores = {
-        "cosine": 1 - unit @ (query / np.linalg.norm(query)),
-        "dot_product": -(vectors @ query),
-        "euclidean": np.linalg.norm(vectors - query, axis=1),
-    }[metric]
-    for hits in (client.search(dataset, query, 5), client.exchange(dataset, query, 5)):
-        assert hits.ids.tolist() == (np.argsort(scores)[:5] + 7).tolist()
-        assert (hits.ids.dtype, hits.scores.dtype) == (np.uint64, np.float32)
-        if metric != "euclidean":
-            assert np.allclose(hits.scores, np.sort(scores)[:5], atol=1e-4)
+    hits = client.search_by_id(dataset, 7, 4)
+    assert hits.ids.tolist() == np.argsort(l2(unit, unit[7]))[:4].tolist()
+    assert np.allclose(hits.cosines, np.sort(unit @ unit[7])[::-1][:4], atol=5e-3)
+    with pytest.raises(FlightNotFound, match=f"there is no such row in '{dataset}'.*999"):
+        client.search_by_id(dataset, 999)
+
+
+def test_a_whole_dataset_comes_after_a_part_of_it(client: LongbowClient, dataset: str) -> None:
+    client.ingest(dataset, vector_batch(range(50), some_vectors(50)))
+    for _ in range(5):
+        assert client.ids(dataset, 10, 13) == {10, 11, 12}
+        assert sum(b.num_rows for b in client.get(dataset)) == 50
+        assert client.schema(dataset).names == ["id", "vector"]
 
 
 def test_acknowledgements_come_in_order_and_add_up(client: LongbowClient, dataset: str) -> None:
@@ -86,30 +138,32 @@ def test_rows_come_back_as_they_were(client: LongbowClient, dataset: str) -> Non
 
 
 def test_filters_are_numbers_or_texts_and_limit_is_kept_here(client: LongbowClient, dataset: str) -> None:
-    batch = vector_batch(range(50), some_vectors(50), columns={"kind": ["a", "b"] * 25})
+    batch = vector_batch(range(50), some_vectors(50), columns={"kind": ["a", "b"] * 25}, metric="euclidean")
     client.ingest(dataset, batch)
     client.wait_ready(dataset, 50)
     assert client.ids(dataset, 10, 13) == {10, 11, 12}
     rows = [r for b in client.get(dataset, filters=[("kind", "=", "a"), ("id", "<", 10)]) for r in b["id"].to_pylist()]
     assert sorted(rows) == [0, 2, 4, 6, 8]
+    assert client.search(dataset, some_vectors(50)[3], 3, filters=[("id", "=", 7.0)]).ids.tolist() == [7]
+    assert [r for b in client.rows(dataset, [3, 99, 4]) for r in b["id"].to_pylist()] == [3, 4]
     assert sum(b.num_rows for b in client.get(dataset, limit=7)) == 7
     assert client.ids(a_name(), 0, 10) == set()
 
 
 def test_deleting_a_row_and_a_dataset(client: LongbowClient, dataset: str) -> None:
     vectors = some_vectors(10)
-    client.ingest(dataset, vector_batch(range(10), vectors))
+    client.ingest(dataset, vector_batch(range(10), vectors, metric="euclidean"))
     client.wait_ready(dataset, 10)
     assert client.search(dataset, vectors[3], 1).ids.tolist() == [3]
     client.delete(dataset, 3)
     assert 3 not in client.search(dataset, vectors[3], 1, fresh=True).ids
     client.delete(dataset)
-    assert client.readiness(dataset).status == "NOT_FOUND"
+    assert not client.exists(dataset)
 
 
 def test_a_fresh_search_sees_what_a_kept_answer_does_not(client: LongbowClient, dataset: str) -> None:
     vectors = some_vectors(10)
-    client.ingest(dataset, vector_batch(range(1, 10), vectors[1:]))
+    client.ingest(dataset, vector_batch(range(1, 10), vectors[1:], metric="euclidean"))
     client.wait_ready(dataset, 9)
     assert 0 not in client.search(dataset, vectors[0], 2).ids
     client.ingest(dataset, vector_batch([0], vectors[:1]))
@@ -119,7 +173,7 @@ def test_a_fresh_search_sees_what_a_kept_answer_does_not(client: LongbowClient, 
 
 def test_small_and_large_numbers_survive_the_ticket(client: LongbowClient, dataset: str) -> None:
     vectors = np.array([[1e-8, 3e-9, -1e-30], [-5e-9, 1e-7, 2e5], [0, 1, 0]], np.float32)
-    client.ingest(dataset, vector_batch(range(3), vectors))
+    client.ingest(dataset, vector_batch(range(3), vectors, metric="euclidean"))
     client.wait_ready(dataset, 3)
     for i in range(3):
         assert client.search(dataset, vectors[i], 1).ids.tolist() == [i]
@@ -145,13 +199,57 @@ def test_a_batch_with_other_columns_than_the_first_is_refused(client: LongbowCli
     assert client.put(dataset, []) == client.ingest(dataset, []) == 0
 
 
-def test_a_missing_dataset_is_said_in_a_sentence(client: LongbowClient) -> None:
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda c, d: c.info(d),
+        lambda c, d: c.schema(d),
+        lambda c, d: list(c.get(d)),
+        lambda c, d: list(c.get(d, filters=[("id", "=", 1)])),
+        lambda c, d: list(c.rows(d, [1])),
+        lambda c, d: c.search(d, [1.0]),
+        lambda c, d: c.exchange(d, [1.0]),
+        lambda c, d: c.search_by_id(d, 1),
+        lambda c, d: c.delete(d),
+        lambda c, d: c.delete(d, 1),
+        lambda c, d: c.wait_ready(d, timeout=20),
+    ],
+)
+def test_a_missing_dataset_is_said_in_one_sentence(client: LongbowClient, call: Any) -> None:
     name = a_name()
-    for call in (lambda: client.info(name), lambda: list(client.get(name)), lambda: client.search(name, [1.0])):
-        with pytest.raises(FlightError, match="refused"):
-            call()
-    with pytest.raises(FlightUnavailable, match=f"{name} is NOT_FOUND with 0 rows indexed after 0.1 s"):
-        client.wait_ready(name, timeout=0.1)
+    with pytest.raises(FlightNotFound, match=f"^there is no dataset '{name}' in the store at grpc://.*: fill it first"):
+        call(client, name)
+
+
+@pytest.mark.parametrize(
+    ("filter", "said"),
+    [
+        (("nobody", "=", 1), "there is no column 'nobody' to filter by; there are id, vector, kind, price"),
+        (("id", "=", "x"), "id is compared with 'x', wanted a whole number that int64 holds"),
+        (("id", "<", "1e3"), "id is compared with '1e3'"),
+        (("id", "<", 1.5), "id is compared with 1.5"),
+        (("id", "<", float("nan")), "id is compared with nan"),
+        (("id", "<", 1 << 63), "wanted a whole number that int64 holds"),
+        (("price", ">", "dear"), "price is compared with 'dear', wanted a number"),
+        (("price", ">", "inf"), "wanted a number"),
+        (("vector", "=", 1), "the column vector is fixed_size_list.*the store compares numbers and texts"),
+        (("id", "ne", 1), "a filter is .*wanted .field, one of"),
+        (("id", "in", "1,2"), "a filter is"),
+        (("kind", "=", "half a pair \ud800"), "is not Unicode"),
+    ],
+)
+def test_a_filter_that_the_store_would_not_know_is_refused(client: LongbowClient, filter: Any, said: str) -> None:
+    name = a_name()
+    columns = {"kind": ["a", "😀"], "price": pa.array([1.5, 2.5], pa.float32())}
+    client.ingest(name, vector_batch([1, 2], some_vectors(2), columns=columns))
+    try:
+        for call in (lambda: list(client.get(name, filters=[filter])), lambda: client.search(name, V, filters=[filter])):
+            with pytest.raises(RequestError, match=said):
+                call()
+        for good in (("price", ">", "2e0"), ("kind", "=", "😀"), ("id", "=", "+2")):
+            assert [b["id"].to_pylist() for b in client.get(name, filters=[good]) if b.num_rows] == [[2]]
+    finally:
+        client.delete(name)
 
 
 @pytest.mark.parametrize(
@@ -165,6 +263,8 @@ def test_a_missing_dataset_is_said_in_a_sentence(client: LongbowClient) -> None:
         (lambda c: c.exchange("d", [1.0], True), "k is True"),
         (lambda c: c.search("", [1.0]), "the dataset is called ''"),
         (lambda c: c.info("{x"), "does not begin with a brace"),
+        (lambda c: c.info("\ud800"), "is not Unicode"),
+        (lambda c: c.search("d", [1.0], rerank="l2"), "rerank is 'l2', wanted one of cosine, dot_product"),
         (lambda c: next(c.get("d", limit=0)), "limit is 0, wanted at least 1"),
         (lambda c: next(c.get("d", filters=[("a", "~", 1)])), "a filter is .*wanted .field, one of"),
         (lambda c: next(c.get("d", filters=[("a", "=", True)])), "a filter is"),
@@ -192,7 +292,7 @@ def test_a_left_stream_does_not_hold_up_the_next_call(client: LongbowClient, dat
 
 def test_threads_share_a_client(client: LongbowClient, dataset: str) -> None:
     vectors = some_vectors(200)
-    client.ingest(dataset, vector_batch(range(200), vectors))
+    client.ingest(dataset, vector_batch(range(200), vectors, metric="euclidean"))
     client.wait_ready(dataset, 200)
     found: list[int] = []
     threads = [
@@ -208,7 +308,7 @@ def test_threads_share_a_client(client: LongbowClient, dataset: str) -> None:
 
 @only_standin
 def test_slow_down_signals_are_obeyed() -> None:
-    with a_store(rate=500, queue=2) as client:
+    with a_store(Store(rate=500, queue=2)) as client:
         batch = vector_batch(range(200), some_vectors(200))
         assert client.put("d", slices(batch, 10)) == 200
         assert client.slow_downs > 0
@@ -224,7 +324,85 @@ def test_a_server_that_is_not_there_is_said_after_the_retries() -> None:
             client.ingest("d", vector_batch([1], some_vectors(1)))
 
 
-@pytest.mark.parametrize("bad", ["localhost:3000", "http://x:1", "", None, "grpc://"])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        *(
+            "localhost:3000",
+            "http://x:1",
+            "",
+            None,
+            "grpc://",
+            "grpc+tls://",
+            "grpc://:3000",
+            "grpc://host",
+            "grpc://host:0",
+        ),
+        *("grpc://host:x", "grpc://host:99999", "grpc+unix://", "grpc://[::1:3000"),
+    ],
+)
 def test_addresses_that_are_none_are_refused(bad: Any) -> None:
-    with pytest.raises((RequestError, FlightError)):
-        LongbowClient(bad).list()
+    with pytest.raises(RequestError, match="the address is .*, wanted one such as grpc://host:3000"):
+        LongbowClient(bad)
+
+
+@only_standin
+def test_a_dataset_is_begun_while_another_is_indexed() -> None:
+    store = Store()
+    store.hold_index()
+    with a_store(store) as client:
+        for name in ("first", "second"):
+            assert client.ingest(name, vector_batch(range(5), some_vectors(5))) == 5
+            assert client.put(name, vector_batch([5], some_vectors(1))) == 1
+        assert client.readiness("none").status == "BUSY"
+        assert not client.exists("none")
+        assert client.ids("none", 0, 9) == set()
+        assert client.ids("second", 3, 9) == {3, 4, 5}
+        seen: list[Readiness] = []
+        with pytest.raises(
+            FlightUnavailable, match="second is BUSY with 0 rows indexed after 0.1 s, wanted READY: wait longer"
+        ):
+            client.wait_ready("second", timeout=0.1, progress=seen.append)
+        assert {s.status for s in seen} == {"BUSY"}
+        store.let_index()
+        assert client.wait_ready("second", 6).indexed == 6
+
+
+@only_standin
+def test_ready_with_too_few_rows_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quarrel.flight.client.SHORT", 0.1)
+    with a_store() as client:
+        client.ingest("d", vector_batch(range(5), some_vectors(5)))
+        with pytest.raises(FlightUnavailable, match="d is READY with 5 rows indexed after .* wanted READY with 6"):
+            client.wait_ready("d", 6, timeout=float("inf"))
+
+
+class Careless(Store):
+    """Its comparison of numbers lets others through, as Longbow's does on x86-64."""
+
+    def table(self, name: str, filters: Any, *, indexed: bool = False) -> pa.Table:
+        return super().table(name, [], indexed=indexed) if filters else super().table(name, filters, indexed=indexed)
+
+
+@only_standin
+def test_a_store_that_compares_wrongly_is_not_believed() -> None:
+    with a_store(Careless()) as client:
+        client.ingest("d", vector_batch(range(30), some_vectors(30)))
+        assert client.ids("d", 10, 13) == {10, 11, 12}
+        assert [b["id"].to_pylist() for b in client.rows("d", [7])] == [[7]]
+
+
+@only_standin
+def test_a_kind_store_is_served_too() -> None:
+    vectors = some_vectors(40)
+    with a_store(Store(kind=True)) as client:
+        client.ingest("d", vector_batch(range(40), vectors))
+        client.wait_ready("d", 40)
+        cosines = vectors @ vectors[3] / np.linalg.norm(vectors, axis=1) / np.linalg.norm(vectors[3])
+        assert client.search("d", vectors[3], 5).ids.tolist() == np.argsort(-cosines)[:5].tolist()
+        hits = client.search("d", vectors[3], 5, rerank="cosine")
+        assert np.allclose(hits.cosines, np.sort(cosines)[::-1][:5])
+        client.delete("d", 3)
+        assert 3 not in client.search("d", vectors[3], 5, fresh=True).ids
+        client.delete("d")
+        assert client.list() == []

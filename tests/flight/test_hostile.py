@@ -40,6 +40,9 @@ class Hostile(flight.FlightServerBase):  # type: ignore[misc]
     def do_action(self, context: Any, action: Any) -> Any:
         return iter([self._answers.get("action", lambda: json.dumps(READY).encode())()])
 
+    def get_flight_info(self, context: Any, descriptor: Any) -> Any:
+        raise pa.ArrowKeyError("dataset not found")
+
 
 @contextmanager
 def facing(timeout: float = 5.0, **answers: Callable[..., Any]) -> Iterator[LongbowClient]:
@@ -171,6 +174,35 @@ def test_a_put_that_the_server_refuses_says_why() -> None:
 def test_a_readiness_that_is_none_is_refused(body: bytes) -> None:
     with facing(action=lambda: body) as client, pytest.raises(FlightDataError):
         client.readiness("d")
+
+
+@pytest.mark.parametrize("body", [b"deleted", b'{"status": "ok"}', b'{"status": "deleted"}', b"{}", b""])
+def test_a_deletion_is_told_in_text_or_json(body: bytes) -> None:
+    with facing(action=lambda: body) as client:
+        client.delete("d")
+        client.delete("d", 3)
+
+
+@pytest.mark.parametrize("body", [b"no", b'{"error": "the disk is full"}', b'{"status": "busy"}', b"\xff", b"{"])
+def test_a_deletion_that_is_not_told_is_an_error(body: bytes) -> None:
+    with facing(action=lambda: body) as client, pytest.raises(FlightDataError, match="the server's answer to delete"):
+        client.delete("d", 3)
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b'{"ids": [1]}', b'{"ids": [-1], "scores": [1]}', b'{"ids": ["a"], "scores": [1]}', b'{"ids": 3}']
+)
+def test_an_answer_by_id_that_is_none_is_refused(body: bytes) -> None:
+    with facing(action=lambda: body) as client, pytest.raises(FlightDataError, match="answer to VectorSearchByID"):
+        client.search_by_id("d", 3)
+
+
+@pytest.mark.parametrize("scores", [(0.9, 0.0), (0.9, -1.0), (0.9, 7.0), (0.9, float("nan")), (0.9, float("inf"))])
+def test_a_score_that_is_no_distance_is_told_as_none(scores: tuple[float, float]) -> None:
+    with facing(get=lambda: flight.RecordBatchStream(answer(scores=scores))) as client:
+        hits = client.search("d", [1.0], 2)
+    assert np.isnan(hits.distances).tolist() == np.isnan(hits.cosines).tolist() == [False, True]
+    assert np.array_equal(hits.scores, np.array(scores, np.float32), equal_nan=True)
 
 
 def test_calls_that_change_nothing_are_made_again() -> None:

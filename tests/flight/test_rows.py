@@ -34,6 +34,14 @@ def test_the_schema_is_longbows() -> None:
     assert vector_batch([], np.empty((0, 4), np.float32)).num_rows == 0
 
 
+def test_normalised_vectors_are_a_copy_of_length_1() -> None:
+    vectors = some_vectors(5) * np.float32(1e18)
+    batch = vector_batch(range(5), vectors, normalize=True)
+    rows = np.stack(batch.column("vector").to_numpy(zero_copy_only=False))
+    assert np.allclose(np.linalg.norm(rows, axis=1), 1, atol=1e-6)
+    assert vectors[0, 0] == some_vectors(5)[0, 0] * np.float32(1e18)
+
+
 V = some_vectors(2)
 
 
@@ -52,6 +60,7 @@ V = some_vectors(2)
         ([-1, 2], V, {}, "an id is -1"),
         ([1.5, 2], V, {}, "ids are float64"),
         (["a", "b"], V, {}, "wanted whole numbers"),
+        ([1, 2], V * np.float32([[1], [0]]), {"normalize": True}, "vector 1 is zero and has no direction to normalise"),
         ([1, 2], V, {"metric": "l2"}, "metric is 'l2', wanted one of cosine, dot_product, euclidean"),
         ([1, 2], V, {"doc_ids": ["a"]}, "column doc_id has 1 values for 2 vectors"),
         ([1, 2], V, {"doc_ids": [1, 2]}, "column doc_id is no Arrow column"),
