@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
-import numpy.typing as npt
 
 from quarrel.cli.flags import UsageError, load_options
 from quarrel.cli.prompt import model_and_text
@@ -17,7 +15,6 @@ from quarrel.llm import load_with
 if TYPE_CHECKING:
     from quarrel.flight import Hits, LongbowClient
 
-Array = npt.NDArray[Any]
 SHOWN = ("doc_id", "text")
 UNIT = 0.01
 """How far from 1 the length of a vector may be."""
@@ -35,10 +32,10 @@ def run(args: argparse.Namespace) -> int:
             made = llm.embed(
                 text, pooling=args.pooling, dimensions=args.dimensions, prefix=args.prefix, normalize=args.normalize
             )
-        query = made.vectors[0]
+        query: list[float] = made.vectors[0].tolist()
         hits = client.search(dataset, query, args.k, filters=filters, fresh=args.fresh, rerank=args.rerank)
         rows = _rows(client, dataset, hits)
-        if args.rerank is None and any(abs(np.linalg.norm(vector) - 1) > UNIT for vector, _ in rows.values()):
+        if args.rerank is None and any(abs(math.hypot(*vector) - 1) > UNIT for vector, _ in rows.values()):
             hits = client.search(dataset, query, args.k, filters=filters, fresh=args.fresh, rerank="cosine")
             rows = _rows(client, dataset, hits)
     found = [_hit(hits, i, query, *rows.get(int(id), (None, {}))) for i, id in enumerate(hits.ids)]
@@ -55,22 +52,22 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _hit(hits: Hits, i: int, query: Array, vector: Array | None, columns: dict[str, object]) -> dict[str, Any]:
+def _hit(hits: Hits, i: int, query: list[float], vector: list[float] | None, columns: dict[str, object]) -> dict[str, Any]:
     """A hit as it is shown, its cosine from its vector where that is there."""
     cosine = float(hits.cosines[i])
-    if vector is not None and (lengths := float(np.linalg.norm(vector) * np.linalg.norm(query))):
-        cosine = float(vector @ query) / lengths
+    if vector is not None and (lengths := math.hypot(*vector) * math.hypot(*query)):
+        cosine = sum(a * b for a, b in zip(vector, query, strict=True)) / lengths
     numbers = {"id": int(hits.ids[i]), "score": float(hits.scores[i]), "cosine": cosine}
     return numbers | {"distance": float(hits.distances[i])} | columns
 
 
-def _rows(client: LongbowClient, dataset: str, hits: Hits) -> dict[int, tuple[Array, dict[str, object]]]:
+def _rows(client: LongbowClient, dataset: str, hits: Hits) -> dict[int, tuple[list[float], dict[str, object]]]:
     """Each hit's vector, and its columns to show: searches return numbers alone."""
-    rows: dict[int, tuple[Array, dict[str, object]]] = {}
+    rows: dict[int, tuple[list[float], dict[str, object]]] = {}
     for id in hits.ids.tolist():
         for batch in client.rows(dataset, [id]):
             for row in batch.to_pylist():
-                vector = np.asarray(row.pop("vector"), np.float64)
+                vector = row.pop("vector")
                 del row["id"]
                 rows[id] = vector, {n: v if isinstance(v, int | float | str) else str(v) for n, v in row.items()}
     return rows
