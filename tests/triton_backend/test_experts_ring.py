@@ -14,6 +14,7 @@ from quarrel.ops import draw
 from quarrel.ops.contract import Compute
 from quarrel.triton_backend.experts import ring
 from quarrel.triton_backend.formats.pack import blank, put
+from quarrel.triton_backend.formats.table import RING
 from quarrel.triton_backend.runtime.arrays import Packed, Planes
 from quarrel.triton_backend.runtime.launch import INTERPRETED, launch
 
@@ -93,7 +94,7 @@ def test_which_stacks_it_takes(site: Any, format: str, k: int, taken: bool, monk
     assert not ring.takes(site, [replace(weight, reused=True)])
 
 
-@pytest.mark.parametrize("type", [GGMLType[name] for name in ring.FORMATS])
+@pytest.mark.parametrize("type", [GGMLType[name] for name in RING])
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 300.0])
 def test_scales_fit_float16(type: GGMLType, scale: float) -> None:
     weight = packed(type, 32, 512, scale)

@@ -7,7 +7,6 @@ not bytes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ import triton.language as tl
 
 from quarrel.ops.contract import Compute
 from quarrel.triton_backend.experts.grouped import DECODE_FROM
+from quarrel.triton_backend.formats.table import RING, by_name
 from quarrel.triton_backend.linear.matvec_tiles import multiprocessors
 from quarrel.triton_backend.runtime.arrays import Packed, Slot
 from quarrel.triton_backend.runtime.launch import INTERPRETED, cdiv, power_of_two
@@ -27,10 +27,8 @@ try:  # Gluon is no stable interface: without the names of Triton 3.6 to 3.9 oth
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from quarrel.triton_backend.linear import ring as kernels
-    from quarrel.triton_backend.linear.ring_decode import FORMATS
 except (ImportError, AttributeError):  # pragma: no cover
     kernels = None  # type: ignore[assignment]
-    FORMATS = ()
 
 MOST_PAIRS = 8192
 """Pairs of a token and an expert in one launch: rows of x are gathered into scratch of so many."""
@@ -89,30 +87,23 @@ def gather_by_expert(
 def takes(site: Site, stacks: Sequence[Packed]) -> bool:
     """Whether these kernels read the stacks, on this device."""
     compute: Compute = site.compute
-    read = all(s.format in FORMATS and s.k % _whole(s.format) == 0 and not s.reused for s in stacks)
-    return read and compute == "float16" and site.generation == 9 and not site.deterministic and not INTERPRETED
+    read = all(s.format in RING and s.k % _whole(s.format) == 0 and not s.reused for s in stacks)
+    here = kernels is not None and site.generation == 9 and not INTERPRETED
+    return read and here and compute == "float16" and not site.deterministic
 
 
 def _whole(format: str) -> int:
-    """Columns of which a row is a whole number: of a K-quant's blocks, or of what a copy's 16 bytes of upper bits hold."""
-    return 256 if format.endswith("_K") else 128 if format == "Q5_0" else 32
+    """Columns of which a row is a whole number: of a super-block, or of what a copy's 16 bytes of upper bits hold."""
+    made = by_name(format)
+    return made.top.columns if made.top else 128 if made.bits else 32
 
 
 def shift_of(weight: Packed) -> int:
-    """The power of two that scales are divided by, so that they fit float16 as `linear/ring_decode.py` uses them."""
+    """The power of two that its scales are divided by (`formats/ring_codes.py`)."""
     scale, top = weight.planes.scale, weight.planes.top
-    if scale.device.type == "meta":
-        return 0
-    if weight.format == "MXFP4":
-        return max(0, int(scale.max()) - 136)
-    if weight.format in ("Q4_K", "Q5_K"):
-        most = scale.reshape(-1, 8, 2)[..., 0].amax(1).float() * top.reshape(-1, 2)[:, 0].float().abs()
-    elif weight.format == "Q6_K":
-        most = scale.reshape(-1, 16).float().abs().amax(1) * top.reshape(-1).float().abs()
-    else:
-        most = scale.reshape(-1).float().abs()
-    largest = float(torch.where(most.isfinite(), most, 0.0).max())
-    return max(0, math.ceil(math.log2(largest) + 24 - 15)) if largest > 0 else 0
+    ring = by_name(weight.format).ring
+    assert ring is not None, weight.format
+    return 0 if scale.device.type == "meta" else ring.shift(scale, top)
 
 
 class Matrices:
@@ -120,8 +111,9 @@ class Matrices:
 
     def __init__(self, weight: Packed) -> None:
         codes, bits, self.scale, self.top = weight.planes
-        self.planes = 2 if weight.format == "Q8_0" else 1
-        self.bits = {"Q6_K": 2, "Q5_K": 1, "Q5_0": 1}.get(weight.format, 0)
+        made = by_name(weight.format)
+        self.planes = codes.element_size() * codes.numel() // weight.n * 256 // (128 * weight.k)
+        self.bits = made.bits.count if made.bits else 0
         self._codes = codes.reshape(-1).view(torch.int32).view(weight.n, -1)
         self._bits = bits.reshape(-1).view(torch.int32).view(weight.n, -1) if self.bits else self._codes
         # A copy's rows are whole numbers of 16 bytes apart.
@@ -183,9 +175,9 @@ class Ring:
         bias = self._biases or (one.top,)
         site.launch(
             kernels.ring, (residents * multiprocessors(one.top.device),), y.tensor, codes, up_codes, scale, up_scale, bits,
-            up_bits, self._rows_of(pairs, width), one.top, self._stacks[-1].top, self._items.tensor, order.tensor, bias[0],
-            bias[-1], 2.0**-self._shift, 2.0**self._shift, self._n, 0, K=self._k, PARTS=1, PLANES=one.planes, BITS=one.bits,
-            COPIED=one.copied, FORMAT=self._format, GATED=gated, KIND=self._kind, BIAS=bool(self._biases), BT=width,
+            up_bits, self._rows_of(pairs, width), (one.top, self._stacks[-1].top), (self._items.tensor, order.tensor),
+            (bias[0], bias[-1], 2.0**-self._shift, 2.0**self._shift), self._n, 0, K=self._k, PARTS=1, COPIED=one.copied,
+            FORMAT=self._format, GATED=gated, KIND=self._kind, BIAS=bool(self._biases), BT=width,
             STAGES=self._stages(width, residents), TILES=cdiv(self._n, tile * groups), NC=groups, T=warps,
             REGISTERS=104 if residents == 2 else 232, warps=warps, early=early, maxnreg=80 if residents == 2 else 168,
         )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import isfunction
 from typing import Any, NamedTuple
 
 import torch
@@ -66,6 +67,18 @@ class Fragments(NamedTuple):
     """Gluon jit (FORMAT, q, a, b, s, t, word): the eight weights of a word of codes, in the order of their columns."""
 
 
+class Ring(NamedTuple):
+    """Decoding tiles in shared memory into the registers that `wgmma` reads (`ring_codes.py`, `ring_tiles.py`)."""
+
+    factors: Any
+    """Gluon jit (FORMAT, s, t, down): four words that `eight` multiplies by and adds, of scales s and tops t of blocks."""
+    eight: Any
+    """Gluon jit (FORMAT, q, r, a, b, c, d, u, v, word): eight weights of words q (and r, 16 columns on), by factors a to d
+    and upper bits u and v."""
+    shift: Callable[[torch.Tensor, torch.Tensor], int]
+    """(scale, top): the power of two that a matrix's scales are divided by, so that factors fit float16."""
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class BlockFormat:
     """`split` makes the planes from raw blocks `[rows, blocks, nbytes]` uint8; every format has an exact decode.
@@ -85,6 +98,7 @@ class BlockFormat:
     dots: Dots | None = None
     float16: Float16 | None = None
     fragments: Fragments | None = None
+    ring: Ring | None = None
 
     @property
     def planes(self) -> tuple[Plane | None, ...]:
@@ -92,5 +106,5 @@ class BlockFormat:
 
     def __repr__(self) -> str:
         """Enters the keys of compiled kernels, so that an edit of any of these functions makes them anew."""
-        kernels = [self.decode, *(f for part in (self.dots, self.float16, self.fragments) for f in (part or ()))]
-        return f"{self.type.name} {[getattr(k, 'cache_key', k) for k in kernels]}"
+        kernels = [self.decode, *(f for part in (self.dots, self.float16, self.fragments, self.ring) for f in (part or ()))]
+        return f"{self.type.name} {[getattr(k, 'cache_key', k) for k in kernels if not isfunction(k)]}"

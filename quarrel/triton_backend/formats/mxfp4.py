@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 from quarrel.gguf import GGMLType
-from quarrel.triton_backend.formats import float16_codes, int8_dots
+from quarrel.triton_backend.formats import float16_codes, fragment_codes, int8_dots, ring_codes
 from quarrel.triton_backend.formats.fields import load_nibbles
-from quarrel.triton_backend.formats.layout import NIBBLES, BlockFormat, Dots, Float16, Plane, Split
+from quarrel.triton_backend.formats.layout import NIBBLES, BlockFormat, Dots, Float16, Plane, Ring, Split
 from quarrel.triton_backend.formats.q4_0 import load_4
 
 # Twice the magnitudes of E2M1 as bytes, and their negatives.
@@ -66,7 +68,23 @@ def decode16(FORMAT: tl.constexpr, w, row, first, K, R: tl.constexpr, B: tl.cons
     return float16_codes.flat(float16_codes.times(low, power, R, B, 16), float16_codes.times(high, power, R, B, 16), R, B)
 
 
+@gluon.jit
+def ring_factors(FORMAT: gl.constexpr, s, t, down):
+    """2^(e - 127) times 2^6: the exponent's bits are those of a float32."""
+    a = fragment_codes.twice((((s.to(gl.int32) & 255) + 6) << 23).to(gl.float32, bitcast=True) * down)
+    return a, a, a, a
+
+
+@gluon.jit
+def ring_eight(FORMAT: gl.constexpr, q, r, a, b, c, d, u, v, word):
+    return ring_codes.e2m1(q, a)
+
+
+def ring_shift(scale: torch.Tensor, top: torch.Tensor) -> int:
+    return max(0, int(scale.max()) - 136)
+
+
 MXFP4 = BlockFormat(
     GGMLType.MXFP4, split, decode, NIBBLES, scale=Plane(torch.uint8, 1), dots=Dots(load_4, products),
-    float16=Float16(decode16),
+    float16=Float16(decode16), ring=Ring(ring_factors, ring_eight, ring_shift),
 )  # fmt: skip

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from quarrel.gguf import GGMLType
-from quarrel.triton_backend.formats import float16_codes, fragment_codes, int8_dots
+from quarrel.triton_backend.formats import float16_codes, fragment_codes, int8_dots, ring_codes
 from quarrel.triton_backend.formats.fields import load_float, load_nibbles, load_one_bit, view
 from quarrel.triton_backend.formats.layout import (
     NIBBLES,
@@ -19,6 +19,7 @@ from quarrel.triton_backend.formats.layout import (
     Dots,
     Float16,
     Fragments,
+    Ring,
     Split,
 )
 
@@ -90,10 +91,30 @@ def eight(FORMAT: gl.constexpr, q, a, b, s, t, word):
     return fragment_codes.four(q, d, d * 0)
 
 
+@gluon.jit
+def ring_factors(FORMAT: gl.constexpr, s, t, down):
+    MIDDLE: gl.constexpr = 16.0 if FORMAT == "Q5_0" else 8.0
+    return ring_codes.centred(s, down, MIDDLE)
+
+
+@gluon.jit
+def ring_four(FORMAT: gl.constexpr, q, r, a, b, c, d, u, v, word):
+    """For every format with nibbles alone."""
+    return ring_codes.four(q, a, b, c)
+
+
+@gluon.jit
+def ring_five(FORMAT: gl.constexpr, q, r, a, b, c, d, u, v, word):
+    """For every format with a fifth bit."""
+    low, high = (u[:, :, None] >> (word * 4)) & 15, (u[:, :, None] >> (word * 4 + 16)) & 15
+    return ring_codes.five(q, a, b, c, d, low, high)
+
+
 Q4_0 = BlockFormat(
     GGMLType.Q4_0, split_q4, decode, NIBBLES, scale=ONE_SCALE, dots=Dots(load_4, products), float16=Float16(decode16),
-    fragments=Fragments(scales, eight),
+    fragments=Fragments(scales, eight), ring=Ring(ring_factors, ring_four, ring_codes.shift_of_scales),
 )  # fmt: skip
 Q5_0 = BlockFormat(
-    GGMLType.Q5_0, split_q5, decode, NIBBLES, ONE_BIT, ONE_SCALE, dots=Dots(load_5, products), float16=Float16(decode16)
-)
+    GGMLType.Q5_0, split_q5, decode, NIBBLES, ONE_BIT, ONE_SCALE, dots=Dots(load_5, products), float16=Float16(decode16),
+    ring=Ring(ring_factors, ring_five, ring_codes.shift_of_scales),
+)  # fmt: skip

@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from quarrel.gguf import GGMLType
-from quarrel.triton_backend.formats import float16_codes, fragment_codes, int8_dots
+from quarrel.triton_backend.formats import float16_codes, fragment_codes, int8_dots, ring_codes
 from quarrel.triton_backend.formats.fields import float16_at, load_nibbles, load_one_bit, nibbles, unshift, view, words
 from quarrel.triton_backend.formats.layout import (
     BYTE_SCALES,
@@ -23,8 +23,10 @@ from quarrel.triton_backend.formats.layout import (
     Float16,
     Fragments,
     Plane,
+    Ring,
     Split,
 )
+from quarrel.triton_backend.formats.q4_0 import ring_five, ring_four
 
 
 def _scales(s: torch.Tensor) -> torch.Tensor:
@@ -138,13 +140,37 @@ def eight(FORMAT: gl.constexpr, q, a, b, s, t, word):
     return made
 
 
+# $3 scale and minimum (bytes), $4 d * 2^24 and -dmin * 2^8 (float16): scale * 2^24, scale * 2^20, -minimum, twice each.
+_RING_SCALES = gl.constexpr(
+    "{ .reg .b32 a, b; prmt.b32 a, $3, 0x64646464, 0x4140; mov.b32 b, 0x64006400; "
+    "sub.f16x2 a, a, b; mul.rn.f16x2 a, a, $4; prmt.b32 $0, a, a, 0x1010; prmt.b32 b, a, a, 0x3232; "
+    "mov.b32 a, 0x1C001C00; mul.rn.f16x2 $2, b, a; mov.b32 a, 0x2C002C00; mul.rn.f16x2 $1, $0, a; }"
+)
+
+
+@gluon.jit
+def ring_factors(FORMAT: gl.constexpr, s, t, down):
+    top = ring_codes.packed(
+        fragment_codes.float16_of(t) * (16777216.0 * down), fragment_codes.float16_of(t >> 16) * (-256.0 * down)
+    )
+    a, b, c = gl.inline_asm_elementwise(
+        _RING_SCALES, "=r,=r,=r,r,r", [s.to(gl.int32), top], dtype=(gl.int32,) * 3, is_pure=True, pack=1
+    )
+    return a, b, c, c
+
+
+def ring_shift(scale: torch.Tensor, top: torch.Tensor) -> int:
+    most = scale.reshape(-1, 8, 2)[..., 0].amax(1).float() * top.reshape(-1, 2)[:, 0].float().abs()
+    return ring_codes.shift_for(most)
+
+
 _TOP = Plane(torch.float16, 2, 256)
 _VIEWS = (torch.int32, None, torch.int16, torch.int32)
 Q4_K = BlockFormat(
     GGMLType.Q4_K, split_q4, decode, NIBBLES, scale=BYTE_SCALES, top=_TOP, dots=Dots(load_4, products, views=_VIEWS),
-    float16=Float16(decode16), fragments=Fragments(scales, eight),
+    float16=Float16(decode16), fragments=Fragments(scales, eight), ring=Ring(ring_factors, ring_four, ring_shift),
 )  # fmt: skip
 Q5_K = BlockFormat(
     GGMLType.Q5_K, split_q5, decode, NIBBLES, ONE_BIT, BYTE_SCALES, _TOP, Dots(load_5, products, views=_VIEWS),
-    Float16(decode16), Fragments(scales, eight),
+    Float16(decode16), Fragments(scales, eight), Ring(ring_factors, ring_five, ring_shift),
 )  # fmt: skip

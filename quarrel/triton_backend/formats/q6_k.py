@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from quarrel.gguf import GGMLType
-from quarrel.triton_backend.formats import float16_codes, fragment_codes, int8_dots
+from quarrel.triton_backend.formats import float16_codes, fragment_codes, int8_dots, ring_codes
 from quarrel.triton_backend.formats.fields import load_nibbles, load_two_bits, nibbles, unshift, view, words
 from quarrel.triton_backend.formats.layout import (
     NIBBLES,
@@ -19,6 +19,7 @@ from quarrel.triton_backend.formats.layout import (
     Float16,
     Fragments,
     Plane,
+    Ring,
     Split,
 )
 from quarrel.triton_backend.formats.q4_k import load_5
@@ -99,8 +100,35 @@ def eight(FORMAT: gl.constexpr, q, a, b, s, t, word):
     return fragment_codes.six(q, s_low, s_high, low, high)
 
 
+# $4 scales of low and of high columns (signed bytes), $5 d * 2^24 twice: the first * 2^24, the second * 2^20, -32 each.
+_RING_SCALES = gl.constexpr(
+    "{ .reg .b32 a, b; xor.b32 a, $4, 0x8080; prmt.b32 a, a, 0x64646464, 0x4140; mov.b32 b, 0x64806480; "
+    "sub.f16x2 a, a, b; mul.rn.f16x2 a, a, $5; prmt.b32 $0, a, a, 0x1010; prmt.b32 $1, a, a, 0x3232; "
+    "mov.b32 a, 0x80208020; mul.rn.f16x2 $2, $0, a; mul.rn.f16x2 $3, $1, a; "
+    "mov.b32 a, 0x2C002C00; mul.rn.f16x2 $1, $1, a; }"
+)
+
+
+@gluon.jit
+def ring_factors(FORMAT: gl.constexpr, s, t, down):
+    top = fragment_codes.twice(fragment_codes.float16_of(t) * (16777216.0 * down))
+    return gl.inline_asm_elementwise(
+        _RING_SCALES, "=r,=r,=r,=r,r,r", [s.to(gl.int32), top], dtype=(gl.int32,) * 4, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def ring_eight(FORMAT: gl.constexpr, q, r, a, b, c, d, u, v, word):
+    low, high = (u[:, :, None] >> (word * 8)) & 255, (v[:, :, None] >> (word * 8)) & 255
+    return ring_codes.six(q, a, b, c, d, low, high)
+
+
+def ring_shift(scale: torch.Tensor, top: torch.Tensor) -> int:
+    return ring_codes.shift_for(scale.reshape(-1, 16).float().abs().amax(1) * top.reshape(-1).float().abs())
+
+
 Q6_K = BlockFormat(
     GGMLType.Q6_K, split, decode, NIBBLES, TWO_BITS, Plane(torch.int8, 2), Plane(torch.float16, 1, 256),
     Dots(load_5, products, views=(torch.int32, torch.int64, torch.int16, None)), Float16(decode16),
-    Fragments(scales, eight),
+    Fragments(scales, eight), Ring(ring_factors, ring_eight, ring_shift),
 )  # fmt: skip

@@ -9,10 +9,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from quarrel.gguf import GGMLType
-from quarrel.triton_backend.formats import fragment_codes, int8_dots
+from quarrel.triton_backend.formats import fragment_codes, int8_dots, ring_codes
 from quarrel.triton_backend.formats.fields import load_float, view
 from quarrel.triton_backend.formats.float16_codes import signed_bytes, times
-from quarrel.triton_backend.formats.layout import ONE_SCALE, BlockFormat, Dots, Float16, Fragments, Plane, Split
+from quarrel.triton_backend.formats.layout import ONE_SCALE, BlockFormat, Dots, Float16, Fragments, Plane, Ring, Split
 
 
 def split(raw: torch.Tensor) -> Split:
@@ -71,7 +71,18 @@ def eight(FORMAT: gl.constexpr, q, a, b, s, t, word):
     return fragment_codes.eight(q, a, fragment_codes.beside(fragment_codes.twice(s.to(gl.float32)), q))
 
 
+@gluon.jit
+def ring_factors(FORMAT: gl.constexpr, s, t, down):
+    return ring_codes.centred(s, down, 128.0)
+
+
+@gluon.jit
+def ring_eight(FORMAT: gl.constexpr, q, r, a, b, c, d, u, v, word):
+    return ring_codes.signed_bytes(q, r, a, c)
+
+
 Q8_0 = BlockFormat(
     GGMLType.Q8_0, split, decode, Plane(torch.int8, 32), scale=ONE_SCALE, dots=Dots(load, products, 4),
     float16=Float16(decode16, contiguous=True), fragments=Fragments(scales, eight),
+    ring=Ring(ring_factors, ring_eight, ring_codes.shift_of_scales),
 )  # fmt: skip

@@ -76,6 +76,27 @@ def is_contiguous(name):  # type: ignore[no-untyped-def]
     return _BY_NAME.value.formats[name].float16.contiguous
 
 
+@triton.constexpr_function
+def upper_bits(name):  # type: ignore[no-untyped-def]
+    """Upper bits of a code, in a kernel: words of them to a block of 32."""
+    bits = _BY_NAME.value.formats[name].bits
+    return 0 if bits is None else bits.count
+
+
+@triton.constexpr_function
+def tops(name):  # type: ignore[no-untyped-def]
+    """Entries of the plane of tops for 256 columns, in a kernel."""
+    top = _BY_NAME.value.formats[name].top
+    return 0 if top is None else top.count
+
+
+@triton.constexpr_function
+def byte_scales(name):  # type: ignore[no-untyped-def]
+    """Whether a block's scales are one byte, in a kernel; else they are two."""
+    scale = _BY_NAME.value.formats[name].scale
+    return scale.count * scale.dtype.itemsize == 1
+
+
 def by_name(name: str) -> BlockFormat:
     """The format that a packed weight says it has."""
     return NATIVE[GGMLType[name]]
@@ -87,6 +108,8 @@ INTEGERS = tuple(f.type.name for f in NATIVE.values() if f.dots is not None and 
 """Formats of which a matvec reads int8x2 activations."""
 FRAGMENTS = tuple(f.type.name for f in NATIVE.values() if f.fragments is not None)
 """Formats that tensor cores read from registers."""
+RING = tuple(f.type.name for f in NATIVE.values() if f.ring is not None)
+"""Formats that are decoded from tiles in shared memory."""
 
 
 def matvec_planes(weight: Packed) -> Planes:
