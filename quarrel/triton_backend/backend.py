@@ -21,7 +21,7 @@ from quarrel.triton_backend.attention import cudnn, encoder, paged, rope
 from quarrel.triton_backend.collective import group
 from quarrel.triton_backend.collective.one_shot import OneShot
 from quarrel.triton_backend.elementwise import activation, embedding, norm, post_norm
-from quarrel.triton_backend.experts import dense, route
+from quarrel.triton_backend.experts import experts, route
 from quarrel.triton_backend.experts import matvec as expert_matvec
 from quarrel.triton_backend.experts.host import is_hosted, on_host
 from quarrel.triton_backend.formats.weights import Weights, device_bytes
@@ -36,7 +36,7 @@ from quarrel.triton_backend.sampling import logprobs, sample
 from quarrel.triton_backend.step import TritonStep
 
 FAMILIES = (
-    matvec, expert_matvec, paged, group, activation, embedding, encoder, dense, logprobs, lora, mamba2_step, norm,
+    matvec, expert_matvec, paged, group, activation, embedding, encoder, experts, logprobs, lora, mamba2_step, norm,
     conv_scan2, rope, route, sample, scan1,
 )  # fmt: skip
 REGISTRY = Registry(

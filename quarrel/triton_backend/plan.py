@@ -17,11 +17,10 @@ from quarrel.triton_backend.attention.rope import left_to_attention
 from quarrel.triton_backend.experts.host import is_hosted
 from quarrel.triton_backend.formats.int8x2 import readers, words
 from quarrel.triton_backend.formats.weights import Weights
-from quarrel.triton_backend.linear.kernels import ByRows
 from quarrel.triton_backend.runtime.arrays import DTYPES, E4M3, Cache, Packed, Slot
 from quarrel.triton_backend.runtime.buffers import Place, Scratch, place, view
 from quarrel.triton_backend.runtime.launch import Launcher, launch
-from quarrel.triton_backend.runtime.site import Launch, Site, Tables
+from quarrel.triton_backend.runtime.site import Described, Launch, Site, Tables
 
 
 @dataclass
@@ -46,8 +45,8 @@ class Plan(Site):
     group: Group | None = None
     slots: dict[int, Slot] = field(default_factory=dict)
     launches: list[Launch] = field(default_factory=list)
-    by_rows: dict[int, ByRows] = field(default_factory=dict)
-    """Of the nodes that are linear maps, by their numbers."""
+    described: dict[int, Described] = field(default_factory=dict)
+    """Launches that choose among kernels, by the numbers of their nodes."""
     float8_weights: dict[int, E4M3] = field(default_factory=dict)
     counters: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -78,15 +77,15 @@ class Plan(Site):
         for i, choice in enumerate(self.choices):
             self._scratch.next_node()
             go = choice.implementation.build(self, choice.node)
-            if isinstance(go, ByRows):
-                self.by_rows[i] = go
+            if isinstance(go, Described):
+                self.described[i] = go
             self.launches.append(fuse.fused(self, parts[i], i, go) if i in parts else go)
         self.allocate()
 
     def drop(self) -> None:
         """Lets go of what was built: launches refer to their plan, and would wait for a garbage collection."""
         self.launches.clear()
-        self.by_rows.clear()
+        self.described.clear()
 
     def allocate(self) -> None:
         """Makes the buffers for `rows`; what they held is lost."""

@@ -286,14 +286,14 @@ class TritonStep:
         return out.reshape(shape).copy() if flat.device.type == "cpu" else out.reshape(shape)
 
     def _taken(self, i: int, choice: Choice) -> str:
-        by_rows = self._plan.by_rows.get(i)
-        return choice.implementation.name + self._held(choice) + (f": {by_rows.describe()}" if by_rows else "")
+        described = self._plan.described.get(i)
+        return choice.implementation.name + self._held(choice) + (f": {described.describe()}" if described else "")
 
     def _declined(self, i: int, choice: Choice) -> tuple[str, ...]:
         asked = self._plan.cudnn_from and choice.node.op is ATTENTION
         reason = refusal(self._plan, choice.node) if asked else None
-        by_rows = self._plan.by_rows.get(i)
-        declined = (*choice.declined, *(by_rows.declined if by_rows else ()))
+        described = self._plan.described.get(i)
+        declined = (*choice.declined, *(described.declined if described else ()))
         return declined if reason is None else (*declined, f"cuDNN: {reason}")
 
     def _held(self, choice: Choice) -> str:

@@ -12,11 +12,15 @@ import torch
 from quarrel.gguf import GGMLType
 from quarrel.ops import draw
 from quarrel.ops.contract import Compute
+from quarrel.triton_backend.backend import TritonBackend
 from quarrel.triton_backend.experts import ring
+from quarrel.triton_backend.experts.maps import ExpertMaps
 from quarrel.triton_backend.formats.pack import blank, put
 from quarrel.triton_backend.formats.table import RING
 from quarrel.triton_backend.runtime.arrays import Packed, Planes
 from quarrel.triton_backend.runtime.launch import INTERPRETED, launch
+from tests.triton_backend.test_fuse import program
+from tests.triton_backend.test_step import LIMITS, Weights
 
 
 def packed(type: GGMLType, rows: int, k: int, scale: float = 1.0) -> Packed:
@@ -64,7 +68,7 @@ def test_rows_lie_by_expert_in_the_order_of_columns_that_lanes_decode(k: int, us
 
 @dataclass
 class Site:
-    """What `takes` asks of a plan."""
+    """What `declines` asks of a plan."""
 
     generation: int = 9
     compute: Compute = "float16"
@@ -90,8 +94,8 @@ def test_which_stacks_it_takes(site: Any, format: str, k: int, taken: bool, monk
     monkeypatch.setattr(ring, "INTERPRETED", False)
     empty = torch.empty(0)
     weight = Packed(format, 64, k, empty, Planes(*(empty,) * 4))
-    assert ring.takes(site, [weight]) is taken
-    assert not ring.takes(site, [replace(weight, reused=True)])
+    assert (ring.declines(site, ExpertMaps([weight], [], 2, "none")) is None) is taken
+    assert ring.declines(site, ExpertMaps([replace(weight, reused=True)], [], 2, "none")) is not None
 
 
 @pytest.mark.parametrize("type", [GGMLType[name] for name in RING])
@@ -107,3 +111,16 @@ def test_scales_fit_float16(type: GGMLType, scale: float) -> None:
     else:
         assert down == 1.0 or ceiling * down >= 16384
         assert dense.max() / 127 * 2.0**24 * down <= 65504
+
+
+def test_explain_says_which_kernels_multiply(backend: TritonBackend) -> None:
+    step = backend.compile(program("silu"), Weights(), LIMITS, "float16")
+    (up,) = [t for t in step.explain() if t.op == "expert_up"]
+    assert up.implementation.endswith("grouped tiles: matvec 1 row, grouped")
+    assert any(reason.startswith("ring: needs compute capability 9") for reason in up.declined)
+    step.close()
+    step = backend.compile(program("silu"), Weights(), LIMITS, "float32")
+    (up,) = [t for t in step.explain() if t.op == "expert_up"]
+    assert up.implementation.endswith("exact tiles")
+    assert "grouped: needs 16-bit arithmetic, got float32" in up.declined
+    step.close()

@@ -10,17 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 
-from quarrel.ops.contract import Compute
 from quarrel.triton_backend.attention.paged import find
 from quarrel.triton_backend.elementwise.activation import activate
+from quarrel.triton_backend.experts.maps import ExpertMaps, Serves
 from quarrel.triton_backend.formats.float16 import is_fast
 from quarrel.triton_backend.linear.dequant_matmul import decoder
 from quarrel.triton_backend.linear.matmul import TL_TYPES, walk
-from quarrel.triton_backend.runtime.arrays import DTYPES, Packed, Planes, Slot
+from quarrel.triton_backend.runtime.arrays import DTYPES, Planes, Slot
 from quarrel.triton_backend.runtime.launch import cdiv
 from quarrel.triton_backend.runtime.site import Site
 
@@ -101,20 +100,17 @@ def grouped_tiles(
 
 
 class Grouped:
-    """Stacks of `n_experts` matrices `[n, k]` and how to multiply with them; `used` experts a token."""
+    """How to multiply with stacks of matrices."""
 
-    def __init__(
-        self, site: Site, stacks: Sequence[Packed], biases: Sequence[torch.Tensor], n_experts: int, used: int, kind: str
-    ) -> None:
-        self._site, self._stacks, self._biases, self._kind = site, stacks, biases, kind
-        self._experts, self._used = n_experts, used
-        self._n, self._k = stacks[0].n // n_experts, stacks[0].k
-        each = self._n * self._k * len(stacks)
-        self._at_once = max(1, min(n_experts, PIECE // each))
-        self._held = stacks[0].format == {"float16": "F16", "bfloat16": "BF16"}[site.compute]
+    def __init__(self, site: Site, maps: ExpertMaps) -> None:
+        self._site, self._stacks, self._biases, self._maps = site, maps.stacks, maps.biases, maps
+        self._experts, self._n, self._k = maps.n_experts, maps.n, maps.k
+        each = self._n * self._k * len(maps.stacks)
+        self._at_once = max(1, min(maps.n_experts, PIECE // each))
+        self._held = maps.stacks[0].format == {"float16": "F16", "bfloat16": "BF16"}[site.compute]
         width = 1 if self._held else self._at_once * self._n * self._k
-        self._scratch = [site.scratch("one", width, DTYPES[site.compute]) for _ in stacks]
-        self._decoders = [decoder(site, stack) for stack in stacks]
+        self._scratch = [site.scratch("one", width, DTYPES[site.compute]) for _ in maps.stacks]
+        self._decoders = [decoder(site, stack) for stack in maps.stacks]
 
     def __call__(self, y: Slot, x: Slot, order: Slot, starts: Slot, pairs: int, per_token: int) -> None:
         """y `[pairs, n]` from rows of x, of which `per_token` pairs share one."""
@@ -148,11 +144,21 @@ class Grouped:
             y.tensor, x.tensor, stacks[0], stacks[-1], self._biases[0] if self._biases else none,
             self._biases[-1] if self._biases else none, order.tensor, starts.tensor, first, count, self._n, K=self._k,
             FORMAT=format, FAST=is_fast(format, site.compute, tile.blocks), EXPERTS=self._experts, PER_TOKEN=per_token,
-            GATED=len(self._stacks) == 2, KIND=self._kind, BIAS=bool(self._biases), COMPUTE=TL_TYPES[site.compute],
+            GATED=self._maps.gated, KIND=self._maps.activation, BIAS=bool(self._biases), COMPUTE=TL_TYPES[site.compute],
             BN=tile.rows, BT=tile.pairs, NB=tile.blocks, STAGES=tile.stages, warps=tile.warps, stages=tile.stages,
         )  # fmt: skip
 
 
-def takes(stacks: Sequence[Packed], compute: Compute) -> bool:
-    """Whether these kernels read the stacks: 16-bit arithmetic on whole blocks of 32 columns."""
-    return compute != "float32" and all(s.k % 32 == 0 and s.format != "F32" for s in stacks)
+def declines(site: Site, maps: ExpertMaps) -> str | None:
+    """Why these kernels do not multiply with the stacks, or None."""
+    if site.compute == "float32":
+        return "needs 16-bit arithmetic, got float32"
+    if any(s.format == "F32" for s in maps.stacks):
+        return "needs weights in a format of at most 16 bits, got F32"
+    if maps.k % 32:
+        return f"needs rows of whole blocks of 32 columns, got {maps.k} columns"
+    return None
+
+
+def build(site: Site, maps: ExpertMaps) -> Serves:
+    return Serves(Grouped(site, maps))

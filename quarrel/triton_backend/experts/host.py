@@ -23,7 +23,7 @@ from quarrel.ops.program import Node
 from quarrel.ops.registry import Choice, Implementation
 from quarrel.ops.step import Limits, WeightSource
 from quarrel.ops.weights import rows_as
-from quarrel.triton_backend.experts import dense
+from quarrel.triton_backend.experts import experts as device
 from quarrel.triton_backend.formats.pack import Uploader, blank, fill
 from quarrel.triton_backend.formats.weights import stored_as
 from quarrel.triton_backend.runtime.arrays import Packed
@@ -210,7 +210,7 @@ class _Up:
         x, ids = (site.slot(v) for v in node.inputs[:2])  # type: ignore[arg-type]
         real, tokens = site.tables.tokens, layer.tokens
         k, used = node.spec.k, node.spec.used
-        there = dense.build_expert_up(inside(site, {}, layer.staged), node) if layer.may_stream else None
+        there = device.build_expert_up(inside(site, {}, layer.staged), node) if layer.may_stream else None
 
         def run(batch: Batch) -> None:
             if there is not None and layer.streams(batch):
@@ -238,7 +238,7 @@ class _Down:
         padded, tokens = site.tables.tokens, layer.tokens
         _, n = dims(node.outputs[0])
         k, used = layer.up.spec.k, layer.up.spec.used
-        there = dense.build_expert_down(inside(site, {}, layer.staged), node) if layer.may_stream else None
+        there = device.build_expert_down(inside(site, {}, layer.staged), node) if layer.may_stream else None
 
         def run(batch: Batch) -> None:
             if there is not None and layer.streams(batch):

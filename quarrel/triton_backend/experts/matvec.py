@@ -9,6 +9,7 @@ which so can have its first tile on the way.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import triton
@@ -19,7 +20,7 @@ from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP, ExpertDownSpec, ExpertUpSpec
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 from quarrel.triton_backend.elementwise.activation import activate
-from quarrel.triton_backend.experts import dense as experts
+from quarrel.triton_backend.experts import experts
 from quarrel.triton_backend.formats.dots import load_tile, tile_products
 from quarrel.triton_backend.formats.int8x2 import int8x2_rows, store_int8x2, words
 from quarrel.triton_backend.formats.table import FLOATS, entry_columns, has_matvec, matvec_planes, word_columns
@@ -186,13 +187,13 @@ def _tensor(x: Slot | torch.Tensor) -> torch.Tensor:
     return x.tensor if isinstance(x, Slot) else x
 
 
-def build_expert_up(site: Site, node: Node) -> Launch:
+def build_expert_up(site: Site, node: Node) -> experts.ExpertLaunch:
     """EXPERT_UP: x `[T, k]`, ids `[T, used]`, stacks of matrices, to y `[T, used, n]`."""
     many = experts.build_expert_up(site, node)
     stacks = [site.weight(r) for r in node.inputs[2 : 3 + node.spec.gated]]  # type: ignore[arg-type]
     if not (takes(site, node.spec) and experts.one_format(stacks)):
         return many
-    return when_one_row(matvec_up(site, node, site.slot(node.inputs[1])), many)  # type: ignore[arg-type]
+    return replace(many, one_row=matvec_up(site, node, site.slot(node.inputs[1])))  # type: ignore[arg-type]
 
 
 def matvec_up(site: Site, node: Node, ids: Slot | None) -> Launch:
@@ -230,12 +231,12 @@ def matvec_up(site: Site, node: Node, ids: Slot | None) -> Launch:
     return matvec
 
 
-def build_expert_down(site: Site, node: Node) -> Launch:
+def build_expert_down(site: Site, node: Node) -> experts.ExpertLaunch:
     """EXPERT_DOWN: y `[T, used, k]`, ids and weights `[T, used]`, a stack of matrices, to out `[T, n]` float32."""
     many = experts.build_expert_down(site, node)
     if not takes(site, node.spec):
         return many
-    return when_one_row(matvec_down(site, node, node.outputs[0], None, 1.0), many)
+    return replace(many, one_row=matvec_down(site, node, node.outputs[0], None, 1.0))
 
 
 def matvec_down(site: Site, node: Node, target: Value, residual: Value | None, alpha: float) -> Launch:
@@ -263,15 +264,6 @@ def matvec_down(site: Site, node: Node, target: Value, residual: Value | None, a
         )  # fmt: skip
 
     return matvec
-
-
-def when_one_row(matvec: Launch, many: Launch) -> Launch:
-    """The first for a step of one row, the second for others."""
-
-    def run(batch: Batch) -> None:
-        (matvec if batch.T == 1 else many)(batch)
-
-    return run
 
 
 def _bodies(name: str) -> Sequence[Implementation]:

@@ -7,15 +7,14 @@ not bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from quarrel.ops.contract import Compute
 from quarrel.triton_backend.experts.grouped import DECODE_FROM
+from quarrel.triton_backend.experts.maps import ExpertMaps, Serves
 from quarrel.triton_backend.formats.table import RING, by_name
 from quarrel.triton_backend.linear.matvec_tiles import multiprocessors
 from quarrel.triton_backend.runtime.arrays import Packed, Slot
@@ -84,12 +83,25 @@ def gather_by_expert(
             tl.store(p + 2, tl.minimum(count - j * BT, BT), mask=more)
 
 
-def takes(site: Site, stacks: Sequence[Packed]) -> bool:
-    """Whether these kernels read the stacks, on this device."""
-    compute: Compute = site.compute
-    read = all(s.format in RING and s.k % _whole(s.format) == 0 and not s.reused for s in stacks)
-    here = kernels is not None and site.generation == 9 and not INTERPRETED
-    return read and here and compute == "float16" and not site.deterministic
+def declines(site: Site, maps: ExpertMaps) -> str | None:
+    """Why these kernels do not multiply with the stacks on this device, or None."""
+    format = maps.stacks[0].format
+    if kernels is None or INTERPRETED or site.generation != 9:
+        return "needs compute capability 9"
+    if site.compute != "float16" or site.deterministic:
+        return f"needs float16 and any order of sums, got {'deterministic ' if site.deterministic else ''}{site.compute}"
+    if format not in RING:
+        return f"needs {', '.join(RING)}, got {format}"
+    if maps.k % _whole(format):
+        return f"needs rows of a multiple of {_whole(format)} columns, got {maps.k}"
+    if any(s.reused for s in maps.stacks):
+        return "needs matrices that stay in their place"
+    return None
+
+
+def build(site: Site, maps: ExpertMaps) -> Serves:
+    made = Ring(site, maps)
+    return Serves(made, made.most)
 
 
 def _whole(format: str) -> int:
@@ -137,24 +149,19 @@ class Matrices:
 
 
 class Ring:
-    """Stacks of `n_experts` matrices `[n, k]` (a gate and an up matrix, or one) and how to multiply with them."""
+    """How to multiply with stacks of matrices."""
 
-    def __init__(
-        self, site: Site, stacks: Sequence[Packed], biases: Sequence[torch.Tensor], n_experts: int, used: int, kind: str
-    ) -> None:
-        self._site, self._biases, self._kind, self._experts = site, biases, kind, n_experts
-        self._format, self._n, self._k = stacks[0].format, stacks[0].n // n_experts, stacks[0].k
-        self._stacks = [Matrices(s) for s in stacks]
-        self._shift = max(shift_of(s) for s in stacks)
+    def __init__(self, site: Site, maps: ExpertMaps) -> None:
+        self._site, self._biases, self._kind, self._experts = site, maps.biases, maps.activation, maps.n_experts
+        self._format, self._n, self._k = maps.stacks[0].format, maps.n, maps.k
+        self._stacks = [Matrices(s) for s in maps.stacks]
+        self._shift = max(shift_of(s) for s in maps.stacks)
         self._padded = cdiv(self._k, 256) * 256
-        self._most = min(MOST_PAIRS, DECODE_FROM * n_experts)
-        self._rows = site.scratch("one", self._most * self._padded, torch.float16)
-        self._items = site.scratch("one", 1 + 4 * (self._most // WIDTHS[0] + n_experts), torch.int32)
+        self.most = min(MOST_PAIRS, DECODE_FROM * maps.n_experts)
+        """Pairs that it serves."""
+        self._rows = site.scratch("one", self.most * self._padded, torch.float16)
+        self._items = site.scratch("one", 1 + 4 * (self.most // WIDTHS[0] + maps.n_experts), torch.int32)
         self._x: dict[tuple[int, int, int], Any] = {}
-
-    def serves(self, pairs: int) -> bool:
-        """Whether so many pairs are for this kernel."""
-        return pairs <= self._most
 
     def __call__(self, y: Slot, x: Slot, order: Slot, starts: Slot, pairs: int, per_token: int) -> None:
         """y `[pairs, n]` from rows of x `[tokens, k]`, of which `per_token` pairs share one."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 
@@ -49,6 +49,20 @@ class Batch:
 
 
 Launch = Callable[[Batch], None]
+
+
+@runtime_checkable
+class Described(Protocol):
+    """A launch that chooses among kernels, and says so for `explain`."""
+
+    @property
+    def declined(self) -> Sequence[str]:
+        """A sentence for each kernel that is not among them."""
+
+    def __call__(self, batch: Batch) -> None: ...
+
+    def describe(self) -> str:
+        """Which kernel serves which sizes."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,171 @@
+"""Products with the chosen experts only: pairs of a token and an expert, grouped by expert, tiles of one expert each.
+
+`group_pairs` lists the pairs of every expert in token order, so nothing is added in an order that depends on the batch; a
+kernel of `kernels.py` multiplies. The down product writes each pair's row and `mix_pairs` adds them in the order of choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from quarrel.errors import UnsupportedOp
+from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP, ExpertDownSpec, ExpertUpSpec
+from quarrel.ops.program import Node
+from quarrel.ops.registry import Implementation
+from quarrel.triton_backend.elementwise.activation import BLOCK, gated_flat
+from quarrel.triton_backend.experts.kernels import ByPairs
+from quarrel.triton_backend.experts.maps import ExpertMaps
+from quarrel.triton_backend.runtime.arrays import DTYPES, Packed, Slot
+from quarrel.triton_backend.runtime.launch import cdiv
+from quarrel.triton_backend.runtime.site import Batch, Launch, Site
+
+_SCAN = 1024
+_COLUMNS = 512
+ACTIVATIONS = ("silu", "relu2", "oai")
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def group_pairs(order, starts, ids, pairs, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
+    """starts [EXPERTS + 1]: where each expert's pairs begin in order [pairs]. A program an expert, in token order."""
+    expert = tl.program_id(0)
+    before = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, pairs, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        chosen = tl.load(ids + i, mask=i < pairs, other=EXPERTS)
+        before += (chosen < expert).to(tl.int32)
+    at = tl.sum(before, 0)
+    tl.store(starts + expert, at)
+    for start in range(0, pairs, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        mine = (tl.load(ids + i, mask=i < pairs, other=EXPERTS) == expert).to(tl.int32)
+        tl.store(order + at + tl.cumsum(mine, 0) - 1, i, mask=mine == 1)
+        at += tl.sum(mine, 0)
+    if expert == EXPERTS - 1:
+        tl.store(starts + EXPERTS, pairs)
+
+
+@triton.jit
+def mix_pairs(out, rows, weights, N, USED: tl.constexpr, C: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * C + tl.arange(0, C)
+    ok = column < N
+    total = tl.zeros([C], tl.float32)
+    for j in range(USED):
+        weight = tl.load(weights + token * USED + j)
+        total += weight * tl.load(rows + (token * USED + j) * N + column, mask=ok, other=0.0)
+    tl.store(out + token * N + column, total, mask=ok)
+
+
+def _grouping(site: Site, ids: Slot, n_experts: int, used: int) -> tuple[Slot, Slot, Launch]:
+    """Scratch for the pairs by expert, and the launch that fills it."""
+    order = site.scratch("T", used, torch.int32)
+    starts = site.scratch("one", n_experts + 1, torch.int32)
+
+    def group(batch: Batch) -> None:
+        pairs = batch.T * used
+        grid = (n_experts,) if pairs else (0,)
+        site.launch(group_pairs, grid, order.tensor, starts.tensor, ids.tensor, pairs, EXPERTS=n_experts, BLOCK=_SCAN)
+
+    return order, starts, group
+
+
+@dataclass(frozen=True)
+class ExpertLaunch:
+    """An op of experts, and what `explain` says of it."""
+
+    run: Launch
+    products: Sequence[ByPairs]
+    one_row: Launch | None = None
+    """A step of one row, if it has a kernel of its own."""
+
+    def __call__(self, batch: Batch) -> None:
+        (self.one_row if self.one_row is not None and batch.T == 1 else self.run)(batch)
+
+    @property
+    def declined(self) -> Sequence[str]:
+        return tuple(dict.fromkeys(reason for product in self.products for reason in product.declined))
+
+    def describe(self) -> str:
+        many = " and ".join(dict.fromkeys(product.describe() for product in self.products))
+        return many if self.one_row is None else f"matvec 1 row, {many}"
+
+
+def build_expert_up(site: Site, node: Node) -> ExpertLaunch:
+    """EXPERT_UP: x `[T, k]`, ids `[T, used]`, stacks of matrices, to y `[T, used, n]`."""
+    spec: ExpertUpSpec = node.spec
+    x, ids, *refs = node.inputs
+    source, target = site.slot(x), site.slot(node.outputs[0])  # type: ignore[arg-type]
+    count = 1 + spec.gated
+    stacks = [site.weight(r) for r in refs[:count]]  # type: ignore[arg-type]
+    biases = [site.vector(r) for r in refs[count:]]  # type: ignore[arg-type]
+    order, starts, group = _grouping(site, site.slot(ids), spec.n_experts, spec.used)  # type: ignore[arg-type]
+    if one_format(stacks):
+        together = ByPairs(site, ExpertMaps(stacks, biases, spec.n_experts, spec.activation))
+
+        def run(batch: Batch) -> None:
+            group(batch)
+            together(target, source, order, starts, batch.T * spec.used, spec.used)
+
+        return ExpertLaunch(run, [together])
+    if spec.activation == "oai":
+        formats = " and up ".join(s.format for s in stacks)
+        raise UnsupportedOp("triton", node.op.name, str(spec), [f"this activation needs one format, got gate {formats}"])
+    other = site.scratch("T", spec.used * spec.n, DTYPES[site.compute])
+    apart = [
+        (y, ByPairs(site, ExpertMaps([stack], biases[i : i + 1], spec.n_experts, "none")))
+        for i, (y, stack) in enumerate(zip((other, target), stacks, strict=True))
+    ]
+
+    def one_by_one(batch: Batch) -> None:
+        group(batch)
+        pairs = batch.T * spec.used
+        for y, product in apart:
+            product(y, source, order, starts, pairs, spec.used)
+        size, tensors = pairs * spec.n, (target.tensor, other.tensor, target.tensor)
+        site.launch(gated_flat, (cdiv(size, BLOCK),), *tensors, size, KIND=spec.activation, BLOCK=BLOCK)
+
+    return ExpertLaunch(one_by_one, [product for _, product in apart])
+
+
+def one_format(stacks: Sequence[Packed]) -> bool:
+    """As files have them, but for those that were told a type for each tensor."""
+    return len({s.format for s in stacks}) == 1
+
+
+def build_expert_down(site: Site, node: Node) -> ExpertLaunch:
+    """EXPERT_DOWN: y `[T, used, k]`, ids and weights `[T, used]`, a stack of matrices, to out `[T, n]` float32."""
+    spec: ExpertDownSpec = node.spec
+    y, ids, weights, down, *rest = node.inputs
+    source, shares, target = site.slot(y), site.slot(weights), site.slot(node.outputs[0])  # type: ignore[arg-type]
+    stack = site.weight(down)  # type: ignore[arg-type]
+    biases = [site.vector(r) for r in rest]  # type: ignore[arg-type]
+    order, starts, group = _grouping(site, site.slot(ids), spec.n_experts, spec.used)  # type: ignore[arg-type]
+    rows = site.scratch("T", spec.used * spec.n)
+    product = ByPairs(site, ExpertMaps([stack], biases, spec.n_experts, "none"))
+
+    def run(batch: Batch) -> None:
+        group(batch)
+        product(rows, source, order, starts, batch.T * spec.used, 1)
+        site.launch(
+            mix_pairs, (batch.T, cdiv(spec.n, _COLUMNS)), target.tensor, rows.tensor, shares.tensor, spec.n,
+            USED=spec.used, C=_COLUMNS,
+        )  # fmt: skip
+
+    return ExpertLaunch(run, [product])
+
+
+def _accepts(spec: ExpertUpSpec) -> str | None:
+    if spec.activation not in ACTIVATIONS or spec.gated != (spec.activation != "relu2"):
+        return f"needs gated silu or oai, or plain relu2, got {'gated' if spec.gated else 'plain'} {spec.activation}"
+    return None
+
+
+IMPLEMENTATIONS = (
+    Implementation(EXPERT_UP, "grouped tiles", build_expert_up, _accepts),
+    Implementation(EXPERT_DOWN, "grouped tiles, then added in order", build_expert_down),
+)

@@ -1,0 +1,45 @@
+"""What kernels of experts are asked to compute, and what one of them serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from quarrel.triton_backend.linear.maps import UNLIMITED
+from quarrel.triton_backend.runtime.arrays import Packed, Slot
+
+Product = Callable[[Slot, Slot, Slot, Slot, int, int], None]
+"""y `[pairs, n]` from rows of x, of which so many pairs share one: y, x, order, starts, pairs, that number."""
+
+
+@dataclass(frozen=True)
+class ExpertMaps:
+    """A matrix `[n, k]` of each expert, or a gate and an up matrix of one format and what joins them."""
+
+    stacks: Sequence[Packed]
+    biases: Sequence[torch.Tensor]
+    """None, or one for each stack, `[n_experts, n]` float32."""
+    n_experts: int
+    activation: str
+
+    @property
+    def gated(self) -> bool:
+        return len(self.stacks) == 2
+
+    @property
+    def n(self) -> int:
+        return self.stacks[0].n // self.n_experts
+
+    @property
+    def k(self) -> int:
+        return self.stacks[0].k
+
+
+class Serves(NamedTuple):
+    """A product of up to `most` pairs of a token and an expert."""
+
+    run: Product
+    most: int = UNLIMITED
