@@ -12,7 +12,10 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "quarrel"
 
-MOST = {"told": 12, "asked": 7, "halved": 18, "halves": 2, "settled": 2, "deal": 2, "turned": 1, "hosted": 1, "door": 0}
+MOST = {
+    "told": 1, "asked": 5, "held": 9, "few": 1, "worth": 0, "halved": 0, "halves": 0, "settled": 0, "deal": 0, "turned": 0,
+    "hosted": 1, "door": 0,
+}  # fmt: skip
 """How many names of the package may still have the word. Lower a number when you have renamed something."""
 
 

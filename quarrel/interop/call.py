@@ -53,12 +53,12 @@ class _Later(Slot):
 class Prepared(Site):
     """What a launcher asks while it is built (`triton_backend.runtime.site`), and then the built op.
 
-    `held` are its weights, vectors and caches in the contract's order, with None for what comes with each call.
+    `bound` are its weights, vectors and caches in the contract's order, with None for what comes with each call.
     """
 
     op: Op
     spec: Any
-    held: Sequence[torch.Tensor | Packed | Cache | None]
+    bound: Sequence[torch.Tensor | Packed | Cache | None]
     compute: Compute
     device: torch.device
     deterministic: bool = False
@@ -83,9 +83,9 @@ class Prepared(Site):
         self._caches: list[Cache] = []
         self._later: list[_Later] = []
         self._given: list[Slot] = []
-        params = zip(self.op.params(self.spec), self.held, strict=True)
-        operands = [self._operand(i, param, held) for i, (param, held) in enumerate(params)]
-        self.held = ()
+        params = zip(self.op.params(self.spec), self.bound, strict=True)
+        operands = [self._operand(i, param, bound) for i, (param, bound) in enumerate(params)]
+        self.bound = ()
         start = len(operands)
         results = [Value(i, r.kind, r.dims(self.spec), r.name) for i, r in enumerate(self.op.results(self.spec), start)]
         node = Node(self.op, self.spec, tuple(operands), tuple(results), self.op.name)
@@ -98,7 +98,7 @@ class Prepared(Site):
         self._results = [self._slots[value.id] for value in results]
 
     def __call__(self, arrays: Sequence[torch.Tensor], batch: Batch, tables: Tables | None = None) -> list[torch.Tensor]:
-        """The op's results, flat tensors of the contract's types; `arrays` are what `held` has not, contiguous."""
+        """The op's results, flat tensors of the contract's types; `arrays` are what `bound` has not, contiguous."""
         with self._lock, on(self.device):
             self.batch, self._begun = batch, False
             if tables is not None:
@@ -128,17 +128,17 @@ class Prepared(Site):
         """Lets go of what was built: launches refer to this, and would wait for a garbage collection."""
         self._launches.clear()
 
-    def _operand(self, i: int, param: Any, held: torch.Tensor | Packed | Cache | None) -> Operand:
-        if isinstance(held, Packed):
-            ref = WeightRef(f"{i}", GGMLType[held.format], held.n, held.k)
-            self._weights[ref] = held
+    def _operand(self, i: int, param: Any, bound: torch.Tensor | Packed | Cache | None) -> Operand:
+        if isinstance(bound, Packed):
+            ref = WeightRef(f"{i}", GGMLType[bound.format], bound.n, bound.k)
+            self._weights[ref] = bound
             return ref
-        if isinstance(held, Cache):
-            self._caches.append(held)
+        if isinstance(bound, Cache):
+            self._caches.append(bound)
             return CacheRef(len(self._caches) - 1)
-        if held is not None:
-            ref = WeightRef(f"{i}", GGMLType.F32, 1, held.numel())
-            self._vectors[ref] = self._float(held)
+        if bound is not None:
+            ref = WeightRef(f"{i}", GGMLType.F32, 1, bound.numel())
+            self._vectors[ref] = self._float(bound)
             return ref
         self._given.append(Slot(self._nothing))
         self._slots[i] = self._given[-1]

@@ -113,8 +113,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     rows = _rows(x)
 
     def make() -> Prepared:
-        held = (None, _shaped("the weight", weight, rows.shape[1]))
-        return Prepared(NORM, NormSpec("rms", rows.shape[1], eps), held, COMPUTE[x.dtype], x.device)
+        bound = (None, _shaped("the weight", weight, rows.shape[1]))
+        return Prepared(NORM, NormSpec("rms", rows.shape[1], eps), bound, COMPUTE[x.dtype], x.device)
 
     (y,) = kept(weight, (eps, rows.shape[1], x.dtype, x.device, _place(weight)), make)((rows,), _live(rows))
     return y.view(x.shape)
@@ -227,8 +227,8 @@ def _attend(
 
     def make() -> Prepared:
         spec = AttentionSpec(heads, k_cache.shape[1], dim, scale, window, cap, False)
-        held = (None, None, None, None, Cache(alias(k_cache.contiguous()), alias(v_cache.contiguous())))
-        return Prepared(ATTENTION, spec, held, COMPUTE[q.dtype], q.device, deterministic=batch.prefill)
+        bound = (None, None, None, None, Cache(alias(k_cache.contiguous()), alias(v_cache.contiguous())))
+        return Prepared(ATTENTION, spec, bound, COMPUTE[q.dtype], q.device, deterministic=batch.prefill)
 
     use = (heads, dim, scale, window, cap, batch.prefill, q.dtype, q.device, k_cache.shape, _place(v_cache))
     width = torch.full((1,), table.shape[1], dtype=torch.int32, device=q.device)

@@ -12,8 +12,8 @@ from quarrel.ops.kv import scaled, step_of
 from quarrel.ops.reference import run_op
 from quarrel.ops.step import Backend, ComputeChoice
 
-FEW, SIBLINGS = 64, 7
-"""Fewer values than FEW may cancel to nearly nothing in one draw: the size of SIBLINGS other draws counts too."""
+SMALL, SIBLINGS = 64, 7
+"""Fewer values than SMALL may cancel to nearly nothing in one draw: the size of SIBLINGS other draws counts too."""
 
 
 def errors(
@@ -26,13 +26,13 @@ def errors(
     names = [p.name for p in op.results(spec)] + list(op.consumed)
     got = [forgive_one_step(g, w) for g, w in zip(got, want, strict=True)]
     found: dict[str, float] = {}
-    few = any(w.size < FEW and w.dtype.kind == "f" for _, w in _arrays(names, want))
-    usual = _usual_size(op, case) if few and case is not None else {}
+    small = any(w.size < SMALL and w.dtype.kind == "f" for _, w in _arrays(names, want))
+    usual = _usual_size(op, case) if small and case is not None else {}
     for (name, g), (_, w) in zip(_arrays(names, got), _arrays(names, want), strict=True):
         if w.dtype.kind in "iu":
             found[name] = 0.0 if np.array_equal(g, w) else float("inf")
         else:
-            found[name] = rel_error(g, w, usual.get(name, 0.0) if w.size < FEW else 0.0)
+            found[name] = rel_error(g, w, usual.get(name, 0.0) if w.size < SMALL else 0.0)
     return found
 
 

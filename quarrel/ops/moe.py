@@ -199,10 +199,10 @@ def _stacks() -> Any:
     """Experts, how many of them are used, rows of one, blocks of a row: few with many rows, or as many as models have."""
     from hypothesis import strategies as st
 
-    few = st.tuples(st.integers(1, 6), st.integers(1, 3), st.integers(1, 40), st.integers(1, 3))
+    small = st.tuples(st.integers(1, 6), st.integers(1, 3), st.integers(1, 40), st.integers(1, 3))
     real = st.sampled_from([(32, 4), (64, 6), (64, 8), (128, 6), (128, 8)])
     many = st.builds(lambda counts, n: (*counts, n, 1), real, st.integers(1, 4))
-    return few | many
+    return small | many
 
 
 def _expert_up_strategy() -> Any:

@@ -27,18 +27,18 @@ def run_op(op: Op, spec: Any, inputs: Sequence[Concrete]) -> tuple[Concrete, ...
     assert op.expand is not None
     outputs = op.expand(builder, spec, operands)
     program = builder.program()
-    held = {o: bound[id(o)] for o in operands if isinstance(o, CacheRef | StateRef)}
+    stored = {o: bound[id(o)] for o in operands if isinstance(o, CacheRef | StateRef)}
     values: dict[int, Array] = {}
 
     def fetch(operand: Operand) -> Concrete:
         if isinstance(operand, CacheRef | StateRef):
-            return held[operand]
+            return stored[operand]
         return bound[id(operand)] if id(operand) in bound else values[operand.id]  # type: ignore[union-attr]
 
     for node in program.nodes:
-        _run_node(node, fetch, values, held)
+        _run_node(node, fetch, values, stored)
     results: tuple[Concrete, ...] = tuple(values[v.id] for v in outputs)
-    return (*results, *held.values()) if op.consumes else results
+    return (*results, *stored.values()) if op.consumes else results
 
 
 def _stand_in(i: int, kind: str, name: str, dims: tuple[Any, ...], given: Concrete) -> Operand:
@@ -66,22 +66,22 @@ def run_program(
     `tokens` is left out unless `inputs.sample` is there.
     """
     values = bind_inputs(program, inputs)
-    held: dict[CacheRef | StateRef, Concrete] = {CacheRef(i): cache for i, cache in enumerate(caches)}
-    held |= {StateRef(i): state for i, state in enumerate(states)}
+    stored: dict[CacheRef | StateRef, Concrete] = {CacheRef(i): cache for i, cache in enumerate(caches)}
+    stored |= {StateRef(i): state for i, state in enumerate(states)}
 
     def fetch(operand: Operand) -> Concrete:
         if isinstance(operand, WeightRef):
             return weights.raw(operand)
         if isinstance(operand, ConstRef):
             return np.array(operand.data, np.float32)
-        return held[operand] if isinstance(operand, CacheRef | StateRef) else values[operand.id]
+        return stored[operand] if isinstance(operand, CacheRef | StateRef) else values[operand.id]
 
     for node in program.nodes:
         if all(not isinstance(i, Value) or i.id in values for i in node.inputs):
-            _run_node(node, fetch, values, held)
-    caches[:] = [held[CacheRef(i)] for i in range(len(caches))]  # type: ignore[misc]
+            _run_node(node, fetch, values, stored)
+    caches[:] = [stored[CacheRef(i)] for i in range(len(caches))]  # type: ignore[misc]
     for i, state in enumerate(states):
-        state[:] = held[StateRef(i)]
+        state[:] = stored[StateRef(i)]
     return {name: values[v.id] for name, v in program.outputs.items() if v.id in values}
 
 
@@ -95,11 +95,11 @@ def bind_inputs(program: Program, inputs: StepInputs) -> dict[int, Array]:
     return values
 
 
-def _run_node(node: Node, fetch: Any, values: dict[int, Array], held: dict[CacheRef | StateRef, Concrete]) -> None:
+def _run_node(node: Node, fetch: Any, values: dict[int, Array], stored: dict[CacheRef | StateRef, Concrete]) -> None:
     results = list(run_op(node.op, node.spec, [fetch(i) for i in node.inputs]))
     if node.op.consumes:
         refs = [i for i in node.inputs if isinstance(i, CacheRef | StateRef)]
-        held.update(zip(refs, results[-len(refs) :], strict=True))
+        stored.update(zip(refs, results[-len(refs) :], strict=True))
         del results[-len(refs) :]
     for value, result in zip(node.outputs, results, strict=True):
         values[value.id] = result  # type: ignore[assignment]

@@ -64,8 +64,8 @@ class TritonBackend:
         """Why this machine cannot run it, or None."""
         if INTERPRETED:
             # Looked up at each call: a test process that once loaded the kernels this way is no place to serve from.
-            asked = os.environ.get("TRITON_INTERPRET") == "1"
-            return None if asked else "its kernels were loaded for Triton's interpreter, which is for tests"
+            chosen = os.environ.get("TRITON_INTERPRET") == "1"
+            return None if chosen else "its kernels were loaded for Triton's interpreter, which is for tests"
         if not torch.cuda.is_available():
             built = "this build of PyTorch has no CUDA" if torch.version.cuda is None else "PyTorch finds no CUDA device"
             return f"{built}: use an NVIDIA GPU with its driver, or the cpu backend"
@@ -134,7 +134,7 @@ class TritonBackend:
             cache_bytes(program.caches, limits.n_blocks, limits.block_size, limits.kv_cache, DTYPES[arithmetic]),
         )
         try:
-            held = Weights(weights, device, arithmetic, refs, progress)
+            packed = Weights(weights, device, arithmetic, refs, progress)
             dtype = DTYPES[arithmetic]
             size, kv = limits.block_size, limits.kv_cache
             caches = [allocate(c, limits.n_blocks, size, dtype, device, kv) for c in program.caches]
@@ -150,11 +150,11 @@ class TritonBackend:
                 "items": most_items(limits),
             }
             plan = Plan(
-                choices, slots, kept, rows, held, caches, states, inputs.tables, arithmetic, device,
+                choices, slots, kept, rows, packed, caches, states, inputs.tables, arithmetic, device,
                 deterministic=limits.deterministic, float8=compute == "fp8", group=self._group,
                 cudnn_from=cudnn.LEAST if limits.attention == "cudnn" and not limits.deterministic else 0,
             )  # fmt: skip
-            held.finish()
+            packed.finish()
         except torch.cuda.OutOfMemoryError as error:
             raise OutOfMemory(
                 f"{self.device()} ran out of memory while the model was loaded: give it a smaller context or batch"

@@ -20,7 +20,7 @@ from quarrel.triton_backend.runtime.site import Batch, Tables
 _SAMPLE = ("temperature", "top_k", "top_p", "min_p", "uniform")
 _FLOATS = ("temperature", "top_p", "min_p", "uniform")
 _ALIGN = 4  # int32s: 16 bytes, so that kernels may load wide
-_FEW = 32
+_SMALL = 32
 _AT_ONCE = 1 << 16
 """Up to so many integers go in one copy, tables of groups and what lies unused between them: 5 microseconds of the bus, and
 each further copy costs the host more."""
@@ -63,7 +63,7 @@ def batch_of(query_start: Array, kv_len: Array, rows: int, starts: Array | None 
 
 def _bounds(values: Array) -> tuple[int, int]:
     """Least and greatest; a list is quicker than NumPy for a few."""
-    if values.size <= _FEW:
+    if values.size <= _SMALL:
         flat = values.ravel().tolist()
         return min(flat), max(flat)
     return int(values.min()), int(values.max())
@@ -188,7 +188,7 @@ class InputBuffer:
         limits = self._limits
         if limits.n_adapters or inputs.adapter is not None or not inputs.has_groups(limits.window_groups):
             return False
-        if not 0 < tokens == seqs <= min(_FEW, limits.max_tokens, limits.max_seqs) or not inputs.out_rows.size:
+        if not 0 < tokens == seqs <= min(_SMALL, limits.max_tokens, limits.max_seqs) or not inputs.out_rows.size:
             return False
         if inputs.query_start.tolist() != list(range(seqs + 1)) or not len(inputs.positions) == len(inputs.slots) == tokens:
             return False

@@ -63,8 +63,8 @@ def run_op(
     batch, work = _live(named, free, device)
     rows = {"T": batch.T, "S": batch.S, "R": batch.R, "items": max(batch.items, 1)}
     kept = {v.id for v in outputs}
-    held = Weights(CallWeights(weights), device, compute)
-    plan = Plan(lower(program, registry), arrays, kept, rows, held, caches, states, work, compute, device)
+    packed = Weights(CallWeights(weights), device, compute)
+    plan = Plan(lower(program, registry), arrays, kept, rows, packed, caches, states, work, compute, device)
     plan.fill(255)
     for go in plan.launches:
         go(batch)

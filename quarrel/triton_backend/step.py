@@ -192,8 +192,8 @@ class TritonStep:
 
     def memory(self) -> MemoryPlan:
         """Device bytes; nothing of the file is used in place."""
-        held = [*(t for c in self._plan.caches for t in c.tensors), *self._plan.states]
-        cache = sum(t.numel() * t.element_size() for t in held)
+        tensors = [*(t for c in self._plan.caches for t in c.tensors), *self._plan.states]
+        cache = sum(t.numel() * t.element_size() for t in tensors)
         coarse = sum(codes.nbytes for codes in self._plan.float8_weights.values())
         return MemoryPlan(self._plan.weights.nbytes() + coarse, 0, cache, self._plan.nbytes + self._inputs.nbytes)
 
@@ -203,8 +203,8 @@ class TritonStep:
         self._outputs.clear()
         if "_plan" in self.__dict__:
             self._plan.drop()
-        for held in ("_plan", "_inputs", "_choices", "_results", "_float_results"):
-            self.__dict__.pop(held, None)
+        for name in ("_plan", "_inputs", "_choices", "_results", "_float_results"):
+            self.__dict__.pop(name, None)
         if torch.cuda.is_available():
             with _CAPTURING:
                 torch.cuda.empty_cache()
@@ -287,16 +287,16 @@ class TritonStep:
 
     def _taken(self, i: int, choice: Choice) -> str:
         described = self._plan.described.get(i)
-        return choice.implementation.name + self._held(choice) + (f": {described.describe()}" if described else "")
+        return choice.implementation.name + self._stored(choice) + (f": {described.describe()}" if described else "")
 
     def _declined(self, i: int, choice: Choice) -> tuple[str, ...]:
-        asked = self._plan.cudnn_from and choice.node.op is ATTENTION
-        reason = refusal(self._plan, choice.node) if asked else None
+        wanted = self._plan.cudnn_from and choice.node.op is ATTENTION
+        reason = refusal(self._plan, choice.node) if wanted else None
         described = self._plan.described.get(i)
         declined = (*choice.declined, *(described.declined if described else ()))
         return declined if reason is None else (*declined, f"cuDNN: {reason}")
 
-    def _held(self, choice: Choice) -> str:
+    def _stored(self, choice: Choice) -> str:
         if choice.node.op is ATTENTION and self._plan.cudnn_from and refusal(self._plan, choice.node) is None:
             return f"; whole prompts of {self._plan.cudnn_from} tokens and more by cuDNN"
         type = getattr(getattr(choice.node.spec, "linear", choice.node.spec), "type", None)

@@ -100,14 +100,15 @@ def build(site: Site, node: Node) -> Callable[[Batch], bool] | None:
         # Rows behind the last are other sequences', or of a step before: whatever they hold, they are queries of their own.
         most = min(q.tensor.numel() // spec.width - begin, room.tensor.numel() // (2 * n_kv * dim))
         rows = min(cdiv(tokens, ROUND) * ROUND, most)
-        held = room.tensor[: 2 * n_kv * rows * dim]
+        gathered = room.tensor[: 2 * n_kv * rows * dim]
         site.launch(
-            attend_gather, (cdiv(rows, tile), n_kv), held, cache.k, cache.v, table.tensor, site.tables.table_width.tensor,
-            seq, tokens, rows, HEADS=n_kv, SIZE=cache.block_size, DIM=dim, WIDE=power_of_two(dim), R=tile,
+            attend_gather, (cdiv(rows, tile), n_kv), gathered, cache.k, cache.v, table.tensor,
+            site.tables.table_width.tensor, seq, tokens, rows, HEADS=n_kv, SIZE=cache.block_size, DIM=dim,
+            WIDE=power_of_two(dim), R=tile,
         )  # fmt: skip
-        if held.device.type == "meta":  # kernels are being listed; the library's are not ours
+        if gathered.device.type == "meta":  # kernels are being listed; the library's are not ours
             return
-        keys, values = held.view(2, 1, n_kv, rows, dim)
+        keys, values = gathered.view(2, 1, n_kv, rows, dim)
         queries = q.tensor[begin * spec.width : (begin + rows) * spec.width].view(1, rows, heads, dim).transpose(1, 2)
         with _preferred():
             found = F.scaled_dot_product_attention(

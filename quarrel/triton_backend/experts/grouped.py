@@ -107,8 +107,8 @@ class Grouped:
         self._experts, self._n, self._k = maps.n_experts, maps.n, maps.k
         each = self._n * self._k * len(maps.stacks)
         self._at_once = max(1, min(maps.n_experts, PIECE // each))
-        self._held = maps.stacks[0].format == {"float16": "F16", "bfloat16": "BF16"}[site.compute]
-        width = 1 if self._held else self._at_once * self._n * self._k
+        self._floats = maps.stacks[0].format == {"float16": "F16", "bfloat16": "BF16"}[site.compute]
+        width = 1 if self._floats else self._at_once * self._n * self._k
         self._scratch = [site.scratch("one", width, DTYPES[site.compute]) for _ in maps.stacks]
         self._decoders = [decoder(site, stack) for stack in maps.stacks]
 
@@ -116,14 +116,14 @@ class Grouped:
         """y `[pairs, n]` from rows of x, of which `per_token` pairs share one."""
         each = pairs // self._experts
         # Decoded stacks have other tiles, whose sums run in another order.
-        if not self._held and (each < DECODE_FROM or self._site.deterministic):
+        if not self._floats and (each < DECODE_FROM or self._site.deterministic):
             tile = tile_for(self._k, each, False, self._site.generation == 9)
             stacks = [s.planes for s in self._stacks]
             self._launch(y, x, order, starts, pairs, per_token, 0, self._experts, self._stacks[0].format, stacks, tile)
             return
         tile = tile_for(self._k, each, True, self._site.generation == 9)
         format = {"float16": "F16", "bfloat16": "BF16"}[self._site.compute]
-        if self._held:
+        if self._floats:
             stacks = [s.planes for s in self._stacks]
             self._launch(y, x, order, starts, pairs, per_token, 0, self._experts, format, stacks, tile)
             return

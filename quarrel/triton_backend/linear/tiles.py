@@ -35,10 +35,10 @@ class Tile:
     stages: int
 
 
-# FEW serves up to 16 tokens, the narrowest that the matrix units take. MANY with 8 warps and 2 stages was slower on an H200
-# (14336 x 4096 in Q4_K: 135 against 94 us at 64 tokens, 897 against 519 us at 512).
-FEW = {"float32": Tile(64, 16, 4, 8, 2), "float16": Tile(64, 16, 4, 4, 3), "bfloat16": Tile(64, 16, 4, 4, 3)}
-MANY = {"float32": Tile(64, 32, 4, 8, 2), "float16": Tile(64, 64, 4, 4, 3), "bfloat16": Tile(64, 64, 4, 4, 3)}
+# SMALL serves up to 16 tokens, the narrowest that the matrix units take. LARGE with 8 warps and 2 stages was slower on an
+# H200 (14336 x 4096 in Q4_K: 135 against 94 us at 64 tokens, 897 against 519 us at 512).
+SMALL = {"float32": Tile(64, 16, 4, 8, 2), "float16": Tile(64, 16, 4, 4, 3), "bfloat16": Tile(64, 16, 4, 4, 3)}
+LARGE = {"float32": Tile(64, 32, 4, 8, 2), "float16": Tile(64, 64, 4, 4, 3), "bfloat16": Tile(64, 64, 4, 4, 3)}
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -74,7 +74,7 @@ def linear_tiles(
 
 def tile_for(compute: Compute, tokens: int) -> Tile:
     """The tile that a step of so many tokens uses."""
-    return (FEW if tokens <= FEW[compute].tokens else MANY)[compute]
+    return (SMALL if tokens <= SMALL[compute].tokens else LARGE)[compute]
 
 
 def declines(site: Site, maps: Maps) -> str | None:

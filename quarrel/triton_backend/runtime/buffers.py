@@ -61,15 +61,15 @@ def place(
                 assert isinstance(width, int), value
                 row_bytes *= width
             size = -(-row_bytes * rows[axis] // _ALIGN) * _ALIGN
-            held = alive[axis] = [a for a in alive.get(axis, []) if a[2] >= i]
+            taken = alive[axis] = [a for a in alive.get(axis, []) if a[2] >= i]
             offset = 0
-            for at, (start, end, _) in enumerate(held):
+            for at, (start, end, _) in enumerate(taken):
                 if start - offset >= size:
-                    held.insert(at, (offset, offset + size, last[value.id]))
+                    taken.insert(at, (offset, offset + size, last[value.id]))
                     break
                 offset = max(offset, end)
             else:
-                held.append((offset, offset + size, last[value.id]))
+                taken.append((offset, offset + size, last[value.id]))
             places[value.id] = Place(axis, offset, row_bytes, dtype)
             sizes[axis] = max(sizes.get(axis, 0), offset + size)
     return places, sizes

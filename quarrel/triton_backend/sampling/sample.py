@@ -93,18 +93,18 @@ def threshold(logits, weights, N, wanted, least, BY_COUNT: tl.constexpr, BLOCK: 
     for step in range(8):
         shift = 28 - 4 * step
         floor = (found + (digit << shift))[None, :]
-        held = tl.zeros([16], tl.int32) if BY_COUNT else tl.zeros([16], tl.float64)
+        above = tl.zeros([16], tl.int32) if BY_COUNT else tl.zeros([16], tl.float64)
         for start in range(0, N, BLOCK):
             i = start + tl.arange(0, BLOCK)
             r = rank(finite(tl.load(logits + i, mask=i < N, other=float("-inf"))))
             inside = (r[:, None] >= floor) & (i < N)[:, None]
             if BY_COUNT:
-                held += tl.sum(inside.to(tl.int32), 0)
+                above += tl.sum(inside.to(tl.int32), 0)
             else:
                 e = tl.load(weights + i, mask=i < N, other=0.0)
                 e = tl.where(e >= least, e, 0.0).to(tl.float64)
-                held += tl.sum(tl.where(inside, e[:, None], 0.0), 0)
-        found += tl.max(tl.where((held >= wanted) | (digit == 0), digit, 0), 0) << shift
+                above += tl.sum(tl.where(inside, e[:, None], 0.0), 0)
+        found += tl.max(tl.where((above >= wanted) | (digit == 0), digit, 0), 0) << shift
     return tl.max(found, 0)
 
 
