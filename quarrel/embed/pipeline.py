@@ -159,9 +159,9 @@ class Pipeline:
         state, position = self._state, 0
         while self._pending and self._pending[0][0] <= self._sink.safe:
             _, state, position = self._pending.popleft()
+        self._state = state
         if position and self._progress is not None:
             self._progress(position, self._source.total, state.sent)
-        self._state = state
         if force or time.monotonic() - self._saved > SAVE_SECONDS:
             self._save(state)
 

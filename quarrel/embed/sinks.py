@@ -21,6 +21,8 @@ STREAM_SECONDS = 10.0
 """How long one exchange stays open."""
 PATIENCE = 60.0
 """Seconds without an acknowledged row until an unreachable server is an error."""
+PAUSE = 0.1
+"""Seconds before a broken exchange is begun again, doubled up to 2."""
 PART_ROWS = 16384
 ALL_IDS = 1 << 32
 """Above the largest id."""
@@ -75,7 +77,7 @@ class FlightSink:
 
     def begin(self, sent: int, resumed: bool) -> None:
         self.safe = sent
-        self._there = self._ids()
+        self._there = self._ids(resumed)
         if self._there and not resumed:
             raise RequestError(
                 f"{self._dataset} holds ids from {self._first} on and there is no checkpoint of this run: give --first-id"
@@ -87,14 +89,14 @@ class FlightSink:
         self._ids()
 
     def write(self, batches: Iterator[pa.RecordBatch], progressed: Callable[[], None]) -> None:
-        source, pause, doubt = _Peek(batches), 0.1, False
+        source, pause, doubt = _Peek(batches), PAUSE, False
         while self._open or not source.over():
             try:
                 if doubt:
                     self._reconcile()
                     doubt = False
                 self._client.ingest(self._dataset, self._outgoing(source, progressed), acked=self._acked)
-                pause = 0.1
+                pause = PAUSE
             except (FlightUnavailable, FlightDataError):
                 # A break in mid-stream looks like either; the server says what arrived, so nothing is sent twice.
                 progressed()
@@ -168,15 +170,13 @@ class FlightSink:
                 low, last = (ids[i].as_py() for ids, i in ((left[0].batch["id"], 0), (left[-1].batch["id"], -1)))
                 self._again.append((low, last + 1))
 
-    def _ids(self) -> set[int]:
+    def _ids(self, resumed: bool = True) -> set[int]:
         """Ids of this run that the server has and the checkpoint does not know of. They are read at once: that rows are
         there does not wait for the index. FlightDataError where the last row that the checkpoint knows of is not."""
         low = self._first + self.safe
-        if not self.safe:
-            return self._client.ids(self._dataset, low, ALL_IDS)
         for whole in (False, True):  # the second time without the store's comparison, which may be wrong
-            there = self._client.ids(self._dataset, low - 1, ALL_IDS, whole=whole)
-            if low - 1 in there:
+            there = self._client.ids(self._dataset, low - bool(self.safe), ALL_IDS, whole=whole)
+            if low - 1 in there or (not self.safe and (there or whole or not resumed)):
                 return there - {low - 1}
         raise FlightDataError(
             f"{self._dataset} lacks id {low - 1}, the last of {self.safe} vectors that were acknowledged: the store has"
