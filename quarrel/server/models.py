@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import stat
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -85,6 +86,7 @@ class ModelManager:
         self._locks: dict[str, asyncio.Lock] = {}
         self._revivals: set[asyncio.Task[None]] = set()
         self._closed = False
+        self._passed_over: set[str] = set()
         self._loads: set[asyncio.Future[Model]] = set()
         self.stopped: Future[None] = Future()
         """Done when nothing is loaded any more: whoever loads may end at once."""
@@ -99,13 +101,34 @@ class ModelManager:
         return tuple(self._entries) if self._folder is None else ()
 
     def entries(self) -> list[Entry]:
-        """All models on offer, those in the folder included."""
+        """All models on offer, those in the folder included; what is none there is one warning."""
         if self._folder is not None:
             for path in sorted(self._folder.glob("*.gguf")):
-                name = name_of(str(path))
-                if name not in self._entries:
-                    self._entries[name] = Entry(name, str(path), created=int(path.stat().st_mtime))
+                self._offer(path)
         return list(self._entries.values())
+
+    def _offer(self, path: Path) -> None:
+        name, source = name_of(str(path)), str(path)
+        known = self._entries.get(name)
+        if known is not None and known.source == source:
+            return
+        wrong, created = "", 0
+        try:
+            status = path.stat()
+            created = int(status.st_mtime)
+            name.encode()
+            wrong = "" if stat.S_ISREG(status.st_mode) else "it is no file"
+        except OSError as error:
+            wrong = error.strerror or str(error)
+        except UnicodeEncodeError:
+            wrong = "its name is not in UTF-8"
+        if known is not None and not wrong and not _same(known.source, path):
+            wrong = f"another model is called {name}: rename it"
+        if wrong and source not in self._passed_over:
+            self._passed_over.add(source)
+            log.warning("%a is not offered: %s", source, wrong)
+        if not wrong and known is None:
+            self._entries[name] = Entry(name, source, created=created)
 
     def entry(self, name: str | None) -> Entry:
         """The model of that name, the first one for None or an empty name."""
@@ -269,6 +292,13 @@ class ModelManager:
 
 def _going_down() -> Refused:
     return Refused(503, "server_shutdown", "the server is going down: ask again in a moment", retry_after=5.0)
+
+
+def _same(source: str, path: Path) -> bool:
+    try:
+        return path.samefile(source)
+    except (OSError, ValueError):
+        return False
 
 
 def name_of(source: str) -> str:
