@@ -39,8 +39,8 @@ import numpy as np
 
 HEAD_SECONDS = 10
 """The server closes a connection that has not sent a whole head by then; they are opened over as long, or `--ramp`."""
-PER_ADDRESS = 60
-"""Connections from each source address: the server allows 64."""
+PER_ADDRESS = 2000
+"""Hostile connections from each source address: the server allows 2048, and 10,000 are wanted; requests are of one."""
 WORDS = ["king", "queen", "castle", "forest", "river", "child", "winter", "bread", "horse", "moon", "garden", "sailor"]
 
 
@@ -131,13 +131,13 @@ class _Call(asyncio.Protocol):
             self._over.set_result(None)
 
 
-async def ask(target: Target, source: str | None = None, tally: Counter[int] | None = None) -> Answer:
+async def ask(target: Target, tally: Counter[int] | None = None) -> Answer:
     """One streamed completion, read to its end. tally: counts the tokens of each second."""
     answer, events = Answer(), asyncio.get_running_loop()
     over: asyncio.Future[None] = events.create_future()
     call = _Call(target.request(), answer, over, tally)
     try:
-        await events.create_connection(lambda: call, target.host, target.port, local_addr=(source, 0) if source else None)
+        await events.create_connection(lambda: call, target.host, target.port)
     except OSError as error:
         answer.failed = type(error).__name__
         return answer
@@ -162,15 +162,14 @@ async def crowd(
     answers: list[Answer] = []
     began = time.perf_counter()
 
-    async def caller(which: int) -> None:
-        source = f"127.0.{1 + which // 200}.{1 + which % 200}" if target.host.startswith("127.") else None
+    async def caller() -> None:
         while time.perf_counter() - began < seconds:
-            answer = await ask(target, source, tally)
+            answer = await ask(target, tally)
             answers.append(answer)
             if answer.status != 200:
                 await asyncio.sleep(0.1)
 
-    await asyncio.gather(*(caller(i) for i in range(count)))
+    await asyncio.gather(*(caller() for _ in range(count)))
     return answers, time.perf_counter() - began
 
 
@@ -231,8 +230,7 @@ async def overload(target: Target, args: argparse.Namespace) -> dict[str, Any]:
     began = time.perf_counter()
     while (now := time.perf_counter() - began) < args.seconds:
         while len(tasks) < now * rate:
-            source = f"127.0.{1 + len(tasks) // 200 % 50}.{1 + len(tasks) % 200}"
-            tasks.append(asyncio.create_task(ask(target, source, storm)))
+            tasks.append(asyncio.create_task(ask(target, storm)))
         await asyncio.sleep(0.002)
     until = int(time.perf_counter())
     answers = await asyncio.gather(*tasks)

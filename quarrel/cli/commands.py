@@ -91,6 +91,10 @@ def _serve(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--host-name", metavar="NAME", action="append", help="a name that this server is called by, such as a proxy's"
     )
+    proxies = (
+        "an address or network (10.0.0.0/8) whose X-Forwarded-For says who calls; may be repeated, or a list with commas"
+    )
+    p.add_argument("--trusted-proxies", metavar="ADDRESS", action="append", help=proxies)
     p.add_argument("--open-access", action="store_true", help="serve other machines without API keys")
     p.add_argument("--strict-api", action="store_true", help="refuse fields that are not understood")
     p.add_argument("--ollama-compat", action="store_true", help="serve Ollama's API too")
@@ -118,6 +122,13 @@ def _serve(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--output-rate", type=int, default=0, metavar="N", help="generated tokens a minute of each, by default no limit"
     )
+    bounds = (
+        ("--streams", 1024, "requests of each key or address in flight at once; 0 is no limit"),
+        ("--connections", 2048, "connections, WebSockets among them, that one address may hold"),
+        ("--sockets-per-model", 512, "WebSockets that may have requests of one model in flight"),
+    )
+    for flag, number, text in bounds:
+        p.add_argument(flag, type=int, default=number, metavar="N", help=f"{text}, {number} by default")
     _draft_options(p)
     add_load_flags(p)
     _beside_options(p, many=True)

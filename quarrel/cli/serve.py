@@ -20,6 +20,12 @@ from quarrel.errors import ConfigError, QuarrelError, RequestError, installing
 from quarrel.llm import Model, check_context, find, load_with
 from quarrel.process import open_remote
 
+_LEAST = {
+    **dict.fromkeys(("parallel", "queue", "connections", "sockets_per_model"), 1),
+    **dict.fromkeys(("rate", "prompt_rate", "output_rate", "streams"), 0),
+}
+"""Of options, where it is more than the type says."""
+
 
 def run(args: argparse.Namespace) -> int:
     """Until a signal; status 0."""
@@ -39,12 +45,13 @@ def run(args: argparse.Namespace) -> int:
         "metrics_port": args.metrics_port,
         "data_dir": None if args.data_dir is None else Path(args.data_dir).expanduser(),
         "origins": None if args.origin is None else tuple(args.origin),
+        "trusted_proxies": tuple(a.strip() for given in args.trusted_proxies or () for a in given.split(",") if a.strip()),
         "hosts": None if args.host_name is None else tuple(args.host_name),
     }
     given |= {name: value for name, value in flags.items() if value is not None}
     if args.models_dir is not None and flags["models"] is None and "MODEL_PATH" not in os.environ:
         given["models"] = ()
-    for name, least in (("parallel", 1), ("queue", 1), ("rate", 0), ("prompt_rate", 0), ("output_rate", 0)):
+    for name, least in _LEAST.items():
         if getattr(args, name) < least:
             raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}, wanted {least} or more")
     for name, seconds in (("timeout", args.timeout), ("grace", args.grace)):
@@ -64,7 +71,9 @@ def run(args: argparse.Namespace) -> int:
         grace=args.grace,
         lookup=args.lookup,
         draft_max=args.draft_max,
-        rates=Rates(requests=args.rate, prompt_tokens=args.prompt_rate, output_tokens=args.output_rate),
+        connections_per_address=args.connections,
+        sockets_per_model=args.sockets_per_model,
+        rates=Rates(args.rate, args.prompt_rate, args.output_rate, args.streams),
     )
 
     for name in settings.models:

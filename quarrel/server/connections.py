@@ -1,53 +1,77 @@
-"""uvicorn's HTTP/1.1 connection with what it lacks: a deadline for the headers, a bound on connections per address, and
-answers that leave in one piece."""
+"""uvicorn's connections with what they lack: a deadline for the headers, a bound for each address, answers in one piece."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
-from quarrel.server.settings import Settings
+from quarrel.server.callers import Connections, Proxies
+from quarrel.server.errors import Refused
+from quarrel.server.settings import Settings, networks
 
-Shed = Callable[[bytes, str], tuple[bytes, bool] | None]
+MOST_CROWDED = 1024
+"""Connections beyond an address's bound that wait for their refusal at once; what comes then is cut."""
 
 
-def protocol_for(settings: Settings, shed: Shed | None = None) -> type[asyncio.Protocol]:
-    """For `uvicorn.Config(http=...)`. shed: what bytes that need not be read get, and whether the connection ends."""
-    open_connections: Counter[str] = Counter()
+class Answering(Protocol):
+    """What knows answers to bytes that no parser has seen."""
+
+    def shed(self, data: bytes, caller: str) -> tuple[bytes, bool] | None:
+        """What these bytes of a new request get, and whether the connection ends; None: they are read."""
+
+    def crowded(self, data: bytes, caller: str, refusal: Refused) -> bytes:
+        """What a connection gets that is one too many."""
+
+
+def protocol_for(settings: Settings, answers: Answering | None = None) -> type[asyncio.Protocol]:
+    """For `uvicorn.Config(http=...)`."""
+    connections = Connections(settings.connections_per_address)
+    proxies = Proxies(networks(settings.trusted_proxies))
+    crowd: set[asyncio.Protocol] = set()
 
     class GuardedProtocol(H11Protocol):
         """A connection that has not sent a whole request head in time is closed: it costs a socket and nothing else."""
 
         _deadline: asyncio.TimerHandle | None = None
         _address: str | None = None
+        """That it counts for."""
+        _refused = False
         _below: Any = None
 
         def connection_made(self, transport: Any) -> None:
             self._below = transport
             super().connection_made(GatheredTransport(transport, self.loop))  # type: ignore[arg-type]
             address = self.client[0] if self.client else ""
-            if open_connections[address] >= settings.connections_per_address:
+            if proxies.trust(address) or connections.take(address):
+                self._address = None if proxies.trust(address) else address
+                self._expect_head()
+            elif answers is None or len(crowd) >= MOST_CROWDED:
                 transport.close()
-                return
-            open_connections[address] += 1
-            self._address = address
-            self._expect_head()
+            else:
+                crowd.add(self)
+                self._expect_head()
 
         def connection_lost(self, exc: Exception | None) -> None:
-            self._forget()
+            self._cancel()
+            self._free()
+            crowd.discard(self)
             super().connection_lost(exc)
             # asyncio leaves this in a circle with itself, which would be there until the next whole collection.
             if hasattr(self._below, "_read_ready_cb"):
                 self._below._read_ready_cb = None
 
         def data_received(self, data: bytes) -> None:
-            if shed is not None and self._is_new() and (answer := shed(data, self._address or "local")) is not None:
+            if self in crowd:
+                self._refuse(data)
+                return
+            caller = self.client[0] if self.client else "local"
+            if answers is not None and self._is_new() and (answer := answers.shed(data, caller)) is not None:
                 self._unset_keepalive_if_required()
                 self._cancel()
                 self.transport.write(answer[0])
@@ -70,9 +94,19 @@ def protocol_for(settings: Settings, shed: Shed | None = None) -> type[asyncio.P
             return idle and not self.conn.trailing_data[0] and (self.cycle is None or self.cycle.response_complete)
 
         def handle_websocket_upgrade(self, event: Any) -> None:
-            self._forget()  # the socket now belongs to another protocol
+            self._cancel()
             self.transport = self._below
             super().handle_websocket_upgrade(event)
+            # The socket now belongs to another protocol, and still counts.
+            self._below.get_protocol().on_lost = self._free
+
+        def _refuse(self, data: bytes) -> None:
+            """Answers once, and drops what else comes until the other side has read that, or its time is over."""
+            if answers is not None and self._below.can_write_eof() and not self._refused:
+                self._refused = True
+                caller = self.client[0] if self.client else "local"
+                self._below.write(answers.crowded(data, caller, connections.refusal()))
+                self._below.write_eof()
 
         def _expect_head(self) -> None:
             self._deadline = self.loop.call_later(settings.header_timeout, self._give_up)
@@ -87,15 +121,23 @@ def protocol_for(settings: Settings, shed: Shed | None = None) -> type[asyncio.P
                 self._deadline.cancel()
                 self._deadline = None
 
-        def _forget(self) -> None:
-            self._cancel()
+        def _free(self) -> None:
             if self._address is not None:
-                open_connections[self._address] -= 1
-                if not open_connections[self._address]:
-                    del open_connections[self._address]
+                connections.free(self._address)
                 self._address = None
 
     return GuardedProtocol
+
+
+class CountedWebSocket(WebSocketsSansIOProtocol):
+    """Tells when it ends."""
+
+    on_lost: Callable[[], None] | None = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self.on_lost is not None:
+            self.on_lost()
 
 
 class GatheredTransport:

@@ -12,16 +12,18 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
 from quarrel.errors import ConfigError
+from quarrel.server.callers import Connections, Proxies
 from quarrel.server.errors import Refused, openai_body, plain_body
 from quarrel.server.keys import Keyring
 from quarrel.server.limits import Limiter
 from quarrel.server.metrics import Metrics
-from quarrel.server.settings import Settings
+from quarrel.server.settings import Settings, networks
 from quarrel.server.shed import GENERATING, Gate, Shed
 from quarrel.server.traces import Traces
 
@@ -75,6 +77,8 @@ class Middleware:
         self._app, self._settings, self._keys, self._limiter = app, settings, keys, limiter
         self._metrics, self._traces, self._check_capacity = metrics, traces, check_capacity
         self._shed = Shed(check_capacity, keys, metrics, _HEADERS)
+        self._proxies = Proxies(networks(settings.trusted_proxies))
+        self._forwarded = Connections(settings.connections_per_address)
         self._names = {"localhost", settings.host.lower(), *(h.lower() for h in settings.hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -84,7 +88,10 @@ class Middleware:
         began = time.perf_counter()
         request_id = "req-" + secrets.token_hex(8)
         state = scope.setdefault("state", {})
-        state["request_id"], state["caller"] = request_id, _address(scope)
+        peer = scope["client"][0] if scope.get("client") else "local"
+        behind = self._proxies.trust(peer)
+        address = self._proxies.caller(peer, _all(scope, b"x-forwarded-for")) if behind else peer
+        state["request_id"], state["caller"] = request_id, address
         sent = {"status": 0, "bytes": 0}
         extra = {"X-Request-Id": request_id}
 
@@ -98,6 +105,8 @@ class Middleware:
                 sent["bytes"] += len(message.get("body", b""))
             elif message["type"] == "websocket.accept":
                 sent["status"] = 101
+            elif message["type"] == "websocket.http.response.start":
+                sent["status"] = message["status"]
             await send(message)
 
         try:
@@ -113,7 +122,8 @@ class Middleware:
                 scope["route"] = SimpleNamespace(path=scope["path"])
                 self._check_capacity(scope["path"])  # before the body is read and parsed
             method = scope.get("method", "WS")
-            with self._traces.request(method, scope["path"], _headers(scope)) as span:
+            held = self._forwarded.held(address) if behind else nullcontext()
+            with held, self._traces.request(method, scope["path"], _headers(scope)) as span:
                 await self._app(scope, self._bounded(scope, receive), answer)
                 route = getattr(scope.get("route"), "path", "none")
                 self._traces.answered(span, method, route, sent["status"], request_id)
@@ -135,6 +145,13 @@ class Middleware:
         scope = {"method": "POST", "path": answer.path}
         _log(scope, answer.request_id, caller, {"status": 503, "bytes": len(answer.data)}, 0.0)
         return answer.data, answer.close
+
+    def crowded(self, data: bytes, caller: str, refusal: Refused) -> bytes:
+        """What a connection gets whose address holds too many."""
+        answer = self._shed.crowded(data, refusal)
+        scope = {"method": "other", "path": answer.path}
+        _log(scope, answer.request_id, caller, {"status": refusal.status, "bytes": len(answer.data)}, 0.0)
+        return answer.data
 
     def _count(self, scope: Scope, sent: dict[str, int], seconds: float) -> None:
         where = getattr(scope.get("route"), "path", "none")
@@ -228,8 +245,7 @@ class Middleware:
 
     async def _refuse(self, scope: Scope, send: Send, refusal: Refused) -> None:
         if scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008, "reason": str(refusal)[:100]})
-            return
+            send = denying(send)
         self._metrics.errors.labels(refusal.code).inc()
         body = openai_body(refusal) if scope["path"].startswith("/v1") else plain_body(refusal)
         # A caller who should retry keeps the connection; the rest of a body with a length is read and dropped. One
@@ -237,6 +253,15 @@ class Middleware:
         unsure = {b"transfer-encoding", b"expect"}
         close = refusal.status not in (429, 503) or any(name in unsure for name, _ in scope["headers"])
         await _respond(send, refusal.status, body, refusal.headers(), close=close)
+
+
+def denying(send: Send) -> Send:
+    """Answers a WebSocket's handshake as HTTP, with a status that says why there is none."""
+
+    async def deny(message: Message) -> None:
+        await send({**message, "type": f"websocket.{message['type']}"})
+
+    return deny
 
 
 async def _respond(send: Send, status: int, body: dict[str, object], headers: dict[str, str], *, close: bool) -> None:
@@ -272,9 +297,9 @@ def _is_page(scope: Scope) -> bool:
     return path in PAGE or (path.startswith(STATIC) and ".." not in path)
 
 
-def _address(scope: Scope) -> str:
-    client = scope.get("client")
-    return client[0] if client else "local"
+def _all(scope: Scope, name: bytes) -> str:
+    """The values of a header that may come more than once, as one list."""
+    return ",".join(v.decode("latin-1") for k, v in scope["headers"] if k.lower() == name)
 
 
 def _host_name(host: str) -> str | None:

@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from quarrel.errors import ConfigError
 from quarrel.server.app import Server
-from quarrel.server.connections import protocol_for, watch
+from quarrel.server.connections import CountedWebSocket, protocol_for, watch
 from quarrel.server.metrics import TEXT
 from quarrel.server.middleware import Middleware
 from quarrel.server.settings import Settings
@@ -118,8 +118,8 @@ class _Uvicorn(uvicorn.Server):
 def _config(app: object, settings: Settings) -> uvicorn.Config:
     return uvicorn.Config(
         app,  # type: ignore[arg-type]
-        http=protocol_for(settings, app.shed if isinstance(app, Middleware) else None),
-        ws="websockets-sansio",
+        http=protocol_for(settings, app if isinstance(app, Middleware) else None),
+        ws=CountedWebSocket,
         ws_max_size=MAX_MESSAGE + 1024,
         ws_ping_interval=30.0,
         ws_ping_timeout=30.0,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from quarrel.errors import ConfigError
 
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 PORT = 8080
 SHORTEST_KEY = 16
 DATA_DIR = Path("~/.local/share/quarrel").expanduser()
@@ -22,7 +23,7 @@ class Rates:
     requests: int = 600
     prompt_tokens: int = 0
     output_tokens: int = 0
-    streams: int = 64
+    streams: int = 1024
     """Requests in flight at once."""
 
 
@@ -63,7 +64,12 @@ class Settings:
     header_timeout: float = 10.0
     body_timeout: float = 30.0
     idle_timeout: float = 60.0
-    connections_per_address: int = 64
+    connections_per_address: int = 2048
+    """Of HTTP and WebSockets, one more is 429. Those of a trusted proxy count for whom it forwards."""
+    sockets_per_model: int = 512
+    """WebSockets that may have requests of one model in flight."""
+    trusted_proxies: tuple[str, ...] = ()
+    """Addresses or networks whose X-Forwarded-For says who calls."""
     rates: Rates = Rates()
     lookup: int = 0
     """Tokens that are guessed at once from the text, and at most by a draft model (`quarrel.Service`)."""
@@ -88,6 +94,7 @@ class Settings:
             raise ConfigError(f"port and metrics port are both {self.port}: give one of them another number")
         if 0 < len(self.api_key) < SHORTEST_KEY:
             raise ConfigError(f"the API key has {len(self.api_key)} characters, wanted {SHORTEST_KEY} random ones or more")
+        networks(self.trusted_proxies)
         for origin in self.origins:
             parts = urlsplit(origin)
             if parts.scheme not in ("http", "https") or not parts.netloc or parts.path not in ("", "/"):
@@ -97,6 +104,18 @@ class Settings:
                 f"{self.host} can be reached by other machines and there is no API key: make one with"
                 " `quarrel keys create NAME`, bind 127.0.0.1, or say --open-access"
             )
+
+
+def networks(given: Iterable[str]) -> tuple[Network, ...]:
+    """Addresses and networks such as 10.0.0.0/8; raises `ConfigError` for what is neither."""
+    found = []
+    for text in given:
+        try:
+            found.append(ipaddress.ip_network(text))
+        except ValueError as error:
+            message = f"the trusted proxy {text!r} is no address, wanted one such as 127.0.0.1 or 10.0.0.0/8 ({error})"
+            raise ConfigError(message) from error
+    return tuple(found)
 
 
 _VARIABLES = {

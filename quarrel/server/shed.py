@@ -10,6 +10,7 @@ import re
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from http import HTTPStatus
 
 from quarrel.server.errors import Refused, openai_body, plain_body
 from quarrel.server.keys import Keyring
@@ -82,13 +83,22 @@ class Shed:
         secret = value if name == b"x-api-key" else bearer.strip() if kind.lower() in ("bearer", "apikey") else ""
         return bool(secret) and self._keys.find(secret) is not None
 
-    def _answer(self, path: str, refusal: Refused, close: bool, received: int) -> Answer:
+    def crowded(self, data: bytes, refusal: Refused) -> Answer:
+        """For a connection that is one too many, whose first bytes these are. It ends with the answer."""
+        words = data[:256].split(b" ", 2)
+        return self._answer(words[1].decode("latin-1") if len(words) == 3 else "", refusal, True, 0, "none")
+
+    def _answer(self, path: str, refusal: Refused, close: bool, received: int, route: str | None = None) -> Answer:
         request_id = "req-" + secrets.token_hex(8)
         body = json.dumps(openai_body(refusal) if path.startswith("/v1") else plain_body(refusal)).encode()
         lines = [f"{name}: {value}\r\n" for name, value in refusal.headers().items()]
         lines += [f"X-Request-Id: {request_id}\r\nContent-Length: {len(body)}\r\nContent-Type: application/json\r\n"]
         lines += ["Connection: close\r\n"] if close else []
-        head = f"HTTP/1.1 {refusal.status} Service Unavailable\r\n".encode() + self._headers + "".join(lines).encode()
+        head = (
+            f"HTTP/1.1 {refusal.status} {HTTPStatus(refusal.status).phrase}\r\n".encode()
+            + self._headers
+            + "".join(lines).encode()
+        )
         self._metrics.errors.labels(refusal.code).inc()
-        self._metrics.answered("POST", path, refusal.status, 0.0, received, len(body))
+        self._metrics.answered("other" if route else "POST", route or path, refusal.status, 0.0, received, len(body))
         return Answer(head + b"\r\n" + body, close, path, request_id)

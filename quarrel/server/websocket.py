@@ -12,7 +12,8 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fastapi import APIRouter, WebSocket
@@ -21,7 +22,7 @@ from starlette.websockets import WebSocketDisconnect, WebSocketState
 
 from quarrel.errors import QuarrelError
 from quarrel.server.body import IGNORED, ignored_fields, parse_body
-from quarrel.server.dispatch import Dispatcher, chunks
+from quarrel.server.dispatch import Dispatcher, Generation, chunks
 from quarrel.server.errors import Refused, plain_body, refused, word
 from quarrel.server.metrics import Metrics
 from quarrel.server.rest import activity_of, prepare_of, priority_of, token_message
@@ -43,17 +44,21 @@ def routes(dispatcher: Dispatcher, metrics: Metrics) -> APIRouter:
     """The one WebSocket route, and the answer to a plain request for it."""
     router = APIRouter()
     open_now: set[Connection] = set()
+    users: Counter[str] = Counter()
 
     @router.websocket("/ws")
     async def ws(socket: WebSocket) -> None:
         room = len(open_now) < MAX_CONNECTIONS
         metrics.sockets.labels("accepted" if room else "refused").inc()
         if not room:
-            await socket.close(1013, "too many connections")
+            text = f"{MAX_CONNECTIONS} WebSockets are open already: try again later"
+            refusal = Refused(503, "too_many_connections", text, retry_after=5.0)
+            metrics.errors.labels(refusal.code).inc()
+            await socket.send_denial_response(JSONResponse(plain_body(refusal), 503, refusal.headers()))
             return
         offered = socket.scope.get("subprotocols", [])
         await socket.accept(PROTOCOL if PROTOCOL in offered else None)
-        connection = Connection(socket, dispatcher, metrics)
+        connection = Connection(socket, dispatcher, metrics, users)
         open_now.add(connection)
         metrics.connections.inc()
         try:
@@ -73,13 +78,14 @@ def routes(dispatcher: Dispatcher, metrics: Metrics) -> APIRouter:
 
 
 class Connection:
-    """One browser tab. What it runs ends with it."""
+    """One browser tab. What it runs ends with it. users: how many of them have requests in flight, by model."""
 
-    def __init__(self, socket: WebSocket, dispatcher: Dispatcher, metrics: Metrics) -> None:
+    def __init__(self, socket: WebSocket, dispatcher: Dispatcher, metrics: Metrics, users: Counter[str]) -> None:
         self._socket, self._dispatcher, self._metrics = socket, dispatcher, metrics
         self._caller: str = socket.scope["state"]["caller"]
         self._out: asyncio.Queue[Json] = asyncio.Queue(OUT_QUEUE)
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._users, self._running = users, Counter[str]()
 
     async def run(self) -> None:
         """Until either side goes."""
@@ -166,35 +172,50 @@ class Connection:
             if id is None or name == id:
                 task.cancel()
 
+    @contextlib.contextmanager
+    def _using(self, model: str) -> Iterator[None]:
+        """Counts this connection among those that use a model, while a request of it runs."""
+        most = self._dispatcher.settings.sockets_per_model
+        if not self._running[model]:
+            if self._users[model] >= most:
+                text = f"{most} WebSockets have requests of {model} in flight already: try again later"
+                raise Refused(503, "queue_full", text, retry_after=1.0)
+            self._users[model] += 1
+        self._running[model] += 1
+        try:
+            yield
+        finally:
+            self._running[model] -= 1
+            self._users[model] -= not self._running[model]
+
     async def _generate(self, id: str, body: GenerateBody, ignored: Mapping[str, str]) -> None:
         try:
             entry = self._dispatcher.models.entry(body.model)
             state = {"state": "generating" if entry.loaded else "loading", "request_id": id}
             self._say("status", {**state, **({"ignored": ignored[IGNORED]} if ignored else {})})
-            async with self._dispatcher.admit(
-                self._caller,
-                body.model,
-                prepare_of(body, self._dispatcher.settings.chat_template),
-                "/ws",
-                priority_of(body),
-            ) as generation:
-                made, text = 0, []
-                async for chunk in chunks(generation, 0, self._dispatcher.settings.timeout):
-                    made += chunk.token_id is not None
-                    text.append(chunk.text)
-                    row = {**token_message(chunk, generation, made), "request_id": id}
-                    if body.stream is False:
-                        if chunk.result is None:
-                            continue
-                        row["token"], row["stream"] = chunk.result.text, False
-                    if self._out.full():
-                        await asyncio.sleep(0)  # many at once, behind a pause of this process, are no slow reader
-                    self._say("inference", row)
+            prepare = prepare_of(body, self._dispatcher.settings.chat_template)
+            admission = self._dispatcher.admit(self._caller, body.model, prepare, "/ws", priority_of(body))
+            with self._using(entry.name):
+                async with admission as generation:
+                    await self._send(id, body, generation)
         except QuarrelError as error:
             self._fail(refused(error), id)
         except Exception:
             log.exception("a request on a WebSocket failed")
             self._fail(Refused(500, "internal", "the server failed at this request: its log says why"), id)
+
+    async def _send(self, id: str, body: GenerateBody, generation: Generation) -> None:
+        made = 0
+        async for chunk in chunks(generation, 0, self._dispatcher.settings.timeout):
+            made += chunk.token_id is not None
+            row = {**token_message(chunk, generation, made), "request_id": id}
+            if body.stream is False:
+                if chunk.result is None:
+                    continue
+                row["token"], row["stream"] = chunk.result.text, False
+            if self._out.full():
+                await asyncio.sleep(0)  # many at once, behind a pause of this process, are no slow reader
+            self._say("inference", row)
 
     def _say(self, kind: str, payload: Json) -> None:
         try:

@@ -7,6 +7,7 @@ import json
 import socket
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -144,7 +145,7 @@ def test_who_takes_no_answers_is_read_slowly() -> None:
     async def go() -> None:
         config = uvicorn.Config(app, lifespan="off", log_config=None)
         config.load()
-        made: Any = protocol_for(Settings(), refuse)
+        made: Any = protocol_for(Settings(), Mock(shed=refuse))
         protocol = made(config=config, server_state=ServerState(), app_state={})
         here, there = socket.socketpair()
         here.setblocking(False)
