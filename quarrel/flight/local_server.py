@@ -18,28 +18,38 @@ from pyarrow import flight
 from quarrel.errors import FlightUnavailable, QuarrelError, RequestError
 from quarrel.flight.actions import Unknown, act
 from quarrel.flight.rows import first_line, validated
-from quarrel.flight.store import Kept, Missing, Store
+from quarrel.flight.sockets import cut
+from quarrel.flight.store import POLL, Kept, Missing, Store
 from quarrel.flight.tickets import json_body, text_of
+
+GRACE = 0.5
+"""Seconds for the calls in flight on a server that is closed."""
 
 
 class LocalServer:
     """Both servers on one store, running when made; a context manager. Port 0 takes a free one, see `data` and `meta`.
 
-    store: what it serves, with Longbow's faults unless it is `Store(kind=True)`; see there for its memory and its index. A
-    store outlives its server: `store.restart()` and another LocalServer are Longbow's process begun again.
+    store: what it serves, with Longbow's faults unless it is `Store(kind=True)`; see there for its memory and its index.
+    `cut`, `kill` and `restart` are for tests of what a client makes of that.
     """
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0, meta_port: int = 0, store: Store | None = None) -> None:
         self.store = store or Store()
+        self._host = host
+        self._open(port, meta_port)
+        self.data, self.meta = (f"grpc://{host}:{p.port}" for p in self._ports)
+
+    def _open(self, *ports: int) -> None:
         self._closed = threading.Event()
+        self._ports: list[_Port] = []
         try:
-            self._data = DataPort(f"grpc://{host}:{port}", self.store)
-            self._meta = MetaPort(f"grpc://{host}:{meta_port}", self.store)
+            for kind, port in zip((DataPort, MetaPort), ports):
+                self._ports.append(kind(f"grpc://{self._host}:{port}", self.store))
         except (pa.ArrowException, OSError) as error:
+            self.close(grace=0)
             raise QuarrelError(
-                f"the ports {port} and {meta_port} of {host} cannot be opened ({first_line(error)}): choose others"
+                f"the ports {ports[0]} and {ports[1]} of {self._host} cannot be opened ({first_line(error)}): choose others"
             ) from None
-        self.data, self.meta = f"grpc://{host}:{self._data.port}", f"grpc://{host}:{self._meta.port}"
 
     def __enter__(self) -> LocalServer:
         return self
@@ -49,14 +59,35 @@ class LocalServer:
 
     def wait(self) -> None:
         """Until `close`, or an interrupt: unlike the library's own wait, which a signal does not reach."""
-        self._closed.wait()
+        while not self._closed.wait(POLL):
+            pass  # a signal that came just before a wait without an end would be noticed by nobody
 
-    def close(self) -> None:
-        """Ends both ports, once the calls in flight have ended."""
-        self._closed.set()
+    def close(self, grace: float = GRACE) -> None:
+        """Ends both ports. Calls in flight have `grace` seconds; then their connections are cut."""
         self.store.close()
-        for server in (self._data, self._meta):
-            server.shutdown()
+        # Not as daemons: an interrupt here must not leave a port open, for which the interpreter would wait at its exit.
+        ends = [threading.Thread(target=port.end, args=(grace,)) for port in self._ports]
+        for end in ends:
+            end.start()
+        for end in ends:
+            end.join()
+        self._closed.set()
+
+    def cut(self) -> None:
+        """Breaks all connections, and goes on: the network's fault."""
+        for port in self._ports:
+            cut(port.port)
+
+    def kill(self) -> None:
+        """As the end of Longbow's process by a signal: every connection breaks at once. What was stored stays stored."""
+        if not self._closed.is_set():  # its ports may be another's by now
+            self.cut()
+            self.close(grace=0)
+
+    def restart(self) -> None:
+        """As Longbow's process begun again, after `close` or `kill`: the same ports, the same rows, indexed once more."""
+        self.store.restart()
+        self._open(*(port.port for port in self._ports))
 
 
 class _Port(flight.FlightServerBase):  # type: ignore[misc]
@@ -65,6 +96,15 @@ class _Port(flight.FlightServerBase):  # type: ignore[misc]
     def __init__(self, location: str, store: Store) -> None:
         super().__init__(location)
         self.store = store
+
+    def end(self, grace: float) -> None:
+        """Shuts it down. The library waits for the calls in flight, this not longer than `grace` seconds."""
+        ending = threading.Thread(target=self.shutdown)
+        ending.start()
+        ending.join(grace)
+        while ending.is_alive():
+            cut(self.port)
+            ending.join(POLL)
 
     def do_get(self, context: Any, ticket: flight.Ticket) -> flight.FlightDataStream:
         with _answers():

@@ -19,7 +19,7 @@ import pytest
 
 import quarrel
 from quarrel.cli import main
-from quarrel.flight import vector_batch
+from quarrel.flight import LongbowClient, vector_batch
 from tests.cli.support import ROOT, spawn
 from tests.embed.support import Town
 from tests.paths import CASES, need_cases
@@ -336,19 +336,31 @@ def test_errors_are_one_sentence(
     assert "Traceback" not in error
 
 
-def test_the_stand_in_says_where_it_is_and_ends_by_ctrl_c(tmp_path: Path) -> None:
-    with spawn("flight-server", "--port", "0", "--json") as process:
-        assert process.stdout is not None
-        said = json.loads(process.stdout.readline())
-        assert said["stand_in"] is True
-        from quarrel.flight import LongbowClient
+@pytest.mark.parametrize("caller", ["none", "gone", "staying"])
+def test_the_stand_in_says_where_it_is_and_ends_by_ctrl_c(caller: str) -> None:
+    from pyarrow import flight
 
-        with LongbowClient(said["data"], said["meta"]) as client:
-            assert client.list() == []
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=20)
+    with spawn("flight-server", "--port", "0", "--json") as process:
+        try:
+            assert process.stdout is not None
+            said = json.loads(process.stdout.readline())
+            assert said["stand_in"] is True
+            if caller != "none":
+                with LongbowClient(said["data"], said["meta"]) as client:
+                    assert client.list() == []
+            if caller == "staying":
+                store = flight.FlightClient(said["data"])
+                writer, _ = store.do_exchange(flight.FlightDescriptor.for_path("ingest", "d"))
+                writer.begin(pa.schema({"id": pa.int64(), "vector": pa.list_(pa.float32(), 2)}))
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=120)
+        finally:
+            process.kill()
     assert process.returncode == 130
-    assert b"This is a stand-in for Longbow" in err
+    assert b"Traceback" not in err
+    if caller == "staying":
+        with pytest.raises((pa.ArrowException, OSError)):
+            writer.close()
 
 
 def test_without_pyarrow_it_is_said_what_to_install(small: str, tmp_path: Path) -> None:

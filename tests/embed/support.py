@@ -20,25 +20,21 @@ QUICK = Retry(attempts=2, first=0.01, longest=0.02)
 
 
 class Town:
-    """A stand-in whose ports may close and open again; what it holds stays, as Longbow's log does."""
+    """A stand-in that may be killed and begin again; what it holds stays, as Longbow's log does."""
 
     def __init__(self) -> None:
         self.store = Store()
-        self._server: LocalServer | None = LocalServer(store=self.store)
+        self._server = LocalServer(store=self.store)
         self.data, self.meta = self._server.data, self._server.meta
 
     def client(self) -> LongbowClient:
         return LongbowClient(self.data, self.meta, access=Access(timeout=10), retry=QUICK)
 
     def down(self) -> None:
-        if self._server is not None:
-            for port in (self._server._data, self._server._meta):
-                port.shutdown()
-            self._server = None
+        self._server.kill()
 
     def up(self) -> None:
-        ports = [int(address.rpartition(":")[2]) for address in (self.data, self.meta)]
-        self._server = LocalServer("127.0.0.1", *ports, store=self.store)
+        self._server.restart()
 
     def rows(self, name: str = "d") -> dict[int, dict[str, Any]]:
         """All rows by id; fails where one is there twice."""

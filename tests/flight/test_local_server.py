@@ -6,6 +6,9 @@ LONGBOW_ADDR=grpc://127.0.0.1:3000 pytest ... runs what is not about the stand-i
 from __future__ import annotations
 
 import json
+import signal
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,6 +19,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import flight
 
+from quarrel.errors import QuarrelError
 from quarrel.flight.local_server import LocalServer
 from quarrel.flight.store import Store
 from tests.flight.stores import REAL, a_name, real_meta, some_vectors
@@ -37,8 +41,11 @@ class Wire:
         with writer:
             writer.write_batch(batch)
 
-    def ingest(self, name: str, batches: list[pa.RecordBatch], timeout: float = 60) -> list[dict[str, Any]]:
-        """The acknowledgements."""
+    def ingest(
+        self, name: str, batches: list[pa.RecordBatch], timeout: float = 60, heard: list[Any] | None = None
+    ) -> list[Any]:
+        """The acknowledgements; `heard` has those before a fault, too."""
+        heard = [] if heard is None else heard
         options = flight.FlightCallOptions(timeout=timeout)
         writer, reader = self.data.do_exchange(flight.FlightDescriptor.for_path("ingest", name), options)
         with writer:
@@ -307,22 +314,68 @@ def test_any_name_is_busy_while_another_dataset_waits_to_be_indexed(store: tuple
 
 
 @only_standin
-def test_after_a_restart_the_rows_are_there_and_indexed_again() -> None:
-    store = Store()
-    with LocalServer(store=store) as server:
+@pytest.mark.parametrize("way", ["close", "kill"])
+def test_after_a_restart_the_rows_are_there_and_indexed_again(way: str) -> None:
+    with LocalServer() as server:
         wire = Wire(server.data, server.meta)
         name = wire.filled()
         wire.act("delete", {"dataset": name, "id": "3"})
-    store.hold_index()
-    store.restart()
-    with LocalServer(store=store) as server:
+        getattr(server, way)()
+        with pytest.raises(flight.FlightUnavailableError):
+            wire.info(name)
+        server.store.hold_index()
+        server.restart()
         wire = Wire(server.data, server.meta)
         assert len(wire.ids(name)) == 49
         assert wire.readiness(name)["index_len"] == 0
         assert wire.readiness("nobody")["status"] == "BUSY"
-        store.let_index()
+        server.store.let_index()
         wire.ready(name, 50)
         assert wire.search(name, VECTORS[7], 1)[0] == [7]
+
+
+def hold_open(wire: Wire) -> Any:
+    """An exchange whose caller neither sends nor leaves."""
+    writer, reader = wire.data.do_exchange(flight.FlightDescriptor.for_path("ingest", "d"))
+    writer.begin(batch_of(0, 1).schema)
+    writer.write_batch(batch_of(0, 1))
+    reader.read_chunk()
+    return writer, reader
+
+
+@only_standin
+@pytest.mark.parametrize("way", ["close", "kill", "cut"])
+def test_a_caller_who_stays_is_cut_off(way: str) -> None:
+    with LocalServer() as server:
+        writer, reader = hold_open(Wire(server.data, server.meta))
+        getattr(server, way)()
+        with pytest.raises((flight.FlightError, pa.ArrowException, OSError)):
+            reader.read_chunk()
+        with pytest.raises((flight.FlightError, pa.ArrowException, OSError)):
+            writer.close()
+
+
+@only_standin
+def test_an_interrupt_that_another_thread_was_given_ends_the_wait() -> None:
+    """So does the kernel now and then, or it comes between Python's look for one and the wait: nothing then wakes that."""
+    with LocalServer() as server:
+        threading.Timer(0.1, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGINT)).start()
+        end = threading.Timer(30, server.close)
+        end.start()
+        with pytest.raises(KeyboardInterrupt):
+            server.wait()
+        end.cancel()
+        assert not server._closed.is_set()
+
+
+@only_standin
+def test_a_port_that_is_taken_leaves_the_other_closed() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, socket.create_server(("127.0.0.1", 0)) as free:
+        first = free.getsockname()[1]
+        free.close()
+        with pytest.raises(QuarrelError, match="cannot be opened"):
+            LocalServer("127.0.0.1", first, taken.getsockname()[1])
+        socket.create_server(("127.0.0.1", first)).close()
 
 
 @only_standin
