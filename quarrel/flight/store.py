@@ -72,7 +72,7 @@ class Store:
         self._wake = threading.Condition(self.lock)
         self._datasets: dict[str, Kept] = {}
         self._used = 0
-        self._held = False
+        self._paused = False
         self._start()
 
     def _start(self) -> None:
@@ -103,12 +103,12 @@ class Store:
     def hold_index(self) -> None:
         """Nothing is indexed from now on, so what is put stays BUSY."""
         with self._wake:
-            self._held = True
+            self._paused = True
 
     def let_index(self) -> None:
         """Indexing goes on."""
         with self._wake:
-            self._held = False
+            self._paused = False
             self._wake.notify_all()
 
     def open(self, name: str, schema: pa.Schema) -> Kept:
@@ -240,13 +240,13 @@ class Store:
     def _index(self) -> None:
         with self._wake:
             while not self._closed:
-                if not self._waiting or self._held:
+                if not self._waiting or self._paused:
                     self._wake.wait()
                     continue
                 job = self._waiting[0]
                 if self._wake.wait_for(lambda: self._closed, job.rows / self.rate):
                     return
-                if not self._held:
+                if not self._paused:
                     self._waiting.popleft()
                     job.kept.indexed += 1
 
