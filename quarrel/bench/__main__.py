@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from quarrel.bench.arguments import parser
@@ -66,9 +66,7 @@ def _figures(args: argparse.Namespace, explained: dict[str, object]) -> Iterator
     if not args.op and not tests:
         raise RequestError("there is nothing to measure: ask for prompts (-p) or tokens (-n) above 0")
     models = args.model or ["demo"]
-    if not args.op:
-        for model in models:
-            _check_lengths(model, tests)
+    fitting = {} if args.op else {model: _fitting(model, tests, how.say) for model in models}
     for name in args.backend:
         chosen = _backend(name, args.threads)
         if args.op:
@@ -76,6 +74,7 @@ def _figures(args: argparse.Namespace, explained: dict[str, object]) -> Iterator
             continue
         session = Session(chosen, how)
         for model in models:
+            tests = fitting[model]
             if args.jobs > 1:
                 path = str(resolve(model).paths[0])
                 rows = how.step_tokens or chosen.step_tokens
@@ -86,16 +85,21 @@ def _figures(args: argparse.Namespace, explained: dict[str, object]) -> Iterator
                 yield figure
 
 
-def _check_lengths(model: str, tests: Sequence[Test]) -> None:
-    """Raises RequestError if a test is longer than the context that the model was trained for."""
-    longest = max(tests, key=lambda test: test.length)
+def _fitting(model: str, tests: Sequence[Test], say: Callable[[str], None]) -> list[Test]:
+    """The tests that the context holds which the model was trained for, with a note on each other one; RequestError if it
+    holds none of them."""
     with GGUFFile.open(resolve(model).paths) as file:
         context = read_spec(file).context_length
-    if longest.length > context:
-        raise RequestError(
-            f"{longest.name} takes {longest.length} tokens and the context of {model} holds {context}:"
-            " ask for shorter prompts (-p, --prompt-length), fewer tokens (-n) or less depth (-d)"
-        )
+    fitting = [test for test in tests if test.length <= context]
+    told = [
+        f"{t.name} takes {t.length} tokens and the context of {model} holds {context}" for t in tests if t not in fitting
+    ]
+    if not fitting:
+        advice = "ask for shorter prompts (-p, --prompt-length), fewer tokens (-n) or less depth (-d)"
+        raise RequestError(f"{told[0]}: {advice}")
+    for text in told:
+        say(f"{text}: skipped")
+    return fitting
 
 
 def _backend(name: str, threads: int | None) -> Backend:

@@ -10,12 +10,17 @@ import numpy as np
 from quarrel.ops.contract import Array, CacheRef, Concrete, ConstRef, KVArrays, Op, Operand, StateRef, Value, WeightRef
 from quarrel.ops.null import Builder
 from quarrel.ops.program import Node, Program
+from quarrel.ops.rounding import Shake
 from quarrel.ops.step import StepInputs, WeightSource
 
 
-def run_op(op: Op, spec: Any, inputs: Sequence[Concrete]) -> tuple[Concrete, ...]:
-    """One op on concrete arrays; a composite runs as the references of its expansion."""
+def run_op(op: Op, spec: Any, inputs: Sequence[Concrete], shake: Shake | None = None) -> tuple[Concrete, ...]:
+    """One op on concrete arrays; a composite runs as the references of its expansion. `shake` changes each `act` input of
+    a primitive."""
     if op.reference is not None:
+        if shake is not None:
+            pairs = zip(op.params(spec), inputs, strict=True)
+            inputs = [shake(op, x) if p.kind == "act" and isinstance(x, np.ndarray) else x for p, x in pairs]
         return op.reference(spec, *inputs)
     builder = Builder()
     operands: list[Operand] = []
@@ -36,7 +41,7 @@ def run_op(op: Op, spec: Any, inputs: Sequence[Concrete]) -> tuple[Concrete, ...
         return bound[id(operand)] if id(operand) in bound else values[operand.id]  # type: ignore[union-attr]
 
     for node in program.nodes:
-        _run_node(node, fetch, values, stored)
+        _run_node(node, fetch, values, stored, shake)
     results: tuple[Concrete, ...] = tuple(values[v.id] for v in outputs)
     return (*results, *stored.values()) if op.consumes else results
 
@@ -95,8 +100,14 @@ def bind_inputs(program: Program, inputs: StepInputs) -> dict[int, Array]:
     return values
 
 
-def _run_node(node: Node, fetch: Any, values: dict[int, Array], stored: dict[CacheRef | StateRef, Concrete]) -> None:
-    results = list(run_op(node.op, node.spec, [fetch(i) for i in node.inputs]))
+def _run_node(
+    node: Node,
+    fetch: Any,
+    values: dict[int, Array],
+    stored: dict[CacheRef | StateRef, Concrete],
+    shake: Shake | None = None,
+) -> None:
+    results = list(run_op(node.op, node.spec, [fetch(i) for i in node.inputs], shake))
     if node.op.consumes:
         refs = [i for i in node.inputs if isinstance(i, CacheRef | StateRef)]
         stored.update(zip(refs, results[-len(refs) :], strict=True))

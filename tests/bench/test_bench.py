@@ -245,9 +245,8 @@ def test_errors_are_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ("line", "said"),
     [
         ("-p 513 -n 0", "pp513 takes 513 tokens and the context of demo holds 512"),
-        ("-p 0 -n 3 -d 0,510", "tg3 @ d510 takes 513 tokens and the context of demo holds 512"),
+        ("-p 0 -n 3 -d 510,511", "tg3 @ d510 takes 513 tokens and the context of demo holds 512"),
         ("-p 500 -n 0 -d 20 --jobs 2", "pp500 @ d20 takes 520 tokens and the context of demo holds 512"),
-        ("-p 0 -n 4 -b 2 --prompt-length 600", "tg4 x2 @ d600 takes 604 tokens and the context of demo holds 512"),
     ],
 )
 def test_what_no_context_holds_is_told_before_anything_is_measured(
@@ -258,6 +257,14 @@ def test_what_no_context_holds_is_told_before_anything_is_measured(
     assert streams.out == ""
     assert streams.err.startswith(f"quarrel.bench: {said}: ask for shorter prompts")
     assert streams.err.count("\n") == 1
+
+
+def test_what_does_not_fit_the_context_is_skipped_and_the_rest_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "--backend cpu -m demo -p 8 -n 2 -d 0,505 -r 1 --no-check --step-tokens 64 -o jsonl"
+    assert main(line.split()) == 0
+    streams = capsys.readouterr()
+    assert [json.loads(text)["test"] for text in streams.out.splitlines()] == ["pp8", "tg2", "tg2 @ d505"]
+    assert "pp8 @ d505 takes 513 tokens and the context of demo holds 512: skipped\n" in streams.err
 
 
 @pytest.mark.parametrize(
