@@ -91,14 +91,12 @@ def _fitting(model: str, tests: Sequence[Test], say: Callable[[str], None]) -> l
     with GGUFFile.open(resolve(model).paths) as file:
         context = read_spec(file).context_length
     fitting = [test for test in tests if test.length <= context]
-    told = [
-        f"{t.name} takes {t.length} tokens and the context of {model} holds {context}" for t in tests if t not in fitting
-    ]
-    if not fitting:
-        advice = "ask for shorter prompts (-p, --prompt-length), fewer tokens (-n) or less depth (-d)"
-        raise RequestError(f"{told[0]}: {advice}")
-    for text in told:
-        say(f"{text}: skipped")
+    for test in (t for t in tests if t.length > context):
+        found = f"{test.name} takes {test.length} tokens and the context of {model} holds {context}"
+        if not fitting:
+            advice = "ask for shorter prompts (-p, --prompt-length), fewer tokens (-n) or less depth (-d)"
+            raise RequestError(f"{found}: {advice}")
+        say(f"{found}: skipped")
     return fitting
 
 
