@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, UnknownMetricFamily
 from prometheus_client.registry import Collector
 
 from quarrel.engine import Activity, Histogram, Stats
 
-Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
+Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily | UnknownMetricFamily
 
 
 class Held(Protocol):
@@ -62,7 +62,10 @@ COUNTERS: tuple[tuple[str, str, Callable[[Stats, Activity], float]], ...] = (
     ("quarrel_kv_cache_misses", "Prompt tokens that had to run", lambda s, a: s.prompt_tokens),
     ("quarrel_kv_cache_evictions", "Kept blocks that made room", lambda s, a: a.evictions),
     ("quarrel_numerical_instability", "Requests whose numbers diverged (NaN)", lambda s, a: s.ends["Diverged"]),
+    ("quarrel_ssm_divergence", "Of these, with NaN or infinity in a recurrent state", lambda s, a: s.diverged_states),
 )
+PLAIN = ("quarrel_ssm_divergence",)
+"""Counters that older dashboards know without `_total`; they have both names, as the choices of experts do."""
 GAUGES: tuple[tuple[str, str, Callable[[Stats, Activity], float]], ...] = (
     ("quarrel_engine_requests_running", "Requests that have blocks", lambda s, a: a.running),
     ("quarrel_engine_requests_waiting", "Requests in the queue", lambda s, a: a.waiting),
@@ -84,6 +87,10 @@ HISTOGRAMS: tuple[tuple[str, str, Callable[[Stats], Histogram]], ...] = (
     ("quarrel_engine_step_duration_seconds", "Steps, from launch to result", lambda s: s.step_seconds),
     ("quarrel_engine_batch_sequences", "Requests in a step", lambda s: s.batch_sequences),
     ("quarrel_engine_batch_tokens", "Tokens in a step", lambda s: s.batch_tokens),
+    ("quarrel_moe_layer_latency_seconds", "A layer of experts in a timed step", lambda s: s.moe_layer_seconds),
+    ("quarrel_moe_routing_latency_seconds", "Choosing its experts", lambda s: s.moe_routing_seconds),
+    ("quarrel_ssm_scan_latency", "A recurrent layer's scan in a timed step, seconds", lambda s: s.ssm_scan_seconds),
+    ("quarrel_ssm_conv_latency", "Its convolution, seconds", lambda s: s.ssm_conv_seconds),
 )
 TOKENS: tuple[tuple[str, Callable[[Stats], float]], ...] = (
     ("prompt", lambda s: s.prompt_tokens),
@@ -109,6 +116,8 @@ class EngineMetrics(Collector):
             for name, stats, activity in read:
                 counter.add_metric([name], value(stats, activity))
             yield counter
+            if metric in PLAIN:
+                yield _plain(counter)
         for metric, help, value in GAUGES:
             gauge = GaugeMetricFamily(metric, help, labels=["model"])
             for name, stats, activity in read:
@@ -135,6 +144,13 @@ class EngineMetrics(Collector):
         yield CounterMetricFamily("quarrel_process_gc_collections", "Runs of Python's collector", value=collections)
         yield GaugeMetricFamily("quarrel_memory_rss_bytes", "Memory of the process", value=_memory())
         yield GaugeMetricFamily("quarrel_process_threads", "Threads of Python", value=threading.active_count())
+
+
+def _plain(counter: CounterMetricFamily) -> UnknownMetricFamily:
+    """The same numbers by the counter's name alone, which this library does not give a counter."""
+    same = UnknownMetricFamily(counter.name, counter.documentation)
+    same.samples = [sample._replace(name=counter.name) for sample in counter.samples]
+    return same
 
 
 class Metrics:
@@ -168,6 +184,7 @@ def _experts(models: Iterable[tuple[str, Held]]) -> Iterator[Family]:
                 chosen.add_metric([name, path, str(expert)], count)
                 share.add_metric([name, path, str(expert)], count / total)
     yield chosen
+    yield _plain(chosen)
     yield share
 
 
@@ -182,7 +199,10 @@ def _loaded(models: Iterable[tuple[str, Held]]) -> Iterator[Family]:
     """What follows from how models were loaded."""
     length = GaugeMetricFamily("quarrel_context_length_tokens", "Of one sequence", labels=["model"])
     cache = GaugeMetricFamily("quarrel_kv_cache_size_bytes", "Keys and values", labels=["model", "layer"])
-    states = GaugeMetricFamily("quarrel_ssm_state_size_bytes", "Recurrent states and their kept copies", labels=["model"])
+    states = [
+        GaugeMetricFamily(metric, "Recurrent states and their kept copies, bytes", labels=["model"])
+        for metric in ("quarrel_ssm_state_size_bytes", "quarrel_ssm_state_size")
+    ]
     memory = {
         backend: GaugeMetricFamily(metric, "Weights, cache and scratch", labels=["model", "device"])
         for backend, metric in MEMORY.items()
@@ -192,7 +212,8 @@ def _loaded(models: Iterable[tuple[str, Held]]) -> Iterator[Family]:
             continue
         facts = model.explain()
         length.add_metric([name], facts.n_ctx)
-        states.add_metric([name], facts.plan.states + facts.plan.snapshots)
+        for gauge in states:
+            gauge.add_metric([name], facts.plan.states + facts.plan.snapshots)
         plan = facts.memory
         if facts.backend in memory:
             memory[facts.backend].add_metric([name, facts.device], plan.weights + plan.cache + plan.activations)
@@ -201,7 +222,7 @@ def _loaded(models: Iterable[tuple[str, Held]]) -> Iterator[Family]:
             cache.add_metric([name, path], plan.cache / len(layers))
     yield length
     yield cache
-    yield states
+    yield from states
     yield from memory.values()
 
 

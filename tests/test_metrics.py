@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +12,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import quarrel
 from quarrel.engine import SamplingParams, Service
+from quarrel.gguf import GGUFFile
+from quarrel.llm import LoadOptions
+from quarrel.llm.compile import profile_steps
 from quarrel.metrics import COUNTERS, GAUGES, HISTOGRAMS, Metrics
+from quarrel.models import Tensors, assemble, read_spec
 from tests.engine.toys import Toy, limits
 from tests.paths import need_cases
+from tests.reference_backend import ReferenceBackend
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -70,14 +77,10 @@ def test_the_names_stay() -> None:
 
 
 LEFT_OUT = {
-    "a captured step has no times of its parts: `bench/steps/gpu_profile.py` and `python -m quarrel.bench` measure them": (
-        "moe_layer_latency_seconds moe_routing_latency_seconds cuda_kernel_duration_seconds metal_kernel_duration_seconds"
-        " ssm_scan_latency_seconds ssm_conv_latency_seconds"
-    ),
+    "`python -m quarrel.bench` measures kernels": "cuda_kernel_duration_seconds metal_kernel_duration_seconds",
     "not counted: what runs is known beforehand, `quarrel explain` lists it": (
         "cuda_gemm_ops_total cuda_attention_ops_total cpu_gemm_ops_total cpu_attention_ops_total"
     ),
-    "a state that diverges ends its request, which `quarrel_numerical_instability_total` counts": "ssm_divergence_total",
     "only the driver knows": (
         "cuda_memory_total_bytes cuda_stream_in_flight metal_command_queue_in_flight metal_buffer_bytes"
     ),
@@ -85,7 +88,8 @@ LEFT_OUT = {
 WANTED = """
 webui_connections_active webui_requests_total webui_inference_duration_seconds webui_tokens_total webui_errors_total
 moe_layer_latency_seconds moe_expert_selection_total moe_routing_latency_seconds moe_expert_utilization
-ssm_scan_latency_seconds ssm_conv_latency_seconds ssm_state_size_bytes ssm_divergence_total
+moe_expert_selection ssm_scan_latency ssm_conv_latency ssm_state_size_bytes ssm_state_size
+ssm_divergence_total ssm_divergence
 webui_http_requests_total webui_http_request_duration_seconds webui_http_request_size_bytes webui_http_response_size_bytes
 webui_connections_total webui_ws_messages_total webui_ws_message_duration_seconds webui_inference_requests_total
 webui_tokens_per_second webui_inference_queue_size webui_inference_queue_full_total webui_models_loaded
@@ -123,7 +127,99 @@ def test_the_states_of_a_recurrent_model_are_reported_in_bytes() -> None:
         metrics.add("m", llm)
         plan = llm.explain().plan
         assert plan.states > 0
-        assert scrape(metrics)["quarrel_ssm_state_size_bytes", "m"] == plan.states + plan.snapshots
+        found = scrape(metrics)
+        for name in ("quarrel_ssm_state_size_bytes", "quarrel_ssm_state_size"):
+            assert found[name, "m"] == plan.states + plan.snapshots
+
+
+HYBRID = ("nemotron_h_moe", "model-q4_0x.gguf")
+TIMED = (
+    "quarrel_moe_layer_latency_seconds",
+    "quarrel_moe_routing_latency_seconds",
+    "quarrel_ssm_scan_latency",
+    "quarrel_ssm_conv_latency",
+)
+
+
+def timed(metrics: Metrics, what: str) -> list[float]:
+    found = scrape(metrics)
+    return [found[f"{name}_{what}", "m"] for name in TIMED]
+
+
+@pytest.mark.parametrize(
+    ("model", "layers", "every"),
+    [
+        ("granitehybrid", (3, 3, 2, 2), None),
+        ("granitehybrid", (3, 3, 2, 2), 2),
+        ("granitehybrid", (3, 3, 2, 2), 0),
+        ("nemotron_h_moe", (2, 2, 2, 2), None),
+        ("mamba", (0, 0, 2, 2), None),
+        ("mixtral", (2, 2, 0, 0), None),
+        ("llama32", (0, 0, 0, 0), 1),
+    ],
+)
+def test_layers_are_timed_in_as_many_steps_as_asked_for(model: str, layers: tuple[int, ...], every: int | None) -> None:
+    path = need_cases(model, "model-q4_0x.gguf")
+    with quarrel.load(path, n_ctx=64, max_seqs=1, backend="cpu", profile_steps=every) as llm:
+        metrics = Metrics()
+        metrics.add("m", llm)
+        began = time.perf_counter()
+        for rounds in (1, 2):
+            llm.generate([1, 2, 3], max_tokens=5, temperature=0, ignore_eos=True)
+            assert llm.stats().steps == 5 * rounds
+            steps = 5 * rounds if every is None else 5 * rounds // every if every else 0
+            assert timed(metrics, "count") == [steps * n for n in layers]
+        wall = time.perf_counter() - began
+        moe, routing, scan, conv = timed(metrics, "sum")
+        assert [moe > routing, routing > 0, scan > 0, conv > 0] == [every != 0 and n > 0 for n in layers]
+        assert moe + scan + conv < wall
+
+
+def test_a_step_that_cannot_be_timed_is_said_where_that_was_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    for every, said in ((None, 0), (3, 1)):
+        own = ReferenceBackend()
+        with quarrel.load(need_cases(*HYBRID), n_ctx=64, backend=own, compute="float32", profile_steps=every) as llm:
+            assert len(llm.generate([1, 2], max_tokens=3, temperature=0, ignore_eos=True).token_ids) == 3
+        assert sum("cannot be timed" in record.message for record in caplog.records) == said
+
+
+def test_a_gpu_s_steps_are_timed_only_where_that_was_asked_for() -> None:
+    with GGUFFile.open(need_cases(*HYBRID)) as file:
+        program = assemble(read_spec(file), Tensors(file))
+    for backend, wanted, steps in (("triton", None, 0), ("triton", 16, 16), ("cpu", None, 1), ("cpu", 0, 0)):
+        opened: Any = SimpleNamespace(backend=SimpleNamespace(name=backend), options=LoadOptions(profile_steps=wanted))
+        assert profile_steps(opened, program) == steps
+
+
+def with_no_numbers(path: Path, name: str, row: int | None) -> Path:
+    """A copy of the hybrid in which a row of a tensor, or all of it, is NaN."""
+    source = need_cases(*HYBRID)
+    data = bytearray(source.read_bytes())
+    with GGUFFile.open(source) as file:
+        raw = file.raw(name) if row is None else file.raw(name)[row]
+        at = data.find(raw.tobytes())
+        data[at : at + raw.nbytes] = b"\xff" * raw.nbytes  # NaN in float32, and in the scales of Q4_0
+    path.write_bytes(data)
+    return path
+
+
+def test_a_state_that_diverges_is_counted_and_only_that(tmp_path: Path) -> None:
+    bad = with_no_numbers(tmp_path / "token.gguf", "token_embd.weight", 9)
+    with quarrel.load(bad, n_ctx=64, max_seqs=3, backend="cpu") as llm:
+        metrics = Metrics()
+        metrics.add("m", llm)
+        ends = [r.error is None for r in llm.generate([[1, 2, 3], [4, 9, 5], [6, 7]], max_tokens=4, ignore_eos=True)]
+        assert ends == [True, False, True]
+        found = scrape(metrics)
+        assert found["quarrel_ssm_divergence", "m"] == found["quarrel_ssm_divergence_total", "m"] == 1
+        assert found["quarrel_numerical_instability_total", "m"] == 1
+    # Behind the last layer no state has seen it.
+    with quarrel.load(with_no_numbers(tmp_path / "norm.gguf", "output_norm.weight", None), n_ctx=64, backend="cpu") as llm:
+        metrics = Metrics()
+        metrics.add("m", llm)
+        assert llm.generate([[1, 2, 3]], max_tokens=4)[0].error is not None
+        found = scrape(metrics)
+        assert (found["quarrel_numerical_instability_total", "m"], found["quarrel_ssm_divergence", "m"]) == (1, 0)
 
 
 def test_experts_memory_and_the_cache_of_a_loaded_model() -> None:
@@ -134,6 +230,8 @@ def test_experts_memory_and_the_cache_of_a_loaded_model() -> None:
         found = scrape(metrics)
         chosen = {key: n for key, n in found.items() if key[0] == "quarrel_moe_expert_selection_total"}
         layers = {key[2] for key in chosen}
+        plain = {key[1:]: n for key, n in found.items() if key[0] == "quarrel_moe_expert_selection"}
+        assert plain == {key[1:]: n for key, n in chosen.items()}
         used = llm.spec.layers[0].moe.used if hasattr(llm.spec.layers[0], "moe") else 2
         assert sum(chosen.values()) == len(layers) * used * llm.stats().prompt_tokens + len(layers) * used * 3
         shares = [n for key, n in found.items() if key[0] == "quarrel_moe_expert_utilization"]

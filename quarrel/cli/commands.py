@@ -129,6 +129,13 @@ def _serve(p: argparse.ArgumentParser) -> None:
     )
     for flag, number, text in bounds:
         p.add_argument(flag, type=int, default=number, metavar="N", help=f"{text}, {number} by default")
+    p.add_argument(
+        "--profile-steps",
+        type=int,
+        metavar="N",
+        help="time the expert and recurrent layers of one step in N for /metrics; by default 1 on a CPU, where a clock is"
+        " cheap, and 0 (never) on CUDA, where such a step is no captured graph and takes several times as long",
+    )
     _draft_options(p)
     add_load_flags(p)
     _beside_options(p, many=True)

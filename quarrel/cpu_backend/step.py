@@ -239,6 +239,10 @@ class CpuStep:
             for source, target in pairs:
                 state[target] = state[source]
 
+    def finite_states(self, slot: int) -> bool:
+        """See `ops.step.KeepsStates`."""
+        return all(bool(np.isfinite(state[slot]).all()) for state in self._open().states)
+
     def explain(self) -> list[ExplainLine]:
         """Who took what; of linear maps also the kernels that their table chose, and why others declined."""
         return self._open().explain()

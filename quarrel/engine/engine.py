@@ -24,7 +24,8 @@ from quarrel.engine.scheduler import DRAIN, Batch, Part, Scheduler
 from quarrel.engine.sequence import Sequence
 from quarrel.engine.stats import Stats
 from quarrel.errors import DeadlineExceeded, Diverged, EngineFault, OutOfMemory, QuarrelError
-from quarrel.ops.step import Done, Pending, Step, StepOutputs
+from quarrel.ops.profile import Profiles
+from quarrel.ops.step import Done, KeepsStates, Pending, Step, StepInputs, StepOutputs, Want
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,8 @@ class Engine:
     """Runs sequences on a step. Not safe for threads: `Loop` owns it.
 
     make_step: makes the step, and makes it again when one broke. width: of the widest row that may be wanted. ended: called
-    with each sequence that has finished. make_drafter: makes the draft model's part, likewise.
+    with each sequence that has finished. make_drafter: makes the draft model's part, likewise. profile_steps: one step in
+    so many is timed by its parts, if the step can do that; 0 is none.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Engine:
         ended: Callable[[Sequence], None] = lambda sequence: None,
         clock: Callable[[], float] = time.perf_counter,
         make_drafter: MakeDrafter | None = None,
+        profile_steps: int = 0,
     ) -> None:
         self.step = make_step()
         self.drafter = None if make_drafter is None else make_drafter()
@@ -88,6 +91,7 @@ class Engine:
         self._deadlines: list[tuple[float, int, Sequence, bool]] = []
         self._broken, self._good_steps = 0, 1
         self._counted = 0.0
+        self._profile_steps, self._launches = profile_steps, 0
 
     def add(self, sequence: Sequence) -> None:
         self.scheduler.add(sequence)
@@ -155,7 +159,7 @@ class Engine:
         now = time.perf_counter()
         try:
             inputs = laid_out(self._inputs.of(batch), batch.parts, self.step.limits.block_size)
-            pending = self.step.launch(inputs, batch.want)
+            pending = self._start(inputs, batch.want)
         except Exception as error:
             restarts = self.stats.restarts
             self._finish()  # the step in flight is not concerned, if it returns
@@ -171,6 +175,14 @@ class Engine:
             self._finish_step(before)
         if isinstance(pending, Done):
             self._finish()
+
+    def _start(self, inputs: StepInputs, want: Want) -> Pending:
+        self._launches += 1
+        if not self._profile_steps or self._launches % self._profile_steps or not isinstance(self.step, Profiles):
+            return self.step.launch(inputs, want)
+        profiled = self.step.profile(inputs, want)
+        self.stats.timed(profiled)
+        return Done(profiled.outputs)
 
     def _prepare(self, batch: Batch) -> None:
         for part in batch.parts:
@@ -363,6 +375,7 @@ class Engine:
     def _end(self, sequence: Sequence, reason: FinishReason, failure: QuarrelError | None = None) -> None:
         failure = sequence.failure or failure
         if isinstance(failure, Diverged):
+            self._look_at_states(sequence)
             self.cache.invalidate(sequence)
         self.scheduler.remove(sequence)
         self._ended(sequence)  # first: its caller may send the next one at once
@@ -375,6 +388,15 @@ class Engine:
         self.stats.ended(now, sequence.submitted)
         self.stats.ends[type(failure).__name__ if failure is not None else sequence.outcome or reason] += 1
         self.stats.request_seconds.add(now - sequence.submitted)
+
+    def _look_at_states(self, sequence: Sequence) -> None:
+        """A state that is not finite spoils the logits of the same step, so this is soon enough."""
+        if sequence.slot < 0 or not isinstance(self.step, KeepsStates):
+            return
+        try:
+            self.stats.diverged_states += not self.step.finite_states(sequence.slot)
+        except Exception:
+            log.info("the states of a sequence that diverged could not be read", exc_info=True)
 
     def _copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         self.step.copy_blocks(pairs)

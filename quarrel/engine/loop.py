@@ -75,6 +75,7 @@ class Loop:
         *,
         max_waiting: int = MAX_WAITING,
         make_drafter: MakeDrafter | None = None,
+        profile_steps: int = 0,
     ) -> Step:
         """Makes the step on the thread, and runs an engine on it from now on; the rest as in `Engine`.
         max_waiting: sequences that may be there beyond those that can run at once."""
@@ -82,7 +83,9 @@ class Loop:
         make_step, make_drafter = self._compiling(make_step), make_drafter and self._compiling(make_drafter)
 
         def job() -> Step:
-            self.engine = Engine(make_step, width, rules, ended=self._ended, make_drafter=make_drafter)
+            self.engine = Engine(
+                make_step, width, rules, ended=self._ended, make_drafter=make_drafter, profile_steps=profile_steps
+            )
             self.places.size = self.engine.step.limits.max_seqs + max_waiting
             return self.engine.step
 

@@ -5,8 +5,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from quarrel.ops.profile import Profiled
 
 LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+PARTS = (1e-6, 2.5e-6, 5e-6, 1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.5)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 
 
@@ -25,6 +30,10 @@ class Histogram:
 
 def _latency() -> Histogram:
     return Histogram(LATENCY)
+
+
+def _part() -> Histogram:
+    return Histogram(PARTS)
 
 
 @dataclass
@@ -61,9 +70,27 @@ class Stats:
     token_seconds: Histogram = field(default_factory=_latency)
     """Between two tokens of a request."""
     request_seconds: Histogram = field(default_factory=_latency)
+    moe_layer_seconds: Histogram = field(default_factory=_part)
+    """Of each layer with experts in each step that was timed; routing is a part of it."""
+    moe_routing_seconds: Histogram = field(default_factory=_part)
+    ssm_scan_seconds: Histogram = field(default_factory=_part)
+    ssm_conv_seconds: Histogram = field(default_factory=_part)
+    diverged_states: int = 0
+    """Sequences that ended as `Diverged` with a recurrent state that was not finite."""
     end_interval: float = 0.0
     """Seconds between two ends of requests while there were any, a running average."""
     last_end: float = 0.0
+
+    def timed(self, profiled: Profiled) -> None:
+        """A step was timed."""
+        for histogram, phases in (
+            (self.moe_layer_seconds, ("routing", "experts")),
+            (self.moe_routing_seconds, ("routing",)),
+            (self.ssm_scan_seconds, ("scan",)),
+            (self.ssm_conv_seconds, ("convolution",)),
+        ):
+            for seconds in profiled.by_layer(*phases).values():
+                histogram.add(seconds)
 
     def ended(self, now: float, submitted: float) -> None:
         """A request ended; where nothing ran before it, its own time is the interval."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from quarrel.engine import CacheRules, Loop
@@ -11,8 +12,11 @@ from quarrel.llm.open import Opened
 from quarrel.llm.plan import Planned
 from quarrel.models import ModelSpec, Tensors
 from quarrel.ops.check import CheckedStep
+from quarrel.ops.profile import Profiles, phases
 from quarrel.ops.program import Program
 from quarrel.ops.step import Step
+
+log = logging.getLogger("quarrel")
 
 
 @dataclass(frozen=True)
@@ -35,10 +39,13 @@ def compile_model(opened: Opened, planned: Planned) -> Compiled:
             cache_rules(planned.program, options.prefix_cache, planned.kept_blocks),
             max_waiting=options.max_waiting,
             make_drafter=None if planned.draft is None else lambda: _drafter(opened, planned),
+            profile_steps=profile_steps(opened, planned.program),
         )
     except BaseException:
         loop.close(timeout=0.0)
         raise
+    if options.profile_steps and not isinstance(step, Profiles):
+        log.warning("profile_steps=%d: steps of %s cannot be timed", options.profile_steps, type(step).__name__)
     return Compiled(loop, step)
 
 
@@ -50,6 +57,15 @@ def cache_rules(program: Program, reuse: bool, kept_blocks: int | None = None) -
     windows = [layer.window for layer in program.caches]
     window = program.window or (max(windows) if windows and all(windows) else 0)
     return CacheRules(reuse, bool(program.states), window, kept_blocks, program.window_groups)
+
+
+def profile_steps(opened: Opened, program: Program) -> int:
+    """One step in how many is timed by its parts; 0 is none, as for models without those of which there are metrics."""
+    if not {"routing", "scan"} & set(phases(program.nodes)):
+        return 0
+    wanted = opened.options.profile_steps
+    # A clock is cheap beside a CPU's step; on a GPU a timed step is no captured graph, and takes several times as long.
+    return int(opened.backend.name == "cpu") if wanted is None else wanted
 
 
 def _step(opened: Opened, planned: Planned) -> Step:

@@ -239,6 +239,14 @@ class LoadOptions:
             "LoRA adapters by name: GGUF files as llama.cpp writes them; a request names one by `adapter=`, or none.",
         ),
     )
+    profile_steps: int | None = field(
+        default=None,
+        metadata=_about(
+            Whole(0, 1 << 20),
+            "one step in so many has its expert and recurrent layers timed, for `quarrel.metrics`; 0 is none."
+            " By default every step on a CPU, and none on CUDA, where a timed step takes several times as long.",
+        ),
+    )
     progress: Progress | None = field(
         default=None,
         metadata=_about(

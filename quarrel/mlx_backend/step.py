@@ -86,6 +86,11 @@ class MlxStep:
             if isinstance(ref, StateRef) and isinstance(state, mx.array):
                 self._resident[ref] = copy_rows(state, pairs, 1, "state slots")
 
+    def finite_states(self, slot: int) -> bool:
+        """See `ops.step.KeepsStates`."""
+        kept = (s for ref, s in self._resident.items() if isinstance(ref, StateRef) and isinstance(s, mx.array))
+        return all(bool(mx.isfinite(state[slot]).all()) for state in kept)
+
     def expert_counts(self) -> dict[str, Array]:
         """See `ops.step.CountsExperts`."""
         return self._experts.read(self._counts)

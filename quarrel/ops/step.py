@@ -250,6 +250,14 @@ class CountsExperts(Protocol):
 
 
 @runtime_checkable
+class KeepsStates(Protocol):
+    """A step whose recurrent states can be looked at. Reading waits for the launches so far."""
+
+    def finite_states(self, slot: int) -> bool:
+        """Whether the states in this slot, of all layers, hold neither NaN nor infinity; True where there are none."""
+
+
+@runtime_checkable
 class Backend(Protocol):
     """One way to compute. Tests, fuzzers and QUARREL_CHECK use `run_op`."""
 

@@ -15,6 +15,7 @@ from quarrel.ops.step import (
     Backend,
     CountsExperts,
     ExplainLine,
+    KeepsStates,
     Limits,
     MemoryPlan,
     Pending,
@@ -123,6 +124,10 @@ class ParallelStep:
     def expert_counts(self) -> dict[str, Array]:
         """See `ops.step.CountsExperts`; every member routes all tokens."""
         return self._own.expert_counts() if isinstance(self._own, CountsExperts) else {}
+
+    def finite_states(self, slot: int) -> bool:
+        """See `ops.step.KeepsStates`; of the first member's part, which a NaN anywhere reaches in the next layer."""
+        return not isinstance(self._own, KeepsStates) or self._own.finite_states(slot)
 
     def explain(self) -> list[ExplainLine]:
         return self._own.explain()

@@ -179,6 +179,10 @@ class TritonStep:
         """Copies the state in slots (source, destination) of every layer."""
         copy_states(self._plan.states, pairs)
 
+    def finite_states(self, slot: int) -> bool:
+        """See `ops.step.KeepsStates`."""
+        return all(bool(torch.isfinite(state[slot]).all()) for state in self._plan.states)
+
     def explain(self) -> list[ExplainLine]:
         """Who took what, in which format its weight is stored if not its own, and which kernels serve which rows."""
         return [

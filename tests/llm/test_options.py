@@ -24,10 +24,10 @@ VALUES: dict[str, Any] = {
     "backend": "cpu", "compute": "float32", "n_ctx": 96, "max_seqs": 2, "memory": 0.5, "kv_cache": "int8",
     "prefix_cache": False, "prefix_cache_bytes": 1 << 20, "max_waiting": 7, "attention": "own", "deterministic": True,
     "threads": 3, "tensor_parallel": 2, "experts_on_cpu": 0, "rope_scaling": "yarn", "rope_scale": 2.0,
-    "yarn_orig_ctx": 64, "draft": "small.gguf", "adapters": {"one": "one.gguf"},
+    "yarn_orig_ctx": 64, "draft": "small.gguf", "adapters": {"one": "one.gguf"}, "profile_steps": 4,
 }  # fmt: skip
 """A value of each that is not the default; all but `progress`, which stays in its process."""
-NO_FLAG = {"max_seqs", "prefix_cache", "max_waiting", "draft", "adapters", "progress"}
+NO_FLAG = {"max_seqs", "prefix_cache", "max_waiting", "draft", "adapters", "profile_steps", "progress"}
 """Options without a flag among those for loading: some have one that a command declares itself."""
 
 
@@ -83,6 +83,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "yarn_orig_ctx": (0, 1.5),
     "draft": (5,),
     "adapters": (5, ["a"], {"a:b": "file"}, {"": "file"}, {f"a{i}": "file" for i in range(65)}),
+    "profile_steps": (-1, 0.5, True),
     "progress": (5,),
 }
 

@@ -23,7 +23,9 @@ from quarrel.process import RemoteLLM, open_remote
 from quarrel.server import Rates, Settings
 from quarrel.server.errors import Refused
 from quarrel.server.models import Entry, ModelManager
+from tests.paths import need_cases
 from tests.server.conftest import Live, running
+from tests.test_metrics import TIMED
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 480, "ignore_eos": True}
 
@@ -102,6 +104,31 @@ def test_killed_under_load_it_is_started_again_and_nobody_hangs(made: Live) -> N
     assert any("engine_lost" in r for rows in streams for r in rows)
     assert set(codes) <= {200, 503}
     assert 'quarrel_engine_process_restarts_total{model="demo"} 1.0' in made.client.get("/metrics").text
+
+
+def test_its_layers_are_in_the_server_s_metrics(tmp_path: Path) -> None:
+    """Of a model with two layers of experts, 3 of which a token takes, and two of Mamba-2."""
+    path = str(need_cases("nemotron_h_moe", "model-q4_0x.gguf"))
+    settings = Settings(data_dir=tmp_path, rates=Rates(requests=0, streams=0), models=(path,), n_ctx=64)
+    with running(settings, far) as made:
+        name = made.server.dispatcher.models.entries()[0].name
+
+        def found() -> dict[str, float]:
+            rows = (row for row in made.client.get("/metrics").text.splitlines() if f'model="{name}"' in row)
+            sums: dict[str, float] = {}
+            for row in rows:  # over layers and experts
+                key = row.partition("{")[0]
+                sums[key] = sums.get(key, 0.0) + float(row.rpartition(" ")[2])
+            return sums
+
+        answer = made.client.post("/v1/completions", json={"prompt": [1, 2, 3], "max_tokens": 5, "ignore_eos": True})
+        assert answer.json()["usage"]["completion_tokens"] == 5
+        steps, tokens = 5, 3 + 4
+        assert soon(lambda: [found()[f"{metric}_count"] for metric in TIMED] == [steps * 2] * 4), found()
+        assert all(found()[f"{metric}_sum"] > 0 for metric in TIMED)
+        assert found()["quarrel_ssm_state_size"] > 0
+        assert found()["quarrel_ssm_divergence"] == 0
+        assert soon(lambda: found().get("quarrel_moe_expert_selection", 0) == tokens * 2 * 3), found()
 
 
 def test_one_that_does_not_hold_is_started_later_and_later(made: Live) -> None:
