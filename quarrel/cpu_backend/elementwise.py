@@ -64,8 +64,8 @@ def gated(activation: str, quantised: bool) -> KernelDef:
 
 
 def relu2(k: Kernel, x: Val) -> Val:
-    """max(x, 0)^2."""
-    x = k.maximum(x, 0.0)
+    """max(x, 0)^2; a NaN stays one, as in every activation."""
+    x = k.maximum(k.lift(0.0, x.type), x)
     return x * x
 
 

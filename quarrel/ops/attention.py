@@ -9,6 +9,7 @@ lives in block `block_table[s, i // block_size]` at offset `i % block_size`. Que
     out         = softmax over the visible keys; a sink adds exp(sink_h) to the denominator only
 
 Query head h reads key head h // (n_heads / n_kv). Softmax and sums are in float32 or wider. No visible key gives 0.
+A row of the cache that none of a sequence's queries sees may hold another's NaN: it enters no sum, not even times zero.
 What an append keeps of a key is said in `ops/kv.py`.
 """
 
@@ -41,6 +42,8 @@ from quarrel.ops.null import Builder
 from quarrel.ops.rope import ROPE, RopeSpec
 
 _SCALED: tuple[KVType, ...] = ("int8", "fp8")
+POISON = np.array([np.nan, np.inf, -np.inf, 1e38, -1e38], np.float32)
+"""What a case has where nothing may be read."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +158,8 @@ def attention_reference(
         start, end = int(query_start[row]), int(query_start[row + 1])
         blocks = block_table[row, : -(-int(n) // size)]
         keys, values = (np.repeat(a[blocks].reshape(-1, s.n_kv, s.head_dim)[:n], group, 1) for a in (cache.k, cache.v))
+        first = _first_seen(s, int(n), end - start)
+        keys[:first] = values[:first] = 0
         queries = q[start:end].reshape(-1, s.n_heads, s.head_dim).astype(np.float64)
         score = np.einsum("qhd,khd->hqk", queries, keys) * s.scale
         if s.cap:
@@ -173,6 +178,11 @@ def attention_reference(
     return (out.reshape(q.shape).astype(np.float32),)
 
 
+def _first_seen(s: AttentionSpec, n: int, new: int) -> int:
+    """The oldest of a sequence's n keys that the first of its `new` queries sees."""
+    return min(n, max(0, n - new + 1 - s.window)) if s.window else 0
+
+
 def _draw_cache(rng: np.random.Generator, blocks: int, size: int, s: KVAppendSpec | AttentionSpec, case: Case) -> KVArrays:
     """`case.dims["kv"]` is the cache's type, as an index into KV_TYPES."""
     shape, type = (blocks, size, s.n_kv, s.head_dim), KV_TYPES[case.dims.get("kv", 0)]
@@ -180,8 +190,18 @@ def _draw_cache(rng: np.random.Generator, blocks: int, size: int, s: KVAppendSpe
     return KVArrays(k, v, type)
 
 
+def _poisoned(rng: np.random.Generator, cache: KVArrays, seen: Array) -> KVArrays:
+    """The cache with NaN, infinities and 1e38 in every row but those in `seen` `[C, block_size]`."""
+    k, v = (
+        np.where(seen[..., None, None], a, stored(rng.choice(POISON, (*seen.shape, 1, 1)), cache.type))
+        for a in (cache.k, cache.v)
+    )
+    return KVArrays(k, v, cache.type)
+
+
 def _make_attention(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
-    """Ragged sequences: up to `Q` new tokens after up to `KV` cached ones, blocks in random order."""
+    """Ragged sequences: up to `Q` new tokens after up to `KV` cached ones, blocks in random order. Sequences begin
+    with the `shared` blocks of the first. Rows that no query sees are as another sequence may have left them."""
     s: AttentionSpec = case.spec
     seqs, size = case.dims["S"], case.dims["block_size"]
     new = rng.integers(1, case.dims["Q"] + 1, seqs)
@@ -190,10 +210,16 @@ def _make_attention(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...
     kv_len[0] = new[0] + case.dims["KV"]
     width = int(-(-kv_len.max() // size))
     table = rng.permutation(seqs * width).reshape(seqs, width).astype(np.int32)
+    table[1:, : case.dims.get("shared", 0)] = table[0, : case.dims.get("shared", 0)]
     starts = np.concatenate([[0], np.cumsum(new)]).astype(np.int32)
     sinks = (draw.weight(rng, GGMLType.F32, 1, s.n_heads, 1.0),) if s.sinks else ()
     q = draw.activations(rng, int(new.sum()), s.width) * 2
-    return (q, starts, kv_len, table, _draw_cache(rng, seqs * width + 1, size, s, case), *sinks)
+    cache = _draw_cache(rng, seqs * width + 1, size, s, case)
+    seen = np.zeros(cache.k.shape[:2], bool)
+    for row, n in enumerate(kv_len):
+        at = np.arange(_first_seen(s, int(n), int(new[row])), n)
+        seen[table[row, at // size], at % size] = True
+    return (q, starts, kv_len, table, _poisoned(rng, cache, seen), *sinks)
 
 
 def _attention_strategy() -> Any:
@@ -244,6 +270,8 @@ ATTENTION = Op(
         Case(AttentionSpec(7, 1, 96, 0.1, cap=10.0), {"S": 2, "Q": 1, "KV": 40, "block_size": 16}, "decode, cap"),
         Case(AttentionSpec(8, 1, 128, 0.088, sinks=True), {"S": 2, "Q": 1, "KV": 40, "block_size": 16}, "decode, sinks"),
         Case(AttentionSpec(5, 1, 256, 0.0625), {"S": 2, "Q": 1, "KV": 40, "block_size": 32}, "decode, head_dim 256"),
+        Case(AttentionSpec(4, 2, 128, 0.1), {"S": 3, "Q": 3, "KV": 70, "block_size": 16, "shared": 2}, "shared blocks"),
+        Case(AttentionSpec(4, 2, 64, 0.125, window=37), {"S": 3, "Q": 70, "KV": 150, "block_size": 32}, "prefill, window"),
         *(_kv_case(AttentionSpec(8, 2, 80, 0.112, window=40), t, 3, 1, 150) for t in _SCALED),
         *(_kv_case(AttentionSpec(4, 2, 64, 0.125, cap=15.0), t, 2, 33, 40) for t in _SCALED),
     ],

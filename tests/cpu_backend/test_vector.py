@@ -70,6 +70,7 @@ def test_functions(
     x = np.concatenate([np.linspace(-30, 30, 65520), np.geomspace(1e-6, 1, 16)]).astype(np.float32)
     want = truth(x.astype(np.float64))
     assert (np.abs(apply(name, f, x) - want) <= tolerance * np.maximum(np.abs(want), 1.0 if name == "erf" else 1e-30)).all()
+    assert np.isnan(apply(name, f, np.full(16, np.nan, np.float32))).all()
 
 
 @pytest.mark.parametrize("float16", sorted(LEVELS))

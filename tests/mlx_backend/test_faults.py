@@ -63,7 +63,7 @@ def test_a_bad_sequence_reaches_no_other(backend: MlxBackend, op: Op, spec: obje
     keep = np.delete(np.arange(len(poisoned)), np.arange(2, starts[1]))  # type: ignore[index]
     assert np.array_equal(got[0][keep], clean[0][keep])  # type: ignore[index]
     others = np.delete(np.arange(len(inputs[-1])), slots[0])  # type: ignore[arg-type, index]
-    assert np.array_equal(got[1][others], clean[1][others])  # type: ignore[index]
+    assert np.array_equal(got[1][others], clean[1][others], equal_nan=True)  # type: ignore[index]
     assert np.isnan(got[0][2 : starts[1]]).any()  # type: ignore[index, misc]
 
 
@@ -120,7 +120,7 @@ def test_a_prompt_in_pieces_gives_the_same_bits(backend: MlxBackend, op: Op, spe
         pieces.append(out.reshape(2, new, -1))
         at += new
     assert np.array_equal(np.concatenate(pieces, 1).reshape(want.shape), want)
-    assert np.array_equal(state, state_wanted)  # type: ignore[arg-type]
+    assert np.array_equal(state, state_wanted, equal_nan=True)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", [65504.0, 6e-8, 1e-40, 0.0])

@@ -154,10 +154,13 @@ class _Source:
                 k.prefetch(row, line)
 
 
-def _unpack_keys(k: Kernel, level: Level, keys: _Source, values: _Source, start: Val, count: Val, out: Val) -> None:
-    """float32 keys as `[dim, SPLIT]`: sixteen keys at a time are transposed. Prefetches what is needed next."""
+def _unpack_keys(
+    k: Kernel, level: Level, keys: _Source, values: _Source, start: Val, first: Val, count: Val, out: Val
+) -> None:
+    """float32 keys `first`.. of a split as `[dim, SPLIT]`: sixteen at a time are transposed. Prefetches what is needed
+    next."""
     s, last = keys.s, start + count - 1
-    with k.range(0, count, 16) as j:
+    with k.range(first, count, 16) as j:
         keys.prefetch(k, keys.sixteen(k, k.minimum(start + j + 16, last & -16), last))
         values.prefetch(k, values.sixteen(k, start + j, last))
         rows = keys.sixteen(k, start + j, last)
@@ -167,16 +170,18 @@ def _unpack_keys(k: Kernel, level: Level, keys: _Source, values: _Source, start:
                 k.store(column, out + (j << 2), 4 * SPLIT * (d + i))
 
 
-def _unpack_values(k: Kernel, level: Level, values: _Source, start: Val, count: Val, out: Val) -> None:
-    """float32 values as `[SPLIT, dim]`; rows past the last key of the step of KEYS are zero, whatever the cache holds."""
+def _unpack_values(k: Kernel, level: Level, values: _Source, start: Val, low: Val, count: Val, out: Val) -> None:
+    """float32 values as `[SPLIT, dim]`, whole steps of KEYS; rows before `low` and from `count` on, which no query sees,
+    are zero, whatever the cache holds."""
     s = values.s
-    with k.range(0, count) as j:
+    with k.range(low, count) as j:
         row = values.at(k, start + j)
         for d in range(0, s.padded, 16):
             k.store(_load_dims(k, level, s, row, d), out + j * (4 * s.padded), 4 * d)
-    with k.range(count, (count + KEYS - 1) & -KEYS) as j:
-        for d in range(0, s.padded, 16):
-            k.store(k.zero(F32x16), out + j * (4 * s.padded), 4 * d)
+    for first, end in ((low & -KEYS, low), (count, (count + KEYS - 1) & -KEYS)):
+        with k.range(first, end) as j:
+            for d in range(0, s.padded, 16):
+                k.store(k.zero(F32x16), out + j * (4 * s.padded), 4 * d)
 
 
 def _scores(k: Kernel, s: Shape, q: Val, keys: Val, p: Val, rows: int, first: Val, last: Val) -> None:
@@ -314,9 +319,10 @@ def attention(s: Shape, level: Level) -> KernelDef:
         low, high = _visible(k, s, a, seq, position, queries)
         with k.range(low & -SPLIT, high, SPLIT) as start:
             count = k.minimum(high - start, SPLIT)
-            first, last = k.maximum(low - start, 0) & -KEYS, (count + KEYS - 1) & -KEYS
-            _unpack_keys(k, level, keys, values, start, count, scratch + at_k)
-            _unpack_values(k, level, values, start, count, scratch + at_v)
+            oldest = k.maximum(low - start, 0)
+            first, last = oldest & -KEYS, (count + KEYS - 1) & -KEYS
+            _unpack_keys(k, level, keys, values, start, first, count, scratch + at_k)
+            _unpack_values(k, level, values, start, oldest, count, scratch + at_v)
 
             def score(r: Val, n: int) -> None:
                 _scores(

@@ -59,7 +59,8 @@ def new_cache(layer: KVLayer, blocks: int, block_size: int, kind: Kind, values: 
         plain = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}[kind]
         out = np.zeros((*shape, layer.head_dim), plain)
         if x is not None:
-            out[...] = stored(x, "bfloat16").view(np.uint32) >> 16 if kind == "bfloat16" else x
+            with np.errstate(over="ignore"):
+                out[...] = stored(x, "bfloat16").view(np.uint32) >> 16 if kind == "bfloat16" else x
         return out
 
     return Cache(array(values.k if values else None), array(values.v if values else None), kind)

@@ -116,7 +116,8 @@ def activate(kind: str) -> KernelDef:
             else:
                 gate = k.load(a.gate + at + offset, type)
                 if kind == "oai":
-                    gate, up = k.minimum(gate, 7.0), k.maximum(k.minimum(up, 7.0), -7.0)
+                    most, least = k.lift(7.0, type), k.lift(-7.0, type)
+                    gate, up = k.minimum(most, gate), k.maximum(least, k.minimum(most, up))
                     y = gate * sigmoid(k, gate * 1.702) * (up + 1.0)
                 else:
                     y = silu(k, gate) * up

@@ -36,17 +36,18 @@ inline float row_sum(float x) {
   return x + simd_shuffle_xor(x, 8);
 }
 
-// Keys first to first + KEYS of one head into the tile; zeros past the last, as 0 times what lies there may be NaN.
+// Keys first to first + KEYS of one head into the tile; zeros before the oldest that any row sees, and past the last, as 0
+// times what lies there may be NaN.
 template <class T, int D, int KEYS, int WIDTH, bool PAGED, int SIZE, class Table>
 inline void load_keys(
     threadgroup Wide<T, WIDTH>* tile, const device T* from, Table table, ulong table_row, int begin, int heads, int head,
-    int first, int last, int tid) {
+    int first, int oldest, int last, int tid) {
   constexpr int STRIDE = D / WIDTH + 1;
   for (int i = tid; i < KEYS * (D / WIDTH); i += 128) {
     const int key = first + i / (D / WIDTH), part = i % (D / WIDTH);
     Wide<T, WIDTH> value;
     UNROLL for (int j = 0; j < WIDTH; j++) value.v[j] = T(0.0f);
-    if (key < last) {
+    if (key >= oldest && key < last) {
       const ulong slot = PAGED ? ulong(table[table_row + key / SIZE]) * SIZE + key % SIZE : ulong(begin + key);
       value = *(const device Wide<T, WIDTH>*)(from + (slot * heads + head) * D + part * WIDTH);
     }
@@ -77,8 +78,7 @@ _SOURCE = """
   const int position = n_keys - n_new + query;
   const int newest = metal::min((tile_row + 31) / GROUP, n_new - 1);
   const int last = PAGED ? n_keys - n_new + newest + 1 : n_keys;
-  int first = 0;
-  if (WINDOW > 0) first = metal::max(n_keys - n_new + tile_row / GROUP - WINDOW + 1, 0) / KEYS * KEYS;
+  const int oldest = WINDOW > 0 ? metal::max(n_keys - n_new + tile_row / GROUP - WINDOW + 1, 0) : 0;
   const ulong table_row = PAGED ? ulong(s) * table_shape[1] : 0;
   const float scale = numbers[0], cap = numbers[1];
 
@@ -92,10 +92,10 @@ _SOURCE = """
     }
   }
   float top = -INFINITY, total = 0.0f;
-  for (int start = first; start < last; start += KEYS) {
+  for (int start = oldest / KEYS * KEYS; start < last; start += KEYS) {
     threadgroup_barrier(mem_flags::mem_threadgroup);
     load_keys<T, D, KEYS, WIDTH, PAGED, SIZE>(
-        tile, keys, table, table_row, begin, KV_HEADS, kv_head, start, last, tid);
+        tile, keys, table, table_row, begin, KV_HEADS, kv_head, start, oldest, last, tid);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     UNROLL for (int j = 0; j < KEYS / 8; j++) score[j] = simdgroup_matrix<float, 8, 8>(0.0f);
     UNROLL for (int f = 0; f < PARTS; f++) {
@@ -141,7 +141,7 @@ _SOURCE = """
     top = new_top;
     threadgroup_barrier(mem_flags::mem_threadgroup);
     load_keys<T, D, KEYS, WIDTH, PAGED, SIZE>(
-        tile, values, table, table_row, begin, KV_HEADS, kv_head, start, last, tid);
+        tile, values, table, table_row, begin, KV_HEADS, kv_head, start, oldest, last, tid);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     UNROLL for (int f = 0; f < PARTS; f++) {
       simdgroup_matrix<float, 8, 8> b_v;

@@ -44,11 +44,14 @@ def sink(acc, top, total, sinks, head, ok):
 
 
 @triton.jit
-def _tile(cache, p_table, kv_head, begin, stop, S: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Keys and values begin.. below `stop`, [BLOCK_N, WIDE] each, and the scales of codes [BLOCK_N]; zeros beyond."""
+def _tile(cache, p_table, kv_head, begin, oldest, stop, S: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Keys and values begin.. below `stop`, [BLOCK_N, WIDE] each, and the scales of codes [BLOCK_N]; zeros beyond, and with
+    a window before `oldest`: those rows may be another sequence's by now."""
     d = tl.arange(0, S.WIDE)
     key = begin + tl.arange(0, BLOCK_N)
     ok = key < stop
+    if S.WINDOW:
+        ok = ok & (key >= oldest)
     block = tl.load(p_table + key // S.SIZE, mask=ok, other=0).to(tl.int64)
     row = (block * S.KV_HEADS + kv_head) * S.SIZE + key % S.SIZE
     at = row[:, None] * S.DIM + d[None, :]
@@ -125,12 +128,13 @@ def attend_one(
     start = (item - first_item) * split
     newest = start + split >= n_keys
     stop = tl.minimum(n_keys - 1, start + split)
+    oldest = start
     if S.WINDOW:
-        # No further back than the block of the oldest key: those before it may be another sequence's by now.
         EDGE: tl.constexpr = BLOCK_N if SIZE % BLOCK_N == 0 else SIZE
-        start = tl.maximum(start, tl.maximum(n_keys - score.window, 0) // EDGE * EDGE)
+        oldest = tl.maximum(n_keys - score.window, 0)
+        start = tl.maximum(start, oldest // EDGE * EDGE)
     p_table = sequences.table + seq.to(tl.int64) * tl.load(sequences.table_width)
-    b_k, b_v, k_scale, v_scale = _tile(cache, p_table, kv_head, start, stop, S, BLOCK_N)
+    b_k, b_v, k_scale, v_scale = _tile(cache, p_table, kv_head, start, oldest, stop, S, BLOCK_N)
     lane = tl.arange(0, BLOCK_M)
     head = kv_head * GROUP + lane
     row_ok = lane < GROUP
@@ -181,7 +185,7 @@ def attend_one(
         v_new = v_new * tl.load(cache.v_scale + new_row)
     acc = tl.where(there[:, None], v_new[None, :], 0.0)
     for begin in tl.range(start, stop, BLOCK_N, num_stages=1):
-        n_k, n_v, next_k_scale, next_v_scale = _tile(cache, p_table, kv_head, begin + BLOCK_N, stop, S, BLOCK_N)
+        n_k, n_v, next_k_scale, next_v_scale = _tile(cache, p_table, kv_head, begin + BLOCK_N, oldest, stop, S, BLOCK_N)
         products = tl.dot(b_q, tl.trans(as_values(b_k, KIND, COMPUTE)), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
         if KIND != "plain":
             products = products * k_scale[None, :]
@@ -190,7 +194,7 @@ def attend_one(
         key = begin + tl.arange(0, BLOCK_N)
         seen = key < stop
         if S.WINDOW:
-            seen = seen & (last - key < score.window)
+            seen = seen & (key >= oldest)
         products = tl.where(seen[None, :], products, float("-inf"))
         new_top = tl.maximum(top, tl.max(products, 1) * factor)
         # Where no key has been seen yet -inf stays; zero in its place leaves every power zero.

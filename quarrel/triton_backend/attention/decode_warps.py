@@ -62,17 +62,21 @@ def _values(codes, KIND: tl.constexpr, COMPUTE: tl.constexpr):
 
 
 @triton.jit
-def _tile(cache, block, kv_head, begin, stop, S: tl.constexpr, W: tl.constexpr, MASK: tl.constexpr):
-    """Keys and values of a tile, [H, KEYS, WIDE] each, and the scales of codes [H, KEYS]. MASK: zeros from `stop` on."""
+def _tile(cache, block, kv_head, begin, oldest, stop, S: tl.constexpr, W: tl.constexpr, MASK: tl.constexpr):
+    """Keys and values of a tile, [H, KEYS, WIDE] each, and the scales of codes [H, KEYS]. MASK: zeros from `stop` on. With
+    a window zeros before `oldest`: those rows may be another sequence's by now."""
     H: tl.constexpr = W.heads
     KEYS: tl.constexpr = W.keys
     h, n, d = tl.arange(0, H), tl.arange(0, KEYS), tl.arange(0, S.WIDE)
     row = ((block * S.KV_HEADS + kv_head + h) * S.SIZE + begin % S.SIZE)[:, None] + n[None, :]  # [H, KEYS]
     at = row[:, :, None] * S.DIM + d[None, None, :]
-    ok = tl.broadcast_to((begin + n < stop)[None, :], (H, KEYS))
+    seen = begin + n < stop
+    if S.WINDOW:
+        seen = (begin + n >= oldest) & (seen | (not MASK))
+    ok = tl.broadcast_to(seen[None, :], (H, KEYS))
     k_scale = tl.zeros([H, KEYS], tl.float32)
     v_scale = k_scale
-    if MASK:
+    if MASK or S.WINDOW:
         mask = ok[:, :, None] & (d < S.DIM)[None, None, :]
         b_k, b_v = tl.load(cache.k + at, mask=mask, other=0), tl.load(cache.v + at, mask=mask, other=0)
         if S.KIND != "plain":
@@ -91,10 +95,11 @@ def _tile(cache, block, kv_head, begin, stop, S: tl.constexpr, W: tl.constexpr, 
 
 @triton.jit
 def _accumulate(
-    sums, b_q, tile, begin, stop, last, score, S: tl.constexpr, KEYS: tl.constexpr, MASK: tl.constexpr,
+    sums, b_q, tile, begin, oldest, stop, score, S: tl.constexpr, KEYS: tl.constexpr, MASK: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """Adds a tile to sums [H, M, WIDE], maxima and totals [H, M]. MASK: keys from `stop` on are not there."""
+    """Adds a tile to sums [H, M, WIDE], maxima and totals [H, M]. MASK: keys from `stop` on are not there; with a window
+    those before `oldest` neither."""
     KIND: tl.constexpr = S.KIND
     acc, top, total = sums
     b_k, b_v, k_scale, v_scale = tile
@@ -109,9 +114,12 @@ def _accumulate(
     if S.CAP:
         products, factor = tanh(products * (score.scale / score.cap)), score.cap * _LOG2E
     if MASK or S.WINDOW:
-        seen = key < stop
-        if S.WINDOW:
-            seen = seen & (last - key < score.window)
+        if not MASK:
+            seen = key >= oldest
+        elif S.WINDOW:
+            seen = (key < stop) & (key >= oldest)
+        else:
+            seen = key < stop
         products = tl.where(seen, products, float("-inf"))
     new_top = tl.maximum(top, tl.max(products, 2) * factor)
     base = new_top
@@ -169,9 +177,10 @@ def attend_warps(
     newest = start + split >= n_keys
     last = n_keys - 1
     stop = tl.minimum(last, start + split)
+    oldest = start
     if S.WINDOW:
-        # No further back than the block of the oldest key: those before it may be another sequence's by now.
-        start = tl.maximum(start, tl.maximum(n_keys - score.window, 0) // KEYS * KEYS)
+        oldest = tl.maximum(n_keys - score.window, 0)
+        start = tl.maximum(start, oldest // KEYS * KEYS)
     p_table = sequences.table + seq.to(tl.int64) * tl.load(sequences.table_width)
     block = _blocks(p_table, start, stop, SIZE, H)
     r = tl.arange(0, ROWS)
@@ -230,12 +239,12 @@ def attend_warps(
     whole = start + tl.maximum(stop - start, 0) // KEYS * KEYS
     for begin in tl.range(start, whole, KEYS, num_stages=STAGES):
         coming = _blocks(p_table, begin + KEYS, stop, SIZE, H)
-        tile = _tile(cache, block, kv_head, begin, stop, S, W, False)
-        acc, top, total = _accumulate((acc, top, total), b_q, tile, begin, stop, last, score, S, KEYS, False, COMPUTE)
+        tile = _tile(cache, block, kv_head, begin, oldest, stop, S, W, False)
+        acc, top, total = _accumulate((acc, top, total), b_q, tile, begin, oldest, stop, score, S, KEYS, False, COMPUTE)
         block = coming
     if whole < stop:
-        tile = _tile(cache, block, kv_head, whole, stop, S, W, True)
-        acc, top, total = _accumulate((acc, top, total), b_q, tile, whole, stop, last, score, S, KEYS, True, COMPUTE)
+        tile = _tile(cache, block, kv_head, whole, oldest, stop, S, W, True)
+        acc, top, total = _accumulate((acc, top, total), b_q, tile, whole, oldest, stop, score, S, KEYS, True, COMPUTE)
     sums = (tl.reshape(acc, (ROWS, WIDE)), tl.reshape(top, (ROWS,)), tl.reshape(total, (ROWS,)))
     finish(
         output, partial, sums, sinks, item, seq, first_item, splits, kv_head, token, head, row_ok, S,

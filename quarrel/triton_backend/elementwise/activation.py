@@ -61,6 +61,15 @@ def activate(x, KIND: tl.constexpr):
 
 
 @triton.jit
+def oai(gate, up):
+    """gpt-oss's, of float32 values; a NaN stays one."""
+    gate = tl.minimum(gate, 7.0, propagate_nan=tl.PropagateNan.ALL)
+    up = tl.maximum(up, -7.0, propagate_nan=tl.PropagateNan.ALL)
+    up = tl.minimum(up, 7.0, propagate_nan=tl.PropagateNan.ALL)
+    return gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)
+
+
+@triton.jit
 def gated_flat(y, gate, up, size, KIND: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     ok = at < size

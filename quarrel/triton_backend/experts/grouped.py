@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from quarrel.triton_backend.attention.paged import find
-from quarrel.triton_backend.elementwise.activation import activate
+from quarrel.triton_backend.elementwise.activation import activate, oai
 from quarrel.triton_backend.experts.maps import ExpertMaps, Serves
 from quarrel.triton_backend.formats.float16 import is_fast
 from quarrel.triton_backend.linear.dequant_matmul import decoder
@@ -88,9 +88,7 @@ def grouped_tiles(
         if GATED:
             acc_b += tl.load(b_bias + stacked)[:, None]
     if KIND == "oai":
-        gate = tl.minimum(acc, 7.0)
-        up = tl.minimum(tl.maximum(acc_b, -7.0), 7.0)
-        acc = gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)
+        acc = oai(acc, acc_b)
     elif GATED:
         acc = activate(acc, KIND) * acc_b
     elif KIND != "none":

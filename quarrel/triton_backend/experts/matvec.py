@@ -19,7 +19,7 @@ from quarrel.ops.contract import Value
 from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP, ExpertDownSpec, ExpertUpSpec
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
-from quarrel.triton_backend.elementwise.activation import activate
+from quarrel.triton_backend.elementwise.activation import activate, oai
 from quarrel.triton_backend.experts import experts
 from quarrel.triton_backend.formats.dots import load_tile, tile_products
 from quarrel.triton_backend.formats.int8x2 import int8x2_rows, store_int8x2, words
@@ -97,8 +97,7 @@ def up_of_experts(
         if BIAS:
             g += tl.load(bias + stacked + r, mask=ok, other=0.0)
         if KIND == "oai":
-            g = tl.minimum(g, 7.0)
-            v = g / (1.0 + tl.exp(-1.702 * g)) * (tl.minimum(tl.maximum(u, -7.0), 7.0) + 1.0)
+            v = oai(g, u)
         else:
             v = activate(g, KIND) * u
     else:

@@ -9,6 +9,7 @@ Programs are persistent and take units in turn, items innermost, so a second ite
 Gate and up share a tile, half each: a lane holds row r of gate and row r of up, so the activation needs no exchange.
 """
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -278,8 +279,9 @@ def _consume(
                 gate += gl.load(bias + matrix * N + i, mask=i < N, other=0.0)[:, None]
                 value += gl.load(up_bias + matrix * N + i, mask=i < N, other=0.0)[:, None]
             if KIND == "oai":
-                gate = gl.minimum(gate, 7.0)
-                value = gl.minimum(gl.maximum(value, -7.0), 7.0) + 1.0
+                gate = gl.minimum(gate, 7.0, propagate_nan=tl.PropagateNan.ALL)
+                value = gl.maximum(value, -7.0, propagate_nan=tl.PropagateNan.ALL)
+                value = gl.minimum(value, 7.0, propagate_nan=tl.PropagateNan.ALL) + 1.0
                 value = gate / (1.0 + gl.exp(-1.702 * gate)) * value
             else:
                 gl.static_assert(KIND == "silu", "not an activation of the ring")
@@ -291,7 +293,7 @@ def _consume(
             if BIAS:
                 value += gl.load(bias + matrix * N + i, mask=i < N, other=0.0)[:, None]
             if KIND == "relu2":
-                value = gl.maximum(value, 0.0)
+                value = gl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
                 value = value * value
         pair = gl.load(items[1] + first + j, mask=j < count, other=0).to(gl.int64)
         p = y + part * part_stride + pair[None, :] * N + i[:, None]
