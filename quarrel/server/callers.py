@@ -39,21 +39,21 @@ class Connections:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._held: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
 
     def take(self, address: str) -> bool:
-        if self._held[address] >= self._most:
+        if self._counts[address] >= self._most:
             return False
-        self._held[address] += 1
+        self._counts[address] += 1
         return True
 
     def free(self, address: str) -> None:
-        self._held[address] -= 1
-        if not self._held[address]:
-            del self._held[address]
+        self._counts[address] -= 1
+        if not self._counts[address]:
+            del self._counts[address]
 
     @contextmanager
-    def held(self, address: str) -> Iterator[None]:
+    def counted(self, address: str) -> Iterator[None]:
         """For the time of a block; raises `Refused` (429)."""
         if not self.take(address):
             raise self.refusal()

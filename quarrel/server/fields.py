@@ -47,6 +47,6 @@ class Body(BaseModel):
         found = [name for name, value in (self.model_extra or {}).items() if value is not None]
         for name in type(self).model_fields:
             value = getattr(self, name)
-            held = [(f"{name}.{i}", v) for i, v in enumerate(value)] if isinstance(value, list) else [(name, value)]
-            found += [f"{path}.{inner}" for path, v in held if isinstance(v, Body) for inner in v.unknown()]
+            values = [(f"{name}.{i}", v) for i, v in enumerate(value)] if isinstance(value, list) else [(name, value)]
+            found += [f"{path}.{inner}" for path, v in values if isinstance(v, Body) for inner in v.unknown()]
         return sorted(found)

@@ -122,8 +122,8 @@ class Middleware:
                 scope["route"] = SimpleNamespace(path=scope["path"])
                 self._check_capacity(scope["path"])  # before the body is read and parsed
             method = scope.get("method", "WS")
-            held = self._forwarded.held(address) if behind else nullcontext()
-            with held, self._traces.request(method, scope["path"], _headers(scope)) as span:
+            place = self._forwarded.counted(address) if behind else nullcontext()
+            with place, self._traces.request(method, scope["path"], _headers(scope)) as span:
                 await self._app(scope, self._bounded(scope, receive), answer)
                 route = getattr(scope.get("route"), "path", "none")
                 self._traces.answered(span, method, route, sent["status"], request_id)
