@@ -156,12 +156,15 @@ class DataPort(_Port):
 
     def _add(self, context: Any, kept: Kept, batch: pa.RecordBatch) -> bool:
         batch = validated(batch)
+        if batch["vector"].null_count or batch["vector"].flatten().null_count:
+            raise RequestError("the column vector holds nulls")
         self.store.reserve(batch.nbytes, context.is_cancelled)
         return self.store.add(kept, batch)
 
     def _search(self, reader: Any, writer: Any) -> None:
-        query = validated(reader.read_chunk().data).to_pylist()[0]
-        body = {"dataset": query["dataset"], "k": query.get("k") or 10, "vector": query["query_vector"]}
+        rows = validated(reader.read_chunk().data).to_pylist()
+        query = rows[0] if rows else {}
+        body = {"dataset": query.get("dataset"), "k": query.get("k") or 10, "vector": query.get("query_vector")}
         found = self.store.answer(json.dumps(body).encode(), body)
         writer.begin(found.schema)
         for batch in found.to_batches():

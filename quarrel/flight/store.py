@@ -114,9 +114,11 @@ class Store:
     def open(self, name: str, schema: pa.Schema) -> Kept:
         """The dataset to put rows of a schema into, made by the first who asks."""
         try:
-            dim = vector_field(schema)[1]
+            kind, dim = vector_field(schema)
         except QuarrelError as error:
             raise RequestError(str(error)) from None
+        if not (pa.types.is_floating(kind) or pa.types.is_integer(kind)):
+            raise RequestError(f"the vectors are of {kind}, wanted numbers")
         with self.lock:
             kept = self._datasets.get(name)
             if kept is None:
@@ -157,7 +159,7 @@ class Store:
     def find(self, name: str) -> Kept:
         with self.lock:
             if name not in self._datasets:
-                raise Missing(f"dataset not found: {name}")
+                raise Missing(f"dataset not found: {name[:200]}")
             return self._datasets[name]
 
     def drop(self, name: str) -> None:
@@ -212,10 +214,13 @@ class Store:
         if isinstance(k, bool) or not isinstance(k, int) or k < 1:
             raise RequestError(f"k must be at least 1, got {k!r}")
         try:
-            query = np.asarray(body.get("vector", []), np.float32)
+            with np.errstate(over="ignore"):
+                query = np.asarray(body.get("vector") or [], np.float32)
         except (ValueError, TypeError):
-            raise RequestError("invalid json body: the vector is no list of numbers") from None
-        if query.shape != (kept.dim,):
+            query = np.full(1, np.nan)
+        if query.ndim != 1 or not np.isfinite(query).all():
+            raise RequestError("invalid json body: the vector is no list of finite numbers")
+        if query.size != kept.dim:
             raise RequestError(f"dimension mismatch: expected {kept.dim}, got {query.size}")
         table = self.table(name, body.get("filters") or [], indexed=True)
         return nearest(table, query, k, kept.metric if self.kind else None)
@@ -235,7 +240,7 @@ class Store:
         vector = vector_of(self.table(name, []), id)
         if vector is None:
             raise Missing(f"id {id} not found in dataset {name}")
-        return self.search({"dataset": name, "k": k, "vector": vector})
+        return self.search({"dataset": name, "k": k, "vector": vector.tolist()})
 
     def _index(self) -> None:
         with self._wake:

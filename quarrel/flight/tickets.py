@@ -47,13 +47,13 @@ class Tickets:
 
     def __init__(self, remembers: bool) -> None:
         self._remembers = remembers
-        self._filters: Any = []
+        self._filters: Sequence[Mapping[str, Any]] = []
 
     def read(self, raw: bytes) -> Body:
         if not raw.startswith(b"{"):
             return {"name": raw.decode("utf-8", "replace"), "filters": self._filters if self._remembers else []}
         body = json_body(raw)
-        self._filters = body.get("filters") or []
+        self._filters = _conditions(body.get("filters") or [])
         return body
 
 

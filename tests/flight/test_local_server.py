@@ -219,6 +219,8 @@ def test_what_is_missing_is_not_found(wire: Wire, call: str) -> None:
         MISSING[call](wire, a_name())
 
 
+NULLS = pa.record_batch([pa.array([1]), pa.array([None], pa.list_(pa.float32(), 16))], ["id", "vector"])
+TEXTS = pa.record_batch([pa.array([1]), pa.array([["x"]], pa.list_(pa.string(), 1))], ["id", "vector"])
 REFUSED: dict[str, tuple[Callable[[Wire, str], Any], str]] = {
     "id of another type": (lambda w, n: w.act("delete", {"dataset": n, "id": 3}), "cannot unmarshal number"),
     "by id of another type": (
@@ -229,6 +231,18 @@ REFUSED: dict[str, tuple[Callable[[Wire, str], Any], str]] = {
     "no JSON": (lambda w, n: w.act("check_readiness", b"{not json"), "invalid json body"),
     "another query": (lambda w, n: w.search(n, VECTORS[0][:15], 3), "expected 16, got 15"),
     "k 0": (lambda w, n: w.search(n, VECTORS[0], 0), "k must be at least 1"),
+    "a query of texts": (
+        lambda w, n: w.get({"search": {"dataset": n, "k": 1, "vector": ["x"]}}),
+        "no list of finite numbers",
+    ),
+    "a query of lists": (
+        lambda w, n: w.get({"search": {"dataset": n, "k": 1, "vector": [[1]]}}),
+        "no list of finite numbers",
+    ),
+    "a huge query": (lambda w, n: w.search(n, np.full(16, 1e300), 3), "no list of finite numbers"),
+    "filters that are none": (lambda w, n: w.get({"name": n, "filters": [3]}), "wanted a list of objects"),
+    "a vector that is null": (lambda w, n: w.put(n, NULLS), "holds nulls"),
+    "vectors of texts": (lambda w, n: w.put(a_name(), TEXTS), "vectors are of string, wanted numbers"),
     "k -1": (lambda w, n: w.search(n, VECTORS[0], -1), "k must be at least 1"),
 }
 
