@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,22 +13,31 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import flight
 
-from quarrel.errors import FlightDataError, FlightNotFound, FlightUnavailable, RequestError
+from quarrel.errors import FlightDataError, FlightNotFound, RequestError
 from quarrel.flight.connection import Access, Connection, Retry
 from quarrel.flight.filters import Filter, filters_of
 from quarrel.flight.messages import Filters, check_done, dataset_name, encoded, get_ticket, parse_object, search_ticket
 from quarrel.flight.ranking import MEASURES, Measure, Uneven, is_l2, ranked, uneven, vectors_of, warn_of
-from quarrel.flight.results import Dataset, Hits, Readiness, hits_by_l2
+from quarrel.flight.results import Dataset, Hits, Readiness, dataset_of, hits_by_id, hits_of
 from quarrel.flight.rows import numbers, query_vector, vector_field
-from quarrel.flight.streams import Acks, Caps, Pressure, checked, descriptor, listen_for_pressure, same_schema, schema_of
+from quarrel.flight.streams import (
+    Acks,
+    Caps,
+    Pressure,
+    abandon,
+    checked,
+    close_put,
+    descriptor,
+    listen_for_pressure,
+    same_schema,
+    schema_of,
+)
+from quarrel.flight.waiting import until_ready
 
 Array = npt.NDArray[Any]
 Batches: TypeAlias = "pa.RecordBatch | Iterable[pa.RecordBatch]"
 
 DATA, META = "grpc://127.0.0.1:3000", "grpc://127.0.0.1:3001"
-POLL, LONGEST_POLL = 0.05, 1.0
-SHORT = 30.0
-"""Seconds that a dataset may be READY with too few rows indexed before it is said that no more will come."""
 WHOLE = 3600.0
 """Seconds for reading a whole dataset."""
 WIDER = 4
@@ -58,7 +64,7 @@ class LongbowClient:
         self._data, self._meta = Connection(data, access, retry), Connection(meta, access, retry)
         self._timeout = access.timeout
         self._turn = itertools.count()
-        self._uneven: dict[str, Uneven] = {}
+        self._uneven: dict[str, Uneven | None] = {}
         self.slow_downs = 0
 
     def __repr__(self) -> str:
@@ -103,7 +109,7 @@ class LongbowClient:
                 writer.done_writing()
                 listener.join()
             finally:
-                _close(writer, listener)
+                close_put(writer, listener)
         self.slow_downs += pressure.signals
         return rows
 
@@ -128,7 +134,7 @@ class LongbowClient:
                 writer.done_writing()
                 acks.finish()
             except BaseException:
-                _abandon(writer, reader)
+                abandon(writer, reader)
                 raise
             writer.close()
             return acks.rows
@@ -189,14 +195,16 @@ class LongbowClient:
         ticket = flight.Ticket(search_ticket(name, query, rows, self._filters(name, filters)))
 
         def call() -> Hits:
-            return _hits(checked(self._begin(ticket, timeout), Caps(rows=rows, nbytes=rows << 16)), query)
+            return hits_of(checked(self._begin(ticket, timeout), Caps(rows=rows, nbytes=rows << 16)), query)
 
         hits = self._data.run(call, f"a search in {name}", name, timeout)
         if rerank:
             return self._ranked(name, hits, query, rerank, k)
-        asked = self._uneven.pop(name, None) if len(hits) else None
-        if asked is not None and is_l2(hits, query, lambda id: self._vectors(name, [id], len(query))[1]):
-            warn_of(name, asked, self._data.address)
+        asked = self._uneven.get(name) if len(hits) else None
+        if asked is not None:
+            self._uneven[name] = None  # it is said once
+            if is_l2(hits, query, lambda id: self._vectors(name, [id], len(query))[1]):
+                warn_of(name, asked, self._data.address)
         return hits.first(k)
 
     def search_by_id(self, dataset: str, id: int | str, k: int = 10) -> Hits:
@@ -205,14 +213,7 @@ class LongbowClient:
         name, _, _ = self._query(dataset, [0.0], k, False)
         body = {"dataset": name, "id": str(id), "k": k}
         said = parse_object(b"".join(self._act("VectorSearchByID", body)), "VectorSearchByID")
-        by_name = {key.lower(): value for key, value in said.items()}
-        ids, scores = (by_name.get(key) or [] for key in ("ids", "scores"))
-        try:
-            return hits_by_l2(np.array(ids, np.uint64), np.array(scores, np.float32).reshape(len(ids))).first(k)
-        except (ValueError, TypeError, OverflowError):
-            raise FlightDataError(
-                f"the server's answer to VectorSearchByID is {str(said)[:120]}, wanted ids and scores"
-            ) from None
+        return hits_by_id(said).first(k)
 
     def exchange(
         self, dataset: str, vector: Any, k: int = 10, *, fresh: bool = False, timeout: float | None = None
@@ -230,9 +231,9 @@ class LongbowClient:
                 writer.begin(batch.schema)
                 writer.write_batch(batch)
                 writer.done_writing()
-                hits = _hits(checked(reader, Caps(rows=rows, nbytes=rows << 16)), query)
+                hits = hits_of(checked(reader, Caps(rows=rows, nbytes=rows << 16)), query)
             except BaseException:
-                _abandon(writer, reader)
+                abandon(writer, reader)
                 raise
             writer.close()
             return hits.first(k)
@@ -244,7 +245,7 @@ class LongbowClient:
         name = dataset_name(dataset)
 
         def call() -> Dataset:
-            return _dataset(self._meta.client.get_flight_info(descriptor(name), self._meta.options()), name)
+            return dataset_of(self._meta.client.get_flight_info(descriptor(name), self._meta.options()), name)
 
         return self._meta.run(call, "info", name)
 
@@ -261,7 +262,7 @@ class LongbowClient:
         criteria = b"" if contains is None else encoded({"name": contains})
         options = self._meta.options()
         return self._meta.run(
-            lambda: [_dataset(f, None) for f in self._meta.client.list_flights(criteria, options)], "the list of datasets"
+            lambda: [dataset_of(f, None) for f in self._meta.client.list_flights(criteria, options)], "the list of datasets"
         )
 
     def schema(self, dataset: str) -> pa.Schema:
@@ -285,6 +286,8 @@ class LongbowClient:
             body["id"] = str(id)
         action = "delete-dataset" if id is None else "delete"
         check_done(self._act(action, body), action)
+        if id is None:
+            self._uneven.pop(dataset, None)
 
     def readiness(self, dataset: str) -> Readiness:
         """Whether what was put is indexed yet."""
@@ -305,24 +308,8 @@ class LongbowClient:
     ) -> Readiness:
         """Waits until a dataset is ready, with at least `rows` in its index. FlightUnavailable after `timeout` seconds, or
         where it stays ready with fewer. `progress` is called after each look."""
-        end, pause, short = time.monotonic() + timeout, POLL, 0.0
-        while True:
-            now = self.readiness(dataset)
-            if progress is not None:
-                progress(now)
-            if now.status == "READY" and now.indexed >= rows:
-                return now
-            if now.status == "NOT_FOUND":
-                self.info(dataset)  # says so in its words, if that is true
-            short = short + pause if now.status == "READY" else 0.0
-            if time.monotonic() + pause > end or short > SHORT:
-                waited = min(timeout, short) if short > SHORT else timeout
-                raise FlightUnavailable(
-                    f"{dataset} is {now.status} with {now.indexed} rows indexed after {waited:.3g} s, wanted READY"
-                    f"{f' with {rows}' if rows else ''}: wait longer, or look at the server"
-                )
-            time.sleep(pause)
-            pause = min(LONGEST_POLL, pause * 1.5)
+        name = dataset_name(dataset)
+        return until_ready(lambda: self.readiness(name), name, rows, timeout, progress, missing=lambda: self.info(name))
 
     def ids(self, dataset: str, low: int, high: int, *, whole: bool = False) -> set[int]:
         """Which of the ids from `low` up to `high` are there; see `counts`."""
@@ -390,7 +377,7 @@ class LongbowClient:
             if i == 0:
                 kind, dim = vector_field(batch.schema)
                 self._agree(name, kind, dim)
-                if (asked := uneven(batch)) is not None:
+                if name not in self._uneven and (asked := uneven(batch)) is not None:
                     self._uneven[name] = asked
             yield batch
 
@@ -403,31 +390,3 @@ class LongbowClient:
                 f"the vectors are {kind}[{dim}] and {name} holds {there[0]}[{there[1]}]: use the model that filled it, or"
                 " another dataset"
             )
-
-
-def _hits(batches: Iterator[pa.RecordBatch], query: Array) -> Hits:
-    ids, scores = [np.empty(0, np.uint64)], [np.empty(0, np.float32)]
-    for batch in batches:
-        ids.append(numbers(batch, "id", pa.uint64()))
-        scores.append(numbers(batch, "score", pa.float32()))
-    return hits_by_l2(np.concatenate(ids), np.concatenate(scores), float(np.linalg.norm(query)))
-
-
-def _dataset(info: flight.FlightInfo, name: str | None) -> Dataset:
-    path = [part.decode("utf-8", "replace") for part in (info.descriptor.path or [])]
-    return Dataset(name or "/".join(path), int(info.total_records), int(info.total_bytes))
-
-
-def _close(writer: Any, listener: threading.Thread) -> None:
-    """Ends a put whichever way it went, and raises what the server said of it."""
-    try:
-        writer.close()
-    finally:
-        listener.join()
-
-
-def _abandon(writer: Any, reader: Any) -> None:
-    """Ends an exchange that failed: both sides stop, and only the first fault is raised."""
-    reader.cancel()
-    with suppress(pa.ArrowException, OSError):
-        writer.close()

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+from pyarrow import flight
+
+from quarrel.errors import FlightDataError
+from quarrel.flight.rows import numbers
 
 Array = npt.NDArray[Any]
 
@@ -62,6 +68,31 @@ def hits_by_l2(ids: Array, scores: Array, length: float = 1.0) -> Hits:
         cosines = (length**2 + 1 - distances**2) / (2 * length)
         cosines = np.where(np.abs(cosines) < 1 + SLACK, np.clip(cosines, -1, 1), np.nan)
     return Hits(ids, scores, distances.astype(np.float32), cosines.astype(np.float32))
+
+
+def hits_by_id(said: Mapping[str, Any]) -> Hits:
+    """The answer of VectorSearchByID."""
+    by_name = {key.lower(): value for key, value in said.items()}
+    ids, scores = (by_name.get(key) or [] for key in ("ids", "scores"))
+    try:
+        return hits_by_l2(np.array(ids, np.uint64), np.array(scores, np.float32).reshape(len(ids)))
+    except (ValueError, TypeError, OverflowError):
+        found = str(said)[:120]
+        raise FlightDataError(f"the server's answer to VectorSearchByID is {found}, wanted ids and scores") from None
+
+
+def hits_of(batches: Iterator[pa.RecordBatch], query: Array) -> Hits:
+    """The batches of a search by `query`."""
+    ids, scores = [np.empty(0, np.uint64)], [np.empty(0, np.float32)]
+    for batch in batches:
+        ids.append(numbers(batch, "id", pa.uint64()))
+        scores.append(numbers(batch, "score", pa.float32()))
+    return hits_by_l2(np.concatenate(ids), np.concatenate(scores), float(np.linalg.norm(query)))
+
+
+def dataset_of(info: flight.FlightInfo, name: str | None) -> Dataset:
+    path = [part.decode("utf-8", "replace") for part in (info.descriptor.path or [])]
+    return Dataset(name or "/".join(path), int(info.total_records), int(info.total_bytes))
 
 
 SLACK = 1e-3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,3 +175,18 @@ def schema_of(reader: Any) -> pa.Schema:
 
 def descriptor(*path: str) -> flight.FlightDescriptor:
     return flight.FlightDescriptor.for_path(*path)
+
+
+def close_put(writer: Any, listener: threading.Thread) -> None:
+    """Ends a put whichever way it went, and raises what the server said of it."""
+    try:
+        writer.close()
+    finally:
+        listener.join()
+
+
+def abandon(writer: Any, reader: Any) -> None:
+    """Ends an exchange that failed: both sides stop, and only the first fault is raised."""
+    reader.cancel()
+    with suppress(pa.ArrowException, OSError):
+        writer.close()

@@ -370,7 +370,7 @@ def test_a_dataset_is_begun_while_another_is_indexed() -> None:
 
 @only_standin
 def test_ready_with_too_few_rows_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quarrel.flight.client.SHORT", 0.1)
+    monkeypatch.setattr("quarrel.flight.waiting.SHORT", 0.1)
     with a_store() as client:
         client.ingest("d", vector_batch(range(5), some_vectors(5)))
         with pytest.raises(FlightUnavailable, match="d is READY with 5 rows indexed after .* wanted READY with 6"):
