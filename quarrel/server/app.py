@@ -11,6 +11,7 @@ from pathlib import Path
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.staticfiles import StaticFiles
 
@@ -97,6 +98,10 @@ def _errors(api: FastAPI, metrics: Metrics) -> None:
     @api.exception_handler(QuarrelError)
     async def deliberate(request: Request, error: QuarrelError) -> Response:
         return answer(request, refused(error))
+
+    @api.exception_handler(ClientDisconnect)
+    async def gone(request: Request, error: ClientDisconnect) -> Response:
+        return answer(request, Refused(499, "client_disconnected", "the caller has gone before its body was here"))
 
     @api.exception_handler(HTTPException)
     async def of_routing(request: Request, error: HTTPException) -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -88,6 +89,12 @@ def protocol_for(settings: Settings, answers: Answering | None = None) -> type[a
             else:
                 self._cancel()
 
+        def handle_events(self) -> None:
+            if self.conn.their_state is h11.IDLE and (fault := fault_of_head(self.conn.trailing_data[0])):
+                self.send_400_response(fault)
+                return
+            super().handle_events()
+
         def _is_new(self) -> bool:
             """Whether what comes now is the first of a request, of somebody who takes the answers."""
             idle = self.conn.our_state is h11.IDLE and self.conn.their_state is h11.IDLE and not self.flow.write_paused
@@ -127,6 +134,21 @@ def protocol_for(settings: Settings, answers: Answering | None = None) -> type[a
                 self._address = None
 
     return GuardedProtocol
+
+
+def fault_of_head(data: bytes) -> str:
+    """What is wrong with the lines of a request's head, as far as it is there: what one server takes for the end of a line
+    and another does not, a proxy and this one may take for different requests."""
+    end = _BLANK.search(data)
+    head = data if end is None else data[: end.end()]
+    if _BARE.search(head):
+        return "a line of the request's head ends without CR LF"
+    return "a header is folded over several lines" if _FOLDED.search(head) else ""
+
+
+_BLANK = re.compile(rb"\r?\n\r?\n")
+_BARE = re.compile(rb"(?<!\r)\n|\r(?!\n|\Z)")
+_FOLDED = re.compile(rb"\n[ \t]")
 
 
 class CountedWebSocket(WebSocketsSansIOProtocol):

@@ -39,6 +39,7 @@ PAGE = frozenset({"/", "/favicon.ico"})
 STATIC = "/static/"
 """The page and its files: the same bytes for everybody, and a browser cannot send a key with a link."""
 MAX_HEADERS = 32 << 10
+VERSIONS = ("1.0", "1.1")
 METHODS = frozenset({"GET", "HEAD", "POST", "DELETE", "OPTIONS", "PUT", "PATCH", "WS"})
 KEY_PROTOCOL = "quarrel-key."
 """A browser's WebSocket can send no header but this: the sub-protocol `quarrel-key.<key>`, next to `quarrel`."""
@@ -167,6 +168,7 @@ class Middleware:
         if sum(len(name) + len(value) + 32 for name, value in scope["headers"]) > MAX_HEADERS:
             raise Refused(431, "too_large", f"the request's headers are over {MAX_HEADERS} bytes: send less")
         headers = _headers(scope)
+        _check_framing(scope, headers)
         self._check_host(scope, headers)
         origin = headers.get("origin")
         if origin is not None and not self._known(origin, headers.get("host", "")):
@@ -271,6 +273,14 @@ async def _respond(send: Send, status: int, body: dict[str, object], headers: di
     lines += [(k.lower().encode(), v.encode()) for k, v in headers.items()]
     await send({"type": "http.response.start", "status": status, "headers": lines if raw else lines[2:]})
     await send({"type": "http.response.body", "body": raw})
+
+
+def _check_framing(scope: Scope, headers: dict[str, str]) -> None:
+    """Refuses what another server may take for another request; the connection ends with the answer."""
+    if scope["http_version"] not in VERSIONS:
+        raise Refused(505, "invalid_request", f"HTTP/{scope['http_version'][:8]} is not understood, wanted HTTP/1.1")
+    if "transfer-encoding" in headers and ("content-length" in headers or scope["http_version"] == "1.0"):
+        raise Refused(400, "invalid_request", "Transfer-Encoding comes with Content-Length or HTTP/1.0: leave one out")
 
 
 def _headers(scope: Scope) -> dict[str, str]:

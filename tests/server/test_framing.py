@@ -1,0 +1,66 @@
+"""Requests whose ends two servers could see in different places, and callers that vanish in the middle of one."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from quarrel.server import Rates, Settings
+from quarrel.server.connections import fault_of_head
+from tests.server.conftest import Live, running
+
+POST = b"POST /api/tokenize HTTP/1.1\r\nHost: localhost\r\n"
+HIDDEN = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
+BOTH = b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("raw", "status"),
+    [
+        (POST + BOTH + HIDDEN, b"400"),
+        (b"POST /api/tokenize HTTP/1.0\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + HIDDEN, b"400"),
+        (b"GET /version HTTP/1.1\nHost: localhost\n\n" + HIDDEN, b"400"),
+        (b"GET /version HTTP/1.1\r\nHost: localhost\nX: y\r\n\r\n" + HIDDEN, b"400"),
+        (b"GET /version HTTP/1.1\r\nHost: localhost\r\n\n" + HIDDEN, b"400"),
+        (b"GET /version HTTP/1.1\r\nHost: localhost\r\nX: y\rZ: a\r\n\r\n" + HIDDEN, b"400"),
+        (b"GET /version HTTP/1.1\r\nHost: localhost\r\nX: y\r\n folded\r\n\r\n" + HIDDEN, b"400"),
+        (b"GET /version HTTP/9.9\r\nHost: localhost\r\n\r\n" + HIDDEN, b"505"),
+        (b"GET /version HTTP/0.9\r\nHost: localhost\r\n\r\n" + HIDDEN, b"505"),
+    ],
+)
+def test_what_may_hide_a_second_request_is_refused_and_ends_the_connection(live: Live, raw: bytes, status: bytes) -> None:
+    answer = live.raw(raw)
+    assert answer.split(b" ")[1] == status
+    assert answer.count(b"HTTP/1.1 ") == 1
+    behind = live.raw(HIDDEN + raw)  # the second of a connection is looked at as well
+    assert [part.split(b" ")[0] for part in behind.split(b"HTTP/1.1 ")[1:]] == [b"200", status]
+
+
+def test_what_is_whole_passes(live: Live) -> None:
+    body = b'{"text": "a\\n b"}\n\r \n'
+    fine = POST + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    chunked = POST + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    last = b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    assert live.raw(fine + chunked + fine + last).count(b"HTTP/1.1 200") == 4
+    for cut in range(len(last)):  # in whatever pieces it comes
+        assert fault_of_head(last[:cut]) == ""
+
+
+def test_a_caller_that_vanishes_while_it_sends_is_no_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with running(Settings(data_dir=tmp_path, rates=Rates(requests=0))) as made:
+        for path in (b"/v1/completions", b"/api/tokenize", b"/v1/embeddings"):
+            with socket.create_connection(("127.0.0.1", made.port)) as caller:
+                caller.sendall(b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999\r\n\r\n{" % path)
+                end = time.monotonic() + 20
+            while path.decode() not in caplog.text:
+                assert time.monotonic() < end
+                made.client.get("/healthz")
+        counted = made.client.get("/metrics").text
+    assert 'status="500"' not in counted
+    assert len([1 for line in counted.splitlines() if "requests_total" in line and 'status="499"' in line]) == 3
+    assert "Traceback" not in caplog.text
