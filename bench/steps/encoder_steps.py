@@ -1,19 +1,17 @@
-"""What a step of an encoder costs on one GPU, by its number of tokens: the host's time, the device's, and each kernel's.
+"""What a step of an encoder costs on one GPU, by its number of tokens: the host's time and the device's.
 
-    python -m bench.steps.encoder_steps MODEL.gguf [--tokens 1024,4096,..] [--profile 16384] [--top 14] [--products]
+    python -m bench.steps.encoder_steps MODEL.gguf [--tokens 1024,4096,..] [--products]
 
 Texts of 16 to 128 tokens, packed. `share`: the products of the matrices and of attention, at the rate of a product of 8192
-by 8192 in the same run. `--products` times the library's products of the model's shapes. The last line is JSON.
+by 8192 in the same run. `--products` times the library's products of the model's shapes. The last line is JSON. The time of
+each kernel: `python -m quarrel.bench --phases`.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import statistics
 import time
-from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,27 +32,25 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--tokens", default="1024,4096,16384,32768")
-    parser.add_argument("--profile", type=int, default=16384)
     parser.add_argument("--compute", default="float16")
-    parser.add_argument("--top", type=int, default=14)
     parser.add_argument("--products", action="store_true")
     parser.add_argument("--graphs", action="store_true", help="full steps (the largest of --tokens) as captured graphs")
     args = parser.parse_args()
     sizes = [int(n) for n in args.tokens.split(",")]
     peak = rate(8192, 8192, 8192)
-    found: dict[str, Any] = {"peak_tflop_s": round(peak / 1e12), "steps": [], "kernels": []}
+    found: dict[str, Any] = {"peak_tflop_s": round(peak / 1e12), "steps": []}
     with GGUFFile.open([args.model]) as file:
         spec, tensors = read_spec(file, LONGEST), Tensors(file)
         program = assemble(spec, tensors)
         per_token = 2 * sum(
             t.dims[0] * t.dims[1] for n, t in file.tensors.items() if n.startswith("blk.") and len(t.dims) > 1
         )
-        seqs = max(*sizes, args.profile) // 16
+        seqs = max(sizes) // 16
         blocks = LONGEST // SIZE
-        limits = Limits(max(*sizes, args.profile), seqs, blocks, seqs * blocks, SIZE)
+        limits = Limits(max(sizes), seqs, blocks, seqs * blocks, SIZE)
         step: Any = create(args.graphs).compile(program, tensors, limits, args.compute)
         want = "mean" if "mean" in program.outputs else "hidden"
-        for tokens in sorted({*sizes, args.profile}):
+        for tokens in sorted(set(sizes)):
             inputs = packed(tokens)
             lengths = np.diff(inputs.query_start).astype(np.int64)
             work = per_token * tokens + 4 * spec.n_layers * spec.n_embd * int((lengths**2).sum())  # type: ignore[union-attr]
@@ -64,10 +60,8 @@ def main() -> None:
             row["tokens_s"] = round(tokens / row["step_ms"] * 1e3)
             found["steps"].append(row)
             print(row, flush=True)
-            if tokens == args.profile:
-                found["kernels"] = profiled(lambda: step._start(inputs, want, len(inputs.out_rows)), args.top)  # noqa: B023
         if args.products:
-            found["products"] = products(args.profile, spec.n_embd, spec.ffn.width, peak)  # type: ignore[union-attr]
+            found["products"] = products(max(sizes), spec.n_embd, spec.ffn.width, peak)  # type: ignore[union-attr]
         step.close()
     print(json.dumps(found))
 
@@ -109,34 +103,6 @@ def timed(step: Any, inputs: StepInputs, want: str) -> dict[str, Any]:
         "host_ms": round(host / ROUNDS * 1e3, 3),
         "waited_ms": round(statistics.median(waited) * 1e3, 3),
     }
-
-
-def profiled(go: Callable[[], None], top: int) -> list[dict[str, Any]]:
-    """Microseconds a step by kernel, the costliest first."""
-    from torch.profiler import ProfilerActivity, profile
-
-    go()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        for _ in range(3):
-            go()
-        torch.cuda.synchronize()
-    sums: dict[str, float] = defaultdict(float)
-    counts: dict[str, int] = defaultdict(int)
-    for event in seen.events():
-        if event.device_type.name != "CUDA":
-            continue
-        name = re.sub(r"<.*|\(.*", "", event.name)[:60] if "elementwise" not in event.name else event.name[:110]
-        sums[name] += event.device_time / 3
-        counts[name] += 1
-    rows = [
-        {"kernel": name, "us": round(us, 1), "launches": round(counts[name] / 3, 1)}
-        for name, us in sorted(sums.items(), key=lambda i: -i[1])[:top]
-    ]
-    rows.insert(0, {"kernel": "all", "us": round(sum(sums.values()), 1), "launches": round(sum(counts.values()) / 3, 1)})
-    for row in rows:
-        print(f"  {row['us']:10.1f} us {row['launches']:7.1f} x {row['kernel']}", flush=True)
-    return rows
 
 
 def products(tokens: int, width: int, hidden: int, peak: float) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from quarrel.bench.arguments import parser
 from quarrel.bench.kernel import each
 from quarrel.bench.machine import machine
+from quarrel.bench.phases import Phased, svg, text
 from quarrel.bench.plot import plot
 from quarrel.bench.precompile import jobs_for, precompile
 from quarrel.bench.report import Figure, brief, csv_text, document, earlier, line, table
@@ -31,20 +32,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The exit status: 0, or 1 after a sentence on standard error. Figures from before an error are printed too."""
     args = parser().parse_args(argv)
     figures: list[Figure] = []
+    phases: list[Phased] = []
     explained: dict[str, object] = {}
     status = 0
     try:
         before = earlier(args.vs) if args.vs else None
-        for figure in _figures(args, explained):
-            figures.append(figure)
-            if args.output == "jsonl":
-                print(line(figure), flush=True)
+        for found in _figures(args, explained):
+            if isinstance(found, Phased):
+                phases.append(found)
             else:
-                print(brief(figure), file=sys.stderr, flush=True)
+                figures.append(found)
+            if args.output == "jsonl":
+                print(line(found), flush=True)
+            elif isinstance(found, Phased):
+                print(text(found) + "\n", file=sys.stderr if args.output == "json" else sys.stdout, flush=True)
+            else:
+                print(brief(found), file=sys.stderr, flush=True)
             if args.out:
-                _write(args.out, document(figures, machine(), explained) + "\n")
+                _write(args.out, document(figures, machine(), explained, phases) + "\n")
         if args.plot:
-            _write(args.plot, plot(figures))
+            _write(args.plot, svg(phases) if args.phases else plot(figures))
     except QuarrelError as error:
         print(f"quarrel.bench: {error}", file=sys.stderr)
         status = 1
@@ -52,14 +59,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = 130
     if args.output in ("markdown", "md") and figures:
         print(table(figures, before))
-    elif args.output == "csv":
+    elif args.output == "csv" and not args.phases:
         print(csv_text(figures))
     elif args.output == "json":
-        print(document(figures, machine(), explained))
+        print(document(figures, machine(), explained, phases))
     return status
 
 
-def _figures(args: argparse.Namespace, explained: dict[str, object]) -> Iterator[Figure]:
+def _figures(args: argparse.Namespace, explained: dict[str, object]) -> Iterator[Figure | Phased]:
+    if args.phases and (args.op or args.vs or args.engine or args.output == "csv"):
+        raise RequestError("--phases times models, as markdown, json or jsonl: leave out --op, --vs, --engine and -o csv")
     deadline = time.perf_counter() + args.seconds if args.seconds else None
     how = How(args.compute, args.rounds, args.step_tokens, not args.no_check, deadline=deadline)
     tests = list(matrix(args.prompt, args.tokens, args.depth, args.batch, args.prompt_length, args.engine))
@@ -80,9 +89,9 @@ def _figures(args: argparse.Namespace, explained: dict[str, object]) -> Iterator
                 rows = how.step_tokens or chosen.step_tokens
                 shares = jobs_for(path, chosen.name, how.compute, rows, tests, how.checked, args.jobs)
                 how.say(f"{model}: kernels compiled in {precompile(shares, args.jobs):.1f} s by {len(shares)} processes")
-            for figure in session.model(model, tests):
+            for found in session.phases(model, tests) if args.phases else session.model(model, tests):
                 explained |= session.explained
-                yield figure
+                yield found
 
 
 def _fitting(model: str, tests: Sequence[Test], say: Callable[[str], None]) -> list[Test]:

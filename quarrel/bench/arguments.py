@@ -22,6 +22,7 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("-b", "--batch", type=counts, default=[], metavar="N,..", help="sequences that decode together")
     what.add_argument("--prompt-length", type=number, default=128, metavar="N", help="tokens before, in batches")
     what.add_argument("--engine", action="store_true", help="decode through the engine too, end to end")
+    what.add_argument("--phases", action="store_true", help="where a token's time goes: attention, ffn, experts, ...")
     how = p.add_argument_group("how")
     how.add_argument("-r", "--rounds", type=number, default=5, metavar="N", help="repetitions; the median counts")
     how.add_argument("--backend", type=words(BACKENDS), default=["auto"], metavar="NAME,..", help=", ".join(BACKENDS))
@@ -40,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("-o", "--output", choices=FORMATS, default="markdown", help="on standard output")
     out.add_argument("--out", type=place, metavar="FILE", help="all figures as JSON, rewritten as they come")
     out.add_argument("--vs", type=Path, metavar="FILE", help="ratios against an earlier document")
-    out.add_argument("--plot", type=place, metavar="FILE.svg", help="decode speed against depth and against batch")
+    out.add_argument("--plot", type=place, metavar="FILE.svg", help="decode speed against depth and batch, or phases")
     return p
 
 

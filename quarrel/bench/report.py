@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from quarrel.bench.phases import Phased
 from quarrel.errors import RequestError
 
 FORMATS = ("markdown", "md", "json", "jsonl", "csv")
@@ -65,14 +66,18 @@ def statistics(work: int, seconds: Sequence[float]) -> dict[str, Any]:
     return {"speed": middle, "spread": spread, "low": min(speeds), "high": max(speeds), "samples": speeds}
 
 
-def document(figures: Sequence[Figure], machine: Mapping[str, object], explained: Mapping[str, object]) -> str:
-    """One JSON document: the machine, which kernel ran each call, and the figures."""
-    whole = {"machine": machine, "explain": explained, "figures": [asdict(f) for f in figures]}
-    return json.dumps(whole, indent=1)
+def document(
+    figures: Sequence[Figure], machine: Mapping[str, object], explained: Mapping[str, object], phases: Sequence[Phased] = ()
+) -> str:
+    """One JSON document: the machine, which kernel ran each call, and the figures, or the phases."""
+    found: dict[str, object] = {"figures": [asdict(f) for f in figures]} if not phases else {}
+    if phases:
+        found["phases"] = [asdict(p) for p in phases]
+    return json.dumps({"machine": machine, "explain": explained, **found}, indent=1)
 
 
-def line(figure: Figure) -> str:
-    """One figure as one line of JSON."""
+def line(figure: Figure | Phased) -> str:
+    """One figure, or the phases of one test, as one line of JSON."""
     return json.dumps(asdict(figure))
 
 

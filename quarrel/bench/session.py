@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -15,6 +16,7 @@ from quarrel import __version__
 from quarrel.bench.bandwidth import read_bandwidth
 from quarrel.bench.check import Checked, check
 from quarrel.bench.measure import Samples, measure
+from quarrel.bench.phases import Phased, measure_phases
 from quarrel.bench.report import Figure, statistics
 from quarrel.bench.subject import Source, Subject, limits_for
 from quarrel.bench.workload import Test
@@ -50,8 +52,9 @@ class Session:
         self.explained: dict[str, object] = {}
         self._speeds: list[float] = []
 
-    def model(self, name: str, tests: Sequence[Test]) -> Iterator[Figure]:
-        """Loads, checks, and runs the tests in order, until the deadline."""
+    @contextmanager
+    def _loaded(self, name: str, tests: Sequence[Test]) -> Iterator[tuple[Subject, Checked | str, list[Test]]]:
+        """A model that was loaded and checked, and the tests that it can run."""
         say = self.how.say
         with GGUFFile.open(resolve(name).paths) as file:
             source = Source.of(file, max(t.length for t in tests))
@@ -67,24 +70,35 @@ class Session:
                     "calls": [asdict(taken) for taken in subject.step.explain()],
                     "checked": asdict(checked) if isinstance(checked, Checked) else checked,
                 }
-                self._measure_memory()
-                engine = [t for t in tests if t.kind == "engine"]
-                for test in (t for t in tests if t.kind != "engine"):
-                    if self.how.late:
-                        return
-                    yield self._figure(
-                        name, subject, test, measure(subject, test, self.how.rounds, self.how.deadline), checked
-                    )
+                yield subject, checked, tests
             finally:
                 subject.close()
-            for test in engine:
+
+    def model(self, name: str, tests: Sequence[Test]) -> Iterator[Figure]:
+        """Loads, checks, and runs the tests in order, until the deadline."""
+        with self._loaded(name, tests) as (subject, checked, fitting):
+            self._measure_memory()
+            for test in (t for t in fitting if t.kind != "engine"):
                 if self.how.late:
                     return
-                # Imported here: it brings in tokenizers, which a machine for kernels may lack.
-                from quarrel.bench.engine import measure_engine
-
-                samples = measure_engine(name, self.backend, self.how.compute, test, self.how.rounds)
+                samples = measure(subject, test, self.how.rounds, self.how.deadline)
                 yield self._figure(name, subject, test, samples, checked)
+        for test in (t for t in fitting if t.kind == "engine"):
+            if self.how.late:
+                return
+            # Imported here: it brings in tokenizers, which a machine for kernels may lack.
+            from quarrel.bench.engine import measure_engine
+
+            samples = measure_engine(name, self.backend, self.how.compute, test, self.how.rounds)
+            yield self._figure(name, subject, test, samples, checked)
+
+    def phases(self, name: str, tests: Sequence[Test]) -> Iterator[Phased]:
+        """Loads, checks, and times the parts of each test, until the deadline."""
+        with self._loaded(name, tests) as (subject, checked, fitting):
+            for test in (t for t in fitting if t.kind != "engine"):
+                if self.how.late:
+                    return
+                yield measure_phases(subject, test, self.how.rounds, Path(name).stem, _said(checked))
 
     def _figure(self, name: str, subject: Subject, test: Test, samples: Samples, checked: Checked | str) -> Figure:
         numbers: dict[str, Any] = statistics(test.work, samples.seconds)
@@ -110,7 +124,7 @@ class Session:
             bytes_per_step=int(read),
             read_gb_s=bandwidth / 1e9,
             share=read * numbers["speed"] / test.batch / bandwidth,
-            checked=checked if isinstance(checked, str) else f"{checked.ops} ops, {len(checked.errors)} steps",
+            checked=_said(checked),
             quarrel=__version__,
         )
 
@@ -131,6 +145,10 @@ class Session:
         """Once a model and once a figure, so that a change of the machine's load falls on both sides of the share."""
         self._speeds = [*self._speeds, *read_bandwidth(self.backend, 2)[1]][-10:]
         return median(self._speeds)
+
+
+def _said(checked: Checked | str) -> str:
+    return checked if isinstance(checked, str) else f"{checked.ops} ops, {len(checked.errors)} steps"
 
 
 def _errors(checked: Checked) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quarrel.bench import phases
 from quarrel.bench.subject import Source, Subject, limits_for
 from quarrel.bench.workload import Test as Work
 from quarrel.gguf import GGUFFile
@@ -58,6 +59,22 @@ def test_every_kernel_of_a_step_is_timed_and_has_a_phase(
         step(inputs, "logits")
         assert clock.marks == len(found.parts), "a step that is not timed marks nothing"
         subject.close()
+
+
+def test_the_phases_of_a_model_are_measured_through_the_plain_launches(
+    tmp_path: Path, backend: TritonBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(phases, "reader", lambda: lambda: (40.0, 300.0))
+    with GGUFFile.open(write_tiny_model(tmp_path / "tiny.gguf")) as file:
+        source, test = Source.of(file, 64), Work("decode", 1)
+        subject = Subject(source, backend, limits_for([test], 16, False), "float32")
+        found = phases.measure_phases(subject, test, 1, "tiny", "no")
+        subject.close()
+    assert {row.phase for row in found.phases} == {"embedding", "attention", "ffn", "norm", "head", "sampling"}
+    assert any(kernel.kernel == "norm_rows" for kernel in found.kernels)
+    assert found.gpu is not None
+    assert found.gpu.watts == 300.0
+    assert not found.note
 
 
 def test_a_launch_that_fails_leaves_the_plan_as_it_was() -> None:
