@@ -95,7 +95,7 @@ ROOMS: Mapping[str, Room] = {
     "bench": Room(
         "speed, and the bandwidth it is compared with", "a request",
         ("", "errors", "env", "gguf", "models", "ops", "llm", "cpu_backend", "triton_backend"),
-        ("numpy", "torch", "triton", "mlx"),
+        ("numpy", "torch", "triton", "mlx", "pynvml"),
     ),
     "quality": Room("how good answers are", "a framework", ("", "errors", "gguf", "models", "ops", "llm"), ("numpy",)),
     "perplexity": Room("perplexity and KL divergence of a text", "a framework", ("", "errors", "env", "llm", "quality")),
