@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from quarrel.llm.explain import Explanation
     from quarrel.llm.loading import load, load_with
     from quarrel.llm.model import LLM
-    from quarrel.llm.open import check_context, find, load_tokenizer
+    from quarrel.llm.open import check_context, file_keys, find, load_tokenizer
     from quarrel.llm.options import LoadOptions
     from quarrel.llm.protocol import Model
     from quarrel.llm.requests import GenerateRequest
@@ -26,6 +26,7 @@ __all__ = [
     "Model",
     "Structure",
     "check_context",
+    "file_keys",
     "find",
     "load",
     "load_tokenizer",
@@ -37,7 +38,7 @@ _MODULES = {
     "explain": "Explanation",
     "loading": "load load_with",
     "model": "LLM",
-    "open": "check_context find load_tokenizer",
+    "open": "check_context file_keys find load_tokenizer",
     "options": "LoadOptions",
     "protocol": "Model",
     "requests": "GenerateRequest",

@@ -19,7 +19,7 @@ from quarrel import __version__
 from quarrel.errors import QuarrelError
 from quarrel.server import ollama, openai, rerank, responses, rest, websocket
 from quarrel.server.dispatch import Dispatcher
-from quarrel.server.errors import Refused, openai_body, plain_body, refused
+from quarrel.server.errors import Refused, error_body, refused
 from quarrel.server.keys import Keyring
 from quarrel.server.limits import Limiter
 from quarrel.server.metrics import Metrics
@@ -70,7 +70,7 @@ def build(settings: Settings, load: Load, traces: Traces | None = None) -> Serve
     api.include_router(rest.routes(dispatcher, metrics))
     api.include_router(websocket.routes(dispatcher, metrics))
     _page(api)
-    _errors(api, metrics)
+    _errors(api, metrics, settings.ollama)
     api.openapi = lambda: document(api)  # type: ignore[method-assign]
     return Server(
         Middleware(api, settings, keys, limiter, metrics, traces, dispatcher.check_capacity), dispatcher, keys, metrics, api
@@ -89,10 +89,10 @@ def _page(api: FastAPI) -> None:
     api.mount("/static", StaticFiles(directory=STATIC), name="static")
 
 
-def _errors(api: FastAPI, metrics: Metrics) -> None:
+def _errors(api: FastAPI, metrics: Metrics, ollama_routes: bool) -> None:
     def answer(request: Request, error: Refused) -> Response:
         metrics.errors.labels(error.code).inc()
-        body = openai_body(error) if request.url.path.startswith("/v1") else plain_body(error)
+        body = error_body(request.url.path, error, ollama=ollama_routes)
         return JSONResponse(body, error.status, headers=error.headers())
 
     @api.exception_handler(QuarrelError)

@@ -102,9 +102,10 @@ class Dispatcher:
                 self._record(caller, generation, wanted)
 
     def check_capacity(self, where: str) -> None:
-        """Refuses a request before it is read, where every model's queue is full."""
+        """Refuses a request before it is read, where the only model's queue is full. Of several models, the request says
+        whose queue it waits for, and so when to come back."""
         names = self.models.names
-        if self.closing or not names or any(self._waiting(n) < self.settings.queue for n in names):
+        if self.closing or len(names) != 1 or self._waiting(names[0]) < self.settings.queue:
             return
         self._metrics.requests.labels(names[0], where).inc()
         self._check_queue(names[0])

@@ -83,6 +83,17 @@ def openai_body(error: Refused) -> dict[str, object]:
     return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
 
 
+def error_body(path: str, error: Refused, *, ollama: bool) -> dict[str, object]:
+    """In the words of the protocol that the path belongs to. ollama: whether Ollama's routes are served."""
+    if path.startswith("/v1"):
+        return openai_body(error)
+    return {"error": str(error)} if ollama and path in OLLAMA else plain_body(error)
+
+
+OLLAMA = frozenset(f"/api/{name}" for name in ("tags", "show", "ps", "version", "generate", "chat", "embed", "embeddings"))
+"""Routes of Ollama's API, whose clients read an error as a text."""
+
+
 def word(error: Refused) -> str:
     """The error's code in the WebSocket's words."""
     default = "BAD_REQUEST" if error.status < 500 else "INTERNAL_ERROR"

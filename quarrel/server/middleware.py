@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from quarrel.errors import ConfigError
 from quarrel.server.callers import Connections, Proxies
-from quarrel.server.errors import Refused, openai_body, plain_body
+from quarrel.server.errors import Refused, error_body
 from quarrel.server.keys import Keyring
 from quarrel.server.limits import Limiter
 from quarrel.server.metrics import Metrics
@@ -77,7 +77,7 @@ class Middleware:
     ) -> None:
         self._app, self._settings, self._keys, self._limiter = app, settings, keys, limiter
         self._metrics, self._traces, self._check_capacity = metrics, traces, check_capacity
-        self._shed = Shed(check_capacity, keys, metrics, _HEADERS)
+        self._shed = Shed(check_capacity, keys, metrics, _HEADERS, ollama=settings.ollama)
         self._proxies = Proxies(networks(settings.trusted_proxies))
         self._forwarded = Connections(settings.connections_per_address)
         self._names = {"localhost", settings.host.lower(), *(h.lower() for h in settings.hosts)}
@@ -249,7 +249,7 @@ class Middleware:
         if scope["type"] == "websocket":
             send = denying(send)
         self._metrics.errors.labels(refusal.code).inc()
-        body = openai_body(refusal) if scope["path"].startswith("/v1") else plain_body(refusal)
+        body = error_body(scope["path"], refusal, ollama=self._settings.ollama)
         # A caller who should retry keeps the connection; the rest of a body with a length is read and dropped. One
         # that sent Expect may not send a body.
         unsure = {b"transfer-encoding", b"expect"}

@@ -131,8 +131,8 @@ class ModelManager:
             self._entries[name] = Entry(name, source, created=created)
 
     def entry(self, name: str | None) -> Entry:
-        """The model of that name, the first one for None or an empty name."""
-        wanted = name or self.default
+        """The model of that name, the first one for None."""
+        wanted = self.default if name is None else name
         for entry in self.entries():
             if wanted is None or entry.name == wanted:
                 return entry

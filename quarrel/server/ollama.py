@@ -6,20 +6,19 @@ error here, where Ollama cuts it without a word.
 
 from __future__ import annotations
 
-import hashlib
+import asyncio
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
-from pydantic import Field, StrictBool, StrictInt, StrictStr
+from pydantic import Field, StrictBool, StrictFloat, StrictInt, StrictStr
 from starlette.responses import JSONResponse, Response
 
 from quarrel import __version__
-from quarrel.engine import Result, Service
+from quarrel.engine import Result, Service, TokenLogprob
 from quarrel.llm import Model, Structure
 from quarrel.server.body import body_of, read_body
 from quarrel.server.dispatch import (
@@ -32,13 +31,15 @@ from quarrel.server.dispatch import (
     chunks,
 )
 from quarrel.server.errors import Refused
-from quarrel.server.fields import Body, Text
+from quarrel.server.fields import Body, Ids, Text
+from quarrel.server.logprobs import chat_logprob
 from quarrel.server.messages import ChatMessage
-from quarrel.server.models import Entry
+from quarrel.server.ollama_models import listed, now, only_model, plain_name, shown
 from quarrel.server.schemas import Samplers
 from quarrel.server.tools import functions_of, split_calls
 
 Json = dict[str, Any]
+Word = Annotated[Text, Field(min_length=1)]
 
 
 class Options(Samplers):
@@ -59,15 +60,44 @@ class Options(Samplers):
         return options
 
 
-class OllamaBody(Body):
+class KeptBody(Body):
+    """A model stays until it is unloaded: `keep_alive` 0 does that behind the request, below 0 is what happens anyway, and
+    a time is reported as not understood."""
+
     model: StrictStr
+    keep_alive: StrictStr | StrictInt | StrictFloat | None = None
+
+    def seconds(self) -> float | None:
+        """How long the model is to stay; negative is for ever. None where nothing is said."""
+        given = self.keep_alive
+        if not isinstance(given, str):
+            return given
+        if not _DURATION.fullmatch(given):
+            message = f"keep_alive is {given[:40]!r}, wanted seconds or a duration such as 5m"
+            raise Refused(400, "invalid_request", message, param="keep_alive")
+        parts = re.findall(r"([\d.]+)(ns|us|\u00b5s|ms|s|m|h)?", given)
+        return (-1 if given.startswith("-") else 1) * sum(float(n) * _UNITS[unit] for n, unit in parts)
+
+    def unknown(self) -> list[str]:
+        return sorted([*super().unknown(), *(["keep_alive"] if (self.seconds() or 0) > 0 else [])])
+
+
+_UNITS = {"": 1.0, "ns": 1e-9, "us": 1e-6, "\u00b5s": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_DURATION = re.compile(r"[+-]?(\d+(\.\d+)?(ns|us|\u00b5s|ms|s|m|h)?){1,8}", re.ASCII)
+
+
+class OllamaBody(KeptBody):
     stream: StrictBool = True
     options: Options = Options()
-    keep_alive: StrictStr | StrictInt | None = None
     format: StrictStr | dict[str, Any] | None = None
+    logprobs: StrictBool | None = None
+    top_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
 
     def sampling(self) -> Any:
-        return {"max_tokens": None, **self.options.sampling()}
+        options = {"max_tokens": None, **self.options.sampling()}
+        if self.top_logprobs is not None and not self.logprobs:
+            raise Refused(400, "invalid_request", "top_logprobs is given without logprobs: true", param="top_logprobs")
+        return {**options, "logprobs": self.top_logprobs or 0} if self.logprobs else options
 
     def structure(self) -> Structure | None:
         """The grammar of the answer."""
@@ -84,32 +114,44 @@ class OllamaGenerate(OllamaBody):
     model: StrictStr = ""
     """The only model, where none is named."""
     prompt: Text = ""
+    """Nothing only loads the model, or unloads it."""
     system: Text | None = None
     raw: StrictBool = False
+    context: Ids | None = None
+    """The ids of what was said before, as an earlier answer ended with them."""
+    suffix: Text | None = None
+    images: list[Any] | None = None
+
+    def check(self) -> None:
+        """Raises `Refused` for what a model here cannot do."""
+        for name in ("suffix", "images"):
+            if getattr(self, name):
+                raise Refused(400, "unsupported", f"{name} is not understood here: leave it out", param=name)
 
 
 class OllamaChat(OllamaBody):
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
+    messages: list[ChatMessage] = Field(default_factory=list, max_length=4096)
+    """None only load the model, or unload it."""
     tools: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
 
 
-class OllamaEmbed(Body):
-    model: StrictStr
-    input: Text | Annotated[list[Text], Field(max_length=2048)]
+class OllamaEmbed(KeptBody):
+    input: Word | Annotated[list[Word], Field(max_length=2048)]
     dimensions: Annotated[StrictInt, Field(ge=1)] | None = None
 
 
-class OllamaEmbedding(Body):
+class OllamaEmbedding(KeptBody):
     """As clients older than /api/embed send it."""
 
-    model: StrictStr
-    prompt: Text
+    prompt: Word
     options: Options = Options()
-    keep_alive: StrictStr | StrictInt | None = None
 
 
 class OllamaShow(Body):
-    model: StrictStr
+    """`name` is what older clients send."""
+
+    model: StrictStr | None = None
+    name: StrictStr | None = None
 
 
 def routes(dispatcher: Dispatcher) -> APIRouter:
@@ -119,12 +161,12 @@ def routes(dispatcher: Dispatcher) -> APIRouter:
     @router.get("/api/tags")
     async def tags() -> Json:
         """The models."""
-        return {"models": [_listed(e) for e in dispatcher.models.entries()]}
+        return {"models": [listed(e) for e in dispatcher.models.entries()]}
 
     @router.get("/api/ps")
     async def running() -> Json:
         """The models in memory."""
-        return {"models": [_listed(e) for e in dispatcher.models.entries() if e.loaded is not None]}
+        return {"models": [listed(e) for e in dispatcher.models.entries() if e.loaded is not None]}
 
     @router.get("/api/version")
     async def version() -> Json:
@@ -135,22 +177,31 @@ def routes(dispatcher: Dispatcher) -> APIRouter:
     async def show(request: Request) -> Json:
         """One model."""
         body, _ = await read_body(request, OllamaShow, dispatcher)
-        entry = dispatcher.models.entry(_plain(body.model, dispatcher))
-        return {**_listed(entry), "modelfile": "", "parameters": "", "template": "", "capabilities": ["completion"]}
+        name = body.model or body.name
+        if not name:
+            raise Refused(400, "invalid_request", "model is missing: name one, as /api/tags lists them", param="model")
+        return await asyncio.to_thread(shown, dispatcher.models.entry(plain_name(name, dispatcher)))
 
     @router.post("/api/generate", **body_of(OllamaGenerate))
     async def generate(request: Request) -> Response:
         """The continuation of a prompt; put to the model by its chat template unless `raw`."""
         body, headers = await read_body(request, OllamaGenerate, dispatcher)
-        body.model = body.model or _only(dispatcher)
+        body.model = body.model or only_model(dispatcher)
+        body.check()
+        if not body.prompt:
+            return await _loaded(dispatcher, body, {"response": ""}, headers)
         options, structure, template = body.sampling(), body.structure(), dispatcher.settings.chat_template
         turns: list[dict[str, object]] = [{"role": "system", "content": body.system}] if body.system else []
         turns.append({"role": "user", "content": body.prompt})
 
         def prepare(llm: Model, service: Service) -> Sequence[Any]:
-            if body.raw or not (template or llm.tokenizer.chat_template):
-                return [llm.prepare(body.prompt, service=service, structure=structure, **options)]
-            return [llm.prepare(messages=turns, template=template, service=service, structure=structure, **options)]
+            more: Any = {"service": service, "structure": structure, **options}
+            plain = body.raw or not (template or llm.tokenizer.chat_template)
+            made = llm.prepare(body.prompt, **more) if plain else llm.prepare(messages=turns, template=template, **more)
+            if body.context:
+                begins = made.tokens[:1] == (llm.tokenizer.bos_id,)  # which stands at the beginning of the context
+                made = llm.prepare([*body.context, *made.tokens[begins:]], **more)
+            return [made]
 
         return await _answer(dispatcher, request, body, prepare, lambda text: {"response": text}, headers, [])
 
@@ -158,6 +209,8 @@ def routes(dispatcher: Dispatcher) -> APIRouter:
     async def chat(request: Request) -> Response:
         """The next message of a conversation."""
         body, headers = await read_body(request, OllamaChat, dispatcher)
+        if not body.messages:
+            return await _loaded(dispatcher, body, {"message": {"role": "assistant", "content": ""}}, headers)
         options, structure, template = body.sampling(), body.structure(), dispatcher.settings.chat_template
         messages = [m.plain() for m in body.messages]
 
@@ -184,8 +237,9 @@ def routes(dispatcher: Dispatcher) -> APIRouter:
         """Vectors of texts."""
         body, headers = await read_body(request, OllamaEmbed, dispatcher)
         texts = [body.input] if isinstance(body.input, str) else body.input
-        async with dispatcher.models.use(_plain(body.model, dispatcher)) as (name, llm):
+        async with dispatcher.models.use(plain_name(body.model, dispatcher)) as (name, llm):
             made = await cancel_on_disconnect(request, dispatcher.embed(request.state.caller, llm, texts, body.dimensions))
+        await _unload(dispatcher, body)
         rows = [[float(x) for x in v] for v in made.vectors]
         return JSONResponse({"model": name, "embeddings": rows, "prompt_eval_count": made.total_tokens}, headers=headers)
 
@@ -193,8 +247,9 @@ def routes(dispatcher: Dispatcher) -> APIRouter:
     async def embedding(request: Request) -> Response:
         """The vector of one text."""
         body, headers = await read_body(request, OllamaEmbedding, dispatcher)
-        async with dispatcher.models.use(_plain(body.model, dispatcher)) as (_, llm):
+        async with dispatcher.models.use(plain_name(body.model, dispatcher)) as (_, llm):
             made = await cancel_on_disconnect(request, dispatcher.embed(request.state.caller, llm, [body.prompt], None))
+        await _unload(dispatcher, body)
         return JSONResponse({"embedding": [float(x) for x in made.vectors[0]]}, headers=headers)
 
     return router
@@ -210,31 +265,62 @@ async def _answer(
     names: Sequence[str],
 ) -> Response:
     admission = dispatcher.admit(
-        request.state.caller, _plain(body.model, dispatcher), prepare, request.url.path, stream=body.stream
+        request.state.caller, plain_name(body.model, dispatcher), prepare, request.url.path, stream=body.stream
     )
     limit = dispatcher.settings.timeout
     if not body.stream:
 
         def whole(generation: Generation, found: list[Result]) -> Json:
             (result,) = found
-            return _last(result, generation, body.model, _shown(result.text, show, names))
+            row = _last(result, generation, body, _shown(result.text, show, names))
+            return row if result.logprobs is None else {**row, **_logprobs(result.logprobs, generation)}
 
-        return await answer_whole(request, admission, limit, whole, headers)
+        answer = await answer_whole(request, admission, limit, whole, headers)
+        await _unload(dispatcher, body)
+        return answer
 
     async def lines(generation: Generation) -> AsyncIterator[str]:
         async for chunk in chunks(generation, 0, limit):
             text = "" if names else chunk.text
             if chunk.result is not None:
-                shown = _shown(chunk.result.text, show, names) if names else show(text)
-                row = _last(chunk.result, generation, body.model, shown)
+                final = _shown(chunk.result.text, show, names) if names else show(text)
+                row = _last(chunk.result, generation, body, final)
             else:
-                row = {"model": body.model, "created_at": _now(), **show(text), "done": False}
+                row = {"model": body.model, "created_at": now(), **show(text), "done": False}
+            if chunk.logprob is not None:
+                row |= _logprobs([chunk.logprob], generation)
+            if chunk.result is not None:
+                await _unload(dispatcher, body)
             yield json.dumps(row, ensure_ascii=False) + "\n"
 
     def failure(error: Refused) -> str:
         return json.dumps({"error": str(error)}) + "\n"
 
     return await answer_stream(admission, lines, failure, "application/x-ndjson", headers)
+
+
+async def _loaded(dispatcher: Dispatcher, body: OllamaBody, row: Json, headers: dict[str, str]) -> Response:
+    """The answer to a request for nothing, which loads a model, or unloads it."""
+    name = plain_name(body.model, dispatcher)
+    if body.seconds() == 0:
+        await dispatcher.models.unload(name)
+    else:
+        await dispatcher.models.load(name)
+    reason = "unload" if body.seconds() == 0 else "load"
+    made = {"model": body.model, "created_at": now(), **row, "done": True, "done_reason": reason}
+    if not body.stream:
+        return JSONResponse(made, headers=headers)
+    return Response(json.dumps(made) + "\n", media_type="application/x-ndjson", headers=headers)
+
+
+async def _unload(dispatcher: Dispatcher, body: KeptBody) -> None:
+    """Behind a request that says so; others that the model runs finish."""
+    if body.seconds() == 0:
+        await dispatcher.models.unload(plain_name(body.model, dispatcher))
+
+
+def _logprobs(entries: Sequence[TokenLogprob], generation: Generation) -> Json:
+    return {"logprobs": [chat_logprob(entry, generation.llm) for entry in entries]}
 
 
 def _shown(text: str, show: Callable[[str], Json], names: Sequence[str]) -> Json:
@@ -245,11 +331,13 @@ def _shown(text: str, show: Callable[[str], Json], names: Sequence[str]) -> Json
     return row
 
 
-def _last(result: Result, generation: Generation, model: str, row: Json) -> Json:
+def _last(result: Result, generation: Generation, body: OllamaBody, row: Json) -> Json:
     t = result.timings
+    if isinstance(body, OllamaGenerate):
+        row["context"] = [*generation.requests[0].tokens, *result.token_ids]
     return {
-        "model": model,
-        "created_at": _now(),
+        "model": body.model,
+        "created_at": now(),
         **row,
         "done": True,
         "done_reason": "length" if result.finish_reason == "length" else "stop",
@@ -260,49 +348,3 @@ def _last(result: Result, generation: Generation, model: str, row: Json) -> Json
         "eval_count": result.usage.completion_tokens,
         "eval_duration": int(t.decode * 1e9),
     }
-
-
-def _only(dispatcher: Dispatcher) -> str:
-    """The model of a request that names none: the only one that is loaded, or offered."""
-    offered = dispatcher.models.entries()
-    loaded = [e for e in offered if e.loaded is not None]
-    for some in (loaded, offered):
-        if len(some) == 1:
-            return some[0].name
-    count = f"{len(loaded)} of {len(offered)} models are loaded"
-    raise Refused(
-        400, "invalid_request", f"model is missing, and {count}: name one, as /api/tags lists them", param="model"
-    )
-
-
-def _plain(name: str, dispatcher: Dispatcher) -> str:
-    """Ollama's clients put `:latest` behind names without a tag."""
-    known = {e.name for e in dispatcher.models.entries()}
-    return name.removesuffix(":latest") if name not in known else name
-
-
-def _listed(entry: Entry) -> Json:
-    row: Json = {"name": entry.name, "model": entry.name, "modified_at": _now(entry.created), "size": 0}
-    row["digest"] = _digest(entry.source)
-    details: Json = {"format": "gguf", "family": "", "families": None, "parameter_size": "", "quantization_level": ""}
-    if entry.loaded is not None:
-        e = entry.loaded.llm.explain()
-        details["family"] = e.architecture
-        details["parameter_size"] = f"{e.parameters / 1e9:.1f}B" if e.parameters >= 1e8 else f"{e.parameters / 1e6:.1f}M"
-        details["quantization_level"] = e.quantization
-        row["size"] = e.memory.weights
-    return {**row, "details": details}
-
-
-def _digest(source: str) -> str:
-    """Stands for the model until its file changes; the file itself, which may be large, is not read."""
-    try:
-        found = Path(source).stat()
-        identity = f"{source}\0{found.st_size}\0{found.st_mtime_ns}"
-    except (OSError, ValueError):  # a name
-        identity = source
-    return hashlib.sha256(identity.encode("utf-8", "surrogateescape")).hexdigest()
-
-
-def _now(at: float | None = None) -> str:
-    return datetime.fromtimestamp(time.time() if at is None else at, UTC).isoformat().replace("+00:00", "Z")

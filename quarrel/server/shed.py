@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
 
-from quarrel.server.errors import Refused, openai_body, plain_body
+from quarrel.server.errors import Refused, error_body
 from quarrel.server.keys import Keyring
 from quarrel.server.metrics import Metrics
 
@@ -47,8 +47,16 @@ class Answer:
 class Shed:
     """Answers a request that came whole and in one piece. Whatever is not of the plainest form is left to the parser."""
 
-    def __init__(self, check_capacity: Gate, keys: Keyring, metrics: Metrics, headers: list[tuple[bytes, bytes]]) -> None:
-        self._check_capacity, self._keys, self._metrics = check_capacity, keys, metrics
+    def __init__(
+        self,
+        check_capacity: Gate,
+        keys: Keyring,
+        metrics: Metrics,
+        headers: list[tuple[bytes, bytes]],
+        *,
+        ollama: bool = False,
+    ) -> None:
+        self._check_capacity, self._keys, self._metrics, self._ollama = check_capacity, keys, metrics, ollama
         self._headers = b"".join(name + b": " + value + b"\r\n" for name, value in headers)
 
     def __call__(self, data: bytes) -> Answer | None:
@@ -90,7 +98,7 @@ class Shed:
 
     def _answer(self, path: str, refusal: Refused, close: bool, received: int, route: str | None = None) -> Answer:
         request_id = "req-" + secrets.token_hex(8)
-        body = json.dumps(openai_body(refusal) if path.startswith("/v1") else plain_body(refusal)).encode()
+        body = json.dumps(error_body(path, refusal, ollama=self._ollama)).encode()
         lines = [f"{name}: {value}\r\n" for name, value in refusal.headers().items()]
         lines += [f"X-Request-Id: {request_id}\r\nContent-Length: {len(body)}\r\nContent-Type: application/json\r\n"]
         lines += ["Connection: close\r\n"] if close else []

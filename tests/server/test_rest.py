@@ -262,13 +262,13 @@ def test_ollamas_generate_without_a_model_takes_the_only_one(tmp_path: Path) -> 
     with running(settings) as made:
         answer = made.client.post("/api/generate", json=body)
         assert answer.status_code == 400
-        assert "0 of 2 models are loaded" in answer.json()["error"]["message"]
+        assert "0 of 2 models are loaded" in answer.json()["error"]
         assert made.client.post("/api/generate", json={**body, "model": "small"}).status_code == 200
         assert made.client.post("/api/generate", json=body).json()["model"] == "small"
         made.client.post("/api/models/demo")
         answer = made.client.post("/api/generate", json=body)
         assert answer.status_code == 400
-        assert "2 of 2 models are loaded" in answer.json()["error"]["message"]
+        assert "2 of 2 models are loaded" in answer.json()["error"]
 
 
 def test_ollamas_digest_changes_with_the_file_alone(tmp_path: Path) -> None:
@@ -371,11 +371,13 @@ def test_the_time_to_come_back_is_the_models_own(tmp_path: Path) -> None:
         for entry, interval in zip(dispatcher.models.entries(), (7.0, 1000.0), strict=True):
             body = {"model": entry.name, "prompt": "a", "max_tokens": 1}
             assert made.client.post("/v1/completions", json=body).status_code == 200
-            dispatcher._accepted[entry.name] = 3
             assert entry.loaded is not None
             entry.loaded.llm.stats().end_interval = interval
-            after[interval] = made.client.post("/v1/completions", json=body).headers["retry-after"]
-            dispatcher._accepted[entry.name] = 0
+        dispatcher._accepted.update({entry.name: 3 for entry in dispatcher.models.entries()})  # both are full
+        for entry, interval in zip(dispatcher.models.entries(), (7.0, 1000.0), strict=True):
+            refused = made.client.post("/v1/completions", json={**body, "model": entry.name})
+            assert refused.status_code == 503
+            after[interval] = refused.headers["retry-after"]
         assert after == {7.0: "7", 1000.0: "60"}
 
 
