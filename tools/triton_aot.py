@@ -563,6 +563,15 @@ def variants(
     return list(dict.fromkeys((*alone, *together)))
 
 
+def every_nth(found: Sequence[Variant], n: int) -> Iterator[Variant]:
+    """The first variant of each kernel, and every nth after it."""
+    seen: Counter[str] = Counter()
+    for variant in found:
+        if seen[variant.kernel] % n == 0:
+            yield variant
+        seen[variant.kernel] += 1
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--targets", default=",".join(TARGETS))
@@ -571,6 +580,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kernels", default="", help="only kernels whose name contains this")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--quick", action="store_true", help="fewer head shapes")
+    parser.add_argument("--each", type=int, default=1, metavar="N", help="of each kernel, every Nth variant only")
     parser.add_argument("--kv-cache", choices=KV_TYPES, default="auto", help="what is kept of keys and values")
     parser.add_argument("--deterministic", action="store_true", help="what steps run whose rows may not depend on others")
     parser.add_argument("--list", action="store_true", help="print the variants without compiling them")
@@ -590,7 +600,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     work = [
         (v, target)
         for target in args.targets.split(",")
-        for v in variants(formats, args.computes.split(","), args.quick, target, Mode(args.deterministic, args.kv_cache))
+        for v in every_nth(
+            variants(formats, args.computes.split(","), args.quick, target, Mode(args.deterministic, args.kv_cache)),
+            args.each,
+        )
         if args.kernels in v.kernel
     ]
     if args.list:

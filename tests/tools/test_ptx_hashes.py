@@ -7,8 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "triton_aot.py"
@@ -36,46 +35,45 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
-def differences(tmp_path: Path, old: dict[str, str], new: dict[str, str]) -> list[str]:
-    files = [tmp_path / "old.json", tmp_path / "new.json"]
-    for path, hashes in zip(files, (old, new), strict=True):
-        path.write_text(json.dumps(hashes))
-    done = run("--compare", *files)
-    lines = done.stdout.splitlines()[:-1]
-    assert done.returncode == (1 if lines else 0), done.stderr
-    return lines
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "said"),
-    [
-        ({"sm_90 f k": "a"}, {"sm_90 f k": "a"}, []),
-        ({"sm_90 f k": "a"}, {"sm_90 f renamed R=2": "a"}, []),
-        ({"sm_90 f k": "a", "sm_90 f k #2": "b"}, {"sm_90 f k": "b", "sm_90 f k #2": "a"}, []),
-        ({"sm_90 f k": "a"}, {"sm_90 f k": "b"}, ["changed: sm_90 f k"]),
-        ({"t f k": "a", "t f l": "b"}, {"t f k": "b", "t f l": "a"}, ["changed: t f k", "changed: t f l"]),
-        ({"sm_90 f k": "a"}, {"sm_80 f k": "a"}, ["gone: sm_90 f k", "new: sm_80 f k"]),
-        ({"sm_90 f k": "a", "sm_90 f l": "b"}, {"sm_90 f k": "a"}, ["gone: sm_90 f l"]),
-    ],
-)  # fmt: skip
-def test_hashes_are_compared_by_label_and_by_content(
-    tmp_path: Path, old: dict[str, str], new: dict[str, str], said: list[str]
-) -> None:
-    assert differences(tmp_path, old, new) == said
-
-
-def test_names_and_line_numbers_are_not_in_the_hash() -> None:
-    code = (
-        "import sys, json; import tools.triton_aot as a\n"
-        "print(json.dumps([a.neutral(text) for text in json.load(sys.stdin)]))"
-    )
-    texts = [PTX.format(name=n, line=line, op=op) for n, line, op in (("f", 1, "add"), ("g", 77, "add"), ("f", 1, "mul"))]
+def evaluate(expression: str, value: Any) -> Any:
+    """Of `value` and the tool's module `a`, in a process that has Triton's compiler, not its interpreter."""
+    code = f"import sys, json; import tools.triton_aot as a\nvalue = json.load(sys.stdin)\nprint(json.dumps({expression}))"
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", code], input=json.dumps(texts), capture_output=True, text=True, env=environment, check=True
+        [sys.executable, "-c", code], input=json.dumps(value), capture_output=True, text=True, env=environment, check=True
     )
-    one, renamed, changed = json.loads(done.stdout)
+    return json.loads(done.stdout)
+
+
+COMPARED: list[tuple[dict[str, str], dict[str, str], list[str]]] = [
+    ({"sm_90 f k": "a"}, {"sm_90 f k": "a"}, []),
+    ({"sm_90 f k": "a"}, {"sm_90 f renamed R=2": "a"}, []),
+    ({"sm_90 f k": "a", "sm_90 f k #2": "b"}, {"sm_90 f k": "b", "sm_90 f k #2": "a"}, []),
+    ({"sm_90 f k": "a"}, {"sm_90 f k": "b"}, ["changed: sm_90 f k"]),
+    ({"t f k": "a", "t f l": "b"}, {"t f k": "b", "t f l": "a"}, ["changed: t f k", "changed: t f l"]),
+    ({"sm_90 f k": "a"}, {"sm_80 f k": "a"}, ["gone: sm_90 f k", "new: sm_80 f k"]),
+    ({"sm_90 f k": "a", "sm_90 f l": "b"}, {"sm_90 f k": "a"}, ["gone: sm_90 f l"]),
+]
+
+
+def test_hashes_are_compared_by_label_and_by_content_and_names_and_lines_are_not_in_them() -> None:
+    texts = [PTX.format(name=n, line=line, op=op) for n, line, op in (("f", 1, "add"), ("g", 77, "add"), ("f", 1, "mul"))]
+    found, hashed = evaluate(
+        "([a.ptx_differences(old, new) for old, new, _ in value[0]], [a.neutral(text) for text in value[1]])",
+        [COMPARED, texts],
+    )
+    assert found == [said for _, _, said in COMPARED]
+    one, renamed, changed = hashed
     assert one == renamed != changed
+
+
+def test_files_of_hashes_are_compared_without_compiling(tmp_path: Path) -> None:
+    files = [tmp_path / "old.json", tmp_path / "new.json"]
+    for path, hashes in zip(files, ({"sm_90 f k": "a"}, {"sm_90 f k": "b"}), strict=True):
+        path.write_text(json.dumps(hashes))
+    done = run("--compare", *files)
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.splitlines() == ["changed: sm_90 f k", "1 variants before, 1 after, 1 differences"]
 
 
 def test_a_kernel_hashes_the_same_twice(tmp_path: Path) -> None:

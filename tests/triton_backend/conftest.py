@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,11 +26,25 @@ if not torch.cuda.is_available():
     assert not loaded or before == "1", "Triton was imported before these tests could choose its interpreter"
 
 import triton.language as tl
+from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from quarrel.triton_backend.backend import TritonBackend, create
 from quarrel.triton_backend.runtime.launch import INTERPRETED
 
+# It checks integers for overflow at a third of its time, and throws what it finds away.
+interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+_PATCH = interpreter._patch_lang
+_LANGUAGE = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+
+
+def patch_once(fn: Any) -> Any:
+    """The interpreter puts its functions into Triton's language for every call of a device function; a launch is enough."""
+    patched = not any(tl.core.is_builtin(module.load) for module in (tl, tl.core))
+    return interpreter._LangPatchScope() if patched else _PATCH(_LANGUAGE)
+
+
+interpreter._patch_lang = patch_once
 DOT = InterpreterBuilder.create_dot
 
 
