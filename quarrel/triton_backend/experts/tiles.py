@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from quarrel.triton_backend.attention.paged import find
-from quarrel.triton_backend.elementwise.activation import activate
+from quarrel.triton_backend.elementwise.activation import activate, oai
 from quarrel.triton_backend.experts.maps import ExpertMaps, Serves
 from quarrel.triton_backend.formats.exact import decode_blocks
 from quarrel.triton_backend.linear.tiles import TL_TYPES, Tile
@@ -67,9 +67,7 @@ def expert_tiles(
         if GATED:
             acc_b += tl.load(b_bias + stacked, mask=row_ok, other=0.0)[:, None]
     if KIND == "oai":
-        gate = tl.minimum(acc, 7.0)
-        up = tl.minimum(tl.maximum(acc_b, -7.0), 7.0)
-        acc = gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)
+        acc = oai(acc, acc_b)
     elif GATED:
         acc = activate(acc, KIND) * acc_b
     elif KIND != "none":
