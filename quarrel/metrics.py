@@ -71,7 +71,7 @@ GAUGES: tuple[tuple[str, str, Callable[[Stats, Activity], float]], ...] = (
     ("quarrel_engine_requests_waiting", "Requests in the queue", lambda s, a: a.waiting),
     ("quarrel_kv_cache_blocks_free", "Blocks that hold nothing", lambda s, a: a.free_blocks),
     ("quarrel_kv_cache_blocks_kept", "Blocks kept for prompts to come", lambda s, a: a.kept_blocks),
-    ("quarrel_kv_cache_blocks_total", "Blocks there are", lambda s, a: a.n_blocks),
+    ("quarrel_kv_cache_blocks", "Blocks there are", lambda s, a: a.n_blocks),
     ("quarrel_kv_cache_snapshots", "Kept copies of recurrent state", lambda s, a: a.snapshots),
     (
         "quarrel_kv_cache_hit_ratio",

@@ -61,7 +61,7 @@ def test_a_scrape_tells_what_happened() -> None:
             ("quarrel_engine_steps_total", "toy"): 25,
             ("quarrel_engine_batch_sequences_bucket", "1.0", "toy"): 25,
             ("quarrel_engine_requests_running", "toy"): 0,
-            ("quarrel_kv_cache_blocks_total", "toy"): 60,
+            ("quarrel_kv_cache_blocks", "toy"): 60,
         }
         assert {key: found.get(key) for key in wanted} == wanted
         assert found["quarrel_inference_ttft_seconds_sum", "toy"] > 0

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,8 @@ def run(args: argparse.Namespace) -> int:
 
     server = build(settings, open_model)
     if not server.keys.keys():
-        note("quarrel serve: no API keys: everybody who reaches the port may use it (see quarrel keys create)")
+        with suppress(OSError):  # nobody reads it, which is no reason not to serve
+            note("quarrel serve: no API keys: everybody who reaches the port may use it (see quarrel keys create)")
     with _logs_on_stderr():
         serve(server, settings)
     return 0

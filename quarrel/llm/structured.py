@@ -52,7 +52,9 @@ class Structure:
         if isinstance(schema, str):
             return cls("json", schema)
         try:
-            return cls("json", json.dumps(schema, allow_nan=False))
+            text = json.dumps(schema, allow_nan=False)
+            json.loads(text, parse_int=_whole)
+            return cls("json", text)
         except (TypeError, ValueError, RecursionError) as error:
             raise RequestError(f"the schema is no JSON ({error})") from None
 
@@ -139,7 +141,9 @@ class _Guide:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise RequestError(f"the structure cannot be followed any further: {_short(self._matcher.get_error())}")
+            raise RequestError(
+                f"the structure cannot be followed any further, no text fits it: {_short(self._matcher.get_error())}"
+            )
 
 
 class _Words:
@@ -197,6 +201,13 @@ def _depth(text: str) -> int:
     return deepest
 
 
+def _whole(digits: str) -> int:
+    """The compiler would put the nearest 64-bit number in the place of others."""
+    if not -(2**63) <= (number := int(digits)) < 2**63:
+        raise ValueError(f"{digits[:40]} has more than 64 bits, wanted a smaller number")
+    return number
+
+
 def _short(text: str) -> str:
-    line = " ".join(text.split())
+    line = " ".join(text.partition("<state>")[0].split())  # behind it the compiler shows what it has come to
     return line if len(line) <= 300 else line[:297] + "..."

@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 from starlette.staticfiles import StaticFiles
 
 from quarrel import __version__
@@ -25,7 +25,7 @@ from quarrel.server.limits import Limiter
 from quarrel.server.metrics import Metrics
 from quarrel.server.middleware import App, Middleware
 from quarrel.server.models import Load, ModelManager
-from quarrel.server.openapi import document, methods_of
+from quarrel.server.openapi import as_yaml, document, methods_of
 from quarrel.server.settings import Settings
 from quarrel.server.traces import Traces
 
@@ -85,6 +85,10 @@ def _page(api: FastAPI) -> None:
     @api.api_route("/favicon.ico", methods=["GET", "HEAD"], include_in_schema=False)
     async def icon() -> Response:
         return FileResponse(STATIC / "icon.svg", media_type="image/svg+xml")
+
+    @api.get("/openapi.yaml", include_in_schema=False)
+    async def yaml() -> Response:
+        return PlainTextResponse(as_yaml(document(api)), media_type="application/yaml")
 
     api.mount("/static", StaticFiles(directory=STATIC), name="static")
 

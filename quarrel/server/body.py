@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from typing import Any, TypeVar
@@ -17,6 +18,8 @@ from quarrel.server.validation import first_fault
 B = TypeVar("B", bound=Body)
 IGNORED = "X-Quarrel-Ignored"
 MAX_DEPTH = 64
+LARGE = 64 << 10
+"""Bytes of a body that takes a millisecond to read."""
 log = logging.getLogger("quarrel.server")
 
 
@@ -28,7 +31,12 @@ def body_of(schema: type[BaseModel]) -> dict[str, Any]:
 
 async def read_body(request: Request, schema: type[B], dispatcher: Dispatcher) -> tuple[B, dict[str, str]]:
     """The body, and the headers that name fields which were ignored. Raises `Refused` (400)."""
-    body = parse_body(await request.body(), schema)
+    raw = await request.body()
+    if len(raw) <= LARGE:
+        body = parse_body(raw, schema)
+    else:  # one after the other, beside what the server answers meanwhile
+        async with dispatcher.reading:
+            body = await asyncio.to_thread(parse_body, raw, schema)
     return body, ignored_fields(body, dispatcher, request.url.path)
 
 
@@ -49,7 +57,8 @@ def ignored_fields(body: Body, dispatcher: Dispatcher, where: str) -> dict[str, 
 def parse_body(raw: bytes | str, schema: type[B]) -> B:
     """A body by its schema; `Refused` (400) says which field is wrong and what was wanted."""
     try:
-        data = json.loads(raw, parse_constant=_no_constant)
+        # Told its encoding, for the parser would take UTF-16 as well.
+        data = json.loads(raw if isinstance(raw, str) else raw.decode(), parse_constant=_no_constant)
     except RecursionError as error:
         raise Refused(400, "invalid_request", f"the JSON is nested more than {MAX_DEPTH} levels deep") from error
     except ValueError as error:

@@ -52,7 +52,9 @@ class Dispatcher:
     def __init__(
         self, models: ModelManager, settings: Settings, limiter: Limiter, metrics: Metrics, traces: Traces
     ) -> None:
-        self.models, self.settings, self.limiter, self._metrics, self._traces = models, settings, limiter, metrics, traces
+        self.models, self.settings, self.limiter, self._metrics, self.traces = models, settings, limiter, metrics, traces
+        self.reading = asyncio.Semaphore()
+        """Who has it parses a large body."""
         self.closing = False
         self.active = 0
         self._accepted: Counter[str] = Counter()
@@ -169,7 +171,7 @@ class Dispatcher:
         for result in results:
             reason = "cancelled" if result is None else result.finish_reason
             self._metrics.generations.labels(generation.model, "success" if reason in ("stop", "length") else reason).inc()
-        self._traces.generated(generation.model, generation.began, [r for r in results if r is not None])
+        self.traces.generated(generation.model, generation.began, [r for r in results if r is not None])
         self._metrics.seconds.labels(generation.model).observe(time.perf_counter() - generation.began)
         self._metrics.tokens.inc(used)
         self._metrics.typed_tokens.labels(generation.model, "generated").inc(used)

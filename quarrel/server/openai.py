@@ -29,7 +29,7 @@ from quarrel.server.errors import Refused, openai_body
 from quarrel.server.fields import inputs_of
 from quarrel.server.logprobs import LogprobLists, chat_logprob, joined
 from quarrel.server.schemas import ChatBody, CompletionBody, EmbeddingsBody, OpenAIBody
-from quarrel.server.tools import functions_of, split_calls
+from quarrel.server.tools import cut_call, functions_of, split_calls
 
 Json = dict[str, Any]
 _DONE = "data: [DONE]\n\n"
@@ -116,15 +116,16 @@ class _Chat(_Form):
 
     def __init__(self, body: ChatBody, tools: Sequence[Mapping[str, Any]] | None) -> None:
         self._names = [f["name"] for f in functions_of(tools)]
+        self._split = split_calls if body.tool_choice in (None, "none", "auto") else cut_call
         self._begun: set[int] = set()
         self._buffered: dict[int, str] = {}
 
     def choice(self, result: Result, index: int, generation: Generation) -> Json:
-        text, calls = split_calls(result.text, self._names) if self._names else (result.text, [])
+        text, calls = self._split(result.text, self._names) if self._names else (result.text, [])
         message: Json = {"role": "assistant", "content": text or (None if calls else "")}
         if calls:
             message["tool_calls"] = [{k: v for k, v in c.body(i).items() if k != "index"} for i, c in enumerate(calls)]
-        reason = "tool_calls" if calls else _reason(result)
+        reason = _reason_of_calls(result) if calls else _reason(result)
         logprobs = None if result.logprobs is None else _content(result.logprobs, generation)
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
@@ -140,9 +141,10 @@ class _Chat(_Form):
         if chunk.result is not None:
             reason = _reason(chunk.result)
             if self._names:
-                text, calls = split_calls(text, self._names)
+                text, calls = self._split(text, self._names)
                 if calls:
-                    delta["tool_calls"], reason = [c.body(i) for i, c in enumerate(calls)], "tool_calls"
+                    delta["tool_calls"] = [c.body(i) for i, c in enumerate(calls)]
+                    reason = _reason_of_calls(chunk.result)
         elif self._names:
             text = ""
         if text or "role" in delta:
@@ -269,6 +271,11 @@ def _model(name: str, created: int) -> Json:
 
 def _reason(result: Result) -> str:
     return "length" if result.finish_reason == "length" else "stop"
+
+
+def _reason_of_calls(result: Result) -> str:
+    """A call that is cut is no call to make."""
+    return "length" if result.finish_reason == "length" else "tool_calls"
 
 
 def _usage(results: Sequence[Result], n: int) -> Json:

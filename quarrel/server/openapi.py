@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -47,6 +48,19 @@ def document(api: FastAPI) -> Json:
     return api.openapi_schema
 
 
+def as_yaml(value: object, indent: str = "") -> str:
+    """JSON's values as YAML: blocks of lines, with scalars as JSON writes them."""
+    if isinstance(value, dict) and value:
+        rows = [(f"{json.dumps(key)}:", inner) for key, inner in value.items()]
+    elif isinstance(value, list) and value:
+        rows = [("-", inner) for inner in value]
+    else:
+        text = json.dumps(value)
+        # Without a point, an exponent is a text to some readers of YAML.
+        return f" {text.replace('e', '.0e') if isinstance(value, float) and '.' not in text else text}\n"
+    return "\n" * bool(indent) + "".join(f"{indent}{head}{as_yaml(inner, indent + '  ')}" for head, inner in rows)
+
+
 def methods_of(api: FastAPI, path: str) -> list[str]:
     """Those that some route has for this path."""
     found: set[str] = set()
@@ -72,6 +86,8 @@ def _complete(path: str, operation: Json, parts: Json) -> None:
         answers["503"] = {"description": "Not ready", "content": {"application/json": {"schema": {"type": "object"}}}}
     if path in STREAMS:
         answers["200"]["content"][STREAMS[path]] = {}
+    if path == "/api/metrics":
+        answers["200"]["content"]["text/plain"] = {"schema": {"type": "string"}}
     if path in TEXTS:
         answers["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
 

@@ -21,7 +21,7 @@ from quarrel.server.fields import Adapter, Body, Text
 from quarrel.server.messages import Part, joined
 from quarrel.server.openai import SSE
 from quarrel.server.schemas import Samplers
-from quarrel.server.tools import Call, required_call, split_calls
+from quarrel.server.tools import Call, cut_call, required_call, split_calls
 
 Json = dict[str, Any]
 PARTS = ("input_text", "output_text", "text")
@@ -216,7 +216,8 @@ class _Answer:
         return self._event("response.failed", response=row)
 
     def ended(self, result: Result) -> Json:
-        text, calls = split_calls(result.text, self.names) if self.names else (result.text, [])
+        split = split_calls if self._body.tool_choice in (None, "none", "auto") else cut_call
+        text, calls = split(result.text, self.names) if self.names else (result.text, [])
         status = "incomplete" if result.finish_reason == "length" else "completed"
         output = [self._message(text, status)] if text or not calls else []
         row = self._row(status, [*output, *map(_call, calls)])

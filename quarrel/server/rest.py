@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
@@ -92,13 +93,18 @@ def routes(dispatcher: Dispatcher, metrics: Metrics) -> APIRouter:
         return PlainTextResponse(await asyncio.to_thread(metrics.text), media_type=TEXT)
 
     @router.get("/api/metrics")
-    async def figures() -> Json:
-        """What a page shows: throughput, queue and cache of each model."""
-        return {
-            "uptime": time.time() - began,
-            "active": dispatcher.active,
-            "models": [activity_of(e) for e in dispatcher.models.entries()],
-        }
+    async def figures(request: Request, format: Literal["json", "prometheus"] | None = None) -> Response:
+        """What a page shows: throughput, queue and cache of each model; for Prometheus where `format` says so, or Accept
+        prefers its text."""
+        if format == "prometheus" or (format is None and prefers_text(request.headers.get("accept", ""))):
+            return await prometheus()
+        return JSONResponse(
+            {
+                "uptime": time.time() - began,
+                "active": dispatcher.active,
+                "models": [activity_of(e) for e in dispatcher.models.entries()],
+            }
+        )
 
     @router.get("/api/models")
     async def list_models() -> Json:
@@ -163,6 +169,17 @@ def routes(dispatcher: Dispatcher, metrics: Metrics) -> APIRouter:
         return JSONResponse({"model": name, "text": text}, headers=headers)
 
     return router
+
+
+def prefers_text(accept: str) -> bool:
+    """Whether a list of media types puts Prometheus' before JSON; a browser's, which has neither, does not."""
+    weights: dict[str, float] = {}
+    for entry in accept.lower().split(","):
+        kind, *rest = (part.strip() for part in entry.split(";"))
+        with contextlib.suppress(ValueError):
+            weights[kind] = float(next((p[2:] for p in rest if p.startswith("q=")), "1"))
+    text = max(weights.get("text/plain", 0.0), weights.get("application/openmetrics-text", 0.0))
+    return text > weights.get("application/json", 0.0)
 
 
 def describe_model(entry: Entry, template: str | None) -> Json:

@@ -86,6 +86,19 @@ def split_calls(text: str, names: Sequence[str]) -> tuple[str, list[Call]]:
     return (rest.strip() if calls else rest), calls
 
 
+def cut_call(text: str, names: Sequence[str]) -> tuple[str, list[Call]]:
+    """As `split_calls` for an answer that has to be a call, where its length may have ended it: of a call that is cut, what
+    there is of its arguments, and no text."""
+    rest, calls = split_calls(text, names)
+    if calls:
+        return rest, calls
+    for name in names:
+        head = f'{{"name": {json.dumps(name)}, "arguments": '
+        if text.startswith(head):
+            return "", [Call(name, text[len(head) :])]
+    return "", []
+
+
 def _call(text: str, names: Sequence[str]) -> list[Call]:
     """The calls that a JSON object or a list of them makes; none if anything else is in it."""
     try:

@@ -60,6 +60,17 @@ class Traces:
         if status >= 500:
             span.set_status(Status(StatusCode.ERROR))
 
+    @contextmanager
+    def message(self, kind: str, request_id: str | None = None) -> Iterator[None]:
+        """A span round what a WebSocket's message brings about, in that of its connection. kind: a known one."""
+        if self._tracer is None:
+            yield
+            return
+        with self._tracer.start_as_current_span(f"WS {kind}") as span:
+            if request_id is not None:
+                span.set_attribute("quarrel.request_id", request_id)
+            yield
+
     def generated(self, model: str, began: float, results: Sequence[Result]) -> None:
         """Spans of what has ended, by the engine's own clock. began: by `time.perf_counter`."""
         if self._tracer is None:

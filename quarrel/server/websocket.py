@@ -130,6 +130,12 @@ class Connection:
         payload = message.get("payload") or {} if isinstance(message, dict) else {}
         if not isinstance(payload, dict):
             raise Refused(400, "invalid_request", "payload is no object")
+        # What an inference brings about has a span of its own, which ends with its answer.
+        span = contextlib.nullcontext() if kind == "inference" else self._dispatcher.traces.message(_known(kind))
+        with span:
+            self._do(kind, payload)
+
+    def _do(self, kind: object, payload: Json) -> None:
         if kind == "inference":
             self._start(payload)
         elif kind == "stop":
@@ -195,7 +201,7 @@ class Connection:
             self._say("status", {**state, **({"ignored": ignored[IGNORED]} if ignored else {})})
             prepare = prepare_of(body, self._dispatcher.settings.chat_template)
             admission = self._dispatcher.admit(self._caller, body.model, prepare, "/ws", priority_of(body))
-            with self._using(entry.name):
+            with self._dispatcher.traces.message("inference", id), self._using(entry.name):
                 async with admission as generation:
                     await self._send(id, body, generation)
         except QuarrelError as error:
@@ -253,3 +259,8 @@ class Connection:
             models = [activity_of(e) for e in self._dispatcher.models.entries()]
             self._metrics.broadcasts.inc()
             self._say("metrics", {"active": self._dispatcher.active, "models": models})
+
+
+def _known(kind: object) -> str:
+    """A name for a span, which a caller cannot invent."""
+    return str(kind) if kind in ("stop", "status", "ping") else "unknown"

@@ -71,6 +71,7 @@ def test_a_schema_in_either_place_is_kept_to(live: Live) -> None:
         {"type": "text", "json_schema": {"schema": {"const": 1}}},
         {"type": "json_schema", "schema": {}, "json_schema": {"schema": {}}},
         {"type": "json_schema", "json_schema": {"schema": True}},
+        {"type": "json_object", "schema": {"minimum": 10**30}},
     ],
 )
 def test_a_schema_that_cannot_be_kept_to_is_refused(live: Live, wanted: dict[str, Any]) -> None:
@@ -91,3 +92,13 @@ def test_a_websocket_says_what_it_ignores(live: Live) -> None:
         while "generating" not in (said := str(page.recv(20))) and "loading" not in said:
             pass
         assert json.loads(said)["payload"]["ignored"] == "zap"
+
+
+def test_a_grammar_that_fails_shows_no_state_of_its_engine(live: Live) -> None:
+    body = {"messages": [TURN], "response_format": {"type": "json_object", "schema": {"$ref": "#"}}}
+    answer = live.client.post("/v1/chat/completions", json=body)
+    assert (answer.status_code, "no text fits it" in answer.text, "<state>" in answer.text) == (400, True, False)
+
+
+def test_an_empty_name_is_no_model(live: Live) -> None:
+    assert live.client.post("/v1/completions", json={"model": "", "prompt": "a"}).status_code == 404

@@ -138,7 +138,20 @@ def test_a_message_has_content_or_calls(live: Live, turn: dict[str, Any], status
         )
 
 
-@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"prompt": NaN}', b"[" * 5000, b'{"a":' * 500])
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        '{"prompt": "a"}'.encode("utf-16"),
+        b'{"prompt": NaN}',
+        b"[" * 5000,
+        b'{"a":' * 500,
+    ],
+)
 def test_what_is_no_json_object_is_refused(live: Live, raw: bytes) -> None:
     assert live.client.post("/v1/completions", content=raw).status_code == 400
 
@@ -273,6 +286,29 @@ def test_a_call_that_is_required_is_made(client: openai.OpenAI, stream: bool) ->
         assert call.function.name in names
         arguments = json.loads(call.function.arguments)
         assert arguments == {} if call.function.name != "paint" else arguments["c"] in ("red", "blue")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_is_cut_is_no_text(client: openai.OpenAI, live: Live, stream: bool) -> None:
+    named: Any = {"type": "function", "function": {"name": "paint"}}
+    for limit in (1, 3, 12, 14):
+        options: dict[str, Any] = {"model": "demo", "messages": CHAT, "tools": TOOLS, "tool_choice": named, "seed": 2}
+        if stream:
+            chunks = list(client.chat.completions.create(**options, max_tokens=limit, stream=True))
+            text = "".join(c.choices[0].delta.content or "" for c in chunks)
+            calls = [call for c in chunks for call in c.choices[0].delta.tool_calls or []]
+            reason = chunks[-1].choices[0].finish_reason
+        else:
+            made = client.chat.completions.create(**options, max_tokens=limit).choices[0]
+            text, calls, reason = made.message.content or "", made.message.tool_calls or [], made.finish_reason
+        assert (text, reason) == ("", "length")
+        assert all(c.function.name == "paint" for c in calls)
+    body = {"input": "a", "tools": [{"type": "function", **TOOLS[0]["function"]}], "tool_choice": "required"}
+    answer = live.client.post("/v1/responses", json={**body, "max_output_tokens": 3}).json()
+    assert (answer["status"], "arguments" in json.dumps([o for o in answer["output"] if o["type"] == "message"])) == (
+        "incomplete",
+        False,
+    )
 
 
 def test_the_newer_protocol_requires_calls_too(client: openai.OpenAI, live: Live) -> None:

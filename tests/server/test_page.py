@@ -208,6 +208,21 @@ def test_the_api_is_told_on_a_page_of_its_own(page: Any, live: Live) -> None:
     assert not page.problems
 
 
+def test_a_route_is_tried_on_the_page(page: Any, live: Live) -> None:
+    page.goto(f"{live.url}/static/api.html")
+    for name, said in (
+        ("POST /v1/completions", '"text_completion"'),
+        ("GET /api/models/{name}", '"demo"'),
+        ("GET /version", '"quarrel"'),
+    ):
+        route = page.locator("details", has=page.locator(f"summary code:text-is('{name}')"))
+        route.locator("summary").click()
+        route.locator("button").click()
+        page.wait_for_function("node => node.textContent.startsWith('200')", arg=route.locator("pre").element_handle())
+        assert said in route.locator("pre").text_content()
+    assert page.problems == page.foreign == []
+
+
 def test_the_sidebar_knows_what_is_loaded(page: Any, live: Live) -> None:
     live.client.delete("/api/models/demo")
     page.reload()
