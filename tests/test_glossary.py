@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "quarrel"
 
 MOST = {
-    "told": 1, "asked": 5, "held": 9, "few": 1, "worth": 0, "halved": 0, "halves": 0, "settled": 0, "deal": 0, "turned": 0,
+    "told": 1, "asked": 2, "held": 9, "few": 1, "worth": 0, "halved": 0, "halves": 0, "settled": 0, "deal": 0, "turned": 0,
     "hosted": 1, "door": 0,
 }  # fmt: skip
 """How many names of the package may still have the word. Lower a number when you have renamed something."""

@@ -200,11 +200,11 @@ class LongbowClient:
         hits = self._data.run(call, f"a search in {name}", name, timeout)
         if rerank:
             return self._ranked(name, hits, query, rerank, k)
-        asked = self._uneven.get(name) if len(hits) else None
-        if asked is not None:
+        wants = self._uneven.get(name) if len(hits) else None
+        if wants is not None:
             self._uneven[name] = None  # it is said once
             if is_l2(hits, query, lambda id: self._vectors(name, [id], len(query))[1]):
-                warn_of(name, asked, self._data.address)
+                warn_of(name, wants, self._data.address)
         return hits.first(k)
 
     def search_by_id(self, dataset: str, id: int | str, k: int = 10) -> Hits:
@@ -377,8 +377,8 @@ class LongbowClient:
             if i == 0:
                 kind, dim = vector_field(batch.schema)
                 self._agree(name, kind, dim)
-                if name not in self._uneven and (asked := uneven(batch)) is not None:
-                    self._uneven[name] = asked
+                if name not in self._uneven and (wants := uneven(batch)) is not None:
+                    self._uneven[name] = wants
             yield batch
 
     def _agree(self, name: str, kind: pa.DataType, dim: int) -> None:

@@ -42,15 +42,15 @@ def uneven(batch: pa.RecordBatch) -> Uneven | None:
     return Uneven(measure, shortest, longest) if longest - shortest > SAME * longest else None
 
 
-def warn_of(dataset: str, asked: Uneven, address: str) -> None:
+def warn_of(dataset: str, wants: Uneven, address: str) -> None:
     """That the order of what was found is by L2."""
-    advice = f"search with rerank={asked.measure!r}"
-    if asked.measure == "cosine":
+    advice = f"search with rerank={wants.measure!r}"
+    if wants.measure == "cosine":
         advice = f"fill it with vectors of length 1 (vector_batch(normalize=True)), or {advice}"
     warnings.warn(
         OptionWarning(
-            f"{dataset} asks for {asked.measure} and the store at {address} ranks by L2, which is another order for its"
-            f" vectors, of lengths {asked.shortest:.3g} to {asked.longest:.3g}: {advice}",
+            f"{dataset} asks for {wants.measure} and the store at {address} ranks by L2, which is another order for its"
+            f" vectors, of lengths {wants.shortest:.3g} to {wants.longest:.3g}: {advice}",
             "metric",
         ),
         stacklevel=4,
