@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 from pyarrow import flight
 
 from quarrel.errors import FlightDataError, FlightNotFound, RequestError
@@ -32,6 +31,7 @@ from quarrel.flight.streams import (
     same_schema,
     schema_of,
 )
+from quarrel.flight.tickets import passing
 from quarrel.flight.waiting import until_ready
 
 Array = npt.NDArray[Any]
@@ -148,14 +148,17 @@ class LongbowClient:
         caps: Caps | None = None,
         timeout: float | None = None,
     ) -> Iterator[pa.RecordBatch]:
-        """Batches of a dataset, each checked in full before it is given out. `limit` rows at most, which is kept here: the
-        server reads the number and does nothing with it."""
+        """Batches of a dataset, each checked in full before it is given out, and once more against the filters, which the
+        server may have compared wrongly. `limit` rows at most, which is kept here: the server does nothing with it."""
         name = dataset_name(dataset)
         if limit is not None and limit < 1:
             raise RequestError(f"limit is {limit!r}, wanted at least 1")
-        left = limit
-        for batch in self._get(name, self._filters(name, filters), caps or Caps(), timeout):
-            part = batch if left is None else batch.slice(0, left)
+        left, conditions = limit, self._filters(name, filters)
+        for batch in self._get(name, conditions, caps or Caps(), timeout):
+            kept = passing(batch, conditions, silent=True)
+            if conditions and not kept.num_rows:
+                continue
+            part = kept if left is None else kept.slice(0, left)
             yield part
             left = None if left is None else left - part.num_rows
             if left == 0:
@@ -165,13 +168,10 @@ class LongbowClient:
         """The rows with these ids, each asked for by itself; nothing comes for an id that is not there."""
         name = dataset_name(dataset)
         for id in ids:
-            for batch in self._get(name, filters_of([("id", "==", int(id))]), Caps()):
-                index = batch.schema.get_field_index("id")
-                if index < 0:
-                    continue
-                same = pc.equal(batch.column(index).cast(pa.string()), str(id))
-                if (part := batch.filter(same)).num_rows:  # a store whose comparison is wrong sends others too
-                    yield part
+            condition = filters_of([("id", "==", int(id))])
+            for batch in self._get(name, condition, Caps()):
+                if (kept := passing(batch, condition, silent=True)).num_rows:
+                    yield kept
 
     def search(
         self,
@@ -324,7 +324,7 @@ class LongbowClient:
         if not whole:
             found = self._counts(dataset, filters_of([("id", ">=", low), ("id", "<", high)]))
         if whole or any(not low <= id < high for id in found):
-            found = self._counts(dataset, ())
+            found = self._counts(dataset, [])
         return Counter({id: n for id, n in found.items() if low <= id < high})
 
     def _counts(self, name: str, filters: Filters) -> Counter[int]:
@@ -335,7 +335,7 @@ class LongbowClient:
 
     def _filters(self, name: str, filters: Sequence[Filter]) -> Filters:
         """As a ticket has them, each of which the store will know."""
-        return filters_of(filters, self.schema(name)) if filters_of(filters) else ()
+        return filters_of(filters, self.schema(name)) if filters_of(filters) else []
 
     def _get(self, name: str, filters: Filters, caps: Caps, timeout: float | None = None) -> Iterator[pa.RecordBatch]:
         ticket, what = flight.Ticket(get_ticket(name, filters)), f"the rows of {name}"

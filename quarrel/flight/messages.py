@@ -12,7 +12,7 @@ from quarrel.errors import FlightDataError, RequestError
 
 DONE = ("deleted", "dropped", "ok", "success", "")
 
-Filters = Sequence[Mapping[str, str]]
+Filters = list[dict[str, str]]
 """See `filters_of`."""
 
 
@@ -32,12 +32,12 @@ def encoded(body: Mapping[str, Any]) -> bytes:
         raise RequestError(f"{str(body)[:120]!r} is not Unicode, and JSON cannot carry it: give whole characters") from None
 
 
-def get_ticket(name: str, filters: Filters = ()) -> bytes:
+def get_ticket(name: str, filters: Filters | None = None) -> bytes:
     """Always JSON: to a ticket that is a bare name, Longbow applies the filters of the ticket before it."""
     return encoded({"name": name} | ({"filters": filters} if filters else {}))
 
 
-def search_ticket(name: str, vector: np.ndarray[Any, Any], k: int, filters: Filters = ()) -> bytes:
+def search_ticket(name: str, vector: np.ndarray[Any, Any], k: int, filters: Filters | None = None) -> bytes:
     """The numbers of the vector are written without exponents, each in as many digits as tell it apart."""
     body = {"dataset": name, "k": k} | ({"filters": filters} if filters else {})
     numbers = ",".join(np.format_float_positional(x, unique=True, trim="0") for x in vector)

@@ -390,6 +390,7 @@ def test_a_store_that_compares_wrongly_is_not_believed() -> None:
         client.ingest("d", vector_batch(range(30), some_vectors(30)))
         assert client.ids("d", 10, 13) == {10, 11, 12}
         assert [b["id"].to_pylist() for b in client.rows("d", [7])] == [[7]]
+        assert [b["id"].to_pylist() for b in client.get("d", filters=[("id", ">=", 8), ("id", "<", 11)])] == [[8, 9, 10]]
 
 
 @only_standin
