@@ -15,7 +15,7 @@ import pytest
 
 from quarrel.engine import Chunk
 from quarrel.server import websocket as server_socket
-from quarrel.server.dispatch import Generation
+from quarrel.server.dispatch import Generation, chunks
 from tests.server.conftest import Live
 
 CHROMIUM = os.environ.get("QUARREL_CHROMIUM", "")
@@ -91,10 +91,8 @@ def test_a_conversation_is_written_kept_and_found_again(page: Any) -> None:
 
 
 def test_an_answer_is_stopped(page: Any, live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = server_socket.chunks
-
     async def endless(generation: Generation, which: int, timeout: float) -> AsyncIterator[Chunk]:
-        async for chunk in real(generation, which, timeout):
+        async for chunk in chunks(generation, which, timeout):
             yield chunk
             await asyncio.Event().wait()
 
