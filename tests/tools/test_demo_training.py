@@ -62,7 +62,7 @@ def story(seed: int, paragraphs: int) -> str:
 @pytest.fixture(name="corpus", scope="module")
 def _corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("corpus") / "books.txt"
-    path.write_text("\n\n".join(story(seed, 40) for seed in range(5)), encoding="utf-8")
+    path.write_text("\n\n".join(story(seed, 24) for seed in range(5)), encoding="utf-8")
     return path
 
 
