@@ -28,7 +28,7 @@ from quarrel.ops.state import (
     GatedNormSpec,
     Scan1Spec,
     Scan2Spec,
-    held_states,
+    drawn_states,
     step_inputs,
 )
 
@@ -99,7 +99,7 @@ def _make_mamba2(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
     xbc, dt, dt_bias, a, d, *ragged, state = SCAN2.make(Case(s.scan, case.dims), rng)
     conv = CONV.make(Case(s.conv, {"S": 1, "Q": 1}), rng)[1 : 3 if s.conv_bias else 2]
     _, z, gain = GATED_NORM.make(Case(s.norm, {"T": len(dt)}), rng)  # type: ignore[arg-type]
-    conv_state = held_states(rng, ragged, *s.conv.state)
+    conv_state = drawn_states(rng, ragged, *s.conv.state)
     return (xbc, dt, z, *conv, dt_bias, a, d, gain, *ragged, conv_state, state)
 
 

@@ -77,7 +77,7 @@ def _ragged(case: Case, rng: np.random.Generator) -> tuple[int, tuple[Array, Arr
     return int(new.sum()), (starts, (new + cached).astype(np.int32), slots)
 
 
-def held_states(rng: np.random.Generator, ragged: Sequence[Any], *shape: int) -> Array:
+def drawn_states(rng: np.random.Generator, ragged: Sequence[Any], *shape: int) -> Array:
     """State for two slots more than sequences; what no sequence goes on from is NaN, as another may have left it."""
     starts, kv_len, slots = ragged
     state = np.full((len(slots) + 2, *shape), np.nan, np.float32)
@@ -103,7 +103,7 @@ def _make_conv(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
     tokens, ragged = _ragged(case, rng)
     weight = draw.weight(rng, GGMLType.F32, s.channels, s.width, 0.5)
     bias = (draw.weight(rng, GGMLType.F32, 1, s.channels, 0.5),) if s.bias else ()
-    state = held_states(rng, ragged, *s.state)
+    state = drawn_states(rng, ragged, *s.state)
     return (draw.activations(rng, tokens, s.channels), weight, *bias, *ragged, state)
 
 
@@ -205,7 +205,7 @@ def _make_scan2(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
     tokens, ragged = _ragged(case, rng)
     bias, skip = (draw.weight(rng, GGMLType.F32, 1, s.n_heads, 1.0) for _ in range(2))
     decay = RawWeight(GGMLType.F32, quantize(-rng.uniform(0.5, 16, (1, s.n_heads)), GGMLType.F32), s.n_heads)
-    state = held_states(rng, ragged, *s.state)
+    state = drawn_states(rng, ragged, *s.state)
     dt, room = _step_sizes(case, rng, tokens, s.n_heads)
     xbc = draw.activations(rng, tokens, s.width)
     xbc[:, : s.d_inner] *= room.repeat(s.head_dim, 1)
@@ -300,7 +300,7 @@ def _make_scan1(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
     tokens, ragged = _ragged(case, rng)
     decay = quantize(-rng.uniform(0.5, 16, (s.channels, s.n_state)), GGMLType.F32)
     skip = draw.weight(rng, GGMLType.F32, 1, s.channels, 1.0)
-    state = held_states(rng, ragged, *s.state)
+    state = drawn_states(rng, ragged, *s.state)
     x, b, c = (draw.activations(rng, tokens, n) for n in (s.channels, s.n_state, s.n_state))
     dt, room = _step_sizes(case, rng, tokens, s.channels)
     return (x * room, dt, b, c, RawWeight(GGMLType.F32, decay, s.n_state), skip, *ragged, state)
