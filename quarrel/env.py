@@ -5,7 +5,7 @@ QUARREL_COMPUTE   auto, float32, float16, bfloat16 or fp8: the arithmetic when n
 QUARREL_THREADS   threads of the CPU backend, 1 to 1024
 QUARREL_TENSOR_PARALLEL   how many devices share a model when nothing else is asked for, 1 to 16
 QUARREL_MEMORY    the memory that a model may take, in bytes (512MiB, 16GB) or as a share of what is free (80%, 0.8)
-QUARREL_KV_CACHE  auto, float16, bfloat16, int8 or fp8: what is kept of keys and values when nothing else is asked for
+QUARREL_KV_CACHE  auto, float16, bfloat16, int8, fp8 or fp8_e5m2: how keys and values are stored if no one asks otherwise
 QUARREL_ATTENTION  auto, own or cudnn: who attends to long prompts on CUDA when nothing else is asked for
 QUARREL_CHECK     1 compares every op with its NumPy reference while it runs (slow)
 QUARREL_MODELS    a further folder to look for models in
@@ -25,7 +25,7 @@ from quarrel.errors import ConfigError
 
 BACKENDS = ("auto", "cpu", "triton", "mlx")
 COMPUTE = ("auto", "float32", "float16", "bfloat16", "fp8")
-KV_CACHE = ("auto", "float16", "bfloat16", "int8", "fp8")
+KV_CACHE = ("auto", "float16", "bfloat16", "int8", "fp8", "fp8_e5m2")
 ATTENTION = ("auto", "own", "cudnn")
 LEVELS = ("debug", "info", "warning", "error")
 NAMES = (

@@ -14,7 +14,7 @@ from quarrel.llm import Explanation
 
 _ENUM = re.compile(r"<\w+\.(\w+): \d+>")
 _STORED = {"auto": "", "float16": "float16", "bfloat16": "bfloat16"} | {
-    name: f"{name}, a scale for each token and head" for name in ("int8", "fp8")
+    name: f"{name}, a scale for each token and head" for name in ("int8", "fp8", "fp8_e5m2")
 }
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 

@@ -133,9 +133,9 @@ class LoadOptions:
         default="auto",
         metadata=_about(
             OneOf(KV_CACHE),
-            'how keys and values are stored: "float16", "bfloat16", or "int8" or "fp8" in half the memory; by default'
-            " `QUARREL_KV_CACHE`, or what the backend computes in (on a CPU float16, except in float32 arithmetic).",
-            "how keys and values are stored; int8 and fp8 take half the memory",
+            'how keys and values are stored: "float16", "bfloat16", or "int8", "fp8" or "fp8_e5m2" in half the memory; by'
+            " default `QUARREL_KV_CACHE`, or what the backend computes in (on a CPU float16, except in float32 arithmetic).",
+            "how keys and values are stored; int8, fp8 (E4M3) and fp8_e5m2 take half the memory",
         ),
     )
     prefix_cache: bool = field(

@@ -72,16 +72,12 @@ class MlxBackend:
         choices = lower(program, REGISTRY)
         refs = weights_of(c.node for c in choices)
         dtype = DTYPES[arithmetic]
-        self._check_memory(
-            device_bytes(refs, arithmetic), cache_bytes(program.caches, limits.n_blocks, limits.block_size, dtype)
-        )
+        self._check_memory(device_bytes(refs, arithmetic), cache_bytes(program.caches, limits, dtype))
         if not emulated():
             # Weights that the system may page out are read from disk at every token.
             mx.set_wired_limit(_working_set())
         plan = Plan(choices, Weights(weights, arithmetic, refs, progress), arithmetic)
-        resident: Resident = {
-            CacheRef(i): allocate(c, limits.n_blocks, limits.block_size, dtype) for i, c in enumerate(program.caches)
-        }
+        resident: Resident = {CacheRef(i): allocate(c, limits, dtype) for i, c in enumerate(program.caches)}
         resident |= {StateRef(i): allocate_state(s, limits.states) for i, s in enumerate(program.states)}
         plan.weights.finish()
         mx.eval([list(h) if isinstance(h, Cache) else h for h in resident.values()])

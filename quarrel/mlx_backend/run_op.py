@@ -28,6 +28,7 @@ from quarrel.ops.contract import (
     Value,
     WeightRef,
 )
+from quarrel.ops.kv import KVType
 from quarrel.ops.program import Node, Program
 from quarrel.ops.registry import Registry, lower
 from quarrel.ops.weights import CallWeights
@@ -60,11 +61,12 @@ def run_op(
     arrays: dict[int, mx.array] = {}
     resident: Resident = {}
     block_size = 32
+    kept_as: KVType = "auto"
     for operand, g in zip(operands, inputs):
         if isinstance(operand, CacheRef):
             assert isinstance(g, KVArrays)
             refuse_type(g.type, compute)
-            resident[operand], block_size = from_host(g, DTYPES[compute]), g.k.shape[1]
+            resident[operand], block_size, kept_as = from_host(g, DTYPES[compute]), g.k.shape[1], g.type
         elif isinstance(operand, StateRef):
             resident[operand] = mx.array(g)
         elif isinstance(operand, Value):
@@ -73,11 +75,11 @@ def run_op(
     named = {p.name: g for p, g in zip(params, inputs)}
     starts = named.get("query_start")
     assert starts is None or isinstance(starts, np.ndarray)
-    found = batch or batch_of(starts, None, free.get("T", 0), free.get("R", 0), block_size)
+    found = batch or batch_of(starts, None, free.get("T", 0), free.get("R", 0), block_size, kept_as)
     got, after = plan.run(found, arrays, resident, outputs)
     results: list[Concrete] = [_to_host(a, v, free) for a, v in zip(got, outputs)]
     if op.consumes:
-        results += [to_host(kept, block_size) if isinstance(kept, Cache) else np.array(kept) for kept in after.values()]
+        results += [to_host(x, block_size, kept_as) if isinstance(x, Cache) else np.array(x) for x in after.values()]
     return tuple(results)
 
 

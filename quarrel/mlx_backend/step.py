@@ -64,7 +64,8 @@ class MlxStep:
     def launch(self, inputs: StepInputs, want: Want) -> Pending:
         """Hands the step to the device and returns."""
         self._check(inputs, want)
-        batch = batch_of(inputs.query_start, inputs.out_rows, len(inputs.ids), len(inputs.out_rows), self.limits.block_size)
+        size, kept = self.limits.block_size, self.limits.kv_cache
+        batch = batch_of(inputs.query_start, inputs.out_rows, len(inputs.ids), len(inputs.out_rows), size, kept)
         out = self._run(batch, self._arrays(inputs, want), want)
         self._last = out.get("tokens", self._last)
         mx.async_eval(*out.values(), self._counts, *_flat(self._resident))

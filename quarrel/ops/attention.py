@@ -41,7 +41,7 @@ from quarrel.ops.kv import KV_TYPES, KVType, stored
 from quarrel.ops.null import Builder
 from quarrel.ops.rope import ROPE, RopeSpec
 
-_SCALED: tuple[KVType, ...] = ("int8", "fp8")
+_SCALED: tuple[KVType, ...] = ("int8", "fp8", "fp8_e5m2")
 POISON = np.array([np.nan, np.inf, -np.inf, 1e38, -1e38], np.float32)
 """What a case has where nothing may be read."""
 

@@ -40,6 +40,7 @@ def kernels(level: features.Level) -> list[KernelDef]:
         norm.norm("layer", True),
         rope.rope_append("neox", level, "float16", 40, 160),
         rope.kv_append(level, "fp8"),
+        rope.kv_append(level, "fp8_e5m2"),
         attention.attention(shape, level),
         attention.attention(replace(shape, kind="fp8"), level),
         recurrent.scan2(64, 128, 4),

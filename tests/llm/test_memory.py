@@ -260,7 +260,9 @@ def test_a_cache_of_codes_is_planned_and_taken() -> None:
     per_token = sum(2 * c.n_kv * (c.head_dim + 4) for c in program.caches)
     assert told.memory.cache == told.plan.cache == told.cache_tokens * per_token
     assert told.plan.limits.kv_cache == "int8"
-    with pytest.raises(RequestError, match="kv_cache is 'int4', wanted one of auto, float16, bfloat16, int8, fp8"):
+    with pytest.raises(
+        RequestError, match="kv_cache is 'int4', wanted one of auto, float16, bfloat16, int8, fp8, fp8_e5m2"
+    ):
         quarrel.load("demo", kv_cache="int4")  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="attention is 'flash', wanted one of auto, own, cudnn"):
         quarrel.load("demo", attention="flash")  # type: ignore[arg-type]

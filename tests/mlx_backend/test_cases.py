@@ -12,6 +12,7 @@ from quarrel.mlx_backend.registry import REGISTRY
 from quarrel.ops import ALL_OPS, EXTRA_OPS
 from quarrel.ops.compare import check_case
 from quarrel.ops.contract import Case, Op
+from quarrel.ops.kv import KV_TYPES
 from quarrel.ops.step import ComputeChoice
 from tests.mlx_backend.cases import UNTYPED, running, same_bits
 from tests.mlx_backend.emulated import CHECKED
@@ -19,12 +20,7 @@ from tests.mlx_backend.emulated import CHECKED
 LINEAR = ("linear", "linear_add", "norm_linear", "norm_gate_up")
 """In test_linear.py."""
 OPS = [op for name, op in {**ALL_OPS, **EXTRA_OPS}.items() if name not in LINEAR]
-CASES = [
-    pytest.param(op, case, id=f"{op.name}-{i}")
-    for op in OPS
-    for i, case in enumerate(op.cases())
-    if not case.dims.get("kv")
-]
+CASES = [pytest.param(op, case, id=f"{op.name}-{i}") for op in OPS for i, case in enumerate(op.cases())]
 SMALLEST = [pytest.param(op, op.cases()[0], id=op.name) for op in OPS]
 EXACT_KINDS = ("sample", "route", "embedding", "gather_rows", "cap", "add_row", "logprobs")
 """Ops of float32 and integers alone: the compute type changes nothing in them."""
@@ -35,10 +31,10 @@ def test_every_primitive_has_an_implementation() -> None:
     assert wanted <= set(REGISTRY.ops())
 
 
-def test_a_cache_of_codes_is_declined_with_what_would_do() -> None:
+def test_a_cache_of_another_type_is_declined_with_what_would_do() -> None:
     op = ALL_OPS["attention"]
-    case = next(c for c in op.cases() if c.dims.get("kv"))
-    with running() as backend, pytest.raises(UnsupportedOp, match="use kv_cache='auto', or the cpu backend"):
+    case = replace(op.cases()[0], dims=op.cases()[0].dims | {"kv": KV_TYPES.index("bfloat16")})
+    with running() as backend, pytest.raises(UnsupportedOp, match="use kv_cache='auto', or 'int8'"):
         check_case(backend, op, case, "float16")
 
 

@@ -10,7 +10,7 @@ from tests.mlx_backend.cases import running
 from tests.poison import attention_cases, check_poison, check_rows, recurrent_cases, row_cases
 
 
-@pytest.mark.parametrize("case", attention_cases(("auto",)), ids=str)
+@pytest.mark.parametrize("case", attention_cases(("auto", "int8", "fp8", "fp8_e5m2")), ids=str)
 def test_attention_reads_nothing_of_others(case: Case) -> None:
     with running() as backend:
         check_poison(backend, ATTENTION, case, "float32" if case.dims["KV"] % 20 else "float16")

@@ -15,17 +15,18 @@ RNG = np.random.default_rng(4)
 ROWS = (RNG.standard_normal((40, 3, 72)) * np.exp(RNG.uniform(-9, 6, (40, 3, 1)))).astype(np.float32)
 
 
-def every_code() -> np.ndarray:
-    """The values of E4M3, by its definition."""
-    codes = np.arange(127)
-    exponent, mantissa = codes >> 3, codes & 7
-    up = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10.0))
+def every_code(type: KVType) -> np.ndarray:
+    """The finite values of E4M3 or E5M2, by their definitions."""
+    bits, bias, count = (3, 7, 127) if type == "fp8" else (2, 15, 124)
+    codes = np.arange(count)
+    exponent, mantissa = codes >> bits, codes & ((1 << bits) - 1)
+    up = np.where(exponent == 0, mantissa, (1 << bits) + mantissa) * 2.0 ** (np.maximum(exponent, 1) - bias - bits)
     return np.concatenate([up, -up]).astype(np.float32)
 
 
-@pytest.mark.parametrize("type", ["int8", "fp8"])
+@pytest.mark.parametrize("type", ["int8", "fp8", "fp8_e5m2"])
 def test_each_value_is_the_nearest_of_its_row(type: KVType) -> None:
-    values = np.arange(-127, 128) if type == "int8" else every_code()
+    values = np.arange(-127, 128) if type == "int8" else every_code(type)
     top = values.max()
     got = stored(ROWS, type)
     scale = np.abs(ROWS).max(-1, keepdims=True) / top
@@ -41,6 +42,13 @@ def test_each_value_is_the_nearest_of_its_row(type: KVType) -> None:
 def test_a_tie_goes_to_the_even_code() -> None:
     assert stored(np.array([127.0, 0.5, 1.5, -2.5], np.float32), "int8").tolist() == [127.0, 0.0, 2.0, -2.0]
     assert stored(np.array([448.0, 17.0, 19.0, 2.0**-10], np.float32), "fp8").tolist() == [448.0, 16.0, 20.0, 0.0]
+    assert stored(np.array([57344.0, 9.0, 11.0, 2.0**-17], np.float32), "fp8_e5m2").tolist() == [57344.0, 8.0, 12.0, 0.0]
+
+
+def test_e5m2_keeps_what_is_far_below_the_largest() -> None:
+    row = np.array([57344.0, 2.0**-16, 3 * 2.0**-16], np.float32)
+    assert np.array_equal(stored(row, "fp8_e5m2"), row)
+    assert stored(row, "fp8").tolist() == [57344.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("type", [t for t in KV_TYPES if t != "auto"])
@@ -53,10 +61,10 @@ def test_what_is_not_finite_shows_and_small_rows_are_zeros(type: KVType) -> None
     assert np.abs(got[2]).max() <= 1.01e-35
 
 
-@pytest.mark.parametrize("type", ["int8", "fp8"])
+@pytest.mark.parametrize("type", ["int8", "fp8", "fp8_e5m2"])
 @pytest.mark.parametrize("scale", [1.0, 1.9, 3.3e-5, 1.1e7])
 def test_steps_reach_from_each_code_to_the_next(type: KVType, scale: float) -> None:
-    values = np.arange(128) if type == "int8" else every_code()[:127]
+    values = np.arange(128) if type == "int8" else np.split(every_code(type), 2)[0]
     row = (values * np.float32(scale)).astype(np.float32)
     step = step_of(row, type)
     np.testing.assert_allclose(step[:-1], np.diff(row), rtol=2e-5 if type == "int8" else 1e-5)
@@ -80,4 +88,4 @@ def test_a_wrong_code_is_no_rounding() -> None:
 
 
 def test_bytes_of_a_head() -> None:
-    assert [head_bytes(t, 128, 4) for t in KV_TYPES] == [512, 256, 256, 132, 132]
+    assert [head_bytes(t, 128, 4) for t in KV_TYPES] == [512, 256, 256, 132, 132, 132]

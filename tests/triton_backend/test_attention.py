@@ -124,7 +124,7 @@ def test_sinks_over_several_splits(backend: TritonBackend, way: Any) -> None:
 
 
 @pytest.mark.usefixtures("form")
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("kind", ["int8", "fp8", "fp8_e5m2"])
 @pytest.mark.parametrize("spec", [replace(SPEC, cap=20.0), replace(SPEC, window=150, sinks=True)], ids=["cap", "window"])
 def test_codes_over_several_splits(backend: TritonBackend, spec: AttentionSpec, kind: KVType) -> None:
     case = Case(spec, {"S": 2, "Q": 1, "KV": 300, "block_size": 32, "kv": KV_TYPES.index(kind)})

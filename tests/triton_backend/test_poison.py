@@ -14,7 +14,7 @@ from tests.poison import attention_cases, check_poison, check_rows, recurrent_ca
 # Prompts have more to do than an interpreter does quickly; those of the contract's cases are poisoned too.
 CASES = [
     Case(case.spec, case.dims | {"KV": min(case.dims["KV"], 150)})
-    for case in attention_cases(("auto", "int8", "fp8"))
+    for case in attention_cases(("auto", "int8", "fp8", "fp8_e5m2"))
     if case.dims["Q"] <= 5
 ]
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of maxima over NaN, in the interpreter

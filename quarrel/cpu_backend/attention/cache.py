@@ -14,11 +14,11 @@ from quarrel.cpu_backend.runtime.features import Level
 from quarrel.cpu_backend.runtime.ir import F32, I8, I16, I32, Kernel, Val, vec
 from quarrel.cpu_backend.runtime.vector import F32x16, bf16_to_f32, f16_to_f32, f32_to_f16, max_lanes, sum_lanes
 from quarrel.ops.contract import Array, KVArrays
-from quarrel.ops.kv import LEAST, TOP, KVType, decode, encode, scaled, stored
+from quarrel.ops.kv import FLOAT8, LEAST, TOP, KVType, decode, encode, scaled, stored
 from quarrel.ops.program import KVLayer
 
-Kind = Literal["float32", "float16", "bfloat16", "int8", "fp8"]
-_WIDTH = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1}
+Kind = Literal["float32", "float16", "bfloat16", "int8", "fp8", "fp8_e5m2"]
+_WIDTH = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1, "fp8_e5m2": 1}
 _MAGIC = 12582912.0  # 1.5 * 2^23: adding it rounds to the nearest integer, ties to even
 
 
@@ -90,6 +90,8 @@ def load(k: Kernel, level: Level, kind: Kind, at: Val, dim: int, d: int, lanes: 
     scale = k.load(at, F32, dim)
     if kind == "int8":
         values = codes.to(I32).to(F32)
+    elif kind == "fp8_e5m2":
+        values = f16_to_f32(k, level, codes.to(I16, unsigned=True) << 8)
     else:
         bits = codes.to(I16, unsigned=True)
         values = f16_to_f32(k, level, (bits & 0x7F) << 7 | (bits & 0x80) << 8)
@@ -135,10 +137,11 @@ def store_codes(k: Kernel, kind: Kind, x: Val, at: Val, dim: Val) -> None:
 def _codes(k: Kernel, kind: Kind, y: Val) -> Val:
     if kind == "int8":
         return ((y + _MAGIC).bitcast(vec(I32, y.lanes)) - 0x4B400000).to(I8)
+    f = FLOAT8[kind]
     bits = y.bitcast(vec(I32, y.lanes))
     size = bits & 0x7FFFFFFF
-    normal = ((size + (0x7FFFF + (size >> 20 & 1))) >> 20) - (120 << 3)
-    # Adding 2^14 lets the float unit round a subnormal code into the low bits.
-    small = (size.bitcast(y.type) + 16384.0).bitcast(bits.type) - 0x46800000
-    code = k.select(size < 0x3C800000, small, normal)
-    return (k.select(code > 0x7E, 0x7E, code) | (bits >> 24 & 0x80)).to(I8)
+    normal = ((size + (f.half + (size >> f.shift & 1))) >> f.shift) - f.bias
+    # Adding so much lets the float unit round a subnormal code into the low bits.
+    small = (size.bitcast(y.type) + f.magic).bitcast(bits.type) - f.magic_bits
+    code = k.select(size < f.normal, small, normal)
+    return (k.select(code > f.top, f.top, code) | (bits >> 24 & 0x80)).to(I8)

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from quarrel.mlx_backend.attention.kv_codes import CACHED, KINDS
 from quarrel.mlx_backend.runtime.kernel import Kernel
 from quarrel.mlx_backend.runtime.launch import cdiv
 from quarrel.mlx_backend.runtime.metal import WIDE
+from quarrel.ops.kv import KVType, scaled
 
 ROWS = 32
 """Queries times heads of a threadgroup."""
@@ -25,6 +27,7 @@ LARGEST_HEAD = 256
 
 _HEADER = (
     WIDE
+    + CACHED
     + """
 // Over the four lanes that hold a row of an 8x8 matrix.
 inline float row_max(float x) {
@@ -38,9 +41,9 @@ inline float row_sum(float x) {
 
 // Keys first to first + KEYS of one head into the tile; zeros before the oldest that any row sees, and past the last, as 0
 // times what lies there may be NaN.
-template <class T, int D, int KEYS, int WIDTH, bool PAGED, int SIZE, class Table>
+template <class T, int KIND, int D, int KEYS, int WIDTH, bool PAGED, int SIZE, class From, class Table>
 inline void load_keys(
-    threadgroup Wide<T, WIDTH>* tile, const device T* from, Table table, ulong table_row, int begin, int heads, int head,
+    threadgroup Wide<T, WIDTH>* tile, From from, Table table, ulong table_row, int begin, int heads, int head,
     int first, int oldest, int last, int tid) {
   constexpr int STRIDE = D / WIDTH + 1;
   for (int i = tid; i < KEYS * (D / WIDTH); i += 128) {
@@ -49,7 +52,7 @@ inline void load_keys(
     UNROLL for (int j = 0; j < WIDTH; j++) value.v[j] = T(0.0f);
     if (key >= oldest && key < last) {
       const ulong slot = PAGED ? ulong(table[table_row + key / SIZE]) * SIZE + key % SIZE : ulong(begin + key);
-      value = *(const device Wide<T, WIDTH>*)(from + (slot * heads + head) * D + part * WIDTH);
+      value = cached<T, KIND, D, WIDTH>(from, slot * heads + head, part * WIDTH);
     }
     tile[i / (D / WIDTH) * STRIDE + part] = value;
   }
@@ -94,7 +97,7 @@ _SOURCE = """
   float top = -INFINITY, total = 0.0f;
   for (int start = oldest / KEYS * KEYS; start < last; start += KEYS) {
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    load_keys<T, D, KEYS, WIDTH, PAGED, SIZE>(
+    load_keys<T, KIND, D, KEYS, WIDTH, PAGED, SIZE>(
         tile, keys, table, table_row, begin, KV_HEADS, kv_head, start, oldest, last, tid);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     UNROLL for (int j = 0; j < KEYS / 8; j++) score[j] = simdgroup_matrix<float, 8, 8>(0.0f);
@@ -140,7 +143,7 @@ _SOURCE = """
     total = total * fade + row_sum(sum);
     top = new_top;
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    load_keys<T, D, KEYS, WIDTH, PAGED, SIZE>(
+    load_keys<T, KIND, D, KEYS, WIDTH, PAGED, SIZE>(
         tile, values, table, table_row, begin, KV_HEADS, kv_head, start, oldest, last, tid);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     UNROLL for (int f = 0; f < PARTS; f++) {
@@ -208,17 +211,20 @@ class Flash:
         kv_len: mx.array | None = None,
         table: mx.array | None = None,
         block_size: int = 1,
+        kept: KVType = "auto",
         single: mx.array | None = None,
     ) -> mx.array:
-        """`[T, heads * head_dim]`; rows of sequences with one query are `single`'s, where it is given."""
+        """`[T, heads * head_dim]`; rows of sequences with one query are `single`'s, where it is given. `kept`: as what keys
+        and values are stored."""
         seqs = query_start.shape[0] - 1
         lengths, blocks = query_start if kv_len is None else kv_len, query_start if table is None else table
-        template = [*self._template, ("SIZE", block_size), ("SINGLES", single is not None)]
+        template = [*self._template, ("SIZE", block_size), ("SINGLES", single is not None), ("KIND", KINDS[kept])]
+        keys, values = (a if scaled(kept) else a.astype(self._act) for a in (keys, values))
         (y,) = _FLASH(
             [
                 q.astype(self._act),
-                keys.astype(self._act),
-                values.astype(self._act),
+                keys,
+                values,
                 query_start,
                 lengths,
                 blocks.reshape(seqs, -1) if table is not None else blocks.reshape(1, -1),

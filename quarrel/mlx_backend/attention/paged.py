@@ -18,6 +18,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from quarrel.mlx_backend.attention.flash import Flash, refuses
+from quarrel.mlx_backend.attention.kv_codes import CACHED, KINDS
 from quarrel.mlx_backend.runtime.kernel import Kernel
 from quarrel.mlx_backend.runtime.launch import Batch, Cache, Launch, Site, cdiv
 from quarrel.mlx_backend.runtime.metal import WIDE
@@ -71,11 +72,11 @@ _SINGLE = Kernel(
     const bool seen = key < last;
     const int at = seen ? key : last - 1;
     const ulong slot = ulong(table[table_row + at / SIZE]) * SIZE + at % SIZE;
-    const ulong from = (slot * KV_HEADS + kv_head) * D + l * WIDTH;
+    const ulong row = slot * KV_HEADS + kv_head;
     float b_k[EACH], b_v[EACH];
     UNROLL for (int i = 0; i < CHUNKS; i++) {
-      const Wide<T, WIDTH> k4 = *(const device Wide<T, WIDTH>*)(keys + from + i * LANES * WIDTH);
-      const Wide<T, WIDTH> v4 = *(const device Wide<T, WIDTH>*)(values + from + i * LANES * WIDTH);
+      const Wide<T, WIDTH> k4 = cached<T, KIND, D, WIDTH>(keys, row, (i * LANES + l) * WIDTH);
+      const Wide<T, WIDTH> v4 = cached<T, KIND, D, WIDTH>(values, row, (i * LANES + l) * WIDTH);
       UNROLL for (int j = 0; j < WIDTH; j++) {
         b_k[i * WIDTH + j] = float(k4.v[j]);
         b_v[i * WIDTH + j] = float(v4.v[j]);
@@ -132,7 +133,7 @@ _SINGLE = Kernel(
     }
   }
 """,
-    WIDE + _FADING,
+    WIDE + CACHED + _FADING,
 )
 
 # A SIMD-group a head: the lanes find the best of all splits, then each adds up its values of D.
@@ -215,7 +216,7 @@ def build_attention(site: Site, node: Node) -> Launch:
             [mx.float32, mx.float32],
             (splits, kv_heads * head_tiles, seqs),
             (128,),
-            [*template, ("SIZE", batch.block_size)],
+            [*template, ("SIZE", batch.block_size), ("KIND", KINDS[batch.kv_cache])],
         )
         weights = numbers if sinks is None else sinks
         inputs, groups = [part, top_sum, query_start, kv_len, weights], (cdiv(heads, 4), seqs)
@@ -228,7 +229,8 @@ def build_attention(site: Site, node: Node) -> Launch:
         decoded = decode(batch, q, query_start, kv_len, table, cache) if batch.tokens.any_decode else None
         if batch.tokens.all_decode and decoded is not None:
             return [decoded]
-        return [flash(q, cache.k, cache.v, query_start, batch.max_new, kv_len, table, batch.block_size, decoded)]
+        size, kept = batch.block_size, batch.kv_cache
+        return [flash(q, cache.k, cache.v, query_start, batch.max_new, kv_len, table, size, kept, decoded)]
 
     return run
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from quarrel.mlx_backend.attention.kv_codes import encoded
 from quarrel.mlx_backend.runtime.cache import put_rows
 from quarrel.mlx_backend.runtime.kernel import Kernel
 from quarrel.mlx_backend.runtime.launch import Batch, Cache, Launch, Operand, Site, cdiv
@@ -113,7 +114,7 @@ def build_kv_append(site: Site, node: Node) -> Launch:
     spec: KVAppendSpec = node.spec
 
     def run(batch: Batch, k: mx.array, v: mx.array, slots: mx.array, cache: Cache) -> list[Operand]:
-        return [_append(spec, k, v, slots, cache)]
+        return [_append(spec, batch, k, v, slots, cache)]
 
     return run
 
@@ -131,14 +132,15 @@ def build_rope_append(site: Site, node: Node) -> Launch:
         groups = _groups(spec.q, chunks, q.shape[0])
         shapes, types = [q.shape, k.shape], [site.act, site.act]
         q, k = _ROPE_BOTH([q, k, positions, freq, magnitude], shapes, types, groups, (_THREADS,), template)
-        return [q, _append(spec.append, k, v, slots, cache)]
+        return [q, _append(spec.append, batch, k, v, slots, cache)]
 
     return run
 
 
-def _append(spec: KVAppendSpec, k: mx.array, v: mx.array, slots: mx.array, cache: Cache) -> Cache:
+def _append(spec: KVAppendSpec, batch: Batch, k: mx.array, v: mx.array, slots: mx.array, cache: Cache) -> Cache:
     shape = (k.shape[0], spec.n_kv, spec.head_dim)
-    return Cache(put_rows(cache.k, slots, k.reshape(shape)), put_rows(cache.v, slots, v.reshape(shape)))
+    k, v = (encoded(a.reshape(shape), batch.kv_cache) for a in (k, v))
+    return Cache(put_rows(cache.k, slots, k), put_rows(cache.v, slots, v))
 
 
 def _alike(spec: RopeAppendSpec) -> str | None:

@@ -13,27 +13,31 @@ import numpy as np
 
 from quarrel.errors import RequestError, UnsupportedOp
 from quarrel.mlx_backend.runtime.launch import Cache
-from quarrel.ops.contract import Compute, KVArrays
-from quarrel.ops.kv import KVType
+from quarrel.ops.contract import Array, Compute, KVArrays
+from quarrel.ops.kv import KVType, decode, encode, head_bytes, scaled
 from quarrel.ops.program import KVLayer, StateLayer
+from quarrel.ops.step import Limits
 
 
-def cache_bytes(layers: Sequence[KVLayer], n_blocks: int, block_size: int, dtype: mx.Dtype) -> int:
+def cache_bytes(layers: Sequence[KVLayer], limits: Limits, dtype: mx.Dtype) -> int:
     """Device bytes of all layers."""
-    return sum(2 * n_blocks * block_size * c.n_kv * c.head_dim * dtype.size for c in layers)
+    rows = 2 * limits.n_blocks * limits.block_size
+    return sum(rows * c.n_kv * head_bytes(limits.kv_cache, c.head_dim, dtype.size) for c in layers)
 
 
 def refuse_type(type: KVType, compute: Compute) -> None:
-    """Raises UnsupportedOp for what is not kept here: keys and values have the compute type."""
-    if type not in ("auto", compute):
-        reason = f"keys and values are kept in the compute type here, {compute}: use kv_cache='auto', or the cpu backend"
+    """Raises UnsupportedOp for what is not kept here: keys and values have the compute type, or are codes."""
+    if type not in ("auto", compute) and not scaled(type):
+        reason = f"keys and values are kept as codes or in the compute type here, {compute}: use kv_cache='auto', or 'int8'"
         raise UnsupportedOp("mlx", "attention", f"kv_cache={type}", [reason], "kv_cache")
 
 
-def allocate(layer: KVLayer, n_blocks: int, block_size: int, dtype: mx.Dtype) -> Cache:
-    """Zeroed, so that a key which is masked can never be a NaN left in memory."""
-    shape = (n_blocks * block_size, layer.n_kv, layer.head_dim)
-    return Cache(mx.zeros(shape, dtype), mx.zeros(shape, dtype))
+def allocate(layer: KVLayer, limits: Limits, dtype: mx.Dtype) -> Cache:
+    """Zeroed."""
+    codes = scaled(limits.kv_cache)
+    shape = (limits.n_blocks * limits.block_size, layer.n_kv, layer.head_dim + (4 if codes else 0))
+    kept = mx.uint8 if codes else dtype
+    return Cache(mx.zeros(shape, kept), mx.zeros(shape, kept))
 
 
 def allocate_state(layer: StateLayer, slots: int) -> mx.array:
@@ -43,14 +47,24 @@ def allocate_state(layer: StateLayer, slots: int) -> mx.array:
 
 def from_host(arrays: KVArrays, dtype: mx.Dtype) -> Cache:
     """The contract's `[C, block_size, n_kv, head_dim]`."""
-    k, v = (mx.array(np.ascontiguousarray(a).reshape(-1, *a.shape[2:])).astype(dtype) for a in (arrays.k, arrays.v))
-    return Cache(k, v)
+    k, v = (np.ascontiguousarray(a).reshape(-1, *a.shape[2:]) for a in (arrays.k, arrays.v))
+    if not scaled(arrays.type):
+        return Cache(mx.array(k).astype(dtype), mx.array(v).astype(dtype))
+    pairs = (encode(a, arrays.type) for a in (k, v))
+    return Cache(*(mx.array(np.concatenate([codes, s[..., None].view(np.uint8)], -1)) for codes, s in pairs))
 
 
-def to_host(cache: Cache, block_size: int) -> KVArrays:
+def to_host(cache: Cache, block_size: int, type: KVType = "auto") -> KVArrays:
     """float32 in the contract's shape."""
-    k, v = (np.array(a.astype(mx.float32)).reshape(-1, block_size, *a.shape[1:]) for a in cache)
-    return KVArrays(k, v)
+
+    def values(a: mx.array) -> Array:
+        if not scaled(type):
+            return np.array(a.astype(mx.float32))
+        raw = np.array(a)
+        return decode(raw[..., :-4], np.ascontiguousarray(raw[..., -4:]).view(np.float32)[..., 0], type)
+
+    k, v = (x.reshape(-1, block_size, *x.shape[1:]) for x in map(values, cache))
+    return KVArrays(k, v, type)
 
 
 def copy_rows(array: mx.array, pairs: Sequence[tuple[int, int]], per: int, what: str) -> mx.array:

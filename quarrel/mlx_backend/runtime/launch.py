@@ -11,12 +11,14 @@ import numpy as np
 
 from quarrel.mlx_backend.formats.layout import Packed
 from quarrel.ops.contract import Array, Compute, ConstRef, WeightRef
+from quarrel.ops.kv import KVType
 
 DTYPES: dict[Compute, mx.Dtype] = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
 class Cache(NamedTuple):
-    """Keys and values of one layer, each `[n_blocks * block_size, n_kv, head_dim]`: a token's slot is its row."""
+    """Keys and values of one layer, each `[n_blocks * block_size, n_kv, head_dim]`: a token's slot is its row. Codes are
+    uint8, and behind those of a head lie the 4 bytes of its float32 scale: `[.., head_dim + 4]`."""
 
     k: mx.array
     v: mx.array
@@ -68,6 +70,8 @@ class Batch:
     """Most new tokens of a sequence."""
     block_size: int = 32
     """Tokens in a block of the cache."""
+    kv_cache: KVType = "auto"
+    """As what keys and values are stored."""
 
     def rows(self, axis: str) -> Rows:
         """The rows of a free axis, T or R."""
@@ -99,7 +103,14 @@ class Site(Protocol):
         """The array type of a value: act, f32 or i32."""
 
 
-def batch_of(query_start: Array | None, out_rows: Array | None, tokens: int, rows: int, block_size: int = 32) -> Batch:
+def batch_of(
+    query_start: Array | None,
+    out_rows: Array | None,
+    tokens: int,
+    rows: int,
+    block_size: int = 32,
+    kv_cache: KVType = "auto",
+) -> Batch:
     """Without `query_start`, as where one op is run alone, all rows are one sequence's."""
     starts = np.array([0, tokens]) if query_start is None else query_start
     new = np.diff(starts)
@@ -107,7 +118,7 @@ def batch_of(query_start: Array | None, out_rows: Array | None, tokens: int, row
     if query_start is not None and out_rows is not None:
         owner = np.searchsorted(starts, out_rows, side="right") - 1
         single = np.bincount(owner, minlength=len(new))[owner] == 1
-    return Batch(Rows(np.repeat(new == 1, new)), Rows(single), int(new.max(initial=0)), block_size)
+    return Batch(Rows(np.repeat(new == 1, new)), Rows(single), int(new.max(initial=0)), block_size, kv_cache)
 
 
 def evaluated(array: mx.array) -> mx.array:

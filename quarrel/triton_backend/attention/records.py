@@ -73,7 +73,7 @@ class Shape(NamedTuple):
     CAP: bool
     SINKS: bool
     KIND: str
-    """"plain", or the codes of the cache: "int8" or "fp8"."""
+    """"plain", or the codes of the cache: "int8", "fp8" or "fp8_e5m2"."""
 
 
 class Warps(NamedTuple):

@@ -33,7 +33,7 @@ class Cache:
     k: torch.Tensor
     v: torch.Tensor
     kind: str = "plain"
-    """Or "int8", or "fp8"."""
+    """Or "int8", "fp8", "fp8_e5m2"."""
     scales: tuple[torch.Tensor, ...] = ()
     """Of keys and of values."""
 

@@ -17,14 +17,15 @@ from quarrel.ops.kv import KVType, decode, encode, head_bytes, scaled
 from quarrel.ops.program import KVLayer, StateLayer
 from quarrel.triton_backend.runtime.arrays import Cache
 
-_WIDER = {"int8": 128.0, "fp8": 256.0}
+_WIDER = {"int8": 128.0, "fp8": 256.0, "fp8_e5m2": 256.0}
 """What the scale of a code is multiplied with: kernels make a 16-bit float of its bits, which is so much too small."""
 
 
 def dtype_of(type: KVType, act: torch.dtype) -> torch.dtype:
     """The array type of keys and values."""
-    kept = {"float16": torch.float16, "bfloat16": torch.bfloat16, "int8": torch.uint8, "fp8": torch.uint8}
-    return act if type == "auto" else kept[type]
+    if scaled(type):
+        return torch.uint8
+    return {"auto": act, "float16": torch.float16, "bfloat16": torch.bfloat16}[type]
 
 
 def cache_bytes(layers: Sequence[KVLayer], n_blocks: int, block_size: int, type: KVType, act: torch.dtype) -> int:
