@@ -11,6 +11,7 @@ import numpy as np
 from quarrel.cpu_backend.attention.cache import kind_of, new_cache
 from quarrel.cpu_backend.run_op import run_op
 from quarrel.cpu_backend.runtime import features
+from quarrel.cpu_backend.runtime.numa import Placement, memory_nodes
 from quarrel.cpu_backend.runtime.pool import Pool
 from quarrel.cpu_backend.step import Compiled, CpuStep
 from quarrel.errors import UnsupportedOp
@@ -39,13 +40,14 @@ class CpuBackend:
     def __init__(self, level: str | None = None, threads: int | None = None) -> None:
         self._level = features.level(level)
         self._threads = features.threads(threads)
+        self._placement = Placement(memory_nodes(features.allowed_cores()))
         self._made: Pool | None = None
         self._group: Group | None = None
 
     @property
     def _pool(self) -> Pool:
         if self._made is None:
-            self._made = Pool(self._level, self._threads)
+            self._made = Pool(self._level, self._threads, self._placement)
         return self._made
 
     def unavailable(self) -> str | None:
@@ -53,6 +55,8 @@ class CpuBackend:
 
     def device(self) -> str:
         threads = f"{self._threads} thread{'s' if self._threads > 1 else ''}"
+        if len(self._placement.nodes) > 1:
+            threads += f" on {len(self._placement.nodes)} memory nodes"
         return f"{platform.machine()}, {_LEVEL_NAMES[self._level.name]}, {threads}"
 
     def free_bytes(self) -> int:

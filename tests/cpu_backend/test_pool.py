@@ -10,7 +10,7 @@ import pytest
 
 from quarrel.cpu_backend.runtime import features, runner
 from quarrel.cpu_backend.runtime.abi import Fields, KernelDef
-from quarrel.cpu_backend.runtime.ir import I64, Kernel, Val
+from quarrel.cpu_backend.runtime.ir import F32, I64, Kernel, Val
 from quarrel.cpu_backend.runtime.pool import Pool, StageTable
 
 
@@ -123,3 +123,28 @@ def test_closing_ends_the_workers() -> None:
 def test_a_ticket_holds_what_a_step_needs() -> None:
     assert runner.COUNT_BITS + runner.STAGE_BITS < 64
     assert runner.STAGE_MASK > 100_000
+
+
+@pytest.mark.skipif(features.ARCH not in ("x86_64", "aarch64"), reason="only these have a mode to set")
+def test_subnormal_results_are_zero_in_every_thread_and_the_caller_s_mode_comes_back() -> None:
+    def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
+        at = chunk << 2
+        k.store(k.load(a.x + at, F32) * k.load(a.y + at, F32), a.out + at)
+
+    kernel = KernelDef("test/subnormal", ("x", "y", "out"), body)
+    pool = Pool(features.level(), 3)
+    n = 3000
+    x, y = np.full(n, 1e-30, np.float32), np.full(n, 1e-10, np.float32)
+    # A product that is subnormal, an operand that is, and one that is neither.
+    x[1::3], y[1::3], x[2::3] = 1e-40, 1.0, 1.0
+    out = np.full(n, np.nan, np.float32)
+    block = kernel.pack({name: int(array.ctypes.data) for name, array in (("x", x), ("y", y), ("out", out))})
+    jobs = np.array([[kernel.address(pool.level), block.ctypes.data, 0, 1, 1]], np.int64)
+    table = StageTable(np.array([[0, 1]], np.int64), jobs, np.array([n], np.int64), 64, (block,))
+    for _ in range(5):
+        pool.run(table)
+        assert (out[0::3] == 0).all()
+        assert (out[1::3] == 0).all()
+        assert (out[2::3] == np.float32(1e-10)).all()
+        assert (x[:1] * y[:1]).view(np.int32)[0] != 0, "the caller's own arithmetic keeps subnormal numbers"
+    pool.close()

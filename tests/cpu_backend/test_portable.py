@@ -82,3 +82,14 @@ def test_the_runner_compiles(name: str) -> None:
     target = machine(level)
     for emit, params in ((runner.emit_start, 1), (lambda k: runner.emit_run(level, k), 3)):
         assert target.emit_object(jit.optimised(jit.emit_ir("runner", emit, params), level, target))
+
+
+@pytest.mark.parametrize(("name", "sets"), [("neon", "msr"), ("avx2", "ldmxcsr"), ("generic", "ldmxcsr")])
+def test_the_runner_turns_subnormals_off_and_puts_the_mode_back(name: str, sets: str) -> None:
+    level = features.LEVELS[name]
+    if level.arch not in TRIPLES or (name == "generic" and level.arch != "x86_64"):
+        pytest.skip("the portable level is of this machine's architecture")
+    target = machine(level)
+    module = jit.optimised(jit.emit_ir("runner", lambda k: runner.emit_run(level, k), 3), level, target)
+    text = str(target.emit_assembly(module))
+    assert len([line for line in text.splitlines() if sets in line and "runner" not in line]) == 2

@@ -94,10 +94,11 @@ def level(name: str | None = None) -> Level:
 
 def threads(count: int | None = None) -> int:
     """Worker threads: `count`, or the cores that this process may use, one per physical core."""
-    return count or len({_siblings(cpu) for cpu in _allowed()})
+    return count or len({_siblings(cpu) for cpu in allowed_cores()})
 
 
-def _allowed() -> list[int]:
+def allowed_cores() -> list[int]:
+    """The numbers of the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))

@@ -6,6 +6,7 @@ import ctypes
 import queue
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,6 +15,9 @@ import numpy as np
 
 from quarrel.cpu_backend.runtime import jit, runner
 from quarrel.cpu_backend.runtime.features import Level
+from quarrel.cpu_backend.runtime.numa import Placement
+
+ANYWHERE = Placement(())
 
 _Start = ctypes.CFUNCTYPE(None, ctypes.c_int64)
 _Run = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
@@ -41,7 +45,7 @@ class StageTable:
 class Pool:
     """`threads` threads, the caller's included. One step runs at a time."""
 
-    def __init__(self, level: Level, threads: int) -> None:
+    def __init__(self, level: Level, threads: int, placement: Placement = ANYWHERE) -> None:
         self.level, self.threads = level, threads
         self._lock = threading.Lock()
         self._block = aligned(runner.POOL_BYTES)
@@ -63,7 +67,8 @@ class Pool:
         self._workers: list[threading.Thread] = []
         for index in range(1, threads):
             wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
-            work = (self._run, self._block, self._threads[index], wake)
+            begin = partial(placement.place, index, threads)
+            work = (self._run, self._block, self._threads[index], wake, begin)
             worker = threading.Thread(target=_work, args=work, name=f"quarrel-cpu-{index}", daemon=True)
             self._wake.append(wake)
             self._workers.append(worker)
@@ -104,8 +109,11 @@ class Pool:
             worker.join()
 
 
-def _work(run: Any, block: np.ndarray, thread: np.ndarray, wake: queue.SimpleQueue[bool]) -> None:
+def _work(
+    run: Any, block: np.ndarray, thread: np.ndarray, wake: queue.SimpleQueue[bool], begin: Callable[[], None]
+) -> None:
     """A worker's life. A wake-up too many is harmless: it looks for work and goes back to sleep."""
+    begin()
     going = True
     while going:
         run(block.ctypes.data, thread.ctypes.data, 1)

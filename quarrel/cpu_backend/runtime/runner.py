@@ -61,6 +61,8 @@ def _claim(k: Kernel, pool: Val, ticket: Val) -> Val:
 
 _FLUSH = 0x8040
 """MXCSR bits: subnormal results and operands count as zero. Each one would cost a hundred cycles or more."""
+_FLUSH_ARM = 1 << 24
+"""The bit of FPCR that does the same."""
 
 
 def _control(k: Kernel, name: str, slot: Val) -> None:
@@ -69,7 +71,11 @@ def _control(k: Kernel, name: str, slot: Val) -> None:
 
 
 def _flush_subnormals(k: Kernel, level: Level) -> Val | None:
-    """Turns subnormal numbers off for this thread; returns where the former control word is."""
+    """Turns subnormal numbers off for this thread; returns where the former control word is, or that word itself on Arm."""
+    if level.arch == "aarch64":
+        word = k.call("llvm.aarch64.get.fpcr", I64)
+        k.call_raw("llvm.aarch64.set.fpcr", ir.VoidType(), [(word | _FLUSH_ARM).v])
+        return word
     if level.arch != "x86_64":
         return None
     before, now = k.stack(4), k.stack(4)
@@ -79,8 +85,10 @@ def _flush_subnormals(k: Kernel, level: Level) -> Val | None:
     return before
 
 
-def _restore(k: Kernel, before: Val | None) -> None:
-    if before is not None:
+def _restore(k: Kernel, level: Level, before: Val | None) -> None:
+    if level.arch == "aarch64" and before is not None:
+        k.call_raw("llvm.aarch64.set.fpcr", ir.VoidType(), [before.v])
+    elif before is not None:
         _control(k, "ldmxcsr", before)
 
 
@@ -193,5 +201,5 @@ def emit_run(level: Level, k: Kernel) -> None:
                             going.v = k.i64(0)
                         with work:
                             _atomic_store(k, k.i64(0), thread + ASLEEP)
-    _restore(k, before)
+    _restore(k, level, before)
     k.finish()
