@@ -107,6 +107,8 @@ def _serve(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--timeout", type=float, default=300, metavar="SECONDS", help="the longest that a request may take, 300 by default"
     )
+    lines = "how log lines look: text, the default, or json, all of them, tracebacks and warnings too"
+    p.add_argument("--log-format", choices=("text", "json"), default="text", help=lines)
     grace = "for requests in flight when the server stops, 30 by default"
     p.add_argument("--grace", type=float, default=30, metavar="SECONDS", help=grace)
     own = "run each model in a process of its own, the default: one that ends is started again, and the server stays up"

@@ -7,10 +7,11 @@ import logging
 import math
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from quarrel.cli.flags import UsageError, in_flags, load_options
 from quarrel.cli.request import template_of
@@ -29,6 +30,22 @@ _LEAST = {
 
 def run(args: argparse.Namespace) -> int:
     """Until a signal; status 0."""
+    if args.log_format == "text":
+        return _run(args, None)
+    from quarrel.server.logs import json_stderr
+
+    with json_stderr() as stream:
+        try:
+            return _run(args, stream)
+        except (UsageError, QuarrelError) as error:  # here, where its line becomes JSON too
+            note(f"quarrel serve: {in_flags(error, args.flags)}")
+            return 2 if isinstance(error, UsageError) else 1
+        except Exception:
+            traceback.print_exc()
+            return 1
+
+
+def _run(args: argparse.Namespace, json_lines: TextIO | None) -> int:
     try:
         from quarrel.server import Rates, Settings, build, serve
         from quarrel.server.settings import cache_variables, from_environment
@@ -96,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
     if not server.keys.keys():
         with suppress(OSError):  # nobody reads it, which is no reason not to serve
             note("quarrel serve: no API keys: everybody who reaches the port may use it (see quarrel keys create)")
-    with _logs_on_stderr():
+    with _logs(json_lines):
         serve(server, settings)
     return 0
 
@@ -109,17 +126,24 @@ def _folder(given: str) -> Path:
 
 
 @contextmanager
-def _logs_on_stderr() -> Iterator[None]:
-    from quarrel.server.logs import Later
+def _logs(json_lines: TextIO | None) -> Iterator[None]:
+    """The server's log, on standard error. json_lines: where lines of JSON go, those of all loggers."""
+    from quarrel.server.logs import JSONLines, Later
 
-    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr), Later()]
+    formatter = logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s") if json_lines is None else JSONLines()
+    stream = json_lines or sys.stderr
+    handlers: list[logging.Handler] = [logging.StreamHandler(stream), Later(stream)]
     loggers = [logging.getLogger(name) for name in ("quarrel.server", "quarrel.access")]
+    if json_lines is not None:
+        handlers.append(logging.StreamHandler(json_lines))
+        loggers.append(logging.getLogger())
     before = [(logger.level, logger.propagate) for logger in loggers]
     for logger, handler in zip(loggers, handlers, strict=True):
-        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+        handler.setFormatter(formatter)
         logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-        logger.propagate = False
+        if logger.name != "root":
+            logger.setLevel(logging.INFO)
+            logger.propagate = False
     try:
         yield
     finally:

@@ -18,6 +18,8 @@ from quarrel.server.validation import first_fault
 B = TypeVar("B", bound=Body)
 IGNORED = "X-Quarrel-Ignored"
 MAX_DEPTH = 64
+MAX_VALUES = 2 << 20
+"""While a list of more numbers is parsed and checked, each in one call, nothing else is answered for too long."""
 LARGE = 64 << 10
 """Bytes of a body that takes a millisecond to read."""
 log = logging.getLogger("quarrel.server")
@@ -32,12 +34,15 @@ def body_of(schema: type[BaseModel]) -> dict[str, Any]:
 async def read_body(request: Request, schema: type[B], dispatcher: Dispatcher) -> tuple[B, dict[str, str]]:
     """The body, and the headers that name fields which were ignored. Raises `Refused` (400)."""
     raw = await request.body()
-    if len(raw) <= LARGE:
+
+    def read() -> tuple[B, dict[str, str]]:
         body = parse_body(raw, schema)
-    else:  # one after the other, beside what the server answers meanwhile
-        async with dispatcher.reading:
-            body = await asyncio.to_thread(parse_body, raw, schema)
-    return body, ignored_fields(body, dispatcher, request.url.path)
+        return body, ignored_fields(body, dispatcher, request.url.path)
+
+    if len(raw) <= LARGE:
+        return read()
+    async with dispatcher.reading:  # one after the other, beside what the server answers meanwhile
+        return await asyncio.to_thread(read)
 
 
 def ignored_fields(body: Body, dispatcher: Dispatcher, where: str) -> dict[str, str]:
@@ -56,6 +61,8 @@ def ignored_fields(body: Body, dispatcher: Dispatcher, where: str) -> dict[str, 
 
 def parse_body(raw: bytes | str, schema: type[B]) -> B:
     """A body by its schema; `Refused` (400) says which field is wrong and what was wanted."""
+    if raw.count("," if isinstance(raw, str) else b",") > MAX_VALUES:  # type: ignore[arg-type]
+        raise Refused(413, "too_large", f"the JSON has more than {MAX_VALUES} commas: send less at once")
     try:
         # Told its encoding, for the parser would take UTF-16 as well.
         data = json.loads(raw if isinstance(raw, str) else raw.decode(), parse_constant=_no_constant)

@@ -47,6 +47,9 @@ class Body(BaseModel):
         found = [name for name, value in (self.model_extra or {}).items() if value is not None]
         for name in type(self).model_fields:
             value = getattr(self, name)
-            values = [(f"{name}.{i}", v) for i, v in enumerate(value)] if isinstance(value, list) else [(name, value)]
-            found += [f"{path}.{inner}" for path, v in values if isinstance(v, Body) for inner in v.unknown()]
+            if isinstance(value, Body):
+                found += [f"{name}.{inner}" for inner in value.unknown()]
+            elif isinstance(value, list) and value and not isinstance(value[0], int):  # of ids there may be a million
+                bodies = [(i, v) for i, v in enumerate(value) if isinstance(v, Body)]
+                found += [f"{name}.{i}.{inner}" for i, v in bodies for inner in v.unknown()]
         return sorted(found)

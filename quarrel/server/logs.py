@@ -1,13 +1,17 @@
-"""Log lines that leave a little later and together: a line for each request must not hold answers up."""
+"""Log lines that leave a little later and together, for one of each request must not hold answers up; and lines of JSON."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import os
 import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
+from datetime import UTC, datetime
 from typing import TextIO
 
 EVERY = 0.1
@@ -65,3 +69,49 @@ class Later(logging.Handler):
         except Exception:  # one that cannot be written must not end the others
             self.handleError(record)
             return None
+
+
+class JSONLines(logging.Formatter):
+    """Each record as one JSON object, a traceback with it. The access log's own fields stand beside the others."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        message = record.getMessage()
+        row: dict[str, object] = json.loads(message) if record.name == "quarrel.access" else {"message": message}
+        if record.exc_info:
+            row["traceback"] = self.formatException(record.exc_info)
+        return _row(record.created, record.levelname, record.name, row)
+
+
+@contextlib.contextmanager
+def json_stderr() -> Iterator[TextIO]:
+    """What this process and those that it starts write to standard error becomes JSON, line by line, until the block ends.
+
+    Yields the stream that it goes to, for what is JSON already.
+    """
+    sys.stderr.flush()
+    with os.fdopen(os.dup(2), "w", encoding="utf-8", errors="replace", buffering=1) as stream:
+        reading, writing = os.pipe()
+        os.dup2(writing, 2)
+        os.close(writing)
+        thread = threading.Thread(target=_wrap, args=(reading, stream), name="quarrel-stderr", daemon=True)
+        thread.start()
+        try:
+            yield stream
+        finally:
+            with contextlib.suppress(OSError):
+                sys.stderr.flush()
+            os.dup2(stream.fileno(), 2)
+            thread.join(2.0)  # a process that lives on keeps its end open
+
+
+def _wrap(reading: int, stream: TextIO) -> None:
+    with os.fdopen(reading, encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if text := line.rstrip("\r\n"):
+                with contextlib.suppress(OSError, ValueError):  # nobody reads it
+                    stream.write(_row(time.time(), "WARNING", "stderr", {"message": text}) + "\n")
+
+
+def _row(at: float, level: str, logger: str, fields: dict[str, object]) -> str:
+    moment = datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return json.dumps({"time": moment, "level": level, "logger": logger, **fields})

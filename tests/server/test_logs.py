@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
+import subprocess
+import sys
 import threading
 
 from quarrel.server import logs
@@ -64,3 +67,43 @@ def test_a_reader_that_has_gone_ends_nothing() -> None:
     handler.emit(record("nobody hears"))
     handler.close()
     assert not handler._thread.is_alive()
+
+
+SCRIPT = """
+import logging, os, subprocess, sys, warnings
+from quarrel.server.logs import JSONLines, json_stderr
+with json_stderr() as stream:
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JSONLines())
+    logging.getLogger().addHandler(handler)
+    logging.getLogger("uvicorn.error").warning("two\\nlines")
+    logging.getLogger("quarrel.access").warning("%s", '{"path": "/a", "status": 200}')
+    warnings.warn("careful")
+    subprocess.run([sys.executable, "-c", "raise ValueError('of a child')"])
+    os.write(2, b"\\xff raw\\n")
+    try:
+        1 / 0
+    except ZeroDivisionError:
+        logging.exception("broken")
+print("plain", file=sys.stderr)
+"""
+
+
+def test_every_line_is_json_and_a_traceback_one_of_them() -> None:
+    lines = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True).stderr.splitlines()
+    assert lines.pop() == "plain"  # the block has ended
+    rows = [json.loads(line) for line in lines]
+    assert all({"time", "level", "logger"} <= row.keys() for row in rows)
+    said = {row["logger"]: row for row in rows}
+    assert said["uvicorn.error"]["message"] == "two\nlines"
+    assert (said["quarrel.access"]["path"], said["quarrel.access"]["status"]) == ("/a", 200)
+    assert "ZeroDivisionError" in said["root"]["traceback"]
+    raw = "\n".join(row["message"] for row in rows if row["logger"] == "stderr")
+    assert all(text in raw for text in ("UserWarning: careful", "ValueError: of a child", "\ufffd raw"))
+
+
+def test_a_server_that_cannot_start_says_so_in_json() -> None:
+    command = [sys.executable, "-m", "quarrel", "serve", "--log-format", "json", "--models-dir", "/no/such"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert "is no folder" in json.loads(ended.stderr)["message"]

@@ -156,6 +156,11 @@ def test_what_is_no_json_object_is_refused(live: Live, raw: bytes) -> None:
     assert live.client.post("/v1/completions", content=raw).status_code == 400
 
 
+def test_a_list_without_measure_is_refused_unread(live: Live) -> None:
+    answer = live.client.post("/v1/embeddings", content=b'{"input":[' + b"1," * 2_500_000 + b"1]}")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_large")
+
+
 def test_an_unknown_field_is_reported_in_a_header(live: Live) -> None:
     answer = live.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "zap": 1, "b\u00e4d": 2})
     assert answer.status_code == 200
