@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,18 @@ def test_models_and_tests_are_chosen_by_name() -> None:
     assert [t.name for m in chosen("mistral-7b:Q8_0", "tg128") for t in m.tests] == ["tg128"]
     with pytest.raises(SystemExit, match="no model is called 'mistral'"):
         chosen("mistral", "")
+
+
+def test_vectors_are_compared_with_plain_loops_that_give_the_same_values() -> None:
+    from bench.ops.cpu_vectors import measure, rows, subjects
+    from quarrel.cpu_backend.runtime import features
+
+    found = rows(features.levels()[:1], 0.01)
+    assert [row["kernel"] for row in found] == ["softmax", "swiglu", "float16 to float32", "float32 to float16"]
+    assert all(row["gain"] == pytest.approx(row["plain_ns"] / row["vector_ns"], rel=0.1) for row in found)
+    wrong = replace(subjects()[0], want=subjects()[0].want * 2)
+    with pytest.raises(SystemExit, match="is wrong: nothing is timed"):
+        measure(wrong, features.level(), 16, 0.01)
 
 
 def test_the_tuner_lists_what_is_in_force_first_and_changes_it_only_for_a_gain() -> None:
