@@ -228,7 +228,7 @@ def test_keys_are_made_listed_rotated_and_revoked(tmp_path: Path, capsys: pytest
     assert main(["keys", "create", "--data-dir", str(tmp_path)]) == 2
     assert main(["keys", "list", "--data-dir", str(tmp_path)]) == 0
     assert "revoked" in capsys.readouterr().out
-    assert os.listdir(tmp_path) == ["keys.json"]
+    assert sorted(os.listdir(tmp_path)) == ["keys.json", "keys.made"]
 
 
 def test_without_the_extra_keys_are_made_and_serving_says_what_to_install(tmp_path: Path) -> None:
@@ -252,3 +252,23 @@ def test_a_first_model_that_cannot_be_loaded_is_in_the_log(tmp_path: Path) -> No
         said = next((line for line in process.stderr if "could not be loaded" in line), "")
         process.terminate()
     assert "broken could not be loaded: " in said
+
+
+def test_a_server_starts_where_nobody_can_read_what_it_says(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "quarrel", "serve", "--port", str(port), "--data-dir", str(tmp_path)]
+    with open("/dev/full", "w") as full:
+        process = subprocess.Popen([*command, "--no-engine-process", "--backend", "cpu"], stdout=full, stderr=full)
+    try:
+        end, found = time.monotonic() + 60, 0
+        while found != 200:
+            assert process.poll() is None
+            assert time.monotonic() < end
+            with contextlib.suppress(httpx.TransportError):
+                found = httpx.get(f"http://127.0.0.1:{port}/healthz").status_code
+            time.sleep(0.05)
+    finally:
+        process.kill()
+        process.wait()
