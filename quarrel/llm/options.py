@@ -134,7 +134,7 @@ class LoadOptions:
         metadata=_about(
             OneOf(KV_CACHE),
             'how keys and values are stored: "float16", "bfloat16", or "int8", "fp8" or "fp8_e5m2" in half the memory; by'
-            " default `QUARREL_KV_CACHE`, or what the backend computes in (on a CPU float16, except in float32 arithmetic).",
+            " default `QUARREL_KV_CACHE`, or what the backend computes in (on a CPU float16, except in float32).",
             "how keys and values are stored; int8, fp8 (E4M3) and fp8_e5m2 take half the memory",
         ),
     )
