@@ -265,8 +265,8 @@ _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.66
 
 def exp(k: Kernel, x: Val) -> Val:
     """e^x, within 2 ulp; 0 below -87.3, clamped above 88.4 (no infinity is ever made). A NaN stays one."""
-    tiny = x < -87.3
-    x = k.minimum(k.lift(88.3, x.type), k.maximum(k.lift(-87.3, x.type), x))
+    tiny = x < -87.3  # what is computed of these is dropped
+    x = k.minimum(k.lift(88.3, x.type), x)
     shifted = k.fma(x, _LOG2E, 12582912.0)  # 1.5 * 2^23: the sum's low mantissa bits are the rounded integer
     n = shifted - 12582912.0
     r = k.fma(n, -_LN2_LOW, k.fma(n, -_LN2_HIGH, x))
@@ -280,8 +280,7 @@ def exp(k: Kernel, x: Val) -> Val:
 
 def exp64(k: Kernel, x: Val) -> Val:
     """e^x for x <= 0 to about 1 ulp of float64; 0 below -708. A NaN stays one."""
-    tiny = x < -708.0
-    x = k.maximum(k.lift(-708.0, x.type), x)
+    tiny = x < -708.0  # what is computed of these is dropped
     shifted = x * (1.0 / math.log(2.0)) + 6755399441055744.0
     n = shifted - 6755399441055744.0
     r = x - n * 0.6931471803691238 - n * 1.9082149292705877e-10
