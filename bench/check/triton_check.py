@@ -30,7 +30,7 @@ from quarrel.ops.attention import ATTENTION, AttentionSpec
 from quarrel.ops.compare import errors
 from quarrel.ops.contract import Case, Compute, Op, RawWeight, rel_error
 from quarrel.ops.formats import WEIGHT_TYPES
-from quarrel.ops.host import HostExperts, computing_parts, expert_refs
+from quarrel.ops.host import ExpertPool, HostExperts, computing_parts, expert_refs
 from quarrel.ops.linear import LINEAR, LinearSpec
 from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP, ExpertDownSpec, ExpertUpSpec
 from quarrel.ops.program import Program
@@ -169,9 +169,12 @@ def check_models(cases: Path, share: tuple[int, int], only: str) -> Found:
             layers = list(expert_refs(program))
             if layers and find_spec("llvmlite"):
                 cpu = computing_parts(backend_named("cpu", 1))
-                host = HostExperts(cpu, frozenset(layers[:1]), streams=True, stream_from=8)
+                first = frozenset(layers[:1])
                 name = f"{folder.name}/{variant}, experts of a layer in host memory"
+                host = HostExperts(cpu, first, streams=True, stream_from=8)
                 found.append(one_model(name, program, tensors, ids, want, "float32", host))
+                host = HostExperts(cpu, first, pools=(ExpertPool(tuple(layers[:1]), 2),))
+                found.append(one_model(f"{name}, two of them on the device", program, tensors, ids, want, "float32", host))
     return found
 
 

@@ -67,6 +67,8 @@ def _memory(e: Explanation) -> Iterator[str]:
     yield from table(rows, right=(1, 2))
     if plan.host:
         yield f"  in host memory: the experts of {plan.host_layers} layers, {amount(plan.host)}, in the file's own pages"
+    if plan.resident:
+        yield f"  on the device too: those of them used most, {amount(plan.resident)} of the weights"
     yield f"  the longest context that fits is {plan.longest} tokens, for one sequence"
 
 

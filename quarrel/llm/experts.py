@@ -9,12 +9,11 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from quarrel.errors import OutOfMemory, RequestError
-from quarrel.gguf import FORMATS
 from quarrel.llm.memory import Plan, gib
-from quarrel.ops.contract import WeightRef
 from quarrel.ops.host import ComputesParts, HostExperts, HostsExperts, expert_refs
 from quarrel.ops.program import Program
 from quarrel.ops.step import Backend
+from quarrel.ops.weights import file_bytes
 
 USEFUL_CONTEXT = 2048
 """Tokens: for a context shorter than this, or than the requested one, experts leave the device."""
@@ -72,9 +71,13 @@ def place_experts(
     weights: bytes of all of them. context: tokens that are hoped for. backend: None where experts cannot leave the device.
     Raises RequestError for more layers than there are, OutOfMemory with what would fit.
     """
-    sizes = {path: sum(map(_bytes, refs)) for path, refs in expert_refs(program).items()}
+    sizes = {path: sum(map(file_bytes, refs)) for path, refs in expert_refs(program).items()}
     movable = isinstance(backend, HostsExperts)
-    _check(requested, len(sizes), movable)
+    if requested:
+        fault = f"experts_on_cpu is {requested}"
+        check_movable(fault, "experts_on_cpu", len(sizes), movable)
+        if requested > len(sizes):
+            raise RequestError(f"{fault}, wanted 0 to {len(sizes)}, the layers with experts", "experts_on_cpu")
     layers = _Layers(make_plan, weights, context, [0, *accumulate(sizes.values())])
     count = requested or 0
     if requested is None and sizes and movable and not layers.fits(0):
@@ -91,10 +94,10 @@ def place_experts(
             *error.fields,
             "experts_on_cpu",
         ) from None
-    return (plan, None) if count == 0 else _with_host(plan, dict(list(sizes.items())[:count]), host())
+    return (plan, None) if count == 0 else with_host(plan, dict(list(sizes.items())[:count]), host())
 
 
-def _with_host(plan: Plan, sizes: dict[str, int], host: ComputesParts) -> tuple[Plan, HostExperts]:
+def with_host(plan: Plan, sizes: dict[str, int], host: ComputesParts) -> tuple[Plan, HostExperts]:
     """The plan with the experts of these layers, bytes by path, in host memory."""
     total, largest = sum(sizes.values()), max(sizes.values())
     if total > host.free_bytes():
@@ -120,23 +123,14 @@ def experts_on_host(backend: Backend, experts: HostExperts | None) -> Iterator[N
         backend.leave_to_host(None)
 
 
-def _check(requested: int | None, layers: int, movable: bool) -> None:
-    if not requested:
-        return
-    fault = f"experts_on_cpu is {requested}"
+def check_movable(fault: str, option: str, layers: int, movable: bool) -> None:
+    """Raises RequestError where a model has no layers with experts, or nobody takes them."""
     if not layers:
-        raise RequestError(f"{fault}, and this model has no experts: leave it out", "experts_on_cpu")
+        raise RequestError(f"{fault}, and this model has no experts: leave it out", option)
     if not movable:
         raise RequestError(
             f"{fault}, and experts can leave the memory of one GPU only: use the triton backend for it,"
             " without tensor_parallel and QUARREL_CHECK",
-            "experts_on_cpu",
+            option,
             "tensor_parallel",
         )
-    if requested > layers:
-        raise RequestError(f"{fault}, wanted 0 to {layers}, the layers with experts", "experts_on_cpu")
-
-
-def _bytes(ref: WeightRef) -> int:
-    block = FORMATS[ref.type]
-    return ref.rows * (ref.k // block.elements) * block.nbytes

@@ -79,6 +79,8 @@ class Plan:
     """Experts in host memory, none of the budget."""
     host_layers: int = 0
     """How many layers' they are."""
+    resident: int = 0
+    """Of the weights, for the experts among those that are used most."""
 
     @property
     def total(self) -> int:

@@ -201,6 +201,15 @@ class LoadOptions:
             "how many layers' experts stay in host memory; by default as few as needed",
         ),
     )
+    expert_memory: int | None = field(
+        default=None,
+        metadata=_about(
+            Whole(1, (1 << 60) - 1, " of bytes"),
+            "of a GPU for experts in all: those used most are there, and move as their use changes; the others stay in host"
+            " memory and are computed there. By default all are on the GPU. Not with experts_on_cpu or deterministic.",
+            "what experts may take of a GPU's memory (20GiB): those used most; the rest stays in host memory",
+        ),
+    )
     rope_scaling: Literal["none", "linear", "yarn"] | None = field(
         default=None,
         metadata=_about(

@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from quarrel.llm.draft import DraftModel, plan_draft
-from quarrel.llm.experts import place_experts
+from quarrel.llm.expert_memory import check_expert_memory, pool_experts
+from quarrel.llm.experts import check_movable, place_experts
 from quarrel.llm.memory import DEFAULT_CONTEXT, Device, Plan, plan_encoder, plan_limits
 from quarrel.llm.open import Opened
 from quarrel.llm.parallel import Parallel
 from quarrel.models import EncoderSpec, ModelSpec, assemble, read_spec
-from quarrel.ops.host import HostExperts, computing_parts
+from quarrel.ops.host import ComputesParts, HostExperts, computing_parts
 from quarrel.ops.program import Program
 from quarrel.ops.registry import backend as backend_named
 from quarrel.ops.windows import by_window_if_smaller, with_window_groups
@@ -35,12 +36,16 @@ class Planned:
 def plan_model(opened: Opened) -> Planned:
     """Fits context and caches into the memory that is free. Raises OutOfMemory with what would fit."""
     options, backend = opened.options, opened.backend
+    check_expert_memory(options)
     team = _team(opened)
     free = backend.free_bytes() if team is None else team.free_bytes()
     device = Device.of(free, options.memory, backend.step_tokens, captures=backend.name == "triton")
     draft: DraftModel | None = None
     host_experts: HostExperts | None = None
     if isinstance(opened.spec, EncoderSpec):
+        for name in ("experts_on_cpu", "expert_memory"):
+            if value := getattr(options, name):
+                check_movable(f"{name} is {value}", name, layers=0, movable=True)
         weights, n_ctx, max_seqs = opened.weight_bytes, options.n_ctx, options.max_seqs
         memory = plan_encoder(opened.spec, device=device, weights=weights, n_ctx=n_ctx, max_seqs=max_seqs)
     else:
@@ -89,15 +94,31 @@ def _decoder(
         max_seqs=options.max_seqs,
         kv_cache=options.kv_cache,
     )
+    alone = None if team is not None or opened.environment.check else backend
+    host = partial(_host, options.threads)
+    if options.expert_memory is not None:
+        return pool_experts(
+            program,
+            lambda size: make_plan(weights=size),
+            options.expert_memory,
+            weights=weights,
+            backend=alone,
+            compute=backend.compute_of(options.compute),
+            host=host,
+        )
     return place_experts(
         program,
         lambda size: make_plan(weights=size),
         weights=weights,
         context=context,
-        backend=None if team is not None or opened.environment.check else backend,
+        backend=alone,
         requested=options.experts_on_cpu,
-        host=lambda: computing_parts(backend_named("cpu", options.threads)),
+        host=host,
     )
+
+
+def _host(threads: int | None) -> ComputesParts:
+    return computing_parts(backend_named("cpu", threads))
 
 
 def _finished(opened: Opened, program: Program, memory: Plan) -> Plan:

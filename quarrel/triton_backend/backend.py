@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import triton
 
 from quarrel.errors import BackendUnavailable, OutOfMemory, RequestError
 from quarrel.ops.collective import Group
-from quarrel.ops.contract import Compute, Concrete, Op
+from quarrel.ops.contract import Compute, Concrete, Op, WeightRef
 from quarrel.ops.host import HostExperts
 from quarrel.ops.program import Program
 from quarrel.ops.registry import Registry, lower
@@ -23,7 +23,7 @@ from quarrel.triton_backend.collective.one_shot import OneShot
 from quarrel.triton_backend.elementwise import activation, embedding, norm, post_norm
 from quarrel.triton_backend.experts import experts, route
 from quarrel.triton_backend.experts import matvec as expert_matvec
-from quarrel.triton_backend.experts.host import is_hosted, on_host
+from quarrel.triton_backend.experts.host import is_hosted, on_host, pools_of
 from quarrel.triton_backend.formats.weights import Weights, device_bytes
 from quarrel.triton_backend.inputs import InputBuffer, most_items
 from quarrel.triton_backend.linear import lora, matvec
@@ -109,6 +109,10 @@ class TritonBackend:
         """See `ops.host.HostsExperts`."""
         self._host = experts
 
+    def device_bytes(self, refs: Iterable[WeightRef], compute: Compute) -> int:
+        """See `ops.host.HostsExperts`."""
+        return device_bytes(refs, compute)
+
     def compile(
         self,
         program: Program,
@@ -130,7 +134,7 @@ class TritonBackend:
         choices = on_host(chosen, self._host, weights, limits, arithmetic, device)
         refs = weights_of(c.node for c in choices if not is_hosted(c))
         self._check_memory(
-            device_bytes(refs, arithmetic),
+            device_bytes(refs, arithmetic) + sum(pool.nbytes for pool in pools_of(choices)),
             cache_bytes(program.caches, limits.n_blocks, limits.block_size, limits.kv_cache, DTYPES[arithmetic]),
         )
         try:

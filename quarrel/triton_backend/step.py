@@ -31,7 +31,7 @@ from quarrel.ops.program import needed
 from quarrel.ops.registry import Choice
 from quarrel.ops.step import Done, ExplainLine, Limits, MemoryPlan, Pending, StepInputs, StepOutputs, Want, outputs_of
 from quarrel.triton_backend.attention.cudnn import prompts_of, refusal
-from quarrel.triton_backend.experts.host import Outside
+from quarrel.triton_backend.experts.host import Outside, pools_of
 from quarrel.triton_backend.formats.weights import stored_as
 from quarrel.triton_backend.inputs import InputBuffer, batch_of, item_bucket, item_starts, padded_encoder
 from quarrel.triton_backend.plan import Plan
@@ -199,7 +199,8 @@ class TritonStep:
         tensors = [*(t for c in self._plan.caches for t in c.tensors), *self._plan.states]
         cache = sum(t.numel() * t.element_size() for t in tensors)
         coarse = sum(codes.nbytes for codes in self._plan.float8_weights.values())
-        return MemoryPlan(self._plan.weights.nbytes() + coarse, 0, cache, self._plan.nbytes + self._inputs.nbytes)
+        pools = sum(pool.nbytes for pool in pools_of(self._choices))
+        return MemoryPlan(self._plan.weights.nbytes() + coarse + pools, 0, cache, self._plan.nbytes + self._inputs.nbytes)
 
     def close(self) -> None:
         """Drops every device tensor and graph; a second call does nothing."""

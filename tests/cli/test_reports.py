@@ -52,6 +52,9 @@ def test_explain_says_what_the_host_holds(base: str) -> None:
     assert not any("host memory" in text for text in explain._memory(told))
     told = replace(told, plan=replace(told.plan, host=3 << 30, host_layers=4))
     assert f"  in host memory: the experts of 4 layers, {amount(3 << 30)}, in the file's own pages" in explain._memory(told)
+    assert not any("used most" in text for text in explain._memory(told))
+    told = replace(told, plan=replace(told.plan, resident=1 << 30))
+    assert f"  on the device too: those of them used most, {amount(1 << 30)} of the weights" in explain._memory(told)
 
 
 def test_explain_groups_calls_and_counts_them_all(base: str, capsys: pytest.CaptureFixture[str]) -> None:

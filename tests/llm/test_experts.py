@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from quarrel.gguf import GGUFFile
 from quarrel.llm.experts import experts_on_host, place_experts
 from quarrel.llm.memory import Device, Plan, plan_limits
 from quarrel.models import Tensors, assemble, read_spec
+from quarrel.ops.contract import Compute, WeightRef
 from quarrel.ops.host import HostExperts
 from quarrel.ops.program import Program
+from quarrel.ops.weights import file_bytes
 from tests.paths import need_cases
 
 EXPERTS = 442368
@@ -27,6 +30,9 @@ class Leaves(CpuBackend):
 
     def leave_to_host(self, experts: HostExperts | None) -> None:
         self.left = experts
+
+    def device_bytes(self, refs: Iterable[WeightRef], compute: Compute) -> int:
+        return sum(map(file_bytes, refs))
 
 
 class Full(CpuBackend):

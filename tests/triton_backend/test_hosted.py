@@ -92,10 +92,8 @@ def test_from_how_many_rows_is_measured(backend: TritonBackend, monkeypatch: pyt
     source = Weights()
     exchange = hosted.Exchange(torch.device("cpu"), source, "float16")
     up, down = (n for n in made.nodes if n.op in (EXPERT_UP, EXPERT_DOWN))
-    layer = hosted.Layer(exchange, hosted.Turn(None), 64, up)
-    layer.part = HostExperts(host, frozenset()).part(up, down, source, 64, "float16")
-    layer.add(up)
-    layer.add(down)
+    part = HostExperts(host, frozenset()).part(up, down, source, 64, "float16")
+    layer = hosted.Layer(exchange, hosted.Turn(None), 64, up, down, part)
     assert sorted(layer.refs.values()) == [0, 1, 2]
     batch = Batch(1, 1, 1, True, False, 1)
     assert not layer.streams(batch)

@@ -67,12 +67,19 @@ def blank(type: GGMLType, n: int, k: int, device: torch.device) -> Packed:
     return view(type, n, k, torch.empty(packed_bytes(type, n, k), dtype=torch.uint8, device=device))
 
 
-def fill(packed: Packed, type: GGMLType, read: Callable[[int, int], Array], upload: Uploader) -> None:
-    """Writes the planes of a weight of this type."""
-    block = FORMATS[type]
+def fill(
+    packed: Packed,
+    type: GGMLType,
+    read: Callable[[int, int], Array],
+    upload: Uploader,
+    at: int = 0,
+    rows: int | None = None,
+) -> None:
+    """Writes the planes of a weight of this type: all its rows, or so many from `at` on."""
+    block, count = FORMATS[type], packed.n if rows is None else rows
     step = upload.rows_at_once(packed.k // block.elements * block.nbytes)
-    for start in range(0, packed.n, step):
-        put(packed, type, start, upload(read(start, min(start + step, packed.n))))
+    for start in range(0, count, step):
+        put(packed, type, at + start, upload(read(start, min(start + step, count))))
 
 
 def put(packed: Packed, type: GGMLType, start: int, raw: torch.Tensor) -> None:

@@ -149,9 +149,15 @@ class _Inside:
 
     int8x2, int8x2_target, rope_of = Site.int8x2, Site.int8x2_target, Site.rope_of
 
-    def __init__(self, outer: Site, slots: Mapping[int, Slot], weight: Callable[[WeightRef], Packed] | None) -> None:
+    def __init__(
+        self,
+        outer: Site,
+        slots: Mapping[int, Slot],
+        weight: Callable[[WeightRef], Packed] | None,
+        vector: Callable[[WeightRef], torch.Tensor] | None,
+    ) -> None:
         self._outer, self._slots = outer, slots
-        self.weight = weight or outer.weight
+        self.weight, self.vector = weight or outer.weight, vector or outer.vector
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._outer, name)
@@ -160,10 +166,15 @@ class _Inside:
         return self._slots.get(value.id) or self._outer.slot(value)
 
 
-def inside(site: Site, slots: Mapping[int, Slot], weight: Callable[[WeightRef], Packed] | None = None) -> Site:
-    """The site of the nodes that a composite expands into: the values between them lie in `slots`, and may have weights of
-    their own."""
-    return cast(Site, _Inside(site, slots, weight))
+def inside(
+    site: Site,
+    slots: Mapping[int, Slot],
+    weight: Callable[[WeightRef], Packed] | None = None,
+    vector: Callable[[WeightRef], torch.Tensor] | None = None,
+) -> Site:
+    """The site of the nodes that a composite expands into: the values between them lie in `slots`, and may have weights and
+    vectors of their own."""
+    return cast(Site, _Inside(site, slots, weight, vector))
 
 
 def starts_early(site: Site) -> bool:
