@@ -48,7 +48,7 @@ def parse_object(body: bytes, what: str) -> dict[str, Any]:
     """A JSON object from the server."""
     try:
         read = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         read = None
     if not isinstance(read, dict):
         raise FlightDataError(f"the server's answer to {what} is {body[:60]!r}, wanted a JSON object")

@@ -83,7 +83,8 @@ class KeptBody(Body):
 
 
 _UNITS = {"": 1.0, "ns": 1e-9, "us": 1e-6, "\u00b5s": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-_DURATION = re.compile(r"[+-]?(\d+(\.\d+)?(ns|us|\u00b5s|ms|s|m|h)?){1,8}", re.ASCII)
+# A unit ends each part, so that there is one way to read digits: with several, no match would take for ever to find.
+_DURATION = re.compile(r"[+-]?(\d+(\.\d+)?|(\d+(\.\d+)?(ns|us|\u00b5s|ms|s|m|h)){1,8})", re.ASCII)
 
 
 class OllamaBody(KeptBody):

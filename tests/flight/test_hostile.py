@@ -169,7 +169,8 @@ def test_a_put_that_the_server_refuses_says_why() -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"{}", b"[]", b"nonsense", b'{"status": "FINE"}', b'{"status": "READY", "index_len": "many"}']
+    "body",
+    [b"", b"{}", b"[]", b"[" * 200_000, b"nonsense", b'{"status": "FINE"}', b'{"status": "READY", "index_len": "many"}'],
 )
 def test_a_readiness_that_is_none_is_refused(body: bytes) -> None:
     with facing(action=lambda: body) as client, pytest.raises(FlightDataError):

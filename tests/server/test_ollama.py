@@ -67,7 +67,13 @@ def test_nothing_to_say_loads_and_keep_alive_0_unloads(made: Live, client: ollam
     assert state(made) == "unloaded"
     assert "x-quarrel-ignored" not in post(made, "generate", prompt="a", options=FEW, keep_alive=-1).headers
     assert post(made, "generate", prompt="a", options=FEW, keep_alive="5m").headers["x-quarrel-ignored"] == "keep_alive"
-    assert post(made, "generate", prompt="a", keep_alive="soon").status_code == 400
+    for strange in (
+        "soon",
+        "1" * 4000 + "x",
+        "1.1" * 900,
+        "5m" * 9,
+    ):  # in an instant, however many ways there are to split it
+        assert post(made, "generate", prompt="a", keep_alive=strange).status_code == 400
 
 
 def test_a_model_is_shown_by_either_name(made: Live, client: ollama.Client) -> None:
