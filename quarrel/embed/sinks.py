@@ -77,7 +77,7 @@ class FlightSink:
 
     def begin(self, sent: int, resumed: bool) -> None:
         self.safe = sent
-        self._there = self._ids(resumed)
+        self._there = self._ids()
         if self._there and not resumed:
             raise RequestError(
                 f"{self._dataset} holds ids from {self._first} on and there is no checkpoint of this run: give --first-id"
@@ -111,7 +111,8 @@ class FlightSink:
     def finish(self) -> None:
         """All rows are acknowledged. What was sent again after a break is looked at once more: a store that let a batch
         time out may have taken it after all."""
-        for low, high in self._again:
+        if self._again:
+            low, high = min(low for low, _ in self._again), max(high for _, high in self._again)
             ids = self._client.counts(self._dataset, low, high)
             if twice := sorted(id for id, n in ids.items() if n > 1):
                 raise FlightDataError(
@@ -170,14 +171,13 @@ class FlightSink:
                 low, last = (ids[i].as_py() for ids, i in ((left[0].batch["id"], 0), (left[-1].batch["id"], -1)))
                 self._again.append((low, last + 1))
 
-    def _ids(self, resumed: bool = True) -> set[int]:
+    def _ids(self) -> set[int]:
         """Ids of this run that the server has and the checkpoint does not know of. They are read at once: that rows are
         there does not wait for the index. FlightDataError where the last row that the checkpoint knows of is not."""
         low = self._first + self.safe
-        for whole in (False, True):  # the second time without the store's comparison, which may be wrong
-            there = self._client.ids(self._dataset, low - bool(self.safe), ALL_IDS, whole=whole)
-            if low - 1 in there or (not self.safe and (there or whole or not resumed)):
-                return there - {low - 1}
+        there = self._client.ids(self._dataset, low - bool(self.safe), ALL_IDS)
+        if low - 1 in there or not self.safe:
+            return there - {low - 1}
         raise FlightDataError(
             f"{self._dataset} lacks id {low - 1}, the last of {self.safe} vectors that were acknowledged: the store has"
             " lost rows, or they were deleted; delete the dataset and the checkpoint to begin again"

@@ -14,7 +14,7 @@ from pyarrow import flight
 
 from quarrel.errors import FlightDataError, FlightNotFound, RequestError
 from quarrel.flight.connection import Access, Connection, Retry
-from quarrel.flight.filters import Filter, filters_of
+from quarrel.flight.filters import EXACT, Filter, filters_of
 from quarrel.flight.messages import Filters, check_done, dataset_name, encoded, get_ticket, parse_object, search_ticket
 from quarrel.flight.ranking import MEASURES, Measure, Uneven, is_l2, ranked, uneven, vectors_of, warn_of
 from quarrel.flight.results import Dataset, Hits, Readiness, dataset_of, hits_by_id, hits_of
@@ -42,6 +42,8 @@ WHOLE = 3600.0
 """Seconds for reading a whole dataset."""
 WIDER = 4
 """How many times k rows are fetched to be ranked by another measure."""
+LOOKED_AT = 16
+"""How many results of a search with comparisons are looked at for rows that should not have passed."""
 FRESH = 16
 """Result counts that `fresh` cycles through: Longbow keeps the answer to the same question for a minute."""
 
@@ -148,13 +150,14 @@ class LongbowClient:
         caps: Caps | None = None,
         timeout: float | None = None,
     ) -> Iterator[pa.RecordBatch]:
-        """Batches of a dataset, each checked in full before it is given out, and once more against the filters, which the
-        server may have compared wrongly. `limit` rows at most, which is kept here: the server does nothing with it."""
+        """Batches of a dataset, each checked in full before it is given out. The server filters by = and != alone; what
+        is less or greater is found here, in all other rows. `limit` rows at most, which is kept here too."""
         name = dataset_name(dataset)
         if limit is not None and limit < 1:
             raise RequestError(f"limit is {limit!r}, wanted at least 1")
         left, conditions = limit, self._filters(name, filters)
-        for batch in self._get(name, conditions, caps or Caps(), timeout):
+        sent = [c for c in conditions if c["operator"] in EXACT]
+        for batch in self._get(name, sent, caps or Caps(), timeout):
             kept = passing(batch, conditions, silent=True)
             if conditions and not kept.num_rows:
                 continue
@@ -165,12 +168,17 @@ class LongbowClient:
                 return
 
     def rows(self, dataset: str, ids: Iterable[int]) -> Iterator[pa.RecordBatch]:
-        """The rows with these ids, each asked for by itself; nothing comes for an id that is not there."""
+        """The rows with these ids, each asked for by itself; nothing comes for an id that is not there. FlightDataError
+        where ids are texts: searches then give row numbers, which may be the ids of other rows."""
         name = dataset_name(dataset)
         for id in ids:
             condition = filters_of([("id", "==", int(id))])
             for batch in self._get(name, condition, Caps()):
                 if (kept := passing(batch, condition, silent=True)).num_rows:
+                    if not pa.types.is_integer(kind := kept.schema.field("id").type):
+                        raise FlightDataError(
+                            f"the column id of {name} is {kind}, wanted whole numbers: searches in it give row numbers"
+                        )
                     yield kept
 
     def search(
@@ -184,7 +192,8 @@ class LongbowClient:
         rerank: Measure | None = None,
         timeout: float | None = None,
     ) -> Hits:
-        """The `k` nearest rows. fresh: not an answer that the server kept from before the last put.
+        """The `k` nearest rows. fresh: not an answer that the server kept from before the last put. FlightDataError where a
+        filter by order let a row through that it should not.
 
         rerank: fetches the 4 k nearest by L2 and ranks them exactly by another measure. Without it, a dataset that this
         client filled for such a measure with vectors of different lengths gives an OptionWarning, once."""
@@ -192,12 +201,15 @@ class LongbowClient:
             raise RequestError(f"rerank is {rerank!r}, wanted one of {', '.join(MEASURES)}", "rerank")
         name, query, rows = self._query(dataset, vector, k, fresh)
         rows += k * (WIDER - 1) if rerank else 0
-        ticket = flight.Ticket(search_ticket(name, query, rows, self._filters(name, filters)))
+        conditions = self._filters(name, filters)
+        ticket = flight.Ticket(search_ticket(name, query, rows, conditions))
 
         def call() -> Hits:
             return hits_of(checked(self._begin(ticket, timeout), Caps(rows=rows, nbytes=rows << 16)), query)
 
         hits = self._data.run(call, f"a search in {name}", name, timeout)
+        if any(c["operator"] not in EXACT for c in conditions):
+            self._check_passed(name, hits, conditions)
         if rerank:
             return self._ranked(name, hits, query, rerank, k)
         wants = self._uneven.get(name) if len(hits) else None
@@ -311,26 +323,18 @@ class LongbowClient:
         name = dataset_name(dataset)
         return until_ready(lambda: self.readiness(name), name, rows, timeout, progress, missing=lambda: self.info(name))
 
-    def ids(self, dataset: str, low: int, high: int, *, whole: bool = False) -> set[int]:
+    def ids(self, dataset: str, low: int, high: int) -> set[int]:
         """Which of the ids from `low` up to `high` are there; see `counts`."""
-        return set(self.counts(dataset, low, high, whole=whole))
+        return set(self.counts(dataset, low, high))
 
-    def counts(self, dataset: str, low: int, high: int, *, whole: bool = False) -> Counter[int]:
-        """How many rows have each of the ids from `low` up to `high`; none where the dataset is missing. whole: reads all
-        rows and picks the ids here, as is done anyhow where the store's comparison lets others through."""
-        if not self.exists(dataset):
-            return Counter()
+    def counts(self, dataset: str, low: int, high: int) -> Counter[int]:
+        """How many rows have each of the ids from `low` up to `high`; none where the dataset is missing. Reads all rows and
+        picks the ids here, as the store's comparison may lose some."""
         found: Counter[int] = Counter()
-        if not whole:
-            found = self._counts(dataset, filters_of([("id", ">=", low), ("id", "<", high)]))
-        if whole or any(not low <= id < high for id in found):
-            found = self._counts(dataset, [])
-        return Counter({id: n for id, n in found.items() if low <= id < high})
-
-    def _counts(self, name: str, filters: Filters) -> Counter[int]:
-        found: Counter[int] = Counter()
-        for batch in self._get(name, filters, Caps(), max(WHOLE, self._timeout)):
-            found.update(numbers(batch, "id", pa.int64()).tolist())
+        if self.exists(dataset):
+            for batch in self._get(dataset, [], Caps(), max(WHOLE, self._timeout)):
+                ids = numbers(batch, "id", pa.int64())
+                found.update(ids[(ids >= low) & (ids < high)].tolist())
         return found
 
     def _filters(self, name: str, filters: Sequence[Filter]) -> Filters:
@@ -342,6 +346,15 @@ class LongbowClient:
         reader = self._data.run(lambda: self._begin(ticket, timeout), what, name, timeout)
         with self._data.sentences(what, name, timeout):
             yield from checked(reader, caps)
+
+    def _check_passed(self, name: str, hits: Hits, conditions: Filters) -> None:
+        for id in hits.ids[:LOOKED_AT].tolist():
+            rows = list(self.rows(name, [id]))
+            if rows and not any(passing(batch, conditions, silent=True).num_rows for batch in rows):
+                raise FlightDataError(
+                    f"{self._data.address} let row {id} of {name} through a filter that it does not pass, so others may be"
+                    " missing (a Longbow does so with AVX-512): filter by = or !=, or get the rows and rank them yourself"
+                )
 
     def _vectors(self, name: str, ids: Iterable[int], dim: int) -> tuple[Array, Array]:
         """Ids and vectors `[n, dim]` of the rows with these ids."""

@@ -12,6 +12,9 @@ from quarrel.errors import RequestError
 
 Filter = tuple[str, str, str | int | float]
 """Field, operator, value: ("id", ">=", 5). Several are joined by and."""
+EXACT = ("==", "!=")
+"""Operators that every store evaluates rightly. On x86-64 with AVX-512, Longbow has those of order the other way round for
+numbers: `id < 10` are there the rows above 10, and those below are lost."""
 OPERATORS = {"=": "==", "==": "==", "!=": "!=", ">": ">", "<": "<", ">=": ">=", "<=": "<="}
 
 

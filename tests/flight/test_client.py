@@ -15,7 +15,7 @@ from quarrel.errors import FlightDataError, FlightNotFound, FlightUnavailable, O
 from quarrel.flight import LongbowClient, Readiness, vector_batch
 from quarrel.flight.store import Store
 from quarrel.flight.streams import Caps
-from tests.flight.stores import QUICK, REAL, a_name, a_store, some_vectors
+from tests.flight.stores import QUICK, REAL, Swapped, a_name, a_store, some_vectors
 
 V = some_vectors(1)[0]
 only_standin = pytest.mark.skipif(bool(REAL), reason="about the stand-in, and LONGBOW_ADDR names a real store")
@@ -377,20 +377,36 @@ def test_ready_with_too_few_rows_is_not_waited_for_without_end(monkeypatch: pyte
             client.wait_ready("d", 6, timeout=float("inf"))
 
 
-class Careless(Store):
-    """Its comparison of numbers lets others through, as Longbow's does on x86-64."""
-
-    def table(self, name: str, filters: Any, *, indexed: bool = False) -> pa.Table:
-        return super().table(name, [], indexed=indexed) if filters else super().table(name, filters, indexed=indexed)
+@only_standin
+def test_a_store_that_compares_wrongly_is_not_believed() -> None:
+    store, vectors = Swapped(), some_vectors(300)
+    with a_store(store) as client:
+        client.ingest("d", vector_batch(range(300), vectors, columns={"kind": ["a", "b"] * 150}, normalize=True))
+        assert store.table("d", [{"field": "id", "operator": "<", "value": "10"}]).num_rows == 285  # as a Longbow did
+        assert client.ids("d", 10, 13) == {10, 11, 12}
+        assert [b["id"].to_pylist() for b in client.rows("d", [7])] == [[7]]
+        for filters, wanted in (
+            ([("id", ">=", 8), ("id", "<", 11)], [[8, 9, 10]]),
+            ([("id", "<=", 3), ("kind", "=", "b")], [[1, 3]]),
+            ([("id", ">", 298)], [[299]]),
+        ):
+            assert [b["id"].to_pylist() for b in client.get("d", filters=filters)] == wanted
+        client.wait_ready("d", 300)
+        assert 3 not in client.search("d", vectors[3], 2, filters=[("kind", "=", "b"), ("id", "!=", 3)]).ids
+        with pytest.raises(FlightDataError, match="let row .* of d through a filter that it does not pass"):
+            client.search("d", vectors[3], 2, filters=[("id", "<", 10)])
 
 
 @only_standin
-def test_a_store_that_compares_wrongly_is_not_believed() -> None:
-    with a_store(Careless()) as client:
-        client.ingest("d", vector_batch(range(30), some_vectors(30)))
-        assert client.ids("d", 10, 13) == {10, 11, 12}
-        assert [b["id"].to_pylist() for b in client.rows("d", [7])] == [[7]]
-        assert [b["id"].to_pylist() for b in client.get("d", filters=[("id", ">=", 8), ("id", "<", 11)])] == [[8, 9, 10]]
+def test_results_of_texts_as_ids_are_not_taken_for_other_rows() -> None:
+    lists = pa.FixedSizeListArray.from_arrays(pa.array(np.eye(3, dtype=np.float32).ravel()), 3)
+    with a_store() as client:
+        client.put("d", pa.record_batch([pa.array(["b", "0", "1"]), lists], ["id", "vector"]))
+        client.wait_ready("d", 3)
+        assert client.search("d", [1.0, 0.0, 0.0], 1).ids.tolist() == [0]  # the row, whose id is b
+        for found in (lambda: list(client.rows("d", [0])), lambda: client.search("d", [1.0, 0, 0], 1, rerank="cosine")):
+            with pytest.raises(FlightDataError, match="column id of d is string, wanted whole numbers"):
+                found()
 
 
 @only_standin
