@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
                 note(f"quarrel: interrupted; what is done is in {_checkpoint(args)}: the same command resumes there")
                 raise
     _report(args, summary, letters)
-    if args.wait:
+    if args.wait and summary.vectors:  # without any there is no dataset
         _wait(args, summary.vectors)
     return SOME_BAD if summary.bad else 0
 

@@ -53,12 +53,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _hit(hits: Hits, i: int, query: list[float], vector: list[float] | None, columns: dict[str, object]) -> dict[str, Any]:
-    """A hit as it is shown, its cosine from its vector where that is there."""
-    cosine = float(hits.cosines[i])
+    """A hit as it is shown, its cosine and distance from its vector where that is there."""
+    cosine, distance = float(hits.cosines[i]), float(hits.distances[i])
     if vector is not None and (lengths := math.hypot(*vector) * math.hypot(*query)):
         cosine = sum(a * b for a, b in zip(vector, query, strict=True)) / lengths
+        distance = math.dist(vector, query)
     numbers = {"id": int(hits.ids[i]), "score": float(hits.scores[i]), "cosine": cosine}
-    return numbers | {"distance": float(hits.distances[i])} | columns
+    return numbers | {"distance": distance} | columns
 
 
 def _rows(client: LongbowClient, dataset: str, hits: Hits) -> dict[int, tuple[list[float], dict[str, object]]]:

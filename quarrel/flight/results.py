@@ -64,7 +64,10 @@ def hits_by_l2(ids: Array, scores: Array, length: float = 1.0) -> Hits:
     """Hits of a store that ranks by L2. length: of the vector that was searched by."""
     with np.errstate(divide="ignore", invalid="ignore"):
         given = scores.astype(np.float64)
-        distances = np.where((given > 0) & (given < 1 + SLACK), np.maximum(1 / given - 1, 0), np.nan)
+        sound = (given > 0) & (given < 1 + SLACK)
+        if (np.diff(given[sound]) > SLACK).any():  # nearest first, they are a distance of the server's own
+            sound[:] = False
+        distances = np.where(sound, np.maximum(1 / given - 1, 0), np.nan)
         cosines = (length**2 + 1 - distances**2) / (2 * length)
         cosines = np.where(np.abs(cosines) < 1 + SLACK, np.clip(cosines, -1, 1), np.nan)
     return Hits(ids, scores, distances.astype(np.float32), cosines.astype(np.float32))

@@ -104,7 +104,8 @@ class ModelManager:
         """All models on offer, those in the folder included; what is none there is one warning."""
         if self._folder is not None:
             for path in sorted(self._folder.glob("*.gguf")):
-                self._offer(path)
+                if not path.name.startswith("."):  # what a system or a download keeps there
+                    self._offer(path)
         return list(self._entries.values())
 
     def _offer(self, path: Path) -> None:

@@ -155,6 +155,11 @@ def test_search_tells_hits_as_json_and_by_filters(
     assert abs(hits[0]["score"] - 1) < 1e-3
     assert abs(hits[0]["cosine"] - 1) < 1e-5
     assert abs(hits[0]["distance"]) < 1e-3
+    town.store.kind = True  # whose scores are 1 - cosine
+    assert main([*search, "--json", "--fresh"]) == 0
+    for hit in json.loads(capsys.readouterr().out)["hits"]:
+        assert abs(hit["distance"] ** 2 - 2 * (1 - hit["cosine"])) < 1e-3
+    town.store.kind = False
     assert len(hits) == 3
     assert main(search) == 0
     assert capsys.readouterr().out.split()[:2] == ["1.0000", "0"]
@@ -207,6 +212,10 @@ def test_embed_waits_for_the_index_and_says_how_far_it_is(
     assert "indexing: 0 of 40 vectors (" in said
     assert "40 vectors are indexed" in said
     assert town.store.readiness("d") == {"status": "READY", "index_len": 40}
+    empty = tmp_path / "empty.txt"
+    empty.write_text("\n")
+    assert main([*embed[:3], str(empty), *embed[4:-3], "empty", *embed[-2:], "--wait"]) == 0  # there is nothing to wait for
+    assert "0 rows" in capsys.readouterr().err
 
 
 def test_datasets_are_listed_described_exported_and_deleted(

@@ -417,6 +417,7 @@ def test_a_kind_store_is_served_too() -> None:
         client.wait_ready("d", 40)
         cosines = vectors @ vectors[3] / np.linalg.norm(vectors, axis=1) / np.linalg.norm(vectors[3])
         assert client.search("d", vectors[3], 5).ids.tolist() == np.argsort(-cosines)[:5].tolist()
+        assert np.isnan(client.search("d", vectors[3], 5).distances).all()  # its scores are 1 - cosine
         hits = client.search("d", vectors[3], 5, rerank="cosine")
         assert np.allclose(hits.cosines, np.sort(cosines)[::-1][:5])
         client.delete("d", 3)

@@ -22,6 +22,7 @@ def test_bad_entries_are_one_warning_each_and_hinder_nothing(tmp_path: Path, cap
     (folder / "demo.gguf").write_bytes(b"not the one that is named")
     os.mkfifo(folder / "pipe.gguf")
     (folder / "good.gguf").symlink_to(demo)
+    (folder / "._good.gguf").write_bytes(b"what a Mac leaves beside it")
     unnameable = os.fsencode(folder) + b"/\xff.gguf"
     with open(unnameable, "wb"):
         pass
