@@ -14,7 +14,7 @@ import quarrel
 from quarrel.engine import SamplingParams, Service
 from quarrel.gguf import GGUFFile
 from quarrel.llm import LoadOptions
-from quarrel.llm.compile import profile_steps
+from quarrel.llm.compile import CPU_STEPS, profile_steps
 from quarrel.metrics import COUNTERS, GAUGES, HISTOGRAMS, Metrics
 from quarrel.models import Tensors, assemble, read_spec
 from tests.engine.toys import Toy, limits
@@ -149,16 +149,16 @@ def timed(metrics: Metrics, what: str) -> list[float]:
 @pytest.mark.parametrize(
     ("model", "layers", "every"),
     [
-        ("granitehybrid", (3, 3, 2, 2), None),
+        ("granitehybrid", (3, 3, 2, 2), 1),
         ("granitehybrid", (3, 3, 2, 2), 2),
         ("granitehybrid", (3, 3, 2, 2), 0),
-        ("nemotron_h_moe", (2, 2, 2, 2), None),
-        ("mamba", (0, 0, 2, 2), None),
-        ("mixtral", (2, 2, 0, 0), None),
+        ("nemotron_h_moe", (2, 2, 2, 2), 1),
+        ("mamba", (0, 0, 2, 2), 1),
+        ("mixtral", (2, 2, 0, 0), 1),
         ("llama32", (0, 0, 0, 0), 1),
     ],
 )
-def test_layers_are_timed_in_as_many_steps_as_asked_for(model: str, layers: tuple[int, ...], every: int | None) -> None:
+def test_layers_are_timed_in_as_many_steps_as_asked_for(model: str, layers: tuple[int, ...], every: int) -> None:
     path = need_cases(model, "model-q4_0x.gguf")
     with quarrel.load(path, n_ctx=64, max_seqs=1, backend="cpu", profile_steps=every) as llm:
         metrics = Metrics()
@@ -167,7 +167,7 @@ def test_layers_are_timed_in_as_many_steps_as_asked_for(model: str, layers: tupl
         for rounds in (1, 2):
             llm.generate([1, 2, 3], max_tokens=5, temperature=0, ignore_eos=True)
             assert llm.stats().steps == 5 * rounds
-            steps = 5 * rounds if every is None else 5 * rounds // every if every else 0
+            steps = 5 * rounds // every if every else 0
             assert timed(metrics, "count") == [steps * n for n in layers]
         wall = time.perf_counter() - began
         moe, routing, scan, conv = timed(metrics, "sum")
@@ -183,10 +183,10 @@ def test_a_step_that_cannot_be_timed_is_said_where_that_was_asked_for(caplog: py
         assert sum("cannot be timed" in record.message for record in caplog.records) == said
 
 
-def test_a_gpu_s_steps_are_timed_only_where_that_was_asked_for() -> None:
+def test_a_few_steps_of_a_cpu_are_timed_and_those_of_a_gpu_where_that_was_asked_for() -> None:
     with GGUFFile.open(need_cases(*HYBRID)) as file:
         program = assemble(read_spec(file), Tensors(file))
-    for backend, wanted, steps in (("triton", None, 0), ("triton", 16, 16), ("cpu", None, 1), ("cpu", 0, 0)):
+    for backend, wanted, steps in (("triton", None, 0), ("triton", 16, 16), ("cpu", None, CPU_STEPS), ("cpu", 0, 0)):
         opened: Any = SimpleNamespace(backend=SimpleNamespace(name=backend), options=LoadOptions(profile_steps=wanted))
         assert profile_steps(opened, program) == steps
 

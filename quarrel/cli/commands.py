@@ -135,8 +135,8 @@ def _serve(p: argparse.ArgumentParser) -> None:
         "--profile-steps",
         type=int,
         metavar="N",
-        help="time the expert and recurrent layers of one step in N for /metrics; by default 1 on a CPU, where a clock is"
-        " cheap, and 0 (never) on CUDA, where such a step is no captured graph and takes several times as long",
+        help="time the expert and recurrent layers of one step in N for /metrics; by default 16 on a CPU, and 0"
+        " (never) on CUDA, where such a step is no captured graph and takes several times as long",
     )
     _draft_options(p)
     add_load_flags(p)

@@ -253,7 +253,7 @@ class LoadOptions:
         metadata=_about(
             Whole(0, 1 << 20),
             "one step in so many has its expert and recurrent layers timed, for `quarrel.metrics`; 0 is none."
-            " By default every step on a CPU, and none on CUDA, where a timed step takes several times as long.",
+            " By default 16 on a CPU, and none on CUDA, where a timed step takes several times as long.",
         ),
     )
     progress: Progress | None = field(

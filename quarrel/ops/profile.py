@@ -7,7 +7,7 @@
         profiled.by_layer("scan")                      # {"blk.1.attn": 0.0002, ...}
 
 `profile` waits for the launches before it and for its own end; `from_last` counts it as a launch. On the CPU each stage of
-a step notes when it began, some 30 ns each; reading the times costs the caller 0.1 to 0.2 ms. On CUDA the step runs
+a step notes when it began, some 30 ns each; reading the times costs the caller about 1 us a kernel. On CUDA the step runs
 as plain launches with an event behind each instead of a captured graph, after a pause in which the host queues them all: it
 takes several times as long as a replay, and the first of a shape may compile kernels, which its seconds then contain.
 """
