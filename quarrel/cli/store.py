@@ -23,8 +23,8 @@ def client_of(args: argparse.Namespace, address: str) -> LongbowClient:
     headers = {}
     for given in args.header or ():
         name, equals, value = given.partition("=")
-        if not equals or not name:
-            raise UsageError(f"--header takes NAME=VALUE, got {given!r}")
+        if not equals or not re.fullmatch(r"[-\w.]+", name, re.ASCII) or not (value.isascii() and value.isprintable()):
+            raise UsageError(f"--header takes NAME=VALUE in printable ASCII, got {given!r}")
         headers[name] = value
     root = Path(args.tls_root).read_bytes() if args.tls_root else None
     access = Access(timeout=args.timeout, headers=headers, tls_root=root)

@@ -145,7 +145,7 @@ class Pipeline:
         for name in self._source.wanted.others:
             columns[name] = pa.array([r.columns.get(name) for r in rows], pa.string())
         if self._options.chunk is not None:
-            columns["chunk"] = pa.array(_piece_numbers(embeddings.texts), pa.int32())
+            columns["chunk"] = pa.array(_piece_numbers(embeddings.texts), pa.int64())
         return vector_batch(
             np.arange(first, first + len(rows)),
             embeddings.vectors,

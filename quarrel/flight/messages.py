@@ -19,7 +19,9 @@ Filters = list[dict[str, str]]
 def dataset_name(name: object) -> str:
     """A name that every call takes the same way."""
     if not isinstance(name, str) or not name or name.startswith("{") or any(ord(c) < 32 for c in name):
-        raise RequestError(f"the dataset is called {name!r}, wanted a name that does not begin with a brace")
+        raise RequestError(
+            f"the dataset is called {name!r}, wanted a name without control characters that does not begin with a brace"
+        )
     encoded({"name": name})
     return name
 

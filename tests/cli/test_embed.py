@@ -307,6 +307,8 @@ def test_what_datasets_cannot_do_is_one_sentence(
         (["embed", "-i", "IN", "--to", "o.parquet", "--dimensions", "9999"], 1, "dimensions is 9999"),
         (["embed", "-i", "IN", "--to", "o.parquet", "--chunk", "9999"], 1, "chunks are 9999 tokens long"),
         (["search", "wind", "--dataset", "d", "--filter", "year"], 2, "--filter takes a column, a comparison and a value"),
+        (["search", "wind", "--dataset", "d", "--header", "x=\u00fc"], 2, "--header takes NAME=VALUE in printable ASCII"),
+        (["search", "wind", "--dataset", "d", "--header", "a b=c"], 2, "--header takes NAME=VALUE in printable ASCII"),
         (["search", "wind", "--from", "grpc://127.0.0.1:1", "--dataset", "d"], 1, "cannot be reached for info"),
         (
             ["search", "wind", "--from", "grpc://:3000", "--dataset", "d"],

@@ -232,7 +232,8 @@ def test_a_missing_dataset_is_said_in_one_sentence(client: LongbowClient, call: 
         (("id", "<", 1 << 63), "wanted a whole number that int64 holds"),
         (("price", ">", "dear"), "price is compared with 'dear', wanted a number"),
         (("price", ">", "inf"), "wanted a number"),
-        (("vector", "=", 1), "the column vector is fixed_size_list.*the store compares numbers and texts"),
+        (("vector", "=", 1), "the column vector is fixed_size_list.*the store compares int64, float"),
+        (("small", "<", 2), "the column small is int32, and the store compares int64"),
         (("id", "ne", 1), "a filter is .*wanted .field, one of"),
         (("id", "in", "1,2"), "a filter is"),
         (("kind", "=", "half a pair \ud800"), "is not Unicode"),
@@ -241,6 +242,7 @@ def test_a_missing_dataset_is_said_in_one_sentence(client: LongbowClient, call: 
 def test_a_filter_that_the_store_would_not_know_is_refused(client: LongbowClient, filter: Any, said: str) -> None:
     name = a_name()
     columns = {"kind": ["a", "😀"], "price": pa.array([1.5, 2.5], pa.float32())}
+    columns["small"] = pa.array([1, 2], pa.int32())
     client.ingest(name, vector_batch([1, 2], some_vectors(2), columns=columns))
     try:
         for call in (lambda: list(client.get(name, filters=[filter])), lambda: client.search(name, V, filters=[filter])):
