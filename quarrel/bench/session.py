@@ -139,6 +139,11 @@ class Session:
             self.how.say(f"{name}: the check FAILED: {error}")
             return f"FAILED: {error}"
         self.how.say(f"{name}: checked in {checked.seconds:.1f} s: {checked.ops} ops, {_errors(checked)}")
+        if wide := checked.too_wide:
+            self.how.say(
+                f"{name}: roundings alone change this model's results so much that these steps show no error: "
+                + ", ".join(wide)
+            )
         return checked
 
     def _measure_memory(self) -> float:
@@ -148,7 +153,10 @@ class Session:
 
 
 def _said(checked: Checked | str) -> str:
-    return checked if isinstance(checked, str) else f"{checked.ops} ops, {len(checked.errors)} steps"
+    if isinstance(checked, str):
+        return checked
+    steps, wide = len(checked.errors), len(checked.too_wide)
+    return f"{checked.ops} ops, {f'{steps - wide} of ' if wide else ''}{steps} steps"
 
 
 def _errors(checked: Checked) -> str:

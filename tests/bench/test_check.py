@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quarrel.bench import limit
-from quarrel.bench.check import Ways, check
+from quarrel.bench import limit, session
+from quarrel.bench.check import FINITE, Checked, Ways, check
 from quarrel.bench.limit import ShakenStep
 from quarrel.bench.subject import Source, Subject, limits_for
 from quarrel.bench.workload import Test as Work
@@ -128,6 +128,14 @@ def test_the_limit_grows_with_the_noise_and_shakes_no_integer(folder: Path, monk
         assert tokens is not None
         assert tokens.dtype == np.int32
         whole.backend.close()  # type: ignore[attr-defined]
+
+
+def test_steps_whose_limit_lets_anything_pass_are_not_counted_as_checked() -> None:
+    errors, limits = {"prompt": 0.01, "token": 0.01, FINITE: 0.0}, {"prompt": 1.0, "token": 0.09, FINITE: 0.0}
+    chaotic = Checked((0,), 9, errors, limits, 1.0)
+    assert chaotic.too_wide == ["prompt"]
+    assert session._said(chaotic) == "9 ops, 2 of 3 steps"
+    assert session._said(replace(chaotic, allowed=dict.fromkeys(errors, 0.1))) == "9 ops, 3 steps"
 
 
 def test_shaken_values_are_off_by_what_was_asked_for() -> None:
