@@ -118,8 +118,8 @@ class OllamaGenerate(OllamaBody):
     """Nothing only loads the model, or unloads it."""
     system: Text | None = None
     raw: StrictBool = False
-    context: Ids | None = None
-    """The ids of what was said before, as an earlier answer ended with them."""
+    context: Ids | Annotated[list[StrictInt], Field(max_length=0)] | None = None
+    """The ids of what was said before, as an earlier answer ended with them; many clients begin with none."""
     suffix: Text | None = None
     images: list[Any] | None = None
 

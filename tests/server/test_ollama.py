@@ -102,6 +102,7 @@ def test_a_context_is_gone_on_with(made: Live) -> None:
     assert len(second["context"]) == second["prompt_eval_count"] + second["eval_count"]
     assert second["context"][: len(first["context"])] == first["context"]
     assert 1 not in second["context"][1:]  # one BOS, at the beginning
+    assert post(made, "generate", prompt="a", raw=True, options=FEW, context=[]).status_code == 200  # as many begin
 
 
 def test_what_no_model_here_can_do_is_refused(made: Live) -> None:
