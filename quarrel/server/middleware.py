@@ -206,7 +206,8 @@ class Middleware:
         return parts.scheme in ("http", "https") and bool(host) and parts.netloc.lower() == host.lower()
 
     def _authenticate(self, scope: Scope, headers: dict[str, str]) -> None:
-        if not self._keys.keys() or (scope["type"] == "http" and (scope["path"] in OPEN or _is_page(scope))):
+        # Open routes first: keys that cannot be read close the server, but do not make it look dead.
+        if (scope["type"] == "http" and (scope["path"] in OPEN or _is_page(scope))) or not self._keys.keys():
             return
         secret = _secret(headers)
         key = None if secret is None else self._keys.find(secret)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import stat
 import threading
 import time
@@ -29,6 +30,9 @@ STEADY = 30.0
 SOONEST, LATEST = 0.5, 5.0
 """Seconds before a process that keeps ending is started again."""
 log = logging.getLogger("quarrel.server")
+
+
+LATER_SHARD = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 
 
 class LoadedModel:
@@ -104,7 +108,8 @@ class ModelManager:
         """All models on offer, those in the folder included; what is none there is one warning."""
         if self._folder is not None:
             for path in sorted(self._folder.glob("*.gguf")):
-                if not path.name.startswith("."):  # what a system or a download keeps there
+                # Hidden files are what a system or a download keeps there; a split model is offered by its first file.
+                if not path.name.startswith(".") and not LATER_SHARD.search(path.name):
                     self._offer(path)
         return list(self._entries.values())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StrictBool, StrictInt, StrictStr
+from pydantic import AfterValidator, Field, StrictBool, StrictInt, StrictStr
 
 from quarrel.engine import Sampling
 from quarrel.llm import Structure
@@ -12,6 +12,9 @@ from quarrel.server.errors import Refused
 from quarrel.server.fields import Adapter, Body, Input, Mirostat, Number, Stop, Text, TokenId
 from quarrel.server.messages import ChatMessage
 from quarrel.server.tools import required_call
+
+Seed = Annotated[StrictInt, Field(ge=-1, lt=2**64), AfterValidator(lambda seed: None if seed < 0 else seed)]
+"""-1 draws one, as in llama-server."""
 
 
 class Samplers(Body):
@@ -22,7 +25,7 @@ class Samplers(Body):
     top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     typical_p: Annotated[Number, Field(gt=0, le=1)] | None = None
-    seed: Annotated[StrictInt, Field(ge=0, lt=2**64)] | None = None
+    seed: Seed | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     presence_penalty: Annotated[Number, Field(ge=-100, le=100)] | None = None
     frequency_penalty: Annotated[Number, Field(ge=-100, le=100)] | None = None

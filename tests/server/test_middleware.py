@@ -142,6 +142,7 @@ def test_an_unusable_key_file_closes_the_server(tmp_path: Path, text: str) -> No
     _, secret = Keyring(tmp_path).create("a")
     with running(Settings(data_dir=tmp_path)) as made:
         (tmp_path / "keys.json").write_text(text)
+        assert made.client.get("/healthz").status_code == 200
         for headers in ({}, {"Authorization": f"Bearer {secret}"}):
             assert made.client.get("/v1/models", headers=headers).status_code == 503
             assert made.client.post("/v1/completions", json={"prompt": "a"}, headers=headers).status_code == 503

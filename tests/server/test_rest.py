@@ -129,8 +129,10 @@ def test_a_model_that_cannot_be_loaded_says_why(tmp_path: Path) -> None:
 
 def test_the_files_of_a_folder_are_offered(tmp_path: Path) -> None:
     (tmp_path / "small.gguf").symlink_to(DEMO)
+    for shard in ("z-00001-of-00002.gguf", "z-00002-of-00002.gguf"):
+        (tmp_path / shard).write_bytes(b"GGUF")
     with running(Settings(data_dir=tmp_path, models=(), models_dir=tmp_path, rates=Rates(requests=0))) as made:
-        assert [m["id"] for m in made.client.get("/v1/models").json()["data"]] == ["small"]
+        assert [m["id"] for m in made.client.get("/v1/models").json()["data"]] == ["small", "z-00001-of-00002"]
         assert made.client.post("/api/generate", json={"prompt": "a", "max_tokens": 2}).json()["model"] == "small"
 
 
