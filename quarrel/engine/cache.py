@@ -123,6 +123,7 @@ class Cache:
             self._copy_states([(found.state, slot)])
         s.cache.blocks, s.cache.window_blocks = [*whole, *fresh], windows if self.rules.window_groups else []
         s.slot, s.computed, s.cache.snapshot_at = slot, found.known, found.known
+        s.cache.found = found.known
         s.cache.node = found.nodes[len(whole) - 1] if len(found.nodes) >= len(whole) > 0 else None
         s.cache.indexed = len(whole) if s.cache.node is not None or not whole else -1
         self.tables[slot, : len(s.cache.blocks)] = s.cache.blocks

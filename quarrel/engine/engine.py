@@ -13,7 +13,9 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from quarrel.engine.cache import DEFAULT_RULES, Cache, CacheRules
 from quarrel.engine.draft import MakeDrafter
@@ -57,6 +59,8 @@ class _InFlight:
     batch: Batch
     pending: Pending
     launched: float
+    again: set[Sequence] = field(default_factory=set)
+    """Sequences that begin again: what this launch says of them is not wanted."""
 
 
 class Engine:
@@ -227,14 +231,28 @@ class Engine:
         row, now = 0, time.perf_counter()
         gaps: list[float] = []
         for part in flight.batch.parts:
-            if part.rows and not flight.batch.waits:
+            again = part.sequence in flight.again
+            if part.rows and not flight.batch.waits and not again:
                 part.sequence.drawn -= 1
-            if part.rows and not part.sequence.finished:
-                self._settle(part, outputs, row, now, gaps)
+            if part.rows and not part.sequence.finished and not again:
+                if part.sequence.cache.found and _diverges(part, outputs, row):
+                    self._begin_again(part.sequence)
+                else:
+                    self._settle(part, outputs, row, now, gaps)
             row += part.rows
         # Most have waited since the same step.
         for seconds, times in Counter(gaps).items():
             self.stats.token_seconds.add(seconds, times)
+
+    def _begin_again(self, sequence: Sequence) -> None:
+        """Without the prefix that it found: it may be that of a text that diverged, whose wrong numbers reach back within a
+        tile of keys to rows before the token that they came from."""
+        log.info("a sequence diverged behind a cached prefix; it runs again without one")
+        self.cache.invalidate(sequence)
+        if self._in_flight is not None:
+            self._in_flight.again.add(sequence)
+        sequence.drawn = 0
+        self.scheduler.preempt(sequence)
 
     def _settle(self, part: Part, outputs: StepOutputs, row: int, now: float, gaps: list[float]) -> None:
         sequence = part.sequence
@@ -403,6 +421,14 @@ class Engine:
 
     def _copy_states(self, pairs: list[tuple[int, int]]) -> None:
         self.step.copy_states(pairs)
+
+
+def _diverges(part: Part, outputs: StepOutputs, row: int) -> bool:
+    """Whether a result that the part wants is no number; behind a draft the first, as others may be of wrong tokens."""
+    rows = slice(row, row + (1 if part.draft else part.rows))
+    if part.sequence.want == "logits":
+        return outputs.logits is not None and bool(np.isnan(outputs.logits[rows]).any())
+    return outputs.tokens is not None and bool((outputs.tokens[rows] < 0).any())
 
 
 def _whole(batch: Batch) -> bool:

@@ -52,6 +52,8 @@ class CacheState:
     snapshot_at: int = 0
     """Tokens seen at the last one."""
     refusal: Refusal | None = None
+    found: int = 0
+    """Tokens that were in the cache already when it got its blocks."""
 
 
 class Sequence(ABC):
