@@ -106,11 +106,22 @@ def test_killed_under_load_it_is_started_again_and_nobody_hangs(made: Live) -> N
     assert 'quarrel_engine_process_restarts_total{model="demo"} 1.0' in made.client.get("/metrics").text
 
 
+def test_one_that_does_not_hold_is_started_later_and_later(made: Live) -> None:
+    before = entry(made).restarts
+    os.kill(process(made).pid, signal.SIGKILL)
+    assert soon(lambda: entry(made).restarts > before)
+    answer = made.client.post("/api/generate", json={"prompt": "a", "max_tokens": 1})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "ENGINE_ERROR")
+    assert int(answer.headers["retry-after"]) >= 1
+    assert soon(lambda: made.client.get("/readyz").status_code == 200)
+
+
 def test_its_layers_are_in_the_server_s_metrics(tmp_path: Path) -> None:
     """Of a model with two layers of experts, 3 of which a token takes, and two of Mamba-2."""
     path = str(need_cases("nemotron_h_moe", "model-q4_0x.gguf"))
     settings = Settings(data_dir=tmp_path, rates=Rates(requests=0, streams=0), models=(path,), n_ctx=64)
-    with running(settings, far) as made:
+    options = LoadOptions(backend="cpu", threads=2, max_seqs=8, profile_steps=1)
+    with running(settings, lambda source: open_remote(source, options)) as made:
         name = made.server.dispatcher.models.entries()[0].name
 
         def found() -> dict[str, float]:
@@ -129,16 +140,6 @@ def test_its_layers_are_in_the_server_s_metrics(tmp_path: Path) -> None:
         assert found()["quarrel_ssm_state_size"] > 0
         assert found()["quarrel_ssm_divergence"] == 0
         assert soon(lambda: found().get("quarrel_moe_expert_selection", 0) == tokens * 2 * 3), found()
-
-
-def test_one_that_does_not_hold_is_started_later_and_later(made: Live) -> None:
-    before = entry(made).restarts
-    os.kill(process(made).pid, signal.SIGKILL)
-    assert soon(lambda: entry(made).restarts > before)
-    answer = made.client.post("/api/generate", json={"prompt": "a", "max_tokens": 1})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "ENGINE_ERROR")
-    assert int(answer.headers["retry-after"]) >= 1
-    assert soon(lambda: made.client.get("/readyz").status_code == 200)
 
 
 @pytest.mark.parametrize("stream", [True, False])

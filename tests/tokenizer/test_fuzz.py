@@ -17,7 +17,7 @@ def test_the_files_to_be_changed_are_sound(model: str, tmp_path: Path) -> None:
 def test_changed_vocabularies_do_no_harm(tmp_path: Path) -> None:
     refused, used = tokenizer.fuzz(100, 1, tmp_path / "mutant.gguf")
     assert refused > 50
-    assert used > 5
+    assert used
 
 
 @pytest.mark.parametrize(("model", "text"), [("spm", "\u2581"), ("spm", "a\u2581 \u2581"), ("bpe", "a\u2581")])
