@@ -1,4 +1,4 @@
-"""One op on host arrays, through the same families as a step: the door for tests, fuzzers and QUARREL_CHECK."""
+"""One op on host arrays, through the same families as a step: what tests, fuzzers and QUARREL_CHECK call."""
 
 from __future__ import annotations
 

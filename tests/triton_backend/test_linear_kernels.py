@@ -10,10 +10,11 @@ import torch
 
 from quarrel.ops.contract import Compute
 from quarrel.triton_backend.linear import kernels, wgmma
-from quarrel.triton_backend.linear.kernels import ByRows, LinearKernel
+from quarrel.triton_backend.linear.kernels import ByRows
 from quarrel.triton_backend.linear.maps import UNLIMITED, Maps, Serves
 from quarrel.triton_backend.linear.wgmma import Tile
 from quarrel.triton_backend.runtime.arrays import Packed, Planes, Slot
+from quarrel.triton_backend.runtime.kernel import Kernel
 from quarrel.triton_backend.runtime.site import Batch, Site
 
 META = torch.device("meta")
@@ -111,9 +112,9 @@ def test_a_norm_puts_them_there_itself() -> None:
 def test_each_count_has_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
 
-    def kernel(name: str, least: int, most: int, norms: bool = False, reason: str | None = None) -> LinearKernel:
+    def kernel(name: str, least: int, most: int, norms: bool = False, reason: str | None = None) -> Kernel:
         serves = Serves(lambda batch: ran.append(name), least, most, norms)
-        return LinearKernel(name, lambda site, maps: reason, lambda site, maps: serves)
+        return Kernel(name, lambda site, maps: reason, lambda site, maps: serves)
 
     table = (
         kernel("matvec", 1, 1, reason="no matvec"),

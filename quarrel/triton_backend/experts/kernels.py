@@ -6,29 +6,17 @@ an expert. One row of x has matvecs of its own (`matvec.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 from quarrel.triton_backend.experts import grouped, ring, tiles
 from quarrel.triton_backend.experts.maps import ExpertMaps, Serves
 from quarrel.triton_backend.linear.maps import UNLIMITED
 from quarrel.triton_backend.runtime.arrays import Slot
+from quarrel.triton_backend.runtime.kernel import Kernel, choose
 from quarrel.triton_backend.runtime.site import Site
 
-
-@dataclass(frozen=True)
-class ExpertKernel:
-    """`declines` returns None to take maps on a device, or a sentence; `build` makes the product."""
-
-    name: str
-    declines: Callable[[Site, ExpertMaps], str | None]
-    build: Callable[[Site, ExpertMaps], Serves]
-
-
-KERNELS = (
-    ExpertKernel("ring", ring.declines, ring.build),
-    ExpertKernel("grouped", grouped.declines, grouped.build),
-    ExpertKernel("exact tiles", tiles.declines, tiles.build),
+KERNELS: tuple[Kernel[ExpertMaps, Serves], ...] = (
+    Kernel("ring", ring.declines, ring.build),
+    Kernel("grouped", grouped.declines, grouped.build),
+    Kernel("exact tiles", tiles.declines, tiles.build),
 )
 
 
@@ -36,17 +24,7 @@ class ByPairs:
     """A product by the kernels that take it."""
 
     def __init__(self, site: Site, maps: ExpertMaps) -> None:
-        self._serves: list[tuple[str, Serves]] = []
-        self.declined: list[str] = []
-        """A sentence for each kernel that does not take it."""
-        for kernel in KERNELS:
-            if self._serves and self._serves[-1][1].most >= UNLIMITED:
-                break
-            reason = kernel.declines(site, maps)
-            if reason is None:
-                self._serves.append((kernel.name, kernel.build(site, maps)))
-            else:
-                self.declined.append(f"{kernel.name}: {reason}")
+        self._serves, self.declined = choose(KERNELS, site, maps)
 
     def __call__(self, y: Slot, x: Slot, order: Slot, starts: Slot, pairs: int, per_token: int) -> None:
         """y `[pairs, n]` from rows of x `[tokens, k]`, of which `per_token` pairs share one."""
@@ -56,7 +34,8 @@ class ByPairs:
         """Which kernels serve how many pairs: `ring to 3072 pairs, grouped from 3073 pairs`."""
         parts, first = [], 1
         for name, serves in self._serves:
-            least, most = f" from {first} pairs" if first > 1 else "", f" to {serves.most} pairs"
-            parts.append(name + (most if serves.most < UNLIMITED else least))
+            if serves.most >= UNLIMITED:
+                return ", ".join([*parts, name + (f" from {first} pairs" if parts else "")])
+            parts.append(f"{name} to {serves.most} pairs")
             first = serves.most + 1
-        return ", ".join(parts)
+        raise AssertionError("the last kernel serves any number of pairs")

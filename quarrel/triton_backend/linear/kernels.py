@@ -8,30 +8,18 @@ else a step holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 from quarrel.triton_backend.linear import dequant_matmul, matmul, matvec_kernels, mma, tiles, wgmma
 from quarrel.triton_backend.linear.maps import UNLIMITED, Maps, Serves
+from quarrel.triton_backend.runtime.kernel import Kernel, choose
 from quarrel.triton_backend.runtime.site import Batch, Site
 
-
-@dataclass(frozen=True)
-class LinearKernel:
-    """`declines` returns None to take maps on a device, or a sentence; `build` makes the launch."""
-
-    name: str
-    declines: Callable[[Site, Maps], str | None]
-    build: Callable[[Site, Maps], Serves]
-
-
-KERNELS = (
-    LinearKernel("matvec", matvec_kernels.declines, matvec_kernels.build),
-    LinearKernel("mma", mma.declines, mma.build),
-    LinearKernel("wgmma", wgmma.declines, wgmma.build),
-    LinearKernel("matmul", matmul.declines, matmul.build),
-    LinearKernel("dequantize, then the library's matmul", dequant_matmul.declines, dequant_matmul.build),
-    LinearKernel("exact tiles", tiles.declines, tiles.build),
+KERNELS: tuple[Kernel[Maps, Serves], ...] = (
+    Kernel("matvec", matvec_kernels.declines, matvec_kernels.build),
+    Kernel("mma", mma.declines, mma.build),
+    Kernel("wgmma", wgmma.declines, wgmma.build),
+    Kernel("matmul", matmul.declines, matmul.build),
+    Kernel("dequantize, then the library's matmul", dequant_matmul.declines, dequant_matmul.build),
+    Kernel("exact tiles", tiles.declines, tiles.build),
 )
 
 
@@ -40,17 +28,8 @@ class ByRows:
 
     def __init__(self, site: Site, maps: Maps) -> None:
         self._axis, self._norm = maps.axis, maps.norm
-        self._serves: list[Serves] = []
-        self._names: list[str] = []
-        self.declined: list[str] = []
-        """A sentence for each kernel that does not take them."""
-        for kernel in KERNELS:
-            reason = kernel.declines(site, maps)
-            if reason is None:
-                self._serves.append(kernel.build(site, maps))
-                self._names.append(kernel.name)
-            else:
-                self.declined.append(f"{kernel.name}: {reason}")
+        taken, self.declined = choose(KERNELS, site, maps)
+        self._names, self._serves = [name for name, _ in taken], [serves for _, serves in taken]
 
     def __call__(self, batch: Batch) -> None:
         count = batch.count(self._axis)
