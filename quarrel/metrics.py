@@ -13,6 +13,7 @@ import gc
 import resource
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -20,6 +21,7 @@ from typing import Any, Protocol, runtime_checkable
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, UnknownMetricFamily
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from quarrel.engine import Activity, Histogram, Stats
 
@@ -48,8 +50,10 @@ class Told(Protocol):
     def explain(self) -> Any: ...
 
 
+Series = tuple[str, tuple[str, ...]]
+"""A metric and the values of its labels."""
 Models = Callable[[], Iterable[tuple[str, Held]]]
-"""Names and models, as they are when it is called."""
+"""Names and models, as they are when it is called: another object under a name is a model loaded anew, which counts from 0."""
 
 COUNTERS: tuple[tuple[str, str, Callable[[Stats, Activity], float]], ...] = (
     ("quarrel_engine_steps", "Steps that ran", lambda s, a: s.steps),
@@ -104,13 +108,41 @@ TOKENS: tuple[tuple[str, Callable[[Stats], float]], ...] = (
 
 
 class EngineMetrics(Collector):
-    """Reads the engines when a scrape comes."""
+    """Reads the engines when a scrape comes. Counters go on where a model is loaded again, whose engine counts from 0."""
 
     def __init__(self, models: Models) -> None:
         self._models = models
+        self._lock = threading.Lock()
+        self._read_of: dict[str, weakref.ref[Held]] = {}
+        self._last: dict[str, dict[Series, float]] = {}
+        """By model: what its counters were at the last scrape, and (below) before it was last loaded."""
+        self._base: dict[str, dict[Series, float]] = {}
 
     def collect(self) -> Iterator[Family]:
-        read = [(name, model.stats(), model.activity()) for name, model in self._models()]
+        with self._lock:  # two scrapes at once must not see each other's older figures
+            models = list(self._models())
+            for name, model in models:
+                before = self._read_of.get(name)
+                if before is None or before() is not model:
+                    self._base[name] = self._last.get(name, {}).copy()
+                    self._read_of[name] = weakref.ref(model)
+            families = list(self._collect(models))
+            for family in families:
+                if not isinstance(family, GaugeMetricFamily):
+                    family.samples = [self._grown(sample) for sample in family.samples]
+        yield from families
+
+    def _grown(self, sample: Sample) -> Sample:
+        name = sample.labels.get("model")
+        if name is None:
+            return sample
+        series = sample.name, tuple(sample.labels.values())
+        value = sample.value + self._base[name].get(series, 0.0)
+        self._last.setdefault(name, {})[series] = value
+        return sample._replace(value=value)
+
+    def _collect(self, models: Sequence[tuple[str, Held]]) -> Iterator[Family]:
+        read = [(name, model.stats(), model.activity()) for name, model in models]
         for metric, help, value in COUNTERS:
             counter = CounterMetricFamily(metric, help, labels=["model"])
             for name, stats, activity in read:
@@ -138,8 +170,8 @@ class EngineMetrics(Collector):
                 requests.add_metric([name, outcome], ended)
         yield tokens
         yield requests
-        yield from _experts(self._models())
-        yield from _loaded(self._models())
+        yield from _experts(models)
+        yield from _loaded(models)
         collections = sum(generation["collections"] for generation in gc.get_stats())
         yield CounterMetricFamily("quarrel_process_gc_collections", "Runs of Python's collector", value=collections)
         yield GaugeMetricFamily("quarrel_memory_rss_bytes", "Memory of the process", value=_memory())

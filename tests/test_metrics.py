@@ -35,6 +35,28 @@ def scrape(metrics: Metrics) -> dict[tuple[str, ...], float]:
     return {(s.name, *(s.labels[k] for k in sorted(s.labels))): s.value for f in families for s in f.samples}
 
 
+def test_counters_go_on_where_a_model_is_loaded_again() -> None:
+    metrics, before = Metrics(), dict[tuple[str, ...], float]()
+    for _ in range(3):
+        with Toy(limits()) as toy:
+            held = Held(toy)
+            metrics.add("toy", held)
+            for _ in range(2):
+                toy.generate([1, 2, 3], GREEDY)
+                found = scrape(metrics)
+                counts = {n: v for n, v in found.items() if n[0].endswith(("_total", "_bucket", "_count", "_sum")) and v}
+                assert all(found[name] >= before.get(name, 0) for name in counts)
+                before = counts
+            metrics.remove("toy")
+            assert ("quarrel_engine_steps_total", "toy") not in scrape(metrics)
+    assert found["quarrel_engine_requests_total", "toy", "length"] == 6
+    assert (
+        found["quarrel_inference_ttft_seconds_count", "toy"]
+        == found["quarrel_inference_ttft_seconds_bucket", "+Inf", "toy"]
+    )
+    assert found["quarrel_inference_ttft_seconds_count", "toy"] == 6
+
+
 def test_a_scrape_tells_what_happened() -> None:
     with Toy(limits(n_blocks=60)) as toy:
         metrics = Metrics()
