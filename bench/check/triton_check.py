@@ -22,9 +22,9 @@ import numpy as np
 import torch
 import triton
 
-from bench.shared import CASES, command_line
+from bench.shared import command_line
 from quarrel.gguf import GGMLType, GGUFFile
-from quarrel.models import Tensors, assemble
+from quarrel.models import ARCHITECTURES, Tensors, assemble
 from quarrel.ops import ALL_OPS, EXTRA_OPS, draw, reference
 from quarrel.ops.attention import ATTENTION, AttentionSpec
 from quarrel.ops.compare import errors
@@ -38,10 +38,11 @@ from quarrel.ops.registry import backend as backend_named
 from quarrel.ops.step import Limits, SampleInputs, StepInputs
 from quarrel.triton_backend.backend import TritonBackend, create
 from quarrel.triton_backend.step import TritonStep
-from tests.models.test_reference_logits import chunk, specify, wanted
+from tests.models.test_reference_logits import architecture, chunk, limit, specify, wanted
+from tests.paths import CASE_SETS
 
 COMPUTES: tuple[Compute, ...] = ("float32", "float16", "bfloat16")
-MODEL_LIMITS = {"float32": 1e-5, "float16": 3e-3, "bfloat16": 2e-2}
+MODEL_LIMITS = {"float16": 3e-3, "bfloat16": 2e-2}
 # Where two experts all but tie, rounding may choose the other one. In granitehybrid/q4_k_m three of 192 choices are nearer
 # (0.01 to 0.07) than bfloat16's noise in a router's logits (0.08). One that moves puts its row off by a fifth and, through
 # the state, as many as six later ones over the limit. So where experts took other numbers of tokens than in float32, the
@@ -144,18 +145,17 @@ def sequence(ids: np.ndarray, past: int = 0) -> StepInputs:
     return replace(chunk(ids, past, len(ids)), sample=SampleInputs(off, np.zeros(rows, np.int32), on, off, on / 2))
 
 
-def check_models(cases: Path, share: tuple[int, int], only: str) -> Found:
+def check_models(sets: Sequence[Path], share: tuple[int, int], only: str) -> Found:
     """Logits of whole prompts; then token by token, plain and with graphs, which must agree bit for bit.
 
     Where there are experts also with those of the first layer in host memory (with llvmlite, which computes them there):
     prompts take them to the device.
     """
     found: Found = []
-    paths = [p for p in sorted(cases.glob("*/model-*.gguf")) if not only or p.parent.name in only.split(",")]
-    for path in paths[share[0] :: share[1]]:
+    paths = [p for cases in sets for p in sorted(cases.glob("*/model-*.gguf")) if (p.parent / "tokens.npy").exists()]
+    paths = [p for p in paths if p.parent.name in only.split(",")] if only else paths
+    for path in [p for p in paths if architecture(p) in ARCHITECTURES][share[0] :: share[1]]:
         folder, variant = path.parent, path.name[6:-5]
-        if not (folder / "tokens.npy").exists():
-            continue
         with GGUFFile.open(path) as file:
             want = wanted(folder, variant)
             ids = np.load(folder / "tokens.npy").reshape(-1).astype(np.int32)
@@ -191,7 +191,8 @@ def one_model(
     """`exact`: how many tokens each expert took in float32."""
     began = time.perf_counter()
     limits = Limits(len(ids), 4, 16, 32, 16)
-    row: dict[str, Any] = {"model": name, "compute": compute, "limit": MODEL_LIMITS[compute]}
+    most = MODEL_LIMITS.get(compute) or limit(name.partition("/")[0])
+    row: dict[str, Any] = {"model": name, "compute": compute, "limit": most}
     try:
         backends = [create(graphs) for graphs in (True, False)]
         for backend in backends:
@@ -260,7 +261,7 @@ def smallest(backend: TritonBackend) -> Found:
 def main() -> int:
     parser = command_line(__doc__)
     parser.add_argument("what", choices=["ops", "models", "smallest"])
-    parser.add_argument("--cases", type=Path, default=CASES)
+    parser.add_argument("--cases", type=Path, nargs="+", default=CASE_SETS, help="folders of reference models")
     parser.add_argument("--jobs", type=int, default=1, help="processes; most of the time goes into compiling kernels")
     parser.add_argument("--only", default="", help="only these ops or model folders, separated by commas")
     parser.add_argument("--share", default="0/1", help="which part of the work this process does")
@@ -270,7 +271,7 @@ def main() -> int:
     began = time.perf_counter()
     part, parts = map(int, args.share.split("/"))
     if args.jobs > 1:
-        found = in_processes([args.what, "--cases", str(args.cases), "--only", args.only], args.jobs)
+        found = in_processes([args.what, "--cases", *map(str, args.cases), "--only", args.only], args.jobs)
     elif args.what == "ops":
         names = args.only.split(",") if args.only else [op.name for op in EVERY_OP]
         found = check_ops(backend, [op for op in EVERY_OP if op.name in names], (part, parts))

@@ -12,9 +12,9 @@ import pytest
 
 from quarrel.errors import GGUFError, ModelError, ModelNotFound
 from quarrel.gguf import GGMLType, GGUFFile, GGUFWriter, Metadata, ValueType, dequantize
-from tests.paths import CASES, need_cases
+from tests.paths import CASE_SETS, need_cases
 
-FILES = sorted(str(path.relative_to(CASES)) for path in CASES.rglob("*.gguf")) or ["no-case-files"]
+FILES = sorted(str(path.relative_to(s)) for s in CASE_SETS for path in s.rglob("*.gguf")) or ["no-case-files"]
 
 
 def split(tmp_path: Path, count: int = 3, **changes: int) -> list[Path]:

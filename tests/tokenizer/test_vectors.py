@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from quarrel.tokenizer import Tokenizer, TokenizerWarning, load_tokenizer, wpm
-from tests.paths import need_cases
+from tests.models.test_reference_logits import variants
+from tests.paths import CASE_SETS, need_cases
 
 VOCABULARIES = (
     *("bert-bge", "deepseek-coder", "falcon", "gpt-2", "gpt-neox", "llama-bpe", "llama-spm", "mpt"),
@@ -24,6 +25,7 @@ MODELS = (
     *("bert", "gemma2", "gemma3", "gptoss", "granite", "granite4micro", "granitehybrid", "granitemoe", "llama32", "mamba"),
     *("mamba2", "mistral", "mixtral", "nemotron", "nemotron_h", "nomic_bert", "phi3", "qwen2", "qwen3", "smollm2"),
     "tinyllama",
+    *dict.fromkeys(arch for arch, _ in variants() if (CASE_SETS[1] / arch).exists()),
 )
 
 
@@ -75,7 +77,7 @@ def test_decode_undoes_encode(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_the_small_models_have_the_reference_ids(name: str) -> None:
     folder = need_cases(name)
-    tokenizer = load_tokenizer(sorted(folder.glob("*.gguf"))[0])
+    tokenizer = load_tokenizer(sorted(folder.glob("model-*.gguf"))[0])
     samples = json.loads((folder / "meta.json").read_text())["tokenizer"]
     for text, ids in zip(samples["texts"], samples["ids_llamacpp"], strict=True):
         assert tokenizer.encode(text) == ids, text

@@ -13,7 +13,7 @@ from quarrel.ops.contract import rel_error
 from quarrel.ops.step import Limits
 from quarrel.triton_backend.backend import TritonBackend
 from quarrel.triton_backend.runtime.launch import INTERPRETED
-from tests.models.test_reference_logits import chunk, specify, variants, wanted
+from tests.models.test_reference_logits import chunk, limit, specify, variants, wanted
 from tests.paths import need_cases
 
 EVERYTHING = os.environ.get("QUARREL_TEST_ALL") == "1" or not INTERPRETED
@@ -39,7 +39,7 @@ def test_outputs_match_the_truth_in_two_pieces(backend: TritonBackend, case: tup
             got = np.concatenate([step(chunk(ids, a, z), "logits").logits for a, z in bounds])
         else:
             got = step(chunk(ids, 0, len(ids)), "hidden").hidden
-        assert rel_error(got[-len(truth) :], truth) < 1e-5
+        assert rel_error(got[-len(truth) :], truth) < limit(arch)
         step.close()
 
 
