@@ -53,7 +53,7 @@ class Told(Protocol):
 Series = tuple[str, tuple[str, ...]]
 """A metric and the values of its labels."""
 Models = Callable[[], Iterable[tuple[str, Held]]]
-"""Names and models, as they are when it is called: another object under a name is a model loaded anew, which counts from 0."""
+"""Names and models, as they are when it is called. Another object under a name is a model loaded anew: it counts from 0."""
 
 COUNTERS: tuple[tuple[str, str, Callable[[Stats, Activity], float]], ...] = (
     ("quarrel_engine_steps", "Steps that ran", lambda s, a: s.steps),
