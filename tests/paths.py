@@ -1,4 +1,4 @@
-"""Where the shared reference data lies: beside the checkout, or where QUARREL_CASES points; a second set lies beside that."""
+"""Where the shared reference data lies: beside the checkout, or where QUARREL_CASES points; beside that a second set."""
 
 from __future__ import annotations
 
