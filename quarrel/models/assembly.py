@@ -60,7 +60,7 @@ def _layer(b: Builder, spec: ModelSpec, tensors: Tensors, il: int, layer: Layer,
         if half is None:
             continue
         kind = kinds[type(half)]
-        block = Block(tensors, f"blk.{il}.", spec.n_embd, pre, before)
+        block = Block(tensors, f"blk.{il}.", spec.n_embd, pre, before if layer.pre_norms else "")
         with b.at(f"blk.{il}.{name}"):
             state = [b.cache(s) if isinstance(s, KVLayer) else b.state(*s.shape) for s in kind.state(half)]
             y, out = kind.block(b, block, half, h, *state)

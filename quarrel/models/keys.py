@@ -40,11 +40,25 @@ class Keys:
         return self.metadata.bool(f"{self.architecture}.{name}", default)
 
     def per_layer(self, name: _str, n_layers: _int, default: _int = REQUIRED, *, lo: _int = 0) -> list[_int]:
-        """One integer a layer; a single value stands for all."""
-        key = f"{self.architecture}.{name}"
-        if key not in self.metadata and default is not REQUIRED:
+        """One integer a layer; a single value stands for all. Blocks behind the last layer may have theirs too."""
+        if name not in self and default is not REQUIRED:
             return [default] * n_layers
-        return self.metadata.ints(key, lo=lo, hi=MAX_WIDTH, count=n_layers)
+        count = self._listed(name, n_layers)
+        return self.metadata.ints(f"{self.architecture}.{name}", lo=lo, hi=MAX_WIDTH, count=count)[:n_layers]
+
+    def bools(self, name: _str, n_layers: _int, default: _bool = REQUIRED) -> list[_bool]:
+        """One flag a layer, as `per_layer`."""
+        if name not in self and default is not REQUIRED:
+            return [default] * n_layers
+        return self.metadata.bools(f"{self.architecture}.{name}", count=self._listed(name, n_layers))[:n_layers]
+
+    def has_list(self, name: _str) -> _bool:
+        return self.metadata.length(f"{self.architecture}.{name}") is not None
+
+    def _listed(self, name: _str, n_layers: _int) -> _int:
+        """How long a list of values for each layer must be: predicting blocks may have theirs in it or not."""
+        blocks = n_layers + self.int("nextn_predict_layers", 0, hi=MAX_LAYERS)
+        return blocks if self.metadata.length(f"{self.architecture}.{name}") == blocks else n_layers
 
     def __contains__(self, name: object) -> _bool:
         return f"{self.architecture}.{name}" in self.metadata

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from quarrel.models.cut import Cutter
 from quarrel.models.tensors import Tensors
 from quarrel.ops.contract import Value, WeightRef
-from quarrel.ops.linear import Linear
-from quarrel.ops.norm import NormSpec
+from quarrel.ops.linear import Linear, linear, norm_linear
+from quarrel.ops.norm import NormSpec, norm
+from quarrel.ops.null import Builder
 from quarrel.ops.program import KVLayer, StateLayer
 
 
 class Block:
-    """One half of a layer as it sees the file: tensors below `prefix`, the model's norm, and the norm in front of it."""
+    """One half of a layer as it sees the file: tensors below `prefix`, the model's norm, and the name of the norm in front,
+    empty where it reads the stream as it is."""
 
     def __init__(self, tensors: Tensors, prefix: str, n_embd: int, norm: NormSpec, before: str = "") -> None:
         self.tensors, self.prefix, self.n_embd, self.norm, self.before = tensors, prefix, n_embd, norm, before
@@ -37,11 +39,23 @@ class Block:
         """A norm's weight and, for layer norm, bias; by default those of the norm in front."""
         return gains(self.tensors, self.prefix + (name or self.before), self.norm)
 
+    def normed(self, b: Builder, h: Value) -> Value:
+        """What the half reads of the stream."""
+        return norm(b, self.norm, h, *self.gains()) if self.before else h
+
+    def maps(self, b: Builder, h: Value, maps: Sequence[Linear]) -> tuple[Value, ...]:
+        """Each of these maps of that."""
+        if self.before:
+            return norm_linear(b, self.norm, h, self.gains(), maps)
+        return tuple(linear(b, h, *each) for each in maps)
+
 
 def gains(tensors: Tensors, name: str, norm: NormSpec) -> tuple[WeightRef, ...]:
-    """A norm's weight and, for layer norm, bias."""
+    """A norm's weight and, for layer norm, bias: zeros in a file whose norms have none."""
     weight = tensors.vector(f"{name}.weight", norm.k)
-    return (weight,) if norm.kind == "rms" else (weight, tensors.vector(f"{name}.bias", norm.k))
+    if norm.kind == "rms":
+        return (weight,)
+    return weight, tensors.vector(f"{name}.bias", norm.k) if tensors.norm_biases else tensors.zeros(norm.k)
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,12 @@ def rope_from(
         freq = freq / _factors(tensors, "rope_freqs.weight", n_rot)
     if kind == "yarn":
         original = keys.int("rope.scaling.original_context_length", keys.int("context_length"), lo=1)
-        freq = yarn(freq, base, factor, original, truncate=truncate)
-        magnitude = (1.0 + 0.1 * math.log(factor)) * keys.float("rope.scaling.attn_factor", 1.0, lo=0.0)
+        turns = (
+            keys.float("rope.scaling.yarn_beta_fast", 32.0, lo=0.0),
+            keys.float("rope.scaling.yarn_beta_slow", 1.0, lo=0.0),
+        )
+        freq = yarn(freq, base, factor, original, turns, truncate=truncate)
+        magnitude = _magnitude(keys, factor)
     elif kind == "linear":
         freq = freq / factor
     elif kind != "none":
@@ -60,14 +64,22 @@ def plain(base: float, n_rot: int) -> np.ndarray:
     return np.asarray(base ** (-2.0 * np.arange(n_rot // 2) / n_rot))
 
 
-def yarn(freq: np.ndarray, base: float, factor: float, original: int, *, truncate: bool = True) -> np.ndarray:
-    """Blends slow frequencies by `1 / factor`; the ramp runs from 32 rotations within `original` tokens to 1."""
+def yarn(
+    freq: np.ndarray,
+    base: float,
+    factor: float,
+    original: int,
+    turns: tuple[float, float] = (32.0, 1.0),
+    *,
+    truncate: bool = True,
+) -> np.ndarray:
+    """Blends slow frequencies by `1 / factor`; the ramp runs between two numbers of rotations within `original` tokens."""
     n_rot = 2 * len(freq)
 
     def correction(rotations: float) -> float:
         return n_rot * math.log(original / (2 * math.pi * rotations)) / (2 * math.log(base))
 
-    low, high = correction(32.0), correction(1.0)
+    low, high = (correction(max(count, 1e-6)) for count in turns)
     if truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(0.0, low), min(n_rot - 1.0, high)
@@ -75,9 +87,19 @@ def yarn(freq: np.ndarray, base: float, factor: float, original: int, *, truncat
     return np.asarray(freq * ((1.0 - ramp) + ramp / factor))
 
 
-def table(base: float, n_rot: int, style: Literal["norm", "neox"]) -> Rope:
-    """Unscaled rotation, as Gemma 3's sliding layers use."""
-    return Rope(style, n_rot, _table(plain(base, n_rot)))
+def _magnitude(keys: Keys, factor: float) -> float:
+    """1 + 0.1 ln(factor), over the same with the file's multiplier of the logarithm, if any; or what the file says."""
+    log, multiplier = 0.1 * math.log(max(1.0, factor)), keys.float("rope.scaling.yarn_log_multiplier", 0.0, lo=0.0)
+    usual = (1.0 + log) / (1.0 + multiplier * log)
+    said = keys.float("rope.scaling.yarn_attn_factor", 0.0, lo=0.0)
+    return (said or usual) * keys.float("rope.scaling.attn_factor", 1.0, lo=0.0)
+
+
+def unscaled(keys: Keys, full: Rope, default: float | None = None) -> Rope:
+    """The rotation of layers with a window, where no context scaling applies: by their own base, or else by the default,
+    the general one if there is none."""
+    default = keys.float("rope.freq_base", 10000.0, lo=1.0) if default is None else default
+    return Rope(full.style, full.n_rot, _table(plain(keys.float("rope.freq_base_swa", default, lo=1.0), full.n_rot)))
 
 
 def _factors(tensors: Tensors, name: str, n_rot: int) -> np.ndarray:

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 from quarrel.errors import RequestError, UnsupportedModel
 from quarrel.gguf import Metadata
 from quarrel.models.keys import MAX_CONTEXT
-from quarrel.models.mixers import Attention
+from quarrel.models.mixers import Attention, Parallel
 from quarrel.models.spec import EncoderSpec, ModelSpec
 
 Scaling = Literal["none", "linear", "yarn"]
@@ -63,6 +63,8 @@ class RopeScaling:
             message = f"yarn_orig_ctx belongs to rope_scaling 'yarn', and it is {kind!r}: leave it out"
             raise RequestError(message, "yarn_orig_ctx", "rope_scaling")
         changed: dict[str, str | float | int] = {names["rope.scaling.type"]: kind, key: original}
+        if (said := f"{architecture}.rope.scaling.yarn_attn_factor") in metadata:
+            changed[said] = 0.0  # that of the file's own factor
         if kind == "none":
             return metadata.replaced({**changed, names["context_length"]: original, names["rope.scaling.factor"]: 1.0})
         scale = self.scale
@@ -88,6 +90,7 @@ def check_scalable(spec: ModelSpec | EncoderSpec, longrope: bool) -> None:
     if longrope:
         message = "the model has frequencies of its own for long contexts (longrope): leave rope_scaling out"
         raise UnsupportedModel(message, "rope_scaling")
-    if not any(isinstance(m, Attention) and m.rope is not None for m in mixers):
+    parts = [part for m in mixers for part in (m.parts if isinstance(m, Parallel) else (m,))]
+    if not any(isinstance(m, Attention) and m.rope is not None for m in parts):
         message = f"a model of this kind ({spec.architecture}) does not rotate: leave rope_scaling out"
         raise UnsupportedModel(message, "rope_scaling")

@@ -28,14 +28,15 @@ class FeedForward:
 class Layer:
     """h += residual_scale * mixer(norm(h)); h += residual_scale * ffn(norm(h)). Either half may be missing.
 
-    With `post_norms` each half is normalised once more before it is added (Gemma 2 and 3). `ffn_norm` is the name of the
-    tensor in front of the feed-forward.
+    With `post_norms` each half is normalised once more before it is added (Gemma 2 and 3), without `pre_norms` only then
+    (OLMo 2). `ffn_norm` is the name of the tensor in front of the feed-forward.
     """
 
     mixer: Mixer | None
     ffn: FeedForward | None
     residual_scale: float = 1.0
     post_norms: bool = False
+    pre_norms: bool = True
     ffn_norm: str = "ffn_norm"
 
 

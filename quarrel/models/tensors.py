@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cached_property
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from quarrel.ops.contract import RawWeight, WeightRef
 from quarrel.ops.program import Program
 
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+?)(\.weight|\.bias)?")
-_ONES = "(ones)"
+_ONES, _ZEROS = "(ones)", "(zeros)"
 # Which keys, below the architecture's name, give a tensor its shape.
 _HEADS = "attention.head_count, attention.head_count_kv and attention.key_length"
 _EXPERTS = "expert_count, expert_feed_forward_length and embedding_length"
@@ -88,6 +89,15 @@ class Tensors:
         """`[n]` ones: the gain of a norm that has none."""
         return WeightRef(_ONES, GGMLType.F32, 1, n)
 
+    def zeros(self, n: int) -> WeightRef:
+        """`[n]` zeros: the bias of a layer norm that has none."""
+        return WeightRef(_ZEROS, GGMLType.F32, 1, n)
+
+    @cached_property
+    def norm_biases(self) -> bool:
+        """Whether the file's layer norms have biases: all of them, or none."""
+        return any(name.endswith("norm.bias") for name in self.file.tensors)
+
     def check_all_read(self, n_layers: int) -> None:
         """Raises `UnsupportedModel` for a tensor of a layer that nothing asked for: it would change the model's results.
 
@@ -113,8 +123,9 @@ class Tensors:
 
     def raw(self, ref: WeightRef) -> RawWeight:
         """The rows' blocks, in place in the mapping."""
-        if ref.name == _ONES:
-            return RawWeight(GGMLType.F32, np.ones((1, ref.k), np.float32).view(np.uint8), ref.k)
+        if ref.name in (_ONES, _ZEROS):
+            made = np.full((1, ref.k), float(ref.name == _ONES), np.float32)
+            return RawWeight(GGMLType.F32, made.view(np.uint8), ref.k)
         rows = self.file.raw(ref.name).reshape(-1, ref.k // FORMATS[ref.type].elements * FORMATS[ref.type].nbytes)
         return RawWeight(ref.type, rows[ref.start : ref.start + ref.rows], ref.k)
 

@@ -19,6 +19,7 @@ MODELS = {
     "nemotron_h_moe": "model-q4_k_m.gguf",
     "mamba": "model-q4_0x.gguf",
     "mamba2": "model-q4_k_m.gguf",
+    "cohere2": "model-q4_k_m.gguf",
 }
 
 

@@ -14,7 +14,7 @@ from quarrel.errors import ModelError, UnsupportedModel
 from quarrel.gguf import GGUFFile, Metadata
 from quarrel.gguf.file import TensorInfo
 from quarrel.models import Tensors, assemble, read_spec
-from tests.models.test_reference_logits import ARCHITECTURES
+from tests.models.test_reference_logits import variants
 from tests.paths import need_cases
 
 HOSTILE = (0, -1, 3, 2**31, 2**63, 1e308, math.nan, math.inf, "8", True, [], [1, 2, 3])
@@ -30,7 +30,7 @@ def load(
     assemble(read_spec(fake), Tensors(fake))  # type: ignore[arg-type]
 
 
-@pytest.fixture(name="file", params=ARCHITECTURES)
+@pytest.fixture(name="file", params=dict.fromkeys(folder for folder, _ in variants()))
 def _file(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
     path = sorted(need_cases(request.param).glob("model-*.gguf"))[0]
     with GGUFFile.open(path) as file:

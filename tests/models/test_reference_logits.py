@@ -134,6 +134,14 @@ def _plain_rope(spec: ModelSpec) -> ModelSpec:
     return replace(spec, layers=tuple(replace(l, mixer=replace(l.mixer, rope=unscaled)) for l in spec.layers))
 
 
+def _mixers(spec: ModelSpec, **change: object) -> ModelSpec:
+    return replace(spec, layers=tuple(replace(l, mixer=replace(l.mixer, **change)) for l in spec.layers))  # type: ignore[arg-type]
+
+
+def _one_rope(spec: ModelSpec, il: int) -> ModelSpec:
+    return _mixers(spec, rope=spec.layers[il].mixer.rope)
+
+
 def _experts(spec: ModelSpec, **change: object) -> ModelSpec:
     def changed(layer: Layer) -> Layer:
         return replace(layer, ffn=replace(layer.ffn, **change)) if isinstance(layer.ffn, Experts) else layer  # type: ignore[arg-type]
@@ -154,6 +162,10 @@ def _experts(spec: ModelSpec, **change: object) -> ModelSpec:
         pytest.param(("qwen3moe", "q4_0x"), lambda s: _experts(s, renormalise=False), id="top-k normalisation"),
         pytest.param(("nemotron_h_moe", "q4_0x"), lambda s: _experts(s, scale=1.0), id="expert scale"),
         pytest.param(("gptoss", "mxfp4-bf16"), lambda s: _experts(s, used=1), id="top-1 only"),
+        pytest.param(("smollm3", "q4_0x"), lambda s: _one_rope(s, 0), id="no layer without positions"),
+        pytest.param(("olmo3", "q4_0x"), lambda s: _one_rope(s, 3), id="YaRN in all layers"),
+        pytest.param(("hunyuan_dense", "q4_0x"), lambda s: _mixers(s, late_norm=False), id="norm before rope"),
+        pytest.param(("granite_swa", "q4_0x"), lambda s: _one_rope(s, 1), id="no rope pattern"),
     ],
     indirect=["case"],
 )

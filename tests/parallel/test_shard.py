@@ -34,6 +34,11 @@ CASES = [
     ("granitehybrid", "q4_0x", 2, "layers"),
     ("mamba", "q4_0x", 2, "tensor"),
     ("mamba2", "q4_k_m", 2, "tensor"),
+    ("cohere2", "q4_k_m", 2, "tensor"),
+    ("olmo3", "q4_0x", 2, "tensor"),
+    ("glm4", "q4_0x", 2, "tensor"),
+    ("granite_swa", "q4_0x", 2, "tensor"),
+    ("hunyuan_dense", "q4_0x", 2, "layers"),
 ]
 
 

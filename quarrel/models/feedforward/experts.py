@@ -12,7 +12,6 @@ from quarrel.ops.activation import GatedSpec, gated, plain
 from quarrel.ops.contract import Value, WeightRef
 from quarrel.ops.linear import linear, linear_add
 from quarrel.ops.moe import ExpertActivation, ExpertDownSpec, ExpertUpSpec, Gate, RouteSpec, expert_down, expert_up, route
-from quarrel.ops.norm import norm
 from quarrel.ops.null import Builder
 
 
@@ -34,7 +33,7 @@ class Experts(FeedForward):
 
 def feed(b: Builder, block: Block, e: Experts, h: Value) -> tuple[Value, None]:
     """The weighted sum of the chosen experts and the shared one, `[T, n_embd]`."""
-    x = norm(b, block.norm, h, *block.gains())
+    x = block.normed(b, h)
     logits = linear(b, x, *block.linear("ffn_gate_inp", e.n_experts, block.n_embd), out="f32")
     shift = block.vector("exp_probs_b.bias", e.n_experts) if e.gate == "sigmoid" else None
     choice = RouteSpec(e.n_experts, e.used, e.gate, e.renormalise, e.scale, shift is not None, e.n_groups, e.groups_used)

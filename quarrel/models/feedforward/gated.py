@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from quarrel.models.cut import Cutter
 from quarrel.models.kind import Block, Kind
 from quarrel.models.spec import FeedForward
-from quarrel.ops.activation import Activation
+from quarrel.ops.activation import Activation, GatedSpec, gated
 from quarrel.ops.contract import Value
-from quarrel.ops.linear import Linear, norm_gate_up
+from quarrel.ops.linear import Linear, linear, norm_gate_up
 from quarrel.ops.null import Builder
 
 
@@ -28,7 +28,10 @@ def feed(b: Builder, block: Block, ffn: GatedFFN, h: Value) -> tuple[Value, Line
     else:  # one tensor, gate rows first
         both, _ = block.linear("ffn_up", 2 * ffn.width, block.n_embd)
         gate, up = ((part, None) for part in both.split(ffn.width, ffn.width))
-    y = norm_gate_up(b, block.norm, h, block.gains(), gate, up, ffn.activation)
+    if block.before:
+        y = norm_gate_up(b, block.norm, h, block.gains(), gate, up, ffn.activation)
+    else:
+        y = gated(b, GatedSpec(ffn.activation, ffn.width), linear(b, h, *gate), linear(b, h, *up))
     return y, block.linear("ffn_down", block.n_embd, ffn.width)
 
 

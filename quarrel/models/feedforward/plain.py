@@ -9,7 +9,7 @@ from quarrel.models.kind import Block, Kind
 from quarrel.models.spec import FeedForward
 from quarrel.ops.activation import PlainActivation, plain
 from quarrel.ops.contract import Value
-from quarrel.ops.linear import Linear, norm_linear
+from quarrel.ops.linear import Linear
 from quarrel.ops.null import Builder
 
 
@@ -23,7 +23,7 @@ class PlainFFN(FeedForward):
 
 def feed(b: Builder, block: Block, ffn: PlainFFN, h: Value) -> tuple[Value, Linear]:
     """`activation(up x)`, `[T, width]`."""
-    (up,) = norm_linear(b, block.norm, h, block.gains(), [block.linear("ffn_up", ffn.width, block.n_embd)])
+    (up,) = block.maps(b, h, [block.linear("ffn_up", ffn.width, block.n_embd)])
     return plain(b, ffn.activation, up), block.linear("ffn_down", block.n_embd, ffn.width)
 
 

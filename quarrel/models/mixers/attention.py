@@ -9,16 +9,20 @@ from quarrel.models.kind import Block, Kind
 from quarrel.models.spec import Mixer, Rope
 from quarrel.ops.attention import AttentionSpec, KVAppendSpec, RopeAppendSpec, attention, kv_append, rope_append
 from quarrel.ops.contract import CacheRef, ConstRef, Value, WeightRef
-from quarrel.ops.linear import Linear, norm_linear
+from quarrel.ops.linear import Linear
 from quarrel.ops.norm import NormSpec, norm
 from quarrel.ops.null import Builder
 from quarrel.ops.program import KVLayer
-from quarrel.ops.rope import RopeSpec
+from quarrel.ops.rope import RopeSpec, rope
 
 
 @dataclass(frozen=True)
 class Attention(Mixer):
-    """`window` and `cap` are off at 0; `rope` None means no positions."""
+    """`window` and `cap` are off at 0; `rope` None means no positions.
+
+    Query and key are normalised where the file has gains for that: each head, or with `whole_norm` all of them at once;
+    before the rotation, or with `late_norm` after it.
+    """
 
     n_heads: int
     n_kv: int
@@ -28,20 +32,26 @@ class Attention(Mixer):
     window: int = 0
     cap: float = 0.0
     sinks: bool = False
+    whole_norm: bool = False
+    late_norm: bool = False
 
 
 def attend(b: Builder, block: Block, a: Attention, h: Value, cache: CacheRef) -> tuple[Value, Linear]:
     """Query, key and value of `norm(h)`, rotated and cached; the attention's result, `[T, n_heads * head_dim]`."""
-    q, k, v = norm_linear(b, block.norm, h, block.gains(), qkv(block, a))
-    if block.has("attn_q_norm.weight") or block.has("attn_k_norm.weight"):
-        q = norm(b, _per_head(block, a, a.n_heads), q, block.vector("attn_q_norm.weight", a.head_dim))
-        k = norm(b, _per_head(block, a, a.n_kv), k, block.vector("attn_k_norm.weight", a.head_dim))
+    q, k, v = block.maps(b, h, qkv(block, a))
+    if not a.late_norm:
+        q, k = _normed(b, block, a, q, k)
     if a.rope is None:
         kv_append(b, KVAppendSpec(a.n_kv, a.head_dim), k, v, cache)
     else:
-        r = a.rope
-        heads = (RopeSpec(r.style, n, a.head_dim, r.n_rot, r.magnitude) for n in (a.n_heads, a.n_kv))
-        q = rope_append(b, RopeAppendSpec(*heads), q, k, v, ConstRef("rope_freq", r.freq), cache)
+        r, freq = a.rope, ConstRef("rope_freq", a.rope.freq)
+        heads = [RopeSpec(r.style, n, a.head_dim, r.n_rot, r.magnitude) for n in (a.n_heads, a.n_kv)]
+        if a.late_norm:
+            rotated = [rope(b, spec, x, b.input("positions"), freq) for spec, x in zip(heads, (q, k))]
+            q, k = _normed(b, block, a, *rotated)
+            kv_append(b, KVAppendSpec(a.n_kv, a.head_dim), k, v, cache)
+        else:
+            q = rope_append(b, RopeAppendSpec(*heads), q, k, v, freq, cache)
     sinks = block.vector("attn_sinks.weight", a.n_heads) if a.sinks else None
     spec = AttentionSpec(a.n_heads, a.n_kv, a.head_dim, a.scale, a.window, a.cap, a.sinks)
     return attention(b, spec, q, cache, sinks), block.linear("attn_output", block.n_embd, a.n_heads * a.head_dim)
@@ -60,12 +70,22 @@ def qkv(block: Block, a: Attention) -> tuple[Linear, Linear, Linear]:
     return q, k, v
 
 
-def _per_head(block: Block, a: Attention, heads: int) -> NormSpec:
-    return NormSpec("rms", a.head_dim, block.norm.eps, groups=heads)
+def _normed(b: Builder, block: Block, a: Attention, q: Value, k: Value) -> tuple[Value, Value]:
+    """Query and key behind their norms, if the file has any."""
+    if not block.has("attn_q_norm.weight") and not block.has("attn_k_norm.weight"):
+        return q, k
+    made = []
+    for name, x, heads in (("attn_q_norm.weight", q, a.n_heads), ("attn_k_norm.weight", k, a.n_kv)):
+        width, groups = (heads * a.head_dim, 1) if a.whole_norm else (a.head_dim, heads)
+        made.append(norm(b, NormSpec("rms", width, block.norm.eps, groups), x, block.vector(name, width)))
+    return made[0], made[1]
 
 
 def _shard(cut: Cutter, a: Attention) -> Attention | None:
-    """Heads with their keys and values; ranks share a key/value head where there are more ranks than those."""
+    """Heads with their keys and values; ranks share a key/value head where there are more ranks than those. A norm over all
+    heads cannot be cut: every rank computes such a layer whole."""
+    if a.whole_norm:
+        return None
     dim, width, group = a.head_dim, a.n_heads * a.head_dim, a.n_heads // a.n_kv
     q = cut.portion(width, group * dim, "attn_output.weight")
     if q is not None:
