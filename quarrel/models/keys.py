@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -17,6 +18,9 @@ _int: TypeAlias = int
 _float: TypeAlias = float
 _str: TypeAlias = str
 _bool: TypeAlias = bool
+
+GATES: Mapping[_int, Gate] = {1: "softmax", 2: "sigmoid", 3: "softmax_topk"}
+"""What the key expert_gating_func says."""
 
 MAX_LAYERS, MAX_WIDTH, MAX_HEADS, MAX_EXPERTS, MAX_CONTEXT = 4096, 1 << 20, 4096, 4096, 1 << 30
 
@@ -111,8 +115,16 @@ def common(keys: Keys, tensors: Tensors, *, hybrid: bool = False, norm: _str = "
     )
 
 
-def experts(keys: Keys, default_width: _int, activation: ExpertActivation, gate: Gate = "softmax") -> Experts | None:
-    """The expert keys, or None for a dense model. `default_width` applies where the file has no width for experts."""
+def experts(
+    keys: Keys,
+    default_width: _int,
+    activation: ExpertActivation,
+    gate: Gate = "softmax",
+    *,
+    renormalise: _bool = True,
+) -> Experts | None:
+    """The expert keys, or None for a dense model. `default_width` applies where the file has no width for experts, `gate`
+    and `renormalise` where it does not say."""
     n_experts = keys.int("expert_count", 0, hi=MAX_EXPERTS)
     if not n_experts:
         return None
@@ -122,15 +134,21 @@ def experts(keys: Keys, default_width: _int, activation: ExpertActivation, gate:
         raise ModelError(
             f"expert_count {n_experts} is no multiple of expert_group_count {groups}: the file is inconsistent"
         )
+    function = keys.int("expert_gating_func", 0)
+    if function not in (0, *GATES):
+        known = ", ".join(f"{number} ({name})" for number, name in GATES.items())
+        raise UnsupportedModel(f"{keys.architecture}.expert_gating_func is {function}; this version knows {known}")
+    width = keys.int("expert_feed_forward_length", default_width, lo=1, hi=MAX_WIDTH)
+    shared = keys.int("expert_shared_count", 0, hi=n_experts) * width
     return Experts(
         n_experts=n_experts,
         used=used,
-        width=keys.int("expert_feed_forward_length", default_width, lo=1, hi=MAX_WIDTH),
+        width=width,
         activation=activation,
-        gate=gate,
-        renormalise=keys.bool("expert_weights_norm", True),
+        gate=GATES.get(function, gate),
+        renormalise=keys.bool("expert_weights_norm", renormalise),
         scale=keys.float("expert_weights_scale", 1.0) or 1.0,
-        shared=keys.int("expert_shared_feed_forward_length", 0, hi=MAX_WIDTH),
+        shared=keys.int("expert_shared_feed_forward_length", shared, hi=MAX_WIDTH),
         n_groups=groups,
         groups_used=keys.int("expert_group_used_count", groups, hi=groups) or groups,
     )

@@ -28,6 +28,10 @@ class Block:
     def vector(self, name: str, n: int) -> WeightRef:
         return self.tensors.vector(self.prefix + name, n)
 
+    def row(self, name: str, n: int) -> WeightRef:
+        """A vector, or a matrix of one row."""
+        return self.tensors.grouped(self.prefix + name, 1, n)
+
     def matrix(self, name: str, rows: int, k: int) -> WeightRef:
         return self.tensors.matrix(self.prefix + name, rows, k)
 

@@ -1,4 +1,4 @@
-"""llama: Llama 1 to 3, Mistral, TinyLlama, SmolLM2, Mixtral; ernie4_5 (ERNIE 4.5). RMS norm, rope on interleaved pairs,
+"""llama: Llama 1 to 3, Mistral, TinyLlama, SmolLM2, Mixtral; ernie4_5, ernie4_5-moe. RMS norm, rope on interleaved pairs,
 SiLU-gated feed-forward, or experts of that kind."""
 
 from __future__ import annotations

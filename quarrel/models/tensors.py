@@ -113,6 +113,10 @@ class Tensors:
                 if int(found[1]) < n_layers + metadata.int(extra, 0, lo=0, hi=1 << 16):
                     continue
                 said = f"lies behind the {n_layers} layers that the key block_count tells of"
+            elif ".nextn." in name:
+                said = (
+                    "predicts further tokens, where the keys block_count and nextn_predict_layers place an ordinary layer"
+                )
             else:
                 said = "has no place in this architecture as this version computes it"
             raise UnsupportedModel(f"the tensor {name} {said}: results without it would be wrong, convert the model again")

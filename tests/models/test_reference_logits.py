@@ -165,6 +165,7 @@ def _experts(spec: ModelSpec, **change: object) -> ModelSpec:
         pytest.param(("smollm3", "q4_0x"), lambda s: _one_rope(s, 0), id="no layer without positions"),
         pytest.param(("olmo3", "q4_0x"), lambda s: _one_rope(s, 3), id="YaRN in all layers"),
         pytest.param(("hunyuan_dense", "q4_0x"), lambda s: _mixers(s, late_norm=False), id="norm before rope"),
+        pytest.param(("ernie4_5moe", "q4_0x"), lambda s: _experts(s, gate="softmax_topk"), id="bias on chosen logits"),
         pytest.param(("granite_swa", "q4_0x"), lambda s: _one_rope(s, 1), id="no rope pattern"),
     ],
     indirect=["case"],

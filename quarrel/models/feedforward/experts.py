@@ -35,7 +35,8 @@ def feed(b: Builder, block: Block, e: Experts, h: Value) -> tuple[Value, None]:
     """The weighted sum of the chosen experts and the shared one, `[T, n_embd]`."""
     x = block.normed(b, h)
     logits = linear(b, x, *block.linear("ffn_gate_inp", e.n_experts, block.n_embd), out="f32")
-    shift = block.vector("exp_probs_b.bias", e.n_experts) if e.gate == "sigmoid" else None
+    # Added to the scores that choose; ERNIE's is one row of a matrix.
+    shift = block.row("exp_probs_b.bias", e.n_experts) if block.has("exp_probs_b.bias") else None
     choice = RouteSpec(e.n_experts, e.used, e.gate, e.renormalise, e.scale, shift is not None, e.n_groups, e.groups_used)
     ids, weights = route(b, choice, logits, shift)
     if block.has("ffn_up.0.weight"):
