@@ -6,13 +6,15 @@
     python -m bench.serve.server_load look     --url URL [--seconds 30]
     python -m bench.serve.server_load probe    --url URL [--seconds 30]
     python -m bench.serve.server_load vanish   [--url URL] [--count 1000] [--streams 32]
-    python -m bench.serve.server_load kill     [--times 5] [--streams 16]
-    python -m bench.serve.server_load term     [--times 5] [--streams 16]
+    python -m bench.serve.server_load kill     [--times 5] [--streams 16]   kill -9 of the model's process
+    python -m bench.serve.server_load term     [--times 5] [--streams 16]   SIGTERM
+    python -m bench.serve.server_load crash    [--times 5] [--streams 16]   kill -9 of the server
 
 Without --url a server with the bundled model, or --model, is started on a free port; what stands behind `--` goes to it,
-as in `-- --parallel 32`. The client is plain sockets in this one process, so that it costs little of the machine that both
-run on; --cores 0-3,4-7 gives the server the first ones and the client the others. Times are from the first byte sent; that
-between tokens is between two events of one stream. The last line is JSON.
+as in `-- --parallel 32`. Signals come at a random moment; half of the requests that they hit are no streams. The client is
+plain sockets in this one process, so that it costs little of the machine that both run on; --cores 0-3,4-7 gives the server
+the first ones and the client the others. Times are from the first byte sent; that between tokens is between two events of
+one stream. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -79,8 +81,10 @@ class Target:
 class _Call(asyncio.Protocol):
     """One request's connection. Plain callbacks: a caller that costs much would be measured with the server."""
 
-    def __init__(self, request: bytes, answer: Answer, over: asyncio.Future[None], tally: Counter[int] | None) -> None:
-        self._request, self._answer, self._over, self._tally = request, answer, over, tally
+    def __init__(
+        self, request: bytes, answer: Answer, over: asyncio.Future[None], tally: Counter[int] | None, stream: bool
+    ) -> None:
+        self._request, self._answer, self._over, self._tally, self._stream = request, answer, over, tally, stream
         self._began = time.perf_counter()
         self._last = 0.0
         self._rest = b""
@@ -100,7 +104,8 @@ class _Call(asyncio.Protocol):
             answer.status = int(head.split(b" ", 2)[1])
             answer.retry_after = b"retry-after:" in head.lower()
             data = rest
-        if answer.status != 200:
+        if answer.status != 200 or not self._stream:
+            self._rest = data
             return
         *lines, self._rest = data.split(b"\n")
         for line in lines:
@@ -125,17 +130,23 @@ class _Call(asyncio.Protocol):
         answer = self._answer
         if exc is not None or not answer.status:
             answer.failed = answer.failed or type(exc or ConnectionError()).__name__
-        answer.ended = answer.ended or answer.status not in (0, 200)
+        if answer.status != 200 or not self._stream:  # an answer in one piece
+            body = b""
+            with contextlib.suppress(ValueError):
+                body = json.loads(self._rest)
+            answer.ended = bool(body)
+            if isinstance(body, dict) and "error" in body:
+                answer.failed = answer.failed or body["error"]["code"]
         answer.seconds = time.perf_counter() - self._began
         if not self._over.done():
             self._over.set_result(None)
 
 
-async def ask(target: Target, tally: Counter[int] | None = None) -> Answer:
-    """One streamed completion, read to its end. tally: counts the tokens of each second."""
+async def ask(target: Target, tally: Counter[int] | None = None, *, stream: bool = True) -> Answer:
+    """One completion, read to its end. tally: counts the tokens of each second."""
     answer, events = Answer(), asyncio.get_running_loop()
     over: asyncio.Future[None] = events.create_future()
-    call = _Call(target.request(), answer, over, tally)
+    call = _Call(target.request(stream=stream), answer, over, tally, stream)
     try:
         await events.create_connection(lambda: call, target.host, target.port)
     except OSError as error:
@@ -156,15 +167,18 @@ async def health(target: Target, path: str = "/healthz") -> tuple[int, float]:
 
 
 async def crowd(
-    target: Target, count: int, seconds: float, tally: Counter[int] | None = None
+    target: Target, count: int, seconds: float, tally: Counter[int] | None = None, *, mixed: bool = False
 ) -> tuple[list[Answer], float]:
-    """`count` callers, each asking again as soon as it is answered; a refused one comes back after a tenth of a second."""
+    """`count` callers, each asking again as soon as it is answered; a refused one comes back after a tenth of a second.
+
+    mixed: every second request is no stream.
+    """
     answers: list[Answer] = []
     began = time.perf_counter()
 
     async def caller() -> None:
         while time.perf_counter() - began < seconds:
-            answer = await ask(target, tally)
+            answer = await ask(target, tally, stream=not mixed or len(answers) % 2 == 0)
             answers.append(answer)
             if answer.status != 200:
                 await asyncio.sleep(0.1)
@@ -179,6 +193,19 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
         return {}
     found = np.percentile(np.array(values), (50, 95, 99, 100)) * 1000
     return {name: round(float(v), 1) for name, v in zip(("p50", "p95", "p99", "max"), found, strict=True)}
+
+
+def ways(answers: Sequence[Answer]) -> dict[str, int]:
+    """How requests ended, each in one way; a cut one had no last event, or no answer at all."""
+
+    def way(a: Answer) -> str:
+        if a.status == 0:
+            return "not connected" if a.failed == "ConnectionRefusedError" else "closed without an answer"
+        if not a.ended:
+            return "cut"
+        return a.failed or ("whole" if a.status == 200 else str(a.status))
+
+    return dict(Counter(map(way, answers)))
 
 
 def summary(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
@@ -381,8 +408,8 @@ async def kill(target: Target, args: argparse.Namespace) -> dict[str, Any]:
     answers: list[Answer] = []
     for _ in range(args.times):
         await ask(target)
-        work = asyncio.create_task(crowd(target, args.streams, 3.0))
-        await asyncio.sleep(1.0)
+        work = asyncio.create_task(crowd(target, args.streams, 3.0, mixed=True))
+        await asyncio.sleep(2 * random.random())
         for child in _children(args.pid):
             os.kill(child, signal.SIGKILL)
         began = time.perf_counter()
@@ -395,28 +422,43 @@ async def kill(target: Target, args: argparse.Namespace) -> dict[str, Any]:
             await asyncio.sleep(0.02)
         back.append(time.perf_counter() - began)
         answers += (await asyncio.wait_for(work, 60))[0]
-    return {"times": args.times, "ready_again_ms": quantiles(back), **summary(answers, args.times * 3.0)}
+    return {"times": args.times, "ready_again_ms": quantiles(back), "ways": ways(answers)} | summary(
+        answers, args.times * 3.0
+    )
 
 
 async def term(target: Target, args: argparse.Namespace) -> dict[str, Any]:
-    """SIGTERM to a server of its own each time, while streams run."""
+    """SIGTERM to a server of its own each time, while requests run."""
+    return await _ending(args, signal.SIGTERM)
+
+
+async def crash(target: Target, args: argparse.Namespace) -> dict[str, Any]:
+    """kill -9 of a server of its own each time: no caller may be left waiting, and its model's process must go, too."""
+    return await _ending(args, signal.SIGKILL)
+
+
+async def _ending(args: argparse.Namespace, number: signal.Signals) -> dict[str, Any]:
     ends: list[float] = []
+    statuses: Counter[str] = Counter()
     answers: list[Answer] = []
     for _ in range(args.times):
-        with served(args) as (url, pid):
+        with served(args) as (url, process):
             here = target_of(url, args)
             await ask(here)
-            work = asyncio.create_task(crowd(here, args.streams, 2.0))
-            await asyncio.sleep(1.0)
-            os.kill(pid, signal.SIGTERM)
+            work = asyncio.create_task(crowd(here, args.streams, 2.0, mixed=True))
+            await asyncio.sleep(1.5 * random.random())
+            everything = [process.pid, *_children(process.pid)]
+            process.send_signal(number)
             began = time.perf_counter()
-            while _runs(pid):
+            while any(map(_runs, everything)):
                 await asyncio.sleep(0.01)
             ends.append(time.perf_counter() - began)
+            statuses[str(process.wait())] += 1
             answers += (await asyncio.wait_for(work, 60))[0]
     taken = [a for a in answers if a.status == 200]
     lost = sum(not a.ended for a in taken)
-    return {"times": args.times, "exit_ms": quantiles(ends), "taken": len(taken), "taken_without_end": lost} | summary(
+    figures = {"exit_ms": quantiles(ends), "exit_statuses": dict(statuses), "ways": ways(answers)}
+    return {"times": args.times, **figures, "taken": len(taken), "taken_without_end": lost} | summary(
         answers, args.times * 1.0
     )
 
@@ -492,7 +534,7 @@ def svg(curves: dict[str, list[float]], title: str) -> str:
 
 
 @contextlib.contextmanager
-def served(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
+def served(args: argparse.Namespace) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """A server of our own: its address and process."""
     command = [sys.executable, "-m", "quarrel", "serve", args.model, "--port", "0", "--rate", "0", *args.options]
     theirs, ours = cores(args.cores)
@@ -508,7 +550,7 @@ def served(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
             else:
                 raise SystemExit("the server did not start")
             log = subprocess.Popen([sys.executable, "-c", "import sys\nfor _ in sys.stdin: pass"], stdin=process.stderr)
-            yield found[1], process.pid
+            yield found[1], process
         finally:
             process.terminate()
             process.wait(60)
@@ -538,6 +580,7 @@ MODES = {
     "vanish": vanish,
     "kill": kill,
     "term": term,
+    "crash": crash,
 }
 
 
@@ -571,10 +614,11 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         args.options = given[cut + 1 :]
         url = args.url
-        if args.mode == "term":
+        if args.mode in ("term", "crash"):
             url = "http://127.0.0.1:0"
         elif not url:
-            url, args.pid = stack.enter_context(served(args))
+            url, process = stack.enter_context(served(args))
+            args.pid = process.pid
         else:
             _run_on(cores(args.cores)[1])
         target = target_of(url, args)
