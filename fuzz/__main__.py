@@ -2,7 +2,8 @@
 
     python -m fuzz [--seconds 1800] [--seed 0]
 
-Half of the time goes to ops (mlx a quarter, cpu and triton an eighth each), a sixth each to files, tokenizers and chats.
+Half of the time goes to ops (mlx a quarter, cpu and triton an eighth each), a tenth each to files, tokenizers, chats,
+frames and HTTP.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ SHARES: tuple[tuple[float, tuple[str, ...]], ...] = (
     (1 / 4, ("fuzz.ops", "--backend", "mlx")),
     (1 / 8, ("fuzz.ops", "--backend", "cpu")),
     (1 / 8, ("fuzz.ops", "--backend", "triton")),
-    (1 / 6, ("fuzz.gguf",)),
-    (1 / 6, ("fuzz.tokenizer",)),
-    (1 / 6, ("fuzz.chat",)),
+    (1 / 10, ("fuzz.gguf",)),
+    (1 / 10, ("fuzz.tokenizer",)),
+    (1 / 10, ("fuzz.chat",)),
+    (1 / 10, ("fuzz.wire",)),
+    (1 / 10, ("fuzz.http",)),
 )
 
 

@@ -43,6 +43,7 @@ from tools.metal_emulator.kernel import Call
 from tools.metal_emulator.ptx import compile_ptx
 from tools.metal_emulator.session import Launch
 from tools.metal_emulator.toolchain import find_toolchain
+from tools.mutants import Tally, equivalent, share
 
 CHECK = Settings(mode=Mode.CHECK, timeout_s=20)
 SEEDS = (0, 1)
@@ -365,15 +366,6 @@ def first_noticed(alike: list[Mutant]) -> tuple[Mutant, str]:
     return mutant, ""
 
 
-def equivalent(mutant: Mutant) -> str:
-    """Why an edit changes no result, where someone has found that it does not; else an empty string."""
-    line = mutant.target.text(mutant.part).splitlines()[mutant.line]
-    for edit, part_of_line, reason in EQUIVALENT:
-        if mutant.what == edit and part_of_line in line:
-            return reason
-    return ""
-
-
 def _bytes(result: Concrete) -> bytes:
     arrays = [result] if isinstance(result, np.ndarray) else [getattr(result, "k"), getattr(result, "v")]  # noqa: B009
     return b"".join(a.tobytes() for a in arrays)
@@ -394,28 +386,19 @@ def main() -> None:
         "edits": (edits(all_targets, rng), given.edits),
     }
     report: dict[str, Any] = {"kernels": len(all_targets), "seed": given.seed}
-    for kind, (mutants, most) in groups.items():
-        tally: dict[str, Any] = {"made": 0, "caught": 0, "without_effect": 0, "equivalent": [], "by": {}, "missed": []}
-        while tally["made"] < most and (alike := next(mutants, None)) is not None:
+    tallies = [Tally(kind) for kind in groups]
+    for tally, (mutants, most) in zip(tallies, groups.values()):
+        without_effect = 0
+        while tally.made < most and (alike := next(mutants, None)) is not None:
             mutant, noticed = first_noticed(alike)
             if not noticed and not any(map(changes_code, alike)):
-                tally["without_effect"] += 1
+                without_effect += 1
                 print(f"without effect: {mutant}", flush=True)
                 continue
-            if not noticed and (reason := equivalent(mutant)):
-                tally["equivalent"].append(f"{mutant}: {reason}")
-                print(f"equivalent: {mutant}: {reason}", flush=True)
-                continue
-            tally["made"] += 1
-            tally["caught"] += bool(noticed)
-            if noticed:
-                tally["by"][noticed] = tally["by"].get(noticed, 0) + 1
-            else:
-                tally["missed"].append(str(mutant))
-            print(f"{kind} {tally['caught']}/{tally['made']} {noticed or 'MISSED'}: {mutant}", flush=True)
-        report[kind] = tally
-    made = sum(report[k]["made"] for k in groups)
-    report["share_caught"] = round(sum(report[k]["caught"] for k in groups) / max(1, made), 4)
+            line = mutant.target.text(mutant.part).splitlines()[mutant.line]
+            tally.add(str(mutant), noticed, equivalent(mutant.what, line, EQUIVALENT))
+        report[tally.kind] = {**tally.report(), "without_effect": without_effect}
+    report["share_caught"] = share(tallies)
     if given.json:
         given.json.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report))
