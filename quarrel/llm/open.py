@@ -81,8 +81,8 @@ def open_model(name: ModelName, options: LoadOptions, files: ExitStack) -> Opene
         return files.enter_context(GGUFFile.open(_find(name, environment).paths))
 
     file = files.enter_context(GGUFFile.open(found.paths))
-    tokenizer = read_tokenizer(file.metadata)
     tensors, spec = Tensors(file), read_spec(file, scaling=options.scaling, asked=options.n_ctx)
+    tokenizer = read_tokenizer(file.metadata)  # later, as what is no model of text has no vocabulary either
     if isinstance(spec, EncoderSpec):
         _check_encoder(options, devices)
         devices = 1

@@ -9,6 +9,7 @@ from quarrel.errors import ModelError, UnsupportedModel
 from quarrel.gguf import GGUFFile
 from quarrel.models.assembly import assemble
 from quarrel.models.keys import Keys
+from quarrel.models.others import check_text_model
 from quarrel.models.scaling import SCALINGS, RopeScaling, check_scalable
 from quarrel.models.spec import EncoderSpec, ModelSpec
 from quarrel.models.tensors import Tensors
@@ -57,7 +58,7 @@ def read_spec(
 
     scaling: in place of the file's own; it may depend on the context that was asked for.
     """
-    name = file.metadata.str("general.architecture")
+    name = check_text_model(file.metadata)
     if name not in ARCHITECTURES:
         raise UnsupportedModel(f"the architecture is {name!r}; this version runs {', '.join(sorted(ARCHITECTURES))}")
     keys = Keys(scaling.applied(file.metadata, name, asked) if scaling else file.metadata, name)

@@ -10,10 +10,12 @@ from types import MappingProxyType, SimpleNamespace
 
 import pytest
 
+import quarrel
 from quarrel.errors import ModelError, UnsupportedModel
 from quarrel.gguf import GGUFFile, Metadata
 from quarrel.gguf.file import TensorInfo
-from quarrel.models import Tensors, assemble, read_spec
+from quarrel.models import ARCHITECTURES, Tensors, assemble, read_spec
+from quarrel.models.others import OTHERS
 from tests.models.test_reference_logits import variants
 from tests.paths import need_cases
 
@@ -164,6 +166,28 @@ def test_a_vocabulary_beyond_the_embeddings_is_refused() -> None:
 def test_an_unknown_architecture_lists_what_runs(file: GGUFFile) -> None:
     with pytest.raises(UnsupportedModel, match="'clippy'; this version runs .*llama"):
         load(file, dict(file.metadata) | {"general.architecture": "clippy"})
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"general.architecture": "whisper"}, "'whisper', a model that writes down speech; Quarrel runs"),
+        ({"general.architecture": "flux"}, "'flux', a model that makes images; Quarrel runs"),
+        ({"general.architecture": "clip"}, "'clip', a model that encodes images or sound for a language model"),
+        ({"general.type": "adapter"}, "no model but an adapter: give it with --lora"),
+        ({"general.type": 7}, "'general.type' is 7"),
+    ],
+)
+def test_what_is_no_model_of_text_is_refused_by_name(keys: dict[str, object], said: str) -> None:
+    assert not set(OTHERS) & set(ARCHITECTURES)
+    with GGUFFile.open(need_cases("mixtral") / "model-q4_0x.gguf") as file:
+        with pytest.raises(ModelError, match=said):
+            load(file, dict(file.metadata) | keys)
+
+
+def test_a_part_that_sees_is_not_missed_for_its_vocabulary() -> None:
+    with pytest.raises(UnsupportedModel, match="for a language model|part of a model"):
+        quarrel.load(need_cases("qwen3vl", "mmproj-f16.gguf"), backend="cpu")
 
 
 def test_unknown_rope_scaling_is_refused_rather_than_ignored() -> None:
