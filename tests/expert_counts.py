@@ -8,9 +8,9 @@ import numpy as np
 
 from quarrel.gguf import FORMATS, GGUFFile
 from quarrel.models import Tensors, assemble, read_spec
-from quarrel.ops.contract import KVArrays, RawWeight, WeightRef
+from quarrel.ops.contract import RawWeight, WeightRef
 from quarrel.ops.moe import ROUTE
-from quarrel.ops.reference import run_program
+from quarrel.ops.reference import empty_cache, run_program
 from quarrel.ops.step import Backend, CountsExperts, KeepsStates, Limits
 from tests.models.test_reference_logits import chunk
 from tests.paths import need_cases
@@ -41,8 +41,7 @@ def check_counts(backend: Backend, architecture: str) -> None:
         tensors = Tensors(file)
         program = assemble(read_spec(file), tensors)
         routes = [n for n in program.nodes if n.op is ROUTE]
-        shape = (2, 16)
-        caches = [KVArrays(*(np.zeros((*shape, c.n_kv, c.head_dim), np.float32) for _ in "kv")) for c in program.caches]
+        caches = [empty_cache(c, 2, 16) for c in program.caches]
         states = [np.zeros((2, *s.shape), np.float32) for s in program.states]
         wants = replace(program, outputs={n.path: n.outputs[0] for n in routes})
         chosen = run_program(wants, tensors, caches, chunk(ids, 0, len(ids)), states)

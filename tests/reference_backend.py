@@ -9,7 +9,7 @@ import numpy as np
 from quarrel.errors import RequestError
 from quarrel.gguf import GGMLType
 from quarrel.ops import reference
-from quarrel.ops.contract import Compute, Concrete, KVArrays, Op, RawWeight, WeightRef
+from quarrel.ops.contract import Compute, Concrete, Op, RawWeight, WeightRef
 from quarrel.ops.embedding import vocabulary
 from quarrel.ops.program import Program
 from quarrel.ops.step import (
@@ -48,11 +48,8 @@ class ReferenceStep:
 
     def __init__(self, program: Program, weights: WeightSource, limits: Limits) -> None:
         self.limits, self._program, self._weights = limits, program, Dense(weights)
-        shape = (limits.n_blocks, limits.block_size)
         # NaN where nothing was written: what a sequence must not read is seen when it does.
-        self._caches = [
-            KVArrays(*(np.full((*shape, c.n_kv, c.head_dim), np.nan, np.float32) for _ in range(2))) for c in program.caches
-        ]
+        self._caches = [reference.empty_cache(c, limits.n_blocks, limits.block_size, fill=np.nan) for c in program.caches]
         self._states = [np.full((limits.states, *s.shape), np.nan, np.float32) for s in program.states]
         self.calls = self.tokens = 0
         self._last: np.ndarray | None = None  # type: ignore[type-arg]

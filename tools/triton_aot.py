@@ -48,6 +48,7 @@ from quarrel.ops.contract import CacheRef, Compute, ConstRef, Op, Operand, Param
 from quarrel.ops.embedding import EMBEDDING, GATHER_ROWS, EmbeddingSpec, GatherRowsSpec, embedding, gather_rows
 from quarrel.ops.encode import ADD_ROW, ENCODE, MEAN_ROWS, AddRowSpec, EncodeSpec, MeanRowsSpec
 from quarrel.ops.formats import WEIGHT_TYPES
+from quarrel.ops.heads import HEAD_LINEAR, HeadLinearSpec
 from quarrel.ops.kv import KV_TYPES, KVType
 from quarrel.ops.linear import (
     ADD,
@@ -237,6 +238,11 @@ def specs(formats: Sequence[GGMLType], quick: bool) -> Iterator[tuple[Op, Any]]:
         yield KV_APPEND, KVAppendSpec(n_kv, dim)
         yield ATTENTION, AttentionSpec(heads, n_kv, dim, dim**-0.5)
     yield ATTENTION, AttentionSpec(64, 8, 64, 0.125, window=128, sinks=True)
+    for heads in (20, 128):  # GLM-4.7-Flash, DeepSeek V3
+        yield ATTENTION, AttentionSpec(heads, 1, 64, 0.07, latent=512)
+        yield ROPE_APPEND, RopeAppendSpec(RopeSpec("norm", heads, 576, 64), RopeSpec("norm", 1, 64, 64), 512)
+        yield HEAD_LINEAR, HeadLinearSpec(GGMLType.Q8_0, heads, 512, 192, 64)
+        yield HEAD_LINEAR, HeadLinearSpec(formats[0], heads, 256, 512)
     if not quick:
         yield ATTENTION, AttentionSpec(16, 8, 256, 0.0625, window=4096, cap=50.0)
 
@@ -275,7 +281,12 @@ def record(op: Op, spec: Any, compute: Compute, generation: int, mode: Mode = PL
     types = {"act": act, "f32": torch.float32, "i32": torch.int32}
     slots = {i: Slot(torch.empty(1, dtype=types[v.kind], device=META)) for i, v in values.items()}
     inner = getattr(spec, "append", spec)
-    caches = [allocate(KVLayer(inner.n_kv, inner.head_dim), 4, 32, act, META, mode.kv)] if hasattr(inner, "n_kv") else []
+    latent = getattr(inner, "latent", 0)
+    caches = (
+        [allocate(KVLayer(inner.n_kv, inner.head_dim, latent=latent), 4, 32, act, META, mode.kv)]
+        if hasattr(inner, "n_kv")
+        else []
+    )
     states = [allocate_state(StateLayer(params[i].dims(spec) or spec.state), 4, META) for i in places]  # type: ignore[arg-type]
     ints = Slot(torch.empty(1, dtype=torch.int32, device=META))
     rows = {"T": 1024, "S": 64, "R": 64, "items": 64}
@@ -304,7 +315,7 @@ def record(op: Op, spec: Any, compute: Compute, generation: int, mode: Mode = PL
 
 def behind(node: Node) -> tuple[Node, ...]:
     """A node, and for ROPE_APPEND the attention that does its work in steps without prompts."""
-    if node.op is not ROPE_APPEND:
+    if node.op is not ROPE_APPEND or node.spec.latent:
         return (node,)
     q, k = node.spec.q, node.spec.k
     spec = AttentionSpec(q.n_heads, k.n_heads, q.head_dim, 1.0)

@@ -69,8 +69,8 @@ class Traffic:
 
     def cache(self, context: float) -> float:
         """Bytes of the keys and values of one sequence."""
-        kept = ((min(context, c.window) if c.window else context) * c.n_kv * c.head_dim for c in self.caches)
-        return 2 * self.width * sum(kept)
+        kept = ((min(context, c.window) if c.window else context) * c.width for c in self.caches)
+        return self.width * sum(kept)
 
 
 def _product(shape: Sequence[int]) -> int:

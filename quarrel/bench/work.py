@@ -72,8 +72,9 @@ def _flops(node: Node, context: float) -> float:
     if isinstance(spec, EmbeddingSpec):
         return 0.0
     if isinstance(spec, AttentionSpec | EncodeSpec):
-        window = getattr(spec, "window", 0)
-        return 4 * spec.n_heads * spec.head_dim * (min(context, window) if window else context)
+        window, latent = getattr(spec, "window", 0), getattr(spec, "latent", 0)
+        scored, summed = spec.head_dim + latent, latent or spec.head_dim
+        return 2 * spec.n_heads * (scored + summed) * (min(context, window) if window else context)
     share = spec.used / spec.n_experts if isinstance(spec, ExpertUpSpec | ExpertDownSpec) else 1.0
     return 2 * share * sum(r.rows * r.k for r in _matrices(node.inputs))
 

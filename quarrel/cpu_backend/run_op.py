@@ -52,8 +52,8 @@ class _Inputs:
     def operand(self, i: int, name: str, kind: str, dims: tuple[int | str, ...], x: Any) -> Operand:
         if isinstance(x, KVArrays):
             kind = kind_of(x.type, self._exact)
-            self.caches.append(new_cache(KVLayer(*x.k.shape[2:]), *x.k.shape[:2], kind, x))
-            return self.builder.cache(KVLayer(*x.k.shape[2:]))
+            self.caches.append(new_cache(KVLayer.of(x), *x.k.shape[:2], kind, x))
+            return self.builder.cache(KVLayer.of(x))
         if isinstance(x, RawWeight):
             block = FORMATS[x.type]
             if x.raw.shape[1] * block.elements != x.k * block.nbytes:

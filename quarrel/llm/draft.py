@@ -97,4 +97,4 @@ def check_vocabulary(name: str, large: Tokenizer, small: Tokenizer) -> None:
 
 def _width(program: Program) -> int:
     """Values that the cache keeps of a token."""
-    return sum(layer.n_kv * layer.head_dim for layer in program.caches)
+    return sum(layer.width for layer in program.caches)

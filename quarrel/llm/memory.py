@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from quarrel.errors import OptionWarning, OutOfMemory, RequestError
 from quarrel.models import EncoderSpec, ModelSpec
 from quarrel.ops.contract import Compute, Value, WeightRef
-from quarrel.ops.kv import KVType, head_bytes
+from quarrel.ops.kv import KVType
 from quarrel.ops.program import Program
 from quarrel.ops.step import Limits
 
@@ -132,7 +132,7 @@ class Demand:
 def cache_bytes_per_token(program: Program, compute: Compute, kv_cache: KVType = "auto") -> int:
     """Keys and values of one token in all layers, scales included; of one group of layers, where there are several."""
     width = 4 if compute == "float32" else 2
-    return sum(2 * layer.n_kv * head_bytes(kv_cache, layer.head_dim, width) for layer in program.caches)
+    return sum(layer.row_bytes(kv_cache, width) for layer in program.caches)
 
 
 def cache_tokens(program: Program, limits: Limits) -> int:

@@ -45,6 +45,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "minimax-m2": "minimax",
     "mamba": "mamba",
     "mamba2": "mamba",
+    "deepseek2": "deepseek2",
     "bert": "bert",
     "nomic-bert": "nomic_bert",
 }

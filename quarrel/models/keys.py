@@ -83,8 +83,16 @@ class Common:
     ffn: list[int]
 
 
-def common(keys: Keys, tensors: Tensors, *, hybrid: bool = False, norm: _str = "layer_norm_rms_epsilon") -> Common:
-    """Reads and cross-checks the shared keys. In a `hybrid`, head_count_kv and feed_forward_length may be 0 in a layer."""
+def common(
+    keys: Keys,
+    tensors: Tensors,
+    *,
+    hybrid: bool = False,
+    latent: bool = False,
+    norm: _str = "layer_norm_rms_epsilon",
+) -> Common:
+    """Reads and cross-checks the shared keys. In a `hybrid`, head_count_kv and feed_forward_length may be 0 in a layer;
+    `latent` values may differ in width from keys."""
     n_layers = keys.int("block_count", lo=1, hi=MAX_LAYERS) - keys.int("nextn_predict_layers", 0, hi=MAX_LAYERS)
     n_embd = keys.int("embedding_length", lo=1, hi=MAX_WIDTH)
     n_heads = keys.per_layer("attention.head_count", n_layers, lo=1)
@@ -97,7 +105,7 @@ def common(keys: Keys, tensors: Tensors, *, hybrid: bool = False, norm: _str = "
     if head_dim < 2:
         raise ModelError(f"embedding_length {n_embd} is too small for {n_heads[0]} heads: the file is inconsistent")
     value_dim = keys.int("attention.value_length", head_dim, lo=1, hi=4096)
-    if value_dim != head_dim:
+    if value_dim != head_dim and not latent:
         raise UnsupportedModel(
             f"attention.value_length {value_dim} differs from key_length {head_dim}; Quarrel wants them equal"
         )

@@ -35,6 +35,10 @@ class Block:
     def matrix(self, name: str, rows: int, k: int) -> WeightRef:
         return self.tensors.matrix(self.prefix + name, rows, k)
 
+    def stack(self, name: str, n: int, rows: int, k: int) -> WeightRef:
+        """`name.weight`, `[n, rows, k]`, seen as `n * rows` rows."""
+        return self.tensors.stack(f"{self.prefix}{name}.weight", n, rows, k)
+
     def linear(self, name: str, rows: int, k: int) -> Linear:
         """`name.weight` and, if the file has it, `name.bias`."""
         return self.matrix(f"{name}.weight", rows, k), self.tensors.optional(f"{self.prefix}{name}.bias", rows)

@@ -17,10 +17,13 @@ _ONES, _ZEROS = "(ones)", "(zeros)"
 # Which keys, below the architecture's name, give a tensor its shape.
 _HEADS = "attention.head_count, attention.head_count_kv and attention.key_length"
 _EXPERTS = "expert_count, expert_feed_forward_length and embedding_length"
+_LATENT = "attention.head_count, attention.kv_lora_rank, attention.key_length_mla, attention.value_length_mla"
 _SSM = "ssm.inner_size, ssm.state_size, ssm.group_count and ssm.time_step_rank"
 _SHAPED_BY = {
     **dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output"), f"{_HEADS} and embedding_length"),
     **dict.fromkeys(("attn_q_norm", "attn_k_norm", "attn_sinks"), _HEADS),
+    **dict.fromkeys(("attn_q_a", "attn_q_b", "attn_q_a_norm"), f"{_LATENT}, attention.q_lora_rank"),
+    **dict.fromkeys(("attn_kv_a_mqa", "attn_kv_a_norm", "attn_k_b", "attn_v_b"), _LATENT),
     **dict.fromkeys(("ffn_gate", "ffn_up", "ffn_down"), "feed_forward_length and embedding_length"),
     **dict.fromkeys(("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"), _EXPERTS),
     **dict.fromkeys(("ffn_gate_inp", "exp_probs_b"), "expert_count and embedding_length"),

@@ -9,6 +9,7 @@ from quarrel.ops.attention import ATTENTION, KV_APPEND, ROPE_APPEND
 from quarrel.ops.contract import Op
 from quarrel.ops.embedding import EMBEDDING, GATHER_ROWS
 from quarrel.ops.encode import ADD_ROW, ENCODE, MEAN_ROWS
+from quarrel.ops.heads import HEAD_LINEAR
 from quarrel.ops.linear import ADD, LINEAR, LINEAR_ADD, NORM_GATE_UP, NORM_LINEAR
 from quarrel.ops.logprobs import LOGPROBS
 from quarrel.ops.lora import CHOSEN_LINEAR, LORA
@@ -48,6 +49,8 @@ EXTRA_OPS: Mapping[str, Op] = {
         MEAN_ROWS,
         CHOSEN_LINEAR,
         LORA,
+        HEAD_LINEAR,
     )
 }
-"""State spaces, experts, encoders and adapters: contracts and references. A backend without one refuses what needs it."""
+"""State spaces, experts, encoders, adapters, maps of single heads: contracts and references. A backend without one refuses
+what needs it."""

@@ -37,8 +37,8 @@ def _check(op: Op, spec: Any, param: Param, given: Concrete, free: dict[str, int
         _check_raw(what, given)
         found: tuple[int, ...] = (len(given.raw), given.k) if len(dims) == 2 else (len(given.raw) * given.k,)
     elif param.kind == "cache":
-        if not isinstance(given, KVArrays) or given.k.shape != given.v.shape or given.k.ndim != 4:
-            raise RequestError(f"{what} is no pair of [C, block_size, n_kv, head_dim] arrays")
+        if not isinstance(given, KVArrays) or given.k.ndim != 4 or given.k.shape[:3] != given.v.shape[:3]:
+            raise RequestError(f"{what} is no pair of [C, block_size, n_kv, width] arrays")
         return
     elif param.kind == "state":
         shape = dims or spec.state
@@ -86,10 +86,10 @@ def _check_indices(op: Op, spec: Any, named: Mapping[str, Concrete], free: Mappi
     if isinstance(cache, KVArrays):
         blocks, size = cache.k.shape[:2]
         inner = spec.append if hasattr(spec, "append") else spec
-        if cache.k.shape[2:] != (inner.n_kv, inner.head_dim):
-            raise RequestError(
-                f"{op.name}: the cache holds {list(cache.k.shape[2:])} a token, wanted [{inner.n_kv}, {inner.head_dim}]"
-            )
+        held = [list(a.shape[2:]) for a in (cache.k, cache.v)]
+        wanted = [[inner.n_kv, inner.head_dim], [inner.n_kv, inner.latent or inner.head_dim]]
+        if held != wanted:
+            raise RequestError(f"{op.name}: the cache holds keys and values {held} a token, wanted {wanted}")
         within("slots", blocks * size)
         within("block_table", blocks)
         within("kv_len", size * free.get("B", 0) + 1)

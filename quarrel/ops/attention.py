@@ -1,12 +1,17 @@
 """Attention over the paged cache, and writing to it.
 
-A cache is blocks of `block_size` tokens, `[C, block_size, n_kv, head_dim]` for keys and for values. Token i of sequence s
-lives in block `block_table[s, i // block_size]` at offset `i % block_size`. Queries are ragged: sequence s owns rows
-`query_start[s]:query_start[s + 1]`, and its last row is its newest token, at position `kv_len[s] - 1`.
+A cache is blocks of `block_size` tokens, `[C, block_size, n_kv, head_dim]` for keys, and for values as wide, or `latent`
+wide. Token i of sequence s lives in block `block_table[s, i // block_size]` at offset `i % block_size`. Queries are ragged:
+sequence s owns rows `query_start[s]:query_start[s + 1]`, and its last row is its newest token, at position `kv_len[s] - 1`.
 
     score(q, k) = scale * q . k, then cap * tanh(score / cap) if there is a cap
     visible     = pos_k <= pos_q, and pos_q - pos_k < window if there is a window
     out         = softmax over the visible keys; a sink adds exp(sink_h) to the denominator only
+
+With `latent` values (DeepSeek's multi-head latent attention in its absorbed form) a query head holds head_dim numbers and
+as many more as a value is wide, and reads the value as the rest of its key:
+
+    score(q, k, v) = scale * (q[:head_dim] . k + q[head_dim:] . v)
 
 Query head h reads key head h // (n_heads / n_kv). Softmax and sums are in float32 or wider. No visible key gives 0.
 A row of the cache that none of a sequence's queries sees may hold another's NaN: it enters no sum, not even times zero.
@@ -52,18 +57,25 @@ class KVAppendSpec:
 
     n_kv: int
     head_dim: int
+    latent: int = 0
 
     @property
     def width(self) -> int:
         return self.n_kv * self.head_dim
 
+    @property
+    def value_width(self) -> int:
+        return self.n_kv * (self.latent or self.head_dim)
+
 
 def kv_append_reference(s: KVAppendSpec, k: Array, v: Array, slots: Array, cache: KVArrays) -> tuple[KVArrays]:
     """NumPy body: the new cache; the old one is left alone."""
-    shape = cache.k.shape
-    keys, values = (a.copy().reshape(-1, s.n_kv, s.head_dim) for a in (cache.k, cache.v))
-    keys[slots], values[slots] = (stored(a.reshape(-1, s.n_kv, s.head_dim), cache.type) for a in (k, v))
-    return (KVArrays(keys.reshape(shape), values.reshape(shape), cache.type),)
+    new = []
+    for kept, rows in ((cache.k, k), (cache.v, v)):
+        heads = kept.copy().reshape(-1, *kept.shape[2:])
+        heads[slots] = stored(rows.reshape(-1, *kept.shape[2:]), cache.type)
+        new.append(heads.reshape(kept.shape))
+    return (KVArrays(new[0], new[1], cache.type),)
 
 
 def _make_append(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
@@ -72,7 +84,7 @@ def _make_append(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
     slots = rng.permutation(size * blocks)[:t].astype(np.int32)
     return (
         draw.activations(rng, t, s.width),
-        draw.activations(rng, t, s.width),
+        draw.activations(rng, t, s.value_width),
         slots,
         _draw_cache(rng, blocks, size, s, case),
     )
@@ -81,11 +93,12 @@ def _make_append(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
 def _append_strategy() -> Any:
     from hypothesis import strategies as st
 
-    def case(n_kv: int, dim: int, size: int, blocks: int, share: float) -> Case:
+    def case(n_kv: int, dim: int, latent: int, size: int, blocks: int, share: float) -> Case:
         dims = {"T": max(1, int(size * blocks * share)), "block_size": size, "C": blocks}
-        return Case(KVAppendSpec(n_kv, dim), dims)
+        return Case(KVAppendSpec(n_kv, dim, latent), dims)
 
-    sizes = (st.integers(1, 4), st.sampled_from([16, 64, 80, 128]), st.sampled_from([16, 32]), st.integers(1, 4))
+    dims = (st.sampled_from([16, 64, 80, 128]), st.sampled_from([0, 48, 512]))
+    sizes = (st.integers(1, 4), *dims, st.sampled_from([16, 32]), st.integers(1, 4))
     return st.builds(case, *sizes, st.floats(0.0, 1.0))
 
 
@@ -94,7 +107,7 @@ KV_APPEND = Op(
     KVAppendSpec,
     lambda s: (
         Param("k", "act", "T width"),
-        Param("v", "act", "T width"),
+        Param("v", "act", "T value_width"),
         Param("slots", "i32", "T"),
         Param("cache", "cache"),
     ),
@@ -107,6 +120,7 @@ KV_APPEND = Op(
         Case(KVAppendSpec(2, 64), {"T": 5, "block_size": 16, "C": 3}),
         Case(KVAppendSpec(3, 80), {"T": 1, "block_size": 32, "C": 2}),
         Case(KVAppendSpec(1, 32), {"T": 64, "block_size": 32, "C": 2}, "every slot"),
+        Case(KVAppendSpec(1, 64, 512), {"T": 5, "block_size": 16, "C": 2}, "latent"),
         *(Case(KVAppendSpec(2, 80), {"T": 7, "block_size": 16, "C": 3, "kv": KV_TYPES.index(t)}, t) for t in _SCALED),
     ],
 )
@@ -123,10 +137,16 @@ class AttentionSpec:
     window: int = 0
     cap: float = 0.0
     sinks: bool = False
+    latent: int = 0
+    """Width of values that are the rest of the keys too; 0 for values by themselves, as wide as keys."""
 
     @property
     def width(self) -> int:
-        return self.n_heads * self.head_dim
+        return self.n_heads * (self.head_dim + self.latent)
+
+    @property
+    def out_width(self) -> int:
+        return self.n_heads * (self.latent or self.head_dim)
 
 
 def attention_params(s: AttentionSpec) -> tuple[Param, ...]:
@@ -152,15 +172,17 @@ def attention_reference(
 ) -> tuple[Array]:
     """NumPy body, in float64, one sequence at a time."""
     size, group = cache.k.shape[1], s.n_heads // s.n_kv
-    out = np.zeros((len(q), s.n_heads, s.head_dim))
+    out = np.zeros((len(q), s.n_heads, s.latent or s.head_dim))
     sink = None if sinks is None else sinks.dense().reshape(-1).astype(np.float64)
     for row, n in enumerate(kv_len):
         start, end = int(query_start[row]), int(query_start[row + 1])
         blocks = block_table[row, : -(-int(n) // size)]
-        keys, values = (np.repeat(a[blocks].reshape(-1, s.n_kv, s.head_dim)[:n], group, 1) for a in (cache.k, cache.v))
+        keys, values = (np.repeat(a[blocks].reshape(-1, *a.shape[2:])[:n], group, 1) for a in (cache.k, cache.v))
         first = _first_seen(s, int(n), end - start)
         keys[:first] = values[:first] = 0
-        queries = q[start:end].reshape(-1, s.n_heads, s.head_dim).astype(np.float64)
+        if s.latent:
+            keys = np.concatenate([keys, values], -1)
+        queries = q[start:end].reshape(-1, s.n_heads, s.head_dim + s.latent).astype(np.float64)
         score = np.einsum("qhd,khd->hqk", queries, keys) * s.scale
         if s.cap:
             score = s.cap * np.tanh(score / s.cap)
@@ -175,7 +197,7 @@ def attention_reference(
         if sink is not None:
             total = total + np.exp(sink[:, None, None] - top)
         out[start:end] = np.einsum("hqk,khd->qhd", p / np.where(total > 0, total, 1.0), values)
-    return (out.reshape(q.shape).astype(np.float32),)
+    return (out.reshape(len(q), s.out_width).astype(np.float32),)
 
 
 def _first_seen(s: AttentionSpec, n: int, new: int) -> int:
@@ -185,8 +207,9 @@ def _first_seen(s: AttentionSpec, n: int, new: int) -> int:
 
 def _draw_cache(rng: np.random.Generator, blocks: int, size: int, s: KVAppendSpec | AttentionSpec, case: Case) -> KVArrays:
     """`case.dims["kv"]` is the cache's type, as an index into KV_TYPES."""
-    shape, type = (blocks, size, s.n_kv, s.head_dim), KV_TYPES[case.dims.get("kv", 0)]
-    k, v = (stored(draw.activations(rng, *shape), type) for _ in range(2))
+    type = KV_TYPES[case.dims.get("kv", 0)]
+    dims = (s.head_dim, s.latent or s.head_dim)
+    k, v = (stored(draw.activations(rng, blocks, size, s.n_kv, dim), type) for dim in dims)
     return KVArrays(k, v, type)
 
 
@@ -231,7 +254,13 @@ def _attention_strategy() -> Any:
         spec = AttentionSpec(kv * group, kv, dim, dim**-0.5, window, cap, sinks)
         return Case(spec, {"S": s, "Q": q, "KV": n, "block_size": size})
 
-    return st.builds(
+    def latent(heads: int, dim: int, latent: int, s: int, q: int, n: int, size: int) -> Case:
+        spec = AttentionSpec(heads, 1, dim, (dim + latent) ** -0.5, latent=latent)
+        return Case(spec, {"S": s, "Q": q, "KV": n, "block_size": size})
+
+    ragged = (st.integers(1, 4), st.integers(1, 20), st.integers(0, 90), st.sampled_from([16, 32]))
+    shared = (st.integers(1, 40), st.sampled_from([16, 32, 64]), st.sampled_from([32, 64, 128]))
+    return st.builds(latent, *shared, *ragged) | st.builds(
         case,
         st.integers(1, 3),
         st.sampled_from([1, 2, 3, 4, 7, 8]),
@@ -239,10 +268,7 @@ def _attention_strategy() -> Any:
         st.sampled_from([0, 1, 5, 33]),
         st.sampled_from([0.0, 20.0]),
         st.booleans(),
-        st.integers(1, 4),
-        st.integers(1, 20),
-        st.integers(0, 90),
-        st.sampled_from([16, 32]),
+        *ragged,
     )
 
 
@@ -254,7 +280,7 @@ ATTENTION = Op(
     "attention",
     AttentionSpec,
     attention_params,
-    lambda s: (Param("y", "act", "T width"),),
+    lambda s: (Param("y", "act", "T out_width"),),
     reference=attention_reference,
     make=_make_attention,
     strategy=_attention_strategy,
@@ -272,7 +298,11 @@ ATTENTION = Op(
         Case(AttentionSpec(5, 1, 256, 0.0625), {"S": 2, "Q": 1, "KV": 40, "block_size": 32}, "decode, head_dim 256"),
         Case(AttentionSpec(4, 2, 128, 0.1), {"S": 3, "Q": 3, "KV": 70, "block_size": 16, "shared": 2}, "shared blocks"),
         Case(AttentionSpec(4, 2, 64, 0.125, window=37), {"S": 3, "Q": 70, "KV": 150, "block_size": 32}, "prefill, window"),
+        Case(AttentionSpec(20, 1, 64, 0.1, latent=512), {"S": 3, "Q": 1, "KV": 150, "block_size": 16}, "latent, decode"),
+        Case(AttentionSpec(3, 1, 16, 0.2, latent=32), {"S": 3, "Q": 33, "KV": 70, "block_size": 32}, "latent, prefill"),
+        Case(AttentionSpec(40, 1, 32, 0.1, latent=64), {"S": 2, "Q": 5, "KV": 0, "block_size": 16}, "latent, many heads"),
         *(_kv_case(AttentionSpec(8, 2, 80, 0.112, window=40), t, 3, 1, 150) for t in _SCALED),
+        *(_kv_case(AttentionSpec(5, 1, 32, 0.112, latent=64), t, 3, 2, 60) for t in _SCALED),
         *(_kv_case(AttentionSpec(4, 2, 64, 0.125, cap=15.0), t, 2, 33, 40) for t in _SCALED),
     ],
 )
@@ -284,17 +314,19 @@ class RopeAppendSpec:
 
     q: RopeSpec
     k: RopeSpec
+    latent: int = 0
+    """Width of the values, if the scores read them too; a query head is so much wider than a key."""
 
     @property
     def append(self) -> KVAppendSpec:
-        return KVAppendSpec(self.k.n_heads, self.k.head_dim)
+        return KVAppendSpec(self.k.n_heads, self.k.head_dim, self.latent)
 
 
 def _rope_append_params(s: RopeAppendSpec) -> tuple[Param, ...]:
     return (
         Param("q", "act", f"T {s.q.width}"),
         Param("k", "act", f"T {s.k.width}"),
-        Param("v", "act", f"T {s.k.width}"),
+        Param("v", "act", f"T {s.append.value_width}"),
         Param("positions", "i32", "T"),
         Param("freq", "const", str(s.q.half)),
         Param("slots", "i32", "T"),
@@ -347,6 +379,11 @@ ROPE_APPEND = Op(
     cases=lambda: [
         Case(RopeAppendSpec(RopeSpec("norm", 4, 64, 64), RopeSpec("norm", 2, 64, 64)), {"T": 5, "block_size": 16, "C": 2}),
         Case(RopeAppendSpec(RopeSpec("neox", 3, 80, 40), RopeSpec("neox", 3, 80, 40)), {"T": 1, "block_size": 16, "C": 2}),
+        Case(
+            RopeAppendSpec(RopeSpec("norm", 3, 80, 16), RopeSpec("norm", 1, 16, 16), 64),
+            {"T": 5, "block_size": 16, "C": 2},
+            "latent",
+        ),
         *(_rope_case("neox", 80, 40, t) for t in _SCALED),
         *(_rope_case("norm", 64, 64, t) for t in _SCALED),
     ],
@@ -364,6 +401,6 @@ def kv_append(b: Builder, spec: KVAppendSpec, k: Value, v: Value, cache: CacheRe
 
 
 def attention(b: Builder, spec: AttentionSpec, q: Value, cache: CacheRef, sinks: WeightRef | None = None) -> Value:
-    """`[T, n_heads * head_dim]` of the step's queries over the cache."""
+    """`[T, out_width]` of the step's queries over the cache."""
     rest = () if sinks is None else (sinks,)
     return b.emit(ATTENTION, spec, q, b.input("query_start"), b.input("kv_len"), b.input("block_table"), cache, *rest)[0]

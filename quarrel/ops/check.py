@@ -64,15 +64,8 @@ class CheckedStep:
         self.limits = limits
         self.compute = backend.compute_of(compute)
         self._backend, self._program, self._weights, self._choice = backend, program, weights, compute
-        shape = (limits.n_blocks, limits.block_size)
-        self._caches = [
-            KVArrays(
-                np.zeros((*shape, c.n_kv, c.head_dim), np.float32),
-                np.zeros((*shape, c.n_kv, c.head_dim), np.float32),
-                limits.kv_cache,
-            )
-            for c in program.caches
-        ]
+        size = (limits.n_blocks, limits.block_size, limits.kv_cache)
+        self._caches = [reference.empty_cache(c, *size) for c in program.caches]
         self._states = [np.zeros((limits.states, *s.shape), np.float32) for s in program.states]
         self._next_id = 1 + max(v.id for v in [*(v for n in program.nodes for v in n.outputs), *program.inputs.values()])
         self._declined: dict[tuple[str, Any], str] = {}

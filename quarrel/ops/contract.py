@@ -123,7 +123,7 @@ class RawWeight:
 
 @dataclass(frozen=True)
 class KVArrays:
-    """Concrete cache of one layer: `k` and `v`, `[C, block_size, n_kv, head_dim]` float32, values that `type` can hold."""
+    """Concrete cache of one layer: `k` and `v`, `[C, block_size, n_kv, width]` float32, values that `type` can hold."""
 
     k: Array
     v: Array

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quarrel.ops.contract import Op, Operand, Value
+from quarrel.ops.contract import KVArrays, Op, Operand, Value
+from quarrel.ops.kv import KVType, head_bytes
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,29 @@ class KVLayer:
     head_dim: int
     window: int = 0
     """Keys further back than this are never read again; 0 means all are kept."""
+    latent: int = 0
+    """Width of values that the scores read too (`ops/attention.py`); 0 for values as wide as keys."""
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a head's values."""
+        return self.latent or self.head_dim
+
+    @property
+    def width(self) -> int:
+        """Numbers that a token adds, of keys and of values."""
+        return self.n_kv * (self.head_dim + self.value_dim)
+
+    def row_bytes(self, type: KVType, own: int) -> int:
+        """Bytes that a token adds; `own` are the bytes of a value of the backend's own type."""
+        return self.n_kv * sum(head_bytes(type, dim, own) for dim in (self.head_dim, self.value_dim))
+
+    @classmethod
+    def of(cls, arrays: KVArrays) -> KVLayer:
+        """What keeps such arrays."""
+        n_kv, head_dim = arrays.k.shape[2:]
+        value_dim = arrays.v.shape[3]
+        return cls(n_kv, head_dim, latent=0 if value_dim == head_dim else value_dim)
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,18 @@ from typing import Any
 import numpy as np
 
 from quarrel.ops.contract import Array, CacheRef, Concrete, ConstRef, KVArrays, Op, Operand, StateRef, Value, WeightRef
+from quarrel.ops.kv import KVType
 from quarrel.ops.null import Builder
-from quarrel.ops.program import Node, Program
+from quarrel.ops.program import KVLayer, Node, Program
 from quarrel.ops.rounding import Shake
 from quarrel.ops.step import StepInputs, WeightSource
+
+
+def empty_cache(layer: KVLayer, blocks: int, block_size: int, type: KVType = "auto", fill: float = 0.0) -> KVArrays:
+    """A layer's keys and values, `fill` everywhere."""
+    dims = (layer.head_dim, layer.value_dim)
+    k, v = (np.full((blocks, block_size, layer.n_kv, dim), fill, np.float32) for dim in dims)
+    return KVArrays(k, v, type)
 
 
 def run_op(op: Op, spec: Any, inputs: Sequence[Concrete], shake: Shake | None = None) -> tuple[Concrete, ...]:

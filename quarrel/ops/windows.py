@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quarrel.ops.contract import CacheRef, Operand, Value
-from quarrel.ops.program import KVLayer, Node, Program, group_input
+from quarrel.ops.program import Node, Program, group_input
 
 MOST_GROUPS = 8
 """Block tables beside the first: each is as long as a context, and part of every step's inputs."""
@@ -27,7 +27,7 @@ def by_window(program: Program) -> Program:
     layers = program.caches
     windowed = [i for i, layer in enumerate(layers) if layer.window]
     unbounded = [i for i, layer in enumerate(layers) if not layer.window]
-    if not windowed or not unbounded or len({(c.n_kv, c.head_dim) for c in layers}) > 1:
+    if not windowed or not unbounded or len({replace(c, window=0) for c in layers}) > 1:
         return program
     arrays = max(len(unbounded), -(-len(windowed) // MOST_GROUPS))
     places = {layer: (i, 0) for i, layer in enumerate(unbounded)}
@@ -62,7 +62,7 @@ def by_window(program: Program) -> Program:
         program,
         nodes=tuple(moved(n) for n in program.nodes),
         inputs=inputs,
-        caches=tuple(KVLayer(layers[0].n_kv, layers[0].head_dim) for _ in range(arrays)),
+        caches=tuple(replace(layers[0], window=0) for _ in range(arrays)),
         window=max(layers[i].window for i in windowed),
         window_groups=groups,
     )

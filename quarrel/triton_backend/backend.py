@@ -17,7 +17,7 @@ from quarrel.ops.registry import Registry, lower
 from quarrel.ops.step import ComputeChoice, Limits, WeightSource
 from quarrel.ops.weights import weights_of
 from quarrel.triton_backend import run_op
-from quarrel.triton_backend.attention import cudnn, encoder, paged, rope
+from quarrel.triton_backend.attention import cudnn, encoder, latent, paged, rope
 from quarrel.triton_backend.collective import group
 from quarrel.triton_backend.collective.one_shot import OneShot
 from quarrel.triton_backend.elementwise import activation, embedding, norm, post_norm
@@ -26,7 +26,7 @@ from quarrel.triton_backend.experts import matvec as expert_matvec
 from quarrel.triton_backend.experts.host import is_hosted, on_host, pools_of
 from quarrel.triton_backend.formats.weights import Weights, device_bytes
 from quarrel.triton_backend.inputs import InputBuffer, most_items
-from quarrel.triton_backend.linear import lora, matvec
+from quarrel.triton_backend.linear import heads, lora, matvec
 from quarrel.triton_backend.plan import Plan
 from quarrel.triton_backend.recurrent import conv_scan2, mamba2_step, scan1
 from quarrel.triton_backend.runtime.arrays import DTYPES
@@ -36,8 +36,8 @@ from quarrel.triton_backend.sampling import logprobs, sample
 from quarrel.triton_backend.step import TritonStep
 
 FAMILIES = (
-    matvec, expert_matvec, paged, group, activation, embedding, encoder, experts, logprobs, lora, mamba2_step, norm,
-    conv_scan2, rope, route, sample, scan1,
+    matvec, expert_matvec, latent, paged, heads, group, activation, embedding, encoder, experts, logprobs, lora,
+    mamba2_step, norm, conv_scan2, rope, route, sample, scan1,
 )  # fmt: skip
 REGISTRY = Registry(
     "triton",

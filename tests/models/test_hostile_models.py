@@ -163,6 +163,16 @@ def test_a_vocabulary_beyond_the_embeddings_is_refused() -> None:
             load(file, dict(file.metadata) | {"llama.vocab_size": 385})
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "said"), [("expert_gating_func", 9, "1 .softmax"), ("attention.key_length_mla", None, "attn_kv_b")]
+)
+def test_a_router_or_an_attention_that_is_unknown_is_refused(key: str, value: object, said: str) -> None:
+    with GGUFFile.open(need_cases("deepseek2", "model-q4_0x.gguf")) as file:
+        keys = dict(file.metadata) | {f"deepseek2.{key}": value}
+        with pytest.raises(UnsupportedModel, match=f"{key} is .*{said}"):
+            load(file, {k: v for k, v in keys.items() if v is not None})
+
+
 def test_an_unknown_architecture_lists_what_runs(file: GGUFFile) -> None:
     with pytest.raises(UnsupportedModel, match="'clippy'; this version runs .*llama"):
         load(file, dict(file.metadata) | {"general.architecture": "clippy"})

@@ -15,8 +15,8 @@ from quarrel.models import ARCHITECTURES, EncoderSpec, Keys, ModelSpec, Tensors,
 from quarrel.models.feedforward import Experts
 from quarrel.models.rope import plain
 from quarrel.models.spec import Layer
-from quarrel.ops.contract import KVArrays, rel_error
-from quarrel.ops.reference import run_program
+from quarrel.ops.contract import rel_error
+from quarrel.ops.reference import empty_cache, run_program
 from quarrel.ops.step import StepInputs
 from tests.paths import CASE_SETS, need_cases
 
@@ -81,8 +81,7 @@ def forward(file: GGUFFile, spec: ModelSpec | EncoderSpec, ids: np.ndarray, cuts
     program = assemble(spec, tensors)
     blocks = -(-len(ids) // 16)
     # NaN, so that a key or a state that was never written cannot go unnoticed
-    caches = [np.full((blocks, 16, c.n_kv, c.head_dim), np.nan, np.float32) for c in program.caches]
-    pools = [KVArrays(np.nan_to_num(c), np.nan_to_num(c)) for c in caches]
+    pools = [empty_cache(c, blocks, 16, fill=np.nan) for c in program.caches]
     states = [np.full((2, *s.shape), np.nan, np.float32) for s in program.states]
     name = "logits" if "logits" in program.outputs else "hidden"
     bounds = (0, *cuts, len(ids))
@@ -142,6 +141,10 @@ def _one_rope(spec: ModelSpec, il: int) -> ModelSpec:
     return _mixers(spec, rope=spec.layers[il].mixer.rope)
 
 
+def _mixers(spec: ModelSpec, **change: object) -> ModelSpec:
+    return replace(spec, layers=tuple(replace(l, mixer=replace(l.mixer, **change)) for l in spec.layers))  # type: ignore[arg-type]
+
+
 def _experts(spec: ModelSpec, **change: object) -> ModelSpec:
     def changed(layer: Layer) -> Layer:
         return replace(layer, ffn=replace(layer.ffn, **change)) if isinstance(layer.ffn, Experts) else layer  # type: ignore[arg-type]
@@ -162,6 +165,9 @@ def _experts(spec: ModelSpec, **change: object) -> ModelSpec:
         pytest.param(("qwen3moe", "q4_0x"), lambda s: _experts(s, renormalise=False), id="top-k normalisation"),
         pytest.param(("nemotron_h_moe", "q4_0x"), lambda s: _experts(s, scale=1.0), id="expert scale"),
         pytest.param(("gptoss", "mxfp4-bf16"), lambda s: _experts(s, used=1), id="top-1 only"),
+        pytest.param(("deepseek2", "q4_0x"), lambda s: _experts(s, n_groups=1, groups_used=1), id="expert groups"),
+        pytest.param(("deepseek2", "q4_0x"), lambda s: _mixers(s, scale=64**-0.5), id="YaRN's scale of scores"),
+        pytest.param(("deepseek2_lite", "q4_0x"), lambda s: _experts(s, renormalise=True), id="weights as they are"),
         pytest.param(("smollm3", "q4_0x"), lambda s: _one_rope(s, 0), id="no layer without positions"),
         pytest.param(("olmo3", "q4_0x"), lambda s: _one_rope(s, 3), id="YaRN in all layers"),
         pytest.param(("hunyuan_dense", "q4_0x"), lambda s: _mixers(s, late_norm=False), id="norm before rope"),

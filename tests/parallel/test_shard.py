@@ -32,6 +32,8 @@ CASES = [
     ("nemotron_h_moe", "q4_0x", 2, "tensor"),
     ("granitehybrid", "q4_k_m", 2, "tensor"),
     ("granitehybrid", "q4_0x", 2, "layers"),
+    ("deepseek2", "q4_k_m", 2, "tensor"),
+    ("glm47flash", "q4_0x", 2, "layers"),
     ("mamba", "q4_0x", 2, "tensor"),
     ("mamba2", "q4_k_m", 2, "tensor"),
     ("cohere2", "q4_k_m", 2, "tensor"),

@@ -79,7 +79,7 @@ def test_ids_outside_the_table(backend: TritonBackend, id: int) -> None:
         (
             4,
             KVArrays(np.zeros((3, 16, 1, 64), np.float32), np.zeros((3, 16, 1, 64), np.float32)),
-            r"the cache holds \[1, 64\]",
+            r"the cache holds keys and values \[\[1, 64\], \[1, 64\]\]",
         ),
     ],
 )

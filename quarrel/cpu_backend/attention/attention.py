@@ -7,6 +7,8 @@ to float32 rows, once for all queries; then, in the order of positions,
     s = scale * q . k  (capped, masked)     m = max s     p = exp(s - m)     l = sum p     o = sum p v
     M' = max(M, m)      L = L exp(M - M') + l exp(m - M')      O = O exp(M - M') + o exp(m - M')
 
+Where scores read the values too (`latent`), these are rows of the key tile as well, behind the keys' own.
+
 Splits are cut at fixed positions and summed in order, so a query's result does not depend on its block or its batch.
 """
 
@@ -24,7 +26,7 @@ from quarrel.cpu_backend.runtime.abi import Fields, KernelDef
 from quarrel.cpu_backend.runtime.features import Level
 from quarrel.cpu_backend.runtime.ir import F32, I32, I64, Kernel, Val
 from quarrel.cpu_backend.runtime.vector import F32x16, exp, max_lanes, sum_lanes, tanh, transpose16
-from quarrel.ops.attention import ATTENTION
+from quarrel.ops.attention import ATTENTION, AttentionSpec
 from quarrel.ops.contract import Value
 from quarrel.ops.encode import ENCODE
 from quarrel.ops.program import Node
@@ -52,15 +54,15 @@ class Shape:
     kind: Kind = "float32"
     causal: bool = True
     """Otherwise keys and values are rows of the step itself, and every query sees all of its sequence's."""
+    latent: int = 0
 
     @property
-    def head_bytes(self) -> int:
-        return head_bytes(self.kind, self.dim)
+    def value_dim(self) -> int:
+        return self.latent or self.dim
 
     @property
-    def row_bytes(self) -> int:
-        """From one token's keys to the next one's in the same block."""
-        return self.n_kv * self.head_bytes
+    def query_dim(self) -> int:
+        return self.dim + self.latent
 
     @property
     def queries(self) -> int:
@@ -69,7 +71,12 @@ class Shape:
 
     @property
     def padded(self) -> int:
-        return -(-self.dim // 16) * 16
+        """Values of a query, in whole vectors; `latent` has them anyway."""
+        return -(-self.query_dim // 16) * 16
+
+    @property
+    def value_padded(self) -> int:
+        return -(-self.value_dim // 16) * 16
 
     @property
     def rows(self) -> int:
@@ -98,25 +105,13 @@ def plan(queries: int, causal: bool = True) -> KernelDef:
 
 def _scratch_layout(s: Shape) -> tuple[dict[str, int], int]:
     """Offsets of a chunk's working arrays, and their size in all."""
-    d, r = s.padded, s.rows
-    sizes = {"q": r * d, "k": d * SPLIT, "v": d * SPLIT, "p": r * SPLIT, "o": r * d, "m": r, "l": r, "a": r, "b": r}
+    d, v, r = s.padded, s.value_padded, s.rows
+    sizes = {"q": r * d, "k": d * SPLIT, "v": v * SPLIT, "p": r * SPLIT, "o": r * v, "m": r, "l": r, "a": r, "b": r}
     at, places = 0, {}
     for name, count in sizes.items():
         places[name] = at
         at += -(-4 * count // 64) * 64
     return places, at
-
-
-def _load_dims(k: Kernel, level: Level, s: Shape, at: Val, d: int) -> Val:
-    """Values d .. d + 15 of a cached vector as float32, zeros past head_dim."""
-    have = min(16, s.dim - d)
-    if have == 16:
-        return load(k, level, s.kind, at, s.dim, d)
-    buffer = k.stack(64)
-    k.store(k.zero(F32x16), buffer)
-    for i in range(have):
-        k.store(load(k, level, s.kind, at, s.dim, d + i, 1), buffer, 4 * i)
-    return k.load(buffer, F32x16)
 
 
 @dataclass(frozen=True)
@@ -127,6 +122,27 @@ class _Source:
     base: Val
     table: Val | None
     head: Val
+    dim: int
+
+    @property
+    def head_bytes(self) -> int:
+        return head_bytes(self.s.kind, self.dim)
+
+    @property
+    def row_bytes(self) -> int:
+        """From one token's head to the next one's in the same block."""
+        return self.s.n_kv * self.head_bytes
+
+    def load(self, k: Kernel, level: Level, at: Val, d: int) -> Val:
+        """Values d .. d + 15 of the vector there as float32, zeros past its end."""
+        have = min(16, self.dim - d)
+        if have == 16:
+            return load(k, level, self.s.kind, at, self.dim, d)
+        buffer = k.stack(64)
+        k.store(k.zero(F32x16), buffer)
+        for i in range(have):
+            k.store(load(k, level, self.s.kind, at, self.dim, d + i, 1), buffer, 4 * i)
+        return k.load(buffer, F32x16)
 
     def at(self, k: Kernel, key: Val) -> Val:
         """Address of the vector of the token at position `key`."""
@@ -135,7 +151,7 @@ class _Source:
         if self.table is not None:
             block = key.udiv(s.block_size)
             token = k.load(self.table + (block << 2), I32).to(I64) * s.block_size + (key - block * s.block_size)
-        return self.base + token * s.row_bytes + self.head * s.head_bytes
+        return self.base + token * self.row_bytes + self.head * self.head_bytes
 
     def sixteen(self, k: Kernel, key: Val, last: Val) -> list[Val]:
         """Addresses of tokens key .. key + 15, `key` being a multiple of 16; none is looked up beyond `last`."""
@@ -144,51 +160,52 @@ class _Source:
         # A cache block is whole memory; rows one after another end with the last.
         first = self.at(k, key)
         return [
-            first + (self.s.row_bytes * i if self.table is not None else k.minimum(last - key, i) * self.s.row_bytes)
+            first + (self.row_bytes * i if self.table is not None else k.minimum(last - key, i) * self.row_bytes)
             for i in range(16)
         ]
 
     def prefetch(self, k: Kernel, rows: list[Val]) -> None:
         for row in rows:
-            for line in range(0, self.s.head_bytes, 64):
+            for line in range(0, self.head_bytes, 64):
                 k.prefetch(row, line)
 
 
 def _unpack_keys(
     k: Kernel, level: Level, keys: _Source, values: _Source, start: Val, first: Val, count: Val, out: Val
 ) -> None:
-    """float32 keys `first`.. of a split as `[dim, SPLIT]`: sixteen at a time are transposed. Prefetches what is needed
-    next."""
-    s, last = keys.s, start + count - 1
+    """float32 keys `first`.. of a split as `[query_dim, SPLIT]`: sixteen at a time are transposed. Prefetches what is
+    needed next."""
+    last = start + count - 1
     with k.range(first, count, 16) as j:
         keys.prefetch(k, keys.sixteen(k, k.minimum(start + j + 16, last & -16), last))
         values.prefetch(k, values.sixteen(k, start + j, last))
-        rows = keys.sixteen(k, start + j, last)
-        for d in range(0, s.padded, 16):
-            columns = transpose16([_load_dims(k, level, s, row, d) for row in rows])
-            for i, column in enumerate(columns):
-                k.store(column, out + (j << 2), 4 * SPLIT * (d + i))
+        for source, below in ((keys, 0), (values, keys.dim))[: 2 if keys.s.latent else 1]:
+            rows = source.sixteen(k, start + j, last)
+            for d in range(0, source.dim, 16):
+                columns = transpose16([source.load(k, level, row, d) for row in rows])
+                for i, column in enumerate(columns):
+                    k.store(column, out + (j << 2), 4 * SPLIT * (below + d + i))
 
 
 def _unpack_values(k: Kernel, level: Level, values: _Source, start: Val, low: Val, count: Val, out: Val) -> None:
     """float32 values as `[SPLIT, dim]`, whole steps of KEYS; rows before `low` and from `count` on, which no query sees,
     are zero, whatever the cache holds."""
-    s = values.s
+    padded = values.s.value_padded
     with k.range(low, count) as j:
         row = values.at(k, start + j)
-        for d in range(0, s.padded, 16):
-            k.store(_load_dims(k, level, s, row, d), out + j * (4 * s.padded), 4 * d)
+        for d in range(0, padded, 16):
+            k.store(values.load(k, level, row, d), out + j * (4 * padded), 4 * d)
     for first, end in ((low & -KEYS, low), (count, (count + KEYS - 1) & -KEYS)):
         with k.range(first, end) as j:
-            for d in range(0, s.padded, 16):
-                k.store(k.zero(F32x16), out + j * (4 * s.padded), 4 * d)
+            for d in range(0, padded, 16):
+                k.store(k.zero(F32x16), out + j * (4 * padded), 4 * d)
 
 
 def _scores(k: Kernel, s: Shape, q: Val, keys: Val, p: Val, rows: int, first: Val, last: Val) -> None:
     """p[r, j] = q[r] . k[j] for `rows` rows and keys first .. last - 1, whole steps of KEYS."""
     with k.range(first, last, KEYS) as j:
         acc = [[k.var(k.zero(F32x16)) for _ in range(KEYS // 16)] for _ in range(rows)]
-        with k.range(0, s.dim) as d:
+        with k.range(0, s.query_dim) as d:
             at = keys + d * (4 * SPLIT) + (j << 2)
             columns = [k.load(at, F32x16, 64 * v) for v in range(KEYS // 16)]
             for r in range(rows):
@@ -237,11 +254,11 @@ def _merge(k: Kernel, at_m: Val, at_l: Val, at_a: Val, at_b: Val, m: Val, total:
 
 def _weigh_values(k: Kernel, s: Shape, p: Val, v: Val, o: Val, a: Val, b: Val, rows: int, first: Val, last: Val) -> None:
     """O = O a + (sum_j p[j] v[j]) b for `rows` rows, up to 64 dimensions at a time."""
-    for d0 in range(0, s.padded, 64):
-        width = min(4, (s.padded - d0) // 16)
+    for d0 in range(0, s.value_padded, 64):
+        width = min(4, (s.value_padded - d0) // 16)
         acc = [[k.var(k.zero(F32x16)) for _ in range(width)] for _ in range(rows)]
         with k.range(first, last) as j:
-            at = v + j * (4 * s.padded)
+            at = v + j * (4 * s.value_padded)
             values = [k.load(at, F32x16, 4 * d0 + 64 * i) for i in range(width)]
             for r in range(rows):
                 weight = k.splat(k.load(p + (j << 2), F32, 4 * SPLIT * r), 16)
@@ -250,7 +267,7 @@ def _weigh_values(k: Kernel, s: Shape, p: Val, v: Val, o: Val, a: Val, b: Val, r
         for r in range(rows):
             old, new = (k.splat(k.load(x, F32, 4 * r), 16) for x in (a, b))
             for i in range(width):
-                at_o = 4 * (s.padded * r + d0 + 16 * i)
+                at_o = 4 * (s.value_padded * r + d0 + 16 * i)
                 k.store(k.load(o, F32x16, at_o) * old + acc[r][i].v * new, o, at_o)
 
 
@@ -275,9 +292,9 @@ def _sources(k: Kernel, s: Shape, a: Fields, seq: Val, head: Val) -> tuple[_Sour
     """Keys and values of a sequence for one head."""
     if s.causal:
         table = a.block_table + seq * (a.live_blocks << 2)
-        return _Source(s, a.k_cache, table, head), _Source(s, a.v_cache, table, head)
-    skipped = k.load(a.query_start + (seq << 2), I32).to(I64) * s.row_bytes
-    return _Source(s, a.k_cache + skipped, None, head), _Source(s, a.v_cache + skipped, None, head)
+        return _Source(s, a.k_cache, table, head, s.dim), _Source(s, a.v_cache, table, head, s.value_dim)
+    skipped = k.load(a.query_start + (seq << 2), I32).to(I64) * (s.n_kv * head_bytes(s.kind, s.dim))
+    return _Source(s, a.k_cache + skipped, None, head, s.dim), _Source(s, a.v_cache + skipped, None, head, s.dim)
 
 
 def _visible(k: Kernel, s: Shape, a: Fields, seq: Val, position: Val, queries: Val) -> tuple[Val, Val]:
@@ -293,7 +310,7 @@ def attention(s: Shape, level: Level) -> KernelDef:
     """Chunk c is head c % n_kv of a planned item, the last item first (under a causal mask it has the most keys)."""
     places, scratch_bytes = _scratch_layout(s)
     at_q, at_k, at_v, at_p, at_o, at_m, at_l, at_a, at_b = places.values()
-    d_bytes = 4 * s.padded
+    q_bytes, o_bytes = 4 * s.padded, 4 * s.value_padded
     heads = s.group * s.n_kv
     widest = 4 if level.registers >= 32 else 2
 
@@ -304,15 +321,15 @@ def attention(s: Shape, level: Level) -> KernelDef:
         rows = queries * s.group
         keys, values = _sources(k, s, a, seq, head)
 
-        def place(r: Val, x: Val) -> Val:
+        def place(r: Val, x: Val, dim: int) -> Val:
             """Address of row r (query r // group, head r % group) in an array `[T, heads, dim]`."""
             query = r.udiv(s.group)
-            return x + (((first_row + query) * heads + head * s.group + (r - query * s.group)) * (4 * s.dim))
+            return x + (((first_row + query) * heads + head * s.group + (r - query * s.group)) * (4 * dim))
 
         with k.range(0, rows) as r:
-            source, to, o = place(r, a.q), scratch + at_q + r * d_bytes, scratch + at_o + r * d_bytes
-            _scaled_copy(k, s.dim, source, to, k.f32(s.scale))
-            for d in range(0, s.padded, 16):
+            source, to, o = place(r, a.q, s.query_dim), scratch + at_q + r * q_bytes, scratch + at_o + r * o_bytes
+            _scaled_copy(k, s.query_dim, source, to, k.f32(s.scale))
+            for d in range(0, s.value_padded, 16):
                 k.store(k.zero(F32x16), o, 4 * d)
             k.store(k.f32(-math.inf), scratch + (r << 2), at_m)
             k.store(k.f32(0.0), scratch + (r << 2), at_l)
@@ -326,7 +343,7 @@ def attention(s: Shape, level: Level) -> KernelDef:
 
             def score(r: Val, n: int) -> None:
                 _scores(
-                    k, s, scratch + at_q + r * d_bytes, scratch + at_k, scratch + at_p + r * (4 * SPLIT), n, first, last
+                    k, s, scratch + at_q + r * q_bytes, scratch + at_k, scratch + at_p + r * (4 * SPLIT), n, first, last
                 )
 
             _by_rows(k, rows, widest, score)
@@ -337,7 +354,7 @@ def attention(s: Shape, level: Level) -> KernelDef:
                 _merge(k, *(scratch + (r << 2) + x for x in (at_m, at_l, at_a, at_b)), m, total)
 
             def weigh(r: Val, n: int) -> None:
-                p, o = scratch + at_p + r * (4 * SPLIT), scratch + at_o + r * d_bytes
+                p, o = scratch + at_p + r * (4 * SPLIT), scratch + at_o + r * o_bytes
                 factors = (scratch + (r << 2) + x for x in (at_a, at_b))
                 _weigh_values(k, s, p, scratch + at_v, o, *factors, n, first, last)
 
@@ -351,8 +368,8 @@ def attention(s: Shape, level: Level) -> KernelDef:
                 factor = exp(k, m - top)
                 total = total * factor + exp(k, sink - top)
             inverse = k.select(total > 0.0, factor / total, 0.0)
-            to, o = place(r, a.y), scratch + at_o + r * d_bytes
-            _scaled_copy(k, s.dim, o, to, inverse)
+            to, o = place(r, a.y, s.value_dim), scratch + at_o + r * o_bytes
+            _scaled_copy(k, s.value_dim, o, to, inverse)
 
     paged = ("block_table", "live_blocks", "sinks") if s.causal else ("query_start",)
     fields = ("q", "y", "k_cache", "v_cache", "items", "live_items", *paged)
@@ -381,7 +398,7 @@ def build_attention(e: Lowering, node: Node) -> None:
     q, query_start, kv_len, block_table, cache, *sinks = node.inputs
     arrays = e.caches[cache.layer]
     group, block_size = s.n_heads // s.n_kv, arrays.k.shape[1]
-    shape = Shape(group, s.n_kv, s.head_dim, block_size, s.scale, s.window, s.cap, s.sinks, arrays.kind)
+    shape = Shape(group, s.n_kv, s.head_dim, block_size, s.scale, s.window, s.cap, s.sinks, arrays.kind, latent=s.latent)
     items, count = _query_blocks(e, shape.queries, query_start, kv_len)
     table = {"block_table": block_table, "live_blocks": e.plan.live("B"), "sinks": sinks[0] if sinks else None}
     kernel = attention(shape, e.plan.level)
@@ -396,7 +413,13 @@ def build_encode(e: Lowering, node: Node) -> None:
     e.stage(attention(shape, e.plan.level), count, times=s.n_heads, q=q, y=y, **rows, items=items, live_items=Live(count))
 
 
+def _accepts(s: AttentionSpec) -> str | None:
+    if s.latent and (s.head_dim % 16 or s.latent % 16):
+        return f"needs whole vectors of 16 where scores read the values, got keys of {s.head_dim} and {s.latent} values"
+    return None
+
+
 IMPLEMENTATIONS = (
-    Implementation(ATTENTION, "paged flash", build_attention),
+    Implementation(ATTENTION, "paged flash", build_attention, _accepts),
     Implementation(ENCODE, "flash", build_encode),
 )

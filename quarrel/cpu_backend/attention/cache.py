@@ -49,21 +49,22 @@ def new_cache(layer: KVLayer, blocks: int, block_size: int, kind: Kind, values: 
     """Zeroed (so that memory is only taken when written), or filled."""
     shape = (blocks, block_size, layer.n_kv)
 
-    def array(x: Array | None) -> np.ndarray:
+    def array(x: Array | None, dim: int) -> np.ndarray:
         if kind in TOP:
-            out = np.zeros((*shape, head_bytes(kind, layer.head_dim)), np.uint8)
+            out = np.zeros((*shape, head_bytes(kind, dim)), np.uint8)
             if x is not None:
-                out[..., : layer.head_dim], scale = encode(x, kind)  # type: ignore[arg-type]
-                out[..., layer.head_dim :] = scale[..., None].view(np.uint8)
+                out[..., :dim], scale = encode(x, kind)  # type: ignore[arg-type]
+                out[..., dim:] = scale[..., None].view(np.uint8)
             return out
         plain = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}[kind]
-        out = np.zeros((*shape, layer.head_dim), plain)
+        out = np.zeros((*shape, dim), plain)
         if x is not None:
             with np.errstate(over="ignore"):
                 out[...] = stored(x, "bfloat16").view(np.uint32) >> 16 if kind == "bfloat16" else x
         return out
 
-    return Cache(array(values.k if values else None), array(values.v if values else None), kind)
+    k, v = (values.k, values.v) if values else (None, None)
+    return Cache(array(k, layer.head_dim), array(v, layer.value_dim), kind)
 
 
 def to_host(cache: Cache, type: KVType) -> KVArrays:

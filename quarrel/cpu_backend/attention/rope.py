@@ -132,11 +132,10 @@ def kv_append(level: Level, kind: Kind) -> KernelDef:
 
     def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
         slot = k.load(a.slots + (chunk << 2), I32).to(I64)
-        row = chunk * (a.heads * a.dim << 2)
-        for x, cache in ((a.k, a.k_cache), (a.v, a.v_cache)):
-            _append(k, level, kind, a.heads, a.dim, x + row, cache, slot)
+        for x, cache, dim in ((a.k, a.k_cache, a.dim), (a.v, a.v_cache, a.value_dim)):
+            _append(k, level, kind, a.heads, dim, x + chunk * (a.heads * dim << 2), cache, slot)
 
-    fields = ("k", "v", "slots", "k_cache", "v_cache", "heads", "dim")
+    fields = ("k", "v", "slots", "k_cache", "v_cache", "heads", "dim", "value_dim")
     return KernelDef(f"kv_append/{kind}", fields, body)
 
 
@@ -169,7 +168,9 @@ def build_rope(e: Lowering, node: Node) -> None:
 def build_kv_append(e: Lowering, node: Node) -> None:
     s, (k, v, slots, cache) = node.spec, node.inputs
     kernel = kv_append(e.plan.level, e.caches[cache.layer].kind)
-    e.stage(kernel, k, k=k, v=v, slots=slots, heads=s.n_kv, dim=s.head_dim, **e.cache(cache))
+    e.stage(
+        kernel, k, k=k, v=v, slots=slots, heads=s.n_kv, dim=s.head_dim, value_dim=s.latent or s.head_dim, **e.cache(cache)
+    )
 
 
 def build_rope_append(e: Lowering, node: Node) -> None:

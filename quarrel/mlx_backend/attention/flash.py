@@ -25,7 +25,7 @@ ROWS = 32
 """Queries times heads of a threadgroup."""
 LARGEST_HEAD = 256
 
-_HEADER = (
+HEADER = (
     WIDE
     + CACHED
     + """
@@ -176,7 +176,7 @@ _FLASH = Kernel(
     ("q", "keys", "values", "query_start", "kv_len", "table", "sinks", "single", "numbers"),
     ("y",),
     _SOURCE,
-    _HEADER,
+    HEADER,
 )
 
 

@@ -137,7 +137,7 @@ _SINGLE = Kernel(
 )
 
 # A SIMD-group a head: the lanes find the best of all splits, then each adds up its values of D.
-_COMBINE = Kernel(
+COMBINE = Kernel(
     "quarrel_attend_combine",
     ("part", "top_sum", "query_start", "kv_len", "sinks"),
     ("y",),
@@ -220,7 +220,7 @@ def build_attention(site: Site, node: Node) -> Launch:
         )
         weights = numbers if sinks is None else sinks
         inputs, groups = [part, top_sum, query_start, kv_len, weights], (cdiv(heads, 4), seqs)
-        (y,) = _COMBINE(inputs, [q.shape], [site.act], groups, (128,), combine)
+        (y,) = COMBINE(inputs, [q.shape], [site.act], groups, (128,), combine)
         return y
 
     def run(
@@ -236,6 +236,8 @@ def build_attention(site: Site, node: Node) -> Launch:
 
 
 def _accepts(spec: AttentionSpec) -> str | None:
+    if spec.latent:
+        return f"needs values of their own, got {spec.latent} that are a key's too"
     return refuses(spec.n_heads, spec.n_kv, spec.head_dim)
 
 

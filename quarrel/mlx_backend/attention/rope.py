@@ -138,8 +138,7 @@ def build_rope_append(site: Site, node: Node) -> Launch:
 
 
 def _append(spec: KVAppendSpec, batch: Batch, k: mx.array, v: mx.array, slots: mx.array, cache: Cache) -> Cache:
-    shape = (k.shape[0], spec.n_kv, spec.head_dim)
-    k, v = (encoded(a.reshape(shape), batch.kv_cache) for a in (k, v))
+    k, v = (encoded(a.reshape(a.shape[0], spec.n_kv, -1), batch.kv_cache) for a in (k, v))
     return Cache(put_rows(cache.k, slots, k), put_rows(cache.v, slots, v))
 
 

@@ -14,15 +14,15 @@ import numpy as np
 from quarrel.errors import RequestError, UnsupportedOp
 from quarrel.mlx_backend.runtime.launch import Cache
 from quarrel.ops.contract import Array, Compute, KVArrays
-from quarrel.ops.kv import KVType, decode, encode, head_bytes, scaled
+from quarrel.ops.kv import KVType, decode, encode, scaled
 from quarrel.ops.program import KVLayer, StateLayer
 from quarrel.ops.step import Limits
 
 
 def cache_bytes(layers: Sequence[KVLayer], limits: Limits, dtype: mx.Dtype) -> int:
     """Device bytes of all layers."""
-    rows = 2 * limits.n_blocks * limits.block_size
-    return sum(rows * c.n_kv * head_bytes(limits.kv_cache, c.head_dim, dtype.size) for c in layers)
+    rows = limits.n_blocks * limits.block_size
+    return rows * sum(c.row_bytes(limits.kv_cache, dtype.size) for c in layers)
 
 
 def refuse_type(type: KVType, compute: Compute) -> None:
@@ -35,9 +35,9 @@ def refuse_type(type: KVType, compute: Compute) -> None:
 def allocate(layer: KVLayer, limits: Limits, dtype: mx.Dtype) -> Cache:
     """Zeroed."""
     codes = scaled(limits.kv_cache)
-    shape = (limits.n_blocks * limits.block_size, layer.n_kv, layer.head_dim + (4 if codes else 0))
-    kept = mx.uint8 if codes else dtype
-    return Cache(mx.zeros(shape, kept), mx.zeros(shape, kept))
+    shape = (limits.n_blocks * limits.block_size, layer.n_kv)
+    kept, more = (mx.uint8, 4) if codes else (dtype, 0)
+    return Cache(*(mx.zeros((*shape, dim + more), kept) for dim in (layer.head_dim, layer.value_dim)))
 
 
 def allocate_state(layer: StateLayer, slots: int) -> mx.array:

@@ -51,7 +51,7 @@ def attend(b: Builder, block: Block, a: Attention, h: Value, cache: CacheRef) ->
             q, k = _normed(b, block, a, *rotated)
             kv_append(b, KVAppendSpec(a.n_kv, a.head_dim), k, v, cache)
         else:
-            q = rope_append(b, RopeAppendSpec(*heads), q, k, v, freq, cache)
+            q = rope_append(b, RopeAppendSpec(heads[0], heads[1]), q, k, v, freq, cache)
     sinks = block.vector("attn_sinks.weight", a.n_heads) if a.sinks else None
     spec = AttentionSpec(a.n_heads, a.n_kv, a.head_dim, a.scale, a.window, a.cap, a.sinks)
     return attention(b, spec, q, cache, sinks), block.linear("attn_output", block.n_embd, a.n_heads * a.head_dim)

@@ -338,6 +338,8 @@ def build_attention(site: Site, node: Node) -> Launch:
 
 
 def _accepts(spec: AttentionSpec) -> str | None:
+    if spec.latent:
+        return f"needs values of their own, got {spec.latent} that are a key's too"
     if spec.head_dim > MAX_HEAD_DIM:
         return f"needs head_dim up to {MAX_HEAD_DIM}, got {spec.head_dim}"
     if spec.n_heads % spec.n_kv:

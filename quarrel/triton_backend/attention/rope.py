@@ -153,10 +153,11 @@ def rope_rows(y, x, positions, freq, magnitude, tokens, S: tl.constexpr, R: tl.c
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def append_rows(cache, k, v, slots, tokens, S: tl.constexpr, R: tl.constexpr):
-    """Copies keys and values into the cache (`records.Keys`); a program takes R pairs of a token and a key head.
+def append_rows(cache, k, v, slots, tokens, S: tl.constexpr, V: tl.constexpr, R: tl.constexpr):
+    """Copies keys and values into the cache (`records.Keys`); a program takes R pairs of a token and a key head. S and V
+    are the shapes of keys and of values.
 
-    k, v   act `[tokens, S.KV_HEADS * S.DIM]`
+    k, v   act `[tokens, S.KV_HEADS * S.DIM]`, of V.DIM for values
     slots  int32 `[tokens]`, block * block_size + offset
     """
     KV_HEADS: tl.constexpr = S.KV_HEADS
@@ -166,15 +167,17 @@ def append_rows(cache, k, v, slots, tokens, S: tl.constexpr, R: tl.constexpr):
     target = cache_row(tl.load(slots + token, mask=ok, other=0).to(tl.int64), head, KV_HEADS, SIZE)
     if S.KIND == "plain":
         _copy(cache.k, k, row, target, ok, S)
-        _copy(cache.v, v, row, target, ok, S)
+        _copy(cache.v, v, row, target, ok, V)
     else:
         _copy_to_codes(cache.k, cache.k_scale, k, row, target, ok, S)
-        _copy_to_codes(cache.v, cache.v_scale, v, row, target, ok, S)
+        _copy_to_codes(cache.v, cache.v_scale, v, row, target, ok, V)
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def rope_append_rows(y, cache, q, rotation, tokens, S: tl.constexpr, R: tl.constexpr, PDL: tl.constexpr):
-    """Rotates queries into y, and keys into the cache beside values.
+def rope_append_rows(
+    y, cache, q, rotation, tokens, S: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """Rotates queries into y, and keys into the cache beside values; S, K and V are the shapes of a head of each.
 
     Grid (pairs of a token and a head / R, 3); the second axis is the role: queries, keys, values. `cache` and `rotation`
     are `records.Keys` and `records.Rotation`.
@@ -197,23 +200,28 @@ def rope_append_rows(y, cache, q, rotation, tokens, S: tl.constexpr, R: tl.const
         if role == 1:
             if S.KIND == "plain":
                 _rotate(
-                    cache.k, rotation.k, rotation.positions, rotation.freq, rotation.k_magnitude, token, row, target, ok, S
+                    cache.k, rotation.k, rotation.positions, rotation.freq, rotation.k_magnitude, token, row, target, ok, K
                 )
             else:
                 _rotate_to_codes(
                     cache.k, cache.k_scale, rotation.k, rotation.positions, rotation.freq, rotation.k_magnitude, token, row,
-                    target, ok, S,
+                    target, ok, K,
                 )  # fmt: skip
         elif S.KIND == "plain":
-            _copy(cache.v, rotation.v, row, target, ok, S)
+            _copy(cache.v, rotation.v, row, target, ok, V)
         else:
-            _copy_to_codes(cache.v, cache.v_scale, rotation.v, row, target, ok, S)
+            _copy_to_codes(cache.v, cache.v_scale, rotation.v, row, target, ok, V)
 
 
 def _shape(spec: RopeSpec, heads: int, n_kv: int, size: int, kind: str = "plain") -> RopeShape:
     half, rest = power_of_two(spec.half), power_of_two(spec.head_dim - spec.n_rot)
     wide = power_of_two(spec.head_dim)
     return RopeShape(heads, n_kv, size, spec.style == "neox", spec.head_dim, spec.n_rot, half, rest, wide, kind)
+
+
+def _copied(n_kv: int, cache: Cache, dim: int) -> RopeShape:
+    """Of heads that are not rotated."""
+    return RopeShape(0, n_kv, cache.block_size, False, dim, 0, 1, 1, power_of_two(dim), cache.kind)
 
 
 def _rows_each(head_dim: int) -> int:
@@ -245,14 +253,15 @@ def build_kv_append(site: Site, node: Node) -> Launch:
     cache = site.cache(node.inputs[3])  # type: ignore[arg-type]
     n_kv, dim = node.spec.n_kv, node.spec.head_dim
     axis, _ = dims(node.inputs[0])  # type: ignore[arg-type]
-    rows, into = _rows_each(dim), Keys(cache.k, cache.v, *cache.both_scales)
-    shape = RopeShape(0, n_kv, cache.block_size, False, dim, 0, 1, 1, power_of_two(dim), cache.kind)
+    value_dim = node.spec.latent or dim
+    rows, into = _rows_each(max(dim, value_dim)), Keys(cache.k, cache.v, *cache.both_scales)
+    shape, values = (_copied(n_kv, cache, d) for d in (dim, value_dim))
 
     def run(batch: Batch) -> None:
         count = batch.count(axis)
         site.launch(
             append_rows, (cdiv(count * n_kv, rows),), cache=into, k=k.tensor, v=v.tensor, slots=slots.tensor, tokens=count,
-            S=shape, R=rows,
+            S=shape, V=values, R=rows,
         )  # fmt: skip
 
     return run
@@ -269,7 +278,9 @@ def build_rope_append(site: Site, node: Node) -> Launch:
     axis, _ = dims(node.outputs[0])
     rows = _rows_each(spec.q.head_dim)
     heads, into = max(spec.q.n_heads, spec.k.n_heads), Keys(cache.k, cache.v, *cache.both_scales)
-    shape = _shape(spec.q, spec.q.n_heads, spec.k.n_heads, cache.block_size, cache.kind)
+    sizes = (spec.q.n_heads, spec.k.n_heads, cache.block_size, cache.kind)
+    shape, keys = _shape(spec.q, *sizes), _shape(spec.k, *sizes)
+    values = _copied(spec.k.n_heads, cache, spec.latent) if spec.latent else shape
     left = joined(site, node.outputs[0], cache) is not None
 
     def run(batch: Batch) -> None:
@@ -279,7 +290,7 @@ def build_rope_append(site: Site, node: Node) -> Launch:
         rotation = Rotation(k.tensor, v.tensor, positions.tensor, table, slots.tensor, spec.q.magnitude, spec.k.magnitude)
         site.launch(
             rope_append_rows, (cdiv(count * heads, rows), 3), y=target.tensor, cache=into, q=q.tensor, rotation=rotation,
-            tokens=count, S=shape, R=rows, early=starts_early(site),
+            tokens=count, S=shape, K=keys, V=values, R=rows, early=starts_early(site),
         )  # fmt: skip
 
     return run
@@ -315,7 +326,7 @@ def joined(site: Site, value: Value, cache: Cache) -> Node | None:
 
 def _accepts_append(spec: RopeAppendSpec) -> str | None:
     def shape(s: RopeSpec) -> tuple[str, int, int]:
-        return s.style, s.head_dim, s.n_rot
+        return s.style, s.head_dim - (spec.latent if s is spec.q else 0), s.n_rot
 
     if shape(spec.q) != shape(spec.k):
         return f"needs query and key rotated alike, got {shape(spec.q)} and {shape(spec.k)}"

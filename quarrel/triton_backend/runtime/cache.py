@@ -13,7 +13,7 @@ import torch
 
 from quarrel.errors import RequestError
 from quarrel.ops.contract import KVArrays
-from quarrel.ops.kv import KVType, decode, encode, head_bytes, scaled
+from quarrel.ops.kv import KVType, decode, encode, scaled
 from quarrel.ops.program import KVLayer, StateLayer
 from quarrel.triton_backend.runtime.arrays import Cache
 
@@ -30,19 +30,19 @@ def dtype_of(type: KVType, act: torch.dtype) -> torch.dtype:
 
 def cache_bytes(layers: Sequence[KVLayer], n_blocks: int, block_size: int, type: KVType, act: torch.dtype) -> int:
     """Device bytes of all layers; `act` is what the step computes in."""
-    rows = 2 * (n_blocks + 1) * block_size
-    return sum(rows * c.n_kv * head_bytes(type, c.head_dim, act.itemsize) for c in layers)
+    return (n_blocks + 1) * block_size * sum(c.row_bytes(type, act.itemsize) for c in layers)
 
 
 def allocate(
     layer: KVLayer, n_blocks: int, block_size: int, act: torch.dtype, device: torch.device, type: KVType = "auto"
 ) -> Cache:
     """Zeroed, so that a key which is masked can never be a NaN left in memory."""
-    shape = (n_blocks + 1, layer.n_kv, block_size, layer.head_dim)
-    k, v = (torch.zeros(shape, dtype=dtype_of(type, act), device=device) for _ in range(2))
+    shape = (n_blocks + 1, layer.n_kv, block_size)
+    dims = (layer.head_dim, layer.value_dim)
+    k, v = (torch.zeros((*shape, dim), dtype=dtype_of(type, act), device=device) for dim in dims)
     if not scaled(type):
         return Cache(k, v)
-    return Cache(k, v, type, tuple(torch.zeros(shape[:3], dtype=torch.float32, device=device) for _ in range(2)))
+    return Cache(k, v, type, tuple(torch.zeros(shape, dtype=torch.float32, device=device) for _ in range(2)))
 
 
 def allocate_state(layer: StateLayer, slots: int, device: torch.device) -> torch.Tensor:
@@ -52,8 +52,8 @@ def allocate_state(layer: StateLayer, slots: int, device: torch.device) -> torch
 
 def from_host(arrays: KVArrays, dtype: torch.dtype, device: torch.device) -> Cache:
     """A cache with the contract's `[C, block_size, n_kv, head_dim]` contents, and the padding block."""
-    blocks, size, n_kv, dim = arrays.k.shape
-    made = allocate(KVLayer(n_kv, dim), blocks, size, dtype, device, arrays.type)
+    blocks, size = arrays.k.shape[:2]
+    made = allocate(KVLayer.of(arrays), blocks, size, dtype, device, arrays.type)
     for i, (target, source) in enumerate(((made.k, arrays.k), (made.v, arrays.v))):
         values = np.ascontiguousarray(source)
         if made.scales:

@@ -1,0 +1,334 @@
+"""Attention over compressed keys that all heads share, and that are the values too (`AttentionSpec.latent`).
+
+Heads are rows of the products: a tile of rows meets a tile of keys that is loaded once, for scores and for values. A
+sequence with one new token is cut into splits of its keys (`splits.py`), which `combine_latent` adds, a program to a head;
+one with more walks all its keys in one program for each tile of rows, masking only tiles that the diagonal cuts. Softmax
+and sums are float32, powers of two with log2(e) in the scale.
+
+    bytes      RANK + DIM values a key (1152 for DeepSeek's 512 + 64 in 16 bits), once for each 64 heads
+    registers  a float32 sum of RANK columns a row: 128 a thread for 64 rows of 512 in 8 warps, 64 for 16 rows in 4
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from quarrel.ops.attention import ATTENTION, AttentionSpec
+from quarrel.ops.contract import Compute
+from quarrel.ops.program import Node
+from quarrel.ops.registry import Implementation
+from quarrel.triton_backend.attention.decode import LOG2E, find
+from quarrel.triton_backend.attention.kv_codes import TL_TYPES, as_values
+from quarrel.triton_backend.attention.records import Keys, Partial, Sequences
+from quarrel.triton_backend.attention.splits import MOST_SPLITS, PLACES, split_keys, split_of
+from quarrel.triton_backend.runtime.launch import cdiv, power_of_two
+from quarrel.triton_backend.runtime.site import Batch, Launch, Site, starts_early
+
+_MOST: tl.constexpr = tl.constexpr(MOST_SPLITS)
+
+
+class LatentShape(NamedTuple):
+    """Constants of a layer."""
+
+    HEADS: int
+    DIM: int
+    """Of the key that is rotated."""
+    RANK: int
+    """Of the compressed vector."""
+    SIZE: int
+    """Keys of a block."""
+    KIND: str
+    """As in `records.Shape`."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """`rows` of heads, or of queries and heads, by `keys`."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+@triton.jit
+def _add_keys(
+    sums, q_key, q_rest, cache, p_table, position, start, stop, n_keys, scale, S: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASK: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Adds keys start to stop; MASK for tiles of which some row [M] sees only a part: keys up to its position, and below
+    n_keys."""
+    acc, top, total = sums
+    SIZE: tl.constexpr = S.SIZE
+    KIND: tl.constexpr = S.KIND
+    d = tl.arange(0, S.DIM)
+    r = tl.arange(0, S.RANK)
+    for begin in range(start, stop, BLOCK_N):
+        key = begin + tl.arange(0, BLOCK_N)
+        if MASK:
+            key_ok = key < n_keys
+            at = tl.load(p_table + key // SIZE, mask=key_ok, other=0).to(tl.int64) * SIZE + key % SIZE  # [BLOCK_N]
+            b_k = tl.load(cache.k + at[:, None] * S.DIM + d[None, :], mask=key_ok[:, None], other=0)
+            b_v = tl.load(cache.v + at[:, None] * S.RANK + r[None, :], mask=key_ok[:, None], other=0)
+        else:
+            at = tl.load(p_table + key // SIZE).to(tl.int64) * SIZE + key % SIZE
+            b_k = tl.load(cache.k + at[:, None] * S.DIM + d[None, :])
+            b_v = tl.load(cache.v + at[:, None] * S.RANK + r[None, :])
+        v = as_values(b_v, KIND, COMPUTE)
+        products = tl.dot(q_key, tl.trans(as_values(b_k, KIND, COMPUTE)), input_precision="ieee")  # [M, BLOCK_N]
+        if KIND == "plain":
+            products = tl.dot(q_rest, tl.trans(v), products, input_precision="ieee")
+        else:
+            if MASK:
+                k_scale = tl.load(cache.k_scale + at, mask=key_ok, other=0.0)
+                v_scale = tl.load(cache.v_scale + at, mask=key_ok, other=0.0)
+            else:
+                k_scale, v_scale = tl.load(cache.k_scale + at), tl.load(cache.v_scale + at)
+            rest = tl.dot(q_rest, tl.trans(v), input_precision="ieee")
+            products = products * k_scale[None, :] + rest * v_scale[None, :]
+        if MASK:
+            seen = (key[None, :] <= position[:, None]) & key_ok[None, :]
+            products = tl.where(seen, products, float("-inf"))
+        # The scale is positive, so it may follow the maximum, where it is one operation with the difference.
+        new_top = tl.maximum(top, tl.max(products, 1) * scale)
+        base = new_top
+        if MASK:
+            # A row that has seen no key yet keeps -inf; zero in its place leaves every power zero.
+            base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        p = tl.exp2(products * scale - base[:, None])
+        fade = tl.exp2(top - base)
+        total = total * fade + tl.sum(p, 1)
+        if KIND != "plain":
+            p = p * v_scale[None, :]
+        acc = tl.dot(p.to(COMPUTE), v, acc * fade[:, None], input_precision="ieee")
+        top = new_top
+    return acc, top, total
+
+
+@triton.jit
+def _queries(q, row, row_ok, S: tl.constexpr, COMPUTE: tl.constexpr):
+    """What meets a key's rotated part [M, DIM], and what meets its compressed one [M, RANK]."""
+    p_q = q + row[:, None] * (S.DIM + S.RANK)
+    d = tl.arange(0, S.DIM)
+    r = tl.arange(0, S.RANK)
+    q_key = tl.load(p_q + d[None, :], mask=row_ok[:, None], other=0.0).to(COMPUTE)
+    return q_key, tl.load(p_q + S.DIM + r[None, :], mask=row_ok[:, None], other=0.0).to(COMPUTE)
+
+
+@triton.jit
+def _no_sums(M: tl.constexpr, RANK: tl.constexpr):
+    acc = tl.zeros([M, RANK], tl.float32)
+    return acc, tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
+
+
+@triton.jit(do_not_specialize=["seqs"])
+def attend_latent_one(
+    out, partial, q, cache, sequences, item_start, seqs, scale, S: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, COMPUTE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Sequences with one new token; a program takes a split of one sequence's keys, for BLOCK_M heads.
+
+    Grid (items, tiles of heads). Records are those of `records.py`, with keys `[blocks, 1, block_size, DIM]` and values
+    `[.., RANK]`; sums of `partial` are RANK wide.
+
+    out         act `[T, heads * RANK]`, of sequences with one split
+    q           act `[T, heads * (DIM + RANK)]`, rotated
+    item_start  int32 `[S + 1]`, where each sequence's items begin
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    item = tl.program_id(0)
+    seq = find(item_start, seqs, item, 1)
+    first_item = tl.load(item_start + seq)
+    splits = tl.load(item_start + seq + 1) - first_item
+    if item - first_item >= splits:
+        return
+    n_keys = tl.load(sequences.kv_len + seq)
+    split = split_of(n_keys, SPLIT, _MOST)
+    start = (item - first_item) * split
+    stop = tl.minimum(n_keys, start + split)
+    p_table = sequences.table + seq.to(tl.int64) * tl.load(sequences.table_width)
+    head = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    head_ok = head < S.HEADS
+    token = tl.load(sequences.query_start + seq).to(tl.int64)
+    row = token * S.HEADS + head
+    q_key, q_rest = _queries(q, row, head_ok, S, COMPUTE)
+    whole = start + (stop - start) // BLOCK_N * BLOCK_N
+    position = head * 0 + n_keys - 1
+    sums = _no_sums(BLOCK_M, S.RANK)
+    sums = _add_keys(
+        sums, q_key, q_rest, cache, p_table, position, start, whole, n_keys, scale, S, BLOCK_N, False, COMPUTE
+    )  # fmt: skip
+    acc, top, total = _add_keys(
+        sums, q_key, q_rest, cache, p_table, position, whole, stop, stop, scale, S, BLOCK_N, True, COMPUTE
+    )  # fmt: skip
+    r = tl.arange(0, S.RANK)
+    if splits == 1:
+        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+        tl.store(out + row[:, None] * S.RANK + r[None, :], acc.to(out.dtype.element_ty), mask=head_ok[:, None])
+    else:
+        place = item.to(tl.int64) * S.HEADS + head
+        tl.store(partial.sums + place[:, None] * S.RANK + r[None, :], acc, mask=head_ok[:, None])
+        tl.store(partial.top_sum + place * 2, top, mask=head_ok)
+        tl.store(partial.top_sum + place * 2 + 1, total, mask=head_ok)
+
+
+@triton.jit
+def combine_latent(
+    out, partial, query_start, item_start, S: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """Adds the splits of a sequence for one head, AT_ONCE at a time, in order. Grid (S, heads)."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    seq = tl.program_id(0)
+    head = tl.program_id(1)
+    first_item = tl.load(item_start + seq)
+    splits = tl.load(item_start + seq + 1) - first_item
+    if splits < 2:
+        return
+    i = tl.arange(0, PLACES)
+    place = (first_item + i).to(tl.int64) * S.HEADS + head
+    tops = tl.load(partial.top_sum + place * 2, mask=i < splits, other=float("-inf"))
+    top = tl.max(tops, 0)
+    total = tl.sum(tl.load(partial.top_sum + place * 2 + 1, mask=i < splits, other=0.0) * tl.exp2(tops - top), 0)
+    r = tl.arange(0, S.RANK)
+    acc = tl.zeros([S.RANK], tl.float32)
+    for begin in range(0, splits, AT_ONCE):
+        j = begin + tl.arange(0, AT_ONCE)
+        ok = j < splits
+        at = (first_item + j).to(tl.int64) * S.HEADS + head
+        weight = tl.exp2(tl.load(partial.top_sum + at * 2, mask=ok, other=float("-inf")) - top)
+        piece = tl.load(partial.sums + at[:, None] * S.RANK + r[None, :], mask=ok[:, None], other=0.0)
+        acc += tl.sum(piece * weight[:, None], 0)
+    row = tl.load(query_start + seq).to(tl.int64) * S.HEADS + head
+    tl.store(out + row * S.RANK + r, (acc / total).to(out.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["seqs"])
+def attend_latent_many(
+    out, q, cache, sequences, seqs, scale, S: tl.constexpr, BLOCK_M: tl.constexpr, TOGETHER: tl.constexpr,
+    BLOCK_N: tl.constexpr, LEAST: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Causal attention of sequences with LEAST new tokens or more, whose keys are in the cache already.
+
+    Grid (tiles of queries: T // QUERIES + S, tiles of heads); a tile has QUERIES = BLOCK_M // TOGETHER queries with
+    TOGETHER heads each, and rows that are left over. Arguments as those of `attend_latent_one`.
+    """
+    QUERIES: tl.constexpr = BLOCK_M // TOGETHER
+    # The last queries have the most keys: they begin first.
+    item = tl.num_programs(0) - 1 - tl.program_id(0)
+    seq = find(sequences.query_start, seqs, item, QUERIES) if QUERIES > 1 else _found(sequences.query_start, seqs, item)
+    begin = tl.load(sequences.query_start + seq)
+    n_new = tl.load(sequences.query_start + seq + 1) - begin
+    tile = item - (begin // QUERIES + seq)
+    if (n_new < LEAST) | (tile * QUERIES >= n_new):
+        return
+    n_keys = tl.load(sequences.kv_len + seq)
+    lane = tl.arange(0, BLOCK_M)
+    query = tile * QUERIES + lane // TOGETHER
+    head = tl.program_id(1) * TOGETHER + lane % TOGETHER
+    row_ok = (query < n_new) & (lane < QUERIES * TOGETHER) & (head < S.HEADS)
+    near = n_keys - n_new + tile * QUERIES  # the position of the tile's first query
+    position = near + lane // TOGETHER  # [BLOCK_M]
+    row = (begin + query).to(tl.int64) * S.HEADS + head  # [BLOCK_M]
+    q_key, q_rest = _queries(q, row, row_ok, S, COMPUTE)
+    p_table = sequences.table + seq.to(tl.int64) * tl.load(sequences.table_width)
+    last = tl.minimum(n_keys, near + QUERIES)
+    diagonal = (near + 1) // BLOCK_N * BLOCK_N
+    sums = _no_sums(BLOCK_M, S.RANK)
+    sums = _add_keys(
+        sums, q_key, q_rest, cache, p_table, position, 0, diagonal, n_keys, scale, S, BLOCK_N, False, COMPUTE
+    )  # fmt: skip
+    acc, _, total = _add_keys(
+        sums, q_key, q_rest, cache, p_table, position, diagonal, last, n_keys, scale, S, BLOCK_N, True, COMPUTE
+    )  # fmt: skip
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    r = tl.arange(0, S.RANK)
+    tl.store(out + row[:, None] * S.RANK + r[None, :], acc.to(out.dtype.element_ty), mask=row_ok[:, None])
+
+
+@triton.jit
+def _found(starts, n, item):
+    """`find` for tiles of one query: the last s below n with starts[s] + s <= item."""
+    found = item * 0 - 1
+    for begin in range(0, n, 64):
+        i = begin + tl.arange(0, 64)
+        at = tl.load(starts + i, mask=i < n, other=0) + i
+        found += tl.sum(((at <= item) & (i < n)).to(tl.int32), 0)
+    return found
+
+
+def tiles(compute: Compute, heads: int) -> tuple[Tile, Tile]:
+    """For decode and for prefill, by the number of heads alone."""
+    if compute == "float32":
+        # Products of float32 run on the plain units and hold whole rows in registers.
+        return Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)
+    rows = min(64, max(16, power_of_two(heads)))
+    return Tile(rows, 32, 8 if rows == 64 else 4, 2), Tile(64, 32, 8, 2)
+
+
+def build_attention(site: Site, node: Node) -> Launch:
+    """ATTENTION: q `[T, heads * (head_dim + latent)]`, query_start `[S + 1]`, kv_len `[S]`, block_table `[S, B]`."""
+    spec: AttentionSpec = node.spec
+    q, query_start, kv_len, table = (site.slot(i) for i in node.inputs[:4])  # type: ignore[arg-type]
+    cache, target = site.cache(node.inputs[4]), site.slot(node.outputs[0])  # type: ignore[arg-type]
+    heads, rank = spec.n_heads, spec.latent
+    part, top_sum = site.scratch("items", heads * rank), site.scratch("items", heads * 2)
+    one, many = tiles(site.compute, heads)
+    together = min(heads, many.rows)
+    shape = LatentShape(heads, spec.head_dim, rank, cache.block_size, cache.kind)
+    common: dict[str, Any] = {"cache": Keys(cache.k, cache.v, *cache.both_scales), "scale": spec.scale * LOG2E, "S": shape}
+    common |= {"COMPUTE": TL_TYPES[site.compute]}
+    by_prompts = site.deterministic or site.compute == "float32"
+
+    def sequences() -> Sequences:
+        return Sequences(query_start.tensor, kv_len.tensor, table.tensor, site.tables.table_width.tensor)
+
+    def decode(batch: Batch) -> None:
+        """The sequences with one new token."""
+        starts = site.tables.item_start.tensor
+        partial = Partial(part.tensor, top_sum.tensor, starts)
+        site.launch(
+            attend_latent_one, (batch.items, cdiv(heads, one.rows)), out=target.tensor, partial=partial, q=q.tensor,
+            sequences=sequences(), item_start=starts, seqs=batch.S, **common, BLOCK_M=one.rows, BLOCK_N=one.keys,
+            SPLIT=split_keys(batch.S), warps=one.warps, stages=one.stages, early=starts_early(site),
+        )  # fmt: skip
+        site.launch(
+            combine_latent, (batch.S, heads), out=target.tensor, partial=partial, query_start=query_start.tensor,
+            item_start=starts, S=shape, AT_ONCE=4, early=starts_early(site),
+        )  # fmt: skip
+
+    def prefill(batch: Batch) -> None:
+        """The others, or all."""
+        site.launch(
+            attend_latent_many, (batch.T // (many.rows // together) + batch.S, cdiv(heads, together)), out=target.tensor,
+            q=q.tensor, sequences=sequences(), seqs=batch.S, **common, BLOCK_M=many.rows, TOGETHER=together,
+            BLOCK_N=many.keys, LEAST=1 if by_prompts else 2, warps=many.warps, stages=many.stages,
+        )  # fmt: skip
+
+    def run(batch: Batch) -> None:
+        if batch.decode and not by_prompts:
+            decode(batch)
+        if batch.prefill or by_prompts:
+            prefill(batch)
+
+    return run
+
+
+def _accepts(spec: AttentionSpec) -> str | None:
+    if not spec.latent:
+        return "needs values that the scores read too"
+    if any(n < 16 or n != power_of_two(n) for n in (spec.head_dim, spec.latent)):
+        return f"needs powers of two from 16 on, got keys of {spec.head_dim} and {spec.latent} values"
+    if spec.n_kv != 1 or spec.window or spec.cap or spec.sinks or spec.scale <= 0:
+        return f"needs one key head and neither window, cap nor sinks, got {spec}"
+    return None
+
+
+IMPLEMENTATIONS = (Implementation(ATTENTION, "compressed keys, split", build_attention, _accepts),)
