@@ -260,23 +260,28 @@ def fork(tests: Sequence[str], mutant: Mutant | None, report: int = -1) -> int:
     return pid
 
 
-def baseline(file: str) -> float:
-    """Seconds that the file's tests take as they are. Imports here what they import from elsewhere, for all forks."""
-    began = time.monotonic()
-    ours, theirs = os.pipe()
-    pid = fork(TARGETS[file], None, theirs)
-    os.close(theirs)
-    with os.fdopen(ours, "rb") as end:
-        found = end.read()
-    if status := os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
-        raise SystemExit(f"the tests of {file} fail as they are (status {status}): {' '.join(TARGETS[file])}")
-    taken = time.monotonic() - began
-    for name in json.loads(found):
+def baseline(files: Sequence[str]) -> dict[str, float]:
+    """Seconds that each file's tests take as they are, at most. Imports here what they import from elsewhere, for all
+    forks."""
+    began, limits, children = time.monotonic(), dict[str, float](), list[tuple[str, int, int]]()
+    for file in files:
+        ours, theirs = os.pipe()
+        children.append((file, fork(TARGETS[file], None, theirs), ours))
+        os.close(theirs)
+    wanted: set[str] = set()
+    for file, pid, ours in children:
+        with os.fdopen(ours, "rb") as end:
+            found = end.read()
+        if status := os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
+            raise SystemExit(f"the tests of {file} fail as they are (status {status}): {' '.join(TARGETS[file])}")
+        limits[file] = time.monotonic() - began
+        wanted.update(json.loads(found))
+    for name in sorted(wanted):
         try:
             importlib.import_module(name)
         except Exception:  # a part that wants to be imported by another one
             continue
-    return taken
+    return limits
 
 
 def judge(todo: list[Mutant], limits: dict[str, float], jobs: int, end: float) -> Iterator[tuple[Mutant, str]]:
@@ -322,9 +327,9 @@ def main() -> int:
     args = parser.parse_args()
     end = time.monotonic() + args.seconds
     files = [file for file in TARGETS if args.only in file]
-    chance, todo, limits = random.Random(args.seed), list[Mutant](), dict[str, float]()
+    chance, todo = random.Random(args.seed), list[Mutant]()
+    limits = {file: 20 + 3 * seconds for file, seconds in baseline(files).items()}
     for file in files:
-        limits[file] = 20 + 5 * baseline(file)
         every = list(mutants(file))
         todo += chance.sample(every, min(args.sample, len(every)))
     chance.shuffle(todo)
