@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ import torch
 from quarrel.errors import RequestError
 from quarrel.ops.contract import Array
 from quarrel.ops.program import group_input
-from quarrel.ops.step import Limits, StepInputs
+from quarrel.ops.step import Limits, SampleInputs, StepInputs
 from quarrel.triton_backend.attention.splits import MOST_SPLITS, most_splits, split_keys, splits_of, splits_of_one
 from quarrel.triton_backend.runtime.arrays import Slot
 from quarrel.triton_backend.runtime.launch import cdiv, power_of_two
@@ -27,17 +28,20 @@ each further copy costs the host more."""
 _RING = 4
 """Batches on their way: the host fills one while the copies of those before may still wait for the device."""
 
-_LEAST, _SHORT, _STRIDE = 16, 4096, 2048
-"""Of an encoder's steps: the fewest tokens, those up to which a step has a power of two of them, and the stride beyond."""
+_LEAST = 16
+"""Tokens of a padded step."""
 
 
-def item_starts(query_start: Array, kv_len: Array) -> Array:
-    """Where each sequence's items begin, `[S + 1]`: a split of keys each, of the sequences with one new token."""
-    if len(kv_len) == 1:
+def item_starts(query_start: Array, kv_len: Array, seqs: int = 0) -> Array:
+    """Where each sequence's items begin, `[S + 1]`: a split of keys each, of the sequences with one new token.
+
+    `seqs`: sequences of the padded step, where the step is cut into splits by more than those that there are.
+    """
+    if len(kv_len) == 1 and seqs <= 1:
         one = int(query_start[1]) - int(query_start[0]) == 1
         return np.array([0, splits_of_one(int(kv_len[0])) if one else 0], np.int32)
     single = np.diff(query_start) == 1
-    splits = splits_of(kv_len, split_keys(len(kv_len)))
+    splits = splits_of(kv_len, split_keys(max(seqs, len(kv_len))))
     return np.concatenate([[0], np.cumsum(np.where(single, splits, 0))]).astype(np.int32)
 
 
@@ -209,15 +213,18 @@ class InputBuffer:
                 return False
         return True
 
-    def send(self, inputs: StepInputs, padded: int = 0, starts: Array | None = None) -> None:
-        """Copies a batch and its `item_starts`; decode batches may be padded to so many tokens, sequences and rows."""
+    def send(self, inputs: StepInputs, padded: int = 0, starts: Array | None = None, tokens: int = 0) -> None:
+        """Copies a batch and its `item_starts`; decode batches may be padded to so many tokens, sequences and rows.
+
+        `tokens`: those that count of a batch that is padded already, else all.
+        """
         if starts is None:
             starts = item_starts(inputs.query_start, inputs.kv_len)
         turn = self._turn
         self._turn = (turn + 1) % len(self._hosts)
         if self._sent:
             self._sent[turn].synchronize()
-        tokens, seqs = len(inputs.ids), len(inputs.kv_len)
+        counted, tokens, seqs = tokens or len(inputs.ids), len(inputs.ids), len(inputs.kv_len)
         self._lay(power_of_two(max(tokens, seqs, len(inputs.out_rows), padded)))
         put = self._now.arrays[turn]
         extra = max(padded - tokens, 0)
@@ -245,7 +252,7 @@ class InputBuffer:
             for name in _SAMPLE:
                 _fill(put[name], getattr(sample, name), 0, padded)
         width = inputs.block_table.shape[1]
-        put["table_width"][0], put["tokens"][0] = width, tokens
+        put["table_width"][0], put["tokens"][0] = width, counted
         put["block_table"][: seqs * width] = inputs.block_table.reshape(-1)
         if inputs.window_slots is not None and inputs.window_tables is not None:
             slots, tables = self._now.windows[turn]
@@ -267,32 +274,61 @@ def _fill(target: Array, values: Array, filler: int, length: int) -> None:
         target[count:length] = filler
 
 
-def padded_encoder(inputs: StepInputs, limits: Limits) -> StepInputs | None:
-    """An encoder's inputs in a shape that is captured; None where more rows are wanted than texts.
+@dataclass(frozen=True)
+class Padding:
+    """Tokens that steps of prompts are padded to: a power of two up to `short`, a multiple of `stride` beyond."""
 
-    A step has some 250 launches, which cost the host 6 ms, what the device needs for 10,000 tokens. Steps are padded to a
-    power of two of texts and of tokens, long ones to a multiple of _STRIDE tokens. Tokens that are added belong to texts of
-    their own: they change no other rows, and nobody reads theirs.
+    short: int
+    stride: int
+
+    def tokens(self, tokens: int, most: int) -> int:
+        """How many tokens a step of so many is padded to."""
+        length = power_of_two(tokens) if tokens <= self.short else cdiv(tokens, self.stride) * self.stride
+        return min(max(length, _LEAST), most)
+
+
+ENCODER, PROMPTS = Padding(4096, 2048), Padding(256, 256)
+
+
+def padded_prompts(inputs: StepInputs, limits: Limits, padding: Padding) -> StepInputs | None:
+    """A step of prompts or texts in a shape that is captured; None where it wants more rows than there are sequences.
+
+    A step has some 250 to 600 launches, which cost the host 6 to 30 ms: as much as the device needs for 500 tokens of a 7B
+    model, or for 10,000 of an encoder. Tokens that are added belong to sequences of their own, without keys: they change no
+    other rows, and nobody reads theirs. What they write to a cache or a state goes to a block and a slot past the last.
     """
     tokens, seqs, rows = len(inputs.ids), len(inputs.kv_len), len(inputs.out_rows)
-    most, texts = padded_tokens(tokens, limits.max_tokens), power_of_two(seqs + 1)
-    if texts > min(limits.max_seqs, limits.max_tokens) or rows > seqs:
+    most = padding.tokens(tokens, limits.max_tokens)
+    texts = power_of_two(seqs + (most > tokens))
+    if texts > min(limits.max_seqs, limits.max_tokens) or rows > texts:
         return None
-    added = texts - seqs
-    each = -(-(most - tokens) // added)
-    return replace(
-        inputs,
-        ids=np.pad(inputs.ids, (0, most - tokens)),
-        positions=np.pad(inputs.positions, (0, most - tokens)),
-        slots=np.pad(inputs.slots, (0, most - tokens)),
-        query_start=np.concatenate([inputs.query_start, np.minimum(tokens + each * np.arange(1, added + 1), most)]),
-        kv_len=np.pad(inputs.kv_len, (0, added)),
-        block_table=np.zeros((texts, 1), np.int32),
-        out_rows=np.pad(inputs.out_rows, (0, texts - rows)),
+    more, added = most - tokens, texts - seqs
+    ends = np.minimum(tokens + cdiv(more, max(added, 1)) * np.arange(1, added + 1), most)
+    beyond = limits.n_blocks * limits.block_size
+
+    def pad(values: Array | None, count: int, filler: int = 0) -> Any:
+        """With so many more along the last axis; nothing of nothing."""
+        if values is None or not count:
+            return values
+        return np.pad(values, ((0, 0),) * (values.ndim - 1) + ((0, count),), constant_values=filler)
+
+    def pad_rows(table: Array | None) -> Any:
+        """With a row for each sequence that is added."""
+        return None if table is None else np.pad(table, ((0, 0),) * (table.ndim - 2) + ((0, added), (0, 0)))
+
+    sample = inputs.sample
+    return StepInputs(
+        ids=pad(inputs.ids, more),
+        positions=pad(inputs.positions, more),
+        slots=pad(inputs.slots, more, beyond),
+        query_start=np.concatenate([inputs.query_start, ends]).astype(np.int32),
+        kv_len=pad(inputs.kv_len, added),
+        block_table=pad_rows(inputs.block_table),
+        out_rows=pad(inputs.out_rows, texts - rows),
+        sample=sample and SampleInputs(**{name: pad(getattr(sample, name), texts - rows) for name in _SAMPLE}),
+        state_slots=pad(inputs.state_slots, added, limits.states),
+        adapter=pad(inputs.adapter, more),
+        from_last=pad(inputs.from_last, more, -1),
+        window_slots=pad(inputs.window_slots, more, beyond),
+        window_tables=pad_rows(inputs.window_tables),
     )
-
-
-def padded_tokens(tokens: int, most: int) -> int:
-    """How many tokens a step of so many is padded to."""
-    length = power_of_two(tokens) if tokens <= _SHORT else -(-tokens // _STRIDE) * _STRIDE
-    return min(max(length, _LEAST), most)

@@ -1,9 +1,8 @@
-"""The step on CUDA: static buffers sized by its limits, plain launches for prefill, a captured graph per decode bucket, and
-for an encoder's full steps (`full.py`).
+"""The step on CUDA: static buffers sized by its limits, and a captured graph for each size of step.
 
-A graph is captured the second time that its bucket is asked for; the first time compiles the kernels. Buckets pad the
-batch to a power of two of sequences and of key splits, and padding changes no row's result. What the host computes
-(`hosted.py`) stands between the graphs of its step.
+A graph is captured the second time that its size is asked for; the first time compiles the kernels. Steps are padded to a
+power of two of sequences and of key splits, and steps of prompts to few numbers of tokens; no row reads what is added. What
+the host computes (`experts/host.py`) stands between the graphs of its step.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from quarrel.ops.step import Done, ExplainLine, Limits, MemoryPlan, Pending, Ste
 from quarrel.triton_backend.attention.cudnn import prompts_of, refusal
 from quarrel.triton_backend.experts.host import Outside, pools_of
 from quarrel.triton_backend.formats.weights import stored_as
-from quarrel.triton_backend.inputs import InputBuffer, batch_of, item_bucket, item_starts, padded_encoder
+from quarrel.triton_backend.inputs import ENCODER, PROMPTS, InputBuffer, batch_of, item_bucket, item_starts, padded_prompts
 from quarrel.triton_backend.plan import Plan
 from quarrel.triton_backend.runtime.cache import copy_blocks, copy_states
 from quarrel.triton_backend.runtime.launch import power_of_two
@@ -42,6 +41,9 @@ from quarrel.triton_backend.timing import EventClock, HostClock, Stopwatch
 
 MOST_PINNED = 16 << 20
 """Numbers of a result that is copied while the host goes on (64 MiB); a larger one is waited for."""
+
+MOST_GRAPHS = 256
+"""Of a step; the oldest makes room."""
 
 _CAPTURING = Lock()
 """Of the process, whose other models have threads of their own: PyTorch captures one graph at a time, and nobody may wait
@@ -116,8 +118,8 @@ class TritonStep:
         self.limits = limits
         self.compute: Compute = plan.compute
         self._plan, self._inputs, self._outputs = plan, inputs, dict(outputs)
-        self._graphs: dict[tuple[int, int, int, str], list[Callable[[], None]]] = {}
-        self._seen: set[tuple[int, int, int, str]] = set()
+        self._graphs: dict[tuple[Batch, str], list[Callable[[], None]]] = {}
+        self._seen: set[tuple[Batch, str]] = set()
         self._last_rows = 0
         self._on_gpu = plan.device.type == "cuda"
         self._capture = graphs and self._on_gpu
@@ -220,24 +222,43 @@ class TritonStep:
         if self._plan.cudnn_from and batch.prefill:
             batch = replace(batch, prompts=prompts_of(inputs.query_start, inputs.kv_len, self._plan.cudnn_from))
         capture = self._capture and self._watch is None
+        if capture and self._start_prompts(inputs, want, batch):
+            return
         decode = capture and not batch.prefill and batch.T == batch.S and rows <= batch.S
         most = min(self.limits.max_seqs, self.limits.max_tokens)
         padded = min(power_of_two(batch.S), most) if decode else 0
-        whole = padded_encoder(inputs, self.limits) if capture and "mean" in self._outputs else None
-        if whole is not None:
-            texts = len(whole.kv_len)
-            self._grow(texts, 0)
-            self._inputs.send(whole, 0, np.zeros(texts + 1, np.int32))
-            self._replay(Batch(len(whole.ids), texts, texts, decode=False, prefill=True, items=0), want)
-            return
         self._grow(max(rows, padded), batch.items)
         if decode:
             self._inputs.send(inputs, padded, starts)
-            items = max(batch.items, min(item_bucket(batch.items, padded), self._plan.rows["items"]))
-            self._replay(replace(batch, T=padded, S=padded, R=padded, items=items), want)
+            self._replay(replace(batch, T=padded, S=padded, R=padded, items=self._items(batch.items, padded)), want)
         else:
             self._inputs.send(inputs, 0, starts)
             self._run(batch, want)
+
+    def _start_prompts(self, inputs: StepInputs, want: Want, batch: Batch) -> bool:
+        """Runs a step of prompts, padded, as a graph; False where it cannot be one."""
+        encoder = "mean" in self._outputs
+        # cuDNN's plans and NCCL's sums follow the lengths that there are.
+        if not encoder and (not batch.prefill or batch.prompts or self._plan.group is not None):
+            return False
+        whole = padded_prompts(inputs, self.limits, ENCODER if encoder else PROMPTS)
+        if whole is None:
+            return False
+        seqs = len(whole.kv_len)
+        starts = np.zeros(seqs + 1, np.int32)
+        if not encoder:
+            real = item_starts(inputs.query_start, inputs.kv_len, seqs)
+            starts[: len(real)], starts[len(real) :] = real, real[-1]
+        items = int(starts[-1])
+        self._grow(seqs, items)
+        self._inputs.send(whole, 0, starts, len(inputs.ids))
+        items = self._items(items, seqs) if items else 0
+        self._replay(Batch(len(whole.ids), seqs, seqs, items > 0, True, items), want)
+        return True
+
+    def _items(self, items: int, seqs: int) -> int:
+        """Items that a graph has programs for."""
+        return max(items, min(item_bucket(items, seqs), self._plan.rows["items"]))
 
     def _grow(self, rows: int, items: int) -> None:
         have = self._plan.rows
@@ -260,12 +281,14 @@ class TritonStep:
                 go(batch)
 
     def _replay(self, batch: Batch, want: str) -> None:
-        key = (batch.T, batch.S, batch.items, want)
+        key = (batch, want)
         if key not in self._graphs and key not in self._seen:
             self._seen.add(key)
             self._run(batch, want)
             return
         if key not in self._graphs:
+            if len(self._graphs) == MOST_GRAPHS:
+                del self._graphs[next(iter(self._graphs))]
             self._graphs[key] = self._captured(batch, want)
         for go in self._graphs[key]:
             go()

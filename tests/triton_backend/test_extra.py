@@ -19,7 +19,7 @@ from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP, ROUTE, ExpertDownSpec, Exper
 from quarrel.ops.state import CONV, SCAN1, SCAN2, ConvSpec, Scan1Spec, Scan2Spec
 from quarrel.ops.step import Limits, StepInputs
 from quarrel.triton_backend.backend import REGISTRY, TritonBackend
-from quarrel.triton_backend.inputs import batch_of, padded_encoder, padded_tokens
+from quarrel.triton_backend.inputs import ENCODER, batch_of, padded_prompts
 from quarrel.triton_backend.step import TritonStep
 from tests.paths import need_cases
 from tests.triton_backend.cases import COMPUTES, EVERYTHING, error_of, error_on
@@ -250,14 +250,14 @@ def test_an_encoder_s_full_steps_and_its_norms(backend: TritonBackend) -> None:
     rounded, exact = (step(inputs, "hidden").hidden for step in steps)
     assert rel_error(rounded, exact) <= 5e-3  # type: ignore[arg-type]
     mean = steps[1](inputs, "mean").mean
-    assert padded_encoder(inputs, replace(limits, max_tokens=24)).query_start.tolist() == [0, 3, 4, 7, 16]  # type: ignore[union-attr]
-    shapes = [padded_tokens(tokens, 16000) for tokens in (1, 17, 2049, 4096, 4097, 9000, 15000)]
+    assert padded_prompts(inputs, replace(limits, max_tokens=24), ENCODER).query_start.tolist() == [0, 3, 4, 7, 16]  # type: ignore[union-attr]
+    shapes = [ENCODER.tokens(tokens, 16000) for tokens in (1, 17, 2049, 4096, 4097, 9000, 15000)]
     assert shapes == [16, 32, 4096, 4096, 6144, 10240, 16000]
-    assert padded_encoder(replace(inputs, out_rows=np.arange(7, dtype=np.int32)), limits) is None
+    assert padded_prompts(replace(inputs, out_rows=np.arange(7, dtype=np.int32)), limits, ENCODER) is None
     # Rows of results have room for as many as there may be tokens.
-    assert padded_encoder(inputs, replace(limits, max_tokens=7, max_seqs=8)) is not None
+    assert padded_prompts(inputs, replace(limits, max_tokens=7, max_seqs=8), ENCODER) is not None
     each = replace(inputs, query_start=np.arange(8, dtype=np.int32), kv_len=np.ones(7, np.int32))
-    assert padded_encoder(each, replace(limits, max_tokens=7, max_seqs=8)) is None
+    assert padded_prompts(each, replace(limits, max_tokens=7, max_seqs=8), ENCODER) is None
     steps[1]._capture = True  # which begins with the second of a shape
     assert np.array_equal(steps[1](inputs, "mean").mean, mean)  # type: ignore[arg-type]
     assert np.array_equal(steps[1](inputs, "hidden").hidden, exact)  # type: ignore[arg-type]
@@ -293,6 +293,25 @@ def test_padding_a_decode_batch_changes_no_bit_and_no_state(backend: TritonBacke
     assert np.array_equal(step._read(step._outputs["logits"], 3), want)  # type: ignore[arg-type]
     assert all(bool((s[:4] == a[:4]).all()) for s, a in zip(states, after, strict=True))
     step.close()
+
+
+def test_padding_a_step_of_prompts_changes_no_state_and_counts_no_expert(backend: TritonBackend) -> None:
+    padded, ids, _ = compiled(backend, "nemotron_h_moe", "q4_0x")
+    plain, _, _ = compiled(backend, "nemotron_h_moe", "q4_0x")
+    padded._capture = True  # which begins with the second of a size
+    for inputs in (
+        batch([(0, 0, ids[:3]), (1, 0, ids[:2])]),
+        batch([(0, 3, ids[3:4]), (1, 2, ids[2:9]), (3, 0, ids[:9])]),
+    ):
+        inputs = replace(inputs, out_rows=inputs.query_start[1:] - 1)
+        assert np.array_equal(*(step(inputs, "logits").logits for step in (padded, plain)))  # type: ignore[arg-type]
+        states = zip(padded._plan.states, plain._plan.states, strict=True)
+        assert all(np.array_equal(a[:2], b[:2]) for a, b in states)
+        counts = zip(*(step.expert_counts().values() for step in (padded, plain)), strict=True)
+        assert all(a.tolist() == b.tolist() for a, b in counts)
+    assert len(padded._seen) == 2
+    for step in (padded, plain):
+        step.close()
 
 
 def test_a_slot_given_to_a_new_sequence_starts_from_zero(recurrent: tuple[TritonStep, Array]) -> None:

@@ -37,7 +37,7 @@ from quarrel.ops.windows import by_window
 from quarrel.triton_backend import step as step_module
 from quarrel.triton_backend.attention.rope import left_to_attention
 from quarrel.triton_backend.backend import TritonBackend, create
-from quarrel.triton_backend.inputs import InputBuffer, batch_of
+from quarrel.triton_backend.inputs import PROMPTS, InputBuffer, batch_of, padded_prompts
 from quarrel.triton_backend.runtime.launch import INTERPRETED
 from quarrel.triton_backend.runtime.site import Batch
 from quarrel.triton_backend.step import TritonStep
@@ -147,6 +147,41 @@ def test_steps_match_the_reference(step: TritonStep) -> None:
     assert step(inputs, "tokens").tokens.tolist() == want["tokens"].tolist()  # type: ignore[union-attr]
 
 
+def test_a_step_of_prompts_is_padded_to_a_size_that_is_captured(backend: TritonBackend) -> None:
+    """To 16, 32 or 48 tokens and four sequences, which changes no row: prompts alone, and beside one that decodes."""
+    padded, plain = (backend.compile(PROGRAM, Weights(), LIMITS, "float32") for _ in range(2))
+    padded._capture = True  # which begins with the second of a size
+    mixed = [(0, 22, 1), (6, 3, 9), (12, 0, 25)]
+    for parts in (PREFILL, MIXED, mixed):
+        inputs = batch(parts, seed=len(parts))
+        for want in ("logits", "tokens"):
+            got, wanted = (step(inputs, want) for step in (padded, plain))  # type: ignore[arg-type]
+            assert np.array_equal(getattr(got, want), getattr(wanted, want))
+    assert sorted({(b.T, b.S, b.R, b.items > 0) for b, _ in padded._seen}) == [
+        (16, 4, 4, True), (32, 4, 4, False), (48, 4, 4, True),
+    ]  # fmt: skip
+    cached = zip(padded._plan.caches, plain._plan.caches, strict=True)
+    assert all(torch.equal(a.k[: LIMITS.n_blocks], b.k[: LIMITS.n_blocks]) for a, b in cached)
+    # Four sequences leave none for what is added, and more rows than sequences are for scoring.
+    full = batch([(0, 0, 2), (3, 0, 3), (6, 0, 1), (9, 0, 1)])
+    assert padded_prompts(full, LIMITS, PROMPTS) is None
+    assert padded_prompts(batch(PREFILL, rows=list(range(5))), LIMITS, PROMPTS) is None
+    for step in (padded, plain):
+        step.close()
+
+
+def test_a_step_keeps_so_many_graphs(step: TritonStep, monkeypatch: pytest.MonkeyPatch) -> None:
+    replayed: list[int] = []
+    monkeypatch.setattr(step_module, "MOST_GRAPHS", 2)
+    monkeypatch.setattr(step, "_captured", lambda batch, want: [lambda: replayed.append(batch.T)])
+    monkeypatch.setattr(step, "_run", lambda batch, want: None)
+    sizes = [Batch(t, 1, 1, False, True, 0) for t in (16, 32, 48)]
+    for size in (*sizes, *sizes, sizes[0]):
+        step._replay(size, "tokens")
+    assert replayed == [16, 32, 48, 16]
+    assert [b.T for b, _ in step._graphs] == [48, 16]
+
+
 def test_layers_with_a_window_have_blocks_of_their_own(backend: TritonBackend, step: TritonStep) -> None:
     """Bit for bit what one table gives, when blocks behind the window are others' already."""
     grouped = by_window(PROGRAM)
@@ -254,6 +289,11 @@ def test_captured_steps_give_the_bits_of_plain_ones(compute: Any) -> None:
         captured, plain = (step(inputs, "logits").logits for step in steps)
         assert np.array_equal(captured, plain)  # type: ignore[arg-type]
     assert len(steps[0]._graphs) == 1
+    for new in (3, 9, 7):
+        inputs = batch([(0, 30, 1), (6, 12, new), (12, 0, 4)], seed=new)
+        captured, plain = (step(inputs, "logits").logits for step in steps)
+        assert rel_error(captured, plain) < (EXACT if compute == "float32" else 2e-3)  # type: ignore[arg-type]
+    assert len(steps[0]._graphs) == 2
     assert not steps[1]._graphs
     # More rows than the buffers hold replaces them, and the graphs with them.
     many = batch([(12, 0, 19)], rows=list(range(19)))
