@@ -17,6 +17,7 @@ from quarrel.triton_backend.experts import ring
 from quarrel.triton_backend.experts.maps import ExpertMaps
 from quarrel.triton_backend.formats.pack import blank, put
 from quarrel.triton_backend.formats.table import RING
+from quarrel.triton_backend.linear import ring as linear_ring
 from quarrel.triton_backend.runtime.arrays import Packed, Planes
 from quarrel.triton_backend.runtime.launch import INTERPRETED, launch
 from tests.triton_backend.test_fuse import program
@@ -91,7 +92,7 @@ class Site:
     ],
 )
 def test_which_stacks_it_takes(site: Any, format: str, k: int, taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring, "INTERPRETED", False)
+    monkeypatch.setattr(linear_ring, "INTERPRETED", False)
     empty = torch.empty(0)
     weight = Packed(format, 64, k, empty, Planes(*(empty,) * 4))
     assert (ring.declines(site, ExpertMaps([weight], [], 2, "none")) is None) is taken
@@ -102,7 +103,7 @@ def test_which_stacks_it_takes(site: Any, format: str, k: int, taken: bool, monk
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 300.0])
 def test_scales_fit_float16(type: GGMLType, scale: float) -> None:
     weight = packed(type, 32, 512, scale)
-    down = 2.0 ** -ring.shift_of(weight)
+    down = 2.0 ** -linear_ring.shift_of(weight)
     dense = np.abs(draw.weight(np.random.default_rng(1), type, 32, 512, scale).dense())
     # What a code of one is worth is at least a 127th of the largest value of a block, and below all of it.
     ceiling = dense.max() * 2.0**24 if type is not GGMLType.MXFP4 else dense.max() / 6 * 2.0**6

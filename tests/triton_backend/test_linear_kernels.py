@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from quarrel.gguf import GGMLType
 from quarrel.ops.contract import Compute
-from quarrel.triton_backend.linear import kernels, wgmma
+from quarrel.triton_backend.formats.pack import blank
+from quarrel.triton_backend.linear import kernels, mma, ring, wgmma
 from quarrel.triton_backend.linear.kernels import ByRows
 from quarrel.triton_backend.linear.maps import UNLIMITED, Maps, Serves
 from quarrel.triton_backend.linear.wgmma import Tile
@@ -28,6 +30,7 @@ class Recorder(Site):
     generation: int = 9
     compute: Compute = "float16"
     deterministic: bool = False
+    float8: bool = False
     launched: list[tuple[Any, ...]] = field(default_factory=list)
 
     def launch(self, kernel: Any, grid: Any, *args: Any, **told: Any) -> None:
@@ -42,11 +45,18 @@ class Recorder(Site):
 
 @pytest.fixture(autouse=True)
 def _as_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wgmma, "INTERPRETED", False)
+    for module in (mma, ring, wgmma):
+        monkeypatch.setattr(module, "INTERPRETED", False)
+    monkeypatch.setattr(ring.Product, "multiprocessors", 132)
 
 
 def weight(n: int, k: int, format: str = "Q4_K") -> Packed:
     return Packed(format, n, k, EMPTY, Planes(*(EMPTY,) * 4))
+
+
+def packed(n: int, k: int, format: str = "Q4_K") -> Packed:
+    """With planes of the right sizes."""
+    return blank(GGMLType[format], n, k, META)
 
 
 def batch(count: int) -> Batch:
@@ -54,10 +64,9 @@ def batch(count: int) -> Batch:
 
 
 def test_tiles_are_those_that_were_measured() -> None:
-    shapes = (([14336], 4096), ([4096], 14336), ([4096, 1024, 1024], 4096), ([32000], 4096))
-    assert [wgmma.tile_for(*shape, 128) for shape in shapes] == [Tile(64, 1), Tile(64, 4), Tile(64, 2), Tile(64, 1)]
-    assert [wgmma.tile_for(*shape, 64) for shape in shapes] == [Tile(128, 1), Tile(128, 4), Tile(64, 2), Tile(64, 1)]
-    assert [wgmma.tile_for([14336], 4096, w, gated=True, wide=True) for w in (64, 128)] == [Tile(64, 1), Tile(128, 1)]
+    assert [wgmma.tile_for([4096, 1024, 1024], 4096, width) for width in (64, 128)] == [Tile(64, 2), Tile(64, 2)]
+    assert [wgmma.tile_for([8192, 2048, 2048], 4096, 64, wide) for wide in (False, True)] == [Tile(64, 1), Tile(64, 1)]
+    assert [wgmma.tile_for([8192, 4096, 1024], 4096, 64, wide) for wide in (False, True)] == [Tile(128, 1), Tile(64, 1)]
     assert wgmma.tile_for([64], 512, 128).parts == 1
 
 
@@ -66,31 +75,35 @@ def one(w: Packed, **more: Any) -> Maps:
     return Maps(slot, [slot], [w], [None], "T", **more)
 
 
+def three(*weights: Packed) -> Maps:
+    slot = Slot(EMPTY)
+    return Maps(slot, [slot] * 3, weights, [None] * 3, "T")
+
+
 def test_what_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    large = one(weight(4096, 14336))
+    large = three(*(weight(n, 4096) for n in (4096, 1024, 1024)))
     assert wgmma.declines(Recorder(), large) is None
     others = (Recorder(generation=8), Recorder(generation=12), Recorder(compute="bfloat16"), Recorder(deterministic=True))
     assert all(wgmma.declines(site, large) for site in others)
-    for other in (weight(4096, 4096), weight(4096, 14336, "Q3_K"), weight(4096, 14400, "Q8_0")):
-        assert wgmma.declines(Recorder(), one(other))
-    assert "got 16777216" in str(wgmma.declines(Recorder(), one(weight(4096, 4096))))
-    assert "got Q3_K of 14336" in str(wgmma.declines(Recorder(), one(weight(4096, 14336, "Q3_K"))))
-    two = replace(large, weights=large.weights * 2, biases=[None] * 2)
-    assert "got 2 maps" in str(wgmma.declines(Recorder(), two))
+    for other in (weight(4096, 4096, "Q3_K"), weight(4096, 4128, "Q8_0")):
+        assert wgmma.declines(Recorder(), three(other, other, other))
+    small = weight(1024, 4096)
+    assert "got 12582912" in str(wgmma.declines(Recorder(), three(small, small, small)))
+    assert "got 1 maps" in str(wgmma.declines(Recorder(), one(weight(4096, 14336))))
     monkeypatch.setattr(wgmma, "wgmma_kernels", None)
     assert wgmma.declines(Recorder(), large)
 
 
 def test_rows_are_put_in_order_then_multiplied() -> None:
     site = Recorder()
-    made = wgmma.build(site, one(weight(4096, 14336), residual=Slot(EMPTY)))
+    made = wgmma.build(site, three(*(weight(n, 4096) for n in (4096, 1024, 1024))))
     assert (made.least, made.most, made.norms) == (33, 128, False)
-    for count, width, tiles_of in ((33, 64, 32), (64, 64, 32), (65, 128, 64), (128, 128, 64)):
+    for count, width in ((33, 64), (64, 64), (65, 128), (128, 128)):
         site.launched.clear()
         made.run(batch(count))
         (first, grid, _), (second, programs, told) = site.launched
-        assert (first, grid) == ("arrange", (112, width // 16))
-        assert (second, programs, told["BT"], told["ADD"]) == ("warpgroup_one", (tiles_of, 4), width, True)
+        assert (first, grid) == ("arrange", (32, width // 16))
+        assert (second, programs, told["BT"], told["BIAS"]) == ("warpgroup_three", (96, 2), width, False)
 
 
 def test_a_norm_puts_them_there_itself() -> None:
@@ -107,6 +120,39 @@ def test_a_norm_puts_them_there_itself() -> None:
     three.run(batch(100))
     assert [(name, grid) for name, grid, _ in site.launched] == [("fill", (128,)), ("warpgroup_three", (96, 2))]
     assert site.launched[1][2]["BIAS"]
+
+
+def test_a_large_map_streams_through_the_ring() -> None:
+    """In tiles of as many rows as there are, and in parts of K where there would be fewer units than programs."""
+    site = Recorder()
+    maps = one(packed(4096, 14336), residual=Slot(EMPTY))
+    made = ring.build(site, maps)
+    assert (made.least, made.most, made.norms) == (9, 512, False)
+    for count, width, groups, parts in ((9, 16, 1, 8), (32, 32, 1, 8), (64, 64, 2, 4), (65, 128, 2, 4), (512, 128, 2, 1)):
+        site.launched.clear()
+        made.run(batch(count))
+        (first, rows, _), (second, programs, told), (third, _, added) = site.launched
+        assert (first, rows) == ("arrange", (count, 14))
+        assert (second, programs) == ("ring", (132 * (3 - groups),))
+        assert (told["BT"], told["NC"], told["PARTS"], told["TILES"]) == (width, groups, parts, 32)
+        assert (third, added["PARTS"], added["ADD"]) == ("add_parts", parts, True)
+    head = ring.build(site, one(packed(32000, 4096, "Q6_K")))
+    site.launched.clear()
+    head.run(batch(32))
+    assert [name for name, _, _ in site.launched] == ["arrange", "ring"]
+    assert ring.build(site, one(packed(4096, 4096))).least == 33
+
+
+def test_which_maps_stream_through_the_ring() -> None:
+    gated = replace(one(packed(14336, 4096)), weights=[packed(14336, 4096)] * 2, biases=[None] * 2, activation="silu")
+    taken = {"Q4_K": True, "Q8_0": True, "MXFP4": True, "Q2_K": False}
+    assert {f: ring.declines(Recorder(), one(packed(4096, 14336, f))) is None for f in taken} == taken
+    assert ring.declines(Recorder(), gated) is None
+    assert "got 2 maps" in str(ring.declines(Recorder(), replace(gated, activation="none")))
+    assert "needs 16777216 weights or more, got 8388608" in str(ring.declines(Recorder(), one(packed(2048, 4096))))
+    assert ring.declines(Recorder(), one(replace(packed(4096, 14336), reused=True)))
+    by_rows = ByRows(Recorder(), replace(gated, norm=lambda batch: None, arrange=lambda to, batch, width: None))
+    assert by_rows.describe().startswith("exact tiles 1, mma 2 to 8, ring 9 to 512, dequantize")
 
 
 def test_each_count_has_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from quarrel.ops.norm import NORM, NormSpec
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 from quarrel.ops.state import GATED_NORM, GatedNormSpec
-from quarrel.triton_backend.elementwise import wgmma_x
+from quarrel.triton_backend.elementwise import ring_x, wgmma_x
 from quarrel.triton_backend.elementwise.activation import activate, normed_row
 from quarrel.triton_backend.formats.fragments import place_of
 from quarrel.triton_backend.runtime.arrays import Slot
@@ -166,7 +166,7 @@ def build_norm(site: Site, node: Node) -> Launch:
 
 
 def arranger(site: Site, node: Node) -> Callable[[Slot, Batch, int], None] | None:
-    """Puts a norm's result where kernels of a width of rows read it (`fragments.arrange`, `wgmma_x.arrange`)."""
+    """Puts a norm's result where kernels read it (`linear/maps.py: Arrange`)."""
     spec: NormSpec = node.spec
     if spec.kind != "rms" or spec.groups != 1 or spec.k > _MOST_ARRANGED:
         return None
@@ -174,11 +174,16 @@ def arranger(site: Site, node: Node) -> Callable[[Slot, Batch, int], None] | Non
     axis, _ = dims(node.outputs[0])
 
     def fill(to: Slot, batch: Batch, width: int) -> None:
-        wide = {"BT": width} if width in wgmma_x.WIDTHS else {}
+        count, columns = batch.count(axis), power_of_two(spec.k)
+        kernel, shape = norm_arranged, {}
+        if not width:
+            padded = cdiv(spec.k, 256) * 256
+            kernel, shape, columns = ring_x.norm_arranged, {"KP": padded}, power_of_two(padded)
+        elif width in wgmma_x.WIDTHS:
+            kernel, shape = wgmma_x.norm_arranged, {"BT": width}
         site.launch(
-            wgmma_x.norm_arranged if wide else norm_arranged, (width,), to.tensor, source.tensor, gain,
-            batch.count(axis), spec.eps, K=spec.k, **wide, C=power_of_two(spec.k), warps=8 if spec.k > 2048 else 4,
-            early=starts_early(site),
+            kernel, (width or count,), to.tensor, source.tensor, gain, count, spec.eps, K=spec.k, **shape, C=columns,
+            warps=8 if spec.k > 2048 else 4, early=starts_early(site),
         )  # fmt: skip
 
     return fill

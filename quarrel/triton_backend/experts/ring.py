@@ -7,43 +7,21 @@ not bytes.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
+from quarrel.triton_backend.elementwise.ring_x import column_at
 from quarrel.triton_backend.experts.grouped import DECODE_FROM
 from quarrel.triton_backend.experts.maps import ExpertMaps, Serves
-from quarrel.triton_backend.formats.table import RING, by_name
-from quarrel.triton_backend.linear.matvec_tiles import multiprocessors
-from quarrel.triton_backend.runtime.arrays import Packed, Slot
-from quarrel.triton_backend.runtime.launch import INTERPRETED, cdiv, power_of_two
+from quarrel.triton_backend.linear.ring import WIDTHS, Cut, Product, Rows, declines_device, declines_weights
+from quarrel.triton_backend.runtime.arrays import Slot
+from quarrel.triton_backend.runtime.launch import cdiv, power_of_two
 from quarrel.triton_backend.runtime.site import Site, starts_early
-
-try:  # Gluon is no stable interface: without the names of Triton 3.6 to 3.9 other kernels run
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    from quarrel.triton_backend.linear import ring as kernels
-except (ImportError, AttributeError):  # pragma: no cover
-    kernels = None  # type: ignore[assignment]
 
 MOST_PAIRS = 8192
 """Pairs of a token and an expert in one launch: rows of x are gathered into scratch of so many."""
-WIDTHS = (8, 16, 32, 64)
-"""Rows of x to an item."""
-_WARPS = 8
 _COLUMNS = 1024
-_SHARED = 227 << 10
-_MOST_DESCRIPTORS = 256
-
-
-@triton.jit
-def column_at(i):
-    """The column that stands at place i of x: of 128, bits (word 2)(next)(upper)(t 2)(one) of the place."""
-    r = i % 128
-    return i // 128 * 128 + r // 2 % 4 * 32 + r // 8 % 2 * 16 + r // 32 * 4 + r % 2 * 2 + r // 16 % 2
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -85,18 +63,7 @@ def gather_by_expert(
 
 def declines(site: Site, maps: ExpertMaps) -> str | None:
     """Why these kernels do not multiply with the stacks on this device, or None."""
-    format = maps.stacks[0].format
-    if kernels is None or INTERPRETED or site.generation != 9:
-        return "needs compute capability 9"
-    if site.compute != "float16" or site.deterministic:
-        return f"needs float16 and any order of sums, got {'deterministic ' if site.deterministic else ''}{site.compute}"
-    if format not in RING:
-        return f"needs {', '.join(RING)}, got {format}"
-    if maps.k % _whole(format):
-        return f"needs rows of a multiple of {_whole(format)} columns, got {maps.k}"
-    if any(s.reused for s in maps.stacks):
-        return "needs matrices that stay in their place"
-    return None
+    return declines_device(site) or declines_weights(maps.stacks)
 
 
 def build(site: Site, maps: ExpertMaps) -> Serves:
@@ -104,105 +71,25 @@ def build(site: Site, maps: ExpertMaps) -> Serves:
     return Serves(made, made.most)
 
 
-def _whole(format: str) -> int:
-    """Columns of which a row is a whole number: of a super-block, or of what a copy's 16 bytes of upper bits hold."""
-    made = by_name(format)
-    return made.top.columns if made.top else 128 if made.bits else 32
-
-
-def shift_of(weight: Packed) -> int:
-    """The power of two that its scales are divided by (`formats/ring_codes.py`)."""
-    scale, top = weight.planes.scale, weight.planes.top
-    ring = by_name(weight.format).ring
-    assert ring is not None, weight.format
-    return 0 if scale.device.type == "meta" else ring.shift(scale, top)
-
-
-class Matrices:
-    """A stack of packed matrices as TMA reads it."""
-
-    def __init__(self, weight: Packed) -> None:
-        codes, bits, self.scale, self.top = weight.planes
-        made = by_name(weight.format)
-        self.planes = codes.element_size() * codes.numel() // weight.n * 256 // (128 * weight.k)
-        self.bits = made.bits.count if made.bits else 0
-        self._codes = codes.reshape(-1).view(torch.int32).view(weight.n, -1)
-        self._bits = bits.reshape(-1).view(torch.int32).view(weight.n, -1) if self.bits else self._codes
-        # A copy's rows are whole numbers of 16 bytes apart.
-        self.copied = self.scale.element_size() * self.scale.numel() // weight.n % 16 == 0 and weight.format != "MXFP4"
-        if self.copied:
-            self._scale = self.scale.reshape(-1).view(torch.int16).view(weight.n, -1)
-        self._made: dict[int, tuple[Any, Any, Any]] = {}
-
-    def descriptors(self, rows: int) -> tuple[Any, Any, Any]:
-        """Of codes, scales (the scales themselves where they cannot be copied) and upper bits, in boxes of so many rows."""
-        if rows not in self._made:
-            codes = TensorDescriptor.from_tensor(self._codes, [rows, 32], gl.NVMMASharedLayout(128, 32, 2))
-            scale, bits = self.scale, codes
-            if self.copied:
-                scale = TensorDescriptor.from_tensor(self._scale, [rows, 8], gl.NVMMASharedLayout(0, 16, 2))
-            if self.bits:
-                layout = gl.NVMMASharedLayout(32 * self.bits, 32, 2)
-                bits = TensorDescriptor.from_tensor(self._bits, [rows, 8 * self.bits], layout)
-            self._made[rows] = codes, scale, bits
-        return self._made[rows]
-
-
 class Ring:
     """How to multiply with stacks of matrices."""
 
     def __init__(self, site: Site, maps: ExpertMaps) -> None:
-        self._site, self._biases, self._kind, self._experts = site, maps.biases, maps.activation, maps.n_experts
-        self._format, self._n, self._k = maps.stacks[0].format, maps.n, maps.k
-        self._stacks = [Matrices(s) for s in maps.stacks]
-        self._shift = max(shift_of(s) for s in maps.stacks)
-        self._padded = cdiv(self._k, 256) * 256
+        self._site, self._experts = site, maps.n_experts
+        self._product = Product(site, maps.stacks, maps.n, maps.activation, maps.biases)
         self.most = min(MOST_PAIRS, DECODE_FROM * maps.n_experts)
         """Pairs that it serves."""
-        self._rows = site.scratch("one", self.most * self._padded, torch.float16)
+        self._rows = site.scratch("one", self.most * self._product.padded, torch.float16)
         self._items = site.scratch("one", 1 + 4 * (self.most // WIDTHS[0] + maps.n_experts), torch.int32)
-        self._x: dict[tuple[int, int, int], Any] = {}
 
     def __call__(self, y: Slot, x: Slot, order: Slot, starts: Slot, pairs: int, per_token: int) -> None:
         """y `[pairs, n]` from rows of x `[tokens, k]`, of which `per_token` pairs share one."""
-        site, each = self._site, pairs / self._experts
+        site, each, product = self._site, pairs / self._experts, self._product
         width = next((w for w in WIDTHS if w >= 1.5 * each), WIDTHS[-1])
-        early = starts_early(site)
+        rows, items = self._rows.tensor, self._items.tensor
         site.launch(
-            gather_by_expert, (pairs + 1, cdiv(self._padded, _COLUMNS)), self._rows.tensor, self._items.tensor, x.tensor,
-            order.tensor, starts.tensor, pairs, self._k, EXPERTS=self._experts, PADDED=power_of_two(self._experts),
-            PER_TOKEN=per_token, KP=self._padded, BT=width, C=_COLUMNS, early=early,
+            gather_by_expert, (pairs + 1, cdiv(product.padded, _COLUMNS)), rows, items, x.tensor, order.tensor,
+            starts.tensor, pairs, product.k, EXPERTS=self._experts, PADDED=power_of_two(self._experts),
+            PER_TOKEN=per_token, KP=product.padded, BT=width, C=_COLUMNS, early=starts_early(site),
         )  # fmt: skip
-        gated, one = len(self._stacks) == 2, self._stacks[0]
-        groups = 2 if width == 64 else 1
-        warps = _WARPS // groups
-        residents = 1 if width == 64 else 2
-        tile = 8 * warps if gated else 16 * warps
-        (codes, scale, bits), (up_codes, up_scale, up_bits) = (s.descriptors(tile) for s in (one, self._stacks[-1]))
-        bias = self._biases or (one.top,)
-        site.launch(
-            kernels.ring, (residents * multiprocessors(one.top.device),), y.tensor, codes, up_codes, scale, up_scale, bits,
-            up_bits, self._rows_of(pairs, width), (one.top, self._stacks[-1].top), (self._items.tensor, order.tensor),
-            (bias[0], bias[-1], 2.0**-self._shift, 2.0**self._shift), self._n, 0, K=self._k, PARTS=1, COPIED=one.copied,
-            FORMAT=self._format, GATED=gated, KIND=self._kind, BIAS=bool(self._biases), BT=width,
-            STAGES=self._stages(width, residents), TILES=cdiv(self._n, tile * groups), NC=groups, T=warps,
-            REGISTERS=104 if residents == 2 else 232, warps=warps, early=early, maxnreg=80 if residents == 2 else 168,
-        )  # fmt: skip
-
-    def _rows_of(self, pairs: int, width: int) -> Any:
-        """The gathered rows, as TMA reads them."""
-        tensor = self._rows.tensor
-        key = (tensor.data_ptr() if tensor.device.type != "meta" else 0, pairs, width)
-        if key not in self._x:
-            if len(self._x) == _MOST_DESCRIPTORS:
-                self._x.clear()
-            rows = tensor.reshape(-1)[: pairs * self._padded].view(pairs, self._padded)
-            self._x[key] = TensorDescriptor.from_tensor(rows, [width, 64], gl.NVMMASharedLayout(128, 16, 2))
-        return self._x[key]
-
-    def _stages(self, width: int, residents: int) -> int:
-        """As many as fit, beside the exchange of an activation's rows."""
-        one = self._stacks[0]
-        stage = 16 * _WARPS * (128 * one.planes + (16 if one.copied else 0) + 32 * one.bits) + 512 * width
-        room = _SHARED // residents - 1024 - (512 * width if len(self._stacks) == 2 else 0)
-        return max(2, min(12, room // stage))
+        product.launch(y.tensor, Rows(product.rows(rows, pairs, width), items, order.tensor), Cut.of(width))

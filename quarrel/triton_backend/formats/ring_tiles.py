@@ -2,7 +2,7 @@
 
 A tile has 16 T rows of 256 columns; a lane of T warps has rows g and g + 8 of blocks t and t + 4, of 32 columns each. A
 word of codes makes four pairs of float16 (`ring_codes.py`). Columns of x come in the order of the pairs
-(`experts/ring.py: column_at`).
+(`elementwise/ring_x.py`).
 """
 
 from __future__ import annotations

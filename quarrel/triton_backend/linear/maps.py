@@ -12,7 +12,8 @@ from quarrel.triton_backend.runtime.arrays import Packed, Slot
 from quarrel.triton_backend.runtime.site import Batch, Launch
 
 Arrange = Callable[[Slot, Batch, int], None]
-"""Puts the result of a norm where kernels of a width of rows read it (`fragments.arrange`, `wgmma_x.arrange`)."""
+"""Puts the result of a norm where kernels of a width of rows read it: `fragments.arrange`, `wgmma_x.arrange`, and for a
+width of 0 `ring_x.arrange`, of as many rows as there are."""
 UNLIMITED = 1 << 62
 
 

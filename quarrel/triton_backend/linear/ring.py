@@ -1,370 +1,308 @@
-"""Packed weights times 2 to 128 rows of x on Hopper, for one matrix or for the chosen ones of a stack.
+"""Products on Hopper in which weights stream once through a ring of TMA copies, for one matrix or the matrices of experts.
 
-Weights are the left operand of `wgmma`, decoded in its registers (`formats/ring_tiles.py`); rows of x are the right one. A
-producer warp copies codes, scales and x by TMA into a ring of STAGES stages of 256 columns; NC groups of T consumer warps
-each decode and multiply 16 T rows of every stage. Weights lie as the matvec kernels read them: nothing is packed twice.
-
-A unit of work is a tile of rows, a part of K and an item; an item is a matrix of the stack and up to BT of its rows of x.
-Programs are persistent and take units in turn, items innermost, so a second item of a matrix finds its weights in L2.
-Gate and up share a tile, half each: a lane holds row r of gate and row r of up, so the activation needs no exchange.
+`ring_kernels.py` computes them. This file makes the descriptors, chooses the cut, and is the entry of linear maps of a few
+to a few hundred rows. Parts of K meet in float32 scratch, where `add_parts` adds them in order.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
 import triton.language as tl
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_init,
-    warpgroup_mma_wait,
-)
-from triton.language.core import _aggregate as aggregate
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quarrel.triton_backend.formats.ring_tiles import (
-    decode,
-    double_entries,
-    entries,
-    factors,
-    load_scales,
-    load_top,
-    nibbles,
-    planes_of,
-    row_of,
-    signed_bytes,
-    words_layout,
-)
-from quarrel.triton_backend.formats.table import upper_bits
+from quarrel.triton_backend.elementwise import ring_x
+from quarrel.triton_backend.formats.table import RING, by_name
+from quarrel.triton_backend.linear.maps import Maps, Serves
+from quarrel.triton_backend.linear.matmul import Epilogue
+from quarrel.triton_backend.linear.matvec_tiles import multiprocessors
+from quarrel.triton_backend.runtime.arrays import Packed
+from quarrel.triton_backend.runtime.launch import INTERPRETED, cdiv
+from quarrel.triton_backend.runtime.site import Batch, Site, starts_early
 
-# Names of Triton 3.9, or of 3.6.
-_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+try:  # Gluon is no stable interface: without the names of Triton 3.6 to 3.9 other kernels run
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+    from quarrel.triton_backend.linear import ring_kernels as kernels
+except (ImportError, AttributeError):  # pragma: no cover
+    kernels = None  # type: ignore[assignment]
 
-@aggregate
-class Stages:
-    """The ring in shared memory, and the barriers of its stages: `full` of the copies, `free` of the consumers."""
+WIDTHS = (8, 16, 32, 64)
+"""Rows of x to an item."""
+MOST, MOST_BESIDE_E4M3 = 512, 128
+_LEAST = {1 << 24: 33, 1 << 25: 9}
+"""Rows from which a linear map gains, by the values of its weights. Decode steps of Mistral-7B Q4_K_M on an H200, tokens/s
+without and with the ring for gate and up, down and head, and with it for 4096 x 4096 too:
 
-    codes: gl.shared_memory_descriptor
-    scale: gl.shared_memory_descriptor
-    bits: gl.shared_memory_descriptor
-    x: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    free: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, codes, scale, bits, x, full, free):
-        self.codes = codes
-        self.scale = scale
-        self.bits = bits
-        self.x = x
-        self.full = full
-        self.free = free
+| 8 | 12 | 16 | 24 | 32 | 48 | 64 | 96 | 128 |
+|---|---|---|---|---|---|---|---|---|
+| 3446 | 4003 | 5266 | 4885 | 6517 | 8707 | 10806 | 13918 | 18348 |
+| 3335 | 4686 | 6184 | 7804 | 10510 | 11604 | 14195 | 15977 | 20812 |
+| 3179 | 4559 | 6049 | 7635 | 10468 | 11981 | 14727 | | |
+"""
+_WARPS = 8
+_SHARED = 227 << 10
+_COLUMNS = 1024
+_MOST_DESCRIPTORS = 256
+_MOST_PARTS = 8
 
 
-@aggregate
-class Tiling:
-    """How the work is cut: constants of `ring`, and what follows from them."""
+class Cut(NamedTuple):
+    """Rows of x to an item; groups of consumer warps; programs to a multiprocessor."""
 
-    FORMAT: gl.constexpr
-    COPIED: gl.constexpr
-    GATED: gl.constexpr
-    K: gl.constexpr
-    STEPS: gl.constexpr
-    PARTS: gl.constexpr
-    TILES: gl.constexpr
-    BT: gl.constexpr
-    STAGES: gl.constexpr
-    NC: gl.constexpr
-    T: gl.constexpr
-    PDL: gl.constexpr
-    PLANES: gl.constexpr
-    BITS: gl.constexpr
-    BM: gl.constexpr
-    """Rows of a tile in shared memory."""
-    BN: gl.constexpr
-    """Rows of the result that it makes."""
+    width: int
+    groups: int
+    residents: int
 
-    @gluon.constexpr_function
-    def __init__(self, FORMAT, COPIED, GATED, K, PARTS, TILES, BT, STAGES, NC, T, PDL):
-        self.FORMAT = gl.constexpr(FORMAT)
-        self.COPIED = gl.constexpr(COPIED)
-        self.GATED = gl.constexpr(GATED)
-        self.K = gl.constexpr(K)
-        self.STEPS = gl.constexpr((K + 255) // 256)
-        self.PARTS = gl.constexpr(PARTS)
-        self.TILES = gl.constexpr(TILES)
-        self.BT = gl.constexpr(BT)
-        self.STAGES = gl.constexpr(STAGES)
-        self.NC = gl.constexpr(NC)
-        self.T = gl.constexpr(T)
-        self.PDL = gl.constexpr(PDL)
-        self.PLANES = gl.constexpr(planes_of(FORMAT))
-        self.BITS = gl.constexpr(upper_bits(FORMAT))
-        self.BM = gl.constexpr(16 * T)
-        self.BN = gl.constexpr(8 * T if GATED else 16 * T)
+    @classmethod
+    def of(cls, width: int) -> Cut:
+        return cls(width, 2, 1) if width >= 64 else cls(width, 1, 2)
+
+    @property
+    def warps(self) -> int:
+        """Of a group."""
+        return _WARPS // self.groups
 
 
-@gluon.constexpr_function
-def _stage_bytes(planes, copied, bits, bt, warps):
-    return int(16 * warps * (128 * planes + (16 if copied else 0) + 32 * bits) + bt * 512)
+class Rows(NamedTuple):
+    """What a launch multiplies with."""
+
+    x: Any
+    """A descriptor of rows in the order of `ring_x.py`."""
+    items: Any
+    """int32, as `ring_kernels.ring` reads them; anything where `count` says it all."""
+    pairs: Any
+    """The row of y of each row of x, int32; likewise."""
+    count: int = 0
+    """Rows of x of one matrix, which are the rows of y; 0 where items list them."""
 
 
-@gluon.jit
-def _bring(matrix, up, row, column, full, tile, how):
-    """A tile `[16 T, ...]`: rows of one matrix, or half of gate and half of up."""
-    if how.GATED:
-        _copy(matrix, [row, column], full, tile.slice(0, 8 * how.T))
-        _copy(up, [row, column], full, tile.slice(8 * how.T, 8 * how.T))
-    else:
-        _copy(matrix, [row, column], full, tile)
+def declines_device(site: Site) -> str | None:
+    """Why the ring does not run, whatever the weights are."""
+    if kernels is None or INTERPRETED or site.generation != 9:
+        return "needs compute capability 9"
+    if site.compute != "float16" or site.deterministic:
+        return f"needs float16 and any order of sums, got {'deterministic ' if site.deterministic else ''}{site.compute}"
+    return None
 
 
-@gluon.jit
-def _produce(codes, up_codes, scale, up_scale, bits, up_bits, x, items, N, stages, how):
-    """One warp: copies of every stage of every unit of this program, as far ahead as there is room."""
-    if how.PDL:
-        gdc_wait()
-    n = gl.load(items[0])
-    slot = 0
-    phase = 1
-    BYTES: gl.constexpr = _stage_bytes(how.PLANES, how.COPIED, how.BITS, how.BT, how.NC * how.T)
-    for unit in range(gl.program_id(0), n * (how.TILES * how.PARTS), gl.num_programs(0)):
-        item = items[0] + 1 + unit % n * 4
-        rest = unit // n
-        part = rest % how.PARTS
-        first = gl.load(item) * N + rest // how.PARTS * (how.BN * how.NC)
-        row = gl.load(item + 1)
-        for step in range(part * how.STEPS // how.PARTS, (part + 1) * how.STEPS // how.PARTS):
-            mbarrier.wait(stages.free.index(slot), phase)
-            bar = stages.full.index(slot)
-            mbarrier.expect(bar, BYTES)
-            for c in gl.static_range(how.NC):
-                at = slot * how.NC + c
-                for i in gl.static_range(how.PLANES):
-                    tile = stages.codes.index(at * how.PLANES + i)
-                    _bring(codes, up_codes, first + c * how.BN, (step * how.PLANES + i) * 32, bar, tile, how)
-                if how.COPIED:
-                    _bring(scale, up_scale, first + c * how.BN, step * 8, bar, stages.scale.index(at), how)
-                if how.BITS > 0:
-                    _bring(bits, up_bits, first + c * how.BN, step * (8 * how.BITS), bar, stages.bits.index(at), how)
-            for i in gl.static_range(4):
-                _copy(x, [row, step * 256 + i * 64], bar, stages.x.index(slot * 4 + i))
-            slot += 1
-            if slot == how.STAGES:
-                slot = 0
-                phase = phase ^ 1
+def declines_weights(weights: Sequence[Packed]) -> str | None:
+    """Why these are not read through it."""
+    for weight in weights:
+        if weight.format not in RING:
+            return f"needs {', '.join(RING)}, got {weight.format}"
+        whole = _whole(weight.format)
+        if weight.k % whole:
+            return f"needs rows of a multiple of {whole} columns, got {weight.k}"
+        if weight.reused:
+            return "needs matrices that stay in their place"
+    return None
 
 
-@gluon.jit
-def _scales_of(scale, up_scale, row, ok, is_up, step, how):
-    s0, s1 = load_scales(how.FORMAT, scale, row, ok & ~is_up, step, how.K, how.T)
-    if how.GATED:
-        u0, u1 = load_scales(how.FORMAT, up_scale, row, ok & is_up, step, how.K, how.T)
-        s0, s1 = s0 | u0, s1 | u1
-    return s0, s1
+def _whole(format: str) -> int:
+    """Columns of which a row is a whole number: of a super-block, or of what a copy's 16 bytes of upper bits hold."""
+    made = by_name(format)
+    return made.top.columns if made.top else 128 if made.bits else 32
 
 
-@gluon.jit
-def _top_of(tops, row, ok, is_up, step, how):
-    t = load_top(how.FORMAT, tops[0], row, ok & ~is_up, step, how.K)
-    if how.GATED:
-        t = t | load_top(how.FORMAT, tops[1], row, ok & is_up, step, how.K)
-    return t
+def shift_of(weight: Packed) -> int:
+    """The power of two that its scales are divided by (`formats/ring_codes.py`)."""
+    scale, top = weight.planes.scale, weight.planes.top
+    ring = by_name(weight.format).ring
+    assert ring is not None, weight.format
+    return 0 if scale.device.type == "meta" else ring.shift(scale, top)
 
 
-@gluon.jit
-def _consume(
-    y, scale, up_scale, tops, items, epilogue, N, part_stride, stages, C: gl.constexpr, KIND: gl.constexpr,
-    BIAS: gl.constexpr, how,
-):  # fmt: skip
-    """T warps: decodes and multiplies the C-th tile of rows of each stage."""
-    T: gl.constexpr = how.T
-    BT: gl.constexpr = how.BT
-    FORMAT: gl.constexpr = how.FORMAT
-    GATED: gl.constexpr = how.GATED
-    COPIED: gl.constexpr = how.COPIED
-    PLANES: gl.constexpr = how.PLANES
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[T, 1], instr_shape=[16, BT, 16])
-    bias, up_bias, down, up_again = epilogue
-    if how.PDL:
-        gdc_wait()
-    n = gl.load(items[0])
-    m = gl.arange(0, how.BM, gl.SliceLayout(1, gl.SliceLayout(2, words_layout(T))))
-    at = row_of(m, GATED, T, PLANES)
-    is_up = m < 0
-    if GATED:
-        is_up = (m & 8) != 0
-        at = gl.where(is_up, at - 8 * T, at)
-    slot = 0
-    phase = 0
-    begun = False
-    for unit in range(gl.program_id(0), n * (how.TILES * how.PARTS), gl.num_programs(0)):
-        item = items[0] + 1 + unit % n * 4
-        rest = unit // n
-        matrix = gl.load(item)
-        first = gl.load(item + 1)
-        count = gl.load(item + 2)
-        part = rest % how.PARTS
-        begin = part * how.STEPS // how.PARTS
-        last = (part + 1) * how.STEPS // how.PARTS - 1
-        tile = (rest // how.PARTS * how.NC + C) * how.BN
-        ok = tile + at < N
-        row = matrix.to(gl.int64) * N + tile + at
-        # Two steps ahead, as these loads have no copy engine behind them.
-        after = gl.minimum(begin + 1, last)
-        t = _top_of(tops, row, ok, is_up, begin, how)
-        t1 = _top_of(tops, row, ok, is_up, after, how)
-        if not COPIED:
-            s0, s1 = _scales_of(scale, up_scale, row, ok, is_up, begin, how)
-            n0, n1 = _scales_of(scale, up_scale, row, ok, is_up, after, how)
-        acc = warpgroup_mma_init(gl.zeros([how.BM, BT], gl.float32, layout=MMA))
-        for step in range(begin, last + 1):
-            far = gl.minimum(step + 2, last)
-            t2 = _top_of(tops, row, ok, is_up, far, how)
-            if not COPIED:
-                f0, f1 = _scales_of(scale, up_scale, row, ok, is_up, far, how)
-            mbarrier.wait(stages.full.index(slot), phase)
-            here = slot * how.NC + C
-            if PLANES == 2:
-                q0, q1, r0, r1 = signed_bytes(stages.codes.index(here * 2), T, GATED)
-                q2, q3, r2, r3 = signed_bytes(stages.codes.index(here * 2 + 1), T, GATED)
-            else:
-                q0, q1, q2, q3 = nibbles(stages.codes.index(here), T, GATED)
-                r0, r1, r2, r3 = q0, q1, q2, q3
-            if COPIED:
-                s0, s1 = entries(stages.scale.index(here), T, GATED, PLANES)
-            if how.BITS == 2:
-                u0, v0, u1, v1 = double_entries(stages.bits.index(here), T, GATED, PLANES)
-            elif how.BITS == 1:
-                u0, u1 = entries(stages.bits.index(here), T, GATED, PLANES)
-                v0, v1 = u0, u1
-            else:
-                u0, v0, u1, v1 = s0, s0, s1, s1
-            a, b, c, d = factors(FORMAT, s0, t, down, T)
-            w = decode(FORMAT, 0, q0, r0, a, b, c, d, u0, v0, T, MMA)
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            # All warps have read the codes of the slot before this one, and products with its x are done.
-            _barrier()
-            mbarrier.arrive(stages.free.index(gl.where(slot == 0, how.STAGES - 1, slot - 1)), count=1, pred=begun)
-            begun = True
-            acc = warpgroup_mma(w, stages.x.index(slot * 4).permute((1, 0)), acc, is_async=True)
-            w = decode(FORMAT, 1, q1, r1, a, b, c, d, u0, v0, T, MMA)
-            acc = warpgroup_mma(w, stages.x.index(slot * 4 + 1).permute((1, 0)), acc, is_async=True)
-            a, b, c, d = factors(FORMAT, s1, t, down, T)
-            w = decode(FORMAT, 0, q2, r2, a, b, c, d, u1, v1, T, MMA)
-            acc = warpgroup_mma_wait(1, deps=[acc])
-            acc = warpgroup_mma(w, stages.x.index(slot * 4 + 2).permute((1, 0)), acc, is_async=True)
-            w = decode(FORMAT, 1, q3, r3, a, b, c, d, u1, v1, T, MMA)
-            acc = warpgroup_mma_wait(1, deps=[acc])
-            acc = warpgroup_mma(w, stages.x.index(slot * 4 + 3).permute((1, 0)), acc, is_async=True)
-            t, t1 = t1, t2
-            if not COPIED:
-                s0, s1, n0, n1 = n0, n1, f0, f1
-            slot += 1
-            if slot == how.STAGES:
-                slot = 0
-                phase = phase ^ 1
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        acc = acc * up_again
-        if GATED:
-            gate, value = gl.split(gl.permute(gl.reshape(acc, [T, 2, 8, BT]), (0, 2, 3, 1)))
-            gate, value = _plain_rows(gate, T, BT, PLANES), _plain_rows(value, T, BT, PLANES)
-            OUT: gl.constexpr = gl.BlockedLayout([2, 1], [4, 8], [T, 1], [0, 1])
-            gate, value = gl.convert_layout(gate, OUT), gl.convert_layout(value, OUT)
-            i = tile + gl.arange(0, 8 * T, gl.SliceLayout(1, OUT))
-            j = gl.arange(0, BT, gl.SliceLayout(0, OUT))
-            if BIAS:
-                gate += gl.load(bias + matrix * N + i, mask=i < N, other=0.0)[:, None]
-                value += gl.load(up_bias + matrix * N + i, mask=i < N, other=0.0)[:, None]
-            if KIND == "oai":
-                gate = gl.minimum(gate, 7.0, propagate_nan=tl.PropagateNan.ALL)
-                value = gl.maximum(value, -7.0, propagate_nan=tl.PropagateNan.ALL)
-                value = gl.minimum(value, 7.0, propagate_nan=tl.PropagateNan.ALL) + 1.0
-                value = gate / (1.0 + gl.exp(-1.702 * gate)) * value
-            else:
-                gl.static_assert(KIND == "silu", "not an activation of the ring")
-                value = gate / (1.0 + gl.exp(-gate)) * value
-        else:
-            i = tile + row_of(gl.arange(0, how.BM, gl.SliceLayout(1, MMA)), False, T, PLANES)
-            j = gl.arange(0, BT, gl.SliceLayout(0, MMA))
-            value = acc
-            if BIAS:
-                value += gl.load(bias + matrix * N + i, mask=i < N, other=0.0)[:, None]
-            if KIND == "relu2":
-                value = gl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
-                value = value * value
-        pair = gl.load(items[1] + first + j, mask=j < count, other=0).to(gl.int64)
-        p = y + part * part_stride + pair[None, :] * N + i[:, None]
-        gl.store(p, value.to(y.dtype.element_ty), mask=(j < count)[None, :] & (i < N)[:, None])
+class Matrices:
+    """A stack of packed matrices as TMA reads it."""
+
+    def __init__(self, weight: Packed) -> None:
+        codes, bits, self.scale, self.top = weight.planes
+        made = by_name(weight.format)
+        self.planes = codes.element_size() * codes.numel() // weight.n * 256 // (128 * weight.k)
+        self.bits = made.bits.count if made.bits else 0
+        self._codes = codes.reshape(-1).view(torch.int32).view(weight.n, -1)
+        self._bits = bits.reshape(-1).view(torch.int32).view(weight.n, -1) if self.bits else self._codes
+        # A copy's rows are whole numbers of 16 bytes apart.
+        self.copied = self.scale.element_size() * self.scale.numel() // weight.n % 16 == 0 and weight.format != "MXFP4"
+        if self.copied:
+            self._scale = self.scale.reshape(-1).view(torch.int16).view(weight.n, -1)
+        self._made: dict[int, tuple[Any, Any, Any]] = {}
+
+    def descriptors(self, rows: int) -> tuple[Any, Any, Any]:
+        """Of codes, scales (the scales themselves where they cannot be copied) and upper bits, in boxes of so many rows."""
+        if rows not in self._made:
+            codes = TensorDescriptor.from_tensor(self._codes, [rows, 32], gl.NVMMASharedLayout(128, 32, 2))
+            scale, bits = self.scale, codes
+            if self.copied:
+                scale = TensorDescriptor.from_tensor(self._scale, [rows, 8], gl.NVMMASharedLayout(0, 16, 2))
+            if self.bits:
+                layout = gl.NVMMASharedLayout(32 * self.bits, 32, 2)
+                bits = TensorDescriptor.from_tensor(self._bits, [rows, 8 * self.bits], layout)
+            self._made[rows] = codes, scale, bits
+        return self._made[rows]
 
 
-@gluon.jit
-def _plain_rows(v, T: gl.constexpr, BT: gl.constexpr, PLANES: gl.constexpr):
-    """`[T, 8, BT]` in the order of the product's rows to `[8 T, BT]` in that of the tile's."""
-    if PLANES == 1:
-        v = gl.permute(gl.reshape(v, [T, 4, 2, BT]), (0, 2, 1, 3))
-    return gl.reshape(v, [8 * T, BT])
+class Product:
+    """Products with a matrix `[n, k]` or a stack of them, or with gate and up, which have one format."""
 
+    def __init__(
+        self, site: Site, weights: Sequence[Packed], n: int, activation: str, biases: Sequence[torch.Tensor]
+    ) -> None:
+        self._site, self._biases, self._kind, self._n = site, biases, activation, n
+        self._format, self.k = weights[0].format, weights[0].k
+        self._stacks = [Matrices(w) for w in weights]
+        self._shift = max(shift_of(w) for w in weights)
+        self.padded = cdiv(self.k, 256) * 256
+        """Columns of a row of x."""
+        self._rows: dict[tuple[int, int, int], Any] = {}
 
-@gluon.jit(do_not_specialize=["part_stride"])
-def ring(
-    y, codes, up_codes, scale, up_scale, bits, up_bits, x, tops, items, epilogue, N, part_stride, K: gl.constexpr,
-    PARTS: gl.constexpr, COPIED: gl.constexpr, FORMAT: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr,
-    BIAS: gl.constexpr, BT: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr, NC: gl.constexpr, T: gl.constexpr,
-    REGISTERS: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
-    """y `[pairs, N]` = activation(x W^T + bias) for the pairs of `items`, or sums of parts of K `[PARTS, pairs, N]`.
+    @property
+    def gated(self) -> bool:
+        return len(self._stacks) == 2
 
-    codes, up_codes: TMA descriptors of codes, int32 `[matrices * N, K / 8]` (`K / 4` for codes of 8 bits), boxes of
-        `[8 T or 16 T, 32]` (half as many rows where gate and up share a tile); up_*: the same of the up matrix.
-    scale: a descriptor of int16 `[matrices * N, K / 32]`, boxes of 8 columns (COPIED), or the pointer itself.
-    bits: a descriptor of int32 `[matrices * N, b K / 32]` with b words of upper bits to a block, boxes of 8 b columns; not
-        read where there are none.
-    x: a descriptor of float16 `[rows, columns]`, boxes of `[BT, 64]`; columns as `experts/ring.py: column_at` orders them,
-        and zero from K up to a multiple of 256.
-    tops: of the matrix and of the up matrix: d, or d and dmin, float16 `[matrices * N, K / 256, 1 or 2]`.
-    items: int32, their number and then four each: matrix, first row of x, rows, unused; and the pair (the row of y) of
-        each row of x, int32.
-    epilogue: biases float32 `[matrices, N]` of the matrix and of the up matrix, 2^-shift and 2^shift.
-    part_stride: values from one part's sums to the next. Grid: any number of programs.
-    """
-    how = Tiling(FORMAT, COPIED, GATED, K, PARTS, TILES, BT, STAGES, NC, T, PDL)
-    X: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    s_codes = gl.allocate_shared_memory(gl.int32, [STAGES * how.PLANES * NC, 16 * T, 32], codes.layout)
-    s_x = gl.allocate_shared_memory(gl.float16, [STAGES * 4, BT, 64], X)
-    s_scale = s_codes
-    if COPIED:
-        s_scale = gl.allocate_shared_memory(gl.int16, [STAGES * NC, 16 * T, 8], scale.layout)
-    s_bits = s_codes
-    if how.BITS > 0:
-        s_bits = gl.allocate_shared_memory(gl.int32, [STAGES * NC, 16 * T, 8 * how.BITS], bits.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(free.index(i), count=NC)
-    if PDL:
-        gdc_launch_dependents()
-    stages = Stages(s_codes, s_scale, s_bits, s_x, full, free)
-    # A group that copies scales never reads their address.
-    p_scale = y if COPIED else scale
-    p_up_scale = y if COPIED else up_scale
-    if NC == 2:
-        gl.warp_specialize(
-            [
-                (_consume, (y, p_scale, p_up_scale, tops, items, epilogue, N, part_stride, stages, 0, KIND, BIAS, how)),
-                (_consume, (y, p_scale, p_up_scale, tops, items, epilogue, N, part_stride, stages, 1, KIND, BIAS, how)),
-                (_produce, (codes, up_codes, scale, up_scale, bits, up_bits, x, items, N, stages, how)),
-            ],
-            [T, 1], [REGISTERS, 24],
+    def tiles(self, cut: Cut) -> int:
+        """Tiles of a matrix's rows."""
+        return cdiv(self._n, (8 if self.gated else 16) * _WARPS)
+
+    @property
+    def multiprocessors(self) -> int:
+        return multiprocessors(self._stacks[0].top.device)
+
+    def rows(self, tensor: torch.Tensor, count: int, width: int) -> Any:
+        """The first `count` rows of x, `[count, padded]`, as TMA reads them."""
+        key = (tensor.data_ptr() if tensor.device.type != "meta" else 0, count, width)
+        if key not in self._rows:
+            if len(self._rows) == _MOST_DESCRIPTORS:
+                self._rows.clear()
+            rows = tensor.reshape(-1)[: count * self.padded].view(count, self.padded)
+            self._rows[key] = TensorDescriptor.from_tensor(rows, [width, 64], gl.NVMMASharedLayout(128, 16, 2))
+        return self._rows[key]
+
+    def launch(self, y: torch.Tensor, rows: Rows, cut: Cut, parts: int = 1, part_stride: int = 0) -> None:
+        """y `[pairs, n]`, or with parts of K their sums `[parts, pairs, n]`."""
+        site, one, gated = self._site, self._stacks[0], self.gated
+        tile = (8 if gated else 16) * cut.warps
+        (codes, scale, bits), (up_codes, up_scale, up_bits) = (s.descriptors(tile) for s in (one, self._stacks[-1]))
+        bias = self._biases or (one.top,)
+        site.launch(
+            kernels.ring, (cut.residents * self.multiprocessors,), y, codes, up_codes, scale, up_scale, bits, up_bits,
+            rows.x, (one.top, self._stacks[-1].top), (rows.items, rows.pairs),
+            (bias[0], bias[-1], 2.0**-self._shift, 2.0**self._shift), self._n, part_stride, rows.count, K=self.k,
+            PARTS=parts, COPIED=one.copied, FORMAT=self._format, GATED=gated, KIND=self._kind, BIAS=bool(self._biases),
+            BT=cut.width, STAGES=self._stages(cut), TILES=self.tiles(cut), NC=cut.groups, T=cut.warps,
+            LISTED=not rows.count, REGISTERS=104 if cut.residents == 2 else 232, warps=cut.warps,
+            early=starts_early(site), maxnreg=80 if cut.residents == 2 else 168,
         )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_consume, (y, p_scale, p_up_scale, tops, items, epilogue, N, part_stride, stages, 0, KIND, BIAS, how)),
-                (_produce, (codes, up_codes, scale, up_scale, bits, up_bits, x, items, N, stages, how)),
-            ],
-            [1], [24],
+
+    def _stages(self, cut: Cut) -> int:
+        """As many as fit."""
+        one = self._stacks[0]
+        stage = 16 * _WARPS * (128 * one.planes + (16 if one.copied else 0) + 32 * one.bits) + 512 * cut.width
+        return max(2, min(12, (_SHARED // cut.residents - 1024) // stage))
+
+
+@triton.jit
+def add_parts(
+    y, parts, more, stride, alpha, N, PARTS: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, C: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """y `[tokens, N]` = sums of parts of K, float32 `[PARTS, tokens, N]` with `stride` values each, in order, with a bias,
+    or residual + alpha times that (`more`, an Epilogue). Grid (tokens, N / C)."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    column = tl.program_id(1) * C + tl.arange(0, C)
+    ok = column < N
+    at = tl.program_id(0).to(tl.int64) * N + column
+    total = tl.load(parts + at, mask=ok, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(parts + part * stride + at, mask=ok, other=0.0)
+    if BIAS:
+        total += tl.load(more.bias + column, mask=ok, other=0.0)
+    if ADD:
+        total = tl.load(more.residual + at, mask=ok, other=0.0).to(tl.float32) + alpha * total
+    tl.store(y + at, total.to(y.dtype.element_ty), mask=ok)
+
+
+def declines(site: Site, maps: Maps) -> str | None:
+    """Takes float16 arithmetic on one large map, or on gate and up, on devices of capability 9."""
+    if (reason := declines_device(site) or declines_weights(maps.weights)) is not None:
+        return reason
+    if not maps.gated and (len(maps.weights) > 1 or maps.norm is not None):
+        return f"needs one map without a norm, or gate and up, got {len(maps.weights)} maps"
+    values = sum(w.n * w.k for w in maps.weights)
+    return None if values >= min(_LEAST) else f"needs {min(_LEAST)} weights or more, got {values}"
+
+
+def build(site: Site, maps: Maps) -> Serves:
+    values = sum(w.n * w.k for w in maps.weights)
+    least = min(rows for size, rows in _LEAST.items() if values >= size)
+    return Serves(_Maps(site, maps), least, MOST_BESIDE_E4M3 if site.float8 else MOST, maps.arrange is not None)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How a number of rows is computed."""
+
+    cut: Cut
+    parts: int
+
+
+class _Maps:
+    """A launch of one map, or of gate and up."""
+
+    def __init__(self, site: Site, maps: Maps) -> None:
+        self._site, self._maps, self._n = site, maps, maps.weights[0].n
+        # Sums of parts get their bias where they meet.
+        self._direct = maps.gated or maps.residual is None
+        self._product = Product(site, maps.weights, self._n, maps.activation, maps.given)
+        self._plain = self._product if maps.gated or not maps.given else Product(site, maps.weights, self._n, "none", ())
+        self._arranged = site.scratch("one", MOST * self._product.padded, torch.float16)
+        plans = [self.plan(count) for count in range(1, MOST + 1)]
+        sums = max(0 if self._single(p) else p.parts * count for count, p in enumerate(plans, 1))
+        self._sums = site.scratch("one", max(1, sums * self._n))
+
+    def plan(self, count: int) -> _Plan:
+        """Parts of K until there are units for each program, where they may meet afterwards."""
+        # 128 rows of x and codes of MXFP4 gave wrong sums.
+        widths = WIDTHS if self._maps.weights[0].format == "MXFP4" else (*WIDTHS, 2 * WIDTHS[-1])
+        cut = Cut.of(next((w for w in widths if count <= w), widths[-1]))
+        parts, programs = 1, cut.residents * self._product.multiprocessors
+        units = self._product.tiles(cut) * cdiv(count, cut.width)
+        while not self._maps.gated and parts < _MOST_PARTS and units * parts * 1.5 < programs:
+            parts *= 2
+        return _Plan(cut, parts)
+
+    def _single(self, plan: _Plan) -> bool:
+        """Whether the product itself writes the result."""
+        return plan.parts == 1 and self._direct
+
+    def __call__(self, batch: Batch) -> None:
+        site, maps, product = self._site, self._maps, self._product
+        count, early, arranged = batch.count(maps.axis), starts_early(site), self._arranged
+        plan = self.plan(count)
+        if maps.arrange is not None:
+            maps.arrange(arranged, batch, 0)
+        else:
+            site.launch(
+                ring_x.arrange, (count, cdiv(product.padded, _COLUMNS)), arranged.tensor, maps.x.tensor, K=product.k,
+                KP=product.padded, C=_COLUMNS, early=early,
+            )  # fmt: skip
+        y = maps.ys[0].tensor
+        x = product.rows(arranged.tensor, MOST, plan.cut.width)
+        if self._single(plan):
+            product.launch(y, Rows(x, x.base, x.base, count), plan.cut)
+            return
+        sums, stride = self._sums.tensor, count * self._n
+        self._plain.launch(sums, Rows(x, x.base, x.base, count), plan.cut, plan.parts, stride)
+        biases, residual = maps.given, maps.residual
+        more = Epilogue(biases[0] if biases else y, y, y if residual is None else residual.tensor)
+        site.launch(
+            add_parts, (count, cdiv(self._n, _COLUMNS)), y, sums, more, stride, maps.alpha, self._n, PARTS=plan.parts,
+            BIAS=bool(biases), ADD=residual is not None, C=_COLUMNS, early=early,
         )  # fmt: skip

@@ -1,10 +1,10 @@
 """Linear maps of 33 to 128 rows by `wgmma` (capability 9): weights decoded in the registers that it reads, x by copies.
 
-A program owns BM outputs of one matrix, or of gate and up together, for all rows of x; a warp has 16 of them, so what a
-lane copies (16 bytes, a block of 32 columns) is its own operand once `warpgroup_x.py` has put columns of x in that order.
-Codes and x are copied a step of 128 columns ahead, each by the thread that decodes it, scales loaded two ahead through the
-loop, where they cannot sink to their use; half a step is decoded while a group of products runs, and the next group is
-queued before that one is waited for. Parts of K meet in float32 scratch, where the last program to arrive adds them.
+A program owns BM outputs of one matrix for all rows of x; a warp has 16 of them, so what a lane copies (16 bytes, a block
+of 32 columns) is its own operand once `wgmma_x.py` has put columns of x in that order. Codes and x are copied a step of 128
+columns ahead, each by the thread that decodes it, scales loaded two ahead through the loop, where they cannot sink to their
+use; half a step is decoded while a group of products runs, and the next group is queued before that one is waited for.
+Parts of K meet in float32 scratch, where the last program to arrive adds them.
 """
 
 from __future__ import annotations
@@ -41,24 +41,17 @@ def _bring(xs, x, step, stage, BT: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def _walk(
-    FORMAT: gl.constexpr, GATED: gl.constexpr, gate, up, x, xs, cs, ds, first, N, begin, end,
-    K: gl.constexpr, BM: gl.constexpr, BT: gl.constexpr, MMA: gl.constexpr, WARPS: gl.constexpr, WAIT: gl.constexpr,
+    FORMAT: gl.constexpr, w, x, xs, cs, first, N, begin, end, K: gl.constexpr, BM: gl.constexpr, BT: gl.constexpr,
+    MMA: gl.constexpr, WARPS: gl.constexpr, WAIT: gl.constexpr,
 ):  # fmt: skip
-    """Sums `[BM, BT]` over steps begin to end. `cs` and `ds` are shared memory for codes of `gate` (or of the only
-    matrix) and of `up`."""
+    """Sums `[BM, BT]` over steps begin to end. `cs` is shared memory for codes."""
     acc = gl.zeros([BM, BT], gl.float32, layout=MMA)
-    acc_b = acc
     last = end - 1
     now = gl.minimum(begin, last)
     after = gl.minimum(begin + 1, last)
-    send(FORMAT, cs, gate.codes, first, N, now, 0, K, BM)
-    a, b, s, t = scales(FORMAT, gate, first, N, now, K, BM)
-    a1, b1, s1, t1 = scales(FORMAT, gate, first, N, after, K, BM)
-    if GATED:
-        acc_b = gl.zeros([BM, BT], gl.float32, layout=MMA)
-        send(FORMAT, ds, up.codes, first, N, now, 0, K, BM)
-        c, d, u, v = scales(FORMAT, up, first, N, now, K, BM)
-        c1, d1, u1, v1 = scales(FORMAT, up, first, N, after, K, BM)
+    send(FORMAT, cs, w.codes, first, N, now, 0, K, BM)
+    a, b, s, t = scales(FORMAT, w, first, N, now, K, BM)
+    a1, b1, s1, t1 = scales(FORMAT, w, first, N, after, K, BM)
     if WAIT:  # weights are there since the model was loaded, x comes from the kernel before
         gdc_wait()
     _bring(xs, x, now, 0, BT, WARPS)
@@ -66,9 +59,7 @@ def _walk(
     async_copy.wait_group(0)
     fence_async_shared()
     q0, q1, qa, qb = receive(FORMAT, cs, 0, BM)
-    if GATED:
-        r0, r1, ra, rb = receive(FORMAT, ds, 0, BM)
-    w = values(FORMAT, 0, q0, qa, a, b, s, t, BM, MMA)
+    v = values(FORMAT, 0, q0, qa, a, b, s, t, BM, MMA)
     stage = begin * 0
     slot = begin * 0
     for step in range(begin, end):
@@ -76,50 +67,26 @@ def _walk(
         to = gl.where(stage == STAGES - 1, 0, stage + 1)
         # Products of the step before may be under way; those of the one before that, whose room this takes, are not.
         _bring(xs, x, after, to, BT, WARPS)
-        send(FORMAT, cs, gate.codes, first, N, after, 1 - slot, K, BM)
-        if GATED:
-            send(FORMAT, ds, up.codes, first, N, after, 1 - slot, K, BM)
+        send(FORMAT, cs, w.codes, first, N, after, 1 - slot, K, BM)
         async_copy.commit_group()
         far = gl.minimum(step + 2, last)
         x0 = xs.index(stage * 2).permute((1, 0))
         x1 = xs.index(stage * 2 + 1).permute((1, 0))
-        a2, b2, s2, t2 = scales(FORMAT, gate, first, N, far, K, BM)
-        if GATED:
-            c2, d2, u2, v2 = scales(FORMAT, up, first, N, far, K, BM)
-            sums = warpgroup_mma(w, x0, acc, is_async=True)
-            acc, acc_b = warpgroup_mma_wait(1, deps=[sums, acc_b])
-            w = values(FORMAT, 0, r0, ra, c, d, u, v, BM, MMA)
-            sums = warpgroup_mma(w, x0, acc_b, is_async=True)
-            acc, acc_b = warpgroup_mma_wait(1, deps=[acc, sums])
-            w = values(FORMAT, 1, q1, qb, a, b, s, t, BM, MMA)
-            sums = warpgroup_mma(w, x1, acc, is_async=True)
-            acc, acc_b = warpgroup_mma_wait(1, deps=[sums, acc_b])
-            w = values(FORMAT, 1, r1, rb, c, d, u, v, BM, MMA)
-            sums = warpgroup_mma(w, x1, acc_b, is_async=True)
-            acc, acc_b = warpgroup_mma_wait(1, deps=[acc, sums])
-            c, d, u, v = c1, d1, u1, v1
-            c1, d1, u1, v1 = c2, d2, u2, v2
-        else:
-            sums = warpgroup_mma(w, x0, acc, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=[sums])
-            w = values(FORMAT, 1, q1, qb, a, b, s, t, BM, MMA)
-            sums = warpgroup_mma(w, x1, acc, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=[sums])
+        a2, b2, s2, t2 = scales(FORMAT, w, first, N, far, K, BM)
+        sums = warpgroup_mma(v, x0, acc, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=[sums])
+        v = values(FORMAT, 1, q1, qb, a, b, s, t, BM, MMA)
+        sums = warpgroup_mma(v, x1, acc, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=[sums])
         async_copy.wait_group(0)
         fence_async_shared()
         slot = 1 - slot
         q0, q1, qa, qb = receive(FORMAT, cs, slot, BM)
-        if GATED:
-            r0, r1, ra, rb = receive(FORMAT, ds, slot, BM)
-        w = values(FORMAT, 0, q0, qa, a1, b1, s1, t1, BM, MMA)
+        v = values(FORMAT, 0, q0, qa, a1, b1, s1, t1, BM, MMA)
         a, b, s, t = a1, b1, s1, t1
         a1, b1, s1, t1 = a2, b2, s2, t2
         stage = to
-    if GATED:
-        acc, acc_b = warpgroup_mma_wait(0, deps=[acc, acc_b])
-    else:
-        acc = warpgroup_mma_wait(0, deps=[acc])
-    return acc, acc_b
+    return warpgroup_mma_wait(0, deps=[acc])
 
 
 @gluon.jit
@@ -133,67 +100,26 @@ def _added(p_part, stride, PARTS: gl.constexpr, BM: gl.constexpr, BT: gl.constex
 
 @gluon.jit
 def _end(
-    y, acc, acc_up, more, split, first, tokens, alpha, N, BIAS: gl.constexpr,
-    ADD: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr, PARTS: gl.constexpr, BM: gl.constexpr, BT: gl.constexpr,
+    y, acc, bias, split, first, tokens, N, BIAS: gl.constexpr, PARTS: gl.constexpr, BM: gl.constexpr, BT: gl.constexpr,
     MMA: gl.constexpr,
 ):  # fmt: skip
     """Adds the parts of K, in order, in the last program of a tile to arrive; then `finish`."""
     tile, tiles = gl.program_id(0), gl.num_programs(0)
     out = gl.arange(0, BM, gl.SliceLayout(1, MMA))
     token = gl.arange(0, BT, gl.SliceLayout(0, MMA))
+    more = Epilogue(bias, bias, y)
     if PARTS > 1:
         inside = out[:, None] * BT + token[None, :]
         stride = tiles * (BM * BT)
         p_part = split.sums + tile * (BM * BT) + inside
-        mine = gl.program_id(1)
-        gl.store(p_part + mine * stride, acc)
-        if GATED:
-            gl.store(p_part + (PARTS + mine) * stride, acc_up)
+        gl.store(p_part + gl.program_id(1) * stride, acc)
         _barrier()
         if gl.atomic_add(split.arrived + tile, 1, sem="acq_rel") == PARTS - 1:
             gl.store(split.arrived + tile, 0)
             acc = _added(p_part, stride, PARTS, BM, BT, MMA)
-            if GATED:
-                acc_up = _added(p_part + PARTS * stride, stride, PARTS, BM, BT, MMA)
-            finish(y, acc, acc_up, more, first, tokens, alpha, N, BIAS, ADD, GATED, KIND, BM, BT, MMA)
+            finish(y, acc, acc, more, first, tokens, 1.0, N, BIAS, False, False, "none", BM, BT, MMA)
     else:
-        finish(y, acc, acc_up, more, first, tokens, alpha, N, BIAS, ADD, GATED, KIND, BM, BT, MMA)
-
-
-@gluon.jit(do_not_specialize=["tokens"])
-def warpgroup_one(
-    y, x, w, up, more, split, tokens, alpha, N, K: gl.constexpr, FORMAT: gl.constexpr, BIAS: gl.constexpr,
-    ADD: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr, PARTS: gl.constexpr, BM: gl.constexpr, BT: gl.constexpr,
-    PDL: gl.constexpr,
-):  # fmt: skip
-    """One map, or gate and up. Grid (N / BM, PARTS).
-
-    y       [tokens, N], float32 or the compute type
-    x       float16, as `wgmma_x.arrange` puts BT rows of K columns
-    w, up   Planes of weights [N, K] of one format; `up` is w again unless GATED
-    more    Epilogue: y = act(w x + bias) * (up x + bias_up), or residual + alpha * (w x + bias)
-    split   SplitK: float32 [(1 + GATED) * PARTS * N / BM * BM * BT], and counts [N / BM]
-    """
-    WARPS: gl.constexpr = BM // 16
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BT, 16])
-    X: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    if PDL:
-        gdc_launch_dependents()
-    xs = gl.allocate_shared_memory(gl.float16, [STAGES * 2, BT, 64], X)
-    C: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    PLANES: gl.constexpr = planes_of(FORMAT)
-    cs = gl.allocate_shared_memory(gl.int32, [SLOTS * PLANES, BM, 4, 4], C)
-    ds = cs
-    if GATED:
-        ds = gl.allocate_shared_memory(gl.int32, [SLOTS * PLANES, BM, 4, 4], C)
-    STEPS: gl.constexpr = K // 128
-    EACH: gl.constexpr = (STEPS + PARTS - 1) // PARTS
-    begin = gl.program_id(1) * EACH
-    first = gl.program_id(0) * BM
-    acc, acc_up = _walk(
-        FORMAT, GATED, w, up, x, xs, cs, ds, first, N, begin, gl.minimum(begin + EACH, STEPS), K, BM, BT, MMA, WARPS, PDL
-    )  # fmt: skip
-    _end(y, acc, acc_up, more, split, first, tokens, alpha, N, BIAS, ADD, GATED, KIND, PARTS, BM, BT, MMA)
+        finish(y, acc, acc, more, first, tokens, 1.0, N, BIAS, False, False, "none", BM, BT, MMA)
 
 
 @gluon.jit
@@ -202,9 +128,8 @@ def _one_of_three(
     BIAS: gl.constexpr, PARTS: gl.constexpr, BM: gl.constexpr, BT: gl.constexpr, MMA: gl.constexpr, WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    acc, _ = _walk(FORMAT, False, w, w, x, xs, cs, cs, first, N, begin, end, K, BM, BT, MMA, WARPS, PDL)
-    more = Epilogue(bias, bias, y)
-    _end(y, acc, acc, more, split, first, tokens, 1.0, N, BIAS, False, False, "none", PARTS, BM, BT, MMA)
+    acc = _walk(FORMAT, w, x, xs, cs, first, N, begin, end, K, BM, BT, MMA, WARPS, PDL)
+    _end(y, acc, bias, split, first, tokens, N, BIAS, PARTS, BM, BT, MMA)
 
 
 @gluon.jit(do_not_specialize=["tokens"])
@@ -212,9 +137,14 @@ def warpgroup_three(
     ys, x, ws, biases, split, tokens, ns, K: gl.constexpr, FORMATS: gl.constexpr, BIAS: gl.constexpr, PARTS: gl.constexpr,
     BM: gl.constexpr, BT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Three maps of one x, as `warpgroup_one`: ys, ws, biases, ns and FORMATS are tuples of three.
+    """Three maps of one x, y = w x + bias. Grid (tiles of BM rows of all three, those of the first map first; PARTS).
 
-    The programs of the first map come first.
+    ys, ws, biases, ns and FORMATS are tuples of three.
+
+    y       [tokens, N], float32 or the compute type
+    x       float16, as `wgmma_x.arrange` puts BT rows of K columns
+    w       Planes of weights [N, K]
+    split   SplitK: float32 [PARTS * N / BM * BM * BT], and counts [N / BM], N of all three
     """
     # Parts of a constant are constants by annotation only (Triton 3.6).
     F0: gl.constexpr = FORMATS[0]

@@ -1,0 +1,397 @@
+"""Packed weights times a few to a few hundred rows of x on Hopper, for one matrix or for the chosen ones of a stack.
+
+Weights are the left operand of `wgmma`, decoded in its registers (`formats/ring_tiles.py`); rows of x are the right one. A
+producer warp copies codes, scales and x by TMA into a ring of STAGES stages of 256 columns; NC groups of T consumer warps
+each decode and multiply 16 T rows of every stage. Weights lie as the matvec kernels read them: nothing is packed twice.
+
+A unit of work is a tile of rows, a part of K and an item; an item is a matrix of the stack and up to BT of its rows of x,
+listed on the device, or of a single matrix BT rows after the other. Programs are persistent and take units in turn, items
+innermost, so a second item of a matrix finds its weights in L2. Gate and up share a tile, half each: a lane holds row r of
+gate and row r of up, so the activation needs no exchange.
+"""
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.language.core import _aggregate as aggregate
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from quarrel.triton_backend.elementwise import activation as elementwise
+from quarrel.triton_backend.formats.ring_tiles import (
+    decode,
+    double_entries,
+    entries,
+    factors,
+    load_scales,
+    load_top,
+    nibbles,
+    planes_of,
+    row_of,
+    signed_bytes,
+    words_layout,
+)
+from quarrel.triton_backend.formats.table import upper_bits
+
+# Names of Triton 3.9, or of 3.6.
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+
+_activate = gluon.jit(elementwise.activate.fn)
+
+
+@aggregate
+class Stages:
+    """The ring in shared memory, and the barriers of its stages: `full` of the copies, `free` of the consumers."""
+
+    codes: gl.shared_memory_descriptor
+    scale: gl.shared_memory_descriptor
+    bits: gl.shared_memory_descriptor
+    x: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    free: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, codes, scale, bits, x, full, free):
+        self.codes = codes
+        self.scale = scale
+        self.bits = bits
+        self.x = x
+        self.full = full
+        self.free = free
+
+
+@aggregate
+class Tiling:
+    """How the work is cut: constants of `ring`, and what follows from them."""
+
+    FORMAT: gl.constexpr
+    COPIED: gl.constexpr
+    GATED: gl.constexpr
+    K: gl.constexpr
+    STEPS: gl.constexpr
+    PARTS: gl.constexpr
+    TILES: gl.constexpr
+    BT: gl.constexpr
+    STAGES: gl.constexpr
+    NC: gl.constexpr
+    T: gl.constexpr
+    PDL: gl.constexpr
+    LISTED: gl.constexpr
+    PLANES: gl.constexpr
+    BITS: gl.constexpr
+    BM: gl.constexpr
+    """Rows of a tile in shared memory."""
+    BN: gl.constexpr
+    """Rows of the result that it makes."""
+
+    @gluon.constexpr_function
+    def __init__(self, FORMAT, COPIED, GATED, K, PARTS, TILES, BT, STAGES, NC, T, PDL, LISTED):
+        self.FORMAT = gl.constexpr(FORMAT)
+        self.COPIED = gl.constexpr(COPIED)
+        self.GATED = gl.constexpr(GATED)
+        self.K = gl.constexpr(K)
+        self.STEPS = gl.constexpr((K + 255) // 256)
+        self.PARTS = gl.constexpr(PARTS)
+        self.TILES = gl.constexpr(TILES)
+        self.BT = gl.constexpr(BT)
+        self.STAGES = gl.constexpr(STAGES)
+        self.NC = gl.constexpr(NC)
+        self.T = gl.constexpr(T)
+        self.PDL = gl.constexpr(PDL)
+        self.LISTED = gl.constexpr(LISTED)
+        self.PLANES = gl.constexpr(planes_of(FORMAT))
+        self.BITS = gl.constexpr(upper_bits(FORMAT))
+        self.BM = gl.constexpr(16 * T)
+        self.BN = gl.constexpr(8 * T if GATED else 16 * T)
+
+
+@gluon.constexpr_function
+def _stage_bytes(planes, copied, bits, bt, warps):
+    return int(16 * warps * (128 * planes + (16 if copied else 0) + 32 * bits) + bt * 512)
+
+
+@gluon.jit
+def _bring(matrix, up, row, column, full, tile, how):
+    """A tile `[16 T, ...]`: rows of one matrix, or half of gate and half of up."""
+    if how.GATED:
+        _copy(matrix, [row, column], full, tile.slice(0, 8 * how.T))
+        _copy(up, [row, column], full, tile.slice(8 * how.T, 8 * how.T))
+    else:
+        _copy(matrix, [row, column], full, tile)
+
+
+@gluon.jit
+def _number(items, tokens, how):
+    """How many items there are."""
+    if how.LISTED:
+        n = gl.load(items[0])
+    else:
+        n = (tokens + how.BT - 1) // how.BT
+    return n
+
+
+@gluon.jit
+def _item(items, tokens, i, how):
+    """Matrix, first row of x and rows of an item."""
+    if how.LISTED:
+        p = items[0] + 1 + i * 4
+        matrix, first, count = gl.load(p), gl.load(p + 1), gl.load(p + 2)
+    else:
+        matrix, first = i * 0, i * how.BT
+        count = gl.minimum(tokens - first, how.BT)
+    return matrix, first, count
+
+
+@gluon.jit
+def _produce(codes, up_codes, scale, up_scale, bits, up_bits, x, items, tokens, N, stages, how):
+    """One warp: copies of every stage of every unit of this program, as far ahead as there is room."""
+    if how.PDL:
+        gdc_wait()
+    n = _number(items, tokens, how)
+    slot = 0
+    phase = 1
+    BYTES: gl.constexpr = _stage_bytes(how.PLANES, how.COPIED, how.BITS, how.BT, how.NC * how.T)
+    for unit in range(gl.program_id(0), n * (how.TILES * how.PARTS), gl.num_programs(0)):
+        matrix, row, _ = _item(items, tokens, unit % n, how)
+        rest = unit // n
+        part = rest % how.PARTS
+        first = matrix * N + rest // how.PARTS * (how.BN * how.NC)
+        for step in range(part * how.STEPS // how.PARTS, (part + 1) * how.STEPS // how.PARTS):
+            mbarrier.wait(stages.free.index(slot), phase)
+            bar = stages.full.index(slot)
+            mbarrier.expect(bar, BYTES)
+            for c in gl.static_range(how.NC):
+                at = slot * how.NC + c
+                for i in gl.static_range(how.PLANES):
+                    tile = stages.codes.index(at * how.PLANES + i)
+                    _bring(codes, up_codes, first + c * how.BN, (step * how.PLANES + i) * 32, bar, tile, how)
+                if how.COPIED:
+                    _bring(scale, up_scale, first + c * how.BN, step * 8, bar, stages.scale.index(at), how)
+                if how.BITS > 0:
+                    _bring(bits, up_bits, first + c * how.BN, step * (8 * how.BITS), bar, stages.bits.index(at), how)
+            for i in gl.static_range(4):
+                _copy(x, [row, step * 256 + i * 64], bar, stages.x.index(slot * 4 + i))
+            slot += 1
+            if slot == how.STAGES:
+                slot = 0
+                phase = phase ^ 1
+
+
+@gluon.jit
+def _scales_of(scale, up_scale, row, ok, is_up, step, how):
+    s0, s1 = load_scales(how.FORMAT, scale, row, ok & ~is_up, step, how.K, how.T)
+    if how.GATED:
+        u0, u1 = load_scales(how.FORMAT, up_scale, row, ok & is_up, step, how.K, how.T)
+        s0, s1 = s0 | u0, s1 | u1
+    return s0, s1
+
+
+@gluon.jit
+def _top_of(tops, row, ok, is_up, step, how):
+    t = load_top(how.FORMAT, tops[0], row, ok & ~is_up, step, how.K)
+    if how.GATED:
+        t = t | load_top(how.FORMAT, tops[1], row, ok & is_up, step, how.K)
+    return t
+
+
+@gluon.jit
+def _consume(
+    y, scale, up_scale, tops, items, tokens, epilogue, N, part_stride, stages, C: gl.constexpr, KIND: gl.constexpr,
+    BIAS: gl.constexpr, how,
+):  # fmt: skip
+    """T warps: decodes and multiplies the C-th tile of rows of each stage."""
+    T: gl.constexpr = how.T
+    BT: gl.constexpr = how.BT
+    FORMAT: gl.constexpr = how.FORMAT
+    GATED: gl.constexpr = how.GATED
+    COPIED: gl.constexpr = how.COPIED
+    PLANES: gl.constexpr = how.PLANES
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[T, 1], instr_shape=[16, BT, 16])
+    bias, up_bias, down, up_again = epilogue
+    if how.PDL:
+        gdc_wait()
+    n = _number(items, tokens, how)
+    m = gl.arange(0, how.BM, gl.SliceLayout(1, gl.SliceLayout(2, words_layout(T))))
+    at = row_of(m, GATED, T, PLANES)
+    is_up = m < 0
+    if GATED:
+        is_up = (m & 8) != 0
+        at = gl.where(is_up, at - 8 * T, at)
+    slot = 0
+    phase = 0
+    begun = False
+    for unit in range(gl.program_id(0), n * (how.TILES * how.PARTS), gl.num_programs(0)):
+        matrix, first, count = _item(items, tokens, unit % n, how)
+        rest = unit // n
+        part = rest % how.PARTS
+        begin = part * how.STEPS // how.PARTS
+        last = (part + 1) * how.STEPS // how.PARTS - 1
+        tile = (rest // how.PARTS * how.NC + C) * how.BN
+        ok = tile + at < N
+        row = matrix.to(gl.int64) * N + tile + at
+        # Two steps ahead, as these loads have no copy engine behind them.
+        after = gl.minimum(begin + 1, last)
+        t = _top_of(tops, row, ok, is_up, begin, how)
+        t1 = _top_of(tops, row, ok, is_up, after, how)
+        if not COPIED:
+            s0, s1 = _scales_of(scale, up_scale, row, ok, is_up, begin, how)
+            n0, n1 = _scales_of(scale, up_scale, row, ok, is_up, after, how)
+        acc = warpgroup_mma_init(gl.zeros([how.BM, BT], gl.float32, layout=MMA))
+        for step in range(begin, last + 1):
+            far = gl.minimum(step + 2, last)
+            t2 = _top_of(tops, row, ok, is_up, far, how)
+            if not COPIED:
+                f0, f1 = _scales_of(scale, up_scale, row, ok, is_up, far, how)
+            mbarrier.wait(stages.full.index(slot), phase)
+            here = slot * how.NC + C
+            if PLANES == 2:
+                q0, q1, r0, r1 = signed_bytes(stages.codes.index(here * 2), T, GATED)
+                q2, q3, r2, r3 = signed_bytes(stages.codes.index(here * 2 + 1), T, GATED)
+            else:
+                q0, q1, q2, q3 = nibbles(stages.codes.index(here), T, GATED)
+                r0, r1, r2, r3 = q0, q1, q2, q3
+            if COPIED:
+                s0, s1 = entries(stages.scale.index(here), T, GATED, PLANES)
+            if how.BITS == 2:
+                u0, v0, u1, v1 = double_entries(stages.bits.index(here), T, GATED, PLANES)
+            elif how.BITS == 1:
+                u0, u1 = entries(stages.bits.index(here), T, GATED, PLANES)
+                v0, v1 = u0, u1
+            else:
+                u0, v0, u1, v1 = s0, s0, s1, s1
+            a, b, c, d = factors(FORMAT, s0, t, down, T)
+            w = decode(FORMAT, 0, q0, r0, a, b, c, d, u0, v0, T, MMA)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            # All warps have read the codes of the slot before this one, and products with its x are done.
+            _barrier()
+            mbarrier.arrive(stages.free.index(gl.where(slot == 0, how.STAGES - 1, slot - 1)), count=1, pred=begun)
+            begun = True
+            acc = warpgroup_mma(w, stages.x.index(slot * 4).permute((1, 0)), acc, is_async=True)
+            w = decode(FORMAT, 1, q1, r1, a, b, c, d, u0, v0, T, MMA)
+            acc = warpgroup_mma(w, stages.x.index(slot * 4 + 1).permute((1, 0)), acc, is_async=True)
+            a, b, c, d = factors(FORMAT, s1, t, down, T)
+            w = decode(FORMAT, 0, q2, r2, a, b, c, d, u1, v1, T, MMA)
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            acc = warpgroup_mma(w, stages.x.index(slot * 4 + 2).permute((1, 0)), acc, is_async=True)
+            w = decode(FORMAT, 1, q3, r3, a, b, c, d, u1, v1, T, MMA)
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            acc = warpgroup_mma(w, stages.x.index(slot * 4 + 3).permute((1, 0)), acc, is_async=True)
+            t, t1 = t1, t2
+            if not COPIED:
+                s0, s1, n0, n1 = n0, n1, f0, f1
+            slot += 1
+            if slot == how.STAGES:
+                slot = 0
+                phase = phase ^ 1
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        acc = acc * up_again
+        if GATED:
+            gate, value = gl.split(gl.permute(gl.reshape(acc, [T, 2, 8, BT]), (0, 2, 3, 1)))
+            gate, value = _plain_rows(gate, T, BT, PLANES), _plain_rows(value, T, BT, PLANES)
+            OUT: gl.constexpr = gl.BlockedLayout([2, 1], [4, 8], [T, 1], [0, 1])
+            gate, value = gl.convert_layout(gate, OUT), gl.convert_layout(value, OUT)
+            i = tile + gl.arange(0, 8 * T, gl.SliceLayout(1, OUT))
+            j = gl.arange(0, BT, gl.SliceLayout(0, OUT))
+            if BIAS:
+                gate += gl.load(bias + matrix * N + i, mask=i < N, other=0.0)[:, None]
+                value += gl.load(up_bias + matrix * N + i, mask=i < N, other=0.0)[:, None]
+            if KIND == "oai":
+                gate = gl.minimum(gate, 7.0, propagate_nan=tl.PropagateNan.ALL)
+                value = gl.maximum(value, -7.0, propagate_nan=tl.PropagateNan.ALL)
+                value = gl.minimum(value, 7.0, propagate_nan=tl.PropagateNan.ALL) + 1.0
+                value = gate / (1.0 + gl.exp(-1.702 * gate)) * value
+            else:
+                value = _activate(gate, KIND) * value
+        else:
+            i = tile + row_of(gl.arange(0, how.BM, gl.SliceLayout(1, MMA)), False, T, PLANES)
+            j = gl.arange(0, BT, gl.SliceLayout(0, MMA))
+            value = acc
+            if BIAS:
+                value += gl.load(bias + matrix * N + i, mask=i < N, other=0.0)[:, None]
+            if KIND == "relu2":
+                value = gl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
+                value = value * value
+        if how.LISTED:
+            pair = gl.load(items[1] + first + j, mask=j < count, other=0).to(gl.int64)
+        else:
+            pair = (first + j).to(gl.int64)
+        p = y + part * part_stride + pair[None, :] * N + i[:, None]
+        gl.store(p, value.to(y.dtype.element_ty), mask=(j < count)[None, :] & (i < N)[:, None])
+
+
+@gluon.jit
+def _plain_rows(v, T: gl.constexpr, BT: gl.constexpr, PLANES: gl.constexpr):
+    """`[T, 8, BT]` in the order of the product's rows to `[8 T, BT]` in that of the tile's."""
+    if PLANES == 1:
+        v = gl.permute(gl.reshape(v, [T, 4, 2, BT]), (0, 2, 1, 3))
+    return gl.reshape(v, [8 * T, BT])
+
+
+@gluon.jit(do_not_specialize=["part_stride", "tokens"])
+def ring(
+    y, codes, up_codes, scale, up_scale, bits, up_bits, x, tops, items, epilogue, N, part_stride, tokens, K: gl.constexpr,
+    PARTS: gl.constexpr, COPIED: gl.constexpr, FORMAT: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr,
+    BIAS: gl.constexpr, BT: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr, NC: gl.constexpr, T: gl.constexpr,
+    LISTED: gl.constexpr, REGISTERS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """y `[pairs, N]` = activation(x W^T + bias) for the pairs of `items`, or sums of parts of K `[PARTS, pairs, N]`.
+
+    codes, up_codes: TMA descriptors of codes, int32 `[matrices * N, K / 8]` (`K / 4` for codes of 8 bits), boxes of
+        `[8 T or 16 T, 32]` (half as many rows where gate and up share a tile); up_*: the same of the up matrix.
+    scale: a descriptor of int16 `[matrices * N, K / 32]`, boxes of 8 columns (COPIED), or the pointer itself.
+    bits: a descriptor of int32 `[matrices * N, b K / 32]` with b words of upper bits to a block, boxes of 8 b columns; not
+        read where there are none.
+    x: a descriptor of float16 `[rows, columns]`, boxes of `[BT, 64]`; columns as `elementwise/ring_x.py` orders them,
+        and zero from K up to a multiple of 256.
+    tops: of the matrix and of the up matrix: d, or d and dmin, float16 `[matrices * N, K / 256, 1 or 2]`.
+    items: int32, their number and then four each: matrix, first row of x, rows, unused; and the pair (the row of y) of
+        each row of x, int32. Not read unless LISTED: then there is one matrix, whose rows of x are those of y.
+    epilogue: biases float32 `[matrices, N]` of the matrix and of the up matrix, 2^-shift and 2^shift.
+    part_stride: values from one part's sums to the next. tokens: rows of x, unless LISTED.
+    Grid: any number of programs.
+    """
+    how = Tiling(FORMAT, COPIED, GATED, K, PARTS, TILES, BT, STAGES, NC, T, PDL, LISTED)
+    X: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    s_codes = gl.allocate_shared_memory(gl.int32, [STAGES * how.PLANES * NC, 16 * T, 32], codes.layout)
+    s_x = gl.allocate_shared_memory(gl.float16, [STAGES * 4, BT, 64], X)
+    s_scale = s_codes
+    if COPIED:
+        s_scale = gl.allocate_shared_memory(gl.int16, [STAGES * NC, 16 * T, 8], scale.layout)
+    s_bits = s_codes
+    if how.BITS > 0:
+        s_bits = gl.allocate_shared_memory(gl.int32, [STAGES * NC, 16 * T, 8 * how.BITS], bits.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(free.index(i), count=NC)
+    if PDL:
+        gdc_launch_dependents()
+    stages = Stages(s_codes, s_scale, s_bits, s_x, full, free)
+    # A group that copies scales never reads their address.
+    p_scale = y if COPIED else scale
+    p_up = y if COPIED else up_scale
+    if NC == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (y, p_scale, p_up, tops, items, tokens, epilogue, N, part_stride, stages, 0, KIND, BIAS, how)),
+                (_consume, (y, p_scale, p_up, tops, items, tokens, epilogue, N, part_stride, stages, 1, KIND, BIAS, how)),
+                (_produce, (codes, up_codes, scale, up_scale, bits, up_bits, x, items, tokens, N, stages, how)),
+            ],
+            [T, 1], [REGISTERS, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (y, p_scale, p_up, tops, items, tokens, epilogue, N, part_stride, stages, 0, KIND, BIAS, how)),
+                (_produce, (codes, up_codes, scale, up_scale, bits, up_bits, x, items, tokens, N, stages, how)),
+            ],
+            [1], [24],
+        )  # fmt: skip
