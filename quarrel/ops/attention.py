@@ -5,7 +5,8 @@ wide. Token i of sequence s lives in block `block_table[s, i // block_size]` at 
 sequence s owns rows `query_start[s]:query_start[s + 1]`, and its last row is its newest token, at position `kv_len[s] - 1`.
 
     score(q, k) = scale * q . k, then cap * tanh(score / cap) if there is a cap
-    visible     = pos_k <= pos_q, and pos_q - pos_k < window if there is a window
+    visible     = pos_k <= pos_q, and pos_q - pos_k < window if there is a window, or with `chunked` (Llama 4)
+                  pos_k // window = pos_q // window
     out         = softmax over the visible keys; a sink adds exp(sink_h) to the denominator only
 
 With `latent` values (DeepSeek's multi-head latent attention in its absorbed form) a query head holds head_dim numbers and
@@ -128,7 +129,8 @@ KV_APPEND = Op(
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Static facts of one layer's attention. `window` and `cap` are off at 0."""
+    """Static facts of one layer's attention. `window` and `cap` are off at 0; with `chunked` windows stand side by side,
+    and a query sees the keys of its own."""
 
     n_heads: int
     n_kv: int
@@ -139,6 +141,7 @@ class AttentionSpec:
     sinks: bool = False
     latent: int = 0
     """Width of values that are the rest of the keys too; 0 for values by themselves, as wide as keys."""
+    chunked: bool = False
 
     @property
     def width(self) -> int:
@@ -187,7 +190,7 @@ def attention_reference(
         if s.cap:
             score = s.cap * np.tanh(score / s.cap)
         back = (np.arange(n - (end - start), n)[:, None]) - np.arange(n)  # [queries, keys], how far back a key is
-        hidden = (back < 0) | (back >= s.window if s.window else False)
+        hidden = (back < 0) | (np.arange(n) < _oldest(s, np.arange(n - (end - start), n))[:, None])
         score = np.where(hidden, -np.inf, score)
         top = score.max(-1, keepdims=True, initial=-np.inf)
         if sink is not None:
@@ -200,9 +203,16 @@ def attention_reference(
     return (out.reshape(len(q), s.out_width).astype(np.float32),)
 
 
+def _oldest(s: AttentionSpec, position: Array) -> Array:
+    """The first key that queries at these positions see."""
+    if s.chunked:
+        return position // s.window * s.window
+    return np.maximum(position + 1 - s.window, 0) if s.window else np.zeros_like(position)
+
+
 def _first_seen(s: AttentionSpec, n: int, new: int) -> int:
     """The oldest of a sequence's n keys that the first of its `new` queries sees."""
-    return min(n, max(0, n - new + 1 - s.window)) if s.window else 0
+    return min(n, int(_oldest(s, np.array(n - new))))
 
 
 def _draw_cache(rng: np.random.Generator, blocks: int, size: int, s: KVAppendSpec | AttentionSpec, case: Case) -> KVArrays:
@@ -249,9 +259,19 @@ def _attention_strategy() -> Any:
     from hypothesis import strategies as st
 
     def case(
-        kv: int, group: int, dim: int, window: int, cap: float, sinks: bool, s: int, q: int, n: int, size: int
+        kv: int,
+        group: int,
+        dim: int,
+        window: int,
+        cap: float,
+        sinks: bool,
+        chunked: bool,
+        s: int,
+        q: int,
+        n: int,
+        size: int,
     ) -> Case:
-        spec = AttentionSpec(kv * group, kv, dim, dim**-0.5, window, cap, sinks)
+        spec = AttentionSpec(kv * group, kv, dim, dim**-0.5, window, cap, sinks, chunked=chunked and window > 0)
         return Case(spec, {"S": s, "Q": q, "KV": n, "block_size": size})
 
     def latent(heads: int, dim: int, latent: int, s: int, q: int, n: int, size: int) -> Case:
@@ -267,6 +287,7 @@ def _attention_strategy() -> Any:
         st.sampled_from([16, 32, 64, 80, 96, 128]),
         st.sampled_from([0, 1, 5, 33]),
         st.sampled_from([0.0, 20.0]),
+        st.booleans(),
         st.booleans(),
         *ragged,
     )
@@ -301,6 +322,12 @@ ATTENTION = Op(
         Case(AttentionSpec(20, 1, 64, 0.1, latent=512), {"S": 3, "Q": 1, "KV": 150, "block_size": 16}, "latent, decode"),
         Case(AttentionSpec(3, 1, 16, 0.2, latent=32), {"S": 3, "Q": 33, "KV": 70, "block_size": 32}, "latent, prefill"),
         Case(AttentionSpec(40, 1, 32, 0.1, latent=64), {"S": 2, "Q": 5, "KV": 0, "block_size": 16}, "latent, many heads"),
+        Case(AttentionSpec(4, 2, 64, 0.125, 24, chunked=True), {"S": 2, "Q": 70, "KV": 90, "block_size": 16}, "chunks"),
+        Case(
+            AttentionSpec(4, 1, 64, 0.125, 64, chunked=True),
+            {"S": 3, "Q": 1, "KV": 127, "block_size": 16},
+            "decode, chunks",
+        ),
         *(_kv_case(AttentionSpec(8, 2, 80, 0.112, window=40), t, 3, 1, 150) for t in _SCALED),
         *(_kv_case(AttentionSpec(5, 1, 32, 0.112, latent=64), t, 3, 2, 60) for t in _SCALED),
         *(_kv_case(AttentionSpec(4, 2, 64, 0.125, cap=15.0), t, 2, 33, 40) for t in _SCALED),

@@ -52,6 +52,7 @@ class Shape:
     cap: float = 0.0
     sinks: bool = False
     kind: Kind = "float32"
+    chunked: bool = False
     causal: bool = True
     """Otherwise keys and values are rows of the step itself, and every query sees all of its sequence's."""
     latent: int = 0
@@ -297,13 +298,19 @@ def _sources(k: Kernel, s: Shape, a: Fields, seq: Val, head: Val) -> tuple[_Sour
     return _Source(s, a.k_cache + skipped, None, head, s.dim), _Source(s, a.v_cache + skipped, None, head, s.dim)
 
 
+def _oldest(k: Kernel, s: Shape, position: Val) -> Val:
+    """The first key that a query at this position sees."""
+    if s.chunked:
+        return position.udiv(s.window) * s.window
+    return k.maximum(position - (s.window - 1), 0) if s.window else k.i64(0)
+
+
 def _visible(k: Kernel, s: Shape, a: Fields, seq: Val, position: Val, queries: Val) -> tuple[Val, Val]:
     """The keys that any of a chunk's queries sees."""
     if not s.causal:
         start, end = (k.load(a.query_start + (seq << 2), I32, 4 * i).to(I64) for i in range(2))
         return k.i64(0), end - start
-    low = k.maximum(position - (s.window - 1), 0) if s.window else k.i64(0)
-    return low, position + queries
+    return _oldest(k, s, position), position + queries
 
 
 def attention(s: Shape, level: Level) -> KernelDef:
@@ -349,7 +356,7 @@ def attention(s: Shape, level: Level) -> KernelDef:
             _by_rows(k, rows, widest, score)
             with k.range(0, rows) as r:
                 end = (position + r.udiv(s.group) + 1 if s.causal else high) - start
-                below = k.maximum(end - s.window, 0) if s.window else k.i64(0)
+                below = k.maximum(_oldest(k, s, end + start - 1) - start, 0) if s.window else k.i64(0)
                 m, total = _softmax(k, s, scratch + at_p + r * (4 * SPLIT), first, last, below, end)
                 _merge(k, *(scratch + (r << 2) + x for x in (at_m, at_l, at_a, at_b)), m, total)
 
@@ -398,7 +405,9 @@ def build_attention(e: Lowering, node: Node) -> None:
     q, query_start, kv_len, block_table, cache, *sinks = node.inputs
     arrays = e.caches[cache.layer]
     group, block_size = s.n_heads // s.n_kv, arrays.k.shape[1]
-    shape = Shape(group, s.n_kv, s.head_dim, block_size, s.scale, s.window, s.cap, s.sinks, arrays.kind, latent=s.latent)
+    shape = Shape(
+        *(group, s.n_kv, s.head_dim, block_size, s.scale, s.window, s.cap, s.sinks, arrays.kind, s.chunked), latent=s.latent
+    )
     items, count = _query_blocks(e, shape.queries, query_start, kv_len)
     table = {"block_table": block_table, "live_blocks": e.plan.live("B"), "sinks": sinks[0] if sinks else None}
     kernel = attention(shape, e.plan.level)

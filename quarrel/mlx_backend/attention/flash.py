@@ -18,7 +18,7 @@ import mlx.core as mx
 from quarrel.mlx_backend.attention.kv_codes import CACHED, KINDS
 from quarrel.mlx_backend.runtime.kernel import Kernel
 from quarrel.mlx_backend.runtime.launch import cdiv
-from quarrel.mlx_backend.runtime.metal import WIDE
+from quarrel.mlx_backend.runtime.metal import OLDEST, WIDE
 from quarrel.ops.kv import KVType, scaled
 
 ROWS = 32
@@ -28,6 +28,7 @@ LARGEST_HEAD = 256
 HEADER = (
     WIDE
     + CACHED
+    + OLDEST
     + """
 // Over the four lanes that hold a row of an 8x8 matrix.
 inline float row_max(float x) {
@@ -81,7 +82,8 @@ _SOURCE = """
   const int position = n_keys - n_new + query;
   const int newest = metal::min((tile_row + 31) / GROUP, n_new - 1);
   const int last = PAGED ? n_keys - n_new + newest + 1 : n_keys;
-  const int oldest = WINDOW > 0 ? metal::max(n_keys - n_new + tile_row / GROUP - WINDOW + 1, 0) : 0;
+  const int oldest = oldest_key<WINDOW, CHUNKED>(n_keys - n_new + tile_row / GROUP);
+  const int first_key = oldest_key<WINDOW, CHUNKED>(position);
   const ulong table_row = PAGED ? ulong(s) * table_shape[1] : 0;
   const float scale = numbers[0], cap = numbers[1];
 
@@ -122,7 +124,7 @@ _SOURCE = """
         if (cap > 0.0f) x = cap * precise::tanh(x / cap);
         const int back = position - (start + j * 8 + column + i);
         bool seen = PAGED ? back >= 0 : start + j * 8 + column + i < last;
-        if (WINDOW > 0) seen = seen && back < WINDOW;
+        if (WINDOW > 0) seen = seen && start + j * 8 + column + i >= first_key;
         x = seen && mine ? x : -INFINITY;
         score[j].thread_elements()[i] = x;
         new_top = metal::max(new_top, x);
@@ -194,12 +196,14 @@ class Flash:
         window: int = 0,
         cap: float = 0.0,
         sinks: mx.array | None = None,
+        chunked: bool = False,
     ) -> None:
         self._act, self._kv_heads, self._group, self._sinks = act, kv_heads, heads // kv_heads, sinks
         self._numbers = mx.array([scale, cap], mx.float32)
         keys = 32 if head_dim <= 128 else 16
         self._template = [("T", act), ("HEADS", heads), ("KV_HEADS", kv_heads), ("D", head_dim), ("KEYS", keys)]
-        self._template += [("PAGED", paged), ("WINDOW", window), ("SINKS", sinks is not None), ("KEEP_Q", head_dim <= 128)]
+        self._template += [("PAGED", paged), ("WINDOW", window), ("CHUNKED", chunked), ("SINKS", sinks is not None)]
+        self._template += [("KEEP_Q", head_dim <= 128)]
 
     def __call__(
         self,

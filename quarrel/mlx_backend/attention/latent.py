@@ -181,7 +181,8 @@ def build_attention(site: Site, node: Node) -> Launch:
     heads, rank, scale = spec.n_heads, spec.latent, mx.array([spec.scale], mx.float32)
     fixed = [("T", site.act), ("HEADS", heads), ("DIM", spec.head_dim), ("RANK", rank), ("SPLIT", SPLIT)]
     fixed += [("KEYS", 8 if site.act == mx.float32 else 16)]
-    combine = [("T", site.act), ("SINKS", False), ("HEADS", heads), ("D", rank), ("WINDOW", 0), ("SPLIT", SPLIT)]
+    combine = [("T", site.act), ("SINKS", False), ("HEADS", heads), ("D", rank), ("WINDOW", 0), ("CHUNKED", False)]
+    combine += [("SPLIT", SPLIT)]
 
     def run(
         batch: Batch, q: mx.array, query_start: mx.array, kv_len: mx.array, table: mx.array, cache: Cache

@@ -21,7 +21,7 @@ from quarrel.mlx_backend.attention.flash import Flash, refuses
 from quarrel.mlx_backend.attention.kv_codes import CACHED, KINDS
 from quarrel.mlx_backend.runtime.kernel import Kernel
 from quarrel.mlx_backend.runtime.launch import Batch, Cache, Launch, Site, cdiv
-from quarrel.mlx_backend.runtime.metal import WIDE
+from quarrel.mlx_backend.runtime.metal import OLDEST, WIDE
 from quarrel.ops.attention import ATTENTION, AttentionSpec
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
@@ -51,7 +51,7 @@ _SINGLE = Kernel(
   const int split = int(threadgroup_position_in_grid.x);
   int first = split * SPLIT;
   const int last = metal::min(first + SPLIT, n_keys);
-  if (WINDOW > 0) first = metal::max(first, n_keys - WINDOW);
+  if (WINDOW > 0) first = metal::max(first, oldest_key<WINDOW, CHUNKED>(n_keys - 1));
   if (query_start[s + 1] - begin != 1 || first >= last) return;
   const float scale = numbers[0], cap = numbers[1];
 
@@ -133,7 +133,7 @@ _SINGLE = Kernel(
     }
   }
 """,
-    WIDE + CACHED + _FADING,
+    WIDE + CACHED + OLDEST + _FADING,
 )
 
 # A SIMD-group a head: the lanes find the best of all splits, then each adds up its values of D.
@@ -147,7 +147,7 @@ COMBINE = Kernel(
   const int head = int(threadgroup_position_in_grid.x) * 4 + int(simdgroup_index_in_threadgroup);
   const int begin = query_start[s], n_keys = kv_len[s];
   if (head >= HEADS || query_start[s + 1] - begin != 1) return;
-  const int first = WINDOW > 0 ? metal::max(n_keys - WINDOW, 0) / SPLIT : 0, last = (n_keys + SPLIT - 1) / SPLIT;
+  const int first = oldest_key<WINDOW, CHUNKED>(n_keys - 1) / SPLIT, last = (n_keys + SPLIT - 1) / SPLIT;
   const ulong items = ulong(s) * part_shape[1];
   float best = SINKS ? float(sinks[head]) : -INFINITY;
   for (int i = first + lane; i < last; i += 32) best = metal::max(best, top_sum[((items + i) * HEADS + head) * 2]);
@@ -172,7 +172,7 @@ COMBINE = Kernel(
     if (i * 32 + lane < D) y[(ulong(begin) * HEADS + head) * D + i * 32 + lane] = T(acc[i] * by);
   }
 """,
-    _FADING,
+    OLDEST + _FADING,
 )
 
 
@@ -196,11 +196,11 @@ def build_attention(site: Site, node: Node) -> Launch:
     spec: AttentionSpec = node.spec
     heads, kv_heads, dim = spec.n_heads, spec.n_kv, spec.head_dim
     sinks = site.vector(node.inputs[5]) if spec.sinks else None  # type: ignore[arg-type]
-    flash = Flash(heads, kv_heads, dim, spec.scale, site.act, True, spec.window, spec.cap, sinks)
+    flash = Flash(heads, kv_heads, dim, spec.scale, site.act, True, spec.window, spec.cap, sinks, spec.chunked)
     numbers = mx.array([spec.scale, spec.cap], mx.float32)
     lanes, width = lanes_of(dim)
     together = heads_together(heads // kv_heads, dim)
-    shared = [("HEADS", heads), ("D", dim), ("WINDOW", spec.window), ("SPLIT", SPLIT)]
+    shared = [("HEADS", heads), ("D", dim), ("WINDOW", spec.window), ("CHUNKED", spec.chunked), ("SPLIT", SPLIT)]
     template = [("T", site.act), ("KV_HEADS", kv_heads), ("LANES", lanes), ("WIDTH", width), ("TOGETHER", together)]
     template += shared
     combine = [("T", site.act), ("SINKS", spec.sinks), *shared]

@@ -10,6 +10,16 @@ struct alignas(sizeof(T) * N) Wide {
 };
 """
 
+OLDEST = """
+// The first key that a query at this position sees: WINDOW keys with its own, or with CHUNKED those of its own window.
+template <int WINDOW, bool CHUNKED>
+inline int oldest_key(int position) {
+  constexpr int SIZE = WINDOW > 0 ? WINDOW : 1;
+  if (CHUNKED) return position / SIZE * SIZE;
+  return WINDOW > 0 ? metal::max(position + 1 - WINDOW, 0) : 0;
+}
+"""
+
 RANK_OF = """
 // A number in the order of finite floats; that of -inf is below all of them, and -0 is 0. Never 0.
 inline uint rank_of(float x) {

@@ -44,6 +44,16 @@ def sink(acc, top, total, sinks, head, ok):
 
 
 @triton.jit
+def oldest_key(position, window, CHUNKED: tl.constexpr):
+    """The first key that queries at these positions see, where there are windows."""
+    if CHUNKED:
+        oldest = position // window * window
+    else:
+        oldest = tl.maximum(position + 1 - window, 0)
+    return oldest
+
+
+@triton.jit
 def _tile(cache, p_table, kv_head, begin, oldest, stop, S: tl.constexpr, BLOCK_N: tl.constexpr):
     """Keys and values begin.. below `stop`, [BLOCK_N, WIDE] each, and the scales of codes [BLOCK_N]; zeros beyond, and with
     a window before `oldest`: those rows may be another sequence's by now."""
@@ -131,7 +141,7 @@ def attend_one(
     oldest = start
     if S.WINDOW:
         EDGE: tl.constexpr = BLOCK_N if SIZE % BLOCK_N == 0 else SIZE
-        oldest = tl.maximum(n_keys - score.window, 0)
+        oldest = oldest_key(n_keys - 1, score.window, S.CHUNKED)
         start = tl.maximum(start, oldest // EDGE * EDGE)
     p_table = sequences.table + seq.to(tl.int64) * tl.load(sequences.table_width)
     b_k, b_v, k_scale, v_scale = _tile(cache, p_table, kv_head, start, oldest, stop, S, BLOCK_N)

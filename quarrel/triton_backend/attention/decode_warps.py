@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quarrel.triton_backend.attention.decode import LOG2E, find, finish, rotated
+from quarrel.triton_backend.attention.decode import LOG2E, find, finish, oldest_key, rotated
 from quarrel.triton_backend.attention.kv_codes import as_values
 from quarrel.triton_backend.attention.rope import cache_row, sin_cos
 from quarrel.triton_backend.attention.splits import MOST_SPLITS, split_of
@@ -179,7 +179,7 @@ def attend_warps(
     stop = tl.minimum(last, start + split)
     oldest = start
     if S.WINDOW:
-        oldest = tl.maximum(n_keys - score.window, 0)
+        oldest = oldest_key(last, score.window, S.CHUNKED)
         start = tl.maximum(start, oldest // KEYS * KEYS)
     p_table = sequences.table + seq.to(tl.int64) * tl.load(sequences.table_width)
     block = _blocks(p_table, start, stop, SIZE, H)

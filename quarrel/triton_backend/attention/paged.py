@@ -23,7 +23,7 @@ from quarrel.ops.contract import Compute
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 from quarrel.triton_backend.attention import cudnn
-from quarrel.triton_backend.attention.decode import LOG2E, attend_one, find, sink
+from quarrel.triton_backend.attention.decode import LOG2E, attend_one, find, oldest_key, sink
 from quarrel.triton_backend.attention.decode_warps import attend_warps
 from quarrel.triton_backend.attention.kv_codes import TL_TYPES, as_values
 from quarrel.triton_backend.attention.records import Keys, Partial, Rotation, Score, Sequences, Shape, Warps
@@ -95,7 +95,10 @@ def _walk(
             back = position[:, None] - key[None, :]
             seen = (back >= 0) & key_ok[None, :]
             if S.WINDOW:
-                seen = seen & (back < score.window)
+                if S.CHUNKED:
+                    seen = seen & (key[None, :] >= oldest_key(position, score.window, True)[:, None])
+                else:
+                    seen = seen & (back < score.window)
             products = tl.where(seen, products, float("-inf"))
         new_top = tl.maximum(top, tl.max(products, 1) * factor)
         base = new_top
@@ -166,9 +169,9 @@ def attend_many(
     diagonal = (near + 1) // BLOCK_N * BLOCK_N
     if S.WINDOW:
         # Tiles that begin before the last query's window are cut by its edge.
-        oldest = tl.maximum(near - score.window + 1, 0)
+        oldest = oldest_key(near, score.window, S.CHUNKED)
         first = oldest // BLOCK_N * BLOCK_N
-        middle = tl.maximum(near + QUERIES - score.window + BLOCK_N - 1, 0) // BLOCK_N * BLOCK_N
+        middle = (oldest_key(near + QUERIES - 1, score.window, S.CHUNKED) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
         middle = tl.minimum(tl.maximum(middle, first), tl.maximum(diagonal, first))
         acc, top, total = _walk(
             (acc, top, total), b_q, cache, p_table, kv_head, position, first, middle, oldest, n_keys, score,
@@ -276,7 +279,7 @@ def build_attention(site: Site, node: Node) -> Launch:
     score = Score(spec.scale * (1.0 if spec.cap else LOG2E), spec.cap, spec.window)
     shape = Shape(
         spec.n_heads, spec.n_kv, spec.head_dim, wide, share, cache.block_size, spec.window > 0, spec.cap != 0.0, spec.sinks,
-        cache.kind,
+        cache.kind, spec.chunked,
     )  # fmt: skip
     common = {"cache": Keys(cache.k, cache.v, *cache.both_scales), "sinks": sinks, "score": score, "S": shape}
     common |= {"COMPUTE": TL_TYPES[site.compute]}

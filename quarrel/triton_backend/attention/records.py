@@ -53,7 +53,7 @@ class Score(NamedTuple):
 
     scale: float  # times log2(e), unless there is a cap
     cap: float  # cap * tanh(score / cap)
-    window: int  # keys that a query sees, its own with them
+    window: int  # keys that a query sees, its own with them, or that share a chunk
 
 
 class Shape(NamedTuple):
@@ -74,6 +74,8 @@ class Shape(NamedTuple):
     SINKS: bool
     KIND: str
     """"plain", or the codes of the cache: "int8", "fp8" or "fp8_e5m2"."""
+    CHUNKED: bool = False
+    """Windows stand side by side: a query sees the keys of its own."""
 
 
 class Warps(NamedTuple):
