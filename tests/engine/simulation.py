@@ -54,7 +54,7 @@ class Wrong(BaseException):
 
 
 class NullStep:
-    """Slot i of a sequence holds (hash of tokens[:i], hash of tokens[:i + 1]); a state slot holds the hash of all. Hashes
+    """Slot i of a sequence holds the hashes of tokens[:i] and of tokens[:i + 1]; a state slot holds the hash of all. Hashes
     begin with the number of the adapter; those in blocks of a group with a window are told from others by its number."""
 
     compute: Compute = "float32"
@@ -73,7 +73,9 @@ class NullStep:
         self.drafts = drafts  # it is a draft model: launched several times at once, and wrong now and then
         self.limits, self.chance, self.late = limits, chance, late
         self.recurrent, self.window, self.faults = recurrent, window, faults
-        self.slots = np.full((limits.n_blocks * limits.block_size, 2), -1, np.int64)
+        # Lists: a step of a few tokens takes numpy longer than Python.
+        self.before = [-1] * (limits.n_blocks * limits.block_size)
+        self.behind = self.before.copy()
         self.states = [-1] * limits.states
         self.poisoned: set[int] = set()  # histories behind which there are no numbers
         self.last: np.ndarray[Any, Any] | None = None
@@ -102,8 +104,17 @@ class NullStep:
         inputs = with_ids(inputs, self.last)
         inputs.check(self.limits, VOCABULARY)
         made: list[int] = []
-        for s in range(len(inputs.kv_len)):
-            made += self._run(inputs, s)
+        groups: list[tuple[list[list[int]], list[int]]] = []
+        for group in range(self.limits.window_groups + 1):
+            blocks, slots = inputs.named(group_input("block_table", group)), inputs.named(group_input("slots", group))
+            assert blocks is not None
+            assert slots is not None
+            groups.append((blocks.tolist(), slots.tolist()))
+        starts, positions = inputs.query_start.tolist(), inputs.positions.tolist()
+        for s, length in enumerate(inputs.kv_len.tolist()):
+            first, end = starts[s : s + 2]
+            assert positions[first:end] == [*range(length - (end - first), length)]
+            made += self._run(inputs, s, range(first, end), length, [(blocks[s], slots) for blocks, slots in groups])
         rows = [made[r] for r in inputs.out_rows]
         if want == "hidden":
             return StepOutputs(hidden=np.array([[h % 1009] for h in rows], np.float32))
@@ -124,42 +135,42 @@ class NullStep:
                 row[drawn(h, 0.0, True)] = np.nan if h in self.poisoned else 1.0
         return StepOutputs(tokens=tokens, logits=logits, logprobs=told, best=None if told is None else told[:, 1:])
 
-    def _run(self, inputs: StepInputs, s: int) -> list[int]:
-        first, end = int(inputs.query_start[s]), int(inputs.query_start[s + 1])
-        length, size = int(inputs.kv_len[s]), self.limits.block_size
-        known = length - (end - first)
-        at = np.arange(length)
-        assert (inputs.positions[first:end] == at[known:]).all()
-        start = 0 if inputs.adapter is None else int(inputs.adapter[first])
+    def _run(
+        self, inputs: StepInputs, s: int, mine: range, length: int, groups: list[tuple[list[int], list[int]]]
+    ) -> list[int]:
+        """Sequence `s`, whose tokens of this step are `mine`. groups: its blocks and all slots of each group of layers."""
+        size, known = self.limits.block_size, length - len(mine)
+        start = 0 if inputs.adapter is None else int(inputs.adapter[mine.start])
         if inputs.adapter is not None:
-            assert (inputs.adapter[first:end] == start).all()
+            assert (inputs.adapter[mine.start : mine.stop] == start).all()
         history = start
-        for group in range(self.limits.window_groups + 1):
-            blocks, slots = inputs.named(group_input("block_table", group)), inputs.named(group_input("slots", group))
-            assert blocks is not None
-            assert slots is not None
-            table = blocks[s][at // size] * size + at % size
-            assert (slots[first:end] == table[known:]).all()
+        for group, (blocks, slots) in enumerate(groups):
+            wanted = [blocks[i // size] * size + i % size for i in range(known, length)]
+            assert slots[mine.start : mine.stop] == wanted
             if known:
                 low = max(0, known + 1 - self.window) if self.window and (group or not self.limits.window_groups) else 0
-                past = self.slots[table[low:known]] ^ (group << 61)
-                assert (past[1:, 0] == past[:-1, 1]).all(), "the cache does not hold this sequence's past"
-                assert low or not len(past) or past[0, 0] == start
+                before: list[int] = []
+                behind: list[int] = []
+                for block in blocks[low // size : -(-known // size)]:
+                    before += self.before[block * size : (block + 1) * size]
+                    behind += self.behind[block * size : (block + 1) * size]
+                past = slice(low % size, low % size + known - low)
+                before, behind = before[past], behind[past]
+                assert before[1:] == behind[:-1], "the cache does not hold this sequence's past"
+                assert low or not before or before[0] == start ^ (group << 61)
                 if not group:
-                    history = int(past[-1, 1])
-                assert not len(past) or past[-1, 1] == history
+                    history = behind[-1]
+                assert not behind or behind[-1] == history ^ (group << 61)
         if self.recurrent:
             assert inputs.state_slots is not None
             slot = int(inputs.state_slots[s])
             assert 0 <= slot < self.limits.max_seqs
             assert not known or self.states[slot] == history, "the state is not that of this sequence's past"
         made = []
-        for i in range(first, end):
-            before, history = history, extend(history, int(inputs.ids[i]))
-            for group in range(self.limits.window_groups + 1):
-                slots = inputs.named(group_input("slots", group))
-                assert slots is not None
-                self.slots[slots[i]] = (before ^ (group << 61), history ^ (group << 61))
+        for i, token in zip(mine, inputs.ids[mine.start : mine.stop].tolist()):
+            before_it, history = history, extend(history, token)
+            for group, (_, slots) in enumerate(groups):
+                self.before[slots[i]], self.behind[slots[i]] = before_it ^ (group << 61), history ^ (group << 61)
             made.append(history)
         if self.recurrent:
             self.states[slot] = history
@@ -168,7 +179,8 @@ class NullStep:
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         size = self.limits.block_size
         for source, destination in pairs:
-            self.slots[destination * size : (destination + 1) * size] = self.slots[source * size : (source + 1) * size]
+            for values in (self.before, self.behind):
+                values[destination * size : (destination + 1) * size] = values[source * size : (source + 1) * size]
 
     def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
         assert self.recurrent
@@ -182,7 +194,7 @@ class NullStep:
         return MemoryPlan(0, 0, 0, 0)
 
     def close(self) -> None:
-        self.slots[:] = -1
+        self.before[:] = self.behind[:] = [-1] * len(self.before)
 
 
 @dataclass
