@@ -9,6 +9,7 @@ import numpy as np
 from quarrel.ops import ALL_OPS, EXTRA_OPS
 from quarrel.ops.attention import AttentionSpec
 from quarrel.ops.contract import Array, Case, Concrete, KVArrays, Op
+from quarrel.ops.delta import DELTA, DELTA_MIX
 from quarrel.ops.embedding import EMBEDDING
 from quarrel.ops.kv import KV_TYPES, KVType
 from quarrel.ops.mixer import MAMBA2_MIX, SCAN1_GATE
@@ -41,7 +42,7 @@ def attention_cases(kept: tuple[KVType, ...]) -> list[Case]:
 
 def recurrent_cases() -> list[tuple[Op, Case]]:
     """Several sequences of several tokens, some fresh."""
-    ops = (CONV, SCAN1, SCAN2, MAMBA2_MIX, SCAN1_GATE)
+    ops = (CONV, SCAN1, SCAN2, MAMBA2_MIX, SCAN1_GATE, DELTA, DELTA_MIX)
     several = [(op, [c for c in op.cases() if c.dims["S"] > 1 and c.dims["Q"] > 1]) for op in ops]
     return [(op, min(cases, key=lambda c: c.dims["Q"])) for op, cases in several]
 

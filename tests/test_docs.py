@@ -187,7 +187,7 @@ def test_an_architecture_has_kernels_where_the_readme_says_so(backend: str, modu
             else:
                 assert said[key][backend], f"{key} runs on {backend}: say so in the README's table"
             seen.add(key)
-    assert seen == set(said)
+    assert seen == set(said) - {"qwen3vlmoe"}  # the text of qwen3moe by another name: tests/models/test_kinds.py
 
 
 def test_the_changelog_begins_with_this_version() -> None:

@@ -45,6 +45,7 @@ from quarrel.gguf import GGMLType
 from quarrel.ops.activation import CAP, GATED, PLAIN, CapSpec, GatedSpec, PlainSpec, gated, plain
 from quarrel.ops.attention import ATTENTION, KV_APPEND, ROPE_APPEND, AttentionSpec, KVAppendSpec, RopeAppendSpec
 from quarrel.ops.contract import CacheRef, Compute, ConstRef, Op, Operand, Param, StateRef, Value, WeightRef
+from quarrel.ops.delta import DELTA, DELTA_MIX, DeltaMixSpec, DeltaSpec
 from quarrel.ops.embedding import EMBEDDING, GATHER_ROWS, EmbeddingSpec, GatherRowsSpec, embedding, gather_rows
 from quarrel.ops.encode import ADD_ROW, ENCODE, MEAN_ROWS, AddRowSpec, EncodeSpec, MeanRowsSpec
 from quarrel.ops.formats import WEIGHT_TYPES
@@ -209,6 +210,9 @@ def specs(formats: Sequence[GGMLType], quick: bool) -> Iterator[tuple[Op, Any]]:
     yield SCAN2, Scan2Spec(64, 64, 8, 128)
     yield MAMBA2_MIX, Mamba2MixSpec(Scan2Spec(48, 64, 1, 128), 4, 1e-5)
     yield MAMBA2_MIX, Mamba2MixSpec(Scan2Spec(64, 64, 8, 128), 4, 1e-5)
+    yield DELTA, DeltaSpec(16, 32, 128, 128, 1e-6)
+    yield DELTA_MIX, DeltaMixSpec(DeltaSpec(16, 32, 128, 128, 1e-6), 4, 1e-6)
+    yield DELTA_MIX, DeltaMixSpec(DeltaSpec(16, 48, 128, 128, 1e-6, grouped=True), 4, 1e-6)
     yield SCAN1, Scan1Spec(5120, 16)
     yield SCAN1_GATE, Scan1Spec(5120, 16)
     yield GATED_NORM, GatedNormSpec(8, 512, 1e-5)
@@ -224,6 +228,7 @@ def specs(formats: Sequence[GGMLType], quick: bool) -> Iterator[tuple[Op, Any]]:
     yield ADD, AddSpec(4096)
     yield GATED, GatedSpec("silu", 14336)
     yield GATED, GatedSpec("gelu_tanh", 9216)
+    yield GATED, GatedSpec("sigmoid", 512, per_row=True)
     yield CAP, CapSpec(256000, 1.0, 30.0)
     yield GATHER_ROWS, GatherRowsSpec(4096)
     yield NORM, NormSpec("rms", 4096, 1e-5)

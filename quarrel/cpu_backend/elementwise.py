@@ -35,23 +35,38 @@ def gelu_tanh(k: Kernel, x: Val) -> Val:
     return x * sigmoid(k, argument)
 
 
-ACTIVATIONS: dict[str, Callable[[Kernel, Val], Val]] = {"silu": silu, "gelu_tanh": gelu_tanh}
+def identity(k: Kernel, x: Val) -> Val:
+    """x."""
+    return x
 
 
-def gated(activation: str, quantised: bool) -> KernelDef:
-    """y = f(gate) * up by chunks of COLUMNS columns, row after row; `quantised` also rounds the result to 8 bits."""
+ACTIVATIONS: dict[str, Callable[[Kernel, Val], Val]] = {
+    "silu": silu,
+    "gelu_tanh": gelu_tanh,
+    "sigmoid": sigmoid,
+    "identity": identity,
+}
+
+
+def gated(activation: str, quantised: bool, one_gate: bool) -> KernelDef:
+    """y = f(gate) * up by chunks of COLUMNS columns, row after row; `quantised` also rounds the result to 8 bits.
+
+    one_gate: a gate for a whole row.
+    """
     f = ACTIVATIONS[activation]
 
     def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
         row, column = chunk // a.per_row, chunk % a.per_row * COLUMNS
         n = k.minimum(k.i64(COLUMNS), a.n - column)
         at = (row * a.n + column) << 2
-        gate, up = a.gate + at, a.up + at
+        gate, up = a.gate + ((row << 2) if one_gate else at), a.up + at
+        rate = f(k, k.load(gate, F32)) if one_gate else None
         out = scratch if quantised else a.y + at
 
         def one(offset: Val, lanes: int) -> None:
-            y = f(k, k.load(gate + offset, f32s(lanes))) * k.load(up + offset, f32s(lanes))
-            k.store(y, out + offset)
+            type = f32s(lanes)
+            factor = f(k, k.load(gate + offset, type)) if rate is None else k.lift(rate, type)
+            k.store(factor * k.load(up + offset, type), out + offset)
 
         each(k, n, one)
         if quantised:
@@ -60,7 +75,7 @@ def gated(activation: str, quantised: bool) -> KernelDef:
             quantize_blocks(k, QuantRow(a.q + row * a.q_stride, p), out, column >> 5, last, a.n)
 
     fields = ("gate", "up", "n", "per_row", *(("q", "q_stride") if quantised else ("y",)))
-    return KernelDef(f"gated/{activation}{'/q' if quantised else ''}", fields, body, scratch=4 * COLUMNS + 64)
+    return KernelDef(f"gated/{activation}{'/q' * quantised}{'/row' * one_gate}", fields, body, scratch=4 * COLUMNS + 64)
 
 
 def relu2(k: Kernel, x: Val) -> Val:
@@ -191,7 +206,7 @@ def gated_stage(e: Lowering, s: GatedSpec, gate: Field, up: Field, y: Value) -> 
     # Padding columns belong to the last chunk, so the chunks cover the padded width.
     per_row = -(-(padded(s.n) if quantized else s.n) // COLUMNS)
     out: dict[str, Field] = {"q": p.place(y, "q"), "q_stride": row_bytes(s.n)} if quantized else {"y": y}
-    e.stage(gated(s.activation, quantized), y, times=per_row, gate=gate, up=up, n=s.n, per_row=per_row, **out)
+    e.stage(gated(s.activation, quantized, s.per_row), y, times=per_row, gate=gate, up=up, n=s.n, per_row=per_row, **out)
 
 
 def build_gated(e: Lowering, node: Node) -> None:

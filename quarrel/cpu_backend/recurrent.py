@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quarrel.cpu_backend.elementwise import silu
+from quarrel.cpu_backend.elementwise import ACTIVATIONS
 from quarrel.cpu_backend.lowering import Field, Lowering
 from quarrel.cpu_backend.plan import Header
 from quarrel.cpu_backend.runtime.abi import Fields, KernelDef
 from quarrel.cpu_backend.runtime.ir import F32, I32, I64, Kernel, Val
-from quarrel.cpu_backend.runtime.vector import exp, f32s, softplus, sum_lanes
+from quarrel.cpu_backend.runtime.vector import exp, f32s, sigmoid, softplus, sum_lanes
 from quarrel.ops.contract import Operand
+from quarrel.ops.delta import DELTA, DeltaSpec
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 from quarrel.ops.state import CONV, SCAN1, SCAN2
@@ -53,7 +54,7 @@ def _column_parts(k: Kernel, first: Val, last: Val, body, lanes: int = 16) -> No
             c.v = c.v + width
 
 
-def conv(width: int) -> KernelDef:
+def conv(width: int, activation: str) -> KernelDef:
     """Chunk (s, part) is sequence s, channels [CHANNELS * part, ...). `taps` is `[width, channels]`."""
 
     def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
@@ -72,7 +73,7 @@ def conv(width: int) -> KernelDef:
                 y = offset
                 for past, tap in zip([*(v.v for v in seen), x], taps, strict=True):
                     y = k.fma(past, tap, y)
-                k.store(silu(k, y), a.y + t * row + at)
+                k.store(ACTIVATIONS[activation](k, y), a.y + t * row + at)
                 for older, newer in zip(seen, [*(v.v for v in seen[1:]), x], strict=True):
                     older.v = newer
             for j, v in enumerate(seen):
@@ -81,7 +82,7 @@ def conv(width: int) -> KernelDef:
         _column_parts(k, first, k.minimum(first + CHANNELS, a.channels), columns)
 
     fields = ("x", "y", "taps", "bias", "channels", "parts", *SEQUENCE_FIELDS)
-    return KernelDef(f"conv/{width}", fields, body)
+    return KernelDef(f"conv/{width}/{activation}", fields, body)
 
 
 def _state_parts(n_state: int) -> list[tuple[int, int]]:
@@ -189,6 +190,60 @@ def scan1(n_state: int) -> KernelDef:
     return KernelDef(f"scan1/{n_state}", fields, body, scratch=4 * CHANNELS)
 
 
+def delta(s: DeltaSpec) -> KernelDef:
+    """Gated delta rule: chunk (s, h) is sequence s, value head h, whose state is `[v_dim, k_dim]`.
+
+    A row of the state is read and written once a token: what it predicts for the key and what it gives the query are both
+    taken of the decayed row, and the correction's share of the result is its product with q . k.
+    """
+    parts = _state_parts(s.k_dim)
+
+    def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
+        seq = Sequence.of(k, a, chunk.udiv(s.n_v))
+        h = chunk - chunk.udiv(s.n_v) * s.n_v
+        key = h.udiv(s.n_v // s.n_k) if s.grouped else h - h.udiv(s.n_k) * s.n_k
+        state = a.state + (seq.slot * s.n_v + h) * (4 * s.v_dim * s.k_dim)
+        _reset_state(k, seq, state, k.i64(s.v_dim * s.k_dim))
+        decay, bias = (k.load(at + (h << 2), F32) for at in (a.a, a.dt_bias))
+
+        def loaded(at: Val) -> list[Val]:
+            return [k.load(at, f32s(lanes), 4 * n) for n, lanes in parts]
+
+        def product(x: list[Val], y: list[Val]) -> Val:
+            return _total(k, [i * j for i, j in zip(x, y, strict=True)])
+
+        def normalised(at: Val, to: Val, scale: float) -> list[Val]:
+            x = loaded(at)
+            by = k.f32(scale) / k.sqrt(product(x, x) + s.eps)
+            x = [v * k.lift(by, v.type) for v in x]
+            for v, (n, _) in zip(x, parts, strict=True):
+                k.store(v, to, 4 * n)
+            return x
+
+        with k.range(seq.start, seq.end) as t:
+            row = a.qkv + t * (4 * s.width)
+            q = normalised(row + key * (4 * s.k_dim), scratch, s.k_dim**-0.5)
+            again = normalised(row + (key + s.n_k) * (4 * s.k_dim), scratch + 4 * s.k_dim, 1.0)
+            alike = product(q, again)
+            v = row + h * (4 * s.v_dim) + 8 * s.n_k * s.k_dim
+            at = t * s.n_v + h << 2
+            keep = exp(k, softplus(k, k.load(a.alpha + at, F32) + bias) * decay)
+            rate = sigmoid(k, k.load(a.beta + at, F32))
+            y = a.y + (t * s.n_v + h) * (4 * s.v_dim)
+            with k.range(0, s.v_dim) as p:
+                m = state + p * (4 * s.k_dim)
+                held = [x * k.lift(keep, x.type) for x in loaded(m)]
+                q, again = loaded(scratch), loaded(scratch + 4 * s.k_dim)
+                wrong = rate * (k.load(v + (p << 2), F32) - product(held, again))
+                k.store(k.fma(wrong, alike, product(held, q)), y + (p << 2))
+                for x, direction, (n, _) in zip(held, again, parts, strict=True):
+                    k.store(k.fma(k.lift(wrong, x.type), direction, x), m, 4 * n)
+
+    name = f"delta/{s.n_k}/{s.n_v}/{s.k_dim}/{s.v_dim}/{s.eps}{'/grouped' * s.grouped}"
+    fields = ("qkv", "alpha", "beta", "dt_bias", "a", "y", *SEQUENCE_FIELDS)
+    return KernelDef(name, fields, body, scratch=8 * s.k_dim)
+
+
 def _sequence(operands: Iterable[Operand]) -> dict[str, Field]:
     """The fields that say which rows and which state belong to a sequence."""
     return dict(zip(SEQUENCE_FIELDS, operands, strict=True))
@@ -203,7 +258,7 @@ def build_conv(e: Lowering, node: Node) -> None:
     offset = bias[0] if bias else np.zeros(s.channels + 16, np.float32)
     sequence = _sequence((starts, keys, slots, state))
     fields = {"taps": taps, "bias": offset, "channels": s.channels, "parts": parts, **sequence}
-    e.stage(conv(s.width), Header.axis("S"), times=parts, x=x, y=y, **fields)
+    e.stage(conv(s.width, s.activation), Header.axis("S"), times=parts, x=x, y=y, **fields)
 
 
 def build_scan2(e: Lowering, node: Node) -> None:
@@ -221,8 +276,15 @@ def build_scan1(e: Lowering, node: Node) -> None:
     e.stage(scan1(s.n_state), Header.axis("S"), times=parts, **fields, **_sequence(rest))
 
 
+def build_delta(e: Lowering, node: Node) -> None:
+    s, (qkv, alpha, beta, dt_bias, a, *rest), (y,) = node.spec, node.inputs, node.outputs
+    fields = {"qkv": qkv, "alpha": alpha, "beta": beta, "dt_bias": dt_bias, "a": a, "y": y, **_sequence(rest)}
+    e.stage(delta(s), Header.axis("S"), times=s.n_v, **fields)
+
+
 IMPLEMENTATIONS = (
     Implementation(CONV, "vector convolution", build_conv),
     Implementation(SCAN2, "sequential scan", build_scan2),
     Implementation(SCAN1, "sequential scan", build_scan1),
+    Implementation(DELTA, "sequential rule", build_delta),
 )

@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from quarrel.mlx_backend.runtime.kernel import Kernel
 from quarrel.mlx_backend.runtime.launch import Batch, Launch, Site, cdiv
-from quarrel.ops.activation import CAP, GATED, PLAIN, CapSpec
+from quarrel.ops.activation import CAP, GATED, PLAIN, CapSpec, GatedSpec
 from quarrel.ops.encode import ADD_ROW
 from quarrel.ops.linear import ADD
 from quarrel.ops.program import Node
@@ -22,7 +22,7 @@ from quarrel.ops.registry import Implementation
 _THREADS = 256
 _EACH = 4
 
-ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu2": 2, "gelu_erf": 3}
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu2": 2, "gelu_erf": 3, "sigmoid": 4, "identity": 5}
 """Activation -> its number in the Metal text."""
 
 ACTIVATE = """
@@ -30,6 +30,12 @@ template <int KIND>
 inline float activate(float x) {
     if (KIND == 0) {
         return x / (1.0f + precise::exp(-x));
+    }
+    if (KIND == 4) {
+        return 1.0f / (1.0f + precise::exp(-x));
+    }
+    if (KIND == 5) {
+        return x;
     }
     return 0.5f * x * (1.0f + precise::tanh(0.7978845608028654f * (x + 0.044715f * x * x * x)));
 }
@@ -40,10 +46,10 @@ _GATED = Kernel(
     ("gate", "up"),
     ("y",),
     """
-    uint size = uint(gate_shape[0]) * uint(gate_shape[1]);
+    uint size = uint(up_shape[0]) * uint(up_shape[1]);
     uint first = thread_position_in_grid.x * 4;
     for (uint i = first; i < metal::min(first + 4, size); i++) {
-        y[i] = T(activate<KIND>(float(gate[i])) * float(up[i]));
+        y[i] = T(activate<KIND>(float(gate[PER_ROW ? i / uint(up_shape[1]) : i])) * float(up[i]));
     }
 """,
     ACTIVATE,
@@ -51,12 +57,13 @@ _GATED = Kernel(
 
 
 def build_gated(site: Site, node: Node) -> Launch:
-    """GATED: gate and up `[T, n]`."""
-    template = [("T", site.act), ("KIND", ACTIVATIONS[node.spec.activation])]
+    """GATED: gate `[T, n]` or `[T, 1]`, up `[T, n]`."""
+    spec: GatedSpec = node.spec
+    template = [("T", site.act), ("KIND", ACTIVATIONS[spec.activation]), ("PER_ROW", int(spec.per_row))]
 
     def run(batch: Batch, gate: mx.array, up: mx.array) -> list[mx.array]:
-        groups = (cdiv(gate.size, _THREADS * _EACH),)
-        return _GATED([gate, up], [gate.shape], [site.act], groups, (_THREADS,), template)
+        groups = (cdiv(up.size, _THREADS * _EACH),)
+        return _GATED([gate, up], [up.shape], [site.act], groups, (_THREADS,), template)
 
     return run
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from quarrel.models.encoder import encoder
 from quarrel.models.feedforward import FEED_FORWARDS
 from quarrel.models.kind import Block, gains
@@ -35,12 +37,15 @@ def _decoder(spec: ModelSpec, tensors: Tensors) -> Program:
     embeddings = tensors.matrix("token_embd.weight", spec.n_vocab, spec.n_embd)
     with b.at("token_embd"):
         h = embedding(b, b.input("ids"), embeddings, spec.embedding_scale)  # [T, E]
+        if spec.embedding_norm:
+            plain = NormSpec(spec.norm, spec.n_embd, spec.norm_eps, out="f32")
+            h = norm(b, plain, h, tensors.ones(spec.n_embd))
     for il, layer in enumerate(spec.layers):
         h = _layer(b, spec, tensors, il, layer, h)
     with b.at("output"):
         h = gather_rows(b, h, b.input("out_rows"))  # [R, E]
         final = NormSpec(spec.norm, spec.n_embd, spec.norm_eps, out="f32")
-        hidden = norm(b, final, h, *gains(tensors, "output_norm", final))
+        hidden = norm(b, final, h, *gains(tensors, spec.final_norm, final))
         tied = "output.weight" not in tensors
         head = embeddings if tied else tensors.matrix("output.weight", spec.n_vocab, spec.n_embd)
         logits = linear(b, hidden, head, tensors.optional("output.bias", spec.n_vocab), out="f32")  # [R, V]
@@ -64,14 +69,16 @@ def _layer(b: Builder, spec: ModelSpec, tensors: Tensors, il: int, layer: Layer,
         with b.at(f"blk.{il}.{name}"):
             state = [b.cache(s) if isinstance(s, KVLayer) else b.state(*s.shape) for s in kind.state(half)]
             y, out = kind.block(b, block, half, h, *state)
-            h = _add(b, h, y, out, layer.residual_scale, block, after if layer.post_norms else None)
+            h = _add(b, h, y, out, layer, block, after if layer.post_norms else None)
     return h
 
 
-def _add(b: Builder, h: Value, y: Value, out: Linear | None, scale: float, block: Block, after: str | None) -> Value:
+def _add(b: Builder, h: Value, y: Value, out: Linear | None, layer: Layer, block: Block, after: str | None) -> Value:
     """`h + scale * out(y)`, or `h + scale * y` where the block has projected already; with a norm before the sum if `after`
     names one."""
+    scale = layer.residual_scale
     if after is None:
         return add(b, h, y, scale) if out is None else linear_add(b, h, y, *out, scale=scale)
     y = y if out is None else linear(b, y, *out)
-    return add(b, h, norm(b, block.norm, y, *block.gains(after)), scale)
+    post = replace(block.norm, eps=layer.post_norm_eps or block.norm.eps)
+    return add(b, h, norm(b, post, y, *block.gains(after)), scale)

@@ -15,7 +15,7 @@ from quarrel.models.cut import CutTensors, Range, aligned_range
 from quarrel.ops.activation import GatedSpec, gated
 from quarrel.ops.collective import all_gather, all_reduce, all_reduce_add, broadcast, place
 from quarrel.ops.contract import CacheRef, Operand, StateRef, Value, WeightRef
-from quarrel.ops.linear import ADD, LINEAR, LINEAR_ADD, linear
+from quarrel.ops.linear import ADD, LINEAR, LINEAR_ADD, add, linear
 from quarrel.ops.mixer import MAMBA2_MIX, Mamba2MixSpec
 from quarrel.ops.moe import EXPERT_DOWN
 from quarrel.ops.norm import NormSpec, norm
@@ -103,8 +103,13 @@ class _Rank:
     def _product(self, node: Node, inputs: list[Operand]) -> Value:
         """A part of a sum: added to the stream as a whole, or left a part for what adds it later."""
         b = self._b
-        if node.op is EXPERT_DOWN or (node.op is LINEAR_ADD and self._is_part(inputs[0])):
+        if node.op is EXPERT_DOWN:
             (y,) = b.emit(node.op, node.spec, *inputs)
+        elif node.op is LINEAR_ADD and self._is_part(inputs[0]):
+            if self._gathered(*inputs[1:3]):  # type: ignore[arg-type]
+                y = add(b, inputs[0], self._columns(*inputs[1:]), node.spec.scale)  # type: ignore[arg-type]
+            else:
+                (y,) = b.emit(node.op, node.spec, *inputs)
         elif node.op is LINEAR_ADD:
             part = self._columns(*inputs[1:])  # type: ignore[arg-type]
             return all_reduce_add(b, inputs[0], part, node.spec.scale)  # type: ignore[arg-type]
@@ -124,10 +129,14 @@ class _Rank:
             return node.inputs[0] is part and node.inputs[1] is not part and self._tensors.sums(matrix)
         return node.op is ADD and node.inputs[1] is part and node.inputs[0] is not part
 
+    def _gathered(self, x: Value, weight: WeightRef) -> bool:
+        """Whether x has all columns, where the matrix has a part of them."""
+        return x.dims[1] != weight.k
+
     def _columns(self, x: Value, weight: WeightRef, bias: WeightRef | None = None) -> Value:
         """The product with the rank's columns; where x was gathered, that with its rows instead, in their place."""
         whole = self._tensors.uncut(weight)
-        if x.dims[1] != whole.k or weight.k == whole.k:
+        if not self._gathered(x, weight):
             return linear(self._b, x, weight, bias, out="f32")
         assert bias is None
         rows = aligned_range(whole.rows, self._tensors.rank, self._tensors.ranks)

@@ -87,9 +87,9 @@ class Cutter:
         self.axis(f"{name}.weight", -2, total, *ranges)
         self.axis(f"{name}.bias", -1, total, *ranges)
 
-    def columns(self, name: str, total: int, own: Range) -> None:
+    def columns(self, name: str, total: int, *own: Range) -> None:
         """These inputs of a map, so that each rank has a part of a sum; rank 0 alone adds its bias."""
-        self.axis(f"{name}.weight", -1, total, own)
+        self.axis(f"{name}.weight", -1, total, *own)
 
 
 class CutTensors(Tensors):

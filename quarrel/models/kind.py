@@ -59,8 +59,10 @@ class Block:
 
 
 def gains(tensors: Tensors, name: str, norm: NormSpec) -> tuple[WeightRef, ...]:
-    """A norm's weight and, for layer norm, bias: zeros in a file whose norms have none."""
-    weight = tensors.vector(f"{name}.weight", norm.k)
+    """A norm's weight and, for layer norm, bias: zeros in a file whose norms have none. Falcon-H1's converter leaves
+    `.weight` out of one name."""
+    bare = name in tensors and f"{name}.weight" not in tensors
+    weight = tensors.vector(name if bare else f"{name}.weight", norm.k)
     if norm.kind == "rms":
         return (weight,)
     return weight, tensors.vector(f"{name}.bias", norm.k) if tensors.norm_biases else tensors.zeros(norm.k)

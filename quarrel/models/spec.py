@@ -29,7 +29,7 @@ class Layer:
     """h += residual_scale * mixer(norm(h)); h += residual_scale * ffn(norm(h)). Either half may be missing.
 
     With `post_norms` each half is normalised once more before it is added (Gemma 2 and 3), without `pre_norms` only then
-    (OLMo 2). `ffn_norm` is the name of the tensor in front of the feed-forward.
+    (OLMo 2), with `post_norm_eps` if that is not 0. `ffn_norm` is the name of the tensor in front of the feed-forward.
     """
 
     mixer: Mixer | None
@@ -38,6 +38,7 @@ class Layer:
     post_norms: bool = False
     pre_norms: bool = True
     ffn_norm: str = "ffn_norm"
+    post_norm_eps: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,10 @@ class ModelSpec:
     logit_scale: float = 1.0
     """Logits are multiplied by this, then capped at `logit_cap` if that is not 0."""
     logit_cap: float = 0.0
+    embedding_norm: bool = False
+    """Embeddings are normalised, without a gain."""
+    final_norm: str = "output_norm"
+    """The name of the tensor in front of the logits."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -20,7 +21,7 @@ _EXPERTS = "expert_count, expert_feed_forward_length and embedding_length"
 _LATENT = "attention.head_count, attention.kv_lora_rank, attention.key_length_mla, attention.value_length_mla"
 _SSM = "ssm.inner_size, ssm.state_size, ssm.group_count and ssm.time_step_rank"
 _SHAPED_BY = {
-    **dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output"), f"{_HEADS} and embedding_length"),
+    **dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_output"), f"{_HEADS} and embedding_length"),
     **dict.fromkeys(("attn_q_norm", "attn_k_norm", "attn_sinks"), _HEADS),
     **dict.fromkeys(("attn_q_a", "attn_q_b", "attn_q_a_norm"), f"{_LATENT}, attention.q_lora_rank"),
     **dict.fromkeys(("attn_kv_a_mqa", "attn_kv_a_norm", "attn_k_b", "attn_v_b"), _LATENT),
@@ -32,6 +33,11 @@ _SHAPED_BY = {
     ),
     **dict.fromkeys(("ssm_in", "ssm_out"), f"{_SSM} and embedding_length"),
     **dict.fromkeys(("ssm_x", "ssm_dt", "ssm_a", "ssm_d", "ssm_norm"), _SSM),
+    **dict.fromkeys(("attn_qkv", "attn_gate"), f"{_HEADS}, or {_SSM} in a delta net, and embedding_length"),
+    **dict.fromkeys(("ssm_alpha", "ssm_beta", "ssm_ba"), f"{_SSM} and embedding_length"),
+    **dict.fromkeys(
+        ("shortconv.conv", "shortconv.in_proj", "shortconv.out_proj"), "shortconv.l_cache and embedding_length"
+    ),
     "ssm_conv1d": f"{_SSM} and ssm.conv_kernel",
     "position_embd": "context_length and embedding_length",
 }
@@ -45,6 +51,7 @@ class Tensors:
     def __init__(self, file: GGUFFile) -> None:
         self.file = file
         self._read: set[str] = set()
+        self._picked: dict[str, tuple[WeightRef, Sequence[tuple[int, int]]]] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self.file.tensors
@@ -82,6 +89,12 @@ class Tensors:
     def first_row(self, name: str, k: int) -> WeightRef:
         """Row 0 of a matrix with any number of rows."""
         return self.matrix(name, self.shape(name)[0], k).split_first()
+
+    def pick(self, ref: WeightRef, part: str, ranges: Sequence[tuple[int, int]]) -> WeightRef:
+        """These ranges of a tensor's rows as a matrix of their own, called `name[part]`: rows that a file interleaves."""
+        name = f"{ref.name}[{part}]"
+        self._picked[name] = (ref, ranges)
+        return WeightRef(name, ref.type, sum(stop - start for start, stop in ranges), ref.k)
 
     def floats(self, name: str) -> tuple[float, ...]:
         """All values of a small tensor, such as rope factors."""
@@ -133,6 +146,11 @@ class Tensors:
         if ref.name in (_ONES, _ZEROS):
             made = np.full((1, ref.k), float(ref.name == _ONES), np.float32)
             return RawWeight(GGMLType.F32, made.view(np.uint8), ref.k)
+        if ref.name in self._picked:
+            whole, ranges = self._picked[ref.name]
+            blocks = self.raw(whole).raw
+            picked = np.concatenate([blocks[start:stop] for start, stop in ranges])
+            return RawWeight(ref.type, picked[ref.start : ref.start + ref.rows], ref.k)
         rows = self.file.raw(ref.name).reshape(-1, ref.k // FORMATS[ref.type].elements * FORMATS[ref.type].nbytes)
         return RawWeight(ref.type, rows[ref.start : ref.start + ref.rows], ref.k)
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from quarrel.ops.activation import CAP, GATED, PLAIN
 from quarrel.ops.attention import ATTENTION, KV_APPEND, ROPE_APPEND
 from quarrel.ops.contract import Op
+from quarrel.ops.delta import DELTA, DELTA_MIX
 from quarrel.ops.embedding import EMBEDDING, GATHER_ROWS
 from quarrel.ops.encode import ADD_ROW, ENCODE, MEAN_ROWS
 from quarrel.ops.heads import HEAD_LINEAR
@@ -40,6 +41,8 @@ EXTRA_OPS: Mapping[str, Op] = {
         GATED_NORM,
         MAMBA2_MIX,
         SCAN1_GATE,
+        DELTA,
+        DELTA_MIX,
         ROUTE,
         EXPERT_UP,
         EXPERT_DOWN,

@@ -1,7 +1,9 @@
 """Elementwise functions: gated activations, and the scaling and capping of logits.
 
-gated:  y = f(gate) * up
+gated:  y = f(gate) * up, with a gate for every value or one for a whole row
 silu:       x * sigmoid(x)
+sigmoid:    1 / (1 + exp(-x))
+identity:   x
 gelu_tanh:  x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3)))     (Hendrycks and Gimpel 2016)
 cap:    y = c * tanh(scale * x / c), or scale * x without a cap    (Gemma 2)
 """
@@ -18,20 +20,30 @@ from quarrel.ops import draw
 from quarrel.ops.contract import Array, Case, Op, Param, Value
 from quarrel.ops.null import Builder
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "sigmoid", "identity"]
 
 
 @dataclass(frozen=True)
 class GatedSpec:
-    """`[T, n]` and `[T, n]` to `[T, n]`."""
+    """`[T, n]` and `[T, n]` to `[T, n]`; with `per_row` the gate is `[T, 1]`."""
 
     activation: Activation
     n: int
+    per_row: bool = False
+
+    @property
+    def gates(self) -> int:
+        """Gates of a row."""
+        return 1 if self.per_row else self.n
 
 
 def activate(kind: Activation, x: Array) -> Array:
     """The function by itself, in float64."""
     x = x.astype(np.float64)
+    if kind == "identity":
+        return x
+    if kind == "sigmoid":
+        return sigmoid(x)
     if kind == "silu":
         factor = sigmoid(x)
     else:
@@ -55,24 +67,28 @@ def gated_reference(s: GatedSpec, gate: Array, up: Array) -> tuple[Array]:
 def _strategy() -> Any:
     from hypothesis import strategies as st
 
-    spec = st.builds(GatedSpec, st.sampled_from(["silu", "gelu_tanh"]), st.integers(1, 300))
+    kind = st.sampled_from(["silu", "gelu_tanh", "sigmoid", "identity"])
+    spec = st.builds(GatedSpec, kind, st.integers(1, 300), st.booleans())
     return st.builds(lambda s, t: Case(s, {"T": t}), spec, st.integers(1, 9))
 
 
 GATED = Op(
     "gated",
     GatedSpec,
-    lambda s: (Param("gate", "act", "T n"), Param("up", "act", "T n")),
+    lambda s: (Param("gate", "act", "T gates"), Param("up", "act", "T n")),
     lambda s: (Param("y", "act", "T n"),),
     reference=gated_reference,
     make=lambda c, rng: (
-        draw.activations(rng, c.dims["T"], c.spec.n) * 4,
+        draw.activations(rng, c.dims["T"], c.spec.gates) * 4,
         draw.activations(rng, c.dims["T"], c.spec.n),
     ),
     cases=lambda: [
         Case(GatedSpec("silu", 1), {"T": 1}),
         Case(GatedSpec("silu", 577), {"T": 3}),
         Case(GatedSpec("gelu_tanh", 1024), {"T": 5}),
+        Case(GatedSpec("sigmoid", 77), {"T": 4}),
+        Case(GatedSpec("sigmoid", 1030, per_row=True), {"T": 3}, "a gate a row"),
+        Case(GatedSpec("identity", 129), {"T": 2}),
     ],
     strategy=_strategy,
 )

@@ -3,7 +3,8 @@
 State is kept per sequence in slots, float32: sequence s uses slot `state_slots[s]`, and one with no cached tokens
 (`kv_len[s]` equals its new tokens) starts from zero, whatever the slot holds.
 
-    conv:        y[t, c] = silu(bias[c] + sum_j w[c, j] * x[t - W + 1 + j, c])     state: the last W - 1 rows of x
+    conv:        y[t, c] = f(bias[c] + sum_j w[c, j] * x[t - W + 1 + j, c])        state: the last W - 1 rows of x
+                 f is silu, or nothing
     scan2:       a head h of P channels, group g = h // (H / G), step size d = softplus(dt[t, h] + dt_bias[h]):
                  S[p, n] = exp(d * A[h]) * S[p, n] + d * x[t, h, p] * B[t, g, n]
                  y[t, h, p] = sum_n S[p, n] * C[t, g, n] + D[h] * x[t, h, p]                  (Dao and Gu 2024)
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -40,11 +41,12 @@ def softplus(x: Array) -> Array:
 
 @dataclass(frozen=True)
 class ConvSpec:
-    """`width` taps over time, one filter per channel, perhaps with a bias."""
+    """`width` taps over time, one filter per channel, perhaps with a bias, perhaps with an activation."""
 
     channels: int
     width: int
     bias: bool = True
+    activation: Literal["silu", "identity"] = "silu"
 
     @property
     def state(self) -> tuple[int, int]:
@@ -63,10 +65,10 @@ def conv_reference(s: ConvSpec, x: Array, weight: RawWeight, *rest: Any) -> tupl
         whole = np.concatenate([tail, x[rows]]).astype(np.float64)  # [W - 1 + new, channels]
         y[rows] = sum(whole[j : j + new] * taps[:, j] for j in range(s.width)) + offset
         after[slot] = whole[new:]
-    return activate("silu", y).astype(np.float32), after.astype(np.float32)
+    return activate(s.activation, y).astype(np.float32), after.astype(np.float32)
 
 
-def _ragged(case: Case, rng: np.random.Generator) -> tuple[int, tuple[Array, Array, Array]]:
+def drawn_sequences(case: Case, rng: np.random.Generator) -> tuple[int, tuple[Array, Array, Array]]:
     """Up to `Q` new tokens for each of `S` sequences, every other one fresh; slots in random order."""
     seqs = case.dims["S"]
     new = rng.integers(1, case.dims["Q"] + 1, seqs)
@@ -86,7 +88,7 @@ def drawn_states(rng: np.random.Generator, ragged: Sequence[Any], *shape: int) -
     return state
 
 
-def _step_sizes(case: Case, rng: np.random.Generator, *shape: int) -> tuple[Array, Array]:
+def drawn_steps(case: Case, rng: np.random.Generator, *shape: int) -> tuple[Array, Array]:
     """Step sizes before softplus, and what to multiply x with: with `extreme` the ends of float16 are among the sizes.
 
     A step of thousands forgets everything and takes in x as often; x is made as much smaller, so that sums stay in range.
@@ -100,7 +102,7 @@ def _step_sizes(case: Case, rng: np.random.Generator, *shape: int) -> tuple[Arra
 
 def _make_conv(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
     s: ConvSpec = case.spec
-    tokens, ragged = _ragged(case, rng)
+    tokens, ragged = drawn_sequences(case, rng)
     weight = draw.weight(rng, GGMLType.F32, s.channels, s.width, 0.5)
     bias = (draw.weight(rng, GGMLType.F32, 1, s.channels, 0.5),) if s.bias else ()
     state = drawn_states(rng, ragged, *s.state)
@@ -110,7 +112,8 @@ def _make_conv(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
 def _conv_strategy() -> Any:
     from hypothesis import strategies as st
 
-    spec = st.builds(ConvSpec, st.integers(1, 130), st.integers(2, 6), st.booleans())
+    activation = st.sampled_from(["silu", "identity"])
+    spec = st.builds(ConvSpec, st.integers(1, 130), st.integers(2, 6), st.booleans(), activation)
     ragged = {"S": st.integers(1, 4), "Q": st.integers(1, 40)}
     return st.builds(lambda spec, dims: Case(spec, dims), spec, st.fixed_dictionaries(ragged))
 
@@ -136,14 +139,23 @@ CONV = Op(
         Case(ConvSpec(33, 2), {"S": 2, "Q": 5}, "two taps"),
         Case(ConvSpec(16, 4), {"S": 4, "Q": 2}, "fewer tokens than taps"),
         Case(ConvSpec(40, 4, bias=False), {"S": 3, "Q": 6}, "no bias"),
+        Case(ConvSpec(70, 3, bias=False, activation="identity"), {"S": 3, "Q": 5}, "no activation"),
     ],
 )
 
 
-def conv(b: Builder, x: Value, weight: WeightRef, bias: WeightRef | None, state: StateRef) -> Value:
-    """`silu` of the causal convolution, `[T, channels]`."""
+def conv(
+    b: Builder,
+    x: Value,
+    weight: WeightRef,
+    bias: WeightRef | None,
+    state: StateRef,
+    activation: Literal["silu", "identity"] = "silu",
+) -> Value:
+    """The activation of the causal convolution, `[T, channels]`."""
     weights = (weight,) if bias is None else (weight, bias)
-    return b.emit(CONV, ConvSpec(weight.rows, weight.k, bias is not None), x, *weights, *step_inputs(b), state)[0]
+    spec = ConvSpec(weight.rows, weight.k, bias is not None, activation)
+    return b.emit(CONV, spec, x, *weights, *step_inputs(b), state)[0]
 
 
 @dataclass(frozen=True)
@@ -202,11 +214,11 @@ def scan2_reference(
 
 def _make_scan2(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
     s: Scan2Spec = case.spec
-    tokens, ragged = _ragged(case, rng)
+    tokens, ragged = drawn_sequences(case, rng)
     bias, skip = (draw.weight(rng, GGMLType.F32, 1, s.n_heads, 1.0) for _ in range(2))
     decay = RawWeight(GGMLType.F32, quantize(-rng.uniform(0.5, 16, (1, s.n_heads)), GGMLType.F32), s.n_heads)
     state = drawn_states(rng, ragged, *s.state)
-    dt, room = _step_sizes(case, rng, tokens, s.n_heads)
+    dt, room = drawn_steps(case, rng, tokens, s.n_heads)
     xbc = draw.activations(rng, tokens, s.width)
     xbc[:, : s.d_inner] *= room.repeat(s.head_dim, 1)
     return (xbc, dt, bias, decay, skip, *ragged, state)
@@ -297,12 +309,12 @@ def scan1_reference(
 
 def _make_scan1(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
     s: Scan1Spec = case.spec
-    tokens, ragged = _ragged(case, rng)
+    tokens, ragged = drawn_sequences(case, rng)
     decay = quantize(-rng.uniform(0.5, 16, (s.channels, s.n_state)), GGMLType.F32)
     skip = draw.weight(rng, GGMLType.F32, 1, s.channels, 1.0)
     state = drawn_states(rng, ragged, *s.state)
     x, b, c = (draw.activations(rng, tokens, n) for n in (s.channels, s.n_state, s.n_state))
-    dt, room = _step_sizes(case, rng, tokens, s.channels)
+    dt, room = drawn_steps(case, rng, tokens, s.channels)
     return (x * room, dt, b, c, RawWeight(GGMLType.F32, decay, s.n_state), skip, *ragged, state)
 
 

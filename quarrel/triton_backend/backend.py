@@ -28,7 +28,7 @@ from quarrel.triton_backend.formats.weights import Weights, device_bytes
 from quarrel.triton_backend.inputs import InputBuffer, most_items
 from quarrel.triton_backend.linear import heads, lora, matvec
 from quarrel.triton_backend.plan import Plan
-from quarrel.triton_backend.recurrent import conv_scan2, mamba2_step, scan1
+from quarrel.triton_backend.recurrent import conv_scan2, delta, delta_step, mamba2_step, scan1
 from quarrel.triton_backend.runtime.arrays import DTYPES
 from quarrel.triton_backend.runtime.cache import allocate, allocate_state, cache_bytes
 from quarrel.triton_backend.runtime.launch import INTERPRETED, report_compiling
@@ -36,8 +36,8 @@ from quarrel.triton_backend.sampling import logprobs, sample
 from quarrel.triton_backend.step import TritonStep
 
 FAMILIES = (
-    matvec, expert_matvec, latent, paged, heads, group, activation, embedding, encoder, experts, logprobs, lora,
-    mamba2_step, norm, conv_scan2, rope, route, sample, scan1,
+    matvec, expert_matvec, latent, paged, heads, group, activation, embedding, encoder, experts, logprobs, lora, delta,
+    delta_step, mamba2_step, norm, conv_scan2, rope, route, sample, scan1,
 )  # fmt: skip
 REGISTRY = Registry(
     "triton",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,10 +36,24 @@ from quarrel.triton_backend.runtime.cache import from_host, to_host
 from quarrel.triton_backend.runtime.site import Batch, Tables
 
 
-def run_op(
+@dataclass(frozen=True)
+class Bound:
+    """An op on inputs that lie on the device, built; each call launches it once more. Its buffers start as NaN."""
+
+    plan: Plan
+    batch: Batch
+    results: tuple[Value, ...]
+    free: Mapping[str, int]
+
+    def __call__(self) -> None:
+        for go in self.plan.launches:
+            go(self.batch)
+
+
+def bind(
     registry: Registry, device: torch.device, op: Op, spec: Any, inputs: Sequence[Concrete], compute: Compute
-) -> tuple[Concrete, ...]:
-    """Results in the contract's order and types, then the consumed cache; buffers start as NaN."""
+) -> Bound:
+    """Puts the inputs on the device and builds the op for them."""
     free = bind_axes(op, spec, inputs)
     params = op.params(spec)
     named = {p.name: i for p, i in zip(params, inputs)}
@@ -66,13 +81,21 @@ def run_op(
     packed = Weights(CallWeights(weights), device, compute)
     plan = Plan(lower(program, registry), arrays, kept, rows, packed, caches, states, work, compute, device)
     plan.fill(255)
-    for go in plan.launches:
-        go(batch)
-    results: tuple[Concrete, ...] = tuple(_to_host(plan.slots[v.id].tensor, v, free) for v in outputs)
+    return Bound(plan, batch, outputs, free)
+
+
+def run_op(
+    registry: Registry, device: torch.device, op: Op, spec: Any, inputs: Sequence[Concrete], compute: Compute
+) -> tuple[Concrete, ...]:
+    """Results in the contract's order and types, then the consumed cache."""
+    bound = bind(registry, device, op, spec, inputs, compute)
+    bound()
+    plan = bound.plan
+    results: tuple[Concrete, ...] = tuple(_to_host(plan.slots[v.id].tensor, v, bound.free) for v in bound.results)
     if not op.consumes:
         return results
     types = [g.type for g in inputs if isinstance(g, KVArrays)]
-    return (*results, *map(to_host, caches, types), *(s.cpu().numpy().copy() for s in states))
+    return (*results, *map(to_host, plan.caches, types), *(s.cpu().numpy().copy() for s in plan.states))
 
 
 def _operand(i: int, param: Param, spec: Any, given: Concrete, state: int) -> Operand:
@@ -93,7 +116,7 @@ def _to_device(given: Concrete, kind: str, act: torch.dtype, device: torch.devic
     return tensor.to(act) if kind == "act" else tensor
 
 
-def _to_host(flat: torch.Tensor, value: Value, free: dict[str, int]) -> Array:
+def _to_host(flat: torch.Tensor, value: Value, free: Mapping[str, int]) -> Array:
     shape = tuple(free[d] if isinstance(d, str) else d for d in value.dims)
     size = int(np.prod(shape, dtype=np.int64))
     tensor = flat[:size].float() if value.kind == "act" else flat[:size]

@@ -19,6 +19,8 @@ MODELS = {
     "nemotron_h_moe": "model-q4_k_m.gguf",
     "mamba": "model-q4_0x.gguf",
     "mamba2": "model-q4_k_m.gguf",
+    "qwen35moe": "model-q4_k_m.gguf",
+    "lfm2": "model-q4_0x.gguf",
     "cohere2": "model-q4_k_m.gguf",
 }
 

@@ -155,7 +155,7 @@ def test_the_longest_context_is_the_longest_that_loads() -> None:
         planned(3 * GIB, n_ctx=longest + BLOCK)
 
 
-@pytest.mark.parametrize("case", ["llama32", "granitehybrid", "mixtral", "nemotron_h", "mamba"])
+@pytest.mark.parametrize("case", ["llama32", "granitehybrid", "mixtral", "nemotron_h", "mamba", "qwen35"])
 def test_a_step_takes_no_more_scratch_than_planned(case: str) -> None:
     with GGUFFile.open(need_cases(case, "model-q4_0x.gguf")) as file:
         tensors, facts = Tensors(file), read_spec(file)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 
-from quarrel.gguf import GGUFFile
+from quarrel.gguf import GGUFFile, Metadata
 from quarrel.models import ModelSpec, Tensors, assemble, assembly, read_spec, shard
 from quarrel.models.cut import Cutter
 from quarrel.models.kind import Block, Kind
@@ -66,6 +67,15 @@ def test_a_mixer_of_a_test_is_assembled_and_divided(monkeypatch: pytest.MonkeyPa
         assert [s.shape for s in part.states] == [(1, 128)]
         mine = [n.op.name for n in part.nodes if n.path == "blk.0.attn"]
         assert mine == [*names[:-1], "linear", "all_reduce_add"]
+
+
+def test_qwen3vlmoe_is_qwen3moe_where_there_is_only_text() -> None:
+    """M-RoPE turns by equal positions on all axes."""
+    with GGUFFile.open(need_cases("qwen3moe") / "model-q4_0x.gguf") as file:
+        keys = {key.replace("qwen3moe.", "qwen3vlmoe."): value for key, value in file.metadata.items()}
+        keys |= {"general.architecture": "qwen3vlmoe", "qwen3vlmoe.rope.dimension_sections": [6, 5, 5, 0]}
+        seeing = SimpleNamespace(metadata=Metadata(keys), tensors=file.tensors, raw=file.raw, array=file.array)
+        assert read_spec(seeing) == replace(read_spec(file), architecture="qwen3vlmoe")  # type: ignore[arg-type]
 
 
 def test_every_kind_in_the_tables_is_under_its_spec() -> None:

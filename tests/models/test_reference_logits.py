@@ -13,6 +13,7 @@ import pytest
 from quarrel.gguf import GGUFFile
 from quarrel.models import ARCHITECTURES, EncoderSpec, Keys, ModelSpec, Tensors, assemble, gpt_oss, read_spec
 from quarrel.models.feedforward import Experts
+from quarrel.models.mixers import GatedDelta
 from quarrel.models.rope import plain
 from quarrel.models.spec import Layer
 from quarrel.ops.contract import rel_error
@@ -105,7 +106,9 @@ def test_outputs_match_two_independent_implementations(case: Loaded) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [("mistral", "q4_0x"), ("granitehybrid", "q4_0x"), ("mamba", "q4_0x"), ("nemotron_h", "q4_0x")], indirect=True
+    "case",
+    [(name, "q4_0x") for name in ("mistral", "granitehybrid", "mamba", "nemotron_h", "qwen3next", "lfm2", "falcon_h1")],
+    indirect=True,
 )
 def test_pieces_of_a_prompt_give_what_the_whole_gives(case: Loaded) -> None:
     file, spec, ids, want = case
@@ -135,6 +138,13 @@ def _plain_rope(spec: ModelSpec) -> ModelSpec:
 
 def _mixers(spec: ModelSpec, **change: object) -> ModelSpec:
     return replace(spec, layers=tuple(replace(l, mixer=replace(l.mixer, **change)) for l in spec.layers))  # type: ignore[arg-type]
+
+
+def _deltas(spec: ModelSpec, **change: object) -> ModelSpec:
+    def changed(layer: Layer) -> Layer:
+        return replace(layer, mixer=replace(layer.mixer, **change)) if isinstance(layer.mixer, GatedDelta) else layer  # type: ignore[arg-type]
+
+    return replace(spec, layers=tuple(changed(l) for l in spec.layers))
 
 
 def _one_rope(spec: ModelSpec, il: int) -> ModelSpec:
@@ -173,6 +183,11 @@ def _experts(spec: ModelSpec, **change: object) -> ModelSpec:
         pytest.param(("hunyuan_dense", "q4_0x"), lambda s: _mixers(s, late_norm=False), id="norm before rope"),
         pytest.param(("ernie4_5moe", "q4_0x"), lambda s: _experts(s, gate="softmax_topk"), id="bias on chosen logits"),
         pytest.param(("granite_swa", "q4_0x"), lambda s: _one_rope(s, 1), id="no rope pattern"),
+        pytest.param(("qwen35", "q4_0x"), lambda s: _deltas(s, grouped=True), id="heads side by side"),
+        pytest.param(("qwen3next", "q4_0x"), lambda s: _deltas(s, grouped=False), id="heads in turn"),
+        pytest.param(("qwen35moe", "q4_0x"), lambda s: _experts(s, shared_gate=False), id="no gate on the shared expert"),
+        pytest.param(("muse_glimmer", "q4_0x"), lambda s: replace(s, embedding_norm=False), id="no norm of embeddings"),
+        pytest.param(("muse_glimmer", "q4_0x"), lambda s: _one_rope(s, 1), id="positions in full layers"),
     ],
     indirect=["case"],
 )

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from quarrel.ops.contract import Compute, Op
+from quarrel.ops.delta import DELTA, DELTA_MIX, DeltaMixSpec, DeltaSpec
 from quarrel.ops.mixer import MAMBA2_MIX, SCAN1_GATE, Mamba2MixSpec
 from quarrel.ops.state import CONV, SCAN1, SCAN2, ConvSpec, Scan1Spec, Scan2Spec
 from quarrel.triton_backend.backend import TritonBackend
@@ -14,14 +15,25 @@ from quarrel.triton_backend.runtime.launch import INTERPRETED
 from tests.recurrences import check_alone, check_cuts, check_drift, check_fresh
 
 MIX = Mamba2MixSpec(Scan2Spec(2, 16, 1, 16), 4, 1e-5)
-RECURRENT = [(MAMBA2_MIX, MIX), (SCAN1_GATE, Scan1Spec(20, 8)), (SCAN2, MIX.scan), (CONV, ConvSpec(24, 4))]
+DELTA_NET = DeltaMixSpec(DeltaSpec(1, 2, 16, 16, 1e-6), 4, 1e-6)
+RECURRENT = [
+    (DELTA_MIX, DELTA_NET),
+    (MAMBA2_MIX, MIX),
+    (SCAN1_GATE, Scan1Spec(20, 8)),
+    (SCAN2, MIX.scan),
+    (CONV, ConvSpec(24, 4)),
+]
 IDS = [op.name for op, _ in RECURRENT]
 
 
 @pytest.mark.parametrize(
     ("op", "spec", "tokens"),
-    [(SCAN2, Scan2Spec(1, 16, 1, 16), 4096), (SCAN1, Scan1Spec(8, 4), 640 if INTERPRETED else 4096)],
-    ids=["scan2", "scan1"],
+    [
+        (SCAN2, Scan2Spec(1, 16, 1, 16), 4096),
+        (DELTA, DeltaSpec(1, 1, 16, 16, 1e-6), 4096),
+        (SCAN1, Scan1Spec(8, 4), 640 if INTERPRETED else 4096),
+    ],
+    ids=["scan2", "delta", "scan1"],
 )
 def test_chunks_do_not_drift_over_thousands_of_tokens(backend: TritonBackend, op: Op, spec: Any, tokens: int) -> None:
     check_drift(backend, op, spec, tokens, "float16", 1e-3)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import mlx.core as mx
+import numpy as np
 
 from quarrel.mlx_backend.runtime.cache import put_rows
 from quarrel.mlx_backend.runtime.kernel import Kernel
@@ -53,7 +54,7 @@ _CONV = Kernel(
     sum += newest * tap[W - 1] + bias[c];
     UNROLL for (int j = 0; j < W - 2; j++) seen[j] = seen[j + 1];
     seen[W - 2] = newest;
-    y[at] = T(sum / (1.0f + precise::exp(-sum)));
+    y[at] = T(SILU ? sum / (1.0f + precise::exp(-sum)) : sum);
   }
   if (last == count) {
     UNROLL for (int j = 0; j < W - 1; j++) after[(ulong(s) * (W - 1) + j) * channels + c] = seen[j];
@@ -64,7 +65,7 @@ _CONV = Kernel(
 
 def conv(spec: ConvSpec, taps: mx.array, bias: mx.array, out: mx.Dtype) -> Launch:
     """x `[T, channels]`, query_start, kv_len, slots, state `[slots, W - 1, channels]`, to y of type `out` and the state."""
-    template = [("T", out), ("W", spec.width), ("CHUNK", _CHUNK)]
+    template = [("T", out), ("W", spec.width), ("CHUNK", _CHUNK), ("SILU", int(spec.activation == "silu"))]
 
     def run(
         batch: Batch, x: mx.array, query_start: mx.array, kv_len: mx.array, slots: mx.array, state: mx.array
@@ -92,7 +93,9 @@ def build_conv(site: Site, node: Node) -> Launch:
 def conv_weights(site: Site, spec: ConvSpec, weights: Sequence[Operand]) -> tuple[mx.array, mx.array]:
     """Taps and bias at the beginning of `weights`; zeros for a convolution without a bias."""
     taps = site.vector(weights[0])  # type: ignore[arg-type]
-    return taps, site.vector(weights[1]) if spec.bias else mx.zeros(spec.channels)  # type: ignore[arg-type]
+    # Not mx.zeros, which would be left to be evaluated in the thread of the first step.
+    none = mx.array(np.zeros(spec.channels, np.float32))
+    return taps, site.vector(weights[1]) if spec.bias else none  # type: ignore[arg-type]
 
 
 def takes_conv(spec: ConvSpec) -> str | None:

@@ -17,7 +17,10 @@ from quarrel.ops.null import Builder
 
 @dataclass(frozen=True)
 class Experts(FeedForward):
-    """`used` of `n_experts` feed-forwards a token, weighted, plus a shared one of width `shared` if that is not 0."""
+    """`used` of `n_experts` feed-forwards a token, weighted, plus a shared one of width `shared` if that is not 0.
+
+    `shared_gate`: the shared one's result is multiplied by the sigmoid of `ffn_gate_inp_shexp`, one number a token.
+    """
 
     n_experts: int
     used: int
@@ -29,6 +32,7 @@ class Experts(FeedForward):
     shared: int = 0
     n_groups: int = 1
     groups_used: int = 1
+    shared_gate: bool = False
 
 
 def feed(b: Builder, block: Block, e: Experts, h: Value) -> tuple[Value, None]:
@@ -68,6 +72,9 @@ def _shared(b: Builder, block: Block, e: Experts, x: Value, routed: Value) -> Va
         up = gated(b, GatedSpec("silu", e.shared), gate, up)
     else:
         up = plain(b, "relu2", up)
+    if e.shared_gate:
+        rate = linear(b, x, block.tensors.grouped(f"{block.prefix}ffn_gate_inp_shexp.weight", 1, block.n_embd))
+        up = gated(b, GatedSpec("sigmoid", e.shared, per_row=True), rate, up)
     return linear_add(b, routed, up, *block.linear("ffn_down_shexp", block.n_embd, e.shared))
 
 

@@ -6,14 +6,17 @@ from collections.abc import Mapping
 
 from quarrel.models.feedforward import FEED_FORWARDS
 from quarrel.models.kind import Kind
-from quarrel.models.mixers import attention, latent, mamba1, mamba2, parallel
+from quarrel.models.mixers import attention, delta, latent, mamba1, mamba2, parallel, shortconv
 from quarrel.models.mixers.attention import Attention
+from quarrel.models.mixers.delta import GatedDelta
 from quarrel.models.mixers.latent import LatentAttention
 from quarrel.models.mixers.mamba1 import Mamba1
 from quarrel.models.mixers.mamba2 import Mamba2
 from quarrel.models.mixers.parallel import Parallel
+from quarrel.models.mixers.shortconv import ShortConv
 
-_ALONE: Mapping[type, Kind] = {kind.spec: kind for kind in (attention.KIND, latent.KIND, mamba1.KIND, mamba2.KIND)}
+_KINDS = (attention.KIND, latent.KIND, mamba1.KIND, mamba2.KIND, delta.KIND, shortconv.KIND)
+_ALONE: Mapping[type, Kind] = {kind.spec: kind for kind in _KINDS}
 MIXERS: Mapping[type, Kind] = {**_ALONE, Parallel: parallel.kind({**_ALONE, **FEED_FORWARDS})}
 
-__all__ = ["MIXERS", "Attention", "LatentAttention", "Mamba1", "Mamba2", "Parallel"]
+__all__ = ["MIXERS", "Attention", "GatedDelta", "LatentAttention", "Mamba1", "Mamba2", "Parallel", "ShortConv"]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from quarrel.models.cut import Cutter
 from quarrel.models.kind import Block, Kind
 from quarrel.models.spec import Mixer, Rope
+from quarrel.ops.activation import GatedSpec, gated
 from quarrel.ops.attention import AttentionSpec, KVAppendSpec, RopeAppendSpec, attention, kv_append, rope_append
 from quarrel.ops.contract import CacheRef, ConstRef, Value, WeightRef
 from quarrel.ops.linear import Linear
@@ -22,6 +24,9 @@ class Attention(Mixer):
 
     Query and key are normalised where the file has gains for that: each head, or with `whole_norm` all of them at once;
     before the rotation, or with `late_norm` after it.
+
+    `gate`: the result is multiplied by the sigmoid of one more map of the layer's input: "own", `attn_gate`; "in query",
+    the second half of every head's rows in `attn_q`.
     """
 
     n_heads: int
@@ -34,11 +39,12 @@ class Attention(Mixer):
     sinks: bool = False
     whole_norm: bool = False
     late_norm: bool = False
+    gate: Literal["", "own", "in query"] = ""
 
 
 def attend(b: Builder, block: Block, a: Attention, h: Value, cache: CacheRef) -> tuple[Value, Linear]:
     """Query, key and value of `norm(h)`, rotated and cached; the attention's result, `[T, n_heads * head_dim]`."""
-    q, k, v = block.maps(b, h, qkv(block, a))
+    q, k, v, *gates = block.maps(b, h, (*qkv(block, a), *((_gate(block, a),) if a.gate else ())))
     if not a.late_norm:
         q, k = _normed(b, block, a, q, k)
     if a.rope is None:
@@ -54,12 +60,18 @@ def attend(b: Builder, block: Block, a: Attention, h: Value, cache: CacheRef) ->
             q = rope_append(b, RopeAppendSpec(heads[0], heads[1]), q, k, v, freq, cache)
     sinks = block.vector("attn_sinks.weight", a.n_heads) if a.sinks else None
     spec = AttentionSpec(a.n_heads, a.n_kv, a.head_dim, a.scale, a.window, a.cap, a.sinks)
-    return attention(b, spec, q, cache, sinks), block.linear("attn_output", block.n_embd, a.n_heads * a.head_dim)
+    y = attention(b, spec, q, cache, sinks)
+    for gate in gates:
+        y = gated(b, GatedSpec("sigmoid", a.n_heads * a.head_dim), gate, y)
+    return y, block.linear("attn_output", block.n_embd, a.n_heads * a.head_dim)
 
 
 def qkv(block: Block, a: Attention) -> tuple[Linear, Linear, Linear]:
     """Separate query, key and value maps, or the rows of a fused one."""
     sizes = (a.n_heads * a.head_dim, a.n_kv * a.head_dim, a.n_kv * a.head_dim)
+    if a.gate == "in query":
+        k, v = (block.linear(f"attn_{c}", sizes[1], block.n_embd) for c in "kv")
+        return _half_of_heads(block, a, 0), k, v
     if not block.has("attn_qkv.weight"):
         q, k, v = (block.linear(f"attn_{c}", n, block.n_embd) for c, n in zip("qkv", sizes, strict=True))
         return q, k, v
@@ -81,6 +93,20 @@ def _normed(b: Builder, block: Block, a: Attention, q: Value, k: Value) -> tuple
     return made[0], made[1]
 
 
+def _gate(block: Block, a: Attention) -> Linear:
+    if a.gate == "own":
+        return block.linear("attn_gate", a.n_heads * a.head_dim, block.n_embd)
+    return _half_of_heads(block, a, 1)
+
+
+def _half_of_heads(block: Block, a: Attention, half: int) -> Linear:
+    """Of every head's rows in `attn_q` the first half, its query, or the second, its gate."""
+    both = block.matrix("attn_q.weight", 2 * a.n_heads * a.head_dim, block.n_embd)
+    starts = [(2 * head + half) * a.head_dim for head in range(a.n_heads)]
+    ranges = [(start, start + a.head_dim) for start in starts]
+    return block.tensors.pick(both, ("query", "gate")[half], ranges), None
+
+
 def _shard(cut: Cutter, a: Attention) -> Attention | None:
     """Heads with their keys and values; ranks share a key/value head where there are more ranks than those. A norm over all
     heads cannot be cut: every rank computes such a layer whole."""
@@ -97,7 +123,11 @@ def _shard(cut: Cutter, a: Attention) -> Attention | None:
         q = (cut.rank * per * dim, (cut.rank + 1) * per * dim)
         kv = (q[0] // (group * dim), q[0] // (group * dim) + 1)
     keys, kv_width = (kv[0] * dim, kv[1] * dim), a.n_kv * dim
-    cut.rows("attn_q", width, q)
+    if a.gate == "in query":
+        cut.rows("attn_q", 2 * width, (2 * q[0], 2 * q[1]))
+    else:
+        cut.rows("attn_q", width, q)
+        cut.rows("attn_gate", width, q)
     cut.rows("attn_k", kv_width, keys)
     cut.rows("attn_v", kv_width, keys)
     after = [(start + begin, start + end) for start in (width, width + kv_width) for begin, end in [keys]]

@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 from quarrel.models.cut import Cutter, even_range
 from quarrel.models.kind import Block, Kind
 from quarrel.models.spec import Mixer
+from quarrel.ops.activation import GatedSpec, gated
 from quarrel.ops.contract import StateRef, Value
 from quarrel.ops.linear import Linear, norm_linear
 from quarrel.ops.mixer import Mamba2MixSpec, mamba2_mix
 from quarrel.ops.null import Builder
 from quarrel.ops.program import StateLayer
-from quarrel.ops.state import Scan2Spec
+from quarrel.ops.state import Scan2Spec, scan2
+from quarrel.ops.state import conv as emit_conv
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,8 @@ class Mamba2(Mixer):
     n_groups: int
     n_state: int
     conv_width: int
+    normed: bool = True
+    """Whether groups of channels are normalised at the end, or only gated."""
 
     @property
     def d_inner(self) -> int:
@@ -41,6 +45,10 @@ def mix(b: Builder, block: Block, m: Mamba2, h: Value, conv_state: StateRef, sca
     z, xbc, dt = norm_linear(b, block.norm, h, block.gains(), parts)
     conv = [ref for ref in block.linear("ssm_conv1d", m.scan.width, m.conv_width) if ref is not None]
     a, d = (block.tensors.column(f"{block.prefix}{name}", m.n_heads) for name in ("ssm_a", "ssm_d"))
+    if not m.normed:
+        xbc = emit_conv(b, xbc, *block.linear("ssm_conv1d", m.scan.width, m.conv_width), conv_state)
+        y = scan2(b, m.scan, xbc, dt, (block.vector("ssm_dt.bias", m.n_heads), a, d), scan_state)
+        return gated(b, GatedSpec("silu", m.d_inner), z, y), block.linear("ssm_out", block.n_embd, m.d_inner)
     gain = block.tensors.grouped(f"{block.prefix}ssm_norm.weight", m.n_groups, m.d_inner // m.n_groups)
     scan = (block.vector("ssm_dt.bias", m.n_heads), a, d)
     spec = Mamba2MixSpec(m.scan, m.conv_width, block.norm.eps, len(conv) == 2)

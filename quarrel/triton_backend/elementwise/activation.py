@@ -11,7 +11,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from quarrel.ops.activation import CAP, GATED, PLAIN
+from quarrel.ops.activation import CAP, GATED, PLAIN, GatedSpec
 from quarrel.ops.encode import ADD_ROW
 from quarrel.ops.linear import ADD
 from quarrel.ops.program import Node
@@ -50,6 +50,10 @@ def activate(x, KIND: tl.constexpr):
     """The activation of float32 values."""
     if KIND == "silu":
         y = x / (1.0 + tl.exp(-x))
+    elif KIND == "sigmoid":
+        y = 1.0 / (1.0 + tl.exp(-x))
+    elif KIND == "identity":
+        y = x
     elif KIND == "relu2":
         y = tl.where(x > 0, x * x, x * 0.0)
     elif KIND == "gelu_erf":
@@ -70,10 +74,13 @@ def oai(gate, up):
 
 
 @triton.jit
-def gated_flat(y, gate, up, size, KIND: tl.constexpr, BLOCK: tl.constexpr):
+def gated_flat(y, gate, up, size, N, KIND: tl.constexpr, PER_ROW: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     ok = at < size
-    g = tl.load(gate + at, mask=ok, other=0.0).to(tl.float32)
+    if PER_ROW:
+        g = tl.load(gate + at // N, mask=ok, other=0.0).to(tl.float32)
+    else:
+        g = tl.load(gate + at, mask=ok, other=0.0).to(tl.float32)
     u = tl.load(up + at, mask=ok, other=0.0).to(tl.float32)
     tl.store(y + at, (activate(g, KIND) * u).to(y.dtype.element_ty), mask=ok)
 
@@ -125,8 +132,9 @@ def _build(kernel: Any, site: Site, node: Node, *scalars: float, **constants: An
 
 
 def build_gated(site: Site, node: Node) -> Launch:
-    """GATED: gate and up `[T, n]`."""
-    return _build(gated_flat, site, node, KIND=node.spec.activation)
+    """GATED: gate `[T, n]` or `[T, 1]`, up `[T, n]`."""
+    spec: GatedSpec = node.spec
+    return _build(gated_flat, site, node, spec.n, KIND=spec.activation, PER_ROW=spec.per_row)
 
 
 def build_add(site: Site, node: Node) -> Launch:
@@ -166,7 +174,7 @@ def _known(*kinds: str) -> Callable[[Any], str | None]:
 
 
 IMPLEMENTATIONS = (
-    Implementation(GATED, "flat", build_gated, _known("silu", "gelu_tanh")),
+    Implementation(GATED, "flat", build_gated, _known("silu", "gelu_tanh", "sigmoid", "identity")),
     Implementation(PLAIN, "flat", build_plain, _known("relu2", "gelu_erf")),
     Implementation(ADD_ROW, "flat", build_add_row),
     Implementation(ADD, "flat", build_add),

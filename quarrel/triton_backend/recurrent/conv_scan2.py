@@ -36,9 +36,9 @@ _ALL = 1 << 30
 @triton.jit(do_not_specialize=["seqs"])
 def conv_rows(
     y, x, weight, bias, sequences, state_slots, state, seqs, C: tl.constexpr, W: tl.constexpr, BT: tl.constexpr,
-    BC: tl.constexpr,
+    BC: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Causal convolution of each channel with W taps, then SiLU. Grid (room for tiles of BT tokens, C / BC).
+    """Causal convolution of each channel with W taps, then an activation. Grid (room for tiles of BT tokens, C / BC).
 
     y, x    act `[T, C]`
     weight  float32 `[C, W]`; bias: float32 `[C]`
@@ -72,7 +72,7 @@ def conv_rows(
             old = tl.load(state + (slot * (W - 1) + at + W - 1) * C + channel, mask=from_state, other=0.0)
             value = tl.load(p_x + (local + back) * C + channel, mask=ok & (at >= 0), other=0.0).to(tl.float32)
             acc += tl.where(at < 0, old, value) * tap
-    tl.store(y + first * C + local * C + channel, activate(acc, "silu").to(y.dtype.element_ty), mask=ok)
+    tl.store(y + first * C + local * C + channel, activate(acc, KIND).to(y.dtype.element_ty), mask=ok)
 
 
 @triton.jit
@@ -168,7 +168,7 @@ def conv_prompts(site: Site, spec: ConvSpec, batch: Batch, y: Slot, x: Slot, sto
     shared |= {"BC": _CHANNELS}
     site.launch(
         conv_rows, (batch.T // _TOKENS + batch.S, blocks), y=y.tensor, weight=weight, bias=bias, seqs=batch.S, BT=_TOKENS,
-        **shared,
+        KIND=spec.activation, **shared,
     )  # fmt: skip
     site.launch(conv_state, (batch.S, blocks), LEAST=least, BW=power_of_two(spec.width - 1), **shared)
 

@@ -44,6 +44,29 @@ class Mamba2Weights(NamedTuple):
     gain: Any  # [heads * head_dim]
 
 
+class DeltaHeads(NamedTuple):
+    """Constants of a gated delta rule."""
+
+    NK: int
+    NV: int
+    K: int
+    """Values of a query or key."""
+    V: int
+    """Of a value head."""
+    GROUPED: bool
+    """Whether the value heads of a key lie side by side."""
+
+
+class DeltaWeights(NamedTuple):
+    """A mixer's vectors, float32; WIDTH = 2 * NK * K + NV * V."""
+
+    taps: Any  # [WIDTH, W]
+    offset: Any  # [WIDTH], bias of the convolution
+    dt_bias: Any  # [NV]
+    a: Any  # [NV], negative
+    gain: Any  # [V]
+
+
 @dataclass(frozen=True)
 class Stored:
     """What an op with a state stores on the device: float32 weights, the table of sequences, the state."""
