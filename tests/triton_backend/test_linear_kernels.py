@@ -141,6 +141,7 @@ def test_a_large_map_streams_through_the_ring() -> None:
     head.run(batch(32))
     assert [name for name, _, _ in site.launched] == ["arrange", "ring"]
     assert ring.build(site, one(packed(4096, 4096))).least == 33
+    assert ring.build(site, one(packed(201088, 2880, "Q8_0"))).least == 2  # rows of no whole super-blocks, which mma needs
 
 
 def test_which_maps_stream_through_the_ring() -> None:
