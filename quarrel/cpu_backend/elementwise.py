@@ -17,6 +17,7 @@ from quarrel.ops.contract import Value
 from quarrel.ops.embedding import EMBEDDING, GATHER_ROWS
 from quarrel.ops.encode import ADD_ROW, MEAN_ROWS
 from quarrel.ops.linear import ADD
+from quarrel.ops.position import BY_POSITION
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 
@@ -157,6 +158,17 @@ def cap(limited: bool) -> KernelDef:
     return KernelDef(f"cap{'/limited' if limited else ''}", ("x", "y", "n", "scale", "limit"), body)
 
 
+def by_position() -> KernelDef:
+    """Chunk t: y[t] = factors[min((positions[t] + shift) / size, n - 1)]."""
+
+    def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
+        at = chunk << 2
+        part = (k.load(a.positions + at, I32).to(I64) + a.shift).udiv(a.size)
+        k.store(k.load(a.factors + (k.minimum(part, a.n - 1) << 2), F32), a.y + at)
+
+    return KernelDef("by_position", ("positions", "factors", "y", "n", "size", "shift"), body)
+
+
 def mean_rows() -> KernelDef:
     """Chunk s: y[s] = the mean of rows starts[s] to starts[s + 1] of x."""
 
@@ -240,6 +252,11 @@ def build_mean_rows(e: Lowering, node: Node) -> None:
     e.stage(mean_rows(), y, x=x, starts=starts, y=y, n=node.spec.k)
 
 
+def build_by_position(e: Lowering, node: Node) -> None:
+    s, (positions, factors), (y,) = node.spec, node.inputs, node.outputs
+    e.stage(by_position(), y, positions=positions, factors=factors, y=y, n=s.n, size=s.size, shift=s.shift)
+
+
 def build_gather_rows(e: Lowering, node: Node) -> None:
     (x, rows), (y,) = node.inputs, node.outputs
     e.stage(gather_rows(), y, x=x, rows=rows, y=y, n=node.spec.k)
@@ -261,4 +278,5 @@ IMPLEMENTATIONS = (
     Implementation(ADD_ROW, "vector add", build_add_row),
     Implementation(CAP, "vector cap", build_cap),
     Implementation(MEAN_ROWS, "vector sums", build_mean_rows),
+    Implementation(BY_POSITION, "table", build_by_position),
 )

@@ -16,6 +16,7 @@ from quarrel.mlx_backend.runtime.launch import Batch, Launch, Site, cdiv
 from quarrel.ops.activation import CAP, GATED, PLAIN, CapSpec, GatedSpec
 from quarrel.ops.encode import ADD_ROW
 from quarrel.ops.linear import ADD
+from quarrel.ops.position import BY_POSITION, ByPositionSpec
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 
@@ -111,7 +112,20 @@ def build_add_row(site: Site, node: Node) -> Launch:
     return run
 
 
+def build_by_position(site: Site, node: Node) -> Launch:
+    """BY_POSITION: positions `[T]` int32, factors `[n]`."""
+    spec: ByPositionSpec = node.spec
+    factors = site.const(node.inputs[1])  # type: ignore[arg-type]
+
+    def run(batch: Batch, positions: mx.array) -> list[mx.array]:
+        part = mx.minimum((positions + spec.shift) // spec.size, spec.n - 1)
+        return [mx.expand_dims(mx.take(factors, part), 1)]
+
+    return run
+
+
 IMPLEMENTATIONS = (
+    Implementation(BY_POSITION, "MLX's operations", build_by_position),
     Implementation(GATED, "flat", build_gated),
     Implementation(PLAIN, "MLX's operations", build_plain),
     Implementation(CAP, "MLX's operations", build_cap),

@@ -52,6 +52,8 @@ ARCHITECTURES: Mapping[str, str] = {
     "glm4": "glm4",
     "glm4moe": "glm4moe",
     "minimax-m2": "minimax",
+    "mistral3": "mistral3",
+    "llama4": "llama4",
     "mamba": "mamba",
     "mamba2": "mamba",
     "deepseek2": "deepseek2",

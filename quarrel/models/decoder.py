@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
+from quarrel.errors import ModelError
 from quarrel.gguf import REQUIRED
 from quarrel.models.feedforward import GatedFFN
 from quarrel.models.keys import Common, Keys, experts
 from quarrel.models.mixers import Attention
-from quarrel.models.spec import FeedForward, Layer, Mixer, ModelSpec, Rope
+from quarrel.models.spec import FeedForward, Layer, Mixer, ModelSpec, Rope, Temperature
 from quarrel.ops.moe import Gate
 
 PLAIN = Layer(None, None)
+MOST_FACTORS = 1 << 16
 
 
 def decoder(
@@ -48,6 +51,17 @@ def feed_forwards(keys: Keys, c: Common, gate: Gate = "softmax") -> list[FeedFor
         (experts(keys, width, "silu", gate) if route else None) or GatedFFN("silu", width)
         for width, route in zip(c.ffn, routed)
     ]
+
+
+def temperature(strength: float, size: int, n_ctx: int, shift: int = 0) -> Temperature:
+    """1 + strength * ln(1 + i) for the i-th `size` positions."""
+    count = (n_ctx + shift) // size + 1
+    if count > MOST_FACTORS:
+        raise ModelError(
+            f"attention sharpens every {size} tokens of a context of {n_ctx}; Quarrel wants {MOST_FACTORS} steps at most:"
+            " the file is inconsistent"
+        )
+    return Temperature(tuple(1.0 + strength * math.log1p(i) for i in range(count)), size, shift)
 
 
 def windows(keys: Keys, n_layers: int, period: int = REQUIRED, default: int = REQUIRED) -> list[int]:

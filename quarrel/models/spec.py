@@ -16,6 +16,15 @@ class Rope:
     magnitude: float = 1.0
 
 
+@dataclass(frozen=True)
+class Temperature:
+    """What queries are multiplied by: the i-th factor for the i-th `size` positions, counted from -`shift`."""
+
+    factors: tuple[float, ...]
+    size: int
+    shift: int = 0
+
+
 class Mixer:
     """The half of a layer that mixes tokens; its kinds are the dataclasses of `models/mixers/`."""
 

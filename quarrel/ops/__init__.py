@@ -17,6 +17,7 @@ from quarrel.ops.lora import CHOSEN_LINEAR, LORA
 from quarrel.ops.mixer import MAMBA2_MIX, SCAN1_GATE
 from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP, ROUTE
 from quarrel.ops.norm import NORM
+from quarrel.ops.position import BY_POSITION
 from quarrel.ops.rope import ROPE
 from quarrel.ops.sample import SAMPLE
 from quarrel.ops.state import CONV, GATED_NORM, SCAN1, SCAN2
@@ -52,6 +53,7 @@ EXTRA_OPS: Mapping[str, Op] = {
         MEAN_ROWS,
         CHOSEN_LINEAR,
         LORA,
+        BY_POSITION,
         HEAD_LINEAR,
     )
 }

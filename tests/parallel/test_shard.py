@@ -48,6 +48,7 @@ CASES = [
     ("glm4", "q4_0x", 2, "tensor"),
     ("granite_swa", "q4_0x", 2, "tensor"),
     ("minimax_m2", "q4_k_m", 2, "tensor"),
+    ("llama4", "q4_k_m", 2, "tensor"),
     ("glm4moe", "q4_k_m", 2, "tensor"),
     ("hunyuan_dense", "q4_0x", 2, "layers"),
 ]

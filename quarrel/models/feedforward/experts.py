@@ -13,6 +13,7 @@ from quarrel.ops.contract import Value, WeightRef
 from quarrel.ops.linear import linear, linear_add
 from quarrel.ops.moe import ExpertActivation, ExpertDownSpec, ExpertUpSpec, Gate, RouteSpec, expert_down, expert_up, route
 from quarrel.ops.null import Builder
+from quarrel.ops.position import MOST_POSITIONS, by_position
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Experts(FeedForward):
     """`used` of `n_experts` feed-forwards a token, weighted, plus a shared one of width `shared` if that is not 0.
 
     `shared_gate`: the shared one's result is multiplied by the sigmoid of `ffn_gate_inp_shexp`, one number a token.
+    `on_input`: a weight multiplies what its expert reads, not its result (Llama 4); one expert a token.
     """
 
     n_experts: int
@@ -33,6 +35,7 @@ class Experts(FeedForward):
     n_groups: int = 1
     groups_used: int = 1
     shared_gate: bool = False
+    on_input: bool = False
 
 
 def feed(b: Builder, block: Block, e: Experts, h: Value) -> tuple[Value, None]:
@@ -53,7 +56,13 @@ def feed(b: Builder, block: Block, e: Experts, h: Value) -> tuple[Value, None]:
     biased = block.has("ffn_up_exps.bias")
     biases = [block.matrix(f"ffn_{n}_exps.bias", e.n_experts, e.width) for n in names if biased]
     first = ExpertUpSpec(stacks[0].type, e.n_experts, e.used, e.width, block.n_embd, e.activation, len(names) == 2, biased)
-    y = expert_up(b, first, x, ids, *stacks, *biases)
+    read = x
+    if e.on_input:
+        if e.used != 1:
+            raise UnsupportedModel(f"{e.used} experts a token whose inputs are weighted; Quarrel wants one, as Llama 4 has")
+        read = gated(b, GatedSpec("identity", block.n_embd, per_row=True), weights, x)
+        weights = by_position(b, (1.0,), MOST_POSITIONS)  # ones
+    y = expert_up(b, first, read, ids, *stacks, *biases)
     down = _stack(block, "ffn_down_exps", e.n_experts, block.n_embd, e.width)
     offset = block.tensors.optional(f"{block.prefix}ffn_down_exps.bias", e.n_experts, block.n_embd)
     second = ExpertDownSpec(down.type, e.n_experts, e.used, block.n_embd, e.width, offset is not None)

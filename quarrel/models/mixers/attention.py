@@ -7,13 +7,14 @@ from typing import Literal
 
 from quarrel.models.cut import Cutter
 from quarrel.models.kind import Block, Kind
-from quarrel.models.spec import Mixer, Rope
+from quarrel.models.spec import Mixer, Rope, Temperature
 from quarrel.ops.activation import GatedSpec, gated
 from quarrel.ops.attention import AttentionSpec, KVAppendSpec, RopeAppendSpec, attention, kv_append, rope_append
 from quarrel.ops.contract import CacheRef, ConstRef, Value, WeightRef
 from quarrel.ops.linear import Linear
 from quarrel.ops.norm import NormSpec, norm
 from quarrel.ops.null import Builder
+from quarrel.ops.position import by_position
 from quarrel.ops.program import KVLayer
 from quarrel.ops.rope import RopeSpec, rope
 
@@ -23,7 +24,7 @@ class Attention(Mixer):
     """`window` and `cap` are off at 0; `rope` None means no positions.
 
     Query and key are normalised where the file has gains for that: each head, or with `whole_norm` all of them at once;
-    before the rotation, or with `late_norm` after it.
+    before the rotation, or with `late_norm` after it. `unit_norm`: each head, with gains of one that no file has.
 
     `gate`: the result is multiplied by the sigmoid of one more map of the layer's input: "own", `attn_gate`; "in query",
     the second half of every head's rows in `attn_q`.
@@ -39,6 +40,10 @@ class Attention(Mixer):
     sinks: bool = False
     whole_norm: bool = False
     late_norm: bool = False
+    unit_norm: bool = False
+    temperature: Temperature | None = None
+    chunked: bool = False
+    """A window is a chunk: a query sees the keys of its own."""
     gate: Literal["", "own", "in query"] = ""
 
 
@@ -59,7 +64,12 @@ def attend(b: Builder, block: Block, a: Attention, h: Value, cache: CacheRef) ->
         else:
             q = rope_append(b, RopeAppendSpec(heads[0], heads[1]), q, k, v, freq, cache)
     sinks = block.vector("attn_sinks.weight", a.n_heads) if a.sinks else None
-    spec = AttentionSpec(a.n_heads, a.n_kv, a.head_dim, a.scale, a.window, a.cap, a.sinks)
+    if a.temperature is not None:
+        t = a.temperature
+        q = gated(
+            b, GatedSpec("identity", a.n_heads * a.head_dim, per_row=True), by_position(b, t.factors, t.size, t.shift), q
+        )
+    spec = AttentionSpec(a.n_heads, a.n_kv, a.head_dim, a.scale, a.window, a.cap, a.sinks, chunked=a.chunked)
     y = attention(b, spec, q, cache, sinks)
     for gate in gates:
         y = gated(b, GatedSpec("sigmoid", a.n_heads * a.head_dim), gate, y)
@@ -84,6 +94,9 @@ def qkv(block: Block, a: Attention) -> tuple[Linear, Linear, Linear]:
 
 def _normed(b: Builder, block: Block, a: Attention, q: Value, k: Value) -> tuple[Value, Value]:
     """Query and key behind their norms, if the file has any."""
+    if a.unit_norm:
+        spec, ones = NormSpec("rms", a.head_dim, block.norm.eps), block.tensors.ones(a.head_dim)
+        return norm(b, replace(spec, groups=a.n_heads), q, ones), norm(b, replace(spec, groups=a.n_kv), k, ones)
     if not block.has("attn_q_norm.weight") and not block.has("attn_k_norm.weight"):
         return q, k
     made = []

@@ -14,6 +14,7 @@ import triton.language as tl
 from quarrel.ops.activation import CAP, GATED, PLAIN, GatedSpec
 from quarrel.ops.encode import ADD_ROW
 from quarrel.ops.linear import ADD
+from quarrel.ops.position import BY_POSITION, ByPositionSpec
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 from quarrel.triton_backend.runtime.launch import cdiv
@@ -119,6 +120,14 @@ def cap_flat(y, x, size, scale, limit, CAPPED: tl.constexpr, BLOCK: tl.constexpr
     tl.store(y + at, value.to(y.dtype.element_ty), mask=ok)
 
 
+@triton.jit
+def by_position_rows(y, positions, factors, rows, n, size, shift, BLOCK: tl.constexpr):
+    """y[t] = factors[min((positions[t] + shift) // size, n - 1)]."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    part = (tl.load(positions + row, mask=row < rows, other=0) + shift) // size
+    tl.store(y + row, tl.load(factors + tl.maximum(tl.minimum(part, n - 1), 0)), mask=row < rows)
+
+
 def _build(kernel: Any, site: Site, node: Node, *scalars: float, **constants: Any) -> Launch:
     arrays = [site.slot(v) for v in (node.outputs[0], *node.inputs)]  # type: ignore[arg-type]
     axis, width = dims(node.outputs[0])
@@ -165,6 +174,23 @@ def build_add_row(site: Site, node: Node) -> Launch:
     return run
 
 
+def build_by_position(site: Site, node: Node) -> Launch:
+    """BY_POSITION: positions `[T]` int32, factors `[n]` float32."""
+    spec: ByPositionSpec = node.spec
+    source, target = site.slot(node.inputs[0]), site.slot(node.outputs[0])  # type: ignore[arg-type]
+    factors = site.const(node.inputs[1])  # type: ignore[arg-type]
+    axis, _ = dims(node.outputs[0])
+
+    def run(batch: Batch) -> None:
+        rows = batch.count(axis)
+        site.launch(
+            by_position_rows, (cdiv(rows, BLOCK),), target.tensor, source.tensor, factors, rows, spec.n, spec.size,
+            spec.shift, BLOCK=BLOCK,
+        )  # fmt: skip
+
+    return run
+
+
 def _known(*kinds: str) -> Callable[[Any], str | None]:
     def accepts(spec: Any) -> str | None:
         known = spec.activation in kinds
@@ -179,4 +205,5 @@ IMPLEMENTATIONS = (
     Implementation(ADD_ROW, "flat", build_add_row),
     Implementation(ADD, "flat", build_add),
     Implementation(CAP, "flat", build_cap),
+    Implementation(BY_POSITION, "table", build_by_position),
 )
