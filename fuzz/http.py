@@ -4,8 +4,8 @@
 
 The server runs in this process, on a random model of a few kilobytes. Bodies of every route have fields put in, taken out
 and exchanged for what hurts; requests as bytes are cut, spliced and repeated; WebSockets get both. No answer may be a
-server's failure (500), every refusal must be JSON that says why, a WebSocket must answer a ping whatever came before it,
-and behind each round no request runs, no cache block is lost, and a sound request is answered.
+server's failure (500) or a traceback in its log, every refusal must be JSON that says why, a WebSocket must answer a ping
+whatever came before it, and behind each round no request runs, no cache block is lost, and a sound request is answered.
 """
 
 from __future__ import annotations
@@ -196,6 +196,21 @@ def _json(data: bytes) -> Any:
         return data.decode("latin-1")
 
 
+class Faults(logging.Handler):
+    """What the server's log has of failures; the first one is raised where the next answer is checked."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append(logging.Formatter().format(record)[-3000:])
+
+    def check(self) -> None:
+        found, self.found = self.found, []
+        assert not found, found[0]
+
+
 def settled(live: Live) -> None:
     """Nothing runs, nothing is lost, and a sound request is answered."""
     end = time.monotonic() + SECONDS
@@ -215,22 +230,29 @@ def settled(live: Live) -> None:
 def fuzz(live: Live, count: int, number: int) -> Counter[str]:
     """`count` bodies, half as many requests as bytes and a tenth as many WebSockets; how they were answered."""
     found: Counter[str] = Counter()
+    faults = Faults()
+    logging.getLogger().addHandler(faults)
 
     def body(drawn: tuple[str, bytes]) -> None:
         found[f"body {check_body(live, drawn)}"] += 1
+        faults.check()
 
     def raw(data: bytes) -> None:
         found[f"bytes {check_bytes(live, data)}"] += 1
+        faults.check()
 
     def page(drawn: list[tuple[str, tuple[str, bytes]]]) -> None:
         check_socket(live, drawn)
         found["sockets"] += 1
+        faults.check()
 
     examples(bodies(), count, number, body)
     examples(requests(), count // 2, number, raw)
     kinds = st.sampled_from(["inference", "inference", "inference", "raw", "binary", "stop", "status", "ping", "zap"])
     examples(st.lists(st.tuples(kinds, bodies()), min_size=1, max_size=6), max(1, count // 10), number, page)
     settled(live)
+    logging.getLogger().removeHandler(faults)
+    faults.check()
     return found
 
 

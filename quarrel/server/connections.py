@@ -95,6 +95,14 @@ def protocol_for(settings: Settings, answers: Answering | None = None) -> type[a
                 return
             super().handle_events()
 
+        def send_400_response(self, msg: str) -> None:
+            if self.cycle is not None and not self.cycle.response_complete:
+                self.cycle.disconnected = True  # this is the answer: what the route is about to say goes nowhere
+                self.cycle.message_event.set()
+            if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # not by h11, which may still think of a HEAD before
+                self.transport.write(f"{_HEAD_400}{len(msg)}\r\n\r\n{msg}".encode("ascii", "replace"))
+            self.transport.close()
+
         def _is_new(self) -> bool:
             """Whether what comes now is the first of a request, of somebody who takes the answers."""
             idle = self.conn.our_state is h11.IDLE and self.conn.their_state is h11.IDLE and not self.flow.write_paused
@@ -146,6 +154,7 @@ def fault_of_head(data: bytes) -> str:
     return "a header is folded over several lines" if _FOLDED.search(head) else ""
 
 
+_HEAD_400 = "HTTP/1.1 400 Bad Request\r\nContent-Type: text/plain; charset=utf-8\r\nConnection: close\r\nContent-Length: "
 _BLANK = re.compile(rb"\r?\n\r?\n")
 _BARE = re.compile(rb"(?<!\r)\n|\r(?!\n|\Z)")
 _FOLDED = re.compile(rb"\n[ \t]")

@@ -64,3 +64,15 @@ def test_a_caller_that_vanishes_while_it_sends_is_no_failure(tmp_path: Path, cap
     assert 'status="500"' not in counted
     assert len([1 for line in counted.splitlines() if "requests_total" in line and 'status="499"' in line]) == 3
     assert "Traceback" not in caplog.text
+
+
+def test_a_body_that_breaks_off_in_nonsense_is_refused_once(live: Live, caplog: pytest.LogCaptureFixture) -> None:
+    """Found by fuzz.http: a route that needs no body answered behind the refusal, which was a traceback in the log."""
+    for path in (b"/healthz", b"/nowhere", b"/v1/completions"):
+        answer = live.raw(b"POST %s HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n" % path)
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert answer.count(b"HTTP/1.1 ") == 1
+    head = b"HEAD /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    assert live.raw(head + b"nonsense\r\n\r\n").count(b"HTTP/1.1 ") == 2  # found likewise: the second has a body again
+    assert live.client.get("/healthz").status_code == 200
+    assert "Traceback" not in caplog.text
