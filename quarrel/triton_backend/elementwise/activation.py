@@ -75,11 +75,12 @@ def oai(gate, up):
 
 
 @triton.jit
-def gated_flat(y, gate, up, size, N, KIND: tl.constexpr, PER_ROW: tl.constexpr, BLOCK: tl.constexpr):
+def gated_flat(y, gate, up, size, KIND: tl.constexpr, BLOCK: tl.constexpr, SHARE: tl.constexpr = 1):
+    """SHARE: neighbours that have one gate."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     ok = at < size
-    if PER_ROW:
-        g = tl.load(gate + at // N, mask=ok, other=0.0).to(tl.float32)
+    if SHARE > 1:
+        g = tl.load(gate + at // SHARE, mask=ok, other=0.0).to(tl.float32)
     else:
         g = tl.load(gate + at, mask=ok, other=0.0).to(tl.float32)
     u = tl.load(up + at, mask=ok, other=0.0).to(tl.float32)
@@ -143,7 +144,7 @@ def _build(kernel: Any, site: Site, node: Node, *scalars: float, **constants: An
 def build_gated(site: Site, node: Node) -> Launch:
     """GATED: gate `[T, n]` or `[T, 1]`, up `[T, n]`."""
     spec: GatedSpec = node.spec
-    return _build(gated_flat, site, node, spec.n, KIND=spec.activation, PER_ROW=spec.per_row)
+    return _build(gated_flat, site, node, KIND=spec.activation, SHARE=spec.n if spec.per_row else 1)
 
 
 def build_add(site: Site, node: Node) -> Launch:
