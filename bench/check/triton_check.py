@@ -222,7 +222,7 @@ def one_model(
     """`exact`: how many tokens each expert took in float32."""
     began = time.perf_counter()
     limits = Limits(len(ids), 4, 16, 32, 16)
-    most = MODEL_LIMITS.get(compute) or limit(name.partition("/")[0])
+    most = MODEL_LIMITS.get(compute) or limit(*name.split("/")[:2])
     row: dict[str, Any] = {"model": name, "compute": compute, "limit": most}
     try:
         backends = [create(graphs) for graphs in (True, False)]

@@ -41,18 +41,24 @@ def identity(k: Kernel, x: Val) -> Val:
     return x
 
 
+def gelu_erf(k: Kernel, x: Val) -> Val:
+    """x/2 * (1 + erf(x / sqrt 2))."""
+    return x * 0.5 * (erf(k, x * 0.7071067811865476) + 1.0)
+
+
 ACTIVATIONS: dict[str, Callable[[Kernel, Val], Val]] = {
     "silu": silu,
     "gelu_tanh": gelu_tanh,
+    "gelu_erf": gelu_erf,
     "sigmoid": sigmoid,
     "identity": identity,
 }
 
 
-def gated(activation: str, quantised: bool, one_gate: bool) -> KernelDef:
+def gated(activation: str, quantised: bool, one_gate: bool, skipped: int) -> KernelDef:
     """y = f(gate) * up by chunks of COLUMNS columns, row after row; `quantised` also rounds the result to 8 bits.
 
-    one_gate: a gate for a whole row.
+    one_gate: a gate for a whole row. skipped: bytes of a row of up before its first column here.
     """
     f = ACTIVATIONS[activation]
 
@@ -60,14 +66,14 @@ def gated(activation: str, quantised: bool, one_gate: bool) -> KernelDef:
         row, column = chunk // a.per_row, chunk % a.per_row * COLUMNS
         n = k.minimum(k.i64(COLUMNS), a.n - column)
         at = (row * a.n + column) << 2
-        gate, up = a.gate + ((row << 2) if one_gate else at), a.up + at
+        gate, up = a.gate + ((row << 2) if one_gate else at), a.up + (row * a.up_width + column << 2)
         rate = f(k, k.load(gate, F32)) if one_gate else None
         out = scratch if quantised else a.y + at
 
         def one(offset: Val, lanes: int) -> None:
             type = f32s(lanes)
             factor = f(k, k.load(gate + offset, type)) if rate is None else k.lift(rate, type)
-            k.store(factor * k.load(up + offset, type), out + offset)
+            k.store(factor * k.load(up + offset, type, skipped), out + offset)
 
         each(k, n, one)
         if quantised:
@@ -75,19 +81,15 @@ def gated(activation: str, quantised: bool, one_gate: bool) -> KernelDef:
             last = k.minimum(column + COLUMNS, p) >> 5
             quantize_blocks(k, QuantRow(a.q + row * a.q_stride, p), out, column >> 5, last, a.n)
 
-    fields = ("gate", "up", "n", "per_row", *(("q", "q_stride") if quantised else ("y",)))
-    return KernelDef(f"gated/{activation}{'/q' * quantised}{'/row' * one_gate}", fields, body, scratch=4 * COLUMNS + 64)
+    fields = ("gate", "up", "up_width", "n", "per_row", *(("q", "q_stride") if quantised else ("y",)))
+    name = f"gated/{activation}{'/q' * quantised}{'/row' * one_gate}{f'/{skipped}' if skipped else ''}"
+    return KernelDef(name, fields, body, scratch=4 * COLUMNS + 64)
 
 
 def relu2(k: Kernel, x: Val) -> Val:
     """max(x, 0)^2; a NaN stays one, as in every activation."""
     x = k.maximum(k.lift(0.0, x.type), x)
     return x * x
-
-
-def gelu_erf(k: Kernel, x: Val) -> Val:
-    """x/2 * (1 + erf(x / sqrt 2))."""
-    return x * 0.5 * (erf(k, x * 0.7071067811865476) + 1.0)
 
 
 FUNCTIONS: dict[str, Callable[[Kernel, Val], Val]] = {"relu2": relu2, "gelu_erf": gelu_erf}
@@ -218,7 +220,9 @@ def gated_stage(e: Lowering, s: GatedSpec, gate: Field, up: Field, y: Value) -> 
     # Padding columns belong to the last chunk, so the chunks cover the padded width.
     per_row = -(-(padded(s.n) if quantized else s.n) // COLUMNS)
     out: dict[str, Field] = {"q": p.place(y, "q"), "q_stride": row_bytes(s.n)} if quantized else {"y": y}
-    e.stage(gated(s.activation, quantized, s.per_row), y, times=per_row, gate=gate, up=up, n=s.n, per_row=per_row, **out)
+    sizes = {"n": s.n, "per_row": per_row, "up_width": s.up_width}
+    kernel = gated(s.activation, quantized, s.per_row, 4 * s.start)
+    e.stage(kernel, y, times=per_row, gate=gate, up=up, **sizes, **out)
 
 
 def build_gated(e: Lowering, node: Node) -> None:

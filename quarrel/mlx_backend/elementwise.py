@@ -47,10 +47,11 @@ _GATED = Kernel(
     ("gate", "up"),
     ("y",),
     """
-    uint size = uint(up_shape[0]) * uint(up_shape[1]);
+    uint size = uint(up_shape[0]) * uint(N);
     uint first = thread_position_in_grid.x * 4;
     for (uint i = first; i < metal::min(first + 4, size); i++) {
-        y[i] = T(activate<KIND>(float(gate[PER_ROW ? i / uint(up_shape[1]) : i])) * float(up[i]));
+        uint from = WIDTH ? i / N * uint(WIDTH) + uint(START) + i % N : i;
+        y[i] = T(activate<KIND>(float(gate[PER_ROW ? i / N : i])) * float(up[from]));
     }
 """,
     ACTIVATE,
@@ -58,13 +59,23 @@ _GATED = Kernel(
 
 
 def build_gated(site: Site, node: Node) -> Launch:
-    """GATED: gate `[T, n]` or `[T, 1]`, up `[T, n]`."""
+    """GATED: gate `[T, n]` or `[T, 1]`, up `[T, n]`, or of that some columns. Metal has no erf, MLX has."""
     spec: GatedSpec = node.spec
+    if spec.activation == "gelu_erf":
+
+        def gelu(gate: mx.array, up: mx.array) -> mx.array:
+            gate = gate.astype(mx.float32)
+            return (0.5 * gate * (1.0 + mx.erf(gate * math.sqrt(0.5))) * up.astype(mx.float32)).astype(site.act)
+
+        function = mx.compile(gelu, shapeless=True)
+        return lambda batch, gate, up: [function(gate, up[:, spec.start : spec.start + spec.n])]
     template = [("T", site.act), ("KIND", ACTIVATIONS[spec.activation]), ("PER_ROW", int(spec.per_row))]
+    template += [("N", spec.n), ("WIDTH", spec.width), ("START", spec.start)]
 
     def run(batch: Batch, gate: mx.array, up: mx.array) -> list[mx.array]:
-        groups = (cdiv(up.size, _THREADS * _EACH),)
-        return _GATED([gate, up], [up.shape], [site.act], groups, (_THREADS,), template)
+        shape = (up.shape[0], spec.n)
+        groups = (cdiv(shape[0] * spec.n, _THREADS * _EACH),)
+        return _GATED([gate, up], [shape], [site.act], groups, (_THREADS,), template)
 
     return run
 

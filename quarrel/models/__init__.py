@@ -57,7 +57,10 @@ ARCHITECTURES: Mapping[str, str] = {
     "mamba": "mamba",
     "mamba2": "mamba",
     "deepseek2": "deepseek2",
+    "gemma4": "gemma4",
     "bert": "bert",
+    "gemma-embedding": "gemma_embedding",
+    "modern-bert": "modern_bert",
     "nomic-bert": "nomic_bert",
 }
 """`general.architecture` -> the module here whose `spec(keys, tensors, n_ctx)` reads it."""

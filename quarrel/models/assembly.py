@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from quarrel.models import per_layer
 from quarrel.models.encoder import encoder
 from quarrel.models.feedforward import FEED_FORWARDS
 from quarrel.models.kind import Block, gains
 from quarrel.models.mixers import MIXERS
-from quarrel.models.spec import EncoderSpec, Layer, ModelSpec
+from quarrel.models.spec import EncoderSpec, Layer, Mixer, ModelSpec
 from quarrel.models.tensors import Tensors
 from quarrel.ops.activation import cap
-from quarrel.ops.contract import Value
+from quarrel.ops.contract import CacheRef, StateRef, Value
 from quarrel.ops.embedding import embedding, gather_rows
+from quarrel.ops.encode import mean_rows
 from quarrel.ops.linear import Linear, add, linear, linear_add
 from quarrel.ops.logprobs import logprobs
 from quarrel.ops.norm import NormSpec, norm
@@ -24,7 +26,9 @@ from quarrel.ops.sample import sample
 def assemble(spec: ModelSpec | EncoderSpec, tensors: Tensors) -> Program:
     """The program of a model: token ids in; out `hidden` and, for decoders, `logits`, `tokens` and how likely they are,
     of the rows asked for."""
-    if isinstance(spec, EncoderSpec):
+    if isinstance(spec, EncoderSpec) and spec.layers:
+        program, n_layers = _both_ways(spec, tensors), spec.n_layers
+    elif isinstance(spec, EncoderSpec):
         program, n_layers = encoder(spec, tensors), spec.n_layers
     else:
         program, n_layers = _decoder(spec, tensors), len(spec.layers)
@@ -40,8 +44,17 @@ def _decoder(spec: ModelSpec, tensors: Tensors) -> Program:
         if spec.embedding_norm:
             plain = NormSpec(spec.norm, spec.n_embd, spec.norm_eps, out="f32")
             h = norm(b, plain, h, tensors.ones(spec.n_embd))
+    with b.at("per_layer"):
+        p = per_layer.inputs(b, spec, tensors, h) if spec.per_layer else None
+    kept: dict[int, list[CacheRef | StateRef]] = {}
     for il, layer in enumerate(spec.layers):
-        h = _layer(b, spec, tensors, il, layer, h)
+        h = _layer(b, spec, tensors, il, layer, h, kept)
+        block = Block(tensors, f"blk.{il}.", spec.n_embd, NormSpec(spec.norm, spec.n_embd, spec.norm_eps))
+        with b.at(f"blk.{il}.out"):
+            if p is not None:
+                h = per_layer.added(b, block, spec, il, h, p)
+            if layer.out_scale:
+                h = cap(b, h, tensors.number(f"{block.prefix}layer_output_scale.weight"), 0.0)
     with b.at("output"):
         h = gather_rows(b, h, b.input("out_rows"))  # [R, E]
         final = NormSpec(spec.norm, spec.n_embd, spec.norm_eps, out="f32")
@@ -56,10 +69,35 @@ def _decoder(spec: ModelSpec, tensors: Tensors) -> Program:
     return b.program(hidden=hidden, logits=logits, tokens=tokens, logprobs=likely, best=best)
 
 
-def _layer(b: Builder, spec: ModelSpec, tensors: Tensors, il: int, layer: Layer, h: Value) -> Value:
+def _both_ways(spec: EncoderSpec, tensors: Tensors) -> Program:
+    """An encoder whose layers are a decoder's, but for their attention."""
+    b = Builder()
+    final = NormSpec(spec.norm, spec.n_embd, spec.norm_eps, out="f32")
+    with b.at("token_embd"):
+        table = tensors.matrix("token_embd.weight", spec.n_vocab, spec.n_embd)
+        h = embedding(b, b.input("ids"), table, spec.embedding_scale)
+        if spec.embedding_norm:
+            h = norm(b, final, h, *gains(tensors, "token_embd_norm", final))
+    for il, layer in enumerate(spec.layers):
+        h = _layer(b, spec, tensors, il, layer, h, {})
+    with b.at("output"):
+        h = norm(b, final, h, *gains(tensors, "output_norm", final))
+        return b.program(hidden=gather_rows(b, h, b.input("out_rows")), mean=mean_rows(b, h))
+
+
+def _layer(
+    b: Builder,
+    spec: ModelSpec | EncoderSpec,
+    tensors: Tensors,
+    il: int,
+    layer: Layer,
+    h: Value,
+    kept: dict[int, list[CacheRef | StateRef]],
+) -> Value:
+    """`kept`: caches and states of the mixers so far, by layer."""
     pre = NormSpec(spec.norm, spec.n_embd, spec.norm_eps)
     for name, kinds, half, before, after in (
-        ("attn", MIXERS, layer.mixer, "attn_norm", "post_attention_norm"),
+        ("attn", MIXERS, layer.mixer, layer.attn_norm, "post_attention_norm"),
         ("ffn", FEED_FORWARDS, layer.ffn, layer.ffn_norm, "post_ffw_norm"),
     ):
         if half is None:
@@ -68,6 +106,8 @@ def _layer(b: Builder, spec: ModelSpec, tensors: Tensors, il: int, layer: Layer,
         block = Block(tensors, f"blk.{il}.", spec.n_embd, pre, before if layer.pre_norms else "")
         with b.at(f"blk.{il}.{name}"):
             state = [b.cache(s) if isinstance(s, KVLayer) else b.state(*s.shape) for s in kind.state(half)]
+            if isinstance(half, Mixer):
+                state = kept[il] = state if half.reads is None else kept[half.reads]
             y, out = kind.block(b, block, half, h, *state)
             h = _add(b, h, y, out, layer, block, after if layer.post_norms else None)
     return h

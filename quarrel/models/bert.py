@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from quarrel.errors import ModelError, UnsupportedModel
 from quarrel.models.feedforward import PlainFFN
-from quarrel.models.keys import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Keys
+from quarrel.models.keys import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Common, Keys
 from quarrel.models.mixers import Attention
-from quarrel.models.spec import EncoderSpec, FeedForward, Rope
+from quarrel.models.spec import EncoderSpec, FeedForward, Layer, Rope
 from quarrel.models.tensors import Tensors
 
 Pooling = Literal["none", "mean", "cls", "last", "rank"]
@@ -36,6 +37,28 @@ def encoder(keys: Keys, tensors: Tensors, rope: Rope | None, ffn: FeedForward, *
         ffn=ffn,
         learned_positions=learned_positions,
         pooling=POOLING[keys.int("pooling_type", 1, hi=len(POOLING) - 1)],
+    )
+
+
+def like_decoder(keys: Keys, c: Common, layers: Sequence[Layer], norm: Literal["rms", "layer"]) -> EncoderSpec:
+    """An encoder whose layers are a decoder's, but for their attention."""
+    if keys.bool("attention.causal", False):
+        raise UnsupportedModel(f"{keys.architecture}.attention.causal is true; encoders here are bidirectional")
+    first = layers[0]
+    assert first.mixer is not None and first.ffn is not None  # noqa: PT018
+    return EncoderSpec(
+        architecture=keys.architecture,
+        n_vocab=c.n_vocab,
+        n_embd=c.n_embd,
+        context_length=c.context_length,
+        norm_eps=c.norm_eps,
+        n_layers=len(layers),
+        attention=first.mixer,
+        ffn=first.ffn,
+        learned_positions=False,
+        pooling=POOLING[keys.int("pooling_type", 1, hi=len(POOLING) - 1)],
+        norm=norm,
+        layers=tuple(layers),
     )
 
 

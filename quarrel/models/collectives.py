@@ -52,7 +52,7 @@ class _Rank:
         rank = self._tensors.rank
 
         def owner(node: Node) -> int | None:
-            if owners is None or node.path == "output":
+            if owners is None or node.path in ("output", "per_layer"):  # every rank's
                 return None
             layer = _LAYER.match(node.path)
             return owners[int(layer[1]) if layer else 0]

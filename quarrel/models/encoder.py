@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from quarrel.models.feedforward import GatedFFN, PlainFFN
 from quarrel.models.kind import Block
-from quarrel.models.mixers.attention import Attention, qkv
+from quarrel.models.mixers.attention import Attention, encoded, qkv
 from quarrel.models.spec import EncoderSpec
 from quarrel.models.tensors import Tensors
 from quarrel.ops.activation import GatedSpec, gated, plain
-from quarrel.ops.contract import ConstRef, Value
+from quarrel.ops.contract import Value
 from quarrel.ops.embedding import embedding, gather_rows
-from quarrel.ops.encode import EncodeSpec, add_row, encode, mean_rows
+from quarrel.ops.encode import add_row, mean_rows
 from quarrel.ops.linear import add, linear, linear_add
 from quarrel.ops.norm import NormSpec, norm
 from quarrel.ops.null import Builder
 from quarrel.ops.program import Program
-from quarrel.ops.rope import RopeSpec, rope
 
 
 def encoder(spec: EncoderSpec, tensors: Tensors) -> Program:
@@ -47,11 +46,7 @@ def _attend(b: Builder, block: Block, spec: EncoderSpec, h: Value) -> Value:
     a = spec.attention
     assert isinstance(a, Attention)
     q, k, v = (linear(b, h, *part) for part in qkv(block, a))
-    if a.rope is not None:
-        rotation = RopeSpec(a.rope.style, a.n_heads, a.head_dim, a.rope.n_rot, a.rope.magnitude)
-        freq = ConstRef("rope_freq", a.rope.freq)
-        q, k = (rope(b, rotation, x, b.input("positions"), freq) for x in (q, k))
-    return encode(b, EncodeSpec(a.n_heads, a.head_dim, a.scale), q, k, v)
+    return encoded(b, a, q, k, v)
 
 
 def _feed(b: Builder, block: Block, spec: EncoderSpec, h: Value) -> Value:

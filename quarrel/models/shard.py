@@ -44,10 +44,17 @@ def shard(spec: ModelSpec, tensors: Tensors, rank: int, ranks: int, split: Split
         whole, total = sum(size for _, size in cut), sum(_sizes(spec, tensors))
         if split == "tensor" or whole <= MOST_WHOLE * total or len(cut) < ranks:
             return replace(spec, layers=tuple(layer for layer, _ in cut)), RankTensors(tensors, cuts, rank, ranks)
-    if len(spec.layers) < ranks:
-        raise RequestError(f"the model has {len(spec.layers)} layers for {ranks} devices: use fewer")
+    sizes = _sizes(spec, tensors)
+    # Keys that later layers read lie on one device with those.
+    mixers = [layer.mixer for layer in spec.layers]
+    first = min((m.reads for m in mixers if m is not None and m.reads is not None), default=len(sizes))
+    units = sizes[:first] + [sum(sizes[first:])] * (first < len(sizes))
+    if len(units) < ranks:
+        parts_of = "layers" if len(units) == len(sizes) else "groups of layers that share keys"
+        raise RequestError(f"the model has {len(units)} {parts_of} for {ranks} devices: use fewer")
     parts = RankTensors(tensors, {}, rank, ranks)
-    parts.owners = _owners(_sizes(spec, tensors), ranks)
+    owners = _owners(units, ranks)
+    parts.owners = owners + owners[-1:] * (len(sizes) - len(units))
     return spec, parts
 
 

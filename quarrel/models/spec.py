@@ -28,6 +28,9 @@ class Temperature:
 class Mixer:
     """The half of a layer that mixes tokens; its kinds are the dataclasses of `models/mixers/`."""
 
+    reads: int | None = None
+    """The layer whose keys and values it attends to, if it has none of its own."""
+
 
 class FeedForward:
     """The other half; its kinds are the dataclasses of `models/feedforward/`."""
@@ -46,8 +49,12 @@ class Layer:
     residual_scale: float = 1.0
     post_norms: bool = False
     pre_norms: bool = True
+    attn_norm: str = "attn_norm"
+    """Empty where there is none."""
     ffn_norm: str = "ffn_norm"
     post_norm_eps: float = 0.0
+    out_scale: bool = False
+    """The stream behind the layer is multiplied by the number in layer_output_scale."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +76,13 @@ class ModelSpec:
     """Embeddings are normalised, without a gain."""
     final_norm: str = "output_norm"
     """The name of the tensor in front of the logits."""
+    per_layer: int = 0
+    """Width of what each layer gets of the tokens by themselves (`models/per_layer.py`), 0 for none."""
 
 
 @dataclass(frozen=True)
 class EncoderSpec:
-    """A bidirectional encoder: norms after each half, no cache, hidden states out."""
+    """A bidirectional encoder: no cache, hidden states out. Norms come after each half, or where its `layers` have them."""
 
     architecture: str
     n_vocab: int
@@ -86,7 +95,11 @@ class EncoderSpec:
     learned_positions: bool
     pooling: Literal["none", "mean", "cls", "last", "rank"]
 
-    norm: Literal["layer"] = "layer"
+    norm: Literal["rms", "layer"] = "layer"
+    layers: tuple[Layer, ...] = ()
+    """Of an encoder that is built as decoders are; `attention` and `ffn` are then those of the first."""
+    embedding_scale: float = 1.0
+    embedding_norm: bool = True
     tasks: tuple[str, ...] = ()
     """Names of the prefixes it was trained with: "search_query" stands for the text "search_query: "."""
     centred_truncation: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -26,7 +26,7 @@ _SHAPED_BY = {
     **dict.fromkeys(("attn_q_a", "attn_q_b", "attn_q_a_norm"), f"{_LATENT}, attention.q_lora_rank"),
     **dict.fromkeys(("attn_kv_a_mqa", "attn_kv_a_norm", "attn_k_b", "attn_v_b"), _LATENT),
     **dict.fromkeys(("ffn_gate", "ffn_up", "ffn_down"), "feed_forward_length and embedding_length"),
-    **dict.fromkeys(("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"), _EXPERTS),
+    **dict.fromkeys(("ffn_gate_exps", "ffn_up_exps", "ffn_gate_up_exps", "ffn_down_exps"), _EXPERTS),
     **dict.fromkeys(("ffn_gate_inp", "exp_probs_b"), "expert_count and embedding_length"),
     **dict.fromkeys(
         ("ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp"), "expert_shared_feed_forward_length and embedding_length"
@@ -52,6 +52,7 @@ class Tensors:
         self.file = file
         self._read: set[str] = set()
         self._picked: dict[str, tuple[WeightRef, Sequence[tuple[int, int]]]] = {}
+        self._made: dict[str, Callable[[], RawWeight]] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self.file.tensors
@@ -86,6 +87,29 @@ class Tensors:
         ref = self._ref(name, (n, rows, k))
         return WeightRef(ref.name, ref.type, n * rows, k)
 
+    def stacks(self, name: str, parts: Sequence[str], n: int, rows: int, k: int) -> tuple[WeightRef, ...]:
+        """The named parts of `[n, len(parts) * rows, k]`, each seen as `n * rows` rows."""
+        whole, step = self.stack(name, n, len(parts) * rows, k), len(parts) * rows
+        starts = [i * rows for i in range(len(parts))]
+        ranges = ([(e * step + start, e * step + start + rows) for e in range(n)] for start in starts)
+        return tuple(self.pick(whole, part, each) for part, each in zip(parts, ranges))
+
+    def scaled(self, name: str, n: int, factor: float) -> WeightRef:
+        """A vector `[n]` times a factor, float32."""
+        vector = self.vector(name, n)
+
+        def made() -> RawWeight:
+            values = (self.raw(vector).dense() * np.float32(factor)).astype(np.float32)
+            return RawWeight(GGMLType.F32, values.view(np.uint8), n)
+
+        ref = WeightRef(f"{name}*{factor}", GGMLType.F32, 1, n)
+        self._made[ref.name] = made
+        return ref
+
+    def unused(self, *names: str) -> None:
+        """Says that results do not depend on these, which a file may have."""
+        self._read.update(names)
+
     def first_row(self, name: str, k: int) -> WeightRef:
         """Row 0 of a matrix with any number of rows."""
         return self.matrix(name, self.shape(name)[0], k).split_first()
@@ -100,6 +124,11 @@ class Tensors:
         """All values of a small tensor, such as rope factors."""
         self._require(name)
         return tuple(float(x) for x in self.file.array(name).reshape(-1))
+
+    def number(self, name: str) -> float:
+        """A tensor of one value."""
+        self.vector(name, 1)
+        return self.floats(name)[0]
 
     def ones(self, n: int) -> WeightRef:
         """`[n]` ones: the gain of a norm that has none."""
@@ -151,6 +180,8 @@ class Tensors:
             blocks = self.raw(whole).raw
             picked = np.concatenate([blocks[start:stop] for start, stop in ranges])
             return RawWeight(ref.type, picked[ref.start : ref.start + ref.rows], ref.k)
+        if ref.name in self._made:
+            return self._made[ref.name]()
         rows = self.file.raw(ref.name).reshape(-1, ref.k // FORMATS[ref.type].elements * FORMATS[ref.type].nbytes)
         return RawWeight(ref.type, rows[ref.start : ref.start + ref.rows], ref.k)
 

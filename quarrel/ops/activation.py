@@ -20,21 +20,28 @@ from quarrel.ops import draw
 from quarrel.ops.contract import Array, Case, Op, Param, Value
 from quarrel.ops.null import Builder
 
-Activation = Literal["silu", "gelu_tanh", "sigmoid", "identity"]
+Activation = Literal["silu", "gelu_tanh", "gelu_erf", "sigmoid", "identity"]
 
 
 @dataclass(frozen=True)
 class GatedSpec:
-    """`[T, n]` and `[T, n]` to `[T, n]`; with `per_row` the gate is `[T, 1]`."""
+    """`[T, n]` and `[T, n]` to `[T, n]`; with `per_row` the gate is `[T, 1]`; up may be columns `start` to `start + n` of
+    `width`."""
 
     activation: Activation
     n: int
     per_row: bool = False
+    width: int = 0
+    start: int = 0
 
     @property
     def gates(self) -> int:
         """Gates of a row."""
         return 1 if self.per_row else self.n
+
+    @property
+    def up_width(self) -> int:
+        return self.width or self.n
 
 
 def activate(kind: Activation, x: Array) -> Array:
@@ -46,10 +53,15 @@ def activate(kind: Activation, x: Array) -> Array:
         return sigmoid(x)
     if kind == "silu":
         factor = sigmoid(x)
+    elif kind == "gelu_erf":
+        factor = 0.5 * (1.0 + _erf(x / math.sqrt(2.0)))
     else:
         factor = 0.5 * (1.0 + np.tanh(np.sqrt(2.0 / np.pi) * (x + 0.044715 * x**3)))
     y: Array = x * factor
     return y
+
+
+_erf = np.vectorize(math.erf, otypes=[np.float64])
 
 
 def sigmoid(x: Array) -> Array:
@@ -61,26 +73,29 @@ def sigmoid(x: Array) -> Array:
 
 def gated_reference(s: GatedSpec, gate: Array, up: Array) -> tuple[Array]:
     """NumPy body."""
-    return ((activate(s.activation, gate) * up).astype(np.float32),)
+    return ((activate(s.activation, gate) * up[:, s.start : s.start + s.n]).astype(np.float32),)
 
 
 def _strategy() -> Any:
     from hypothesis import strategies as st
 
-    kind = st.sampled_from(["silu", "gelu_tanh", "sigmoid", "identity"])
-    spec = st.builds(GatedSpec, kind, st.integers(1, 300), st.booleans())
-    return st.builds(lambda s, t: Case(s, {"T": t}), spec, st.integers(1, 9))
+    def spec(kind: Activation, n: int, per_row: bool, start: int, after: int) -> GatedSpec:
+        return GatedSpec(kind, n, per_row, start + n + after, start)
+
+    kind = st.sampled_from(["silu", "gelu_tanh", "gelu_erf", "sigmoid", "identity"])
+    sizes = (st.integers(1, 300), st.booleans(), st.sampled_from([0, 7, 64]), st.sampled_from([0, 5]))
+    return st.builds(lambda s, t: Case(s, {"T": t}), st.builds(spec, kind, *sizes), st.integers(1, 9))
 
 
 GATED = Op(
     "gated",
     GatedSpec,
-    lambda s: (Param("gate", "act", "T gates"), Param("up", "act", "T n")),
+    lambda s: (Param("gate", "act", "T gates"), Param("up", "act", "T up_width")),
     lambda s: (Param("y", "act", "T n"),),
     reference=gated_reference,
     make=lambda c, rng: (
         draw.activations(rng, c.dims["T"], c.spec.gates) * 4,
-        draw.activations(rng, c.dims["T"], c.spec.n),
+        draw.activations(rng, c.dims["T"], c.spec.up_width),
     ),
     cases=lambda: [
         Case(GatedSpec("silu", 1), {"T": 1}),
@@ -89,13 +104,15 @@ GATED = Op(
         Case(GatedSpec("sigmoid", 77), {"T": 4}),
         Case(GatedSpec("sigmoid", 1030, per_row=True), {"T": 3}, "a gate a row"),
         Case(GatedSpec("identity", 129), {"T": 2}),
+        Case(GatedSpec("gelu_tanh", 96, width=288, start=96), {"T": 3}, "some columns"),
+        Case(GatedSpec("gelu_erf", 77), {"T": 3}),
     ],
     strategy=_strategy,
 )
 
 
 def gated(b: Builder, spec: GatedSpec, gate: Value, up: Value) -> Value:
-    """`f(gate) * up`."""
+    """`f(gate) * up`, of up the columns that the spec says."""
     return b.emit(GATED, spec, gate, up)[0]
 
 
@@ -113,14 +130,8 @@ class PlainSpec:
 def plain_reference(s: PlainSpec, x: Array) -> tuple[Array]:
     """NumPy body."""
     x = x.astype(np.float64)
-    if s.activation == "relu2":
-        y = np.maximum(x, 0.0) ** 2
-    else:
-        y = 0.5 * x * (1.0 + _erf(x / math.sqrt(2.0)))
+    y = np.maximum(x, 0.0) ** 2 if s.activation == "relu2" else activate(s.activation, x)
     return (y.astype(np.float32),)
-
-
-_erf = np.vectorize(math.erf, otypes=[np.float64])
 
 
 def _plain_strategy() -> Any:

@@ -317,6 +317,8 @@ ATTENTION = Op(
         Case(AttentionSpec(7, 1, 96, 0.1, cap=10.0), {"S": 2, "Q": 1, "KV": 40, "block_size": 16}, "decode, cap"),
         Case(AttentionSpec(8, 1, 128, 0.088, sinks=True), {"S": 2, "Q": 1, "KV": 40, "block_size": 16}, "decode, sinks"),
         Case(AttentionSpec(5, 1, 256, 0.0625), {"S": 2, "Q": 1, "KV": 40, "block_size": 32}, "decode, head_dim 256"),
+        Case(AttentionSpec(4, 2, 512, 0.05), {"S": 2, "Q": 9, "KV": 20, "block_size": 16}, "head_dim 512"),
+        Case(AttentionSpec(4, 2, 512, 0.05), {"S": 2, "Q": 1, "KV": 140, "block_size": 16}, "decode, head_dim 512"),
         Case(AttentionSpec(4, 2, 128, 0.1), {"S": 3, "Q": 3, "KV": 70, "block_size": 16, "shared": 2}, "shared blocks"),
         Case(AttentionSpec(4, 2, 64, 0.125, window=37), {"S": 3, "Q": 70, "KV": 150, "block_size": 32}, "prefill, window"),
         Case(AttentionSpec(20, 1, 64, 0.1, latent=512), {"S": 3, "Q": 1, "KV": 150, "block_size": 16}, "latent, decode"),

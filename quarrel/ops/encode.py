@@ -1,6 +1,7 @@
 """What encoders need beside the decoders' ops: attention without a cache, one row added to all, and pooling.
 
-encode:   every token of a sequence sees every other; softmax(scale * q . k) v, within `query_start` bounds
+encode:   every token of a sequence sees every other, or those at most `reach` away; softmax(scale * q . k) v, within
+          `query_start` bounds. Query head h reads key head h // (n_heads / n_kv)
 add_row:  y[t] = x[t] + row
 mean_rows: y[s] = the mean of rows `query_start[s]` to `query_start[s + 1]` of x, zero where there are none
 """
@@ -21,24 +22,38 @@ from quarrel.ops.null import Builder
 
 @dataclass(frozen=True)
 class EncodeSpec:
-    """`n_heads` query, key and value heads of `head_dim`."""
+    """`n_heads` query heads of `head_dim`, and as many key and value heads, or `n_kv`. `reach` 0 is any distance."""
 
     n_heads: int
     head_dim: int
     scale: float
+    n_kv: int = 0
+    reach: int = 0
 
     @property
     def width(self) -> int:
         return self.n_heads * self.head_dim
+
+    @property
+    def key_heads(self) -> int:
+        return self.n_kv or self.n_heads
+
+    @property
+    def key_width(self) -> int:
+        return self.key_heads * self.head_dim
 
 
 def encode_reference(s: EncodeSpec, q: Array, k: Array, v: Array, query_start: Array) -> tuple[Array]:
     """NumPy body, in float64."""
     out = np.zeros((len(q), s.n_heads, s.head_dim))
     for start, end in pairwise(query_start):
-        heads = (a[start:end].reshape(-1, s.n_heads, s.head_dim).astype(np.float64) for a in (q, k, v))
-        qs, ks, vs = heads
+        heads = (a[start:end].reshape(end - start, -1, s.head_dim).astype(np.float64) for a in (q, k, v))
+        qs, *kv = heads
+        ks, vs = (np.repeat(a, s.n_heads // s.key_heads, 1) for a in kv)
         score = np.einsum("qhd,khd->hqk", qs, ks) * s.scale
+        if s.reach:
+            at = np.arange(end - start)
+            score = np.where(np.abs(at[:, None] - at) <= s.reach, score, -np.inf)
         p = np.exp(score - score.max(-1, keepdims=True))
         out[start:end] = np.einsum("hqk,khd->qhd", p / p.sum(-1, keepdims=True), vs)
     return (out.reshape(q.shape).astype(np.float32),)
@@ -48,22 +63,31 @@ def _make_encode(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
     lengths = rng.integers(1, case.dims["Q"] + 1, case.dims["S"])
     lengths[0] = case.dims["Q"]
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    rows = [draw.activations(rng, int(lengths.sum()), case.spec.width) for _ in range(3)]
-    return (*rows, starts)
+    s: EncodeSpec = case.spec
+    q, k, v = (draw.activations(rng, int(lengths.sum()), width) for width in (s.width, s.key_width, s.key_width))
+    return q, k, v, starts
 
 
 def _encode_strategy() -> Any:
     from hypothesis import strategies as st
 
-    spec = st.builds(EncodeSpec, st.integers(1, 4), st.sampled_from([16, 32, 64, 80, 96]), st.just(0.125))
+    def spec(n_kv: int, group: int, dim: int, reach: int) -> EncodeSpec:
+        return EncodeSpec(n_kv * group, dim, 0.125, n_kv, reach)
+
+    sizes = (st.sampled_from([16, 32, 64, 80, 96]), st.sampled_from([0, 1, 9, 40]))
+    specs = st.builds(spec, st.integers(1, 3), st.integers(1, 3), *sizes)
     ragged = {"S": st.integers(1, 4), "Q": st.integers(1, 50)}
-    return st.builds(lambda spec, dims: Case(spec, dims), spec, st.fixed_dictionaries(ragged))
+    return st.builds(lambda spec, dims: Case(spec, dims), specs, st.fixed_dictionaries(ragged))
 
 
 ENCODE = Op(
     "encode",
     EncodeSpec,
-    lambda s: (*(Param(name, "act", "T width") for name in "qkv"), Param("query_start", "i32", "S1")),
+    lambda s: (
+        Param("q", "act", "T width"),
+        *(Param(name, "act", "T key_width") for name in "kv"),
+        Param("query_start", "i32", "S1"),
+    ),
     lambda s: (Param("y", "act", "T width"),),
     reference=encode_reference,
     make=_make_encode,
@@ -72,6 +96,8 @@ ENCODE = Op(
         Case(EncodeSpec(4, 64, 0.125), {"S": 1, "Q": 1}, "one token"),
         Case(EncodeSpec(12, 32, 0.18), {"S": 3, "Q": 37}),
         Case(EncodeSpec(2, 80, 0.1), {"S": 2, "Q": 130}, "head_dim 80"),
+        Case(EncodeSpec(3, 64, 0.1, 1, 9), {"S": 3, "Q": 90}, "some keys, one key head"),
+        Case(EncodeSpec(2, 32, 0.1, 2, 300), {"S": 2, "Q": 50}, "a reach beyond all keys"),
     ],
 )
 

@@ -3,8 +3,8 @@
     route:        softmax        p = softmax(z), the k largest, divided by their sum (at least 2^-14) if `renormalise`
                   softmax_topk   the k largest of z, softmax over those
                   sigmoid        p = sigmoid(z), the k largest of p + bias, weights p, divided by their sum if `renormalise`
-                  and all weights times `scale`. With groups, only experts of the `groups_used` best groups take part,
-                  a group scoring the sum of its two best.
+                  and all weights times `scale`, and each times its expert's gain if there are gains. With groups, only
+                  experts of the `groups_used` best groups take part, a group scoring the sum of its two best.
     expert_up:    y[t, j] = act(gate_e x_t, up_e x_t)     for the j-th chosen expert e of token t
     expert_down:  out[t] = sum_j weight[t, j] * (down_e y[t, j] + bias_e)      added in the order j = 0, 1, ...
 
@@ -27,7 +27,7 @@ from quarrel.ops.formats import WEIGHT_TYPES
 from quarrel.ops.null import Builder
 
 Gate = Literal["softmax", "softmax_topk", "sigmoid"]
-ExpertActivation = Literal["silu", "relu2", "oai"]
+ExpertActivation = Literal["silu", "relu2", "oai", "gelu_tanh"]
 SMALLEST_SUM = 2.0**-14
 _Stack = tuple[int, int, int, int]
 
@@ -44,10 +44,12 @@ class RouteSpec:
     bias: bool = False
     n_groups: int = 1
     groups_used: int = 1
+    gains: bool = False
 
 
-def route_reference(s: RouteSpec, logits: Array, bias: RawWeight | None = None) -> tuple[Array, Array]:
-    """NumPy body."""
+def route_reference(s: RouteSpec, logits: Array, *vectors: RawWeight) -> tuple[Array, Array]:
+    """NumPy body. `vectors`: the bias, the gains, as far as there are."""
+    bias, gains = vectors[0] if s.bias else None, vectors[-1] if s.gains else None
     z = logits.astype(np.float64)
     p = z if s.gate == "softmax_topk" else sigmoid(z) if s.gate == "sigmoid" else _softmax(z)
     score = p if bias is None else p + bias.dense().reshape(-1)
@@ -64,6 +66,8 @@ def route_reference(s: RouteSpec, logits: Array, bias: RawWeight | None = None) 
         weights = _softmax(weights)
     elif s.renormalise:
         weights = weights / np.maximum(weights.sum(-1, keepdims=True), SMALLEST_SUM)
+    if gains is not None:
+        weights = weights * gains.dense().reshape(-1)[ids]
     return ids.astype(np.int32), (weights * s.scale).astype(np.float32)
 
 
@@ -77,22 +81,21 @@ def _make_route(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
     s: RouteSpec = case.spec
     logits = draw.activations(rng, case.dims["T"], s.n_experts) * 2
     logits[0] = 0.0
-    return (logits, draw.weight(rng, GGMLType.F32, 1, s.n_experts, 0.1)) if s.bias else (logits,)
+    return (logits, *(draw.weight(rng, GGMLType.F32, 1, s.n_experts, 0.1) for _ in range(s.bias + s.gains)))
 
 
 def _route_strategy() -> Any:
     from hypothesis import strategies as st
 
-    def case(groups: int, per: int, used: int, gate: Gate, renormalise: bool, bias: bool, t: int) -> Case:
+    def case(groups: int, per: int, used: int, gate: Gate, renormalise: bool, bias: bool, gains: bool, t: int) -> Case:
         groups, per = (groups, max(per, 2)) if gate == "sigmoid" else (1, per)
         kept = max(1, groups - 1)
-        spec = RouteSpec(
-            groups * per, min(used, kept * per), gate, renormalise, 1.5, bias and gate == "sigmoid", groups, kept
-        )
+        used, bias = min(used, kept * per), bias and gate == "sigmoid"
+        spec = RouteSpec(groups * per, used, gate, renormalise, 1.5, bias, groups, kept, gains)
         return Case(spec, {"T": t})
 
     gates = st.sampled_from(["softmax", "softmax_topk", "sigmoid"])
-    flags = (st.booleans(), st.booleans(), st.integers(1, 9))
+    flags = (st.booleans(), st.booleans(), st.booleans(), st.integers(1, 9))
     return st.builds(case, st.integers(1, 4), st.integers(1, 40), st.integers(1, 8), gates, *flags)
 
 
@@ -102,6 +105,7 @@ ROUTE = Op(
     lambda s: (
         Param("logits", "f32", "T n_experts"),
         *((Param("bias", "weight", "n_experts"),) if s.bias else ()),
+        *((Param("gains", "weight", "n_experts"),) if s.gains else ()),
     ),
     lambda s: (Param("ids", "i32", "T used"), Param("weights", "f32", "T used")),
     reference=route_reference,
@@ -114,13 +118,17 @@ ROUTE = Op(
         Case(RouteSpec(128, 6, "sigmoid", scale=2.5, bias=True), {"T": 9}),
         Case(RouteSpec(32, 4, "sigmoid", bias=True, n_groups=4, groups_used=2), {"T": 6}, "groups"),
         Case(RouteSpec(3, 3, "softmax"), {"T": 1}, "every expert"),
+        Case(RouteSpec(40, 5, "softmax", gains=True), {"T": 7}, "gains"),
+        Case(RouteSpec(40, 5, "sigmoid", bias=True, gains=True), {"T": 1}, "bias and gains"),
     ],
 )
 
 
-def route(b: Builder, spec: RouteSpec, logits: Value, bias: WeightRef | None = None) -> tuple[Value, Value]:
+def route(
+    b: Builder, spec: RouteSpec, logits: Value, bias: WeightRef | None = None, gains: WeightRef | None = None
+) -> tuple[Value, Value]:
     """Expert ids and weights, `[T, used]`."""
-    ids, weights = b.emit(ROUTE, spec, logits, *_present(bias))
+    ids, weights = b.emit(ROUTE, spec, logits, *_present(bias, gains))
     return ids, weights
 
 
@@ -151,7 +159,7 @@ def expert_activate(kind: ExpertActivation, gate: Array | None, up: Array) -> Ar
         gate, up = np.minimum(gate, 7.0), np.clip(up, -7.0, 7.0)
         y: Array = gate * sigmoid(1.702 * gate) * (up + 1.0)
         return y
-    return activate("silu", gate) * up
+    return activate("gelu_tanh" if kind == "gelu_tanh" else "silu", gate) * up
 
 
 def expert_up_reference(s: ExpertUpSpec, x: Array, ids: Array, *weights: RawWeight) -> tuple[Array]:
@@ -214,7 +222,7 @@ def _expert_up_strategy() -> Any:
         spec = ExpertUpSpec(type, experts, min(used, experts), n, k, kind, kind != "relu2", bias)
         return Case(spec, {"T": t})
 
-    kinds = st.sampled_from(["silu", "relu2", "oai"])
+    kinds = st.sampled_from(["silu", "relu2", "oai", "gelu_tanh"])
     return st.builds(case, st.sampled_from(WEIGHT_TYPES), _stacks(), kinds, st.booleans(), st.integers(1, 9))
 
 
@@ -231,6 +239,7 @@ EXPERT_UP = Op(
         Case(ExpertUpSpec(GGMLType.Q8_0, 8, 3, 48, 96, "relu2", gated=False), {"T": 5}),
         Case(ExpertUpSpec(GGMLType.MXFP4, 4, 2, 40, 288, "oai", bias=True), {"T": 7}),
         Case(ExpertUpSpec(GGMLType.Q5_0, 6, 2, 32, 64, "silu"), {"T": 33}, "some experts with no rows"),
+        Case(ExpertUpSpec(GGMLType.Q8_0, 6, 2, 32, 64, "gelu_tanh"), {"T": 5}, "GELU"),
         Case(ExpertUpSpec(GGMLType.Q6_K, 3, 1, 16, 256, "silu"), {"T": 9, "all_on": 2}, "one expert has every row"),
     ],
 )

@@ -49,11 +49,11 @@ def test_outputs_match_the_truth_in_any_pieces(case: tuple[str, str]) -> None:
         if want == "logits" and folder.parent == CASE_SETS[1] and not EVERYTHING:
             ids, truth, cuts = ids[:FEW], truth[:FEW], FEW_CUTS
         whole = elsewhere(lambda: getattr(step(chunk(ids, 0, len(ids)), want), want))  # type: ignore[arg-type]
-        assert rel_error(whole[-len(truth) :], truth) < limit(arch)
+        assert rel_error(whole[-len(truth) :], truth) < limit(arch, variant)
         if want == "logits":
             bounds = (0, *(c for c in cuts if c < len(ids)), len(ids))
             pieces = np.concatenate([step(chunk(ids, a, z), "logits").logits for a, z in pairwise(bounds)])
-            assert rel_error(pieces[-len(truth) :], truth) < limit(arch)
+            assert rel_error(pieces[-len(truth) :], truth) < limit(arch, variant)
         step.close()
 
 

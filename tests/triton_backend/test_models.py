@@ -39,7 +39,7 @@ def test_outputs_match_the_truth_in_two_pieces(backend: TritonBackend, case: tup
             got = np.concatenate([step(chunk(ids, a, z), "logits").logits for a, z in bounds])
         else:
             got = step(chunk(ids, 0, len(ids)), "hidden").hidden
-        assert rel_error(got[-len(truth) :], truth) < limit(arch)
+        assert rel_error(got[-len(truth) :], truth) < limit(arch, variant)
         step.close()
 
 

@@ -56,6 +56,8 @@ class Shape:
     causal: bool = True
     """Otherwise keys and values are rows of the step itself, and every query sees all of its sequence's."""
     latent: int = 0
+    reach: int = 0
+    """How far away a query sees keys where it sees both sides; 0 for any distance."""
 
     @property
     def value_dim(self) -> int:
@@ -309,6 +311,8 @@ def _visible(k: Kernel, s: Shape, a: Fields, seq: Val, position: Val, queries: V
     """The keys that any of a chunk's queries sees."""
     if not s.causal:
         start, end = (k.load(a.query_start + (seq << 2), I32, 4 * i).to(I64) for i in range(2))
+        if s.reach:
+            return k.maximum(position - s.reach, 0), k.minimum(position + queries + s.reach, end - start)
         return k.i64(0), end - start
     return _oldest(k, s, position), position + queries
 
@@ -355,8 +359,11 @@ def attention(s: Shape, level: Level) -> KernelDef:
 
             _by_rows(k, rows, widest, score)
             with k.range(0, rows) as r:
-                end = (position + r.udiv(s.group) + 1 if s.causal else high) - start
+                own = position + r.udiv(s.group)
+                end = (own + 1 if s.causal else k.minimum(high, own + s.reach + 1) if s.reach else high) - start
                 below = k.maximum(_oldest(k, s, end + start - 1) - start, 0) if s.window else k.i64(0)
+                if s.reach:
+                    below = k.maximum(own - s.reach - start, 0)
                 m, total = _softmax(k, s, scratch + at_p + r * (4 * SPLIT), first, last, below, end)
                 _merge(k, *(scratch + (r << 2) + x for x in (at_m, at_l, at_a, at_b)), m, total)
 
@@ -416,10 +423,10 @@ def build_attention(e: Lowering, node: Node) -> None:
 
 def build_encode(e: Lowering, node: Node) -> None:
     s, (q, k, v, query_start), (y,) = node.spec, node.inputs, node.outputs
-    shape = Shape(1, s.n_heads, s.head_dim, 16, s.scale, causal=False)
+    shape = Shape(s.n_heads // s.key_heads, s.key_heads, s.head_dim, 16, s.scale, causal=False, reach=s.reach)
     items, count = _query_blocks(e, shape.queries, query_start, None)
     rows = {"k_cache": k, "v_cache": v, "query_start": query_start}
-    e.stage(attention(shape, e.plan.level), count, times=s.n_heads, q=q, y=y, **rows, items=items, live_items=Live(count))
+    e.stage(attention(shape, e.plan.level), count, times=s.key_heads, q=q, y=y, **rows, items=items, live_items=Live(count))
 
 
 def _accepts(s: AttentionSpec) -> str | None:

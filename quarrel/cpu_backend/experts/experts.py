@@ -111,11 +111,12 @@ def _jobs(
 
 
 def build_route(e: Lowering, node: Node) -> None:
-    s, (logits, *bias), (ids, weights) = node.spec, node.inputs, node.outputs
+    s, (logits, *vectors), (ids, weights) = node.spec, node.inputs, node.outputs
+    bias, gains = vectors[0] if s.bias else None, vectors[-1] if s.gains else None
     log = {"log": e.counts.begin(node.path), "log_used": e.counts.used}
     sizes = {"n": s.n_experts, "used": s.used, "groups": s.n_groups, "groups_used": s.groups_used, "scale": float(s.scale)}
-    kernel = route.route(s.gate, s.renormalise, s.bias, s.n_groups > 1, s.n_experts)
-    e.stage(kernel, ids, logits=logits, bias=bias[0] if bias else None, ids=ids, weights=weights, **log, **sizes)
+    kernel = route.route(s.gate, s.renormalise, s.bias, s.n_groups > 1, s.gains, s.n_experts)
+    e.stage(kernel, ids, logits=logits, bias=bias, gains=gains, ids=ids, weights=weights, **log, **sizes)
 
 
 def build_expert_up(e: Lowering, node: Node) -> None:

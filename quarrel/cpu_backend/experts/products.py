@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quarrel.cpu_backend.elementwise import relu2, silu
+from quarrel.cpu_backend.elementwise import gelu_tanh, relu2, silu
 from quarrel.cpu_backend.formats.block import BlockFormat
 from quarrel.cpu_backend.linear.activations import QuantRow
 from quarrel.cpu_backend.linear.epilogue import OUTPUT_FIELDS, Output
@@ -120,7 +120,7 @@ def activate(kind: str) -> KernelDef:
                     gate, up = k.minimum(most, gate), k.maximum(least, k.minimum(most, up))
                     y = gate * sigmoid(k, gate * 1.702) * (up + 1.0)
                 else:
-                    y = silu(k, gate) * up
+                    y = (gelu_tanh if kind == "gelu_tanh" else silu)(k, gate) * up
             k.store(y, a.y + at + offset)
 
         each(k, a.n, one)

@@ -71,7 +71,7 @@ def _drop_groups(k: Kernel, a: Fields, score: Val, work: Val) -> None:
             k.store(k.lift(-math.inf, F64), score + (i << 3))
 
 
-def route(gate: str, renormalise: bool, biased: bool, grouped: bool, n_experts: int) -> KernelDef:
+def route(gate: str, renormalise: bool, biased: bool, grouped: bool, gained: bool, n_experts: int) -> KernelDef:
     """Chunk t: ids and weights of the experts that token t uses."""
 
     def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
@@ -102,10 +102,14 @@ def route(gate: str, renormalise: bool, biased: bool, grouped: bool, n_experts: 
             weight = k.load(work + (j << 3), F64)
             if renormalise and gate != "softmax_topk":
                 weight = weight / k.maximum(total.v, SMALLEST_SUM)
+            if gained:
+                expert = k.load(ids + (j << 2), I32).to(I64)
+                weight = weight * k.load(a.gains + (expert << 2), F32).to(F64)
             k.store((weight * a.f32("scale").to(F64)).to(F32), weights + (j << 2))
 
-    fields = ("logits", "bias", "ids", "weights", "log", "log_used", "n", "used", "groups", "groups_used", "scale")
-    marks = f"{'/renormalise' if renormalise else ''}{'/bias' if biased else ''}{'/groups' if grouped else ''}"
+    fields = ("logits", "bias", "gains", "ids", "weights", "log", "log_used", "n", "used", "groups", "groups_used", "scale")
+    flags = {"renormalise": renormalise, "bias": biased, "groups": grouped, "gains": gained}
+    marks = "".join(f"/{name}" for name, on in flags.items() if on)
     return KernelDef(f"route/{gate}{marks}", fields, body, scratch=40 * n_experts + 64)
 
 

@@ -12,9 +12,10 @@ from quarrel.ops.registry import Implementation
 
 
 def build_encode(site: Site, node: Node) -> Launch:
-    """ENCODE: q, k and v `[T, heads * head_dim]`, query_start `[S + 1]`."""
+    """ENCODE: q `[T, heads * head_dim]`, k and v `[T, key_heads * head_dim]`, query_start `[S + 1]`."""
     spec: EncodeSpec = node.spec
-    flash = Flash(spec.n_heads, spec.n_heads, spec.head_dim, spec.scale, site.act, paged=False)
+    window = spec.reach + 1 if spec.reach else 0
+    flash = Flash(spec.n_heads, spec.key_heads, spec.head_dim, spec.scale, site.act, paged=False, window=window)
 
     def run(batch: Batch, q: mx.array, k: mx.array, v: mx.array, query_start: mx.array) -> list[mx.array]:
         return [flash(q, k, v, query_start, batch.max_new)]
@@ -23,7 +24,7 @@ def build_encode(site: Site, node: Node) -> Launch:
 
 
 def _accepts(spec: EncodeSpec) -> str | None:
-    return refuses(spec.n_heads, spec.n_heads, spec.head_dim)
+    return refuses(spec.n_heads, spec.key_heads, spec.head_dim)
 
 
 IMPLEMENTATIONS = (Implementation(ENCODE, "SIMD-group matrices", build_encode, _accepts),)

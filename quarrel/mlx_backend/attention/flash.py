@@ -6,7 +6,8 @@ serves them all, whatever their number. Keys and then values are copied into one
 one piece, knows no softcap and no head size of 96 or 256: a gather would move the whole cache once more in every layer.
 
     bytes        keys and values once per 32 rows: 2 * 2 D bytes a key, 64 D flops a byte; bound by arithmetic
-    threadgroup  a tile of 32 keys (16 from D = 160): 8.7 kB for D = 128 in half precision, so 3 threadgroups a core
+    threadgroup  a tile of 32 keys (16 from D = 160, 8 from 264): 8.7 kB for D = 128 in half precision, so 3 threadgroups
+                 a core
     registers    D / 4 for the result, as many for the query up to D = 128 (larger ones are read again), 8 scores
     expected     the 70 to 80% of the matrix units' rate that MLX's attention, built alike, reaches
 """
@@ -23,7 +24,7 @@ from quarrel.ops.kv import KVType, scaled
 
 ROWS = 32
 """Queries times heads of a threadgroup."""
-LARGEST_HEAD = 256
+LARGEST_HEAD = 512
 
 HEADER = (
     WIDE
@@ -81,7 +82,8 @@ _SOURCE = """
   const ulong q_at = (ulong(begin + (mine ? query : 0)) * HEADS + head) * D + column;
   const int position = n_keys - n_new + query;
   const int newest = metal::min((tile_row + 31) / GROUP, n_new - 1);
-  const int last = PAGED ? n_keys - n_new + newest + 1 : n_keys;
+  // Without a cache a row sees both sides, WINDOW - 1 keys away.
+  const int last = PAGED ? n_keys - n_new + newest + 1 : WINDOW > 0 ? metal::min(n_keys, newest + WINDOW) : n_keys;
   const int oldest = oldest_key<WINDOW, CHUNKED>(n_keys - n_new + tile_row / GROUP);
   const int first_key = oldest_key<WINDOW, CHUNKED>(position);
   const ulong table_row = PAGED ? ulong(s) * table_shape[1] : 0;
@@ -124,7 +126,7 @@ _SOURCE = """
         if (cap > 0.0f) x = cap * precise::tanh(x / cap);
         const int back = position - (start + j * 8 + column + i);
         bool seen = PAGED ? back >= 0 : start + j * 8 + column + i < last;
-        if (WINDOW > 0) seen = seen && start + j * 8 + column + i >= first_key;
+        if (WINDOW > 0) seen = seen && start + j * 8 + column + i >= first_key && back > -WINDOW;
         x = seen && mine ? x : -INFINITY;
         score[j].thread_elements()[i] = x;
         new_top = metal::max(new_top, x);
@@ -200,7 +202,7 @@ class Flash:
     ) -> None:
         self._act, self._kv_heads, self._group, self._sinks = act, kv_heads, heads // kv_heads, sinks
         self._numbers = mx.array([scale, cap], mx.float32)
-        keys = 32 if head_dim <= 128 else 16
+        keys = 32 if head_dim <= 128 else 16 if head_dim <= 256 else 8
         self._template = [("T", act), ("HEADS", heads), ("KV_HEADS", kv_heads), ("D", head_dim), ("KEYS", keys)]
         self._template += [("PAGED", paged), ("WINDOW", window), ("CHUNKED", chunked), ("SINKS", sinks is not None)]
         self._template += [("KEEP_Q", head_dim <= 128)]

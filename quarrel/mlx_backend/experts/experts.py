@@ -28,7 +28,7 @@ from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP, ExpertDownSpec, ExpertUpSpec
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 
-_KINDS = {"silu": 0, "relu2": 1, "oai": 2}
+_KINDS = {"silu": 0, "relu2": 1, "oai": 2, "gelu_tanh": 4}
 NO_KIND = 3
 _PAIRS = 32  # of a tile
 _TILE_ROWS = 64  # of one or two matrices
@@ -41,6 +41,10 @@ inline float activate_expert(float gate, float up) {
   if (KIND == 2) {
     const float g = gate > 7.0f ? 7.0f : gate, u = up > 7.0f ? 7.0f : up < -7.0f ? -7.0f : up;
     return g / (1.0f + precise::exp(-1.702f * g)) * (u + 1.0f);
+  }
+  if (KIND == 4) {
+    const float inner = 0.7978845608028654f * (gate + 0.044715f * gate * gate * gate);
+    return 0.5f * gate * (1.0f + precise::tanh(inner)) * up;
   }
   return up;
 }

@@ -50,7 +50,7 @@ inline float of_expert(thread const float* values, int id) {
 
 _ROUTE = Kernel(
     "quarrel_route",
-    ("logits", "bias", "numbers"),
+    ("logits", "bias", "gains", "numbers"),
     ("ids", "weights"),
     """
   constexpr int EACH = (EXPERTS + 31) / 32;
@@ -130,7 +130,7 @@ _ROUTE = Kernel(
   }
   if (used) {
     ids[ulong(t) * USED + lane] = my_id;
-    weights[ulong(t) * USED + lane] = mine * numbers[0];
+    weights[ulong(t) * USED + lane] = mine * numbers[0] * (GAINS ? float(gains[my_id]) : 1.0f);
   }
 """,
     _HEADER,
@@ -142,13 +142,17 @@ def build_route(site: Site, node: Node) -> Launch:
     spec: RouteSpec = node.spec
     numbers = mx.array([spec.scale, SMALLEST_SUM], mx.float32)
     bias = site.vector(node.inputs[1]) if spec.bias else numbers  # type: ignore[arg-type]
+    gains = site.vector(node.inputs[-1]) if spec.gains else numbers  # type: ignore[arg-type]
     template = [("EXPERTS", spec.n_experts), ("USED", spec.used), ("GATE", _GATES[spec.gate]), ("BIAS", spec.bias)]
     template += [("RENORMALISE", spec.renormalise), ("GROUPS", spec.n_groups), ("GROUPS_USED", spec.groups_used)]
+    template += [("GAINS", spec.gains)]
 
     def run(batch: Batch, logits: mx.array) -> list[mx.array]:
         shape = (logits.shape[0], spec.used)
         groups = (cdiv(logits.shape[0], _TOKENS),)
-        return _ROUTE([logits, bias, numbers], [shape, shape], [mx.int32, mx.float32], groups, (32 * _TOKENS,), template)
+        return _ROUTE(
+            [logits, bias, gains, numbers], [shape, shape], [mx.int32, mx.float32], groups, (32 * _TOKENS,), template
+        )
 
     return run
 

@@ -35,7 +35,7 @@ def feed(b: Builder, block: Block, ffn: GatedFFN, h: Value) -> tuple[Value, Line
     return y, block.linear("ffn_down", block.n_embd, ffn.width)
 
 
-def _shard(cut: Cutter, ffn: GatedFFN) -> GatedFFN | None:
+def shard(cut: Cutter, ffn: GatedFFN) -> GatedFFN | None:
     own = cut.portion(ffn.width, 1, "ffn_down.weight")
     if own is None:
         return None
@@ -48,4 +48,4 @@ def _shard(cut: Cutter, ffn: GatedFFN) -> GatedFFN | None:
     return replace(ffn, width=own[1] - own[0])
 
 
-KIND = Kind(GatedFFN, feed, _shard, ("ffn_",))
+KIND = Kind(GatedFFN, feed, shard, ("ffn_",))

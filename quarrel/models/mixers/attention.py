@@ -11,6 +11,7 @@ from quarrel.models.spec import Mixer, Rope, Temperature
 from quarrel.ops.activation import GatedSpec, gated
 from quarrel.ops.attention import AttentionSpec, KVAppendSpec, RopeAppendSpec, attention, kv_append, rope_append
 from quarrel.ops.contract import CacheRef, ConstRef, Value, WeightRef
+from quarrel.ops.encode import EncodeSpec, encode
 from quarrel.ops.linear import Linear
 from quarrel.ops.norm import NormSpec, norm
 from quarrel.ops.null import Builder
@@ -24,10 +25,14 @@ class Attention(Mixer):
     """`window` and `cap` are off at 0; `rope` None means no positions.
 
     Query and key are normalised where the file has gains for that: each head, or with `whole_norm` all of them at once;
-    before the rotation, or with `late_norm` after it. `unit_norm`: each head, with gains of one that no file has.
+    before the rotation, or with `late_norm` after it. `unit_norm`: each head, with gains of one that no file has. With
+    `value_norm` each value is, too, by no gains. Without a value map (`keys_are_values`) values are keys before their norm
+    and rotation. What `reads` another layer's has neither.
 
     `gate`: the result is multiplied by the sigmoid of one more map of the layer's input: "own", `attn_gate`; "in query",
     the second half of every head's rows in `attn_q`.
+
+    With `both_ways` a query sees what is behind it too, of a window `window // 2` keys on either side; nothing is kept.
     """
 
     n_heads: int
@@ -45,13 +50,27 @@ class Attention(Mixer):
     chunked: bool = False
     """A window is a chunk: a query sees the keys of its own."""
     gate: Literal["", "own", "in query"] = ""
+    value_norm: bool = False
+    keys_are_values: bool = False
+    both_ways: bool = False
+    reads: int | None = None
 
 
-def attend(b: Builder, block: Block, a: Attention, h: Value, cache: CacheRef) -> tuple[Value, Linear]:
+def attend(b: Builder, block: Block, a: Attention, h: Value, cache: CacheRef | None = None) -> tuple[Value, Linear]:
     """Query, key and value of `norm(h)`, rotated and cached; the attention's result, `[T, n_heads * head_dim]`."""
-    q, k, v, *gates = block.maps(b, h, (*qkv(block, a), *((_gate(block, a),) if a.gate else ())))
+    if a.reads is not None:
+        assert cache is not None
+        return _borrow(b, block, a, h, cache)
+    maps = qkv(block, a)[: 2 if a.keys_are_values else 3]
+    q, k, *rest = block.maps(b, h, (*maps, *((_gate(block, a),) if a.gate else ())))
+    v, gates = (k, rest) if a.keys_are_values else (rest[0], rest[1:])
+    if a.value_norm:
+        v = norm(b, NormSpec("rms", a.head_dim, block.norm.eps, a.n_kv), v, block.tensors.ones(a.head_dim))
     if not a.late_norm:
         q, k = _normed(b, block, a, q, k)
+    out = block.linear("attn_output", block.n_embd, a.n_heads * a.head_dim)
+    if cache is None:
+        return encoded(b, a, q, k, v), out
     if a.rope is None:
         kv_append(b, KVAppendSpec(a.n_kv, a.head_dim), k, v, cache)
     else:
@@ -73,7 +92,31 @@ def attend(b: Builder, block: Block, a: Attention, h: Value, cache: CacheRef) ->
     y = attention(b, spec, q, cache, sinks)
     for gate in gates:
         y = gated(b, GatedSpec("sigmoid", a.n_heads * a.head_dim), gate, y)
-    return y, block.linear("attn_output", block.n_embd, a.n_heads * a.head_dim)
+    return y, out
+
+
+def encoded(b: Builder, a: Attention, q: Value, k: Value, v: Value) -> Value:
+    """Attention to both sides, with the rotation before it."""
+    if a.rope is not None:
+        r, freq = a.rope, ConstRef("rope_freq", a.rope.freq)
+        heads = (RopeSpec(r.style, n, a.head_dim, r.n_rot, r.magnitude) for n in (a.n_heads, a.n_kv))
+        q, k = (rope(b, spec, x, b.input("positions"), freq) for spec, x in zip(heads, (q, k)))
+    return encode(b, EncodeSpec(a.n_heads, a.head_dim, a.scale, a.n_kv, a.window // 2), q, k, v)
+
+
+def _borrow(b: Builder, block: Block, a: Attention, h: Value, cache: CacheRef) -> tuple[Value, Linear]:
+    """`attend` with keys and values of another layer: queries only. Some files have maps for them all the same."""
+    width, r = a.n_heads * a.head_dim, a.rope
+    block.tensors.unused(*(f"{block.prefix}attn_{name}.weight" for name in ("k", "v", "k_norm")))
+    (q,) = block.maps(b, h, [block.linear("attn_q", width, block.n_embd)])
+    if block.has("attn_q_norm.weight"):
+        each = NormSpec("rms", a.head_dim, block.norm.eps, a.n_heads)
+        q = norm(b, each, q, block.vector("attn_q_norm.weight", a.head_dim))
+    if r is not None:
+        spec = RopeSpec(r.style, a.n_heads, a.head_dim, r.n_rot, r.magnitude)
+        q = rope(b, spec, q, b.input("positions"), ConstRef("rope_freq", r.freq))
+    y = attention(b, AttentionSpec(a.n_heads, a.n_kv, a.head_dim, a.scale, a.window, a.cap), q, cache)
+    return y, block.linear("attn_output", block.n_embd, width)
 
 
 def qkv(block: Block, a: Attention) -> tuple[Linear, Linear, Linear]:
@@ -83,7 +126,8 @@ def qkv(block: Block, a: Attention) -> tuple[Linear, Linear, Linear]:
         k, v = (block.linear(f"attn_{c}", sizes[1], block.n_embd) for c in "kv")
         return _half_of_heads(block, a, 0), k, v
     if not block.has("attn_qkv.weight"):
-        q, k, v = (block.linear(f"attn_{c}", n, block.n_embd) for c, n in zip("qkv", sizes, strict=True))
+        names = ("q", "k", "k" if a.keys_are_values else "v")
+        q, k, v = (block.linear(f"attn_{c}", n, block.n_embd) for c, n in zip(names, sizes, strict=True))
         return q, k, v
     weight, bias = block.linear("attn_qkv", sum(sizes), block.n_embd)
     # A vector is one row; seen as a column it splits like a weight.
@@ -151,4 +195,8 @@ def _shard(cut: Cutter, a: Attention) -> Attention | None:
     return replace(a, n_heads=heads[1] - heads[0], n_kv=kv[1] - kv[0])
 
 
-KIND = Kind(Attention, attend, _shard, ("attn_",), lambda a: (KVLayer(a.n_kv, a.head_dim, a.window),))
+def _kept(a: Attention) -> tuple[KVLayer, ...]:
+    return () if a.both_ways or a.reads is not None else (KVLayer(a.n_kv, a.head_dim, a.window),)
+
+
+KIND = Kind(Attention, attend, _shard, ("attn_",), _kept)

@@ -13,15 +13,17 @@ from quarrel.ops.contract import Compute
 from quarrel.ops.encode import ENCODE, MEAN_ROWS, EncodeSpec
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
-from quarrel.triton_backend.attention.paged import MAX_HEAD_DIM, Tile, find
+from quarrel.triton_backend.attention.paged import Tile, find
 from quarrel.triton_backend.runtime.launch import cdiv, power_of_two
 from quarrel.triton_backend.runtime.site import Batch, Launch, Site
+
+MAX_HEAD_DIM = 256
 
 
 @triton.jit(do_not_specialize=["seqs"])
 def encode_rows(
-    out, q, k, v, query_start, seqs, scale, HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    out, q, k, v, query_start, seqs, scale, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
+    WIDE: tl.constexpr, REACH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     item = tl.program_id(0)
     head = tl.program_id(1)
@@ -40,22 +42,35 @@ def encode_rows(
     acc = tl.zeros([BLOCK_M, WIDE], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    for start in range(0, length, BLOCK_N):
+    kv_head = head // (HEADS // KV_HEADS)
+    first = begin * 0
+    last = length
+    if REACH:
+        first = tl.maximum(tile * BLOCK_M - REACH, 0) // BLOCK_N * BLOCK_N
+        last = tl.minimum(length, tile * BLOCK_M + BLOCK_M + REACH)
+    for start in range(first, last, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
         key_ok = key < length
-        at = ((begin + key).to(tl.int64) * HEADS + head) * DIM
+        at = ((begin + key).to(tl.int64) * KV_HEADS + kv_head) * DIM
         b_k = tl.load(k + at[None, :] + d[:, None], mask=key_ok[None, :] & d_ok[:, None], other=0.0)
         score = tl.dot(b_q, b_k, input_precision="ieee") * scale
-        score = tl.where(key_ok[None, :], score, float("-inf"))
-        # Every tile has a key, so the maximum is never -inf.
+        if REACH:
+            away = query[:, None] - key[None, :]
+            score = tl.where(key_ok[None, :] & (away <= REACH) & (away >= -REACH), score, float("-inf"))
+        else:
+            score = tl.where(key_ok[None, :], score, float("-inf"))
         new_top = tl.maximum(top, tl.max(score, 1))
-        p = tl.exp(score - new_top[:, None])
-        fade = tl.exp(top - new_top)
+        base = new_top
+        if REACH:
+            # A row that has seen no key yet keeps -inf; else every tile has a key.
+            base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        p = tl.exp(score - base[:, None])
+        fade = tl.exp(top - base)
         total = total * fade + tl.sum(p, 1)
         b_v = tl.load(v + at[:, None] + d[None, :], mask=key_ok[:, None] & d_ok[None, :], other=0.0)
         acc = tl.dot(p.to(v.dtype.element_ty), b_v, acc * fade[:, None], input_precision="ieee")
         top = new_top
-    acc = acc / total[:, None]
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(out + row[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=mask_q)
 
 
@@ -94,7 +109,8 @@ def build_encode(site: Site, node: Node) -> Launch:
         site.launch(
             encode_rows, (batch.T // shape.rows + batch.S, spec.n_heads),
             target.tensor, q.tensor, k.tensor, v.tensor, query_start.tensor, batch.S, spec.scale,
-            HEADS=spec.n_heads, DIM=spec.head_dim, WIDE=max(16, power_of_two(spec.head_dim)),
+            HEADS=spec.n_heads, KV_HEADS=spec.key_heads, REACH=spec.reach, DIM=spec.head_dim,
+            WIDE=max(16, power_of_two(spec.head_dim)),
             BLOCK_M=shape.rows, BLOCK_N=shape.keys, warps=shape.warps, stages=shape.stages,
         )  # fmt: skip
 

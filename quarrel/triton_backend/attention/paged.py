@@ -34,7 +34,7 @@ from quarrel.triton_backend.runtime.arrays import Output
 from quarrel.triton_backend.runtime.launch import INTERPRETED, power_of_two
 from quarrel.triton_backend.runtime.site import Batch, Launch, Site, starts_early
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 
 _LOG2E: tl.constexpr = tl.constexpr(LOG2E)
 
@@ -199,8 +199,11 @@ def tiles(compute: Compute, head_dim: int, group: int, hopper: bool = False) -> 
     if compute == "float32":
         # Products of float32 run on the plain units and hold whole rows in registers.
         # With 4 warps a width of 128 spills 8 bytes on sm_120, with 8 warps a width of 256 does (ptxas 13, Triton 3.9).
-        small = Tile(rows, 16, 8 if wide == 128 else 4, 1)
+        small = Tile(rows, 16, 8 if wide == 128 or wide > 256 else 4, 1)
         return small, small
+    if wide > 256:
+        # Full layers of Gemma 4: the result alone is 128 registers a thread.
+        return Tile(rows, 16, 8, 1), Tile(max(64, share), 16, 8, 2)
     # Decode holds two tiles of keys and of values in registers: 206 to 245 of them.
     one = Tile(rows, 64 if wide <= 128 else 32, 4, 1)
     if hopper:

@@ -88,6 +88,19 @@ def gated_flat(y, gate, up, size, KIND: tl.constexpr, BLOCK: tl.constexpr, SHARE
 
 
 @triton.jit
+def gated_columns(
+    y, gate, up, size, N, WIDTH: tl.constexpr, START: tl.constexpr, KIND: tl.constexpr, PER_ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`gated_flat` with columns START to START + N of up `[.., WIDTH]`."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    ok = at < size
+    g = tl.load(gate + (at // N if PER_ROW else at), mask=ok, other=0.0).to(tl.float32)
+    u = tl.load(up + at // N * WIDTH + START + at % N, mask=ok, other=0.0).to(tl.float32)
+    tl.store(y + at, (activate(g, KIND) * u).to(y.dtype.element_ty), mask=ok)
+
+
+@triton.jit
 def plain_flat(y, x, size, KIND: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32)
@@ -142,8 +155,11 @@ def _build(kernel: Any, site: Site, node: Node, *scalars: float, **constants: An
 
 
 def build_gated(site: Site, node: Node) -> Launch:
-    """GATED: gate `[T, n]` or `[T, 1]`, up `[T, n]`."""
+    """GATED: gate `[T, n]` or `[T, 1]`, up `[T, n]`, or of that some columns."""
     spec: GatedSpec = node.spec
+    if spec.up_width != spec.n:
+        columns = {"WIDTH": spec.width, "START": spec.start}
+        return _build(gated_columns, site, node, spec.n, **columns, KIND=spec.activation, PER_ROW=spec.per_row)
     return _build(gated_flat, site, node, KIND=spec.activation, SHARE=spec.n if spec.per_row else 1)
 
 
@@ -201,7 +217,7 @@ def _known(*kinds: str) -> Callable[[Any], str | None]:
 
 
 IMPLEMENTATIONS = (
-    Implementation(GATED, "flat", build_gated, _known("silu", "gelu_tanh", "sigmoid", "identity")),
+    Implementation(GATED, "flat", build_gated, _known("silu", "gelu_tanh", "gelu_erf", "sigmoid", "identity")),
     Implementation(PLAIN, "flat", build_plain, _known("relu2", "gelu_erf")),
     Implementation(ADD_ROW, "flat", build_add_row),
     Implementation(ADD, "flat", build_add),

@@ -26,7 +26,7 @@ from quarrel.triton_backend.runtime.site import Batch, Launch, Site
 
 _SCAN = 1024
 _COLUMNS = 512
-ACTIVATIONS = ("silu", "relu2", "oai")
+ACTIVATIONS = ("silu", "relu2", "oai", "gelu_tanh")
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -161,7 +161,8 @@ def build_expert_down(site: Site, node: Node) -> ExpertLaunch:
 
 def _accepts(spec: ExpertUpSpec) -> str | None:
     if spec.activation not in ACTIVATIONS or spec.gated != (spec.activation != "relu2"):
-        return f"needs gated silu or oai, or plain relu2, got {'gated' if spec.gated else 'plain'} {spec.activation}"
+        got = f"{'gated' if spec.gated else 'plain'} {spec.activation}"
+        return f"needs gated silu, gelu_tanh or oai, or plain relu2, got {got}"
     return None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
@@ -65,6 +66,8 @@ class Shape(NamedTuple):
     GROUPS: int
     """Of experts; the best GROUPS_USED of them, by their two best scores, have experts to choose from."""
     GROUPS_USED: int
+    GAINS: bool
+    """Each weight is multiplied with its expert's gain."""
 
 
 class Choice(NamedTuple):
@@ -77,14 +80,14 @@ class Choice(NamedTuple):
 
 @triton.jit(do_not_specialize=["tokens"])
 def route_rows(
-    choice, real_tokens, logits, bias, tokens, scale, S: tl.constexpr, PADDED: tl.constexpr, G: tl.constexpr,
+    choice, real_tokens, logits, bias, gains, tokens, scale, S: tl.constexpr, PADDED: tl.constexpr, G: tl.constexpr,
     U: tl.constexpr, E: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """The experts of each token; a program takes R tokens.
 
     real_tokens  int32 `[1]`, tokens that do not pad a batch, read with PADDED: the others are not counted
     logits       float32 `[tokens, S.EXPERTS]`
-    bias         float32 `[S.EXPERTS]`, read with S.BIAS
+    bias, gains  float32 `[S.EXPERTS]`, read with S.BIAS and S.GAINS
     scale        of all weights
     G, U, E      S.GROUPS, S.USED and S.EXPERTS, padded to powers of two
     """
@@ -137,6 +140,8 @@ def route_rows(
         chosen = chosen / tl.maximum(tl.sum(tl.where(used, chosen, 0.0), 1)[:, None], _SMALLEST_SUM)
     at = row * USED + place
     keep = used & (row < tokens)
+    if S.GAINS:
+        chosen = chosen * tl.load(gains + chosen_ids, mask=used, other=0.0)
     tl.store(choice.ids + at, chosen_ids, mask=keep)
     tl.store(choice.weights + at, (chosen * scale).to(tl.float32), mask=keep)
     # Sums of whole numbers: their order changes nothing. Rows that pad a batch are nobody's.
@@ -148,8 +153,8 @@ def route_rows(
 
 @triton.jit
 def route_one(
-    choice, logits, arrived, x, gate, gate_bias, bias, scale, S: tl.constexpr, K: tl.constexpr, GATE_BIAS: tl.constexpr,
-    E: tl.constexpr, R: tl.constexpr, W: tl.constexpr, PDL: tl.constexpr,
+    choice, logits, arrived, x, gate, gate_bias, bias, gains, scale, S: tl.constexpr, K: tl.constexpr,
+    GATE_BIAS: tl.constexpr, E: tl.constexpr, R: tl.constexpr, W: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Logits and experts of one token; a program computes R logits, and the last one to finish chooses.
 
@@ -204,6 +209,8 @@ def route_one(
             p = e / tl.sum(e, 0)
         elif S.RENORMALISE:
             p = p / tl.maximum(tl.sum(tl.where(chosen, p, 0.0), 0), _SMALLEST_SUM)
+        if S.GAINS:
+            p = p * tl.load(gains + expert, mask=ok, other=0.0)
         tl.store(choice.ids + rank, expert, mask=chosen)
         tl.store(choice.weights + rank, (p * scale).to(tl.float32), mask=chosen)
         count = tl.load(choice.counts + expert, mask=chosen, other=0)
@@ -244,7 +251,7 @@ def build_router(site: Site, linear: Node, route: Node) -> Launch:
     x, gate, *gate_bias = linear.inputs
     rows, matrix = site.slot(x), site.weight(gate)  # type: ignore[arg-type]
     shift = site.vector(gate_bias[0]) if gate_bias else None  # type: ignore[arg-type]
-    bias = site.vector(route.inputs[1]) if spec.bias else None  # type: ignore[arg-type]
+    bias, gains = _vectors(site, route)
     logits = site.slot(linear.outputs[0])
     ids, weights = (site.slot(v) for v in route.outputs)
     counts, arrived = site.counter(route.path, spec.n_experts), site.zeros("one", 1)
@@ -265,7 +272,8 @@ def build_router(site: Site, linear: Node, route: Node) -> Launch:
         site.launch(
             route_one, (cdiv(spec.n_experts, _GATE_ROWS),), choice=Choice(ids.tensor, weights.tensor, counts),
             logits=logits.tensor, arrived=arrived.tensor, x=rows.tensor, gate_bias=none if shift is None else shift,
-            bias=none if bias is None else bias, scale=spec.scale, S=_shape(spec), E=power_of_two(spec.n_experts),
+            bias=none if bias is None else bias, gains=none if gains is None else gains, scale=spec.scale, S=_shape(spec),
+            E=power_of_two(spec.n_experts),
             W=min(_GATE_COLUMNS, power_of_two(matrix.k)), warps=8 if spec.n_experts > 64 else 4, early=starts_early(site),
             **shared,
         )  # fmt: skip
@@ -274,7 +282,15 @@ def build_router(site: Site, linear: Node, route: Node) -> Launch:
 
 
 def _shape(spec: RouteSpec) -> Shape:
-    return Shape(spec.n_experts, spec.used, spec.gate, spec.renormalise, spec.bias, spec.n_groups, spec.groups_used)
+    choice = (spec.n_experts, spec.used, spec.gate, spec.renormalise)
+    return Shape(*choice, spec.bias, spec.n_groups, spec.groups_used, spec.gains)
+
+
+def _vectors(site: Site, route: Node) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The bias and the gains of a ROUTE, as far as there are."""
+    spec, (_, *refs) = route.spec, route.inputs
+    bias = site.vector(refs[0]) if spec.bias else None  # type: ignore[arg-type]
+    return bias, site.vector(refs[-1]) if spec.gains else None  # type: ignore[arg-type]
 
 
 def takes_router(spec: RouteSpec) -> bool:
@@ -285,10 +301,9 @@ def takes_router(spec: RouteSpec) -> bool:
 def build_route(site: Site, node: Node) -> Launch:
     """ROUTE: logits `[T, n_experts]` float32 to ids int32 and weights float32, `[T, used]`."""
     spec: RouteSpec = node.spec
-    logits, *rest = node.inputs
-    source = site.slot(logits)  # type: ignore[arg-type]
+    source = site.slot(node.inputs[0])  # type: ignore[arg-type]
     ids, weights = (site.slot(v) for v in node.outputs)
-    bias = site.vector(rest[0]) if spec.bias else None  # type: ignore[arg-type]
+    bias, gains = _vectors(site, node)
     axis, _ = dims(node.outputs[0])
     experts = power_of_two(spec.n_experts)
     rows = max(1, _TILE // experts)
@@ -299,8 +314,9 @@ def build_route(site: Site, node: Node) -> Launch:
         site.launch(
             route_rows, (cdiv(count, rows),), choice=Choice(ids.tensor, weights.tensor, counts),
             real_tokens=counts if real is None else real.tensor, logits=source.tensor,
-            bias=source.tensor if bias is None else bias, tokens=count, scale=spec.scale, S=_shape(spec),
-            PADDED=real is not None, G=power_of_two(spec.n_groups), U=power_of_two(spec.used), E=experts, R=rows,
+            bias=source.tensor if bias is None else bias, gains=source.tensor if gains is None else gains, tokens=count,
+            scale=spec.scale, S=_shape(spec), PADDED=real is not None, G=power_of_two(spec.n_groups),
+            U=power_of_two(spec.used), E=experts, R=rows,
         )  # fmt: skip
 
     return run
