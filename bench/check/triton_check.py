@@ -39,7 +39,7 @@ from quarrel.ops.program import Program
 from quarrel.ops.registry import backend as backend_named
 from quarrel.ops.step import Limits, SampleInputs, StepInputs
 from quarrel.triton_backend.backend import TritonBackend, create
-from quarrel.triton_backend.formats.table import RING
+from quarrel.triton_backend.formats.table import RING, by_name
 from quarrel.triton_backend.linear import ring
 from quarrel.triton_backend.step import TritonStep
 from tests.models.test_reference_logits import architecture, chunk, limit, specify, wanted
@@ -135,9 +135,7 @@ def check_ring(backend: TritonBackend) -> Found:
     try:
         for i, name in enumerate(RING):
             type = GGMLType[name]
-            n, k = (
-                ((131, 1024), (72, 768), (300, 2560))[i % 3] if type.block.values > 32 else ((131, 896), (72, 1152))[i % 2]
-            )
+            n, k = ((131, 1024), (72, 768), (300, 2560))[i % 3] if by_name(name).top else ((131, 896), (72, 1152))[i % 2]
             one = LinearSpec(type, n, k, bias=i % 2 == 0)
             activation: Activation = ("silu", "gelu_tanh")[i % 2]
             specs = (

@@ -197,8 +197,9 @@ def combine_latent(
     tops = tl.load(partial.top_sum + place * 2, mask=i < splits, other=float("-inf"))
     top = tl.max(tops, 0)
     total = tl.sum(tl.load(partial.top_sum + place * 2 + 1, mask=i < splits, other=0.0) * tl.exp2(tops - top), 0)
-    r = tl.arange(0, S.RANK)
-    acc = tl.zeros([S.RANK], tl.float32)
+    RANK: tl.constexpr = S.RANK  # a shape is a constant by annotation only (Triton 3.6)
+    r = tl.arange(0, RANK)
+    acc = tl.zeros([RANK], tl.float32)
     for begin in range(0, splits, AT_ONCE):
         j = begin + tl.arange(0, AT_ONCE)
         ok = j < splits

@@ -75,7 +75,7 @@ def oai(gate, up):
 
 
 @triton.jit
-def gated_flat(y, gate, up, size, KIND: tl.constexpr, BLOCK: tl.constexpr, SHARE: tl.constexpr = 1):
+def gated_flat(y, gate, up, size, KIND: tl.constexpr, BLOCK: tl.constexpr, SHARE: tl.constexpr):
     """SHARE: neighbours that have one gate."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     ok = at < size

@@ -127,7 +127,7 @@ def build_expert_up(site: Site, node: Node) -> ExpertLaunch:
         for y, product in apart:
             product(y, source, order, starts, pairs, spec.used)
         size, tensors = pairs * spec.n, (target.tensor, other.tensor, target.tensor)
-        site.launch(gated_flat, (cdiv(size, BLOCK),), *tensors, size, KIND=spec.activation, BLOCK=BLOCK)
+        site.launch(gated_flat, (cdiv(size, BLOCK),), *tensors, size, KIND=spec.activation, SHARE=1, BLOCK=BLOCK)
 
     return ExpertLaunch(one_by_one, [product for _, product in apart])
 

@@ -105,7 +105,9 @@ def activation(site: Site, maps: Maps, ys: Sequence[Slot]) -> list[Launch]:
     def run(batch: Batch) -> None:
         size = batch.count(maps.axis) * maps.weights[0].n
         grid, block = (cdiv(size, elementwise.BLOCK),), elementwise.BLOCK
-        site.launch(elementwise.gated_flat, grid, y.tensor, gate.tensor, y.tensor, size, KIND=maps.activation, BLOCK=block)
+        site.launch(
+            elementwise.gated_flat, grid, y.tensor, gate.tensor, y.tensor, size, KIND=maps.activation, SHARE=1, BLOCK=block
+        )  # fmt: skip
 
     return [run]
 
