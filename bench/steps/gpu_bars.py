@@ -45,7 +45,7 @@ MODELS = (
     Model("smollm2-135m:F16", (TG,)),
     Model("granite-4-micro:Q4_K_M", (TG, PP)),
     Model("granite-4-h-tiny:Q4_K_M", (TG, PP, *BATCHES)),
-    Model("gpt-oss-20b:MXFP4", (TG, PP, *BATCHES)),
+    Model("gpt-oss-20b:MXFP4", (TG, PP512, PP, *BATCHES)),
     Model("nemotron-3-nano-30b-a3b:Q4_K_M", (TG, PP, *BATCHES)),
     Model("mixtral-8x7b:Q4_K_M", (TG, PP512, PP, *BATCHES)),
 )

@@ -42,7 +42,7 @@ from quarrel.triton_backend.timing import EventClock, HostClock, Stopwatch
 MOST_PINNED = 16 << 20
 """Numbers of a result that is copied while the host goes on (64 MiB); a larger one is waited for."""
 
-MOST_GRAPHS = 256
+MOST_GRAPHS = 128
 """Of a step; the oldest makes room."""
 
 _CAPTURING = Lock()
