@@ -127,29 +127,25 @@ def check_experts_alone(backend: TritonBackend) -> Found:
     return found
 
 
-def check_ring(backend: TritonBackend) -> Found:
+def check_ring(backend: TritonBackend, share: tuple[int, int]) -> Found:
     """Small maps through the kernel of large ones: every format and width of rows, tails of rows, columns and tiles."""
-    found: Found = []
+    cases: list[tuple[Op, Any, int]] = []
+    for i, name in enumerate(RING):
+        n, k = ((131, 1024), (72, 768), (300, 2560))[i % 3] if by_name(name).top else ((131, 896), (72, 1152))[i % 2]
+        one = LinearSpec(GGMLType[name], n, k, bias=i % 2 == 0)
+        activation: Activation = ("silu", "gelu_tanh")[i % 2]
+        gated = NormGateUpSpec(NormSpec("rms", k, 1e-5), one, one, activation)
+        specs = ((LINEAR, one), (LINEAR_ADD, LinearAddSpec(one, 0.7)), (NORM_GATE_UP, gated))
+        cases += [(op, spec, rows) for op, spec in specs for rows in (2, 9, 17, 33, 65, 129, 300)]
     least = ring._LEAST
     ring._LEAST = {0: 2}
     try:
-        for i, name in enumerate(RING):
-            type = GGMLType[name]
-            n, k = ((131, 1024), (72, 768), (300, 2560))[i % 3] if by_name(name).top else ((131, 896), (72, 1152))[i % 2]
-            one = LinearSpec(type, n, k, bias=i % 2 == 0)
-            activation: Activation = ("silu", "gelu_tanh")[i % 2]
-            specs = (
-                (LINEAR, one),
-                (LINEAR_ADD, LinearAddSpec(one, 0.7)),
-                (NORM_GATE_UP, NormGateUpSpec(NormSpec("rms", k, 1e-5), one, one, activation)),
-            )
-            for op, spec in specs:
-                for rows in (2, 9, 17, 33, 65, 129, 300):
-                    row = one_case(backend, op, Case(spec, {"T": rows}), rows, "float16")
-                    found.append(row | {"op": f"{op.name}, ring"})
+        return [
+            one_case(backend, op, Case(spec, {"T": rows}), rows, "float16") | {"op": f"{op.name}, ring"}
+            for op, spec, rows in cases[share[0] :: share[1]]
+        ]
     finally:
         ring._LEAST = least
-    return found
 
 
 def check_refusals(backend: TritonBackend) -> Found:
@@ -309,7 +305,7 @@ def main() -> int:
         found = check_ops(backend, [op for op in EVERY_OP if op.name in names], (part, parts))
         found += check_invariance(backend) if part == 0 else []
         found += check_refusals(backend) if part == parts - 1 else []
-        found += check_ring(backend) if part == parts // 2 else []
+        found += check_ring(backend, (part, parts))
     elif args.what == "models":
         found = check_models(args.cases, (part, parts), args.only)
     else:
