@@ -140,7 +140,7 @@ DELTA = Op(
         Case(DeltaSpec(2, 4, 32, 64, 1e-6, grouped=True), {"S": 2, "Q": 90}, "longer than a chunk, grouped"),
         Case(DeltaSpec(1, 2, 32, 32, 1e-6), {"S": 3, "Q": 80, "extreme": 1}, "extreme steps"),
         Case(DeltaSpec(1, 1, 64, 32, 1e-6), {"S": 2, "Q": 70, "alike": 1}, "one key over and over"),
-        Case(DeltaSpec(1, 3, 80, 24, 1e-5), {"S": 2, "Q": 4}, "odd sizes"),
+        Case(DeltaSpec(1, 3, 20, 12, 1e-5), {"S": 2, "Q": 4}, "odd sizes"),
     ],
 )
 

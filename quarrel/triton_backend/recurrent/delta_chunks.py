@@ -7,10 +7,10 @@ are M' = exp(c_end) M + sum_i exp(c_end - c_i) d_i k_i^T, where the d_i solve a 
     y_i = exp(c_i) M q_i + sum_{j <= i} exp(c_i - c_j) (q_i . k_j) d_j
 
 `delta_pairs` makes T and the scores of all chunks at once; `delta_scan` walks over a sequence's chunks with some rows of a
-head's state, which never leave the registers: as the left operand of wgmma they need not even pass through shared memory.
-So no state is written between chunks, where Mamba-2's are (`ssd.py`): there the walk is no matrix product, here it is four,
-and the state of a chunk is as large as its queries, keys and values together. Chunks begin at multiples of BT of a
-sequence's positions, so a prompt that is cut there gives the same bits however it is cut.
+head's state, which never leave the registers. So no state is written between chunks, where Mamba-2's are (`ssd.py`): there
+the walk needs no matrix product, here it needs two, and a chunk's state is larger than its queries, keys and values.
+Chunks begin at multiples of BT of a sequence's positions, so a prompt that is cut there gives the same bits however it is
+cut.
 
 Rounding: the operands of products are in the step's arithmetic, sums and the state in float32, c in float64. The entries of
 T are at most beta, as updates only shrink a state, so rounding them costs what rounding an activation costs.
@@ -33,7 +33,9 @@ from quarrel.triton_backend.runtime.site import Batch, Site
 
 _CHUNK = 64
 _PAIRS = 4  # warps of delta_pairs
-_SCAN = (64, 4, 3)  # rows of a state to a program of delta_scan, warps, stages
+# Rows of a state to a program of delta_scan, warps, stages. On an H200, 4096 tokens of 32 heads of 128 took 152 us with
+# these, with 64 rows and 2, 3 or 4 stages 183, 228 and 329, with 128 rows and 8 warps 243.
+_SCAN = (32, 4, 3)
 _MOST = 128  # values of a query or key: a chunk's operands must fit into shared memory
 
 
@@ -60,29 +62,19 @@ def key_of(head, S: tl.constexpr):
 def unit_inverse(a, BT: tl.constexpr):
     """(I + a)^-1 of a strictly lower triangular a [BT, BT], float32.
 
-    Blocks of 16 on the diagonal D by substitution, all at once; then with N = D^-1 (the rest), of which the fourth power is
-    zero at BT = 64, D^-1 - N (D^-1 - N (D^-1 - N D^-1)). Powers of a itself would grow as binomials where keys repeat.
+    Of blocks of 2 on the diagonal, then of 4, 8 and so on: with D the inverse of blocks of a size and L what lies between
+    two of them, that of blocks twice as large is D - D L D. Powers of a itself would grow as binomials where keys repeat;
+    here nothing is larger than 1.
     """
-    NB: tl.constexpr = BT // 16
     i = tl.arange(0, BT)
-    inside = i[:, None] // 16 == i[None, :] // 16
-    r = tl.arange(0, 16)
-    # [NB, 16, 16], the blocks on the diagonal
-    blocks = tl.sum(tl.reshape(tl.where(inside, a, 0.0), (NB, 16, NB, 16)), 2)
-    done = tl.where(r[:, None] == r[None, :], 1.0, 0.0)[None, :, :] + 0.0 * blocks
-    for s in range(1, 16):
-        here = (r == s)[None, :, None]
-        line = tl.sum(tl.where(here, blocks, 0.0), 1)  # [NB, 16], row s
-        known = tl.sum(line[:, :, None] * done, 1)
-        done = tl.where(here, done - known[:, None, :], done)
-    b = tl.arange(0, NB)
-    same = (b[:, None] == b[None, :])[:, None, :, None]
-    first = tl.reshape(tl.where(same, done[:, :, None, :], 0.0), (BT, BT))
-    rest = tl.where(inside, 0.0, a).to(tl.float16)
-    n = tl.dot(first.to(tl.float16), rest).to(tl.float16)
-    whole = first
-    for _ in tl.static_range(NB - 1):
-        whole = first - tl.dot(n, whole.to(tl.float16))
+    same = i[:, None] // 2 == i[None, :] // 2
+    whole = tl.where(i[:, None] == i[None, :], 1.0, 0.0) - tl.where(same, a, 0.0)
+    for level in tl.static_range(1, 6):
+        inner = i[:, None] // (1 << level) == i[None, :] // (1 << level)
+        outer = i[:, None] // (2 << level) == i[None, :] // (2 << level)
+        rounded = whole.to(tl.float16)
+        between = tl.dot(tl.where(outer, tl.where(inner, 0.0, a), 0.0).to(tl.float16), rounded)
+        whole -= tl.dot(rounded, between.to(tl.float16))
     return whole
 
 
@@ -139,13 +131,13 @@ def delta_pairs(
     tl.store(p_decay, tl.exp(high), mask=ok)
     tl.store(p_decay + tokens.to(tl.int64) * S.NV, tl.exp((end - total).to(tl.float32)), mask=ok)
     left = tl.exp((high[:, None] - high[None, :]) + (low[:, None] - low[None, :]))
-    alike = tl.dot(k, tl.trans(k))
-    before = i[:, None] > i[None, :]
-    solve = unit_inverse(tl.where(before, rate[:, None] * alike * left, 0.0), BT) * rate[None, :]
-    score = tl.where(i[:, None] >= i[None, :], tl.dot(q, tl.trans(k)) * left, 0.0)
     p_pair = (row * S.NV + head) * BT + i[:, None] * (S.NV * BT) + i[None, :]
-    tl.store(pairs.solve + p_pair, solve.to(pairs.solve.dtype.element_ty), mask=ok[:, None])
+    # The scores first: what they need is then out of the registers.
+    score = tl.where(i[:, None] >= i[None, :], tl.dot(q, tl.trans(k)) * left, 0.0)
     tl.store(pairs.scores + p_pair, score.to(pairs.scores.dtype.element_ty), mask=ok[:, None])
+    alike = tl.dot(k, tl.trans(k)) * left * rate[:, None]
+    solve = unit_inverse(tl.where(i[:, None] > i[None, :], alike, 0.0), BT) * rate[None, :]
+    tl.store(pairs.solve + p_pair, solve.to(pairs.solve.dtype.element_ty), mask=ok[:, None])
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -175,22 +167,24 @@ def delta_scan(
     at = ((tl.load(state_slots + seq).to(tl.int64) * S.NV + head) * S.V + p)[:, None] * S.K + n[None, :]
     ok = p_ok[:, None] & n_ok[None, :]
     m = tl.load(state + at, mask=ok & (past + 0 * n > 0)[None, :], other=0.0)  # [BV, BK]
-    p_unit = pairs.units + key_of(head, S) * S.K + i[:, None] * (2 * KEYS) + n[None, :]
-    p_pair = head * BT + i[:, None] * (S.NV * BT) + i[None, :]
+    # Scalar pointers and small offsets: a pointer of 64 bits for every eight values would not fit the registers.
+    o_unit = i[:, None] * (2 * KEYS) + n[None, :]
+    o_pair = i[:, None] * (S.NV * BT) + i[None, :]
     p_decay = pairs.decays + head.to(tl.int64) * tokens
     plane = tokens.to(tl.int64) * S.NV
-    p_v = qkv + 2 * KEYS + head * S.V + i[:, None] * WIDTH + p[None, :]
-    p_y = y + head * S.V + i[:, None] * INNER + p[None, :]
     for here in range(0 - past % BT, new, BT):
         row = begin.to(tl.int64) + here
         t_ok = (here + i >= 0) & (here + i < new)
         keyed = t_ok[:, None] & n_ok[None, :]
         valued = t_ok[:, None] & p_ok[None, :]
-        q = tl.load(p_unit + row * (2 * KEYS), mask=keyed, other=0.0)  # [BT, BK]
-        k = tl.load(p_unit + row * (2 * KEYS) + KEYS, mask=keyed, other=0.0)
-        solve = tl.load(pairs.solve + row * (S.NV * BT) + p_pair, mask=t_ok[:, None], other=0.0)  # [BT, BT]
-        score = tl.load(pairs.scores + row * (S.NV * BT) + p_pair, mask=t_ok[:, None], other=0.0)
-        v = tl.load(p_v + row * WIDTH, mask=valued, other=0.0)  # [BT, BV]
+        p_unit = pairs.units + (row * (2 * KEYS) + key_of(head, S) * S.K)
+        q = tl.load(p_unit + o_unit, mask=keyed, other=0.0)  # [BT, BK]
+        k = tl.load(p_unit + KEYS + o_unit, mask=keyed, other=0.0)
+        at_pair = (row * S.NV + head) * BT
+        solve = tl.load(pairs.solve + at_pair + o_pair, mask=t_ok[:, None], other=0.0)  # [BT, BT]
+        score = tl.load(pairs.scores + at_pair + o_pair, mask=t_ok[:, None], other=0.0)
+        p_v = qkv + (row * WIDTH + 2 * KEYS + head * S.V)
+        v = tl.load(p_v + i[:, None] * WIDTH + p[None, :], mask=valued, other=0.0)  # [BT, BV]
         since = tl.load(p_decay + row + i, mask=t_ok, other=0.0)
         until = tl.load(p_decay + plane + row + i, mask=t_ok, other=0.0)
         whole = tl.load(p_decay + row + tl.minimum(BT, new - here) - 1)
@@ -200,7 +194,8 @@ def delta_scan(
         out = tl.dot(rounded, tl.trans(q)) * since[None, :]
         out = tl.dot(d.to(q.dtype), tl.trans(score), out)
         m = tl.dot((d * until[None, :]).to(q.dtype), k, m * whole)
-        tl.store(p_y + row * INNER, tl.trans(out).to(y.dtype.element_ty), mask=valued)
+        p_y = y + (row * INNER + head * S.V)
+        tl.store(p_y + i[:, None] * INNER + p[None, :], tl.trans(out).to(y.dtype.element_ty), mask=valued)
     tl.store(state + at, m, mask=ok)
 
 

@@ -1,9 +1,11 @@
-"""A whole mixer of a gated delta net. One new token of each sequence is one launch: convolution, delta rule, norm and gate.
+"""A whole mixer of a gated delta net: convolution; delta rule; norm and gate of every head.
 
-A program of `delta_step` takes some rows of the state of a value head: it streams them once, in and out. Whichever program
-of a key's value heads comes to its end last, by an integer counter, normalises their results, which the others left in
-memory before they counted; then it moves the convolution's rows of the query and the key, which all of them have read.
-Which program that is changes no sum. Prompts take the launches of conv, the chunks and the norm.
+One new token of each sequence is two launches. `conv_step` makes the rows of queries, keys and values; a program of
+`delta_step` then streams some rows of a head's state once, in and out, and whichever program of a head comes to its end
+last, by an integer counter, normalises and gates what the others left in memory before they counted. Which program that is
+changes no sum. With the convolution in the second launch too, as in `mamba2_step.py`, every program made the query and the
+key anew, which took longer than the state: 234 us for 128 sequences on an H200, of which 127 copy as many bytes.
+Prompts take the launches of conv, the chunks and the norm.
 """
 
 from __future__ import annotations
@@ -17,42 +19,39 @@ from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 from quarrel.triton_backend.elementwise.activation import activate
 from quarrel.triton_backend.formats.int8x2 import store_int8x2
-from quarrel.triton_backend.recurrent.conv_scan2 import conv_prompts, conv_weights
+from quarrel.triton_backend.recurrent.conv_scan2 import conv_prompts, conv_steps, conv_weights
 from quarrel.triton_backend.recurrent.delta import Delta, delta_token, heads_of
 from quarrel.triton_backend.recurrent.delta_chunks import key_of
-from quarrel.triton_backend.recurrent.mamba2_step import conv_new, conv_old, conv_shift
 from quarrel.triton_backend.recurrent.records import DeltaWeights, Stored
 from quarrel.triton_backend.runtime.arrays import DTYPES, Output, Slot
 from quarrel.triton_backend.runtime.launch import cdiv, power_of_two
 from quarrel.triton_backend.runtime.site import Batch, Launch, Site, starts_early
 
-_TILE = (4096, 4)  # state values to a program, 32 a thread; warps
+_TILE = (2048, 4)  # state values to a program, 16 a thread; warps
 _NORM = 2048  # values to a program of norm_gate_rows
 
 
 @triton.jit
 def delta_step(
-    output, heads_y, counts, qkv, alpha, beta, z, weights, sequences, state_slots, conv_state, state, eps, norm_eps,
-    S: tl.constexpr, SCALE: tl.constexpr, W: tl.constexpr, PARTS: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
-    BR: tl.constexpr, BD: tl.constexpr, FORM: tl.constexpr, PDL: tl.constexpr,
+    output, heads_y, counts, qkv, alpha, beta, z, weights, sequences, state_slots, state, eps, norm_eps, S: tl.constexpr,
+    SCALE: tl.constexpr, PARTS: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, FORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """A gated delta net for the sequences with one new token; others are left alone.
+    """The delta rule, norm and gate of the sequences with one new token; others are left alone.
 
     Grid (NV * PARTS, sequences). `weights` and `sequences` are records (`records.py`), `output` is one too
-    (`runtime/arrays.py`); T counts the step's rows, WIDTH = 2 * NK * K + NV * V.
+    (`runtime/arrays.py`); T counts the step's rows.
 
     output      `[T, NV * V]`
-    heads_y     float32 `[sequences, NV * V]`, before the norm: what programs leave for the last of their key
-    counts      int32 `[sequences, NK]`, programs that are done; zero before and after
-    qkv         act `[T, WIDTH]`, before the convolution
+    heads_y     float32 `[sequences, NV * V]`, before the norm: what programs leave for the last of their head
+    counts      int32 `[sequences, NV]`, programs that are done; zero before and after
+    qkv         act `[T, 2 * NK * K + NV * V]`, behind the convolution
     alpha, beta act `[T, NV]`; z: act `[T, NV * V]`, the gate
     state_slots int32 `[sequences]`
-    conv_state  float32 `[slots, W - 1, WIDTH]`, the rows before the new one
     state       float32 `[slots, NV, V, K]`
-    W           taps of the convolution
-    PARTS       programs of a head, BV rows each; BK: K, padded; BR value heads of a key and BD values of a head, padded
+    PARTS       programs of a head, BV rows each; BK: K, padded; BD: V, padded
     """
-    # Nothing but the same kernel of the step before writes the states, so they are on their way before the wait.
+    # Nothing but the same kernel of the step before writes the state, so it is on its way before the wait.
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     seq = tl.program_id(1)
@@ -60,8 +59,6 @@ def delta_step(
     KEYS: tl.constexpr = S.NK * S.K
     INNER: tl.constexpr = S.NV * S.V
     WIDTH: tl.constexpr = 2 * KEYS + INNER
-    EACH: tl.constexpr = S.NV // S.NK
-    key = key_of(head, S)
     row = tl.load(sequences.query_start + seq).to(tl.int64)
     if tl.load(sequences.query_start + seq + 1) - row != 1:
         if PDL:
@@ -74,56 +71,38 @@ def delta_step(
     ok = p_ok[:, None] & n_ok[None, :]
     past = tl.load(sequences.kv_len + seq) - 1
     at = ((slot * S.NV + head) * S.V + p)[:, None] * S.K + n[None, :]
-    p_known, n_known = past + 0 * p > 0, past + 0 * n > 0
-    m = tl.load(state + at, mask=ok & n_known[None, :], other=0.0)  # [BV, BK]
-    q_channel = key * S.K + n
-    k_channel = KEYS + q_channel
-    v_channel = 2 * KEYS + head * S.V + p
-    q, q_tap = conv_old(weights.taps, weights.offset, conv_state, slot, n_known, q_channel, n_ok, WIDTH, W)
-    k, k_tap = conv_old(weights.taps, weights.offset, conv_state, slot, n_known, k_channel, n_ok, WIDTH, W)
-    v, v_tap = conv_old(weights.taps, weights.offset, conv_state, slot, p_known, v_channel, p_ok, WIDTH, W)
+    m = tl.load(state + at, mask=ok & (past + 0 * n > 0)[None, :], other=0.0)  # [BV, BK]
     shift, decay = tl.load(weights.dt_bias + head), tl.load(weights.a + head)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    q = conv_new(q, q_tap, qkv, row, q_channel, n_ok, WIDTH)
-    k = conv_new(k, k_tap, qkv, row, k_channel, n_ok, WIDTH)
-    v = conv_new(v, v_tap, qkv, row, v_channel, p_ok, WIDTH)
+    p_q = qkv + row * WIDTH + key_of(head, S) * S.K + n
+    q = tl.load(p_q, mask=n_ok, other=0.0).to(tl.float32)
+    k = tl.load(p_q + KEYS, mask=n_ok, other=0.0).to(tl.float32)
+    v = tl.load(qkv + row * WIDTH + 2 * KEYS + head * S.V + p, mask=p_ok, other=0.0).to(tl.float32)
     size = tl.load(alpha + row * S.NV + head).to(tl.float32) + shift
     rate = tl.load(beta + row * S.NV + head).to(tl.float32)
     # All loads stand above the first store, which the compiler would not move them over.
     m, y = delta_token(m, q, k, v, size, rate, decay, eps, SCALE)
     tl.store(state + at, m, mask=ok)
-    tl.store(heads_y + seq.to(tl.int64) * INNER + head * S.V + p, y, mask=p_ok)
-    conv_shift(qkv, conv_state, row, slot, p_known, v_channel, p_ok, WIDTH, W)
+    p_y = heads_y + seq.to(tl.int64) * INNER + head * S.V
+    tl.store(p_y + p, y, mask=p_ok)
     tl.debug_barrier()
-    count = tl.atomic_add(counts + seq * S.NK + key, 1, sem="acq_rel", scope="gpu")
-    if count == EACH * PARTS - 1:
-        tl.store(counts + seq * S.NK + key, 0)
-        r = tl.arange(0, BR)
+    count = tl.atomic_add(counts + seq * S.NV + head, 1, sem="acq_rel", scope="gpu")
+    if count == PARTS - 1:
+        tl.store(counts + seq * S.NV + head, 0)
         column = tl.arange(0, BD)
-        if S.GROUPED:
-            start = (key * EACH + r) * S.V
-        else:
-            start = (r * S.NK + key) * S.V
-        there = start[:, None] + column[None, :]
-        inside = (r < EACH)[:, None] & (column < S.V)[None, :]
-        u = tl.load(heads_y + seq.to(tl.int64) * INNER + there, mask=inside, other=0.0, cache_modifier=".cg")
-        gate = tl.load(z + row * INNER + there, mask=inside, other=0.0).to(tl.float32)
-        gain = tl.load(weights.gain + column, mask=column < S.V, other=0.0)
-        u = u * (1.0 / tl.sqrt(tl.sum(u * u, 1) / S.V + norm_eps))[:, None] * gain[None, :] * activate(gate, "silu")
+        inside = column < S.V
+        there = row * INNER + head * S.V + column
+        u = tl.load(p_y + column, mask=inside, other=0.0, cache_modifier=".cg")
+        gate = tl.load(z + there, mask=inside, other=0.0).to(tl.float32)
+        gain = tl.load(weights.gain + column, mask=inside, other=0.0)
+        u = u * (1.0 / tl.sqrt(tl.sum(u * u, 0) / S.V + norm_eps)) * gain * activate(gate, "silu")
         if FORM != "int8x2":
-            tl.store(output.plain + row * INNER + there, u.to(output.plain.dtype.element_ty), mask=inside)
+            tl.store(output.plain + there, u.to(output.plain.dtype.element_ty), mask=inside)
         if FORM != "plain":  # a step of one row: row is 0; V is BD
-            block = tl.arange(0, BR * BD // 32)
-            run = block // (BD // 32)
-            if S.GROUPED:
-                run_start = (key * EACH + run) * S.V
-            else:
-                run_start = (run * S.NK + key) * S.V
-            values = tl.reshape(u, (BR * BD // 32, 2, 16))
-            store_int8x2(output.int8x2, values, run_start // 32 + block % (BD // 32), run < EACH, INNER)
-        conv_shift(qkv, conv_state, row, slot, n_known, q_channel, n_ok, WIDTH, W)
-        conv_shift(qkv, conv_state, row, slot, n_known, k_channel, n_ok, WIDTH, W)
+            block = tl.arange(0, BD // 32)
+            values = tl.reshape(u, (BD // 32, 2, 16))
+            store_int8x2(output.int8x2, values, head * (S.V // 32) + block, block >= 0, INNER)
 
 
 @triton.jit(do_not_specialize=["runs"])
@@ -165,7 +144,7 @@ def build_delta_mix(site: Site, node: Node) -> Launch:
     act = DTYPES[site.compute]
     mixed, y = site.scratch("T", spec.width, act), site.scratch("T", spec.d_inner, act)
     heads_y = site.scratch("S", spec.d_inner)
-    counts = site.zeros("S", rule.n_k)
+    counts = site.zeros("S", rule.n_v)
     key_values = power_of_two(rule.k_dim)
     values = min(power_of_two(rule.v_dim), max(1, _TILE[0] // key_values))
     parts = cdiv(rule.v_dim, values)
@@ -178,14 +157,13 @@ def build_delta_mix(site: Site, node: Node) -> Launch:
         if batch.decode and not site.deterministic:  # after the rest, which writes nothing of use to these rows
             form = "plain" if int8x2 is None or batch.T > 1 else "both" if plain else "int8x2"
             out = target.tensor
+            conv_steps(site, spec.conv, batch, mixed, rows, conv)
             site.launch(
                 delta_step, (rule.n_v * parts, batch.S), output=Output(out, out if form == "plain" else int8x2),
-                heads_y=heads_y.tensor, counts=counts.tensor, qkv=rows.tensor, alpha=sizes.tensor, beta=rates.tensor,
-                z=gate.tensor, weights=DeltaWeights(*conv.weights, *delta.weights, gain), **delta.sequences(),
-                conv_state=conv.state, state=delta.state, eps=rule.eps, norm_eps=spec.eps, S=heads_of(rule),
-                SCALE=rule.k_dim**-0.5, W=spec.taps, PARTS=parts, BV=values, BK=key_values,
-                BR=power_of_two(rule.n_v // rule.n_k), BD=power_of_two(rule.v_dim), FORM=form, warps=_TILE[1],
-                early=starts_early(site),
+                heads_y=heads_y.tensor, counts=counts.tensor, qkv=mixed.tensor, alpha=sizes.tensor, beta=rates.tensor,
+                z=gate.tensor, weights=DeltaWeights(*delta.weights, gain), **delta.sequences(), state=delta.state,
+                eps=rule.eps, norm_eps=spec.eps, S=heads_of(rule), SCALE=rule.k_dim**-0.5, PARTS=parts, BV=values,
+                BK=key_values, BD=power_of_two(rule.v_dim), FORM=form, warps=_TILE[1], early=starts_early(site),
             )  # fmt: skip
 
     return run
@@ -195,4 +173,4 @@ def _accepts(spec: DeltaMixSpec) -> str | None:
     return None if spec.delta.k_dim <= 256 else f"needs keys of at most 256 values, got {spec.delta.k_dim}"
 
 
-IMPLEMENTATIONS = (Implementation(DELTA_MIX, "one launch a step, chunks for prompts", build_delta_mix, _accepts),)
+IMPLEMENTATIONS = (Implementation(DELTA_MIX, "two launches a step, chunks for prompts", build_delta_mix, _accepts),)

@@ -29,7 +29,7 @@ _COLUMNS = 4096  # of a group that the norm takes at a time
 
 
 @triton.jit
-def conv_old(taps, offset, conv_state, slot, known, channel, ok, C: tl.constexpr, W: tl.constexpr):
+def _conv_old(taps, offset, conv_state, slot, known, channel, ok, C: tl.constexpr, W: tl.constexpr):
     """What the rows in the state add to the convolution at the sequence's only new row, and that row's tap."""
     acc = tl.load(offset + channel, mask=ok, other=0.0)
     for j in tl.static_range(W - 1):
@@ -39,12 +39,12 @@ def conv_old(taps, offset, conv_state, slot, known, channel, ok, C: tl.constexpr
 
 
 @triton.jit
-def conv_new(acc, tap, xbc, row, channel, ok, C: tl.constexpr):
+def _conv_new(acc, tap, xbc, row, channel, ok, C: tl.constexpr):
     return activate(acc + tl.load(xbc + row * C + channel, mask=ok, other=0.0).to(tl.float32) * tap, "silu")
 
 
 @triton.jit
-def conv_shift(xbc, conv_state, row, slot, known, channel, ok, C: tl.constexpr, W: tl.constexpr):
+def _conv_shift(xbc, conv_state, row, slot, known, channel, ok, C: tl.constexpr, W: tl.constexpr):
     """Moves the rows of some channels up by one. Several threads may hold one value: all read before any writes."""
     for j in tl.static_range(W - 1):
         if j < W - 2:
@@ -104,15 +104,15 @@ def mamba2_step(
     b_channel = INNER + group * S.N + n
     p_known, n_known = past + 0 * p > 0, past + 0 * n > 0
     c_channel = b_channel + S.GROUPS * S.N
-    x, x_tap = conv_old(weights.taps, weights.offset, conv_state, slot, p_known, channel, p_ok, WIDTH, W)
-    b, b_tap = conv_old(weights.taps, weights.offset, conv_state, slot, n_known, b_channel, n_ok, WIDTH, W)
-    c, c_tap = conv_old(weights.taps, weights.offset, conv_state, slot, n_known, c_channel, n_ok, WIDTH, W)
+    x, x_tap = _conv_old(weights.taps, weights.offset, conv_state, slot, p_known, channel, p_ok, WIDTH, W)
+    b, b_tap = _conv_old(weights.taps, weights.offset, conv_state, slot, n_known, b_channel, n_ok, WIDTH, W)
+    c, c_tap = _conv_old(weights.taps, weights.offset, conv_state, slot, n_known, c_channel, n_ok, WIDTH, W)
     shift, decay, skip = tl.load(weights.dt_bias + head), tl.load(weights.a + head), tl.load(weights.d + head)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    x = conv_new(x, x_tap, xbc, row, channel, p_ok, WIDTH)
-    b = conv_new(b, b_tap, xbc, row, b_channel, n_ok, WIDTH)
-    c = conv_new(c, c_tap, xbc, row, c_channel, n_ok, WIDTH)
+    x = _conv_new(x, x_tap, xbc, row, channel, p_ok, WIDTH)
+    b = _conv_new(b, b_tap, xbc, row, b_channel, n_ok, WIDTH)
+    c = _conv_new(c, c_tap, xbc, row, c_channel, n_ok, WIDTH)
     gate = tl.load(z + row * INNER + channel, mask=p_ok, other=0.0).to(tl.float32)
     size = tl.load(dt + row * S.HEADS + head).to(tl.float32)
     # All loads stand above the first store, which the compiler would not move them over.
@@ -121,7 +121,7 @@ def mamba2_step(
     tl.store(state + at, h, mask=ok)
     y = tl.sum(h * c[None, :], 1) + skip * x
     tl.store(gated_y + seq.to(tl.int64) * INNER + channel, y * activate(gate, "silu"), mask=p_ok)
-    conv_shift(xbc, conv_state, row, slot, p_known, channel, p_ok, WIDTH, W)
+    _conv_shift(xbc, conv_state, row, slot, p_known, channel, p_ok, WIDTH, W)
     tl.debug_barrier()
     count = tl.atomic_add(counts + seq * S.GROUPS + group, 1, sem="acq_rel", scope="gpu")
     if count == PER * PARTS - 1:
@@ -148,8 +148,8 @@ def mamba2_step(
                 block = (group * K + start) // 32 + tl.arange(0, BC // 32)
                 inside = start // 32 + tl.arange(0, BC // 32) < K // 32
                 store_int8x2(output.int8x2, tl.reshape(u, (BC // 32, 2, 16)), block, inside, INNER)
-        conv_shift(xbc, conv_state, row, slot, n_known, b_channel, n_ok, WIDTH, W)
-        conv_shift(xbc, conv_state, row, slot, n_known, c_channel, n_ok, WIDTH, W)
+        _conv_shift(xbc, conv_state, row, slot, n_known, b_channel, n_ok, WIDTH, W)
+        _conv_shift(xbc, conv_state, row, slot, n_known, c_channel, n_ok, WIDTH, W)
 
 
 def build_mamba2(site: Site, node: Node) -> Launch:

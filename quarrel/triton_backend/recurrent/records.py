@@ -58,10 +58,8 @@ class DeltaHeads(NamedTuple):
 
 
 class DeltaWeights(NamedTuple):
-    """A mixer's vectors, float32; WIDTH = 2 * NK * K + NV * V."""
+    """A mixer's vectors behind its convolution, float32."""
 
-    taps: Any  # [WIDTH, W]
-    offset: Any  # [WIDTH], bias of the convolution
     dt_bias: Any  # [NV]
     a: Any  # [NV], negative
     gain: Any  # [V]
