@@ -39,7 +39,8 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as LaidOut
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quarrel.gguf import GGMLType
 from quarrel.ops.activation import CAP, GATED, PLAIN, CapSpec, GatedSpec, PlainSpec, gated, plain
@@ -103,7 +104,7 @@ SLACK = 16
 """Bytes of stack that are no fault: ptxas 13 spills 8 or 16 of its own accord to reach a rounder number of registers, one
 kernel here and another there by version and target. A kernel that outgrows its registers takes 40 to 500."""
 META = torch.device("meta")
-TOKENS = (1, 8, 16, 32, 64, 128, 512)
+TOKENS = (1, 8, 16, 32, 64, 128, 512, 1024)
 MANY = tuple(Batch(n, n, n, True, False, items) for n, items in ((64, 64), (64, 1024), (128, 128)))
 """Steps of many sequences, one token each."""
 WHOLE = Batch(512, 1, 1, False, True, 1, ((0, 0, 512),))
@@ -370,9 +371,9 @@ def variant(kernel: Any, compute: str, args: Sequence[Any], constants: dict[str,
         if isinstance(given, tuple):
             parts = [specialised(part, (*path, i), plain) for i, part in enumerate(given)]
             return type(given)(*parts) if hasattr(given, "_fields") else tuple(parts)
-        if isinstance(given, TensorDescriptor):
+        if isinstance(given, TensorDescriptor | LaidOut):
             shape, element = ", ".join(map(str, given.block_shape)), _POINTERS[given.base.dtype][1:]
-            return f"tensordesc<{element}[{shape}],{given.layout!r}>"
+            return f"tensordesc<{element}[{shape}]{f',{given.layout!r}' if isinstance(given, LaidOut) else ''}>"
         if isinstance(given, torch.Tensor):
             attrs.append(path)
             return _POINTERS[given.dtype]

@@ -56,11 +56,12 @@ def _memory(e: Explanation) -> Iterator[str]:
     rows = [
         ["", "planned", "allocated", ""],
         ["weights", amount(plan.weights), amount(memory.weights), in_place],
+        *([["weights in 16 bits, for prompts", amount(plan.decoded), amount(memory.decoded), ""]] if plan.decoded else []),
         ["key and value cache", amount(plan.cache), amount(memory.cache), _STORED[plan.limits.kv_cache]],
         *(row for row in recurrent if row),
         ["scratch of a step", amount(plan.scratch), amount(memory.activations), lazily],
         *([["graphs", amount(plan.graphs), "", ""]] if plan.graphs else []),
-        ["all", amount(plan.total), amount(memory.weights + memory.cache + memory.activations), ""],
+        ["all", amount(plan.total), amount(memory.total), ""],
         ["budget", amount(plan.budget), "", f"of {amount(plan.free)} free"],
     ]
     yield "memory"

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 from quarrel.errors import OptionWarning, OutOfMemory, RequestError
 from quarrel.models import EncoderSpec, ModelSpec
-from quarrel.ops.contract import Compute, Value, WeightRef
+from quarrel.ops.contract import Compute, Operand, Value, WeightRef
+from quarrel.ops.embedding import EMBEDDING
 from quarrel.ops.kv import KVType
 from quarrel.ops.program import Program
 from quarrel.ops.step import Limits
@@ -32,6 +33,8 @@ MAX_SNAPSHOTS = 48
 """Copies of recurrent state beside those in use: the ends of as many prompts and answers."""
 SNAPSHOT_SHARE = 0.25
 """Of the memory left over, for them."""
+DECODED_SHARE = 0.5
+"""Of the memory left over after all else, for weights that are kept decoded too."""
 GRAPH_BYTES = 16 << 20
 """A captured graph and its pool, for each size of batch."""
 
@@ -83,8 +86,13 @@ class Plan:
     """Of the weights, for the experts among those that are used most."""
 
     @property
+    def decoded(self) -> int:
+        """For weights that are kept decoded too, beside `weights`."""
+        return self.limits.decoded_bytes
+
+    @property
     def total(self) -> int:
-        return self.weights + self.cache + self.states + self.snapshots + self.scratch + self.graphs
+        return self.weights + self.decoded + self.cache + self.states + self.snapshots + self.scratch + self.graphs
 
     @property
     def spare(self) -> int:
@@ -99,6 +107,14 @@ class Plan:
         count = max(0, min(MAX_SNAPSHOTS, (room if most is None else min(room, most)) // size))
         limits = replace(self.limits, n_states=self.limits.max_seqs + count)
         return replace(self, limits=limits, snapshots=count * size)
+
+    def with_decoded(self, program: Program) -> Plan:
+        """The same with room for matrices of two bytes a value, in a share of what is left over, and at most for all whose
+        rows of x are those of a prompt."""
+        nodes = [n for n in program.nodes if n.op is not EMBEDDING and _axis(n.inputs[0]) == "T"]
+        refs = {w.name: w for node in nodes for w in node.inputs if isinstance(w, WeightRef) and w.rows > 1}
+        size = min(int(DECODED_SHARE * max(0, self.spare)), 2 * sum(w.rows * w.k for w in refs.values()))
+        return replace(self, limits=replace(self.limits, decoded_bytes=size))
 
 
 @dataclass(frozen=True)
@@ -168,6 +184,10 @@ def _alive(program: Program, rows: Mapping[str, int]) -> int:
     return peak
 
 
+def _axis(operand: Operand) -> object:
+    return operand.dims[0] if isinstance(operand, Value) and operand.dims else None
+
+
 def caller_stacklevel() -> int:
     """The `stacklevel` of the first call from outside this package, seen from the one that warns."""
     level, frame = 1, sys._getframe(1)
@@ -188,7 +208,7 @@ def _step_tokens(program: Program, spec: ModelSpec, device: Device, weights: int
     return tokens
 
 
-def decoded_bytes(program: Program) -> int:
+def largest_matrices(program: Program) -> int:
     """The matrices of the largest op, two bytes a value."""
     sizes = (sum(w.rows * w.k for w in node.inputs if isinstance(w, WeightRef)) for node in program.nodes)
     return 2 * max(sizes, default=0)
@@ -217,7 +237,7 @@ def plan_limits(
     tokens = max(_step_tokens(program, spec, device, weights), max_seqs)
     # Only scoring wants results of more than one row a sequence; their pages are allocated then.
     scratch = _step_bytes(program, spec, tokens, max_seqs) + 4 * max_seqs * spec.n_vocab
-    scratch += decoded_bytes(program) if device.captures else 0
+    scratch += largest_matrices(program) if device.captures else 0
     graphs = GRAPH_BYTES * (1 + (max_seqs - 1).bit_length()) if device.captures else 0
     states = max_seqs * state_bytes(program)
     left = device.budget - weights - scratch - graphs - states

@@ -166,6 +166,15 @@ class LoadOptions:
             "the attention kernels for long prompts on CUDA; auto is our own",
         ),
     )
+    decoded_weights: Literal["auto", "never"] = field(
+        default="auto",
+        metadata=_about(
+            OneOf(("auto", "never")),
+            'whether quantised weights are also kept in 16 bits on CUDA, for prompts: "auto", in up to half of the memory'
+            ' that would be left over, or "never".',
+            "whether half of the memory left over on CUDA may hold weights in 16 bits, for faster prompts",
+        ),
+    )
     deterministic: bool = field(
         default=False,
         metadata=_about(

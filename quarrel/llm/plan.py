@@ -122,7 +122,7 @@ def _host(threads: int | None) -> ComputesParts:
 
 
 def _finished(opened: Opened, program: Program, memory: Plan) -> Plan:
-    """The plan with snapshots of recurrent states, and with limits that say how the step computes."""
+    """The plan with snapshots of recurrent states, limits that say how the step computes, and decoded weights."""
     options = opened.options
     if options.prefix_cache:
         memory = memory.with_snapshots(program, options.prefix_cache_bytes)
@@ -132,4 +132,8 @@ def _finished(opened: Opened, program: Program, memory: Plan) -> Plan:
         attention=options.attention,
         n_adapters=len(options.adapters or {}),
     )
-    return replace(memory, limits=limits)
+    memory = replace(memory, limits=limits)
+    sixteen = opened.backend.compute_of(options.compute) != "float32"
+    if opened.backend.name == "triton" and sixteen and options.decoded_weights == "auto" and not options.deterministic:
+        memory = memory.with_decoded(program)
+    return memory

@@ -45,6 +45,9 @@ class Limits:
     window_groups: int = 0
     """Groups of layers with a window that have block tables of their own (`ops/windows.py`)."""
 
+    decoded_bytes: int = 0
+    """What weights may take that a backend decodes once and keeps, beside their own form."""
+
     @property
     def states(self) -> int:
         """Slots for recurrent state, at least one per sequence."""
@@ -207,6 +210,12 @@ class MemoryPlan:
     weights_in_place: int
     cache: int
     activations: int
+    decoded: int = 0
+    """Of weights that are kept decoded too."""
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.cache + self.activations + self.decoded
 
 
 class Step(Protocol):

@@ -156,6 +156,7 @@ class TritonBackend:
             plan = Plan(
                 choices, slots, kept, rows, packed, caches, states, inputs.tables, arithmetic, device,
                 deterministic=limits.deterministic, float8=compute == "fp8", group=self._group,
+                decoded_bytes=limits.decoded_bytes,
                 cudnn_from=cudnn.LEAST if limits.attention == "cudnn" and not limits.deterministic else 0,
             )  # fmt: skip
             packed.finish()

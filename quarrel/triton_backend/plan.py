@@ -17,7 +17,7 @@ from quarrel.triton_backend.attention.rope import left_to_attention
 from quarrel.triton_backend.experts.host import is_hosted
 from quarrel.triton_backend.formats.int8x2 import readers, words
 from quarrel.triton_backend.formats.weights import Weights
-from quarrel.triton_backend.runtime.arrays import DTYPES, E4M3, Cache, Packed, Slot
+from quarrel.triton_backend.runtime.arrays import DTYPES, E4M3, Cache, Decoded, Packed, Slot
 from quarrel.triton_backend.runtime.buffers import Place, Scratch, place, view
 from quarrel.triton_backend.runtime.launch import Launcher, launch
 from quarrel.triton_backend.runtime.site import Described, Launch, Site, Tables
@@ -43,11 +43,14 @@ class Plan(Site):
     float8: bool = False
     cudnn_from: int = 0
     group: Group | None = None
+    decoded_bytes: int = 0
+    """What `decoded` may still give away."""
     slots: dict[int, Slot] = field(default_factory=dict)
     launches: list[Launch] = field(default_factory=list)
     described: dict[int, Described] = field(default_factory=dict)
     """Launches that choose among kernels, by the numbers of their nodes."""
     float8_weights: dict[int, E4M3] = field(default_factory=dict)
+    decoded_weights: dict[tuple[int, ...], Decoded] = field(default_factory=dict)
     counters: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -134,6 +137,16 @@ class Plan(Site):
         if id(weight) not in self.float8_weights:
             self.float8_weights[id(weight)] = E4M3(weight.n, weight.k, self.device)
         return self.float8_weights[id(weight)]
+
+    def decoded(self, weights: Sequence[Packed]) -> Decoded | None:
+        key, dtype = tuple(map(id, weights)), DTYPES[self.compute]
+        if key not in self.decoded_weights:
+            size = sum(w.n * w.k for w in weights)
+            if any(w.reused for w in weights) or size * dtype.itemsize > self.decoded_bytes:
+                return None
+            self.decoded_bytes -= size * dtype.itemsize
+            self.decoded_weights[key] = Decoded(weights, size, dtype)
+        return self.decoded_weights[key]
 
     def vector(self, ref: WeightRef) -> torch.Tensor:
         return self.weights.vector(ref)

@@ -202,7 +202,9 @@ class TritonStep:
         cache = sum(t.numel() * t.element_size() for t in tensors)
         coarse = sum(codes.nbytes for codes in self._plan.float8_weights.values())
         pools = sum(pool.nbytes for pool in pools_of(self._choices))
-        return MemoryPlan(self._plan.weights.nbytes() + coarse + pools, 0, cache, self._plan.nbytes + self._inputs.nbytes)
+        decoded = sum(made.nbytes for made in self._plan.decoded_weights.values())
+        weights, activations = self._plan.weights.nbytes() + coarse + pools, self._plan.nbytes + self._inputs.nbytes
+        return MemoryPlan(weights, 0, cache, activations, decoded)
 
     def close(self) -> None:
         """Drops every device tensor and graph; a second call does nothing."""

@@ -10,20 +10,24 @@ import pytest
 
 from quarrel.cpu_backend.backend import create
 from quarrel.errors import OutOfMemory, RequestError
-from quarrel.gguf import GGUFFile
+from quarrel.gguf import GGMLType, GGUFFile
 from quarrel.llm.memory import (
     BLOCK,
     Device,
     Plan,
     cache_bytes_per_token,
     cache_tokens,
-    decoded_bytes,
+    largest_matrices,
     plan_encoder,
     plan_limits,
     scratch_bytes,
     state_bytes,
 )
 from quarrel.models import EncoderSpec, ModelSpec, Tensors, assemble, read_spec
+from quarrel.ops.contract import WeightRef
+from quarrel.ops.embedding import embedding, gather_rows
+from quarrel.ops.linear import linear
+from quarrel.ops.null import Builder
 from quarrel.ops.program import KVLayer, Program, StateLayer
 from quarrel.ops.step import Limits
 from tests.paths import need_cases
@@ -170,7 +174,7 @@ def test_a_step_takes_no_more_scratch_than_planned(case: str) -> None:
         step.close()
         backend.close()
         assert scratch_bytes(program, 1024, 8) > 1.9 * scratch_bytes(program, 512, 8)
-        assert decoded_bytes(program) > 0
+        assert largest_matrices(program) > 0
 
 
 def test_an_encoder_is_planned_for_whole_texts() -> None:
@@ -268,3 +272,18 @@ def test_a_cache_of_codes_is_planned_and_taken() -> None:
         quarrel.load("demo", attention="flash")  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="attention is 'cudnn', which the cpu backend has not"):
         quarrel.load("demo", backend="cpu", attention="cudnn")
+
+
+def test_decoded_weights_take_half_of_what_is_left_and_no_more_than_they_are() -> None:
+    b = Builder()
+    h = embedding(b, b.input("ids"), table := WeightRef("table", GGMLType.Q4_K, 32000, 4096))
+    for name in ("one", "two", "two"):
+        linear(b, h, WeightRef(name, GGMLType.Q4_K, 4096, 4096), WeightRef("bias", GGMLType.F32, 1, 4096))
+    linear(b, gather_rows(b, h, b.input("out_rows")), table)
+    program = dataclasses.replace(b.program(), caches=PROGRAM.caches)
+    roomy = planned(40 * GIB, program)
+    assert (roomy.decoded, roomy.with_decoded(program).decoded) == (0, 2 * 2 * 4096**2)
+    tight = dataclasses.replace(roomy, budget=roomy.total + 1000)
+    kept = tight.with_decoded(program)
+    assert (kept.decoded, kept.limits.decoded_bytes, kept.spare) == (500, 500, 500)
+    assert dataclasses.replace(roomy, budget=roomy.total - 1).with_decoded(program).decoded == 0

@@ -23,8 +23,9 @@ from quarrel.models import SCALINGS as MODEL_SCALINGS
 VALUES: dict[str, Any] = {
     "backend": "cpu", "compute": "float32", "n_ctx": 96, "max_seqs": 2, "memory": 0.5, "kv_cache": "int8",
     "prefix_cache": False, "prefix_cache_bytes": 1 << 20, "max_waiting": 7, "attention": "own", "deterministic": True,
-    "threads": 3, "tensor_parallel": 2, "experts_on_cpu": 0, "expert_memory": 1 << 30, "rope_scaling": "yarn",
-    "rope_scale": 2.0, "yarn_orig_ctx": 64, "draft": "small.gguf", "adapters": {"one": "one.gguf"}, "profile_steps": 4,
+    "decoded_weights": "never", "threads": 3, "tensor_parallel": 2, "experts_on_cpu": 0, "expert_memory": 1 << 30,
+    "rope_scaling": "yarn", "rope_scale": 2.0, "yarn_orig_ctx": 64, "draft": "small.gguf",
+    "adapters": {"one": "one.gguf"}, "profile_steps": 4,
 }  # fmt: skip
 """A value of each that is not the default; all but `progress`, which stays in its process."""
 NO_FLAG = {"max_seqs", "prefix_cache", "max_waiting", "draft", "adapters", "profile_steps", "progress"}
@@ -74,6 +75,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "prefix_cache_bytes": (-1, 0.5, True),
     "max_waiting": (0, None),
     "attention": ("flash",),
+    "decoded_weights": ("always", None, True),
     "deterministic": ("yes",),
     "threads": (0, 1025),
     "tensor_parallel": (0, 17),

@@ -95,8 +95,8 @@ def test_which_stacks_it_takes(site: Any, format: str, k: int, taken: bool, monk
     monkeypatch.setattr(linear_ring, "INTERPRETED", False)
     empty = torch.empty(0)
     weight = Packed(format, 64, k, empty, Planes(*(empty,) * 4))
-    assert (ring.declines(site, ExpertMaps([weight], [], 2, "none")) is None) is taken
-    assert ring.declines(site, ExpertMaps([replace(weight, reused=True)], [], 2, "none")) is not None
+    assert (ring.declines(site, ExpertMaps([weight], [], 2, 1, "none")) is None) is taken
+    assert ring.declines(site, ExpertMaps([replace(weight, reused=True)], [], 2, 1, "none")) is not None
 
 
 @pytest.mark.parametrize("type", [GGMLType[name] for name in RING])
@@ -117,7 +117,7 @@ def test_scales_fit_float16(type: GGMLType, scale: float) -> None:
 def test_explain_says_which_kernels_multiply(backend: TritonBackend) -> None:
     step = backend.compile(program("silu"), Weights(), LIMITS, "float16")
     (up,) = [t for t in step.explain() if t.op == "expert_up"]
-    assert up.implementation.endswith("grouped tiles: matvec 1 row, grouped")
+    assert up.implementation.endswith("grouped tiles: matvec 1 row, grouped to 479 pairs, decoded from 480 pairs")
     assert any(reason.startswith("ring: needs compute capability 9") for reason in up.declined)
     step.close()
     step = backend.compile(program("silu"), Weights(), LIMITS, "float32")

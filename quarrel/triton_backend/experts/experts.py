@@ -21,10 +21,11 @@ from quarrel.triton_backend.elementwise.activation import BLOCK, gated_flat
 from quarrel.triton_backend.experts.kernels import ByPairs
 from quarrel.triton_backend.experts.maps import ExpertMaps
 from quarrel.triton_backend.runtime.arrays import DTYPES, Packed, Slot
-from quarrel.triton_backend.runtime.launch import cdiv
+from quarrel.triton_backend.runtime.launch import Launcher, cdiv
 from quarrel.triton_backend.runtime.site import Batch, Launch, Site
 
-_SCAN = 1024
+_SCAN, _LONG_SCAN = 1024, 8192
+"""Pairs that are looked at together, of few and of many."""
 _COLUMNS = 512
 ACTIVATIONS = ("silu", "relu2", "oai", "gelu_tanh")
 
@@ -49,6 +50,15 @@ def group_pairs(order, starts, ids, pairs, EXPERTS: tl.constexpr, BLOCK: tl.cons
         tl.store(starts + EXPERTS, pairs)
 
 
+def group_launch(
+    launch: Launcher, order: torch.Tensor, starts: torch.Tensor, ids: torch.Tensor, pairs: int, n_experts: int
+) -> None:
+    """Fills order and starts; of no pairs nothing."""
+    block = _SCAN if pairs <= 2 * _SCAN else _LONG_SCAN
+    grid = (n_experts if pairs else 0,)
+    launch(group_pairs, grid, order, starts, ids, pairs, EXPERTS=n_experts, BLOCK=block, warps=4 if block == _SCAN else 16)
+
+
 @triton.jit
 def mix_pairs(out, rows, weights, N, USED: tl.constexpr, C: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
@@ -67,9 +77,7 @@ def _grouping(site: Site, ids: Slot, n_experts: int, used: int) -> tuple[Slot, S
     starts = site.scratch("one", n_experts + 1, torch.int32)
 
     def group(batch: Batch) -> None:
-        pairs = batch.T * used
-        grid = (n_experts,) if pairs else (0,)
-        site.launch(group_pairs, grid, order.tensor, starts.tensor, ids.tensor, pairs, EXPERTS=n_experts, BLOCK=_SCAN)
+        group_launch(site.launch, order.tensor, starts.tensor, ids.tensor, batch.T * used, n_experts)
 
     return order, starts, group
 
@@ -105,7 +113,7 @@ def build_expert_up(site: Site, node: Node) -> ExpertLaunch:
     biases = [site.vector(r) for r in refs[count:]]  # type: ignore[arg-type]
     order, starts, group = _grouping(site, site.slot(ids), spec.n_experts, spec.used)  # type: ignore[arg-type]
     if one_format(stacks):
-        together = ByPairs(site, ExpertMaps(stacks, biases, spec.n_experts, spec.activation))
+        together = ByPairs(site, ExpertMaps(stacks, biases, spec.n_experts, spec.used, spec.activation))
 
         def run(batch: Batch) -> None:
             group(batch)
@@ -117,7 +125,7 @@ def build_expert_up(site: Site, node: Node) -> ExpertLaunch:
         raise UnsupportedOp("triton", node.op.name, str(spec), [f"this activation needs one format, got gate {formats}"])
     other = site.scratch("T", spec.used * spec.n, DTYPES[site.compute])
     apart = [
-        (y, ByPairs(site, ExpertMaps([stack], biases[i : i + 1], spec.n_experts, "none")))
+        (y, ByPairs(site, ExpertMaps([stack], biases[i : i + 1], spec.n_experts, spec.used, "none")))
         for i, (y, stack) in enumerate(zip((other, target), stacks, strict=True))
     ]
 
@@ -146,7 +154,7 @@ def build_expert_down(site: Site, node: Node) -> ExpertLaunch:
     biases = [site.vector(r) for r in rest]  # type: ignore[arg-type]
     order, starts, group = _grouping(site, site.slot(ids), spec.n_experts, spec.used)  # type: ignore[arg-type]
     rows = site.scratch("T", spec.used * spec.n)
-    product = ByPairs(site, ExpertMaps([stack], biases, spec.n_experts, "none"))
+    product = ByPairs(site, ExpertMaps([stack], biases, spec.n_experts, spec.used, "none"))
 
     def run(batch: Batch) -> None:
         group(batch)

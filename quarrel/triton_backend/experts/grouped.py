@@ -15,9 +15,11 @@ import triton.language as tl
 
 from quarrel.triton_backend.attention.paged import find
 from quarrel.triton_backend.elementwise.activation import activate, oai
+from quarrel.triton_backend.experts import decoded
 from quarrel.triton_backend.experts.maps import ExpertMaps, Serves
 from quarrel.triton_backend.formats.float16 import is_fast
 from quarrel.triton_backend.linear.dequant_matmul import decoder
+from quarrel.triton_backend.linear.maps import UNLIMITED
 from quarrel.triton_backend.linear.matmul import TL_TYPES, walk
 from quarrel.triton_backend.runtime.arrays import DTYPES, Planes, Slot
 from quarrel.triton_backend.runtime.launch import cdiv
@@ -100,13 +102,14 @@ def grouped_tiles(
 class Grouped:
     """How to multiply with stacks of matrices."""
 
-    def __init__(self, site: Site, maps: ExpertMaps) -> None:
+    def __init__(self, site: Site, maps: ExpertMaps, decodes: bool) -> None:
+        """Many pairs decode stacks to scratch if `decodes`; else others serve them."""
         self._site, self._stacks, self._biases, self._maps = site, maps.stacks, maps.biases, maps
         self._experts, self._n, self._k = maps.n_experts, maps.n, maps.k
         each = self._n * self._k * len(maps.stacks)
         self._at_once = max(1, min(maps.n_experts, PIECE // each))
         self._floats = maps.stacks[0].format == {"float16": "F16", "bfloat16": "BF16"}[site.compute]
-        width = 1 if self._floats else self._at_once * self._n * self._k
+        width = 1 if self._floats or not decodes else self._at_once * self._n * self._k
         self._scratch = [site.scratch("one", width, DTYPES[site.compute]) for _ in maps.stacks]
         self._decoders = [decoder(site, stack) for stack in maps.stacks]
 
@@ -159,4 +162,5 @@ def declines(site: Site, maps: ExpertMaps) -> str | None:
 
 
 def build(site: Site, maps: ExpertMaps) -> Serves:
-    return Serves(Grouped(site, maps))
+    decodes = decoded.declines(site, maps) is not None
+    return Serves(Grouped(site, maps, decodes), UNLIMITED if decodes else DECODE_FROM * maps.n_experts - 1)

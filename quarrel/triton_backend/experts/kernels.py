@@ -6,7 +6,7 @@ an expert. One row of x has matvecs of its own (`matvec.py`).
 
 from __future__ import annotations
 
-from quarrel.triton_backend.experts import grouped, ring, tiles
+from quarrel.triton_backend.experts import decoded, grouped, ring, tiles
 from quarrel.triton_backend.experts.maps import ExpertMaps, Serves
 from quarrel.triton_backend.linear.maps import UNLIMITED
 from quarrel.triton_backend.runtime.arrays import Slot
@@ -16,6 +16,7 @@ from quarrel.triton_backend.runtime.site import Site
 KERNELS: tuple[Kernel[ExpertMaps, Serves], ...] = (
     Kernel("ring", ring.declines, ring.build),
     Kernel("grouped", grouped.declines, grouped.build),
+    Kernel("decoded", decoded.declines, decoded.build),
     Kernel("exact tiles", tiles.declines, tiles.build),
 )
 
@@ -34,6 +35,8 @@ class ByPairs:
         """Which kernels serve how many pairs: `ring to 3072 pairs, grouped from 3073 pairs`."""
         parts, first = [], 1
         for name, serves in self._serves:
+            if serves.most < first:  # one before it serves as many
+                continue
             if serves.most >= UNLIMITED:
                 return ", ".join([*parts, name + (f" from {first} pairs" if parts else "")])
             parts.append(f"{name} to {serves.most} pairs")

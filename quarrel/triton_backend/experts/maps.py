@@ -23,6 +23,8 @@ class ExpertMaps:
     biases: Sequence[torch.Tensor]
     """None, or one for each stack, `[n_experts, n]` float32."""
     n_experts: int
+    used: int
+    """Experts of a token."""
     activation: str
 
     @property

@@ -32,14 +32,17 @@ Decode = Callable[[int, int, torch.Tensor], None]
 @triton.jit
 def decode_rows(
     out, w, begin, end, K: tl.constexpr, FORMAT: tl.constexpr, FAST: tl.constexpr,
-    COMPUTE: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
+    COMPUTE: tl.constexpr, STEP: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Rows begin to end of the weight w (Planes, [.., K]) to out `[end - begin, K]`. Grid (rows / R, K / 32 / B)."""
+    """Rows begin to end of the weight w (Planes, [.., K]) to each STEP-th row of out. Grid (rows / R, K / 32 / B)."""
     row = begin + tl.program_id(0) * R + tl.arange(0, R)
-    first = tl.program_id(1) * B
+    # The last tile overlaps the one before it where B does not divide the blocks.
+    first = tl.minimum(tl.program_id(1) * B, K // 32 - B)
     near = tl.minimum(row, end - 1).to(tl.int64)
     low, high = decode_tile(FORMAT, FAST, COMPUTE, w, near, first, K, R, B)
-    at = (row - begin).to(tl.int64)[:, None] * K + first * 32 + low_columns(FORMAT, FAST, B)[None, :]  # [R, B * 16]
+    at = (
+        (row - begin).to(tl.int64)[:, None] * (STEP * K) + first * 32 + low_columns(FORMAT, FAST, B)[None, :]
+    )  # [R, B * 16]
     ok = (row < end)[:, None]
     tl.store(out + at, low.to(out.dtype.element_ty), mask=ok)
     tl.store(out + at + high_offset(FORMAT, FAST, B), high.to(out.dtype.element_ty), mask=ok)
@@ -52,17 +55,19 @@ def plain(weight: Packed, compute: str) -> torch.Tensor | None:
     return None
 
 
-def decoder(site: Site, weight: Packed) -> Decode:
-    """Decodes rows begin to end of the weight to a flat array."""
+def decoder(site: Site, weight: Packed, step: int = 1) -> Decode:
+    """Decodes rows begin to end of the weight to a flat array, each to the `step`-th row after the one before it."""
     blocks = weight.k // 32
-    wide = next(w for w in (128, 64, 32, 16, 8, 4, 2, 1) if blocks % w == 0)
+    # Long pieces of rows, of which little is decoded twice.
+    wide = next(w for w in (128, 64, 32, 16, 8, 4, 2, 1) if w <= blocks and 6 * (-blocks % w) <= blocks)
     rows = _TILE // wide
     fast = is_fast(weight.format, site.compute, wide)
 
     def run(begin: int, end: int, out: torch.Tensor) -> None:
         site.launch(
-            decode_rows, (cdiv(end - begin, rows), blocks // wide), out, weight.planes, begin, end, K=weight.k,
-            FORMAT=weight.format, FAST=fast, COMPUTE=TL_TYPES[site.compute], R=rows, B=wide, warps=4, stages=1,
+            decode_rows, (cdiv(end - begin, rows), cdiv(blocks, wide)), out, weight.planes, begin, end, K=weight.k,
+            FORMAT=weight.format, FAST=fast, COMPUTE=TL_TYPES[site.compute], STEP=step, R=rows,
+            B=wide, warps=4, stages=1,
         )  # fmt: skip
 
     return run
@@ -96,7 +101,7 @@ def _products(site: Site, maps: Maps, ys: Sequence[Slot], scratch: Slot) -> Laun
     # What is asked of rows of results, as the output layer, stays exact.
     eight = site.float8 and axis == "T"
     parts = [
-        _Map(site, y, w, bias, site.e4m3(w) if eight and float8.takes(w) else None, residual, alpha, scratch)
+        _Map(site, y, w, bias, site.e4m3(w) if eight and float8.takes(w) else None, residual, alpha, scratch, axis)
         for y, w, bias in zip(ys, maps.weights, maps.biases, strict=True)
     ]
     rounds = any(part.codes is not None for part in parts)
@@ -130,18 +135,24 @@ class _Map:
 
     def __init__(
         self, site: Site, y: Slot, weight: Packed, bias: torch.Tensor | None, codes: E4M3 | None,
-        residual: Slot | None, alpha: float, scratch: Slot,
+        residual: Slot | None, alpha: float, scratch: Slot, axis: str,
     ) -> None:  # fmt: skip
         self.site, self.y, self.weight, self.bias, self.codes = site, y, weight, bias, codes
         self.residual, self.alpha, self.scratch = residual, alpha, scratch
         self.decode = decoder(site, weight)
         self.whole = plain(weight, site.compute)
+        # The output layer has few rows even in a prompt.
+        keeps = self.whole is None and codes is None and axis == "T"
+        self.kept = site.decoded([weight]) if keeps else None
         self.rows = weight.n if self.whole is not None else _rows_at_once(weight)
         self.rounded = None if bias is None else bias.to(DTYPES[site.compute])
 
     def _pieces(self) -> Iterator[tuple[int, int, torch.Tensor]]:
         """First row, end, and the rows between, which the next ones overwrite."""
         n, k = self.weight.n, self.weight.k
+        if self.kept is not None:
+            yield 0, n, self.kept.filled(lambda out: self.decode(0, n, out)).view(n, k)
+            return
         for begin in range(0, n, self.rows):
             end = min(begin + self.rows, n)
             if self.whole is None:

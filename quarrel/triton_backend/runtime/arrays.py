@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -89,6 +90,33 @@ class E4M3:
     @property
     def nbytes(self) -> int:
         return self.codes.numel() + 4 * self.scale.numel()
+
+
+def captures(tensor: torch.Tensor) -> bool:
+    """Whether work on it is recorded now."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+class Decoded:
+    """Weights in the compute type, decoded once and kept: flat, `size` values."""
+
+    def __init__(self, weights: Sequence[Packed], size: int, dtype: torch.dtype) -> None:
+        self.weights = weights
+        """Whose names it goes by: held, so that no others get these."""
+        self._tensor = torch.empty(size, dtype=dtype, device=weights[0].buffer.device)
+        self._filled = False
+
+    @property
+    def nbytes(self) -> int:
+        return self._tensor.numel() * self._tensor.element_size()
+
+    def filled(self, decode: Callable[[torch.Tensor], None]) -> torch.Tensor:
+        """The values, which `decode` puts there first if they have not been asked for."""
+        if not self._filled:
+            decode(self._tensor)
+            # What a capture records has not run.
+            self._filled = not captures(self._tensor)
+        return self._tensor
 
 
 class Output(NamedTuple):

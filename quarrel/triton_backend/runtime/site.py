@@ -11,7 +11,7 @@ import torch
 from quarrel.ops.collective import Group
 from quarrel.ops.contract import CacheRef, Compute, ConstRef, StateRef, Value, WeightRef
 from quarrel.ops.program import Node
-from quarrel.triton_backend.runtime.arrays import E4M3, Cache, Packed, Slot
+from quarrel.triton_backend.runtime.arrays import E4M3, Cache, Decoded, Packed, Slot
 from quarrel.triton_backend.runtime.launch import Launcher
 
 
@@ -107,6 +107,10 @@ class Site(Protocol):
     def e4m3(self, weight: Packed) -> E4M3:
         """Where a weight in E4M3 is kept, in a step with `float8`."""
         raise AssertionError("nothing is rounded to E4M3 here")
+
+    def decoded(self, weights: Sequence[Packed]) -> Decoded | None:
+        """Where these weights are kept in the compute type once they are decoded, if there is memory for that."""
+        return None
 
     def vector(self, ref: WeightRef) -> torch.Tensor:
         """A vector as float32."""
