@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -139,10 +140,6 @@ def _plain_rope(spec: ModelSpec) -> ModelSpec:
     return replace(spec, layers=tuple(replace(l, mixer=replace(l.mixer, rope=unscaled)) for l in spec.layers))
 
 
-def _mixers(spec: ModelSpec, **change: object) -> ModelSpec:
-    return replace(spec, layers=tuple(replace(l, mixer=replace(l.mixer, **change)) for l in spec.layers))  # type: ignore[arg-type]
-
-
 def _deltas(spec: ModelSpec, **change: object) -> ModelSpec:
     def changed(layer: Layer) -> Layer:
         return replace(layer, mixer=replace(layer.mixer, **change)) if isinstance(layer.mixer, GatedDelta) else layer  # type: ignore[arg-type]
@@ -154,8 +151,17 @@ def _one_rope(spec: ModelSpec, il: int) -> ModelSpec:
     return _mixers(spec, rope=spec.layers[il].mixer.rope)
 
 
-def _mixers(spec: ModelSpec, **change: object) -> ModelSpec:
-    return replace(spec, layers=tuple(replace(l, mixer=replace(l.mixer, **change)) for l in spec.layers))  # type: ignore[arg-type]
+def _mixers(spec: ModelSpec, of: Callable[[Any], bool] = lambda mixer: True, **change: object) -> ModelSpec:
+    changed = (replace(l, mixer=replace(l.mixer, **change)) if of(l.mixer) else l for l in spec.layers)  # type: ignore[arg-type]
+    return replace(spec, layers=tuple(changed))
+
+
+def _slides(mixer: Any) -> bool:
+    return mixer.window > 0
+
+
+def _full(mixer: Any) -> bool:
+    return mixer.window == 0
 
 
 def _experts(spec: ModelSpec, **change: object) -> ModelSpec:
@@ -181,6 +187,14 @@ def _experts(spec: ModelSpec, **change: object) -> ModelSpec:
         pytest.param(("deepseek2", "q4_0x"), lambda s: _experts(s, n_groups=1, groups_used=1), id="expert groups"),
         pytest.param(("deepseek2", "q4_0x"), lambda s: _mixers(s, scale=64**-0.5), id="YaRN's scale of scores"),
         pytest.param(("deepseek2_lite", "q4_0x"), lambda s: _experts(s, renormalise=True), id="weights as they are"),
+        pytest.param(("gemma4", "q4_0x"), lambda s: _mixers(s, value_norm=False), id="values' norm"),
+        pytest.param(("gemma4", "q4_0x"), lambda s: _mixers(s, scale=0.2), id="scores as they are"),
+        pytest.param(("gemma4", "q4_0x"), lambda s: _mixers(s, _full, rope=s.layers[0].mixer.rope), id="two rotations"),
+        pytest.param(
+            ("gemma4_e", "q4_0x"), lambda s: _mixers(s, lambda m: m.reads == 4, reads=3), id="whose keys are read"
+        ),
+        pytest.param(("gemma_embedding", "q4_0x"), lambda s: _mixers(s, _slides, window=36), id="half a window a side"),
+        pytest.param(("modern_bert", "q4_0x"), lambda s: _mixers(s, _slides, window=36), id="half of another"),
         pytest.param(("smollm3", "q4_0x"), lambda s: _one_rope(s, 0), id="no layer without positions"),
         pytest.param(("olmo3", "q4_0x"), lambda s: _one_rope(s, 3), id="YaRN in all layers"),
         pytest.param(("hunyuan_dense", "q4_0x"), lambda s: _mixers(s, late_norm=False), id="norm before rope"),
