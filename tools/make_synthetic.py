@@ -78,6 +78,15 @@ class Shape:
     fused: bool = False
     """Query, key and value in one matrix, gate and up in another."""
     post_norms: bool = False
+    latent: Mapping[str, int] = field(default_factory=dict)
+    """Latent attention's q_rank, rank, nope, rope and value."""
+    local: Mapping[str, int] = field(default_factory=dict)
+    """Gemma 4: head_dim and kv_heads of layers with a window, whose word has a w."""
+    keys_are_values: bool = False
+    """Of layers without a window."""
+    per_layer: int = 0
+    shared_kv: int = 0
+    """Layers at the end that read the keys of others."""
     encoder: str = ""
     """How an encoder knows positions: "learned" or "rope"."""
     ssm: Mapping[str, int] = field(default_factory=dict)
@@ -184,6 +193,14 @@ class Plan:
         self._norm("output_norm", s.embedding)
         if not s.tied:
             self._matrix("output", (self.vocab, s.embedding))
+        if s.per_layer:
+            width = s.per_layer * len(self.layers)
+            self._matrix("per_layer_token_embd", (self.vocab, width), std=1.0)
+            self._matrix("per_layer_model_proj", (width, s.embedding))
+            self._norm("per_layer_proj_norm", s.per_layer)
+        if s.local:
+            turns = np.where(np.arange(s.head_dim // 2) < s.head_dim // 8, 1.0, 1e30)
+            self._float("rope_freqs.weight", turns.shape, lambda _: turns)
         if s.rope_scaling:
             factors = _llama3_factors(s)
             self._float("rope_freqs.weight", factors.shape, lambda _: factors)
@@ -196,7 +213,11 @@ class Plan:
             self._mamba2(blk)
         if "s" in parts:
             self._mamba1(blk)
-        if "a" in parts:
+        if "l" in parts:
+            self._latent(blk)
+        if "w" in parts or ("a" in parts and s.local):
+            self._gemma4(blk, i, "w" in parts)
+        elif "a" in parts:
             q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
             biased = s.bias or s.qkv_bias
             if s.fused:
@@ -223,11 +244,55 @@ class Plan:
                 self._normal(blk + "ffn_gate_inp.bias", (s.experts,), 0.02)
             if s.expert_bias:
                 self._normal(blk + "exp_probs_b.bias", (s.experts,), 0.01)
-            self._feed_forward(blk, "_exps", (s.experts,), s.expert_ff, place, s.bias)
+            if s.local:
+                self._beside(blk, place)
+            else:
+                self._feed_forward(blk, "_exps", (s.experts,), s.expert_ff, place, s.bias)
             if s.shared_ff:
                 self._feed_forward(blk, "_shexp", (), s.shared_ff, place, False)
         if "d" in parts:
             self._feed_forward(blk, "", (), s.ff, place, s.bias)
+
+    def _latent(self, blk: str) -> None:
+        s, m = self.shape, self.shape.latent
+        query = s.heads * (m["nope"] + m["rope"])
+        self._matrix(blk + "attn_q_a", (m["q_rank"], s.embedding))
+        self._norm(blk + "attn_q_a_norm", m["q_rank"])
+        self._matrix(blk + "attn_q_b", (query, m["q_rank"]))
+        self._matrix(blk + "attn_kv_a_mqa", (m["rank"] + m["rope"], s.embedding))
+        self._norm(blk + "attn_kv_a_norm", m["rank"])
+        self._matrix(blk + "attn_k_b", (s.heads, m["rank"], m["nope"]))
+        self._matrix(blk + "attn_v_b", (s.heads, m["value"], m["rank"]))
+        self._matrix(blk + "attn_output", (s.embedding, s.heads * m["value"]), std=0.005)
+
+    def _gemma4(self, blk: str, i: int, local: bool) -> None:
+        """Attention with a window or without, and what follows both halves."""
+        s, place = self.shape, (i, len(self.layers))
+        dim, n_kv = (s.local["head_dim"], s.local["kv_heads"]) if local else (s.head_dim, s.kv_heads)
+        own = i < len(self.layers) - _shared(s, self.layers)
+        self._matrix(blk + "attn_q", (s.heads * dim, s.embedding))
+        if own:
+            self._matrix(blk + "attn_k", (n_kv * dim, s.embedding))
+            self._ones(blk + "attn_k_norm.weight", dim)
+        if own and (local or not s.keys_are_values):
+            self._matrix(blk + "attn_v", (n_kv * dim, s.embedding), place)
+        self._matrix(blk + "attn_output", (s.embedding, s.heads * dim), std=0.005)
+        self._ones(blk + "attn_q_norm.weight", dim)
+        self._ones(blk + "layer_output_scale.weight", 1)
+        if s.per_layer:
+            self._matrix(blk + "inp_gate", (s.per_layer, s.embedding))
+            self._matrix(blk + "proj", (s.embedding, s.per_layer))
+            self._norm(blk + "post_norm", s.embedding)
+
+    def _beside(self, blk: str, place: tuple[int, int]) -> None:
+        """Experts beside a dense feed-forward, gate and up in one tensor."""
+        s = self.shape
+        for name in ("pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2"):
+            self._norm(blk + name, s.embedding)
+        self._ones(blk + "ffn_gate_inp.scale", s.embedding)
+        self._ones(blk + "ffn_down_exps.scale", s.experts)
+        self._matrix(blk + "ffn_gate_up_exps", (s.experts, 2 * s.expert_ff, s.embedding))
+        self._matrix(blk + "ffn_down_exps", (s.experts, s.embedding, s.expert_ff), place, std=0.005)
 
     def _feed_forward(
         self, blk: str, suffix: str, stack: tuple[int, ...], ff: int, place: tuple[int, int], bias: bool
@@ -322,6 +387,11 @@ class Plan:
         return pool.take(rng.integers(0, len(pool), -(-size // pool.shape[1])), axis=0).reshape(-1)[:size]
 
 
+def _shared(shape: Shape, layers: Sequence[str]) -> int:
+    """Layers that read the keys of others: none in a model that was cut short."""
+    return shape.shared_kv if len(layers) == len(shape.layers) else 0
+
+
 def _llama3_factors(shape: Shape) -> np.ndarray:
     r = shape.rope_scaling
     wavelength = 2 * np.pi * shape.keys["rope.freq_base"] ** (np.arange(0, shape.head_dim, 2) / shape.head_dim)
@@ -399,6 +469,13 @@ def model_keys(shape: Shape, layers: Sequence[str], vocab: int) -> dict[str, Any
         "rope.dimension_count": shape.head_dim,
         "vocab_size": vocab,
     }
+    if shape.local:
+        windows = ["w" in layer for layer in layers]
+        keys["attention.head_count_kv"] = [shape.local["kv_heads"] if w else shape.kv_heads for w in windows]
+        keys |= {"attention.sliding_window_pattern": windows, "attention.shared_kv_layers": _shared(shape, layers)}
+        keys["embedding_length_per_layer_input"] = shape.per_layer
+        for name in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
+            keys |= {name: shape.head_dim, f"{name}_swa": shape.local["head_dim"]}
     if shape.ff:
         keys["feed_forward_length"] = shape.ff
     if shape.experts:
