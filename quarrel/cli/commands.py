@@ -58,6 +58,16 @@ def _pull(p: argparse.ArgumentParser) -> None:
     p.add_argument("name", metavar="NAME", help="hf://owner/repo[:file or quant], such as hf://owner/repo:Q4_K_M")
 
 
+TYPES = "q4_k_m, q4_k_s, q5_k_m, q5_k_s, q6_k, q8_0, q4_0, q4_1, q5_0, q5_1, f16, bf16 or f32"
+
+
+def _quantize(p: argparse.ArgumentParser) -> None:
+    p.add_argument("model", metavar="IN", help="the model, as `quarrel pull` and others name it; F16, BF16, F32 or Q8_0")
+    p.add_argument("target", metavar="OUT", help="the file to write, such as model-q4_k_m.gguf")
+    p.add_argument("type", metavar="TYPE", help=TYPES)
+    p.add_argument("--again", action="store_true", help="quantise weights that are quantised already, which loses more")
+
+
 def _tokenize(p: argparse.ArgumentParser) -> None:
     _text_arguments(p, "TEXT", "the text to cut into tokens")
     p.add_argument("--decode", action="store_true", help="the text is token ids; print what they say")
@@ -254,6 +264,13 @@ COMMANDS: tuple[tuple[str, str, str, str, Callable[[argparse.ArgumentParser], No
     ("explain", " [MODEL]", "show the memory plan, and which implementation takes which op", "", _explain),
     ("tokenize", " [MODEL] TEXT", "show the tokens of a text", "", _tokenize),
     ("pull", " NAME", "download a model from Hugging Face", "It lands in the Hugging Face cache.", _pull),
+    (
+        "quantize",
+        " IN OUT TYPE",
+        "write a model's file with smaller weights",
+        "The types are llama.cpp's, chosen tensor by tensor as it does. An interrupted run goes on where it was.",
+        _quantize,
+    ),
     (
         "serve",
         " [MODEL ...]",

@@ -5,6 +5,7 @@ from quarrel.gguf.file import GGUFFile, TensorInfo
 from quarrel.gguf.formats import FORMATS, BlockFormat, GGMLType, nbytes
 from quarrel.gguf.metadata import REQUIRED, Metadata
 from quarrel.gguf.quantize import quantize
+from quarrel.gguf.requantize import requantize
 from quarrel.gguf.resolve import Resolved, pull, resolve
 from quarrel.gguf.values import ValueType
 from quarrel.gguf.vocabulary import check_vocab
@@ -26,5 +27,6 @@ __all__ = [
     "nbytes",
     "pull",
     "quantize",
+    "requantize",
     "resolve",
 ]

@@ -15,6 +15,10 @@ from quarrel.gguf.formats import FORMATS, GGMLType
 # Blocks quantised at a time: the search holds about ten float arrays of this many elements.
 _CHUNK_ELEMENTS = 1 << 20
 
+REFITS = 2
+"""Of weights on a grid of 4 bits the mean squared error was 1.02 to 1.03 of llama.cpp's without in Q4_K, is 0.99 with two;
+0.93 in Q5_K, which was 1.07 with the offsets that llama.cpp has, from -0.5 to 0.9."""
+
 _LARGEST: Mapping[GGMLType, int] = MappingProxyType({GGMLType.NVFP4: 6 * 448})
 """The largest value that a block holds, if it is not float16's largest scale."""
 
@@ -135,27 +139,48 @@ def _affine(x: np.ndarray, levels: int, offsets: np.ndarray) -> tuple[np.ndarray
     return best_scale, -best_low
 
 
-def _scales_6bit(scale: np.ndarray, minimum: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The 16 first bytes of a Q4_K or Q5_K block [n, 16], then what they mean: scale and minimum [n, 8], as stored."""
-    d, dmin = (_float16(part.max(-1, keepdims=True) / 63) for part in (scale, minimum))  # [n, 1]
-    s, m = (
-        np.clip(np.rint(part * _reciprocal(unit)), 0, 63).astype(np.uint8) for part, unit in ((scale, d), (minimum, dmin))
-    )
-    packed = np.empty((len(scale), 16), np.uint8)
+def _packed(d: np.ndarray, dmin: np.ndarray, s: np.ndarray, m: np.ndarray) -> np.ndarray:
+    """The 16 first bytes of a Q4_K or Q5_K block: units [n, 1], and the scales and minima [n, 8] as multiples of them."""
+    packed = np.empty((len(s), 16), np.uint8)
     packed[:, 0:2] = d.astype("<f2").view(np.uint8)
     packed[:, 2:4] = dmin.astype("<f2").view(np.uint8)
     packed[:, 4:8] = s[:, :4] | s[:, 4:] >> 4 << 6
     packed[:, 8:12] = m[:, :4] | m[:, 4:] >> 4 << 6
     packed[:, 12:16] = s[:, 4:] & 15 | (m[:, 4:] & 15) << 4
-    return packed, d * s, dmin * m
+    return packed
 
 
 def _affine_blocks(x: np.ndarray, levels: int, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Scale bytes [n, 16] and integers 0..levels [n, 8, 32] of blocks [n, 256]."""
+    """Scale bytes [n, 16] and integers 0..levels [n, 8, 32] of blocks [n, 256].
+
+    What the units d and dmin are rounded from is fitted once more, to the integers and multiples that the first ones gave.
+    """
     runs = x.reshape(-1, 8, 32)
-    packed, scale, minimum = _scales_6bit(*_affine(runs, levels, offsets))
-    q = np.rint((runs + minimum[..., None]) * _reciprocal(scale[..., None]))
-    return packed, np.clip(q, 0, levels).astype(np.uint8)
+    scale, minimum = _affine(runs, levels, offsets)
+    d, dmin = (_float16(part.max(-1, keepdims=True) / 63) for part in (scale, minimum))  # [n, 1]
+    s, m = (np.clip(np.rint(part * _reciprocal(unit)), 0, 63) for part, unit in ((scale, d), (minimum, dmin)))  # [n, 8]
+
+    def rounded(d: np.ndarray, dmin: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The integers, and the squared error of each block [n, 1]."""
+        step, low = (d * s)[..., None], (dmin * m)[..., None]
+        q = np.clip(np.rint((runs + low) * _reciprocal(step)), 0, levels)
+        return q, ((step * q - low - runs) ** 2).sum((1, 2))[:, None]
+
+    q, error = rounded(d, dmin)
+    for _ in range(REFITS):
+        # The least squares of x = d (s q) - dmin m, two unknowns a block.
+        sq, sx = (s * q.sum(-1)), runs.sum(-1)
+        aa, bb, ab = (s * s * (q * q).sum(-1)).sum(-1), 32 * (m * m).sum(-1), (sq * m).sum(-1)
+        ax, bx = (s * (q * runs).sum(-1)).sum(-1), (m * sx).sum(-1)
+        inverse = _reciprocal(aa * bb - ab * ab)
+        other = [
+            _float16(np.maximum(v, 0))[:, None] for v in ((ax * bb - ab * bx) * inverse, (ab * ax - aa * bx) * inverse)
+        ]
+        new_q, new_error = rounded(*other)
+        better = new_error < error
+        d, dmin = (np.where(better, new, old) for new, old in zip(other, (d, dmin)))
+        q, error = np.where(better[..., None], new_q, q), np.where(better, new_error, error)
+    return _packed(d, dmin, s.astype(np.uint8), m.astype(np.uint8)), q.astype(np.uint8)
 
 
 def _q4_k(x: np.ndarray) -> np.ndarray:
@@ -165,7 +190,7 @@ def _q4_k(x: np.ndarray) -> np.ndarray:
 
 
 def _q5_k(x: np.ndarray) -> np.ndarray:
-    packed, q = _affine_blocks(x, 31, np.arange(-5, 11) / 10)
+    packed, q = _affine_blocks(x, 31, np.arange(-10, 11) / 10)
     low = q & 15
     nibbles = low[:, 0::2] | low[:, 1::2] << 4
     high = np.bitwise_or.reduce(q >> 4 << np.arange(8, dtype=np.uint8)[:, None], axis=1)  # [n, 32], run r in bit r
