@@ -101,7 +101,7 @@ def requantize(
     if lossy is not None and not again:
         raise RequestError(
             f"the tensor {lossy.name} is {lossy.type.name} already, and would lose more than the original weights do: take"
-            " a file in F16, BF16, F32 or Q8_0, or give --again",
+            " a file in F16, BF16, F32 or Q8_0, or say again",
             "again",
         )
     header, starts = _writer(source, MIXES[mix.lower()], types).layout()

@@ -141,4 +141,11 @@ def test_the_command_says_what_it_made(tmp_path: Path, capsys: pytest.CaptureFix
     assert 8.5 < said["bits_per_weight"] < 40
     assert main(["quantize", source, target, "Q8_0"]) == 1
     assert "is there already" in capsys.readouterr().err
+    again = str(tmp_path / "again.gguf")
+    assert main(["quantize", target, again, "q4_0"]) == 0
+    capsys.readouterr()
+    assert main(["quantize", again, str(tmp_path / "more.gguf"), "q8_0"]) == 1
+    assert "F32 or Q8_0, or say --again\n" in capsys.readouterr().err
+    assert main(["quantize", source, str(tmp_path / "none.gguf"), "q9"]) == 1
+    assert "the type is 'q9', wanted one of f32" in capsys.readouterr().err
     assert set(re.split(", | or ", TYPES)) == set(MIXES)
