@@ -20,6 +20,8 @@ MODELS = {
     "mamba": "model-q4_0x.gguf",
     "mamba2": "model-q4_k_m.gguf",
     "qwen35moe": "model-q4_k_m.gguf",
+    "glm47flash": "model-q4_k_m.gguf",
+    "gemma4_e": "model-q4_k_m.gguf",
     "lfm2": "model-q4_0x.gguf",
     "cohere2": "model-q4_k_m.gguf",
 }

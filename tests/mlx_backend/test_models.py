@@ -25,7 +25,7 @@ FEW, FEW_CUTS = 25, (1, 9)
 EVERYTHING = os.environ.get("QUARREL_TEST_ALL") == "1"
 SAME_ARCHITECTURE = (
     *("gptoss_trunc", "granite4micro", "granitehybrid_dense", "phi3_longrope", "qwen3_yarn"),
-    *("deepseek2", "deepseek2_lite", "gemma3_vl", "qwen35_vl", "xlm_roberta"),
+    *("deepseek2", "deepseek2_lite", "gemma4", "gemma3_vl", "qwen35_vl", "xlm_roberta"),
 )
 FIRST = {a: v for a, v in reversed(variants()) if a not in SAME_ARCHITECTURE}
 CASES = [(a, v) for a, v in variants() if EVERYTHING or FIRST.get(a) == v]
