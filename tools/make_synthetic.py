@@ -89,6 +89,11 @@ class Shape:
     """Layers at the end that read the keys of others."""
     encoder: str = ""
     """How an encoder knows positions: "learned" or "rope"."""
+    delta: Mapping[str, int] = field(default_factory=dict)
+    """Heads of a gated delta net, and its taps; attention beside it has output gates in `attn_q`."""
+    taps: int = 0
+    """Of a short convolution."""
+    final_norm: str = "output_norm"
     ssm: Mapping[str, int] = field(default_factory=dict)
     rope_scaling: Mapping[str, float] = field(default_factory=dict)
 
@@ -190,7 +195,7 @@ class Plan:
                 self._normal("position_embd.weight", (s.keys["context_length"], s.embedding), 0.02)
             self._norm("token_embd_norm", s.embedding)
             return
-        self._norm("output_norm", s.embedding)
+        self._norm(s.final_norm, s.embedding)
         if not s.tied:
             self._matrix("output", (self.vocab, s.embedding))
         if s.per_layer:
@@ -213,6 +218,12 @@ class Plan:
             self._mamba2(blk)
         if "s" in parts:
             self._mamba1(blk)
+        if "g" in parts:
+            self._delta(blk)
+        if "c" in parts:
+            self._matrix(blk + "shortconv.in_proj", (3 * s.embedding, s.embedding))
+            self._taps(blk + "shortconv.conv.weight", s.embedding, s.taps)
+            self._matrix(blk + "shortconv.out_proj", (s.embedding, s.embedding), std=0.005)
         if "l" in parts:
             self._latent(blk)
         if "w" in parts or ("a" in parts and s.local):
@@ -223,7 +234,7 @@ class Plan:
             if s.fused:
                 self._matrix(blk + "attn_qkv", (q + 2 * kv, s.embedding), attention, bias=biased)
             else:
-                self._matrix(blk + "attn_q", (q, s.embedding), bias=biased)
+                self._matrix(blk + "attn_q", (2 * q if s.delta else q, s.embedding), bias=biased)
                 self._matrix(blk + "attn_k", (kv, s.embedding), bias=biased)
                 self._matrix(blk + "attn_v", (kv, s.embedding), attention, bias=biased)
             self._matrix(blk + "attn_output", (s.embedding, q), std=0.005, bias=s.bias)
@@ -250,6 +261,8 @@ class Plan:
                 self._feed_forward(blk, "_exps", (s.experts,), s.expert_ff, place, s.bias)
             if s.shared_ff:
                 self._feed_forward(blk, "_shexp", (), s.shared_ff, place, False)
+                if s.delta:
+                    self._normal(blk + "ffn_gate_inp_shexp.weight", (1, s.embedding), 0.02)
         if "d" in parts:
             self._feed_forward(blk, "", (), s.ff, place, s.bias)
 
@@ -320,9 +333,24 @@ class Plan:
         self._ones(blk + "ssm_d", inner)
         self._matrix(blk + "ssm_out", (s.embedding, inner), std=0.005)
 
+    def _delta(self, blk: str) -> None:
+        s, m = self.shape, self.shape.delta
+        keys, values = m["group_count"] * m["state_size"], m["inner_size"]
+        self._matrix(blk + "attn_qkv", (2 * keys + values, s.embedding))
+        self._matrix(blk + "attn_gate", (values, s.embedding))
+        for name in ("ssm_alpha", "ssm_beta"):
+            self._matrix(blk + name, (m["time_step_rank"], s.embedding))
+        self._taps(blk + "ssm_conv1d.weight", 2 * keys + values, m["conv_kernel"])
+        self._time_steps(blk, m["time_step_rank"])
+        self._float(blk + "ssm_a", (m["time_step_rank"],), lambda rng: rng.uniform(-16, -1, m["time_step_rank"]))
+        self._ones(blk + "ssm_norm.weight", values // m["time_step_rank"])
+        self._matrix(blk + "ssm_out", (s.embedding, values), std=0.005)
+
+    def _taps(self, name: str, channels: int, taps: int) -> None:
+        self._float(name, (channels, taps), lambda rng: rng.uniform(-0.5, 0.5, (channels, taps)))
+
     def _conv(self, blk: str, channels: int) -> None:
-        taps = self.shape.ssm["conv_kernel"]
-        self._float(blk + "ssm_conv1d.weight", (channels, taps), lambda rng: rng.uniform(-0.5, 0.5, (channels, taps)))
+        self._taps(blk + "ssm_conv1d.weight", channels, self.shape.ssm["conv_kernel"])
         self._normal(blk + "ssm_conv1d.bias", (channels,), 0.02)
 
     def _time_steps(self, blk: str, count: int) -> None:
@@ -450,7 +478,7 @@ def word_pieces(spec: Mapping[str, Any], special: Mapping[int, str]) -> dict[str
 
 def model_keys(shape: Shape, layers: Sequence[str], vocab: int) -> dict[str, Any]:
     """The keys that a converter writes, without the architecture's prefix; an array where the value differs by layer."""
-    hybrid = bool(shape.ssm)
+    hybrid = bool(shape.ssm or shape.taps)
     if shape.encoder:
         return {
             "block_count": len(layers),
@@ -482,7 +510,11 @@ def model_keys(shape: Shape, layers: Sequence[str], vocab: int) -> dict[str, Any
         keys |= {"expert_count": shape.experts, "expert_used_count": shape.experts_used}
     if shape.arch == "nemotron_h_moe":
         keys["feed_forward_length"] = [shape.expert_ff if "e" in layer else 0 for layer in layers]
-    keys |= {f"ssm.{name}": value for name, value in shape.ssm.items()}
+    if shape.delta:
+        keys["attention.recurrent_layers"] = ["g" in layer for layer in layers]
+    if shape.taps:
+        keys["shortconv.l_cache"] = shape.taps
+    keys |= {f"ssm.{name}": value for name, value in (*shape.ssm.items(), *shape.delta.items())}
     return keys | dict(shape.keys)
 
 

@@ -83,9 +83,9 @@ def test_every_shape_agrees_with_its_own_keys(name: str) -> None:
     assert tensors["token_embd.weight"].shape == (shape.vocab["size"], width)
     for i, parts in enumerate(plan.layers):
         names = {tensor.split(".")[2] for tensor in tensors if tensor.startswith(f"blk.{i}.")}
-        attends = "attn_q" in names or "attn_qkv" in names
-        attends |= "attn_kv_a_mqa" in names
+        attends = "attn_output" in names
         assert (attends, "ssm_in" in names) == (any(c in parts for c in "awl"), "m" in parts or "s" in parts)
+        assert ("ssm_beta" in names, "shortconv" in names) == ("g" in parts, "c" in parts)
         assert (bool({"ffn_up_exps", "ffn_gate_up_exps"} & names), "ffn_up" in names) == ("e" in parts, "d" in parts)
     assert make_synthetic.report(plan).startswith(f"{len(tensors)} tensors")
 
@@ -129,6 +129,7 @@ def test_released_parameter_counts() -> None:
     }
     billions |= {"gpt-oss-20b": 20.9, "nemotron-3-nano-30b-a3b": 31.6, "granite-4-h-tiny": 6.94, "granite-4-micro": 3.4}
     billions |= {"glm-4.7-flash": 29.9, "gemma-4-26b-a4b": 25.2, "gemma-4-e4b": 7.46}
+    billions |= {"qwen3.6-35b-a3b": 34.7, "qwen3.5-9b": 8.95, "lfm2-8b-a1b": 8.34}
     for name, wanted in billions.items():
         plan = build(SHAPES[name], "Q8_0", name=name, layers=len(SHAPES[name].layers), vocab=None, seed=0)[1]
         assert sum(np.prod(t.shape, dtype=np.int64) for t in plan.tensors) / 1e9 == pytest.approx(wanted, rel=0.005)
