@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from quarrel.gguf import GGUFFile, Metadata
@@ -14,7 +15,7 @@ from quarrel.models.kind import Block, Kind
 from quarrel.models.mixers import MIXERS, Attention
 from quarrel.models.spec import Mixer
 from quarrel.ops.activation import plain
-from quarrel.ops.contract import StateRef, Value
+from quarrel.ops.contract import StateRef, Value, WeightRef
 from quarrel.ops.linear import Linear, norm_linear
 from quarrel.ops.null import Builder
 from quarrel.ops.program import StateLayer
@@ -76,6 +77,23 @@ def test_qwen3vlmoe_is_qwen3moe_where_there_is_only_text() -> None:
         keys |= {"general.architecture": "qwen3vlmoe", "qwen3vlmoe.rope.dimension_sections": [6, 5, 5, 0]}
         seeing = SimpleNamespace(metadata=Metadata(keys), tensors=file.tensors, raw=file.raw, array=file.array)
         assert read_spec(seeing) == replace(read_spec(file), architecture="qwen3vlmoe")  # type: ignore[arg-type]
+
+
+def test_an_old_file_of_qwen3next_has_a_delta_net_in_one_tensor() -> None:
+    """`ssm_in` holds query, key, values and gates of one key head after the other: the same rows are found in it."""
+    with GGUFFile.open(need_cases("qwen3next") / "model-q4_0x.gguf") as file:
+        spec = read_spec(file)
+        qkv, gate, whole = (f"blk.0.{name}.weight" for name in ("attn_qkv", "attn_gate", "ssm_in"))
+        (q, k, v), z = np.split(file.raw(qkv), [64, 128]), file.raw(gate)
+        rows = np.concatenate([x[g * len(x) // 2 : (g + 1) * len(x) // 2] for g in range(2) for x in (q, k, v, z)])
+        held = {name: info for name, info in file.tensors.items() if name not in (qkv, gate)}
+        held[whole] = replace(file.tensors[qkv], name=whole, dims=(192, len(rows)))
+        raw = lambda name: rows if name == whole else file.raw(name)  # noqa: E731
+        old = Tensors(SimpleNamespace(metadata=file.metadata, tensors=held, raw=raw, array=file.array))  # type: ignore[arg-type]
+        (maps,) = (n for n in assemble(spec, old).nodes if n.path == "blk.0.attn" and n.op.name == "norm_linear")
+        found = [old.raw(ref).raw for ref in maps.inputs if isinstance(ref, WeightRef)]
+        assert np.array_equal(found[1], file.raw(qkv))
+        assert np.array_equal(found[4], z)
 
 
 def test_every_kind_in_the_tables_is_under_its_spec() -> None:
