@@ -202,7 +202,6 @@ def _experts(spec: ModelSpec, **change: object) -> ModelSpec:
         pytest.param(("granite_swa", "q4_0x"), lambda s: _one_rope(s, 1), id="no rope pattern"),
         pytest.param(("qwen35", "q4_0x"), lambda s: _deltas(s, grouped=True), id="heads side by side"),
         pytest.param(("qwen3next", "q4_0x"), lambda s: _deltas(s, grouped=False), id="heads in turn"),
-        pytest.param(("qwen35moe", "q4_0x"), lambda s: _experts(s, shared_gate=False), id="no gate on the shared expert"),
         pytest.param(("muse_glimmer", "q4_0x"), lambda s: replace(s, embedding_norm=False), id="no norm of embeddings"),
         pytest.param(("muse_glimmer", "q4_0x"), lambda s: _one_rope(s, 1), id="positions in full layers"),
     ],

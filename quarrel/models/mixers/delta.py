@@ -65,7 +65,8 @@ def _gate(block: Block, m: GatedDelta) -> Linear:
 
 def _rates(block: Block, m: GatedDelta) -> tuple[Linear, Linear]:
     """Alpha and beta; `ssm_ba` has the betas and then the alphas of one key after the other."""
-    if not m.grouped:
+    # A file has either; where it has neither, the one that belongs to the model is missed.
+    if block.has("ssm_alpha.weight") or not (m.grouped or block.has("ssm_ba.weight")):
         return block.linear("ssm_alpha", m.n_v, block.n_embd), block.linear("ssm_beta", m.n_v, block.n_embd)
     both, each = block.matrix("ssm_ba.weight", 2 * m.n_v, block.n_embd), m.n_v // m.n_k
     beta = [(2 * g * each, (2 * g + 1) * each) for g in range(m.n_k)]
