@@ -35,8 +35,11 @@ _LIMITS = {
 }
 
 
-def first_fault(error: ValidationError) -> tuple[str, str]:
-    """The first wrong field, and the sentence. Of a choice of types it is about the one that the value came nearest to."""
+def first_fault(error: ValidationError) -> tuple[str | None, str]:
+    """The first wrong field, and the sentence. Of a choice of types it is about the one that the value came nearest to.
+    None where a field's name is wrong itself, which has no place."""
+    if any(not e["loc"] for e in error.errors(include_url=False)):
+        return None, "the name of a field holds half a character (a lone surrogate), wanted texts in UTF-8"
     found = [(_path(e["loc"]), e) for e in error.errors(include_url=False)]
     first = found[0][0][0]
     path = max(

@@ -80,6 +80,21 @@ def test_fields_of_other_shapes(live: Live) -> None:
             assert answer.status_code == 400, (field, value, answer.status_code, answer.text[:300])
 
 
+def test_names_of_fields_that_are_no_text(live: Live) -> None:
+    """Found by fuzz.http: a name has no place that an error could tell, which was a 500."""
+    for name in (b"\\ud802", b"a\\udd74", b"\\ud800udc00"):
+        for at in (
+            b'{"prompt": "a", "%b": null}',
+            b'{"prompt": "a", "stream_options": {"%b": 1}}',
+            b'{"prompt": "a", "logit_bias": {"%b": 1}}',
+        ):
+            answer = live.client.post("/v1/completions", content=at % name)
+            assert answer.status_code == 400, (at % name, answer.text)
+            assert answer.json()["error"]["message"].endswith(
+                ("wanted texts in UTF-8", "wanted a text in UTF-8", "wanted a whole number")
+            )
+
+
 MESSAGES: list[Any] = [
     None, 5, {}, [], [None], ["a"], [{}], [{"role": "user"}, 1], [{"role": 5, "content": "a"}], [{"content": "a"}],
     [{"role": "user", "content": 5}], [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
