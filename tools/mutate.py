@@ -43,14 +43,27 @@ SIMULATION = (
     _SIMULATED.format("any_order_of_events_gives_everyone_his_own", 50, 60),
 )
 """A part: what it does not notice, the rest of it seldom does."""
-_BLOCKS = ("tests/engine/test_blocks.py", "tests/engine/test_scheduler.py", "tests/engine/test_windows.py")
+_BLOCKS = (
+    "tests/engine/test_blocks.py",
+    "tests/engine/test_reuse.py",
+    "tests/engine/test_family.py",
+    "tests/engine/test_scheduler.py",
+    "tests/engine/test_windows.py",
+)
 _ENGINE = ("tests/engine/test_engine.py", "tests/engine/test_spoilt_prefix.py", "tests/engine/test_corners.py")
 TARGETS: dict[str, tuple[str, ...]] = {
     "quarrel/engine/pools.py": (*_BLOCKS, *_ENGINE, *SIMULATION),
     "quarrel/engine/prefix.py": (*_BLOCKS, *_ENGINE, *SIMULATION),
     "quarrel/engine/cache.py": (*_BLOCKS, *_ENGINE, *SIMULATION),
     "quarrel/engine/queue.py": ("tests/engine/test_scheduler.py", "tests/engine/test_service.py", *_ENGINE, *SIMULATION),
-    "quarrel/engine/scheduler.py": (*_BLOCKS[1:], *_ENGINE, "tests/engine/test_service.py", *SIMULATION),
+    "quarrel/engine/scheduler.py": (
+        *_BLOCKS[3:],
+        "tests/engine/test_draft.py",
+        "tests/engine/test_packed.py",
+        *_ENGINE,
+        "tests/engine/test_service.py",
+        *SIMULATION,
+    ),
     "quarrel/engine/loop.py": ("tests/engine/test_async.py", *_ENGINE, "tests/engine/test_service.py"),
     "quarrel/server/keys.py": ("tests/server/test_keys.py",),
     "quarrel/server/limits.py": ("tests/server/test_limits.py",),
@@ -58,6 +71,42 @@ TARGETS: dict[str, tuple[str, ...]] = {
 """A module, and its tests in the order in which they run."""
 SLOW = "not two_thousand and not long_load and not nobody_starves"
 EQUIVALENT: dict[str, tuple[tuple[str, str, str], ...]] = {
+    "quarrel/engine/prefix.py": (
+        ("32 to 33", "token_bytes(32)", "a secret of any length will do"),
+        ("16 to 17", "digest_size=16", "and a key"),
+        ("0 to 1", "self.window_changes = 0", "only whether it changes is looked at"),
+        ("1 to 2", "self._key(None, (), salt)", "a root's block is any number below 0"),
+        ("left out", ".clear()", "what stays in the list means nothing, and is passed over"),
+        ("1 to 2", "self._clock += 1", "only the order counts"),
+        (
+            "Eq to NotEq",
+            "if self._pool.ref_count(node.block) == 1:",
+            "a leaf that is not listed is found by the search of all",
+        ),
+        ("64 to 65", "4 * len(self._by_block) + 64", "a bound that was chosen"),
+        ("Mult to Add", "4 * len(self._by_block) + 64", "likewise"),
+        ("256 to 257", "stride: int = 256", "speed only"),
+        ("Add to Sub", "while at + stride <= limit and", "speed only: what remains is walked"),
+    ),
+    "quarrel/engine/cache.py": (
+        ("1 to 2", "s.cache.indexed = len(whole)", "any number below 0 says the same"),
+        ("LtE to Lt", "if tokens <= len(state.blocks) * size", "what is enough is found to be so below, too"),
+        ("Gt to GtE", "if ahead > 0 and", "none is taken then"),
+        ("Gt to GtE", "if len(blocks) > at:", "nothing is written then"),
+        ("1 to 2", "at + 1 - self.rules.window >=", "a first look, which is repeated exactly"),
+        ("Add to Sub", "at + 1 - self.rules.window >=", "likewise: of freed + 1"),
+        ("Sub to Add", "at + 1 - self.rules.window >=", "likewise"),
+        ("Mult to Add", "node, start = s.cache.node", "start is set again before it is read"),
+    ),
+    "quarrel/engine/queue.py": (
+        ("2 to 3", "sorted(self._heap", "no two have the same order"),
+        ("Add to Sub", "if len(self._heap) > 2 *", "a bound that was chosen"),
+    ),
+    "quarrel/engine/scheduler.py": (
+        ("Lt to LtE", "last.place < sequence.place", "no two have the same place"),
+        ("0 to 1", "self._count = 0", "only the order counts"),
+        ("1 to 2", "self._count += 1", "only the order counts"),
+    ),
     "quarrel/server/keys.py": (
         ("1 to 2", "indent=1", "how the file looks"),
         ("left out", "file.flush()", "shows only where the machine loses its power"),
