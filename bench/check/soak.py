@@ -9,9 +9,9 @@ to four at once. Each must end in one of its allowed ways: a whole answer, this 
 it asked for. Every half a minute the resident memory, descriptors and threads of all processes are read, and /metrics, none
 of whose counters may run backwards.
 
-FILE is written every minute; its `verdict` is of that time. Memory is judged by the slope of what all processes of a server
-hold, from a quarter of the time on: at most `--slope` MiB an hour. The last line is JSON; the exit status is 1 if anything
-is not as it must be.
+FILE is written every minute, and at SIGTERM; its `verdict` is of that time. Memory is judged by how the server's own
+process grows in the second half of the time: at most `--slope` MiB an hour. The last line is JSON; the exit status is 1 if
+anything is not as it must be.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import json
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -415,8 +416,9 @@ def slope(looks: list[Json], value: Callable[[Json], float]) -> float:
 
 
 def verdict(server: Server, limit: float) -> Json:
-    """What the records from a quarter of the time on say. The eldest model's process lives as long as its server."""
-    looks = [r for r in server.looks if r["minutes"] >= server.looks[-1]["minutes"] / 4]
+    """What the records of the second half say: caches fill in the first. The eldest model's process lives as long as its
+    server."""
+    looks = [r for r in server.looks if r["minutes"] >= server.looks[-1]["minutes"] / 2]
     slopes = {
         "mib_per_hour": slope(looks, lambda r: r["mib"]),
         "server_mib_per_hour": slope(looks, lambda r: r["server"]["mib"]),
@@ -456,7 +458,7 @@ async def soak(servers: list[Server], args: argparse.Namespace) -> bool:
         done = {
             "command": " ".join(["python -m bench.check.soak", *sys.argv[1:]]),
             "minutes": round((time.monotonic() - began) / 60, 1),
-            "whole_time": last,
+            "ended": last,
             "requests": sum(sum(c.values()) for c in ends.values()),
             "ends": {k: dict(c) for k, c in sorted(ends.items())},
             "wrong": wrong[:50],
@@ -471,7 +473,9 @@ async def soak(servers: list[Server], args: argparse.Namespace) -> bool:
 
     tasks: set[asyncio.Task[None]] = set()
     looked = written = 0.0
-    while (now := time.monotonic() - began) < args.minutes * 60:
+    stopped = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
+    while not stopped.is_set() and (now := time.monotonic() - began) < args.minutes * 60:
         if now >= looked:
             looked = now + LOOK
             for server in servers:
