@@ -1,7 +1,7 @@
 """Decode and prefill speed of full-size synthetic models on one GPU: the figures that README and docs/performance.md cite.
 
     python -m bench.steps.gpu_bars --seconds 80 --out RESULTS.jsonl [--only mistral-7b:Q4_K_M,..] [--tests tg128,pp4096]
-        [--vs bench/results/2026-11-22-h200-bars.jsonl] [--jobs 12] [--no-check]
+        [--vs bench/results/2026-11-23-h200-bars.jsonl] [--jobs 12] [--no-check]
 
 Model files are written first, then several processes compile the kernels, then the models are measured one after the other,
 the most important first. Every figure is one line of RESULTS.jsonl as soon as it is known; a figure whose check failed says

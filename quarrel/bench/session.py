@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,6 +21,7 @@ from quarrel.bench.report import Figure, statistics
 from quarrel.bench.subject import Source, Subject, limits_for
 from quarrel.bench.workload import Test
 from quarrel.gguf import GGUFFile, resolve
+from quarrel.llm.memory import decoded_room
 from quarrel.ops.step import Backend, ComputeChoice
 
 
@@ -44,6 +45,10 @@ class How:
         return self.deadline is not None and time.perf_counter() > self.deadline
 
 
+ROOM = 8 << 30
+"""Bytes beside weights that a test may take, before weights are kept decoded for prompts as they are in `LLM`."""
+
+
 class Session:
     """One backend; keeps its read bandwidth and what `explain` said of each model."""
 
@@ -60,7 +65,11 @@ class Session:
             source = Source.of(file, max(t.length for t in tests))
             tests = [t for t in tests if t.kind == "prefill" or not source.encodes]
             rows = self.how.step_tokens or self.backend.step_tokens
-            subject = Subject(source, self.backend, limits_for(tests, rows, source.encodes), self.how.compute)
+            limits = limits_for(tests, rows, source.encodes)
+            if self.backend.name == "triton":
+                left = self.backend.free_bytes() - sum(t.nbytes for t in file.tensors.values()) - ROOM
+                limits = replace(limits, decoded_bytes=decoded_room(source.program, left))
+            subject = Subject(source, self.backend, limits, self.how.compute)
             say(f"{name}: loaded in {subject.load_seconds:.2f} s")
             try:
                 batch = max([1, *(t.batch for t in tests)])

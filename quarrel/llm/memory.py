@@ -111,10 +111,14 @@ class Plan:
     def with_decoded(self, program: Program) -> Plan:
         """The same with room for matrices of two bytes a value, in a share of what is left over, and at most for all whose
         rows of x are those of a prompt."""
-        nodes = [n for n in program.nodes if n.op is not EMBEDDING and _axis(n.inputs[0]) == "T"]
-        refs = {w.name: w for node in nodes for w in node.inputs if isinstance(w, WeightRef) and w.rows > 1}
-        size = min(int(DECODED_SHARE * max(0, self.spare)), 2 * sum(w.rows * w.k for w in refs.values()))
-        return replace(self, limits=replace(self.limits, decoded_bytes=size))
+        return replace(self, limits=replace(self.limits, decoded_bytes=decoded_room(program, self.spare)))
+
+
+def decoded_room(program: Program, spare: int) -> int:
+    """Bytes for weights that are kept decoded too, where so many are left over."""
+    nodes = [n for n in program.nodes if n.op is not EMBEDDING and _axis(n.inputs[0]) == "T"]
+    refs = {w.name: w for node in nodes for w in node.inputs if isinstance(w, WeightRef) and w.rows > 1}
+    return min(int(DECODED_SHARE * max(0, spare)), 2 * sum(w.rows * w.k for w in refs.values()))
 
 
 @dataclass(frozen=True)
