@@ -25,7 +25,7 @@ from quarrel.triton_backend.experts import experts, route
 from quarrel.triton_backend.experts import matvec as expert_matvec
 from quarrel.triton_backend.experts.host import is_hosted, on_host, pools_of
 from quarrel.triton_backend.formats.weights import Weights, device_bytes
-from quarrel.triton_backend.inputs import InputBuffer, most_items
+from quarrel.triton_backend.inputs import ADDED, InputBuffer, most_items
 from quarrel.triton_backend.linear import heads, lora, matvec
 from quarrel.triton_backend.plan import Plan
 from quarrel.triton_backend.recurrent import conv_scan2, delta, delta_step, mamba2_step, scan1
@@ -149,7 +149,7 @@ class TritonBackend:
                 slots[program.outputs["tokens"].id] = inputs.last
             rows = {
                 "T": limits.max_tokens,
-                "S": limits.max_seqs,
+                "S": limits.max_seqs + ADDED,
                 "R": min(limits.max_seqs, limits.max_tokens),
                 "items": most_items(limits),
             }

@@ -30,6 +30,8 @@ _RING = 4
 
 _LEAST = 16
 """Tokens of a padded step."""
+ADDED = 1
+"""Sequences that there is room for beside those of a full step, for tokens that are added."""
 
 
 def item_starts(query_start: Array, kv_len: Array, seqs: int = 0) -> Array:
@@ -77,7 +79,7 @@ class _Places:
     """Where each input of a step of up to so many tokens, sequences and rows begins; the block tables come last."""
 
     def __init__(self, limits: Limits, most: int, hosts: Sequence[Array] = ()) -> None:
-        tokens, seqs = min(most, limits.max_tokens), min(most, limits.max_seqs)
+        tokens, seqs = min(most, limits.max_tokens), min(most, limits.max_seqs + ADDED)
         lengths = {
             "table_width": 1,
             "tokens": 1,
@@ -120,7 +122,7 @@ class InputBuffer:
 
     def __init__(self, limits: Limits, device: torch.device) -> None:
         self._limits = limits
-        self._most = max(limits.max_tokens, limits.max_seqs)
+        self._most = max(limits.max_tokens, limits.max_seqs + ADDED)
         size = _Places(limits, self._most).size
         pin = device.type == "cuda"
         self._hosts = [torch.zeros(size, dtype=torch.int32, pin_memory=pin) for _ in range(_RING if pin else 1)]
@@ -299,9 +301,11 @@ def padded_prompts(inputs: StepInputs, limits: Limits, padding: Padding) -> Step
     """
     tokens, seqs, rows = len(inputs.ids), len(inputs.kv_len), len(inputs.out_rows)
     most = padding.tokens(tokens, limits.max_tokens)
-    texts = power_of_two(seqs + (most > tokens))
-    if texts > min(limits.max_seqs, limits.max_tokens) or rows > texts:
+    least = seqs + (most > tokens)
+    texts = max(least, min(power_of_two(least), limits.max_seqs))
+    if texts > min(limits.max_seqs + ADDED, limits.max_tokens) or rows > texts:
         return None
+    outs = min(power_of_two(max(rows, 1)), texts)
     more, added = most - tokens, texts - seqs
     ends = np.minimum(tokens + cdiv(more, max(added, 1)) * np.arange(1, added + 1), most)
     beyond = limits.n_blocks * limits.block_size
@@ -324,8 +328,8 @@ def padded_prompts(inputs: StepInputs, limits: Limits, padding: Padding) -> Step
         query_start=np.concatenate([inputs.query_start, ends]).astype(np.int32),
         kv_len=pad(inputs.kv_len, added),
         block_table=pad_rows(inputs.block_table),
-        out_rows=pad(inputs.out_rows, texts - rows),
-        sample=sample and SampleInputs(**{name: pad(getattr(sample, name), texts - rows) for name in _SAMPLE}),
+        out_rows=pad(inputs.out_rows, outs - rows),
+        sample=sample and SampleInputs(**{name: pad(getattr(sample, name), outs - rows) for name in _SAMPLE}),
         state_slots=pad(inputs.state_slots, added, limits.states),
         adapter=pad(inputs.adapter, more),
         from_last=pad(inputs.from_last, more, -1),

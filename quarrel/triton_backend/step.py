@@ -246,16 +246,16 @@ class TritonStep:
         whole = padded_prompts(inputs, self.limits, ENCODER if encoder else PROMPTS)
         if whole is None:
             return False
-        seqs = len(whole.kv_len)
+        seqs, outs = len(whole.kv_len), len(whole.out_rows)
         starts = np.zeros(seqs + 1, np.int32)
         if not encoder:
             real = item_starts(inputs.query_start, inputs.kv_len, seqs)
             starts[: len(real)], starts[len(real) :] = real, real[-1]
         items = int(starts[-1])
-        self._grow(seqs, items)
+        self._grow(outs, items)
         self._inputs.send(whole, 0, starts, len(inputs.ids))
         items = self._items(items, seqs) if items else 0
-        self._replay(Batch(len(whole.ids), seqs, seqs, items > 0, True, items), want)
+        self._replay(Batch(len(whole.ids), seqs, outs, items > 0, True, items), want)
         return True
 
     def _items(self, items: int, seqs: int) -> int:

@@ -152,19 +152,18 @@ def test_a_step_of_prompts_is_padded_to_a_size_that_is_captured(backend: TritonB
     padded, plain = (backend.compile(PROGRAM, Weights(), LIMITS, "float32") for _ in range(2))
     padded._capture = True  # which begins with the second of a size
     mixed = [(0, 22, 1), (6, 3, 9), (12, 0, 25)]
-    for parts in (PREFILL, MIXED, mixed):
+    full = [(0, 23, 1), (3, 0, 3), (6, 12, 9), (12, 25, 6)]  # what is added makes a fifth sequence
+    for parts in (PREFILL, MIXED, mixed, full):
         inputs = batch(parts, seed=len(parts))
         for want in ("logits", "tokens"):
             got, wanted = (step(inputs, want) for step in (padded, plain))  # type: ignore[arg-type]
             assert np.array_equal(getattr(got, want), getattr(wanted, want))
     assert sorted({(b.T, b.S, b.R, b.items > 0) for b, _ in padded._seen}) == [
-        (16, 4, 4, True), (32, 4, 4, False), (48, 4, 4, True),
+        (16, 4, 4, True), (32, 4, 2, False), (32, 5, 4, True), (48, 4, 4, True),
     ]  # fmt: skip
     cached = zip(padded._plan.caches, plain._plan.caches, strict=True)
     assert all(torch.equal(a.k[: LIMITS.n_blocks], b.k[: LIMITS.n_blocks]) for a, b in cached)
-    # Four sequences leave none for what is added, and more rows than sequences are for scoring.
-    full = batch([(0, 0, 2), (3, 0, 3), (6, 0, 1), (9, 0, 1)])
-    assert padded_prompts(full, LIMITS, PROMPTS) is None
+    # More rows than sequences are for scoring.
     assert padded_prompts(batch(PREFILL, rows=list(range(5))), LIMITS, PROMPTS) is None
     for step in (padded, plain):
         step.close()
