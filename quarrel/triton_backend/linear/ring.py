@@ -7,7 +7,6 @@ to a few hundred rows. Parts of K meet in float32 scratch, where `add_parts` add
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -168,7 +167,8 @@ class Product:
     def gated(self) -> bool:
         return len(self._stacks) == 2
 
-    def tiles(self, cut: Cut) -> int:
+    @property
+    def tiles(self) -> int:
         """Tiles of a matrix's rows."""
         return cdiv(self._n, (8 if self.gated else 16) * _WARPS)
 
@@ -186,8 +186,8 @@ class Product:
             self._rows[key] = TensorDescriptor.from_tensor(rows, [width, 64], gl.NVMMASharedLayout(128, 16, 2))
         return self._rows[key]
 
-    def launch(self, y: torch.Tensor, rows: Rows, cut: Cut, parts: int = 1, part_stride: int = 0) -> None:
-        """y `[pairs, n]`, or with parts of K their sums `[parts, pairs, n]`."""
+    def launch(self, y: torch.Tensor, rows: Rows, cut: Cut, parts: int = 0, part_stride: int = 0) -> None:
+        """y `[pairs, n]`, or with parts of K their sums `[parts, pairs, n]` without biases."""
         site, one, gated = self._site, self._stacks[0], self.gated
         tile = (8 if gated else 16) * cut.warps
         (codes, scale, bits), (up_codes, up_scale, up_bits) = (s.descriptors(tile) for s in (one, self._stacks[-1]))
@@ -196,8 +196,9 @@ class Product:
             kernels.ring, (cut.residents * self.multiprocessors,), y, codes, up_codes, scale, up_scale, bits, up_bits,
             rows.x, (one.top, self._stacks[-1].top), (rows.items, rows.pairs),
             (bias[0], bias[-1], 2.0**-self._shift, 2.0**self._shift), self._n, part_stride, rows.count, K=self.k,
-            PARTS=parts, COPIED=one.copied, FORMAT=self._format, GATED=gated, KIND=self._kind, BIAS=bool(self._biases),
-            BT=cut.width, STAGES=self._stages(cut), TILES=self.tiles(cut), NC=cut.groups, T=cut.warps,
+            PARTS=max(1, parts), COPIED=one.copied, FORMAT=self._format, GATED=gated, KIND=self._kind,
+            BIAS=bool(self._biases) and not parts, BT=cut.width, STAGES=self._stages(cut), TILES=self.tiles,
+            NC=cut.groups, T=cut.warps,
             LISTED=not rows.count, REGISTERS=104 if cut.residents == 2 else 232, warps=cut.warps,
             early=starts_early(site), maxnreg=80 if cut.residents == 2 else 168,
         )  # fmt: skip
@@ -248,8 +249,7 @@ def build(site: Site, maps: Maps) -> Serves:
     return Serves(_Maps(site, maps), least, MOST_BESIDE_E4M3 if site.float8 else MOST, maps.arrange is not None)
 
 
-@dataclass(frozen=True)
-class _Plan:
+class _Plan(NamedTuple):
     """How a number of rows is computed."""
 
     cut: Cut
@@ -261,10 +261,8 @@ class _Maps:
 
     def __init__(self, site: Site, maps: Maps) -> None:
         self._site, self._maps, self._n = site, maps, maps.weights[0].n
-        # Sums of parts get their bias where they meet.
         self._direct = maps.gated or maps.residual is None
         self._product = Product(site, maps.weights, self._n, maps.activation, maps.given)
-        self._plain = self._product if maps.gated or not maps.given else Product(site, maps.weights, self._n, "none", ())
         self._arranged = site.scratch("one", MOST * self._product.padded, torch.float16)
         plans = [self.plan(count) for count in range(1, MOST + 1)]
         sums = max(0 if self._single(p) else p.parts * count for count, p in enumerate(plans, 1))
@@ -276,7 +274,7 @@ class _Maps:
         widths = WIDTHS if self._maps.weights[0].format == "MXFP4" else (*WIDTHS, 2 * WIDTHS[-1])
         cut = Cut.of(next((w for w in widths if count <= w), widths[-1]))
         parts, programs = 1, cut.residents * self._product.multiprocessors
-        units = self._product.tiles(cut) * cdiv(count, cut.width)
+        units = self._product.tiles * cdiv(count, cut.width)
         while not self._maps.gated and parts < _MOST_PARTS and units * parts * 1.5 < programs:
             parts *= 2
         return _Plan(cut, parts)
@@ -302,7 +300,7 @@ class _Maps:
             product.launch(y, Rows(x, x.base, x.base, count), plan.cut)
             return
         sums, stride = self._sums.tensor, count * self._n
-        self._plain.launch(sums, Rows(x, x.base, x.base, count), plan.cut, plan.parts, stride)
+        product.launch(sums, Rows(x, x.base, x.base, count), plan.cut, plan.parts, stride)
         biases, residual = maps.given, maps.residual
         more = Epilogue(biases[0] if biases else y, y, y if residual is None else residual.tensor)
         site.launch(
