@@ -289,6 +289,7 @@ def run(tests: Sequence[str], mutant: Mutant | None, report: int) -> int:
         os.dup2(quiet, stream)
     if mutant is not None:
         sys.meta_path.insert(0, _Finder(mutant))
+        sys.modules.pop(mutant.file.removesuffix(".py").replace("/", "."), None)  # as it was before the edit
     words = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:timeout", "-o", "addopts="]
     status = int(pytest.main([*words, "-W", "ignore", "-k", SLOW, *tests]))
     if mutant is None:

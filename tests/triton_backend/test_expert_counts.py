@@ -23,10 +23,10 @@ def test_rows_that_pad_a_batch_are_not_counted() -> None:
     ids, counts = (torch.zeros(8 if d is torch.int32 else 5, dtype=d, device=device) for d in (torch.int32, torch.int64))
     weights, real_tokens = torch.zeros(8, device=device), torch.tensor([3], dtype=torch.int32, device=device)
     logits = torch.arange(20, dtype=torch.float32, device=device).remainder(7)
+    shape = route.Shape(5, 2, "softmax", True, False, 1, 1, False)
     launch(
         route.route_rows, (1,), choice=route.Choice(ids, weights, counts), real_tokens=real_tokens, logits=logits,
-        bias=logits, tokens=4, scale=1.0, S=route.Shape(5, 2, "softmax", True, False, 1, 1), PADDED=True, G=1, U=2,
-        E=8, R=4,
+        bias=logits, gains=logits, tokens=4, scale=1.0, S=shape, PADDED=True, G=1, U=2, E=8, R=4,
     )  # fmt: skip
     assert int(counts.sum()) == 6
     assert counts.tolist() == np.bincount(ids[:6].cpu().numpy(), minlength=5).tolist()

@@ -203,7 +203,7 @@ def tiles(compute: Compute, head_dim: int, group: int, hopper: bool = False) -> 
         return small, small
     if wide > 256:
         # Full layers of Gemma 4: the result alone is 128 registers a thread.
-        return Tile(rows, 16, 8, 1), Tile(max(64, share), 16, 8, 2)
+        return Tile(rows, 16, 8, 1), Tile(max(32, share), 16, 8, 2)
     # Decode holds two tiles of keys and of values in registers: 206 to 245 of them.
     one = Tile(rows, 64 if wide <= 128 else 32, 4, 1)
     if hopper:
