@@ -66,7 +66,8 @@ class Session:
             tests = [t for t in tests if t.kind == "prefill" or not source.encodes]
             rows = self.how.step_tokens or self.backend.step_tokens
             limits = limits_for(tests, rows, source.encodes)
-            if self.backend.name == "triton":
+            sixteen = self.backend.compute_of(self.how.compute) != "float32"
+            if self.backend.name == "triton" and sixteen and not source.encodes:
                 left = self.backend.free_bytes() - sum(t.nbytes for t in file.tensors.values()) - ROOM
                 limits = replace(limits, decoded_bytes=decoded_room(source.program, left))
             subject = Subject(source, self.backend, limits, self.how.compute)

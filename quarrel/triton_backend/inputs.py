@@ -302,11 +302,11 @@ def padded_prompts(inputs: StepInputs, limits: Limits, padding: Padding) -> Step
     tokens, seqs, rows = len(inputs.ids), len(inputs.kv_len), len(inputs.out_rows)
     most = padding.tokens(tokens, limits.max_tokens)
     least = seqs + (most > tokens)
-    texts = max(least, min(power_of_two(least), limits.max_seqs))
-    if texts > min(limits.max_seqs + ADDED, limits.max_tokens) or rows > texts:
+    padded = max(least, min(power_of_two(least), limits.max_seqs))
+    if padded > min(limits.max_seqs + ADDED, limits.max_tokens) or rows > padded:
         return None
-    outs = min(power_of_two(max(rows, 1)), texts)
-    more, added = most - tokens, texts - seqs
+    outs = min(power_of_two(max(rows, 1)), padded)
+    more, added = most - tokens, padded - seqs
     ends = np.minimum(tokens + cdiv(more, max(added, 1)) * np.arange(1, added + 1), most)
     beyond = limits.n_blocks * limits.block_size
 

@@ -5,8 +5,8 @@ sequence with one new token is cut into splits of its keys (`splits.py`), which 
 one with more walks all its keys in one program for each tile of rows, masking only tiles that the diagonal cuts. Softmax
 and sums are float32, powers of two with log2(e) in the scale.
 
-    bytes      RANK + DIM values a key (1152 for DeepSeek's 512 + 64 in 16 bits), once for each 64 heads
-    registers  a float32 sum of RANK columns a row: 128 a thread for 64 rows of 512 in 8 warps, 64 for 16 rows in 4
+    bytes      RANK + DIM values a key (1152 for DeepSeek's 512 + 64 in 16 bits), once for each 32 heads
+    registers  a float32 sum of RANK columns a row: 64 a thread for 32 rows of 512 in 8 warps, and for 16 rows in 4
 """
 
 from __future__ import annotations
