@@ -95,7 +95,10 @@ def _serve(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument("--data-dir", metavar="FOLDER", help="where the hashes of API keys are stored (or WEBUI_DATA_DIR)")
     p.add_argument(
-        "--origin", metavar="URL", action="append", help="a web origin that browsers may call from; may be repeated"
+        "--origin",
+        metavar="URL",
+        action="append",
+        help="a web origin that browsers may call from, such as https://*.example.org; may be repeated",
     )
     hidden(p, "--allowed-origins", action="append", dest="origin")
     p.add_argument(

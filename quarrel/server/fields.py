@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictFloat, StrictInt, StrictStr, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    WithJsonSchema,
+    model_validator,
+)
 
 Number = StrictFloat
 """Whole numbers too; neither texts nor true and false."""
@@ -38,13 +48,20 @@ Mirostat = Annotated[StrictInt, AfterValidator(_off_or_second), WithJsonSchema({
 
 
 class Body(BaseModel):
-    """Keeps fields that it does not know, so that they can be reported."""
+    """Keeps fields that it does not know, so that they can be reported. A field that is null was not given."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or None not in data.values():
+            return data
+        return {name: value for name, value in data.items() if value is not None}
+
     def unknown(self) -> list[str]:
-        """Paths of what is not understood, in nested objects too; null is as good as absent."""
-        found = [name for name, value in (self.model_extra or {}).items() if value is not None]
+        """Paths of what is not understood, in nested objects too."""
+        found = list(self.model_extra or {})
         for name in type(self).model_fields:
             value = getattr(self, name)
             if isinstance(value, Body):

@@ -9,13 +9,13 @@ import asyncio
 import ipaddress
 import json
 import logging
+import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
-from urllib.parse import urlsplit
 
 from quarrel.errors import ConfigError
 from quarrel.server.callers import Connections, Proxies
@@ -23,6 +23,7 @@ from quarrel.server.errors import Refused, error_body
 from quarrel.server.keys import Keyring
 from quarrel.server.limits import Limiter
 from quarrel.server.metrics import Metrics
+from quarrel.server.origins import LOCAL, Origins
 from quarrel.server.settings import Settings, networks
 from quarrel.server.shed import GENERATING, Gate, Shed
 from quarrel.server.traces import Traces
@@ -40,6 +41,9 @@ STATIC = "/static/"
 """The page and its files: the same bytes for everybody, and a browser cannot send a key with a link."""
 MAX_HEADERS = 32 << 10
 VERSIONS = ("1.0", "1.1")
+SCHEMES = ("http", "https")
+_NAMES = re.compile(r"[A-Za-z0-9_-]{1,64}(, ?[A-Za-z0-9_-]{1,64}){0,31}")
+"""Of headers."""
 METHODS = frozenset({"GET", "HEAD", "POST", "DELETE", "OPTIONS", "PUT", "PATCH", "WS"})
 KEY_PROTOCOL = "quarrel-key."
 """A browser's WebSocket can send no header but this: the sub-protocol `quarrel-key.<key>`, next to `quarrel`."""
@@ -80,6 +84,7 @@ class Middleware:
         self._shed = Shed(check_capacity, keys, metrics, _HEADERS, ollama=settings.ollama)
         self._proxies = Proxies(networks(settings.trusted_proxies))
         self._forwarded = Connections(settings.connections_per_address)
+        self._origins = Origins((*settings.origins, *(LOCAL if settings.ollama else ())))
         self._names = {"localhost", settings.host.lower(), *(h.lower() for h in settings.hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -171,14 +176,16 @@ class Middleware:
         _check_framing(scope, headers)
         self._check_host(scope, headers)
         origin = headers.get("origin")
-        if origin is not None and not self._known(origin, headers.get("host", "")):
-            raise Refused(403, "forbidden_origin", "this origin may not call the server: add it with --origin")
-        if origin is not None:
+        if origin is not None:  # also for one that is refused, whose page then reads why
             extra |= {"Access-Control-Allow-Origin": origin, "Vary": "Origin"}
             extra |= {"Access-Control-Expose-Headers": "X-Request-Id, X-Quarrel-Ignored, Retry-After"}
         if scope["type"] == "http" and scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
-            allowed = {"Access-Control-Allow-Methods": "GET, POST, DELETE", "Access-Control-Max-Age": "600"}
-            return {**allowed, "Access-Control-Allow-Headers": "Authorization, Content-Type"}
+            allowed = {"Access-Control-Allow-Methods": "GET, HEAD, POST, PUT, DELETE", "Access-Control-Max-Age": "600"}
+            wanted = headers.get("access-control-request-headers", "")  # clients have headers of their own
+            named = wanted if _NAMES.fullmatch(wanted) else "Authorization, Content-Type, X-API-Key"
+            return {**allowed, "Access-Control-Allow-Headers": named}
+        if origin is not None and not self._known(origin, headers.get("host", "")):
+            raise Refused(403, "forbidden_origin", f"the origin {origin[:80]!r} may not call the server: see --origin")
         self._authenticate(scope, headers)
         if scope["type"] == "http":
             self._check_length(headers)
@@ -200,10 +207,7 @@ class Middleware:
         raise Refused(421, "unknown_host", f"this server is not called {name[:80]!r}: add the name with --host-name")
 
     def _known(self, origin: str, host: str) -> bool:
-        if origin in self._settings.origins:
-            return True
-        parts = urlsplit(origin)
-        return parts.scheme in ("http", "https") and bool(host) and parts.netloc.lower() == host.lower()
+        return origin in self._origins or (bool(host) and origin.lower() in (f"{s}://{host.lower()}" for s in SCHEMES))
 
     def _authenticate(self, scope: Scope, headers: dict[str, str]) -> None:
         # Open routes first: keys that cannot be read close the server, but do not make it look dead.

@@ -32,6 +32,7 @@ from quarrel.server.dispatch import (
 )
 from quarrel.server.errors import Refused
 from quarrel.server.fields import Body, Ids, Text
+from quarrel.server.lines import line
 from quarrel.server.logprobs import chat_logprob
 from quarrel.server.messages import ChatMessage
 from quarrel.server.ollama_models import listed, now, only_model, plain_name, shown
@@ -292,10 +293,10 @@ async def _answer(
                 row |= _logprobs([chunk.logprob], generation)
             if chunk.result is not None:
                 await _unload(dispatcher, body)
-            yield json.dumps(row, ensure_ascii=False) + "\n"
+            yield line(row)
 
     def failure(error: Refused) -> str:
-        return json.dumps({"error": str(error)}) + "\n"
+        return line({"error": str(error)})
 
     return await answer_stream(admission, lines, failure, "application/x-ndjson", headers)
 

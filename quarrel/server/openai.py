@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -27,13 +26,12 @@ from quarrel.server.dispatch import (
 )
 from quarrel.server.errors import Refused, openai_body
 from quarrel.server.fields import inputs_of
+from quarrel.server.lines import DONE, SSE, event
 from quarrel.server.logprobs import LogprobLists, chat_logprob, joined
 from quarrel.server.schemas import ChatBody, CompletionBody, EmbeddingsBody, OpenAIBody
 from quarrel.server.tools import cut_call, functions_of, split_calls
 
 Json = dict[str, Any]
-_DONE = "data: [DONE]\n\n"
-SSE = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 def routes(dispatcher: Dispatcher) -> APIRouter:
@@ -233,13 +231,13 @@ async def _answer(
             async for burst in bursts(generation, which, limit):
                 ended += [c.result for c in burst if c.result is not None]
                 deltas = [form.delta(c, which * n + c.index, generation) for c in burst]
-                yield "".join(_event({**head, "choices": [d]} | more) for d in deltas)
+                yield "".join(event({**head, "choices": [d]} | more) for d in deltas)
         if with_usage:
-            yield _event({**head, "choices": [], "usage": _usage(ended, n)})
-        yield _DONE
+            yield event({**head, "choices": [], "usage": _usage(ended, n)})
+        yield DONE
 
     def failure(error: Refused) -> str:
-        return _event(openai_body(error)) + _DONE
+        return event(openai_body(error)) + DONE
 
     return await answer_stream(admission, events, failure, "text/event-stream", {**SSE, **headers})
 
@@ -259,10 +257,6 @@ async def _embeddings(dispatcher: Dispatcher, request: Request, body: Embeddings
 def _vector(vector: Any, encoding: str) -> object:
     values = np.asarray(vector, "<f4")
     return base64.b64encode(values.tobytes()).decode() if encoding == "base64" else [float(x) for x in values]
-
-
-def _event(data: Json) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
 
 
 def _model(name: str, created: int) -> Json:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -18,8 +17,8 @@ from quarrel.server.body import body_of, read_body
 from quarrel.server.dispatch import Dispatcher, Generation, answer_stream, answer_whole, chunks
 from quarrel.server.errors import Refused
 from quarrel.server.fields import Adapter, Body, Text
+from quarrel.server.lines import SSE, event
 from quarrel.server.messages import Part, joined
-from quarrel.server.openai import SSE
 from quarrel.server.schemas import Samplers
 from quarrel.server.tools import Call, cut_call, required_call, split_calls
 
@@ -153,14 +152,14 @@ def routes(dispatcher: Dispatcher) -> APIRouter:
 
         async def events(generation: Generation) -> AsyncIterator[str]:
             answer.model = generation.model
-            for event in answer.opening():
-                yield event
+            for each in answer.opening():
+                yield each
             async for chunk in chunks(generation, 0, limit):
                 if chunk.text and not answer.names:
                     yield answer.delta(chunk.text)
                 if chunk.result is not None:
-                    for event in answer.closing(chunk.result):
-                        yield event
+                    for each in answer.closing(chunk.result):
+                        yield each
 
         return await answer_stream(admission, events, answer.failed, "text/event-stream", {**SSE, **headers})
 
@@ -272,7 +271,7 @@ class _Answer:
     def _event(self, kind: str, **fields: Any) -> str:
         row = {"type": kind, "sequence_number": self._next, **fields}
         self._next += 1
-        return f"event: {kind}\ndata: {json.dumps(row, ensure_ascii=False)}\n\n"
+        return event(row, kind)
 
 
 def _call(call: Call) -> Json:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Literal
@@ -18,9 +17,9 @@ from quarrel.llm import Model
 from quarrel.server.body import body_of, read_body
 from quarrel.server.dispatch import Admission, Dispatcher, Generation, Prepare, answer_stream, answer_whole, bursts
 from quarrel.server.errors import Refused, plain_body
+from quarrel.server.lines import SSE, event, line
 from quarrel.server.metrics import TEXT, Metrics
 from quarrel.server.models import Entry
-from quarrel.server.openai import SSE
 from quarrel.server.schemas import DetokenizeBody, GenerateBody, TokenizeBody
 
 Json = dict[str, Any]
@@ -133,7 +132,7 @@ def routes(dispatcher: Dispatcher, metrics: Metrics) -> APIRouter:
         """The continuation of a prompt; with `stream`, as lines of JSON."""
         body, headers = await read_body(request, GenerateBody, dispatcher)
         if body.stream:
-            return await _stream(dispatcher, request, body, headers, _line, "application/x-ndjson")
+            return await _stream(dispatcher, request, body, headers, line, "application/x-ndjson")
         began = time.perf_counter()
 
         def whole(generation: Generation, found: list[Result]) -> Json:
@@ -150,7 +149,7 @@ def routes(dispatcher: Dispatcher, metrics: Metrics) -> APIRouter:
     async def stream(request: Request) -> Response:
         """The same as server-sent events."""
         body, headers = await read_body(request, GenerateBody, dispatcher)
-        return await _stream(dispatcher, request, body, headers, _sse, "text/event-stream")
+        return await _stream(dispatcher, request, body, headers, event, "text/event-stream")
 
     @router.post("/api/tokenize", **body_of(TokenizeBody))
     async def tokenize(request: Request) -> Response:
@@ -289,11 +288,3 @@ def _admission(dispatcher: Dispatcher, request: Request, body: GenerateBody, *, 
     prepare = prepare_of(body, dispatcher.settings.chat_template)
     caller, where = request.state.caller, request.url.path
     return dispatcher.admit(caller, body.model, prepare, where, priority_of(body), stream=stream)
-
-
-def _line(row: Json) -> str:
-    return json.dumps(row, ensure_ascii=False) + "\n"
-
-
-def _sse(row: Json) -> str:
-    return f"data: {json.dumps(row, ensure_ascii=False)}\n\n"

@@ -13,8 +13,10 @@ from quarrel.server.fields import Adapter, Body, Input, Mirostat, Number, Stop, 
 from quarrel.server.messages import ChatMessage
 from quarrel.server.tools import required_call
 
-Seed = Annotated[StrictInt, Field(ge=-1, lt=2**64), AfterValidator(lambda seed: None if seed < 0 else seed)]
-"""-1 draws one, as in llama-server."""
+Seed = Annotated[
+    StrictInt, Field(ge=-(2**63), lt=2**64), AfterValidator(lambda seed: None if seed == -1 else seed & (2**64 - 1))
+]
+"""-1 draws one, as in llama-server and Ollama; other negative ones are seeds too, as in OpenAI's API."""
 
 
 class Samplers(Body):

@@ -6,9 +6,9 @@ import ipaddress
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from quarrel.errors import ConfigError
+from quarrel.server.origins import Origins
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 PORT = 8080
@@ -42,7 +42,7 @@ class Settings:
     api_key: str = field(default="", repr=False)
     """A key that is good beside those; only its hash is kept further on."""
     origins: tuple[str, ...] = ()
-    """Web origins besides the server's own that browsers may call from."""
+    """Web origins besides the server's own that browsers may call from, as patterns (`Origins`)."""
     hosts: tuple[str, ...] = ()
     """Names in the Host header besides the address that is bound and localhost; a proxy's public name belongs here."""
     open_access: bool = False
@@ -95,10 +95,7 @@ class Settings:
         if 0 < len(self.api_key) < SHORTEST_KEY:
             raise ConfigError(f"the API key has {len(self.api_key)} characters, wanted {SHORTEST_KEY} random ones or more")
         networks(self.trusted_proxies)
-        for origin in self.origins:
-            parts = urlsplit(origin)
-            if parts.scheme not in ("http", "https") or not parts.netloc or parts.path not in ("", "/"):
-                raise ConfigError(f"the origin {origin!r} is no origin: wanted one such as https://example.org")
+        Origins(self.origins)
         if not self.loopback and not has_keys and not self.open_access:
             raise ConfigError(
                 f"{self.host} can be reached by other machines and there is no API key: make one with"
