@@ -1,4 +1,4 @@
-"""Normalisation of rows, with the rounding to 8 bits of what follows fused on."""
+"""Normalisation of rows, with the rounding to 8 bits of what follows fused on; and the largest values of rows."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from quarrel.cpu_backend.plan import Arg
 from quarrel.cpu_backend.runtime.abi import Fields, KernelDef
 from quarrel.cpu_backend.runtime.ir import F32, Kernel, Val, Var
 from quarrel.cpu_backend.runtime.vector import F32x16, each, f32s, sum_lanes
+from quarrel.ops.activation import LARGEST
 from quarrel.ops.contract import Operand, Value
 from quarrel.ops.norm import NORM, NormSpec
 from quarrel.ops.program import Node
@@ -18,7 +19,7 @@ from quarrel.ops.registry import Implementation
 from quarrel.ops.state import GATED_NORM
 
 
-def _sum(k: Kernel, x: Val, n: Val, minus: Val | None, square: bool) -> Val:
+def sum_of(k: Kernel, x: Val, n: Val, minus: Val | None, square: bool) -> Val:
     """Sum over n values of (x - minus), squared or not."""
     wide, rest = k.var(k.zero(F32x16)), k.var(k.f32(0.0))
 
@@ -47,8 +48,8 @@ def norm(kind: str, quantised: bool) -> KernelDef:
             x = a.x + row + group * (n << 2)
             y = a.y + row + group * (n << 2)
             count = n.to(F32)
-            mean = _sum(k, x, n, None, square=False) / count if kind == "layer" else None
-            power = _sum(k, x, n, mean, square=True) / count
+            mean = sum_of(k, x, n, None, square=False) / count if kind == "layer" else None
+            power = sum_of(k, x, n, mean, square=True) / count
             inverse = 1.0 / k.sqrt(power + a.f32("eps"))
 
             def one(offset: Val, lanes: int) -> None:
@@ -84,7 +85,7 @@ def gated_norm() -> KernelDef:
                 k.store(k.load(y + offset, type) * silu(k, k.load(z + offset, type)), out + offset)
 
             each(k, n, gate)
-            power = _sum(k, out, n, None, square=True) / n.to(F32)
+            power = sum_of(k, out, n, None, square=True) / n.to(F32)
             inverse = 1.0 / k.sqrt(power + a.f32("eps"))
 
             def divide(offset: Val, lanes: int) -> None:
@@ -95,6 +96,24 @@ def gated_norm() -> KernelDef:
             each(k, n, divide)
 
     return KernelDef("gated_norm", ("y", "z", "gain", "out", "n", "groups", "eps"), body)
+
+
+def largest() -> KernelDef:
+    """Chunk t: y = max(x - mean - deviations * std, 0), row t."""
+
+    def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
+        at, count = chunk * (a.n << 2), a.n.to(F32)
+        x, y = a.x + at, a.y + at
+        mean = sum_of(k, x, a.n, None, square=False) / count
+        bound = mean + a.f32("deviations") * k.sqrt(sum_of(k, x, a.n, mean, square=True) / count)
+
+        def one(offset: Val, lanes: int) -> None:
+            v = k.load(x + offset, f32s(lanes))
+            k.store(k.maximum(k.lift(0.0, v.type), v - k.lift(bound, v.type)), y + offset)
+
+        each(k, a.n, one)
+
+    return KernelDef("largest", ("x", "y", "n", "deviations"), body)
 
 
 def norm_stage(e: Lowering, x: Value, s: NormSpec, gains: Sequence[Operand], y: Arg, q: Arg | None) -> None:
@@ -117,7 +136,13 @@ def build_gated_norm(e: Lowering, node: Node) -> None:
     e.stage(gated_norm(), out, y=y, z=z, gain=gain, out=out, n=s.k, groups=s.groups, eps=float(s.eps))
 
 
+def build_largest(e: Lowering, node: Node) -> None:
+    s, (x,), (y,) = node.spec, node.inputs, node.outputs
+    e.stage(largest(), y, x=x, y=y, n=s.n, deviations=float(s.deviations))
+
+
 IMPLEMENTATIONS = (
     Implementation(NORM, "vector norm", build_norm),
     Implementation(GATED_NORM, "vector norm", build_gated_norm),
+    Implementation(LARGEST, "vector sums", build_largest),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quarrel.cpu_backend import collective, elementwise, norm, recurrent
+from quarrel.cpu_backend import collective, elementwise, norm, recurrent, streams
 from quarrel.cpu_backend.attention import attention, rope
 from quarrel.cpu_backend.experts import experts
 from quarrel.cpu_backend.linear import heads, kernels, linear
@@ -12,7 +12,7 @@ from quarrel.ops import EXPERT_DOWN, EXPERT_UP, LINEAR, LINEAR_ADD
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Registry
 
-FAMILIES = (elementwise, norm, linear, heads, rope, attention, sample, logprobs, experts, recurrent, collective)
+FAMILIES = (elementwise, norm, streams, linear, heads, rope, attention, sample, logprobs, experts, recurrent, collective)
 
 REGISTRY = Registry("cpu", [i for family in FAMILIES for i in family.IMPLEMENTATIONS])
 

@@ -1,4 +1,4 @@
-"""RMS, layer and gated norm of `[T, groups * k]`, each run of `k` values by itself; `gained` norms what `gate` makes.
+"""RMS, layer and gated norm of `[T, groups * k]`, each run of `k` values by itself; and the largest values of rows.
 
 A run is loaded once into the registers of its threads, summed (twice for layer norm), scaled and written: 4 bytes in and 2
 out a value for the float32 stream, against 4 + 4 + 4 + 2 for MLX's `rms_norm`, whose result has the type of its inputs,
@@ -20,6 +20,7 @@ import mlx.core as mx
 from quarrel.mlx_backend.runtime.kernel import Kernel
 from quarrel.mlx_backend.runtime.launch import Batch, Launch, Site, cdiv
 from quarrel.mlx_backend.runtime.metal import vector_width
+from quarrel.ops.activation import LARGEST, LargestSpec
 from quarrel.ops.norm import NORM, NormSpec
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
@@ -87,8 +88,14 @@ _SOURCE = """
     const int at = first + i * STRIDE;
     if (!mine || at >= K) break;
     UNROLL for (int j = 0; j < VEC; j++) {
-      float value = (v[i * VEC + j] - mean) * scale * gain[gain_at + at + j];
-      if (LAYER) value += bias[at + j];
+      float value = v[i * VEC + j] - mean;
+      if (LARGEST) {
+        value -= eps[0] * precise::sqrt(sum / float(K));  // eps: how many deviations
+        value = value > 0.0f ? value : value * 0.0f;
+      } else {
+        value = value * scale * gain[gain_at + at + j];
+        if (LAYER) value += bias[at + j];
+      }
       y[begin + ulong(at + j)] = Y(value);
     }
   }
@@ -106,6 +113,7 @@ class _Rows:
     eps: float
     layer: bool = False
     gated: bool = False
+    largest: bool = False
 
     def build(self, gain: mx.array, bias: mx.array, out: mx.Dtype) -> Callable[[mx.array, mx.array], list[mx.array]]:
         """`(x, z) -> [y]`; z is read by gated norms only."""
@@ -113,7 +121,7 @@ class _Rows:
         groups = max(parts, 4)
         sizes, eps = mx.array([self.k, self.gains], mx.int32), mx.array([self.eps], mx.float32)
         fixed = [("EACH", each), ("PARTS", parts), ("GROUPS", groups), ("VEC", vector_width(self.k))]
-        fixed += [("LAYER", self.layer), ("GATED", self.gated), ("Y", out)]
+        fixed += [("LAYER", self.layer), ("GATED", self.gated), ("LARGEST", self.largest), ("Y", out)]
 
         def run(x: mx.array, z: mx.array) -> list[mx.array]:
             count = cdiv(x.size // self.k, groups // parts)
@@ -163,6 +171,19 @@ def build_gated_norm(site: Site, node: Node) -> Launch:
     return gated_norm(node.spec, site.vector(node.inputs[2]), site.act)  # type: ignore[arg-type]
 
 
+def build_largest(site: Site, node: Node) -> Launch:
+    """LARGEST: x `[T, n]`."""
+    spec: LargestSpec = node.spec
+    none = mx.array([0.0])
+    rows = _Rows(spec.n, 1, spec.deviations, layer=True, largest=True).build(none, none, site.act)
+    return lambda batch, x: rows(x, x)
+
+
+def takes_largest(spec: LargestSpec) -> str | None:
+    """Why rows of this length are declined, or None."""
+    return None if spec.n <= _LONGEST else f"needs rows of at most {_LONGEST} values, got {spec.n}"
+
+
 def takes_norm(spec: NormSpec | GatedNormSpec) -> str | None:
     """Why runs of this length are declined, or None."""
     return None if spec.k <= _LONGEST else f"needs runs of at most {_LONGEST} values, got {spec.k}"
@@ -171,4 +192,5 @@ def takes_norm(spec: NormSpec | GatedNormSpec) -> str | None:
 IMPLEMENTATIONS = (
     Implementation(NORM, "rows in registers", build_norm, takes_norm),
     Implementation(GATED_NORM, "rows in registers", build_gated_norm, takes_norm),
+    Implementation(LARGEST, "rows in registers", build_largest, takes_largest),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quarrel.mlx_backend import elementwise, embedding, norm
+from quarrel.mlx_backend import elementwise, embedding, norm, streams
 from quarrel.mlx_backend.attention import encoder, latent, paged, rope
 from quarrel.mlx_backend.experts import experts, lora, router
 from quarrel.mlx_backend.linear import heads, linear
@@ -12,7 +12,7 @@ from quarrel.ops.registry import Registry
 
 FAMILIES = (
     embedding, norm, elementwise, linear, heads, rope, latent, paged, encoder, router, experts, lora, conv, delta, mamba1,
-    mamba2, logprobs, sample,
+    mamba2, logprobs, sample, streams,
 )  # fmt: skip
 
 REGISTRY = Registry("mlx", [i for family in FAMILIES for i in family.IMPLEMENTATIONS])

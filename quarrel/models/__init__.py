@@ -57,6 +57,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "mamba": "mamba",
     "mamba2": "mamba",
     "deepseek2": "deepseek2",
+    "gemma3n": "gemma3n",
     "gemma4": "gemma4",
     "bert": "bert",
     "gemma-embedding": "gemma_embedding",

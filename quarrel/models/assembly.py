@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quarrel.models import per_layer
+from quarrel.models import altup, per_layer
 from quarrel.models.encoder import encoder
 from quarrel.models.feedforward import FEED_FORWARDS
 from quarrel.models.kind import Block, gains
@@ -46,17 +46,16 @@ def _decoder(spec: ModelSpec, tensors: Tensors) -> Program:
             h = norm(b, plain, h, tensors.ones(spec.n_embd))
     with b.at("per_layer"):
         p = per_layer.inputs(b, spec, tensors, h) if spec.per_layer else None
+    if spec.streams > 1:
+        with b.at("altup"):
+            h = altup.begin(b, spec, tensors, h)
     kept: dict[int, list[CacheRef | StateRef]] = {}
     for il, layer in enumerate(spec.layers):
-        h = _layer(b, spec, tensors, il, layer, h, kept)
-        block = Block(tensors, f"blk.{il}.", spec.n_embd, NormSpec(spec.norm, spec.n_embd, spec.norm_eps))
-        with b.at(f"blk.{il}.out"):
-            if p is not None:
-                h = per_layer.added(b, block, spec, il, h, p)
-            if layer.out_scale:
-                h = cap(b, h, tensors.number(f"{block.prefix}layer_output_scale.weight"), 0.0)
+        h = _behind(b, spec, tensors, il, layer, h, p, kept)
     with b.at("output"):
         h = gather_rows(b, h, b.input("out_rows"))  # [R, E]
+        if spec.streams > 1:
+            h = altup.end(b, spec, tensors, h)
         final = NormSpec(spec.norm, spec.n_embd, spec.norm_eps, out="f32")
         hidden = norm(b, final, h, *gains(tensors, spec.final_norm, final))
         tied = "output.weight" not in tensors
@@ -67,6 +66,35 @@ def _decoder(spec: ModelSpec, tensors: Tensors) -> Program:
         tokens = sample(b, logits)  # [R]
         likely, best = logprobs(b, logits, tokens)  # [R, 1 + top] and [R, top]
     return b.program(hidden=hidden, logits=logits, tokens=tokens, logprobs=likely, best=best)
+
+
+def _behind(
+    b: Builder,
+    spec: ModelSpec,
+    tensors: Tensors,
+    il: int,
+    layer: Layer,
+    h: Value,
+    p: Value | None,
+    kept: dict[int, list[CacheRef | StateRef]],
+) -> Value:
+    """The stream behind a layer of a decoder, or its streams. p: what the layers get of the tokens by themselves."""
+    block = Block(tensors, f"blk.{il}.", spec.n_embd, NormSpec(spec.norm, spec.n_embd, spec.norm_eps))
+    if spec.streams > 1:
+        assert p is not None
+        with b.at(f"blk.{il}.altup"):
+            predicted, first = altup.predict(b, block, spec, h)
+        computed = _layer(b, spec, tensors, il, layer, first, kept)
+        with b.at(f"blk.{il}.out"):
+            h = altup.correct(b, block, spec, predicted, first, computed)
+            return altup.to_others(b, spec, h, per_layer.part(b, block, spec, il, altup.scaled(b, block, spec, h), p))
+    h = _layer(b, spec, tensors, il, layer, h, kept)
+    with b.at(f"blk.{il}.out"):
+        if p is not None:
+            h = add(b, h, per_layer.part(b, block, spec, il, h, p))
+        if layer.out_scale:
+            h = cap(b, h, tensors.number(f"{block.prefix}layer_output_scale.weight"), 0.0)
+    return h
 
 
 def _both_ways(spec: EncoderSpec, tensors: Tensors) -> Program:
@@ -108,8 +136,11 @@ def _layer(
             state = [b.cache(s) if isinstance(s, KVLayer) else b.state(*s.shape) for s in kind.state(half)]
             if isinstance(half, Mixer):
                 state = kept[il] = state if half.reads is None else kept[half.reads]
-            y, out = kind.block(b, block, half, h, *state)
-            h = _add(b, h, y, out, layer, block, after if layer.post_norms else None)
+            read = h
+            y, out = kind.block(b, block, half, read, *state)
+            h = _add(b, read, y, out, layer, block, after if layer.post_norms else None)
+            if layer.laurel and isinstance(half, Mixer):
+                h = altup.laurel(b, block, layer, read, h)
     return h
 
 

@@ -76,3 +76,13 @@ def slides(keys: Keys, n_layers: int, period: int = REQUIRED) -> list[bool]:
         return keys.bools("attention.sliding_window_pattern", n_layers)
     period = keys.int("attention.sliding_window_pattern", period, lo=1)
     return [il % period < period - 1 for il in range(n_layers)]
+
+
+def owner(sliding: list[bool], slide: bool) -> int:
+    """The last layer of this kind that has keys of its own."""
+    found = [il for il, kind in enumerate(sliding) if kind == slide]
+    if not found:
+        raise ModelError(
+            "attention.shared_kv_layers leaves no layer whose keys the last ones could read: the file contradicts itself"
+        )
+    return found[-1]

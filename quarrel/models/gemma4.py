@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from quarrel.errors import ModelError
-from quarrel.models.decoder import decoder, slides
+from quarrel.models.decoder import decoder, owner, slides
 from quarrel.models.feedforward import DenseAndExperts, GatedFFN
 from quarrel.models.keys import MAX_WIDTH, Keys, common, experts
 from quarrel.models.mixers import Attention
@@ -55,13 +54,3 @@ def spec(keys: Keys, tensors: Tensors, n_ctx: int) -> ModelSpec:
         logit_cap=keys.float("final_logit_softcapping", 0.0, lo=0.0),
         per_layer=keys.int("embedding_length_per_layer_input", 0, hi=MAX_WIDTH),
     )
-
-
-def owner(sliding: list[bool], slide: bool) -> int:
-    """The last layer of this kind that has keys of its own."""
-    found = [il for il, kind in enumerate(sliding) if kind == slide]
-    if not found:
-        raise ModelError(
-            "attention.shared_kv_layers leaves no layer whose keys the last ones could read: the file contradicts itself"
-        )
-    return found[-1]

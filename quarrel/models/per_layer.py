@@ -7,6 +7,7 @@ h   += rms(proj(gelu(gate h) * p[l])) * gain                                    
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from quarrel.models.kind import Block
 from quarrel.models.spec import ModelSpec
@@ -31,10 +32,10 @@ def inputs(b: Builder, spec: ModelSpec, tensors: Tensors, h: Value) -> Value:
     return add(b, own, mapped, math.sqrt(0.5))
 
 
-def added(b: Builder, block: Block, spec: ModelSpec, il: int, h: Value, p: Value) -> Value:
-    """The stream behind layer `il`, `[T, E]`."""
+def part(b: Builder, block: Block, spec: ModelSpec, il: int, h: Value, p: Value) -> Value:
+    """What is added to the stream h behind layer `il`, `[T, E]` float32."""
     n, each = len(spec.layers), spec.per_layer
     gate = linear(b, h, *block.linear("inp_gate", each, spec.n_embd))
     y = gated(b, GatedSpec("gelu_tanh", each, width=n * each, start=il * each), gate, p)
     y = linear(b, y, *block.linear("proj", spec.n_embd, each))
-    return add(b, h, norm(b, block.norm, y, *block.gains("post_norm")))
+    return norm(b, replace(block.norm, out="f32"), y, *block.gains("post_norm"))

@@ -55,6 +55,8 @@ class Layer:
     post_norm_eps: float = 0.0
     out_scale: bool = False
     """The stream behind the layer is multiplied by the number in layer_output_scale."""
+    laurel: int = 0
+    """Rank of a map of the mixer's input that is added beside the mixer (`models/altup.py`), 0 for none."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ class ModelSpec:
     """The name of the tensor in front of the logits."""
     per_layer: int = 0
     """Width of what each layer gets of the tokens by themselves (`models/per_layer.py`), 0 for none."""
+    streams: int = 1
+    """Residual streams, of which the layers read and write the first; the others follow it (`models/altup.py`)."""
 
 
 @dataclass(frozen=True)

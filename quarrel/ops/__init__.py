@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from quarrel.ops.activation import CAP, GATED, PLAIN
+from quarrel.ops.activation import CAP, GATED, LARGEST, PLAIN
 from quarrel.ops.attention import ATTENTION, KV_APPEND, ROPE_APPEND
 from quarrel.ops.contract import Op
 from quarrel.ops.delta import DELTA, DELTA_MIX
@@ -21,6 +21,7 @@ from quarrel.ops.position import BY_POSITION
 from quarrel.ops.rope import ROPE
 from quarrel.ops.sample import SAMPLE
 from quarrel.ops.state import CONV, GATED_NORM, SCAN1, SCAN2
+from quarrel.ops.streams import MATCH_STREAMS, MIX_STREAMS, PICK_STREAMS
 
 PRIMITIVES: tuple[Op, ...] = (
     *(EMBEDDING, GATHER_ROWS, NORM, LINEAR, ADD, GATED, CAP, ROPE, KV_APPEND, ATTENTION, SAMPLE, LOGPROBS),
@@ -55,7 +56,11 @@ EXTRA_OPS: Mapping[str, Op] = {
         LORA,
         BY_POSITION,
         HEAD_LINEAR,
+        LARGEST,
+        PICK_STREAMS,
+        MIX_STREAMS,
+        MATCH_STREAMS,
     )
 }
-"""State spaces, experts, encoders, adapters, maps of single heads: contracts and references. A backend without one refuses
-what needs it."""
+"""State spaces, experts, encoders, adapters, maps of single heads, several streams: contracts and references. A backend
+without one refuses what needs it."""

@@ -1,4 +1,4 @@
-"""Elementwise functions: gated activations, and the scaling and capping of logits.
+"""Elementwise functions: gated activations, the scaling and capping of logits, and the largest values of a row.
 
 gated:  y = f(gate) * up, with a gate for every value or one for a whole row
 silu:       x * sigmoid(x)
@@ -6,6 +6,7 @@ sigmoid:    1 / (1 + exp(-x))
 identity:   x
 gelu_tanh:  x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3)))     (Hendrycks and Gimpel 2016)
 cap:    y = c * tanh(scale * x / c), or scale * x without a cap    (Gemma 2)
+largest: y = max(x - mean - deviations * std, 0), with the mean and the biased deviation of its row    (Gemma 3n)
 """
 
 from __future__ import annotations
@@ -194,3 +195,46 @@ CAP = Op(
 def cap(b: Builder, x: Value, scale: float, limit: float) -> Value:
     """`limit * tanh(scale * x / limit)`, or `scale * x` where the limit is 0."""
     return b.emit(CAP, CapSpec(int(x.dims[1]), scale, limit), x)[0]
+
+
+@dataclass(frozen=True)
+class LargestSpec:
+    """`[T, n]` to `[T, n]`: how far a value is beyond so many standard deviations above its row's mean; else 0."""
+
+    n: int
+    deviations: float
+
+
+def largest_reference(s: LargestSpec, x: Array) -> tuple[Array]:
+    """NumPy body, in float64."""
+    x = x.astype(np.float64)
+    bound = x.mean(1, keepdims=True) + s.deviations * x.std(1, keepdims=True)
+    return (np.maximum(x - bound, 0.0).astype(np.float32),)
+
+
+def _largest_strategy() -> Any:
+    from hypothesis import strategies as st
+
+    spec = st.builds(LargestSpec, st.integers(1, 300), st.sampled_from([1.6448535, 0.0, -0.5]))
+    return st.builds(lambda s, t: Case(s, {"T": t}), spec, st.integers(1, 9))
+
+
+LARGEST = Op(
+    "largest",
+    LargestSpec,
+    lambda s: (Param("x", "act", "T n"),),
+    lambda s: (Param("y", "act", "T n"),),
+    reference=largest_reference,
+    make=lambda c, rng: (draw.activations(rng, c.dims["T"], c.spec.n) * 3 + np.float32(0.7),),
+    cases=lambda: [
+        Case(LargestSpec(160, 1.6448535), {"T": 3}),
+        Case(LargestSpec(9001, 1.6448535), {"T": 2}, "a wide row"),
+        Case(LargestSpec(33, -0.5), {"T": 5}, "most of them"),
+    ],
+    strategy=_largest_strategy,
+)
+
+
+def largest(b: Builder, x: Value, deviations: float) -> Value:
+    """What is above the rest of its row, 0 elsewhere."""
+    return b.emit(LARGEST, LargestSpec(int(x.dims[1]), deviations), x)[0]

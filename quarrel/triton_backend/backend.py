@@ -20,7 +20,7 @@ from quarrel.triton_backend import run_op
 from quarrel.triton_backend.attention import cudnn, encoder, latent, paged, rope
 from quarrel.triton_backend.collective import group
 from quarrel.triton_backend.collective.one_shot import OneShot
-from quarrel.triton_backend.elementwise import activation, embedding, norm, post_norm
+from quarrel.triton_backend.elementwise import activation, embedding, norm, post_norm, streams
 from quarrel.triton_backend.experts import experts, route
 from quarrel.triton_backend.experts import matvec as expert_matvec
 from quarrel.triton_backend.experts.host import is_hosted, on_host, pools_of
@@ -38,6 +38,7 @@ from quarrel.triton_backend.step import TritonStep
 FAMILIES = (
     matvec, expert_matvec, latent, paged, heads, group, activation, embedding, encoder, experts, logprobs, lora, delta,
     delta_step, mamba2_step, norm, conv_scan2, rope, route, sample, scan1,
+    streams,
 )  # fmt: skip
 REGISTRY = Registry(
     "triton",

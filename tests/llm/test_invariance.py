@@ -22,6 +22,7 @@ MODELS = {
     "qwen35moe": "model-q4_k_m.gguf",
     "glm47flash": "model-q4_k_m.gguf",
     "gemma4_e": "model-q4_k_m.gguf",
+    "gemma3n": "model-q4_0x.gguf",
     "lfm2": "model-q4_0x.gguf",
     "cohere2": "model-q4_k_m.gguf",
 }

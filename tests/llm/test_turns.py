@@ -17,7 +17,9 @@ GREEDY = quarrel.SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
 NEW = [7, 8, 9, 10]
 
 
-@pytest.mark.parametrize("model", ["llama32", "granitehybrid", "mamba2", "qwen35", "lfm2moe", "deepseek2", "gemma4_e"])
+@pytest.mark.parametrize(
+    "model", ["llama32", "granitehybrid", "mamba2", "qwen35", "lfm2moe", "deepseek2", "gemma4_e", "gemma3n"]
+)
 def test_the_second_turn_of_a_chat_prefills_only_what_is_new(model: str) -> None:
     path = need_cases(model, "model-q4_0x.gguf")
     prompt = [(7 * i + i * i) % 256 for i in range(77)]

@@ -127,3 +127,24 @@ def test_halves_side_by_side_read_the_same_stream(opened: GGUFFile) -> None:
     apart = tuple(replace(l, mixer=l.mixer.parts[0], ffn=l.mixer.parts[1], ffn_norm="attn_norm") for l in spec.layers)  # type: ignore[union-attr]
     assert rel_error(forward(opened, spec, ids), truth) < 1e-5
     assert rel_error(forward(opened, replace(spec, layers=apart), ids), truth) > 1e-2
+
+
+@pytest.mark.parametrize("opened", ["gemma3n"], indirect=True)
+def test_gemma3n_of_old_files_shares_keys_and_has_few_gates_as_llama_cpp_writes_it(opened: GGUFFile) -> None:
+    arch = "gemma3n."
+    told = (
+        "shared_kv_layers",
+        "activation_sparsity_scale",
+        "sliding_window_pattern",
+        "altup.num_inputs",
+        "per_layer_input",
+    )
+    keys = {k: v for k, v in opened.metadata.items() if not (k.startswith(arch) and k.endswith(told))}
+    said, opened.metadata = opened.metadata, Metadata(keys)
+    bare = read_spec(opened)
+    opened.metadata = said
+    assert bare == read_spec(opened)
+    with pytest.raises(UnsupportedModel, match="active_idx is 1; Quarrel wants 0"):
+        spec_of(opened, altup__active_idx=1)
+    with pytest.raises(ModelError, match="num_inputs"):
+        spec_of(opened, altup__num_inputs=1)

@@ -164,6 +164,11 @@ def _full(mixer: Any) -> bool:
     return mixer.window == 0
 
 
+def _gates(spec: ModelSpec, deviations: float) -> ModelSpec:
+    few = (replace(l, ffn=replace(l.ffn, deviations=deviations)) if l.ffn.deviations else l for l in spec.layers)  # type: ignore[union-attr, call-arg]
+    return replace(spec, layers=tuple(few))
+
+
 def _experts(spec: ModelSpec, **change: object) -> ModelSpec:
     def changed(layer: Layer) -> Layer:
         return replace(layer, ffn=replace(layer.ffn, **change)) if isinstance(layer.ffn, Experts) else layer  # type: ignore[arg-type]
@@ -193,6 +198,8 @@ def _experts(spec: ModelSpec, **change: object) -> ModelSpec:
         pytest.param(
             ("gemma4_e", "q4_0x"), lambda s: _mixers(s, lambda m: m.reads == 4, reads=3), id="whose keys are read"
         ),
+        pytest.param(("gemma3n", "q4_0x"), lambda s: _gates(s, 1.0), id="how few gates count"),
+        pytest.param(("gemma3n", "q4_0x"), lambda s: _mixers(s, lambda m: m.reads == 19, reads=14), id="and there"),
         pytest.param(("gemma_embedding", "q4_0x"), lambda s: _mixers(s, _slides, window=36), id="half a window a side"),
         pytest.param(("modern_bert", "q4_0x"), lambda s: _mixers(s, _slides, window=36), id="half of another"),
         pytest.param(("smollm3", "q4_0x"), lambda s: _one_rope(s, 0), id="no layer without positions"),

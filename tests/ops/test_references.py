@@ -7,7 +7,7 @@ import pytest
 
 from quarrel.gguf import GGMLType, quantize
 from quarrel.ops import ALL_OPS, EXTRA_OPS
-from quarrel.ops.activation import GatedSpec, gated_reference
+from quarrel.ops.activation import GatedSpec, LargestSpec, gated_reference, largest_reference
 from quarrel.ops.attention import AttentionSpec, attention_reference
 from quarrel.ops.contract import Case, KVArrays, Op, RawWeight, rel_error
 from quarrel.ops.draw import weight
@@ -16,6 +16,7 @@ from quarrel.ops.linear import LinearSpec, linear_reference
 from quarrel.ops.norm import NormSpec, norm_reference
 from quarrel.ops.reference import run_op
 from quarrel.ops.rope import RopeSpec, rope_reference
+from quarrel.ops.streams import MatchSpec, MixSpec, match_reference, mix_reference
 
 torch = pytest.importorskip("torch")
 F = torch.nn.functional
@@ -133,3 +134,24 @@ def test_linear_uses_the_formats_exact_values(type: GGMLType) -> None:
     assert 0.02 < dense.std() < 0.15, "drawn weights should look like weights"
     (got,) = linear_reference(LinearSpec(type, 9, 512), np.eye(512, dtype=np.float32)[:40], w)
     assert np.array_equal(got, dense[:, :40].T)
+
+
+def test_streams_mix_as_gemma3n_predicts_and_corrects_and_the_largest_gates_are_torchs() -> None:
+    rng = np.random.default_rng(3)
+    rows, n, e = 5, 4, 48
+    h, coefs, c = (rng.standard_normal(shape, dtype=np.float32) for shape in ((rows, n * e), (rows, n * n), (rows, e)))
+    streams = torch.tensor(h).reshape(rows, n, e).permute(1, 0, 2)  # as transformers has them, [n, rows, e]
+    by = torch.tensor(coefs).reshape(rows, n, n).permute(0, 2, 1)
+    predicted = (streams.permute(1, 2, 0) @ by).permute(2, 0, 1) + streams
+    (got,) = mix_reference(MixSpec(e, n, n), h, h, coefs)
+    assert rel_error(got, predicted.permute(1, 0, 2).reshape(rows, -1).numpy()) < 1e-6
+    changed = torch.tensor(c) - predicted[0]
+    corrected = predicted + changed[None] * (torch.tensor(coefs[:, :n]) + 1.0).T[:, :, None]
+    (got,) = mix_reference(MixSpec(e, n, 1, offset=1.0), got, changed.numpy(), coefs[:, :n])
+    assert rel_error(got, corrected.permute(1, 0, 2).reshape(rows, -1).numpy()) < 1e-6
+    (got,) = match_reference(MatchSpec(e, n, 1e-5), h[:, :e], 2 * h[:, e:])
+    sizes = torch.tensor(got).reshape(rows, n, e).norm(dim=2)
+    assert torch.allclose(sizes, sizes[:, :1])
+    x = torch.tensor(h)
+    bound = x.mean(1, keepdim=True) + 1.6448535 * x.std(1, keepdim=True, unbiased=False)
+    assert rel_error(largest_reference(LargestSpec(n * e, 1.6448535), h)[0], F.relu(x - bound).numpy()) < 1e-6

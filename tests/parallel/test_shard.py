@@ -36,6 +36,8 @@ CASES = [
     ("gemma4_moe", "q4_0x", 2, "tensor"),
     ("gemma4_e", "q4_0x", 2, "tensor"),
     ("gemma4_e", "q4_0x", 3, "layers"),
+    ("gemma3n", "q4_0x", 2, "tensor"),
+    ("gemma3n", "q4_0x", 2, "layers"),
     ("glm47flash", "q4_0x", 2, "layers"),
     ("qwen35", "q4_0x", 2, "tensor"),
     ("qwen35moe", "q4_0x", 2, "tensor"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from quarrel.models.cut import Cutter
 from quarrel.models.kind import Block, Kind
 from quarrel.models.spec import FeedForward
-from quarrel.ops.activation import Activation, GatedSpec, gated
+from quarrel.ops.activation import Activation, GatedSpec, gated, largest
 from quarrel.ops.contract import Value
 from quarrel.ops.linear import Linear, linear, norm_gate_up
 from quarrel.ops.null import Builder
@@ -15,10 +15,12 @@ from quarrel.ops.null import Builder
 
 @dataclass(frozen=True)
 class GatedFFN(FeedForward):
-    """`width` columns between the maps."""
+    """`width` columns between the maps. `deviations`: of a row's gates those count that are so many standard deviations
+    above their mean, and by how far (Gemma 3n); None for all of them."""
 
     activation: Activation
     width: int
+    deviations: float | None = None
 
 
 def feed(b: Builder, block: Block, ffn: GatedFFN, h: Value) -> tuple[Value, Linear]:
@@ -28,7 +30,10 @@ def feed(b: Builder, block: Block, ffn: GatedFFN, h: Value) -> tuple[Value, Line
     else:  # one tensor, gate rows first
         both, _ = block.linear("ffn_up", 2 * ffn.width, block.n_embd)
         gate, up = ((part, None) for part in both.split(ffn.width, ffn.width))
-    if block.before:
+    if ffn.deviations is not None:
+        gates, ups = block.maps(b, h, (gate, up))
+        y = gated(b, GatedSpec(ffn.activation, ffn.width), largest(b, gates, ffn.deviations), ups)
+    elif block.before:
         y = norm_gate_up(b, block.norm, h, block.gains(), gate, up, ffn.activation)
     else:
         y = gated(b, GatedSpec(ffn.activation, ffn.width), linear(b, h, *gate), linear(b, h, *up))
@@ -36,6 +41,9 @@ def feed(b: Builder, block: Block, ffn: GatedFFN, h: Value) -> tuple[Value, Line
 
 
 def shard(cut: Cutter, ffn: GatedFFN) -> GatedFFN | None:
+    """Columns between the maps; a mean over all of them cannot be cut."""
+    if ffn.deviations is not None:
+        return None
     own = cut.portion(ffn.width, 1, "ffn_down.weight")
     if own is None:
         return None

@@ -1,4 +1,4 @@
-"""RMS, layer and gated norm of `[T, groups * k]`, each run of `k` values by itself.
+"""RMS, layer and gated norm of `[T, groups * k]`, each run of `k` values by itself; and the largest values of rows.
 
 A program takes R runs and walks them C columns at a time, once for the mean (layer), once for the variance and once to
 write; the second and third walk hit the cache. R and C follow from k alone, so a row's sums never depend on the batch.
@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quarrel.ops.activation import LARGEST, LargestSpec
 from quarrel.ops.norm import NORM, NormSpec
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
@@ -118,6 +119,28 @@ def _gate(y, z, at, ok):
     return tl.load(y + at, mask=ok, other=0.0).to(tl.float32) * activate(gate, "silu")
 
 
+@triton.jit
+def largest_rows(y, x, N, deviations, C: tl.constexpr):
+    """A program a row: y = max(x - mean - deviations * std, 0)."""
+    row = tl.program_id(0).to(tl.int64) * N
+    column = tl.arange(0, C)
+    total = tl.zeros([C], tl.float32)
+    for start in range(0, N, C):
+        at = start + column
+        total += tl.load(x + row + at, mask=at < N, other=0.0).to(tl.float32)
+    mean = tl.sum(total, 0) / N
+    square = tl.zeros([C], tl.float32)
+    for start in range(0, N, C):
+        at = start + column
+        centred = tl.load(x + row + at, mask=at < N, other=0.0).to(tl.float32) - mean
+        square += tl.where(at < N, centred * centred, 0.0)
+    bound = mean + deviations * tl.sqrt(tl.sum(square, 0) / N)
+    for start in range(0, N, C):
+        at = start + column
+        above = tl.load(x + row + at, mask=at < N, other=0.0).to(tl.float32) - bound
+        tl.store(y + row + at, tl.where(above > 0, above, above * 0.0).to(y.dtype.element_ty), mask=at < N)
+
+
 def _shape(k: int) -> tuple[int, int]:
     """Columns at a time, and runs to a program: a whole hidden state to one, several heads share one."""
     columns = min(power_of_two(k), _TILE)
@@ -165,6 +188,17 @@ def build_norm(site: Site, node: Node) -> Launch:
     return run
 
 
+def build_largest(site: Site, node: Node) -> Launch:
+    """LARGEST: x and y `[T, n]`."""
+    spec: LargestSpec = node.spec
+    source, target = site.slot(node.inputs[0]), site.slot(node.outputs[0])  # type: ignore[arg-type]
+    axis, _ = dims(node.outputs[0])
+    columns, _ = _shape(spec.n)
+    return lambda batch: site.launch(
+        largest_rows, (batch.count(axis),), target.tensor, source.tensor, spec.n, spec.deviations, C=columns
+    )
+
+
 def arranger(site: Site, node: Node) -> Callable[[Slot, Batch, int], None] | None:
     """Puts a norm's result where kernels read it (`linear/maps.py: Arrange`)."""
     spec: NormSpec = node.spec
@@ -196,4 +230,5 @@ def _accepts(spec: NormSpec) -> str | None:
 IMPLEMENTATIONS = (
     Implementation(NORM, "rows", build_norm, _accepts),
     Implementation(GATED_NORM, "rows", build_gated_norm),
+    Implementation(LARGEST, "rows", build_largest),
 )
