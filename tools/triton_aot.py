@@ -91,9 +91,9 @@ from quarrel.ops.state import CONV, GATED_NORM, SCAN1, SCAN2, ConvSpec, GatedNor
 from quarrel.triton_backend.backend import REGISTRY
 from quarrel.triton_backend.elementwise import post_norm
 from quarrel.triton_backend.formats.table import NATIVE
-from quarrel.triton_backend.formats.weights import stored_as
+from quarrel.triton_backend.formats.weights import META, Blank
 from quarrel.triton_backend.plan import Plan
-from quarrel.triton_backend.runtime.arrays import DTYPES, Packed, Planes, Slot
+from quarrel.triton_backend.runtime.arrays import DTYPES, Slot
 from quarrel.triton_backend.runtime.cache import allocate, allocate_state
 from quarrel.triton_backend.runtime.launch import INTERPRETED, Grid, options
 from quarrel.triton_backend.runtime.site import Batch, Tables
@@ -103,7 +103,6 @@ TARGETS = {"sm_80": (80, 163 << 10), "sm_90": (90, 227 << 10), "sm_120": (120, 9
 SLACK = 16
 """Bytes of stack that are no fault: ptxas 13 spills 8 or 16 of its own accord to reach a rounder number of registers, one
 kernel here and another there by version and target. A kernel that outgrows its registers takes 40 to 500."""
-META = torch.device("meta")
 TOKENS = (1, 8, 16, 32, 64, 128, 512, 1024)
 MANY = tuple(Batch(n, n, n, True, False, items) for n, items in ((64, 64), (64, 1024), (128, 128)))
 """Steps of many sequences, one token each."""
@@ -155,26 +154,6 @@ class Report:
         if self.stack > SLACK:
             return f"spills: {self.stack} bytes of stack, {self.spills} local loads and stores"
         return f"{self.shared} bytes of shared memory, {limit} allowed" if self.shared > limit else None
-
-
-class Blank:
-    """Weights without storage."""
-
-    def __init__(self, compute: Compute) -> None:
-        self._compute = compute
-
-    def matrix(self, ref: WeightRef) -> Packed:
-        type = stored_as(ref.type, self._compute)
-        sizes = [None if p is None else (p.per_row(ref.k) * ref.rows, p.dtype) for p in NATIVE[type].planes]
-        made = [None if s is None else torch.empty(s[0], dtype=s[1], device=META) for s in sizes]
-        planes = Planes(*(made[0] if m is None else m for m in made))
-        return Packed(type.name, ref.rows, ref.k, torch.empty(0, dtype=torch.uint8, device=META), planes)
-
-    def vector(self, ref: WeightRef) -> torch.Tensor:
-        return torch.empty(ref.rows * ref.k, device=META)
-
-    def const(self, ref: ConstRef) -> torch.Tensor:
-        return torch.empty(len(ref.data), device=META)
 
 
 # Query heads, key heads, head_dim, rotation and rotated values of real models; a quick run takes the first three.

@@ -69,6 +69,8 @@ class Subject:
     def __init__(self, source: Source, backend: Backend, limits: Limits, compute: ComputeChoice) -> None:
         began = time.perf_counter()
         self.source, self.backend, self.limits = source, backend, limits
+        if hasattr(backend, "ahead"):
+            backend.ahead = False  # processes that compile would stand in the way of what is timed
         self.step: Step = backend.compile(source.program, source.tensors, limits, compute)
         self.load_seconds = time.perf_counter() - began
         self.layout = Layout(limits, min(vocabulary(source.program), source.spec.n_vocab))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 import triton
@@ -13,10 +14,11 @@ from quarrel.ops.collective import Group
 from quarrel.ops.contract import Compute, Concrete, Op, WeightRef
 from quarrel.ops.host import HostExperts
 from quarrel.ops.program import Program
-from quarrel.ops.registry import Registry, lower
+from quarrel.ops.registry import Choice, Registry, lower
 from quarrel.ops.step import ComputeChoice, Limits, WeightSource
 from quarrel.ops.weights import weights_of
 from quarrel.triton_backend import run_op
+from quarrel.triton_backend.ahead import Ahead
 from quarrel.triton_backend.attention import cudnn, encoder, latent, paged, rope
 from quarrel.triton_backend.collective import group
 from quarrel.triton_backend.collective.one_shot import OneShot
@@ -24,16 +26,17 @@ from quarrel.triton_backend.elementwise import activation, embedding, norm, post
 from quarrel.triton_backend.experts import experts, route
 from quarrel.triton_backend.experts import matvec as expert_matvec
 from quarrel.triton_backend.experts.host import is_hosted, on_host, pools_of
-from quarrel.triton_backend.formats.weights import Weights, device_bytes
+from quarrel.triton_backend.formats.weights import META, Blank, Weights, device_bytes
 from quarrel.triton_backend.inputs import ADDED, InputBuffer, most_items
 from quarrel.triton_backend.linear import heads, lora, matvec
 from quarrel.triton_backend.plan import Plan
 from quarrel.triton_backend.recurrent import conv_scan2, delta, delta_step, mamba2_step, scan1
 from quarrel.triton_backend.runtime.arrays import DTYPES
 from quarrel.triton_backend.runtime.cache import allocate, allocate_state, cache_bytes
-from quarrel.triton_backend.runtime.launch import INTERPRETED, report_compiling
+from quarrel.triton_backend.runtime.compile import launch_nothing
+from quarrel.triton_backend.runtime.launch import INTERPRETED, Launcher, launch, report_compiling
 from quarrel.triton_backend.sampling import logprobs, sample
-from quarrel.triton_backend.step import TritonStep
+from quarrel.triton_backend.step import TritonStep, masks_of
 
 FAMILIES = (
     matvec, expert_matvec, latent, paged, heads, group, activation, embedding, encoder, experts, logprobs, lora, delta,
@@ -55,8 +58,10 @@ class TritonBackend:
     """Each step of more than about a hundred rows decodes all weights once."""
     peer_sums = OneShot
 
-    def __init__(self, graphs: bool = True) -> None:
+    def __init__(self, graphs: bool = True, ahead: bool = True) -> None:
         self._graphs = graphs
+        self.ahead = ahead and hasattr(os, "fork")
+        """Whether kernels are compiled by several processes, before they are launched."""
         report_compiling()
         self._group: Group | None = None
         self._host: HostExperts | None = None
@@ -138,34 +143,56 @@ class TritonBackend:
             device_bytes(refs, arithmetic) + sum(pool.nbytes for pool in pools_of(choices)),
             cache_bytes(program.caches, limits.n_blocks, limits.block_size, limits.kv_cache, DTYPES[arithmetic]),
         )
+        make = partial(self._plan, program, choices, limits, arithmetic, compute == "fp8")
+        ahead = None
+        if self.ahead and device.type == "cuda" and self._group is None and not any(map(is_hosted, choices)):
+            twin, _ = make(Blank(arithmetic), META, launch_nothing)
+            ahead = Ahead(twin, masks_of(choices, program.outputs))
+            ahead.begin(limits)
         try:
             packed = Weights(weights, device, arithmetic, refs, progress)
-            dtype = DTYPES[arithmetic]
-            size, kv = limits.block_size, limits.kv_cache
-            caches = [allocate(c, limits.n_blocks, size, dtype, device, kv) for c in program.caches]
-            states = [allocate_state(s, limits.states, device) for s in program.states]
-            inputs = InputBuffer(limits, device)
-            slots = {value.id: inputs.slots[name] for name, value in program.inputs.items()}
-            if "tokens" in program.outputs:
-                slots[program.outputs["tokens"].id] = inputs.last
-            rows = {
-                "T": limits.max_tokens,
-                "S": limits.max_seqs + ADDED,
-                "R": min(limits.max_seqs, limits.max_tokens),
-                "items": most_items(limits),
-            }
-            plan = Plan(
-                choices, slots, kept, rows, packed, caches, states, inputs.tables, arithmetic, device,
-                deterministic=limits.deterministic, float8=compute == "fp8", group=self._group,
-                decoded_bytes=limits.decoded_bytes,
-                cudnn_from=cudnn.LEAST if limits.attention == "cudnn" and not limits.deterministic else 0,
-            )  # fmt: skip
+            plan, inputs = make(packed, device, launch)
             packed.finish()
         except torch.cuda.OutOfMemoryError as error:
             raise OutOfMemory(
                 f"{self.device()} ran out of memory while the model was loaded: give it a smaller context or batch"
             ) from error
-        return TritonStep(plan, inputs, program.outputs, limits, self._graphs)
+        return TritonStep(plan, inputs, program.outputs, limits, self._graphs, ahead)
+
+    def _plan(
+        self,
+        program: Program,
+        choices: Sequence[Choice],
+        limits: Limits,
+        arithmetic: Compute,
+        float8: bool,
+        weights: Weights | Blank,
+        device: torch.device,
+        launcher: Launcher,
+    ) -> tuple[Plan, InputBuffer]:
+        """The program bound to a device, with its buffers."""
+        dtype, kept = DTYPES[arithmetic], {v.id for v in program.outputs.values()}
+        size, kv = limits.block_size, limits.kv_cache
+        caches = [allocate(c, limits.n_blocks, size, dtype, device, kv) for c in program.caches]
+        states = [allocate_state(s, limits.states, device) for s in program.states]
+        inputs = InputBuffer(limits, device)
+        slots = {value.id: inputs.slots[name] for name, value in program.inputs.items()}
+        if "tokens" in program.outputs:
+            slots[program.outputs["tokens"].id] = inputs.last
+        rows = {
+            "T": limits.max_tokens,
+            "S": limits.max_seqs + ADDED,
+            "R": min(limits.max_seqs, limits.max_tokens),
+            "items": most_items(limits),
+        }
+        generation = 0 if INTERPRETED else torch.cuda.get_device_capability()[0]
+        plan = Plan(
+            choices, slots, kept, rows, weights, caches, states, inputs.tables, arithmetic, device, launcher,
+            deterministic=limits.deterministic, generation=generation, float8=float8, group=self._group,
+            decoded_bytes=limits.decoded_bytes,
+            cudnn_from=cudnn.LEAST if limits.attention == "cudnn" and not limits.deterministic else 0,
+        )  # fmt: skip
+        return plan, inputs
 
     def run_op(
         self, op: Op, spec: object, inputs: Sequence[Concrete], compute: ComputeChoice = "auto"

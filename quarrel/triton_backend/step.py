@@ -29,6 +29,7 @@ from quarrel.ops.profile import Profiled
 from quarrel.ops.program import needed
 from quarrel.ops.registry import Choice
 from quarrel.ops.step import Done, ExplainLine, Limits, MemoryPlan, Pending, StepInputs, StepOutputs, Want, outputs_of
+from quarrel.triton_backend.ahead import Ahead
 from quarrel.triton_backend.attention.cudnn import prompts_of, refusal
 from quarrel.triton_backend.experts.host import Outside, pools_of
 from quarrel.triton_backend.formats.weights import stored_as
@@ -114,7 +115,15 @@ class _Launched:
 class TritonStep:
     """A compiled program (`ops.step.Step`)."""
 
-    def __init__(self, plan: Plan, inputs: InputBuffer, outputs: Mapping[str, Value], limits: Limits, graphs: bool) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        inputs: InputBuffer,
+        outputs: Mapping[str, Value],
+        limits: Limits,
+        graphs: bool,
+        ahead: Ahead | None = None,
+    ) -> None:
         self.limits = limits
         self.compute: Compute = plan.compute
         self._plan, self._inputs, self._outputs = plan, inputs, dict(outputs)
@@ -126,13 +135,8 @@ class TritonStep:
         self._results = _Results(limits.max_tokens, torch.int32)
         self._float_results = _Results(1 << 20, torch.float32)
         self._choices: tuple[Choice, ...] = tuple(plan.choices)
-        nodes = [c.node for c in plan.choices]
-        alone = {name: needed(nodes, [value]) for name, value in outputs.items()}
-        self._masks: dict[str, list[bool]] = {
-            want: [any(marks) for marks in zip(*(alone[name] for name in outputs_of(want)))]
-            for want in get_args(Want)
-            if alone.keys() >= set(outputs_of(want))
-        }
+        self._masks = masks_of(plan.choices, outputs)
+        self._ahead = ahead
         self._n_vocab, self._n_positions = (_smallest_table(plan.choices, name) for name in ("ids", "positions"))
         self._watch: Stopwatch | None = None
 
@@ -208,6 +212,9 @@ class TritonStep:
 
     def close(self) -> None:
         """Drops every device tensor and graph; a second call does nothing."""
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
         self._graphs.clear()
         self._outputs.clear()
         if "_plan" in self.__dict__:
@@ -286,6 +293,8 @@ class TritonStep:
         key = (batch, want)
         if key not in self._graphs and key not in self._seen:
             self._seen.add(key)
+            if self._ahead is not None:
+                self._ahead.need(batch, want)
             self._run(batch, want)
             return
         if key not in self._graphs:
@@ -333,6 +342,17 @@ class TritonStep:
         if type is None or stored_as(type, self.compute) == type:
             return ""
         return f" (stored as {stored_as(type, self.compute).name})"
+
+
+def masks_of(choices: Sequence[Choice], outputs: Mapping[str, Value]) -> dict[str, list[bool]]:
+    """Which nodes run, for all that can be wanted."""
+    nodes = [c.node for c in choices]
+    alone = {name: needed(nodes, [value]) for name, value in outputs.items()}
+    return {
+        want: [any(marks) for marks in zip(*(alone[name] for name in outputs_of(want)))]
+        for want in get_args(Want)
+        if alone.keys() >= set(outputs_of(want))
+    }
 
 
 def _shape(value: Value, rows: int, seqs: int) -> tuple[int, ...]:

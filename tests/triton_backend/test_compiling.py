@@ -53,3 +53,56 @@ def test_a_kernel_that_is_compiled_is_reported_once(tmp_path: Path) -> None:
         command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=240
     )
     assert done.stdout.split() == ["compiling", "stepping"], done.stderr
+
+
+AHEAD = """
+from triton import knobs
+
+from quarrel.gguf import GGMLType
+from quarrel.ops.contract import WeightRef
+from quarrel.ops.embedding import embedding, gather_rows
+from quarrel.ops.null import Builder
+from quarrel.ops.registry import lower
+from quarrel.ops.step import Limits
+from quarrel.triton_backend.ahead import Ahead, foreseen
+from quarrel.triton_backend.backend import REGISTRY
+from quarrel.triton_backend.formats.weights import META, Blank
+from quarrel.triton_backend.runtime.compile import launch_nothing
+from quarrel.triton_backend.step import masks_of
+
+torch.cuda.get_device_capability = lambda *device: (9, 0)
+b = Builder()
+h = embedding(b, b.input("ids"), WeightRef("embd", GGMLType.F16, 64, 32))
+program = b.program(hidden=gather_rows(b, h, b.input("out_rows")))
+choices, limits = lower(program, REGISTRY), Limits(64, 8, 4, 8)
+
+
+def ahead():
+    twin, _ = TritonBackend()._plan(program, choices, limits, "float16", False, Blank("float16"), META, launch_nothing)
+    return Ahead(twin, masks_of(choices, program.outputs))
+
+
+made = ahead()
+made.begin(limits)
+for batch in foreseen(limits):
+    made.need(batch, "hidden")
+hits = []
+knobs.compilation.listener = lambda *, cache_hit, **rest: hits.append(cache_hit)
+for batch in foreseen(limits):
+    for go in made.twin.launches:
+        go(batch)
+print(len(made.compilers), len(hits) > 1, all(hits))
+again = ahead()
+again.begin(limits)
+print(len(again.compilers))
+"""
+
+
+def test_kernels_of_every_step_are_in_the_cache_before_it_is_launched(tmp_path: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+    prelude = COMPILES.partition("entered = []")[0]
+    command = [sys.executable, "-c", prelude + AHEAD]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=240
+    )
+    assert done.stdout.splitlines() == ["1 True True", "0"], done.stdout + done.stderr

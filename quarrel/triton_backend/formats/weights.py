@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from quarrel.gguf import GGMLType
-from quarrel.ops.contract import Array, Compute, WeightRef
+from quarrel.ops.contract import Array, Compute, ConstRef, WeightRef
 from quarrel.ops.step import WeightSource
 from quarrel.ops.weights import PackedWeights, stored_type
-from quarrel.triton_backend.formats.pack import Uploader, pack, packed_bytes
+from quarrel.triton_backend.formats.pack import Uploader, blank, pack, packed_bytes
 from quarrel.triton_backend.formats.table import NATIVE
 from quarrel.triton_backend.runtime.arrays import Packed
 
@@ -53,3 +53,26 @@ class Weights(PackedWeights[Packed, torch.Tensor]):
 
     def _upload(self, values: Array) -> torch.Tensor:
         return torch.from_numpy(np.array(values, np.float32)).to(self._device)
+
+
+META = torch.device("meta")
+"""Of tensors without storage."""
+
+
+class Blank:
+    """Weights without storage, for a plan that only says which kernels it would launch."""
+
+    def __init__(self, compute: Compute) -> None:
+        self._compute = compute
+        self._packed: dict[WeightRef, Packed] = {}
+
+    def matrix(self, ref: WeightRef) -> Packed:
+        if ref not in self._packed:
+            self._packed[ref] = blank(stored_as(ref.type, self._compute), ref.rows, ref.k, META)
+        return self._packed[ref]
+
+    def vector(self, ref: WeightRef) -> torch.Tensor:
+        return torch.empty(ref.rows * ref.k, device=META)
+
+    def const(self, ref: ConstRef) -> torch.Tensor:
+        return torch.empty(len(ref.data), device=META)

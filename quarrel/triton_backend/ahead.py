@@ -1,0 +1,95 @@
+"""What a step will compile, found by a plan without storage, and compiled before the step is launched."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from quarrel.ops.registry import Choice
+from quarrel.ops.step import Limits
+from quarrel.triton_backend.inputs import PROMPTS, item_bucket
+from quarrel.triton_backend.plan import Plan
+from quarrel.triton_backend.runtime.compile import Compilers, Job, uncompiled
+from quarrel.triton_backend.runtime.site import Batch
+
+Masks = Mapping[str, Sequence[bool]]
+"""Which nodes a step runs, by what is wanted of it."""
+
+
+@dataclass
+class Ahead:
+    """The kernels of a plan's steps. `twin` is the plan over tensors without storage, its launches `launch_nothing`."""
+
+    twin: Plan
+    masks: Masks
+    compilers: list[Compilers] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._launches = list(_some_of_each(self.twin.choices))
+        self._lock = threading.Lock()
+
+    def begin(self, limits: Limits) -> None:
+        """Starts with all that can be foreseen, the first step first, unless that one's kernels are on disk already."""
+        want = "tokens" if "tokens" in self.masks else next(iter(self.masks))
+        first, *later = foreseen(limits)
+        jobs = self._missing(first, want)
+        if jobs:
+            for batch in later:
+                jobs |= self._missing(batch, want)
+            self.compilers.append(Compilers(jobs))
+
+    def need(self, batch: Batch, want: str) -> None:
+        """Returns when nothing, or one kernel, is left to compile for this step."""
+        with self._lock:  # a plan without storage is run by one thread at a time
+            jobs = self._missing(batch, want)
+            unknown = {key: job for key, job in jobs.items() if not any(key in c for c in self.compilers)}
+            if len(unknown) > 1:
+                self.compilers.append(Compilers(unknown))
+        for compilers in self.compilers:
+            compilers.wait(jobs)
+
+    def close(self) -> None:
+        """Ends what still compiles."""
+        for compilers in self.compilers:
+            compilers.close()
+        self.twin.drop()
+
+    def _missing(self, batch: Batch, want: str) -> dict[str, Job]:
+        def run() -> None:
+            for i in self._launches:
+                if self.masks[want][i]:
+                    self.twin.launches[i](batch)
+
+        return uncompiled(run)
+
+
+def foreseen(limits: Limits) -> Iterator[Batch]:
+    """Steps that a model will be given, in the order in which they matter: a short prompt, a token, longer prompts,
+    batches, and both together."""
+    most = min(limits.max_seqs, limits.max_tokens)
+    prompts = list(dict.fromkeys(PROMPTS.tokens(n, limits.max_tokens) for n in (16, 128, 512, 2048, 32, 64, 256)))
+    seqs = [n for n in (1, 8, 128, 2, 4, 16, 32, 64) if n <= most]
+
+    def decode(n: int) -> Batch:
+        return Batch(n, n, n, True, False, item_bucket(n, n))
+
+    yield Batch(prompts[0], min(2, most), 1, False, True, 0)
+    yield decode(1)
+    for tokens in prompts[1:]:
+        yield Batch(tokens, min(2, most), 1, False, True, 0)
+    for n in seqs[1:]:
+        yield decode(n)
+    if most > 1:
+        yield Batch(prompts[-1], most, most, True, True, item_bucket(most, most))
+
+
+def _some_of_each(choices: Iterable[Choice]) -> Iterator[int]:
+    """Of nodes that differ in their weights alone the first two, which what is before may set apart, and the last."""
+    like: dict[object, list[int]] = defaultdict(list)
+    for i, choice in enumerate(choices):
+        node = choice.node
+        kinds = tuple(v.kind for v in node.outputs)
+        like[choice.implementation.name, node.op.name, node.spec, kinds].append(i)
+    yield from sorted({i for same in like.values() for i in (*same[:2], same[-1])})
