@@ -3,6 +3,7 @@
     logits    + logit_bias; stop tokens banned before min_tokens; penalties; DRY
     greedy    (temperature 0) the best of these
     mirostat  p = softmax(logits / temperature); keep surprise -log2 p <= mu; draw; mu -= eta * (surprise - tau)
+    ordered   (`samplers`, or one that only llama.cpp's order has) as in `quarrel.engine.ordered`
     else      top_k; p = softmax(logits / temperature); typical_p; top_p and min_p as in the op; XTC; draw
 
 Typical (Meister et al. 2023, arXiv:2202.00666) keeps the tokens whose surprise is closest to the entropy. XTC, with its
@@ -20,7 +21,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from quarrel.engine.cuts import softmax, typical, without_top_choices
 from quarrel.engine.dry import Dry
+from quarrel.engine.ordered import Ordered
 from quarrel.engine.params import SamplingParams
 from quarrel.engine.results import TokenLogprob
 from quarrel.engine.text import Texts
@@ -47,8 +50,9 @@ class HostChain:
         self._biases = np.array(list(params.logit_bias.values()), np.float64)
         self._mu = 2.0 * params.mirostat_tau
         self._counts = Counts(params.penalty_last_n)
+        self._ordered = Ordered(params) if params.order else None
         self._dry = None
-        if params.dry_multiplier and params.dry_last_n:
+        if params.dries:
             p, breakers = params, params.dry_sequence_breakers
             self._dry = Dry(p.dry_multiplier, p.dry_base, p.dry_allowed_length, p.dry_last_n, breakers, texts.token_bytes)
 
@@ -82,7 +86,7 @@ class HostChain:
     def _likely(self, logits: Array, changes: Sequence[Change], allowed: Array | None, peaks: Peaks | None) -> Array | None:
         """Ids, ascending, among which are all that can be drawn; None if that takes a look at all of them."""
         p = self._p
-        if p.temperature and (p.mirostat or not p.top_k):
+        if p.temperature and (p.mirostat or not p.top_k or p.order[:1] not in ((), ("top_k",))):
             return None
         if allowed is not None and np.count_nonzero(allowed) < len(logits) // FEW:
             return None
@@ -110,6 +114,8 @@ class HostChain:
             return best
         if p.mirostat:
             return self._mirostat(x, uniform)
+        if self._ordered is not None:
+            return self._ordered.draw(x, uniform, xtc_uniform)
         ids = None
         if 0 < p.top_k < len(x):
             # What is cut here is cut by the draw anyway; what is left are a few dozen.
@@ -211,35 +217,6 @@ def _finite(logits: Array) -> Array:
     if bad.any():
         x[bad] = -np.inf
     return x
-
-
-def softmax(x: Array, temperature: float = 1.0) -> Array:
-    """Probabilities of one row `[V]`; at least one entry is finite."""
-    e = np.exp(over(x - x.max(), temperature))
-    p: Array = e / e.sum()
-    return p
-
-
-def typical(p: Array, mass: float) -> Array:
-    """Mask of the tokens whose surprise is closest to the entropy, until their sum reaches `mass`; low ids first."""
-    surprise = -np.log(np.where(p > 0, p, 1.0))
-    away = np.where(p > 0, np.abs(surprise - (p * surprise).sum()), np.inf)
-    order = np.argsort(away, kind="stable")
-    count = int(np.searchsorted(np.cumsum(p[order]), mass)) + 1
-    mask: Array = np.zeros(len(p), bool)
-    mask[order[:count]] = True
-    return mask
-
-
-def without_top_choices(p: Array, threshold: float) -> Array:
-    """Mask that leaves out all but the least likely of the tokens with `p >= threshold`, if there are two or more."""
-    mask: Array = p > 0
-    top = np.flatnonzero(mask & (p >= threshold))
-    if len(top) > 1:
-        spared = top[np.argmin(p[top])]
-        mask[top] = False
-        mask[spared] = True
-    return mask
 
 
 DEPTH = 32

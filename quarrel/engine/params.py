@@ -18,6 +18,8 @@ MAX_BREAKERS = 64
 MAX_BIASES = 1024
 MAX_BIAS = 100.0
 MAX_TEMPERATURE = 100.0
+ORDER = ("penalties", "dry", "top_n_sigma", "top_k", "typical_p", "top_p", "min_p", "xtc", "temperature", "adaptive_p")
+"""Samplers in llama.cpp's order. Wherever penalties and dry stand, they come first."""
 COLDEST = 1e-5
 """A temperature below this is greedy: it would separate logits that no arithmetic here tells apart."""
 
@@ -65,8 +67,8 @@ class SamplingParams:
     """How a continuation is drawn. Every field is checked; `RequestError` names the field, the value and its range.
 
     Order: bans (`min_tokens`) and `logit_bias`, penalties, DRY; then greedy, or mirostat, or temperature, `top_k`,
-    `typical_p`, `top_p`, `min_p`, XTC and one draw (`quarrel.ops.sample`). The defaults keep the most likely 40 tokens of
-    the best 95 %, at temperature 0.8.
+    `typical_p`, `top_p`, `min_p`, XTC and one draw (`quarrel.ops.sample`); or another order (`samplers`). The defaults keep
+    the most likely 40 tokens of the best 95 %, at temperature 0.8.
     """
 
     max_tokens: int | None = field(default=512, metadata={"range": _Range(True, 0, _INT, optional=True)})
@@ -107,6 +109,19 @@ class SamplingParams:
     """How often XTC removes all but the least likely of the tokens above its threshold; 0 is off."""
     xtc_threshold: float = _real(0.1, 0.0, 1.0)
     """The probability from which XTC calls a token likely; above 0.5 is off."""
+    top_n_sigma: float = _real(0.0, 0.0, 100.0)
+    """Keep tokens whose logit is within so many standard deviations of the best; 0 is off."""
+    dynatemp_range: float = _real(0.0, 0.0, 100.0)
+    """The temperature moves so far up and down, by how sure the model is; 0 is off."""
+    dynatemp_exponent: float = _real(1.0, 0.0, 100.0)
+    """How: the power of the entropy's share of the largest possible one."""
+    adaptive_target: float = _real(-1.0, -1.0, 1.0)
+    """Draw tokens near this probability (adaptive-p); below 0 is off."""
+    adaptive_decay: float = _real(0.9, 0.0, 0.99)
+    """How long adaptive-p remembers the probabilities that it drew."""
+    samplers: tuple[str, ...] = ()
+    """An order to cut in, of `ORDER`; what it leaves out is off. By default the one above, or, where top_n_sigma,
+    dynatemp_range or adaptive_target are set, `ORDER`, in which the temperature comes behind the cuts, as in llama.cpp."""
     mirostat: int = _whole(0, 0, 2)
     """2 holds the surprise of the text near `mirostat_tau`, instead of the cuts by top_k, top_p, min_p, typical_p, XTC."""
     mirostat_tau: float = _real(5.0, 0.0, 100.0, above=True)
@@ -134,6 +149,7 @@ class SamplingParams:
             raise RequestError("mirostat is 1, wanted 0 or 2: version 1 is not offered, version 2 replaces it", "mirostat")
         if not isinstance(self.ignore_eos, bool):
             raise _refuse("ignore_eos", self.ignore_eos, "True or False")
+        self._set("samplers", _order(self.samplers))
         self._set("stop", _texts("stop", self.stop, MAX_STOPS))
         self._set("dry_sequence_breakers", _texts("dry_sequence_breakers", self.dry_sequence_breakers, MAX_BREAKERS))
         self._set("stop_token_ids", _ids(self.stop_token_ids))
@@ -155,13 +171,39 @@ class SamplingParams:
     def penalises(self) -> bool:
         """Whether any of the three penalties does anything."""
         strengths = (self.repetition_penalty - 1.0, self.presence_penalty, self.frequency_penalty)
-        return self.penalty_last_n != 0 and any(strengths)
+        return self.penalty_last_n != 0 and any(strengths) and (not self.samplers or "penalties" in self.samplers)
+
+    @property
+    def dries(self) -> bool:
+        """Whether DRY does anything."""
+        return bool(self.dry_multiplier and self.dry_last_n) and (not self.samplers or "dry" in self.samplers)
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """The samplers behind the penalties that do anything, one after the other; empty where all cut at once."""
+        names = self.samplers or (ORDER if self._ordered else ())
+        on = {
+            "top_n_sigma": self.top_n_sigma > 0,
+            "top_k": self.top_k > 0,
+            "typical_p": self.typical_p < 1,
+            "top_p": self.top_p < 1,
+            "min_p": self.min_p > 0,
+            "xtc": self.xtc_probability > 0,
+            "temperature": True,
+            "adaptive_p": self.adaptive_target >= 0,
+        }
+        found = tuple(dict.fromkeys(name for name in names if on.get(name, False)))
+        return found or (("temperature",) if names else ())
+
+    @property
+    def _ordered(self) -> bool:
+        return self.top_n_sigma > 0 or self.dynatemp_range > 0 or self.adaptive_target >= 0
 
     @property
     def on_device(self) -> bool:
         """Whether the `sample` op can draw this by itself: temperature, top_k, top_p and min_p, nothing else."""
-        adjusts = self.logit_bias or self.penalises or self.dry_multiplier or self.min_tokens
-        cuts = self.temperature > 0.0 and (self.typical_p < 1.0 or self.xtc_probability or self.mirostat)
+        adjusts = self.logit_bias or self.penalises or self.dries or self.min_tokens
+        cuts = self.temperature > 0.0 and (self.typical_p < 1.0 or self.xtc_probability or self.mirostat or self.order)
         return not adjusts and not cuts
 
 
@@ -187,6 +229,12 @@ class Sampling(TypedDict, total=False):
     dry_sequence_breakers: Collection[str]
     xtc_probability: float
     xtc_threshold: float
+    top_n_sigma: float
+    dynatemp_range: float
+    dynatemp_exponent: float
+    adaptive_target: float
+    adaptive_decay: float
+    samplers: Collection[str]
     mirostat: int
     mirostat_tau: float
     mirostat_eta: float
@@ -230,6 +278,14 @@ def _refuse(name: str, value: object, wanted: object, subject: str | None = None
     shown = repr(value)
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
     return RequestError(f"{subject or name} is {shown}, wanted {wanted}", name)
+
+
+def _order(value: object) -> tuple[str, ...]:
+    given = _listed("samplers", value, "names", 2 * len(ORDER))
+    for name in given:
+        if name not in ORDER:
+            raise _refuse("samplers", name, f"one of {', '.join(ORDER)}", "an entry of samplers")
+    return tuple(str(name) for name in given)
 
 
 def _texts(name: str, value: object, most: int) -> tuple[str, ...]:

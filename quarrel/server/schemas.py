@@ -37,6 +37,12 @@ class Samplers(Body):
     dry_allowed_length: Annotated[StrictInt, Field(ge=1, lt=2**31)] | None = None
     xtc_probability: Annotated[Number, Field(ge=0, le=1)] | None = None
     xtc_threshold: Annotated[Number, Field(ge=0, le=1)] | None = None
+    top_n_sigma: Annotated[Number, Field(ge=0, le=100)] | None = None
+    dynatemp_range: Annotated[Number, Field(ge=0, le=100)] | None = None
+    dynatemp_exponent: Annotated[Number, Field(ge=0, le=100)] | None = None
+    adaptive_target: Annotated[Number, Field(ge=-1, le=1)] | None = None
+    adaptive_decay: Annotated[Number, Field(ge=0, le=0.99)] | None = None
+    samplers: Annotated[list[StrictStr], Field(max_length=20)] | None = None
     mirostat: Mirostat | None = None
     mirostat_tau: Annotated[Number, Field(gt=0, le=100)] | None = None
     mirostat_eta: Annotated[Number, Field(gt=0, le=1)] | None = None

@@ -26,8 +26,10 @@ def test_every_sampling_parameter_is_an_option() -> None:
 
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=lambda s: s.field)
 def test_an_option_reaches_its_parameter_by_every_spelling(sampler) -> None:  # type: ignore[no-untyped-def]
-    text = {"logit_bias": "7=-2.5", "mirostat": "2"}.get(sampler.field, "1")
+    texts = {"logit_bias": "7=-2.5", "mirostat": "2", "adaptive_decay": "0.5", "samplers": "top_k;temperature"}
+    text = texts.get(sampler.field, "1")
     want = {"logit_bias": {7: -2.5}, "stop": ["1"], "dry_sequence_breakers": ["1"], "stop_token_ids": [1], "mirostat": 2}
+    want |= {"adaptive_decay": 0.5, "samplers": ("top_k", "temperature")}
     for flag in (sampler.flags + " " + sampler.hidden).split():
         words = ["generate", flag] if sampler.type is None else ["generate", flag, text]
         given = sampling_of(make_parser().parse_args([*words, "--quiet", "prompt"]))

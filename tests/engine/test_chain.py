@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from quarrel.engine import Sampling, SamplingParams, merged, rng
 from quarrel.engine import chain as chains
-from quarrel.engine.chain import Counts, HostChain, Peaks, softmax, typical, without_top_choices
+from quarrel.engine.chain import Counts, HostChain, Peaks
+from quarrel.engine.cuts import softmax, typical, without_top_choices
 from quarrel.ops.sample import draw_token
 from tests.engine.toys import Letters, letter
 

@@ -20,6 +20,8 @@ RANGES: dict[str, tuple[bool, float, float, bool]] = {
     "repetition_penalty": (False, 0, 100, True), "dry_multiplier": (False, 0, 100, False), "dry_base": (False, 1, 100, False),
     "dry_allowed_length": (True, 1, 2**31 - 1, False), "xtc_probability": (False, 0, 1, False),
     "xtc_threshold": (False, 0, 1, False), "mirostat_tau": (False, 0, 100, True), "mirostat_eta": (False, 0, 1, True),
+    "top_n_sigma": (False, 0, 100, False), "dynatemp_range": (False, 0, 100, False),
+    "dynatemp_exponent": (False, 0, 100, False), "adaptive_target": (False, -1, 1, False), "adaptive_decay": (False, 0, 0.99, False),
 }  # fmt: skip
 ONLY_V1 = {"n": (True, 1, 8, False)}
 VALUES: list[Any] = [
