@@ -86,7 +86,11 @@ class RequestError(QuarrelError, ValueError):
 
 
 class ContextOverflow(RequestError):
-    """The prompt does not fit the context window."""
+    """The prompt does not fit the context window. `tokens` it has, where that is known, and `n_ctx` the window."""
+
+    def __init__(self, message: object = "", *fields: str, tokens: int = 0, n_ctx: int = 0) -> None:
+        super().__init__(message, *fields)
+        self.tokens, self.n_ctx = tokens, n_ctx
 
 
 class BackendUnavailable(QuarrelError):

@@ -192,6 +192,8 @@ class Preparer:
                 f"the prompt has {count} tokens and the context holds {self._n_ctx}: shorten it, or load the model with a"
                 f" larger n_ctx (it was made for {self._spec.context_length})",
                 "n_ctx",
+                tokens=count,
+                n_ctx=self._n_ctx,
             )
 
 

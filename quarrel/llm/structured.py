@@ -64,6 +64,22 @@ class Structure:
         return cls("regex", text)
 
     @classmethod
+    def gbnf(cls, text: str) -> Structure:
+        """Text of a grammar as llama.cpp writes it, which begins with the rule `root`."""
+        if not isinstance(text, str) or len(text) > MAX_TEXT:
+            raise RequestError(f"a GBNF grammar wants a text of 1 to {MAX_TEXT} characters")
+        try:
+            from llguidance.gbnf_to_lark import gbnf_to_lark
+        except ImportError as error:
+            raise QuarrelError(f"a structure wants the package llguidance ({error}): {installing('structured')}") from None
+        try:
+            return cls("lark", gbnf_to_lark(text))
+        except RequestError:
+            raise
+        except Exception as error:  # its parser has no error of its own
+            raise RequestError(f"the GBNF grammar cannot be read: {_short(str(error))}") from None
+
+    @classmethod
     def lark(cls, text: str) -> Structure:
         """Text of a context-free grammar, by llguidance's dialect of Lark; it begins with the rule `start`."""
         return cls("lark", text)

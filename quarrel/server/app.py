@@ -22,6 +22,7 @@ from quarrel.server.dispatch import Dispatcher
 from quarrel.server.errors import Refused, error_body, refused
 from quarrel.server.keys import Keyring
 from quarrel.server.limits import Limiter
+from quarrel.server.llama import routes as llama
 from quarrel.server.metrics import Metrics
 from quarrel.server.middleware import App, Middleware
 from quarrel.server.models import Load, ModelManager
@@ -62,6 +63,8 @@ def build(settings: Settings, load: Load, traces: Traces | None = None) -> Serve
             await models.close()
 
     api = FastAPI(title="Quarrel", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    if settings.llama:
+        api.include_router(llama.routes(dispatcher, metrics))
     if settings.ollama:  # first, as /api/generate then is Ollama's
         api.include_router(ollama.routes(dispatcher))
     api.include_router(openai.routes(dispatcher))
@@ -70,7 +73,7 @@ def build(settings: Settings, load: Load, traces: Traces | None = None) -> Serve
     api.include_router(rest.routes(dispatcher, metrics))
     api.include_router(websocket.routes(dispatcher, metrics))
     _page(api)
-    _errors(api, metrics, settings.ollama)
+    _errors(api, metrics, settings)
     api.openapi = lambda: document(api)  # type: ignore[method-assign]
     return Server(
         Middleware(api, settings, keys, limiter, metrics, traces, dispatcher.check_capacity), dispatcher, keys, metrics, api
@@ -93,10 +96,10 @@ def _page(api: FastAPI) -> None:
     api.mount("/static", StaticFiles(directory=STATIC), name="static")
 
 
-def _errors(api: FastAPI, metrics: Metrics, ollama_routes: bool) -> None:
+def _errors(api: FastAPI, metrics: Metrics, settings: Settings) -> None:
     def answer(request: Request, error: Refused) -> Response:
         metrics.errors.labels(error.code).inc()
-        body = error_body(request.url.path, error, ollama=ollama_routes)
+        body = error_body(request.url.path, error, ollama=settings.ollama, llama=settings.llama)
         return JSONResponse(body, error.status, headers=error.headers())
 
     @api.exception_handler(QuarrelError)

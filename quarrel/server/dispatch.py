@@ -127,12 +127,19 @@ class Dispatcher:
         raise AssertionError("unreachable")
 
     async def embed(
-        self, caller: str, llm: Model, texts: Sequence[Any], dimensions: int | None, pooling: Pooling | None = None
+        self,
+        caller: str,
+        llm: Model,
+        texts: Sequence[Any],
+        dimensions: int | None,
+        pooling: Pooling | None = None,
+        *,
+        normalize: bool = True,
     ) -> Embeddings:
         """Vectors of texts (`LLM.aembed`)."""
         with self.limiter.stream(caller):
             self.limiter.charge(caller, "prompt_tokens", 0)  # how many there are is known behind them: a debt waits
-            made = await llm.aembed(texts, dimensions=dimensions, pooling=pooling)
+            made = await llm.aembed(texts, dimensions=dimensions, pooling=pooling, normalize=normalize)
         self.limiter.refund(caller, "prompt_tokens", -made.total_tokens)
         return made
 

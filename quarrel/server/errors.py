@@ -65,6 +65,24 @@ _WORDS = {
 }
 
 
+def llama_body(error: Refused) -> dict[str, object]:
+    """In llama-server's form, whose callers ask again with a shorter prompt where the last two are there."""
+    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 501: "not_supported_error"}
+    kind = kinds.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
+    body: dict[str, object] = {"code": error.status, "message": str(error)}
+    cause = error.__cause__
+    if isinstance(cause, ContextOverflow) and cause.tokens:
+        body |= {"message": llama_overflow(cause), "type": "exceed_context_size_error"}
+        return {"error": body | {"n_prompt_tokens": cause.tokens, "n_ctx": cause.n_ctx}}
+    return {"error": body | {"type": "unavailable_error" if error.status == 503 else kind}}
+
+
+def llama_overflow(error: ContextOverflow) -> str:
+    """What llama-server says, which its callers look for."""
+    sizes = f"request ({error.tokens} tokens) exceeds the available context size ({error.n_ctx} tokens)"
+    return f"{sizes}, try increasing it"
+
+
 def refused(error: QuarrelError) -> Refused:
     """Any deliberate error as the answer that it gives."""
     if isinstance(error, Refused):
@@ -72,7 +90,9 @@ def refused(error: QuarrelError) -> Refused:
     for kind, status, code in _STATUS:
         if isinstance(error, kind):
             after = 1.0 if kind is EngineLost else None
-            return Refused(status, code, str(error), retry_after=getattr(error, "retry_after", after))
+            made = Refused(status, code, str(error), retry_after=getattr(error, "retry_after", after))
+            made.__cause__ = error
+            return made
     return Refused(500, "engine_error", str(error))
 
 
@@ -83,8 +103,11 @@ def openai_body(error: Refused) -> dict[str, object]:
     return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
 
 
-def error_body(path: str, error: Refused, *, ollama: bool) -> dict[str, object]:
-    """In the words of the protocol that the path belongs to. ollama: whether Ollama's routes are served."""
+def error_body(path: str, error: Refused, *, ollama: bool, llama: bool = False) -> dict[str, object]:
+    """In the words of the protocol that the path belongs to. ollama: whether Ollama's routes are served; llama: whether all
+    of them are llama-server's."""
+    if llama:
+        return llama_body(error)
     if path.startswith("/v1"):
         return openai_body(error)
     return {"error": str(error)} if ollama and path in OLLAMA else plain_body(error)

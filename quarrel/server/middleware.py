@@ -81,7 +81,7 @@ class Middleware:
     ) -> None:
         self._app, self._settings, self._keys, self._limiter = app, settings, keys, limiter
         self._metrics, self._traces, self._check_capacity = metrics, traces, check_capacity
-        self._shed = Shed(check_capacity, keys, metrics, _HEADERS, ollama=settings.ollama)
+        self._shed = Shed(check_capacity, keys, metrics, _HEADERS, ollama=settings.ollama, llama=settings.llama)
         self._proxies = Proxies(networks(settings.trusted_proxies))
         self._forwarded = Connections(settings.connections_per_address)
         self._origins = Origins((*settings.origins, *(LOCAL if settings.ollama else ())))
@@ -254,7 +254,7 @@ class Middleware:
         if scope["type"] == "websocket":
             send = denying(send)
         self._metrics.errors.labels(refusal.code).inc()
-        body = error_body(scope["path"], refusal, ollama=self._settings.ollama)
+        body = error_body(scope["path"], refusal, ollama=self._settings.ollama, llama=self._settings.llama)
         # A caller who should retry keeps the connection; the rest of a body with a length is read and dropped. One
         # that sent Expect may not send a body.
         unsure = {b"transfer-encoding", b"expect"}

@@ -50,6 +50,10 @@ class Settings:
     strict_api: bool = False
     """Refuse fields that are not understood, instead of reporting them in a header."""
     ollama: bool = False
+    llama: bool = False
+    """Speak llama-server's protocol, in the place of routes and errors that are called alike."""
+    adapter: str | None = None
+    """In that protocol: the adapter of requests, which name none there."""
     chat_template: str | None = None
     """In place of the models' own."""
     backend: str = "auto"
@@ -92,7 +96,7 @@ class Settings:
                 raise ConfigError(f"the {name} is {port}, wanted 0 to 65535")
         if self.metrics_port is not None and self.metrics_port == self.port != 0:
             raise ConfigError(f"port and metrics port are both {self.port}: give one of them another number")
-        if 0 < len(self.api_key) < SHORTEST_KEY:
+        if 0 < len(self.api_key) < SHORTEST_KEY and not self.llama:  # there the launcher makes one up
             raise ConfigError(f"the API key has {len(self.api_key)} characters, wanted {SHORTEST_KEY} random ones or more")
         networks(self.trusted_proxies)
         Origins(self.origins)

@@ -55,8 +55,10 @@ class Shed:
         headers: list[tuple[bytes, bytes]],
         *,
         ollama: bool = False,
+        llama: bool = False,
     ) -> None:
-        self._check_capacity, self._keys, self._metrics, self._ollama = check_capacity, keys, metrics, ollama
+        self._check_capacity, self._keys, self._metrics = check_capacity, keys, metrics
+        self._ollama, self._llama = ollama, llama
         self._headers = b"".join(name + b": " + value + b"\r\n" for name, value in headers)
 
     def __call__(self, data: bytes) -> Answer | None:
@@ -98,7 +100,7 @@ class Shed:
 
     def _answer(self, path: str, refusal: Refused, close: bool, received: int, route: str | None = None) -> Answer:
         request_id = "req-" + secrets.token_hex(8)
-        body = json.dumps(error_body(path, refusal, ollama=self._ollama)).encode()
+        body = json.dumps(error_body(path, refusal, ollama=self._ollama, llama=self._llama)).encode()
         lines = [f"{name}: {value}\r\n" for name, value in refusal.headers().items()]
         lines += [f"X-Request-Id: {request_id}\r\nContent-Length: {len(body)}\r\nContent-Type: application/json\r\n"]
         lines += ["Connection: close\r\n"] if close else []

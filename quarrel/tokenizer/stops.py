@@ -41,32 +41,23 @@ STOP_TEXTS: Final = (
     "<reponame>",
     "<|file_sep|>",
 )
-FIM_TEXTS: Final = (
-    "<|fim_prefix|>",
-    "<fim-prefix>",
-    "<fim_prefix>",
-    "<｜fim▁begin｜>",
-    "<PRE>",
-    "▁<PRE>",
-    "<|code_prefix|>",
-    "<|prefix|>",
-    "<|fim_suffix|>",
-    "<fim-suffix>",
-    "<fim_suffix>",
-    "<｜fim▁hole｜>",
-    "<SUF>",
-    "▁<SUF>",
-    "<|code_suffix|>",
-    "<|suffix|>",
-    "<|fim_middle|>",
-    "<fim-middle>",
-    "<fim_middle>",
-    "<｜fim▁end｜>",
-    "<MID>",
-    "▁<MID>",
-    "<|code_middle|>",
-    "<|middle|>",
-)
+FIM: Final = {
+    "prefix": (
+        *("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>"),
+        *("<PRE>", "▁<PRE>", "<|code_prefix|>", "<|prefix|>"),
+    ),
+    "suffix": (
+        *("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>"),
+        *("<SUF>", "▁<SUF>", "<|code_suffix|>", "<|suffix|>"),
+    ),
+    "middle": (
+        *("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>"),
+        *("<MID>", "▁<MID>", "<|code_middle|>", "<|middle|>"),
+    ),
+    "separator": ("<|file_sep|>",),
+}
+"""What names the parts of a text with a hole in it."""
+FIM_TEXTS: Final = tuple(text for part in ("prefix", "suffix", "middle") for text in FIM[part])
 
 
 def control_texts(ids: Mapping[str, int]) -> list[str]:

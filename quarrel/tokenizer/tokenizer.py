@@ -17,6 +17,7 @@ from quarrel.tokenizer.detokenizer import Detokenizer, PieceBytes
 from quarrel.tokenizer.guard import is_text
 from quarrel.tokenizer.special import SpecialTokens, Trust
 from quarrel.tokenizer.spm import SentencePieceModel
+from quarrel.tokenizer.stops import FIM
 from quarrel.tokenizer.ugm import UnigramModel
 from quarrel.tokenizer.vocab import Kind, TokenizerWarning, Vocabulary, read_vocabulary
 from quarrel.tokenizer.wpm import WordPieceModel
@@ -64,6 +65,8 @@ class Tokenizer:
         self.stop_ids = vocabulary.stops
         self.add_bos, self.add_eos = vocabulary.add_bos, vocabulary.add_eos
         self.chat_template = self._templates.default
+        self.fim_ids = fim_ids(metadata, vocabulary.ids)
+        """Ids of "prefix", "suffix", "middle" and "separator" of a text with a hole in it, as far as there are any."""
 
     def __repr__(self) -> str:
         return f"Tokenizer({self.model}, {self.n_vocab} ids)"
@@ -223,6 +226,18 @@ def checked_text(text: str) -> str:
     if not is_text(text):
         raise RequestError("the text holds a lone surrogate, which no encoding can carry; send valid Unicode")
     return text
+
+
+def fim_ids(metadata: Metadata, ids: Mapping[str, int]) -> dict[str, int]:
+    """By the file's own keys, or by the names that vocabularies give them."""
+    found = {}
+    for part, texts in FIM.items():
+        keys = (f"tokenizer.ggml.fim_{part[:3]}_token_id", f"tokenizer.ggml.{part}_token_id")
+        stated = next((id for key in keys if (id := metadata.int(key, None)) is not None), None)
+        id = stated if stated is not None else next((ids[text] for text in texts if text in ids), None)
+        if id is not None and 0 <= id < len(ids):
+            found[part] = id
+    return found
 
 
 def _model(vocabulary: Vocabulary, metadata: Metadata) -> _Model:

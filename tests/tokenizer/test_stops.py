@@ -84,3 +84,17 @@ def test_attributes_say_what_the_file_is() -> None:
     )
     assert tokenizer.token_id("<s>") == tokenizer.bos_id
     assert tokenizer.token_id("no such piece") is None
+
+
+def test_the_parts_of_a_text_with_a_hole_are_found_by_key_or_by_name() -> None:
+    from quarrel.gguf import Metadata
+    from quarrel.tokenizer.tokenizer import fim_ids
+
+    ids = {"a": 0, "<|fim_prefix|>": 1, "<|fim_suffix|>": 2, "<MID>": 3, "b": 4}
+    assert fim_ids(Metadata({}), ids) == {"prefix": 1, "suffix": 2, "middle": 3}
+    stated = {
+        "tokenizer.ggml.fim_pre_token_id": 4,
+        "tokenizer.ggml.suffix_token_id": 0,
+        "tokenizer.ggml.fim_sep_token_id": 9,
+    }
+    assert fim_ids(Metadata(stated), ids) == {"prefix": 4, "suffix": 0, "middle": 3}

@@ -1,0 +1,235 @@
+"""The bodies of llama-server's protocol. Its numbers have no range there: what is off, or outside ours, is brought in."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, StrictBool, StrictInt, StrictStr
+
+from quarrel.engine import Sampling
+from quarrel.llm import Structure
+from quarrel.server.errors import Refused
+from quarrel.server.fields import Body, Ids, Number, Text
+from quarrel.server.schemas import ChatBody as OpenAIChatBody
+
+MOST_STOPS, MOST_PROBS = 16, 20
+TextOrIds = Text | Annotated[list[StrictInt | Text], Field(max_length=1 << 20)]
+Int = Annotated[StrictInt, Field(ge=-(2**31), lt=2**31)]
+_BRINGS: tuple[tuple[str, str, float, float], ...] = (
+    ("temperature", "temperature", 0.0, 100.0),
+    ("dynatemp_range", "dynatemp_range", 0.0, 100.0),
+    ("dynatemp_exponent", "dynatemp_exponent", 0.0, 100.0),
+    ("top_p", "top_p", 0.0, 1.0),
+    ("min_p", "min_p", 0.0, 1.0),
+    ("typical_p", "typical_p", 1e-6, 1.0),
+    ("top_n_sigma", "top_n_sigma", 0.0, 100.0),
+    ("repeat_penalty", "repetition_penalty", 1e-6, 100.0),
+    ("presence_penalty", "presence_penalty", -100.0, 100.0),
+    ("frequency_penalty", "frequency_penalty", -100.0, 100.0),
+    ("dry_multiplier", "dry_multiplier", 0.0, 100.0),
+    ("dry_base", "dry_base", 1.0, 100.0),
+    ("xtc_probability", "xtc_probability", 0.0, 1.0),
+    ("xtc_threshold", "xtc_threshold", 0.0, 1.0),
+    ("mirostat_tau", "mirostat_tau", 1e-6, 100.0),
+    ("mirostat_eta", "mirostat_eta", 1e-6, 1.0),
+    ("adaptive_target", "adaptive_target", -1.0, 1.0),
+    ("adaptive_decay", "adaptive_decay", 0.0, 0.99),
+)
+"""Real numbers: llama-server's name, ours, and our range."""
+_WHOLE = (
+    ("top_k", "top_k", 0),
+    ("repeat_last_n", "penalty_last_n", -1),
+    ("dry_allowed_length", "dry_allowed_length", 1),
+    ("dry_penalty_last_n", "dry_last_n", -1),
+)
+"""Whole numbers, and the least of ours."""
+_NAMES = (
+    "penalties e; dry d; top_n_sigma top-n-sigma s; top_k top-k k; typical_p typ_p typical typ-p y; top_p top-p nucleus p;"
+    "min_p min-p m; xtc x; temperature temp t; adaptive_p adaptive-p a"
+)
+SAMPLERS = {name: names[0] for names in map(str.split, _NAMES.split(";")) for name in names}
+"""llama.cpp's names of samplers, and what they are called here."""
+
+
+class Samplers(Body):
+    """Its sampling parameters."""
+
+    temperature: Number | None = None
+    dynatemp_range: Number | None = None
+    dynatemp_exponent: Number | None = None
+    top_k: Int | None = None
+    top_p: Number | None = None
+    min_p: Number | None = None
+    typical_p: Number | None = None
+    top_n_sigma: Number | None = None
+    repeat_penalty: Number | None = None
+    repeat_last_n: Int | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    dry_multiplier: Number | None = None
+    dry_base: Number | None = None
+    dry_allowed_length: Int | None = None
+    dry_penalty_last_n: Int | None = None
+    dry_sequence_breakers: Annotated[list[StrictStr], Field(max_length=64)] | None = None
+    xtc_probability: Number | None = None
+    xtc_threshold: Number | None = None
+    mirostat: Int | None = None
+    mirostat_tau: Number | None = None
+    mirostat_eta: Number | None = None
+    adaptive_target: Number | None = None
+    adaptive_decay: Number | None = None
+    samplers: Annotated[list[StrictStr], Field(max_length=64)] | StrictStr | None = None
+    seed: StrictInt | None = None
+    ignore_eos: StrictBool | None = None
+    logit_bias: dict[str, Any] | list[Any] | None = None
+    n_predict: Int | None = None
+    max_tokens: Int | None = None
+    n_keep: Int | None = None
+    """With context shift: how many tokens of the prompt stay."""
+    stop: StrictStr | list[StrictStr] | None = None
+    grammar: Text | None = None
+    json_schema: dict[str, Any] | StrictBool | None = None
+    cache_prompt: StrictBool | None = None
+    preserved_tokens: list[StrictStr] | None = None
+    """Control tokens whose names are kept in the text."""
+
+    def shared(self) -> Sampling:
+        """What chat and completions have in common, in the engine's words."""
+        options: Any = {"max_tokens": self.limit}
+        for theirs, ours, low, high in _BRINGS:
+            if (value := getattr(self, theirs)) is not None:
+                options[ours] = min(max(float(value), low), high)
+        for theirs, ours, least in _WHOLE:
+            if (value := getattr(self, theirs)) is not None:
+                options[ours] = max(value, least)
+        if self.typical_p is not None and self.typical_p <= 0:
+            options["typical_p"] = 1.0
+        if self.repeat_penalty is not None and self.repeat_penalty <= 0:
+            options["repetition_penalty"] = 1.0
+        if self.mirostat is not None:  # version 1 aims at the same, by an estimate that the second does without
+            options["mirostat"] = 2 if self.mirostat in (1, 2) else 0
+        if self.dry_sequence_breakers is not None:
+            options["dry_sequence_breakers"] = [b for b in self.dry_sequence_breakers if b]
+        if self.samplers is not None:
+            options["samplers"] = tuple(SAMPLERS[name] for name in self.samplers if name in SAMPLERS)
+        if self.seed is not None:
+            options["seed"] = self.seed % 2**64 if self.seed >= 0 and self.seed != 2**32 - 1 else None
+        if self.ignore_eos is not None:
+            options["ignore_eos"] = self.ignore_eos
+        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        options["stop"] = [text for text in given if text][:MOST_STOPS]
+        return options  # type: ignore[no-any-return]
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens to generate at most; None is without one."""
+        given = self.n_predict if self.n_predict is not None else self.max_tokens
+        return None if given is None or given < 0 else given
+
+    def form(self) -> Structure | None:
+        """The grammar that the text keeps to."""
+        if self.grammar and self.json_schema is not None:
+            message = 'Either "json_schema" or "grammar" can be specified, but not both'
+            raise Refused(400, "invalid_request", message, param="grammar")
+        if self.json_schema is not None:
+            return Structure.json(self.json_schema)
+        return Structure.gbnf(self.grammar) if self.grammar else None
+
+    def unknown(self) -> list[str]:
+        """What is not done as it was asked for, besides what is not understood."""
+        more = []
+        if self.mirostat == 1:
+            more.append("mirostat")
+        names = self.samplers or ()
+        if any(name not in SAMPLERS for name in names):
+            more.append("samplers")
+        return sorted([*super().unknown(), *more])
+
+
+class Multimodal(Body):
+    prompt_string: Text
+    multimodal_data: list[StrictStr] | None = None
+
+
+class CompletionBody(Samplers):
+    prompt: TextOrIds | Multimodal | Annotated[list[TextOrIds | Multimodal], Field(min_length=1, max_length=64)] = ""
+    model: StrictStr | None = None
+    stream: StrictBool | None = None
+    n_probs: Int | None = None
+    return_tokens: StrictBool | None = None
+    timings_per_token: StrictBool | None = None
+    id_slot: Int | None = None
+    """Accepted: sequences have no fixed places here, and a text's beginning is found wherever it was computed."""
+
+    def prompts(self) -> list[Any]:
+        """Each a text, or a list of ids and texts."""
+        given = self.prompt
+        if isinstance(given, list) and any(not isinstance(entry, int) for entry in given):
+            nested = any(isinstance(entry, list | Multimodal) for entry in given)
+            texts = all(isinstance(entry, str) for entry in given)
+            if nested or texts:
+                return [_plain(entry) for entry in given]
+        return [_plain(given)]
+
+    def unknown(self) -> list[str]:
+        more = ["n_probs"] if (self.n_probs or 0) > MOST_PROBS else []
+        return sorted([*super().unknown(), *more])
+
+
+def _plain(given: Any) -> Any:
+    if isinstance(given, Multimodal):
+        if given.multimodal_data:
+            message = "This server does not support multimodal prompts: only text is understood"
+            raise Refused(400, "unsupported", message, param="prompt")
+        return given.prompt_string
+    return given
+
+
+class InfillBody(CompletionBody):
+    input_prefix: Text = ""
+    input_suffix: Text = ""
+    input_extra: list[dict[str, Any]] | None = None
+
+
+class TokenizeBody(Body):
+    content: Text | Annotated[list[StrictInt | Text], Field(max_length=1 << 20)] = ""
+    add_special: StrictBool | None = None
+    parse_special: StrictBool | None = None
+    with_pieces: StrictBool | None = None
+
+
+class DetokenizeBody(Body):
+    tokens: Annotated[list[Annotated[StrictInt, Field(ge=0, lt=2**31)]], Field(max_length=1 << 20)]
+
+
+class ChatBody(Samplers, OpenAIChatBody):  # type: ignore[misc]
+    """OpenAI's, with llama-server's sampling parameters."""
+
+    add_generation_prompt: StrictBool | None = None
+
+    def sampling(self) -> Sampling:
+        options = self.shared()
+        if self.n is not None:
+            options["n"] = self.n
+        if self.logprobs:
+            options["logprobs"] = min(self.top_logprobs or 0, MOST_PROBS)
+        return options
+
+    @property
+    def limit(self) -> int | None:
+        if self.n_predict is None and self.max_completion_tokens is not None:
+            return self.max_completion_tokens
+        return super().limit
+
+    def structure(self) -> Structure | None:
+        return self.form() or OpenAIChatBody.structure(self)
+
+
+class EmbeddingBody(Body):
+    content: TextOrIds | Annotated[list[TextOrIds], Field(min_length=1, max_length=2048)] | None = None
+    input: Text | Ids | Annotated[list[Text | Ids], Field(min_length=1, max_length=2048)] | None = None
+    model: StrictStr | None = None
+    embd_normalize: Int | None = None
+    """-1: vectors as the model makes them; all else: of length 1."""
+    encoding_format: StrictStr | None = None
+    dimensions: Annotated[StrictInt, Field(ge=1)] | None = None

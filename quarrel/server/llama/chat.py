@@ -1,0 +1,127 @@
+"""/v1/chat/completions as llama-server answers it: OpenAI's form, with timings and with logprobs by id."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from quarrel.engine import Chunk, Result, Service
+from quarrel.llm import Model
+from quarrel.server.body import body_of, read_body
+from quarrel.server.dispatch import Dispatcher, Generation, answer_stream, answer_whole, bursts
+from quarrel.server.errors import Refused, llama_body
+from quarrel.server.llama.bodies import ChatBody
+from quarrel.server.llama.completion import biases, check_room, probability, service_of, timings
+from quarrel.server.openai import SSE, _Chat, _usage
+
+Json = dict[str, Any]
+DONE = "data: [DONE]\n\n"
+
+
+def routes(dispatcher: Dispatcher) -> APIRouter:
+    """Chat."""
+    router = APIRouter()
+
+    async def chat(request: Request) -> Response:
+        """The next message of a conversation."""
+        body, headers = await read_body(request, ChatBody, dispatcher)
+        return await _answer(dispatcher, request, body, headers)
+
+    for path in ("/v1/chat/completions", "/chat/completions"):
+        router.post(path, **body_of(ChatBody))(chat)
+    return router
+
+
+async def _answer(dispatcher: Dispatcher, request: Request, body: ChatBody, headers: dict[str, str]) -> Response:
+    messages = [m.plain() for m in body.messages]
+    tools = None if body.tool_choice == "none" else body.tools
+    options, structure, limit = body.sampling(), body.structure(), dispatcher.settings.timeout
+
+    def prepare(llm: Model, service: Service) -> Sequence[Any]:
+        biased: Any = {**options, "logit_bias": biases(llm, body.logit_bias)} if body.logit_bias else options
+        made = llm.prepare(
+            messages=messages,
+            tools=tools,
+            template=dispatcher.settings.chat_template,
+            template_kwargs=body.chat_template_kwargs,
+            service=service_of(service, body.cache_prompt),
+            structure=structure,
+            adapter=body.adapter or dispatcher.settings.adapter,
+            **biased,
+        )
+        check_room(len(made.tokens), made.n_ctx)
+        return [made]
+
+    form, stream, n = _Chat(body, tools), bool(body.stream), body.n or 1
+    admission = dispatcher.admit(request.state.caller, body.model, prepare, request.url.path, stream=stream)
+    head: Json = {"created": int(time.time()), "id": "chatcmpl-" + secrets.token_hex(16)}
+
+    def named(generation: Generation) -> Json:
+        return {**head, "model": generation.model, "system_fingerprint": "quarrel"}
+
+    if not stream:
+
+        def whole(generation: Generation, found: list[Result]) -> Json:
+            listed = [r for first in found for r in (first, *first.alternatives)]
+            choices = [form.choice(r, i, generation) for i, r in enumerate(listed)]
+            for choice, result in zip(choices, listed, strict=True):
+                if result.logprobs is not None:
+                    choice["logprobs"] = {"content": [probability(e, generation.llm) for e in result.logprobs]}
+            more = {"object": "chat.completion", "usage": _usage(listed, n), "timings": timings(listed[0])}
+            return {"choices": choices, **named(generation), **more}
+
+        return await answer_whole(request, admission, limit, whole, headers)
+
+    with_usage = body.stream_options is not None and body.stream_options.include_usage
+
+    async def events(generation: Generation) -> AsyncIterator[str]:
+        def event(index: int, delta: Json, **more: Any) -> str:
+            choice = {"finish_reason": more.pop("finish_reason", None), "index": index, "delta": delta}
+            if "logprobs" in more:
+                choice["logprobs"] = more.pop("logprobs")
+            return _event({"choices": [choice], **named(generation), "object": "chat.completion.chunk", **more})
+
+        begun: set[int] = set()
+        ended: list[Result] = []
+        async for burst in bursts(generation, 0, limit):
+            rows = []
+            for chunk in burst:
+                more = _logprobs(chunk, generation)
+                if chunk.index not in begun:
+                    begun.add(chunk.index)
+                    rows.append(event(chunk.index, {"role": "assistant", "content": None}, **more))
+                    more = {}
+                made = form.delta(chunk, chunk.index, generation)
+                delta = {k: v for k, v in made["delta"].items() if k != "role" and v != ""}
+                if delta or more:
+                    rows.append(event(chunk.index, delta, **more))
+                if chunk.result is not None:
+                    ended.append(chunk.result)
+                    last = {"finish_reason": made["finish_reason"], "timings": timings(chunk.result)}
+                    rows.append(event(chunk.index, {}, **last))
+            yield "".join(rows)
+        if with_usage:
+            more = {"usage": _usage(ended, n), "timings": timings(ended[0])}
+            yield _event({"choices": [], **named(generation), "object": "chat.completion.chunk", **more})
+        yield DONE
+
+    def failure(error: Refused) -> str:
+        return _event(llama_body(error))
+
+    return await answer_stream(admission, events, failure, "text/event-stream", {**SSE, **headers})
+
+
+def _logprobs(chunk: Chunk, generation: Generation) -> Json:
+    if chunk.logprob is None:
+        return {}
+    return {"logprobs": {"content": [probability(chunk.logprob, generation.llm)]}}
+
+
+def _event(row: Json) -> str:
+    return f"data: {json.dumps(row)}\n\n"

@@ -1,0 +1,281 @@
+"""/completion and /infill: events as llama-server sends them, with the figures of this engine."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from quarrel.engine import Chunk, Result, Service, TokenLogprob
+from quarrel.errors import ContextOverflow
+from quarrel.llm import Model
+from quarrel.server.body import body_of, read_body
+from quarrel.server.dispatch import Dispatcher, Generation, answer_stream, bursts, cancel_on_disconnect, results
+from quarrel.server.errors import Refused, llama_body
+from quarrel.server.llama.bodies import MOST_PROBS, CompletionBody, InfillBody
+from quarrel.server.logprobs import chat_logprob
+from quarrel.server.openai import SSE
+
+Json = dict[str, Any]
+STOPPED = {"length": "limit", "stop": "eos"}
+
+
+def routes(dispatcher: Dispatcher) -> APIRouter:
+    """Text in, text out."""
+    router = APIRouter()
+
+    async def complete(request: Request) -> Response:
+        """The continuation of a text, of ids, or of both; of several, a list."""
+        body, headers = await read_body(request, CompletionBody, dispatcher)
+        return await _answer(dispatcher, request, body, body.prompts(), headers)
+
+    for path in ("/completion", "/completions"):
+        router.post(path, **body_of(CompletionBody))(complete)
+
+    @router.post("/infill", **body_of(InfillBody))
+    async def infill(request: Request) -> Response:
+        """What lies between two texts, by a model that was made for that."""
+        body, headers = await read_body(request, InfillBody, dispatcher)
+        async with dispatcher.models.use(body.model) as (_, llm):
+            prompt = infill_ids(llm, body)
+        return await _answer(dispatcher, request, body, [prompt], headers)
+
+    return router
+
+
+def prompt_ids(llm: Model, given: Any) -> list[int]:
+    """Ids of a text, or of a list of ids and texts; what the vocabulary puts in front comes first where a text does."""
+    if isinstance(given, str):
+        return llm.tokenize(given, True, True)
+    ids: list[int] = []
+    for at, entry in enumerate(given):
+        ids += [entry] if isinstance(entry, int) else llm.tokenize(entry, at == 0, True)
+    return ids
+
+
+def infill_ids(llm: Model, body: InfillBody) -> list[int]:
+    """PRE prefix SUF suffix MID, by the vocabulary's own tokens."""
+    known = llm.tokenizer.fim_ids
+    for name in ("prefix", "suffix", "middle"):
+        if name not in known:
+            message = f"Infill is not supported by this model: {name} token is missing"
+            raise Refused(501, "not_supported", message)
+    ids: list[int] = []
+    for extra in body.input_extra or []:
+        text, name = extra.get("text"), extra.get("filename") or "tmp"
+        if not isinstance(text, str) or not isinstance(name, str):
+            raise Refused(400, "invalid_request", 'extra_context chunk must contain a "text" field with a string value')
+        if "separator" in known:
+            ids += [known["separator"], *llm.tokenize(f"{name}\n", False)]
+        ids += llm.tokenize(text, False)
+    ids += [known["prefix"], *llm.tokenize(body.input_prefix, False)]
+    for prompt in body.prompts():
+        ids += [i for entry in ([prompt] if isinstance(prompt, str) else prompt) for i in _entry(llm, entry)]
+    ids += [known["suffix"], *llm.tokenize(body.input_suffix, False), known["middle"]]
+    begin = llm.tokenizer.bos_id
+    return [begin, *ids] if llm.tokenizer.add_bos and begin is not None else ids
+
+
+def _entry(llm: Model, entry: int | str) -> list[int]:
+    return [entry] if isinstance(entry, int) else llm.tokenize(entry, False)
+
+
+def service_of(service: Service, cache_prompt: bool | None) -> Service:
+    """Nothing that was computed before is used where the caller does not want it."""
+    return replace(service, cache_salt=secrets.token_hex(8)) if cache_prompt is False else service
+
+
+def check_room(count: int, n_ctx: int) -> None:
+    """Raises ContextOverflow for a prompt that leaves no room for a token."""
+    if count >= n_ctx:
+        raise ContextOverflow(f"the prompt has {count} tokens and the context {n_ctx}", tokens=count, n_ctx=n_ctx)
+
+
+async def _answer(
+    dispatcher: Dispatcher, request: Request, body: CompletionBody, prompts: Sequence[Any], headers: dict[str, str]
+) -> Response:
+    options, form, limit = body.shared(), body.form(), dispatcher.settings.timeout
+    adapter = dispatcher.settings.adapter
+    if body.n_probs is not None and body.n_probs > 0:
+        options["logprobs"] = min(body.n_probs, MOST_PROBS)
+
+    def prepare(llm: Model, service: Service) -> Sequence[Any]:
+        chosen = service_of(service, body.cache_prompt)
+        made = []
+        for prompt in prompts:
+            ids = prompt_ids(llm, prompt)
+            check_room(len(ids), llm.n_ctx)
+            biased = {**options, "logit_bias": biases(llm, body.logit_bias)} if body.logit_bias else options
+            made.append(llm.prepare(ids, service=chosen, structure=form, adapter=adapter, **biased))
+        return made
+
+    stream = bool(body.stream)
+    admission = dispatcher.admit(request.state.caller, body.model, prepare, request.url.path, stream=stream)
+    if not stream:
+
+        async def work() -> Response:
+            async with admission as generation:
+                found = await results(generation, limit)
+                made = [_final(r, i, generation, body, whole=True) for i, r in enumerate(found)]
+            return JSONResponse(made[0] if len(made) == 1 else made, headers=headers)
+
+        return await cancel_on_disconnect(request, work())
+
+    async def events(generation: Generation) -> AsyncIterator[str]:
+        for which in range(len(generation.streams)):
+            partial = _Partial(which, generation, body)
+            async for burst in bursts(generation, which, limit):
+                yield "".join(_event(row) for chunk in burst for row in partial.rows(chunk))
+
+    def failure(error: Refused) -> str:
+        return _event(llama_body(error))
+
+    return await answer_stream(admission, events, failure, "text/event-stream", {**SSE, **headers})
+
+
+class _Partial:
+    """The events of one stream: one for each token whose text is certain, and the last one."""
+
+    def __init__(self, index: int, generation: Generation, body: CompletionBody) -> None:
+        self._index, self._generation, self._body = index, generation, body
+        self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._made = 0
+
+    def rows(self, chunk: Chunk) -> list[Json]:
+        rows = []
+        if chunk.token_id is not None:
+            self._made += 1
+            self._tokens.append(chunk.token_id)
+        if chunk.logprob is not None:
+            self._logprobs.append(chunk.logprob)
+        if chunk.text:  # an event without a text would look like a model that repeats itself
+            rows.append(self._row(chunk.text))
+        if chunk.result is not None:
+            rows.append(_final(chunk.result, self._index, self._generation, self._body, whole=False))
+        return rows
+
+    def _row(self, text: str) -> Json:
+        row = {
+            "index": self._index,
+            "content": text,
+            "tokens": self._tokens,
+            "stop": False,
+            "id_slot": -1,
+            "tokens_predicted": self._made,
+            "tokens_evaluated": len(self._generation.requests[self._index].tokens),
+        }
+        if self._logprobs:
+            row["completion_probabilities"] = _probabilities(self._logprobs, self._generation.llm)
+        self._tokens, self._logprobs = [], []
+        return row
+
+
+def _final(result: Result, index: int, generation: Generation, body: CompletionBody, *, whole: bool) -> Json:
+    request = generation.requests[index]
+    prompt, made = result.usage.prompt_tokens, drawn(result)
+    row = {
+        "index": index,
+        "content": result.text if whole else "",
+        "tokens": list(result.token_ids) if whole and body.return_tokens else [],
+        "id_slot": 0,
+        "stop": True,
+        "model": generation.model,
+        "tokens_predicted": made,
+        "tokens_evaluated": prompt,
+        "generation_settings": settings_of(request.params, request.seed),
+        "prompt": generation.llm.detokenize(request.tokens, False),
+        "has_new_line": "\n" in result.text,
+        "truncated": result.finish_reason == "length" and prompt + made >= request.n_ctx,
+        "stop_type": "word" if isinstance(result.stopped_by, str) else STOPPED.get(result.finish_reason, "none"),
+        "stopping_word": result.stopped_by if isinstance(result.stopped_by, str) else "",
+        "tokens_cached": prompt + max(0, made - 1),
+        "timings": timings(result),
+    }
+    if whole and result.logprobs:
+        row["completion_probabilities"] = _probabilities(result.logprobs, generation.llm)
+    return row
+
+
+def drawn(result: Result) -> int:
+    """Tokens, with the one that ended the text."""
+    return result.usage.completion_tokens + isinstance(result.stopped_by, int)
+
+
+def timings(result: Result) -> Json:
+    """What a request cost; `cache_n + prompt_n` are the prompt's tokens."""
+    cached, made = result.usage.cached_tokens, drawn(result)
+    read = result.usage.prompt_tokens - cached
+    row: Json = {"cache_n": cached}
+    for name, count, seconds in (("prompt", read, result.timings.prefill), ("predicted", made, result.timings.decode)):
+        row |= {
+            f"{name}_n": count,
+            f"{name}_ms": round(1000 * seconds, 3),
+            f"{name}_per_token_ms": 1000 * seconds / count if count else 0.0,
+            f"{name}_per_second": count / seconds if seconds else 0.0,
+        }
+    return row
+
+
+def settings_of(params: Any, seed: int) -> Json:
+    """The sampling parameters that were used, in llama-server's words."""
+    same = (
+        *("temperature", "dynatemp_range", "dynatemp_exponent", "top_k", "top_p", "min_p", "top_n_sigma", "typical_p"),
+        *("xtc_probability", "xtc_threshold", "presence_penalty", "frequency_penalty"),
+        *("dry_multiplier", "dry_base", "dry_allowed_length", "mirostat", "mirostat_tau", "mirostat_eta", "ignore_eos"),
+    )
+    row: Json = {"seed": seed, **{name: getattr(params, name) for name in same}}
+    limit = -1 if params.max_tokens is None else params.max_tokens
+    return row | {
+        "repeat_last_n": params.penalty_last_n,
+        "repeat_penalty": params.repetition_penalty,
+        "dry_penalty_last_n": params.dry_last_n,
+        "dry_sequence_breakers": list(params.dry_sequence_breakers),
+        "stop": list(params.stop),
+        "max_tokens": limit,
+        "n_predict": limit,
+        "n_probs": params.logprobs or 0,
+        "samplers": list(params.samplers),
+    }
+
+
+def biases(llm: Model, given: dict[str, Any] | list[Any]) -> dict[int, float]:
+    """By id; what is named by a text holds for each of its tokens, and false bans."""
+    pairs = list(given.items()) if isinstance(given, dict) else given
+    made: dict[int, float] = {}
+    for pair in pairs[:1024]:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise Refused(400, "invalid_request", "logit_bias holds no pair of a token and a bias", param="logit_bias")
+        what, bias = pair
+        if bias is False:
+            value = float("-inf")
+        elif isinstance(bias, int | float) and bias is not True:
+            value = min(max(float(bias), -100.0), 100.0)
+        else:
+            continue
+        if isinstance(what, str) and isinstance(given, dict) and what.isdigit():
+            what = int(what)
+        for id in llm.tokenize(what, False) if isinstance(what, str) else [what]:
+            if isinstance(id, int) and 0 <= id < llm.tokenizer.n_vocab:
+                made[id] = value
+    return made
+
+
+def _probabilities(entries: Sequence[TokenLogprob], llm: Model) -> list[Json]:
+    return [probability(entry, llm) for entry in entries]
+
+
+def probability(entry: TokenLogprob, llm: Model) -> Json:
+    """One token with its alternatives, by id."""
+    row = chat_logprob(entry, llm)
+    top = [{"id": id, **one} for (id, _), one in zip(entry.top, row["top_logprobs"], strict=True)]
+    return {"id": entry.token_id, **row, "top_logprobs": top}
+
+
+def _event(row: Json) -> str:
+    return f"data: {json.dumps(row)}\n\n"

@@ -1,0 +1,195 @@
+"""All routes of llama-server's protocol that OpenAI's does not have."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from quarrel import __version__
+from quarrel.llm import Model
+from quarrel.server.body import body_of, read_body
+from quarrel.server.dispatch import Dispatcher, cancel_on_disconnect
+from quarrel.server.errors import Refused
+from quarrel.server.llama import chat, completion
+from quarrel.server.llama.bodies import ChatBody, DetokenizeBody, EmbeddingBody, TokenizeBody
+from quarrel.server.llama.completion import prompt_ids, settings_of
+from quarrel.server.metrics import TEXT, Metrics
+from quarrel.server.openai import _vector
+
+Json = dict[str, Any]
+BUILD = f"quarrel-{__version__}"
+
+
+def routes(dispatcher: Dispatcher, metrics: Metrics) -> APIRouter:
+    """Included before all others, whose /metrics and /v1 routes it takes the place of."""
+    router = APIRouter()
+    router.include_router(completion.routes(dispatcher))
+    router.include_router(chat.routes(dispatcher))
+
+    @router.post("/tokenize", **body_of(TokenizeBody))
+    async def tokenize(request: Request) -> Response:
+        """The ids of a text; control tokens are found by their names unless `parse_special` is false."""
+        body, headers = await read_body(request, TokenizeBody, dispatcher)
+        special, parse = bool(body.add_special), body.parse_special is not False
+
+        def work(llm: Model) -> list[Any]:
+            entries = [body.content] if isinstance(body.content, str) else body.content
+            ids: list[int] = []
+            for at, entry in enumerate(entries):
+                ids += [entry] if isinstance(entry, int) else llm.tokenize(entry, special and at == 0, parse)
+            if not body.with_pieces:
+                return ids
+            return [{"id": id, "piece": _piece(llm, id)} for id in ids]
+
+        async with dispatcher.models.use(None) as (_, llm):
+            tokens = await asyncio.to_thread(work, llm)
+        return JSONResponse({"tokens": tokens}, headers=headers)
+
+    @router.post("/detokenize", **body_of(DetokenizeBody))
+    async def detokenize(request: Request) -> Response:
+        """The text of ids."""
+        body, headers = await read_body(request, DetokenizeBody, dispatcher)
+        async with dispatcher.models.use(None) as (_, llm):
+            text = await asyncio.to_thread(_text, llm, body.tokens)
+        return JSONResponse({"content": text}, headers=headers)
+
+    @router.post("/apply-template", **body_of(ChatBody))
+    async def apply_template(request: Request) -> Response:
+        """The prompt that messages become."""
+        body, headers = await read_body(request, ChatBody, dispatcher)
+        messages, tools = [m.plain() for m in body.messages], None if body.tool_choice == "none" else body.tools
+
+        def work(llm: Model) -> str:
+            return llm.tokenizer.render_chat(
+                messages,
+                add_generation_prompt=body.add_generation_prompt is not False,
+                tools=tools,
+                template=dispatcher.settings.chat_template,
+                kwargs=body.chat_template_kwargs,
+            )
+
+        async with dispatcher.models.use(None) as (_, llm):
+            prompt = await asyncio.to_thread(work, llm)
+        return JSONResponse({"prompt": prompt}, headers=headers)
+
+    async def embedding(request: Request) -> Response:
+        """Vectors of texts, each in a list, as llama-server has them for models of one vector a text."""
+        body, headers = await read_body(request, EmbeddingBody, dispatcher)
+        given = body.content if body.content is not None else body.input
+        if given is None:
+            raise Refused(400, "invalid_request", '"input" or "content" must be provided')
+        async with dispatcher.models.use(body.model) as (_, llm):
+            texts = [t if isinstance(t, str) else prompt_ids(llm, t) for t in _several(given)]
+            made = await cancel_on_disconnect(request, _embed(dispatcher, request, llm, texts, body))
+        rows = [{"index": i, "embedding": [[float(x) for x in v]]} for i, v in enumerate(made.vectors)]
+        return JSONResponse(rows, headers=headers)
+
+    for path in ("/embedding", "/embeddings"):
+        router.post(path, **body_of(EmbeddingBody))(embedding)
+
+    @router.post("/v1/embeddings", **body_of(EmbeddingBody))
+    async def openai_embeddings(request: Request) -> Response:
+        """The same in OpenAI's form."""
+        body, headers = await read_body(request, EmbeddingBody, dispatcher)
+        if body.input is None:
+            raise Refused(400, "invalid_request", '"input" must be provided')
+        async with dispatcher.models.use(body.model) as (name, llm):
+            made = await cancel_on_disconnect(request, _embed(dispatcher, request, llm, _several(body.input), body))
+        encoding = body.encoding_format or "float"
+        rows = [
+            {"object": "embedding", "index": i, "embedding": _vector(v, encoding), "tokens_evaluated": int(n)}
+            for i, (v, n) in enumerate(zip(made.vectors, made.tokens, strict=True))
+        ]
+        usage = {"prompt_tokens": made.total_tokens, "total_tokens": made.total_tokens}
+        return JSONResponse({"object": "list", "model": name, "data": rows, "usage": usage}, headers=headers)
+
+    @router.get("/props")
+    async def props() -> Response:
+        """The model, its template, and what a request is answered with that says nothing."""
+        async with dispatcher.models.use(None) as (name, llm):
+            return JSONResponse(await asyncio.to_thread(_props, dispatcher, name, llm))
+
+    @router.get("/slots")
+    async def slots() -> Response:
+        """As many as requests run at once; those that do are counted, for sequences have no fixed places here."""
+        async with dispatcher.models.use(None) as (_, llm):
+            running, count = llm.activity().running, llm.explain().max_seqs
+            return JSONResponse([_slot(i, i < running, llm.n_ctx) for i in range(count)])
+
+    @router.get("/metrics")
+    async def figures() -> Response:
+        """llama-server's names, and this server's own behind them."""
+        async with dispatcher.models.use(None) as (_, llm):
+            text = await asyncio.to_thread(_metrics, llm, metrics)
+        return PlainTextResponse(text, media_type=TEXT)
+
+    return router
+
+
+def _several(given: Any) -> list[Any]:
+    if isinstance(given, str) or all(isinstance(x, int) for x in given):
+        return [given]
+    mixed = any(isinstance(x, int) for x in given)
+    return [given] if mixed else list(given)
+
+
+async def _embed(dispatcher: Dispatcher, request: Request, llm: Model, texts: list[Any], body: EmbeddingBody) -> Any:
+    plain = body.embd_normalize is not None and body.embd_normalize < 0
+    return await dispatcher.embed(request.state.caller, llm, texts, body.dimensions, normalize=not plain)
+
+
+def _text(llm: Model, ids: list[int]) -> str:
+    """Behind a BOS no space is lost, and the names of control tokens are kept."""
+    detokenizer = llm.tokenizer.detokenizer(False, continues=True)
+    return "".join([detokenizer.push(id) for id in ids]) + detokenizer.flush()
+
+
+def _piece(llm: Model, id: int) -> str | list[int]:
+    raw = llm.tokenizer.token_bytes(id, special=True)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return list(raw)
+
+
+def _props(dispatcher: Dispatcher, name: str, llm: Model) -> Json:
+    tokenizer, explanation = llm.tokenizer, llm.explain()
+    params: Any = {**settings_of(llm.defaults, -1), "stream": False, "n_predict": -1, "max_tokens": -1}
+    template = dispatcher.settings.chat_template or tokenizer.chat_template or ""
+    return {
+        "default_generation_settings": {"params": params, "n_ctx": llm.n_ctx, "id": 0, "is_processing": False},
+        "total_slots": explanation.max_seqs,
+        "model_alias": name,
+        "model_path": explanation.model,
+        "modalities": {"vision": False, "audio": False},
+        "chat_template": template,
+        "bos_token": "" if tokenizer.bos_id is None else tokenizer.token_text(tokenizer.bos_id),
+        "eos_token": "" if tokenizer.eos_id is None else tokenizer.token_text(tokenizer.eos_id),
+        "build_info": BUILD,
+        "is_sleeping": False,
+    }
+
+
+def _slot(id: int, busy: bool, n_ctx: int) -> Json:
+    return {"id": id, "n_ctx": n_ctx, "speculative": False, "is_processing": busy}
+
+
+_COUNTERS = (
+    ("prompt_tokens_total", "Number of prompt tokens processed.", "prompt_tokens"),
+    ("tokens_predicted_total", "Number of generation tokens processed.", "drawn_tokens"),
+    ("n_decode_total", "Total number of llama_decode() calls", "steps"),
+)
+
+
+def _metrics(llm: Model, metrics: Metrics) -> bytes:
+    stats, activity = llm.stats(), llm.activity()
+    rows = [(name, help, "counter", getattr(stats, field)) for name, help, field in _COUNTERS]
+    rows += [
+        ("requests_processing", "Number of requests processing.", "gauge", activity.running),
+        ("requests_deferred", "Number of requests deferred.", "gauge", activity.waiting),
+    ]
+    lines = [f"# HELP llamacpp:{n} {h}\n# TYPE llamacpp:{n} {kind}\nllamacpp:{n} {value}\n" for n, h, kind, value in rows]
+    return "".join(lines).encode() + metrics.text()
