@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -16,12 +15,13 @@ from quarrel.llm import Model
 from quarrel.server.body import body_of, read_body
 from quarrel.server.dispatch import Dispatcher, Generation, answer_stream, answer_whole, bursts
 from quarrel.server.errors import Refused, llama_body
+from quarrel.server.lines import DONE, SSE
+from quarrel.server.lines import event as line
 from quarrel.server.llama.bodies import ChatBody
 from quarrel.server.llama.completion import biases, check_room, probability, service_of, timings
-from quarrel.server.openai import SSE, _Chat, _usage
+from quarrel.server.openai import _Chat, _usage
 
 Json = dict[str, Any]
-DONE = "data: [DONE]\n\n"
 
 
 def routes(dispatcher: Dispatcher) -> APIRouter:
@@ -85,7 +85,7 @@ async def _answer(dispatcher: Dispatcher, request: Request, body: ChatBody, head
             choice = {"finish_reason": more.pop("finish_reason", None), "index": index, "delta": delta}
             if "logprobs" in more:
                 choice["logprobs"] = more.pop("logprobs")
-            return _event({"choices": [choice], **named(generation), "object": "chat.completion.chunk", **more})
+            return line({"choices": [choice], **named(generation), "object": "chat.completion.chunk", **more})
 
         begun: set[int] = set()
         ended: list[Result] = []
@@ -108,11 +108,11 @@ async def _answer(dispatcher: Dispatcher, request: Request, body: ChatBody, head
             yield "".join(rows)
         if with_usage:
             more = {"usage": _usage(ended, n), "timings": timings(ended[0])}
-            yield _event({"choices": [], **named(generation), "object": "chat.completion.chunk", **more})
+            yield line({"choices": [], **named(generation), "object": "chat.completion.chunk", **more})
         yield DONE
 
     def failure(error: Refused) -> str:
-        return _event(llama_body(error))
+        return line(llama_body(error))
 
     return await answer_stream(admission, events, failure, "text/event-stream", {**SSE, **headers})
 
@@ -121,7 +121,3 @@ def _logprobs(chunk: Chunk, generation: Generation) -> Json:
     if chunk.logprob is None:
         return {}
     return {"logprobs": {"content": [probability(chunk.logprob, generation.llm)]}}
-
-
-def _event(row: Json) -> str:
-    return f"data: {json.dumps(row)}\n\n"

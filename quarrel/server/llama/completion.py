@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
@@ -17,9 +16,9 @@ from quarrel.llm import Model
 from quarrel.server.body import body_of, read_body
 from quarrel.server.dispatch import Dispatcher, Generation, answer_stream, bursts, cancel_on_disconnect, results
 from quarrel.server.errors import Refused, llama_body
+from quarrel.server.lines import SSE, event
 from quarrel.server.llama.bodies import MOST_PROBS, CompletionBody, InfillBody
 from quarrel.server.logprobs import chat_logprob
-from quarrel.server.openai import SSE
 
 Json = dict[str, Any]
 STOPPED = {"length": "limit", "stop": "eos"}
@@ -130,10 +129,10 @@ async def _answer(
         for which in range(len(generation.streams)):
             partial = _Partial(which, generation, body)
             async for burst in bursts(generation, which, limit):
-                yield "".join(_event(row) for chunk in burst for row in partial.rows(chunk))
+                yield "".join(event(row) for chunk in burst for row in partial.rows(chunk))
 
     def failure(error: Refused) -> str:
-        return _event(llama_body(error))
+        return event(llama_body(error))
 
     return await answer_stream(admission, events, failure, "text/event-stream", {**SSE, **headers})
 
@@ -275,7 +274,3 @@ def probability(entry: TokenLogprob, llm: Model) -> Json:
     row = chat_logprob(entry, llm)
     top = [{"id": id, **one} for (id, _), one in zip(entry.top, row["top_logprobs"], strict=True)]
     return {"id": entry.token_id, **row, "top_logprobs": top}
-
-
-def _event(row: Json) -> str:
-    return f"data: {json.dumps(row)}\n\n"
