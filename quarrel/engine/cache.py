@@ -31,13 +31,20 @@ STRIDE = 512
 class CacheRules:
     """reuse: whether anything is kept. recurrent: whether there is state. window: keys further back than this are never
     read, in no layer, or where there are window_groups, in no layer of those; 0 is all. kept_blocks: how many may be kept
-    that nobody uses, None is all there are."""
+    that nobody uses, None is all there are. rollback: a sequence's state slot has another, `max_seqs` behind it, for the
+    state in front of a draft."""
 
     reuse: bool = True
     recurrent: bool = False
     window: int = 0
     kept_blocks: int | None = None
     window_groups: int = 0
+    rollback: bool = False
+
+    @property
+    def drafts(self) -> bool:
+        """Whether a sequence can be taken back to where a draft was wrong."""
+        return self.rollback or not self.recurrent
 
 
 DEFAULT_RULES = CacheRules()
@@ -63,7 +70,8 @@ class Cache:
     ) -> None:
         self.limits, self.rules = limits, rules
         self.pool = BlockPool(limits.n_blocks)
-        self.snapshots = Snapshots(limits.max_seqs, limits.states if rules.recurrent and rules.reuse else limits.max_seqs)
+        used = limits.max_seqs * (2 if rules.rollback else 1)
+        self.snapshots = Snapshots(used, limits.states if rules.recurrent and rules.reuse else used)
         self.prefixes = PrefixTree(self.pool, limits.block_size, self.snapshots, limit=rules.kept_blocks, digest=digest)
         shape = (1 + rules.window_groups, limits.max_seqs, limits.max_blocks_per_seq)
         self.every_table: npt.NDArray[np.int32] = np.zeros(shape, np.int32)
@@ -210,6 +218,19 @@ class Cache:
         if self.rules.window and at + 1 - self.rules.window >= (state.freed + 1) * self.limits.block_size:
             self._free_behind_window(s)
 
+    def guard(self, sequences: list[Sequence]) -> None:
+        """Keeps the states of these, whose next launch runs a draft."""
+        if self.rules.rollback and sequences:
+            self._copy_states([(s.slot, s.slot + self.limits.max_seqs) for s in sequences])
+
+    def roll_back(self, s: Sequence, start: int) -> bool:
+        """Takes its state back to where a launch of a wrong draft began; False if there is none, and what was right stays
+        run."""
+        if self.rules.rollback:
+            self._copy_states([(s.slot + self.limits.max_seqs, s.slot)])
+            s.computed = start
+        return self.rules.rollback
+
     def free(self, s: Sequence) -> None:
         """Frees all that it has; what a sequence that keeps its prefix has computed may be found by others from now on."""
         tokens = s.tokens
@@ -349,8 +370,9 @@ class Cache:
         return s.cache.window_blocks[i] if i < len(s.cache.window_blocks) else ()
 
     def _free_behind_window(self, s: Sequence) -> None:
-        # The next query stands at `computed`, or where a draft was wrong; older ones are launched before any other use.
-        first = self._first(min(s.computed, len(s.tokens) + s.drawn))
+        # The next query stands at `computed`, or where a draft was wrong, or began; older ones are launched before any
+        # other use.
+        first = self._first(min(s.computed, len(s.tokens) + s.drawn - self.rules.rollback))
         if first <= s.cache.freed or (0 <= s.cache.indexed < first and s.keeps_prefix and self.rules.reuse):
             return
         if self.rules.window_groups:

@@ -163,6 +163,7 @@ class Engine:
         now = time.perf_counter()
         try:
             inputs = laid_out(self._inputs.of(batch), batch.parts, self.step.limits.block_size)
+            self.cache.guard([p.sequence for p in batch.parts if p.draft])
             pending = self._start(inputs, batch.want)
         except Exception as error:
             restarts = self.stats.restarts
@@ -262,11 +263,12 @@ class Engine:
         except Exception as error:
             # A caller's sink that raises, or a text that cannot be decoded, concerns this sequence alone.
             log.exception("a sequence failed behind its step")
+            if part.draft:
+                self._take_back(part, 0)
             self._end(sequence, "error", _failure(error))
             return
         if part.draft:
-            # A wrong draft is in the cache behind the accepted tokens, and will be overwritten.
-            sequence.computed = part.start + 1 + right
+            self._take_back(part, right)
             self.stats.guessed_tokens += len(part.draft)
             self.stats.right_tokens += right
             if part.drafted:
@@ -282,6 +284,12 @@ class Engine:
             sequence.last_token = now
         if sequence.finished:
             self._end(sequence, "stop")
+
+    def _take_back(self, part: Part, right: int) -> None:
+        """Behind a draft so many of whose tokens were right. Others are in the cache behind them, and will be overwritten;
+        a state that has seen them is taken back to where the launch began, and the right ones run again."""
+        if right == len(part.draft) or not self.cache.roll_back(part.sequence, part.start):
+            part.sequence.computed = part.start + 1 + right
 
     def _count(self, flight: _InFlight) -> None:
         stats, parts = self.stats, flight.batch.parts

@@ -174,7 +174,7 @@ class Scheduler:
         wanted: dict[Sequence, int] = {}
         for sequence in decoding:
             # A draft continues the last token, so that has to be known.
-            if not sequence.waits or sequence.drawn or self.cache.rules.recurrent:
+            if not sequence.waits or sequence.drawn or not self.cache.rules.drafts:
                 continue
             room = min(spare, sequence.length - sequence.computed - 1)
             if room <= 0:

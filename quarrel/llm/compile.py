@@ -40,7 +40,7 @@ def compile_model(opened: Opened, planned: Planned) -> Compiled:
         step = loop.serve(
             lambda: _step(opened, planned),
             width,
-            cache_rules(planned.program, options.prefix_cache, planned.kept_blocks),
+            cache_rules(planned.program, options.prefix_cache, planned.kept_blocks, rollback=planned.draft is not None),
             max_waiting=options.max_waiting,
             make_drafter=None if planned.draft is None else lambda: _drafter(opened, planned),
             profile_steps=profile_steps(opened, planned.program),
@@ -53,14 +53,16 @@ def compile_model(opened: Opened, planned: Planned) -> Compiled:
     return Compiled(loop, step)
 
 
-def cache_rules(program: Program, reuse: bool, kept_blocks: int | None = None) -> CacheRules:
-    """What the engine's cache has to know of a model. kept_blocks: how many may stay that no sequence uses.
+def cache_rules(program: Program, reuse: bool, kept_blocks: int | None = None, *, rollback: bool = False) -> CacheRules:
+    """What the engine's cache has to know of a model. kept_blocks: how many may stay that no sequence uses. rollback:
+    recurrent states, if there are any, have second slots.
 
     A window counts where every layer has one, or where the layers that have one have blocks of their own.
     """
     windows = [layer.window for layer in program.caches]
     window = program.window or (max(windows) if windows and all(windows) else 0)
-    return CacheRules(reuse, bool(program.states), window, kept_blocks, program.window_groups)
+    recurrent = bool(program.states)
+    return CacheRules(reuse, recurrent, window, kept_blocks, program.window_groups, rollback and recurrent)
 
 
 def profile_steps(opened: Opened, program: Program) -> int:

@@ -48,7 +48,11 @@ def plan_draft(opened: Opened, program: Program, device: Device) -> DraftModel:
     if isinstance(spec, EncoderSpec):
         raise UnsupportedModel(f"the draft model {name} is an encoder ({spec.architecture}), which continues no text")
     small = assemble(spec, Tensors(file))
-    _check_states(small, program)
+    if small.states:
+        raise UnsupportedModel(
+            "the draft model has recurrent layers, whose state cannot be taken back to where a guess was wrong: leave it"
+            " out, or use one of attention layers only"
+        )
     check_vocabulary(name, opened.tokenizer, read_tokenizer(file.metadata))
     own = sum(t.nbytes for t in file.tensors.values())
     share = _width(small) / max(1, _width(small) + _width(program))
@@ -68,15 +72,6 @@ def plan_draft(opened: Opened, program: Program, device: Device) -> DraftModel:
     spec = read_spec(file, plan.n_ctx)
     assert isinstance(spec, ModelSpec)
     return DraftModel(name, file, spec, with_window_groups(assemble(spec, Tensors(file)), plan.limits.window_groups), plan)
-
-
-def _check_states(small: Program, large: Program) -> None:
-    for what, program in (("the draft model", small), ("the model that it is to guess for", large)):
-        if program.states:
-            raise UnsupportedModel(
-                f"{what} has recurrent layers, whose state cannot be taken back to where a guess was wrong: leave the draft"
-                " model out, or use one of attention layers only"
-            )
 
 
 def check_vocabulary(name: str, large: Tokenizer, small: Tokenizer) -> None:

@@ -105,7 +105,7 @@ class Plan:
             return self
         room = int(SNAPSHOT_SHARE * self.spare)
         count = max(0, min(MAX_SNAPSHOTS, (room if most is None else min(room, most)) // size))
-        limits = replace(self.limits, n_states=self.limits.max_seqs + count)
+        limits = replace(self.limits, n_states=self.limits.states + count)
         return replace(self, limits=limits, snapshots=count * size)
 
     def with_decoded(self, program: Program) -> Plan:
@@ -228,8 +228,9 @@ def plan_limits(
     n_ctx: int | None,
     max_seqs: int,
     kv_cache: KVType = "auto",
+    rollback: bool = False,
 ) -> Plan:
-    """The plan of a decoder.
+    """The plan of a decoder. rollback: every recurrent state has a second slot.
 
     Without `n_ctx` the context is the model's own, at most 8192, and shorter with a warning where the budget ends earlier.
     Raises OutOfMemory where an explicit `n_ctx`, or any context at all, does not fit; RequestError where the model has no
@@ -243,7 +244,8 @@ def plan_limits(
     scratch = _step_bytes(program, spec, tokens, max_seqs) + 4 * max_seqs * spec.n_vocab
     scratch += largest_matrices(program) if device.captures else 0
     graphs = GRAPH_BYTES * (1 + (max_seqs - 1).bit_length()) if device.captures else 0
-    states = max_seqs * state_bytes(program)
+    slots = 2 * max_seqs if rollback and program.states else max_seqs
+    states = slots * state_bytes(program)
     left = device.budget - weights - scratch - graphs - states
     demand = Demand.of(program, tokens)
     longest = max(0, min(spec.context_length, demand.fitting(left // block_bytes, _blocks(spec.context_length)) * BLOCK))
@@ -263,7 +265,8 @@ def plan_limits(
     blocks = _blocks(length)
     sequences = max(1, min(max_seqs, int(left * SHARE) // (demand.each(blocks) * block_bytes)))
     n_blocks = demand.of_one(blocks) + (sequences - 1) * demand.each(blocks)
-    limits = Limits(tokens, max_seqs, blocks, n_blocks, BLOCK, kv_cache=kv_cache, window_groups=program.window_groups)
+    groups = program.window_groups
+    limits = Limits(tokens, max_seqs, blocks, n_blocks, BLOCK, slots, kv_cache=kv_cache, window_groups=groups)
     cache = limits.n_blocks * block_bytes if program.caches else 0
     return Plan(device.free, device.budget, weights, cache, states, 0, scratch, graphs, length, longest, limits)
 

@@ -93,6 +93,7 @@ def _decoder(
         n_ctx=options.n_ctx,
         max_seqs=options.max_seqs,
         kv_cache=options.kv_cache,
+        rollback=options.draft is not None,
     )
     alone = None if team is not None or opened.environment.check else backend
     host = partial(_host, options.threads)

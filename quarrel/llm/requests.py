@@ -107,7 +107,7 @@ class Preparer:
         self._tokenizer, self._spec, self._n_ctx = model.tokenizer, model.spec, model.explanation.n_ctx
         self._adapters, self._load_seconds = model.adapters, model.load_seconds
         self._drafts = model.explanation.draft is not None
-        self._recurrent = model.loop.engine is not None and model.loop.engine.cache.rules.recurrent
+        self._guesses = model.loop.engine is None or model.loop.engine.cache.rules.drafts
         self._grammars = Grammars(model.tokenizer, model.spec.n_vocab)
         self._template_checked = False
 
@@ -128,7 +128,7 @@ class Preparer:
         if structure is not None and params.ignore_eos:
             message = "ignore_eos and a structure exclude each other: the structure says where the text may end"
             raise RequestError(message, "ignore_eos")
-        if self._recurrent:
+        if not self._guesses:
             service = replace(service, speculate=0)  # a state cannot be rolled back to before a wrong token
         self._check_length(len(ids))
         stop_ids = frozenset() if params.ignore_eos else self._tokenizer.stop_ids

@@ -228,13 +228,14 @@ class Simulation:
         blocks = -(-self.n_ctx // size)
         seqs = chance.randint(1, 8)
         least = blocks + self.groups * min(blocks, (window - 2) // size + 2)
+        self.rollback = self.recurrent and not window and random.Random(100 * seed + 16).random() < 0.5
         limits = Limits(
             max_tokens=seqs + chance.randint(0, 24),
             max_seqs=seqs,
             max_blocks_per_seq=blocks,
             n_blocks=least + 1 + chance.choice([0, 0, 2, blocks, 4 * blocks]),
             block_size=size,
-            n_states=seqs + chance.choice([0, 1, 5, 20]),
+            n_states=seqs * (1 + self.rollback) + chance.choice([0, 1, 5, 20]),
             n_adapters=adapters,
             window_groups=self.groups,
         )
@@ -244,8 +245,8 @@ class Simulation:
         def make() -> NullStep:
             return NullStep(limits, chance, late=self.late, recurrent=self.recurrent, window=window, faults=faults)
 
-        rules = CacheRules(reuse, self.recurrent, window, kept, self.groups)
-        self.drafts = not self.recurrent and chance.random() < 0.4
+        rules = CacheRules(reuse, self.recurrent, window, kept, self.groups, self.rollback)
+        self.drafts = self.rollback or (not self.recurrent and chance.random() < 0.4)
         few = replace(limits, n_blocks=least + chance.choice([0, 3 * blocks]), n_states=0, n_adapters=0)
         wrong = 0.0 if not faults else 0.002
 
@@ -337,7 +338,7 @@ class Simulation:
             queue_seconds=chance.choice([None, None, None, 0.5]),
             total_seconds=chance.choice([None, None, None, 0.3, 3.0]),
             cache_salt=chance.choice(["", "", "a"]),
-            speculate=chance.choice([0, 0, 4]) if not self.recurrent else 0,
+            speculate=chance.choice([0, 0, 4]) if not self.recurrent else 4 * self.rollback,
             draft=chance.choice([0, 1, 8]),
         )
         stops = frozenset() if params.ignore_eos else frozenset({0})

@@ -46,6 +46,28 @@ def test_the_tokens_are_those_without_a_draft_model(kind: type[HistoryStep], par
         toy.assert_all_returned()
 
 
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("params", [GREEDY, DRAWN, HOST], ids=["greedy", "drawn", "host"])
+@pytest.mark.parametrize("kind", [HistoryStep, Unlike])
+def test_a_recurrent_state_is_taken_back_to_where_a_draft_was_wrong(
+    kind: type[HistoryStep], params: SamplingParams, late: bool
+) -> None:
+    """The toy sees that each state is that of its sequence's past. Prefixes are found again."""
+    shape = limits(max_tokens=32, n_states=20)
+    with (
+        Toy(recurrent=True, late=late) as plain,
+        Toy(shape, late=late, recurrent=True, draft=lambda: kind(limits())) as toy,
+    ):
+        for _ in range(2):
+            assert texts(toy, params) == texts(plain, params)
+            assert texts(toy, params, Service(speculate=4)) == texts(plain, params)
+        stats = toy.engine.stats
+        assert stats.drafted_tokens
+        if kind is Unlike:
+            assert 0 < stats.drafted_right < stats.drafted_tokens
+        toy.assert_all_returned()
+
+
 def test_a_request_says_how_far_ahead_is_guessed() -> None:
     with Toy(limits(max_tokens=32), draft=lambda: HistoryStep(limits())) as toy:
         texts(toy, GREEDY, Service(draft=0))

@@ -252,7 +252,7 @@ class Toy:
             assert draft is not None
             return Drafter(draft(), CacheRules(), VOCABULARY, VOCABULARY)
 
-        rules = CacheRules(reuse, recurrent, window)
+        rules = CacheRules(reuse, recurrent, window, rollback=recurrent and draft is not None)
         make_drafter = None if draft is None else drafter
         self.drafts = draft is not None
         self.loop.serve(make, VOCABULARY, rules, max_waiting=max_waiting, make_drafter=make_drafter)
