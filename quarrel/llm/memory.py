@@ -22,7 +22,7 @@ BLOCK = 32
 MIN_CONTEXT = 64
 LEAST_STEP = 128
 """Tokens of a prefill step on the smallest device."""
-ENCODER_STEPS = 8
+ENCODER_STEPS = 4
 """Prefill steps that an encoder's step is as long as, on a device that is done with a short one before it is launched."""
 SHARE = 0.5
 """Of the memory left over, for the caches of further sequences."""
@@ -33,7 +33,7 @@ MAX_SNAPSHOTS = 48
 """Copies of recurrent state beside those in use: the ends of as many prompts and answers."""
 SNAPSHOT_SHARE = 0.25
 """Of the memory left over, for them."""
-DECODED_SHARE = 0.5
+DECODED_SHARE = 0.9
 """Of the memory left over after all else, for weights that are kept decoded too."""
 GRAPH_BYTES = 16 << 20
 """A captured graph and its pool, for each size of batch."""

@@ -172,7 +172,7 @@ class LoadOptions:
             OneOf(("auto", "never")),
             'whether quantised weights are also kept in 16 bits on CUDA, for prompts: "auto", in up to half of the memory'
             ' that would be left over, or "never".',
-            "whether half of the memory left over on CUDA may hold weights in 16 bits, for faster prompts",
+            "whether most of the memory left over on CUDA may hold weights in 16 bits, for faster prompts",
         ),
     )
     deterministic: bool = field(

@@ -54,7 +54,7 @@ class TritonBackend:
     """CUDA through Triton (`ops.step.Backend`); with TRITON_INTERPRET=1, the same kernels on CPU tensors, for tests."""
 
     name = "triton"
-    step_tokens = 2048
+    step_tokens = 4096
     """Each step of more than about a hundred rows decodes all weights once."""
     peer_sums = OneShot
 

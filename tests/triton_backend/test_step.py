@@ -38,6 +38,7 @@ from quarrel.triton_backend import step as step_module
 from quarrel.triton_backend.attention.rope import left_to_attention
 from quarrel.triton_backend.backend import TritonBackend, create
 from quarrel.triton_backend.inputs import PROMPTS, InputBuffer, batch_of, padded_prompts
+from quarrel.triton_backend.runtime.buffers import place
 from quarrel.triton_backend.runtime.launch import INTERPRETED
 from quarrel.triton_backend.runtime.site import Batch
 from quarrel.triton_backend.step import TritonStep
@@ -261,6 +262,20 @@ def test_rows_do_not_depend_on_the_batch(step: TritonStep) -> None:
     ids = batch(PREFILL, seed=5).ids
     alone = replace(batch([(6, 0, 3)]), ids=ids[21:])
     assert np.array_equal(step(alone, "logits").logits, together[1:])  # type: ignore[arg-type, index]
+
+
+def test_the_residual_stream_stays_in_its_place_until_somebody_reads_an_older_value() -> None:
+    b = Builder()
+    h = embedding(b, b.input("ids"), WeightRef("table", GGMLType.F16, 32, 64))
+    added = [h]
+    for i in range(3):
+        x = norm(b, NormSpec("rms", 64, 1e-5), added[-1], WeightRef(f"gain{i}", GGMLType.F32, 1, 64))
+        added.append(linear_add(b, added[-1], x, WeightRef(f"w{i}", GGMLType.F16, 64, 64)))
+    norm(b, NormSpec("rms", 64, 1e-5), added[1], WeightRef("gain", GGMLType.F32, 1, 64))
+    nodes = b.program().nodes
+    places, _ = place(nodes, set(), set(), {"T": 7}, torch.float16, {})
+    offsets = [places[v.id].offset for v in added]
+    assert offsets[0] == offsets[1] != offsets[2] == offsets[3]
 
 
 def test_explain_and_memory(step: TritonStep) -> None:

@@ -180,8 +180,12 @@ class _Map:
 
     def _places(self, count: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         size, n = count * self.weight.n, self.weight.n
-        before = None if self.residual is None else self.residual.tensor[:size].view(count, n)
-        return self.y.tensor[:size].view(count, n), before
+        y = self.y.tensor[:size].view(count, n)
+        if self.residual is None:
+            return y, None
+        # The library copies what it adds to, unless that is the very tensor of the result.
+        before = self.residual.tensor[:size].view(count, n)
+        return y, y if before.data_ptr() == y.data_ptr() else before
 
 
 def _product(
