@@ -89,6 +89,11 @@ def _page(api: FastAPI) -> None:
     async def icon() -> Response:
         return FileResponse(STATIC / "icon.svg", media_type="image/svg+xml")
 
+    @api.api_route("/sw.js", methods=["GET", "HEAD"], include_in_schema=False)
+    async def worker() -> Response:
+        # At the root, as a service worker serves what lies below itself.
+        return FileResponse(STATIC / "sw.js", media_type="text/javascript", headers={"Cache-Control": "no-cache"})
+
     @api.get("/openapi.yaml", include_in_schema=False)
     async def yaml() -> Response:
         return PlainTextResponse(as_yaml(document(api)), media_type="application/yaml")

@@ -53,6 +53,7 @@ _WORDS = {
     "model_not_found": "MODEL_NOT_FOUND",
     "unauthorized": "UNAUTHORIZED",
     "not_found": "NOT_FOUND",
+    "not_running": "NOT_RUNNING",
     "queue_full": "QUEUE_FULL",
     "rate_limited": "QUEUE_FULL",
     "unknown_type": "UNKNOWN_TYPE",

@@ -36,7 +36,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN = frozenset({"/healthz", "/health", "/readyz", "/api/health"})
 """Routes that say nothing but whether the server is up."""
-PAGE = frozenset({"/", "/favicon.ico"})
+PAGE = frozenset({"/", "/favicon.ico", "/sw.js"})
 STATIC = "/static/"
 """The page and its files: the same bytes for everybody, and a browser cannot send a key with a link."""
 MAX_HEADERS = 32 << 10
@@ -50,8 +50,8 @@ KEY_PROTOCOL = "quarrel-key."
 
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self';"
-    " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
-    " require-trusted-types-for 'script'; trusted-types dompurify"
+    " connect-src 'self'; manifest-src 'self'; worker-src 'self'; base-uri 'none'; form-action 'none';"
+    " frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types quarrel"
 )
 _SECURITY = {
     "Content-Security-Policy": _POLICY,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from quarrel import __version__
 from quarrel.engine import Chunk, Priority, Result, Service
-from quarrel.llm import Model
+from quarrel.llm import Model, Structure
 from quarrel.server.body import body_of, read_body
 from quarrel.server.dispatch import Admission, Dispatcher, Generation, Prepare, answer_stream, answer_whole, bursts
 from quarrel.server.errors import Refused, plain_body
@@ -25,7 +25,13 @@ from quarrel.server.schemas import DetokenizeBody, GenerateBody, TokenizeBody
 Json = dict[str, Any]
 
 
-def prepare_of(body: GenerateBody, template: str | None) -> Prepare:
+def prepare_of(
+    body: GenerateBody,
+    template: str | None,
+    *,
+    structure: Structure | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> Prepare:
     """Makes the request of a generate body for a model."""
     options, turns = body.sampling(), body.turns()
 
@@ -37,6 +43,8 @@ def prepare_of(body: GenerateBody, template: str | None) -> Prepare:
                 template=template,
                 service=service,
                 adapter=body.adapter,
+                structure=structure,
+                tools=tools,
                 **options,
             )
         ]

@@ -1,7 +1,8 @@
 """/ws: generation over a WebSocket, in the web page's messages.
 
-In: `inference`, `stop`, `status`, `ping`. Out: `inference` (a token, or the end), `status`, `error`, `metrics`. Requests on
-one connection run side by side and carry the `request_id` that they came with; `stop` ends one of them, or all.
+In: `inference`, `resume`, `stop`, `status`, `ping`. Out: `inference` (a token, or the end), `resume`, `status`, `error`,
+`metrics`. Requests on one connection run side by side and carry the `request_id` that they came with; `stop` ends one of
+them, or all. One with `keep` outlasts its connection for a while, and `resume` finds it again.
 """
 
 from __future__ import annotations
@@ -14,19 +15,24 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, WebSocket
+from pydantic import Field, StrictBool
 from starlette.responses import JSONResponse, Response
 from starlette.websockets import WebSocketDisconnect, WebSocketState
 
 from quarrel.errors import QuarrelError
+from quarrel.llm import Structure
+from quarrel.server.answers import Answer, Answers
 from quarrel.server.body import IGNORED, ignored_fields, parse_body
 from quarrel.server.dispatch import Dispatcher, Generation, chunks
 from quarrel.server.errors import Refused, plain_body, refused, word
+from quarrel.server.fields import Text
 from quarrel.server.metrics import Metrics
 from quarrel.server.rest import activity_of, prepare_of, priority_of, token_message
-from quarrel.server.schemas import GenerateBody
+from quarrel.server.schemas import GenerateBody, ResponseFormat
+from quarrel.server.tools import functions_of, split_calls
 
 MAX_MESSAGE = 512 << 10
 MAX_CONNECTIONS = 1024
@@ -40,11 +46,36 @@ Json = dict[str, Any]
 log = logging.getLogger("quarrel.server")
 
 
+class SocketBody(GenerateBody):
+    """What the page asks for beyond /api/generate. keep: the answer outlasts this connection."""
+
+    prompt: Text = ""
+    """Empty where the last of `messages` is the result of a tool."""
+    keep: StrictBool = False
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Json], Field(max_length=128)] | None = None
+
+    def turns(self) -> list[dict[str, object]] | None:
+        if self.prompt:
+            if self.tools is not None:
+                self.chat = True
+            return super().turns()
+        if not self.messages:
+            raise Refused(400, "invalid_request", "prompt is missing", param="prompt")
+        before: list[dict[str, object]] = [{"role": "system", "content": self.system}] if self.system else []
+        return [*before, *(m.plain() for m in self.messages)]
+
+    def structure(self) -> Structure | None:
+        """The grammar that every token of the answer keeps to."""
+        return None if self.response_format is None else self.response_format.structure()
+
+
 def routes(dispatcher: Dispatcher, metrics: Metrics) -> APIRouter:
     """The one WebSocket route, and the answer to a plain request for it."""
     router = APIRouter()
     open_now: set[Connection] = set()
     users: Counter[str] = Counter()
+    answers = Answers()
 
     @router.websocket("/ws")
     async def ws(socket: WebSocket) -> None:
@@ -58,7 +89,7 @@ def routes(dispatcher: Dispatcher, metrics: Metrics) -> APIRouter:
             return
         offered = socket.scope.get("subprotocols", [])
         await socket.accept(PROTOCOL if PROTOCOL in offered else None)
-        connection = Connection(socket, dispatcher, metrics, users)
+        connection = Connection(socket, dispatcher, metrics, users, answers)
         open_now.add(connection)
         metrics.connections.inc()
         try:
@@ -78,14 +109,17 @@ def routes(dispatcher: Dispatcher, metrics: Metrics) -> APIRouter:
 
 
 class Connection:
-    """One browser tab. What it runs ends with it. users: how many of them have requests in flight, by model."""
+    """One browser tab. What it runs and does not ask to keep ends with it. users: how many of them have requests in flight,
+    by model."""
 
-    def __init__(self, socket: WebSocket, dispatcher: Dispatcher, metrics: Metrics, users: Counter[str]) -> None:
+    def __init__(
+        self, socket: WebSocket, dispatcher: Dispatcher, metrics: Metrics, users: Counter[str], answers: Answers
+    ) -> None:
         self._socket, self._dispatcher, self._metrics = socket, dispatcher, metrics
         self._caller: str = socket.scope["state"]["caller"]
         self._out: asyncio.Queue[Json] = asyncio.Queue(OUT_QUEUE)
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._users, self._running = users, Counter[str]()
+        self._following: dict[str, Answer] = {}
+        self._answers, self._users, self._running = answers, users, Counter[str]()
 
     async def run(self) -> None:
         """Until either side goes."""
@@ -95,10 +129,11 @@ class Connection:
         try:
             await asyncio.wait({writer, reader}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            tasks = [writer, ticker, reader, *self._tasks.values()]
-            for task in tasks:
+            ending = [writer, ticker, reader]
+            for task in ending:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            ending += self._leave()
+            await asyncio.gather(*ending, return_exceptions=True)
             if self._socket.application_state is WebSocketState.CONNECTED:
                 with contextlib.suppress(RuntimeError, WebSocketDisconnect):  # the other side was faster
                     await self._socket.close(1001 if self._dispatcher.closing else 1000)
@@ -138,6 +173,8 @@ class Connection:
     def _do(self, kind: object, payload: Json) -> None:
         if kind == "inference":
             self._start(payload)
+        elif kind == "resume":
+            self._resume(payload.get("request_id"))
         elif kind == "stop":
             self._stop(payload.get("request_id"))
         elif kind == "status":
@@ -147,36 +184,77 @@ class Connection:
             self._say("pong", {})
         else:
             raise Refused(
-                400, "unknown_type", f"a message of type {str(kind)[:40]!r}: wanted inference, stop, status or ping"
+                400, "unknown_type", f"a message of type {str(kind)[:40]!r}: wanted inference, resume, stop, status or ping"
             )
 
     def _start(self, payload: Json) -> None:
         try:
-            body = parse_body(json.dumps(payload), GenerateBody)
+            body = parse_body(json.dumps(payload), SocketBody)
             ignored = ignored_fields(body, self._dispatcher, "/ws")
         except QuarrelError as error:
-            given = payload.get("request_id")
-            self._fail(refused(error), given if isinstance(given, str) and given.isprintable() else None)
+            self._fail(refused(error), _printable(payload.get("request_id")))
             return
-        if len(self._tasks) >= MAX_RUNNING:
-            raise Refused(429, "queue_full", f"{MAX_RUNNING} requests run on this connection already")
+        self._check_room()
         id = body.request_id or "ws-" + secrets.token_hex(6)
-        if id in self._tasks:
+        if id in self._following:
             raise Refused(400, "invalid_request", f"the request {id!r} runs already")
-        task = asyncio.create_task(self._generate(id, body, ignored))
-        self._tasks[id] = task
+        answer = Answer(id, self._caller, kept=body.keep)
+        if body.keep:
+            self._answers.keep(answer)
+        self._follow(answer)
+        answer.task = asyncio.create_task(self._generate(answer, body, ignored))
 
         def ended(task: asyncio.Task[None]) -> None:
-            self._tasks.pop(id, None)
             if task.cancelled():  # perhaps before its first line ran, so that it could not say so itself
-                self._say("inference", {"token": "", "complete": True, "finish_reason": "cancelled", "request_id": id})
+                answer.say("inference", {"token": "", "complete": True, "finish_reason": "cancelled", "request_id": id})
+            for follower in answer.followers:
+                follower.ended(answer)
+            self._answers.ended(answer)
 
-        task.add_done_callback(ended)
+        answer.task.add_done_callback(ended)
+
+    def _resume(self, id: object) -> None:
+        try:
+            answer = self._answers.find(self._caller, id)
+        except Refused as error:
+            self._fail(error, _printable(id))
+            return
+        self._say("resume", {"request_id": answer.id, "text": answer.text})
+        if answer.end is not None:
+            kind, payload = answer.end
+            self._say(kind, {**payload, "token": ""} if kind == "inference" else payload)
+        elif answer.id not in self._following:
+            self._check_room()
+            self._follow(answer)
+
+    def _check_room(self) -> None:
+        if len(self._following) >= MAX_RUNNING:
+            raise Refused(429, "queue_full", f"{MAX_RUNNING} requests run on this connection already")
+
+    def _follow(self, answer: Answer) -> None:
+        answer.follow(self)
+        self._following[answer.id] = answer
+
+    def _leave(self) -> list[asyncio.Task[None]]:
+        """Follows nothing any more; returns what ends with that."""
+        left = list(self._following.values())
+        self._following.clear()
+        for answer in left:
+            answer.leave(self)
+        return [a.task for a in left if a.task is not None and not a.kept]
+
+    def hear(self, kind: str, payload: Json) -> None:
+        """Of an answer that this connection follows."""
+        self._say(kind, payload)
+
+    def ended(self, answer: Answer) -> None:
+        """Called when an answer that it follows is over."""
+        self._following.pop(answer.id, None)
 
     def _stop(self, id: object) -> None:
-        for name, task in list(self._tasks.items()):
-            if id is None or name == id:
-                task.cancel()
+        for answer in list(self._following.values()):
+            if (id is None or answer.id == id) and answer.task is not None:
+                answer.task.cancel()
 
     @contextlib.contextmanager
     def _using(self, model: str) -> Iterator[None]:
@@ -194,51 +272,56 @@ class Connection:
             self._running[model] -= 1
             self._users[model] -= not self._running[model]
 
-    async def _generate(self, id: str, body: GenerateBody, ignored: Mapping[str, str]) -> None:
+    async def _generate(self, answer: Answer, body: SocketBody, ignored: Mapping[str, str]) -> None:
+        id = answer.id
         try:
             entry = self._dispatcher.models.entry(body.model)
             state = {"state": "generating" if entry.loaded else "loading", "request_id": id}
-            self._say("status", {**state, **({"ignored": ignored[IGNORED]} if ignored else {})})
-            prepare = prepare_of(body, self._dispatcher.settings.chat_template)
+            answer.say("status", {**state, **({"ignored": ignored[IGNORED]} if ignored else {})})
+            template = self._dispatcher.settings.chat_template
+            prepare = prepare_of(body, template, structure=body.structure(), tools=body.tools)
             admission = self._dispatcher.admit(self._caller, body.model, prepare, "/ws", priority_of(body))
             with self._dispatcher.traces.message("inference", id), self._using(entry.name):
                 async with admission as generation:
-                    await self._send(id, body, generation)
+                    await self._send(answer, body, generation)
         except QuarrelError as error:
-            self._fail(refused(error), id)
+            self._metrics.errors.labels(refused(error).code).inc()
+            answer.say("error", _error(refused(error), id))
         except Exception:
             log.exception("a request on a WebSocket failed")
-            self._fail(Refused(500, "internal", "the server failed at this request: its log says why"), id)
+            failure = Refused(500, "internal", "the server failed at this request: its log says why")
+            self._metrics.errors.labels(failure.code).inc()
+            answer.say("error", _error(failure, id))
 
-    async def _send(self, id: str, body: GenerateBody, generation: Generation) -> None:
-        made = 0
+    async def _send(self, answer: Answer, body: SocketBody, generation: Generation) -> None:
+        made, names = 0, [f["name"] for f in functions_of(body.tools)]
         async for chunk in chunks(generation, 0, self._dispatcher.settings.timeout):
             made += chunk.token_id is not None
-            row = {**token_message(chunk, generation, made), "request_id": id}
+            row = {**token_message(chunk, generation, made), "request_id": answer.id}
+            if chunk.result is not None and names:
+                text, calls = split_calls(chunk.result.text, names)
+                if calls:
+                    row |= {"text": text, "tool_calls": [call.body(i) for i, call in enumerate(calls)]}
             if body.stream is False:
                 if chunk.result is None:
                     continue
                 row["token"], row["stream"] = chunk.result.text, False
             if self._out.full():
                 await asyncio.sleep(0)  # many at once, behind a pause of this process, are no slow reader
-            self._say("inference", row)
+            answer.say("inference", row)
 
     def _say(self, kind: str, payload: Json) -> None:
         try:
             self._out.put_nowait({"type": kind, "payload": payload})
         except asyncio.QueueFull:
-            # A reader that does not read: what it runs is ended, and so is the connection.
-            for task in self._tasks.values():
-                task.cancel()
+            # A reader that does not read: the connection ends, and with it what it runs.
+            self._leave()
             self._out = asyncio.Queue()
             self._out.put_nowait({"type": "close", "payload": {}})
 
     def _fail(self, error: Refused, id: str | None = None) -> None:
         self._metrics.errors.labels(error.code).inc()
-        payload: Json = {"code": word(error), "message": str(error)}
-        if id is not None:
-            payload["request_id"] = id
-        self._say("error", payload)
+        self._say("error", _error(error, id))
 
     async def _write(self) -> None:
         while True:
@@ -259,6 +342,14 @@ class Connection:
             models = [activity_of(e) for e in self._dispatcher.models.entries()]
             self._metrics.broadcasts.inc()
             self._say("metrics", {"active": self._dispatcher.active, "models": models})
+
+
+def _error(error: Refused, id: str | None) -> Json:
+    return {"code": word(error), "message": str(error), **({} if id is None else {"request_id": id})}
+
+
+def _printable(id: object) -> str | None:
+    return id if isinstance(id, str) and id.isprintable() else None
 
 
 def _known(kind: object) -> str:

@@ -81,7 +81,7 @@ def test_with_a_key_it_answers(locked: Live) -> None:
     for header in ({"Authorization": f"Bearer {secret}"}, {"Authorization": f"ApiKey {secret}"}, {"X-API-Key": secret}):
         assert locked.client.get("/v1/models", headers=header).status_code == 200
     assert locked.client.get("/v1/models").status_code == 401
-    assert [locked.client.get(p).status_code for p in ("/", "/healthz", "/health", "/static/style.css")] == [200] * 4
+    assert [locked.client.get(p).status_code for p in ("/", "/healthz", "/health", "/static/app.css")] == [200] * 4
 
 
 def test_a_key_of_the_environment_is_good_and_is_written_nowhere(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_a_foreign_page_is_kept_out_and_a_known_one_let_in(locked: Live, live: L
 
 
 def test_every_answer_carries_the_security_headers(live: Live) -> None:
-    for path in ("/", "/v1/models", "/nowhere", "/static/js/main.js"):
+    for path in ("/", "/v1/models", "/nowhere", "/static/app.js"):
         headers = live.client.get(path).headers
         assert "default-src 'none'" in headers["content-security-policy"]
         assert headers["x-content-type-options"] == "nosniff"

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,27 +41,42 @@ PAYLOADS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(name="page")
-def _page(live: Live, request: pytest.FixtureRequest) -> Iterator[Any]:
+@pytest.fixture(name="browser", scope="module")
+def _browser() -> Iterator[Any]:
     with playwright.sync_playwright() as p:
         browser = p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu", "--headless=shell"])
-        # The page's own policy stands but in the test that brings a script of its own.
-        bypass = request.node.originalname == "test_axe_finds_nothing"
-        context = browser.new_context(viewport={"width": 1200, "height": 800}, bypass_csp=bypass)
-        context.add_init_script("localStorage.quarrelSettings ??= JSON.stringify({max_tokens: 40})")
-        # It is not there where a page comes by plain http from another machine.
-        context.add_init_script("delete Crypto.prototype.randomUUID")
-        page = context.new_page()
-        page.problems = []
-        page.foreign = []
-        page.on("pageerror", lambda e: page.problems.append(str(e)))
-        page.on(
-            "request", lambda r: page.foreign.append(r.url) if not r.url.startswith((live.url, "data:", "blob:")) else None
-        )
-        page.goto(live.url)
-        page.wait_for_selector(".state[data-state=connected]")
-        yield page
+        yield browser
         browser.close()
+
+
+@pytest.fixture(name="tab")
+def _tab(browser: Any, live: Live, request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
+    """Opens one more tab of the same person's browser."""
+    # The page's own policy stands but in the test that brings a script of its own.
+    bypass = request.node.originalname == "test_axe_finds_nothing"
+    context = browser.new_context(viewport={"width": 1200, "height": 800}, bypass_csp=bypass, accept_downloads=True)
+    context.add_init_script("localStorage.quarrelDefaults ??= JSON.stringify({options: {max_tokens: 40}})")
+    # It is not there where a page comes by plain http from another machine.
+    context.add_init_script("delete Crypto.prototype.randomUUID")
+
+    def tab(path: str = "/") -> Any:
+        page = context.new_page()
+        page.problems, page.foreign = [], []
+        page.on("pageerror", lambda e: page.problems.append(str(e)))
+        page.on("console", lambda m: page.problems.append(m.text) if m.type == "error" else None)
+        ours = (live.url, "data:", "blob:")
+        page.on("request", lambda r: page.foreign.append(r.url) if not r.url.startswith(ours) else None)
+        page.goto(live.url + path)
+        page.wait_for_selector("[data-state=connected]", state="attached")
+        return page
+
+    yield tab
+    context.close()
+
+
+@pytest.fixture(name="page")
+def _page(tab: Callable[..., Any]) -> Any:
+    return tab()
 
 
 def shot(page: Any, name: str) -> None:
@@ -73,21 +89,75 @@ def write(page: Any, text: str) -> None:
     page.keyboard.press("Enter")
 
 
+def answered(page: Any) -> str:
+    """The last answer, once it is whole."""
+    page.wait_for_selector(".message:last-child.assistant .actions")
+    text: str = page.inner_text(".message:last-child .prose")
+    return text
+
+
+def says(monkeypatch: pytest.MonkeyPatch, *pieces: str, hold: asyncio.Event | None = None) -> None:
+    """What the model writes next: these pieces; then its end, or nothing more while `hold` is not set."""
+
+    async def told(generation: Generation, which: int, timeout: float) -> AsyncIterator[Chunk]:
+        for piece in pieces:
+            yield Chunk(piece, 1)
+        while hold is not None and not hold.is_set():
+            await asyncio.sleep(0.01)
+        end = [chunk async for chunk in chunks(generation, which, timeout)][-1]
+        end.text = ""
+        yield end
+
+    monkeypatch.setattr(server_socket, "chunks", told)
+
+
+def imported(page: Any, *texts: str) -> None:
+    """A conversation with these answers, from a file."""
+    messages, parent = [], None
+    for i, text in enumerate(texts):
+        role = "assistant" if i % 2 or len(texts) == 1 else "user"
+        row = {"id": f"m{i}", "conversation": "c0", "parent": parent, "role": role, "text": text, "created": i}
+        messages.append(row)
+        parent = row["id"]
+    record = {"id": "c0", "title": "Imported", "created": 1, "changed": 1, "leaf": parent, "options": {}}
+    data = json.dumps({"quarrel": 1, "conversations": [record], "messages": messages}).encode()
+    page.set_input_files("#import-file", {"name": "a.json", "mimeType": "application/json", "buffer": data})
+    page.click(".list a:has-text('Imported')")
+
+
 def test_a_conversation_is_written_kept_and_found_again(page: Any) -> None:
     write(page, "Once upon a time")
-    page.wait_for_selector(".message.assistant .under")
-    text = page.inner_text(".message.assistant .body")
+    text = answered(page)
     assert len(text) > 20
-    shot(page, "answer")
     page.reload()
-    page.wait_for_selector(".state[data-state=connected]")
-    page.fill("#search", "Once")
-    page.click("#conversations button")
-    assert page.inner_text(".message.assistant .body") == text
+    assert answered(page) == text
+    page.click("text=New conversation >> nth=0")
+    page.wait_for_selector(".greeting")
+    page.fill("#search", text.split()[3])
+    page.click(".list a")
+    assert answered(page) == text
     page.fill("#search", "no such words")
-    assert "Nothing found" in page.inner_text("#conversations")
+    page.wait_for_selector("text=Nothing found")
     assert not page.problems
     assert not page.foreign
+
+
+def test_what_earlier_pages_kept_is_taken_over_once(page: Any) -> None:
+    old = [
+        {
+            "id": "a1",
+            "title": "Old",
+            "changed": 5,
+            "messages": [{"role": "user", "text": "q"}, {"role": "assistant", "text": "kept"}],
+        }
+    ]
+    page.evaluate("(old) => { localStorage.quarrelConversation = JSON.stringify(old) }", old)
+    for _ in range(2):
+        page.reload()
+        page.wait_for_selector(".list a")
+        assert page.locator(".list a").count() == 1
+    page.click(".list a")
+    assert answered(page) == "kept"
 
 
 def test_an_answer_is_stopped(page: Any, live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,10 +168,9 @@ def test_an_answer_is_stopped(page: Any, live: Live, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(server_socket, "chunks", endless)
     write(page, "A very long story")
-    page.wait_for_selector("#stop:not([hidden])")
+    page.wait_for_selector("#stop")
     page.keyboard.press("Escape")
-    page.wait_for_selector(".message.assistant .under")
-    assert "cancelled" in page.inner_text(".message.assistant .under")
+    page.wait_for_selector(".message.assistant .stats:has-text('stopped')")
     assert page.is_visible("#send")
     loaded = live.server.dispatcher.models.entry("demo").loaded
     assert loaded is not None
@@ -111,88 +180,290 @@ def test_an_answer_is_stopped(page: Any, live: Live, monkeypatch: pytest.MonkeyP
     assert not loaded.llm.activity().running
 
 
-def test_themes_widths_settings_and_figures(page: Any) -> None:
-    seen = set()
-    for _ in range(3):
-        page.click("#theme")
-        seen.add(page.evaluate("document.documentElement.dataset.theme"))
-    assert seen == {"light", "dark"}
-    page.click("#open-settings")
-    page.fill("#set-seed", "12x3")
-    page.keyboard.press("Tab")
-    assert page.input_value("#set-seed") == "123"
-    shot(page, "settings")
-    page.click("#close-settings")
-    page.click("#show-metrics")
-    page.wait_for_selector("#metrics canvas", timeout=15000)
-    assert (page.inner_text("#title"), page.is_visible("#composer")) == ("Metrics", False)
-    model = '{name: "m", running: 1, waiting: 0, kv_blocks: 4, kv_blocks_free: 1, experts: [0.1, 0.5, 0.15, 0.25]}'
-    page.evaluate(f'import("/static/js/plots.js").then((p) => p.take({{models: [{model}]}}))')
-    page.wait_for_selector("canvas[aria-label*='the busiest of 4 experts takes 50.0 %']")
-    page.locator("canvas").last.scroll_into_view_if_needed()
-    shot(page, "figures")
-    page.click("#new")
-    assert (page.inner_text("#title"), page.is_visible("#composer")) == ("New conversation", True)
-    page.set_viewport_size({"width": 380, "height": 740})
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    page.click("#open-side")
-    page.click("#scrim", position={"x": 350, "y": 400})
-    page.wait_for_selector("#new", state="hidden")
-    page.click("#open-side")
-    page.wait_for_timeout(300)
-    assert page.is_visible("#new")
-    shot(page, "phone")
+def test_a_reload_finds_a_running_answer_and_another_conversation_runs_beside_it(
+    page: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold = asyncio.Event()
+    says(monkeypatch, "The first", " half", hold=hold)
+    write(page, "one")
+    page.wait_for_selector(".live >> text=The first half")
+    page.reload()
+    page.wait_for_selector(".live >> text=The first half")
+    page.click("text=New conversation >> nth=0")
+    page.wait_for_selector(".greeting")
+    write(page, "two")
+    page.wait_for_selector(".live >> text=The first half")
+    assert page.locator(".list .busy").count() == 2
+    hold.set()
+    assert answered(page) == "The first half"
+    page.click(".list a:has-text('one')")
+    page.wait_for_selector(".message.user >> text=one")
+    assert answered(page) == "The first half"
+    page.wait_for_selector(".list .busy", state="detached")
+
+
+def test_an_answer_that_the_server_no_longer_has_says_so(page: Any, live: Live) -> None:
+    write(page, "one")
+    answered(page)
+    page.evaluate(
+        """() => new Promise((done) => {
+          const open = indexedDB.open("quarrel");
+          open.onsuccess = () => {
+            const change = open.result.transaction("messages", "readwrite"), all = change.objectStore("messages");
+            all.getAll().onsuccess = (e) => all.put({ ...e.target.result.find((m) => m.role === "assistant"), running: 1, request: "gone" });
+            change.oncomplete = () => { open.result.close(); done(); };
+          };
+        })"""
+    )
+    page.reload()
+    page.wait_for_selector("text=The server no longer has the rest of this answer.")
+
+
+def test_two_tabs_add_to_each_other(tab: Callable[..., Any], page: Any) -> None:
+    other = tab()
+    write(page, "from the first")
+    answered(page)
+    write(other, "from the second")
+    answered(other)
+    for each in (page, other):
+        each.wait_for_function("document.querySelectorAll('.list a').length === 2")
+    other.click(".list a:has-text('first')")
+    write(other, "and on")
+    text = answered(other)
+    page.wait_for_selector(".message.user >> text=and on")
+    assert answered(page) == text
+    page.reload()
+    page.wait_for_function("document.querySelectorAll('.list a').length === 2")
+
+
+def test_an_answer_is_a_branch_and_nothing_is_deleted(page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for n, question in enumerate(("one", "two")):
+        says(monkeypatch, f"answer {n}")
+        write(page, question)
+        page.wait_for_selector(f".prose >> text=answer {n}")
+        answered(page)
+    says(monkeypatch, "another")
+    first = page.locator(".message.assistant").first
+    first.hover()
+    first.get_by_role("button", name="Again").click()
+    page.wait_for_selector(".prose >> text=another")
+    answered(page)
+    assert page.locator(".message").count() == 2
+    assert "2/2" in page.inner_text(".message.assistant")
+    page.keyboard.press("Alt+ArrowLeft")
+    page.wait_for_selector(".prose >> text=answer 1")
+    assert page.locator(".message").count() == 4
+    user = page.locator(".message.user").first
+    user.hover()
+    user.get_by_role("button", name="Edit").click()
+    page.keyboard.type(" more")
+    page.keyboard.press("Escape")
+    assert page.locator(".message.user").first.inner_text() == "one"
+    user.hover()
+    user.get_by_role("button", name="Edit").click()
+    page.keyboard.type(" more")
+    says(monkeypatch, "edited")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".prose >> text=edited")
+    answered(page)
+    assert "2/2" in page.locator(".message.user").first.inner_text()
+    page.locator(".message.user").first.get_by_role("button", name="Previous").click()
+    page.wait_for_selector(".prose >> text=answer 1")
+    page.reload()
+    page.wait_for_selector(".prose >> text=answer 1")
+    assert page.locator(".message").count() == 4
+
+
+def test_a_name_is_given_with_enter_and_a_deleted_conversation_comes_back(page: Any) -> None:
+    write(page, "Once")
+    answered(page)
+    page.hover(".list li")
+    page.click(".list li button")
+    page.click("text=Rename")
+    page.keyboard.type("A name")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".list a:has-text('A name')")
+    page.hover(".list li")
+    page.click(".list li button")
+    page.click("[role=menuitem]:has-text('Delete')")
+    page.wait_for_selector(".list a", state="detached")
+    page.click("text=Undo")
+    page.wait_for_selector(".list a:has-text('A name')")
+
+
+def test_conversations_leave_and_come_back_without_doubles(page: Any) -> None:
+    write(page, "Once")
+    text = answered(page)
+    page.click("text=Settings")
+    with page.expect_download() as download:
+        page.click("text=Export all")
+    data = Path(download.value.path()).read_bytes()
+    file = {"name": "quarrel.json", "mimeType": "application/json", "buffer": data}
+    page.set_input_files("#import-file", file)
+    page.wait_for_selector("text=0 new conversations")
+    page.evaluate(
+        "() => new Promise((done) => { const r = indexedDB.deleteDatabase('quarrel'); r.onsuccess = done; r.onblocked = done; })"
+    )
+    page.goto("about:blank")
+    page.go_back()
+    page.wait_for_selector(".nothing")
+    page.set_input_files("#import-file", file)
+    page.wait_for_selector("text=1 new conversations")
+    page.click(".list a")
+    assert answered(page) == text
+    page.set_input_files("#import-file", {**file, "buffer": b"[1, {}]"})
+    page.wait_for_selector("text=That file holds no conversations")
+
+
+MARKDOWN = r"""# Head
+Some **bold** and `code` &amp; $x^2$ for $5 and $6.
+
+1. one
+
+```python
+def f(x):
+    return x + 1
+```
+
+2. two
+
+| a | b |
+|:-:|--:|
+| 1 | 2 |
+
+- [x] done
+- [ ] open
+
+$$\int_0^1 x\,dx$$
+"""
+
+
+def test_markdown_math_and_code_while_they_are_written(page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(1)
+    cuts = sorted(rng.sample(range(1, len(MARKDOWN)), 60))
+    says(monkeypatch, *(MARKDOWN[a:b] for a, b in zip([0, *cuts], [*cuts, len(MARKDOWN)])))
+    write(page, "show me")
+    answered(page)
+    page.wait_for_selector(".math.display .katex")
+    assert page.locator(".katex-display").count() == 1
+    assert page.locator(".math:not(.display) .katex").count() == 1
+    assert "for $5 and $6." in page.inner_text(".prose")
+    assert page.inner_text(".code-head span") == "Python"
+    assert page.locator("pre code .hljs-keyword").count() >= 2
+    assert [page.locator("ol").nth(1).get_attribute("start"), page.locator("ol").count()] == ["2", 2]
+    assert page.locator("td.right, td.center").count() == 2
+    assert page.locator(".tasks input").count() == 2
+    assert page.locator(".tasks input:checked").count() == 1
     assert not page.problems
 
 
-def test_nothing_that_a_model_writes_runs_or_leaves_the_page(page: Any) -> None:
-    rng = random.Random(1)
-    splits = []
-    for payload in PAYLOADS * 8:
-        text = "Some words.\n\n" + payload + "\n\nand more"
-        cuts = sorted(rng.sample(range(1, len(text)), min(4, len(text) - 1)))
-        splits.append([text[:c] for c in [*cuts, len(text)]])
-    # From the page's own origin: a policy against scripts stands, so the test asks for the module as the page does.
-    page.evaluate(
-        """async (splits) => {
-          window.hits = 0; window.hit = () => { window.hits += 1; };
-          const { show } = await import("/static/js/markdown.js");
-          for (const prefixes of splits) {
-            const at = document.createElement("div");
-            document.getElementById("thread").append(at);
-            for (const text of prefixes) { show(at, text); await new Promise((r) => setTimeout(r, 0)); }
-            for (const each of at.querySelectorAll("*"))
-              if ([...each.attributes].some((a) => /^on|^style$|^id$|^src/i.test(a.name))) window.hits += 1;
-            const never = "script,img,iframe,svg,math,object,form,style,base,meta,input,video,template";
-            if (at.querySelector(never)) window.hits += 1;
-            for (const a of at.querySelectorAll("a[href]"))
-              if (!/^(https?|mailto):/.test(a.getAttribute("href"))) window.hits += 1;
-          }
-        }""",
-        splits,
+@pytest.mark.parametrize("text", ["<think>Let me see.</think>\n\nYes.", "Let me see.</think>Yes.", "[THINK]Let me see.[/THINK]Yes.",
+    "<|channel|>analysis<|message|>Let me see.<|end|><|start|>assistant<|channel|>final<|message|>Yes."])  # fmt: skip
+def test_thoughts_are_folded_away(page: Any, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    says(monkeypatch, *(text[i : i + 3] for i in range(0, len(text), 3)))
+    write(page, "why?")
+    page.wait_for_selector(".message.assistant .actions")
+    assert page.locator(".message.assistant > .prose").inner_text() == "Yes."
+    assert "Let me see" not in page.inner_text(".message.assistant")
+    page.click(".thoughts summary")
+    page.wait_for_selector(".thoughts >> text=Let me see.")
+
+
+def test_themes_widths_settings_and_figures(page: Any) -> None:
+    page.click("text=Settings")
+    page.click("[role=menuitem]:has-text('Theme')")
+    for name in ("Dark", "Light"):
+        page.check(f"label:has-text('{name}') input", force=True)
+        assert page.evaluate("document.documentElement.dataset.theme") == name.lower()
+    page.keyboard.press("Escape")
+    page.keyboard.press("Control+.")
+    page.fill("#set-top_k", "7")
+    page.keyboard.press("Tab")
+    page.fill("#set-schema", "{")
+    page.keyboard.press("Tab")
+    page.wait_for_selector("text=This is no JSON")
+    page.keyboard.press("Control+.")
+    page.click("[aria-label=Metrics]")
+    page.wait_for_selector("#metrics canvas", timeout=20000)
+    page.click("text=New conversation >> nth=0")
+    page.wait_for_selector("#input")
+    page.set_viewport_size({"width": 380, "height": 740})
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert not page.problems
+
+
+def test_nothing_that_a_model_writes_runs_or_leaves_the_page(page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, pieces = random.Random(1), list[str]()
+    for payload in PAYLOADS * 2:
+        text = "\n\nSome words.\n\n" + payload + "\n\nand more"
+        cuts = sorted(rng.sample(range(1, len(text)), 2))
+        pieces += [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]
+    page.evaluate("() => { window.hits = 0; window.hit = () => { window.hits += 1; }; }")
+    says(monkeypatch, *pieces)
+    write(page, "attack")
+    answered(page)
+    page.wait_for_timeout(200)
+    found = page.evaluate(
+        """() => {
+          const at = document.querySelector(".message.assistant .prose"), wrong = [];
+          for (const each of at.querySelectorAll("*:not(.katex *)"))
+            for (const a of each.attributes) if (/^on|^style$|^id$|^src/i.test(a.name)) wrong.push(a.name);
+          for (const each of at.querySelectorAll("script,img,iframe,object,form,style,base,meta,video,template,math:not(.katex math)")) wrong.push(each.tagName);
+          for (const a of at.querySelectorAll("a[href]")) if (!/^(https?:\\/\\/|mailto:)/.test(a.getAttribute("href"))) wrong.push(a.href);
+          return [window.hits, wrong];
+        }"""
     )
-    page.wait_for_timeout(300)
-    assert page.evaluate("window.hits") == 0
+    assert found == [0, []]
     assert page.foreign == []
 
 
 @pytest.mark.skipif(not Path(AXE).is_file(), reason="QUARREL_AXE names no axe.min.js (of the npm package axe-core)")
-def test_axe_finds_nothing(page: Any) -> None:
+def test_axe_finds_nothing(page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     script = Path(AXE).read_text("utf-8")
+    page.add_style_tag(content="*, ::before, ::after { animation: none !important; transition: none !important }")
 
-    def findings() -> list[str]:
-        page.wait_for_timeout(300)
+    def findings(where: str) -> None:
         page.evaluate("(s) => window.axe || new Function(s).call(window)", script)
-        return page.evaluate("async () => (await axe.run(document)).violations.map((v) => `${v.id} ${v.nodes[0].html}`)")
+        found = page.evaluate("async () => (await axe.run(document)).violations.map((v) => `${v.id} ${v.nodes[0].html}`)")
+        assert found == [], where
 
+    findings("empty")
+    says(monkeypatch, "<think>Hm.</think>", MARKDOWN)
     write(page, "Once upon a time")
-    page.wait_for_selector(".message.assistant .under")
-    for press in ("#theme", "#open-settings", "#close-settings", "#show-metrics", "#theme"):
-        page.click(press)
-        assert findings() == [], press
+    answered(page)
+    page.wait_for_selector(".math.display .katex")
+    page.click(".thoughts summary")
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        findings(f"an answer, {scheme}")
+        page.keyboard.press("Control+.")
+        page.click("summary:has-text('More samplers')")
+        findings(f"settings, {scheme}")
+        page.keyboard.press("Control+.")
+        page.keyboard.press("Control+/")
+        findings(f"help, {scheme}")
+        page.keyboard.press("Control+/")
+        page.click(".model")
+        findings(f"models, {scheme}")
+        page.keyboard.press("Escape")
     page.set_viewport_size({"width": 380, "height": 740})
-    page.click("#open-side")
-    assert findings() == []
+    findings("phone")
+    page.keyboard.press("Control+Shift+S")
+    findings("phone, sidebar")
+
+
+def test_models_are_loaded_and_unloaded(page: Any, live: Live) -> None:
+    write(page, "Once")
+    answered(page)
+    page.click(".model")
+    assert "Q8_0" in page.inner_text(".model-list")
+    assert "11 M" in page.inner_text(".model-list")
+    page.click("[aria-label^=Unload]")
+    page.wait_for_selector(".model-list .dot.unloaded")
+    page.keyboard.press("Escape")
+    write(page, "Once more")
+    page.wait_for_selector(".message:nth-child(4) .actions")
+    page.wait_for_selector(".model .dot.loaded")
 
 
 def test_the_api_is_told_on_a_page_of_its_own(page: Any, live: Live) -> None:
@@ -219,26 +490,3 @@ def test_a_route_is_tried_on_the_page(page: Any, live: Live) -> None:
         page.wait_for_function("node => node.textContent.startsWith('200')", arg=route.locator("pre").element_handle())
         assert said in route.locator("pre").text_content()
     assert page.problems == page.foreign == []
-
-
-def test_the_sidebar_knows_what_is_loaded(page: Any, live: Live) -> None:
-    live.client.delete("/api/models/demo")
-    page.reload()
-    page.wait_for_selector("#models .dot.unloaded")
-    write(page, "Once")
-    page.wait_for_selector(".message.assistant .under")
-    assert "Q8_0" in page.inner_text("#models")
-    assert "11 M" in page.inner_text("#models")
-
-
-def test_models_code_is_coloured_and_copied(page: Any) -> None:
-    found = page.evaluate(
-        """async () => {
-          const { show } = await import("/static/js/markdown.js");
-          const at = document.createElement("div");
-          show(at, "**bold** and\\n```python\\ndef f(x):\\n    return x + 1\\n```");
-          return [at.querySelectorAll("strong").length, at.querySelectorAll("pre code .hljs-keyword").length];
-        }"""
-    )
-    assert found[0] == 1
-    assert found[1] >= 2

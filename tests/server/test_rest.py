@@ -212,7 +212,7 @@ def test_a_request_over_its_time_is_ended(tmp_path: Path) -> None:
         ("/api/models/a/b", "DELETE, GET, POST"),
         ("/v1/completions", "POST"),
         ("/", "GET, HEAD"),
-        ("/static/style.css", "GET, HEAD"),
+        ("/static/app.css", "GET, HEAD"),
         ("/ws", "GET"),
     ],
 )

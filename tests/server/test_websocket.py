@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import time
@@ -14,9 +15,10 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from quarrel.engine import Chunk
-from quarrel.server import Keyring, Rates, Settings
+from quarrel.server import Keyring, Rates, Settings, answers
 from quarrel.server import websocket as server_socket
 from quarrel.server.dispatch import Generation
+from quarrel.server.errors import Refused
 from tests.server.conftest import Live, running
 
 
@@ -166,3 +168,95 @@ def test_a_page_that_goes_ends_its_work(live: Live) -> None:
     while loaded.llm.activity().running and time.monotonic() < end:
         time.sleep(0.01)
     assert not loaded.llm.activity().running
+
+
+def test_a_kept_answer_is_found_again_and_read_to_its_end(live: Live) -> None:
+    with connect(address(live)) as socket:
+        say(
+            socket, "inference", prompt="Once", max_tokens=120, ignore_eos=True, temperature=0, request_id="kept", keep=True
+        )
+        begun = hear(socket, "inference")["token"]
+    with connect(address(live)) as socket:
+        say(socket, "resume", request_id="kept")
+        text = hear(socket, "resume")["text"]
+        assert text.startswith(begun)
+        row: dict[str, Any] = {"complete": False}
+        while not row["complete"]:
+            row = hear(socket, "inference", 60)
+            text += row["token"]
+        assert row["finish_reason"] == "length"
+        say(socket, "inference", prompt="Once", request_id="kept", keep=True)
+        assert "known already" in hear(socket, "error")["message"]
+    body = {"prompt": "Once", "max_tokens": 120, "ignore_eos": True, "temperature": 0}
+    assert live.client.post("/api/generate", json=body).json()["text"] == text
+    with connect(address(live)) as socket:  # its end is kept too
+        say(socket, "resume", request_id="kept")
+        assert hear(socket, "resume")["text"] == text
+        end = hear(socket, "inference")
+        assert (end["token"], end["complete"], end["tokens_generated"]) == ("", True, 120)
+        for id in ("never", 7, None):
+            say(socket, "resume", request_id=id)
+            assert hear(socket, "error")["code"] == "NOT_RUNNING"
+
+
+def test_a_kept_answer_that_nobody_follows_ends(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "KEPT_SECONDS", 0.0)
+    with connect(address(live)) as socket:
+        say(socket, "inference", prompt="Once", max_tokens=480, ignore_eos=True, request_id="left", keep=True)
+        hear(socket, "inference")
+    loaded = live.server.dispatcher.models.entry("demo").loaded
+    assert loaded is not None
+    end = time.monotonic() + 60
+    while loaded.llm.activity().running and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not loaded.llm.activity().running
+
+
+def test_no_caller_finds_anothers_answer_nor_keeps_more_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = answers.Answers()
+    for i in range(answers.MAX_KEPT):
+        kept.keep(answers.Answer(f"{i}", "ann", kept=True))
+    with pytest.raises(Refused, match="run already"):
+        kept.keep(answers.Answer("more", "ann", kept=True))
+    kept.keep(answers.Answer("more", "bob", kept=True))
+    with pytest.raises(Refused):
+        kept.find("bob", "1")
+    done = kept.find("ann", "1")
+    done.say("inference", {"token": "x" * 10, "complete": True})
+    kept.keep(answers.Answer("more", "ann", kept=True))  # in place of what has ended
+    with pytest.raises(Refused):
+        kept.find("ann", "1")
+
+    async def ended() -> None:
+        monkeypatch.setattr(answers, "MAX_TEXT", 15)
+        for id in ("2", "3"):
+            answer = kept.find("ann", id)
+            answer.say("inference", {"token": "x" * 10, "complete": True})
+            kept.ended(answer)
+
+    asyncio.run(ended())
+    assert kept.find("ann", "3").text == "x" * 10
+    with pytest.raises(Refused):
+        kept.find("ann", "2")
+
+
+def test_a_schema_binds_the_answer_and_the_result_of_a_tool_goes_on(tmp_path: Path) -> None:
+    with running(
+        Settings(data_dir=tmp_path, chat_template="{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    ) as live:
+        with connect(address(live)) as socket:
+            form = {"type": "json_schema", "json_schema": {"schema": {"const": {"name": "now", "arguments": {}}}}}
+            tool = {"type": "function", "function": {"name": "now"}}
+            say(socket, "inference", prompt="time?", chat=True, response_format=form, tools=[tool], stream=True)
+            row = hear(socket, "inference", 30)
+            while not row["complete"]:
+                row = hear(socket, "inference", 30)
+            (call,) = row["tool_calls"]
+            assert (call["function"]["name"], row["text"]) == ("now", "")
+            turns = [{"role": "user", "content": "time?"}, {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "tool", "content": "noon", "tool_call_id": call["id"]}]  # fmt: skip
+            say(socket, "inference", prompt="", chat=True, messages=turns, max_tokens=2)
+            while not hear(socket, "inference", 30)["complete"]:
+                pass
+            say(socket, "inference", prompt="", messages=[])
+            assert hear(socket, "error")["message"] == "prompt is missing"

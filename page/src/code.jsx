@@ -1,0 +1,20 @@
+// A block of code: its language, a button to copy, and colours once it is whole.
+import { useMemo } from "preact/hooks";
+import { CopyButton } from "./controls.jsx";
+import { highlight } from "./highlight.js";
+
+const NAMES = { js: "JavaScript", javascript: "JavaScript", ts: "TypeScript", typescript: "TypeScript", py: "Python", python: "Python", cpp: "C++", "c++": "C++", c: "C", cs: "C#", csharp: "C#",
+  html: "HTML", xml: "XML", css: "CSS", json: "JSON", sql: "SQL", sh: "Shell", bash: "Bash", yaml: "YAML", yml: "YAML", md: "Markdown", rs: "Rust", rust: "Rust", go: "Go", php: "PHP", tex: "LaTeX", latex: "LaTeX" };
+const nameOf = (language) => NAMES[language.toLowerCase()] ?? (language ? language[0].toUpperCase() + language.slice(1) : "");
+
+const draw = (nodes) => nodes.map((n, i) => (typeof n === "string" ? n : <span key={i} class={n.scope}>{draw(n.children)}</span>));
+
+export function Code({ text, language, open }) {
+  const parts = useMemo(() => (open || text.length > 50000 ? null : highlight(text, language)), [text, language, open]);
+  return (
+    <div class="code">
+      <div class="code-head"><span>{nameOf(language)}</span><CopyButton text={() => text} /></div>
+      <pre tabIndex={0}><code>{parts ? draw(parts) : text}</code></pre>
+    </div>
+  );
+}

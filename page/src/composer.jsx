@@ -1,0 +1,124 @@
+// Where a person writes: files, the context that is left, and one round button to send or stop.
+import { useEffect, useLayoutEffect, useRef } from "preact/hooks";
+import { signal } from "@preact/signals";
+import { attach } from "./attach.js";
+import { Icon, IconButton, Popover } from "./controls.jsx";
+import { read, write } from "./dom.js";
+import { number, t } from "./i18n.js";
+import { ask, stop } from "./running.js";
+import * as state from "./state.js";
+import { shorten } from "./shorten.js";
+
+const drafts = read("quarrelDrafts", {}), files = signal([]);
+export const text = signal("");
+
+function keep(id, value) {
+  if (value) drafts[id] = value;
+  else delete drafts[id];
+  write("quarrelDrafts", drafts);
+}
+
+export async function send(words, attachments = []) {
+  const now = [...state.running.value.values()].some((r) => r.conversation === state.conversation.value.id);
+  if (now || (!words.trim() && !attachments.length)) return false;
+  const message = await state.append({ parent: state.conversation.value.leaf, role: "user", text: words.trim(), ...(attachments.length ? { attachments } : {}) });
+  ask(message.id);
+  return true;
+}
+
+export async function take(list) {
+  for (const file of list) {
+    try {
+      files.value = [...files.value, await attach(file)];
+    } catch (error) {
+      state.toast.value = { text: error.message };
+    }
+  }
+}
+
+export const Files = ({ list, drop }) => (
+  <ul class="files">
+    {list.map((f, i) => (
+      <li key={i}><Icon name="file" size={16} /><span class="title">{f.name}</span><small>{t("characters", { n: number(f.text.length) })}</small>
+        {drop && <IconButton icon="close" size={14} label={t("remove", { name: f.name })} onClick={() => drop(i)} />}</li>
+    ))}
+  </ul>
+);
+
+function Context() {
+  const last = state.path.value.findLast((m) => m.stats?.prompt), of = state.model.value?.n_ctx;
+  if (!last || !of) return null;
+  const used = Math.min(of, last.stats.prompt + last.stats.tokens), share = used / of;
+  const label = t("context", { used: number(used), of: number(of) });
+  return (
+    <Popover label={label} align="end" button={(p) => (
+      <button type="button" class={`icon meter ${share > 0.8 ? "full" : ""}`} aria-label={label} data-tip={label} {...p}>
+        <svg width="20" height="20" viewBox="0 0 20 20" aria-hidden="true"><circle cx="10" cy="10" r="7.5" /><circle class="now" cx="10" cy="10" r="7.5" pathLength="100" stroke-dasharray={`${100 * share} 100`} /></svg>
+      </button>)}>
+      {(close) => <>
+        <p class="note">{t("context-full", { used: number(used), of: number(of) })}</p>
+        <button type="button" role="menuitem" tabIndex={-1} onClick={() => { close(); shorten("drop"); }}><Icon name="cut" size={16} />{t("drop-oldest")}</button>
+        {state.model.value?.chat && <button type="button" role="menuitem" tabIndex={-1} onClick={() => { close(); shorten("summary"); }}><Icon name="text" size={16} />{t("summarise")}</button>}
+      </>}
+    </Popover>
+  );
+}
+
+export function Composer() {
+  const at = useRef(null), chosen = useRef(null), id = state.conversation.value.id, draftId = state.opened.value ?? "new";
+  const running = [...state.running.value.values()].find((r) => r.conversation === id);
+  useEffect(() => {
+    text.value = drafts[draftId] ?? "";
+    files.value = [];
+    if (matchMedia("(hover: hover)").matches) at.current?.focus();
+  }, [draftId]);
+  useLayoutEffect(() => {
+    at.current.style.height = "auto";
+    at.current.style.height = `${at.current.scrollHeight}px`;
+  }, [text.value]);
+  const submit = async () => {
+    const words = text.value, list = files.value;
+    if (running || (!words.trim() && !list.length)) return;
+    text.value = "";
+    files.value = [];
+    keep(draftId, "");
+    await send(words, list);
+  };
+  const keys = (event) => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+      event.preventDefault();
+      submit();
+    } else if (event.key === "ArrowUp" && !text.value) {
+      const mine = state.path.value.findLast((m) => m.role === "user");
+      if (mine && !running) {
+        event.preventDefault();
+        state.editing.value = mine.id;
+      }
+    }
+  };
+  const paste = (event) => {
+    if (event.clipboardData.files.length) {
+      event.preventDefault();
+      take(event.clipboardData.files);
+    }
+  };
+  const story = state.model.value && state.model.value.loaded && !state.model.value.chat;
+  return (
+    <form class="composer" id="composer" aria-label={t("message")} onSubmit={(event) => { event.preventDefault(); submit(); }}>
+      <div class="box" onClick={(event) => event.target === event.currentTarget && at.current.focus()}>
+        {files.value.length > 0 && <Files list={files.value} drop={(i) => (files.value = files.value.filter((_, n) => n !== i))} />}
+        <textarea id="input" ref={at} rows={1} aria-label={t("message")} placeholder={t(story ? "write-story" : "write-here")} autocomplete="off" value={text.value} onKeyDown={keys} onPaste={paste}
+          onInput={(event) => { text.value = event.target.value; keep(draftId, text.value); }} />
+        <div class="under">
+          <IconButton icon="attach" label={t("attach")} onClick={() => chosen.current.click()} />
+          <input ref={chosen} id="files" type="file" multiple hidden aria-label={t("attach")} onChange={(event) => { take([...event.target.files]); event.target.value = ""; }} />
+          <span class="hint">{t("hint")}</span>
+          <Context />
+          {running
+            ? <IconButton class="round" icon="stop" size={14} label={t("stop")} id="stop" onClick={() => stop(running)} />
+            : <IconButton class="round" icon="up" size={20} label={t("send")} id="send" type="submit" disabled={!text.value.trim() && !files.value.length} />}
+        </div>
+      </div>
+    </form>
+  );
+}

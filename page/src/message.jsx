@@ -1,0 +1,180 @@
+// One message: what was said, its thoughts and calls, and what can be done with it.
+import { memo } from "preact/compat";
+import { useEffect, useRef, useState } from "preact/hooks";
+import { CopyButton, Icon, IconButton } from "./controls.jsx";
+import { Files } from "./composer.jsx";
+import { number, t } from "./i18n.js";
+import { Markdown } from "./markdown.jsx";
+import { ask } from "./running.js";
+import { shorten } from "./shorten.js";
+import * as state from "./state.js";
+import { split } from "./thinking.js";
+import { siblings } from "./tree.js";
+
+const rounded = (n) => number(n, { maximumFractionDigits: n < 10 ? 1 : 0 });
+
+function Branches({ message }) {
+  const all = siblings(state.messages.value, message), i = all.findIndex((m) => m.id === message.id);
+  if (all.length < 2) return null;
+  return (
+    <span class="branches" role="group" aria-label={t("branch", { i: i + 1, n: all.length })}>
+      <IconButton icon="left" size={16} label={t("previous")} disabled={i === 0} onClick={() => state.showBranch(all[i - 1].id)} />
+      <span>{i + 1}/{all.length}</span>
+      <IconButton icon="right" size={16} label={t("next")} disabled={i === all.length - 1} onClick={() => state.showBranch(all[i + 1].id)} />
+    </span>
+  );
+}
+
+function Edit({ message }) {
+  const at = useRef(null), [text, setText] = useState(message.text);
+  useEffect(() => {
+    at.current.focus();
+    at.current.setSelectionRange(text.length, text.length);
+  }, []);
+  useEffect(() => {
+    at.current.style.height = "auto";
+    at.current.style.height = `${at.current.scrollHeight}px`;
+  }, [text]);
+  const cancel = () => {
+    state.editing.value = null;
+    document.getElementById("input")?.focus();
+  };
+  const save = async () => {
+    if (!text.trim()) return;
+    state.editing.value = null;
+    const made = await state.append({ parent: message.parent ?? null, role: "user", text: text.trim(), ...(message.attachments ? { attachments: message.attachments } : {}) });
+    ask(made.id);
+  };
+  const keys = (event) => {
+    if (event.key === "Escape") {
+      event.stopPropagation();
+      cancel();
+    } else if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+      event.preventDefault();
+      save();
+    }
+  };
+  return (
+    <form class="edit" onSubmit={(event) => { event.preventDefault(); save(); }}>
+      <textarea ref={at} aria-label={t("edit")} value={text} onInput={(e) => setText(e.target.value)} onKeyDown={keys} />
+      <div><button type="button" onClick={cancel}>{t("cancel")}</button><button type="submit" class="primary">{t("send")}</button></div>
+    </form>
+  );
+}
+
+function Thoughts({ text, open, seconds, report }) {
+  const title = open ? t("thinking") : seconds ? t("thought", { n: rounded(seconds) }) : t("thought-some");
+  const [shown, show] = useState(false);
+  return (
+    <details class={`thoughts ${open ? "open" : ""}`} onToggle={(e) => show(e.target.open)}>
+      <summary><Icon name="right" size={16} /><span class={open ? "shimmer" : ""}>{title}</span></summary>
+      {shown && <Markdown text={text} growing={open} report={open ? report : undefined} />}
+    </details>
+  );
+}
+
+function Phase({ phase }) {
+  if (phase === "writing") return null;
+  if (typeof phase === "object") {
+    return <div class="phase"><span class="shimmer">{t("reading", { read: number(phase.read), of: number(phase.of) })}</span><progress value={phase.read} max={phase.of} aria-label={t("reading", { read: phase.read, of: phase.of })} /></div>;
+  }
+  return <div class="phase"><span class="shimmer">{t(phase)}</span></div>;
+}
+
+// What is being written: drawn anew with each count of `seen`.
+function Live({ entry }) {
+  entry.seen.value;
+  const { thoughts, answer, open } = split(entry.text), report = (cost) => { entry.cost = cost; };
+  return (
+    <div class="live" aria-busy="true">
+      <Phase phase={entry.phase.value} />
+      {(thoughts || open) && <Thoughts text={thoughts} open={open} seconds={entry.thought} report={report} />}
+      {answer && <Markdown text={answer} growing report={report} />}
+    </div>
+  );
+}
+
+function pretty(text) {
+  try {
+    return JSON.stringify(JSON.parse(text), null, 1);
+  } catch {
+    return String(text);
+  }
+}
+
+function Calls({ message }) {
+  const answered = new Set([...state.messages.value.values()].filter((m) => m.role === "tool" && m.parent).map((m) => m.call));
+  const [results, setResults] = useState({});
+  const open = message.calls.filter((c) => !answered.has(c.id));
+  const give = async (event) => {
+    event.preventDefault();
+    let parent = message.id;
+    for (const call of message.calls) parent = (await state.append({ parent, role: "tool", call: call.id, name: call.function.name, text: results[call.id] ?? "" })).id;
+    ask(parent);
+  };
+  return (
+    <form class="calls" onSubmit={give}>
+      {message.calls.map((c) => (
+        <div class="call" key={c.id}>
+          <header><Icon name="tool" size={16} /><b>{c.function.name}</b></header>
+          <pre tabIndex={0}>{pretty(c.function.arguments)}</pre>
+          {!answered.has(c.id) && <label>{t("result")}<textarea rows={2} placeholder={t("result-hint")} onInput={(e) => setResults({ ...results, [c.id]: e.target.value })} /></label>}
+        </div>
+      ))}
+      {open.length > 0 && <button class="primary" type="submit">{t("give-result")}</button>}
+    </form>
+  );
+}
+
+function Stats({ message }) {
+  const { stats, finish } = message, parts = [];
+  if (stats?.tokens) parts.push(t("tokens", { n: number(stats.tokens) }));
+  if (stats?.rate) parts.push(t("per-second", { n: rounded(stats.rate) }));
+  if (stats?.first) parts.push(t("first-after", { n: number(stats.first, { maximumFractionDigits: 2 }) }));
+  if (finish === "length") parts.push(t("at-limit"));
+  if (finish === "cancelled") parts.push(t("cancelled"));
+  return parts.length > 0 && <span class="stats">{parts.join(" · ")}</span>;
+}
+
+const Failure = ({ message }) => (
+  <div class="failure" role="alert">
+    <Icon name="warn" /><p>{["no-connection"].includes(message.error) ? t(message.error) : message.error}</p>
+    {/context|n_ctx/i.test(message.error) && <button type="button" onClick={() => shorten("drop")}>{t("drop-oldest")}</button>}
+    <button type="button" onClick={() => ask(message.parent)}>{t("again")}</button>
+  </div>
+);
+
+function Body({ message }) {
+  const { thoughts, answer, open } = split(message.text);
+  return <>
+    {(thoughts || open) && <Thoughts text={thoughts} open={false} seconds={message.stats?.thought} />}
+    {answer && <Markdown text={answer} />}
+    {message.calls?.length > 0 && <Calls message={message} />}
+    {message.error && <Failure message={message} />}
+    {message.finish === "lost" && <p class="lost">{t("lost")}</p>}
+  </>;
+}
+
+export const Message = memo(({ message: m, cut }) => {
+  const entry = state.running.value.get(m.id), busy = state.running.value.size > 0 && [...state.running.value.values()].some((r) => r.conversation === m.conversation);
+  const line = cut && <div class="cut"><p>{t(cut.summary ? "cut-summary" : "cut-dropped")} <button type="button" onClick={() => state.change(m.conversation, { cut: null })}>{t("cut-undo")}</button></p>{cut.summary && <details><summary>{t("summary")}</summary><p>{cut.summary}</p></details>}</div>;
+  if (m.role === "user") {
+    const editing = state.editing.value === m.id;
+    return <>{line}
+      <article class="message user" aria-label={t("you")} data-id={m.id}>
+        {m.attachments && <Files list={m.attachments} />}
+        {editing ? <Edit message={m} /> : m.text && <div class="bubble">{m.text}</div>}
+        {!editing && <div class="actions"><CopyButton text={() => m.text} /><IconButton icon="edit" size={16} label={t("edit")} disabled={busy} onClick={() => (state.editing.value = m.id)} /><Branches message={m} /></div>}
+      </article>
+    </>;
+  }
+  if (m.role === "tool") return <article class="message tool" aria-label={t("result-of", { name: m.name })}><details><summary><Icon name="tool" size={16} />{t("result-of", { name: m.name })}</summary><pre tabIndex={0}>{pretty(m.text)}</pre></details></article>;
+  return (
+    <article class="message assistant" aria-label={t("answer")} data-id={m.id}>
+      {entry ? <Live entry={entry} /> : <Body message={m} />}
+      {!entry && <div class="actions">
+        <CopyButton text={() => split(m.text).answer} /><IconButton icon="again" size={16} label={t("again")} disabled={busy} onClick={() => ask(m.parent)} /><Branches message={m} /><Stats message={m} />
+      </div>}
+    </article>
+  );
+});

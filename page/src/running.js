@@ -1,0 +1,158 @@
+// Answers that are being written, of any conversation. The server keeps them when a page goes: they are found again by name.
+import { batch, signal } from "@preact/signals";
+import * as db from "./db.js";
+import { fresh } from "./dom.js";
+import { loadModels, modelRequest } from "./models.js";
+import { requestOf } from "./request.js";
+import { Socket } from "./socket.js";
+import * as state from "./state.js";
+import { split } from "./thinking.js";
+import * as figures from "./figures.js";
+
+export const socket = new Socket(state.secret.value);
+const SAVE_EVERY = 1500;
+
+// A running answer: `text` grows outside of any signal, and `seen` counts what is to be drawn, once a frame at most.
+function entryOf(message) {
+  return { id: message.id, request: message.request, conversation: message.conversation, text: message.text ?? "", seen: signal(0), phase: signal("waiting"),
+    began: performance.now(), first: 0, thought: 0, tokens: 0, cost: 0, queued: false, saved: performance.now(), found: false };
+}
+const byRequest = (id) => [...state.running.value.values()].find((r) => r.request === id);
+
+function track(entry) {
+  state.running.value = new Map(state.running.value).set(entry.id, entry);
+}
+function untrack(entry) {
+  const rest = new Map(state.running.value);
+  rest.delete(entry.id);
+  state.running.value = rest;
+}
+
+// Asks for an answer to a message; it is a branch beside other answers to it.
+export async function ask(parent, more = {}) {
+  const conversation = state.conversation.value, request = fresh();
+  const message = await state.append({ parent, role: "assistant", request, running: 1, model: state.model.value?.name ?? "", ...more });
+  const entry = entryOf(message);
+  track(entry);
+  try {
+    let chosen = state.model.value;
+    if (chosen && !chosen.loaded) { // whether it has a chat template is known once it is loaded
+      entry.phase.value = "loading";
+      await modelRequest(chosen.name, "POST");
+      await loadModels();
+      chosen = state.model.value;
+    }
+    const all = new Map((await db.all("messages", conversation.id)).map((m) => [m.id, m]));
+    if (!state.running.value.has(entry.id)) return; // stopped meanwhile
+    const payload = requestOf(state.conversations.value.get(conversation.id), all, parent, chosen);
+    entry.began = performance.now();
+    if (!socket.send("inference", { ...payload, model: chosen?.name ?? null, stream: true, keep: true, request_id: request }))
+      throw new Error("no-connection");
+  } catch (error) {
+    await finish(entry, { error: error.message });
+  }
+}
+
+export function stop(entry) {
+  if (entry.phase.value === "loading" || !socket.send("stop", { request_id: entry.request })) finish(entry, { finish: "cancelled" });
+}
+
+async function finish(entry, fields) {
+  untrack(entry);
+  await state.save({ id: entry.id, conversation: entry.conversation, text: entry.text, running: undefined, ...fields });
+  await state.change(entry.conversation, { changed: Date.now() });
+}
+
+function draw(entry) {
+  if (entry.queued) return;
+  entry.queued = true;
+  const show = () => requestAnimationFrame(() => {
+    entry.queued = false;
+    entry.seen.value += 1;
+  });
+  // A text that takes long to draw is drawn less often, so that the page stays quick.
+  if (entry.cost > 6) setTimeout(show, entry.cost * 2);
+  else if (document.hidden) setTimeout(() => { entry.queued = false; entry.seen.value += 1; }, 500);
+  else show();
+}
+
+function took(entry, row) {
+  entry.text += row.token ?? "";
+  const now = performance.now();
+  if (row.token_id !== null && row.token_id !== undefined) {
+    entry.first ||= now;
+    entry.tokens += 1;
+    figures.tookToken(row.tokens_per_sec ?? 0);
+  }
+  if (row.token) entry.phase.value = "writing";
+  if (!entry.thought && entry.first && /<\/|\[\/|<\||final/.test(row.token ?? "")) {
+    const { thoughts, open } = split(entry.text);
+    if (thoughts && !open) entry.thought = (now - entry.first) / 1000;
+  }
+  if (row.complete) return end(entry, row);
+  draw(entry);
+  if (now - entry.saved > SAVE_EVERY) {
+    entry.saved = now;
+    db.put("messages", { id: entry.id, conversation: entry.conversation, text: entry.text });
+  }
+  return undefined;
+}
+
+function end(entry, row) {
+  const stats = { tokens: row.tokens_generated ?? entry.tokens, prompt: row.prompt_tokens, rate: row.tokens_per_sec };
+  if (entry.first && !entry.found) Object.assign(stats, { first: (entry.first - entry.began) / 1000, thought: entry.thought });
+  return finish(entry, { finish: row.finish_reason, stats, ...(row.tool_calls ? { calls: row.tool_calls, ...(row.text === undefined ? {} : { text: row.text }) } : {}) });
+}
+
+// What a page before this one, or another tab, has running.
+export function follow(message) {
+  if (!message.running || state.running.value.has(message.id)) return;
+  const entry = { ...entryOf(message), found: true };
+  track(entry);
+  socket.send("resume", { request_id: entry.request });
+}
+
+socket.addEventListener("state", async ({ detail }) => {
+  state.connection.value = detail;
+  if (detail !== "connected") {
+    if (!state.server.value.refused) loadModels(); // says why, where a key is wanted
+    return;
+  }
+  loadModels();
+  for (const entry of state.running.value.values()) {
+    if (entry.phase.value === "loading") continue;
+    entry.found = true;
+    socket.send("resume", { request_id: entry.request });
+  }
+  for (const message of await db.running()) follow(message);
+});
+socket.addEventListener("resume", ({ detail }) => {
+  const entry = byRequest(detail.request_id);
+  if (!entry) return;
+  batch(() => {
+    entry.text = detail.text;
+    entry.phase.value = detail.text ? "writing" : "waiting";
+  });
+  draw(entry);
+});
+socket.addEventListener("inference", ({ detail }) => {
+  const entry = byRequest(detail.request_id);
+  if (entry) took(entry, detail);
+});
+socket.addEventListener("status", ({ detail }) => {
+  const entry = detail.request_id && byRequest(detail.request_id);
+  if (entry && detail.state === "loading") entry.phase.value = "loading";
+  if (entry && detail.state === "reading") entry.phase.value = { read: detail.read, of: detail.of };
+});
+socket.addEventListener("error", ({ detail }) => {
+  const entry = detail.request_id && byRequest(detail.request_id);
+  if (entry) finish(entry, detail.code === "NOT_RUNNING" ? { finish: "lost" } : { error: detail.message });
+});
+socket.addEventListener("metrics", ({ detail }) => {
+  figures.take(detail);
+  const known = state.server.value.models;
+  if (detail.models.some((now) => known.find((m) => m.name === now.name)?.state !== now.state)) loadModels();
+});
+db.onChange(({ store, conversation }) => {
+  if (store === "messages" && conversation === state.opened.value) setTimeout(() => state.path.value.forEach(follow), 50);
+});
