@@ -16,5 +16,12 @@ def start() -> int:
         return 130
 
 
+def llama_server() -> int:
+    """What the command `quarrel-llama-server` runs."""
+    from quarrel.launch.main import main
+
+    return main()
+
+
 if __name__ == "__main__":
     sys.exit(start())

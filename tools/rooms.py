@@ -87,9 +87,14 @@ ROOMS: Mapping[str, Room] = {
     "flight": Room("a vector store, by Arrow Flight", "a model", ("errors",), ("numpy", "pyarrow")),
     "embed": Room("files of texts to files or stores of vectors", "HTTP, an op", ("errors", "llm", "flight"),
         ("numpy", "pyarrow")),
+    "launch": Room(
+        "what launchers such as Ollama start: llama-server's command line and log", "an op, a route",
+        ("", "errors", "gguf", "tokenizer", "llm", "server"),
+    ),
     "cli": Room(
         "people at a terminal", "an op, a kernel",
-        ("", "errors", "env", "gguf", "tokenizer", "llm", "engine", "doctor", "process", "server", "embed", "flight"),
+        ("", "errors", "env", "gguf", "tokenizer", "llm", "engine", "doctor", "process", "server", "embed", "flight",
+         "launch"),
         ("tqdm",),
     ),
     "bench": Room(
@@ -100,7 +105,7 @@ ROOMS: Mapping[str, Room] = {
     "quality": Room("how good answers are", "a framework", ("", "errors", "gguf", "models", "ops", "llm"), ("numpy",)),
     "perplexity": Room("perplexity and KL divergence of a text", "a framework", ("", "errors", "env", "llm", "quality")),
     "regress": Room("whether answers have changed", "a framework", ("errors", "env", "llm", "ops.registry", "quality")),
-    "__main__": Room("the start of the process", "anything else", ("cli",)),
+    "__main__": Room("the start of the process", "anything else", ("cli", "launch")),
     "__init__": Room("the public names", "anything else", ("errors", "llm", "engine", "gguf")),
 }  # fmt: skip
 

@@ -24,6 +24,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command. Returns 0, 1 for an error, 2 for a wrong command line, 130 after Ctrl-C, 141 for a closed pipe."""
     _tolerate_any_terminal()
     words = sys.argv[1:] if argv is None else list(argv)
+    if words[:1] == ["llama-server"]:  # whose words are another program's
+        from quarrel.launch.main import main as llama_server
+
+        return llama_server(words[1:])
     parser = make_parser()
     if not words:
         parser.print_help(sys.stderr)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import socket
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -196,21 +195,3 @@ class GatheredTransport:
         if self._pending:
             data, self._pending = b"".join(self._pending), []
             self._below.write(data)
-
-
-def watch(listener: socket.socket, seconds: float) -> None:
-    """Ends connections whose other side has gone without a word, or reads nothing, within about that time.
-
-    A request that waits for such a caller then ends too. Each connection has from its listener what is set there.
-    """
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    third = max(1, int(seconds / 3))
-    # What a system does not have is left at its own defaults, which are hours.
-    for name, value in (
-        ("TCP_KEEPIDLE", third),
-        ("TCP_KEEPINTVL", third),
-        ("TCP_KEEPCNT", 2),
-        ("TCP_USER_TIMEOUT", int(seconds * 1000)),
-    ):
-        if hasattr(socket, name):
-            listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

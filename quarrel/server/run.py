@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import gc
 import logging
 import signal
 import socket
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any, Protocol
 
 import uvicorn
 from starlette.applications import Starlette
@@ -20,36 +20,47 @@ from starlette.routing import Route
 
 from quarrel.errors import ConfigError
 from quarrel.server.app import Server
-from quarrel.server.connections import CountedWebSocket, protocol_for, watch
+from quarrel.server.connections import CountedWebSocket, protocol_for
+from quarrel.server.listening import WAITING, bound
 from quarrel.server.metrics import TEXT
 from quarrel.server.middleware import Middleware
 from quarrel.server.settings import Settings
 from quarrel.server.websocket import MAX_MESSAGE
 
-WAITING = 4096
-"""Connections that the system keeps until they are taken."""
 BURST = 32
 """Connections that are taken before others have their turn: thousands at once would hold up every answer."""
 COLLECT_EVERY = 60.0
 log = logging.getLogger("quarrel.server")
 
 
-def serve(server: Server, settings: Settings, *, preload: bool = True) -> None:
-    """Listens until a signal (SIGINT, SIGTERM) says to stop. Raises ConfigError if an address cannot be bound."""
+class Before(Protocol):
+    """Whoever listened before the server did."""
+
+    listener: socket.socket
+
+    def hand_over(self) -> list[socket.socket]:
+        """Its connections, with what they have sent; it takes no further ones."""
+
+
+def serve(server: Server, settings: Settings, *, preload: bool = True, before: Before | None = None) -> None:
+    """Listens until a signal (SIGINT, SIGTERM) says to stop. Raises ConfigError if an address cannot be bound.
+
+    before: what has bound it already.
+    """
     _allow_many_files()
     with _rare_collections():
-        asyncio.run(_serve(server, settings, preload))
+        asyncio.run(_serve(server, settings, preload, before))
 
 
-async def _serve(server: Server, settings: Settings, preload: bool) -> None:
-    main = _Uvicorn(_config(server.app, settings), server)
-    sockets = [_bound(settings.host, settings.port, settings.idle_timeout)]
+async def _serve(server: Server, settings: Settings, preload: bool, before: Before | None) -> None:
+    main = _Uvicorn(_config(server.app, settings), server, before)
+    sockets = [bound(settings.host, settings.port, settings.idle_timeout) if before is None else before.listener]
     log.info("listening on http://%s:%d", *sockets[0].getsockname()[:2])
     listeners = [main.serve(sockets)]
     second = None
     if settings.metrics_port is not None:
         second = _Uvicorn(_config(_metrics_only(server), settings), None)
-        listeners.append(second.serve([_bound(settings.host, settings.metrics_port, settings.idle_timeout)]))
+        listeners.append(second.serve([bound(settings.host, settings.metrics_port, settings.idle_timeout)]))
     all = [u for u in (main, second) if u is not None]
     loading = asyncio.create_task(_preload(server, all)) if preload else None
     collecting = asyncio.create_task(_collect())
@@ -101,14 +112,28 @@ async def _collect() -> None:
 class _Uvicorn(uvicorn.Server):
     """uvicorn without its own signal handlers: several servers share one process here."""
 
-    def __init__(self, config: uvicorn.Config, server: Server | None) -> None:
+    def __init__(self, config: uvicorn.Config, server: Server | None, before: Before | None = None) -> None:
         super().__init__(config)
-        self.quarrel = server
+        self.quarrel, self._before = server, before
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        taken = [] if self._before is None else self._before.hand_over()
         await super().startup(sockets)
+        for one in taken:
+            await asyncio.get_running_loop().connect_accepted_socket(self._protocol, one)
         for each in sockets or ():
             each.listen(WAITING)  # asyncio made the queue as short as its bursts
+
+    def _protocol(self) -> asyncio.Protocol:
+        """As uvicorn makes one for each connection that it accepts."""
+        kind: Any = self.config.http_protocol_class
+        made: asyncio.Protocol = kind(
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+            _loop=asyncio.get_running_loop(),
+        )
+        return made
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -178,35 +203,6 @@ def _metrics_only(server: Server) -> Starlette:
         return PlainTextResponse(await asyncio.to_thread(server.metrics.text), media_type=TEXT)
 
     return Starlette(routes=[Route("/metrics", metrics)])
-
-
-def _bound(host: str, port: int, idle: float = Settings.idle_timeout) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio turns Nagle's algorithm off, which holds an answer's body back for 40 ms, only where it reads TCP here.
-    made = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    watch(made, idle)
-    try:
-        made.bind((host, port))
-        made.listen(WAITING)
-    except (OSError, OverflowError) as error:
-        made.close()
-        raise ConfigError(f"{host}:{port} cannot be listened on: {_reason(error)}") from error
-    made.setblocking(False)
-    return made
-
-
-def _reason(error: OSError | OverflowError) -> str:
-    """Why an address cannot be bound, and what to do."""
-    number = error.errno if isinstance(error, OSError) else None
-    if number == errno.EADDRINUSE:
-        return "another program has this port; end it, or choose another --port"
-    if number == errno.EACCES:
-        return "this user may not take ports so low; choose a --port above 1023"
-    if number == errno.EADDRNOTAVAIL:
-        return "this machine has no such address; choose another --host"
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return f"{reason}; choose another --host or --port"
 
 
 def _allow_many_files() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from quarrel.engine import Sampling
 from quarrel.errors import ConfigError
 from quarrel.server.origins import Origins
 
@@ -54,6 +55,8 @@ class Settings:
     """Speak llama-server's protocol, in the place of routes and errors that are called alike."""
     adapter: str | None = None
     """In that protocol: the adapter of requests, which name none there."""
+    sampling: Sampling | None = field(default=None, hash=False)
+    """In that protocol: what holds where a request says nothing."""
     chat_template: str | None = None
     """In place of the models' own."""
     backend: str = "auto"

@@ -18,7 +18,8 @@ import quarrel
 import quarrel.server
 from quarrel.llm import LLM
 from quarrel.server import Server, Settings, build
-from quarrel.server.run import _bound, _config, _Uvicorn
+from quarrel.server.listening import bound
+from quarrel.server.run import _config, _Uvicorn
 from quarrel.server.traces import Traces
 
 
@@ -57,7 +58,7 @@ def load(source: str) -> LLM:
 def running(settings: Settings, load_model=load, traces: Traces | None = None) -> Iterator[Live]:  # type: ignore[no-untyped-def]
     """Starts a server on its own thread; it has ended when the block does."""
     server = build(settings, load_model, traces)
-    listener = _bound("127.0.0.1", 0, settings.idle_timeout)
+    listener = bound("127.0.0.1", 0, settings.idle_timeout)
     port = listener.getsockname()[1]
     uvicorn = _Uvicorn(_config(server.app, replace(settings, grace=2.0)), server)
     thread = threading.Thread(target=lambda: asyncio.run(uvicorn.serve([listener])), daemon=True)

@@ -239,7 +239,7 @@ def test_what_is_not_done_as_asked_is_named(engine: httpx.Client) -> None:
     ],
 )  # fmt: skip
 def test_numbers_mean_what_they_mean_to_llama_server(given: dict[str, Any], wanted: SamplingParams) -> None:
-    assert SamplingParams(**CompletionBody(**given).shared()) == wanted
+    assert SamplingParams(**{"max_tokens": None, **CompletionBody(**given).shared()}) == wanted
 
 
 def test_every_wrong_type_is_a_sentence(engine: httpx.Client) -> None:

@@ -16,8 +16,8 @@ from quarrel.errors import ConfigError
 from quarrel.server import Keyring, Rates, Settings, build
 from quarrel.server.errors import Refused
 from quarrel.server.limits import MAX_CALLERS, Limiter
+from quarrel.server.listening import bound
 from quarrel.server.middleware import OPEN, PAGE
-from quarrel.server.run import _bound
 from tests.server.conftest import Live, load, running
 
 
@@ -301,7 +301,7 @@ def test_answers_are_sent_at_once() -> None:
             found.set_result(made.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
             writer.close()
 
-        with _bound("127.0.0.1", 0) as listener:
+        with bound("127.0.0.1", 0) as listener:
             async with await asyncio.start_server(accepted, sock=listener):
                 _, writer = await asyncio.open_connection(*listener.getsockname())
                 async with asyncio.timeout(5):

@@ -22,7 +22,7 @@ import pytest
 from quarrel.cli import main
 from quarrel.errors import ConfigError
 from quarrel.server import Settings
-from quarrel.server.run import _bound
+from quarrel.server.listening import bound
 
 
 @contextmanager
@@ -155,7 +155,7 @@ def test_a_port_that_is_taken_is_one_sentence(tmp_path: Path, capsys: pytest.Cap
 
 def test_an_address_that_is_not_here_is_one_sentence() -> None:
     with pytest.raises(ConfigError) as caught:
-        _bound("192.0.2.1", 0)
+        bound("192.0.2.1", 0)
     assert str(caught.value) == "192.0.2.1:0 cannot be listened on: this machine has no such address; choose another --host"
 
 

@@ -94,8 +94,10 @@ class Samplers(Body):
     """Control tokens whose names are kept in the text."""
 
     def shared(self) -> Sampling:
-        """What chat and completions have in common, in the engine's words."""
-        options: Any = {"max_tokens": self.limit}
+        """What chat and completions have in common, in the engine's words: what was given, and nothing else."""
+        options: Any = {}
+        if (limit := self.limit) is not None:
+            options["max_tokens"] = limit if limit >= 0 else None
         for theirs, ours, low, high in _BRINGS:
             if (value := getattr(self, theirs)) is not None:
                 options[ours] = min(max(float(value), low), high)
@@ -116,15 +118,15 @@ class Samplers(Body):
             options["seed"] = self.seed % 2**64 if self.seed >= 0 and self.seed != 2**32 - 1 else None
         if self.ignore_eos is not None:
             options["ignore_eos"] = self.ignore_eos
-        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        options["stop"] = [text for text in given if text][:MOST_STOPS]
+        if self.stop is not None:
+            given = [self.stop] if isinstance(self.stop, str) else self.stop
+            options["stop"] = [text for text in given if text][:MOST_STOPS]
         return options  # type: ignore[no-any-return]
 
     @property
     def limit(self) -> int | None:
-        """Tokens to generate at most; None is without one."""
-        given = self.n_predict if self.n_predict is not None else self.max_tokens
-        return None if given is None or given < 0 else given
+        """Tokens to generate at most; below 0 there is none."""
+        return self.n_predict if self.n_predict is not None else self.max_tokens
 
     def form(self) -> Structure | None:
         """The grammar that the text keeps to."""

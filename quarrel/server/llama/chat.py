@@ -41,7 +41,8 @@ def routes(dispatcher: Dispatcher) -> APIRouter:
 async def _answer(dispatcher: Dispatcher, request: Request, body: ChatBody, headers: dict[str, str]) -> Response:
     messages = [m.plain() for m in body.messages]
     tools = None if body.tool_choice == "none" else body.tools
-    options, structure, limit = body.sampling(), body.structure(), dispatcher.settings.timeout
+    options: Any = {"max_tokens": None, **(dispatcher.settings.sampling or {}), **body.sampling()}
+    structure, limit = body.structure(), dispatcher.settings.timeout
 
     def prepare(llm: Model, service: Service) -> Sequence[Any]:
         biased: Any = {**options, "logit_bias": biases(llm, body.logit_bias)} if body.logit_bias else options

@@ -98,7 +98,8 @@ def check_room(count: int, n_ctx: int) -> None:
 async def _answer(
     dispatcher: Dispatcher, request: Request, body: CompletionBody, prompts: Sequence[Any], headers: dict[str, str]
 ) -> Response:
-    options, form, limit = body.shared(), body.form(), dispatcher.settings.timeout
+    options: Any = {"max_tokens": None, **(dispatcher.settings.sampling or {}), **body.shared()}
+    form, limit = body.form(), dispatcher.settings.timeout
     adapter = dispatcher.settings.adapter
     if body.n_probs is not None and body.n_probs > 0:
         options["logprobs"] = min(body.n_probs, MOST_PROBS)

@@ -1,0 +1,253 @@
+"""`quarrel llama-server`: from its arguments to a server that answers, in as little time as can be."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import MutableMapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quarrel.errors import ConfigError, ModelNotFound, QuarrelError, RequestError
+from quarrel.launch.arguments import SAMPLING, Arguments, parse
+from quarrel.launch.old import hand_over, old_engine
+
+if TYPE_CHECKING:
+    from quarrel.launch.early import Early
+    from quarrel.llm import LLM, LoadOptions
+
+PORT, PARALLEL = 8080, 4
+PROG = "quarrel llama-server"
+HELP = """usage: quarrel llama-server --model FILE [llama-server's arguments]
+
+The engine that Ollama and other launchers start, with llama-server's arguments, environment names (LLAMA_ARG_*), protocol
+and log. The first line on standard error says which arguments it heeds. See docs/llama-server.md.
+"""
+_CACHES = {"f32": "auto", "f16": "float16", "bf16": "bfloat16"}
+_DAY = 86400.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Until a signal; status 0. 1: the model cannot be loaded, or the port not be bound. 2: an argument has no value."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    try:
+        args = parse(words, os.environ)
+        return _run(args, words)
+    except KeyboardInterrupt:
+        return 130
+    except ConfigError as error:
+        _say(f"error: {PROG}: {error}")
+        return 2
+    except QuarrelError as error:  # launchers look for the first words
+        _say(f"error loading model: {error}")
+        return 1
+
+
+def _run(args: Arguments, words: Sequence[str]) -> int:
+    if "help" in args.switches:
+        print(HELP, end="")
+        return 0
+    old, model = old_engine(args), args.text("model")
+    if "version" in args.switches:
+        from quarrel import __version__
+
+        print(f"version: quarrel {__version__}", file=sys.stderr)
+        return 0
+    if "list_devices" in args.switches or model is None:
+        return _discover(args, old, words)
+    if (why := _for_the_old_one(args)) is not None:
+        if old is not None:
+            _say(f"{PROG}: {why}: {old} takes this model")
+            hand_over(old, words, args)
+        _say(f"{PROG}: {why}: it is left out")
+    _say(f"{PROG}: {args.summary()}")
+    gc.disable()  # what is made from here on stays
+    options, template = load_options(args), template_of(args)
+    from quarrel.launch.early import Early
+    from quarrel.server.listening import bound
+
+    host, port = args.text("host") or "127.0.0.1", args.number("port")
+    early = Early(bound(host, PORT if port is None else port))
+    early.start()
+    try:
+        llm = _load(args, model, options)
+    except (QuarrelError, MemoryError) as error:
+        if old is None:
+            raise
+        for one in early.hand_over():
+            one.close()
+        _say(f"{PROG}: {error}: {old} takes this model")
+        hand_over(old, words, args)
+    return _serve(args, llm, early, template)
+
+
+def _discover(args: Arguments, old: Path | None, words: Sequence[str]) -> int:
+    """What there is, before a model is named. The old engine knows more devices and its launcher's other libraries."""
+    if old is not None:
+        hand_over(old, words, args)
+    from quarrel.launch import devices
+
+    if "list_devices" in args.switches:
+        devices.list_devices(os.environ)
+        return 0
+    devices.system_info(os.environ)
+    _say(f"error: {PROG}: there is no model, wanted --model FILE")
+    return 1
+
+
+def _for_the_old_one(args: Arguments) -> str | None:
+    """What no model can have here."""
+    if args.text("mmproj") is not None:
+        return "images and sounds (--mmproj) are not understood here"
+    if len(args.loras) > 1:
+        return f"{len(args.loras)} adapters at once (--lora) are more than one"
+    return None
+
+
+def load_options(args: Arguments) -> LoadOptions:
+    """The options of `load`. Raises ConfigError."""
+    from quarrel.llm.options import LoadOptions
+
+    given: dict[str, Any] = {}
+    parallel, ctx = args.number("parallel"), args.number("ctx")
+    given["max_seqs"] = min(parallel, 256) if parallel and parallel > 0 else PARALLEL
+    if ctx and ctx > 0:  # which all share that run at once
+        given["n_ctx"] = max(1, ctx // given["max_seqs"]) if parallel and parallel > 0 else ctx
+    if args.text("gpu_layers") == "0" or args.text("device") == "none":
+        given["backend"] = "cpu"
+    threads = args.number("threads")
+    if threads is not None and threads > 0:
+        given["threads"] = min(threads, 1024)
+    if args.text("cache_k") is not None or args.text("cache_v") is not None:
+        kinds = {_CACHES.get((args.text(name) or "f16").lower(), "int8") for name in ("cache_k", "cache_v")}
+        given["kv_cache"] = kinds.pop() if len(kinds) == 1 else "float16"  # the wider one of two
+    if args.loras:
+        given["adapters"] = {_ADAPTER: args.loras[0]}
+    if "cpu_moe" in args.switches or args.number("n_cpu_moe"):
+        given["experts_on_cpu"] = args.number("n_cpu_moe") or 1 << 20
+    for name in ("rope_scaling", "rope_scale", "yarn_orig_ctx"):
+        if (value := args.text(name)) is not None:
+            numbers = {"rope_scale": args.real, "yarn_orig_ctx": args.number}
+            given[name] = numbers[name](name) or None if name in numbers else value
+    if args.text("draft") is not None and args.text("spec_type") in (None, "draft-simple"):
+        given["draft"] = args.text("draft")
+    try:
+        return LoadOptions(**given)
+    except RequestError as error:
+        raise ConfigError(str(error)) from error
+
+
+_ADAPTER = "lora"
+
+
+def _load(args: Arguments, model: str, options: LoadOptions) -> LLM:
+    """The model, with at most the context that it was made for, as llama-server loads it."""
+    from dataclasses import replace
+
+    from quarrel.llm.loading import load_with
+    from quarrel.llm.open import file_keys
+
+    if (chosen := args.number("main_gpu")) is not None:
+        choose_gpu(chosen, os.environ)
+    try:
+        return load_with(model, options)
+    except RequestError as error:
+        if error.field != "n_ctx" or options.n_ctx is None:
+            raise
+        keys = file_keys(model)
+        most = keys.get(f"{keys.get('general.architecture')}.context_length")
+        if not isinstance(most, int) or most >= options.n_ctx:
+            raise
+        _say(f"llama_context: n_ctx_seq ({options.n_ctx}) > n_ctx_train ({most}) -- the context is {most}")
+        return load_with(model, replace(options, n_ctx=most))
+    except FileNotFoundError as error:
+        raise ModelNotFound(f"{error.filename}: {error.strerror}") from error
+
+
+def choose_gpu(number: int, environment: MutableMapping[str, str]) -> None:
+    """The only one that CUDA will show: the one of that number among those that it would."""
+    names = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    if number >= 0 and (not names or number < len(names)):
+        environment["CUDA_VISIBLE_DEVICES"] = names[number] if names else str(number)
+
+
+def _serve(args: Arguments, llm: LLM, early: Early, template: str | None) -> int:
+    from quarrel.launch.report import lines
+
+    layers = len(getattr(llm.spec, "layers", ()) or ()) or getattr(llm.spec, "n_layers", 0)
+    for line in lines(llm.explain(), layers):
+        _say(line)
+    early.loaded()
+    host, port = early.listener.getsockname()[:2]
+    _say(f"main: model loaded\nmain: server is listening on http://{host}:{port}")
+    from quarrel.server import Rates, Settings, build, serve
+    from quarrel.server.llama.bodies import CompletionBody
+    from quarrel.server.settings import DATA_DIR
+
+    sampling = {name: _typed(value) for name, value in args.values.items() if name in SAMPLING}
+    if "ignore_eos" in args.switches:
+        sampling["ignore_eos"] = True
+    if "samplers" in sampling:
+        sampling["samplers"] = str(sampling["samplers"]).split(";")
+    settings = Settings(
+        models=(name_of(args),),
+        host=host,
+        port=port,
+        llama=True,
+        chat_template=template,
+        api_key=args.text("api_key") or "",
+        data_dir=DATA_DIR / "llama-server",  # a launcher knows nothing of keys that were made for `quarrel serve`
+        hosts=("*",),
+        open_access=True,
+        max_seqs=llm.explain().max_seqs,
+        queue=1 << 16,
+        timeout=_DAY,
+        body_limit=256 << 20,
+        rates=Rates(0, 0, 0, 0),
+        adapter=_ADAPTER if args.loras else None,
+        sampling=CompletionBody(**sampling).shared() if sampling else None,
+    )
+    server = build(settings, lambda source: llm)
+    gc.enable()
+    serve(server, settings, before=early)
+    return 0
+
+
+def name_of(args: Arguments) -> str:
+    """What requests may call the model."""
+    alias = args.text("alias")
+    return alias.split(",")[0] if alias else Path(args.text("model") or "").name.removesuffix(".gguf")
+
+
+def template_of(args: Arguments) -> str | None:
+    """A built-in template's name or Jinja. One that is known to llama.cpp alone is the file's own."""
+    path, given = args.text("chat_template_file"), args.text("chat_template")
+    if path is not None:
+        try:
+            return Path(path).read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--chat-template-file {path}: {getattr(error, 'strerror', None) or error}") from error
+    if given is None or "{{" in given or "{%" in given:
+        return given
+    from quarrel.tokenizer.templates import BUILTIN_TEMPLATES
+
+    if given in BUILTIN_TEMPLATES:
+        return given
+    _say(f"{PROG}: --chat-template {given} is not known here, the model's own is taken")
+    return None
+
+
+def _typed(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _say(line: str) -> None:
+    with suppress(OSError, ValueError):  # nobody reads it, which is no reason not to serve
+        print(line, file=sys.stderr, flush=True)
