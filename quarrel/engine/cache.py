@@ -105,12 +105,15 @@ class Cache:
             return False
         found, end = self._find(s, family)
         needed = self._reserve(s, found, spare)
+        while self._lost(found):
+            found, end = self._find(s, family)
+            needed = self._reserve(s, found, spare)
         if needed is None and found.known % size:
             # The block to copy is one more than the sequence itself needs; run its tokens again.
             found = self._cut(found, found.known - found.known % size, aligned=True)
             needed = self._reserve(s, found, spare)
         if needed is None:
-            s.cache.refusal = None if end is None else Refusal(room, end, end.changes, others)
+            s.cache.refusal = None if end is None or self._lost(found) else Refusal(room, end, end.changes, others)
             return False
         s.cache.refusal = None
         count = found.known // size
@@ -157,10 +160,15 @@ class Cache:
         # What its windows come to at most, of which some may be shared; more than that is taken as far as it is there.
         further = max(copied, groups * (min(total - first, self._span) - len(found.windows[first:count])))
         enough = self.available >= needed + further + spare * (1 + groups)
-        if enough and self.prefixes.make_room(needed + copied):
+        if enough and self.prefixes.make_room(needed + copied) and not self._lost(found):
             return needed
         self.prefixes.release(found_blocks)
         return None
+
+    def _lost(self, found: _Found) -> bool:
+        """Whether making room took the state that was found: it may be a node's whose blocks another sequence's stand for,
+        and those alone are retained."""
+        return found.state is not None and found.state not in self.snapshots
 
     def append(self, s: Sequence, tokens: int, end: int | None = None) -> bool:
         """Gives it blocks for so many tokens in all, and for windows up to `end`, by default as many; False if there are

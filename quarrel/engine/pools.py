@@ -62,6 +62,9 @@ class Snapshots:
     def __len__(self) -> int:
         return len(self._owners)
 
+    def __contains__(self, slot: int) -> bool:
+        return slot in self._owners
+
     def add(self, owner: Owner, at: int) -> int | None:
         """A slot, entered at `owner[at]`, or None if there are no slots at all."""
         if at in owner:

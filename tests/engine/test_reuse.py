@@ -87,6 +87,21 @@ def test_continuations_share_the_state_before_the_last_token_of_their_prompt() -
     assert alone.runs(only, 9) == []
 
 
+def test_a_state_that_making_room_takes_is_not_started_from() -> None:
+    """It is kept by a node of the tree, and the blocks are another continuation's own, so nothing retains that node."""
+    books = Books(5, recurrent=True)
+    first, other = books.starts(TEN, 0, siblings=2), books.starts(TEN[:8], 1)
+    books.runs(other, 8)
+    books.cache.free(other)
+    first.computed = 10
+    books.copies.clear()
+    second = Text(TEN, 30, siblings=2)
+    assert not books.cache.allocate(second, 2, [first], 0)  # from the beginning, for which there is too little
+    assert (books.copies, len(books.cache.snapshots)) == ([], 0)
+    books.cache.free(first)
+    assert books.cache.allocate(second, 2, [], 0)
+
+
 def test_a_long_prompt_is_kept_every_stride_at_the_end_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "STRIDE", 8)
     books = Books(recurrent=True)
