@@ -340,7 +340,10 @@ def _chat_options(p: argparse.ArgumentParser, implied: str = "") -> None:
 def _beside_options(p: argparse.ArgumentParser, *, many: bool) -> None:
     """What is loaded beside the model."""
     group = p.add_argument_group("beside the model")
-    draft = "a smaller model of the same vocabulary, which proposes tokens; the text stays the same"
+    draft = (
+        "a smaller model of the same vocabulary, which proposes tokens, or mtp, the block of the model itself that does;"
+        " the text stays the same"
+    )
     group.add_argument("--draft", metavar="MODEL", help=draft)
     lora = "a LoRA adapter in GGUF"
     lora += ", which a request selects by its name; may be repeated" if many else ", to write with"

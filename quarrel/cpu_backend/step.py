@@ -34,6 +34,7 @@ from quarrel.ops.step import (
     Want,
     WeightSource,
     outputs_of,
+    results_of,
     with_ids,
 )
 from quarrel.ops.weights import Loading, weights_of
@@ -210,7 +211,7 @@ class CpuStep:
         for name in compiled.program.inputs:
             if (array := inputs.named(name)) is not None:
                 arrays[name] = array
-        outputs = StepOutputs(**compiled.run(arrays, wanted, times))
+        outputs = StepOutputs(**compiled.run(arrays, results_of(want, compiled.program.outputs), times))
         if outputs.tokens is not None:
             self._last = outputs.tokens
         return outputs

@@ -19,7 +19,7 @@ from quarrel.engine.inputs import Inputs
 from quarrel.engine.prefix import common_prefix
 from quarrel.engine.results import FinishReason
 from quarrel.engine.scheduler import Batch, Part
-from quarrel.engine.sequence import Sequence
+from quarrel.engine.sequence import Array, Sequence
 from quarrel.errors import QuarrelError
 from quarrel.ops.step import Pending, Step, StepOutputs
 
@@ -98,6 +98,9 @@ class Drafter:
             for shadow, token in zip(drew, drawn.tolist()):
                 shadow.proposed.append(token)
         return {shadow.owner: found for shadow in ahead if (found := self._valid(shadow.proposed))}
+
+    def observe(self, owner: Sequence, start: int, rows: Array) -> None:
+        """Rows of the large model's `stream`, of the owner's tokens from `start` on; a model of its own needs none."""
 
     def close(self) -> None:
         self.step.close()

@@ -12,18 +12,19 @@ import heapq
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from quarrel.engine.cache import DEFAULT_RULES, Cache, CacheRules
-from quarrel.engine.draft import MakeDrafter
+from quarrel.engine.draft import Drafter, MakeDrafter
 from quarrel.engine.inputs import Inputs
 from quarrel.engine.packed import laid_out
 from quarrel.engine.results import FinishReason
 from quarrel.engine.scheduler import DRAIN, Batch, Part, Scheduler
-from quarrel.engine.sequence import Sequence
+from quarrel.engine.sequence import Array, Sequence
 from quarrel.engine.stats import Stats
 from quarrel.errors import DeadlineExceeded, Diverged, EngineFault, OutOfMemory, QuarrelError
 from quarrel.ops.profile import Profiles
@@ -231,16 +232,20 @@ class Engine:
         self._count(flight)
         row, now = 0, time.perf_counter()
         gaps: list[float] = []
+        token = 0
         for part in flight.batch.parts:
-            again = part.sequence in flight.again
+            again, run = part.sequence in flight.again, part.count
             if part.rows and not flight.batch.waits and not again:
                 part.sequence.drawn -= 1
             if part.rows and not part.sequence.finished and not again:
                 if part.sequence.cache.found and _diverges(part, outputs, row):
                     self._begin_again(part.sequence)
+                    again = True
                 else:
-                    self._settle(part, outputs, row, now, gaps)
-            row += part.rows
+                    run -= self._settle(part, outputs, row, now, gaps)
+            if outputs.stream is not None and part.sequence.drafts and not part.sequence.finished and not again:
+                self._observe(part, outputs.stream[token : token + run])
+            row, token = row + part.rows, token + part.count
         # Most have waited since the same step.
         for seconds, times in Counter(gaps).items():
             self.stats.token_seconds.add(seconds, times)
@@ -255,7 +260,8 @@ class Engine:
         sequence.drawn = 0
         self.scheduler.preempt(sequence)
 
-    def _settle(self, part: Part, outputs: StepOutputs, row: int, now: float, gaps: list[float]) -> None:
+    def _settle(self, part: Part, outputs: StepOutputs, row: int, now: float, gaps: list[float]) -> int:
+        """Hands the results over, and says how many tokens of a draft were wrong."""
         sequence = part.sequence
         before = len(sequence.tokens)
         try:
@@ -266,7 +272,7 @@ class Engine:
             if part.draft:
                 self._take_back(part, 0)
             self._end(sequence, "error", _failure(error))
-            return
+            return 0
         if part.draft:
             self._take_back(part, right)
             self.stats.guessed_tokens += len(part.draft)
@@ -284,6 +290,7 @@ class Engine:
             sequence.last_token = now
         if sequence.finished:
             self._end(sequence, "stop")
+        return len(part.draft) - right
 
     def _take_back(self, part: Part, right: int) -> None:
         """Behind a draft so many of whose tokens were right. Others are in the cache behind them, and will be overwritten;
@@ -361,14 +368,24 @@ class Engine:
 
     def _propose(self, wanted: Mapping[Sequence, int]) -> Mapping[Sequence, tuple[int, ...]]:
         """What the draft model proposes. One that breaks is not used again before a restart: no request depends on it."""
-        if self.drafter is None:
-            return {}
+        found: dict[Sequence, tuple[int, ...]] = {}
+        with self._drafting() as drafter:
+            if drafter is not None:
+                found = drafter.propose(wanted)
+        return found
+
+    def _observe(self, part: Part, rows: Array) -> None:
+        with self._drafting() as drafter:
+            if drafter is not None:
+                drafter.observe(part.sequence, part.start, rows)
+
+    @contextmanager
+    def _drafting(self) -> Iterator[Drafter | None]:
         try:
-            return self.drafter.propose(wanted)
+            yield self.drafter
         except Exception:
             log.exception("the draft model broke; the engine goes on without drafts")
             self._close_drafter()
-            return {}
 
     def _close_drafter(self) -> None:
         drafter, self.drafter = self.drafter, None

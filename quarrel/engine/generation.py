@@ -67,6 +67,7 @@ class Generation(Sequence):
         self.queue_seconds, self.total_seconds = service.queue_seconds, service.total_seconds
         self._lookup = Lookup(service.speculate) if service.speculate else None
         self._pace = Pace(service.draft) if service.draft and request.drafts else None
+        self.drafts = self._pace is not None
         self._looked_up = False
         self._guide = None if request.guide is None else request.guide()
         self.want = "logits"

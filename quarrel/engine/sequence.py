@@ -74,6 +74,8 @@ class Sequence(ABC):
     """0 goes before 1, for a while; see `scheduler`."""
     waits = False
     """Whether its next step cannot be made before its token is known: the host samples or drafts."""
+    drafts = False
+    """Whether a draft model may be asked for it."""
     salt = b""
     """Only sequences of the same salt share what is in the cache."""
     adapter = 0

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from quarrel.engine import CacheRules, Loop
 from quarrel.engine.draft import Drafter
+from quarrel.engine.mtp import BlockDrafter
 from quarrel.llm.experts import experts_on_host
 from quarrel.llm.open import Opened
+from quarrel.llm.options import MTP
 from quarrel.llm.plan import Planned
 from quarrel.models import ModelSpec, Tensors
 from quarrel.ops.check import CheckedStep
@@ -88,5 +90,8 @@ def _step(opened: Opened, planned: Planned) -> Step:
 def _drafter(opened: Opened, planned: Planned) -> Drafter:
     draft, options = planned.draft, opened.options
     assert draft is not None
+    if options.draft == MTP:
+        step = opened.backend.compile(draft.program, opened.tensors, draft.plan.limits, options.compute)
+        return BlockDrafter(step, cache_rules(draft.program, reuse=False), planned.spec.n_vocab)
     step = opened.backend.compile(draft.program, Tensors(draft.file), draft.plan.limits, options.compute)
     return Drafter(step, cache_rules(draft.program, options.prefix_cache), planned.spec.n_vocab, draft.spec.n_vocab)

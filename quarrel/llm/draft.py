@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from quarrel.errors import UnsupportedModel
-from quarrel.gguf import GGUFFile
+from quarrel.gguf import FORMATS, GGUFFile
 from quarrel.llm.memory import DEFAULT_CONTEXT, Device, Plan, plan_limits
-from quarrel.models import EncoderSpec, ModelSpec, Tensors, assemble, read_spec
+from quarrel.llm.options import MTP
+from quarrel.models import EncoderSpec, ModelSpec, Tensors, assemble, assemble_predictor, read_spec
+from quarrel.ops.contract import WeightRef
 from quarrel.ops.program import Program
 from quarrel.ops.windows import by_window_if_smaller, with_window_groups
 from quarrel.tokenizer import Tokenizer
@@ -55,23 +57,39 @@ def plan_draft(opened: Opened, program: Program, device: Device) -> DraftModel:
         )
     check_vocabulary(name, opened.tokenizer, read_tokenizer(file.metadata))
     own = sum(t.nbytes for t in file.tensors.values())
-    share = _width(small) / max(1, _width(small) + _width(program))
-    budget = own + int(max(0, device.budget - opened.weight_bytes - own) * share)
+    plan = _share(opened, spec, small, program, device, own)
+    spec = read_spec(file, plan.n_ctx)
+    assert isinstance(spec, ModelSpec)
+    return DraftModel(name, file, spec, with_window_groups(assemble(spec, Tensors(file)), plan.limits.window_groups), plan)
+
+
+def plan_block(opened: Opened, program: Program, device: Device) -> DraftModel:
+    """The model's own block that predicts further tokens, as `plan_draft`. Raises UnsupportedModel where it has none."""
+    spec = opened.spec
+    assert isinstance(spec, ModelSpec)
+    block = assemble_predictor(spec, opened.tensors)
+    refs = {w.name: w for node in block.nodes for w in node.inputs if isinstance(w, WeightRef)}
+    own = sum(w.rows * w.k // FORMATS[w.type].elements * FORMATS[w.type].nbytes for w in refs.values())
+    return DraftModel(MTP, opened.file, spec, block, _share(opened, spec, block, program, device, own))
+
+
+def _share(opened: Opened, spec: ModelSpec, small: Program, large: Program, device: Device, weights: int) -> Plan:
+    """The draft's part of the memory, with a cache for about as many tokens as the large model's."""
+    options = opened.options
+    share = _width(small) / max(1, _width(small) + _width(large))
+    budget = weights + int(max(0, device.budget - opened.weight_bytes - weights) * share)
     length = min(spec.context_length, options.n_ctx or DEFAULT_CONTEXT)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # beyond a shorter context nothing is drafted, which is all
-        plan = plan_limits(
+        return plan_limits(
             by_window_if_smaller(small, length),
             replace(spec, context_length=length),
             compute=opened.backend.compute_of(options.compute),
             device=replace(device, budget=min(budget, device.budget)),
-            weights=own,
+            weights=weights,
             n_ctx=None,
             max_seqs=options.max_seqs,
         )
-    spec = read_spec(file, plan.n_ctx)
-    assert isinstance(spec, ModelSpec)
-    return DraftModel(name, file, spec, with_window_groups(assemble(spec, Tensors(file)), plan.limits.window_groups), plan)
 
 
 def check_vocabulary(name: str, large: Tokenizer, small: Tokenizer) -> None:

@@ -14,7 +14,7 @@ from quarrel.gguf import GGUFFile, resolve
 from quarrel.gguf.resolve import Resolved
 from quarrel.llm.adapters import Adapters, read_adapters
 from quarrel.llm.memory import context_of
-from quarrel.llm.options import LoadOptions
+from quarrel.llm.options import MTP, LoadOptions
 from quarrel.models import EncoderSpec, ModelSpec, Tensors, read_spec
 from quarrel.ops.registry import backend as backend_named
 from quarrel.ops.registry import missing_driver
@@ -100,7 +100,7 @@ def open_model(name: ModelName, options: LoadOptions, files: ExitStack) -> Opene
         spec=spec,
         tensors=tensors,
         adapters=read_adapters(adapters, file, tensors) if adapters else None,
-        draft=None if options.draft is None or isinstance(spec, EncoderSpec) else opened(options.draft),
+        draft=None if options.draft in (None, MTP) or isinstance(spec, EncoderSpec) else opened(options.draft),
         backend=backend,
         skipped=skipped,
         devices=devices,

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 MAX_SEQS = 256
 MAX_ADAPTERS = 64
+MTP = "mtp"
+"""In place of a draft model: the model's own block that predicts further tokens."""
 SCALINGS = ("none", "linear", "yarn")
 Progress = Callable[[int, int], None]
 _ADAPTER_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -247,7 +249,8 @@ class LoadOptions:
         default=None,
         metadata=_about(
             FILE_NAME,
-            "a smaller model of the same vocabulary, which proposes tokens (`Service.draft`); the text stays the same.",
+            'a smaller model of the same vocabulary, which proposes tokens (`Service.draft`), or "mtp": the block that the'
+            " model itself brings to predict further tokens; the text stays the same.",
         ),
     )
     adapters: Mapping[str, str | os.PathLike[str]] | None = field(

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
-from quarrel.llm.draft import DraftModel, plan_draft
+from quarrel.llm.draft import DraftModel, plan_block, plan_draft
 from quarrel.llm.expert_memory import check_expert_memory, pool_experts
 from quarrel.llm.experts import check_movable, place_experts
 from quarrel.llm.memory import DEFAULT_CONTEXT, Device, Plan, plan_encoder, plan_limits
 from quarrel.llm.open import Opened
+from quarrel.llm.options import MTP
 from quarrel.llm.parallel import Parallel
 from quarrel.models import EncoderSpec, ModelSpec, assemble, read_spec
 from quarrel.ops.host import ComputesParts, HostExperts, computing_parts
@@ -50,13 +51,13 @@ def plan_model(opened: Opened) -> Planned:
         memory = plan_encoder(opened.spec, device=device, weights=weights, n_ctx=n_ctx, max_seqs=max_seqs)
     else:
         program = assemble(opened.spec, opened.tensors)
-        if opened.draft is not None:
-            draft = plan_draft(opened, program, device)
+        if options.draft is not None:
+            draft = (plan_block if options.draft == MTP else plan_draft)(opened, program, device)
             device = replace(device, free=device.free - draft.plan.total, budget=device.budget - draft.plan.total)
         memory, host_experts = _decoder(opened, opened.spec, program, device, team)
     # Some rope scalings depend on the context that will be used.
     spec = read_spec(opened.file, memory.n_ctx, options.scaling, options.n_ctx)
-    program = assemble(spec, opened.tensors)
+    program = assemble(spec, opened.tensors, stream=draft is not None and options.draft == MTP)
     if opened.adapters is not None:
         program = opened.adapters.applied(program)
     program = with_window_groups(program, memory.limits.window_groups)

@@ -23,7 +23,7 @@ from quarrel.mlx_backend.weights import stored_as
 from quarrel.ops.contract import Array, CacheRef, Compute, StateRef, Value
 from quarrel.ops.embedding import EmbeddingSpec
 from quarrel.ops.registry import Choice
-from quarrel.ops.step import ExplainLine, Limits, MemoryPlan, StepInputs, StepOutputs, Want, outputs_of
+from quarrel.ops.step import ExplainLine, Limits, MemoryPlan, StepInputs, StepOutputs, Want, outputs_of, results_of
 
 _SAMPLE = ("temperature", "top_k", "top_p", "min_p", "uniform")
 
@@ -170,7 +170,7 @@ class MlxStep:
         return arrays
 
     def _run(self, batch: Batch, arrays: dict[str, mx.array], want: Want) -> dict[str, mx.array]:
-        names, refs, wanted = list(arrays), list(self._resident), outputs_of(want)
+        names, refs, wanted = list(arrays), list(self._resident), results_of(want, self._outputs)
         plan, ids, experts = self._open(), [self._inputs[n].id for n in names], self._experts
         values = [*(self._outputs[n] for n in wanted), *experts.ids]
 

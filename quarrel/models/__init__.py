@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from quarrel.errors import ModelError, UnsupportedModel
 from quarrel.gguf import GGUFFile
-from quarrel.models.assembly import assemble
+from quarrel.models.assembly import assemble, assemble_predictor
 from quarrel.models.keys import Keys
 from quarrel.models.others import check_text_model
 from quarrel.models.scaling import SCALINGS, RopeScaling, check_scalable
@@ -103,5 +103,6 @@ __all__ = [
     "RopeScaling",
     "Tensors",
     "assemble",
+    "assemble_predictor",
     "read_spec",
 ]

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from quarrel.errors import UnsupportedModel
 from quarrel.models import altup, per_layer
 from quarrel.models.encoder import encoder
 from quarrel.models.feedforward import FEED_FORWARDS
 from quarrel.models.kind import Block, gains
-from quarrel.models.mixers import MIXERS
+from quarrel.models.mixers import MIXERS, Attention, LatentAttention
 from quarrel.models.spec import EncoderSpec, Layer, Mixer, ModelSpec
 from quarrel.models.tensors import Tensors
 from quarrel.ops.activation import cap
-from quarrel.ops.contract import CacheRef, StateRef, Value
+from quarrel.ops.contract import CacheRef, StateRef, Value, WeightRef
 from quarrel.ops.embedding import embedding, gather_rows
 from quarrel.ops.encode import mean_rows
 from quarrel.ops.linear import Linear, add, linear, linear_add
@@ -23,20 +24,74 @@ from quarrel.ops.program import KVLayer, Program
 from quarrel.ops.sample import sample
 
 
-def assemble(spec: ModelSpec | EncoderSpec, tensors: Tensors) -> Program:
+def assemble(spec: ModelSpec | EncoderSpec, tensors: Tensors, *, stream: bool = False) -> Program:
     """The program of a model: token ids in; out `hidden` and, for decoders, `logits`, `tokens` and how likely they are,
-    of the rows asked for."""
+    of the rows asked for. stream: and `stream`, what is `hidden` of every row."""
     if isinstance(spec, EncoderSpec) and spec.layers:
         program, n_layers = _both_ways(spec, tensors), spec.n_layers
     elif isinstance(spec, EncoderSpec):
         program, n_layers = encoder(spec, tensors), spec.n_layers
     else:
-        program, n_layers = _decoder(spec, tensors), len(spec.layers)
+        program, n_layers = _decoder(spec, tensors, stream), len(spec.layers)
     tensors.check_all_read(n_layers)
     return tensors.traced(program)
 
 
-def _decoder(spec: ModelSpec, tensors: Tensors) -> Program:
+def predicting(spec: ModelSpec) -> Layer | None:
+    """The layer that a block which predicts further tokens (MTP, nextn) has: as the model's last with attention."""
+    return next((layer for layer in reversed(spec.layers) if isinstance(layer.mixer, Attention | LatentAttention)), None)
+
+
+def assemble_predictor(spec: ModelSpec, tensors: Tensors) -> Program:
+    """The program of the block behind the layers that predicts a further token (DeepSeek-V3, 2024). In: a token's id, and
+    the model's `stream` at the token before; out: `tokens`, those after it, and its own `stream`, to go on from.
+
+    x = eh_proj (rms(embedding), rms(stream));   stream = rms(layer x);   logits = head stream
+
+    Raises UnsupportedModel where the file has none.
+    """
+    b, il, layer = Builder(), len(spec.layers), predicting(spec)
+    prefix = f"blk.{il}."
+    if layer is None or f"{prefix}nextn.eh_proj.weight" not in tensors:
+        raise UnsupportedModel(
+            "the file has no block that predicts further tokens (nextn, MTP): take a file that has one, or a smaller model"
+            " of the same vocabulary as the draft, or leave the draft out"
+        )
+    block = Block(tensors, f"{prefix}nextn.", spec.n_embd, NormSpec(spec.norm, spec.n_embd, spec.norm_eps))
+    with b.at(f"blk.{il}.nextn"):
+        table = _own(block, "embed_tokens.weight", "token_embd.weight")
+        e = embedding(b, b.input("ids"), tensors.matrix(table, spec.n_vocab, spec.n_embd), spec.embedding_scale)
+        e = norm(b, block.norm, e, *block.gains("enorm"))
+        h = norm(b, block.norm, b.input("stream", spec.n_embd), *block.gains("hnorm"))
+        n, joined = spec.n_embd, f"{block.prefix}eh_proj.weight"
+        x = linear(b, e, tensors.column_range(joined, n, 2 * n, 0, n), out="f32")
+        x = linear_add(b, x, h, tensors.column_range(joined, n, 2 * n, n, 2 * n))
+    x = _layer(b, spec, tensors, il, layer, x, {})
+    with b.at("output"):
+        x = gather_rows(b, x, b.input("out_rows"))
+        final = replace(block.norm, out="f32")
+        gain = _own(block, "shared_head_norm.weight", f"{spec.final_norm}.weight").removesuffix(".weight")
+        hidden = norm(b, final, x, *gains(tensors, gain, final))
+        head = tensors.matrix(_own(block, "shared_head_head.weight", _head(tensors)), spec.n_vocab, spec.n_embd)
+        return b.program(stream=hidden, tokens=sample(b, _logits(b, spec, tensors, hidden, head)))
+
+
+def _own(block: Block, name: str, otherwise: str) -> str:
+    """A tensor of a predicting block, or the model's."""
+    return block.prefix + name if block.has(name) else otherwise
+
+
+def _head(tensors: Tensors) -> str:
+    return "output.weight" if "output.weight" in tensors else "token_embd.weight"
+
+
+def _logits(b: Builder, spec: ModelSpec, tensors: Tensors, hidden: Value, head: WeightRef) -> Value:
+    """`[R, V]`."""
+    logits = linear(b, hidden, head, tensors.optional("output.bias", spec.n_vocab), out="f32")
+    return cap(b, logits, spec.logit_scale, spec.logit_cap) if spec.logit_scale != 1.0 or spec.logit_cap else logits
+
+
+def _decoder(spec: ModelSpec, tensors: Tensors, stream: bool) -> Program:
     b = Builder()
     embeddings = tensors.matrix("token_embd.weight", spec.n_vocab, spec.n_embd)
     with b.at("token_embd"):
@@ -53,19 +108,17 @@ def _decoder(spec: ModelSpec, tensors: Tensors) -> Program:
     for il, layer in enumerate(spec.layers):
         h = _behind(b, spec, tensors, il, layer, h, p, kept)
     with b.at("output"):
+        final = NormSpec(spec.norm, spec.n_embd, spec.norm_eps, out="f32")
+        last = gains(tensors, spec.final_norm, final)
+        further = {"stream": norm(b, final, h, *last)} if stream else {}
         h = gather_rows(b, h, b.input("out_rows"))  # [R, E]
         if spec.streams > 1:
             h = altup.end(b, spec, tensors, h)
-        final = NormSpec(spec.norm, spec.n_embd, spec.norm_eps, out="f32")
-        hidden = norm(b, final, h, *gains(tensors, spec.final_norm, final))
-        tied = "output.weight" not in tensors
-        head = embeddings if tied else tensors.matrix("output.weight", spec.n_vocab, spec.n_embd)
-        logits = linear(b, hidden, head, tensors.optional("output.bias", spec.n_vocab), out="f32")  # [R, V]
-        if spec.logit_scale != 1.0 or spec.logit_cap:
-            logits = cap(b, logits, spec.logit_scale, spec.logit_cap)
+        hidden = norm(b, final, h, *last)
+        logits = _logits(b, spec, tensors, hidden, tensors.matrix(_head(tensors), spec.n_vocab, spec.n_embd))
         tokens = sample(b, logits)  # [R]
         likely, best = logprobs(b, logits, tokens)  # [R, 1 + top] and [R, top]
-    return b.program(hidden=hidden, logits=logits, tokens=tokens, logprobs=likely, best=best)
+    return b.program(hidden=hidden, logits=logits, tokens=tokens, logprobs=likely, best=best, **further)
 
 
 def _behind(

@@ -1,5 +1,5 @@
 """deepseek2: DeepSeek V2, V3 and R1, Kimi K2, GLM-4.7-Flash. Multi-head latent attention; the first layers dense, the
-others with experts in groups and a shared one. Trailing multi-token-prediction blocks are skipped."""
+others with experts in groups and a shared one. Blocks that predict further tokens are read by `assemble_predictor` only."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """qwen35, qwen35moe (Qwen3.5, 3.6) and qwen3next: gated delta nets and, every fourth layer, attention with a gate and a
 partial rotation. The feed-forward is gated, or experts with a gated shared one. Blocks that predict further tokens are
-skipped.
+read by `assemble_predictor` only.
 
 qwen3next keeps the value heads of one key side by side; the others have one of every key after the other.
 """

@@ -106,6 +106,24 @@ class Tensors:
         self._made[ref.name] = made
         return ref
 
+    def column_range(self, name: str, rows: int, k: int, start: int, stop: int) -> WeightRef:
+        """These columns of a matrix, which begin and end with a block of its format."""
+        whole = self.matrix(name, rows, k)
+        block = FORMATS[whole.type]
+        if start % block.elements or stop % block.elements:
+            raise UnsupportedModel(
+                f"the tensor {name} is {whole.type.name}, blocks of {block.elements} columns; Quarrel wants to part it at"
+                f" {start or stop}: convert the model again, with a type of smaller blocks for it"
+            )
+
+        def made() -> RawWeight:
+            first, last = (at // block.elements * block.nbytes for at in (start, stop))
+            return RawWeight(whole.type, np.ascontiguousarray(self.raw(whole).raw[:, first:last]), stop - start)
+
+        ref = WeightRef(f"{name}[:, {start}:{stop}]", whole.type, rows, stop - start)
+        self._made[ref.name] = made
+        return ref
+
     def unused(self, *names: str) -> None:
         """Says that results do not depend on these, which a file may have."""
         self._read.update(names)

@@ -44,6 +44,7 @@ from quarrel.ops.step import (
     Want,
     WeightSource,
     outputs_of,
+    results_of,
     with_ids,
 )
 
@@ -90,7 +91,7 @@ class CheckedStep:
         out = {name: values[v.id] for name, v in self._program.outputs.items() if v.id in values}
         if "tokens" in outputs_of(want):
             self._last = out["tokens"]
-        return StepOutputs(**{name: out[name] for name in outputs_of(want)})
+        return StepOutputs(**{name: out[name] for name in results_of(want, out)})
 
     def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
         for source, destination in pairs:

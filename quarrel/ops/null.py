@@ -28,10 +28,11 @@ class Builder:
         self._states: list[StateLayer] = []
         self._path: list[str] = []
 
-    def input(self, name: str) -> Value:
-        """A step input from `STEP_INPUTS`; asking twice gives the same value."""
+    def input(self, name: str, width: int = 0) -> Value:
+        """A step input from `STEP_INPUTS`, with rows of so many values; asking twice gives the same value."""
         if name not in self._inputs:
             kind, axes = STEP_INPUTS[name]
+            axes = f"{axes} {width}" if width else axes
             self._inputs[name] = self._value(Param(name, kind, axes), None)  # type: ignore[arg-type]
         return self._inputs[name]
 

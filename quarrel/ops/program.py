@@ -102,9 +102,11 @@ STEP_INPUTS: Mapping[str, tuple[str, str]] = {
     "top_p": ("f32", "R"),
     "min_p": ("f32", "R"),
     "uniform": ("f32", "R"),
+    "stream": ("f32", "T"),
 }
-"""Every input a step can take, by name: kind and axes. `S1` is S + 1. `slots` are block * block_size + offset. `slots` and
-`block_table` may be there once more for each group of layers with a window: `group_input`."""
+"""Every input a step can take, by name: kind and axes. `S1` is S + 1; `stream` has a width of the model's own besides.
+`slots` are block * block_size + offset. `slots` and `block_table` may be there once more for each group of layers with a
+window: `group_input`."""
 
 
 def group_input(name: str, group: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, runtime_checkable
 
@@ -82,6 +82,7 @@ class StepInputs:
     from_last: Array | None = None  # [T] int32, the row of the launch before whose token is this id, or -1 for `ids`
     window_slots: Array | None = None  # [W, T] int32, `slots` of each group of layers with a window
     window_tables: Array | None = None  # [W, S, B] int32, their block tables; 0 where a block is no longer read
+    stream: Array | None = None  # [T, E] float32, the `stream` of the model whose tokens a program predicts further
 
     def named(self, name: str) -> Array | None:
         """An input of a program; None if it is not there."""
@@ -108,6 +109,7 @@ class StepInputs:
             ("out_rows outside the step", _within(self.out_rows, 0, tokens)),
             ("adapters unlike the ids", _length(self.adapter) == (tokens if limits.n_adapters else 0)),
             ("adapters that there are not", self.adapter is None or _within(self.adapter, 0, limits.n_adapters + 1)),
+            ("stream unlike the ids", self.stream is None or len(self.stream) == tokens),
             ("from_last unlike the ids", self.from_last is None or len(self.from_last) == tokens),
             ("query_start not from 0 to the token count", _covers(self.query_start, tokens, seqs)),
             (
@@ -137,6 +139,9 @@ class StepOutputs:
     mean: Array | None = None  # [S, E] float32, of each sequence's rows in this step
     logprobs: Array | None = None  # [R, 1 + top] float32, of the token and of the best ones; see `ops.logprobs`
     best: Array | None = None  # [R, top] int32
+    stream: Array | None = (
+        None  # [T, E] float32 or, of a program that reads one, [R, E]; whatever is wanted, if there is one
+    )
 
 
 Want = Literal["tokens", "logprobs", "logits", "hidden", "mean", "both", "all"]
@@ -150,6 +155,11 @@ _OUTPUTS: dict[str, tuple[str, ...]] = {"logprobs": _DRAWN, "both": ("tokens", "
 def outputs_of(want: Want) -> tuple[str, ...]:
     """The program's outputs that a step is to return."""
     return _OUTPUTS.get(want, (want,))
+
+
+def results_of(want: Want, outputs: Collection[str]) -> tuple[str, ...]:
+    """Those, and the `stream` of a program that has one."""
+    return (*outputs_of(want), *(("stream",) if "stream" in outputs else ()))
 
 
 class Pending(Protocol):

@@ -120,8 +120,10 @@ class InputBuffer:
     A ring of pinned buffers on the host, one buffer on the device: a copy runs in its turn, after the steps before it.
     """
 
-    def __init__(self, limits: Limits, device: torch.device) -> None:
+    def __init__(self, limits: Limits, device: torch.device, stream: int = 0) -> None:
+        """stream: the width of a program's input of that name."""
         self._limits = limits
+        self.stream = Slot(torch.zeros(limits.max_tokens * stream, dtype=torch.float32, device=device))
         self._most = max(limits.max_tokens, limits.max_seqs + ADDED)
         size = _Places(limits, self._most).size
         pin = device.type == "cuda"
@@ -131,7 +133,7 @@ class InputBuffer:
         self._turn = 0
         self._places: dict[int, _Places] = {}
         self._now = self._place(self._most)
-        self.nbytes = 4 * size
+        self.nbytes = 4 * size + self.stream.tensor.nbytes
         self.slots = {name: Slot(self._at(name)) for name in self._now.begin}
         self.last = Slot(torch.zeros(limits.max_tokens, dtype=torch.int32, device=device))
         """Tokens of the last launch that drew any."""
@@ -265,6 +267,9 @@ class InputBuffer:
         begins, ends = (0, *self._now.tables[1:]), [begin + seqs * width for begin in self._now.tables]
         for begin, end in zip(begins, ends) if ends[-1] > _AT_ONCE else [(0, ends[-1])]:
             self._device[begin:end].copy_(self._hosts[turn][begin:end], non_blocking=True)
+        if inputs.stream is not None:
+            rows = torch.from_numpy(np.ascontiguousarray(inputs.stream, np.float32).reshape(-1))
+            self.stream.tensor[: len(rows)].copy_(rows)
         if self._sent:
             self._sent[turn].record()
 
@@ -335,4 +340,5 @@ def padded_prompts(inputs: StepInputs, limits: Limits, padding: Padding) -> Step
         from_last=pad(inputs.from_last, more, -1),
         window_slots=pad(inputs.window_slots, more, beyond),
         window_tables=pad_rows(inputs.window_tables),
+        stream=inputs.stream,
     )

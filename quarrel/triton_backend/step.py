@@ -28,7 +28,18 @@ from quarrel.ops.embedding import EmbeddingSpec
 from quarrel.ops.profile import Profiled
 from quarrel.ops.program import needed
 from quarrel.ops.registry import Choice
-from quarrel.ops.step import Done, ExplainLine, Limits, MemoryPlan, Pending, StepInputs, StepOutputs, Want, outputs_of
+from quarrel.ops.step import (
+    Done,
+    ExplainLine,
+    Limits,
+    MemoryPlan,
+    Pending,
+    StepInputs,
+    StepOutputs,
+    Want,
+    outputs_of,
+    results_of,
+)
 from quarrel.triton_backend.ahead import Ahead
 from quarrel.triton_backend.attention.cudnn import prompts_of, refusal
 from quarrel.triton_backend.experts.host import Outside, pools_of
@@ -157,12 +168,13 @@ class TritonStep:
             self._start(inputs, want, rows)
             if "tokens" in wanted:
                 self._last_rows = rows
-            seqs = len(inputs.kv_len)
+            sizes = {"T": len(inputs.ids), "S": len(inputs.kv_len), "R": rows}
+            results = results_of(want, self._outputs)
             if self._on_gpu and "logits" not in wanted:
-                shapes = {name: _shape(self._outputs[name], rows, seqs) for name in wanted}
+                shapes = {name: _shape(self._outputs[name], sizes) for name in results}
                 if sum(map(prod, shapes.values())) <= MOST_PINNED:
                     return _Launched({name: self._copied(self._outputs[name], shape) for name, shape in shapes.items()})
-            return Done(StepOutputs(**{name: self._read(self._outputs[name], rows, seqs) for name in wanted}))
+            return Done(StepOutputs(**{name: self._read(self._outputs[name], sizes) for name in results}))
 
     def __call__(self, inputs: StepInputs, want: Want) -> StepOutputs:
         """Runs once; the result is on the host when this returns."""
@@ -317,8 +329,8 @@ class TritonStep:
         results = self._results if value.kind == "i32" else self._float_results
         return _Copied.started(results, self._plan.slots[value.id].tensor, shape)
 
-    def _read(self, value: Value, rows: int, seqs: int = 1) -> np.ndarray:
-        shape = _shape(value, rows, seqs)
+    def _read(self, value: Value, sizes: Mapping[str, int]) -> np.ndarray:
+        shape = _shape(value, sizes)
         flat = self._plan.slots[value.id].tensor[: prod(shape)]
         out: np.ndarray = flat.float().cpu().numpy() if value.kind == "act" else flat.cpu().numpy()
         # On a CPU the tensor is the buffer itself, which the next call overwrites.
@@ -349,16 +361,16 @@ def masks_of(choices: Sequence[Choice], outputs: Mapping[str, Value]) -> dict[st
     nodes = [c.node for c in choices]
     alone = {name: needed(nodes, [value]) for name, value in outputs.items()}
     return {
-        want: [any(marks) for marks in zip(*(alone[name] for name in outputs_of(want)))]
+        want: [any(marks) for marks in zip(*(alone[name] for name in results_of(want, alone)))]
         for want in get_args(Want)
         if alone.keys() >= set(outputs_of(want))
     }
 
 
-def _shape(value: Value, rows: int, seqs: int) -> tuple[int, ...]:
-    """Of a result: a row for each that was asked for, or for each sequence."""
+def _shape(value: Value, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Of a result: a row for each that was asked for, or for each sequence or token."""
     axis, *widths = value.dims
-    return (seqs if axis == "S" else rows, *(int(w) for w in widths))
+    return (sizes[str(axis)], *(int(w) for w in widths))
 
 
 def _graph(launches: Sequence[Launch], batch: Batch) -> torch.cuda.CUDAGraph:

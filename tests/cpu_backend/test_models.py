@@ -12,6 +12,7 @@ from quarrel.gguf import GGUFFile
 from quarrel.models import Tensors, assemble
 from quarrel.ops.contract import rel_error
 from quarrel.ops.step import ComputeChoice, Limits
+from tests.models.predictor import check_predictor
 from tests.models.test_reference_logits import chunk, limit, specify, variants, wanted
 from tests.paths import need_cases
 
@@ -50,3 +51,8 @@ def test_outputs_match_the_truth_in_any_pieces(backend: CpuBackend, case: tuple[
             pieces = [step(chunk(ids, a, z), "logits").logits for a, z in pairwise(bounds)]
             assert np.array_equal(np.concatenate(pieces), whole)
         step.close()
+
+
+@pytest.mark.parametrize("arch", ["glm4moe", "qwen35"])
+def test_the_block_that_predicts_further_tokens_is_the_references(backend: CpuBackend, arch: str) -> None:
+    check_predictor(backend, arch, trunk=True)

@@ -11,6 +11,7 @@ import numpy as np
 
 from quarrel.engine import CacheRules, Engine, Loop, Request, Result, SamplingParams, Service, Stream, start
 from quarrel.engine.draft import Drafter
+from quarrel.engine.mtp import BlockDrafter
 from quarrel.engine.rng import mix
 from quarrel.ops.contract import Compute
 from quarrel.ops.logprobs import MOST_LOGPROBS, LogprobsSpec, logprobs_reference
@@ -56,9 +57,19 @@ class HistoryStep:
         self.forced: int | None = None  # the token that every draw gives
         self.turns: threading.Semaphore | None = None  # each step takes one, and waits where there is none
         self.closed = 0
+        self.streams = False
+        self.hashes: list[int] = []
         self._last: np.ndarray[Any, Any] | None = None
 
     def __call__(self, inputs: StepInputs, want: Want) -> StepOutputs:
+        outputs = self._outputs(inputs, want)
+        return replace(outputs, stream=self.stream(inputs)) if self.streams else outputs
+
+    def stream(self, inputs: StepInputs) -> np.ndarray[Any, Any]:
+        """The hash behind each token."""
+        return np.array(self.hashes, np.uint64)[:, None]
+
+    def _outputs(self, inputs: StepInputs, want: Want) -> StepOutputs:
         assert not self.closed
         if self.turns is not None:
             assert self.turns.acquire(timeout=30)
@@ -70,7 +81,7 @@ class HistoryStep:
             raise fault
         self.wants.append(want)
         self.sizes.append((len(inputs.ids), len(inputs.kv_len)))
-        hashes = [h for s in range(len(inputs.kv_len)) for h in self._run(inputs, s)]
+        hashes = self.hashes = [h for s in range(len(inputs.kv_len)) for h in self._run(inputs, s)]
         rows = [(hashes[r], int(inputs.ids[r])) for r in inputs.out_rows]
         if want == "hidden":
             return StepOutputs(hidden=np.array([[h % 1000, id] for h, id in rows], np.float32))
@@ -151,6 +162,24 @@ class HistoryStep:
         if self.recurrent:
             self.states[slot] = history
         return made
+
+
+class BlockStep(HistoryStep):
+    """A block that knows from a hash of the large model and the token behind it what that model will draw. Its own cache
+    holds the tokens that it has read."""
+
+    def __init__(self, limits: Limits) -> None:
+        super().__init__(limits)
+        self.streams = True
+
+    def stream(self, inputs: StepInputs) -> np.ndarray[Any, Any]:
+        return np.array([self.hashes[row] for row in inputs.out_rows], np.uint64)[:, None]
+
+    def _run(self, inputs: StepInputs, s: int) -> list[int]:
+        super()._run(inputs, s)
+        assert inputs.stream is not None
+        mine = range(int(inputs.query_start[s]), int(inputs.query_start[s + 1]))
+        return [extend(int(inputs.stream[i, 0]), int(inputs.ids[i])) for i in mine]
 
 
 class Late:
@@ -236,6 +265,7 @@ class Toy:
         max_waiting: int = 1000,
         draft: Callable[[], HistoryStep] | None = None,
     ) -> None:
+        """draft: makes a draft model's step, or that of a block of this model."""
         self.loop = Loop()
         self.made: list[HistoryStep] = []
 
@@ -245,12 +275,16 @@ class Toy:
                 old = self.made[-1]
                 step.fail, step.failing, step.turns, step.bad_tokens = old.fail, old.failing, old.turns, old.bad_tokens
                 step.launches = old.launches
+            step.streams = draft is not None
             self.made.append(step)
             return step
 
         def drafter() -> Drafter:
             assert draft is not None
-            return Drafter(draft(), CacheRules(), VOCABULARY, VOCABULARY)
+            step = draft()
+            if isinstance(step, BlockStep):
+                return BlockDrafter(step, CacheRules(reuse=False), VOCABULARY)
+            return Drafter(step, CacheRules(), VOCABULARY, VOCABULARY)
 
         rules = CacheRules(reuse, recurrent, window, rollback=recurrent and draft is not None)
         make_drafter = None if draft is None else drafter

@@ -16,6 +16,7 @@ from quarrel.ops.contract import rel_error
 from quarrel.ops.step import Limits
 from tests.mlx_backend.cases import running
 from tests.mlx_backend.emulated import FAST
+from tests.models.predictor import check_predictor
 from tests.models.test_reference_logits import chunk, limit, specify, variants, wanted
 from tests.paths import CASE_SETS, need_cases
 
@@ -77,3 +78,8 @@ def test_half_precision_stays_within_its_limit() -> None:
         assert got is not None
         assert rel_error(got, wanted(folder, "q4_0x")) < 3e-3
         step.close()
+
+
+def test_the_block_that_predicts_further_tokens_is_the_references() -> None:
+    with running(FAST) as backend:
+        check_predictor(backend, "qwen35", trunk=EVERYTHING)

@@ -13,6 +13,7 @@ from quarrel.ops.contract import rel_error
 from quarrel.ops.step import Limits
 from quarrel.triton_backend.backend import TritonBackend
 from quarrel.triton_backend.runtime.launch import INTERPRETED
+from tests.models.predictor import check_predictor
 from tests.models.test_reference_logits import chunk, limit, specify, variants, wanted
 from tests.paths import need_cases
 
@@ -59,3 +60,7 @@ def test_each_architecture_is_built_in_half_precision(backend: TritonBackend, ca
             out = step(chunk(np.array([3, 5], np.int32), 0, 2), want)  # type: ignore[arg-type]
             assert np.isfinite(getattr(out, want)).all()
         step.close()
+
+
+def test_the_block_that_predicts_further_tokens_is_the_references(backend: TritonBackend) -> None:
+    check_predictor(backend, "qwen35", trunk=EVERYTHING)

@@ -1,0 +1,50 @@
+"""A model's own block that predicts further tokens changes how many steps a text takes, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import quarrel
+from quarrel.errors import RequestError, UnsupportedModel
+from tests.models.predictor import write_knowing
+from tests.paths import need_cases
+
+OPTIONS: tuple[dict[str, float | int], ...] = (
+    {"temperature": 0},
+    {"temperature": 1.0, "seed": 4, "top_k": 0, "top_p": 1, "min_p": 0},
+    {"temperature": 0.8, "seed": 4, "presence_penalty": 0.1},
+)
+PROMPTS = [[(7 * i + i * i) % 256 for i in range(n)] for n in (70, 3, 1)]
+
+
+def texts(llm: quarrel.LLM) -> list[tuple[int, ...]]:
+    made = [llm.generate(PROMPTS, max_tokens=24, ignore_eos=True, **o) for o in OPTIONS]  # type: ignore[call-overload]
+    return [result.token_ids for results in made for result in results]
+
+
+@pytest.mark.parametrize("knowing", [False, True])
+@pytest.mark.parametrize("arch", ["glm4moe", "qwen35"])
+def test_the_text_is_the_one_without_it(arch: str, knowing: bool, tmp_path: Path) -> None:
+    """Of a block that knows nothing, and, where the model looks at the last token only, of one that knows what comes."""
+    path = write_knowing(tmp_path / "m.gguf", arch) if knowing else need_cases(arch, "model-q4_0x.gguf")
+    with quarrel.load(path, n_ctx=128, backend="cpu", max_seqs=3) as plain:
+        wanted, steps = texts(plain), plain.stats().steps
+    with quarrel.load(path, n_ctx=128, backend="cpu", max_seqs=3, draft="mtp") as llm:
+        assert texts(llm) == wanted
+        assert texts(llm) == wanted  # behind prefixes that are in the cache
+        stats, made = llm.stats(), llm.explain()
+        assert stats.drafted_tokens > 20
+        assert stats.drafted_right > 0.6 * stats.drafted_tokens if knowing else True
+        assert stats.steps < steps if knowing else True
+        assert made.draft is not None
+        assert (made.draft.model, made.draft.architecture) == ("mtp", arch)
+        assert made.plan.total + made.draft.plan.total <= made.plan.free
+
+
+def test_a_model_without_one_is_refused_and_so_are_several_devices() -> None:
+    with pytest.raises(UnsupportedModel, match=r"no block that predicts further tokens \(nextn, MTP\): take a file"):
+        quarrel.load("demo", n_ctx=64, backend="cpu", draft="mtp")
+    with pytest.raises(RequestError, match="draft, adapters and rope_scaling want one device"):
+        quarrel.load(need_cases("glm4moe", "model-q4_0x.gguf"), backend="cpu", draft="mtp", tensor_parallel=2)
