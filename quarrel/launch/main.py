@@ -180,6 +180,8 @@ def _serve(args: Arguments, llm: LLM, early: Early, template: str | None) -> int
     for line in lines(llm.explain(), layers):
         _say(line)
     early.loaded()
+    if template is None and llm.tokenizer.chat_template is None:
+        template = "chatml"  # as llama-server has it
     host, port = early.listener.getsockname()[:2]
     _say(f"main: model loaded\nmain: server is listening on http://{host}:{port}")
     from quarrel.server import Rates, Settings, build, serve
