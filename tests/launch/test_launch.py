@@ -74,10 +74,11 @@ def test_it_loads_serves_and_dies_with_all_that_it_started() -> None:
             body = {"prompt": "Once upon a time", "n_predict": 4}
             first, again = (client.post("/completion", json=body).json() for _ in range(2))
             assert first["content"] == again["content"]  # by the temperature of the command line
+            # By ChatML, as the model has no template.
             chat = {"messages": [{"role": "user", "content": "hi"}], "n_predict": 2}
             assert (
                 client.post("/v1/chat/completions", json=chat).status_code == 200
-            )  # by ChatML, as the model has no template
+            )
             assert client.get("/v1/models").json()["data"][0]["id"] == "quarrel-demo-11M-Q8_0"
             assert client.get("/props").json()["default_generation_settings"]["n_ctx"] == 256
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
@@ -101,6 +102,7 @@ def test_a_context_longer_than_the_models_is_the_models() -> None:
         assert wait_for(port)[-1] == 200
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE) as client:
             assert client.get("/slots").json()[0]["n_ctx"] == 512
+            # By ChatML, as the model has no template.
             chat = {"messages": [{"role": "user", "content": "hi"}], "n_predict": 2}
             assert client.post("/v1/chat/completions", json=chat).status_code == 200
 
