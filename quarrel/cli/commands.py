@@ -156,6 +156,18 @@ def _serve(p: argparse.ArgumentParser) -> None:
     _beside_options(p, many=True)
 
 
+def _llama_server(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="as llama-server takes them, such as --model FILE"
+    )
+
+
+def _ollama(p: argparse.ArgumentParser) -> None:
+    p.add_argument("action", choices=("status", "use", "restore"))
+    folder = "Ollama's folder of libraries; by default where its program looks for it"
+    p.add_argument("--libraries", metavar="FOLDER", help=folder)
+
+
 def _keys(p: argparse.ArgumentParser) -> None:
     p.add_argument("action", choices=("create", "list", "revoke", "rotate"))
     p.add_argument("what", metavar="NAME_OR_ID", nargs="?", help="a name for a new key, or the id of one")
@@ -280,6 +292,20 @@ COMMANDS: tuple[tuple[str, str, str, str, Callable[[argparse.ArgumentParser], No
         "serve models over HTTP and WebSocket, with a web page",
         "OpenAI's protocol is under /v1, the page at /. Other machines need an API key: see `quarrel keys`.",
         _serve,
+    ),
+    (
+        "llama-server",
+        " ARGUMENTS",
+        "serve one model by llama-server's command line and protocol, for launchers such as Ollama",
+        "Its first line on standard error says which arguments it heeds; what it does not know is passed over.",
+        _llama_server,
+    ),
+    (
+        "ollama",
+        " ACTION",
+        "say which engine Ollama runs, put this one in its place, or put the old one back",
+        "The old engine stays beside this one, and takes the models that this one cannot load.",
+        _ollama,
     ),
     ("keys", " ACTION", "make, list, rotate and revoke the server's API keys", "Only hashes of keys are stored.", _keys),
     (

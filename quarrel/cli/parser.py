@@ -70,6 +70,8 @@ def make_parser() -> argparse.ArgumentParser:
         )
         add(command)
         command.set_defaults(flags=[flag for action in command._actions for flag in action.option_strings])
+        if name == "llama-server":
+            continue
         how = "each answer as one line of JSON" if name == "chat" else "one JSON document on standard output"
         command.add_argument("--json", action="store_true", help=f"print {how}")
     return parser

@@ -129,7 +129,7 @@ def test_what_is_nearly_right_is_told(line: str, said: str, capsys: pytest.Captu
 
 def test_what_other_programs_call_an_option_is_none_of_ours() -> None:
     commands = re.findall(r"^## ([\w-]+)$", (ROOT / "docs" / "cli.md").read_text("utf-8"), re.MULTILINE)
-    needed = {"pull": ["x"], "quantize": ["x", "y", "q8_0"], "keys": ["list"], "datasets": ["list"]}
+    needed = {"pull": ["x"], "quantize": ["x", "y", "q8_0"], "keys": ["list"], "datasets": ["list"], "ollama": ["use"]}
     ours = {flag for c in commands for flag in make_parser().parse_args([c, *needed.get(c, [])]).flags}
     assert {"--temperature", "--origin", "--input"} <= ours
     assert not ours & set(OTHERS_OPTIONS)
