@@ -158,7 +158,7 @@ def _serve(p: argparse.ArgumentParser) -> None:
 
 def _llama_server(p: argparse.ArgumentParser) -> None:
     p.add_argument(
-        "arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="as llama-server takes them, such as --model FILE"
+        "arguments", metavar="ARGUMENT", nargs="*", help="as llama-server takes them, such as --model FILE"
     )
 
 
