@@ -157,9 +157,7 @@ def _serve(p: argparse.ArgumentParser) -> None:
 
 
 def _llama_server(p: argparse.ArgumentParser) -> None:
-    p.add_argument(
-        "arguments", metavar="ARGUMENT", nargs="*", help="as llama-server takes them, such as --model FILE"
-    )
+    p.add_argument("arguments", metavar="ARGUMENT", nargs="*", help="as llama-server takes them, such as --model FILE")
 
 
 def _ollama(p: argparse.ArgumentParser) -> None:
