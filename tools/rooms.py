@@ -81,7 +81,7 @@ ROOMS: Mapping[str, Room] = {
     "process": Room("a model in a process of its own", "HTTP", ("errors", "llm", "engine", "child"), ("numpy",)),
     "server": Room(
         "HTTP: OpenAI's and Ollama's protocols, the web page, keys, limits", "a backend, an op, a cache block",
-        ("", "errors", "llm", "engine", "metrics", "process"),
+        ("", "errors", "gguf.digest", "gguf.resolve", "llm", "engine", "metrics", "process"),
         ("numpy", "fastapi", "pydantic", "starlette", "uvicorn", "h11", "opentelemetry", "prometheus_client"),
     ),
     "flight": Room("a vector store, by Arrow Flight", "a model", ("errors",), ("numpy", "pyarrow")),

@@ -110,7 +110,8 @@ def _serve(p: argparse.ArgumentParser) -> None:
     p.add_argument("--trusted-proxies", metavar="ADDRESS", action="append", help=proxies)
     p.add_argument("--open-access", action="store_true", help="serve other machines without API keys")
     p.add_argument("--strict-api", action="store_true", help="refuse fields that are not understood")
-    p.add_argument("--ollama-compat", action="store_true", help="serve Ollama's API too")
+    there = "serve Ollama's API too, the default"
+    p.add_argument("--ollama-compat", action=argparse.BooleanOptionalAction, default=True, help=there)
     p.add_argument(
         "--parallel", type=int, default=16, metavar="N", help="requests of one model that run at once, 16 by default"
     )

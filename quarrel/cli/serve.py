@@ -8,8 +8,9 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -101,11 +102,12 @@ def _run(args: argparse.Namespace, json_lines: TextIO | None) -> int:
         check_context(settings.models[0], options)  # which needs no more than the file's head
     step = math.inf if args.step_timeout == 0 else args.step_timeout
 
-    def open_model(source: str) -> Model:
+    def open_model(source: str, adapters: Mapping[str, str] | None = None) -> Model:
+        wanted = replace(options, adapters={**(options.adapters or {}), **adapters}) if adapters else options
         try:
             if args.engine_process:
-                return open_remote(source, options, step_seconds=step, stop=server.dispatcher.models.stopped)
-            return load_with(source, options)
+                return open_remote(source, wanted, step_seconds=step, stop=server.dispatcher.models.stopped)
+            return load_with(source, wanted)
         except RequestError as error:  # about the command line, not about a request
             raise ConfigError(in_flags(error, args.flags)) from error
 

@@ -2,7 +2,7 @@
 
 from quarrel.gguf.blocks import dequantize
 from quarrel.gguf.file import GGUFFile, TensorInfo
-from quarrel.gguf.formats import FORMATS, BlockFormat, GGMLType, nbytes
+from quarrel.gguf.formats import FORMATS, BlockFormat, GGMLType, file_type, nbytes
 from quarrel.gguf.metadata import REQUIRED, Metadata
 from quarrel.gguf.quantize import quantize
 from quarrel.gguf.requantize import requantize
@@ -24,6 +24,7 @@ __all__ = [
     "ValueType",
     "check_vocab",
     "dequantize",
+    "file_type",
     "nbytes",
     "pull",
     "quantize",

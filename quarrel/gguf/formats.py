@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from types import MappingProxyType
 
-from gguf.constants import GGML_QUANT_SIZES
+from gguf.constants import GGML_QUANT_SIZES, LlamaFileType
 
 from quarrel.errors import GGUFError
 
@@ -133,3 +133,12 @@ def nbytes(ggml_type: GGMLType, dims: Sequence[int]) -> int:
             f"a {ggml_type.name} row has {dims[0]} elements, wanted a multiple of its block of {block.elements}"
         )
     return elements // block.elements * block.nbytes
+
+
+def file_type(number: object) -> str | None:
+    """What files with this `general.file_type` are called, such as Q4_K_M; None for a number that means nothing."""
+    try:
+        name: str = LlamaFileType(number).name
+    except ValueError:
+        return None
+    return name.removeprefix("MOSTLY_").removeprefix("ALL_")

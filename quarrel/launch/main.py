@@ -146,8 +146,8 @@ def _load(args: Arguments, model: str, options: LoadOptions) -> LLM:
     """The model, with at most the context that it was made for, as llama-server loads it."""
     from dataclasses import replace
 
+    from quarrel.llm.facts import file_facts
     from quarrel.llm.loading import load_with
-    from quarrel.llm.open import file_keys
 
     if (chosen := args.number("main_gpu")) is not None:
         choose_gpu(chosen, os.environ)
@@ -156,9 +156,8 @@ def _load(args: Arguments, model: str, options: LoadOptions) -> LLM:
     except RequestError as error:
         if error.field != "n_ctx" or options.n_ctx is None:
             raise
-        keys = file_keys(model)
-        most = keys.get(f"{keys.get('general.architecture')}.context_length")
-        if not isinstance(most, int) or most >= options.n_ctx:
+        most = file_facts(model).count("context_length")
+        if not most or most >= options.n_ctx:
             raise
         _say(f"llama_context: n_ctx_seq ({options.n_ctx}) > n_ctx_train ({most}) -- the context is {most}")
         return load_with(model, replace(options, n_ctx=most))

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from quarrel.llm.embeddings import Chunking, Embeddings
     from quarrel.llm.explain import Explanation
+    from quarrel.llm.facts import FileFacts, file_facts
     from quarrel.llm.loading import load, load_with
     from quarrel.llm.model import LLM
-    from quarrel.llm.open import check_context, file_keys, find, load_tokenizer
+    from quarrel.llm.open import check_context, find, load_tokenizer
     from quarrel.llm.options import LoadOptions
     from quarrel.llm.protocol import Model
     from quarrel.llm.requests import GenerateRequest
@@ -21,12 +22,13 @@ __all__ = [
     "Chunking",
     "Embeddings",
     "Explanation",
+    "FileFacts",
     "GenerateRequest",
     "LoadOptions",
     "Model",
     "Structure",
     "check_context",
-    "file_keys",
+    "file_facts",
     "find",
     "load",
     "load_tokenizer",
@@ -36,9 +38,10 @@ __all__ = [
 _MODULES = {
     "embeddings": "Chunking Embeddings",
     "explain": "Explanation",
+    "facts": "FileFacts file_facts",
     "loading": "load load_with",
     "model": "LLM",
-    "open": "check_context file_keys find load_tokenizer",
+    "open": "check_context find load_tokenizer",
     "options": "LoadOptions",
     "protocol": "Model",
     "requests": "GenerateRequest",

@@ -69,11 +69,12 @@ class Explanation:
             skipped=opened.skipped,
             draft=None if draft is None else DraftFacts(draft.name, draft.spec.architecture, draft.plan),
             parameters=sum(math.prod(t.dims) for t in opened.file.tensors.values()),
-            quantization=_quantization(opened.file),
+            quantization=quantization_of(opened.file),
         )
 
 
-def _quantization(file: GGUFFile) -> str:
+def quantization_of(file: GGUFFile) -> str:
+    """The block format of most of its bytes."""
     sizes: Counter[str] = Counter()
     for tensor in file.tensors.values():
         sizes[tensor.type.name] += tensor.nbytes

@@ -124,14 +124,6 @@ def check_context(name: ModelName, options: LoadOptions) -> None:
     context_of(spec, options.n_ctx)
 
 
-def file_keys(name: ModelName) -> dict[str, str | int | float | bool | None]:
-    """The metadata of a model's file; lists, most of them vocabularies, are None."""
-    with GGUFFile.open(find(name).paths) as file:
-        # A list is not decoded to find out that it is one.
-        kinds = {key: file.metadata.length(key) for key in file.metadata}
-        return {key: file.metadata[key] if kinds[key] is None else None for key in kinds}  # type: ignore[misc]
-
-
 def choose_backend(wanted: str | Backend, threads: int | None) -> tuple[Backend, tuple[str, ...]]:
     """The backend, and why those before it could not be used."""
     if not isinstance(wanted, str):

@@ -17,15 +17,17 @@ from starlette.staticfiles import StaticFiles
 
 from quarrel import __version__
 from quarrel.errors import QuarrelError
-from quarrel.server import ollama, openai, rerank, responses, rest, websocket
+from quarrel.server import ollama, ollama_models, openai, rerank, responses, rest, websocket
 from quarrel.server.dispatch import Dispatcher
-from quarrel.server.errors import Refused, error_body, refused
+from quarrel.server.errors import Refused, error_body, is_ollama, refused
 from quarrel.server.keys import Keyring
 from quarrel.server.limits import Limiter
 from quarrel.server.llama import routes as llama
 from quarrel.server.metrics import Metrics
 from quarrel.server.middleware import App, Middleware
 from quarrel.server.models import Load, ModelManager
+from quarrel.server.names import Names
+from quarrel.server.ollama_facts import Describer
 from quarrel.server.openapi import as_yaml, document, methods_of
 from quarrel.server.settings import Settings
 from quarrel.server.traces import Traces
@@ -51,7 +53,7 @@ def build(settings: Settings, load: Load, traces: Traces | None = None) -> Serve
     keys = Keyring(settings.data_dir, settings.api_key)
     settings.check(bool(keys.keys()))
     limiter = Limiter(settings.rates)
-    models = ModelManager(settings.models, settings.models_dir, load)
+    models = ModelManager(settings.models, settings.models_dir, load, Names(settings.data_dir / "models.json"))
     metrics = Metrics(models)
     dispatcher = Dispatcher(models, settings, limiter, metrics, traces)
 
@@ -66,13 +68,15 @@ def build(settings: Settings, load: Load, traces: Traces | None = None) -> Serve
     if settings.llama:
         api.include_router(llama.routes(dispatcher, metrics))
     if settings.ollama:  # first, as /api/generate then is Ollama's
-        api.include_router(ollama.routes(dispatcher))
+        describer = Describer(settings.chat_template)
+        api.include_router(ollama.routes(dispatcher, describer))
+        api.include_router(ollama_models.routes(dispatcher, describer))
     api.include_router(openai.routes(dispatcher))
     api.include_router(responses.routes(dispatcher))
     api.include_router(rerank.routes(dispatcher))
     api.include_router(rest.routes(dispatcher, metrics))
     api.include_router(websocket.routes(dispatcher, metrics))
-    _page(api)
+    _page(api, settings.ollama)
     _errors(api, metrics, settings)
     api.openapi = lambda: document(api)  # type: ignore[method-assign]
     return Server(
@@ -80,10 +84,13 @@ def build(settings: Settings, load: Load, traces: Traces | None = None) -> Serve
     )
 
 
-def _page(api: FastAPI) -> None:
+def _page(api: FastAPI, ollama_routes: bool) -> None:
     @api.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
-    async def page() -> Response:
-        return FileResponse(STATIC / "index.html", headers={"Cache-Control": "no-cache"})
+    async def page(request: Request) -> Response:
+        headers = {"Cache-Control": "no-cache", "Vary": "Accept"}
+        if ollama_routes and "text/html" not in request.headers.get("accept", ""):  # by which its clients know it
+            return PlainTextResponse("Ollama is running", headers=headers)
+        return FileResponse(STATIC / "index.html", headers=headers)
 
     @api.api_route("/favicon.ico", methods=["GET", "HEAD"], include_in_schema=False)
     async def icon() -> Response:
@@ -104,7 +111,8 @@ def _page(api: FastAPI) -> None:
 def _errors(api: FastAPI, metrics: Metrics, settings: Settings) -> None:
     def answer(request: Request, error: Refused) -> Response:
         metrics.errors.labels(error.code).inc()
-        body = error_body(request.url.path, error, ollama=settings.ollama, llama=settings.llama)
+        ollama = settings.ollama and not getattr(request.state, "own", False)
+        body = error_body(request.url.path, error, ollama=ollama, llama=settings.llama)
         return JSONResponse(body, error.status, headers=error.headers())
 
     @api.exception_handler(QuarrelError)
@@ -121,6 +129,9 @@ def _errors(api: FastAPI, metrics: Metrics, settings: Settings) -> None:
         code, text = words.get(error.status_code, ("invalid_request", str(error.detail)))
         refusal = Refused(error.status_code, code, f"{text}: see /openapi.json for what there is")
         response = answer(request, refusal)
+        if settings.ollama and code != "invalid_request" and is_ollama(request.url.path):
+            sentence = "page not found" if error.status_code == 404 else "method not allowed"
+            response = PlainTextResponse(f"{error.status_code} {sentence}", error.status_code)
         headers = error.headers or {}
         response.headers.update(headers)
         if error.status_code == 405:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -16,6 +17,7 @@ from quarrel.server.fields import Body
 from quarrel.server.validation import first_fault
 
 B = TypeVar("B", bound=Body)
+Choose = Callable[[dict[str, Any]], type[B]]
 IGNORED = "X-Quarrel-Ignored"
 MAX_DEPTH = 64
 MAX_VALUES = 2 << 20
@@ -25,18 +27,25 @@ LARGE = 64 << 10
 log = logging.getLogger("quarrel.server")
 
 
-def body_of(schema: type[BaseModel]) -> dict[str, Any]:
-    """For a route's decorator: the body in the OpenAPI document."""
-    content = {"application/json": {"schema": schema.model_json_schema(ref_template="#/components/schemas/{model}")}}
+def body_of(*schemas: type[BaseModel]) -> dict[str, Any]:
+    """For a route's decorator: the body in the OpenAPI document, one of these."""
+    made = [schema.model_json_schema(ref_template="#/components/schemas/{model}") for schema in schemas]
+    parts = {name: part for schema in made for name, part in schema.pop("$defs", {}).items()}
+    content = {"application/json": {"schema": {"$defs": parts, **(made[0] if len(made) == 1 else {"anyOf": made})}}}
     return {"openapi_extra": {"requestBody": {"required": True, "content": content}}}
 
 
-async def read_body(request: Request, schema: type[B], dispatcher: Dispatcher) -> tuple[B, dict[str, str]]:
-    """The body, and the headers that name fields which were ignored. Raises `Refused` (400)."""
+async def read_body(
+    request: Request, schema: type[B], dispatcher: Dispatcher, choose: Choose[B] | None = None
+) -> tuple[B, dict[str, str]]:
+    """The body, and the headers that name fields which were ignored. Raises `Refused` (400).
+
+    choose: the schema of a body that may be of several, in place of `schema`.
+    """
     raw = await request.body()
 
     def read() -> tuple[B, dict[str, str]]:
-        body = parse_body(raw, schema)
+        body = parse_body(raw, schema, choose)
         return body, ignored_fields(body, dispatcher, request.url.path)
 
     if len(raw) <= LARGE:
@@ -59,7 +68,7 @@ def ignored_fields(body: Body, dispatcher: Dispatcher, where: str) -> dict[str, 
     return {IGNORED: ", ".join(shown)}
 
 
-def parse_body(raw: bytes | str, schema: type[B]) -> B:
+def parse_body(raw: bytes | str, schema: type[B], choose: Choose[B] | None = None) -> B:
     """A body by its schema; `Refused` (400) says which field is wrong and what was wanted."""
     if raw.count("," if isinstance(raw, str) else b",") > MAX_VALUES:  # type: ignore[arg-type]
         raise Refused(413, "too_large", f"the JSON has more than {MAX_VALUES} commas: send less at once")
@@ -74,7 +83,7 @@ def parse_body(raw: bytes | str, schema: type[B]) -> B:
         raise Refused(400, "invalid_request", f"the body is a JSON {type(data).__name__}, wanted an object")
     _check_depth(data)
     try:
-        return schema.model_validate(data)
+        return (schema if choose is None else choose(data)).model_validate(data)
     except ValidationError as error:
         field, sentence = first_fault(error)
         raise Refused(400, "invalid_request", sentence, param=field) from error

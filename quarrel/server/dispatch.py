@@ -78,12 +78,13 @@ class Dispatcher:
             raise Refused(503, "server_shutdown", "the server is going down: ask again in a moment", retry_after=5.0)
         async with AsyncExitStack() as stack:
             stack.enter_context(self.limiter.stream(caller))
-            name = self.models.entry(model).name
+            made, entry = self.models.named(model)
+            name = entry.name
             self._metrics.requests.labels(name, where).inc()
             self._check_queue(name)
             self._accepted[name] += 1
             stack.callback(self._accepted.subtract, [name])
-            llm, requests = await self._prepared(stack, name, prepare, self._service(caller, priority))
+            llm, requests = await self._prepared(stack, made.name, prepare, self._service(caller, priority))
             prompt = sum(len(r.tokens) for r in requests)
             wanted = sum((r.params.max_tokens or 0) * r.params.n for r in requests)
             streams: list[AsyncStream] = []
@@ -95,7 +96,7 @@ class Dispatcher:
                     _cancel(streams)
                     raise
             self.active += 1
-            generation = Generation(name, llm, requests, streams, lambda: self.closing)
+            generation = Generation(made.name, llm, requests, streams, lambda: self.closing)
             try:
                 yield generation
             finally:

@@ -111,11 +111,15 @@ def error_body(path: str, error: Refused, *, ollama: bool, llama: bool = False) 
         return llama_body(error)
     if path.startswith("/v1"):
         return openai_body(error)
-    return {"error": str(error)} if ollama and path in OLLAMA else plain_body(error)
+    return {"error": str(error)} if ollama and is_ollama(path) else plain_body(error)
 
 
-OLLAMA = frozenset(f"/api/{name}" for name in ("tags", "show", "ps", "version", "generate", "chat", "embed", "embeddings"))
-"""Routes of Ollama's API, whose clients read an error as a text."""
+_OWN = tuple(f"/api/{name}" for name in ("models", "stream", "tokenize", "detokenize", "metrics", "health"))
+
+
+def is_ollama(path: str) -> bool:
+    """Whether it is a path of Ollama's API, whose clients read an error as a text."""
+    return path.startswith("/api/") and not path.startswith(_OWN)
 
 
 def word(error: Refused) -> str:

@@ -39,6 +39,7 @@ OPEN = frozenset({"/healthz", "/health", "/readyz", "/api/health"})
 PAGE = frozenset({"/", "/favicon.ico", "/sw.js"})
 STATIC = "/static/"
 """The page and its files: the same bytes for everybody, and a browser cannot send a key with a link."""
+UPLOADS = "/api/blobs/"
 MAX_HEADERS = 32 << 10
 VERSIONS = ("1.0", "1.1")
 SCHEMES = ("http", "https")
@@ -130,7 +131,10 @@ class Middleware:
             method = scope.get("method", "WS")
             place = self._forwarded.counted(address) if behind else nullcontext()
             with place, self._traces.request(method, scope["path"], _headers(scope)) as span:
-                await self._app(scope, self._bounded(scope, receive), answer)
+                # What has an answer has a head, whose body the protocol leaves out.
+                inner = {**scope, "method": "GET"} if method == "HEAD" else scope
+                await self._app(inner, self._bounded(scope, receive), answer)
+                scope["route"] = inner.get("route")
                 route = getattr(scope.get("route"), "path", "none")
                 self._traces.answered(span, method, route, sent["status"], request_id)
         except Refused as refusal:
@@ -188,7 +192,7 @@ class Middleware:
             raise Refused(403, "forbidden_origin", f"the origin {origin[:80]!r} may not call the server: see --origin")
         self._authenticate(scope, headers)
         if scope["type"] == "http":
-            self._check_length(headers)
+            self._check_length(headers, self._limit(scope))
         if scope["path"] not in OPEN and not _is_page(scope):
             self._limiter.charge(scope["state"]["caller"], "requests", 1)
         return None
@@ -220,22 +224,26 @@ class Middleware:
             raise Refused(401, "unauthorized", f"{what} came with the request: send Authorization: Bearer <key>")
         scope["state"]["caller"] = f"key {key.id}"
 
-    def _check_length(self, headers: dict[str, str]) -> None:
+    def _limit(self, scope: Scope) -> int:
+        """Bytes of a body; those of model files have no bound but the disk."""
+        return 1 << 50 if self._settings.ollama and scope["path"].startswith(UPLOADS) else self._settings.body_limit
+
+    def _check_length(self, headers: dict[str, str], limit: int) -> None:
         length = headers.get("content-length", "0")
         if not (length.isascii() and length.isdigit()):
             raise Refused(400, "invalid_request", "Content-Length is no number")
-        if int(length[:20]) > self._settings.body_limit:
-            raise _too_large(self._settings.body_limit)
+        if int(length[:20]) > limit:
+            raise _too_large(limit)
 
     def _bounded(self, scope: Scope, receive: Receive) -> Receive:
         """Counts and times a body that comes in pieces."""
         if scope["type"] != "http":
             return receive
-        left, over = self._settings.body_limit, False
-        end = time.monotonic() + self._settings.body_timeout
+        limit = left = self._limit(scope)
+        over, end = False, time.monotonic() + self._settings.body_timeout
 
         async def pull() -> Message:
-            nonlocal left, over
+            nonlocal left, over, end
             if over:
                 return await receive()  # from now on only its end is waited for
             try:
@@ -244,7 +252,9 @@ class Middleware:
                 raise Refused(408, "timeout", "the request's body did not come in time") from error
             left -= len(message.get("body", b""))
             if left < 0:
-                raise _too_large(self._settings.body_limit)
+                raise _too_large(limit)
+            if limit > self._settings.body_limit:  # of a large file each piece has the time of a whole body
+                end = time.monotonic() + self._settings.body_timeout
             over = not message.get("more_body", False)
             return message
 

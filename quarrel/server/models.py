@@ -12,21 +12,25 @@ import re
 import stat
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from quarrel.errors import QuarrelError
 from quarrel.llm import Model
 from quarrel.server.errors import Refused, refused
+from quarrel.server.names import Name, Names, folded
 
 State = Literal["unloaded", "loading", "loaded", "failed"]
-Load = Callable[[str], Model]
+Load = Callable[..., Model]
+"""Of a source, and `adapters` by name where there are some."""
 STEADY = 30.0
 """A process that ran for so many seconds is started again at once."""
+LONGEST = 1e6
+"""Seconds that a model may be kept at most where a time is given; for ever is longer."""
 SOONEST, LATEST = 0.5, 5.0
 """Seconds before a process that keeps ending is started again."""
 log = logging.getLogger("quarrel.server")
@@ -61,7 +65,7 @@ class LoadedModel:
             asyncio.get_running_loop().run_in_executor(None, self.llm.close)
 
 
-@dataclass
+@dataclass(eq=False)
 class Entry:
     """One offered model. `name` is what requests say, `source` what is loaded."""
 
@@ -78,17 +82,26 @@ class Entry:
     """Seconds to wait before the next start."""
     again_at: float = 0.0
     """When that will be; until then requests are refused."""
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """That it is loaded with, beside those of every model."""
+    until: float | None = None
+    """When it is unloaded unless it is used before that, as `time.time` has it; None: never."""
+    resting: asyncio.TimerHandle | None = None
 
 
 class ModelManager:
     """Models by name. For one event loop; loading runs on a thread."""
 
-    def __init__(self, sources: Iterable[str], folder: Path | None, load: Load) -> None:
+    def __init__(self, sources: Iterable[str], folder: Path | None, load: Load, made: Names | None = None) -> None:
+        """made: names that requests make."""
         self._load = load
         self._folder = folder
         self._entries: dict[str, Entry] = {}
-        self._locks: dict[str, asyncio.Lock] = {}
-        self._revivals: set[asyncio.Task[None]] = set()
+        self._sources: list[str] = []
+        self._unlisted: list[Entry] = []
+        self.made = made or Names(None)
+        self._locks: dict[int, asyncio.Lock] = {}
+        self._revivals: set[asyncio.Task[Any]] = set()
         self._closed = False
         self._passed_over: set[str] = set()
         self._loads: set[asyncio.Future[Model]] = set()
@@ -97,7 +110,12 @@ class ModelManager:
         for source in sources:
             name = name_of(source)
             self._entries[name] = Entry(name, source, created=int(time.time()))
-        self.default = next(iter(self._entries), None)
+            self._sources.append(name)
+
+    @property
+    def default(self) -> str | None:
+        """The model of requests that name none."""
+        return next((name for name in self._sources if name in self._entries), None)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -124,6 +142,8 @@ class ModelManager:
             created = int(status.st_mtime)
             name.encode()
             wrong = "" if stat.S_ISREG(status.st_mode) else "it is no file"
+            if source in self.made.forgotten:
+                return
         except OSError as error:
             wrong = error.strerror or str(error)
         except UnicodeEncodeError:
@@ -138,42 +158,93 @@ class ModelManager:
 
     def entry(self, name: str | None) -> Entry:
         """The model of that name, the first one for None."""
-        wanted = self.default if name is None else name
-        for entry in self.entries():
-            if wanted is None or entry.name == wanted:
+        return self.named(name)[1]
+
+    def named(self, name: str | None) -> tuple[Name, Entry]:
+        """What the model is called, and the model; the first one for None."""
+        offered = self.entries()
+        wanted = name if name is not None else offered[0].name if offered else ""
+        made = self.made.get(wanted)
+        if made is not None:
+            return made, self._entry_of(made)
+        for same in (lambda e: e.name == wanted, lambda e: folded(e.name) == folded(wanted)):
+            for entry in filter(same, offered):
+                return Name(entry.name, entry.source, created=entry.created), entry
+        known = ", ".join([*(e.name for e in offered), *(n.name for n in self.made)]) or "none"
+        raise Refused(404, "model_not_found", f"there is no model {wanted[:80]!r} here, wanted one of {known}")
+
+    def has(self, name: str) -> bool:
+        """Whether there is a model of that name."""
+        try:
+            self.named(name)
+        except Refused:
+            return False
+        return True
+
+    def listed(self) -> list[tuple[Name, Entry]]:
+        """All names, with their models."""
+        own = [(Name(e.name, e.source, created=e.created), e) for e in self.entries() if self.made.get(e.name) is None]
+        return [*own, *((made, self._entry_of(made)) for made in self.made)]
+
+    def _entry_of(self, made: Name) -> Entry:
+        """One model for all names of a source with the same adapters."""
+        for entry in (*self._entries.values(), *self._unlisted):
+            if entry.source == made.source and entry.adapters == made.adapters:
                 return entry
-        known = ", ".join(e.name for e in self.entries()) or "none"
-        raise Refused(404, "model_not_found", f"there is no model {str(wanted)[:80]!r} here, wanted one of {known}")
+        entry = Entry(made.name, made.source, created=made.created, adapters=made.adapters)
+        self._unlisted.append(entry)
+        return entry
+
+    async def forget(self, name: str) -> str | None:
+        """Takes a name away, and its model out of memory where it has no other. Returns the model's source in this case;
+        the file stays where it is. Raises `Refused` where there is no such name."""
+        entry = self.entry(name)
+        if self.made.get(name) is not None:
+            self.made.remove(name)
+        else:
+            self._unlisted.append(self._entries.pop(entry.name))
+            if self._folder is not None and Path(entry.source).parent == self._folder:
+                self.made.forget(entry.source)
+        if entry in self._entries.values() or any(self._entry_of(other) is entry for other in self.made):
+            return None
+        await self._unload(entry)
+        self._unlisted.remove(entry)
+        others = (*self._entries.values(), *self._unlisted)
+        return None if any(e.source == entry.source for e in others) else entry.source
 
     def parts(self, name: str | None) -> tuple[str | None, str | None]:
         """A model and one of its adapters, where a name is both, as in "model:adapter"; the name and None elsewhere."""
-        names = {entry.name for entry in self.entries()}
         model, colon, adapter = (name or "").rpartition(":")
-        return (model, adapter) if colon and name not in names and model in names else (name, None)
+        return (model, adapter) if colon and not self.has(name or "") and self.has(model) else (name, None)
 
     @asynccontextmanager
     async def use(self, name: str | None) -> AsyncIterator[tuple[str, Model]]:
         """The model for one request, loaded if it was not. It stays open until the block ends, whatever else happens."""
-        entry = self.entry(name)
+        made, entry = self.named(name)
+        _stop_resting(entry)
         wait = entry.again_at - time.monotonic()
         if entry.loaded is None and wait > 0:
             message = f"the process of {entry.name} ended and will be started again: ask again in {wait:.0f} s"
             raise Refused(503, "engine_restarting", message, retry_after=wait)
         if entry.loaded is None:
-            await self.load(entry.name)
+            await self._load_entry(entry)
         loaded = entry.loaded
         if loaded is None:
             raise Refused(503, "model_unloaded", f"{entry.name} was unloaded: ask again", retry_after=1.0)
         loaded.take()
         try:
-            yield entry.name, loaded.llm
+            yield made.name, made.prompting.of(loaded.llm)
         finally:
             loaded.drop()
 
     async def load(self, name: str, *, again: bool = False) -> Entry:
         """Loads a model, or with `again` a fresh copy in place of the one that runs, which ends with its last request."""
         entry = self.entry(name)
-        async with self._locks.setdefault(entry.name, asyncio.Lock()):
+        _stop_resting(entry)
+        return await self._load_entry(entry, again=again)
+
+    async def _load_entry(self, entry: Entry, *, again: bool = False) -> Entry:
+        async with self._locks.setdefault(id(entry), asyncio.Lock()):
             if self.stopped.done():
                 raise _going_down()
             if entry.loaded is not None and not again:
@@ -182,7 +253,7 @@ class ModelManager:
             entry.state = "loading" if before is None else "loaded"
             began = time.perf_counter()
             try:
-                llm = await self._loaded(entry.source)
+                llm = await self._loaded(entry)
             except Exception as error:
                 if self.stopped.done():
                     entry.state = "unloaded" if before is None else "loaded"
@@ -203,7 +274,7 @@ class ModelManager:
                 before.retire()
         return entry
 
-    def _loaded(self, source: str) -> asyncio.Future[Model]:
+    def _loaded(self, entry: Entry) -> asyncio.Future[Model]:
         """The model, by a thread that nobody waits for when the program ends."""
         events = asyncio.get_running_loop()
         made: asyncio.Future[Model] = events.create_future()
@@ -222,7 +293,7 @@ class ModelManager:
         def work() -> None:
             llm, failed = None, None
             try:
-                llm = self._load(source)
+                llm = self._load(entry.source, **({"adapters": entry.adapters} if entry.adapters else {}))
             except BaseException as error:
                 failed = error
             with contextlib.suppress(RuntimeError):  # the server has ended
@@ -241,12 +312,37 @@ class ModelManager:
 
     async def unload(self, name: str) -> Entry:
         """Takes a model out; requests that use it finish."""
-        entry = self.entry(name)
-        async with self._locks.setdefault(entry.name, asyncio.Lock()):
+        return await self._unload(self.entry(name))
+
+    async def _unload(self, entry: Entry) -> Entry:
+        _stop_resting(entry)
+        async with self._locks.setdefault(id(entry), asyncio.Lock()):
             loaded, entry.loaded, entry.state = entry.loaded, None, "unloaded"
             if loaded is not None:
                 loaded.retire()
         return entry
+
+    async def keep(self, name: str, seconds: float | None) -> None:
+        """How long a model stays in memory behind a request: not at all for 0, for ever below it or for None; until nobody
+        has used it for so many seconds otherwise."""
+        entry = self.entry(name)
+        _stop_resting(entry)
+        if seconds == 0:
+            await self._unload(entry)
+        elif seconds is not None and seconds > 0 and entry.loaded is not None:
+            self._rest(entry, min(seconds, LONGEST))
+
+    def _rest(self, entry: Entry, seconds: float) -> None:
+        def over() -> None:
+            if entry.loaded is not None and entry.loaded.users:
+                self._rest(entry, seconds)
+            else:
+                task = events.create_task(self._unload(entry))
+                self._revivals.add(task)
+                task.add_done_callback(self._revivals.discard)
+
+        events = asyncio.get_running_loop()
+        entry.until, entry.resting = time.time() + seconds, events.call_later(seconds, over)
 
     def _watch(self, entry: Entry, loaded: LoadedModel, llm: Model) -> None:
         events = asyncio.get_running_loop()
@@ -277,7 +373,7 @@ class ModelManager:
             if entry.state == "unloaded" or entry.loaded is not None:
                 return
             try:
-                await self.load(entry.name)
+                await self._load_entry(entry)
                 return
             except QuarrelError as error:
                 entry.delay = min(max(SOONEST, 2 * entry.delay), LATEST)
@@ -290,10 +386,16 @@ class ModelManager:
         self.stop_loading()
         for task in self._revivals:
             task.cancel()
-        for entry in self._entries.values():
+        for entry in (*self._entries.values(), *self._unlisted):
             loaded, entry.loaded, entry.state = entry.loaded, None, "unloaded"
             if loaded is not None:
                 await asyncio.to_thread(loaded.llm.close)
+
+
+def _stop_resting(entry: Entry) -> None:
+    if entry.resting is not None:
+        entry.resting.cancel()
+    entry.resting = entry.until = None
 
 
 def _going_down() -> Refused:

@@ -1,86 +1,252 @@
-"""Models as Ollama's API names, lists and shows them."""
+"""Ollama's routes about models: what there is, what runs, further names, and what is to be had."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
-import math
-import time
-from datetime import UTC, datetime
+import re
+from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
-from typing import Any
 
+from fastapi import APIRouter, Request
+from pydantic import ValidationError
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from quarrel import __version__
 from quarrel.errors import QuarrelError
-from quarrel.llm import file_keys
+from quarrel.gguf.resolve import pull as download
+from quarrel.llm import find
+from quarrel.server.body import body_of, read_body
 from quarrel.server.dispatch import Dispatcher
 from quarrel.server.errors import Refused
-from quarrel.server.models import Entry
+from quarrel.server.lines import line
+from quarrel.server.names import Name, checked, now
+from quarrel.server.ollama_bodies import NamedBody, OllamaCopy, OllamaCreate, OllamaPull, OllamaShow
+from quarrel.server.ollama_facts import Describer, Json, Named, sampling_of, tagged
+from quarrel.server.validation import first_fault
+from quarrel.server.variants import GO_PLAIN, PLAIN, Prompting, is_go_template
 
-Json = dict[str, Any]
-
-
-def only_model(dispatcher: Dispatcher) -> str:
-    """The model of a request that names none: the only one that is loaded, or offered."""
-    offered = dispatcher.models.entries()
-    loaded = [e for e in offered if e.loaded is not None]
-    for some in (loaded, offered):
-        if len(some) == 1:
-            return some[0].name
-    count = f"{len(loaded)} of {len(offered)} models are loaded"
-    raise Refused(
-        400, "invalid_request", f"model is missing, and {count}: name one, as /api/tags lists them", param="model"
-    )
+PROTOCOL = "0.33.0"
+"""The Ollama whose protocol this is: clients compare it with what they need."""
+_DIGEST = re.compile(r"sha256[:-]([0-9a-f]{64})")
+_HUB = re.compile(r"(?:https?://)?(?:hf\.co|huggingface\.co)/|hf://")
 
 
-def plain_name(name: str, dispatcher: Dispatcher) -> str:
-    """Ollama's clients put `:latest` behind names without a tag."""
-    known = {e.name for e in dispatcher.models.entries()}
-    return name.removesuffix(":latest") if name not in known else name
-
-
-def listed(entry: Entry) -> Json:
-    row: Json = {"name": entry.name, "model": entry.name, "modified_at": now(entry.created), "size": 0}
-    row["digest"] = _digest(entry.source)
-    details: Json = {"format": "gguf", "family": "", "families": None, "parameter_size": "", "quantization_level": ""}
-    if entry.loaded is not None:
-        e = entry.loaded.llm.explain()
-        details["family"] = e.architecture
-        details["parameter_size"] = f"{e.parameters / 1e9:.1f}B" if e.parameters >= 1e8 else f"{e.parameters / 1e6:.1f}M"
-        details["quantization_level"] = e.quantization
-        row["size"] = e.memory.weights
-    return {**row, "details": details}
-
-
-def _digest(source: str) -> str:
-    """Stands for the model until its file changes; the file itself, which may be large, is not read."""
+def known(dispatcher: Dispatcher, name: str, sentence: str) -> Named:
+    """The model of that name. Raises `Refused` with this sentence where there is none."""
     try:
-        found = Path(source).stat()
-        identity = f"{source}\0{found.st_size}\0{found.st_mtime_ns}"
-    except (OSError, ValueError):  # a name
-        identity = source
-    return hashlib.sha256(identity.encode("utf-8", "surrogateescape")).hexdigest()
+        return dispatcher.models.named(name)
+    except Refused as error:
+        raise Refused(404, error.code, sentence) from None
 
 
-def now(at: float | None = None) -> str:
-    return datetime.fromtimestamp(time.time() if at is None else at, UTC).isoformat().replace("+00:00", "Z")
+def routes(dispatcher: Dispatcher, describer: Describer) -> APIRouter:
+    """Those about models."""
+    router, models, folder = APIRouter(), dispatcher.models, dispatcher.settings.data_dir / "models"
 
+    @router.get("/api/tags")
+    async def tags() -> Json:
+        """The models."""
+        return {"models": await describer.listed(models.listed())}
 
-def shown(entry: Entry) -> Json:
-    """What /api/show says. Reads the head of the model's file."""
-    keys: Json = {}
-    if entry.loaded is not None or not entry.source.startswith("hf://"):  # which would be downloaded
+    @router.get("/api/ps")
+    async def running() -> Json:
+        """The models in memory."""
+        loaded = [(name, entry) for name, entry in models.listed() if entry.loaded is not None]
+        return {"models": await describer.listed(loaded, running=True)}
+
+    @router.get("/api/version")
+    async def version() -> Json:
+        """Of the protocol, and of this server."""
+        return {"version": PROTOCOL, "quarrel": __version__}
+
+    @router.post("/api/show", **body_of(OllamaShow))
+    async def show(request: Request) -> Response:
+        """One model."""
+        body, headers = await read_body(request, OllamaShow, dispatcher)
+        name, entry = known(dispatcher, body.named(), f"model '{tagged(body.named())}' not found")
+        made = await asyncio.to_thread(describer.shown, name, entry, verbose=body.verbose)
+        return JSONResponse(made, headers=headers)
+
+    @router.post("/api/copy", **body_of(OllamaCopy))
+    async def copy(request: Request) -> Response:
+        """Another name for a model."""
+        body, headers = await read_body(request, OllamaCopy, dispatcher)
+        name, entry = known(dispatcher, body.source, f'model "{body.source}" not found')
+        models.made.add(Name(checked(body.destination), entry.source, name.prompting, name.adapters, now()))
+        return Response(headers=headers)
+
+    @router.delete("/api/delete", **body_of(NamedBody))
+    async def delete(request: Request) -> Response:
+        """Takes a name away; a file goes with its last name only where it came by a request."""
+        body, headers = await read_body(request, NamedBody, dispatcher)
+        known(dispatcher, body.named(), f"model '{body.named()}' not found")
+        source = await models.forget(body.named())
+        if source is not None and Path(source).parent == folder:
+            Path(source).unlink(missing_ok=True)
+        return Response(headers=headers)
+
+    @router.post("/api/create", **body_of(OllamaCreate))
+    async def create(request: Request) -> Response:
+        """A name for a model with what a Modelfile says of it."""
+        body, headers = await read_body(request, OllamaCreate, dispatcher)
+        made = await _created(body)
+        models.made.add(made)
+        return await _states(body.stream, headers, "creating new layers", "writing manifest", "success")
+
+    async def _created(body: OllamaCreate) -> Name:
+        name = checked(body.named())
+        if body.quantize:
+            raise Refused(
+                400, "unsupported", "a model is quantised with `quarrel quantize`, not by a request", param="quantize"
+            )
+        if len(body.files) > 1:
+            raise Refused(400, "unsupported", f"files holds {len(body.files)} files, wanted one of GGUF", param="files")
+        if body.from_:
+            base, entry = known(dispatcher, body.from_, f"model '{body.from_}' not found: name one of /api/tags in from")
+            source, prompting, adapters = entry.source, base.prompting, dict(base.adapters)
+        elif body.files:
+            source, prompting, adapters = await _blob(next(iter(body.files.values()))), Prompting(), {}
+        else:
+            raise Refused(400, "invalid_request", "neither 'from' or 'files' was specified", param="from")
+        adapters |= {file: await _blob(digest) for file, digest in body.adapters.items()}
+        licenses = [body.license] if isinstance(body.license, str) else body.license
         try:
-            keys = file_keys(entry.source)
+            parameters = {**prompting.parameters, **body.parameters}
+            sampling, _ = sampling_of(parameters)
+        except ValidationError as error:
+            field, sentence = first_fault(error)
+            raise Refused(400, "invalid_request", f"parameters: {sentence}", param=field) from error
+        made = Prompting(
+            system=prompting.system if body.system is None else body.system,
+            template=prompting.template if body.template is None else _template(body.template),
+            messages=tuple(m.plain() for m in body.messages) or prompting.messages,
+            adapter=next(iter(adapters), None),
+            parameters=parameters,
+            sampling=sampling,
+            license="\n".join(filter(None, licenses)) or prompting.license,
+        )
+        return Name(name, source, made, adapters, now())
+
+    async def _blob(digest: str) -> str:
+        """The file with this digest."""
+        found = _DIGEST.fullmatch(digest)
+        if found is None:
+            raise Refused(400, "invalid_request", f"invalid digest {digest[:80]!r}, wanted sha256: and 64 digits")
+        path = folder / f"sha256-{found[1]}"
+        if path.is_file():
+            return str(path)
+        entries = [entry for _, entry in models.listed()]
+        for entry, known_digest in zip(entries, await describer.digest(entries), strict=True):
+            if known_digest == found[1]:
+                return entry.source
+        raise Refused(404, "not_found", f"there is no file with the digest {digest}: send it to /api/blobs/{digest} first")
+
+    @router.get("/api/blobs/{digest}", include_in_schema=False)
+    async def has_blob(digest: str) -> Response:
+        """Whether a file with this digest is here."""
+        await _blob(digest)
+        return Response()
+
+    @router.post("/api/blobs/{digest}", status_code=201)
+    async def put_blob(request: Request, digest: str) -> Response:
+        """Takes a file, for a model to be created of it."""
+        with contextlib.suppress(Refused):
+            await _blob(digest)
+            return Response(status_code=200)
+        found = _DIGEST.fullmatch(digest)
+        if found is None:
+            raise Refused(400, "invalid_request", f"invalid digest {digest[:80]!r}, wanted sha256: and 64 digits")
+        await _store(request, folder / f"sha256-{found[1]}", found[1])
+        return Response(status_code=201)
+
+    @router.post("/api/pull", **body_of(OllamaPull))
+    async def pull(request: Request) -> Response:
+        """Has a model that is here already, or gets one from the Hugging Face hub."""
+        body, headers = await read_body(request, OllamaPull, dispatcher)
+        name = body.named()
+        if not models.has(name):
+            source = _HUB.sub("hf://", name, count=1) if _HUB.match(name) else await asyncio.to_thread(_in_store, name)
+            if source is None:
+                raise Refused(
+                    400,
+                    "not_found",
+                    f"pull model manifest: {tagged(name)!r} is not to be had: Ollama's registry is not read here. Pull it"
+                    " with ollama, or name one of the Hugging Face hub, such as hf.co/owner/repo:Q4_K_M",
+                )
+            if source.startswith("hf://"):
+                return await _states(body.stream, headers, "pulling manifest", "success", work=_fetched(name, source))
+            models.made.add(Name(name.removesuffix(":latest"), source, created=now()))
+        return await _states(body.stream, headers, "pulling manifest", "success")
+
+    async def _fetched(name: str, source: str) -> None:
+        await asyncio.to_thread(download, source, progress=False)
+        models.made.add(Name(name.removesuffix(":latest"), source, created=now()))
+
+    @router.post("/api/push", **body_of(OllamaPull))
+    async def push(request: Request) -> Response:
+        """Nothing is sent anywhere."""
+        body, _ = await read_body(request, OllamaPull, dispatcher)
+        known(dispatcher, body.named(), f"model '{body.named()}' not found")
+        raise Refused(400, "unsupported", "models are not pushed from here: no registry is written to")
+
+    return router
+
+
+def _template(text: str) -> str | None:
+    if text.strip() in ("", GO_PLAIN):
+        return PLAIN if text.strip() else None
+    if is_go_template(text):
+        message = (
+            "template is one of Go, which is not understood here: leave it out for the file's own, or give one of Jinja"
+        )
+        raise Refused(400, "unsupported", message, param="template")
+    return text
+
+
+def _in_store(name: str) -> str | None:
+    """A model that Ollama has pulled on this machine, or that was downloaded."""
+    try:
+        return name if find(name).source in ("ollama", "hub") else None
+    except QuarrelError:
+        return None
+
+
+async def _states(stream: bool, headers: dict[str, str], *words: str, work: Awaitable[None] | None = None) -> Response:
+    """States of something that takes its time, a line each; the last one, which comes behind `work`, alone where no stream
+    is wanted."""
+    if not stream:
+        if work is not None:
+            await work
+        return JSONResponse({"status": words[-1]}, headers=headers)
+
+    async def lines() -> AsyncIterator[str]:
+        for word in words[:-1]:
+            yield line({"status": word})
+        try:
+            if work is not None:
+                await work
+            yield line({"status": words[-1]})
         except QuarrelError as error:
-            raise Refused(422, "model_unusable", str(error)) from error
-    finite = {k: v for k, v in keys.items() if not isinstance(v, float) or math.isfinite(v)}
-    if entry.loaded is not None:
-        finite["general.parameter_count"] = entry.loaded.llm.explain().parameters
-    template = finite.pop("tokenizer.chat_template", None) or ""
-    return {
-        **listed(entry),
-        "modelfile": f"FROM {entry.source}",
-        "parameters": "",
-        "template": template,
-        "model_info": finite,
-        "capabilities": ["embedding" if f"{finite.get('general.architecture')}.pooling_type" in finite else "completion"],
-    }
+            yield line({"error": str(error)})
+
+    return StreamingResponse(lines(), media_type="application/x-ndjson", headers=headers)
+
+
+async def _store(request: Request, path: Path, digest: str) -> None:
+    """A body as a file, once it is whole and has this digest."""
+    partial, made = path.with_suffix(f".{id(request)}"), hashlib.sha256()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("wb") as file:
+            async for piece in request.stream():
+                made.update(piece)
+                await asyncio.to_thread(file.write, piece)
+        if made.hexdigest() != digest:
+            raise Refused(400, "invalid_request", f"digest mismatch: the body's is sha256:{made.hexdigest()}")
+        partial.replace(path)
+    except OSError as error:
+        raise Refused(507, "no_space", f"the file cannot be stored: {error.strerror or error}") from error
+    finally:
+        partial.unlink(missing_ok=True)

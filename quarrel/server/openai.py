@@ -30,6 +30,7 @@ from quarrel.server.lines import DONE, SSE, event
 from quarrel.server.logprobs import LogprobLists, chat_logprob, joined
 from quarrel.server.schemas import ChatBody, CompletionBody, EmbeddingsBody, OpenAIBody
 from quarrel.server.tools import cut_call, functions_of, split_calls
+from quarrel.server.variants import chat_template
 
 Json = dict[str, Any]
 
@@ -41,13 +42,13 @@ def routes(dispatcher: Dispatcher) -> APIRouter:
     @router.get("/models")
     async def list_models() -> Json:
         """Every model on offer, loaded or not."""
-        return {"object": "list", "data": [_model(e.name, e.created) for e in dispatcher.models.entries()]}
+        return {"object": "list", "data": [_model(n.name, n.created) for n, _ in dispatcher.models.listed()]}
 
     @router.get("/models/{name:path}")
     async def one_model(name: str) -> Json:
         """One model."""
-        entry = dispatcher.models.entry(name)
-        return _model(entry.name, entry.created)
+        made, _ = dispatcher.models.named(name)
+        return _model(made.name, made.created)
 
     @router.post("/chat/completions", **body_of(ChatBody))
     async def chat(request: Request) -> Response:
@@ -59,7 +60,7 @@ def routes(dispatcher: Dispatcher) -> APIRouter:
         options, structure = body.sampling(), body.structure()
 
         def prepare(llm: Model, service: Service) -> Sequence[Any]:
-            template, more = dispatcher.settings.chat_template, body.chat_template_kwargs
+            template, more = chat_template(llm, dispatcher.settings.chat_template), body.chat_template_kwargs
             return [
                 llm.prepare(
                     messages=messages,

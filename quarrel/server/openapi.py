@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from quarrel.server.errors import Refused, openai_body, plain_body
+from quarrel.server.errors import Refused, is_ollama, openai_body, plain_body
 
 Json = dict[str, Any]
 METHODS = frozenset({"get", "post", "delete", "put", "patch"})
@@ -43,7 +43,7 @@ def document(api: FastAPI) -> Json:
         made["security"] = [{"key": []}, {}]
         for path, item in made["paths"].items():
             for method in METHODS & set(item):
-                _complete(path, item[method], parts)
+                _complete(path, item[method], parts, ollama="/api/tags" in made["paths"])
         api.openapi_schema = made
     return api.openapi_schema
 
@@ -71,14 +71,17 @@ def methods_of(api: FastAPI, path: str) -> list[str]:
     return sorted(found)
 
 
-def _complete(path: str, operation: Json, parts: Json) -> None:
+def _complete(path: str, operation: Json, parts: Json, *, ollama: bool) -> None:
     for content in operation.get("requestBody", {}).get("content", {}).values():
         # What a body is made of stands beside it; references lead to the document's own list.
         parts.update(content["schema"].pop("$defs", {}))
     answers: Json = operation["responses"]
     answers.pop("422", None)
     kind = "OpenAIError" if path.startswith("/v1") else "PlainError"
-    body = {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind}"}}}
+    schema: Json = {"$ref": f"#/components/schemas/{kind}"}
+    if ollama and is_ollama(path):
+        schema = {"anyOf": [_error(_WORD), schema]} if path == "/api/generate" else _error(_WORD)
+    body = {"application/json": {"schema": schema}}
     after = {"Retry-After": {"schema": {"type": "integer"}, "description": "seconds, with 429 and 503"}}
     answers["4XX"] = {"description": "Refused: the body says why", "content": body, "headers": after}
     answers["5XX"] = {"description": "Not possible now", "content": body, "headers": after}

@@ -21,6 +21,7 @@ from quarrel.server.lines import SSE, event
 from quarrel.server.messages import Part, joined
 from quarrel.server.schemas import Samplers
 from quarrel.server.tools import Call, cut_call, required_call, split_calls
+from quarrel.server.variants import chat_template
 
 Json = dict[str, Any]
 PARTS = ("input_text", "output_text", "text")
@@ -131,9 +132,9 @@ def routes(dispatcher: Dispatcher) -> APIRouter:
         """An answer to a text or a conversation."""
         body, headers = await read_body(request, ResponsesBody, dispatcher)
         options, structure, messages, tools = body.sampling(), body.structure(), body.messages(), body.functions()
-        template = dispatcher.settings.chat_template
 
         def prepare(llm: Model, service: Service) -> Sequence[Any]:
+            template = chat_template(llm, dispatcher.settings.chat_template)
             more = {"structure": structure, "adapter": body.adapter}
             return [
                 llm.prepare(messages=messages, tools=tools or None, template=template, service=service, **more, **options)  # type: ignore[arg-type]

@@ -21,6 +21,7 @@ from quarrel.server.lines import SSE, event, line
 from quarrel.server.metrics import TEXT, Metrics
 from quarrel.server.models import Entry
 from quarrel.server.schemas import DetokenizeBody, GenerateBody, TokenizeBody
+from quarrel.server.variants import chat_template
 
 Json = dict[str, Any]
 
@@ -40,7 +41,7 @@ def prepare_of(
             llm.prepare(
                 body.prompt if turns is None else None,
                 messages=turns,
-                template=template,
+                template=chat_template(llm, template),
                 service=service,
                 adapter=body.adapter,
                 structure=structure,
@@ -136,22 +137,12 @@ def routes(dispatcher: Dispatcher, metrics: Metrics) -> APIRouter:
         """Unloads a model once its requests have ended."""
         return describe_model(await dispatcher.models.unload(name), dispatcher.settings.chat_template)
 
-    async def generate(request: Request) -> Response:
-        """The continuation of a prompt; with `stream`, as lines of JSON."""
-        body, headers = await read_body(request, GenerateBody, dispatcher)
-        if body.stream:
-            return await _stream(dispatcher, request, body, headers, line, "application/x-ndjson")
-        began = time.perf_counter()
-
-        def whole(generation: Generation, found: list[Result]) -> Json:
-            (result,) = found
-            return summary(result, generation, time.perf_counter() - began)
-
-        admission = _admission(dispatcher, request, body, stream=False)
-        return await answer_whole(request, admission, dispatcher.settings.timeout, whole, headers)
-
     if not dispatcher.settings.ollama:  # which has a route of this name
-        router.post("/api/generate", **body_of(GenerateBody))(generate)
+
+        @router.post("/api/generate", **body_of(GenerateBody))
+        async def generate(request: Request) -> Response:
+            """The continuation of a prompt; with `stream`, as lines of JSON."""
+            return await answer_generate(dispatcher, request, *await read_body(request, GenerateBody, dispatcher))
 
     @router.post("/api/stream", **body_of(GenerateBody))
     async def stream(request: Request) -> Response:
@@ -176,6 +167,22 @@ def routes(dispatcher: Dispatcher, metrics: Metrics) -> APIRouter:
         return JSONResponse({"model": name, "text": text}, headers=headers)
 
     return router
+
+
+async def answer_generate(
+    dispatcher: Dispatcher, request: Request, body: GenerateBody, headers: dict[str, str]
+) -> Response:
+    """Of `/api/generate`."""
+    if body.stream:
+        return await _stream(dispatcher, request, body, headers, line, "application/x-ndjson")
+    began = time.perf_counter()
+
+    def whole(generation: Generation, found: list[Result]) -> Json:
+        (result,) = found
+        return summary(result, generation, time.perf_counter() - began)
+
+    admission = _admission(dispatcher, request, body, stream=False)
+    return await answer_whole(request, admission, dispatcher.settings.timeout, whole, headers)
 
 
 def prefers_text(accept: str) -> bool:

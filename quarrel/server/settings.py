@@ -50,9 +50,10 @@ class Settings:
     """Serve without keys on an address that other machines reach."""
     strict_api: bool = False
     """Refuse fields that are not understood, instead of reporting them in a header."""
-    ollama: bool = False
+    ollama: bool = True
+    """Serve Ollama's protocol too."""
     llama: bool = False
-    """Speak llama-server's protocol, in the place of routes and errors that are called alike."""
+    """Speak llama-server's protocol, in the place of routes and errors that are called alike, and of Ollama's."""
     adapter: str | None = None
     """In that protocol: the adapter of requests, which name none there."""
     sampling: Sampling | None = field(default=None, hash=False)
@@ -81,6 +82,10 @@ class Settings:
     lookup: int = 0
     """Tokens that are guessed at once from the text, and at most by a draft model (`quarrel.Service`)."""
     draft_max: int = 8
+
+    def __post_init__(self) -> None:
+        if self.llama:
+            object.__setattr__(self, "ollama", False)
 
     @property
     def loopback(self) -> bool:
