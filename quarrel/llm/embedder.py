@@ -20,6 +20,7 @@ from quarrel.llm.embeddings import POOLINGS, Chunking, Embeddings, EmbedOptions,
 from quarrel.llm.loaded import Loaded
 from quarrel.llm.pooling import PackedRun, Piece, Run, pieces_of
 from quarrel.models import EncoderSpec, ModelSpec
+from quarrel.ops.activation import activate
 
 Array = npt.NDArray[Any]
 Text = str | Sequence[int]
@@ -30,10 +31,19 @@ KINDS = (None, *POOLINGS)
 
 @dataclass(frozen=True)
 class Head:
-    """A reranker's classifier on the pooled row: scores = output(tanh(dense x)), either of which a file may leave out."""
+    """A reranker's classifier on the pooled row: scores = output(norm(f(dense x))), each of which a file may leave out.
+
+    f is tanh, or GELU in ModernBERT, whose rows are means; the norm has gains and this eps. Qwen 3, read at its last
+    token, has the logits of "yes" and "no" and makes shares of them.
+    """
 
     dense: tuple[Array, Array] | None
     output: tuple[Array, Array] | None
+    norm: Array | None = None
+    eps: float = 0.0
+    pooling: Pooling = "cls"
+    gelu: bool = False
+    shares: bool = False
 
     @property
     def width(self) -> int | None:
@@ -42,10 +52,17 @@ class Head:
 
     def __call__(self, rows: Array) -> Array:
         if self.dense is not None:
-            rows = np.tanh(rows @ self.dense[0].T + self.dense[1])
+            rows = rows @ self.dense[0].T + self.dense[1]
+            rows = activate("gelu_erf", rows) if self.gelu else np.tanh(rows)
+            if self.norm is not None:
+                rows = rows - rows.mean(1, keepdims=True)
+                rows = rows / np.sqrt((rows * rows).mean(1, keepdims=True) + self.eps) * self.norm
         if self.output is not None:
             rows = rows @ self.output[0].T + self.output[1]
-        return rows
+        if self.shares:
+            rows = np.exp(rows - rows.max(1, keepdims=True))
+            rows = rows / rows.sum(1, keepdims=True)
+        return rows.astype(np.float32)
 
 
 class Embedder:
@@ -55,7 +72,7 @@ class Embedder:
         self._loop, self._spec, self._tokenizer = model.loop, model.spec, model.tokenizer
         self._n_ctx, self._step_tokens = model.explanation.n_ctx, model.explanation.plan.limits.max_tokens
         self.pooling = _pooling(model.file, model.spec)
-        self._head = _head(model.file, model.spec.n_embd) if self.pooling == "rank" else None
+        self._head = _head(model.file, model.spec) if self.pooling == "rank" else None
 
     @property
     def dim(self) -> int:
@@ -79,6 +96,7 @@ class Embedder:
         """Checks the options. A decoder's texts are tokenized before anything runs, an encoder's meanwhile."""
         pooling = self._pooling_of(options.pooling)
         head = self._head if pooling == "rank" else None
+        read = pooling if head is None else head.pooling
         width = (head and head.width) or self._spec.n_embd
         _check_dimensions(options.dimensions, width)
         self._check_chunk(options.chunk)
@@ -99,9 +117,9 @@ class Embedder:
         finish = _Finish(head, bool(options.normalize) and pooling != "rank", options.dimensions, centred)
         run: Run | PackedRun
         if isinstance(self._spec, EncoderSpec):
-            run = PackedRun(self._loop, tokenized(), self._spec.n_embd, pooling, finish, self._step_tokens)
+            run = PackedRun(self._loop, tokenized(), self._spec.n_embd, read, finish, self._step_tokens)
         else:
-            run = Run(self._loop, [piece for piece, _ in tokenized()], self._spec.n_embd, pooling, finish)
+            run = Run(self._loop, [piece for piece, _ in tokenized()], self._spec.n_embd, read, finish)
         return _Job(run, owners, lengths, pooling, finish.normalize, prefix, width)
 
     def prefixed(self, prefix: str | None) -> str:
@@ -186,7 +204,10 @@ def _pooling(file: GGUFFile, spec: ModelSpec | EncoderSpec) -> Pooling | None:
     return KINDS[kind]
 
 
-def _head(file: GGUFFile, n_embd: int) -> Head:
+def _head(file: GGUFFile, spec: ModelSpec | EncoderSpec) -> Head:
+    modern = spec.architecture == "modern-bert"
+    norm = np.asarray(file.array("cls.norm.weight"), np.float32) if "cls.norm.weight" in file.tensors else None
+
     def layer(name: str) -> tuple[Array, Array] | None:
         if f"{name}.weight" not in file.tensors:
             return None
@@ -196,8 +217,16 @@ def _head(file: GGUFFile, n_embd: int) -> Head:
             len(weight), np.float32
         )
 
-    head = Head(layer("cls"), layer("cls.output"))
-    width = n_embd
+    head = Head(
+        layer("cls"),
+        layer("cls.output"),
+        norm,
+        spec.norm_eps,
+        pooling="mean" if modern else "cls" if isinstance(spec, EncoderSpec) else "last",
+        gelu=modern,
+        shares=spec.architecture in ("qwen3", "qwen3vl"),
+    )
+    width = spec.n_embd
     for name, part in (("cls", head.dense), ("cls.output", head.output)):
         if part is not None:
             if part[0].ndim != 2 or part[0].shape[1] != width or part[1].shape != (len(part[0]),):
@@ -205,6 +234,8 @@ def _head(file: GGUFFile, n_embd: int) -> Head:
                     f"the tensor {name}.weight is {list(part[0].shape)}, wanted rows of {width}: inconsistent file"
                 )
             width = len(part[0])
+            if name == "cls" and norm is not None and norm.shape != (width,):
+                raise ModelError(f"the tensor cls.norm.weight is {list(norm.shape)}, wanted [{width}]: inconsistent file")
     if head.width is None:
         raise ModelError(
             "the file asks for rank pooling and has neither cls.weight nor cls.output.weight: convert it again"

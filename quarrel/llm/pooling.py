@@ -72,7 +72,7 @@ class _Pool(Deliver):
         self._sum: Array | None = None
 
     def rows(self, start: int, rows: Array) -> None:
-        if self._pooling in ("cls", "rank"):
+        if self._pooling == "cls":
             if start == 0:
                 self._out[:] = rows[0]
         elif self._pooling == "last":

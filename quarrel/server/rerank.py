@@ -9,7 +9,6 @@ from fastapi import APIRouter, Request
 from pydantic import Field, StrictBool, StrictInt, StrictStr
 from starlette.responses import JSONResponse, Response
 
-from quarrel.llm import Model
 from quarrel.server.body import body_of, read_body
 from quarrel.server.dispatch import Dispatcher, cancel_on_disconnect
 from quarrel.server.fields import Body, Text
@@ -42,7 +41,7 @@ def routes(dispatcher: Dispatcher) -> APIRouter:
         body, headers = await read_body(request, RerankBody, dispatcher)
         texts = body.texts()
         async with dispatcher.models.use(body.model) as (name, llm):
-            pairs = await asyncio.to_thread(paired, llm, body.query, texts)
+            pairs = await asyncio.to_thread(lambda: [llm.tokenizer.encode_pair(body.query, text) for text in texts])
             made = await cancel_on_disconnect(
                 request, dispatcher.embed(request.state.caller, llm, pairs, None, pooling="rank")
             )
@@ -55,21 +54,3 @@ def routes(dispatcher: Dispatcher) -> APIRouter:
         return JSONResponse({"object": "list", "model": name, "results": rows, "usage": usage}, headers=headers)
 
     return router
-
-
-def paired(llm: Model, query: str, documents: list[str]) -> list[list[int]]:
-    """The query with each document, as such models are trained on them.
-
-    That is `[CLS] query [SEP] document [SEP]`, or `<s> query </s></s> document </s>`.
-    """
-    tokenizer = llm.tokenizer
-    first = tokenizer.encode(query)
-
-    def pair(second: list[int]) -> list[int]:
-        if tokenizer.model == "bert":
-            return [*first, *second[1:]]
-        if tokenizer.eos_id is not None and second[:1] == [tokenizer.bos_id]:
-            second = [tokenizer.eos_id, *second[1:]]
-        return [*first, *second]
-
-    return [pair(tokenizer.encode(document)) for document in documents]

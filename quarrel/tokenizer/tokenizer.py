@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, SupportsIndex
@@ -81,6 +82,26 @@ class Tokenizer:
         trust = Trust.TEMPLATE if parse_special else Trust.REPLY
         ids = self._encode([(checked_text(text), trust)])
         return self._with_special(ids) if add_special else ids
+
+    def encode_pair(self, query: str, document: str) -> list[int]:
+        """The ids of a question and a text that may answer it, as rerankers are trained on them.
+
+        By the file's template "rerank" with {query} and {document} in it, where it has one, as Qwen3-Reranker's; else
+        `[CLS] query [SEP] document [SEP]`, or `<s> query </s></s> document </s>`. No control tokens come out of either
+        text. Raises RequestError for a text that is not valid Unicode.
+        """
+        template = self._templates.named.get("rerank")
+        if template is not None:
+            texts = {"{query}": checked_text(query), "{document}": checked_text(document)}
+            parts = re.split(r"(\{query\}|\{document\})", template)
+            spans = [(texts[p], Trust.CONTENT) if p in texts else (p, Trust.TEMPLATE) for p in parts if p]
+            return self._encode(spans, template)
+        first, second = self.encode(query), self.encode(document)
+        if self.model == "bert" or second[:1] == [self.bos_id]:
+            between = self.eos_id if self.sep_id is None else self.sep_id
+            doubled = self.model != "bert" and self._vocabulary.add_sep and between is not None
+            second = [between, *second[1:]] if doubled and between is not None else second[1:]
+        return [*first, *second]
 
     def decode(self, ids: Iterable[SupportsIndex], skip_special: bool = True) -> str:
         """The text of ids, without control tokens unless `skip_special` is off; what is not UTF-8 becomes U+FFFD.

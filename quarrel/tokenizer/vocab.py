@@ -87,6 +87,8 @@ class Vocabulary:
     stops: frozenset[int]
     add_bos: bool
     add_eos: bool
+    add_sep: bool
+    """Between two texts that are judged together, behind the end of the first."""
     add_space_prefix: bool
     remove_extra_whitespaces: bool
     lowercase: bool
@@ -141,6 +143,7 @@ def read_vocabulary(metadata: Metadata) -> Vocabulary:
         stops=stop_ids(ids, [special[name] for name in ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")]),
         add_bos=add_bos,
         add_eos=add_eos,
+        add_sep=metadata.bool("tokenizer.ggml.add_sep_token", model == "t5"),
         add_space_prefix=metadata.bool("tokenizer.ggml.add_space_prefix", defaults.add_space_prefix),
         remove_extra_whitespaces=metadata.bool("tokenizer.ggml.remove_extra_whitespaces", False),
         lowercase=lowercase,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import shutil
 import threading
 from collections.abc import Iterator
@@ -189,6 +190,85 @@ def test_a_reranker_gives_scores_of_its_head(tmp_path: Path, heads: dict[str, np
     for bad, said in (({}, "neither cls.weight nor"), ({"cls.weight": heads["dense"][:3, :3].copy()}, "wanted rows of")):
         with pytest.raises(ModelError, match=said):
             quarrel.load(with_keys(source, tmp_path / "bad.gguf", {"bert.pooling_type": 4}, bad), backend="cpu")
+
+
+def test_bge_m3_s_reranker_reads_the_first_token(tmp_path: Path, heads: dict[str, np.ndarray]) -> None:
+    """score = out(tanh(dense h + b)) + b, of the hidden state that transformers has there."""
+    folder = need_cases("xlm_roberta")
+    ids, row = np.load(folder / "tokens.npy").reshape(-1), np.load(folder / "hidden_hf.npy")[0]
+    n = len(row)
+    names = {"cls.weight": "dense", "cls.bias": "bias", "cls.output.weight": "out", "cls.output.bias": "out_bias"}
+    head = heads | {"dense": heads["dense"][:n, :n] / 14, "bias": heads["bias"][:n], "out": heads["out"][:, :n]}
+    tensors = {name: np.ascontiguousarray(head[of]) for name, of in names.items()}
+    path = with_keys(folder / "model-q4_0x.gguf", tmp_path / "bge.gguf", {"bert.pooling_type": 4}, tensors)
+    with quarrel.load(path, backend="cpu", compute="float32") as llm:
+        inner = np.tanh(head["dense"] @ row + head["bias"])
+        made = llm.embed([ids.tolist()])
+        assert (made.pooling, made.vectors.shape) == ("rank", (1, 1))
+        assert made.vectors[0] == pytest.approx(head["out"] @ inner + head["out_bias"], rel=1e-3, abs=1e-3)
+        pair = llm.tokenizer.encode_pair("a b", "c")
+        q, d = llm.tokenizer.encode("a b"), llm.tokenizer.encode("c")
+        assert pair == [*q, llm.tokenizer.eos_id, *d[1:]]  # <s> q </s></s> d </s>
+
+
+RERANK = "<|im_start|>system\nJudge.<|im_end|>\n<Query>: {query}\n<Document>: {document}<|im_end|>\n"
+
+
+def test_qwen3_s_reranker_says_how_likely_yes_is(tmp_path: Path, heads: dict[str, np.ndarray]) -> None:
+    source = need_cases("qwen3", "model-q4_0x.gguf")
+    with quarrel.load(source, backend="cpu", compute="float32") as plain:
+        n, tokenizer = plain.spec.n_embd, plain.tokenizer
+        row = plain.token_embeddings("which of them")[-1]
+    out = np.ascontiguousarray(heads["dense"][:2, :n] / 16)
+    keys: dict[str, object] = {"qwen3.pooling_type": 4, "tokenizer.chat_template.rerank": RERANK}
+    path = with_keys(source, tmp_path / "r.gguf", keys, {"cls.output.weight": out})
+    with quarrel.load(path, backend="cpu", compute="float32") as llm:
+        logits = out @ row
+        made = llm.embed("which of them")
+        assert (made.pooling, made.normalized, made.vectors.shape) == ("rank", False, (1, 2))
+        assert made.vectors[0] == pytest.approx(np.exp(logits) / np.exp(logits).sum(), rel=1e-4)
+        written = RERANK.replace("{query}", "a {document}").replace("{document}<", "b c<")
+        ids = llm.tokenizer.encode_pair("a {document}", "b c")
+        assert ids == tokenizer.encode(written, add_special=False, parse_special=True)
+        # No text names a control token.
+        hostile = llm.tokenizer.encode_pair("a", "b<|im_end|>")
+        end = tokenizer.token_id("<|im_end|>")
+        assert hostile.count(end) == llm.tokenizer.encode_pair("a", "b").count(end)
+
+
+def test_qwen3_s_embedding_is_its_hidden_state_at_the_eos_that_is_added(tmp_path: Path) -> None:
+    source = need_cases("qwen3", "model-q4_0x.gguf")
+    keys: dict[str, object] = {"qwen3.pooling_type": 3, "tokenizer.ggml.add_eos_token": True}
+    with (
+        quarrel.load(source, backend="cpu", compute="float32") as plain,
+        quarrel.load(with_keys(source, tmp_path / "e.gguf", keys, {}), backend="cpu", compute="float32") as llm,
+    ):
+        ids = [*plain.tokenize("some words"), plain.tokenizer.eos_id]
+        row = plain.token_embeddings(ids)[-1]
+        made = llm.embed("some words")
+        assert (made.pooling, made.tokens.tolist()) == ("last", [len(ids)])
+        assert made.vectors[0] == pytest.approx(row / np.linalg.norm(row), abs=1e-5)
+
+
+def test_a_reranker_of_modernbert_reads_the_mean(tmp_path: Path, heads: dict[str, np.ndarray]) -> None:
+    folder = need_cases("modern_bert")
+    ids, row = np.load(folder / "tokens.npy").reshape(-1), np.load(folder / "hidden_hf.npy").mean(0)
+    n = len(row)
+    gain = 1 + heads["bias"][:n] / 8
+    dense, out = np.ascontiguousarray(heads["dense"][:n, :n] / 14), np.ascontiguousarray(heads["out"][:, :n])
+    tensors = {"cls.weight": dense, "cls.norm.weight": gain, "cls.output.weight": out}
+    source = folder / "model-q4_0x.gguf"
+    path = with_keys(source, tmp_path / "m.gguf", {"modern-bert.pooling_type": 4}, tensors)
+    with quarrel.load(path, backend="cpu", compute="float32") as llm:
+        x = dense @ row
+        x = x * 0.5 * (1 + np.array([math.erf(v / math.sqrt(2)) for v in x]))
+        inner = (x - x.mean()) / np.sqrt(x.var() + llm.spec.norm_eps) * gain
+        assert llm.embed([ids.tolist()]).vectors[0] == pytest.approx(out @ inner, rel=1e-3, abs=1e-3)
+        first, second = llm.tokenizer.encode("a b"), llm.tokenizer.encode("c")
+        assert llm.tokenizer.encode_pair("a b", "c") == [*first, *second[1:]]
+    bad = with_keys(source, tmp_path / "b.gguf", {"modern-bert.pooling_type": 4}, tensors | {"cls.norm.weight": gain[:3]})
+    with pytest.raises(ModelError, match=r"cls.norm.weight is \[3\], wanted"):
+        quarrel.load(bad, backend="cpu")
 
 
 def test_a_model_that_pools_nothing_asks_for_a_pooling(tmp_path: Path) -> None:

@@ -23,12 +23,12 @@ from tests.paths import CASE_SETS, need_cases
 CUTS = (1, 2, 9, 10, 15)
 FEW, FEW_CUTS = 25, (1, 9)
 """Tokens that a decoder of the second set is fed, and where they are cut; all of them with QUARREL_TEST_ALL=1."""
-FEWER, FEWER_CUTS = {"gemma3n": 9}, (8,)
+FEWER, FEWER_CUTS = {"gemma3n": 9, "gemma4": 9}, (8,)
 """Of models of very many launches, where that is enough to see each."""
 EVERYTHING = os.environ.get("QUARREL_TEST_ALL") == "1"
 SAME_ARCHITECTURE = (
     *("gptoss_trunc", "granite4micro", "granitehybrid_dense", "phi3_longrope", "qwen3_yarn"),
-    *("deepseek2", "deepseek2_lite", "gemma4", "gemma3_vl", "qwen35_vl", "xlm_roberta"),
+    *("deepseek2", "deepseek2_lite", "gemma3_vl", "qwen35_vl", "xlm_roberta"),
 )
 FIRST = {a: v for a, v in reversed(variants()) if a not in SAME_ARCHITECTURE}
 CASES = [(a, v) for a, v in variants() if EVERYTHING or FIRST.get(a) == v]

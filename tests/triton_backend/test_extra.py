@@ -290,7 +290,7 @@ def test_padding_a_decode_batch_changes_no_bit_and_no_state(backend: TritonBacke
     counts = batch_of(inputs.query_start, inputs.kv_len, 3)
     step._inputs.send(inputs, 4)
     step._run(replace(counts, T=4, S=4, R=4, items=4), "logits")
-    assert np.array_equal(step._read(step._outputs["logits"], 3), want)  # type: ignore[arg-type]
+    assert np.array_equal(step._read(step._outputs["logits"], {"R": 3}), want)  # type: ignore[arg-type]
     assert all(bool((s[:4] == a[:4]).all()) for s, a in zip(states, after, strict=True))
     step.close()
 
