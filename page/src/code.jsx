@@ -9,12 +9,20 @@ const nameOf = (language) => NAMES[language.toLowerCase()] ?? (language ? langua
 
 const draw = (nodes) => nodes.map((n, i) => (typeof n === "string" ? n : <span key={i} class={n.scope}>{draw(n.children)}</span>));
 
+// A block that grows is laid out a few lines at a time: what stands is not laid out again.
+const STEP = 40;
+function lines(text) {
+  const all = text.split("\n"), found = [];
+  for (let i = 0; i < all.length; i += STEP) found.push(<span key={i} class="lines">{all.slice(i, i + STEP).join("\n")}</span>);
+  return found;
+}
+
 export function Code({ text, language, open }) {
   const parts = useMemo(() => (open || text.length > 50000 ? null : highlight(text, language)), [text, language, open]);
   return (
     <div class="code">
       <div class="code-head"><span>{nameOf(language)}</span><CopyButton text={() => text} /></div>
-      <pre tabIndex={0}><code>{parts ? draw(parts) : text}</code></pre>
+      <pre tabIndex={0}><code>{parts ? draw(parts) : text.length > 4000 ? lines(text) : text}</code></pre>
     </div>
   );
 }

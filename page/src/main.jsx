@@ -57,7 +57,12 @@ function turn(step) {
 
 function keys(event) {
   const held = event.ctrlKey || event.metaKey, act = {
-    "ctrl+k": () => { state.side.value = true; requestAnimationFrame(() => document.getElementById("search").focus()); },
+    "ctrl+k": () => {
+      const look = () => document.getElementById("search").focus();
+      if (state.side.value) look();
+      else requestAnimationFrame(look); // once it can have the focus
+      state.side.value = true;
+    },
     "ctrl+shift+o": () => state.open(null).then(() => document.getElementById("input")?.focus()),
     "ctrl+shift+s": () => (state.side.value = !state.side.value), "ctrl+.": () => (state.panel.value = !state.panel.value),
     "ctrl+/": () => (state.dialog.value = state.dialog.value ? null : { kind: "help" }), "shift+escape": () => document.getElementById("input")?.focus(),

@@ -138,8 +138,8 @@ function Stats({ message }) {
 
 const Failure = ({ message }) => (
   <div class="failure" role="alert">
-    <Icon name="warn" /><p>{["no-connection"].includes(message.error) ? t(message.error) : message.error}</p>
-    {/context|n_ctx/i.test(message.error) && <button type="button" onClick={() => shorten("drop")}>{t("drop-oldest")}</button>}
+    <Icon name="warn" /><p>{["no-connection", "too-long"].includes(message.error) ? t(message.error) : message.error}</p>
+    {/context|too-long/i.test(message.error) && <button type="button" onClick={() => shorten("drop")}>{t("drop-oldest")}</button>}
     <button type="button" onClick={() => ask(message.parent)}>{t("again")}</button>
   </div>
 );
@@ -172,7 +172,7 @@ export const Message = memo(({ message: m, cut }) => {
   return (
     <article class="message assistant" aria-label={t("answer")} data-id={m.id}>
       {entry ? <Live entry={entry} /> : <Body message={m} />}
-      {!entry && <div class="actions">
+      {!entry && !m.running && <div class="actions">
         <CopyButton text={() => split(m.text).answer} /><IconButton icon="again" size={16} label={t("again")} disabled={busy} onClick={() => ask(m.parent)} /><Branches message={m} /><Stats message={m} />
       </div>}
     </article>

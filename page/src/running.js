@@ -1,5 +1,5 @@
 // Answers that are being written, of any conversation. The server keeps them when a page goes: they are found again by name.
-import { batch, signal } from "@preact/signals";
+import { batch, effect, signal } from "@preact/signals";
 import * as db from "./db.js";
 import { fresh } from "./dom.js";
 import { loadModels, modelRequest } from "./models.js";
@@ -11,12 +11,14 @@ import * as figures from "./figures.js";
 
 export const socket = new Socket(state.secret.value);
 const SAVE_EVERY = 1500;
+const LONGEST = 500000; // bytes of a message, of which the server takes 512 KiB
 
 // A running answer: `text` grows outside of any signal, and `seen` counts what is to be drawn, once a frame at most.
 function entryOf(message) {
   return { id: message.id, request: message.request, conversation: message.conversation, text: message.text ?? "", seen: signal(0), phase: signal("waiting"),
     began: performance.now(), first: 0, thought: 0, tokens: 0, cost: 0, queued: false, saved: performance.now(), found: false };
 }
+const asked = new Set(); // what this page asked for itself
 const byRequest = (id) => [...state.running.value.values()].find((r) => r.request === id);
 
 function track(entry) {
@@ -31,6 +33,7 @@ function untrack(entry) {
 // Asks for an answer to a message; it is a branch beside other answers to it.
 export async function ask(parent, more = {}) {
   const conversation = state.conversation.value, request = fresh();
+  asked.add(request);
   const message = await state.append({ parent, role: "assistant", request, running: 1, model: state.model.value?.name ?? "", ...more });
   const entry = entryOf(message);
   track(entry);
@@ -45,9 +48,10 @@ export async function ask(parent, more = {}) {
     const all = new Map((await db.all("messages", conversation.id)).map((m) => [m.id, m]));
     if (!state.running.value.has(entry.id)) return; // stopped meanwhile
     const payload = requestOf(state.conversations.value.get(conversation.id), all, parent, chosen);
-    entry.began = performance.now();
-    if (!socket.send("inference", { ...payload, model: chosen?.name ?? null, stream: true, keep: true, request_id: request }))
-      throw new Error("no-connection");
+    Object.assign(entry, { began: performance.now() }).phase.value = "waiting";
+    const message = { ...payload, model: chosen?.name ?? null, stream: true, keep: true, request_id: request };
+    if (new Blob([JSON.stringify(message)]).size > LONGEST) throw new Error("too-long");
+    if (!socket.send("inference", message)) throw new Error("no-connection");
   } catch (error) {
     await finish(entry, { error: error.message });
   }
@@ -105,8 +109,8 @@ function end(entry, row) {
 }
 
 // What a page before this one, or another tab, has running.
-export function follow(message) {
-  if (!message.running || state.running.value.has(message.id)) return;
+function follow(message) {
+  if (!message.running || asked.has(message.request) || state.running.value.has(message.id)) return;
   const entry = { ...entryOf(message), found: true };
   track(entry);
   socket.send("resume", { request_id: entry.request });
@@ -153,6 +157,4 @@ socket.addEventListener("metrics", ({ detail }) => {
   const known = state.server.value.models;
   if (detail.models.some((now) => known.find((m) => m.name === now.name)?.state !== now.state)) loadModels();
 });
-db.onChange(({ store, conversation }) => {
-  if (store === "messages" && conversation === state.opened.value) setTimeout(() => state.path.value.forEach(follow), 50);
-});
+effect(() => state.path.value.filter((m) => m.running).forEach((m) => queueMicrotask(() => follow(m))));

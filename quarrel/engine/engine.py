@@ -245,6 +245,8 @@ class Engine:
                     run -= self._settle(part, outputs, row, now, gaps)
             if outputs.stream is not None and part.sequence.drafts and not part.sequence.finished and not again:
                 self._observe(part, outputs.stream[token : token + run])
+            if not part.rows and not part.sequence.finished and not again:
+                part.sequence.ran(part.start + part.count)
             row, token = row + part.rows, token + part.count
         # Most have waited since the same step.
         for seconds, times in Counter(gaps).items():

@@ -105,6 +105,10 @@ class Generation(Sequence):
         if self._guide is not None:
             self._guide.allowed()
 
+    def ran(self, end: int) -> None:
+        if self._stream and self.request.service.progress and end < self.n_prompt:
+            self._sink(Chunk("", None, self.index, read=end))
+
     def draft(self, room: int) -> Tokens[int]:
         found = self._lookup.draft(self.tokens, room) if self._lookup is not None else ()
         self._looked_up = len(found) > 0

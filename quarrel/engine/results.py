@@ -86,7 +86,8 @@ class Chunk:
     """One drawn token and the text that became certain with it, or the end of a continuation (`result`).
 
     `text` may be empty while a character or a stop string is incomplete. `index` counts continuations from 0. Where
-    `prompt_logprobs` are wanted, they are a chunk of their own, before the others.
+    `prompt_logprobs` are wanted, they are a chunk of their own, before the others; and so is `read`, where progress is
+    wanted: how many tokens of the prompt have been read, once for each step that read a part of it.
     """
 
     text: str
@@ -95,3 +96,4 @@ class Chunk:
     logprob: TokenLogprob | None = None
     result: Result | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    read: int = 0

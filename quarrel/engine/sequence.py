@@ -142,6 +142,9 @@ class Sequence(ABC):
     def prepare(self) -> None:  # noqa: B027 (most have nothing to prepare)
         """Called while the step that draws its next token runs."""
 
+    def ran(self, end: int) -> None:  # noqa: B027 (most tell nobody)
+        """Called behind a step that ran tokens of it up to `end` and wanted no row."""
+
     def draft(self, room: int) -> Tokens[int]:
         """Up to `room` likely next tokens, to be verified in the step that draws the first of them."""
         return ()

@@ -30,6 +30,8 @@ class Service:
     """How many tokens may be drafted at once from earlier places of the text and verified in one step; 0 is off."""
     draft: int = 8
     """How many the draft model may propose at once, where there is one and the text itself gives no draft; 0 is off."""
+    progress: bool = False
+    """Chunks also say how much of a long prompt has been read (`Chunk.read`)."""
 
     def __post_init__(self) -> None:
         if self.priority not in get_args(Priority):
@@ -47,6 +49,8 @@ class Service:
                 f"cache_salt is a {type(self.cache_salt).__name__}, wanted a text of at most {MAX_SALT} letters",
                 "service.cache_salt",
             )
+        if not isinstance(self.progress, bool):
+            raise RequestError(f"progress is {self.progress!r}, wanted True or False", "service.progress")
         for name in ("speculate", "draft"):
             count = getattr(self, name)
             if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MAX_DRAFT:

@@ -14,7 +14,8 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, WebSocket
@@ -22,8 +23,9 @@ from pydantic import Field, StrictBool
 from starlette.responses import JSONResponse, Response
 from starlette.websockets import WebSocketDisconnect, WebSocketState
 
+from quarrel.engine import Request, Service
 from quarrel.errors import QuarrelError
-from quarrel.llm import Structure
+from quarrel.llm import Model, Structure
 from quarrel.server.answers import Answer, Answers
 from quarrel.server.body import IGNORED, ignored_fields, parse_body
 from quarrel.server.dispatch import Dispatcher, Generation, chunks
@@ -279,7 +281,11 @@ class Connection:
             state = {"state": "generating" if entry.loaded else "loading", "request_id": id}
             answer.say("status", {**state, **({"ignored": ignored[IGNORED]} if ignored else {})})
             template = self._dispatcher.settings.chat_template
-            prepare = prepare_of(body, template, structure=body.structure(), tools=body.tools)
+            made = prepare_of(body, template, structure=body.structure(), tools=body.tools)
+
+            def prepare(llm: Model, service: Service) -> Sequence[Request]:
+                return made(llm, replace(service, progress=True))
+
             admission = self._dispatcher.admit(self._caller, body.model, prepare, "/ws", priority_of(body))
             with self._dispatcher.traces.message("inference", id), self._using(entry.name):
                 async with admission as generation:
@@ -296,6 +302,10 @@ class Connection:
     async def _send(self, answer: Answer, body: SocketBody, generation: Generation) -> None:
         made, names = 0, [f["name"] for f in functions_of(body.tools)]
         async for chunk in chunks(generation, 0, self._dispatcher.settings.timeout):
+            if chunk.read:
+                prompt = {"read": chunk.read, "of": generation.prompt_tokens}
+                answer.say("status", {"state": "reading", "request_id": answer.id, **prompt})
+                continue
             made += chunk.token_id is not None
             row = {**token_message(chunk, generation, made), "request_id": answer.id}
             if chunk.result is not None and names:

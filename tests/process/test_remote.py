@@ -256,7 +256,7 @@ def test_values_come_over_as_they_are() -> None:
     made = typed(Stats, plain(stats))
     assert (made.steps, made.ends, made.step_seconds.counts) == (3, stats.ends, stats.step_seconds.counts)
     assert isinstance(made.step_seconds, Histogram)
-    for chunk in (Chunk("a"), Chunk("", 5, 2, TokenLogprob(5, -0.5, ((1, -1.0), (2, -2.0))))):
+    for chunk in (Chunk("a"), Chunk("", read=9), Chunk("", 5, 2, TokenLogprob(5, -0.5, ((1, -1.0), (2, -2.0))))):
         assert chunk_of(chunk_row(7, chunk)) == chunk
     with pytest.raises(TypeError, match="cannot travel between processes"):
         typed(object, {})

@@ -9,15 +9,18 @@ import os
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quarrel.engine import Chunk
+from quarrel.server import Keyring, Rates, Settings
 from quarrel.server import websocket as server_socket
 from quarrel.server.dispatch import Generation, chunks
-from tests.server.conftest import Live
+from quarrel.server.rest import prepare_of
+from tests.server.conftest import Live, running
 
 CHROMIUM = os.environ.get("QUARREL_CHROMIUM", "")
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -433,23 +436,176 @@ def test_axe_finds_nothing(page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     answered(page)
     page.wait_for_selector(".math.display .katex")
     page.click(".thoughts summary")
+    page.keyboard.press("Control+.")
+    page.click("summary:has-text('More samplers')")
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)
-        findings(f"an answer, {scheme}")
-        page.keyboard.press("Control+.")
-        page.click("summary:has-text('More samplers')")
-        findings(f"settings, {scheme}")
-        page.keyboard.press("Control+.")
-        page.keyboard.press("Control+/")
-        findings(f"help, {scheme}")
-        page.keyboard.press("Control+/")
-        page.click(".model")
-        findings(f"models, {scheme}")
-        page.keyboard.press("Escape")
+        findings(f"an answer and its settings, {scheme}")
+    page.keyboard.press("Control+.")
+    page.keyboard.press("Control+/")
+    findings("help")
+    page.keyboard.press("Control+/")
+    page.click(".model")
+    findings("models")
+    page.keyboard.press("Escape")
     page.set_viewport_size({"width": 380, "height": 740})
-    findings("phone")
     page.keyboard.press("Control+Shift+S")
     findings("phone, sidebar")
+
+
+def test_a_long_prompt_is_read_in_parts_that_are_told(page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    hold = asyncio.Event()
+
+    async def reading(generation: Generation, which: int, timeout: float) -> AsyncIterator[Chunk]:
+        yield Chunk("", read=2)
+        while not hold.is_set():
+            await asyncio.sleep(0.01)
+        async for chunk in chunks(generation, which, timeout):
+            yield chunk
+
+    monkeypatch.setattr(server_socket, "chunks", reading)
+    write(page, "Once upon a time")
+    page.wait_for_selector(".phase progress[value='2']")
+    assert "Reading 2 of" in page.inner_text(".phase")
+    hold.set()
+    answered(page)
+
+
+def test_a_key_is_asked_for_in_place(browser: Any, tmp_path: Path) -> None:
+    _, secret = Keyring(tmp_path).create("page")
+    with running(Settings(data_dir=tmp_path, rates=Rates(requests=0))) as locked:
+        page = browser.new_context().new_page()
+        page.goto(locked.url)
+        page.fill("dialog #set-key", "wrong")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("text=did not accept this key")
+        page.fill("dialog #set-key", secret)
+        page.keyboard.press("Enter")
+        page.wait_for_selector("[data-state=connected]", state="attached")
+        page.wait_for_selector("dialog", state="detached")
+        page.reload()
+        page.wait_for_selector("[data-state=connected]", state="attached")
+        page.context.close()
+
+
+def pdf(text: str) -> bytes:
+    """The smallest document that says this."""
+    stream = f"BT /F1 24 Tf 72 720 Td ({text}) Tj ET"
+    parts = ["<</Type/Catalog/Pages 2 0 R>>", "<</Type/Pages/Kids[3 0 R]/Count 1>>",
+        "<</Type/Page/Parent 2 0 R/MediaBox[0 0 612 792]/Contents 4 0 R/Resources<</Font<</F1 5 0 R>>>>>>",
+        f"<</Length {len(stream)}>>stream\n{stream}\nendstream", "<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>"]  # fmt: skip
+    return (
+        "%PDF-1.4\n" + "".join(f"{i} 0 obj{p}endobj\n" for i, p in enumerate(parts, 1)) + "trailer<</Root 1 0 R>>"
+    ).encode()
+
+
+def test_files_are_attached_and_shown(page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    says(monkeypatch, "read")
+    files = [("a.csv", b"x,y\n1,2"), ("b.pdf", pdf("A page of text")), ("c.bin", b"\x00\xff"), ("d.txt", b" ")]
+    for name, data in files:
+        page.set_input_files("#files", {"name": name, "mimeType": "", "buffer": data})
+        where = ".toast" if name in ("c.bin", "d.txt") else ".composer .files"
+        page.wait_for_selector(f"{where} >> text={name}")
+    assert page.locator(".composer .files li").count() == 2
+    page.click("[aria-label='Remove a.csv']")
+    page.keyboard.press("Escape")
+    page.focus("#input")
+    page.keyboard.press("Enter")
+    answered(page)
+    assert "14 characters" in page.inner_text(".message.user .files")
+    assert not [p for p in page.problems if "b.pdf" in p]
+
+
+@pytest.mark.parametrize(("code", "words"), [("de", "Neues Gespräch"), ("ja", "新しい会話"), ("zh", "新对话")])
+def test_the_page_speaks_other_languages(page: Any, code: str, words: str) -> None:
+    page.click("text=Settings")
+    page.click("[role=menuitem]:has-text('Language')")
+    page.select_option("#set-language", code)
+    page.wait_for_selector(f".new >> text={words}")
+    page.reload()
+    page.wait_for_selector(f".new >> text={words}")
+    assert page.evaluate("document.documentElement.lang") == code
+
+
+def test_a_tool_is_called_and_its_result_goes_back(page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    page.evaluate(
+        'localStorage.quarrelDefaults = JSON.stringify({options: {max_tokens: 1}, tools: \'[{"type":"function","function":{"name":"now"}}]\'})'
+    )
+    page.reload()
+    row = {"name": "now", "arguments": {"zone": "UTC"}}
+
+    async def calls(generation: Generation, which: int, timeout: float) -> AsyncIterator[Chunk]:
+        end = [chunk async for chunk in chunks(generation, which, timeout)][-1]
+        assert end.result is not None
+        end.result = replace(end.result, text=f"<tool_call>{json.dumps(row)}</tool_call>")
+        yield end
+
+    monkeypatch.setattr(server_socket, "chunks", calls)
+    write(page, "what time is it?")
+    page.wait_for_selector(".call >> text=now")
+    says(monkeypatch, "It is noon.")
+    page.fill(".call textarea", "12:00")
+    page.click("text=Give the result")
+    page.wait_for_selector(".prose >> text=It is noon.")
+    page.click("summary:has-text('Result of now')")
+    page.wait_for_selector(".tool pre >> text=12:00")
+
+
+def test_the_context_is_shortened_and_says_so(page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for n in range(3):
+        says(monkeypatch, f"answer {n}")
+        write(page, f"question {n}")
+        page.wait_for_selector(f".prose >> text=answer {n}")
+        answered(page)
+    page.click(".meter")
+    page.click("[role=menuitem]:has-text('Leave out')")
+    page.wait_for_selector(".cut >> text=no longer sees")
+    sent: list[Any] = []
+    monkeypatch.setattr(server_socket, "prepare_of", lambda body, *a, **k: sent.append(body) or prepare_of(body, *a, **k))
+    write(page, "question 3")
+    page.wait_for_selector(".message.user >> text=question 3")
+    answered(page)
+    assert [m.content for m in sent[0].messages] == ["question 2", "answer 2"]
+    page.click(".cut button")
+    page.wait_for_selector(".cut", state="detached")
+
+
+def test_by_keyboard_alone(page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    says(monkeypatch, "first")
+    page.keyboard.type("hello")
+    page.keyboard.press("Enter")
+    answered(page)
+    page.keyboard.press("ArrowUp")
+    page.keyboard.type("!")
+    says(monkeypatch, "second")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".prose >> text=second")
+    answered(page)
+    page.keyboard.press("Control+Shift+O")
+    page.wait_for_selector(".greeting")
+    page.keyboard.press("Control+K")
+    page.keyboard.type("hello")
+    page.wait_for_selector(".list a")
+    page.keyboard.press("Tab")
+    page.keyboard.press("F2")
+    page.keyboard.type("named")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".list a:has-text('named')", state="attached")
+    page.keyboard.press("Control+/")
+    page.wait_for_selector("dialog .keys")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("dialog", state="detached")
+    page.keyboard.press("Shift+Escape")
+    assert page.evaluate("document.activeElement.id") == "input"
+
+
+def test_five_thousand_messages_are_not_all_drawn(page: Any) -> None:
+    imported(page, *(f"message {i}\n\nand **more** of it" for i in range(5000)))
+    page.wait_for_selector("text=message 4999")
+    assert page.locator(".message").count() < 100
+    page.evaluate("document.getElementById('scroll').scrollTop = 0")
+    page.wait_for_selector("text=message 0")
+    assert page.locator(".message").count() < 100
 
 
 def test_models_are_loaded_and_unloaded(page: Any, live: Live) -> None:

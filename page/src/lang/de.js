@@ -30,5 +30,5 @@ export default {
   "try-summarise": "Zusammenfassen", "try-summarise-text": "Fasse diesen Text in wenigen Sätzen zusammen:\n\n", "try-explain": "Erklären", "try-explain-text": "Erkläre einfach und Schritt für Schritt: ", "try-code": "Code schreiben", "try-code-text": "Schreibe eine kurze, gut benannte Funktion, die ", "try-translate": "Übersetzen", "try-translate-text": "Übersetze diesen Text ins Englische:\n\n",
   "story-1": "Once upon a time, there was a little fox who", "story-2": "One day, a girl found a key in the garden.", "story-3": "The old boat had not moved for years, until", "story-4": "Tom and his dog wanted to build a house.",
   "keys-send": "Nachricht senden", "keys-line": "Neue Zeile", "keys-stop": "Antwort anhalten; Menü verlassen", "keys-new": "Neues Gespräch", "keys-search": "Suchen", "keys-side": "Seitenleiste", "keys-settings": "Einstellungen dieses Gesprächs", "keys-edit": "Letzte Nachricht bearbeiten", "keys-branch": "Andere Fassungen der letzten Antwort", "keys-focus": "Nachrichtenfeld", "keys-help": "Diese Liste",
-  "shortened": "Die ältesten Wortwechsel werden ab jetzt weggelassen.", "too-short": "Es gibt nichts, was wegbleiben könnte.",
+  "too-long": "Dieses Gespräch ist zu lang zum Senden.", "shortened": "Die ältesten Wortwechsel werden ab jetzt weggelassen.", "too-short": "Es gibt nichts, was wegbleiben könnte.",
 };

@@ -30,5 +30,5 @@ export default {
   "try-summarise": "Summarise", "try-summarise-text": "Summarise this text in a few sentences:\n\n", "try-explain": "Explain", "try-explain-text": "Explain step by step and simply: ", "try-code": "Write code", "try-code-text": "Write a short, well-named function that ", "try-translate": "Translate", "try-translate-text": "Translate this text into English:\n\n",
   "story-1": "Once upon a time, there was a little fox who", "story-2": "One day, a girl found a key in the garden.", "story-3": "The old boat had not moved for years, until", "story-4": "Tom and his dog wanted to build a house.",
   "keys-send": "Send the message", "keys-line": "New line", "keys-stop": "Stop the answer; leave a menu", "keys-new": "New conversation", "keys-search": "Search", "keys-side": "Sidebar", "keys-settings": "Settings of this conversation", "keys-edit": "Edit the last message", "keys-branch": "Other versions of the last answer", "keys-focus": "Message box", "keys-help": "This list",
-  "shortened": "The oldest turns are left out from here on.", "too-short": "There is nothing to leave out.",
+  "too-long": "This conversation is too long to send.", "shortened": "The oldest turns are left out from here on.", "too-short": "There is nothing to leave out.",
 };

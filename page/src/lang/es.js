@@ -30,5 +30,5 @@ export default {
   "try-summarise": "Resumir", "try-summarise-text": "Resume este texto en pocas frases:\n\n", "try-explain": "Explicar", "try-explain-text": "Explica paso a paso y con sencillez: ", "try-code": "Escribir código", "try-code-text": "Escribe una función corta y bien nombrada que ", "try-translate": "Traducir", "try-translate-text": "Traduce este texto al inglés:\n\n",
   "story-1": "Once upon a time, there was a little fox who", "story-2": "One day, a girl found a key in the garden.", "story-3": "The old boat had not moved for years, until", "story-4": "Tom and his dog wanted to build a house.",
   "keys-send": "Enviar el mensaje", "keys-line": "Línea nueva", "keys-stop": "Detener la respuesta; salir de un menú", "keys-new": "Nueva conversación", "keys-search": "Buscar", "keys-side": "Barra lateral", "keys-settings": "Ajustes de esta conversación", "keys-edit": "Editar el último mensaje", "keys-branch": "Otras versiones de la última respuesta", "keys-focus": "Cuadro de mensaje", "keys-help": "Esta lista",
-  "shortened": "A partir de ahora se omiten los turnos más antiguos.", "too-short": "No hay nada que omitir.",
+  "too-long": "Esta conversación es demasiado larga para enviarla.", "shortened": "A partir de ahora se omiten los turnos más antiguos.", "too-short": "No hay nada que omitir.",
 };

@@ -30,5 +30,5 @@ export default {
   "try-summarise": "Résumer", "try-summarise-text": "Résume ce texte en quelques phrases :\n\n", "try-explain": "Expliquer", "try-explain-text": "Explique simplement et pas à pas : ", "try-code": "Écrire du code", "try-code-text": "Écris une fonction courte et bien nommée qui ", "try-translate": "Traduire", "try-translate-text": "Traduis ce texte en anglais :\n\n",
   "story-1": "Once upon a time, there was a little fox who", "story-2": "One day, a girl found a key in the garden.", "story-3": "The old boat had not moved for years, until", "story-4": "Tom and his dog wanted to build a house.",
   "keys-send": "Envoyer le message", "keys-line": "Nouvelle ligne", "keys-stop": "Arrêter la réponse ; quitter un menu", "keys-new": "Nouvelle conversation", "keys-search": "Chercher", "keys-side": "Barre latérale", "keys-settings": "Réglages de cette conversation", "keys-edit": "Modifier le dernier message", "keys-branch": "Autres versions de la dernière réponse", "keys-focus": "Zone de message", "keys-help": "Cette liste",
-  "shortened": "Les plus anciens échanges sont désormais omis.", "too-short": "Il n’y a rien à omettre.",
+  "too-long": "Cette conversation est trop longue pour être envoyée.", "shortened": "Les plus anciens échanges sont désormais omis.", "too-short": "Il n’y a rien à omettre.",
 };

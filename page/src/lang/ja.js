@@ -30,5 +30,5 @@ export default {
   "try-summarise": "要約", "try-summarise-text": "次の文章を数文で要約してください:\n\n", "try-explain": "説明", "try-explain-text": "次のことを順を追ってやさしく説明してください: ", "try-code": "コードを書く", "try-code-text": "次のことをする短くて名前の分かりやすい関数を書いてください: ", "try-translate": "翻訳", "try-translate-text": "次の文章を英語に翻訳してください:\n\n",
   "story-1": "Once upon a time, there was a little fox who", "story-2": "One day, a girl found a key in the garden.", "story-3": "The old boat had not moved for years, until", "story-4": "Tom and his dog wanted to build a house.",
   "keys-send": "メッセージを送信", "keys-line": "改行", "keys-stop": "回答を停止、メニューを閉じる", "keys-new": "新しい会話", "keys-search": "検索", "keys-side": "サイドバー", "keys-settings": "この会話の設定", "keys-edit": "最後のメッセージを編集", "keys-branch": "最後の回答の別の版", "keys-focus": "メッセージ欄", "keys-help": "この一覧",
-  "shortened": "今後、最も古いやり取りは省かれます。", "too-short": "省けるものがありません。",
+  "too-long": "この会話は長すぎて送信できません。", "shortened": "今後、最も古いやり取りは省かれます。", "too-short": "省けるものがありません。",
 };

@@ -30,5 +30,5 @@ export default {
   "try-summarise": "总结", "try-summarise-text": "用几句话总结这段文字：\n\n", "try-explain": "解释", "try-explain-text": "用简单的话一步步解释：", "try-code": "写代码", "try-code-text": "写一个简短、命名清楚的函数，它", "try-translate": "翻译", "try-translate-text": "把这段文字翻译成英文：\n\n",
   "story-1": "Once upon a time, there was a little fox who", "story-2": "One day, a girl found a key in the garden.", "story-3": "The old boat had not moved for years, until", "story-4": "Tom and his dog wanted to build a house.",
   "keys-send": "发送消息", "keys-line": "换行", "keys-stop": "停止回答；离开菜单", "keys-new": "新对话", "keys-search": "搜索", "keys-side": "侧边栏", "keys-settings": "此对话的设置", "keys-edit": "编辑最后一条消息", "keys-branch": "最后一个回答的其他版本", "keys-focus": "消息框", "keys-help": "此列表",
-  "shortened": "从现在起略去最早的几轮。", "too-short": "没有可以略去的内容。",
+  "too-long": "这个对话太长，无法发送。", "shortened": "从现在起略去最早的几轮。", "too-short": "没有可以略去的内容。",
 };
