@@ -183,7 +183,8 @@ def _serve(args: Arguments, llm: LLM, early: Early, template: str | None) -> int
         template = "chatml"  # as llama-server has it
     host, port = early.listener.getsockname()[:2]
     _say(f"main: model loaded\nmain: server is listening on http://{host}:{port}")
-    from quarrel.server import Rates, Settings, build, serve
+    from quarrel.server import Rates, Settings, serve
+    from quarrel.server.llama.app import build
     from quarrel.server.llama.bodies import CompletionBody
     from quarrel.server.settings import DATA_DIR
 
@@ -210,7 +211,7 @@ def _serve(args: Arguments, llm: LLM, early: Early, template: str | None) -> int
         adapter=_ADAPTER if args.loras else None,
         sampling=CompletionBody(**sampling).shared() if sampling else None,
     )
-    server = build(settings, lambda source: llm)
+    server = build(settings, llm)
     gc.enable()
     serve(server, settings, before=early)
     return 0

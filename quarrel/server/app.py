@@ -22,7 +22,6 @@ from quarrel.server.dispatch import Dispatcher
 from quarrel.server.errors import Refused, error_body, is_ollama, refused
 from quarrel.server.keys import Keyring
 from quarrel.server.limits import Limiter
-from quarrel.server.llama import routes as llama
 from quarrel.server.metrics import Metrics
 from quarrel.server.middleware import App, Middleware
 from quarrel.server.models import Load, ModelManager
@@ -65,8 +64,6 @@ def build(settings: Settings, load: Load, traces: Traces | None = None) -> Serve
             await models.close()
 
     api = FastAPI(title="Quarrel", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    if settings.llama:
-        api.include_router(llama.routes(dispatcher, metrics))
     if settings.ollama:  # first, as /api/generate then is Ollama's
         describer = Describer(settings.chat_template)
         api.include_router(ollama.routes(dispatcher, describer))

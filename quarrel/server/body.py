@@ -8,8 +8,8 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from fastapi import Request
 from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
 
 from quarrel.server.dispatch import Dispatcher
 from quarrel.server.errors import Refused

@@ -6,10 +6,10 @@ import base64
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from quarrel.engine import Chunk, Result, Service, TokenLogprob, Usage
@@ -32,11 +32,16 @@ from quarrel.server.schemas import ChatBody, CompletionBody, EmbeddingsBody, Ope
 from quarrel.server.tools import cut_call, functions_of, split_calls
 from quarrel.server.variants import chat_template
 
+if TYPE_CHECKING:
+    from fastapi import APIRouter
+
 Json = dict[str, Any]
 
 
 def routes(dispatcher: Dispatcher) -> APIRouter:
     """The /v1 routes."""
+    from fastapi import APIRouter  # only here: llama-server's routes share the rest, and start without it
+
     router = APIRouter(prefix="/v1")
 
     @router.get("/models")

@@ -19,11 +19,11 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from quarrel.errors import ConfigError
-from quarrel.server.app import Server
 from quarrel.server.connections import CountedWebSocket, protocol_for
+from quarrel.server.dispatch import Dispatcher
 from quarrel.server.listening import WAITING, bound
-from quarrel.server.metrics import TEXT
-from quarrel.server.middleware import Middleware
+from quarrel.server.metrics import TEXT, Metrics
+from quarrel.server.middleware import App, Middleware
 from quarrel.server.settings import Settings
 from quarrel.server.websocket import MAX_MESSAGE
 
@@ -31,6 +31,19 @@ BURST = 32
 """Connections that are taken before others have their turn: thousands at once would hold up every answer."""
 COLLECT_EVERY = 60.0
 log = logging.getLogger("quarrel.server")
+
+
+class Server(Protocol):
+    """An application and what stands behind it."""
+
+    @property
+    def app(self) -> App: ...
+
+    @property
+    def dispatcher(self) -> Dispatcher: ...
+
+    @property
+    def metrics(self) -> Metrics: ...
 
 
 class Before(Protocol):

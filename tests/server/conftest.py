@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -19,6 +20,7 @@ import quarrel.server
 from quarrel.llm import LLM
 from quarrel.server import Server, Settings, build
 from quarrel.server.listening import bound
+from quarrel.server.llama.app import build as llama_build
 from quarrel.server.run import _config, _Uvicorn
 from quarrel.server.traces import Traces
 
@@ -57,7 +59,7 @@ def load(source: str) -> LLM:
 @contextmanager
 def running(settings: Settings, load_model=load, traces: Traces | None = None) -> Iterator[Live]:  # type: ignore[no-untyped-def]
     """Starts a server on its own thread; it has ended when the block does."""
-    server = build(settings, load_model, traces)
+    server: Any = llama_build(settings, load_model("demo")) if settings.llama else build(settings, load_model, traces)
     listener = bound("127.0.0.1", 0, settings.idle_timeout)
     port = listener.getsockname()[1]
     uvicorn = _Uvicorn(_config(server.app, replace(settings, grace=2.0)), server)

@@ -7,26 +7,27 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from quarrel.engine import Chunk, Result, Service
 from quarrel.llm import Model
-from quarrel.server.body import body_of, read_body
+from quarrel.server.body import read_body
 from quarrel.server.dispatch import Dispatcher, Generation, answer_stream, answer_whole, bursts
 from quarrel.server.errors import Refused, llama_body
 from quarrel.server.lines import DONE, SSE
 from quarrel.server.lines import event as line
 from quarrel.server.llama.bodies import ChatBody
 from quarrel.server.llama.completion import biases, check_room, probability, service_of, timings
+from quarrel.server.llama.table import Routes
 from quarrel.server.openai import _Chat, _usage
 
 Json = dict[str, Any]
 
 
-def routes(dispatcher: Dispatcher) -> APIRouter:
+def routes(dispatcher: Dispatcher) -> Routes:
     """Chat."""
-    router = APIRouter()
+    router = Routes()
 
     async def chat(request: Request) -> Response:
         """The next message of a conversation."""
@@ -34,7 +35,7 @@ def routes(dispatcher: Dispatcher) -> APIRouter:
         return await _answer(dispatcher, request, body, headers)
 
     for path in ("/v1/chat/completions", "/chat/completions"):
-        router.post(path, **body_of(ChatBody))(chat)
+        router.post(path)(chat)
     return router
 
 

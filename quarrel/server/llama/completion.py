@@ -7,26 +7,27 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from quarrel.engine import Chunk, Result, Service, TokenLogprob
 from quarrel.errors import ContextOverflow
 from quarrel.llm import Model
-from quarrel.server.body import body_of, read_body
+from quarrel.server.body import read_body
 from quarrel.server.dispatch import Dispatcher, Generation, answer_stream, bursts, cancel_on_disconnect, results
 from quarrel.server.errors import Refused, llama_body
 from quarrel.server.lines import SSE, event
 from quarrel.server.llama.bodies import MOST_PROBS, CompletionBody, InfillBody
+from quarrel.server.llama.table import Routes
 from quarrel.server.logprobs import chat_logprob
 
 Json = dict[str, Any]
 STOPPED = {"length": "limit", "stop": "eos"}
 
 
-def routes(dispatcher: Dispatcher) -> APIRouter:
+def routes(dispatcher: Dispatcher) -> Routes:
     """Text in, text out."""
-    router = APIRouter()
+    router = Routes()
 
     async def complete(request: Request) -> Response:
         """The continuation of a text, of ids, or of both; of several, a list."""
@@ -34,9 +35,9 @@ def routes(dispatcher: Dispatcher) -> APIRouter:
         return await _answer(dispatcher, request, body, body.prompts(), headers)
 
     for path in ("/completion", "/completions"):
-        router.post(path, **body_of(CompletionBody))(complete)
+        router.post(path)(complete)
 
-    @router.post("/infill", **body_of(InfillBody))
+    @router.post("/infill")
     async def infill(request: Request) -> Response:
         """What lies between two texts, by a model that was made for that."""
         body, headers = await read_body(request, InfillBody, dispatcher)

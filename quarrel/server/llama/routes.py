@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from quarrel import __version__
 from quarrel.llm import Model
-from quarrel.server.body import body_of, read_body
+from quarrel.server.body import read_body
 from quarrel.server.dispatch import Dispatcher, cancel_on_disconnect
 from quarrel.server.errors import Refused
 from quarrel.server.llama import chat, completion
 from quarrel.server.llama.bodies import ChatBody, DetokenizeBody, EmbeddingBody, TokenizeBody
 from quarrel.server.llama.completion import prompt_ids, settings_of
+from quarrel.server.llama.table import Routes
 from quarrel.server.metrics import TEXT, Metrics
 from quarrel.server.openai import _vector
 
@@ -23,13 +24,19 @@ Json = dict[str, Any]
 BUILD = f"quarrel-{__version__}"
 
 
-def routes(dispatcher: Dispatcher, metrics: Metrics) -> APIRouter:
+def routes(dispatcher: Dispatcher, metrics: Metrics) -> Routes:
     """Included before all others, whose /metrics and /v1 routes it takes the place of."""
-    router = APIRouter()
-    router.include_router(completion.routes(dispatcher))
-    router.include_router(chat.routes(dispatcher))
+    router = Routes()
+    router.include(completion.routes(dispatcher))
+    router.include(chat.routes(dispatcher))
 
-    @router.post("/tokenize", **body_of(TokenizeBody))
+    @router.get("/health")
+    @router.get("/v1/health")
+    async def health(request: Request) -> Response:
+        """The model is there, as nothing listens here before."""
+        return JSONResponse({"status": "ok"})
+
+    @router.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         """The ids of a text; control tokens are found by their names unless `parse_special` is false."""
         body, headers = await read_body(request, TokenizeBody, dispatcher)
@@ -48,7 +55,7 @@ def routes(dispatcher: Dispatcher, metrics: Metrics) -> APIRouter:
             tokens = await asyncio.to_thread(work, llm)
         return JSONResponse({"tokens": tokens}, headers=headers)
 
-    @router.post("/detokenize", **body_of(DetokenizeBody))
+    @router.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         """The text of ids."""
         body, headers = await read_body(request, DetokenizeBody, dispatcher)
@@ -56,7 +63,7 @@ def routes(dispatcher: Dispatcher, metrics: Metrics) -> APIRouter:
             text = await asyncio.to_thread(_text, llm, body.tokens)
         return JSONResponse({"content": text}, headers=headers)
 
-    @router.post("/apply-template", **body_of(ChatBody))
+    @router.post("/apply-template")
     async def apply_template(request: Request) -> Response:
         """The prompt that messages become."""
         body, headers = await read_body(request, ChatBody, dispatcher)
@@ -88,9 +95,9 @@ def routes(dispatcher: Dispatcher, metrics: Metrics) -> APIRouter:
         return JSONResponse(rows, headers=headers)
 
     for path in ("/embedding", "/embeddings"):
-        router.post(path, **body_of(EmbeddingBody))(embedding)
+        router.post(path)(embedding)
 
-    @router.post("/v1/embeddings", **body_of(EmbeddingBody))
+    @router.post("/v1/embeddings")
     async def openai_embeddings(request: Request) -> Response:
         """The same in OpenAI's form."""
         body, headers = await read_body(request, EmbeddingBody, dispatcher)
@@ -107,20 +114,20 @@ def routes(dispatcher: Dispatcher, metrics: Metrics) -> APIRouter:
         return JSONResponse({"object": "list", "model": name, "data": rows, "usage": usage}, headers=headers)
 
     @router.get("/props")
-    async def props() -> Response:
+    async def props(request: Request) -> Response:
         """The model, its template, and what a request is answered with that says nothing."""
         async with dispatcher.models.use(None) as (name, llm):
             return JSONResponse(await asyncio.to_thread(_props, dispatcher, name, llm))
 
     @router.get("/slots")
-    async def slots() -> Response:
+    async def slots(request: Request) -> Response:
         """As many as requests run at once; those that do are counted, for sequences have no fixed places here."""
         async with dispatcher.models.use(None) as (_, llm):
             running, count = llm.activity().running, llm.explain().max_seqs
             return JSONResponse([_slot(i, i < running, llm.n_ctx) for i in range(count)])
 
     @router.get("/metrics")
-    async def figures() -> Response:
+    async def figures(request: Request) -> Response:
         """llama-server's names, and this server's own behind them."""
         async with dispatcher.models.use(None) as (_, llm):
             text = await asyncio.to_thread(_metrics, llm, metrics)

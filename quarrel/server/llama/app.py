@@ -1,0 +1,105 @@
+"""The application that a launcher waits for: llama-server's routes on Starlette; all others are made when one is asked for.
+
+FastAPI takes longer to import than a small model to load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+
+from quarrel.errors import QuarrelError
+from quarrel.llm import Model
+from quarrel.server.dispatch import Dispatcher
+from quarrel.server.errors import Refused, llama_body, refused
+from quarrel.server.keys import Keyring
+from quarrel.server.limits import Limiter
+from quarrel.server.llama.routes import routes
+from quarrel.server.metrics import Metrics
+from quarrel.server.middleware import App, Middleware, Receive, Scope, Send
+from quarrel.server.models import ModelManager
+from quarrel.server.settings import Settings
+from quarrel.server.traces import Traces
+
+log = logging.getLogger("quarrel.server")
+
+
+@dataclass(frozen=True)
+class LlamaServer:
+    """An application and what stands behind it. `app` is what an ASGI server runs."""
+
+    app: App
+    dispatcher: Dispatcher
+    metrics: Metrics
+
+
+def build(settings: Settings, llm: Model) -> LlamaServer:
+    """Of one model, which is loaded. It is closed when the application ends."""
+    keys = Keyring(settings.data_dir, settings.api_key)
+    settings.check(bool(keys.keys()))
+    limiter, traces = Limiter(settings.rates), Traces()
+    models = ModelManager(settings.models, None, lambda source: llm)
+    metrics = Metrics(models)
+    dispatcher = Dispatcher(models, settings, limiter, metrics, traces)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            await models.close()
+
+    api = Starlette(routes=routes(dispatcher, metrics).routes, lifespan=lifespan)
+    api.router.redirect_slashes = False
+    api.router.default = _Others(settings, llm)
+    _errors(api, metrics)
+    app = Middleware(api, settings, keys, limiter, metrics, traces, dispatcher.check_capacity)
+    return LlamaServer(app, dispatcher, metrics)
+
+
+class _Others:
+    """All other routes of the server, over the same model."""
+
+    def __init__(self, settings: Settings, llm: Model) -> None:
+        self._settings, self._llm = settings, llm
+        self._made: Any = None
+        self._making = asyncio.Lock()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._making:
+            if self._made is None:
+                self._made = await asyncio.to_thread(self._make)
+        await self._made(scope, receive, send)
+
+    def _make(self) -> App:
+        from quarrel.server.app import build
+
+        return build(self._settings, lambda source: self._llm).app
+
+
+def _errors(api: Starlette, metrics: Metrics) -> None:
+    async def answer(request: Request, error: Exception) -> Response:
+        if isinstance(error, QuarrelError):
+            refusal = refused(error)
+        elif isinstance(error, ClientDisconnect):
+            refusal = Refused(499, "client_disconnected", "the caller has gone before its body was here")
+        elif isinstance(error, HTTPException):
+            refusal = Refused(error.status_code, "invalid_request", str(error.detail))
+        else:
+            log.exception("%s failed", request.url.path, exc_info=error)
+            refusal = Refused(500, "internal", "the server failed at this request: its log says why")
+        metrics.errors.labels(refusal.code).inc()
+        more = dict(getattr(error, "headers", None) or {}) if isinstance(error, HTTPException) else {}
+        return JSONResponse(llama_body(refusal), refusal.status, headers={**refusal.headers(), **more})
+
+    for kind in (QuarrelError, ClientDisconnect, HTTPException, Exception):
+        api.add_exception_handler(kind, answer)
