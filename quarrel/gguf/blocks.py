@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import numpy as np
-from gguf import GGMLQuantizationType, quants
 
 from quarrel.errors import GGUFError
 from quarrel.gguf.formats import FORMATS, GGMLType
@@ -48,6 +47,8 @@ def _decoder(kind: GGMLType) -> Callable[[np.ndarray], np.ndarray]:
     if kind in _PLAIN:
         dtype = _PLAIN[kind]
         return lambda blocks: blocks.view(dtype).astype(np.float32)
+    from gguf import GGMLQuantizationType, quants  # only here, for it takes long
+
     foreign = GGMLQuantizationType(kind)
     return lambda blocks: quants.dequantize(blocks, foreign)
 

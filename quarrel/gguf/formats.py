@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from enum import IntEnum
 from types import MappingProxyType
 
-from gguf.constants import GGML_QUANT_SIZES, LlamaFileType
-
 from quarrel.errors import GGUFError
 
 MAX_DIMS = 4
@@ -84,16 +82,26 @@ class BlockFormat:
         return self.nbytes * 8 / self.elements
 
 
-def _formats() -> dict[GGMLType, BlockFormat]:
-    # What the gguf package lacks in some supported version, and Q8_1, whose two float16 it counts as floats.
-    own = {
-        GGMLType.Q8_1: (32, 36),
-        GGMLType.NVFP4: (64, 36),
-        GGMLType.Q1_0: (128, 18),
-        GGMLType.Q2_0: (64, 18),
+_BYTES: Mapping[int, str] = MappingProxyType(
+    {
+        1: "F32 4 F16 2 I8 1 I16 2 I32 4 I64 8 F64 8 BF16 2",
+        32: "Q4_0 18 Q4_1 20 Q5_0 22 Q5_1 24 Q8_0 34 Q8_1 36 IQ4_NL 18 MXFP4 17",
+        256: "Q2_K 84 Q3_K 110 Q4_K 144 Q5_K 176 Q6_K 210 Q8_K 292 IQ2_XXS 66 IQ2_XS 74 IQ3_XXS 98 "
+        "IQ1_S 50 IQ3_S 110 IQ2_S 82 IQ4_XS 136 IQ1_M 56 TQ1_0 54 TQ2_0 66",
+        64: "NVFP4 36 Q2_0 18",
+        128: "Q1_0 18",
     }
-    known = {int(kind): size for kind, size in GGML_QUANT_SIZES.items()}
-    return {kind: BlockFormat(kind, *(own.get(kind) or known[kind])) for kind in GGMLType}
+)
+"""Types and the bytes of their blocks, by the elements of a block. As in the gguf package, which takes long to import and
+lacks some; Q8_1's two float16 it counts as floats."""
+
+
+def _formats() -> dict[GGMLType, BlockFormat]:
+    found = {}
+    for elements, row in _BYTES.items():
+        words = row.split()
+        found |= {GGMLType[name]: (elements, int(size)) for name, size in zip(words[::2], words[1::2], strict=True)}
+    return {kind: BlockFormat(kind, *found[kind]) for kind in GGMLType}
 
 
 FORMATS: Mapping[GGMLType, BlockFormat] = MappingProxyType(_formats())
@@ -137,6 +145,8 @@ def nbytes(ggml_type: GGMLType, dims: Sequence[int]) -> int:
 
 def file_type(number: object) -> str | None:
     """What files with this `general.file_type` are called, such as Q4_K_M; None for a number that means nothing."""
+    from gguf.constants import LlamaFileType  # only here, for it takes long
+
     try:
         name: str = LlamaFileType(number).name
     except ValueError:

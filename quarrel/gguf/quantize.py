@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import numpy as np
-from gguf import GGMLQuantizationType, quants
 
 from quarrel.errors import GGUFError
 from quarrel.gguf.blocks import UE4M3
@@ -79,6 +78,8 @@ def _encoder(kind: GGMLType) -> Callable[[np.ndarray], np.ndarray]:
     if kind in _SEARCHED:
         return _SEARCHED[kind]
     if kind in _FOREIGN:
+        from gguf import GGMLQuantizationType, quants  # only here, for it takes long
+
         foreign = GGMLQuantizationType(kind)
         return lambda blocks: quants.quantize(blocks, foreign)
     known = ", ".join(t.name for t in (*_PLAIN, GGMLType.BF16, *sorted(_FOREIGN), *_SEARCHED))

@@ -64,13 +64,14 @@ def _run(args: Arguments, words: Sequence[str]) -> int:
         _say(f"{PROG}: {why}: it is left out")
     _say(f"{PROG}: {args.summary()}")
     gc.disable()  # what is made from here on stays
-    options, template = load_options(args), template_of(args)
+    options = load_options(args)
     from quarrel.launch.early import Early
     from quarrel.server.listening import bound
 
     host, port = args.text("host") or "127.0.0.1", args.number("port")
     early = Early(bound(host, PORT if port is None else port))
     early.start()
+    template = template_of(args)
     try:
         llm = _load(args, model, options)
     except (QuarrelError, MemoryError) as error:

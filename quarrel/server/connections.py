@@ -15,6 +15,8 @@ from quarrel.server.callers import Connections, Proxies
 from quarrel.server.errors import Refused
 from quarrel.server.settings import Settings, networks
 
+MAX_MESSAGE = 512 << 10
+"""Characters of a WebSocket's message."""
 MOST_CROWDED = 1024
 """Connections beyond an address's bound that wait for their refusal at once; what comes then is cut."""
 

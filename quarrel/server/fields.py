@@ -50,7 +50,7 @@ Mirostat = Annotated[StrictInt, AfterValidator(_off_or_second), WithJsonSchema({
 class Body(BaseModel):
     """Keeps fields that it does not know, so that they can be reported. A field that is null was not given."""
 
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, defer_build=True)  # built when first used
 
     @model_validator(mode="before")
     @classmethod

@@ -19,13 +19,12 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from quarrel.errors import ConfigError
-from quarrel.server.connections import CountedWebSocket, protocol_for
+from quarrel.server.connections import MAX_MESSAGE, CountedWebSocket, protocol_for
 from quarrel.server.dispatch import Dispatcher
 from quarrel.server.listening import WAITING, bound
 from quarrel.server.metrics import TEXT, Metrics
 from quarrel.server.middleware import App, Middleware
 from quarrel.server.settings import Settings
-from quarrel.server.websocket import MAX_MESSAGE
 
 BURST = 32
 """Connections that are taken before others have their turn: thousands at once would hold up every answer."""

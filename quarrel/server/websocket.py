@@ -28,6 +28,7 @@ from quarrel.errors import QuarrelError
 from quarrel.llm import Model, Structure
 from quarrel.server.answers import Answer, Answers
 from quarrel.server.body import IGNORED, ignored_fields, parse_body
+from quarrel.server.connections import MAX_MESSAGE
 from quarrel.server.dispatch import Dispatcher, Generation, chunks
 from quarrel.server.errors import Refused, plain_body, refused, word
 from quarrel.server.fields import Text
@@ -36,7 +37,6 @@ from quarrel.server.rest import activity_of, prepare_of, priority_of, token_mess
 from quarrel.server.schemas import GenerateBody, ResponseFormat
 from quarrel.server.tools import functions_of, split_calls
 
-MAX_MESSAGE = 512 << 10
 MAX_CONNECTIONS = 1024
 OUT_QUEUE = 256
 """Messages that may wait for a slow reader; one more and it is cut off."""

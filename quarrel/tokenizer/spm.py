@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Final
 
 import sentencepiece
@@ -70,6 +71,7 @@ def _model_proto(vocabulary: Vocabulary) -> bytes:
     return b"".join(pieces) + _message(2, trainer) + _message(3, normalizer)
 
 
+@lru_cache(1024)
 def _varint(value: int) -> bytes:
     out = bytearray()
     while value > 127:

@@ -158,3 +158,12 @@ def test_bf16_rounds_to_even_and_keeps_nan() -> None:
     bits = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x7F800000, 0x7F800001, 0xFFC00000], np.uint32)
     raw = quantize(bits.view(np.float32)[None], GGMLType.BF16).view(np.uint16)[0]
     assert [hex(n) for n in raw] == ["0x3f80", "0x3f82", "0x3f81", "0x7f80", "0x7fc0", "0xffc0"]
+
+
+def test_the_sizes_of_blocks_are_the_gguf_packages() -> None:
+    from gguf.constants import GGML_QUANT_SIZES
+
+    known = {int(kind): size for kind, size in GGML_QUANT_SIZES.items() if kind != GGMLType.Q8_1}
+    assert len(known) > 25
+    ours = {int(kind): (block.elements, block.nbytes) for kind, block in FORMATS.items()}
+    assert {kind: ours[kind] for kind in known if kind in ours} == {k: v for k, v in known.items() if k in ours}
