@@ -97,7 +97,7 @@ lacks some; Q8_1's two float16 it counts as floats."""
 
 
 def _formats() -> dict[GGMLType, BlockFormat]:
-    found = {}
+    found: dict[GGMLType, tuple[int, int]] = {}
     for elements, row in _BYTES.items():
         words = row.split()
         found |= {GGMLType[name]: (elements, int(size)) for name, size in zip(words[::2], words[1::2], strict=True)}
