@@ -58,7 +58,7 @@ ROOMS: Mapping[str, Room] = {
     ),
     "engine": Room(
         "requests, cache blocks, time", "a framework, an op family, HTTP",
-        ("errors", "env", "ops.step", "ops.sample", "ops.profile", "child.phase"), ("numpy",),
+        ("errors", "env", "ops.step", "ops.adjust", "ops.sample", "ops.profile", "child.phase"), ("numpy",),
     ),
     "demo": Room("the bundled model (data)", "anything else", ("errors",)),
     "interop": Room(

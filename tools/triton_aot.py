@@ -29,7 +29,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quarrel.gguf import GGMLType
 from quarrel.ops.activation import CAP, GATED, PLAIN, CapSpec, GatedSpec, PlainSpec, gated, plain
+from quarrel.ops.adjust import ADJUST, AdjustSpec
 from quarrel.ops.attention import ATTENTION, KV_APPEND, ROPE_APPEND, AttentionSpec, KVAppendSpec, RopeAppendSpec
 from quarrel.ops.contract import CacheRef, Compute, ConstRef, Op, Operand, Param, StateRef, Value, WeightRef
 from quarrel.ops.delta import DELTA, DELTA_MIX, DeltaMixSpec, DeltaSpec
@@ -214,6 +215,7 @@ def specs(formats: Sequence[GGMLType], quick: bool) -> Iterator[tuple[Op, Any]]:
     yield NORM, NormSpec("rms", 4096, 1e-5)
     yield NORM, NormSpec("rms", 128, 1e-6, groups=32)
     yield NORM, NormSpec("layer", 768, 1e-12)
+    yield ADJUST, AdjustSpec(128256)
     yield SAMPLE, SampleSpec(128256)
     yield LOGPROBS, LogprobsSpec(128256, MOST_LOGPROBS)
     for heads, n_kv, dim, style, rot in HEADS[:3] if quick else HEADS:
@@ -298,7 +300,7 @@ def record(op: Op, spec: Any, compute: Compute, generation: int, mode: Mode = PL
     )  # type: ignore[arg-type]
     for batch in (*(Batch(tokens, 1, 1, tokens == 1, tokens > 1, 1) for tokens in TOKENS), *MANY, WHOLE):
         for go in plan.launches:
-            go(batch)
+            go(replace(batch, adjusts=True))
     yield from seen
 
 

@@ -15,6 +15,7 @@ from quarrel.cpu_backend.runtime.numa import Placement, memory_nodes
 from quarrel.cpu_backend.runtime.pool import Pool
 from quarrel.cpu_backend.step import Compiled, CpuStep
 from quarrel.errors import UnsupportedOp
+from quarrel.ops.adjust import MOST_LISTED
 from quarrel.ops.collective import Group
 from quarrel.ops.contract import Compute, Concrete, Op
 from quarrel.ops.embedding import vocabulary
@@ -91,6 +92,7 @@ class CpuBackend:
             "R": limits.max_tokens,
             "S": limits.max_seqs,
             "B": limits.max_blocks_per_seq,
+            "L": limits.max_tokens * MOST_LISTED,
         }
         states = [np.zeros((limits.states, *layer.shape), np.float32) for layer in program.states]
         compiled = Compiled(program, weights, caches, states, sizes, exact, self._pool, progress, self._group)
@@ -98,7 +100,8 @@ class CpuBackend:
 
     def part(self, program: Program, weights: WeightSource, rows: int, compute: Compute) -> Compiled:
         """See `ops.host.ComputesParts`: float32 exactly, else with activations of 8 bits."""
-        return Compiled(program, weights, (), (), {"T": rows, "R": 0, "S": 0, "B": 0}, compute == "float32", self._pool)
+        sizes = {"T": rows} | dict.fromkeys("RSBL", 0)
+        return Compiled(program, weights, (), (), sizes, compute == "float32", self._pool)
 
     def _arithmetic(self, choice: ComputeChoice) -> Compute:
         if choice in ("float16", "bfloat16", "fp8"):

@@ -21,7 +21,7 @@ from quarrel.ops.contract import Operand, Value
 Rows = np.ndarray
 """The live rows of a value, `[T, n]`, in place."""
 
-AXES = ("T", "S", "R", "B")
+AXES = ("T", "S", "R", "B", "L")
 """Free axes whose live sizes stand in the step's header, each followed by two more words: see `Header`."""
 
 

@@ -7,12 +7,14 @@ from quarrel.cpu_backend.attention import attention, rope
 from quarrel.cpu_backend.experts import experts
 from quarrel.cpu_backend.linear import heads, kernels, linear
 from quarrel.cpu_backend.lowering import Lowering
-from quarrel.cpu_backend.sampling import logprobs, sample
+from quarrel.cpu_backend.sampling import adjust, logprobs, sample
 from quarrel.ops import EXPERT_DOWN, EXPERT_UP, LINEAR, LINEAR_ADD
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Registry
 
-FAMILIES = (elementwise, norm, streams, linear, heads, rope, attention, sample, logprobs, experts, recurrent, collective)
+FAMILIES = (
+    elementwise, norm, streams, linear, heads, rope, attention, adjust, sample, logprobs, experts, recurrent, collective,
+)  # fmt: skip
 
 REGISTRY = Registry("cpu", [i for family in FAMILIES for i in family.IMPLEMENTATIONS])
 

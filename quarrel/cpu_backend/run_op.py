@@ -45,7 +45,7 @@ class _Inputs:
         self.arrays: dict[str, Array] = {}
         self.caches: list[Cache] = []
         self.states: list[np.ndarray] = []
-        self.sizes = {"T": 0, "S": 0, "R": 0, "B": 0}
+        self.sizes = {"T": 0, "S": 0, "R": 0, "B": 0, "L": 0}
         self._exact = exact
         self._weights: dict[str, RawWeight] = {}
 

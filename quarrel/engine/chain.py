@@ -27,13 +27,12 @@ from quarrel.engine.ordered import Ordered
 from quarrel.engine.params import SamplingParams
 from quarrel.engine.results import TokenLogprob
 from quarrel.engine.text import Texts
+from quarrel.ops.adjust import penalised
 from quarrel.ops.sample import draw_finite, draw_token, kept, over
 
 Array = npt.NDArray[Any]
 Change = tuple[Array, Callable[[Array, Any], Array]]
 """Token ids, and what becomes of the logits of some of them: which, is said by an index into the ids."""
-MOST = 1e30
-"""A logit is not made larger."""
 SPARE = 4
 """A model that follows a grammar likes what it allows: so many times as many as are drawn from hold enough of that."""
 FEW = 32
@@ -146,14 +145,8 @@ class HostChain:
         if p.penalises:
             ids, counts = self._counts.of(tokens)
 
-            def penalised(x: Array, some: Any) -> Array:
-                with np.errstate(over="ignore"):
-                    x = np.where(x > 0, x / p.repetition_penalty, x * p.repetition_penalty)
-                x = np.minimum(x, MOST)  # a penalty near 0 must not make them infinite, for two of those have no difference
-                less: Array = x - counts[some] * p.frequency_penalty - p.presence_penalty
-                return less
-
-            changes.append((ids, penalised))
+            strengths = p.repetition_penalty, p.presence_penalty, p.frequency_penalty
+            changes.append((ids, lambda x, some: penalised(x, counts[some], *strengths)))
         if self._dry is not None:
             carried, penalties = self._dry.penalties(tokens)
             changes.append((carried, lambda x, some: x - penalties[some]))

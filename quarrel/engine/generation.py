@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from quarrel.engine import rng
 from quarrel.engine.chain import HostChain, Peaks, token_logprob
+from quarrel.engine.listed import Listed
 from quarrel.engine.params import SamplingParams
 from quarrel.engine.results import Chunk, FinishReason, Result, Timings, TokenLogprob, Usage
 from quarrel.engine.sequence import Sequence
@@ -71,7 +72,9 @@ class Generation(Sequence):
         self._looked_up = False
         self._guide = None if request.guide is None else request.guide()
         self.want = "logits"
-        if request.params.on_device and self._guide is None:
+        listed = Listed(request.params, request.stop_ids, self.n_prompt)
+        if request.params.on_device and listed.fits and self._guide is None:
+            self.listed = None if listed.empty else listed
             self.want = "tokens" if request.params.logprobs is None else "logprobs"
         self.every_row = request.prompt_logprobs  # until the prompt is read
         if self.every_row:
@@ -270,7 +273,7 @@ class Generation(Sequence):
             return EngineFault(
                 f"the backend drew token {token} of a vocabulary of {self.request.n_vocab}; this is a fault in the backend"
             )
-        if self.want != "logits":
+        if self.want != "logits" and not (self.listed and self.listed.bans(self._n_vocab)):
             return self._diverged()
         return RequestError(
             f"no token can be drawn behind {len(self.tokens)} tokens: every logit is banned or not a finite number; check"

@@ -10,9 +10,10 @@ import numpy.typing as npt
 
 from quarrel.engine import rng
 from quarrel.engine.cache import Cache
+from quarrel.engine.listed import Row, lists_of
 from quarrel.engine.scheduler import Batch, Part
 from quarrel.engine.sequence import Sequence
-from quarrel.ops.step import Limits, SampleInputs, StepInputs, outputs_of
+from quarrel.ops.step import Limits, Lists, SampleInputs, StepInputs, outputs_of
 
 Array = npt.NDArray[Any]
 
@@ -67,13 +68,24 @@ class Inputs:
         slots = np.array([p.sequence.slot for p in batch.parts])[owners[rows]]
         temperature, top_k, top_p, min_p = self._controls[:, slots]
         uniform = rng.uniforms(self._seeds[slots], positions[rows] + 1)
-        return SampleInputs(temperature, top_k.astype(np.int32), top_p, min_p, uniform)
+        return SampleInputs(temperature, top_k.astype(np.int32), top_p, min_p, uniform, _lists(batch.parts))
 
     def _enter(self, s: Sequence) -> None:
         self._slot_owners[s.slot] = s
         self._seeds[s.slot] = rng.mixed(s.seed)
         # What the host samples is greedy here, the quickest.
         self._controls[:, s.slot] = Sequence.draws if s.want == "logits" else s.draws
+
+
+def _lists(parts: tuple[Part, ...]) -> Lists | None:
+    """Biases and penalties of each row; None where there are none."""
+    if not any(p.rows and p.sequence.listed for p in parts):
+        return None
+    rows: list[Row] = []
+    for part in parts:
+        s, end = part.sequence, part.start + part.count
+        rows += [(s.listed, s.tokens, part.draft, end - i) for i in range(part.rows - 1, -1, -1)]
+    return lists_of(rows)
 
 
 def _from_last(parts: tuple[Part, ...], starts: Array) -> Array | None:

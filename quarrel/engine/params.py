@@ -201,10 +201,10 @@ class SamplingParams:
 
     @property
     def on_device(self) -> bool:
-        """Whether the `sample` op can draw this by itself: temperature, top_k, top_p and min_p, nothing else."""
-        adjusts = self.logit_bias or self.penalises or self.dries or self.min_tokens
+        """Whether the ops `adjust` and `sample` can draw this by themselves, if its lists are not too long: biases, bans
+        and penalties, temperature, top_k, top_p and min_p, nothing else."""
         cuts = self.temperature > 0.0 and (self.typical_p < 1.0 or self.xtc_probability or self.mirostat or self.order)
-        return not adjusts and not cuts
+        return not self.dries and not cuts
 
 
 class Sampling(TypedDict, total=False):

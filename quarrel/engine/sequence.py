@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy.typing as npt
 
+from quarrel.engine.listed import Listed
 from quarrel.engine.prefix import Node
 from quarrel.engine.results import FinishReason
 from quarrel.errors import QuarrelError
@@ -83,6 +84,8 @@ class Sequence(ABC):
     seed = 0
     draws = (0.0, 0.0, 1.0, 0.0)
     """temperature, top_k, top_p and min_p, as the `sample` op takes them."""
+    listed: Listed | None = None
+    """Biases, bans and penalties that the device lays on its logits."""
     queue_seconds: float | None = None
     total_seconds: float | None = None
 

@@ -7,12 +7,12 @@ from quarrel.mlx_backend.attention import encoder, latent, paged, rope
 from quarrel.mlx_backend.experts import experts, lora, router
 from quarrel.mlx_backend.linear import heads, linear
 from quarrel.mlx_backend.recurrent import conv, delta, mamba1, mamba2
-from quarrel.mlx_backend.sampling import logprobs, sample
+from quarrel.mlx_backend.sampling import adjust, logprobs, sample
 from quarrel.ops.registry import Registry
 
 FAMILIES = (
     embedding, norm, elementwise, linear, heads, rope, latent, paged, encoder, router, experts, lora, conv, delta, mamba1,
-    mamba2, logprobs, sample, streams,
+    mamba2, adjust, logprobs, sample, streams,
 )  # fmt: skip
 
 REGISTRY = Registry("mlx", [i for family in FAMILIES for i in family.IMPLEMENTATIONS])

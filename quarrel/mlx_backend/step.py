@@ -23,9 +23,20 @@ from quarrel.mlx_backend.weights import stored_as
 from quarrel.ops.contract import Array, CacheRef, Compute, StateRef, Value
 from quarrel.ops.embedding import EmbeddingSpec
 from quarrel.ops.registry import Choice
-from quarrel.ops.step import ExplainLine, Limits, MemoryPlan, StepInputs, StepOutputs, Want, outputs_of, results_of
+from quarrel.ops.step import (
+    LIST_INPUTS,
+    ExplainLine,
+    Limits,
+    MemoryPlan,
+    StepInputs,
+    StepOutputs,
+    Want,
+    outputs_of,
+    results_of,
+)
 
 _SAMPLE = ("temperature", "top_k", "top_p", "min_p", "uniform")
+_ENTRIES = ("list_ids", "list_counts", "list_biases")
 
 
 class Pending:
@@ -160,8 +171,9 @@ class MlxStep:
         arrays: dict[str, mx.array] = {}
         for name in self._inputs:
             array = inputs.named(name)
-            if array is not None and (name not in _SAMPLE or "tokens" in outputs_of(want)):
-                arrays[name] = mx.array(_padded(array) if name.startswith("block_table") else array)
+            if array is not None and (name not in (*_SAMPLE, *LIST_INPUTS) or "tokens" in outputs_of(want)):
+                wide = name.startswith("block_table") or name in _ENTRIES
+                arrays[name] = mx.array(_padded(array) if wide else array)
         if inputs.from_last is not None and self._last is not None and "ids" in arrays:
             rows = mx.array(inputs.from_last)
             # A row that drew no token counts as id 0: its sequence is over.
@@ -206,10 +218,12 @@ def _bound(refs: Sequence[CacheRef | StateRef], flat: Sequence[mx.array]) -> Res
     return {r: Cache(next(arrays), next(arrays)) if isinstance(r, CacheRef) else next(arrays) for r in refs}
 
 
-def _padded(table: Array) -> Array:
-    """More columns than any sequence has blocks, a power of two of them, so that few widths are ever traced."""
-    width = 1 << max(0, table.shape[1] - 1).bit_length()
-    return np.pad(table, ((0, 0), (0, width - table.shape[1])))
+def _padded(array: Array) -> Array:
+    """More columns of a block table than any sequence has blocks, or more entries of lists than there are: a power of two,
+    so that few widths are ever traced."""
+    length = array.shape[-1]
+    width = 1 << max(0, length - 1).bit_length()
+    return np.pad(array, ((0, 0),) * (array.ndim - 1) + ((0, width - length),))
 
 
 def _within(values: Array, stop: int) -> bool:

@@ -13,6 +13,7 @@ from quarrel.models.mixers import MIXERS, Attention, LatentAttention
 from quarrel.models.spec import EncoderSpec, Layer, Mixer, ModelSpec
 from quarrel.models.tensors import Tensors
 from quarrel.ops.activation import cap
+from quarrel.ops.adjust import adjust
 from quarrel.ops.contract import CacheRef, StateRef, Value, WeightRef
 from quarrel.ops.embedding import embedding, gather_rows
 from quarrel.ops.encode import mean_rows
@@ -116,7 +117,7 @@ def _decoder(spec: ModelSpec, tensors: Tensors, stream: bool) -> Program:
             h = altup.end(b, spec, tensors, h)
         hidden = norm(b, final, h, *last)
         logits = _logits(b, spec, tensors, hidden, tensors.matrix(_head(tensors), spec.n_vocab, spec.n_embd))
-        tokens = sample(b, logits)  # [R]
+        tokens = sample(b, adjust(b, logits, b.input("ids"), b.input("out_rows")))  # [R]
         likely, best = logprobs(b, logits, tokens)  # [R, 1 + top] and [R, top]
     return b.program(hidden=hidden, logits=logits, tokens=tokens, logprobs=likely, best=best, **further)
 

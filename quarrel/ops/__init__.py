@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from quarrel.ops.activation import CAP, GATED, LARGEST, PLAIN
+from quarrel.ops.adjust import ADJUST
 from quarrel.ops.attention import ATTENTION, KV_APPEND, ROPE_APPEND
 from quarrel.ops.contract import Op
 from quarrel.ops.delta import DELTA, DELTA_MIX
@@ -24,7 +25,7 @@ from quarrel.ops.state import CONV, GATED_NORM, SCAN1, SCAN2
 from quarrel.ops.streams import MATCH_STREAMS, MIX_STREAMS, PICK_STREAMS
 
 PRIMITIVES: tuple[Op, ...] = (
-    *(EMBEDDING, GATHER_ROWS, NORM, LINEAR, ADD, GATED, CAP, ROPE, KV_APPEND, ATTENTION, SAMPLE, LOGPROBS),
+    *(EMBEDDING, GATHER_ROWS, NORM, LINEAR, ADD, GATED, CAP, ROPE, KV_APPEND, ATTENTION, ADJUST, SAMPLE, LOGPROBS),
 )
 """What a backend must have to run a transformer; each body is its reference."""
 

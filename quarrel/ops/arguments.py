@@ -101,6 +101,9 @@ def _check_indices(op: Op, spec: Any, named: Mapping[str, Concrete], free: Mappi
     if hasattr(spec, "n_experts"):
         within("ids", spec.n_experts)
     within("rows", free.get("T", 0))
+    ends = named.get("list_end")
+    if isinstance(ends, np.ndarray) and ((np.diff(ends, prepend=0) < 0).any() or ends[-1:].tolist() != [free["L"]]):
+        raise RequestError(f"{op.name}: list_end does not rise from 0 to {free['L']}")
     starts = named.get("query_start")
     if isinstance(starts, np.ndarray):
         sound = len(starts) == free["S"] + 1 and starts[0] == 0 and starts[-1] == free["T"] and (np.diff(starts) >= 0).all()

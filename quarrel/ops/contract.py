@@ -1,9 +1,9 @@
 """What an op is: named axes, a frozen spec, one NumPy body, cases and a tolerance, all in one object.
 
-Axis names in capitals are free (`T` tokens, `S` sequences, `R` rows of `out_rows`, `B` blocks per sequence, `C` cache
-blocks); lower-case names are attributes of the op's spec, digits stand for themselves. A primitive's body is `reference`;
-a composite's body is `expand`, which emits smaller ops through the same builder. Tests, fuzzers, benches and
-QUARREL_CHECK=1 all read this one object.
+Axis names in capitals are free (`T` tokens, `S` sequences, `R` rows of `out_rows`, `L` entries of their lists, `B` blocks
+per sequence, `C` cache blocks); lower-case names are attributes of the op's spec, digits stand for themselves. A
+primitive's body is `reference`; a composite's body is `expand`, which emits smaller ops through the same builder. Tests,
+fuzzers, benches and QUARREL_CHECK=1 all read this one object.
 """
 
 from __future__ import annotations

@@ -42,6 +42,7 @@ _BY_OP: Mapping[str, Phase] = {
     "scan2": "scan",
     "scan1_gate": "scan",
     "mamba2_mix": "scan",
+    "adjust": "sampling",
     "sample": "sampling",
     "logprobs": "sampling",
 }

@@ -103,6 +103,13 @@ STEP_INPUTS: Mapping[str, tuple[str, str]] = {
     "min_p": ("f32", "R"),
     "uniform": ("f32", "R"),
     "stream": ("f32", "T"),
+    "list_end": ("i32", "R"),
+    "list_ids": ("i32", "L"),
+    "list_counts": ("f32", "L"),
+    "list_biases": ("f32", "L"),
+    "repetition": ("f32", "R"),
+    "presence": ("f32", "R"),
+    "frequency": ("f32", "R"),
 }
 """Every input a step can take, by name: kind and axes. `S1` is S + 1; `stream` has a width of the model's own besides.
 `slots` are block * block_size + offset. `slots` and `block_table` may be there once more for each group of layers with a

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 
 from quarrel.errors import RequestError
+from quarrel.ops.adjust import MOST_LISTED
 from quarrel.ops.contract import Array, Compute, Concrete, Op, RawWeight, WeightRef
 from quarrel.ops.kv import KVType
 from quarrel.ops.program import Program
@@ -55,6 +57,42 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class Lists:
+    """What rows lay on single tokens; see `ops.adjust`."""
+
+    list_end: Array  # [R] int32
+    list_ids: Array  # [L] int32
+    list_counts: Array  # [L] float32
+    list_biases: Array  # [L] float32
+    repetition: Array  # [R] float32, 1 is off
+    presence: Array  # [R] float32, 0 is off
+    frequency: Array  # [R] float32, 0 is off
+
+    def sound(self, rows: int, n_vocab: int) -> bool:
+        """Whether they are lists of so many rows, of ids below `n_vocab`."""
+        end, ids = self.list_end, self.list_ids
+        return (
+            rows > 0
+            and all(len(a) == rows for a in (end, self.repetition, self.presence, self.frequency))
+            and len(ids) == len(self.list_counts) == len(self.list_biases) == int(end[-1])
+            and int(end[0]) >= 0
+            and int(np.diff(end, prepend=0).max()) <= MOST_LISTED
+            and bool((end[1:] >= end[:-1]).all())
+            and _within(ids, 0, n_vocab)
+        )
+
+
+LIST_INPUTS = tuple(f.name for f in fields(Lists))
+
+
+@cache
+def no_lists(rows: int) -> Lists:
+    """Of rows whose logits are drawn from as they are."""
+    none, off, ids = np.zeros(0, np.float32), np.zeros(rows, np.float32), np.zeros(0, np.int32)
+    return Lists(np.zeros(rows, np.int32), ids, none, none, np.ones(rows, np.float32), off, off)
+
+
+@dataclass(frozen=True)
 class SampleInputs:
     """One row per row of `out_rows`; see `ops.sample`."""
 
@@ -63,6 +101,7 @@ class SampleInputs:
     top_p: Array  # [R] float32, 1 is off
     min_p: Array  # [R] float32, 0 is off
     uniform: Array  # [R] float32 in [0, 1)
+    lists: Lists | None = None
 
 
 @dataclass(frozen=True)
@@ -90,6 +129,9 @@ class StepInputs:
         if group:
             arrays = self.window_slots if plain == "slots" else self.window_tables
             return None if arrays is None else arrays[int(group) - 1]
+        if name in LIST_INPUTS:
+            lists = self.sample and (self.sample.lists or no_lists(len(self.out_rows)))
+            return None if lists is None else getattr(lists, name)
         owner = self if hasattr(self, name) else self.sample
         return None if owner is None else getattr(owner, name)
 
@@ -111,6 +153,7 @@ class StepInputs:
             ("adapters that there are not", self.adapter is None or _within(self.adapter, 0, limits.n_adapters + 1)),
             ("stream unlike the ids", self.stream is None or len(self.stream) == tokens),
             ("from_last unlike the ids", self.from_last is None or len(self.from_last) == tokens),
+            ("lists of tokens unlike the rows, or too long", self.sample is None or self.lists_are_sound(n_vocab)),
             ("query_start not from 0 to the token count", _covers(self.query_start, tokens, seqs)),
             (
                 "more keys than the block table holds",
@@ -120,6 +163,11 @@ class StepInputs:
         for what, ok in rules:
             if not ok:
                 raise RequestError(f"step inputs are unusable: {what}; this is the caller's batch, not the model")
+
+    def lists_are_sound(self, n_vocab: int) -> bool:
+        """Whether what rows lay on single tokens can be followed."""
+        lists = None if self.sample is None else self.sample.lists
+        return lists is None or lists.sound(len(self.out_rows), n_vocab)
 
     def has_groups(self, groups: int) -> bool:
         """Whether slots and block tables are there for so many groups of layers with a window, shaped as the plain ones."""

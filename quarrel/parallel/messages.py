@@ -11,14 +11,15 @@ from typing import Any, cast, get_args
 import numpy as np
 
 from quarrel.ops.contract import Array
-from quarrel.ops.step import SampleInputs, StepInputs, Want
+from quarrel.ops.program import STEP_INPUTS
+from quarrel.ops.step import LIST_INPUTS, Lists, SampleInputs, StepInputs, Want
 
 _STEP, _JSON = b"s", b"j"
 _WANTS: tuple[Want, ...] = get_args(Want)
 _ARRAYS = tuple(f.name for f in fields(StepInputs) if f.name != "sample")
-_CONTROLS = tuple(f.name for f in fields(SampleInputs))
-_HEAD = struct.Struct(f"<cB{len(_ARRAYS) + 1}i")
-"""Kind, what is wanted, the size of each array and the rows that are sampled, -1 for None."""
+_CONTROLS = tuple(f.name for f in fields(SampleInputs) if f.name != "lists")
+_HEAD = struct.Struct(f"<cB{len(_ARRAYS) + 2}i")
+"""Kind, what is wanted, the size of each array, the rows that are sampled and the entries of their lists, -1 for None."""
 Message = Mapping[str, Any]
 """A message that is no step: `do` says what it is about."""
 
@@ -31,18 +32,22 @@ def pack_step(inputs: StepInputs, want: Want) -> bytes:
     """`StepInputs` and what is wanted, 4 bytes a number."""
     arrays = [getattr(inputs, name) for name in _ARRAYS]
     rows = -1 if inputs.sample is None else len(inputs.out_rows)
-    head = _HEAD.pack(_STEP, _WANTS.index(want), *(-1 if a is None else a.size for a in arrays), rows)
+    lists = None if inputs.sample is None else inputs.sample.lists
+    entries = -1 if lists is None else len(lists.list_ids)
+    head = _HEAD.pack(_STEP, _WANTS.index(want), *(-1 if a is None else a.size for a in arrays), rows, entries)
     parts = [np.ascontiguousarray(a, np.int32).tobytes() for a in arrays if a is not None]
     if inputs.sample is not None:
         for name in _CONTROLS:
             parts.append(np.ascontiguousarray(getattr(inputs.sample, name), _dtype(name)).tobytes())
+        for name in LIST_INPUTS if lists else ():
+            parts.append(np.ascontiguousarray(getattr(lists, name), _dtype(name)).tobytes())
     return b"".join([head, *parts])
 
 
 def unpack(data: bytes) -> Message | tuple[StepInputs, Want]:
     if data[:1] == _JSON:
         return cast(Message, json.loads(data[1:]))
-    _, want, *sizes, rows = _HEAD.unpack_from(data)
+    _, want, *sizes, rows, entries = _HEAD.unpack_from(data)
     at = _HEAD.size
     arrays: dict[str, Array | None] = {}
     for name, size in zip(_ARRAYS, sizes, strict=True):
@@ -50,14 +55,19 @@ def unpack(data: bytes) -> Message | tuple[StepInputs, Want]:
         at += 4 * max(size, 0)
     sample = None
     if rows >= 0:
-        controls: dict[str, Array] = {
-            name: np.frombuffer(data, _dtype(name), rows, at + 4 * rows * i) for i, name in enumerate(_CONTROLS)
-        }
-        sample = SampleInputs(**controls)
-    table, lengths = arrays["block_table"], arrays["kv_len"]
+        lengths = dict.fromkeys(_CONTROLS, rows)
+        if entries >= 0:
+            lengths |= {name: entries if STEP_INPUTS[name][1] == "L" else rows for name in LIST_INPUTS}
+        controls: dict[str, Array] = {}
+        for name, length in lengths.items():
+            controls[name] = np.frombuffer(data, _dtype(name), length, at)
+            at += 4 * length
+        lists = Lists(**{name: controls.pop(name) for name in LIST_INPUTS}) if entries >= 0 else None
+        sample = SampleInputs(**controls, lists=lists)
+    table, kv_len = arrays["block_table"], arrays["kv_len"]
     assert table is not None
-    assert lengths is not None
-    arrays["block_table"] = table = table.reshape(len(lengths), -1)
+    assert kv_len is not None
+    arrays["block_table"] = table = table.reshape(len(kv_len), -1)
     slots, tables = arrays["window_slots"], arrays["window_tables"]
     if slots is not None and tables is not None:
         arrays["window_tables"] = tables = tables.reshape(-1, *table.shape)
@@ -66,4 +76,4 @@ def unpack(data: bytes) -> Message | tuple[StepInputs, Want]:
 
 
 def _dtype(name: str) -> type:
-    return np.int32 if name == "top_k" else np.float32
+    return np.int32 if STEP_INPUTS[name][0] == "i32" else np.float32

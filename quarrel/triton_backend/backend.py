@@ -36,12 +36,12 @@ from quarrel.triton_backend.runtime.cache import allocate, allocate_state, cache
 from quarrel.triton_backend.runtime.compile import launch_nothing
 from quarrel.triton_backend.runtime.launch import INTERPRETED, Launcher, launch, report_compiling
 from quarrel.triton_backend.runtime.site import dims
-from quarrel.triton_backend.sampling import logprobs, sample
+from quarrel.triton_backend.sampling import adjust, logprobs, sample
 from quarrel.triton_backend.step import TritonStep, masks_of
 
 FAMILIES = (
     matvec, expert_matvec, latent, paged, heads, group, activation, embedding, encoder, experts, logprobs, lora, delta,
-    delta_step, mamba2_step, norm, conv_scan2, rope, route, sample, scan1,
+    delta_step, mamba2_step, norm, conv_scan2, rope, route, adjust, sample, scan1,
     streams,
 )  # fmt: skip
 REGISTRY = Registry(

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from quarrel.errors import RequestError
+from quarrel.ops.adjust import MOST_LISTED
 from quarrel.ops.contract import Array
 from quarrel.ops.program import group_input
-from quarrel.ops.step import Limits, SampleInputs, StepInputs
+from quarrel.ops.step import Limits, Lists, SampleInputs, StepInputs
 from quarrel.triton_backend.attention.splits import MOST_SPLITS, most_splits, split_keys, splits_of, splits_of_one
 from quarrel.triton_backend.runtime.arrays import Slot
 from quarrel.triton_backend.runtime.launch import cdiv, power_of_two
 from quarrel.triton_backend.runtime.site import Batch, Tables
 
 _SAMPLE = ("temperature", "top_k", "top_p", "min_p", "uniform")
-_FLOATS = ("temperature", "top_p", "min_p", "uniform")
+_ROW_LISTS = ("list_end", "repetition", "presence", "frequency")
+_ENTRIES = ("list_ids", "list_counts", "list_biases")
+_FLOATS = ("temperature", "top_p", "min_p", "uniform", "repetition", "presence", "frequency", "list_counts", "list_biases")
 _ALIGN = 4  # int32s: 16 bytes, so that kernels may load wide
 _SMALL = 32
 _AT_ONCE = 1 << 16
@@ -76,7 +79,8 @@ def _bounds(values: Array) -> tuple[int, int]:
 
 
 class _Places:
-    """Where each input of a step of up to so many tokens, sequences and rows begins; the block tables come last."""
+    """Where each input of a step of up to so many tokens, sequences and rows begins; the block tables come last but for the
+    entries of lists."""
 
     def __init__(self, limits: Limits, most: int, hosts: Sequence[Array] = ()) -> None:
         tokens, seqs = min(most, limits.max_tokens), min(most, limits.max_seqs + ADDED)
@@ -88,7 +92,8 @@ class _Places:
             "item_start": seqs + 1,
             "state_slots": seqs,
         }
-        lengths |= dict.fromkeys(("ids", "from_last", "positions", "slots", "adapter", "out_rows", *_SAMPLE), tokens)
+        each = ("ids", "from_last", "positions", "slots", "adapter", "out_rows", *_SAMPLE, *_ROW_LISTS)
+        lengths |= dict.fromkeys(each, tokens)
         groups = range(limits.window_groups + 1)
         lengths |= {group_input("slots", group): tokens for group in groups}
         self.begin: dict[str, int] = {}
@@ -98,7 +103,10 @@ class _Places:
         slots, table = (cdiv(length, _ALIGN) * _ALIGN for length in (tokens, seqs * limits.max_blocks_per_seq))
         self.tables = [end + group * table for group in groups]
         self.begin |= {group_input("block_table", group): begin for group, begin in enumerate(self.tables)}
-        self.size = end + len(groups) * table
+        self.listed = end + len(groups) * table
+        room = tokens * MOST_LISTED
+        self.begin |= {name: self.listed + i * room for i, name in enumerate(_ENTRIES)}
+        self.size = self.listed + len(_ENTRIES) * room
         self.arrays = [self._named(ints) for ints in hosts]
         # Those of groups follow each other: `[W, ..]`.
         shapes = ((end - (len(groups) - 1) * slots, slots), (end + table, table))
@@ -188,6 +196,8 @@ class InputBuffer:
         sample = inputs.sample
         if sample is not None:
             found = {name: len(getattr(sample, name)) for name in _SAMPLE}
+            if not inputs.lists_are_sound(n_vocab):
+                raise RequestError("step inputs are unusable: lists of tokens unlike the rows, or too long")
             if set(found.values()) != {rows}:
                 raise RequestError(f"step inputs are unusable: sampling controls of {found} for {rows} rows")
 
@@ -255,6 +265,12 @@ class InputBuffer:
         if sample is not None:
             for name in _SAMPLE:
                 _fill(put[name], getattr(sample, name), 0, padded)
+        lists = None if sample is None else sample.lists
+        if lists is not None:
+            for name in _ROW_LISTS:
+                _fill(put[name], getattr(lists, name), lists.list_end[-1] if name == "list_end" else 0, padded)
+            for name in _ENTRIES:
+                put[name][: len(lists.list_ids)] = getattr(lists, name)
         width = inputs.block_table.shape[1]
         put["table_width"][0], put["tokens"][0] = width, counted
         put["block_table"][: seqs * width] = inputs.block_table.reshape(-1)
@@ -270,6 +286,9 @@ class InputBuffer:
         if inputs.stream is not None:
             rows = torch.from_numpy(np.ascontiguousarray(inputs.stream, np.float32).reshape(-1))
             self.stream.tensor[: len(rows)].copy_(rows)
+        for name in () if lists is None else _ENTRIES:
+            begin, end = self._now.begin[name], self._now.begin[name] + len(lists.list_ids)
+            self._device[begin:end].copy_(self._hosts[turn][begin:end], non_blocking=True)
         if self._sent:
             self._sent[turn].record()
 
@@ -326,6 +345,9 @@ def padded_prompts(inputs: StepInputs, limits: Limits, padding: Padding) -> Step
         return None if table is None else np.pad(table, ((0, 0),) * (table.ndim - 2) + ((0, added), (0, 0)))
 
     sample = inputs.sample
+    if sample is not None:
+        controls = {name: pad(getattr(sample, name), outs - rows) for name in _SAMPLE}
+        sample = SampleInputs(**controls, lists=sample.lists and _padded_lists(sample.lists, outs - rows))
     return StepInputs(
         ids=pad(inputs.ids, more),
         positions=pad(inputs.positions, more),
@@ -334,7 +356,7 @@ def padded_prompts(inputs: StepInputs, limits: Limits, padding: Padding) -> Step
         kv_len=pad(inputs.kv_len, added),
         block_table=pad_rows(inputs.block_table),
         out_rows=pad(inputs.out_rows, outs - rows),
-        sample=sample and SampleInputs(**{name: pad(getattr(sample, name), outs - rows) for name in _SAMPLE}),
+        sample=sample,
         state_slots=pad(inputs.state_slots, added, limits.states),
         adapter=pad(inputs.adapter, more),
         from_last=pad(inputs.from_last, more, -1),
@@ -342,3 +364,10 @@ def padded_prompts(inputs: StepInputs, limits: Limits, padding: Padding) -> Step
         window_tables=pad_rows(inputs.window_tables),
         stream=inputs.stream,
     )
+
+
+def _padded_lists(lists: Lists, rows: int) -> Lists:
+    """With so many rows more, whose lists are empty."""
+    fillers = {name: lists.list_end[-1] if name == "list_end" else 0 for name in _ROW_LISTS}
+    padded = {name: np.pad(getattr(lists, name), (0, rows), constant_values=last) for name, last in fillers.items()}
+    return replace(lists, **padded)

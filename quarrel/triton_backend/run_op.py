@@ -132,6 +132,7 @@ def _live(named: dict[str, Concrete], free: dict[str, int], device: torch.device
         assert isinstance(query_start, np.ndarray)
         assert isinstance(kv_len, np.ndarray)
         starts, new = item_starts(query_start, kv_len), np.diff(query_start)
-    batch = Batch(*counts, bool((new == 1).any()), bool((new > 1).any()), int(starts[-1]))
+    adjusts = "list_end" in named
+    batch = Batch(*counts, bool((new == 1).any()), bool((new > 1).any()), int(starts[-1]), adjusts=adjusts)
     width = torch.tensor([free.get("B", 0)], dtype=torch.int32, device=device)
     return batch, Tables(Slot(torch.from_numpy(starts).to(device)), Slot(width))

@@ -240,6 +240,8 @@ class TritonStep:
     def _start(self, inputs: StepInputs, want: Want, rows: int) -> None:
         starts = item_starts(inputs.query_start, inputs.kv_len)
         batch = batch_of(inputs.query_start, inputs.kv_len, rows, starts)
+        adjusts = inputs.sample is not None and inputs.sample.lists is not None and "tokens" in outputs_of(want)
+        batch = replace(batch, adjusts=adjusts) if adjusts else batch
         if self._plan.cudnn_from and batch.prefill:
             batch = replace(batch, prompts=prompts_of(inputs.query_start, inputs.kv_len, self._plan.cudnn_from))
         capture = self._capture and self._watch is None
@@ -274,7 +276,7 @@ class TritonStep:
         self._grow(outs, items)
         self._inputs.send(whole, 0, starts, len(inputs.ids))
         items = self._items(items, seqs) if items else 0
-        self._replay(Batch(len(whole.ids), seqs, outs, items > 0, True, items), want)
+        self._replay(Batch(len(whole.ids), seqs, outs, items > 0, True, items, adjusts=batch.adjusts), want)
         return True
 
     def _items(self, items: int, seqs: int) -> int:

@@ -16,6 +16,7 @@ from quarrel.gguf import GGMLType, GGUFFile
 from quarrel.models import Tensors, assemble, read_spec
 from quarrel.ops.contract import RawWeight, WeightRef
 from quarrel.ops.step import Limits, SampleInputs, Step, StepInputs
+from tests.lists import check_lists
 from tests.logprobs import check_log_probabilities
 from tests.paths import need_cases
 from tests.tiny_model import write_tiny_model
@@ -80,6 +81,12 @@ def test_tokens_and_logits_of_one_step_are_those_of_two(step: Step) -> None:
     assert both.logits is not None
     assert (both.tokens == step(inputs, "tokens").tokens).all()
     assert (both.logits == step(inputs, "logits").logits).all()
+
+
+def test_biases_and_penalties_change_what_is_drawn(step: Step) -> None:
+    rows = greedy(3)
+    inputs = replace(batch([5, 9, 1], [0, 0, 0], [0, 4, 8]), sample=rows)
+    check_lists(step, inputs, replace(batch([1, 1, 1], [5, 9, 1], [0, 4, 8]), sample=rows))
 
 
 def test_log_probabilities_are_those_of_the_logits(step: Step) -> None:

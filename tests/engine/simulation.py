@@ -327,7 +327,8 @@ class Simulation:
         params = SamplingParams(
             temperature=0.0 if host or chance.random() < 0.5 else 1.0,
             max_tokens=chance.choice([0, 1, 5, 20, None]),
-            logit_bias={0: 0.0} if host else {},
+            dry_multiplier=1.0 if host else 0.0,
+            dry_allowed_length=1 << 30,
             logprobs=0 if chance.random() < 0.2 else None,
             ignore_eos=chance.random() < 0.5,
             stop=chance.choice([(), (), ("ab",)]),

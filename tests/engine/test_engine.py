@@ -231,7 +231,7 @@ def test_the_same_seed_gives_the_same_tokens_and_another_one_others() -> None:
 def test_host_and_device_draw_the_same_tokens_by_the_same_seed() -> None:
     with Toy() as toy:
         device = toy.generate(PROMPT, params(temperature=1.0, seed=5))
-        host = toy.generate(PROMPT, params(temperature=1.0, seed=5, logit_bias={0: 0.0}))
+        host = toy.generate(PROMPT, params(temperature=1.0, seed=5, dry_multiplier=1.0, dry_allowed_length=1 << 30))
         assert device.token_ids == host.token_ids
         assert {"tokens", "logits"} == set(toy.step.wants)
 
@@ -239,7 +239,10 @@ def test_host_and_device_draw_the_same_tokens_by_the_same_seed() -> None:
 def test_host_and_device_tell_the_same_log_probabilities() -> None:
     asked = params(temperature=1.0, seed=5, logprobs=20)
     with Toy() as toy:
-        device, host = toy.generate(PROMPT, asked), toy.generate(PROMPT, replace(asked, logit_bias={0: 0.0}))
+        device, host = (
+            toy.generate(PROMPT, asked),
+            toy.generate(PROMPT, replace(asked, dry_multiplier=1.0, dry_allowed_length=1 << 30)),
+        )
         assert {"logprobs", "logits"} == set(toy.step.wants)
         assert device.token_ids == host.token_ids
         assert device.logprobs is not None
@@ -256,7 +259,7 @@ def test_log_probabilities_are_the_same_beside_those_who_ask_for_none_and_those_
     with Toy() as toy:
         alone = toy.generate(PROMPT, asked).logprobs
         free = toy.hold()
-        others = (GREEDY, params(logit_bias={0: 0.0}))
+        others = (GREEDY, params(dry_multiplier=1.0, dry_allowed_length=1 << 30))
         streams = [toy.start(PROMPT, p) for p in (others[0], asked, others[1])]
         free()
         assert [s.wait().logprobs for s in streams] == [None, alone, None]
@@ -295,7 +298,7 @@ def test_zero_tokens_only_fill_the_cache() -> None:
         assert toy.generate(PROMPT, GREEDY).usage.cached_tokens == 4
 
 
-@pytest.mark.parametrize("options", [{}, {"logprobs": 1}, {"logit_bias": {0: 0.0}}])
+@pytest.mark.parametrize("options", [{}, {"logprobs": 1}, {"dry_multiplier": 1.0, "dry_allowed_length": 1 << 30}])
 def test_where_no_token_can_be_drawn_that_request_alone_fails(options: Sampling) -> None:
     with Toy() as toy:
         healthy = toy.generate([5, 5], GREEDY).token_ids

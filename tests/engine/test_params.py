@@ -151,14 +151,14 @@ def test_keywords_are_the_fields_and_no_other() -> None:
         ({"mirostat": 2}, False),
         ({"xtc_probability": 0.5}, False),
         ({"dry_multiplier": 1, "temperature": 0}, False),
-        ({"repetition_penalty": 1.1, "temperature": 0}, False),
-        ({"presence_penalty": 0.1}, False),
-        ({"frequency_penalty": 0.1}, False),
-        ({"logit_bias": {1: 1}}, False),
-        ({"min_tokens": 1}, False),
+        ({"repetition_penalty": 1.1, "temperature": 0}, True),
+        ({"presence_penalty": 0.1}, True),
+        ({"frequency_penalty": 0.1}, True),
+        ({"logit_bias": {1: 1}}, True),
+        ({"min_tokens": 1}, True),
     ],
 )
-def test_the_device_draws_what_needs_nothing_but_its_four_settings(options: Sampling, device: bool) -> None:
+def test_the_device_draws_what_its_settings_and_its_lists_of_tokens_say(options: Sampling, device: bool) -> None:
     assert merged(SamplingParams(), options).on_device is device
 
 

@@ -21,7 +21,7 @@ from tests.engine.toys import VOCABULARY, Toy, letter, limits, request
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 DRAWN = SamplingParams(temperature=1.0, top_k=0, top_p=1, min_p=0, seed=3, max_tokens=12, ignore_eos=True)
-HOST = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logit_bias={0: 0.0})
+HOST = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, dry_multiplier=1.0, dry_allowed_length=1 << 30)
 TOLD = SamplingParams(temperature=1.0, top_k=0, top_p=1, min_p=0, seed=3, max_tokens=12, ignore_eos=True, logprobs=2)
 PROMPT = [3, 1, 4, 1, 5]
 

@@ -13,10 +13,12 @@ from quarrel.engine import CacheRules, Engine, Loop, Request, Result, SamplingPa
 from quarrel.engine.draft import Drafter
 from quarrel.engine.mtp import BlockDrafter
 from quarrel.engine.rng import mix
+from quarrel.ops.adjust import AdjustSpec, adjust_reference
 from quarrel.ops.contract import Compute
 from quarrel.ops.logprobs import MOST_LOGPROBS, LogprobsSpec, logprobs_reference
 from quarrel.ops.sample import draw_token
 from quarrel.ops.step import (
+    LIST_INPUTS,
     Done,
     ExplainLine,
     Limits,
@@ -93,7 +95,9 @@ class HistoryStep:
         assert s is not None
         assert len(s.uniform) == len(rows)
         columns = (s.temperature, s.top_k, s.top_p, s.min_p, s.uniform)
-        drawn = [draw_token(x, *(c[i].item() for c in columns)) for i, x in enumerate(logits)]
+        lists = [inputs.named(name) for name in LIST_INPUTS]
+        (adjusted,) = adjust_reference(AdjustSpec(VOCABULARY), logits, inputs.ids, inputs.out_rows, *lists)
+        drawn = [draw_token(x, *(c[i].item() for c in columns)) for i, x in enumerate(adjusted)]
         self._last = np.array(drawn if self.forced is None else [self.forced] * len(drawn), np.int32)
         outputs = StepOutputs(tokens=self._last, logits=logits if "logits" in outputs_of(want) else None)
         if "logprobs" not in outputs_of(want):

@@ -20,6 +20,7 @@ from quarrel.mlx_backend.runtime.launch import batch_of
 from quarrel.mlx_backend.step import MlxStep
 from quarrel.ops import draw
 from quarrel.ops.activation import CAP, CapSpec
+from quarrel.ops.adjust import adjust
 from quarrel.ops.attention import AttentionSpec, RopeAppendSpec, attention, rope_append
 from quarrel.ops.contract import ConstRef, KVArrays, RawWeight, WeightRef, rel_error
 from quarrel.ops.embedding import embedding, gather_rows
@@ -36,6 +37,7 @@ from quarrel.ops.sample import sample
 from quarrel.ops.step import Limits, SampleInputs, StepInputs
 from quarrel.ops.windows import by_window
 from tests.expert_counts import check_counts
+from tests.lists import check_lists
 from tests.logprobs import check_log_probabilities
 from tests.mlx_backend.cases import running
 from tests.mlx_backend.emulated import FAST
@@ -76,7 +78,8 @@ def build() -> Program:
     h = gather_rows(b, h, b.input("out_rows"))
     hidden = norm(b, NormSpec("rms", WIDTH, 1e-5, out="f32"), h, gain)
     logits = linear(b, hidden, table, out="f32")
-    told, best = logprobs(b, logits, tokens := sample(b, logits))
+    tokens = sample(b, adjust(b, logits, b.input("ids"), b.input("out_rows")))
+    told, best = logprobs(b, logits, tokens)
     return b.program(hidden=hidden, logits=logits, tokens=tokens, logprobs=told, best=best)
 
 
@@ -203,6 +206,10 @@ def test_a_sequence_does_not_see_its_neighbours(step: MlxStep) -> None:
     mixed = batch([(16, 0, 7), DECODE[1]])
     ids = np.concatenate([mixed.ids[:7], whole.ids[1:2]])
     assert np.array_equal(step(replace(mixed, ids=ids), "logits").logits[1], want[1])  # type: ignore[index]
+
+
+def test_biases_and_penalties_change_what_is_drawn(step: MlxStep) -> None:
+    check_lists(step, batch([(0, 0, 9), (6, 0, 3), (12, 0, 1)]), batch([(0, 9, 1), (6, 3, 1), (12, 1, 1)]))
 
 
 def test_ids_come_from_the_launch_before(step: MlxStep) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 import quarrel
 from quarrel.errors import BackendUnavailable, EngineFault, RequestError
-from quarrel.ops.step import SampleInputs, StepInputs
+from quarrel.ops.step import Lists, SampleInputs, StepInputs
 from quarrel.parallel.messages import pack_step, unpack
 from tests.paths import need_cases
 from tests.reference_backend import ReferenceBackend
@@ -77,7 +77,9 @@ def test_steps_travel_whole() -> None:
         rows, rows, rows, rows, rows[:2], table, rows, sample=draws, state_slots=rows[:2], from_last=rows - 1
     )
     windows = replace(given, window_slots=np.stack([rows, rows + 7]), window_tables=np.stack([table, table + 1]))
-    for inputs in (given, windows, replace(given, sample=None, state_slots=None, from_last=None)):
+    lists = Lists(rows, rows[:2], floats[:2], floats[1:], floats, floats, floats)
+    listed = replace(given, sample=replace(draws, lists=lists))
+    for inputs in (given, windows, listed, replace(given, sample=None, state_slots=None, from_last=None)):
         parsed = unpack(pack_step(inputs, "both"))
         assert isinstance(parsed, tuple)
         got, want = parsed
@@ -90,6 +92,6 @@ def test_steps_travel_whole() -> None:
 
 
 def flat(value: object) -> list[np.ndarray]:
-    if isinstance(value, SampleInputs):
-        return list(vars(value).values())
+    if isinstance(value, SampleInputs | Lists):
+        return [array for field in vars(value).values() for array in flat(field)]
     return [] if value is None else [np.asarray(value)]

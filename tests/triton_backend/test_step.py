@@ -20,6 +20,7 @@ from quarrel.errors import RequestError
 from quarrel.gguf import GGMLType, GGUFFile
 from quarrel.models import Tensors, assemble, read_spec
 from quarrel.ops import draw
+from quarrel.ops.adjust import adjust
 from quarrel.ops.attention import AttentionSpec, RopeAppendSpec, attention, rope_append
 from quarrel.ops.contract import ConstRef, KVArrays, RawWeight, WeightRef, rel_error
 from quarrel.ops.embedding import embedding, gather_rows
@@ -42,6 +43,7 @@ from quarrel.triton_backend.runtime.buffers import place
 from quarrel.triton_backend.runtime.launch import INTERPRETED
 from quarrel.triton_backend.runtime.site import Batch
 from quarrel.triton_backend.step import TritonStep
+from tests.lists import check_lists
 from tests.logprobs import check_log_probabilities
 from tests.paths import need_cases
 
@@ -85,7 +87,8 @@ def build(output: GGMLType = GGMLType.F16) -> Program:
     h = gather_rows(b, h, b.input("out_rows"))
     hidden = norm(b, NormSpec("rms", WIDTH, 1e-5, out="f32"), h, gain)
     logits = linear(b, hidden, table, out="f32")
-    told, best = logprobs(b, logits, tokens := sample(b, logits))
+    tokens = sample(b, adjust(b, logits, b.input("ids"), b.input("out_rows")))
+    told, best = logprobs(b, logits, tokens)
     return b.program(hidden=hidden, logits=logits, tokens=tokens, logprobs=told, best=best)
 
 
@@ -471,6 +474,10 @@ def test_more_logits_than_a_tile_has_rows(backend: TritonBackend) -> None:
 
 def test_log_probabilities_are_those_of_the_logits(step: TritonStep) -> None:
     check_log_probabilities(step, batch([(0, 0, 9), (6, 0, 3)]))
+
+
+def test_biases_and_penalties_change_what_is_drawn(step: TritonStep) -> None:
+    check_lists(step, batch([(0, 0, 9), (6, 0, 3), (12, 0, 1)]), batch([(0, 9, 1), (6, 3, 1), (12, 1, 1)]))
 
 
 def test_a_row_without_a_token_continues_as_id_0_and_both_are_what_each_is(step: TritonStep) -> None:

@@ -42,6 +42,8 @@ class Batch:
     """Pairs of a sequence with one new token and a split of its keys."""
     prompts: tuple[Prompt, ...] = ()
     """All sequences with more than one new token, if they are for cuDNN (`attention/cudnn.py`)."""
+    adjusts: bool = False
+    """Rows lay biases or penalties on tokens (`sampling/adjust.py`)."""
 
     def count(self, dim: str) -> int:
         """The size of a free axis."""
