@@ -210,6 +210,8 @@ def _serve(args: Arguments, llm: LLM, early: Early, template: str | None) -> int
         body_limit=256 << 20,
         rates=Rates(0, 0, 0, 0),
         adapter=_ADAPTER if args.loras else None,
+        context_shift="context_shift" in args.switches,
+        keep=args.number("keep") or 0,
         sampling=CompletionBody(**sampling).shared() if sampling else None,
     )
     server = build(settings, llm)

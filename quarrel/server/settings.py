@@ -58,6 +58,9 @@ class Settings:
     """In that protocol: the adapter of requests, which name none there."""
     sampling: Sampling | None = field(default=None, hash=False)
     """In that protocol: what holds where a request says nothing."""
+    context_shift: bool = False
+    """In that protocol: whether a text goes on where its context is full; and how many tokens of its prompt it keeps."""
+    keep: int = 0
     chat_template: str | None = None
     """In place of the models' own."""
     backend: str = "auto"

@@ -208,6 +208,8 @@ class ChatBody(Samplers, OpenAIChatBody):  # type: ignore[misc]
     """OpenAI's, with llama-server's sampling parameters."""
 
     add_generation_prompt: StrictBool | None = None
+    reasoning_format: StrictStr | None = None
+    """none: thoughts stay in the text, between their tags."""
 
     def sampling(self) -> Sampling:
         options = self.shared()

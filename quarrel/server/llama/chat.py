@@ -5,21 +5,24 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from quarrel.engine import Chunk, Result, Service
 from quarrel.llm import Model
 from quarrel.server.body import read_body
-from quarrel.server.dispatch import Dispatcher, Generation, answer_stream, answer_whole, bursts
+from quarrel.server.dispatch import Dispatcher, Generation, answer_stream, cancel_on_disconnect
 from quarrel.server.errors import Refused, llama_body
 from quarrel.server.lines import DONE, SSE
 from quarrel.server.lines import event as line
 from quarrel.server.llama.bodies import ChatBody
 from quarrel.server.llama.completion import biases, check_room, probability, service_of, timings
+from quarrel.server.llama.shift import followed, results_of
 from quarrel.server.llama.table import Routes
+from quarrel.server.llama.thoughts import Thoughts, opened_by
 from quarrel.server.openai import _Chat, _usage
 
 Json = dict[str, Any]
@@ -43,7 +46,9 @@ async def _answer(dispatcher: Dispatcher, request: Request, body: ChatBody, head
     messages = [m.plain() for m in body.messages]
     tools = None if body.tool_choice == "none" else body.tools
     options: Any = {"max_tokens": None, **(dispatcher.settings.sampling or {}), **body.sampling()}
-    structure, limit = body.structure(), dispatcher.settings.timeout
+    structure = body.structure()
+    if structure is not None:
+        options.pop("ignore_eos", None)
 
     def prepare(llm: Model, service: Service) -> Sequence[Any]:
         biased: Any = {**options, "logit_bias": biases(llm, body.logit_bias)} if body.logit_bias else options
@@ -71,14 +76,21 @@ async def _answer(dispatcher: Dispatcher, request: Request, body: ChatBody, head
 
         def whole(generation: Generation, found: list[Result]) -> Json:
             listed = [r for first in found for r in (first, *first.alternatives)]
-            choices = [form.choice(r, i, generation) for i, r in enumerate(listed)]
-            for choice, result in zip(choices, listed, strict=True):
+            parted = [_thoughts(body, generation).push(r.text, last=True) for r in listed]
+            choices = [form.choice(replace(r, text=t), i, generation) for i, (r, (_, t)) in enumerate(zip(listed, parted))]
+            for choice, result, (thought, _) in zip(choices, listed, parted, strict=True):
+                if thought:
+                    choice["message"]["reasoning_content"] = thought
                 if result.logprobs is not None:
                     choice["logprobs"] = {"content": [probability(e, generation.llm) for e in result.logprobs]}
             more = {"object": "chat.completion", "usage": _usage(listed, n), "timings": timings(listed[0])}
             return {"choices": choices, **named(generation), **more}
 
-        return await answer_whole(request, admission, limit, whole, headers)
+        async def work() -> Json:
+            async with admission as generation:
+                return whole(generation, await results_of(generation, dispatcher.settings, body.n_keep))
+
+        return JSONResponse(await cancel_on_disconnect(request, work()), headers=headers)
 
     with_usage = body.stream_options is not None and body.stream_options.include_usage
 
@@ -91,13 +103,19 @@ async def _answer(dispatcher: Dispatcher, request: Request, body: ChatBody, head
 
         begun: set[int] = set()
         ended: list[Result] = []
-        async for burst in bursts(generation, 0, limit):
+        thoughts = [_thoughts(body, generation) for _ in range(n)]
+        async for burst in followed(generation, 0, dispatcher.settings, body.n_keep, stream=True):
             rows = []
             for chunk in burst:
                 more = _logprobs(chunk, generation)
+                thought, said = thoughts[chunk.index].push(chunk.text, last=chunk.result is not None)
+                chunk.text = said
                 if chunk.index not in begun:
                     begun.add(chunk.index)
                     rows.append(event(chunk.index, {"role": "assistant", "content": None}, **more))
+                    more = {}
+                if thought:
+                    rows.append(event(chunk.index, {"reasoning_content": thought}, **more))
                     more = {}
                 made = form.delta(chunk, chunk.index, generation)
                 delta = {k: v for k, v in made["delta"].items() if k != "role" and v != ""}
@@ -117,6 +135,12 @@ async def _answer(dispatcher: Dispatcher, request: Request, body: ChatBody, head
         return line(llama_body(error))
 
     return await answer_stream(admission, events, failure, "text/event-stream", {**SSE, **headers})
+
+
+def _thoughts(body: ChatBody, generation: Generation) -> Thoughts:
+    if body.reasoning_format == "none":
+        return Thoughts(told=True)
+    return Thoughts(opened_by(generation.llm, generation.requests[0].tokens))
 
 
 def _logprobs(chunk: Chunk, generation: Generation) -> Json:

@@ -14,10 +14,11 @@ from quarrel.engine import Chunk, Result, Service, TokenLogprob
 from quarrel.errors import ContextOverflow
 from quarrel.llm import Model
 from quarrel.server.body import read_body
-from quarrel.server.dispatch import Dispatcher, Generation, answer_stream, bursts, cancel_on_disconnect, results
+from quarrel.server.dispatch import Dispatcher, Generation, answer_stream, cancel_on_disconnect
 from quarrel.server.errors import Refused, llama_body
 from quarrel.server.lines import SSE, event
 from quarrel.server.llama.bodies import MOST_PROBS, CompletionBody, InfillBody
+from quarrel.server.llama.shift import followed, results_of
 from quarrel.server.llama.table import Routes
 from quarrel.server.logprobs import chat_logprob
 
@@ -100,7 +101,9 @@ async def _answer(
     dispatcher: Dispatcher, request: Request, body: CompletionBody, prompts: Sequence[Any], headers: dict[str, str]
 ) -> Response:
     options: Any = {"max_tokens": None, **(dispatcher.settings.sampling or {}), **body.shared()}
-    form, limit = body.form(), dispatcher.settings.timeout
+    form, settings = body.form(), dispatcher.settings
+    if form is not None:
+        options.pop("ignore_eos", None)  # the grammar says where the text may end
     adapter = dispatcher.settings.adapter
     if body.n_probs is not None and body.n_probs > 0:
         options["logprobs"] = min(body.n_probs, MOST_PROBS)
@@ -121,7 +124,7 @@ async def _answer(
 
         async def work() -> Response:
             async with admission as generation:
-                found = await results(generation, limit)
+                found = await results_of(generation, settings, body.n_keep)
                 made = [_final(r, i, generation, body, whole=True) for i, r in enumerate(found)]
             return JSONResponse(made[0] if len(made) == 1 else made, headers=headers)
 
@@ -130,7 +133,7 @@ async def _answer(
     async def events(generation: Generation) -> AsyncIterator[str]:
         for which in range(len(generation.streams)):
             partial = _Partial(which, generation, body)
-            async for burst in bursts(generation, which, limit):
+            async for burst in followed(generation, which, settings, body.n_keep, stream=True):
                 yield "".join(event(row) for chunk in burst for row in partial.rows(chunk))
 
     def failure(error: Refused) -> str:
