@@ -39,7 +39,7 @@ def test_thoughts_are_parted_however_the_text_is_cut(text: str, close: str | Non
         found = [parts.push(text[i : i + size]) for i in range(0, len(text), size)]
         found.append(parts.push("", last=True))
         assert ("".join(t for t, _ in found), "".join(s for _, s in found)) == wanted, size
-    assert Thoughts(close, told=True).push(text, last=True) == ("", text)
+    assert Thoughts(close, whole=True).push(text, last=True) == ("", text)
 
 
 THINKING = "{% for m in messages %}{{ m.content }}{% endfor %} Once <think>\n"

@@ -139,7 +139,7 @@ async def _answer(dispatcher: Dispatcher, request: Request, body: ChatBody, head
 
 def _thoughts(body: ChatBody, generation: Generation) -> Thoughts:
     if body.reasoning_format == "none":
-        return Thoughts(told=True)
+        return Thoughts(whole=True)
     return Thoughts(opened_by(generation.llm, generation.requests[0].tokens))
 
 
