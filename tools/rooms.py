@@ -34,6 +34,10 @@ ROOMS: Mapping[str, Room] = {
         "bytes on disk, block formats, where a model's file lies", "an op, an architecture, a device",
         ("errors", "env"), ("numpy", "gguf", "huggingface_hub", "tqdm"),
     ),
+    "convert": Room(
+        "models in safetensors: a Hugging Face folder read as a GGUF file", "an array of a model that runs, a device",
+        ("errors", "gguf", "tokenizer"), ("numpy", "gguf", "sentencepiece"), nouns=True,
+    ),
     "child": Room("child processes: spawning, frames of messages, errors by name, heartbeats with a phase", "what they run",
         ("errors",)),
     "tokenizer": Room(
@@ -67,11 +71,11 @@ ROOMS: Mapping[str, Room] = {
     ),
     "parallel": Room(
         "devices that share a model: processes, links, sums", "a request, a kernel",
-        ("errors", "gguf", "models", "ops", "child"), ("numpy", "torch"),
+        ("errors", "gguf", "convert", "models", "ops", "child"), ("numpy", "torch"),
     ),
     "llm": Room(
         "a loaded model: the glue", "a framework",
-        ("errors", "env", "gguf", "tokenizer", "models", "ops", "engine", "parallel", "demo", "child.phase"),
+        ("errors", "env", "gguf", "convert", "tokenizer", "models", "ops", "engine", "parallel", "demo", "child.phase"),
         ("numpy", "tqdm", "llguidance"),
     ),
     "doctor": Room(
@@ -93,8 +97,8 @@ ROOMS: Mapping[str, Room] = {
     ),
     "cli": Room(
         "people at a terminal", "an op, a kernel",
-        ("", "errors", "env", "gguf", "tokenizer", "llm", "engine", "doctor", "process", "server", "embed", "flight",
-         "launch"),
+        ("", "errors", "env", "gguf", "convert", "tokenizer", "llm", "engine", "doctor", "process", "server", "embed",
+         "flight", "launch"),
         ("tqdm",),
     ),
     "bench": Room(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from quarrel.cli.flags import add_load_flags, hidden
 from quarrel.cli.samplers import add_samplers
+from quarrel.llm.options import WEIGHTS
 
 DEFAULT_MODEL = "demo"
 _MODEL = "a GGUF file, a name in the Ollama store or the Hugging Face cache, hf://owner/repo[:file or quant], or demo"
@@ -58,7 +59,7 @@ def _pull(p: argparse.ArgumentParser) -> None:
     p.add_argument("name", metavar="NAME", help="hf://owner/repo[:file or quant], such as hf://owner/repo:Q4_K_M")
 
 
-TYPES = "q4_k_m, q4_k_s, q5_k_m, q5_k_s, q6_k, q8_0, q4_0, q4_1, q5_0, q5_1, f16, bf16 or f32"
+TYPES = f"{', '.join(WEIGHTS[:-1])} or {WEIGHTS[-1]}"
 
 
 def _quantize(p: argparse.ArgumentParser) -> None:
@@ -66,6 +67,16 @@ def _quantize(p: argparse.ArgumentParser) -> None:
     p.add_argument("target", metavar="OUT", help="the file to write, such as model-q4_k_m.gguf")
     p.add_argument("type", metavar="TYPE", help=TYPES)
     p.add_argument("--again", action="store_true", help="quantise weights that are quantised already, which loses more")
+
+
+def _convert(p: argparse.ArgumentParser) -> None:
+    p.add_argument("model", metavar="FOLDER", help="what Hugging Face has of a model: config.json, safetensors, tokenizer")
+    output = "the file to write, such as model.gguf"
+    p.add_argument("-o", "--output", metavar="OUT", dest="target", required=True, help=output)
+    hidden(p, "--outfile", dest="target")
+    p.add_argument("--type", metavar="TYPE", help=f"{TYPES}; by default what most weights of the folder are")
+    hidden(p, "--outtype", dest="type")
+    p.set_defaults(again=False)
 
 
 def _tokenize(p: argparse.ArgumentParser) -> None:
@@ -284,6 +295,13 @@ COMMANDS: tuple[tuple[str, str, str, str, Callable[[argparse.ArgumentParser], No
         "write a model's file with smaller weights",
         "The types are llama.cpp's, chosen tensor by tensor as it does. An interrupted run goes on where it was.",
         _quantize,
+    ),
+    (
+        "convert",
+        " FOLDER -o OUT",
+        "write a model in safetensors as a GGUF file",
+        "Names, keys and the order of weights are llama.cpp's. An interrupted run goes on where it was.",
+        _convert,
     ),
     (
         "serve",

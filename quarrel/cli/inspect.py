@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from quarrel.cli.terminal import amount, count, line, quoted, table, tidy, visible, write_json
+from quarrel.convert import open_file
 from quarrel.gguf import GGUFFile, Metadata, TensorInfo
 from quarrel.llm import find
 
@@ -18,7 +19,7 @@ SHOWN = 6
 
 
 def run(args: argparse.Namespace) -> int:
-    with GGUFFile.open(find(args.model).paths) as file:
+    with open_file(find(args.model).paths) as file:
         keys = _matching(file.metadata, args.keys)
         tensors = [file.tensors[name] for name in _matching(file.tensors, args.tensors)]
         if args.json:

@@ -3,9 +3,10 @@
 from quarrel.gguf.blocks import dequantize
 from quarrel.gguf.file import GGUFFile, TensorInfo
 from quarrel.gguf.formats import FORMATS, BlockFormat, GGMLType, file_type, nbytes
+from quarrel.gguf.mapped import Mapped
 from quarrel.gguf.metadata import REQUIRED, Metadata
 from quarrel.gguf.quantize import quantize
-from quarrel.gguf.requantize import requantize
+from quarrel.gguf.requantize import own_mix, requantize
 from quarrel.gguf.resolve import Resolved, pull, resolve
 from quarrel.gguf.values import ValueType
 from quarrel.gguf.vocabulary import check_vocab
@@ -18,6 +19,7 @@ __all__ = [
     "GGMLType",
     "GGUFFile",
     "GGUFWriter",
+    "Mapped",
     "Metadata",
     "Resolved",
     "TensorInfo",
@@ -26,6 +28,7 @@ __all__ = [
     "dequantize",
     "file_type",
     "nbytes",
+    "own_mix",
     "pull",
     "quantize",
     "requantize",

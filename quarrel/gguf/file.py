@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import os
 import re
-import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +11,11 @@ from types import MappingProxyType
 
 import numpy as np
 
-from quarrel.errors import GGUFError, ModelError, ModelNotFound
+from quarrel.errors import GGUFError, ModelError
 from quarrel.gguf.blocks import dequantize
 from quarrel.gguf.formats import FORMATS, GGMLType
 from quarrel.gguf.header import HEADER_BUDGET, Header, Span, read_header
+from quarrel.gguf.mapped import Mapped
 from quarrel.gguf.metadata import Metadata
 from quarrel.gguf.vocabulary import check_vocab
 
@@ -42,73 +40,21 @@ class TensorInfo:
         return self.dims[::-1]
 
 
-class _Shard:
-    """One file. Its descriptor stays open, so that what was checked, what is mapped and what is watched are one."""
-
-    descriptor = -1
-    map: mmap.mmap | None = None
-    bytes: np.ndarray | None = None
+class _Shard(Mapped):
+    """One file of a model."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        super().__init__(path)
         try:
-            # Without O_NONBLOCK, opening a FIFO would wait for a writer.
-            self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except FileNotFoundError:
-            raise ModelNotFound(f"there is no file {path}") from None
-        except (OSError, ValueError) as error:
-            raise GGUFError(f"cannot be read: {error}") from None
-        try:
-            status = os.fstat(self.descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise GGUFError("is no regular file")
-            if not status.st_size:
-                raise GGUFError("is empty")
-            self.state = _state(status)
-            self.map = mmap.mmap(self.descriptor, status.st_size, access=mmap.ACCESS_READ)
+            assert self.map is not None
             with memoryview(self.map) as whole, whole[:HEADER_BUDGET] as view:
-                self.header = read_header(view, status.st_size)
+                self.header = read_header(view, len(self.map))
             self.advise("MADV_DONTNEED", 0, self.header.data_start)
             self.metadata = _metadata(self.header, self.descriptor)
             self.check_unchanged()
-            self.bytes = np.frombuffer(self.map, np.uint8)
-        except (OSError, ValueError) as error:
-            self.close()
-            raise GGUFError(f"cannot be mapped: {error}") from None
         except BaseException:
             self.close()
             raise
-
-    def check_unchanged(self) -> None:
-        if self.descriptor < 0 or self.map is None:
-            raise GGUFError(f"{self.path} is closed")
-        if (now := _state(os.fstat(self.descriptor))) != self.state:
-            change = f"{self.state[0]} bytes then, {now[0]} now"
-            raise GGUFError(f"{self.path} changed while it was open ({change}): load it again")
-
-    def advise(self, advice: str, start: int, size: int) -> None:
-        flag = getattr(mmap, advice, None)
-        if flag is not None and self.map is not None:  # a system without madvise still works, only slower
-            page = start // mmap.PAGESIZE * mmap.PAGESIZE
-            self.map.madvise(flag, page, min(start + size, len(self.map)) - page)
-
-    def close(self) -> None:
-        self.bytes = None
-        if self.map is not None:
-            # Views handed out keep the mapping alive until the last of them dies.
-            with contextlib.suppress(BufferError):
-                self.map.close()
-            self.map = None
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
-
-    def __del__(self) -> None:
-        self.close()
-
-
-def _state(status: os.stat_result) -> tuple[int, int]:
-    return status.st_size, status.st_mtime_ns
 
 
 def _metadata(header: Header, descriptor: int) -> Metadata:
@@ -129,6 +75,8 @@ class GGUFFile:
         self._shards = tuple(shards)
         first = self._shards[0]
         self.paths = tuple(shard.path for shard in self._shards)
+        self.files = self.paths
+        """What the model is read from."""
         self.version = first.header.version
         self.alignment = first.header.alignment
         self.metadata = first.metadata
@@ -184,6 +132,15 @@ class GGUFFile:
     def array(self, name: str) -> np.ndarray:
         """The tensor's values, dequantised: a new float32 array of `shape`."""
         return dequantize(self.raw(name), self.tensors[name].type)
+
+    def rows(self, name: str, first: int, last: int) -> np.ndarray:
+        """The bytes of rows `first` to `last`, all axes but the last being one: uint8 [last - first, row_bytes]."""
+        raw = self.raw(name)
+        return raw.reshape(-1, raw.shape[-1])[first:last]
+
+    def values(self, name: str, first: int, last: int) -> np.ndarray:
+        """The same rows dequantised: float32 [last - first, k]."""
+        return dequantize(self.rows(name, first, last), self.tensors[name].type)
 
     def prefetch(self, name: str) -> None:
         """Asks the system to read the tensor's pages from disk now; returns at once."""

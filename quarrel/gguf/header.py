@@ -211,7 +211,7 @@ def _other(magic: bytes) -> str:
     if magic == bytes(4):
         return ", it was not copied or downloaded whole"
     pytorch, safetensors = magic == b"PK\x03\x04" or magic[:1] == b"\x80", magic[3:] == b"\0"
-    return ", convert it with llama.cpp's convert_hf_to_gguf.py" if pytorch or safetensors else ""
+    return ", name the folder that it is in" if safetensors else ", take the model in safetensors" if pytorch else ""
 
 
 def _version(walk: _Walk) -> int:

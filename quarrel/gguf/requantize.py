@@ -8,6 +8,7 @@ between). Vectors, norms, routers, convolutions and tables of positions stay as 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections import deque
@@ -21,7 +22,6 @@ from typing import BinaryIO
 import numpy as np
 
 from quarrel.errors import GGUFError, RequestError
-from quarrel.gguf.blocks import dequantize
 from quarrel.gguf.file import GGUFFile, TensorInfo
 from quarrel.gguf.formats import FORMATS, GGMLType, nbytes
 from quarrel.gguf.quantize import quantize
@@ -30,6 +30,8 @@ from quarrel.gguf.writer import GGUFWriter
 PIECE = 1 << 21
 """Elements that a thread takes at a time, about 100 MB while a K format searches."""
 MOST_THREADS = 16
+RELEASED = 64
+"""Pieces between which what was read leaves memory."""
 _T = GGMLType
 
 
@@ -94,7 +96,7 @@ def requantize(
         raise RequestError(f"the type is {mix!r}, wanted one of {', '.join(MIXES)}", "type")
     if target.exists():
         raise RequestError(f"{target} is there already: move it away, or choose another name", "target")
-    types = types_of(source, mix)
+    types = types_of(source, mix, again=again)
     lossy = next(
         (t for t in source.tensors.values() if t.type is not types[t.name] and t.type not in (*WHOLE, _T.Q8_0)), None
     )
@@ -123,8 +125,18 @@ def requantize(
     return total
 
 
-def types_of(source: GGUFFile, name_of_mix: str) -> dict[str, GGMLType]:
-    """Which type each tensor gets."""
+def own_mix(source: GGUFFile) -> str:
+    """The mix that keeps most weights of a model in 16 or 32 bits as they are."""
+    sizes = dict.fromkeys(("bf16", "f16", "f32"), 0)
+    for info in source.tensors.values():
+        name = info.type.name.lower()
+        if len(info.dims) > 1 and name in sizes:
+            sizes[name] += info.nbytes
+    return max(sizes, key=lambda name: sizes[name])
+
+
+def types_of(source: GGUFFile, name_of_mix: str, *, again: bool = False) -> dict[str, GGMLType]:
+    """Which type each tensor gets. MXFP4 stays, as models were trained in it, unless `again`."""
     mix = MIXES[name_of_mix.lower()]
     keys, tied = source.metadata, "output.weight" not in source.tensors
     arch = keys.str("general.architecture")
@@ -132,10 +144,10 @@ def types_of(source: GGUFFile, name_of_mix: str) -> dict[str, GGMLType]:
     order = {
         part: sorted(int(f[1]) for n in source.tensors if (f := _FINER.fullmatch(n)) and f[2] == part) for part in _PARTS
     }
-    types = {}
+    types, kept = {}, (_T.I32, _T.I64) if again else (_T.I32, _T.I64, _T.MXFP4)
     for name, info in source.tensors.items():
         wanted, found = mix.base, _FINER.fullmatch(name)
-        if len(info.dims) < 2 or not name.endswith(".weight") or _KEPT.search(name) or info.type in (_T.I32, _T.I64):
+        if len(info.dims) < 2 or not name.endswith(".weight") or _KEPT.search(name) or info.type in kept:
             wanted = info.type
         elif mix.base not in (*WHOLE, _T.Q8_0):
             if name in ("token_embd.weight" if tied else "output.weight", "per_layer_token_embd.weight"):
@@ -181,10 +193,10 @@ def _writer(source: GGUFFile, mix: Mix, types: Mapping[str, GGMLType]) -> GGUFWr
 
 def _facts(source: GGUFFile, mix: str) -> dict[str, object]:
     """What an interrupted file must have been made of, to go on with it."""
-    states = [path.stat() for path in source.paths]
+    states = [path.stat() for path in source.files]
     return {
         "mix": mix.lower(),
-        "source": [[str(p.resolve()), s.st_size, s.st_mtime_ns] for p, s in zip(source.paths, states)],
+        "source": [[str(p.resolve()), s.st_size, s.st_mtime_ns] for p, s in zip(source.files, states)],
     }
 
 
@@ -213,14 +225,12 @@ def _fill(
     progress: Callable[[int], None],
 ) -> None:
     """The pieces of a tensor that are not in the file yet, in order."""
-    raw = source.raw(info.name)
-    rows = raw.reshape(-1, raw.shape[-1])
-    each, width = max(1, PIECE // info.dims[0]), nbytes(type, info.dims[:1])
+    rows, each, width = math.prod(info.dims[1:]), max(1, PIECE // info.dims[0]), nbytes(type, info.dims[:1])
     waiting: deque[tuple[int, Future[np.ndarray]]] = deque()
 
     def pieces() -> Iterator[int]:
-        for first in range(0, len(rows), each):
-            if start + min(first + each, len(rows)) * width > there:
+        for first in range(0, rows, each):
+            if start + min(first + each, rows) * width > there:
                 yield first
 
     def store() -> None:
@@ -228,9 +238,11 @@ def _fill(
         out.seek(start + first * width)
         out.write(made.result().data)
         progress(out.tell())
+        if first // each % RELEASED == RELEASED - 1:
+            source.release(info.name)  # of one tensor too, which may be larger than memory
 
     for first in pieces():
-        waiting.append((first, pool.submit(_piece, rows[first : first + each], info, type)))
+        waiting.append((first, pool.submit(_piece, source, info, type, first, min(first + each, rows))))
         if len(waiting) > 2 * MOST_THREADS:
             store()
     while waiting:
@@ -238,10 +250,10 @@ def _fill(
     source.release(info.name)
 
 
-def _piece(rows: np.ndarray, info: TensorInfo, type: GGMLType) -> np.ndarray:
+def _piece(source: GGUFFile, info: TensorInfo, type: GGMLType, first: int, last: int) -> np.ndarray:
     if info.type is type:
-        return np.ascontiguousarray(rows)
+        return np.ascontiguousarray(source.rows(info.name, first, last))
     try:
-        return np.ascontiguousarray(quantize(dequantize(rows, info.type), type))
+        return np.ascontiguousarray(quantize(source.values(info.name, first, last), type))
     except GGUFError as error:
         raise GGUFError(f"the tensor {info.name}: {error}") from None

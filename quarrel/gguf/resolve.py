@@ -18,7 +18,8 @@ HUB_SCHEME = "hf://"
 
 @dataclass(frozen=True)
 class Resolved:
-    """The files of a model, all shards in order, and where they were found: demo, path, ollama or hub.
+    """The files of a model, all shards in order, and where they were found: demo, path, ollama or hub; or the folder of a
+    model in safetensors.
 
     The texts are the template, system and params layers of an Ollama model, as they stand there.
     """
@@ -34,8 +35,9 @@ def resolve(name: str, *, download: bool = True) -> Resolved:
     """Finds the model called `name`.
 
     In this order: `demo`, the bundled model; `hf://owner/repo[:file or quant]`, from the Hugging Face cache or, with
-    `download`, fetched into it; a path to a GGUF file or to any shard of one; an Ollama name in a local Ollama store;
-    `owner/repo[:file or quant]` in the Hugging Face cache. Raises ModelNotFound, which lists where it looked.
+    `download`, fetched into it; a path to a GGUF file, to any shard of one, or to a folder in safetensors; an Ollama name
+    in a local Ollama store; `owner/repo[:file or quant]` in the Hugging Face cache. Raises ModelNotFound, which lists where
+    it looked.
     """
     if name in DEMO_NAMES:
         return Resolved((_demo(),), "demo")
@@ -46,6 +48,8 @@ def resolve(name: str, *, download: bool = True) -> Resolved:
         path = Path(name).expanduser()
         if path.is_file():
             return Resolved(_whole(shard_paths(path)), "path")
+        if (path / "config.json").is_file():
+            return Resolved((path,), "folder")
         looked.append(f"{path} is {_instead(path)}")
     except (OSError, ValueError, RuntimeError) as error:
         looked.append(f"it is no path ({error})")

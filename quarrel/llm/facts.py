@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quarrel.gguf import GGUFFile, file_type
+from quarrel.convert import open_file
+from quarrel.gguf import file_type
 from quarrel.llm.explain import quantization_of
 from quarrel.llm.open import ModelName, find
 
@@ -45,13 +46,13 @@ class FileFacts:
 def file_facts(name: ModelName, *, lists: bool = False) -> FileFacts:
     """Of a model by the names that `load` takes. Raises ModelNotFound and GGUFError. lists: also lists of the metadata."""
     found = find(name)
-    with GGUFFile.open(found.paths) as file:
+    with open_file(found.paths) as file:
         metadata = file.metadata
         # A list is not decoded to find out that it is one.
         keys = {key: _plain(metadata[key]) if lists or metadata.length(key) is None else None for key in metadata}
         return FileFacts(
             paths=found.paths,
-            nbytes=sum(path.stat().st_size for path in found.paths),
+            nbytes=sum(path.stat().st_size for path in file.files),
             keys=keys,
             tensors=tuple((t.name, t.type.name, tuple(map(int, t.dims))) for t in file.tensors.values()),
             parameters=sum(math.prod(t.dims) for t in file.tensors.values()),

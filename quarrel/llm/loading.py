@@ -40,8 +40,8 @@ def _takes(options: Callable[P, LoadOptions]) -> Callable[[Callable[..., LLM]], 
 def load(name: ModelName, **options: Any) -> LLM:
     """Loads a model.
 
-    name: a GGUF file (any shard of a split one), a name in an Ollama store or the Hugging Face cache, `hf://owner/repo`,
-    or `demo`.
+    name: a GGUF file (any shard of a split one), a folder in safetensors as Hugging Face has them, a name in an Ollama
+    store or the Hugging Face cache, `hf://owner/repo`, or `demo`.
 
     Raises ModelNotFound, GGUFError, UnsupportedModel, TokenizerError, BackendUnavailable, UnsupportedOp, OutOfMemory, and
     RequestError for an option out of range. The options:

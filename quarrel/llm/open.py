@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from quarrel.convert import open_file
 from quarrel.env import Environment, read_environment
 from quarrel.errors import BackendUnavailable, RequestError
 from quarrel.gguf import GGUFFile, resolve
@@ -78,9 +79,9 @@ def open_model(name: ModelName, options: LoadOptions, files: ExitStack) -> Opene
         raise RequestError(message, "attention")
 
     def opened(name: ModelName) -> GGUFFile:
-        return files.enter_context(GGUFFile.open(_find(name, environment).paths))
+        return files.enter_context(open_file(_find(name, environment).paths))
 
-    file = files.enter_context(GGUFFile.open(found.paths))
+    file = files.enter_context(open_file(found.paths, options.quantize))
     tensors, spec = Tensors(file), read_spec(file, scaling=options.scaling, asked=options.n_ctx)
     tokenizer = read_tokenizer(file.metadata)  # later, as what is no model of text has no vocabulary either
     if isinstance(spec, EncoderSpec):
@@ -114,12 +115,13 @@ def find(name: ModelName) -> Resolved:
 
 def load_tokenizer(name: ModelName) -> Tokenizer:
     """The tokenizer of a model, by the names that `load` takes; a file that holds a vocabulary alone will do."""
-    return read_tokenizer(find(name).paths[0])
+    with open_file(find(name).paths) as file:
+        return read_tokenizer(file.metadata)
 
 
 def check_context(name: ModelName, options: LoadOptions) -> None:
     """Raises RequestError where the model has no such context, whatever memory there is, before anything is loaded."""
-    with GGUFFile.open(find(name).paths) as file:
+    with open_file(find(name).paths) as file:
         spec = read_spec(file, scaling=options.scaling, asked=options.n_ctx)
     context_of(spec, options.n_ctx)
 
@@ -170,9 +172,9 @@ def _check_encoder(options: LoadOptions, devices: int) -> None:
 
 def _check_shared(options: LoadOptions, environment: Environment) -> None:
     """What a model on several devices cannot have."""
-    if options.draft is not None or options.adapters or options.scaling:
-        message = "draft, adapters and rope_scaling want one device: leave them or tensor_parallel out"
-        raise RequestError(message, "tensor_parallel", "draft", "adapters", "rope_scaling")
+    if options.draft is not None or options.adapters or options.scaling or options.quantize:
+        message = "draft, adapters, rope_scaling and quantize want one device: leave them or tensor_parallel out"
+        raise RequestError(message, "tensor_parallel", "draft", "adapters", "rope_scaling", "quantize")
     if environment.check:
         message = "QUARREL_CHECK looks at one process: unset it, or leave tensor_parallel out"
         raise RequestError(message, "tensor_parallel")

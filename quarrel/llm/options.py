@@ -24,6 +24,11 @@ MAX_ADAPTERS = 64
 MTP = "mtp"
 """In place of a draft model: the model's own block that predicts further tokens."""
 SCALINGS = ("none", "linear", "yarn")
+WEIGHTS = (
+    *("q4_k_m", "q4_k_s", "q5_k_m", "q5_k_s", "q6_k", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"),
+    *("f16", "bf16", "f32"),
+)
+"""What weights can be made into."""
 Progress = Callable[[int, int], None]
 _ADAPTER_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -110,6 +115,15 @@ class LoadOptions:
             'the arithmetic of activations; "float32" is exact, and "fp8" is float16 with coarse products (E4M3) for long'
             " prompts on CUDA; by default `QUARREL_COMPUTE`, or the backend's own.",
             "the arithmetic; float32 is exact, fp8 coarse",
+        ),
+    )
+    quantize: str | None = field(
+        default=None,
+        metadata=_about(
+            OneOf(WEIGHTS, strict=False),
+            'what the weights of a model in safetensors become on the way, such as "q8_0" or "q4_k_m"; by default they stay'
+            " as they are. The K types take minutes for large models: `quarrel convert` makes a file of them once.",
+            "what the weights of a model in safetensors become while it is loaded; by default nothing else",
         ),
     )
     n_ctx: int | None = field(

@@ -13,8 +13,8 @@ from quarrel.child.heartbeat import Heart
 from quarrel.child.phase import Phase, PhaseClock
 from quarrel.child.spawn import link_of
 from quarrel.child.wire import Link, pack_error
+from quarrel.convert import open_file
 from quarrel.errors import QuarrelError
-from quarrel.gguf import GGUFFile
 from quarrel.models import ModelSpec, Tensors, assemble, read_spec
 from quarrel.models.shard import shard
 from quarrel.ops.collective import Joins
@@ -65,7 +65,7 @@ class Worker:
         assert isinstance(backend, Joins)
         peer_sums = backend.peer_sums if work["peer_sums"] else None
         backend.join(TorchGroup(Path(work["folder"]), work["rank"], work["ranks"], device, peer_sums))
-        with GGUFFile.open([Path(p) for p in work["paths"]]) as file:
+        with open_file([Path(p) for p in work["paths"]]) as file:
             whole = read_spec(file, load["n_ctx"])
             assert isinstance(whole, ModelSpec)
             spec, tensors = shard(whole, Tensors(file), work["rank"], work["ranks"], work["split"])

@@ -186,3 +186,8 @@ _RULES: Final[Mapping[str, PreTokenizer]] = MappingProxyType(
 def pre_tokenizer(name: str) -> PreTokenizer | None:
     """The rules behind a value of `tokenizer.ggml.pre`; None for one that is not known."""
     return _RULES.get(name)
+
+
+def rules() -> Mapping[str, PreTokenizer]:
+    """All of them by name; of names for the same rules the first one is what most models of theirs have."""
+    return _RULES

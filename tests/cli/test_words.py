@@ -129,7 +129,14 @@ def test_what_is_nearly_right_is_told(line: str, said: str, capsys: pytest.Captu
 
 def test_what_other_programs_call_an_option_is_none_of_ours() -> None:
     commands = re.findall(r"^## ([\w-]+)$", (ROOT / "docs" / "cli.md").read_text("utf-8"), re.MULTILINE)
-    needed = {"pull": ["x"], "quantize": ["x", "y", "q8_0"], "keys": ["list"], "datasets": ["list"], "ollama": ["use"]}
+    needed = {
+        "pull": ["x"],
+        "quantize": ["x", "y", "q8_0"],
+        "convert": ["x", "-o", "y"],
+        "keys": ["list"],
+        "datasets": ["list"],
+        "ollama": ["use"],
+    }
     ours = {flag for c in commands for flag in make_parser().parse_args([c, *needed.get(c, [])]).flags}
     assert {"--temperature", "--origin", "--input"} <= ours
     assert not ours & set(OTHERS_OPTIONS)
@@ -141,13 +148,13 @@ def test_every_option_of_loading_reaches_the_model(command: str) -> None:
         "--backend cpu --compute float32 --ctx 96 --memory 1GiB --kv-cache int8 --prefix-cache-bytes 1MiB --attention own"
     )
     line += " --deterministic --threads 3 --tensor-parallel 2 --experts-on-cpu 4 --rope-scaling yarn --rope-scale 2"
-    line += " --expert-memory 20GiB --yarn-orig-ctx 64 --decoded-weights never"
+    line += " --expert-memory 20GiB --yarn-orig-ctx 64 --decoded-weights never --quantize q8_0"
     options = load_options(make_parser().parse_args([command, *line.split()]))
     wanted = {
         "backend": "cpu", "compute": "float32", "n_ctx": 96, "memory": 1 << 30, "threads": 3, "kv_cache": "int8",
         "prefix_cache_bytes": 1 << 20, "attention": "own", "deterministic": True, "tensor_parallel": 2,
         "experts_on_cpu": 4, "expert_memory": 20 << 30, "rope_scaling": "yarn", "rope_scale": 2.0, "yarn_orig_ctx": 64,
-        "decoded_weights": "never",
+        "decoded_weights": "never", "quantize": "q8_0",
     }  # fmt: skip
     assert {name: getattr(options, name) for name in wanted} == wanted
     assert {option.name for option in dataclasses.fields(LoadOptions) if option.metadata["help"]} == set(wanted)

@@ -241,8 +241,8 @@ class TestNames:
 class TestFormat:
     def test_other_files(self, tmp_path: Path) -> None:
         refused(tmp_path, b"", "is empty")
-        refused(tmp_path, b"PK\3\4" + bytes(60), "not a GGUF file, convert it")
-        refused(tmp_path, b"\xc8r\0\0" + bytes(60), "not a GGUF file, convert it")
+        refused(tmp_path, b"PK\3\4" + bytes(60), "not a GGUF file, take the model in safetensors")
+        refused(tmp_path, b"\xc8r\0\0" + bytes(60), "not a GGUF file, name the folder that it is in")
         refused(tmp_path, bytes(64), "not copied or downloaded whole")
         refused(tmp_path, file(magic=b"GGML"), "not a GGUF file")
         refused(tmp_path, b"GGU")

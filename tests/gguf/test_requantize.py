@@ -89,7 +89,7 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(MODULE, "PIECE", 1024)
     made: list[str] = []
     piece = MODULE._piece
-    monkeypatch.setattr(MODULE, "_piece", lambda rows, info, type: (made.append(info.name), piece(rows, info, type))[1])
+    monkeypatch.setattr(MODULE, "_piece", lambda file, info, *rest: (made.append(info.name), piece(file, info, *rest))[1])
     target = tmp_path / "out.gguf"
 
     def stop(done: int, total: int) -> None:

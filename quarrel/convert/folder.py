@@ -1,0 +1,231 @@
+"""A Hugging Face folder as if it were a GGUF file: keys and tensors by GGUF's names, made when they are read."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from quarrel.convert.config import Config, read_json
+from quarrel.convert.encoders import pooling_keys
+from quarrel.convert.floats import float32, scaled
+from quarrel.convert.keys import common_keys
+from quarrel.convert.layout import Part, Weight, cut, mxfp4, pieces
+from quarrel.convert.registry import architecture
+from quarrel.convert.rules import Architecture, weights
+from quarrel.convert.safetensors import Checkpoint
+from quarrel.convert.vocabulary import vocabulary_keys
+from quarrel.errors import GGUFError, ModelError, RequestError, UnsupportedModel
+from quarrel.gguf import (
+    FORMATS,
+    GGMLType,
+    GGUFFile,
+    Metadata,
+    TensorInfo,
+    ValueType,
+    check_vocab,
+    dequantize,
+    nbytes,
+    quantize,
+)
+from quarrel.gguf.requantize import MIXES, PIECE, types_of
+
+CONFIG = "config.json"
+_PLAIN = {GGMLType.F32: "F32", GGMLType.F16: "F16", GGMLType.BF16: "BF16"}
+_KEPT = 2
+"""Matrices of 8-bit floats, and made tensors, that stay decoded: pieces of one are read one after another."""
+
+
+def is_folder(path: Path) -> bool:
+    return path.is_dir() and (path / CONFIG).is_file()
+
+
+class FolderFile(GGUFFile):
+    """A model in safetensors. F32, F16 and BF16 stay as they are, 8-bit floats become BF16, MXFP4 stays; with `mix`, a
+    name of `gguf.MIXES`, weights become what `quarrel quantize` makes of them, each time that they are read."""
+
+    def __init__(self, folder: Path, mix: str | None = None) -> None:
+        """Raises ModelError, UnsupportedModel and ModelNotFound; RequestError for a mix that is none."""
+        if mix is not None and mix.lower() not in MIXES:
+            raise RequestError(f"the type is {mix!r}, wanted one of {', '.join(MIXES)}", "quantize")
+        config = Config(read_json(folder / CONFIG), folder / CONFIG)
+        arch = architecture(config)
+        config = config.with_defaults(arch.defaults)
+        self.config, self._block = config, _quantization(config)
+        self._checkpoint = Checkpoint(folder)
+        try:
+            self.paths = (folder,)
+            named = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja", "vocab.txt")
+            beside = tuple(folder / name for name in (CONFIG, *named) if (folder / name).is_file())
+            self.files = (*beside, *self._checkpoint.paths)
+            self.version, self.alignment = 3, 32
+            found = weights(arch, config, self._checkpoint.tensors, self._checkpoint.view)
+            self._weights = {w.name: w for w in found}
+            self._show(found)
+            self.metadata = _metadata(folder, arch, config, self.tensors)
+            check_vocab(self.metadata, self.tensors)
+            if mix is not None:
+                types = types_of(self, mix)
+                self._show([replace(w, type=types[w.name]) for w in found])
+            self._lock, self._making = threading.Lock(), threading.Lock()
+            self._decoded: OrderedDict[str, np.ndarray] = OrderedDict()
+        except BaseException as error:
+            self._checkpoint.close()
+            if isinstance(error, ModelError) and str(folder) not in str(error):
+                raise type(error)(f"{folder}: {error}") from None
+            raise
+
+    def _show(self, found: Sequence[Weight]) -> None:
+        self.tensors = MappingProxyType(
+            {
+                w.name: TensorInfo(w.name, w.type, w.shape[::-1], 0, nbytes(w.type, w.shape[::-1]), number)
+                for number, w in enumerate(found)
+            }
+        )
+
+    def raw(self, name: str) -> np.ndarray:
+        weight, info = self._weight(name), self.tensors[name]
+        block = FORMATS[info.type]
+        shape = (*info.shape[:-1], info.dims[0] // block.elements * block.nbytes)
+        rows = info.nbytes // shape[-1]
+        if self._as_stored(weight, info.type):
+            return self.rows(name, 0, rows).reshape(shape)
+        with self._making:
+            if name not in self._decoded:
+                step = max(1, PIECE // weight.k)
+                with ThreadPoolExecutor(os.cpu_count()) as pool:
+                    made = pool.map(lambda i: self.rows(name, i, min(i + step, rows)), range(0, rows, step))
+                    self._keep(name, np.concatenate(list(made)))
+            return self._decoded[name].reshape(shape)
+
+    def rows(self, name: str, first: int, last: int) -> np.ndarray:
+        weight, type = self._weight(name), self.tensors[name].type
+        if weight.scales is not None and type is GGMLType.MXFP4:
+            return self._blocks(weight, first, last)
+        if self._as_stored(weight, type):
+            found = [cut(self._view(part), a, b, weight.k) for part, a, b in pieces(weight.parts, first, last)]
+            rows = found[0] if len(found) == 1 else np.concatenate(found)
+            return np.ascontiguousarray(rows).view(np.uint8)
+        try:
+            return quantize(self.values(name, first, last), type)
+        except GGUFError as error:
+            raise GGUFError(f"the tensor {name}: {error}") from None
+
+    def values(self, name: str, first: int, last: int) -> np.ndarray:
+        weight = self._weight(name)
+        if weight.constant is not None:
+            return weight.constant.reshape(-1, weight.k)[first:last]
+        if weight.scales is not None:
+            return dequantize(self._blocks(weight, first, last), GGMLType.MXFP4)
+        found = [self._floats(part, a, b, weight.k) for part, a, b in pieces(weight.parts, first, last)]
+        values = found[0] if len(found) == 1 else np.concatenate(found)
+        return values if weight.change is None else weight.change(values, first).astype(np.float32, copy=False)
+
+    def prefetch(self, name: str) -> None:
+        self._advise("MADV_WILLNEED", name)
+
+    def release(self, name: str) -> None:
+        self._advise("MADV_DONTNEED", name)
+
+    def close(self) -> None:
+        self._checkpoint.close()
+
+    def _advise(self, advice: str, name: str) -> None:
+        for part in self._weight(name).parts:
+            self._checkpoint.advise(advice, part.name)
+
+    def _weight(self, name: str) -> Weight:
+        if name not in self._weights:
+            raise GGUFError(f"{self.paths[0]} has no tensor {name!r}")
+        return self._weights[name]
+
+    def _as_stored(self, weight: Weight, type: GGMLType) -> bool:
+        """Whether the rows are bytes of the folder's files."""
+        dtype = self._checkpoint.tensors[weight.parts[0].name].dtype if weight.parts else None
+        return weight.change is None and weight.scales is None and _PLAIN.get(type) == dtype
+
+    def _view(self, part: Part) -> np.ndarray:
+        return part.view(self._checkpoint.view(part.name), self.config)
+
+    def _blocks(self, weight: Weight, first: int, last: int) -> np.ndarray:
+        assert weight.scales is not None
+        codes = cut(self._view(weight.parts[0]), first, last, weight.k // 2)
+        return mxfp4(codes, cut(self._view(weight.scales), first, last, weight.k // 32))
+
+    def _floats(self, part: Part, first: int, last: int, k: int) -> np.ndarray:
+        dtype = self._checkpoint.tensors[part.name].dtype
+        if not dtype.startswith("F8"):
+            return float32(cut(self._view(part), first, last, k), dtype)
+        with self._lock:
+            if part.name not in self._decoded:
+                values = float32(self._checkpoint.view(part.name), dtype)
+                for name in (f"{part.name}_scale_inv", f"{part.name}_scale"):
+                    if name in self._checkpoint.tensors:
+                        scale = float32(self._checkpoint.view(name), self._checkpoint.tensors[name].dtype)
+                        values = scaled(values, scale, self._block, part.name)
+                self._keep(part.name, values)
+            whole = self._decoded[part.name]
+        return cut(part.view(whole, self.config), first, last, k)
+
+    def _keep(self, name: str, values: np.ndarray) -> None:
+        self._decoded[name] = values
+        while len(self._decoded) > _KEPT:
+            self._decoded.popitem(last=False)
+
+
+def _quantization(c: Config) -> tuple[int, int]:
+    """Rows and columns of a block of 8-bit floats; raises UnsupportedModel for weights that are quantised otherwise."""
+    said = c.get("quantization_config", default={})
+    if not isinstance(said, dict):
+        raise c.refusal("quantization_config", said, "an object")
+    method, kind = said.get("quant_method"), said.get("format", "")
+    floats = kind in ("float-quantized", "naive-quantized") if method == "compressed-tensors" else True
+    if method not in (None, "fp8", "fbgemm_fp8", "modelopt", "mxfp4", "compressed-tensors") or not floats:
+        raise UnsupportedModel(
+            f"the weights are quantised already, by {f'{method} {kind}'.strip()[:60]}, and would lose more: take the"
+            " original model in BF16, F16, F32 or FP8"
+        )
+    block = said.get("weight_block_size") or [128, 128]
+    if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
+        raise c.refusal("weight_block_size", block, "two sizes")
+    return block[0], block[1]
+
+
+_FLOAT_KEYS = (
+    "freq_base",
+    "freq_base_swa",
+    "factor",
+    "multiplier",
+    "scale",
+    "epsilon",
+    "softcapping",
+    "beta_fast",
+    "beta_slow",
+)
+
+
+def _metadata(folder: Path, arch: Architecture, c: Config, tensors: Any) -> Metadata:
+    keys: dict[str, Any] = {
+        "general.architecture": arch.name,
+        "general.type": "model",
+        "general.name": folder.resolve().name,
+        "general.quantization_version": 2,
+    }
+    own = {"block_count": arch.blocks(c), **common_keys(c), **arch.keys(c), **pooling_keys(folder)}
+    for key, value in own.items():
+        if value is not None:
+            exact = float(value) if key.endswith(_FLOAT_KEYS) and not isinstance(value, list) else value
+            keys[key if key.startswith("tokenizer.") else f"{arch.name}.{key}"] = exact
+    if "token_embd.weight" not in tensors:
+        raise ModelError("there is no token embedding among the weights: download the model whole")
+    rows = keys[f"{arch.name}.vocab_size"] = tensors["token_embd.weight"].dims[1]
+    charsmap = {"tokenizer.ggml.precompiled_charsmap": ValueType.UINT8}
+    return Metadata({**keys, **vocabulary_keys(folder, arch.name, c, rows)}, charsmap)

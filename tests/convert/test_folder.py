@@ -1,0 +1,298 @@
+"""Folders in safetensors: what becomes of number formats, shards and experts, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import quarrel
+from quarrel.cli import main
+from quarrel.convert.floats import float32
+from quarrel.convert.folder import FolderFile
+from quarrel.convert.safetensors import INDEX
+from quarrel.errors import ModelError, QuarrelError, RequestError, UnsupportedModel
+from quarrel.gguf import GGMLType, GGUFFile, dequantize, quantize, requantize
+from tests.convert.folders import (
+    LLAMA,
+    bfloat16,
+    llama_folder,
+    llama_shapes,
+    weights,
+    write_safetensors,
+    write_tokenizer,
+)
+from tests.convert.test_references import folder_of, references
+from tests.gguf.test_requantize import MODULE
+
+UP = "model.layers.0.mlp.up_proj.weight"
+
+
+def rewritten(folder: Path, types: dict[str, str] | None = None, **changed: np.ndarray | None) -> Path:
+    """The folder's weights with others in their place; None takes one away."""
+    tensors = {name: weights(name, shape) for name, shape in llama_shapes().items()}
+    given = {name.replace("__", "."): values for name, values in changed.items()}
+    tensors = {**tensors, **{n: v for n, v in given.items() if v is not None}}
+    kept = {n: v for n, v in tensors.items() if given.get(n, v) is not None}
+    write_safetensors(folder / "model.safetensors", kept, types)
+    return folder
+
+
+def test_bfloat16_and_float16_stay_and_vectors_become_float32(tmp_path: Path) -> None:
+    folder = llama_folder(tmp_path / "m")
+    exact = {name: weights(name, shape) for name, shape in llama_shapes().items()}
+    for cast, dtype, type in ((bfloat16, "BF16", GGMLType.BF16), (np.float16, "F16", GGMLType.F16)):
+        write_safetensors(folder / "model.safetensors", {n: cast(v) for n, v in exact.items()})  # type: ignore[operator]
+        with FolderFile(folder) as file:
+            assert file.tensors["blk.0.ffn_up.weight"].type is type
+            assert file.tensors["blk.0.attn_norm.weight"].type is GGMLType.F32
+            stored = float32(cast(exact[UP]), dtype)  # type: ignore[operator]
+            assert np.array_equal(file.array("blk.0.ffn_up.weight"), stored)
+            assert np.array_equal(file.raw("blk.0.ffn_up.weight"), quantize(stored, type))
+            turned = stored = float32(cast(exact["model.layers.0.self_attn.q_proj.weight"]), dtype)  # type: ignore[operator]
+            turned = stored.reshape(4, 2, 8, 64).swapaxes(1, 2).reshape(64, 64)
+            assert np.array_equal(file.array("blk.0.attn_q.weight"), turned)
+            assert np.array_equal(file.values("blk.0.attn_q.weight", 17, 50), turned[17:50])
+
+
+def test_scales_of_8_bit_floats_by_block_by_row_and_in_all(tmp_path: Path) -> None:
+    folder = llama_folder(tmp_path / "m", quantization_config={"quant_method": "fp8", "weight_block_size": [40, 24]})
+    codes = np.arange(96 * 64, dtype=np.uint32).reshape(96, 64).astype(np.uint8) & 0x7E
+    plain = float32(codes, "F8_E4M3")
+    assert plain[0, 0x38] == 1
+    assert plain[0, 0x3C] == 1.5
+    assert plain[0, 1] == 0
+    assert float32(np.array([1, 0x7E, 0xFE], np.uint8), "F8_E4M3").tolist() == [2**-9, 448, -448]
+    blocks = weights("scale", (3, 3))
+    by_block = plain * np.repeat(np.repeat(blocks, 40, 0)[:96], 24, 1)[:, :64]
+    by_row, whole = weights("rows", (96, 1)), np.float32(0.3)
+    for name, scale, wanted in (
+        (f"{UP}_scale_inv", blocks, by_block),
+        (f"{UP}_scale", by_row, plain * by_row),
+        (f"{UP}_scale", whole.reshape(1), plain * whole),
+    ):
+        rewritten(folder, {UP: "F8_E4M3"}, **{UP: codes, name: scale})
+        with FolderFile(folder) as file:
+            assert file.tensors["blk.0.ffn_up.weight"].type is GGMLType.BF16
+            assert np.allclose(file.values("blk.0.ffn_up.weight", 30, 90), wanted[30:90], rtol=1e-6)
+    rewritten(folder, {UP: "F8_E4M3"}, **{UP: codes, f"{UP}_scale_inv": weights("s", (2, 3))})
+    with pytest.raises(ModelError, match="with scales"), FolderFile(folder) as file:
+        file.array("blk.0.ffn_up.weight")
+
+
+def test_mxfp4_stays_as_it_is(tmp_path: Path) -> None:
+    folder = folder_of("gptoss", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    values = weights("codes", (config["num_local_experts"], 2 * config["intermediate_size"], config["hidden_size"]))
+    blocks = quantize(values, GGMLType.MXFP4)
+    pairs = blocks.reshape(*blocks.shape[:2], -1, 17)
+    low, high = pairs[..., 1:] & 15, pairs[..., 1:] >> 4
+    order = np.concatenate([low, high], -1)
+    stored = order[..., 0::2] | order[..., 1::2] << 4
+    shapes = references()["gptoss"]["stored"]
+    name = next(n for n in shapes if n.endswith("layers.0.mlp.experts.gate_up_proj"))
+    tensors = {n: weights(n, s) for n, s in shapes.items() if n != name}
+    tensors |= {f"{name}_blocks": stored, f"{name}_scales": np.ascontiguousarray(pairs[..., 0])}
+    write_safetensors(folder / "model.safetensors", tensors)
+    with FolderFile(folder) as file:
+        for start, part in enumerate(("gate", "up")):
+            info = file.tensors[f"blk.0.ffn_{part}_exps.weight"]
+            assert info.type is GGMLType.MXFP4
+            wanted = dequantize(blocks, GGMLType.MXFP4)[:, start::2]
+            assert np.array_equal(file.array(info.name), wanted)
+        requantize(file, tmp_path / "out.gguf", "q8_0")
+    with GGUFFile.open(tmp_path / "out.gguf") as made:
+        assert made.tensors["blk.0.ffn_up_exps.weight"].type is GGMLType.MXFP4
+
+
+def test_shards_and_what_is_missing_among_them(tmp_path: Path) -> None:
+    folder = llama_folder(tmp_path / "m")
+    whole = FolderFile(folder).array("blk.1.ffn_down.weight")
+    tensors = {name: weights(name, shape) for name, shape in llama_shapes().items()}
+    places = {name: f"model-0000{1 + ('layers.1.' in name)}-of-00002.safetensors" for name in tensors}
+    for file_name in set(places.values()):
+        write_safetensors(folder / file_name, {n: v for n, v in tensors.items() if places[n] == file_name})
+    (folder / "model.safetensors").unlink()
+    index = folder / INDEX
+    index.write_text(json.dumps({"weight_map": places}))
+    with FolderFile(folder) as file:
+        assert np.array_equal(file.array("blk.1.ffn_down.weight"), whole)
+    for wrong, said in (
+        ({**places, UP: "../elsewhere.safetensors"}, "wanted a safetensors file of the same folder"),
+        ({**places, UP: "/etc/passwd"}, "wanted a safetensors file of the same folder"),
+        ({**places, UP: "model-00003-of-00002.safetensors"}, "lacks model-00003-of-00002.safetensors"),
+        ({**places, "model.more": places[UP]}, "which has no such tensor"),
+        ({**places, UP: "model-00002-of-00002.safetensors"}, "which has no such tensor"),
+        ({}, "has no weight_map"),
+    ):
+        index.write_text(json.dumps({"weight_map": wrong}))
+        with pytest.raises(ModelError, match=said):
+            FolderFile(folder)
+
+
+def _header(change: Callable[[dict[str, Any]], object]) -> Callable[[bytes], bytes]:
+    def changed(data: bytes) -> bytes:
+        size = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + size])
+        change(header)
+        text = json.dumps(header).encode()
+        return len(text).to_bytes(8, "little") + text + data[8 + size :]
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda data: data[:-1], "it is cut short"),
+        (lambda data: data[:200], "it is no safetensors file, or cut short"),
+        (lambda data: data[:4], "it is no safetensors file, or cut short"),
+        (lambda data: b"", "is empty"),
+        (lambda data: b"\xff" * 8 + data[8:], "its header claims"),
+        (lambda data: data[:8] + b"[" + data[9:], "is no JSON object"),
+        (_header(lambda h: h[UP].update(dtype="F4")), "has type 'F4', wanted one of"),
+        (_header(lambda h: h[UP].update(shape=[96, -64])), "which is none"),
+        (_header(lambda h: h[UP].update(shape=[96, 65])), r"but F32 \[96, 65\] has 24960 bytes"),
+        (_header(lambda h: h[UP].update(data_offsets=[4, 1 << 50])), "has 24576 bytes"),
+        (_header(lambda h: h[UP].pop("dtype")), "has no dtype, shape and data_offsets"),
+        (_header(lambda h: h[UP].update(data_offsets=h["model.norm.weight"]["data_offsets"])), "has 24576 bytes"),
+        (_header(lambda h: h.update({"x": h[UP]})), "overlap"),
+    ],
+)
+def test_an_unsound_file_is_refused(change: Callable[[bytes], bytes], said: str, tmp_path: Path) -> None:
+    path = llama_folder(tmp_path / "m") / "model.safetensors"
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(ModelError, match=said):
+        FolderFile(path.parent)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"architectures": ["WhisperForConditionalGeneration"]},
+            "is 'WhisperForConditionalGeneration'; this version converts",
+        ),
+        ({"architectures": None}, "is 'None'; this version converts"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised already, by gptq, and would lose more"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantised already, by awq"),
+        ({"quantization_config": [1]}, "wanted an object"),
+        ({"num_attention_heads": 5}, "does not fit the sizes that config.json tells"),
+        ({"num_attention_heads": "four"}, "has num_attention_heads four, wanted an integer"),
+        ({"num_attention_heads": 0}, "does not fit the sizes"),
+        ({"hidden_size": None}, "has no hidden_size, and the model cannot be converted without it"),
+        ({"rope_scaling": {"rope_type": "magic", "factor": 2}}, "stretched by 'magic'"),
+        ({"rope_scaling": [2]}, "has rope_parameters"),
+        ({"num_hidden_layers": 1}, "has no place in this architecture"),
+        ({"num_hidden_layers": 3}, "block_count"),
+        ({"vocab_size": "x"}, ""),
+    ],
+)
+def test_a_config_that_makes_no_sense_is_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    folder = llama_folder(tmp_path / "m", **changes)
+    if not said:
+        FolderFile(folder).close()  # the embedding tells
+        return
+    with pytest.raises(QuarrelError, match=said) as caught:
+        quarrel.load(folder, backend="cpu")
+    assert "\n" not in str(caught.value)
+
+
+def test_folders_without_what_they_need_are_refused(tmp_path: Path) -> None:
+    folder = llama_folder(tmp_path / "m")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="may run code when it is read"):
+        FolderFile(folder)
+    (folder / "pytorch_model.bin").rename(folder / "model.safetensors")
+    (folder / "tokenizer.json").write_text('{"model": {"type": "Rune"}}')
+    with pytest.raises(ModelError, match="'Rune', wanted BPE, Unigram or WordPiece"):
+        FolderFile(folder)
+    for broken in ("{", "[]", '{"model": 3}', '{"model": {"type": "BPE", "vocab": {"a": "b"}, "merges": []}}'):
+        (folder / "tokenizer.json").write_text(broken)
+        with pytest.raises(ModelError, match="tokenizer"):
+            FolderFile(folder)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match="neither tokenizer.json nor tokenizer.model"):
+        FolderFile(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="is no JSON"):
+        FolderFile(folder)
+
+
+def test_tensors_that_no_model_has_are_refused(tmp_path: Path) -> None:
+    folder = llama_folder(tmp_path / "m")
+    with pytest.raises(UnsupportedModel, match=r"model\.layers\.0\.mlp\.magic\.weight has no place"):
+        FolderFile(rewritten(folder, **{"model.layers.0.mlp.magic.weight": weights("m", (64, 64))}))
+    with pytest.raises(UnsupportedModel, match="has type I64, which holds no weights"):
+        FolderFile(rewritten(folder, **{UP: np.zeros((96, 64), np.int64)}))
+    with pytest.raises(ModelError, match="which holds nothing"):
+        FolderFile(rewritten(folder, **{UP: np.zeros((96, 0), np.float32)}))
+    with pytest.raises(ModelError, match="no token embedding"):
+        FolderFile(rewritten(folder, **{"model.embed_tokens.weight": None}))
+    rewritten(folder, **{"model.vision_tower.layers.0.norm.weight": weights("m", (8,))})
+    FolderFile(folder).close()  # what sees is left out
+
+
+def test_experts_must_be_all_there(tmp_path: Path) -> None:
+    folder, stored = folder_of("mixtral", tmp_path), references()["mixtral"]["stored"]
+    lost = next(n for n in stored if "layers.1." in n and "experts.2." in n)
+    write_safetensors(folder / "model.safetensors", {n: weights(n, s) for n, s in stored.items() if n != lost})
+    with pytest.raises(ModelError, match=r"there are the experts \[0, 1, 3\]"):
+        FolderFile(folder)
+    shapes = {n: [s[0], s[1] // 2] if n == lost else s for n, s in stored.items()}
+    write_safetensors(folder / "model.safetensors", {n: weights(n, s) for n, s in shapes.items()})
+    with pytest.raises(ModelError, match="differ in shape or type"):
+        FolderFile(folder)
+
+
+def test_a_folder_loads_and_says_what_its_file_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = llama_folder(tmp_path / "m")
+    target = str(tmp_path / "m.gguf")
+    assert main(["convert", str(folder), "-o", target, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["type"] == "f32"
+    texts = []
+    for name, options in ((folder, {}), (target, {}), (folder, {"quantize": "q8_0"})):
+        with quarrel.load(name, backend="cpu", compute="float32", n_ctx=64, threads=1, **options) as model:
+            texts.append(model.generate("abc", max_tokens=8, temperature=0, ignore_eos=True).text)
+    assert texts[0] == texts[1]
+    assert texts[0]
+    with FolderFile(folder, "q8_0") as file:
+        info = file.tensors["blk.0.ffn_up.weight"]
+        assert info.type is GGMLType.Q8_0
+        assert np.array_equal(file.raw(info.name), quantize(weights(UP, (96, 64)), GGMLType.Q8_0))
+    assert main(["inspect", str(folder)]) == 0
+    assert "blk.0.attn_q.weight" in capsys.readouterr().out
+    for given, said in ((folder, "wanted one of"), (target, "is for models in safetensors")):
+        with pytest.raises(RequestError, match=said):
+            quarrel.load(given, backend="cpu", quantize="q9" if given is folder else "q8_0")
+    assert main(["convert", target, "-o", str(tmp_path / "x.gguf")]) == 1
+    assert "is no folder" in capsys.readouterr().err
+
+
+def test_a_conversion_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MODULE, "PIECE", 512)
+    folder, target = llama_folder(tmp_path / "m"), tmp_path / "out.gguf"
+
+    def stop(done: int, total: int) -> None:
+        if done > total / 2:
+            raise KeyboardInterrupt
+
+    with FolderFile(folder) as file:
+        requantize(file, tmp_path / "whole.gguf", "f16")
+        with pytest.raises(KeyboardInterrupt):
+            requantize(file, target, "f16", progress=stop)
+        assert not target.exists()
+        requantize(file, target, "f16")
+    assert target.read_bytes() == (tmp_path / "whole.gguf").read_bytes()
+
+
+def test_the_vocabulary_is_as_long_as_the_embedding(tmp_path: Path) -> None:
+    folder = llama_folder(tmp_path / "m", vocab_size=LLAMA["vocab_size"])
+    write_tokenizer(folder, 200)
+    with FolderFile(folder) as file:
+        assert file.metadata.length("tokenizer.ggml.tokens") == 272
+        assert file.metadata.strs("tokenizer.ggml.tokens")[-1] == "[PAD271]"
