@@ -1,7 +1,7 @@
 """Offline throughput through the whole engine: many requests at once, prompts and answers of a fixed length.
 
     python -m bench.engine.engine_throughput MODEL.gguf --out RESULTS.jsonl [--requests 256 --prompt 512 --tokens 256]
-        [--seqs 128,256] [--kv-cache auto,fp8] [--deterministic 0,1]
+        [--seqs 128,256] [--kv-cache auto,fp8] [--deterministic 0,1] [--sampling '{}' '{"repetition_penalty": 1.1}']
 
 A line of JSON for each number of sequences that run at once and each way to load. Speeds are of the second round; the first
 one compiles kernels and captures graphs. `output` counts generated tokens over all the time, prompts included; `decode`
@@ -46,12 +46,13 @@ def prompts_of(llm: LLM, work: Load) -> list[list[int]]:
     return [[(7919 * (i + 131 * s) + s + 1) % n for i in range(work.prompt)] for s in range(work.requests)]
 
 
-def run(llm: LLM, work: Load) -> dict[str, Any]:
+def run(llm: LLM, work: Load, sampling: dict[str, Any]) -> dict[str, Any]:
     """One round; figures of the whole, of decoding alone, and of the caller's waits."""
     before, stats = snapshot(llm), llm.stats()
     with Watched(llm) as watched:
         began = time.perf_counter()
-        results = llm.generate(prompts_of(llm, work), temperature=0, max_tokens=work.tokens, ignore_eos=True)
+        how = {"temperature": 0, "max_tokens": work.tokens, "ignore_eos": True} | sampling
+        results = llm.generate(prompts_of(llm, work), **how)
         seconds = time.perf_counter() - began
     after = snapshot(llm)
     bad = [r.error for r in results if r.error]
@@ -132,6 +133,9 @@ def main() -> int:
     parser.add_argument("--kv-cache", default="auto", help="several, separated by commas, are loaded one after the other")
     parser.add_argument("--deterministic", default="0", help="0, 1 or 0,1")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument(
+        "--sampling", nargs="*", default=["{}"], help="JSON of sampling parameters, several one after the other"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile kernels first")
     parser.add_argument("--seconds", type=float, default=1e9, help="nothing begins after this")
     args = parser.parse_args()
@@ -171,8 +175,8 @@ def measure(args: argparse.Namespace, work: Load, options: dict[str, Any]) -> No
         base = {"model": Path(args.model).stem, "backend": explained.backend, "device": explained.device, **asdict(work)}
         base |= {"compute": explained.compute, **options, "load_s": round(time.perf_counter() - loading, 1)}
         base |= {"cache_tokens": explained.cache_tokens, "step_tokens": llm.explain().plan.limits.max_tokens}
-        for i in range(args.rounds):
-            row = {**base, "round": i, **run(llm, work)}
+        for i, sampling in ((i, json.loads(text)) for text in args.sampling for i in range(args.rounds)):
+            row = {**base, "sampling": sampling, "round": i, **run(llm, work, sampling)}
             print(json.dumps(row), flush=True)
             with args.out.open("a") as out:
                 print(json.dumps(row), file=out)

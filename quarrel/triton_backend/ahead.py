@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from quarrel.triton_backend.plan import Plan
 from quarrel.triton_backend.runtime.compile import Compilers, Job, uncompiled
 from quarrel.triton_backend.runtime.site import Batch
 
+log = logging.getLogger(__name__)
 Masks = Mapping[str, Sequence[bool]]
 """Which nodes a step runs, by what is wanted of it."""
 
@@ -62,14 +64,19 @@ class Ahead:
                 if self.masks[want][i]:
                     self.twin.launches[i](batch)
 
-        return uncompiled(run)
+        try:
+            return uncompiled(run)
+        except Exception:
+            log.info("the kernels of a step could not be listed: they are compiled where they are launched", exc_info=True)
+            return {}
 
 
 def foreseen(limits: Limits) -> Iterator[Batch]:
     """Steps that a model will be given, in the order in which they matter: a short prompt, a token, longer prompts,
     batches, and both together."""
     most = min(limits.max_seqs, limits.max_tokens)
-    prompts = list(dict.fromkeys(PROMPTS.tokens(n, limits.max_tokens) for n in (16, 128, 512, 2048, 32, 64, 256)))
+    lengths = (16, 128, 512, limits.max_tokens, 32, 64, 256)
+    prompts = list(dict.fromkeys(PROMPTS.tokens(n, limits.max_tokens) for n in lengths))
     seqs = [n for n in (1, 8, 128, 2, 4, 16, 32, 64) if n <= most]
 
     def decode(n: int) -> Batch:

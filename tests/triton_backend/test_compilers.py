@@ -74,3 +74,11 @@ def test_a_child_keeps_no_file_of_its_parent(tmp_path: Path) -> None:
         kept = lambda: out.write_text(str(len(os.listdir("/proc/self/fd"))))  # noqa: E731
         Compilers({"kept": kept}, processes=1).wait(["kept"])
     assert int(out.read_text()) <= 3 + 2 + 2  # standard streams, two pipes, the listing and the file
+
+
+def test_where_no_process_can_be_started_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> int:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "fork", refuse)
+    Compilers({"a": lambda: None}).wait("a")

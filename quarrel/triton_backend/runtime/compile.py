@@ -80,7 +80,10 @@ class Compilers:
         self.seconds: dict[str, float] = {}
         """What each kernel took."""
         count = min(processes or len(os.sched_getaffinity(0)), len(self._jobs))
-        self.children = [self._fork() for _ in range(count)]
+        self.children: list[_Child] = []
+        with suppress(OSError):  # with fewer, or none, the rest is compiled where it is launched
+            for _ in range(count):
+                self.children.append(self._fork())
         threading.Thread(target=self._feed, name="compilers", daemon=True).start()
 
     def __contains__(self, key: str) -> bool:
@@ -112,7 +115,12 @@ class Compilers:
         to_child, from_child = os.pipe(), os.pipe()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads: the child uses none of theirs
-            pid = os.fork()
+            try:
+                pid = os.fork()
+            except OSError:
+                for end in (*to_child, *from_child):
+                    os.close(end)
+                raise
         if pid == 0:
             _serve(list(self._jobs.values()), to_child[0], from_child[1])
         os.close(to_child[0])
