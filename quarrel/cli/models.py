@@ -63,5 +63,7 @@ def speeds(llm: LLM, result: Result) -> str:
     answer = some(tokens, "token")
     if timings.decode_rate:
         answer += f" at {timings.decode_rate:.1f}/s"
+    if timings.guessed_tokens:
+        answer += f", {timings.right_tokens} of {some(timings.guessed_tokens, 'drafted token')} right"
     ends = {"length": "at the limit", "stop": "at its end", "cancelled": "cancelled", "error": "failed"}
     return f"[{e.model}, {e.backend}] {prompt}; {answer}, {ends[result.finish_reason]}; seed {result.seed}"

@@ -94,6 +94,7 @@ class Generation(Sequence):
         self._prompt_logprobs: list[TokenLogprob] | None = [] if self.every_row else None
         self._read = 0  # rows of the prompt
         self._first_token = 0.0
+        self._guessed = self._right = 0
         self._last: Chunk | None = None
 
     @property
@@ -129,6 +130,7 @@ class Generation(Sequence):
             self._read_prompt(outputs, first, count)
             return 0
         right = 0
+        self._guessed += len(draft)
         for row in range(first, first + count):
             self._draw(outputs, row)
             # Each row has what follows if the draft is right so far, and its random number is its position's: the same
@@ -136,6 +138,7 @@ class Generation(Sequence):
             if self.finished or right == len(draft) or self.tokens[-1] != draft[right]:
                 break
             right += 1
+            self._right += 1
         if draft and self._looked_up and self._lookup is not None:
             self._lookup.observe(right)
         elif draft and self._pace is not None:
@@ -266,6 +269,8 @@ class Generation(Sequence):
             decode=now - first,
             prefill_tokens=max(0, min(self.furthest, self.n_prompt) - self.reused),
             decode_tokens=max(0, self.generated - 1),
+            guessed_tokens=self._guessed,
+            right_tokens=self._right,
         )
 
     def _no_token(self, token: int) -> QuarrelError:

@@ -35,6 +35,9 @@ class Timings:
     """Prompt tokens that ran."""
     decode_tokens: int
     """Tokens after the first."""
+    guessed_tokens: int = 0
+    """Tokens that a draft model or prompt lookup proposed, and those of them that were right."""
+    right_tokens: int = 0
 
     @property
     def prefill_rate(self) -> float:

@@ -16,12 +16,16 @@ OPTIONS: tuple[dict[str, float | int], ...] = (
     {"temperature": 1.0, "seed": 4, "top_k": 0, "top_p": 1, "min_p": 0},
     {"temperature": 0.8, "seed": 4, "presence_penalty": 0.1},
 )
+SAID = [0, 0]
+"""What the last answers said of their drafts."""
 PROMPTS = [[(7 * i + i * i) % 256 for i in range(n)] for n in (70, 3, 1)]
 
 
 def texts(llm: quarrel.LLM) -> list[tuple[int, ...]]:
     made = [llm.generate(PROMPTS, max_tokens=24, ignore_eos=True, **o) for o in OPTIONS]  # type: ignore[call-overload]
-    return [result.token_ids for results in made for result in results]
+    flat = [result for results in made for result in results]
+    SAID[:] = (sum(r.timings.guessed_tokens for r in flat), sum(r.timings.right_tokens for r in flat))
+    return [result.token_ids for result in flat]
 
 
 @pytest.mark.parametrize("knowing", [False, True])
@@ -31,8 +35,11 @@ def test_the_text_is_the_one_without_it(arch: str, knowing: bool, tmp_path: Path
     path = write_knowing(tmp_path / "m.gguf", arch) if knowing else need_cases(arch, "model-q4_0x.gguf")
     with quarrel.load(path, n_ctx=128, backend="cpu", max_seqs=3) as plain:
         wanted, steps = texts(plain), plain.stats().steps
+        assert SAID == [0, 0]
     with quarrel.load(path, n_ctx=128, backend="cpu", max_seqs=3, draft="mtp") as llm:
         assert texts(llm) == wanted
+        stats = llm.stats()
+        assert [stats.drafted_tokens, stats.drafted_right] == SAID
         assert texts(llm) == wanted  # behind prefixes that are in the cache
         stats, made = llm.stats(), llm.explain()
         assert stats.drafted_tokens > 20

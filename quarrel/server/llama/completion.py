@@ -223,6 +223,8 @@ def timings(result: Result) -> Json:
             f"{name}_per_token_ms": 1000 * seconds / count if count else 0.0,
             f"{name}_per_second": count / seconds if seconds else 0.0,
         }
+    if result.timings.guessed_tokens:
+        row |= {"draft_n": result.timings.guessed_tokens, "draft_n_accepted": result.timings.right_tokens}
     return row
 
 
