@@ -298,7 +298,7 @@ class Engine:
         """Behind a draft so many of whose tokens were right. Others are in the cache behind them, and will be overwritten;
         a state that has seen them is taken back to where the launch began, and the right ones run again."""
         if right == len(part.draft) or not self.cache.roll_back(part.sequence, part.start):
-            part.sequence.computed = part.start + 1 + right
+            part.sequence.computed = part.start + part.count - len(part.draft) + right
 
     def _count(self, flight: _InFlight) -> None:
         stats, parts = self.stats, flight.batch.parts

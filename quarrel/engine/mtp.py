@@ -23,6 +23,9 @@ from quarrel.engine.scheduler import Batch, Part
 from quarrel.engine.sequence import Array, Sequence
 from quarrel.ops.step import Step, StepOutputs
 
+BACKLOG = 32
+"""Rows of a sequence that may wait until it is drafted for; more of them, as of a prompt, run at once."""
+
 
 class _Behind(Shadow):
     """A sequence as the block has it: its tokens from behind `first` on."""
@@ -65,7 +68,7 @@ class BlockDrafter(Drafter):
             known = self._known[owner] = _Known(start, rows)
         else:
             known.rows = np.concatenate([known.rows, rows[known.end - start :]])
-        if len(rows) > 1 and not self._read(owner, known):
+        if len(known.rows) > BACKLOG and not self._read(owner, known):
             self._forget(owner)
 
     def propose(self, wanted: Mapping[Sequence, int]) -> dict[Sequence, tuple[int, ...]]:
@@ -75,7 +78,9 @@ class BlockDrafter(Drafter):
         found: dict[_Behind, list[int]] = {}
         for owner, most in wanted.items():
             known = self._known.get(owner)
-            if known is None or known.end != len(owner.tokens) - 1 or not 0 < len(known.rows) <= left:
+            if known is None or known.end != len(owner.tokens) - 1 or not len(known.rows) or not left:
+                continue
+            if len(known.rows) > left and not self._read(owner, known):
                 continue
             shadow = self._up_to_date(owner, known, most)
             if shadow is not None:

@@ -21,6 +21,7 @@ from operator import attrgetter
 from quarrel.engine.cache import Cache
 from quarrel.engine.queue import WaitingQueue
 from quarrel.engine.sequence import Sequence
+from quarrel.engine.service import MAX_DRAFT
 from quarrel.ops.step import Limits, Want
 
 Propose = Callable[[Mapping[Sequence, int]], Mapping[Sequence, tuple[int, ...]]]
@@ -128,25 +129,26 @@ class Scheduler:
         decoding: list[Sequence] = []
         others: list[Sequence] = []
         for s in mine:
-            (others if s.whole or s.every_row or s.pending > 1 else decoding).append(s)
+            (decoding if self._decodes(s) else others).append(s)
         parts: list[Part] = []
-        left = len(decoding)
+        left = sum(s.pending for s in decoding)
         drafts, drafted = self._drafts(decoding, min(tokens, rows) - left)
         for sequence in decoding:
-            left -= 1
+            count = min(sequence.pending, tokens)
+            left -= sequence.pending
             if not tokens:
                 break
-            if sequence not in drafts:
-                parts.append(Part(sequence, sequence.computed, 1, 1))
-                tokens, rows = tokens - 1, rows - 1
+            if sequence not in drafts or count < sequence.pending:
+                parts.append(Part(sequence, sequence.computed, count, int(count == sequence.pending)))
+                tokens, rows = tokens - count, rows - 1
                 continue
-            draft = drafts[sequence][: max(0, min(tokens, rows) - 1 - left)]
+            draft = drafts[sequence][: max(0, min(tokens - count, rows - 1) - left)]
             # Nobody loses a block to a draft.
             if draft and not self.cache.append(sequence, len(sequence.tokens) + len(draft)):
                 draft = ()
-            count = 1 + len(draft)
-            parts.append(Part(sequence, sequence.computed, count, count, draft, sequence in drafted))
-            tokens, rows = tokens - count, rows - count
+            count += len(draft)
+            parts.append(Part(sequence, sequence.computed, count, 1 + len(draft), draft, sequence in drafted))
+            tokens, rows = tokens - count, rows - 1 - len(draft)
         # Those that must run whole keep their order, so that each comes first, and fits, after a while.
         for sequence in others:
             most = tokens if sequence.whole or not sequence.every_row else min(tokens, rows)
@@ -166,6 +168,12 @@ class Scheduler:
         waits = want not in _DRAWN or any(p.sequence.waits and p.rows for p in parts)
         return Batch(want, tuple(parts), waits)
 
+    def _decodes(self, s: Sequence) -> bool:
+        """Whether it runs one token, or those once more that were right in a draft with a wrong one."""
+        if s.whole or s.every_row:
+            return False
+        return s.pending == 1 or (self.cache.rules.rollback and s.n_prompt <= s.computed and s.pending <= MAX_DRAFT + 1)
+
     def _drafts(
         self, decoding: list[Sequence], spare: int
     ) -> tuple[Mapping[Sequence, tuple[int, ...]], Mapping[Sequence, tuple[int, ...]]]:
@@ -176,7 +184,7 @@ class Scheduler:
             # A draft continues the last token, so that has to be known.
             if not sequence.waits or sequence.drawn or not self.cache.rules.drafts:
                 continue
-            room = min(spare, sequence.length - sequence.computed - 1)
+            room = min(spare, sequence.length - len(sequence.tokens))
             if room <= 0:
                 continue
             if draft := tuple(sequence.draft(room)):
