@@ -6,14 +6,17 @@ token of 256 requests costs more than all else between two steps.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quarrel.engine.results import Chunk
 
-Row = tuple[asyncio.Queue[Chunk], Chunk]
+if TYPE_CHECKING:
+    import asyncio  # which takes long to import
+
+Row = tuple[Any, Chunk]
+"""A queue of chunks, and one for it."""
 
 
 class OutputBuffer:

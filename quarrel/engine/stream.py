@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import queue
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from quarrel.engine.generation import Generation, Request
 from quarrel.engine.loop import Loop
 from quarrel.engine.results import Chunk, Result
+
+if TYPE_CHECKING:
+    import asyncio
 
 
 class _Gathering:
@@ -99,6 +101,8 @@ class Stream(Iterator[Chunk]):
 
 def start_async(loop: Loop, request: Request, *, stream: bool, owner: object = None) -> AsyncStream:
     """As `start`, for the event loop that is running."""
+    import asyncio  # only here: it takes long, and calls without an event loop need none of it
+
     chunks: asyncio.Queue[Chunk] = asyncio.Queue()
     events = asyncio.get_running_loop()
 
@@ -151,7 +155,7 @@ class AsyncStream(AsyncIterator[Chunk]):
             raise StopAsyncIteration
         try:
             chunk = await self._chunks.get()
-        except asyncio.CancelledError:
+        except BaseException:  # the task that reads is cancelled
             self.cancel()
             raise
         self._gathering.add(chunk)

@@ -6,7 +6,8 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, Literal, Unpack, cast, overload
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
 
 import numpy.typing as npt
 
@@ -29,7 +30,6 @@ from quarrel.engine import (
 )
 from quarrel.errors import QuarrelError, QueueFull, RequestError
 from quarrel.llm.adapters import adapter_index
-from quarrel.llm.embedder import Embedder
 from quarrel.llm.embeddings import Embeddings, EmbedKeywords, EmbedOptions, Progress
 from quarrel.llm.explain import Explanation
 from quarrel.llm.loaded import Loaded
@@ -45,6 +45,9 @@ from quarrel.llm.requests import (
 from quarrel.llm.score import logprobs, score
 from quarrel.models import EncoderSpec
 from quarrel.ops.step import CountsExperts
+
+if TYPE_CHECKING:
+    from quarrel.llm.embedder import Embedder
 
 MAX_TOP = 20
 Array = npt.NDArray[Any]
@@ -75,7 +78,8 @@ class LLM:
         self.adapters = parts.adapters
         self._parts = parts
         self._loop = parts.loop
-        self._embedder = Embedder(parts)
+        if isinstance(parts.spec, EncoderSpec) or f"{parts.spec.architecture}.pooling_type" in parts.file.metadata:
+            _ = self._embedder  # what is wrong with how it embeds is told at once
         self._preparer = Preparer(parts)
         self._close = weakref.finalize(self, _shut, parts.loop, parts.files)
 
@@ -265,6 +269,12 @@ class LLM:
         """
         whole = isinstance(self.spec, EncoderSpec)
         return score(self._loop, self._preparer.checked(ids), "hidden", self.spec.n_embd, whole=whole)
+
+    @cached_property
+    def _embedder(self) -> Embedder:
+        from quarrel.llm.embedder import Embedder  # only here: most models embed nothing
+
+        return Embedder(self._parts)
 
     @property
     def embedding_dim(self) -> int:

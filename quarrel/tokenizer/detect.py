@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from tokenizers import Regex, Tokenizer, pre_tokenizers
-
 from quarrel.errors import TokenizerError
 from quarrel.tokenizer.guard import native
 from quarrel.tokenizer.pre import PreTokenizer, rules
@@ -26,6 +24,8 @@ _ODD: Final = (
 
 def pre_name(path: Path) -> str:
     """The value of `tokenizer.ggml.pre` for a tokenizer.json; raises TokenizerError where no rules are the same."""
+    from tokenizers import Tokenizer  # only here, as every tokenizer comes by this package
+
     with native(f"{path} cannot be read"):
         tokenizer = Tokenizer.from_file(str(path))
         cut = tokenizer.pre_tokenizer
@@ -43,5 +43,7 @@ def pre_name(path: Path) -> str:
 
 
 def _places(known: PreTokenizer) -> list[tuple[int, int]]:
+    from tokenizers import Regex, pre_tokenizers
+
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in known.patterns]
     return [place for _, place in pre_tokenizers.Sequence(splits).pre_tokenize_str(_ODD)]

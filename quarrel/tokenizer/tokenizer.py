@@ -11,17 +11,13 @@ from typing import Any, Protocol, SupportsIndex
 
 from quarrel.errors import RequestError, TokenizerError
 from quarrel.gguf import GGUFFile, Metadata, resolve
-from quarrel.tokenizer.bpe import BytePairModel
 from quarrel.tokenizer.charsmap import MAX_BYTES, CharsMap
 from quarrel.tokenizer.chat import ChatTemplates
 from quarrel.tokenizer.detokenizer import Detokenizer, PieceBytes
 from quarrel.tokenizer.guard import is_text
 from quarrel.tokenizer.special import SpecialTokens, Trust
-from quarrel.tokenizer.spm import SentencePieceModel
 from quarrel.tokenizer.stops import FIM
-from quarrel.tokenizer.ugm import UnigramModel
 from quarrel.tokenizer.vocab import Kind, TokenizerWarning, Vocabulary, read_vocabulary
-from quarrel.tokenizer.wpm import WordPieceModel
 
 
 class _Model(Protocol):
@@ -262,11 +258,18 @@ def fim_ids(metadata: Metadata, ids: Mapping[str, int]) -> dict[str, int]:
 
 
 def _model(vocabulary: Vocabulary, metadata: Metadata) -> _Model:
+    # Each imported where it is wanted: their libraries take as long as a small vocabulary.
     if vocabulary.model == "llama":
+        from quarrel.tokenizer.spm import SentencePieceModel
+
         return SentencePieceModel(vocabulary)
     if vocabulary.model == "bert":
+        from quarrel.tokenizer.wpm import WordPieceModel
+
         return WordPieceModel(vocabulary)
     if vocabulary.model == "t5":
+        from quarrel.tokenizer.ugm import UnigramModel
+
         n_bytes = metadata.length("tokenizer.ggml.precompiled_charsmap") or 0
         if n_bytes > MAX_BYTES:
             raise TokenizerError(f"tokenizer.ggml.precompiled_charsmap has {n_bytes} bytes, wanted at most {MAX_BYTES}")
@@ -275,6 +278,8 @@ def _model(vocabulary: Vocabulary, metadata: Metadata) -> _Model:
         if any(not -128 <= byte < 256 for byte in charsmap):
             raise TokenizerError("tokenizer.ggml.precompiled_charsmap is no array of bytes")
         return UnigramModel(vocabulary, CharsMap.parse(bytes([byte & 0xFF for byte in charsmap])))
+    from quarrel.tokenizer.bpe import BytePairModel
+
     assert vocabulary.pre_tokenizer is not None
     merges = metadata.strs("tokenizer.ggml.merges", None)
     if merges is None:

@@ -217,3 +217,17 @@ def test_a_gpu_has_its_buffers_by_name_and_all_layers() -> None:
     found = re.findall(r": +CUDA0 (model|KV|compute) buffer size = +([\d.]+) MiB", "\n".join(said))
     assert [kind for kind, _ in found] == ["model", "KV", "compute"]
     assert float(found[0][1]) == pytest.approx(e.memory.weights / 2**20, abs=0.01)
+
+
+def test_what_takes_long_to_import_is_not_wanted_before_a_model_answers() -> None:
+    """Ollama starts an engine for every model."""
+    code = (
+        "import sys; from quarrel.llm.loading import load_with; from quarrel.llm.options import LoadOptions\n"
+        "load_with('demo', LoadOptions(backend='cpu', n_ctx=64))\n"
+        "late = ('asyncio', 'gguf', 'tokenizers', 'fastapi', 'pydantic', 'starlette', 'torch', 'jinja2', 'llguidance')\n"
+        "print([name for name in late if name in sys.modules])\n"
+        "import quarrel.server.llama.app, quarrel.server.run\n"
+        "print('fastapi' in sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
+    assert found.stdout.split("\n")[:2] == ["[]", "False"], found.stderr
