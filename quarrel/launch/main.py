@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import warnings
 from collections.abc import MutableMapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -32,9 +33,13 @@ _DAY = 86400.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Until a signal; status 0. 1: the model cannot be loaded, or the port not be bound. 2: an argument has no value."""
     words = sys.argv[1:] if argv is None else list(argv)
+    # OpenBLAS' threads spin while NumPy is imported, for 60 ms of a core; nothing here waits for its products.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
-        args = parse(words, os.environ)
-        return _run(args, words)
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_, **__: _say(f"{PROG}: {message}")
+            args = parse(words, os.environ)
+            return _run(args, words)
     except KeyboardInterrupt:
         return 130
     except ConfigError as error:

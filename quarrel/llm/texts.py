@@ -10,13 +10,15 @@ from quarrel.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class VocabularyTexts:
-    """`continues`: generated text continues the prompt's, so that a first space belongs to it."""
+    """`continues`: generated text continues the prompt's, so that a first space belongs to it. `names`: control tokens that
+    are written by their names."""
 
     tokenizer: Tokenizer
     continues: bool = True
+    names: frozenset[int] = frozenset()
 
     def detokenizer(self) -> Detokenizer:
-        return _Padded(self.tokenizer.detokenizer(continues=self.continues), self.tokenizer.n_vocab)
+        return _Padded(self.tokenizer.detokenizer(continues=self.continues, names=self.names), self.tokenizer.n_vocab)
 
     def token_bytes(self, id: int) -> bytes:
         return self.tokenizer.token_bytes(id) if id < self.tokenizer.n_vocab else b""

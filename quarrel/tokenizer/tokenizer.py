@@ -109,12 +109,19 @@ class Tokenizer:
         detokenizer = self.detokenizer(skip_special)
         return "".join([detokenizer.push(id) for id in ids]) + detokenizer.flush()
 
-    def detokenizer(self, skip_special: bool = True, *, continues: bool = False) -> Detokenizer:
+    def detokenizer(
+        self, skip_special: bool = True, *, continues: bool = False, names: frozenset[int] = frozenset()
+    ) -> Detokenizer:
         """A decoder for ids that arrive one by one; the sum of its outputs is `decode` of them all.
 
         continues: the ids go on from a text that was there before (a prompt), so that a first space belongs to them.
+        names: control tokens that are written by their names, though others are skipped.
         """
         strip_space = self._vocabulary.add_space_prefix and not continues
+        if names:
+            return Detokenizer(
+                lambda id: self.token_bytes(id, special=not skip_special or operator.index(id) in names), strip_space, {}
+            )
         return Detokenizer(
             lambda id: self.token_bytes(id, special=not skip_special), strip_space, self._whole[skip_special]
         )

@@ -119,6 +119,15 @@ def test_a_gbnf_grammar_and_a_schema_hold_the_text(engine: httpx.Client) -> None
         assert (error["code"], error["type"]) == (400, "invalid_request_error")
 
 
+def test_control_tokens_are_written_where_a_parser_wants_them(engine: httpx.Client) -> None:
+    body = {"prompt": "Once", "n_predict": 2, "temperature": 0, "logit_bias": {"1": 100}}
+    assert ask(engine, "/completion", **body)["content"] == ""
+    named = ask(engine, "/completion", **body, preserved_tokens=["<s>", "no token", ""])
+    assert (named["content"], named["tokens_predicted"]) == ("<s><s>", 2)
+    chat = {"messages": [{"role": "user", "content": "a"}], **body, "preserved_tokens": ["<s>"]}
+    assert ask(engine, "/v1/chat/completions", **chat)["choices"][0]["message"]["content"] == "<s><s>"
+
+
 def test_a_stop_string_and_the_ends_of_a_text(engine: httpx.Client) -> None:
     said = ask(engine, "/completion", prompt="Once upon a time", n_predict=20, temperature=0)["content"]
     word = said.split()[2]

@@ -19,7 +19,7 @@ from quarrel.server.errors import Refused, llama_body
 from quarrel.server.lines import DONE, SSE
 from quarrel.server.lines import event as line
 from quarrel.server.llama.bodies import ChatBody
-from quarrel.server.llama.completion import biases, check_room, probability, service_of, timings
+from quarrel.server.llama.completion import biases, check_room, naming, probability, service_of, timings
 from quarrel.server.llama.shift import followed, results_of
 from quarrel.server.llama.table import Routes
 from quarrel.server.llama.thoughts import Thoughts, opened_by
@@ -63,7 +63,7 @@ async def _answer(dispatcher: Dispatcher, request: Request, body: ChatBody, head
             **biased,
         )
         check_room(len(made.tokens), made.n_ctx)
-        return [made]
+        return [naming(llm, made, body.preserved_tokens)]
 
     form, stream, n = _Chat(body, tools), bool(body.stream), body.n or 1
     admission = dispatcher.admit(request.state.caller, body.model, prepare, request.url.path, stream=stream)
