@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import threading
+import time
 import warnings
 from collections.abc import MutableMapping, Sequence
 from contextlib import suppress
@@ -27,7 +29,10 @@ The engine that Ollama and other launchers start, with llama-server's arguments,
 and log. The first line on standard error says which arguments it heeds. See docs/llama-server.md.
 """
 _CACHES = {"f32": "auto", "f16": "float16", "bf16": "bfloat16"}
-_DAY = 86400.0
+_DAY, _GRACE = 86400.0, 5.0
+LOOKS = 0.25
+"""Seconds between two looks at whether the engine still runs."""
+EXIT_FAULT = 70
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -212,6 +217,7 @@ def _serve(args: Arguments, llm: LLM, early: Early, template: str | None) -> int
         max_seqs=llm.explain().max_seqs,
         queue=1 << 16,
         timeout=_DAY,
+        grace=_GRACE,
         body_limit=256 << 20,
         rates=Rates(0, 0, 0, 0),
         adapter=_ADAPTER if args.loras else None,
@@ -220,9 +226,18 @@ def _serve(args: Arguments, llm: LLM, early: Early, template: str | None) -> int
         sampling=CompletionBody(**sampling).shared() if sampling else None,
     )
     server = build(settings, llm)
+    threading.Thread(target=end_with, args=(llm,), name="fault", daemon=True).start()
     gc.enable()
     serve(server, settings, before=early)
     return 0
+
+
+def end_with(llm: LLM) -> None:
+    """Ends the process when its engine has stopped for good: a launcher starts another one."""
+    while llm.fault is None:
+        time.sleep(LOOKS)
+    _say(f"error: {PROG}: {llm.fault}")
+    os._exit(EXIT_FAULT)
 
 
 def name_of(args: Arguments) -> str:

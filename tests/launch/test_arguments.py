@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from quarrel.launch.arguments import parse
-from quarrel.launch.main import choose_gpu, load_options, main, name_of, template_of
+from quarrel.launch.main import choose_gpu, end_with, load_options, main, name_of, template_of
 from quarrel.launch.old import old_engine, theirs
 
 LAUNCHED = [
@@ -117,6 +117,25 @@ def test_the_old_engine_is_found_by_its_name_and_gets_only_its_own_words(tmp_pat
     assert old_engine(parse(words[:-1], {})) == engine
     assert theirs(words) == ["--model", "m"]
     assert old_engine(parse([], {})) is None
+
+
+def test_a_process_whose_engine_has_stopped_ends(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Broken:
+        looks = 0
+
+        @property
+        def fault(self) -> str | None:
+            self.looks += 1
+            return "the device is gone" if self.looks > 3 else None
+
+    statuses: list[int] = []
+    monkeypatch.setattr("quarrel.launch.main.LOOKS", 0.0)
+    monkeypatch.setattr("os._exit", statuses.append)
+    end_with(Broken())  # type: ignore[arg-type]
+    assert statuses == [70]
+    assert "the device is gone" in capsys.readouterr().err
 
 
 def test_a_template_that_only_others_know_is_the_models_own(capsys: pytest.CaptureFixture[str]) -> None:

@@ -159,7 +159,6 @@ class CompletionBody(Samplers):
     stream: StrictBool | None = None
     n_probs: Int | None = None
     return_tokens: StrictBool | None = None
-    timings_per_token: StrictBool | None = None
     id_slot: Int | None = None
     """Accepted: sequences have no fixed places here, and a text's beginning is found wherever it was computed."""
 
