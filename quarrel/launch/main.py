@@ -212,7 +212,7 @@ def _serve(args: Arguments, llm: LLM, early: Early, template: str | None) -> int
         chat_template=template,
         api_key=args.text("api_key") or "",
         data_dir=DATA_DIR / "llama-server",  # a launcher knows nothing of keys that were made for `quarrel serve`
-        hosts=("*",),
+        hosts=() if Settings(host=host).loopback else ("*",),  # a page whose name leads here must not get in
         open_access=True,
         max_seqs=llm.explain().max_seqs,
         queue=1 << 16,

@@ -77,6 +77,7 @@ def test_it_loads_serves_and_dies_with_all_that_it_started() -> None:
             # By ChatML, as the model has no template.
             chat = {"messages": [{"role": "user", "content": "hi"}], "n_predict": 2}
             assert client.post("/v1/chat/completions", json=chat).status_code == 200
+            assert client.get("/props", headers={"Host": "page.example"}).status_code == 421
             assert client.get("/v1/models").json()["data"][0]["id"] == "quarrel-demo-11M-Q8_0"
             assert client.get("/props").json()["default_generation_settings"]["n_ctx"] == 256
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
