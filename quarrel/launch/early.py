@@ -50,6 +50,11 @@ class Early:
             one.close()
         return [*self._waiting, *self._open]
 
+    def close(self) -> None:
+        """Ends it all: nothing listens any more."""
+        for one in (*self.hand_over(), self.listener):
+            one.close()
+
     def _run(self) -> None:
         while True:
             for key, _ in self._selector.select(1.0):

@@ -52,7 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except QuarrelError as error:  # launchers look for the first words
         _say(f"error loading model: {error}")
-        return 1
+    except MemoryError:
+        _say("error loading model: this machine has no memory left for it")
+    except OSError as error:
+        _say(f"error loading model: {error.filename or PROG}: {error.strerror or error}")
+    return 1
 
 
 def _run(args: Arguments, words: Sequence[str]) -> int:
@@ -81,15 +85,15 @@ def _run(args: Arguments, words: Sequence[str]) -> int:
     host, port = args.text("host") or "127.0.0.1", args.number("port")
     early = Early(bound(host, PORT if port is None else port))
     early.start()
-    template = template_of(args)
     try:
+        template = template_of(args)
         llm = _load(args, model, options)
-    except (QuarrelError, MemoryError) as error:
+    except Exception as error:  # whatever it is, the old engine may fare better
+        early.close()
         if old is None:
             raise
-        for one in early.hand_over():
-            one.close()
-        _say(f"{PROG}: {error}: {old} takes this model")
+        what = str(error) if isinstance(error, QuarrelError) else f"it failed ({type(error).__name__}: {error})"
+        _say(f"{PROG}: {what}: {old} takes this model")
         hand_over(old, words, args)
     return _serve(args, llm, early, template)
 

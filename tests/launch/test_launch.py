@@ -21,6 +21,7 @@ import pytest
 import quarrel
 from quarrel.launch.devices import visible
 from quarrel.launch.early import Early
+from quarrel.launch.main import main
 from quarrel.launch.report import lines
 from quarrel.server.listening import bound
 
@@ -135,6 +136,36 @@ def test_what_is_not_for_us_goes_to_the_old_engine_with_the_same_words(
     assert found.stdout == f"old engine: {' '.join(given)} --port 0 (/lib/of/theirs)\n"
     assert why in found.stderr
     assert not why or "takes this model" in found.stderr
+
+
+def test_an_old_engine_that_cannot_be_started_is_one_sentence(tmp_path: Path) -> None:
+    (old := tmp_path / "llama-server.ollama").write_text("#!/nowhere/sh\n")
+    old.chmod(0o755)
+    command = [sys.executable, "-m", "quarrel", "llama-server", "--old-engine", str(old), "--list-devices"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    assert (found.returncode, len(found.stderr.splitlines())) == (1, 1)
+    assert found.stderr.startswith(f"error loading model: {old}: No such file")
+
+
+def test_whatever_goes_wrong_the_old_engine_takes_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object) -> None:
+        raise KeyError("blk.0")
+
+    class Handed(Exception):
+        pass
+
+    def hand_over(*_: object) -> None:
+        raise Handed
+
+    (old := tmp_path / "old").write_text(OLD)
+    old.chmod(0o755)
+    monkeypatch.setattr("quarrel.launch.main._load", fails)
+    monkeypatch.setattr("quarrel.launch.main.hand_over", hand_over)
+    with pytest.raises(Handed):
+        main(["--model", str(DEMO), "--port", "0", "--old-engine", str(old)])
+    assert f"it failed (KeyError: 'blk.0'): {old} takes this model" in capsys.readouterr().err
 
 
 def test_without_an_old_engine_the_devices_are_our_own(tmp_path: Path) -> None:
