@@ -128,7 +128,7 @@ class Grammars:
             raise RequestError(f"the {structure.kind} structure cannot be used: {_short(str(error))}") from None
         if matcher.is_error():
             gbnf = structure.kind == "lark" and "::=" in structure.text
-            hint = "this is GBNF, which llguidance.gbnf_to_lark makes Lark of: " if gbnf else ""
+            hint = "this is GBNF, which Structure.gbnf takes: " if gbnf else ""
             raise RequestError(f"the {structure.kind} structure cannot be used: {hint}{_short(matcher.get_error())}")
         return matcher
 

@@ -126,3 +126,11 @@ def test_arguments_are_checked(llm: quarrel.LLM, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(QuarrelError, match=r"\.\[structured\]"):
         llm.generate("x", structure=quarrel.Structure.regex("never compiled"))
+
+
+def test_a_grammar_as_llama_cpp_writes_it_is_kept_to(llm: quarrel.LLM) -> None:
+    structure = quarrel.Structure.gbnf('root ::= "yes" | no  # or\nno ::= "n" [o]')
+    assert llm.generate("Well?", structure=structure, seed=3).text in ("yes", "no")
+    for bad in ("", "root ::= (", "x" * 70_000):
+        with pytest.raises(RequestError):
+            llm.generate("Well?", structure=quarrel.Structure.gbnf(bad))
