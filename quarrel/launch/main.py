@@ -148,6 +148,8 @@ def load_options(args: Arguments) -> LoadOptions:
             given[name] = numbers[name](name) or None if name in numbers else value
     if args.text("draft") is not None and args.text("spec_type") in (None, "draft-simple"):
         given["draft"] = args.text("draft")
+    elif args.text("draft") is None and args.text("spec_type") == "draft-mtp":
+        given["draft"] = "mtp"
     try:
         return LoadOptions(**given)
     except RequestError as error:
@@ -168,7 +170,12 @@ def _load(args: Arguments, model: str, options: LoadOptions) -> LLM:
         choose_gpu(chosen, os.environ)
     try:
         return load_with(model, options)
-    except RequestError as error:
+    except QuarrelError as error:
+        if options.draft is not None:  # it changes no text, only how soon it is there
+            _say(f"{PROG}: {error}: it goes on without {options.draft}")
+            return _load(args, model, replace(options, draft=None))
+        if not isinstance(error, RequestError):
+            raise
         if error.field != "n_ctx" or options.n_ctx is None:
             raise
         most = file_facts(model).count("context_length")
@@ -219,6 +226,7 @@ def _serve(args: Arguments, llm: LLM, early: Early, template: str | None) -> int
         hosts=() if Settings(host=host).loopback else ("*",),  # a page whose name leads here must not get in
         open_access=True,
         max_seqs=llm.explain().max_seqs,
+        draft_max=min(max(args.number("draft_max") or Settings.draft_max, 1), 16),
         queue=1 << 16,
         timeout=_DAY,
         grace=_GRACE,

@@ -54,6 +54,7 @@ def test_the_context_is_shared_by_those_that_run_at_once() -> None:
         ("-t -1", "threads", None),
         ("-md d.gguf", "draft", "d.gguf"),
         ("--spec-draft-model d.gguf --spec-type draft-mtp --spec-draft-n-max 4", "draft", None),
+        ("--spec-type draft-mtp --spec-draft-n-max 4", "draft", "mtp"),
     ],
 )
 def test_an_argument_becomes_an_option_of_load(words: str, name: str, wanted: object) -> None:
@@ -136,6 +137,16 @@ def test_a_process_whose_engine_has_stopped_ends(
     end_with(Broken())  # type: ignore[arg-type]
     assert statuses == [70]
     assert "the device is gone" in capsys.readouterr().err
+
+
+def test_a_draft_that_cannot_be_loaded_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    from quarrel.launch.main import _load
+
+    for words in (["--spec-type", "draft-mtp"], ["-md", "/nowhere/d.gguf"]):
+        args = parse([*words, "-c", "64", "-ngl", "0"], {})
+        with _load(args, "demo", load_options(args)) as llm:
+            assert llm.n_ctx == 64
+        assert "it goes on without" in capsys.readouterr().err
 
 
 def test_a_template_that_only_others_know_is_the_models_own(capsys: pytest.CaptureFixture[str]) -> None:
