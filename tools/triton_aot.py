@@ -109,6 +109,8 @@ MANY = tuple(Batch(n, n, n, True, False, items) for n, items in ((64, 64), (64, 
 """Steps of many sequences, one token each."""
 WHOLE = Batch(512, 1, 1, False, True, 1, ((0, 0, 512),))
 """A prompt that cuDNN would take."""
+MEASURED = {"attend_latent_many": 960, "attend_latent_one": 96}
+"""Bytes of stack of kernels that spill and were measured to be faster so (`attention/latent.py: tiles`)."""
 
 
 Place = tuple[int, ...]
@@ -152,7 +154,7 @@ class Report:
 
     def fault(self) -> str | None:
         limit = TARGETS[self.target][1]
-        if self.stack > SLACK:
+        if self.stack > MEASURED.get(self.kernel, SLACK):
             return f"spills: {self.stack} bytes of stack, {self.spills} local loads and stores"
         return f"{self.shared} bytes of shared memory, {limit} allowed" if self.shared > limit else None
 

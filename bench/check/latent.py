@@ -165,13 +165,13 @@ def main() -> int:
     decodes = [(20, 1, 4096), (20, 1, 32768), (20, 32, 4096), (128, 1, 4096), (128, 32, 4096), (16, 64, 2048)]
     for heads, seqs, keys in [(5, 2, 300)] if INTERPRETED else decodes:
         layer = Layer(heads, seqs, keys, 1)
-        usual, _ = tiles("float16", heads)
+        usual, _ = tiles("float16", heads, 9)
         others = [Tile(usual.rows, n, w, s) for n, s in ((16, 3), (32, 1), (32, 2), (32, 3), (64, 1)) for w in (4, 8)]
         shapes = [usual] + [t for t in others if t != usual and sweeps and seqs == 32]
         results += sweep(layer, layer.decode, shapes, seqs * keys * (DIM + RANK) * 2 * 1e-3 * 1e6, "GB/s")
     for heads, seqs, keys, new in [(5, 2, 70, 40)] if INTERPRETED else [(20, 1, 4096, 4096), (128, 1, 2048, 2048)]:
         layer = Layer(heads, seqs, keys, new)
-        _, usual = tiles("float16", heads)
+        _, usual = tiles("float16", heads, 9)
         others = [Tile(64, n, w, s) for n, s in ((16, 2), (32, 1), (32, 2), (64, 1)) for w in (4, 8)]
         shapes = [usual] + [t for t in others if t != usual and sweeps and heads == 20]
         pairs = heads * seqs * (new * keys - new * (new - 1) / 2)

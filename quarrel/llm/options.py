@@ -177,9 +177,9 @@ class LoadOptions:
         default="auto",
         metadata=_about(
             OneOf(ATTENTION),
-            'the attention kernels for long prompts on CUDA: "own", or "cudnn" where that applies; by default'
-            ' `QUARREL_ATTENTION`, or "own".',
-            "the attention kernels for long prompts on CUDA; auto is our own",
+            'the attention kernels for long prompts on CUDA: "own", "cudnn" where that applies from 2048 tokens on, or'
+            ' "auto" for that from 4096 on; by default `QUARREL_ATTENTION`, or "auto".',
+            "the attention kernels for long prompts on CUDA; auto is cuDNN where that applies to 4096 tokens, else our own",
         ),
     )
     decoded_weights: Literal["auto", "never"] = field(

@@ -192,7 +192,7 @@ class TritonBackend:
             choices, slots, kept, rows, weights, caches, states, inputs.tables, arithmetic, device, launcher,
             deterministic=limits.deterministic, generation=generation, float8=float8, group=self._group,
             decoded_bytes=limits.decoded_bytes,
-            cudnn_from=cudnn.LEAST if limits.attention == "cudnn" and not limits.deterministic else 0,
+            cudnn_from=0 if limits.deterministic else cudnn.FROM[limits.attention],
         )  # fmt: skip
         return plan, inputs
 

@@ -31,7 +31,7 @@ def _calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         return given(q, *rest, **options)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
-    monkeypatch.setattr(attend_whole, "LEAST", 9)
+    monkeypatch.setattr(attend_whole, "FROM", {"own": 0, "auto": 20, "cudnn": 9})
     monkeypatch.setattr(attend_whole, "ROUND", 16)
     return seen
 
@@ -41,6 +41,16 @@ def compiled(
 ) -> TritonStep:
     limits = dataclasses.replace(LIMITS, attention=attention, deterministic=deterministic, kv_cache=kv)
     return backend.compile(PROGRAM, Weights(), limits, "float16")
+
+
+@pytest.mark.parametrize(("attention", "taken"), [("own", 0), ("auto", 1), ("cudnn", 2)])
+def test_unasked_only_long_prompts_are_taken(
+    backend: TritonBackend, calls: list[tuple[int, ...]], attention: AttentionChoice, taken: int
+) -> None:
+    step = compiled(backend, attention)
+    for new in (19, 20):
+        step(batch([(0, 0, new)], rows=[new - 1]), "hidden")
+    assert len(calls) == 2 * taken  # two layers
 
 
 def test_whole_prompts_match_the_reference(backend: TritonBackend, calls: list[tuple[int, ...]]) -> None:
