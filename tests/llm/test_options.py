@@ -25,7 +25,7 @@ VALUES: dict[str, Any] = {
     "prefix_cache": False, "prefix_cache_bytes": 1 << 20, "max_waiting": 7, "attention": "own", "deterministic": True,
     "decoded_weights": "never", "threads": 3, "tensor_parallel": 2, "experts_on_cpu": 0, "expert_memory": 1 << 30,
     "rope_scaling": "yarn", "rope_scale": 2.0, "yarn_orig_ctx": 64, "draft": "small.gguf",
-    "adapters": {"one": "one.gguf"}, "profile_steps": 4,
+    "adapters": {"one": "one.gguf"}, "profile_steps": 4, "quantize": "q8_0",
 }  # fmt: skip
 """A value of each that is not the default; all but `progress`, which stays in its process."""
 NO_FLAG = {"max_seqs", "prefix_cache", "max_waiting", "draft", "adapters", "profile_steps", "progress"}
