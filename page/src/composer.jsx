@@ -2,7 +2,7 @@
 import { useEffect, useLayoutEffect, useRef } from "preact/hooks";
 import { signal } from "@preact/signals";
 import { attach } from "./attach.js";
-import { Icon, IconButton, Popover } from "./controls.jsx";
+import { Icon, IconButton, MenuItem, Popover } from "./controls.jsx";
 import { read, write } from "./dom.js";
 import { number, t } from "./i18n.js";
 import { ask, stop } from "./running.js";
@@ -47,7 +47,7 @@ export const Files = ({ list, drop }) => (
 
 function Context() {
   const last = state.path.value.findLast((m) => m.stats?.prompt), of = state.model.value?.n_ctx;
-  if (!last || !of) return null;
+  if (!last || !of || !state.model.value.chat) return null; // without a chat template the oldest words are left out as it goes
   const used = Math.min(of, last.stats.prompt + last.stats.tokens), share = used / of;
   const label = t("context", { used: number(used), of: number(of) });
   return (
@@ -57,8 +57,8 @@ function Context() {
       </button>)}>
       {(close) => <>
         <p class="note">{t("context-full", { used: number(used), of: number(of) })}</p>
-        <button type="button" role="menuitem" tabIndex={-1} onClick={() => { close(); shorten("drop"); }}><Icon name="cut" size={16} />{t("drop-oldest")}</button>
-        {state.model.value?.chat && <button type="button" role="menuitem" tabIndex={-1} onClick={() => { close(); shorten("summary"); }}><Icon name="text" size={16} />{t("summarise")}</button>}
+        <MenuItem close={close} icon="cut" onClick={() => shorten("drop")}>{t("drop-oldest")}</MenuItem>
+        <MenuItem close={close} icon="text" onClick={() => shorten("summary")}>{t("summarise")}</MenuItem>
       </>}
     </Popover>
   );

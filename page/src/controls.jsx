@@ -86,11 +86,12 @@ export function Dialog({ title, onClose, children, class: name = "" }) {
   const at = useRef(null);
   useEffect(() => {
     at.current.showModal();
+    (at.current.querySelector("form input") ?? at.current.firstChild).focus();
     return () => at.current?.close();
   }, []);
   return (
     <dialog ref={at} class={name} aria-label={title} onCancel={(event) => { event.preventDefault(); onClose(); }} onClick={(event) => event.target === at.current && onClose()}>
-      <div class="dialog-in">
+      <div class="dialog-in" tabIndex={-1}>
         <header><h2>{title}</h2><IconButton icon="close" label={t("close")} onClick={onClose} /></header>
         {children}
       </div>

@@ -20,6 +20,23 @@ const opened = openDB("quarrel", 1, {
   return null;
 });
 
+const troubles = new Set();
+export const onTrouble = (f) => troubles.add(f);
+
+// Waits for a change; one that the browser does not take (its storage is full) is told, never lost in silence.
+async function done(change) {
+  try {
+    await change.done;
+    if (!asked) {
+      asked = true;
+      navigator.storage?.persist?.(); // what is kept here is not for the browser to clear away
+    }
+  } catch (error) {
+    troubles.forEach((f) => f(error));
+  }
+}
+let asked = false;
+
 export const keepsNothing = () => memory !== null;
 export const onChange = (f) => listeners.add(f);
 const tell = (store, ids, conversation) => channel.postMessage({ store, ids, conversation });
@@ -48,8 +65,8 @@ export async function put(store, ...records) {
   if (!db) for (const r of records) memory[store].set(r.id, { ...memory[store].get(r.id), ...r });
   else {
     const change = db.transaction(store, "readwrite");
-    for (const record of records) await change.store.put({ ...(await change.store.get(record.id)), ...record });
-    await change.done;
+    for (const record of records) change.store.get(record.id).then((known) => change.store.put({ ...known, ...record })).catch(() => {});
+    await done(change);
   }
   tell(store, records.map((r) => r.id), records[0].conversation ?? records[0].id);
 }
@@ -61,8 +78,8 @@ export async function add(store, records) {
   const found = records.filter((r) => !known.has(r.id));
   if (db) {
     const change = db.transaction(store, "readwrite");
-    await Promise.all(found.map((r) => change.store.put(r)));
-    await change.done;
+    for (const r of found) change.store.put(r).catch(() => {});
+    await done(change);
   } else for (const r of found) memory[store].set(r.id, r);
   tell(store, found.map((r) => r.id), null);
   return found.length;

@@ -103,6 +103,7 @@ function App() {
     </div>
     <Dialogs />
     <Toast />
+    <div class="hidden" role="status">{state.told.value}</div>
   </>;
 }
 
@@ -114,6 +115,7 @@ addEventListener("popstate", () => {
   if (wanted !== state.opened.value) state.open(state.conversations.value.has(wanted) ? wanted : null);
 });
 await Promise.all([speak(state.settings.value.language), state.start()]);
+db.onTrouble((error) => (state.toast.value = { text: t("not-kept", { why: error.message }) }));
 if (db.keepsNothing()) state.toast.value = { text: t("keeps-nothing") };
 render(<App />, document.getElementById("root"));
 socket.connect();

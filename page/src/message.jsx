@@ -56,7 +56,7 @@ function Edit({ message }) {
   };
   return (
     <form class="edit" onSubmit={(event) => { event.preventDefault(); save(); }}>
-      <textarea ref={at} aria-label={t("edit")} value={text} onInput={(e) => setText(e.target.value)} onKeyDown={keys} />
+      <textarea ref={at} rows={1} aria-label={t("edit")} value={text} onInput={(e) => setText(e.target.value)} onKeyDown={keys} />
       <div><button type="button" onClick={cancel}>{t("cancel")}</button><button type="submit" class="primary">{t("send")}</button></div>
     </form>
   );
@@ -155,6 +155,8 @@ function Body({ message }) {
   </>;
 }
 
+const story = () => state.model.value?.loaded && !state.model.value.chat;
+
 export const Message = memo(({ message: m, cut }) => {
   const entry = state.running.value.get(m.id), busy = state.running.value.size > 0 && [...state.running.value.values()].some((r) => r.conversation === m.conversation);
   const line = cut && <div class="cut"><p>{t(cut.summary ? "cut-summary" : "cut-dropped")} <button type="button" onClick={() => state.change(m.conversation, { cut: null })}>{t("cut-undo")}</button></p>{cut.summary && <details><summary>{t("summary")}</summary><p>{cut.summary}</p></details>}</div>;
@@ -173,7 +175,8 @@ export const Message = memo(({ message: m, cut }) => {
     <article class="message assistant" aria-label={t("answer")} data-id={m.id}>
       {entry ? <Live entry={entry} /> : <Body message={m} />}
       {!entry && !m.running && <div class="actions">
-        <CopyButton text={() => split(m.text).answer} /><IconButton icon="again" size={16} label={t("again")} disabled={busy} onClick={() => ask(m.parent)} /><Branches message={m} /><Stats message={m} />
+        <CopyButton text={() => split(m.text).answer} /><IconButton icon="again" size={16} label={t("again")} disabled={busy} onClick={() => ask(m.parent)} />
+        {story() && <IconButton icon="play" size={16} label={t("continue")} disabled={busy} onClick={() => ask(m.id)} />}<Branches message={m} /><Stats message={m} />
       </div>}
     </article>
   );

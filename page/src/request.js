@@ -41,6 +41,14 @@ function turnsOf(path) {
   });
 }
 
+// For a model without a chat template: what was written so far, as far back as half of its context reaches.
+function story(path, model) {
+  const whole = path.map((m) => (m.role === "user" ? textOf(m) : m.text).trimEnd()).filter(Boolean)
+    .reduce((a, b) => (a && !/^[\s.,;:!?'"’”)]/.test(b) ? `${a} ${b}` : a + b), "");
+  const most = Math.max(400, 2 * (model?.n_ctx ?? 2048)), rest = whole.slice(-most);
+  return rest.length < whole.length ? rest.replace(/^\S*\s+/, "") : rest;
+}
+
 export function requestOf(conversation, messages, parent, model) {
   const whole = pathTo(messages, parent);
   const cut = whole.findIndex((m) => m.id === conversation.cut?.before);
@@ -48,7 +56,7 @@ export function requestOf(conversation, messages, parent, model) {
   const { stop, ...options } = conversation.options ?? {};
   const payload = { max_tokens: 2048, ...options, ...(stop?.length ? { stop } : {}) };
   if (conversation.schema) payload.response_format = { type: "json_schema", json_schema: { schema: JSON.parse(conversation.schema) } };
-  if (!model?.chat) return { ...payload, prompt: textOf(last) };
+  if (!model?.chat) return { ...payload, prompt: story(path, model) };
   const summary = cut > 0 && conversation.cut.summary ? `What was said before, in short:\n${conversation.cut.summary}` : "";
   const system = [conversation.system?.trim(), summary].filter(Boolean).join("\n\n");
   if (system) payload.system = system;

@@ -65,6 +65,7 @@ async function finish(entry, fields) {
   untrack(entry);
   await state.save({ id: entry.id, conversation: entry.conversation, text: entry.text, running: undefined, ...fields });
   await state.change(entry.conversation, { changed: Date.now() });
+  if (entry.conversation === state.conversation.value.id) state.told.value = split(entry.text).answer;
 }
 
 function draw(entry) {

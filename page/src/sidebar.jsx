@@ -13,7 +13,7 @@ const monthName = (day) => (/^\d/.test(day) ? new Intl.DateTimeFormat(language.v
 
 async function search(text) {
   const wanted = text.trim().toLowerCase();
-  state.searched.value = { text, found: wanted ? state.searched.value.found ?? new Map() : null };
+  state.searched.value = { text, found: wanted ? state.searched.value.found : null }; // what was found stays until more is known
   if (!wanted) return;
   const found = new Map();
   for (const c of state.conversations.value.values()) if (c.title.toLowerCase().includes(wanted)) found.set(c.id, "");

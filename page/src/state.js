@@ -10,6 +10,7 @@ export const panel = signal(false);
 export const dialog = signal(null); // { kind, ... }
 export const toast = signal(null); // { text, action, act }
 export const pulling = signal(null); // { name, done: a share }
+export const told = signal(""); // to those who hear the page: an answer that is whole
 export const connection = signal("connecting");
 export const server = signal({ models: [], default: null, version: "", routes: new Set(), refused: false });
 export const editing = signal(null); // the message that is being edited

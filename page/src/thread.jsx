@@ -51,8 +51,8 @@ export function Thread() {
   const chunks = [];
   for (let i = 0; i < path.length; i += CHUNK) chunks.push(path.slice(i, i + CHUNK));
   return (
-    <div class="scroll" id="scroll" ref={scroll} onScroll={moved} tabIndex={0} role="region" aria-label={t("conversations")}>
-      <section class="thread" ref={inside} aria-label={t("message")} >
+    <div class="scroll" id="scroll" ref={scroll} onScroll={moved} tabIndex={0} role="region" aria-label={state.conversation.value.title || t("untitled")}>
+      <section class="thread" ref={inside}>
         {chunks.map((list, i) => <Chunk key={`${id}-${i}`} list={list} from={i * CHUNK} cut={state.conversation.value.cut} live={i >= chunks.length - 1} />)}
       </section>
       {away && <IconButton class="to-end" icon="down" label={t("to-end")} onClick={() => { follow.current = true; toEnd(); setAway(false); }} />}

@@ -10,8 +10,9 @@ import fcntl
 import hashlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from quarrel.errors import DownloadError, ModelNotFound, installing
 from quarrel.gguf.hub import HubName, choose
@@ -21,8 +22,12 @@ _ETAG = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-def download(name: HubName, cache: Path, *, progress: bool = True) -> tuple[Path, ...]:
-    """Fetches a model, all its shards, and returns their paths in the cache.
+Report = Callable[[str, int, int], None]
+"""Told a file's name, the bytes of it that are here, and how many there will be."""
+
+
+def download(name: HubName, cache: Path, *, progress: bool | Report = True) -> tuple[Path, ...]:
+    """Fetches a model, all its shards, and returns their paths in the cache. progress: bars on a terminal, or who is told.
 
     An interrupted download goes on where it stopped. Sizes are checked, and digests where the hub states them. Raises
     DownloadError where the package `huggingface_hub` or the network is missing, or a file does not arrive whole;
@@ -34,10 +39,11 @@ def download(name: HubName, cache: Path, *, progress: bool = True) -> tuple[Path
         raise DownloadError(f"downloading needs the package huggingface_hub: {installing('hub')}") from None
     # Read here, not when huggingface_hub was imported, so that what the user sets is what counts.
     endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
-    if not progress:
+    report = None if isinstance(progress, bool) else progress
+    if progress is not True:
         utils.disable_progress_bars()
     try:
-        return tuple(_files(name, cache, endpoint))
+        return tuple(_files(name, cache, endpoint, report))
     except (errors.RepositoryNotFoundError, errors.EntryNotFoundError, errors.RevisionNotFoundError) as error:
         raise ModelNotFound(f"{endpoint} has no {name.repo_id} that we may read: {_sentence(error)}") from None
     except (ModelNotFound, DownloadError):
@@ -45,11 +51,11 @@ def download(name: HubName, cache: Path, *, progress: bool = True) -> tuple[Path
     except Exception as error:  # the hub's HTTP library, and so its errors, differ between versions
         raise DownloadError(f"{name.repo_id} could not be downloaded from {endpoint}: {_sentence(error)}") from error
     finally:
-        if not progress:
+        if progress is not True:
             utils.enable_progress_bars()
 
 
-def _files(name: HubName, cache: Path, endpoint: str) -> Iterator[Path]:
+def _files(name: HubName, cache: Path, endpoint: str, report: Report | None) -> Iterator[Path]:
     from huggingface_hub import HfApi
 
     info = HfApi(endpoint=endpoint).model_info(name.repo_id, files_metadata=True)
@@ -58,12 +64,14 @@ def _files(name: HubName, cache: Path, endpoint: str) -> Iterator[Path]:
         raise DownloadError(f"{endpoint} calls the revision of {name.repo_id} {info.sha!r}, wanted 40 hexadecimal digits")
     folder = cache / name.folder
     for file in choose(sizes, name):
-        yield _file(name, file, sizes[file], folder, info.sha, endpoint)
+        yield _file(name, file, sizes[file], folder, info.sha, endpoint, report)
     (folder / "refs").mkdir(exist_ok=True)
     (folder / "refs" / "main").write_text(info.sha)
 
 
-def _file(name: HubName, file: str, size: int | None, folder: Path, revision: str, endpoint: str) -> Path:
+def _file(
+    name: HubName, file: str, size: int | None, folder: Path, revision: str, endpoint: str, report: Report | None
+) -> Path:
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
     pointer = folder / "snapshots" / revision / file
@@ -78,14 +86,29 @@ def _file(name: HubName, file: str, size: int | None, folder: Path, revision: st
     blob = folder / "blobs" / found.etag
     if not blob.is_file() or blob.stat().st_size != found.size:
         blob.parent.mkdir(parents=True, exist_ok=True)
-        _transfer(url, blob, found.size, file)
+        _transfer(url, blob, found.size, file, report)
     pointer.parent.mkdir(parents=True, exist_ok=True)
     pointer.unlink(missing_ok=True)
     pointer.symlink_to(os.path.relpath(blob, pointer.parent))
     return pointer
 
 
-def _transfer(url: str, blob: Path, size: int, shown: str) -> None:
+class _Told:
+    """A file that says how long it is after each write."""
+
+    def __init__(self, stream: BinaryIO, told: Callable[[int], None]) -> None:
+        self._stream, self._told = stream, told
+
+    def write(self, data: bytes) -> int:
+        written = self._stream.write(data)
+        self._told(self._stream.tell())
+        return written
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _transfer(url: str, blob: Path, size: int, shown: str, report: Report | None) -> None:
     """Fills the blob's partial file, from where it ends, and moves it into place when it is whole."""
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers
@@ -101,7 +124,8 @@ def _transfer(url: str, blob: Path, size: int, shown: str) -> None:
         if stream.tell() > size:
             stream.truncate(0)
             stream.seek(0)
-        http_get(url, stream, resume_size=stream.tell(), headers=headers, expected_size=size, displayed_filename=shown)
+        target: Any = stream if report is None else _Told(stream, lambda done: report(shown, done, size))
+        http_get(url, target, resume_size=stream.tell(), headers=headers, expected_size=size, displayed_filename=shown)
         stream.flush()
         _check(part, blob.name, size)
         part.replace(blob)

@@ -63,7 +63,7 @@ def resolve(name: str, *, download: bool = True) -> Resolved:
     )
 
 
-def pull(name: str, *, progress: bool = True) -> Resolved:
+def pull(name: str, *, progress: bool | transfer.Report = True) -> Resolved:
     """Downloads `hf://owner/repo[:file or quant]` (the scheme may be left out), or finds that it is here already.
 
     Raises ModelNotFound and DownloadError.

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import re
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 from fastapi import APIRouter, Request
@@ -29,6 +29,8 @@ from quarrel.server.variants import GO_PLAIN, PLAIN, Prompting, is_go_template
 
 PROTOCOL = "0.33.0"
 """The Ollama whose protocol this is: clients compare it with what they need."""
+TELL_EVERY = 0.3
+"""Seconds between two lines about something that takes its time."""
 _DIGEST = re.compile(r"sha256[:-]([0-9a-f]{64})")
 _HUB = re.compile(r"(?:https?://)?(?:hf\.co|huggingface\.co)/|hf://")
 
@@ -44,6 +46,7 @@ def known(dispatcher: Dispatcher, name: str, sentence: str) -> Named:
 def routes(dispatcher: Dispatcher, describer: Describer) -> APIRouter:
     """Those about models."""
     router, models, folder = APIRouter(), dispatcher.models, dispatcher.settings.data_dir / "models"
+    working: set[asyncio.Task[None]] = set()
 
     @router.get("/api/tags")
     async def tags() -> Json:
@@ -176,12 +179,19 @@ def routes(dispatcher: Dispatcher, describer: Describer) -> APIRouter:
                     " with ollama, or name one of the Hugging Face hub, such as hf.co/owner/repo:Q4_K_M",
                 )
             if source.startswith("hf://"):
-                return await _states(body.stream, headers, "pulling manifest", "success", work=_fetched(name, source))
+                told: Json = {}
+                work = asyncio.create_task(_fetched(name, source, told))
+                working.add(work)  # it goes on if the caller goes
+                work.add_done_callback(working.discard)
+                return await _states(body.stream, headers, "pulling manifest", "success", work=work, told=told)
             models.made.add(Name(name.removesuffix(":latest"), source, created=now()))
         return await _states(body.stream, headers, "pulling manifest", "success")
 
-    async def _fetched(name: str, source: str) -> None:
-        await asyncio.to_thread(download, source, progress=False)
+    async def _fetched(name: str, source: str, told: Json) -> None:
+        def report(file: str, done: int, size: int) -> None:
+            told.update(status=f"pulling {file}", digest=file, total=size, completed=done)
+
+        await asyncio.to_thread(download, source, progress=report)
         models.made.add(Name(name.removesuffix(":latest"), source, created=now()))
 
     @router.post("/api/push", **body_of(OllamaPull))
@@ -213,12 +223,18 @@ def _in_store(name: str) -> str | None:
         return None
 
 
-async def _states(stream: bool, headers: dict[str, str], *words: str, work: Awaitable[None] | None = None) -> Response:
+async def _states(
+    stream: bool,
+    headers: dict[str, str],
+    *words: str,
+    work: asyncio.Task[None] | None = None,
+    told: Mapping[str, object] | None = None,
+) -> Response:
     """States of something that takes its time, a line each; the last one, which comes behind `work`, alone where no stream
-    is wanted."""
+    is wanted. told: how far `work` is, as it says itself."""
     if not stream:
         if work is not None:
-            await work
+            await asyncio.shield(work)
         return JSONResponse({"status": words[-1]}, headers=headers)
 
     async def lines() -> AsyncIterator[str]:
@@ -226,7 +242,11 @@ async def _states(stream: bool, headers: dict[str, str], *words: str, work: Awai
             yield line({"status": word})
         try:
             if work is not None:
-                await work
+                while not work.done():
+                    await asyncio.wait({work}, timeout=TELL_EVERY)
+                    if told:
+                        yield line(dict(told))
+                work.result()
             yield line({"status": words[-1]})
         except QuarrelError as error:
             yield line({"error": str(error)})

@@ -118,7 +118,10 @@ def routes(dispatcher: Dispatcher, metrics: Metrics) -> APIRouter:
     async def list_models() -> Json:
         """Every model, with what is known of it."""
         return {
-            "models": [describe_model(e, dispatcher.settings.chat_template) for e in dispatcher.models.entries()],
+            "models": [
+                {**describe_model(entry, dispatcher.settings.chat_template), "name": name.name}
+                for name, entry in dispatcher.models.listed()
+            ],
             "default": dispatcher.models.default,
         }
 

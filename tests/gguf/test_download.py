@@ -46,6 +46,13 @@ def test_without_a_choice_the_usual_quantisation_is_fetched(hub: Hub) -> None:
     assert pull("owner/repo").paths[0].name == "m-Q4_0.gguf"
 
 
+def test_who_asked_is_told_how_far_it_is(hub: Hub) -> None:
+    told: list[tuple[str, int, int]] = []
+    pull("hf://owner/repo:Q8_0", progress=lambda file, done, size: told.append((file, done, size)))
+    size = len(FILES["m-Q8_0.gguf"])
+    assert told[-1] == ("m-Q8_0.gguf", size, size)
+
+
 def test_nothing_is_fetched_when_told_not_to(hub: Hub) -> None:
     with pytest.raises(ModelNotFound, match="does not have it"):
         resolve("hf://owner/repo", download=False)

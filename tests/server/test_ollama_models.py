@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 import quarrel
 from quarrel.engine import SamplingParams
 from quarrel.gguf.digest import Digests
+from quarrel.gguf.download import Report
 from quarrel.llm import LLM
 from quarrel.server import Rates, Settings
 from quarrel.server.ollama_facts import _count, registered, tagged
@@ -287,7 +289,18 @@ def test_what_is_to_be_had_is_pulled_and_the_rest_plainly_refused(
     assert client.pull("hf.co/owner/repo:Q4_K_M").status == "success"
     assert (fetched, names(made)[-1]) == (["hf://owner/repo:Q4_K_M"], "hf.co/owner/repo:Q4_K_M")
 
-    def fails(name: str, progress: bool) -> None:
+    assert made.client.get("/api/models").json()["models"][-1]["name"] == "hf.co/owner/repo:Q4_K_M"
+
+    def slow(name: str, progress: Report) -> None:
+        progress("m.gguf", 5, 10)
+        time.sleep(0.01)
+
+    monkeypatch.setattr("quarrel.server.ollama_models.download", slow)
+    monkeypatch.setattr("quarrel.server.ollama_models.TELL_EVERY", 0.001)
+    rows = list(client.pull("hf.co/owner/slow", stream=True))
+    assert next((r.status, r.completed, r.total) for r in rows[1:-1]) == ("pulling m.gguf", 5, 10)
+
+    def fails(name: str, progress: Report) -> None:
         raise quarrel.QuarrelError("there is no such repository")
 
     monkeypatch.setattr("quarrel.server.ollama_models.download", fails)

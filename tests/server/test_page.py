@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import random
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
@@ -488,6 +489,27 @@ def test_a_key_is_asked_for_in_place(browser: Any, tmp_path: Path) -> None:
         page.context.close()
 
 
+def test_a_model_is_downloaded_from_the_page(browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go = threading.Event()
+
+    def slow(name: str, progress: Callable[[str, int, int], None]) -> None:
+        progress("m.gguf", 25, 100)
+        go.wait(60)
+
+    monkeypatch.setattr("quarrel.server.ollama_models.download", slow)
+    with running(Settings(data_dir=tmp_path, rates=Rates(requests=0))) as live:
+        page = browser.new_context().new_page()
+        page.goto(live.url)
+        page.click(".model")
+        page.fill(".pull input", "hf://owner/repo:Q4_K_M")
+        page.keyboard.press("Enter")
+        page.wait_for_selector(".pull progress[value='0.25']")
+        go.set()
+        page.wait_for_selector("text=hf://owner/repo:Q4_K_M is here.")
+        page.wait_for_selector(".model-list >> text=owner/repo:Q4_K_M")
+        page.context.close()
+
+
 def pdf(text: str) -> bytes:
     """The smallest document that says this."""
     stream = f"BT /F1 24 Tf 72 720 Td ({text}) Tj ET"
@@ -585,7 +607,7 @@ def test_by_keyboard_alone(page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     page.wait_for_selector(".greeting")
     page.keyboard.press("Control+K")
     page.keyboard.type("hello")
-    page.wait_for_selector(".list a")
+    page.wait_for_selector(".list small >> text=hello")
     page.keyboard.press("Tab")
     page.keyboard.press("F2")
     page.keyboard.type("named")

@@ -21,7 +21,7 @@ export default {
   "temperature": "Temperature", "top_k": "Top K", "top_p": "Top P", "min_p": "Min P", "max_tokens": "Longest answer", "seed": "Seed", "typical_p": "Typical P", "repetition_penalty": "Repetition penalty", "presence_penalty": "Presence penalty", "frequency_penalty": "Frequency penalty",
   "dry_multiplier": "DRY multiplier", "dry_base": "DRY base", "dry_allowed_length": "DRY allowed length", "xtc_probability": "XTC probability", "xtc_threshold": "XTC threshold", "mirostat": "Mirostat", "mirostat_tau": "Mirostat tau", "mirostat_eta": "Mirostat eta",
   "stop-words": "Stop at", "stop-words-hint": "One text a line", "schema": "JSON schema of the answer", "tools": "Tools", "tools-hint": "A JSON list, as OpenAI has it", "bad-json": "This is no JSON: {why}",
-  "no-template": "This model has no chat template: it goes on from your last message, without system prompt or tools.",
+  "no-template": "This model has no chat template: it goes on with the text so far, without system prompt or tools.",
   "calls": "calls {name}", "result": "Result", "result-of": "Result of {name}", "give-result": "Give the result", "result-hint": "What the function returned",
   "context": "Context: {used} of {of} tokens", "context-full": "{used} of {of} tokens of context are in use.", "drop-oldest": "Leave out the oldest turns", "summarise": "Summarise the oldest turns", "summarising": "Summarising",
   "cut-dropped": "The model no longer sees what is above this line.", "cut-summary": "The model sees a summary of what is above this line.", "cut-undo": "Show it everything again", "summary": "Summary",
@@ -30,5 +30,5 @@ export default {
   "try-summarise": "Summarise", "try-summarise-text": "Summarise this text in a few sentences:\n\n", "try-explain": "Explain", "try-explain-text": "Explain step by step and simply: ", "try-code": "Write code", "try-code-text": "Write a short, well-named function that ", "try-translate": "Translate", "try-translate-text": "Translate this text into English:\n\n",
   "story-1": "Once upon a time, there was a little fox who", "story-2": "One day, a girl found a key in the garden.", "story-3": "The old boat had not moved for years, until", "story-4": "Tom and his dog wanted to build a house.",
   "keys-send": "Send the message", "keys-line": "New line", "keys-stop": "Stop the answer; leave a menu", "keys-new": "New conversation", "keys-search": "Search", "keys-side": "Sidebar", "keys-settings": "Settings of this conversation", "keys-edit": "Edit the last message", "keys-branch": "Other versions of the last answer", "keys-focus": "Message box", "keys-help": "This list",
-  "too-long": "This conversation is too long to send.", "shortened": "The oldest turns are left out from here on.", "too-short": "There is nothing to leave out.",
+  "continue": "Continue", "not-kept": "This change could not be kept: {why}", "too-long": "This conversation is too long to send.", "shortened": "The oldest turns are left out from here on.", "too-short": "There is nothing to leave out.",
 };

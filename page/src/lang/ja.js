@@ -21,7 +21,7 @@ export default {
   "temperature": "温度", "top_k": "Top K", "top_p": "Top P", "min_p": "Min P", "max_tokens": "回答の最大長", "seed": "シード", "typical_p": "Typical P", "repetition_penalty": "繰り返しペナルティ", "presence_penalty": "出現ペナルティ", "frequency_penalty": "頻度ペナルティ",
   "dry_multiplier": "DRY 倍率", "dry_base": "DRY 基数", "dry_allowed_length": "DRY 許容長", "xtc_probability": "XTC 確率", "xtc_threshold": "XTC しきい値", "mirostat": "Mirostat", "mirostat_tau": "Mirostat τ", "mirostat_eta": "Mirostat η",
   "stop-words": "停止する文字列", "stop-words-hint": "1 行に 1 つ", "schema": "回答の JSON スキーマ", "tools": "ツール", "tools-hint": "OpenAI 形式の JSON リスト", "bad-json": "JSON ではありません: {why}",
-  "no-template": "このモデルにはチャットテンプレートがありません。システムプロンプトやツールを使わず、最後のメッセージの続きを書きます。",
+  "no-template": "このモデルにはチャットテンプレートがありません。システムプロンプトやツールを使わず、これまでの文章の続きを書きます。",
   "calls": "{name} を呼び出し", "result": "結果", "result-of": "{name} の結果", "give-result": "結果を渡す", "result-hint": "関数が返した値",
   "context": "コンテキスト: {of} トークン中 {used}", "context-full": "コンテキスト {of} トークンのうち {used} を使用中です。", "drop-oldest": "最も古いやり取りを省く", "summarise": "最も古いやり取りを要約", "summarising": "要約中",
   "cut-dropped": "この線より上は、もうモデルには見えません。", "cut-summary": "この線より上は、モデルには要約として見えます。", "cut-undo": "もう一度すべて見せる", "summary": "要約",
@@ -30,5 +30,5 @@ export default {
   "try-summarise": "要約", "try-summarise-text": "次の文章を数文で要約してください:\n\n", "try-explain": "説明", "try-explain-text": "次のことを順を追ってやさしく説明してください: ", "try-code": "コードを書く", "try-code-text": "次のことをする短くて名前の分かりやすい関数を書いてください: ", "try-translate": "翻訳", "try-translate-text": "次の文章を英語に翻訳してください:\n\n",
   "story-1": "Once upon a time, there was a little fox who", "story-2": "One day, a girl found a key in the garden.", "story-3": "The old boat had not moved for years, until", "story-4": "Tom and his dog wanted to build a house.",
   "keys-send": "メッセージを送信", "keys-line": "改行", "keys-stop": "回答を停止、メニューを閉じる", "keys-new": "新しい会話", "keys-search": "検索", "keys-side": "サイドバー", "keys-settings": "この会話の設定", "keys-edit": "最後のメッセージを編集", "keys-branch": "最後の回答の別の版", "keys-focus": "メッセージ欄", "keys-help": "この一覧",
-  "too-long": "この会話は長すぎて送信できません。", "shortened": "今後、最も古いやり取りは省かれます。", "too-short": "省けるものがありません。",
+  "continue": "続ける", "not-kept": "この変更を保存できませんでした: {why}", "too-long": "この会話は長すぎて送信できません。", "shortened": "今後、最も古いやり取りは省かれます。", "too-short": "省けるものがありません。",
 };

@@ -21,7 +21,7 @@ export default {
   "temperature": "温度", "top_k": "Top K", "top_p": "Top P", "min_p": "Min P", "max_tokens": "最长回答", "seed": "种子", "typical_p": "Typical P", "repetition_penalty": "重复惩罚", "presence_penalty": "存在惩罚", "frequency_penalty": "频率惩罚",
   "dry_multiplier": "DRY 倍数", "dry_base": "DRY 底数", "dry_allowed_length": "DRY 允许长度", "xtc_probability": "XTC 概率", "xtc_threshold": "XTC 阈值", "mirostat": "Mirostat", "mirostat_tau": "Mirostat τ", "mirostat_eta": "Mirostat η",
   "stop-words": "停止文本", "stop-words-hint": "每行一个", "schema": "回答的 JSON 架构", "tools": "工具", "tools-hint": "OpenAI 格式的 JSON 列表", "bad-json": "这不是 JSON：{why}",
-  "no-template": "这个模型没有对话模板：它会续写你的最后一条消息，不使用系统提示词和工具。",
+  "no-template": "这个模型没有对话模板：它会续写到目前为止的文字，不使用系统提示词和工具。",
   "calls": "调用 {name}", "result": "结果", "result-of": "{name} 的结果", "give-result": "提交结果", "result-hint": "函数返回的内容",
   "context": "上下文：{used}/{of} 个 token", "context-full": "上下文已用 {used}/{of} 个 token。", "drop-oldest": "略去最早的几轮", "summarise": "总结最早的几轮", "summarising": "正在总结",
   "cut-dropped": "模型不再看到此线以上的内容。", "cut-summary": "模型看到的是此线以上内容的总结。", "cut-undo": "重新全部显示给模型", "summary": "总结",
@@ -30,5 +30,5 @@ export default {
   "try-summarise": "总结", "try-summarise-text": "用几句话总结这段文字：\n\n", "try-explain": "解释", "try-explain-text": "用简单的话一步步解释：", "try-code": "写代码", "try-code-text": "写一个简短、命名清楚的函数，它", "try-translate": "翻译", "try-translate-text": "把这段文字翻译成英文：\n\n",
   "story-1": "Once upon a time, there was a little fox who", "story-2": "One day, a girl found a key in the garden.", "story-3": "The old boat had not moved for years, until", "story-4": "Tom and his dog wanted to build a house.",
   "keys-send": "发送消息", "keys-line": "换行", "keys-stop": "停止回答；离开菜单", "keys-new": "新对话", "keys-search": "搜索", "keys-side": "侧边栏", "keys-settings": "此对话的设置", "keys-edit": "编辑最后一条消息", "keys-branch": "最后一个回答的其他版本", "keys-focus": "消息框", "keys-help": "此列表",
-  "too-long": "这个对话太长，无法发送。", "shortened": "从现在起略去最早的几轮。", "too-short": "没有可以略去的内容。",
+  "continue": "继续", "not-kept": "无法保存此更改：{why}", "too-long": "这个对话太长，无法发送。", "shortened": "从现在起略去最早的几轮。", "too-short": "没有可以略去的内容。",
 };
