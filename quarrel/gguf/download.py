@@ -27,7 +27,8 @@ Report = Callable[[str, int, int], None]
 
 
 def download(name: HubName, cache: Path, *, progress: bool | Report = True) -> tuple[Path, ...]:
-    """Fetches a model, all its shards, and returns their paths in the cache. progress: bars on a terminal, or who is told.
+    """Fetches a model, all its shards, and returns their paths in the cache. progress: bars on a terminal, or a
+    function of the file, the bytes that are there and all of them.
 
     An interrupted download goes on where it stopped. Sizes are checked, and digests where the hub states them. Raises
     DownloadError where the package `huggingface_hub` or the network is missing, or a file does not arrive whole;
@@ -93,15 +94,15 @@ def _file(
     return pointer
 
 
-class _Told:
+class _Reported:
     """A file that says how long it is after each write."""
 
-    def __init__(self, stream: BinaryIO, told: Callable[[int], None]) -> None:
-        self._stream, self._told = stream, told
+    def __init__(self, stream: BinaryIO, report: Callable[[int], None]) -> None:
+        self._stream, self._report = stream, report
 
     def write(self, data: bytes) -> int:
         written = self._stream.write(data)
-        self._told(self._stream.tell())
+        self._report(self._stream.tell())
         return written
 
     def __getattr__(self, name: str) -> Any:
@@ -124,7 +125,7 @@ def _transfer(url: str, blob: Path, size: int, shown: str, report: Report | None
         if stream.tell() > size:
             stream.truncate(0)
             stream.seek(0)
-        target: Any = stream if report is None else _Told(stream, lambda done: report(shown, done, size))
+        target: Any = stream if report is None else _Reported(stream, lambda done: report(shown, done, size))
         http_get(url, target, resume_size=stream.tell(), headers=headers, expected_size=size, displayed_filename=shown)
         stream.flush()
         _check(part, blob.name, size)

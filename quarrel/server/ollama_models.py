@@ -179,17 +179,17 @@ def routes(dispatcher: Dispatcher, describer: Describer) -> APIRouter:
                     " with ollama, or name one of the Hugging Face hub, such as hf.co/owner/repo:Q4_K_M",
                 )
             if source.startswith("hf://"):
-                told: Json = {}
-                work = asyncio.create_task(_fetched(name, source, told))
+                reached: Json = {}
+                work = asyncio.create_task(_fetched(name, source, reached))
                 working.add(work)  # it goes on if the caller goes
                 work.add_done_callback(working.discard)
-                return await _states(body.stream, headers, "pulling manifest", "success", work=work, told=told)
+                return await _states(body.stream, headers, "pulling manifest", "success", work=work, reached=reached)
             models.made.add(Name(name.removesuffix(":latest"), source, created=now()))
         return await _states(body.stream, headers, "pulling manifest", "success")
 
-    async def _fetched(name: str, source: str, told: Json) -> None:
+    async def _fetched(name: str, source: str, reached: Json) -> None:
         def report(file: str, done: int, size: int) -> None:
-            told.update(status=f"pulling {file}", digest=file, total=size, completed=done)
+            reached.update(status=f"pulling {file}", digest=file, total=size, completed=done)
 
         await asyncio.to_thread(download, source, progress=report)
         models.made.add(Name(name.removesuffix(":latest"), source, created=now()))
@@ -228,10 +228,10 @@ async def _states(
     headers: dict[str, str],
     *words: str,
     work: asyncio.Task[None] | None = None,
-    told: Mapping[str, object] | None = None,
+    reached: Mapping[str, object] | None = None,
 ) -> Response:
     """States of something that takes its time, a line each; the last one, which comes behind `work`, alone where no stream
-    is wanted. told: how far `work` is, as it says itself."""
+    is wanted. reached: how far `work` is, as it says itself."""
     if not stream:
         if work is not None:
             await asyncio.shield(work)
@@ -244,8 +244,8 @@ async def _states(
             if work is not None:
                 while not work.done():
                     await asyncio.wait({work}, timeout=TELL_EVERY)
-                    if told:
-                        yield line(dict(told))
+                    if reached:
+                        yield line(dict(reached))
                 work.result()
             yield line({"status": words[-1]})
         except QuarrelError as error:

@@ -47,10 +47,10 @@ def test_without_a_choice_the_usual_quantisation_is_fetched(hub: Hub) -> None:
 
 
 def test_who_asked_is_told_how_far_it_is(hub: Hub) -> None:
-    told: list[tuple[str, int, int]] = []
-    pull("hf://owner/repo:Q8_0", progress=lambda file, done, size: told.append((file, done, size)))
+    reached: list[tuple[str, int, int]] = []
+    pull("hf://owner/repo:Q8_0", progress=lambda file, done, size: reached.append((file, done, size)))
     size = len(FILES["m-Q8_0.gguf"])
-    assert told[-1] == ("m-Q8_0.gguf", size, size)
+    assert reached[-1] == ("m-Q8_0.gguf", size, size)
 
 
 def test_nothing_is_fetched_when_told_not_to(hub: Hub) -> None:
