@@ -1,6 +1,6 @@
 // One message: what was said, its thoughts and calls, and what can be done with it.
 import { memo } from "preact/compat";
-import { useEffect, useRef, useState } from "preact/hooks";
+import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { CopyButton, Icon, IconButton } from "./controls.jsx";
 import { Files } from "./composer.jsx";
 import { number, t } from "./i18n.js";
@@ -27,7 +27,7 @@ function Branches({ message }) {
 
 function Edit({ message }) {
   const at = useRef(null), [text, setText] = useState(message.text);
-  useEffect(() => {
+  useLayoutEffect(() => {
     at.current.focus();
     at.current.setSelectionRange(text.length, text.length);
   }, []);

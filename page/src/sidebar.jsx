@@ -1,5 +1,5 @@
 // The conversations, by day, and the way to everything that is not one.
-import { useEffect, useRef, useState } from "preact/hooks";
+import { useLayoutEffect, useRef, useState } from "preact/hooks";
 import { useSignal } from "@preact/signals";
 import * as db from "./db.js";
 import { IconButton, Icon, MenuItem, Popover } from "./controls.jsx";
@@ -36,7 +36,10 @@ async function remove(c) {
 
 function Name({ c, done }) {
   const at = useRef(null), ended = useRef(false);
-  useEffect(() => at.current.select(), []);
+  useLayoutEffect(() => {
+    at.current.focus(); // not every browser does it with the next line
+    at.current.select();
+  }, []);
   const end = (title) => {
     if (ended.current) return;
     ended.current = true;
