@@ -7,6 +7,7 @@ support is an error, never ignored. Regular expressions run in linear time.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -52,7 +53,7 @@ class Structure:
         if isinstance(schema, str):
             return cls("json", schema)
         try:
-            text = json.dumps(schema, allow_nan=False)
+            text = json.dumps(without_notes(schema), allow_nan=False)
             json.loads(text, parse_int=_whole)
             return cls("json", text)
         except (TypeError, ValueError, RecursionError) as error:
@@ -83,6 +84,24 @@ class Structure:
     def lark(cls, text: str) -> Structure:
         """Text of a context-free grammar, by llguidance's dialect of Lark; it begins with the rule `start`."""
         return cls("lark", text)
+
+
+def without_notes(schema: Any) -> Any:
+    """A schema without formats that no grammar knows, which are notes by the standard: they narrow nothing."""
+    if isinstance(schema, list):
+        return [without_notes(entry) for entry in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: value if key in _DATA else without_notes(value)
+        for key, value in schema.items()
+        if not (key == "format" and isinstance(value, str) and value not in _FORMATS)
+    }
+
+
+_FORMATS = frozenset(["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"])
+_DATA = ("const", "enum", "default", "example", "examples")
+"""Keys of a schema whose values are no schemas."""
 
 
 class Grammars:
@@ -125,11 +144,13 @@ class Grammars:
                 grammar = llguidance.LLMatcher.grammar_from_lark(structure.text)
             matcher = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)
         except ValueError as error:
-            raise RequestError(f"the {structure.kind} structure cannot be used: {_short(str(error))}") from None
+            fault = f"the {structure.kind} structure cannot be used: {_short(str(error))}"
+            raise RequestError(fault, "structure") from None
         if matcher.is_error():
             gbnf = structure.kind == "lark" and "::=" in structure.text
             hint = "this is GBNF, which Structure.gbnf takes: " if gbnf else ""
-            raise RequestError(f"the {structure.kind} structure cannot be used: {hint}{_short(matcher.get_error())}")
+            fault = f"the {structure.kind} structure cannot be used: {hint}{_short(matcher.get_error())}"
+            raise RequestError(fault, "structure")
         return matcher
 
 
@@ -224,6 +245,12 @@ def _whole(digits: str) -> int:
     return number
 
 
+_SCHEMA = "failed to compile JSON schema: "
+_SHOWN = re.compile(r"\n\s*\d+ \|")
+
+
 def _short(text: str) -> str:
+    if _SCHEMA in text:  # in a grammar around it, which its writer has not seen
+        text = _SHOWN.split(text.partition(_SCHEMA)[2])[0]
     line = " ".join(text.partition("<state>")[0].split())  # behind it the compiler shows what it has come to
     return line if len(line) <= 300 else line[:297] + "..."

@@ -42,6 +42,9 @@ async def read_body(
 
     choose: the schema of a body that may be of several, in place of `schema`.
     """
+    coding = request.headers.get("content-encoding", "identity")
+    if coding.lower() not in ("", "identity"):
+        raise Refused(415, "unsupported", f"the body's Content-Encoding is {coding[:40]!r}, wanted none", param=None)
     raw = await request.body()
 
     def read() -> tuple[B, dict[str, str]]:

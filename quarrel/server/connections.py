@@ -17,6 +17,8 @@ from quarrel.server.settings import Settings, networks
 
 MAX_MESSAGE = 512 << 10
 """Characters of a WebSocket's message."""
+MAX_HEAD = 32 << 10
+"""Bytes of a request's head that the parser waits for."""
 MOST_CROWDED = 1024
 """Connections beyond an address's bound that wait for their refusal at once; what comes then is cut."""
 
@@ -70,7 +72,9 @@ def protocol_for(settings: Settings, answers: Answering | None = None) -> type[a
 
         def data_received(self, data: bytes) -> None:
             if self in crowd:
-                self._refuse(data)
+                self._refuse(data, connections.refusal())
+                return
+            if self._refused:
                 return
             caller = self.client[0] if self.client else "local"
             if answers is not None and self._is_new() and (answer := answers.shed(data, caller)) is not None:
@@ -83,6 +87,10 @@ def protocol_for(settings: Settings, answers: Answering | None = None) -> type[a
                     self._expect_head()
                 return
             super().data_received(data)
+            if self._refused:  # what still comes is dropped for as long as a head may take
+                if self._deadline is None:
+                    self._expect_head()
+                return
             # DONE and SEND_BODY: it was answered already, and sends what nobody wants to know.
             if self.conn.our_state in (h11.IDLE, h11.DONE) and self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
                 if self._deadline is None:
@@ -100,6 +108,11 @@ def protocol_for(settings: Settings, answers: Answering | None = None) -> type[a
             if self.cycle is not None and not self.cycle.response_complete:
                 self.cycle.disconnected = True  # this is the answer: what the route is about to say goes nowhere
                 self.cycle.message_event.set()
+            head = self.conn.trailing_data[0]
+            whole = answers is not None and self.conn.our_state is h11.IDLE and self._below.can_write_eof()
+            if len(head) > MAX_HEAD and whole:
+                self._refuse(head, Refused(431, "too_large", f"the request's headers are over {MAX_HEAD} bytes: send less"))
+                return
             if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # not by h11, which may still think of a HEAD before
                 self.transport.write(f"{_HEAD_400}{len(msg)}\r\n\r\n{msg}".encode("ascii", "replace"))
             self.transport.close()
@@ -116,12 +129,12 @@ def protocol_for(settings: Settings, answers: Answering | None = None) -> type[a
             # The socket now belongs to another protocol, and still counts.
             self._below.get_protocol().on_lost = self._free
 
-        def _refuse(self, data: bytes) -> None:
+        def _refuse(self, data: bytes, refusal: Refused) -> None:
             """Answers once, and drops what else comes until the other side has read that, or its time is over."""
             if answers is not None and self._below.can_write_eof() and not self._refused:
                 self._refused = True
                 caller = self.client[0] if self.client else "local"
-                self._below.write(answers.crowded(data, caller, connections.refusal()))
+                self._below.write(answers.crowded(data, caller, refusal))
                 self._below.write_eof()
 
         def _expect_head(self) -> None:

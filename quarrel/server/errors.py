@@ -91,7 +91,7 @@ def refused(error: QuarrelError) -> Refused:
     for kind, status, code in _STATUS:
         if isinstance(error, kind):
             after = 1.0 if kind is EngineLost else None
-            made = Refused(status, code, str(error), retry_after=getattr(error, "retry_after", after))
+            made = Refused(status, code, str(error), param=error.field, retry_after=getattr(error, "retry_after", after))
             made.__cause__ = error
             return made
     return Refused(500, "engine_error", str(error))
@@ -101,7 +101,8 @@ def openai_body(error: Refused) -> dict[str, object]:
     """In OpenAI's form."""
     kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
     kind = kinds.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
-    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
+    param = "response_format" if error.param == "structure" else error.param
+    return {"error": {"message": str(error), "type": kind, "param": param, "code": error.code}}
 
 
 def error_body(path: str, error: Refused, *, ollama: bool, llama: bool = False) -> dict[str, object]:

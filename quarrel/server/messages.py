@@ -12,10 +12,11 @@ from quarrel.server.fields import Body
 
 
 class Part(Body):
-    """A part of a message. Answers that come back as input carry the last two."""
+    """A part of a message. Answers that come back as input carry the last two, and where there was none a refusal."""
 
     type: StrictStr | None = None
     text: StrictStr | None = None
+    refusal: StrictStr | None = None
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
 
@@ -37,6 +38,8 @@ class ToolCall(Body):
 class ChatMessage(Body):
     role: StrictStr
     content: StrictStr | list[Part] | None = None
+    refusal: StrictStr | None = None
+    """What the model said in the place of an answer."""
     tool_calls: list[ToolCall] | None = None
     tool_call_id: StrictStr | None = None
     name: StrictStr | None = None
@@ -50,7 +53,8 @@ class ChatMessage(Body):
         if self.content is None and not self.tool_calls and self.role != "assistant":
             found = f"a message of role {self.role[:40]!r} has no content"
             raise Refused(400, "invalid_request", f"{found}, wanted a text or parts of text", param="messages")
-        message: dict[str, object] = {"role": self.role, "content": joined(self.content, ("text",), "messages")}
+        content = joined(self.content, ("text", "refusal"), "messages") or self.refusal or ""
+        message: dict[str, object] = {"role": self.role, "content": content}
         if self.tool_calls is not None:
             message["tool_calls"] = [call.model_dump(exclude_unset=True) for call in self.tool_calls]
         for name in ("tool_call_id", "name"):
@@ -64,7 +68,7 @@ def joined(content: str | list[Part] | None, kinds: Sequence[str], field: str) -
     if not isinstance(content, list):
         return content or ""
     for part in content:
-        if part.type not in kinds or part.text is None:
+        if part.type not in kinds or (part.refusal if part.type == "refusal" else part.text) is None:
             found = f"a message holds a part of type {str(part.type)[:40]!r}"
             raise Refused(400, "unsupported", f"{found}: only text is understood", param=field)
-    return "".join(part.text or "" for part in content)
+    return "".join((part.refusal if part.type == "refusal" else part.text) or "" for part in content)

@@ -202,6 +202,8 @@ class Middleware:
         values = [v for k, v in scope["headers"] if k.lower() == b"host"]
         host = headers.get("host", "")
         name = _host_name(host)
+        if not values and scope["http_version"] == "1.0":
+            return  # which had no such header; a browser speaks a later version
         if len(values) != 1 or name is None:
             raise Refused(400, "invalid_request", "the request has no usable Host header, or more than one")
         if name in self._names or "*" in self._names or _is_loopback(name):

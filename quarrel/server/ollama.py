@@ -43,7 +43,7 @@ from quarrel.server.ollama_facts import Describer, capabilities, facts_of, regis
 from quarrel.server.ollama_models import known
 from quarrel.server.rest import answer_generate
 from quarrel.server.schemas import GenerateBody
-from quarrel.server.tools import functions_of, split_calls
+from quarrel.server.tools import Call, CallSplitter, functions_of, split_calls
 from quarrel.server.variants import PLAIN, chat_template
 
 Json = dict[str, Any]
@@ -247,7 +247,8 @@ async def _answer(
 
         def whole(generation: Generation, found: list[Result]) -> Json:
             (result,) = found
-            row = _last(result, generation, body, _shown(result.text, show, names))
+            text, calls = split_calls(result.text, names) if names else (result.text, [])
+            row = _last(result, generation, body, _shown(text, calls, show))
             return row if result.logprobs is None else {**row, **_logprobs(result.logprobs, generation)}
 
         answer = await answer_whole(request, admission, limit, whole, headers)
@@ -255,18 +256,17 @@ async def _answer(
         return answer
 
     async def lines(generation: Generation) -> AsyncIterator[str]:
+        splitter = CallSplitter(names) if names else None
         async for chunk in chunks(generation, 0, limit):
-            text = "" if names else chunk.text
-            if chunk.result is not None:
-                final = _shown(chunk.result.text, show, names) if names else show(text)
-                row = _last(chunk.result, generation, body, final)
-            else:
-                row = {"model": body.model, "created_at": when(time.time()), **show(text), "done": False}
-            if chunk.logprob is not None:
-                row |= _logprobs([chunk.logprob], generation)
+            text, calls = chunk.text, list[Call]()
+            if splitter is not None:
+                text, calls = splitter.push(text, last=chunk.result is not None)
+            if text or calls or chunk.logprob is not None:
+                row = {"model": body.model, "created_at": when(time.time()), **_shown(text, calls, show), "done": False}
+                yield line(row if chunk.logprob is None else {**row, **_logprobs([chunk.logprob], generation)})
             if chunk.result is not None:
                 await dispatcher.models.keep(body.model, body.keep_alive)
-            yield line(row)
+                yield line(_last(chunk.result, generation, body, show("")))
 
     def failure(error: Refused) -> str:
         return line({"error": str(error)})
@@ -288,9 +288,8 @@ def _logprobs(entries: Sequence[TokenLogprob], generation: Generation) -> Json:
     return {"logprobs": [chat_logprob(entry, generation.llm) for entry in entries]}
 
 
-def _shown(text: str, show: Callable[[str], Json], names: Sequence[str]) -> Json:
-    rest, calls = split_calls(text, names) if names else (text, [])
-    row = show(rest)
+def _shown(text: str, calls: Sequence[Call], show: Callable[[str], Json]) -> Json:
+    row = show(text)
     if calls:
         row["message"]["tool_calls"] = [{"function": {"name": c.name, "arguments": json.loads(c.arguments)}} for c in calls]
     return row

@@ -29,7 +29,7 @@ from quarrel.server.fields import inputs_of
 from quarrel.server.lines import DONE, SSE, event
 from quarrel.server.logprobs import LogprobLists, chat_logprob, joined
 from quarrel.server.schemas import ChatBody, CompletionBody, EmbeddingsBody, OpenAIBody
-from quarrel.server.tools import cut_call, functions_of, split_calls
+from quarrel.server.tools import Call, CallSplitter, functions_of
 from quarrel.server.variants import chat_template
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def routes(dispatcher: Dispatcher) -> APIRouter:
         body, headers = await read_body(request, ChatBody, dispatcher)
         _name_adapter(dispatcher, body)
         messages = [m.plain() for m in body.messages]
-        tools = None if body.tool_choice == "none" else body.tools
+        tools = body.callable()
         options, structure = body.sampling(), body.structure()
 
         def prepare(llm: Model, service: Service) -> Sequence[Any]:
@@ -120,12 +120,14 @@ class _Chat(_Form):
 
     def __init__(self, body: ChatBody, tools: Sequence[Mapping[str, Any]] | None) -> None:
         self._names = [f["name"] for f in functions_of(tools)]
-        self._split = split_calls if body.tool_choice in (None, "none", "auto") else cut_call
+        self._forced = body.forced
         self._begun: set[int] = set()
-        self._buffered: dict[int, str] = {}
+        self._splitters: dict[int, CallSplitter] = {}
 
     def choice(self, result: Result, index: int, generation: Generation) -> Json:
-        text, calls = self._split(result.text, self._names) if self._names else (result.text, [])
+        text, calls = result.text, list[Call]()
+        if self._names:
+            text, calls = CallSplitter(self._names, forced=self._forced).push(text, last=True)
         message: Json = {"role": "assistant", "content": text or (None if calls else "")}
         if calls:
             message["tool_calls"] = [{k: v for k, v in c.body(i).items() if k != "index"} for i, c in enumerate(calls)]
@@ -138,19 +140,16 @@ class _Chat(_Form):
         if index not in self._begun:
             self._begun.add(index)
             delta["role"] = "assistant"
-        reason = None
+        reason = None if chunk.result is None else _reason(chunk.result)
         text = chunk.text
-        if self._names:  # whether it is a call is known at its end
-            text = self._buffered[index] = self._buffered.get(index, "") + text
-        if chunk.result is not None:
-            reason = _reason(chunk.result)
-            if self._names:
-                text, calls = self._split(text, self._names)
-                if calls:
-                    delta["tool_calls"] = [c.body(i) for i, c in enumerate(calls)]
-                    reason = _reason_of_calls(chunk.result)
-        elif self._names:
-            text = ""
+        if self._names:
+            splitter = self._splitters.setdefault(index, CallSplitter(self._names, forced=self._forced))
+            before = splitter.count
+            text, calls = splitter.push(text, last=chunk.result is not None)
+            if calls:
+                delta["tool_calls"] = [c.body(before + i) for i, c in enumerate(calls)]
+            if chunk.result is not None and splitter.count:
+                reason = _reason_of_calls(chunk.result)
         if text or "role" in delta:
             delta["content"] = text
         logprobs = None if chunk.logprob is None else _content([chunk.logprob], generation)
@@ -236,7 +235,7 @@ async def _answer(
         for which in range(len(generation.streams)):
             async for burst in bursts(generation, which, limit):
                 ended += [c.result for c in burst if c.result is not None]
-                deltas = [form.delta(c, which * n + c.index, generation) for c in burst]
+                deltas = [d for c in burst for d in _parts(form.delta(c, which * n + c.index, generation))]
                 yield "".join(event({**head, "choices": [d]} | more) for d in deltas)
         if with_usage:
             yield event({**head, "choices": [], "usage": _usage(ended, n)})
@@ -246,6 +245,24 @@ async def _answer(
         return event(openai_body(error)) + DONE
 
     return await answer_stream(admission, events, failure, "text/event-stream", {**SSE, **headers})
+
+
+def _parts(choice: Json) -> list[Json]:
+    """One choice of a chunk as those that clients expect: a text, calls, and the finish, each has a chunk of its own, and
+    what says nothing has none."""
+    reason, logprobs = choice["finish_reason"], choice["logprobs"]
+    if "delta" in choice:
+        delta = dict(choice["delta"])
+        calls = delta.pop("tool_calls", None)
+        said = [delta] if delta or (logprobs is not None and not calls) else []
+        contents = [{"delta": d} for d in (*said, *([{"tool_calls": calls}] if calls else []))]
+        end: Json = {"delta": {}}
+    else:
+        contents, end = [{"text": choice["text"]}] if choice["text"] or logprobs is not None else [], {"text": ""}
+    rows = [{**choice, **c, "logprobs": None, "finish_reason": None} for c in contents]
+    if rows:
+        rows[0]["logprobs"] = logprobs
+    return [*rows, *([{**choice, **end, "logprobs": None}] if reason is not None else [])]
 
 
 async def _embeddings(dispatcher: Dispatcher, request: Request, body: EmbeddingsBody, headers: dict[str, str]) -> Response:

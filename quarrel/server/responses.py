@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field, StrictBool, StrictInt, StrictStr
 from starlette.responses import Response
 
-from quarrel.engine import Result, Sampling, Service
+from quarrel.engine import Result, Sampling, SamplingParams, Service
 from quarrel.llm import Model, Structure
 from quarrel.server.body import body_of, read_body
 from quarrel.server.dispatch import Dispatcher, Generation, answer_stream, answer_whole, chunks
@@ -20,17 +20,22 @@ from quarrel.server.fields import Adapter, Body, Text
 from quarrel.server.lines import SSE, event
 from quarrel.server.messages import Part, joined
 from quarrel.server.schemas import Samplers
-from quarrel.server.tools import Call, cut_call, required_call, split_calls
+from quarrel.server.tools import Call, CallSplitter, call_or, required_call
 from quarrel.server.variants import chat_template
 
 Json = dict[str, Any]
-PARTS = ("input_text", "output_text", "text")
+PARTS = ("input_text", "output_text", "text", "refusal")
+LEFT_OUT = ("reasoning", "item_reference")
 
 
 class Item(Body):
-    """A message, a call that the model made, or what came of one. `id` and `status` come back with answers."""
+    """A message, a call that the model made, or what came of one. `id` and `status` come back with answers.
 
-    type: Literal["message", "function_call", "function_call_output"] = "message"
+    Thoughts of other models, and references to what nobody keeps here, stand in histories from elsewhere: they are left
+    out, and reported.
+    """
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning", "item_reference"] = "message"
     role: StrictStr | None = None
     content: Text | list[Part] | None = None
     name: StrictStr | None = None
@@ -39,6 +44,9 @@ class Item(Body):
     output: StrictStr | list[Part] | None = None
     id: StrictStr | None = None
     status: StrictStr | None = None
+
+    def unknown(self) -> list[str]:
+        return [self.type] if self.type in LEFT_OUT else super().unknown()
 
     def message(self) -> Json:
         """For the chat template."""
@@ -68,6 +76,14 @@ class NamedCall(Body):
     name: StrictStr
 
 
+class AllowedTools(Body):
+    """Of the tools, those that may be called; mode: whether one has to be."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"] = "auto"
+    tools: list[NamedCall]
+
+
 class ResponsesBody(Samplers):
     model: StrictStr | None = None
     input: Annotated[Text, Field(min_length=1)] | Annotated[list[Item], Field(min_length=1, max_length=4096)]
@@ -79,9 +95,17 @@ class ResponsesBody(Samplers):
     previous_response_id: None = None
     text: TextOptions | None = None
     tools: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedCall | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedCall | AllowedTools | None = None
+    parallel_tool_calls: StrictBool | None = None
+    truncation: Literal["disabled"] | None = None
+    metadata: Annotated[dict[StrictStr, StrictStr], Field(max_length=16)] | None = None
+    """Comes back with the answer, as the next one does."""
     user: StrictStr | None = None
     adapter: Adapter | None = None
+
+    def unknown(self) -> list[str]:
+        # False is not kept to.
+        return sorted([*super().unknown(), *(["parallel_tool_calls"] if self.parallel_tool_calls is False else [])])
 
     def sampling(self) -> Sampling:
         options = super().sampling()
@@ -92,25 +116,33 @@ class ResponsesBody(Samplers):
         before: list[Json] = [{"role": "system", "content": self.instructions}] if self.instructions else []
         if isinstance(self.input, str):
             return [*before, {"role": "user", "content": self.input}]
-        return [*before, *(item.message() for item in self.input)]
+        return [*before, *(item.message() for item in self.input if item.type not in LEFT_OUT)]
 
     def functions(self) -> list[Json]:
         """In the form that chat templates know."""
         found = []
+        allowed = [t.name for t in self.tool_choice.tools] if isinstance(self.tool_choice, AllowedTools) else None
         for tool in self.tools or [] if self.tool_choice != "none" else []:
             if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
                 kind = str(tool.get("type"))[:40]
                 raise Refused(
                     400, "unsupported", f"a tool is of type {kind!r}: only functions are understood", param="tools"
                 )
+            if allowed is not None and tool["name"] not in allowed:
+                continue
             found.append({"type": "function", "function": {k: v for k, v in tool.items() if k not in ("type", "strict")}})
         return found
 
+    @property
+    def forced(self) -> bool:
+        """Whether the answer has to be a call."""
+        choice = self.tool_choice
+        return choice.mode == "required" if isinstance(choice, AllowedTools) else choice not in (None, "none", "auto")
+
     def structure(self) -> Structure | None:
-        form, choice = self._form(), self.tool_choice
-        if choice in (None, "none", "auto"):
-            return form
-        return required_call(self.functions(), choice.name if isinstance(choice, NamedCall) else None, form)
+        if not self.forced:
+            return call_or(self._form(), self.functions())
+        return required_call(self.functions(), self.tool_choice.name if isinstance(self.tool_choice, NamedCall) else None)
 
     def _form(self) -> Structure | None:
         form = self.text.format if self.text is not None else None
@@ -145,22 +177,18 @@ def routes(dispatcher: Dispatcher) -> APIRouter:
         if not body.stream:
 
             def whole(generation: Generation, found: list[Result]) -> Json:
-                answer.model = generation.model
+                answer.begin(generation)
                 (result,) = found
                 return answer.ended(result)
 
             return await answer_whole(request, admission, limit, whole, headers)
 
         async def events(generation: Generation) -> AsyncIterator[str]:
-            answer.model = generation.model
-            for each in answer.opening():
-                yield each
+            answer.begin(generation)
+            yield "".join(answer.opening())
             async for chunk in chunks(generation, 0, limit):
-                if chunk.text and not answer.names:
-                    yield answer.delta(chunk.text)
-                if chunk.result is not None:
-                    for each in answer.closing(chunk.result):
-                        yield each
+                if events := answer.push(chunk.text, chunk.result):
+                    yield "".join(events)
 
         return await answer_stream(admission, events, answer.failed, "text/event-stream", {**SSE, **headers})
 
@@ -171,44 +199,40 @@ class _Answer:
     """One response as it comes to be; its events are numbered."""
 
     def __init__(self, body: ResponsesBody, names: Sequence[str]) -> None:
-        self.names, self.model = names, body.model or ""
-        self._body = body
-        self._id, self._item = "resp_" + secrets.token_hex(12), "msg_" + secrets.token_hex(12)
-        self._created = int(time.time())
-        self._next = 0
+        self.model = body.model or ""
+        self._body, self._params = body, SamplingParams()
+        self._splitter = CallSplitter(names, forced=body.forced) if names else None
+        self._id, self._created, self._next = "resp_" + secrets.token_hex(12), int(time.time()), 0
+        self._items: list[Json] = []
+        self._open: Json | None = None
+        """The message that is being written, the last item."""
+
+    def begin(self, generation: Generation) -> None:
+        """What the answer says of its request."""
+        self.model, self._params = generation.model, generation.requests[0].params
 
     def opening(self) -> list[str]:
         started = self._event("response.created", response=self._row("in_progress", []))
         going = self._event("response.in_progress", response=self._row("in_progress", []))
-        if self.names:  # whether it is a call is known at its end
-            return [started, going]
-        return [started, going, *self._begun()]
+        # With tools, what it begins with is known later.
+        return [started, going, *(self._message() if self._splitter is None else [])]
 
-    def delta(self, text: str) -> str:
-        return self._event("response.output_text.delta", **self._place(), delta=text, logprobs=[])
-
-    def closing(self, result: Result) -> list[str]:
-        whole = self.ended(result)
-        events = []
-        for index, item in enumerate(whole["output"]):
-            if item["type"] == "message":
-                text = item["content"][0]["text"]
-                if self.names:
-                    events += [*self._begun(), self.delta(text)]
-                events.append(self._event("response.output_text.done", **self._place(), text=text, logprobs=[]))
-                events.append(self._event("response.content_part.done", **self._place(), part=item["content"][0]))
-            else:
-                begun = {**item, "arguments": "", "status": "in_progress"}
-                place = {"item_id": item["id"], "output_index": index}
-                events.append(self._event("response.output_item.added", output_index=index, item=begun))
-                events.append(self._event("response.function_call_arguments.delta", **place, delta=item["arguments"]))
-                events.append(
-                    self._event(
-                        "response.function_call_arguments.done", **place, name=item["name"], arguments=item["arguments"]
-                    )
-                )
-            events.append(self._event("response.output_item.done", output_index=index, item=item))
-        return [*events, self._event(f"response.{whole['status']}", response=whole)]
+    def push(self, text: str, result: Result | None) -> list[str]:
+        """The events of a piece of text, or of the last one with the result."""
+        calls: list[Call] = []
+        if self._splitter is not None:
+            text, calls = self._splitter.push(text, last=result is not None)
+        events = self._text(text) if text else []
+        for call in calls:
+            events += [*self._closed("completed"), *self._called(_call(call))]
+        if result is None:
+            return events
+        status = "incomplete" if result.finish_reason == "length" else "completed"
+        if not self._items:
+            events += self._message()
+        events += self._closed(status)
+        whole = self._finished(status, result)
+        return [*events, self._event(f"response.{status}", response=whole)]
 
     def failed(self, error: Refused) -> str:
         row = self._row("failed", [])
@@ -216,57 +240,94 @@ class _Answer:
         return self._event("response.failed", response=row)
 
     def ended(self, result: Result) -> Json:
-        split = split_calls if self._body.tool_choice in (None, "none", "auto") else cut_call
-        text, calls = split(result.text, self.names) if self.names else (result.text, [])
-        status = "incomplete" if result.finish_reason == "length" else "completed"
-        output = [self._message(text, status)] if text or not calls else []
-        row = self._row(status, [*output, *map(_call, calls)])
+        """The whole answer, of a result alone."""
+        self.push(result.text, result)
+        return self._finished("incomplete" if result.finish_reason == "length" else "completed", result)
+
+    def _finished(self, status: str, result: Result) -> Json:
+        row, used = self._row(status, self._items), result.usage
         if status == "incomplete":
             row["incomplete_details"] = {"reason": "max_output_tokens"}
-        used = result.usage
         row["usage"] = {
             "input_tokens": used.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": used.cached_tokens},
+            "input_tokens_details": {"cached_tokens": used.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": used.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": used.total_tokens,
         }
         return row
 
-    def _begun(self) -> list[str]:
-        item = {**self._message("", "in_progress"), "content": []}
-        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        added = self._event("response.output_item.added", output_index=0, item=item)
-        return [added, self._event("response.content_part.added", **self._place(), part=part)]
+    def _message(self) -> list[str]:
+        """Begins one."""
+        item = {"id": "msg_" + secrets.token_hex(12), "type": "message", "role": "assistant", "status": "in_progress"}
+        added = self._event("response.output_item.added", output_index=len(self._items), item={**item, "content": []})
+        self._open = {**item, "content": [{"type": "output_text", "text": "", "annotations": [], "logprobs": []}]}
+        self._items.append(self._open)
+        return [added, self._event("response.content_part.added", **self._place(), part=self._open["content"][0])]
 
-    def _message(self, text: str, status: str) -> Json:
-        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-        return {"id": self._item, "type": "message", "role": "assistant", "status": status, "content": [part]}
+    def _text(self, text: str) -> list[str]:
+        begun = self._message() if self._open is None else []
+        assert self._open is not None
+        self._open["content"][0]["text"] += text
+        return [*begun, self._event("response.output_text.delta", **self._place(), delta=text, logprobs=[])]
+
+    def _closed(self, status: str) -> list[str]:
+        """Ends the message that is open, if one is."""
+        if self._open is None:
+            return []
+        item, place = self._open, self._place()
+        item["status"], part = status, item["content"][0]
+        self._open = None
+        return [
+            self._event("response.output_text.done", **place, text=part["text"], logprobs=[]),
+            self._event("response.content_part.done", **place, part=part),
+            self._event("response.output_item.done", output_index=place["output_index"], item=item),
+        ]
+
+    def _called(self, item: Json) -> list[str]:
+        index, arguments = len(self._items), item["arguments"]
+        self._items.append(item)
+        place = {"item_id": item["id"], "output_index": index}
+        begun, done = {**item, "arguments": "", "status": "in_progress"}, "response.function_call_arguments.done"
+        return [
+            self._event("response.output_item.added", output_index=index, item=begun),
+            self._event("response.function_call_arguments.delta", **place, delta=arguments),
+            self._event(done, **place, name=item["name"], arguments=arguments),
+            self._event("response.output_item.done", output_index=index, item=item),
+        ]
 
     def _place(self) -> Json:
-        return {"item_id": self._item, "output_index": 0, "content_index": 0}
+        """Of the message that is open."""
+        assert self._open is not None
+        return {"item_id": self._open["id"], "output_index": len(self._items) - 1, "content_index": 0}
 
     def _row(self, status: str, output: list[Json]) -> Json:
-        choice = self._body.tool_choice
+        body, choice = self._body, self._body.tool_choice
+        form = body.text.format if body.text is not None else None
         return {
             "id": self._id,
             "object": "response",
             "created_at": self._created,
             "status": status,
+            "background": False,
             "error": None,
             "incomplete_details": None,
-            "instructions": self._body.instructions,
-            "max_output_tokens": self._body.max_output_tokens,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
             "model": self.model,
             "output": output,
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None},
             "store": False,
-            "temperature": self._body.temperature,
-            "top_p": self._body.top_p,
-            "tool_choice": choice.model_dump() if isinstance(choice, NamedCall) else choice or "auto",
-            "tools": self._body.tools or [],
-            "metadata": {},
+            "temperature": self._params.temperature,
+            "text": {"format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_unset=True)},
+            "top_p": self._params.top_p,
+            "tool_choice": choice.model_dump() if isinstance(choice, Body) else choice or "auto",
+            "tools": body.tools or [],
+            "truncation": "disabled",
+            "user": body.user,
+            "metadata": body.metadata or {},
         }
 
     def _event(self, kind: str, **fields: Any) -> str:

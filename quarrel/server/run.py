@@ -19,7 +19,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from quarrel.errors import ConfigError
-from quarrel.server.connections import MAX_MESSAGE, CountedWebSocket, protocol_for
+from quarrel.server.connections import MAX_HEAD, MAX_MESSAGE, CountedWebSocket, protocol_for
 from quarrel.server.dispatch import Dispatcher
 from quarrel.server.listening import WAITING, bound
 from quarrel.server.metrics import TEXT, Metrics
@@ -164,7 +164,7 @@ def _config(app: object, settings: Settings) -> uvicorn.Config:
         backlog=BURST,
         timeout_keep_alive=int(settings.idle_timeout),
         timeout_graceful_shutdown=int(settings.grace) + 1,
-        h11_max_incomplete_event_size=32 << 10,
+        h11_max_incomplete_event_size=MAX_HEAD,
         access_log=False,
         log_config=None,
         log_level="info",  # a lower level logs frames and heads, and with them prompts and keys

@@ -11,7 +11,7 @@ from quarrel.llm import Structure
 from quarrel.server.errors import Refused
 from quarrel.server.fields import Adapter, Body, Input, Mirostat, Number, Stop, Text, TokenId
 from quarrel.server.messages import ChatMessage
-from quarrel.server.tools import required_call
+from quarrel.server.tools import call_or, required_call
 
 Seed = Annotated[
     StrictInt, Field(ge=-(2**63), lt=2**64), AfterValidator(lambda seed: None if seed == -1 else seed & (2**64 - 1))
@@ -125,6 +125,18 @@ class NamedTool(Body):
     function: NamedFunction
 
 
+class AllowedFunctions(Body):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class AllowedTools(Body):
+    """Of the tools, those that may be called; mode: whether one has to be."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedFunctions
+
+
 class ChatBody(OpenAIBody):
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
     max_tokens: Annotated[StrictInt, Field(ge=0, lt=2**31)] | None = None
@@ -132,7 +144,7 @@ class ChatBody(OpenAIBody):
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     """required: the answer is a call of one of the functions; or of the one that is named."""
     chat_template_kwargs: dict[str, StrictBool | StrictStr] | None = None
 
@@ -147,10 +159,25 @@ class ChatBody(OpenAIBody):
         return options
 
     def structure(self) -> Structure | None:
-        form, choice = super().structure(), self.tool_choice
-        if choice in (None, "none", "auto"):
-            return form
-        return required_call(self.tools, choice.function.name if isinstance(choice, NamedTool) else None, form)
+        form = super().structure()
+        if not self.forced:
+            return call_or(form, self.callable())
+        named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        return required_call(self.callable(), named)
+
+    @property
+    def forced(self) -> bool:
+        """Whether the answer has to be a call."""
+        choice = self.tool_choice
+        required = isinstance(choice, AllowedTools) and choice.allowed_tools.mode == "required"
+        return required or choice == "required" or isinstance(choice, NamedTool)
+
+    def callable(self) -> list[dict[str, Any]] | None:
+        """The tools that the model may call."""
+        if self.tool_choice == "none" or not isinstance(self.tool_choice, AllowedTools):
+            return None if self.tool_choice == "none" else self.tools
+        names = [tool.function.name for tool in self.tool_choice.allowed_tools.tools]
+        return [t for t in self.tools or [] if isinstance(f := t.get("function"), dict) and f.get("name") in names]
 
 
 class CompletionBody(OpenAIBody):

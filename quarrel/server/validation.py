@@ -7,6 +7,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from quarrel.server.fields import Body
+
 SHOWN = 40
 _KINDS = {
     "string_type": "a text",
@@ -58,9 +60,15 @@ def _path(where: tuple[int | str, ...]) -> tuple[int | str, ...]:
     """In the body: without the types between which pydantic had to choose, and without a key that is wrong itself."""
     if where[-1] == "[key]":
         return where[:-2]
-    types = ("constrained-", "function-", "list[", "dict[")
-    path = tuple(p for p in where if isinstance(p, int) or not p.startswith(types))
-    return path[:-1] if len(path) > 1 and path[-1] in ("str", "bool") else path
+    types = ("constrained-", "function-", "list[", "dict[", "literal[")
+    names = _names(Body)
+    path = tuple(p for p in where if isinstance(p, int) or not (p.startswith(types) or p in names))
+    return path[:-1] if len(path) > 1 and path[-1] in ("str", "bool", "int", "float") else path
+
+
+def _names(kind: type[Body]) -> set[str]:
+    """Of all schemas, between which pydantic may have had to choose."""
+    return {kind.__name__}.union(*map(_names, kind.__subclasses__()))
 
 
 def _wanted(error: Any) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import logging
 import socket
 import time
@@ -76,3 +78,51 @@ def test_a_body_that_breaks_off_in_nonsense_is_refused_once(live: Live, caplog: 
     assert live.raw(head + b"nonsense\r\n\r\n").count(b"HTTP/1.1 ") == 2  # found likewise: the second has a body again
     assert live.client.get("/healthz").status_code == 200
     assert "Traceback" not in caplog.text
+
+
+def test_a_head_that_is_far_too_long_is_answered_and_then_dropped(live: Live) -> None:
+    """Who still sends reads the answer, and no reset in its place."""
+    for path, form in ((b"/v1/models", dict), (b"/api/models", dict)):
+        with socket.create_connection(("127.0.0.1", live.port), timeout=20) as made:
+            made.sendall(b"GET " + path + b" HTTP/1.1\r\nHost: localhost\r\n" + b"A: " + b"b" * 200_000 + b"\r\n\r\n")
+            answer = b""
+            while piece := made.recv(65536):
+                answer += piece
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 431 ")
+        assert isinstance(json.loads(body)["error"], form)
+        assert b"headers are over 32768 bytes" in body
+
+
+def test_a_body_in_a_coding_is_refused_by_its_name(live: Live) -> None:
+    body = gzip.compress(b'{"prompt": "a"}')
+    for coding, status in (("gzip", 415), ("br", 415), ("identity", 400), ("", 400)):
+        answer = live.client.post("/v1/completions", content=body, headers={"Content-Encoding": coding})
+        assert answer.status_code == status
+        assert status == 400 or coding in answer.json()["error"]["message"]
+
+
+def test_http_1_0_has_no_host(live: Live) -> None:
+    assert live.raw(b"GET /version HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 200")
+    assert live.raw(b"GET /version HTTP/1.0\r\nHost: evil.example\r\n\r\n").startswith(b"HTTP/1.1 421")
+    assert live.raw(b"GET /version HTTP/1.1\r\n\r\n").startswith(b"HTTP/1.1 400")
+
+
+def test_who_never_closes_after_a_head_that_is_too_long_is_closed(tmp_path: Path) -> None:
+    with running(Settings(data_dir=tmp_path, header_timeout=0.2, rates=Rates(requests=0))) as made:
+        with socket.create_connection(("127.0.0.1", made.port), timeout=20) as kept:
+            kept.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert kept.recv(65536).startswith(b"HTTP/1.1 200")
+            kept.sendall(b"GET / HTTP/1.1\r\nA: " + b"b" * 40_000)
+            answer = b""
+            while piece := kept.recv(65536):
+                answer += piece
+            assert answer.startswith(b"HTTP/1.1 431")
+            end, closed = time.monotonic() + 20, False
+            while not closed and time.monotonic() < end:
+                time.sleep(0.01)
+                try:
+                    kept.sendall(b"b")
+                except OSError:  # a reset, or a broken pipe
+                    closed = True
+            assert closed

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from websockets.sync.client import connect
 
+from quarrel.llm.structured import without_notes
 from quarrel.server import Rates, Settings
 from tests.server.conftest import Live, running
 
@@ -20,6 +21,13 @@ NESTED: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "zzz": 1}]}]},
      "messages.0.content.0.zzz"),
     ("/v1/responses", {"input": [{**TURN, "zzz": 1}]}, "input.0.zzz"),
+    ("/v1/responses", {"input": [TURN, {"type": "reasoning", "id": "rs_1", "summary": []}, TURN]}, "input.1.reasoning"),
+    ("/v1/responses", {"input": [{"type": "item_reference", "id": "msg_1"}, TURN]}, "input.0.item_reference"),
+    ("/v1/responses", {"input": "a", "parallel_tool_calls": False}, "parallel_tool_calls"),
+    ("/v1/chat/completions", {"messages": [{**TURN, "function_call": {"name": "f"}}]}, "messages.0.function_call"),
+    ("/v1/chat/completions", {"messages": [TURN], "stream_options": {"include_obfuscation": True}},
+     "stream_options.include_obfuscation"),
+    ("/api/chat", {"model": "demo", "stream": False, "messages": [{**TURN, "zzz": 1}]}, "messages.0.zzz"),
     ("/v1/responses", {"input": "a", "text": {"format": {"type": "text", "zzz": 1}}}, "text.format.zzz"),
     ("/api/chat", {"model": "demo", "stream": False, "messages": [TURN], "options": {"num_ctx": 99}}, "options.num_ctx"),
     ("/api/generate", {"model": "demo", "stream": False, "prompt": "a", "options": {"zzz": 1}}, "options.zzz"),
@@ -49,6 +57,42 @@ def test_an_echoed_answer_with_nulls_reports_nothing(live: Live) -> None:
     echoed = {"role": "assistant", "content": "b", "refusal": None, "audio": None, "function_call": None}
     answer = live.client.post("/v1/chat/completions", json={"messages": [TURN, echoed, TURN], "max_tokens": 1})
     assert (answer.status_code, answer.headers.get("x-quarrel-ignored")) == (200, None)
+
+
+def test_a_refusal_that_comes_back_is_what_the_model_said(live: Live) -> None:
+    said: list[dict[str, Any]] = [
+        {"role": "assistant", "content": "No."},
+        {"role": "assistant", "refusal": "No.", "content": None},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+    ]
+    counts = set()
+    for turn in said:
+        body = {"messages": [TURN, turn, TURN], "max_tokens": 1}
+        counts.add(live.client.post("/v1/chat/completions", json=body).json()["usage"]["prompt_tokens"])
+    parts = [TURN, {"type": "message", "role": "assistant", "content": said[2]["content"]}, TURN]
+    answer = live.client.post("/v1/responses", json={"input": parts, "max_output_tokens": 1})
+    counts.add(answer.json()["usage"]["input_tokens"])
+    assert len(counts) == 1
+
+
+def test_a_format_that_no_grammar_knows_is_a_note(live: Live) -> None:
+    known = {"type": "string", "format": "date"}
+    schema = {"type": "object", "properties": {"a": {"type": "string", "format": "iso-week"}, "format": known},
+              "required": ["a", "format"], "additionalProperties": False}  # fmt: skip
+    for more in ({}, {"tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}]}):
+        body = {"messages": [TURN], "response_format": {"type": "json_object", "schema": schema}, "max_tokens": 1, **more}
+        assert live.client.post("/v1/chat/completions", json=body).status_code == 200
+    rest = {"enum": [{"format": "x"}], "properties": {"format": known}}
+    assert without_notes({**rest, "format": "x", "anyOf": [{"format": "y"}]}) == {**rest, "anyOf": [{}]}
+
+
+def test_a_schema_that_cannot_be_used_is_named_without_the_grammar_around_it(live: Live) -> None:
+    for tools in ([], [{"type": "function", "function": {"name": "f"}}]):
+        wanted = {"type": "json_object", "schema": {"type": "zap"}}
+        body = {"messages": [TURN], "tools": tools, "response_format": wanted}
+        error = live.client.post("/v1/chat/completions", json=body).json()["error"]
+        assert error["message"].endswith("structure cannot be used: Invalid type: zap")
+        assert error["param"] == "response_format"
 
 
 def test_a_schema_in_either_place_is_kept_to(live: Live) -> None:

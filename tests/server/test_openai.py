@@ -235,7 +235,7 @@ def test_the_newer_protocols_calls_and_refusals(live: Live) -> None:
     result = Result(text, (), "stop", Usage(1, 2), Timings(0, 0, 0, 0, 0, 0), 0)
     body = ResponsesBody(input="a", tools=[{"type": "function", "name": "find", "parameters": {}}])
     answer = _Answer(body, [t["function"]["name"] for t in body.functions()])
-    events = [json.loads(e.split("data: ")[1]) for e in [*answer.opening(), *answer.closing(result)]]
+    events = [json.loads(e.split("data: ")[1]) for e in [*answer.opening(), *answer.push(text, result)]]
     assert [i["type"] for i in events[-1]["response"]["output"]] == ["message", "function_call"]
     assert events[-1]["response"]["output"][1]["arguments"] == '{"q": "x"}'
     assert [e["sequence_number"] for e in events] == list(range(len(events)))
@@ -336,7 +336,6 @@ def test_the_newer_protocol_requires_calls_too(client: openai.OpenAI, live: Live
     [
         ({"tools": []}, "not among tools"),
         ({"tool_choice": {"type": "function", "function": {"name": "swim"}}}, "not among tools"),
-        ({"response_format": {"type": "json_object"}}, "leave one of them out"),
         ({"tools": [{"function": {"name": "f", "parameters": 5}}]}, "the parameters of 'f' are no object"),
         ({"tools": [{"function": {"name": "f", "parameters": {"type": "zap"}}}]}, "structure cannot be used"),
         ({"tools": [{"function": 5}]}, "not among tools"),

@@ -10,6 +10,7 @@ import pytest
 from quarrel.server.body import parse_body
 from quarrel.server.errors import Refused
 from quarrel.server.fields import Body
+from quarrel.server.ollama_bodies import OllamaChat
 from quarrel.server.responses import ResponsesBody
 from quarrel.server.schemas import ChatBody, CompletionBody, EmbeddingsBody
 
@@ -48,8 +49,20 @@ SENTENCES: list[tuple[type[Body], dict[str, Any], str]] = [
     (
         ResponsesBody,
         {"input": [{"type": "zap"}]},
-        "input.0.type is \"zap\", wanted 'message', 'function_call' or 'function_call_output'",
+        "input.0.type is \"zap\", wanted 'message', 'function_call', 'function_call_output', 'reasoning' or"
+        " 'item_reference'",
     ),
+    (
+        ChatBody,
+        {"messages": [], "tool_choice": {"type": "function", "function": {"name": 5}}},
+        "messages has 0 entries, wanted at least 1",
+    ),
+    (
+        ChatBody,
+        {"messages": [{"role": "user"}], "tool_choice": {"type": "function", "function": {"name": 5}}},
+        "tool_choice.function.name is 5, wanted a text",
+    ),
+    (OllamaChat, {"keep_alive": [1]}, "keep_alive is a list, wanted a number"),
 ]
 
 

@@ -44,7 +44,7 @@ def routes(dispatcher: Dispatcher) -> Routes:
 
 async def _answer(dispatcher: Dispatcher, request: Request, body: ChatBody, headers: dict[str, str]) -> Response:
     messages = [m.plain() for m in body.messages]
-    tools = None if body.tool_choice == "none" else body.tools
+    tools = body.callable()
     options: Any = {"max_tokens": None, **(dispatcher.settings.sampling or {}), **body.sampling()}
     structure = body.structure()
     if structure is not None:
