@@ -24,6 +24,14 @@ fix:
 bench name *args:
     {{python}} -m bench.{{name}} {{args}}
 
+# wheel and sdist, as they are published: the same bytes twice, sound metadata, every file of the checkout
+dist:
+    {{python}} -m check_manifest
+    {{python}} -m build
+    {{python}} -m build -o build/again
+    diff -r dist build/again
+    {{python}} -m twine check --strict dist/*
+
 # pages that are made from the code
 docs:
     {{python}} -m tools.docs

@@ -152,7 +152,7 @@ def _python() -> Iterator[Line]:
             "packages",
             "broken",
             f"{', '.join(missing)} not installed",
-            "install it again: pip install . in the clone of Quarrel",
+            "bring what is missing: pip install longbow-quarrel",
         )
     for extra, (use, names) in EXTRAS.items():
         if extra == ELSEWHERE.get(platform.system()):

@@ -28,8 +28,8 @@ from __future__ import annotations
 
 
 def installing(extra: str) -> str:
-    """How an extra is added, for an error's last words. By path: the name quarrel is another project's on PyPI."""
-    return f"pip install '.[{extra}]' in the clone of Quarrel"
+    """How an extra is added, for an error's last words: to the package as it is installed, from a clone or a wheel."""
+    return f"pip install 'longbow-quarrel[{extra}]'"
 
 
 class QuarrelError(Exception):

@@ -389,4 +389,4 @@ def test_without_pyarrow_it_is_said_what_to_install(small: str, tmp_path: Path) 
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 1
-    assert "pip install '.[flight]'" in done.stderr
+    assert "pip install 'longbow-quarrel[flight]'" in done.stderr

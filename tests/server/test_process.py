@@ -240,7 +240,7 @@ def test_without_the_extra_keys_are_made_and_serving_says_what_to_install(tmp_pa
     assert run("keys", "create", "laptop", "--data-dir", str(tmp_path)).returncode == 0
     done = run("serve", "demo", "--data-dir", str(tmp_path))
     assert done.returncode == 1
-    assert done.stderr == "quarrel: the server needs fastapi: pip install '.[server]' in the clone of Quarrel\n"
+    assert done.stderr == "quarrel: the server needs fastapi: pip install 'longbow-quarrel[server]'\n"
 
 
 def test_a_first_model_that_cannot_be_loaded_is_in_the_log(tmp_path: Path) -> None:
