@@ -35,6 +35,7 @@ def _chat(p: argparse.ArgumentParser) -> None:
     hidden(p, "-prompt", dest="prompt")
     _chat_options(p)
     p.add_argument("-q", "--quiet", action="store_true", help="no greeting and no speeds on standard error")
+    p.add_argument("--plain", action="store_true", help="answers as they are written, and the terminal's own line editing")
     _request_options(p)
     add_samplers(p, leave_out=("logprobs", "n"))
     add_load_flags(p)

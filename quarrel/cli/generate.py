@@ -7,6 +7,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
+from quarrel.cli.display import with_progress
 from quarrel.cli.flags import UsageError
 from quarrel.cli.interrupt import CtrlC
 from quarrel.cli.models import document, opened, speeds
@@ -60,7 +61,7 @@ def _show(args: argparse.Namespace, llm: LLM, stream: Stream, echo: str) -> None
         write(_for_terminal(echo))
     ended = True
     with stream:
-        for chunk in stream:
+        for chunk in with_progress(stream):
             if streaming and args.json:
                 write_json(_line(chunk))
             elif streaming and chunk.text:

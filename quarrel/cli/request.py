@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from quarrel.cli.flags import UsageError, adapters_of
@@ -20,7 +21,8 @@ def request_keywords(args: argparse.Namespace) -> RequestKeywords:
     """As the calls of `LLM` take them; refused before a model is loaded for nothing."""
     sampling = sampling_of(args)
     merged(SamplingParams(), sampling)
-    service = Service(speculate=args.lookup, draft=args.draft_max, total_seconds=args.timeout)
+    shown = sys.stderr.isatty()  # where a line says how far a prompt has been read
+    service = Service(speculate=args.lookup, draft=args.draft_max, total_seconds=args.timeout, progress=shown)
     return {
         **sampling,
         "service": service,

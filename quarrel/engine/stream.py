@@ -60,6 +60,11 @@ class Stream(Iterator[Chunk]):
     def result(self) -> Result | None:
         return self._gathering.result
 
+    @property
+    def prompt_tokens(self) -> int:
+        """How many the prompt has."""
+        return self._sequences[0].n_prompt
+
     def __next__(self) -> Chunk:
         if not self._gathering.left:
             raise StopIteration

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import builtins
+import dataclasses
 import json
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from quarrel.cli import main
+from quarrel.cli.conversation import Conversation
+from quarrel.cli.editor import Lines
 from quarrel.llm import LLM
 from tests.cli.support import GREEDY, SLOW, draw_slowly, interrupt_after, typed
 
@@ -147,3 +151,117 @@ def test_ctrl_c_ends_an_answer_and_not_the_conversation(
     assert len(second) == 150
     assert [m["role"] for m in seen[1]] == ["user", "assistant", "user"]
     assert seen[1][1]["content"] == first, "what was said before Ctrl-C is part of the conversation"
+
+
+def drawn_at_will(monkeypatch: pytest.MonkeyPatch, *answers: str) -> None:
+    """Answers of the model, one after the other, whatever it was given."""
+    rest = iter(answers)
+    real = Conversation._answer
+
+    def answer(self: Conversation, messages: list[dict[str, object]]) -> object:
+        result, stopped = real(self, messages)
+        return dataclasses.replace(result, text=next(rest)), stopped
+
+    monkeypatch.setattr(Conversation, "_answer", answer)
+
+
+def test_answers_again_and_questions_changed(chatty: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = asked(monkeypatch)
+    drawn_at_will(monkeypatch, "A", "B", "C", "D", "E")
+    saved = tmp_path / "talk.json"
+    keyboard(monkeypatch, "/regen", "/edit", "one", "two", "/regen", "/edit other", "/edit " + "x" * 300, f"/save {saved}")
+    assert main(["chat", chatty, *GREEDY, "--ctx", "256", "--seed", "3"]) == 0
+    assert [[m["content"] for m in messages] for messages in seen] == [
+        ["one"],
+        ["one", "A", "two"],
+        ["one", "A", "two"],
+        ["one", "A", "other"],
+        ["one", "A", "x" * 300],
+    ]
+    assert [m["content"] for m in json.loads(saved.read_text())] == ["one", "A", "other", "D"], "what failed is not kept"
+
+
+def test_edit_alone_puts_the_question_on_the_line(chatty: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, given = asked(monkeypatch), []
+    read = Lines.read
+
+    def remember(self: Lines, prompt: str, text: str = "") -> str:
+        given.append(text)
+        return read(self, prompt, text)
+
+    monkeypatch.setattr(Lines, "read", remember)
+    keyboard(monkeypatch, "one", "/edit", "changed")
+    assert main(["chat", chatty, *GREEDY]) == 0
+    assert given == ["", "", "one", ""]
+    assert [[m["content"] for m in messages] for messages in seen] == [["one"], ["changed"]]
+
+
+def test_sampling_is_set_on_the_way(
+    chatty: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[dict[str, Any]] = []
+    real: Callable[..., object] = LLM.chat
+
+    def chat(self: LLM, messages: object, *args: object, **kwargs: object) -> object:
+        seen.append(dict(kwargs))
+        return real(self, messages, *args, **kwargs)
+
+    monkeypatch.setattr(LLM, "chat", chat)
+    keyboard(
+        monkeypatch, "/set", "/set temp 0.5", "/set -n 3", "/set stop x", "/set stop y", "/set ignore_eos on", "one",
+        "/set temperature", "/set max_tokens", "/set stop", "/set ignore-eos", "two", "/set warmth 3", "/set top_k many",
+        "/set top_p 3", "/set ignore_eos perhaps", "/set logit_bias 3=1", "/set logit_bias 4=-1", "three",
+    )  # fmt: skip
+    assert main(["chat", chatty, *GREEDY]) == 0
+    names = ("temperature", "max_tokens", "stop", "ignore_eos", "logit_bias")
+    first, second, third = ({name: kwargs[name] for name in names if name in kwargs} for kwargs in seen)
+    assert first == {"temperature": 0.5, "max_tokens": 3, "stop": ["x", "y"], "ignore_eos": True}
+    assert second == {"temperature": 0.0, "max_tokens": 12}, "as the command line has them"
+    assert third == {**second, "logit_bias": {3: 1.0, 4: -1.0}}
+    said = capsys.readouterr().err
+    for sentence in (
+        "there is no option 'warmth', wanted one of max_tokens", "top_k is 'many', wanted a whole number",
+        "is 3.0, wanted", "ignore_eos is 'perhaps', wanted on or off",
+    ):  # fmt: skip
+        assert sentence in said
+
+
+def test_a_conversation_is_loaded_and_another_model_goes_on_with_it(
+    chatty: str, base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = asked(monkeypatch)
+    talk = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    texts = {"talk": json.dumps(talk), "broken": "{", "other": '{"a": 1}', "role": '[{"role": "x", "content": ""}]'}
+    texts["late"] = json.dumps([talk[1], talk[0]])
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    wrong = [f"/load {tmp_path}/{name}" for name in ("broken", "other", "role", "late", "none")]
+    models = ["/model", "/model nowhere.gguf", f"/model {base}", f"/model {chatty}"]
+    keyboard(monkeypatch, f"/load {tmp_path}/talk", *wrong, *models, "next")
+    assert main(["chat", chatty, *GREEDY]) == 0
+    assert [[m["content"] for m in messages] for messages in seen] == [["s", "q", "a", "next"]]
+    said = capsys.readouterr().err
+    for sentence in ("is no JSON", "holds no messages", "behind its beginning", "none: No such file", "wants the name",
+                     "'nowhere.gguf' was found", "has no chat template"):  # fmt: skip
+        assert sentence in said, sentence
+    assert said.count("tokens of context") == 2, "each model that talks says so"
+
+
+def test_a_picture_goes_with_the_next_question(
+    chatty: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = tmp_path / "cat.png"
+    picture.write_bytes(b"\x89PNG")
+    seen = asked(monkeypatch)
+    keyboard(monkeypatch, f"/image {picture}")
+    assert main(["chat", chatty, *GREEDY]) == 0
+    assert "this model has no eyes" in capsys.readouterr().err
+    monkeypatch.setattr(LLM, "sees", True, raising=False)
+    keyboard(monkeypatch, "/image", "/image x.txt", "/image /no.png", f"/image {picture}", "what is it?", "and now?")
+    assert main(["chat", chatty, *GREEDY]) == 0
+    said = capsys.readouterr().err
+    for sentence in ("/image wants a file", "no picture by its name", "No such file", "goes with the next question"):
+        assert sentence in said
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw=="}}
+    assert seen[0][0]["content"] == [{"type": "text", "text": "what is it?"}, part]
+    assert seen[1][-1]["content"] == "and now?"

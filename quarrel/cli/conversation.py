@@ -1,0 +1,149 @@
+"""The messages of a conversation, and the model that answers them."""
+
+from __future__ import annotations
+
+import base64
+import json
+import mimetypes
+from pathlib import Path
+from typing import Any
+
+from quarrel.cli.display import Display
+from quarrel.cli.interrupt import CtrlC
+from quarrel.cli.models import document
+from quarrel.cli.terminal import write_json
+from quarrel.engine import Result
+from quarrel.errors import QuarrelError, RequestError
+from quarrel.llm import LLM
+from quarrel.llm.requests import ChatKeywords
+
+ROLES = ("system", "user", "assistant", "tool")
+MAX_FILE = 64 << 20
+Message = dict[str, Any]
+
+
+class Conversation:
+    """What was said so far. Questions and answers are added by `ask`; `images` go with the next question."""
+
+    def __init__(self, llm: LLM, keywords: ChatKeywords, system: str | None, display: Display | None) -> None:
+        """display: None prints answers as JSON."""
+        self.llm, self.keywords, self.system = llm, keywords, system
+        self.turns: list[Message] = []
+        self.images: list[Message] = []
+        self._display = display
+
+    @property
+    def messages(self) -> list[Message]:
+        head = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return [*head, *self.turns]
+
+    def ask(self, text: str) -> tuple[Result, bool]:
+        """Prints the answer as it comes. Returns it, and whether Ctrl-C stopped it; what it had said by then stays."""
+        content = [{"type": "text", "text": text}, *self.images] if self.images else text
+        question = {"role": "user", "content": content}
+        result, stopped = self._answer([*self.messages, question])
+        if result.text or not stopped:
+            self.turns += [question, {"role": "assistant", "content": result.text}]
+            self.images = []
+        return result, stopped
+
+    def again(self) -> tuple[Result, bool]:
+        """Another answer to the last question, in the place of the first; drawn with a seed of its own."""
+        question, turns = self.last_question(), self.turns
+        keywords, images = self.keywords, self.images
+        at = max(i for i, turn in enumerate(turns) if turn is question)
+        try:
+            self.turns, self.images = turns[:at], []
+            self.keywords = ChatKeywords(**{k: v for k, v in keywords.items() if k != "seed"})  # type: ignore[typeddict-item]
+            result, stopped = self._answer([*self.messages, question])
+            if result.text or not stopped:
+                turns = [*self.turns, question, {"role": "assistant", "content": result.text}]
+            return result, stopped
+        finally:
+            self.turns, self.keywords, self.images = turns, keywords, images
+
+    def last_question(self) -> Message:
+        """Raises RequestError where nothing has been said yet."""
+        for turn in reversed(self.turns):
+            if turn["role"] == "user":
+                return turn
+        raise RequestError("there is no question yet: say something first")
+
+    def take_back(self) -> str:
+        """Forgets the last question and what came behind it. Returns its text; its images go with the next one."""
+        question = self.last_question()
+        content = question["content"]
+        while self.turns.pop() is not question:
+            pass
+        if isinstance(content, str):
+            return content
+        self.images = [part for part in content if part["type"] != "text"]
+        return "".join(part["text"] for part in content if part["type"] == "text")
+
+    def add_image(self, path: Path) -> None:
+        """Puts a picture beside the next question, as OpenAI's protocol has it. Raises RequestError and OSError."""
+        kind = mimetypes.guess_type(path.name)[0] or ""
+        if not kind.startswith("image/"):
+            raise RequestError(f"{path} is no picture by its name: give a .png, .jpeg or .webp file")
+        data = base64.b64encode(_read(path)).decode()
+        self.images.append({"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}})
+
+    def _answer(self, messages: list[Message]) -> tuple[Result, bool]:
+        with CtrlC() as interrupt, interrupt.follow(self.llm.chat(messages, stream=True, **self.keywords)) as stream:
+            if self._display is None:
+                for _ in stream:
+                    pass
+            else:
+                self._display.show(stream)
+        result = stream.result
+        assert result is not None
+        if self._display is None:
+            write_json({"role": "assistant", "content": result.text, **document(self.llm, result)})
+        if result.finish_reason == "error":
+            raise result.failure or QuarrelError(result.error)
+        return result, interrupt.pressed
+
+    def save(self, path: Path) -> None:
+        """Writes all messages, the system message too."""
+        if path.suffix == ".md":
+            text = "".join(f"**{m['role']}**\n\n{_text(m['content'])}\n\n" for m in self.messages)
+        else:
+            text = json.dumps(self.messages, indent=1, ensure_ascii=False) + "\n"
+        path.write_text(text, "utf-8", "replace")
+
+    def load(self, path: Path) -> None:
+        """Takes the messages of a file that `save` wrote as JSON, in place of what was said. Raises RequestError."""
+        try:
+            messages = json.loads(_read(path))
+        except (ValueError, RecursionError):
+            raise RequestError(f"{path} is no JSON: give a file that /save wrote under a name in .json") from None
+        if not isinstance(messages, list) or not all(map(_is_message, messages)):
+            raise RequestError(f"{path} holds no messages, wanted a list of objects with role and content, as /save writes")
+        system = [m["content"] for m in messages if m["role"] == "system"]
+        if len(system) > 1 or (system and messages[0]["role"] != "system"):
+            raise RequestError(f"{path} has system messages behind its beginning, which this conversation cannot hold")
+        self.system = system[0] if system else None
+        self.turns, self.images = messages[len(system) :], []
+
+
+def _is_message(value: Any) -> bool:
+    if not isinstance(value, dict) or value.get("role") not in ROLES:
+        return False
+    content = value.get("content")
+    if isinstance(content, list) and value["role"] == "user":
+        return all(isinstance(p, dict) and (p.get("type") != "text" or isinstance(p.get("text"), str)) for p in content)
+    return isinstance(content, str)
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] if part["type"] == "text" else "(a picture)" for part in content)
+
+
+def _read(path: Path) -> bytes:
+    with path.open("rb") as file:
+        data = file.read(MAX_FILE + 1)
+    if len(data) > MAX_FILE:
+        raise RequestError(f"{path} is larger than {MAX_FILE >> 20} MiB; choose another file")
+    return data
