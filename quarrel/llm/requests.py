@@ -28,12 +28,14 @@ class RequestKeywords(Sampling, total=False):
 
     service: priority, deadlines, cache salt, drafts. structure: a JSON schema, regular expression or grammar that the text
     keeps to. adapter: the name of one of the model's adapters. prompt_logprobs: `logprobs` of the prompt's tokens, too.
+    names: control tokens that the answer shows by their names; those that the vocabulary lacks are passed over.
     """
 
     service: Service
     structure: Structure | None
     adapter: str | None
     prompt_logprobs: bool
+    names: Sequence[str]
 
 
 class PromptKeywords(RequestKeywords, total=False):
@@ -65,6 +67,7 @@ class GenerateRequest:
     structure: Structure | None = None
     adapter: str | None = None
     prompt_logprobs: bool = False
+    names: Sequence[str] = field(default=(), metadata=JSON)
     parse_special: bool = False
     tools: Sequence[Mapping[str, object]] | None = field(default=None, metadata=JSON)
     template: str | None = None
@@ -132,6 +135,8 @@ class Preparer:
             service = replace(service, speculate=0)  # a state cannot be rolled back to before a wrong token
         self._check_length(len(ids))
         stop_ids = frozenset() if params.ignore_eos else self._tokenizer.stop_ids
+        known = (self._tokenizer.token_id(name) for name in request.names)
+        names = frozenset(id for id in known if id is not None)
         return Request(
             tokens=tuple(ids),
             params=params,
@@ -139,7 +144,7 @@ class Preparer:
             stop_ids=stop_ids | frozenset(params.stop_token_ids),
             n_ctx=self._n_ctx,
             n_vocab=self._spec.n_vocab,
-            texts=VocabularyTexts(self._tokenizer, continues=request.messages is None),
+            texts=VocabularyTexts(self._tokenizer, continues=request.messages is None, names=names),
             load_seconds=self._load_seconds,
             service=service,
             guide=None if structure is None else self._grammars.compile(structure),

@@ -40,6 +40,9 @@ class ChatMessage(Body):
     content: StrictStr | list[Part] | None = None
     refusal: StrictStr | None = None
     """What the model said in the place of an answer."""
+    reasoning_content: StrictStr | None = None
+    thinking: StrictStr | None = None
+    """What it thought before, in OpenAI's form and in Ollama's."""
     tool_calls: list[ToolCall] | None = None
     tool_call_id: StrictStr | None = None
     name: StrictStr | None = None
@@ -57,6 +60,8 @@ class ChatMessage(Body):
         message: dict[str, object] = {"role": self.role, "content": content}
         if self.tool_calls is not None:
             message["tool_calls"] = [call.model_dump(exclude_unset=True) for call in self.tool_calls]
+        if thought := self.reasoning_content or self.thinking:
+            message["reasoning_content"] = thought
         for name in ("tool_call_id", "name"):
             if getattr(self, name) is not None:
                 message[name] = getattr(self, name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, Response
 from quarrel.engine import Result, Service, TokenLogprob
 from quarrel.llm import Embeddings, Model
 from quarrel.server.body import body_of, read_body
+from quarrel.server.conversation import chat_request
 from quarrel.server.dispatch import (
     Dispatcher,
     Generation,
@@ -41,9 +42,9 @@ from quarrel.server.ollama_bodies import (
 )
 from quarrel.server.ollama_facts import Describer, capabilities, facts_of, registered, when
 from quarrel.server.ollama_models import known
+from quarrel.server.reader import Pieces, Reading
 from quarrel.server.rest import answer_generate
 from quarrel.server.schemas import GenerateBody
-from quarrel.server.tools import Call, CallSplitter, functions_of, split_calls
 from quarrel.server.variants import PLAIN, chat_template
 
 Json = dict[str, Any]
@@ -84,6 +85,7 @@ def routes(dispatcher: Dispatcher, describer: Describer) -> APIRouter:
             _refuse_images()
         await _check(dispatcher, describer, body, tools=False)
         options, structure = body.sampling(), body.structure()
+        reading = Reading(shaped=structure is not None, thoughts=not body.raw)
         turns: list[dict[str, object]] = [{"role": "system", "content": body.system}] if body.system else []
         turns.append({"role": "user", "content": body.prompt})
 
@@ -91,15 +93,15 @@ def routes(dispatcher: Dispatcher, describer: Describer) -> APIRouter:
             more: Any = {"service": service, "structure": structure, **options}
             template = chat_template(llm, dispatcher.settings.chat_template)
             if body.raw or template == PLAIN:
-                made = llm.prepare(body.prompt, **more)
+                made = llm.prepare(body.prompt, names=reading.names, **more)
             else:
-                made = llm.prepare(messages=turns, template=template, template_kwargs=body.thinking(), **more)
+                made = chat_request(llm, dispatcher.settings.chat_template, turns, reading, effort=body.think, **more)
             if body.context:
                 begins = made.tokens[:1] == (llm.tokenizer.bos_id,)  # which stands at the beginning of the context
-                made = llm.prepare([*body.context, *made.tokens[begins:]], **more)
+                made = llm.prepare([*body.context, *made.tokens[begins:]], names=reading.names, **more)
             return [made]
 
-        return await _answer(dispatcher, request, body, prepare, lambda text: {"response": text}, headers, [])
+        return await _answer(dispatcher, request, body, prepare, headers, reading)
 
     @router.post("/api/chat", **body_of(OllamaChat))
     async def chat(request: Request) -> Response:
@@ -112,31 +114,13 @@ def routes(dispatcher: Dispatcher, describer: Describer) -> APIRouter:
             _refuse_images()
         await _check(dispatcher, describer, body, tools=bool(body.tools))
         options, structure = body.sampling(), body.structure()
-        messages = [m.plain() for m in body.messages]
+        messages, reading = [m.plain() for m in body.messages], Reading(body.tools, shaped=structure is not None)
 
         def prepare(llm: Model, service: Service) -> Sequence[Any]:
-            return [
-                llm.prepare(
-                    messages=messages,
-                    tools=body.tools or None,
-                    template=chat_template(llm, dispatcher.settings.chat_template),
-                    template_kwargs=body.thinking(),
-                    service=service,
-                    structure=structure,
-                    **options,
-                )
-            ]
+            more: Any = {"effort": body.think, "service": service, "structure": structure, **options}
+            return [chat_request(llm, dispatcher.settings.chat_template, messages, reading, **more)]
 
-        names = [f["name"] for f in functions_of(body.tools)]
-        return await _answer(
-            dispatcher,
-            request,
-            body,
-            prepare,
-            lambda text: {"message": {"role": "assistant", "content": text}},
-            headers,
-            names,
-        )
+        return await _answer(dispatcher, request, body, prepare, headers, reading)
 
     @router.post("/api/embed", **body_of(OllamaEmbed))
     async def embed(request: Request) -> Response:
@@ -237,9 +221,8 @@ async def _answer(
     request: Request,
     body: GeneratingBody,
     prepare: Prepare,
-    show: Callable[[str], Json],
     headers: dict[str, str],
-    names: Sequence[str],
+    reading: Reading,
 ) -> Response:
     admission = dispatcher.admit(request.state.caller, body.model, prepare, request.url.path, stream=body.stream)
     limit = dispatcher.settings.timeout
@@ -247,8 +230,8 @@ async def _answer(
 
         def whole(generation: Generation, found: list[Result]) -> Json:
             (result,) = found
-            text, calls = split_calls(result.text, names) if names else (result.text, [])
-            row = _last(result, generation, body, _shown(text, calls, show))
+            pieces = reading.reader(generation.llm, generation.requests[0].tokens).push(result.text, last=True)
+            row = _last(result, generation, body, _shown(pieces, body))
             return row if result.logprobs is None else {**row, **_logprobs(result.logprobs, generation)}
 
         answer = await answer_whole(request, admission, limit, whole, headers)
@@ -256,17 +239,15 @@ async def _answer(
         return answer
 
     async def lines(generation: Generation) -> AsyncIterator[str]:
-        splitter = CallSplitter(names) if names else None
+        reader = reading.reader(generation.llm, generation.requests[0].tokens)
         async for chunk in chunks(generation, 0, limit):
-            text, calls = chunk.text, list[Call]()
-            if splitter is not None:
-                text, calls = splitter.push(text, last=chunk.result is not None)
-            if text or calls or chunk.logprob is not None:
-                row = {"model": body.model, "created_at": when(time.time()), **_shown(text, calls, show), "done": False}
+            pieces = reader.push(chunk.text, last=chunk.result is not None)
+            if pieces != Pieces() or chunk.logprob is not None:
+                row = {"model": body.model, "created_at": when(time.time()), **_shown(pieces, body), "done": False}
                 yield line(row if chunk.logprob is None else {**row, **_logprobs([chunk.logprob], generation)})
             if chunk.result is not None:
                 await dispatcher.models.keep(body.model, body.keep_alive)
-                yield line(_last(chunk.result, generation, body, show("")))
+                yield line(_last(chunk.result, generation, body, _shown(Pieces(), body)))
 
     def failure(error: Refused) -> str:
         return line({"error": str(error)})
@@ -288,11 +269,15 @@ def _logprobs(entries: Sequence[TokenLogprob], generation: Generation) -> Json:
     return {"logprobs": [chat_logprob(entry, generation.llm) for entry in entries]}
 
 
-def _shown(text: str, calls: Sequence[Call], show: Callable[[str], Json]) -> Json:
-    row = show(text)
-    if calls:
-        row["message"]["tool_calls"] = [{"function": {"name": c.name, "arguments": json.loads(c.arguments)}} for c in calls]
-    return row
+def _shown(pieces: Pieces, body: GeneratingBody) -> Json:
+    thought = {"thinking": pieces.thought} if pieces.thought else {}
+    if isinstance(body, OllamaGenerate):
+        return {"response": pieces.text, **thought}
+    message: Json = {"role": "assistant", "content": pieces.text, **thought}
+    if pieces.calls:
+        calls = ({"name": c.name, "arguments": json.loads(c.arguments)} for c in pieces.calls)
+        message["tool_calls"] = [{"function": call} for call in calls]
+    return {"message": message}
 
 
 def _last(result: Result, generation: Generation, body: GeneratingBody, row: Json) -> Json:

@@ -96,13 +96,6 @@ class GeneratingBody(KeptBody):
             )
         return Structure.json({"type": "object"} if isinstance(self.format, str) else self.format)
 
-    def thinking(self) -> dict[str, bool | str] | None:
-        """As chat templates are told it."""
-        if self.think is None:
-            return None
-        level: dict[str, bool | str] = {"reasoning_effort": self.think} if isinstance(self.think, str) else {}
-        return {"enable_thinking": bool(self.think), **level}
-
 
 class OllamaGenerate(GeneratingBody):
     prompt: Text = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from quarrel.engine import Chunk, Result, Service, TokenLogprob, Usage
 from quarrel.llm import Model
 from quarrel.server.body import body_of, read_body
+from quarrel.server.conversation import chat_request
 from quarrel.server.dispatch import (
     Dispatcher,
     Generation,
@@ -28,9 +29,8 @@ from quarrel.server.errors import Refused, openai_body
 from quarrel.server.fields import inputs_of
 from quarrel.server.lines import DONE, SSE, event
 from quarrel.server.logprobs import LogprobLists, chat_logprob, joined
+from quarrel.server.reader import Reader, Reading
 from quarrel.server.schemas import ChatBody, CompletionBody, EmbeddingsBody, OpenAIBody
-from quarrel.server.tools import Call, CallSplitter, functions_of
-from quarrel.server.variants import chat_template
 
 if TYPE_CHECKING:
     from fastapi import APIRouter
@@ -61,25 +61,14 @@ def routes(dispatcher: Dispatcher) -> APIRouter:
         body, headers = await read_body(request, ChatBody, dispatcher)
         _name_adapter(dispatcher, body)
         messages = [m.plain() for m in body.messages]
-        tools = body.callable()
-        options, structure = body.sampling(), body.structure()
+        reading, options = body.reading(), body.sampling()
+        more: Any = {"structure": body.structure(), "adapter": body.adapter, "effort": body.reasoning_effort, **options}
 
         def prepare(llm: Model, service: Service) -> Sequence[Any]:
-            template, more = chat_template(llm, dispatcher.settings.chat_template), body.chat_template_kwargs
-            return [
-                llm.prepare(
-                    messages=messages,
-                    tools=tools,
-                    template=template,
-                    template_kwargs=more,
-                    service=service,
-                    structure=structure,
-                    adapter=body.adapter,
-                    **options,
-                )
-            ]
+            template, given = dispatcher.settings.chat_template, body.chat_template_kwargs
+            return [chat_request(llm, template, messages, reading, template_kwargs=given, service=service, **more)]
 
-        return await _answer(dispatcher, request, body, prepare, _Chat(body, tools), headers)
+        return await _answer(dispatcher, request, body, prepare, _Chat(reading), headers)
 
     @router.post("/completions", **body_of(CompletionBody))
     async def complete(request: Request) -> Response:
@@ -114,21 +103,25 @@ class _Form:
     def delta(self, chunk: Chunk, index: int, generation: Generation) -> Json:
         raise NotImplementedError  # pragma: no cover
 
+    def thought(self, generation: Generation) -> int:
+        """Tokens of all answers that were thoughts."""
+        return 0
+
 
 class _Chat(_Form):
     object, prefix = "chat.completion", "chatcmpl-"
 
-    def __init__(self, body: ChatBody, tools: Sequence[Mapping[str, Any]] | None) -> None:
-        self._names = [f["name"] for f in functions_of(tools)]
-        self._forced = body.forced
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
         self._begun: set[int] = set()
-        self._splitters: dict[int, CallSplitter] = {}
+        self._readers: dict[int, Reader] = {}
 
     def choice(self, result: Result, index: int, generation: Generation) -> Json:
-        text, calls = result.text, list[Call]()
-        if self._names:
-            text, calls = CallSplitter(self._names, forced=self._forced).push(text, last=True)
-        message: Json = {"role": "assistant", "content": text or (None if calls else "")}
+        found = self._reader(index, generation).push(result.text, last=True)
+        calls = found.calls
+        message: Json = {"role": "assistant", "content": found.text or (None if calls else "")}
+        if found.thought:
+            message["reasoning_content"] = found.thought
         if calls:
             message["tool_calls"] = [{k: v for k, v in c.body(i).items() if k != "index"} for i, c in enumerate(calls)]
         reason = _reason_of_calls(result) if calls else _reason(result)
@@ -141,19 +134,27 @@ class _Chat(_Form):
             self._begun.add(index)
             delta["role"] = "assistant"
         reason = None if chunk.result is None else _reason(chunk.result)
-        text = chunk.text
-        if self._names:
-            splitter = self._splitters.setdefault(index, CallSplitter(self._names, forced=self._forced))
-            before = splitter.count
-            text, calls = splitter.push(text, last=chunk.result is not None)
-            if calls:
-                delta["tool_calls"] = [c.body(before + i) for i, c in enumerate(calls)]
-            if chunk.result is not None and splitter.count:
-                reason = _reason_of_calls(chunk.result)
-        if text or "role" in delta:
-            delta["content"] = text
+        reader = self._reader(index, generation)
+        before = reader.count
+        found = reader.push(chunk.text, last=chunk.result is not None)
+        if found.thought:
+            delta["reasoning_content"] = found.thought
+        if found.calls:
+            delta["tool_calls"] = [c.body(before + i) for i, c in enumerate(found.calls)]
+        if chunk.result is not None and reader.count:
+            reason = _reason_of_calls(chunk.result)
+        if found.text or "role" in delta:
+            delta["content"] = found.text
         logprobs = None if chunk.logprob is None else _content([chunk.logprob], generation)
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+
+    def thought(self, generation: Generation) -> int:
+        return sum(r.thought_tokens(generation.llm) for r in self._readers.values())
+
+    def _reader(self, index: int, generation: Generation) -> Reader:
+        if index not in self._readers:
+            self._readers[index] = self._reading.reader(generation.llm, generation.requests[0].tokens)
+        return self._readers[index]
 
 
 class _Completion(_Form):
@@ -221,7 +222,12 @@ async def _answer(
         def whole(generation: Generation, found: list[Result]) -> Json:
             listed = [r for first in found for r in (first, *first.alternatives)]
             choices = [form.choice(r, i, generation) for i, r in enumerate(listed)]
-            return {**head, "model": generation.model, "choices": choices, "usage": _usage(listed, n)}
+            return {
+                **head,
+                "model": generation.model,
+                "choices": choices,
+                "usage": _usage(listed, n, form.thought(generation)),
+            }
 
         return await answer_whole(request, admission, limit, whole, headers)
     options = body.stream_options
@@ -238,7 +244,7 @@ async def _answer(
                 deltas = [d for c in burst for d in _parts(form.delta(c, which * n + c.index, generation))]
                 yield "".join(event({**head, "choices": [d]} | more) for d in deltas)
         if with_usage:
-            yield event({**head, "choices": [], "usage": _usage(ended, n)})
+            yield event({**head, "choices": [], "usage": _usage(ended, n, form.thought(generation))})
         yield DONE
 
     def failure(error: Refused) -> str:
@@ -253,9 +259,12 @@ def _parts(choice: Json) -> list[Json]:
     reason, logprobs = choice["finish_reason"], choice["logprobs"]
     if "delta" in choice:
         delta = dict(choice["delta"])
-        calls = delta.pop("tool_calls", None)
-        said = [delta] if delta or (logprobs is not None and not calls) else []
-        contents = [{"delta": d} for d in (*said, *([{"tool_calls": calls}] if calls else []))]
+        before, behind = ([{n: delta.pop(n)}] if n in delta else [] for n in ("reasoning_content", "tool_calls"))
+        if before and "role" in delta:
+            before = [{"role": delta.pop("role"), "content": ""}, *before]
+            delta = {n: text for n, text in delta.items() if text}
+        said = [delta] if delta or (logprobs is not None and not before and not behind) else []
+        contents = [{"delta": d} for d in (*before, *said, *behind)]
         end: Json = {"delta": {}}
     else:
         contents, end = [{"text": choice["text"]}] if choice["text"] or logprobs is not None else [], {"text": ""}
@@ -295,8 +304,8 @@ def _reason_of_calls(result: Result) -> str:
     return "length" if result.finish_reason == "length" else "tool_calls"
 
 
-def _usage(results: Sequence[Result], n: int) -> Json:
-    """Prompts count once, however many continuations they have."""
+def _usage(results: Sequence[Result], n: int, thought: int = 0) -> Json:
+    """Prompts count once, however many continuations they have. thought: tokens that were thoughts."""
     used: list[Usage] = [r.usage for r in results]
     prompt = sum(u.prompt_tokens for u in used) // n
     made = sum(u.completion_tokens for u in used)
@@ -306,6 +315,7 @@ def _usage(results: Sequence[Result], n: int) -> Json:
         "completion_tokens": made,
         "total_tokens": prompt + made,
         "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"reasoning_tokens": thought},
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
@@ -14,25 +15,27 @@ from starlette.responses import Response
 from quarrel.engine import Result, Sampling, SamplingParams, Service
 from quarrel.llm import Model, Structure
 from quarrel.server.body import body_of, read_body
+from quarrel.server.conversation import chat_request
 from quarrel.server.dispatch import Dispatcher, Generation, answer_stream, answer_whole, chunks
 from quarrel.server.errors import Refused
 from quarrel.server.fields import Adapter, Body, Text
+from quarrel.server.formats import Call
 from quarrel.server.lines import SSE, event
 from quarrel.server.messages import Part, joined
-from quarrel.server.schemas import Samplers
-from quarrel.server.tools import Call, CallSplitter, call_or, required_call
-from quarrel.server.variants import chat_template
+from quarrel.server.reader import Reader, Reading
+from quarrel.server.schemas import ReasoningEffort, Samplers
+from quarrel.server.tools import call_or, required_call
 
 Json = dict[str, Any]
 PARTS = ("input_text", "output_text", "text", "refusal")
-LEFT_OUT = ("reasoning", "item_reference")
+LEFT_OUT = ("item_reference",)
 
 
 class Item(Body):
     """A message, a call that the model made, or what came of one. `id` and `status` come back with answers.
 
-    Thoughts of other models, and references to what nobody keeps here, stand in histories from elsewhere: they are left
-    out, and reported.
+    References to what nobody keeps here stand in histories from elsewhere: they are left out, and reported; so are thoughts
+    that only their writer can read.
     """
 
     type: Literal["message", "function_call", "function_call_output", "reasoning", "item_reference"] = "message"
@@ -42,11 +45,20 @@ class Item(Body):
     arguments: StrictStr | None = None
     call_id: StrictStr | None = None
     output: StrictStr | list[Part] | None = None
+    summary: list[Part] | None = None
+    encrypted_content: StrictStr | None = None
     id: StrictStr | None = None
     status: StrictStr | None = None
 
+    @property
+    def thought(self) -> str:
+        """Of an item of type reasoning: the text itself, or what was said of it."""
+        given = self.content or self.summary or ""
+        return joined(given, ("reasoning_text", "summary_text"), "input") if self.type == "reasoning" else ""
+
     def unknown(self) -> list[str]:
-        return [self.type] if self.type in LEFT_OUT else super().unknown()
+        left_out = self.type in LEFT_OUT or (self.type == "reasoning" and not self.thought)
+        return [self.type] if left_out else super().unknown()
 
     def message(self) -> Json:
         """For the chat template."""
@@ -84,6 +96,12 @@ class AllowedTools(Body):
     tools: list[NamedCall]
 
 
+class ReasoningOptions(Body):
+    effort: ReasoningEffort | None = None
+    summary: StrictStr | None = None
+    """Accepted: thoughts come whole."""
+
+
 class ResponsesBody(Samplers):
     model: StrictStr | None = None
     input: Annotated[Text, Field(min_length=1)] | Annotated[list[Item], Field(min_length=1, max_length=4096)]
@@ -100,6 +118,7 @@ class ResponsesBody(Samplers):
     truncation: Literal["disabled"] | None = None
     metadata: Annotated[dict[StrictStr, StrictStr], Field(max_length=16)] | None = None
     """Comes back with the answer, as the next one does."""
+    reasoning: ReasoningOptions | None = None
     user: StrictStr | None = None
     adapter: Adapter | None = None
 
@@ -116,7 +135,20 @@ class ResponsesBody(Samplers):
         before: list[Json] = [{"role": "system", "content": self.instructions}] if self.instructions else []
         if isinstance(self.input, str):
             return [*before, {"role": "user", "content": self.input}]
-        return [*before, *(item.message() for item in self.input if item.type not in LEFT_OUT)]
+        made, thought = list[Json](), ""
+        for item in self.input:
+            if item.type in (*LEFT_OUT, "reasoning"):
+                thought += item.thought
+                continue
+            message = item.message()
+            if thought and message["role"] == "assistant":
+                message["reasoning_content"], thought = thought, ""
+            # A turn's text and calls are one message.
+            if item.type == "function_call" and made and made[-1]["role"] == "assistant":
+                made[-1]["tool_calls"] = [*made[-1].get("tool_calls", ()), *message["tool_calls"]]
+            else:
+                made.append(message)
+        return [*before, *made]
 
     def functions(self) -> list[Json]:
         """In the form that chat templates know."""
@@ -144,6 +176,12 @@ class ResponsesBody(Samplers):
             return call_or(self._form(), self.functions())
         return required_call(self.functions(), self.tool_choice.name if isinstance(self.tool_choice, NamedCall) else None)
 
+    def reading(self) -> Reading:
+        """How the answer is read."""
+        form = self.text.format if self.text is not None else None
+        shaped = self.forced or (form is not None and form.type != "text")
+        return Reading(self.functions(), forced=self.forced, shaped=shaped)
+
     def _form(self) -> Structure | None:
         form = self.text.format if self.text is not None else None
         if form is None or form.type == "text":
@@ -163,17 +201,15 @@ def routes(dispatcher: Dispatcher) -> APIRouter:
     async def respond(request: Request) -> Response:
         """An answer to a text or a conversation."""
         body, headers = await read_body(request, ResponsesBody, dispatcher)
-        options, structure, messages, tools = body.sampling(), body.structure(), body.messages(), body.functions()
+        messages, reading, options = body.messages(), body.reading(), body.sampling()
+        effort = None if body.reasoning is None else body.reasoning.effort
+        more: Any = {"structure": body.structure(), "adapter": body.adapter, "effort": effort, **options}
 
         def prepare(llm: Model, service: Service) -> Sequence[Any]:
-            template = chat_template(llm, dispatcher.settings.chat_template)
-            more = {"structure": structure, "adapter": body.adapter}
-            return [
-                llm.prepare(messages=messages, tools=tools or None, template=template, service=service, **more, **options)  # type: ignore[arg-type]
-            ]
+            return [chat_request(llm, dispatcher.settings.chat_template, messages, reading, service=service, **more)]
 
         admission = dispatcher.admit(request.state.caller, body.model, prepare, request.url.path, stream=bool(body.stream))
-        answer, limit = _Answer(body, [t["function"]["name"] for t in tools]), dispatcher.settings.timeout
+        answer, limit = _Answer(body, reading), dispatcher.settings.timeout
         if not body.stream:
 
             def whole(generation: Generation, found: list[Result]) -> Json:
@@ -195,41 +231,66 @@ def routes(dispatcher: Dispatcher) -> APIRouter:
     return router
 
 
+@dataclass(frozen=True)
+class Kind:
+    """Of items that hold a text: how they and their events are called."""
+
+    item: str
+    prefix: str
+    event: str
+    part_type: str
+    more: Json
+    part_more: Json
+    logprobs: Json
+
+    def part(self, text: str) -> Json:
+        return {"type": self.part_type, "text": text, **self.part_more}
+
+
+SAID = Kind(
+    *("message", "msg_", "output_text", "output_text", {"role": "assistant"}),
+    part_more={"annotations": [], "logprobs": []},
+    logprobs={"logprobs": []},
+)
+THOUGHT = Kind("reasoning", "rs_", "reasoning_text", "reasoning_text", {"summary": []}, {}, {})
+
+
 class _Answer:
     """One response as it comes to be; its events are numbered."""
 
-    def __init__(self, body: ResponsesBody, names: Sequence[str]) -> None:
+    def __init__(self, body: ResponsesBody, reading: Reading) -> None:
         self.model = body.model or ""
         self._body, self._params = body, SamplingParams()
-        self._splitter = CallSplitter(names, forced=body.forced) if names else None
+        self._reading, self._reader = reading, Reader(reading)
+        self._model: Model | None = None
         self._id, self._created, self._next = "resp_" + secrets.token_hex(12), int(time.time()), 0
         self._items: list[Json] = []
         self._open: Json | None = None
-        """The message that is being written, the last item."""
+        self._kind = SAID
+        """The message or the thought that is being written, the last item."""
 
     def begin(self, generation: Generation) -> None:
         """What the answer says of its request."""
         self.model, self._params = generation.model, generation.requests[0].params
+        self._model, self._reader = generation.llm, self._reading.reader(generation.llm, generation.requests[0].tokens)
 
     def opening(self) -> list[str]:
         started = self._event("response.created", response=self._row("in_progress", []))
         going = self._event("response.in_progress", response=self._row("in_progress", []))
-        # With tools, what it begins with is known later.
-        return [started, going, *(self._message() if self._splitter is None else [])]
+        return [started, going]  # what it begins with is known later
 
     def push(self, text: str, result: Result | None) -> list[str]:
         """The events of a piece of text, or of the last one with the result."""
-        calls: list[Call] = []
-        if self._splitter is not None:
-            text, calls = self._splitter.push(text, last=result is not None)
-        events = self._text(text) if text else []
-        for call in calls:
+        found = self._reader.push(text, last=result is not None)
+        events = self._text(found.thought, THOUGHT) if found.thought else []
+        events += self._text(found.text, SAID) if found.text else []
+        for call in found.calls:
             events += [*self._closed("completed"), *self._called(_call(call))]
         if result is None:
             return events
         status = "incomplete" if result.finish_reason == "length" else "completed"
         if not self._items:
-            events += self._message()
+            events += self._begun(SAID)
         events += self._closed(status)
         whole = self._finished(status, result)
         return [*events, self._event(f"response.{status}", response=whole)]
@@ -246,40 +307,43 @@ class _Answer:
 
     def _finished(self, status: str, result: Result) -> Json:
         row, used = self._row(status, self._items), result.usage
+        thought = 0 if self._model is None else self._reader.thought_tokens(self._model)
         if status == "incomplete":
             row["incomplete_details"] = {"reason": "max_output_tokens"}
         row["usage"] = {
             "input_tokens": used.prompt_tokens,
             "input_tokens_details": {"cached_tokens": used.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": used.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": thought},
             "total_tokens": used.total_tokens,
         }
         return row
 
-    def _message(self) -> list[str]:
-        """Begins one."""
-        item = {"id": "msg_" + secrets.token_hex(12), "type": "message", "role": "assistant", "status": "in_progress"}
+    def _begun(self, kind: Kind) -> list[str]:
+        """Begins a message or a thought."""
+        item = {"id": kind.prefix + secrets.token_hex(12), "type": kind.item, "status": "in_progress", **kind.more}
         added = self._event("response.output_item.added", output_index=len(self._items), item={**item, "content": []})
-        self._open = {**item, "content": [{"type": "output_text", "text": "", "annotations": [], "logprobs": []}]}
+        self._open, self._kind = {**item, "content": [kind.part("")]}, kind
         self._items.append(self._open)
-        return [added, self._event("response.content_part.added", **self._place(), part=self._open["content"][0])]
+        return [added, self._event("response.content_part.added", **self._place(), part=kind.part(""))]
 
-    def _text(self, text: str) -> list[str]:
-        begun = self._message() if self._open is None else []
+    def _text(self, text: str, kind: Kind) -> list[str]:
+        events = []
+        if self._open is None or self._kind is not kind:
+            events = [*self._closed("completed"), *self._begun(kind)]
         assert self._open is not None
         self._open["content"][0]["text"] += text
-        return [*begun, self._event("response.output_text.delta", **self._place(), delta=text, logprobs=[])]
+        return [*events, self._event(f"response.{kind.event}.delta", **self._place(), delta=text, **kind.logprobs)]
 
     def _closed(self, status: str) -> list[str]:
-        """Ends the message that is open, if one is."""
+        """Ends the message or the thought that is open, if one is."""
         if self._open is None:
             return []
-        item, place = self._open, self._place()
+        item, place, kind = self._open, self._place(), self._kind
         item["status"], part = status, item["content"][0]
         self._open = None
         return [
-            self._event("response.output_text.done", **place, text=part["text"], logprobs=[]),
+            self._event(f"response.{kind.event}.done", **place, text=part["text"], **kind.logprobs),
             self._event("response.content_part.done", **place, part=part),
             self._event("response.output_item.done", output_index=place["output_index"], item=item),
         ]
@@ -318,7 +382,7 @@ class _Answer:
             "output": output,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
             "store": False,
             "temperature": self._params.temperature,
             "text": {"format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_unset=True)},
@@ -338,5 +402,5 @@ class _Answer:
 
 def _call(call: Call) -> Json:
     id = secrets.token_hex(12)
-    row = {"id": "fc_" + id, "type": "function_call", "call_id": "call_" + id, "status": "completed"}
+    row = {"id": "fc_" + id, "type": "function_call", "call_id": call.named, "status": "completed"}
     return {**row, "name": call.name, "arguments": call.arguments}

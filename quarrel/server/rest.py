@@ -15,13 +15,14 @@ from quarrel import __version__
 from quarrel.engine import Chunk, Priority, Result, Service
 from quarrel.llm import Model, Structure
 from quarrel.server.body import body_of, read_body
+from quarrel.server.conversation import chat_request
 from quarrel.server.dispatch import Admission, Dispatcher, Generation, Prepare, answer_stream, answer_whole, bursts
 from quarrel.server.errors import Refused, plain_body
 from quarrel.server.lines import SSE, event, line
 from quarrel.server.metrics import TEXT, Metrics
 from quarrel.server.models import Entry
+from quarrel.server.reader import Reading
 from quarrel.server.schemas import DetokenizeBody, GenerateBody, TokenizeBody
-from quarrel.server.variants import chat_template
 
 Json = dict[str, Any]
 
@@ -34,21 +35,13 @@ def prepare_of(
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> Prepare:
     """Makes the request of a generate body for a model."""
-    options, turns = body.sampling(), body.turns()
+    turns, reading = body.turns(), Reading(tools)
+    options: Any = {"adapter": body.adapter, "structure": structure, **body.sampling()}
 
     def prepare(llm: Model, service: Service) -> Sequence[Any]:
-        return [
-            llm.prepare(
-                body.prompt if turns is None else None,
-                messages=turns,
-                template=chat_template(llm, template),
-                service=service,
-                adapter=body.adapter,
-                structure=structure,
-                tools=tools,
-                **options,
-            )
-        ]
+        if turns is None:
+            return [llm.prepare(body.prompt, service=service, **options)]
+        return [chat_request(llm, template, turns, reading, service=service, **options)]
 
     return prepare
 

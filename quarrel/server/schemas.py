@@ -11,6 +11,7 @@ from quarrel.llm import Structure
 from quarrel.server.errors import Refused
 from quarrel.server.fields import Adapter, Body, Input, Mirostat, Number, Stop, Text, TokenId
 from quarrel.server.messages import ChatMessage
+from quarrel.server.reader import Reading
 from quarrel.server.tools import call_or, required_call
 
 Seed = Annotated[
@@ -92,6 +93,9 @@ class ResponseFormat(Body):
         return Structure.json(given[0] if given else {"type": "object"})
 
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
 class OpenAIBody(Samplers):
     model: StrictStr | None = None
     stream: StrictBool | None = False
@@ -147,6 +151,8 @@ class ChatBody(OpenAIBody):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     """required: the answer is a call of one of the functions; or of the one that is named."""
     chat_template_kwargs: dict[str, StrictBool | StrictStr] | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    """How much to think, for templates that know it; none: not at all."""
 
     def sampling(self) -> Sampling:
         options = super().sampling()
@@ -171,6 +177,11 @@ class ChatBody(OpenAIBody):
         choice = self.tool_choice
         required = isinstance(choice, AllowedTools) and choice.allowed_tools.mode == "required"
         return required or choice == "required" or isinstance(choice, NamedTool)
+
+    def reading(self) -> Reading:
+        """How the answer is read."""
+        shaped = self.response_format is not None and self.response_format.type != "text"
+        return Reading(self.callable(), forced=self.forced, shaped=shaped or self.forced)
 
     def callable(self) -> list[dict[str, Any]] | None:
         """The tools that the model may call."""

@@ -28,6 +28,7 @@ from quarrel.errors import QuarrelError
 from quarrel.llm import Model, Structure
 from quarrel.server.answers import Answer, Answers
 from quarrel.server.body import IGNORED, ignored_fields, parse_body
+from quarrel.server.calls import split_calls
 from quarrel.server.connections import MAX_MESSAGE
 from quarrel.server.dispatch import Dispatcher, Generation, chunks
 from quarrel.server.errors import Refused, plain_body, refused, word
@@ -35,7 +36,7 @@ from quarrel.server.fields import Text
 from quarrel.server.metrics import Metrics
 from quarrel.server.rest import activity_of, prepare_of, priority_of, token_message
 from quarrel.server.schemas import GenerateBody, ResponseFormat
-from quarrel.server.tools import functions_of, split_calls
+from quarrel.server.tools import schemas_of
 
 MAX_CONNECTIONS = 1024
 OUT_QUEUE = 256
@@ -300,7 +301,7 @@ class Connection:
             answer.say("error", _error(failure, id))
 
     async def _send(self, answer: Answer, body: SocketBody, generation: Generation) -> None:
-        made, names = 0, [f["name"] for f in functions_of(body.tools)]
+        made, functions = 0, schemas_of(body.tools)
         async for chunk in chunks(generation, 0, self._dispatcher.settings.timeout):
             if chunk.read:
                 prompt = {"read": chunk.read, "of": generation.prompt_tokens}
@@ -308,8 +309,8 @@ class Connection:
                 continue
             made += chunk.token_id is not None
             row = {**token_message(chunk, generation, made), "request_id": answer.id}
-            if chunk.result is not None and names:
-                text, calls = split_calls(chunk.result.text, names)
+            if chunk.result is not None and functions:
+                text, calls = split_calls(chunk.result.text, functions)
                 if calls:
                     row |= {"text": text, "tool_calls": [call.body(i) for i, call in enumerate(calls)]}
             if body.stream is False:

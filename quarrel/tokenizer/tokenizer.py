@@ -187,6 +187,10 @@ class Tokenizer:
             return [self.bos_id, *ids]
         return ids
 
+    def template_text(self, template: str | None, tools: bool = False) -> str:
+        """The Jinja text that `apply_chat` would use, with tools or without. Raises RequestError where there is none."""
+        return self._templates.choose(template, tools)
+
     def check_chat_template(self) -> None:
         """Renders a greeting by the file's template, if it has one. Raises TokenizerError where that fails; warns where
         control tokens come out in a way that cannot be traced to the template, and so are not recognised."""

@@ -17,6 +17,7 @@ import pytest
 
 import quarrel
 import quarrel.server
+from quarrel.engine import AsyncStream, Chunk, Result, Timings, Usage
 from quarrel.llm import LLM
 from quarrel.server import Server, Settings, build
 from quarrel.server.listening import bound
@@ -84,3 +85,25 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     rates = quarrel.server.Rates(requests=0, streams=0)
     with running(Settings(data_dir=folder, rates=rates, chat_template="chatml", ollama=False)) as made:
         yield made
+
+
+@pytest.fixture(name="written")
+def _written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The model writes these, in these pieces."""
+    pieces: list[str] = []
+
+    async def script(self: AsyncStream) -> Any:
+        position = self.__dict__.setdefault("_position", 0)
+        if position > len(pieces):
+            raise StopAsyncIteration
+        self.__dict__["_position"] = position + 1
+        if position < len(pieces):
+            return Chunk(index=0, text=pieces[position], token_id=5)
+        result = Result("".join(pieces), (), "stop", Usage(1, 2), Timings(0, 0, 0, 0, 0, 0), 0)
+        self.__dict__["_result_made"] = result
+        return Chunk(index=0, text="", token_id=None, result=result)
+
+    monkeypatch.setattr(AsyncStream, "__anext__", script)
+    monkeypatch.setattr(AsyncStream, "ready", lambda self: None)
+    monkeypatch.setattr(AsyncStream, "result", property(lambda self: self.__dict__.get("_result_made")))
+    return pieces

@@ -11,9 +11,8 @@ import ollama
 import openai
 import pytest
 
-from quarrel.engine import AsyncStream, Chunk, Result, Timings, Usage
 from quarrel.server import Rates, Settings
-from quarrel.server.tools import CallSplitter, may_be_call, split_calls
+from quarrel.server.calls import CallSplitter, may_be_call, split_calls
 from tests.server.conftest import Live, running
 
 TURNS: Any = [{"role": "user", "content": "Tell me of a king."}]
@@ -41,28 +40,6 @@ def _client(made: Live) -> Iterator[openai.OpenAI]:
         yield client
 
 
-@pytest.fixture(name="written")
-def _written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The model writes these, in these pieces."""
-    pieces: list[str] = []
-
-    async def script(self: AsyncStream) -> Any:
-        position = self.__dict__.setdefault("_position", 0)
-        if position > len(pieces):
-            raise StopAsyncIteration
-        self.__dict__["_position"] = position + 1
-        if position < len(pieces):
-            return Chunk(index=0, text=pieces[position], token_id=5)
-        result = Result("".join(pieces), (), "stop", Usage(1, 2), Timings(0, 0, 0, 0, 0, 0), 0)
-        self.__dict__["_result_made"] = result
-        return Chunk(index=0, text="", token_id=None, result=result)
-
-    monkeypatch.setattr(AsyncStream, "__anext__", script)
-    monkeypatch.setattr(AsyncStream, "ready", lambda self: None)
-    monkeypatch.setattr(AsyncStream, "result", property(lambda self: self.__dict__.get("_result_made")))
-    return pieces
-
-
 def test_pieces_give_what_the_whole_text_gives() -> None:
     rng = random.Random(0)
     parts = [CALL, "a", " ", "\n", "<tool_call>", "</tool_call>", "<tool", '{"name": "find"}', "[", "{", '"', "<b>",
@@ -70,8 +47,8 @@ def test_pieces_give_what_the_whole_text_gives() -> None:
     found = 0
     for _ in range(3000):
         text = "".join(rng.choices(parts, k=rng.randrange(1, 7)))
-        whole = split_calls(text, ["find"])
-        splitter, said, calls = CallSplitter(["find"]), "", []
+        whole = split_calls(text, {"find": {}})
+        splitter, said, calls = CallSplitter({"find": {}}), "", []
         while text:
             n = rng.randrange(1, 9)
             more, some = splitter.push(text[:n])
@@ -99,7 +76,7 @@ def test_pieces_give_what_the_whole_text_gives() -> None:
     ],
 )
 def test_only_what_may_become_a_call_is_held_back(begin: str, flows: str) -> None:
-    assert CallSplitter(["find"]).push(begin)[0] == flows
+    assert CallSplitter({"find": {}}).push(begin)[0] == flows
 
 
 def test_names_of_any_letters_are_known_in_either_spelling() -> None:
@@ -110,7 +87,7 @@ def test_names_of_any_letters_are_known_in_either_spelling() -> None:
 def test_what_is_no_object_is_no_call() -> None:
     for arguments in ("5", '"text"', "[1]", '"{bad"', "null"):
         text = f'<tool_call>{{"name": "find", "arguments": {arguments}}}</tool_call>'
-        assert split_calls(text, ["find"]) == (text, [])
+        assert split_calls(text, {"find": {}}) == (text, [])
 
 
 def test_a_chat_with_tools_flows_and_ends_alone(client: openai.OpenAI, written: list[str]) -> None:

@@ -10,7 +10,7 @@ import pytest
 import quarrel
 from quarrel.llm import LLM
 from quarrel.server import Settings
-from quarrel.server.llama.thoughts import Thoughts, opened_by
+from quarrel.server.thoughts import Thoughts, opened_by
 from tests.server.conftest import running
 from tests.server.test_llama import ask, events
 

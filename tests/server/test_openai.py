@@ -234,7 +234,7 @@ def test_the_newer_protocols_calls_and_refusals(live: Live) -> None:
     text = 'So.<tool_call>{"name": "find", "arguments": {"q": "x"}}</tool_call>'
     result = Result(text, (), "stop", Usage(1, 2), Timings(0, 0, 0, 0, 0, 0), 0)
     body = ResponsesBody(input="a", tools=[{"type": "function", "name": "find", "parameters": {}}])
-    answer = _Answer(body, [t["function"]["name"] for t in body.functions()])
+    answer = _Answer(body, body.reading())
     events = [json.loads(e.split("data: ")[1]) for e in [*answer.opening(), *answer.push(text, result)]]
     assert [i["type"] for i in events[-1]["response"]["output"]] == ["message", "function_call"]
     assert events[-1]["response"]["output"][1]["arguments"] == '{"q": "x"}'
@@ -350,11 +350,11 @@ def test_a_call_that_cannot_be_required_is_refused(live: Live, more: dict[str, A
 
 
 def test_calls_of_tools_are_taken_out_of_the_text() -> None:
-    from quarrel.server.tools import split_calls
+    from quarrel.server.calls import split_calls
 
     text = 'Let me look.<tool_call>{"name": "find", "arguments": {"q": "x"}}</tool_call>'
-    rest, (call,) = split_calls(text, ["find"])
+    rest, (call,) = split_calls(text, {"find": {}})
     assert (rest, call.name, json.loads(call.arguments)) == ("Let me look.", "find", {"q": "x"})
-    assert split_calls('{"name": "find", "parameters": {}}', ["find"])[1][0].arguments == "{}"
+    assert split_calls('{"name": "find", "parameters": {}}', {"find": {}})[1][0].arguments == "{}"
     for wrong in ("<tool_call>{", '<tool_call>{"name": "other"}</tool_call>', "<tool_call>" * 3, "{}", "[" * 9999):
-        assert split_calls(wrong, ["find"]) == (wrong, [])
+        assert split_calls(wrong, {"find": {}}) == (wrong, [])

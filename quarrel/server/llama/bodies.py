@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr
@@ -10,6 +11,7 @@ from quarrel.engine import Sampling
 from quarrel.llm import Structure
 from quarrel.server.errors import Refused
 from quarrel.server.fields import Body, Ids, Number, Text
+from quarrel.server.reader import Reading
 from quarrel.server.schemas import ChatBody as OpenAIChatBody
 
 MOST_STOPS, MOST_PROBS = 16, 20
@@ -223,6 +225,11 @@ class ChatBody(Samplers, OpenAIChatBody):  # type: ignore[misc]
         if self.n_predict is None and self.max_completion_tokens is not None:
             return self.max_completion_tokens
         return super().limit
+
+    def reading(self) -> Reading:
+        made = replace(super().reading(), shown=tuple(self.preserved_tokens or ()))
+        made = replace(made, shaped=made.shaped or self.form() is not None)
+        return replace(made, thoughts=self.reasoning_format != "none")
 
     def structure(self) -> Structure | None:
         return self.form() or OpenAIChatBody.structure(self)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -14,15 +13,15 @@ from starlette.responses import JSONResponse, Response
 from quarrel.engine import Chunk, Result, Service
 from quarrel.llm import Model
 from quarrel.server.body import read_body
+from quarrel.server.conversation import chat_request
 from quarrel.server.dispatch import Dispatcher, Generation, answer_stream, cancel_on_disconnect
 from quarrel.server.errors import Refused, llama_body
 from quarrel.server.lines import DONE, SSE
 from quarrel.server.lines import event as line
 from quarrel.server.llama.bodies import ChatBody
-from quarrel.server.llama.completion import biases, check_room, naming, probability, service_of, timings
+from quarrel.server.llama.completion import biases, check_room, probability, service_of, timings
 from quarrel.server.llama.shift import followed, results_of
 from quarrel.server.llama.table import Routes
-from quarrel.server.llama.thoughts import Thoughts, opened_by
 from quarrel.server.openai import _Chat, _usage
 
 Json = dict[str, Any]
@@ -44,7 +43,7 @@ def routes(dispatcher: Dispatcher) -> Routes:
 
 async def _answer(dispatcher: Dispatcher, request: Request, body: ChatBody, headers: dict[str, str]) -> Response:
     messages = [m.plain() for m in body.messages]
-    tools = body.callable()
+    reading = body.reading()
     options: Any = {"max_tokens": None, **(dispatcher.settings.sampling or {}), **body.sampling()}
     structure = body.structure()
     if structure is not None:
@@ -52,10 +51,12 @@ async def _answer(dispatcher: Dispatcher, request: Request, body: ChatBody, head
 
     def prepare(llm: Model, service: Service) -> Sequence[Any]:
         biased: Any = {**options, "logit_bias": biases(llm, body.logit_bias)} if body.logit_bias else options
-        made = llm.prepare(
-            messages=messages,
-            tools=tools,
-            template=dispatcher.settings.chat_template,
+        made = chat_request(
+            llm,
+            dispatcher.settings.chat_template,
+            messages,
+            reading,
+            effort=body.reasoning_effort,
             template_kwargs=body.chat_template_kwargs,
             service=service_of(service, body.cache_prompt),
             structure=structure,
@@ -63,9 +64,9 @@ async def _answer(dispatcher: Dispatcher, request: Request, body: ChatBody, head
             **biased,
         )
         check_room(len(made.tokens), made.n_ctx)
-        return [naming(llm, made, body.preserved_tokens)]
+        return [made]
 
-    form, stream, n = _Chat(body, tools), bool(body.stream), body.n or 1
+    form, stream, n = _Chat(reading), bool(body.stream), body.n or 1
     admission = dispatcher.admit(request.state.caller, body.model, prepare, request.url.path, stream=stream)
     head: Json = {"created": int(time.time()), "id": "chatcmpl-" + secrets.token_hex(16)}
 
@@ -76,11 +77,8 @@ async def _answer(dispatcher: Dispatcher, request: Request, body: ChatBody, head
 
         def whole(generation: Generation, found: list[Result]) -> Json:
             listed = [r for first in found for r in (first, *first.alternatives)]
-            parted = [_thoughts(body, generation).push(r.text, last=True) for r in listed]
-            choices = [form.choice(replace(r, text=t), i, generation) for i, (r, (_, t)) in enumerate(zip(listed, parted))]
-            for choice, result, (thought, _) in zip(choices, listed, parted, strict=True):
-                if thought:
-                    choice["message"]["reasoning_content"] = thought
+            choices = [form.choice(r, i, generation) for i, r in enumerate(listed)]
+            for choice, result in zip(choices, listed, strict=True):
                 if result.logprobs is not None:
                     choice["logprobs"] = {"content": [probability(e, generation.llm) for e in result.logprobs]}
             more = {"object": "chat.completion", "usage": _usage(listed, n), "timings": timings(listed[0])}
@@ -103,22 +101,19 @@ async def _answer(dispatcher: Dispatcher, request: Request, body: ChatBody, head
 
         begun: set[int] = set()
         ended: list[Result] = []
-        thoughts = [_thoughts(body, generation) for _ in range(n)]
         async for burst in followed(generation, 0, dispatcher.settings, body.n_keep, stream=True):
             rows = []
             for chunk in burst:
                 more = _logprobs(chunk, generation)
-                thought, said = thoughts[chunk.index].push(chunk.text, last=chunk.result is not None)
-                chunk.text = said
                 if chunk.index not in begun:
                     begun.add(chunk.index)
                     rows.append(event(chunk.index, {"role": "assistant", "content": None}, **more))
                     more = {}
-                if thought:
-                    rows.append(event(chunk.index, {"reasoning_content": thought}, **more))
-                    more = {}
                 made = form.delta(chunk, chunk.index, generation)
                 delta = {k: v for k, v in made["delta"].items() if k != "role" and v != ""}
+                if thought := delta.pop("reasoning_content", None):
+                    rows.append(event(chunk.index, {"reasoning_content": thought}, **more))
+                    more = {}
                 if delta or more:
                     rows.append(event(chunk.index, delta, **more))
                 if chunk.result is not None:
@@ -135,12 +130,6 @@ async def _answer(dispatcher: Dispatcher, request: Request, body: ChatBody, head
         return line(llama_body(error))
 
     return await answer_stream(admission, events, failure, "text/event-stream", {**SSE, **headers})
-
-
-def _thoughts(body: ChatBody, generation: Generation) -> Thoughts:
-    if body.reasoning_format == "none":
-        return Thoughts(whole=True)
-    return Thoughts(opened_by(generation.llm, generation.requests[0].tokens))
 
 
 def _logprobs(chunk: Chunk, generation: Generation) -> Json:

@@ -13,7 +13,6 @@ from starlette.responses import JSONResponse, Response
 from quarrel.engine import Chunk, Result, Service, TokenLogprob
 from quarrel.errors import ContextOverflow
 from quarrel.llm import Model
-from quarrel.llm.texts import VocabularyTexts
 from quarrel.server.body import read_body
 from quarrel.server.dispatch import Dispatcher, Generation, answer_stream, cancel_on_disconnect
 from quarrel.server.errors import Refused, llama_body
@@ -92,14 +91,6 @@ def service_of(service: Service, cache_prompt: bool | None) -> Service:
     return replace(service, cache_salt=secrets.token_hex(8)) if cache_prompt is False else service
 
 
-def naming(llm: Model, request: Any, preserved: Sequence[str] | None) -> Any:
-    """The request, with these control tokens written by their names; what is no single token is not one."""
-    if not preserved or not isinstance(request.texts, VocabularyTexts):
-        return request
-    found = [llm.tokenize(text, False, True) for text in preserved if text]
-    return replace(request, texts=replace(request.texts, names=frozenset(ids[0] for ids in found if len(ids) == 1)))
-
-
 def check_room(count: int, n_ctx: int) -> None:
     """Raises ContextOverflow for a prompt that leaves no room for a token."""
     if count >= n_ctx:
@@ -124,8 +115,8 @@ async def _answer(
             ids = prompt_ids(llm, prompt)
             check_room(len(ids), llm.n_ctx)
             biased = {**options, "logit_bias": biases(llm, body.logit_bias)} if body.logit_bias else options
-            one = llm.prepare(ids, service=chosen, structure=form, adapter=adapter, **biased)
-            made.append(naming(llm, one, body.preserved_tokens))
+            named = body.preserved_tokens or ()
+            made.append(llm.prepare(ids, service=chosen, structure=form, adapter=adapter, names=named, **biased))
         return made
 
     stream = bool(body.stream)

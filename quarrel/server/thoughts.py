@@ -6,7 +6,14 @@ from collections.abc import Sequence
 
 from quarrel.llm import Model
 
-TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
+TAGS = (
+    ("<think>", "</think>"),
+    ("<thinking>", "</thinking>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|channel>thought", "<channel|>"),
+)
 _TAIL = 16
 """Tokens of a prompt that an opening tag and the space behind it take at most."""
 
