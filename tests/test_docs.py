@@ -50,9 +50,9 @@ def test_the_table_of_rooms_is_the_one_that_is_checked() -> None:
     assert structure(STRUCTURE) == STRUCTURE, "run python -m tools.docs"
 
 
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "bench/README.md")]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "bench/README.md", "examples/README.md")]
 PAGES += sorted((ROOT / "docs").glob("*.md"))
-TOPS = {"bench", "deploy", "docs", "fuzz", "quarrel", "tests", "tools"}
+TOPS = {"bench", "deploy", "docs", "examples", "fuzz", "quarrel", "tests", "tools"}
 ROOM_NAMES = {p.stem for p in (ROOT / "quarrel").iterdir()}
 
 
