@@ -16,7 +16,7 @@ from typing import Literal
 from quarrel import __version__
 from quarrel.env import Environment, cache_home, misspelt, read_environment
 from quarrel.errors import QuarrelError, installing
-from quarrel.gguf import hub, ollama, resolve
+from quarrel.gguf import hub, ollama, resolve, store
 from quarrel.ops.registry import BACKENDS, backend
 
 State = Literal["ready", "fact", "missing", "broken"]
@@ -210,32 +210,19 @@ def _models() -> Iterator[Line]:
         yield "demo", "ready", f"{demo.stat().st_size / 1e6:.1f} MB, bundled"
     except QuarrelError as error:
         yield "demo", "broken", str(error)
-    stores = [store for store in ollama.stores() if _readable(store / "manifests")]
-    names = sorted(name for store in stores for name in _ollama_names(store))
+    stores = [folder for folder in ollama.stores() if _readable(folder / "manifests")]
+    names = sorted(str(name) for folder in stores for name in store.names_in(folder))
     if stores:
         yield "Ollama", "fact", f"{_listed(names)} in {', '.join(map(str, stores))}"
     else:
         yield "Ollama", "fact", "no store found"
     cache = hub.cache_folder()
-    files = sorted(f"hf://{name}" for name in _hub_names(cache)) if _readable(cache) else []
+    files = [f"hf://{name}" for name, _ in hub.listed(cache)] if _readable(cache) else []
     yield "Hugging Face", "fact", f"{_listed(files)} in {cache}" if files else f"no GGUF model in {cache}"
 
 
 def _readable(folder: Path) -> bool:
     return folder.is_dir() and os.access(folder, os.R_OK | os.X_OK)
-
-
-def _ollama_names(store: Path) -> Iterator[str]:
-    for manifest in (store / "manifests").glob("*/*/*/*"):
-        host, namespace, model, tag = manifest.parts[-4:]
-        parts = [model] if (host, namespace) == ("registry.ollama.ai", "library") else [host, namespace, model]
-        yield f"{'/'.join(parts)}:{tag}"
-
-
-def _hub_names(cache: Path) -> Iterator[str]:
-    for folder in cache.glob("models--*--*"):
-        if any(folder.glob("snapshots/*/**/*.gguf")):
-            yield "/".join(folder.name.split("--")[1:])
 
 
 def _listed(names: list[str], most: int = 12) -> str:

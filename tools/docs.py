@@ -8,10 +8,9 @@ Tests fail where a page is out of date.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from pathlib import Path
 
-from quarrel.cli.parser import make_parser
+from quarrel.cli.parser import commands_of, make_parser
 from tools import rooms
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -27,18 +26,29 @@ parser; `quarrel COMMAND --help` shows the same in the terminal.
 Results go to standard output, everything else (progress, speeds, errors) to standard error. With `--json` standard output
 holds JSON and nothing else. Status: 0 done, 1 an error, which is one sentence, 2 a wrong command line, 3 done but for
 some bad rows (`embed`), 130 after Ctrl-C, 141 when the reader of a pipe has gone.
+
+# Defaults
+
+`~/.config/quarrel/config.toml`, or the file that `--config` names, holds options by their long names, as if they stood in
+front of what is typed: for every command, for one, and for one model, by the name that is typed or that of its file.
+
+```toml
+model = "mistral:7b"           # where none is named
+temperature = 0.7
+
+[serve]
+port = 9000
+
+[models."mistral:7b"]
+system = "Be brief."
+ctx = 16384
+```
 """
 
 
 def page() -> str:
     """The whole page."""
-    return HEAD + "".join(_section(name, parser) for name, parser in _commands())
-
-
-def _commands() -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    for action in make_parser()._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            yield from action.choices.items()
+    return HEAD + "".join(_section(name, parser) for name, parser in commands_of(make_parser()).items())
 
 
 def _section(name: str, parser: argparse.ArgumentParser) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import importlib
 import io
@@ -12,10 +13,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TextIO
 
+from quarrel.cli.commands import DEFAULT_MODEL
+from quarrel.cli.config import Config, config_path
 from quarrel.cli.flags import UsageError, in_flags
-from quarrel.cli.parser import make_parser, nearest, parse, unknown_command, unknown_option
+from quarrel.cli.parser import commands_of, make_parser, nearest, parse, unknown_command, unknown_option
 from quarrel.cli.terminal import note
-from quarrel.errors import QuarrelError
+from quarrel.errors import ConfigError, QuarrelError
 
 OK, FAILED, USAGE, INTERRUPTED, CLOSED_PIPE = 0, 1, 2, 130, 141
 
@@ -40,8 +43,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USAGE
     try:
         args, unknown = parse(parser, words)
+        if not unknown:
+            args, unknown = _with_defaults(parser, words, args)
     except SystemExit as stop:  # argparse has printed its usage or its help
         return int(stop.code or 0)
+    except (ConfigError, OSError) as error:
+        note(f"quarrel: {error}" if isinstance(error, ConfigError) else f"quarrel: {error.filename}: {error.strerror}")
+        return USAGE
     if unknown:
         near = nearest(unknown[0], args.flags)
         note(f"quarrel {args.command}: {unknown[0]!r} is not understood here{near} (see quarrel {args.command} --help)")
@@ -49,7 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = partial(_show_warning, args.flags)
-            command = importlib.import_module(f"quarrel.cli.{args.command.replace('-', '_')}")
+            # A module called list would be a name of this one, in the place of the type.
+            module = "listing" if args.command == "list" else args.command.replace("-", "_")
+            command = importlib.import_module(f"quarrel.cli.{module}")
             status: int = command.run(args)
         sys.stdout.flush()
         return status
@@ -70,6 +80,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         full = " where the output goes: make some, and run it again" if error.errno == errno.ENOSPC and not where else ""
         note(f"quarrel: {where}{error.strerror or error}{full}")
     return FAILED
+
+
+def _with_defaults(
+    parser: argparse.ArgumentParser, words: Sequence[str], args: argparse.Namespace
+) -> tuple[argparse.Namespace, list[str]]:
+    """The arguments with the defaults of a configuration file, where there is one. Raises ConfigError and OSError."""
+    path = config_path(getattr(args, "config", None))
+    if path is None:
+        return args, []
+    from quarrel.cli.prompt import named_model  # only here: it imports what finds models
+
+    config = Config(path, commands_of(parser))
+    model = named_model(args)
+    given = config.words(args.command, model or config.model or DEFAULT_MODEL)
+    try:
+        args, unknown = parse(parser, [words[0], *given, *words[1:]])
+    except SystemExit:
+        note(f"quarrel: options of {path} are read in front of those that are typed")
+        raise
+    args.default_model = config.model or DEFAULT_MODEL
+    return args, unknown
 
 
 def _show_warning(

@@ -57,7 +57,35 @@ def _explain(p: argparse.ArgumentParser) -> None:
 
 
 def _pull(p: argparse.ArgumentParser) -> None:
-    p.add_argument("name", metavar="NAME", help="hf://owner/repo[:file or quant], such as hf://owner/repo:Q4_K_M")
+    name = "hf://owner/repo[:file or quant], such as hf://owner/repo:Q4_K_M, or a name of an Ollama registry"
+    p.add_argument("name", metavar="NAME", help=name)
+    registry = "where names such as mistral:7b are fetched from, such as https://registry.ollama.ai; there is no default"
+    p.add_argument("--registry", metavar="URL", help=registry)
+
+
+def _list(p: argparse.ArgumentParser) -> None:
+    p.add_argument("pattern", metavar="TEXT", nargs="?", default="", help="only models whose names hold it")
+
+
+def _show(p: argparse.ArgumentParser) -> None:
+    p.add_argument("model", metavar="MODEL", nargs="?", default=DEFAULT_MODEL, help=f"{_MODEL}, the default")
+
+
+def _cp(p: argparse.ArgumentParser) -> None:
+    p.add_argument("model", metavar="MODEL", help=_MODEL)
+    p.add_argument("target", metavar="NAME", help="the new name, such as mine or mine:tag")
+
+
+def _rm(p: argparse.ArgumentParser) -> None:
+    p.add_argument("names", metavar="NAME", nargs="+", help="as `quarrel list` shows it")
+
+
+def _ps(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--url", default="http://127.0.0.1:8080", help="of the server, http://127.0.0.1:8080 by default")
+
+
+def _completion(p: argparse.ArgumentParser) -> None:
+    p.add_argument("shell", choices=("bash", "zsh", "tcsh"))
 
 
 TYPES = f"{', '.join(WEIGHTS[:-1])} or {WEIGHTS[-1]}"
@@ -289,7 +317,30 @@ COMMANDS: tuple[tuple[str, str, str, str, Callable[[argparse.ArgumentParser], No
     ("inspect", " [MODEL]", "show the keys and tensors of a GGUF file", "", _inspect),
     ("explain", " [MODEL]", "show the memory plan, and which implementation takes which op", "", _explain),
     ("tokenize", " [MODEL] TEXT", "show the tokens of a text", "", _tokenize),
-    ("pull", " NAME", "download a model from Hugging Face", "It lands in the Hugging Face cache.", _pull),
+    (
+        "pull",
+        " NAME",
+        "download a model from Hugging Face or an Ollama registry",
+        "It lands in the Hugging Face cache, or in the Ollama store of the user.",
+        _pull,
+    ),
+    ("list", " [TEXT]", "list the models of this machine", "Those of the Ollama stores and the Hugging Face cache.", _list),
+    ("show", " [MODEL]", "say what a model is, in a few lines", "`quarrel inspect` shows all of its file.", _show),
+    (
+        "cp",
+        " MODEL NAME",
+        "give a model another name",
+        "The name is one of the user's Ollama store; where the disk can link files, it takes no room.",
+        _cp,
+    ),
+    ("rm", " NAME ...", "delete models", "Files go with the last name that uses them.", _rm),
+    (
+        "ps",
+        "",
+        "list the models that a running server has in memory",
+        "A server that wants a key gets the one in WEBUI_API_KEY.",
+        _ps,
+    ),
     (
         "quantize",
         " IN OUT TYPE",
@@ -354,6 +405,13 @@ COMMANDS: tuple[tuple[str, str, str, str, Callable[[argparse.ArgumentParser], No
         "Its data is gone when it ends, and a search reads every row: it is not Longbow, but answers as that does, faults"
         " included.",
         _flight_server,
+    ),
+    (
+        "completion",
+        " SHELL",
+        "print a script by which a shell completes commands and options",
+        'Such as: eval "$(quarrel completion bash)".',
+        _completion,
     ),
     ("doctor", "", "say what this machine can run, and what is missing", "", _doctor),
 )

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from quarrel import __version__
-from quarrel.cli.commands import COMMANDS
+from quarrel.cli.commands import COMMANDS, DEFAULT_MODEL
 
 _DEVICE = "a model runs on one device, whole: --backend names it"
 _SPEED = "`python -m quarrel.bench` measures speed"
@@ -69,9 +69,12 @@ def make_parser() -> argparse.ArgumentParser:
             description=f"{summary[0].upper()}{summary[1:]}. {details}".rstrip(),
         )
         add(command)
+        command.set_defaults(default_model=DEFAULT_MODEL)
         command.set_defaults(flags=[flag for action in command._actions for flag in action.option_strings])
         if name == "llama-server":
             continue
+        file = "a TOML file with defaults of options; ~/.config/quarrel/config.toml by default"
+        command.add_argument("--config", metavar="FILE", help=file)
         how = "each answer as one line of JSON" if name == "chat" else "one JSON document on standard output"
         command.add_argument("--json", action="store_true", help=f"print {how}")
     return parser
@@ -86,6 +89,12 @@ def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[argpar
     return args, unknown
 
 
+def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The parser of each command."""
+    (found,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return dict(found.choices)
+
+
 def unknown_command(word: str) -> str | None:
     """A sentence for a first word that is no command and no option."""
     names = [name for name, *_ in COMMANDS]
@@ -98,9 +107,11 @@ def unknown_command(word: str) -> str | None:
 
 _OTHERS_COMMANDS = {
     **dict.fromkeys(("run", "cli"), "chat"),
-    **dict.fromkeys(("show", "info"), "inspect"),
-    **dict.fromkeys(("list", "ls", "models"), "doctor"),
-    **dict.fromkeys(("complete", "completion"), "generate"),
+    "info": "show",
+    **dict.fromkeys(("ls", "models"), "list"),
+    "delete": "rm",
+    "copy": "cp",
+    "complete": "generate",
     **{name: f"python -m quarrel.{name}" for name in ("bench", "perplexity", "regress")},
     "help": "--help",
     "version": "--version",

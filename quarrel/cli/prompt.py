@@ -20,7 +20,7 @@ def model_of(args: argparse.Namespace) -> str:
     """The model of a command that takes no text: named once, as an argument or by --model."""
     if args.name is not None and args.model is not None:
         raise UsageError(f"two models are named, {args.name!r} and {args.model!r}; name one")
-    name: str = args.name or args.model or DEFAULT_MODEL
+    name: str = args.name or args.model or args.default_model
     return name
 
 
@@ -53,7 +53,23 @@ def model_and_text(args: argparse.Namespace) -> tuple[str, str]:
     read = as_unicode(text)
     if read != text:
         note("quarrel: the text is not all UTF-8: bytes that are not are read as U+FFFD")
-    return model or DEFAULT_MODEL, read
+    return model or args.default_model, read
+
+
+def named_model(args: argparse.Namespace) -> str | None:
+    """The model that a command line names; None where it names none, or several. Nothing is read for it."""
+    listed = getattr(args, "model", None)
+    many = [*(getattr(args, "names", None) or ()), *(listed if isinstance(listed, list) else [])]
+    if many:
+        return many[0] if len(many) == 1 else None
+    if isinstance(listed, str) or listed is None:
+        name: str | None = listed or getattr(args, "name", None)
+        words: list[str] = getattr(args, "words", [])
+        text_too = len(words) == 2 or (words and (args.prompt is not None or args.file is not None))
+        if name is None and words and (text_too or _names_a_model(words[0])):
+            return words[0]
+        return name
+    return None
 
 
 def as_unicode(text: str) -> str:

@@ -10,7 +10,7 @@ from quarrel.gguf import pull
 
 
 def run(args: argparse.Namespace) -> int:
-    found = pull(args.name, progress=sys.stderr.isatty())
+    found = pull(args.name, progress=sys.stderr.isatty(), registry=args.registry)
     sizes = [path.stat().st_size for path in found.paths]
     if args.json:
         write_json({"name": args.name, "files": [str(path) for path in found.paths], "bytes": sum(sizes)})

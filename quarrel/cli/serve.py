@@ -52,7 +52,7 @@ def _run(args: argparse.Namespace, json_lines: TextIO | None) -> int:
         from quarrel.server.settings import cache_variables, from_environment
     except ImportError as error:
         raise QuarrelError(f"the server needs {error.name}: {installing('server')}") from error
-    given: dict[str, Any] = from_environment(os.environ)
+    given: dict[str, Any] = {"models": (args.default_model,), **from_environment(os.environ)}
     os.environ.update(cache_variables(os.environ))
     flags = {
         "models": (*args.names, *(args.model or [])) or None,

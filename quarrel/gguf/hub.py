@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -15,7 +15,7 @@ from quarrel.gguf.file import SPLIT_NAME
 PREFERRED = ("Q4_K_M", "Q4_0", "Q8_0")
 
 _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
-_HOSTS = ("hf.co/", "huggingface.co/")
+HOSTS = ("hf.co/", "huggingface.co/")
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class HubName:
     @classmethod
     def parse(cls, text: str) -> HubName | None:
         """None where the text is no such name, or would lead out of its folder."""
-        for host in _HOSTS:
+        for host in HOSTS:
             text = text.removeprefix(host)
         path, colon, choice = text.partition(":")
         owner, _, repo = path.partition("/")
@@ -71,17 +71,7 @@ def find(name: HubName, cache: Path) -> tuple[Path, ...] | None:
 
 def choose(files: Iterable[str], name: HubName) -> tuple[str, ...]:
     """The file, or all shards, that a name means among the files of its repository. Raises ModelNotFound."""
-    models: dict[str, list[str]] = {}
-    complete: dict[str, int] = {}
-    for file in sorted(files):
-        path = PurePosixPath(file)
-        if path.suffix != ".gguf" or not _inside(file) or re.search(r"mmproj|imatrix", path.name, re.IGNORECASE):
-            continue
-        split = SPLIT_NAME.fullmatch(path.name)
-        stem = str(path.with_name(split["stem"] if split else path.stem))
-        models.setdefault(stem, []).append(file)
-        complete[stem] = int(split["count"]) if split else 1
-    whole = {stem: shards for stem, shards in models.items() if len(shards) == complete[stem]}
+    whole = _models_among(files)
     if not whole:
         raise ModelNotFound(f"{name.repo_id} has no whole GGUF model among its files")
     wanted = [name.choice] if name.choice else [] if len(whole) == 1 else list(PREFERRED)
@@ -94,6 +84,48 @@ def choose(files: Iterable[str], name: HubName) -> tuple[str, ...]:
         f"{name.repo_id} has no file that fits {name.choice or 'a usual quantisation'!r}: name one of"
         f" {', '.join(list(whole)[:20])}"
     )
+
+
+def listed(cache: Path) -> Iterator[tuple[str, tuple[Path, ...]]]:
+    """All whole models of the cache: how `find` knows each, and its files."""
+    for folder in sorted(cache.glob("models--*--*")):
+        name = HubName.parse("/".join(folder.name.split("--")[1:]))
+        for snapshot in _snapshots(folder)[:1] if name is not None and name.folder == folder.name else ():
+            files = [path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*.gguf") if path.is_file()]
+            models = _models_among(files)
+            for shards in models.values():
+                choice = f":{shards[0]}" if len(models) > 1 else ""
+                yield f"{name.repo_id if name else ''}{choice}", tuple(snapshot / file for file in shards)
+
+
+def remove(files: Iterable[Path]) -> int:
+    """Deletes files of the cache, and what their links alone lead to. Returns the bytes that it frees."""
+    freed = 0
+    for file in files:
+        blob = file.resolve()
+        file.unlink()
+        folder = next(parent for parent in file.parents if parent.name == "snapshots")
+        if any(other.resolve() == blob for other in folder.rglob("*") if other.is_symlink()):
+            continue
+        if blob != file and folder.parent.resolve() in blob.parents:
+            freed += blob.stat().st_size
+            blob.unlink()
+    return freed
+
+
+def _models_among(files: Iterable[str]) -> dict[str, list[str]]:
+    """The files of each whole model, all its shards in order, by its name without `.gguf`."""
+    models: dict[str, list[str]] = {}
+    complete: dict[str, int] = {}
+    for file in sorted(files):
+        path = PurePosixPath(file)
+        if path.suffix != ".gguf" or not _inside(file) or re.search(r"mmproj|imatrix", path.name, re.IGNORECASE):
+            continue
+        split = SPLIT_NAME.fullmatch(path.name)
+        stem = str(path.with_name(split["stem"] if split else path.stem))
+        models.setdefault(stem, []).append(file)
+        complete[stem] = int(split["count"]) if split else 1
+    return {stem: shards for stem, shards in models.items() if len(shards) == complete[stem]}
 
 
 def _snapshots(folder: Path) -> list[Path]:

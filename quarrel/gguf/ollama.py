@@ -1,4 +1,4 @@
-"""Finds a model in a local Ollama store: a name leads to a manifest, its layers to blobs. Nothing is ever written there."""
+"""Finds a model in a local Ollama store: a name leads to a manifest, its layers to blobs. `gguf/store.py` writes."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ SERVICE_STORES = (
     Path("/var/lib/ollama/models"),
 )
 MAX_TEXT = 4 << 20
+DEFAULTS = ("registry.ollama.ai", "library", "")
+"""Host and namespace of a name that has none."""
 
 # A part cannot start with a dot or hold a separator, so no name can leave the store.
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,79}")
@@ -36,6 +38,13 @@ class OllamaName:
     model: str
     tag: str
 
+    def __str__(self) -> str:
+        """As short as it can be typed."""
+        parts = [self.host, self.namespace, self.model]
+        while len(parts) > 1 and parts[0] == DEFAULTS[3 - len(parts)]:
+            del parts[0]
+        return f"{'/'.join(parts)}:{self.tag}"
+
     @classmethod
     def parse(cls, text: str) -> OllamaName | None:
         """None where the text breaks Ollama's rules, for instance by a part that starts with a dot."""
@@ -43,7 +52,7 @@ class OllamaName:
         parts = path.split("/")
         if len(parts) > 3:
             return None
-        host, namespace, model = *("registry.ollama.ai", "library")[: 3 - len(parts)], *parts
+        host, namespace, model = *DEFAULTS[: 3 - len(parts)], *parts
         if not _HOST.fullmatch(host) or not all(_PART.fullmatch(part) for part in (namespace, model, tag)):
             return None
         return cls(host, namespace, model, tag)
@@ -69,12 +78,17 @@ def find(name: OllamaName, folders: list[Path]) -> OllamaModel | None:
     """The model of that name in the first store that has it. Raises ModelError for a manifest that cannot be used."""
     for store in folders:
         try:
-            manifest = _child(store / "manifests", name.host, name.namespace, name.model, name.tag)
+            manifest = manifest_of(name, store)
             if manifest is not None:
                 return _read(store, manifest)
         except PermissionError:
             continue  # the service's store may be closed to us, and another may still have the model
     return None
+
+
+def manifest_of(name: OllamaName, store: Path) -> Path | None:
+    """The file that says what a model of the store is made of."""
+    return _child(store / "manifests", name.host, name.namespace, name.model, name.tag)
 
 
 def _child(folder: Path, *parts: str) -> Path | None:
@@ -98,7 +112,7 @@ def _read(store: Path, path: Path) -> OllamaModel:
     texts: dict[str, str] = {}
     models = []
     kinds = set()
-    for kind, digest, size in _layers(path):
+    for kind, digest, size in layers_of(path):
         kinds.add(kind)
         if kind == "model":
             models.append(_blob(store, path, digest, size))
@@ -116,26 +130,36 @@ def _read(store: Path, path: Path) -> OllamaModel:
     return OllamaModel(tuple(models), texts.get("template"), texts.get("system"), texts.get("params"))
 
 
-def _layers(path: Path) -> Iterator[tuple[str, str, int | None]]:
-    if path.stat().st_size > MAX_TEXT:
-        raise ModelError(f"the Ollama manifest {path} is larger than {MAX_TEXT} bytes")
+def layers_of(manifest: Path | bytes, *, every: bool = False, where: str = "") -> Iterator[tuple[str, str, int | None]]:
+    """Kind, digest ("sha256:" and 64 digits) and size of each layer. every: the configuration too, as a layer.
+
+    where: what the manifest is called in an error, where it is given as bytes. Raises ModelError.
+    """
+    if isinstance(manifest, Path):
+        where, size = str(manifest), manifest.stat().st_size
+        if size > MAX_TEXT:
+            raise ModelError(f"the Ollama manifest {where} is larger than {MAX_TEXT} bytes")
+        manifest = manifest.read_bytes()
+    if len(manifest) > MAX_TEXT:
+        raise ModelError(f"the Ollama manifest {where} is larger than {MAX_TEXT} bytes")
     try:
-        manifest: Any = json.loads(path.read_bytes())
-        for layer in manifest["layers"]:
+        found: Any = json.loads(manifest)
+        for layer in (*found["layers"], *((found["config"],) if every and "config" in found else ())):
             kind, digest, size = layer["mediaType"], layer["digest"], layer.get("size")
             if not isinstance(kind, str) or not isinstance(digest, str) or not isinstance(size, int | None):
                 raise TypeError("a layer has fields of the wrong type")
-            yield kind.removeprefix(LAYER), digest, size
+            match = _DIGEST.fullmatch(digest)
+            if match is None:
+                sound = "wanted sha256: and 64 hexadecimal digits"
+                raise ModelError(f"the Ollama manifest {where} holds {digest[:80]!r}, {sound}")
+            yield kind.removeprefix(LAYER), f"sha256:{match[1]}", size
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelError(f"the Ollama manifest {path} is malformed: {error!r}") from None
+        raise ModelError(f"the Ollama manifest {where} is malformed: {error!r}") from None
 
 
 def _blob(store: Path, manifest: Path, digest: str, size: int | None) -> Path:
-    match = _DIGEST.fullmatch(digest)
-    if match is None:
-        raise ModelError(f"the Ollama manifest {manifest} holds {digest[:80]!r}, wanted sha256: and 64 hexadecimal digits")
     # Old versions of Ollama wrote the colon into the file's name.
-    blobs = [store / "blobs" / f"sha256{separator}{match[1]}" for separator in "-:"]
+    blobs = [store / "blobs" / digest.replace(":", separator) for separator in "-:"]
     blob = next((blob for blob in blobs if blob.is_file()), None)
     if blob is None:
         raise ModelNotFound(f"the Ollama manifest {manifest} names {blobs[0]}, which is not there: pull the model again")

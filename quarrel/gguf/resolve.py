@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.resources
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -63,13 +65,53 @@ def resolve(name: str, *, download: bool = True) -> Resolved:
     )
 
 
-def pull(name: str, *, progress: bool | transfer.Report = True) -> Resolved:
+def pull(name: str, *, progress: bool | transfer.Report = True, registry: str | None = None) -> Resolved:
     """Downloads `hf://owner/repo[:file or quant]` (the scheme may be left out), or finds that it is here already.
 
-    Raises ModelNotFound and DownloadError.
+    registry: the URL of an Ollama registry, from which names such as `mistral:7b` come. Raises ModelNotFound and
+    DownloadError.
     """
+    own = None if name.startswith((HUB_SCHEME, *hub.HOSTS)) else ollama.OllamaName.parse(name)
+    if own is not None and (registry is not None or "/" not in name):
+        return _from_registry(own, registry, progress)
     parsed = _hub_name(name)
     return Resolved(transfer.download(parsed, hub.cache_folder(), progress=progress), "hub")
+
+
+def _from_registry(name: ollama.OllamaName, registry: str | None, progress: bool | transfer.Report) -> Resolved:
+    found = ollama.find(name, ollama.stores())
+    if found is None:
+        if registry is None:
+            raise ModelNotFound(
+                f"{name} is a name of an Ollama registry, and none is given: say --registry https://registry.ollama.ai,"
+                f" pull it with ollama, or name a model of Hugging Face, such as {HUB_SCHEME}owner/repo:Q4_K_M"
+            )
+        from quarrel.gguf import store  # only here: the library of HTTP takes long to import
+
+        with _bar(str(name), progress) as report:
+            store.fetch(name, registry, report)
+        found = ollama.find(name, ollama.stores())
+        assert found is not None
+    return Resolved(found.paths, "ollama", found.template, found.system, found.params)
+
+
+@contextmanager
+def _bar(name: str, progress: bool | transfer.Report) -> Iterator[Callable[[int, int], None] | None]:
+    """Whom a download tells how far it is."""
+    if not isinstance(progress, bool):
+        yield lambda done, total: progress(name, done, total)
+    elif not progress:
+        yield None
+    else:
+        from tqdm import tqdm
+
+        with tqdm(desc=name, unit="B", unit_scale=True, unit_divisor=1024) as bar:
+
+            def show(done: int, total: int) -> None:
+                bar.total = total
+                bar.update(done - bar.n)
+
+            yield show
 
 
 def _from_stores(name: str, looked: list[str]) -> Resolved | None:

@@ -134,6 +134,9 @@ def test_what_other_programs_call_an_option_is_none_of_ours() -> None:
         "quantize": ["x", "y", "q8_0"],
         "convert": ["x", "-o", "y"],
         "keys": ["list"],
+        "cp": ["x", "y"],
+        "rm": ["x"],
+        "completion": ["bash"],
         "datasets": ["list"],
         "ollama": ["use"],
     }
@@ -234,7 +237,7 @@ def test_no_text_at_a_terminal_is_status_2(monkeypatch: pytest.MonkeyPatch, caps
         ("inspect README.md", "not a GGUF file"),
         ("explain nowhere", "no model 'nowhere' was found"),
         ("tokenize BASE --decode -p 99999", "99999"),
-        ("pull nonsense", "'nonsense' is no name on the hub"),
+        ("pull non/sense/", "'non/sense/' is no name on the hub"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_status_1(
