@@ -105,11 +105,31 @@ def openai_body(error: Refused) -> dict[str, object]:
     return {"error": {"message": str(error), "type": kind, "param": param, "code": error.code}}
 
 
+def anthropic_body(error: Refused) -> dict[str, object]:
+    """In Anthropic's form; agents shorten a conversation that is called too long in its words."""
+    kinds = {
+        401: "authentication_error",
+        403: "permission_error",
+        404: "not_found_error",
+        413: "request_too_large",
+        429: "rate_limit_error",
+        503: "overloaded_error",
+        504: "timeout_error",
+    }
+    text, cause = str(error), error.__cause__
+    if isinstance(cause, ContextOverflow) and cause.tokens:
+        text = f"prompt is too long: {cause.tokens} tokens > {cause.n_ctx} maximum"
+    kind = kinds.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": text}}
+
+
 def error_body(path: str, error: Refused, *, ollama: bool, llama: bool = False) -> dict[str, object]:
     """In the words of the protocol that the path belongs to. ollama: whether Ollama's routes are served; llama: whether all
     of them are llama-server's."""
     if llama:
         return llama_body(error)
+    if path.startswith("/v1/messages"):
+        return anthropic_body(error)
     if path.startswith("/v1"):
         return openai_body(error)
     return {"error": str(error)} if ollama and is_ollama(path) else plain_body(error)

@@ -33,6 +33,15 @@ class Call:
         """The id, or a new one."""
         return self.id or "call_" + secrets.token_hex(12)
 
+    @property
+    def parsed(self) -> dict[str, Any]:
+        """The arguments; none of a call that was cut."""
+        try:
+            found = json.loads(self.arguments)
+        except (ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
     def body(self, index: int) -> dict[str, object]:
         function = {"name": self.name, "arguments": self.arguments}
         return {"index": index, "id": self.named, "type": "function", "function": function}

@@ -7,7 +7,6 @@ error here, where Ollama cuts it without a word.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -275,7 +274,7 @@ def _shown(pieces: Pieces, body: GeneratingBody) -> Json:
         return {"response": pieces.text, **thought}
     message: Json = {"role": "assistant", "content": pieces.text, **thought}
     if pieces.calls:
-        calls = ({"name": c.name, "arguments": json.loads(c.arguments)} for c in pieces.calls)
+        calls = ({"name": c.name, "arguments": c.parsed} for c in pieces.calls)
         message["tool_calls"] = [{"function": call} for call in calls]
     return {"message": message}
 

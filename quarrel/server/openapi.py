@@ -8,13 +8,14 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from quarrel.server.errors import Refused, is_ollama, openai_body, plain_body
+from quarrel.server.errors import Refused, anthropic_body, is_ollama, openai_body, plain_body
 
 Json = dict[str, Any]
 METHODS = frozenset({"get", "post", "delete", "put", "patch"})
 STREAMS = {
     "/v1/chat/completions": "text/event-stream",
     "/v1/completions": "text/event-stream",
+    "/v1/messages": "text/event-stream",
     "/v1/responses": "text/event-stream",
     "/api/stream": "text/event-stream",
     "/api/generate": "application/x-ndjson",
@@ -26,6 +27,7 @@ _OPENAI: Json = {
     "type": "object",
     "properties": {"message": _WORD, "type": _WORD, "param": {"type": ["string", "null"]}, "code": _WORD},
 }
+_ANTHROPIC: Json = {"type": "object", "properties": {"type": _WORD, "message": _WORD}}
 _PLAIN: Json = {"type": "object", "properties": {"code": _WORD, "message": _WORD}}
 _EXAMPLE = Refused(400, "invalid_request", "temperature: Input should be greater than or equal to 0", param="temperature")
 
@@ -38,6 +40,7 @@ def document(api: FastAPI) -> Json:
         for unused in ("HTTPValidationError", "ValidationError"):
             parts.pop(unused, None)
         parts["OpenAIError"], parts["PlainError"] = _error(_OPENAI), _error(_PLAIN)
+        parts["AnthropicError"] = {**_error(_ANTHROPIC), "example": anthropic_body(_EXAMPLE)}
         parts["OpenAIError"]["example"], parts["PlainError"]["example"] = openai_body(_EXAMPLE), plain_body(_EXAMPLE)
         made["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         made["security"] = [{"key": []}, {}]
@@ -78,6 +81,7 @@ def _complete(path: str, operation: Json, parts: Json, *, ollama: bool) -> None:
     answers: Json = operation["responses"]
     answers.pop("422", None)
     kind = "OpenAIError" if path.startswith("/v1") else "PlainError"
+    kind = "AnthropicError" if path.startswith("/v1/messages") else kind
     schema: Json = {"$ref": f"#/components/schemas/{kind}"}
     if ollama and is_ollama(path):
         schema = {"anyOf": [_error(_WORD), schema]} if path == "/api/generate" else _error(_WORD)

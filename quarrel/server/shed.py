@@ -21,7 +21,7 @@ Gate = Callable[[str], None]
 GENERATING = frozenset(
     f"{room}/{what}"
     for room, all in (
-        ("/v1", ("completions", "chat/completions", "responses")),
+        ("/v1", ("completions", "chat/completions", "responses", "messages")),
         ("/api", ("generate", "stream", "chat")),
     )
     for what in all
