@@ -88,13 +88,15 @@ def _completion(p: argparse.ArgumentParser) -> None:
     p.add_argument("shell", choices=("bash", "zsh", "tcsh"))
 
 
-TYPES = f"{', '.join(WEIGHTS[:-1])} or {WEIGHTS[-1]}"
+TYPES = f"{', '.join(WEIGHTS)} or q2_k_s"
+_IMATRIX = "what `quarrel imatrix` or llama-imatrix made of the model: errors weigh as much as their columns are used"
 
 
 def _quantize(p: argparse.ArgumentParser) -> None:
     p.add_argument("model", metavar="IN", help="the model, as `quarrel pull` and others name it; F16, BF16, F32 or Q8_0")
     p.add_argument("target", metavar="OUT", help="the file to write, such as model-q4_k_m.gguf")
     p.add_argument("type", metavar="TYPE", help=TYPES)
+    p.add_argument("--imatrix", metavar="FILE", help=_IMATRIX)
     p.add_argument("--again", action="store_true", help="quantise weights that are quantised already, which loses more")
 
 
@@ -105,6 +107,7 @@ def _convert(p: argparse.ArgumentParser) -> None:
     hidden(p, "--outfile", dest="target")
     p.add_argument("--type", metavar="TYPE", help=f"{TYPES}; by default what most weights of the folder are")
     hidden(p, "--outtype", dest="type")
+    p.add_argument("--imatrix", metavar="FILE", help=_IMATRIX)
     p.set_defaults(again=False)
 
 

@@ -3,6 +3,7 @@
 from quarrel.gguf.blocks import dequantize
 from quarrel.gguf.file import GGUFFile, TensorInfo
 from quarrel.gguf.formats import FORMATS, BlockFormat, GGMLType, file_type, nbytes
+from quarrel.gguf.importance import Entry, ImportanceMatrix, read_importance
 from quarrel.gguf.mapped import Mapped
 from quarrel.gguf.metadata import REQUIRED, Metadata
 from quarrel.gguf.quantize import quantize
@@ -16,9 +17,11 @@ __all__ = [
     "FORMATS",
     "REQUIRED",
     "BlockFormat",
+    "Entry",
     "GGMLType",
     "GGUFFile",
     "GGUFWriter",
+    "ImportanceMatrix",
     "Mapped",
     "Metadata",
     "Resolved",
@@ -31,6 +34,7 @@ __all__ = [
     "own_mix",
     "pull",
     "quantize",
+    "read_importance",
     "requantize",
     "resolve",
 ]

@@ -30,7 +30,32 @@ NORMAL_ERROR = {
     GGMLType.Q4_K: 0.073,
     GGMLType.Q5_K: 0.037,
     GGMLType.Q6_K: 0.018,
+    GGMLType.Q2_K: 0.27,
+    GGMLType.Q3_K: 0.148,
+    GGMLType.IQ4_NL: 0.078,
+    GGMLType.IQ4_XS: 0.078,
 }
+# Mean squared errors of ggml's own `ggml_quantize_chunk` for the matrix of `_weighted`: without importance, and with it.
+GGML_ERROR = {
+    GGMLType.Q4_0: (0.0074361, 0.015264),
+    GGMLType.Q4_1: (0.0060901, 0.0090808),
+    GGMLType.Q5_0: (0.0018304, 0.0036079),
+    GGMLType.Q5_1: (0.001414, 0.0021942),
+    GGMLType.Q2_K: (0.08687, 0.12159),
+    GGMLType.Q3_K: (0.022784, 0.042809),
+    GGMLType.Q4_K: (0.0050967, 0.0094869),
+    GGMLType.Q5_K: (0.0012993, 0.0025882),
+    GGMLType.Q6_K: (0.00031723, 0.00063757),
+    GGMLType.IQ4_NL: (0.005748, 0.011843),
+    GGMLType.IQ4_XS: (0.005832, 0.012114),
+}
+
+
+def _weighted() -> tuple[np.ndarray, np.ndarray]:
+    """A normal matrix, and the importance of its columns."""
+    rng = np.random.default_rng(7)
+    x = rng.standard_normal((16, 1024)).astype(np.float32)
+    return x, np.exp(1.5 * rng.standard_normal(1024)).astype(np.float32)
 
 
 def rel(x: np.ndarray, reference: np.ndarray) -> float:
@@ -129,7 +154,37 @@ def test_k_quantisers_lose_no_more_than_ggml_does(case: str, variant: str) -> No
     assert checked
 
 
-@pytest.mark.parametrize("kind", [GGMLType.Q4_K, GGMLType.Q5_K, GGMLType.Q6_K])
+@pytest.mark.parametrize("kind", GGML_ERROR)
+def test_errors_weigh_as_much_as_columns_are_used(kind: GGMLType) -> None:
+    x, importance = _weighted()
+
+    def error(importance: np.ndarray | None, weight: np.ndarray | float) -> float:
+        return float((weight * (dequantize(quantize(x, kind, importance), kind) - x).astype(np.float64) ** 2).mean())
+
+    plain, weighted = GGML_ERROR[kind]
+    assert error(None, 1.0) <= 1.02 * plain
+    assert error(importance, importance) <= 1.02 * weighted
+    assert error(importance, importance) < 0.99 * error(None, importance)
+    rows = np.broadcast_to(importance, x.shape)
+    assert np.array_equal(quantize(x, kind, rows), quantize(x, kind, importance))
+
+
+@pytest.mark.parametrize("kind", [*GGML_ERROR, GGMLType.Q8_0, GGMLType.MXFP4, GGMLType.F16])
+def test_importance_that_says_nothing_changes_little(kind: GGMLType) -> None:
+    x, importance = _weighted()
+    best = rel(dequantize(quantize(x, kind), kind), x)
+    for nothing in (np.zeros(1024), np.full(1024, 1e-30), np.full(1024, 1e30), np.eye(1, 1024)[0]):
+        made = dequantize(quantize(x, kind, nothing), kind)
+        assert rel(made, x) <= 1.3 * best, "what no text used was lost"
+    for wrong, said in ((importance[:-1], "does not fit"), (importance * np.nan, "holds NaN"), (-importance, "negative")):
+        if kind is not GGMLType.F16:
+            with pytest.raises(GGUFError, match=said):
+                quantize(x, kind, wrong)
+
+
+@pytest.mark.parametrize(
+    "kind", [GGMLType.Q4_K, GGMLType.Q5_K, GGMLType.Q6_K, GGMLType.Q2_K, GGMLType.Q3_K, GGMLType.IQ4_XS]
+)
 @pytest.mark.parametrize("value", [0.0, 3.0, -3.0, 1e-30, -60000.0])
 def test_constant_blocks(kind: GGMLType, value: float) -> None:
     x = np.full((1, 256), value, np.float32)
