@@ -60,6 +60,9 @@ ROOMS: Mapping[str, Room] = {
     "models": Room(
         "which blocks, in which order", "a backend, a method of an array", ("errors", "gguf", "ops"), ("numpy",), nouns=True
     ),
+    "vision": Room(
+        "pictures from strangers, as patches", "a model that runs, a device", ("errors", "child"), ("numpy", "PIL")
+    ),
     "engine": Room(
         "requests, cache blocks, time", "a framework, an op family, HTTP",
         ("errors", "env", "ops.step", "ops.adjust", "ops.sample", "ops.profile", "child.phase"), ("numpy",),

@@ -14,7 +14,7 @@ from quarrel.cpu_backend.runtime.ir import F32, I32, I64, Kernel, Val
 from quarrel.cpu_backend.runtime.vector import each, erf, f32s, sigmoid, tanh
 from quarrel.ops.activation import CAP, GATED, PLAIN, GatedSpec
 from quarrel.ops.contract import Value
-from quarrel.ops.embedding import EMBEDDING, GATHER_ROWS
+from quarrel.ops.embedding import EMBEDDING, GATHER_ROWS, PUT_ROWS
 from quarrel.ops.encode import ADD_ROW, MEAN_ROWS
 from quarrel.ops.linear import ADD
 from quarrel.ops.position import BY_POSITION
@@ -92,7 +92,7 @@ def relu2(k: Kernel, x: Val) -> Val:
     return x * x
 
 
-FUNCTIONS: dict[str, Callable[[Kernel, Val], Val]] = {"relu2": relu2, "gelu_erf": gelu_erf}
+FUNCTIONS: dict[str, Callable[[Kernel, Val], Val]] = {"relu2": relu2, "gelu_erf": gelu_erf, "gelu_tanh": gelu_tanh}
 
 
 def plain(activation: str) -> KernelDef:
@@ -189,14 +189,47 @@ def mean_rows() -> KernelDef:
 
 
 def gather_rows() -> KernelDef:
-    """Chunk r: y[r] = x[rows[r]]."""
+    """Chunk r: y[r] = x[rows[r]], `width` values of rows of n."""
 
     def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
-        width = a.n << 2
-        source = a.x + k.load(a.rows + (chunk << 2), I32).to(I64) * width
-        each(k, a.n, lambda o, lanes: k.store(k.load(source + o, f32s(lanes)), a.y + chunk * width + o))
+        source, y = a.x + k.load(a.rows + (chunk << 2), I32).to(I64) * (a.n << 2), a.y + chunk * (a.width << 2)
+        each(k, a.width, lambda o, lanes: k.store(k.load(source + o, f32s(lanes)), y + o))
 
-    return KernelDef("gather_rows", ("x", "rows", "y", "n"), body)
+    return KernelDef("gather_rows", ("x", "rows", "y", "n", "width"), body)
+
+
+def gather_means(count: int) -> KernelDef:
+    """Chunk r: y[r] = the mean of so many rows from x[rows[r]] on."""
+
+    def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
+        source, y = a.x + k.load(a.rows + (chunk << 2), I32).to(I64) * (a.n << 2), a.y + chunk * (a.n << 2)
+
+        def one(offset: Val, lanes: int) -> None:
+            total = k.var(k.lift(0.0, f32s(lanes)))
+            with k.range(0, count) as row:
+                total.v = total.v + k.load(source + row * (a.n << 2) + offset, f32s(lanes))
+            k.store(total.v * k.lift(1.0 / count, f32s(lanes)), y + offset)
+
+        each(k, a.n, one)
+
+    return KernelDef(f"gather_means/{count}", ("x", "rows", "y", "n"), body)
+
+
+def put_rows(added: bool) -> KernelDef:
+    """Chunk t: y[t] = x[t], with the source's row rows[t] in its place or on top of it where that is not below 0."""
+
+    def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
+        row, at = k.load(a.rows + (chunk << 2), I32).to(I64), chunk * (a.n << 2)
+        put = row >= 0
+        source = a.source + (k.maximum(row, 0) * a.width + a.first << 2)
+
+        def one(offset: Val, lanes: int) -> None:
+            x, new = (k.load(p + offset, f32s(lanes)) for p in (a.x + at, source))
+            k.store(k.select(put, x + new if added else new, x), a.y + at + offset)
+
+        each(k, a.n, one)
+
+    return KernelDef(f"put_rows{'/add' * added}", ("x", "rows", "source", "y", "n", "width", "first"), body)
 
 
 def embedding(name: str, level: Level, n: int) -> KernelDef:
@@ -262,8 +295,16 @@ def build_by_position(e: Lowering, node: Node) -> None:
 
 
 def build_gather_rows(e: Lowering, node: Node) -> None:
-    (x, rows), (y,) = node.inputs, node.outputs
-    e.stage(gather_rows(), y, x=x, rows=rows, y=y, n=node.spec.k)
+    s, (x, rows), (y,) = node.spec, node.inputs, node.outputs
+    if s.mean:
+        e.stage(gather_means(s.n), y, x=x, rows=rows, y=y, n=s.k)
+    else:
+        e.stage(gather_rows(), y, x=x, rows=rows, y=y, n=s.k, width=s.width)
+
+
+def build_put_rows(e: Lowering, node: Node) -> None:
+    s, (x, rows, source), (y,) = node.spec, node.inputs, node.outputs
+    e.stage(put_rows(s.add), y, x=x, rows=rows, source=source, y=y, n=s.k, width=s.width, first=s.start)
 
 
 def build_embedding(e: Lowering, node: Node) -> None:
@@ -276,6 +317,7 @@ def build_embedding(e: Lowering, node: Node) -> None:
 IMPLEMENTATIONS = (
     Implementation(EMBEDDING, "dequantize rows", build_embedding),
     Implementation(GATHER_ROWS, "copy rows", build_gather_rows),
+    Implementation(PUT_ROWS, "copy rows", build_put_rows),
     Implementation(GATED, "vector gate", build_gated),
     Implementation(PLAIN, "vector function", build_plain),
     Implementation(ADD, "vector add", build_add),

@@ -88,6 +88,8 @@ class Compiled:
         # Which axes of an input give the size of a free axis of the program.
         self._axes = {
             name: [(axis, i) for i, axis in enumerate(value.dims) if axis in AXES or axis == "S1"]
+            if name != "images"
+            else []
             for name, value in program.inputs.items()
         }
         self._selected: dict[tuple[str, ...], list[Piece]] = {}

@@ -90,7 +90,12 @@ def build_plain(site: Site, node: Node) -> Launch:
     def relu2(x: mx.array) -> mx.array:
         return mx.square(mx.maximum(x.astype(mx.float32), 0.0)).astype(site.act)
 
-    function = mx.compile({"gelu_erf": gelu, "relu2": relu2}[node.spec.activation], shapeless=True)
+    def gelu_tanh(x: mx.array) -> mx.array:
+        x = x.astype(mx.float32)
+        return (0.5 * x * (1.0 + mx.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))).astype(site.act)
+
+    functions = {"gelu_erf": gelu, "gelu_tanh": gelu_tanh, "relu2": relu2}
+    function = mx.compile(functions[node.spec.activation], shapeless=True)
     return lambda batch, x: [function(x)]
 
 

@@ -12,8 +12,8 @@ import mlx.core as mx
 from quarrel.mlx_backend.formats.layout import Packed
 from quarrel.mlx_backend.formats.table import header
 from quarrel.mlx_backend.runtime.kernel import Kernel
-from quarrel.mlx_backend.runtime.launch import Batch, Launch, Site, cdiv
-from quarrel.ops.embedding import EMBEDDING, GATHER_ROWS, EmbeddingSpec
+from quarrel.mlx_backend.runtime.launch import Batch, Launch, Site, cdiv, evaluated
+from quarrel.ops.embedding import EMBEDDING, GATHER_ROWS, PUT_ROWS, EmbeddingSpec, GatherRowsSpec, PutRowsSpec
 from quarrel.ops.encode import MEAN_ROWS
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
@@ -65,7 +65,27 @@ def build_embedding(site: Site, node: Node) -> Launch:
 
 def build_gather(site: Site, node: Node) -> Launch:
     """GATHER_ROWS: x `[T, k]`, rows `[R]`."""
-    return lambda batch, x, rows: [mx.take(x, rows, axis=0)]
+    spec: GatherRowsSpec = node.spec
+    if spec.n == 1:
+        return lambda batch, x, rows: [mx.take(x, rows, axis=0)]
+    each = evaluated(mx.arange(spec.n, dtype=mx.int32))
+
+    def run(batch: Batch, x: mx.array, rows: mx.array) -> list[mx.array]:
+        together = mx.take(x, rows[:, None] + each, axis=0)  # [R, n, k]
+        return [together.mean(1) if spec.mean else together.reshape(rows.shape[0], spec.width)]
+
+    return run
+
+
+def build_put_rows(site: Site, node: Node) -> Launch:
+    """PUT_ROWS: x `[T, k]`, rows `[T]`, source `[N, width]`."""
+    spec: PutRowsSpec = node.spec
+
+    def run(batch: Batch, x: mx.array, rows: mx.array, source: mx.array) -> list[mx.array]:
+        new = mx.take(source[:, spec.start : spec.start + spec.k], mx.maximum(rows, 0), axis=0)
+        return [mx.where(rows[:, None] >= 0, x + new if spec.add else new, x)]
+
+    return run
 
 
 def build_mean_rows(site: Site, node: Node) -> Launch:
@@ -83,5 +103,6 @@ def build_mean_rows(site: Site, node: Node) -> Launch:
 IMPLEMENTATIONS = (
     Implementation(EMBEDDING, "unpacked by lanes", build_embedding),
     Implementation(GATHER_ROWS, "MLX's take", build_gather),
+    Implementation(PUT_ROWS, "MLX's take", build_put_rows),
     Implementation(MEAN_ROWS, "a column a lane", build_mean_rows),
 )

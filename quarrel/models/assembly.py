@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal, Protocol
 
 from quarrel.errors import UnsupportedModel
 from quarrel.models import altup, per_layer
@@ -15,7 +16,7 @@ from quarrel.models.tensors import Tensors
 from quarrel.ops.activation import cap
 from quarrel.ops.adjust import adjust
 from quarrel.ops.contract import CacheRef, StateRef, Value, WeightRef
-from quarrel.ops.embedding import embedding, gather_rows
+from quarrel.ops.embedding import embedding, gather_rows, put_rows
 from quarrel.ops.encode import mean_rows
 from quarrel.ops.linear import Linear, add, linear, linear_add
 from quarrel.ops.logprobs import logprobs
@@ -67,7 +68,7 @@ def assemble_predictor(spec: ModelSpec, tensors: Tensors) -> Program:
         n, joined = spec.n_embd, f"{block.prefix}eh_proj.weight"
         x = linear(b, e, tensors.column_range(joined, n, 2 * n, 0, n), out="f32")
         x = linear_add(b, x, h, tensors.column_range(joined, n, 2 * n, n, 2 * n))
-    x = _layer(b, spec, tensors, il, layer, x, {})
+    x = run_layer(b, spec, tensors, il, layer, x, {})
     with b.at("output"):
         x = gather_rows(b, x, b.input("out_rows"))
         final = replace(block.norm, out="f32")
@@ -100,6 +101,7 @@ def _decoder(spec: ModelSpec, tensors: Tensors, stream: bool) -> Program:
         if spec.embedding_norm:
             plain = NormSpec(spec.norm, spec.n_embd, spec.norm_eps, out="f32")
             h = norm(b, plain, h, tensors.ones(spec.n_embd))
+        h = _images(b, spec, h, 0)
     with b.at("per_layer"):
         p = per_layer.inputs(b, spec, tensors, h) if spec.per_layer else None
     if spec.streams > 1:
@@ -108,6 +110,7 @@ def _decoder(spec: ModelSpec, tensors: Tensors, stream: bool) -> Program:
     kept: dict[int, list[CacheRef | StateRef]] = {}
     for il, layer in enumerate(spec.layers):
         h = _behind(b, spec, tensors, il, layer, h, p, kept)
+        h = _images(b, spec, h, il + 1)
     with b.at("output"):
         final = NormSpec(spec.norm, spec.n_embd, spec.norm_eps, out="f32")
         last = gains(tensors, spec.final_norm, final)
@@ -120,6 +123,14 @@ def _decoder(spec: ModelSpec, tensors: Tensors, stream: bool) -> Program:
         tokens = sample(b, adjust(b, logits, b.input("ids"), b.input("out_rows")))  # [R]
         likely, best = logprobs(b, logits, tokens)  # [R, 1 + top] and [R, top]
     return b.program(hidden=hidden, logits=logits, tokens=tokens, logprobs=likely, best=best, **further)
+
+
+def _images(b: Builder, spec: ModelSpec, h: Value, part: int) -> Value:
+    """The stream with this part of the images' rows in it; the first is in the place of what a token's id stands for."""
+    if part >= spec.image_parts:
+        return h
+    rows, images = b.input("image_rows"), b.input("images", spec.image_parts * spec.n_embd)
+    return put_rows(b, h, rows, images, part * spec.n_embd, add=part > 0)
 
 
 def _behind(
@@ -138,11 +149,11 @@ def _behind(
         assert p is not None
         with b.at(f"blk.{il}.altup"):
             predicted, first = altup.predict(b, block, spec, h)
-        computed = _layer(b, spec, tensors, il, layer, first, kept)
+        computed = run_layer(b, spec, tensors, il, layer, first, kept)
         with b.at(f"blk.{il}.out"):
             h = altup.correct(b, block, spec, predicted, first, computed)
             return altup.to_others(b, spec, h, per_layer.part(b, block, spec, il, altup.scaled(b, block, spec, h), p))
-    h = _layer(b, spec, tensors, il, layer, h, kept)
+    h = run_layer(b, spec, tensors, il, layer, h, kept)
     with b.at(f"blk.{il}.out"):
         if p is not None:
             h = add(b, h, per_layer.part(b, block, spec, il, h, p))
@@ -161,15 +172,28 @@ def _both_ways(spec: EncoderSpec, tensors: Tensors) -> Program:
         if spec.embedding_norm:
             h = norm(b, final, h, *gains(tensors, "token_embd_norm", final))
     for il, layer in enumerate(spec.layers):
-        h = _layer(b, spec, tensors, il, layer, h, {})
+        h = run_layer(b, spec, tensors, il, layer, h, {})
     with b.at("output"):
         h = norm(b, final, h, *gains(tensors, "output_norm", final))
         return b.program(hidden=gather_rows(b, h, b.input("out_rows")), mean=mean_rows(b, h))
 
 
-def _layer(
+class Stack(Protocol):
+    """What layers need to know of the model that they are part of."""
+
+    @property
+    def norm(self) -> Literal["rms", "layer"]: ...
+
+    @property
+    def norm_eps(self) -> float: ...
+
+    @property
+    def n_embd(self) -> int: ...
+
+
+def run_layer(
     b: Builder,
-    spec: ModelSpec | EncoderSpec,
+    spec: Stack,
     tensors: Tensors,
     il: int,
     layer: Layer,

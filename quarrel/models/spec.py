@@ -14,6 +14,8 @@ class Rope:
     n_rot: int
     freq: tuple[float, ...]
     magnitude: float = 1.0
+    axes: int = 1
+    """Positions of a token, each with frequencies of its own, one after the other (`ops/rope.py`)."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,9 @@ class ModelSpec:
     """Width of what each layer gets of the tokens by themselves (`models/per_layer.py`), 0 for none."""
     streams: int = 1
     """Residual streams, of which the layers read and write the first; the others follow it (`models/altup.py`)."""
+    image_parts: int = 0
+    """Rows of the model's width that stand for an image's token, 0 where it sees none: the first takes the place of its
+    embedding, the others are added behind the first layers."""
 
 
 @dataclass(frozen=True)

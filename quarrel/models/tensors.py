@@ -124,6 +124,26 @@ class Tensors:
         self._made[ref.name] = made
         return ref
 
+    def patches(self, name: str, rows: int, side: int) -> WeightRef:
+        """A convolution of square patches side by side, `[rows, 3, side, side]`, as the map of a patch that it is."""
+        ref = self._ref(name, (rows, 3, side, side))
+        return WeightRef(ref.name, ref.type, rows, 3 * side * side)
+
+    def transposed(self, name: str, rows: int, k: int) -> WeightRef:
+        """A matrix `[k, rows]` of floats as `[rows, k]`."""
+        whole = self.matrix(name, k, rows)
+        if FORMATS[whole.type].elements > 1:
+            raise UnsupportedModel(f"the tensor {name} is {whole.type.name}, wanted floats: convert the file again")
+
+        def made() -> RawWeight:
+            raw = self.raw(whole).raw
+            values = raw.view(f"u{FORMATS[whole.type].nbytes}").reshape(k, rows)
+            return RawWeight(whole.type, np.ascontiguousarray(values.T).view(np.uint8), k)
+
+        ref = WeightRef(f"{name}.T", whole.type, rows, k)
+        self._made[ref.name] = made
+        return ref
+
     def unused(self, *names: str) -> None:
         """Says that results do not depend on these, which a file may have."""
         self._read.update(names)

@@ -9,7 +9,7 @@ from quarrel.ops.adjust import ADJUST
 from quarrel.ops.attention import ATTENTION, KV_APPEND, ROPE_APPEND
 from quarrel.ops.contract import Op
 from quarrel.ops.delta import DELTA, DELTA_MIX
-from quarrel.ops.embedding import EMBEDDING, GATHER_ROWS
+from quarrel.ops.embedding import EMBEDDING, GATHER_ROWS, PUT_ROWS
 from quarrel.ops.encode import ADD_ROW, ENCODE, MEAN_ROWS
 from quarrel.ops.heads import HEAD_LINEAR
 from quarrel.ops.linear import ADD, LINEAR, LINEAR_ADD, NORM_GATE_UP, NORM_LINEAR
@@ -58,10 +58,11 @@ EXTRA_OPS: Mapping[str, Op] = {
         BY_POSITION,
         HEAD_LINEAR,
         LARGEST,
+        PUT_ROWS,
         PICK_STREAMS,
         MIX_STREAMS,
         MATCH_STREAMS,
     )
 }
-"""State spaces, experts, encoders, adapters, maps of single heads, several streams: contracts and references. A backend
-without one refuses what needs it."""
+"""State spaces, experts, encoders, adapters, maps of single heads, several streams, images: contracts and references. A
+backend without one refuses what needs it."""

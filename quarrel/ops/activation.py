@@ -117,7 +117,7 @@ def gated(b: Builder, spec: GatedSpec, gate: Value, up: Value) -> Value:
     return b.emit(GATED, spec, gate, up)[0]
 
 
-PlainActivation = Literal["relu2", "gelu_erf"]
+PlainActivation = Literal["relu2", "gelu_erf", "gelu_tanh"]
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def plain_reference(s: PlainSpec, x: Array) -> tuple[Array]:
 def _plain_strategy() -> Any:
     from hypothesis import strategies as st
 
-    spec = st.builds(PlainSpec, st.sampled_from(["relu2", "gelu_erf"]), st.integers(1, 300))
+    spec = st.builds(PlainSpec, st.sampled_from(["relu2", "gelu_erf", "gelu_tanh"]), st.integers(1, 300))
     return st.builds(lambda s, t: Case(s, {"T": t}), spec, st.integers(1, 9))
 
 
@@ -149,7 +149,11 @@ PLAIN = Op(
     lambda s: (Param("y", "act", "T n"),),
     reference=plain_reference,
     make=lambda c, rng: (draw.activations(rng, c.dims["T"], c.spec.n) * 3,),
-    cases=lambda: [Case(PlainSpec("relu2", 577), {"T": 3}), Case(PlainSpec("gelu_erf", 128), {"T": 5})],
+    cases=lambda: [
+        Case(PlainSpec("relu2", 577), {"T": 3}),
+        Case(PlainSpec("gelu_erf", 128), {"T": 5}),
+        Case(PlainSpec("gelu_tanh", 77), {"T": 3}),
+    ],
     strategy=_plain_strategy,
 )
 

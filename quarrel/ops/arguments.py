@@ -77,10 +77,10 @@ def _check_raw(what: str, weight: RawWeight) -> None:
 def _check_indices(op: Op, spec: Any, named: Mapping[str, Concrete], free: Mapping[str, int]) -> None:
     """Everything that a kernel would follow as an address."""
 
-    def within(name: str, stop: int) -> None:
+    def within(name: str, stop: int, least: int = 0) -> None:
         given = named.get(name)
-        if isinstance(given, np.ndarray) and given.size and (given.min() < 0 or given.max() >= stop):
-            raise RequestError(f"{op.name}: {name} lies in {given.min()}..{given.max()}, wanted 0..{stop - 1}")
+        if isinstance(given, np.ndarray) and given.size and (given.min() < least or given.max() >= stop):
+            raise RequestError(f"{op.name}: {name} lies in {given.min()}..{given.max()}, wanted {least}..{stop - 1}")
 
     cache = named.get("cache")
     if isinstance(cache, KVArrays):
@@ -100,7 +100,8 @@ def _check_indices(op: Op, spec: Any, named: Mapping[str, Concrete], free: Mappi
         within("ids", spec.n)
     if hasattr(spec, "n_experts"):
         within("ids", spec.n_experts)
-    within("rows", free.get("T", 0))
+    within("rows", free.get("T", 0) - getattr(spec, "n", 1) + 1)
+    within("put", free.get("T", 0), -1)
     ends = named.get("list_end")
     if isinstance(ends, np.ndarray) and ((np.diff(ends, prepend=0) < 0).any() or ends[-1:].tolist() != [free["L"]]):
         raise RequestError(f"{op.name}: list_end does not rise from 0 to {free['L']}")

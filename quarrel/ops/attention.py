@@ -7,6 +7,7 @@ sequence s owns rows `query_start[s]:query_start[s + 1]`, and its last row is it
     score(q, k) = scale * q . k, then cap * tanh(score / cap) if there is a cap
     visible     = pos_k <= pos_q, and pos_q - pos_k < window if there is a window, or with `chunked` (Llama 4)
                   pos_k // window = pos_q // window
+                  with `spans`, pos_k <= see_to[q] in the place of the first: an image's tokens see its later ones
     out         = softmax over the visible keys; a sink adds exp(sink_h) to the denominator only
 
 With `latent` values (DeepSeek's multi-head latent attention in its absorbed form) a query head holds head_dim numbers and
@@ -45,7 +46,7 @@ from quarrel.ops.contract import (
 )
 from quarrel.ops.kv import KV_TYPES, KVType, stored
 from quarrel.ops.null import Builder
-from quarrel.ops.rope import ROPE, RopeSpec
+from quarrel.ops.rope import ROPE, RopeSpec, draw_rotation, rotated_by
 
 _SCALED: tuple[KVType, ...] = ("int8", "fp8", "fp8_e5m2")
 POISON = np.array([np.nan, np.inf, -np.inf, 1e38, -1e38], np.float32)
@@ -142,6 +143,8 @@ class AttentionSpec:
     latent: int = 0
     """Width of values that are the rest of the keys too; 0 for values by themselves, as wide as keys."""
     chunked: bool = False
+    spans: bool = False
+    """Each query says up to which position it sees; a sequence's only query sees up to its own."""
 
     @property
     def width(self) -> int:
@@ -161,6 +164,7 @@ def attention_params(s: AttentionSpec) -> tuple[Param, ...]:
         Param("block_table", "i32", "S B"),
         Param("cache", "cache"),
         *sinks,
+        *((Param("see_to", "i32", "T"),) if s.spans else ()),
     )
 
 
@@ -171,9 +175,10 @@ def attention_reference(
     kv_len: Array,
     block_table: Array,
     cache: KVArrays,
-    sinks: RawWeight | None = None,
+    *rest: Any,
 ) -> tuple[Array]:
     """NumPy body, in float64, one sequence at a time."""
+    sinks: RawWeight | None = rest[0] if s.sinks else None
     size, group = cache.k.shape[1], s.n_heads // s.n_kv
     out = np.zeros((len(q), s.n_heads, s.latent or s.head_dim))
     sink = None if sinks is None else sinks.dense().reshape(-1).astype(np.float64)
@@ -190,7 +195,8 @@ def attention_reference(
         if s.cap:
             score = s.cap * np.tanh(score / s.cap)
         back = (np.arange(n - (end - start), n)[:, None]) - np.arange(n)  # [queries, keys], how far back a key is
-        hidden = (back < 0) | (np.arange(n) < _oldest(s, np.arange(n - (end - start), n))[:, None])
+        ahead = back < 0 if not s.spans else np.arange(n) > rest[-1][start:end, None]
+        hidden = ahead | (np.arange(n) < _oldest(s, np.arange(n - (end - start), n))[:, None])
         score = np.where(hidden, -np.inf, score)
         top = score.max(-1, keepdims=True, initial=-np.inf)
         if sink is not None:
@@ -252,7 +258,20 @@ def _make_attention(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...
     for row, n in enumerate(kv_len):
         at = np.arange(_first_seen(s, int(n), int(new[row])), n)
         seen[table[row, at // size], at % size] = True
-    return (q, starts, kv_len, table, _poisoned(rng, cache, seen), *sinks)
+    spans = (_draw_spans(rng, new, kv_len),) if s.spans else ()
+    return (q, starts, kv_len, table, _poisoned(rng, cache, seen), *sinks, *spans)
+
+
+def _draw_spans(rng: np.random.Generator, new: Array, kv_len: Array) -> Array:
+    """What each query sees up to: about half of them lie in spans, and see their span's last."""
+    see_to: list[int] = []
+    for count, n in zip(new, kv_len):
+        position = at = int(n - count)
+        while at < n:
+            end = min(int(at + rng.integers(1, 40)), int(n))
+            see_to += [end - 1] * (end - at) if rng.integers(2) or at == position else range(at, end)
+            at = end
+    return np.array(see_to, np.int32)
 
 
 def _attention_strategy() -> Any:
@@ -266,12 +285,16 @@ def _attention_strategy() -> Any:
         cap: float,
         sinks: bool,
         chunked: bool,
+        spans: bool,
         s: int,
         q: int,
         n: int,
         size: int,
     ) -> Case:
-        spec = AttentionSpec(kv * group, kv, dim, dim**-0.5, window, cap, sinks, chunked=chunked and window > 0)
+        chunked = chunked and window > 0
+        spec = AttentionSpec(
+            kv * group, kv, dim, dim**-0.5, window, cap, sinks, chunked=chunked, spans=spans and not chunked
+        )
         return Case(spec, {"S": s, "Q": q, "KV": n, "block_size": size})
 
     def latent(heads: int, dim: int, latent: int, s: int, q: int, n: int, size: int) -> Case:
@@ -287,6 +310,7 @@ def _attention_strategy() -> Any:
         st.sampled_from([16, 32, 64, 80, 96, 128]),
         st.sampled_from([0, 1, 5, 33]),
         st.sampled_from([0.0, 20.0]),
+        st.booleans(),
         st.booleans(),
         st.booleans(),
         *ragged,
@@ -324,6 +348,9 @@ ATTENTION = Op(
         Case(AttentionSpec(20, 1, 64, 0.1, latent=512), {"S": 3, "Q": 1, "KV": 150, "block_size": 16}, "latent, decode"),
         Case(AttentionSpec(3, 1, 16, 0.2, latent=32), {"S": 3, "Q": 33, "KV": 70, "block_size": 32}, "latent, prefill"),
         Case(AttentionSpec(40, 1, 32, 0.1, latent=64), {"S": 2, "Q": 5, "KV": 0, "block_size": 16}, "latent, many heads"),
+        Case(AttentionSpec(4, 2, 64, 0.125, spans=True), {"S": 3, "Q": 70, "KV": 90, "block_size": 16}, "spans"),
+        Case(AttentionSpec(4, 1, 80, 0.1, 17, spans=True), {"S": 2, "Q": 90, "KV": 40, "block_size": 32}, "spans, window"),
+        Case(AttentionSpec(4, 1, 256, 0.1, 40, spans=True), {"S": 2, "Q": 50, "KV": 40, "block_size": 32}, "spans, wide"),
         Case(AttentionSpec(4, 2, 64, 0.125, 24, chunked=True), {"S": 2, "Q": 70, "KV": 90, "block_size": 16}, "chunks"),
         Case(
             AttentionSpec(4, 1, 64, 0.125, 64, chunked=True),
@@ -356,8 +383,8 @@ def _rope_append_params(s: RopeAppendSpec) -> tuple[Param, ...]:
         Param("q", "act", f"T {s.q.width}"),
         Param("k", "act", f"T {s.k.width}"),
         Param("v", "act", f"T {s.append.value_width}"),
-        Param("positions", "i32", "T"),
-        Param("freq", "const", str(s.q.half)),
+        s.q.positions,
+        Param("freq", "const", str(s.q.n_freq)),
         Param("slots", "i32", "T"),
         Param("cache", "cache"),
     )
@@ -375,20 +402,20 @@ def _make_rope_append(case: Case, rng: np.random.Generator) -> tuple[Concrete, .
     s: RopeAppendSpec = case.spec
     _, v, slots, cache = _make_append(Case(s.append, case.dims), rng)
     t = case.dims["T"]
-    positions = rng.integers(0, 500, t).astype(np.int32)
-    freq = (10000.0 ** (-2.0 * np.arange(s.q.half) / s.q.n_rot)).astype(np.float32)
+    positions, freq = draw_rotation(rng, s.q, t, 500)
     return draw.activations(rng, t, s.q.width), draw.activations(rng, t, s.k.width), v, positions, freq, slots, cache
 
 
 def _rope_append_strategy() -> Any:
     from hypothesis import strategies as st
 
-    def case(style: Literal["norm", "neox"], n_kv: int, group: int, dim: int, half: int, t: int) -> Case:
-        q, k = (RopeSpec(style, n, dim, 2 * half, 1.25) for n in (n_kv * group, n_kv))
+    def case(style: Literal["norm", "neox"], n_kv: int, group: int, dim: int, half: int, axes: int, t: int) -> Case:
+        q, k = (RopeSpec(style, n, dim, 2 * half, 1.25, axes) for n in (n_kv * group, n_kv))
         return Case(RopeAppendSpec(q, k), {"T": t, "block_size": 16, "C": 2})
 
-    sizes = (st.integers(1, 3), st.integers(1, 4), st.sampled_from([32, 64, 80]), st.integers(1, 16), st.integers(1, 9))
-    return st.builds(case, st.sampled_from(["norm", "neox"]), *sizes)
+    sizes = (st.integers(1, 3), st.integers(1, 4), st.sampled_from([32, 64, 80]), st.integers(1, 16))
+    ends = (st.sampled_from([1, 3]), st.integers(1, 9))
+    return st.builds(case, st.sampled_from(["norm", "neox"]), *sizes, *ends)
 
 
 def _rope_case(style: Literal["norm", "neox"], dim: int, rot: int, type: KVType) -> Case:
@@ -413,6 +440,11 @@ ROPE_APPEND = Op(
             {"T": 5, "block_size": 16, "C": 2},
             "latent",
         ),
+        Case(
+            RopeAppendSpec(RopeSpec("neox", 4, 64, 24, axes=3), RopeSpec("neox", 2, 64, 24, axes=3)),
+            {"T": 5, "block_size": 16, "C": 2},
+            "three axes",
+        ),
         *(_rope_case("neox", 80, 40, t) for t in _SCALED),
         *(_rope_case("norm", 64, 64, t) for t in _SCALED),
     ],
@@ -421,7 +453,7 @@ ROPE_APPEND = Op(
 
 def rope_append(b: Builder, spec: RopeAppendSpec, q: Value, k: Value, v: Value, freq: ConstRef, cache: CacheRef) -> Value:
     """Rotates query and key, appends key and value to the cache; returns the rotated query."""
-    return b.emit(ROPE_APPEND, spec, q, k, v, b.input("positions"), freq, b.input("slots"), cache)[0]
+    return b.emit(ROPE_APPEND, spec, q, k, v, rotated_by(b, spec.q), freq, b.input("slots"), cache)[0]
 
 
 def kv_append(b: Builder, spec: KVAppendSpec, k: Value, v: Value, cache: CacheRef) -> None:
@@ -431,5 +463,7 @@ def kv_append(b: Builder, spec: KVAppendSpec, k: Value, v: Value, cache: CacheRe
 
 def attention(b: Builder, spec: AttentionSpec, q: Value, cache: CacheRef, sinks: WeightRef | None = None) -> Value:
     """`[T, out_width]` of the step's queries over the cache."""
-    rest = () if sinks is None else (sinks,)
+    rest: tuple[Operand, ...] = () if sinks is None else (sinks,)
+    if spec.spans:
+        rest = (*rest, b.input("see_to"))
     return b.emit(ATTENTION, spec, q, b.input("query_start"), b.input("kv_len"), b.input("block_table"), cache, *rest)[0]

@@ -1,7 +1,9 @@
-"""Rows picked by index: token embeddings out of packed weights, and the positions whose results are wanted.
+"""Rows picked by index: token embeddings out of packed weights, the positions whose results are wanted, and what an image
+puts in the place of token embeddings.
 
 embedding:    y[t] = scale * W[ids[t]]
-gather_rows:  y[r] = x[rows[r]]
+gather_rows:  y[r] = x[rows[r]], or the n rows from there on side by side, or their mean
+put_rows:     y[t] = source[put[t], start:start + k] where put[t] >= 0, else x[t]; with `add`, that is added to x[t]
 """
 
 from __future__ import annotations
@@ -85,33 +87,116 @@ def _rows_read(program: Program, name: str) -> int:
 
 @dataclass(frozen=True)
 class GatherRowsSpec:
-    """Rows of width `k`."""
+    """Rows of width `k`, `n` of them together: side by side, or with `mean` as their mean."""
 
     k: int
+    n: int = 1
+    mean: bool = False
+
+    @property
+    def width(self) -> int:
+        return self.k if self.mean else self.n * self.k
+
+
+def gather_rows_reference(s: GatherRowsSpec, x: Array, rows: Array) -> tuple[Array]:
+    """NumPy body, means in float64."""
+    together = x[rows[:, None] + np.arange(s.n)]  # [R, n, k]
+    if s.mean:
+        return (together.mean(1, dtype=np.float64).astype(np.float32),)
+    return (together.reshape(len(rows), s.width),)
+
+
+def _make_gather(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
+    s: GatherRowsSpec = case.spec
+    tokens = case.dims["T"] + s.n - 1
+    return draw.activations(rng, tokens, s.k), rng.integers(0, case.dims["T"], case.dims["R"]).astype(np.int32)
 
 
 def _gather_strategy() -> Any:
     from hypothesis import strategies as st
 
     size = st.integers(1, 9)
-    return st.builds(lambda k, t, r: Case(GatherRowsSpec(k), {"T": t, "R": r}), st.integers(1, 300), size, size)
+    specs = st.builds(GatherRowsSpec, st.integers(1, 300), st.integers(1, 5), st.booleans())
+    return st.builds(lambda spec, t, r: Case(spec, {"T": t, "R": r}), specs, size, size)
 
 
 GATHER_ROWS = Op(
     "gather_rows",
     GatherRowsSpec,
     lambda s: (Param("x", "f32", "T k"), Param("rows", "i32", "R")),
-    lambda s: (Param("y", "f32", "R k"),),
-    reference=lambda s, x, rows: (x[rows],),
-    make=lambda c, rng: (
-        draw.activations(rng, c.dims["T"], c.spec.k),
-        rng.integers(0, c.dims["T"], c.dims["R"]).astype(np.int32),
-    ),
-    cases=lambda: [Case(GatherRowsSpec(77), {"T": 5, "R": 1}), Case(GatherRowsSpec(256), {"T": 3, "R": 7})],
+    lambda s: (Param("y", "f32", "R width"),),
+    reference=gather_rows_reference,
+    make=_make_gather,
+    cases=lambda: [
+        Case(GatherRowsSpec(77), {"T": 5, "R": 1}),
+        Case(GatherRowsSpec(256), {"T": 3, "R": 7}),
+        Case(GatherRowsSpec(96, 4), {"T": 9, "R": 3}, "four side by side"),
+        Case(GatherRowsSpec(77, 16, mean=True), {"T": 5, "R": 3}, "the mean of sixteen"),
+    ],
     strategy=_gather_strategy,
 )
 
 
-def gather_rows(b: Builder, x: Value, rows: Value) -> Value:
-    """`x[rows]`, `[R, k]`."""
-    return b.emit(GATHER_ROWS, GatherRowsSpec(int(x.dims[1])), x, rows)[0]
+def gather_rows(b: Builder, x: Value, rows: Value, n: int = 1, *, mean: bool = False) -> Value:
+    """`x[rows]`, `[R, k]`; of the `n` rows from each on the mean, or all of them side by side, `[R, n * k]`."""
+    return b.emit(GATHER_ROWS, GatherRowsSpec(int(x.dims[1]), n, mean), x, rows)[0]
+
+
+@dataclass(frozen=True)
+class PutRowsSpec:
+    """Rows of width `k`, from column `start` of a source of `width`; in the place of what is there, or added to it."""
+
+    k: int
+    width: int
+    start: int = 0
+    add: bool = False
+
+
+def put_rows_reference(s: PutRowsSpec, x: Array, put: Array, source: Array) -> tuple[Array]:
+    """NumPy body."""
+    there, y = put >= 0, x.copy()
+    y[there] = source[put[there], s.start : s.start + s.k] + (x[there] if s.add else 0)
+    return (y,)
+
+
+def _make_put(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
+    s: PutRowsSpec = case.spec
+    tokens = case.dims["T"]
+    put = rng.integers(-1, tokens, tokens).astype(np.int32)
+    put[0] = tokens - 1
+    put[1::3] = -1
+    source = draw.activations(rng, tokens, s.width)
+    source[np.setdiff1d(np.arange(tokens), put)] = np.nan
+    return draw.activations(rng, tokens, s.k), put, source
+
+
+def _put_strategy() -> Any:
+    from hypothesis import strategies as st
+
+    def case(k: int, start: int, rest: int, add: bool, t: int) -> Case:
+        return Case(PutRowsSpec(k, start + k + rest, start, add), {"T": t})
+
+    odd = st.integers(0, 40)
+    return st.builds(case, st.integers(1, 300), odd, odd, st.booleans(), st.integers(1, 9))
+
+
+PUT_ROWS = Op(
+    "put_rows",
+    PutRowsSpec,
+    lambda s: (Param("x", "f32", "T k"), Param("put", "i32", "T"), Param("source", "f32", "T width")),
+    lambda s: (Param("y", "f32", "T k"),),
+    reference=put_rows_reference,
+    make=_make_put,
+    cases=lambda: [
+        Case(PutRowsSpec(77, 77), {"T": 7}),
+        Case(PutRowsSpec(128, 384, 128, add=True), {"T": 9}, "added, a part"),
+        Case(PutRowsSpec(512, 512), {"T": 1}, "one token"),
+    ],
+    strategy=_put_strategy,
+)
+
+
+def put_rows(b: Builder, x: Value, put: Value, source: Value, start: int = 0, *, add: bool = False) -> Value:
+    """`x` with rows of `source` in it, or added to it: of token t row `put[t]`, none below 0. `[T, k]`."""
+    spec = PutRowsSpec(int(x.dims[1]), int(source.dims[1]), start, add)
+    return b.emit(PUT_ROWS, spec, x, put, source)[0]

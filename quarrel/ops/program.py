@@ -90,6 +90,9 @@ def needed(nodes: Sequence[Node], wanted: Iterable[Value]) -> list[bool]:
 STEP_INPUTS: Mapping[str, tuple[str, str]] = {
     "ids": ("i32", "T"),
     "positions": ("i32", "T"),
+    "places": ("i32", "T"),
+    "see_to": ("i32", "T"),
+    "image_rows": ("i32", "T"),
     "slots": ("i32", "T"),
     "query_start": ("i32", "S1"),
     "kv_len": ("i32", "S"),
@@ -103,6 +106,8 @@ STEP_INPUTS: Mapping[str, tuple[str, str]] = {
     "min_p": ("f32", "R"),
     "uniform": ("f32", "R"),
     "stream": ("f32", "T"),
+    "patches": ("f32", "T"),
+    "images": ("f32", "T"),
     "list_end": ("i32", "R"),
     "list_ids": ("i32", "L"),
     "list_counts": ("f32", "L"),
@@ -111,7 +116,8 @@ STEP_INPUTS: Mapping[str, tuple[str, str]] = {
     "presence": ("f32", "R"),
     "frequency": ("f32", "R"),
 }
-"""Every input a step can take, by name: kind and axes. `S1` is S + 1; `stream` has a width of the model's own besides.
+"""Every input a step can take, by name: kind and axes. `S1` is S + 1; `stream`, `patches`, `images` and `places` have
+a width of the model's own besides, and `images` any number of rows up to T.
 `slots` are block * block_size + offset. `slots` and `block_table` may be there once more for each group of layers with a
 window: `group_input`."""
 

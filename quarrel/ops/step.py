@@ -122,6 +122,11 @@ class StepInputs:
     window_slots: Array | None = None  # [W, T] int32, `slots` of each group of layers with a window
     window_tables: Array | None = None  # [W, S, B] int32, their block tables; 0 where a block is no longer read
     stream: Array | None = None  # [T, E] float32, the `stream` of the model whose tokens a program predicts further
+    places: Array | None = None  # [T, axes] int32, what rotates by more than one position
+    see_to: Array | None = None  # [T] int32, the last position that a token sees: its own, or its image's last one
+    image_rows: Array | None = None  # [T] int32, the row of `images` in a token's place, or -1
+    images: Array | None = None  # [N, W] float32, rows of encoded images, N from 1 to T
+    patches: Array | None = None  # [T, P] float32, what a tower encodes
 
     def named(self, name: str) -> Array | None:
         """An input of a program; None if it is not there."""
@@ -152,6 +157,7 @@ class StepInputs:
             ("adapters unlike the ids", _length(self.adapter) == (tokens if limits.n_adapters else 0)),
             ("adapters that there are not", self.adapter is None or _within(self.adapter, 0, limits.n_adapters + 1)),
             ("stream unlike the ids", self.stream is None or len(self.stream) == tokens),
+            ("images unlike the ids", self.has_images(tokens)),
             ("from_last unlike the ids", self.from_last is None or len(self.from_last) == tokens),
             ("lists of tokens unlike the rows, or too long", self.sample is None or self.lists_are_sound(n_vocab)),
             ("query_start not from 0 to the token count", _covers(self.query_start, tokens, seqs)),
@@ -168,6 +174,15 @@ class StepInputs:
         """Whether what rows lay on single tokens can be followed."""
         lists = None if self.sample is None else self.sample.lists
         return lists is None or lists.sound(len(self.out_rows), n_vocab)
+
+    def has_images(self, tokens: int) -> bool:
+        """Whether what is there for images fits so many tokens."""
+        rows, images = self.image_rows, self.images
+        if any(a is not None and len(a) != tokens for a in (self.places, self.see_to, rows, self.patches)):
+            return False
+        return (rows is None) == (images is None) and (
+            rows is None or images is None or (0 < len(images) <= tokens and _within(rows, -1, len(images)))
+        )
 
     def has_groups(self, groups: int) -> bool:
         """Whether slots and block tables are there for so many groups of layers with a window, shaped as the plain ones."""
@@ -190,6 +205,9 @@ class StepOutputs:
     stream: Array | None = (
         None  # [T, E] float32 or, of a program that reads one, [R, E]; whatever is wanted, if there is one
     )
+    deep1: Array | None = None  # [R, E] float32, of a tower: what its image adds behind the first layer; with `hidden`
+    deep2: Array | None = None
+    deep3: Array | None = None
 
 
 Want = Literal["tokens", "logprobs", "logits", "hidden", "mean", "both", "all"]
@@ -205,9 +223,12 @@ def outputs_of(want: Want) -> tuple[str, ...]:
     return _OUTPUTS.get(want, (want,))
 
 
+_BESIDES = ("stream", "deep1", "deep2", "deep3")
+
+
 def results_of(want: Want, outputs: Collection[str]) -> tuple[str, ...]:
-    """Those, and the `stream` of a program that has one."""
-    return (*outputs_of(want), *(("stream",) if "stream" in outputs else ()))
+    """Those, and what a program has besides: its `stream`, a tower's deeper rows."""
+    return (*outputs_of(want), *(name for name in _BESIDES if name in outputs))
 
 
 class Pending(Protocol):

@@ -35,7 +35,6 @@ from quarrel.triton_backend.runtime.arrays import DTYPES
 from quarrel.triton_backend.runtime.cache import allocate, allocate_state, cache_bytes
 from quarrel.triton_backend.runtime.compile import launch_nothing
 from quarrel.triton_backend.runtime.launch import INTERPRETED, Launcher, launch, report_compiling
-from quarrel.triton_backend.runtime.site import dims
 from quarrel.triton_backend.sampling import adjust, logprobs, sample
 from quarrel.triton_backend.step import TritonStep, masks_of
 
@@ -176,9 +175,8 @@ class TritonBackend:
         size, kv = limits.block_size, limits.kv_cache
         caches = [allocate(c, limits.n_blocks, size, dtype, device, kv) for c in program.caches]
         states = [allocate_state(s, limits.states, device) for s in program.states]
-        stream = program.inputs.get("stream")
-        inputs = InputBuffer(limits, device, 0 if stream is None else dims(stream)[1])
-        slots = {value.id: inputs.slots.get(name, inputs.stream) for name, value in program.inputs.items()}
+        inputs = InputBuffer(limits, device, program.inputs)
+        slots = {value.id: inputs.slot(name) for name, value in program.inputs.items()}
         if "tokens" in program.outputs:
             slots[program.outputs["tokens"].id] = inputs.last
         rows = {

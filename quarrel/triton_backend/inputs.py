@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 
 from quarrel.errors import RequestError
 from quarrel.ops.adjust import MOST_LISTED
-from quarrel.ops.contract import Array
+from quarrel.ops.contract import Array, Value
 from quarrel.ops.program import group_input
 from quarrel.ops.step import Limits, Lists, SampleInputs, StepInputs
 from quarrel.triton_backend.attention.splits import MOST_SPLITS, most_splits, split_keys, splits_of, splits_of_one
@@ -23,6 +23,10 @@ _SAMPLE = ("temperature", "top_k", "top_p", "min_p", "uniform")
 _ROW_LISTS = ("list_end", "repetition", "presence", "frequency")
 _ENTRIES = ("list_ids", "list_counts", "list_biases")
 _FLOATS = ("temperature", "top_p", "min_p", "uniform", "repetition", "presence", "frequency", "list_counts", "list_biases")
+_WIDE = ("stream", "patches", "images")
+_FURTHER = {"places": 0, "see_to": 0, "image_rows": -1}
+"""What only programs with images read: rows of numbers, and integers of a token with what they are in one that is added."""
+_NONE: Mapping[str, Any] = {}
 _ALIGN = 4  # int32s: 16 bytes, so that kernels may load wide
 _SMALL = 32
 _AT_ONCE = 1 << 16
@@ -82,7 +86,8 @@ class _Places:
     """Where each input of a step of up to so many tokens, sequences and rows begins; the block tables come last but for the
     entries of lists."""
 
-    def __init__(self, limits: Limits, most: int, hosts: Sequence[Array] = ()) -> None:
+    def __init__(self, limits: Limits, most: int, hosts: Sequence[Array] = (), further: Mapping[str, int] = _NONE) -> None:
+        """further: integers of a token that only some programs read, and how many of them."""
         tokens, seqs = min(most, limits.max_tokens), min(most, limits.max_seqs + ADDED)
         lengths = {
             "table_width": 1,
@@ -96,6 +101,7 @@ class _Places:
         lengths |= dict.fromkeys(each, tokens)
         groups = range(limits.window_groups + 1)
         lengths |= {group_input("slots", group): tokens for group in groups}
+        lengths |= {name: each * tokens for name, each in further.items()}
         self.begin: dict[str, int] = {}
         end = 0
         for name, length in lengths.items():
@@ -109,7 +115,7 @@ class _Places:
         self.size = self.listed + len(_ENTRIES) * room
         self.arrays = [self._named(ints) for ints in hosts]
         # Those of groups follow each other: `[W, ..]`.
-        shapes = ((end - (len(groups) - 1) * slots, slots), (end + table, table))
+        shapes = ((self.begin.get(group_input("slots", 1), 0), slots), (end + table, table))
         self.windows = [
             [ints[begin : begin + (len(groups) - 1) * each].reshape(-1, each) for begin, each in shapes] for ints in hosts
         ]
@@ -128,12 +134,13 @@ class InputBuffer:
     A ring of pinned buffers on the host, one buffer on the device: a copy runs in its turn, after the steps before it.
     """
 
-    def __init__(self, limits: Limits, device: torch.device, stream: int = 0) -> None:
-        """stream: the width of a program's input of that name."""
+    def __init__(self, limits: Limits, device: torch.device, inputs: Mapping[str, Value] = _NONE) -> None:
+        """inputs: a program's."""
         self._limits = limits
-        self.stream = Slot(torch.zeros(limits.max_tokens * stream, dtype=torch.float32, device=device))
+        self._wide = {name: _width(inputs[name]) for name in _WIDE if name in inputs}
+        self._further = {name: _width(inputs[name]) for name in _FURTHER if name in inputs}
         self._most = max(limits.max_tokens, limits.max_seqs + ADDED)
-        size = _Places(limits, self._most).size
+        size = _Places(limits, self._most, (), self._further).size
         pin = device.type == "cuda"
         self._hosts = [torch.zeros(size, dtype=torch.int32, pin_memory=pin) for _ in range(_RING if pin else 1)]
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
@@ -141,8 +148,12 @@ class InputBuffer:
         self._turn = 0
         self._places: dict[int, _Places] = {}
         self._now = self._place(self._most)
-        self.nbytes = 4 * size + self.stream.tensor.nbytes
         self.slots = {name: Slot(self._at(name)) for name in self._now.begin}
+        self._rows = {
+            name: Slot(torch.zeros(limits.max_tokens * width, dtype=torch.float32, device=device))
+            for name, width in self._wide.items()
+        }
+        self.nbytes = 4 * size + sum(slot.tensor.nbytes for slot in self._rows.values())
         self.last = Slot(torch.zeros(limits.max_tokens, dtype=torch.int32, device=device))
         """Tokens of the last launch that drew any."""
         tables = (self.slots[name] for name in ("item_start", "table_width", "from_last"))
@@ -150,7 +161,7 @@ class InputBuffer:
 
     def _place(self, most: int) -> _Places:
         if most not in self._places:
-            self._places[most] = _Places(self._limits, most, [host.numpy() for host in self._hosts])
+            self._places[most] = _Places(self._limits, most, [host.numpy() for host in self._hosts], self._further)
         return self._places[most]
 
     def _lay(self, most: int) -> None:
@@ -159,6 +170,10 @@ class InputBuffer:
             self._most, self._now = most, self._place(most)
             for name, slot in self.slots.items():
                 slot.tensor = self._at(name)
+
+    def slot(self, name: str) -> Slot:
+        """Where a program finds an input."""
+        return self._rows[name] if name in self._rows else self.slots[name]
 
     def _at(self, name: str) -> torch.Tensor:
         part = self._device[self._now.begin[name] :]
@@ -261,6 +276,11 @@ class InputBuffer:
         if extra:
             put["query_start"][seqs + 1 : seqs + 1 + extra] = np.arange(tokens + 1, tokens + extra + 1)
             put["item_start"][seqs + 1 : seqs + 1 + extra] = starts[-1]
+        for name, each in self._further.items():
+            values = getattr(inputs, name)
+            if values is None:
+                raise RequestError(f"step inputs are unusable: no {name}, which the program reads")
+            _fill(put[name], values.reshape(-1), _FURTHER[name], padded * each)
         sample = inputs.sample
         if sample is not None:
             for name in _SAMPLE:
@@ -283,14 +303,24 @@ class InputBuffer:
         begins, ends = (0, *self._now.tables[1:]), [begin + seqs * width for begin in self._now.tables]
         for begin, end in zip(begins, ends) if ends[-1] > _AT_ONCE else [(0, ends[-1])]:
             self._device[begin:end].copy_(self._hosts[turn][begin:end], non_blocking=True)
-        if inputs.stream is not None:
-            rows = torch.from_numpy(np.ascontiguousarray(inputs.stream, np.float32).reshape(-1))
-            self.stream.tensor[: len(rows)].copy_(rows)
+        for name, slot in self._rows.items():
+            values = getattr(inputs, name)
+            if values is None:
+                raise RequestError(f"step inputs are unusable: no {name}, which the program reads")
+            if name == "images" and int(inputs.image_rows.max()) < 0:
+                continue
+            rows = torch.from_numpy(np.ascontiguousarray(values, np.float32).reshape(-1))
+            slot.tensor[: len(rows)].copy_(rows)
         for name in () if lists is None else _ENTRIES:
             begin, end = self._now.begin[name], self._now.begin[name] + len(lists.list_ids)
             self._device[begin:end].copy_(self._hosts[turn][begin:end], non_blocking=True)
         if self._sent:
             self._sent[turn].record()
+
+
+def _width(value: Value) -> int:
+    """Numbers of a token."""
+    return int(value.dims[1]) if len(value.dims) > 1 else 1
 
 
 def _fill(target: Array, values: Array, filler: int, length: int) -> None:
@@ -344,6 +374,12 @@ def padded_prompts(inputs: StepInputs, limits: Limits, padding: Padding) -> Step
         """With a row for each sequence that is added."""
         return None if table is None else np.pad(table, ((0, 0),) * (table.ndim - 2) + ((0, added), (0, 0)))
 
+    def pad_tokens(values: Array | None, filler: int) -> Any:
+        """With so many tokens more, whatever there is of each."""
+        if values is None:
+            return None
+        return np.concatenate([values, np.full((more, *values.shape[1:]), filler, values.dtype)])
+
     sample = inputs.sample
     if sample is not None:
         controls = {name: pad(getattr(sample, name), outs - rows) for name in _SAMPLE}
@@ -362,7 +398,8 @@ def padded_prompts(inputs: StepInputs, limits: Limits, padding: Padding) -> Step
         from_last=pad(inputs.from_last, more, -1),
         window_slots=pad(inputs.window_slots, more, beyond),
         window_tables=pad_rows(inputs.window_tables),
-        stream=inputs.stream,
+        **{name: getattr(inputs, name) for name in _WIDE},
+        **{name: pad_tokens(getattr(inputs, name), filler) for name, filler in _FURTHER.items()},
     )
 
 

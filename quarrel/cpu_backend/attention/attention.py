@@ -58,6 +58,8 @@ class Shape:
     latent: int = 0
     reach: int = 0
     """How far away a query sees keys where it sees both sides; 0 for any distance."""
+    spans: bool = False
+    """Each query says which position it sees up to."""
 
     @property
     def value_dim(self) -> int:
@@ -317,6 +319,11 @@ def _visible(k: Kernel, s: Shape, a: Fields, seq: Val, position: Val, queries: V
     return _oldest(k, s, position), position + queries
 
 
+def _seen_to(k: Kernel, a: Fields, row: Val) -> Val:
+    """The end of the keys that the query in this row of the step sees."""
+    return k.load(a.see_to + (row << 2), I32).to(I64) + 1
+
+
 def attention(s: Shape, level: Level) -> KernelDef:
     """Chunk c is head c % n_kv of a planned item, the last item first (under a causal mask it has the most keys)."""
     places, scratch_bytes = _scratch_layout(s)
@@ -345,6 +352,8 @@ def attention(s: Shape, level: Level) -> KernelDef:
             k.store(k.f32(-math.inf), scratch + (r << 2), at_m)
             k.store(k.f32(0.0), scratch + (r << 2), at_l)
         low, high = _visible(k, s, a, seq, position, queries)
+        if s.spans:
+            high = _seen_to(k, a, first_row + queries - 1)  # spans end in order
         with k.range(low & -SPLIT, high, SPLIT) as start:
             count = k.minimum(high - start, SPLIT)
             oldest = k.maximum(low - start, 0)
@@ -360,8 +369,9 @@ def attention(s: Shape, level: Level) -> KernelDef:
             _by_rows(k, rows, widest, score)
             with k.range(0, rows) as r:
                 own = position + r.udiv(s.group)
-                end = (own + 1 if s.causal else k.minimum(high, own + s.reach + 1) if s.reach else high) - start
-                below = k.maximum(_oldest(k, s, end + start - 1) - start, 0) if s.window else k.i64(0)
+                seen = _seen_to(k, a, first_row + r.udiv(s.group)) if s.spans else own + 1
+                end = (seen if s.causal else k.minimum(high, own + s.reach + 1) if s.reach else high) - start
+                below = k.maximum(_oldest(k, s, own if s.spans else end + start - 1) - start, 0) if s.window else k.i64(0)
                 if s.reach:
                     below = k.maximum(own - s.reach - start, 0)
                 m, total = _softmax(k, s, scratch + at_p + r * (4 * SPLIT), first, last, below, end)
@@ -385,7 +395,7 @@ def attention(s: Shape, level: Level) -> KernelDef:
             to, o = place(r, a.y, s.value_dim), scratch + at_o + r * o_bytes
             _scaled_copy(k, s.value_dim, o, to, inverse)
 
-    paged = ("block_table", "live_blocks", "sinks") if s.causal else ("query_start",)
+    paged = ("block_table", "live_blocks", "sinks", "see_to") if s.causal else ("query_start",)
     fields = ("q", "y", "k_cache", "v_cache", "items", "live_items", *paged)
     return KernelDef(f"attention/{s}", fields, body, scratch_bytes)
 
@@ -409,14 +419,17 @@ def _query_blocks(e: Lowering, queries: int, query_start: Value, kv_len: Value |
 
 def build_attention(e: Lowering, node: Node) -> None:
     s, (y,) = node.spec, node.outputs
-    q, query_start, kv_len, block_table, cache, *sinks = node.inputs
+    q, query_start, kv_len, block_table, cache, *rest = node.inputs
     arrays = e.caches[cache.layer]
     group, block_size = s.n_heads // s.n_kv, arrays.k.shape[1]
     shape = Shape(
-        *(group, s.n_kv, s.head_dim, block_size, s.scale, s.window, s.cap, s.sinks, arrays.kind, s.chunked), latent=s.latent
+        *(group, s.n_kv, s.head_dim, block_size, s.scale, s.window, s.cap, s.sinks, arrays.kind, s.chunked),
+        latent=s.latent,
+        spans=s.spans,
     )
     items, count = _query_blocks(e, shape.queries, query_start, kv_len)
-    table = {"block_table": block_table, "live_blocks": e.plan.live("B"), "sinks": sinks[0] if sinks else None}
+    table = {"block_table": block_table, "live_blocks": e.plan.live("B"), "sinks": rest[0] if s.sinks else None}
+    table["see_to"] = rest[-1] if s.spans else None
     kernel = attention(shape, e.plan.level)
     e.stage(kernel, count, times=s.n_kv, q=q, y=y, **e.cache(cache), **table, items=items, live_items=Live(count))
 

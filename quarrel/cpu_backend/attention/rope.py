@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from functools import reduce
+from operator import add
 
 from quarrel.cpu_backend.attention.cache import Kind, store_codes, store_plain, value_bytes
 from quarrel.cpu_backend.lowering import Lowering
@@ -43,14 +46,19 @@ def sin_cos(k: Kernel, angle: Val) -> tuple[Val, Val]:
     return s.to(F32), c.to(F32)
 
 
-def _tables(k: Kernel, a: Fields, position: Val, scratch: Val) -> tuple[Val, Val]:
+def _tables(k: Kernel, a: Fields, token: Val, axes: int, scratch: Val) -> tuple[Val, Val]:
     """cos and sin times the magnitude for every pair, in scratch memory."""
     pairs = a.pairs
     cos_at, sin_at = scratch, scratch + (pairs << 2)
-    at = position.to(F32)
+    places = [k.load(a.positions + token * (4 * axes), I32, 4 * axis).to(F32) for axis in range(axes)]
 
     def one(offset: Val, lanes: int) -> None:
-        angle = k.load(a.freq + offset, f32s(lanes)) * k.lift(at, f32s(lanes))
+        # A pair has a frequency on one axis: the other products are zero, and the sum is exact.
+        each_angle = [
+            k.load(a.freq + pairs * (4 * axis) + offset, f32s(lanes)) * k.lift(at, f32s(lanes))
+            for axis, at in enumerate(places)
+        ]
+        angle = reduce(add, each_angle)
         sin, cos = sin_cos(k, angle)
         scale = k.lift(a.f32("magnitude"), sin.type)
         k.store(cos * scale, cos_at + offset)
@@ -98,16 +106,16 @@ def _rotate_row(k: Kernel, style: str, a: Fields, x: Val, y: Val, heads: Val, co
         _rotate_head(k, style, a, x + at, y + at, cos_at, sin_at)
 
 
-def rope(style: str, pairs: int) -> KernelDef:
+def rope(style: str, pairs: int, axes: int) -> KernelDef:
     """Chunk t rotates row t from x to y."""
 
     def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
-        cos_at, sin_at = _tables(k, a, k.load(a.positions + (chunk << 2), I32), scratch)
+        cos_at, sin_at = _tables(k, a, chunk, axes, scratch)
         row = chunk * (a.heads * a.dim << 2)
         _rotate_row(k, style, a, a.x + row, a.y + row, a.heads, cos_at, sin_at)
 
     fields = ("x", "y", "positions", "freq", "heads", "dim", "pairs", "magnitude")
-    return KernelDef(f"rope/{style}", fields, body, scratch=8 * pairs + 64)
+    return KernelDef(f"rope/{style}{_on(axes)}", fields, body, scratch=8 * pairs + 64)
 
 
 def _append(k: Kernel, level: Level, kind: Kind, heads: Val, dim: Val, x: Val, cache: Val, slot: Val) -> None:
@@ -139,11 +147,11 @@ def kv_append(level: Level, kind: Kind) -> KernelDef:
     return KernelDef(f"kv_append/{kind}", fields, body)
 
 
-def rope_append(style: str, level: Level, kind: Kind, pairs: int, width: int) -> KernelDef:
+def rope_append(style: str, level: Level, kind: Kind, pairs: int, width: int, axes: int) -> KernelDef:
     """Chunk t rotates query and key of row t, and writes key and value to slot slots[t]."""
 
     def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
-        cos_at, sin_at = _tables(k, a, k.load(a.positions + (chunk << 2), I32), scratch)
+        cos_at, sin_at = _tables(k, a, chunk, axes, scratch)
         q_row = chunk * (a.heads * a.dim << 2)
         _rotate_row(k, style, a, a.q + q_row, a.y + q_row, a.heads, cos_at, sin_at)
         key = scratch + (a.pairs << 3)
@@ -155,14 +163,18 @@ def rope_append(style: str, level: Level, kind: Kind, pairs: int, width: int) ->
 
     operands = ("q", "k", "v", "y", "positions", "freq", "slots", "k_cache", "v_cache")
     fields = (*operands, "heads", "kv_heads", "dim", "pairs", "magnitude")
-    name = f"rope_append/{style}/{kind}"
+    name = f"rope_append/{style}/{kind}{_on(axes)}"
     return KernelDef(name, fields, body, scratch=8 * pairs + 4 * width + 64)
+
+
+def _on(axes: int) -> str:
+    return f"/{axes} axes" if axes > 1 else ""
 
 
 def build_rope(e: Lowering, node: Node) -> None:
     s, (x, positions, freq), (y,) = node.spec, node.inputs, node.outputs
     sizes = {"heads": s.n_heads, "dim": s.head_dim, "pairs": s.half, "magnitude": float(s.magnitude)}
-    e.stage(rope(s.style, s.half), y, x=x, y=y, positions=positions, freq=freq, **sizes)
+    e.stage(rope(s.style, s.half, s.axes), y, x=x, y=y, positions=positions, freq=freq, **sizes)
 
 
 def build_kv_append(e: Lowering, node: Node) -> None:
@@ -175,7 +187,7 @@ def build_kv_append(e: Lowering, node: Node) -> None:
 
 def build_rope_append(e: Lowering, node: Node) -> None:
     s, (q, k, v, positions, freq, slots, cache), (y,) = node.spec, node.inputs, node.outputs
-    kernel = rope_append(s.q.style, e.plan.level, e.caches[cache.layer].kind, s.q.half, s.k.width)
+    kernel = rope_append(s.q.style, e.plan.level, e.caches[cache.layer].kind, s.q.half, s.k.width, s.q.axes)
     sizes = {"heads": s.q.n_heads, "kv_heads": s.k.n_heads, "dim": s.q.head_dim, "pairs": s.q.half}
     fields = {"positions": positions, "freq": freq, "slots": slots, "magnitude": float(s.q.magnitude), **sizes}
     e.stage(kernel, y, q=q, k=k, v=v, y=y, **e.cache(cache), **fields)
@@ -183,7 +195,7 @@ def build_rope_append(e: Lowering, node: Node) -> None:
 
 def _same_rotation(s: RopeAppendSpec) -> str | None:
     q, k = s.q, s.k
-    same = (q.style, q.head_dim, q.n_rot, q.magnitude) == (k.style, k.head_dim, k.n_rot, k.magnitude)
+    same = replace(q, n_heads=k.n_heads) == k
     return None if same else f"query and key must rotate alike, got {q} and {k}"
 
 

@@ -83,7 +83,10 @@ _SOURCE = """
   const int position = n_keys - n_new + query;
   const int newest = metal::min((tile_row + 31) / GROUP, n_new - 1);
   // Without a cache a row sees both sides, WINDOW - 1 keys away.
-  const int last = PAGED ? n_keys - n_new + newest + 1 : WINDOW > 0 ? metal::min(n_keys, newest + WINDOW) : n_keys;
+  // Those that see ahead do so in order: the newest sees the most.
+  const int reached = SPANS ? metal::min(see_to[begin + newest], n_keys - 1) : n_keys - n_new + newest;
+  const int seen_to = SPANS ? see_to[begin + (mine ? query : 0)] : position;
+  const int last = PAGED ? reached + 1 : WINDOW > 0 ? metal::min(n_keys, newest + WINDOW) : n_keys;
   const int oldest = oldest_key<WINDOW, CHUNKED>(n_keys - n_new + tile_row / GROUP);
   const int first_key = oldest_key<WINDOW, CHUNKED>(position);
   const ulong table_row = PAGED ? ulong(s) * table_shape[1] : 0;
@@ -125,8 +128,8 @@ _SOURCE = """
         float x = score[j].thread_elements()[i];
         if (cap > 0.0f) x = cap * precise::tanh(x / cap);
         const int back = position - (start + j * 8 + column + i);
-        bool seen = PAGED ? back >= 0 : start + j * 8 + column + i < last;
-        if (WINDOW > 0) seen = seen && start + j * 8 + column + i >= first_key && back > -WINDOW;
+        bool seen = PAGED ? start + j * 8 + column + i <= seen_to : start + j * 8 + column + i < last;
+        if (WINDOW > 0) seen = seen && start + j * 8 + column + i >= first_key && (PAGED || back > -WINDOW);
         x = seen && mine ? x : -INFINITY;
         score[j].thread_elements()[i] = x;
         new_top = metal::max(new_top, x);
@@ -177,7 +180,7 @@ _SOURCE = """
 
 _FLASH = Kernel(
     "quarrel_flash",
-    ("q", "keys", "values", "query_start", "kv_len", "table", "sinks", "single", "numbers"),
+    ("q", "keys", "values", "query_start", "kv_len", "table", "sinks", "single", "see_to", "numbers"),
     ("y",),
     _SOURCE,
     HEADER,
@@ -199,13 +202,14 @@ class Flash:
         cap: float = 0.0,
         sinks: mx.array | None = None,
         chunked: bool = False,
+        spans: bool = False,
     ) -> None:
         self._act, self._kv_heads, self._group, self._sinks = act, kv_heads, heads // kv_heads, sinks
         self._numbers = mx.array([scale, cap], mx.float32)
         keys = 32 if head_dim <= 128 else 16 if head_dim <= 256 else 8
         self._template = [("T", act), ("HEADS", heads), ("KV_HEADS", kv_heads), ("D", head_dim), ("KEYS", keys)]
         self._template += [("PAGED", paged), ("WINDOW", window), ("CHUNKED", chunked), ("SINKS", sinks is not None)]
-        self._template += [("KEEP_Q", head_dim <= 128)]
+        self._template += [("KEEP_Q", head_dim <= 128), ("SPANS", spans)]
 
     def __call__(
         self,
@@ -219,9 +223,10 @@ class Flash:
         block_size: int = 1,
         kept: KVType = "auto",
         single: mx.array | None = None,
+        see_to: mx.array | None = None,
     ) -> mx.array:
         """`[T, heads * head_dim]`; rows of sequences with one query are `single`'s, where it is given. `kept`: as what keys
-        and values are stored."""
+        and values are stored. `see_to`: of `spans`, the last position that a query sees."""
         seqs = query_start.shape[0] - 1
         lengths, blocks = query_start if kv_len is None else kv_len, query_start if table is None else table
         template = [*self._template, ("SIZE", block_size), ("SINGLES", single is not None), ("KIND", KINDS[kept])]
@@ -236,6 +241,7 @@ class Flash:
                 blocks.reshape(seqs, -1) if table is not None else blocks.reshape(1, -1),
                 self._numbers if self._sinks is None else self._sinks,
                 q.astype(self._act) if single is None else single,
+                query_start if see_to is None else see_to,
                 self._numbers,
             ],
             [q.shape],

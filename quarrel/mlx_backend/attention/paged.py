@@ -196,7 +196,7 @@ def build_attention(site: Site, node: Node) -> Launch:
     spec: AttentionSpec = node.spec
     heads, kv_heads, dim = spec.n_heads, spec.n_kv, spec.head_dim
     sinks = site.vector(node.inputs[5]) if spec.sinks else None  # type: ignore[arg-type]
-    flash = Flash(heads, kv_heads, dim, spec.scale, site.act, True, spec.window, spec.cap, sinks, spec.chunked)
+    flash = Flash(heads, kv_heads, dim, spec.scale, site.act, True, spec.window, spec.cap, sinks, spec.chunked, spec.spans)
     numbers = mx.array([spec.scale, spec.cap], mx.float32)
     lanes, width = lanes_of(dim)
     together = heads_together(heads // kv_heads, dim)
@@ -224,13 +224,19 @@ def build_attention(site: Site, node: Node) -> Launch:
         return y
 
     def run(
-        batch: Batch, q: mx.array, query_start: mx.array, kv_len: mx.array, table: mx.array, cache: Cache
+        batch: Batch,
+        q: mx.array,
+        query_start: mx.array,
+        kv_len: mx.array,
+        table: mx.array,
+        cache: Cache,
+        see_to: mx.array | None = None,
     ) -> list[mx.array]:
         decoded = decode(batch, q, query_start, kv_len, table, cache) if batch.tokens.any_decode else None
         if batch.tokens.all_decode and decoded is not None:
             return [decoded]
         size, kept = batch.block_size, batch.kv_cache
-        return [flash(q, cache.k, cache.v, query_start, batch.max_new, kv_len, table, size, kept, decoded)]
+        return [flash(q, cache.k, cache.v, query_start, batch.max_new, kv_len, table, size, kept, decoded, see_to)]
 
     return run
 

@@ -10,6 +10,7 @@ times as long.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -41,10 +42,12 @@ inline void rotate_heads(In x, Out y, ulong row, int heads, int first, int last,
   }
 }
 
-template <int ROT, class Freq>
-inline float2 angle_of(int position, Freq freq, int pair, float magnitude) {
+// A pair has a frequency on one of the axes, so the sum is exact.
+template <int ROT, int AXES, class Positions, class Freq>
+inline float2 angle_of(Positions positions, ulong row, Freq freq, int pair, float magnitude) {
   if (pair >= ROT / 2) return float2(1.0f, 0.0f);
-  const float angle = float(position) * freq[pair];
+  float angle = 0.0f;
+  for (int axis = 0; axis < AXES; axis++) angle += float(positions[row * AXES + axis]) * freq[axis * (ROT / 2) + pair];
   return float2(precise::cos(angle), precise::sin(angle)) * magnitude;
 }
 """
@@ -53,7 +56,7 @@ _PLACE = """
   constexpr int PAIRS = ROT / 2 + (D - ROT + 1) / 2;
   const int pair = int(thread_position_in_grid.x) % PAIRS, chunk = int(thread_position_in_grid.x) / PAIRS;
   const ulong row = threadgroup_position_in_grid.y;
-  const float2 rotation = angle_of<ROT>(positions[row], freq, pair, magnitude[0]);
+  const float2 rotation = angle_of<ROT, AXES>(positions, row, freq, pair, magnitude[0]);
 """
 
 _ROPE = Kernel(
@@ -87,7 +90,7 @@ _ROPE_BOTH = Kernel(
 
 def _template(s: RopeSpec, act: mx.Dtype) -> list[tuple[str, Any]]:
     return [("T", act), ("ROT", s.n_rot), ("D", s.head_dim), ("NEOX", s.style == "neox"), ("HEADS", s.n_heads),
-            ("EACH", _HEADS_EACH)]  # fmt: skip
+            ("EACH", _HEADS_EACH), ("AXES", s.axes)]  # fmt: skip
 
 
 def _groups(s: RopeSpec, chunks: int, tokens: int) -> tuple[int, int]:
@@ -96,7 +99,7 @@ def _groups(s: RopeSpec, chunks: int, tokens: int) -> tuple[int, int]:
 
 
 def build_rope(site: Site, node: Node) -> Launch:
-    """ROPE: x `[T, heads * head_dim]`, positions `[T]`, freq `[n_rot / 2]`."""
+    """ROPE: x `[T, heads * head_dim]`, positions `[T]` or `[T, axes]`, freq `[axes * n_rot / 2]`."""
     spec: RopeSpec = node.spec
     freq, magnitude = site.const(node.inputs[2]), mx.array([spec.magnitude], mx.float32)  # type: ignore[arg-type]
     template = _template(spec, site.act)
@@ -144,7 +147,7 @@ def _append(spec: KVAppendSpec, batch: Batch, k: mx.array, v: mx.array, slots: m
 
 def _alike(spec: RopeAppendSpec) -> str | None:
     q, k = spec.q, spec.k
-    if (q.style, q.head_dim, q.n_rot, q.magnitude) == (k.style, k.head_dim, k.n_rot, k.magnitude):
+    if replace(q, n_heads=k.n_heads) == k:
         return None
     return f"needs query and key rotated alike, got {q} and {k}"
 

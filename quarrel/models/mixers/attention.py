@@ -17,7 +17,7 @@ from quarrel.ops.norm import NormSpec, norm
 from quarrel.ops.null import Builder
 from quarrel.ops.position import by_position
 from quarrel.ops.program import KVLayer
-from quarrel.ops.rope import RopeSpec, rope
+from quarrel.ops.rope import RopeSpec, rope, rotated_by
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,8 @@ class Attention(Mixer):
     value_norm: bool = False
     keys_are_values: bool = False
     both_ways: bool = False
+    image_spans: bool = False
+    """A token of an image sees the image's later ones, too."""
     reads: int | None = None
 
 
@@ -75,9 +77,9 @@ def attend(b: Builder, block: Block, a: Attention, h: Value, cache: CacheRef | N
         kv_append(b, KVAppendSpec(a.n_kv, a.head_dim), k, v, cache)
     else:
         r, freq = a.rope, ConstRef("rope_freq", a.rope.freq)
-        heads = [RopeSpec(r.style, n, a.head_dim, r.n_rot, r.magnitude) for n in (a.n_heads, a.n_kv)]
+        heads = [RopeSpec(r.style, n, a.head_dim, r.n_rot, r.magnitude, r.axes) for n in (a.n_heads, a.n_kv)]
         if a.late_norm:
-            rotated = [rope(b, spec, x, b.input("positions"), freq) for spec, x in zip(heads, (q, k))]
+            rotated = [rope(b, spec, x, rotated_by(b, spec), freq) for spec, x in zip(heads, (q, k))]
             q, k = _normed(b, block, a, *rotated)
             kv_append(b, KVAppendSpec(a.n_kv, a.head_dim), k, v, cache)
         else:
@@ -88,7 +90,9 @@ def attend(b: Builder, block: Block, a: Attention, h: Value, cache: CacheRef | N
         q = gated(
             b, GatedSpec("identity", a.n_heads * a.head_dim, per_row=True), by_position(b, t.factors, t.size, t.shift), q
         )
-    spec = AttentionSpec(a.n_heads, a.n_kv, a.head_dim, a.scale, a.window, a.cap, a.sinks, chunked=a.chunked)
+    spec = AttentionSpec(
+        a.n_heads, a.n_kv, a.head_dim, a.scale, a.window, a.cap, a.sinks, chunked=a.chunked, spans=a.image_spans
+    )
     y = attention(b, spec, q, cache, sinks)
     for gate in gates:
         y = gated(b, GatedSpec("sigmoid", a.n_heads * a.head_dim), gate, y)
@@ -99,8 +103,8 @@ def encoded(b: Builder, a: Attention, q: Value, k: Value, v: Value) -> Value:
     """Attention to both sides, with the rotation before it."""
     if a.rope is not None:
         r, freq = a.rope, ConstRef("rope_freq", a.rope.freq)
-        heads = (RopeSpec(r.style, n, a.head_dim, r.n_rot, r.magnitude) for n in (a.n_heads, a.n_kv))
-        q, k = (rope(b, spec, x, b.input("positions"), freq) for spec, x in zip(heads, (q, k)))
+        heads = (RopeSpec(r.style, n, a.head_dim, r.n_rot, r.magnitude, r.axes) for n in (a.n_heads, a.n_kv))
+        q, k = (rope(b, spec, x, rotated_by(b, spec), freq) for spec, x in zip(heads, (q, k)))
     return encode(b, EncodeSpec(a.n_heads, a.head_dim, a.scale, a.n_kv, a.window // 2), q, k, v)
 
 
@@ -113,8 +117,8 @@ def _borrow(b: Builder, block: Block, a: Attention, h: Value, cache: CacheRef) -
         each = NormSpec("rms", a.head_dim, block.norm.eps, a.n_heads)
         q = norm(b, each, q, block.vector("attn_q_norm.weight", a.head_dim))
     if r is not None:
-        spec = RopeSpec(r.style, a.n_heads, a.head_dim, r.n_rot, r.magnitude)
-        q = rope(b, spec, q, b.input("positions"), ConstRef("rope_freq", r.freq))
+        spec = RopeSpec(r.style, a.n_heads, a.head_dim, r.n_rot, r.magnitude, r.axes)
+        q = rope(b, spec, q, rotated_by(b, spec), ConstRef("rope_freq", r.freq))
     y = attention(b, AttentionSpec(a.n_heads, a.n_kv, a.head_dim, a.scale, a.window, a.cap), q, cache)
     return y, block.linear("attn_output", block.n_embd, width)
 

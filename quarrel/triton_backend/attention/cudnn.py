@@ -74,8 +74,8 @@ def refusal(site: Site, node: Node) -> str | None:
     """Why cuDNN never takes this attention, or None."""
     spec: AttentionSpec = node.spec
     cache = site.cache(node.inputs[4])  # type: ignore[arg-type]
-    if spec.sinks or spec.cap:
-        return "no sinks, no cap of scores"
+    if spec.sinks or spec.cap or spec.spans:
+        return "no sinks, no cap of scores, nothing seen ahead"
     if site.compute == "float32" or cache.k.dtype != DTYPES[site.compute]:
         return "needs 16-bit arithmetic, and keys and values kept in it"
     if spec.head_dim > MAX_HEAD_DIM or spec.head_dim % 8:

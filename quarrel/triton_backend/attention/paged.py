@@ -51,7 +51,7 @@ class Tile:
 
 @triton.jit
 def _walk(
-    sums, b_q, cache, p_table, kv_head, position, start, stop, oldest, n_keys, score, S: tl.constexpr,
+    sums, b_q, cache, p_table, kv_head, position, see, start, stop, oldest, n_keys, score, S: tl.constexpr,
     BLOCK_N: tl.constexpr, MASK: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """Adds keys start to stop; MASK for tiles of which some row sees only a part, and none a key before `oldest`."""
@@ -93,7 +93,10 @@ def _walk(
             products, factor = tanh(products * (score.scale / score.cap)), score.cap * _LOG2E
         if MASK:
             back = position[:, None] - key[None, :]
-            seen = (back >= 0) & key_ok[None, :]
+            if S.SPANS:
+                seen = (see[:, None] >= key[None, :]) & key_ok[None, :]
+            else:
+                seen = (back >= 0) & key_ok[None, :]
             if S.WINDOW:
                 if S.CHUNKED:
                     seen = seen & (key[None, :] >= oldest_key(position, score.window, True)[:, None])
@@ -123,7 +126,7 @@ def _walk(
 
 @triton.jit(do_not_specialize=["seqs"])
 def attend_many(
-    out, q, cache, sinks, sequences, seqs, score, S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    out, q, cache, sinks, see_to, sequences, seqs, score, S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     LEAST: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """Causal attention of sequences with LEAST new tokens or more, whose keys are in the cache already.
@@ -133,6 +136,7 @@ def attend_many(
 
     out, q  act `[T, heads * head_dim]`; queries are rotated
     sinks   float32 `[heads]`, read with S.SINKS only
+    see_to  int32 `[T]`, the last position that a query sees, read with S.SPANS only; in order, within a sequence
     """
     GROUP: tl.constexpr = S.HEADS // S.KV_HEADS
     SHARE: tl.constexpr = S.SHARE
@@ -164,6 +168,10 @@ def attend_many(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     last = tl.minimum(n_keys, near + QUERIES)
+    see = position
+    if S.SPANS:
+        see = tl.load(see_to + begin + query, mask=row_ok, other=0)
+        last = tl.minimum(n_keys, tl.max(see) + 1)
     oldest = near * 0
     middle = oldest
     diagonal = (near + 1) // BLOCK_N * BLOCK_N
@@ -174,16 +182,16 @@ def attend_many(
         middle = (oldest_key(near + QUERIES - 1, score.window, S.CHUNKED) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
         middle = tl.minimum(tl.maximum(middle, first), tl.maximum(diagonal, first))
         acc, top, total = _walk(
-            (acc, top, total), b_q, cache, p_table, kv_head, position, first, middle, oldest, n_keys, score,
+            (acc, top, total), b_q, cache, p_table, kv_head, position, see, first, middle, oldest, n_keys, score,
             S, BLOCK_N, True, COMPUTE,
         )  # fmt: skip
     acc, top, total = _walk(
-        (acc, top, total), b_q, cache, p_table, kv_head, position, middle, diagonal, oldest, n_keys, score,
+        (acc, top, total), b_q, cache, p_table, kv_head, position, see, middle, diagonal, oldest, n_keys, score,
         S, BLOCK_N, False, COMPUTE,
     )  # fmt: skip
     acc, top, total = _walk(
-        (acc, top, total), b_q, cache, p_table, kv_head, position, tl.maximum(diagonal, middle), last, oldest, n_keys,
-        score, S, BLOCK_N, True, COMPUTE,
+        (acc, top, total), b_q, cache, p_table, kv_head, position, see, tl.maximum(diagonal, middle), last, oldest,
+        n_keys, score, S, BLOCK_N, True, COMPUTE,
     )  # fmt: skip
     if S.SINKS:
         acc, total = sink(acc, top, total, sinks, head, row_ok)
@@ -267,6 +275,7 @@ def build_attention(site: Site, node: Node) -> Launch:
     q, query_start, kv_len, table = (site.slot(i) for i in node.inputs[:4])  # type: ignore[arg-type]
     cache = site.cache(node.inputs[4])  # type: ignore[arg-type]
     sinks = site.vector(node.inputs[5]) if spec.sinks else cache.k  # type: ignore[arg-type]
+    see_to = site.slot(node.inputs[-1]) if spec.spans else query_start  # type: ignore[arg-type]
     target = site.slot(node.outputs[0])
     part = site.scratch("items", spec.width)
     top_sum = site.scratch("items", spec.n_heads * 2)
@@ -282,7 +291,7 @@ def build_attention(site: Site, node: Node) -> Launch:
     score = Score(spec.scale * (1.0 if spec.cap else LOG2E), spec.cap, spec.window)
     shape = Shape(
         spec.n_heads, spec.n_kv, spec.head_dim, wide, share, cache.block_size, spec.window > 0, spec.cap != 0.0, spec.sinks,
-        cache.kind, spec.chunked,
+        cache.kind, spec.chunked, spec.spans,
     )  # fmt: skip
     common = {"cache": Keys(cache.k, cache.v, *cache.both_scales), "sinks": sinks, "score": score, "S": shape}
     common |= {"COMPUTE": TL_TYPES[site.compute]}
@@ -328,7 +337,7 @@ def build_attention(site: Site, node: Node) -> Launch:
         """The others, or all."""
         site.launch(
             attend_many, (batch.T // (many.rows // share) + batch.S, spec.n_kv), out=target.tensor, q=q.tensor,
-            sequences=sequences(), seqs=batch.S, **common, BLOCK_M=many.rows, BLOCK_N=many.keys,
+            see_to=see_to.tensor, sequences=sequences(), seqs=batch.S, **common, BLOCK_M=many.rows, BLOCK_N=many.keys,
             LEAST=1 if by_prompts else 2, warps=many.warps, stages=many.stages,
         )  # fmt: skip
 

@@ -23,8 +23,8 @@ class Rotation(NamedTuple):
 
     k: Any  # act [T, n_kv * head_dim]
     v: Any  # act [T, n_kv * head_dim]
-    positions: Any  # int32 [T]
-    freq: Any  # float32 [n_rot / 2], radians a position
+    positions: Any  # int32 [T, axes]
+    freq: Any  # float32 [axes, n_rot / 2], radians a position
     slots: Any  # int32 [T], block * block_size + offset of the new key
     q_magnitude: float
     k_magnitude: float
@@ -76,6 +76,8 @@ class Shape(NamedTuple):
     """"plain", or the codes of the cache: "int8", "fp8" or "fp8_e5m2"."""
     CHUNKED: bool = False
     """Windows stand side by side: a query sees the keys of its own."""
+    SPANS: bool = False
+    """Queries say up to which position they see."""
 
 
 class Warps(NamedTuple):
@@ -106,3 +108,4 @@ class RopeShape(NamedTuple):
     WIDE: int
     """DIM, padded."""
     KIND: str
+    AXES: int

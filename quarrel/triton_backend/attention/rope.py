@@ -92,12 +92,22 @@ def _store_pairs(p, low, high, ok, S: tl.constexpr):
 
 
 @triton.jit
-def _rotate(to, x, positions, freq, magnitude, token, source, target, ok, S: tl.constexpr):
-    """Rows `source` of x `[.., S.DIM]`, rotated into rows `target` of `to`; all [R]."""
+def _angles(positions, freq, token, ok, S: tl.constexpr):
+    """Of tokens [R], for each pair: `[R, S.HALF]`. A pair has a frequency on one axis, so the sum is exact."""
     i = tl.arange(0, S.HALF)[None, :]
     in_half = i < S.ROT // 2
-    position = tl.load(positions + token, mask=ok, other=0).to(tl.float32)[:, None]
-    sin, cos = sin_cos(position * tl.load(freq + i, mask=in_half, other=0.0))
+    position = tl.load(positions + token * S.AXES, mask=ok, other=0).to(tl.float32)[:, None]
+    angle = position * tl.load(freq + i, mask=in_half, other=0.0)
+    for axis in tl.static_range(1, S.AXES):
+        position = tl.load(positions + token * S.AXES + axis, mask=ok, other=0).to(tl.float32)[:, None]
+        angle += position * tl.load(freq + axis * (S.ROT // 2) + i, mask=in_half, other=0.0)
+    return angle
+
+
+@triton.jit
+def _rotate(to, x, positions, freq, magnitude, token, source, target, ok, S: tl.constexpr):
+    """Rows `source` of x `[.., S.DIM]`, rotated into rows `target` of `to`; all [R]."""
+    sin, cos = sin_cos(_angles(positions, freq, token, ok, S))
     p_x, p_to = x + source[:, None] * S.DIM, to + target[:, None] * S.DIM
     a, b = _load_pairs(p_x, ok, S)
     low, high = rotate_pairs(a, b, sin, cos, magnitude)
@@ -112,10 +122,7 @@ def _rotate(to, x, positions, freq, magnitude, token, source, target, ok, S: tl.
 def _rotate_to_codes(to, scales, x, positions, freq, magnitude, token, source, target, ok, S: tl.constexpr):
     """As `_rotate`, into codes and their scales."""
     KIND: tl.constexpr = S.KIND
-    i = tl.arange(0, S.HALF)[None, :]
-    in_half = i < S.ROT // 2
-    position = tl.load(positions + token, mask=ok, other=0).to(tl.float32)[:, None]
-    sin, cos = sin_cos(position * tl.load(freq + i, mask=in_half, other=0.0))
+    sin, cos = sin_cos(_angles(positions, freq, token, ok, S))
     p_x, p_to = x + source[:, None] * S.DIM, to + target[:, None] * S.DIM
     a, b = _load_pairs(p_x, ok, S)
     low, high = rotate_pairs(a, b, sin, cos, magnitude)
@@ -161,8 +168,8 @@ def rope_rows(y, x, positions, freq, magnitude, tokens, S: tl.constexpr, R: tl.c
     """Rotates heads; a program takes R pairs of a token and a head.
 
     y, x       act `[tokens, S.HEADS * S.DIM]`
-    positions  int32 `[tokens]`
-    freq       float32 `[S.ROT / 2]`, radians a position
+    positions  int32 `[tokens, S.AXES]`
+    freq       float32 `[S.AXES, S.ROT / 2]`, radians a position
     """
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     token, ok = row // S.HEADS, row < tokens.to(tl.int64) * S.HEADS
@@ -233,12 +240,12 @@ def rope_append_rows(
 def _shape(spec: RopeSpec, heads: int, n_kv: int, size: int, kind: str = "plain") -> RopeShape:
     half, rest = power_of_two(spec.half), power_of_two(spec.head_dim - spec.n_rot)
     wide = power_of_two(spec.head_dim)
-    return RopeShape(heads, n_kv, size, spec.style == "neox", spec.head_dim, spec.n_rot, half, rest, wide, kind)
+    return RopeShape(heads, n_kv, size, spec.style == "neox", spec.head_dim, spec.n_rot, half, rest, wide, kind, spec.axes)
 
 
 def _copied(n_kv: int, cache: Cache, dim: int) -> RopeShape:
     """Of heads that are not rotated."""
-    return RopeShape(0, n_kv, cache.block_size, False, dim, 0, 1, 1, power_of_two(dim), cache.kind)
+    return RopeShape(0, n_kv, cache.block_size, False, dim, 0, 1, 1, power_of_two(dim), cache.kind, 1)
 
 
 def _rows_each(head_dim: int) -> int:
@@ -246,7 +253,7 @@ def _rows_each(head_dim: int) -> int:
 
 
 def build_rope(site: Site, node: Node) -> Launch:
-    """ROPE: x `[T, heads * head_dim]`, positions `[T]` int32, freq `[n_rot / 2]` float32."""
+    """ROPE: x `[T, heads * head_dim]`, positions `[T]` int32, or one on each axis, freq `[n_rot / 2]` float32."""
     spec: RopeSpec = node.spec
     x, positions, freq = node.inputs
     source, position, target = site.slot(x), site.slot(positions), site.slot(node.outputs[0])  # type: ignore[arg-type]
@@ -330,7 +337,7 @@ def left_to_attention(nodes: Sequence[Node], kept: set[int]) -> list[tuple[int, 
         table, cache = nodes[readers[0]].inputs[3:5]
         over = [n for n in nodes if n.op is ATTENTION and n.inputs[3] is table and n.inputs[4] == node.inputs[6]]
         whole = q.head_dim == q.n_rot == k.n_rot == power_of_two(q.head_dim) and q.head_dim >= 16
-        if whole and cache == node.inputs[6] and len(over) == 1:
+        if whole and q.axes == 1 and cache == node.inputs[6] and len(over) == 1:
             found.append((i, readers[0]))
     return found
 
@@ -342,8 +349,8 @@ def joined(site: Site, value: Value, cache: Cache) -> Node | None:
 
 
 def _accepts_append(spec: RopeAppendSpec) -> str | None:
-    def shape(s: RopeSpec) -> tuple[str, int, int]:
-        return s.style, s.head_dim - (spec.latent if s is spec.q else 0), s.n_rot
+    def shape(s: RopeSpec) -> tuple[str, int, int, int]:
+        return s.style, s.head_dim - (spec.latent if s is spec.q else 0), s.n_rot, s.axes
 
     if shape(spec.q) != shape(spec.k):
         return f"needs query and key rotated alike, got {shape(spec.q)} and {shape(spec.k)}"

@@ -218,7 +218,7 @@ def _known(*kinds: str) -> Callable[[Any], str | None]:
 
 IMPLEMENTATIONS = (
     Implementation(GATED, "flat", build_gated, _known("silu", "gelu_tanh", "gelu_erf", "sigmoid", "identity")),
-    Implementation(PLAIN, "flat", build_plain, _known("relu2", "gelu_erf")),
+    Implementation(PLAIN, "flat", build_plain, _known("relu2", "gelu_erf", "gelu_tanh")),
     Implementation(ADD_ROW, "flat", build_add_row),
     Implementation(ADD, "flat", build_add),
     Implementation(CAP, "flat", build_cap),

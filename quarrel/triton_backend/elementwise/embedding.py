@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from quarrel.ops.contract import Value
-from quarrel.ops.embedding import EMBEDDING, GATHER_ROWS, EmbeddingSpec
+from quarrel.ops.embedding import EMBEDDING, GATHER_ROWS, PUT_ROWS, EmbeddingSpec, GatherRowsSpec, PutRowsSpec
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 from quarrel.triton_backend.formats.exact import decode_blocks
@@ -44,15 +44,37 @@ def embed(
 
 
 @triton.jit
-def gather(y, x, rows, K, C: tl.constexpr, PDL: tl.constexpr):
+def gather(y, x, rows, K, WIDTH, C: tl.constexpr, MEAN: tl.constexpr, PDL: tl.constexpr):
+    """WIDTH values of x `[.., K]` from a row on, or the mean of MEAN rows."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     target = tl.program_id(0).to(tl.int64)
     source = tl.load(rows + target).to(tl.int64)
     column = tl.program_id(1) * C + tl.arange(0, C)
-    value = tl.load(x + source * K + column, mask=column < K, other=0.0)
-    tl.store(y + target * K + column, value, mask=column < K)
+    value = tl.load(x + source * K + column, mask=column < WIDTH, other=0.0)
+    if MEAN:
+        for row in range(1, MEAN):
+            value += tl.load(x + (source + row) * K + column, mask=column < WIDTH, other=0.0)
+        value = value * (1.0 / MEAN)
+    tl.store(y + target * WIDTH + column, value, mask=column < WIDTH)
+
+
+@triton.jit
+def put(y, x, rows, source, K, WIDTH, START, C: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr):
+    """y[t] = x[t], and in its place or added to it columns START to START + K of row rows[t] of `source` `[.., WIDTH]`."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + token).to(tl.int64)
+    column = tl.program_id(1) * C + tl.arange(0, C)
+    ok = column < K
+    value = tl.load(x + token * K + column, mask=ok, other=0.0)
+    there = column < tl.where(row >= 0, K, 0)
+    new = tl.load(source + row * WIDTH + START + column, mask=there, other=0.0)
+    value = tl.where(there, value + new if ADD else new, value)
+    tl.store(y + token * K + column, value, mask=ok)
 
 
 def build_embedding(site: Site, node: Node) -> Launch:
@@ -81,11 +103,27 @@ def build_gather_rows(site: Site, node: Node) -> Launch:
     """GATHER_ROWS: x `[T, k]` float32, rows `[R]` int32 below T."""
     x, rows = node.inputs
     source, index, target = site.slot(x), site.slot(rows), site.slot(node.outputs[0])  # type: ignore[arg-type]
-    k: int = node.spec.k
+    spec: GatherRowsSpec = node.spec
 
     def run(batch: Batch) -> None:
-        grid = (batch.R, cdiv(k, _COLUMNS))
-        site.launch(gather, grid, target.tensor, source.tensor, index.tensor, k, C=_COLUMNS, early=starts_early(site))
+        site.launch(
+            gather, (batch.R, cdiv(spec.width, _COLUMNS)), target.tensor, source.tensor, index.tensor, spec.k, spec.width,
+            C=_COLUMNS, MEAN=spec.n if spec.mean else 0, early=starts_early(site),
+        )  # fmt: skip
+
+    return run
+
+
+def build_put_rows(site: Site, node: Node) -> Launch:
+    """PUT_ROWS: x `[T, k]` float32, rows `[T]` int32, source `[.., width]` float32."""
+    x, index, source, target = (site.slot(v) for v in (*node.inputs, *node.outputs))  # type: ignore[arg-type]
+    spec: PutRowsSpec = node.spec
+
+    def run(batch: Batch) -> None:
+        site.launch(
+            put, (batch.T, cdiv(spec.k, _COLUMNS)), target.tensor, x.tensor, index.tensor, source.tensor, spec.k,
+            spec.width, spec.start, C=_COLUMNS, ADD=spec.add, early=starts_early(site),
+        )  # fmt: skip
 
     return run
 
@@ -93,4 +131,5 @@ def build_gather_rows(site: Site, node: Node) -> Launch:
 IMPLEMENTATIONS = (
     Implementation(EMBEDDING, "decoded rows", build_embedding),
     Implementation(GATHER_ROWS, "rows", build_gather_rows),
+    Implementation(PUT_ROWS, "rows", build_put_rows),
 )

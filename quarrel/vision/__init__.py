@@ -1,0 +1,1 @@
+"""Pictures from strangers, as the patches that a tower encodes."""

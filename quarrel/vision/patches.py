@@ -1,0 +1,109 @@
+"""From pixels to patches: how large an image is made, and in which order its patches come.
+
+Sizes are Qwen's "smart resize", or one square for all. Values are (pixel / 255 - mean) / std. A patch is `[3, p, p]`,
+flattened; patches stand in groups of `merge` x `merge`, row by row within a group and from group to group.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from quarrel.errors import RequestError
+
+Array = npt.NDArray[Any]
+MOST_STRETCHED = 200
+"""How much longer than wide an image may be, or wider than long."""
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What a tower wants of its images. `side`: of all of them in pixels, or 0 where an image keeps its shape, between
+    `min_pixels` and `max_pixels`. Two images of equal pixels and equal preparation are one."""
+
+    patch: int
+    merge: int
+    side: int
+    min_pixels: int
+    max_pixels: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    filter: Literal["bicubic", "bilinear"]
+
+    def size(self, width: int, height: int) -> tuple[int, int]:
+        """Width and height that an image is resized to."""
+        if self.side:
+            return self.side, self.side
+        if max(width, height) > MOST_STRETCHED * min(width, height):
+            raise RequestError(
+                f"an image is {width} x {height} pixels, wanted one at most {MOST_STRETCHED} times as long as wide", "image"
+            )
+        unit = self.patch * self.merge
+        w, h = (max(unit, round(side / unit) * unit) for side in (width, height))
+        if w * h > self.max_pixels:
+            shrink = math.sqrt(width * height / self.max_pixels)
+            w, h = (max(unit, math.floor(side / shrink / unit) * unit) for side in (width, height))
+        elif w * h < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / (width * height))
+            w, h = (math.ceil(side * grow / unit) * unit for side in (width, height))
+        return w, h
+
+
+@dataclass(frozen=True)
+class Patches:
+    """An image as a tower reads it. `values` `[T, 3 * patch * patch]` float32; `places` `[T, 2]` int32, row and column."""
+
+    values: Array
+    places: Array
+    merge: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of patches."""
+        rows, columns = self.places[-1] + 1
+        return int(rows), int(columns)
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image of a request: pixels `[H, W, 3]` uint8, resized, and what a tower makes of it by name and size."""
+
+    pixels: Array
+    preparation: Preparation
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of its tokens."""
+        unit = self.preparation.patch * self.preparation.merge
+        return self.pixels.shape[0] // unit, self.pixels.shape[1] // unit
+
+    @property
+    def tokens(self) -> int:
+        rows, columns = self.grid
+        return rows * columns
+
+    def digest(self) -> bytes:
+        """Equal for equal pixels and preparation."""
+        head = f"{self.pixels.shape} {self.preparation}".encode()
+        return hashlib.blake2b(head + self.pixels.tobytes(), digest_size=32).digest()
+
+    def patches(self) -> Patches:
+        p = self.preparation
+        mean, std = (np.array(a, np.float32) for a in (p.mean, p.std))
+        values = (self.pixels.astype(np.float32) / np.float32(255) - mean) / std
+        rows, columns = (side // p.patch for side in self.pixels.shape[:2])
+        at = np.stack(np.meshgrid(np.arange(rows), np.arange(columns), indexing="ij"), -1).astype(np.int32)
+        whole = values.reshape(rows, p.patch, columns, p.patch, 3).transpose(0, 2, 4, 1, 3)
+        return Patches(in_groups(whole, p.merge), in_groups(at, p.merge), p.merge)
+
+
+def in_groups(grid: Array, merge: int) -> Array:
+    """`[rows, columns, ...]` as `[rows * columns, -1]`, group by group."""
+    rows, columns = grid.shape[:2]
+    groups = grid.reshape(rows // merge, merge, columns // merge, merge, -1).swapaxes(1, 2)
+    return np.ascontiguousarray(groups.reshape(rows * columns, -1))

@@ -1,0 +1,96 @@
+"""The cases with an image, run on anything that compiles programs: tower, then the model around its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from quarrel.gguf import GGUFFile
+from quarrel.models import Keys, Tensors, assemble, read_spec
+from quarrel.models.tower import PARTS, Tower, assemble_tower, positions, read_tower, seeing, tower_tensors
+from quarrel.ops.program import Program
+from quarrel.ops.step import Backend, Limits, StepInputs
+from quarrel.vision.patches import Picture, Preparation, in_groups
+
+CASES = ("qwen3vl", "qwen35_vl", "gemma3_vl")
+IMAGE = 380
+"""The id that stands for an image's token."""
+
+Run = Callable[[Program, Tensors, StepInputs, str], Mapping[str, np.ndarray]]
+
+
+def on(backend: Backend) -> Run:
+    """Programs compiled by a backend, in float32."""
+
+    def run(program: Program, tensors: Tensors, inputs: StepInputs, want: str) -> Mapping[str, np.ndarray]:
+        tokens, rows = len(inputs.ids), len(inputs.out_rows)
+        step = backend.compile(program, tensors, Limits(tokens, max(2, rows), 8, 8, 16), "float32")
+        try:
+            return {name: array for name, array in vars(step(inputs, want)).items() if array is not None}  # type: ignore[arg-type]
+        finally:
+            step.close()
+
+    return run
+
+
+def preparation(tower: Tower) -> Preparation:
+    sizes = (tower.patch, tower.merge, tower.side, tower.min_pixels, tower.max_pixels)
+    return Preparation(*sizes, tower.mean, tower.std, "bicubic")
+
+
+def image_rows(folder: Path, run: Run) -> tuple[np.ndarray, tuple[int, int]]:
+    """What the tower makes of the case's image, `[tokens, parts * E]`, and the rows and columns of tokens."""
+    with GGUFFile.open(folder / "mmproj-f16.gguf") as file:
+        tensors = tower_tensors(file)
+        tower = read_tower(file, tensors)
+        picture = Picture(np.load(folder / "image.npy"), preparation(tower))
+        patches = picture.patches()
+        n, none = len(patches.values), np.zeros(len(patches.values), np.int32)
+        inputs = StepInputs(
+            ids=none,
+            positions=none,
+            slots=none,
+            query_start=np.array([0, n], np.int32),
+            kv_len=np.ones(1, np.int32),
+            block_table=np.zeros((1, 1), np.int32),
+            out_rows=np.arange(0, n, tower.group, dtype=np.int32),
+            stream=in_groups(positions(tower, file.array("v.position_embd.weight"), *patches.shape), tower.merge),
+            places=patches.places,
+            patches=patches.values,
+        )
+        out = run(assemble_tower(tower, tensors), tensors, inputs, "hidden")
+        return np.concatenate([out[name] for name in PARTS if name in out], 1), picture.grid
+
+
+def text_logits(folder: Path, rows: np.ndarray, grid: tuple[int, int], run: Run) -> np.ndarray:
+    """Logits of the case's tokens that are no image's."""
+    with GGUFFile.open(folder / "model-q4_0x.gguf") as file, GGUFFile.open(folder / "mmproj-f16.gguf") as projector:
+        tensors, spec = Tensors(file), read_spec(file)
+        tower = read_tower(projector, tower_tensors(projector))
+        spec = seeing(spec, Keys(file.metadata, spec.architecture), tower)
+        ids = np.load(folder / "image_ids.npy").astype(np.int32)
+        image, at = ids == IMAGE, np.arange(len(ids), dtype=np.int32)
+        first, last = np.flatnonzero(image)[[0, -1]]
+        places, see_to = np.stack([at] * 3, 1), at.copy()
+        see_to[first : last + 1] = last
+        if len(projector.metadata.str("clip.projector_type")) > len("gemma3"):
+            token = np.arange(rows.shape[0])
+            places[first : last + 1] = first + np.stack([0 * token, token // grid[1], token % grid[1]], 1)
+            places[last + 1 :] -= last + 1 - first - max(grid)
+        inputs = StepInputs(
+            ids=np.where(image, 0, ids).astype(np.int32),
+            positions=at,
+            slots=at,
+            query_start=np.array([0, len(ids)], np.int32),
+            kv_len=np.array([len(ids)], np.int32),
+            block_table=np.arange(-(-len(ids) // 16), dtype=np.int32)[None],
+            out_rows=at,
+            state_slots=np.array([1], np.int32),
+            images=rows.astype(np.float32),
+            image_rows=np.where(image, np.cumsum(image) - 1, -1).astype(np.int32),
+            places=places,
+            see_to=see_to,
+        )
+        return run(assemble(spec, tensors), tensors, inputs, "logits")["logits"][~image]

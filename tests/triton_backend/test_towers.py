@@ -1,0 +1,20 @@
+"""An image through a tower and the model around its rows, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from quarrel.ops.contract import rel_error
+from quarrel.triton_backend.backend import create
+from tests.paths import need_cases
+from tests.sight import CASES, image_rows, on, text_logits
+from tests.triton_backend.test_models import EVERYTHING
+
+
+@pytest.mark.parametrize("case", CASES if EVERYTHING else CASES[:1])
+def test_an_image_is_seen_as_by_an_independent_implementation(case: str) -> None:
+    folder, run = need_cases(case), on(create())
+    rows, grid = image_rows(folder, run)
+    assert rel_error(rows, np.load(folder / "image_embd_hf.npy")) < 1e-5
+    assert rel_error(text_logits(folder, rows, grid, run), np.load(folder / "image_logits_hf.npy")) < 1e-5
