@@ -37,6 +37,10 @@ docs:
     {{python}} -m tools.docs
     {{python}} -m tools.coverage
 
+# the documentation site, into build/site (extra docs)
+site:
+    {{python}} -m tools.site
+
 # every fuzzer, half an hour in all
 fuzz *args:
     {{python}} -m fuzz {{args}}

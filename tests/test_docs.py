@@ -22,6 +22,7 @@ from quarrel.models import ARCHITECTURES, Tensors, assemble, read_spec
 from quarrel.ops.registry import lower
 from tests.models.test_reference_logits import architecture
 from tests.paths import CASE_SETS, need_cases
+from tools import site
 from tools.docs import PAGE, page, structure
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,7 +52,7 @@ def test_the_table_of_rooms_is_the_one_that_is_checked() -> None:
 
 
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "bench/README.md", "examples/README.md")]
-PAGES += sorted((ROOT / "docs").glob("*.md"))
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
 TOPS = {"bench", "deploy", "docs", "examples", "fuzz", "quarrel", "tests", "tools"}
 ROOM_NAMES = {p.stem for p in (ROOT / "quarrel").iterdir()}
 
@@ -81,6 +82,12 @@ def test_links_between_pages_lead_somewhere() -> None:
     for path in (*PAGES, ROOT / "bench" / "results" / "README.md"):
         for link in re.findall(r"\]\((?!https?:)([^)#]+)", path.read_text("utf-8")):
             assert (path.parent / link).exists(), f"{path.name} links to {link}"
+
+
+def test_every_page_is_on_the_site() -> None:
+    assert {path.relative_to(ROOT).as_posix() for path in PAGES} - set(site.pages()) == set()
+    assert [page for page in site.pages() if page != site.REFERENCE and not (ROOT / page).is_file()] == []
+    assert "::: quarrel.llm.load\n" in site.reference()
 
 
 EVIDENCE = (ROOT / "docs" / "evidence.md").read_text("utf-8")
