@@ -40,6 +40,7 @@ SEEDS: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "once", "max_tokens": 4},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "once"}], "max_tokens": 4},
     "/v1/responses": {"input": "once", "max_output_tokens": 4},
+    "/v1/messages": {"messages": [{"role": "user", "content": [{"type": "text", "text": "once"}]}], "max_tokens": 4},
     "/v1/embeddings": {"input": ["once", "upon"]},
     "/v1/rerank": {"query": "a", "documents": ["b", {"text": "c"}]},
     "/api/generate": {"model": "tiny", "prompt": "once", "options": {"num_predict": 4}},

@@ -130,7 +130,7 @@ SAMPLERS: tuple[Sampler, ...] = (
         lambda text: tuple(text.split(";")),
         "NAMES",
     ),
-    Sampler("mirostat", "--mirostat", "2 keeps the surprise of the text steady; 0 is off", int),
+    Sampler("mirostat", "--mirostat", "1 and 2, its versions, keep the surprise of the text steady; 0 is off", int),
     Sampler("mirostat_tau", "--mirostat-tau", "the surprise it aims at, in bits", float, "X", "--mirostat-ent"),
     Sampler("mirostat_eta", "--mirostat-eta", "how fast it corrects itself", float, "X", "--mirostat-lr"),
     Sampler("logit_bias", "--logit-bias", "added to a token's logit; may be repeated", _bias, "ID=BIAS", many=True),

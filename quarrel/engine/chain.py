@@ -2,12 +2,13 @@
 
     logits    + logit_bias; stop tokens banned before min_tokens; penalties; DRY
     greedy    (temperature 0) the best of these
-    mirostat  p = softmax(logits / temperature); keep surprise -log2 p <= mu; draw; mu -= eta * (surprise - tau)
+    mirostat  p = softmax(logits / temperature); keep surprise -log2 p <= mu; draw; mu -= eta * (surprise - tau).
+              Version 1 keeps as many as have a mean surprise of mu if the p fall by a power of their rank
     ordered   (`samplers`, or one that only llama.cpp's order has) as in `quarrel.engine.ordered`
     else      top_k; p = softmax(logits / temperature); typical_p; top_p and min_p as in the op; XTC; draw
 
 Typical (Meister et al. 2023, arXiv:2202.00666) keeps the tokens whose surprise is closest to the entropy. XTC, with its
-probability, removes all but the least likely of the tokens that reach its threshold. Mirostat 2: arXiv:2007.14966.
+probability, removes all but the least likely of the tokens that reach its threshold. Mirostat: arXiv:2007.14966.
 
 A row is 100,000 numbers long. Where only the most likely can be drawn (greedy, or with a top_k), only those are looked at
 and what has a bias, a ban or a penalty: the same numbers, so the same token, in a tenth of the time.
@@ -155,11 +156,33 @@ class HostChain:
     def _mirostat(self, x: Array, uniform: float) -> int:
         y = over(x - x.max(), self._p.temperature)
         surprise = (np.log(np.exp(y).sum()) - y) / np.log(2.0)  # -log2 p
-        ids = np.flatnonzero(surprise <= max(self._mu, float(surprise.min())))
+        if self._p.mirostat == 1:
+            ids = np.sort(np.argsort(-y, kind="stable")[: _ranks(y, self._mu)])
+        else:
+            ids = np.flatnonzero(surprise <= max(self._mu, float(surprise.min())))
         at = draw_token(x[ids], self._p.temperature, 0, 1.0, 0.0, uniform)
         left = np.exp(y[ids])
         self._mu -= self._p.mirostat_eta * (float(-np.log2(left[at] / left.sum())) - self._p.mirostat_tau)
         return int(ids[at])
+
+
+HEAD = 100
+"""Ranks by which version 1 of mirostat estimates how fast probabilities fall."""
+
+
+def _ranks(logits: Array, mu: float) -> int:
+    """How many of the most likely mirostat 1 keeps: if p falls as rank ** -s, so many have a mean surprise of mu bits."""
+    head = np.partition(logits, -HEAD)[-HEAD:] if len(logits) > HEAD else logits
+    head = np.sort(head[np.isfinite(head)])[::-1]
+    if len(head) < 2:
+        return 1
+    ranks = np.arange(1, len(head))
+    falls = np.log((ranks + 1) / ranks)
+    s = max(float((falls * -np.diff(head)).sum() / (falls**2).sum()), 1e-3)
+    over = s - 1 if abs(s - 1) > 1e-9 else 1e-9
+    with np.errstate(over="ignore"):
+        k = np.float64(over * 2.0**mu / (1 - float(len(logits)) ** -over)) ** (1 / s)
+    return int(min(max(k, 1), len(logits)))
 
 
 class Counts:

@@ -123,7 +123,8 @@ class SamplingParams:
     """An order to cut in, of `ORDER`; what it leaves out is off. By default the one above, or, where top_n_sigma,
     dynatemp_range or adaptive_target are set, `ORDER`, in which the temperature comes behind the cuts, as in llama.cpp."""
     mirostat: int = _whole(0, 0, 2)
-    """2 holds the surprise of the text near `mirostat_tau`, instead of the cuts by top_k, top_p, min_p, typical_p, XTC."""
+    """1 or 2, its two versions, hold the surprise of the text near `mirostat_tau`, instead of the cuts by top_k, top_p,
+    min_p, typical_p, XTC. The second needs no estimate of how fast probabilities fall."""
     mirostat_tau: float = _real(5.0, 0.0, 100.0, above=True)
     """The surprise aimed at, in bits."""
     mirostat_eta: float = _real(0.1, 0.0, 1.0, above=True)
@@ -145,8 +146,6 @@ class SamplingParams:
         for entry in fields(self):
             if "range" in entry.metadata:
                 self._set(entry.name, entry.metadata["range"].take(entry.name, getattr(self, entry.name)))
-        if self.mirostat == 1:
-            raise RequestError("mirostat is 1, wanted 0 or 2: version 1 is not offered, version 2 replaces it", "mirostat")
         if not isinstance(self.ignore_eos, bool):
             raise _refuse("ignore_eos", self.ignore_eos, "True or False")
         self._set("samplers", _order(self.samplers))

@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
     StrictFloat,
     StrictInt,
     StrictStr,
-    WithJsonSchema,
     model_validator,
 )
 
@@ -37,14 +35,8 @@ Adapter = Annotated[StrictStr, Field(min_length=1, max_length=64)]
 """One of the model's LoRA adapters, by name."""
 
 
-def _off_or_second(value: int) -> int:
-    if value not in (0, 2):
-        raise ValueError("0 or 2")
-    return value
-
-
 # Python holds False, 0.0 and 0 for equal, so a Literal would take them all.
-Mirostat = Annotated[StrictInt, AfterValidator(_off_or_second), WithJsonSchema({"type": "integer", "enum": [0, 2]})]
+Mirostat = Annotated[StrictInt, Field(ge=0, le=2)]
 
 
 class Body(BaseModel):

@@ -40,6 +40,9 @@ PAGE = frozenset({"/", "/favicon.ico", "/sw.js"})
 STATIC = "/static/"
 """The page and its files: the same bytes for everybody, and a browser cannot send a key with a link."""
 UPLOADS = "/api/blobs/"
+LLAMAS = frozenset({"/chat/completions", "/completions", "/embeddings"})
+SHORT = LLAMAS | {"/models", "/responses", "/rerank", "/messages", "/messages/count_tokens"}
+"""Routes that clients also ask for without /v1. The former are llama-server's own."""
 MAX_HEADERS = 32 << 10
 VERSIONS = ("1.0", "1.1")
 SCHEMES = ("http", "https")
@@ -86,12 +89,15 @@ class Middleware:
         self._proxies = Proxies(networks(settings.trusted_proxies))
         self._forwarded = Connections(settings.connections_per_address)
         self._origins = Origins((*settings.origins, *(LOCAL if settings.ollama else ())))
+        self._short = SHORT - LLAMAS if settings.llama else SHORT
         self._names = {"localhost", settings.host.lower(), *(h.lower() for h in settings.hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
+        if scope["path"] in self._short or scope["path"].startswith("/models/"):
+            scope["path"] = "/v1" + scope["path"]
         began = time.perf_counter()
         request_id = "req-" + secrets.token_hex(8)
         state = scope.setdefault("state", {})

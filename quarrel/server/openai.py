@@ -12,6 +12,7 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from quarrel import __version__
 from quarrel.engine import Chunk, Result, Service, TokenLogprob, Usage
 from quarrel.llm import Model
 from quarrel.server.body import body_of, read_body
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from fastapi import APIRouter
 
 Json = dict[str, Any]
+FINGERPRINT = f"quarrel-{__version__}"
+"""Of what answers: with the same seed, another version may write another text."""
 
 
 def routes(dispatcher: Dispatcher) -> APIRouter:
@@ -215,7 +218,8 @@ async def _answer(
     headers: dict[str, str],
 ) -> Response:
     limit, n = dispatcher.settings.timeout, body.n or 1
-    head = {"id": form.prefix + secrets.token_hex(12), "object": form.object, "created": int(time.time())}
+    head: Json = {"id": form.prefix + secrets.token_hex(12), "object": form.object, "created": int(time.time())}
+    head["system_fingerprint"] = FINGERPRINT
     admission = dispatcher.admit(request.state.caller, body.model, prepare, request.url.path, stream=bool(body.stream))
     if not body.stream:
 

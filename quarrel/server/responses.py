@@ -1,4 +1,4 @@
-"""OpenAI's newer protocol, /v1/responses: text, calls of functions, events. Nothing is kept between requests."""
+"""OpenAI's newer protocol, /v1/responses: text, calls of functions, events; what was answered is kept for a while."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from quarrel.server.lines import SSE, event
 from quarrel.server.messages import Part, joined
 from quarrel.server.reader import Reader, Reading
 from quarrel.server.schemas import ReasoningEffort, Samplers
+from quarrel.server.stored import Responses
 from quarrel.server.tools import call_or, required_call
 
 Json = dict[str, Any]
@@ -109,8 +110,8 @@ class ResponsesBody(Samplers):
     max_output_tokens: Annotated[StrictInt, Field(ge=1, lt=2**31)] | None = None
     stream: StrictBool | None = False
     store: StrictBool | None = None
-    """Accepted; nothing is kept, so `previous_response_id` is refused."""
-    previous_response_id: None = None
+    """Whether the response is kept, so that it can be looked at and gone on from; it is unless this is false."""
+    previous_response_id: StrictStr | None = None
     text: TextOptions | None = None
     tools: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedCall | AllowedTools | None = None
@@ -131,12 +132,15 @@ class ResponsesBody(Samplers):
         options["max_tokens"] = self.max_output_tokens
         return options
 
-    def messages(self) -> list[Json]:
+    def items(self) -> list[Item]:
+        """What is to be answered."""
+        return [Item(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+
+    def messages(self, earlier: Sequence[Json] = ()) -> list[Json]:
+        """For the chat template. earlier: items of the responses before."""
         before: list[Json] = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        if isinstance(self.input, str):
-            return [*before, {"role": "user", "content": self.input}]
         made, thought = list[Json](), ""
-        for item in self.input:
+        for item in [*(Item.model_validate(row) for row in earlier), *self.items()]:
             if item.type in (*LEFT_OUT, "reasoning"):
                 thought += item.thought
                 continue
@@ -194,28 +198,39 @@ class ResponsesBody(Samplers):
 
 
 def routes(dispatcher: Dispatcher) -> APIRouter:
-    """The one route."""
-    router = APIRouter(prefix="/v1")
+    """To answer, and to look at what was answered."""
+    router, stored = APIRouter(prefix="/v1"), Responses()
 
     @router.post("/responses", **body_of(ResponsesBody))
     async def respond(request: Request) -> Response:
         """An answer to a text or a conversation."""
         body, headers = await read_body(request, ResponsesBody, dispatcher)
-        messages, reading, options = body.messages(), body.reading(), body.sampling()
+        caller, before = request.state.caller, body.previous_response_id
+        last = None if before is None else stored.find(caller, before, "previous_response_id")
+        earlier = [] if last is None else [*last.items, *last.row["output"]]
+        messages, reading, options = body.messages(earlier), body.reading(), body.sampling()
         effort = None if body.reasoning is None else body.reasoning.effort
         more: Any = {"structure": body.structure(), "adapter": body.adapter, "effort": effort, **options}
 
         def prepare(llm: Model, service: Service) -> Sequence[Any]:
             return [chat_request(llm, dispatcher.settings.chat_template, messages, reading, service=service, **more)]
 
-        admission = dispatcher.admit(request.state.caller, body.model, prepare, request.url.path, stream=bool(body.stream))
+        admission = dispatcher.admit(caller, body.model, prepare, request.url.path, stream=bool(body.stream))
         answer, limit = _Answer(body, reading), dispatcher.settings.timeout
+
+        def keep() -> None:
+            if body.store is not False and answer.row is not None:
+                items = [item.model_dump(exclude_unset=True) for item in body.items()]
+                stored.keep(caller, answer.row, [*earlier, *({"id": _id("msg_"), **row} for row in items)])
+
         if not body.stream:
 
             def whole(generation: Generation, found: list[Result]) -> Json:
                 answer.begin(generation)
                 (result,) = found
-                return answer.ended(result)
+                row = answer.ended(result)
+                keep()
+                return row
 
             return await answer_whole(request, admission, limit, whole, headers)
 
@@ -225,10 +240,46 @@ def routes(dispatcher: Dispatcher) -> APIRouter:
             async for chunk in chunks(generation, 0, limit):
                 if events := answer.push(chunk.text, chunk.result):
                     yield "".join(events)
+            keep()
 
         return await answer_stream(admission, events, answer.failed, "text/event-stream", {**SSE, **headers})
 
+    @router.get("/responses/{id}")
+    async def look(id: str, request: Request) -> Json:
+        """A response that was kept."""
+        return stored.find(request.state.caller, id).row
+
+    @router.get("/responses/{id}/input_items")
+    async def items(
+        id: str, request: Request, limit: int = 20, order: Literal["asc", "desc"] = "desc", after: str = ""
+    ) -> Json:
+        """What it answered."""
+        rows = [_shown(row) for row in stored.find(request.state.caller, id).items]
+        rows = rows if order == "asc" else rows[::-1]
+        start = next((at + 1 for at, row in enumerate(rows) if row.get("id") == after), 0)
+        page = rows[start : start + max(1, min(limit, 100))]
+        ends = {"first_id": page[0].get("id"), "last_id": page[-1].get("id")} if page else {}
+        return {"object": "list", "data": page, "has_more": start + len(page) < len(rows), **ends}
+
+    @router.delete("/responses/{id}")
+    async def forget(id: str, request: Request) -> Json:
+        """Forgets it."""
+        stored.forget(request.state.caller, id)
+        return {"id": id, "object": "response", "deleted": True}
+
     return router
+
+
+def _shown(row: Json) -> Json:
+    """An item as clients read it: its type is said, and its text is a part."""
+    made, kind = {"type": "message", **row}, "output_text" if row.get("role") == "assistant" else "input_text"
+    if isinstance(row.get("content"), str):
+        made["content"] = [{"type": kind, "text": row["content"], **({"annotations": []} if kind == "output_text" else {})}]
+    return made
+
+
+def _id(prefix: str) -> str:
+    return prefix + secrets.token_hex(12)
 
 
 @dataclass(frozen=True)
@@ -263,7 +314,9 @@ class _Answer:
         self._body, self._params = body, SamplingParams()
         self._reading, self._reader = reading, Reader(reading)
         self._model: Model | None = None
-        self._id, self._created, self._next = "resp_" + secrets.token_hex(12), int(time.time()), 0
+        self._id, self._created, self._next = _id("resp_"), int(time.time()), 0
+        self.row: Json | None = None
+        """The whole answer, when it has ended."""
         self._items: list[Json] = []
         self._open: Json | None = None
         self._kind = SAID
@@ -317,11 +370,12 @@ class _Answer:
             "output_tokens_details": {"reasoning_tokens": thought},
             "total_tokens": used.total_tokens,
         }
+        self.row = row
         return row
 
     def _begun(self, kind: Kind) -> list[str]:
         """Begins a message or a thought."""
-        item = {"id": kind.prefix + secrets.token_hex(12), "type": kind.item, "status": "in_progress", **kind.more}
+        item = {"id": _id(kind.prefix), "type": kind.item, "status": "in_progress", **kind.more}
         added = self._event("response.output_item.added", output_index=len(self._items), item={**item, "content": []})
         self._open, self._kind = {**item, "content": [kind.part("")]}, kind
         self._items.append(self._open)
@@ -381,9 +435,9 @@ class _Answer:
             "model": self.model,
             "output": output,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": None,
+            "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
-            "store": False,
+            "store": body.store is not False,
             "temperature": self._params.temperature,
             "text": {"format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_unset=True)},
             "top_p": self._params.top_p,
@@ -401,6 +455,5 @@ class _Answer:
 
 
 def _call(call: Call) -> Json:
-    id = secrets.token_hex(12)
-    row = {"id": "fc_" + id, "type": "function_call", "call_id": call.named, "status": "completed"}
+    row = {"id": _id("fc_"), "type": "function_call", "call_id": call.named, "status": "completed"}
     return {**row, "name": call.name, "arguments": call.arguments}

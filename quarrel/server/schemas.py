@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, StrictBool, StrictInt, StrictStr
@@ -96,6 +97,24 @@ class ResponseFormat(Body):
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
+class StructuredOutputs(Body):
+    """vLLM's: one form that the answer keeps to. A grammar is GBNF, or Lark where it has no `::=`."""
+
+    json_: Annotated[dict[str, Any] | StrictStr | None, Field(alias="json")] = None
+    regex: Text | None = None
+    choice: Annotated[list[Text], Field(min_length=1, max_length=256)] | None = None
+    grammar: Text | None = None
+
+    def structures(self) -> list[Structure]:
+        """Those that are given."""
+        made = [] if self.json_ is None else [Structure.json(self.json_)]
+        made += [] if self.regex is None else [Structure.regex(self.regex)]
+        made += [] if self.choice is None else [Structure.lark("start: " + " | ".join(map(json.dumps, self.choice)))]
+        if self.grammar is not None:
+            made.append(Structure.gbnf(self.grammar) if "::=" in self.grammar else Structure.lark(self.grammar))
+        return made
+
+
 class OpenAIBody(Samplers):
     model: StrictStr | None = None
     stream: StrictBool | None = False
@@ -103,21 +122,47 @@ class OpenAIBody(Samplers):
     n: Annotated[StrictInt, Field(ge=1, le=8)] | None = None
     logit_bias: Annotated[dict[TokenId, Annotated[Number, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | StrictStr | None = None
+    guided_regex: Text | None = None
+    guided_choice: Annotated[list[Text], Field(min_length=1, max_length=256)] | None = None
+    guided_grammar: Text | None = None
+    """vLLM's older words for the same."""
+    grammar: Text | None = None
+    """GBNF, as llama-server has it."""
+    min_tokens: Annotated[StrictInt, Field(ge=0, lt=2**31)] | None = None
+    stop_token_ids: Annotated[list[Annotated[StrictInt, Field(ge=0, lt=2**31)]], Field(max_length=64)] | None = None
     user: StrictStr | None = None
     """Accepted for compatibility; nothing is done with it."""
     adapter: Adapter | None = None
 
     def sampling(self) -> Sampling:
         options = super().sampling()
-        if self.n is not None:
-            options["n"] = self.n
+        for name in ("n", "min_tokens", "stop_token_ids"):
+            if (value := getattr(self, name)) is not None:
+                options[name] = value
         if self.logit_bias:
             options["logit_bias"] = {int(id): bias for id, bias in self.logit_bias.items()}
         return options
 
     def structure(self) -> Structure | None:
         """The grammar that every token of the answer keeps to."""
-        return None if self.response_format is None else self.response_format.structure()
+        return self.form()
+
+    def form(self) -> Structure | None:
+        """What the text of the answer keeps to, in whichever protocol's words."""
+        made = [None if self.response_format is None else self.response_format.structure()]
+        made += [] if self.structured_outputs is None else self.structured_outputs.structures()
+        older = {name: getattr(self, f"guided_{name}") for name in ("json", "regex", "choice", "grammar")}
+        made += StructuredOutputs.model_validate(older).structures()
+        made += [Structure.gbnf(self.grammar)] if self.grammar else []
+        given = [structure for structure in made if structure is not None]
+        if len(given) > 1:
+            text = (
+                "several forms of the answer are given (response_format, structured_outputs, guided_*, grammar): leave one"
+            )
+            raise Refused(400, "invalid_request", text, param="response_format")
+        return given[0] if given else None
 
 
 class NamedFunction(Body):
@@ -165,7 +210,7 @@ class ChatBody(OpenAIBody):
         return options
 
     def structure(self) -> Structure | None:
-        form = super().structure()
+        form = self.form()
         if not self.forced:
             return call_or(form, self.callable())
         named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
@@ -180,8 +225,7 @@ class ChatBody(OpenAIBody):
 
     def reading(self) -> Reading:
         """How the answer is read."""
-        shaped = self.response_format is not None and self.response_format.type != "text"
-        return Reading(self.callable(), forced=self.forced, shaped=shaped or self.forced)
+        return Reading(self.callable(), forced=self.forced, shaped=self.forced or self.form() is not None)
 
     def callable(self) -> list[dict[str, Any]] | None:
         """The tools that the model may call."""

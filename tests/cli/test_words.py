@@ -220,7 +220,7 @@ def test_no_text_at_a_terminal_is_status_2(monkeypatch: pytest.MonkeyPatch, caps
         ("generate BASE x --stop=", "an entry of --stop is ''"),
         ("generate BASE x --compute fp8 --backend cpu", "no implementation of any op for --compute fp8: leave it out"),
         ("generate BASE x --top-p 2", "--top-p is 2.0"),
-        ("generate BASE x --mirostat 1", "--mirostat is 1"),
+        ("generate BASE x --mirostat 3", "--mirostat is 3"),
         ("generate BASE x --ctx 0", "--ctx is 0"),
         ("generate BASE x --ctx 100000", "--ctx is 100000"),
         ("generate BASE x --stop-token 100000", "--stop-token holds the token id 100000"),

@@ -114,11 +114,12 @@ def test_xtc_chooses_among_what_the_cuts_left() -> None:
     assert without_top_choices(np.array([0.5, 0.3, 0.2]), 0.25).tolist() == [False, True, True]
 
 
+@pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("tau", [2.0, 4.0, 6.0])
-def test_mirostat_holds_the_surprise_at_its_target(tau: float) -> None:
+def test_mirostat_holds_the_surprise_at_its_target(tau: float, version: int) -> None:
     row = (-0.9 * np.log(np.arange(1, 2001))).astype(np.float32)
     surprise = -np.log2(softmax(row.astype(np.float64)))
-    c = chain(mirostat=2, mirostat_tau=tau)
+    c = chain(mirostat=version, mirostat_tau=tau)
     drawn = [draw(c, row, i) for i in range(1500)]
     # The surprise of a draw is counted within what was left to draw from: mu moved by eta times its distance to tau.
     assert abs((2 * tau - c._mu) / 0.1 / len(drawn)) < 0.1
@@ -137,6 +138,19 @@ def test_mirostat_cuts_by_surprise_and_learns_from_each_draw() -> None:
     assert 1 in drawn[8:]
     c = chain(mirostat=2, mirostat_tau=30.0)
     assert {draw(c, ROW, i) for i in range(400)} == set(range(6))
+
+
+def test_mirostat_one_keeps_as_many_as_its_estimate_says() -> None:
+    # p falls as rank ** -2: eps is 1, so k is (2 ** mu / (1 - 1 / n)) ** (1 / 2), with n = 2000 and mu = 2 tau.
+    row = (-2.0 * np.log(np.arange(1, 2001))).astype(np.float32)
+    for tau, k in ((1.0, 2), (2.0, 4), (3.5, 11)):
+        first = [chain(mirostat=1, mirostat_tau=tau) for _ in range(600)]
+        assert k // 2 <= max(draw(c, row, i) for i, c in enumerate(first)) < k
+    flat = np.zeros(300, np.float32)
+    only = np.full(300, -np.inf, np.float32)
+    only[7] = 1.0
+    assert draw(chain(mirostat=1), flat, 0) in range(300)
+    assert [draw(chain(mirostat=1), only, i) for i in range(3)] == [7] * 3
 
 
 def test_logit_bias_shifts_and_minus_infinity_bans() -> None:

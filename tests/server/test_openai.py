@@ -14,7 +14,9 @@ import pytest
 import quarrel
 from quarrel.engine import Result, Timings, Usage
 from quarrel.server import Rates, Settings
+from quarrel.server.errors import Refused
 from quarrel.server.responses import ResponsesBody, _Answer
+from quarrel.server.stored import Responses
 from tests.llm.test_embed import with_keys
 from tests.paths import need_cases
 from tests.server.conftest import Live, running
@@ -241,12 +243,97 @@ def test_the_newer_protocols_calls_and_refusals(live: Live) -> None:
     assert [e["sequence_number"] for e in events] == list(range(len(events)))
     for wrong in (
         {"input": "a", "previous_response_id": "resp_1"},
+        {"input": "a", "previous_response_id": 5},
         {"input": "a", "tools": [{"type": "web_search"}]},
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
         {"input": "a", "text": {"format": {"type": "json_schema", "name": "x"}}},
         {"input": []},
     ):
         assert live.client.post("/v1/responses", json=wrong).status_code == 400, wrong
+
+
+def test_a_response_is_kept_and_gone_on_from(client: openai.OpenAI, live: Live) -> None:
+    first = client.responses.create(model="demo", input="Tell me of a king.", max_output_tokens=3)
+    assert client.responses.retrieve(first.id).to_dict() == first.to_dict()
+    (item,) = client.responses.input_items.list(first.id).data
+    assert item.content[0].text == "Tell me of a king."  # type: ignore[union-attr]
+    second = client.responses.create(model="demo", input="And?", previous_response_id=first.id, max_output_tokens=3)
+    said = [{"role": "user", "content": "Tell me of a king."}, *(i.to_dict() for i in first.output)]
+    by_hand: Any = [*said, {"role": "user", "content": "And?"}]
+    whole = client.responses.create(model="demo", input=by_hand, max_output_tokens=3, store=False)
+    assert second.usage.input_tokens == whole.usage.input_tokens  # type: ignore[union-attr]
+    assert [i.type for i in client.responses.input_items.list(second.id, order="asc", limit=2).data] == ["message"] * 2
+    *_, last = client.responses.create(model="demo", input="a", max_output_tokens=2, stream=True)
+    assert client.responses.retrieve(last.response.id).status == "incomplete"  # type: ignore[union-attr]
+    client.responses.delete(first.id)
+    for gone in (first.id, whole.id, "resp_none"):
+        with pytest.raises(openai.NotFoundError, match="there is no response"):
+            client.responses.retrieve(gone)
+    error = live.client.post("/v1/responses", json={"input": "a", "previous_response_id": first.id}).json()["error"]
+    assert (error["code"], error["param"]) == ("previous_response_not_found", "previous_response_id")
+
+
+def test_responses_are_their_callers_and_the_oldest_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quarrel.server.stored.MOST", 2)
+    monkeypatch.setattr("quarrel.server.stored.MAX_CHARACTERS", 100)
+    kept = Responses()
+    for n in range(3):
+        kept.keep("a", {"id": f"r{n}"}, [])
+    kept.keep("a", {"id": "r3", "text": "x" * 200}, [])
+    assert kept.find("a", "r2").row == {"id": "r2"}
+    for caller, id in (("b", "r2"), ("a", "r0"), ("a", "r3")):
+        with pytest.raises(Refused):
+            kept.find(caller, id)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"guided_choice": ["42"]},
+        {"guided_regex": "42"},
+        {"guided_json": {"const": 42}},
+        {"guided_json": '{"const": 42}'},
+        {"guided_grammar": 'root ::= "42"'},
+        {"guided_grammar": 'start: "42"'},
+        {"grammar": 'root ::= "4" "2"'},
+        {"structured_outputs": {"choice": ["42"]}},
+    ],
+)
+def test_forms_of_the_answer_in_other_servers_words(live: Live, more: dict[str, Any]) -> None:
+    for route, body in (("/completions", {"prompt": "a"}), ("/chat/completions", {"messages": CHAT})):
+        answer = live.client.post(route, json={**body, **more, "max_tokens": 20}).json()  # without /v1, as they have it
+        choice = answer["choices"][0]
+        assert (choice.get("text") or choice["message"]["content"]) == "42"
+        assert answer["system_fingerprint"].startswith("quarrel-")
+    both = {"prompt": "a", **more, "response_format": {"type": "json_object"}}
+    assert "several forms" in live.client.post("/v1/completions", json=both).json()["error"]["message"]
+
+
+def test_least_tokens_and_tokens_that_stop(live: Live) -> None:
+    loaded = live.server.dispatcher.models.entry("demo").loaded
+    assert loaded is not None
+    body = {"prompt": "Once upon a time", "max_tokens": 9, "temperature": 0}
+    whole = live.client.post("/v1/completions", json={**body, "logprobs": 0}).json()["choices"][0]
+    id = loaded.llm.tokenize("Once upon a time" + whole["text"], False)[
+        len(loaded.llm.tokenize("Once upon a time", False)) + 3
+    ]
+    counts = []
+    for more in ({}, {"min_tokens": 6}):
+        answer = live.client.post("/v1/completions", json={**body, "stop_token_ids": [id], **more}).json()
+        counts.append(answer["usage"]["completion_tokens"])
+    assert counts[0] <= 4
+    assert counts[1] >= 6
+
+
+def test_routes_without_their_prefix(live: Live) -> None:
+    for path in ("/models", "/models/demo"):
+        assert live.client.get(path).json() == live.client.get("/v1" + path).json()
+    bodies = {"/embeddings": {"input": ["a", [5, 6]]}, "/responses": {"input": "a", "max_output_tokens": 1},
+              "/messages/count_tokens": {"messages": CHAT}}  # fmt: skip
+    for path, body in bodies.items():
+        assert live.client.post(path, json=body).status_code == 200, path
+    assert live.client.post("/rerank", json={}).json()["error"]["type"] == "invalid_request_error"
+    assert live.client.post("/messages", json={}).json()["type"] == "error"
 
 
 def test_only_a_reranker_ranks(live: Live, tmp_path: Path) -> None:

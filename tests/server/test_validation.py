@@ -30,7 +30,7 @@ SENTENCES: list[tuple[type[Body], dict[str, Any], str]] = [
     (CompletionBody, {"prompt": "a", "temperature": "x" * 99}, f'temperature is "{"x" * 39}…, wanted a number'),
     (CompletionBody, {"prompt": "a", "typical_p": 0}, "typical_p is 0, wanted more than 0"),
     (CompletionBody, {"prompt": "a", "seed": 2**64}, f"seed is {2**64}, wanted less than {2**64}"),
-    (CompletionBody, {"prompt": "a", "mirostat": 1}, "mirostat is 1, wanted 0 or 2"),
+    (CompletionBody, {"prompt": "a", "mirostat": 3}, "mirostat is 3, wanted at most 2"),
     (CompletionBody, {"prompt": "a", "stream": 1}, "stream is 1, wanted true or false"),
     (CompletionBody, {"prompt": "a", "stop": 5}, "stop is 5, wanted a text or a list"),
     (CompletionBody, {"prompt": "a", "stop": [""]}, "stop.0 has 0 characters, wanted at least 1"),

@@ -110,8 +110,8 @@ class Samplers(Body):
             options["typical_p"] = 1.0
         if self.repeat_penalty is not None and self.repeat_penalty <= 0:
             options["repetition_penalty"] = 1.0
-        if self.mirostat is not None:  # version 1 aims at the same, by an estimate that the second does without
-            options["mirostat"] = 2 if self.mirostat in (1, 2) else 0
+        if self.mirostat is not None:
+            options["mirostat"] = self.mirostat if self.mirostat in (1, 2) else 0
         if self.dry_sequence_breakers is not None:
             options["dry_sequence_breakers"] = [b for b in self.dry_sequence_breakers if b]
         if self.samplers is not None:
@@ -142,8 +142,6 @@ class Samplers(Body):
     def unknown(self) -> list[str]:
         """What is not done as it was asked for, besides what is not understood."""
         more = []
-        if self.mirostat == 1:
-            more.append("mirostat")
         names = self.samplers or ()
         if any(name not in SAMPLERS for name in names):
             more.append("samplers")
@@ -227,12 +225,11 @@ class ChatBody(Samplers, OpenAIChatBody):  # type: ignore[misc]
         return super().limit
 
     def reading(self) -> Reading:
-        made = replace(super().reading(), shown=tuple(self.preserved_tokens or ()))
-        made = replace(made, shaped=made.shaped or self.form() is not None)
-        return replace(made, thoughts=self.reasoning_format != "none")
+        shown = tuple(self.preserved_tokens or ())
+        return replace(super().reading(), shown=shown, thoughts=self.reasoning_format != "none")
 
-    def structure(self) -> Structure | None:
-        return self.form() or OpenAIChatBody.structure(self)
+    def form(self) -> Structure | None:
+        return super().form() or OpenAIChatBody.form(self)
 
 
 class EmbeddingBody(Body):

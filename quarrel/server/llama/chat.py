@@ -22,7 +22,7 @@ from quarrel.server.llama.bodies import ChatBody
 from quarrel.server.llama.completion import biases, check_room, probability, service_of, timings
 from quarrel.server.llama.shift import followed, results_of
 from quarrel.server.llama.table import Routes
-from quarrel.server.openai import _Chat, _usage
+from quarrel.server.openai import FINGERPRINT, _Chat, _usage
 
 Json = dict[str, Any]
 
@@ -71,7 +71,7 @@ async def _answer(dispatcher: Dispatcher, request: Request, body: ChatBody, head
     head: Json = {"created": int(time.time()), "id": "chatcmpl-" + secrets.token_hex(16)}
 
     def named(generation: Generation) -> Json:
-        return {**head, "model": generation.model, "system_fingerprint": "quarrel"}
+        return {**head, "model": generation.model, "system_fingerprint": FINGERPRINT}
 
     if not stream:
 

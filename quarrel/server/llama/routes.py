@@ -8,7 +8,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from quarrel import __version__
 from quarrel.llm import Model
 from quarrel.server.body import read_body
 from quarrel.server.dispatch import Dispatcher, cancel_on_disconnect
@@ -18,10 +17,9 @@ from quarrel.server.llama.bodies import ChatBody, DetokenizeBody, EmbeddingBody,
 from quarrel.server.llama.completion import prompt_ids, settings_of
 from quarrel.server.llama.table import Routes
 from quarrel.server.metrics import TEXT, Metrics
-from quarrel.server.openai import _vector
+from quarrel.server.openai import FINGERPRINT, _vector
 
 Json = dict[str, Any]
-BUILD = f"quarrel-{__version__}"
 
 
 def routes(dispatcher: Dispatcher, metrics: Metrics) -> Routes:
@@ -175,7 +173,7 @@ def _props(dispatcher: Dispatcher, name: str, llm: Model) -> Json:
         "chat_template": template,
         "bos_token": "" if tokenizer.bos_id is None else tokenizer.token_text(tokenizer.bos_id),
         "eos_token": "" if tokenizer.eos_id is None else tokenizer.token_text(tokenizer.eos_id),
-        "build_info": BUILD,
+        "build_info": FINGERPRINT,
         "is_sleeping": False,
     }
 
