@@ -101,7 +101,7 @@ ROOMS: Mapping[str, Room] = {
     "cli": Room(
         "people at a terminal", "an op, a kernel",
         ("", "errors", "env", "gguf", "convert", "tokenizer", "llm", "engine", "doctor", "process", "server", "embed",
-         "flight", "launch"),
+         "flight", "launch", "quality"),
         ("tqdm", "prompt_toolkit", "rich", "markdown_it", "shtab"),
     ),
     "bench": Room(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from quarrel.cli.flags import add_load_flags, hidden
 from quarrel.cli.samplers import add_samplers
+from quarrel.env import BACKENDS, COMPUTE
 from quarrel.llm.options import WEIGHTS
 
 DEFAULT_MODEL = "demo"
@@ -98,6 +99,21 @@ def _quantize(p: argparse.ArgumentParser) -> None:
     p.add_argument("type", metavar="TYPE", help=TYPES)
     p.add_argument("--imatrix", metavar="FILE", help=_IMATRIX)
     p.add_argument("--again", action="store_true", help="quantise weights that are quantised already, which loses more")
+
+
+def _imatrix(p: argparse.ArgumentParser) -> None:
+    p.add_argument("model", metavar="MODEL", help=f"{_MODEL}; in F16, BF16 or Q8_0")
+    p.add_argument("text", metavar="TEXT", help="a file of what the model is for; some 50,000 words do")
+    output = "the file to write, such as model.imatrix.gguf"
+    p.add_argument("-o", "--output", metavar="OUT", dest="target", required=True, help=output)
+    hidden(p, "--output-file", dest="target")
+    p.add_argument("--chunks", type=int, metavar="N", help="only so many chunks of the text")
+    size = "tokens that the model sees at once, 512 by default"
+    p.add_argument("--chunk-size", type=int, default=512, metavar="N", help=size)
+    hidden(p, "-c", "--ctx-size", type=int, dest="chunk_size")
+    p.add_argument("--backend", choices=BACKENDS, default="auto", help="what computes, by default the fastest there is")
+    p.add_argument("--compute", choices=COMPUTE, default="auto", help="in which arithmetic")
+    p.add_argument("--threads", type=int, metavar="N", help="of the CPU backend")
 
 
 def _convert(p: argparse.ArgumentParser) -> None:
@@ -350,6 +366,13 @@ COMMANDS: tuple[tuple[str, str, str, str, Callable[[argparse.ArgumentParser], No
         "write a model's file with smaller weights",
         "The types are llama.cpp's, chosen tensor by tensor as it does. An interrupted run goes on where it was.",
         _quantize,
+    ),
+    (
+        "imatrix",
+        " MODEL TEXT -o OUT",
+        "see which columns of a model's weights a text uses, for `quantize --imatrix`",
+        "The file is llama.cpp's, and either program reads the other's. An interrupted run goes on where it was.",
+        _imatrix,
     ),
     (
         "convert",

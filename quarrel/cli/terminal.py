@@ -97,15 +97,16 @@ def some(number: int, noun: str) -> str:
 
 
 @contextmanager
-def progress(label: str, stream: TextIO | None = None) -> Iterator[Progress | None]:
-    """A bar on stderr to feed with bytes done and bytes in all; None where stderr is no terminal."""
+def progress(label: str, stream: TextIO | None = None, unit: str = "B") -> Iterator[Progress | None]:
+    """A bar on stderr to feed with bytes (or another unit) done and in all; None where stderr is no terminal."""
     stream = stream or sys.stderr
     if not stream.isatty():
         yield None
         return
     from tqdm import tqdm
 
-    with tqdm(desc=label, unit="B", unit_scale=True, unit_divisor=1024, leave=False, file=stream) as bar:
+    scale = {"unit_scale": True, "unit_divisor": 1024} if unit == "B" else {}
+    with tqdm(desc=label, unit=unit, leave=False, file=stream, **scale) as bar:
 
         def show(done: int, total: int) -> None:
             bar.total = total

@@ -72,6 +72,7 @@ class CheckedStep:
         self._declined: dict[tuple[str, Any], str] = {}
         self._lines: dict[tuple[str, str], ExplainLine] = {}
         self._last: Array | None = None
+        self._last_reads = _last_reads(program)
         self.errors: dict[tuple[str, str], float] = {}
         """The largest error that was found in each place, by path and op."""
 
@@ -85,9 +86,11 @@ class CheckedStep:
             raise RequestError("a step that draws tokens needs sampling inputs, got none")
         inputs.check(self.limits, vocabulary(self._program))
         values: dict[int, Array] = reference.bind_inputs(self._program, inputs)
-        for node in self._program.nodes:
+        for node, read in zip(self._program.nodes, self._last_reads):
             if all(not isinstance(i, Value) or i.id in values for i in node.inputs):
                 self._run(node, values)
+            for id in read:
+                values.pop(id, None)
         out = {name: values[v.id] for name, v in self._program.outputs.items() if v.id in values}
         if "tokens" in outputs_of(want):
             self._last = out["tokens"]
@@ -199,6 +202,16 @@ class CheckedStep:
             min(CONDITION * rel_error(s, w), NOTHING) if w.dtype.kind == "f" else 0.0
             for s, w in zip(_arrays(shaken), _arrays(wanted), strict=True)
         ]
+
+
+def _last_reads(program: Program) -> list[list[int]]:
+    """For each node the values that no later one reads, and that are no outputs."""
+    later, reads = {v.id for v in program.outputs.values()}, []
+    for node in reversed(program.nodes):
+        own = {v.id for v in (*node.inputs, *node.outputs) if isinstance(v, Value)} - later
+        reads.append(sorted(own))
+        later |= own
+    return reads[::-1]
 
 
 def _error(node: Node, inputs: Sequence[Concrete], got: Array, wanted: Array) -> float:

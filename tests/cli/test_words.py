@@ -133,6 +133,7 @@ def test_what_other_programs_call_an_option_is_none_of_ours() -> None:
         "pull": ["x"],
         "quantize": ["x", "y", "q8_0"],
         "convert": ["x", "-o", "y"],
+        "imatrix": ["x", "y", "-o", "z"],
         "keys": ["list"],
         "cp": ["x", "y"],
         "rm": ["x"],
