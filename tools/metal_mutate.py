@@ -31,7 +31,7 @@ from quarrel.mlx_backend.run_op import run_op
 from quarrel.mlx_backend.runtime.launch import Batch, Rows
 from quarrel.ops import ALL_OPS, EXTRA_OPS, reference
 from quarrel.ops.attention import ATTENTION, AttentionSpec
-from quarrel.ops.compare import errors
+from quarrel.ops.compare import errors, row_error
 from quarrel.ops.contract import Case, Compute, Concrete, Op
 from quarrel.ops.linear import LINEAR, NORM_LINEAR, LinearSpec, NormLinearSpec
 from quarrel.ops.moe import ROUTE, RouteSpec
@@ -80,6 +80,15 @@ FURTHER: tuple[tuple[Op, Case], ...] = (
     # Matrices whose rows several SIMD-groups share.
     (LINEAR, Case(_MAP, {"T": 2})),
     (NORM_LINEAR, Case(NormLinearSpec(NormSpec("rms", 2048, 1e-5), (_MAP, _MAP)), {"T": 2})),
+    (LINEAR, Case(replace(_MAP, n=2049, k=4096), {"T": 2})),
+    # Splits and tiles before a window, groups that 32 is no multiple of.
+    (ATTENTION, Case(AttentionSpec(2, 1, 64, 0.125, window=300), {"S": 2, "Q": 1, "KV": 900, "block_size": 32})),
+    (
+        ATTENTION,
+        Case(AttentionSpec(4, 2, 64, 0.125, window=300, chunked=True), {"S": 2, "Q": 1, "KV": 900, "block_size": 32}),
+    ),
+    (ATTENTION, Case(AttentionSpec(2, 1, 64, 0.125, window=40), {"S": 40, "Q": 3, "KV": 90, "block_size": 32})),
+    (ATTENTION, Case(AttentionSpec(5, 1, 32, 0.18), {"S": 2, "Q": 40, "KV": 60, "block_size": 32})),
     # Heads and rows of a head that no threadgroup divides into.
     (ATTENTION, Case(AttentionSpec(7, 1, 64, 0.125), {"S": 3, "Q": 1, "KV": 50, "block_size": 16})),
     (SCAN2, Case(Scan2Spec(3, 20, 1, 16), {"S": 2, "Q": 3})),
@@ -153,7 +162,8 @@ class Trial:
         with np.errstate(all="ignore"):
             want = reference.run_op(self.op, self.case.spec, inputs)
         found = errors(self.op, self.case.spec, got, want, self.case)
-        return got, max(found.values()) / self.op.tolerance[self.compute]
+        worst = max(*found.values(), row_error(self.op, self.case.spec, got, want))
+        return got, worst / self.op.tolerance[self.compute]
 
 
 @dataclass
@@ -402,7 +412,7 @@ def main() -> None:
     if given.json:
         given.json.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report))
-    sys.exit(0 if report["share_caught"] >= 0.95 else 1)
+    sys.exit(0 if report["share_caught"] >= 0.98 else 1)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ _SOURCE = """
   const int part = int(thread_position_in_grid.x), block = part / 2, h = part % 2, t = int(threadgroup_position_in_grid.y);
   if (block * 32 >= K) return;
   const int row = ids[t];
-  decltype(w)::Q q[16];
+  typename decltype(w)::Q q[16];
   w.part(row, block, h, q);
   const float4 by = w.scales(row, block) * scale[0];
   UNROLL for (int i = 0; i < 16; i++) {

@@ -4,8 +4,8 @@ A run is loaded once into the registers of its threads, summed (twice for layer 
 out a value for the float32 stream, against 4 + 4 + 4 + 2 for MLX's `rms_norm`, whose result has the type of its inputs,
 and a cast behind it. Where everything is float32 MLX's kernels move the same bytes, and are used.
 
-    threads      32 a run up to 256 values (heads: 4 runs a threadgroup), then 128, 512, 1024
-    registers    8 values a thread up to 8192 values a run, about 30 in all
+    threads      32 a run up to 256 values (heads: 4 runs a threadgroup), then 128, 256 (more find no room on M1)
+    registers    8 values a thread up to 2048 values a run, about 30 in all; 80 of the longest, about 110
     threadgroup  128 bytes, for runs of more than one SIMD-group
     bandwidth    a decode step's one row is bound by the launch (2 us); prefill rows reach 80 to 90% of the bus
 """
@@ -26,7 +26,7 @@ from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 from quarrel.ops.state import GATED_NORM, GatedNormSpec
 
-_LONGEST = 65536
+_LONGEST = 20480
 _EACH = 8
 
 _HEADER = """
@@ -48,11 +48,11 @@ inline float over_run(float mine, threadgroup float* sums, int place, int lane) 
 # PARTS SIMD-groups a run. A SIMD-group past the last run computes the last one again, so that none misses a barrier.
 _SOURCE = """
   const int K = sizes[0], gains = sizes[1];
-  const int runs = int(x_shape[0]) * int(x_shape[1]) / K;
+  const ulong runs = ulong(x_shape[0]) * ulong(x_shape[1] / K);
   const int lane = int(thread_index_in_simdgroup), place = int(simdgroup_index_in_threadgroup);
   const int run = int(threadgroup_position_in_grid.x) * (GROUPS / PARTS) + place / PARTS;
-  const bool mine = run < runs;
-  const ulong begin = ulong(mine ? run : runs - 1) * ulong(K);
+  const bool mine = ulong(run) < runs;
+  const ulong begin = (mine ? ulong(run) : runs - 1) * ulong(K);
   const int first = (place % PARTS * 32 + lane) * VEC;
   constexpr int STRIDE = PARTS * 32 * VEC;
   threadgroup float sums[PARTS];
@@ -132,10 +132,8 @@ class _Rows:
 
 def _shape(k: int) -> tuple[int, int]:
     """SIMD-groups to a run, and values to a thread."""
-    for parts in (1, 4, 16, 32):
-        if k <= parts * 32 * _EACH:
-            return parts, _EACH
-    return 32, cdiv(k, 32 * 32 * _EACH) * _EACH
+    parts = next((p for p in (1, 4) if k <= p * 32 * _EACH), 8)
+    return parts, cdiv(k, parts * 32 * _EACH) * _EACH
 
 
 def build_norm(site: Site, node: Node) -> Launch:

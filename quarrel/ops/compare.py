@@ -15,6 +15,9 @@ from quarrel.ops.step import Backend, ComputeChoice
 SMALL, SIBLINGS = 64, 7
 """Fewer values than SMALL may cancel to nearly nothing in one draw: the size of SIBLINGS other draws counts too."""
 
+ROWS, LEAST_ROW = 4.0, 16
+"""How many tolerances one row may be off: it has fewer values than an array. With fewer than LEAST_ROW it says nothing."""
+
 
 def errors(
     op: Op, spec: Any, got: Sequence[Concrete], want: Sequence[Concrete], case: Case | None = None
@@ -34,6 +37,35 @@ def errors(
         else:
             found[name] = rel_error(g, w, usual.get(name, 0.0) if w.size < SMALL else 0.0)
     return found
+
+
+def row_error(op: Op, spec: Any, got: Sequence[Concrete], want: Sequence[Concrete]) -> float:
+    """The largest error of one row among an op's results (of attention: of one head), over ROWS.
+
+    One wrong row of thousands shows here, which the error of a whole array need not say.
+    """
+    head = getattr(spec, "latent", 0) or getattr(spec, "head_dim", 0) if op.name in ("attention", "encode") else 0
+    pairs = [(g, w) for g, w in zip(got, want) if isinstance(g, np.ndarray) and isinstance(w, np.ndarray)]
+    floats = [(g, w, head or w.shape[-1]) for g, w in pairs if w.dtype.kind == "f" and w.size]
+    return max((_worst_row(g, w, width) / ROWS for g, w, width in floats if width >= LEAST_ROW), default=0.0)
+
+
+def _worst_row(got: Array, want: Array, width: int) -> float:
+    """RMS(got - want) of a run of `width` values, over its own RMS or a quarter of that of all values if that is more."""
+    g, w = (np.asarray(a, np.float64).reshape(-1, width) for a in (got, want))
+    ok = np.isfinite(w)
+    if not np.array_equal(np.isfinite(g), ok):
+        return float("inf")
+    counts = np.maximum(ok.sum(1), 1)
+
+    def sizes(values: Array) -> Array:
+        return np.sqrt((np.where(ok, values, 0.0) ** 2).sum(1) / counts)
+
+    with np.errstate(invalid="ignore"):
+        off = sizes(np.where(ok, g - w, 0.0))
+    own = sizes(w)
+    whole = float(np.sqrt((own**2 * counts).sum() / counts.sum()))
+    return float((off / np.maximum(np.maximum(own, whole / 4), 1e-30)).max())
 
 
 def forgive_one_step(got: Concrete, want: Concrete) -> Concrete:

@@ -77,6 +77,9 @@ ADDRESS_SPACE_BUGS = {
     "a device pointer in a threadgroup pointer": ("", "threadgroup float t[4];\nthreadgroup float* p = x;", "p = x"),
     "a bare pointer to device memory": ("", "const float* p = x; y[i] = p[0];", "p = x"),
     "a device helper on threadgroup memory": (DEVICE_HELPER, "threadgroup float t[4];\ny[i] = first(t);", "first(t)"),
+    "a cast to device memory": ("", "threadgroup float t[4];\ny[i] = *(device float*)t;", "(device float*)t"),
+    "a product of 32 bits": ("", "int row = int(x[0]) * x_shape[0];\ny[row] = 0.0f;", "* x_shape[0]"),
+    "an address of 32 bits": ("", "uint row = uint(x[0]);\nrow *= 8192;\ny[row] = 0.0f;", "row *= 8192"),
 }
 
 

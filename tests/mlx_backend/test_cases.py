@@ -10,11 +10,10 @@ import pytest
 from quarrel.errors import UnsupportedOp
 from quarrel.mlx_backend.registry import REGISTRY
 from quarrel.ops import ALL_OPS, EXTRA_OPS
-from quarrel.ops.compare import check_case
 from quarrel.ops.contract import Case, Op
 from quarrel.ops.kv import KV_TYPES
 from quarrel.ops.step import ComputeChoice
-from tests.mlx_backend.cases import UNTYPED, running, same_bits
+from tests.mlx_backend.cases import UNTYPED, check_case, running, same_bits
 from tests.mlx_backend.emulated import CHECKED
 
 LINEAR = ("linear", "linear_add", "norm_linear", "norm_gate_up")

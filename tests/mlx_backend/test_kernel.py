@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from quarrel import mlx_backend
 from quarrel.mlx_backend.linear.linear import build_linear
 from quarrel.mlx_backend.registry import FAMILIES, REGISTRY
 from quarrel.mlx_backend.runtime.kernel import Kernel, emulated, runs_metal
@@ -57,3 +60,20 @@ def test_every_family_lists_its_implementations_once() -> None:
     assert len({(i.op.name, i.name) for i in listed}) == len(listed)
     assert build_linear in {i.build for i in listed}
     assert {"linear", "attention", "scan2", "expert_up", "sample"} <= set(REGISTRY.ops())
+
+
+def test_loops_over_registers_are_unrolled() -> None:
+    """Arrays that a loop indexes lie in memory, not in registers, unless the loop is unrolled: every loop of a constant
+    count is marked, but for those over what lies in memory anyway."""
+    loop = re.compile(r"^(?!.*UNROLL).*for \(\w+ (\w+) = 0; \1 < (?!USED|GROUPS_USED|TOP)[A-Z0-9][A-Z_0-9 */]*; \1\+\+")
+    package = Path(mlx_backend.__file__).parent
+    lines = [(file.name, line.strip()) for file in package.rglob("*.py") for line in file.read_text().splitlines()]
+    found = [(file, line) for file, line in lines if loop.match(line)]
+    assert found == [], "write UNROLL before them"
+
+
+def test_no_kernel_has_a_word_of_metals_for_a_parameter() -> None:
+    package = Path(mlx_backend.__file__).parent
+    for file in package.rglob("*.py"):
+        for names in re.findall(r"Kernel\(\s*\"\w+\",\s*\(([^)]*)\)", file.read_text()):
+            assert "uniform" not in re.findall(r"\w+", names), file.name

@@ -27,6 +27,7 @@ class Kind(Enum):
     DOES_NOT_COMPILE = "does not compile"
     TYPE = "address space"
     NOT_METAL = "not Metal"
+    REGISTERS = "registers"
     ORDER = "depends on the schedule"
 
 

@@ -15,6 +15,7 @@ from tools.metal_emulator.build import MetalSource, build_kernel
 from tools.metal_emulator.errors import MetalFindings
 from tools.metal_emulator.findings import Finding
 from tools.metal_emulator.launcher import BoundBuffer, LoadedKernel, Statistics, load_kernel
+from tools.metal_emulator.registers import too_many_threads
 from tools.metal_emulator.session import Launch, current_session
 from tools.metal_emulator.settings import Mode, Settings
 from tools.metal_emulator.signature import KernelText, TemplateArgument, shape_parameters, write_kernel
@@ -117,7 +118,7 @@ class metal_kernel:
         self._validate_launch(call)
         findings: tuple[Finding, ...] = ()
         if settings.typecheck or settings.mode is Mode.TYPECHECK:
-            findings = self.typecheck(call)
+            findings = self.typecheck(call) + self._threads(call)
         outputs = [empty_output(s, d, call.init_value) for s, d in zip(call.output_shapes, call.output_dtypes)]
         statistics = Statistics()
         if settings.mode is not Mode.TYPECHECK:
@@ -154,6 +155,11 @@ class metal_kernel:
             raise RequestError(
                 f"Metal kernel {self.name}: a threadgroup of {threads} threads is over the {_MAX_THREADS} that Metal allows"
             )
+
+    def _threads(self, call: Call) -> tuple[Finding, ...]:
+        text = self.text(call)
+        threads = math.prod(min(g, t) for g, t in zip(call.grid, call.threadgroup))
+        return tuple(too_many_threads(MetalSource(self.name, text.with_places(), text.entry), threads))
 
     def _build(self, text: KernelText, mode: Mode) -> LoadedKernel:
         source = text.with_places()

@@ -56,7 +56,7 @@ inline void load_keys(
       const ulong slot = PAGED ? ulong(table[table_row + key / SIZE]) * SIZE + key % SIZE : ulong(begin + key);
       value = cached<T, KIND, D, WIDTH>(from, slot * heads + head, part * WIDTH);
     }
-    tile[i / (D / WIDTH) * STRIDE + part] = value;
+    *(threadgroup Wide<T, WIDTH>*)(tile + i / (D / WIDTH) * STRIDE + part) = value;
   }
 }
 """

@@ -103,7 +103,7 @@ _GROUP = Kernel(
     ("ids",),
     ("order", "starts"),
     """
-  const int lane = int(thread_index_in_simdgroup), pairs = int(ids_shape[0]) * int(ids_shape[1]);
+  const int lane = int(thread_index_in_simdgroup), pairs = ids_shape[0];
   const int expert = int(threadgroup_position_in_grid.x) * 4 + int(simdgroup_index_in_threadgroup);
   if (expert >= EXPERTS) return;
   int lower = 0;
@@ -206,7 +206,7 @@ _MIX = Kernel(
 _PART = """    @W.part(source, block, h, q);
     by = @W.scales(source, block);
 """
-_PART_AS_FLOATS = """    decltype(@W)::Q own[16];
+_PART_AS_FLOATS = """    typename decltype(@W)::Q own[16];
     @W.part(source, block, h, own);
     UNROLL for (int i = 0; i < 16; i++) q[i] = float(own[i]);
     by = @W.scales(source, block);
@@ -236,7 +236,7 @@ class Experts:
         types = list(dict.fromkeys(s.type for s in stacks))
         offset = " || ".join(f"bool(decltype(w{i})::OFFSET)" for i in range(count))
         # Files made with a type for each tensor may have two formats here, whose codes are of different types.
-        value, part = ("decltype(w0)::Q", _PART) if len(types) == 1 else ("float", _PART_AS_FLOATS)
+        value, part = ("typename decltype(w0)::Q", _PART) if len(types) == 1 else ("float", _PART_AS_FLOATS)
         unpack = part.replace("@W", "w0")
         if count == 2:
             unpack = f"    if (w_row / 8 % 2 == 0) {{\n{unpack}    }} else {{\n{part.replace('@W', 'w1')}    }}\n"
@@ -274,7 +274,7 @@ class Experts:
         """`[T, used, n]`, 32 pairs of an expert at a time; a row of x serves `per` pairs."""
         pairs = ids.size
         order, starts = _GROUP(
-            [ids],
+            [ids.reshape(-1)],
             [(max(pairs, 8),), (max(self.experts + 1, 8),)],
             [mx.int32, mx.int32],
             (cdiv(self.experts, 4) if pairs else 0,),

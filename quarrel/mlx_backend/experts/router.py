@@ -88,7 +88,7 @@ _ROUTE = Kernel(
   if (GROUPS > 1) {
     constexpr int MEMBERS = EXPERTS / GROUPS;
     uint group_rank[1] = {0};  // of the lane's group
-    for (int g = 0; g < GROUPS; g++) {
+    UNROLL for (int g = 0; g < GROUPS; g++) {
       uint inside[EACH];
       UNROLL for (int i = 0; i < EACH; i++) inside[i] = (i * 32 + lane) / MEMBERS == g ? rank[i] : 0;
       const int first = highest<EACH>(inside, lane);

@@ -40,8 +40,7 @@ inline int first_of(int p) { return (p >> 1 & 1) * 8 + (p >> 2) * 4 + (p & 1); }
 template <int UPPER, int ZERO>
 inline void nibbles(uint2 words, uint upper, thread half* q) {
   constexpr uint mask = UPPER == 1 ? 0x00010001u : 0x00030003u;
-  #pragma clang loop unroll(full)
-  for (int p = 0; p < 8; p++) {
+  UNROLL for (int p = 0; p < 8; p++) {
     uint v = p < 4 ? words.x : words.y;
     if (p & 1) v >>= 8;
     const uint more = UPPER ? aligned<UPPER>(upper, (p >> 2) * 2 + (p & 1)) : 0u;
@@ -63,8 +62,7 @@ inline void nibbles(uint2 words, uint upper, thread half* q) {
 // 16 codes of 2 bits, and a third bit of each; fields up to bit 9 are in the mantissa as they stand.
 template <int UPPER, int ZERO>
 inline void twos(uint word, uint upper, thread half* q) {
-  #pragma clang loop unroll(full)
-  for (int p = 0; p < 8; p++) {
+  UNROLL for (int p = 0; p < 8; p++) {
     const uint at = uint(p % 4 * 2);
     uint v = (p < 4 ? word : word >> 8) & 0x00030003u << at;
     if (UPPER) v |= (p < 4 ? upper << 2 : upper << 1) & 0x00040004u << at;
@@ -77,8 +75,7 @@ inline void twos(uint word, uint upper, thread half* q) {
 
 // Eight signed bytes.
 inline void eights(uint2 words, thread half* q) {
-  #pragma clang loop unroll(full)
-  for (int p = 0; p < 4; p++) {
+  UNROLL for (int p = 0; p < 4; p++) {
     const uint v = ((p < 2 ? words.x : words.y) ^ 0x80808080u) >> uint(p % 2 * 8) & 0x00ff00ffu;
     const half2 pair = whole<128>(v);
     q[(p >> 1) * 4 + (p & 1)] = pair.x;
@@ -89,8 +86,7 @@ inline void eights(uint2 words, thread half* q) {
 // The 16 values of IQ4_NL: a polynomial within 0.44 of every one of them, then the nearest whole number.
 inline void bent(uint2 words, thread half* q) {
   nibbles<0, 0>(words, 0u, q);
-  #pragma clang loop unroll(full)
-  for (int i = 0; i < 16; i++) {
+  UNROLL for (int i = 0; i < 16; i++) {
     const float x = float(q[i]);
     float y = fma(x, 0.001585999969393015f, 0.031085999682545662f);
     y = fma(x, y, -1.37192702293396f);
@@ -102,8 +98,7 @@ inline void bent(uint2 words, thread half* q) {
 
 // Twice the value of e2m1: its bits are those of a half whose exponent is 14 too small.
 inline void fours(uint2 words, thread half* q) {
-  #pragma clang loop unroll(full)
-  for (int p = 0; p < 8; p++) {
+  UNROLL for (int p = 0; p < 8; p++) {
     const uint v = p < 4 ? words.x : words.y, at = uint((p & 1) * 8 + (p & 2) * 2);
     const uint size = v & 0x00070007u << at, sign = v & 0x00080008u << at;
     const uint bits = (at <= 9u ? size << (9u - at) : size >> (at - 9u)) | sign << (12u - at);

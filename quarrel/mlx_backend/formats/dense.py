@@ -20,13 +20,13 @@ struct Dense {
     const int column = block * 32 + h * 8;
     device const E* from = codes + ulong(row) * ulong(K) + ulong(column);
     if (TAIL) {
-      for (int i = 0; i < 8; i++) {
+      UNROLL for (int i = 0; i < 8; i++) {
         q[i] = column + i < K ? P(from[i]) : P(0);
         q[8 + i] = column + 16 + i < K ? P(from[16 + i]) : P(0);
       }
     } else {
       const Eight<E> low = *(device const Eight<E>*)from, high = *(device const Eight<E>*)(from + 16);
-      for (int i = 0; i < 8; i++) {
+      UNROLL for (int i = 0; i < 8; i++) {
         q[i] = P(low.v[i]);
         q[8 + i] = P(high.v[i]);
       }

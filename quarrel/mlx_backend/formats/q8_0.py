@@ -19,6 +19,6 @@ Q8_0 = BlockFormat(
     GGMLType.Q8_0,
     (Plane("codes", U32, 8, 32, "uint2"), SCALE),
     _split,
-    part="eights(codes[at * 4 + h], q);\n    eights(codes[at * 4 + 2 + h], q + 8);",
+    part="eights(codes[uint(at) * 4 + h], q);\n    eights(codes[uint(at) * 4 + 2 + h], q + 8);",
     scales=ONE_SCALE,
 )

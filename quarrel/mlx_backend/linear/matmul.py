@@ -26,6 +26,9 @@ _ROWS = 64  # of W, a threadgroup
 _THREADS = 128
 
 _HEADER = """
+// Of results on their way out: 8 columns and 2 more, so that a matrix begins at an even place and lanes meet in pairs.
+constant constexpr int LINE = 10;
+
 template <typename A>
 struct Tile {
   enum { PAD = 16 / sizeof(A), STRIDE = 32 + PAD };  // in elements: rows stay 16-byte aligned and spread over the banks
@@ -35,7 +38,7 @@ struct Tile {
 template <typename A, typename V>
 inline void put(threadgroup A* to, thread const V* v) {
   Eight<A> wide;
-  for (int i = 0; i < 8; i++) wide.v[i] = A(float(v[i]));
+  UNROLL for (int i = 0; i < 8; i++) wide.v[i] = A(float(v[i]));
   *(threadgroup Eight<A>*)to = wide;
 }
 
@@ -43,7 +46,7 @@ inline void put(threadgroup A* to, thread const V* v) {
 template <typename A, typename W>
 inline void put_part(threadgroup A* row, int h, thread const typename W::Q* q, float4 s) {
   float v[16];
-  for (int i = 0; i < 8; i++) {
+  UNROLL for (int i = 0; i < 8; i++) {
     v[i] = W::PLAIN ? float(q[i]) : fma(s.x, float(q[i]), -s.z);
     v[8 + i] = W::PLAIN ? float(q[8 + i]) : fma(s.y, float(q[8 + i]), -s.w);
   }
@@ -57,14 +60,10 @@ inline void multiply_tiles(threadgroup const A* w, threadgroup const A* x, threa
   constexpr int STRIDE = Tile<A>::STRIDE;
   for (int k = 0; k < 32; k += 8) {
     simdgroup_matrix<A, 8, 8> left[4], right[J];
-    #pragma clang loop unroll(full)
-    for (int i = 0; i < 4; i++) simdgroup_load(left[i], w + i * 8 * STRIDE + k, STRIDE);
-    #pragma clang loop unroll(full)
-    for (int j = 0; j < J; j++) simdgroup_load(right[j], x + j * 8 * STRIDE + k, STRIDE, ulong2(0, 0), true);
-    #pragma clang loop unroll(full)
-    for (int i = 0; i < 4; i++) {
-      #pragma clang loop unroll(full)
-      for (int j = 0; j < J; j++) simdgroup_multiply_accumulate(sums[i * J + j], left[i], right[j], sums[i * J + j]);
+    UNROLL for (int i = 0; i < 4; i++) simdgroup_load(left[i], w + i * 8 * STRIDE + k, STRIDE);
+    UNROLL for (int j = 0; j < J; j++) simdgroup_load(right[j], x + j * 8 * STRIDE + k, STRIDE, ulong2(0, 0), true);
+    UNROLL for (int i = 0; i < 4; i++) {
+      UNROLL for (int j = 0; j < J; j++) simdgroup_multiply_accumulate(sums[i * J + j], left[i], right[j], sums[i * J + j]);
     }
   }
 }
@@ -72,8 +71,7 @@ inline void multiply_tiles(threadgroup const A* w, threadgroup const A* x, threa
 // Column j of the tiles, 32 rows of W by 8 of X, in an order that lanes can take a row of W from.
 template <int J>
 inline void lay_out(thread simdgroup_matrix<float, 8, 8>* sums, int j, threadgroup float* to) {
-  #pragma clang loop unroll(full)
-  for (int i = 0; i < 4; i++) simdgroup_store(sums[i * J + j], to + i * 8 * 9, 9);
+  UNROLL for (int i = 0; i < 4; i++) simdgroup_store(sums[i * J + j], to + i * 8 * LINE, LINE);
 }
 """
 
@@ -83,7 +81,7 @@ _SOURCE = """
   const int thread_at = int(thread_index_in_threadgroup), lane = int(thread_index_in_simdgroup);
   const int place = int(simdgroup_index_in_threadgroup);
   const int token = int(threadgroup_position_in_grid.x) * BM, row = int(threadgroup_position_in_grid.y) * 64;
-  constexpr int TILES = (64 * MAPS + BM) * STRIDE * sizeof(A) / 4, RESULTS = 4 * MAPS * 32 * 9;
+  constexpr int TILES = (64 * MAPS + BM) * STRIDE * sizeof(A) / 4, RESULTS = 4 * MAPS * 32 * LINE;
   constexpr int MEMORY = ((TILES > RESULTS ? TILES : RESULTS) + 3) / 4;
   threadgroup float4 memory[MEMORY];
   threadgroup A* xs = (threadgroup A*)memory;
@@ -92,19 +90,19 @@ _SOURCE = """
   // This thread's share of the tiles: half a block of a row of W, and BM / 32 runs of 8 columns of X.
   const int w_row = metal::min(row + thread_at / 2, N - 1), h = thread_at & 1;
   simdgroup_matrix<float, 8, 8> sums[MAPS * 4 * J];
-  for (int i = 0; i < MAPS * 4 * J; i++) sums[i] = simdgroup_matrix<float, 8, 8>(0.0f);
+  UNROLL for (int i = 0; i < MAPS * 4 * J; i++) sums[i] = simdgroup_matrix<float, 8, 8>(0.0f);
   const int w_first = place % 2 * 32, x_first = place / 2 * (BM / 2);
   for (int column = 0; column < K; column += 32) {
 @DECODE
     X values[BM / 32][8];
-    for (int i = 0; i < BM / 32; i++) {
+    UNROLL for (int i = 0; i < BM / 32; i++) {
       const int run = thread_at + i * 128;
       const ulong begin = ulong(metal::min(token + run / 4, T - 1)) * ulong(K);
       Run<@TAIL>::template load<X>(x, begin, column + run % 4 * 8, K, values[i]);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
 @PUT
-    for (int i = 0; i < BM / 32; i++) {
+    UNROLL for (int i = 0; i < BM / 32; i++) {
       const int run = thread_at + i * 128;
       put(xs + run / 4 * STRIDE + run % 4 * 8, values[i]);
     }
@@ -112,13 +110,12 @@ _SOURCE = """
 @MULTIPLY
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  threadgroup float* results = (threadgroup float*)memory + place * (MAPS * 32 * 9);
+  threadgroup float* results = (threadgroup float*)memory + place * (MAPS * 32 * LINE);
   const int out = row + w_first + lane;
-  #pragma clang loop unroll(full)
-  for (int j = 0; j < J; j++) {
+  UNROLL for (int j = 0; j < J; j++) {
 @LAY_OUT
     simdgroup_barrier(mem_flags::mem_threadgroup);
-    for (int t = 0; t < 8; t++) {
+    UNROLL for (int t = 0; t < 8; t++) {
       const int to = token + x_first + j * 8 + t;
       if (out < N && to < T) {
         const ulong at = ulong(to) * ulong(N) + ulong(out);
@@ -136,14 +133,14 @@ struct Run {
   template <typename E, typename P>
   static inline void load(P x, ulong begin, int column, int K, thread E* v) {
     const Eight<E> wide = *(device const Eight<E>*)(x + begin + ulong(column));
-    for (int i = 0; i < 8; i++) v[i] = wide.v[i];
+    UNROLL for (int i = 0; i < 8; i++) v[i] = wide.v[i];
   }
 };
 template <>
 struct Run<true> {
   template <typename E, typename P>
   static inline void load(P x, ulong begin, int column, int K, thread E* v) {
-    for (int i = 0; i < 8; i++) v[i] = column + i < K ? x[begin + ulong(column + i)] : E(0);
+    UNROLL for (int i = 0; i < 8; i++) v[i] = column + i < K ? x[begin + ulong(column + i)] : E(0);
   }
 };
 """
@@ -165,11 +162,11 @@ def _text(product: Product) -> str:
             f"    multiply_tiles<J>(ws + ({i} * 64 + w_first) * STRIDE, xs + x_first * STRIDE, sums + {i} * 4 * J);\n"
             for i in maps
         ),
-        "@LAY_OUT": "".join(f"    lay_out<J>(sums + {i} * 4 * J, j, results + {i} * 32 * 9);\n" for i in maps),
+        "@LAY_OUT": "".join(f"    lay_out<J>(sums + {i} * 4 * J, j, results + {i} * 32 * LINE);\n" for i in maps),
         "@TAIL": str(product.tail).lower(),
-        "@STORE": product.finish_gated("results[lane * 9 + t]", "results[32 * 9 + lane * 9 + t]", "at", "out")
+        "@STORE": product.finish_gated("results[lane * LINE + t]", "results[(32 + lane) * LINE + t]", "at", "out")
         if product.activation
-        else product.finish("results[lane * 9 + t]", 0, "at", "out"),
+        else product.finish("results[lane * LINE + t]", 0, "at", "out"),
     }
     text = _SOURCE
     for mark, piece in pieces.items():

@@ -35,7 +35,7 @@ struct Row {
   static inline void load(P x, ulong begin, int column, int K, thread E* v) {
     const Eight<E> low = *(device const Eight<E>*)(x + begin + ulong(column));
     const Eight<E> high = *(device const Eight<E>*)(x + begin + ulong(column + 16));
-    for (int i = 0; i < 8; i++) {
+    UNROLL for (int i = 0; i < 8; i++) {
       v[i] = low.v[i];
       v[8 + i] = high.v[i];
     }
@@ -45,7 +45,7 @@ template <>
 struct Row<true> {
   template <typename E, typename P>
   static inline void load(P x, ulong begin, int column, int K, thread E* v) {
-    for (int i = 0; i < 8; i++) {
+    UNROLL for (int i = 0; i < 8; i++) {
       v[i] = column + i < K ? x[begin + ulong(column + i)] : E(0);
       v[8 + i] = column + 16 + i < K ? x[begin + ulong(column + 16 + i)] : E(0);
     }
@@ -61,9 +61,10 @@ struct Columns {
 
 template <bool OFFSET, typename V, int NT>
 inline void add_up(thread Columns<V, NT>& x) {
-  for (int t = 0; OFFSET && t < NT; t++) {
+  if (!OFFSET) return;
+  UNROLL for (int t = 0; t < NT; t++) {
     x.low[t] = x.high[t] = 0.0f;
-    for (int i = 0; i < 8; i++) {
+    UNROLL for (int i = 0; i < 8; i++) {
       x.low[t] += float(x.v[t][i]);
       x.high[t] += float(x.v[t][8 + i]);
     }
@@ -73,17 +74,14 @@ inline void add_up(thread Columns<V, NT>& x) {
 // Adds the products of R rows of W, from `row`, with those columns. A row past the last is the last one again.
 template <int R, int NT, typename W, typename V>
 inline void multiply(W w, int row, int last, int unit, thread const Columns<V, NT>& x, thread float* sums) {
-  #pragma clang loop unroll(full)
-  for (int r = 0; r < R; r++) {
+  UNROLL for (int r = 0; r < R; r++) {
     typename W::Q q[16];
     const int from = metal::min(row + r, last);
     w.part(from, unit >> 1, unit & 1, q);
     const float4 s = w.scales(from, unit >> 1);
-    #pragma clang loop unroll(full)
-    for (int t = 0; t < NT; t++) {
+    UNROLL for (int t = 0; t < NT; t++) {
       float low = 0.0f, high = 0.0f;
-      #pragma clang loop unroll(full)
-      for (int i = 0; i < 8; i++) {
+      UNROLL for (int i = 0; i < 8; i++) {
         low = fma(float(q[i]), float(x.v[t][i]), low);
         high = fma(float(q[8 + i]), float(x.v[t][8 + i]), high);
       }
@@ -98,7 +96,7 @@ inline void multiply(W w, int row, int last, int unit, thread const Columns<V, N
 template <int COUNT>
 inline float gather(thread const float* sums, int lane) {
   float mine = 0.0f;
-  for (int i = 0; i < COUNT; i++) {
+  UNROLL for (int i = 0; i < COUNT; i++) {
     const float total = simd_sum(sums[i]);
     if (lane == i) mine = total;
   }
@@ -114,7 +112,7 @@ inline float gather_parts(thread const float* sums, int lane, int place, threadg
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (lane < COUNT) {
       mine = 0.0f;
-      for (int i = 0; i < PARTS; i++) mine += shared[(place / PARTS * PARTS + i) * COUNT + lane];
+      UNROLL for (int i = 0; i < PARTS; i++) mine += shared[(place / PARTS * PARTS + i) * COUNT + lane];
     }
   }
   return mine;
@@ -133,7 +131,7 @@ _OPENING = """
 
 _LOAD = """
       Columns<@V, NT> columns;
-      for (int t = 0; t < NT; t++) {
+      UNROLL for (int t = 0; t < NT; t++) {
         const ulong begin = ulong(metal::min(token + t, T - 1)) * ulong(K);
         const int column = (unit >> 1) * 32 + (unit & 1) * 8;
 @TAKE
@@ -147,7 +145,7 @@ _TAKE = "        Row<@TAIL>::template load<X>(x, begin, column, K, columns.v[t])
 _TAKE_NORM = """
         X raw[16];
         Row<@TAIL>::template load<X>(x, begin, column, K, raw);
-        for (int i = 0; i < 16; i++) {
+        UNROLL for (int i = 0; i < 16; i++) {
           squares[t] = fma(float(raw[i]), float(raw[i]), squares[t]);
           columns.v[t][i] = float(raw[i]) * float(gains[i]);
         }
@@ -190,7 +188,7 @@ def _branch(product: Product, members: tuple[int, ...]) -> str:
         squares = f"{len(members)} * R * NT"
         scale = f"""
     float factor = 1.0f;
-    for (int t = 0; t < NT; t++) {{
+    UNROLL for (int t = 0; t < NT; t++) {{
       const float square = simd_shuffle(mine, ushort({squares} + t));
       if (lane % NT == t) factor = precise::rsqrt(square / float(K) + scalars[1]);
     }}
@@ -203,7 +201,7 @@ def _branch(product: Product, members: tuple[int, ...]) -> str:
         store = product.finish("mine", first, "at", "out")
     return f"""    const int row = (group * ({_SIMD_GROUPS} / PARTS) + place / PARTS) * R;
 {binds}    float sums[{_count(product)}];
-    for (int i = 0; i < {_count(product)}; i++) sums[i] = 0.0f;
+    UNROLL for (int i = 0; i < {_count(product)}; i++) sums[i] = 0.0f;
 {"    thread float* squares = sums + " + str(len(members)) + " * R * NT;" if norm else ""}
     for (int unit = place % PARTS * 32 + lane; unit < units; unit += PARTS * 32) {{
 {load}      add_up<bool({offset})>(columns);

@@ -51,17 +51,18 @@ _LIST = Kernel(
   const int run = int(threadgroup_position_in_grid.x) * SIMDS + int(simdgroup_index_in_threadgroup);
   const uint row = threadgroup_position_in_grid.y;
   if (run >= runs) return;
+  const int begin = metal::min(run, runs - 1) * RUN;
   ulong key[RUN / 32];
   float top = -INFINITY, sum = 0.0f;
   UNROLL for (int i = 0; i < RUN / 32; i++) {
-    const int id = run * RUN + i * 32 + lane;
+    const int id = begin + i * 32 + lane;
     const float x = id < n ? finite_or_least(logits[ulong(row) * n + id]) : -INFINITY;
     key[i] = id < n ? key_of(x, id) : 0;
     top = metal::max(top, x);
   }
   top = simd_max(top);
   UNROLL for (int i = 0; i < RUN / 32; i++) {
-    const int id = run * RUN + i * 32 + lane;
+    const int id = begin + i * 32 + lane;
     const float x = id < n ? finite_or_least(logits[ulong(row) * n + id]) : -INFINITY;
     if (x > -INFINITY) sum += precise::exp(x - top);
   }

@@ -7,7 +7,7 @@ its bits (`rank_of`), so top_k and top_p are searches for the largest 32-bit ran
 pass.
 
     bytes        a row of logits twice, and a row of weights; each pass of a search reads both again from the cache
-    threads      256 a chunk of 4096, then 1024 a row; about 40 registers
+    threads      256 a chunk of 4096, then 512 a row; about 54 registers
     threadgroup  800 bytes
     expected     a greedy row is one read of the logits (600 kB: 10 us on an M1) and two launches that return at once;
                  a draw with top_k and top_p of 150000 tokens takes 34 passes of 1.2 MB, about 0.4 ms on one core
@@ -25,7 +25,7 @@ from quarrel.ops.registry import Implementation
 from quarrel.ops.sample import SAMPLE
 
 _CHUNK = 4096
-_SIMDS = 32  # of the drawing threadgroup
+_SIMDS = 16  # of the drawing threadgroup: for 1024 threads M1 and M2 have 52 registers each, and it takes 54
 
 _BEST_OF_ROW = """
 // The first id with the highest logit of the row, from its chunks; an infinite logit means none.
@@ -69,7 +69,7 @@ inline void add_all(thread ulong* x, threadgroup ulong* sums, int simd, int lane
     if (lane == 0) sums[i * SIMDS + simd] = part;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  UNROLL for (int i = 0; i < 3; i++) x[i] = add_lanes(sums[i * SIMDS + lane]);
+  UNROLL for (int i = 0; i < 3; i++) x[i] = add_lanes(lane < SIMDS ? sums[i * SIMDS + lane] : 0ul);
 }
 
 // share * whole, share in [0, 1] to 2^-32, rounded down, or up.
@@ -154,7 +154,7 @@ _WEIGH = Kernel(
 
 _DRAW = Kernel(
     "quarrel_sample_draw",
-    ("logits", "weights", "best", "where", "temperature", "top_k", "top_p", "min_p", "uniform", "chunks"),
+    ("logits", "weights", "best", "where", "temperature", "top_k", "top_p", "min_p", "drawn", "chunks"),
     ("tokens",),
     """
   const int n = logits_shape[1];
@@ -214,10 +214,10 @@ _DRAW = Kernel(
   threadgroup_barrier(mem_flags::mem_threadgroup);
   if (lane == 0) sums[simd] = mine;
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  ulong before = add_up_to(sums[lane], lane);
+  ulong before = add_up_to(lane < SIMDS ? sums[lane] : 0ul, lane);
   const ulong total = as_type<ulong>(simd_shuffle(as_type<uint2>(before), ushort(31)));
   before = as_type<ulong>(simd_shuffle(as_type<uint2>(before), ushort(simd))) - mine;
-  const ulong goal = metal::min(part_of(uniform[row], total, false), total - 1);
+  const ulong goal = metal::min(part_of(drawn[row], total, false), total - 1);
   if (goal < before || goal >= before + mine) return;
   for (int i = begin; i < end; i += 32) {
     ulong by = 0;

@@ -109,6 +109,15 @@ typedef _atomic<bool> atomic_bool;
   MSL_ATOMIC_UPDATE(fetch_xor, space)
 MSL_IN_SPACE(MSL_DEVICE)
 MSL_IN_SPACE(MSL_SHARED)
+// `*(device Wide<half, 4>*)p` is written `msl_wide->*(device Wide<half, 4>*)p`.
+struct msl_wide_t {};
+extern msl_wide_t msl_wide;
+template <class T>
+T& operator->*(msl_wide_t, const MSL_DEVICE T* pointer);
+template <class T>
+T& operator->*(msl_wide_t, const MSL_SHARED T* pointer);
+template <class T>
+T& operator->*(msl_wide_t, const __attribute__((address_space(2))) T* pointer);
 #undef MSL_IN_SPACE
 #undef MSL_ATOMIC_UPDATE
 
