@@ -18,7 +18,7 @@ Resident = dict[CacheRef | StateRef, Operand]
 
 
 class Plan:
-    """Built once; `run` is pure: what it consumes it hands back anew, and MLX writes into the old buffers."""
+    """Built once. States that `run` consumes it hands back anew, caches are written where they are."""
 
     def __init__(self, choices: Sequence[Choice], weights: Weights, compute: Compute) -> None:
         self.choices, self.weights, self.compute = tuple(choices), weights, compute

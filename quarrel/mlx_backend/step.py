@@ -1,8 +1,9 @@
 """The step on MLX: lazy graphs, evaluated while the host prepares the next; decode steps are traced once by mx.compile.
 
-Everything is functional: a step takes the caches and returns them, and MLX writes into the old buffers because nothing else
-holds them by then. A decode step is traced for each number of sequences and each width of the block table, which is padded
-to a power of two; other steps differ too much from each other to be worth a trace.
+A step takes the recurrent states and returns them. Caches stay where they are: kernels write into them, and the order of
+who reads and writes is that of a small array which each step returns and the next one takes (`_after`). A decode step is
+traced for each number of sequences and each width of the block table, which is padded to a power of two; other steps differ
+too much from each other to be worth a trace.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from quarrel.errors import RequestError
 from quarrel.mlx_backend.experts.counts import ExpertCounts
 from quarrel.mlx_backend.linear.kernels import declined as linear_declined
 from quarrel.mlx_backend.plan import Plan, Resident
-from quarrel.mlx_backend.runtime.cache import copy_rows
+from quarrel.mlx_backend.runtime.cache import copy_blocks, copy_rows
 from quarrel.mlx_backend.runtime.kernel import emulated
 from quarrel.mlx_backend.runtime.launch import Batch, Cache, batch_of
 from quarrel.mlx_backend.weights import stored_as
@@ -66,6 +67,8 @@ class MlxStep:
         self._last: mx.array | None = None
         self._experts = ExpertCounts([c.node for c in plan.choices])
         self._counts = self._experts.none()
+        self._after = mx.zeros(1, mx.int32)
+        mx.eval(self._after)
         self._n_vocab, self._n_positions = (_smallest_table(plan.choices, name) for name in ("ids", "positions"))
 
     def __call__(self, inputs: StepInputs, want: Want) -> StepOutputs:
@@ -79,16 +82,17 @@ class MlxStep:
         batch = batch_of(inputs.query_start, inputs.out_rows, len(inputs.ids), len(inputs.out_rows), size, kept)
         out = self._run(batch, self._arrays(inputs, want), want)
         self._last = out.get("tokens", self._last)
-        mx.async_eval(*out.values(), self._counts, *_flat(self._resident))
+        mx.async_eval(*out.values(), self._counts, self._after, *_states(self._resident))
         return Pending(out)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies whole cache blocks (source, destination) in every layer, after the launches so far."""
         if not pairs:
             return
-        for ref, cache in self._resident.items():
+        mx.eval(self._after)
+        for cache in self._resident.values():
             if isinstance(cache, Cache):
-                self._resident[ref] = Cache(*(copy_rows(a, pairs, self.limits.block_size, "cache blocks") for a in cache))
+                copy_blocks(cache, pairs, self.limits.block_size)
 
     def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies the state in slots (source, destination) of every layer, after the launches so far."""
@@ -96,7 +100,7 @@ class MlxStep:
             return
         for ref, state in self._resident.items():
             if isinstance(ref, StateRef) and isinstance(state, mx.array):
-                self._resident[ref] = copy_rows(state, pairs, 1, "state slots")
+                self._resident[ref] = copy_rows(state, pairs, "state slots")
 
     def finite_states(self, slot: int) -> bool:
         """See `ops.step.KeepsStates`."""
@@ -186,10 +190,11 @@ class MlxStep:
         plan, ids, experts = self._open(), [self._inputs[n].id for n in names], self._experts
         values = [*(self._outputs[n] for n in wanted), *experts.ids]
 
-        def compute(inputs: list[mx.array], flat: list[mx.array], counts: mx.array) -> list[mx.array]:
-            out, after = plan.run(batch, dict(zip(ids, inputs)), _bound(refs, flat), values)
+        def compute(inputs: list[mx.array], flat: list[mx.array], counts: mx.array, before: mx.array) -> list[mx.array]:
+            out, resident = plan.run(batch, dict(zip(ids, inputs)), _bound(refs, flat, before), values)
             results, chosen = out[: len(wanted)], out[len(wanted) :]
-            return [*results, experts.add(counts, chosen), *_flat(after)]
+            after = _end_of(results[0], [c.written for c in resident.values() if isinstance(c, Cache)])
+            return [*results, experts.add(counts, chosen), after, *_states(resident)]
 
         if batch.tokens.all_decode and batch.out_rows.all_decode and not emulated():
             width = arrays["block_table"].shape[1] if "block_table" in arrays else 0
@@ -197,9 +202,10 @@ class MlxStep:
             if key not in self._traced:
                 self._traced[key] = mx.compile(compute)
             compute = self._traced[key]
-        results = compute(list(arrays.values()), _flat(self._resident), self._counts)
-        # From here on only the graph holds the old caches, which is what lets MLX write into them.
-        self._resident, self._counts = _bound(refs, results[len(wanted) + 1 :]), results[len(wanted)]
+        results = compute(list(arrays.values()), _flat(self._resident), self._counts, self._after)
+        self._counts, self._after, *states = results[len(wanted) :]
+        # From here on only the graph holds the old states, which is what lets MLX write into them.
+        self._resident.update(zip((ref for ref in refs if isinstance(ref, StateRef)), states, strict=True))
         return dict(zip(wanted, results))
 
     def _stored_as(self, choice: Choice) -> str:
@@ -210,12 +216,25 @@ class MlxStep:
 
 
 def _flat(resident: Resident) -> list[mx.array]:
-    return [a for o in resident.values() for a in (o if isinstance(o, Cache) else (o,))]
+    return [a for o in resident.values() for a in (o[:2] if isinstance(o, Cache) else (o,))]
 
 
-def _bound(refs: Sequence[CacheRef | StateRef], flat: Sequence[mx.array]) -> Resident:
+def _states(resident: Resident) -> list[mx.array]:
+    return [o for o in resident.values() if not isinstance(o, Cache)]
+
+
+def _bound(refs: Sequence[CacheRef | StateRef], flat: Sequence[mx.array], before: mx.array) -> Resident:
+    """Arrays by who refers to them; caches are written and read behind `before`."""
     arrays = iter(flat)
-    return {r: Cache(next(arrays), next(arrays)) if isinstance(r, CacheRef) else next(arrays) for r in refs}
+    return {r: Cache(next(arrays), next(arrays), before) if isinstance(r, CacheRef) else next(arrays) for r in refs}
+
+
+def _end_of(result: mx.array, written: list[mx.array]) -> mx.array:
+    """A number that is there when all kernels of a step are done with the caches: of its first result, which comes of every
+    layer. A step that wants no rows ends with its appends."""
+    if result.size:
+        return result.reshape(-1)[:1].astype(mx.int32)
+    return mx.concatenate(written) if written else mx.zeros(1, mx.int32)
 
 
 def _padded(array: Array) -> Array:

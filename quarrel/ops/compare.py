@@ -59,7 +59,7 @@ def _worst_row(got: Array, want: Array, width: int) -> float:
     counts = np.maximum(ok.sum(1), 1)
 
     def sizes(values: Array) -> Array:
-        return np.sqrt((np.where(ok, values, 0.0) ** 2).sum(1) / counts)
+        return np.asarray(np.sqrt((np.where(ok, values, 0.0) ** 2).sum(1) / counts))
 
     with np.errstate(invalid="ignore"):
         off = sizes(np.where(ok, g - w, 0.0))

@@ -175,7 +175,7 @@ class metal_kernel:
         buffers: list[BoundBuffer] = []
         keep: list[np.ndarray[Any, Any]] = []
         for name, array in zip(self.input_names, inputs):
-            buffers.append(BoundBuffer(name, array.address, array.memory_bytes, False, True))
+            buffers.append(BoundBuffer(name, array.address, array.memory_bytes, name.startswith("into_"), True))
             for what in shape_parameters(name, array, self.source):
                 if what == "shape":
                     value = np.array(array.shape, np.int32)

@@ -180,7 +180,7 @@ _SOURCE = """
 
 _FLASH = Kernel(
     "quarrel_flash",
-    ("q", "keys", "values", "query_start", "kv_len", "table", "sinks", "single", "see_to", "numbers"),
+    ("q", "keys", "values", "query_start", "kv_len", "table", "sinks", "single", "see_to", "numbers", "written"),
     ("y",),
     _SOURCE,
     HEADER,
@@ -224,6 +224,7 @@ class Flash:
         kept: KVType = "auto",
         single: mx.array | None = None,
         see_to: mx.array | None = None,
+        written: mx.array | None = None,
     ) -> mx.array:
         """`[T, heads * head_dim]`; rows of sequences with one query are `single`'s, where it is given. `kept`: as what keys
         and values are stored. `see_to`: of `spans`, the last position that a query sees."""
@@ -243,6 +244,7 @@ class Flash:
                 q.astype(self._act) if single is None else single,
                 query_start if see_to is None else see_to,
                 self._numbers,
+                self._numbers if written is None else written,
             ],
             [q.shape],
             [self._act],

@@ -170,7 +170,7 @@ _WHOLE = _BODY.replace(
 """,
 )
 
-_INPUTS = ("q", "keys", "values", "query_start", "kv_len", "table", "scale")
+_INPUTS = ("q", "keys", "values", "query_start", "kv_len", "table", "scale", "written")
 _ONE = Kernel("quarrel_latent_split", _INPUTS, ("part", "top_sum"), _SPLIT, HEADER)
 _MANY = Kernel("quarrel_latent", (*_INPUTS, "single"), ("y",), _WHOLE, HEADER)
 
@@ -189,7 +189,7 @@ def build_attention(site: Site, node: Node) -> Launch:
     ) -> list[mx.array]:
         seqs, shape = kv_len.shape[0], (q.shape[0], spec.out_width)
         template: list[tuple[str, Any]] = [*fixed, ("SIZE", batch.block_size), ("KIND", KINDS[batch.kv_cache])]
-        inputs = [q.astype(site.act), cache.k, cache.v, query_start, kv_len, table.reshape(seqs, -1), scale]
+        inputs = [q.astype(site.act), cache.k, cache.v, query_start, kv_len, table.reshape(seqs, -1), scale, cache.written]
         single = None
         if batch.tokens.any_decode:
             splits = cdiv(table.shape[1] * batch.block_size, SPLIT)

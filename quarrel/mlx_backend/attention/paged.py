@@ -39,7 +39,7 @@ inline float fading(float x, float top) {
 # LANES lanes share a key: lane l holds values (i * LANES + l) * WIDTH + j of it. TOGETHER query heads share its load.
 _SINGLE = Kernel(
     "quarrel_attend_single",
-    ("q", "keys", "values", "query_start", "kv_len", "table", "numbers"),
+    ("q", "keys", "values", "query_start", "kv_len", "table", "numbers", "written"),
     ("part", "top_sum"),
     """
   constexpr int GROUP = HEADS / KV_HEADS, CHUNKS = D / LANES / WIDTH, EACH = D / LANES;
@@ -211,7 +211,7 @@ def build_attention(site: Site, node: Node) -> Launch:
     ) -> mx.array:
         seqs, splits = kv_len.shape[0], cdiv(table.shape[1] * batch.block_size, SPLIT)
         part, top_sum = _SINGLE(
-            [q, cache.k, cache.v, query_start, kv_len, table, numbers],
+            [q, cache.k, cache.v, query_start, kv_len, table, numbers, cache.written],
             [(seqs, splits, heads, dim), (seqs, splits, heads, 2)],
             [mx.float32, mx.float32],
             (splits, kv_heads * head_tiles, seqs),
@@ -236,7 +236,9 @@ def build_attention(site: Site, node: Node) -> Launch:
         if batch.tokens.all_decode and decoded is not None:
             return [decoded]
         size, kept = batch.block_size, batch.kv_cache
-        return [flash(q, cache.k, cache.v, query_start, batch.max_new, kv_len, table, size, kept, decoded, see_to)]
+        keys = (cache.k, cache.v)
+        more = (decoded, see_to, cache.written)
+        return [flash(q, *keys, query_start, batch.max_new, kv_len, table, size, kept, *more)]
 
     return run
 

@@ -1,11 +1,11 @@
 """Rotation by position, and the append to the paged cache behind it.
 
 MLX's `fast.rope` takes one position for a whole sequence and inverse frequencies, which it inverts again: at position 2^20
-that moves an angle by a tenth. Ours takes a position a token and the frequencies themselves, and rotates query and key in
-one launch; key and value then go to their slots by MLX's scatter, in place. A thread rotates one pair of values in up to 4
-heads, so that one sine and cosine serve four: 4 bytes in, 4 bytes out a pair and head, about 20 registers, no threadgroup
-memory. A decode step's 10 kB are bound by the launch; prefill reaches 70 to 80% of the bus, next to products that take 100
-times as long.
+that moves an angle by a tenth. Ours takes a position a token and the frequencies themselves, rotates query and key and
+writes the key and its value to their slots, all in one launch. A thread rotates one pair of values in up to 4 heads, so
+that one sine and cosine serve four: 4 bytes in, 4 bytes out a pair and head, about 20 registers, no threadgroup memory. A
+decode step's 10 kB are bound by the launch; prefill reaches 70 to 80% of the bus, next to products that take 100 times as
+long.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 
 from quarrel.mlx_backend.attention.kv_codes import encoded
-from quarrel.mlx_backend.runtime.cache import put_rows
+from quarrel.mlx_backend.runtime.cache import keep
 from quarrel.mlx_backend.runtime.kernel import Kernel
 from quarrel.mlx_backend.runtime.launch import Batch, Cache, Launch, Operand, Site, cdiv
 from quarrel.ops.attention import KV_APPEND, ROPE_APPEND, KVAppendSpec, RopeAppendSpec
@@ -30,15 +30,17 @@ _HEADS_EACH = 4
 # The first ROT / 2 pairs of a head are rotated, the values after them are passed on two by two.
 _HEADER = """
 template <class T, int ROT, int D, bool NEOX, class In, class Out>
-inline void rotate_heads(In x, Out y, ulong row, int heads, int first, int last, int pair, float cosine, float sine) {
+inline void rotate_heads(
+    In x, Out y, ulong row, ulong to, int heads, int first, int last, int pair, float cosine, float sine) {
   const bool rotated = pair < ROT / 2;
   int a = rotated && NEOX ? pair : 2 * pair;
   int b = rotated && NEOX ? pair + ROT / 2 : a + 1;
   for (int head = first; head < last && head < heads; head++) {
     const ulong at = (row * heads + head) * D;
     const float left = float(x[at + a]), right = b < D ? float(x[at + b]) : 0.0f;
-    y[at + a] = T(left * cosine - right * sine);
-    if (b < D) y[at + b] = T(left * sine + right * cosine);
+    const ulong out = (to * heads + head) * D;
+    y[out + a] = T(left * cosine - right * sine);
+    if (b < D) y[out + b] = T(left * sine + right * cosine);
   }
 }
 
@@ -65,7 +67,7 @@ _ROPE = Kernel(
     ("y",),
     _PLACE
     + """
-  rotate_heads<T, ROT, D, NEOX>(x, y, row, HEADS, chunk * EACH, (chunk + 1) * EACH, pair, rotation.x, rotation.y);
+  rotate_heads<T, ROT, D, NEOX>(x, y, row, row, HEADS, chunk * EACH, (chunk + 1) * EACH, pair, rotation.x, rotation.y);
 """,
     _HEADER,
 )
@@ -78,10 +80,36 @@ _ROPE_BOTH = Kernel(
     + """
   constexpr int CHUNKS = (HEADS + EACH - 1) / EACH;
   if (chunk < CHUNKS) {
-    rotate_heads<T, ROT, D, NEOX>(q, q_rotated, row, HEADS, chunk * EACH, (chunk + 1) * EACH, pair, rotation.x, rotation.y);
+    const int first = chunk * EACH;
+    rotate_heads<T, ROT, D, NEOX>(q, q_rotated, row, row, HEADS, first, first + EACH, pair, rotation.x, rotation.y);
   } else {
     const int first = (chunk - CHUNKS) * EACH;
-    rotate_heads<T, ROT, D, NEOX>(k, k_rotated, row, KV_HEADS, first, first + EACH, pair, rotation.x, rotation.y);
+    rotate_heads<T, ROT, D, NEOX>(k, k_rotated, row, row, KV_HEADS, first, first + EACH, pair, rotation.x, rotation.y);
+  }
+""",
+    _HEADER,
+)
+
+_ROPE_KEEP = Kernel(
+    "quarrel_rope_keep",
+    ("q", "k", "v", "positions", "freq", "magnitude", "slots", "after", "into_keys", "into_values"),
+    ("q_rotated", "written"),
+    _PLACE
+    + """
+  constexpr int CHUNKS = (HEADS + EACH - 1) / EACH;
+  if (row == 0 && thread_position_in_grid.x == 0) written[0] = 1;
+  if (chunk < CHUNKS) {
+    const int first = chunk * EACH, last = first + EACH;
+    rotate_heads<T, ROT, D, NEOX>(q, q_rotated, row, row, HEADS, first, last, pair, rotation.x, rotation.y);
+    return;
+  }
+  const int first = (chunk - CHUNKS) * EACH, last = metal::min(first + EACH, KV_HEADS);
+  const ulong slot = ulong(slots[row]);
+  rotate_heads<T, ROT, D, NEOX>(k, (device T*)into_keys, row, slot, KV_HEADS, first, last, pair, rotation.x, rotation.y);
+  for (int head = first; head < last; head++) {
+    for (int d = 2 * pair; d < metal::min(2 * pair + 2, D); d++) {
+      ((device T*)into_values)[(slot * KV_HEADS + head) * D + d] = T(v[(row * KV_HEADS + head) * D + d]);
+    }
   }
 """,
     _HEADER,
@@ -133,6 +161,11 @@ def build_rope_append(site: Site, node: Node) -> Launch:
         batch: Batch, q: mx.array, k: mx.array, v: mx.array, positions: mx.array, slots: mx.array, cache: Cache
     ) -> list[Operand]:
         groups = _groups(spec.q, chunks, q.shape[0])
+        if cache.k.dtype == site.act and cache.k.shape == cache.v.shape:
+            inputs = [q, k, v, positions, freq, magnitude, slots, cache.written, cache.k, cache.v]
+            outputs = [q.shape, (1,)], [site.act, mx.int32]
+            q, written = _ROPE_KEEP(inputs, *outputs, groups, (_THREADS,), template)
+            return [q, cache._replace(written=written)]
         shapes, types = [q.shape, k.shape], [site.act, site.act]
         q, k = _ROPE_BOTH([q, k, positions, freq, magnitude], shapes, types, groups, (_THREADS,), template)
         return [q, _append(spec.append, batch, k, v, slots, cache)]
@@ -142,7 +175,7 @@ def build_rope_append(site: Site, node: Node) -> Launch:
 
 def _append(spec: KVAppendSpec, batch: Batch, k: mx.array, v: mx.array, slots: mx.array, cache: Cache) -> Cache:
     k, v = (encoded(a.reshape(a.shape[0], spec.n_kv, -1), batch.kv_cache) for a in (k, v))
-    return Cache(put_rows(cache.k, slots, k), put_rows(cache.v, slots, v))
+    return keep(cache, k, v, slots)
 
 
 def _alike(spec: RopeAppendSpec) -> str | None:
@@ -154,6 +187,6 @@ def _alike(spec: RopeAppendSpec) -> str | None:
 
 IMPLEMENTATIONS = (
     Implementation(ROPE, "a thread a pair", build_rope),
-    Implementation(KV_APPEND, "MLX's scatter", build_kv_append),
-    Implementation(ROPE_APPEND, "both in one launch, then MLX's scatter", build_rope_append, _alike),
+    Implementation(KV_APPEND, "in place", build_kv_append),
+    Implementation(ROPE_APPEND, "both and the append in one launch", build_rope_append, _alike),
 )

@@ -25,8 +25,10 @@ class Kernel:
 
     MLX writes the signature: an input is `const device T*` (`const constant T*` if it holds fewer than 8 values, so
     helpers take the pointer's type as a template parameter), an output `device T*`. `NAME_shape` and the thread attributes
-    exist where the body names them. Shapes that vary from call to call are read from `NAME_shape`: a template constant
-    means another compilation. `UNROLL` before a loop stands for the pragma.
+    exist where the body names them. An input called `into_...` is written in place, through a cast that takes its const
+    away: MLX does not know of it, so that its readers need another result of the kernel among their inputs. Shapes that
+    vary from call to call are read from `NAME_shape`: a template constant means another compilation. `UNROLL` before a loop
+    stands for the pragma.
     """
 
     name: str

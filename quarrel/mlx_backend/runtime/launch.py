@@ -18,10 +18,14 @@ DTYPES: dict[Compute, mx.Dtype] = {"float32": mx.float32, "float16": mx.float16,
 
 class Cache(NamedTuple):
     """Keys and values of one layer, each `[n_blocks * block_size, n_kv, head_dim]`: a token's slot is its row. Codes are
-    uint8, and behind those of a head lie the 4 bytes of its float32 scale: `[.., head_dim + 4]`."""
+    uint8, and behind those of a head lie the 4 bytes of its float32 scale: `[.., head_dim + 4]`.
+
+    Kernels write into both where they lie. `written` is a number that whoever wrote last returned: a kernel that reads or
+    writes the cache takes it among its inputs, so that MLX runs it behind that."""
 
     k: mx.array
     v: mx.array
+    written: mx.array
 
 
 class Rows:
@@ -81,7 +85,8 @@ class Batch:
 Operand = mx.array | Cache
 Launch = Callable[..., Sequence[Operand]]
 """`launch(batch, *operands)`: the node's inputs in order, without weights and constants; a cache is a `Cache`, a state an
-array `[slots, ...]` float32. It returns the node's outputs in order, then what the cache or state has become."""
+array `[slots, ...]` float32. It returns the node's outputs in order, then what the cache or state has become: a cache the
+same arrays with another `written`."""
 
 
 class Site(Protocol):
