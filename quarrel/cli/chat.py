@@ -69,6 +69,9 @@ def _talk(conversation: Conversation, args: argparse.Namespace, models: ExitStac
 
     def answer(ask: Callable[[], tuple[Result, bool]]) -> None:
         result, _ = ask()
+        if result.dropped:
+            done = "summed up" if args.overflow == "summary" else "left out"
+            note(f"(the context is full: the oldest {result.dropped} messages were {done}; /reset begins anew)")
         if not args.quiet:
             note(speeds(conversation.llm, result))
 

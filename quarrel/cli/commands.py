@@ -36,6 +36,11 @@ def _chat(p: argparse.ArgumentParser) -> None:
     hidden(p, "-prompt", dest="prompt")
     _chat_options(p)
     p.add_argument("-q", "--quiet", action="store_true", help="no greeting and no speeds on standard error")
+    overflow = (
+        "what becomes of a conversation that is longer than the context: stop refuses it; shift, the default, leaves out"
+        " the oldest turns; summary has the model sum them up"
+    )
+    p.add_argument("--overflow", choices=("stop", "shift", "summary"), default="shift", help=overflow)
     p.add_argument("--plain", action="store_true", help="answers as they are written, and the terminal's own line editing")
     _request_options(p)
     add_samplers(p, leave_out=("logprobs", "n"))

@@ -45,6 +45,8 @@ def _plain(result: Result) -> dict[str, Any]:
         plain["error"] = result.error
     if result.logprobs is not None:
         plain["logprobs"] = [asdict(entry) for entry in result.logprobs]
+    if result.dropped:
+        plain["dropped"] = result.dropped
     if result.alternatives:
         plain["alternatives"] = [_plain(other) for other in result.alternatives]
     return plain

@@ -29,6 +29,7 @@ def request_keywords(args: argparse.Namespace) -> RequestKeywords:
         "structure": _structure_of(args),
         "adapter": next(iter(adapters_of(args)), None),
         "prompt_logprobs": False,
+        "overflow": getattr(args, "overflow", "stop"),
         "names": (),
     }
 

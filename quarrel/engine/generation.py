@@ -43,6 +43,8 @@ class Request:
     """Which of the model's adapters it runs with; 0 is none."""
     prompt_logprobs: bool = False
     """Whether those of the prompt's tokens are wanted, too; `params.logprobs` says how many alternatives."""
+    dropped: int = 0
+    """How many messages, or tokens of a plain prompt, were left out of it because the context is too short."""
 
     @property
     def room(self) -> int:
@@ -255,6 +257,7 @@ class Generation(Sequence):
             prompt_logprobs=None if self._prompt_logprobs is None else tuple(self._prompt_logprobs),
             error=None if failure is None else str(failure),
             failure=failure,
+            dropped=self.request.dropped,
         )
         self._last = Chunk(text, token, self.index, logprob, result)
 

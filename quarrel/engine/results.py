@@ -82,6 +82,9 @@ class Result:
     error: str | None = None
     failure: QuarrelError | None = field(default=None, compare=False)
     alternatives: tuple[Result, ...] = ()
+    dropped: int = 0
+    """How many of the oldest messages, or tokens of a plain prompt, were left out because the context is too short
+    (`overflow`)."""
 
 
 @dataclass(slots=True)  # one for each token of each request: a frozen one takes three times as long to make

@@ -33,6 +33,7 @@ from quarrel.llm.adapters import adapter_index
 from quarrel.llm.embeddings import Embeddings, EmbedKeywords, EmbedOptions, Progress
 from quarrel.llm.explain import Explanation
 from quarrel.llm.loaded import Loaded
+from quarrel.llm.overflow import asking, summarised
 from quarrel.llm.requests import (
     ChatKeywords,
     GenerateRequest,
@@ -189,13 +190,29 @@ class LLM:
         know them; calls come back as the model writes them, in the text. `template`, a named or literal template in place
         of the file's. `template_kwargs`, further variables of it.
         """
-        request = self.prepare(messages=messages, params=params, **keywords)
+        request = self._summed_up(messages, params, keywords)
         return start(self._loop, request, stream=True, owner=self) if stream else _raised(self._run([request])[0])
+
+    def _summed_up(self, messages: Sequence[Message], params: SamplingParams | None, keywords: ChatKeywords) -> Request:
+        """As `prepare`; what does not fit is summed up by the model first, where that is wanted."""
+        request = self.prepare(messages=messages, params=params, **keywords)
+        if keywords.get("overflow") != "summary" or not request.dropped:
+            return request
+        wanted, tokens = asking(messages, request.dropped, self.n_ctx)
+        own: ChatKeywords = {"max_tokens": tokens, "temperature": 0.0, "overflow": "shift"}
+        own |= {"template": keywords.get("template"), "service": replace(request.service, progress=False)}
+        summary = self.chat(wanted, **own)
+        shorter = summarised(messages, request.dropped, summary.text)
+        again = self.prepare(messages=shorter, params=params, **keywords)
+        return replace(again, dropped=request.dropped + again.dropped)
 
     def achat(
         self, messages: Sequence[Message], params: SamplingParams | None = None, **keywords: Unpack[ChatKeywords]
     ) -> AsyncStream:
-        """As `chat` with `stream=True`, for an event loop; `await llm.achat(...).wait()` gives the `Result`."""
+        """As `chat` with `stream=True`, for an event loop; `await llm.achat(...).wait()` gives the `Result`.
+
+        Nothing is summed up here: `overflow="summary"` leaves turns out as "shift" does.
+        """
         return self.submit(self.prepare(messages=messages, params=params, **keywords))
 
     def prepare(

@@ -6,13 +6,14 @@ import secrets
 from collections.abc import Collection, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 from quarrel.engine import Request, Sampling, SamplingParams, Service, merged, token_id
 from quarrel.engine.service import DEFAULT_SERVICE
 from quarrel.errors import ContextOverflow, RequestError, TokenizerError, UnsupportedModel
 from quarrel.llm.adapters import adapter_index
 from quarrel.llm.loaded import Loaded
+from quarrel.llm.overflow import Overflow, limit, shift_ids, shift_messages
 from quarrel.llm.structured import Grammars, Structure
 from quarrel.llm.texts import VocabularyTexts
 from quarrel.models import EncoderSpec
@@ -29,12 +30,16 @@ class RequestKeywords(Sampling, total=False):
     service: priority, deadlines, cache salt, drafts. structure: a JSON schema, regular expression or grammar that the text
     keeps to. adapter: the name of one of the model's adapters. prompt_logprobs: `logprobs` of the prompt's tokens, too.
     names: control tokens that the answer shows by their names; those that the vocabulary lacks are passed over.
+    overflow: what becomes of a prompt that leaves too little room in the context for an answer: "stop", the default,
+    refuses it if it does not fit at all; "shift" leaves out the oldest turns, or of a plain prompt what lies behind its
+    first few tokens; "summary", of messages, has the model sum them up.
     """
 
     service: Service
     structure: Structure | None
     adapter: str | None
     prompt_logprobs: bool
+    overflow: Overflow
     names: Sequence[str]
 
 
@@ -67,6 +72,7 @@ class GenerateRequest:
     structure: Structure | None = None
     adapter: str | None = None
     prompt_logprobs: bool = False
+    overflow: Overflow = "stop"
     names: Sequence[str] = field(default=(), metadata=JSON)
     parse_special: bool = False
     tools: Sequence[Mapping[str, object]] | None = field(default=None, metadata=JSON)
@@ -80,6 +86,11 @@ class GenerateRequest:
             raise RequestError(f"service is a {type(self.service).__name__}, wanted a Service")
         if self.structure is not None and not isinstance(self.structure, Structure):
             raise RequestError(f"structure is a {type(self.structure).__name__}, wanted a Structure")
+        if self.overflow not in get_args(Overflow):
+            wanted = ", ".join(get_args(Overflow))
+            raise RequestError(f"overflow is {str(self.overflow)[:40]!r}, wanted one of {wanted}", "overflow")
+        if self.overflow == "summary" and self.messages is None:
+            raise RequestError("overflow is 'summary', which sums up messages, and this is a plain prompt", "overflow")
         if self.prompt_logprobs and self.params.logprobs is None:
             raise RequestError("prompt_logprobs is given without logprobs, wanted 0 or more alternatives", "logprobs")
 
@@ -126,7 +137,7 @@ class Preparer:
         """What the engine runs. system: a system message for conversations without one."""
         self.check_generates()
         request.params.check_vocabulary(self._spec.n_vocab)
-        ids = self._chat_ids(request, system) if request.messages is not None else self._prompt_ids(request)
+        ids, dropped = self._fitting_ids(request, system)
         params, service, structure = request.params, request.service, request.structure
         if structure is not None and params.ignore_eos:
             message = "ignore_eos and a structure exclude each other: the structure says where the text may end"
@@ -151,6 +162,7 @@ class Preparer:
             drafts=self._drafts,
             adapter=adapter_index(self._adapters, request.adapter),
             prompt_logprobs=request.prompt_logprobs,
+            dropped=dropped,
         )
 
     def checked(self, ids: object) -> list[int]:
@@ -164,9 +176,17 @@ class Preparer:
             return self._tokenizer.encode(request.prompt, parse_special=request.parse_special)
         return self._ids(request.prompt)
 
-    def _chat_ids(self, request: GenerateRequest, system: str | None) -> Sequence[int]:
-        messages = request.messages
-        assert messages is not None
+    def _fitting_ids(self, request: GenerateRequest, system: str | None) -> tuple[Sequence[int], int]:
+        """The prompt, and how many messages or tokens were left out of it."""
+        most = limit(self._n_ctx, request.params.max_tokens)
+        if request.messages is None:
+            ids = self._prompt_ids(request)
+            return shift_ids(ids, most) if request.overflow == "shift" else (ids, 0)
+        if request.overflow == "stop" or not isinstance(request.messages, list | tuple):
+            return self._chat_ids(request, request.messages, system), 0
+        return shift_messages(request.messages, lambda found: self._chat_ids(request, found, system), most)
+
+    def _chat_ids(self, request: GenerateRequest, messages: Sequence[Message], system: str | None) -> Sequence[int]:
         if system is not None and _lacks_system(messages):
             messages = [{"role": "system", "content": system}, *messages]
         if request.template is None and not self._template_checked:

@@ -154,7 +154,7 @@ class RemoteLLM:
         """As `LLM.prepare`. Waits for the model's process."""
         wanted = GenerateRequest.of(ChatKeywords, keywords, params, self.defaults, prompt=prompt, messages=messages)
         number = next(self._numbers)
-        tokens, seed, stop_ids = self._call("prepare", number, plain(wanted)).result()
+        tokens, seed, stop_ids, dropped = self._call("prepare", number, plain(wanted)).result()
         request = RemoteRequest(
             tuple(tokens),
             wanted.params,
@@ -164,6 +164,7 @@ class RemoteLLM:
             self.tokenizer.n_vocab,
             self._texts,
             service=wanted.service,
+            dropped=dropped,
             number=number,
         )
         weakref.finalize(request, self._wire.send, "drop", number).atexit = False

@@ -175,7 +175,8 @@ class _Worker:
         with self._failing(number):
             prepared = self._llm.prepare_request(typed(GenerateRequest, request))
             self._requests[number] = prepared
-            self._wire.send("done", number, [list(prepared.tokens), prepared.seed, sorted(prepared.stop_ids)])
+            ids, stop_ids = list(prepared.tokens), sorted(prepared.stop_ids)
+            self._wire.send("done", number, [ids, prepared.seed, stop_ids, prepared.dropped])
 
     async def _embed(self, texts: Json, options: Json) -> Json:
         keywords: Any = vars(typed(EmbedOptions, options))

@@ -30,6 +30,7 @@ from quarrel.server.errors import Refused, openai_body
 from quarrel.server.fields import inputs_of
 from quarrel.server.lines import DONE, SSE, event
 from quarrel.server.logprobs import LogprobLists, chat_logprob, joined
+from quarrel.server.overflow import summed_up
 from quarrel.server.reader import Reader, Reading
 from quarrel.server.schemas import ChatBody, CompletionBody, EmbeddingsBody, OpenAIBody
 
@@ -63,22 +64,27 @@ def routes(dispatcher: Dispatcher) -> APIRouter:
         """The next message of a conversation."""
         body, headers = await read_body(request, ChatBody, dispatcher)
         _name_adapter(dispatcher, body)
-        messages = [m.plain() for m in body.messages]
         reading, options = body.reading(), body.sampling()
-        more: Any = {"structure": body.structure(), "adapter": body.adapter, "effort": body.reasoning_effort, **options}
+        messages: Sequence[Any] = [m.plain() for m in body.messages]
+        more: Any = {"structure": body.structure(), "adapter": body.adapter, "effort": body.reasoning_effort}
+        more |= {**options, **body.fitting()}
+        dropped = 0
 
         def prepare(llm: Model, service: Service) -> Sequence[Any]:
             template, given = dispatcher.settings.chat_template, body.chat_template_kwargs
             return [chat_request(llm, template, messages, reading, template_kwargs=given, service=service, **more)]
 
-        return await _answer(dispatcher, request, body, prepare, _Chat(reading), headers)
+        if body.overflow == "summary":
+            caller, where = request.state.caller, request.url.path
+            messages, dropped = await summed_up(dispatcher, caller, body.model, where, messages, prepare)
+        return await _answer(dispatcher, request, body, prepare, _Chat(reading), headers, dropped)
 
     @router.post("/completions", **body_of(CompletionBody))
     async def complete(request: Request) -> Response:
         """The continuation of a text, or of several."""
         body, headers = await read_body(request, CompletionBody, dispatcher)
         _name_adapter(dispatcher, body)
-        options: Any = {**body.sampling(), "structure": body.structure(), "adapter": body.adapter}
+        options: Any = {**body.sampling(), "structure": body.structure(), "adapter": body.adapter, **body.fitting()}
         options["prompt_logprobs"] = bool(body.echo) and body.logprobs is not None
 
         def prepare(llm: Model, service: Service) -> Sequence[Any]:
@@ -216,7 +222,9 @@ async def _answer(
     prepare: Prepare,
     form: _Form,
     headers: dict[str, str],
+    dropped: int = 0,
 ) -> Response:
+    """dropped: messages that a summary stands for."""
     limit, n = dispatcher.settings.timeout, body.n or 1
     head: Json = {"id": form.prefix + secrets.token_hex(12), "object": form.object, "created": int(time.time())}
     head["system_fingerprint"] = FINGERPRINT
@@ -229,6 +237,7 @@ async def _answer(
             return {
                 **head,
                 "model": generation.model,
+                **_overflow(body, generation, dropped),
                 "choices": choices,
                 "usage": _usage(listed, n, form.thought(generation)),
             }
@@ -240,7 +249,7 @@ async def _answer(
     head["object"] = form.object + (".chunk" if isinstance(form, _Chat) else "")
 
     async def events(generation: Generation) -> AsyncIterator[str]:
-        head["model"] = generation.model
+        head.update({"model": generation.model, **_overflow(body, generation, dropped)})
         ended: list[Result] = []
         for which in range(len(generation.streams)):
             async for burst in bursts(generation, which, limit):
@@ -255,6 +264,12 @@ async def _answer(
         return event(openai_body(error)) + DONE
 
     return await answer_stream(admission, events, failure, "text/event-stream", {**SSE, **headers})
+
+
+def _overflow(body: OpenAIBody, generation: Generation, dropped: int) -> Json:
+    """What was left out of the prompts, where that is anything."""
+    dropped += sum(request.dropped for request in generation.requests)
+    return {"overflow": {"policy": body.overflow, "dropped": dropped}} if dropped else {}
 
 
 def _parts(choice: Json) -> list[Json]:

@@ -37,6 +37,8 @@ def prepare_of(
     """Makes the request of a generate body for a model."""
     turns, reading = body.turns(), Reading(tools)
     options: Any = {"adapter": body.adapter, "structure": structure, **body.sampling()}
+    if body.overflow is not None:
+        options["overflow"] = body.overflow
 
     def prepare(llm: Model, service: Service) -> Sequence[Any]:
         if turns is None:
@@ -254,6 +256,7 @@ def summary(result: Result, generation: Generation, seconds: float) -> Json:
         "seed": result.seed,
         "duration_seconds": round(seconds, 4),
         "tokens_per_sec": round(rate(result), 2),
+        **({"dropped": result.dropped} if result.dropped else {}),
     }
 
 

@@ -135,6 +135,10 @@ class OpenAIBody(Samplers):
     user: StrictStr | None = None
     """Accepted for compatibility; nothing is done with it."""
     adapter: Adapter | None = None
+    overflow: Literal["stop", "shift", "summary"] | None = None
+    """Where the context is too short for the prompt and its answer: stop, the default, refuses a prompt that does not fit
+    at all; shift leaves out the oldest turns; summary, of messages, has the model sum them up. The answer's field
+    `overflow` says how many messages it was (tokens, of a plain prompt)."""
 
     def sampling(self) -> Sampling:
         options = super().sampling()
@@ -144,6 +148,10 @@ class OpenAIBody(Samplers):
         if self.logit_bias:
             options["logit_bias"] = {int(id): bias for id, bias in self.logit_bias.items()}
         return options
+
+    def fitting(self) -> dict[str, str]:
+        """`overflow` as an argument of the model's calls."""
+        return {} if self.overflow is None else {"overflow": self.overflow}
 
     def structure(self) -> Structure | None:
         """The grammar that every token of the answer keeps to."""
@@ -274,6 +282,8 @@ class GenerateBody(Samplers):
     """Put the prompt to the model by its chat template."""
     priority: Literal["high", "low"] = "high"
     adapter: Adapter | None = None
+    overflow: Literal["stop", "shift"] | None = None
+    """As in OpenAI's routes; how many messages or tokens were left out is said by `dropped` at the end."""
 
     def sampling(self) -> Sampling:
         options = super().sampling()

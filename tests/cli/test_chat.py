@@ -265,3 +265,15 @@ def test_a_picture_goes_with_the_next_question(
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw=="}}
     assert seen[0][0]["content"] == [{"type": "text", "text": "what is it?"}, part]
     assert seen[1][-1]["content"] == "and now?"
+
+
+@pytest.mark.parametrize(("policy", "done"), [("shift", "left out"), ("summary", "summed up")])
+def test_a_long_conversation_goes_on(
+    policy: str, done: str, chatty: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keyboard(monkeypatch, *("x" * 80 for _ in range(3)))
+    assert main(["chat", chatty, *GREEDY, "--ctx", "256", "--overflow", policy]) == 0
+    assert f"messages were {done}; /reset begins anew" in capsys.readouterr().err
+    keyboard(monkeypatch, *("x" * 80 for _ in range(3)))
+    assert main(["chat", chatty, *GREEDY, "--ctx", "256", "--overflow", "stop"]) == 0
+    assert "/reset forgets the conversation" in capsys.readouterr().err

@@ -445,3 +445,29 @@ def test_calls_of_tools_are_taken_out_of_the_text() -> None:
     assert split_calls('{"name": "find", "parameters": {}}', {"find": {}})[1][0].arguments == "{}"
     for wrong in ("<tool_call>{", '<tool_call>{"name": "other"}</tool_call>', "<tool_call>" * 3, "{}", "[" * 9999):
         assert split_calls(wrong, {"find": {}}) == (wrong, [])
+
+
+@pytest.mark.parametrize("policy", ["shift", "summary"])
+def test_a_conversation_goes_on_past_its_context_and_the_answer_says_so(client: openai.OpenAI, policy: str) -> None:
+    turns = [{"role": r, "content": "The king rode out. " * 12} for _ in range(9) for r in ("user", "assistant")]
+    options: Any = {"model": "demo", "messages": [*turns, *CHAT], "max_tokens": 8}
+    with pytest.raises(openai.BadRequestError, match="context"):
+        client.chat.completions.create(**options)
+    options["extra_body"] = {"overflow": policy}
+    made = client.chat.completions.create(**options)
+    told = made.model_extra["overflow"]  # type: ignore[index]
+    assert told["policy"] == policy
+    assert 0 < told["dropped"] < len(turns) + 1
+    chunks = list(client.chat.completions.create(**options, stream=True))
+    assert chunks[0].model_extra["overflow"] == told  # type: ignore[index]
+    short: Any = client.chat.completions.create(model="demo", messages=CHAT, max_tokens=2, extra_body={"overflow": policy})
+    assert "overflow" not in short.model_extra
+
+
+def test_a_prompt_is_shortened_where_the_request_says_so(client: openai.OpenAI, live: Live) -> None:
+    text = "The king rode out. " * 200
+    made = client.completions.create(model="demo", prompt=text, max_tokens=8, extra_body={"overflow": "shift"})
+    assert made.usage.prompt_tokens == 504  # type: ignore[union-attr]
+    assert made.model_extra["overflow"]["dropped"] > 100  # type: ignore[index]
+    answer = live.client.post("/api/generate", json={"prompt": text, "max_tokens": 8, "overflow": "shift"})
+    assert answer.json()["dropped"] == made.model_extra["overflow"]["dropped"]  # type: ignore[index]
