@@ -86,7 +86,8 @@ def _make(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
         logits[rng.random(logits.shape) < 0.2] = np.inf
         logits[rng.random(logits.shape) < 0.2] = -np.inf
         logits[-1, rng.integers(n)] = np.nan
-    strengths = ((1.0, 1.3, 0.7), (0.0, 0.6, -1.5), (0.0, 0.2, -0.4))
+    repetition = (1e-37,) if case.dims.get("huge") else (1.0, 1.3, 0.7)
+    strengths = (repetition, (0.0, 0.6, -1.5), (0.0, 0.2, -0.4))
     chosen = (rng.choice(np.array(s, np.float32), rows) for s in strengths)
     return logits, ids, rng.integers(tokens, size=rows).astype(np.int32), end, listed, counts, biases, *chosen
 
@@ -118,17 +119,20 @@ ADJUST = Op(
     reference=adjust_reference,
     make=_make,
     strategy=_strategy,
-    cases=lambda: [
-        Case(AdjustSpec(n), {"T": t, "R": r, "most": most, "odd": odd}, note)
-        for n, t, r, most, odd, note in (
-            (1, 1, 1, 3, 0, "one token"),
-            (100, 7, 5, 12, 0, ""),
-            (33, 4, 3, 0, 0, "no lists: each row's own token alone"),
-            (8193, 4, 4, 64, 0, "past a power of two"),
-            (5001, 2, 2, MOST_LISTED, 0, "long lists"),
-            (77, 6, 6, 20, 1, "infinities and NaN"),
-        )
-    ],
+    cases=lambda: (
+        [
+            Case(AdjustSpec(n), {"T": t, "R": r, "most": most, "odd": odd}, note)
+            for n, t, r, most, odd, note in (
+                (1, 1, 1, 3, 0, "one token"),
+                (100, 7, 5, 12, 0, ""),
+                (33, 4, 3, 0, 0, "no lists: each row's own token alone"),
+                (8193, 4, 4, 64, 0, "past a power of two"),
+                (5001, 2, 2, MOST_LISTED, 0, "long lists"),
+                (77, 6, 6, 20, 1, "infinities and NaN"),
+            )
+        ]
+        + [Case(AdjustSpec(50), {"T": 3, "R": 3, "most": 20, "huge": 1}, "logits that would become infinite")]
+    ),
 )
 
 
