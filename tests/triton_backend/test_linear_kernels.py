@@ -128,13 +128,13 @@ def test_a_large_map_streams_through_the_ring() -> None:
     maps = one(packed(4096, 14336), residual=Slot(EMPTY))
     made = ring.build(site, maps)
     assert (made.least, made.most, made.norms) == (9, 512, False)
-    for count, width, groups, parts in ((9, 16, 1, 8), (32, 32, 1, 8), (64, 64, 2, 4), (65, 128, 2, 4), (512, 128, 2, 1)):
+    for count, width, residents, parts in ((9, 16, 2, 8), (32, 32, 2, 8), (64, 64, 1, 4), (65, 128, 1, 4), (512, 128, 1, 1)):
         site.launched.clear()
         made.run(batch(count))
         (first, rows, _), (second, programs, told), (third, _, added) = site.launched
         assert (first, rows) == ("arrange", (count, 14))
-        assert (second, programs) == ("ring", (132 * (3 - groups),))
-        assert (told["BT"], told["NC"], told["PARTS"], told["TILES"]) == (width, groups, parts, 32)
+        assert (second, programs) == ("ring", (132 * residents,))
+        assert (told["BT"], told["PARTS"], told["TILES"]) == (width, parts, 32)
         assert (third, added["PARTS"], added["ADD"]) == ("add_parts", parts, True)
     head = ring.build(site, one(packed(32000, 4096, "Q6_K")))
     site.launched.clear()

@@ -12,7 +12,7 @@ ones, so that packed nibbles need no shuffling. Scales come in *lane order*, in 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from quarrel.cpu_backend.runtime.features import Level
@@ -88,6 +88,20 @@ def padded_tail(k: Kernel, fmt: BlockFormat, at: Val, blocks: Val) -> Val:
     with k.range(size, fmt.superblock_bytes) as i:
         k.store(k.zero(I8), buffer + i)
     return buffer
+
+
+def tail_superblock(k: Kernel, level: Level, fmt: BlockFormat, at: Val, blocks: Val, end: Val) -> Superblock:
+    """The last, incomplete superblock of a row, with factors of zero for the blocks that the row does not have.
+
+    Read in place where the matrix, up to `end`, has bytes behind it: a copy takes as long as three whole superblocks.
+    """
+    where = k.var(at)
+    with k.when(at + fmt.superblock_bytes > end):
+        where.v = padded_tail(k, fmt, at, blocks)
+    block = fmt.decode(k, level, where.v)
+    groups = k.lane_constants(I32, fmt.lane_groups * (block.factors.lanes // fmt.groups))
+    last = blocks.to(I32) * (fmt.groups * fmt.elements // 256)
+    return replace(block, factors=k.select(groups < k.splat(last, groups.lanes), block.factors, 0.0))
 
 
 def byte_table(k: Kernel, level: Level, table: Sequence[int], index: Val) -> Val:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quarrel.cpu_backend.formats.block import BlockFormat, Superblock, padded_tail
+from quarrel.cpu_backend.formats.block import BlockFormat, Superblock, tail_superblock
 from quarrel.cpu_backend.formats.table import BLOCKS
 from quarrel.cpu_backend.linear.activations import QuantRow, padded
 from quarrel.cpu_backend.linear.epilogue import OUTPUT_FIELDS, Output
@@ -64,9 +64,10 @@ def _group_sums(k: Kernel, level: Level, fmt: BlockFormat, codes: list[Val], x: 
     return fold4_bytes(k, level, dots, fmt.largest * 4 * 127)
 
 
-def superblock_dot(k: Kernel, level: Level, fmt: BlockFormat, ats: list[Val], x: Activations, chains: list[Var]) -> None:
-    """Adds the superblocks at `ats`, one or two weight rows, to the chains of those rows (see `Chains`)."""
-    blocks = [fmt.decode(k, level, at) for at in ats]
+def superblock_dot(
+    k: Kernel, level: Level, fmt: BlockFormat, blocks: list[Superblock], x: Activations, chains: list[Var]
+) -> None:
+    """Adds superblocks of one or two weight rows to the chains of those rows (see `new_chains`)."""
     sums = [_group_sums(k, level, fmt, block.codes, x) for block in blocks]
     if fmt.groups == 16:
         _add_sixteen(k, fmt, blocks, sums, x, chains)
@@ -162,11 +163,12 @@ def _rows(
             k.prefetch(at_rows[0] + b * step, NEAR + line)
             k.prefetch(at_rows[0] + b * step, FAR + line, locality=2)
         k.prefetch(at_rows[0] + b * step, PAGE, locality=2)
-        ats = [row + b * fmt.superblock_bytes for row in at_rows]
-        superblock_dot(k, level, fmt, ats, load_activations(k, fmt, x, b), chains)
+        blocks = [fmt.decode(k, level, row + b * fmt.superblock_bytes) for row in at_rows]
+        superblock_dot(k, level, fmt, blocks, load_activations(k, fmt, x, b), chains)
     if tail:
-        ats = [padded_tail(k, fmt, row + m.blocks * fmt.superblock_bytes, m.tail) for row in at_rows]
-        superblock_dot(k, level, fmt, ats, load_activations(k, fmt, x, m.blocks), chains)
+        at, end = m.blocks * fmt.superblock_bytes, m.w + m.n * m.row_bytes
+        blocks = [tail_superblock(k, level, fmt, row + at, m.tail, end) for row in at_rows]
+        superblock_dot(k, level, fmt, blocks, load_activations(k, fmt, x, m.blocks), chains)
     return chain_totals(fmt, chains, count)
 
 

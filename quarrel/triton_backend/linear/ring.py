@@ -47,6 +47,8 @@ without and with the ring for gate and up, down and head, and with it for 4096 x
 From 2 rows on where `mma.py` does not take a map: the head of gpt-oss took 349 us for 8 rows.
 """
 _WARPS = 8
+"""That consume, in one group: in two of four warps, ptxas waits for each product, and Mixtral's experts take 498 us for 128
+tokens on an H200 for 444."""
 _SHARED = 227 << 10
 _COLUMNS = 1024
 _MOST_DESCRIPTORS = 256
@@ -54,22 +56,14 @@ _MOST_PARTS = 8
 
 
 class Cut(NamedTuple):
-    """Rows of x to an item; groups of consumer warps; programs to a multiprocessor."""
+    """Rows of x to an item; programs to a multiprocessor."""
 
     width: int
-    groups: int
     residents: int
 
     @classmethod
     def of(cls, width: int) -> Cut:
-        # With two groups of four warps from 64 rows on, ptxas waits for each product: Mixtral's experts took 498 us for 128
-        # tokens on an H200 where one group of eight takes 444, and 893 for 806 of 512; dense maps the same.
-        return cls(width, 1, 1 if width >= 64 else 2)
-
-    @property
-    def warps(self) -> int:
-        """Of a group."""
-        return _WARPS // self.groups
+        return cls(width, 1 if width >= 64 else 2)
 
 
 class Rows(NamedTuple):
@@ -191,7 +185,7 @@ class Product:
     def launch(self, y: torch.Tensor, rows: Rows, cut: Cut, parts: int = 0, part_stride: int = 0) -> None:
         """y `[pairs, n]`, or with parts of K their sums `[parts, pairs, n]` without biases."""
         site, one, gated = self._site, self._stacks[0], self.gated
-        tile = (8 if gated else 16) * cut.warps
+        tile = (8 if gated else 16) * _WARPS
         (codes, scale, bits), (up_codes, up_scale, up_bits) = (s.descriptors(tile) for s in (one, self._stacks[-1]))
         bias = self._biases or (one.top,)
         site.launch(
@@ -200,9 +194,7 @@ class Product:
             (bias[0], bias[-1], 2.0**-self._shift, 2.0**self._shift), self._n, part_stride, rows.count, K=self.k,
             PARTS=max(1, parts), COPIED=one.copied, FORMAT=self._format, GATED=gated, KIND=self._kind,
             BIAS=bool(self._biases) and not parts, BT=cut.width, STAGES=self._stages(cut), TILES=self.tiles,
-            NC=cut.groups, T=cut.warps,
-            LISTED=not rows.count, REGISTERS=104 if cut.residents == 2 else 232, warps=cut.warps,
-            early=starts_early(site), maxnreg=80 if cut.residents == 2 else 168,
+            T=_WARPS, LISTED=not rows.count, warps=_WARPS, early=starts_early(site), maxnreg=80 if cut.residents == 2 else 168,
         )  # fmt: skip
 
     def _stages(self, cut: Cut) -> int:

@@ -1,8 +1,8 @@
 """Packed weights times a few to a few hundred rows of x on Hopper, for one matrix or for the chosen ones of a stack.
 
 Weights are the left operand of `wgmma`, decoded in its registers (`formats/ring_tiles.py`); rows of x are the right one. A
-producer warp copies codes, scales and x by TMA into a ring of STAGES stages of 256 columns; NC groups of T consumer warps
-each decode and multiply 16 T rows of every stage. Weights lie as the matvec kernels read them: nothing is packed twice.
+producer warp copies codes, scales and x by TMA into a ring of STAGES stages of 256 columns; T consumer warps decode
+and multiply 16 T rows of every stage. Weights lie as the matvec kernels read them: nothing is packed twice.
 
 A unit of work is a tile of rows, a part of K and an item; an item is a matrix of the stack and up to BT of its rows of x,
 listed on the device, or of a single matrix BT rows after the other. Programs are persistent and take units in turn, items
@@ -80,7 +80,6 @@ class Tiling:
     TILES: gl.constexpr
     BT: gl.constexpr
     STAGES: gl.constexpr
-    NC: gl.constexpr
     T: gl.constexpr
     PDL: gl.constexpr
     LISTED: gl.constexpr
@@ -92,7 +91,7 @@ class Tiling:
     """Rows of the result that it makes."""
 
     @gluon.constexpr_function
-    def __init__(self, FORMAT, COPIED, GATED, K, PARTS, TILES, BT, STAGES, NC, T, PDL, LISTED):
+    def __init__(self, FORMAT, COPIED, GATED, K, PARTS, TILES, BT, STAGES, T, PDL, LISTED):
         self.FORMAT = gl.constexpr(FORMAT)
         self.COPIED = gl.constexpr(COPIED)
         self.GATED = gl.constexpr(GATED)
@@ -102,7 +101,6 @@ class Tiling:
         self.TILES = gl.constexpr(TILES)
         self.BT = gl.constexpr(BT)
         self.STAGES = gl.constexpr(STAGES)
-        self.NC = gl.constexpr(NC)
         self.T = gl.constexpr(T)
         self.PDL = gl.constexpr(PDL)
         self.LISTED = gl.constexpr(LISTED)
@@ -157,25 +155,23 @@ def _produce(codes, up_codes, scale, up_scale, bits, up_bits, x, items, tokens, 
     n = _number(items, tokens, how)
     slot = 0
     phase = 1
-    BYTES: gl.constexpr = _stage_bytes(how.PLANES, how.COPIED, how.BITS, how.BT, how.NC * how.T)
+    BYTES: gl.constexpr = _stage_bytes(how.PLANES, how.COPIED, how.BITS, how.BT, how.T)
     for unit in range(gl.program_id(0), n * (how.TILES * how.PARTS), gl.num_programs(0)):
         matrix, row, _ = _item(items, tokens, unit % n, how)
         rest = unit // n
         part = rest % how.PARTS
-        first = matrix * N + rest // how.PARTS * (how.BN * how.NC)
+        first = matrix * N + rest // how.PARTS * how.BN
         for step in range(part * how.STEPS // how.PARTS, (part + 1) * how.STEPS // how.PARTS):
             mbarrier.wait(stages.free.index(slot), phase)
             bar = stages.full.index(slot)
             mbarrier.expect(bar, BYTES)
-            for c in gl.static_range(how.NC):
-                at = slot * how.NC + c
-                for i in gl.static_range(how.PLANES):
-                    tile = stages.codes.index(at * how.PLANES + i)
-                    _bring(codes, up_codes, first + c * how.BN, (step * how.PLANES + i) * 32, bar, tile, how)
-                if how.COPIED:
-                    _bring(scale, up_scale, first + c * how.BN, step * 8, bar, stages.scale.index(at), how)
-                if how.BITS > 0:
-                    _bring(bits, up_bits, first + c * how.BN, step * (8 * how.BITS), bar, stages.bits.index(at), how)
+            for i in gl.static_range(how.PLANES):
+                tile = stages.codes.index(slot * how.PLANES + i)
+                _bring(codes, up_codes, first, (step * how.PLANES + i) * 32, bar, tile, how)
+            if how.COPIED:
+                _bring(scale, up_scale, first, step * 8, bar, stages.scale.index(slot), how)
+            if how.BITS > 0:
+                _bring(bits, up_bits, first, step * (8 * how.BITS), bar, stages.bits.index(slot), how)
             for i in gl.static_range(4):
                 _copy(x, [row, step * 256 + i * 64], bar, stages.x.index(slot * 4 + i))
             slot += 1
@@ -203,10 +199,9 @@ def _top_of(tops, row, ok, is_up, step, how):
 
 @gluon.jit
 def _consume(
-    y, scale, up_scale, tops, items, tokens, epilogue, N, part_stride, stages, C: gl.constexpr, KIND: gl.constexpr,
-    BIAS: gl.constexpr, how,
+    y, scale, up_scale, tops, items, tokens, epilogue, N, part_stride, stages, KIND: gl.constexpr, BIAS: gl.constexpr, how,
 ):  # fmt: skip
-    """T warps: decodes and multiplies the C-th tile of rows of each stage."""
+    """T warps: decodes and multiplies the tile of rows of each stage."""
     T: gl.constexpr = how.T
     BT: gl.constexpr = how.BT
     FORMAT: gl.constexpr = how.FORMAT
@@ -233,7 +228,7 @@ def _consume(
         part = rest % how.PARTS
         begin = part * how.STEPS // how.PARTS
         last = (part + 1) * how.STEPS // how.PARTS - 1
-        tile = (rest // how.PARTS * how.NC + C) * how.BN
+        tile = rest // how.PARTS * how.BN
         ok = tile + at < N
         row = matrix.to(gl.int64) * N + tile + at
         # Two steps ahead, as these loads have no copy engine behind them.
@@ -250,19 +245,18 @@ def _consume(
             if not COPIED:
                 f0, f1 = _scales_of(scale, up_scale, row, ok, is_up, far, how)
             mbarrier.wait(stages.full.index(slot), phase)
-            here = slot * how.NC + C
             if PLANES == 2:
-                q0, q1, r0, r1 = signed_bytes(stages.codes.index(here * 2), T, GATED)
-                q2, q3, r2, r3 = signed_bytes(stages.codes.index(here * 2 + 1), T, GATED)
+                q0, q1, r0, r1 = signed_bytes(stages.codes.index(slot * 2), T, GATED)
+                q2, q3, r2, r3 = signed_bytes(stages.codes.index(slot * 2 + 1), T, GATED)
             else:
-                q0, q1, q2, q3 = nibbles(stages.codes.index(here), T, GATED)
+                q0, q1, q2, q3 = nibbles(stages.codes.index(slot), T, GATED)
                 r0, r1, r2, r3 = q0, q1, q2, q3
             if COPIED:
-                s0, s1 = entries(stages.scale.index(here), T, GATED, PLANES)
+                s0, s1 = entries(stages.scale.index(slot), T, GATED, PLANES)
             if how.BITS == 2:
-                u0, v0, u1, v1 = double_entries(stages.bits.index(here), T, GATED, PLANES)
+                u0, v0, u1, v1 = double_entries(stages.bits.index(slot), T, GATED, PLANES)
             elif how.BITS == 1:
-                u0, u1 = entries(stages.bits.index(here), T, GATED, PLANES)
+                u0, u1 = entries(stages.bits.index(slot), T, GATED, PLANES)
                 v0, v1 = u0, u1
             else:
                 u0, v0, u1, v1 = s0, s0, s1, s1
@@ -338,8 +332,8 @@ def _plain_rows(v, T: gl.constexpr, BT: gl.constexpr, PLANES: gl.constexpr):
 def ring(
     y, codes, up_codes, scale, up_scale, bits, up_bits, x, tops, items, epilogue, N, part_stride, tokens, K: gl.constexpr,
     PARTS: gl.constexpr, COPIED: gl.constexpr, FORMAT: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr,
-    BIAS: gl.constexpr, BT: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr, NC: gl.constexpr, T: gl.constexpr,
-    LISTED: gl.constexpr, REGISTERS: gl.constexpr, PDL: gl.constexpr,
+    BIAS: gl.constexpr, BT: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr, T: gl.constexpr, LISTED: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """y `[pairs, N]` = activation(x W^T + bias) for the pairs of `items`, or sums of parts of K `[PARTS, pairs, N]`.
 
@@ -357,41 +351,31 @@ def ring(
     part_stride: values from one part's sums to the next. tokens: rows of x, unless LISTED.
     Grid: any number of programs.
     """
-    how = Tiling(FORMAT, COPIED, GATED, K, PARTS, TILES, BT, STAGES, NC, T, PDL, LISTED)
+    how = Tiling(FORMAT, COPIED, GATED, K, PARTS, TILES, BT, STAGES, T, PDL, LISTED)
     X: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    s_codes = gl.allocate_shared_memory(gl.int32, [STAGES * how.PLANES * NC, 16 * T, 32], codes.layout)
+    s_codes = gl.allocate_shared_memory(gl.int32, [STAGES * how.PLANES, 16 * T, 32], codes.layout)
     s_x = gl.allocate_shared_memory(gl.float16, [STAGES * 4, BT, 64], X)
     s_scale = s_codes
     if COPIED:
-        s_scale = gl.allocate_shared_memory(gl.int16, [STAGES * NC, 16 * T, 8], scale.layout)
+        s_scale = gl.allocate_shared_memory(gl.int16, [STAGES, 16 * T, 8], scale.layout)
     s_bits = s_codes
     if how.BITS > 0:
-        s_bits = gl.allocate_shared_memory(gl.int32, [STAGES * NC, 16 * T, 8 * how.BITS], bits.layout)
+        s_bits = gl.allocate_shared_memory(gl.int32, [STAGES, 16 * T, 8 * how.BITS], bits.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(free.index(i), count=NC)
+        mbarrier.init(free.index(i), count=1)
     if PDL:
         gdc_launch_dependents()
     stages = Stages(s_codes, s_scale, s_bits, s_x, full, free)
     # A group that copies scales never reads their address.
     p_scale = y if COPIED else scale
     p_up = y if COPIED else up_scale
-    if NC == 2:
-        gl.warp_specialize(
-            [
-                (_consume, (y, p_scale, p_up, tops, items, tokens, epilogue, N, part_stride, stages, 0, KIND, BIAS, how)),
-                (_consume, (y, p_scale, p_up, tops, items, tokens, epilogue, N, part_stride, stages, 1, KIND, BIAS, how)),
-                (_produce, (codes, up_codes, scale, up_scale, bits, up_bits, x, items, tokens, N, stages, how)),
-            ],
-            [T, 1], [REGISTERS, 24],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_consume, (y, p_scale, p_up, tops, items, tokens, epilogue, N, part_stride, stages, 0, KIND, BIAS, how)),
-                (_produce, (codes, up_codes, scale, up_scale, bits, up_bits, x, items, tokens, N, stages, how)),
-            ],
-            [1], [24],
-        )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_consume, (y, p_scale, p_up, tops, items, tokens, epilogue, N, part_stride, stages, KIND, BIAS, how)),
+            (_produce, (codes, up_codes, scale, up_scale, bits, up_bits, x, items, tokens, N, stages, how)),
+        ],
+        [1], [24],
+    )  # fmt: skip
