@@ -128,7 +128,8 @@ def test_a_large_map_streams_through_the_ring() -> None:
     maps = one(packed(4096, 14336), residual=Slot(EMPTY))
     made = ring.build(site, maps)
     assert (made.least, made.most, made.norms) == (9, 512, False)
-    for count, width, residents, parts in ((9, 16, 2, 8), (32, 32, 2, 8), (64, 64, 1, 4), (65, 128, 1, 4), (512, 128, 1, 1)):
+    cuts = ((9, 16, 2, 8), (32, 32, 2, 8), (64, 64, 1, 4), (65, 128, 1, 4), (512, 128, 1, 1))
+    for count, width, residents, parts in cuts:
         site.launched.clear()
         made.run(batch(count))
         (first, rows, _), (second, programs, told), (third, _, added) = site.launched

@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from llvmlite import ir
+
 from quarrel.cpu_backend.runtime.features import Level
 from quarrel.cpu_backend.runtime.ir import F32, I1, I8, I16, I32, I64, Kernel, Val, vec
 from quarrel.cpu_backend.runtime.vector import I8x64, f16_to_f32
@@ -130,9 +132,24 @@ def f16_at(k: Kernel, level: Level, at: Val, offset: int) -> Val:
     return f16_to_f32(k, level, k.load(at, I16, offset))
 
 
+def per_block(k: Kernel, at: Val, type: ir.IntType, stride: int, offset: int = 0) -> Val:
+    """One small integer of each of eight blocks, in lane order.
+
+    Put together in general registers: insertions into a vector would be one chain, longer than all else of a superblock,
+    on the unit that also shuffles codes.
+    """
+    lanes, word, words = lane_order(NATURAL), {I8: I32, I16: I64}[type], []
+    for four in (lanes[:4], lanes[4:]):
+        parts = [k.load(at, type, stride * block + offset) for block in four]
+        a, b, c, d = (x.to(word, unsigned=True) << type.width * i for i, x in enumerate(parts))
+        words.append((a | b) | (c | d))
+    # As two words, since LLVM would take a single one apart again, into insertions.
+    return k.join(words).bitcast(vec(type, 8))
+
+
 def f16_per_block(k: Kernel, level: Level, at: Val, stride: int, offset: int = 0) -> Val:
     """One float16 number of each of eight blocks as <8 x f32> in lane order."""
-    return f16_to_f32(k, level, k.join([k.load(at, I16, stride * j + offset) for j in lane_order(NATURAL)]))
+    return f16_to_f32(k, level, per_block(k, at, I16, stride, offset))
 
 
 def nibbles(k: Kernel, at: Val, stride: int, offset: int, i: int) -> Val:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quarrel.cpu_backend.formats.block import NATURAL, BlockFormat, Superblock, byte_table, lane_order, nibbles
+from quarrel.cpu_backend.formats.block import BlockFormat, Superblock, byte_table, nibbles, per_block
 from quarrel.cpu_backend.runtime.features import Level
 from quarrel.cpu_backend.runtime.ir import F32, I8, I32, Kernel, Val, vec
 
@@ -12,7 +12,7 @@ TABLE = [m + 12 for m in (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -1
 
 def decode(k: Kernel, level: Level, at: Val) -> Superblock:
     codes = [byte_table(k, level, TABLE, nibbles(k, at, 17, 1, i)) for i in range(4)]
-    e = k.join([k.load(at, I8, 17 * j) for j in lane_order(NATURAL)]).to(I32, unsigned=True)
+    e = per_block(k, at, I8, 17).to(I32, unsigned=True)
     # 2^(e - 128): the exponent field is e - 1, and the two smallest are subnormal.
     bits = k.select(e < 2, k.lift(0x00200000, e.type) << e, (e - 1) << 23)
     return Superblock(codes, bits.bitcast(vec(F32, 8)), 8)

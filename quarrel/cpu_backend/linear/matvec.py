@@ -68,27 +68,33 @@ def superblock_dot(
     k: Kernel, level: Level, fmt: BlockFormat, blocks: list[Superblock], x: Activations, chains: list[Var]
 ) -> None:
     """Adds superblocks of one or two weight rows to the chains of those rows (see `new_chains`)."""
-    sums = [_group_sums(k, level, fmt, block.codes, x) for block in blocks]
+    sums, rows = [_group_sums(k, level, fmt, block.codes, x) for block in blocks], len(blocks)
     if fmt.groups == 16:
         _add_sixteen(k, fmt, blocks, sums, x, chains)
         return
     # The two halves of every group are added for both rows at once: row 0 in lanes 0..7, row 1 in lanes 8..15.
-    first, second = sums[0], sums[-1]
     low, high = [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]
-    both = first.shuffle(low + [16 + i for i in low], second) + first.shuffle(high + [16 + i for i in high], second)
+    if rows == 2:
+        low, high = ([*half, *(16 + i for i in half)] for half in (low, high))
+    both = sums[0].shuffle(low, sums[-1]) + sums[0].shuffle(high, sums[-1])
     offset = fmt.offset - code_bias(level, fmt.wide)
     if offset:
-        both = both - (x.sums * offset).concat(x.sums * offset)
+        both = both - _twice(x.sums * offset, rows)
     f = both.to(F32)
     if not fmt.has_minima:
-        factors = blocks[0].factors.concat(blocks[-1].factors) * x.d.concat(x.d)
-        chains[0].v = k.fma(f, factors, chains[0].v)
+        factors = blocks[0].factors if rows == 1 else blocks[0].factors.concat(blocks[1].factors)
+        chains[0].v = k.fma(f, factors * _twice(x.d, rows), chains[0].v)
         return
     # A row's minima are chains beside its scales: one multiply-add serves both.
     d = x.d.concat(k.f32(1.0, 8))
     for row, (block, chain) in enumerate(zip(blocks, chains, strict=True)):
-        values = f.shuffle([*range(8 * row, 8 * row + 8), *range(16, 24)], x.d_sum.concat(x.d_sum))
+        values = f.shuffle([*range(8 * row, 8 * row + 8), *range(8 * rows, 8 * rows + 8)], _twice(x.d_sum, rows))
         chain.v = k.fma(values, block.factors * d, chain.v)
+
+
+def _twice(v: Val, rows: int) -> Val:
+    """For each of one or two rows."""
+    return v if rows == 1 else v.concat(v)
 
 
 def _add_sixteen(
@@ -106,10 +112,11 @@ def _add_sixteen(
 
 
 def new_chains(k: Kernel, fmt: BlockFormat, rows: int) -> list[Var]:
-    """Zeroed chains for one or two rows: 8 groups: both rows in one vector, or a vector per row with its minima in the
+    """Zeroed chains for one or two rows: 8 groups: all rows in one vector, or a vector per row with its minima in the
     upper half; 16 groups: a vector per row, then one per row for minima."""
-    count = 1 if fmt.groups == 8 and not fmt.has_minima else rows * (2 if fmt.groups == 16 and fmt.has_minima else 1)
-    return [k.var(k.zero(F32x16)) for _ in range(count)]
+    if fmt.groups == 8 and not fmt.has_minima:
+        return [k.var(k.zero(vec(F32, 8 * rows)))]
+    return [k.var(k.zero(F32x16)) for _ in range(rows * (2 if fmt.groups == 16 and fmt.has_minima else 1))]
 
 
 def chain_totals(fmt: BlockFormat, chains: list[Var], rows: int) -> list[Val]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quarrel.cpu_backend.formats.block import BlockFormat, padded_tail
+from quarrel.cpu_backend.formats.block import BlockFormat, tail_superblock
 from quarrel.cpu_backend.linear.activations import QuantRow
 from quarrel.cpu_backend.linear.epilogue import OUTPUT_FIELDS, Output
 from quarrel.cpu_backend.linear.matvec import MATRIX_FIELDS, Matrix
@@ -105,9 +105,10 @@ def _unpack_superblock(
     """Superblock `b` of rows first .. first + 15, rows past the end repeat the last row."""
     each = 4 * fmt.groups
     buffer = k.stack((256 + each * (2 if fmt.has_minima else 1)) * LANES)
+    end = m.w + m.n * m.row_bytes
     with k.range(0, LANES) as row:
         at = m.w + k.minimum(first + row, m.n - 1) * m.row_bytes + b * fmt.superblock_bytes
-        block = fmt.decode(k, level, padded_tail(k, fmt, at, m.tail) if tail else at)
+        block = tail_superblock(k, level, fmt, at, m.tail, end) if tail else fmt.decode(k, level, at)
         for i, codes in enumerate(block.codes):
             k.store(codes, buffer + (row << 8), 64 * i)
         k.store(block.scales, buffer + row * each, LANES * 256)

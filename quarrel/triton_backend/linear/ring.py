@@ -194,7 +194,8 @@ class Product:
             (bias[0], bias[-1], 2.0**-self._shift, 2.0**self._shift), self._n, part_stride, rows.count, K=self.k,
             PARTS=max(1, parts), COPIED=one.copied, FORMAT=self._format, GATED=gated, KIND=self._kind,
             BIAS=bool(self._biases) and not parts, BT=cut.width, STAGES=self._stages(cut), TILES=self.tiles,
-            T=_WARPS, LISTED=not rows.count, warps=_WARPS, early=starts_early(site), maxnreg=80 if cut.residents == 2 else 168,
+            T=_WARPS, LISTED=not rows.count, warps=_WARPS, early=starts_early(site),
+            maxnreg=80 if cut.residents == 2 else 168,
         )  # fmt: skip
 
     def _stages(self, cut: Cut) -> int:
