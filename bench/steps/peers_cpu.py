@@ -3,10 +3,10 @@
     python -m bench.steps.peers_cpu MODEL ... --llama-bench PROGRAM --out FILE.jsonl [--rounds 3] [--threads N]
         [--prompts 32,128,512,2048] [--tokens 32] [--depths 0,4096,16384] [--batches 2,4,8,32] [--batched-bench PROGRAM]
 
-MODEL is a file, or SHAPE:QUANT or SHAPE:QUANT:LAYERS for one of random weights. Each round asks both programs for every test,
-one after another; the medians of the rounds count, and their ends are kept. llama-bench has no batches: they are left out
-without `--batched-bench` (llama-batched-bench). The read bandwidth is measured beside ours, in each round. One line of JSON
-for each model and test; then a Markdown table.
+MODEL is a file, or SHAPE:QUANT or SHAPE:QUANT:LAYERS for one of random weights. Each round asks both programs for every
+test, one after another; the medians of the rounds count, and their ends are kept. llama-bench has no batches: they are left
+out without `--batched-bench` (llama-batched-bench). The read bandwidth is measured beside ours, in each round. One line of
+JSON for each model and test; then a Markdown table.
 """
 
 from __future__ import annotations
