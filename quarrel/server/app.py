@@ -17,7 +17,7 @@ from starlette.staticfiles import StaticFiles
 
 from quarrel import __version__
 from quarrel.errors import QuarrelError
-from quarrel.server import anthropic, ollama, ollama_models, openai, rerank, responses, rest, websocket
+from quarrel.server import anthropic, ollama, ollama_models, openai, rerank, responses, rest, tokens, websocket
 from quarrel.server.dispatch import Dispatcher
 from quarrel.server.errors import Refused, error_body, is_ollama, refused
 from quarrel.server.keys import Keyring
@@ -72,6 +72,7 @@ def build(settings: Settings, load: Load, traces: Traces | None = None) -> Serve
     api.include_router(anthropic.routes(dispatcher))
     api.include_router(responses.routes(dispatcher))
     api.include_router(rerank.routes(dispatcher))
+    api.include_router(tokens.routes(dispatcher))
     api.include_router(rest.routes(dispatcher, metrics))
     api.include_router(websocket.routes(dispatcher, metrics))
     _page(api, settings.ollama)

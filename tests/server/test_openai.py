@@ -325,6 +325,24 @@ def test_least_tokens_and_tokens_that_stop(live: Live) -> None:
     assert counts[1] >= 6
 
 
+def test_harnesses_count_tokens_as_they_do_elsewhere(live: Live) -> None:
+    def ask(**body: Any) -> Any:
+        return live.client.post("/tokenize", json=body).json()
+
+    info = live.client.get("/tokenizer_info").json()
+    bare = ask(prompt="Once upon", add_special_tokens=False)
+    assert (bare["count"], bare["max_model_len"]) == (len(bare["tokens"]), info["model_max_length"])
+    assert ask(content="Once upon")["tokens"] == bare["tokens"]
+    assert ask(content="Once upon", add_special=True)["tokens"] == ask(prompt="Once upon")["tokens"]
+    assert len(ask(prompt=info["eos_token"], add_special_tokens=False)["tokens"]) == 1
+    assert ask(prompt="a king", return_token_strs=True)["token_strs"][-1].endswith("king")
+    assert len(ask(messages=CHAT)["tokens"]) > 3
+    back = live.client.post("/detokenize", json={"tokens": bare["tokens"]}).json()
+    assert back == {"prompt": "Once upon", "content": "Once upon"}
+    for wrong in ({}, {"prompt": "a", "content": "a"}):
+        assert "wanted one" in ask(**wrong)["error"]["message"]
+
+
 def test_routes_without_their_prefix(live: Live) -> None:
     for path in ("/models", "/models/demo"):
         assert live.client.get(path).json() == live.client.get("/v1" + path).json()
