@@ -22,7 +22,7 @@ from quarrel.convert.layout import Part, Weight, cut, mxfp4, pieces
 from quarrel.convert.registry import architecture
 from quarrel.convert.rules import Architecture, weights
 from quarrel.convert.safetensors import Checkpoint
-from quarrel.convert.vocabulary import vocabulary_keys
+from quarrel.convert.vocabulary import VOCABULARIES, vocabulary_keys
 from quarrel.errors import GGUFError, ModelError, RequestError, UnsupportedModel
 from quarrel.gguf import (
     FORMATS,
@@ -63,7 +63,7 @@ class FolderFile(GGUFFile):
         self._checkpoint = Checkpoint(folder)
         try:
             self.paths = (folder,)
-            named = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja", "vocab.txt")
+            named = (*VOCABULARIES, "tokenizer_config.json", "chat_template.jinja")
             beside = tuple(folder / name for name in (CONFIG, *named) if (folder / name).is_file())
             self.files = (*beside, *self._checkpoint.paths)
             self.version, self.alignment = 3, 32

@@ -14,9 +14,15 @@ import gguf
 import sentencepiece
 
 from quarrel.convert.config import Config, read_json
+from quarrel.convert.ranks import merges_of, pattern_beside, read_tekken, read_tiktoken, spelt
 from quarrel.errors import TokenizerError
-from quarrel.tokenizer import Kind, pre_name
+from quarrel.tokenizer import Kind, pre_name, pre_of_pattern
 
+VOCABULARIES = (
+    *("tokenizer.json", "tokenizer.model", "vocab.txt", "tekken.json", "tiktoken.model", "qwen.tiktoken"),
+    *("vocab.json", "merges.txt"),
+)
+"""Files that one of which a model's vocabulary is."""
 LOOKS_SPECIAL = re.compile(r"<pad>|<mask>|<2mass>|\[@BOS@\]|<\|.*\|>|<｜.*｜>|<unused.*>", re.DOTALL)
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 VISIBLE = ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>')
@@ -75,18 +81,25 @@ def vocabulary_keys(folder: Path, arch: str, c: Config, rows: int) -> dict[str, 
         fast = read_json(path) if path.is_file() else None
         kind = _kind(folder, arch, fast)
         keys = _MAKERS[kind](folder, fast or {}, pieces)
-        special = gguf.SpecialVocab(folder, load_merges=kind in ("gpt2", "gemma4"), n_vocab=rows)
+        special = gguf.SpecialVocab(folder, load_merges=kind in ("gpt2", "gemma4", "files"), n_vocab=rows)
     except (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError, OSError) as error:
         raise TokenizerError(f"the tokenizer of {folder} cannot be read: {type(error).__name__} {error}") from None
-    return {**_special_keys(special, arch, pieces), **keys}
+    return {**_named_ids(folder, pieces), **_special_keys(special, arch, pieces), **keys}
 
 
 def _kind(folder: Path, arch: str, fast: Mapping[str, Any] | None) -> str:
     if fast is None:
-        found = {"tokenizer.model": "spm", "sentencepiece.bpe.model": "unigram", "vocab.txt": "bert", "merges.txt": "gpt2"}
-        for name, kind in found.items():
-            if (folder / name).is_file() and kind in ("spm", "bert"):
-                return kind
+        spm = folder / "tokenizer.model"
+        if (folder / "tekken.json").is_file():
+            return "tekken"
+        if spm.is_file() and not _is_text(spm):
+            return "spm"
+        if _tiktoken_file(folder) is not None:
+            return "tiktoken"
+        if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+            return "files"
+        if (folder / "vocab.txt").is_file():
+            return "bert"
         raise TokenizerError(f"{folder} has neither tokenizer.json nor tokenizer.model: download the model's tokenizer too")
     model = fast["model"]
     match model.get("type") or ("BPE" if "merges" in model else None):
@@ -110,6 +123,85 @@ def _gpt2(folder: Path, fast: Mapping[str, Any], pieces: _Pieces) -> dict[str, A
         pieces.put(id, text, Kind.NORMAL)
     pieces.add(fast.get("added_tokens") or [])
     return pieces.keys("gpt2", pre_name(folder / "tokenizer.json"), scores=False)
+
+
+def _files(folder: Path, fast: Mapping[str, Any], pieces: _Pieces) -> dict[str, Any]:
+    """vocab.json and merges.txt, as GPT-2 has them; what cuts words only the tokenizer's class tells."""
+    for text, id in read_json(folder / "vocab.json").items():
+        pieces.put(id, text, Kind.NORMAL)
+    _add_further(folder, pieces)
+    said = _config(folder).get("tokenizer_class") or read_json(folder / "config.json").get("model_type")
+    pre = _CLASSES.get(str(said).removesuffix("Fast"))
+    if pre is None:
+        raise TokenizerError(
+            f"{folder} has vocab.json and merges.txt, but how {str(said)[:40]} cuts words is not known: save the tokenizer"
+            " with its tokenizer.json"
+        )
+    return pieces.keys("gpt2", pre, scores=False)
+
+
+_GPT2 = ("GPT2Tokenizer", "gpt2", "CodeGenTokenizer", "GPTNeoXTokenizer", "gpt_neox")
+_QWEN2 = ("Qwen2Tokenizer", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+_CLASSES: Mapping[str, str] = {**dict.fromkeys(_GPT2, "gpt-2"), **dict.fromkeys(_QWEN2, "qwen2")}
+
+
+def _is_text(path: Path) -> bool:
+    """Whether a tokenizer.model is a tiktoken file: lines of base64, where SentencePiece has bytes."""
+    with path.open("rb") as file:
+        head = file.read(256)
+    return head.isascii() and b"\0" not in head
+
+
+def _tiktoken_file(folder: Path) -> Path | None:
+    found = [*sorted(folder.glob("*.tiktoken")), *(folder / n for n in ("tiktoken.model", "tokenizer.model"))]
+    return next((path for path in found if path.is_file()), None)
+
+
+def _add_further(folder: Path, pieces: _Pieces) -> None:
+    """Tokens behind the vocabulary, as added_tokens.json and tokenizer_config.json tell of them."""
+    if (folder / "added_tokens.json").is_file():
+        added = read_json(folder / "added_tokens.json")
+        pieces.add([{"id": id, "content": text} for text, id in added.items()])
+    decoder = _config(folder).get("added_tokens_decoder") or {}
+    pieces.add([{**token, "id": int(id)} for id, token in decoder.items()])
+
+
+def _tiktoken(folder: Path, fast: Mapping[str, Any], pieces: _Pieces) -> dict[str, Any]:
+    path = _tiktoken_file(folder)
+    assert path is not None
+    ranks = read_tiktoken(path)
+    for token, id in ranks.items():
+        pieces.put(id, spelt(token), Kind.NORMAL)
+    if path.name == "qwen.tiktoken":  # whose program names them
+        names = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205)))
+        pieces.add([{"id": len(ranks) + i, "content": name} for i, name in enumerate(names)])
+    _add_further(folder, pieces)
+    pattern = pattern_beside(folder)
+    if pattern is None:
+        known = {"qwen.tiktoken": "qwen2", "tiktoken.model": "kimi-k2", "tokenizer.model": "llama-bpe"}
+        if path.name not in known:
+            raise TokenizerError(f"{path} does not tell how words are cut: download the tokenizer's program beside it too")
+        pre = known[path.name]
+    else:
+        pre = pre_of_pattern(pattern, False, path)
+    return pieces.keys("gpt2", pre, scores=False) | {"tokenizer.ggml.merges": merges_of(ranks)}
+
+
+def _tekken(folder: Path, fast: Mapping[str, Any], pieces: _Pieces) -> dict[str, Any]:
+    """Control tokens have the first ids, and what is merged the next ones."""
+    path = folder / "tekken.json"
+    file = read_json(path)
+    ranks, special = read_tekken(file, path, len(pieces.texts))
+    for id, text in enumerate(special):
+        pieces.put(id, text, Kind.UNKNOWN if text == "<unk>" else Kind.CONTROL)
+    for token, rank in ranks.items():
+        pieces.put(len(special) + rank, spelt(token), Kind.NORMAL)
+    keys = pieces.keys("gpt2", pre_of_pattern(file["config"]["pattern"], True, path), scores=False)
+    ids = {f"tokenizer.ggml.{n}_token_id": special.index(t) for n, t in _TEKKEN_IDS.items() if t in special}
+    return {**keys, **ids, "tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.merges": merges_of(ranks)}
+
+
+_TEKKEN_IDS = {"bos": "<s>", "eos": "</s>", "unknown": "<unk>", "padding": "<pad>"}
 
 
 def _merged(folder: Path, fast: Mapping[str, Any], pieces: _Pieces) -> dict[str, Any]:
@@ -147,11 +239,7 @@ def _spm(folder: Path, fast: Mapping[str, Any], pieces: _Pieces) -> dict[str, An
     for id in range(min(model.vocab_size(), len(pieces.texts))):
         kind = next((kind for is_so, kind in kinds if is_so(id)), Kind.NORMAL)
         pieces.put(id, model.IdToPiece(id), kind, model.GetScore(id))
-    if (folder / "added_tokens.json").is_file():
-        added = read_json(folder / "added_tokens.json")
-        pieces.add([{"id": id, "content": text} for text, id in added.items()])
-    decoder = _config(folder).get("added_tokens_decoder") or {}
-    pieces.add([{**token, "id": int(id)} for id, token in decoder.items()])
+    _add_further(folder, pieces)
     return pieces.keys("llama", "default", scores=True) | _space_prefix(folder, fast)
 
 
@@ -201,12 +289,34 @@ def _charsmap(normalizer: Any) -> bytes | None:
     return None
 
 
-_MAKERS = {"gpt2": _gpt2, "merged": _merged, "gemma4": _gemma4, "spm": _spm, "bert": _bert, "t5": _t5}
+_MAKERS = {
+    "tekken": _tekken,
+    "tiktoken": _tiktoken,
+    "files": _files,
+    "gpt2": _gpt2,
+    "merged": _merged,
+    "gemma4": _gemma4,
+    "spm": _spm,
+    "bert": _bert,
+    "t5": _t5,
+}
 
 
 def _config(folder: Path) -> dict[str, Any]:
     path = folder / "tokenizer_config.json"
     return read_json(path) if path.is_file() else {}
+
+
+def _named_ids(folder: Path, pieces: _Pieces) -> dict[str, Any]:
+    """Special ids by their texts, where no tokenizer.json has them."""
+    keys: dict[str, Any] = {}
+    config = _config(folder) if not (folder / "tokenizer.json").is_file() else {}
+    for name in ("bos", "eos", "unk", "pad"):
+        said = config.get(f"{name}_token")
+        text = said.get("content") if isinstance(said, dict) else said
+        if isinstance(text, str) and text in pieces.texts:
+            keys[f"tokenizer.ggml.{_SPECIAL.get(name, name)}_token_id"] = pieces.texts.index(text)
+    return keys
 
 
 def _space_prefix(folder: Path, fast: Mapping[str, Any]) -> dict[str, Any]:

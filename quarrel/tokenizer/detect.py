@@ -30,16 +30,24 @@ def pre_name(path: Path) -> str:
         tokenizer = Tokenizer.from_file(str(path))
         cut = tokenizer.pre_tokenizer
         wanted = [place for _, place in cut.pre_tokenize_str(_ODD)] if cut is not None else []
-    whole = getattr(tokenizer.model, "ignore_merges", False)
+    return _alike(wanted, getattr(tokenizer.model, "ignore_merges", False), path, str(cut))
+
+
+def pre_of_pattern(pattern: str, whole: bool, path: Path) -> str:
+    """The same for an expression as tiktoken takes it. whole: a word that is a token is taken at once."""
+    with native(f"the expression that {path} cuts words by cannot be read", user=True):
+        wanted = _places(PreTokenizer((pattern,)))
+    return _alike(wanted, whole, path, pattern)
+
+
+def _alike(wanted: list[tuple[int, int]], whole: bool, path: Path, said: str) -> str:
     alike = {name: known for name, known in rules().items() if known.byte_level and _places(known) == wanted}
     for name, known in alike.items():
         if known.ignore_merges == whole:
             return name
     if alike:
         return next(iter(alike))
-    raise TokenizerError(
-        f"{path} cuts words by rules that none of GGUF's are: {str(cut)[:300]}; another version may know them"
-    )
+    raise TokenizerError(f"{path} cuts words by rules that none of GGUF's are: {said[:300]}; another version may know them")
 
 
 def _places(known: PreTokenizer) -> list[tuple[int, int]]:
