@@ -100,7 +100,8 @@ def _check_indices(op: Op, spec: Any, named: Mapping[str, Concrete], free: Mappi
         within("ids", spec.n)
     if hasattr(spec, "n_experts"):
         within("ids", spec.n_experts)
-    within("rows", free.get("T", 0) - getattr(spec, "n", 1) + 1)
+    joined = getattr(spec, "n", 1) if op.name == "gather_rows" else 1
+    within("rows", free.get("T", 0) - joined + 1)
     within("put", free.get("T", 0), -1)
     ends = named.get("list_end")
     if isinstance(ends, np.ndarray) and ((np.diff(ends, prepend=0) < 0).any() or ends[-1:].tolist() != [free["L"]]):
