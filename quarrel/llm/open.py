@@ -166,15 +166,17 @@ def _find(name: ModelName, environment: Environment) -> Resolved:
 def _check_encoder(options: LoadOptions, devices: int) -> None:
     if options.tensor_parallel is not None and devices > 1:
         raise RequestError("an encoder runs on one device: leave tensor_parallel out", "tensor_parallel")
+    if options.pipeline_parallel is not None and devices > 1:
+        raise RequestError("an encoder runs on one device: leave pipeline_parallel out", "pipeline_parallel")
     if options.adapters:
         raise RequestError("an encoder takes no adapters: leave them out", "adapters")
 
 
 def _check_shared(options: LoadOptions, environment: Environment) -> None:
     """What a model on several devices cannot have."""
+    option = "pipeline_parallel" if (options.pipeline_parallel or 1) > 1 else "tensor_parallel"
     if options.draft is not None or options.adapters or options.scaling or options.quantize:
-        message = "draft, adapters, rope_scaling and quantize want one device: leave them or tensor_parallel out"
-        raise RequestError(message, "tensor_parallel", "draft", "adapters", "rope_scaling", "quantize")
+        message = f"draft, adapters, rope_scaling and quantize want one device: leave them or {option} out"
+        raise RequestError(message, option, "draft", "adapters", "rope_scaling", "quantize")
     if environment.check:
-        message = "QUARREL_CHECK looks at one process: unset it, or leave tensor_parallel out"
-        raise RequestError(message, "tensor_parallel")
+        raise RequestError(f"QUARREL_CHECK looks at one process: unset it, or leave {option} out", option)

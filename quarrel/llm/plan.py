@@ -13,6 +13,7 @@ from quarrel.llm.open import Opened
 from quarrel.llm.options import MTP
 from quarrel.llm.parallel import Parallel
 from quarrel.models import EncoderSpec, ModelSpec, assemble, read_spec
+from quarrel.models.shard import Split
 from quarrel.ops.host import ComputesParts, HostExperts, computing_parts
 from quarrel.ops.program import Program
 from quarrel.ops.registry import backend as backend_named
@@ -72,7 +73,8 @@ def _team(opened: Opened) -> Parallel | None:
     if opened.devices == 1:
         return None
     options = opened.options
-    team = Parallel(opened.found.paths, opened.backend, options.compute, opened.devices, options.threads)
+    split: Split = "stages" if (options.pipeline_parallel or 1) > 1 else "auto"
+    team = Parallel(opened.found.paths, opened.backend, options.compute, opened.devices, options.threads, split)
     opened.files.callback(team.close)
     return team
 

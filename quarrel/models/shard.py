@@ -16,10 +16,11 @@ from quarrel.models.cut import Cut, CutTensors, Cutter
 from quarrel.models.feedforward import FEED_FORWARDS
 from quarrel.models.mixers import MIXERS
 from quarrel.models.spec import Layer, ModelSpec
+from quarrel.models.stages import stage_of
 from quarrel.models.tensors import Tensors
 from quarrel.ops.program import Program
 
-Split = Literal["auto", "tensor", "layers"]
+Split = Literal["auto", "tensor", "layers", "stages"]
 MOST_WHOLE = 0.25
 """Of a model's layers, what every rank may compute whole."""
 
@@ -30,15 +31,23 @@ class RankTensors(CutTensors):
     owners: tuple[int, ...] | None = None
     """Which rank computes each layer, where whole layers are divided."""
 
+    stage: int | None = None
+    """Which of the owners this rank is, where it computes nothing else."""
+
     def traced(self, program: Program) -> Program:
+        if self.stage is not None and self.owners is not None:
+            return stage_of(program, self.owners, self.stage)
         return with_collectives(program, self, self.owners)
 
 
 def shard(spec: ModelSpec, tensors: Tensors, rank: int, ranks: int, split: Split = "auto") -> tuple[ModelSpec, RankTensors]:
-    """The spec and the tensors of one rank. Raises RequestError."""
+    """The spec and the tensors of one rank. Raises RequestError.
+
+    split "stages": of a pipeline, whose last stage is rank 0's, and the others' those of ranks 1, 2, ... in order.
+    """
     if ranks < 2 or not 0 <= rank < ranks:
         raise RequestError(f"rank {rank} of {ranks} is none: wanted 2 ranks or more, counted from 0")
-    if split != "layers":
+    if split not in ("layers", "stages"):
         cuts: dict[str, Cut] = {}
         cut = [_cut(spec, tensors, il, layer, rank, ranks, cuts) for il, layer in enumerate(spec.layers)]
         whole, total = sum(size for _, size in cut), sum(_sizes(spec, tensors))
@@ -55,6 +64,8 @@ def shard(spec: ModelSpec, tensors: Tensors, rank: int, ranks: int, split: Split
     parts = RankTensors(tensors, {}, rank, ranks)
     owners = _owners(units, ranks)
     parts.owners = owners + owners[-1:] * (len(sizes) - len(units))
+    if split == "stages":
+        parts.stage = (rank - 1) % ranks
     return spec, parts
 
 

@@ -27,6 +27,8 @@ PATIENCE = timedelta(minutes=30)
 """How long a member waits for another that lives, such as one that compiles its kernels for the first time."""
 
 
+_AHEAD = 4
+"""Sends that nobody has taken yet, after which the next one waits."""
 _NATIVE_ATOMICS = 3
 """CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED."""
 _SETTINGS = {
@@ -48,6 +50,7 @@ class TorchGroup:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._peers: PeerSums | None = None
+        self._sent: list[tuple[Any, torch.Tensor]] = []  # what may not have been taken yet
         self._options = dist.AllreduceOptions()
         self._options.asyncOp = False
         self._from = dist.BroadcastOptions()
@@ -103,6 +106,20 @@ class TorchGroup:
     def broadcast(self, buffer: Any, source: int) -> None:
         self._from.rootRank = source
         self._wait(self._ranks.broadcast([_tensor(buffer)], self._from))
+
+    def send(self, buffer: Any, to: int) -> None:
+        """Gives a CPU buffer, which must stay as it is, to one member, who may take it later: in order."""
+        tensor = _tensor(buffer)
+        self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
+        while len(self._sent) >= _AHEAD:
+            self._sent.pop(0)[0].wait()
+        self._sent.append((self._ranks.send([tensor], to, 0), tensor))
+
+    def receive(self, source: int, shape: tuple[int, ...]) -> np.ndarray:
+        """What that member sends next, float32 of this shape."""
+        buffer = np.empty(shape, np.float32)
+        self._wait(self._ranks.recv([_tensor(buffer)], source, 0))
+        return buffer
 
     def abort(self) -> None:
         """Ends what waits for a member that is gone, until the group is closed. Safe for threads."""

@@ -50,12 +50,17 @@ def compile_shared(
         message = f"the {backend.name} backend runs on one device: leave tensor_parallel out"
         raise BackendUnavailable(message, "tensor_parallel")
     work = team.work
+    staged = work.split == "stages"
     try:
         team.free_bytes()
         team.send(pack(do="load", n_ctx=n_ctx, limits=asdict(limits)))
-        peer_sums = backend.peer_sums if work.peer_sums else None
-        team.group = TorchGroup(team.folder, 0, work.ranks, device_of(backend.name, 0), peer_sums)
-        backend.join(team.group)
+        device = device_of(backend.name, 0)
+        if staged:
+            # What goes from stage to stage goes through the host, on every backend.
+            team.group = TorchGroup(team.folder, 0, work.ranks, device_of("cpu", 0))
+        else:
+            team.group = TorchGroup(team.folder, 0, work.ranks, device, backend.peer_sums if work.peer_sums else None)
+            backend.join(team.group)
         spec, tensors = shard(whole, Tensors(file), 0, work.ranks, work.split)
         program = with_window_groups(assemble(spec, tensors), limits.window_groups)
         step = backend.compile(program, tensors, limits, work.compute, progress)
@@ -67,6 +72,10 @@ def compile_shared(
         if fault is not None:
             raise fault from None
         raise
+    if staged:
+        from quarrel.parallel.staged import StagedStep
+
+        return StagedStep(step, team, whole.n_vocab, int(program.inputs["stream"].dims[1]))
     return ParallelStep(step, team, whole.n_vocab)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import queue
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from quarrel.errors import QuarrelError
 from quarrel.models import ModelSpec, Tensors, assemble, read_spec
 from quarrel.models.shard import shard
 from quarrel.ops.collective import Joins
+from quarrel.ops.program import Program
 from quarrel.ops.registry import backend as backend_named
-from quarrel.ops.step import Limits, Pending, Step
+from quarrel.ops.step import Limits, Pending, Step, StepInputs
 from quarrel.ops.windows import with_window_groups
 from quarrel.parallel.messages import Message, pack, unpack
 
@@ -62,9 +64,14 @@ class Worker:
         # From here on its tensors are on this device, and its sums are those of the group.
         from quarrel.parallel.group import TorchGroup
 
-        assert isinstance(backend, Joins)
-        peer_sums = backend.peer_sums if work["peer_sums"] else None
-        backend.join(TorchGroup(Path(work["folder"]), work["rank"], work["ranks"], device, peer_sums))
+        staged = work["split"] == "stages"
+        if staged:
+            group = TorchGroup(Path(work["folder"]), work["rank"], work["ranks"], device_of("cpu", 0))
+        else:
+            assert isinstance(backend, Joins)
+            peer_sums = backend.peer_sums if work["peer_sums"] else None
+            group = TorchGroup(Path(work["folder"]), work["rank"], work["ranks"], device, peer_sums)
+            backend.join(group)
         with open_file([Path(p) for p in work["paths"]]) as file:
             whole = read_spec(file, load["n_ctx"])
             assert isinstance(whole, ModelSpec)
@@ -78,7 +85,10 @@ class Worker:
                 self._clock.enter("idle")
                 message = unpack(self._messages.get())
                 self._clock.enter("stepping")
-                self._handle(step, message)
+                if staged and isinstance(message, tuple):
+                    _pass_on(step, message[0], group, program)
+                else:
+                    self._handle(step, message)
 
     def _handle(self, step: Step, message: Any) -> None:
         if isinstance(message, tuple):
@@ -105,6 +115,13 @@ class Worker:
         while (message := self._link.receive()) is not None:
             self._messages.put(message)
         os._exit(0)  # nobody would read what this process waits for
+
+
+def _pass_on(step: Step, inputs: StepInputs, group: Any, program: Program) -> None:
+    """Runs a micro-batch on the stream of the stage before, and gives the next stage what comes of it."""
+    if (stream := program.inputs.get("stream")) is not None:
+        inputs = replace(inputs, stream=group.receive(group.rank - 1, (len(inputs.ids), int(stream.dims[1]))))
+    group.send(step(inputs, "hidden").stream, (group.rank + 1) % group.size)
 
 
 def main(descriptor: int) -> None:

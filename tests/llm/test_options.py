@@ -23,7 +23,8 @@ from quarrel.models import SCALINGS as MODEL_SCALINGS
 VALUES: dict[str, Any] = {
     "backend": "cpu", "compute": "float32", "n_ctx": 96, "max_seqs": 2, "memory": 0.5, "kv_cache": "int8",
     "prefix_cache": False, "prefix_cache_bytes": 1 << 20, "max_waiting": 7, "attention": "own", "deterministic": True,
-    "decoded_weights": "never", "threads": 3, "tensor_parallel": 2, "experts_on_cpu": 0, "expert_memory": 1 << 30,
+    "decoded_weights": "never", "threads": 3, "tensor_parallel": 2, "pipeline_parallel": 2,
+    "experts_on_cpu": 0, "expert_memory": 1 << 30,
     "rope_scaling": "yarn", "rope_scale": 2.0, "yarn_orig_ctx": 64, "draft": "small.gguf",
     "adapters": {"one": "one.gguf"}, "profile_steps": 4, "quantize": "q8_0",
 }  # fmt: skip
@@ -79,6 +80,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "deterministic": ("yes",),
     "threads": (0, 1025),
     "tensor_parallel": (0, 17),
+    "pipeline_parallel": (0, 17, True),
     "experts_on_cpu": (-1, True),
     "expert_memory": (0, -1, 0.5, True, "1GiB"),
     "rope_scaling": ("ntk",),
