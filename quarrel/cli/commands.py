@@ -185,6 +185,8 @@ def _serve(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--timeout", type=float, default=300, metavar="SECONDS", help="the longest that a request may take, 300 by default"
     )
+    alive = "unload a model that nobody has used for so long; by default it stays, and makes room for others that need it"
+    p.add_argument("--keep-alive", type=float, metavar="SECONDS", help=alive)
     lines = "how log lines look: text, the default, or json, all of them, tracebacks and warnings too"
     p.add_argument("--log-format", choices=("text", "json"), default="text", help=lines)
     grace = "for requests in flight when the server stops, 30 by default"

@@ -18,8 +18,9 @@ from quarrel.cli.flags import UsageError, in_flags, load_options
 from quarrel.cli.request import template_of
 from quarrel.cli.terminal import note
 from quarrel.engine import Service
+from quarrel.env import read_environment
 from quarrel.errors import ConfigError, QuarrelError, RequestError, installing
-from quarrel.llm import Model, check_context, find, load_with
+from quarrel.llm import LoadOptions, Model, check_context, find, load_with
 from quarrel.process import open_remote
 
 _LEAST = {
@@ -72,9 +73,10 @@ def _run(args: argparse.Namespace, json_lines: TextIO | None) -> int:
     for name, least in _LEAST.items():
         if getattr(args, name) < least:
             raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}, wanted {least} or more")
-    for name, seconds in (("timeout", args.timeout), ("grace", args.grace)):
+    for name, seconds in (("timeout", args.timeout), ("grace", args.grace), ("keep-alive", args.keep_alive or 1)):
         if not 0 < seconds <= 86400:
             raise UsageError(f"--{name} is {seconds:g}, wanted seconds up to 86400")
+    options = load_options(args, max_seqs=args.parallel)
     if args.step_timeout is not None and not 0 <= args.step_timeout <= 86400:
         raise UsageError(f"--step-timeout is {args.step_timeout:g}, wanted seconds up to 86400, or 0")
     Service(speculate=args.lookup, draft=args.draft_max)  # refuses what is out of range before anything is loaded
@@ -87,6 +89,8 @@ def _run(args: argparse.Namespace, json_lines: TextIO | None) -> int:
         queue=args.queue,
         timeout=args.timeout,
         grace=args.grace,
+        keep_alive=args.keep_alive,
+        budget=_budget(options),
         lookup=args.lookup,
         draft_max=args.draft_max,
         connections_per_address=args.connections,
@@ -97,13 +101,13 @@ def _run(args: argparse.Namespace, json_lines: TextIO | None) -> int:
     for name in settings.models:
         if not name.startswith("hf://"):  # what is downloaded may take its time, what is here is here or not
             find(name)
-    options = load_options(args, max_seqs=args.parallel)
     if options.n_ctx is not None and settings.models and not settings.models[0].startswith("hf://"):
         check_context(settings.models[0], options)  # which needs no more than the file's head
     step = math.inf if args.step_timeout == 0 else args.step_timeout
 
-    def open_model(source: str, adapters: Mapping[str, str] | None = None) -> Model:
+    def open_model(source: str, adapters: Mapping[str, str] | None = None, memory: int | None = None) -> Model:
         wanted = replace(options, adapters={**(options.adapters or {}), **adapters}) if adapters else options
+        wanted = wanted if memory is None else replace(wanted, memory=memory)
         try:
             if args.engine_process:
                 return open_remote(source, wanted, step_seconds=step, stop=server.dispatcher.models.stopped)
@@ -118,6 +122,12 @@ def _run(args: argparse.Namespace, json_lines: TextIO | None) -> int:
     with _logs(json_lines):
         serve(server, settings)
     return 0
+
+
+def _budget(options: LoadOptions) -> int | None:
+    """Bytes that all models share, where --memory or QUARREL_MEMORY gives bytes; a share is one of what is free then."""
+    given = options.memory if options.memory is not None else read_environment().memory
+    return None if given is None or isinstance(given, float) else given
 
 
 def _folder(given: str) -> Path:

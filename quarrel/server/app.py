@@ -52,7 +52,14 @@ def build(settings: Settings, load: Load, traces: Traces | None = None) -> Serve
     keys = Keyring(settings.data_dir, settings.api_key)
     settings.check(bool(keys.keys()))
     limiter = Limiter(settings.rates)
-    models = ModelManager(settings.models, settings.models_dir, load, Names(settings.data_dir / "models.json"))
+    models = ModelManager(
+        settings.models,
+        settings.models_dir,
+        load,
+        Names(settings.data_dir / "models.json"),
+        idle=settings.keep_alive,
+        budget=settings.budget,
+    )
     metrics = Metrics(models)
     dispatcher = Dispatcher(models, settings, limiter, metrics, traces)
 

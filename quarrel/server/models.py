@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import re
 import stat
 import threading
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from quarrel.errors import QuarrelError
+from quarrel.errors import OutOfMemory, QuarrelError
 from quarrel.llm import Model
 from quarrel.server.errors import Refused, refused
 from quarrel.server.names import Name, Names, folded
@@ -45,14 +46,18 @@ class LoadedModel:
     def __init__(self, llm: Model) -> None:
         self.llm = llm
         self.users = 0
-        self.since = time.monotonic()
+        self.since = self.used = time.monotonic()
+        self.closing: asyncio.Future[None] | None = None
+        """Done when its memory is free again."""
         self._retired = False
 
     def take(self) -> None:
         self.users += 1
+        self.used = time.monotonic()
 
     def drop(self) -> None:
         self.users -= 1
+        self.used = time.monotonic()
         self._close_if_done()
 
     def retire(self) -> None:
@@ -62,7 +67,7 @@ class LoadedModel:
     def _close_if_done(self) -> None:
         if self._retired and not self.users:
             # Closing waits for the step that runs.
-            asyncio.get_running_loop().run_in_executor(None, self.llm.close)
+            self.closing = asyncio.get_running_loop().run_in_executor(None, self.llm.close)
 
 
 @dataclass(eq=False)
@@ -87,14 +92,31 @@ class Entry:
     until: float | None = None
     """When it is unloaded unless it is used before that, as `time.time` has it; None: never."""
     resting: asyncio.TimerHandle | None = None
+    lasting: float | None = None
+    """Seconds without use that a request has given it; None: as the server has it."""
+    rested: bool = False
+    """Whether it was unloaded because nobody used it: the next request loads it again."""
 
 
 class ModelManager:
     """Models by name. For one event loop; loading runs on a thread."""
 
-    def __init__(self, sources: Iterable[str], folder: Path | None, load: Load, made: Names | None = None) -> None:
-        """made: names that requests make."""
-        self._load = load
+    def __init__(
+        self,
+        sources: Iterable[str],
+        folder: Path | None,
+        load: Load,
+        made: Names | None = None,
+        *,
+        idle: float | None = None,
+        budget: int | None = None,
+    ) -> None:
+        """made: names that requests make. idle: seconds without use behind which a model is unloaded; None keeps it.
+
+        budget: bytes that all models share; `load` is given what is left of them as `memory`. Where a model does not fit,
+        those that wait for requests are unloaded, the one that was used longest ago first.
+        """
+        self._load, self._idle, self._budget = load, idle, budget
         self._folder = folder
         self._entries: dict[str, Entry] = {}
         self._sources: list[str] = []
@@ -228,6 +250,7 @@ class ModelManager:
             raise Refused(503, "engine_restarting", message, retry_after=wait)
         if entry.loaded is None:
             await self._load_entry(entry)
+            _stop_resting(entry)
         loaded = entry.loaded
         if loaded is None:
             raise Refused(503, "model_unloaded", f"{entry.name} was unloaded: ask again", retry_after=1.0)
@@ -236,6 +259,8 @@ class ModelManager:
             yield made.name, made.prompting.of(loaded.llm)
         finally:
             loaded.drop()
+            if entry.loaded is loaded and not loaded.users and entry.resting is None:
+                self._let_rest(entry)
 
     async def load(self, name: str, *, again: bool = False) -> Entry:
         """Loads a model, or with `again` a fresh copy in place of the one that runs, which ends with its last request."""
@@ -253,7 +278,7 @@ class ModelManager:
             entry.state = "loading" if before is None else "loaded"
             began = time.perf_counter()
             try:
-                llm = await self._loaded(entry)
+                llm = await self._fitted(entry)
             except Exception as error:
                 if self.stopped.done():
                     entry.state = "unloaded" if before is None else "loaded"
@@ -266,13 +291,39 @@ class ModelManager:
             except BaseException:
                 entry.state = "unloaded" if before is None else "loaded"
                 raise
-            entry.loaded, entry.state, entry.error = LoadedModel(llm), "loaded", ""
+            entry.loaded, entry.state, entry.error, entry.rested = LoadedModel(llm), "loaded", "", False
             entry.load_seconds = time.perf_counter() - began
             self._watch(entry, entry.loaded, llm)
             log.info("loaded %s in %.1f s", entry.name, entry.load_seconds)
             if before is not None:
                 before.retire()
+            self._let_rest(entry)
         return entry
+
+    async def _fitted(self, entry: Entry) -> Model:
+        """The model; others are unloaded where it does not fit beside them. Raises what loading does."""
+        while True:
+            try:
+                return await self._loaded(entry)
+            except OutOfMemory:
+                others = [e for e in self._all() if e is not entry and e.loaded is not None and not e.loaded.users]
+                loaded = [(e, e.loaded) for e in others if e.loaded is not None]
+                if not loaded or self.stopped.done():
+                    raise
+                other, oldest = min(loaded, key=lambda pair: pair[1].used)
+            log.info("%s makes room for %s", other.name, entry.name)
+            await self._unload(other)
+            if oldest.closing is not None:
+                await asyncio.wait({oldest.closing})
+
+    def _all(self) -> list[Entry]:
+        return [*self._entries.values(), *self._unlisted]
+
+    def _left(self) -> int:
+        """Bytes of the budget that no model has."""
+        assert self._budget is not None
+        used = sum(e.loaded.llm.explain().memory.total for e in self._all() if e.loaded is not None)
+        return max(1, self._budget - used)
 
     def _loaded(self, entry: Entry) -> asyncio.Future[Model]:
         """The model, by a thread that nobody waits for when the program ends."""
@@ -290,10 +341,14 @@ class ModelManager:
             elif llm is not None:
                 made.set_result(llm)
 
+        more: dict[str, Any] = {"adapters": entry.adapters} if entry.adapters else {}
+        if self._budget is not None:
+            more["memory"] = self._left()
+
         def work() -> None:
             llm, failed = None, None
             try:
-                llm = self._load(entry.source, **({"adapters": entry.adapters} if entry.adapters else {}))
+                llm = self._load(entry.source, **more)
             except BaseException as error:
                 failed = error
             with contextlib.suppress(RuntimeError):  # the server has ended
@@ -323,20 +378,29 @@ class ModelManager:
         return entry
 
     async def keep(self, name: str, seconds: float | None) -> None:
-        """How long a model stays in memory behind a request: not at all for 0, for ever below it or for None; until nobody
-        has used it for so many seconds otherwise."""
+        """How long a model stays in memory behind a request: not at all for 0, for ever below it, as the server has it for
+        None; until nobody has used it for so many seconds otherwise."""
         entry = self.entry(name)
         _stop_resting(entry)
+        entry.lasting = None if not seconds else math.inf if seconds < 0 else min(seconds, LONGEST)
         if seconds == 0:
             await self._unload(entry)
-        elif seconds is not None and seconds > 0 and entry.loaded is not None:
-            self._rest(entry, min(seconds, LONGEST))
+        else:
+            self._let_rest(entry)
+
+    def _let_rest(self, entry: Entry) -> None:
+        seconds = self._idle if entry.lasting is None else entry.lasting
+        if seconds is not None and seconds < math.inf and entry.loaded is not None:
+            _stop_resting(entry)
+            self._rest(entry, seconds)
 
     def _rest(self, entry: Entry, seconds: float) -> None:
         def over() -> None:
             if entry.loaded is not None and entry.loaded.users:
                 self._rest(entry, seconds)
             else:
+                entry.rested = True
+                log.info("%s is unloaded: nobody has used it for %g s", entry.name, seconds)
                 task = events.create_task(self._unload(entry))
                 self._revivals.add(task)
                 task.add_done_callback(self._revivals.discard)
@@ -386,7 +450,7 @@ class ModelManager:
         self.stop_loading()
         for task in self._revivals:
             task.cancel()
-        for entry in (*self._entries.values(), *self._unlisted):
+        for entry in self._all():
             loaded, entry.loaded, entry.state = entry.loaded, None, "unloaded"
             if loaded is not None:
                 await asyncio.to_thread(loaded.llm.close)

@@ -81,7 +81,8 @@ def routes(dispatcher: Dispatcher, metrics: Metrics) -> APIRouter:
         checks = {"server": "stopping" if dispatcher.closing else "running"}
         if first is not None:
             checks["model"] = dispatcher.models.entry(first).state
-        up = not dispatcher.closing and checks.get("model", "loaded") == "loaded"
+        rested = first is not None and dispatcher.models.entry(first).rested  # the next request loads it
+        up = not dispatcher.closing and (rested or checks.get("model", "loaded") == "loaded")
         return JSONResponse({"status": "ready" if up else "not ready", "checks": checks}, 200 if up else 503)
 
     @router.get("/version")

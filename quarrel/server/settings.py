@@ -82,6 +82,10 @@ class Settings:
     trusted_proxies: tuple[str, ...] = ()
     """Addresses or networks whose X-Forwarded-For says who calls."""
     rates: Rates = Rates()
+    keep_alive: float | None = None
+    """Unload a model that nobody has used for so long; None keeps it."""
+    budget: int | None = None
+    """Memory that all models share; None is what each of them takes by itself."""
     lookup: int = 0
     """Tokens that are guessed at once from the text, and at most by a draft model (`quarrel.Service`)."""
     draft_max: int = 8
