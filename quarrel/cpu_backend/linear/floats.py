@@ -60,7 +60,7 @@ def _tile(k: Kernel, level: Level, m: FloatMatrix, ns: list[Val], xs: list[Val],
         step(lambda row: load_float(k, level, m.kind, row, at, 16), lambda x: k.load(x + at, F32x16))
 
     whole, done = m.k & -16, k.i64(0)
-    if len(xs) <= 2:  # bound by memory: whole lines, asked for ahead of their use
+    if len(xs) == 1:  # bound by memory: whole lines, asked for ahead of their use
         value = 4 if m.kind == "F32" else 2
         line, tile = 64 // value, m.size * len(ns)
         ahead = (k.i64(AHEAD - 1) // tile + 1) * tile  # where these rows of a later tile lie
