@@ -17,6 +17,9 @@ _WORDS = (*_GROUPS, _STRAY)
 _OPENING = re.compile("|".join(map(re.escape, sorted(_WORDS, key=len, reverse=True))))
 _KIND = re.compile(r'"type"\s*:\s*"function"\s*,\s*')
 
+MAX_TRIES = 64
+"""Closings that stand in an argument: each has the call read again."""
+
 
 class CallSplitter:
     """Takes calls of these functions out of a text as it comes: in the forms of the table, or where the text is nothing but
@@ -31,7 +34,7 @@ class CallSplitter:
         self._kept, self._gap = "", ""
         self._open: list[Format] = []
         """The formats whose opening stands before what is kept."""
-        self._seen = 0
+        self._seen = self._tries = 0
         """Before this place of what is kept there is no closing that ends a call."""
         self._bare, self._begun = True, False
         """Whether the text may be bare calls; whether anything of it has flown, or was a call."""
@@ -74,7 +77,7 @@ class CallSplitter:
             if not self.count:
                 self._say(_STRAY, said)
         else:
-            self._open, self._seen = _GROUPS[found[0]], 0
+            self._open, self._seen, self._tries = _GROUPS[found[0]], 0, 0
         return True
 
     def _inside(self, said: list[str], calls: list[Call], last: bool) -> bool:
@@ -94,7 +97,9 @@ class CallSplitter:
             except Unfinished:
                 if end < 0:
                     break
-                self._seen = end + len(mark)
+                self._seen, self._tries = end + len(mark), self._tries + 1
+                if self._tries > MAX_TRIES:
+                    break
                 continue
             if not found:
                 break

@@ -11,6 +11,7 @@ import ast
 import json
 import re
 import secrets
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,12 +36,8 @@ class Call:
 
     @property
     def parsed(self) -> dict[str, Any]:
-        """The arguments; none of a call that was cut."""
-        try:
-            found = json.loads(self.arguments)
-        except (ValueError, RecursionError):
-            return {}
-        return found if isinstance(found, dict) else {}
+        """The arguments; none of a call that was cut, or of one that no JSON can carry."""
+        return {} if arguments_of(self.arguments) is None else dict(json.loads(self.arguments))
 
     def body(self, index: int) -> dict[str, object]:
         function = {"name": self.name, "arguments": self.arguments}
@@ -76,6 +73,18 @@ class Format:
 NAME = ""
 
 
+def arguments_of(given: Any) -> str | None:
+    """Arguments as JSON text, of an object or of its text; None for what is neither, or holds what JSON has no word for:
+    infinities, halves of characters."""
+    try:
+        found = json.loads(given) if isinstance(given, str) else given
+        text = json.dumps(found, allow_nan=False)
+        json.dumps(found, ensure_ascii=False).encode()
+    except (ValueError, TypeError, RecursionError):
+        return None
+    return (given if isinstance(given, str) else text) if isinstance(found, dict) else None
+
+
 def json_calls(text: str, functions: Functions) -> list[Call]:
     """Of an object or a list of them, or of several behind each other."""
     decoder, rows, at = json.JSONDecoder(), list[Any](), 0
@@ -104,15 +113,13 @@ def _json_call(row: Any, functions: Functions) -> Call | None:
     name = row.get("name", row.get("tool_name"))
     if not isinstance(name, str) or name not in functions:
         return None
-    given = row.get("arguments", row.get("parameters", {}))
     id = row.get("id", row.get("tool_call_id"))
-    arguments = given if isinstance(given, str) else json.dumps(given)
-    try:
-        if not isinstance(json.loads(arguments), dict):
-            return None
-    except (ValueError, RecursionError):
-        return None
-    return Call(name, arguments, id if isinstance(id, str) and id else None)
+    return _call(name, row.get("arguments", row.get("parameters", {})), id if isinstance(id, str) and id else None)
+
+
+def _call(name: str, given: Any, id: str | None = None) -> Call | None:
+    arguments = arguments_of(given)
+    return None if arguments is None else Call(name, arguments, id)
 
 
 def _json(call: Call, name: str = "name", arguments: str = "arguments") -> str:
@@ -125,9 +132,10 @@ def _value(text: str, schema: Any) -> Any:
     if kind == "string":
         return text
     try:
-        return json.loads(text)
+        found = json.loads(text)
     except (ValueError, RecursionError):
         return text
+    return text if arguments_of({"": found}) is None else found
 
 
 def _typed(name: str, pairs: Iterable[tuple[str, str]], functions: Functions) -> Call | None:
@@ -135,7 +143,7 @@ def _typed(name: str, pairs: Iterable[tuple[str, str]], functions: Functions) ->
         return None
     known = functions[name].get("properties")
     known = known if isinstance(known, dict) else {}
-    return Call(name, json.dumps({key: _value(value, known.get(key)) for key, value in pairs}))
+    return _call(name, {key: _value(value, known.get(key)) for key, value in pairs})
 
 
 def _values(call: Call) -> list[tuple[str, str]]:
@@ -244,11 +252,11 @@ def _mistral(text: str, functions: Functions) -> list[Call]:
 
 
 _DEEPSEEK = re.compile(
-    r"\s*<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?(.+?)(?:<｜tool▁sep｜>|\n```json\n)(.*?)(?:\n```)?\s*<｜tool▁call▁end｜>",
+    r"\s*<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?([^<\n]+)(?:<｜tool▁sep｜>|\n```json\n)(.*?)(?:\n```)?\s*<｜tool▁call▁end｜>",
     re.DOTALL,
 )
 _KIMI = re.compile(
-    r"\s*<\|tool_call_begin\|>\s*(?:functions\.)?(.+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>(.*?)<\|tool_call_end\|>",
+    r"\s*<\|tool_call_begin\|>\s*(?:functions\.)?([^<\n]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>(.*?)<\|tool_call_end\|>",
     re.DOTALL,
 )
 
@@ -283,7 +291,9 @@ def _kimi(call: Call) -> str:
 def python_calls(text: str, functions: Functions) -> list[Call]:
     """Of a list of Python's calls, or one of them, whose arguments are constants by name. `NAME.call(...)` is NAME's."""
     try:
-        body = ast.parse(text.strip(), mode="eval").body
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes that a model wrote
+            body = ast.parse(text.strip(), mode="eval").body
         calls = []
         for node in body.elts if isinstance(body, ast.List) else [body]:
             if not isinstance(node, ast.Call) or node.args or any(k.arg is None for k in node.keywords):
@@ -291,7 +301,7 @@ def python_calls(text: str, functions: Functions) -> list[Call]:
             name = ast.unparse(node.func)
             name = name if name in functions else name.removesuffix(".call")
             given = {str(k.arg): ast.literal_eval(k.value) for k in node.keywords}
-            calls.append(Call(name, json.dumps(given)) if name in functions else None)
+            calls.append(_call(name, given) if name in functions else None)
         return _all(calls)
     except SyntaxError as error:
         if "unterminated string" in str(error.msg):

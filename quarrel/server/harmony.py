@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 
-from quarrel.server.formats import Call, Functions
+from quarrel.server.formats import Call, Functions, arguments_of
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 TAGS = (START, CHANNEL, CONSTRAIN, MESSAGE, "<|end|>", "<|call|>", "<|return|>")
@@ -67,11 +66,7 @@ class Channels:
             made.text += text
 
     def _called(self, arguments: str, made: Said) -> None:
-        try:
-            whole = isinstance(json.loads(arguments), dict)
-        except (ValueError, RecursionError):
-            whole = False
-        if whole:
+        if arguments_of(arguments) is not None:
             made.calls.append(Call(self._call, arguments.strip()))
         else:
             made.text += arguments

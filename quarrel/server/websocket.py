@@ -28,15 +28,14 @@ from quarrel.errors import QuarrelError
 from quarrel.llm import Model, Structure
 from quarrel.server.answers import Answer, Answers
 from quarrel.server.body import IGNORED, ignored_fields, parse_body
-from quarrel.server.calls import split_calls
 from quarrel.server.connections import MAX_MESSAGE
 from quarrel.server.dispatch import Dispatcher, Generation, chunks
 from quarrel.server.errors import Refused, plain_body, refused, word
 from quarrel.server.fields import Text
 from quarrel.server.metrics import Metrics
+from quarrel.server.reader import Reading
 from quarrel.server.rest import activity_of, prepare_of, priority_of, token_message
 from quarrel.server.schemas import GenerateBody, ResponseFormat
-from quarrel.server.tools import schemas_of
 
 MAX_CONNECTIONS = 1024
 OUT_QUEUE = 256
@@ -301,7 +300,7 @@ class Connection:
             answer.say("error", _error(failure, id))
 
     async def _send(self, answer: Answer, body: SocketBody, generation: Generation) -> None:
-        made, functions = 0, schemas_of(body.tools)
+        made = 0
         async for chunk in chunks(generation, 0, self._dispatcher.settings.timeout):
             if chunk.read:
                 prompt = {"read": chunk.read, "of": generation.prompt_tokens}
@@ -309,10 +308,12 @@ class Connection:
                 continue
             made += chunk.token_id is not None
             row = {**token_message(chunk, generation, made), "request_id": answer.id}
-            if chunk.result is not None and functions:
-                text, calls = split_calls(chunk.result.text, functions)
-                if calls:
-                    row |= {"text": text, "tool_calls": [call.body(i) for i, call in enumerate(calls)]}
+            if chunk.result is not None and body.tools:
+                reader = Reading(body.tools).reader(generation.llm, generation.requests[0].tokens)
+                found = reader.push(chunk.result.text, last=True)
+                if found.calls:  # the page folds thoughts away by their tags
+                    text = f"<think>{found.thought}</think>\n\n{found.text}" if found.thought else found.text
+                    row |= {"text": text, "tool_calls": [call.body(i) for i, call in enumerate(found.calls)]}
             if body.stream is False:
                 if chunk.result is None:
                     continue

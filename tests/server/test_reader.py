@@ -82,6 +82,8 @@ def test_calls_of_every_family_are_read_as_they_are_written(name: str) -> None:
         ('<|python_tag|>find.call(q="x", n=-2)', "find", {"q": "x", "n": -2}),
         ("[find(q='x', deep={'a': [None, True]})]", "find", {"q": "x", "deep": {"a": [None, True]}}),
         ("[swim.far(n=1)]", "swim.far", {"n": 1}),
+        (r"[find(q='\d+')]", "find", {"q": r"\d+"}),
+        ("<tool_call>find<arg_key>n</arg_key><arg_value>NaN</arg_value></tool_call>", "find", {"n": "NaN"}),
         ('<|tool_call|>[{"name": "find", "arguments": {"n": 1}}]<|/tool_call|>', "find", {"n": 1}),
         (
             '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>find\n```json\n{"q": "x"}\n```'
@@ -118,6 +120,11 @@ def test_calls_as_models_are_known_to_write_them(text: str, name: str, arguments
         "[find(q=1)",
         "[find(" + "[" * 5000,
         "<|python_tag|>print(1)",
+        '<tool_call>{"name": "find", "arguments": {"n": NaN}}</tool_call>',
+        '{"name": "find", "arguments": {"n": 1e999}}',
+        '{"name": "find", "arguments": {"q": "\\ud800"}}',
+        "[find(n=1e999)]",
+        '<tool_call>{"name": "find", "arguments": {"q": "' + "</tool_call>" * 200 + '"}}</tool_call>',
         '{"name": "find", "arguments": [1]}',
         '{"type": "object", "name": "find"}',
         "</tool_call>",

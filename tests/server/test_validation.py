@@ -45,7 +45,7 @@ SENTENCES: list[tuple[type[Body], dict[str, Any], str]] = [
     (ChatBody, {"messages": [5]}, "messages.0 is 5, wanted an object"),
     (ChatBody, {"messages": [{"content": "a"}]}, "messages.0.role is missing: the request needs it"),
     (ChatBody, {"messages": [{"role": "user", "content": {}}]}, "messages.0.content is an object, wanted a text or a list"),
-    (ResponsesBody, {"input": "a", "previous_response_id": "x"}, 'previous_response_id is "x", wanted null'),
+    (ResponsesBody, {"input": "a", "previous_response_id": 5}, "previous_response_id is 5, wanted a text"),
     (
         ResponsesBody,
         {"input": [{"type": "zap"}]},
