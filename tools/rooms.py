@@ -78,7 +78,8 @@ ROOMS: Mapping[str, Room] = {
     ),
     "llm": Room(
         "a loaded model: the glue", "a framework",
-        ("errors", "env", "gguf", "convert", "tokenizer", "models", "ops", "engine", "parallel", "demo", "child.phase"),
+        ("errors", "env", "gguf", "convert", "tokenizer", "models", "ops", "vision", "engine", "parallel", "demo",
+         "child.phase"),
         ("numpy", "tqdm", "llguidance"),
     ),
     "doctor": Room(

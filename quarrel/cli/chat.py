@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import cast
 
 from quarrel.cli.conversation import Conversation
@@ -32,6 +33,8 @@ def run(args: argparse.Namespace) -> int:
         llm = _opened(args, model, models)
         display = None if args.json else display_of(args.plain)
         conversation = Conversation(llm, keywords, None if args.system is None else as_unicode(args.system), display)
+        for path in args.image or ():
+            conversation.add_image(Path(path))
         if args.prompt is not None:
             result, interrupted = conversation.ask(as_unicode(args.prompt))
             if not args.quiet and not args.json:

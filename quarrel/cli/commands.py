@@ -34,6 +34,9 @@ def _chat(p: argparse.ArgumentParser) -> None:
     _model_arguments(p)
     p.add_argument("-p", "--prompt", metavar="TEXT", help="ask only this, and print the answer")
     hidden(p, "-prompt", dest="prompt")
+    p.add_argument(
+        "--image", metavar="FILE", action="append", help="a picture beside the first question; several times for more"
+    )
     _chat_options(p)
     p.add_argument("-q", "--quiet", action="store_true", help="no greeting and no speeds on standard error")
     overflow = (

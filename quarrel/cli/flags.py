@@ -12,7 +12,7 @@ from typing import Any
 from quarrel.cli.samplers import SAMPLERS
 from quarrel.env import memory_of
 from quarrel.errors import ConfigError
-from quarrel.llm.options import MEMORY, NUMBER, SWITCH, Kind, LoadOptions, OneOf, Whole
+from quarrel.llm.options import FILE_NAME, MEMORY, NUMBER, SWITCH, Kind, LoadOptions, OneOf, Whole
 
 _LOAD_FLAGS = {"n_ctx": ("-c", "--ctx"), "threads": ("-t", "--threads")}
 """Where the flag of an option is not its name with dashes."""
@@ -102,6 +102,7 @@ def _argument_of(kind: Kind) -> dict[str, Any]:
         SWITCH: {"action": "store_true"},
         MEMORY: {"type": _amount, "metavar": "BYTES|SHARE"},
         NUMBER: {"type": float, "metavar": "X"},
+        FILE_NAME: {"metavar": "FILE"},
     }
     return arguments[kind]
 

@@ -241,7 +241,7 @@ class Cache:
 
     def free(self, s: Sequence) -> None:
         """Frees all that it has; what a sequence that keeps its prefix has computed may be found by others from now on."""
-        tokens = s.tokens
+        tokens = s.keys
         if s.stop_token is not None and s.computed == len(tokens) + 1:
             tokens = [*tokens, s.stop_token]
         if self.rules.reuse and s.keeps_prefix and s.slot >= 0:
@@ -272,7 +272,7 @@ class Cache:
         if not (self.rules.reuse and s.keeps_prefix):
             return _Found(), None
         last = len(s.tokens) - 1
-        match = self.prefixes.match(s.tokens, last, s.salt)
+        match = self.prefixes.match(keys := s.keys, last, s.salt)
         known, blocks = match.known, tuple(n.block for n in match.nodes)
         windows = tuple(n.window_blocks for n in match.nodes)
         nodes: tuple[Node, ...] = match.nodes
@@ -282,7 +282,7 @@ class Cache:
         states = {at: slot for at, slot in states.items() if at <= known}
         for other in family:
             # Another continuation of the same prompt: its last block is not in the tree yet.
-            n = min(common_prefix(other.tokens[: other.computed], s.tokens), last)
+            n = min(common_prefix(other.keys[: other.computed], keys), last)
             if n > known and -1 not in other.cache.blocks[: self.blocks_for(n)]:
                 known, blocks = n, tuple(other.cache.blocks[: self.blocks_for(n)])
                 windows = tuple(other.cache.window_blocks[: len(blocks)])
@@ -332,10 +332,10 @@ class Cache:
     def _index(self, s: Sequence) -> None:
         if not (self.rules.reuse and s.keeps_prefix):
             return
-        size = self.limits.block_size
+        size, keys = self.limits.block_size, s.keys
         while s.cache.indexed >= 0 and (s.cache.indexed + 1) * size <= min(s.computed, len(s.tokens)):
             i = s.cache.indexed
-            text, windows = s.tokens[i * size : (i + 1) * size], self._windows_at(s, i)
+            text, windows = keys[i * size : (i + 1) * size], self._windows_at(s, i)
             node = self.prefixes.insert(s.cache.node, text, s.cache.blocks[i], s.salt, windows)
             if node is None:
                 s.cache.indexed = -1  # what it stands on is gone, so the rest cannot be entered either

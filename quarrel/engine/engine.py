@@ -20,6 +20,7 @@ import numpy as np
 
 from quarrel.engine.cache import DEFAULT_RULES, Cache, CacheRules
 from quarrel.engine.draft import Drafter, MakeDrafter
+from quarrel.engine.images import EncodesImages, ImageRows, SightRules
 from quarrel.engine.inputs import Inputs
 from quarrel.engine.packed import laid_out
 from quarrel.engine.results import FinishReason
@@ -69,7 +70,8 @@ class Engine:
 
     make_step: makes the step, and makes it again when one broke. width: of the widest row that may be wanted. ended: called
     with each sequence that has finished. make_drafter: makes the draft model's part, likewise. profile_steps: one step in
-    so many is timed by its parts, if the step can do that; 0 is none.
+    so many is timed by its parts, if the step can do that; 0 is none. sight: how the model takes images.
+    make_encoder: makes what encodes them.
     """
 
     def __init__(
@@ -82,8 +84,12 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
         make_drafter: MakeDrafter | None = None,
         profile_steps: int = 0,
+        sight: SightRules | None = None,
+        make_encoder: Callable[[], EncodesImages] | None = None,
     ) -> None:
         self.step = make_step()
+        self.images = None if make_encoder is None else ImageRows(make_encoder())
+        self._make_encoder = make_encoder
         self.drafter = None if make_drafter is None else make_drafter()
         self._make_drafter = make_drafter
         self.stats = Stats()
@@ -91,7 +97,7 @@ class Engine:
         rows = ROW_BUDGET // width
         self.scheduler = Scheduler(self.step.limits, self.cache, max_rows=rows, clock=clock, propose=self._propose)
         self._make_step, self._ended, self._clock = make_step, ended, clock
-        self._inputs = Inputs(self.step.limits, self.cache)
+        self._inputs = Inputs(self.step.limits, self.cache, sight)
         self._in_flight: _InFlight | None = None
         self._deadlines: list[tuple[float, int, Sequence, bool]] = []
         self._broken, self._good_steps = 0, 1
@@ -128,6 +134,8 @@ class Engine:
                 log.info("the last step broke", exc_info=True)
         self.cache.prefixes.clear()
         self._close_drafter()
+        if self.images is not None:
+            self.images.close()
         self.step.close()
 
     def advance(self) -> bool:
@@ -163,7 +171,7 @@ class Engine:
     def _launch(self, batch: Batch) -> None:
         now = time.perf_counter()
         try:
-            inputs = laid_out(self._inputs.of(batch), batch.parts, self.step.limits.block_size)
+            inputs = laid_out(self._inputs.of(batch, self._rows(batch)), batch.parts, self.step.limits.block_size)
             self.cache.guard([p.sequence for p in batch.parts if p.draft])
             pending = self._start(inputs, batch.want)
         except Exception as error:
@@ -181,6 +189,16 @@ class Engine:
             self._finish_step(before)
         if isinstance(pending, Done):
             self._finish()
+
+    def _rows(self, batch: Batch) -> Mapping[bytes, Array]:
+        """Of the batch's images; those that running sequences still have before them are encoded with them."""
+        if self.images is None:
+            return {}
+        seen = [(p.sequence.sight, p.start, p.start + p.count) for p in batch.parts]
+        wanted = [image for sight, start, end in seen if sight is not None for image in sight.between(start, end)]
+        running = ((s.sight, s.computed, s.n_prompt) for s in self.scheduler.running)
+        soon = (image for sight, start, end in running if sight is not None for image in sight.between(start, end))
+        return self.images.of(wanted, soon) if wanted else {}
 
     def _start(self, inputs: StepInputs, want: Want) -> Pending:
         self._launches += 1
@@ -361,12 +379,21 @@ class Engine:
         except Exception:
             log.exception("a broken step could not be closed")
         self.step = self._make_step()
+        self._make_images_again()
         self.stats.restarts += 1
         if self._make_drafter is not None:
             try:
                 self.drafter = self._make_drafter()
             except Exception:
                 log.exception("the draft model could not be made again; the engine goes on without drafts")
+
+    def _make_images_again(self) -> None:
+        if self.images is not None and self._make_encoder is not None:
+            try:
+                self.images.close()
+            except Exception:
+                log.exception("a tower could not be closed")
+            self.images = ImageRows(self._make_encoder())
 
     def _propose(self, wanted: Mapping[Sequence, int]) -> Mapping[Sequence, tuple[int, ...]]:
         """What the draft model proposes. One that breaks is not used again before a restart: no request depends on it."""

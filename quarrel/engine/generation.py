@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from quarrel.engine import rng
 from quarrel.engine.chain import HostChain, Peaks, token_logprob
+from quarrel.engine.images import Sight
 from quarrel.engine.listed import Listed
 from quarrel.engine.params import SamplingParams
 from quarrel.engine.results import Chunk, FinishReason, Result, Timings, TokenLogprob, Usage
@@ -45,6 +46,8 @@ class Request:
     """Whether those of the prompt's tokens are wanted, too; `params.logprobs` says how many alternatives."""
     dropped: int = 0
     """How many messages, or tokens of a plain prompt, were left out of it because the context is too short."""
+    sight: Sight | None = field(default=None, repr=False)
+    """The prompt's images."""
 
     @property
     def room(self) -> int:
@@ -66,7 +69,7 @@ class Generation(Sequence):
         service = request.service
         # What one adapter has computed is wrong for another: none finds another's.
         self.adapter, self.salt = request.adapter, b"%d:" % request.adapter + service.salt
-        self.rank = service.rank
+        self.rank, self.sight = service.rank, request.sight
         self.queue_seconds, self.total_seconds = service.queue_seconds, service.total_seconds
         self._lookup = Lookup(service.speculate) if service.speculate else None
         self._pace = Pace(service.draft) if service.draft and request.drafts else None

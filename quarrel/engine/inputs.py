@@ -3,6 +3,8 @@ tokens in it, and the sampling controls of a sequence are entered once, in the r
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ import numpy.typing as npt
 
 from quarrel.engine import rng
 from quarrel.engine.cache import Cache
+from quarrel.engine.images import SightRules
 from quarrel.engine.listed import Row, lists_of
 from quarrel.engine.scheduler import Batch, Part
 from quarrel.engine.sequence import Sequence
@@ -17,17 +20,42 @@ from quarrel.ops.step import Limits, Lists, SampleInputs, StepInputs, outputs_of
 
 Array = npt.NDArray[Any]
 
+_NO_ROWS: Mapping[bytes, Array] = {}
+
 
 class Inputs:
     """Fills the arrays. A step in which no row is wanted returns its last one: no backend has to handle an empty result."""
 
-    def __init__(self, limits: Limits, cache: Cache) -> None:
-        self._limits, self._cache = limits, cache
+    def __init__(self, limits: Limits, cache: Cache, sight: SightRules | None = None) -> None:
+        self._limits, self._cache, self._sight = limits, cache, sight
+        self._none = np.zeros((1, sight.width if sight else 0), np.float32)
         self._slot_owners: list[Sequence | None] = [None] * limits.max_seqs
         self._controls = np.zeros((4, limits.max_seqs), np.float32)  # temperature, top_k, top_p, min_p
         self._seeds = np.zeros(limits.max_seqs, np.uint64)
 
-    def of(self, batch: Batch) -> StepInputs:
+    def of(self, batch: Batch, rows: Mapping[bytes, Array] = _NO_ROWS) -> StepInputs:
+        """rows: those of the images that lie in the batch, by digest."""
+        inputs = self._texts(batch)
+        return inputs if self._sight is None else self._images(self._sight, inputs, batch, rows)
+
+    def _images(self, rules: SightRules, inputs: StepInputs, batch: Batch, rows: Mapping[bytes, Array]) -> StepInputs:
+        places, see_to = np.repeat(inputs.positions[:, None], rules.axes, 1), inputs.positions.copy()
+        put, found, count = np.full(len(inputs.ids), -1, np.int32), [], 0
+        for part, first in zip(batch.parts, inputs.query_start.tolist()):
+            sight, start, end = part.sequence.sight, part.start, part.start + part.count
+            if sight is None:
+                continue
+            places[first : first + part.count] = sight.places(start, part.count)
+            see_to[first : first + part.count] = sight.see_to(start, part.count)
+            for image in sight.between(start, end):
+                low, high = max(start, image.start), min(end, image.end)
+                put[first + low - start : first + high - start] = np.arange(count, count + high - low)
+                found.append(rows[image.digest][low - image.start : high - image.start])
+                count += high - low
+        images = np.concatenate(found) if found else self._none
+        return replace(inputs, places=places, see_to=see_to, image_rows=put, images=images)
+
+    def _texts(self, batch: Batch) -> StepInputs:
         parts, size = batch.parts, self._limits.block_size
         slots = np.array([p.sequence.slot for p in parts], np.int32)
         first = np.array([p.start for p in parts], np.int32)

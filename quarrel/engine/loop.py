@@ -18,6 +18,7 @@ from quarrel.child.phase import PhaseClock
 from quarrel.engine.cache import DEFAULT_RULES, CacheRules
 from quarrel.engine.draft import MakeDrafter
 from quarrel.engine.engine import Engine
+from quarrel.engine.images import EncodesImages, SightRules
 from quarrel.engine.output import OutputBuffer
 from quarrel.engine.queue import MAX_WAITING, Places
 from quarrel.engine.sequence import Sequence
@@ -76,15 +77,25 @@ class Loop:
         max_waiting: int = MAX_WAITING,
         make_drafter: MakeDrafter | None = None,
         profile_steps: int = 0,
+        sight: SightRules | None = None,
+        make_encoder: Callable[[], EncodesImages] | None = None,
     ) -> Step:
         """Makes the step on the thread, and runs an engine on it from now on; the rest as in `Engine`.
         max_waiting: sequences that may be there beyond those that can run at once."""
 
         make_step, make_drafter = self._compiling(make_step), make_drafter and self._compiling(make_drafter)
+        make_encoder = make_encoder and self._compiling(make_encoder)
 
         def job() -> Step:
             self.engine = Engine(
-                make_step, width, rules, ended=self._ended, make_drafter=make_drafter, profile_steps=profile_steps
+                make_step,
+                width,
+                rules,
+                ended=self._ended,
+                make_drafter=make_drafter,
+                profile_steps=profile_steps,
+                sight=sight,
+                make_encoder=make_encoder,
             )
             self.places.size = self.engine.step.limits.max_seqs + max_waiting
             return self.engine.step

@@ -157,6 +157,8 @@ class Scheduler:
                 continue
             end = self.cache.append_windows(sequence, sequence.computed + count)
             count = self.cache.snapshot_end(sequence, end) - sequence.computed
+            if sequence.sight is not None and (count := sequence.sight.whole(sequence.computed, count)) == 0:
+                continue
             wanted = sequence.rows(sequence.computed + count)
             if wanted > rows and not sequence.whole:
                 continue

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy.typing as npt
 
+from quarrel.engine.images import Sight
 from quarrel.engine.listed import Listed
 from quarrel.engine.prefix import Node
 from quarrel.engine.results import FinishReason
@@ -86,6 +87,8 @@ class Sequence(ABC):
     """temperature, top_k, top_p and min_p, as the `sample` op takes them."""
     listed: Listed | None = None
     """Biases, bans and penalties that the device lays on its logits."""
+    sight: Sight | None = None
+    """Its prompt's images."""
     queue_seconds: float | None = None
     total_seconds: float | None = None
 
@@ -120,6 +123,11 @@ class Sequence(ABC):
         return len(self.tokens) + self.drawn - self.computed
 
     @property
+    def keys(self) -> list[int]:
+        """Its tokens as the prefix cache compares them."""
+        return self.tokens if self.sight is None else self.sight.keyed(self.tokens)
+
+    @property
     def place(self) -> tuple[float, int]:
         """Smaller goes first."""
         return self.turn, self.order
@@ -133,7 +141,8 @@ class Sequence(ABC):
         sequence that must run whole then takes it for itself."""
         if self.whole:
             return self.pending if alone or self.pending <= most else 0
-        return min(self.pending, most)
+        count = min(self.pending, most)
+        return count if self.sight is None else self.sight.whole(self.computed, count)
 
     def pieces(self, start: int, end: int) -> int:
         """Into how many launches these tokens could be split."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from quarrel.engine import CacheRules, Loop
 from quarrel.engine.draft import Drafter
+from quarrel.engine.images import EncodesImages
 from quarrel.engine.mtp import BlockDrafter
 from quarrel.llm.experts import experts_on_host
 from quarrel.llm.open import Opened
@@ -46,6 +48,8 @@ def compile_model(opened: Opened, planned: Planned) -> Compiled:
             max_waiting=options.max_waiting,
             make_drafter=None if planned.draft is None else lambda: _drafter(opened, planned),
             profile_steps=profile_steps(opened, planned.program),
+            sight=planned.sight,
+            make_encoder=_encoder(opened, planned),
         )
     except BaseException:
         loop.close(timeout=0.0)
@@ -85,6 +89,13 @@ def _step(opened: Opened, planned: Planned) -> Step:
         return CheckedStep(backend, planned.program, opened.weights, limits, options.compute)
     with experts_on_host(backend, planned.host_experts):
         return backend.compile(planned.program, opened.weights, limits, options.compute, options.progress)
+
+
+def _encoder(opened: Opened, planned: Planned) -> Callable[[], EncodesImages] | None:
+    eyes = opened.eyes
+    if eyes is None:
+        return None
+    return lambda: eyes.encoder(opened.backend, opened.options.compute, planned.memory.n_ctx)
 
 
 def _drafter(opened: Opened, planned: Planned) -> Drafter:

@@ -6,8 +6,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from quarrel.engine import Loop, SamplingParams
+from quarrel.engine.images import SightRules
 from quarrel.gguf import GGUFFile
 from quarrel.llm.explain import Explanation
+from quarrel.llm.images import Eyes
 from quarrel.models import EncoderSpec, ModelSpec
 from quarrel.tokenizer import Tokenizer
 
@@ -25,3 +27,5 @@ class Loaded:
     defaults: SamplingParams
     system: str | None = None
     adapters: tuple[str, ...] = ()
+    eyes: Eyes | None = None
+    sight: SightRules | None = None

@@ -79,6 +79,8 @@ def load_with(name: ModelName, options: LoadOptions) -> LLM:
             defaults=defaults_of(opened.found.params),
             system=opened.found.system,
             adapters=tuple(options.adapters or ()),
+            eyes=opened.eyes,
+            sight=planned.sight,
         )
     )
 

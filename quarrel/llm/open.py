@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from quarrel.errors import BackendUnavailable, RequestError
 from quarrel.gguf import GGUFFile, resolve
 from quarrel.gguf.resolve import Resolved
 from quarrel.llm.adapters import Adapters, read_adapters
+from quarrel.llm.images import Eyes, find_projector, opened_eyes
 from quarrel.llm.memory import context_of
 from quarrel.llm.options import MTP, LoadOptions
 from quarrel.models import EncoderSpec, ModelSpec, Tensors, read_spec
@@ -50,6 +52,7 @@ class Opened:
     """Why the backends before it could not be used."""
     devices: int
     """How many share the model."""
+    eyes: Eyes | None = None
 
     @property
     def weights(self) -> WeightSource:
@@ -89,6 +92,10 @@ def open_model(name: ModelName, options: LoadOptions, files: ExitStack) -> Opene
         devices = 1
     if devices > 1:
         _check_shared(options, environment)
+    eyes = _eyes(resolved, found, file, spec, devices, opened)
+    if eyes is not None:
+        files.callback(eyes.decoder.close)
+        spec = eyes.seeing(spec, file.metadata)
     adapters = {adapter: opened(path) for adapter, path in (options.adapters or {}).items()}
     return Opened(
         name=str(name),
@@ -105,7 +112,29 @@ def open_model(name: ModelName, options: LoadOptions, files: ExitStack) -> Opene
         backend=backend,
         skipped=skipped,
         devices=devices,
+        eyes=eyes,
     )
+
+
+def _eyes(
+    options: LoadOptions,
+    found: Resolved,
+    model: GGUFFile,
+    spec: ModelSpec | EncoderSpec,
+    devices: int,
+    opened: Callable[[ModelName], GGUFFile],
+) -> Eyes | None:
+    """The projector that was asked for, or lies beside the model; "none" is none."""
+    if options.mmproj == "none":
+        return None
+    alone = devices == 1 and options.draft != MTP
+    if options.mmproj is not None:
+        if not alone:
+            message = "mmproj wants one device and no draft of the model's own: leave it, or tensor_parallel and draft, out"
+            raise RequestError(message, "mmproj", "tensor_parallel", "draft")
+        return opened_eyes(opened(options.mmproj), model, spec, found=False)
+    path = find_projector(found.paths[0]) if alone and isinstance(spec, ModelSpec) else None
+    return None if path is None else opened_eyes(opened(path), model, spec, found=True)
 
 
 def find(name: ModelName) -> Resolved:

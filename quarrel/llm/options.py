@@ -277,6 +277,15 @@ class LoadOptions:
             " model itself brings to predict further tokens; the text stays the same.",
         ),
     )
+    mmproj: str | os.PathLike[str] | None = field(
+        default=None,
+        metadata=_about(
+            FILE_NAME,
+            "the projector file (mmproj-*.gguf) by which a model sees images; by default the one beside the model's file,"
+            ' "none" for none. Images want Pillow (`pip install quarrel[images]`), texts do not.',
+            "the projector file (mmproj-*.gguf) of a model that sees; by default the one beside it, none for none",
+        ),
+    )
     adapters: Mapping[str, str | os.PathLike[str]] | None = field(
         default=None,
         metadata=_about(
@@ -341,6 +350,8 @@ class LoadOptions:
             raise RequestError("a model in another process is loaded with the name of a backend, and without progress")
         if self.draft is not None:
             changed["draft"] = os.fspath(self.draft)
+        if self.mmproj is not None:
+            changed["mmproj"] = os.fspath(self.mmproj)
         if self.adapters is not None:
             changed["adapters"] = {name: os.fspath(path) for name, path in self.adapters.items()}
         return changed

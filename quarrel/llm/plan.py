@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
+from quarrel.engine.images import SightRules
+from quarrel.errors import RequestError
 from quarrel.llm.draft import DraftModel, plan_block, plan_draft
 from quarrel.llm.expert_memory import check_expert_memory, pool_experts
 from quarrel.llm.experts import check_movable, place_experts
@@ -33,6 +35,8 @@ class Planned:
     draft: DraftModel | None
     team: Parallel | None
     """The devices, where several share the model."""
+    sight: SightRules | None = None
+    """How it takes images."""
 
 
 def plan_model(opened: Opened) -> Planned:
@@ -52,12 +56,23 @@ def plan_model(opened: Opened) -> Planned:
         memory = plan_encoder(opened.spec, device=device, weights=weights, n_ctx=n_ctx, max_seqs=max_seqs)
     else:
         program = assemble(opened.spec, opened.tensors)
+        if opened.eyes is not None:
+            taken = opened.eyes.nbytes(options.n_ctx or min(opened.spec.context_length, DEFAULT_CONTEXT))
+            device = replace(device, free=device.free - taken, budget=device.budget - taken)
         if options.draft is not None:
             draft = (plan_block if options.draft == MTP else plan_draft)(opened, program, device)
             device = replace(device, free=device.free - draft.plan.total, budget=device.budget - draft.plan.total)
         memory, host_experts = _decoder(opened, opened.spec, program, device, team)
     # Some rope scalings depend on the context that will be used.
     spec = read_spec(opened.file, memory.n_ctx, options.scaling, options.n_ctx)
+    sight: SightRules | None = None
+    if opened.eyes is not None:
+        spec = seen = opened.eyes.seeing(spec, opened.file.metadata)
+        sight = opened.eyes.rules(seen)
+        most = memory.limits.max_tokens
+        if sight.both_ways and opened.eyes.fixed_tokens > most:
+            message = f"an image has {opened.eyes.fixed_tokens} tokens, and a step {most}: give it more memory"
+            raise RequestError(message, "mmproj")
     program = assemble(spec, opened.tensors, stream=draft is not None and options.draft == MTP)
     if opened.adapters is not None:
         program = opened.adapters.applied(program)
@@ -65,7 +80,7 @@ def plan_model(opened: Opened) -> Planned:
     memory = _finished(opened, program, memory)
     kept = options.prefix_cache_bytes
     kept_blocks = None if kept is None else kept * memory.limits.n_blocks // max(1, memory.cache)
-    return Planned(spec, program, memory, kept_blocks, host_experts, draft, team)
+    return Planned(spec, program, memory, kept_blocks, host_experts, draft, team, sight)
 
 
 def _team(opened: Opened) -> Parallel | None:

@@ -9,9 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 from quarrel.engine import Request, Sampling, SamplingParams, Service, merged, token_id
+from quarrel.engine.images import Sight
 from quarrel.engine.service import DEFAULT_SERVICE
 from quarrel.errors import ContextOverflow, RequestError, TokenizerError, UnsupportedModel
 from quarrel.llm.adapters import adapter_index
+from quarrel.llm.images import Decoded, IdsWithImages, has_images
 from quarrel.llm.loaded import Loaded
 from quarrel.llm.overflow import Overflow, limit, shift_ids, shift_messages
 from quarrel.llm.structured import Grammars, Structure
@@ -119,6 +121,7 @@ class Preparer:
 
     def __init__(self, model: Loaded) -> None:
         self._tokenizer, self._spec, self._n_ctx = model.tokenizer, model.spec, model.explanation.n_ctx
+        self._eyes, self._sight = model.eyes, model.sight
         self._adapters, self._load_seconds = model.adapters, model.load_seconds
         self._drafts = model.explanation.draft is not None
         self._guesses = model.loop.engine is None or model.loop.engine.cache.rules.drafts
@@ -145,6 +148,9 @@ class Preparer:
         if not self._guesses:
             service = replace(service, speculate=0)  # a state cannot be rolled back to before a wrong token
         self._check_length(len(ids))
+        sight = None
+        if isinstance(ids, IdsWithImages) and self._sight is not None:
+            sight = Sight(ids.images, ids, self._sight)
         stop_ids = frozenset() if params.ignore_eos else self._tokenizer.stop_ids
         known = (self._tokenizer.token_id(name) for name in request.names)
         names = frozenset(id for id in known if id is not None)
@@ -163,6 +169,7 @@ class Preparer:
             adapter=adapter_index(self._adapters, request.adapter),
             prompt_logprobs=request.prompt_logprobs,
             dropped=dropped,
+            sight=sight,
         )
 
     def checked(self, ids: object) -> list[int]:
@@ -182,11 +189,14 @@ class Preparer:
         if request.messages is None:
             ids = self._prompt_ids(request)
             return shift_ids(ids, most) if request.overflow == "shift" else (ids, 0)
+        decoded: Decoded = {}
         if request.overflow == "stop" or not isinstance(request.messages, list | tuple):
-            return self._chat_ids(request, request.messages, system), 0
-        return shift_messages(request.messages, lambda found: self._chat_ids(request, found, system), most)
+            return self._chat_ids(request, request.messages, system, decoded), 0
+        return shift_messages(request.messages, lambda found: self._chat_ids(request, found, system, decoded), most)
 
-    def _chat_ids(self, request: GenerateRequest, messages: Sequence[Message], system: str | None) -> Sequence[int]:
+    def _chat_ids(
+        self, request: GenerateRequest, messages: Sequence[Message], system: str | None, decoded: Decoded
+    ) -> Sequence[int]:
         if system is not None and _lacks_system(messages):
             messages = [{"role": "system", "content": system}, *messages]
         if request.template is None and not self._template_checked:
@@ -194,9 +204,16 @@ class Preparer:
             # For its warning; what is wrong with these messages is an error below.
             with suppress(TokenizerError):
                 self._tokenizer.check_chat_template()
-        return self._tokenizer.apply_chat(
-            messages, tools=request.tools, template=request.template, kwargs=request.template_kwargs
-        )
+        options: Any = {"tools": request.tools, "template": request.template, "kwargs": request.template_kwargs}
+        if not has_images(messages):
+            return self._tokenizer.apply_chat(messages, **options)
+        if self._eyes is None:
+            raise UnsupportedModel(
+                "the messages hold images, and the model was loaded without a projector: give its mmproj-*.gguf as mmproj,"
+                " or put it beside the model",
+                "messages",
+            )
+        return self._eyes.ids(messages, self._tokenizer, decoded, **options)
 
     def _ids(self, ids: object) -> list[int]:
         # A collection, so that its length is known before each entry is looked at; an iterator could be endless.

@@ -114,7 +114,10 @@ def _taught(messages: Sequence[Json], tools: Sequence[Mapping[str, Any]], templa
     lesson = _TEACHES.format("\n".join(json.dumps(tool) for tool in tools))
     made: list[Json] = []
     for message in messages:
-        role, content = message["role"], str(message.get("content") or "")
+        role, content = message["role"], message.get("content") or ""
+        if isinstance(content, list):  # with images
+            made.append({"role": role, "content": content})
+            continue
         if role == "tool":
             role, content = "user", f"<tool_response>\n{content}\n</tool_response>"
         calls = [
@@ -124,11 +127,16 @@ def _taught(messages: Sequence[Json], tools: Sequence[Mapping[str, Any]], templa
         ]
         if calls:
             content = "\n".join([*([content] if content else []), written("hermes", calls)])
-        if made and role == "user" == made[-1]["role"]:  # templates want them in turn
+        if (
+            made and role == "user" == made[-1]["role"] and isinstance(made[-1]["content"], str)
+        ):  # templates want them in turn
             made[-1]["content"] += f"\n{content}"
         else:
             made.append({"role": role, "content": content})
     first = made[0]
+    if isinstance(first["content"], list):
+        first["content"] = [{"type": "text", "text": f"{lesson}\n\n"}, *first["content"]]
+        return made
     if first["role"] == "system" or "system" not in template or "not supported" in template:
         first["content"] = (
             f"{first['content']}\n\n{lesson}" if first["role"] == "system" else f"{lesson}\n\n{first['content']}"

@@ -1,4 +1,4 @@
-"""Messages of a conversation, as chat templates take them. Only text is understood: all else is refused."""
+"""Messages of a conversation, as chat templates take them. Texts and images are understood: all else is refused."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ from quarrel.server.errors import Refused
 from quarrel.server.fields import Body
 
 
+class ImageURL(Body):
+    url: StrictStr
+    detail: StrictStr | None = None
+    """Taken and not used: a tower says itself how many pixels it wants."""
+
+
 class Part(Body):
     """A part of a message. Answers that come back as input carry the last two, and where there was none a refusal."""
 
@@ -18,6 +24,7 @@ class Part(Body):
     text: StrictStr | None = None
     refusal: StrictStr | None = None
     annotations: list[Any] | None = None
+    image_url: StrictStr | ImageURL | None = None
     logprobs: list[Any] | None = None
 
 
@@ -50,13 +57,14 @@ class ChatMessage(Body):
     """Ollama's; refused unless it is empty."""
 
     def plain(self) -> dict[str, object]:
-        """For the chat template: parts of text are joined, any other part is refused, and so is what says nothing."""
+        """For `LLM.chat`: parts of text are joined, images stay beside them, any other part is refused, and so is what says
+        nothing."""
         if self.images:
             raise Refused(400, "unsupported", "a message holds images: only text is understood", param="messages")
         if self.content is None and not self.tool_calls and self.role != "assistant":
             found = f"a message of role {self.role[:40]!r} has no content"
             raise Refused(400, "invalid_request", f"{found}, wanted a text or parts of text", param="messages")
-        content = joined(self.content, ("text", "refusal"), "messages") or self.refusal or ""
+        content = with_images(self.content, "messages") or self.refusal or ""
         message: dict[str, object] = {"role": self.role, "content": content}
         if self.tool_calls is not None:
             message["tool_calls"] = [call.model_dump(exclude_unset=True) for call in self.tool_calls]
@@ -66,6 +74,24 @@ class ChatMessage(Body):
             if getattr(self, name) is not None:
                 message[name] = getattr(self, name)
         return message
+
+
+def with_images(content: str | list[Part] | None, field: str) -> str | list[dict[str, object]]:
+    """The text of parts, or texts and images in turn where there are any, as `LLM.chat` takes them. Never a path: what a
+    stranger sends opens no file here."""
+    if not isinstance(content, list) or all(part.type != "image_url" for part in content):
+        return joined(content, ("text", "refusal"), field)
+    made: list[dict[str, object]] = []
+    for part in content:
+        if part.type != "image_url":
+            made.append({"type": "text", "text": joined([part], ("text", "refusal"), field)})
+            continue
+        url = part.image_url.url if isinstance(part.image_url, ImageURL) else part.image_url
+        if url is None or not url.startswith("data:"):
+            found = "a message holds an image by its address, which is not fetched"
+            raise Refused(400, "unsupported", f"{found}: send it as data:image/png;base64,...", param=field)
+        made.append({"type": "image_url", "image_url": {"url": url}})
+    return made
 
 
 def joined(content: str | list[Part] | None, kinds: Sequence[str], field: str) -> str:

@@ -6,7 +6,7 @@ import operator
 import os
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, SupportsIndex
 
 from quarrel.errors import RequestError, TokenizerError
@@ -168,12 +168,13 @@ class Tokenizer:
         documents: Sequence[Mapping[str, object]] | None = None,
         template: str | None = None,
         kwargs: Mapping[str, bool | str] | None = None,
+        rewrite: Callable[[Sequence[tuple[str, Trust]]], Sequence[tuple[str, Trust]]] | None = None,
     ) -> list[int]:
         """The ids of a chat, ready for the model.
 
         messages: each with a "role" and mostly a "content". template: the name of a variant in the file or of a
         built-in template, or Jinja itself, which must never come out of a request; the file's own otherwise.
-        kwargs: up to 16 further variables for it.
+        kwargs: up to 16 further variables for it. rewrite: what becomes of the rendered text, in runs of one trust each.
         Control tokens come from the template only: no message can name one. BOS is put in front where the file wants
         one and the template has written none. Raises RequestError for messages that the template refuses, or where
         there is no template; TokenizerError for a template that is broken, hostile or too slow.
@@ -182,7 +183,7 @@ class Tokenizer:
         spans = self._templates.render(
             source, messages, add_generation_prompt, tools=tools, documents=documents, kwargs=kwargs
         )
-        ids = self._encode(spans, source)
+        ids = self._encode(spans if rewrite is None else rewrite(spans), source)
         if self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             return [self.bos_id, *ids]
         return ids

@@ -1,0 +1,278 @@
+"""Images in messages: found, decoded, given their places among a prompt's tokens, and encoded by the model's tower.
+
+A part of a message's content that is an image is one of
+
+    {"type": "image", "image": X}       X a path, bytes, a data URL, a PIL image, an array [H, W, 3] uint8
+    {"type": "image", "data": B}        B the bytes in base64, as JSON carries them
+    {"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}      (OpenAI's)
+
+Every protocol makes one of these of its own. A message with images becomes a text with a mark for each, which no caller
+can guess, so that no template needs to know of images; marks in the rendered text become the model's tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quarrel.engine.images import PlacedImage, SightRules
+from quarrel.errors import QuarrelError, RequestError, UnsupportedModel
+from quarrel.gguf import GGUFFile
+from quarrel.models import EncoderSpec, Keys, ModelSpec
+from quarrel.models.mixers import Attention
+from quarrel.models.tower import PARTS, Tower, assemble_tower, positions, read_tower, seeing, tower_tensors
+from quarrel.ops.step import Backend, ComputeChoice, Limits, Step, StepInputs
+from quarrel.tokenizer import Tokenizer
+from quarrel.tokenizer.special import Trust
+from quarrel.vision.decode import Decoder, from_base64
+from quarrel.vision.patches import Picture, Preparation, in_groups
+
+log = logging.getLogger("quarrel")
+Array = npt.NDArray[Any]
+Message = Mapping[str, object]
+IMAGE_PARTS = ("image", "image_url")
+MOST_IMAGES = 64
+MOST_PATCHES = 1 << 14
+"""Of one step of a tower."""
+_MARK = re.compile("\ue0f0([0-9a-f]{16})-([0-9]+)\ue0f1")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What stands around an image's tokens: a text, a control token, behind them another one and a text. `pad` is the token
+    that stands for each, if the vocabulary has it."""
+
+    before: str
+    start: str
+    pad: str
+    end: str
+    after: str
+
+
+LAYOUTS: Mapping[str, Layout] = {
+    "qwen3vl_merger": Layout("", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", ""),
+    "gemma3": Layout("\n\n", "<start_of_image>", "<image_soft_token>", "<end_of_image>", "\n\n"),
+}
+FILTERS: Mapping[str, Any] = {"qwen3vl_merger": "bicubic", "gemma3": "bilinear"}
+
+
+Decoded = dict[int, Picture]
+
+
+class IdsWithImages(list[int]):
+    """A prompt's ids, and where images stand among them."""
+
+    def __init__(self, ids: Sequence[int], images: Sequence[PlacedImage]) -> None:
+        super().__init__(ids)
+        self.images = tuple(images)
+
+
+class Eyes:
+    """A projector file, opened for a model, and the process that decodes its pictures."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        self.file, self.tensors = file, tower_tensors(file)
+        self.tower: Tower = read_tower(file, self.tensors)
+        t = self.tower
+        sizes = (t.patch, t.merge, t.side, t.min_pixels, t.max_pixels, t.mean, t.std)
+        self.preparation = Preparation(*sizes, FILTERS[t.projector])
+        self.layout = LAYOUTS[t.projector]
+        self.decoder = Decoder()
+
+    def seeing(self, spec: ModelSpec | EncoderSpec, metadata: Any) -> ModelSpec:
+        """The model with room for images. Raises UnsupportedModel where they do not fit it."""
+        if isinstance(spec, EncoderSpec):
+            raise UnsupportedModel("an encoder of texts sees no images: leave mmproj out")
+        return seeing(spec, Keys(metadata, spec.architecture), self.tower)
+
+    def rules(self, spec: ModelSpec) -> SightRules:
+        """How the engine places them."""
+        mixers = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, Attention)]
+        axes = max((m.rope.axes for m in mixers if m.rope is not None), default=1)
+        return SightRules(axes, any(m.image_spans for m in mixers), spec.image_parts * spec.n_embd)
+
+    @property
+    def fixed_tokens(self) -> int:
+        """Of an image, where all have as many; else 0."""
+        return (self.tower.side // self.tower.patch // self.tower.merge) ** 2
+
+    def patches(self, n_ctx: int) -> int:
+        """Of one step: of the largest image that a context holds."""
+        return min(max(MOST_PATCHES, self.fixed_tokens * self.tower.group), n_ctx * self.tower.group)
+
+    def nbytes(self, n_ctx: int) -> int:
+        """Device memory that the tower takes, about."""
+        widths = 16 * self.tower.n_embd + 2 * self.tower.patch_size
+        return sum(t.nbytes for t in self.file.tensors.values()) + 4 * widths * self.patches(n_ctx)
+
+    def encoder(self, backend: Backend, compute: ComputeChoice, n_ctx: int) -> TowerEncoder:
+        """Compiles the tower."""
+        most = self.patches(n_ctx)
+        limits = Limits(most, max(1, most // self.tower.group), 1, 1, 16)
+        step = backend.compile(assemble_tower(self.tower, self.tensors), self.tensors, limits, compute)
+        return TowerEncoder(step, self.tower, self.file.array("v.position_embd.weight"))
+
+    def ids(self, messages: Sequence[Message], tokenizer: Tokenizer, decoded: Decoded, **options: Any) -> IdsWithImages:
+        """A chat's ids with a place for each token of its images. decoded: pictures by the parts that they are, which other
+        beginnings of the same messages share. Raises RequestError for pictures that are none."""
+        nonce, sources = secrets.token_hex(8), list[Mapping[str, Any]]()
+        texts = [_marked(message, nonce, sources) for message in messages]
+        if len(sources) > MOST_IMAGES:
+            raise RequestError(f"the messages hold {len(sources)} images, wanted at most {MOST_IMAGES}", "messages")
+        for part in sources:
+            if id(part) not in decoded:
+                decoded[id(part)] = self.decoder.picture(_source(part), self.preparation)
+        pictures = [decoded[id(part)] for part in sources]
+        order: list[int] = []
+
+        def unmarked(spans: Sequence[tuple[str, Trust]]) -> list[tuple[str, Trust]]:
+            return [span for text, trust in spans for span in self._spans(text, trust, nonce, order)]
+
+        ids = tokenizer.apply_chat(texts, rewrite=unmarked, **options)
+        return self._placed(ids, [pictures[i] for i in order], tokenizer)
+
+    def _spans(self, text: str, trust: Trust, nonce: str, order: list[int]) -> list[tuple[str, Trust]]:
+        around, found, at = self.layout, list[tuple[str, Trust]](), 0
+        for mark in _MARK.finditer(text):
+            if mark[1] != nonce:
+                continue
+            order.append(int(mark[2]))
+            before = (text[at : mark.start()] + around.before, trust)
+            found += [before, (around.start, Trust.TEMPLATE), (around.end, Trust.TEMPLATE), (around.after, trust)]
+            at = mark.end()
+        return [*found, (text[at:], trust)]
+
+    def _placed(self, ids: list[int], pictures: Sequence[Picture], tokenizer: Tokenizer) -> IdsWithImages:
+        start, end = (tokenizer.token_id(name) for name in (self.layout.start, self.layout.end))
+        if start is None or end is None:
+            raise UnsupportedModel(f"the vocabulary has no {self.layout.start}: this is no model that sees")
+        pad = tokenizer.token_id(self.layout.pad)
+        made, placed = list[int](), list[PlacedImage]()
+        for at, id in enumerate(ids):
+            made.append(id)
+            if id == start and ids[at + 1 : at + 2] == [end] and len(placed) < len(pictures):
+                picture = pictures[len(placed)]
+                placed.append(PlacedImage(len(made), picture.grid, picture.digest(), picture))
+                made += [start if pad is None else pad] * picture.tokens
+        if len(placed) < len(pictures):
+            raise RequestError("the chat template changes the places of images: choose another template", "template")
+        return IdsWithImages(made, placed)
+
+
+class TowerEncoder:
+    """A compiled tower (`engine.images.EncodesImages`)."""
+
+    def __init__(self, step: Step, tower: Tower, table: Array) -> None:
+        self._step, self._tower, self._table = step, tower, table
+
+    def encode(self, images: Sequence[PlacedImage]) -> list[Array]:
+        """As many at once as a step holds."""
+        rows: list[Array] = []
+        group: list[PlacedImage] = []
+        most = self._step.limits.max_tokens // self._tower.group
+        for image in images:
+            if group and sum(i.tokens for i in (*group, image)) > most:
+                rows += self._encode(group)
+                group = []
+            group.append(image)
+        return rows + self._encode(group)
+
+    def close(self) -> None:
+        self._step.close()
+
+    def _encode(self, images: Sequence[PlacedImage]) -> list[Array]:
+        patches = [image.pixels.patches() for image in images]
+        shapes = [p.shape for p in patches]
+        starts = np.cumsum([0, *(len(p.values) for p in patches)]).astype(np.int32)
+        none, merge = np.zeros(starts[-1], np.int32), self._tower.merge
+        at = [in_groups(positions(self._tower, self._table, *shape), merge) for shape in shapes]
+        inputs = StepInputs(
+            ids=none,
+            positions=none,
+            slots=none,
+            query_start=starts,
+            kv_len=np.ones(len(images), np.int32),
+            block_table=np.zeros((len(images), 1), np.int32),
+            out_rows=np.arange(0, starts[-1], self._tower.group, dtype=np.int32),
+            stream=np.concatenate(at),
+            places=np.concatenate([p.places for p in patches]),
+            patches=np.concatenate([p.values for p in patches]),
+        )
+        out = self._step(inputs, "hidden")
+        parts = [rows for name in PARTS if (rows := getattr(out, name)) is not None]
+        whole = np.concatenate(parts, 1)
+        return [np.ascontiguousarray(part) for part in np.split(whole, starts[1:-1] // self._tower.group)]
+
+
+def has_images(messages: object) -> bool:
+    """Whether any message has an image among its parts; False also for what are no messages."""
+    if not isinstance(messages, list | tuple):
+        return False
+    return any(
+        isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS
+        for message in messages
+        if isinstance(message, Mapping) and isinstance(message.get("content"), list | tuple)
+        for part in message["content"]
+    )
+
+
+def find_projector(model: Path) -> Path | None:
+    """`mmproj*.gguf` beside a model; of several one in 16 bits."""
+    if not model.parent.is_dir():
+        return None
+    found = sorted(model.parent.glob("mmproj*.gguf"), key=lambda path: ("f16" not in path.name.lower(), path.name))
+    return found[0] if found else None
+
+
+def _marked(message: Message, nonce: str, sources: list[Mapping[str, Any]]) -> Message:
+    """The message with a text for content, and its images among the sources."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(content, list | tuple) or not has_images([message]):
+        return message
+    texts: list[str] = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        elif kind in IMAGE_PARTS:
+            texts.append(f"\ue0f0{nonce}-{len(sources)}\ue0f1")
+            sources.append(part)
+        else:
+            found = f"of type {str(kind)[:40]!r}" if kind else f"that is a {type(part).__name__}"
+            raise RequestError(f"a message holds a part {found}, wanted text or an image", "messages")
+    return {**message, "content": "".join(texts)}
+
+
+def _source(part: Mapping[str, Any]) -> object:
+    if part["type"] == "image_url":
+        url = part.get("image_url")
+        url = url.get("url") if isinstance(url, Mapping) else url
+        if not isinstance(url, str) or not url.startswith("data:"):
+            raise RequestError("an image's URL is not fetched: send it as data:image/...;base64,...", "messages")
+        return url
+    if isinstance(part.get("data"), str):
+        return from_base64(part["data"])
+    if part.get("image") is None:
+        raise RequestError('a part of type "image" holds none: give it as "image", or in base64 as "data"', "messages")
+    return part["image"]
+
+
+def opened_eyes(file: GGUFFile, model: GGUFFile, spec: ModelSpec | EncoderSpec, *, found: bool) -> Eyes | None:
+    """What a projector file holds. found: beside the model and not asked for; one that does not run is passed over."""
+    try:
+        eyes = Eyes(file)
+        eyes.seeing(spec, model.metadata)
+        return eyes
+    except QuarrelError as error:
+        if not found:
+            raise
+        log.warning("%s is not used: %s", file.paths[0].name, error)
+        return None

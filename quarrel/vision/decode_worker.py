@@ -1,0 +1,123 @@
+"""The process that decodes pictures: they come from strangers, and decoders have had many holes.
+
+Run as a script by `decode.py`, never imported by it; needs nothing but the standard library and Pillow. It has no file, no
+child, so much memory and so much time; whatever a picture brings down is this process.
+
+A picture is four frames on standard input and output (a length of four bytes, big endian, then the bytes): its head in
+JSON with its bytes behind a line feed, the reply in JSON with its size; the size wanted in JSON, and the pixels, three
+bytes each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import resource
+import signal
+import sys
+import warnings
+from typing import Any
+
+from PIL import Image, ImageOps, MpoImagePlugin, TiffImagePlugin  # noqa: F401  (Pillow would import the last two late)
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+MAX_PIXELS = 50_000_000
+MEMORY_BYTES = 1 << 30
+CPU_S = 10.0
+
+
+class Refused(Exception):
+    """Why a picture is not decoded, as the end of a sentence."""
+
+
+def opened(head: dict[str, Any], data: bytes) -> Image.Image:
+    """The picture, upright and in RGB; of several frames the first."""
+    if "raw" in head:
+        return Image.frombytes("RGB", tuple(head["raw"]), data)
+    image: Image.Image
+    try:
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
+    except Image.DecompressionBombError:
+        raise Refused(f"has more than {MAX_PIXELS // 1_000_000} million pixels") from None
+    except Exception:
+        raise Refused("is not to be read as one: wanted PNG, JPEG, WebP, GIF or BMP") from None
+    width, height = image.size
+    if width * height > MAX_PIXELS:
+        raise Refused(f"has {width} x {height} pixels, wanted at most {MAX_PIXELS // 1_000_000} million")
+    try:
+        image.seek(0)
+        image.load()
+        image = ImageOps.exif_transpose(image)
+        if image.mode.startswith("I"):
+            image = image.point(lambda value: value / 256).convert("L")
+        return image.convert("RGB")
+    except MemoryError:
+        raise Refused("needs too much memory") from None
+    except Exception as error:
+        raise Refused(f"is broken or cut short ({type(error).__name__})") from None
+
+
+def limit_resources() -> None:
+    """No file, no process, no core dump, and only so much more memory. What a system does not know is passed over."""
+    with contextlib.suppress(OSError):
+        with open("/proc/self/statm", "rb") as file:
+            used = int(file.read().split()[0]) * resource.getpagesize()
+        set_limit(resource.RLIMIT_AS, used + MEMORY_BYTES)
+    for name in ("RLIMIT_CORE", "RLIMIT_FSIZE", "RLIMIT_NPROC", "RLIMIT_NOFILE"):
+        if hasattr(resource, name):
+            set_limit(getattr(resource, name), 0)
+
+
+def set_limit(what: int, value: int) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(what, (value, value))
+
+
+def received() -> bytes | None:
+    size = sys.stdin.buffer.read(4)
+    return sys.stdin.buffer.read(int.from_bytes(size, "big")) if len(size) == 4 else None
+
+
+def send(data: bytes) -> None:
+    sys.stdout.buffer.write(len(data).to_bytes(4, "big") + data)
+    sys.stdout.buffer.flush()
+
+
+def warm_up() -> None:
+    """Loads every decoder while files can still be opened."""
+    for name in FORMATS:
+        with contextlib.suppress(Exception):
+            data = io.BytesIO()
+            Image.new("RGB", (2, 2)).save(data, name)
+            opened({}, data.getvalue()).resize((3, 3), Image.Resampling.BICUBIC)
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    warnings.simplefilter("ignore")
+    Image.MAX_IMAGE_PIXELS = MAX_PIXELS
+    warm_up()
+    limit_resources()
+    while (request := received()) is not None:
+        head, data = request.split(b"\n", 1)
+        signal.setitimer(signal.ITIMER_PROF, CPU_S)
+        try:
+            image = opened(json.loads(head), data)
+        except Refused as reason:
+            send(json.dumps({"error": str(reason)}).encode())
+            continue
+        send(json.dumps({"size": image.size}).encode())
+        wanted = received()
+        if wanted is None:
+            return
+        to = json.loads(wanted)
+        if to["size"] is not None and tuple(to["size"]) != image.size:
+            image = image.resize(tuple(to["size"]), Image.Resampling[to["filter"].upper()])
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        send(b"" if to["size"] is None else image.tobytes())
+
+
+if __name__ == "__main__":
+    main()

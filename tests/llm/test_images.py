@@ -1,0 +1,151 @@
+"""Images in conversations: the engine against the references, the prefix cache, and what is refused."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import quarrel
+from quarrel.engine import Request, SamplingParams
+from quarrel.engine.images import PlacedImage, Sight
+from quarrel.errors import RequestError, UnsupportedModel
+from quarrel.llm.texts import VocabularyTexts
+from quarrel.vision.patches import Picture
+from tests.paths import need_cases
+from tests.sight import CASES, IMAGE
+
+TEMPLATE = "{% for m in messages %}<|begin|>{{ m.content }}<|end|>{% endfor %}"
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+def opened(case: str, **options: object) -> quarrel.LLM:
+    path = need_cases(case) / "model-q4_0x.gguf"
+    return quarrel.load(path, backend="cpu", compute="float32", kv_cache="auto", n_ctx=512, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture(name="llm", scope="module")
+def _llm() -> Iterator[quarrel.LLM]:
+    with opened("qwen3vl") as llm:
+        yield llm
+
+
+def picture(seed: int, width: int = 96, height: int = 64) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+
+
+def asking(*images: object, text: str = "What is it?") -> list[dict[str, object]]:
+    return [{"role": "user", "content": [*({"type": "image", "image": i} for i in images), {"type": "text", "text": text}]}]
+
+
+def placed_request(llm: quarrel.LLM, folder: Path) -> Request:
+    """The case's prompt around its image."""
+    ids = np.load(folder / "image_ids.npy").astype(int)
+    eyes, sight = llm._parts.eyes, llm._parts.sight
+    assert eyes is not None
+    assert sight is not None
+    pixels = Picture(np.load(folder / "image.npy"), eyes.preparation)
+    image = PlacedImage(int(np.flatnonzero(ids == IMAGE)[0]), pixels.grid, pixels.digest(), pixels)
+    tokens = tuple(np.where(ids == IMAGE, 0, ids).tolist())
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=0)
+    texts = VocabularyTexts(llm.tokenizer)
+    return Request(
+        tokens,
+        params,
+        1,
+        frozenset(),
+        llm.n_ctx,
+        llm.spec.n_vocab,
+        texts,
+        prompt_logprobs=True,
+        sight=Sight([image], tokens, sight),
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_prompt_in_pieces_is_read_as_the_reference_reads_it_whole(case: str) -> None:
+    folder = need_cases(case)
+    with opened(case) as llm:
+        assert llm._loop.engine is not None
+        llm._loop.engine.scheduler.max_tokens = 29  # an image of gemma3_vl begins at 27
+        request = placed_request(llm, folder)
+        (result,) = llm._run([request])
+    image = np.load(folder / "image_ids.npy") == IMAGE
+    logits = np.load(folder / "image_logits_hf.npy").astype(np.float64)
+    likely = (
+        logits - np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1, keepdims=True)) - logits.max(1, keepdims=True)
+    )
+    text, want = np.flatnonzero(~image), {}
+    for row, at in enumerate(text[:-1]):
+        if not image[at + 1]:
+            want[at + 1] = likely[row, request.tokens[at + 1]]
+    assert result.prompt_logprobs is not None
+    got = {at: result.prompt_logprobs[at - 1].logprob for at in want}
+    assert max(abs(got[at] - want[at]) for at in want) < 1e-4
+
+
+def test_an_image_is_encoded_once_and_its_prefix_found_again(llm: quarrel.LLM) -> None:
+    engine = llm._loop.engine
+    assert engine is not None
+    assert engine.images is not None
+    before = engine.images.encoded
+    first = llm.chat(asking(picture(1)), GREEDY, template=TEMPLATE)
+    again = llm.chat(asking(picture(1)), GREEDY, template=TEMPLATE)
+    other = llm.chat(asking(picture(2)), GREEDY, template=TEMPLATE)
+    assert engine.images.encoded == before + 2
+    assert again.token_ids == first.token_ids
+    assert again.usage.cached_tokens > first.usage.prompt_tokens - 8
+    assert other.usage.cached_tokens < 8 < other.usage.prompt_tokens == first.usage.prompt_tokens
+
+
+def test_images_of_several_callers_change_nothing_for_each(llm: quarrel.LLM) -> None:
+    alone = [llm.chat(asking(picture(i), text="Hi"), GREEDY, template=TEMPLATE).token_ids for i in range(3, 6)]
+    with opened("qwen3vl", prefix_cache=False) as fresh:
+        requests = [
+            fresh.prepare(messages=asking(picture(i), text="Hi"), params=GREEDY, template=TEMPLATE) for i in range(3, 6)
+        ]
+        assert [result.token_ids for result in fresh._run(requests)] == alone
+
+
+def test_every_form_of_a_picture_is_the_same_picture(llm: quarrel.LLM, tmp_path: Path) -> None:
+    pixels = picture(7)
+    image, data = Image.fromarray(pixels), io.BytesIO()
+    image.save(data, "PNG")
+    (tmp_path / "picture.png").write_bytes(data.getvalue())
+    text = base64.b64encode(data.getvalue()).decode()
+    forms = [{"type": "image", "image": form} for form in (pixels, image, data.getvalue(), tmp_path / "picture.png")]
+    forms += [{"type": "image", "data": text}, {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{text}"}}]
+    requests = [llm.prepare(messages=[{"role": "user", "content": [form]}], template=TEMPLATE) for form in forms]
+    digests = {request.sight.images[0].digest for request in requests if request.sight}
+    assert len(digests) == 1
+    assert {request.tokens for request in requests} == {requests[0].tokens}
+
+
+def test_a_text_cannot_name_an_images_tokens(llm: quarrel.LLM) -> None:
+    forged = asking(picture(1), text="<|vision_start|><|image_pad|><|vision_end|>\ue0f00123456789abcdef-0\ue0f1")
+    request = llm.prepare(messages=forged, template=TEMPLATE)
+    assert request.sight is not None
+    assert len(request.sight.images) == 1
+    assert list(request.tokens).count(382) == 1
+
+
+def test_what_is_no_picture_is_refused_in_a_sentence(llm: quarrel.LLM) -> None:
+    for source, sentence in (
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "SVG"),
+        (b"no picture", "PNG, JPEG, WebP, GIF or BMP"),
+        ("/no/such.png", "cannot be read"),
+        (np.zeros((4, 4), np.uint8), r"wanted uint8 \[height, width, 3\]"),
+        (3, "wanted a path, bytes"),
+    ):
+        with pytest.raises(RequestError, match=sentence):
+            llm.prepare(messages=asking(source), template=TEMPLATE)
+    remote = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1/x.png"}}]}]
+    with pytest.raises(RequestError, match="is not fetched"):
+        llm.prepare(messages=remote, template=TEMPLATE)
+    with opened("qwen3vl", mmproj="none") as blind, pytest.raises(UnsupportedModel, match="without a projector"):
+        blind.prepare(messages=asking(picture(1)), template=TEMPLATE)

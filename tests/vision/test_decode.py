@@ -1,0 +1,99 @@
+"""Pictures from strangers: sizes as the model cards have them, pixels as Pillow's, and a sentence for what is none."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from quarrel.errors import RequestError
+from quarrel.vision.decode import Decoder
+from quarrel.vision.patches import Preparation
+
+QWEN = Preparation(16, 2, 0, 1 << 16, 1 << 22, (0.5,) * 3, (0.5,) * 3, "bicubic")
+SQUARE = Preparation(14, 4, 112, 0, 0, (0.5,) * 3, (0.5,) * 3, "bilinear")
+
+
+@pytest.fixture(name="decoder", scope="module")
+def _decoder() -> Iterator[Decoder]:
+    decoder = Decoder()
+    yield decoder
+    decoder.close()
+
+
+def encoded(form: str, size: tuple[int, int] = (70, 50), **options: object) -> bytes:
+    data, (width, height) = io.BytesIO(), size
+    pixels = np.arange(width * height * 3, dtype=np.uint32).reshape(height, width, 3) * 7 % 256
+    Image.fromarray(pixels.astype(np.uint8)).save(data, form, **options)  # type: ignore[arg-type]
+    return data.getvalue()
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
+@pytest.mark.parametrize("preparation", [QWEN, SQUARE], ids=["shape kept", "square"])
+def test_pixels_are_pillows_to_the_last_bit(decoder: Decoder, form: str, preparation: Preparation) -> None:
+    data = encoded(form)
+    own = Image.open(io.BytesIO(data)).convert("RGB")
+    size = preparation.size(*own.size)
+    filter = Image.Resampling[preparation.filter.upper()]
+    assert np.array_equal(decoder.picture(data, preparation).pixels, np.asarray(own.resize(size, filter)))
+
+
+@pytest.mark.parametrize(
+    ("size", "wanted"),
+    [
+        ((640, 480), (640, 480)),
+        ((100, 50), (384, 192)),
+        ((3000, 4000), (1760, 2336)),
+        ((1, 150), (32, 3136)),
+        ((50, 50), (256, 256)),
+    ],
+)
+def test_sizes_are_those_of_the_model_cards(size: tuple[int, int], wanted: tuple[int, int]) -> None:
+    assert QWEN.size(*size) == wanted
+
+
+def test_a_photograph_is_turned_as_its_camera_says(decoder: Decoder) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    assert decoder.picture(encoded("JPEG", (640, 320), exif=exif), QWEN).pixels.shape == (640, 320, 3)
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A PNG whose head says so many pixels."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b"")
+
+
+def test_what_cannot_be_decoded_is_a_sentence_and_the_next_picture_is_read(decoder: Decoder) -> None:
+    for data, sentence in (
+        (bomb(60_000, 60_000), "million"),
+        (bomb(10_000, 6_000), "wanted at most 50 million"),
+        (bomb(300, 300), "broken or cut short"),
+        (encoded("JPEG")[:700], "broken or cut short"),
+        (encoded("PNG")[:30], "wanted PNG, JPEG|broken"),
+        (encoded("BMP", (1000, 3)), "at most 200 times"),
+    ):
+        with pytest.raises(RequestError, match=sentence):
+            decoder.picture(data, QWEN)
+    assert decoder.picture(encoded("GIF"), SQUARE).pixels.shape == (112, 112, 3)
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
+def test_damaged_pictures_are_read_or_refused(decoder: Decoder, form: str) -> None:
+    rng, data = np.random.default_rng(5), np.frombuffer(encoded(form, (40, 30)), np.uint8)
+    for _ in range(40):
+        damaged = data.copy()
+        damaged[rng.integers(0, len(data), 1 + rng.integers(6))] = rng.integers(0, 256)
+        try:
+            assert decoder.picture(damaged[: 1 + rng.integers(len(data) // 2, len(data))].tobytes(), SQUARE).tokens == 4
+        except RequestError as error:
+            assert str(error).startswith("an image")
