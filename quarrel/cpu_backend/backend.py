@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -64,9 +65,11 @@ class CpuBackend:
         try:
             with open("/proc/meminfo") as file:
                 fields = dict(line.split(":", 1) for line in file)
-            return int(fields["MemAvailable"].split()[0]) * 1024
+            free = int(fields["MemAvailable"].split()[0]) * 1024
         except (OSError, KeyError, ValueError):
-            return _total_memory() // 2
+            free = _total_memory() // 2
+        left = container_free(Path("/sys/fs/cgroup"))
+        return free if left is None else min(free, left)
 
     def compute_of(self, choice: ComputeChoice) -> Compute:
         return "float32" if choice == "float32" else "int8"
@@ -120,6 +123,17 @@ class CpuBackend:
         if self._made is not None:
             self._made.close()
             self._made = None
+
+
+def container_free(folder: Path) -> int | None:
+    """Bytes that this container may still take, file pages that can go among them; None where it has no limit."""
+    try:
+        limit = int((folder / "memory.max").read_text())
+        used = int((folder / "memory.current").read_text())
+        kept = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return max(0, limit - used + int(kept["active_file"]) + int(kept["inactive_file"]))
+    except (OSError, KeyError, ValueError):  # no cgroup v2, or the limit is "max"
+        return None
 
 
 def _total_memory() -> int:
