@@ -131,6 +131,9 @@ def _convert(p: argparse.ArgumentParser) -> None:
     hidden(p, "--outfile", dest="target")
     p.add_argument("--type", metavar="TYPE", help=f"{TYPES}; by default what most weights of the folder are")
     hidden(p, "--outtype", dest="type")
+    p.add_argument(
+        "--mmproj", action="store_true", help="what sees, for a file beside the text model's; not the text model"
+    )
     p.add_argument("--imatrix", metavar="FILE", help=_IMATRIX)
     p.set_defaults(again=False)
 

@@ -19,6 +19,7 @@ from quarrel.convert.encoders import pooling_keys
 from quarrel.convert.floats import float32, scaled
 from quarrel.convert.keys import common_keys
 from quarrel.convert.layout import Part, Weight, cut, mxfp4, pieces
+from quarrel.convert.projectors import projector, projector_keys
 from quarrel.convert.registry import architecture
 from quarrel.convert.rules import Architecture, weights
 from quarrel.convert.safetensors import Checkpoint
@@ -52,26 +53,32 @@ class FolderFile(GGUFFile):
     """A model in safetensors. F32, F16 and BF16 stay as they are, 8-bit floats become BF16, MXFP4 stays; with `mix`, a
     name of `gguf.MIXES`, weights become what `quarrel quantize` makes of them, each time that they are read."""
 
-    def __init__(self, folder: Path, mix: str | None = None) -> None:
-        """Raises ModelError, UnsupportedModel and ModelNotFound; RequestError for a mix that is none."""
+    def __init__(self, folder: Path, mix: str | None = None, *, mmproj: bool = False) -> None:
+        """mmproj: what sees, in place of the text model.
+
+        Raises ModelError, UnsupportedModel and ModelNotFound; RequestError for a mix that is none.
+        """
         if mix is not None and mix.lower() not in MIXES:
             raise RequestError(f"the type is {mix!r}, wanted one of {', '.join(MIXES)}", "quantize")
         config = Config(read_json(folder / CONFIG), folder / CONFIG)
-        arch = architecture(config)
+        arch, config = projector(config) if mmproj else (architecture(config), config)
         config = config.with_defaults(arch.defaults)
         self.config, self._block = config, _quantization(config)
         self._checkpoint = Checkpoint(folder)
         try:
             self.paths = (folder,)
             named = (*VOCABULARIES, "tokenizer_config.json", "chat_template.jinja")
-            beside = tuple(folder / name for name in (CONFIG, *named) if (folder / name).is_file())
+            beside = tuple(folder / name for name in (CONFIG, *(() if mmproj else named)) if (folder / name).is_file())
             self.files = (*beside, *self._checkpoint.paths)
             self.version, self.alignment = 3, 32
             found = weights(arch, config, self._checkpoint.tensors, self._checkpoint.view)
             self._weights = {w.name: w for w in found}
             self._show(found)
-            self.metadata = _metadata(folder, arch, config, self.tensors)
-            check_vocab(self.metadata, self.tensors)
+            if mmproj:
+                self.metadata = _projector(folder, arch, config, self.tensors)
+            else:
+                self.metadata = _metadata(folder, arch, config, self.tensors)
+                check_vocab(self.metadata, self.tensors)
             if mix is not None:
                 types = types_of(self, mix)
                 self._show([replace(w, type=types[w.name]) for w in found])
@@ -210,6 +217,15 @@ _FLOAT_KEYS = (
     "beta_fast",
     "beta_slow",
 )
+
+
+def _projector(folder: Path, arch: Architecture, c: Config, tensors: Any) -> Metadata:
+    blocks = {name.split(".")[2] for name in tensors if name.startswith("v.blk.")}
+    if len(blocks) != arch.blocks(c):
+        raise ModelError(
+            f"{c.path.name} tells of {arch.blocks(c)} layers that see, but {len(blocks)} are there: download it whole"
+        )
+    return Metadata(projector_keys(folder, arch, c))
 
 
 def _metadata(folder: Path, arch: Architecture, c: Config, tensors: Any) -> Metadata:

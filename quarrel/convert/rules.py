@@ -28,7 +28,7 @@ IGNORED = re.compile(
 )
 _EXPERT = re.compile(r"(.*\.(?:experts|altup_\w*projections))\.(\d+)\.((?:\w+\.)?weight)")
 _FLOAT = re.compile(
-    r".*_norm\.weight|.*(ffn_gate_inp(_shexp)?|position_embd|token_types|ssm_conv1d|shortconv\.conv)\.weight"
+    r".*_norm\.weight|.*(ffn_gate_inp(_shexp)?|position_embd|patch_embd|token_types|ssm_conv1d|shortconv\.conv)\.weight"
 )
 _TYPES = {"BF16": GGMLType.BF16, "F16": GGMLType.F16, "F8_E4M3": GGMLType.BF16, "F8_E5M2": GGMLType.BF16}
 _SUFFIXES = (".weight", ".bias")
@@ -79,6 +79,8 @@ class Architecture:
     extra: Callable[[Config], Mapping[str, np.ndarray]] = field(default=lambda c: {})
     """Tensors that no stored one gives."""
     decoder: bool = True
+    kept: str | None = None
+    """A pattern of the only tensors that are of interest; by default all but those of what sees or hears."""
 
 
 PLUS_ONE: Callable[[Config], Change | None] = lambda c: lambda x, first: x + np.float32(1)  # noqa: E731
@@ -135,17 +137,21 @@ def _order(name: str) -> tuple[int, str]:
 
 def _stacked(arch: Architecture, config: Config, stored: Mapping[str, Stored]) -> dict[str, list[str]]:
     """Names in one spelling, with the stored tensors that make each up: all experts of a layer, or one."""
-    bare = arch.decoder and "embed_tokens.weight" in stored
+    bare = arch.decoder and arch.kept is None and "embed_tokens.weight" in stored
     drop = re.compile(arch.drop) if arch.drop else None
+    kept = re.compile(arch.kept) if arch.kept else None
     tied = arch.decoder and config.get("tie_word_embeddings") is True
     experts: dict[str, dict[int, str]] = {}
     for source in stored:
         if source.endswith(("_scale", "_scale_inv")) and source.rpartition("_scale")[0] in stored:
             continue  # of 8-bit floats
         name = source.replace("language_model.", "").replace("e_score_correction_bias", "e_score_correction.bias")
+        if kept is not None and not kept.fullmatch(name):
+            continue
         for pattern, other in arch.rename(config):
             name = re.sub(pattern, other, name)
-        if IGNORED.fullmatch(name) or BEYOND_TEXT.fullmatch(name) or (drop and drop.fullmatch(name)):
+        beyond = kept is None and BEYOND_TEXT.fullmatch(name)
+        if IGNORED.fullmatch(name) or beyond or (drop and drop.fullmatch(name)):
             continue
         if tied and name.endswith("lm_head.weight"):
             continue
@@ -224,7 +230,7 @@ def _table(name: str, blocks: int) -> Callable[[str], str]:
     table = gguf.get_tensor_name_map(_architectures()[name], blocks)
 
     def named(name: str) -> str:
-        if name.startswith("blk."):
+        if name.startswith(("blk.", "v.", "mm.")):
             return name
         found: str | None = table.get_name(name, try_suffixes=_SUFFIXES)
         if found is None:

@@ -1,0 +1,132 @@
+"""What sees, converted: names, shapes, keys and values are those of the files that llama.cpp's own converter made."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from quarrel.cli import main
+from quarrel.convert.folder import FolderFile
+from quarrel.errors import QuarrelError
+from quarrel.gguf import GGMLType, GGUFFile
+from tests.convert.folders import llama_folder, write_safetensors
+from tests.paths import need_cases
+
+QWEN = {
+    r"v\.blk\.(\d+)\.ln(\d)": r"model.visual.blocks.\1.norm\2",
+    r"v\.blk\.(\d+)\.attn_qkv": r"model.visual.blocks.\1.attn.qkv",
+    r"v\.blk\.(\d+)\.attn_out": r"model.visual.blocks.\1.attn.proj",
+    r"v\.blk\.(\d+)\.ffn_up": r"model.visual.blocks.\1.mlp.linear_fc1",
+    r"v\.blk\.(\d+)\.ffn_down": r"model.visual.blocks.\1.mlp.linear_fc2",
+    r"v\.deepstack\.(\d+)\.fc(\d)": r"model.visual.deepstack_merger_list.\1.linear_fc\2",
+    r"v\.deepstack\.(\d+)\.norm": r"model.visual.deepstack_merger_list.\1.norm",
+    r"v\.post_ln": "model.visual.merger.norm",
+    r"mm\.0": "model.visual.merger.linear_fc1",
+    r"mm\.2": "model.visual.merger.linear_fc2",
+    r"v\.position_embd": "model.visual.pos_embed",
+    r"v\.patch_embd": "model.visual.patch_embed.proj",
+}
+_LAYERS = r"vision_tower.vision_model.encoder.layers.\1."
+GEMMA = {
+    r"v\.blk\.(\d+)\.ln(\d)": rf"{_LAYERS}layer_norm\2",
+    r"v\.blk\.(\d+)\.attn_([qkv])": rf"{_LAYERS}self_attn.\2_proj",
+    r"v\.blk\.(\d+)\.attn_out": rf"{_LAYERS}self_attn.out_proj",
+    r"v\.blk\.(\d+)\.ffn_up": rf"{_LAYERS}mlp.fc1",
+    r"v\.blk\.(\d+)\.ffn_down": rf"{_LAYERS}mlp.fc2",
+    r"v\.patch_embd": "vision_tower.vision_model.embeddings.patch_embedding",
+    r"v\.position_embd": "vision_tower.vision_model.embeddings.position_embedding",
+    r"v\.post_ln": "vision_tower.vision_model.post_layernorm",
+    r"mm\.input_projection\.weight": "multi_modal_projector.mm_input_projection_weight",
+    r"mm\.soft_emb_norm": "multi_modal_projector.mm_soft_emb_norm",
+}
+
+
+def _theirs(name: str, names: dict[str, str]) -> str:
+    for pattern, other in names.items():
+        if found := re.match(rf"{pattern}(?=\.|$)", name):
+            return found.expand(other) + name[found.end() :]
+    raise AssertionError(name)
+
+
+def folder_of(case: str, folder: Path) -> Path:
+    """The folder that a case's file was made of."""
+    config = json.loads(need_cases(case, "meta.json").read_text())["config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors: dict[str, np.ndarray] = {}
+    with GGUFFile.open(need_cases(case, "mmproj-f16.gguf")) as file:
+        for name, info in file.tensors.items():
+            values = file.array(name)
+            if name == "mm.soft_emb_norm.weight":
+                values = values - 1
+            if info.type is GGMLType.F16:
+                values = values.astype(np.float16)
+            if name == "v.patch_embd.weight" and "v.patch_embd.weight.1" in file.tensors:
+                values = np.stack([values, file.array("v.patch_embd.weight.1").astype(values.dtype)], 2)
+            if name != "v.patch_embd.weight.1":
+                tensors[_theirs(name, GEMMA if case.startswith("gemma") else QWEN)] = values
+    tensors["model.language_model.embed_tokens.weight"] = np.zeros((4, 8), np.float32)
+    write_safetensors(folder / "model.safetensors", tensors)
+    return folder
+
+
+@pytest.mark.parametrize("case", ["qwen3vl", "qwen35_vl", "gemma3_vl"])
+def test_a_file_is_that_of_llama_cpp(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "mmproj.gguf"
+    words = ["convert", str(folder_of(case, tmp_path)), "--mmproj", "-o", str(target), "--type", "f16", "--json"]
+    assert main(words) == 0
+    assert json.loads(capsys.readouterr().out)["type"] == "f16"
+    with GGUFFile.open(target) as ours, GGUFFile.open(need_cases(case, "mmproj-f16.gguf")) as theirs:
+        assert {n: t.shape for n, t in ours.tensors.items()} == {n: t.shape for n, t in theirs.tensors.items()}
+        for name, info in theirs.tensors.items():
+            assert np.allclose(ours.array(name), theirs.array(name), atol=1e-6), name
+            assert ours.tensors[name].type is info.type or "patch_embd" in name, name
+        said = {k: ours.metadata[k] for k in ours.metadata}
+        for key in theirs.metadata:
+            if key not in ("general.name", "general.size_label"):
+                assert said.pop(key) == theirs.metadata[key], key
+        assert set(said) == {"general.name"}
+    # Another reader, and its own table of names.
+    assert len(gguf.GGUFReader(target).tensors) > 10
+    assert said["general.name"] == tmp_path.name
+
+
+def test_colours_are_those_of_the_preprocessor(tmp_path: Path) -> None:
+    folder = folder_of("qwen3vl", tmp_path)
+    (folder / "preprocessor_config.json").write_text('{"image_mean": [0.1, 0.2, 0.3], "image_std": [1, 2, 3]}')
+    with FolderFile(folder, mmproj=True) as file:
+        assert file.metadata["clip.vision.image_mean"] == [0.1, 0.2, 0.3]
+        assert file.metadata["clip.vision.image_std"] == [1.0, 2.0, 3.0]
+    (folder / "preprocessor_config.json").write_text('{"image_mean": "x"}')
+    with pytest.raises(QuarrelError, match="has image_mean x, wanted 3 numbers"):
+        FolderFile(folder, mmproj=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"depth": 4}, "tells of 4 layers that see, but 3 are there"),
+        ({"depth": None}, "has no depth"),
+        ({"hidden_act": "relu"}, "the activation of what sees is 'relu', wanted gelu"),
+        ({"deepstack_visual_indexes": [7]}, r"has deepstack_visual_indexes \[7\], wanted numbers of layers"),
+        ({"deepstack_visual_indexes": []}, "has no place in this architecture"),
+        ({"num_position_embeddings": "x"}, "wanted an integer"),
+    ],
+)
+def test_a_config_that_makes_no_sense_is_refused(changes: dict[str, object], said: str, tmp_path: Path) -> None:
+    folder = folder_of("qwen3vl", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config["vision_config"].update(changes)
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(QuarrelError, match=said) as caught:
+        FolderFile(folder, mmproj=True)
+    assert "\n" not in str(caught.value)
+
+
+def test_models_that_see_nothing_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(QuarrelError, match="'LlamaForCausalLM', of which this version converts nothing that sees"):
+        FolderFile(llama_folder(tmp_path / "m"), mmproj=True)
