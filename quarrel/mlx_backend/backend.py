@@ -15,12 +15,16 @@ from quarrel.mlx_backend.runtime.cache import allocate, allocate_state, cache_by
 from quarrel.mlx_backend.runtime.kernel import emulated, runs_metal
 from quarrel.mlx_backend.runtime.launch import DTYPES, Cache
 from quarrel.mlx_backend.step import MlxStep
+from quarrel.mlx_backend.warm import warm
 from quarrel.mlx_backend.weights import Weights, device_bytes
 from quarrel.ops.contract import CacheRef, Compute, Concrete, Op, StateRef
 from quarrel.ops.program import Program
 from quarrel.ops.registry import lower
 from quarrel.ops.step import ComputeChoice, Limits, WeightSource
 from quarrel.ops.weights import weights_of
+
+_LEAST_CACHE = 256 << 20
+"""Bytes of freed buffers that MLX may keep, however full the memory is."""
 
 
 class MlxBackend:
@@ -62,7 +66,7 @@ class MlxBackend:
         compute: ComputeChoice = "auto",
         progress: Callable[[int, int], None] | None = None,
     ) -> MlxStep:
-        """Chooses implementations, packs weights, allocates caches."""
+        """Chooses implementations, packs weights, allocates caches, builds kernels."""
         self._need_device()
         if limits.deterministic:
             reason = "Metal kernels are chosen by how many rows a sequence brings: leave it out, or use the cpu backend"
@@ -72,16 +76,23 @@ class MlxBackend:
         choices = lower(program, REGISTRY)
         refs = weights_of(c.node for c in choices)
         dtype = DTYPES[arithmetic]
-        self._check_memory(device_bytes(refs, arithmetic), cache_bytes(program.caches, limits, dtype))
+        needed = device_bytes(refs, arithmetic), cache_bytes(program.caches, limits, dtype)
+        self._check_memory(*needed)
         if not emulated():
             # Weights that the system may page out are read from disk at every token.
             mx.set_wired_limit(_working_set())
+            # MLX keeps freed buffers for the next ones of their size, and prompts differ in theirs.
+            mx.set_cache_limit(max(_LEAST_CACHE, (_working_set() - sum(needed)) // 4))
         plan = Plan(choices, Weights(weights, arithmetic, refs, progress), arithmetic)
         resident: Resident = {CacheRef(i): allocate(c, limits, dtype) for i, c in enumerate(program.caches)}
         resident |= {StateRef(i): allocate_state(s, limits.states) for i, s in enumerate(program.states)}
         plan.weights.finish()
         mx.eval([list(h) if isinstance(h, Cache) else h for h in resident.values()])
-        return MlxStep(plan, resident, program.inputs, program.outputs, limits)
+        mx.clear_cache()  # what packing left
+        step = MlxStep(plan, resident, program.inputs, program.outputs, limits)
+        if not emulated():
+            warm(step)
+        return step
 
     def run_op(
         self, op: Op, spec: object, inputs: Sequence[Concrete], compute: ComputeChoice = "auto"

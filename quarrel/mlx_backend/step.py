@@ -8,7 +8,7 @@ too much from each other to be worth a trace.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -70,6 +70,15 @@ class MlxStep:
         self._after = mx.zeros(1, mx.int32)
         mx.eval(self._after)
         self._n_vocab, self._n_positions = (_smallest_table(plan.choices, name) for name in ("ids", "positions"))
+
+    @property
+    def inputs(self) -> Collection[str]:
+        """What its program takes."""
+        return self._inputs.keys()
+
+    def gives(self, want: Want) -> bool:
+        """Whether the program has the outputs of this wish."""
+        return all(name in self._outputs for name in outputs_of(want))
 
     def __call__(self, inputs: StepInputs, want: Want) -> StepOutputs:
         """Runs once; the result is on the host when this returns."""
@@ -144,7 +153,7 @@ class MlxStep:
     def _check(self, inputs: StepInputs, want: Want) -> None:
         self._open()
         wanted = outputs_of(want)
-        if any(name not in self._outputs for name in wanted):
+        if not self.gives(want):
             raise RequestError(f"this program has no {want}: ask for one of {', '.join(self._outputs)}")
         if "tokens" in wanted and inputs.sample is None:
             raise RequestError("tokens are wanted without sampling controls: fill StepInputs.sample")

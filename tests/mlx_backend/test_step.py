@@ -41,6 +41,7 @@ from tests.lists import check_lists
 from tests.logprobs import check_log_probabilities
 from tests.mlx_backend.cases import running
 from tests.mlx_backend.emulated import FAST
+from tools.metal_emulator import metal_kernel
 
 WIDTH, VOCAB, HEADS, KV_HEADS, DIM, FFN = 256, 130, 4, 2, 64, 96
 SIZE = 16
@@ -323,6 +324,35 @@ def test_a_decode_step_is_traced_with_the_kernels_of_mlx_itself(fast: MlxBackend
     finally:
         mx.fast.metal_kernel = emulator
     assert (tmp_path / "step").stat().st_size > 10_000
+    step.close()
+
+
+@pytest.mark.skipif(mx.metal.is_available(), reason="Metal is here")
+def test_kernels_are_built_while_a_model_loads(fast: MlxBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts: set[str] = set()
+
+    class Recorder(metal_kernel):
+        def launch(self, call: Any, settings: Any) -> Any:
+            texts.add(self.text(call).text)
+            return super().launch(call, settings)
+
+    given: dict[str, int] = {}
+    monkeypatch.setattr(mx.fast, "metal_kernel", Recorder)
+    monkeypatch.setattr("quarrel.mlx_backend.backend.emulated", lambda: False)
+    monkeypatch.setattr("quarrel.mlx_backend.backend._working_set", lambda: 1 << 34)
+    monkeypatch.setattr(mx, "set_wired_limit", lambda n: given.update(wired=n))
+    monkeypatch.setattr(mx, "set_cache_limit", lambda n: given.update(cache=n))
+    step, reference = fast.compile(PROGRAM, Weights(), LIMITS, "float32"), Reference()
+    built = set(texts)
+    for parts in (PREFILL, MIXED, DECODE):
+        inputs = batch(parts)
+        want = reference(inputs)
+        assert step(inputs, "tokens").tokens.tolist() == want["tokens"].tolist()  # type: ignore[union-attr]
+    step(inputs, "logprobs")
+    assert built
+    assert texts == built
+    assert given["wired"] == 1 << 34
+    assert (1 << 31) < given["cache"] < (1 << 32)
     step.close()
 
 
