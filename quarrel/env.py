@@ -7,6 +7,7 @@ QUARREL_TENSOR_PARALLEL   how many devices share a model when nothing else is as
 QUARREL_MEMORY    the memory that a model may take, in bytes (512MiB, 16GB) or as a share of what is free (80%, 0.8)
 QUARREL_KV_CACHE  auto, float16, bfloat16, int8, fp8 or fp8_e5m2: how keys and values are stored if no one asks otherwise
 QUARREL_ATTENTION  auto, own or cudnn: who attends to long prompts on CUDA when nothing else is asked for
+QUARREL_METAL     auto or mlx: mlx takes mx.quantized_matmul for the formats that it holds exactly, to compare with
 QUARREL_CHECK     1 compares every op with its NumPy reference while it runs (slow)
 QUARREL_MODELS    a further folder to look for models in
 QUARREL_LOG       debug, info, warning or error: what the logger "quarrel" writes to standard error
@@ -27,10 +28,11 @@ BACKENDS = ("auto", "cpu", "triton", "mlx")
 COMPUTE = ("auto", "float32", "float16", "bfloat16", "fp8")
 KV_CACHE = ("auto", "float16", "bfloat16", "int8", "fp8", "fp8_e5m2")
 ATTENTION = ("auto", "own", "cudnn")
+METAL = ("auto", "mlx")
 LEVELS = ("debug", "info", "warning", "error")
 NAMES = (
     *("QUARREL_BACKEND", "QUARREL_COMPUTE", "QUARREL_THREADS", "QUARREL_TENSOR_PARALLEL", "QUARREL_MEMORY"),
-    *("QUARREL_KV_CACHE", "QUARREL_ATTENTION", "QUARREL_CHECK", "QUARREL_MODELS", "QUARREL_LOG"),
+    *("QUARREL_KV_CACHE", "QUARREL_ATTENTION", "QUARREL_METAL", "QUARREL_CHECK", "QUARREL_MODELS", "QUARREL_LOG"),
 )
 MAX_THREADS = 1024
 MAX_DEVICES = 16
@@ -49,6 +51,7 @@ class Environment:
     memory: int | float | None = None
     kv_cache: str = "auto"
     attention: str = "auto"
+    metal: str = "auto"
     tensor_parallel: int = 1
 
 
@@ -64,6 +67,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         memory=_memory(given),
         kv_cache=_choice(given, "QUARREL_KV_CACHE", KV_CACHE, "auto"),
         attention=_choice(given, "QUARREL_ATTENTION", ATTENTION, "auto"),
+        metal=_choice(given, "QUARREL_METAL", METAL, "auto"),
         check=_choice(given, "QUARREL_CHECK", ("0", "1"), "0") == "1",
         models=None if models is None else _folder(models),
         log=_choice(given, "QUARREL_LOG", LEVELS, LEVELS[0]) if "QUARREL_LOG" in given else None,

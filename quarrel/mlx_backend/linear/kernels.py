@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from quarrel.env import read_environment
 from quarrel.mlx_backend.linear.matmul import matmul
 from quarrel.mlx_backend.linear.matvec import matvec
 from quarrel.mlx_backend.linear.product import Product
+from quarrel.mlx_backend.linear.quantized import EXACT, quantized
 from quarrel.mlx_backend.runtime.launch import RowsFunction
 from quarrel.ops.linear import LinearAddSpec, LinearSpec, NormGateUpSpec, NormLinearSpec
 from quarrel.ops.norm import NormSpec
@@ -63,6 +65,17 @@ def _matmul_declines(f: Fusion) -> str | None:
     return None
 
 
+def _quantized_declines(f: Fusion) -> str | None:
+    if f.norm is not None and (f.norm.kind != "rms" or f.norm.groups != 1):
+        return f"needs one rms norm of the row, got {f.norm.kind} norm in {f.norm.groups} groups"
+    others = [m.type.name for m in f.maps if m.type not in EXACT]
+    if others:
+        return (
+            f"needs a format that mx.quantized_matmul holds exactly ({', '.join(t.name for t in EXACT)}), got {others[0]}"
+        )
+    return None
+
+
 @dataclass(frozen=True)
 class LinearKernel:
     """`declines(fusion)` is None where the kernel takes it; `build(product)` makes `(x, residual=None) -> results`."""
@@ -78,11 +91,14 @@ KERNELS = (
     LinearKernel("matmul", "prefill", _matmul_declines, matmul),
 )
 
+OF_MLX = tuple(LinearKernel("mx.quantized_matmul", phase, _quantized_declines, quantized) for phase in get_args(Phase))
+"""Ahead of ours where QUARREL_METAL is mlx: to compare with."""
+
 
 def find(phase: Phase, fusion: Fusion) -> tuple[LinearKernel | None, list[str]]:
     """The first kernel for these rows that takes the fusion, and why the ones before it do not."""
     reasons = []
-    for kernel in KERNELS:
+    for kernel in (*(OF_MLX if read_environment().metal == "mlx" else ()), *KERNELS):
         if kernel.phase == phase:
             reason = kernel.declines(fusion)
             if reason is None:
@@ -94,4 +110,7 @@ def find(phase: Phase, fusion: Fusion) -> tuple[LinearKernel | None, list[str]]:
 def declined(spec: Any) -> list[str]:
     """Why kernels for rows of prompts leave parts of an op to launches of their own, as `explain` prints it."""
     fusion = fusion_of(spec)
-    return [] if fusion is None else find("prefill", fusion)[1]
+    if fusion is None:
+        return []
+    taken, reasons = find("prefill", fusion)
+    return reasons if taken not in OF_MLX else [*reasons, f"QUARREL_METAL=mlx: {taken.name} in place of our kernels"]

@@ -3,7 +3,7 @@
 Rows of sequences that bring one row (decode) go through the matrix-vector kernel, however many such rows a step has, all
 others (prefill) through the matrix-matrix one; each sums in an order of its own that depends only on the weight's shape.
 
-MLX's own products are not used. `mx.quantized_matmul` reads none of GGUF's formats as they are but Q4_0 and MXFP4. Its
+MLX's own products are not used but to compare with (`quantized.py`): `mx.quantized_matmul` holds few of GGUF's formats. Its
 dense `matmul` has the same 8x8 products as ours on M1 to M4, but splits K by the number of rows, so that a row's result
 would depend on the rows beside it, and rounds before a bias or a residual is added.
 """

@@ -1,0 +1,85 @@
+"""MLX's own `quantized_matmul` for formats that it holds exactly, so that the two can be compared: QUARREL_METAL=mlx.
+
+Q4_0, Q4_1 and Q8_0 are MLX's affine blocks of 32 (codes from 0, a scale and a bias that are float16 numbers), MXFP4 is its
+`mxfp4`. The planes that other kernels read stay where they are; this makes a copy in MLX's order. Norms, biases,
+activations and residuals are MLX operations, which mx.compile fuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from quarrel.gguf import GGMLType
+from quarrel.mlx_backend.formats.layout import Packed
+from quarrel.mlx_backend.linear.product import Product
+from quarrel.mlx_backend.runtime.launch import evaluated
+
+EXACT = {GGMLType.Q4_0: "affine", GGMLType.Q4_1: "affine", GGMLType.Q8_0: "affine", GGMLType.MXFP4: "mxfp4"}
+"""MLX's mode for each format."""
+_GROUP = 32
+
+
+def _words(weight: Packed) -> tuple[mx.array, int]:
+    """Codes as MLX has them, `[rows, k * bits / 32]`, and their bits: neighbours in a word, the first one lowest."""
+    size = weight.rows * weight.k
+    if weight.type == GGMLType.Q8_0:
+        codes = weight.planes[0].view(mx.uint8)[:size] ^ mx.array(0x80, mx.uint8)
+        return codes.reshape(weight.rows, -1).view(mx.uint32), 8
+    raw = weight.planes[0].view(mx.uint8)[: size // 2].reshape(-1, 16)
+    codes = mx.concatenate([raw & 15, raw >> 4], 1)  # column j lies below column j + 16
+    pairs = codes[:, ::2] | (codes[:, 1::2] << 4)
+    return mx.contiguous(pairs.reshape(weight.rows, -1)).view(mx.uint32), 4
+
+
+def _operands(weight: Packed, kind: mx.Dtype) -> tuple[list[mx.array], int, str]:
+    """Words, scales and, of affine blocks, biases; the bits of a code; the mode."""
+    words, bits = _words(weight)
+    count, mode = weight.rows * weight.k // _GROUP, EXACT[weight.type]
+    if mode == "mxfp4":
+        scales = [weight.planes[1][:count]]
+    elif weight.type == GGMLType.Q4_1:
+        both = weight.planes[1][: 2 * count].reshape(-1, 2)
+        scales = [both[:, 0].astype(kind), both[:, 1].astype(kind)]
+    else:
+        scale = weight.planes[1][:count].astype(kind)
+        scales = [scale, scale * (-128 if bits == 8 else -8)]
+    arrays = [words, *(mx.contiguous(s.reshape(weight.rows, -1)) for s in scales)]
+    return [evaluated(a) for a in arrays], bits, mode
+
+
+def quantized(product: Product) -> Callable[..., list[mx.array]]:
+    """`(x, residual=None) -> results`, x `[T, k]` of any float type."""
+    # bfloat16 would round scales.
+    kind = mx.float16 if product.act == mx.float16 else mx.float32
+    weights = [_operands(m.weight, kind) for m in product.maps]
+
+    def run(x: mx.array, residual: mx.array | None = None) -> list[mx.array]:
+        if product.gain is not None:
+            x = mx.fast.rms_norm(x.astype(mx.float32), product.gain.astype(mx.float32), product.eps)
+        x, results = x.astype(kind), []
+        for m, (arrays, bits, mode) in zip(product.maps, weights):
+            y = mx.quantized_matmul(x, *arrays, transpose=True, group_size=_GROUP, bits=bits, mode=mode)
+            y = y.astype(mx.float32)
+            results.append(y if m.bias is None else y + m.bias[: m.weight.rows])
+        if product.activation is not None:
+            gate, up = results
+            results = [_ACTIVATIONS[product.activation](gate) * up]
+        if product.alpha is not None and residual is not None:
+            results = [residual + product.alpha * results[0]]
+        return [y.astype(out) for y, (_, out) in zip(results, product.outs)]
+
+    return run
+
+
+def _gelu(x: mx.array) -> mx.array:
+    return 0.5 * x * (1.0 + mx.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+
+
+_ACTIVATIONS: dict[str, Callable[[mx.array], mx.array]] = {
+    "silu": lambda x: x * mx.sigmoid(x),
+    "gelu_tanh": _gelu,
+    "sigmoid": mx.sigmoid,
+    "identity": lambda x: x,
+}
