@@ -28,6 +28,7 @@ EXTRAS = {
     "structured": ("answers by schema, expression or grammar", ("llguidance",)),
     "flight": ("vector stores, Parquet and Arrow files", ("pyarrow",)),
     "hub": ("downloads from Hugging Face", ("huggingface_hub",)),
+    "mcp": ("tools of MCP servers, and `quarrel mcp`", ("mcp",)),
     "terminal": ("Markdown and editing in `quarrel chat`", ("prompt_toolkit", "rich", "shtab")),
 }
 """What can be added to an installation: the extra brings these packages for that use."""

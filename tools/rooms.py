@@ -103,7 +103,7 @@ ROOMS: Mapping[str, Room] = {
         "people at a terminal", "an op, a kernel",
         ("", "errors", "env", "gguf", "convert", "tokenizer", "llm", "engine", "doctor", "process", "server", "embed",
          "flight", "launch", "quality"),
-        ("tqdm", "prompt_toolkit", "rich", "markdown_it", "shtab"),
+        ("tqdm", "prompt_toolkit", "rich", "markdown_it", "shtab", "mcp"),
     ),
     "bench": Room(
         "speed, and the bandwidth it is compared with", "a request",

@@ -11,13 +11,14 @@ from typing import cast
 
 from quarrel.cli.conversation import Conversation
 from quarrel.cli.display import display_of
-from quarrel.cli.editor import editor, read_message
+from quarrel.cli.editor import Editor, editor, read_message
 from quarrel.cli.flags import in_flags
 from quarrel.cli.models import opened, speeds
 from quarrel.cli.prompt import as_unicode, model_of
 from quarrel.cli.request import request_keywords, template_of
 from quarrel.cli.slash import COMMANDS, Slash
-from quarrel.cli.terminal import note
+from quarrel.cli.terminal import note, visible
+from quarrel.cli.toolbox import Toolbox, server_of
 from quarrel.engine import Result
 from quarrel.errors import ContextOverflow, QuarrelError, RequestError
 from quarrel.llm import LLM, find
@@ -29,10 +30,13 @@ INTERRUPTED = 130
 def run(args: argparse.Namespace) -> int:
     model = model_of(args)
     keywords = cast("ChatKeywords", {**request_keywords(args), "template": template_of(args)})
-    with ExitStack() as models:
+    with ExitStack() as tools, ExitStack() as models:
         llm = _opened(args, model, models)
         display = None if args.json else display_of(args.plain)
-        conversation = Conversation(llm, keywords, None if args.system is None else as_unicode(args.system), display)
+        servers = {words: server_of(words) for words in args.mcp or ()}
+        toolbox = tools.enter_context(Toolbox(servers)) if servers else None
+        system = None if args.system is None else as_unicode(args.system)
+        conversation = Conversation(llm, keywords, system, display, toolbox)
         for path in args.image or ():
             conversation.add_image(Path(path))
         if args.prompt is not None:
@@ -93,6 +97,7 @@ def _talk(conversation: Conversation, args: argparse.Namespace, models: ExitStac
     _greet(conversation.llm, args)
     slash = Slash(conversation, answer, switch)
     with editor(args.plain, COMMANDS) as keyboard:
+        conversation.allow = Consent(keyboard)
         while True:
             try:
                 draft, slash.draft = slash.draft, ""
@@ -113,6 +118,24 @@ def _talk(conversation: Conversation, args: argparse.Namespace, models: ExitStac
                 note(f"quarrel: {in_flags(error, args.flags)}")
             except OSError as error:
                 note(f"quarrel: {error.filename or ''}: {error.strerror or error}".replace(" : ", " "))
+
+
+class Consent:
+    """Asks a person before each call of a tool; "always" is good for a tool until the conversation ends."""
+
+    def __init__(self, keyboard: Editor) -> None:
+        self._keyboard, self._always = keyboard, set[str]()
+
+    def __call__(self, name: str, arguments: str) -> bool:
+        note(f"the model calls {visible(name)} with {visible(arguments)}")
+        if name in self._always:
+            return True
+        while True:
+            said = self._keyboard.read("call it? yes, no or always: ").strip().casefold()
+            if said in ("a", "always"):
+                self._always.add(name)
+            if said in ("y", "yes", "a", "always", "n", "no", ""):
+                return said not in ("n", "no", "")
 
 
 def _greet(llm: LLM, args: argparse.Namespace) -> None:

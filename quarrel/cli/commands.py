@@ -44,11 +44,19 @@ def _chat(p: argparse.ArgumentParser) -> None:
         " the oldest turns; summary has the model sum them up"
     )
     p.add_argument("--overflow", choices=("stop", "shift", "summary"), default="shift", help=overflow)
+    tools = "a server of tools (MCP), a command or a URL; you are asked before each call. May be repeated"
+    p.add_argument("--mcp", metavar="SERVER", action="append", help=tools)
     p.add_argument("--plain", action="store_true", help="answers as they are written, and the terminal's own line editing")
     _request_options(p)
     add_samplers(p, leave_out=("logprobs", "n"))
     add_load_flags(p)
     _beside_options(p, many=False)
+
+
+def _mcp(p: argparse.ArgumentParser) -> None:
+    _model_arguments(p)
+    add_load_flags(p)
+    _beside_options(p, many=True)
 
 
 def _inspect(p: argparse.ArgumentParser) -> None:
@@ -414,6 +422,13 @@ COMMANDS: tuple[tuple[str, str, str, str, Callable[[argparse.ArgumentParser], No
         "say which engine Ollama runs, put this one in its place, or put the old one back",
         "The old engine stays beside this one, and takes the models that this one cannot load.",
         _ollama,
+    ),
+    (
+        "mcp",
+        " [MODEL]",
+        "offer a model to other programs as an MCP server, on standard input and output",
+        "Its tools continue texts, answer messages and count tokens.",
+        _mcp,
     ),
     ("keys", " ACTION", "make, list, rotate and revoke the server's API keys", "Only hashes of keys are stored.", _keys),
     (

@@ -5,18 +5,23 @@ from __future__ import annotations
 import base64
 import json
 import mimetypes
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from quarrel.cli.display import Display
 from quarrel.cli.interrupt import CtrlC
 from quarrel.cli.models import document
+from quarrel.cli.reader import Reader
 from quarrel.cli.terminal import write_json
-from quarrel.engine import Result
+from quarrel.cli.toolbox import Toolbox
+from quarrel.engine import Result, Stream
 from quarrel.errors import QuarrelError, RequestError
 from quarrel.llm import LLM
 from quarrel.llm.requests import ChatKeywords
 
+MAX_ROUNDS = 8
+"""Times that the model may call tools before it has to answer."""
 ROLES = ("system", "user", "assistant", "tool")
 MAX_FILE = 64 << 20
 Message = dict[str, Any]
@@ -25,12 +30,21 @@ Message = dict[str, Any]
 class Conversation:
     """What was said so far. Questions and answers are added by `ask`; `images` go with the next question."""
 
-    def __init__(self, llm: LLM, keywords: ChatKeywords, system: str | None, display: Display | None) -> None:
-        """display: None prints answers as JSON."""
+    def __init__(
+        self,
+        llm: LLM,
+        keywords: ChatKeywords,
+        system: str | None,
+        display: Display | None,
+        toolbox: Toolbox | None = None,
+    ) -> None:
+        """display: None prints answers as JSON. toolbox: what the model may call."""
         self.llm, self.keywords, self.system = llm, keywords, system
         self.turns: list[Message] = []
         self.images: list[Message] = []
-        self._display = display
+        self.allow: Callable[[str, str], bool] = lambda name, arguments: False
+        """Whether a person lets a tool of that name be called with these arguments."""
+        self.toolbox, self._display = toolbox, display
 
     @property
     def messages(self) -> list[Message]:
@@ -41,9 +55,9 @@ class Conversation:
         """Prints the answer as it comes. Returns it, and whether Ctrl-C stopped it; what it had said by then stays."""
         content = [{"type": "text", "text": text}, *self.images] if self.images else text
         question = {"role": "user", "content": content}
-        result, stopped = self._answer([*self.messages, question])
-        if result.text or not stopped:
-            self.turns += [question, {"role": "assistant", "content": result.text}]
+        result, stopped, said = self._answer([*self.messages, question])
+        if said or not stopped:
+            self.turns += [question, *said]
             self.images = []
         return result, stopped
 
@@ -55,9 +69,9 @@ class Conversation:
         try:
             self.turns, self.images = turns[:at], []
             self.keywords = ChatKeywords(**{k: v for k, v in keywords.items() if k != "seed"})  # type: ignore[typeddict-item]
-            result, stopped = self._answer([*self.messages, question])
-            if result.text or not stopped:
-                turns = [*self.turns, question, {"role": "assistant", "content": result.text}]
+            result, stopped, said = self._answer([*self.messages, question])
+            if said or not stopped:
+                turns = [*self.turns, question, *said]
             return result, stopped
         finally:
             self.turns, self.keywords, self.images = turns, keywords, images
@@ -88,13 +102,34 @@ class Conversation:
         data = base64.b64encode(_read(path)).decode()
         self.images.append({"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}})
 
-    def _answer(self, messages: list[Message]) -> tuple[Result, bool]:
-        with CtrlC() as interrupt, interrupt.follow(self.llm.chat(messages, stream=True, **self.keywords)) as stream:
+    def _answer(self, messages: list[Message]) -> tuple[Result, bool, list[Message]]:
+        """The last result, whether Ctrl-C stopped it, and what was said: calls of tools and their results, and a text."""
+        said: list[Message] = []
+        for last in [False] * MAX_ROUNDS + [True]:
+            reader = None if last or self.toolbox is None else Reader(self.llm, self.toolbox.tools)
+            result, stopped = self._one([*messages, *said], reader)
+            calls = [] if reader is None or stopped else reader.calls
+            if not calls:
+                if result.text or not stopped:
+                    said.append({"role": "assistant", "content": result.text})
+                break
+            assert self.toolbox is not None
+            assert reader is not None
+            rows = [{k: v for k, v in call.body(i).items() if k != "index"} for i, call in enumerate(calls)]
+            said.append({"role": "assistant", "content": reader.text, "tool_calls": rows})
+            for call, row in zip(calls, rows, strict=True):
+                allowed = self.allow(call.name, call.arguments)
+                found = self.toolbox.call(call.name, call.parsed) if allowed else "The user did not allow this call."
+                said.append({"role": "tool", "name": call.name, "tool_call_id": row["id"], "content": found})
+        return result, stopped, said
+
+    def _one(self, messages: list[Message], reader: Reader | None) -> tuple[Result, bool]:
+        with CtrlC() as interrupt, interrupt.follow(self._stream(messages, reader)) as stream:
             if self._display is None:
                 for _ in stream:
                     pass
             else:
-                self._display.show(stream)
+                self._display.show(stream if reader is None else reader.read(stream))
         result = stream.result
         assert result is not None
         if self._display is None:
@@ -102,6 +137,11 @@ class Conversation:
         if result.finish_reason == "error":
             raise result.failure or QuarrelError(result.error)
         return result, interrupt.pressed
+
+    def _stream(self, messages: list[Message], reader: Reader | None) -> Stream:
+        if reader is None:
+            return self.llm.chat(messages, stream=True, **self.keywords)
+        return self.llm.start(reader.request(messages, self.keywords))
 
     def save(self, path: Path) -> None:
         """Writes all messages, the system message too."""

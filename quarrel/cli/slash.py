@@ -21,6 +21,7 @@ HELP = """\
 /model NAME    another model goes on with the conversation
 /image PATH    a picture for the next question
 /reset         forget the conversation, keep the system message
+/tools         what the model may call (--mcp)
 /save FILE     write the conversation: Markdown for a name in .md, else JSON
 /load FILE     go on with a conversation that was saved as JSON
 /help          this list
@@ -65,6 +66,11 @@ class Slash:
     def _system(self, rest: str) -> None:
         self._conversation.system = rest or None
         note("(the system message is set)" if rest else "(there is no system message now)")
+
+    def _tools(self, rest: str) -> None:
+        box = self._conversation.toolbox
+        functions = [tool["function"] for tool in box.tools] if box is not None else []
+        note("\n".join(visible(f"{f['name']}: {f['description']}") for f in functions) or "(none: --mcp gives some)")
 
     def _regen(self, rest: str) -> None:
         self._answer(self._conversation.again)

@@ -233,6 +233,10 @@ class LLM:
         """As `prepare`, of a request that was made elsewhere."""
         return self._preparer.prepare(request, self.system)
 
+    def start(self, request: Request) -> Stream:
+        """Starts a prepared request."""
+        return start(self._loop, request, stream=True, owner=self)
+
     def submit(self, request: Request, *, stream: bool = True) -> AsyncStream:
         """Starts a prepared request for the event loop that is running. Cancelling the task that reads it stops it.
 

@@ -156,13 +156,13 @@ def test_ctrl_c_ends_an_answer_and_not_the_conversation(
 def drawn_at_will(monkeypatch: pytest.MonkeyPatch, *answers: str) -> None:
     """Answers of the model, one after the other, whatever it was given."""
     rest = iter(answers)
-    real = Conversation._answer
+    real = Conversation._one
 
-    def answer(self: Conversation, messages: list[dict[str, object]]) -> object:
-        result, stopped = real(self, messages)
+    def answer(self: Conversation, messages: list[dict[str, object]], reader: Any) -> object:
+        result, stopped = real(self, messages, reader)
         return dataclasses.replace(result, text=next(rest)), stopped
 
-    monkeypatch.setattr(Conversation, "_answer", answer)
+    monkeypatch.setattr(Conversation, "_one", answer)
 
 
 def test_answers_again_and_questions_changed(chatty: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

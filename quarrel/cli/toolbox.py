@@ -1,0 +1,124 @@
+"""Tools of MCP servers, for a conversation: programs that are started here (stdio), or addresses (HTTP)."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AsyncExitStack
+from typing import Any
+
+from quarrel.errors import QuarrelError, installing
+
+SECONDS = 120.0
+"""How long a server may take to begin, and for a call."""
+LONGEST = 100_000
+"""Characters of a result that the model gets."""
+
+
+def server_of(given: str) -> Any:
+    """What `--mcp` names: a URL, or a command with its arguments. Raises QuarrelError where mcp is not installed."""
+    try:
+        from mcp import StdioServerParameters
+    except ImportError:
+        raise QuarrelError(f"servers of tools are spoken to by mcp: {installing('mcp')}") from None
+    if given.startswith(("http://", "https://")):
+        return given
+    try:
+        command, *arguments = shlex.split(given)
+    except ValueError as error:
+        raise QuarrelError(f"--mcp is {given!r}, wanted a command or a URL ({error})") from None
+    return StdioServerParameters(command=command, args=arguments)
+
+
+class Toolbox:
+    """Connections to servers, kept by a thread of its own while this is open. `tools`: as OpenAI's protocol lists them."""
+
+    def __init__(self, servers: Mapping[str, Any]) -> None:
+        """servers: what `mcp.Client` takes, by the words that name each for a person."""
+        self.tools: list[dict[str, Any]] = []
+        self._servers = servers
+        self._owners: dict[str, tuple[Any, str]] = {}
+        self._events = asyncio.new_event_loop()
+        self._end = asyncio.Event()
+        self._ready: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, name="quarrel-mcp", daemon=True)
+
+    def __enter__(self) -> Toolbox:
+        """Raises QuarrelError for a server that cannot be reached."""
+        self._thread.start()
+        self._ready.result()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._thread.is_alive():
+            self._events.call_soon_threadsafe(self._end.set)
+            self._thread.join(SECONDS)
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """The text of a tool's result, or of its failure, which the model is to read."""
+        if name not in self._owners:
+            return f"There is no tool {name!r}."
+        client, own_name = self._owners[name]
+        try:
+            found: Any = self._wait(client.call_tool(own_name, dict(arguments)))
+        except Exception as error:  # whatever a server does, the conversation goes on
+            return f"The tool failed: {str(error) or type(error).__name__}"
+        data = found.model_dump(mode="json", by_alias=True)
+        parts = [p["text"] if p.get("type") == "text" else f"({p.get('type')})" for p in data.get("content") or ()]
+        text = "\n".join(parts)[:LONGEST]
+        return f"The tool failed: {text}" if data.get("isError") else text
+
+    def _wait(self, work: Coroutine[Any, Any, Any]) -> Any:
+        running = asyncio.run_coroutine_threadsafe(work, self._events)
+        try:
+            return running.result(SECONDS)
+        except BaseException:
+            running.cancel()
+            raise
+
+    def _run(self) -> None:
+        try:
+            self._events.run_until_complete(self._serve())
+        except BaseException as error:
+            if not self._ready.done():
+                self._ready.set_exception(error)
+        finally:
+            self._events.close()
+
+    async def _serve(self) -> None:
+        from mcp import Client
+
+        async with AsyncExitStack() as stack:
+            for words, server in self._servers.items():
+                try:
+                    async with asyncio.timeout(SECONDS):
+                        client = await stack.enter_async_context(Client(server))
+                        await self._list(client)
+                except Exception as error:
+                    reason = str(error) or type(error).__name__
+                    raise QuarrelError(f"the MCP server {words!r} does not answer ({reason}): try it by itself") from error
+            self._ready.set_result(None)
+            await self._end.wait()
+
+    async def _list(self, client: Any) -> None:
+        cursor = None
+        while True:
+            page = await client.list_tools(cursor=cursor)
+            for tool in page.model_dump(mode="json", by_alias=True)["tools"]:
+                name, number = tool["name"], 2
+                while name in self._owners:  # two servers may have tools of one name
+                    name, number = f"{tool['name']}_{number}", number + 1
+                self._owners[name] = (client, tool["name"])
+                function = {"name": name, "description": tool.get("description") or "", "parameters": tool["inputSchema"]}
+                self.tools.append({"type": "function", "function": function})
+            cursor = page.model_dump(by_alias=True).get("nextCursor")
+            if not cursor:
+                return
+
+
+def names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What tools are called."""
+    return [tool["function"]["name"] for tool in tools]
