@@ -51,7 +51,18 @@ class Block(Body):
         if self.type == "document" and source.get("type") == "text" and isinstance(text := source.get("data"), str):
             return "\n".join(filter(None, (self.title, self.context, text)))
         found = f"a message holds a block of type {self.type[:40]!r}"
-        raise Refused(400, "unsupported", f"{found}: only text is understood", param="messages")
+        raise Refused(400, "unsupported", f"{found}: only text and images are understood", param="messages")
+
+    def part(self) -> Json:
+        """For `LLM.chat`: a text or an image. Raises `Refused` for all else, and for images that are to be fetched."""
+        if self.type != "image":
+            return {"type": "text", "text": self.said()}
+        source = self.source or {}
+        kind, data = source.get("media_type"), source.get("data")
+        if source.get("type") != "base64" or not isinstance(kind, str) or not isinstance(data, str):
+            text = "an image has no source of type base64 with media_type and data: none is fetched"
+            raise Refused(400, "unsupported", text, param="messages")
+        return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
 
 
 Content = Text | list[Block]
@@ -66,7 +77,7 @@ class Turn(Body):
         if isinstance(self.content, str):
             return [{"role": self.role, "content": self.content}]
         made: list[Json] = []
-        said, thought, calls = list[str](), list[str](), list[Json]()
+        said, thought, calls = list[Json](), list[str](), list[Json]()
         for block in self.content:
             if block.type in ("thinking", "redacted_thinking"):  # the latter only its writer can read
                 thought += [block.thinking] if block.thinking else []
@@ -77,18 +88,28 @@ class Turn(Body):
                 calls.append({"id": block.id, "type": "function", "function": function})
             elif block.type == "tool_result" and self.role == "user":
                 if said:
-                    made.append({"role": "user", "content": "\n".join(said)})
+                    made.append({"role": "user", "content": content_of(said)})
                     said = []
-                text = joined(block.content or "")
-                text = f"Error: {text}" if block.is_error else text
+                inner = block.content or ""
+                texts = inner if isinstance(inner, str) else [b for b in inner if b.type != "image"]
+                text = ("Error: " if block.is_error else "") + joined(texts)
                 made.append({"role": "tool", "content": text, "tool_call_id": block.tool_use_id})
+                # Templates know images of people alone.
+                said += [] if isinstance(inner, str) else [b.part() for b in inner if b.type == "image"]
             else:
-                said.append(block.said())
+                said.append(block.part())
         if said or calls or thought or not made:
-            message: Json = {"role": self.role, "content": "\n".join(said)}
+            message: Json = {"role": self.role, "content": content_of(said)}
             message |= {"tool_calls": calls} if calls else {}
             made.append(message | ({"reasoning_content": "\n".join(thought)} if thought else {}))
         return made
+
+
+def content_of(parts: Sequence[Json]) -> str | list[Json]:
+    """One text, or texts and images in turn where there are any."""
+    if all(part["type"] == "text" for part in parts):
+        return "\n".join(part["text"] for part in parts)
+    return list(parts)
 
 
 def joined(content: Content) -> str:
@@ -176,6 +197,9 @@ class CountBody(Body):
             made += turn.messages()
         last = made[-1]
         if last["role"] == "assistant" and len(made) > 1 and not last.get("tool_calls"):
+            if any(isinstance(message["content"], list) for message in made):
+                text = "an answer that is begun already cannot follow images: leave the last message out"
+                raise Refused(400, "unsupported", text, param="messages")
             return made[:-1], last["content"]
         return made, ""
 

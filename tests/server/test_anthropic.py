@@ -19,6 +19,7 @@ TURNS: Any = [{"role": "user", "content": "Tell me of a king."}]
 TOOLS: Any = [{"name": "find", "description": "Looks.", "input_schema": {"type": "object", "properties": {
     "q": {"type": "string"}}, "required": ["q"], "additionalProperties": False}}]  # fmt: skip
 GREEDY: Any = {"extra_body": {"temperature": 0}}
+IMAGE: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ m.tool_calls }}\n{% endfor %}{{ tools }}"
 WROTE = [
     "<think>Hm",
@@ -113,6 +114,15 @@ def test_the_bytes_of_a_stream(made: Live, written: list[str]) -> None:
     assert json.loads("".join(partial)) == {"q": "\u2028x"}
 
 
+def test_images_go_to_the_model_in_their_places() -> None:
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "seen"}, IMAGE]}
+    turns = [{"role": "user", "content": [result, {"type": "text", "text": "What?"}, IMAGE]}]
+    messages, _ = MessagesBody.model_validate(body(messages=turns)).conversation()
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
+    assert messages[0] == {"role": "tool", "content": "seen", "tool_call_id": "t"}
+    assert messages[1] == {"role": "user", "content": [image, {"type": "text", "text": "What?"}, image]}
+
+
 def test_a_call_can_be_required(client: anthropic.Anthropic) -> None:
     swim = {**TOOLS[0], "name": "swim"}
     for choice, names in (({"type": "any"}, {"find", "swim"}), ({"type": "tool", "name": "swim"}, {"swim"})):
@@ -168,7 +178,12 @@ def test_what_a_coding_agent_sends(made: Live) -> None:
         ({"max_tokens": 0}, "1 or more"),
         ({"messages": []}, "at least 1"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "type 'image': only text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "none is fetched"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "the model was loaded without a projector"),
+        (
+            {"messages": [{"role": "user", "content": [IMAGE]}, {"role": "assistant", "content": "I see"}]},
+            "cannot follow images",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use", "name": "f"}]}]}, "type 'tool_use'"),
         ({"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "base64"}}]}]}, "'document'"),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "has no name"),
@@ -191,7 +206,7 @@ def test_what_is_refused_is_refused_in_anthropics_form(made: Live, more: dict[st
 def test_errors_are_the_clients_own(client: anthropic.Anthropic, made: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(anthropic.NotFoundError, match="there is no model 'nope'"):
         client.messages.create(**body(model="nope"))
-    with pytest.raises(anthropic.BadRequestError, match="only text is understood"):
+    with pytest.raises(anthropic.BadRequestError, match="none is fetched"):
         client.messages.create(**body(messages=[{"role": "user", "content": [{"type": "image"}]}]))
     monkeypatch.setattr(made.server.dispatcher, "settings", Settings(strict_api=True, chat_template=TEMPLATE))
     deep = [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [
