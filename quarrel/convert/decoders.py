@@ -433,7 +433,7 @@ DECODERS: Mapping[str, Architecture] = {
         extra=_gemma4_factors,
     ),
     "GraniteForCausalLM": Architecture("granite", ROTATED, _granite, extra=llama3_factors),
-    "GraniteMoeForCausalLM GraniteMoeSharedForCausalLM": Architecture("granitemoe", GRANITE, _granite),
+    "GraniteMoeForCausalLM": Architecture("granitemoe", GRANITE, _granite),
     "GraniteSWAForCausalLM": Architecture(
         "granite_swa",
         (rule(r"self_attn\.sinks", Out("@attn_sinks.weight")), *ROTATED),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -18,12 +19,32 @@ CLASSES: Mapping[str, Architecture | Callable[[Config], Architecture]] = Mapping
 """By `architectures` of config.json."""
 
 
+OTHERS: tuple[tuple[str, str], ...] = (
+    ("Whisper|Wav2Vec2|Hubert|WavLM|Moonshine|Parakeet|SenseVoice|Speech2Text|SeamlessM4T|Qwen3ASR|Paraformer|Canary|SpeechLlama",
+     "writes down speech"),
+    ("Bark|Vits|Kokoro|SpeechT5|Csm|Dia|ParlerTTS|Qwen3TTS|FastSpeech2|Chatterbox|CosyVoice|MusicGen|Musicgen|Encodec|Mimi|Dac|Snac",
+     "speaks or makes music"),
+    ("CLIP|Clip|Siglip|ViT|Dinov|DINO|Swin|ResNet|ConvNext|Detr|Segformer|Sam|Blip|DPT|DepthAnything", "sees"),
+    ("Flux|StableDiffusion|SD3|UNet|Autoencoder|Sana|HiDream|Wan|Hunyuan(?:Video|Image)|LTX|CogVideo|Mochi|QwenImage|ZImage",
+     "makes images or videos"),
+    ("T5|MT5|UMT5|Bart|MBart|Marian|M2M100|Pegasus|NllbMoe|LED|ProphetNet|Blenderbot",
+     "reads a text into an encoder before it writes another"),
+    ("LLaDA|Dream|RND1", "writes all words of a text at once, by diffusion"),
+    ("TimesFm|Chronos|PatchTST|Informer", "continues rows of numbers"),
+)  # fmt: skip
+"""Models that are none of text, or write none word by word: how the names of their classes begin, and what they do."""
+
+
 def architecture(config: Config) -> Architecture:
     """The architecture of a folder's model; raises UnsupportedModel for one that is not known."""
     named = config.get("architectures")
     name = named[0] if isinstance(named, list) and named else None
     if not isinstance(name, str) or name not in CLASSES:
         said = f"the architecture of {config.path} is {str(name)[:80]!r}"
+        does = next((what for names, what in OTHERS if re.match(rf"({names})(?=[A-Z0-9]|$)", str(name))), None)
+        if does is not None:
+            wanted = "Quarrel runs language models and encoders of text: choose one of those"
+            raise UnsupportedModel(f"{said}, a model that {does}; {wanted}")
         raise UnsupportedModel(f"{said}; this version converts {', '.join(sorted(CLASSES))}")
     found = CLASSES[name]
     return found if isinstance(found, Architecture) else found(config)

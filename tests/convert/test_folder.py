@@ -12,8 +12,10 @@ import pytest
 
 import quarrel
 from quarrel.cli import main
+from quarrel.convert.config import Config
 from quarrel.convert.floats import float32
 from quarrel.convert.folder import FolderFile
+from quarrel.convert.registry import CLASSES, architecture
 from quarrel.convert.safetensors import INDEX
 from quarrel.errors import ModelError, QuarrelError, RequestError, UnsupportedModel
 from quarrel.gguf import GGMLType, GGUFFile, dequantize, quantize, requantize
@@ -175,8 +177,9 @@ def test_an_unsound_file_is_refused(change: Callable[[bytes], bytes], said: str,
     [
         (
             {"architectures": ["WhisperForConditionalGeneration"]},
-            "is 'WhisperForConditionalGeneration'; this version converts",
+            "is 'WhisperForConditionalGeneration', a model that writes down speech; Quarrel runs language models",
         ),
+        ({"architectures": ["OddForCausalLM"]}, "is 'OddForCausalLM'; this version converts"),
         ({"architectures": None}, "is 'None'; this version converts"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised already, by gptq, and would lose more"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantised already, by awq"),
@@ -200,6 +203,39 @@ def test_a_config_that_makes_no_sense_is_refused(changes: dict[str, Any], said: 
     with pytest.raises(QuarrelError, match=said) as caught:
         quarrel.load(folder, backend="cpu")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "does"),
+    [
+        ("Wav2Vec2ForCTC", "writes down speech"),
+        ("VitsModel", "speaks or makes music"),
+        ("CsmForConditionalGeneration", "speaks or makes music"),
+        ("SiglipModel", "sees"),
+        ("FluxTransformer2DModel", "makes images or videos"),
+        ("T5ForConditionalGeneration", "reads a text into an encoder before it writes another"),
+        ("LLaDAModelLM", "writes all words of a text at once, by diffusion"),
+        ("Chronos2Model", "continues rows of numbers"),
+    ],
+)
+def test_models_that_are_none_of_text_are_refused_by_name(
+    name: str, does: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = llama_folder(tmp_path / "m", architectures=[name])
+    said = f"is '{name}', a model that {does}; Quarrel runs language models and encoders of text: choose one of those"
+    with pytest.raises(UnsupportedModel, match=said):
+        quarrel.load(folder, backend="cpu")
+    assert main(["convert", str(folder), "-o", str(tmp_path / "x.gguf")]) == 1
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "x.gguf").exists()
+
+
+def test_no_class_that_is_converted_is_taken_for_another_kind() -> None:
+    for name in CLASSES:
+        assert architecture(Config({"architectures": [name], "layer_types": ["attention"], "num_hidden_layers": 1,
+            "hybrid_override_pattern": "M*-"}, Path("config.json")))  # fmt: skip
 
 
 def test_folders_without_what_they_need_are_refused(tmp_path: Path) -> None:
