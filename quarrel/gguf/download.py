@@ -6,7 +6,6 @@ interrupted run had fetched, though, so the partial file and its way into the ca
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import re
@@ -16,6 +15,7 @@ from typing import Any, BinaryIO
 
 from quarrel.errors import DownloadError, ModelNotFound, installing
 from quarrel.gguf.hub import HubName, choose
+from quarrel.gguf.lock import hold
 
 _REVISION = re.compile(r"[0-9a-f]{40}")
 _ETAG = re.compile(r"[A-Za-z0-9_-]{1,128}")
@@ -118,10 +118,7 @@ def _transfer(url: str, blob: Path, size: int, shown: str, report: Report | None
     # Compressed transfer would make the stated size meaningless, and a small answer arbitrarily large.
     headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
     with part.open("ab") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise DownloadError(f"another process is downloading {part}: wait for it") from None
+        hold(stream, part)
         if stream.tell() > size:
             stream.truncate(0)
             stream.seek(0)

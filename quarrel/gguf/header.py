@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import struct
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -36,6 +37,18 @@ _u64 = struct.Struct("<Q")
 _TENSOR_FIELDS = {n: struct.Struct(f"<{n}QIQ") for n in range(1, MAX_DIMS + 1)}  # dimensions, type, offset
 
 
+_PLACE = threading.Lock()
+
+
+def read_at(descriptor: int, size: int, start: int) -> bytes:
+    """Bytes of a file at a place; fewer where it ends before."""
+    if hasattr(os, "pread"):
+        return os.pread(descriptor, size, start)
+    with _PLACE:  # Windows: a descriptor has one place, which all threads move
+        os.lseek(descriptor, start, os.SEEK_SET)
+        return os.read(descriptor, size)
+
+
 @dataclass(frozen=True)
 class Span:
     """Where a string (count None) or an array lies in the file."""
@@ -47,7 +60,7 @@ class Span:
 
     def pack(self, descriptor: int) -> Packed:
         # Read, not copied from the mapping: those pages need not become resident a second time.
-        data = os.pread(descriptor, self.end - self.start, self.start)
+        data = read_at(descriptor, self.end - self.start, self.start)
         if len(data) != self.end - self.start:
             raise GGUFError("it was cut short while it was read")
         return Packed(self.element, self.count, data)

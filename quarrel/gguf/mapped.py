@@ -12,6 +12,11 @@ import numpy as np
 
 from quarrel.errors import GGUFError, ModelNotFound
 
+_READ = os.O_RDONLY
+# Without O_NONBLOCK, opening a FIFO would wait for a writer. Windows has the last one only, and would read text without it.
+for _name in ("O_CLOEXEC", "O_NONBLOCK", "O_BINARY"):
+    _READ |= getattr(os, _name, 0)
+
 
 class Mapped:
     """One file. Its descriptor stays open, so that what was checked, what is mapped and what is watched are one.
@@ -26,8 +31,7 @@ class Mapped:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            # Without O_NONBLOCK, opening a FIFO would wait for a writer.
-            self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            self.descriptor = os.open(path, _READ)
         except FileNotFoundError:
             raise ModelNotFound(f"there is no file {path}") from None
         except (OSError, ValueError) as error:

@@ -6,7 +6,6 @@ their digests.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import http.client
 import json
@@ -20,6 +19,7 @@ from typing import Any
 
 from quarrel.errors import DownloadError, ModelError, ModelNotFound, RequestError
 from quarrel.gguf.digest import Digests
+from quarrel.gguf.lock import hold
 from quarrel.gguf.ollama import LAYER, MAX_TEXT, OllamaName, layers_of, manifest_of, stores
 
 MANIFEST = "application/vnd.docker.distribution.manifest.v2+json"
@@ -141,10 +141,7 @@ def _blob(url: str, store: Path, digest: str, size: int, report: Callable[[int],
         return
     part, found = blob.with_name(f"{blob.name}-partial-quarrel"), hashlib.sha256()
     with part.open("a+b") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise DownloadError(f"another process is downloading {part}: wait for it") from None
+        hold(stream, part)
         stream.seek(0)
         while piece := stream.read(PIECE):
             found.update(piece)
