@@ -18,6 +18,9 @@ def _generate(p: argparse.ArgumentParser) -> None:
     _text_arguments(p, "PROMPT", "the text to continue")
     p.add_argument("--chat", action="store_true", help="put the text to the model as a user's message, by its template")
     hidden(p, "--chatml", "-chatml", action="store_true", dest="chat")
+    p.add_argument(
+        "--image", metavar="FILE", action="append", help="a picture beside the text (implies --chat); or several"
+    )
     _chat_options(p, implied=" (implies --chat)")
     streams = "print the text as it comes, the default; with --json, as JSON lines"
     p.add_argument("--stream", action=argparse.BooleanOptionalAction, default=None, help=streams)

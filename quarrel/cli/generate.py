@@ -17,6 +17,7 @@ from quarrel.cli.terminal import line, note, visible, write, write_json
 from quarrel.engine import Chunk, Result, Stream
 from quarrel.errors import QuarrelError
 from quarrel.llm import LLM
+from quarrel.llm.requests import Message
 
 INTERRUPTED = 130
 
@@ -25,7 +26,8 @@ def run(args: argparse.Namespace) -> int:
     """Status 130 after Ctrl-C, with what was generated until then printed."""
     model, prompt = model_and_text(args)
     keywords = request_keywords(args)
-    chat = args.chat or args.system is not None or args.chat_template is not None
+    images = [{"type": "image", "image": path} for path in args.image or ()]
+    chat = args.chat or args.system is not None or args.chat_template is not None or bool(images)
     if args.echo and chat:
         raise UsageError("--echo shows a text that is continued, and --chat asks for an answer; leave one of them out")
     if keywords.get("logprobs") is not None and not args.json:
@@ -34,8 +36,11 @@ def run(args: argparse.Namespace) -> int:
     with opened(args, model) as llm:
         with CtrlC() as interrupt:
             if chat:
-                system = [{"role": "system", "content": as_unicode(args.system)}] if args.system is not None else []
-                messages = [*system, {"role": "user", "content": prompt}]
+                system: list[Message] = (
+                    [{"role": "system", "content": as_unicode(args.system)}] if args.system is not None else []
+                )
+                content = [*images, {"type": "text", "text": prompt}] if images else prompt
+                messages = [*system, {"role": "user", "content": content}]
                 stream = interrupt.follow(llm.chat(messages, stream=True, template=template, **keywords))
             else:
                 if not args.quiet and llm.tokenizer.chat_template is not None and sys.stderr.isatty():
