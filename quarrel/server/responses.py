@@ -21,7 +21,7 @@ from quarrel.server.errors import Refused
 from quarrel.server.fields import Adapter, Body, Text
 from quarrel.server.formats import Call
 from quarrel.server.lines import SSE, event
-from quarrel.server.messages import Part, joined
+from quarrel.server.messages import Part, joined, with_images
 from quarrel.server.reader import Reader, Reading
 from quarrel.server.schemas import ReasoningEffort, Samplers
 from quarrel.server.stored import Responses
@@ -29,6 +29,8 @@ from quarrel.server.tools import call_or, required_call
 
 Json = dict[str, Any]
 PARTS = ("input_text", "output_text", "text", "refusal")
+CHATS = {"input_text": "text", "output_text": "text", "input_image": "image_url"}
+"""What parts are called in chats."""
 LEFT_OUT = ("item_reference",)
 
 
@@ -70,7 +72,11 @@ class Item(Body):
             return {"role": "assistant", "content": "", "tool_calls": [call]}
         if self.type == "function_call_output":
             return {"role": "tool", "content": joined(self.output, PARTS, "input"), "tool_call_id": self.call_id}
-        return {"role": self.role or "user", "content": joined(self.content, PARTS, "input")}
+        given = self.content
+        if isinstance(given, list) and any(part.type == "input_image" for part in given):
+            given = [part.model_copy(update={"type": CHATS.get(part.type or "", part.type)}) for part in given]
+            return {"role": self.role or "user", "content": with_images(given, "input")}
+        return {"role": self.role or "user", "content": joined(given, PARTS, "input")}
 
 
 class Form(Body):

@@ -273,6 +273,18 @@ def test_a_response_is_kept_and_gone_on_from(client: openai.OpenAI, live: Live) 
     assert (error["code"], error["param"]) == ("previous_response_not_found", "previous_response_id")
 
 
+def test_images_of_the_newer_protocol_go_to_models_with_eyes(live: Live) -> None:
+    parts: Any = [
+        {"type": "input_text", "text": "What?"},
+        {"type": "input_image", "image_url": "data:image/png;base64,aGk="},
+    ]
+    (message,) = ResponsesBody.model_validate({"input": [{"role": "user", "content": parts}]}).messages()
+    wanted = [{"type": "text", "text": "What?"}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}]
+    assert message == {"role": "user", "content": wanted}
+    answer = live.client.post("/v1/responses", json={"input": [{"role": "user", "content": parts}]})
+    assert (answer.status_code, "without a projector" in answer.text) == (400, True)
+
+
 def test_responses_are_their_callers_and_the_oldest_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quarrel.server.stored.MOST", 2)
     monkeypatch.setattr("quarrel.server.stored.MAX_CHARACTERS", 100)
