@@ -126,7 +126,8 @@ def test_a_sequence_without_new_tokens_is_passed_over() -> None:
 def test_scores_beyond_the_exponential_range() -> None:
     q, *rest = batch(SPEC, [(1, 50), (9, 40)])
     with running() as backend:
-        assert error_on(backend, ATTENTION, SPEC, (q * 300, *rest), "float32") <= 1e-5
+        # Scores are near 1000, where float32 is 6e-5 wide.
+        assert error_on(backend, ATTENTION, SPEC, (q * 300, *rest), "float32") <= 5e-5
 
 
 def test_encoders_heads_and_ragged_lengths() -> None:

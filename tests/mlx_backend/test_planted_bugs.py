@@ -43,14 +43,14 @@ WRONG = (
     Bug("the last column", "linear_add, a tail", "column + i < K", "column + i + 1 < K"),
     Bug("the norm of another row", "norm_linear, two groups share rows", "* R * NT + t))", "* R * NT))"),
     Bug("up of another row", "norm_gate_up, two groups share rows", "(lane + R * NT) % 32", "(lane + R) % 32"),
-    Bug("splits before a window are added", "decode, window 300", "- 1) / SPLIT, last", "- 1) * 0, last"),
-    Bug("the oldest key of a window", "decode, window 256", "oldest_key<WINDOW, CHUNKED>(n_keys - 1));", "first + 1);"),
+    Bug("splits before a window are added", "decode, window 300", "/ size - oldest / size;", "/ size;"),
+    Bug("the oldest key of a window", "decode, window 256", "metal::max(from, oldest)", "metal::max(from, oldest + 1)"),
     Bug("the oldest key of a chunk", "decode, chunks of 300", "position / SIZE * SIZE;", "position / SIZE * SIZE + 1;"),
     Bug(
         "the newest key of a split",
         "decode, window 600",
-        "metal::min(first + SPLIT, n_keys)",
-        "metal::min(first + SPLIT, n_keys - 1)",
+        "metal::min(from + size, n_keys)",
+        "metal::min(from + size, n_keys - 1)",
     ),
     Bug("the last head of a group", "decode, groups of 7", "first_head + h >= GROUP", "first_head + h >= GROUP - 1"),
     Bug(

@@ -175,6 +175,7 @@ TRIALS: dict[str, Trial] = {
     "decode, window 300": attention(replace(HEADS, window=300), LONG),
     "decode, window 600": attention(replace(HEADS, window=600), LONG),
     "decode, chunks of 300": attention(replace(HEADS, window=300, chunked=True), LONG),
+    "decode, long": attention(HEADS, [(1, 2048), (1, 2049), (1, 8193), (1, 64), (1, 65)]),
     "decode, groups of 7": attention(AttentionSpec(7, 1, 64, 0.125), LONG),
     "prompt, window at every place": attention(replace(HEADS, window=40), ALIGNED),
     "prompt, groups of 3": attention(AttentionSpec(3, 1, 32, 0.18), [(40, 40), (23, 90)]),

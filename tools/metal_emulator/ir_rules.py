@@ -34,7 +34,8 @@ _BINARY = re.compile(
 _CONVERT = re.compile(r"(sext|zext|trunc)(?: nneg)? i(\d+) (\S+) to i(\d+)$")
 _LOAD = re.compile(r"load i(\d+), ptr (%[\w.$-]+)")
 _SELECT = re.compile(r"select i1 \S+, i\d+ (\S+), i\d+ (\S+)$")
-_CALL = re.compile(r"call .*?@(\w+)\((.*)\)")
+_PHI = re.compile(r"phi i32 \[ (\S+), %[\w.$-]+ \], \[ (\S+), %[\w.$-]+ \]$")
+_ORDER = re.compile(r"icmp [su]([lg])t i32 (\S+), (\S+)$")
 _COMPARE = re.compile(r"icmp [su]l[te] i32 (%\S+), (\S+)$")
 _STORE = re.compile(r"^\s*store i\d+ (\S+), ptr (%[\w.$-]+)")
 
@@ -182,12 +183,8 @@ class _Values:
             return self._loaded(match[2], int(match[1]))
         if match := _SELECT.match(made):
             return _union(self._of(match[1]), self._of(match[2]))
-        if match := _CALL.match(made):
-            operands = re.findall(r"i32 (?:\w+ )*(%[\w.$-]+|-?\d+)(?:,|$)", match[2])
-            kind = re.search(r"(?<=\d)(min|max)I[ij]", match[1])
-            if kind and len(operands) == 2:
-                (a, b), (c, d) = map(self._of, operands)
-                return (min(a, c), min(b, d)) if kind[1] == "min" else (max(a, c), max(b, d))
+        if match := _PHI.match(made):
+            return self._chosen(match[1], match[2])
         return -MOST, MOST
 
     def _loaded(self, variable: str, bits: int) -> Range:
@@ -204,6 +201,20 @@ class _Values:
         if below:
             high = max(high, *below)
         return (max(low, 0), min(high, most)) if most < MOST else (low, high)
+
+    def _chosen(self, left: str, right: str) -> Range:
+        """Of one of two values; of the smaller or the larger one if that is what the code compares them for."""
+
+        def variable(name: str) -> str:
+            load = _LOAD.match(self._made.get(name, ""))
+            return load[2] if load else name
+
+        (a, b), (c, d) = self._of(left), self._of(right)
+        for made in self._made.values():
+            order = _ORDER.match(made)
+            if order and (variable(order[2]), variable(order[3])) == (variable(left), variable(right)):
+                return (min(a, c), min(b, d)) if order[1] == "l" else (max(a, c), max(b, d))
+        return _union((a, b), (c, d))
 
     def _steps(self, value: str, counter: str) -> bool:
         """Whether a value is that of a loop's counter and something more."""

@@ -1,11 +1,12 @@
 """Attention over the paged cache: a kernel for single queries (decode), the tiles of `flash.py` for several.
 
-A sequence with one new token is cut into splits of SPLIT keys, a threadgroup each for every key head; `combine` adds them
-up. Which kernel computes a row depends on its own sequence alone, and splits begin at multiples of SPLIT, so that a row's
-result never depends on the batch. The query heads of a key head, up to 5 (8 for narrow heads), share what is loaded, as
-in MLX's two-pass kernel for long contexts; MLX's one-pass kernel and llama.cpp's load a key once for each of them.
+A sequence with one new token is cut into splits of 64 to 256 keys, a threadgroup each for every key head; `combine` adds
+them up. How long they are depends on how many keys the sequence sees and on nothing else, and they begin at multiples of
+that, so that a row's result never depends on the batch. The query heads of a key head, up to 5 (8 for narrow heads), share
+what is loaded, as in MLX's two-pass kernel for long contexts; MLX's one-pass kernel and llama.cpp's load a key once for
+each of them.
 
-    bytes        2 * 2 D a key and key head, once; partial results are 4 (D + 2) bytes a head and split: 3% of that
+    bytes        2 * 2 D a key and key head, once; partial results are 4 (D + 2) bytes a head and split: 3 to 12% of that
     threads      128; 8 to 32 lanes a key, so that a lane's load is 8 bytes and a SIMD-group reads 1 to 4 keys at once
     in flight    a key row and a value row a lane group, unrolled over D: 64 bytes a lane for D = 128
     registers    2 D / lanes a head for queries and results, as much for a key and a value: 80 of 4 heads of 128, 105 in all
@@ -27,7 +28,8 @@ from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 
 SPLIT = 256
-"""Keys of a threadgroup of the single-query kernel. Fixed: how many there are never changes how one is summed."""
+"""Keys of the longest split: their partial results are 3% of what they read. Of 512 keys it would leave two threadgroups a
+key head, 16 for 40 cores of an M4 Max; splits of 64 make 64, and partial results of 12%."""
 
 _FADING = """
 // exp(x - top), where no key has been seen if top is -inf.
@@ -48,10 +50,9 @@ _SINGLE = Kernel(
   const int kv_head = int(threadgroup_position_in_grid.y) / HEAD_TILES, s = int(threadgroup_position_in_grid.z);
   const int first_head = int(threadgroup_position_in_grid.y) % HEAD_TILES * TOGETHER;
   const int begin = query_start[s], n_keys = kv_len[s];
-  const int split = int(threadgroup_position_in_grid.x);
-  int first = split * SPLIT;
-  const int last = metal::min(first + SPLIT, n_keys);
-  if (WINDOW > 0) first = metal::max(first, oldest_key<WINDOW, CHUNKED>(n_keys - 1));
+  const int split = int(threadgroup_position_in_grid.x), oldest = oldest_key<WINDOW, CHUNKED>(n_keys - 1);
+  const int size = metal::max(64, metal::min(256, (n_keys - oldest) / 64 & ~63)), from = (oldest / size + split) * size;
+  const int first = metal::max(from, oldest), last = metal::min(from + size, n_keys);
   if (query_start[s + 1] - begin != 1 || first >= last) return;
   const float scale = numbers[0], cap = numbers[1];
 
@@ -147,20 +148,22 @@ COMBINE = Kernel(
   const int head = int(threadgroup_position_in_grid.x) * 4 + int(simdgroup_index_in_threadgroup);
   const int begin = query_start[s], n_keys = kv_len[s];
   if (head >= HEADS || query_start[s + 1] - begin != 1) return;
-  const int first = oldest_key<WINDOW, CHUNKED>(n_keys - 1) / SPLIT, last = (n_keys + SPLIT - 1) / SPLIT;
+  const int oldest = oldest_key<WINDOW, CHUNKED>(n_keys - 1);
+  const int size = SPLIT > 0 ? SPLIT : metal::max(64, metal::min(256, (n_keys - oldest) / 64 & ~63));
+  const int splits = (n_keys + size - 1) / size - oldest / size;
   const ulong items = ulong(s) * part_shape[1];
   float best = SINKS ? float(sinks[head]) : -INFINITY;
-  for (int i = first + lane; i < last; i += 32) best = metal::max(best, top_sum[((items + i) * HEADS + head) * 2]);
+  for (int i = lane; i < splits; i += 32) best = metal::max(best, top_sum[((items + i) * HEADS + head) * 2]);
   best = simd_max(best);
   float sum = SINKS && lane == 0 ? fading(sinks[head], best) : 0.0f;
-  for (int i = first + lane; i < last; i += 32) {
+  for (int i = lane; i < splits; i += 32) {
     const ulong place = ((items + i) * HEADS + head) * 2;
     sum += fading(top_sum[place], best) * top_sum[place + 1];
   }
   sum = simd_sum(sum);
   float acc[EACH];
   UNROLL for (int i = 0; i < EACH; i++) acc[i] = 0.0f;
-  for (int item = first; item < last; item++) {
+  for (int item = 0; item < splits; item++) {
     const ulong place = (items + item) * HEADS + head;
     const float share = fading(top_sum[place * 2], best);
     UNROLL for (int i = 0; i < EACH; i++) {
@@ -174,6 +177,12 @@ COMBINE = Kernel(
 """,
     OLDEST + _FADING,
 )
+
+
+def most_splits(keys: int, window: int = 0) -> int:
+    """Of a sequence of at most so many keys: a window may begin and end within a split."""
+    seen = min(keys, window) if window else keys
+    return max(min(cdiv(seen, 64), 128), cdiv(seen, SPLIT)) + (1 if window else 0)
 
 
 def lanes_of(head_dim: int) -> tuple[int, int]:
@@ -200,16 +209,16 @@ def build_attention(site: Site, node: Node) -> Launch:
     numbers = mx.array([spec.scale, spec.cap], mx.float32)
     lanes, width = lanes_of(dim)
     together = heads_together(heads // kv_heads, dim)
-    shared = [("HEADS", heads), ("D", dim), ("WINDOW", spec.window), ("CHUNKED", spec.chunked), ("SPLIT", SPLIT)]
+    shared = [("HEADS", heads), ("D", dim), ("WINDOW", spec.window), ("CHUNKED", spec.chunked)]
     template = [("T", site.act), ("KV_HEADS", kv_heads), ("LANES", lanes), ("WIDTH", width), ("TOGETHER", together)]
     template += shared
-    combine = [("T", site.act), ("SINKS", spec.sinks), *shared]
+    combine = [("T", site.act), ("SINKS", spec.sinks), ("SPLIT", 0), *shared]
     head_tiles = cdiv(heads // kv_heads, together)
 
     def decode(
         batch: Batch, q: mx.array, query_start: mx.array, kv_len: mx.array, table: mx.array, cache: Cache
     ) -> mx.array:
-        seqs, splits = kv_len.shape[0], cdiv(table.shape[1] * batch.block_size, SPLIT)
+        seqs, splits = kv_len.shape[0], most_splits(table.shape[1] * batch.block_size, spec.window)
         part, top_sum = _SINGLE(
             [q, cache.k, cache.v, query_start, kv_len, table, numbers, cache.written],
             [(seqs, splits, heads, dim), (seqs, splits, heads, 2)],
