@@ -11,7 +11,8 @@ from quarrel.gguf import pull
 
 def run(args: argparse.Namespace) -> int:
     found = pull(args.name, progress=sys.stderr.isatty(), registry=args.registry)
-    sizes = [path.stat().st_size for path in found.paths]
+    files = [file for path in found.paths for file in (path.iterdir() if path.is_dir() else (path,))]
+    sizes = [file.stat().st_size for file in files if file.is_file()]
     if args.json:
         write_json({"name": args.name, "files": [str(path) for path in found.paths], "bytes": sum(sizes)})
         return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -15,6 +16,12 @@ from quarrel.gguf.file import SPLIT_NAME
 PREFERRED = ("Q4_K_M", "Q4_0", "Q8_0")
 
 _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
+CONFIG = "config.json"
+_OF_FOLDER = re.compile(
+    r"[A-Za-z0-9][\w.-]*\.(safetensors|json|jinja|tiktoken|model)|(vocab|merges)\.txt|tokenization_\w+\.py"
+    r"|1_Pooling/config\.json|[23]_Dense/(config\.json|model\.safetensors)"
+)
+"""Of a model in safetensors: weights, what describes them, and the tokenizer, whose program is read and never run."""
 HOSTS = ("hf.co/", "huggingface.co/")
 
 
@@ -65,13 +72,18 @@ def find(name: HubName, cache: Path) -> tuple[Path, ...] | None:
         try:
             return tuple(files[file] for file in choose(files, name))
         except ModelNotFound:
-            continue
+            if name.choice is None and _is_whole_folder(snapshot):
+                return (snapshot,)
     return None
 
 
 def choose(files: Iterable[str], name: HubName) -> tuple[str, ...]:
-    """The file, or all shards, that a name means among the files of its repository. Raises ModelNotFound."""
+    """The file, or all shards, that a name means among the files of its repository. Where there is no GGUF and the name
+    says no more, all that a model in safetensors is of, CONFIG last. Raises ModelNotFound."""
+    files = list(files)
     whole = _models_among(files)
+    if not whole and name.choice is None and (folder := _folder_among(files)):
+        return folder
     if not whole:
         raise ModelNotFound(f"{name.repo_id} has no whole GGUF model among its files")
     wanted = [name.choice] if name.choice else [] if len(whole) == 1 else list(PREFERRED)
@@ -126,6 +138,28 @@ def _models_among(files: Iterable[str]) -> dict[str, list[str]]:
         models.setdefault(stem, []).append(file)
         complete[stem] = int(split["count"]) if split else 1
     return {stem: shards for stem, shards in models.items() if len(shards) == complete[stem]}
+
+
+def _folder_among(files: Iterable[str]) -> tuple[str, ...]:
+    """What a model in safetensors is of; none where a file of it is missing."""
+    found = [file for file in files if _OF_FOLDER.fullmatch(file)]
+    own = any(file.startswith("model") and file.endswith(".safetensors") for file in found)
+    found = [file for file in found if not (own and file.startswith("consolidated"))]
+    if CONFIG not in found or not any(file.endswith(".safetensors") for file in found):
+        return ()
+    return (*sorted(file for file in found if file != CONFIG), CONFIG)
+
+
+def _is_whole_folder(snapshot: Path) -> bool:
+    if not _folder_among(path.name for path in snapshot.iterdir() if path.is_file()):
+        return False
+    try:
+        named = json.loads((snapshot / "model.safetensors.index.json").read_text("utf-8"))["weight_map"].values()
+        return all((snapshot / str(file)).is_file() for file in named)
+    except FileNotFoundError:
+        return True
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return False
 
 
 def _snapshots(folder: Path) -> list[Path]:

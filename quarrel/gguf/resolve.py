@@ -75,7 +75,7 @@ def pull(name: str, *, progress: bool | transfer.Report = True, registry: str | 
     if own is not None and (registry is not None or "/" not in name):
         return _from_registry(own, registry, progress)
     parsed = _hub_name(name)
-    return Resolved(transfer.download(parsed, hub.cache_folder(), progress=progress), "hub")
+    return _fetched(parsed, progress)
 
 
 def _from_registry(name: ollama.OllamaName, registry: str | None, progress: bool | transfer.Report) -> Resolved:
@@ -141,6 +141,11 @@ def _from_hub(name: str, download: bool) -> Resolved:
     if not download:
         raise ModelNotFound(f"no model {name!r} was found: the Hugging Face cache {cache} does not have it")
     return pull(name)
+
+
+def _fetched(name: hub.HubName, progress: bool | transfer.Report) -> Resolved:
+    files = transfer.download(name, hub.cache_folder(), progress=progress)
+    return Resolved((files[-1].parent,) if files[-1].name == hub.CONFIG else files, "hub")
 
 
 def _hub_name(name: str) -> hub.HubName:

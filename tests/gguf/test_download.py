@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import quarrel
 from quarrel.errors import DownloadError, ModelNotFound
 from quarrel.gguf import pull, resolve
+from tests.convert.folders import llama_folder
 from tests.gguf.hub_server import COMMIT, Hub, serve
 
 pytest.importorskip("huggingface_hub")
@@ -161,3 +164,42 @@ def test_progress_is_shown_and_can_be_silenced(
     assert "m-Q4_0.gguf" in capsys.readouterr().err
     pull("hf://owner/repo:Q8_0", progress=False)
     assert "m-Q8_0.gguf" not in capsys.readouterr().err
+
+
+def test_a_repository_of_safetensors_is_fetched_as_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = llama_folder(tmp_path / "m")
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    more = {"pytorch_model.bin": b"x", "consolidated.safetensors": b"x", "modeling_x.py": b"x", "onnx/model.json": b"x"}
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    with serve(Hub({**files, **more})) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        with quarrel.load("hf://owner/repo", backend="cpu", n_ctx=64, threads=1) as model:
+            assert model.generate("abc", max_tokens=3, ignore_eos=True).text
+        assert fetched(hub)[-1] == "config.json", "what makes the folder whole came before the rest"
+        assert sorted(fetched(hub)) == sorted(files)
+        hub.requests.clear()
+        found = resolve("hf://owner/repo")
+        assert hub.requests == []
+        assert found.paths[0].is_dir()
+        with pytest.raises(ModelNotFound, match="has no whole GGUF model"):
+            pull("hf://owner/repo:Q4_K_M")
+        (found.paths[0] / "model.safetensors").unlink()
+        hub.requests.clear()
+        assert resolve("hf://owner/repo") == found
+        assert hub.requests, "a folder without weights was taken for a whole one"
+        assert (found.paths[0] / "model.safetensors").is_file()
+
+
+def test_a_folder_that_lacks_a_shard_is_fetched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    names = sorted(set(index["weight_map"].values()))
+    files = {"config.json": b"{}", "model.safetensors.index.json": json.dumps(index).encode(), **dict.fromkeys(names, b"w")}
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with serve(Hub(files)) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        folder = pull("hf://owner/repo").paths[0]
+        (folder / names[1]).unlink()
+        hub.requests.clear()
+        assert resolve("hf://owner/repo").paths == (folder,)
+        assert hub.requests, "a folder without a shard was taken for a whole one"
+        assert (folder / names[1]).is_file()
