@@ -15,8 +15,9 @@ from __future__ import annotations
 import logging
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -265,14 +266,21 @@ def _source(part: Mapping[str, Any]) -> object:
     return part["image"]
 
 
-def opened_eyes(file: GGUFFile, model: GGUFFile, spec: ModelSpec | EncoderSpec, *, found: bool) -> Eyes | None:
+def opened_eyes(
+    name: str | PathLike[str],
+    opened: Callable[[str | PathLike[str]], GGUFFile],
+    model: GGUFFile,
+    spec: ModelSpec | EncoderSpec,
+    *,
+    found: bool,
+) -> Eyes | None:
     """What a projector file holds. found: beside the model and not asked for; one that does not run is passed over."""
     try:
-        eyes = Eyes(file)
+        eyes = Eyes(opened(name))
         eyes.seeing(spec, model.metadata)
         return eyes
     except QuarrelError as error:
         if not found:
             raise
-        log.warning("%s is not used: %s", file.paths[0].name, error)
+        log.warning("%s is not used: %s", name, error)
         return None

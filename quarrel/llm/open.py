@@ -132,9 +132,9 @@ def _eyes(
         if not alone:
             message = "mmproj wants one device and no draft of the model's own: leave it, or tensor_parallel and draft, out"
             raise RequestError(message, "mmproj", "tensor_parallel", "draft")
-        return opened_eyes(opened(options.mmproj), model, spec, found=False)
+        return opened_eyes(options.mmproj, opened, model, spec, found=False)
     path = find_projector(found.paths[0]) if alone and isinstance(spec, ModelSpec) else None
-    return None if path is None else opened_eyes(opened(path), model, spec, found=True)
+    return None if path is None else opened_eyes(path, opened, model, spec, found=True)
 
 
 def find(name: ModelName) -> Resolved:

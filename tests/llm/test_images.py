@@ -149,3 +149,15 @@ def test_what_is_no_picture_is_refused_in_a_sentence(llm: quarrel.LLM) -> None:
         llm.prepare(messages=remote, template=TEMPLATE)
     with opened("qwen3vl", mmproj="none") as blind, pytest.raises(UnsupportedModel, match="without a projector"):
         blind.prepare(messages=asking(picture(1)), template=TEMPLATE)
+
+
+def test_a_projector_that_lies_beside_a_model_and_does_not_run_is_passed_over(tmp_path: Path) -> None:
+    folder = need_cases("qwen3vl")
+    model, beside = tmp_path / "model.gguf", tmp_path / "mmproj-f16.gguf"
+    model.symlink_to(folder / "model-q4_0x.gguf")
+    for data in (b"no model", (need_cases("qwen35_vl") / "mmproj-f16.gguf").read_bytes()):
+        beside.write_bytes(data)
+        with quarrel.load(model, backend="cpu", n_ctx=64) as llm:
+            assert llm._parts.eyes is None
+        with pytest.raises(quarrel.QuarrelError):
+            quarrel.load(model, backend="cpu", n_ctx=64, mmproj=beside)
