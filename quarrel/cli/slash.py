@@ -90,8 +90,8 @@ class Slash:
                 talk.turns, talk.images = turns, images
 
     def _image(self, rest: str) -> None:
-        if not getattr(self._conversation.llm, "sees", False):
-            raise RequestError("this model has no eyes: it reads text only; /model names one that has")
+        if not self._conversation.llm.sees:
+            raise RequestError("this model has no eyes: it reads text only; one with its mmproj-*.gguf beside it has")
         path = _path(rest, "/image")
         self._conversation.add_image(path)
         note(f"({path.name} goes with the next question)")

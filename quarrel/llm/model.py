@@ -233,6 +233,11 @@ class LLM:
         """As `prepare`, of a request that was made elsewhere."""
         return self._preparer.prepare(request, self.system)
 
+    @property
+    def sees(self) -> bool:
+        """Whether messages may hold images."""
+        return self._parts.eyes is not None
+
     def start(self, request: Request) -> Stream:
         """Starts a prepared request."""
         return start(self._loop, request, stream=True, owner=self)

@@ -16,6 +16,7 @@ import pytest
 from quarrel.cli import main
 from quarrel.cli.conversation import Conversation
 from quarrel.cli.editor import Lines
+from quarrel.engine import Result, Timings, Usage
 from quarrel.llm import LLM
 from tests.cli.support import GREEDY, SLOW, draw_slowly, interrupt_after, typed
 
@@ -256,7 +257,14 @@ def test_a_picture_goes_with_the_next_question(
     keyboard(monkeypatch, f"/image {picture}")
     assert main(["chat", chatty, *GREEDY]) == 0
     assert "this model has no eyes" in capsys.readouterr().err
-    monkeypatch.setattr(LLM, "sees", True, raising=False)
+    answer = Result("a cat", (), "stop", Usage(1, 1), Timings(0, 0, 0, 0, 0, 0), 1)
+
+    def answered(self: Conversation, messages: list[dict[str, Any]], reader: object) -> tuple[Result, bool]:
+        seen.append(list(messages))
+        return answer, False
+
+    monkeypatch.setattr(Conversation, "_one", answered)
+    monkeypatch.setattr(LLM, "sees", True)
     keyboard(monkeypatch, "/image", "/image x.txt", "/image /no.png", f"/image {picture}", "what is it?", "and now?")
     assert main(["chat", chatty, *GREEDY]) == 0
     said = capsys.readouterr().err
