@@ -10,7 +10,7 @@ from quarrel.ops import ALL_OPS, EXTRA_OPS
 from quarrel.ops.attention import AttentionSpec
 from quarrel.ops.contract import Array, Case, Concrete, KVArrays, Op
 from quarrel.ops.delta import DELTA, DELTA_MIX
-from quarrel.ops.embedding import EMBEDDING
+from quarrel.ops.embedding import EMBEDDING, PUT_ROWS
 from quarrel.ops.kv import KV_TYPES, KVType
 from quarrel.ops.mixer import MAMBA2_MIX, SCAN1_GATE
 from quarrel.ops.state import CONV, SCAN1, SCAN2
@@ -85,7 +85,8 @@ def row_cases() -> list[tuple[Op, Case]]:
             rows = any(r.kind != "i32" and r.dims(case.spec)[0] == "T" for r in op.results(case.spec)[:1])
             floats = any(p.kind != "i32" and p.dims(case.spec)[0] == "T" for p in op.params(case.spec))
             of_sequences = {p.name for p in op.params(case.spec)} & {"query_start", "cache", "state"}
-            if rows and floats and case.dims.get("T", 0) > 1 and op is not EMBEDDING and not of_sequences:
+            others = op in (EMBEDDING, PUT_ROWS)  # of which a row need not show in the result
+            if rows and floats and case.dims.get("T", 0) > 1 and not others and not of_sequences:
                 found.append((op, case))
                 break
     return found
