@@ -134,8 +134,8 @@ def protocol_for(settings: Settings, answers: Answering | None = None) -> type[a
             if answers is not None and self._below.can_write_eof() and not self._refused:
                 self._refused = True
                 caller = self.client[0] if self.client else "local"
-                self._below.write(answers.crowded(data, caller, refusal))
-                self._below.write_eof()
+                self.transport.write(answers.crowded(data, caller, refusal))
+                self.transport.write_eof()
 
         def _expect_head(self) -> None:
             self._deadline = self.loop.call_later(settings.header_timeout, self._give_up)
@@ -201,6 +201,10 @@ class GatheredTransport:
         if not self._pending:
             self._events.call_soon(self._send)
         self._pending.append(data)
+
+    def write_eof(self) -> None:
+        self._send()
+        self._below.write_eof()
 
     def close(self) -> None:
         self._send()

@@ -94,6 +94,15 @@ def test_a_head_that_is_far_too_long_is_answered_and_then_dropped(live: Live) ->
         assert b"headers are over 32768 bytes" in body
 
 
+def test_the_answer_before_a_head_that_is_too_long_arrives(live: Live, caplog: pytest.LogCaptureFixture) -> None:
+    """Both are answered in one turn of the loop."""
+    answers = live.raw(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\nGET / HTTP/1.1\r\nA: " + b"b" * 40_000)
+    first, _, second = answers.partition(b"HTTP/1.1 431 ")
+    assert first.startswith(b"HTTP/1.1 200 ")
+    assert b"headers are over 32768 bytes" in second
+    assert "Exception in callback" not in caplog.text
+
+
 def test_a_body_in_a_coding_is_refused_by_its_name(live: Live) -> None:
     body = gzip.compress(b'{"prompt": "a"}')
     for coding, status in (("gzip", 415), ("br", 415), ("identity", 400), ("", 400)):
