@@ -11,7 +11,7 @@ from quarrel.llm import Model
 from quarrel.llm.overflow import asking, summarised
 from quarrel.server.conversation import chat_request
 from quarrel.server.dispatch import Dispatcher, Prepare, results
-from quarrel.server.reader import Reading
+from quarrel.server.reader import Reader, Reading
 
 Message = Mapping[str, Any]
 
@@ -32,8 +32,11 @@ async def summed_up(
 
     def ask(llm: Model, service: Service) -> Sequence[Request]:
         template, options = dispatcher.settings.chat_template, Sampling(max_tokens=tokens, temperature=0.0)
-        return [chat_request(llm, template, wanted, Reading(None), service=service, overflow="shift", **options)]
+        made = chat_request(llm, template, wanted, Reading(), service=service, overflow="shift", **options)
+        readers.append(Reading().reader(llm, made.tokens))
+        return [made]
 
+    readers: list[Reader] = []
     async with dispatcher.admit(caller, model, ask, where, stream=False) as generation:
         (result,) = await results(generation, dispatcher.settings.timeout)
-    return summarised(messages, dropped, result.text), dropped
+    return summarised(messages, dropped, readers[-1].push(result.text, last=True).text), dropped

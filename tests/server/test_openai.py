@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -492,6 +493,26 @@ def test_a_conversation_goes_on_past_its_context_and_the_answer_says_so(client: 
     assert chunks[0].model_extra["overflow"] == told  # type: ignore[index]
     short: Any = client.chat.completions.create(model="demo", messages=CHAT, max_tokens=2, extra_body={"overflow": policy})
     assert "overflow" not in short.model_extra
+
+
+def test_what_the_model_thought_is_no_part_of_a_summary(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    from quarrel.server import overflow
+
+    said, results, summarised = [], overflow.results, overflow.summarised
+
+    async def thinking(*args: Any) -> Any:
+        return [replace(r, text="<think>a secret</think>in short") for r in await results(*args)]
+
+    def noted(messages: Any, dropped: int, summary: str) -> Any:
+        said.append(summary)
+        return summarised(messages, dropped, summary)
+
+    monkeypatch.setattr(overflow, "results", thinking)
+    monkeypatch.setattr(overflow, "summarised", noted)
+    turns: Any = [{"role": r, "content": "The king rode out. " * 12} for _ in range(9) for r in ("user", "assistant")]
+    options: Any = {"max_tokens": 2, "extra_body": {"overflow": "summary"}}
+    client.chat.completions.create(model="demo", messages=[*turns, *CHAT], **options)
+    assert [s.strip() for s in said] == ["in short"]
 
 
 def test_a_prompt_is_shortened_where_the_request_says_so(client: openai.OpenAI, live: Live) -> None:
