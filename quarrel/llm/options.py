@@ -282,7 +282,7 @@ class LoadOptions:
         metadata=_about(
             FILE_NAME,
             "the projector file (mmproj-*.gguf) by which a model sees images; by default the one beside the model's file,"
-            ' "none" for none. Images want Pillow (`pip install quarrel[images]`), texts do not.',
+            ' "none" for none. Images want Pillow (`pip install longbow-quarrel[images]`), texts do not.',
             "the projector file (mmproj-*.gguf) of a model that sees; by default the one beside it, none for none",
         ),
     )

@@ -26,7 +26,7 @@ MAX_BYTES: Final = 32 << 20
 MAX_PIXELS: Final = 50_000_000
 START_S: Final = 60.0
 DECODE_S: Final = 30.0
-NEEDS_PILLOW: Final = "pictures are decoded by Pillow, which is not installed: pip install 'quarrel[images]'"
+NEEDS_PILLOW: Final = "pictures are decoded by Pillow, which is not installed: pip install 'longbow-quarrel[images]'"
 
 
 class Decoder:
