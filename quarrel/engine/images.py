@@ -103,6 +103,16 @@ class Sight:
                 return max(0, image.start - start)
         return count
 
+    def least(self, start: int) -> int:
+        """The fewest tokens that a launch from there on may have."""
+        whole = self.images if self.rules.both_ways else ()
+        return next((image.tokens for image in whole if image.start == start), 1)
+
+    def pieces(self, start: int, end: int) -> int:
+        """Into how many launches these tokens could be split."""
+        whole = self.between(start, end) if self.rules.both_ways else ()
+        return end - start - sum(image.tokens - 1 for image in whole)
+
     def between(self, start: int, end: int) -> Iterable[PlacedImage]:
         return (image for image in self.images if image.start < end and image.end > start)
 

@@ -137,16 +137,21 @@ class Sequence(ABC):
         return int(end == len(self.tokens) + self.drawn)
 
     def chunk(self, most: int, alone: bool) -> int:
-        """Tokens that a launch of `most` may run of it, 0 if it has to wait. alone: the launch is empty so far; a longer
-        sequence that must run whole then takes it for itself."""
+        """Tokens that a launch of `most` may run of it, 0 if it has to wait. alone: the launch is empty so far; what must run
+        whole, a sequence or an image, then takes it for itself though it be longer."""
         if self.whole:
             return self.pending if alone or self.pending <= most else 0
-        count = min(self.pending, most)
-        return count if self.sight is None else self.sight.whole(self.computed, count)
+        if self.sight is None:
+            return min(self.pending, most)
+        if alone:
+            most = max(most, self.sight.least(self.computed))
+        return self.sight.whole(self.computed, min(self.pending, most))
 
     def pieces(self, start: int, end: int) -> int:
         """Into how many launches these tokens could be split."""
-        return 1 if self.whole else end - start
+        if self.whole:
+            return 1
+        return end - start if self.sight is None else self.sight.pieces(start, end)
 
     def on_preempt(self) -> None:  # noqa: B027 (most begin again with all of it)
         """Called when it is back in the queue: what has run, and was not accepted, will run again."""
