@@ -137,8 +137,8 @@ class Sequence(ABC):
         return int(end == len(self.tokens) + self.drawn)
 
     def chunk(self, most: int, alone: bool) -> int:
-        """Tokens that a launch of `most` may run of it, 0 if it has to wait. alone: the launch is empty so far; what must run
-        whole, a sequence or an image, then takes it for itself though it be longer."""
+        """Tokens that a launch of `most` may run of it, 0 if it has to wait. alone: the launch is empty so far; what must
+        run whole, a sequence or an image, then takes it for itself though it be longer."""
         if self.whole:
             return self.pending if alone or self.pending <= most else 0
         if self.sight is None:

@@ -54,17 +54,15 @@ class ChatMessage(Body):
     tool_call_id: StrictStr | None = None
     name: StrictStr | None = None
     images: list[Any] | None = None
-    """Ollama's; refused unless it is empty."""
+    """Ollama's: each in base64."""
 
     def plain(self) -> dict[str, object]:
         """For `LLM.chat`: parts of text are joined, images stay beside them, any other part is refused, and so is what says
         nothing."""
-        if self.images:
-            raise Refused(400, "unsupported", "a message holds images: only text is understood", param="messages")
-        if self.content is None and not self.tool_calls and self.role != "assistant":
+        if self.content is None and not self.tool_calls and not self.images and self.role != "assistant":
             found = f"a message of role {self.role[:40]!r} has no content"
             raise Refused(400, "invalid_request", f"{found}, wanted a text or parts of text", param="messages")
-        content = with_images(self.content, "messages") or self.refusal or ""
+        content = behind_images(self.images, with_images(self.content, "messages") or self.refusal or "")
         message: dict[str, object] = {"role": self.role, "content": content}
         if self.tool_calls is not None:
             message["tool_calls"] = [call.model_dump(exclude_unset=True) for call in self.tool_calls]
@@ -92,6 +90,18 @@ def with_images(content: str | list[Part] | None, field: str) -> str | list[dict
             raise Refused(400, "unsupported", f"{found}: send it as data:image/png;base64,...", param=field)
         made.append({"type": "image_url", "image_url": {"url": url}})
     return made
+
+
+def behind_images(images: Sequence[Any] | None, content: str | list[dict[str, object]]) -> str | list[dict[str, object]]:
+    """A message's content with Ollama's images before it, as its own server puts them."""
+    if not images:
+        return content
+    for image in images:
+        if not isinstance(image, str):
+            found = f"an image is a {type(image).__name__}"
+            raise Refused(400, "invalid_request", f"{found}, wanted its bytes in base64", param="images")
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return [*({"type": "image", "data": image} for image in images), *parts]
 
 
 def joined(content: str | list[Part] | None, kinds: Sequence[str], field: str) -> str:

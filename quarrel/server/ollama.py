@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from quarrel.engine import Result, Service, TokenLogprob
+from quarrel.errors import UnsupportedModel
 from quarrel.llm import Embeddings, Model
 from quarrel.server.body import body_of, read_body
 from quarrel.server.conversation import chat_request
@@ -31,6 +32,7 @@ from quarrel.server.errors import Refused
 from quarrel.server.fields import Body
 from quarrel.server.lines import line
 from quarrel.server.logprobs import chat_logprob
+from quarrel.server.messages import behind_images
 from quarrel.server.ollama_bodies import (
     GeneratingBody,
     KeptBody,
@@ -80,21 +82,22 @@ def routes(dispatcher: Dispatcher, describer: Describer) -> APIRouter:
             return await _loaded(dispatcher, body, {"response": ""}, headers)
         if body.suffix:
             raise Refused(400, "unsupported", f"{registered(body.model)} does not support insert", param="suffix")
-        if body.images:
-            _refuse_images()
+        if body.raw and body.images:
+            text = "raw prompts take no images: leave raw out, or send them to /api/chat"
+            raise Refused(400, "unsupported", text, param="images")
         await _check(dispatcher, describer, body, tools=False)
         options, structure = body.sampling(), body.structure()
         reading = Reading(shaped=structure is not None, thoughts=not body.raw)
         turns: list[dict[str, object]] = [{"role": "system", "content": body.system}] if body.system else []
-        turns.append({"role": "user", "content": body.prompt})
+        turns.append({"role": "user", "content": behind_images(body.images, body.prompt)})
 
         def prepare(llm: Model, service: Service) -> Sequence[Any]:
             more: Any = {"service": service, "structure": structure, **options}
             template = chat_template(llm, dispatcher.settings.chat_template)
-            if body.raw or template == PLAIN:
+            if (body.raw or template == PLAIN) and not body.images:
                 made = llm.prepare(body.prompt, names=reading.names, **more)
             else:
-                made = chat_request(llm, dispatcher.settings.chat_template, turns, reading, effort=body.think, **more)
+                made = _seen(llm, dispatcher.settings.chat_template, turns, reading, effort=body.think, **more)
             if body.context:
                 begins = made.tokens[:1] == (llm.tokenizer.bos_id,)  # which stands at the beginning of the context
                 made = llm.prepare([*body.context, *made.tokens[begins:]], names=reading.names, **more)
@@ -109,15 +112,13 @@ def routes(dispatcher: Dispatcher, describer: Describer) -> APIRouter:
         named(body)
         if not body.messages:
             return await _loaded(dispatcher, body, {"message": {"role": "assistant", "content": ""}}, headers)
-        if any(m.images for m in body.messages):
-            _refuse_images()
         await _check(dispatcher, describer, body, tools=bool(body.tools))
         options, structure = body.sampling(), body.structure()
         messages, reading = [m.plain() for m in body.messages], Reading(body.tools, shaped=structure is not None)
 
         def prepare(llm: Model, service: Service) -> Sequence[Any]:
             more: Any = {"effort": body.think, "service": service, "structure": structure, **options}
-            return [chat_request(llm, dispatcher.settings.chat_template, messages, reading, **more)]
+            return [_seen(llm, dispatcher.settings.chat_template, messages, reading, **more)]
 
         return await _answer(dispatcher, request, body, prepare, headers, reading)
 
@@ -165,9 +166,15 @@ def _only_model(dispatcher: Dispatcher) -> str:
     )
 
 
-def _refuse_images() -> None:
-    text = "images are not understood here: Multimodal data provided, but model does not support multimodal requests."
-    raise Refused(400, "unsupported", text, param="images")
+def _seen(llm: Model, template: str | None, turns: Sequence[Mapping[str, object]], reading: Reading, **more: Any) -> Any:
+    """A chat's request; images for a model without eyes are refused in Ollama's words."""
+    try:
+        return chat_request(llm, template, turns, reading, **more)
+    except UnsupportedModel as error:
+        if not any(isinstance(turn["content"], list) for turn in turns):
+            raise
+        text = f"Multimodal data provided, but model does not support multimodal requests: {error}"
+        raise Refused(400, "unsupported", text, param="images") from None
 
 
 async def _check(dispatcher: Dispatcher, describer: Describer, body: GeneratingBody, *, tools: bool) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import ollama
 import openai
 import pytest
 from PIL import Image
@@ -27,7 +29,7 @@ def _seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     def load(source: str) -> quarrel.LLM:
         return quarrel.load(model, backend="cpu", compute="float32", n_ctx=512)
 
-    settings = Settings(data_dir=tmp_path_factory.mktemp("seeing"), chat_template="chatml", ollama=False)
+    settings = Settings(data_dir=tmp_path_factory.mktemp("seeing"), chat_template="chatml")
     with running(settings, load) as live:
         yield live
 
@@ -53,6 +55,28 @@ def test_the_official_client_gets_the_models_own_answer(seeing: Live) -> None:
     own = loaded.llm.chat([{"role": "user", "content": content}], template="chatml", **options)  # type: ignore[attr-defined]
     assert made.choices[0].message.content == own.text
     assert made.usage.prompt_tokens == own.usage.prompt_tokens > 64
+
+
+def test_ollamas_client_gets_it_too(seeing: Live) -> None:
+    client, data = ollama.Client(seeing.url), base64.b64decode(png().partition(",")[2])
+    options = {"num_predict": 6, "temperature": 0.0}
+    made = client.chat("demo", [{"role": "user", "content": "What is it?", "images": [data]}], options=options)
+    said = client.generate("demo", "What is it?", images=[data], options=options)
+    client._client.close()
+    loaded = seeing.server.dispatcher.models.entry("demo").loaded
+    assert loaded is not None
+    content = [{"type": "image", "image": PIXELS}, {"type": "text", "text": "What is it?"}]
+    turns = [{"role": "user", "content": content}]
+    own = loaded.llm.chat(turns, template="chatml", max_tokens=6, temperature=0.0)  # type: ignore[attr-defined]
+    assert made.message.content == said.response == own.text
+    assert made.prompt_eval_count == own.usage.prompt_tokens
+    for images, sentence in (([7], "base64"), (["x"], "image"), ([base64.b64encode(b"GIF8").decode()], "picture|image")):
+        bad = {"model": "demo", "messages": [{"role": "user", "content": "a", "images": images}], "stream": False}
+        answer = seeing.client.post("/api/chat", json=bad)
+        assert answer.status_code == 400
+        assert re.search(sentence, answer.json()["error"])
+    raw = seeing.client.post("/api/generate", json={"model": "demo", "prompt": "a", "raw": True, "images": ["x"]})
+    assert "raw prompts take no images" in raw.json()["error"]
 
 
 def test_what_is_no_picture_is_refused_and_no_file_or_address_is_opened(seeing: Live, tmp_path: Path) -> None:
