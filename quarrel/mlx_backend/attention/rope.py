@@ -49,7 +49,7 @@ template <int ROT, int AXES, class Positions, class Freq>
 inline float2 angle_of(Positions positions, ulong row, Freq freq, int pair, float magnitude) {
   if (pair >= ROT / 2) return float2(1.0f, 0.0f);
   float angle = 0.0f;
-  for (int axis = 0; axis < AXES; axis++) angle += float(positions[row * AXES + axis]) * freq[axis * (ROT / 2) + pair];
+  UNROLL for (int i = 0; i < AXES; i++) angle += float(positions[row * AXES + i]) * freq[i * (ROT / 2) + pair];
   return float2(precise::cos(angle), precise::sin(angle)) * magnitude;
 }
 """

@@ -51,7 +51,7 @@ _LIST = Kernel(
   const int run = int(threadgroup_position_in_grid.x) * SIMDS + int(simdgroup_index_in_threadgroup);
   const uint row = threadgroup_position_in_grid.y;
   if (run >= runs) return;
-  const int begin = metal::min(run, runs - 1) * RUN;
+  const int begin = int(ulong(run) * RUN);
   ulong key[RUN / 32];
   float top = -INFINITY, sum = 0.0f;
   UNROLL for (int i = 0; i < RUN / 32; i++) {
