@@ -124,7 +124,10 @@ def test_a_schema_that_cannot_be_kept_to_is_refused(live: Live, wanted: dict[str
 
 
 def test_an_image_is_refused(ollama: Live) -> None:
-    for route, sentence in (("/api/chat", "does not support multimodal requests"), ("/v1/chat/completions", "only text")):
+    for route, sentence in (
+        ("/api/chat", "does not support multimodal requests"),
+        ("/v1/chat/completions", "without a projector"),
+    ):
         body = {"model": "demo", "messages": [{**TURN, "images": ["aGk="]}]}
         answer = ollama.client.post(route, json=body)
         assert (answer.status_code, sentence in answer.text) == (400, True)
