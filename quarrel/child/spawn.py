@@ -22,6 +22,8 @@ sys.path[:] = json.loads(sys.argv[1])
 from {module} import main
 main(int(sys.argv[2]))
 """
+_PACKAGES = Path(__file__).parents[2]
+"""Where this package is found, though the path that found it may be the current folder."""
 _KEPT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME", "TZ", "TMPDIR")
 """Of the environment, what Python itself needs."""
 _KILL_SECONDS = 10.0
@@ -75,7 +77,7 @@ def spawn_isolated(script: Path) -> Child:
     """A Python that runs this file alone, with frames on its standard input and output. It sees nothing of the
     environment, for keys and tokens are none of its business, and belongs to no terminal. Raises OSError."""
     environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    environment["PYTHONPATH"] = os.pathsep.join([*filter(None, sys.path), str(_PACKAGES)])
     here, there = socket.socketpair()
     with there:
         return _child(

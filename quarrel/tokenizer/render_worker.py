@@ -1,24 +1,21 @@
 """The process that renders chat templates: a template comes out of a model file, and must be taken for an attack.
 
-Run as a script by `renderer.py`, never imported by it; needs nothing but the standard library and Jinja. Jinja's sandbox
-keeps a template from Python's internals; the limits below keep it from time, memory, files and other processes.
+Run as a script by `renderer.py`, never imported by it; needs nothing but the standard library, Jinja and `sandbox.py`.
+Jinja's sandbox keeps a template from Python's internals; the limits keep it from time, memory, files and other processes.
 
 What is rendered carries, for each character, who wrote it (`Traced`). So control tokens are recognised only where the
 template itself spells them out, through any filter, slice or test that it applies to a message. A text that has lost its
 trace counts as a stranger's.
 
-Requests and replies are frames of JSON on standard input and output: a length of four bytes, big endian, then the bytes.
+Requests and replies are frames of JSON.
 """
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 import re
-import resource
 import signal
-import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -31,6 +28,8 @@ from jinja2.ext import Extension
 from jinja2.filters import make_attrgetter
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from quarrel.child.sandbox import limit_cpu, limit_resources, received, send
 
 COMPILE_CPU_S = 2.0
 RENDER_CPU_S = 0.25
@@ -306,7 +305,7 @@ class Worker:
             kind = "syntax" if request["do"] == "compile" else "failed"
             return refusal(kind, f"{type(error).__name__}: {error}")
         finally:
-            signal.setitimer(signal.ITIMER_PROF, 0)
+            limit_cpu(0)
 
     def _compile(self, name: str, template: str) -> dict[str, Any]:
         limit_cpu(COMPILE_CPU_S)
@@ -326,41 +325,15 @@ def refusal(kind: str, message: object) -> dict[str, Any]:
     return {"error": kind, "message": str(message)[:500]}
 
 
-def limit_cpu(seconds: float) -> None:
-    """The kernel kills the process after so much of its own time, whatever runs in it, and however busy the machine."""
-    signal.setitimer(signal.ITIMER_PROF, seconds)
-
-
-def limit_resources() -> None:
-    """No file, no process, no core dump, and only so much more memory. What a system does not know is passed over."""
-    with contextlib.suppress(OSError):
-        with open("/proc/self/statm", "rb") as file:
-            used = int(file.read().split()[0]) * resource.getpagesize()
-        set_limit(resource.RLIMIT_AS, used + MEMORY_BYTES)
-    for name in ("RLIMIT_CORE", "RLIMIT_FSIZE", "RLIMIT_NPROC", "RLIMIT_NOFILE"):
-        if hasattr(resource, name):
-            set_limit(getattr(resource, name), 0)
-
-
-def set_limit(what: int, value: int) -> None:
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(what, (value, value))
-
-
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     worker = Worker()
-    requests, replies = sys.stdin.buffer, sys.stdout.buffer
     # Jinja and the codecs load their last modules here, while files can still be opened.
     worker.answer({"do": "compile", "name": "", "template": "{{ raise_exception('é'|upper) }}"})
     worker.answer({"do": "render", "name": "", "variables": {"messages": []}, "control_texts": {}})
-    limit_resources()
-    while len(size := requests.read(4)) == 4:
-        reply = worker.answer(json.loads(requests.read(int.from_bytes(size, "big"))))
-        data = json.dumps(reply).encode()
-        replies.write(len(data).to_bytes(4, "big") + data)
-        replies.flush()
+    limit_resources(MEMORY_BYTES)
+    while (request := received()) is not None:
+        send(json.dumps(worker.answer(json.loads(request))).encode())
 
 
 if __name__ == "__main__":

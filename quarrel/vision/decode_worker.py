@@ -1,11 +1,10 @@
 """The process that decodes pictures: they come from strangers, and decoders have had many holes.
 
-Run as a script by `decode.py`, never imported by it; needs nothing but the standard library and Pillow. It has no file, no
-child, so much memory and so much time; whatever a picture brings down is this process.
+Run as a script by `decode.py`, never imported by it; needs nothing but the standard library, Pillow and `sandbox.py`. It
+has no file, no child, so much memory and so much time; whatever a picture brings down is this process.
 
-A picture is four frames on standard input and output (a length of four bytes, big endian, then the bytes): its head in
-JSON with its bytes behind a line feed, the reply in JSON with its size; the size wanted in JSON, and the pixels, three
-bytes each.
+A picture is four frames: its head in JSON with its bytes behind a line feed, the reply in JSON with its size; the size
+wanted in JSON, and the pixels, three bytes each.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import resource
 import signal
-import sys
 import warnings
 from typing import Any
 
 from PIL import Image, ImageOps, MpoImagePlugin, TiffImagePlugin  # noqa: F401  (Pillow would import the last two late)
+
+from quarrel.child.sandbox import limit_cpu, limit_resources, received, send
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_PIXELS = 50_000_000
@@ -58,32 +57,6 @@ def opened(head: dict[str, Any], data: bytes) -> Image.Image:
         raise Refused(f"is broken or cut short ({type(error).__name__})") from None
 
 
-def limit_resources() -> None:
-    """No file, no process, no core dump, and only so much more memory. What a system does not know is passed over."""
-    with contextlib.suppress(OSError):
-        with open("/proc/self/statm", "rb") as file:
-            used = int(file.read().split()[0]) * resource.getpagesize()
-        set_limit(resource.RLIMIT_AS, used + MEMORY_BYTES)
-    for name in ("RLIMIT_CORE", "RLIMIT_FSIZE", "RLIMIT_NPROC", "RLIMIT_NOFILE"):
-        if hasattr(resource, name):
-            set_limit(getattr(resource, name), 0)
-
-
-def set_limit(what: int, value: int) -> None:
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(what, (value, value))
-
-
-def received() -> bytes | None:
-    size = sys.stdin.buffer.read(4)
-    return sys.stdin.buffer.read(int.from_bytes(size, "big")) if len(size) == 4 else None
-
-
-def send(data: bytes) -> None:
-    sys.stdout.buffer.write(len(data).to_bytes(4, "big") + data)
-    sys.stdout.buffer.flush()
-
-
 def warm_up() -> None:
     """Loads every decoder while files can still be opened."""
     for name in FORMATS:
@@ -95,14 +68,13 @@ def warm_up() -> None:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     warnings.simplefilter("ignore")
     Image.MAX_IMAGE_PIXELS = MAX_PIXELS
     warm_up()
-    limit_resources()
+    limit_resources(MEMORY_BYTES)
     while (request := received()) is not None:
         head, data = request.split(b"\n", 1)
-        signal.setitimer(signal.ITIMER_PROF, CPU_S)
+        limit_cpu(CPU_S)
         try:
             image = opened(json.loads(head), data)
         except Refused as reason:
@@ -115,7 +87,7 @@ def main() -> None:
         to = json.loads(wanted)
         if to["size"] is not None and tuple(to["size"]) != image.size:
             image = image.resize(tuple(to["size"]), Image.Resampling[to["filter"].upper()])
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        limit_cpu(0)
         send(b"" if to["size"] is None else image.tobytes())
 
 

@@ -11,24 +11,17 @@ import pytest
 from quarrel.mlx_backend.attention.paged import SPLIT
 from quarrel.mlx_backend.backend import MlxBackend
 from quarrel.ops.attention import ATTENTION, AttentionSpec
-from quarrel.ops.contract import Array, Case, KVArrays
+from quarrel.ops.contract import Array, Case
 from quarrel.ops.encode import ENCODE, EncodeSpec
 from tests.mlx_backend.cases import error_on, running
+from tests.mlx_backend.trials import attention_inputs
 
 SPEC = AttentionSpec(8, 2, 64, 0.125)
 
 
 def batch(spec: AttentionSpec, lengths: list[tuple[int, int]], seed: int = 0) -> tuple[Any, ...]:
     """Inputs for sequences of (new tokens, keys in all), block size 32."""
-    rng = np.random.default_rng(seed)
-    new, kv_len = (np.array(x, np.int32) for x in zip(*lengths, strict=True))
-    width = -(-int(kv_len.max()) // 32)
-    table = rng.permutation(len(new) * width).reshape(-1, width).astype(np.int32)
-    starts = np.concatenate([[0], np.cumsum(new)]).astype(np.int32)
-    shape = (table.size, 32, spec.n_kv, spec.head_dim)
-    cache = KVArrays(rng.standard_normal(shape, dtype=np.float32), rng.standard_normal(shape, dtype=np.float32))
-    q = rng.standard_normal((int(new.sum()), spec.width), dtype=np.float32) * 2
-    return q, starts, kv_len, table, cache
+    return attention_inputs(spec, lengths, np.random.default_rng(seed))
 
 
 def run(backend: MlxBackend, inputs: tuple[Any, ...], compute: Any = "float32") -> Array:
