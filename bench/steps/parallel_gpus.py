@@ -58,7 +58,7 @@ class Shared(Subject):
         self.load_seconds = time.perf_counter() - began
         self.layout = Layout(limits, source.spec.n_vocab)
         self.traffic = Traffic.of(source.program, self.step.compute)
-        self.how = team.group.how
+        self.how = team.groups.how
 
 
 def case(args: argparse.Namespace, name: str, variant: str) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def case(args: argparse.Namespace, name: str, variant: str) -> dict[str, Any]:
         spec = read_spec(file)
         assert isinstance(spec, ModelSpec)
         step = compile_shared(team, backend(args.backend), spec, file, limits, 64)
-        how = team.group.how
+        how = team.groups.how
         # The last tokens one by one: small sums, and, from the third on, a graph.
         bounds = [0, 9, len(ids) - 12, *range(len(ids) - 11, len(ids) + 1)]
         parts = [step(chunk(ids, a, z), "logits").logits for a, z in pairwise(bounds)]
@@ -128,12 +128,13 @@ def sums(rank: int, folder: Path) -> dict[str, Any]:
     import torch
 
     from quarrel.parallel.group import TorchGroup
+    from quarrel.parallel.meeting import Meeting
     from quarrel.triton_backend.collective.one_shot import MOST, OneShot
 
     logging.basicConfig(level="INFO")
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
-    group = TorchGroup(folder, rank, 2, device, OneShot)
+    group = TorchGroup(Meeting(folder), "sums", rank, 2, device, OneShot)
     found: dict[str, Any] = {"sums": group.how}
     peers, group._peers = group._peers, None
     for name, made in (("nccl", None), ("one_shot", peers)):

@@ -223,8 +223,8 @@ class LoadOptions:
         metadata=_about(
             Whole(1, MAX_DEVICES),
             "processes that hold consecutive layers each, and hand on what theirs gave: a model then needs that much less"
-            " memory in each of them. Excludes `tensor_parallel`. Needs PyTorch.",
-            "how many processes share the model, whole layers each; by default 1",
+            " memory in each of them. With `tensor_parallel` each of them is so many devices. Needs PyTorch.",
+            "how many stages share the model, whole layers each; by default 1",
         ),
     )
     experts_on_cpu: int | None = field(
@@ -335,13 +335,8 @@ class LoadOptions:
 
     def devices(self, environment: Environment) -> int:
         """How many share the model."""
-        stages = self.pipeline_parallel or 1
-        if stages > 1 and (self.tensor_parallel or 1) > 1:
-            message = f"pipeline_parallel is {stages} and tensor_parallel {self.tensor_parallel}: leave one of them out"
-            raise RequestError(message, "pipeline_parallel", "tensor_parallel")
-        if stages > 1:
-            return stages
-        return environment.tensor_parallel if self.tensor_parallel is None else self.tensor_parallel
+        each = environment.tensor_parallel if self.tensor_parallel is None else self.tensor_parallel
+        return (self.pipeline_parallel or 1) * each
 
     def wire(self) -> dict[str, Any]:
         """What differs from the defaults, as JSON, for the process that will load the model."""

@@ -11,7 +11,7 @@ from quarrel.errors import BackendUnavailable, installing
 from quarrel.gguf import FORMATS, GGUFFile
 from quarrel.llm.memory import cache_bytes_per_token
 from quarrel.models import ModelSpec, Tensors, assemble
-from quarrel.models.shard import Split, shard
+from quarrel.models.shard import shard
 from quarrel.ops.collective import Joins
 from quarrel.ops.contract import WeightRef
 from quarrel.ops.program import Program
@@ -32,9 +32,9 @@ class Parallel:
         compute: ComputeChoice,
         ranks: int,
         threads: int | None,
-        split: Split = "auto",
+        stages: int = 1,
     ) -> None:
-        option = "pipeline_parallel" if split == "stages" else "tensor_parallel"
+        option = "pipeline_parallel" if stages > 1 else "tensor_parallel"
         if not isinstance(backend, Joins):
             raise BackendUnavailable(f"the {backend.name} backend runs on one device: leave {option} out", option)
         if importlib.util.find_spec("torch") is None:
@@ -43,7 +43,7 @@ class Parallel:
         from quarrel.parallel import Team, Work, compile_shared
 
         self.ranks, self._backend = ranks, backend
-        self._work = Work(tuple(paths), backend.name, compute, ranks, split, threads)
+        self._work = Work(tuple(paths), backend.name, compute, ranks, stages=stages, threads=threads)
         self._make, self._compile = Team, compile_shared
         # The other processes import what they need while this one plans.
         self._team: Team | None = Team(self._work)
@@ -57,7 +57,8 @@ class Parallel:
     def largest_share(self, spec: ModelSpec, tensors: Tensors, window_groups: int) -> tuple[Program, int]:
         """The program whose cache is the largest, and bytes of the largest share of the weights. window_groups: of the
         whole model, where its layers with a window are to have blocks of their own."""
-        programs = [assemble(*shard(spec, tensors, rank, self.ranks, self._work.split)) for rank in range(self.ranks)]
+        stages = self._work.stages
+        programs = [assemble(*shard(spec, tensors, rank, self.ranks, stages=stages)) for rank in range(self.ranks)]
         # Every member gets the same block tables; with whole layers each, their groups may be others.
         grouped = [with_window_groups(program, window_groups) for program in programs]
         if all(program.window_groups == window_groups for program in grouped):

@@ -15,7 +15,6 @@ from quarrel.llm.open import Opened
 from quarrel.llm.options import MTP
 from quarrel.llm.parallel import Parallel
 from quarrel.models import EncoderSpec, ModelSpec, assemble, read_spec
-from quarrel.models.shard import Split
 from quarrel.ops.host import ComputesParts, HostExperts, computing_parts
 from quarrel.ops.program import Program
 from quarrel.ops.registry import backend as backend_named
@@ -88,8 +87,8 @@ def _team(opened: Opened) -> Parallel | None:
     if opened.devices == 1:
         return None
     options = opened.options
-    split: Split = "stages" if (options.pipeline_parallel or 1) > 1 else "auto"
-    team = Parallel(opened.found.paths, opened.backend, options.compute, opened.devices, options.threads, split)
+    stages = options.pipeline_parallel or 1
+    team = Parallel(opened.found.paths, opened.backend, options.compute, opened.devices, options.threads, stages)
     opened.files.callback(team.close)
     return team
 

@@ -1,6 +1,7 @@
 """A stage of a model: consecutive layers, whose program reads the stream of the layers before and gives its own.
 
-The first stage embeds the tokens, the last one scores and draws. Nothing else crosses from stage to stage.
+The first stage embeds the tokens, the last one scores and draws. Nothing else crosses from stage to stage. A stage is of
+one rank, or of several that share its layers.
 """
 
 from __future__ import annotations
@@ -15,6 +16,12 @@ from quarrel.ops.null import Builder
 from quarrel.ops.program import Node, Program
 
 _LAYER = re.compile(r"blk\.(\d+)\.")
+
+
+def place_of(rank: int, ranks: int, stages: int) -> tuple[int, int]:
+    """The stage of a rank, and which of the stage's ranks it is. The first ranks are those of the last stage."""
+    width = ranks // stages
+    return (rank // width - 1) % stages, rank % width
 
 
 def stage_of(program: Program, owners: Sequence[int], stage: int) -> Program:

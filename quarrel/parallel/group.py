@@ -12,7 +12,6 @@ import logging
 import os
 import threading
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from quarrel.ops.collective import PeerSums
+from quarrel.parallel.meeting import Meeting
 
 log = logging.getLogger("quarrel")
 
@@ -42,10 +42,16 @@ class TorchGroup:
     """See `ops.collective.Group`. Buffers are NumPy arrays (gloo) or CUDA tensors (NCCL)."""
 
     def __init__(
-        self, folder: Path, rank: int, size: int, device: torch.device, peer_sums: type[PeerSums] | None = None
+        self,
+        meeting: Meeting,
+        name: str,
+        rank: int,
+        size: int,
+        device: torch.device,
+        peer_sums: type[PeerSums] | None = None,
     ) -> None:
         self.rank, self.size, self._device = rank, size, device
-        store = dist.FileStore(str(folder / "store"), size)
+        store = meeting.store(name, size)
         store.set_timeout(timedelta(minutes=2))
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -57,7 +63,7 @@ class TorchGroup:
         self._from.asyncOp = False
         if device.type != "cuda":
             options = dist.ProcessGroupGloo._Options()
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=meeting.address)]
             options._timeout = PATIENCE
             self._ranks: Any = dist.ProcessGroupGloo(store, rank, size, options)
             return

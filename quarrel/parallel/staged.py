@@ -26,6 +26,9 @@ class StagedStep(ParallelStep):
     def __init__(self, own: Step, team: Team, n_vocab: int, width: int) -> None:
         super().__init__(own, team, n_vocab)
         self._width = width  # of the stream
+        # The others of the last stage, and the members of the stages before.
+        each = team.work.ranks // team.work.stages
+        self._beside, self._before = team.members[: each - 1], team.members[each - 1 :]
         self._drawn: Array | None = None
 
     def launch(self, inputs: StepInputs, want: Want) -> Pending:
@@ -33,14 +36,16 @@ class StagedStep(ParallelStep):
         inputs.check(self.limits, self._n_vocab)
         if "tokens" in outputs_of(want) and inputs.sample is None:
             raise RequestError("tokens are wanted without sampling controls: fill StepInputs.sample")
-        parts = pieces(inputs, want, EACH * self._team.work.ranks)
+        stages = self._team.work.stages
+        parts = pieces(inputs, want, EACH * stages)
         for part in parts:
-            self._send(pack_step(replace(part.inputs, sample=None), "hidden"))
-        group: Any = self._team.group
+            self._send(pack_step(replace(part.inputs, sample=None), "hidden"), self._before)
+            self._send(pack_step(part.inputs, part.want), self._beside)
+        chain: Any = self._team.groups.chain
         found = []
         try:
             for part in parts:
-                stream = group.receive(self._team.work.ranks - 1, (len(part.inputs.ids), self._width))
+                stream = chain.receive(stages - 1, (len(part.inputs.ids), self._width))
                 found.append(self._own(replace(part.inputs, stream=stream), part.want))
         except Exception as error:
             fault = self._team.fault(SOON)

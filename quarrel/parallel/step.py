@@ -26,8 +26,9 @@ from quarrel.ops.step import (
     outputs_of,
 )
 from quarrel.ops.windows import with_window_groups
+from quarrel.parallel.groups import device_of, join
 from quarrel.parallel.messages import pack, pack_step
-from quarrel.parallel.team import Team
+from quarrel.parallel.team import Member, Team
 
 SOON = 1.0
 """Seconds after a device's own fault in which the loss of another process, its likely cause, is known."""
@@ -43,25 +44,16 @@ def compile_shared(
     progress: Callable[[int, int], None] | None = None,
 ) -> Step:
     """The step of all members, on the thread that will run it. Closes the team if one of them fails."""
-    from quarrel.parallel.group import TorchGroup
-    from quarrel.parallel.worker import device_of
-
     if not isinstance(backend, Joins):
         message = f"the {backend.name} backend runs on one device: leave tensor_parallel out"
         raise BackendUnavailable(message, "tensor_parallel")
     work = team.work
-    staged = work.split == "stages"
     try:
         team.free_bytes()
         team.send(pack(do="load", n_ctx=n_ctx, limits=asdict(limits)))
         device = device_of(backend.name, 0)
-        if staged:
-            # What goes from stage to stage goes through the host, on every backend.
-            team.group = TorchGroup(team.folder, 0, work.ranks, device_of("cpu", 0))
-        else:
-            team.group = TorchGroup(team.folder, 0, work.ranks, device, backend.peer_sums if work.peer_sums else None)
-            backend.join(team.group)
-        spec, tensors = shard(whole, Tensors(file), 0, work.ranks, work.split)
+        team.groups = join(team.meeting, 0, work.ranks, work.stages, backend, device, work.peer_sums)
+        spec, tensors = shard(whole, Tensors(file), 0, work.ranks, work.split, work.stages)
         program = with_window_groups(assemble(spec, tensors), limits.window_groups)
         step = backend.compile(program, tensors, limits, work.compute, progress)
         for member in team.members:
@@ -72,7 +64,7 @@ def compile_shared(
         if fault is not None:
             raise fault from None
         raise
-    if staged:
+    if work.stages > 1:
         from quarrel.parallel.staged import StagedStep
 
         return StagedStep(step, team, whole.n_vocab, int(program.inputs["stream"].dims[1]))
@@ -152,8 +144,9 @@ class ParallelStep:
         finally:
             self._team.close()
 
-    def _send(self, message: bytes) -> None:
+    def _send(self, message: bytes, members: Sequence[Member] | None = None) -> None:
+        """To all, or to these."""
         fault = self._team.fault()
         if fault is not None:
             raise fault
-        self._team.send(message)
+        self._team.send(message, members)

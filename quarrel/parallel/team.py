@@ -7,10 +7,9 @@ import queue
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from quarrel.child.heartbeat import Watch
 from quarrel.child.spawn import spawn
@@ -18,6 +17,8 @@ from quarrel.child.wire import Json, error_kind, unpack_error
 from quarrel.errors import BackendUnavailable, EngineFault, OutOfMemory, QuarrelError, UnsupportedModel
 from quarrel.models.shard import Split
 from quarrel.ops.step import ComputeChoice
+from quarrel.parallel.groups import Groups
+from quarrel.parallel.meeting import Meeting
 from quarrel.parallel.messages import Message, pack, unpack
 
 log = logging.getLogger("quarrel")
@@ -38,6 +39,8 @@ class Work:
     compute: ComputeChoice
     ranks: int
     split: Split = "auto"
+    stages: int = 1
+    """Of a pipeline, `ranks // stages` members each."""
     threads: int | None = None
     """Of each process, on a CPU."""
     peer_sums: bool = True
@@ -121,7 +124,7 @@ class Team:
     def __init__(self, work: Work) -> None:
         self.work = work
         self.folder = Path(tempfile.mkdtemp(prefix="quarrel-"))
-        self.group: Any = None
+        self.meeting, self.groups = Meeting(self.folder), Groups()
         self._closed = False
         self._free: int | None = None
         self._lost = threading.Event()
@@ -142,9 +145,9 @@ class Team:
             self._free = min(int(member.wait("free")["bytes"]) for member in self.members)
         return self._free
 
-    def send(self, message: bytes) -> None:
-        """Sends every member the same. Raises EngineFault."""
-        for member in self.members:
+    def send(self, message: bytes, members: Sequence[Member] | None = None) -> None:
+        """Sends every member, or every one of these, the same. Raises EngineFault."""
+        for member in self.members if members is None else members:
             member.send(message)
 
     def fault(self, patience: float = 0.0) -> QuarrelError | None:
@@ -166,8 +169,7 @@ class Team:
                 return
             self._closed = True
         self.stop()
-        if self.group is not None:
-            self.group.close()
+        self.groups.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _lose(self, member: Member) -> None:
@@ -177,5 +179,5 @@ class Team:
         if not closed:
             log.error("the process of device %d is lost: %s", member.rank, member.lost)
         self._lost.set()
-        if not closed and self.group is not None:
-            self.group.abort()
+        if not closed:
+            self.groups.abort()

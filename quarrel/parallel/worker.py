@@ -18,25 +18,13 @@ from quarrel.convert import open_file
 from quarrel.errors import QuarrelError
 from quarrel.models import ModelSpec, Tensors, assemble, read_spec
 from quarrel.models.shard import shard
-from quarrel.ops.collective import Joins
 from quarrel.ops.program import Program
 from quarrel.ops.registry import backend as backend_named
-from quarrel.ops.step import Limits, Pending, Step, StepInputs
+from quarrel.ops.step import Limits, Pending, Step, StepInputs, Want
 from quarrel.ops.windows import with_window_groups
+from quarrel.parallel.groups import device_of, join
+from quarrel.parallel.meeting import Meeting
 from quarrel.parallel.messages import Message, pack, unpack
-
-
-def device_of(backend: str, rank: int) -> Any:
-    """The torch device of a rank, made the current one."""
-    import torch
-
-    if backend != "triton" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    found = torch.cuda.device_count()
-    if rank >= found:
-        raise QuarrelError(f"this machine has {found} GPUs: use a smaller tensor_parallel", "tensor_parallel")
-    torch.cuda.set_device(rank)
-    return torch.device("cuda", rank)
 
 
 class Worker:
@@ -54,28 +42,20 @@ class Worker:
         """Until the first process is gone."""
         self._clock.follow_compiler()
         work = self._next()
-        device = device_of(work["backend"], work["rank"])
+        rank, ranks, stages = work["rank"], work["ranks"], work["stages"]
+        device = device_of(work["backend"], rank)
         backend = backend_named(work["backend"], work["threads"])
         reason = backend.unavailable()
         if reason is not None:
             raise QuarrelError(f"backend {backend.name} cannot run: {reason}")
         self._link.send(pack(do="free", bytes=backend.free_bytes()))
         load = self._next()
-        # From here on its tensors are on this device, and its sums are those of the group.
-        from quarrel.parallel.group import TorchGroup
-
-        staged = work["split"] == "stages"
-        if staged:
-            group = TorchGroup(Path(work["folder"]), work["rank"], work["ranks"], device_of("cpu", 0))
-        else:
-            assert isinstance(backend, Joins)
-            peer_sums = backend.peer_sums if work["peer_sums"] else None
-            group = TorchGroup(Path(work["folder"]), work["rank"], work["ranks"], device, peer_sums)
-            backend.join(group)
+        # From here on its tensors are on this device, and its sums are those of its stage.
+        groups = join(Meeting(Path(work["folder"])), rank, ranks, stages, backend, device, work["peer_sums"])
         with open_file([Path(p) for p in work["paths"]]) as file:
             whole = read_spec(file, load["n_ctx"])
             assert isinstance(whole, ModelSpec)
-            spec, tensors = shard(whole, Tensors(file), work["rank"], work["ranks"], work["split"])
+            spec, tensors = shard(whole, Tensors(file), rank, ranks, work["split"], stages)
             limits = Limits(**load["limits"])
             program = with_window_groups(assemble(spec, tensors), limits.window_groups)
             with self._clock.compiling():
@@ -85,8 +65,8 @@ class Worker:
                 self._clock.enter("idle")
                 message = unpack(self._messages.get())
                 self._clock.enter("stepping")
-                if staged and isinstance(message, tuple):
-                    _pass_on(step, message[0], group, program)
+                if groups.chain is not None and isinstance(message, tuple):
+                    _pass_on(step, *message, groups.chain, program)
                 else:
                     self._handle(step, message)
 
@@ -117,11 +97,15 @@ class Worker:
         os._exit(0)  # nobody would read what this process waits for
 
 
-def _pass_on(step: Step, inputs: StepInputs, group: Any, program: Program) -> None:
-    """Runs a micro-batch on the stream of the stage before, and gives the next stage what comes of it."""
+def _pass_on(step: Step, inputs: StepInputs, want: Want, chain: Any, program: Program) -> None:
+    """Runs a micro-batch on the stream of the stage before, and gives the next stage what comes of it. The results of the
+    last stage are those of its first member, which all of its members have."""
     if (stream := program.inputs.get("stream")) is not None:
-        inputs = replace(inputs, stream=group.receive(group.rank - 1, (len(inputs.ids), int(stream.dims[1]))))
-    group.send(step(inputs, "hidden").stream, (group.rank + 1) % group.size)
+        before = (chain.rank - 1) % chain.size
+        inputs = replace(inputs, stream=chain.receive(before, (len(inputs.ids), int(stream.dims[1]))))
+    made = step(inputs, want)
+    if chain.rank:
+        chain.send(made.stream, (chain.rank + 1) % chain.size)
 
 
 def main(descriptor: int) -> None:

@@ -23,44 +23,56 @@ from quarrel.ops.program import Program
 from quarrel.ops.step import Limits, Lists, SampleInputs, Step, StepInputs
 from quarrel.parallel.pieces import joined, pieces
 from tests.models.test_reference_logits import chunk, limit, specify, wanted
+from tests.parallel.lockstep import Member, together
 from tests.parallel.test_team import children
 from tests.paths import need_cases
 
 DEMO = resolve("demo").paths[0]
 CASES = [
+    ("llama32", "q4_0x", 1),
+    ("granitehybrid", "q4_0x", 1),
+    ("gemma3", "q4_0x", 1),
+    ("glm47flash", "q4_0x", 1),
+    ("mamba2", "q4_k_m", 1),
     ("llama32", "q4_0x", 2),
-    ("granitehybrid", "q4_0x", 2),
-    ("gemma3", "q4_0x", 2),
+    ("mixtral", "q4_k_m", 2),
+    ("granitehybrid", "q4_k_m", 2),
     ("glm47flash", "q4_0x", 2),
-    ("mamba2", "q4_k_m", 2),
 ]
 
 
-@pytest.mark.parametrize(("arch", "variant", "stages"), CASES)
-def test_stages_give_the_models_logits(arch: str, variant: str, stages: int) -> None:
+@pytest.mark.parametrize(("arch", "variant", "each"), CASES)
+def test_stages_give_the_models_logits(arch: str, variant: str, each: int) -> None:
+    """Two stages of `each` members, which cut the layers of their stage."""
     folder = need_cases(arch)
     ids = np.load(folder / "tokens.npy").reshape(-1).astype(np.int32)
     limits = Limits(max_tokens=len(ids), max_seqs=2, max_blocks_per_seq=8, n_blocks=8, block_size=16)
-    backend = CpuBackend(threads=1)
     with GGUFFile.open(folder / f"model-{variant}.gguf") as file:
         spec = specify(file, folder, variant)
-        steps: list[Step] = []
-        for rank in (*range(1, stages), 0):  # the last stage is the first process's
-            own, tensors = shard(spec, Tensors(file), rank, stages, "stages")
-            steps.append(backend.compile(assemble(own, tensors), tensors, limits, "float32"))
-        found = []
-        for first, end in ((0, 9), (9, 10), (10, len(ids))):
-            inputs = chunk(ids, first, end)
-            for step in steps[:-1]:
-                inputs = replace(inputs, stream=step(inputs, "hidden").stream)
-            found.append(steps[-1](inputs, "logits").logits)
+
+        def member(group: Member) -> np.ndarray:
+            backend = CpuBackend(threads=1)
+            if each > 1:
+                backend.join(group)
+            steps: list[Step] = []
+            for rank in (each + group.rank, group.rank):  # the last stage is that of the first process
+                own, tensors = shard(spec, Tensors(file), rank, 2 * each, stages=2)
+                steps.append(backend.compile(assemble(own, tensors), tensors, limits, "float32"))
+            found = []
+            for first, end in ((0, 9), (9, 10), (10, len(ids))):
+                inputs = chunk(ids, first, end)
+                found.append(steps[1](replace(inputs, stream=steps[0](inputs, "hidden").stream), "logits").logits)
+            return np.concatenate(found)  # type: ignore[arg-type]
+
+        made = together(each, member)
     truth = wanted(folder, variant)
-    assert rel_error(np.concatenate(found)[-len(truth) :], truth) < limit(arch, variant)  # type: ignore[arg-type]
+    assert all(rel_error(logits[-len(truth) :], truth) < limit(arch, variant) for logits in made)
+    assert all(np.array_equal(logits, made[0]) for logits in made)
 
 
 def test_a_stage_reads_its_own_tensors_alone() -> None:
     with GGUFFile.open(DEMO) as file:
-        programs = [assemble(*shard(read_spec(file), Tensors(file), rank, 3, "stages")) for rank in (1, 2, 0)]  # type: ignore[arg-type]
+        programs = [assemble(*shard(read_spec(file), Tensors(file), rank, 3, stages=3)) for rank in (1, 2, 0)]  # type: ignore[arg-type]
         names = [weights(program) for program in programs]
     assert all(len(found) > 3 for found in names)
     tied = {"token_embd.weight"}  # embeds in the first, scores in the last
@@ -76,7 +88,7 @@ def weights(program: Program) -> set[str]:
 
 def test_a_model_of_which_more_crosses_is_refused_by_name() -> None:
     with GGUFFile.open(next(need_cases("gemma3n").glob("model-q4_0x.gguf"))) as file:
-        spec, tensors = shard(read_spec(file), Tensors(file), 0, 2, "stages")  # type: ignore[arg-type]
+        spec, tensors = shard(read_spec(file), Tensors(file), 0, 2, stages=2)  # type: ignore[arg-type]
         with pytest.raises(RequestError, match=r"blk\.\S+ reads more of the layers before.*use tensor_parallel"):
             assemble(spec, tensors)
 
@@ -147,13 +159,24 @@ def test_three_processes_give_the_tokens_of_one_and_a_lost_one_is_replaced() -> 
     assert children() == []
 
 
+def test_two_stages_of_two_processes_give_the_tokens_of_one() -> None:
+    pytest.importorskip("torch.distributed")
+    options: dict[str, Any] = {"backend": "cpu", "compute": "float32", "n_ctx": 512, "max_seqs": 3, "threads": 4}
+    prompts = ["Once upon a time", "The king", [5] * 300]
+    ask: dict[str, Any] = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
+    with quarrel.load("demo", **options) as llm:
+        alone = [r.token_ids for r in llm.generate(prompts, **ask)]
+    with quarrel.load("demo", **options, pipeline_parallel=2, tensor_parallel=2) as llm:
+        assert len(children()) == 3
+        assert [r.token_ids for r in llm.generate(prompts, **ask)] == alone
+    assert children() == []
+
+
 def test_what_a_pipeline_cannot_have_is_refused() -> None:
-    with pytest.raises(RequestError, match="pipeline_parallel is 2 and tensor_parallel 2: leave one of them out"):
-        quarrel.load("demo", backend="cpu", pipeline_parallel=2, tensor_parallel=2)
     with pytest.raises(RequestError, match="leave them or pipeline_parallel out"):
         quarrel.load("demo", backend="cpu", pipeline_parallel=2, draft="demo")
     with (
         GGUFFile.open(DEMO) as file,
         pytest.raises(RequestError, match="the model has 10 layers for 11 devices: use fewer"),
     ):
-        shard(read_spec(file), Tensors(file), 0, 11, "stages")  # type: ignore[arg-type]
+        shard(read_spec(file), Tensors(file), 0, 11, stages=11)  # type: ignore[arg-type]
