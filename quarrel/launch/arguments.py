@@ -73,7 +73,8 @@ no_jinja --no-jinja
 ignore_eos --ignore-eos
 cpu_moe -cmoe --cpu-moe LLAMA_ARG_CPU_MOE
 so --no-webui --no-ui --offline --jinja --metrics --slots --props --no-log-prefix --no-log-timestamps --log-disable
-so -v --verbose --log-verbose -cb --cont-batching --kv-unified -kvu --no-mmproj-offload --no-mmproj --no-context-shift
+so -v --verbose --log-verbose -cb --cont-batching --kv-unified -kvu --no-mmproj-offload --mmproj-auto --no-context-shift
+no_mmproj --no-mmproj --no-mmproj-auto
 so --no-perf --mmap --no-warmup --cache-prompt --no-slots
 """
 _TAKEN = "--log-verbosity -lv --verbosity --load-mode -lm --log-colors --log-file"

@@ -114,8 +114,6 @@ def _discover(args: Arguments, old: Path | None, words: Sequence[str]) -> int:
 
 def _for_the_old_one(args: Arguments) -> str | None:
     """What no model can have here."""
-    if args.text("mmproj") is not None:
-        return "images and sounds (--mmproj) are not understood here"
     if len(args.loras) > 1:
         return f"{len(args.loras)} adapters at once (--lora) are more than one"
     return None
@@ -138,6 +136,7 @@ def load_options(args: Arguments) -> LoadOptions:
     if args.text("cache_k") is not None or args.text("cache_v") is not None:
         kinds = {_CACHES.get((args.text(name) or "f16").lower(), "int8") for name in ("cache_k", "cache_v")}
         given["kv_cache"] = kinds.pop() if len(kinds) == 1 else "float16"  # the wider one of two
+    given["mmproj"] = "none" if "no_mmproj" in args.switches else args.text("mmproj") or "none"
     if args.loras:
         given["adapters"] = {_ADAPTER: args.loras[0]}
     if "cpu_moe" in args.switches or args.number("n_cpu_moe"):
@@ -236,6 +235,7 @@ def _serve(args: Arguments, llm: LLM, early: Early, template: str | None) -> int
         context_shift="context_shift" in args.switches,
         keep=args.number("keep") or 0,
         sampling=CompletionBody(**sampling).shared() if sampling else None,
+        media_marker=os.environ.get("LLAMA_MEDIA_MARKER") or Settings().media_marker,
     )
     server = build(settings, llm)
     threading.Thread(target=end_with, args=(llm,), name="fault", daemon=True).start()

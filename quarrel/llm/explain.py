@@ -49,6 +49,8 @@ class Explanation:
     """Numbers in the file's tensors."""
     quantization: str = ""
     """The block format of most of its bytes."""
+    projector: str = ""
+    """The kind of tower by which it sees images, if it does."""
 
     @classmethod
     def of(cls, opened: Opened, planned: Planned, compiled: Compiled) -> Explanation:
@@ -70,6 +72,7 @@ class Explanation:
             draft=None if draft is None else DraftFacts(draft.name, draft.spec.architecture, draft.plan),
             parameters=sum(math.prod(t.dims) for t in opened.file.tensors.values()),
             quantization=quantization_of(opened.file),
+            projector="" if opened.eyes is None else opened.eyes.tower.projector,
         )
 
 

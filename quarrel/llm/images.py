@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -33,6 +33,7 @@ from quarrel.models.tower import PARTS, Tower, assemble_tower, positions, read_t
 from quarrel.ops.step import Backend, ComputeChoice, Limits, Step, StepInputs
 from quarrel.tokenizer import Tokenizer
 from quarrel.tokenizer.special import Trust
+from quarrel.tokenizer.tokenizer import checked_text
 from quarrel.vision.decode import Decoder, from_base64
 from quarrel.vision.patches import Picture, Preparation, in_groups
 
@@ -48,8 +49,8 @@ _MARK = re.compile("\ue0f0([0-9a-f]{16})-([0-9]+)\ue0f1")
 
 @dataclass(frozen=True)
 class Layout:
-    """What stands around an image's tokens: a text, a control token, behind them another one and a text. `pad` is the token
-    that stands for each, if the vocabulary has it."""
+    """What stands around an image's tokens: a text, a control token, behind them another one and a text; any may be empty.
+    `pad` is the token that stands for each, if the vocabulary has it."""
 
     before: str
     start: str
@@ -66,6 +67,7 @@ FILTERS: Mapping[str, Any] = {"qwen3vl_merger": "bicubic", "gemma3": "bilinear"}
 
 
 Decoded = dict[int, Picture]
+Span = tuple[str, Trust]
 
 
 class IdsWithImages(list[int]):
@@ -126,45 +128,57 @@ class Eyes:
         beginnings of the same messages share. Raises RequestError for pictures that are none."""
         nonce, sources = secrets.token_hex(8), list[Mapping[str, Any]]()
         texts = [_marked(message, nonce, sources) for message in messages]
+        pictures = self._pictures(sources, decoded)
+        ids = tokenizer.apply_chat(texts, rewrite=self._unmarked(nonce, tokenizer), **options)
+        if len({id for id in ids if id < 0}) < len(pictures):
+            raise RequestError("the chat template changes the places of images: choose another template", "template")
+        return self._placed(ids, pictures, tokenizer)
+
+    def prompt_ids(self, parts: Sequence[Any], tokenizer: Tokenizer, parse_special: bool) -> IdsWithImages:
+        """As `ids`, of a plain prompt in parts, with an image among them."""
+        nonce, sources = secrets.token_hex(8), list[Mapping[str, Any]]()
+        text = checked_text(str(_marked({"content": parts}, nonce, sources)["content"]))
+        pictures, trust = self._pictures(sources, {}), Trust.TEMPLATE if parse_special else Trust.REPLY
+        ids = tokenizer.encode_spans(self._unmarked(nonce, tokenizer)([(text, trust)]))
+        return self._placed(ids, pictures, tokenizer)
+
+    def _pictures(self, sources: Sequence[Mapping[str, Any]], decoded: Decoded) -> list[Picture]:
         if len(sources) > MOST_IMAGES:
             raise RequestError(f"the messages hold {len(sources)} images, wanted at most {MOST_IMAGES}", "messages")
         for part in sources:
             if id(part) not in decoded:
                 decoded[id(part)] = self.decoder.picture(_source(part), self.preparation)
-        pictures = [decoded[id(part)] for part in sources]
-        order: list[int] = []
+        return [decoded[id(part)] for part in sources]
 
-        def unmarked(spans: Sequence[tuple[str, Trust]]) -> list[tuple[str, Trust]]:
-            return [span for text, trust in spans for span in self._spans(text, trust, nonce, order)]
+    def _unmarked(self, nonce: str, tokenizer: Tokenizer) -> Callable[[Sequence[Span]], list[Span]]:
+        """What puts an image's surroundings, with a gap between them, where a text has its mark."""
+        around = self.layout
+        for name in (around.start, around.end):
+            if name and tokenizer.token_id(name) is None:
+                raise UnsupportedModel(f"the vocabulary has no {name}: this is no model that sees")
 
-        ids = tokenizer.apply_chat(texts, rewrite=unmarked, **options)
-        return self._placed(ids, [pictures[i] for i in order], tokenizer)
+        def spans(text: str, trust: Trust) -> Iterator[Span]:
+            at = 0
+            for mark in _MARK.finditer(text):
+                if mark[1] == nonce:
+                    yield text[at : mark.start()] + around.before, trust
+                    yield around.start + tokenizer.gap(int(mark[2])) + around.end, Trust.TEMPLATE
+                    yield around.after, trust
+                    at = mark.end()
+            yield text[at:], trust
 
-    def _spans(self, text: str, trust: Trust, nonce: str, order: list[int]) -> list[tuple[str, Trust]]:
-        around, found, at = self.layout, list[tuple[str, Trust]](), 0
-        for mark in _MARK.finditer(text):
-            if mark[1] != nonce:
-                continue
-            order.append(int(mark[2]))
-            before = (text[at : mark.start()] + around.before, trust)
-            found += [before, (around.start, Trust.TEMPLATE), (around.end, Trust.TEMPLATE), (around.after, trust)]
-            at = mark.end()
-        return [*found, (text[at:], trust)]
+        return lambda given: [span for text, trust in given for span in spans(text, trust)]
 
     def _placed(self, ids: list[int], pictures: Sequence[Picture], tokenizer: Tokenizer) -> IdsWithImages:
-        start, end = (tokenizer.token_id(name) for name in (self.layout.start, self.layout.end))
-        if start is None or end is None:
-            raise UnsupportedModel(f"the vocabulary has no {self.layout.start}: this is no model that sees")
         pad = tokenizer.token_id(self.layout.pad)
         made, placed = list[int](), list[PlacedImage]()
-        for at, id in enumerate(ids):
-            made.append(id)
-            if id == start and ids[at + 1 : at + 2] == [end] and len(placed) < len(pictures):
-                picture = pictures[len(placed)]
-                placed.append(PlacedImage(len(made), picture.grid, picture.digest(), picture))
-                made += [start if pad is None else pad] * picture.tokens
-        if len(placed) < len(pictures):
-            raise RequestError("the chat template changes the places of images: choose another template", "template")
+        for id in ids:
+            if id >= 0:
+                made.append(id)
+                continue
+            picture = pictures[-1 - id]
+            placed.append(PlacedImage(len(made), picture.grid, picture.digest(), picture))
+            made += [0 if pad is None else pad] * picture.tokens
         return IdsWithImages(made, placed)
 
 

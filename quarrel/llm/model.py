@@ -38,6 +38,7 @@ from quarrel.llm.requests import (
     ChatKeywords,
     GenerateRequest,
     Message,
+    PrepareKeywords,
     Preparer,
     Prompt,
     PromptKeywords,
@@ -48,7 +49,7 @@ from quarrel.models import EncoderSpec
 from quarrel.ops.step import CountsExperts
 
 if TYPE_CHECKING:
-    from quarrel.llm.embedder import Embedder
+    from quarrel.llm.embedder import Embedder, Text
 
 MAX_TOP = 20
 Array = npt.NDArray[Any]
@@ -221,13 +222,13 @@ class LLM:
         *,
         messages: Sequence[Message] | None = None,
         params: SamplingParams | None = None,
-        **keywords: Unpack[ChatKeywords],
+        **keywords: Unpack[PrepareKeywords],
     ) -> Request:
         """What `generate` (of a prompt) or `chat` (of messages) would run, checked and tokenized, for `submit`.
 
         Takes milliseconds for a long prompt, so an event loop calls it on a thread.
         """
-        return self.prepare_request(self._request(ChatKeywords, keywords, params, prompt=prompt, messages=messages))
+        return self.prepare_request(self._request(PrepareKeywords, keywords, params, prompt=prompt, messages=messages))
 
     def prepare_request(self, request: GenerateRequest) -> Request:
         """As `prepare`, of a request that was made elsewhere."""
@@ -309,7 +310,7 @@ class LLM:
 
     def embed(
         self,
-        texts: Prompt | Sequence[Prompt],
+        texts: Text | Sequence[Text],
         *,
         progress: bool | Progress = False,
         **keywords: Unpack[EmbedKeywords],
@@ -325,7 +326,7 @@ class LLM:
         """
         return self._embedder.embed(texts, EmbedOptions.of(keywords), progress)
 
-    async def aembed(self, texts: Prompt | Sequence[Prompt], **keywords: Unpack[EmbedKeywords]) -> Embeddings:
+    async def aembed(self, texts: Text | Sequence[Text], **keywords: Unpack[EmbedKeywords]) -> Embeddings:
         """As `embed`, for an event loop. Cancelling the task stops the work."""
         return await self._embedder.aembed(texts, EmbedOptions.of(keywords))
 
@@ -333,7 +334,7 @@ class LLM:
         """What `embed` puts in front of a text for this `prefix`."""
         return self._embedder.prefixed(prefix)
 
-    def token_embeddings(self, text: Prompt) -> Array:
+    def token_embeddings(self, text: Text) -> Array:
         """float32 `[T, E]`: the last states of a text's tokens, special ones included, before pooling."""
         return self.hidden(self.tokenizer.encode(text) if isinstance(text, str) else text)
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, Unpack
+from typing import TYPE_CHECKING, Protocol, Unpack
 
 from quarrel.engine import Activity, AsyncStream, Request, SamplingParams, Stats
 from quarrel.llm.embeddings import Embeddings, EmbedKeywords
 from quarrel.llm.explain import Explanation
-from quarrel.llm.requests import ChatKeywords, Message, Prompt
+from quarrel.llm.requests import Message, PrepareKeywords, Prompt
 from quarrel.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from quarrel.llm.embedder import Text
 
 
 class Model(Protocol):
@@ -26,12 +29,12 @@ class Model(Protocol):
         *,
         messages: Sequence[Message] | None = None,
         params: SamplingParams | None = None,
-        **keywords: Unpack[ChatKeywords],
+        **keywords: Unpack[PrepareKeywords],
     ) -> Request: ...
 
     def submit(self, request: Request, *, stream: bool = True) -> AsyncStream: ...
 
-    async def aembed(self, texts: Prompt | Sequence[Prompt], **keywords: Unpack[EmbedKeywords]) -> Embeddings: ...
+    async def aembed(self, texts: Text | Sequence[Text], **keywords: Unpack[EmbedKeywords]) -> Embeddings: ...
 
     def tokenize(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]: ...
 

@@ -13,15 +13,16 @@ from quarrel.engine.images import Sight
 from quarrel.engine.service import DEFAULT_SERVICE
 from quarrel.errors import ContextOverflow, RequestError, TokenizerError, UnsupportedModel
 from quarrel.llm.adapters import adapter_index
-from quarrel.llm.images import Decoded, IdsWithImages, has_images
+from quarrel.llm.images import Decoded, Eyes, IdsWithImages, has_images
 from quarrel.llm.loaded import Loaded
 from quarrel.llm.overflow import Overflow, limit, shift_ids, shift_messages
 from quarrel.llm.structured import Grammars, Structure
 from quarrel.llm.texts import VocabularyTexts
 from quarrel.models import EncoderSpec
 
-Prompt = str | Sequence[int]
 Message = Mapping[str, object]
+Prompt = str | Sequence[int] | Sequence[Message]
+"""A text, ids, or parts of a message's content, texts and images."""
 JSON: Mapping[str, Any] = {"json": True}
 """Of a field: its value travels to a model's process as it is."""
 
@@ -33,8 +34,8 @@ class RequestKeywords(Sampling, total=False):
     keeps to. adapter: the name of one of the model's adapters. prompt_logprobs: `logprobs` of the prompt's tokens, too.
     names: control tokens that the answer shows by their names; those that the vocabulary lacks are passed over.
     overflow: what becomes of a prompt that leaves too little room in the context for an answer: "stop", the default,
-    refuses it if it does not fit at all; "shift" leaves out the oldest turns, or of a plain prompt what lies behind its
-    first few tokens; "summary", of messages, has the model sum them up.
+    refuses it if it does not fit at all; "shift" leaves out the oldest turns, or of a plain prompt without images what lies
+    behind its first few tokens; "summary", of messages, has the model sum them up.
     """
 
     service: Service
@@ -58,6 +59,10 @@ class ChatKeywords(RequestKeywords, total=False):
     tools: Sequence[Mapping[str, object]] | None
     template: str | None
     template_kwargs: Mapping[str, bool | str] | None
+
+
+class PrepareKeywords(PromptKeywords, ChatKeywords, total=False):
+    """Of `prepare`, which takes a prompt or messages."""
 
 
 @dataclass(frozen=True)
@@ -181,14 +186,23 @@ class Preparer:
     def _prompt_ids(self, request: GenerateRequest) -> Sequence[int]:
         if isinstance(request.prompt, str):
             return self._tokenizer.encode(request.prompt, parse_special=request.parse_special)
+        if has_images([{"content": request.prompt}]):
+            return self._seeing("prompt").prompt_ids(request.prompt or (), self._tokenizer, request.parse_special)
         return self._ids(request.prompt)
+
+    def _seeing(self, field: str) -> Eyes:
+        if self._eyes is None:
+            message = f"the {field} hold{'s' * (field == 'prompt')} images, and the model was loaded without a projector:"
+            raise UnsupportedModel(f"{message} give its mmproj-*.gguf as mmproj, or put it beside the model", field)
+        return self._eyes
 
     def _fitting_ids(self, request: GenerateRequest, system: str | None) -> tuple[Sequence[int], int]:
         """The prompt, and how many messages or tokens were left out of it."""
         most = limit(self._n_ctx, request.params.max_tokens)
         if request.messages is None:
             ids = self._prompt_ids(request)
-            return shift_ids(ids, most) if request.overflow == "shift" else (ids, 0)
+            shifts = request.overflow == "shift" and not isinstance(ids, IdsWithImages)
+            return shift_ids(ids, most) if shifts else (ids, 0)
         decoded: Decoded = {}
         if request.overflow == "stop" or not isinstance(request.messages, list | tuple):
             return self._chat_ids(request, request.messages, system, decoded), 0
@@ -207,13 +221,7 @@ class Preparer:
         options: Any = {"tools": request.tools, "template": request.template, "kwargs": request.template_kwargs}
         if not has_images(messages):
             return self._tokenizer.apply_chat(messages, **options)
-        if self._eyes is None:
-            raise UnsupportedModel(
-                "the messages hold images, and the model was loaded without a projector: give its mmproj-*.gguf as mmproj,"
-                " or put it beside the model",
-                "messages",
-            )
-        return self._eyes.ids(messages, self._tokenizer, decoded, **options)
+        return self._seeing("messages").ids(messages, self._tokenizer, decoded, **options)
 
     def _ids(self, ids: object) -> list[int]:
         # A collection, so that its length is known before each entry is looked at; an iterator could be endless.

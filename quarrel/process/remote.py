@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from quarrel.child.heartbeat import Watch
 from quarrel.child.spawn import spawn
@@ -28,10 +28,13 @@ from quarrel.engine.queue import Places
 from quarrel.errors import EngineLost, QuarrelError
 from quarrel.llm import Embeddings, Explanation, GenerateRequest, LoadOptions, load_tokenizer
 from quarrel.llm.embeddings import EmbedKeywords, EmbedOptions
-from quarrel.llm.requests import ChatKeywords, Message, Prompt
+from quarrel.llm.requests import Message, PrepareKeywords, Prompt
 from quarrel.llm.texts import VocabularyTexts
 from quarrel.process.streams import RemoteRequest, RemoteWork, Stream
 from quarrel.process.values import chunk_of, plain, typed
+
+if TYPE_CHECKING:
+    from quarrel.llm.embedder import Text
 
 STEP_SECONDS = {"cpu": 1800.0}
 """By backend: on a few cores, a step of many rows of a large model takes minutes."""
@@ -149,10 +152,10 @@ class RemoteLLM:
         *,
         messages: Sequence[Message] | None = None,
         params: SamplingParams | None = None,
-        **keywords: Unpack[ChatKeywords],
+        **keywords: Unpack[PrepareKeywords],
     ) -> Request:
         """As `LLM.prepare`. Waits for the model's process."""
-        wanted = GenerateRequest.of(ChatKeywords, keywords, params, self.defaults, prompt=prompt, messages=messages)
+        wanted = GenerateRequest.of(PrepareKeywords, keywords, params, self.defaults, prompt=prompt, messages=messages)
         number = next(self._numbers)
         tokens, seed, stop_ids, dropped = self._call("prepare", number, plain(wanted)).result()
         request = RemoteRequest(
@@ -183,7 +186,7 @@ class RemoteLLM:
             self._wire.send("submit", request.number, number, not stream)
         return AsyncStream(RemoteWork(self._wire, number), n, here.chunks, self)
 
-    async def aembed(self, texts: Prompt | Sequence[Prompt], **keywords: Unpack[EmbedKeywords]) -> Embeddings:
+    async def aembed(self, texts: Text | Sequence[Text], **keywords: Unpack[EmbedKeywords]) -> Embeddings:
         """As `LLM.aembed`."""
         number, options = next(self._numbers), plain(EmbedOptions.of(keywords))
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,6 +62,8 @@ class Settings:
     context_shift: bool = False
     """In that protocol: whether a text goes on where its context is full; and how many tokens of its prompt it keeps."""
     keep: int = 0
+    media_marker: str = field(default_factory=lambda: f"<__media_{secrets.token_hex(16)}__>")
+    """In that protocol: what stands for an image in a prompt's text; by default no caller's text has it by chance."""
     chat_template: str | None = None
     """In place of the models' own."""
     backend: str = "auto"

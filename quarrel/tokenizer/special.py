@@ -71,7 +71,7 @@ class SpecialTokens:
         """Texts and ids in turn, no text empty. A token is found only inside one span; the texts between tokens run
         across spans. structure: the chat template; of the tags that it writes, none is found in CONTENT."""
         texts = [text for text, _ in spans]
-        if len(texts) == 1 and not any(map(texts[0].__contains__, self._groups)):
+        if len(texts) == 1 and not any(map(texts[0].__contains__, (*self._groups, _OPEN))):
             yield from filter(None, texts)
             return
         for level in Trust:
@@ -85,7 +85,8 @@ class SpecialTokens:
                 texts[at] = text
         # [text, code, text, code, ..., text]
         parts = _CODE.split("".join(texts))
-        found = [self._ids[_order(code)] for code in parts[1::2]]
+        orders = [_order(code) for code in parts[1::2]]
+        found = [self._ids[at] if at < len(self._ids) else len(self._ids) - at - 1 for at in orders]
         for at, text in enumerate(parts[::2]):
             if at and found[at - 1] in self._strips_right:
                 text = text.lstrip(_SPACE)
@@ -95,6 +96,10 @@ class SpecialTokens:
                 yield text
             if at < len(found):
                 yield found[at]
+
+    def gap(self, number: int) -> str:
+        """A text that no other can hold, and which `split` makes -1 - number of: a place for something that is no text."""
+        return _code(len(self._ids) + number)
 
     def _present(self, text: str) -> Iterable[_Special]:
         """Those that may occur, longest first. Most texts hold none of the few beginnings that all tokens share."""

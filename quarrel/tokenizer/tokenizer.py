@@ -79,6 +79,14 @@ class Tokenizer:
         ids = self._encode([(checked_text(text), trust)])
         return self._with_special(ids) if add_special else ids
 
+    def encode_spans(self, spans: Sequence[tuple[str, Trust]]) -> list[int]:
+        """The ids of a text in runs of one trust each, with BOS and EOS as the file wants them."""
+        return self._with_special(self._encode(spans))
+
+    def gap(self, number: int) -> str:
+        """A text that no text from outside can hold; among ids it is -1 - number."""
+        return self._special.gap(number)
+
     def encode_pair(self, query: str, document: str) -> list[int]:
         """The ids of a question and a text that may answer it, as rerankers are trained on them.
 

@@ -116,7 +116,7 @@ echo "old engine: $@ ($LD_LIBRARY_PATH)"
     ("words", "why"),
     [
         (("--model", "BROKEN"), "not a GGUF file"),
-        (("--model", str(DEMO), "--mmproj", "p.gguf"), "images and sounds"),
+        (("--model", str(DEMO), "--mmproj", "no-such.gguf"), "no-such.gguf"),
         (("--model", str(DEMO), "--lora", "a,b"), "2 adapters at once"),
         (("--list-devices",), ""),
         (("--no-webui", "--verbose"), ""),

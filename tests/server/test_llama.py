@@ -89,8 +89,8 @@ def test_a_prompt_is_a_text_or_ids_or_both_or_several(engine: httpx.Client) -> N
     assert (mixed["prompt"], mixed["tokens_evaluated"]) == ("<s> Once upon a", 4)
     several = ask(engine, "/completion", prompt=[ids, "Once upon a time"], n_predict=6, temperature=0)
     assert [(r["index"], r["content"]) for r in several] == [(0, wanted), (1, wanted)]
-    image = {"prompt_string": "What is <__media__>?", "multimodal_data": ["aGk="]}
-    assert "multimodal" in ask(engine, "/completion", 400, prompt=image)["error"]["message"]
+    image = {"prompt_string": f"What is {engine.get('/props').json()['media_marker']}?", "multimodal_data": ["aGk="]}
+    assert "without a projector" in ask(engine, "/completion", 400, prompt=image)["error"]["message"]
 
 
 def test_the_likeliest_tokens_come_by_id_with_bytes(engine: httpx.Client) -> None:

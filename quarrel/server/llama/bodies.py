@@ -15,6 +15,7 @@ from quarrel.server.reader import Reading
 from quarrel.server.schemas import ChatBody as OpenAIChatBody
 
 MOST_STOPS, MOST_PROBS = 16, 20
+MARKER = "<__media__>"
 TextOrIds = Text | Annotated[list[StrictInt | Text], Field(max_length=1 << 20)]
 Int = Annotated[StrictInt, Field(ge=-(2**31), lt=2**31)]
 _BRINGS: tuple[tuple[str, str, float, float], ...] = (
@@ -151,6 +152,7 @@ class Samplers(Body):
 class Multimodal(Body):
     prompt_string: Text
     multimodal_data: list[StrictStr] | None = None
+    """In base64: one for each of the server's media markers in the text."""
 
 
 class CompletionBody(Samplers):
@@ -162,28 +164,36 @@ class CompletionBody(Samplers):
     id_slot: Int | None = None
     """Accepted: sequences have no fixed places here, and a text's beginning is found wherever it was computed."""
 
-    def prompts(self) -> list[Any]:
-        """Each a text, or a list of ids and texts."""
+    def prompts(self, marker: str = MARKER) -> list[Any]:
+        """Each a text, a list of ids and texts, or parts where there are images. marker: what stands for an image."""
         given = self.prompt
         if isinstance(given, list) and any(not isinstance(entry, int) for entry in given):
             nested = any(isinstance(entry, list | Multimodal) for entry in given)
             texts = all(isinstance(entry, str) for entry in given)
             if nested or texts:
-                return [_plain(entry) for entry in given]
-        return [_plain(given)]
+                return [_plain(entry, marker) for entry in given]
+        return [_plain(given, marker)]
 
     def unknown(self) -> list[str]:
         more = ["n_probs"] if (self.n_probs or 0) > MOST_PROBS else []
         return sorted([*super().unknown(), *more])
 
 
-def _plain(given: Any) -> Any:
-    if isinstance(given, Multimodal):
-        if given.multimodal_data:
-            message = "This server does not support multimodal prompts: only text is understood"
-            raise Refused(400, "unsupported", message, param="prompt")
+def _plain(given: Any, marker: str) -> Any:
+    if not isinstance(given, Multimodal):
+        return given
+    texts, images = given.prompt_string.split(marker), given.multimodal_data
+    if images is None or (len(texts) == 1 and not images):
         return given.prompt_string
-    return given
+    if len(texts) - 1 != len(images):
+        found = f"Failed to tokenize prompt: {len(texts) - 1} media markers {marker} in prompt_string"
+        raise Refused(400, "invalid_request", f"{found}, and {len(images)} entries of multimodal_data", param="prompt")
+    pairs = zip(images, texts[1:], strict=True)
+    return [_text(texts[0]), *(part for i, t in pairs for part in ({"type": "image", "data": i}, _text(t)))]
+
+
+def _text(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
 
 
 class InfillBody(CompletionBody):

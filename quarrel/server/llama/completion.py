@@ -33,7 +33,8 @@ def routes(dispatcher: Dispatcher) -> Routes:
     async def complete(request: Request) -> Response:
         """The continuation of a text, of ids, or of both; of several, a list."""
         body, headers = await read_body(request, CompletionBody, dispatcher)
-        return await _answer(dispatcher, request, body, body.prompts(), headers)
+        prompts = body.prompts(dispatcher.settings.media_marker)
+        return await _answer(dispatcher, request, body, prompts, headers)
 
     for path in ("/completion", "/completions"):
         router.post(path)(complete)
@@ -50,9 +51,12 @@ def routes(dispatcher: Dispatcher) -> Routes:
 
 
 def prompt_ids(llm: Model, given: Any) -> list[int]:
-    """Ids of a text, or of a list of ids and texts; what the vocabulary puts in front comes first where a text does."""
+    """Ids of a text, or of a list of ids and texts; what the vocabulary puts in front comes first where a text does. Parts
+    with images among them stay as they are."""
     if isinstance(given, str):
         return llm.tokenize(given, True, True)
+    if given and isinstance(given[0], dict):
+        return given  # type: ignore[no-any-return]
     ids: list[int] = []
     for at, entry in enumerate(given):
         ids += [entry] if isinstance(entry, int) else llm.tokenize(entry, at == 0, True)
@@ -82,7 +86,9 @@ def infill_ids(llm: Model, body: InfillBody) -> list[int]:
     return [begin, *ids] if llm.tokenizer.add_bos and begin is not None else ids
 
 
-def _entry(llm: Model, entry: int | str) -> list[int]:
+def _entry(llm: Model, entry: int | str | Json) -> list[int]:
+    if isinstance(entry, dict):
+        raise Refused(400, "unsupported", "/infill takes no images: leave multimodal_data out", param="prompt")
     return [entry] if isinstance(entry, int) else llm.tokenize(entry, False)
 
 
@@ -112,11 +118,10 @@ async def _answer(
         chosen = service_of(service, body.cache_prompt)
         made = []
         for prompt in prompts:
-            ids = prompt_ids(llm, prompt)
-            check_room(len(ids), llm.n_ctx)
             biased = {**options, "logit_bias": biases(llm, body.logit_bias)} if body.logit_bias else options
-            named = body.preserved_tokens or ()
-            made.append(llm.prepare(ids, service=chosen, structure=form, adapter=adapter, names=named, **biased))
+            more: Any = {"service": chosen, "structure": form, "adapter": adapter, "parse_special": True, **biased}
+            made.append(llm.prepare(prompt_ids(llm, prompt), names=body.preserved_tokens or (), **more))
+            check_room(len(made[-1].tokens), llm.n_ctx)
         return made
 
     stream = bool(body.stream)
@@ -194,7 +199,7 @@ def _final(result: Result, index: int, generation: Generation, body: CompletionB
         "tokens_predicted": made,
         "tokens_evaluated": prompt,
         "generation_settings": settings_of(request.params, request.seed),
-        "prompt": generation.llm.detokenize(request.tokens, False),
+        "prompt": generation.llm.detokenize(_without_images(request), False),
         "has_new_line": "\n" in result.text,
         "truncated": result.finish_reason == "length" and prompt + made >= request.n_ctx,
         "stop_type": "word" if isinstance(result.stopped_by, str) else STOPPED.get(result.finish_reason, "none"),
@@ -205,6 +210,15 @@ def _final(result: Result, index: int, generation: Generation, body: CompletionB
     if whole and result.logprobs:
         row["completion_probabilities"] = _probabilities(result.logprobs, generation.llm)
     return row
+
+
+def _without_images(request: Any) -> list[int]:
+    """A prompt's tokens but those that stand for an image's rows."""
+    if request.sight is None:
+        return list(request.tokens)
+    ends = [0, *(image.end for image in request.sight.images)]
+    starts = [*(image.start for image in request.sight.images), len(request.tokens)]
+    return [id for start, end in zip(ends, starts, strict=True) for id in request.tokens[start:end]]
 
 
 def drawn(result: Result) -> int:

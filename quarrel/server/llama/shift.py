@@ -23,10 +23,10 @@ def followed(
     """As `bursts`; with context shift, where the context is full before the request is, the text goes on.
 
     keep: tokens of the prompt that stay, its BOS not counted; below 0 all of it. stream: as the stream was submitted. What
-    keeps to a grammar or has alternatives ends with the context.
+    keeps to a grammar, or has alternatives or images, ends with the context.
     """
     request = generation.requests[which]
-    if not settings.context_shift or request.guide is not None or request.params.n > 1:
+    if not settings.context_shift or request.guide is not None or request.params.n > 1 or request.sight is not None:
         return bursts(generation, which, settings.timeout)
     return _going_on(generation, which, settings.timeout, settings.keep if keep is None else keep, stream)
 
