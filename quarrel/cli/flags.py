@@ -12,9 +12,9 @@ from typing import Any
 from quarrel.cli.samplers import SAMPLERS
 from quarrel.env import memory_of
 from quarrel.errors import ConfigError
-from quarrel.llm.options import FILE_NAME, MEMORY, NUMBER, SWITCH, Kind, LoadOptions, OneOf, Whole
+from quarrel.llm.options import FILE_NAME, LAYERS, MEMORY, NUMBER, SWITCH, Kind, LoadOptions, OneOf, Whole
 
-_LOAD_FLAGS = {"n_ctx": ("-c", "--ctx"), "threads": ("-t", "--threads")}
+_LOAD_FLAGS = {"n_ctx": ("-c", "--ctx"), "threads": ("-t", "--threads"), "gpu_layers": ("-ngl", "--gpu-layers")}
 """Where the flag of an option is not its name with dashes."""
 _FLAG_OF = {
     **{sampler.field: next(f for f in sampler.flags.split() if f.startswith("--")) for sampler in SAMPLERS},
@@ -42,6 +42,7 @@ def add_load_flags(parser: argparse.ArgumentParser) -> None:
             common = {"dest": option.name, "default": option.default, "help": option.metadata["help"]}
             group.add_argument(*flags, **common, **_argument_of(option.metadata["kind"]))
     hidden(group, "--ctx-size", "--n-ctx", "--num-ctx", "-kv-cache-size", type=int, dest="n_ctx")
+    hidden(group, "--n-gpu-layers", type=_layers, dest="gpu_layers")
     hidden(group, "--n-cpu-moe", type=int, dest="experts_on_cpu")
 
 
@@ -103,6 +104,7 @@ def _argument_of(kind: Kind) -> dict[str, Any]:
         MEMORY: {"type": _amount, "metavar": "BYTES|SHARE"},
         NUMBER: {"type": float, "metavar": "X"},
         FILE_NAME: {"metavar": "FILE"},
+        LAYERS: {"type": _layers, "metavar": "N|auto"},
     }
     return arguments[kind]
 
@@ -112,6 +114,15 @@ def _amount(text: str) -> int | float:
         return memory_of(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _layers(text: str) -> int | str | None:
+    """llama.cpp's words: `all` is the default here."""
+    if text in ("auto", "all", "-1"):
+        return None if text == "all" else "auto"
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of layers, wanted auto, all or a whole number")
+    return int(text)
 
 
 def _bytes(text: str) -> int:

@@ -10,11 +10,11 @@ from typing import Any, NoReturn
 from quarrel import __version__
 from quarrel.cli.commands import COMMANDS, DEFAULT_MODEL
 
-_DEVICE = "a model runs on one device, whole: --backend names it"
+_DEVICE = "a model runs on one device: --backend names it, and --gpu-layers leaves layers to the CPU"
 _SPEED = "`python -m quarrel.bench` measures speed"
 _CHECK = "QUARREL_CHECK=1 compares every op with its reference while it runs"
 OTHERS_OPTIONS = {
-    **dict.fromkeys(("-ngl", "--n-gpu-layers", "--gpu-layers", "-gpu", "--gpu"), _DEVICE),
+    **dict.fromkeys(("-gpu", "--gpu"), _DEVICE),
     **dict.fromkeys(("-interactive", "--interactive"), "`quarrel chat` is a conversation"),
     **dict.fromkeys(("-benchmark", "--benchmark", "-debug-perf"), _SPEED),
     **dict.fromkeys(("-debug-dequant", "-debug-activations"), _CHECK),

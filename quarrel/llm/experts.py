@@ -22,6 +22,16 @@ MakePlan = Callable[[int], Plan]
 """A plan for so many bytes of weights on the device; raises OutOfMemory."""
 
 
+def fits(make: Callable[[], Plan], useful: int) -> bool:
+    """Whether there is a plan, with a context of so many tokens."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return make().n_ctx >= useful
+        except OutOfMemory:
+            return False
+
+
 @dataclass(frozen=True)
 class _Layers:
     """The layers with experts, of which the first few leave the device."""
@@ -38,12 +48,7 @@ class _Layers:
 
     def fits(self, count: int) -> bool:
         """Whether a useful context fits beside what is left."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                return self.plan(count).n_ctx >= min(self.context, USEFUL_CONTEXT)
-            except OutOfMemory:
-                return False
+        return fits(lambda: self.plan(count), min(self.context, USEFUL_CONTEXT))
 
     def fewest(self, low: int) -> int | None:
         """The fewest layers, at least `low`, without whose experts the rest fits."""

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quarrel.convert import open_file
@@ -76,6 +76,8 @@ def open_model(name: ModelName, options: LoadOptions, files: ExitStack) -> Opene
     devices = options.devices(environment)
     found = _find(name, environment)
     resolved = options.resolved(environment)
+    if options.gpu_layers == 0 and resolved.backend == "auto":
+        resolved = replace(resolved, backend="cpu", gpu_layers=None)
     backend, skipped = choose_backend(resolved.backend, resolved.threads)
     if resolved.attention == "cudnn" and backend.name != "triton":
         message = f"attention is 'cudnn', which the {backend.name} backend has not: use auto, or backend triton"

@@ -79,6 +79,11 @@ def _is_memory(value: object) -> bool:
     return value is None or whole or (isinstance(value, float) and 0 < value <= 1)
 
 
+def _is_layers(value: object) -> bool:
+    return value in (None, "auto") or (isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 1 << 20)
+
+
+LAYERS = Value("auto or a whole number of layers from 0", _is_layers)
 SWITCH = Value("True or False", lambda value: isinstance(value, bool))
 MEMORY = Value("a whole number of bytes, or a share up to 1.0 as a float", _is_memory)
 FILE_NAME = Value("a path or a name", lambda value: value is None or isinstance(value, str | os.PathLike))
@@ -225,6 +230,16 @@ class LoadOptions:
             "processes that hold consecutive layers each, and hand on what theirs gave: a model then needs that much less"
             " memory in each of them. With `tensor_parallel` each of them is so many devices. Needs PyTorch.",
             "how many stages share the model, whole layers each; by default 1",
+        ),
+    )
+    gpu_layers: int | Literal["auto"] | None = field(
+        default=None,
+        metadata=_about(
+            LAYERS,
+            "layers, counted from the last, that are on the device, and the output with them; the CPU backend computes"
+            ' those before. "auto" leaves as few to it as make the rest fit a GPU, experts before whole layers. By default'
+            " all are on the device. Not with several devices.",
+            "how many layers are on the GPU, the others computed by the CPU; auto is as many as fit; by default all",
         ),
     )
     experts_on_cpu: int | None = field(

@@ -1,7 +1,7 @@
 """A stage of a model: consecutive layers, whose program reads the stream of the layers before and gives its own.
 
-The first stage embeds the tokens, the last one scores and draws. Nothing else crosses from stage to stage. A stage is of
-one rank, or of several that share its layers.
+The first stage embeds the tokens, the last one scores and draws. Nothing else crosses from stage to stage, except what some
+models make of a token for all of their layers: `per_layer`. A stage is of one rank, or of several that share its layers.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from quarrel.errors import RequestError
 from quarrel.ops.contract import CacheRef, Operand, StateRef, Value
 from quarrel.ops.embedding import gather_rows
 from quarrel.ops.null import Builder
-from quarrel.ops.program import Node, Program
+from quarrel.ops.program import Program
 
 _LAYER = re.compile(r"blk\.(\d+)\.")
+_CROSSING = ("stream", "per_layer")
+"""What stages hand on, the newest value first; each is an input and an output of a step."""
 
 
 def place_of(rank: int, ranks: int, stages: int) -> tuple[int, int]:
@@ -25,33 +27,55 @@ def place_of(rank: int, ranks: int, stages: int) -> tuple[int, int]:
 
 
 def stage_of(program: Program, owners: Sequence[int], stage: int) -> Program:
-    """The stage's program. owners: the stage of each layer, in order.
+    """The program of a stage of several. owners: the stage of each layer, in order.
 
     All but the last give `stream`, `[T, E]` float32, and `hidden`, those of its rows that are asked for; all but the first
     take the input `stream`. Raises RequestError where layers read more of those before than the stream.
     """
-    last = owners[-1]
-    own: list[list[Node]] = [[] for _ in range(last + 1)]
+    begin = _begin(program, owners.index(1))
+    if more := _crossing(program, begin)[1:]:
+        reader = next(node for node in program.nodes[begin:] if more[0] in node.inputs)
+        raise RequestError(
+            f"{reader.path} reads more of the layers before than their result, so this model cannot be divided into"
+            " stages: use tensor_parallel, or one device",
+            "pipeline_parallel",
+        )
+    return _between(
+        program, owners.index(stage) if stage else None, owners.index(stage + 1) if stage < owners[-1] else None
+    )
+
+
+def two_stages(program: Program, layers: int) -> tuple[Program, Program]:
+    """The first so many layers, as in `stage_of`, and the rest. layers: one of `borders`."""
+    return _between(program, None, layers), _between(program, layers, None)
+
+
+def borders(program: Program) -> list[int]:
+    """Numbers of first layers that can be a stage, from 1 on: those behind which nobody reads their keys."""
+    numbers = {int(found[1]) for node in program.nodes if (found := _LAYER.match(node.path))}
+    used: dict[CacheRef | StateRef, list[int]] = {}
     for node in program.nodes:
-        layer = _LAYER.match(node.path)
-        own[owners[int(layer[1])] if layer else last if node.path.startswith("output") else 0].append(node)
+        for ref in node.inputs:
+            if isinstance(ref, CacheRef | StateRef) and (found := _LAYER.match(node.path)):
+                used.setdefault(ref, []).append(int(found[1]))
+    return [n for n in range(1, len(numbers) + 1) if not any(min(layers) < n <= max(layers) for layers in used.values())]
+
+
+def _between(program: Program, first: int | None, end: int | None) -> Program:
+    """The program from layer `first` to the one before `end`; None is from the beginning, and to the end."""
+    begin = 0 if first is None else _begin(program, first)
+    stop = len(program.nodes) if end is None else _begin(program, end)
+    own = program.nodes[begin:stop]
     b, values = Builder(), dict[int, Value]()
     for name, value in program.inputs.items():
-        if any(value in node.inputs for node in own[stage]):
+        if any(value in node.inputs for node in own):
             values[value.id] = b.input(name, int(value.dims[1]) if len(value.dims) > 1 and name != "block_table" else 0)
-    if stage:
-        (stream,) = own[stage - 1][-1].outputs
-        values[stream.id] = b.input("stream", int(stream.dims[1]))
+    for name, value in zip(_CROSSING, _crossing(program, begin), strict=False):
+        values[value.id] = b.input(name, int(value.dims[1]))
     refs: dict[CacheRef | StateRef, CacheRef | StateRef] = {}
 
-    def operand(node: Node, o: Operand) -> Operand:
+    def operand(o: Operand) -> Operand:
         if isinstance(o, Value):
-            if o.id not in values:
-                raise RequestError(
-                    f"{node.path} reads more of the layers before than their result, so this model cannot be divided into"
-                    " stages: use tensor_parallel, or one device",
-                    "pipeline_parallel",
-                )
             return values[o.id]
         if isinstance(o, CacheRef) and o not in refs:
             refs[o] = b.cache(program.caches[o.layer])
@@ -59,13 +83,25 @@ def stage_of(program: Program, owners: Sequence[int], stage: int) -> Program:
             refs[o] = b.state(*program.states[o.index].shape)
         return refs[o] if isinstance(o, CacheRef | StateRef) else o
 
-    for node in own[stage]:
+    for node in own:
         with b.at(node.path):
-            made = b.emit(node.op, node.spec, *(operand(node, o) for o in node.inputs))
+            made = b.emit(node.op, node.spec, *map(operand, node.inputs))
         values.update(zip((v.id for v in node.outputs), made, strict=True))
-    if stage == last:
+    if end is None:
         return b.program(**{name: values[v.id] for name, v in program.outputs.items()})
-    (h,) = own[stage][-1].outputs
+    given = {name: values[v.id] for name, v in zip(_CROSSING, _crossing(program, stop), strict=False)}
     with b.at("output"):
-        hidden = gather_rows(b, values[h.id], b.input("out_rows"))
-    return b.program(hidden=hidden, stream=values[h.id])
+        return b.program(hidden=gather_rows(b, given["stream"], b.input("out_rows")), **given)
+
+
+def _begin(program: Program, layer: int) -> int:
+    """The first node of a layer, or of what is behind the last one."""
+    return next(i for i, node in enumerate(program.nodes) if node.path.startswith((f"blk.{layer}.", "output")))
+
+
+def _crossing(program: Program, begin: int) -> list[Value]:
+    """What nodes before this one make and later ones read, the newest first."""
+    read = {v.id for node in program.nodes[begin:] for v in node.inputs if isinstance(v, Value)}
+    made = [v for node in reversed(program.nodes[:begin]) for v in node.outputs if v.id in read]
+    assert len(made) <= len(_CROSSING), [v.dims for v in made]
+    return made

@@ -106,6 +106,7 @@ STEP_INPUTS: Mapping[str, tuple[str, str]] = {
     "min_p": ("f32", "R"),
     "uniform": ("f32", "R"),
     "stream": ("f32", "T"),
+    "per_layer": ("f32", "T"),
     "patches": ("f32", "T"),
     "images": ("f32", "T"),
     "list_end": ("i32", "R"),
@@ -116,8 +117,8 @@ STEP_INPUTS: Mapping[str, tuple[str, str]] = {
     "presence": ("f32", "R"),
     "frequency": ("f32", "R"),
 }
-"""Every input a step can take, by name: kind and axes. `S1` is S + 1; `stream`, `patches`, `images` and `places` have
-a width of the model's own besides, and `images` any number of rows up to T.
+"""Every input a step can take, by name: kind and axes. `S1` is S + 1; `stream`, `per_layer`, `patches`, `images` and
+`places` have a width of the model's own besides, and `images` any number of rows up to T.
 `slots` are block * block_size + offset. `slots` and `block_table` may be there once more for each group of layers with a
 window: `group_input`."""
 

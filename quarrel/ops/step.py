@@ -121,7 +121,8 @@ class StepInputs:
     from_last: Array | None = None  # [T] int32, the row of the launch before whose token is this id, or -1 for `ids`
     window_slots: Array | None = None  # [W, T] int32, `slots` of each group of layers with a window
     window_tables: Array | None = None  # [W, S, B] int32, their block tables; 0 where a block is no longer read
-    stream: Array | None = None  # [T, E] float32, the `stream` of the model whose tokens a program predicts further
+    stream: Array | None = None  # [T, E] float32, the `stream` of the layers before, or of a model to predict further from
+    per_layer: Array | None = None  # [T, W] float32, what the program of the layers before gave under this name
     places: Array | None = None  # [T, axes] int32, what rotates by more than one position
     see_to: Array | None = None  # [T] int32, the last position that a token sees: its own, or its image's last one
     image_rows: Array | None = None  # [T] int32, the row of `images` in a token's place, or -1
@@ -156,7 +157,7 @@ class StepInputs:
             ("out_rows outside the step", _within(self.out_rows, 0, tokens)),
             ("adapters unlike the ids", _length(self.adapter) == (tokens if limits.n_adapters else 0)),
             ("adapters that there are not", self.adapter is None or _within(self.adapter, 0, limits.n_adapters + 1)),
-            ("stream unlike the ids", self.stream is None or len(self.stream) == tokens),
+            ("stream unlike the ids", all(a is None or len(a) == tokens for a in (self.stream, self.per_layer))),
             ("images unlike the ids", self.has_images(tokens)),
             ("from_last unlike the ids", self.from_last is None or len(self.from_last) == tokens),
             ("lists of tokens unlike the rows, or too long", self.sample is None or self.lists_are_sound(n_vocab)),
@@ -205,6 +206,7 @@ class StepOutputs:
     stream: Array | None = (
         None  # [T, E] float32 or, of a program that reads one, [R, E]; whatever is wanted, if there is one
     )
+    per_layer: Array | None = None  # [T, W] float32, of the first layers alone: what those behind read besides `stream`
     deep1: Array | None = None  # [R, E] float32, of a tower: what its image adds behind the first layer; with `hidden`
     deep2: Array | None = None
     deep3: Array | None = None
@@ -223,7 +225,7 @@ def outputs_of(want: Want) -> tuple[str, ...]:
     return _OUTPUTS.get(want, (want,))
 
 
-_BESIDES = ("stream", "deep1", "deep2", "deep3")
+_BESIDES = ("stream", "per_layer", "deep1", "deep2", "deep3")
 
 
 def results_of(want: Want, outputs: Collection[str]) -> tuple[str, ...]:

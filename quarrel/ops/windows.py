@@ -22,17 +22,20 @@ LARGEST_PART = 0.9
 """Groups are formed if the cache then takes at most this part of its bytes with one table."""
 
 
-def by_window(program: Program) -> Program:
-    """The program in groups; the same one where its layers have no windows or all have one, or keep unlike rows."""
+def by_window(program: Program, groups: int = 0) -> Program:
+    """The program in groups; the same one where its layers have no windows or all have one, or keep unlike rows.
+
+    groups: how many there are, where it is a stage of a program that has them.
+    """
     layers = program.caches
     windowed = [i for i, layer in enumerate(layers) if layer.window]
     unbounded = [i for i, layer in enumerate(layers) if not layer.window]
-    if not windowed or not unbounded or len({replace(c, window=0) for c in layers}) > 1:
+    if not windowed or not (unbounded or groups) or len({replace(c, window=0) for c in layers}) > 1:
         return program
-    arrays = max(len(unbounded), -(-len(windowed) // MOST_GROUPS))
+    arrays = max(len(unbounded), -(-len(windowed) // (groups or MOST_GROUPS)))
     places = {layer: (i, 0) for i, layer in enumerate(unbounded)}
     places |= {layer: (i % arrays, 1 + i // arrays) for i, layer in enumerate(windowed)}
-    groups = -(-len(windowed) // arrays)
+    groups = groups or -(-len(windowed) // arrays)
     next_id = 1 + max(v.id for v in [*(v for n in program.nodes for v in n.outputs), *program.inputs.values()])
     inputs = dict(program.inputs)
     for name in ("slots", "block_table"):
@@ -76,5 +79,5 @@ def by_window_if_smaller(program: Program, context: int) -> Program:
 
 
 def with_window_groups(program: Program, groups: int) -> Program:
-    """`by_window` if the limits that it is compiled for have groups."""
-    return by_window(program) if groups else program
+    """`by_window` if the limits that it is compiled for have groups, so many."""
+    return by_window(program, groups) if groups else program

@@ -81,4 +81,7 @@ def joined(parts: Sequence[Piece], outputs: Sequence[StepOutputs]) -> StepOutput
     for name in ("tokens", "logits", "hidden", "logprobs", "best"):
         if getattr(found[0], name) is not None:
             whole[name] = np.concatenate([getattr(out, name) for out in found])[order]
+    streams = [out.stream for out in outputs if out.stream is not None]  # of every token
+    if streams:
+        whole["stream"] = np.concatenate(streams)
     return StepOutputs(**whole)

@@ -23,7 +23,7 @@ _SAMPLE = ("temperature", "top_k", "top_p", "min_p", "uniform")
 _ROW_LISTS = ("list_end", "repetition", "presence", "frequency")
 _ENTRIES = ("list_ids", "list_counts", "list_biases")
 _FLOATS = ("temperature", "top_p", "min_p", "uniform", "repetition", "presence", "frequency", "list_counts", "list_biases")
-_WIDE = ("stream", "patches", "images")
+_WIDE = ("stream", "per_layer", "patches", "images")
 _FURTHER = {"places": 0, "see_to": 0, "image_rows": -1}
 """What only programs with images read: rows of numbers, and integers of a token with what they are in one that is added."""
 _NONE: Mapping[str, Any] = {}

@@ -112,8 +112,8 @@ def test_a_wrong_command_line_is_status_2(line: str, capsys: pytest.CaptureFixtu
         ("generate -n many x", "-n/--max-tokens: 'many' is no whole number (see quarrel generate --help)"),
         ("generate --seed one x", "-s/--seed: 'one' is no whole number (see"),
         ("serve --timeout soon", "--timeout: 'soon' is no number (see quarrel serve --help)"),
-        ("generate -ngl 99 x", "'-ngl' is not understood here; a model runs on one device, whole: --backend names it (see"),
-        ("generate --n-gpu-layers=99 x", "'--n-gpu-layers' is not understood here; a model runs on one device"),
+        ("generate --gpu 0 x", "'--gpu' is not understood here; a model runs on one device: --backend names it, and"),
+        ("generate -ngl some x", "-ngl/--gpu-layers: 'some' is no number of layers, wanted auto, all or a whole number"),
         ("generate -interactive", "`quarrel chat` is a conversation"),
         ("serve --api-key secret", "WEBUI_API_KEY"),
         ("generate --logprobs 2 x", "give --json too"),
@@ -153,13 +153,14 @@ def test_every_option_of_loading_reaches_the_model(command: str) -> None:
     )
     line += " --deterministic --threads 3 --tensor-parallel 2 --experts-on-cpu 4 --rope-scaling yarn --rope-scale 2"
     line += " --pipeline-parallel 3 --expert-memory 20GiB --yarn-orig-ctx 64 --decoded-weights never --quantize q8_0"
-    line += " --mmproj p.gguf"
+    line += " --mmproj p.gguf --gpu-layers 5"
     options = load_options(make_parser().parse_args([command, *line.split()]))
     wanted = {
         "backend": "cpu", "compute": "float32", "n_ctx": 96, "memory": 1 << 30, "threads": 3, "kv_cache": "int8",
         "prefix_cache_bytes": 1 << 20, "attention": "own", "deterministic": True, "tensor_parallel": 2,
         "experts_on_cpu": 4, "pipeline_parallel": 3, "expert_memory": 20 << 30, "rope_scaling": "yarn", "rope_scale": 2.0,
         "yarn_orig_ctx": 64, "decoded_weights": "never", "quantize": "q8_0", "mmproj": "p.gguf",
+        "gpu_layers": 5,
     }  # fmt: skip
     assert {name: getattr(options, name) for name in wanted} == wanted
     assert {option.name for option in dataclasses.fields(LoadOptions) if option.metadata["help"]} == set(wanted)
