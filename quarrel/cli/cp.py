@@ -21,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
     if found.source == "ollama" and own is not None:
         store.copy(own, target)
     else:
-        store.adopt(found.paths, target)
+        store.adopt(found.paths, target, found.projector)
     if args.json:
         write_json({"name": str(target), "store": str(store.own_store())})
     else:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from quarrel.errors import DownloadError, ModelNotFound, installing
-from quarrel.gguf.hub import HubName, choose
+from quarrel.gguf.hub import HubName, choose, projector
 from quarrel.gguf.lock import hold
 
 _REVISION = re.compile(r"[0-9a-f]{40}")
@@ -27,8 +27,8 @@ Report = Callable[[str, int, int], None]
 
 
 def download(name: HubName, cache: Path, *, progress: bool | Report = True) -> tuple[Path, ...]:
-    """Fetches a model, all its shards, and returns their paths in the cache. progress: bars on a terminal, or a
-    function of the file, the bytes that are there and all of them.
+    """Fetches a model, all its shards, and returns their paths in the cache; what sees for it comes along. progress: bars
+    on a terminal, or a function of the file, the bytes that are there and all of them.
 
     An interrupted download goes on where it stopped. Sizes are checked, and digests where the hub states them. Raises
     DownloadError where the package `huggingface_hub` or the network is missing, or a file does not arrive whole;
@@ -64,8 +64,11 @@ def _files(name: HubName, cache: Path, endpoint: str, report: Report | None) -> 
     if info.sha is None or not _REVISION.fullmatch(info.sha):
         raise DownloadError(f"{endpoint} calls the revision of {name.repo_id} {info.sha!r}, wanted 40 hexadecimal digits")
     folder = cache / name.folder
-    for file in choose(sizes, name):
+    files = choose(sizes, name)
+    for file in files:
         yield _file(name, file, sizes[file], folder, info.sha, endpoint, report)
+    if (eyes := projector(sizes, files[0])) is not None and files[0].endswith(".gguf"):
+        _file(name, eyes, sizes[eyes], folder, info.sha, endpoint, report)
     (folder / "refs").mkdir(exist_ok=True)
     (folder / "refs" / "main").write_text(info.sha)
 

@@ -22,6 +22,8 @@ _OF_FOLDER = re.compile(
     r"|1_Pooling/config\.json|[23]_Dense/(config\.json|model\.safetensors)"
 )
 """Of a model in safetensors: weights, what describes them, and the tokenizer, whose program is read and never run."""
+_PROJECTOR = re.compile(r"mmproj.*\.gguf$", re.IGNORECASE)
+_NO_MODEL = re.compile(r"mmproj|imatrix", re.IGNORECASE)
 HOSTS = ("hf.co/", "huggingface.co/")
 
 
@@ -68,7 +70,7 @@ def cache_folder() -> Path:
 def find(name: HubName, cache: Path) -> tuple[Path, ...] | None:
     """The files of a model that the cache has whole, from the newest snapshot that has them."""
     for snapshot in _snapshots(cache / name.folder):
-        files = {path.relative_to(snapshot).as_posix(): path for path in snapshot.rglob("*.gguf") if path.is_file()}
+        files = {_below(path, snapshot): path for path in snapshot.rglob("*.gguf") if path.is_file()}
         try:
             return tuple(files[file] for file in choose(files, name))
         except ModelNotFound:
@@ -98,12 +100,34 @@ def choose(files: Iterable[str], name: HubName) -> tuple[str, ...]:
     )
 
 
+def projector(files: Iterable[str], model: str) -> str | None:
+    """The file by which a model among them sees images: in its folder, or in one above; in 16 bits, if there is one."""
+    above = [str(folder) for folder in PurePosixPath(model).parents]
+    found = {file: PurePosixPath(file) for file in files if _inside(file)}
+
+    def rank(file: str) -> tuple[int, int, str]:
+        name = found[file].name.lower()
+        return above.index(str(found[file].parent)), 1 if "bf16" in name else 2 * ("f16" not in name), file
+
+    fitting = [f for f, path in found.items() if _PROJECTOR.search(path.name) and str(path.parent) in above]
+    return min(fitting, key=rank, default=None)
+
+
+def projector_of(model: Path) -> Path | None:
+    """The same of a file in the cache."""
+    folder = _snapshot_of(model)
+    if model == folder:  # a model in safetensors
+        return None
+    found = projector((_below(path, folder) for path in folder.rglob("*.gguf") if path.is_file()), _below(model, folder))
+    return None if found is None else folder / found
+
+
 def listed(cache: Path) -> Iterator[tuple[str, tuple[Path, ...]]]:
     """All whole models of the cache: how `find` knows each, and its files."""
     for folder in sorted(cache.glob("models--*--*")):
         name = HubName.parse("/".join(folder.name.split("--")[1:]))
         for snapshot in _snapshots(folder)[:1] if name is not None and name.folder == folder.name else ():
-            files = [path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*.gguf") if path.is_file()]
+            files = [_below(path, snapshot) for path in snapshot.rglob("*.gguf") if path.is_file()]
             models = _models_among(files)
             for shards in models.values():
                 choice = f":{shards[0]}" if len(models) > 1 else ""
@@ -111,8 +135,13 @@ def listed(cache: Path) -> Iterator[tuple[str, tuple[Path, ...]]]:
 
 
 def remove(files: Iterable[Path]) -> int:
-    """Deletes files of the cache, and what their links alone lead to. Returns the bytes that it frees."""
-    freed = 0
+    """Deletes files of the cache, and what their links alone lead to; and what sees, where no model of the repository is
+    left. Returns the bytes that it frees."""
+    freed, files = 0, list(files)
+    snapshot = _snapshot_of(files[0])
+    rest = {path: _below(path, snapshot) for path in snapshot.rglob("*.gguf") if path not in files}
+    if not _models_among(rest.values()):
+        files += [path for path in rest if _PROJECTOR.search(path.name)]
     for file in files:
         blob = file.resolve()
         file.unlink()
@@ -131,7 +160,7 @@ def _models_among(files: Iterable[str]) -> dict[str, list[str]]:
     complete: dict[str, int] = {}
     for file in sorted(files):
         path = PurePosixPath(file)
-        if path.suffix != ".gguf" or not _inside(file) or re.search(r"mmproj|imatrix", path.name, re.IGNORECASE):
+        if path.suffix != ".gguf" or not _inside(file) or _NO_MODEL.search(path.name):
             continue
         split = SPLIT_NAME.fullmatch(path.name)
         stem = str(path.with_name(split["stem"] if split else path.stem))
@@ -160,6 +189,15 @@ def _is_whole_folder(snapshot: Path) -> bool:
         return True
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return False
+
+
+def _snapshot_of(file: Path) -> Path:
+    """The folder of the revision that a file of the cache belongs to."""
+    return next(path for path in (file, *file.parents) if path.parent.name == "snapshots")
+
+
+def _below(path: Path, folder: Path) -> str:
+    return path.relative_to(folder).as_posix()
 
 
 def _snapshots(folder: Path) -> list[Path]:

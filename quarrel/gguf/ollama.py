@@ -66,6 +66,8 @@ class OllamaModel:
     template: str | None
     system: str | None
     params: str | None
+    projector: Path | None = None
+    """By which the model sees images."""
 
 
 def stores() -> list[Path]:
@@ -110,12 +112,13 @@ def _child(folder: Path, *parts: str) -> Path | None:
 
 def _read(store: Path, path: Path) -> OllamaModel:
     texts: dict[str, str] = {}
-    models = []
+    models: list[Path] = []
+    projectors: list[Path] = []
     kinds = set()
     for kind, digest, size in layers_of(path):
         kinds.add(kind)
-        if kind == "model":
-            models.append(_blob(store, path, digest, size))
+        if kind in ("model", "projector"):
+            (models if kind == "model" else projectors).append(_blob(store, path, digest, size))
         elif kind in ("template", "system", "params"):
             blob = _blob(store, path, digest, size)
             if blob.stat().st_size > MAX_TEXT:
@@ -127,7 +130,8 @@ def _read(store: Path, path: Path) -> OllamaModel:
         if "tensor" in kinds:
             raise UnsupportedModel(f"the Ollama model {path} is stored as safetensors, not GGUF: pull a tag that is GGUF")
         raise ModelError(f"the Ollama manifest {path} names no model layer: pull the model again")
-    return OllamaModel(tuple(models), texts.get("template"), texts.get("system"), texts.get("params"))
+    rest = (texts.get("template"), texts.get("system"), texts.get("params"))
+    return OllamaModel(tuple(models), *rest, projectors[0] if projectors else None)
 
 
 def layers_of(manifest: Path | bytes, *, every: bool = False, where: str = "") -> Iterator[tuple[str, str, int | None]]:

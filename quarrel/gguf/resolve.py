@@ -23,7 +23,8 @@ class Resolved:
     """The files of a model, all shards in order, and where they were found: demo, path, ollama or hub; or the folder of a
     model in safetensors.
 
-    The texts are the template, system and params layers of an Ollama model, as they stand there.
+    The texts are the template, system and params layers of an Ollama model, as they stand there. projector: the file by
+    which it sees images, where one lies beside it.
     """
 
     paths: tuple[Path, ...]
@@ -31,6 +32,15 @@ class Resolved:
     template: str | None = None
     system: str | None = None
     params: str | None = None
+    projector: Path | None = None
+
+    @classmethod
+    def of_store(cls, model: ollama.OllamaModel) -> Resolved:
+        return cls(model.paths, "ollama", model.template, model.system, model.params, model.projector)
+
+    @classmethod
+    def of_hub(cls, files: tuple[Path, ...]) -> Resolved:
+        return cls(files, "hub", projector=hub.projector_of(files[0]))
 
 
 def resolve(name: str, *, download: bool = True) -> Resolved:
@@ -49,7 +59,7 @@ def resolve(name: str, *, download: bool = True) -> Resolved:
     try:
         path = Path(name).expanduser()
         if path.is_file():
-            return Resolved(_whole(shard_paths(path)), "path")
+            return Resolved(_whole(shard_paths(path)), "path", projector=_beside(path))
         if (path / "config.json").is_file():
             return Resolved((path,), "folder")
         looked.append(f"{path} is {_instead(path)}")
@@ -92,7 +102,7 @@ def _from_registry(name: ollama.OllamaName, registry: str | None, progress: bool
             store.fetch(name, registry, report)
         found = ollama.find(name, ollama.stores())
         assert found is not None
-    return Resolved(found.paths, "ollama", found.template, found.system, found.params)
+    return Resolved.of_store(found)
 
 
 @contextmanager
@@ -120,14 +130,14 @@ def _from_stores(name: str, looked: list[str]) -> Resolved | None:
         folders = ollama.stores()
         model = ollama.find(ollama_name, folders)
         if model is not None:
-            return Resolved(model.paths, "ollama", model.template, model.system, model.params)
+            return Resolved.of_store(model)
         looked.append(f"the Ollama stores {', '.join(map(str, folders))} do not have it")
     hub_name = hub.HubName.parse(name)
     if hub_name is not None:
         cache = hub.cache_folder()
         files = hub.find(hub_name, cache)
         if files is not None:
-            return Resolved(files, "hub")
+            return Resolved.of_hub(files)
         looked.append(f"the Hugging Face cache {cache} does not have it")
     return None
 
@@ -137,7 +147,7 @@ def _from_hub(name: str, download: bool) -> Resolved:
     cache = hub.cache_folder()
     files = hub.find(parsed, cache)
     if files is not None:
-        return Resolved(files, "hub")
+        return Resolved.of_hub(files)
     if not download:
         raise ModelNotFound(f"no model {name!r} was found: the Hugging Face cache {cache} does not have it")
     return pull(name)
@@ -145,7 +155,7 @@ def _from_hub(name: str, download: bool) -> Resolved:
 
 def _fetched(name: hub.HubName, progress: bool | transfer.Report) -> Resolved:
     files = transfer.download(name, hub.cache_folder(), progress=progress)
-    return Resolved((files[-1].parent,) if files[-1].name == hub.CONFIG else files, "hub")
+    return Resolved.of_hub((files[-1].parent,) if files[-1].name == hub.CONFIG else files)
 
 
 def _hub_name(name: str) -> hub.HubName:
@@ -153,6 +163,11 @@ def _hub_name(name: str) -> hub.HubName:
     if parsed is None:
         raise ModelNotFound(f"{name!r} is no name on the hub, wanted {HUB_SCHEME}owner/repo[:file or quantisation]")
     return parsed
+
+
+def _beside(model: Path) -> Path | None:
+    name = hub.projector((path.name for path in model.parent.glob("mmproj*.gguf")), model.name)
+    return None if name is None else model.parent / name
 
 
 def _is_only_a_path(name: str) -> bool:

@@ -59,13 +59,14 @@ def copy(source: OllamaName, target: OllamaName) -> None:
     raise ModelNotFound(f"no model {str(source)!r} is in the Ollama stores {', '.join(map(str, stores()))}")
 
 
-def adopt(paths: Sequence[Path], target: OllamaName) -> None:
+def adopt(paths: Sequence[Path], target: OllamaName, projector: Path | None = None) -> None:
     """A name for files of anywhere."""
     own, layers = own_store(), []
-    for path in paths:
+    for path in (*paths, *([] if projector is None else [projector])):
         digest = f"sha256:{Digests().of([path]).result()}"
         _share(path.resolve(), own, digest)
-        layers.append({"mediaType": f"{LAYER}model", "digest": digest, "size": path.stat().st_size})
+        kind = "projector" if path == projector else "model"
+        layers.append({"mediaType": f"{LAYER}{kind}", "digest": digest, "size": path.stat().st_size})
     config = b"{}"
     digest = f"sha256:{hashlib.sha256(config).hexdigest()}"
     (own / "blobs").mkdir(parents=True, exist_ok=True)

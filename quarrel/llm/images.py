@@ -18,7 +18,6 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -237,14 +236,6 @@ def has_images(messages: object) -> bool:
         if isinstance(message, Mapping) and isinstance(message.get("content"), list | tuple)
         for part in message["content"]
     )
-
-
-def find_projector(model: Path) -> Path | None:
-    """`mmproj*.gguf` beside a model; of several one in 16 bits."""
-    if not model.parent.is_dir():
-        return None
-    found = sorted(model.parent.glob("mmproj*.gguf"), key=lambda path: ("f16" not in path.name.lower(), path.name))
-    return found[0] if found else None
 
 
 def _marked(message: Message, nonce: str, sources: list[Mapping[str, Any]]) -> Message:

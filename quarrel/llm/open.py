@@ -15,7 +15,7 @@ from quarrel.errors import BackendUnavailable, RequestError
 from quarrel.gguf import GGUFFile, resolve
 from quarrel.gguf.resolve import Resolved
 from quarrel.llm.adapters import Adapters, read_adapters
-from quarrel.llm.images import Eyes, find_projector, opened_eyes
+from quarrel.llm.images import Eyes, opened_eyes
 from quarrel.llm.memory import context_of
 from quarrel.llm.options import MTP, LoadOptions
 from quarrel.models import EncoderSpec, ModelSpec, Tensors, read_spec
@@ -135,7 +135,7 @@ def _eyes(
             message = "mmproj wants one device and no draft of the model's own: leave it, or tensor_parallel and draft, out"
             raise RequestError(message, "mmproj", "tensor_parallel", "draft")
         return opened_eyes(options.mmproj, opened, model, spec, found=False)
-    path = find_projector(found.paths[0]) if alone and isinstance(spec, ModelSpec) else None
+    path = found.projector if alone and isinstance(spec, ModelSpec) else None
     return None if path is None else opened_eyes(path, opened, model, spec, found=True)
 
 

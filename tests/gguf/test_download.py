@@ -49,6 +49,20 @@ def test_without_a_choice_the_usual_quantisation_is_fetched(hub: Hub) -> None:
     assert pull("owner/repo").paths[0].name == "m-Q4_0.gguf"
 
 
+def test_what_sees_is_fetched_along_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {**FILES, "mmproj-Q8_0.gguf": b"coarse", "mmproj-F16.gguf": b"eyes", "sub/mmproj-F16.gguf": b"others"}
+    with serve(Hub(files)) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+        found = resolve("hf://owner/repo:Q8_0")
+        assert found.projector is not None
+        assert found.projector.read_bytes() == b"eyes"
+        assert fetched(hub) == ["m-Q8_0.gguf", "mmproj-F16.gguf"]
+        pull("hf://owner/repo:Q4_0", progress=False)
+        assert fetched(hub) == ["m-Q8_0.gguf", "mmproj-F16.gguf", "m-Q4_0.gguf"]
+        assert resolve("owner/repo:Q8_0") == found
+
+
 def test_who_asked_is_told_how_far_it_is(hub: Hub) -> None:
     reached: list[tuple[str, int, int]] = []
     pull("hf://owner/repo:Q8_0", progress=lambda file, done, size: reached.append((file, done, size)))

@@ -285,6 +285,37 @@ def test_choosing_among_the_files_of_a_repository() -> None:
             choose(None, *files)
 
 
+def test_what_sees_is_found_beside_a_model_in_every_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("m.gguf", "mmproj-m-f32.gguf", "mmproj-m-bf16.gguf", "mmproj-m-F16.gguf", "eyes.gguf"):
+        (tmp_path / name).write_bytes(name.encode())
+    assert resolve("m.gguf").projector == Path("mmproj-m-F16.gguf")
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone/m.gguf").touch()
+    assert resolve("alone/m.gguf").projector is None
+    store = tmp_path / "store"
+    monkeypatch.setenv("OLLAMA_MODELS", str(store))
+    put_model(store, "registry.ollama.ai/library/seer/latest", model=b"text", projector=b"eyes")
+    put_model(store, "registry.ollama.ai/library/blind/latest", model=b"text")
+    found = resolve("seer")
+    assert found.projector is not None
+    assert (found.projector.read_bytes(), [path.read_bytes() for path in found.paths]) == (b"eyes", [b"text"])
+    assert resolve("blind").projector is None
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    files = {
+        "Q4_0/m-Q4_0.gguf": b"a",
+        "m-Q8_0.gguf": b"b",
+        "m.mmproj-Q8_0.gguf": b"root",
+        "other/mmproj-F16.gguf": b"other",
+    }
+    snapshot = put_snapshot(tmp_path / "hub", "o/r", files)
+    for choice in ("Q4_0", "Q8_0"):
+        assert resolve(f"o/r:{choice}").projector == snapshot / "m.mmproj-Q8_0.gguf"
+    hub.remove([snapshot / "m-Q8_0.gguf"])
+    assert (snapshot / "m.mmproj-Q8_0.gguf").is_file()
+    hub.remove([snapshot / "Q4_0/m-Q4_0.gguf"])
+    assert not list(snapshot.rglob("*.gguf"))
+
+
 def test_not_found_says_where_it_looked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "own"))
     with pytest.raises(ModelNotFound) as caught:
