@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from quarrel.errors import ModelError, ModelNotFound
 
 MAX_BYTES = 256 << 20
+_PREDICTOR = re.compile(r"(?:.*\.)?(?:layers\.(\d+)\.eh_proj|mtp\.layers\.(\d+)\..*)\.weight")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -39,6 +41,13 @@ class Config:
     def with_defaults(self, defaults: Mapping[str, Any]) -> Config:
         return Config({**defaults, **{k: v for k, v in self.values.items() if v is not None}}, self.path)
 
+    def and_predictors(self, names: Iterable[str]) -> Config:
+        """And what the names of tensors tell: fewer models are saved with such blocks than config.json speaks of them."""
+        found = [(m[1], m[2]) for name in names if (m := _PREDICTOR.fullmatch(name))]
+        behind = {int(number) for number, _ in found if number and int(number) >= self.layers}
+        own = {int(number) for _, number in found if number}
+        return Config({**self.values, "stored_predictors": len(behind) or len(own)}, self.path) if found else self
+
     def get(self, *names: str, default: Any = None) -> Any:
         """The first of these that is there and not null."""
         return next((self.values[name] for name in names if self.values.get(name) is not None), default)
@@ -59,6 +68,11 @@ class Config:
     @property
     def layers(self) -> int:
         return self.integer("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+
+    @property
+    def predictors(self) -> int:
+        """Blocks behind the layers that predict further tokens (MTP, nextn), as the folder holds them."""
+        return self.integer("stored_predictors", default=0)
 
     @property
     def heads(self) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from quarrel.convert.config import Config
-from quarrel.convert.keys import SIGMOID, experts_keys, llama3_factors, window_keys
+from quarrel.convert.keys import SIGMOID, experts_keys, llama3_factors, nextn_keys, window_keys
 from quarrel.convert.layout import View, every, nth, same, span, transposed
 from quarrel.convert.rules import (
     ADDS_ONE,
@@ -25,6 +25,7 @@ from quarrel.convert.rules import (
     Architecture,
     Out,
     Rule,
+    all_blocks,
     gate_up,
     rule,
 )
@@ -211,7 +212,7 @@ def _deepseek(c: Config) -> dict[str, Any]:
         keys["expert_weights_norm"] = True
     if (mscale := c.full_rope.get("mscale_all_dim")) is not None:
         keys["rope.scaling.yarn_log_multiplier"] = 0.1 * c.number(mscale, "mscale_all_dim")
-    return keys
+    return {**keys, **nextn_keys(c)}
 
 
 def _of_heads(a: np.ndarray, c: Config, values: bool) -> np.ndarray:
@@ -228,6 +229,11 @@ DEEPSEEK = (
         Out("v_b_proj.weight", (lambda a, c: _of_heads(a, c, True),)),
     ),
     *FUSED_EXPERTS,
+    *(
+        rule(rf"(?<=\d\.){name}\.weight", Out(f"@nextn.{name}.weight"))
+        for name in ("eh_proj", "enorm", "hnorm", "embed_tokens")
+    ),
+    *(rule(rf"shared_head\.{name}\.weight", Out(f"@nextn.shared_head_{name}.weight")) for name in ("norm", "head")),
 )
 
 
@@ -235,12 +241,7 @@ def _glm4_moe(c: Config) -> dict[str, Any]:
     keys = {"expert_gating_func": SIGMOID, **experts_keys(c), "rope.dimension_count": c.rotated(0.5)}
     if c.get("norm_topk_prob") is not None:
         keys["expert_weights_norm"] = bool(c.get("norm_topk_prob"))
-    return {**keys, **nextn(c)}
-
-
-def nextn(c: Config, name: str = "num_nextn_predict_layers") -> dict[str, Any]:
-    n = c.integer(name, default=0)
-    return {"nextn_predict_layers": n} if n else {}
+    return {**keys, **nextn_keys(c)}
 
 
 def _ministral(c: Config) -> dict[str, Any]:
@@ -386,7 +387,7 @@ DECODERS: Mapping[str, Architecture] = {
     ),
     "SmolLM3ForCausalLM": Architecture("smollm3", ROTATED, _llama, extra=llama3_factors),
     "Qwen2ForCausalLM Qwen2Model": Architecture("qwen2"),
-    "Qwen3ForCausalLM Qwen3Model": Architecture("qwen3"),
+    "Qwen3ForCausalLM Qwen3Model Qwen3ForSequenceClassification": Architecture("qwen3"),
     "Qwen3MoeForCausalLM": Architecture("qwen3moe", FUSED_EXPERTS, _qwen_moe),
     "Qwen3VLForConditionalGeneration": Architecture("qwen3vl", keys=_deepstack),
     "Qwen3VLMoeForConditionalGeneration": Architecture(
@@ -457,16 +458,10 @@ DECODERS: Mapping[str, Architecture] = {
     "Ernie4_5_MoeForCausalLM": Architecture("ernie4_5-moe", ERNIE, _ernie_moe, drop=r"model\.mtp_\w+\..*"),
     "HunYuanDenseV1ForCausalLM HunYuanForCausalLM": Architecture("hunyuan-dense", keys=_hunyuan),
     "Glm4ForCausalLM": Architecture("glm4", keys=lambda c: {"rope.dimension_count": c.rotated(0.5)}),
-    "Glm4MoeForCausalLM": Architecture(
-        "glm4moe", FUSED_EXPERTS, _glm4_moe, blocks=lambda c: c.layers + c.integer("num_nextn_predict_layers", default=0)
+    "Glm4MoeForCausalLM": Architecture("glm4moe", FUSED_EXPERTS, _glm4_moe, blocks=all_blocks),
+    "DeepseekV2ForCausalLM DeepseekV3ForCausalLM KimiK2ForCausalLM Glm4MoeLiteForCausalLM": Architecture(
+        "deepseek2", DEEPSEEK, _deepseek, blocks=all_blocks
     ),
-    "Glm4MoeLiteForCausalLM": Architecture(
-        "deepseek2",
-        DEEPSEEK,
-        lambda c: {**_deepseek(c), **nextn(c)},
-        blocks=lambda c: c.layers + c.integer("num_nextn_predict_layers", default=0),
-    ),
-    "DeepseekV2ForCausalLM DeepseekV3ForCausalLM KimiK2ForCausalLM": Architecture("deepseek2", DEEPSEEK, _deepseek),
     "MiniMaxM2ForCausalLM": Architecture(
         "minimax-m2",
         FUSED_EXPERTS,

@@ -2,40 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from quarrel.convert.config import Config, read_json
-from quarrel.convert.keys import POOLING
+from quarrel.convert.config import Config
 from quarrel.convert.layout import span
 from quarrel.convert.rules import ADDS_ONE, Architecture, Out, rule
 from quarrel.errors import UnsupportedModel
-
-
-def pooling_keys(folder: Path) -> dict[str, Any]:
-    """How the vectors of a text's tokens become one, as sentence-transformers writes it beside the model."""
-    path = folder / "modules.json"
-    if not path.is_file():
-        return {}
-    try:
-        modules = json.loads(path.read_text("utf-8"))
-        named = next((m["path"] for m in modules if str(m["type"]).endswith("Pooling")), None)
-    except (OSError, ValueError, TypeError, KeyError):
-        raise UnsupportedModel(f"{path} is no list of modules: download the model again") from None
-    if named is None:
-        return {}
-    if Path(str(named)).name != named:
-        raise UnsupportedModel(f"{path} places the pooling in {str(named)[:80]!r}, wanted a folder in this one")
-    found = read_json(folder / named / "config.json")
-    for key, kind in (("mean_tokens", 1), ("cls_token", 2), ("lasttoken", 3)):
-        if found.get(f"pooling_mode_{key}"):
-            return {"pooling_type": kind}
-    mode = str(found.get("pooling_mode"))
-    if mode not in POOLING:
-        raise UnsupportedModel(f"{folder / named} pools by {mode!r}, wanted one of {', '.join(POOLING)}")
-    return {"pooling_type": POOLING[mode]}
 
 
 def _encoder(c: Config) -> dict[str, Any]:

@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 
 from quarrel.convert.config import Config, read_json
-from quarrel.convert.encoders import pooling_keys
 from quarrel.convert.floats import float32, scaled
 from quarrel.convert.keys import common_keys
 from quarrel.convert.layout import Part, Weight, cut, mxfp4, pieces
+from quarrel.convert.modules import Modules, modules
 from quarrel.convert.projectors import projector, projector_keys
 from quarrel.convert.registry import architecture
+from quarrel.convert.rerankers import RANK, is_reranker, reranker
 from quarrel.convert.rules import Architecture, weights
 from quarrel.convert.safetensors import Checkpoint
 from quarrel.convert.vocabulary import VOCABULARIES, vocabulary_keys
@@ -63,9 +64,17 @@ class FolderFile(GGUFFile):
         config = Config(read_json(folder / CONFIG), folder / CONFIG)
         arch, config = projector(config) if mmproj else (architecture(config), config)
         config = config.with_defaults(arch.defaults)
-        self.config, self._block = config, _quantization(config)
-        self._checkpoint = Checkpoint(folder)
+        self._block = _quantization(config)
+        behind = Modules() if mmproj else modules(folder)
+        self._checkpoint = Checkpoint(folder, behind.named)
         try:
+            self.config = config = config if mmproj else config.and_predictors(self._checkpoint.tensors)
+            if is_reranker(folder, arch, config):
+                rows = max(
+                    (t.shape[0] for n, t in self._checkpoint.tensors.items() if n.endswith("embed_tokens.weight")),
+                    default=0,
+                )
+                arch = reranker(arch, config, vocabulary_keys(folder, arch.name, config, rows)["tokenizer.ggml.tokens"])
             self.paths = (folder,)
             named = (*VOCABULARIES, "tokenizer_config.json", "chat_template.jinja")
             beside = tuple(folder / name for name in (CONFIG, *(() if mmproj else named)) if (folder / name).is_file())
@@ -77,7 +86,7 @@ class FolderFile(GGUFFile):
             if mmproj:
                 self.metadata = _projector(folder, arch, config, self.tensors)
             else:
-                self.metadata = _metadata(folder, arch, config, self.tensors)
+                self.metadata = _metadata(folder, arch, config, self.tensors, behind)
                 check_vocab(self.metadata, self.tensors)
             if mix is not None:
                 types = types_of(self, mix)
@@ -228,18 +237,23 @@ def _projector(folder: Path, arch: Architecture, c: Config, tensors: Any) -> Met
     return Metadata(projector_keys(folder, arch, c))
 
 
-def _metadata(folder: Path, arch: Architecture, c: Config, tensors: Any) -> Metadata:
+def _metadata(folder: Path, arch: Architecture, c: Config, tensors: Any, behind: Modules) -> Metadata:
     keys: dict[str, Any] = {
         "general.architecture": arch.name,
         "general.type": "model",
         "general.name": folder.resolve().name,
         "general.quantization_version": 2,
     }
-    own = {"block_count": arch.blocks(c), **common_keys(c), **arch.keys(c), **pooling_keys(folder)}
+    own = {"block_count": arch.blocks(c), **common_keys(c), **behind.keys, **arch.keys(c)}
+    for name in ("dense_2", "dense_3"):
+        if (dense := tensors.get(f"{name}.weight")) is not None:
+            own |= {f"{name}_feat_in": dense.dims[0], f"{name}_feat_out": dense.dims[1]}
     for key, value in own.items():
         if value is not None:
             exact = float(value) if key.endswith(_FLOAT_KEYS) and not isinstance(value, list) else value
             keys[key if key.startswith("tokenizer.") else f"{arch.name}.{key}"] = exact
+    if own.get("pooling_type") == RANK and not any(name.startswith("cls.") for name in tensors):
+        raise ModelError("it is a reranker, and there is no classifier among the weights: download the model whole")
     if "token_embd.weight" not in tensors:
         raise ModelError("there is no token embedding among the weights: download the model whole")
     rows = keys[f"{arch.name}.vocab_size"] = tensors["token_embd.weight"].dims[1]

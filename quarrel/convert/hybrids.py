@@ -10,9 +10,9 @@ import numpy as np
 
 from quarrel.convert.config import Config
 from quarrel.convert.decoders import DECODERS, GRANITE, granite_shared
-from quarrel.convert.keys import SIGMOID, experts_keys
+from quarrel.convert.keys import SIGMOID, experts_keys, nextn_keys
 from quarrel.convert.layout import Change, View, column, span, squeezed
-from quarrel.convert.rules import ADDS_ONE, FUSED_EXPERTS, ROTATED, Architecture, Out, Rule, rule
+from quarrel.convert.rules import ADDS_ONE, FUSED_EXPERTS, ROTATED, Architecture, Out, Rule, all_blocks, rule
 from quarrel.errors import UnsupportedModel
 
 ENDLESS = 1 << 20
@@ -223,7 +223,7 @@ FALCON_H1 = (
 
 
 def _delta_keys(c: Config) -> dict[str, Any]:
-    n, blocks = c.layers, _delta_blocks(c)
+    n = c.layers
     keys: dict[str, Any] = {
         **{k: v for k, v in experts_keys(c).items() if "feed_forward" in k},
         "ssm.conv_kernel": c.integer("linear_conv_kernel_dim"),
@@ -235,19 +235,15 @@ def _delta_keys(c: Config) -> dict[str, Any]:
         "rope.dimension_count": c.rotated(0.25),
     }
     if c.get("layer_types") is not None:
-        keys["attention.recurrent_layers"] = [k == "linear_attention" for k in c.strs("layer_types", n)] + [False] * (
-            blocks - n
-        )
-    return keys | ({"nextn_predict_layers": blocks - n} if blocks > n else {})
+        keys["attention.recurrent_layers"] = [k == "linear_attention" for k in c.strs("layer_types", n)] + [
+            False
+        ] * c.predictors
+    return {**keys, **nextn_keys(c)}
 
 
 def _qwen35_keys(c: Config) -> dict[str, Any]:
     sections = {} if "mrope_section" in c.rope else {"rope.dimension_sections": [11, 11, 10, 0]}
     return {**_delta_keys(c), **sections}
-
-
-def _delta_blocks(c: Config) -> int:
-    return c.layers + c.integer("mtp_num_hidden_layers", default=0)
 
 
 def _mtp(c: Config) -> tuple[tuple[str, str], ...]:
@@ -381,12 +377,12 @@ HYBRIDS: Mapping[str, Architecture | Callable[[Config], Architecture]] = {
     "GraniteMoeSharedForCausalLM": _granite_shared,
     "NemotronHForCausalLM": _nemotron_h,
     "FalconH1ForCausalLM": Architecture("falcon-h1", FALCON_H1, _falcon_h1_keys),
-    "Qwen3NextForCausalLM": Architecture("qwen3next", QWEN3_NEXT, _delta_keys, blocks=_delta_blocks, rename=_mtp),
+    "Qwen3NextForCausalLM": Architecture("qwen3next", QWEN3_NEXT, _delta_keys, blocks=all_blocks, rename=_mtp),
     "Qwen3_5ForConditionalGeneration Qwen3_5ForCausalLM": Architecture(
-        "qwen35", QWEN35, _qwen35_keys, blocks=_delta_blocks, rename=_mtp
+        "qwen35", QWEN35, _qwen35_keys, blocks=all_blocks, rename=_mtp
     ),
     "Qwen3_5MoeForConditionalGeneration Qwen3_5MoeForCausalLM": Architecture(
-        "qwen35moe", QWEN35, _qwen35_keys, blocks=_delta_blocks, rename=_mtp
+        "qwen35moe", QWEN35, _qwen35_keys, blocks=all_blocks, rename=_mtp
     ),
     "Lfm2ForCausalLM LFM2ForCausalLM": Architecture("lfm2", (CONV,), _lfm2_keys),
     "Lfm2MoeForCausalLM": Architecture("lfm2moe", (CONV, *LFM2_EXPERTS), _lfm2_moe_keys),

@@ -118,6 +118,11 @@ def experts_keys(c: Config) -> dict[str, Any]:
     return keys
 
 
+def nextn_keys(c: Config) -> dict[str, Any]:
+    """Blocks that predict further tokens."""
+    return {"nextn_predict_layers": c.predictors} if c.predictors else {}
+
+
 def window_keys(c: Config, *, pattern: bool = True) -> dict[str, Any]:
     """Layers that see a window only."""
     if c.get("sliding_window") is None:

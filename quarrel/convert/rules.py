@@ -91,6 +91,10 @@ ROTATED = (
 )
 
 
+def all_blocks(c: Config) -> int:
+    return c.layers + c.predictors
+
+
 def gate_up(pattern: str, base: str, *, inner: View = same) -> Rule:
     """A tensor that holds gates, then ups."""
     views = [nth(i, 2, inner) for i in (0, 1)]
@@ -155,7 +159,7 @@ def _stacked(arch: Architecture, config: Config, stored: Mapping[str, Stored]) -
             continue
         if tied and name.endswith("lm_head.weight"):
             continue
-        if bare and not name.startswith(("model.", "lm_head.")):
+        if bare and not name.startswith(("model.", "lm_head.", "score.", "dense_")):
             name = f"model.{name}"
         expert = _EXPERT.fullmatch(name)
         key, number = (f"{expert[1]}.{expert[3]}", int(expert[2])) if expert else (name, -1)
@@ -230,7 +234,7 @@ def _table(name: str, blocks: int) -> Callable[[str], str]:
     table = gguf.get_tensor_name_map(_architectures()[name], blocks)
 
     def named(name: str) -> str:
-        if name.startswith(("blk.", "v.", "mm.")):
+        if name.startswith(("blk.", "v.", "mm.", "cls.output.")):
             return name
         found: str | None = table.get_name(name, try_suffixes=_SUFFIXES)
         if found is None:

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -55,13 +55,17 @@ class Stored:
 class Checkpoint:
     """All tensors of a folder by name. Close it, or use it in a `with`."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises ModelError, with the file's name, for whatever is not sound."""
+    def __init__(self, folder: Path, further: Mapping[str, Path] = MappingProxyType({})) -> None:
+        """further: files of one map each, whose tensors are named as here where they have `linear`.
+
+        Raises ModelError, with the file's name, for whatever is not sound.
+        """
         tensors: dict[str, Stored] = {}
         with ExitStack() as opened:
             index = _index(folder)
-            self.paths = tuple(folder / name for name in (sorted(set(index.values())) if index else _whole(folder)))
-            files = []
+            own = [folder / name for name in (sorted(set(index.values())) if index else _whole(folder))]
+            self.paths = (*own, *further.values())
+            names, files = [*[""] * len(own), *further], []
             for number, path in enumerate(self.paths):
                 try:
                     file = opened.enter_context(_Closing(path)).file
@@ -69,6 +73,8 @@ class Checkpoint:
                 except ModelError as error:
                     raise ModelError(f"{path}: {error}") from None
                 files.append(file)
+                if names[number]:
+                    found = [replace(stored, name=stored.name.replace("linear", names[number])) for stored in found]
                 for stored in found:
                     if (other := tensors.setdefault(stored.name, stored)) is not stored:
                         raise ModelError(f"{path}: the tensor {stored.name} is also in {self.paths[other.file].name}")

@@ -93,7 +93,7 @@ _UNMADE = re.compile(r"i?q[123]_(xxs|xs|s|m)")
 _NARROW = {_T.Q2_K: _T.Q4_0, _T.Q3_K: _T.Q4_0, _T.IQ4_XS: _T.IQ4_NL, _T.Q4_K: _T.Q5_0, _T.Q5_K: _T.Q5_1, _T.Q6_K: _T.Q8_0}
 """What takes rows that are no multiple of 256, as in llama.cpp."""
 _KEPT = re.compile(
-    r"norm|ffn_gate_inp|ssm_conv1d|shortconv\.conv|position_embd|patch_embd|token_types|rope_|altup|laurel|per_layer_model_proj|\.scale"
+    r"norm|^cls\.|ffn_gate_inp|ssm_conv1d|shortconv\.conv|position_embd|patch_embd|token_types|rope_|altup|laurel|per_layer_model_proj|\.scale"
 )
 _PARTS = ("attn_v", "attn_qkv", "ffn_down", "ffn_down_exps", "ffn_down_shexp")
 _FINER = re.compile(rf"blk\.(\d+)\.({'|'.join(_PARTS)})\.weight")

@@ -65,6 +65,24 @@ class Head:
         return rows.astype(np.float32)
 
 
+@dataclass(frozen=True)
+class Maps:
+    """What EmbeddingGemma has behind the pooling, two linear maps, as one: rows x -> map x + bias.
+
+    In float64, so that a row does not depend on how many there are beside it.
+    """
+
+    map: Array
+    bias: Array
+
+    @property
+    def width(self) -> int:
+        return len(self.map)
+
+    def __call__(self, rows: Array) -> Array:
+        return (rows.astype(np.float64) @ self.map.T + self.bias).astype(np.float32)
+
+
 class Embedder:
     """What `LLM` embeds with."""
 
@@ -73,11 +91,13 @@ class Embedder:
         self._n_ctx, self._step_tokens = model.explanation.n_ctx, model.explanation.plan.limits.max_tokens
         self.pooling = _pooling(model.file, model.spec)
         self._head = _head(model.file, model.spec) if self.pooling == "rank" else None
+        self._maps = _maps(model.file, model.spec.n_embd)
 
     @property
     def dim(self) -> int:
         """Length of a row."""
-        return (self._head and self._head.width) or self._spec.n_embd
+        behind = self._head or self._maps
+        return (behind and behind.width) or self._spec.n_embd
 
     def embed(self, texts: Text | Sequence[Text], options: EmbedOptions, progress: bool | Progress = False) -> Embeddings:
         job = self._job(texts, options)
@@ -95,8 +115,8 @@ class Embedder:
     def _job(self, texts: Text | Sequence[Text], options: EmbedOptions) -> _Job:
         """Checks the options. A decoder's texts are tokenized before anything runs, an encoder's meanwhile."""
         pooling = self._pooling_of(options.pooling)
-        head = self._head if pooling == "rank" else None
-        read = pooling if head is None else head.pooling
+        read = self._head.pooling if self._head is not None and pooling == "rank" else pooling
+        head = self._head if pooling == "rank" else self._maps
         width = (head and head.width) or self._spec.n_embd
         _check_dimensions(options.dimensions, width)
         self._check_chunk(options.chunk)
@@ -169,7 +189,7 @@ class Embedder:
 class _Finish:
     """What becomes of pooled rows."""
 
-    head: Head | None
+    head: Head | Maps | None
     normalize: bool
     dimensions: int | None
     centred: bool
@@ -204,22 +224,39 @@ def _pooling(file: GGUFFile, spec: ModelSpec | EncoderSpec) -> Pooling | None:
     return KINDS[kind]
 
 
+def _layer(file: GGUFFile, name: str) -> tuple[Array, Array] | None:
+    """Weight and bias of a linear map, if the file has it."""
+    if f"{name}.weight" not in file.tensors:
+        return None
+    weight = np.asarray(file.array(f"{name}.weight"), np.float32)
+    bias = f"{name}.bias"
+    return weight, np.asarray(file.array(bias), np.float32) if bias in file.tensors else np.zeros(len(weight), np.float32)
+
+
+def _maps(file: GGUFFile, width: int) -> Maps | None:
+    found = None
+    for name in ("dense_2", "dense_3"):
+        layer = _layer(file, name)
+        if layer is None:
+            continue
+        weight, bias = (part.astype(np.float64) for part in layer)
+        _check_map(name, weight, bias, width)
+        found = Maps(weight, bias) if found is None else Maps(weight @ found.map, weight @ found.bias + bias)
+        width = len(weight)
+    return found
+
+
+def _check_map(name: str, weight: Array, bias: Array, width: int) -> None:
+    if weight.ndim != 2 or weight.shape[1] != width or bias.shape != (len(weight),):
+        raise ModelError(f"the tensor {name}.weight is {list(weight.shape)}, wanted rows of {width}: inconsistent file")
+
+
 def _head(file: GGUFFile, spec: ModelSpec | EncoderSpec) -> Head:
     modern = spec.architecture == "modern-bert"
     norm = np.asarray(file.array("cls.norm.weight"), np.float32) if "cls.norm.weight" in file.tensors else None
-
-    def layer(name: str) -> tuple[Array, Array] | None:
-        if f"{name}.weight" not in file.tensors:
-            return None
-        weight = np.asarray(file.array(f"{name}.weight"), np.float32)
-        bias = f"{name}.bias"
-        return weight, np.asarray(file.array(bias), np.float32) if bias in file.tensors else np.zeros(
-            len(weight), np.float32
-        )
-
     head = Head(
-        layer("cls"),
-        layer("cls.output"),
+        _layer(file, "cls"),
+        _layer(file, "cls.output"),
         norm,
         spec.norm_eps,
         pooling="mean" if modern else "cls" if isinstance(spec, EncoderSpec) else "last",
@@ -229,10 +266,7 @@ def _head(file: GGUFFile, spec: ModelSpec | EncoderSpec) -> Head:
     width = spec.n_embd
     for name, part in (("cls", head.dense), ("cls.output", head.output)):
         if part is not None:
-            if part[0].ndim != 2 or part[0].shape[1] != width or part[1].shape != (len(part[0]),):
-                raise ModelError(
-                    f"the tensor {name}.weight is {list(part[0].shape)}, wanted rows of {width}: inconsistent file"
-                )
+            _check_map(name, *part, width)
             width = len(part[0])
             if name == "cls" and norm is not None and norm.shape != (width,):
                 raise ModelError(f"the tensor cls.norm.weight is {list(norm.shape)}, wanted [{width}]: inconsistent file")

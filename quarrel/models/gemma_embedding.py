@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from quarrel.errors import UnsupportedModel
 from quarrel.models.bert import like_decoder
 from quarrel.models.decoder import attentions, windows
 from quarrel.models.feedforward import GatedFFN
@@ -16,11 +15,6 @@ from quarrel.models.tensors import Tensors
 
 
 def spec(keys: Keys, tensors: Tensors, n_ctx: int) -> EncoderSpec:
-    if any(f"dense_{i}.weight" in tensors for i in (2, 3)):
-        raise UnsupportedModel(
-            "the tensors dense_2 and dense_3 map pooled rows, which this version does not: download a file without them, or"
-            " convert the model again without its dense modules"
-        )
     c = common(keys, tensors)
     full = rope_from(keys, tensors, "neox", c.head_dim, n_ctx)
     local, sizes = unscaled(keys, full, 10000.0), windows(keys, c.n_layers, 6)
