@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from quarrel.cpu_backend.linear.activations import row_bytes
+from quarrel.cpu_backend.linear.matvec import MATVEC_ROWS
 from quarrel.cpu_backend.runtime.abi import KernelDef
 from quarrel.cpu_backend.runtime.features import Level
 from quarrel.cpu_backend.runtime.pool import StageTable, aligned
@@ -22,13 +23,15 @@ Rows = np.ndarray
 """The live rows of a value, `[T, n]`, in place."""
 
 AXES = ("T", "S", "R", "B", "L")
-"""Free axes whose live sizes stand in the step's header, each followed by two more words: see `Header`."""
+"""Free axes whose live sizes stand in the step's header, each followed by four more words: see `Header`."""
 
 
 class Header:
     """The words that change from step to step: axis sizes, and counts that a stage of the step computes."""
 
-    ONE = 3 * len(AXES)
+    WORDS = 5
+    """Of each axis."""
+    ONE = WORDS * len(AXES)
 
     def __init__(self) -> None:
         self.words = aligned(8 * 64).view(np.int64)
@@ -39,23 +42,34 @@ class Header:
     @staticmethod
     def axis(name: str) -> int:
         """Word that holds the axis's size."""
-        return 3 * AXES.index(name)
+        return Header.WORDS * AXES.index(name)
 
     @staticmethod
     def single(name: str) -> int:
         """Word that is 1 when the axis's size is 1, else 0."""
-        return 3 * AXES.index(name) + 1
+        return Header.axis(name) + 1
 
     @staticmethod
     def many(name: str) -> int:
         """Word that holds the axis's size when it is more than 1, else 0."""
-        return 3 * AXES.index(name) + 2
+        return Header.axis(name) + 2
+
+    @staticmethod
+    def matvec(name: str) -> int:
+        """Word that is 1 when the axis's size is 1 to MATVEC_ROWS, else 0."""
+        return Header.axis(name) + 3
+
+    @staticmethod
+    def tile(name: str) -> int:
+        """Word that holds the axis's size when it is more than MATVEC_ROWS, else 0."""
+        return Header.axis(name) + 4
 
     def set(self, sizes: Mapping[str, int]) -> None:
         """Takes over the live sizes."""
         for name, size in sizes.items():
-            at = 3 * AXES.index(name)
-            self.words[at], self.words[at + 1], self.words[at + 2] = size, size == 1, size if size > 1 else 0
+            above = [size if size > rows else 0 for rows in (1, MATVEC_ROWS)]
+            at = self.axis(name)
+            self.words[at : at + self.WORDS] = size, size == 1, above[0], 1 <= size <= MATVEC_ROWS, above[1]
 
     def new(self) -> int:
         """A word that some stage of the step computes."""

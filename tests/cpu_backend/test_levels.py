@@ -17,7 +17,7 @@ from quarrel.ops.formats import WEIGHT_TYPES
 from quarrel.ops.linear import LINEAR, LinearSpec
 
 LEVELS = [level.name for level in features.levels()]
-ROWS = (1, 2, 3, 17)
+ROWS = (1, 2, 7, 9, 17)
 
 
 @pytest.fixture(name="backend", scope="module", params=LEVELS)

@@ -30,13 +30,14 @@ def products(name: str, level: Level, k: int, rows: np.ndarray, x: np.ndarray) -
         at = base + size - rows.nbytes
         ctypes.memmove(at, rows.ctypes.data, rows.nbytes)
         assert libc.mprotect(ctypes.c_void_p(base + size), mmap.PAGESIZE, 0) == 0
-        y, bounds = np.zeros(len(rows), np.float32), np.array([0, len(rows)])
+        y, bounds, live = np.zeros(len(rows), np.float32), np.array([0, len(rows)]), np.array([1])
         kernel = matvec(fmt, level, True)
         args = kernel.pack(
             {
-                "x": x.ctypes.data, "bounds": bounds.ctypes.data, "w": at, "n": len(rows), "row_bytes": rows.shape[1],
-                "blocks": k // 256, "tail": k % 256 // fmt.elements, "p": padded(k), "y": y.ctypes.data,
-                "y_stride": y.nbytes, "bias": 0, "residual": 0, "scale": 1.0,
+                "live_rows": live.ctypes.data, "x": x.ctypes.data, "x_stride": len(x), "bounds": bounds.ctypes.data,
+                "w": at, "n": len(rows), "row_bytes": rows.shape[1], "blocks": k // 256,
+                "tail": k % 256 // fmt.elements, "p": padded(k), "y": y.ctypes.data, "y_stride": y.nbytes,
+                "bias": 0, "residual": 0, "scale": 1.0,
             }
         )  # fmt: skip
         Run(kernel.address(level))(args.ctypes.data, 0, 0)

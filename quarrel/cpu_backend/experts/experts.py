@@ -85,11 +85,11 @@ def _float_job(e: Lowering, c: Call) -> Job:
 
 
 KERNELS = (
-    LinearKernel("int8 matvec by expert", "1 row", "q", needs_blocks, _matvec_job),
+    LinearKernel("int8 matvec by expert", "few rows", "q", needs_blocks, _matvec_job),
     LinearKernel("int8 tile by expert", "more rows", "q", needs_blocks, _tile_job),
     LinearKernel("float32 tile by expert", "any rows", "f32", takes_all, _float_job),
 )
-"""As `linear/kernels.py`; "1 row" is one token, whatever the number of its experts."""
+"""As `linear/kernels.py`; "few rows" are one token here, whatever the number of its experts."""
 
 
 def _jobs(

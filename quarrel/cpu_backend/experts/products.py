@@ -1,7 +1,7 @@
 """Products with the chosen experts only: the entries of each expert are one small matrix product, in the order of `tile`.
 
 Entry t * used + j is the j-th choice of token t. A chunk is one expert that has entries, and one tile of its weight rows.
-An expert with a single entry is read as in decoding; with more, its rows are unpacked once for all of them.
+An expert with few entries is read as in decoding; with more, its rows are unpacked once for all of them.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from dataclasses import replace
 
 from quarrel.cpu_backend.elementwise import gelu_tanh, relu2, silu
 from quarrel.cpu_backend.formats.block import BlockFormat
-from quarrel.cpu_backend.linear.activations import QuantRow
 from quarrel.cpu_backend.linear.epilogue import OUTPUT_FIELDS, Output
 from quarrel.cpu_backend.linear.floats import exact_rows, exact_scratch, float_rows
-from quarrel.cpu_backend.linear.matvec import MATRIX_FIELDS, Matrix, matvec_rows
-from quarrel.cpu_backend.linear.tile import LANES, Rows, shapes, tile_rows, tile_scratch
+from quarrel.cpu_backend.linear.matvec import MATRIX_FIELDS, MATVEC_ROWS, Matrix, Rows, matvec_rows
+from quarrel.cpu_backend.linear.tile import LANES, shapes, tile_rows, tile_scratch
 from quarrel.cpu_backend.runtime.abi import Fields, KernelDef
 from quarrel.cpu_backend.runtime.features import Level
 from quarrel.cpu_backend.runtime.ir import I32, I64, Kernel, Val
@@ -56,12 +55,10 @@ def expert_tile(fmt: BlockFormat, level: Level, tail: bool, k_padded: int, share
         first = (chunk - chunk.udiv(n_tiles) * n_tiles) * step
         m = _expert_rows(Matrix.of(a), expert)
         rows, out = _rows(k, a, expert, shared), _of_expert(k, a, m.n, expert)
-        with k.either((rows.stop - rows.start).eq(1)) as (single, many):
-            with single:
-                x = QuantRow(rows.source(rows.start), m.p)
-                span = (first, k.minimum(first + step, m.n))
-                matvec_rows(k, level, fmt, m, x, span, out, rows.target(rows.start), tail)
-            with many:
+        with k.either(rows.stop - rows.start <= MATVEC_ROWS) as (small, large):
+            with small:
+                matvec_rows(k, level, fmt, m, rows, (first, k.minimum(first + step, m.n)), out, tail)
+            with large:
                 tile_rows(k, level, fmt, m, first, rows, out, scratch, tail)
 
     fields = (*EXPERT_FIELDS, *MATRIX_FIELDS, *OUTPUT_FIELDS)
@@ -78,9 +75,10 @@ def expert_matvec(fmt: BlockFormat, level: Level, tail: bool, shared: bool) -> K
         chosen = k.load(a.ids + (j << 2), I32).to(I64)
         expert = k.minimum(k.maximum(chosen, 0), a.experts - 1)
         m = _expert_rows(Matrix.of(a), expert)
-        x = QuantRow(a.x if shared else a.x + j * a.x_stride, m.p)
+        x = a.x if shared else a.x + j * a.x_stride
+        one = Rows(j, j + 1, lambda t: x, lambda t: t)
         span = (k.load(at, I64), k.load(at, I64, 8))
-        matvec_rows(k, level, fmt, m, x, span, _of_expert(k, a, m.n, expert), j, tail)
+        matvec_rows(k, level, fmt, m, one, span, _of_expert(k, a, m.n, expert), tail, alone=True)
 
     fields = ("ids", "experts", "x", "x_stride", "bounds", "n_tiles", *MATRIX_FIELDS, *OUTPUT_FIELDS)
     return KernelDef(f"experts/matvec/{fmt.name}{'/shared' if shared else ''}{'/tail' if tail else ''}", fields, body)

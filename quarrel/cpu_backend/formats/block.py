@@ -153,11 +153,13 @@ def f16_per_block(k: Kernel, level: Level, at: Val, stride: int, offset: int = 0
 
 
 def nibbles(k: Kernel, at: Val, stride: int, offset: int, i: int) -> Val:
-    """Blocks 2i and 2i + 1 of 32 values: low nibbles are values 0..15 of each block, high nibbles 16..31."""
-    a, b = (k.load(at, vec(I8, 16), stride * j + offset) for j in (2 * i, 2 * i + 1))
-    both = a.concat(b)
-    order = [*range(16), *range(32, 48), *range(16, 32), *range(48, 64)]
-    return (both & 15).shuffle(order, both >> 4)
+    """Blocks 2i and 2i + 1 of 32 values: low nibbles are values 0..15 of each block, high nibbles 16..31.
+
+    Each block is loaded into both halves of a vector and shifted in one, which needs no shuffles between halves.
+    """
+    blocks = (k.load(at, vec(I8, 16), stride * j + offset) for j in (2 * i, 2 * i + 1))
+    words = [block.shuffle([*range(16)] * 2).bitcast(vec(I64, 4)) for block in blocks]
+    return (words[0].concat(words[1]) >> k.lane_constants(I64, [0, 0, 4, 4] * 2)).bitcast(I8x64) & 15
 
 
 def fifth_bits(k: Kernel, at: Val, stride: int, offset: int, i: int, codes: Val) -> Val:

@@ -14,7 +14,7 @@ from quarrel.cpu_backend.formats.dequantize import dequantize_row, load_float
 from quarrel.cpu_backend.formats.table import BLOCKS
 from quarrel.cpu_backend.linear.activations import padded
 from quarrel.cpu_backend.linear.epilogue import OUTPUT_FIELDS, Output
-from quarrel.cpu_backend.linear.tile import Rows
+from quarrel.cpu_backend.linear.matvec import Rows
 from quarrel.cpu_backend.runtime.abi import Fields, KernelDef
 from quarrel.cpu_backend.runtime.features import Level
 from quarrel.cpu_backend.runtime.ir import F32, Kernel, Val

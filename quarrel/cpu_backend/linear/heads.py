@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from quarrel.cpu_backend.linear.epilogue import Output
 from quarrel.cpu_backend.linear.floats import ROWS, T_BLOCK, exact_rows, exact_scratch, float_rows
-from quarrel.cpu_backend.linear.tile import Rows
+from quarrel.cpu_backend.linear.matvec import Rows
 from quarrel.cpu_backend.lowering import Lowering
 from quarrel.cpu_backend.plan import Header
 from quarrel.cpu_backend.runtime.abi import Fields, KernelDef

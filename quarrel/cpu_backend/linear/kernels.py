@@ -29,7 +29,7 @@ from quarrel.ops.linear import LinearSpec
 CHUNK_BYTES = 32768
 """Weight bytes of the shortest chunk of the decode path: about 3 us of one core's share of memory bandwidth."""
 
-Rows = Literal["1 row", "more rows", "any rows"]
+Rows = Literal["few rows", "more rows", "any rows"]
 Form = Literal["q", "f32"]
 """How a kernel reads activations: rounded to 8 bits, or as they are."""
 C = TypeVar("C")
@@ -78,9 +78,9 @@ def choose(e: Lowering, table: Sequence[LinearKernel[C]], spec: Any) -> Choice[C
     problem = Problem(e.weights.stored_as(spec.type), spec.n, spec.k, e.plan.exact, e.plan.level)
     kernels: list[LinearKernel[C]] = []
     declined: list[str] = []
-    missing: set[Rows] = {"1 row", "more rows"}
+    missing: set[Rows] = {"few rows", "more rows"}
     for kernel in table:
-        covers: set[Rows] = {"1 row", "more rows"} if kernel.rows == "any rows" else {kernel.rows}
+        covers: set[Rows] = {"few rows", "more rows"} if kernel.rows == "any rows" else {kernel.rows}
         if not covers <= missing:
             continue
         if reason := kernel.declines(problem):
@@ -128,10 +128,11 @@ class Call:
 
 
 def _matvec_job(e: Lowering, c: Call) -> Job:
-    bounds = chunk_bounds(e, c.w.rows, c.w.row_bytes)
-    fields = {**c.output, **matrix_fields(c.w, c.w.rows), "x": e.quantized(c.x), "bounds": bounds}
+    axis, bounds = e.plan.rows(c.x), chunk_bounds(e, c.w.rows, c.w.row_bytes)
+    fields = {**c.output, **matrix_fields(c.w, c.w.rows), "x": e.quantized(c.x), "x_stride": row_bytes(c.w.k)}
     kernel = matvec(BLOCKS[c.w.type], e.plan.level, fields["tail"] > 0)
-    return e.job(kernel, Header.single(e.plan.rows(c.x)), fields, times=len(bounds) - 1)
+    fields |= {"live_rows": e.plan.live(axis), "bounds": bounds}
+    return e.job(kernel, Header.matvec(axis), fields, times=len(bounds) - 1)
 
 
 def _tile_job(e: Lowering, c: Call) -> Job:
@@ -139,7 +140,7 @@ def _tile_job(e: Lowering, c: Call) -> Job:
     fields = {**c.output, **matrix_fields(c.w, c.w.rows), "x": e.quantized(c.x), "x_stride": row_bytes(c.w.k)}
     kernel = tile(BLOCKS[c.w.type], e.plan.level, fields["tail"] > 0, fields["p"])
     fields |= {"live_rows": e.plan.live(axis), "n_tiles": n_tiles}
-    return e.job(kernel, Header.many(axis), fields, T_BLOCK, n_tiles)
+    return e.job(kernel, Header.tile(axis), fields, T_BLOCK, n_tiles)
 
 
 def _float_job(e: Lowering, c: Call) -> Job:
@@ -152,7 +153,7 @@ def _float_job(e: Lowering, c: Call) -> Job:
 
 
 KERNELS = (
-    LinearKernel("int8 matvec", "1 row", "q", needs_blocks, _matvec_job),
+    LinearKernel("int8 matvec", "few rows", "q", needs_blocks, _matvec_job),
     LinearKernel("int8 tile", "more rows", "q", needs_blocks, _tile_job),
     LinearKernel("float32 tile", "any rows", "f32", takes_all, _float_job),
 )

@@ -1,13 +1,17 @@
-"""One activation row times packed weight rows: the decode path, bound by memory.
+"""A few activation rows times packed weight rows: the decode path, bound by memory.
 
 For weight row n, over superblocks b and groups j:
     y[n] = tree_j( sum_b scale[b, j] * d[b, j] * (codes . q - offset * sum q) ) - tree_j( sum_b minimum[b, j] * d sum q )
 The byte products of a group are summed exactly in integers; each lane j is then one chain of fused multiply-adds over b,
 and the lanes are added as a fixed tree. `tile` computes the very same chains, so one row gives the same bits in any batch.
+
+A superblock of weights is decoded once for two activation rows; with more than MATVEC_ROWS of them `tile`, which unpacks
+sixteen weight rows at once, is faster.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from quarrel.cpu_backend.formats.block import BlockFormat, Superblock, tail_superblock
@@ -24,6 +28,20 @@ NEAR, FAR, PAGE = 1536, 8192, 16384
 """How far ahead of the block in use weights are prefetched: into the first level cache, into the second, and one line so
 that the page's address is translated in time. Measured on 2 cores, 13 MB matrices in a file's mapping, where a plain read
 makes 25.9 GB/s: without any 13 GB/s of Q4_K, near and far (1024, 4096) 22.8, all three 25.4; Q6_K 25.0, Q8_0 27.0."""
+
+MATVEC_ROWS = 8
+"""Activation rows, at most, that are computed here. On AVX2 (Zen 3) a superblock of Q4_K takes 31, 46 and 92 cycles for 1,
+2 and 4 rows, in tiles 163, 164 and 188; Q8_0 40, 62 and 124 for 173, 173 and 205; MXFP4 44, 62, 124 for 172, 172, 220."""
+
+
+def shapes(level: Level) -> dict[int, tuple[int, ...]]:
+    """How many weight rows are computed at once, and by how many activation rows, which share the decoded superblocks.
+
+    Four instead of two save a tenth more and take twice as long to compile.
+    """
+    if level.registers >= 32:
+        return {2: (2, 1), 1: (1,)}
+    return {1: (1,) if level.dot == "plain" else (2, 1)}
 
 
 def load_codes(k: Kernel, at: Val, span: tuple[int, int]) -> Val:
@@ -157,12 +175,27 @@ def matrix_fields(w: Packed, n: int) -> dict[str, int]:
     return dict(zip(MATRIX_FIELDS, (w.address, n, w.row_bytes, w.k // 256, tail, padded(w.k)), strict=True))
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Activation rows [start, stop): where row t lies, and which row of the output it makes."""
+
+    start: Val
+    stop: Val
+    source: Callable[[Val], Val]
+    target: Callable[[Val], Val]
+
+
 def _rows(
-    k: Kernel, level: Level, fmt: BlockFormat, m: Matrix, x: QuantRow, first: Val, count: int, tail: bool
-) -> list[Val]:
-    """Results of weight rows first .. first + count - 1, computed side by side."""
+    k: Kernel, level: Level, fmt: BlockFormat, m: Matrix, xs: list[QuantRow], first: Val, count: int, tail: bool
+) -> list[list[Val]]:
+    """For every row of xs, the results of weight rows first .. first + count - 1: all computed side by side."""
     at_rows = [m.w + (first + i) * m.row_bytes for i in range(count)]
-    chains = new_chains(k, fmt, count)
+    chains = [new_chains(k, fmt, count) for _ in xs]
+
+    def add(blocks: list[Superblock], b: Val) -> None:
+        for x, of_row in zip(xs, chains, strict=True):
+            superblock_dot(k, level, fmt, blocks, load_activations(k, fmt, x, b), of_row)
+
     with k.range(0, m.blocks) as b:
         # Rows follow one another, so what these rows prefetch together is one run of memory without gaps.
         step = count * fmt.superblock_bytes
@@ -170,13 +203,11 @@ def _rows(
             k.prefetch(at_rows[0] + b * step, NEAR + line)
             k.prefetch(at_rows[0] + b * step, FAR + line, locality=2)
         k.prefetch(at_rows[0] + b * step, PAGE, locality=2)
-        blocks = [fmt.decode(k, level, row + b * fmt.superblock_bytes) for row in at_rows]
-        superblock_dot(k, level, fmt, blocks, load_activations(k, fmt, x, b), chains)
+        add([fmt.decode(k, level, row + b * fmt.superblock_bytes) for row in at_rows], b)
     if tail:
         at, end = m.blocks * fmt.superblock_bytes, m.w + m.n * m.row_bytes
-        blocks = [tail_superblock(k, level, fmt, row + at, m.tail, end) for row in at_rows]
-        superblock_dot(k, level, fmt, blocks, load_activations(k, fmt, x, m.blocks), chains)
-    return chain_totals(fmt, chains, count)
+        add([tail_superblock(k, level, fmt, row + at, m.tail, end) for row in at_rows], m.blocks)
+    return [chain_totals(fmt, of_row, count) for of_row in chains]
 
 
 def matvec_rows(
@@ -184,28 +215,39 @@ def matvec_rows(
     level: Level,
     fmt: BlockFormat,
     m: Matrix,
-    x: QuantRow,
+    rows: Rows,
     span: tuple[Val, Val],
     out: Output,
-    row: Val,
     tail: bool,
+    alone: bool = False,
 ) -> None:
-    """Stores out[row, n] for n in the span of weight rows."""
+    """Stores the results of the weight rows in the span, each of which meets every activation row while it is in the cache.
+
+    alone: there is only one activation row.
+    """
     n, stop = k.var(span[0]), span[1]
-    for count in (2, 1) if level.registers >= 32 else (1,):
+    for count, widths in shapes(level).items():
         with k.loop_while(lambda: n.v + count <= stop):  # noqa: B023
-            for i, y in enumerate(_rows(k, level, fmt, m, x, n.v, count, tail)):
-                out.one(k, y, n.v + i, row)
+            t = k.var(rows.start)
+            for width in (1,) if alone else widths:
+                with k.loop_while(lambda: t.v + width <= rows.stop):  # noqa: B023
+                    ts = [t.v + i for i in range(width)]
+                    xs = [QuantRow(rows.source(row), m.p) for row in ts]
+                    for row, results in zip(ts, _rows(k, level, fmt, m, xs, n.v, count, tail), strict=True):
+                        for i, y in enumerate(results):
+                            out.one(k, y, n.v + i, rows.target(row))
+                    t.v = t.v + width
             n.v = n.v + count
 
 
 def matvec(fmt: BlockFormat, level: Level, tail: bool) -> KernelDef:
-    """Chunk c computes rows bounds[c] .. bounds[c + 1] - 1 of y = W x for the single row x."""
+    """Chunk c computes rows bounds[c] .. bounds[c + 1] - 1 of y = W x for a few rows x."""
 
     def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
-        m = Matrix.of(a)
+        m, x, stride = Matrix.of(a), a.x, a.x_stride
         span = (k.load(a.bounds + (chunk << 3), I64), k.load(a.bounds + (chunk << 3), I64, 8))
-        matvec_rows(k, level, fmt, m, QuantRow(a.x, m.p), span, Output.of(a, m.n), k.i64(0), tail)
+        rows = Rows(k.i64(0), a.live_rows, lambda t: x + t * stride, lambda t: t)
+        matvec_rows(k, level, fmt, m, rows, span, Output.of(a, m.n), tail)
 
-    fields = ("x", "bounds", *MATRIX_FIELDS, *OUTPUT_FIELDS)
+    fields = ("live_rows", "x", "x_stride", "bounds", *MATRIX_FIELDS, *OUTPUT_FIELDS)
     return KernelDef(f"matvec/{fmt.name}{'/tail' if tail else ''}", fields, body)

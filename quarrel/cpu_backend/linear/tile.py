@@ -12,13 +12,12 @@ per group adds them to the chain, and the chains are added in the tree of `matve
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from quarrel.cpu_backend.formats.block import BlockFormat, tail_superblock
 from quarrel.cpu_backend.linear.activations import QuantRow
 from quarrel.cpu_backend.linear.epilogue import OUTPUT_FIELDS, Output
-from quarrel.cpu_backend.linear.matvec import MATRIX_FIELDS, Matrix
+from quarrel.cpu_backend.linear.matvec import MATRIX_FIELDS, Matrix, Rows
 from quarrel.cpu_backend.runtime.abi import Fields, KernelDef
 from quarrel.cpu_backend.runtime.features import Level
 from quarrel.cpu_backend.runtime.ir import F32, I32, I64, Kernel, Val
@@ -188,16 +187,6 @@ def _tree(k: Kernel, at: Val, chains: int, stride: int) -> Val:
         half = len(parts) // 2
         parts = [a + b for a, b in zip(parts[:half], parts[half:])]
     return parts[0]
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Activation rows [start, stop): where row t lies, and which row of the output it makes."""
-
-    start: Val
-    stop: Val
-    source: Callable[[Val], Val]
-    target: Callable[[Val], Val]
 
 
 def _tile(
