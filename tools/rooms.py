@@ -65,7 +65,8 @@ ROOMS: Mapping[str, Room] = {
     ),
     "engine": Room(
         "requests, cache blocks, time", "a framework, an op family, HTTP",
-        ("errors", "env", "ops.step", "ops.adjust", "ops.sample", "ops.profile", "child.phase"), ("numpy",),
+        ("errors", "env", "ops.step", "ops.adjust", "ops.sample", "ops.profile", "ops.transfer", "child.phase"),
+        ("numpy",),
     ),
     "demo": Room("the bundled model (data)", "anything else", ("errors",)),
     "interop": Room(

@@ -37,6 +37,7 @@ from quarrel.ops.step import (
     results_of,
     with_ids,
 )
+from quarrel.ops.transfer import CacheForm
 from quarrel.ops.weights import Loading, weights_of
 
 
@@ -241,6 +242,29 @@ class CpuStep:
         for state in self._open().states:
             for source, target in pairs:
                 state[target] = state[source]
+
+    def form(self) -> CacheForm:
+        """See `ops.transfer.Transfers`, as of those below."""
+        compiled = self._open()
+        kind = compiled.caches[0].kind if compiled.caches else "float32"
+        layers = tuple((c.k.shape[2], c.k[0, 0, 0].nbytes, c.v[0, 0, 0].nbytes) for c in compiled.caches)
+        states = tuple(s.shape[1:] for s in compiled.states)
+        return CacheForm(kind, self.limits.block_size, layers, states, self.limits.window_groups)
+
+    def read_blocks(self, blocks: Sequence[int]) -> list[Array]:
+        return [array[list(blocks)].view(np.uint8) for c in self._open().caches for array in (c.k, c.v)]
+
+    def write_blocks(self, blocks: Sequence[int], arrays: Sequence[Array]) -> None:
+        own = (array for c in self._open().caches for array in (c.k, c.v))
+        for array, given in zip(own, arrays, strict=True):
+            array[list(blocks)] = np.ascontiguousarray(given).view(array.dtype)
+
+    def read_states(self, slots: Sequence[int]) -> list[Array]:
+        return [state[list(slots)] for state in self._open().states]
+
+    def write_states(self, slots: Sequence[int], arrays: Sequence[Array]) -> None:
+        for state, given in zip(self._open().states, arrays, strict=True):
+            state[list(slots)] = given
 
     def finite_states(self, slot: int) -> bool:
         """See `ops.step.KeepsStates`."""

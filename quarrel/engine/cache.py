@@ -51,7 +51,7 @@ DEFAULT_RULES = CacheRules()
 
 
 @dataclass(frozen=True)
-class _Found:
+class Found:
     """A known beginning: its blocks, the last one in use in part only if `known` ends within it."""
 
     known: int = 0
@@ -118,7 +118,7 @@ class Cache:
         s.cache.refusal = None
         count = found.known // size
         whole, partial = found.blocks[:count], found.blocks[count:]
-        first = self._first(found.known)
+        first = self.first(found.known)
         windows = [() if i < first else blocks for i, blocks in enumerate(found.windows[:count])]
         fresh = self.pool.allocate(needed)
         if partial:
@@ -146,12 +146,12 @@ class Cache:
             self.hits, self.misses = self.hits + found.known, self.misses + len(s.tokens) - found.known
         return True
 
-    def _reserve(self, s: Sequence, found: _Found, spare: int) -> int | None:
+    def _reserve(self, s: Sequence, found: Found, spare: int) -> int | None:
         """Holds what was found and makes room for the rest: how many blocks that is, those of windows aside. None, and
         nothing retained, if there is not enough."""
         groups, total = self.rules.window_groups, self.blocks_for(len(s.tokens))
         count = found.known // self.limits.block_size
-        needed, first = total - count, self._first(found.known)
+        needed, first = total - count, self.first(found.known)
         shared = found.windows[first:] if groups else ()
         # Retained while others are evicted, so that what will be shared or copied stays.
         found_blocks = [*found.blocks, *(b for blocks in shared for b in blocks)]
@@ -165,7 +165,7 @@ class Cache:
         self.prefixes.release(found_blocks)
         return None
 
-    def _lost(self, found: _Found) -> bool:
+    def _lost(self, found: Found) -> bool:
         """Whether making room took the state that was found: it may be a node's whose blocks another sequence's stand for,
         and those alone are retained."""
         return found.state is not None and found.state not in self.snapshots
@@ -259,6 +259,12 @@ class Cache:
         self.prefixes.forget(s.cache.blocks)
         s.keeps_prefix = False
 
+    def known(self, tokens: list[int], salt: bytes) -> Found:
+        """The longest beginning of a text that is in the cache, from where a sequence could go on."""
+        match = self.prefixes.match(tokens, len(tokens), salt)
+        blocks, windows = tuple(n.block for n in match.nodes), tuple(n.window_blocks for n in match.nodes)
+        return self._cut(Found(match.known, blocks, match.nodes, windows=windows), match.known)
+
     def _snaps(self, s: Sequence) -> bool:
         return self.snapshots.size > 0 and s.keeps_prefix
 
@@ -267,10 +273,10 @@ class Cache:
         if slot is not None:
             self._copy_states([(s.slot, slot)])
 
-    def _find(self, s: Sequence, family: Iterable[Sequence]) -> tuple[_Found, Node | None]:
+    def _find(self, s: Sequence, family: Iterable[Sequence]) -> tuple[Found, Node | None]:
         """What is in the cache already, and where in the tree that ends. The last token always runs."""
         if not (self.rules.reuse and s.keeps_prefix):
-            return _Found(), None
+            return Found(), None
         last = len(s.tokens) - 1
         match = self.prefixes.match(keys := s.keys, last, s.salt)
         known, blocks = match.known, tuple(n.block for n in match.nodes)
@@ -288,9 +294,9 @@ class Cache:
                 windows = tuple(other.cache.window_blocks[: len(blocks)])
                 nodes = match.nodes[: match.known // size]
                 states |= other.cache.snapshots
-        return self._cut(_Found(known, blocks, nodes, windows=windows), known, states), match.end
+        return self._cut(Found(known, blocks, nodes, windows=windows), known, states), match.end
 
-    def _cut(self, found: _Found, known: int, states: dict[int, int] | None = None, *, aligned: bool = False) -> _Found:
+    def _cut(self, found: Found, known: int, states: dict[int, int] | None = None, *, aligned: bool = False) -> Found:
         """The beginning of what was found, no longer than `known`; with recurrent layers up to a kept state, with groups of
         layers with a window up to where that is there."""
         state, size = None, self.limits.block_size
@@ -303,7 +309,7 @@ class Cache:
         elif self.rules.window_groups:
             known = self._usable(found.windows, [known, *range(known - known % size, 0, -size)])
         count = self.blocks_for(known)
-        return _Found(known, found.blocks[:count], found.nodes[:count], state, found.windows[:count])
+        return Found(known, found.blocks[:count], found.nodes[:count], state, found.windows[:count])
 
     def _usable(self, windows: tuple[tuple[int, ...], ...], ends: Iterable[int]) -> int:
         """The first of these ends from where a sequence can go on, or 0."""
@@ -312,9 +318,9 @@ class Cache:
         since: list[int] = []  # from which block on there are all, up to each
         for i, blocks in enumerate(windows):
             since.append(i + 1 if not blocks else since[-1] if since else 0)
-        return next((at for at in ends if at and since[self.blocks_for(at) - 1] <= self._first(at)), 0)
+        return next((at for at in ends if at and since[self.blocks_for(at) - 1] <= self.first(at)), 0)
 
-    def _first(self, at: int) -> int:
+    def first(self, at: int) -> int:
         """The first block that is read from position `at` on, by those with a window."""
         return max(0, at + 1 - self.rules.window) // self.limits.block_size
 
@@ -380,7 +386,7 @@ class Cache:
     def _free_behind_window(self, s: Sequence) -> None:
         # The next query stands at `computed`, or where a draft was wrong, or began; older ones are launched before any
         # other use.
-        first = self._first(min(s.computed, len(s.tokens) + s.drawn - self.rules.rollback))
+        first = self.first(min(s.computed, len(s.tokens) + s.drawn - self.rules.rollback))
         if first <= s.cache.freed or (0 <= s.cache.indexed < first and s.keeps_prefix and self.rules.reuse):
             return
         if self.rules.window_groups:

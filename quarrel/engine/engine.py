@@ -143,14 +143,14 @@ class Engine:
         if self._deadlines:
             self._expire()
         if self._in_flight is not None and self._in_flight.batch.waits and not _whole(self._in_flight.batch):
-            self._finish()
+            self.finish()
         batch = self.scheduler.next(drained=self._in_flight is None)
         if batch is DRAIN:
-            self._finish()
+            self.finish()
             batch = self.scheduler.next()
         if batch is None:
             busy = self._in_flight is not None or len(self.scheduler.waiting) > 0
-            self._finish()
+            self.finish()
             return busy
         self._launch(batch)
         return True
@@ -176,7 +176,7 @@ class Engine:
             pending = self._start(inputs, batch.want)
         except Exception as error:
             restarts = self.stats.restarts
-            self._finish()  # the step in flight is not concerned, if it returns
+            self.finish()  # the step in flight is not concerned, if it returns
             if self.stats.restarts == restarts:
                 soft = isinstance(error, QuarrelError) and not isinstance(error, EngineFault)
                 self._fail([batch], error, soft=soft)
@@ -188,7 +188,7 @@ class Engine:
         if before is not None:
             self._finish_step(before)
         if isinstance(pending, Done):
-            self._finish()
+            self.finish()
 
     def _rows(self, batch: Batch) -> Mapping[bytes, Array]:
         """Of the batch's images; those that running sequences still have before them are encoded with them."""
@@ -234,7 +234,7 @@ class Engine:
                 s.row = row
             row += part.rows
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
         """Waits for the step in flight and handles its results."""
         flight, self._in_flight = self._in_flight, None
         if flight is not None:

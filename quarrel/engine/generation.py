@@ -56,6 +56,11 @@ class Request:
         return left if self.params.max_tokens is None else min(left, self.params.max_tokens)
 
 
+def salt_of(service: Service, adapter: int) -> bytes:
+    """Of a request's blocks in the cache: what one adapter has computed is wrong for another, so none finds another's."""
+    return b"%d:" % adapter + service.salt
+
+
 class Generation(Sequence):
     """The `index`-th continuation of a request. `sink` gets every chunk, or the last one only."""
 
@@ -67,8 +72,7 @@ class Generation(Sequence):
         super().__init__(request.tokens, length, family=request, siblings=request.params.n)
         self.request, self.index = request, index
         service = request.service
-        # What one adapter has computed is wrong for another: none finds another's.
-        self.adapter, self.salt = request.adapter, b"%d:" % request.adapter + service.salt
+        self.adapter, self.salt = request.adapter, salt_of(service, request.adapter)
         self.rank, self.sight = service.rank, request.sight
         self.queue_seconds, self.total_seconds = service.queue_seconds, service.total_seconds
         self._lookup = Lookup(service.speculate) if service.speculate else None

@@ -10,12 +10,14 @@ from quarrel.engine.images import SightRules
 from quarrel.gguf import GGUFFile
 from quarrel.llm.explain import Explanation
 from quarrel.llm.images import Eyes
+from quarrel.llm.options import LoadOptions
 from quarrel.models import EncoderSpec, ModelSpec
 from quarrel.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class Loaded:
+    options: LoadOptions
     loop: Loop
     file: GGUFFile
     files: ExitStack

@@ -69,6 +69,7 @@ def load_with(name: ModelName, options: LoadOptions) -> LLM:
     )
     return LLM(
         Loaded(
+            options=options,
             loop=compiled.loop,
             file=opened.file,
             files=files,

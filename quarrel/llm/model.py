@@ -50,6 +50,7 @@ from quarrel.ops.step import CountsExperts
 
 if TYPE_CHECKING:
     from quarrel.llm.embedder import Embedder, Text
+    from quarrel.llm.saved import Prefixes
 
 MAX_TOP = 20
 Array = npt.NDArray[Any]
@@ -345,6 +346,13 @@ class LLM:
     def detokenize(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """The text of ids; see `Tokenizer.decode`."""
         return self.tokenizer.decode(ids, skip_special)
+
+    @cached_property
+    def prefixes(self) -> Prefixes:
+        """What the cache has of texts, into files and back."""
+        from quarrel.llm.saved import Prefixes  # only here: most models save nothing
+
+        return Prefixes(self._parts)
 
     def explain(self) -> Explanation:
         """What was chosen when the model was loaded: device, operations, memory."""

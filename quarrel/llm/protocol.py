@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, Unpack
 
@@ -13,6 +14,20 @@ from quarrel.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from quarrel.llm.embedder import Text
+
+
+class KeepsPrefixes(Protocol):
+    """What a model's cache has of texts, into files and back. `llm.saved.Prefixes` documents the methods."""
+
+    def save(
+        self, tokens: Sequence[int], path: str | os.PathLike[str], *, salt: str = "", adapter: str | None = None
+    ) -> tuple[int, int]: ...
+
+    def restore(
+        self, path: str | os.PathLike[str], *, salt: str = "", adapter: str | None = None
+    ) -> tuple[list[int], int]: ...
+
+    def forget(self, tokens: Sequence[int], *, shared: int = 0, salt: str = "", adapter: str | None = None) -> None: ...
 
 
 class Model(Protocol):
@@ -39,6 +54,9 @@ class Model(Protocol):
     def tokenize(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]: ...
 
     def detokenize(self, ids: Sequence[int], skip_special: bool = True) -> str: ...
+
+    @property
+    def prefixes(self) -> KeepsPrefixes: ...
 
     def explain(self) -> Explanation: ...
 

@@ -17,7 +17,8 @@ from quarrel.errors import RequestError
 from quarrel.mlx_backend.experts.counts import ExpertCounts
 from quarrel.mlx_backend.linear.kernels import declined as linear_declined
 from quarrel.mlx_backend.plan import Plan, Resident
-from quarrel.mlx_backend.runtime.cache import copy_blocks, copy_rows
+from quarrel.mlx_backend.runtime import transfer
+from quarrel.mlx_backend.runtime.cache import copy_blocks, copy_rows, put_rows
 from quarrel.mlx_backend.runtime.kernel import emulated
 from quarrel.mlx_backend.runtime.launch import Batch, Cache, batch_of
 from quarrel.mlx_backend.weights import stored_as
@@ -35,6 +36,7 @@ from quarrel.ops.step import (
     outputs_of,
     results_of,
 )
+from quarrel.ops.transfer import CacheForm
 
 _SAMPLE = ("temperature", "top_k", "top_p", "min_p", "uniform")
 _ENTRIES = ("list_ids", "list_counts", "list_biases")
@@ -111,10 +113,33 @@ class MlxStep:
             if isinstance(ref, StateRef) and isinstance(state, mx.array):
                 self._resident[ref] = copy_rows(state, pairs, "state slots")
 
+    def form(self) -> CacheForm:
+        """See `ops.transfer.Transfers`, as of those below."""
+        return transfer.form_of(self._caches(), _states(self._resident), self.limits)
+
+    def read_blocks(self, blocks: Sequence[int]) -> list[Array]:
+        mx.eval(self._after)
+        return [a for c in self._caches() for a in transfer.read_blocks(c, blocks, self.limits.block_size)]
+
+    def write_blocks(self, blocks: Sequence[int], arrays: Sequence[Array]) -> None:
+        mx.eval(self._after)
+        for i, cache in enumerate(self._caches()):
+            transfer.write_blocks(cache, blocks, arrays[2 * i], arrays[2 * i + 1])
+
+    def read_states(self, slots: Sequence[int]) -> list[Array]:
+        return [np.array(state[mx.array(list(slots))]) for state in _states(self._resident)]
+
+    def write_states(self, slots: Sequence[int], arrays: Sequence[Array]) -> None:
+        refs = [ref for ref in self._resident if isinstance(ref, StateRef)]
+        for ref, given in zip(refs, arrays, strict=True):
+            self._resident[ref] = put_rows(self._resident[ref], mx.array(list(slots)), mx.array(given))
+
+    def _caches(self) -> list[Cache]:
+        return [cache for cache in self._resident.values() if isinstance(cache, Cache)]
+
     def finite_states(self, slot: int) -> bool:
         """See `ops.step.KeepsStates`."""
-        kept = (s for ref, s in self._resident.items() if isinstance(ref, StateRef) and isinstance(s, mx.array))
-        return all(bool(mx.isfinite(state[slot]).all()) for state in kept)
+        return all(bool(mx.isfinite(state[slot]).all()) for state in _states(self._resident))
 
     def expert_counts(self) -> dict[str, Array]:
         """See `ops.step.CountsExperts`."""

@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from functools import cached_property
 from typing import TYPE_CHECKING, Unpack
 
 from quarrel.child.heartbeat import Watch
@@ -30,6 +31,7 @@ from quarrel.llm import Embeddings, Explanation, GenerateRequest, LoadOptions, l
 from quarrel.llm.embeddings import EmbedKeywords, EmbedOptions
 from quarrel.llm.requests import Message, PrepareKeywords, Prompt
 from quarrel.llm.texts import VocabularyTexts
+from quarrel.process.prefixes import RemotePrefixes
 from quarrel.process.streams import RemoteRequest, RemoteWork, Stream
 from quarrel.process.values import chunk_of, plain, typed
 
@@ -203,6 +205,11 @@ class RemoteLLM:
     def detokenize(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """As `LLM.detokenize`, in this process."""
         return self.tokenizer.decode(ids, skip_special)
+
+    @cached_property
+    def prefixes(self) -> RemotePrefixes:
+        """As `LLM.prefixes`."""
+        return RemotePrefixes(lambda *message: self._call("prefix", next(self._numbers), *message).result())
 
     def explain(self) -> Explanation:
         """As `LLM.explain`."""

@@ -116,6 +116,8 @@ class _Worker:
             self._requests.pop(number, None)
         elif kind == "prepare":
             self._preparers.submit(self._prepare, number, *rest)
+        elif kind == "prefix":
+            self._preparers.submit(self._prefix, number, *rest)
         elif kind == "embed":
             self._events.call_soon_threadsafe(self._call, number, self._embed, *rest)
         elif kind == "abort":
@@ -177,6 +179,12 @@ class _Worker:
             self._requests[number] = prepared
             ids, stop_ids = list(prepared.tokens), sorted(prepared.stop_ids)
             self._wire.send("done", number, [ids, prepared.seed, stop_ids, prepared.dropped])
+
+    def _prefix(self, number: int, method: str, arguments: Json, keywords: Json) -> None:
+        with self._failing(number):
+            own = self._llm.prefixes
+            methods: dict[str, Callable[..., Json]] = {"save": own.save, "restore": own.restore, "forget": own.forget}
+            self._wire.send("done", number, methods[method](*arguments, **keywords))
 
     async def _embed(self, texts: Json, options: Json) -> Json:
         keywords: Any = vars(typed(EmbedOptions, options))

@@ -40,12 +40,14 @@ from quarrel.ops.step import (
     outputs_of,
     results_of,
 )
+from quarrel.ops.transfer import CacheForm
 from quarrel.triton_backend.ahead import Ahead
 from quarrel.triton_backend.attention.cudnn import prompts_of, refusal
 from quarrel.triton_backend.experts.host import Outside, pools_of
 from quarrel.triton_backend.formats.weights import stored_as
 from quarrel.triton_backend.inputs import ENCODER, PROMPTS, InputBuffer, batch_of, item_bucket, item_starts, padded_prompts
 from quarrel.triton_backend.plan import Plan
+from quarrel.triton_backend.runtime import transfer
 from quarrel.triton_backend.runtime.cache import copy_blocks, copy_states
 from quarrel.triton_backend.runtime.launch import power_of_two
 from quarrel.triton_backend.runtime.site import Batch, Launch
@@ -196,6 +198,23 @@ class TritonStep:
     def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies the state in slots (source, destination) of every layer."""
         copy_states(self._plan.states, pairs)
+
+    def form(self) -> CacheForm:
+        """See `ops.transfer.Transfers`, as of those below."""
+        return transfer.form_of(self._plan.caches, self._plan.states, self.limits)
+
+    def read_blocks(self, blocks: Sequence[int]) -> list[np.ndarray]:
+        return transfer.read_blocks(self._plan.caches, blocks)
+
+    def write_blocks(self, blocks: Sequence[int], arrays: Sequence[np.ndarray]) -> None:
+        transfer.write_blocks(self._plan.caches, blocks, arrays)
+
+    def read_states(self, slots: Sequence[int]) -> list[np.ndarray]:
+        return [state[list(slots)].cpu().numpy() for state in self._plan.states]
+
+    def write_states(self, slots: Sequence[int], arrays: Sequence[np.ndarray]) -> None:
+        for state, given in zip(self._plan.states, arrays, strict=True):
+            state[list(slots)] = torch.from_numpy(np.array(given)).to(state.device)
 
     def finite_states(self, slot: int) -> bool:
         """See `ops.step.KeepsStates`."""

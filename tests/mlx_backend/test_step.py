@@ -41,6 +41,7 @@ from tests.lists import check_lists
 from tests.logprobs import check_log_probabilities
 from tests.mlx_backend.cases import running
 from tests.mlx_backend.emulated import FAST
+from tests.transfers import check_transfer
 from tools.metal_emulator import metal_kernel
 
 WIDTH, VOCAB, HEADS, KV_HEADS, DIM, FFN = 256, 130, 4, 2, 64, 96
@@ -236,6 +237,18 @@ def test_a_row_without_a_token_counts_as_id_0(step: MlxStep) -> None:
 @pytest.mark.parametrize("architecture", ["qwen3moe", "granitehybrid"])
 def test_every_choice_of_an_expert_is_counted(fast: MlxBackend, architecture: str) -> None:
     check_counts(fast, architecture)
+
+
+@pytest.mark.parametrize("kv", ["auto", "int8", "fp8"])
+def test_the_host_reads_and_writes_the_cache(fast: MlxBackend, kv: KVType) -> None:
+    step, reference = fast.compile(PROGRAM, Weights(), replace(LIMITS, kv_cache=kv), "float32"), Reference(kv=kv)
+    prompt = batch([(0, 0, 20)])
+    reference(prompt)
+    there = batch([(15, 20, 1)], seed=4)
+    there = replace(there, block_table=np.array([[15, 14]], np.int32), slots=np.array([14 * SIZE + 4], np.int32))
+    caches = reference._caches if kv == "auto" else ()
+    check_transfer(step, "float32" if kv == "auto" else kv, prompt, batch([(0, 20, 1)], seed=4), there, caches)
+    step.close()
 
 
 def test_copied_blocks_stand_for_their_sources(step: MlxStep) -> None:

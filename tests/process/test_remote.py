@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Coroutine, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -122,6 +123,18 @@ def test_embeddings_counters_and_tokens(far: RemoteLLM, near: LLM) -> None:
     while not far.stats().steps and time.monotonic() < end:
         time.sleep(0.02)
     assert far.stats().ends["length"] == far.stats().ends.total() - far.stats().ends["cancelled"] - far.stats().ends["stop"]
+
+
+def test_texts_are_saved_and_restored_there(far: RemoteLLM, near: LLM, tmp_path: Path) -> None:
+    text = near.tokenize("Once upon a time there was a king who")
+    near.generate(text, max_tokens=1)
+    saved = near.prefixes.save(text, tmp_path / "here")
+    assert far.prefixes.restore(tmp_path / "here") == (text, saved[1])
+    assert far.prefixes.save(text, tmp_path / "there") == saved
+    assert (tmp_path / "here").read_bytes() == (tmp_path / "there").read_bytes()
+    far.prefixes.forget(text)
+    with pytest.raises(RequestError, match="nothing of this text is in the cache any more"):
+        far.prefixes.save(text, tmp_path / "more")
 
 
 def test_the_load_of_experts_comes_over() -> None:

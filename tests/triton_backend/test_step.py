@@ -46,6 +46,7 @@ from quarrel.triton_backend.step import TritonStep
 from tests.lists import check_lists
 from tests.logprobs import check_log_probabilities
 from tests.paths import need_cases
+from tests.transfers import check_transfer
 
 WIDTH, VOCAB, HEADS, KV_HEADS, DIM, FFN = 256, 130, 4, 2, 32, 96
 SIZE = 16
@@ -247,6 +248,18 @@ def test_more_rows_than_sequences_are_given(step: TritonStep) -> None:
 def test_no_rows_are_no_results(step: TritonStep) -> None:
     inputs = batch([(0, 0, 5)], rows=[])
     assert step(inputs, "logits").logits.shape == (0, VOCAB)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kv", ["auto", "int8", "fp8"])
+def test_the_host_reads_and_writes_the_cache(backend: TritonBackend, kv: KVType) -> None:
+    step, reference = backend.compile(PROGRAM, Weights(), replace(LIMITS, kv_cache=kv), "float32"), Reference(kv=kv)
+    prompt = batch([(0, 0, 20)])
+    reference(prompt)
+    there = batch([(15, 20, 1)], seed=4)
+    there = replace(there, block_table=np.array([[15, 14]], np.int32), slots=np.array([14 * SIZE + 4], np.int32))
+    caches = reference._caches if kv == "auto" else ()
+    check_transfer(step, "float32" if kv == "auto" else kv, prompt, batch([(0, 20, 1)], seed=4), there, caches)
+    step.close()
 
 
 def test_copied_blocks_hold_the_same_keys(step: TritonStep) -> None:

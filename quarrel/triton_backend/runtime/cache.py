@@ -17,7 +17,7 @@ from quarrel.ops.kv import KVType, decode, encode, scaled
 from quarrel.ops.program import KVLayer, StateLayer
 from quarrel.triton_backend.runtime.arrays import Cache
 
-_WIDER = {"int8": 128.0, "fp8": 256.0, "fp8_e5m2": 256.0}
+WIDER = {"int8": 128.0, "fp8": 256.0, "fp8_e5m2": 256.0}
 """What the scale of a code is multiplied with: kernels make a 16-bit float of its bits, which is so much too small."""
 
 
@@ -58,7 +58,7 @@ def from_host(arrays: KVArrays, dtype: torch.dtype, device: torch.device) -> Cac
         values = np.ascontiguousarray(source)
         if made.scales:
             values, scale = encode(values, arrays.type)
-            wide = torch.from_numpy(scale * np.float32(_WIDER[arrays.type]))
+            wide = torch.from_numpy(scale * np.float32(WIDER[arrays.type]))
             made.scales[i][:blocks] = wide.to(device).permute(0, 2, 1)
         target[:blocks] = torch.from_numpy(values).to(device).permute(0, 2, 1, 3)
     return made
@@ -69,7 +69,7 @@ def to_host(cache: Cache, type: KVType) -> KVArrays:
     k, v = (t[:-1].permute(0, 2, 1, 3) for t in (cache.k, cache.v))
     if not cache.scales:
         return KVArrays(*(t.float().cpu().numpy().copy() for t in (k, v)), type)
-    scales = (s[:-1].permute(0, 2, 1).cpu().numpy() / np.float32(_WIDER[type]) for s in cache.scales)
+    scales = (s[:-1].permute(0, 2, 1).cpu().numpy() / np.float32(WIDER[type]) for s in cache.scales)
     return KVArrays(*(decode(t.cpu().numpy(), s, type) for t, s in zip((k, v), scales)), type)
 
 

@@ -1,0 +1,103 @@
+"""What a model has computed of a text's beginning, in a file: saved, restored another day or elsewhere, forgotten."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+from quarrel.engine import Service, transfer
+from quarrel.engine.engine import Engine
+from quarrel.engine.generation import salt_of
+from quarrel.engine.saved import Identity, SavedPrefix
+from quarrel.errors import RequestError
+from quarrel.gguf.digest import Digests
+from quarrel.llm.adapters import adapter_index
+from quarrel.llm.loaded import Loaded
+from quarrel.llm.open import find
+
+T = TypeVar("T")
+
+
+class Prefixes:
+    """Of one loaded model. salt: the `cache_salt` of the requests that have computed a text, or shall find it."""
+
+    def __init__(self, parts: Loaded) -> None:
+        self._parts = parts
+
+    def save(
+        self, tokens: Sequence[int], path: str | os.PathLike[str], *, salt: str = "", adapter: str | None = None
+    ) -> tuple[int, int]:
+        """Writes what the cache still has of a text, from its first token on: how many tokens, and the file's bytes.
+
+        Raises RequestError where there is nothing, or no file can be written.
+        """
+        index, own = self._place(salt, adapter)
+        file, identity = Path(path), self.identity(index)
+        saved = self._run(lambda engine: transfer.take_out(engine, tokens, own))
+        partial = file.with_name(f"{file.name[:200]}.{os.getpid()}.part")
+        try:
+            with partial.open("wb") as made:
+                size = saved.write(made, identity)
+            partial.replace(file)
+        except OSError as error:
+            raise RequestError(f"{file.name} cannot be written: {error.strerror or error}") from error
+        finally:
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
+        return len(saved.tokens), size
+
+    def restore(self, path: str | os.PathLike[str], *, salt: str = "", adapter: str | None = None) -> tuple[list[int], int]:
+        """Puts a saved text into the cache: its tokens, and the file's bytes. It stays there as long as any text that
+        nobody uses.
+
+        Raises RequestError for a file of another model, cache type or shape, one that is cut short or damaged, and where
+        there is no room.
+        """
+        index, own = self._place(salt, adapter)
+        file, n_vocab = Path(path), self._parts.tokenizer.n_vocab
+        try:
+            with file.open("rb") as found:
+                form, identity = self._run(transfer.form_of), self.identity(index)
+                saved = SavedPrefix.read(found, identity, form, self._parts.explanation.n_ctx)
+                size = found.tell()
+        except OSError as error:
+            raise RequestError(f"{file.name} cannot be read: {error.strerror or error}") from error
+        if not all(0 <= token < n_vocab for token in saved.tokens):
+            raise RequestError(f"{file.name} has tokens outside 0 to {n_vocab - 1}: save it again")
+        known = self._run(lambda engine: transfer.put_in(engine, saved, own))
+        return list(saved.tokens[:known]), size
+
+    def forget(self, tokens: Sequence[int], *, shared: int = 0, salt: str = "", adapter: str | None = None) -> None:
+        """Forgets what the cache has of a text behind its first `shared` tokens, and of all texts that go on from there."""
+        _, own = self._place(salt, adapter)
+        self._run(lambda engine: transfer.forget(engine.cache, list(tokens), own, shared))
+
+    def _place(self, salt: str, adapter: str | None) -> tuple[int, bytes]:
+        index = adapter_index(self._parts.adapters, adapter)
+        return index, salt_of(Service(cache_salt=salt), index)
+
+    def identity(self, adapter: int) -> Identity:
+        """The files that a model's numbers come from, by digest, and what was done to them. A large file takes seconds to
+        be read, once."""
+        options, paths = self._parts.options, {"model": self._parts.file.files}
+        if adapter:
+            paths["adapter"] = find(list((options.adapters or {}).values())[adapter - 1]).paths
+        try:
+            facts = {name: Digests().of(files).result() for name, files in paths.items()}
+        except OSError as error:
+            raise RequestError(
+                f"{error.filename}: {error.strerror}: the model's file is needed, to know it again"
+            ) from error
+        if options.quantize is not None:
+            facts["quantisation"] = options.quantize
+        if options.scaling:
+            facts["rotation"] = f"{options.scaling} for {self._parts.explanation.n_ctx} tokens"
+        return facts
+
+    def _run(self, job: Callable[[Engine], T]) -> T:
+        engine = self._parts.loop.engine
+        assert engine is not None
+        return self._parts.loop.run(lambda: job(engine))

@@ -1,0 +1,61 @@
+"""Cache blocks of this backend in the form that all share (`ops/transfer.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from quarrel.ops.step import Limits
+from quarrel.ops.transfer import CacheForm
+from quarrel.triton_backend.runtime.arrays import Cache
+from quarrel.triton_backend.runtime.cache import WIDER
+
+_SCALE = 4
+"""Bytes of a head's scale, behind its codes."""
+
+
+def form_of(caches: Sequence[Cache], states: Sequence[torch.Tensor], limits: Limits) -> CacheForm:
+    """What the blocks look like outside."""
+    kind = "float32"
+    if caches:
+        kind = caches[0].kind if caches[0].scales else str(caches[0].k.dtype).removeprefix("torch.")
+    layers = []
+    for cache in caches:
+        widths = (t.shape[3] * t.element_size() + _SCALE * bool(cache.scales) for t in (cache.k, cache.v))
+        layers.append((cache.k.shape[1], *widths))
+    return CacheForm(
+        kind, limits.block_size, tuple(layers), tuple(tuple(s.shape[1:]) for s in states), limits.window_groups
+    )
+
+
+def read_blocks(caches: Sequence[Cache], blocks: Sequence[int]) -> list[np.ndarray]:
+    """Waits for the launches so far."""
+    found = []
+    for cache in caches:
+        for i, tensor in enumerate((cache.k, cache.v)):
+            index = torch.tensor(list(blocks), dtype=torch.int64, device=tensor.device)
+            rows = _bytes(tensor.index_select(0, index).permute(0, 2, 1, 3))
+            if cache.scales:
+                scales = cache.scales[i].index_select(0, index).permute(0, 2, 1) / WIDER[cache.kind]
+                rows = torch.cat([rows, _bytes(scales[..., None])], -1)
+            found.append(rows.cpu().numpy())
+    return found
+
+
+def write_blocks(caches: Sequence[Cache], blocks: Sequence[int], arrays: Sequence[np.ndarray]) -> None:
+    """Behind the launches so far."""
+    given = iter(arrays)
+    for cache in caches:
+        for i, tensor in enumerate((cache.k, cache.v)):
+            index = torch.tensor(list(blocks), dtype=torch.int64, device=tensor.device)
+            rows = torch.from_numpy(np.array(next(given))).to(tensor.device)
+            if cache.scales:
+                rows, scales = rows[..., :-_SCALE], rows[..., -_SCALE:].contiguous().view(torch.float32)[..., 0]
+                cache.scales[i].index_copy_(0, index, scales.permute(0, 2, 1) * WIDER[cache.kind])
+            tensor.index_copy_(0, index, rows.contiguous().view(tensor.dtype).permute(0, 2, 1, 3))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
