@@ -83,6 +83,7 @@ ROOMS: Mapping[str, Room] = {
          "child.phase"),
         ("numpy", "tqdm", "llguidance"),
     ),
+    "toolbox": Room("tools of MCP servers", "a model", ("errors",), ("mcp",)),
     "doctor": Room(
         "what a machine can run", "a kernel", ("", "errors", "env", "gguf", "llm", "models", "ops.registry", "ops.step")
     ),
@@ -90,7 +91,8 @@ ROOMS: Mapping[str, Room] = {
     "process": Room("a model in a process of its own", "HTTP", ("errors", "llm", "engine", "child"), ("numpy",)),
     "server": Room(
         "HTTP: OpenAI's and Ollama's protocols, the web page, keys, limits", "a backend, an op, a cache block",
-        ("", "errors", "gguf.digest", "gguf.resolve", "llm", "engine", "metrics", "process"),
+        ("", "errors", "gguf.digest", "gguf.resolve", "llm", "engine", "metrics", "process",
+         "toolbox"),
         ("numpy", "fastapi", "pydantic", "starlette", "uvicorn", "h11", "opentelemetry", "prometheus_client"),
     ),
     "flight": Room("a vector store, by Arrow Flight", "a model", ("errors",), ("numpy", "pyarrow")),
@@ -103,7 +105,7 @@ ROOMS: Mapping[str, Room] = {
     "cli": Room(
         "people at a terminal", "an op, a kernel",
         ("", "errors", "env", "gguf", "convert", "tokenizer", "llm", "engine", "doctor", "process", "server", "embed",
-         "flight", "launch", "quality"),
+         "flight", "launch", "quality", "toolbox"),
         ("tqdm", "prompt_toolkit", "rich", "markdown_it", "shtab", "mcp"),
     ),
     "bench": Room(

@@ -1,7 +1,7 @@
 // Where a person writes: files, the context that is left, and one round button to send or stop.
 import { useEffect, useLayoutEffect, useRef } from "preact/hooks";
 import { signal } from "@preact/signals";
-import { attach } from "./attach.js";
+import { attach, isImage } from "./attach.js";
 import { Icon, IconButton, MenuItem, Popover } from "./controls.jsx";
 import { read, write } from "./dom.js";
 import { number, t } from "./i18n.js";
@@ -10,6 +10,7 @@ import * as state from "./state.js";
 import { shorten } from "./shorten.js";
 
 const drafts = read("quarrelDrafts", {}), files = signal([]);
+const draftFiles = new Map(); // of conversations that are not shown
 export const text = signal("");
 
 function keep(id, value) {
@@ -29,6 +30,7 @@ export async function send(words, attachments = []) {
 export async function take(list) {
   for (const file of list) {
     try {
+      if (isImage(file) && !state.sees.value) throw new Error(t("no-eyes"));
       files.value = [...files.value, await attach(file)];
     } catch (error) {
       state.toast.value = { text: error.message };
@@ -36,19 +38,28 @@ export async function take(list) {
   }
 }
 
+const show = ({ name, image }) => (state.dialog.value = { kind: "image", name, image });
+
 export const Files = ({ list, drop }) => (
   <ul class="files">
     {list.map((f, i) => (
-      <li key={i}><Icon name="file" size={16} /><span class="title">{f.name}</span><small>{t("characters", { n: number(f.text.length) })}</small>
-        {drop && <IconButton icon="close" size={14} label={t("remove", { name: f.name })} onClick={() => drop(i)} />}</li>
+      <li key={i} class={f.image ? "picture" : ""}>
+        {f.image
+          ? <button type="button" aria-label={t("show-image", { name: f.name })} onClick={() => show(f)}><img src={f.image} alt={f.name} /></button>
+          : <><Icon name="file" size={16} /><span class="title">{f.name}</span><small>{t("characters", { n: number(f.text.length) })}</small></>}
+        {drop && <IconButton icon="close" size={14} label={t("remove", { name: f.name })} onClick={() => drop(i)} />}
+      </li>
     ))}
   </ul>
 );
+
+const OVERFLOWS = ["stop", "shift", "summary"];
 
 function Context() {
   const last = state.path.value.findLast((m) => m.stats?.prompt), of = state.model.value?.n_ctx;
   if (!last || !of || !state.model.value.chat) return null; // without a chat template the oldest words are left out as it goes
   const used = Math.min(of, last.stats.prompt + last.stats.tokens), share = used / of;
+  const { id, overflow: now = "stop" } = state.conversation.value;
   const label = t("context", { used: number(used), of: number(of) });
   return (
     <Popover label={label} align="end" button={(p) => (
@@ -59,18 +70,21 @@ function Context() {
         <p class="note">{t("context-full", { used: number(used), of: number(of) })}</p>
         <MenuItem close={close} icon="cut" onClick={() => shorten("drop")}>{t("drop-oldest")}</MenuItem>
         <MenuItem close={close} icon="text" onClick={() => shorten("summary")}>{t("summarise")}</MenuItem>
+        <p class="note" id="when-full">{t("overflow")}</p>
+        {OVERFLOWS.map((how) => <MenuItem key={how} close={close} icon={how === now ? "check" : "blank"} checked={how === now} onClick={() => state.change(id, { overflow: how })}>{t(`overflow-${how}`)}</MenuItem>)}
       </>}
     </Popover>
   );
 }
 
 export function Composer() {
-  const at = useRef(null), chosen = useRef(null), id = state.conversation.value.id, draftId = state.opened.value ?? "new";
+  const at = useRef(null), chosen = useRef(null), camera = useRef(null), id = state.conversation.value.id, draftId = state.opened.value ?? "new";
   const running = [...state.running.value.values()].find((r) => r.conversation === id);
   useEffect(() => {
     text.value = drafts[draftId] ?? "";
-    files.value = [];
+    files.value = draftFiles.get(draftId) ?? [];
     if (matchMedia("(hover: hover)").matches) at.current?.focus();
+    return () => draftFiles.set(draftId, files.peek());
   }, [draftId]);
   useLayoutEffect(() => {
     at.current.style.height = "auto";
@@ -97,10 +111,16 @@ export function Composer() {
     }
   };
   const paste = (event) => {
-    if (event.clipboardData.files.length) {
+    const { files: pasted, types } = event.clipboardData;
+    // Words from an office program come with a picture of themselves.
+    if (pasted.length && !(types.includes("text/html") && types.includes("text/plain"))) {
       event.preventDefault();
-      take(event.clipboardData.files);
+      take([...pasted]);
     }
+  };
+  const took = (event) => {
+    take([...event.target.files]);
+    event.target.value = "";
   };
   const story = state.model.value && state.model.value.loaded && !state.model.value.chat;
   return (
@@ -111,7 +131,11 @@ export function Composer() {
           onInput={(event) => { text.value = event.target.value; keep(draftId, text.value); }} />
         <div class="under">
           <IconButton icon="attach" label={t("attach")} onClick={() => chosen.current.click()} />
-          <input ref={chosen} id="files" type="file" multiple hidden aria-label={t("attach")} onChange={(event) => { take([...event.target.files]); event.target.value = ""; }} />
+          <input ref={chosen} id="files" type="file" multiple hidden aria-label={t("attach")} onChange={took} />
+          {state.sees.value && <>
+            <IconButton icon="camera" class="camera" label={t("camera")} onClick={() => camera.current.click()} />
+            <input ref={camera} id="camera" type="file" accept="image/*" capture="environment" hidden aria-label={t("camera")} onChange={took} />
+          </>}
           <span class="hint">{t("hint")}</span>
           <Context />
           {running

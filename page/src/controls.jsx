@@ -2,7 +2,7 @@
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import {
   ArrowDown, ArrowUp, ChartLine, Check, ChevronDown, ChevronLeft, ChevronRight, Copy, Download, Eject, Ellipsis, FileText, Globe, Keyboard, Menu as MenuLines,
-  PanelLeft, Paperclip, Pencil, Play, Plus, RefreshCw, Search, Settings2, Square, SquarePen, SunMoon, Trash2, TriangleAlert, Upload, Wrench, X, BookOpen, Lightbulb, Code as CodeSign, Languages, AlignLeft, KeyRound, Scissors,
+  PanelLeft, Paperclip, Pencil, Play, Plus, RefreshCw, Search, Settings2, Square, SquarePen, SunMoon, Trash2, TriangleAlert, Upload, Wrench, X, BookOpen, Lightbulb, Code as CodeSign, Languages, AlignLeft, KeyRound, Scissors, Camera,
 } from "lucide";
 import { copy } from "./dom.js";
 import { t } from "./i18n.js";
@@ -10,7 +10,7 @@ import { t } from "./i18n.js";
 const ICONS = { down: ArrowDown, up: ArrowUp, chart: ChartLine, check: Check, "chevron-down": ChevronDown, left: ChevronLeft, right: ChevronRight, copy: Copy, download: Download, eject: Eject,
   more: Ellipsis, file: FileText, globe: Globe, keyboard: Keyboard, lines: MenuLines, side: PanelLeft, attach: Paperclip, edit: Pencil, play: Play, plus: Plus, again: RefreshCw, search: Search,
   tune: Settings2, stop: Square, write: SquarePen, theme: SunMoon, trash: Trash2, warn: TriangleAlert, upload: Upload, tool: Wrench, close: X, book: BookOpen, idea: Lightbulb, code: CodeSign,
-  languages: Languages, text: AlignLeft, key: KeyRound, cut: Scissors };
+  languages: Languages, text: AlignLeft, key: KeyRound, cut: Scissors, camera: Camera, blank: [] };
 
 export function Icon({ name, size = 18 }) {
   return (
@@ -78,8 +78,9 @@ export function Popover({ button, label, children, class: name = "", align = "st
   );
 }
 
-export const MenuItem = ({ icon, children, danger, onClick, close }) => (
-  <button type="button" role="menuitem" tabIndex={-1} class={danger ? "danger" : ""} onClick={() => { close(); onClick(); }}>{icon && <Icon name={icon} size={16} />}{children}</button>
+// checked: whether it is the one of several that holds; others are no choice.
+export const MenuItem = ({ icon, children, danger, onClick, close, checked }) => (
+  <button type="button" role={checked === undefined ? "menuitem" : "menuitemradio"} aria-checked={checked} tabIndex={-1} class={danger ? "danger" : ""} onClick={() => { close(); onClick(); }}>{icon && <Icon name={icon} size={16} />}{children}</button>
 );
 
 export function Dialog({ title, onClose, children, class: name = "" }) {

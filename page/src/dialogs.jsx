@@ -63,8 +63,11 @@ const Help = () => (
   </Dialog>
 );
 
+const Image = ({ name, image }) => <Dialog title={name} class="large" onClose={close}><img src={image} alt={name} /></Dialog>;
+
 export function Dialogs() {
   const kind = state.dialog.value?.kind;
+  if (kind === "image") return <Image {...state.dialog.value} />;
   return kind === "key" ? <Key /> : kind === "look" ? <Look /> : kind === "help" ? <Help /> : null;
 }
 

@@ -17,7 +17,10 @@ export async function wholeExport() {
 
 const isText = (value) => typeof value === "string";
 const isConversation = (c) => c && isText(c.id) && isText(c.title) && Number.isFinite(c.changed) && (c.leaf === null || isText(c.leaf));
-const isMessage = (m) => m && isText(m.id) && isText(m.conversation) && isText(m.text) && ["user", "assistant", "tool"].includes(m.role) && Number.isFinite(m.created);
+const isFile = (f) => f && isText(f.name) && (isText(f.text) || (isText(f.image) && f.image.startsWith("data:image/")));
+const isCall = (c) => c && isText(c.id) && isText(c.function?.name) && ["string", "undefined"].includes(typeof c.function.arguments);
+const isMessage = (m) => m && isText(m.id) && isText(m.conversation) && isText(m.text) && ["user", "assistant", "tool"].includes(m.role) && Number.isFinite(m.created)
+  && (m.attachments ?? []).every?.(isFile) && (m.calls ?? []).every?.(isCall);
 
 // Adds what is not there yet, and returns how many conversations were new. Also reads what an earlier page exported.
 export async function importFile(text) {

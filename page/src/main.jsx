@@ -1,7 +1,9 @@
 // Puts the page together.
 import "./style.css";
+import { signal } from "@preact/signals";
 import { render } from "preact";
 import { useEffect } from "preact/hooks";
+import "./calls.js";
 import { Composer, take, text } from "./composer.jsx";
 import { Icon, IconButton } from "./controls.jsx";
 import * as db from "./db.js";
@@ -78,6 +80,17 @@ function keys(event) {
   }
 }
 
+const dragging = signal(false);
+const dragged = (event) => {
+  event.preventDefault();
+  dragging.value = event.dataTransfer.types.includes("Files");
+};
+const dropped = (event) => {
+  event.preventDefault();
+  dragging.value = false;
+  take([...event.dataTransfer.files]);
+};
+
 function App() {
   const empty = state.path.value.length === 0, figures = state.view.value === "metrics";
   useEffect(() => {
@@ -92,7 +105,8 @@ function App() {
       <div class="main">
         <TopBar />
         {figures ? <Metrics /> : (
-          <main class={`talk ${empty ? "empty" : ""}`} onDragOver={(e) => e.preventDefault()} onDrop={(e) => { e.preventDefault(); take(e.dataTransfer.files); }}>
+          <main class={`talk ${empty ? "empty" : ""}`} onDragOver={dragged} onDragLeave={(e) => e.currentTarget.contains(e.relatedTarget) || (dragging.value = false)} onDrop={dropped}>
+            {dragging.value && <p class="drop">{t("drop")}</p>}
             {empty ? <Greeting /> : <Thread />}
             <Composer />
             {empty && <Suggestions />}

@@ -1,10 +1,12 @@
 // One message: what was said, its thoughts and calls, and what can be done with it.
 import { memo } from "preact/compat";
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
+import { Calls, Result } from "./calls.jsx";
 import { CopyButton, Icon, IconButton } from "./controls.jsx";
 import { Files } from "./composer.jsx";
 import { number, t } from "./i18n.js";
 import { Markdown } from "./markdown.jsx";
+import { imagesOf } from "./request.js";
 import { ask } from "./running.js";
 import { shorten } from "./shorten.js";
 import * as state from "./state.js";
@@ -94,38 +96,6 @@ function Live({ entry }) {
   );
 }
 
-function pretty(text) {
-  try {
-    return JSON.stringify(JSON.parse(text), null, 1);
-  } catch {
-    return String(text);
-  }
-}
-
-function Calls({ message }) {
-  const answered = new Set([...state.messages.value.values()].filter((m) => m.role === "tool" && m.parent).map((m) => m.call));
-  const [results, setResults] = useState({});
-  const open = message.calls.filter((c) => !answered.has(c.id));
-  const give = async (event) => {
-    event.preventDefault();
-    let parent = message.id;
-    for (const call of message.calls) parent = (await state.append({ parent, role: "tool", call: call.id, name: call.function.name, text: results[call.id] ?? "" })).id;
-    ask(parent);
-  };
-  return (
-    <form class="calls" onSubmit={give}>
-      {message.calls.map((c) => (
-        <div class="call" key={c.id}>
-          <header><Icon name="tool" size={16} /><b>{c.function.name}</b></header>
-          <pre tabIndex={0}>{pretty(c.function.arguments)}</pre>
-          {!answered.has(c.id) && <label>{t("result")}<textarea rows={2} placeholder={t("result-hint")} onInput={(e) => setResults({ ...results, [c.id]: e.target.value })} /></label>}
-        </div>
-      ))}
-      {open.length > 0 && <button class="primary" type="submit">{t("give-result")}</button>}
-    </form>
-  );
-}
-
 function Stats({ message }) {
   const { stats, finish } = message, parts = [];
   if (stats?.tokens) parts.push(t("tokens", { n: number(stats.tokens) }));
@@ -138,8 +108,8 @@ function Stats({ message }) {
 
 const Failure = ({ message }) => (
   <div class="failure" role="alert">
-    <Icon name="warn" /><p>{["no-connection", "too-long"].includes(message.error) ? t(message.error) : message.error}</p>
-    {/context|too-long/i.test(message.error) && <button type="button" onClick={() => shorten("drop")}>{t("drop-oldest")}</button>}
+    <Icon name="warn" /><p>{["no-connection", "too-long", "no-eyes"].includes(message.error) ? t(message.error) : message.error}</p>
+    {/context|too-long/i.test(message.error) && <><button type="button" onClick={() => shorten("drop")}>{t("drop-oldest")}</button><button type="button" onClick={() => shorten("summary")}>{t("summarise")}</button></>}
     <button type="button" onClick={() => ask(message.parent)}>{t("again")}</button>
   </div>
 );
@@ -151,6 +121,7 @@ function Body({ message }) {
     {answer && <Markdown text={answer} />}
     {message.calls?.length > 0 && <Calls message={message} />}
     {message.error && <Failure message={message} />}
+    {message.stats?.dropped > 0 && <p class="lost">{t("left-out", { n: number(message.stats.dropped) })}</p>}
     {message.finish === "lost" && <p class="lost">{t("lost")}</p>}
   </>;
 }
@@ -165,12 +136,13 @@ export const Message = memo(({ message: m, cut }) => {
     return <>{line}
       <article class="message user" aria-label={t("you")} data-id={m.id}>
         {m.attachments && <Files list={m.attachments} />}
+        {imagesOf(m).length > 0 && !state.sees.value && <p class="unseen">{t("unseen")}</p>}
         {editing ? <Edit message={m} /> : m.text && <div class="bubble">{m.text}</div>}
         {!editing && <div class="actions"><CopyButton text={() => m.text} /><IconButton icon="edit" size={16} label={t("edit")} disabled={busy} onClick={() => (state.editing.value = m.id)} /><Branches message={m} /></div>}
       </article>
     </>;
   }
-  if (m.role === "tool") return <article class="message tool" aria-label={t("result-of", { name: m.name })}><details><summary><Icon name="tool" size={16} />{t("result-of", { name: m.name })}</summary><pre tabIndex={0}>{pretty(m.text)}</pre></details></article>;
+  if (m.role === "tool") return <Result message={m} />;
   return (
     <article class="message assistant" aria-label={t("answer")} data-id={m.id}>
       {entry ? <Live entry={entry} /> : <Body message={m} />}

@@ -30,6 +30,14 @@ export function loadModels() {
   return asking;
 }
 
+export async function loadTools() {
+  try {
+    state.tools.value = (await (await api("/api/tools")).json()).tools;
+  } catch {
+    // the state of the connection says it
+  }
+}
+
 async function learn() {
   const [version, document] = await Promise.all(["/version", "/openapi.json"].map(async (p) => (await api(p)).json()));
   state.server.value = { ...state.server.value, version: version.version, routes: new Set(Object.keys(document.paths)) };

@@ -70,7 +70,8 @@ export function Panel() {
     const { [name]: _, ...rest } = state.conversation.value.options ?? {};
     keep({ options: value === undefined ? rest : { ...rest, [name]: value } });
   };
-  const now = { system: c.system, options: c.options, schema: c.schema, tools: c.tools };
+  const offer = (name, on) => keep({ without: [...(c.without ?? []).filter((n) => n !== name), ...(on ? [] : [name])] });
+  const now = { system: c.system, options: c.options, schema: c.schema, tools: c.tools, without: c.without, overflow: c.overflow };
   const bare = state.model.value?.loaded && !state.model.value.chat;
   return (
     <aside class="panel" id="panel" aria-label={t("conversation-settings")} key={c.id}>
@@ -88,8 +89,13 @@ export function Panel() {
       </details>
       <Json key={`schema-${c.id}-${c.schema}`} id="set-schema" label={t("schema")} hint='{"type": "object", …}' value={c.schema} keep={(schema) => keep({ schema })} />
       <Json key={`tools-${c.id}-${c.tools}`} id="set-tools" label={t("tools")} hint={t("tools-hint")} value={c.tools} keep={(tools) => keep({ tools })} />
+      {state.tools.value.length > 0 && <fieldset class="server-tools"><legend>{t("server-tools")}</legend><p class="nothing">{t("server-tools-hint")}</p>
+        {state.tools.value.map(({ function: f }) => <label class="check" key={f.name} title={f.description}><input type="checkbox" checked={!c.without?.includes(f.name)} onChange={(e) => offer(f.name, e.target.checked)} />{f.name}</label>)}
+      </fieldset>}
+      <label for="set-overflow">{t("overflow")}</label>
+      <select id="set-overflow" value={c.overflow ?? "stop"} onChange={(e) => keep({ overflow: e.target.value })}>{["stop", "shift", "summary"].map((how) => <option key={how} value={how}>{t(`overflow-${how}`)}</option>)}</select>
       <footer>
-        <button type="button" onClick={() => keep({ system: "", options: {}, schema: undefined, tools: undefined })}>{t("reset")}</button>
+        <button type="button" onClick={() => keep({ system: "", options: {}, schema: undefined, tools: undefined, without: undefined, overflow: undefined })}>{t("reset")}</button>
         <button type="button" onClick={() => { state.setDefaults(now); state.toast.value = { text: t("default-made") }; }}>{t("make-default")}</button>
       </footer>
     </aside>

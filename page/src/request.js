@@ -1,6 +1,7 @@
 // What is sent for an answer: the turns before it, as the model is to see them.
 import { pathTo } from "./tree.js";
 import { split } from "./thinking.js";
+import * as state from "./state.js";
 
 export const OPTIONS = [
   { name: "temperature", min: 0, max: 2, step: 0.05, usual: 0.8 },
@@ -20,20 +21,28 @@ export const MORE = [
   { name: "dry_allowed_length", min: 1, max: 20, step: 1, usual: 2 },
   { name: "xtc_probability", min: 0, max: 1, step: 0.01, usual: 0 },
   { name: "xtc_threshold", min: 0, max: 0.5, step: 0.01, usual: 0.1 },
-  { name: "mirostat", choices: [0, 2], usual: 0 },
+  { name: "mirostat", choices: [0, 1, 2], usual: 0 },
   { name: "mirostat_tau", min: 0.1, max: 10, step: 0.1, usual: 5 },
   { name: "mirostat_eta", min: 0.01, max: 1, step: 0.01, usual: 0.1 },
 ];
 
 const fence = (text) => "`".repeat(Math.max(3, ...(text.match(/`+/g) ?? []).map((run) => run.length + 1)));
-export function textOf(message) {
-  const files = (message.attachments ?? []).map(({ name, text }) => `${name}\n${fence(text)}\n${text}\n${fence(text)}`);
-  return [...files, message.text].filter(Boolean).join("\n\n");
+const shown = ({ name, text, image }) => (image ? `(${name})` : `${name}\n${fence(text)}\n${text}\n${fence(text)}`);
+const asText = (attachments, text) => [...attachments.map(shown), text].filter(Boolean).join("\n\n");
+// A message as text: of images, their names.
+export const textOf = (message) => asText(message.attachments ?? [], message.text);
+export const imagesOf = (message) => (message?.attachments ?? []).filter((a) => a.image);
+
+function contentOf(message, model) {
+  const images = model?.vision ? imagesOf(message) : [];
+  if (!images.length) return textOf(message);
+  const text = asText(message.attachments.filter((a) => !a.image), message.text);
+  return [...images.map(({ image }) => ({ type: "image_url", image_url: { url: image } })), ...(text ? [{ type: "text", text }] : [])];
 }
 
-function turnsOf(path) {
+function turnsOf(path, model) {
   return path.flatMap((m) => {
-    if (m.role === "user") return [{ role: "user", content: textOf(m) }];
+    if (m.role === "user") return [{ role: "user", content: contentOf(m, model) }];
     if (m.role === "tool") return [{ role: "tool", content: m.text, name: m.name, tool_call_id: m.call }];
     if (m.error && !m.text) return [];
     const calls = m.calls?.map((c) => ({ id: c.id, type: "function", function: c.function }));
@@ -49,6 +58,9 @@ function story(path, model) {
   return rest.length < whole.length ? rest.replace(/^\S*\s+/, "") : rest;
 }
 
+// The server's tools that this conversation may ask for.
+const offered = (conversation) => state.tools.value.filter((tool) => !conversation.without?.includes(tool.function.name));
+
 export function requestOf(conversation, messages, parent, model) {
   const whole = pathTo(messages, parent);
   const cut = whole.findIndex((m) => m.id === conversation.cut?.before);
@@ -60,8 +72,10 @@ export function requestOf(conversation, messages, parent, model) {
   const summary = cut > 0 && conversation.cut.summary ? `What was said before, in short:\n${conversation.cut.summary}` : "";
   const system = [conversation.system?.trim(), summary].filter(Boolean).join("\n\n");
   if (system) payload.system = system;
-  if (conversation.tools) payload.tools = JSON.parse(conversation.tools);
-  const turns = turnsOf(path);
-  if (last.role === "tool") return { ...payload, chat: true, prompt: "", messages: turns };
+  const tools = [...(conversation.tools ? JSON.parse(conversation.tools) : []), ...offered(conversation)];
+  if (tools.length) payload.tools = tools;
+  if (conversation.overflow) payload.overflow = conversation.overflow;
+  const turns = turnsOf(path, model);
+  if (last.role === "tool" || typeof turns.at(-1).content !== "string") return { ...payload, chat: true, prompt: "", messages: turns };
   return { ...payload, chat: true, prompt: turns.at(-1).content, messages: turns.slice(0, -1) };
 }

@@ -2,8 +2,8 @@
 import { batch, effect, signal } from "@preact/signals";
 import * as db from "./db.js";
 import { fresh } from "./dom.js";
-import { loadModels, modelRequest } from "./models.js";
-import { requestOf } from "./request.js";
+import { loadModels, loadTools, modelRequest } from "./models.js";
+import { imagesOf, requestOf } from "./request.js";
 import { Socket } from "./socket.js";
 import * as state from "./state.js";
 import { split } from "./thinking.js";
@@ -11,7 +11,7 @@ import * as figures from "./figures.js";
 
 export const socket = new Socket(state.secret.value);
 const SAVE_EVERY = 1500;
-const LONGEST = 500000; // bytes of a message, of which the server takes 512 KiB
+const LONGEST = 8000000; // bytes of a message, of which the server takes 8 MiB
 
 // A running answer: `text` grows outside of any signal, and `seen` counts what is to be drawn, once a frame at most.
 function entryOf(message) {
@@ -31,23 +31,24 @@ function untrack(entry) {
 }
 
 // Asks for an answer to a message; it is a branch beside other answers to it.
-export async function ask(parent, more = {}) {
-  const conversation = state.conversation.value, request = fresh();
+export async function ask(parent, id = state.conversation.value.id) {
+  const modelNow = () => state.modelOf(state.conversations.value.get(id) ?? state.conversation.value), request = fresh();
   asked.add(request);
-  const message = await state.append({ parent, role: "assistant", request, running: 1, model: state.model.value?.name ?? "", ...more });
+  const message = await state.append({ parent, role: "assistant", request, running: 1, model: modelNow()?.name ?? "" }, id);
   const entry = entryOf(message);
   track(entry);
   try {
-    let chosen = state.model.value;
+    let chosen = modelNow();
     if (chosen && !chosen.loaded) { // whether it has a chat template is known once it is loaded
       entry.phase.value = "loading";
       await modelRequest(chosen.name, "POST");
       await loadModels();
-      chosen = state.model.value;
+      chosen = modelNow();
     }
-    const all = new Map((await db.all("messages", conversation.id)).map((m) => [m.id, m]));
+    const all = new Map((await db.all("messages", id)).map((m) => [m.id, m]));
     if (!state.running.value.has(entry.id)) return; // stopped meanwhile
-    const payload = requestOf(state.conversations.value.get(conversation.id), all, parent, chosen);
+    if (imagesOf(all.get(parent)).length && !(chosen?.chat && chosen.vision)) throw new Error("no-eyes");
+    const payload = requestOf(state.conversations.value.get(id), all, parent, chosen);
     Object.assign(entry, { began: performance.now() }).phase.value = "waiting";
     const message = { ...payload, model: chosen?.name ?? null, stream: true, keep: true, request_id: request };
     if (new Blob([JSON.stringify(message)]).size > LONGEST) throw new Error("too-long");
@@ -103,10 +104,12 @@ function took(entry, row) {
   return undefined;
 }
 
-function end(entry, row) {
-  const stats = { tokens: row.tokens_generated ?? entry.tokens, prompt: row.prompt_tokens, rate: row.tokens_per_sec };
+async function end(entry, row) {
+  const stats = { tokens: row.tokens_generated ?? entry.tokens, prompt: row.prompt_tokens, rate: row.tokens_per_sec, dropped: row.dropped };
   if (entry.first && !entry.found) Object.assign(stats, { first: (entry.first - entry.began) / 1000, thought: entry.thought });
-  return finish(entry, { finish: row.finish_reason, stats, ...(row.tool_calls ? { calls: row.tool_calls, ...(row.text === undefined ? {} : { text: row.text }) } : {}) });
+  const fields = { finish: row.finish_reason, stats, ...(row.tool_calls ? { calls: row.tool_calls, ...(row.text === undefined ? {} : { text: row.text }) } : {}) };
+  await finish(entry, fields);
+  if (fields.calls && asked.has(entry.request)) state.called.value = { id: entry.id, conversation: entry.conversation, calls: fields.calls };
 }
 
 // What a page before this one, or another tab, has running.
@@ -124,6 +127,7 @@ socket.addEventListener("state", async ({ detail }) => {
     return;
   }
   loadModels();
+  loadTools();
   for (const entry of state.running.value.values()) {
     if (entry.phase.value === "loading") continue;
     entry.found = true;
@@ -146,7 +150,8 @@ socket.addEventListener("inference", ({ detail }) => {
 });
 socket.addEventListener("status", ({ detail }) => {
   const entry = detail.request_id && byRequest(detail.request_id);
-  if (entry && detail.state === "loading") entry.phase.value = "loading";
+  if (entry && ["loading", "summarising"].includes(detail.state)) entry.phase.value = detail.state;
+  if (entry && detail.state === "generating" && entry.phase.value === "summarising") entry.phase.value = "waiting";
   if (entry && detail.state === "reading") entry.phase.value = { read: detail.read, of: detail.of };
 });
 socket.addEventListener("error", ({ detail }) => {

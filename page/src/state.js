@@ -14,6 +14,8 @@ export const told = signal(""); // to those who hear the page: an answer that is
 export const connection = signal("connecting");
 export const server = signal({ models: [], default: null, version: "", routes: new Set(), refused: false });
 export const editing = signal(null); // the message that is being edited
+export const tools = signal([]); // of the server, as a request lists them
+export const called = signal(null); // the answer of this page that called tools last
 
 export const settings = signal({ theme: "system", language: "", model: "", key: "", ...read("quarrelSettings", {}) });
 export function set(changes) {
@@ -52,10 +54,13 @@ export const path = computed(() => pathTo(messages.value, conversation.value.lea
 const chosen = new Map();
 effect(() => path.value.forEach((m) => m.parent && chosen.set(m.parent, m.id)));
 export const running = signal(new Map()); // by the message's id: see running.js
-export const model = computed(() => {
+export function modelOf(talk) {
   const { models, default: first } = server.value;
-  return [conversation.value.model, settings.value.model, first].map((n) => models.find((m) => m.name === n)).find(Boolean) ?? models[0];
-});
+  return [talk.model, settings.value.model, first].map((n) => models.find((m) => m.name === n)).find(Boolean) ?? models[0];
+}
+export const model = computed(() => modelOf(conversation.value));
+// Whether the model may be sent images; of one that is not loaded it is not known yet.
+export const sees = computed(() => Boolean(model.value && (!model.value.loaded || (model.value.chat && model.value.vision))));
 export const searched = signal({ text: "", found: null });
 
 export async function open(id) {
@@ -93,14 +98,16 @@ export async function save(...records) {
   await db.put("messages", ...records);
 }
 
-// Adds a message after another and shows it.
-export async function append(message) {
-  const { draft, ...record } = conversation.value;
+// Adds a message after another, of the conversation that is shown or another one, and shows it there.
+export async function append(message, id = conversation.value.id) {
+  const { draft, ...record } = conversations.value.get(id) ?? conversation.value;
   const made = { id: fresh(), conversation: record.id, created: Date.now(), text: "", ...message };
   const title = record.title || (made.text.trim() || made.attachments?.[0]?.name || "").split("\n")[0].slice(0, 80);
   const now = { ...record, title, leaf: made.id, changed: Date.now() };
   batch(() => {
+    const here = record.id === conversation.value.id;
     hold(conversations, [now]);
+    if (!here) return;
     hold(messages, [made]);
     opened.value = record.id;
   });

@@ -18,11 +18,11 @@ from quarrel.cli.prompt import as_unicode, model_of
 from quarrel.cli.request import request_keywords, template_of
 from quarrel.cli.slash import COMMANDS, Slash
 from quarrel.cli.terminal import note, visible
-from quarrel.cli.toolbox import Toolbox, server_of
 from quarrel.engine import Result
 from quarrel.errors import ContextOverflow, QuarrelError, RequestError
 from quarrel.llm import LLM, find
 from quarrel.llm.requests import ChatKeywords
+from quarrel.toolbox import Toolbox, server_of
 
 INTERRUPTED = 130
 

@@ -191,6 +191,11 @@ def _serve(p: argparse.ArgumentParser) -> None:
     p.add_argument("--trusted-proxies", metavar="ADDRESS", action="append", help=proxies)
     p.add_argument("--open-access", action="store_true", help="serve other machines without API keys")
     p.add_argument("--strict-api", action="store_true", help="refuse fields that are not understood")
+    tools = (
+        "a server of tools (MCP), a command or a URL, for the page, which asks before each call; who may use this server"
+        " may call them. May be repeated"
+    )
+    p.add_argument("--mcp", metavar="SERVER", action="append", help=tools)
     there = "serve Ollama's API too, the default"
     p.add_argument("--ollama-compat", action=argparse.BooleanOptionalAction, default=True, help=there)
     p.add_argument(

@@ -14,11 +14,11 @@ from quarrel.cli.interrupt import CtrlC
 from quarrel.cli.models import document
 from quarrel.cli.reader import Reader
 from quarrel.cli.terminal import write_json
-from quarrel.cli.toolbox import Toolbox
 from quarrel.engine import Result, Stream
 from quarrel.errors import QuarrelError, RequestError
 from quarrel.llm import LLM
 from quarrel.llm.requests import ChatKeywords
+from quarrel.toolbox import Toolbox
 
 MAX_ROUNDS = 8
 """Times that the model may call tools before it has to answer."""
@@ -119,7 +119,7 @@ class Conversation:
             said.append({"role": "assistant", "content": reader.text, "tool_calls": rows})
             for call, row in zip(calls, rows, strict=True):
                 allowed = self.allow(call.name, call.arguments)
-                found = self.toolbox.call(call.name, call.parsed) if allowed else "The user did not allow this call."
+                found = self.toolbox.call(call.name, call.parsed).text if allowed else "The user did not allow this call."
                 said.append({"role": "tool", "name": call.name, "tool_call_id": row["id"], "content": found})
         return result, stopped, said
 

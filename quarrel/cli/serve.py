@@ -9,7 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -22,6 +22,7 @@ from quarrel.env import read_environment
 from quarrel.errors import ConfigError, QuarrelError, RequestError, installing
 from quarrel.llm import LoadOptions, Model, check_context, find, load_with
 from quarrel.process import open_remote
+from quarrel.toolbox import Toolbox, server_of
 
 _LEAST = {
     **dict.fromkeys(("parallel", "queue", "connections", "sockets_per_model"), 1),
@@ -115,12 +116,14 @@ def _run(args: argparse.Namespace, json_lines: TextIO | None) -> int:
         except RequestError as error:  # about the command line, not about a request
             raise ConfigError(in_flags(error, args.flags)) from error
 
-    server = build(settings, open_model)
-    if not server.keys.keys():
-        with suppress(OSError):  # nobody reads it, which is no reason not to serve
-            note("quarrel serve: no API keys: everybody who reaches the port may use it (see quarrel keys create)")
-    with _logs(json_lines):
-        serve(server, settings)
+    servers = {words: server_of(words) for words in args.mcp or ()}
+    with Toolbox(servers) if servers else nullcontext() as toolbox:
+        server = build(settings, open_model, tools=toolbox)
+        if not server.keys.keys():
+            with suppress(OSError):  # nobody reads it, which is no reason not to serve
+                note("quarrel serve: no API keys: everybody who reaches the port may use it (see quarrel keys create)")
+        with _logs(json_lines):
+            serve(server, settings)
     return 0
 
 

@@ -17,7 +17,7 @@ from starlette.staticfiles import StaticFiles
 
 from quarrel import __version__
 from quarrel.errors import QuarrelError
-from quarrel.server import anthropic, ollama, ollama_models, openai, rerank, responses, rest, tokens, websocket
+from quarrel.server import anthropic, ollama, ollama_models, openai, rerank, responses, rest, tokens, toolbox, websocket
 from quarrel.server.dispatch import Dispatcher
 from quarrel.server.errors import Refused, error_body, is_ollama, refused
 from quarrel.server.keys import Keyring
@@ -30,6 +30,7 @@ from quarrel.server.ollama_facts import Describer
 from quarrel.server.openapi import as_yaml, document, methods_of
 from quarrel.server.settings import Settings
 from quarrel.server.traces import Traces
+from quarrel.toolbox import Toolbox
 
 STATIC = Path(__file__).parent / "static"
 log = logging.getLogger("quarrel.server")
@@ -46,8 +47,8 @@ class Server:
     api: FastAPI
 
 
-def build(settings: Settings, load: Load, traces: Traces | None = None) -> Server:
-    """Puts an application together; `load` makes a model from what `settings.models` names."""
+def build(settings: Settings, load: Load, traces: Traces | None = None, tools: Toolbox | None = None) -> Server:
+    """Puts an application together; `load` makes a model from what `settings.models` names. tools: open while it runs."""
     traces = traces or Traces()
     keys = Keyring(settings.data_dir, settings.api_key)
     settings.check(bool(keys.keys()))
@@ -81,6 +82,7 @@ def build(settings: Settings, load: Load, traces: Traces | None = None) -> Serve
     api.include_router(rerank.routes(dispatcher))
     api.include_router(tokens.routes(dispatcher))
     api.include_router(rest.routes(dispatcher, metrics))
+    api.include_router(toolbox.routes(dispatcher, tools))
     api.include_router(websocket.routes(dispatcher, metrics))
     _page(api, settings.ollama)
     _errors(api, metrics, settings)

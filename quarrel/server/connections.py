@@ -15,8 +15,8 @@ from quarrel.server.callers import Connections, Proxies
 from quarrel.server.errors import Refused
 from quarrel.server.settings import Settings, networks
 
-MAX_MESSAGE = 512 << 10
-"""Characters of a WebSocket's message."""
+MAX_MESSAGE = 8 << 20
+"""Characters of a WebSocket's message, which may hold images."""
 MAX_HEAD = 32 << 10
 """Bytes of a request's head that the parser waits for."""
 MOST_CROWDED = 1024

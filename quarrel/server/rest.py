@@ -30,12 +30,13 @@ Json = dict[str, Any]
 def prepare_of(
     body: GenerateBody,
     template: str | None,
+    turns: Sequence[Mapping[str, Any]] | None,
     *,
     structure: Structure | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> Prepare:
-    """Makes the request of a generate body for a model."""
-    turns, reading = body.turns(), Reading(tools)
+    """Makes the request of a generate body for a model. turns: the conversation, or None for its plain prompt."""
+    reading = Reading(tools)
     options: Any = {"adapter": body.adapter, "structure": structure, **body.sampling()}
     if body.overflow is not None:
         options["overflow"] = body.overflow
@@ -210,6 +211,7 @@ def describe_model(entry: Entry, template: str | None) -> Json:
             "device": e.device,
             "n_ctx": e.n_ctx,
             "chat": template is not None or entry.loaded.llm.tokenizer.chat_template is not None,
+            "vision": bool(e.projector),
             "max_seqs": e.max_seqs,
             "memory_bytes": {"weights": e.memory.weights, "cache": e.memory.cache, "activations": e.memory.activations},
             "load_seconds": round(entry.load_seconds, 3),
@@ -300,6 +302,6 @@ async def _stream(
 
 
 def _admission(dispatcher: Dispatcher, request: Request, body: GenerateBody, *, stream: bool = True) -> Admission:
-    prepare = prepare_of(body, dispatcher.settings.chat_template)
+    prepare = prepare_of(body, dispatcher.settings.chat_template, body.turns())
     caller, where = request.state.caller, request.url.path
     return dispatcher.admit(caller, body.model, prepare, where, priority_of(body), stream=stream)

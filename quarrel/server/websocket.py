@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, WebSocket
 from pydantic import Field, StrictBool
@@ -27,12 +27,13 @@ from quarrel.engine import Request, Service
 from quarrel.errors import QuarrelError
 from quarrel.llm import Model, Structure
 from quarrel.server.answers import Answer, Answers
-from quarrel.server.body import IGNORED, ignored_fields, parse_body
+from quarrel.server.body import IGNORED, LARGE, MAX_VALUES, ignored_fields, parse_body
 from quarrel.server.connections import MAX_MESSAGE
 from quarrel.server.dispatch import Dispatcher, Generation, chunks
 from quarrel.server.errors import Refused, plain_body, refused, word
 from quarrel.server.fields import Text
 from quarrel.server.metrics import Metrics
+from quarrel.server.overflow import summed_up
 from quarrel.server.reader import Reading
 from quarrel.server.rest import activity_of, prepare_of, priority_of, token_message
 from quarrel.server.schemas import GenerateBody, ResponseFormat
@@ -52,10 +53,11 @@ class SocketBody(GenerateBody):
     """What the page asks for beyond /api/generate. keep: the answer outlasts this connection."""
 
     prompt: Text = ""
-    """Empty where the last of `messages` is the result of a tool."""
+    """Empty where the last of `messages` says all, such as the result of a tool or one with images."""
     keep: StrictBool = False
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Json], Field(max_length=128)] | None = None
+    overflow: Literal["stop", "shift", "summary"] | None = None  # type: ignore[assignment]
 
     def turns(self) -> list[dict[str, object]] | None:
         if self.prompt:
@@ -150,32 +152,31 @@ class Connection:
                 return
             self._metrics.messages.labels("in").inc()
             try:
-                self._take(message.get("text"))
+                await self._take(message.get("text"))
             except QuarrelError as error:
                 self._fail(refused(error))
 
-    def _take(self, text: str | None) -> None:
+    async def _take(self, text: str | None) -> None:
         if text is None:
             raise Refused(400, "invalid_request", "the message is binary, wanted JSON as text")
         if len(text) > MAX_MESSAGE:
             raise Refused(400, "invalid_request", f"a message of {len(text)} characters, wanted at most {MAX_MESSAGE}")
-        try:
-            message = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise Refused(400, "invalid_request", "the message is not JSON") from error
-        kind = message.get("type") if isinstance(message, dict) else None
-        payload = message.get("payload") or {} if isinstance(message, dict) else {}
-        if not isinstance(payload, dict):
-            raise Refused(400, "invalid_request", "payload is no object")
+        if len(text) <= LARGE:
+            kind, payload, body = _parsed(text)
+        else:
+            async with self._dispatcher.reading:  # one after the other, beside what the server answers meanwhile
+                kind, payload, body = await asyncio.to_thread(_parsed, text)
         # What an inference brings about has a span of its own, which ends with its answer.
-        span = contextlib.nullcontext() if kind == "inference" else self._dispatcher.traces.message(_known(kind))
-        with span:
-            self._do(kind, payload)
+        if isinstance(body, QuarrelError):
+            self._fail(refused(body), _printable(payload.get("request_id")))
+        elif body is not None:
+            self._start(body)
+        else:
+            with self._dispatcher.traces.message(_known(kind)):
+                self._do(kind, payload)
 
     def _do(self, kind: object, payload: Json) -> None:
-        if kind == "inference":
-            self._start(payload)
-        elif kind == "resume":
+        if kind == "resume":
             self._resume(payload.get("request_id"))
         elif kind == "stop":
             self._stop(payload.get("request_id"))
@@ -189,12 +190,11 @@ class Connection:
                 400, "unknown_type", f"a message of type {str(kind)[:40]!r}: wanted inference, resume, stop, status or ping"
             )
 
-    def _start(self, payload: Json) -> None:
+    def _start(self, body: SocketBody) -> None:
         try:
-            body = parse_body(json.dumps(payload), SocketBody)
             ignored = ignored_fields(body, self._dispatcher, "/ws")
         except QuarrelError as error:
-            self._fail(refused(error), _printable(payload.get("request_id")))
+            self._fail(refused(error), _printable(body.request_id))
             return
         self._check_room()
         id = body.request_id or "ws-" + secrets.token_hex(6)
@@ -281,7 +281,15 @@ class Connection:
             state = {"state": "generating" if entry.loaded else "loading", "request_id": id}
             answer.say("status", {**state, **({"ignored": ignored[IGNORED]} if ignored else {})})
             template = self._dispatcher.settings.chat_template
-            made = prepare_of(body, template, structure=body.structure(), tools=body.tools)
+            dropped = 0
+            turns: Sequence[Mapping[str, Any]] | None = body.turns()
+            options: Any = {"structure": body.structure(), "tools": body.tools}
+            made = prepare_of(body, template, turns, **options)
+            if body.overflow == "summary" and turns is not None:
+                answer.say("status", {**state, "state": "summarising"})
+                turns, dropped = await summed_up(self._dispatcher, self._caller, body.model, "/ws", turns, made)
+                made = prepare_of(body, template, turns, **options)
+                answer.say("status", state)
 
             def prepare(llm: Model, service: Service) -> Sequence[Request]:
                 return made(llm, replace(service, progress=True))
@@ -289,7 +297,7 @@ class Connection:
             admission = self._dispatcher.admit(self._caller, body.model, prepare, "/ws", priority_of(body))
             with self._dispatcher.traces.message("inference", id), self._using(entry.name):
                 async with admission as generation:
-                    await self._send(answer, body, generation)
+                    await self._send(answer, body, generation, dropped)
         except QuarrelError as error:
             self._metrics.errors.labels(refused(error).code).inc()
             answer.say("error", _error(refused(error), id))
@@ -299,7 +307,8 @@ class Connection:
             self._metrics.errors.labels(failure.code).inc()
             answer.say("error", _error(failure, id))
 
-    async def _send(self, answer: Answer, body: SocketBody, generation: Generation) -> None:
+    async def _send(self, answer: Answer, body: SocketBody, generation: Generation, dropped: int) -> None:
+        """dropped: messages that a summary stands for."""
         made = 0
         async for chunk in chunks(generation, 0, self._dispatcher.settings.timeout):
             if chunk.read:
@@ -308,6 +317,8 @@ class Connection:
                 continue
             made += chunk.token_id is not None
             row = {**token_message(chunk, generation, made), "request_id": answer.id}
+            if dropped and chunk.result is not None:
+                row["dropped"] = dropped + chunk.result.dropped
             if chunk.result is not None and body.tools:
                 reader = Reading(body.tools).reader(generation.llm, generation.requests[0].tokens)
                 found = reader.push(chunk.result.text, last=True)
@@ -354,6 +365,26 @@ class Connection:
             models = [activity_of(e) for e in self._dispatcher.models.entries()]
             self._metrics.broadcasts.inc()
             self._say("metrics", {"active": self._dispatcher.active, "models": models})
+
+
+def _parsed(text: str) -> tuple[object, Json, SocketBody | QuarrelError | None]:
+    """A message's type and payload; of an inference its body, or what is wrong with that."""
+    if text.count(",") > MAX_VALUES:
+        raise Refused(413, "too_large", f"the JSON has more than {MAX_VALUES} commas: send less at once")
+    try:
+        message = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, "invalid_request", "the message is not JSON") from error
+    kind = message.get("type") if isinstance(message, dict) else None
+    payload = message.get("payload") or {} if isinstance(message, dict) else {}
+    if not isinstance(payload, dict):
+        raise Refused(400, "invalid_request", "payload is no object")
+    if kind != "inference":
+        return kind, payload, None
+    try:
+        return kind, payload, parse_body(json.dumps(payload), SocketBody)
+    except QuarrelError as error:
+        return kind, payload, error
 
 
 def _error(error: Refused, id: str | None) -> Json:

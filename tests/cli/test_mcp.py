@@ -15,10 +15,10 @@ from mcp.server import MCPServer
 import quarrel
 from quarrel.cli import chat, main
 from quarrel.cli.mcp import server_for
-from quarrel.cli.toolbox import Toolbox, names
 from quarrel.engine import Chunk, Request, Result, Timings, Usage
 from quarrel.errors import QuarrelError
 from quarrel.llm import LLM
+from quarrel.toolbox import Toolbox, ToolResult, names
 from tests.cli.support import GREEDY
 from tests.cli.test_chat import keyboard
 
@@ -45,11 +45,11 @@ def test_tools_of_several_servers_are_called_by_name() -> None:
     with Toolbox({"one": toys(log), "two": toys(log)}) as box:
         assert names(box.tools) == ["add", "fail", "add_2", "fail_2"]
         assert box.tools[0]["function"]["parameters"]["required"] == ["a", "b"]
-        assert box.call("add", {"a": 2, "b": 3}) == "5"
-        assert box.call("add_2", {"a": 4, "b": 3}) == "7"
-        assert box.call("fail", {}).startswith("The tool failed: ")
-        assert box.call("add", {"a": "x"}).startswith("The tool failed: ")
-        assert box.call("nothing", {}) == "There is no tool 'nothing'."
+        assert box.call("add", {"a": 2, "b": 3}) == ToolResult("5")
+        assert box.call("add_2", {"a": 4, "b": 3}).text == "7"
+        assert box.call("fail", {}).text.startswith("The tool failed: ")
+        assert box.call("add", {"a": "x"}).failed
+        assert box.call("nothing", {}) == ToolResult("There is no tool 'nothing'.", failed=True)
     assert log == [(2, 3), (4, 3)]
 
 

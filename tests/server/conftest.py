@@ -24,6 +24,7 @@ from quarrel.server.listening import bound
 from quarrel.server.llama.app import build as llama_build
 from quarrel.server.run import _config, _Uvicorn
 from quarrel.server.traces import Traces
+from quarrel.toolbox import Toolbox
 
 
 @dataclass
@@ -58,9 +59,12 @@ def load(source: str) -> LLM:
 
 
 @contextmanager
-def running(settings: Settings, load_model=load, traces: Traces | None = None) -> Iterator[Live]:  # type: ignore[no-untyped-def]
+def running(  # type: ignore[no-untyped-def]
+    settings: Settings, load_model=load, traces: Traces | None = None, tools: Toolbox | None = None
+) -> Iterator[Live]:
     """Starts a server on its own thread; it has ended when the block does."""
-    server: Any = llama_build(settings, load_model("demo")) if settings.llama else build(settings, load_model, traces)
+    llama = settings.llama
+    server: Any = llama_build(settings, load_model("demo")) if llama else build(settings, load_model, traces, tools)
     listener = bound("127.0.0.1", 0, settings.idle_timeout)
     port = listener.getsockname()[1]
     uvicorn = _Uvicorn(_config(server.app, replace(settings, grace=2.0)), server)

@@ -13,11 +13,13 @@ import ollama
 import openai
 import pytest
 from PIL import Image
+from websockets.sync.client import connect
 
 import quarrel
 from quarrel.server import Settings
 from tests.paths import need_cases
 from tests.server.conftest import Live, running
+from tests.server.test_websocket import hear, say
 
 PIXELS = np.random.default_rng(3).integers(0, 256, (64, 96, 3), np.uint8)
 
@@ -77,6 +79,19 @@ def test_ollamas_client_gets_it_too(seeing: Live) -> None:
         assert re.search(sentence, answer.json()["error"])
     raw = seeing.client.post("/api/generate", json={"model": "demo", "prompt": "a", "raw": True, "images": ["x"]})
     assert "raw prompts take no images" in raw.json()["error"]
+
+
+def test_the_page_learns_of_it_and_sends_one_on_its_socket(seeing: Live) -> None:
+    with openai.OpenAI(base_url=f"{seeing.url}/v1", api_key="none", max_retries=0) as client:
+        made = client.chat.completions.create(model="demo", messages=question(png()), max_tokens=6, temperature=0.0)  # type: ignore[arg-type]
+    assert [m["vision"] for m in seeing.client.get("/api/models").json()["models"]] == [True]
+    with connect(f"ws://127.0.0.1:{seeing.port}/ws") as socket:
+        hear(socket, "status")
+        more = {"max_tokens": 6, "temperature": 0.0, "stream": False}
+        say(socket, "inference", prompt="", messages=question(png()), **more)
+        row = hear(socket, "inference", 60)
+    assert made.usage is not None
+    assert (row["token"], row["prompt_tokens"]) == (made.choices[0].message.content, made.usage.prompt_tokens)
 
 
 def test_what_is_no_picture_is_refused_and_no_file_or_address_is_opened(seeing: Live, tmp_path: Path) -> None:

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import os
 import random
@@ -15,12 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
+import quarrel
 from quarrel.engine import Chunk
 from quarrel.server import Keyring, Rates, Settings
 from quarrel.server import websocket as server_socket
 from quarrel.server.dispatch import Generation, chunks
 from quarrel.server.rest import prepare_of
+from quarrel.toolbox import Toolbox
+from tests.paths import need_cases
 from tests.server.conftest import Live, running
 
 CHROMIUM = os.environ.get("QUARREL_CHROMIUM", "")
@@ -668,3 +674,192 @@ def test_a_route_is_tried_on_the_page(page: Any, live: Live) -> None:
         page.wait_for_function("node => node.textContent.startsWith('200')", arg=route.locator("pre").element_handle())
         assert said in route.locator("pre").text_content()
     assert page.problems == page.foreign == []
+
+
+@pytest.fixture(name="seeing", scope="module")
+def _seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    model = need_cases("qwen3vl") / "model-q4_0x.gguf"
+
+    def load(source: str) -> Any:
+        return quarrel.load(model, backend="cpu", compute="float32", n_ctx=2048)
+
+    settings = Settings(data_dir=tmp_path_factory.mktemp("seeing"), chat_template="chatml", rates=Rates(requests=0))
+    with running(settings, load) as live:
+        live.client.post("/api/models/demo")
+        yield live
+
+
+def picture(kind: str, width: int = 64, height: int = 48) -> bytes:
+    data = io.BytesIO()
+    Image.new("RGB", (width, height), (200, 30, 60)).save(data, kind)
+    return data.getvalue()
+
+
+DROPPED = """([name, type, bytes, kind]) => {
+  const files = new DataTransfer(), file = new File([Uint8Array.from(atob(bytes), (c) => c.charCodeAt(0))], name, { type });
+  files.items.add(file);
+  const event = kind === "paste" ? new ClipboardEvent("paste", { clipboardData: files, bubbles: true, cancelable: true })
+    : new DragEvent(kind, { dataTransfer: files, bubbles: true, cancelable: true });
+  document.querySelector(kind === "paste" ? "#input" : "main").dispatchEvent(event);
+}"""
+
+
+def test_images_are_chosen_dropped_and_pasted_and_the_model_sees_them(browser: Any, seeing: Live) -> None:
+    context = browser.new_context(viewport={"width": 412, "height": 860}, has_touch=True, is_mobile=True)
+    context.add_init_script("localStorage.quarrelDefaults ??= JSON.stringify({options: {max_tokens: 4}})")
+    page = context.new_page()
+    sent: list[str] = []
+    page.on("websocket", lambda ws: ws.on("framesent", lambda data: sent.append(data)))
+    page.goto(seeing.url)
+    page.wait_for_selector("button.camera", state="visible")
+    assert page.get_attribute("#camera", "accept") == "image/*"
+    assert page.get_attribute("#camera", "capture") == "environment"
+    page.set_input_files("#camera", {"name": "a.jpg", "mimeType": "image/jpeg", "buffer": picture("JPEG", 2000, 1000)})
+    page.wait_for_selector(".composer .picture")
+    page.set_input_files("#files", {"name": "t.txt", "mimeType": "text/plain", "buffer": b"some text"})
+    for kind, name in (("dragover", "b.png"), ("drop", "b.png"), ("paste", "c.png")):
+        page.evaluate(DROPPED, [name, "image/png", base64.b64encode(picture("PNG")).decode(), kind])
+        if kind == "dragover":
+            page.wait_for_selector("text=Drop files to attach them")
+    page.wait_for_selector(".composer .files li:nth-child(4)")
+    page.evaluate(DROPPED, ["d.png", "image/png", base64.b64encode(b"no picture").decode(), "drop"])
+    page.wait_for_selector(".toast >> text=d.png could not be read")
+    page.click("[aria-label='Show a.jpg']")
+    size = page.eval_on_selector("dialog img", "(i) => [i.naturalWidth, i.naturalHeight]")
+    assert size == [1536, 768]
+    page.keyboard.press("Escape")
+    page.click("[aria-label='Remove c.png']")
+    shot(page, "images-phone")
+    write(page, "What is it?")
+    page.wait_for_selector(".message:last-child.assistant .actions")
+    assert page.locator(".message.user .picture img").count() == 2
+    body = next(m["payload"] for m in map(json.loads, sent) if m["type"] == "inference")
+    parts = body["messages"][-1]["content"]
+    assert [p["type"] for p in parts] == ["image_url", "image_url", "text"]
+    assert [p["image_url"]["url"].split(";")[0] for p in parts[:2]] == ["data:image/jpeg", "data:image/png"]
+    assert "some text" in parts[2]["text"]
+    page.reload()
+    page.wait_for_selector(".message.user .picture img >> nth=1")
+    assert not page.locator(".failure").count()
+    with page.expect_download() as download:
+        page.click("[aria-label='Open the sidebar']")
+        page.click("text=Settings")
+        page.click("text=Export all")
+    assert Path(download.value.path()).read_text("utf-8").count("data:image/") == 2
+    context.close()
+
+
+def test_a_model_without_eyes_is_sent_no_image(page: Any) -> None:
+    page.wait_for_function("document.querySelector('.model .dot.loaded')")
+    assert not page.locator("#camera").count()
+    page.set_input_files("#files", {"name": "a.png", "mimeType": "image/png", "buffer": picture("PNG")})
+    page.wait_for_selector(".toast >> text=reads text only")
+    assert not page.locator(".composer .files li").count()
+
+
+def calling(monkeypatch: pytest.MonkeyPatch, *rows: dict[str, Any], then: str = "") -> None:
+    """The model calls these tools next, and then says this."""
+
+    async def told(generation: Generation, which: int, timeout: float) -> AsyncIterator[Chunk]:
+        if then:
+            says(monkeypatch, then)
+        end = [chunk async for chunk in chunks(generation, which, timeout)][-1]
+        assert end.result is not None
+        text = "".join(f"<tool_call>{json.dumps(row)}</tool_call>" for row in rows)
+        end.result = replace(end.result, text=text)
+        yield end
+
+    monkeypatch.setattr(server_socket, "chunks", told)
+
+
+def test_tools_of_the_server_run_when_a_person_allows_them(
+    browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mcp = pytest.importorskip("mcp.server")
+    log: list[int] = []
+    toys = mcp.MCPServer("toys")
+
+    def double(n: int) -> int:
+        log.append(n)
+        return 2 * n
+
+    def fail() -> str:
+        raise ValueError("out of order")
+
+    def wide(source: str) -> Any:  # tools take many tokens
+        return quarrel.load(source, backend="cpu", n_ctx=4096, rope_scaling="yarn")
+
+    toys.add_tool(double)
+    toys.add_tool(fail)
+    settings = Settings(data_dir=tmp_path, rates=Rates(requests=0), chat_template="chatml")
+    with (
+        Toolbox({"toys": toys}) as box,
+        running(settings, wide, tools=box) as live,
+    ):
+        live.client.post("/api/models/demo")
+        page = browser.new_context().new_page()
+        page.add_init_script("localStorage.quarrelDefaults ??= JSON.stringify({options: {max_tokens: 1}})")
+        sent: list[str] = []
+        page.on("websocket", lambda ws: ws.on("framesent", lambda data: sent.append(data)))
+        page.goto(live.url)
+        page.wait_for_selector(".model .dot.loaded")
+        calling(monkeypatch, {"name": "double", "arguments": {"n": 2}}, {"name": "double", "arguments": {"n": 3}})
+        write(page, "double them")
+        page.wait_for_selector(".call >> nth=1 >> text=wants to call double")
+        assert log == []
+        shot(page, "tools")
+        page.click(".call >> nth=0 >> text=Don’t allow")
+        page.wait_for_selector(".message.tool >> text=double was not allowed")
+        says(monkeypatch, "So be it.")
+        page.click(".call >> nth=1 >> button:text-is('Allow')")
+        page.wait_for_selector(".prose >> text=So be it.")
+        assert log == [3]
+        turns = [json.loads(m)["payload"] for m in sent if '"inference"' in m][-1]["messages"]
+        assert [(m["role"], m["content"]) for m in turns[2:]] == [
+            ("tool", "The user did not allow this call."),
+            ("tool", "6"),
+        ]
+        page.wait_for_selector(".message:last-child .actions")
+        calling(monkeypatch, {"name": "fail", "arguments": {}}, {"name": "double", "arguments": {"n": 4}})
+        write(page, "again")
+        page.click(".call:has-text('\"n\": 4') >> text=Always allow")
+        page.wait_for_selector(".message.tool >> text=Result of double")
+        says(monkeypatch, "Broken.")
+        page.click(".call:has-text('fail') >> button:text-is('Allow')")
+        page.wait_for_selector(".message.tool >> text=fail failed")
+        page.wait_for_selector(".prose >> text=Broken.")
+        page.wait_for_selector(".message:last-child .actions")
+        calling(monkeypatch, {"name": "double", "arguments": {"n": 5}}, then="At once.")
+        write(page, "once more")
+        page.wait_for_selector(".prose >> text=At once.")
+        assert log == [3, 4, 5]
+        page.keyboard.press("Control+.")
+        page.click(".server-tools >> text=fail")
+        says(monkeypatch, "Fewer.")
+        write(page, "without")
+        page.wait_for_selector(".prose >> text=Fewer.")
+        tools = [json.loads(m)["payload"] for m in sent if '"inference"' in m][-1]["tools"]
+        assert [tool["function"]["name"] for tool in tools] == ["double"]
+        page.context.close()
+
+
+def test_what_becomes_of_a_full_context_is_chosen_and_told(page: Any) -> None:
+    text = "The king rode out to sea. " * 28
+    write(page, f"First. {text}")
+    answered(page)
+    write(page, f"Second. {text}")
+    answered(page)
+    write(page, f"Third. {text}")
+    page.wait_for_selector(".failure >> text=Summarise the oldest turns")
+    page.click(".meter")
+    assert page.get_attribute("[role=menuitemradio]:has-text('Stop')", "aria-checked") == "true"
+    page.click("[role=menuitemradio]:has-text('Summarise')")
+    page.click(".failure >> text=Again")
+    page.wait_for_selector("text=did not see the 4 oldest messages")
+    page.keyboard.press("Control+.")
+    assert page.input_value("#set-overflow") == "summary"
+    page.select_option("#set-overflow", "shift")
+    write(page, f"Fourth. {text}")
+    page.wait_for_selector(".message:last-child >> text=did not see the")
+    page.reload()
+    page.wait_for_selector(".message:last-child >> text=did not see the")

@@ -138,7 +138,7 @@ def test_a_refused_request_is_told_by_the_id_that_it_came_with(live: Live) -> No
 def test_a_frame_over_the_limit_closes_the_connection(live: Live) -> None:
     with connect(address(live)) as socket:
         with contextlib.suppress(ConnectionClosed):
-            socket.send("x" * (2 << 20))
+            socket.send("x" * (9 << 20))
         with contextlib.suppress(ConnectionClosed):
             for _ in range(20):
                 socket.recv(timeout=5)
@@ -260,3 +260,31 @@ def test_a_schema_binds_the_answer_and_the_result_of_a_tool_goes_on(tmp_path: Pa
                 pass
             say(socket, "inference", prompt="", messages=[])
             assert hear(socket, "error")["message"] == "prompt is missing"
+
+
+def test_a_conversation_that_is_too_long_is_summed_up_and_says_so(live: Live) -> None:
+    turns = [{"role": r, "content": "The king rode out. " * 12} for _ in range(9) for r in ("user", "assistant")]
+    more = {"messages": turns, "max_tokens": 2, "temperature": 0, "request_id": "long"}
+    with connect(address(live)) as socket:
+        hear(socket, "status")
+        say(socket, "inference", prompt="Who?", overflow="summary", **more)
+        states = [hear(socket, "status", 60)["state"] for _ in range(3)]
+        assert states[-2:] == ["summarising", "generating"]
+        while not (row := hear(socket, "inference", 60))["complete"]:
+            pass
+        assert row["dropped"] >= 8
+        assert row["prompt_tokens"] <= 510
+        say(socket, "inference", prompt="The king rode out. " * 200, overflow="summary", request_id="plain")
+        assert "sums up messages" in hear(socket, "error")["message"]
+
+
+def test_a_large_message_is_read_beside_others(live: Live) -> None:
+    with connect(address(live), max_size=None) as socket:
+        hear(socket, "status")
+        say(socket, "inference", prompt="a", note="b" * (1 << 20), max_tokens=1, request_id="large")
+        while not hear(socket, "inference", 60)["complete"]:
+            pass
+        say(socket, "inference", prompt=7, note="b" * (1 << 20), request_id="wrong")
+        assert hear(socket, "error")["request_id"] == "wrong"
+        socket.send('{"type": "ping", "payload": {"a": [' + "1," * (3 << 20) + "1]}}")
+        assert "commas" in hear(socket, "error")["message"]

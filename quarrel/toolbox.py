@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import shlex
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from typing import Any
 
 from quarrel.errors import QuarrelError, installing
@@ -31,6 +32,14 @@ def server_of(given: str) -> Any:
     except ValueError as error:
         raise QuarrelError(f"--mcp is {given!r}, wanted a command or a URL ({error})") from None
     return StdioServerParameters(command=command, args=arguments)
+
+
+@dataclass(frozen=True)
+class ToolResult:
+    """What a call came to, as the model is to read it."""
+
+    text: str
+    failed: bool = False
 
 
 class Toolbox:
@@ -57,27 +66,35 @@ class Toolbox:
             self._events.call_soon_threadsafe(self._end.set)
             self._thread.join(SECONDS)
 
-    def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """The text of a tool's result, or of its failure, which the model is to read."""
-        if name not in self._owners:
-            return f"There is no tool {name!r}."
-        client, own_name = self._owners[name]
+    def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """A tool's result, or its failure. Waits for it."""
+        running = self._started(name, arguments)
         try:
-            found: Any = self._wait(client.call_tool(own_name, dict(arguments)))
-        except Exception as error:  # whatever a server does, the conversation goes on
-            return f"The tool failed: {str(error) or type(error).__name__}"
-        data = found.model_dump(mode="json", by_alias=True)
-        parts = [p["text"] if p.get("type") == "text" else f"({p.get('type')})" for p in data.get("content") or ()]
-        text = "\n".join(parts)[:LONGEST]
-        return f"The tool failed: {text}" if data.get("isError") else text
-
-    def _wait(self, work: Coroutine[Any, Any, Any]) -> Any:
-        running = asyncio.run_coroutine_threadsafe(work, self._events)
-        try:
-            return running.result(SECONDS)
+            return running.result()
         except BaseException:
             running.cancel()
             raise
+
+    async def acall(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """As `call`, for an event loop."""
+        return await asyncio.wrap_future(self._started(name, arguments))
+
+    def _started(self, name: str, arguments: Mapping[str, Any]) -> Future[ToolResult]:
+        return asyncio.run_coroutine_threadsafe(self._call(name, arguments), self._events)
+
+    async def _call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        if name not in self._owners:
+            return ToolResult(f"There is no tool {name!r}.", failed=True)
+        client, own_name = self._owners[name]
+        try:
+            async with asyncio.timeout(SECONDS):
+                found: Any = await client.call_tool(own_name, dict(arguments))
+        except Exception as error:  # whatever a server does, the conversation goes on
+            return ToolResult(f"The tool failed: {str(error) or type(error).__name__}", failed=True)
+        data = found.model_dump(mode="json", by_alias=True)
+        parts = [p["text"] if p.get("type") == "text" else f"({p.get('type')})" for p in data.get("content") or ()]
+        text = "\n".join(parts)[:LONGEST]
+        return ToolResult(f"The tool failed: {text}", failed=True) if data.get("isError") else ToolResult(text)
 
     def _run(self) -> None:
         try:
