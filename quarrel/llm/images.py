@@ -6,8 +6,11 @@ A part of a message's content that is an image is one of
     {"type": "image", "data": B}        B the bytes in base64, as JSON carries them
     {"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}      (OpenAI's)
 
-Every protocol makes one of these of its own. A message with images becomes a text with a mark for each, which no caller
-can guess, so that no template needs to know of images; marks in the rendered text become the model's tokens.
+A URL of http or https in the place of a path or of a data URL is fetched where the model was loaded with
+`allow_image_urls`. Every protocol makes one of these of its own.
+
+A message with images becomes a text with a mark for each, which no caller can guess, so that no template needs to know of
+images; marks in the rendered text become the model's tokens.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import logging
 import re
 import secrets
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -33,7 +37,8 @@ from quarrel.ops.step import Backend, ComputeChoice, Limits, Step, StepInputs
 from quarrel.tokenizer import Tokenizer
 from quarrel.tokenizer.special import Trust
 from quarrel.tokenizer.tokenizer import checked_text
-from quarrel.vision.decode import Decoder, from_base64
+from quarrel.vision.decode import MAX_BYTES, Decoder, from_base64
+from quarrel.vision.fetch import SECONDS, fetched, is_address
 from quarrel.vision.patches import Picture, Preparation, in_groups
 
 log = logging.getLogger("quarrel")
@@ -80,7 +85,8 @@ class IdsWithImages(list[int]):
 class Eyes:
     """A projector file, opened for a model, and the process that decodes its pictures."""
 
-    def __init__(self, file: GGUFFile) -> None:
+    def __init__(self, file: GGUFFile, *, urls: bool = False) -> None:
+        self._urls = urls
         self.file, self.tensors = file, tower_tensors(file)
         self.tower: Tower = read_tower(file, self.tensors)
         t = self.tower
@@ -144,10 +150,21 @@ class Eyes:
     def _pictures(self, sources: Sequence[Mapping[str, Any]], decoded: Decoded) -> list[Picture]:
         if len(sources) > MOST_IMAGES:
             raise RequestError(f"the messages hold {len(sources)} images, wanted at most {MOST_IMAGES}", "messages")
-        for part in sources:
-            if id(part) not in decoded:
-                decoded[id(part)] = self.decoder.picture(_source(part), self.preparation)
+        new = {id(part): _source(part) for part in sources if id(part) not in decoded}
+        for key, source in self._fetched(new).items():
+            decoded[key] = self.decoder.picture(source, self.preparation)
         return [decoded[id(part)] for part in sources]
+
+    def _fetched(self, sources: Mapping[int, object]) -> dict[int, object]:
+        """With bytes in the place of addresses: all together within the limits of one."""
+        made, rest, until = dict(sources), MAX_BYTES, time.monotonic() + SECONDS
+        for key, source in made.items():
+            if is_address(source):
+                if not self._urls:
+                    raise RequestError("an image's URL is not fetched: send it as data:image/...;base64,...", "messages")
+                data = made[key] = fetched(str(source), rest, max(0.0, until - time.monotonic()))
+                rest -= len(data)
+        return made
 
     def _unmarked(self, nonce: str, tokenizer: Tokenizer) -> Callable[[Sequence[Span]], list[Span]]:
         """What puts an image's surroundings, with a gap between them, where a text has its mark."""
@@ -261,7 +278,7 @@ def _source(part: Mapping[str, Any]) -> object:
     if part["type"] == "image_url":
         url = part.get("image_url")
         url = url.get("url") if isinstance(url, Mapping) else url
-        if not isinstance(url, str) or not url.startswith("data:"):
+        if not isinstance(url, str) or not (url.startswith("data:") or is_address(url)):
             raise RequestError("an image's URL is not fetched: send it as data:image/...;base64,...", "messages")
         return url
     if isinstance(part.get("data"), str):
@@ -278,10 +295,11 @@ def opened_eyes(
     spec: ModelSpec | EncoderSpec,
     *,
     found: bool,
+    urls: bool,
 ) -> Eyes | None:
     """What a projector file holds. found: beside the model and not asked for; one that does not run is passed over."""
     try:
-        eyes = Eyes(opened(name))
+        eyes = Eyes(opened(name), urls=urls)
         eyes.seeing(spec, model.metadata)
         return eyes
     except QuarrelError as error:

@@ -134,9 +134,11 @@ def _eyes(
         if not alone:
             message = "mmproj wants one device and no draft of the model's own: leave it, or tensor_parallel and draft, out"
             raise RequestError(message, "mmproj", "tensor_parallel", "draft")
-        return opened_eyes(options.mmproj, opened, model, spec, found=False)
+        return opened_eyes(options.mmproj, opened, model, spec, found=False, urls=options.allow_image_urls)
     path = found.projector if alone and isinstance(spec, ModelSpec) else None
-    return None if path is None else opened_eyes(path, opened, model, spec, found=True)
+    if path is None:
+        return None
+    return opened_eyes(path, opened, model, spec, found=True, urls=options.allow_image_urls)
 
 
 def find(name: ModelName) -> Resolved:

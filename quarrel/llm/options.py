@@ -301,6 +301,15 @@ class LoadOptions:
             "the projector file (mmproj-*.gguf) of a model that sees; by default the one beside it, none for none",
         ),
     )
+    allow_image_urls: bool = field(
+        default=False,
+        metadata=_about(
+            SWITCH,
+            "images in messages may be addresses of http and https, which are fetched: from public addresses only, for each"
+            " request 32 MiB in 10 seconds at most.",
+            "fetch images that messages name by http or https, from public addresses only",
+        ),
+    )
     adapters: Mapping[str, str | os.PathLike[str]] | None = field(
         default=None,
         metadata=_about(

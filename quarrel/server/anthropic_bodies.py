@@ -12,6 +12,7 @@ from quarrel.llm import Structure
 from quarrel.server.conversation import Effort
 from quarrel.server.errors import Refused
 from quarrel.server.fields import Adapter, Body, Stop, Text
+from quarrel.server.messages import WEB
 from quarrel.server.reader import Reading
 from quarrel.server.schemas import Samplers
 from quarrel.server.tools import call_or, required_call
@@ -59,8 +60,10 @@ class Block(Body):
             return {"type": "text", "text": self.said()}
         source = self.source or {}
         kind, data = source.get("media_type"), source.get("data")
+        if source.get("type") == "url" and isinstance(url := source.get("url"), str) and url.lower().startswith(WEB):
+            return {"type": "image_url", "image_url": {"url": url}}
         if source.get("type") != "base64" or not isinstance(kind, str) or not isinstance(data, str):
-            text = "an image has no source of type base64 with media_type and data: none is fetched"
+            text = "an image has no source of type base64 with media_type and data, or of type url with one of http"
             raise Refused(400, "unsupported", text, param="messages")
         return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
 

@@ -74,6 +74,9 @@ class ChatMessage(Body):
         return message
 
 
+WEB = ("http://", "https://")
+
+
 def with_images(content: str | list[Part] | None, field: str) -> str | list[dict[str, object]]:
     """The text of parts, or texts and images in turn where there are any, as `LLM.chat` takes them. Never a path: what a
     stranger sends opens no file here."""
@@ -85,8 +88,8 @@ def with_images(content: str | list[Part] | None, field: str) -> str | list[dict
             made.append({"type": "text", "text": joined([part], ("text", "refusal"), field)})
             continue
         url = part.image_url.url if isinstance(part.image_url, ImageURL) else part.image_url
-        if url is None or not url.startswith("data:"):
-            found = "a message holds an image by its address, which is not fetched"
+        if url is None or not url.lower().startswith(("data:", *WEB)):
+            found = "a message holds an image by an address that is not fetched"
             raise Refused(400, "unsupported", f"{found}: send it as data:image/png;base64,...", param=field)
         made.append({"type": "image_url", "image_url": {"url": url}})
     return made

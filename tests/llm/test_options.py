@@ -27,7 +27,7 @@ VALUES: dict[str, Any] = {
     "gpu_layers": "auto", "experts_on_cpu": 0, "expert_memory": 1 << 30,
     "rope_scaling": "yarn", "rope_scale": 2.0, "yarn_orig_ctx": 64, "draft": "small.gguf",
     "adapters": {"one": "one.gguf"}, "profile_steps": 4, "quantize": "q8_0",
-    "mmproj": "mmproj.gguf",
+    "mmproj": "mmproj.gguf", "allow_image_urls": True,
 }  # fmt: skip
 """A value of each that is not the default; all but `progress`, which stays in its process."""
 NO_FLAG = {"max_seqs", "prefix_cache", "max_waiting", "draft", "adapters", "profile_steps", "progress"}

@@ -19,6 +19,7 @@ TURNS: Any = [{"role": "user", "content": "Tell me of a king."}]
 TOOLS: Any = [{"name": "find", "description": "Looks.", "input_schema": {"type": "object", "properties": {
     "q": {"type": "string"}}, "required": ["q"], "additionalProperties": False}}]  # fmt: skip
 GREEDY: Any = {"extra_body": {"temperature": 0}}
+BY_URL: Any = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1:9/x.png"}}
 IMAGE: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ m.tool_calls }}\n{% endfor %}{{ tools }}"
 WROTE = [
@@ -178,7 +179,8 @@ def test_what_a_coding_agent_sends(made: Live) -> None:
         ({"max_tokens": 0}, "1 or more"),
         ({"messages": []}, "at least 1"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "none is fetched"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "or of type url"),
+        ({"messages": [{"role": "user", "content": [BY_URL]}]}, "the model was loaded without a projector"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "the model was loaded without a projector"),
         (
             {"messages": [{"role": "user", "content": [IMAGE]}, {"role": "assistant", "content": "I see"}]},
@@ -206,7 +208,7 @@ def test_what_is_refused_is_refused_in_anthropics_form(made: Live, more: dict[st
 def test_errors_are_the_clients_own(client: anthropic.Anthropic, made: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(anthropic.NotFoundError, match="there is no model 'nope'"):
         client.messages.create(**body(model="nope"))
-    with pytest.raises(anthropic.BadRequestError, match="none is fetched"):
+    with pytest.raises(anthropic.BadRequestError, match="or of type url"):
         client.messages.create(**body(messages=[{"role": "user", "content": [{"type": "image"}]}]))
     monkeypatch.setattr(made.server.dispatcher, "settings", Settings(strict_api=True, chat_template=TEMPLATE))
     deep = [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [
