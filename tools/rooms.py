@@ -74,8 +74,8 @@ ROOMS: Mapping[str, Room] = {
         ("errors", "gguf", "ops", "triton_backend"), ("numpy", "torch"),
     ),
     "parallel": Room(
-        "devices that share a model: processes, links, sums", "a request, a kernel",
-        ("errors", "gguf", "convert", "models", "ops", "child"), ("numpy", "torch"),
+        "devices that share a model: processes, hosts, links, sums", "a request, a kernel",
+        ("errors", "gguf", "convert", "models", "ops", "child"), ("numpy", "torch", "ray"),
     ),
     "llm": Room(
         "a loaded model: the glue", "a framework",

@@ -64,8 +64,16 @@ def spawn(module: str) -> Child:
     """A Python that calls `main(descriptor)` of this module; the descriptor is its socket, see `link_of`."""
     here, there = socket.socketpair()
     with there:
-        command = [sys.executable, "-c", _START.format(module=module), json.dumps(sys.path), str(there.fileno())]
-        return _child(here, command, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL)
+        return _child(here, _command(module, there), pass_fds=[there.fileno()], stdin=subprocess.DEVNULL)
+
+
+def spawn_with(module: str, end: socket.socket) -> subprocess.Popen[bytes]:
+    """Likewise, with a connection whose other end is elsewhere; `end` may be closed here."""
+    return subprocess.Popen(_command(module, end), pass_fds=[end.fileno()], stdin=subprocess.DEVNULL)
+
+
+def _command(module: str, end: socket.socket) -> list[str]:
+    return [sys.executable, "-c", _START.format(module=module), json.dumps(sys.path), str(end.fileno())]
 
 
 def link_of(descriptor: int) -> Link:

@@ -12,7 +12,7 @@ from typing import Any
 from quarrel.cli.samplers import SAMPLERS
 from quarrel.env import memory_of
 from quarrel.errors import ConfigError
-from quarrel.llm.options import FILE_NAME, LAYERS, MEMORY, NUMBER, SWITCH, Kind, LoadOptions, OneOf, Whole
+from quarrel.llm.options import ADDRESS, FILE_NAME, LAYERS, MEMORY, NUMBER, SWITCH, Kind, LoadOptions, OneOf, Whole
 
 _LOAD_FLAGS = {"n_ctx": ("-c", "--ctx"), "threads": ("-t", "--threads"), "gpu_layers": ("-ngl", "--gpu-layers")}
 """Where the flag of an option is not its name with dashes."""
@@ -105,6 +105,7 @@ def _argument_of(kind: Kind) -> dict[str, Any]:
         NUMBER: {"type": float, "metavar": "X"},
         FILE_NAME: {"metavar": "FILE"},
         LAYERS: {"type": _layers, "metavar": "N|auto"},
+        ADDRESS: {"metavar": "ADDRESS"},
     }
     return arguments[kind]
 

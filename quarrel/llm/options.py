@@ -87,6 +87,7 @@ LAYERS = Value("auto or a whole number of layers from 0", _is_layers)
 SWITCH = Value("True or False", lambda value: isinstance(value, bool))
 MEMORY = Value("a whole number of bytes, or a share up to 1.0 as a float", _is_memory)
 FILE_NAME = Value("a path or a name", lambda value: value is None or isinstance(value, str | os.PathLike))
+ADDRESS = Value("an address", lambda value: value is None or (isinstance(value, str) and value.strip() != ""))
 FUNCTION = Value("a function", lambda value: value is None or callable(value))
 NUMBER = Value("a number", lambda value: True)
 """Checked by `RopeScaling`."""
@@ -232,6 +233,15 @@ class LoadOptions:
             "how many stages share the model, whole layers each; by default 1",
         ),
     )
+    hosts: str | None = field(
+        default=None,
+        metadata=_about(
+            ADDRESS,
+            "a Ray cluster whose hosts share the model, a stage of `pipeline_parallel` each, the last one on this machine:"
+            ' "ray://HOST:10001", or "auto" for the cluster that this machine is part of. Needs Ray on all of them.',
+            "a Ray cluster whose hosts have a stage each: ray://HOST:10001, or auto for that of this machine",
+        ),
+    )
     gpu_layers: int | Literal["auto"] | None = field(
         default=None,
         metadata=_about(
@@ -338,6 +348,9 @@ class LoadOptions:
             if (wanted := entry.metadata["kind"].wanted(value)) is not None:
                 raise RequestError(f"{entry.name} is {value!r}, wanted {wanted}", entry.name)
         _check_adapters(self.adapters)
+        if self.hosts is not None and (self.pipeline_parallel or 1) == 1:
+            message = "hosts share a model by its layers, and pipeline_parallel says how many do: 2 or more are wanted"
+            raise RequestError(message, "hosts", "pipeline_parallel")
         if (self.rope_scaling, self.rope_scale, self.yarn_orig_ctx) != (None, None, None):
             _ = self.scaling
 
@@ -353,6 +366,8 @@ class LoadOptions:
         names = ("backend", "compute", "kv_cache", "attention", "memory", "threads")
         made = replace(self, **{n: getattr(environment, n) for n in names if getattr(self, n) in (None, "auto")})
         devices = self.devices(environment)
+        if self.hosts is not None:
+            devices //= self.pipeline_parallel or 1
         if devices == 1:
             return made
         return replace(made, threads=max(1, (made.threads or os.cpu_count() or 1) // devices))

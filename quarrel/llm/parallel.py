@@ -33,6 +33,7 @@ class Parallel:
         ranks: int,
         threads: int | None,
         stages: int = 1,
+        hosts: str | None = None,
     ) -> None:
         option = "pipeline_parallel" if stages > 1 else "tensor_parallel"
         if not isinstance(backend, Joins):
@@ -43,16 +44,17 @@ class Parallel:
         from quarrel.parallel import Team, Work, compile_shared
 
         self.ranks, self._backend = ranks, backend
-        self._work = Work(tuple(paths), backend.name, compute, ranks, stages=stages, threads=threads)
+        self._work = Work(tuple(paths), backend.name, compute, ranks, stages=stages, hosts=hosts, threads=threads)
         self._make, self._compile = Team, compile_shared
         # The other processes import what they need while this one plans.
         self._team: Team | None = Team(self._work)
 
     def free_bytes(self) -> int:
-        """Memory that every device has; processes on a CPU share theirs."""
+        """Memory that every device has; processes on a machine's CPU share theirs."""
         assert self._team is not None
         free = min(self._backend.free_bytes(), self._team.free_bytes())
-        return free if self._backend.name == "triton" else free // self.ranks
+        each = self.ranks if self._work.hosts is None else self.ranks // self._work.stages
+        return free if self._backend.name == "triton" else free // each
 
     def largest_share(self, spec: ModelSpec, tensors: Tensors, window_groups: int) -> tuple[Program, int]:
         """The program whose cache is the largest, and bytes of the largest share of the weights. window_groups: of the

@@ -96,8 +96,8 @@ def _team(opened: Opened) -> Parallel | None:
     if opened.devices == 1:
         return None
     options = opened.options
-    stages = options.pipeline_parallel or 1
-    team = Parallel(opened.found.paths, opened.backend, options.compute, opened.devices, options.threads, stages)
+    stages, paths = options.pipeline_parallel or 1, opened.found.paths
+    team = Parallel(paths, opened.backend, options.compute, opened.devices, options.threads, stages, options.hosts)
     opened.files.callback(team.close)
     return team
 

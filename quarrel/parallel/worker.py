@@ -31,7 +31,7 @@ class Worker:
     """One member: loads its share, then runs steps."""
 
     def __init__(self, link: Link) -> None:
-        self._link = link
+        self._link, self._parent = link, os.getppid()
         self._clock = PhaseClock("loading")
         self._pending: Pending | None = None
         self._messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -43,7 +43,8 @@ class Worker:
         self._clock.follow_compiler()
         work = self._next()
         rank, ranks, stages = work["rank"], work["ranks"], work["stages"]
-        device = device_of(work["backend"], rank)
+        _check_files(work["paths"], work["sizes"])
+        device = device_of(work["backend"], work["device"])
         backend = backend_named(work["backend"], work["threads"])
         reason = backend.unavailable()
         if reason is not None:
@@ -51,7 +52,7 @@ class Worker:
         self._link.send(pack(do="free", bytes=backend.free_bytes()))
         load = self._next()
         # From here on its tensors are on this device, and its sums are those of its stage.
-        groups = join(Meeting(Path(work["folder"])), rank, ranks, stages, backend, device, work["peer_sums"])
+        groups = join(Meeting(**work["meeting"]), rank, ranks, stages, backend, device, work["peer_sums"])
         with open_file([Path(p) for p in work["paths"]]) as file:
             whole = read_spec(file, load["n_ctx"])
             assert isinstance(whole, ModelSpec)
@@ -88,6 +89,8 @@ class Worker:
         return message
 
     def _beat(self, phase: Phase, seconds: float) -> None:
+        if os.getppid() != self._parent:
+            os._exit(0)  # what started this process on its host is gone, and the host may be
         with contextlib.suppress(OSError):  # the first process is gone, which `_listen` notices
             self._link.send(pack(do="beat", phase=phase, seconds=seconds))
 
@@ -106,6 +109,17 @@ def _pass_on(step: Step, inputs: StepInputs, want: Want, chain: Any, program: Pr
     made = step(inputs, want)
     if chain.rank:
         chain.send(made.stream, (chain.rank + 1) % chain.size)
+
+
+def _check_files(paths: list[str], sizes: list[int | None]) -> None:
+    """Raises QuarrelError where another host lacks the model, or has another one of its name."""
+    for path, size in zip(paths, sizes, strict=True):
+        found = Path(path).stat().st_size if Path(path).is_file() else None
+        if found != size:
+            has = "no such file" if found is None else f"{found} bytes"
+            raise QuarrelError(
+                f"{path}: {has}, wanted the {size} bytes of the first host's: every host has the model's file"
+            )
 
 
 def main(descriptor: int) -> None:
