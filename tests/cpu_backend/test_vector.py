@@ -13,7 +13,7 @@ import pytest
 from quarrel.cpu_backend.attention.rope import sin_cos
 from quarrel.cpu_backend.runtime import features, jit, vector
 from quarrel.cpu_backend.runtime.features import Level
-from quarrel.cpu_backend.runtime.ir import F32, I16, Kernel, Val, vec
+from quarrel.cpu_backend.runtime.ir import F32, I16, I32, Kernel, Val, vec
 
 LEVELS = {level.float16: level for level in features.levels()}
 Run = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
@@ -121,14 +121,30 @@ def test_sums_fold_and_transpose() -> None:
         at, to, _ = k.params
         for i, column in enumerate(vector.transpose16([k.load(at, vec(F32, 16), 64 * r) for r in range(16)])):
             k.store(column, to, 64 * i)
-        k.store(vector.fold4([k.load(at, vec(F32, 16), 64 * r) for r in range(4)]), to, 1024)
         k.finish()
 
-    out = np.zeros(272, np.float32)
+    out = np.zeros(256, np.float32)
     Run(jit.address("test/transpose", emit, features.level()))(rows.ctypes.data, out.ctypes.data, 0)
-    assert np.array_equal(out[:256].reshape(16, 16), rows.reshape(16, 16).T)
-    quarters = rows[:64].reshape(4, 4, 4).sum(-1)  # [vector, 128 bits]
-    assert np.array_equal(out[256:].reshape(4, 4), quarters.T)
+    assert np.array_equal(out.reshape(16, 16), rows.reshape(16, 16).T)
+
+
+@pytest.mark.parametrize("level", features.levels(), ids=lambda level: level.name)
+@pytest.mark.parametrize("lanes", [8, 16])
+@pytest.mark.parametrize("largest", [16383, 16384, 32767, 32768])
+def test_sums_fold_at_their_extremes(level: Level, lanes: int, largest: int) -> None:
+    rng = np.random.default_rng(0)
+    rows = rng.choice([-largest, largest, 1 - largest, 3], (4, lanes)).astype(np.int32)
+    rows[:, :4] = largest
+
+    def emit(k: Kernel) -> None:
+        at, to, _ = k.params
+        vectors = [k.load(at, vec(I32, lanes), 4 * lanes * r) for r in range(4)]
+        k.store(vector.fold4(k, level, vectors, largest), to)
+        k.finish()
+
+    out = np.zeros(lanes, np.int32)
+    Run(jit.address(f"test/fold/{lanes}/{largest}", emit, level))(rows.ctypes.data, out.ctypes.data, 0)
+    assert np.array_equal(out.reshape(-1, 4), rows.reshape(4, -1, 4).sum(-1).T)  # [128 bits, vector]
 
 
 @pytest.mark.parametrize("level", features.levels(), ids=lambda level: level.name)
@@ -143,6 +159,8 @@ def test_sums_of_byte_products_are_exact_at_their_extremes(level: Level, largest
         for step in range(steps):
             total.add(*(k.load(at, vector.I8x64, 64 * step) for at in (codes, x)))
         k.store(total.total(), out)
+        if level.dot != "plain":  # which has no shorter way
+            k.store(vector.dot8(k, level, *(k.load(at, vector.I8x64) for at in (codes, x)), largest), out, 64)
         k.finish()
 
     rng = np.random.default_rng(largest)
@@ -151,6 +169,9 @@ def test_sums_of_byte_products_are_exact_at_their_extremes(level: Level, largest
         codes, x = rng.integers(0, largest + 1, (steps, 16, 4)), rng.integers(-127, 128, (steps, 16, 4))
         if code is not None:
             codes[:], x[:] = code, active
-        got, w, q = np.zeros(16, np.int32), codes.astype(np.uint8), x.astype(np.int8)
+        got, w, q = np.zeros(24, np.int32), codes.astype(np.uint8), x.astype(np.int8)
         run(w.ctypes.data, q.ctypes.data, got.ctypes.data)
-        assert np.array_equal(got, 7 + ((codes - bias) * x).sum((0, 2)))
+        products = ((codes - bias) * x).sum(-1)
+        assert np.array_equal(got[:16], 7 + products.sum(0))
+        if level.dot != "plain":
+            assert np.array_equal(got[16:], products[0, :8] + products[0, 8:])

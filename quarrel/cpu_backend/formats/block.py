@@ -5,32 +5,26 @@ superblock decodes to four vectors of 64 unsigned codes, one scale per group of 
 
     value = scale[group] * (code - offset) - minimum[group]
 
-Vector i holds the 32 values number `spans[i][0]` of the superblock in its low 32 bytes and number `spans[i][1]` in its high
-ones, so that packed nibbles need no shuffling. Scales come in *lane order*, in which `fold4` leaves the sums of the groups.
+The vectors hold runs of 16 values in the order that the format's number of groups has (`SPLIT`, `WHOLE`), and scales come
+in the order in which the sums of the groups come out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-
-from llvmlite import ir
 
 from quarrel.cpu_backend.runtime.features import Level
 from quarrel.cpu_backend.runtime.ir import F32, I1, I8, I16, I32, I64, Kernel, Val, vec
 from quarrel.cpu_backend.runtime.vector import I8x64, f16_to_f32
 
-NATURAL = ((0, 1), (2, 3), (4, 5), (6, 7))
-PAIRED = ((0, 2), (1, 3), (4, 6), (5, 7))
-"""As the low and the high nibbles of Q4_K's 64 bytes lie."""
+WHOLE = tuple((4 * i, 4 * i + 1, 4 * i + 2, 4 * i + 3) for i in range(4))
+"""Runs of 16 values, as they follow one another: for sixteen groups."""
+SPLIT = tuple((2 * i, 2 * i + 8, 2 * i + 1, 2 * i + 9) for i in range(4))
+"""For eight groups: the first halves of groups i and i + 4, then their second halves. A group's halves are added without a
+shuffle, as are the nibbles of both kinds of formats taken apart, and the sums come out in order."""
 SIXTEEN = [4 * i + part for part in range(4) for i in range(4)]
 """Lane order of sixteen groups."""
-
-
-def lane_order(spans: Sequence[tuple[int, int]]) -> list[int]:
-    """Lane order of eight groups."""
-    return [first for first, _ in spans] + [second for _, second in spans]
 
 
 @dataclass(frozen=True)
@@ -64,7 +58,6 @@ class BlockFormat:
     has_minima: bool = False
     largest: int = 15
     """The largest code."""
-    spans: Sequence[tuple[int, int]] = NATURAL
 
     @property
     def wide(self) -> bool:
@@ -75,10 +68,15 @@ class BlockFormat:
     def superblock_bytes(self) -> int:
         return self.nbytes * (256 // self.elements)
 
-    @cached_property
+    @property
+    def runs(self) -> tuple[tuple[int, int, int, int], ...]:
+        """Which runs of 16 values each vector of codes holds."""
+        return WHOLE if self.groups == 16 else SPLIT
+
+    @property
     def lane_groups(self) -> list[int]:
         """The group that each lane holds."""
-        return SIXTEEN if self.groups == 16 else lane_order(self.spans)
+        return SIXTEEN if self.groups == 16 else [*range(8)]
 
 
 def padded_tail(k: Kernel, fmt: BlockFormat, at: Val, blocks: Val) -> Val:
@@ -132,40 +130,42 @@ def f16_at(k: Kernel, level: Level, at: Val, offset: int) -> Val:
     return f16_to_f32(k, level, k.load(at, I16, offset))
 
 
-def per_block(k: Kernel, at: Val, type: ir.IntType, stride: int, offset: int = 0) -> Val:
-    """One small integer of each of eight blocks, in lane order.
+def per_block(k: Kernel, at: Val, stride: int, offset: int = 0) -> Val:
+    """The 16 bits at `offset` of each of eight blocks.
 
-    Put together in general registers: insertions into a vector would be one chain, longer than all else of a superblock,
-    on the unit that also shuffles codes.
+    Each is loaded to where it belongs and blended in, an instruction for a block: loads into general registers and shifts
+    there take three.
     """
-    lanes, word, words = lane_order(NATURAL), {I8: I32, I16: I64}[type], []
-    for four in (lanes[:4], lanes[4:]):
-        parts = [k.load(at, type, stride * block + offset) for block in four]
-        a, b, c, d = (x.to(word, unsigned=True) << type.width * i for i, x in enumerate(parts))
-        words.append((a | b) | (c | d))
-    # As two words, since LLVM would take a single one apart again, into insertions.
-    return k.join(words).bitcast(vec(type, 8))
+    words = k.load(at, vec(I16, 8), offset)
+    for block in range(1, 8):
+        other = k.load(at, vec(I16, 8), stride * block + offset - 2 * block)
+        words = words.shuffle([i + 8 * (i >= block) for i in range(8)], other)
+    return words
 
 
 def f16_per_block(k: Kernel, level: Level, at: Val, stride: int, offset: int = 0) -> Val:
-    """One float16 number of each of eight blocks as <8 x f32> in lane order."""
-    return f16_to_f32(k, level, per_block(k, at, I16, stride, offset))
+    """One float16 number of each of eight blocks as <8 x f32>."""
+    return f16_to_f32(k, level, per_block(k, at, stride, offset))
+
+
+def split_runs(k: Kernel, at: Val, first: int, second: int) -> tuple[Val, Val]:
+    """Of the 32 bytes at each of two offsets: both first halves and both second ones."""
+    low, high = ((k.load(at, vec(I8, 16), first + o), k.load(at, vec(I8, 16), second + o)) for o in (0, 16))
+    return low[0].concat(low[1]), high[0].concat(high[1])
 
 
 def nibbles(k: Kernel, at: Val, stride: int, offset: int, i: int) -> Val:
-    """Blocks 2i and 2i + 1 of 32 values: low nibbles are values 0..15 of each block, high nibbles 16..31.
-
-    Each block is loaded into both halves of a vector and shifted in one, which needs no shuffles between halves.
-    """
-    blocks = (k.load(at, vec(I8, 16), stride * j + offset) for j in (2 * i, 2 * i + 1))
-    words = [block.shuffle([*range(16)] * 2).bitcast(vec(I64, 4)) for block in blocks]
-    return (words[0].concat(words[1]) >> k.lane_constants(I64, [0, 0, 4, 4] * 2)).bitcast(I8x64) & 15
+    """Blocks i and i + 4 of 32 values: low nibbles are values 0..15 of each block, high nibbles 16..31."""
+    a, b = (k.load(at, vec(I8, 16), stride * j + offset) for j in (i, i + 4))
+    both = a.concat(b)
+    return (both & 15).concat(both >> 4)
 
 
 def fifth_bits(k: Kernel, at: Val, stride: int, offset: int, i: int, codes: Val) -> Val:
-    """Adds 16 to the codes of blocks 2i and 2i + 1 where bit j of the block's 32-bit mask is set."""
-    a, b = (k.load(at, I32, stride * j + offset).to(I64, unsigned=True) for j in (2 * i, 2 * i + 1))
-    mask = (a | b << 32).bitcast(vec(I1, 64))
+    """Adds 16 to the codes of blocks i and i + 4 where bit j of the block's 32-bit mask is set."""
+    a, b = (k.load(at, I32, stride * j + offset).to(I64, unsigned=True) for j in (i, i + 4))
+    low, high = ((a & m) | (b & m) << 16 for m in (0xFFFF, 0xFFFF0000))
+    mask = (low | high << 16).bitcast(vec(I1, 64))
     return k.select(mask, codes | 16, codes)
 
 
@@ -186,7 +186,7 @@ def six_bit_factors(k: Kernel, level: Level, at: Val) -> Val:
     8 + j, above them the top two bits of bytes j (scale) and 4 + j (minimum).
     """
     head = k.load(at, vec(I8, 16))
-    wanted = [(j, is_minimum) for is_minimum in (0, 1) for j in lane_order(PAIRED)]
+    wanted = [(j, is_minimum) for is_minimum in (0, 1) for j in range(8)]
     low = head.shuffle([4 + j + 4 * is_minimum if j < 4 else 8 + j for j, is_minimum in wanted])
     upper = k.lane_constants(I8, [j >= 4 and is_minimum for j, is_minimum in wanted]).ne(0)
     low = k.select(upper, low >> 4, low) & k.lane_constants(I8, [63 if j < 4 else 15 for j, _ in wanted])

@@ -24,15 +24,14 @@ def dequantize_superblock(k: Kernel, level: Level, fmt: BlockFormat, at: Val, ou
     """Stores the 256 values of the superblock at `at` as float32 at `out`: scale * (code - offset) - minimum."""
     block = fmt.decode(k, level, at)
     lane = {group: i for i, group in enumerate(fmt.lane_groups)}
-    for codes, (first, second) in zip(block.codes, fmt.spans):
-        for part in range(4):
-            start = 32 * (first, second)[part // 2] + 16 * (part % 2)
-            which = lane[start // (256 // fmt.groups)]
+    for codes, runs in zip(block.codes, fmt.runs, strict=True):
+        for part, run in enumerate(runs):
+            which = lane[16 * run // (256 // fmt.groups)]
             q = codes.shuffle(range(16 * part, 16 * part + 16)).to(I32, unsigned=True) - fmt.offset
             value = q.to(F32) * k.splat(block.scales[which], 16)
             if block.minima is not None:
                 value = value - k.splat(block.minima[which], 16)
-            k.store(value, out, 4 * start)
+            k.store(value, out, 64 * run)
 
 
 def dequantize_row(k: Kernel, level: Level, name: str, row: Val, out: Val, n: Val, tail: bool) -> None:

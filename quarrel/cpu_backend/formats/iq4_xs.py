@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quarrel.cpu_backend.formats.block import NATURAL, BlockFormat, Superblock, byte_table, f16_at, lane_order, nibbles
+from quarrel.cpu_backend.formats.block import BlockFormat, Superblock, byte_table, f16_at, nibbles
 from quarrel.cpu_backend.formats.iq4_nl import TABLE
 from quarrel.cpu_backend.runtime.features import Level
 from quarrel.cpu_backend.runtime.ir import F32, I16, I32, Kernel, Val
@@ -10,7 +10,7 @@ from quarrel.cpu_backend.runtime.ir import F32, I16, I32, Kernel, Val
 
 def decode(k: Kernel, level: Level, at: Val) -> Superblock:
     codes = [byte_table(k, level, TABLE, nibbles(k, at, 16, 8, i)) for i in range(4)]
-    lanes = k.lane_constants(I32, lane_order(NATURAL))
+    lanes = k.lane_constants(I32, range(8))
     low = k.splat(k.load(at, I32, 4), 8) >> (lanes << 2) & 15
     high = k.splat(k.load(at, I16, 2).to(I32, unsigned=True), 8) >> (lanes << 1) & 3
     scales = ((low | high << 4) - 32).to(F32)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from quarrel.cpu_backend.formats.block import PAIRED, BlockFormat, Superblock, six_bit_factors
+from quarrel.cpu_backend.formats.block import BlockFormat, Superblock, six_bit_factors, split_runs
 from quarrel.cpu_backend.runtime.features import Level
 from quarrel.cpu_backend.runtime.ir import Kernel, Val
-from quarrel.cpu_backend.runtime.vector import I8x64
 
 
 def decode(k: Kernel, level: Level, at: Val) -> Superblock:
     codes = []
     for n in range(2):
-        packed = k.load(at, I8x64, 16 + 64 * n)
-        codes += [packed & 15, packed >> 4]
+        low, high = split_runs(k, at, 16 + 32 * n, 80 + 32 * n)
+        codes += [(low & 15).concat(high & 15), (low >> 4).concat(high >> 4)]
     return Superblock(codes, six_bit_factors(k, level, at), 8)
 
 
-FORMAT = BlockFormat("Q4_K", 256, 144, decode, has_minima=True, spans=PAIRED)
+FORMAT = BlockFormat("Q4_K", 256, 144, decode, has_minima=True)

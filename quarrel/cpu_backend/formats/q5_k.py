@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from quarrel.cpu_backend.formats.block import PAIRED, BlockFormat, Superblock, six_bit_factors
+from quarrel.cpu_backend.formats.block import BlockFormat, Superblock, six_bit_factors, split_runs
 from quarrel.cpu_backend.runtime.features import Level
-from quarrel.cpu_backend.runtime.ir import I8, Kernel, Val, vec
-from quarrel.cpu_backend.runtime.vector import I8x64
+from quarrel.cpu_backend.runtime.ir import I8, I64, Kernel, Val, vec
 
 
 def decode(k: Kernel, level: Level, at: Val) -> Superblock:
-    high = k.load(at, vec(I8, 32), 16)
-    high = high.concat(high)
+    # Bit i of a byte belongs to block i: the upper four bits of these come to where the lower four are.
+    bits = [k.load(at, vec(I8, 16), 16 + o).shuffle([*range(16)] * 2).bitcast(vec(I64, 4)) for o in (0, 16)]
+    bits = [b >> k.lane_constants(I64, [0, 0, 4, 4]) for b in bits]
     codes = []
-    for n in range(2):
-        packed = k.load(at, I8x64, 48 + 64 * n)
-        for low, nibble in enumerate((packed & 15, packed >> 4)):
-            first, second = PAIRED[2 * n + low]
-            picked = high & k.lane_constants(I8, [1 << first] * 32 + [1 << second] * 32)
-            codes.append(k.select(picked.ne(0), nibble | 16, nibble))
+    for i in range(4):
+        packed = split_runs(k, at, 48 + 32 * (i // 2), 112 + 32 * (i // 2))
+        nibbles = (p >> 4 if i % 2 else p & 15 for p in packed)
+        low, high = (n | ((b << 4 - i).bitcast(n.type) & 16) for n, b in zip(nibbles, bits, strict=True))
+        codes.append(low.concat(high))
     return Superblock(codes, six_bit_factors(k, level, at), 8)
 
 
-FORMAT = BlockFormat("Q5_K", 256, 176, decode, has_minima=True, spans=PAIRED, largest=31)
+FORMAT = BlockFormat("Q5_K", 256, 176, decode, has_minima=True, largest=31)

@@ -3,7 +3,10 @@
     d = max|x| / 127,  q = round(x / d)                      per block of 32, as Q8_0
 
 A quantised row of `k` values (padded with zeros to a multiple of 256, `p`) is one run of bytes:
-    codes i8 [p], d f32 [p/32], d * sum(q) f32 [p/32], sum(q) i32 [p/32], sum(q) per 16 i32 [p/16]
+    codes i8 [p], d f32 [p/32], d * sum(q) f32 [p/32], sum(q) i32 [p/32], sum(q) per 16 i32 [p/16], codes again i8 [p]
+
+The codes stand there twice: as they follow one another, and in the order in which formats of eight groups are decoded
+(`SPLIT` in `formats/block.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ def padded(k: int) -> int:
 def row_bytes(k: int) -> int:
     """Bytes of a quantised row."""
     p = padded(k)
-    return p + 4 * (3 * p // 32 + p // 16)
+    return 2 * p + 4 * (3 * p // 32 + p // 16)
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,11 @@ class QuantRow:
     def sum16(self) -> Val:
         return self.base + self.p + (self.p >> 2) + (self.p >> 3)
 
+    @property
+    def split(self) -> Val:
+        """The codes in the order of `SPLIT`."""
+        return self.sum16 + (self.p >> 2)
+
 
 _MAGIC = 12582912.0  # 1.5 * 2^23: adding it rounds to the nearest integer, ties to even
 
@@ -62,11 +70,13 @@ def quantize_block(k: Kernel, row: QuantRow, block: Val, low: Val, high: Val) ->
     most = max_lanes(k, k.maximum(k.fabs(low), k.fabs(high)))
     d = most * (1.0 / 127.0)
     inverse = k.select(most > 0.0, 127.0 / most, 0.0 * most)
+    split = row.split + ((block & -8) << 5) + ((block & 3) << 6) + ((block & 4) << 2)
     sums = []
     for part, x in enumerate((low, high)):
         # The product is at most 127 in magnitude, give or take one rounding, so no clamp is needed.
         q = (x * k.splat(inverse, 16) + _MAGIC).bitcast(vec(I32, 16)) - 0x4B400000
         k.store(q.to(I8), row.codes + (block << 5), 16 * part)
+        k.store(q.to(I8), split, 32 * part)
         sums.append(sum_lanes(q))
         k.store(sums[part], row.sum16 + (block << 3), 4 * part)
     total = sums[0] + sums[1]

@@ -20,8 +20,8 @@ from quarrel.cpu_backend.linear.activations import QuantRow, padded
 from quarrel.cpu_backend.linear.epilogue import OUTPUT_FIELDS, Output
 from quarrel.cpu_backend.runtime.abi import Fields, KernelDef
 from quarrel.cpu_backend.runtime.features import Level
-from quarrel.cpu_backend.runtime.ir import F32, I8, I32, I64, Kernel, Val, Var, vec
-from quarrel.cpu_backend.runtime.vector import F32x16, I8x64, I32x16, code_bias, dot4, fold4_bytes, sum_lanes
+from quarrel.cpu_backend.runtime.ir import F32, I32, I64, Kernel, Val, Var, vec
+from quarrel.cpu_backend.runtime.vector import F32x16, I8x64, I32x16, code_bias, dot4, dot8, fold4, sum_lanes
 from quarrel.cpu_backend.weights import Packed
 
 NEAR, FAR, PAGE = 1536, 8192, 16384
@@ -44,14 +44,6 @@ def shapes(level: Level) -> dict[int, tuple[int, ...]]:
     return {1: (1,) if level.dot == "plain" else (2, 1)}
 
 
-def load_codes(k: Kernel, at: Val, span: tuple[int, int]) -> Val:
-    """The activations that belong to one vector of weight codes."""
-    first, second = span
-    if second == first + 1:
-        return k.load(at, I8x64, 32 * first)
-    return k.load(at, vec(I8, 32), 32 * first).concat(k.load(at, vec(I8, 32), 32 * second))
-
-
 @dataclass(frozen=True)
 class Activations:
     """What one superblock of an activation row brings to a format, in its lane order; loaded once for two weight rows."""
@@ -64,7 +56,7 @@ class Activations:
 
 def load_activations(k: Kernel, fmt: BlockFormat, x: QuantRow, b: Val) -> Activations:
     """Superblock `b` of the row x."""
-    lanes, q = fmt.lane_groups, x.codes + (b << 8)
+    lanes, codes = fmt.lane_groups, (x.split if fmt.groups == 8 else x.codes) + (b << 8)
     d = k.load(x.d + (b << 5), vec(F32, 8)).shuffle([j // (fmt.groups // 8) for j in lanes])
     sums = d_sum = None
     if fmt.groups == 8:
@@ -73,28 +65,34 @@ def load_activations(k: Kernel, fmt: BlockFormat, x: QuantRow, b: Val) -> Activa
     else:
         sums = k.load(x.sum16 + (b << 6), vec(I32, 16)).shuffle(lanes)
         d_sum = sums.to(F32) * d
-    return Activations([load_codes(k, q, span) for span in fmt.spans], d, sums, d_sum)
+    return Activations([k.load(codes, I8x64, 64 * i) for i in range(4)], d, sums, d_sum)
 
 
-def _group_sums(k: Kernel, level: Level, fmt: BlockFormat, codes: list[Val], x: Activations) -> Val:
-    """Sums of code * activation: per group of 16, or per half of a group of 32, the two halves 4 lanes apart."""
-    dots = [dot4(k, level, k.zero(I32x16), u, q, fmt.wide) for u, q in zip(codes, x.codes)]
-    return fold4_bytes(k, level, dots, fmt.largest * 4 * 127)
+def _sixteen_sums(k: Kernel, level: Level, fmt: BlockFormat, codes: list[Val], x: Activations) -> Val:
+    """Sums of code * activation per group of 16."""
+    dots = [dot4(k, level, k.zero(I32x16), u, q, fmt.wide) for u, q in zip(codes, x.codes, strict=True)]
+    return fold4(k, level, dots, fmt.largest * 4 * 127)
+
+
+def _eight_sums(k: Kernel, level: Level, fmt: BlockFormat, blocks: list[Superblock], x: Activations) -> Val:
+    """Sums of code * activation per group of 32, those of one row after the other."""
+    if len(blocks) == 1 and level.dot != "plain":
+        pairs = zip(blocks[0].codes, x.codes, strict=True)
+        return fold4(k, level, [dot8(k, level, u, q, fmt.largest) for u, q in pairs], fmt.largest * 8 * 127)
+    sums = [_sixteen_sums(k, level, fmt, block.codes, x) for block in blocks]
+    first, second = ([*range(h, h + 8), *range(16 + h, 24 + h)][: 8 * len(blocks)] for h in (0, 8))
+    return sums[0].shuffle(first, sums[-1]) + sums[0].shuffle(second, sums[-1])
 
 
 def superblock_dot(
     k: Kernel, level: Level, fmt: BlockFormat, blocks: list[Superblock], x: Activations, chains: list[Var]
 ) -> None:
     """Adds superblocks of one or two weight rows to the chains of those rows (see `new_chains`)."""
-    sums, rows = [_group_sums(k, level, fmt, block.codes, x) for block in blocks], len(blocks)
+    rows = len(blocks)
     if fmt.groups == 16:
-        _add_sixteen(k, fmt, blocks, sums, x, chains)
+        _add_sixteen(k, fmt, blocks, [_sixteen_sums(k, level, fmt, block.codes, x) for block in blocks], x, chains)
         return
-    # The two halves of every group are added for both rows at once: row 0 in lanes 0..7, row 1 in lanes 8..15.
-    low, high = [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]
-    if rows == 2:
-        low, high = ([*half, *(16 + i for i in half)] for half in (low, high))
-    both = sums[0].shuffle(low, sums[-1]) + sums[0].shuffle(high, sums[-1])
+    both = _eight_sums(k, level, fmt, blocks, x)
     offset = fmt.offset - code_bias(level, fmt.wide)
     if offset:
         both = both - _twice(x.sums * offset, rows)

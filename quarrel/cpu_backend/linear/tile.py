@@ -79,10 +79,10 @@ def _transpose_superblock(k: Kernel, fmt: BlockFormat, buffer: Val, to: Unpacked
     """Sixteen decoded rows (codes, then scales, then minima) to one lane per row."""
     chain_of = {group: chain for chain, group in enumerate(fmt.lane_groups)}
     size = 256 // fmt.groups
-    for i, span in enumerate(fmt.spans):
+    for i, runs in enumerate(fmt.runs):
         columns = transpose16([k.load(buffer, I32x16, row * 256 + 64 * i) for row in range(LANES)])
         for c, column in enumerate(columns):
-            value = 32 * span[c // 8] + 4 * (c % 8)
+            value = 16 * runs[c // 4] + 4 * (c % 4)
             k.store(column, to.codes(chain_of[value // size], b), 64 * (value % size // 4))
     for which, place in enumerate((to.scales, to.minima)[: 2 if fmt.has_minima else 1]):
         start = LANES * 256 + which * LANES * 4 * fmt.groups

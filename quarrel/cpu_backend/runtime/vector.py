@@ -50,6 +50,26 @@ def dot4(k: Kernel, level: Level, acc: Val, w: Val, x: Val, wide: bool) -> Val:
     return acc + _plain_dot(w, x)
 
 
+def dot8(k: Kernel, level: Level, w: Val, x: Val, largest: int) -> Val:
+    """<8 x i32>: lane i is the sum of (w[j] - code_bias) * x[j] for j = 4i + l and 32 + 4i + l, l = 0..3, exactly."""
+    wide = largest > 127
+    if code_bias(level, wide):
+        w = w ^ 0x80
+    parts = [[v.shuffle(range(h, h + 32)) for v in (w, x)] for h in (0, 32)]
+    if level.dot == "maddubs":
+        words = [_pairs(k, u, s, wide) for u, s in parts]
+        if not wide and 4 * 127 * largest <= 32767:
+            return _widened(k, words[0] + words[1])
+        return _widened(k, words[0]) + _widened(k, words[1])
+    acc = k.zero(vec(I32, 8))
+    for u, s in parts:
+        if level.dot == "sdot":
+            acc = _by_parts(k, 2, acc, u, s, lambda a, p, q: k.call("llvm.aarch64.neon.sdot.v4i32.v16i8", a.type, a, p, q))
+        else:
+            acc = _vnni256(k, acc, u, s)
+    return acc
+
+
 class ByteSum:
     """A sum of `dot4`s. AVX2 adds the pairs' products in words, as many as surely fit, before it widens them."""
 
@@ -84,8 +104,8 @@ class ByteSum:
 
 
 def _by_parts(k: Kernel, parts: int, acc: Val, w: Val, x: Val, one: object) -> Val:
-    """Splits 512-bit operands, works on each part, joins the results."""
-    lanes, size = 16 // parts, 64 // parts
+    """Splits the operands, works on each part, joins the results."""
+    lanes, size = acc.lanes // parts, 4 * acc.lanes // parts
     done = [
         one(
             acc.shuffle(range(lanes * p, lanes * p + lanes)), *(v.shuffle(range(size * p, size * p + size)) for v in (w, x))
@@ -152,45 +172,37 @@ def _unpack(a: Val, b: Val, width: int, high: bool) -> Val:
     return a.shuffle(picks, b)
 
 
-def fold4(vectors: Sequence[Val]) -> Val:
-    """Four <16 x T> to one: lane 4 * q + i is the sum of the q-th 128 bits of vector i."""
+def fold4(k: Kernel, level: Level, vectors: Sequence[Val], largest: int) -> Val:
+    """Four vectors to one: of each 128 bits, lane i is the sum of vector i. Integers of at most `largest` in magnitude."""
     a, b, c, d = vectors
-    ab = _unpack(a, b, 1, False) + _unpack(a, b, 1, True)
-    cd = _unpack(c, d, 1, False) + _unpack(c, d, 1, True)
-    return _unpack(ab, cd, 2, False) + _unpack(ab, cd, 2, True)
+    pairs = [_add_neighbours(k, level, *pair, largest) for pair in ((a, b), (c, d))]
+    return _add_neighbours(k, level, *pairs, 2 * largest)
 
 
-def fold4_bytes(k: Kernel, level: Level, dots: Sequence[Val], largest: int) -> Val:
-    """`fold4` of byte dot products, each lane at most `largest` in magnitude, by multiply-adds of words where they fit.
+def _add_neighbours(k: Kernel, level: Level, a: Val, b: Val, largest: int) -> Val:
+    """Sums of neighbouring lanes; within every 128 bits those of a come before those of b.
 
-    Packing two vectors to words and multiplying by ones adds neighbours in two instructions instead of three.
+    Where lanes fit words, packing two vectors and multiplying by ones takes two instructions instead of three.
     """
-    if level.dot not in _PACK or 2 * largest > 32767:
-        return fold4(dots)
-    pairs = [_add_neighbours(k, level, a, b) for a, b in (dots[:2], dots[2:])]
-    return _add_neighbours(k, level, *pairs)
-
-
-_PACK = {"vnni512": 1, "vnni256": 2, "maddubs": 2}
-"""512-bit operations in so many instructions, by level."""
-
-
-def _add_neighbours(k: Kernel, level: Level, a: Val, b: Val) -> Val:
-    """Sums of neighbouring lanes; within every 128 bits those of a come before those of b."""
-    parts = _PACK[level.dot]
-    lanes = 16 // parts
+    lanes = a.lanes
+    if level.dot not in ("vnni512", "vnni256", "maddubs") or largest > 32767:
+        even, odd = (
+            [base + of + i for base in range(0, lanes, 4) for of in (0, lanes) for i in (p, p + 2)] for p in (0, 1)
+        )
+        return a.shuffle(even, b) + a.shuffle(odd, b)
+    whole = lanes == 16 and level.dot == "vnni512"
     pack, multiply = (
         ("llvm.x86.avx512.packssdw.512", "llvm.x86.avx512.pmaddw.d.512")
-        if parts == 1
+        if whole
         else ("llvm.x86.avx2.packssdw", "llvm.x86.avx2.pmadd.wd")
     )
-    ones = k.lane_constants(I16, [1] * (2 * lanes))
+    size = 16 if whole else 8
     out = []
-    for p in range(parts):
-        span = range(lanes * p, lanes * p + lanes)
-        words = k.call(pack, vec(I16, 2 * lanes), a.shuffle(span), b.shuffle(span))
-        out.append(k.call(multiply, vec(I32, lanes), words, ones))
-    return out[0] if parts == 1 else out[0].concat(out[1])
+    for start in range(0, lanes, size):
+        span = range(start, start + size)
+        words = k.call(pack, vec(I16, 2 * size), a.shuffle(span), b.shuffle(span))
+        out.append(k.call(multiply, vec(I32, size), words, k.lane_constants(I16, [1] * (2 * size))))
+    return out[0] if len(out) == 1 else out[0].concat(out[1])
 
 
 def transpose16(rows: Sequence[Val]) -> list[Val]:
