@@ -14,6 +14,7 @@ import resource
 import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -245,13 +246,16 @@ def _loaded(models: Iterable[tuple[str, Held]]) -> Iterator[Family]:
         facts = model.explain()
         length.add_metric([name], facts.n_ctx)
         for gauge in states:
-            gauge.add_metric([name], facts.plan.states + facts.plan.snapshots)
-        plan = facts.memory
-        if facts.backend in memory:
-            memory[facts.backend].add_metric([name, facts.device], plan.weights + plan.cache + plan.activations)
+            gauge.add_metric([name], sum(plan.states + plan.snapshots for plan in facts.plans))
+        taken: Counter[tuple[str, str]] = Counter()
+        for backend, device, plan in facts.parts:
+            taken[backend, device] += plan.weights + plan.cache + plan.activations
+        for (backend, device), size in taken.items():
+            if backend in memory:
+                memory[backend].add_metric([name, device], size)
         layers = [call.path for call in facts.choices if call.op == "attention"]
         for path in layers:
-            cache.add_metric([name, path], plan.cache / len(layers))
+            cache.add_metric([name, path], sum(plan.cache for _, _, plan in facts.parts) / len(layers))
     yield length
     yield cache
     yield from states

@@ -105,7 +105,7 @@ ROOMS: Mapping[str, Room] = {
     "cli": Room(
         "people at a terminal", "an op, a kernel",
         ("", "errors", "env", "gguf", "convert", "tokenizer", "llm", "engine", "doctor", "process", "server", "embed",
-         "flight", "launch", "quality", "toolbox"),
+         "flight", "launch", "quality", "toolbox", "bench"),
         ("tqdm", "prompt_toolkit", "rich", "markdown_it", "shtab", "mcp"),
     ),
     "bench": Room(

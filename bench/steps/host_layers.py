@@ -27,7 +27,6 @@ from quarrel.bench.bandwidth import read_bandwidth
 from quarrel.bench.machine import machine
 from quarrel.bench.measure import measure
 from quarrel.bench.subject import Source, Subject, limits_for
-from quarrel.bench.traffic import Traffic
 from quarrel.bench.workload import Test
 from quarrel.gguf import GGUFFile
 from quarrel.models.stages import borders, two_stages
@@ -35,6 +34,7 @@ from quarrel.ops.contract import Array, rel_error
 from quarrel.ops.program import Program
 from quarrel.ops.registry import backend
 from quarrel.ops.step import Backend, ComputeChoice, Limits, WeightSource
+from quarrel.ops.traffic import Traffic
 from quarrel.parallel.host_layers import HostLayersStep, compile_stages
 
 

@@ -30,7 +30,6 @@ from bench.shared import FOLDER, ROOT, command_line, synthetic_command
 from quarrel.bench.cut import one_layer_of_each
 from quarrel.bench.measure import measure, run
 from quarrel.bench.subject import Layout, Source, Subject, limits_for
-from quarrel.bench.traffic import Traffic
 from quarrel.bench.workload import Test
 from quarrel.gguf import GGUFFile
 from quarrel.models import ModelSpec, read_spec
@@ -38,6 +37,7 @@ from quarrel.models.shard import shard
 from quarrel.ops.contract import rel_error
 from quarrel.ops.registry import backend
 from quarrel.ops.step import Limits, StepInputs
+from quarrel.ops.traffic import Traffic
 from quarrel.parallel import Team, Work, compile_shared
 
 MODELS = ("mistral-7b:Q4_K_M", "mixtral-8x7b:Q4_K_M", "granite-4-h-tiny:Q4_K_M")

@@ -10,6 +10,7 @@ from statistics import median
 
 import numpy as np
 
+from quarrel.ops.registry import backend as backend_named
 from quarrel.ops.step import Backend
 
 HOST_BYTES = 1 << 30
@@ -31,6 +32,11 @@ def read_bandwidth(backend: Backend, rounds: int = 5) -> tuple[float, list[float
     else:
         speeds = _plain(np.ones(min(HOST_BYTES, free) // 8, np.int64), rounds)
     return median(speeds), speeds
+
+
+def host_bandwidth(threads: int | None = None) -> float:
+    """Bytes a second of the host's memory, read by so many threads, or one for each core."""
+    return read_bandwidth(backend_named("cpu", threads), 2)[0]
 
 
 def _plain(data: np.ndarray[tuple[int], np.dtype[np.int64]], rounds: int) -> list[float]:

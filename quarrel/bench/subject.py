@@ -9,13 +9,13 @@ from functools import cached_property
 
 from quarrel.bench.cut import one_layer_of_each
 from quarrel.bench.inputs import Layout
-from quarrel.bench.traffic import Traffic
 from quarrel.bench.workload import Test
 from quarrel.gguf import GGUFFile
 from quarrel.models import EncoderSpec, ModelSpec, Tensors, assemble, read_spec
 from quarrel.ops.embedding import vocabulary
 from quarrel.ops.program import Program
 from quarrel.ops.step import Backend, ComputeChoice, Limits, Step
+from quarrel.ops.traffic import Traffic
 
 BLOCK = 32
 SPARE = 2

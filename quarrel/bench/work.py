@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from quarrel.bench.traffic import Traffic
 from quarrel.ops.attention import AttentionSpec
 from quarrel.ops.contract import Compute, StateRef, WeightRef
 from quarrel.ops.embedding import EmbeddingSpec
@@ -15,6 +14,7 @@ from quarrel.ops.moe import ExpertDownSpec, ExpertUpSpec
 from quarrel.ops.null import expand
 from quarrel.ops.profile import Phase, phases
 from quarrel.ops.program import Node, Program
+from quarrel.ops.traffic import Traffic
 
 PER_STATE = 6
 """Floating-point operations for each value of a recurrent state and token: decay, input, their sum, and the output's."""

@@ -7,10 +7,11 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 
+from quarrel.bench.bandwidth import host_bandwidth
 from quarrel.cli.models import opened
 from quarrel.cli.prompt import model_of
 from quarrel.cli.terminal import amount, line, table, tidy, visible, write_json
-from quarrel.llm import Explanation
+from quarrel.llm import Explanation, HostFacts
 
 _ENUM = re.compile(r"<\w+\.(\w+): \d+>")
 _STORED = {"auto": "", "float16": "float16", "bfloat16": "bfloat16"} | {
@@ -22,17 +23,22 @@ _BLOCK = re.compile(r"blk\.(\d+)\.")
 def run(args: argparse.Namespace) -> int:
     with opened(args, model_of(args)) as llm:
         explanation = llm.explain()
+    speed = host_bandwidth(args.threads) if explanation.host_layers else 0.0
     if args.json:
-        write_json(asdict(explanation))
+        document = asdict(explanation)
+        if facts := explanation.host_layers:
+            document["host_layers"] |= {"bytes_per_second": speed, "most_tokens_per_second": speed / facts.read}
+        write_json(document)
         return 0
-    for text in (*_summary(explanation), "", *_memory(explanation), "", *_choices(explanation, args.all)):
+    host = _host(explanation.host_layers, speed) if explanation.host_layers else ()
+    for text in (*_summary(explanation), "", *_memory(explanation), *host, "", *_choices(explanation, args.all)):
         line(visible(text))
     return 0
 
 
 def _summary(e: Explanation) -> Iterator[str]:
     shared = f"up to {e.max_seqs} sequences at once share {e.cache_tokens} tokens of cache"
-    if not e.plan.cache + e.plan.states:  # an encoder's step begins and ends with its texts
+    if not e.plan.cache + e.plan.states and e.host_layers is None:  # an encoder's step begins and ends with its texts
         shared = f"a step takes texts of up to {e.plan.limits.max_tokens} together"
     rows = [
         ["model", f"{e.model}, {e.architecture}"],
@@ -71,6 +77,20 @@ def _memory(e: Explanation) -> Iterator[str]:
     if plan.resident:
         yield f"  on the device too: those of them used most, {amount(plan.resident)} of the weights"
     yield f"  the longest context that fits is {plan.longest} tokens, for one sequence"
+
+
+def _host(facts: HostFacts, speed: float) -> Iterator[str]:
+    """speed: bytes a second that the host reads."""
+    memory = facts.memory
+    yield ""
+    yield f"host: {facts.layers} of {facts.of} layers, computed by {facts.device}"
+    yield f"  weights {amount(memory.weights)}, {amount(memory.weights_in_place)} of them in the file's own pages"
+    yield f"  key and value cache {amount(memory.cache)}, scratch {amount(memory.activations)}"
+    yield f"  {amount(facts.plan.total)} planned of {amount(facts.plan.free)} free"
+    yield (
+        f"  a token reads {amount(facts.read)} there: at most {speed / facts.read:.1f} tokens/s for one sequence, as that"
+        f" memory is read at {speed / 1e9:.0f} GB/s (just measured)"
+    )
 
 
 def _choices(e: Explanation, all: bool) -> Iterator[str]:

@@ -128,8 +128,13 @@ def load_options(args: Arguments) -> LoadOptions:
     given["max_seqs"] = min(parallel, 256) if parallel and parallel > 0 else PARALLEL
     if ctx and ctx > 0:  # which all share that run at once
         given["n_ctx"] = max(1, ctx // given["max_seqs"]) if parallel and parallel > 0 else ctx
-    if args.text("gpu_layers") == "0" or args.text("device") == "none":
+    layers = args.text("gpu_layers") or "auto"
+    if layers == "0" or args.text("device") == "none":
         given["backend"] = "cpu"
+    elif layers.isdecimal():  # the output is one of them there
+        given["gpu_layers"] = int(layers) - 1
+    elif layers in ("auto", "-1"):
+        given["gpu_layers"] = "auto"
     threads = args.number("threads")
     if threads is not None and threads > 0:
         given["threads"] = min(threads, 1024)

@@ -19,15 +19,19 @@ def lines(explanation: Explanation, layers: int) -> Iterator[str]:
         yield f"llama_prepare_model_devices: using device {device} ({e.device}) (unknown id) - {free}"
     weights = e.memory.weights + e.memory.decoded
     if on_gpu:
-        resident = layers + 1 - e.plan.host_layers
+        resident = layers + 1 - e.plan.host_layers - (e.host_layers.layers if e.host_layers else 0)
         yield f"load_tensors: offloaded {resident}/{layers + 1} layers to GPU"
         yield _size("load_tensors", device, "model", weights)
         if e.plan.host:
             yield _size("load_tensors", "CPU", "model", e.plan.host)
+        if e.host_layers:
+            yield _size("load_tensors", "CPU", "model", e.host_layers.memory.weights)
     else:
         yield _size("load_tensors", "CPU_Mapped", "model", e.memory.weights_in_place)
         yield _size("load_tensors", "CPU", "model", weights - e.memory.weights_in_place)
     states = e.plan.states + e.plan.snapshots
+    if e.host_layers:
+        yield _size("llama_kv_cache", "CPU", "KV", e.host_layers.memory.cache)
     yield _size("llama_kv_cache", device, "KV", max(0, e.memory.cache - states))
     if states:
         yield _size("llama_memory_recurrent", device, "RS", states)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from quarrel.llm.embeddings import Chunking, Embeddings
-    from quarrel.llm.explain import Explanation
+    from quarrel.llm.explain import Explanation, HostFacts
     from quarrel.llm.facts import FileFacts, file_facts
     from quarrel.llm.loading import load, load_with
     from quarrel.llm.model import LLM
@@ -24,6 +24,7 @@ __all__ = [
     "Explanation",
     "FileFacts",
     "GenerateRequest",
+    "HostFacts",
     "LoadOptions",
     "Model",
     "Structure",
@@ -37,7 +38,7 @@ __all__ = [
 
 _MODULES = {
     "embeddings": "Chunking Embeddings",
-    "explain": "Explanation",
+    "explain": "Explanation HostFacts",
     "facts": "FileFacts file_facts",
     "loading": "load load_with",
     "model": "LLM",

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quarrel.llm.memory import Plan, cache_tokens
-from quarrel.ops.step import ExplainLine, MemoryPlan
+from quarrel.models import ModelSpec
+from quarrel.ops.step import ExplainLine, MemoryPlan, Step
+from quarrel.ops.traffic import Traffic
+from quarrel.parallel.host_layers import HostLayersStep
 
 if TYPE_CHECKING:
     from quarrel.gguf import GGUFFile
@@ -24,6 +27,20 @@ class DraftFacts:
     model: str
     architecture: str
     plan: Plan
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """The first layers of a model, which the host computes, and its memory for them."""
+
+    layers: int
+    of: int
+    """Of so many."""
+    device: str
+    plan: Plan
+    memory: MemoryPlan
+    read: int
+    """Bytes of the host's memory that a token of one sequence reads, without its keys: what bounds the speed."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +68,18 @@ class Explanation:
     """The block format of most of its bytes."""
     projector: str = ""
     """The kind of tower by which it sees images, if it does."""
+    host_layers: HostFacts | None = None
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """Of the device, and of the host where it computes layers."""
+        return (self.plan,) if self.host_layers is None else (self.plan, self.host_layers.plan)
+
+    @property
+    def parts(self) -> tuple[tuple[str, str, MemoryPlan], ...]:
+        """Backend, device and what is allocated there."""
+        own = (self.backend, self.device, self.memory)
+        return (own,) if self.host_layers is None else (own, ("cpu", self.host_layers.device, self.host_layers.memory))
 
     @classmethod
     def of(cls, opened: Opened, planned: Planned, compiled: Compiled) -> Explanation:
@@ -73,7 +102,19 @@ class Explanation:
             parameters=sum(math.prod(t.dims) for t in opened.file.tensors.values()),
             quantization=quantization_of(opened.file),
             projector="" if opened.eyes is None else opened.eyes.tower.projector,
+            host_layers=_host_facts(planned, step),
         )
+
+
+def _host_facts(planned: Planned, step: Step) -> HostFacts | None:
+    layers = planned.host_layers
+    if layers is None:
+        return None
+    assert isinstance(step, HostLayersStep)
+    assert isinstance(planned.spec, ModelSpec)
+    read = int(Traffic.of(layers.stages[0], step.first.compute).step(1, 0))
+    of = len(planned.spec.layers)
+    return HostFacts(layers.count, of, layers.backend.device(), layers.plan, step.first.memory(), read)
 
 
 def quantization_of(file: GGUFFile) -> str:

@@ -48,13 +48,11 @@ class HostLayers:
 
 def check_gpu_layers(options: LoadOptions, devices: int, checked: bool) -> None:
     """Raises RequestError where other options rule it out."""
-    if options.gpu_layers is None:
+    if options.gpu_layers in (None, "auto"):  # with several devices, or checked, all that fits is all there is
         return
     if devices > 1:
         option = "pipeline_parallel" if (options.pipeline_parallel or 1) > 1 else "tensor_parallel"
-        message = (
-            f"gpu_layers is {options.gpu_layers}, and layers are left to the host beside one device: leave {option} out"
-        )
+        message = f"gpu_layers is {options.gpu_layers}, and the host has layers beside one device only: leave {option} out"
         raise RequestError(message, "gpu_layers", option)
     if checked:
         raise RequestError("QUARREL_CHECK looks at one device: unset it, or leave gpu_layers out", "gpu_layers")

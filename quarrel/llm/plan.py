@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from quarrel.engine.images import SightRules
-from quarrel.errors import RequestError
+from quarrel.errors import OutOfMemory, RequestError
 from quarrel.llm.draft import DraftModel, plan_block, plan_draft
 from quarrel.llm.expert_memory import check_expert_memory, pool_experts
 from quarrel.llm.experts import USEFUL_CONTEXT, check_movable, place_experts
@@ -113,16 +113,26 @@ def _decoder(
     def on_device(stage: Program) -> tuple[Plan, HostExperts | None]:
         return _on_device(opened, spec, stage, weights * weight_bytes(stage) // weight_bytes(whole), context, device, False)
 
+    def least() -> int:
+        useful = min(context, USEFUL_CONTEXT)
+        return fewest(whole, lambda stage: on_device(_like(with_window_groups(stage, groups), program)), useful)
+
     if team is not None:
         program, weights = team.largest_share(spec, opened.tensors, program.window_groups)
-    requested, count = options.gpu_layers, 0
-    if requested == "auto" and backend.name == "triton":  # elsewhere the host's memory is the device's
-        useful = min(context, USEFUL_CONTEXT)
-        count = fewest(whole, lambda stage: on_device(_like(with_window_groups(stage, groups), program)), useful)
+    requested, count, apart = options.gpu_layers, 0, _has_own_memory(opened)
+    if requested == "auto" and apart:
+        count = least()
     elif isinstance(requested, int):
         count = host_count(whole, layers, requested)
     if not count:
-        return (*_on_device(opened, spec, program, weights, context, device, team is not None), None)
+        try:
+            return (*_on_device(opened, spec, program, weights, context, device, team is not None), None)
+        except OutOfMemory as error:
+            if requested is not None or not apart or "experts_on_cpu" in error.fields:
+                raise
+            fit = f"{layers - least()} of its {layers} layers"
+            hint = f"or leave layers to the CPU with gpu_layers='auto', which has {fit} on the GPU"
+            raise OutOfMemory(f"{error}; {hint}", *error.fields, "gpu_layers") from None
     first, rest = (_like(stage, program) for stage in divided(whole, count, groups))
     plan, host_experts = on_device(rest)
     alike = isinstance(backend, ComputesParts)
@@ -131,6 +141,11 @@ def _decoder(
     taken = on_host(lambda: _planned(opened, spec, first, free, host, weights * weight_bytes(first) // weight_bytes(whole)))
     plan, taken = both(plan, taken)
     return plan, host_experts, HostLayers(count, host, taken, (first, rest))
+
+
+def _has_own_memory(opened: Opened) -> bool:
+    """Whether the device is one whose memory is not the host's, and layers may leave it."""
+    return opened.backend.name == "triton" and opened.devices == 1 and not opened.environment.check
 
 
 def _like(stage: Program, whole: Program) -> Program:

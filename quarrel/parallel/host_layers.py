@@ -30,6 +30,7 @@ from quarrel.ops.step import (
     outputs_of,
     with_ids,
 )
+from quarrel.ops.transfer import CacheForm, Transfers
 from quarrel.parallel.pieces import Piece, joined, pieces
 
 PIECES = 4
@@ -86,6 +87,41 @@ class HostLayersStep:
         """See `ops.step.CountsExperts`."""
         counted = [step.expert_counts() for step in (self.first, self._rest) if isinstance(step, CountsExperts)]
         return {path: counts for found in counted for path, counts in found.items()}
+
+    def form(self) -> CacheForm:
+        """See `ops.transfer.Transfers`: the host's layers, then the device's."""
+        first, rest = (step.form() for step in self._both)
+        kinds = dict.fromkeys(form.kind for form in (first, rest) if form.layers)
+        return replace(
+            rest,
+            kind=" and ".join(kinds) or rest.kind,
+            layers=first.layers + rest.layers,
+            states=first.states + rest.states,
+        )
+
+    def read_blocks(self, blocks: Sequence[int]) -> list[Array]:
+        return [array for step in self._both for array in step.read_blocks(blocks)]
+
+    def write_blocks(self, blocks: Sequence[int], arrays: Sequence[Array]) -> None:
+        first, rest = self._both
+        own = 2 * len(first.form().layers)
+        first.write_blocks(blocks, arrays[:own])
+        rest.write_blocks(blocks, arrays[own:])
+
+    def read_states(self, slots: Sequence[int]) -> list[Array]:
+        return [array for step in self._both for array in step.read_states(slots)]
+
+    def write_states(self, slots: Sequence[int], arrays: Sequence[Array]) -> None:
+        first, rest = self._both
+        own = len(first.form().states)
+        first.write_states(slots, arrays[:own])
+        rest.write_states(slots, arrays[own:])
+
+    @property
+    def _both(self) -> tuple[Transfers, Transfers]:
+        assert isinstance(self.first, Transfers)
+        assert isinstance(self._rest, Transfers)
+        return self.first, self._rest
 
     def explain(self) -> list[ExplainLine]:
         """Lines of the host's layers say so."""

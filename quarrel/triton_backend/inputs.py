@@ -24,6 +24,9 @@ _ROW_LISTS = ("list_end", "repetition", "presence", "frequency")
 _ENTRIES = ("list_ids", "list_counts", "list_biases")
 _FLOATS = ("temperature", "top_p", "min_p", "uniform", "repetition", "presence", "frequency", "list_counts", "list_biases")
 _WIDE = ("stream", "per_layer", "patches", "images")
+_HANDED_ON = ("stream", "per_layer")
+_PINNED_ROWS = 512
+"""Of what another stage hands on, in pinned memory: more of them are copied while the host waits, as all other rows are."""
 _FURTHER = {"places": 0, "see_to": 0, "image_rows": -1}
 """What only programs with images read: rows of numbers, and integers of a token with what they are in one that is added."""
 _NONE: Mapping[str, Any] = {}
@@ -152,6 +155,11 @@ class InputBuffer:
         self._rows = {
             name: Slot(torch.zeros(limits.max_tokens * width, dtype=torch.float32, device=device))
             for name, width in self._wide.items()
+        }
+        self._pinned = {
+            name: [torch.zeros(_PINNED_ROWS * width, dtype=torch.float32, pin_memory=True) for _ in self._hosts]
+            for name, width in self._wide.items()
+            if pin and name in _HANDED_ON
         }
         self.nbytes = 4 * size + sum(slot.tensor.nbytes for slot in self._rows.values())
         self.last = Slot(torch.zeros(limits.max_tokens, dtype=torch.int32, device=device))
@@ -310,7 +318,9 @@ class InputBuffer:
             if name == "images" and int(inputs.image_rows.max()) < 0:
                 continue
             rows = torch.from_numpy(np.ascontiguousarray(values, np.float32).reshape(-1))
-            slot.tensor[: len(rows)].copy_(rows)
+            if name in self._pinned and len(rows) <= len(self._pinned[name][turn]):
+                rows = self._pinned[name][turn][: len(rows)].copy_(rows)
+            slot.tensor[: len(rows)].copy_(rows, non_blocking=name in self._pinned)
         for name in () if lists is None else _ENTRIES:
             begin, end = self._now.begin[name], self._now.begin[name] + len(lists.list_ids)
             self._device[begin:end].copy_(self._hosts[turn][begin:end], non_blocking=True)

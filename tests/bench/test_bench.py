@@ -24,7 +24,6 @@ from quarrel.bench.precompile import Job, jobs_for, precompile
 from quarrel.bench.report import Figure, brief, earlier, statistics, table
 from quarrel.bench.session import How, Session
 from quarrel.bench.subject import Source, limits_for
-from quarrel.bench.traffic import Traffic
 from quarrel.bench.workload import Test as Work
 from quarrel.bench.workload import matrix
 from quarrel.cpu_backend.backend import CpuBackend
@@ -36,6 +35,7 @@ from quarrel.ops.linear import LINEAR, LINEAR_ADD, NORM_GATE_UP, NORM_LINEAR
 from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP
 from quarrel.ops.program import Node
 from quarrel.ops.step import ComputeChoice, Limits
+from quarrel.ops.traffic import Traffic
 from tests.paths import need_cases
 from tests.tiny_model import write_tiny_model
 from tools.make_synthetic import build, load_shapes

@@ -15,12 +15,12 @@ from quarrel.bench.__main__ import main
 from quarrel.bench.gpu import ABSENT, GpuLoad, Watch, reader
 from quarrel.bench.phases import phase_rows, text
 from quarrel.bench.subject import Source
-from quarrel.bench.traffic import Traffic
 from quarrel.bench.work import work_of
 from quarrel.bench.workload import Test as Work
 from quarrel.gguf import GGUFFile
 from quarrel.ops.profile import Part, Profiled
 from quarrel.ops.step import StepOutputs
+from quarrel.ops.traffic import Traffic
 from tests.paths import need_cases
 from tests.tiny_model import FFN, PIECES, WIDTH, write_tiny_model
 

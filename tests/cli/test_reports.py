@@ -57,6 +57,21 @@ def test_explain_says_what_the_host_holds(base: str) -> None:
     assert f"  on the device too: those of them used most, {amount(1 << 30)} of the weights" in explain._memory(told)
 
 
+def test_explain_says_what_the_host_computes_and_how_fast_at_most(base: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", base, "--backend", "cpu", "-ngl", "0", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)["host_layers"]
+    assert facts["layers"] == facts["of"] == 1
+    assert facts["most_tokens_per_second"] == pytest.approx(facts["bytes_per_second"] / facts["read"])
+    assert facts["memory"]["cache"] == facts["plan"]["cache"] > 0
+    assert main(["explain", base, "--backend", "cpu", "-ngl", "0"]) == 0
+    text = capsys.readouterr().out
+    assert f"host: 1 of 1 layers, computed by {facts['device']}" in text
+    assert f"a token reads {amount(facts['read'])} there: at most " in text
+    assert "on the host: " in text
+    assert main(["explain", base, "--backend", "cpu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["host_layers"] is None
+
+
 def test_explain_groups_calls_and_counts_them_all(base: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", base, "--backend", "cpu"]) == 0
     text = capsys.readouterr().out
