@@ -26,6 +26,7 @@ from bench.shared import FOLDER, Notes, command_line, synthetic, test_named
 from quarrel.bench.bandwidth import read_bandwidth
 from quarrel.bench.machine import machine
 from quarrel.bench.measure import measure
+from quarrel.bench.precompile import jobs_for, precompile
 from quarrel.bench.subject import Source, Subject, limits_for
 from quarrel.bench.workload import Test
 from quarrel.gguf import GGUFFile
@@ -73,6 +74,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--backend", default="triton")
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--jobs", type=int, default=12, help="processes that compile kernels before; 1 for none")
     parser.add_argument("--llama-bench", metavar="PROGRAM")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
@@ -81,10 +83,18 @@ def main() -> int:
     device, host = backend(args.backend), backend("cpu", args.threads)
     if hasattr(device, "ahead"):
         device.ahead = False  # processes that compile would stand in the way of what is timed
+    paths = {name: synthetic(name, args.folder) for name in args.models}
+    if args.jobs > 1 and args.backend == "triton":
+        shapes = [*tests, Test("prefill", 128)]  # of a micro-batch
+        jobs = [
+            job
+            for path in paths.values()
+            for job in jobs_for(str(path), args.backend, "auto", args.step_tokens, shapes, False, args.jobs)
+        ]
+        notes.say(compiled_s=round(precompile(jobs, args.jobs, args.seconds / 3), 1))
     speed, _ = read_bandwidth(host)
     notes.say(device=device.device(), host=host.device(), machine=machine(), host_read_gb_s=round(speed / 1e9, 1))
-    for name in args.models:
-        path = synthetic(name, args.folder)
+    for name, path in paths.items():
         with GGUFFile.open([path]) as file:
             source = Source.of(file, max(t.length for t in tests))
             allowed = [0, *borders(source.program)]
