@@ -79,6 +79,8 @@ def _talk(conversation: Conversation, args: argparse.Namespace, models: ExitStac
         if result.dropped:
             done = "summed up" if args.overflow == "summary" else "left out"
             note(f"(the context is full: the oldest {result.dropped} messages were {done}; /reset begins anew)")
+        if result.shifted:
+            note(f"(the context was full: {result.shifted} tokens were left out in the middle of the answer)")
         if not args.quiet:
             note(speeds(conversation.llm, result))
 

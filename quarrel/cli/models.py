@@ -45,8 +45,7 @@ def _plain(result: Result) -> dict[str, Any]:
         plain["error"] = result.error
     if result.logprobs is not None:
         plain["logprobs"] = [asdict(entry) for entry in result.logprobs]
-    if result.dropped:
-        plain["dropped"] = result.dropped
+    plain |= {name: count for name in ("dropped", "shifted") if (count := getattr(result, name))}
     if result.alternatives:
         plain["alternatives"] = [_plain(other) for other in result.alternatives]
     return plain

@@ -30,6 +30,7 @@ def request_keywords(args: argparse.Namespace) -> RequestKeywords:
         "adapter": next(iter(adapters_of(args)), None),
         "prompt_logprobs": False,
         "overflow": getattr(args, "overflow", "stop"),
+        "keep": None,
         "names": (),
     }
 

@@ -102,6 +102,11 @@ class Drafter:
     def observe(self, owner: Sequence, start: int, rows: Array) -> None:
         """Rows of the large model's `stream`, of the owner's tokens from `start` on; a model of its own needs none."""
 
+    def forget(self, owner: Sequence) -> None:
+        """It will go on with other tokens in front."""
+        if owner in self._shadows:
+            self._drop(owner)
+
     def close(self) -> None:
         self.step.close()
 

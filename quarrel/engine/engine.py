@@ -310,7 +310,19 @@ class Engine:
             sequence.last_token = now
         if sequence.finished:
             self._end(sequence, "stop")
+        elif sequence.full:
+            self._shorten(sequence)
         return len(part.draft) - right
+
+    def _shorten(self, sequence: Sequence) -> None:
+        """Its context is full: it goes on with fewer tokens. No step with it is in flight, as none was left to run."""
+        with self._drafting() as drafter:
+            if drafter is not None:
+                drafter.forget(sequence)
+        self._inputs.leave(sequence)
+        self.scheduler.preempt(sequence)
+        self.scheduler.preempted -= 1
+        sequence.shorten()
 
     def _take_back(self, part: Part, right: int) -> None:
         """Behind a draft so many of whose tokens were right. Others are in the cache behind them, and will be overwritten;

@@ -22,6 +22,8 @@ from quarrel.errors import Diverged, EngineFault, QuarrelError, RequestError
 from quarrel.ops.step import StepOutputs
 
 Sink = Callable[[Chunk], None]
+_AGAIN = 1 << 20
+"""Of a text that goes on with fewer tokens: the index of its next seed, which no continuation has."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,24 @@ class Request:
     """How many messages, or tokens of a plain prompt, were left out of it because the context is too short."""
     sight: Sight | None = field(default=None, repr=False)
     """The prompt's images."""
+    keep: int | None = None
+    """The text goes on where its context is full: with so many first tokens, and the newer half of the others. None: it
+    ends there."""
 
     @property
     def room(self) -> int:
         """Tokens that may be generated: those requested, as far as the context goes."""
-        left = self.n_ctx - len(self.tokens)
-        return left if self.params.max_tokens is None else min(left, self.params.max_tokens)
+        return self.room_behind(len(self.tokens), 0)
+
+    def room_behind(self, tokens: int, generated: int) -> int:
+        """Likewise, the generated ones included, where so many tokens stand in the context."""
+        most = generated + self.n_ctx - tokens
+        return most if self.params.max_tokens is None else min(most, self.params.max_tokens)
+
+    @property
+    def kept(self) -> int:
+        """Of the first tokens, those that stay whatever is left out: an eighth of the context is for others."""
+        return min(self.keep or 0, len(self.tokens), self.n_ctx - max(4, self.n_ctx // 8))
 
 
 def salt_of(service: Service, adapter: int) -> bytes:
@@ -104,11 +118,28 @@ class Generation(Sequence):
         self._read = 0  # rows of the prompt
         self._first_token = 0.0
         self._guessed = self._right = 0
+        self._left_out = 0  # of its tokens, behind the kept ones
+        self._all = self.tokens  # with those
         self._last: Chunk | None = None
 
     @property
     def generated(self) -> int:
-        return len(self.tokens) - self.n_prompt
+        return len(self.tokens) + self._left_out - len(self.request.tokens)
+
+    def shorten(self) -> None:
+        kept, tokens = self.request.kept, self.tokens
+        out = max(1, (len(tokens) - kept) // 2)
+        if self._all is tokens:
+            self._all = list(tokens)
+        self.tokens = [*tokens[:kept], *tokens[kept + out :]]
+        self._left_out += out
+        self.full, self.n_prompt = False, len(self.tokens)
+        self._room = self.request.room_behind(len(self.tokens), self.generated)
+        self.length = len(self.tokens) + self._room - self.generated - 1
+        # Random numbers belong to places, which come again.
+        self.seed = rng.alternative_seed(self.seed, _AGAIN)
+        if self.listed is not None:
+            self.listed = Listed(self.request.params, self._stop_ids, len(self.request.tokens) - self._left_out)
 
     def uniform(self, lane: int = rng.DRAW) -> float:
         """The random number of the next token."""
@@ -119,11 +150,11 @@ class Generation(Sequence):
             self._guide.allowed()
 
     def ran(self, end: int) -> None:
-        if self._stream and self.request.service.progress and end < self.n_prompt:
+        if self._stream and self.request.service.progress and end < self.n_prompt and not self.generated:
             self._sink(Chunk("", None, self.index, read=end))
 
     def draft(self, room: int) -> Tokens[int]:
-        found = self._lookup.draft(self.tokens, room) if self._lookup is not None else ()
+        found = self._lookup.draft(self._all, room) if self._lookup is not None else ()
         self._looked_up = len(found) > 0
         return found
 
@@ -144,7 +175,7 @@ class Generation(Sequence):
             self._draw(outputs, row)
             # Each row has what follows if the draft is right so far, and its random number is its position's: the same
             # tokens as one by one.
-            if self.finished or right == len(draft) or self.tokens[-1] != draft[right]:
+            if self.finished or self.full or right == len(draft) or self.tokens[-1] != draft[right]:
                 break
             right += 1
             self._right += 1
@@ -193,7 +224,7 @@ class Generation(Sequence):
                 self._finish("error", failure=self._diverged())
                 return
             numbers = self.uniform(), self.uniform(rng.XTC)
-            token = self._chain.draw(row, self.tokens, self.generated, *numbers, allowed, peaks)
+            token = self._chain.draw(row, self._all, self.generated, *numbers, allowed, peaks)
             if token >= 0 and self.request.params.logprobs is not None:
                 logprob = self._chain.logprob(row, token, peaks)
         if not 0 <= token < self._n_vocab:
@@ -224,6 +255,8 @@ class Generation(Sequence):
             self._finish("stop", stopped_by=token)
             return
         self.tokens.append(token)
+        if self._all is not self.tokens:
+            self._all.append(token)
         if logprob is not None:
             self._logprobs.append(logprob)
         text = self._text.push(token, armed=count > self._min_tokens)
@@ -231,9 +264,10 @@ class Generation(Sequence):
             self._finish("stop", text, token, logprob, stopped_by=self._text.stopped_by)
         elif self._guide is not None and self._guide.take(token):
             self._finish("stop", text, token, logprob)
-        elif count == self._room:
+        elif count == self._room and (self.request.keep is None or count == self.request.params.max_tokens):
             self._finish("length", text, token, logprob)
         else:
+            self.full = count == self._room
             self._texts_sent.append(text)
             if self._stream:
                 self._sink(Chunk(text, token, self.index, logprob))
@@ -254,17 +288,18 @@ class Generation(Sequence):
         self._texts_sent.append(text)
         result = Result(
             text="".join(self._texts_sent),
-            token_ids=tuple(self.tokens[len(self.request.tokens) :]),
+            token_ids=tuple(self._all[len(self.request.tokens) :]),
             finish_reason=reason,
             usage=Usage(len(self.request.tokens), self.generated, self.reused),
             timings=self._timings(),
-            seed=self.seed,
+            seed=rng.alternative_seed(self.request.seed, self.index),
             stopped_by=stopped_by,
             logprobs=None if self.request.params.logprobs is None else tuple(self._logprobs),
             prompt_logprobs=None if self._prompt_logprobs is None else tuple(self._prompt_logprobs),
             error=None if failure is None else str(failure),
             failure=failure,
             dropped=self.request.dropped,
+            shifted=self._left_out,
         )
         self._last = Chunk(text, token, self.index, logprob, result)
 
@@ -277,7 +312,7 @@ class Generation(Sequence):
             queued=started - self.submitted,
             prefill=first - started,
             decode=now - first,
-            prefill_tokens=max(0, min(self.furthest, self.n_prompt) - self.reused),
+            prefill_tokens=max(0, min(self.furthest, len(self.request.tokens)) - self.reused),
             decode_tokens=max(0, self.generated - 1),
             guessed_tokens=self._guessed,
             right_tokens=self._right,

@@ -98,6 +98,11 @@ class Inputs:
         uniform = rng.uniforms(self._seeds[slots], positions[rows] + 1)
         return SampleInputs(temperature, top_k.astype(np.int32), top_p, min_p, uniform, _lists(batch.parts))
 
+    def leave(self, s: Sequence) -> None:
+        """Its seed will be another."""
+        if self._slot_owners[s.slot] is s:
+            self._slot_owners[s.slot] = None
+
     def _enter(self, s: Sequence) -> None:
         self._slot_owners[s.slot] = s
         self._seeds[s.slot] = rng.mixed(s.seed)

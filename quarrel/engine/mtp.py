@@ -62,18 +62,18 @@ class BlockDrafter(Drafter):
     def observe(self, owner: Sequence, start: int, rows: Array) -> None:
         known = self._known.get(owner)
         if known is not None and not known.first <= start <= known.end:
-            self._forget(owner)
+            self.forget(owner)
             known = None
         if known is None:
             known = self._known[owner] = _Known(start, rows)
         else:
             known.rows = np.concatenate([known.rows, rows[known.end - start :]])
         if len(known.rows) > BACKLOG and not self._read(owner, known):
-            self._forget(owner)
+            self.forget(owner)
 
     def propose(self, wanted: Mapping[Sequence, int]) -> dict[Sequence, tuple[int, ...]]:
         for owner in [o for o in self._known if o.finished or o.slot < 0]:
-            self._forget(owner)
+            self.forget(owner)
         parts, rows, left = [], [], self.step.limits.max_tokens
         found: dict[_Behind, list[int]] = {}
         for owner, most in wanted.items():
@@ -148,8 +148,8 @@ class BlockDrafter(Drafter):
             inputs = replace(inputs, sample=replace(inputs.sample, uniform=uniform))
         return self.step.launch(inputs, "tokens").result()
 
-    def _forget(self, owner: Sequence) -> None:
-        shadow = self._known.pop(owner).shadow
-        if shadow is not None:
+    def forget(self, owner: Sequence) -> None:
+        known = self._known.pop(owner, None)
+        if known is not None and (shadow := known.shadow) is not None:
             self._slots.append(shadow.slot)
             self.cache.free(shadow)

@@ -85,6 +85,8 @@ class Result:
     dropped: int = 0
     """How many of the oldest messages, or tokens of a plain prompt, were left out because the context is too short
     (`overflow`)."""
+    shifted: int = 0
+    """How many tokens were left out while it was generated, to go on past the end of the context."""
 
 
 @dataclass(slots=True)  # one for each token of each request: a frozen one takes three times as long to make

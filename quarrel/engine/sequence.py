@@ -113,6 +113,7 @@ class Sequence(ABC):
         # `accept`'s: its tokens, whether that was all, how it ended, a token that may have run but is no part of `tokens`.
         self.tokens = list(tokens)
         self.finished = False
+        self.full = False  # its context is, and it goes on with fewer tokens
         self.outcome: FinishReason | None = None
         self.failure: QuarrelError | None = None
         self.stop_token: int | None = None
@@ -155,6 +156,9 @@ class Sequence(ABC):
 
     def on_preempt(self) -> None:  # noqa: B027 (most begin again with all of it)
         """Called when it is back in the queue: what has run, and was not accepted, will run again."""
+
+    def shorten(self) -> None:  # noqa: B027 (most end where their context does)
+        """Called when it is full and back in the queue: it goes on with fewer tokens, which run again."""
 
     def prepare(self) -> None:  # noqa: B027 (most have nothing to prepare)
         """Called while the step that draws its next token runs."""

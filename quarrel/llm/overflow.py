@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 Overflow = Literal["stop", "shift", "summary"]
-"""stop: it is refused. shift: the oldest turns are left out, never the system message. summary: in their place stands a
-summary, which the model writes first."""
+"""stop: it is refused. shift: the oldest turns are left out, never the system message; an answer that comes to the end
+of the context goes on, up to `max_tokens` or as many as the context has, without the older half of what is not the system
+message. summary: in the place of the oldest turns stands a summary, which the model writes first."""
 Message = Mapping[str, object]
 SINKS = 4
 """First tokens of a text that are kept: models attend to them whatever they say."""
@@ -32,7 +33,7 @@ def shift_messages(
     """The ids of as many of the newest turns as `most` tokens hold, behind the system messages; and how many messages were
     left out. A turn begins with a user's message; the last one stays whatever its length."""
     ids = encode(messages)
-    head = _head(messages)
+    head = head_of(messages)
     cuts = [i for i in range(head + 1, len(messages)) if messages[i].get("role") == "user"]
     if len(ids) <= most or not cuts:
         return ids, 0
@@ -62,18 +63,18 @@ def asking(messages: Sequence[Message], dropped: int, n_ctx: int) -> tuple[list[
         f"Summarise our conversation so far in at most {words} words: facts, names, numbers, decisions, open questions."
         " Write the summary only."
     )
-    return [*messages[: _head(messages) + dropped], {"role": "user", "content": wanted}], tokens
+    return [*messages[: head_of(messages) + dropped], {"role": "user", "content": wanted}], tokens
 
 
 def summarised(messages: Sequence[Message], dropped: int, summary: str) -> list[Message]:
     """The messages with a summary in the place of those that are left out: before the first question that stays."""
-    head = _head(messages)
+    head = head_of(messages)
     first, content = messages[head + dropped], messages[head + dropped].get("content")
     text = f"(A summary of our conversation before this: {summary.strip()})\n\n"
     made = [{"type": "text", "text": text}, *content] if isinstance(content, list) else f"{text}{content}"
     return [*messages[:head], {**first, "content": made}, *messages[head + dropped + 1 :]]
 
 
-def _head(messages: Sequence[Message]) -> int:
+def head_of(messages: Sequence[Message]) -> int:
     """How many system messages it begins with."""
     return next((i for i, m in enumerate(messages) if m.get("role") not in ("system", "developer")), len(messages))

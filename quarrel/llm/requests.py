@@ -10,12 +10,13 @@ from typing import Any, get_args
 
 from quarrel.engine import Request, Sampling, SamplingParams, Service, merged, token_id
 from quarrel.engine.images import Sight
+from quarrel.engine.prefix import common_prefix
 from quarrel.engine.service import DEFAULT_SERVICE
 from quarrel.errors import ContextOverflow, RequestError, TokenizerError, UnsupportedModel
 from quarrel.llm.adapters import adapter_index
 from quarrel.llm.images import Decoded, Eyes, IdsWithImages, has_images
 from quarrel.llm.loaded import Loaded
-from quarrel.llm.overflow import Overflow, limit, shift_ids, shift_messages
+from quarrel.llm.overflow import SINKS, Overflow, head_of, limit, shift_ids, shift_messages
 from quarrel.llm.structured import Grammars, Structure
 from quarrel.llm.texts import VocabularyTexts
 from quarrel.models import EncoderSpec
@@ -35,7 +36,10 @@ class RequestKeywords(Sampling, total=False):
     names: control tokens that the answer shows by their names; those that the vocabulary lacks are passed over.
     overflow: what becomes of a prompt that leaves too little room in the context for an answer: "stop", the default,
     refuses it if it does not fit at all; "shift" leaves out the oldest turns, or of a plain prompt without images what lies
-    behind its first few tokens; "summary", of messages, has the model sum them up.
+    behind its first few tokens; "summary", of messages, has the model sum them up. With "shift" an answer also goes on
+    where the context is full, up to `max_tokens` or as many as the context holds, without the older half of what is not the
+    system message or, of a plain prompt, its first few tokens (`Result.shifted`). keep: the same whatever `overflow` says,
+    with so many first tokens in their place, -1 is the prompt; without `max_tokens` it then has no end.
     """
 
     service: Service
@@ -43,6 +47,7 @@ class RequestKeywords(Sampling, total=False):
     adapter: str | None
     prompt_logprobs: bool
     overflow: Overflow
+    keep: int | None
     names: Sequence[str]
 
 
@@ -80,6 +85,9 @@ class GenerateRequest:
     adapter: str | None = None
     prompt_logprobs: bool = False
     overflow: Overflow = "stop"
+    keep: int | None = None
+    """An answer goes on where its context is full, with so many of its first tokens, -1 is the whole prompt, and the newer
+    half of the others. None: it ends there, unless `overflow` is "shift"."""
     names: Sequence[str] = field(default=(), metadata=JSON)
     parse_special: bool = False
     tools: Sequence[Mapping[str, object]] | None = field(default=None, metadata=JSON)
@@ -96,6 +104,10 @@ class GenerateRequest:
         if self.overflow not in get_args(Overflow):
             wanted = ", ".join(get_args(Overflow))
             raise RequestError(f"overflow is {str(self.overflow)[:40]!r}, wanted one of {wanted}", "overflow")
+        if self.keep is not None and (isinstance(self.keep, bool) or not isinstance(self.keep, int) or self.keep < -1):
+            raise RequestError(
+                f"keep is {self.keep!r}, wanted a count of tokens, -1 for all of the prompt, or None", "keep"
+            )
         if self.overflow == "summary" and self.messages is None:
             raise RequestError("overflow is 'summary', which sums up messages, and this is a plain prompt", "overflow")
         if self.prompt_logprobs and self.params.logprobs is None:
@@ -156,6 +168,9 @@ class Preparer:
         sight = None
         if isinstance(ids, IdsWithImages) and self._sight is not None:
             sight = Sight(ids.images, ids, self._sight)
+        keep = None if sight is not None else self._kept(request, ids, system)
+        if keep is not None and request.keep is None and params.max_tokens is None:
+            params = replace(params, max_tokens=self._n_ctx)  # a model that finds no end would not end
         stop_ids = frozenset() if params.ignore_eos else self._tokenizer.stop_ids
         known = (self._tokenizer.token_id(name) for name in request.names)
         names = frozenset(id for id in known if id is not None)
@@ -175,6 +190,7 @@ class Preparer:
             prompt_logprobs=request.prompt_logprobs,
             dropped=dropped,
             sight=sight,
+            keep=keep,
         )
 
     def checked(self, ids: object) -> list[int]:
@@ -207,6 +223,21 @@ class Preparer:
         if request.overflow == "stop" or not isinstance(request.messages, list | tuple):
             return self._chat_ids(request, request.messages, system, decoded), 0
         return shift_messages(request.messages, lambda found: self._chat_ids(request, found, system, decoded), most)
+
+    def _kept(self, request: GenerateRequest, ids: Sequence[int], system: str | None) -> int | None:
+        """How many first tokens stay where the context is full while it is answered; None where it ends there."""
+        if request.keep is not None:
+            return len(ids) if request.keep < 0 else request.keep
+        if request.overflow != "shift":
+            return None
+        if request.messages is None:
+            return SINKS
+        # The system messages: what the prompt has in common with one that says nothing else.
+        bare = [*request.messages[: head_of(request.messages)], {"role": "user", "content": ""}]
+        try:
+            return max(SINKS, common_prefix(ids, self._chat_ids(request, bare, system, {})))
+        except TokenizerError:
+            return SINKS
 
     def _chat_ids(
         self, request: GenerateRequest, messages: Sequence[Message], system: str | None, decoded: Decoded

@@ -79,9 +79,13 @@ class GeneratingBody(KeptBody):
     think: StrictBool | Literal["high", "medium", "low"] | None = None
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
+    shift: StrictBool | None = None
+    """Where it is given: what is longer than the context is shortened, and an answer goes on past it."""
 
     def sampling(self) -> Any:
         options = {"max_tokens": None, **self.options.sampling()}
+        if self.shift:
+            options["overflow"] = "shift"
         if self.top_logprobs is not None and not self.logprobs:
             raise Refused(400, "invalid_request", "top_logprobs is given without logprobs: true", param="top_logprobs")
         return {**options, "logprobs": self.top_logprobs or 0} if self.logprobs else options

@@ -237,7 +237,7 @@ async def _answer(
             return {
                 **head,
                 "model": generation.model,
-                **_overflow(body, generation, dropped),
+                **_overflow(body, generation, dropped, listed),
                 "choices": choices,
                 "usage": _usage(listed, n, form.thought(generation)),
             }
@@ -254,6 +254,7 @@ async def _answer(
         for which in range(len(generation.streams)):
             async for burst in bursts(generation, which, limit):
                 ended += [c.result for c in burst if c.result is not None]
+                head.update(_overflow(body, generation, dropped, ended))
                 deltas = [d for c in burst for d in _parts(form.delta(c, which * n + c.index, generation))]
                 yield "".join(event({**head, "choices": [d]} | more) for d in deltas)
         if with_usage:
@@ -266,10 +267,12 @@ async def _answer(
     return await answer_stream(admission, events, failure, "text/event-stream", {**SSE, **headers})
 
 
-def _overflow(body: OpenAIBody, generation: Generation, dropped: int) -> Json:
-    """What was left out of the prompts, where that is anything."""
+def _overflow(body: OpenAIBody, generation: Generation, dropped: int, ended: Sequence[Result] = ()) -> Json:
+    """What was left out of the prompts, and while it was answered, where that is anything."""
     dropped += sum(request.dropped for request in generation.requests)
-    return {"overflow": {"policy": body.overflow, "dropped": dropped}} if dropped else {}
+    shifted = sum(result.shifted for result in ended)
+    more = {"shifted": shifted} if shifted else {}
+    return {"overflow": {"policy": body.overflow, "dropped": dropped, **more}} if dropped or shifted else {}
 
 
 def _parts(choice: Json) -> list[Json]:

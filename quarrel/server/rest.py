@@ -259,7 +259,7 @@ def summary(result: Result, generation: Generation, seconds: float) -> Json:
         "seed": result.seed,
         "duration_seconds": round(seconds, 4),
         "tokens_per_sec": round(rate(result), 2),
-        **({"dropped": result.dropped} if result.dropped else {}),
+        **{n: count for n in ("dropped", "shifted") if (count := getattr(result, n))},
     }
 
 

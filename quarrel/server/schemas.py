@@ -137,8 +137,9 @@ class OpenAIBody(Samplers):
     adapter: Adapter | None = None
     overflow: Literal["stop", "shift", "summary"] | None = None
     """Where the context is too short for the prompt and its answer: stop, the default, refuses a prompt that does not fit
-    at all; shift leaves out the oldest turns; summary, of messages, has the model sum them up. The answer's field
-    `overflow` says how many messages it was (tokens, of a plain prompt)."""
+    at all; shift leaves out the oldest turns, and lets an answer go on past the context; summary, of messages, has the
+    model sum them up. The answer's field `overflow` says how many messages it was (tokens, of a plain prompt), and how many
+    tokens an answer left out to go on (`shifted`)."""
 
     def sampling(self) -> Sampling:
         options = super().sampling()

@@ -109,6 +109,27 @@ def test_a_text_is_shortened_too(llm: LLM) -> None:
     assert found.dropped == len(llm.tokenize("x" * 400)) - 248
 
 
+def test_an_answer_goes_on_past_the_context(llm: LLM) -> None:
+    messages: list[Any] = [{"role": "system", "content": "brief"}, {"role": "user", "content": "x" * 60}]
+    shifts: dict[str, Any] = {"overflow": "shift", "temperature": 0.0}
+    prompt = llm.prepare(messages=messages)
+    made = llm.chat(messages, **shifts, max_tokens=400)
+    assert (made.usage.completion_tokens, made.finish_reason, made.dropped) == (400, "length", 0)
+    assert made.shifted > 400 + len(prompt.tokens) - 256 - 100
+    # What stays are the system message and the head of what follows it.
+    kept = llm.prepare(messages=messages, **shifts).keep
+    assert llm.detokenize(prompt.tokens[:kept], False).endswith("brief<|im_end|> \n<|im_start|> user\n")
+    tokens = [*prompt.tokens, *made.token_ids][:256]
+    again = [*tokens[:kept], *tokens[kept + (256 - kept) // 2 :]]
+    at = 256 - len(prompt.tokens)
+    assert llm.generate(again, temperature=0.0, max_tokens=20).token_ids == made.token_ids[at : at + 20]
+    # Without a limit of its own it has the context's.
+    assert llm.generate("x", **shifts, max_tokens=None).usage.completion_tokens == 256
+    assert llm.chat(messages, temperature=0.0).shifted == llm.generate("x" * 99, temperature=0.0).shifted == 0
+    with pytest.raises(RequestError, match="keep is -2, wanted a count of tokens"):
+        llm.generate("x", keep=-2)
+
+
 def test_a_summary_is_the_models_own(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     real = LLM.prepare

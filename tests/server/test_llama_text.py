@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import httpx
@@ -90,5 +91,6 @@ def test_a_text_goes_on_past_its_context(small: httpx.Client) -> None:
     kept = ids[:5] + ids[5 + (64 - 5) // 2 :]
     after = ask(small, "/completion", **{**body, "prompt": kept, "n_predict": 10}, return_tokens=True)
     assert whole["tokens"][59:69] == after["tokens"]
-    held = ask(small, "/completion", **{**body, "n_predict": 80, "grammar": "root ::= [a-z ]*"})
-    assert held["tokens_evaluated"] + held["tokens_predicted"] <= 65  # with a grammar it ends with the context
+    formed = ask(small, "/completion", **{**body, "n_predict": 80, "grammar": "root ::= [a-z ]*"})
+    assert (formed["tokens_predicted"], formed["truncated"]) == (80, True)
+    assert re.fullmatch("[a-z ]*", formed["content"])

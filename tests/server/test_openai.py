@@ -495,6 +495,20 @@ def test_a_conversation_goes_on_past_its_context_and_the_answer_says_so(client: 
     assert "overflow" not in short.model_extra
 
 
+def test_an_answer_that_went_on_past_its_context_says_so(client: openai.OpenAI, live: Live) -> None:
+    options: Any = {"model": "demo", "prompt": "The king rode out. " * 60, "max_tokens": 260, "temperature": 0}
+    shifts: Any = {"overflow": "shift", "ignore_eos": True}
+    made = client.completions.create(**options, extra_body=shifts)
+    told = made.model_extra["overflow"]  # type: ignore[index]
+    assert made.usage.completion_tokens == 260  # type: ignore[union-attr]
+    assert (told["dropped"], told["policy"], told["shifted"] > 100) == (0, "shift", True)
+    chunks = list(client.completions.create(**options, extra_body=shifts, stream=True))
+    assert "overflow" not in chunks[0].model_extra  # type: ignore[operator]
+    assert chunks[-1].model_extra["overflow"] == told  # type: ignore[index]
+    answer = live.client.post("/api/generate", json={k: v for k, v in {**options, **shifts}.items() if k != "model"})
+    assert answer.json()["shifted"] == told["shifted"]
+
+
 def test_what_the_model_thought_is_no_part_of_a_summary(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
     from quarrel.server import overflow
 

@@ -14,13 +14,12 @@ from quarrel.engine import Chunk, Result, Service
 from quarrel.llm import Model
 from quarrel.server.body import read_body
 from quarrel.server.conversation import chat_request
-from quarrel.server.dispatch import Dispatcher, Generation, answer_stream, cancel_on_disconnect
+from quarrel.server.dispatch import Dispatcher, Generation, answer_stream, bursts, cancel_on_disconnect, results
 from quarrel.server.errors import Refused, llama_body
 from quarrel.server.lines import DONE, SSE
 from quarrel.server.lines import event as line
 from quarrel.server.llama.bodies import ChatBody
-from quarrel.server.llama.completion import biases, check_room, probability, service_of, timings
-from quarrel.server.llama.shift import followed, results_of
+from quarrel.server.llama.completion import biases, check_room, keep_of, probability, service_of, timings
 from quarrel.server.llama.table import Routes
 from quarrel.server.openai import FINGERPRINT, _Chat, _usage
 
@@ -61,6 +60,7 @@ async def _answer(dispatcher: Dispatcher, request: Request, body: ChatBody, head
             service=service_of(service, body.cache_prompt),
             structure=structure,
             adapter=body.adapter or dispatcher.settings.adapter,
+            keep=keep_of(dispatcher.settings, body.n_keep),
             **biased,
         )
         check_room(len(made.tokens), made.n_ctx)
@@ -86,7 +86,7 @@ async def _answer(dispatcher: Dispatcher, request: Request, body: ChatBody, head
 
         async def work() -> Json:
             async with admission as generation:
-                return whole(generation, await results_of(generation, dispatcher.settings, body.n_keep))
+                return whole(generation, await results(generation, dispatcher.settings.timeout))
 
         return JSONResponse(await cancel_on_disconnect(request, work()), headers=headers)
 
@@ -101,7 +101,7 @@ async def _answer(dispatcher: Dispatcher, request: Request, body: ChatBody, head
 
         begun: set[int] = set()
         ended: list[Result] = []
-        async for burst in followed(generation, 0, dispatcher.settings, body.n_keep, stream=True):
+        async for burst in bursts(generation, 0, dispatcher.settings.timeout):
             rows = []
             for chunk in burst:
                 more = _logprobs(chunk, generation)

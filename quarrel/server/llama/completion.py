@@ -14,13 +14,13 @@ from quarrel.engine import Chunk, Result, Service, TokenLogprob
 from quarrel.errors import ContextOverflow
 from quarrel.llm import Model
 from quarrel.server.body import read_body
-from quarrel.server.dispatch import Dispatcher, Generation, answer_stream, cancel_on_disconnect
+from quarrel.server.dispatch import Dispatcher, Generation, answer_stream, bursts, cancel_on_disconnect, results
 from quarrel.server.errors import Refused, llama_body
 from quarrel.server.lines import SSE, event
 from quarrel.server.llama.bodies import MOST_PROBS, CompletionBody, InfillBody
-from quarrel.server.llama.shift import followed, results_of
 from quarrel.server.llama.table import Routes
 from quarrel.server.logprobs import chat_logprob
+from quarrel.server.settings import Settings
 
 Json = dict[str, Any]
 STOPPED = {"length": "limit", "stop": "eos"}
@@ -97,6 +97,12 @@ def service_of(service: Service, cache_prompt: bool | None) -> Service:
     return replace(service, cache_salt=secrets.token_hex(8)) if cache_prompt is False else service
 
 
+def keep_of(settings: Settings, n_keep: int | None) -> int | None:
+    """How many first tokens stay where a text goes on past its context, the BOS counted; None where it ends there."""
+    keep = settings.keep if n_keep is None else n_keep
+    return (-1 if keep < 0 else keep + 1) if settings.context_shift else None
+
+
 def check_room(count: int, n_ctx: int) -> None:
     """Raises ContextOverflow for a prompt that leaves no room for a token."""
     if count >= n_ctx:
@@ -120,6 +126,7 @@ async def _answer(
         for prompt in prompts:
             biased = {**options, "logit_bias": biases(llm, body.logit_bias)} if body.logit_bias else options
             more: Any = {"service": chosen, "structure": form, "adapter": adapter, "parse_special": True, **biased}
+            more["keep"] = keep_of(settings, body.n_keep)
             made.append(llm.prepare(prompt_ids(llm, prompt), names=body.preserved_tokens or (), **more))
             check_room(len(made[-1].tokens), llm.n_ctx)
         return made
@@ -130,7 +137,7 @@ async def _answer(
 
         async def work() -> Response:
             async with admission as generation:
-                found = await results_of(generation, settings, body.n_keep)
+                found = await results(generation, settings.timeout)
                 made = [_final(r, i, generation, body, whole=True) for i, r in enumerate(found)]
             return JSONResponse(made[0] if len(made) == 1 else made, headers=headers)
 
@@ -139,7 +146,7 @@ async def _answer(
     async def events(generation: Generation) -> AsyncIterator[str]:
         for which in range(len(generation.streams)):
             partial = _Partial(which, generation, body)
-            async for burst in followed(generation, which, settings, body.n_keep, stream=True):
+            async for burst in bursts(generation, which, settings.timeout):
                 yield "".join(event(row) for chunk in burst for row in partial.rows(chunk))
 
     def failure(error: Refused) -> str:
@@ -201,7 +208,7 @@ def _final(result: Result, index: int, generation: Generation, body: CompletionB
         "generation_settings": settings_of(request.params, request.seed),
         "prompt": generation.llm.detokenize(_without_images(request), False),
         "has_new_line": "\n" in result.text,
-        "truncated": result.finish_reason == "length" and prompt + made >= request.n_ctx,
+        "truncated": result.shifted > 0 or (result.finish_reason == "length" and prompt + made >= request.n_ctx),
         "stop_type": "word" if isinstance(result.stopped_by, str) else STOPPED.get(result.finish_reason, "none"),
         "stopping_word": result.stopped_by if isinstance(result.stopped_by, str) else "",
         "tokens_cached": prompt + max(0, made - 1),
