@@ -16,7 +16,7 @@ import numpy as np
 from quarrel.cpu_backend.formats.table import BLOCKS
 from quarrel.cpu_backend.linear import floats
 from quarrel.cpu_backend.linear.activations import row_bytes
-from quarrel.cpu_backend.linear.floats import float_linear
+from quarrel.cpu_backend.linear.floats import CHUNK_BYTES, float_linear
 from quarrel.cpu_backend.linear.matvec import matrix_fields, matvec
 from quarrel.cpu_backend.linear.tile import T_BLOCK, tile, tile_count
 from quarrel.cpu_backend.lowering import Field, Lowering
@@ -25,9 +25,6 @@ from quarrel.cpu_backend.runtime.features import Level
 from quarrel.cpu_backend.weights import Packed
 from quarrel.ops.contract import Value, WeightRef
 from quarrel.ops.linear import LinearSpec
-
-CHUNK_BYTES = 32768
-"""Weight bytes of the shortest chunk of the decode path: about 3 us of one core's share of memory bandwidth."""
 
 Rows = Literal["few rows", "more rows", "any rows"]
 Form = Literal["q", "f32"]
@@ -145,7 +142,7 @@ def _tile_job(e: Lowering, c: Call) -> Job:
 
 def _float_job(e: Lowering, c: Call) -> Job:
     axis, w = e.plan.rows(c.x), c.w
-    rows = floats.ROWS if w.type in BLOCKS else max(4, min(256, CHUNK_BYTES // w.row_bytes))
+    rows = floats.ROWS if w.type in BLOCKS else floats.chunk_rows(e.plan.level, w.rows, w.row_bytes, e.plan.threads)
     n_tiles = -(-w.rows // rows)
     matrix = {"w": w.address, "n": w.rows, "k": w.k, "row_bytes": w.row_bytes}
     fields = {**c.output, **matrix, "x": c.x, "live_rows": e.plan.live(axis), "n_tiles": n_tiles, "chunk_rows": rows}
