@@ -27,6 +27,7 @@ api_key --api-key LLAMA_API_KEY
 api_key_file --api-key-file
 alias -a --alias LLAMA_ARG_ALIAS
 keep --keep
+slot_save_path --slot-save-path
 draft -md --model-draft --spec-draft-model LLAMA_ARG_MODEL_DRAFT LLAMA_ARG_SPEC_DRAFT_MODEL
 draft_max --draft --draft-n --draft-max --spec-draft-n-max
 spec_type --spec-type

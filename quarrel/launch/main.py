@@ -86,7 +86,7 @@ def _run(args: Arguments, words: Sequence[str]) -> int:
     early = Early(bound(host, PORT if port is None else port))
     early.start()
     try:
-        template = template_of(args)
+        template, _ = template_of(args), save_path_of(args)
         llm = _load(args, model, options)
     except Exception as error:  # whatever it is, the old engine may fare better
         early.close()
@@ -239,6 +239,7 @@ def _serve(args: Arguments, llm: LLM, early: Early, template: str | None) -> int
         adapter=_ADAPTER if args.loras else None,
         context_shift="context_shift" in args.switches,
         keep=args.number("keep") or 0,
+        slot_save_path=save_path_of(args),
         sampling=CompletionBody(**sampling).shared() if sampling else None,
         media_marker=os.environ.get("LLAMA_MEDIA_MARKER") or Settings().media_marker,
     )
@@ -255,6 +256,14 @@ def end_with(llm: LLM) -> None:
         time.sleep(LOOKS)
     _say(f"error: {PROG}: {llm.fault}")
     os._exit(EXIT_FAULT)
+
+
+def save_path_of(args: Arguments) -> Path | None:
+    """The folder that slots are saved to, which must be there."""
+    given = args.text("slot_save_path")
+    if given is not None and not Path(given).is_dir():
+        raise ConfigError(f"--slot-save-path {given}: there is no such folder: make it first")
+    return None if given is None else Path(given)
 
 
 def name_of(args: Arguments) -> str:

@@ -58,6 +58,8 @@ class Prefixes:
         """
         index, own = self._place(salt, adapter)
         file, n_vocab = Path(path), self._parts.tokenizer.n_vocab
+        if file.exists() and not file.is_file():
+            raise RequestError(f"{file.name} is no file")
         try:
             with file.open("rb") as found:
                 form, identity = self._run(transfer.form_of), self.identity(index)

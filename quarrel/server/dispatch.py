@@ -84,7 +84,7 @@ class Dispatcher:
             self._check_queue(name)
             self._accepted[name] += 1
             stack.callback(self._accepted.subtract, [name])
-            llm, requests = await self._prepared(stack, made.name, prepare, self._service(caller, priority))
+            llm, requests = await self._prepared(stack, made.name, prepare, self.service(caller, priority))
             prompt = sum(len(r.tokens) for r in requests)
             wanted = sum((r.params.max_tokens or 0) * r.params.n for r in requests)
             streams: list[AsyncStream] = []
@@ -154,7 +154,8 @@ class Dispatcher:
             yield
             back.pop_all()
 
-    def _service(self, caller: str, priority: Priority) -> Service:
+    def service(self, caller: str, priority: Priority = "interactive") -> Service:
+        """How requests of a caller are served."""
         # A caller with a key shares no cached prompt with anybody else, and so cannot time what others sent.
         salt = caller if caller.startswith("key ") else ""
         s = self.settings

@@ -62,6 +62,8 @@ class Settings:
     context_shift: bool = False
     """In that protocol: whether a text goes on where its context is full; and how many tokens of its prompt it keeps."""
     keep: int = 0
+    slot_save_path: Path | None = None
+    """In that protocol: the folder that slots are saved to."""
     media_marker: str = field(default_factory=lambda: f"<__media_{secrets.token_hex(16)}__>")
     """In that protocol: what stands for an image in a prompt's text; by default no caller's text has it by chance."""
     chat_template: str | None = None

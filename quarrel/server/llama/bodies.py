@@ -93,6 +93,9 @@ class Samplers(Body):
     grammar: Text | None = None
     json_schema: dict[str, Any] | StrictBool | None = None
     cache_prompt: StrictBool | None = None
+    id_slot: Int | None = None
+    """Under which number the text is kept, modulo their count; below 0, and None, is any. A text's beginning is found
+    wherever it was computed."""
     preserved_tokens: list[StrictStr] | None = None
     """Control tokens whose names are kept in the text."""
 
@@ -161,8 +164,6 @@ class CompletionBody(Samplers):
     stream: StrictBool | None = None
     n_probs: Int | None = None
     return_tokens: StrictBool | None = None
-    id_slot: Int | None = None
-    """Accepted: sequences have no fixed places here, and a text's beginning is found wherever it was computed."""
 
     def prompts(self, marker: str = MARKER) -> list[Any]:
         """Each a text, a list of ids and texts, or parts where there are images. marker: what stands for an image."""

@@ -20,27 +20,30 @@ from quarrel.server.lines import DONE, SSE
 from quarrel.server.lines import event as line
 from quarrel.server.llama.bodies import ChatBody
 from quarrel.server.llama.completion import biases, check_room, keep_of, probability, service_of, timings
+from quarrel.server.llama.slots import Slots
 from quarrel.server.llama.table import Routes
 from quarrel.server.openai import FINGERPRINT, _Chat, _usage
 
 Json = dict[str, Any]
 
 
-def routes(dispatcher: Dispatcher) -> Routes:
+def routes(dispatcher: Dispatcher, slots: Slots) -> Routes:
     """Chat."""
     router = Routes()
 
     async def chat(request: Request) -> Response:
         """The next message of a conversation."""
         body, headers = await read_body(request, ChatBody, dispatcher)
-        return await _answer(dispatcher, request, body, headers)
+        return await _answer(dispatcher, slots, request, body, headers)
 
     for path in ("/v1/chat/completions", "/chat/completions"):
         router.post(path)(chat)
     return router
 
 
-async def _answer(dispatcher: Dispatcher, request: Request, body: ChatBody, headers: dict[str, str]) -> Response:
+async def _answer(
+    dispatcher: Dispatcher, slots: Slots, request: Request, body: ChatBody, headers: dict[str, str]
+) -> Response:
     messages = [m.plain() for m in body.messages]
     reading = body.reading()
     options: Any = {"max_tokens": None, **(dispatcher.settings.sampling or {}), **body.sampling()}
@@ -86,7 +89,9 @@ async def _answer(dispatcher: Dispatcher, request: Request, body: ChatBody, head
 
         async def work() -> Json:
             async with admission as generation:
-                return whole(generation, await results(generation, dispatcher.settings.timeout))
+                with slots.taken(generation, body.id_slot):
+                    found = await results(generation, dispatcher.settings.timeout)
+                return whole(generation, found)
 
         return JSONResponse(await cancel_on_disconnect(request, work()), headers=headers)
 
@@ -101,26 +106,27 @@ async def _answer(dispatcher: Dispatcher, request: Request, body: ChatBody, head
 
         begun: set[int] = set()
         ended: list[Result] = []
-        async for burst in bursts(generation, 0, dispatcher.settings.timeout):
-            rows = []
-            for chunk in burst:
-                more = _logprobs(chunk, generation)
-                if chunk.index not in begun:
-                    begun.add(chunk.index)
-                    rows.append(event(chunk.index, {"role": "assistant", "content": None}, **more))
-                    more = {}
-                made = form.delta(chunk, chunk.index, generation)
-                delta = {k: v for k, v in made["delta"].items() if k != "role" and v != ""}
-                if thought := delta.pop("reasoning_content", None):
-                    rows.append(event(chunk.index, {"reasoning_content": thought}, **more))
-                    more = {}
-                if delta or more:
-                    rows.append(event(chunk.index, delta, **more))
-                if chunk.result is not None:
-                    ended.append(chunk.result)
-                    last = {"finish_reason": made["finish_reason"], "timings": timings(chunk.result)}
-                    rows.append(event(chunk.index, {}, **last))
-            yield "".join(rows)
+        with slots.taken(generation, body.id_slot):
+            async for burst in bursts(generation, 0, dispatcher.settings.timeout):
+                rows = []
+                for chunk in burst:
+                    more = _logprobs(chunk, generation)
+                    if chunk.index not in begun:
+                        begun.add(chunk.index)
+                        rows.append(event(chunk.index, {"role": "assistant", "content": None}, **more))
+                        more = {}
+                    made = form.delta(chunk, chunk.index, generation)
+                    delta = {k: v for k, v in made["delta"].items() if k != "role" and v != ""}
+                    if thought := delta.pop("reasoning_content", None):
+                        rows.append(event(chunk.index, {"reasoning_content": thought}, **more))
+                        more = {}
+                    if delta or more:
+                        rows.append(event(chunk.index, delta, **more))
+                    if chunk.result is not None:
+                        ended.append(chunk.result)
+                        last = {"finish_reason": made["finish_reason"], "timings": timings(chunk.result)}
+                        rows.append(event(chunk.index, {}, **last))
+                yield "".join(rows)
         if with_usage:
             more = {"usage": _usage(ended, n), "timings": timings(ended[0])}
             yield line({"choices": [], **named(generation), "object": "chat.completion.chunk", **more})

@@ -18,6 +18,7 @@ from quarrel.server.dispatch import Dispatcher, Generation, answer_stream, burst
 from quarrel.server.errors import Refused, llama_body
 from quarrel.server.lines import SSE, event
 from quarrel.server.llama.bodies import MOST_PROBS, CompletionBody, InfillBody
+from quarrel.server.llama.slots import Slots
 from quarrel.server.llama.table import Routes
 from quarrel.server.logprobs import chat_logprob
 from quarrel.server.settings import Settings
@@ -26,7 +27,7 @@ Json = dict[str, Any]
 STOPPED = {"length": "limit", "stop": "eos"}
 
 
-def routes(dispatcher: Dispatcher) -> Routes:
+def routes(dispatcher: Dispatcher, slots: Slots) -> Routes:
     """Text in, text out."""
     router = Routes()
 
@@ -34,7 +35,7 @@ def routes(dispatcher: Dispatcher) -> Routes:
         """The continuation of a text, of ids, or of both; of several, a list."""
         body, headers = await read_body(request, CompletionBody, dispatcher)
         prompts = body.prompts(dispatcher.settings.media_marker)
-        return await _answer(dispatcher, request, body, prompts, headers)
+        return await _answer(dispatcher, slots, request, body, prompts, headers)
 
     for path in ("/completion", "/completions"):
         router.post(path)(complete)
@@ -45,7 +46,7 @@ def routes(dispatcher: Dispatcher) -> Routes:
         body, headers = await read_body(request, InfillBody, dispatcher)
         async with dispatcher.models.use(body.model) as (_, llm):
             prompt = infill_ids(llm, body)
-        return await _answer(dispatcher, request, body, [prompt], headers)
+        return await _answer(dispatcher, slots, request, body, [prompt], headers)
 
     return router
 
@@ -110,7 +111,12 @@ def check_room(count: int, n_ctx: int) -> None:
 
 
 async def _answer(
-    dispatcher: Dispatcher, request: Request, body: CompletionBody, prompts: Sequence[Any], headers: dict[str, str]
+    dispatcher: Dispatcher,
+    slots: Slots,
+    request: Request,
+    body: CompletionBody,
+    prompts: Sequence[Any],
+    headers: dict[str, str],
 ) -> Response:
     options: Any = {"max_tokens": None, **(dispatcher.settings.sampling or {}), **body.shared()}
     form, settings = body.form(), dispatcher.settings
@@ -137,17 +143,19 @@ async def _answer(
 
         async def work() -> Response:
             async with admission as generation:
-                found = await results(generation, settings.timeout)
-                made = [_final(r, i, generation, body, whole=True) for i, r in enumerate(found)]
+                with slots.taken(generation, body.id_slot) as ids:
+                    found = await results(generation, settings.timeout)
+                made = [_final(r, i, generation, body, ids[i], whole=True) for i, r in enumerate(found)]
             return JSONResponse(made[0] if len(made) == 1 else made, headers=headers)
 
         return await cancel_on_disconnect(request, work())
 
     async def events(generation: Generation) -> AsyncIterator[str]:
-        for which in range(len(generation.streams)):
-            partial = _Partial(which, generation, body)
-            async for burst in bursts(generation, which, settings.timeout):
-                yield "".join(event(row) for chunk in burst for row in partial.rows(chunk))
+        with slots.taken(generation, body.id_slot) as ids:
+            for which in range(len(generation.streams)):
+                partial = _Partial(which, generation, body, ids[which])
+                async for burst in bursts(generation, which, settings.timeout):
+                    yield "".join(event(row) for chunk in burst for row in partial.rows(chunk))
 
     def failure(error: Refused) -> str:
         return event(llama_body(error))
@@ -158,8 +166,8 @@ async def _answer(
 class _Partial:
     """The events of one stream: one for each token whose text is certain, and the last one."""
 
-    def __init__(self, index: int, generation: Generation, body: CompletionBody) -> None:
-        self._index, self._generation, self._body = index, generation, body
+    def __init__(self, index: int, generation: Generation, body: CompletionBody, slot: int) -> None:
+        self._index, self._generation, self._body, self._slot = index, generation, body, slot
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         self._made = 0
@@ -174,7 +182,7 @@ class _Partial:
         if chunk.text:  # an event without a text would look like a model that repeats itself
             rows.append(self._row(chunk.text))
         if chunk.result is not None:
-            rows.append(_final(chunk.result, self._index, self._generation, self._body, whole=False))
+            rows.append(_final(chunk.result, self._index, self._generation, self._body, self._slot, whole=False))
         return rows
 
     def _row(self, text: str) -> Json:
@@ -183,7 +191,7 @@ class _Partial:
             "content": text,
             "tokens": self._tokens,
             "stop": False,
-            "id_slot": -1,
+            "id_slot": self._slot,
             "tokens_predicted": self._made,
             "tokens_evaluated": len(self._generation.requests[self._index].tokens),
         }
@@ -193,14 +201,14 @@ class _Partial:
         return row
 
 
-def _final(result: Result, index: int, generation: Generation, body: CompletionBody, *, whole: bool) -> Json:
+def _final(result: Result, index: int, generation: Generation, body: CompletionBody, slot: int, *, whole: bool) -> Json:
     request = generation.requests[index]
     prompt, made = result.usage.prompt_tokens, drawn(result)
     row = {
         "index": index,
         "content": result.text if whole else "",
         "tokens": list(result.token_ids) if whole and body.return_tokens else [],
-        "id_slot": 0,
+        "id_slot": slot,
         "stop": True,
         "model": generation.model,
         "tokens_predicted": made,

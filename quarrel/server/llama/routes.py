@@ -12,7 +12,7 @@ from quarrel.llm import Model
 from quarrel.server.body import read_body
 from quarrel.server.dispatch import Dispatcher, cancel_on_disconnect
 from quarrel.server.errors import Refused
-from quarrel.server.llama import chat, completion
+from quarrel.server.llama import chat, completion, slots
 from quarrel.server.llama.bodies import ChatBody, DetokenizeBody, EmbeddingBody, TokenizeBody
 from quarrel.server.llama.completion import prompt_ids, settings_of
 from quarrel.server.llama.table import Routes
@@ -24,9 +24,10 @@ Json = dict[str, Any]
 
 def routes(dispatcher: Dispatcher, metrics: Metrics) -> Routes:
     """Included before all others, whose /metrics and /v1 routes it takes the place of."""
-    router = Routes()
-    router.include(completion.routes(dispatcher))
-    router.include(chat.routes(dispatcher))
+    router, own = Routes(), slots.Slots()
+    router.include(completion.routes(dispatcher, own))
+    router.include(chat.routes(dispatcher, own))
+    router.include(slots.routes(dispatcher, own))
 
     @router.get("/health")
     @router.get("/v1/health")
@@ -117,13 +118,6 @@ def routes(dispatcher: Dispatcher, metrics: Metrics) -> Routes:
         async with dispatcher.models.use(None) as (name, llm):
             return JSONResponse(await asyncio.to_thread(_props, dispatcher, name, llm))
 
-    @router.get("/slots")
-    async def slots(request: Request) -> Response:
-        """As many as requests run at once; those that do are counted, for sequences have no fixed places here."""
-        async with dispatcher.models.use(None) as (_, llm):
-            running, count = llm.activity().running, llm.explain().max_seqs
-            return JSONResponse([_slot(i, i < running, llm.n_ctx) for i in range(count)])
-
     @router.get("/metrics")
     async def figures(request: Request) -> Response:
         """llama-server's names, and this server's own behind them."""
@@ -177,10 +171,6 @@ def _props(dispatcher: Dispatcher, name: str, llm: Model) -> Json:
         "build_info": FINGERPRINT,
         "is_sleeping": False,
     }
-
-
-def _slot(id: int, busy: bool, n_ctx: int) -> Json:
-    return {"id": id, "n_ctx": n_ctx, "speculative": False, "is_processing": busy}
 
 
 _COUNTERS = (
