@@ -59,6 +59,7 @@ export function Calls({ message }) {
 
 export const Result = ({ message: m }) => (
   <article class="message tool" aria-label={t("result-of", { name: m.name })}>
-    <details><summary><Icon name={m.failed || m.refused ? "warn" : "tool"} size={16} />{t(m.refused ? "refused-call" : m.failed ? "call-failed" : "result-of", { name: m.name })}</summary><pre tabIndex={0}>{pretty(m.text)}</pre></details>
+    <details><summary><Icon name={m.failed || m.refused ? "warn" : "tool"} size={16} /><span>{t(m.refused ? "refused-call" : m.failed ? "call-failed" : "result-of", { name: m.name })}</span>
+      {!m.refused && <small class="title">{m.text.slice(0, 200)}</small>}</summary><pre tabIndex={0}>{pretty(m.text)}</pre></details>
   </article>
 );

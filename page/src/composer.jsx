@@ -31,7 +31,8 @@ export async function take(list) {
   for (const file of list) {
     try {
       if (isImage(file) && !state.sees.value) throw new Error(t("no-eyes"));
-      files.value = [...files.value, await attach(file)];
+      const made = await attach(file);
+      files.value = [...files.value, made]; // as they are now: others may be read meanwhile
     } catch (error) {
       state.toast.value = { text: error.message };
     }
@@ -127,7 +128,7 @@ export function Composer() {
     <form class="composer" id="composer" aria-label={t("message")} onSubmit={(event) => { event.preventDefault(); submit(); }}>
       <div class="box" onClick={(event) => event.target === event.currentTarget && at.current.focus()}>
         {files.value.length > 0 && <Files list={files.value} drop={(i) => (files.value = files.value.filter((_, n) => n !== i))} />}
-        <textarea id="input" ref={at} rows={1} aria-label={t("message")} placeholder={t(story ? "write-story" : "write-here")} autocomplete="off" value={text.value} onKeyDown={keys} onPaste={paste}
+        <textarea id="input" ref={at} rows={1} aria-label={t("message")} enterkeyhint="send" placeholder={t(story ? "write-story" : "write-here")} autocomplete="off" value={text.value} onKeyDown={keys} onPaste={paste}
           onInput={(event) => { text.value = event.target.value; keep(draftId, text.value); }} />
         <div class="under">
           <IconButton icon="attach" label={t("attach")} onClick={() => chosen.current.click()} />

@@ -83,15 +83,21 @@ function Phase({ phase }) {
   return <div class="phase"><span class="shimmer">{t(phase)}</span></div>;
 }
 
+// Where models begin to call tools: what follows is for the server to read, and stands in the answer's calls when it is whole.
+const CALL = /<tool_call>|\[TOOL_CALLS\]|<\|python_tag\|>|<｜tool▁calls▁begin｜>|<\|tool_call>|<\|tool_call_start\|>|<\|channel\|>commentary to=/;
+
 // What is being written: drawn anew with each count of `seen`.
 function Live({ entry }) {
   entry.seen.value;
-  const { thoughts, answer, open } = split(entry.text), report = (cost) => { entry.cost = cost; };
+  const found = split(entry.text), at = found.answer.search(CALL);
+  const { thoughts, open } = found, answer = at < 0 ? found.answer : found.answer.slice(0, at).trimEnd();
+  const report = (cost) => { entry.cost = cost; };
   return (
     <div class="live" aria-busy="true">
       <Phase phase={entry.phase.value} />
       {(thoughts || open) && <Thoughts text={thoughts} open={open} seconds={entry.thought} report={report} />}
       {answer && <Markdown text={answer} growing report={report} />}
+      {at >= 0 && <div class="phase"><span class="shimmer">{t("tools")}</span></div>}
     </div>
   );
 }

@@ -15,7 +15,7 @@ const choose = (m) => {
 const act = (m, method) => modelRequest(m.name, method).catch((error) => (state.toast.value = { text: error.message }));
 
 function Model({ m, close }) {
-  const facts = m.loaded ? [m.architecture, m.parameters && count(m.parameters), m.quantization, size(m.memory_usage), m.device ?? m.backend] : [m.error ?? t(m.state)];
+  const facts = m.loaded ? [m.architecture, m.parameters && count(m.parameters), m.quantization, size(m.memory_usage), m.device ?? m.backend, m.vision && t("sees")] : [m.error ?? t(m.state)];
   return (
     <li class={m.name === state.model.value?.name ? "on" : ""}>
       <button type="button" class="choose" aria-pressed={m.name === state.model.value?.name} onClick={() => { choose(m); close(); }}>

@@ -11,7 +11,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ def _browser() -> Iterator[Any]:
 def _tab(browser: Any, live: Live, request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
     """Opens one more tab of the same person's browser."""
     # The page's own policy stands but in the test that brings a script of its own.
-    bypass = request.node.originalname == "test_axe_finds_nothing"
+    bypass = request.node.originalname.startswith("test_axe")
     context = browser.new_context(viewport={"width": 1200, "height": 800}, bypass_csp=bypass, accept_downloads=True)
     context.add_init_script("localStorage.quarrelDefaults ??= JSON.stringify({options: {max_tokens: 40}})")
     # It is not there where a page comes by plain http from another machine.
@@ -121,12 +121,13 @@ def says(monkeypatch: pytest.MonkeyPatch, *pieces: str, hold: asyncio.Event | No
     monkeypatch.setattr(server_socket, "chunks", told)
 
 
-def imported(page: Any, *texts: str) -> None:
-    """A conversation with these answers, from a file."""
+def imported(page: Any, *texts: str, more: Mapping[int, Mapping[str, Any]] | None = None) -> None:
+    """A conversation with these answers, from a file. more: fields of messages, by number."""
     messages, parent = [], None
     for i, text in enumerate(texts):
         role = "assistant" if i % 2 or len(texts) == 1 else "user"
         row = {"id": f"m{i}", "conversation": "c0", "parent": parent, "role": role, "text": text, "created": i}
+        row |= (more or {}).get(i, {})
         messages.append(row)
         parent = row["id"]
     record = {"id": "c0", "title": "Imported", "created": 1, "changed": 1, "leaf": parent, "options": {}}
@@ -427,16 +428,26 @@ def test_nothing_that_a_model_writes_runs_or_leaves_the_page(page: Any, monkeypa
     assert page.foreign == []
 
 
-@pytest.mark.skipif(not Path(AXE).is_file(), reason="QUARREL_AXE names no axe.min.js (of the npm package axe-core)")
-def test_axe_finds_nothing(page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = Path(AXE).read_text("utf-8")
+with_axe = pytest.mark.skipif(
+    not Path(AXE).is_file(), reason="QUARREL_AXE names no axe.min.js (of the npm package axe-core)"
+)
+
+
+def findings_of(page: Any) -> Callable[[str], None]:
+    """Asserts that axe finds nothing on the page as it is."""
     page.add_style_tag(content="*, ::before, ::after { animation: none !important; transition: none !important }")
+    page.evaluate("(s) => new Function(s).call(window)", Path(AXE).read_text("utf-8"))
 
     def findings(where: str) -> None:
-        page.evaluate("(s) => window.axe || new Function(s).call(window)", script)
         found = page.evaluate("async () => (await axe.run(document)).violations.map((v) => `${v.id} ${v.nodes[0].html}`)")
         assert found == [], where
 
+    return findings
+
+
+@with_axe
+def test_axe_finds_nothing(page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    findings = findings_of(page)
     findings("empty")
     says(monkeypatch, "<think>Hm.</think>", MARKDOWN)
     write(page, "Once upon a time")
@@ -458,6 +469,38 @@ def test_axe_finds_nothing(page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     page.set_viewport_size({"width": 380, "height": 740})
     page.keyboard.press("Control+Shift+S")
     findings("phone, sidebar")
+
+
+@with_axe
+def test_axe_finds_nothing_in_calls_and_images(page: Any, live: Live) -> None:
+    live.client.post("/api/models/demo")
+    function = {"name": "now", "description": "The time.", "parameters": {"type": "object", "properties": {}}}
+    page.route("**/api/tools", lambda route: route.fulfill(json={"tools": [{"type": "function", "function": function}]}))
+    page.reload()
+    page.wait_for_selector("[data-state=connected]", state="attached")
+    image = "data:image/png;base64," + base64.b64encode(picture("PNG")).decode()
+    calls = [{"id": str(i), "function": {"name": name, "arguments": "{}"}} for i, name in enumerate(("now", "then", "now"))]
+    more = {
+        0: {"attachments": [{"name": "a.png", "image": image}, {"name": "b.txt", "text": "words"}]},
+        1: {"calls": calls, "stats": {"prompt": 400, "tokens": 20, "dropped": 2}},
+        2: {"role": "tool", "call": "2", "name": "now", "failed": True},
+    }
+    imported(page, "Look", "", "The tool failed: no clock", more=more)
+    page.wait_for_selector(".call .choices")
+    findings = findings_of(page)
+    page.click(".message.tool summary")
+    page.keyboard.press("Control+.")
+    for width, scheme in ((1200, "light"), (1200, "dark"), (412, "light"), (412, "dark")):
+        page.set_viewport_size({"width": width, "height": 860})
+        page.emulate_media(color_scheme=scheme)
+        findings(f"{width} {scheme}")
+    page.set_viewport_size({"width": 1200, "height": 860})
+    page.keyboard.press("Control+.")
+    page.click(".meter")
+    findings("the context's menu")
+    page.keyboard.press("Escape")
+    page.click("[aria-label='Show a.png']")
+    findings("an image")
 
 
 def test_a_long_prompt_is_read_in_parts_that_are_told(page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -717,10 +760,12 @@ def test_images_are_chosen_dropped_and_pasted_and_the_model_sees_them(browser: A
     page.set_input_files("#camera", {"name": "a.jpg", "mimeType": "image/jpeg", "buffer": picture("JPEG", 2000, 1000)})
     page.wait_for_selector(".composer .picture")
     page.set_input_files("#files", {"name": "t.txt", "mimeType": "text/plain", "buffer": b"some text"})
-    for kind, name in (("dragover", "b.png"), ("drop", "b.png"), ("paste", "c.png")):
-        page.evaluate(DROPPED, [name, "image/png", base64.b64encode(picture("PNG")).decode(), kind])
-        if kind == "dragover":
-            page.wait_for_selector("text=Drop files to attach them")
+    page.wait_for_selector(".composer .files li:nth-child(2)")
+    png = base64.b64encode(picture("PNG")).decode()
+    page.evaluate(DROPPED, ["b.png", "image/png", png, "dragover"])
+    page.wait_for_selector("text=Drop files to attach them")
+    both = f"(files) => files.forEach({DROPPED})"  # one is still read when the other comes
+    page.evaluate(both, [["b.png", "image/png", png, "drop"], ["c.png", "image/png", png, "paste"]])
     page.wait_for_selector(".composer .files li:nth-child(4)")
     page.evaluate(DROPPED, ["d.png", "image/png", base64.b64encode(b"no picture").decode(), "drop"])
     page.wait_for_selector(".toast >> text=d.png could not be read")
@@ -863,3 +908,22 @@ def test_what_becomes_of_a_full_context_is_chosen_and_told(page: Any) -> None:
     page.wait_for_selector(".message:last-child >> text=did not see the")
     page.reload()
     page.wait_for_selector(".message:last-child >> text=did not see the")
+
+
+def test_what_was_said_can_be_read_without_the_server(browser: Any, tmp_path: Path) -> None:
+    page = browser.new_context().new_page()
+    with running(Settings(data_dir=tmp_path, rates=Rates(requests=0))) as live:
+        page.add_init_script("localStorage.quarrelDefaults ??= JSON.stringify({options: {max_tokens: 8}})")
+        page.goto(live.url)
+        page.wait_for_selector("[data-state=connected]", state="attached")
+        write(page, "Once upon a time")
+        text = answered(page)
+        page.evaluate("navigator.serviceWorker.ready.then((r) => r.active.state)")
+    page.reload()
+    assert answered(page) == text
+    page.wait_for_selector("text=No connection")
+    page.click("text=Settings")
+    page.click("[role=menuitem]:has-text('Language')")
+    page.select_option("#set-language", "de")
+    page.wait_for_selector(".new >> text=Neues Gespräch")
+    page.context.close()

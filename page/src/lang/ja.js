@@ -31,7 +31,7 @@ export default {
   "story-1": "Once upon a time, there was a little fox who", "story-2": "One day, a girl found a key in the garden.", "story-3": "The old boat had not moved for years, until", "story-4": "Tom and his dog wanted to build a house.",
   "keys-send": "メッセージを送信", "keys-line": "改行", "keys-stop": "回答を停止、メニューを閉じる", "keys-new": "新しい会話", "keys-search": "検索", "keys-side": "サイドバー", "keys-settings": "この会話の設定", "keys-edit": "最後のメッセージを編集", "keys-branch": "最後の回答の別の版", "keys-focus": "メッセージ欄", "keys-help": "この一覧",
   "continue": "続ける", "not-kept": "この変更を保存できませんでした: {why}", "too-long": "この会話は長すぎて送信できません。", "shortened": "今後、最も古いやり取りは省かれます。", "too-short": "省けるものがありません。",
-  "camera": "写真を撮る", "show-image": "{name} を表示", "no-eyes": "このモデルはテキストしか読めません。画像を見られるモデルを選んでください。", "unseen": "このモデルはテキストしか読めません。画像は名前だけが渡されます。",
+  "camera": "写真を撮る", "show-image": "{name} を表示", "no-eyes": "このモデルはテキストしか読めません。画像を見られるモデルを選んでください。", "sees": "画像対応", "unseen": "このモデルはテキストしか読めません。画像は名前だけが渡されます。",
   "server-tools": "このサーバーのツール", "server-tools-hint": "モデルが使用を求めることがあります。呼び出しの前に毎回確認します。", "call-asks": "モデルが {name} を呼び出そうとしています。許可しますか？", "allow": "許可", "refuse": "許可しない", "allow-always": "ここでは {name} を常に許可", "call-runs": "ツールを実行中", "call-failed": "{name} は失敗しました",
   "refused-call": "{name} は許可されませんでした", "overflow": "コンテキストがいっぱいになったら", "overflow-stop": "止めて知らせる", "overflow-shift": "最も古いやり取りを省く", "overflow-summary": "最も古いやり取りを先に要約する", "left-out": "コンテキストがいっぱいだったため、この回答は最も古い {n} 件のメッセージをそのままでは見ていません。",
 };

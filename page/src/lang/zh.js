@@ -31,7 +31,7 @@ export default {
   "story-1": "Once upon a time, there was a little fox who", "story-2": "One day, a girl found a key in the garden.", "story-3": "The old boat had not moved for years, until", "story-4": "Tom and his dog wanted to build a house.",
   "keys-send": "发送消息", "keys-line": "换行", "keys-stop": "停止回答；离开菜单", "keys-new": "新对话", "keys-search": "搜索", "keys-side": "侧边栏", "keys-settings": "此对话的设置", "keys-edit": "编辑最后一条消息", "keys-branch": "最后一个回答的其他版本", "keys-focus": "消息框", "keys-help": "此列表",
   "continue": "继续", "not-kept": "无法保存此更改：{why}", "too-long": "这个对话太长，无法发送。", "shortened": "从现在起略去最早的几轮。", "too-short": "没有可以略去的内容。",
-  "camera": "拍照", "show-image": "显示 {name}", "no-eyes": "此模型只读文本：请选择能看图像的模型。", "unseen": "此模型只读文本：图像只会以名称发送。",
+  "camera": "拍照", "show-image": "显示 {name}", "no-eyes": "此模型只读文本：请选择能看图像的模型。", "sees": "能看图像", "unseen": "此模型只读文本：图像只会以名称发送。",
   "server-tools": "此服务器的工具", "server-tools-hint": "模型可以请求使用它们。每次调用前都会询问你。", "call-asks": "模型想调用 {name}。允许吗？", "allow": "允许", "refuse": "不允许", "allow-always": "在此始终允许 {name}", "call-runs": "工具正在运行", "call-failed": "{name} 失败了",
   "refused-call": "{name} 未被允许", "overflow": "上下文已满时", "overflow-stop": "停止并说明", "overflow-shift": "略去最早的对话", "overflow-summary": "先总结最早的对话", "left-out": "上下文已满：此回答未看到最早的 {n} 条消息的原文。",
 };
