@@ -79,8 +79,7 @@ def _pass(
     whole, done = m.k & -16, k.i64(0)
     if len(xs) == 1:  # bound by memory: whole lines, asked for ahead of their use
         value = 4 if m.kind == "F32" else 2
-        line, tile = 64 // value, m.size * len(row_at)
-        ahead = (k.i64(AHEAD - 1) // tile + 1) * tile  # where these rows of a later tile lie
+        line, ahead = 64 // value, _later(k, m, len(row_at), AHEAD)
         done = m.k & -line
         with k.range(0, done, line) as i:
             for row in row_at:
@@ -103,6 +102,20 @@ def _pass(
             lambda x: padded(lambda o: k.load(x + o, F32)),
         )
     return acc
+
+
+def _later(k: Kernel, m: FloatMatrix, count: int, ahead: int) -> Val:
+    """How far behind a tile of so many weight rows the first tile lies that is at least `ahead` bytes away."""
+    tile = m.size * count
+    return (k.i64(ahead - 1) // tile + 1) * tile
+
+
+def _prefetch_tile(k: Kernel, m: FloatMatrix, n: Val, count: int) -> None:
+    """Asks for a later tile at once: 80 MB of F16 in rows of 576 values meet two activation rows at 9 GB/s on a core of a
+    Zen 3, without this at 6; eight rows at 4.8 and 4.3."""
+    at = m.base + n * m.size + _later(k, m, count, 2 * AHEAD)
+    with k.range(0, m.size * count, 64) as line:
+        k.prefetch(at + line, locality=2)
 
 
 def tiles(level: Level) -> tuple[tuple[int, int], ...]:
@@ -134,6 +147,9 @@ def float_rows(k: Kernel, level: Level, m: FloatMatrix, span: tuple[Val, Val], r
             n = k.var(span[0])
             for count in (height, 1):
                 with k.loop_while(lambda: n.v + count <= span[1]):  # noqa: B023
+                    if width > 1 and count > 1:
+                        with k.when(t.v.eq(rows.start)):
+                            _prefetch_tile(k, m, n.v, count)
                     tile(n.v, count, [t.v + i for i in range(width)])
                     n.v = n.v + count
             t.v = t.v + width
