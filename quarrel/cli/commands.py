@@ -108,7 +108,8 @@ def _completion(p: argparse.ArgumentParser) -> None:
     p.add_argument("shell", choices=("bash", "zsh", "tcsh"))
 
 
-TYPES = f"{', '.join(WEIGHTS)} or q2_k_s"
+WEIGHED = "q2_k_s, iq3_xs, iq3_xxs, iq2_m, iq2_s, iq2_xs, iq2_xxs, iq1_m or iq1_s"
+TYPES = f"{', '.join(WEIGHTS)}; with --imatrix {WEIGHED}"
 _IMATRIX = "what `quarrel imatrix` or llama-imatrix made of the model: errors weigh as much as their columns are used"
 
 

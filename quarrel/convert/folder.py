@@ -25,7 +25,7 @@ from quarrel.convert.rerankers import RANK, is_reranker, reranker
 from quarrel.convert.rules import Architecture, weights
 from quarrel.convert.safetensors import Checkpoint
 from quarrel.convert.vocabulary import VOCABULARIES, vocabulary_keys
-from quarrel.errors import GGUFError, ModelError, RequestError, UnsupportedModel
+from quarrel.errors import GGUFError, ModelError, UnsupportedModel
 from quarrel.gguf import (
     FORMATS,
     GGMLType,
@@ -38,7 +38,8 @@ from quarrel.gguf import (
     nbytes,
     quantize,
 )
-from quarrel.gguf.requantize import MIXES, PIECE, types_of
+from quarrel.gguf.mixes import check_mix, types_of
+from quarrel.gguf.requantize import PIECE
 
 CONFIG = "config.json"
 _PLAIN = {GGMLType.F32: "F32", GGMLType.F16: "F16", GGMLType.BF16: "BF16"}
@@ -59,8 +60,8 @@ class FolderFile(GGUFFile):
 
         Raises ModelError, UnsupportedModel and ModelNotFound; RequestError for a mix that is none.
         """
-        if mix is not None and mix.lower() not in MIXES:
-            raise RequestError(f"the type is {mix!r}, wanted one of {', '.join(MIXES)}", "quantize")
+        if mix is not None:
+            check_mix(mix, None, "quantize")
         config = Config(read_json(folder / CONFIG), folder / CONFIG)
         arch, config = projector(config) if mmproj else (architecture(config), config)
         config = config.with_defaults(arch.defaults)

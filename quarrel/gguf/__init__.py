@@ -6,8 +6,9 @@ from quarrel.gguf.formats import FORMATS, BlockFormat, GGMLType, file_type, nbyt
 from quarrel.gguf.importance import Entry, ImportanceMatrix, read_importance
 from quarrel.gguf.mapped import Mapped
 from quarrel.gguf.metadata import REQUIRED, Metadata
+from quarrel.gguf.mixes import own_mix
 from quarrel.gguf.quantize import quantize
-from quarrel.gguf.requantize import own_mix, requantize
+from quarrel.gguf.requantize import requantize
 from quarrel.gguf.resolve import Resolved, pull, resolve
 from quarrel.gguf.values import ValueType
 from quarrel.gguf.vocabulary import check_vocab

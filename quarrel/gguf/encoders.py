@@ -24,12 +24,12 @@ IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 
 _BETWEEN = (IQ4_VALUES[1:] + IQ4_VALUES[:-1]) / 2
 
 
-def _float16(x: np.ndarray) -> np.ndarray:
+def float16_of(x: np.ndarray) -> np.ndarray:
     """Rounds to float16 and back: later steps must see the scale that the file will hold."""
     return x.astype(np.float16).astype(np.float32)
 
 
-def _reciprocal(x: np.ndarray) -> np.ndarray:
+def reciprocal(x: np.ndarray) -> np.ndarray:
     inverse: np.ndarray = np.divide(1, x, out=np.zeros_like(x), where=x != 0)
     return inverse
 
@@ -46,10 +46,10 @@ def _affine(x: np.ndarray, weight: np.ndarray, levels: int, offsets: np.ndarray)
     total, sum_x = weight.sum(-1), (weight * x).sum(-1)
 
     best_scale, best_low = spread[..., 0] / levels, low[..., 0]
-    fit = best_scale[..., None] * np.clip(np.rint((x - low) * _reciprocal(best_scale[..., None])), 0, levels) + low
+    fit = best_scale[..., None] * np.clip(np.rint((x - low) * reciprocal(best_scale[..., None])), 0, levels) + low
     best_error = (weight * (fit - x) ** 2).sum(-1)
     for offset in offsets:
-        q = np.clip(np.rint((x - low) * ((levels + offset) * _reciprocal(spread))), 0, levels)
+        q = np.clip(np.rint((x - low) * ((levels + offset) * reciprocal(spread))), 0, levels)
         weighted = weight * q
         sum_q, sum_qq, sum_qx = weighted.sum(-1), (weighted * q).sum(-1), (weighted * x).sum(-1)
         determinant = total * sum_qq - sum_q * sum_q
@@ -59,7 +59,7 @@ def _affine(x: np.ndarray, weight: np.ndarray, levels: int, offsets: np.ndarray)
         bottom = (sum_qq * sum_x - sum_q * sum_qx) * inverse
         # The format can only subtract: a line that would start above zero is fitted again through zero.
         above = bottom > 0
-        scale = np.where(above, sum_qx * _reciprocal(sum_qq), scale)
+        scale = np.where(above, sum_qx * reciprocal(sum_qq), scale)
         bottom = np.where(above, 0, bottom)
         error = (weight * (scale[..., None] * q + bottom[..., None] - x) ** 2).sum(-1)
         better = usable & (error < best_error)
@@ -80,21 +80,21 @@ def _multiples(x: np.ndarray, weight: np.ndarray, most: int) -> tuple[np.ndarray
     unit, best = largest / most, np.full_like(largest, np.inf)
     for offset in (0, *range(-4, 0), *range(1, 5)):
         each = largest / (most + 0.1 * offset)
-        q = np.clip(np.rint(x * _reciprocal(each)), 0, most)
+        q = np.clip(np.rint(x * reciprocal(each)), 0, most)
         error = (weight * (x - each * q) ** 2).sum(-1, keepdims=True)
         unit, best = np.where(error < best, each, unit), np.minimum(error, best)
-    q = np.clip(np.rint(x * _reciprocal(unit)), 0, most)
+    q = np.clip(np.rint(x * reciprocal(unit)), 0, most)
     sum_qx, sum_qq = (weight * x * q).sum(-1), (weight * q * q).sum(-1)
     for _ in range(5):
         for i in range(x.shape[-1]):
             w, value, old = weight[:, i], x[:, i], q[:, i]
             rest_x, rest_q = sum_qx - w * value * old, sum_qq - w * old * old
-            new = np.minimum(np.rint(value * rest_q * _reciprocal(rest_x)), most)
+            new = np.minimum(np.rint(value * rest_q * reciprocal(rest_x)), most)
             new_x, new_q = rest_x + w * value * new, rest_q + w * new * new
             better = (rest_x > 0) & (rest_q > 0) & (new_x * new_x * sum_qq > sum_qx * sum_qx * new_q)
             q[:, i] = np.where(better, new, old)
             sum_qx, sum_qq = np.where(better, new_x, sum_qx), np.where(better, new_q, sum_qq)
-    return _float16((sum_qx * _reciprocal(sum_qq))[:, None]), q
+    return float16_of((sum_qx * reciprocal(sum_qq))[:, None]), q
 
 
 def _signed(
@@ -107,10 +107,10 @@ def _signed(
     best_scale = np.zeros(x.shape[:-1], np.float32)
     best_gain = np.full(x.shape[:-1], -1, np.float32)
     for factor in factors:
-        q = rounded(x * (factor * _reciprocal(extreme)))
+        q = rounded(x * (factor * reciprocal(extreme)))
         weighted = weight * q
         sum_qx, sum_qq = (weighted * x).sum(-1), (weighted * q).sum(-1)
-        scale = sum_qx * _reciprocal(sum_qq)
+        scale = sum_qx * reciprocal(sum_qq)
         gain = scale * sum_qx
         better = gain > best_gain
         best_scale, best_gain = np.where(better, scale, best_scale), np.where(better, gain, best_gain)
@@ -126,7 +126,7 @@ def _squares(x: np.ndarray, importance: np.ndarray | None) -> np.ndarray:
     return x * x if importance is None else importance.reshape(x.shape)
 
 
-def _sizes(x: np.ndarray, importance: np.ndarray | None) -> np.ndarray:
+def sizes(x: np.ndarray, importance: np.ndarray | None) -> np.ndarray:
     """Large values weigh more, and small ones something."""
     if importance is not None:
         return importance.reshape(x.shape)
@@ -146,19 +146,19 @@ def _affine_blocks(
     What the units are rounded from is fitted once more, to the integers and multiples that the first ones gave.
     """
     runs = x.reshape(len(x), -1, width)
-    weight = _sizes(runs, importance)
+    weight = sizes(runs, importance)
     share = np.ones_like(runs) if importance is None else weight  # of an error when units are fitted
     scale, minimum = _affine(runs, weight, levels, OFFSETS if importance is None else FINE)
     if importance is None:
-        d, dmin = (_float16(part.max(-1, keepdims=True) / most) for part in (scale, minimum))  # [n, 1]
-        s, m = (np.clip(np.rint(p * _reciprocal(unit)), 0, most) for p, unit in ((scale, d), (minimum, dmin)))  # [n, runs]
+        d, dmin = (float16_of(part.max(-1, keepdims=True) / most) for part in (scale, minimum))  # [n, 1]
+        s, m = (np.clip(np.rint(p * reciprocal(unit)), 0, most) for p, unit in ((scale, d), (minimum, dmin)))  # [n, runs]
     else:
         (d, s), (dmin, m) = (_multiples(part, weight.sum(-1), most) for part in (scale, minimum))
 
     def rounded(d: np.ndarray, dmin: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The integers, and the squared error of each block [n, 1]."""
         step, low = (d * s)[..., None], (dmin * m)[..., None]
-        q = np.clip(np.rint((runs + low) * _reciprocal(step)), 0, levels)
+        q = np.clip(np.rint((runs + low) * reciprocal(step)), 0, levels)
         return q, (share * (step * q - low - runs) ** 2).sum((1, 2))[:, None]
 
     q, error = rounded(d, dmin)
@@ -169,9 +169,9 @@ def _affine_blocks(
         aa, bb = (s * s * (shared * q).sum(-1)).sum(-1), (m * m * total).sum(-1)
         ab = (s * m * shared.sum(-1)).sum(-1)
         ax, bx = (s * (shared * runs).sum(-1)).sum(-1), (m * sum_x).sum(-1)
-        inverse = _reciprocal(aa * bb - ab * ab)
+        inverse = reciprocal(aa * bb - ab * ab)
         other = [
-            _float16(np.maximum(v, 0))[:, None] for v in ((ax * bb - ab * bx) * inverse, (ab * ax - aa * bx) * inverse)
+            float16_of(np.maximum(v, 0))[:, None] for v in ((ax * bb - ab * bx) * inverse, (ab * ax - aa * bx) * inverse)
         ]
         new_q, new_error = rounded(*other)
         better = new_error < error
@@ -180,7 +180,7 @@ def _affine_blocks(
     return d, dmin, s.astype(np.uint8), m.astype(np.uint8), q.astype(np.uint8)
 
 
-def _bytes(d: np.ndarray) -> np.ndarray:
+def bytes_of(d: np.ndarray) -> np.ndarray:
     """float16 [n, 1] as bytes [n, 2]."""
     raw: np.ndarray = d.astype("<f2").view(np.uint8)
     return raw
@@ -189,7 +189,7 @@ def _bytes(d: np.ndarray) -> np.ndarray:
 def _packed(d: np.ndarray, dmin: np.ndarray, s: np.ndarray, m: np.ndarray) -> np.ndarray:
     """The 16 first bytes of a Q4_K or Q5_K block: units [n, 1], and the scales and minima [n, 8] as multiples of them."""
     low, high = s[:, :4] | s[:, 4:] >> 4 << 6, m[:, :4] | m[:, 4:] >> 4 << 6
-    return np.concatenate([_bytes(d), _bytes(dmin), low, high, s[:, 4:] & 15 | (m[:, 4:] & 15) << 4], axis=1)
+    return np.concatenate([bytes_of(d), bytes_of(dmin), low, high, s[:, 4:] & 15 | (m[:, 4:] & 15) << 4], axis=1)
 
 
 def _pairs(q: np.ndarray) -> np.ndarray:
@@ -213,20 +213,20 @@ def _high(q: np.ndarray, bit: int) -> np.ndarray:
 
 def _q2_k(x: np.ndarray, importance: np.ndarray | None) -> np.ndarray:
     d, dmin, s, m, q = _affine_blocks(x, importance, 16, 3, 15)
-    return np.concatenate([s | m << 4, _fours(q), _bytes(d), _bytes(dmin)], axis=1)
+    return np.concatenate([s | m << 4, _fours(q), bytes_of(d), bytes_of(dmin)], axis=1)
 
 
 def _q3_k(x: np.ndarray, importance: np.ndarray | None) -> np.ndarray:
     runs = x.reshape(-1, 16, 16)
-    weight = _sizes(runs, importance)
+    weight = sizes(runs, importance)
     scale = _integers(runs, weight, 4)
-    d = _float16(_integers(scale, weight.sum(-1), 32)[:, None])
-    s = np.clip(np.rint(scale * _reciprocal(d)), -32, 31)  # [n, 16]
-    q = (np.clip(np.rint(runs * _reciprocal((d * s)[..., None])), -4, 3) + 4).astype(np.uint8).reshape(-1, 8, 32)
+    d = float16_of(_integers(scale, weight.sum(-1), 32)[:, None])
+    s = np.clip(np.rint(scale * reciprocal(d)), -32, 31)  # [n, 16]
+    q = (np.clip(np.rint(runs * reciprocal((d * s)[..., None])), -4, 3) + 4).astype(np.uint8).reshape(-1, 8, 32)
     codes = (s + 32).astype(np.uint8)
     upper = np.bitwise_or.reduce(codes.reshape(-1, 4, 4) >> 4 << np.array([0, 2, 4, 6], np.uint8)[:, None], axis=1)
     scales = np.concatenate([codes[:, :8] & 15 | (codes[:, 8:] & 15) << 4, upper], axis=1)
-    return np.concatenate([_high(q, 2), _fours(q & 3), scales, _bytes(d)], axis=1)
+    return np.concatenate([_high(q, 2), _fours(q & 3), scales, bytes_of(d)], axis=1)
 
 
 def _q4_k(x: np.ndarray, importance: np.ndarray | None) -> np.ndarray:
@@ -246,13 +246,13 @@ def _q6_k(x: np.ndarray, importance: np.ndarray | None) -> np.ndarray:
     runs = x.reshape(-1, 16, 16)
     scale = _integers(runs, _squares(runs, importance), 32)
     largest = np.take_along_axis(scale, np.abs(scale).argmax(-1, keepdims=True), -1)  # [n, 1], signed
-    d = _float16(largest / -128)
-    s = np.clip(np.rint(scale * _reciprocal(d)), -128, 127)  # [n, 16]
-    q = np.clip(np.rint(runs * _reciprocal((d * s)[..., None])), -32, 31) + 32
+    d = float16_of(largest / -128)
+    s = np.clip(np.rint(scale * reciprocal(d)), -128, 127)  # [n, 16]
+    q = np.clip(np.rint(runs * reciprocal((d * s)[..., None])), -32, 31) + 32
     q = q.astype(np.uint8).reshape(-1, 2, 4, 32)  # halves of four quarters
     low = q & 15
     ql = np.concatenate([low[:, :, 0] | low[:, :, 2] << 4, low[:, :, 1] | low[:, :, 3] << 4], axis=-1)  # [n, 2, 64]
-    parts = [ql.reshape(-1, 128), _fours(q.reshape(-1, 256) >> 4), s.astype(np.int8).view(np.uint8), _bytes(d)]
+    parts = [ql.reshape(-1, 128), _fours(q.reshape(-1, 256) >> 4), s.astype(np.int8).view(np.uint8), bytes_of(d)]
     return np.concatenate(parts, axis=1)
 
 
@@ -267,21 +267,21 @@ def _iq4_scale(runs: np.ndarray, importance: np.ndarray | None) -> np.ndarray:
 
 
 def _iq4_nl(x: np.ndarray, importance: np.ndarray | None) -> np.ndarray:
-    d = _float16(_iq4_scale(x, importance)[:, None])
-    return np.concatenate([_bytes(d), _pairs(_nearest(x * _reciprocal(d)))], axis=1)
+    d = float16_of(_iq4_scale(x, importance)[:, None])
+    return np.concatenate([bytes_of(d), _pairs(_nearest(x * reciprocal(d)))], axis=1)
 
 
 def _iq4_xs(x: np.ndarray, importance: np.ndarray | None) -> np.ndarray:
     runs = x.reshape(-1, 8, 32)
     scale = _iq4_scale(runs, importance)
-    d = _float16(np.take_along_axis(scale, np.abs(scale).argmax(-1, keepdims=True), -1) / -32)
-    s = np.clip(np.rint(scale * _reciprocal(d)), -32, 31)  # [n, 8]
-    q = _nearest(runs * _reciprocal((d * s)[..., None]))
+    d = float16_of(np.take_along_axis(scale, np.abs(scale).argmax(-1, keepdims=True), -1) / -32)
+    s = np.clip(np.rint(scale * reciprocal(d)), -32, 31)  # [n, 8]
+    q = _nearest(runs * reciprocal((d * s)[..., None]))
     codes = (s + 32).astype(np.uint16)
     high = np.bitwise_or.reduce(codes >> 4 << 2 * np.arange(8, dtype=np.uint16), axis=1).astype("<u2")
     low = (codes[:, 0::2] & 15 | (codes[:, 1::2] & 15) << 4).astype(np.uint8)
     nibbles = _pairs(q.reshape(-1, 32)).reshape(len(x), 128)
-    return np.concatenate([_bytes(d), high.view(np.uint8).reshape(-1, 2), low, nibbles], axis=1)
+    return np.concatenate([bytes_of(d), high.view(np.uint8).reshape(-1, 2), low, nibbles], axis=1)
 
 
 def _nvfp4(x: np.ndarray, importance: np.ndarray | None) -> np.ndarray:
@@ -289,7 +289,7 @@ def _nvfp4(x: np.ndarray, importance: np.ndarray | None) -> np.ndarray:
     runs = x.reshape(-1, 4, 16)
     scales, magnitudes = UE4M3[:0x7F], np.array([0, 1, 2, 3, 4, 6, 8, 12], np.float32)
     scale = np.searchsorted((scales[1:] + scales[:-1]) / 2, np.abs(runs).max(-1) / 6, side="right")  # [n, 4]
-    scaled = np.abs(runs) * _reciprocal(UE4M3[scale] / 2)[..., None]
+    scaled = np.abs(runs) * reciprocal(UE4M3[scale] / 2)[..., None]
     code = np.searchsorted((magnitudes[1:] + magnitudes[:-1]) / 2, scaled).astype(np.uint8)
     code |= np.where((runs < 0) & (code > 0), 8, 0).astype(np.uint8)
     nibbles = code[..., :8] | code[..., 8:] << 4
@@ -308,11 +308,11 @@ def _legacy(levels: int, signed: bool) -> Encoder:
         weight = np.ones_like(x) if importance is None else importance
         if signed:
             n = (levels + 1) // 2
-            d = _float16(_integers(x, weight, n)[:, None])
-            q, scales = np.clip(np.rint(x * _reciprocal(d)), -n, n - 1) + n, [_bytes(d)]
+            d = float16_of(_integers(x, weight, n)[:, None])
+            q, scales = np.clip(np.rint(x * reciprocal(d)), -n, n - 1) + n, [bytes_of(d)]
         else:
-            d, low = (_float16(v) for v in _affine(x[:, None], weight[:, None], levels, FINE))
-            q, scales = np.clip(np.rint((x + low) * _reciprocal(d)), 0, levels), [_bytes(d), _bytes(-low)]
+            d, low = (float16_of(v) for v in _affine(x[:, None], weight[:, None], levels, FINE))
+            q, scales = np.clip(np.rint((x + low) * reciprocal(d)), 0, levels), [bytes_of(d), bytes_of(-low)]
         codes = q.astype(np.uint8)
         bits = [_bits(codes)] if levels > 15 else []
         return np.concatenate([*scales, *bits, _pairs(codes & 15)], axis=1)
@@ -345,7 +345,9 @@ SPREAD: Mapping[GGMLType, tuple[int, float]] = MappingProxyType(
     {
         **dict.fromkeys(WEIGHTED, (0, 1.0)),
         GGMLType.Q2_K: (256, 1.0),
+        **dict.fromkeys((GGMLType.IQ2_XXS, GGMLType.IQ2_XS), (256, 1.0)),
         **dict.fromkeys((GGMLType.Q3_K, GGMLType.Q4_K, GGMLType.Q5_K, GGMLType.IQ4_XS), (256, 2.0)),
+        **dict.fromkeys((GGMLType.IQ3_XXS, GGMLType.IQ3_S, GGMLType.IQ2_S, GGMLType.IQ1_S, GGMLType.IQ1_M), (256, 2.0)),
         GGMLType.IQ4_NL: (32, 2.0),
     }
 )

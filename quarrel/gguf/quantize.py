@@ -10,6 +10,7 @@ import numpy as np
 from quarrel.errors import GGUFError
 from quarrel.gguf.encoders import SEARCHED, WEIGHTED, Encoder, error_weights
 from quarrel.gguf.formats import FORMATS, GGMLType
+from quarrel.gguf.grids import GRIDS
 
 # Blocks quantised at a time: the search holds about ten float arrays of this many elements.
 _CHUNK_ELEMENTS = 1 << 20
@@ -50,7 +51,7 @@ def quantize(x: np.ndarray, ggml_type: GGMLType, importance: np.ndarray | None =
     importance: how much an error in each column weighs, [k] or one for each row [..., k], at least 0; types that have no
     choice (plain ones, Q8_0, MXFP4, ...) pass over it.
 
-    Takes the plain types, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, MXFP4, NVFP4, TQ1_0, TQ2_0, Q2_K to Q6_K, IQ4_NL and IQ4_XS.
+    Takes the plain types, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, MXFP4, NVFP4, TQ1_0, TQ2_0, Q2_K to Q6_K, IQ1 to IQ4.
     Raises GGUFError for other types, for rows that are not whole blocks, for importance that does not fit or is negative or
     not finite, and for values that no block can hold: NaN, and beyond 65504, where float16 scales end (NVFP4: beyond 2688).
     """
@@ -84,9 +85,11 @@ def _weights(rows: np.ndarray, importance: np.ndarray, shape: tuple[int, ...], k
         raise GGUFError(f"importance {list(importance.shape)} does not fit weights {list(shape)}")
     if not (np.isfinite(importance).all() and (importance >= 0).all()):
         raise GGUFError("importance holds NaN, infinite or negative values, which weigh nothing")
-    if kind not in (*SEARCHED, *WEIGHTED):
+    if kind not in (*SEARCHED, *GRIDS, *WEIGHTED):
         return None
-    each = importance.reshape(-1, shape[-1]).astype(np.float32)
+    each = importance.reshape(-1, shape[-1]).astype(np.float64)
+    # Of the largest, so that no square or sum of them leaves float32.
+    each = (each / np.maximum(each.max(-1, keepdims=True), np.finfo(np.float64).tiny)).astype(np.float32)
     # What no text ever used must not become zero: another text may.
     each = np.maximum(each, LEAST * each.mean(-1, keepdims=True))
     return error_weights(rows, np.where(each.sum(-1, keepdims=True) > 0, each, 1), kind).reshape(-1, FORMATS[kind].elements)
@@ -95,6 +98,8 @@ def _weights(rows: np.ndarray, importance: np.ndarray, shape: tuple[int, ...], k
 def _encoder(kind: GGMLType, weighted: bool) -> Encoder:
     if kind in SEARCHED:
         return SEARCHED[kind]
+    if kind in GRIDS:
+        return GRIDS[kind]
     if kind in WEIGHTED and weighted:
         return WEIGHTED[kind]
     if kind in _FOREIGN:
@@ -102,7 +107,7 @@ def _encoder(kind: GGMLType, weighted: bool) -> Encoder:
 
         foreign = GGMLQuantizationType(kind)
         return lambda blocks, importance: quants.quantize(blocks, foreign)
-    known = ", ".join(t.name for t in (*_PLAIN, GGMLType.BF16, *sorted(_FOREIGN), *SEARCHED))
+    known = ", ".join(t.name for t in (*_PLAIN, GGMLType.BF16, *sorted(_FOREIGN), *SEARCHED, *GRIDS))
     raise GGUFError(f"there is no quantiser for {kind.name} here, only for {known}")
 
 

@@ -135,7 +135,8 @@ class GGUFWriter:
             if written != wanted:
                 raise GGUFError(f"the tensor {tensor.name!r} was made {written} bytes long, wanted {wanted}")
             at += written
-        return at
+        # ggml reads the last tensor's padding too, where it reads all data at once, as of an importance matrix.
+        return at + stream.write(bytes(-at % self.alignment if self._tensors else 0))
 
     def _header(self) -> bytes:
         parts = [MAGIC, struct.pack("<IQQ", self.version, len(self._tensors), len(self._keys))]

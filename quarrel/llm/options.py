@@ -26,7 +26,7 @@ MTP = "mtp"
 SCALINGS = ("none", "linear", "yarn")
 WEIGHTS = (
     *("q4_k_m", "q4_k_s", "q5_k_m", "q5_k_s", "q6_k", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"),
-    *("q3_k_m", "q3_k_s", "q3_k_l", "q2_k", "iq4_nl", "iq4_xs"),
+    *("q3_k_m", "q3_k_s", "q3_k_l", "q2_k", "iq4_nl", "iq4_xs", "iq3_m", "iq3_s"),
     *("f16", "bf16", "f32"),
 )
 """What weights can be made into."""

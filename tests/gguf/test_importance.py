@@ -23,7 +23,7 @@ from quarrel.gguf import (
     read_importance,
     requantize,
 )
-from quarrel.gguf.requantize import types_of
+from quarrel.gguf.mixes import types_of
 from tests.gguf.test_requantize import MODULE, small
 
 NAME = "blk.0.ffn_down.weight"
@@ -61,6 +61,7 @@ def test_what_another_reader_sees(tmp_path: Path) -> None:
     assert tensors[f"{NAME}.in_sum2"].shape.tolist() == [512, 3]
     assert tensors[f"{NAME}.counts"].shape.tolist() == [1, 3]
     assert np.allclose(tensors[f"{NAME}.in_sum2"].data, made.entries[NAME].sums)
+    assert (tmp_path / "i.gguf").stat().st_size % 32 == 0, "ggml reads the padding behind the last tensor"
     again = read_importance(tmp_path / "i.gguf")
     assert (again.chunks, again.chunk_size, again.datasets) == (3, 512, ("a.txt",))
 
@@ -201,9 +202,13 @@ def test_what_is_refused(tmp_path: Path) -> None:
         target = tmp_path / "out.gguf"
         with pytest.raises(RequestError, match="q2_k_s wants an importance matrix: make one with `quarrel imatrix`"):
             requantize(source, target, "Q2_K_S")
-        for name in ("iq2_xs", "IQ3_XXS", "iq1_s", "iq1_m", "iq2_m"):
-            with pytest.raises(RequestError, match=f"'{name}', which this version cannot make; it can make f32, "):
+        for name in ("iq3_xs", "IQ3_XXS", "iq2_m", "iq2_s", "iq2_xs", "iq2_xxs", "iq1_s", "iq1_m"):
+            with pytest.raises(RequestError, match=f"^{name.lower()} wants an importance matrix: make one with"):
                 requantize(source, target, name)
+        with pytest.raises(
+            RequestError, match=r"matrix has nothing for blk\.0\.attn_q\.weight, which becomes IQ2_XS: make"
+        ):
+            requantize(source, target, "iq2_xs", importance=matrix())
         with pytest.raises(RequestError, match="of another model: this one has no tensor blk.9.x"):
             requantize(source, target, "q4_k_m", importance=matrix("blk.9.x"))
         with pytest.raises(RequestError, match="has 256 values for .*, which has 512 columns: it was made of another"):
@@ -246,6 +251,32 @@ def layered(path: Path, layers: int, heads: int, kv_heads: int, experts: int = 0
         ("q5_0", (16, 8, 2), True, {"ffn_down": "Q5_1*2 Q5_0"}),
         ("q4_0", (16, 8, 2), False, {"ffn_down": "Q4_0"}),
         ("q4_k_s", (16, 8, 2), True, {"ffn_down": "Q5_K*2 Q4_K", "attn_v": "Q5_K*4 Q4_K"}),
+        (
+            "iq3_m",
+            (16, 8, 4),
+            False,
+            {"attn_v": "Q4_K", "ffn_down": "Q4_K*2 IQ3_S", "attn_output": "Q4_K", "attn_q": "IQ3_S"},
+        ),
+        ("iq3_m", (16, 8, 2, 8), True, {"attn_v": "Q8_0", "attn_output": "Q5_K"}),
+        ("iq3_s", (16, 8, 4), False, {"attn_v": "IQ3_S", "ffn_down": "IQ3_S", "attn_output": "IQ3_S"}),
+        ("iq3_xs", (16, 8, 2), True, {"attn_v": "Q4_K", "attn_q": "IQ3_XXS", "ffn_up": "IQ3_S*2 IQ3_XXS*12 IQ3_S*2"}),
+        (
+            "iq3_xxs",
+            (16, 8, 4),
+            True,
+            {"attn_v": "IQ3_XXS", "attn_q": "IQ2_S", "attn_output": "IQ3_S", "ffn_up": "IQ3_XXS"},
+        ),
+        (
+            "iq2_m",
+            (16, 8, 4),
+            True,
+            {"attn_v": "IQ3_S", "attn_q": "IQ2_S", "ffn_down": "IQ3_S*2 IQ2_S", "attn_output": "IQ3_S"},
+        ),
+        ("iq2_s", (16, 8, 2), True, {"attn_v": "Q4_K", "attn_q": "IQ2_XS", "ffn_down": "IQ3_S*2 IQ2_XS"}),
+        ("iq2_xs", (16, 8, 4), True, {"attn_v": "Q2_K", "ffn_down": "Q2_K*2 IQ2_XS", "attn_output": "IQ2_XS"}),
+        ("iq2_xxs", (16, 8, 4, 4), True, {"attn_v": "Q4_K", "ffn_up": "IQ2_XXS"}),
+        ("iq1_s", (16, 8, 4), True, {"attn_v": "Q2_K", "attn_output": "IQ2_XXS", "ffn_up": "IQ1_S"}),
+        ("iq1_m", (16, 8, 4, 8), True, {"attn_v": "Q4_K", "attn_output": "Q5_K", "ffn_up": "IQ1_M"}),
     ],
 )
 def test_types_with_and_without_importance(
@@ -255,7 +286,6 @@ def test_types_with_and_without_importance(
     with GGUFFile.open(layered(tmp_path / "in.gguf", *shape)) as source:
         types = types_of(source, mix, weighted=weighted)
     for name, said in wanted.items():
-        first, _, rest = said.partition(" ")
-        kind, _, count = first.partition("*")
-        n = int(count or shape[0])
-        assert [types[f"blk.{i}.{name}.weight"].name for i in range(shape[0])] == [kind] * n + [rest] * (shape[0] - n), name
+        runs = [(kind, int(count or shape[0])) for kind, _, count in (run.partition("*") for run in said.split())]
+        each = [kind for kind, count in runs for _ in range(count)][: shape[0]]
+        assert [types[f"blk.{i}.{name}.weight"].name for i in range(shape[0])] == each, name

@@ -15,7 +15,7 @@ from quarrel.cli import main
 from quarrel.cli.commands import TYPES
 from quarrel.errors import GGUFError, RequestError
 from quarrel.gguf import GGMLType, GGUFFile, GGUFWriter, quantize, requantize
-from quarrel.gguf.requantize import MIXES, types_of
+from quarrel.gguf.mixes import MIXES, types_of
 from tests.paths import CASE_SETS, need_cases
 
 MODULE = importlib.import_module("quarrel.gguf.requantize")  # the package gives the function of that name
@@ -148,4 +148,4 @@ def test_the_command_says_what_it_made(tmp_path: Path, capsys: pytest.CaptureFix
     assert "F32 or Q8_0, or say --again\n" in capsys.readouterr().err
     assert main(["quantize", source, str(tmp_path / "none.gguf"), "q9"]) == 1
     assert "the type is 'q9', wanted one of f32" in capsys.readouterr().err
-    assert set(re.split(", | or ", TYPES)) == set(MIXES)
+    assert set(re.split(", | or |; with --imatrix ", TYPES)) == set(MIXES)
