@@ -7,14 +7,18 @@ from pathlib import Path
 
 import numpy as np
 
+from quarrel.engine.images import PlacedImage
 from quarrel.gguf import GGUFFile
+from quarrel.llm.images import Eyes, preparation_of, tower_inputs
 from quarrel.models import Keys, Tensors, assemble, read_spec
-from quarrel.models.tower import PARTS, Tower, assemble_tower, positions, read_tower, seeing, tower_tensors
+from quarrel.models.projectors import PARTS
+from quarrel.models.tower import assemble_tower, position_table, read_tower, seeing, tower_tensors
 from quarrel.ops.program import Program
 from quarrel.ops.step import Backend, Limits, StepInputs
-from quarrel.vision.patches import Picture, Preparation, in_groups
+from quarrel.vision.patches import Picture
 
 CASES = ("qwen3vl", "qwen35_vl", "gemma3_vl")
+EYES, KINDS = Path(__file__).with_name("eyes"), ("pixtral", "mistral3", "llava", "gemma4")
 IMAGE = 380
 """The id that stands for an image's token."""
 
@@ -35,33 +39,28 @@ def on(backend: Backend) -> Run:
     return run
 
 
-def preparation(tower: Tower) -> Preparation:
-    sizes = (tower.patch, tower.merge, tower.side, tower.min_pixels, tower.max_pixels)
-    return Preparation(*sizes, tower.mean, tower.std, "bicubic")
-
-
-def image_rows(folder: Path, run: Run) -> tuple[np.ndarray, tuple[int, int]]:
+def image_rows(folder: Path, run: Run, name: str = "mmproj-f16.gguf") -> tuple[np.ndarray, tuple[int, int]]:
     """What the tower makes of the case's image, `[tokens, parts * E]`, and the rows and columns of tokens."""
-    with GGUFFile.open(folder / "mmproj-f16.gguf") as file:
+    with GGUFFile.open(folder / name) as file:
         tensors = tower_tensors(file)
         tower = read_tower(file, tensors)
-        picture = Picture(np.load(folder / "image.npy"), preparation(tower))
-        patches = picture.patches()
-        n, none = len(patches.values), np.zeros(len(patches.values), np.int32)
-        inputs = StepInputs(
-            ids=none,
-            positions=none,
-            slots=none,
-            query_start=np.array([0, n], np.int32),
-            kv_len=np.ones(1, np.int32),
-            block_table=np.zeros((1, 1), np.int32),
-            out_rows=np.arange(0, n, tower.group, dtype=np.int32),
-            stream=in_groups(positions(tower, file.array("v.position_embd.weight"), *patches.shape), tower.merge),
-            places=patches.places,
-            patches=patches.values,
-        )
+        picture = Picture(np.load(folder / "image.npy"), preparation_of(tower))
+        inputs = tower_inputs(tower, position_table(file, tower), [picture.patches()])
         out = run(assemble_tower(tower, tensors), tensors, inputs, "hidden")
         return np.concatenate([out[name] for name in PARTS if name in out], 1), picture.grid
+
+
+def encoded_rows(kind: str, backend: Backend) -> list[np.ndarray]:
+    """What a tower of `tests/eyes` makes of its picture and, in the same step, of its mirror image: a row for a token."""
+    with GGUFFile.open(EYES / kind / "mmproj.gguf") as file:
+        eyes = Eyes(file)
+        encoder = eyes.encoder(backend, "float32", 256)
+        try:
+            pixels = np.load(EYES / kind / "image.npy")
+            pictures = [Picture(np.ascontiguousarray(each), eyes.preparation) for each in (pixels, pixels[:, ::-1])]
+            return encoder.encode([PlacedImage(0, p.placed, p.digest(), p) for p in pictures])
+        finally:
+            encoder.close()
 
 
 def text_logits(folder: Path, rows: np.ndarray, grid: tuple[int, int], run: Run) -> np.ndarray:

@@ -92,7 +92,17 @@ def relu2(k: Kernel, x: Val) -> Val:
     return x * x
 
 
-FUNCTIONS: dict[str, Callable[[Kernel, Val], Val]] = {"relu2": relu2, "gelu_erf": gelu_erf, "gelu_tanh": gelu_tanh}
+def gelu_quick(k: Kernel, x: Val) -> Val:
+    """x * sigmoid(1.702 x)."""
+    return x * sigmoid(k, x * 1.702)
+
+
+FUNCTIONS: dict[str, Callable[[Kernel, Val], Val]] = {
+    "relu2": relu2,
+    "gelu_erf": gelu_erf,
+    "gelu_tanh": gelu_tanh,
+    "gelu_quick": gelu_quick,
+}
 
 
 def plain(activation: str) -> KernelDef:

@@ -21,6 +21,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from os import PathLike
 from typing import Any
 
@@ -32,14 +33,15 @@ from quarrel.errors import QuarrelError, RequestError, UnsupportedModel
 from quarrel.gguf import GGUFFile
 from quarrel.models import EncoderSpec, Keys, ModelSpec
 from quarrel.models.mixers import Attention
-from quarrel.models.tower import PARTS, Tower, assemble_tower, positions, read_tower, seeing, tower_tensors
+from quarrel.models.projectors import BREAK, PARTS, Tower
+from quarrel.models.tower import assemble_tower, position_table, positions, read_tower, seeing, tower_tensors
 from quarrel.ops.step import Backend, ComputeChoice, Limits, Step, StepInputs
 from quarrel.tokenizer import Tokenizer
 from quarrel.tokenizer.special import Trust
 from quarrel.tokenizer.tokenizer import checked_text
 from quarrel.vision.decode import MAX_BYTES, Decoder, from_base64
 from quarrel.vision.fetch import SECONDS, fetched, is_address
-from quarrel.vision.patches import Picture, Preparation, in_groups
+from quarrel.vision.patches import Patches, Picture, Preparation, in_groups
 
 log = logging.getLogger("quarrel")
 Array = npt.NDArray[Any]
@@ -66,8 +68,12 @@ class Layout:
 LAYOUTS: Mapping[str, Layout] = {
     "qwen3vl_merger": Layout("", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", ""),
     "gemma3": Layout("\n\n", "<start_of_image>", "<image_soft_token>", "<end_of_image>", "\n\n"),
+    "gemma4v": Layout("", "<|image>", "<|image|>", "<image|>", ""),
+    "pixtral": Layout("", "", "[IMG]", "[IMG_END]", ""),
+    "mlp": Layout("", "", "<image>", "", ""),
 }
-FILTERS: Mapping[str, Any] = {"qwen3vl_merger": "bicubic", "gemma3": "bilinear"}
+BILINEAR = ("gemma3",)
+"""Projectors whose images are resized so; all others bicubic."""
 
 
 Decoded = dict[int, Picture]
@@ -89,10 +95,8 @@ class Eyes:
         self._urls = urls
         self.file, self.tensors = file, tower_tensors(file)
         self.tower: Tower = read_tower(file, self.tensors)
-        t = self.tower
-        sizes = (t.patch, t.merge, t.side, t.min_pixels, t.max_pixels, t.mean, t.std)
-        self.preparation = Preparation(*sizes, FILTERS[t.projector])
-        self.layout = LAYOUTS[t.projector]
+        self.preparation = preparation_of(self.tower)
+        self.layout = LAYOUTS[self.tower.projector]
         self.decoder = Decoder()
 
     def seeing(self, spec: ModelSpec | EncoderSpec, metadata: Any) -> ModelSpec:
@@ -114,7 +118,8 @@ class Eyes:
 
     def patches(self, n_ctx: int) -> int:
         """Of one step: of the largest image that a context holds."""
-        return min(max(MOST_PATCHES, self.fixed_tokens * self.tower.group), n_ctx * self.tower.group)
+        most = min(max(MOST_PATCHES, self.fixed_tokens * self.tower.group), n_ctx * self.tower.group)
+        return most + self.tower.classes
 
     def nbytes(self, n_ctx: int) -> int:
         """Device memory that the tower takes, about."""
@@ -126,7 +131,7 @@ class Eyes:
         most = self.patches(n_ctx)
         limits = Limits(most, max(1, most // self.tower.group), 1, 1, 16)
         step = backend.compile(assemble_tower(self.tower, self.tensors), self.tensors, limits, compute)
-        return TowerEncoder(step, self.tower, self.file.array("v.position_embd.weight"))
+        return TowerEncoder(step, self.tower, self.file)
 
     def ids(self, messages: Sequence[Message], tokenizer: Tokenizer, decoded: Decoded, **options: Any) -> IdsWithImages:
         """A chat's ids with a place for each token of its images. decoded: pictures by the parts that they are, which other
@@ -193,7 +198,7 @@ class Eyes:
                 made.append(id)
                 continue
             picture = pictures[-1 - id]
-            placed.append(PlacedImage(len(made), picture.grid, picture.digest(), picture))
+            placed.append(PlacedImage(len(made), picture.placed, picture.digest(), picture))
             made += [0 if pad is None else pad] * picture.tokens
         return IdsWithImages(made, placed)
 
@@ -201,16 +206,17 @@ class Eyes:
 class TowerEncoder:
     """A compiled tower (`engine.images.EncodesImages`)."""
 
-    def __init__(self, step: Step, tower: Tower, table: Array) -> None:
-        self._step, self._tower, self._table = step, tower, table
+    def __init__(self, step: Step, tower: Tower, file: GGUFFile) -> None:
+        self._step, self._tower, self._table = step, tower, position_table(file, tower)
+        self._behind = file.array(f"v.{BREAK}").reshape(1, 1, -1) if tower.breaks else None
 
     def encode(self, images: Sequence[PlacedImage]) -> list[Array]:
         """As many at once as a step holds."""
         rows: list[Array] = []
-        group: list[PlacedImage] = []
-        most = self._step.limits.max_tokens // self._tower.group
-        for image in images:
-            if group and sum(i.tokens for i in (*group, image)) > most:
+        group: list[Picture] = []
+        most = self._step.limits.max_tokens
+        for image in (image.pixels for image in images):
+            if group and sum(self._rows(i) for i in (*group, image)) > most:
                 rows += self._encode(group)
                 group = []
             group.append(image)
@@ -219,28 +225,56 @@ class TowerEncoder:
     def close(self) -> None:
         self._step.close()
 
-    def _encode(self, images: Sequence[PlacedImage]) -> list[Array]:
-        patches = [image.pixels.patches() for image in images]
-        shapes = [p.shape for p in patches]
-        starts = np.cumsum([0, *(len(p.values) for p in patches)]).astype(np.int32)
-        none, merge = np.zeros(starts[-1], np.int32), self._tower.merge
-        at = [in_groups(positions(self._tower, self._table, *shape), merge) for shape in shapes]
-        inputs = StepInputs(
-            ids=none,
-            positions=none,
-            slots=none,
-            query_start=starts,
-            kv_len=np.ones(len(images), np.int32),
-            block_table=np.zeros((len(images), 1), np.int32),
-            out_rows=np.arange(0, starts[-1], self._tower.group, dtype=np.int32),
-            stream=np.concatenate(at),
-            places=np.concatenate([p.places for p in patches]),
-            patches=np.concatenate([p.values for p in patches]),
-        )
+    def _rows(self, image: Picture) -> int:
+        rows, columns = image.grid
+        return rows * columns * self._tower.group + self._tower.classes
+
+    def _encode(self, images: Sequence[Picture]) -> list[Array]:
+        inputs = tower_inputs(self._tower, self._table, [image.patches() for image in images])
         out = self._step(inputs, "hidden")
-        parts = [rows for name in PARTS if (rows := getattr(out, name)) is not None]
-        whole = np.concatenate(parts, 1)
-        return [np.ascontiguousarray(part) for part in np.split(whole, starts[1:-1] // self._tower.group)]
+        whole = np.concatenate([rows for name in PARTS if (rows := getattr(out, name)) is not None], 1)
+        ends = np.cumsum([rows * columns for rows, columns in (image.grid for image in images)])
+        return [self._broken(part, image) for part, image in zip(np.split(whole, ends[:-1]), images, strict=True)]
+
+    def _broken(self, part: Array, image: Picture) -> Array:
+        if self._behind is None:
+            return np.ascontiguousarray(part)
+        grid = part.reshape(*image.grid, -1)
+        grid = np.concatenate([grid, np.broadcast_to(self._behind, (len(grid), 1, grid.shape[-1]))], 1)
+        return np.ascontiguousarray(grid.reshape(-1, grid.shape[-1])[:-1], np.float32)
+
+
+def preparation_of(tower: Tower) -> Preparation:
+    """How a tower wants its images."""
+    t = tower
+    sizes = (t.patch, t.merge, t.side, t.min_pixels, t.max_pixels, t.mean, t.std)
+    return Preparation(*sizes, "bilinear" if t.projector in BILINEAR else "bicubic", t.shape, t.pad, t.breaks)
+
+
+def tower_inputs(tower: Tower, table: Array | None, images: Sequence[Patches]) -> StepInputs:
+    """A step that encodes these; each begins with its class token, where there is one."""
+    first = tower.classes
+    starts = np.cumsum([0, *(first + len(image.values) for image in images)]).astype(np.int32)
+    none = np.zeros(starts[-1], np.int32)
+    stream, places, values = (np.zeros((starts[-1], n), kind) for n, kind in (
+        (tower.n_embd, np.float32), (2, np.int32), (tower.patch_size, np.float32)))  # fmt: skip
+    for start, end, image in zip(starts, starts[1:], images):
+        stream[start + first : end] = in_groups(positions(tower, table, *image.shape), tower.merge)
+        places[start + first : end], values[start + first : end] = image.places, image.values
+        if first and table is not None:
+            stream[start] = table[0]
+    return StepInputs(
+        ids=none,
+        positions=none,
+        slots=none,
+        query_start=starts,
+        kv_len=np.ones(len(images), np.int32),
+        block_table=np.zeros((len(images), 1), np.int32),
+        out_rows=np.concatenate([np.arange(s + first, e, tower.group, dtype=np.int32) for s, e in pairwise(starts)]),
+        stream=stream,
+        places=places,
+        patches=values,
+    )
 
 
 def has_images(messages: object) -> bool:

@@ -94,7 +94,11 @@ def build_plain(site: Site, node: Node) -> Launch:
         x = x.astype(mx.float32)
         return (0.5 * x * (1.0 + mx.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))).astype(site.act)
 
-    functions = {"gelu_erf": gelu, "gelu_tanh": gelu_tanh, "relu2": relu2}
+    def gelu_quick(x: mx.array) -> mx.array:
+        x = x.astype(mx.float32)
+        return (x * mx.sigmoid(1.702 * x)).astype(site.act)
+
+    functions = {"gelu_erf": gelu, "gelu_tanh": gelu_tanh, "gelu_quick": gelu_quick, "relu2": relu2}
     function = mx.compile(functions[node.spec.activation], shapeless=True)
     return lambda batch, x: [function(x)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -143,6 +143,33 @@ class Tensors:
         ref = WeightRef(f"{name}.T", whole.type, rows, k)
         self._made[ref.name] = made
         return ref
+
+    def interleaved(self, name: str, rows: int, k: int, n: int) -> WeightRef:
+        """A matrix of floats `[rows, k * n]` whose columns are `n` values for each of `k`, as one whose are `k` for each of
+        `n`."""
+        whole = self.matrix(name, rows, k * n)
+        if FORMATS[whole.type].elements > 1:
+            raise UnsupportedModel(f"the tensor {name} is {whole.type.name}, wanted floats: convert the file again")
+
+        def made() -> RawWeight:
+            values = self.raw(whole).raw.reshape(rows, k, n, -1).swapaxes(1, 2)
+            return RawWeight(whole.type, np.ascontiguousarray(values).reshape(rows, -1), k * n)
+
+        ref = WeightRef(f"{name}[by {n}]", whole.type, rows, k * n)
+        self._made[ref.name] = made
+        return ref
+
+    def moved(self, scale: str, bias: str, n: int, factor: float) -> tuple[WeightRef, WeightRef]:
+        """`(factor * x - bias) * scale` of rows of `n`, as a map."""
+        names = (self.vector(scale, n), self.vector(bias, n))
+
+        def made(bias: bool) -> RawWeight:
+            by, less = (self.raw(ref).dense().reshape(-1) for ref in names)
+            values = (-less * by)[None] if bias else np.diag(factor * by)
+            return RawWeight(GGMLType.F32, np.ascontiguousarray(values, np.float32).view(np.uint8), n)
+
+        self._made[f"{scale}[map]"], self._made[f"{scale}[bias]"] = partial(made, False), partial(made, True)
+        return WeightRef(f"{scale}[map]", GGMLType.F32, n, n), WeightRef(f"{scale}[bias]", GGMLType.F32, 1, n)
 
     def unused(self, *names: str) -> None:
         """Says that results do not depend on these, which a file may have."""

@@ -5,6 +5,7 @@ silu:       x * sigmoid(x)
 sigmoid:    1 / (1 + exp(-x))
 identity:   x
 gelu_tanh:  x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3)))     (Hendrycks and Gimpel 2016)
+gelu_quick: x * sigmoid(1.702 x)
 cap:    y = c * tanh(scale * x / c), or scale * x without a cap    (Gemma 2)
 largest: y = max(x - mean - deviations * std, 0), with the mean and the biased deviation of its row    (Gemma 3n)
 """
@@ -21,6 +22,7 @@ from quarrel.ops import draw
 from quarrel.ops.contract import Array, Case, Op, Param, Value
 from quarrel.ops.null import Builder
 
+PlainActivation = Literal["relu2", "gelu_erf", "gelu_tanh", "gelu_quick"]
 Activation = Literal["silu", "gelu_tanh", "gelu_erf", "sigmoid", "identity"]
 
 
@@ -45,7 +47,7 @@ class GatedSpec:
         return self.width or self.n
 
 
-def activate(kind: Activation, x: Array) -> Array:
+def activate(kind: Activation | PlainActivation, x: Array) -> Array:
     """The function by itself, in float64."""
     x = x.astype(np.float64)
     if kind == "identity":
@@ -54,6 +56,8 @@ def activate(kind: Activation, x: Array) -> Array:
         return sigmoid(x)
     if kind == "silu":
         factor = sigmoid(x)
+    elif kind == "gelu_quick":
+        factor = sigmoid(1.702 * x)
     elif kind == "gelu_erf":
         factor = 0.5 * (1.0 + _erf(x / math.sqrt(2.0)))
     else:
@@ -117,9 +121,6 @@ def gated(b: Builder, spec: GatedSpec, gate: Value, up: Value) -> Value:
     return b.emit(GATED, spec, gate, up)[0]
 
 
-PlainActivation = Literal["relu2", "gelu_erf", "gelu_tanh"]
-
-
 @dataclass(frozen=True)
 class PlainSpec:
     """`[T, n]` to `[T, n]`."""
@@ -138,7 +139,7 @@ def plain_reference(s: PlainSpec, x: Array) -> tuple[Array]:
 def _plain_strategy() -> Any:
     from hypothesis import strategies as st
 
-    spec = st.builds(PlainSpec, st.sampled_from(["relu2", "gelu_erf", "gelu_tanh"]), st.integers(1, 300))
+    spec = st.builds(PlainSpec, st.sampled_from(["relu2", "gelu_erf", "gelu_tanh", "gelu_quick"]), st.integers(1, 300))
     return st.builds(lambda s, t: Case(s, {"T": t}), spec, st.integers(1, 9))
 
 
@@ -152,6 +153,7 @@ PLAIN = Op(
     cases=lambda: [
         Case(PlainSpec("relu2", 577), {"T": 3}),
         Case(PlainSpec("gelu_erf", 128), {"T": 5}),
+        Case(PlainSpec("gelu_quick", 77), {"T": 3}),
         Case(PlainSpec("gelu_tanh", 77), {"T": 3}),
     ],
     strategy=_plain_strategy,

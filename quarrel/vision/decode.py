@@ -87,7 +87,8 @@ class Decoder:
         except RequestError:
             ask(json.dumps({"size": None}).encode())
             raise
-        pixels = ask(json.dumps({"size": [width, height], "filter": preparation.filter}).encode())
+        wanted = {"size": [width, height], "filter": preparation.filter, "pad": preparation.pad}
+        pixels = ask(json.dumps(wanted).encode())
         return Picture(np.frombuffer(pixels, np.uint8).reshape(height, width, 3), preparation)
 
     def _end(self) -> None:

@@ -86,7 +86,8 @@ def main() -> None:
             return
         to = json.loads(wanted)
         if to["size"] is not None and tuple(to["size"]) != image.size:
-            image = image.resize(tuple(to["size"]), Image.Resampling[to["filter"].upper()])
+            size, method = tuple(to["size"]), Image.Resampling[to["filter"].upper()]
+            image = ImageOps.pad(image, size, method, tuple(to["pad"])) if to["pad"] else image.resize(size, method)
         limit_cpu(0)
         send(b"" if to["size"] is None else image.tobytes())
 

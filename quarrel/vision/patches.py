@@ -34,6 +34,13 @@ class Preparation:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     filter: Literal["bicubic", "bilinear"]
+    shape: Literal["near", "within", "below"] = "near"
+    """Of an image that keeps its shape: sides rounded (Qwen); within a square of `max_pixels`, sides rounded up (Pixtral);
+    as large as `max_pixels` allows, sides rounded down (Gemma 4)."""
+    pad: tuple[int, ...] = ()
+    """The colour around an image that is no square, where it is not stretched to one."""
+    breaks: bool = False
+    """Each row of tokens but the last has one more behind it."""
 
     def size(self, width: int, height: int) -> tuple[int, int]:
         """Width and height that an image is resized to."""
@@ -44,6 +51,18 @@ class Preparation:
                 f"an image is {width} x {height} pixels, wanted one at most {MOST_STRETCHED} times as long as wide", "image"
             )
         unit = self.patch * self.merge
+        if self.shape == "within":
+            shrink = max(1.0, max(width, height) / math.isqrt(self.max_pixels))
+            w, h = (max(1, math.floor(side / shrink)) for side in (width, height))
+            return -(-w // unit) * unit, -(-h // unit) * unit
+        if self.shape == "below":
+            factor, most = math.sqrt(self.max_pixels / (width * height)), self.max_pixels // unit
+            w, h = (math.floor(factor * side / unit) * unit for side in (width, height))
+            # A side that would be nothing is one unit, the other as much longer as it was.
+            w, h = w or unit, h or unit
+            if w * h > self.max_pixels or factor * min(width, height) < unit:
+                w, h = (min(max(unit, side // min(width, height) * unit), most // unit * unit) for side in (width, height))
+            return w, h
         w, h = (max(unit, round(side / unit) * unit) for side in (width, height))
         if w * h > self.max_pixels:
             shrink = math.sqrt(width * height / self.max_pixels)
@@ -84,8 +103,14 @@ class Picture:
 
     @property
     def tokens(self) -> int:
+        """Of the language model."""
         rows, columns = self.grid
-        return rows * columns
+        return rows * columns + (rows - 1) * self.preparation.breaks
+
+    @property
+    def placed(self) -> tuple[int, int]:
+        """Rows and columns by which the language model tells its tokens' places."""
+        return (1, self.tokens) if self.preparation.breaks else self.grid
 
     def digest(self) -> bytes:
         """Equal for equal pixels and preparation."""

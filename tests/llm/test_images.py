@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from quarrel.errors import RequestError, UnsupportedModel
 from quarrel.llm.texts import VocabularyTexts
 from quarrel.vision.patches import Picture
 from tests.paths import need_cases
-from tests.sight import CASES, IMAGE
+from tests.sight import CASES, EYES, IMAGE
 
 TEMPLATE = "{% for m in messages %}<|begin|>{{ m.content }}<|end|>{% endfor %}"
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -92,6 +93,37 @@ def test_a_prompt_in_pieces_is_read_as_the_reference_reads_it_whole(case: str, m
     assert result.prompt_logprobs is not None
     got = {at: result.prompt_logprobs[at - 1].logprob for at in want}
     assert max(abs(got[at] - want[at]) for at in want) < 1e-4
+
+
+@pytest.mark.parametrize(("case", "most"), [("mistral3", 7), ("gemma4", 5)])
+def test_what_further_towers_see_is_the_same_in_pieces_and_beside_others(case: str, most: int) -> None:
+    ids, pixels = np.arange(40, 90).tolist(), np.load(EYES / case / "image.npy")
+    model, projector = need_cases(case) / "model-q4_0x.gguf", EYES / case / "mmproj.gguf"
+    with quarrel.load(model, backend="cpu", compute="float32", kv_cache="auto", n_ctx=256, mmproj=projector) as llm:
+        eyes, sight, engine = llm._parts.eyes, llm._parts.sight, llm._loop.engine
+        assert eyes is not None
+        assert sight is not None
+        assert engine is not None
+        assert engine.images is not None
+        assert sight.both_ways == (case == "gemma4")
+
+        def request(picture: np.ndarray) -> Request:
+            pixels = Picture(np.ascontiguousarray(picture), eyes.preparation)
+            image = PlacedImage(20, pixels.placed, pixels.digest(), pixels)
+            tokens = (*ids[:20], *[0] * image.tokens, *ids[20:])
+            own = (llm.n_ctx, llm.spec.n_vocab, VocabularyTexts(llm.tokenizer))
+            params, seen = replace(GREEDY, logprobs=0), Sight([image], tokens, sight)
+            return Request(tokens, params, 1, frozenset(), *own, prompt_logprobs=True, sight=seen)
+
+        whole = [llm._run([request(each)])[0] for each in (pixels, pixels[::-1])]
+        engine.scheduler.max_tokens = most
+        again = llm._run([request(pixels), request(pixels[::-1])])
+        assert engine.images.encoded == 2
+    for first, second in zip(whole, again, strict=True):
+        assert first.token_ids == second.token_ids
+        pairs = zip(first.prompt_logprobs or (), second.prompt_logprobs or (), strict=True)
+        assert max(abs(a.logprob - b.logprob) for a, b in pairs) < 1e-4
+    assert whole[0].prompt_logprobs != whole[1].prompt_logprobs
 
 
 def test_an_image_is_encoded_once_and_its_prefix_found_again(llm: quarrel.LLM) -> None:

@@ -10,7 +10,7 @@ from tests.mlx_backend.cases import running
 from tests.mlx_backend.emulated import FAST
 from tests.mlx_backend.test_models import EVERYTHING
 from tests.paths import need_cases
-from tests.sight import CASES, image_rows, on, text_logits
+from tests.sight import CASES, EYES, KINDS, encoded_rows, image_rows, on, text_logits
 
 
 @pytest.mark.parametrize("case", CASES if EVERYTHING else CASES[:1])
@@ -20,3 +20,9 @@ def test_an_image_is_seen_as_by_an_independent_implementation(case: str) -> None
         rows, grid = image_rows(folder, on(backend))
         assert rel_error(rows, np.load(folder / "image_embd_hf.npy")) < 1e-5
         assert rel_error(text_logits(folder, rows, grid, on(backend)), np.load(folder / "image_logits_hf.npy")) < 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS if EVERYTHING else KINDS[2:3])
+def test_every_kind_of_tower_sees_as_the_original(kind: str) -> None:
+    with running(FAST) as backend:
+        assert rel_error(encoded_rows(kind, backend)[0], np.load(EYES / kind / "rows.npy")) < 1e-5

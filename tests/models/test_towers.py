@@ -18,7 +18,7 @@ from quarrel.ops.program import Program
 from quarrel.ops.reference import empty_cache, run_program
 from quarrel.ops.step import StepInputs
 from tests.paths import need_cases
-from tests.sight import CASES, image_rows, on, text_logits
+from tests.sight import CASES, EYES, KINDS, encoded_rows, image_rows, on, text_logits
 
 
 def reference(program: Program, tensors: Tensors, inputs: StepInputs, want: str) -> Mapping[str, np.ndarray]:
@@ -67,3 +67,14 @@ def test_a_tower_of_another_model_is_refused_with_both_sizes() -> None:
             seeing(read_spec(file), Keys(file.metadata, "qwen3vl"), tower)
         with pytest.raises(UnsupportedModel, match="wanted 'clip'"):
             read_tower(file, tower_tensors(file))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_tower_sees_as_the_original(kind: str) -> None:
+    wanted = np.load(EYES / kind / "rows.npy")
+    rows, mirrored = encoded_rows(kind, create())
+    assert rel_error(rows, wanted) < 1e-5
+    assert rows.shape == mirrored.shape
+    assert rel_error(mirrored, wanted) > 0.1
+    if kind in ("llava", "gemma4"):  # whose rows are the program's own
+        assert rel_error(image_rows(EYES / kind, reference, "mmproj.gguf")[0], wanted) < 1e-5

@@ -8,7 +8,7 @@ import pytest
 from quarrel.ops.contract import rel_error
 from quarrel.triton_backend.backend import create
 from tests.paths import need_cases
-from tests.sight import CASES, image_rows, on, text_logits
+from tests.sight import CASES, EYES, KINDS, encoded_rows, image_rows, on, text_logits
 from tests.triton_backend.test_models import EVERYTHING
 
 
@@ -18,3 +18,8 @@ def test_an_image_is_seen_as_by_an_independent_implementation(case: str) -> None
     rows, grid = image_rows(folder, run)
     assert rel_error(rows, np.load(folder / "image_embd_hf.npy")) < 1e-5
     assert rel_error(text_logits(folder, rows, grid, run), np.load(folder / "image_logits_hf.npy")) < 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS if EVERYTHING else KINDS[2:3])
+def test_every_kind_of_tower_sees_as_the_original(kind: str) -> None:
+    assert rel_error(encoded_rows(kind, create())[0], np.load(EYES / kind / "rows.npy")) < 1e-5

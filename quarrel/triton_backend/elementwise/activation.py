@@ -57,6 +57,8 @@ def activate(x, KIND: tl.constexpr):
         y = x
     elif KIND == "relu2":
         y = tl.where(x > 0, x * x, x * 0.0)
+    elif KIND == "gelu_quick":
+        y = x / (1.0 + tl.exp(-1.702 * x))
     elif KIND == "gelu_erf":
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     else:
@@ -218,7 +220,7 @@ def _known(*kinds: str) -> Callable[[Any], str | None]:
 
 IMPLEMENTATIONS = (
     Implementation(GATED, "flat", build_gated, _known("silu", "gelu_tanh", "gelu_erf", "sigmoid", "identity")),
-    Implementation(PLAIN, "flat", build_plain, _known("relu2", "gelu_erf", "gelu_tanh")),
+    Implementation(PLAIN, "flat", build_plain, _known("relu2", "gelu_erf", "gelu_tanh", "gelu_quick")),
     Implementation(ADD_ROW, "flat", build_add_row),
     Implementation(ADD, "flat", build_add),
     Implementation(CAP, "flat", build_cap),
