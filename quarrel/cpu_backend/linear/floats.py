@@ -25,6 +25,8 @@ ROWS = 16
 T_BLOCK = 512
 CHUNK_BYTES = 32768
 """Weight bytes of the shortest chunk of the decode path: about 3 us of one core's share of memory bandwidth."""
+PASS = 768
+"""Values of a row that are read in two passes, from the first-level cache in the second one."""
 AHEAD = 8192
 """Bytes, at least, that a single activation row's weights are prefetched ahead of their use."""
 SHORT = 1024
@@ -47,11 +49,9 @@ class FloatMatrix:
 
 def _tile(k: Kernel, level: Level, m: FloatMatrix, ns: list[Val], xs: list[Val], tail: bool) -> list[list[Val]]:
     """Results for every weight row in ns and activation row address in xs."""
-    row_at, lanes = [m.base + n * m.size for n in ns], chain_lanes(level, len(ns), len(xs))
-    passes = [_pass(k, level, m, row_at, xs, tail, start, lanes) for start in range(0, 16, lanes)]
-    if len(passes) == 1:
-        return [[sum_lanes(v.v) for v in row] for row in passes[0]]
-    return [[sum_lanes(a.v + b.v) for a, b in zip(*rows, strict=True)] for rows in zip(*passes, strict=True)]
+    row_at = [m.base + n * m.size for n in ns]
+    chains = _in_passes if chain_lanes(level, len(ns), len(xs)) == 8 else _at_once
+    return [[sum_lanes(v) for v in row] for row in chains(k, level, m, row_at, xs, tail)]
 
 
 def chain_lanes(level: Level, weights: int, rows: int) -> int:
@@ -59,23 +59,51 @@ def chain_lanes(level: Level, weights: int, rows: int) -> int:
     return 8 if level.registers < 32 and weights * rows > 6 else 16
 
 
-def _pass(
-    k: Kernel, level: Level, m: FloatMatrix, row_at: list[Val], xs: list[Val], tail: bool, start: int, lanes: int
-) -> list[list[Var]]:
-    """The sums of lanes start .. start + lanes - 1 of every chain."""
-    acc = [[k.var(k.zero(vec(F32, lanes))) for _ in xs] for _ in row_at]
+@dataclass(frozen=True)
+class _Chains:
+    """Lanes start .. start + lanes - 1 of the chains of all pairs of rows."""
 
-    def step(load_w: Callable[[Val], Val], load_x: Callable[[Val], Val]) -> None:
-        w = [load_w(row) for row in row_at]
-        for j, x_row in enumerate(xs):
+    m: FloatMatrix
+    row_at: list[Val]
+    xs: list[Val]
+    start: int
+    lanes: int
+    acc: list[list[Var]]
+
+    def sixteen(self, k: Kernel, level: Level, i: Val) -> None:
+        """Adds the products of values i .. i + 15."""
+        at, lanes = (i + self.start if self.start else i) << 2, self.lanes
+        load_w = lambda row: load_float(k, level, self.m.kind, row, at, lanes)  # noqa: E731
+        self._add(k, load_w, lambda x: k.load(x + at, vec(F32, lanes)))
+
+    def rest(self, k: Kernel, level: Level) -> None:
+        """Adds the last, incomplete sixteen, with zeros behind them."""
+        whole = self.m.k & -16
+
+        def padded(load: Callable[[Val], Val]) -> Val:
+            buffer = k.stack(64)
+            k.store(k.zero(F32x16), buffer)
+            with k.range(whole, self.m.k) as i:
+                k.store(load(i << 2), buffer + (i - whole << 2))
+            return k.load(buffer, vec(F32, self.lanes), 4 * self.start)
+
+        self._add(
+            k,
+            lambda row: padded(lambda o: load_float(k, level, self.m.kind, row, o, 1)),
+            lambda x: padded(lambda o: k.load(x + o, F32)),
+        )
+
+    def _add(self, k: Kernel, load_w: Callable[[Val], Val], load_x: Callable[[Val], Val]) -> None:
+        w = [load_w(row) for row in self.row_at]
+        for j, x_row in enumerate(self.xs):
             x = load_x(x_row)
-            for i in range(len(row_at)):
-                acc[i][j].v = k.fma(w[i], x, acc[i][j].v)
+            for w_row, sums in zip(w, self.acc, strict=True):
+                sums[j].v = k.fma(w_row, x, sums[j].v)
 
-    def sixteen(i: Val) -> None:
-        at = (i + start if start else i) << 2
-        step(lambda row: load_float(k, level, m.kind, row, at, lanes), lambda x: k.load(x + at, vec(F32, lanes)))
 
+def _at_once(k: Kernel, level: Level, m: FloatMatrix, row_at: list[Val], xs: list[Val], tail: bool) -> list[list[Val]]:
+    """Every chain, all of its lanes in registers."""
+    chains = _Chains(m, row_at, xs, 0, 16, [[k.var(k.zero(F32x16)) for _ in xs] for _ in row_at])
     whole, done = m.k & -16, k.i64(0)
     if len(xs) == 1:  # bound by memory: whole lines, asked for ahead of their use
         value = 4 if m.kind == "F32" else 2
@@ -84,24 +112,28 @@ def _pass(
         with k.range(0, done, line) as i:
             for row in row_at:
                 k.prefetch(row + i * value + ahead)
-            for half in range(0, line, 16):
-                sixteen(i + half)
+            for part in range(0, line, 16):
+                chains.sixteen(k, level, i + part)
     with k.range(done, whole, 16) as i:
-        sixteen(i)
+        chains.sixteen(k, level, i)
     if tail:
+        chains.rest(k, level)
+    return [[v.v for v in row] for row in chains.acc]
 
-        def padded(load: Callable[[Val], Val]) -> Val:
-            buffer = k.stack(64)
-            k.store(k.zero(F32x16), buffer)
-            with k.range(whole, m.k) as i:
-                k.store(load(i << 2), buffer + (i - whole << 2))
-            return k.load(buffer, vec(F32, lanes), 4 * start)
 
-        step(
-            lambda row: padded(lambda o: load_float(k, level, m.kind, row, o, 1)),
-            lambda x: padded(lambda o: k.load(x + o, F32)),
-        )
-    return acc
+def _in_passes(k: Kernel, level: Level, m: FloatMatrix, row_at: list[Val], xs: list[Val], tail: bool) -> list[list[Val]]:
+    """Every chain, its lower eight lanes before its upper ones in each stretch of PASS values."""
+    acc, whole = [[[k.var(k.zero(vec(F32, 8))) for _ in xs] for _ in row_at] for _ in range(2)], m.k & -16
+    passes = [_Chains(m, row_at, xs, 8 * i, 8, sums) for i, sums in enumerate(acc)]
+    with k.range(0, whole, PASS) as first:
+        last = k.minimum(first + PASS, whole)
+        for chains in passes:
+            with k.range(first, last, 16) as i:
+                chains.sixteen(k, level, i)
+    if tail:
+        for chains in passes:
+            chains.rest(k, level)
+    return [[low.v.concat(high.v) for low, high in zip(*rows, strict=True)] for rows in zip(*acc, strict=True)]
 
 
 def _later(k: Kernel, m: FloatMatrix, count: int, ahead: int) -> Val:
@@ -125,9 +157,9 @@ def tiles(level: Level) -> tuple[tuple[int, int], ...]:
 
 def chunk_rows(level: Level, rows: int, row_bytes: int, threads: int) -> int:
     """Weight rows of a chunk of a matrix: whole tiles, eight chunks for each thread if they are CHUNK_BYTES long, and at
-    most four times as long. On Zen 3 128 rows of F16 are multiplied at 72 to 77 GFLOP/s a core in chunks of 128 KB, at 62
-    in those of 32 KB: each chunk reads x anew."""
-    size = max(CHUNK_BYTES, min(4 * CHUNK_BYTES, rows * row_bytes // (8 * threads)))
+    most four times as long or 24 rows. On Zen 3 128 rows of F16 are multiplied at 72 to 77 GFLOP/s a core in chunks of 128
+    KB, at 62 in those of 32 KB: each chunk reads x anew."""
+    size = max(CHUNK_BYTES, min(max(4 * CHUNK_BYTES, 24 * row_bytes), rows * row_bytes // (8 * threads)))
     step = 4 if level.registers >= 32 else 6
     return max(step, min(256, size // row_bytes) // step * step)
 
