@@ -16,6 +16,7 @@ from quarrel.errors import ContextOverflow
 from quarrel.llm import Model
 from quarrel.server.anthropic_bodies import CountBody, MessagesBody
 from quarrel.server.body import body_of, read_body
+from quarrel.server.call_parts import CallPart
 from quarrel.server.conversation import chat_request
 from quarrel.server.dispatch import Dispatcher, Generation, answer_stream, answer_whole, bursts
 from quarrel.server.errors import Refused, anthropic_body
@@ -133,10 +134,13 @@ class _Answer:
         self._blocks: list[Json] = []
         self._open = False
         """Whether the last block goes on."""
+        self._arguments = ""
+        """What there is of the last call's."""
 
     def opening(self, generation: Generation) -> list[str]:
         """The first events."""
-        self._reader = self._reading.reader(generation.llm, generation.requests[0].tokens)
+        tokens, in_parts = generation.requests[0].tokens, bool(self._body.stream)
+        self._reader = self._reading.reader(generation.llm, tokens, in_parts=in_parts)
         self._generation = generation
         usage = {"input_tokens": generation.prompt_tokens, "output_tokens": 0, **_CACHE}
         return [_event("message_start", message=self._message([], None, usage)), _event("ping")]
@@ -165,8 +169,8 @@ class _Answer:
             events += self._say("thinking", {"signature": "unsigned"}, pieces.thought)
         if pieces.text:
             events += self._say("text", {}, pieces.text)
-        for call in pieces.calls:
-            events += self._call(call)
+        for part in pieces.parts:
+            events += self._call(part)
         return events
 
     def _say(self, kind: str, more: Json, text: str) -> list[str]:
@@ -177,12 +181,18 @@ class _Answer:
         self._blocks[-1][kind] += text
         return [*events, self._delta({"type": f"{kind}_delta", kind: text})]
 
-    def _call(self, call: Call) -> list[str]:
-        row = {"type": "tool_use", "id": call.id or "toolu_" + secrets.token_hex(12), "name": call.name, "input": {}}
-        events = self._begin(row)
-        events.append(self._delta({"type": "input_json_delta", "partial_json": call.arguments}))
-        row["input"] = call.parsed
-        return [*events, *self._end()]
+    def _call(self, part: CallPart) -> list[str]:
+        """A piece of a call, which is a block of its own."""
+        events = []
+        if part.begins:
+            id = part.id.replace("call_", "toolu_", 1) if part.id.startswith("call_") else part.id
+            events, self._arguments = self._begin({"type": "tool_use", "id": id, "name": part.name, "input": {}}), ""
+        self._arguments += part.arguments
+        events.append(self._delta({"type": "input_json_delta", "partial_json": part.arguments}))
+        if part.ends:
+            self._blocks[-1]["input"] = Call(part.name, self._arguments).parsed
+            events += self._end()
+        return events
 
     def _begin(self, block: Json) -> list[str]:
         events = self._end()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from quarrel.server.formats import FORMATS, Call, Format, Functions, Unfinished, json_calls, python_calls
+from quarrel.server.call_parts import CallPart, CallParts, whole
+from quarrel.server.formats import FORMATS, JSON_HEAD, Call, Format, Functions, Unfinished, json_calls, python_calls
 
 _GROUPS: dict[str, list[Format]] = {}
 for _made in FORMATS.values():
@@ -26,11 +27,16 @@ class CallSplitter:
     JSON objects, or a list of Python's calls, that are calls.
 
     Held back is what may become a call, and spaces in front of it; all else flows at once. What does not parse stays
-    text: a caller sees what the model wrote. forced: the whole text has to be a call, in JSON.
+    text: a caller sees what the model wrote. forced: the whole text has to be a call, in JSON. in_parts: calls begin as
+    soon as they can be nothing else, and their arguments come in pieces; one that is not whole in the end is cut there.
     """
 
-    def __init__(self, functions: Functions, *, forced: bool = False) -> None:
-        self._functions, self._forced = functions, forced
+    def __init__(self, functions: Functions, *, forced: bool = False, in_parts: bool = False) -> None:
+        self._functions, self._forced, self._in_parts = functions, forced, in_parts
+        self.parts: list[CallPart] = []
+        """What came of calls with the last piece of text."""
+        self._stretch: CallParts | None = None
+        """Calls that have begun in what is kept."""
         self._kept, self._gap = "", ""
         self._open: list[Format] = []
         """The formats whose opening stands before what is kept."""
@@ -44,18 +50,25 @@ class CallSplitter:
     def push(self, text: str, *, last: bool = False) -> tuple[str, list[Call]]:
         """What flows of the text so far, and the calls that are whole. last: nothing comes behind it."""
         self._kept += text
+        self.parts = []
         if self._forced:
-            made = cut_call(self._kept, self._functions) if last else ("", [])
-            self.count += len(made[1])
-            return made
+            self._read((JSON_HEAD,))
+            if not last:
+                return "", []
+            rest, found = cut_call(self._kept, self._functions)
+            return rest, self._ended(found, len(self._kept))
         said, calls = list[str](), list[Call]()
         if self._bare:
             self._bare = may_be_bare(self._kept, self._functions)
+            if self._bare:
+                self._read((JSON_HEAD,))
             if self._bare and not last:
                 return "", []
-            if self._bare and (whole := bare_calls(self._kept, self._functions)):
-                self.count += len(whole)
-                return "", whole
+            if self._bare:
+                rest = self._behind()
+                if found := self._ended(bare_calls(self._kept, self._functions), len(self._kept)):
+                    return rest, found
+            self._bare, self._stretch = False, None
         while (self._inside if self._open else self._outside)(said, calls, last):
             pass
         if last and not self.count:
@@ -77,7 +90,7 @@ class CallSplitter:
             if not self.count:
                 self._say(_STRAY, said)
         else:
-            self._open, self._seen, self._tries = _GROUPS[found[0]], 0, 0
+            self._open, self._seen, self._tries, self._stretch = _GROUPS[found[0]], 0, 0, None
         return True
 
     def _inside(self, said: list[str], calls: list[Call], last: bool) -> bool:
@@ -86,6 +99,8 @@ class CallSplitter:
         mark = closing or opening
         # What begins like none of them cannot become one.
         hopeless = not any(f.may_begin(self._kept, self._functions) for f in self._open)
+        if not hopeless:
+            self._read([head for f in self._open for head in f.heads])
         while not hopeless:
             end = self._kept.find(mark, self._seen)
             if end < 0 and not last:
@@ -103,15 +118,42 @@ class CallSplitter:
                 continue
             if not found:
                 break
-            calls += found
-            self.count += len(found)
+            calls += self._ended(found, stop)
             self._gap = self._gap if self._begun else ""
             self._begun, self._open = True, []
             self._kept = self._kept[stop + len(closing) if end >= 0 and closing else stop :]
             return True
         self._open = []
+        if self._stretch is not None and self._stretch.begun:  # too late for it to be a text
+            end = self._kept.find(mark, self._seen)
+            calls += self._ended([], len(self._kept) if end < 0 else end)
+            self._kept = "" if end < 0 else self._kept[end + len(closing) :]
+            self._begun = True
+            return True
         self._say(opening, said)
         return True
+
+    def _read(self, heads: Sequence[re.Pattern[str]]) -> None:
+        """What has come of the arguments of calls that have begun."""
+        if self._in_parts:
+            self._stretch = self._stretch or CallParts(heads, self._functions, self.count)
+            self.parts += self._stretch.read(self._kept)
+
+    def _behind(self) -> str:
+        """The text behind bare calls that have begun, where it is no call itself."""
+        if self._stretch is None or not self._stretch.begun or bare_calls(self._kept, self._functions):
+            return ""
+        return self._kept[self._stretch.at :].lstrip(" \t\r\n]},;")
+
+    def _ended(self, found: list[Call], stop: int) -> list[Call]:
+        """The calls of a stretch up to `stop`: those that have begun as they were given away, and the rest of `found`."""
+        begun = [] if self._stretch is None else self._stretch.calls(self._kept[:stop])
+        rest = [whole(call, self.count + len(begun) + i) for i, call in enumerate(found[len(begun) :])]
+        self.parts += rest
+        self._stretch = None
+        made = [*begun, *(Call(part.name, part.arguments, part.id) for part in rest)]
+        self.count += len(made)
+        return made
 
     def _parsed(self, body: str) -> list[Call]:
         unfinished = None
@@ -174,7 +216,7 @@ def may_be_call(text: str, names: Iterable[str]) -> bool:
         if kind is None:
             return '"type":"function",'.startswith("".join(rest.split()))
         rest = rest[kind.end() :]
-        if rest.startswith('"function"'):
+        if rest.startswith('"function"') or '"function"'.startswith(rest):
             return True
     for key in ('"arguments"', '"parameters"', '"type"'):
         if key.startswith(rest) or rest.startswith(key):

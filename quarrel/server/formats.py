@@ -54,6 +54,7 @@ class Format:
 
     begins: what can follow the opening, spaces apart; `NAME` is any function's name. parse: the calls in what stands
     between; none if anything else does. render: as a model writes a call. inner: further control tokens of the format.
+    heads: what stands before the arguments of a call, where these are JSON: `name`, and any other group is an id.
     """
 
     opening: str
@@ -62,6 +63,7 @@ class Format:
     parse: Callable[[str, Functions], list[Call]]
     render: Callable[[Call], str]
     inner: tuple[str, ...] = ()
+    heads: tuple[re.Pattern[str], ...] = ()
 
     def may_begin(self, text: str, functions: Functions) -> bool:
         """Whether calls can begin as the text does."""
@@ -328,18 +330,45 @@ def _lfm(text: str, functions: Functions) -> list[Call]:
     return json_calls(text, functions) or python_calls(text, functions)
 
 
+_ID = r'(?:"(?:id|tool_call_id)"\s*:\s*"(?P<{}>[^"\\]*)"\s*,\s*)?'
+JSON_HEAD = re.compile(
+    r'[\s\[\]},;]*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?(?:"function"\s*:\s*\{\s*)?'
+    + _ID.format("id")
+    + r'"(?:name|tool_name)"\s*:\s*"(?P<name>(?:[^"\\]|\\.)*)"\s*,\s*'
+    + _ID.format("later")
+    + r'"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
+_HEADS = (JSON_HEAD,)
+_MISTRAL_HEAD = re.compile(r"\s*(?P<name>[^\s\[{(]+)\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?(?:\[ARGS\])?\s*(?=\{)")
+_FUNCTION_HEAD = re.compile(r"\s*(?P<name>[^>\n{]+)>\s*(?=\{)")
+_DEEPSEEK_HEAD = re.compile(
+    r"\s*(?:```)?\s*(?:<｜tool▁call▁end｜>)?\s*<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?(?P<name>[^<\n]+)"
+    r"(?:<｜tool▁sep｜>|\n```json\n)\s*(?=\{)"
+)
+_KIMI_HEAD = re.compile(
+    r"\s*(?:<\|tool_call_end\|>)?\s*<\|tool_call_begin\|>\s*(?:functions\.)?(?P<name>[^<\n]+?)(?::\d+)?\s*"
+    r"<\|tool_call_argument_begin\|>\s*(?=\{)"
+)
 _OBJECTS = ("{", "[")
 FORMATS: Mapping[str, Format] = {
-    "hermes": Format("<tool_call>", "</tool_call>", _OBJECTS, json_calls, lambda c: f"\n{_json(c)}\n"),
+    "hermes": Format("<tool_call>", "</tool_call>", _OBJECTS, json_calls, lambda c: f"\n{_json(c)}\n", heads=_HEADS),
     "qwen3-coder": Format("<tool_call>", "</tool_call>", ("<function=",), XML, lambda c: f"\n{_xml(c)}\n"),
     "glm-4.5": Format("<tool_call>", "</tool_call>", (NAME,), GLM, _glm),
-    "function": Format("<function=", "</function>", (NAME,), _bare_xml, lambda c: f"{c.name}>{c.arguments}"),
+    "function": Format(
+        "<function=", "</function>", (NAME,), _bare_xml, lambda c: f"{c.name}>{c.arguments}", heads=(_FUNCTION_HEAD,)
+    ),
     "seed": Format("<seed:tool_call>", "</seed:tool_call>", ("<function=",), XML, lambda c: f"\n{_xml(c)}\n"),
     "mistral": Format(
-        "[TOOL_CALLS]", "", (*_OBJECTS, NAME), _mistral, lambda c: f"{c.name}[ARGS]{c.arguments}", ("[ARGS]", "[CALL_ID]")
+        "[TOOL_CALLS]",
+        "",
+        (*_OBJECTS, NAME),
+        _mistral,
+        lambda c: f"{c.name}[ARGS]{c.arguments}",
+        ("[ARGS]", "[CALL_ID]"),
+        (JSON_HEAD, _MISTRAL_HEAD),
     ),
-    "llama-3": Format("<|python_tag|>", "", ("{", NAME), _llama, lambda c: _json(c, arguments="parameters")),
-    "granite": Format("<|tool_call|>", "", _OBJECTS, _phi, lambda c: f"[{_json(c)}]", ("<|/tool_call|>",)),
+    "llama-3": Format("<|python_tag|>", "", ("{", NAME), _llama, lambda c: _json(c, arguments="parameters"), heads=_HEADS),
+    "granite": Format("<|tool_call|>", "", _OBJECTS, _phi, lambda c: f"[{_json(c)}]", ("<|/tool_call|>",), _HEADS),
     "deepseek": Format(
         "<｜tool▁calls▁begin｜>",
         "<｜tool▁calls▁end｜>",
@@ -347,6 +376,7 @@ FORMATS: Mapping[str, Format] = {
         _framed(_DEEPSEEK),
         _deepseek,
         ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+        (_DEEPSEEK_HEAD,),
     ),
     "deepseek-3.2": Format(
         "<｜DSML｜function_calls>",
@@ -364,12 +394,18 @@ FORMATS: Mapping[str, Format] = {
         _framed(_KIMI),
         _kimi,
         ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+        (_KIMI_HEAD,),
     ),
     "command-r": Format(
-        "<|START_ACTION|>", "<|END_ACTION|>", _OBJECTS, json_calls, lambda c: f"[{_json(c, 'tool_name', 'parameters')}]"
+        "<|START_ACTION|>",
+        "<|END_ACTION|>",
+        _OBJECTS,
+        json_calls,
+        lambda c: f"[{_json(c, 'tool_name', 'parameters')}]",
+        heads=_HEADS,
     ),
-    "nemotron": Format("<TOOLCALL>", "</TOOLCALL>", _OBJECTS, json_calls, lambda c: f"[{_json(c)}]"),
-    "lfm2": Format("<|tool_call_start|>", "<|tool_call_end|>", _OBJECTS, _lfm, _python),
+    "nemotron": Format("<TOOLCALL>", "</TOOLCALL>", _OBJECTS, json_calls, lambda c: f"[{_json(c)}]", heads=_HEADS),
+    "lfm2": Format("<|tool_call_start|>", "<|tool_call_end|>", _OBJECTS, _lfm, _python, heads=_HEADS),
 }
 TAGS = frozenset(tag for f in FORMATS.values() for tag in (f.opening, f.closing, *f.inner) if tag)
 """Those that may be control tokens, which a text shows only if they are named."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
+from quarrel.server.call_parts import CallPart, CallParts, whole
 from quarrel.server.formats import Call, Functions, arguments_of
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
@@ -22,14 +23,22 @@ class Said:
     thought: str
     text: str
     calls: list[Call]
+    parts: list[CallPart] = field(default_factory=list)
+
+
+_OBJECT = re.compile(r"\s*(?=\{)")
 
 
 class Channels:
     """Takes such a turn apart as it comes. A text without any of the tags is said. What is sent to nobody who is known
-    here is said too: a caller sees what the model wrote."""
+    here is said too: a caller sees what the model wrote. in_parts: calls come in parts, from the brace on that opens their
+    arguments."""
 
-    def __init__(self, functions: Functions) -> None:
-        self._functions = functions
+    def __init__(self, functions: Functions, *, in_parts: bool = False) -> None:
+        self._functions, self._in_parts = functions, in_parts
+        self._stretch: CallParts | None = None
+        self.count = 0
+        """Calls so far."""
         self._kept, self._head = "", ""
         self._begins, self._in_head = True, False
         """Whether nothing has come yet, and whether what comes says to whom and where a message goes."""
@@ -47,7 +56,9 @@ class Channels:
             self._take(self._kept[: tag.start()], made)
             self._kept = self._kept[tag.end() :]
             self._turn(tag[0], made)
-        if last or not self._call:  # of a call nothing is known before its end
+        if self._call and self._stretch is not None:
+            made.parts += self._stretch.read(self._kept[: len(self._kept) - (0 if last else _tail(self._kept))])
+        if last or not self._call:  # whether it is a call is known at its end
             keep = 0 if last else _tail(self._kept)
             self._take(self._kept[: len(self._kept) - keep], made)
             self._kept = self._kept[len(self._kept) - keep :]
@@ -66,11 +77,19 @@ class Channels:
             made.text += text
 
     def _called(self, arguments: str, made: Said) -> None:
-        if arguments_of(arguments) is not None:
-            made.calls.append(Call(self._call, arguments.strip()))
-        else:
+        call = Call(self._call, arguments.strip()) if arguments_of(arguments) is not None else None
+        if self._stretch is not None:
+            made.parts += self._stretch.read(arguments)
+            call = self._stretch.calls(arguments)[0] if self._stretch.begun else call
+        if call is None:
             made.text += arguments
-        self._call = ""
+        else:
+            if self._stretch is None or not self._stretch.begun:
+                made.parts.append(whole(call, self.count))
+                call = replace(call, id=made.parts[-1].id)
+            made.calls.append(call)
+            self.count += 1
+        self._call, self._stretch = "", None
 
     def _turn(self, tag: str, made: Said) -> None:
         if tag in (START, CHANNEL, CONSTRAIN):
@@ -79,6 +98,8 @@ class Channels:
         elif tag == MESSAGE:
             channel, to = _NAMED.search(self._head), _TO.search(self._head)
             self._call = to[1] if to is not None and to[1] in self._functions else ""
+            if self._call and self._in_parts:
+                self._stretch = CallParts((_OBJECT,), self._functions, self.count, self._call)
             self._thinks = channel is not None and channel[1] == "analysis" and not self._call
             self._in_head, self._head = False, ""
         else:

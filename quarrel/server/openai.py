@@ -143,13 +143,12 @@ class _Chat(_Form):
             self._begun.add(index)
             delta["role"] = "assistant"
         reason = None if chunk.result is None else _reason(chunk.result)
-        reader = self._reader(index, generation)
-        before = reader.count
+        reader = self._reader(index, generation, in_parts=True)
         found = reader.push(chunk.text, last=chunk.result is not None)
         if found.thought:
             delta["reasoning_content"] = found.thought
-        if found.calls:
-            delta["tool_calls"] = [c.body(before + i) for i, c in enumerate(found.calls)]
+        if found.parts:
+            delta["tool_calls"] = [part.body() for part in found.parts]
         if chunk.result is not None and reader.count:
             reason = _reason_of_calls(chunk.result)
         if found.text or "role" in delta:
@@ -160,9 +159,10 @@ class _Chat(_Form):
     def thought(self, generation: Generation) -> int:
         return sum(r.thought_tokens(generation.llm) for r in self._readers.values())
 
-    def _reader(self, index: int, generation: Generation) -> Reader:
+    def _reader(self, index: int, generation: Generation, *, in_parts: bool = False) -> Reader:
         if index not in self._readers:
-            self._readers[index] = self._reading.reader(generation.llm, generation.requests[0].tokens)
+            tokens = generation.requests[0].tokens
+            self._readers[index] = self._reading.reader(generation.llm, tokens, in_parts=in_parts)
         return self._readers[index]
 
 

@@ -15,11 +15,11 @@ from starlette.responses import Response
 from quarrel.engine import Result, Sampling, SamplingParams, Service
 from quarrel.llm import Model, Structure
 from quarrel.server.body import body_of, read_body
+from quarrel.server.call_parts import CallPart
 from quarrel.server.conversation import chat_request
 from quarrel.server.dispatch import Dispatcher, Generation, answer_stream, answer_whole, chunks
 from quarrel.server.errors import Refused
 from quarrel.server.fields import Adapter, Body, Text
-from quarrel.server.formats import Call
 from quarrel.server.lines import SSE, event
 from quarrel.server.messages import Part, joined, with_images
 from quarrel.server.reader import Reader, Reading
@@ -309,6 +309,7 @@ SAID = Kind(
     part_more={"annotations": [], "logprobs": []},
     logprobs={"logprobs": []},
 )
+_ADDED = "response.output_item.added"
 THOUGHT = Kind("reasoning", "rs_", "reasoning_text", "reasoning_text", {"summary": []}, {}, {})
 
 
@@ -327,11 +328,14 @@ class _Answer:
         self._open: Json | None = None
         self._kind = SAID
         """The message or the thought that is being written, the last item."""
+        self._open_call: Json | None = None
+        """Or the call."""
 
     def begin(self, generation: Generation) -> None:
         """What the answer says of its request."""
         self.model, self._params = generation.model, generation.requests[0].params
-        self._model, self._reader = generation.llm, self._reading.reader(generation.llm, generation.requests[0].tokens)
+        tokens, in_parts = generation.requests[0].tokens, bool(self._body.stream)
+        self._model, self._reader = generation.llm, self._reading.reader(generation.llm, tokens, in_parts=in_parts)
 
     def opening(self) -> list[str]:
         started = self._event("response.created", response=self._row("in_progress", []))
@@ -343,8 +347,8 @@ class _Answer:
         found = self._reader.push(text, last=result is not None)
         events = self._text(found.thought, THOUGHT) if found.thought else []
         events += self._text(found.text, SAID) if found.text else []
-        for call in found.calls:
-            events += [*self._closed("completed"), *self._called(_call(call))]
+        for part in found.parts:
+            events += self._called(part)
         if result is None:
             return events
         status = "incomplete" if result.finish_reason == "length" else "completed"
@@ -382,7 +386,7 @@ class _Answer:
     def _begun(self, kind: Kind) -> list[str]:
         """Begins a message or a thought."""
         item = {"id": _id(kind.prefix), "type": kind.item, "status": "in_progress", **kind.more}
-        added = self._event("response.output_item.added", output_index=len(self._items), item={**item, "content": []})
+        added = self._event(_ADDED, output_index=len(self._items), item={**item, "content": []})
         self._open, self._kind = {**item, "content": [kind.part("")]}, kind
         self._items.append(self._open)
         return [added, self._event("response.content_part.added", **self._place(), part=kind.part(""))]
@@ -396,9 +400,9 @@ class _Answer:
         return [*events, self._event(f"response.{kind.event}.delta", **self._place(), delta=text, **kind.logprobs)]
 
     def _closed(self, status: str) -> list[str]:
-        """Ends the message or the thought that is open, if one is."""
+        """Ends the message, the thought or the call that is open, if one is."""
         if self._open is None:
-            return []
+            return self._closed_call(status)
         item, place, kind = self._open, self._place(), self._kind
         item["status"], part = status, item["content"][0]
         self._open = None
@@ -408,15 +412,30 @@ class _Answer:
             self._event("response.output_item.done", output_index=place["output_index"], item=item),
         ]
 
-    def _called(self, item: Json) -> list[str]:
-        index, arguments = len(self._items), item["arguments"]
-        self._items.append(item)
-        place = {"item_id": item["id"], "output_index": index}
-        begun, done = {**item, "arguments": "", "status": "in_progress"}, "response.function_call_arguments.done"
+    def _called(self, part: CallPart) -> list[str]:
+        """A piece of a call, which is an item of its own."""
+        events = []
+        if part.begins:
+            item: Json = {"id": _id("fc_"), "type": "function_call", "call_id": part.id, "name": part.name, "arguments": ""}
+            item["status"] = "in_progress"
+            events = [*self._closed("completed"), self._event(_ADDED, output_index=len(self._items), item=item)]
+            self._open_call = item
+            self._items.append(item)
+        assert self._open_call is not None
+        self._open_call["arguments"] += part.arguments
+        place = {"item_id": self._open_call["id"], "output_index": len(self._items) - 1}
+        if part.arguments:
+            events.append(self._event("response.function_call_arguments.delta", **place, delta=part.arguments))
+        return [*events, *(self._closed("completed") if part.ends else ())]
+
+    def _closed_call(self, status: str) -> list[str]:
+        item, self._open_call = self._open_call, None
+        if item is None:
+            return []
+        item["status"], index = status, len(self._items) - 1
+        more = {"item_id": item["id"], "output_index": index, "name": item["name"], "arguments": item["arguments"]}
         return [
-            self._event("response.output_item.added", output_index=index, item=begun),
-            self._event("response.function_call_arguments.delta", **place, delta=arguments),
-            self._event(done, **place, name=item["name"], arguments=arguments),
+            self._event("response.function_call_arguments.done", **more),
             self._event("response.output_item.done", output_index=index, item=item),
         ]
 
@@ -458,8 +477,3 @@ class _Answer:
         row = {"type": kind, "sequence_number": self._next, **fields}
         self._next += 1
         return event(row, kind)
-
-
-def _call(call: Call) -> Json:
-    row = {"id": _id("fc_"), "type": "function_call", "call_id": call.named, "status": "completed"}
-    return {**row, "name": call.name, "arguments": call.arguments}

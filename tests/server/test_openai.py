@@ -399,8 +399,12 @@ def test_a_call_that_is_required_is_made(client: openai.OpenAI, stream: bool) ->
         options: dict[str, Any] = {"model": "demo", "messages": CHAT, "tools": TOOLS, "tool_choice": choice, "seed": 2}
         if stream:
             chunks = list(client.chat.completions.create(**options, max_tokens=200, stream=True))
-            (calls,) = [c.choices[0].delta.tool_calls for c in chunks if c.choices[0].delta.tool_calls]
+            pieces = [d for c in chunks for d in c.choices[0].delta.tool_calls or ()]
+            calls, rest = pieces[:1], pieces[1:]
             assert chunks[-1].choices[0].finish_reason == "tool_calls"
+            assert all((d.index, d.id, d.type, d.function.name) == (0, None, None, None) for d in rest)
+            assert len(rest) > 2 or calls[0].function.name != "paint"
+            calls[0].function.arguments += "".join(d.function.arguments for d in rest)
         else:
             made = client.chat.completions.create(**options, max_tokens=200).choices[0]
             calls = made.message.tool_calls
@@ -425,7 +429,7 @@ def test_a_call_that_is_cut_is_no_text(client: openai.OpenAI, live: Live, stream
             made = client.chat.completions.create(**options, max_tokens=limit).choices[0]
             text, calls, reason = made.message.content or "", made.message.tool_calls or [], made.finish_reason
         assert (text, reason) == ("", "length")
-        assert all(c.function.name == "paint" for c in calls)
+        assert [c.function.name for c in calls] == ["paint", *[None] * (len(calls) - 1)][: len(calls)]
     body = {"input": "a", "tools": [{"type": "function", **TOOLS[0]["function"]}], "tool_choice": "required"}
     answer = live.client.post("/v1/responses", json={**body, "max_output_tokens": 3}).json()
     assert (answer["status"], "arguments" in json.dumps([o for o in answer["output"] if o["type"] == "message"])) == (
@@ -444,6 +448,15 @@ def test_the_newer_protocol_requires_calls_too(client: openai.OpenAI, live: Live
     assert json.loads(call.arguments)["c"] in ("red", "blue")
     assert made.tool_choice.model_dump() == named
     assert [i.type for i in client.responses.create(**options, tool_choice="required").output] == ["function_call"]
+    events = list(client.responses.create(**options, tool_choice=named, stream=True))
+    pieces = [e.delta for e in events if e.type == "response.function_call_arguments.delta"]
+    (done,) = [e.arguments for e in events if e.type == "response.function_call_arguments.done"]
+    assert len(pieces) > 2
+    assert "".join(pieces) == done == events[-1].response.output[0].arguments  # type: ignore[union-attr]
+    assert [e.type for e in events if "output_item" in e.type] == [
+        "response.output_item.added",
+        "response.output_item.done",
+    ]
     other = {"input": "a", "tools": tools, "tool_choice": {"type": "function", "name": "swim"}}
     answer = live.client.post("/v1/responses", json=other)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tool_choice")

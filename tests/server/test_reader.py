@@ -46,6 +46,93 @@ def read(text: str, size: int | None = None, **more: Any) -> tuple[str, str, lis
     return "".join(p.thought for p in pieces), "".join(p.text for p in pieces), calls
 
 
+PIECEMEAL = {"hermes", "function", "mistral", "llama-3", "granite", "deepseek", "kimi", "command-r", "nemotron"}
+"""Formats whose arguments are JSON. XML and Python are known at their ends."""
+
+
+def in_parts(text: str, size: int, **more: Any) -> tuple[str, list[Call], list[list[Any]]]:
+    """The text in pieces of this size: what was said, the calls at the end, and the parts, by call."""
+    reader = Reader(Reading(TOOLS, **more.pop("reading", {})), in_parts=True, **more)
+    cut = [text[i : i + size] for i in range(0, len(text), size)]
+    found = [*map(reader.push, cut), reader.push("", last=True)]
+    calls = [call for pieces in found for call in pieces.calls]
+    parts: list[list[Any]] = [[] for _ in calls]
+    for part in (part for pieces in found for part in pieces.parts):
+        parts[part.index].append(part)
+    assert reader.count == len(calls)
+    for call, mine in zip(calls, parts, strict=True):
+        assert [p.begins for p in mine] == [True] + [False] * (len(mine) - 1)
+        assert not any(p.ends for p in mine[:-1])
+        assert {(p.name, p.id) for p in mine} == {(call.name, call.id)}
+        assert "".join(p.arguments for p in mine) == call.arguments
+    return "".join(p.text for p in found), calls, parts
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize("name", FORMATS)
+def test_arguments_come_in_pieces_where_they_are_json(name: str, size: int) -> None:
+    given = [Call("find", json.dumps(a, ensure_ascii=False)) for a in ARGUMENTS]
+    said, calls, parts = in_parts(f"Look:\n{written(name, given)}\n", size)
+    assert (said, [(c.name, json.loads(c.arguments)) for c in calls]) == ("Look:", [("find", a) for a in ARGUMENTS])
+    assert all(mine[-1].ends for mine in parts)
+    if size == 1:
+        assert (len(parts[0]) > 20) is (name in PIECEMEAL)
+    assert in_parts(written(name, given).replace("find", "lose"), size)[1:] == ([], []), "held back, and then said"
+
+
+def test_pieces_of_forms_that_models_write() -> None:
+    bare = '{"name": "find", "parameters": {"q": "}{\\"\\\\"}}'
+    for text, wanted in (
+        (bare, [{"q": '}{"\\'}]),
+        (f"[{bare}, {bare}]", [{"q": '}{"\\'}] * 2),
+        ('{"type": "function", "function": {"name": "find", "arguments": {"n": 1}}}', [{"n": 1}]),
+        ('[TOOL_CALLS] find[CALL_ID]abcdefghi[ARGS]{"q": "x"}', [{"q": "x"}]),
+        ('<function=find>{"q": "x"}</function>', [{"q": "x"}]),
+        ('<tool_call>{"name": "find", "arguments": {"q": "</tool_call>"}}</tool_call>', [{"q": "</tool_call>"}]),
+    ):
+        said, calls, parts = in_parts(text, 1)
+        assert (said, [json.loads(c.arguments) for c in calls]) == ("", wanted), text
+        assert all(len(mine) > 4 for mine in parts)
+    # Held back to the end: a text of arguments, no arguments at all, and what names none of the functions first.
+    late = ['{"name": "find", "arguments": "{}"}', '{"name": "find"}', '{"arguments": {"q": "x"}, "name": "find"}']
+    for text in late:
+        _, calls, parts = in_parts(f"<tool_call>{text}</tool_call>", 1)
+        assert [len(mine) for mine in parts] == [1], text
+    assert in_parts('[TOOL_CALLS] find[CALL_ID]abcdefghi[ARGS]{"q": "x"}', 2)[1][0].id == "abcdefghi"
+
+
+def test_a_call_that_is_cut_or_spoilt_ends_where_it_was() -> None:
+    head = '<tool_call>{"name": "find", "arguments": '
+    for text, arguments in (
+        (head + '{"q": "a', '{"q": "a'),
+        (head + '{"q": a}}</tool_call>', '{"q": a}'),
+        (head + '{"q": 1}, }</tool_call>', '{"q": 1}'),
+        ('{"name": "find", "arguments": {"q": 1', '{"q": 1'),
+    ):
+        said, calls, _ = in_parts(text, 1)
+        assert (said, [c.arguments for c in calls]) == ("", [arguments]), text
+    assert in_parts('{"name": "find", "arguments": {}} is what I call', 3)[0] == "is what I call"
+    assert in_parts(f"{head}{{}}}}</tool_call> and {head}{{}}}}</tool_call>", 1)[0] == " and"
+    forced: dict[str, Any] = {"reading": {"forced": True}}
+    assert [c.arguments for c in in_parts('{"name": "find", "arguments": {"q": "a', 1, **forced)[1]] == ['{"q": "a']
+
+
+def test_harmony_s_calls_come_in_pieces() -> None:
+    call = "<|channel|>commentary to=functions.find <|constrain|>json<|message|>{} <|call|>"
+    text = "<|channel|>analysis<|message|>So.<|end|><|start|>assistant" + call.format('{"q": "a<b", "n": 1}')
+    for size in (1, 5):
+        said, calls, parts = in_parts(text, size, channels=True)
+        assert (said, [json.loads(c.arguments) for c in calls]) == ("", [{"q": "a<b", "n": 1}])
+        assert len(parts[0]) > 3
+    said, calls, _ = in_parts(call.format("no object"), 3, channels=True)
+    assert (said, calls) == ("no object ", [])
+
+
+def test_long_arguments_are_read_once() -> None:
+    text = '<tool_call>{"name": "find", "arguments": {"q": "' + 'x{\\"' * 15_000 + '"}}</tool_call>'
+    assert len(in_parts(text, 7)[2][0]) > 5_000
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_calls_of_every_family_are_read_as_they_are_written(name: str) -> None:
     for given in (ARGUMENTS[:1], ARGUMENTS):
