@@ -63,7 +63,7 @@ class ChatKeywords(RequestKeywords, total=False):
 
     tools: Sequence[Mapping[str, object]] | None
     template: str | None
-    template_kwargs: Mapping[str, bool | str] | None
+    template_kwargs: Mapping[str, object] | None
 
 
 class PrepareKeywords(PromptKeywords, ChatKeywords, total=False):
@@ -92,7 +92,7 @@ class GenerateRequest:
     parse_special: bool = False
     tools: Sequence[Mapping[str, object]] | None = field(default=None, metadata=JSON)
     template: str | None = None
-    template_kwargs: Mapping[str, bool | str] | None = field(default=None, metadata=JSON)
+    template_kwargs: Mapping[str, object] | None = field(default=None, metadata=JSON)
 
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.messages is None):

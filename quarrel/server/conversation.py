@@ -46,7 +46,7 @@ def chat_request(
     reading: Reading,
     *,
     effort: Effort = None,
-    template_kwargs: Mapping[str, bool | str] | None = None,
+    template_kwargs: Mapping[str, object] | None = None,
     **options: Any,
 ) -> Request:
     """A request to answer messages. template: in place of the model's own. options: as `LLM.prepare` takes them."""

@@ -204,7 +204,7 @@ class ChatBody(OpenAIBody):
     tools: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     """required: the answer is a call of one of the functions; or of the one that is named."""
-    chat_template_kwargs: dict[str, StrictBool | StrictStr] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: ReasoningEffort | None = None
     """How much to think, for templates that know it; none: not at all."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -59,7 +60,7 @@ class ChatTemplates:
         *,
         tools: Sequence[Mapping[str, object]] | None = None,
         documents: Sequence[Mapping[str, object]] | None = None,
-        kwargs: Mapping[str, bool | str] | None = None,
+        kwargs: Mapping[str, object] | None = None,
     ) -> list[tuple[str, Trust]]:
         """The chat's text in runs, each with who wrote it; `template` is Jinja."""
         variables = {
@@ -125,16 +126,19 @@ def _checked_objects(what: str, values: Sequence[Mapping[str, object]] | None) -
     return [dict(value) for value in values]
 
 
-def _checked_kwargs(kwargs: Mapping[str, bool | str]) -> dict[str, bool | str]:
+def _checked_kwargs(kwargs: Mapping[str, object]) -> dict[str, object]:
     if len(kwargs) > MAX_KWARGS:
         raise RequestError(f"there are {len(kwargs)} template arguments, wanted at most {MAX_KWARGS}")
     for name, value in kwargs.items():
         if not isinstance(name, str) or _KWARG.fullmatch(name) is None or name in RESERVED:
             raise RequestError(f"a template argument cannot be called {str(name)[:80]!r}")
-        if not isinstance(value, bool | str):
-            raise RequestError(f"the template argument {name} is a {type(value).__name__}, wanted true, false or a text")
-        if isinstance(value, str) and len(value) > MAX_KWARG_CHARS:
-            raise RequestError(
-                f"the template argument {name} has {len(value)} characters, wanted at most {MAX_KWARG_CHARS}"
+        try:
+            length = len(value) if isinstance(value, str) else len(json.dumps(value, allow_nan=False, ensure_ascii=False))
+        except (TypeError, ValueError, RecursionError):
+            message = (
+                f"the template argument {name} is a {type(value).__name__} that JSON cannot hold, wanted a value of JSON"
             )
+            raise RequestError(message) from None
+        if length > MAX_KWARG_CHARS:
+            raise RequestError(f"the template argument {name} has {length} characters, wanted at most {MAX_KWARG_CHARS}")
     return dict(kwargs)

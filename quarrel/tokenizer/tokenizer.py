@@ -158,7 +158,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, object]] | None = None,
         documents: Sequence[Mapping[str, object]] | None = None,
         template: str | None = None,
-        kwargs: Mapping[str, bool | str] | None = None,
+        kwargs: Mapping[str, object] | None = None,
     ) -> str:
         """The text of a chat, as the model's template writes it; arguments and errors as for `apply_chat`."""
         source = self._templates.choose(template, tools is not None)
@@ -175,17 +175,17 @@ class Tokenizer:
         tools: Sequence[Mapping[str, object]] | None = None,
         documents: Sequence[Mapping[str, object]] | None = None,
         template: str | None = None,
-        kwargs: Mapping[str, bool | str] | None = None,
+        kwargs: Mapping[str, object] | None = None,
         rewrite: Callable[[Sequence[tuple[str, Trust]]], Sequence[tuple[str, Trust]]] | None = None,
     ) -> list[int]:
         """The ids of a chat, ready for the model.
 
         messages: each with a "role" and mostly a "content". template: the name of a variant in the file or of a
         built-in template, or Jinja itself, which must never come out of a request; the file's own otherwise.
-        kwargs: up to 16 further variables for it. rewrite: what becomes of the rendered text, in runs of one trust each.
-        Control tokens come from the template only: no message can name one. BOS is put in front where the file wants
-        one and the template has written none. Raises RequestError for messages that the template refuses, or where
-        there is no template; TokenizerError for a template that is broken, hostile or too slow.
+        kwargs: up to 16 further variables for it, values of JSON. rewrite: what becomes of the rendered text, in runs of
+        one trust each. Control tokens come from the template only: no message can name one. BOS is put in front where the
+        file wants one and the template has written none. Raises RequestError for messages that the template refuses, or
+        where there is no template; TokenizerError for a template that is broken, hostile or too slow.
         """
         source = self._templates.choose(template, tools is not None)
         spans = self._templates.render(

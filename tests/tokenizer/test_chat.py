@@ -225,6 +225,12 @@ def test_a_message_that_contains_itself_is_refused() -> None:
         BPE.apply_chat([message])
 
 
+def test_template_arguments_are_values_of_json() -> None:
+    given = {"budget": 512, "ratio": 0.5, "none": None, "on": True, "text": "t", "tags": ["a", {"b": [1]}]}
+    template = "{{ budget + 1 }} {{ ratio }} {{ none is none }} {{ on }} {{ text }} {{ tags[1].b[0] }} {{ tags | length }}"
+    assert BPE.render_chat(CHAT, template=template, kwargs=given) == "513 0.5 True True t 1 2"
+
+
 @pytest.mark.parametrize(
     ("kwargs", "sentence"),
     [
@@ -234,8 +240,10 @@ def test_a_message_that_contains_itself_is_refused() -> None:
         ({"bos_token": "x"}, "cannot be called 'bos_token'"),
         ({"__class__": True}, "cannot be called '__class__'"),
         ({"Big": True}, "cannot be called 'Big'"),
-        ({"a": 1}, "the template argument a is a int, wanted true, false or a text"),
-        ({"a": ["x"]}, "the template argument a is a list"),
+        ({"a": {1, 2}}, "the template argument a is a set that JSON cannot hold, wanted a value of JSON"),
+        ({"a": [float("nan")]}, "the template argument a is a list that JSON cannot hold"),
+        ({"a": [[["x" * 400] * 3]]}, "has 1216 characters, wanted at most 1024"),
+        ({"a": ["\ud800"]}, "lone surrogate"),
         ({"a": "x" * 1025}, "has 1025 characters, wanted at most 1024"),
         ({f"a{at}": True for at in range(17)}, "17 template arguments, wanted at most 16"),
         ({"a": "\ud800"}, "lone surrogate"),
