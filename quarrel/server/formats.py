@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from quarrel.server import gemma
+
 Schema = Mapping[str, Any]
 Functions = Mapping[str, Schema]
 """Names of functions, and the JSON schemas of their arguments."""
@@ -318,6 +320,17 @@ def _python(call: Call) -> str:
     return f"[{call.name}({given})]"
 
 
+def _gemma(text: str, functions: Functions) -> list[Call]:
+    try:
+        name, arguments = gemma.parsed(text)
+    except gemma.Open:
+        raise Unfinished from None
+    except (ValueError, RecursionError):
+        return []
+    call = _call(name, arguments) if name in functions else None
+    return [] if call is None else [call]
+
+
 def _llama(text: str, functions: Functions) -> list[Call]:
     return json_calls(text, functions) if text.lstrip()[:1] == "{" else python_calls(text, functions)
 
@@ -405,6 +418,14 @@ FORMATS: Mapping[str, Format] = {
         heads=_HEADS,
     ),
     "nemotron": Format("<TOOLCALL>", "</TOOLCALL>", _OBJECTS, json_calls, lambda c: f"[{_json(c)}]", heads=_HEADS),
+    "gemma-4": Format(
+        "<|tool_call>",
+        "<tool_call|>",
+        (gemma.CALL,),
+        _gemma,
+        lambda c: f"{gemma.CALL}{c.name}{gemma.rendered(json.loads(c.arguments))}",
+        (gemma.QUOTE,),
+    ),
     "lfm2": Format("<|tool_call_start|>", "<|tool_call_end|>", _OBJECTS, _lfm, _python, heads=_HEADS),
 }
 TAGS = frozenset(tag for f in FORMATS.values() for tag in (f.opening, f.closing, *f.inner) if tag)

@@ -101,6 +101,15 @@ def test_pieces_of_forms_that_models_write() -> None:
     assert in_parts('[TOOL_CALLS] find[CALL_ID]abcdefghi[ARGS]{"q": "x"}', 2)[1][0].id == "abcdefghi"
 
 
+SPOILT = ["{", "{q", "{q:", "{q:}", "{q:1", "{q:1}x", "{q:[1}", "{,}", "{q:<|}", "", '{q:<|"|>x}', "{q:" + "[" * 9000]
+
+
+@pytest.mark.parametrize("body", ["lose{}", *(f"find{rest}" for rest in SPOILT)], ids=lambda body: body[:12])
+def test_what_gemma_does_not_write_is_no_call(body: str) -> None:
+    text = f"<|tool_call>call:{body}<tool_call|>"
+    assert read(text) == read(text, 3) == ("", text, [])
+
+
 def test_a_call_that_is_cut_or_spoilt_ends_where_it_was() -> None:
     head = '<tool_call>{"name": "find", "arguments": '
     for text, arguments in (
@@ -162,6 +171,12 @@ def test_calls_of_every_family_are_read_as_they_are_written(name: str) -> None:
         ),
         ("<function=find>\n<parameter=q>12</parameter>\n</function>\n</tool_call>", "find", {"q": "12"}),
         ('<function=find>{"q": "x"}</function>', "find", {"q": "x"}),
+        ('<|tool_call>call:find{q:<|"|><tool_call|><|"|>, n : 5}<tool_call|>', "find", {"q": "<tool_call|>", "n": 5}),
+        (
+            '<|tool_call>call:find{<|"|>q<|"|>:two words,deep:{a:[1,{b:null},0.5],c:true}}<tool_call|>',
+            "find",
+            {"q": "two words", "deep": {"a": [1, {"b": None}, 0.5], "c": True}},
+        ),
         ('[TOOL_CALLS][{"name": "find", "arguments": {"q": "x"}, "id": "abcdefghi"}]', "find", {"q": "x"}),
         ('[TOOL_CALLS] find[CALL_ID]abcdefghi[ARGS]{"q": "[TOOL_CALLS]"}', "find", {"q": "[TOOL_CALLS]"}),
         ('{"type": "function", "name": "find", "parameters": {"n": 2}}', "find", {"n": 2}),
