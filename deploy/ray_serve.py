@@ -6,28 +6,155 @@ serve run ray_serve:app model=/models/mistral-7b-Q4_K_M.gguf replicas=4 gpus=1 h
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
 from ray import serve
-from starlette.applications import Starlette
-from starlette.routing import Mount
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+from ray.serve.request_router import FIFOMixin, MultiplexMixin, PendingRequest, RequestRouter, RunningReplica
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
 import quarrel
 from quarrel.server import Settings, build
+from quarrel.server.affinity import prefix_of, routed
+
+DRAIN_SECONDS = 600.0
+"""For which a replica that is to go may end the answers that it has begun; it gets no new ones."""
+_HOP = (b"connection", b"transfer-encoding")
+_SCOPE = (
+    "type",
+    "asgi",
+    "http_version",
+    "method",
+    "scheme",
+    "path",
+    "raw_path",
+    "query_string",
+    "headers",
+    "client",
+    "server",
+)
 
 
 def app(args: dict[str, str]) -> serve.Application:
-    """model: a path on every machine. replicas: how many. gpus: of each, which share the model. hosts: public names."""
+    """model: a path on every machine. replicas: how many, or at least, where max_replicas says how many at most: one more
+    for each `queue` requests that wait or run. gpus: of each, which share the model. hosts: public names."""
     gpus, hosts = int(args.get("gpus", "1")), tuple(filter(None, args.get("hosts", "").split(",")))
+    least = int(args.get("replicas", "1"))
+    most, queue = int(args.get("max_replicas", least)), float(args.get("queue", "16"))
     # Behind a public name there must be API keys: `quarrel keys create`, in the data directory of every machine.
     settings = Settings((args["model"],), host="0.0.0.0" if hosts else "127.0.0.1", hosts=hosts)
-
-    def replica() -> Starlette:
-        llm = quarrel.load(args["model"], max_seqs=settings.max_seqs, tensor_parallel=max(1, gpus))
-        server = build(settings, lambda source: llm)
-        life = server.api.router.lifespan_context
-        return Starlette(routes=[Mount("/", server.app)], lifespan=lambda _: life(server.api))
-
-    options = {"num_gpus": gpus} if gpus else {"num_cpus": 1}
-    deployment = serve.deployment(
-        num_replicas=int(args.get("replicas", "1")), ray_actor_options=options, max_ongoing_requests=256
+    # Of the same version, a deployment is scaled, and its replicas stay.
+    version = repr([quarrel.__version__, args["model"], gpus, hosts])
+    scale: dict[str, Any] = {"num_replicas": least}
+    if most > least:
+        scale = {
+            "autoscaling_config": AutoscalingConfig(min_replicas=least, max_replicas=most, target_ongoing_requests=queue)
+        }
+    replicas = serve.deployment(
+        Replica,
+        version=version,
+        ray_actor_options={"num_gpus": gpus} if gpus else {"num_cpus": 1},
+        max_ongoing_requests=settings.max_seqs + settings.queue,
+        graceful_shutdown_timeout_s=DRAIN_SECONDS,
+        request_router_config=RequestRouterConfig(
+            request_router_class=ByPrefix, request_router_kwargs={"room": settings.max_seqs}
+        ),
+        **scale,
     )
-    return deployment(serve.ingress(replica)(type("Replica", (), {}))).bind()
+    ahead = serve.deployment(
+        Front,
+        version=version,
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=4096,
+        graceful_shutdown_timeout_s=DRAIN_SECONDS,
+    )
+    return ahead.bind(replicas.bind(settings, max(1, gpus)), settings.body_limit)
+
+
+class ByPrefix(FIFOMixin, MultiplexMixin, RequestRouter):
+    """A request goes to the replica that has its prompt's beginning, unless that has more than its share of the work."""
+
+    def initialize_state(self, room: int) -> None:
+        self._room = room
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        if pending_request is None:  # other tasks look for places for all that wait, of which the first gets this one
+            waiting = (request for request in self._pending_requests_to_fulfill if not request.future.done())
+            pending_request = next(waiting, None)
+        if pending_request is None:
+            await asyncio.sleep(0.001)  # Ray's loop asks again at once, and would let nothing else run
+            return [candidate_replicas]
+        pending_request.routing_context.should_backoff = True
+        prefix = bytes.fromhex(pending_request.metadata.multiplexed_model_id)
+        known = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        loads = {name: self.replica_queue_len_cache.get(r.replica_id) or 0 for name, r in known.items()}
+        order = routed(prefix, loads, self._room) if prefix else sorted(loads, key=lambda name: loads[name])
+        return [[known[name]] for name in order]
+
+
+class Replica:
+    """A model with its server, which is spoken to without a socket."""
+
+    def __init__(self, settings: Settings, gpus: int) -> None:
+        llm = quarrel.load(settings.models[0], max_seqs=settings.max_seqs, tensor_parallel=gpus)
+        self._app = build(settings, lambda source: llm).app
+
+    async def relay(self, scope: dict[str, Any], body: bytes) -> AsyncIterator[dict[str, Any]]:
+        """What the server sends for a request, in order. It learns of a caller who goes."""
+        made: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        given, gone = [{"type": "http.request", "body": body, "more_body": False}], asyncio.Event()
+
+        async def receive() -> dict[str, Any]:
+            if given:
+                return given.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        task = asyncio.create_task(self._app({**scope, "state": {}}, receive, made.put))
+        task.add_done_callback(lambda _: made.put_nowait(None))
+        try:
+            while (message := await made.get()) is not None:
+                yield message
+            await task
+        finally:
+            gone.set()
+
+
+class Front:
+    """Reads a request, which says where it is to go, and passes the answer on while it is made."""
+
+    def __init__(self, replicas: DeploymentHandle, body_limit: int) -> None:
+        self._replicas = replicas.options(method_name="relay", stream=True)
+        self._limit = body_limit
+
+    async def __call__(self, request: Request) -> Response:
+        body = b""
+        async for part in request.stream():
+            body += part
+            if len(body) > self._limit:
+                return PlainTextResponse(f"the body has more than {self._limit} bytes", 413)
+        scope = {name: request.scope[name] for name in _SCOPE if name in request.scope}
+        # What Ray calls a multiplexed model is here a prefix: a place that is found for one goes to a request that has it.
+        to = self._replicas.options(multiplexed_model_id=(prefix_of(body) or b"").hex())
+        messages = to.remote({**scope, "root_path": ""}, body)
+        start = await anext(messages)
+
+        async def rest() -> AsyncIterator[bytes]:
+            ended = False
+            try:
+                async for message in messages:
+                    yield message.get("body", b"")
+                ended = True
+            finally:
+                if not ended:  # the caller has gone
+                    messages.cancel()
+
+        answer = StreamingResponse(rest(), start["status"])
+        answer.raw_headers = [(name, value) for name, value in start["headers"] if name.lower() not in _HOP]
+        return answer

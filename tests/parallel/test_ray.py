@@ -2,34 +2,99 @@
 
 from __future__ import annotations
 
-import runpy
+import importlib
+import json
+import os
+import time
 import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
-pytest.importorskip("ray")
+pytest.importorskip("ray", reason="Ray is not installed: replicas are not tried")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
 
-SCRIPT = Path(__file__).resolve().parents[2] / "deploy" / "ray_serve.py"
+FOLDER = Path(__file__).resolve().parents[2] / "deploy"
+URL = "http://127.0.0.1:18765/v1/chat/completions"
+ANSWER: dict[str, Any] = {"model": "demo", "temperature": 0}
 
 
-@pytest.mark.filterwarnings("default")
-def test_two_replicas_answer() -> None:
+@pytest.fixture(name="app", scope="module")
+def _app() -> Iterator[Any]:
     import ray
     from ray import serve
 
-    app = runpy.run_path(str(SCRIPT))["app"]
-    with warnings.catch_warnings():
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        patch.syspath_prepend(str(FOLDER))
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(FOLDER), str(FOLDER.parent)]))
         warnings.simplefilter("ignore")
         ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
         try:
             serve.start(http_options={"host": "127.0.0.1", "port": 18765})
+            app = importlib.import_module("ray_serve").app
             serve.run(app({"model": "demo", "replicas": "2", "gpus": "0"}))
-            body = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
-            answers = [httpx.post("http://127.0.0.1:18765/v1/completions", json=body, timeout=60).json() for _ in range(4)]
-            assert len({answer["choices"][0]["text"] for answer in answers}) == 1
-            assert answers[0]["usage"]["completion_tokens"] == 8
+            yield app
         finally:
             serve.shutdown()
             ray.shutdown()
+
+
+def chat(messages: list[dict[str, str]], **more: Any) -> dict[str, Any]:
+    made = httpx.post(URL, json={**ANSWER, "messages": messages, "max_tokens": 8, **more}, timeout=120)
+    assert made.status_code == 200, made.text
+    return made.json()  # type: ignore[no-any-return]
+
+
+def test_the_turns_of_a_conversation_find_their_beginning_in_the_cache(app: Any) -> None:
+    for i in range(6):
+        messages = [{"role": "user", "content": f"{i}: tell me of the king and of his {'very ' * 20}old castle"}]
+        for turn in range(3):
+            made = chat(messages)
+            cached = made["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert turn == 0 or cached > 16, (i, turn, made["usage"])
+            messages += [made["choices"][0]["message"], {"role": "user", "content": "And then?"}]
+
+
+def test_errors_and_other_routes_pass_through(app: Any) -> None:
+    assert httpx.get("http://127.0.0.1:18765/v1/models", timeout=60).json()["data"][0]["id"] == "demo"
+    wrong = httpx.post(URL, content=b"{", timeout=60)
+    assert wrong.status_code == 400
+    assert wrong.json()["error"]["message"]
+    assert httpx.post(URL, content=b" " * (9 << 20), timeout=60).status_code == 413
+
+
+def test_no_answer_is_lost_when_a_replica_goes(app: Any) -> None:
+    from ray import serve
+
+    def streamed(i: int) -> str:
+        body = {**ANSWER, "messages": [{"role": "user", "content": f"story {i}"}], "max_tokens": 120, "stream": True}
+        text, ends = "", 0
+        with httpx.stream("POST", URL, json={**body, "ignore_eos": True}, timeout=60) as made:
+            assert made.status_code == 200
+            begun.append(i)
+            for line in made.iter_lines():
+                if line.startswith("data: {"):
+                    choice = json.loads(line[6:])["choices"][0]
+                    text += choice["delta"].get("content") or ""
+                    ends += choice["finish_reason"] is not None
+        assert ends == 1
+        return text
+
+    begun: list[int] = []
+    with ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(streamed, i) for i in range(8)]
+        while not begun:
+            time.sleep(0.01)
+        serve.run(app({"model": "demo", "replicas": "1", "gpus": "0"}))
+        texts = [answer.result() for answer in answers]
+    assert all(texts)
+    assert texts == [
+        chat([{"role": "user", "content": f"story {i}"}], max_tokens=120, ignore_eos=True)["choices"][0]["message"][
+            "content"
+        ]
+        for i in range(8)
+    ]
