@@ -927,3 +927,58 @@ def test_what_was_said_can_be_read_without_the_server(browser: Any, tmp_path: Pa
     page.select_option("#set-language", "de")
     page.wait_for_selector(".new >> text=Neues Gespräch")
     page.context.close()
+
+
+SIZES: dict[str, dict[str, Any]] = {
+    "desktop": {"viewport": {"width": 1280, "height": 800}, "color_scheme": "light"},
+    "phone": {"viewport": {"width": 390, "height": 780}, "is_mobile": True, "has_touch": True, "color_scheme": "dark"},
+}
+
+
+@pytest.mark.parametrize("size", list(SIZES))
+def test_a_newcomer_finds_everything_by_its_name(
+    browser: Any, live: Live, monkeypatch: pytest.MonkeyPatch, size: str
+) -> None:
+    live.client.post("/api/models/demo")
+    page = browser.new_context(**SIZES[size]).new_page()
+    page.add_init_script("localStorage.quarrelDefaults ??= JSON.stringify({options: {max_tokens: 8}})")
+    page.goto(live.url)
+
+    def named(role: str, name: str) -> Any:
+        return page.get_by_role(role, name=name, exact=True)
+
+    def act(message: str, name: str) -> None:
+        page.locator(message).last.hover()
+        page.locator(message).last.get_by_role("button", name=name, exact=True).click()
+
+    with page.expect_file_chooser() as chooser:
+        named("button", "Attach files").click()
+    chooser.value.set_files({"name": "notes.txt", "mimeType": "text/plain", "buffer": b"some notes"})
+    page.wait_for_selector(".composer .files >> text=notes.txt")
+    hold = asyncio.Event()
+    says(monkeypatch, "A long", " answer", hold=hold)
+    named("textbox", "Message").fill("What is in my notes?")
+    named("button", "Send").click()
+    page.wait_for_selector(".live >> text=A long answer")
+    named("button", "Stop").click()
+    named("button", "Send").wait_for()
+    hold.set()
+    says(monkeypatch, "<think>Hm.</think>\n\nYes.")
+    act(".message.assistant", "Again")
+    page.wait_for_selector(".message.assistant >> text=Yes.")
+    page.get_by_role("group", name="Answer 2 of 2").wait_for()
+    page.click(".message.assistant >> text=/^Thought/")
+    page.wait_for_selector(".thoughts >> text=Hm.")
+    act(".message.assistant", "Previous version")
+    page.wait_for_selector(".message.assistant >> text=A long answer")
+    act(".message.user", "Edit")
+    named("textbox", "Edit").fill("And in the second line?")
+    says(monkeypatch, "Nothing.")
+    page.locator(".edit").get_by_role("button", name="Send").click()
+    page.wait_for_selector(".message.assistant >> text=Nothing.")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    if size == "phone":
+        named("button", "Open the sidebar").click()
+    named("searchbox", "Search conversations").fill("second line")
+    page.wait_for_selector(".list a:has-text('And in the second line?')")
+    page.context.close()
