@@ -206,11 +206,12 @@ def _not_writable(folder: Path) -> str:
 
 
 def _models() -> Iterator[Line]:
-    try:
-        demo = resolve("demo").paths[0]
-        yield "demo", "ready", f"{demo.stat().st_size / 1e6:.1f} MB, bundled"
-    except QuarrelError as error:
-        yield "demo", "broken", str(error)
+    for name in ("demo", "demo-chat"):
+        try:
+            bundled = resolve(name).paths[0]
+            yield name, "ready", f"{bundled.stat().st_size / 1e6:.1f} MB, bundled"
+        except QuarrelError as error:
+            yield name, "broken", str(error)
     stores = [folder for folder in ollama.stores() if _readable(folder / "manifests")]
     names = sorted(str(name) for folder in stores for name in store.names_in(folder))
     if stores:

@@ -12,6 +12,7 @@ import yaml
 from hatchling.builders.wheel import WheelBuilder
 
 import quarrel
+from quarrel.gguf.resolve import BUNDLED
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
@@ -26,7 +27,8 @@ def test_the_wheel_has_the_packages_files_and_no_others() -> None:
     tracked = {name for name in done.stdout.splitlines() if (ROOT / name).exists()}
     assert tracked - brought == set()
     assert {name for name in brought - tracked if ".gguf" in name or not name.endswith(".py")} == set()
-    assert {"quarrel/server/static/app.js", "quarrel/demo/quarrel-demo-11M-Q8_0.gguf", "quarrel/py.typed"} <= brought
+    assert {"quarrel/server/static/app.js", "quarrel/py.typed"} <= brought
+    assert {f"quarrel/demo/{file}" for file in BUNDLED.values()} <= brought
 
 
 def test_the_version_is_the_same_everywhere() -> None:

@@ -17,8 +17,8 @@ import sentencepiece
 from quarrel.gguf import GGMLType, GGUFWriter
 from tools.demo_data import BOS, EOS
 from tools.demo_model import Llama, Shape
+from tools.demo_weights import load
 from tools.make_synthetic import QUANTS, tensor_type
-from tools.train_demo import load
 
 DESCRIPTION = (
     "A small English story model that travels with Quarrel, for trying it out and for its tests. Trained by "
@@ -45,7 +45,7 @@ def export(run: Path, target: Path, quant: str) -> int:
     sp = sentencepiece.SentencePieceProcessor(model_file=str(run / "tokenizer.model"))
     writer = GGUFWriter()
     _add_general(writer, model, quant)
-    _add_shape(writer, model.shape)
+    add_shape(writer, model.shape)
     _add_tokenizer(writer, sp)
     for given, parameter in model.named_parameters():
         name, array = _as_gguf(given, parameter.detach().numpy())
@@ -93,7 +93,7 @@ def _add_general(writer: GGUFWriter, model: Llama, quant: str) -> None:
     writer.add("general.quantization_version", 2)
 
 
-def _add_shape(writer: GGUFWriter, shape: Shape) -> None:
+def add_shape(writer: GGUFWriter, shape: Shape) -> None:
     kv: int | list[int] = shape.head_count_kv
     if shape.layout:
         kv = [shape.head_count_kv if kind == "A" else 0 for kind in shape.layout]
@@ -136,7 +136,7 @@ def _add_tokenizer(writer: GGUFWriter, sp: sentencepiece.SentencePieceProcessor)
     writer.add("tokenizer.ggml.pre", "default")
     writer.add("tokenizer.ggml.tokens", [sp.id_to_piece(i) for i in ids])
     writer.add("tokenizer.ggml.scores", [float(sp.get_score(i)) for i in ids])
-    writer.add("tokenizer.ggml.token_type", [_token_type(sp, i) for i in ids])
+    writer.add("tokenizer.ggml.token_type", [token_type(sp, i) for i in ids])
     writer.add("tokenizer.ggml.bos_token_id", BOS)
     writer.add("tokenizer.ggml.eos_token_id", EOS)
     writer.add("tokenizer.ggml.unknown_token_id", sp.unk_id())
@@ -145,7 +145,7 @@ def _add_tokenizer(writer: GGUFWriter, sp: sentencepiece.SentencePieceProcessor)
     writer.add("tokenizer.ggml.add_space_prefix", True)
 
 
-def _token_type(sp: sentencepiece.SentencePieceProcessor, token: int) -> int:
+def token_type(sp: sentencepiece.SentencePieceProcessor, token: int) -> int:
     if sp.is_unknown(token):
         return UNKNOWN
     if sp.is_control(token):

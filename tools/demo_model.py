@@ -125,15 +125,23 @@ class Llama(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         return self.scored(ids)[0]
 
+    def hidden(self, ids: Tensor) -> Tensor:
+        """What the logits are made of: ids [B, T] -> [B, T, E]."""
+        return self._through(ids)[0]
+
     def scored(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Logits, and how unevenly the experts of all layers are used together."""
+        hidden, uneven = self._through(ids)
+        return F.linear(hidden, self.token_embd.weight), uneven
+
+    def _through(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         T = ids.shape[1]
         h = F.dropout(self.token_embd(ids), self.dropout, self.training)
         uneven = []
         for block in self.blk:
             h, of_block = block(h, self.cos[:T], self.sin[:T])
             uneven.append(of_block)
-        return F.linear(self.output_norm(h), self.token_embd.weight), torch.stack(uneven).sum()
+        return self.output_norm(h), torch.stack(uneven).sum()
 
     @torch.no_grad()
     def sample(self, ids: list[int], num_tokens: int, temperature: float, seed: int, eos: int) -> list[int]:

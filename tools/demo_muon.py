@@ -17,14 +17,25 @@ from torch import Tensor
 class Muon(torch.optim.Optimizer):
     """Muon over matrices, and over stacks of them."""
 
-    def __init__(self, matrices: Iterable[Tensor], lr: float, weight_decay: float, momentum: float = 0.95) -> None:
+    def __init__(
+        self,
+        matrices: Iterable[Tensor],
+        lr: float,
+        weight_decay: float,
+        momentum: float = 0.95,
+        compiled: bool | None = None,
+    ) -> None:
+        """`compiled`: the orthogonalisation by torch.compile; on a GPU if not said."""
         by_shape: dict[torch.Size, list[Tensor]] = {}
         for matrix in matrices:
             by_shape.setdefault(matrix.shape, []).append(matrix)
         super().__init__([{"params": group} for group in by_shape.values()], {"lr": lr})
         self._weight_decay, self._momentum = weight_decay, momentum
-        on_gpu = next(iter(by_shape.values()))[0].is_cuda
-        self._orthogonal: Callable[[Tensor], Tensor] = torch.compile(_orthogonal, dynamic=False) if on_gpu else _orthogonal
+        if compiled is None:
+            compiled = next(iter(by_shape.values()))[0].is_cuda
+        self._orthogonal: Callable[[Tensor], Tensor] = (
+            torch.compile(_orthogonal, dynamic=False) if compiled else _orthogonal
+        )
 
     @torch.no_grad()
     def step(self) -> None:

@@ -68,7 +68,7 @@ ROOMS: Mapping[str, Room] = {
         ("errors", "env", "ops.step", "ops.adjust", "ops.sample", "ops.profile", "ops.transfer", "child.phase"),
         ("numpy",),
     ),
-    "demo": Room("the bundled model (data)", "anything else", ("errors",)),
+    "demo": Room("the bundled models (data)", "anything else", ("errors",)),
     "interop": Room(
         "the kernels as PyTorch operators, `torch.ops.quarrel`", "a model, a request",
         ("errors", "gguf", "ops", "triton_backend"), ("numpy", "torch"),

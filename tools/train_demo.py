@@ -27,9 +27,9 @@ from torch import Tensor
 from tools.demo_data import BOS, EOS, Stream, documents, stream, tokenizer
 from tools.demo_model import Llama, Shape
 from tools.demo_muon import Muon
+from tools.demo_weights import load, save
 
 PROMPTS = ("Once upon a time", "There was once a king who", "The little girl", '"Where are you going?"')
-SHARD_BYTES = 14 * 2**20
 
 
 @dataclass(frozen=True)
@@ -153,27 +153,6 @@ def evaluate(model: Llama, unseen: Stream, device: torch.device) -> float:
         )
     model.train(training)
     return total / len(unseen.tokens)
-
-
-def save(model: Llama, out: Path) -> None:
-    """Write float16 weights to `out`, in shards of at most SHARD_BYTES, and the shape."""
-    shards: list[dict[str, np.ndarray]] = [{}]
-    for name, parameter in model.named_parameters():
-        array = parameter.detach().to(torch.float16).cpu().numpy()
-        if sum(a.nbytes for a in shards[-1].values()) + array.nbytes > SHARD_BYTES:
-            shards.append({})
-        shards[-1][name] = array
-    for number, shard in enumerate(shards):
-        np.savez(out / f"weights-{number}.npz", **shard)
-    (out / "shape.json").write_text(json.dumps(asdict(model.shape)) + "\n", encoding="utf-8")
-
-
-def load(run: Path) -> Llama:
-    """The model that `save` wrote to a folder, in float32 on the CPU."""
-    model = Llama(Shape(**json.loads((run / "shape.json").read_text(encoding="utf-8"))))
-    arrays = {name: a for path in sorted(run.glob("weights-*.npz")) for name, a in np.load(path).items()}
-    model.load_state_dict({name: torch.from_numpy(a).float() for name, a in arrays.items()})
-    return model
 
 
 def _loss(logits: Tensor, targets: Tensor, guidance: list[Tensor], weight: float) -> Tensor:

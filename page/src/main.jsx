@@ -19,9 +19,13 @@ import { Thread } from "./thread.jsx";
 import { TopBar } from "./topbar.jsx";
 import { siblings } from "./tree.js";
 
+// Models as small as the bundled one know little, and that in English.
+const tiny = (model) => model?.loaded && model.chat && model.parameters < 1e8;
+const SIMPLE = [["book", "Tell me a story about a fox and a lamp."], ["idea", "How much is 7 + 5?"], ["languages", "What is the capital of France?"], ["text", "How do I use a larger model?"]];
+
 function Greeting() {
-  const hour = new Date().getHours(), story = state.model.value && state.model.value.loaded && !state.model.value.chat;
-  return <div class="greeting"><p class="hello">{t(hour < 5 || hour >= 18 ? "greet-evening" : hour < 12 ? "greet-morning" : "greet-day")}</p><p>{t(story ? "what-story" : "what")}</p></div>;
+  const hour = new Date().getHours(), model = state.model.value, story = model && model.loaded && !model.chat;
+  return <div class="greeting"><p class="hello">{t(hour < 5 || hour >= 18 ? "greet-evening" : hour < 12 ? "greet-morning" : "greet-day")}</p><p>{t(story ? "what-story" : tiny(model) ? "what-tiny" : "what")}</p></div>;
 }
 
 const write = (words) => {
@@ -35,6 +39,7 @@ function Suggestions() {
   const model = state.model.value;
   if (!model) return null;
   if (model.loaded && !model.chat) return <ul class="suggestions">{["story-1", "story-2", "story-3", "story-4"].map((k) => <li key={k}><button type="button" onClick={() => write(t(k))}><Icon name="book" size={16} />{t(k)}</button></li>)}</ul>;
+  if (tiny(model)) return <ul class="suggestions">{SIMPLE.map(([icon, words]) => <li key={words}><button type="button" onClick={() => write(words)}><Icon name={icon} size={16} />{words}</button></li>)}</ul>;
   const kinds = [["try-explain", "idea"], ["try-code", "code"], ["try-summarise", "text"], ["try-translate", "languages"]];
   return <ul class="suggestions">{kinds.map(([k, icon]) => <li key={k}><button type="button" onClick={() => write(t(`${k}-text`))}><Icon name={icon} size={16} />{t(k)}</button></li>)}</ul>;
 }

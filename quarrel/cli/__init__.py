@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TextIO
 
-from quarrel.cli.commands import DEFAULT_MODEL
 from quarrel.cli.config import Config, config_path
 from quarrel.cli.flags import UsageError, in_flags
 from quarrel.cli.parser import commands_of, make_parser, nearest, parse, unknown_command, unknown_option
@@ -93,13 +92,13 @@ def _with_defaults(
 
     config = Config(path, commands_of(parser))
     model = named_model(args)
-    given = config.words(args.command, model or config.model or DEFAULT_MODEL)
+    given = config.words(args.command, model or config.model or args.default_model)
     try:
         args, unknown = parse(parser, [words[0], *given, *words[1:]])
     except SystemExit:
         note(f"quarrel: options of {path} are read in front of those that are typed")
         raise
-    args.default_model = config.model or DEFAULT_MODEL
+    args.default_model = config.model or args.default_model
     return args, unknown
 
 

@@ -10,8 +10,16 @@ from quarrel.cli.samplers import add_samplers
 from quarrel.env import BACKENDS, COMPUTE
 from quarrel.llm.options import WEIGHTS
 
-DEFAULT_MODEL = "demo"
-_MODEL = "a GGUF file, a name in the Ollama store or the Hugging Face cache, hf://owner/repo[:file or quant], or demo"
+STORIES, CHAT = "demo", "demo-chat"
+_MODEL = (
+    "a GGUF file, a name in the Ollama store or the Hugging Face cache, hf://owner/repo[:file or quant], or a model of"
+    f" Quarrel's own: {STORIES} continues stories, {CHAT} talks"
+)
+
+
+def default_model(command: str) -> str:
+    """The model that a command takes where none is named."""
+    return CHAT if command in ("chat", "serve") else STORIES
 
 
 def _generate(p: argparse.ArgumentParser) -> None:
@@ -34,7 +42,7 @@ def _generate(p: argparse.ArgumentParser) -> None:
 
 
 def _chat(p: argparse.ArgumentParser) -> None:
-    _model_arguments(p)
+    _model_arguments(p, CHAT)
     p.add_argument("-p", "--prompt", metavar="TEXT", help="ask only this, and print the answer")
     hidden(p, "-prompt", dest="prompt")
     p.add_argument(
@@ -63,7 +71,7 @@ def _mcp(p: argparse.ArgumentParser) -> None:
 
 
 def _inspect(p: argparse.ArgumentParser) -> None:
-    p.add_argument("model", metavar="MODEL", nargs="?", default=DEFAULT_MODEL, help=f"{_MODEL}, the default")
+    p.add_argument("model", metavar="MODEL", nargs="?", default=STORIES, help=f"{_MODEL}; by default {STORIES}")
     p.add_argument("-k", "--keys", metavar="PATTERN", help="only keys that hold this text, or fit it where it has * or ?")
     p.add_argument("-t", "--tensors", metavar="PATTERN", help="only tensors whose names do")
     p.add_argument("--full", action="store_true", help="long texts and arrays to their end")
@@ -88,7 +96,7 @@ def _list(p: argparse.ArgumentParser) -> None:
 
 
 def _show(p: argparse.ArgumentParser) -> None:
-    p.add_argument("model", metavar="MODEL", nargs="?", default=DEFAULT_MODEL, help=f"{_MODEL}, the default")
+    p.add_argument("model", metavar="MODEL", nargs="?", default=STORIES, help=f"{_MODEL}; by default {STORIES}")
 
 
 def _cp(p: argparse.ArgumentParser) -> None:
@@ -165,7 +173,10 @@ def _doctor(p: argparse.ArgumentParser) -> None:
 
 def _serve(p: argparse.ArgumentParser) -> None:
     p.add_argument(
-        "names", metavar="MODEL", nargs="*", help=f"{_MODEL}, the default; the first one answers where none is named"
+        "names",
+        metavar="MODEL",
+        nargs="*",
+        help=f"{_MODEL}; by default these two, {CHAT} first; the first answers where none is named",
     )
     p.add_argument("-m", "--model", metavar="MODEL", action="append", help="the same, as an option; may be repeated")
     p.add_argument("--models-dir", metavar="FOLDER", help="a folder whose GGUF files are offered too")
@@ -483,15 +494,15 @@ COMMANDS: tuple[tuple[str, str, str, str, Callable[[argparse.ArgumentParser], No
 
 def _text_arguments(p: argparse.ArgumentParser, noun: str, what: str) -> None:
     p.add_argument("words", nargs="*", metavar=noun, help=f"{what}; in front of it, perhaps a model")
-    p.add_argument("-m", "--model", metavar="MODEL", help=f"{_MODEL}, the default")
+    p.add_argument("-m", "--model", metavar="MODEL", help=f"{_MODEL}; by default {STORIES}")
     p.add_argument("-p", "--prompt", metavar="TEXT", help=f"{what}, as an option")
     p.add_argument("-f", "--file", metavar="FILE", help=f"a file with {what}; - is standard input")
     hidden(p, "-model", dest="model")
     hidden(p, "-prompt", dest="prompt")
 
 
-def _model_arguments(p: argparse.ArgumentParser) -> None:
-    p.add_argument("name", metavar="MODEL", nargs="?", help=f"{_MODEL}, the default")
+def _model_arguments(p: argparse.ArgumentParser, default: str = STORIES) -> None:
+    p.add_argument("name", metavar="MODEL", nargs="?", help=f"{_MODEL}; by default {default}")
     p.add_argument("-m", "--model", metavar="MODEL", help="the same, as an option")
     hidden(p, "-model", dest="model")
 

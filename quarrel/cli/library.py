@@ -10,6 +10,7 @@ from quarrel.errors import ModelError, ModelNotFound, RequestError
 from quarrel.gguf import hub, resolve, store
 from quarrel.gguf.ollama import OllamaName, stores
 from quarrel.gguf.ollama import find as find_in_stores
+from quarrel.gguf.resolve import BUNDLED
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class Model:
 
 def models() -> Iterator[Model]:
     """All that can be named without a path; what is damaged is left out."""
-    yield Model("demo", "demo", resolve("demo").paths)
+    for own in ("demo", "demo-chat"):
+        yield Model(own, "demo", resolve(own).paths)
     for folder in stores():
         try:
             names = list(store.names_in(folder))
@@ -62,8 +64,8 @@ def remove(name: str) -> int:
         except ModelNotFound:
             if any(model.name == str(own) for model in models()):
                 raise RequestError(f"{name} lies in a store of another user: delete it with `ollama rm {name}`") from None
-    if name == "demo":
-        raise RequestError("demo is a part of Quarrel and stays")
+    if name in BUNDLED:
+        raise RequestError(f"{name} is a part of Quarrel and stays")
     if Path(name).expanduser().exists():
         raise RequestError(f"{name} is a file: names of `quarrel list` are deleted here, files as any file is")
     raise ModelNotFound(f"there is no model {name!r}: `quarrel list` shows what can be deleted")

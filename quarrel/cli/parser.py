@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from quarrel import __version__
-from quarrel.cli.commands import COMMANDS, DEFAULT_MODEL
+from quarrel.cli.commands import COMMANDS, default_model
 
 _DEVICE = "a model runs on one device: --backend names it, and --gpu-layers leaves layers to the CPU"
 _SPEED = "`python -m quarrel.bench` measures speed"
@@ -69,7 +69,7 @@ def make_parser() -> argparse.ArgumentParser:
             description=f"{summary[0].upper()}{summary[1:]}. {details}".rstrip(),
         )
         add(command)
-        command.set_defaults(default_model=DEFAULT_MODEL)
+        command.set_defaults(default_model=default_model(name))
         command.set_defaults(flags=[flag for action in command._actions for flag in action.option_strings])
         if name == "llama-server":
             continue

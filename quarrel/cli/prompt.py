@@ -6,10 +6,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from quarrel.cli.commands import DEFAULT_MODEL
 from quarrel.cli.flags import UsageError
 from quarrel.cli.terminal import note
 from quarrel.errors import QuarrelError, RequestError
+from quarrel.gguf.resolve import BUNDLED
 from quarrel.llm import find
 
 MAX_BYTES = 64 << 20
@@ -80,7 +80,7 @@ def as_unicode(text: str) -> str:
 def _names_a_model(word: str) -> bool:
     if any(c.isspace() for c in word):
         return False
-    if word == DEFAULT_MODEL or word.startswith("hf://") or word.endswith(".gguf"):
+    if word in BUNDLED or word.startswith("hf://") or word.endswith(".gguf"):
         return True
     try:
         find(word)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from quarrel.cli.commands import CHAT, STORIES
 from quarrel.cli.flags import UsageError, in_flags, load_options
 from quarrel.cli.request import template_of
 from quarrel.cli.terminal import note
@@ -54,7 +55,8 @@ def _run(args: argparse.Namespace, json_lines: TextIO | None) -> int:
         from quarrel.server.settings import cache_variables, from_environment
     except ImportError as error:
         raise QuarrelError(f"the server needs {error.name}: {installing('server')}") from error
-    given: dict[str, Any] = {"models": (args.default_model,), **from_environment(os.environ)}
+    models = (CHAT, STORIES) if args.default_model == CHAT else (args.default_model,)
+    given: dict[str, Any] = {"models": models, **from_environment(os.environ)}
     os.environ.update(cache_variables(os.environ))
     flags = {
         "models": (*args.names, *(args.model or [])) or None,

@@ -14,7 +14,12 @@ from quarrel.gguf import download as transfer
 from quarrel.gguf import hub, ollama
 from quarrel.gguf.file import shard_paths
 
-DEMO_NAMES = ("demo", "quarrel-demo")
+BUNDLED = {
+    "demo": "quarrel-demo-11M-Q8_0.gguf",
+    "quarrel-demo": "quarrel-demo-11M-Q8_0.gguf",
+    "demo-chat": "quarrel-chat-17M-Q8_0.gguf",
+}
+"""The models that are a part of Quarrel: `demo` continues stories, `demo-chat` talks."""
 HUB_SCHEME = "hf://"
 
 
@@ -46,13 +51,13 @@ class Resolved:
 def resolve(name: str, *, download: bool = True) -> Resolved:
     """Finds the model called `name`.
 
-    In this order: `demo`, the bundled model; `hf://owner/repo[:file or quant]`, from the Hugging Face cache or, with
-    `download`, fetched into it; a path to a GGUF file, to any shard of one, or to a folder in safetensors; an Ollama name
-    in a local Ollama store; `owner/repo[:file or quant]` in the Hugging Face cache. Raises ModelNotFound, which lists where
-    it looked.
+    In this order: `demo` and `demo-chat`, the bundled models; `hf://owner/repo[:file or quant]`, from the Hugging Face
+    cache or, with `download`, fetched into it; a path to a GGUF file, to any shard of one, or to a folder in safetensors;
+    an Ollama name in a local Ollama store; `owner/repo[:file or quant]` in the Hugging Face cache. Raises ModelNotFound,
+    which lists where it looked.
     """
-    if name in DEMO_NAMES:
-        return Resolved((_demo(),), "demo")
+    if name in BUNDLED:
+        return Resolved((_bundled(BUNDLED[name]),), "demo")
     if name.startswith(HUB_SCHEME):
         return _from_hub(name, download)
     looked = []
@@ -191,9 +196,8 @@ def _whole(paths: tuple[Path, ...]) -> tuple[Path, ...]:
     return paths
 
 
-def _demo() -> Path:
-    folder = importlib.resources.files("quarrel").joinpath("demo")
-    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name) if folder.is_dir() else ():
-        if entry.name.endswith(".gguf"):
-            return Path(str(entry))
-    raise ModelNotFound(f"the demo model is not in {folder}: this installation is incomplete, install quarrel again")
+def _bundled(file: str) -> Path:
+    path = Path(str(importlib.resources.files("quarrel").joinpath("demo", file)))
+    if not path.is_file():
+        raise ModelNotFound(f"{path} is not there: this installation is incomplete, install quarrel again")
+    return path

@@ -41,7 +41,7 @@ def load(name: ModelName, **options: Any) -> LLM:
     """Loads a model.
 
     name: a GGUF file (any shard of a split one), a folder in safetensors as Hugging Face has them, a name in an Ollama
-    store or the Hugging Face cache, `hf://owner/repo`, or `demo`.
+    store or the Hugging Face cache, `hf://owner/repo`, or `demo` or `demo-chat`.
 
     Raises ModelNotFound, GGUFError, UnsupportedModel, TokenizerError, BackendUnavailable, UnsupportedOp, OutOfMemory, and
     RequestError for an option out of range. The options:
@@ -77,7 +77,7 @@ def load_with(name: ModelName, options: LoadOptions) -> LLM:
             tokenizer=opened.tokenizer,
             explanation=explanation,
             load_seconds=seconds,
-            defaults=defaults_of(opened.found.params),
+            defaults=defaults_of(opened.found.params, opened.file.metadata),
             system=opened.found.system,
             adapters=tuple(options.adapters or ()),
             eyes=opened.eyes,

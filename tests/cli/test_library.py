@@ -58,7 +58,7 @@ def test_models_are_listed_shown_copied_and_deleted(base: str, tmp_path: Path, c
     def names(*words: str) -> list[str]:
         return [row["name"] for row in rows(capsys, "list", *words)]
 
-    assert names() == ["demo", "tiny:1b", "hf://owner/repo:q4.gguf", "hf://owner/repo:q8.gguf"]
+    assert names() == ["demo", "demo-chat", "tiny:1b", "hf://owner/repo:q4.gguf", "hf://owner/repo:q8.gguf"]
     assert names("TINY") == ["tiny:1b"]
     assert rows(capsys, "show", "tiny:1b")["system"] == "Be brief."
     (store / "manifests" / "registry.ollama.ai" / "library" / "tiny" / "broken").unlink()
@@ -86,6 +86,7 @@ def test_models_are_listed_shown_copied_and_deleted(base: str, tmp_path: Path, c
     ("line", "said"),
     [
         ("rm demo", "is a part of Quarrel"),
+        ("rm demo-chat", "is a part of Quarrel"),
         ("rm nothing", "there is no model 'nothing'"),
         ("rm BASE", "is a file"),
         ("rm ../../x", "there is no model '../../x'"),

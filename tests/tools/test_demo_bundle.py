@@ -1,4 +1,4 @@
-"""The bundled model: one file of at most 12 MB, with every key a reader needs, a card, and known greedy tokens."""
+"""The bundled story model: one file of at most 12 MB, with every key a reader needs, a card, and known greedy tokens."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ GREEDY: dict[str, Any] = json.loads(Path(__file__).with_name("demo_greedy.json")
 
 @pytest.fixture(name="path")
 def _path() -> Path:
-    (path,) = FOLDER.glob("*.gguf")
+    (path,) = resolve("demo").paths
     return path
 
 
 def test_it_is_small_and_found_by_its_name(path: Path) -> None:
     assert path.stat().st_size <= 12_000_000
-    assert resolve("demo").paths == (path,)
+    assert resolve("quarrel-demo").paths == (path,)
 
 
 def test_it_has_the_keys_of_a_llama(path: Path) -> None:

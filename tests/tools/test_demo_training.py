@@ -23,7 +23,8 @@ from tools.demo_export import export
 from tools.demo_model import Llama, Shape
 from tools.demo_muon import _orthogonal
 from tools.demo_perplexity import load_gguf
-from tools.train_demo import Recipe, load, save, train
+from tools.demo_weights import load, save
+from tools.train_demo import Recipe, train
 
 SHAPE = Shape(
     vocab_size=400,

@@ -7,7 +7,7 @@ export default {
   "open-side": "Seitenleiste öffnen", "close-side": "Seitenleiste schließen", "skip": "Zum Nachrichtenfeld springen",
   "message": "Nachricht", "write-here": "Nachricht schreiben", "write-story": "Eine Geschichte beginnen", "send": "Senden", "stop": "Anhalten", "attach": "Dateien anhängen", "remove": "{name} entfernen", "drop": "Dateien zum Anhängen hier ablegen",
   "hint": "Enter sendet, Umschalt+Enter beginnt eine Zeile", "greet-morning": "Guten Morgen", "greet-day": "Guten Tag", "greet-evening": "Guten Abend", "what": "Worüber möchten Sie sprechen?",
-  "what-story": "Dieses Modell erzählt Geschichten weiter. Beginnen Sie eine, und es fährt fort.",
+  "what-story": "Dieses Modell erzählt Geschichten weiter. Beginnen Sie eine, und es fährt fort.", "what-tiny": "Dieses Modell ist sehr klein: Fragen Sie es Einfaches, auf Englisch. Es irrt sich oft.",
   "copy": "Kopieren", "copied": "Kopiert", "copy-failed": "Kopieren gescheitert", "edit": "Bearbeiten", "cancel": "Abbrechen", "save": "Speichern", "again": "Noch einmal",
   "branch": "Antwort {i} von {n}", "previous": "Vorige Fassung", "next": "Nächste Fassung", "you": "Sie", "answer": "Antwort",
   "waiting": "Wartet", "loading": "Das Modell wird geladen", "reading": "{read} von {of} Tokens gelesen", "writing": "Schreibt", "thinking": "Denkt nach", "thought": "{n} s nachgedacht", "thought-some": "Gedanken",

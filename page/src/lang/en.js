@@ -7,7 +7,7 @@ export default {
   "open-side": "Open the sidebar", "close-side": "Close the sidebar", "skip": "Skip to the message box",
   "message": "Message", "write-here": "Write a message", "write-story": "Begin a story", "send": "Send", "stop": "Stop", "attach": "Attach files", "remove": "Remove {name}", "drop": "Drop files to attach them",
   "hint": "Enter sends, Shift+Enter adds a line", "greet-morning": "Good morning", "greet-day": "Good afternoon", "greet-evening": "Good evening", "what": "What would you like to talk about?",
-  "what-story": "This model continues stories. Begin one, and it goes on.",
+  "what-story": "This model continues stories. Begin one, and it goes on.", "what-tiny": "This model is very small: ask it simple things, in English. It is often wrong.",
   "copy": "Copy", "copied": "Copied", "copy-failed": "Copying failed", "edit": "Edit", "cancel": "Cancel", "save": "Save", "again": "Again",
   "branch": "Answer {i} of {n}", "previous": "Previous version", "next": "Next version", "you": "You", "answer": "Answer",
   "waiting": "Waiting", "loading": "Loading the model", "reading": "Reading {read} of {of} tokens", "writing": "Writing", "thinking": "Thinking", "thought": "Thought for {n} s", "thought-some": "Thoughts",

@@ -7,7 +7,7 @@ export default {
   "open-side": "Abrir la barra lateral", "close-side": "Cerrar la barra lateral", "skip": "Ir al cuadro de mensaje",
   "message": "Mensaje", "write-here": "Escriba un mensaje", "write-story": "Empiece un cuento", "send": "Enviar", "stop": "Detener", "attach": "Adjuntar archivos", "remove": "Quitar {name}", "drop": "Suelte archivos para adjuntarlos",
   "hint": "Intro envía, Mayús+Intro añade una línea", "greet-morning": "Buenos días", "greet-day": "Buenas tardes", "greet-evening": "Buenas noches", "what": "¿De qué le gustaría hablar?",
-  "what-story": "Este modelo continúa cuentos. Empiece uno y él sigue.",
+  "what-story": "Este modelo continúa cuentos. Empiece uno y él sigue.", "what-tiny": "Este modelo es muy pequeño: pregúntele cosas sencillas, en inglés. Se equivoca a menudo.",
   "copy": "Copiar", "copied": "Copiado", "copy-failed": "No se pudo copiar", "edit": "Editar", "cancel": "Cancelar", "save": "Guardar", "again": "Otra vez",
   "branch": "Respuesta {i} de {n}", "previous": "Versión anterior", "next": "Versión siguiente", "you": "Usted", "answer": "Respuesta",
   "waiting": "En espera", "loading": "Cargando el modelo", "reading": "Leyendo {read} de {of} tokens", "writing": "Escribiendo", "thinking": "Pensando", "thought": "Pensó {n} s", "thought-some": "Pensamientos",

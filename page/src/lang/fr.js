@@ -7,7 +7,7 @@ export default {
   "open-side": "Ouvrir la barre latérale", "close-side": "Fermer la barre latérale", "skip": "Aller à la zone de message",
   "message": "Message", "write-here": "Écrivez un message", "write-story": "Commencez une histoire", "send": "Envoyer", "stop": "Arrêter", "attach": "Joindre des fichiers", "remove": "Retirer {name}", "drop": "Déposez des fichiers pour les joindre",
   "hint": "Entrée envoie, Maj+Entrée ajoute une ligne", "greet-morning": "Bonjour", "greet-day": "Bon après-midi", "greet-evening": "Bonsoir", "what": "De quoi aimeriez-vous parler ?",
-  "what-story": "Ce modèle continue des histoires. Commencez-en une, il poursuit.",
+  "what-story": "Ce modèle continue des histoires. Commencez-en une, il poursuit.", "what-tiny": "Ce modèle est très petit : posez-lui des questions simples, en anglais. Il se trompe souvent.",
   "copy": "Copier", "copied": "Copié", "copy-failed": "La copie a échoué", "edit": "Modifier", "cancel": "Annuler", "save": "Enregistrer", "again": "Encore",
   "branch": "Réponse {i} sur {n}", "previous": "Version précédente", "next": "Version suivante", "you": "Vous", "answer": "Réponse",
   "waiting": "En attente", "loading": "Chargement du modèle", "reading": "{read} tokens lus sur {of}", "writing": "Rédige", "thinking": "Réfléchit", "thought": "A réfléchi {n} s", "thought-some": "Réflexions",

@@ -7,7 +7,7 @@ export default {
   "open-side": "サイドバーを開く", "close-side": "サイドバーを閉じる", "skip": "メッセージ欄へ移動",
   "message": "メッセージ", "write-here": "メッセージを入力", "write-story": "物語を書き始める", "send": "送信", "stop": "停止", "attach": "ファイルを添付", "remove": "{name} を外す", "drop": "ここにファイルをドロップして添付",
   "hint": "Enter で送信、Shift+Enter で改行", "greet-morning": "おはようございます", "greet-day": "こんにちは", "greet-evening": "こんばんは", "what": "何についてお話ししましょうか。",
-  "what-story": "このモデルは物語の続きを書きます。書き出しを入力してください。",
+  "what-story": "このモデルは物語の続きを書きます。書き出しを入力してください。", "what-tiny": "このモデルはとても小さいので、英語で簡単なことを聞いてください。よく間違えます。",
   "copy": "コピー", "copied": "コピーしました", "copy-failed": "コピーできませんでした", "edit": "編集", "cancel": "キャンセル", "save": "保存", "again": "もう一度",
   "branch": "回答 {i} / {n}", "previous": "前の版", "next": "次の版", "you": "あなた", "answer": "回答",
   "waiting": "待機中", "loading": "モデルを読み込み中", "reading": "{of} トークン中 {read} を読み取り中", "writing": "入力中", "thinking": "思考中", "thought": "{n} 秒間思考", "thought-some": "思考",

@@ -7,7 +7,7 @@ export default {
   "open-side": "打开侧边栏", "close-side": "关闭侧边栏", "skip": "跳到消息框",
   "message": "消息", "write-here": "输入消息", "write-story": "写一个故事的开头", "send": "发送", "stop": "停止", "attach": "添加文件", "remove": "移除 {name}", "drop": "拖放文件以添加",
   "hint": "Enter 发送，Shift+Enter 换行", "greet-morning": "早上好", "greet-day": "下午好", "greet-evening": "晚上好", "what": "想聊些什么？",
-  "what-story": "这个模型会续写故事。写一个开头，它会接着写。",
+  "what-story": "这个模型会续写故事。写一个开头，它会接着写。", "what-tiny": "这个模型非常小：请用英语问它简单的问题。它经常出错。",
   "copy": "复制", "copied": "已复制", "copy-failed": "复制失败", "edit": "编辑", "cancel": "取消", "save": "保存", "again": "重新生成",
   "branch": "回答 {i}/{n}", "previous": "上一个版本", "next": "下一个版本", "you": "你", "answer": "回答",
   "waiting": "等待中", "loading": "正在加载模型", "reading": "已读 {read}/{of} 个 token", "writing": "正在输入", "thinking": "正在思考", "thought": "思考了 {n} 秒", "thought-some": "思考过程",

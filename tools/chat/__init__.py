@@ -1,0 +1,1 @@
+"""The bundled chat model: dialogues written by a program, training, export and evaluation."""
