@@ -7,11 +7,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from quarrel.convert.config import Config, read_json
+from quarrel.convert.layout import interleaved
 from quarrel.convert.rules import PLUS_ONE, Architecture, Out, rule
 from quarrel.errors import UnsupportedModel
 
 KEPT = r"(model\.)?(visual|vision_tower|multi_modal_projector)\..*"
+BREAK = "[IMG_BREAK]"
+"""What ends a row of an image's tokens in Pixtral: its embedding lies with what sees."""
 _SIZES = ("patch_size", "hidden_size", "intermediate_size")
 _PREPROCESSORS = ("preprocessor_config.json", "processor_config.json")
 
@@ -100,6 +105,63 @@ def _gemma3_names(c: Config) -> tuple[tuple[str, str], ...]:
     )
 
 
+def _pixtral(c: Config) -> dict[str, Any]:
+    kind = c.get("hidden_act", default="silu")
+    if kind not in ("silu", "gelu"):
+        raise UnsupportedModel(f"the activation of what sees is {str(kind)[:40]!r}, wanted silu or gelu")
+    merge = c.get("spatial_merge_size")
+    return {
+        **_common(c),
+        "projector_type": "pixtral",
+        f"use_{kind}": True,
+        "vision.image_size": c.integer("image_size"),
+        **({} if merge is None else {"vision.spatial_merge_size": c.integer("spatial_merge_size")}),
+    }
+
+
+def _pixtral_names(c: Config) -> tuple[tuple[str, str], ...]:
+    block = {"attention_norm": "ln1", "ffn_norm": "ln2", "attention.o_proj": "attn_out"}
+    block |= {f"attention.{n}_proj": f"attn_{n}" for n in "qkv"}
+    block |= {f"feed_forward.{n}_proj": f"ffn_{n}" for n in ("gate", "up", "down")}
+    joined = {
+        "norm": "mm.input_norm",
+        "patch_merger.merging_layer": "mm.patch_merger",
+        "linear_1": "mm.1",
+        "linear_2": "mm.2",
+    }
+    return (
+        (r"^(model\.)?vision_tower\.", "tower."),
+        *((rf"^tower\.transformer\.layers\.(\d+)\.{old}\.", rf"v.blk.\1.{new}.") for old, new in block.items()),
+        (r"^tower\.patch_conv\.", "v.patch_embd."),
+        (r"^tower\.ln_pre\.", "v.pre_ln."),
+        *((rf"^(model\.)?multi_modal_projector\.{old}\.", f"{new}.") for old, new in joined.items()),
+    )
+
+
+def _break(a: np.ndarray, c: Config) -> np.ndarray:
+    """The row of the token that ends a row."""
+    listed = read_json(c.path.with_name("tokenizer.json")).get("added_tokens")
+    tokens = [t for t in listed if isinstance(t, dict)] if isinstance(listed, list) else []
+    found = next((t.get("id") for t in tokens if t.get("content") == BREAK), None)
+    if type(found) is not int or not 0 <= found < len(a):
+        raise UnsupportedModel(f"the tokenizer beside {c.path} has no token {BREAK}: download the model whole")
+    row: np.ndarray = a[found]
+    return row
+
+
+_PIXTRAL = Architecture(
+    "clip",
+    (
+        rule(r"(attn_[qk]\.weight)", Out(r"\2", (interleaved(lambda c: c.heads),), like=True)),
+        rule(r"(?:.*\.)?embed_tokens\.weight", Out("v.token_embd.img_break", (_break,))),
+    ),
+    _pixtral,
+    defaults={"layer_norm_eps": 1e-5},
+    blocks=_blocks,
+    rename=_pixtral_names,
+    kept=rf"{KEPT}|(.*\.)?embed_tokens\.weight",
+)
+
 _QWEN3 = Architecture(
     "clip",
     (
@@ -134,6 +196,7 @@ PROJECTORS: Mapping[str, Architecture] = {
         drop=r"tower\.head\..*",
         kept=KEPT,
     ),
+    **dict.fromkeys(("LlavaForConditionalGeneration", "Mistral3ForConditionalGeneration"), _PIXTRAL),
 }
 """By `architectures` of config.json."""
 
@@ -146,7 +209,12 @@ def projector(config: Config) -> tuple[Architecture, Config]:
     if not isinstance(name, str) or name not in PROJECTORS or not isinstance(seen, dict):
         said = f"{config.path} tells of {str(name)[:80]!r}, of which this version converts nothing that sees"
         raise UnsupportedModel(f"{said}; it knows {', '.join(sorted(PROJECTORS))}")
+    if PROJECTORS[name] is _PIXTRAL and seen.get("model_type") != "pixtral":
+        kind = str(seen.get("model_type"))[:40]
+        raise UnsupportedModel(f"what sees in {config.path} is a {kind!r}, of which this version converts pixtral only")
     more = {"projection_dim": config.integer("hidden_size"), "mm_tokens_per_image": config.get("mm_tokens_per_image")}
+    if (merge := config.get("spatial_merge_size")) is not None:
+        more["spatial_merge_size"] = merge
     return PROJECTORS[name], Config({**seen, **more}, config.path)
 
 

@@ -14,7 +14,7 @@ from quarrel.cli import main
 from quarrel.convert.folder import FolderFile
 from quarrel.errors import QuarrelError
 from quarrel.gguf import GGMLType, GGUFFile
-from tests.convert.folders import llama_folder, write_safetensors
+from tests.convert.folders import llama_folder, weights, write_safetensors
 from tests.paths import need_cases
 
 QWEN = {
@@ -130,3 +130,57 @@ def test_a_config_that_makes_no_sense_is_refused(changes: dict[str, object], sai
 def test_models_that_see_nothing_are_refused(tmp_path: Path) -> None:
     with pytest.raises(QuarrelError, match="'LlamaForCausalLM', of which this version converts nothing that sees"):
         FolderFile(llama_folder(tmp_path / "m"), mmproj=True)
+
+
+@pytest.mark.parametrize("merge", [None, 2])
+def test_pixtral_s_names_are_those_of_the_gguf_package(merge: int | None, tmp_path: Path) -> None:
+    n, wide, heads, out = 32, 48, 2, 24
+    vision = {"model_type": "pixtral", "hidden_size": n, "intermediate_size": wide, "num_hidden_layers": 2, "patch_size": 4,
+              "num_attention_heads": heads, "image_size": 64, "hidden_act": "silu"}  # fmt: skip
+    config = {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "vision_config": vision,
+        "text_config": {"hidden_size": out},
+    }
+    (tmp_path / "config.json").write_text(json.dumps({**config, "spatial_merge_size": merge}))
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"id": 3, "content": "[IMG_BREAK]"}]}))
+    shapes: dict[str, tuple[int, ...]] = {"patch_conv.weight": (n, 3, 4, 4), "ln_pre.weight": (n,)}
+    for i in range(2):
+        at = f"transformer.layers.{i}."
+        shapes |= {f"{at}{x}_norm.weight": (n,) for x in ("attention", "ffn")}
+        shapes |= {f"{at}attention.{x}_proj.weight": (n, n) for x in "qkvo"}
+        shapes |= {f"{at}feed_forward.{x}_proj.weight": (wide, n) for x in ("gate", "up")}
+        shapes[f"{at}feed_forward.down_proj.weight"] = (n, wide)
+    shapes = {f"vision_tower.{name}": shape for name, shape in shapes.items()}
+    joined = {f"linear_{i}.weight": (out, n if i == 1 else out) for i in (1, 2)}
+    joined |= {"norm.weight": (n,), "patch_merger.merging_layer.weight": (n, 4 * n)} if merge else {}
+    shapes |= {f"multi_modal_projector.{name}": shape for name, shape in joined.items()}
+    stored = {name: weights(name, shape) for name, shape in shapes.items()}
+    words = {"language_model.model.embed_tokens.weight": weights("words", (8, out))}
+    write_safetensors(tmp_path / "model.safetensors", {**stored, **words})
+    assert main(["convert", str(tmp_path), "--mmproj", "-o", str(tmp_path / "mmproj.gguf")]) == 0
+    read = gguf.GGUFReader(tmp_path / "mmproj.gguf")
+    found = {t.name: t.data.reshape(t.shape[::-1]) for t in read.tensors}
+    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 3)
+    named = {table.get_name(name, try_suffixes=(".weight",)): values for name, values in stored.items()}
+    assert found.keys() == {*named, "v.token_embd.img_break"}
+    assert np.array_equal(found["v.token_embd.img_break"], words["language_model.model.embed_tokens.weight"][3])
+    for name, values in named.items():
+        turned = (
+            values.reshape(heads, 2, -1, n).swapaxes(1, 2).reshape(n, n)
+            if name.endswith(("attn_q.weight", "attn_k.weight"))
+            else values
+        )
+        assert np.array_equal(found[name], turned), name
+    keys = {key: field.contents() for key, field in read.fields.items()}
+    assert (keys["clip.projector_type"], keys["clip.use_silu"]) == ("pixtral", True)
+    assert keys["clip.vision.attention.layer_norm_epsilon"] == pytest.approx(1e-5)
+    assert (keys["clip.vision.projection_dim"], keys.get("clip.vision.spatial_merge_size")) == (out, merge)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(QuarrelError, match=r"has no token \[IMG_BREAK\]"):
+        FolderFile(tmp_path, mmproj=True)
+    (tmp_path / "config.json").write_text(
+        json.dumps({**config, "vision_config": {**vision, "model_type": "clip_vision_model"}})
+    )
+    with pytest.raises(QuarrelError, match="is a 'clip_vision_model', of which this version converts pixtral only"):
+        FolderFile(tmp_path, mmproj=True)
