@@ -353,9 +353,11 @@ def test_demo_is_the_bundled_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sys.modules["quarrel.gguf.resolve"].importlib.resources, "files", lambda _: tmp_path)
     with pytest.raises(ModelNotFound, match="install quarrel again"):
         resolve("demo")
-    (tmp_path / "demo/quarrel-demo.gguf").touch()
+    for file in ("quarrel-demo-11M-Q8_0.gguf", "quarrel-chat-17M-Q8_0.gguf"):
+        (tmp_path / "demo" / file).touch()
     assert resolve("demo") == resolve_name("quarrel-demo")
-    assert resolve("demo").paths == (tmp_path / "demo/quarrel-demo.gguf",)
+    assert resolve("demo").paths == (tmp_path / "demo/quarrel-demo-11M-Q8_0.gguf",)
+    assert resolve("demo-chat").paths == (tmp_path / "demo/quarrel-chat-17M-Q8_0.gguf",)
 
 
 def test_finding_models_needs_no_download_library() -> None:
