@@ -239,7 +239,9 @@ def measured(case: Case, kernels: Sequence[str]) -> dict[str, Any]:
         if case.maps.activation == "none":
             out = torch.empty(case.tokens, case.maps.n, device=DEVICE)
             shares = torch.rand(case.tokens, case.m.used, device=DEVICE)
-            mix = partial(launch, mix_pairs, (case.tokens, cdiv(case.maps.n, 512)), out, case.y, shares, case.maps.n)
+            mix = partial(
+                launch, mix_pairs, (case.tokens, cdiv(case.maps.n, 512)), out, case.y, shares, case.maps.n, PDL=False
+            )
             line["mix_us"] = graph_us(lambda: mix(USED=case.m.used, C=512), 5, 3)
     return line
 

@@ -41,7 +41,7 @@ class Clock(phase.PhaseClock):
 TritonBackend()
 Clock("stepping").follow_compiler()
 for _ in range(2):
-    add_flat.warmup(*[MockTensor(torch.float32)] * 3, 1000, 1.0, BLOCK=256, grid=(4,))
+    add_flat.warmup(*[MockTensor(torch.float32)] * 3, 1000, 1.0, BLOCK=256, PDL=False, grid=(4,))
 print(*entered)
 """
 

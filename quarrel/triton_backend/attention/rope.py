@@ -98,7 +98,8 @@ def _angles(positions, freq, token, ok, S: tl.constexpr):
     in_half = i < S.ROT // 2
     position = tl.load(positions + token * S.AXES, mask=ok, other=0).to(tl.float32)[:, None]
     angle = position * tl.load(freq + i, mask=in_half, other=0.0)
-    for axis in tl.static_range(1, S.AXES):
+    AXES: tl.constexpr = S.AXES
+    for axis in tl.static_range(1, AXES):
         position = tl.load(positions + token * S.AXES + axis, mask=ok, other=0).to(tl.float32)[:, None]
         angle += position * tl.load(freq + axis * (S.ROT // 2) + i, mask=in_half, other=0.0)
     return angle

@@ -14,7 +14,7 @@ from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 from quarrel.triton_backend.elementwise.activation import BLOCK, add_flat
 from quarrel.triton_backend.runtime.launch import cdiv
-from quarrel.triton_backend.runtime.site import Batch, Launch, Site, dims
+from quarrel.triton_backend.runtime.site import Batch, Launch, Site, dims, starts_early
 
 
 @triton.jit
@@ -56,7 +56,9 @@ def build_all_reduce_add(site: Site, node: Node) -> Launch:
                 return
             group.all_reduce(rows[2])
         grid = (cdiv(size, BLOCK),)
-        site.launch(add_flat, grid, target.tensor, residual.tensor, part.tensor, size, scale, BLOCK=BLOCK)
+        site.launch(
+            add_flat, grid, target.tensor, residual.tensor, part.tensor, size, scale, BLOCK=BLOCK, early=starts_early(site)
+        )
 
     return run
 

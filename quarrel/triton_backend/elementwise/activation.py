@@ -18,7 +18,7 @@ from quarrel.ops.position import BY_POSITION, ByPositionSpec
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 from quarrel.triton_backend.runtime.launch import cdiv
-from quarrel.triton_backend.runtime.site import Batch, Launch, Site, dims
+from quarrel.triton_backend.runtime.site import Batch, Launch, Site, dims, starts_early
 
 BLOCK = 1024
 
@@ -77,8 +77,11 @@ def oai(gate, up):
 
 
 @triton.jit
-def gated_flat(y, gate, up, size, KIND: tl.constexpr, BLOCK: tl.constexpr, SHARE: tl.constexpr):
+def gated_flat(y, gate, up, size, KIND: tl.constexpr, BLOCK: tl.constexpr, SHARE: tl.constexpr, PDL: tl.constexpr):
     """SHARE: neighbours that have one gate."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     ok = at < size
     if SHARE > 1:
@@ -92,9 +95,12 @@ def gated_flat(y, gate, up, size, KIND: tl.constexpr, BLOCK: tl.constexpr, SHARE
 @triton.jit
 def gated_columns(
     y, gate, up, size, N, WIDTH: tl.constexpr, START: tl.constexpr, KIND: tl.constexpr, PER_ROW: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`gated_flat` with columns START to START + N of up `[.., WIDTH]`."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     ok = at < size
     g = tl.load(gate + (at // N if PER_ROW else at), mask=ok, other=0.0).to(tl.float32)
@@ -103,7 +109,10 @@ def gated_columns(
 
 
 @triton.jit
-def plain_flat(y, x, size, KIND: tl.constexpr, BLOCK: tl.constexpr):
+def plain_flat(y, x, size, KIND: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32)
     tl.store(y + at, activate(value, KIND).to(y.dtype.element_ty), mask=at < size)
@@ -118,7 +127,10 @@ def add_row_flat(y, x, row, size, N, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def add_flat(y, a, b, size, scale, BLOCK: tl.constexpr):
+def add_flat(y, a, b, size, scale, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     ok = at < size
     left = tl.load(a + at, mask=ok, other=0.0).to(tl.float32)
@@ -127,7 +139,10 @@ def add_flat(y, a, b, size, scale, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def cap_flat(y, x, size, scale, limit, CAPPED: tl.constexpr, BLOCK: tl.constexpr):
+def cap_flat(y, x, size, scale, limit, CAPPED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     ok = at < size
     value = tl.load(x + at, mask=ok, other=0.0).to(tl.float32) * scale
@@ -151,7 +166,9 @@ def _build(kernel: Any, site: Site, node: Node, *scalars: float, **constants: An
     def run(batch: Batch) -> None:
         size = batch.count(axis) * width
         tensors = [a.tensor for a in arrays]
-        site.launch(kernel, (cdiv(size, BLOCK),), *tensors, size, *scalars, **constants, BLOCK=BLOCK)
+        site.launch(
+            kernel, (cdiv(size, BLOCK),), *tensors, size, *scalars, **constants, BLOCK=BLOCK, early=starts_early(site)
+        )
 
     return run
 

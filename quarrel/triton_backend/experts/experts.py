@@ -22,7 +22,7 @@ from quarrel.triton_backend.experts.kernels import ByPairs
 from quarrel.triton_backend.experts.maps import ExpertMaps
 from quarrel.triton_backend.runtime.arrays import DTYPES, Packed, Slot
 from quarrel.triton_backend.runtime.launch import Launcher, cdiv
-from quarrel.triton_backend.runtime.site import Batch, Launch, Site
+from quarrel.triton_backend.runtime.site import Batch, Launch, Site, starts_early
 
 _SCAN, _LONG_SCAN = 1024, 8192
 """Pairs that are looked at together, of few and of many."""
@@ -31,8 +31,11 @@ ACTIVATIONS = ("silu", "relu2", "oai", "gelu_tanh")
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def group_pairs(order, starts, ids, pairs, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
+def group_pairs(order, starts, ids, pairs, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """starts [EXPERTS + 1]: where each expert's pairs begin in order [pairs]. A program an expert, in token order."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     expert = tl.program_id(0)
     before = tl.zeros([BLOCK], tl.int32)
     for start in range(0, pairs, BLOCK):
@@ -51,16 +54,28 @@ def group_pairs(order, starts, ids, pairs, EXPERTS: tl.constexpr, BLOCK: tl.cons
 
 
 def group_launch(
-    launch: Launcher, order: torch.Tensor, starts: torch.Tensor, ids: torch.Tensor, pairs: int, n_experts: int
+    launch: Launcher,
+    order: torch.Tensor,
+    starts: torch.Tensor,
+    ids: torch.Tensor,
+    pairs: int,
+    n_experts: int,
+    early: bool = False,
 ) -> None:
     """Fills order and starts; of no pairs nothing."""
     block = _SCAN if pairs <= 2 * _SCAN else _LONG_SCAN
     grid = (n_experts if pairs else 0,)
-    launch(group_pairs, grid, order, starts, ids, pairs, EXPERTS=n_experts, BLOCK=block, warps=4 if block == _SCAN else 16)
+    launch(
+        group_pairs, grid, order, starts, ids, pairs, EXPERTS=n_experts, BLOCK=block, warps=4 if block == _SCAN else 16,
+        early=early,
+    )  # fmt: skip
 
 
 @triton.jit
-def mix_pairs(out, rows, weights, N, USED: tl.constexpr, C: tl.constexpr):
+def mix_pairs(out, rows, weights, N, USED: tl.constexpr, C: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * C + tl.arange(0, C)
     ok = column < N
@@ -77,7 +92,8 @@ def _grouping(site: Site, ids: Slot, n_experts: int, used: int) -> tuple[Slot, S
     starts = site.scratch("one", n_experts + 1, torch.int32)
 
     def group(batch: Batch) -> None:
-        group_launch(site.launch, order.tensor, starts.tensor, ids.tensor, batch.T * used, n_experts)
+        tensors = (order.tensor, starts.tensor, ids.tensor)
+        group_launch(site.launch, *tensors, batch.T * used, n_experts, starts_early(site))
 
     return order, starts, group
 
@@ -135,7 +151,10 @@ def build_expert_up(site: Site, node: Node) -> ExpertLaunch:
         for y, product in apart:
             product(y, source, order, starts, pairs, spec.used)
         size, tensors = pairs * spec.n, (target.tensor, other.tensor, target.tensor)
-        site.launch(gated_flat, (cdiv(size, BLOCK),), *tensors, size, KIND=spec.activation, SHARE=1, BLOCK=BLOCK)
+        site.launch(
+            gated_flat, (cdiv(size, BLOCK),), *tensors, size, KIND=spec.activation, SHARE=1, BLOCK=BLOCK,
+            early=starts_early(site),
+        )  # fmt: skip
 
     return ExpertLaunch(one_by_one, [product for _, product in apart])
 
@@ -161,7 +180,7 @@ def build_expert_down(site: Site, node: Node) -> ExpertLaunch:
         product(rows, source, order, starts, batch.T * spec.used, 1)
         site.launch(
             mix_pairs, (batch.T, cdiv(spec.n, _COLUMNS)), target.tensor, rows.tensor, shares.tensor, spec.n,
-            USED=spec.used, C=_COLUMNS,
+            USED=spec.used, C=_COLUMNS, early=starts_early(site),
         )  # fmt: skip
 
     return ExpertLaunch(run, [product])

@@ -2,7 +2,7 @@
 
 Scores are float64, as in the reference: a float32 sigmoid makes ties of experts that are not. A NaN score is the last
 choice, so an id is always an expert's. A step of one row takes its logits and their choice in one launch: the program that
-is last to finish a logit ranks all of them at once, each by how many are before it.
+is last to finish a logit chooses. A choice is one warp's: its reductions need no shared memory.
 """
 
 from __future__ import annotations
@@ -19,9 +19,6 @@ from quarrel.ops.registry import Implementation
 from quarrel.triton_backend.runtime.launch import cdiv, power_of_two
 from quarrel.triton_backend.runtime.site import Batch, Launch, Site, dims, starts_early
 
-_TILE = 512  # scores to a program
-RANKED = 128
-"""Experts that one program ranks: it compares every pair."""
 ROUTED = 128
 """Rows up to which logits have a kernel of their own: a tile of `linear.py` is one program for all experts, which took 13
 to 21 us on an H200 for 1 to 8 rows of 1536 to 4096 columns."""
@@ -31,23 +28,34 @@ _SMALLEST_SUM: tl.constexpr = tl.constexpr(SMALLEST_SUM)
 
 
 @triton.jit
-def _best(score, free, lane):
-    """The highest score among free lanes and the first lane that has it; [R, 1] each."""
-    best = tl.max(tl.where(free, score, float("-inf")), 1)[:, None]
-    return best, tl.min(tl.where(free & (score == best), lane, 1 << 30), 1)[:, None]
+def _halves(score):
+    """The order of numbers as that of two int32: a warp finds the largest of those in one instruction."""
+    bits = tl.where(score == 0.0, 0.0, score).to(tl.int64, bitcast=True)
+    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFFFFFFFFFF, bits)
+    return (bits >> 32).to(tl.int32), (bits ^ 0x80000000).to(tl.int32)
+
+
+@triton.jit
+def _best(high, low, free, lane):
+    """The first free lane of the highest score, [R, 1], by `_halves`."""
+    LEAST: tl.constexpr = -0x80000000
+    found = free & (high == tl.max(tl.where(free, high, LEAST), 1)[:, None])
+    found = found & (low == tl.max(tl.where(found, low, LEAST), 1)[:, None])
+    return tl.min(tl.where(found, lane, 1 << 30), 1)[:, None]
 
 
 @triton.jit
 def _group_scores(score, expert_ok, expert, group, PER: tl.constexpr, GROUPS: tl.constexpr, G: tl.constexpr):
     """[R, G]: the sum of each group's two best scores."""
+    high, low = _halves(score)
     found = tl.full([score.shape[0], G], float("-inf"), tl.float64)
     for g in tl.static_range(GROUPS):
         inside = expert_ok & (expert // PER == g)
-        first, where = _best(score, inside, expert)
-        both = first
+        where = _best(high, low, inside, expert)
+        both = tl.sum(tl.where(expert == where, score, 0.0), 1)[:, None]
         if PER > 1:
-            second, _ = _best(score, inside & (expert != where), expert)
-            both = first + second
+            where = _best(high, low, inside & (expert != where), expert)
+            both += tl.sum(tl.where(expert == where, score, 0.0), 1)[:, None]
         found = tl.where(group == g, both, found)
     return found
 
@@ -78,10 +86,66 @@ class Choice(NamedTuple):
     counts: Any  # int64 [EXPERTS], of every token so far
 
 
+@triton.jit
+def _choose(
+    choice, row, z, bias, gains, tokens, real, scale, S: tl.constexpr, G: tl.constexpr, E: tl.constexpr
+):  # fmt: skip
+    """Stores the experts of tokens `row` [R, 1] by their logits z [R, E], float64. Of `tokens` the first `real` count."""
+    EXPERTS: tl.constexpr = S.EXPERTS
+    USED: tl.constexpr = S.USED
+    GROUPS: tl.constexpr = S.GROUPS
+    GROUPS_USED: tl.constexpr = S.GROUPS_USED
+    expert = tl.arange(0, E)[None, :]
+    free = (expert < EXPERTS) & (row == row)  # [R, E]
+    p = z
+    if S.GATE == "sigmoid":
+        p = 1.0 / (1.0 + tl.exp(-z))
+    elif S.GATE == "softmax":
+        e = tl.where(free, tl.exp(z - tl.max(tl.where(free, z, float("-inf")), 1)[:, None]), 0.0)
+        p = e / tl.sum(e, 1)[:, None]
+    score = p
+    if S.BIAS:
+        score += tl.load(bias + expert, mask=expert < EXPERTS, other=0.0)
+    score = tl.where(score == score, score, -1e300)
+    if GROUPS > 1:
+        PER: tl.constexpr = EXPERTS // GROUPS
+        group = tl.arange(0, G)[None, :]
+        high, low = _halves(_group_scores(score, free, expert, group, PER, GROUPS, G))
+        open_groups = (group < GROUPS) & (row == row)
+        allowed = (expert < 0) & (row == row)
+        for _ in tl.static_range(GROUPS_USED):
+            taken = _best(high, low, open_groups, group)
+            allowed = allowed | (expert // PER == taken)
+            open_groups = open_groups & (group != taken)
+        free = free & allowed
+    high, low = _halves(score)
+    place = tl.full([z.shape[0], E], -1, tl.int32)
+    for j in tl.static_range(USED):
+        where = _best(high, low, free, expert)
+        place = tl.where(expert == where, j, place)
+        free = free & (expert != where)
+    chosen = place >= 0
+    if S.GATE == "softmax_topk":
+        e = tl.where(chosen, tl.exp(p - tl.max(tl.where(chosen, p, float("-inf")), 1)[:, None]), 0.0)
+        p = e / tl.sum(e, 1)[:, None]
+    elif S.RENORMALISE:
+        p = p / tl.maximum(tl.sum(tl.where(chosen, p, 0.0), 1)[:, None], _SMALLEST_SUM)
+    if S.GAINS:
+        p = p * tl.load(gains + expert, mask=expert < EXPERTS, other=0.0)
+    at = row * USED + place
+    keep = chosen & (row < tokens)
+    tl.store(choice.ids + at, expert + tl.zeros_like(place), mask=keep)
+    tl.store(choice.weights + at, (p * scale).to(tl.float32), mask=keep)
+    # Sums of whole numbers: their order changes nothing. Rows that pad a batch are nobody's.
+    found = tl.sum((chosen & (row < real)).to(tl.int32), 0)
+    e1 = tl.arange(0, E)
+    tl.atomic_add(choice.counts + e1, found.to(tl.int64), mask=(e1 < EXPERTS) & (found > 0), sem="relaxed")
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def route_rows(
     choice, real_tokens, logits, bias, gains, tokens, scale, S: tl.constexpr, PADDED: tl.constexpr, G: tl.constexpr,
-    U: tl.constexpr, E: tl.constexpr, R: tl.constexpr,
+    E: tl.constexpr, R: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The experts of each token; a program takes R tokens.
 
@@ -89,138 +153,63 @@ def route_rows(
     logits       float32 `[tokens, S.EXPERTS]`
     bias, gains  float32 `[S.EXPERTS]`, read with S.BIAS and S.GAINS
     scale        of all weights
-    G, U, E      S.GROUPS, S.USED and S.EXPERTS, padded to powers of two
+    G, E         S.GROUPS and S.EXPERTS, padded to powers of two
     """
-    EXPERTS: tl.constexpr = S.EXPERTS
-    USED: tl.constexpr = S.USED
-    GROUPS: tl.constexpr = S.GROUPS
-    GROUPS_USED: tl.constexpr = S.GROUPS_USED
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)[:, None]
     expert = tl.arange(0, E)[None, :]
-    ok = (row < tokens) & (expert < EXPERTS)
-    z = tl.load(logits + row * EXPERTS + expert, mask=ok, other=0.0).to(tl.float64)
-    p = z
-    if S.GATE == "sigmoid":
-        p = 1.0 / (1.0 + tl.exp(-z))
-    elif S.GATE == "softmax":
-        e = tl.where(expert < EXPERTS, tl.exp(z - tl.max(tl.where(expert < EXPERTS, z, float("-inf")), 1)[:, None]), 0.0)
-        p = e / tl.sum(e, 1)[:, None]
-    score = p
-    if S.BIAS:
-        score += tl.load(bias + expert, mask=expert < EXPERTS, other=0.0)
-    score = tl.where(score == score, score, -1e300)
-    free = (expert < EXPERTS) & (row == row)  # [R, E]
-    if GROUPS > 1:
-        PER: tl.constexpr = EXPERTS // GROUPS
-        group = tl.arange(0, G)[None, :]
-        sums = _group_scores(score, free, expert, group, PER, GROUPS, G)
-        open_groups = (group < GROUPS) & (row == row)
-        allowed = (expert < 0) & (row == row)
-        for _ in tl.static_range(GROUPS_USED):
-            _, chosen = _best(sums, open_groups, group)
-            allowed = allowed | (expert // PER == chosen)
-            open_groups = open_groups & (group != chosen)
-        free = free & allowed
-    place = tl.arange(0, U)[None, :]
-    chosen_ids = tl.zeros([R, U], tl.int32)
-    chosen = tl.zeros([R, U], tl.float64)
-    taken = tl.zeros([R, E], tl.int32)
-    for j in tl.static_range(USED):
-        _, where = _best(score, free, expert)
-        value = tl.sum(tl.where(expert == where, p, 0.0), 1)[:, None]
-        chosen_ids = tl.where(place == j, where, chosen_ids)
-        chosen = tl.where(place == j, value, chosen)
-        free = free & (expert != where)
-        taken += (expert == where).to(tl.int32)
-    used = place < USED
-    if S.GATE == "softmax_topk":
-        e = tl.where(used, tl.exp(chosen - tl.max(tl.where(used, chosen, float("-inf")), 1)[:, None]), 0.0)
-        chosen = e / tl.sum(e, 1)[:, None]
-    elif S.RENORMALISE:
-        chosen = chosen / tl.maximum(tl.sum(tl.where(used, chosen, 0.0), 1)[:, None], _SMALLEST_SUM)
-    at = row * USED + place
-    keep = used & (row < tokens)
-    if S.GAINS:
-        chosen = chosen * tl.load(gains + chosen_ids, mask=used, other=0.0)
-    tl.store(choice.ids + at, chosen_ids, mask=keep)
-    tl.store(choice.weights + at, (chosen * scale).to(tl.float32), mask=keep)
-    # Sums of whole numbers: their order changes nothing. Rows that pad a batch are nobody's.
+    ok = (row < tokens) & (expert < S.EXPERTS)
+    z = tl.load(logits + row * S.EXPERTS + expert, mask=ok, other=0.0).to(tl.float64)
     real = tl.load(real_tokens) if PADDED else tokens
-    found = tl.sum(tl.where(row < real, taken, 0), 0)
-    every = tl.arange(0, E)
-    tl.atomic_add(choice.counts + every, found.to(tl.int64), mask=(every < EXPERTS) & (found > 0), sem="relaxed")
+    _choose(choice, row, z, bias, gains, tokens, real, scale, S, G, E)
 
 
 @triton.jit
 def route_one(
     choice, logits, arrived, x, gate, gate_bias, bias, gains, scale, S: tl.constexpr, K: tl.constexpr,
-    GATE_BIAS: tl.constexpr, E: tl.constexpr, R: tl.constexpr, W: tl.constexpr, PDL: tl.constexpr,
+    GATE_BIAS: tl.constexpr, G: tl.constexpr, E: tl.constexpr, W: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Logits and experts of one token; a program computes R logits, and the last one to finish chooses.
+    """Logits and experts of one token; a program of one warp computes a logit, and the last one to finish chooses.
 
     logits     float32 `[S.EXPERTS]`
     arrived    int32 `[1]`, programs that are done; zero before and after
     x          act `[K]`; gate: float32 `[S.EXPERTS, K]`; gate_bias: float32 `[S.EXPERTS]`, read with GATE_BIAS
-    bias, scale  as `route_rows`'s
-    E          S.EXPERTS, padded; W: columns at a time
+    bias, gains, scale, G, E  as `route_rows`'s
+    W          columns at a time
     """
-    r = tl.program_id(0) * R + tl.arange(0, R)
-    p_gate = gate + tl.minimum(r, S.EXPERTS - 1)[:, None] * K
+    mine = tl.program_id(0)
+    p_gate = gate + mine * K
     column = tl.arange(0, W)
-    tile = tl.load(p_gate + column[None, :], mask=(column < K)[None, :], other=0.0)
+    tile = tl.load(p_gate + column, mask=column < K, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    acc = tl.zeros([R, W], tl.float32)
+    acc = tl.zeros([W], tl.float32)
     for start in tl.static_range(0, K, W):
-        row = tl.load(x + start + column, mask=start + column < K, other=0.0).to(tl.float32)
-        acc += tile * row[None, :]
+        acc += tile * tl.load(x + start + column, mask=start + column < K, other=0.0).to(tl.float32)
         if start + W < K:
             ahead = start + W + column
-            tile = tl.load(p_gate + ahead[None, :], mask=(ahead < K)[None, :], other=0.0)
-    z = tl.sum(acc, 1)
+            tile = tl.load(p_gate + ahead, mask=ahead < K, other=0.0)
+    total = tl.sum(acc, 0)
     if GATE_BIAS:
-        z += tl.load(gate_bias + r, mask=r < S.EXPERTS, other=0.0)
-    tl.store(logits + r, z, mask=r < S.EXPERTS)
+        total += tl.load(gate_bias + mine)
+    tl.store(logits + mine, total)
     tl.debug_barrier()
     before = tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu")
     if before == tl.num_programs(0) - 1:
         tl.store(arrived, 0)
-        expert = tl.arange(0, E)
-        ok = expert < S.EXPERTS
-        v = tl.load(logits + expert, mask=ok, other=0.0, cache_modifier=".cg").to(tl.float64)
-        p = v
-        if S.GATE == "sigmoid":
-            p = 1.0 / (1.0 + tl.exp(-v))
-        elif S.GATE == "softmax":
-            e = tl.where(ok, tl.exp(v - tl.max(tl.where(ok, v, float("-inf")), 0)), 0.0)
-            p = e / tl.sum(e, 0)
-        score = p
-        if S.BIAS:
-            score += tl.load(bias + expert, mask=ok, other=0.0)
-        score = tl.where(score == score, score, -1e300)
-        score = tl.where(ok, score, float("-inf"))
-        mine, other = score[:, None], score[None, :]
-        better = (other > mine) | ((other == mine) & (expert[None, :] < expert[:, None]))
-        rank = tl.sum(better.to(tl.int32), 1)
-        chosen = ok & (rank < S.USED)
-        if S.GATE == "softmax_topk":
-            e = tl.where(chosen, tl.exp(p - tl.max(tl.where(chosen, p, float("-inf")), 0)), 0.0)
-            p = e / tl.sum(e, 0)
-        elif S.RENORMALISE:
-            p = p / tl.maximum(tl.sum(tl.where(chosen, p, 0.0), 0), _SMALLEST_SUM)
-        if S.GAINS:
-            p = p * tl.load(gains + expert, mask=ok, other=0.0)
-        tl.store(choice.ids + rank, expert, mask=chosen)
-        tl.store(choice.weights + rank, (p * scale).to(tl.float32), mask=chosen)
-        count = tl.load(choice.counts + expert, mask=chosen, other=0)
-        tl.store(choice.counts + expert, count + 1, mask=chosen)
+        expert = tl.arange(0, E)[None, :]
+        z = tl.load(logits + expert, mask=expert < S.EXPERTS, other=0.0, cache_modifier=".cg").to(tl.float64)
+        row = tl.zeros([1, 1], tl.int64)
+        _choose(choice, row, z, bias, gains, 1, 1, scale, S, G, E)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def gate_rows(
     logits, x, gate, gate_bias, tokens, EXPERTS: tl.constexpr, K: tl.constexpr, GATE_BIAS: tl.constexpr, R: tl.constexpr,
-    T: tl.constexpr, W: tl.constexpr,
+    T: tl.constexpr, W: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Logits of R experts for T tokens; grid (EXPERTS / R, tokens / T).
 
@@ -233,10 +222,16 @@ def gate_rows(
     p_gate = gate + tl.minimum(r, EXPERTS - 1)[:, None] * K + column[None, :]
     p_x = x + tl.minimum(token, tokens - 1).to(tl.int64)[:, None] * K + column[None, :]
     acc = tl.zeros([T, R, W], tl.float32)
-    for start in range(0, K, W):
+    tile = tl.load(p_gate, mask=(column < K)[None, :], other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    # Unrolled, so that all loads are on their way at once.
+    for start in tl.static_range(0, K, W):
         inside = (start + column < K)[None, :]
         rows = tl.load(p_x + start, mask=inside, other=0.0).to(tl.float32)
-        tile = tl.load(p_gate + start, mask=inside, other=0.0)
+        if start > 0:
+            tile = tl.load(p_gate + start, mask=inside, other=0.0)
         acc += rows[:, None, :] * tile[None, :, :]
     z = tl.sum(acc, 2)
     if GATE_BIAS:
@@ -257,33 +252,35 @@ def build_router(site: Site, linear: Node, route: Node) -> Launch:
     counts, arrived = site.counter(route.path, spec.n_experts), site.zeros("one", 1)
 
     choose = build_route(site, route)
-    shared: dict[str, Any] = {"gate": matrix.planes[0], "K": matrix.k, "R": _GATE_ROWS, "GATE_BIAS": shift is not None}
+    shared: dict[str, Any] = {"gate": matrix.planes[0], "K": matrix.k, "GATE_BIAS": shift is not None}
 
     def matmul(batch: Batch) -> None:
         grid = (cdiv(spec.n_experts, _GATE_ROWS), cdiv(batch.T, _MANY_TOKENS))
         site.launch(
             gate_rows, grid, logits=logits.tensor, x=rows.tensor, gate_bias=logits.tensor if shift is None else shift,
-            tokens=batch.T, EXPERTS=spec.n_experts, T=_MANY_TOKENS, W=min(_MANY_COLUMNS, power_of_two(matrix.k)), **shared,
+            tokens=batch.T, EXPERTS=spec.n_experts, R=_GATE_ROWS, T=_MANY_TOKENS,
+            W=min(_MANY_COLUMNS, power_of_two(matrix.k)), early=starts_early(site), **shared,
         )  # fmt: skip
         choose(batch)
 
     def matvec(batch: Batch) -> None:
-        none = logits.tensor
+        unread = logits.tensor
         site.launch(
-            route_one, (cdiv(spec.n_experts, _GATE_ROWS),), choice=Choice(ids.tensor, weights.tensor, counts),
-            logits=logits.tensor, arrived=arrived.tensor, x=rows.tensor, gate_bias=none if shift is None else shift,
-            bias=none if bias is None else bias, gains=none if gains is None else gains, scale=spec.scale, S=_shape(spec),
-            E=power_of_two(spec.n_experts),
-            W=min(_GATE_COLUMNS, power_of_two(matrix.k)), warps=8 if spec.n_experts > 64 else 4, early=starts_early(site),
-            **shared,
+            route_one, (spec.n_experts,), choice=Choice(ids.tensor, weights.tensor, counts), logits=logits.tensor,
+            arrived=arrived.tensor, x=rows.tensor, gate_bias=unread if shift is None else shift,
+            bias=unread if bias is None else bias, gains=unread if gains is None else gains, scale=spec.scale,
+            W=min(_GATE_COLUMNS, power_of_two(matrix.k)), warps=1, early=starts_early(site), **shared, **_constants(spec),
         )  # fmt: skip
 
     return lambda batch: (matvec if batch.T == 1 else matmul)(batch)
 
 
-def _shape(spec: RouteSpec) -> Shape:
+def _constants(spec: RouteSpec) -> dict[str, Any]:
+    """What a choice is compiled for."""
     choice = (spec.n_experts, spec.used, spec.gate, spec.renormalise)
-    return Shape(*choice, spec.bias, spec.n_groups, spec.groups_used, spec.gains)
+    shape = Shape(*choice, spec.bias, spec.n_groups, spec.groups_used, spec.gains)
+    sizes = (("G", spec.n_groups), ("E", spec.n_experts))
+    return {"S": shape} | {name: power_of_two(size) for name, size in sizes}
 
 
 def _vectors(site: Site, route: Node) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -295,7 +292,7 @@ def _vectors(site: Site, route: Node) -> tuple[torch.Tensor | None, torch.Tensor
 
 def takes_router(spec: RouteSpec) -> bool:
     """Whether `build_router` does it."""
-    return _accepts(spec) is None and spec.n_experts <= RANKED and spec.n_groups == 1
+    return _accepts(spec) is None
 
 
 def build_route(site: Site, node: Node) -> Launch:
@@ -305,18 +302,15 @@ def build_route(site: Site, node: Node) -> Launch:
     ids, weights = (site.slot(v) for v in node.outputs)
     bias, gains = _vectors(site, node)
     axis, _ = dims(node.outputs[0])
-    experts = power_of_two(spec.n_experts)
-    rows = max(1, _TILE // experts)
     counts, real = site.counter(node.path, spec.n_experts), site.tables.tokens
 
     def run(batch: Batch) -> None:
         count = batch.count(axis)
         site.launch(
-            route_rows, (cdiv(count, rows),), choice=Choice(ids.tensor, weights.tensor, counts),
+            route_rows, (count,), choice=Choice(ids.tensor, weights.tensor, counts),
             real_tokens=counts if real is None else real.tensor, logits=source.tensor,
             bias=source.tensor if bias is None else bias, gains=source.tensor if gains is None else gains, tokens=count,
-            scale=spec.scale, S=_shape(spec), PADDED=real is not None, G=power_of_two(spec.n_groups),
-            U=power_of_two(spec.used), E=experts, R=rows,
+            scale=spec.scale, PADDED=real is not None, R=1, warps=1, early=starts_early(site), **_constants(spec),
         )  # fmt: skip
 
     return run

@@ -70,8 +70,8 @@ def decode16(FORMAT: tl.constexpr, w, row, first, K, R: tl.constexpr, B: tl.cons
 
 @gluon.jit
 def ring_factors(FORMAT: gl.constexpr, s, t, down):
-    """2^(e - 127) times 2^6: the exponent's bits are those of a float32."""
-    a = fragment_codes.twice((((s.to(gl.int32) & 255) + 6) << 23).to(gl.float32, bitcast=True) * down)
+    """2^(e - 127) times 2^14: the exponent's bits are those of a float32."""
+    a = fragment_codes.twice((((s.to(gl.int32) & 255) + 14) << 23).to(gl.float32, bitcast=True) * down)
     return a, a, a, a
 
 
@@ -81,7 +81,7 @@ def ring_eight(FORMAT: gl.constexpr, q, r, a, b, c, d, u, v, word):
 
 
 def ring_shift(scale: torch.Tensor, top: torch.Tensor) -> int:
-    return max(0, int(scale.max()) - 136)
+    return max(0, int(scale.max()) - 128)
 
 
 MXFP4 = BlockFormat(

@@ -74,15 +74,15 @@ _BYTES = gl.constexpr(
     + _pair(6, "w", "0x00FF00FF", "$10", "$11")
     + "}"
 )
-# $8 codes, $9 scale times 2^6. e2m1 in a byte as s00eem00 is E4M3, 2^-6 too small; the device makes float16 of those.
+# $8 codes, $9 scale times 2^14. Sign and magnitude of e2m1 in a byte as s000eem0 are the upper byte of a float16, 2^-14 too
+# small, which is exact.
 _E2M1 = gl.constexpr(
-    "{ .reg .b32 a, b, v; .reg .b16 l, h; prmt.b32 v, $8, $8, 0x3120; "
-    "shl.b32 a, v, 4; shl.b32 b, v, 2; and.b32 a, a, 0x80808080; and.b32 b, b, 0x1C1C1C1C; or.b32 a, a, b; "
-    "mov.b32 {l, h}, a; cvt.rn.f16x2.e4m3x2 a, l; cvt.rn.f16x2.e4m3x2 b, h; "
-    "mul.rn.f16x2 a, a, $9; mul.rn.f16x2 b, b, $9; mov.b32 {$0, $1}, a; mov.b32 {$4, $5}, b; "
-    "and.b32 a, v, 0x80808080; shr.u32 b, v, 2; and.b32 b, b, 0x1C1C1C1C; or.b32 a, a, b; "
-    "mov.b32 {l, h}, a; cvt.rn.f16x2.e4m3x2 a, l; cvt.rn.f16x2.e4m3x2 b, h; "
-    "mul.rn.f16x2 a, a, $9; mul.rn.f16x2 b, b, $9; mov.b32 {$2, $3}, a; mov.b32 {$6, $7}, b; }"
+    "{ .reg .b32 a, b, c; shl.b32 a, $8, 4; shl.b32 b, $8, 1; and.b32 a, a, 0x80808080; and.b32 b, b, 0x0E0E0E0E; "
+    "or.b32 a, a, b; prmt.b32 b, a, 0, 0x2404; and.b32 a, a, 0xFF00FF00; "
+    "mul.rn.f16x2 b, b, $9; mul.rn.f16x2 a, a, $9; mov.b32 {$0, $1}, b; mov.b32 {$4, $5}, a; "
+    "and.b32 a, $8, 0x80808080; shr.u32 b, $8, 3; and.b32 b, b, 0x0E0E0E0E; or.b32 a, a, b; "
+    "prmt.b32 b, a, 0, 0x2404; and.b32 a, a, 0xFF00FF00; "
+    "mul.rn.f16x2 b, b, $9; mul.rn.f16x2 a, a, $9; mov.b32 {$2, $3}, b; mov.b32 {$6, $7}, a; }"
 )
 _E2M1_OPERANDS = gl.constexpr(_OUTPUTS + ",r,r")
 

@@ -21,7 +21,7 @@ from quarrel.triton_backend.linear.maps import UNLIMITED, Maps, Serves
 from quarrel.triton_backend.linear.matmul import TL_TYPES
 from quarrel.triton_backend.runtime.arrays import DTYPES, Packed, Slot
 from quarrel.triton_backend.runtime.launch import cdiv
-from quarrel.triton_backend.runtime.site import Batch, Launch, Site
+from quarrel.triton_backend.runtime.site import Batch, Launch, Site, starts_early
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,8 @@ def activation(site: Site, maps: Maps, ys: Sequence[Slot]) -> list[Launch]:
         size = batch.count(maps.axis) * maps.weights[0].n
         grid, block = (cdiv(size, elementwise.BLOCK),), elementwise.BLOCK
         site.launch(
-            elementwise.gated_flat, grid, y.tensor, gate.tensor, y.tensor, size, KIND=maps.activation, SHARE=1, BLOCK=block
+            elementwise.gated_flat, grid, y.tensor, gate.tensor, y.tensor, size, KIND=maps.activation, SHARE=1, BLOCK=block,
+            early=starts_early(site),
         )  # fmt: skip
 
     return [run]
