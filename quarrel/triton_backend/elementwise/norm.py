@@ -82,7 +82,7 @@ def norm_arranged(to, x, gain, tokens, eps, K: tl.constexpr, C: tl.constexpr, PD
     row = tl.program_id(0)
     column = tl.arange(0, C)
     value = normed_row(x, gain, row, tokens, eps, K, C, PDL)
-    tl.store(to + place_of(row, column, K), value.to(to.dtype.element_ty), mask=column < K)
+    tl.store(to + place_of(row, column, K), value.to(to.dtype.element_ty), mask=column < (K + 255) // 256 * 256)
 
 
 @triton.jit(do_not_specialize=["runs"])
@@ -208,16 +208,15 @@ def arranger(site: Site, node: Node) -> Callable[[Slot, Batch, int], None] | Non
     axis, _ = dims(node.outputs[0])
 
     def fill(to: Slot, batch: Batch, width: int) -> None:
-        count, columns = batch.count(axis), power_of_two(spec.k)
+        count, padded = batch.count(axis), cdiv(spec.k, 256) * 256
         kernel, shape = norm_arranged, {}
         if not width:
-            padded = cdiv(spec.k, 256) * 256
-            kernel, shape, columns = ring_x.norm_arranged, {"KP": padded}, power_of_two(padded)
+            kernel, shape = ring_x.norm_arranged, {"KP": padded}
         elif width in wgmma_x.WIDTHS:
             kernel, shape = wgmma_x.norm_arranged, {"BT": width}
         site.launch(
-            kernel, (width or count,), to.tensor, source.tensor, gain, count, spec.eps, K=spec.k, **shape, C=columns,
-            warps=8 if spec.k > 2048 else 4, early=starts_early(site),
+            kernel, (width or count,), to.tensor, source.tensor, gain, count, spec.eps, K=spec.k, **shape,
+            C=power_of_two(padded), warps=8 if spec.k > 2048 else 4, early=starts_early(site),
         )  # fmt: skip
 
     return fill

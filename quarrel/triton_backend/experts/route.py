@@ -2,7 +2,7 @@
 
 Scores are float64, as in the reference: a float32 sigmoid makes ties of experts that are not. A NaN score is the last
 choice, so an id is always an expert's. A step of one row takes its logits and their choice in one launch: the program that
-is last to finish a logit chooses. A choice is one warp's: its reductions need no shared memory.
+is last to finish a logit chooses. A choice is one warp's, or each warp's alike: its reductions need no shared memory.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def route_one(
     choice, logits, arrived, x, gate, gate_bias, bias, gains, scale, S: tl.constexpr, K: tl.constexpr,
     GATE_BIAS: tl.constexpr, G: tl.constexpr, E: tl.constexpr, W: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Logits and experts of one token; a program of one warp computes a logit, and the last one to finish chooses.
+    """Logits and experts of one token; a program computes a logit, and the last one to finish chooses.
 
     logits     float32 `[S.EXPERTS]`
     arrived    int32 `[1]`, programs that are done; zero before and after
@@ -269,7 +269,8 @@ def build_router(site: Site, linear: Node, route: Node) -> Launch:
             route_one, (spec.n_experts,), choice=Choice(ids.tensor, weights.tensor, counts), logits=logits.tensor,
             arrived=arrived.tensor, x=rows.tensor, gate_bias=unread if shift is None else shift,
             bias=unread if bias is None else bias, gains=unread if gains is None else gains, scale=spec.scale,
-            W=min(_GATE_COLUMNS, power_of_two(matrix.k)), warps=1, early=starts_early(site), **shared, **_constants(spec),
+            W=min(_GATE_COLUMNS, power_of_two(matrix.k)), warps=4 if spec.n_experts <= 32 else 1,
+            early=starts_early(site), **shared, **_constants(spec),
         )  # fmt: skip
 
     return lambda batch: (matvec if batch.T == 1 else matmul)(batch)

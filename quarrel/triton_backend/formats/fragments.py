@@ -24,23 +24,25 @@ GROUP = 8
 def arrange(to, x, tokens, K: tl.constexpr, PDL: tl.constexpr):
     """Rows of x as float16 in the order in which the threads of a warp read them, 16 bytes each, side by side.
 
-    `[groups, K / 256, 2 halves of a block, 2, 2, 8 rows, 4 blocks, 8 columns]`; rows beyond the last are zero. A warp that
-    read x as it lies would touch 16 lines for what is now 4. Grid (K / 256, groups).
+    `[groups, K / 256, 2 halves of a block, 2, 2, 8 rows, 4 blocks, 8 columns]`; rows beyond the last are zero, and so are
+    columns from K to a multiple of 256. A warp that read x as it lies would touch 16 lines for what is now 4. Grid
+    (K / 256, groups).
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     i = tl.arange(0, 2048)
     row = tl.program_id(1) * 8 + i // 32 % 8
-    v = tl.load(x + row.to(tl.int64) * K + tl.program_id(0) * 256 + column_at(i), mask=row < tokens, other=0.0)
-    tl.store(to + (tl.program_id(1).to(tl.int64) * (K // 256) + tl.program_id(0)) * 2048 + i, v.to(tl.float16))
+    column = tl.program_id(0) * 256 + column_at(i)
+    v = tl.load(x + row.to(tl.int64) * K + column, mask=(row < tokens) & (column < K), other=0.0)
+    tl.store(to + (tl.program_id(1).to(tl.int64) * ((K + 255) // 256) + tl.program_id(0)) * 2048 + i, v.to(tl.float16))
 
 
 @triton.jit
 def place_of(row, column, K: tl.constexpr):
     """Where `arrange` puts a value."""
     block = column // 32 % 8
-    group = row // 8 * (K // 256) + column // 256
+    group = row // 8 * ((K + 255) // 256) + column // 256
     lane = row % 8 * 32 + block % 4 * 8 + column % 8
     return group * 2048 + column // 16 % 2 * 1024 + block // 4 * 512 + column // 8 % 2 * 256 + lane
 

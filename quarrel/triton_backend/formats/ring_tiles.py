@@ -172,6 +172,17 @@ def load_scales(FORMAT: gl.constexpr, p_scale, row, ok, step, K: gl.constexpr, T
 
 
 @gluon.jit
+def load_bits(p_bits, row, ok, step, K: gl.constexpr, T: gl.constexpr):
+    """Words of upper bits of blocks t and t + 4 from memory, one to a block, where rows cannot be copied."""
+    F: gl.constexpr = gl.SliceLayout(2, words_layout(T))
+    block = step * 8 + gl.arange(0, 4, gl.SliceLayout(0, F))[None, :]
+    p = p_bits.to(gl.pointer_type(gl.int32)) + row[:, None] * (K // 32) + block
+    b0 = gl.load(p, mask=ok[:, None] & (block < K // 32), other=0)
+    b1 = gl.load(p + 4, mask=ok[:, None] & (block + 4 < K // 32), other=0)
+    return b0, b1
+
+
+@gluon.jit
 def load_top(FORMAT: gl.constexpr, p_top, row, ok, step, K: gl.constexpr):
     """The super-block's scales of 256 columns, `[16 T]`; nothing where a format has none."""
     if tops(FORMAT) == 2:

@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quarrel.triton_backend.elementwise import activation as elementwise
 from quarrel.triton_backend.formats.fragments import GROUP, STEP, arrange, fetch_words, pairs, words_layout
-from quarrel.triton_backend.formats.table import FRAGMENTS
+from quarrel.triton_backend.formats.table import FRAGMENTS, by_name
 from quarrel.triton_backend.linear.maps import Maps, Serves
 from quarrel.triton_backend.linear.matmul import Epilogue
 from quarrel.triton_backend.linear.tuned import Kind, key, table
@@ -33,7 +33,8 @@ _WARPS = {8: 1500, 16: 800, 32: 1000}
 """Warps that keep an H200 busy, by width."""
 MOST_FOR_32 = 16384
 """Outputs from which tiles are the better for 32 rows: 74 us against 87 for 32000 x 4096 in Q6_K; 31 against 47 for 4096 x
-14336, 55 against 63 for gate and up of 14336 x 4096."""
+14336, 55 against 63 for gate and up of 14336 x 4096. They are so for any outputs where rows are no whole super-blocks: 16.6
+us against 17.1 for query, key and value of gpt-oss, which take 11.2 against 13.5 for 8 rows."""
 
 _activate = gluon.jit(elementwise.activate.fn)
 
@@ -55,8 +56,9 @@ class KSplit:
 def declines(site: Site, maps: Maps) -> str | None:
     """Takes float16 arithmetic on whole super-blocks of some formats, on a device with `mma`."""
     for w in maps.weights:
-        if w.format not in FRAGMENTS or w.k % STEP:
-            return f"needs {', '.join(FRAGMENTS)} in rows of whole {STEP} columns, got {w.format} of {w.k}"
+        whole = STEP if by_name(w.format).top else 32
+        if w.format not in FRAGMENTS or w.k % whole:
+            return f"needs {', '.join(FRAGMENTS)} in rows of whole {whole} columns, got {w.format} of {w.k}"
     if site.compute != "float16" or site.generation < 8 or site.deterministic or INTERPRETED:
         return "needs float16 arithmetic, compute capability 8.0 or higher, and steps that need not be deterministic"
     return maps.together() or (None if splits_of(site, maps) else "these shapes are measured to be faster by matmul")
@@ -68,7 +70,8 @@ def splits_by_width(site: Site, kind: Kind, weights: Sequence[Packed]) -> dict[i
     known, name = table(site.generation), key(kind, [w.format for w in weights], ns, k)
     tiled = known.tiles.get(name, {})
     n = sum(ns) if kind == "three" else ns[0]
-    widths = [w for w in WIDTHS if w not in tiled and (w < 32 or n < MOST_FOR_32)]
+    most = MOST_FOR_32 if k % STEP == 0 else 0
+    widths = [w for w in WIDTHS if w not in tiled and (w < 32 or n < most)]
     tall = all(w.format != "Q5_K" for w in weights)  # gate and up spill 32 bytes
     found = {width: k_split(n, k, width, tall) for width in widths}
     for width, (rows, high, turns, deep) in known.rows.get(name, {}).items():
@@ -86,9 +89,18 @@ def k_split(n: int, k: int, width: int, tall: bool = True) -> KSplit:
     """
     rows = 32 if width == 16 and tall else 16
     turns = 1
-    while turns < 8 and cdiv(n, rows) * turns < _WARPS[width] and k // STEP >= 2 * turns:
+    while turns < 8 and cdiv(n, rows) * turns < _WARPS[width] and cdiv(k, STEP) >= 2 * turns:
         turns *= 2
     return KSplit(rows, 1, turns)
+
+
+@gluon.jit
+def _blocks(super, within, K: gl.constexpr):
+    """Blocks of super-blocks; beyond the last of a row that one again, as x is zero there."""
+    block = (super * 8)[:, :, None] + within
+    if K % 256:
+        block = gl.minimum(block, K // 32 - 1)
+    return block
 
 
 @gluon.jit
@@ -101,8 +113,8 @@ def _walk(
     B: gl.constexpr = gl.DotOperandLayout(1, MMA, 16)
     L4: gl.constexpr = words_layout(W, M, BM)
     L3: gl.constexpr = gl.SliceLayout(3, L4)
-    EACH: gl.constexpr = 256 * W
-    STEPS: gl.constexpr = (K + EACH - 1) // EACH
+    SUPERS: gl.constexpr = (K + 255) // 256
+    STEPS: gl.constexpr = (SUPERS + W - 1) // W
     super = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, L3)))[:, None]
     row = first + gl.arange(0, BM, gl.SliceLayout(0, gl.SliceLayout(2, L3)))
     row = gl.minimum(row, N - 1).to(gl.int64)[None, :]
@@ -111,31 +123,31 @@ def _walk(
     k = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(2, B)))
     turn = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, B)))
     token = gl.arange(0, BT, gl.SliceLayout(0, gl.SliceLayout(1, B)))
-    token = gl.expand_dims(gl.expand_dims(token // 8 * (K * 8) + token % 8 * 32, 0), 1)
+    token = gl.expand_dims(gl.expand_dims(token // 8 * (SUPERS * 2048) + token % 8 * 32, 0), 1)
     place = gl.expand_dims(gl.expand_dims(k // 64 * 512 + k // 8 % 2 * 256 + k // 16 % 4 * 8 + k % 8, 0), 2)
     turn = gl.expand_dims(gl.expand_dims(turn, 1), 2)
     p_x = x + turn * 2048 + token + place
     # Two sums, as each product waits for the one before it.
     acc = gl.zeros([W, BM, BT], gl.float32, layout=MMA)
     acc_high = gl.zeros([W, BM, BT], gl.float32, layout=MMA)
-    last = K // 256 - 1
+    last = SUPERS - 1
     now = gl.minimum(super, last)
-    q, a, b, s, t = fetch_words(FORMAT, w, row, (now * 8)[:, :, None] + within, now, K, L4)
+    q, a, b, s, t = fetch_words(FORMAT, w, row, _blocks(now, within, K), now, K, L4)
     if DEEP:
         now = gl.minimum(W + super, last)
-        q1, a1, b1, s1, t1 = fetch_words(FORMAT, w, row, (now * 8)[:, :, None] + within, now, K, L4)
+        q1, a1, b1, s1, t1 = fetch_words(FORMAT, w, row, _blocks(now, within, K), now, K, L4)
     if WAIT:  # weights are there since the model was loaded, x comes from the kernel before
         gdc_wait()
     for step in range(STEPS):
-        if K % EACH:  # columns beyond the last are those of the last super-block again, times zero
-            x_ok = (turn < K // 256 - step * W) & (token + place >= 0)
+        if SUPERS % W:  # columns beyond the last are those of the last super-block again, times zero
+            x_ok = (turn < SUPERS - step * W) & (token + place >= 0)
             x_low = gl.load(p_x + step * (2048 * W), mask=x_ok, other=0.0)
             x_high = gl.load(p_x + step * (2048 * W) + 1024, mask=x_ok, other=0.0)
         else:
             x_low = gl.load(p_x + step * (2048 * W))
             x_high = gl.load(p_x + step * (2048 * W) + 1024)
         now = gl.minimum((step + 1 + DEEP) * W + super, last)
-        q2, a2, b2, s2, t2 = fetch_words(FORMAT, w, row, (now * 8)[:, :, None] + within, now, K, L4)
+        q2, a2, b2, s2, t2 = fetch_words(FORMAT, w, row, _blocks(now, within, K), now, K, L4)
         low, high = pairs(FORMAT, q, a, b, s, t, W, BM, L4, A)
         acc = mma_v2(low, x_low, acc)
         acc_high = mma_v2(high, x_high, acc_high)
@@ -248,13 +260,14 @@ def build(site: Site, maps: Maps) -> Serves:
     a, b = maps.weights[0], maps.weights[-1]
     ns, k, gated, biases = tuple(w.n for w in maps.weights), a.k, maps.gated, maps.given
     planes, formats = tuple(w.planes for w in maps.weights), tuple(w.format for w in maps.weights)
-    arranged = site.scratch("one", max(by_width) * k, torch.float16)
+    steps = cdiv(k, STEP)
+    arranged = site.scratch("one", max(by_width) * steps * STEP, torch.float16)
 
     def prepare(batch: Batch, width: int) -> None:
         if maps.arrange is not None:
             maps.arrange(arranged, batch, width)
         else:
-            grid = (k // STEP, width // GROUP)
+            grid = (steps, width // GROUP)
             site.launch(
                 arrange, grid, arranged.tensor, maps.x.tensor, batch.count(maps.axis), K=k, early=starts_early(site)
             )

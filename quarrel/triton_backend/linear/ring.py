@@ -34,7 +34,7 @@ except (ImportError, AttributeError):  # pragma: no cover
 WIDTHS = (8, 16, 32, 64)
 """Rows of x to an item."""
 MOST, MOST_BESIDE_E4M3 = 512, 128
-_LEAST = {1 << 24: 33, 1 << 25: 9}
+_LEAST = {1 << 23: 33, 1 << 25: 9}
 """Rows from which a linear map gains, by the values of its weights. Decode steps of Mistral-7B Q4_K_M on an H200, tokens/s
 without and with the ring for gate and up, down and head, and with it for 4096 x 4096 too:
 
@@ -102,9 +102,9 @@ def declines_weights(weights: Sequence[Packed]) -> str | None:
 
 
 def _whole(format: str) -> int:
-    """Columns of which a row is a whole number: of a super-block, or of what a copy's 16 bytes of upper bits hold."""
+    """Columns of which a row is a whole number: of a super-block, or of a block."""
     made = by_name(format)
-    return made.top.columns if made.top else 128 if made.bits else 32
+    return made.top.columns if made.top else 32
 
 
 def shift_of(weight: Packed) -> int:
@@ -127,6 +127,9 @@ class Matrices:
         self._bits = bits.reshape(-1).view(torch.int32).view(weight.n, -1) if self.bits else self._codes
         # A copy's rows are whole numbers of 16 bytes apart.
         self.copied = self.scale.element_size() * self.scale.numel() // weight.n % 16 == 0 and weight.format != "MXFP4"
+        # Upper bits that are no such rows are loaded, as they are then one word to a block (Q5_0).
+        self.loose = bool(self.bits) and weight.k // 32 * self.bits % 4 != 0
+        self.bit_words = bits
         if self.copied:
             self._scale = self.scale.reshape(-1).view(torch.int16).view(weight.n, -1)
         self._made: dict[int, tuple[Any, Any, Any]] = {}
@@ -138,7 +141,9 @@ class Matrices:
             scale, bits = self.scale, codes
             if self.copied:
                 scale = TensorDescriptor.from_tensor(self._scale, [rows, 8], gl.NVMMASharedLayout(0, 16, 2))
-            if self.bits:
+            if self.loose:
+                bits = self.bit_words
+            elif self.bits:
                 layout = gl.NVMMASharedLayout(32 * self.bits, 32, 2)
                 bits = TensorDescriptor.from_tensor(self._bits, [rows, 8 * self.bits], layout)
             self._made[rows] = codes, scale, bits
@@ -192,7 +197,7 @@ class Product:
             kernels.ring, (cut.residents * self.multiprocessors,), y, codes, up_codes, scale, up_scale, bits, up_bits,
             rows.x, (one.top, self._stacks[-1].top), (rows.items, rows.pairs),
             (bias[0], bias[-1], 2.0**-self._shift, 2.0**self._shift), self._n, part_stride, rows.count, K=self.k,
-            PARTS=max(1, parts), COPIED=one.copied, FORMAT=self._format, GATED=gated, KIND=self._kind,
+            PARTS=max(1, parts), COPIED=one.copied, LOOSE=one.loose, FORMAT=self._format, GATED=gated, KIND=self._kind,
             BIAS=bool(self._biases) and not parts, BT=cut.width, STAGES=self._stages(cut), TILES=self.tiles,
             T=_WARPS, LISTED=not rows.count, warps=_WARPS, early=starts_early(site),
             maxnreg=80 if cut.residents == 2 else 168,
@@ -201,7 +206,8 @@ class Product:
     def _stages(self, cut: Cut) -> int:
         """As many as fit."""
         one = self._stacks[0]
-        stage = 16 * _WARPS * (128 * one.planes + (16 if one.copied else 0) + 32 * one.bits) + 512 * cut.width
+        upper = 0 if one.loose else 32 * one.bits
+        stage = 16 * _WARPS * (128 * one.planes + (16 if one.copied else 0) + upper) + 512 * cut.width
         return max(2, min(12, (_SHARED // cut.residents - 1024) // stage))
 
 
@@ -240,7 +246,9 @@ def declines(site: Site, maps: Maps) -> str | None:
 
 def build(site: Site, maps: Maps) -> Serves:
     values = sum(w.n * w.k for w in maps.weights)
-    least = min(rows for size, rows in _LEAST.items() if values >= size) if mma.declines(site, maps) is None else 2
+    # `mma.py` was not measured with large maps of rows that are no whole super-blocks, as the head of gpt-oss.
+    by_mma = mma.declines(site, maps) is None and (maps.weights[0].k % 256 == 0 or values < max(_LEAST))
+    least = min(rows for size, rows in _LEAST.items() if values >= size) if by_mma else 2
     return Serves(_Maps(site, maps), least, MOST_BESIDE_E4M3 if site.float8 else MOST, maps.arrange is not None)
 
 

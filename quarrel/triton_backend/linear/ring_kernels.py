@@ -29,6 +29,7 @@ from quarrel.triton_backend.formats.ring_tiles import (
     double_entries,
     entries,
     factors,
+    load_bits,
     load_scales,
     load_top,
     nibbles,
@@ -85,13 +86,15 @@ class Tiling:
     LISTED: gl.constexpr
     PLANES: gl.constexpr
     BITS: gl.constexpr
+    """Words of upper bits to a block that are copied; LOOSE if they are loaded, one to a block."""
+    LOOSE: gl.constexpr
     BM: gl.constexpr
     """Rows of a tile in shared memory."""
     BN: gl.constexpr
     """Rows of the result that it makes."""
 
     @gluon.constexpr_function
-    def __init__(self, FORMAT, COPIED, GATED, K, PARTS, TILES, BT, STAGES, T, PDL, LISTED):
+    def __init__(self, FORMAT, COPIED, LOOSE, GATED, K, PARTS, TILES, BT, STAGES, T, PDL, LISTED):
         self.FORMAT = gl.constexpr(FORMAT)
         self.COPIED = gl.constexpr(COPIED)
         self.GATED = gl.constexpr(GATED)
@@ -105,7 +108,8 @@ class Tiling:
         self.PDL = gl.constexpr(PDL)
         self.LISTED = gl.constexpr(LISTED)
         self.PLANES = gl.constexpr(planes_of(FORMAT))
-        self.BITS = gl.constexpr(upper_bits(FORMAT))
+        self.BITS = gl.constexpr(0 if LOOSE else upper_bits(FORMAT))
+        self.LOOSE = gl.constexpr(LOOSE)
         self.BM = gl.constexpr(16 * T)
         self.BN = gl.constexpr(8 * T if GATED else 16 * T)
 
@@ -190,6 +194,15 @@ def _scales_of(scale, up_scale, row, ok, is_up, step, how):
 
 
 @gluon.jit
+def _bits_of(bits, up_bits, row, ok, is_up, step, how):
+    b0, b1 = load_bits(bits, row, ok & ~is_up, step, how.K, how.T)
+    if how.GATED:
+        u0, u1 = load_bits(up_bits, row, ok & is_up, step, how.K, how.T)
+        b0, b1 = b0 | u0, b1 | u1
+    return b0, b1
+
+
+@gluon.jit
 def _top_of(tops, row, ok, is_up, step, how):
     t = load_top(how.FORMAT, tops[0], row, ok & ~is_up, step, how.K)
     if how.GATED:
@@ -199,7 +212,8 @@ def _top_of(tops, row, ok, is_up, step, how):
 
 @gluon.jit
 def _consume(
-    y, scale, up_scale, tops, items, tokens, epilogue, N, part_stride, stages, KIND: gl.constexpr, BIAS: gl.constexpr, how,
+    y, scale, up_scale, bits, up_bits, tops, items, tokens, epilogue, N, part_stride, stages, KIND: gl.constexpr,
+    BIAS: gl.constexpr, how,
 ):  # fmt: skip
     """T warps: decodes and multiplies the tile of rows of each stage."""
     T: gl.constexpr = how.T
@@ -238,12 +252,17 @@ def _consume(
         if not COPIED:
             s0, s1 = _scales_of(scale, up_scale, row, ok, is_up, begin, how)
             n0, n1 = _scales_of(scale, up_scale, row, ok, is_up, after, how)
+        if how.LOOSE:
+            b0, b1 = _bits_of(bits, up_bits, row, ok, is_up, begin, how)
+            c0, c1 = _bits_of(bits, up_bits, row, ok, is_up, after, how)
         acc = warpgroup_mma_init(gl.zeros([how.BM, BT], gl.float32, layout=MMA))
         for step in range(begin, last + 1):
             far = gl.minimum(step + 2, last)
             t2 = _top_of(tops, row, ok, is_up, far, how)
             if not COPIED:
                 f0, f1 = _scales_of(scale, up_scale, row, ok, is_up, far, how)
+            if how.LOOSE:
+                d0, d1 = _bits_of(bits, up_bits, row, ok, is_up, far, how)
             mbarrier.wait(stages.full.index(slot), phase)
             if PLANES == 2:
                 q0, q1, r0, r1 = signed_bytes(stages.codes.index(slot * 2), T, GATED)
@@ -258,6 +277,8 @@ def _consume(
             elif how.BITS == 1:
                 u0, u1 = entries(stages.bits.index(slot), T, GATED, PLANES)
                 v0, v1 = u0, u1
+            elif how.LOOSE:
+                u0, v0, u1, v1 = b0, b0, b1, b1
             else:
                 u0, v0, u1, v1 = s0, s0, s1, s1
             a, b, c, d = factors(FORMAT, s0, t, down, T)
@@ -280,6 +301,8 @@ def _consume(
             t, t1 = t1, t2
             if not COPIED:
                 s0, s1, n0, n1 = n0, n1, f0, f1
+            if how.LOOSE:
+                b0, b1, c0, c1 = c0, c1, d0, d1
             slot += 1
             if slot == how.STAGES:
                 slot = 0
@@ -331,9 +354,9 @@ def _plain_rows(v, T: gl.constexpr, BT: gl.constexpr, PLANES: gl.constexpr):
 @gluon.jit(do_not_specialize=["part_stride", "tokens"])
 def ring(
     y, codes, up_codes, scale, up_scale, bits, up_bits, x, tops, items, epilogue, N, part_stride, tokens, K: gl.constexpr,
-    PARTS: gl.constexpr, COPIED: gl.constexpr, FORMAT: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr,
-    BIAS: gl.constexpr, BT: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr, T: gl.constexpr, LISTED: gl.constexpr,
-    PDL: gl.constexpr,
+    PARTS: gl.constexpr, COPIED: gl.constexpr, LOOSE: gl.constexpr, FORMAT: gl.constexpr, GATED: gl.constexpr,
+    KIND: gl.constexpr, BIAS: gl.constexpr, BT: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr, T: gl.constexpr,
+    LISTED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """y `[pairs, N]` = activation(x W^T + bias) for the pairs of `items`, or sums of parts of K `[PARTS, pairs, N]`.
 
@@ -341,7 +364,7 @@ def ring(
         `[8 T or 16 T, 32]` (half as many rows where gate and up share a tile); up_*: the same of the up matrix.
     scale: a descriptor of int16 `[matrices * N, K / 32]`, boxes of 8 columns (COPIED), or the pointer itself.
     bits: a descriptor of int32 `[matrices * N, b K / 32]` with b words of upper bits to a block, boxes of 8 b columns; not
-        read where there are none.
+        read where there are none. The pointer itself if LOOSE.
     x: a descriptor of float16 `[rows, columns]`, boxes of `[BT, 64]`; columns as `elementwise/ring_x.py` orders them,
         and zero from K up to a multiple of 256.
     tops: of the matrix and of the up matrix: d, or d and dmin, float16 `[matrices * N, K / 256, 1 or 2]`.
@@ -351,7 +374,7 @@ def ring(
     part_stride: values from one part's sums to the next. tokens: rows of x, unless LISTED.
     Grid: any number of programs.
     """
-    how = Tiling(FORMAT, COPIED, GATED, K, PARTS, TILES, BT, STAGES, T, PDL, LISTED)
+    how = Tiling(FORMAT, COPIED, LOOSE, GATED, K, PARTS, TILES, BT, STAGES, T, PDL, LISTED)
     X: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     s_codes = gl.allocate_shared_memory(gl.int32, [STAGES * how.PLANES, 16 * T, 32], codes.layout)
     s_x = gl.allocate_shared_memory(gl.float16, [STAGES * 4, BT, 64], X)
@@ -372,10 +395,16 @@ def ring(
     # A group that copies scales never reads their address.
     p_scale = y if COPIED else scale
     p_up = y if COPIED else up_scale
+    p_bits = bits if LOOSE else y
+    p_up_bits = up_bits if LOOSE else y
+    bits_copied = codes if LOOSE else bits
+    up_bits_copied = codes if LOOSE else up_bits
     gl.warp_specialize(
         [
-            (_consume, (y, p_scale, p_up, tops, items, tokens, epilogue, N, part_stride, stages, KIND, BIAS, how)),
-            (_produce, (codes, up_codes, scale, up_scale, bits, up_bits, x, items, tokens, N, stages, how)),
+            (_consume, (
+                y, p_scale, p_up, p_bits, p_up_bits, tops, items, tokens, epilogue, N, part_stride, stages, KIND, BIAS, how,
+            )),
+            (_produce, (codes, up_codes, scale, up_scale, bits_copied, up_bits_copied, x, items, tokens, N, stages, how)),
         ],
         [1], [24],
     )  # fmt: skip
