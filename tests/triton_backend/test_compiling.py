@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -106,3 +107,16 @@ def test_kernels_of_every_step_are_in_the_cache_before_it_is_launched(tmp_path: 
         command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=240
     )
     assert done.stdout.splitlines() == ["1 True True", "0"], done.stdout + done.stderr
+
+
+def test_loops_are_unrolled_over_named_constants() -> None:
+    """Triton 3.6 takes a part of a constant for a value: a name with the annotation of a constant makes it one again."""
+    folder = Path(__file__).parents[2] / "quarrel" / "triton_backend"
+    found = [
+        f"{path.name}:{node.lineno}"
+        for path in folder.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.static_range"
+        if any(isinstance(part, ast.Attribute) for arg in node.args for part in ast.walk(arg))
+    ]
+    assert not found

@@ -88,22 +88,25 @@ def test_scale_and_minimum_follow() -> None:
     assert high == [(q * 16 - 32) * 0.25 for q in range(4)]
 
 
-def test_rows_are_arranged_as_threads_read_them() -> None:
-    x = torch.arange(11 * 512, dtype=torch.float32).reshape(11, 512).fmod(2048)
+@pytest.mark.parametrize("k", [512, 288])
+def test_rows_are_arranged_as_threads_read_them(k: int) -> None:
+    x = torch.arange(11 * k, dtype=torch.float32).reshape(11, k).fmod(2048) + 1
     to = torch.full((16 * 512,), float("nan"), dtype=torch.float16)
-    launch(fragments.arrange, (2, 2), to, x, 11, K=512, PDL=False)
+    launch(fragments.arrange, (2, 2), to, x, 11, K=k, PDL=False)
     # Group of rows, 256 columns, half of a block, blocks 4 on, 8 columns on, row, block, column.
     made = to.reshape(2, 2, 2, 2, 2, 8, 4, 8).permute(0, 5, 1, 3, 6, 2, 4, 7).reshape(16, 512)
-    assert torch.equal(made[:11], x.half())
+    assert torch.equal(made[:11, :k], x.half())
     assert not made[11:].any()
+    assert not made[:, k:].any()
 
 
-def test_a_norm_may_put_its_rows_there_itself() -> None:
-    x, gain = torch.randn(3, 768), torch.randn(768)
+@pytest.mark.parametrize("k", [768, 576])
+def test_a_norm_may_put_its_rows_there_itself(k: int) -> None:
+    x, gain = torch.randn(3, k), torch.randn(k)
     to, wanted = (torch.full((8 * 768,), float("nan"), dtype=torch.float16) for _ in range(2))
-    launch(norm.norm_arranged, (8,), to, x, gain, 3, 1e-5, K=768, C=1024, PDL=False)
+    launch(norm.norm_arranged, (8,), to, x, gain, 3, 1e-5, K=k, C=1024, PDL=False)
     rows_of_x = x * (x.square().mean(1, keepdim=True) + 1e-5).rsqrt() * gain
-    launch(fragments.arrange, (3, 1), wanted, rows_of_x, 3, K=768, PDL=False)
+    launch(fragments.arrange, (3, 1), wanted, rows_of_x, 3, K=k, PDL=False)
     torch.testing.assert_close(to, wanted, rtol=2e-3, atol=1e-6)
 
 

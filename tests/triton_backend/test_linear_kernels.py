@@ -151,10 +151,17 @@ def test_which_maps_stream_through_the_ring() -> None:
     assert {f: ring.declines(Recorder(), one(packed(4096, 14336, f))) is None for f in taken} == taken
     assert ring.declines(Recorder(), gated) is None
     assert "got 2 maps" in str(ring.declines(Recorder(), replace(gated, activation="none")))
-    assert "needs 16777216 weights or more, got 8388608" in str(ring.declines(Recorder(), one(packed(2048, 4096))))
+    assert "needs 8388608 weights or more, got 4194304" in str(ring.declines(Recorder(), one(packed(1024, 4096))))
     assert ring.declines(Recorder(), one(replace(packed(4096, 14336), reused=True)))
     by_rows = ByRows(Recorder(), replace(gated, norm=lambda batch: None, arrange=lambda to, batch, width: None))
     assert by_rows.describe().startswith("exact tiles 1, mma 2 to 8, ring 9 to 512, dequantize")
+
+
+def test_rows_that_are_no_whole_super_blocks_take_mma_where_it_is_faster() -> None:
+    attention = [packed(n, 2880, "Q8_0") for n in (4096, 512, 512)]
+    assert list(mma.splits_by_width(Recorder(), "three", attention)) == [8, 16]
+    assert mma.declines(Recorder(), one(attention[0])) is None
+    assert "whole 256 columns" in str(mma.declines(Recorder(), one(weight(64, 2880))))
 
 
 def test_each_count_has_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
