@@ -25,8 +25,8 @@ def test_rows_that_pad_a_batch_are_not_counted() -> None:
     logits = torch.arange(20, dtype=torch.float32, device=device).remainder(7)
     shape = route.Shape(5, 2, "softmax", True, False, 1, 1, False)
     launch(
-        route.route_rows, (1,), choice=route.Choice(ids, weights, counts), real_tokens=real_tokens, logits=logits, PDL=False,
-        bias=logits, gains=logits, tokens=4, scale=1.0, S=shape, PADDED=True, G=1, E=8, R=4,
+        route.route_rows, (1,), choice=route.Choice(ids, weights, counts), real_tokens=real_tokens, logits=logits,
+        PDL=False, bias=logits, gains=logits, tokens=4, scale=1.0, S=shape, PADDED=True, G=1, E=8, R=4,
     )  # fmt: skip
     assert int(counts.sum()) == 6
     assert counts.tolist() == np.bincount(ids[:6].cpu().numpy(), minlength=5).tolist()
