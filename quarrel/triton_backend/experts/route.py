@@ -28,7 +28,7 @@ _SMALLEST_SUM: tl.constexpr = tl.constexpr(SMALLEST_SUM)
 
 
 @triton.jit
-def _halves(score):
+def _integers(score):
     """The order of numbers as that of two int32: a warp finds the largest of those in one instruction."""
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int64, bitcast=True)
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFFFFFFFFFF, bits)
@@ -37,7 +37,7 @@ def _halves(score):
 
 @triton.jit
 def _best(high, low, free, lane):
-    """The first free lane of the highest score, [R, 1], by `_halves`."""
+    """The first free lane of the highest score, [R, 1], by `_integers`."""
     LEAST: tl.constexpr = -0x80000000
     found = free & (high == tl.max(tl.where(free, high, LEAST), 1)[:, None])
     found = found & (low == tl.max(tl.where(found, low, LEAST), 1)[:, None])
@@ -47,7 +47,7 @@ def _best(high, low, free, lane):
 @triton.jit
 def _group_scores(score, expert_ok, expert, group, PER: tl.constexpr, GROUPS: tl.constexpr, G: tl.constexpr):
     """[R, G]: the sum of each group's two best scores."""
-    high, low = _halves(score)
+    high, low = _integers(score)
     found = tl.full([score.shape[0], G], float("-inf"), tl.float64)
     for g in tl.static_range(GROUPS):
         inside = expert_ok & (expert // PER == g)
@@ -110,7 +110,7 @@ def _choose(
     if GROUPS > 1:
         PER: tl.constexpr = EXPERTS // GROUPS
         group = tl.arange(0, G)[None, :]
-        high, low = _halves(_group_scores(score, free, expert, group, PER, GROUPS, G))
+        high, low = _integers(_group_scores(score, free, expert, group, PER, GROUPS, G))
         open_groups = (group < GROUPS) & (row == row)
         allowed = (expert < 0) & (row == row)
         for _ in tl.static_range(GROUPS_USED):
@@ -118,7 +118,7 @@ def _choose(
             allowed = allowed | (expert // PER == taken)
             open_groups = open_groups & (group != taken)
         free = free & allowed
-    high, low = _halves(score)
+    high, low = _integers(score)
     place = tl.full([z.shape[0], E], -1, tl.int32)
     for j in tl.static_range(USED):
         where = _best(high, low, free, expert)
