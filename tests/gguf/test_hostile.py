@@ -146,18 +146,33 @@ class TestSizes:
 
 
 class TestTruncation:
-    """H4: a file cut anywhere is an error, never zeros."""
+    """H4: a file cut anywhere before its last tensor's end is an error, never zeros."""
 
-    def test_every_length(self, tmp_path: Path, small: Path) -> None:
+    @pytest.fixture
+    def whole(self, small: Path) -> bytes:
+        """The file without the padding behind its last tensor, which not all writers have."""
         data = small.read_bytes()
+        end = len(data) - -nbytes(GGMLType.Q8_0, (64, 2)) % 32
+        assert not any(data[end:])
+        assert any(data[end - 8 : end])
+        return data[:end]
+
+    def test_every_length(self, tmp_path: Path, whole: bytes) -> None:
+        data = whole
         cut = tmp_path / "cut.gguf"
         for size in [*range(700), *range(700, len(data), 7), len(data) - 1]:
             cut.write_bytes(data[:size])
             with pytest.raises(GGUFError):
                 GGUFFile.open(cut)
 
-    def test_a_missing_tail_is_named(self, tmp_path: Path, small: Path) -> None:
-        refused(tmp_path, small.read_bytes()[:-1], "cut short, download or copy it again")
+    def test_a_missing_tail_is_named(self, tmp_path: Path, whole: bytes) -> None:
+        refused(tmp_path, whole[:-1], "cut short, download or copy it again")
+
+    def test_padding_may_be_missing(self, tmp_path: Path, whole: bytes) -> None:
+        path = tmp_path / "whole.gguf"
+        path.write_bytes(whole)
+        with GGUFFile.open(path) as opened:
+            assert opened.raw("blk.0.attn_q.weight").size == nbytes(GGMLType.Q8_0, (64, 2))
 
 
 class TestParameters:

@@ -84,4 +84,5 @@ def test_sound_requests_beside_diverged_ones_get_what_they_get_alone(
             assert {r.finish_reason for r in results[::4]} == {"error"}
             assert [told(r) for i, r in enumerate(results) if i % 4] == alone
         assert llm.activity().preempted > 0
-        assert llm.stats().known_tokens > 100
+        # Of the hybrid's snapshots, none or one or two outlive so little memory.
+        assert name == "granitehybrid" or llm.stats().known_tokens > 100
