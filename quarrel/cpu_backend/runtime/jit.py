@@ -58,8 +58,9 @@ _machine = cache(_new_machine)
 def _engine(level: Level) -> llvm.ExecutionEngine:
     empty = llvm.parse_assembly("")
     empty.triple = llvm.get_process_triple()
-    # The engine owns its machine, so it gets one that nothing else uses.
-    return llvm.create_mcjit_compiler(empty, _new_machine(level))
+    # The engine owns its machine, so it gets one that nothing else uses. llvmlite's memory manager puts the sections of an
+    # object side by side; LLVM's puts them where a large process has room, and ends it when they are 2 GiB apart.
+    return llvm.create_mcjit_compiler(empty, _new_machine(level), use_lmm=True)
 
 
 def emit_ir(name: str, emit: Emit, params: int = KERNEL_PARAMS, result: ir.Type | None = None) -> str:
