@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from quarrel.gguf import GGMLType
+from quarrel.ops.contract import RawWeight
+from quarrel.ops.moe import ROUTE, RouteSpec
 from quarrel.triton_backend.backend import TritonBackend
 from quarrel.triton_backend.experts import route
 from quarrel.triton_backend.runtime.launch import INTERPRETED, launch
@@ -30,3 +33,39 @@ def test_rows_that_pad_a_batch_are_not_counted() -> None:
     )  # fmt: skip
     assert int(counts.sum()) == 6
     assert counts.tolist() == np.bincount(ids[:6].cpu().numpy(), minlength=5).tolist()
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        RouteSpec(256, 8, "sigmoid", scale=2.5, bias=True, n_groups=8, groups_used=4),
+        RouteSpec(24, 5, "softmax_topk"),
+    ],
+)
+def test_one_row_chooses_in_the_launch_that_makes_its_logits(spec: RouteSpec) -> None:
+    device, columns = "cpu" if INTERPRETED else "cuda", 64
+    rng = np.random.default_rng(3)
+    gate = rng.normal(size=(spec.n_experts, columns)).astype(np.float32)
+    gate[5] = gate[17]  # the lower one of equals is first
+    gate[9] = 0.0
+    x, bias = rng.normal(size=columns).astype(np.float32), rng.normal(size=spec.n_experts).astype(np.float32)
+    bias[5] = bias[17] = 2.0
+    logits, arrived, counts, ids, weights = (
+        torch.zeros(n, dtype=dtype, device=device)
+        for n, dtype in (
+            (spec.n_experts, torch.float32), (1, torch.int32), (spec.n_experts, torch.int64), (spec.used, torch.int32),
+            (spec.used, torch.float32),
+        )
+    )  # fmt: skip
+    given = {"x": x, "gate": gate, "bias": bias}
+    launch(
+        route.route_one, (spec.n_experts,), choice=route.Choice(ids, weights, counts), logits=logits, arrived=arrived,
+        gate_bias=logits, gains=logits, scale=spec.scale, K=columns, GATE_BIAS=False, W=64, PDL=False, warps=1,
+        **{name: torch.from_numpy(v).to(device) for name, v in given.items()}, **route._constants(spec),
+    )  # fmt: skip
+    vectors = [RawWeight(GGMLType.F32, bias[None].view(np.uint8), spec.n_experts)] if spec.bias else []
+    wanted_ids, wanted = ROUTE.reference(spec, logits.cpu().numpy()[None], *vectors)
+    np.testing.assert_array_equal(ids.cpu().numpy(), wanted_ids[0])
+    np.testing.assert_allclose(weights.cpu().numpy(), wanted[0], rtol=1e-6)
+    assert counts.tolist() == np.bincount(wanted_ids[0], minlength=spec.n_experts).tolist()
+    assert not arrived.any()
