@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -72,7 +71,6 @@ class FlightSink:
         self._again: list[tuple[int, int]] = []
         self._open: deque[_Sent] = deque()
         self._there: set[int] = set()
-        self._lock = threading.Lock()
         self._away: float | None = None
 
     def begin(self, sent: int, resumed: bool) -> None:
@@ -126,14 +124,12 @@ class FlightSink:
     def _outgoing(self, source: _Peek, progressed: Callable[[], None]) -> Iterator[pa.RecordBatch]:
         """What was not acknowledged, then what is new, for a while."""
         end = time.monotonic() + STREAM_SECONDS
-        with self._lock:
-            again = [sent.batch for sent in self._open]
+        again = [sent.batch for sent in self._open]
         yield from again
         while time.monotonic() < end and (batch := source.next()) is not None:
             missing = self._missing(batch)
             self.present += batch.num_rows - missing.num_rows
-            with self._lock:
-                self._queue(self._open, missing, int(batch.column("id")[-1].as_py()) + 1 - self._first)
+            self._queue(self._open, missing, int(batch.column("id")[-1].as_py()) + 1 - self._first)
             if missing.num_rows:
                 yield missing
             progressed()
@@ -155,21 +151,19 @@ class FlightSink:
         return batch.filter(pa.array(keep, pa.bool_()))
 
     def _acked(self, rows: int) -> None:
-        with self._lock:
-            self.safe = self._open.popleft().end
-            self._away = None
+        self.safe = self._open.popleft().end
+        self._away = None
 
     def _reconcile(self) -> None:
         """Drops batches that arrived without an acknowledgement."""
         self._there = self._ids()
         left: deque[_Sent] = deque()
-        with self._lock:
-            for sent in self._open:
-                self._queue(left, self._missing(sent.batch), sent.end)
-            self._open = left
-            if left:
-                low, last = (ids[i].as_py() for ids, i in ((left[0].batch["id"], 0), (left[-1].batch["id"], -1)))
-                self._again.append((low, last + 1))
+        for sent in self._open:
+            self._queue(left, self._missing(sent.batch), sent.end)
+        self._open = left
+        if left:
+            low, last = (ids[i].as_py() for ids, i in ((left[0].batch["id"], 0), (left[-1].batch["id"], -1)))
+            self._again.append((low, last + 1))
 
     def _ids(self) -> set[int]:
         """Ids of this run that the server has and the checkpoint does not know of. They are read at once: that rows are

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -19,18 +20,7 @@ from quarrel.flight.messages import Filters, check_done, dataset_name, encoded, 
 from quarrel.flight.ranking import MEASURES, Measure, Uneven, is_l2, ranked, uneven, vectors_of, warn_of
 from quarrel.flight.results import Dataset, Hits, Readiness, dataset_of, hits_by_id, hits_of
 from quarrel.flight.rows import numbers, query_vector, vector_field
-from quarrel.flight.streams import (
-    Acks,
-    Caps,
-    Pressure,
-    abandon,
-    checked,
-    close_put,
-    descriptor,
-    listen_for_pressure,
-    same_schema,
-    schema_of,
-)
+from quarrel.flight.streams import WINDOW, Acks, Caps, Pressure, abandon, checked, descriptor, same_schema, schema_of
 from quarrel.flight.tickets import passing
 from quarrel.flight.waiting import until_ready
 
@@ -99,19 +89,21 @@ class LongbowClient:
         first = next(stream, None)
         if first is None:
             return 0
+        batches, allowed = itertools.chain([first], stream), timeout or self._timeout
+        end = time.monotonic() + allowed
         with self._data.sentences(f"the put into {name}", timeout=timeout, writes=True):
-            options = self._data.options(timeout)
-            writer, reader = self._data.client.do_put(descriptor(name), first.schema, options)
-            listener = listen_for_pressure(reader, pressure)
-            try:
-                for batch in itertools.chain([first], stream):
-                    pressure.wait()
-                    writer.write_batch(batch)
-                    rows += batch.num_rows
-                writer.done_writing()
-                listener.join()
-            finally:
-                close_put(writer, listener)
+            for batch in batches:
+                options = self._data.options(max(0.001, end - time.monotonic()))
+                writer, reader = self._data.client.do_put(descriptor(name), first.schema, options)
+                try:
+                    for one in itertools.chain([batch], itertools.islice(batches, WINDOW - 1)):
+                        writer.write_batch(one)
+                        rows += one.num_rows
+                    writer.done_writing()
+                    pressure.read(reader)
+                finally:
+                    writer.close()
+                pressure.wait()
         self.slow_downs += pressure.signals
         return rows
 
@@ -119,7 +111,7 @@ class LongbowClient:
         self, dataset: str, batches: Batches, *, acked: Callable[[int], None] | None = None, timeout: float | None = None
     ) -> int:
         """As `put`, by an exchange that acknowledges every batch: `acked` is called with the rows of each, in their order,
-        on another thread. Returns the rows acknowledged, all of them unless it raises."""
+        at most WINDOW batches later. Returns the rows acknowledged, all of them unless it raises."""
         name = dataset_name(dataset)
         stream = self._stream(name, batches)
         first = next(stream, None)

@@ -1,9 +1,13 @@
-"""Batches on their way: one thread writes them, another listens to what the server says meanwhile."""
+"""Batches on their way, and what the server says of them.
+
+One thread writes and reads by turns. A stream that fails while it is read is ended by Arrow's reader, and gRPC ends the
+process where another thread is in a write just then (call_op_set.h: "API misuse of type TOO_MANY_OPERATIONS").
+"""
 
 from __future__ import annotations
 
-import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,8 +22,8 @@ from quarrel.flight.rows import first_line, validated
 
 PAUSE, LONGEST_PAUSE = 0.05, 2.0
 """Seconds to wait after a slow_down, doubled while they keep coming."""
-WINDOW = 32
-"""Batches sent and not yet acknowledged."""
+WINDOW = 8
+"""Batches sent and not yet acknowledged; and those of one DoPut, after which its slow_down signals are read."""
 
 
 @dataclass(frozen=True)
@@ -46,81 +50,59 @@ class Pressure:
         time.sleep(self._pause)
         self._pause = min(LONGEST_PAUSE, self._pause * 2)
 
-
-def listen_for_pressure(reader: Any, pressure: Pressure) -> threading.Thread:
-    """Reads the results of a DoPut until they end; Longbow sends one only to say that it is behind."""
-
-    def listen() -> None:
-        try:
-            while (said := reader.read()) is not None:
-                if parse_object(said.to_pybytes(), "put").get("status") == "slow_down":
-                    pressure.signals += 1
-        except (pa.ArrowException, FlightError):
-            return  # the writer meets the same fault, and tells it
-
-    thread = threading.Thread(target=listen, name="quarrel-flight-put", daemon=True)
-    thread.start()
-    return thread
+    def read(self, reader: Any) -> None:
+        """The results of a DoPut, to their end; Longbow sends one only to say that it is behind."""
+        while (said := reader.read()) is not None:
+            if parse_object(said.to_pybytes(), "put").get("status") == "slow_down":
+                self.signals += 1
 
 
 class Acks:
-    """Counts acknowledged batches of an exchange, and holds the writer back when too many are not."""
+    """Counts acknowledged batches of an exchange, which are read when too many are outstanding, and at the end."""
 
     def __init__(self, reader: Any, notify: Callable[[int], None]) -> None:
         self.rows = 0
         self._reader, self._notify = reader, notify
-        self._changed = threading.Condition()
-        self._count = 0
-        self._sent: list[int] = []
-        self._error: BaseException | None = None
-        self._over = False
-        self._thread = threading.Thread(target=self._listen, name="quarrel-flight-acks", daemon=True)
-        self._thread.start()
+        self._sent: deque[int] = deque()
 
     def before(self, rows: int) -> None:
         """Waits until a further batch of `rows` may be sent."""
-        with self._changed:
-            while len(self._sent) - self._count >= WINDOW and not self._over:
-                self._changed.wait()
-            if self._error is not None:
-                raise self._error
-            self._sent.append(rows)
+        while len(self._sent) >= WINDOW:
+            if not self._read():
+                raise self._missing()
+        self._sent.append(rows)
 
     def finish(self) -> None:
         """Waits for the rest; raises what the server, or the stream, ended with."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        if self._count < len(self._sent):
-            raise FlightDataError(
-                f"the server acknowledged {self._count} of {len(self._sent)} batches, wanted all: send again"
-            )
-
-    def _listen(self) -> None:
-        try:
-            while True:
-                chunk = self._reader.read_chunk()
-                if chunk.app_metadata is not None:
-                    self._take(parse_object(chunk.app_metadata.to_pybytes(), "exchange"))
-        except StopIteration:
+        while self._read():
             pass
-        except BaseException as error:
-            self._error = error
-        with self._changed:
-            self._over = True
-            self._changed.notify_all()
+        if self._sent:
+            raise self._missing()
+
+    def _read(self) -> bool:
+        """Whether the stream goes on."""
+        try:
+            chunk = self._reader.read_chunk()
+        except StopIteration:
+            return False
+        if chunk.app_metadata is not None:
+            self._take(parse_object(chunk.app_metadata.to_pybytes(), "exchange"))
+        return True
 
     def _take(self, ack: dict[str, Any]) -> None:
         if ack.get("status") != "acked":
             raise FlightError(f"the server did not take a batch: {ack.get('reason') or ack.get('error') or ack}"[:300])
-        with self._changed:
-            if self._count >= len(self._sent):
-                raise FlightDataError("the server acknowledged a batch that was never sent")
-            rows = self._sent[self._count]
-            self._count += 1
-            self.rows += rows
-            self._changed.notify_all()
+        if not self._sent:
+            raise FlightDataError("the server acknowledged a batch that was never sent")
+        rows = self._sent.popleft()
+        self.rows += rows
         self._notify(rows)
+
+    def _missing(self) -> FlightDataError:
+        return FlightDataError(
+            f"the server ended with {len(self._sent)} batches, {sum(self._sent)} rows, not acknowledged, wanted all"
+            " acknowledged: send again"
+        )
 
 
 def same_schema(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -175,14 +157,6 @@ def schema_of(reader: Any) -> pa.Schema:
 
 def descriptor(*path: str) -> flight.FlightDescriptor:
     return flight.FlightDescriptor.for_path(*path)
-
-
-def close_put(writer: Any, listener: threading.Thread) -> None:
-    """Ends a put whichever way it went, and raises what the server said of it."""
-    try:
-        writer.close()
-    finally:
-        listener.join()
 
 
 def abandon(writer: Any, reader: Any) -> None:

@@ -143,7 +143,7 @@ def acks(*said: dict[str, Any] | bytes) -> Callable[..., None]:
 @pytest.mark.parametrize(
     ("exchange", "said"),
     [
-        (acks(), "acknowledged 0 of 1 batches"),
+        (acks(), "ended with 1 batches, 1 rows, not acknowledged"),
         (acks(b"yes"), "answer to exchange is b'yes', wanted a JSON object"),
         (acks(b"[]"), "wanted a JSON object"),
         (acks({"status": "rejected", "reason": "disk full"}), "did not take a batch: disk full"),
@@ -230,6 +230,26 @@ def test_calls_that_change_something_are_not() -> None:
     with facing(exchange=exchange) as client, pytest.raises(FlightUnavailable):
         client.ingest("d", vector_batch([1], some_vectors(1)))
     assert len(tries) == 1
+
+
+@pytest.mark.parametrize("call", ["put", "ingest"])
+def test_one_thread_writes_and_reads_a_stream(call: str) -> None:
+    """gRPC ends the process where a refused stream is closed on one thread while another writes to it: seldom, so what is
+    held here is that there is no other."""
+
+    def refuse(reader: Any, writer: Any) -> None:
+        next(reader)
+        raise pa.ArrowInvalid("the disk is full")
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        for i in range(20):
+            others.extend(t.name for t in threading.enumerate() if t.name.startswith("quarrel"))
+            yield vector_batch([i], some_vectors(1))
+
+    others: list[str] = []
+    with facing(put=refuse, exchange=refuse) as client, pytest.raises(FlightError, match="the disk is full"):
+        getattr(client, call)("d", batches())
+    assert not others
 
 
 def test_headers_reach_the_server() -> None:
