@@ -41,14 +41,17 @@ _SCOPE = (
 
 def app(args: dict[str, str]) -> serve.Application:
     """model: a path on every machine. replicas: how many, or at least, where max_replicas says how many at most: one more
-    for each `queue` requests that wait or run. gpus: of each, which share the model. hosts: public names."""
+    for each `queue` requests that wait or run. gpus: of each, which share the model. hosts: public names. limits: a Redis
+    in which replicas count together what a key uses."""
     gpus, hosts = int(args.get("gpus", "1")), tuple(filter(None, args.get("hosts", "").split(",")))
     least = int(args.get("replicas", "1"))
     most, queue = int(args.get("max_replicas", least)), float(args.get("queue", "16"))
     # Behind a public name there must be API keys: `quarrel keys create`, in the data directory of every machine.
-    settings = Settings((args["model"],), host="0.0.0.0" if hosts else "127.0.0.1", hosts=hosts)
+    settings = Settings(
+        (args["model"],), host="0.0.0.0" if hosts else "127.0.0.1", hosts=hosts, shared_limits=args.get("limits", "")
+    )
     # Of the same version, a deployment is scaled, and its replicas stay.
-    version = repr([quarrel.__version__, args["model"], gpus, hosts])
+    version = repr([quarrel.__version__, args["model"], gpus, hosts, settings.shared_limits])
     scale: dict[str, Any] = {"num_replicas": least}
     if most > least:
         scale = {

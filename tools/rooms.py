@@ -93,7 +93,7 @@ ROOMS: Mapping[str, Room] = {
         "HTTP: OpenAI's and Ollama's protocols, the web page, keys, limits", "a backend, an op, a cache block",
         ("", "errors", "gguf.digest", "gguf.resolve", "llm", "engine", "metrics", "process",
          "toolbox"),
-        ("numpy", "fastapi", "pydantic", "starlette", "uvicorn", "h11", "opentelemetry", "prometheus_client"),
+        ("numpy", "fastapi", "pydantic", "starlette", "uvicorn", "h11", "opentelemetry", "redis", "prometheus_client"),
     ),
     "flight": Room("a vector store, by Arrow Flight", "a model", ("errors",), ("numpy", "pyarrow")),
     "embed": Room("files of texts to files or stores of vectors", "HTTP, an op", ("errors", "llm", "flight"),

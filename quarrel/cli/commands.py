@@ -238,6 +238,8 @@ def _serve(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--output-rate", type=int, default=0, metavar="N", help="generated tokens a minute of each, by default no limit"
     )
+    store = "a Redis or Valkey (redis://HOST:6379/0) in which several servers count these together (or WEBUI_SHARED_LIMITS)"
+    p.add_argument("--shared-limits", metavar="URL", help=store)
     bounds = (
         ("--streams", 1024, "requests of each key or address in flight at once; 0 is no limit"),
         ("--connections", 2048, "connections, WebSockets among them, that one address may hold"),

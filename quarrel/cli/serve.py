@@ -69,6 +69,7 @@ def _run(args: argparse.Namespace, json_lines: TextIO | None) -> int:
         "origins": None if args.origin is None else tuple(args.origin),
         "trusted_proxies": tuple(a.strip() for given in args.trusted_proxies or () for a in given.split(",") if a.strip()),
         "hosts": None if args.host_name is None else tuple(args.host_name),
+        "shared_limits": args.shared_limits,
     }
     given |= {name: value for name, value in flags.items() if value is not None}
     if args.models_dir is not None and flags["models"] is None and "MODEL_PATH" not in os.environ:

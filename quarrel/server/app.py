@@ -21,7 +21,6 @@ from quarrel.server import anthropic, ollama, ollama_models, openai, rerank, res
 from quarrel.server.dispatch import Dispatcher
 from quarrel.server.errors import Refused, error_body, is_ollama, refused
 from quarrel.server.keys import Keyring
-from quarrel.server.limits import Limiter
 from quarrel.server.metrics import Metrics
 from quarrel.server.middleware import App, Middleware
 from quarrel.server.models import Load, ModelManager
@@ -29,6 +28,7 @@ from quarrel.server.names import Names
 from quarrel.server.ollama_facts import Describer
 from quarrel.server.openapi import as_yaml, document, methods_of
 from quarrel.server.settings import Settings
+from quarrel.server.shared_limits import Limits
 from quarrel.server.traces import Traces
 from quarrel.toolbox import Toolbox
 
@@ -52,7 +52,7 @@ def build(settings: Settings, load: Load, traces: Traces | None = None, tools: T
     traces = traces or Traces()
     keys = Keyring(settings.data_dir, settings.api_key)
     settings.check(bool(keys.keys()))
-    limiter = Limiter(settings.rates)
+    limits = Limits(settings.rates, settings.shared_limits, settings.timeout + settings.grace)
     models = ModelManager(
         settings.models,
         settings.models_dir,
@@ -62,7 +62,7 @@ def build(settings: Settings, load: Load, traces: Traces | None = None, tools: T
         budget=settings.budget,
     )
     metrics = Metrics(models)
-    dispatcher = Dispatcher(models, settings, limiter, metrics, traces)
+    dispatcher = Dispatcher(models, settings, limits, metrics, traces)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -70,6 +70,7 @@ def build(settings: Settings, load: Load, traces: Traces | None = None, tools: T
             yield
         finally:
             await models.close()
+            await limits.close()
 
     api = FastAPI(title="Quarrel", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     if settings.ollama:  # first, as /api/generate then is Ollama's
@@ -88,7 +89,7 @@ def build(settings: Settings, load: Load, traces: Traces | None = None, tools: T
     _errors(api, metrics, settings)
     api.openapi = lambda: document(api)  # type: ignore[method-assign]
     return Server(
-        Middleware(api, settings, keys, limiter, metrics, traces, dispatcher.check_capacity), dispatcher, keys, metrics, api
+        Middleware(api, settings, keys, limits, metrics, traces, dispatcher.check_capacity), dispatcher, keys, metrics, api
     )
 
 

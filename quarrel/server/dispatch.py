@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -20,10 +20,10 @@ from quarrel.errors import EngineLost, QuarrelError
 from quarrel.llm import Embeddings, Model
 from quarrel.llm.embeddings import Pooling
 from quarrel.server.errors import Refused, refused
-from quarrel.server.limits import Limiter
 from quarrel.server.metrics import Metrics
 from quarrel.server.models import ModelManager
 from quarrel.server.settings import Settings
+from quarrel.server.shared_limits import Limits
 from quarrel.server.traces import Traces
 
 T = TypeVar("T")
@@ -49,10 +49,8 @@ class Generation:
 class Dispatcher:
     """Admits requests and hands them to their models. One per application."""
 
-    def __init__(
-        self, models: ModelManager, settings: Settings, limiter: Limiter, metrics: Metrics, traces: Traces
-    ) -> None:
-        self.models, self.settings, self.limiter, self._metrics, self.traces = models, settings, limiter, metrics, traces
+    def __init__(self, models: ModelManager, settings: Settings, limits: Limits, metrics: Metrics, traces: Traces) -> None:
+        self.models, self.settings, self.limits, self._metrics, self.traces = models, settings, limits, metrics, traces
         self.reading = asyncio.Semaphore()
         """Who has it parses a large body."""
         self.closing = False
@@ -77,7 +75,7 @@ class Dispatcher:
         if self.closing:
             raise Refused(503, "server_shutdown", "the server is going down: ask again in a moment", retry_after=5.0)
         async with AsyncExitStack() as stack:
-            stack.enter_context(self.limiter.stream(caller))
+            await stack.enter_async_context(self.limits.stream(caller))
             made, entry = self.models.named(model)
             name = entry.name
             self._metrics.requests.labels(name, where).inc()
@@ -88,7 +86,7 @@ class Dispatcher:
             prompt = sum(len(r.tokens) for r in requests)
             wanted = sum((r.params.max_tokens or 0) * r.params.n for r in requests)
             streams: list[AsyncStream] = []
-            with self._charged(caller, prompt_tokens=prompt, output_tokens=wanted):
+            async with self._charged(caller, prompt_tokens=prompt, output_tokens=wanted):
                 try:
                     for request in requests:
                         streams.append(llm.submit(request, stream=stream))
@@ -138,19 +136,19 @@ class Dispatcher:
         normalize: bool = True,
     ) -> Embeddings:
         """Vectors of texts (`LLM.aembed`)."""
-        with self.limiter.stream(caller):
-            self.limiter.charge(caller, "prompt_tokens", 0)  # how many there are is known behind them: a debt waits
+        async with self.limits.stream(caller):
+            await self.limits.charge(caller, "prompt_tokens", 0)  # how many there are is known behind them: a debt waits
             made = await llm.aembed(texts, dimensions=dimensions, pooling=pooling, normalize=normalize)
-        self.limiter.refund(caller, "prompt_tokens", -made.total_tokens)
+        self.limits.refund(caller, "prompt_tokens", -made.total_tokens)
         return made
 
-    @contextmanager
-    def _charged(self, caller: str, **costs: int) -> Iterator[None]:
+    @asynccontextmanager
+    async def _charged(self, caller: str, **costs: int) -> AsyncIterator[None]:
         """Charges all of it, and gives all of it back if one is refused, or the block raises."""
         with ExitStack() as back:
             for kind, cost in costs.items():
-                self.limiter.charge(caller, kind, cost)
-                back.callback(self.limiter.refund, caller, kind, cost)
+                await self.limits.charge(caller, kind, cost)
+                back.callback(self.limits.refund, caller, kind, cost)
             yield
             back.pop_all()
 
@@ -176,7 +174,7 @@ class Dispatcher:
     def _record(self, caller: str, generation: Generation, wanted: int) -> None:
         results = [s.result for s in generation.streams]
         used = sum(_tokens(r) for r in results if r is not None)
-        self.limiter.refund(caller, "output_tokens", max(0, wanted - used))
+        self.limits.refund(caller, "output_tokens", max(0, wanted - used))
         for result in results:
             reason = "cancelled" if result is None else result.finish_reason
             self._metrics.generations.labels(generation.model, "success" if reason in ("stop", "length") else reason).inc()

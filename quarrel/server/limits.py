@@ -62,10 +62,7 @@ class Limiter:
             return
         wait = bucket.wait(cost, self._clock())
         if wait:
-            what = kind.replace("_", " ")
-            raise Refused(
-                429, "rate_limited", f"over {bucket.rate:g} {what} a minute: try again in {wait:.1f} s", retry_after=wait
-            )
+            raise over(kind, bucket.rate, wait)
 
     def refund(self, caller: str, kind: str, amount: float) -> None:
         """Gives back what was charged and not used; a negative amount is taken without a question."""
@@ -78,10 +75,7 @@ class Limiter:
         """Holds one of the caller's places for requests in flight."""
         entry = self._caller(caller)
         if self._rates.streams and entry.streams >= self._rates.streams:
-            message = (
-                f"{entry.streams} requests are in flight already, of at most {self._rates.streams}: wait for one to end"
-            )
-            raise Refused(429, "rate_limited", message, retry_after=1.0)
+            raise crowded(entry.streams, self._rates.streams)
         entry.streams += 1
         try:
             yield
@@ -102,3 +96,14 @@ class Limiter:
             if not entry.streams:
                 del self._callers[name]
                 return
+
+
+def over(kind: str, rate: float, wait: float) -> Refused:
+    what = kind.replace("_", " ")
+    message = f"over {rate:g} {what} a minute: try again in {wait:.1f} s"
+    return Refused(429, "rate_limited", message, retry_after=wait)
+
+
+def crowded(found: int, most: int) -> Refused:
+    message = f"{found} requests are in flight already, of at most {most}: wait for one to end"
+    return Refused(429, "rate_limited", message, retry_after=1.0)

@@ -21,10 +21,10 @@ from quarrel.errors import ConfigError
 from quarrel.server.callers import Connections, Proxies
 from quarrel.server.errors import Refused, error_body
 from quarrel.server.keys import Keyring
-from quarrel.server.limits import Limiter
 from quarrel.server.metrics import Metrics
 from quarrel.server.origins import LOCAL, Origins
 from quarrel.server.settings import Settings, networks
+from quarrel.server.shared_limits import Limits
 from quarrel.server.shed import GENERATING, Gate, Shed
 from quarrel.server.traces import Traces
 
@@ -78,12 +78,12 @@ class Middleware:
         app: App,
         settings: Settings,
         keys: Keyring,
-        limiter: Limiter,
+        limits: Limits,
         metrics: Metrics,
         traces: Traces,
         check_capacity: Gate,
     ) -> None:
-        self._app, self._settings, self._keys, self._limiter = app, settings, keys, limiter
+        self._app, self._settings, self._keys, self._limits = app, settings, keys, limits
         self._metrics, self._traces, self._check_capacity = metrics, traces, check_capacity
         self._shed = Shed(check_capacity, keys, metrics, _HEADERS, ollama=settings.ollama, llama=settings.llama)
         self._proxies = Proxies(networks(settings.trusted_proxies))
@@ -131,6 +131,8 @@ class Middleware:
             if reply is not None:
                 await _respond(answer, 204, {}, reply, close=False)
                 return
+            if scope["path"] not in OPEN and not _is_page(scope):
+                await self._limits.charge(state["caller"], "requests", 1)
             if scope["path"] in GENERATING and scope.get("method") == "POST":
                 scope["route"] = SimpleNamespace(path=scope["path"])
                 self._check_capacity(scope["path"])  # before the body is read and parsed
@@ -199,8 +201,6 @@ class Middleware:
         self._authenticate(scope, headers)
         if scope["type"] == "http":
             self._check_length(headers, self._limit(scope))
-        if scope["path"] not in OPEN and not _is_page(scope):
-            self._limiter.charge(scope["state"]["caller"], "requests", 1)
         return None
 
     def _check_host(self, scope: Scope, headers: dict[str, str]) -> None:

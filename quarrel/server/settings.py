@@ -87,6 +87,8 @@ class Settings:
     trusted_proxies: tuple[str, ...] = ()
     """Addresses or networks whose X-Forwarded-For says who calls."""
     rates: Rates = Rates()
+    shared_limits: str = field(default="", repr=False)
+    """The address of a Redis or Valkey in which all servers count what a key uses; without it each counts for itself."""
     keep_alive: float | None = None
     """Unload a model that nobody has used for so long; None keeps it."""
     budget: int | None = None
@@ -146,6 +148,7 @@ _VARIABLES = {
     "WEBUI_DATA_DIR": "data_dir",
     "WEBUI_ALLOWED_ORIGINS": "origins",
     "WEBUI_API_KEY": "api_key",
+    "WEBUI_SHARED_LIMITS": "shared_limits",
     "MODEL_PATH": "models",
 }
 

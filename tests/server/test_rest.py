@@ -329,7 +329,7 @@ def test_what_the_engine_does_not_take_costs_its_caller_nothing(tmp_path: Path) 
         dispatcher = made.server.dispatcher
         answer = made.client.post("/v1/completions", json={"prompt": ["a", "b", "c"], "max_tokens": 100})
         assert answer.status_code == 503
-        (caller,) = dispatcher.limiter._callers.values()
+        (caller,) = dispatcher.limits.local._callers.values()
         assert dispatcher.active == dispatcher._accepted["demo"] == caller.streams == 0
         assert {bucket.level for bucket in caller.buckets.values()} == {1000}
         answer = made.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 600})
@@ -369,6 +369,6 @@ def test_embeddings_are_charged_for_what_they_took(tmp_path: Path) -> None:
         answers = [made.client.post("/v1/embeddings", json=body) for _ in range(3)]
         assert [a.status_code for a in answers] == [200, 200, 429]
         used = answers[0].json()["usage"]["prompt_tokens"]
-        (caller,) = made.server.dispatcher.limiter._callers.values()
+        (caller,) = made.server.dispatcher.limits.local._callers.values()
         assert 50 < used < 100
         assert caller.buckets["prompt_tokens"].level < 0

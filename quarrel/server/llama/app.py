@@ -22,12 +22,12 @@ from quarrel.llm import Model
 from quarrel.server.dispatch import Dispatcher
 from quarrel.server.errors import Refused, llama_body, refused
 from quarrel.server.keys import Keyring
-from quarrel.server.limits import Limiter
 from quarrel.server.llama.routes import routes
 from quarrel.server.metrics import Metrics
 from quarrel.server.middleware import App, Middleware, Receive, Scope, Send
 from quarrel.server.models import ModelManager
 from quarrel.server.settings import Settings
+from quarrel.server.shared_limits import Limits
 from quarrel.server.traces import Traces
 
 log = logging.getLogger("quarrel.server")
@@ -46,10 +46,10 @@ def build(settings: Settings, llm: Model) -> LlamaServer:
     """Of one model, which is loaded. It is closed when the application ends."""
     keys = Keyring(settings.data_dir, settings.api_key)
     settings.check(bool(keys.keys()))
-    limiter, traces = Limiter(settings.rates), Traces()
+    limits, traces = Limits(settings.rates, settings.shared_limits, settings.timeout + settings.grace), Traces()
     models = ModelManager(settings.models, None, lambda source: llm)
     metrics = Metrics(models)
-    dispatcher = Dispatcher(models, settings, limiter, metrics, traces)
+    dispatcher = Dispatcher(models, settings, limits, metrics, traces)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -57,12 +57,13 @@ def build(settings: Settings, llm: Model) -> LlamaServer:
             yield
         finally:
             await models.close()
+            await limits.close()
 
     api = Starlette(routes=routes(dispatcher, metrics).routes, lifespan=lifespan)
     api.router.redirect_slashes = False
     api.router.default = _Others(settings, llm)
     _errors(api, metrics)
-    app = Middleware(api, settings, keys, limiter, metrics, traces, dispatcher.check_capacity)
+    app = Middleware(api, settings, keys, limits, metrics, traces, dispatcher.check_capacity)
     return LlamaServer(app, dispatcher, metrics)
 
 
