@@ -18,7 +18,7 @@ from quarrel.ops.step import Backend, Limits, StepInputs
 from quarrel.vision.patches import Picture
 
 CASES = ("qwen3vl", "qwen35_vl", "gemma3_vl")
-EYES, KINDS = Path(__file__).with_name("eyes"), ("pixtral", "mistral3", "llava", "gemma4")
+EYES, KINDS = Path(__file__).with_name("eyes"), ("pixtral", "mistral3", "llava", "gemma4", "qwen25vl")
 IMAGE = 380
 """The id that stands for an image's token."""
 

@@ -387,6 +387,7 @@ DECODERS: Mapping[str, Architecture] = {
     ),
     "SmolLM3ForCausalLM": Architecture("smollm3", ROTATED, _llama, extra=llama3_factors),
     "Qwen2ForCausalLM Qwen2Model": Architecture("qwen2"),
+    "Qwen2_5_VLForConditionalGeneration": Architecture("qwen2vl"),
     "Qwen3ForCausalLM Qwen3Model Qwen3ForSequenceClassification": Architecture("qwen3"),
     "Qwen3MoeForCausalLM": Architecture("qwen3moe", FUSED_EXPERTS, _qwen_moe),
     "Qwen3VLForConditionalGeneration": Architecture("qwen3vl", keys=_deepstack),

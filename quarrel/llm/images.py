@@ -21,7 +21,6 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from os import PathLike
 from typing import Any
 
@@ -67,6 +66,7 @@ class Layout:
 
 LAYOUTS: Mapping[str, Layout] = {
     "qwen3vl_merger": Layout("", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", ""),
+    "qwen2.5vl_merger": Layout("", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", ""),
     "gemma3": Layout("\n\n", "<start_of_image>", "<image_soft_token>", "<end_of_image>", "\n\n"),
     "gemma4v": Layout("", "<|image>", "<|image|>", "<image|>", ""),
     "pixtral": Layout("", "", "[IMG]", "[IMG_END]", ""),
@@ -252,29 +252,53 @@ def preparation_of(tower: Tower) -> Preparation:
 
 
 def tower_inputs(tower: Tower, table: Array | None, images: Sequence[Patches]) -> StepInputs:
-    """A step that encodes these; each begins with its class token, where there is one."""
+    """A step that encodes these; each begins with its class token, where there is one. Groups stand window by window, where
+    there are windows, and `out_rows` row by row."""
     first = tower.classes
     starts = np.cumsum([0, *(first + len(image.values) for image in images)]).astype(np.int32)
+    orders, windows = list[Array](), list[Array]()
+    for start, image in zip(starts, images):
+        order, ends = _windows(tower, *(side // tower.merge for side in image.shape))
+        orders.append(order)
+        windows.append(start + tower.group * ends)
     none = np.zeros(starts[-1], np.int32)
     stream, places, values = (np.zeros((starts[-1], n), kind) for n, kind in (
         (tower.n_embd, np.float32), (2, np.int32), (tower.patch_size, np.float32)))  # fmt: skip
-    for start, end, image in zip(starts, starts[1:], images):
-        stream[start + first : end] = in_groups(positions(tower, table, *image.shape), tower.merge)
-        places[start + first : end], values[start + first : end] = image.places, image.values
+    out_rows = list[Array]()
+    for start, end, image, order in zip(starts, starts[1:], images, orders):
+        rows = (tower.group * order[:, None] + np.arange(tower.group)).reshape(-1)
+        stream[start + first : end] = in_groups(positions(tower, table, *image.shape), tower.merge)[rows]
+        places[start + first : end], values[start + first : end] = image.places[rows], image.values[rows]
+        out_rows.append(start + first + tower.group * np.argsort(order))
         if first and table is not None:
             stream[start] = table[0]
+    window_start, seqs = None, len(images)
+    if tower.window:
+        # As many sequences as windows: those behind the images are empty.
+        window_start = np.concatenate([[0], *windows]).astype(np.int32)
+        seqs = len(window_start) - 1
+        starts = np.pad(starts, (0, seqs - len(images)), mode="edge")
     return StepInputs(
         ids=none,
         positions=none,
         slots=none,
         query_start=starts,
-        kv_len=np.ones(len(images), np.int32),
-        block_table=np.zeros((len(images), 1), np.int32),
-        out_rows=np.concatenate([np.arange(s + first, e, tower.group, dtype=np.int32) for s, e in pairwise(starts)]),
+        kv_len=np.ones(seqs, np.int32),
+        block_table=np.zeros((seqs, 1), np.int32),
+        out_rows=np.concatenate(out_rows).astype(np.int32),
         stream=stream,
         places=places,
         patches=values,
+        window_start=window_start,
     )
+
+
+def _windows(tower: Tower, rows: int, columns: int) -> tuple[Array, Array]:
+    """The groups of an image in their order, window by window, and how many there are up to each window's end."""
+    at = np.arange(rows * columns)
+    size = tower.window or max(rows, columns)
+    window = at // columns // size * -(-columns // size) + at % columns // size
+    return np.argsort(window, kind="stable"), np.cumsum(np.bincount(window))
 
 
 def has_images(messages: object) -> bool:

@@ -18,6 +18,7 @@ from quarrel.ops.program import Program
 ARCHITECTURES: Mapping[str, str] = {
     "llama": "llama",
     "qwen2": "qwen2",
+    "qwen2vl": "qwen2",
     "qwen3": "qwen2",
     "qwen3moe": "qwen2",
     "qwen3next": "qwen35",

@@ -2,6 +2,7 @@
 
 qwen3vl_merger: a group's rows side by side, two maps with GELU between them; after some layers the same once more
 (deepstack), for the language model to add behind its first layers.
+qwen2.5vl_merger: the same without deepstack; in most layers a patch sees those of its window alone.
 gemma3: the mean of a group's rows, a norm, one map.
 gemma4v: the mean of a group's rows, moved and scaled, a norm without gains, one map.
 pixtral: a group's rows side by side through one map, if there are groups; two maps with GELU between them. A row of its own
@@ -67,6 +68,8 @@ class Tower:
     pad: tuple[int, ...] = ()
     """The colour around an image that is no square, where it is not stretched to one."""
     breaks: bool = False
+    window: int = 0
+    """Rows and columns of groups that see each other in layers which do not see the whole image."""
 
     @property
     def classes(self) -> int:
@@ -179,6 +182,28 @@ def _read_qwen3vl(keys: Keys, tensors: Tensors, kind: str) -> Tower:
         # The model cards say 64 to 16384 tokens; llama.cpp stops at 4096 too, as activations grow with them.
         min_pixels=keys.int("image_min_pixels", 64 * pixels, lo=1),
         max_pixels=keys.int("image_max_pixels", 4096 * pixels, lo=1),
+    )
+
+
+WINDOW = 112
+"""Pixels of a window's side in Qwen2.5-VL, where a file does not say."""
+
+
+def _read_qwen25(keys: Keys, tensors: Tensors, kind: str) -> Tower:
+    _activation(keys, "silu")
+    merge = keys.int("spatial_merge_size", 2, lo=1, hi=16)
+    tower = _read(keys, kind, merge, lambda width: GatedFFN("silu", width), norm="rms", rope=_same, places="none")
+    side, every = tower.patch * merge, keys.int("n_wa_pattern", lo=1, hi=MAX_LAYERS)
+    each = tower.layers[0]
+    assert isinstance(each.mixer, Attention)
+    parted = replace(each, mixer=replace(each.mixer, parted=True))
+    return replace(
+        tower,
+        layers=tuple(parted if (il + 1) % every else each for il in range(len(tower.layers))),
+        window=keys.int("window_size", WINDOW, lo=side, hi=1 << 14) // side,
+        # The model card says 4 to 16384 tokens; of more than 4096 see above.
+        min_pixels=keys.int("image_min_pixels", 4 * side**2, lo=1),
+        max_pixels=keys.int("image_max_pixels", 4096 * side**2, lo=1),
     )
 
 
@@ -332,6 +357,7 @@ class Projector:
 
 PROJECTORS: Mapping[str, Projector] = {
     "qwen3vl_merger": Projector(_read_qwen3vl, _project_qwen3vl),
+    "qwen2.5vl_merger": Projector(_read_qwen25, _project_qwen3vl),
     "gemma3": Projector(_read_gemma3, _project_gemma3),
     "gemma4v": Projector(_read_gemma4, _project_gemma4),
     "pixtral": Projector(_read_pixtral, _project_pixtral),

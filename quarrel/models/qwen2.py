@@ -1,5 +1,5 @@
-"""qwen2 (llama with biases of query, key and value), qwen3 and qwen3moe (with norms of each query and key head), phi3
-(Phi-3, Phi-4; fused tensors, optional longrope factors): rope on half-split pairs.
+"""qwen2 and qwen2vl (llama with biases of query, key and value), qwen3 and qwen3moe (with norms of each query and key
+head), phi3 (Phi-3, Phi-4; fused tensors, optional longrope factors): rope on half-split pairs.
 
 Like llama.cpp, Phi-3's `attention.sliding_window` is not applied.
 """

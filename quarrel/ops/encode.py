@@ -47,6 +47,8 @@ def encode_reference(s: EncodeSpec, q: Array, k: Array, v: Array, query_start: A
     """NumPy body, in float64."""
     out = np.zeros((len(q), s.n_heads, s.head_dim))
     for start, end in pairwise(query_start):
+        if start == end:
+            continue
         heads = (a[start:end].reshape(end - start, -1, s.head_dim).astype(np.float64) for a in (q, k, v))
         qs, *kv = heads
         ks, vs = (np.repeat(a, s.n_heads // s.key_heads, 1) for a in kv)
@@ -62,6 +64,7 @@ def encode_reference(s: EncodeSpec, q: Array, k: Array, v: Array, query_start: A
 def _make_encode(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
     lengths = rng.integers(1, case.dims["Q"] + 1, case.dims["S"])
     lengths[0] = case.dims["Q"]
+    lengths = np.concatenate([lengths, np.zeros(case.dims.get("empty", 0), lengths.dtype)])
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     s: EncodeSpec = case.spec
     q, k, v = (draw.activations(rng, int(lengths.sum()), width) for width in (s.width, s.key_width, s.key_width))
@@ -98,13 +101,14 @@ ENCODE = Op(
         Case(EncodeSpec(2, 80, 0.1), {"S": 2, "Q": 130}, "head_dim 80"),
         Case(EncodeSpec(3, 64, 0.1, 1, 9), {"S": 3, "Q": 90}, "some keys, one key head"),
         Case(EncodeSpec(2, 32, 0.1, 2, 300), {"S": 2, "Q": 50}, "a reach beyond all keys"),
+        Case(EncodeSpec(2, 32, 0.1), {"S": 2, "Q": 40, "empty": 3}, "sequences of no token behind the others"),
     ],
 )
 
 
-def encode(b: Builder, spec: EncodeSpec, q: Value, k: Value, v: Value) -> Value:
-    """`[T, n_heads * head_dim]`."""
-    return b.emit(ENCODE, spec, q, k, v, b.input("query_start"))[0]
+def encode(b: Builder, spec: EncodeSpec, q: Value, k: Value, v: Value, starts: str = "query_start") -> Value:
+    """`[T, n_heads * head_dim]`. starts: the input by which tokens are parted, `query_start` or `window_start`."""
+    return b.emit(ENCODE, spec, q, k, v, b.input(starts))[0]
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,7 @@ STEP_INPUTS: Mapping[str, tuple[str, str]] = {
     "image_rows": ("i32", "T"),
     "slots": ("i32", "T"),
     "query_start": ("i32", "S1"),
+    "window_start": ("i32", "S1"),
     "kv_len": ("i32", "S"),
     "block_table": ("i32", "S B"),
     "state_slots": ("i32", "S"),

@@ -128,6 +128,7 @@ class StepInputs:
     image_rows: Array | None = None  # [T] int32, the row of `images` in a token's place, or -1
     images: Array | None = None  # [N, W] float32, rows of encoded images, N from 1 to T
     patches: Array | None = None  # [T, P] float32, what a tower encodes
+    window_start: Array | None = None  # [S + 1] int32, where windows of its tokens begin; there may be fewer sequences
 
     def named(self, name: str) -> Array | None:
         """An input of a program; None if it is not there."""
@@ -162,6 +163,7 @@ class StepInputs:
             ("from_last unlike the ids", self.from_last is None or len(self.from_last) == tokens),
             ("lists of tokens unlike the rows, or too long", self.sample is None or self.lists_are_sound(n_vocab)),
             ("query_start not from 0 to the token count", _covers(self.query_start, tokens, seqs)),
+            ("window_start unlike query_start", self.window_start is None or _covers(self.window_start, tokens, seqs)),
             (
                 "more keys than the block table holds",
                 _within(self.kv_len, 1, limits.block_size * self.block_table.shape[1] + 1),

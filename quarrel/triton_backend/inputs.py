@@ -96,6 +96,7 @@ class _Places:
             "table_width": 1,
             "tokens": 1,
             "query_start": seqs + 1,
+            "window_start": seqs + 1,
             "kv_len": seqs,
             "item_start": seqs + 1,
             "state_slots": seqs,
@@ -280,6 +281,8 @@ class InputBuffer:
         if inputs.adapter is not None:
             _fill(put["adapter"], inputs.adapter, 0, padded)
         put["query_start"][: seqs + 1] = inputs.query_start
+        if inputs.window_start is not None:
+            put["window_start"][: seqs + 1] = inputs.window_start
         put["item_start"][: seqs + 1] = starts
         if extra:
             put["query_start"][seqs + 1 : seqs + 1 + extra] = np.arange(tokens + 1, tokens + extra + 1)
@@ -380,6 +383,9 @@ def padded_prompts(inputs: StepInputs, limits: Limits, padding: Padding) -> Step
             return values
         return np.pad(values, ((0, 0),) * (values.ndim - 1) + ((0, count),), constant_values=filler)
 
+    def pad_starts(starts: Array) -> Array:
+        return np.concatenate([starts, ends]).astype(np.int32)
+
     def pad_rows(table: Array | None) -> Any:
         """With a row for each sequence that is added."""
         return None if table is None else np.pad(table, ((0, 0),) * (table.ndim - 2) + ((0, added), (0, 0)))
@@ -398,7 +404,8 @@ def padded_prompts(inputs: StepInputs, limits: Limits, padding: Padding) -> Step
         ids=pad(inputs.ids, more),
         positions=pad(inputs.positions, more),
         slots=pad(inputs.slots, more, beyond),
-        query_start=np.concatenate([inputs.query_start, ends]).astype(np.int32),
+        query_start=pad_starts(inputs.query_start),
+        window_start=None if inputs.window_start is None else pad_starts(inputs.window_start),
         kv_len=pad(inputs.kv_len, added),
         block_table=pad_rows(inputs.block_table),
         out_rows=pad(inputs.out_rows, outs - rows),

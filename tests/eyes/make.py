@@ -230,12 +230,55 @@ def gemma4(folder: Path) -> None:
     write(folder, "gemma4", keys, tensors(), pixels, made.numpy().reshape(-1, out))
 
 
+def qwen25(folder: Path) -> None:
+    """Windows of 4 x 4 groups in the first layer, all patches in the second."""
+    import torch
+    from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+
+    n, width, heads, patch, out = 32, 48, 2, 14, 80
+    config = Qwen2_5_VLVisionConfig(depth=2, hidden_size=n, intermediate_size=width, num_heads=heads, patch_size=patch,
+        out_hidden_size=out, window_size=112, fullatt_block_indexes=[1], attn_implementation="eager")  # fmt: skip
+    tower = Qwen2_5_VisionTransformerPretrainedModel(config).eval()
+    w = randomized(tower, 13)
+    pixels = picture(14, 28 * 5, 28 * 6)
+    rows, columns = (side // patch for side in pixels.shape[:2])
+    values = normal(pixels).numpy()[0].reshape(3, rows // 2, 2, patch, columns // 2, 2, patch)
+    values = values.transpose(1, 4, 2, 5, 0, 3, 6).reshape(rows * columns, 3, 1, patch, patch).repeat(2, 2)
+    with torch.no_grad():
+        made = tower(torch.tensor(values.reshape(rows * columns, -1)), torch.tensor([[1, rows, columns]]))
+        made = getattr(made, "pooler_output", made)
+    names = {"ln1": "norm1", "ln2": "norm2", "attn_out": "attn.proj"}
+    names |= {f"ffn_{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")}
+
+    def tensors() -> Named:
+        for i, name in enumerate(("v.patch_embd.weight", "v.patch_embd.weight.1")):
+            yield name, w["patch_embed.proj.weight"][:, :, i]
+        for i in range(2):
+            for ours, theirs in names.items():
+                for end in ("weight", "bias"):
+                    if f"blocks.{i}.{theirs}.{end}" in w:
+                        yield f"v.blk.{i}.{ours}.{end}", w[f"blocks.{i}.{theirs}.{end}"]
+            for end in ("weight", "bias"):
+                for x, part in zip("qkv", np.split(w[f"blocks.{i}.attn.qkv.{end}"], 3), strict=True):
+                    yield f"v.blk.{i}.attn_{x}.{end}", part
+        yield "v.post_ln.weight", w["merger.ln_q.weight"]
+        for i in (0, 2):
+            for end in ("weight", "bias"):
+                yield f"mm.{i}.{end}", w[f"merger.mlp.{i}.{end}"]
+
+    keys = {**vision(n, width, 2, heads, patch, 560, 1e-6, out), "clip.projector_type": "qwen2.5vl_merger"}
+    keys |= {"clip.use_silu": True, "clip.vision.n_wa_pattern": 2}
+    write(folder, "qwen25vl", keys, tensors(), pixels, made.numpy())
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     mistral3(folder, "pixtral", 1)
     mistral3(folder, "mistral3", 2)
     llava(folder)
     gemma4(folder)
+    qwen25(folder)
 
 
 if __name__ == "__main__":

@@ -76,5 +76,5 @@ def test_every_kind_of_tower_sees_as_the_original(kind: str) -> None:
     assert rel_error(rows, wanted) < 1e-5
     assert rows.shape == mirrored.shape
     assert rel_error(mirrored, wanted) > 0.1
-    if kind in ("llava", "gemma4"):  # whose rows are the program's own
+    if kind in ("llava", "gemma4", "qwen25vl"):  # whose rows are the program's own
         assert rel_error(image_rows(EYES / kind, reference, "mmproj.gguf")[0], wanted) < 1e-5

@@ -414,7 +414,7 @@ def _query_blocks(e: Lowering, queries: int, query_start: Value, kv_len: Value |
         e.shared_stage(None, plan(queries, kv_len is not None), Header.ONE, **fields, **known)
         return int(items.ctypes.data), word
 
-    return e.once(("query blocks", queries), make)
+    return e.once(("query blocks", queries, query_start.name), make)
 
 
 def build_attention(e: Lowering, node: Node) -> None:

@@ -53,6 +53,8 @@ class Attention(Mixer):
     value_norm: bool = False
     keys_are_values: bool = False
     both_ways: bool = False
+    parted: bool = False
+    """Of what sees `both_ways`: windows of tokens (`window_start`) that see themselves alone."""
     image_spans: bool = False
     """A token of an image sees the image's later ones, too."""
     reads: int | None = None
@@ -105,7 +107,8 @@ def encoded(b: Builder, a: Attention, q: Value, k: Value, v: Value) -> Value:
         r, freq = a.rope, ConstRef("rope_freq", a.rope.freq)
         heads = (RopeSpec(r.style, n, a.head_dim, r.n_rot, r.magnitude, r.axes) for n in (a.n_heads, a.n_kv))
         q, k = (rope(b, spec, x, rotated_by(b, spec), freq) for spec, x in zip(heads, (q, k)))
-    return encode(b, EncodeSpec(a.n_heads, a.head_dim, a.scale, a.n_kv, a.window // 2), q, k, v)
+    spec = EncodeSpec(a.n_heads, a.head_dim, a.scale, a.n_kv, a.window // 2)
+    return encode(b, spec, q, k, v, "window_start" if a.parted else "query_start")
 
 
 def _borrow(b: Builder, block: Block, a: Attention, h: Value, cache: CacheRef) -> tuple[Value, Linear]:
