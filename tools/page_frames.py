@@ -3,7 +3,8 @@
     QUARREL_CHROMIUM=/usr/bin/chromium python -m tools.page_frames
 
 Needs the Python package playwright. One line of JSON for each: frames a second, the time between frames (ms), and what the
-page's main thread computes for one (ms). What writes up to 400 pieces a second stands in for a model.
+page's main thread computes for one (ms); first of an empty page, which shows what the machine leaves. What writes up to 400
+pieces a second stands in for a model.
 """
 
 from __future__ import annotations
@@ -87,6 +88,9 @@ def main() -> None:
                 page.add_init_script("localStorage.quarrelDefaults ??= JSON.stringify({options: {max_tokens: 8}})")
                 page.goto(live.url)
                 page.wait_for_selector("[data-state=connected]", state="attached")
+                frames = Frames(page)
+                page.wait_for_timeout(10_000)
+                print(json.dumps({"page": size, "what": "nothing", **frames.end()}), flush=True)
                 server_socket.chunks = _told
                 write(page, "go on")
                 page.wait_for_selector(".live .prose")

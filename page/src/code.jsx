@@ -1,6 +1,7 @@
 // A block of code: its language, a button to copy, and colours once it is whole.
-import { useMemo } from "preact/hooks";
+import { useLayoutEffect, useRef, useState } from "preact/hooks";
 import { CopyButton } from "./controls.jsx";
+import { whenIdle } from "./dom.js";
 import { highlight } from "./highlight.js";
 
 const NAMES = { js: "JavaScript", javascript: "JavaScript", ts: "TypeScript", typescript: "TypeScript", py: "Python", python: "Python", cpp: "C++", "c++": "C++", c: "C", cs: "C#", csharp: "C#",
@@ -18,7 +19,16 @@ function lines(text) {
 }
 
 export function Code({ text, language, open }) {
-  const parts = useMemo(() => (open || text.length > 50000 ? null : highlight(text, language)), [text, language, open]);
+  const grew = useRef(false), [parts, colour] = useState(null);
+  grew.current ||= open;
+  useLayoutEffect(() => {
+    colour(null);
+    if (open || text.length > 50000) return undefined;
+    const now = () => colour(highlight(text, language));
+    if (!grew.current) return now();
+    // What a model just wrote is coloured when the page has nothing else to do: it goes on writing.
+    return whenIdle(now);
+  }, [text, language, open]);
   return (
     <div class="code">
       <div class="code-head"><span>{nameOf(language)}</span><CopyButton text={() => text} /></div>

@@ -23,6 +23,16 @@ export async function copy(text) {
   if (!done) throw new Error("refused");
 }
 
+// Calls `act` once the page has time, after a second at most. Returns what calls it off.
+export function whenIdle(act) {
+  if (!window.requestIdleCallback) { // Safari
+    const id = setTimeout(act);
+    return () => clearTimeout(id);
+  }
+  const id = requestIdleCallback(act, { timeout: 1000 });
+  return () => cancelIdleCallback(id);
+}
+
 export function read(key, fallback) {
   try {
     return JSON.parse(localStorage.getItem(key)) ?? fallback;

@@ -1,10 +1,9 @@
-// What the server tells of itself every few seconds, and how fast this page's answers come: the newest minutes of it.
+// What the server tells of itself every few seconds: the newest minutes of it.
 import { signal } from "@preact/signals";
 
 const KEPT = 720;
 // By model: { times, series: { name: values }, experts }.
 export const figures = signal(new Map());
-export const speed = signal(0);
 const before = new Map();
 
 function rate(model, name, total, now) {
@@ -31,5 +30,3 @@ export function take({ models = [] }) {
   }
   figures.value = all;
 }
-
-export const tookToken = (now) => (speed.value = now);

@@ -114,18 +114,40 @@ export function grow(kept, text) {
   return tail.startsWith(raw) ? { tokens: [...tokens, ...settled], done: done + raw, all, links } : { tokens, done, all, links };
 }
 
+// Blocks are drawn in sections: one that stands costs a frame nothing, however long the text becomes. None begins with a block
+// that has a margin above, which would not collapse with the one before.
+const SECTION = 12;
+function sections(tokens) {
+  const found = [];
+  for (const token of tokens) {
+    if (token.type === "space" || token.type === "def") continue;
+    if (!found.length || (found.at(-1).length >= SECTION && token.type !== "heading" && token.type !== "hr")) found.push([]);
+    found.at(-1).push(token);
+  }
+  return found;
+}
+const Section = memo(
+  ({ tokens, open }) => <div class="section">{tokens.map((token, i) => <Block key={i} token={token} open={open && i === tokens.length - 1} />)}</div>,
+  (a, b) => a.open === b.open && a.tokens.length === b.tokens.length && a.tokens.every((token, i) => token === b.tokens[i]),
+);
+
+// The blocks of a text, and in `kept` what its next state needs. What was written here stands when it is whole, unless a link's
+// address came after its name.
+function read(kept, text, growing) {
+  if (kept?.text === text && (growing || kept.whole)) return kept;
+  try {
+    const state = grow(growing || (kept && !Object.keys(kept.links).length) ? kept : null, text);
+    return { ...state, text, whole: !growing, turn: (kept?.turn ?? 0) + (!growing && Object.keys(state.links).length > 0) };
+  } catch {
+    return { tokens: [], done: "", links: {}, all: [{ type: "text", raw: text, text }], text, whole: !growing, turn: 0 };
+  }
+}
+
 // growing: the text is still written. report(milliseconds): what drawing took.
 export function Markdown({ text, growing = false, report }) {
   const kept = useRef(null), began = performance.now();
-  const clean = text.replace(/\r\n?/g, "\n");
-  let all;
-  try {
-    const state = growing ? grow(kept.current, clean) : grow(null, clean);
-    kept.current = growing ? state : null;
-    all = state.all;
-  } catch {
-    all = [{ type: "text", raw: clean, text: clean }];
-  }
+  kept.current = read(kept.current, text.replace(/\r\n?/g, "\n"), growing);
+  const { all, turn } = kept.current, parts = sections(all);
   useLayoutEffect(() => report?.(performance.now() - began));
-  return <div class="prose">{all.map((token, i) => <Block key={i} token={token} open={growing && i === all.length - 1} />)}</div>;
+  return <div class="prose">{parts.map((tokens, i) => <Section key={`${turn}-${i}`} tokens={tokens} open={growing && i === parts.length - 1} />)}</div>;
 }

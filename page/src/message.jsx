@@ -86,20 +86,17 @@ function Phase({ phase }) {
 // Where models begin to call tools: what follows is for the server to read, and stands in the answer's calls when it is whole.
 const CALL = /<tool_call>|\[TOOL_CALLS\]|<\|python_tag\|>|<｜tool▁calls▁begin｜>|<\|tool_call>|<\|tool_call_start\|>|<\|channel\|>commentary to=/;
 
-// What is being written: drawn anew with each count of `seen`.
-function Live({ entry }) {
-  entry.seen.value;
-  const found = split(entry.text), at = found.answer.search(CALL);
-  const { thoughts, open } = found, answer = at < 0 ? found.answer : found.answer.slice(0, at).trimEnd();
-  const report = (cost) => { entry.cost = cost; };
-  return (
-    <div class="live" aria-busy="true">
-      <Phase phase={entry.phase.value} />
-      {(thoughts || open) && <Thoughts text={thoughts} open={open} seconds={entry.thought} report={report} />}
-      {answer && <Markdown text={answer} growing report={report} />}
-      {at >= 0 && <div class="phase"><span class="shimmer">{t("tools")}</span></div>}
-    </div>
-  );
+// What a model wrote. While it still does (`entry`), each count of `seen` draws it anew; what is drawn stays when it is whole.
+function Written({ message, entry }) {
+  entry?.seen.value;
+  const { thoughts, answer: all, open } = split(entry ? entry.text : message.text), at = entry ? all.search(CALL) : -1;
+  const answer = at < 0 ? all : all.slice(0, at).trimEnd(), report = entry && ((cost) => { entry.cost = cost; });
+  return <>
+    {entry && <Phase key="phase" phase={entry.phase.value} />}
+    {(thoughts || open) && <Thoughts key="thoughts" text={thoughts} open={Boolean(entry && open)} seconds={entry ? entry.thought : message.stats?.thought} report={report} />}
+    {answer && <Markdown key="answer" text={answer} growing={Boolean(entry)} report={report} />}
+    {at >= 0 && <div key="calls" class="phase"><span class="shimmer">{t("tools")}</span></div>}
+  </>;
 }
 
 function Stats({ message }) {
@@ -120,17 +117,12 @@ const Failure = ({ message }) => (
   </div>
 );
 
-function Body({ message }) {
-  const { thoughts, answer, open } = split(message.text);
-  return <>
-    {(thoughts || open) && <Thoughts text={thoughts} open={false} seconds={message.stats?.thought} />}
-    {answer && <Markdown text={answer} />}
-    {message.calls?.length > 0 && <Calls message={message} />}
-    {message.error && <Failure message={message} />}
-    {message.stats?.dropped > 0 && <p class="lost">{t("left-out", { n: number(message.stats.dropped) })}</p>}
-    {message.finish === "lost" && <p class="lost">{t("lost")}</p>}
-  </>;
-}
+const After = ({ message }) => <>
+  {message.calls?.length > 0 && <Calls message={message} />}
+  {message.error && <Failure message={message} />}
+  {message.stats?.dropped > 0 && <p class="lost">{t("left-out", { n: number(message.stats.dropped) })}</p>}
+  {message.finish === "lost" && <p class="lost">{t("lost")}</p>}
+</>;
 
 const story = () => state.model.value?.loaded && !state.model.value.chat;
 
@@ -150,8 +142,9 @@ export const Message = memo(({ message: m, cut }) => {
   }
   if (m.role === "tool") return <Result message={m} />;
   return (
-    <article class="message assistant" aria-label={t("answer")} data-id={m.id}>
-      {entry ? <Live entry={entry} /> : <Body message={m} />}
+    <article class={`message assistant ${entry ? "live" : ""}`} aria-label={t("answer")} aria-busy={entry ? "true" : undefined} data-id={m.id}>
+      <Written message={m} entry={entry} />
+      {!entry && <After message={m} />}
       {!entry && !m.running && <div class="actions">
         <CopyButton text={() => split(m.text).answer} /><IconButton icon="again" size={16} label={t("again")} disabled={busy} onClick={() => ask(m.parent)} />
         {story() && <IconButton icon="play" size={16} label={t("continue")} disabled={busy} onClick={() => ask(m.id)} />}<Branches message={m} /><Stats message={m} />

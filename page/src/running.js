@@ -88,7 +88,6 @@ function took(entry, row) {
   if (row.token_id !== null && row.token_id !== undefined) {
     entry.first ||= now;
     entry.tokens += 1;
-    figures.tookToken(row.tokens_per_sec ?? 0);
   }
   if (row.token) entry.phase.value = "writing";
   if (!entry.thought && entry.first && /<\/|\[\/|<\||final/.test(row.token ?? "")) {

@@ -368,6 +368,32 @@ def test_markdown_math_and_code_while_they_are_written(page: Any, monkeypatch: p
     assert not page.problems
 
 
+def test_what_is_written_stays_drawn_when_more_comes_and_when_it_is_whole(
+    page: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold = asyncio.Event()
+    says(monkeypatch, *(f"{MARKDOWN}\n\nPart {n} of [it][late].\n\n" for n in range(8)), "The end.", hold=hold)
+    write(page, "show me")
+    page.wait_for_selector(".live .section >> text=The end.")
+    assert page.locator(".section").count() > 2
+    page.wait_for_selector(".live pre code .hljs-keyword")
+    page.evaluate("document.querySelectorAll('.section > p, .code').forEach((at) => { at.seen = true; })")
+    hold.set()
+    answered(page)
+    stands = "[...document.querySelectorAll('.section > p, .code')].map((at) => at.seen === true)"
+    assert page.evaluate(stands) == [True] * page.locator(".section > p, .code").count()
+    assert page.locator(".prose a").count() == 0
+    assert not page.problems
+
+
+def test_an_address_that_comes_after_its_name_makes_a_link(page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    says(monkeypatch, "See [it][late].\n\nMore.\n\nAnd more.\n\n", "[late]: https://example.org\n\n", "The end of it.")
+    write(page, "and the address?")
+    answered(page)
+    assert page.get_attribute(".prose a", "href") == "https://example.org"
+    assert not page.problems
+
+
 @pytest.mark.parametrize("text", ["<think>Let me see.</think>\n\nYes.", "Let me see.</think>Yes.", "[THINK]Let me see.[/THINK]Yes.",
     "<|channel|>analysis<|message|>Let me see.<|end|><|start|>assistant<|channel|>final<|message|>Yes."])  # fmt: skip
 def test_thoughts_are_folded_away(page: Any, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
