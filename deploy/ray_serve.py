@@ -7,6 +7,7 @@ serve run ray_serve:app model=/models/mistral-7b-Q4_K_M.gguf replicas=4 gpus=1 h
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,8 +15,10 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import FIFOMixin, MultiplexMixin, PendingRequest, RequestRouter, RunningReplica
+from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Mount
 
 import quarrel
 from quarrel.server import Settings, build
@@ -36,7 +39,10 @@ _SCOPE = (
     "headers",
     "client",
     "server",
+    "subprotocols",
 )
+_TO = "@"
+"""In the place of a prefix: the name of the one replica that a message of a WebSocket goes to."""
 
 
 def app(args: dict[str, str]) -> serve.Application:
@@ -61,7 +67,7 @@ def app(args: dict[str, str]) -> serve.Application:
         Replica,
         version=version,
         ray_actor_options={"num_gpus": gpus} if gpus else {"num_cpus": 1},
-        max_ongoing_requests=settings.max_seqs + settings.queue,
+        max_ongoing_requests=settings.max_seqs + settings.queue + settings.sockets_per_model,
         graceful_shutdown_timeout_s=DRAIN_SECONDS,
         request_router_config=RequestRouterConfig(
             request_router_class=ByPrefix, request_router_kwargs={"room": settings.max_seqs}
@@ -69,7 +75,7 @@ def app(args: dict[str, str]) -> serve.Application:
         **scale,
     )
     ahead = serve.deployment(
-        Front,
+        serve.ingress(_passing)(Front),
         version=version,
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=4096,
@@ -94,8 +100,12 @@ class ByPrefix(FIFOMixin, MultiplexMixin, RequestRouter):
             await asyncio.sleep(0.001)  # Ray's loop asks again at once, and would let nothing else run
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True
-        prefix = bytes.fromhex(pending_request.metadata.multiplexed_model_id)
+        wanted = pending_request.metadata.multiplexed_model_id
         known = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        if wanted.startswith(_TO):  # where it has gone, any other will say so
+            named = known.get(wanted.removeprefix(_TO))
+            return [[named]] if named is not None else [candidate_replicas]
+        prefix = bytes.fromhex(wanted)
         loads = {name: self.replica_queue_len_cache.get(r.replica_id) or 0 for name, r in known.items()}
         order = routed(prefix, loads, self._room) if prefix else sorted(loads, key=lambda name: loads[name])
         return [[known[name]] for name in order]
@@ -107,45 +117,78 @@ class Replica:
     def __init__(self, settings: Settings, gpus: int) -> None:
         llm = quarrel.load(settings.models[0], max_seqs=settings.max_seqs, tensor_parallel=gpus)
         self._app = build(settings, lambda source: llm).app
+        self._heard: dict[str, asyncio.Queue[dict[str, Any]]] = {}
 
     async def relay(self, scope: dict[str, Any], body: bytes) -> AsyncIterator[dict[str, Any]]:
         """What the server sends for a request, in order. It learns of a caller who goes."""
+        heard: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        heard.put_nowait({"type": "http.request", "body": body, "more_body": False})
+        async for message in self._answers(scope, heard, {"type": "http.disconnect"}):
+            yield message
+
+    async def socket(self, scope: dict[str, Any], name: str) -> AsyncIterator[dict[str, Any]]:
+        """First the name of this replica, then what the server sends on a WebSocket; what it gets comes by `hear`."""
+        heard = self._heard[name] = asyncio.Queue()
+        try:
+            yield {"replica": serve.get_replica_context().replica_id.unique_id}
+            async for message in self._answers(scope, heard, {"type": "websocket.disconnect", "code": 1006}):
+                yield message
+        finally:
+            del self._heard[name]
+
+    async def hear(self, name: str, message: dict[str, Any]) -> bool:
+        """A message of a caller's for a WebSocket; False: it is not open here."""
+        heard = self._heard.get(name)
+        if heard is not None:
+            heard.put_nowait(message)
+        return heard is not None
+
+    async def _answers(
+        self, scope: dict[str, Any], heard: asyncio.Queue[dict[str, Any]], end: dict[str, Any]
+    ) -> AsyncIterator[dict[str, Any]]:
         made: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
-        given, gone = [{"type": "http.request", "body": body, "more_body": False}], asyncio.Event()
-
-        async def receive() -> dict[str, Any]:
-            if given:
-                return given.pop()
-            await gone.wait()
-            return {"type": "http.disconnect"}
-
-        task = asyncio.create_task(self._app({**scope, "state": {}}, receive, made.put))
+        task = asyncio.create_task(self._app({**scope, "state": {}}, heard.get, made.put))
         task.add_done_callback(lambda _: made.put_nowait(None))
         try:
             while (message := await made.get()) is not None:
                 yield message
             await task
         finally:
-            gone.set()
+            heard.put_nowait(end)
+
+
+def _passing() -> Starlette:
+    """What Ray's proxies speak to, in the process of a Front: an application whose class Ray knows."""
+
+    async def passed(scope: Any, receive: Any, send: Any) -> None:
+        await serve.get_replica_context().servable_object.answer(scope, receive, send)
+
+    return Starlette(routes=[Mount("/", app=passed)])
 
 
 class Front:
     """Reads a request, which says where it is to go, and passes the answer on while it is made."""
 
     def __init__(self, replicas: DeploymentHandle, body_limit: int) -> None:
-        self._replicas = replicas.options(method_name="relay", stream=True)
-        self._limit = body_limit
+        self._replicas, self._limit = replicas, body_limit
 
-    async def __call__(self, request: Request) -> Response:
+    async def answer(self, scope: Any, receive: Any, send: Any) -> None:
+        """As an ASGI application."""
+        named = {name: scope[name] for name in _SCOPE if name in scope} | {"root_path": ""}
+        if scope["type"] == "websocket":
+            await self._socket(named, receive, send)
+        else:
+            await (await self._response(named, Request(scope, receive)))(scope, receive, send)
+
+    async def _response(self, scope: dict[str, Any], request: Request) -> Response:
         body = b""
         async for part in request.stream():
             body += part
             if len(body) > self._limit:
                 return PlainTextResponse(f"the body has more than {self._limit} bytes", 413)
-        scope = {name: request.scope[name] for name in _SCOPE if name in request.scope}
         # What Ray calls a multiplexed model is here a prefix: a place that is found for one goes to a request that has it.
-        to = self._replicas.options(multiplexed_model_id=(prefix_of(body) or b"").hex())
-        messages = to.remote({**scope, "root_path": ""}, body)
+        to = self._replicas.options(method_name="relay", stream=True, multiplexed_model_id=(prefix_of(body) or b"").hex())
+        messages = to.remote(scope, body)
         start = await anext(messages)
 
         async def rest() -> AsyncIterator[bytes]:
@@ -161,3 +204,26 @@ class Front:
         answer = StreamingResponse(rest(), start["status"])
         answer.raw_headers = [(name, value) for name, value in start["headers"] if name.lower() not in _HOP]
         return answer
+
+    async def _socket(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        """A WebSocket stays with one replica: what it sends is one answer, what it gets goes there one by one."""
+        name = secrets.token_hex(16)
+        messages = self._replicas.options(method_name="socket", stream=True).remote(scope, name)
+        place = (await anext(messages))["replica"]
+        there = self._replicas.options(method_name="hear", multiplexed_model_id=_TO + place)
+
+        async def listen() -> None:
+            heard = True
+            while heard:
+                message = await receive()
+                heard = await there.remote(name, message) and message["type"] != "websocket.disconnect"
+
+        listening, ended = asyncio.create_task(listen()), False
+        try:
+            async for message in messages:
+                await send(message)
+            ended = True
+        finally:
+            listening.cancel()
+            if not ended:  # the caller has gone
+                messages.cancel()

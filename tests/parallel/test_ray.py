@@ -67,6 +67,32 @@ def test_errors_and_other_routes_pass_through(app: Any) -> None:
     assert httpx.post(URL, content=b" " * (9 << 20), timeout=60).status_code == 413
 
 
+def test_a_websocket_stays_with_a_replica(app: Any) -> None:
+    from websockets.exceptions import InvalidStatus
+    from websockets.sync.client import connect
+
+    def generated(socket: Any) -> str:
+        asked = {"prompt": "Once upon a time", "max_tokens": 20, "temperature": 0, "stream": True}
+        socket.send(json.dumps({"type": "inference", "payload": asked}))
+        text = ""
+        while True:
+            message = json.loads(socket.recv(timeout=120))
+            assert message["type"] != "error", message
+            if message["type"] == "inference":
+                text += message["payload"]["token"] or ""
+                if message["payload"]["complete"]:
+                    return text
+
+    url = "ws://127.0.0.1:18765/ws"
+    with connect(url, subprotocols=["quarrel"]) as one, connect(url) as other:  # type: ignore[list-item]
+        assert one.subprotocol == "quarrel"
+        texts = [generated(socket) for socket in (one, other, one)]
+        assert texts[0]
+        assert texts == [texts[0]] * 3
+    with pytest.raises(InvalidStatus), connect(url, origin="https://elsewhere.example"):  # type: ignore[arg-type]
+        pass
+
+
 def test_no_answer_is_lost_when_a_replica_goes(app: Any) -> None:
     from ray import serve
 
