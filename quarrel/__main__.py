@@ -8,6 +8,8 @@ import sys
 def start() -> int:
     """The command line. Ctrl-C while it is still being imported ends it as later on, without a traceback."""
     try:
+        if sys.argv[1:2] == ["llama-server"]:  # started for every model: other commands' words would take a while
+            return llama_server(sys.argv[2:])
         from quarrel.cli import main
 
         return main()
@@ -16,11 +18,11 @@ def start() -> int:
         return 130
 
 
-def llama_server() -> int:
-    """What the command `quarrel-llama-server` runs."""
+def llama_server(words: list[str] | None = None) -> int:
+    """What the command `quarrel-llama-server` runs. words: the command line's by default."""
     from quarrel.launch.main import main
 
-    return main()
+    return main(words)
 
 
 if __name__ == "__main__":

@@ -102,7 +102,12 @@ class Metadata(Mapping[str, Value]):
     ) -> list[_int] | D:
         """An array of integers. With `count`, its length must be that, and a single integer stands for all of them."""
         value = self._get(key, default)
-        return value if value is default else [_integer(key, item, lo, hi) for item in _items(key, value, count)]
+        if value is default:
+            return value
+        items = _items(key, value, count)
+        if lo is hi is None and _all_of(int, items):
+            return list(items)
+        return [_integer(key, item, lo, hi) for item in items]
 
     def floats(
         self,
@@ -116,7 +121,12 @@ class Metadata(Mapping[str, Value]):
     ) -> list[_float] | D:
         """An array of floats; `count` as for `ints`."""
         value = self._get(key, default)
-        return value if value is default else [_number(key, item, lo, hi, finite) for item in _items(key, value, count)]
+        if value is default:
+            return value
+        items = _items(key, value, count)
+        if lo is hi is None and _all_of(float, items) and not (finite and not all(map(math.isfinite, items))):
+            return list(items)
+        return [_number(key, item, lo, hi, finite) for item in items]
 
     def bools(self, key: _str, default: D = REQUIRED, *, count: _int | None = None) -> list[_bool] | D:
         """An array of booleans; `count` as for `ints`."""
@@ -125,7 +135,10 @@ class Metadata(Mapping[str, Value]):
 
     def strs(self, key: _str, default: D = REQUIRED) -> list[_str] | D:
         value = self._get(key, default)
-        return value if value is default else [_text(key, item) for item in _items(key, value, None)]
+        if value is default:
+            return value
+        items = _items(key, value, None)
+        return list(items) if _all_of(str, items) else [_text(key, item) for item in items]
 
     def _get(self, key: _str, default: Any) -> Any:
         if key in self._values:
@@ -148,6 +161,11 @@ def _items(key: str, value: Any, count: int | None) -> list[Any]:
     if count is None:
         raise _refuse(key, value, "an array")
     return [value] * count
+
+
+def _all_of(kind: type, items: list[Any]) -> bool:
+    """Whether nothing else is among them; vocabularies are long, and to look at each would take longer."""
+    return set(map(type, items)) <= {kind}
 
 
 def _text(key: str, value: Any) -> str:

@@ -19,7 +19,6 @@ from quarrel.ops.check import CheckedStep
 from quarrel.ops.profile import Profiles, phases
 from quarrel.ops.program import Program
 from quarrel.ops.step import Step
-from quarrel.parallel.host_layers import compile_stages
 
 log = logging.getLogger("quarrel")
 
@@ -90,6 +89,8 @@ def _step(opened: Opened, planned: Planned) -> Step:
         return CheckedStep(backend, planned.program, opened.weights, limits, options.compute)
     with experts_on_host(backend, planned.host_experts):
         if (layers := planned.host_layers) is not None:
+            from quarrel.parallel.host_layers import compile_stages
+
             return compile_stages(
                 layers.stages, layers.backend, backend, opened.weights, limits, options.compute, options.progress
             )

@@ -11,7 +11,6 @@ from quarrel.llm.memory import Plan, cache_tokens
 from quarrel.models import ModelSpec
 from quarrel.ops.step import ExplainLine, MemoryPlan, Step
 from quarrel.ops.traffic import Traffic
-from quarrel.parallel.host_layers import HostLayersStep
 
 if TYPE_CHECKING:
     from quarrel.gguf import GGUFFile
@@ -110,6 +109,8 @@ def _host_facts(planned: Planned, step: Step) -> HostFacts | None:
     layers = planned.host_layers
     if layers is None:
         return None
+    from quarrel.parallel.host_layers import HostLayersStep
+
     assert isinstance(step, HostLayersStep)
     assert isinstance(planned.spec, ModelSpec)
     read = int(Traffic.of(layers.stages[0], step.first.compute).step(1, 0))

@@ -30,6 +30,7 @@ import numpy.typing as npt
 from quarrel.engine.images import PlacedImage, SightRules
 from quarrel.errors import QuarrelError, RequestError, UnsupportedModel
 from quarrel.gguf import GGUFFile
+from quarrel.llm.image_parts import IMAGE_PARTS, IdsWithImages, has_images
 from quarrel.models import EncoderSpec, Keys, ModelSpec
 from quarrel.models.mixers import Attention
 from quarrel.models.projectors import BREAK, PARTS, Tower
@@ -45,7 +46,6 @@ from quarrel.vision.patches import Patches, Picture, Preparation, in_groups
 log = logging.getLogger("quarrel")
 Array = npt.NDArray[Any]
 Message = Mapping[str, object]
-IMAGE_PARTS = ("image", "image_url")
 MOST_IMAGES = 64
 MOST_PATCHES = 1 << 14
 """Of one step of a tower."""
@@ -78,14 +78,6 @@ BILINEAR = ("gemma3",)
 
 Decoded = dict[int, Picture]
 Span = tuple[str, Trust]
-
-
-class IdsWithImages(list[int]):
-    """A prompt's ids, and where images stand among them."""
-
-    def __init__(self, ids: Sequence[int], images: Sequence[PlacedImage]) -> None:
-        super().__init__(ids)
-        self.images = tuple(images)
 
 
 class Eyes:
@@ -299,18 +291,6 @@ def _windows(tower: Tower, rows: int, columns: int) -> tuple[Array, Array]:
     size = tower.window or max(rows, columns)
     window = at // columns // size * -(-columns // size) + at % columns // size
     return np.argsort(window, kind="stable"), np.cumsum(np.bincount(window))
-
-
-def has_images(messages: object) -> bool:
-    """Whether any message has an image among its parts; False also for what are no messages."""
-    if not isinstance(messages, list | tuple):
-        return False
-    return any(
-        isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS
-        for message in messages
-        if isinstance(message, Mapping) and isinstance(message.get("content"), list | tuple)
-        for part in message["content"]
-    )
 
 
 def _marked(message: Message, nonce: str, sources: list[Mapping[str, Any]]) -> Message:

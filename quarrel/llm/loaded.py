@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from quarrel.engine import Loop, SamplingParams
 from quarrel.engine.images import SightRules
 from quarrel.gguf import GGUFFile
 from quarrel.llm.explain import Explanation
-from quarrel.llm.images import Eyes
 from quarrel.llm.options import LoadOptions
 from quarrel.models import EncoderSpec, ModelSpec
 from quarrel.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from quarrel.llm.images import Eyes
 
 
 @dataclass(frozen=True)

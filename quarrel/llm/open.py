@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quarrel.convert import open_file
 from quarrel.env import Environment, read_environment
@@ -15,7 +16,6 @@ from quarrel.errors import BackendUnavailable, RequestError
 from quarrel.gguf import GGUFFile, resolve
 from quarrel.gguf.resolve import Resolved
 from quarrel.llm.adapters import Adapters, read_adapters
-from quarrel.llm.images import Eyes, opened_eyes
 from quarrel.llm.memory import context_of
 from quarrel.llm.options import MTP, LoadOptions
 from quarrel.models import EncoderSpec, ModelSpec, Tensors, read_spec
@@ -24,6 +24,9 @@ from quarrel.ops.registry import missing_driver
 from quarrel.ops.step import Backend, WeightSource
 from quarrel.tokenizer import Tokenizer
 from quarrel.tokenizer import load_tokenizer as read_tokenizer
+
+if TYPE_CHECKING:
+    from quarrel.llm.images import Eyes
 
 ModelName = str | os.PathLike[str]
 AUTO = ("triton", "mlx", "cpu")
@@ -130,15 +133,16 @@ def _eyes(
     if options.mmproj == "none":
         return None
     alone = devices == 1 and options.draft != MTP
-    if options.mmproj is not None:
-        if not alone:
-            message = "mmproj wants one device and no draft of the model's own: leave it, or tensor_parallel and draft, out"
-            raise RequestError(message, "mmproj", "tensor_parallel", "draft")
-        return opened_eyes(options.mmproj, opened, model, spec, found=False, urls=options.allow_image_urls)
-    path = found.projector if alone and isinstance(spec, ModelSpec) else None
+    if options.mmproj is not None and not alone:
+        message = "mmproj wants one device and no draft of the model's own: leave it, or tensor_parallel and draft, out"
+        raise RequestError(message, "mmproj", "tensor_parallel", "draft")
+    beside = found.projector if alone and isinstance(spec, ModelSpec) else None
+    path = beside if options.mmproj is None else options.mmproj
     if path is None:
         return None
-    return opened_eyes(path, opened, model, spec, found=True, urls=options.allow_image_urls)
+    from quarrel.llm.images import opened_eyes
+
+    return opened_eyes(path, opened, model, spec, found=options.mmproj is None, urls=options.allow_image_urls)
 
 
 def find(name: ModelName) -> Resolved:

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Collection, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from quarrel.engine import Request, Sampling, SamplingParams, Service, merged, token_id
 from quarrel.engine.images import Sight
@@ -14,12 +14,15 @@ from quarrel.engine.prefix import common_prefix
 from quarrel.engine.service import DEFAULT_SERVICE
 from quarrel.errors import ContextOverflow, RequestError, TokenizerError, UnsupportedModel
 from quarrel.llm.adapters import adapter_index
-from quarrel.llm.images import Decoded, Eyes, IdsWithImages, has_images
+from quarrel.llm.image_parts import IdsWithImages, has_images
 from quarrel.llm.loaded import Loaded
 from quarrel.llm.overflow import SINKS, Overflow, head_of, limit, shift_ids, shift_messages
 from quarrel.llm.structured import Grammars, Structure
 from quarrel.llm.texts import VocabularyTexts
 from quarrel.models import EncoderSpec
+
+if TYPE_CHECKING:
+    from quarrel.llm.images import Decoded, Eyes
 
 Message = Mapping[str, object]
 Prompt = str | Sequence[int] | Sequence[Message]

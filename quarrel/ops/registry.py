@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -92,12 +93,14 @@ def lower(program: Program, registry: Registry) -> list[Choice]:
 
 
 def missing_driver(name: str) -> str | None:
-    """Why a backend cannot run here, where that can be said without importing its framework, which takes seconds."""
+    """Why a backend cannot run here, where that can be said without importing its framework, which takes time."""
     if name == "triton":
         try:
             ctypes.CDLL("libcuda.so.1")
         except OSError:
             return "backend triton cannot run on this machine: there is no NVIDIA driver (libcuda)"
+    if name == "mlx" and sys.platform != "darwin":
+        return "backend mlx cannot run on this machine: Metal is there on Apple silicon Macs only"
     return None
 
 

@@ -21,6 +21,10 @@ SPACE: Final = "▁"
 # The library refuses longer ones.
 _MAX_PIECE_BYTES: Final = 7999
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
+_BYTE: Final = int(Kind.BYTE)
+_HIDDEN: Final = frozenset(map(int, (Kind.CONTROL, Kind.UNKNOWN, Kind.USER_DEFINED)))
+_KEPT: Final = frozenset(map(int, (Kind.BYTE, Kind.UNUSED)))
+_FLOAT: Final = struct.Struct("<f").pack
 
 
 class SentencePieceModel:
@@ -43,32 +47,33 @@ class SentencePieceModel:
         return ids
 
 
-def _pieces(vocabulary: Vocabulary) -> Iterable[tuple[str, float, int]]:
+def _pieces(vocabulary: Vocabulary) -> Iterable[bytes]:
     """Every id in order, then the unknown piece: the library wants exactly one, and files have none, one or several."""
     for id, (text, score, kind) in enumerate(zip(vocabulary.texts, vocabulary.scores, vocabulary.kinds, strict=True)):
-        hidden = kind in (Kind.CONTROL, Kind.UNKNOWN, Kind.USER_DEFINED)
-        bad_byte = kind == Kind.BYTE and _BYTE_PIECE.fullmatch(text) is None
-        storable_here = storable(text) and len(text.encode()) <= _MAX_PIECE_BYTES
-        if hidden or bad_byte or not storable_here or not vocabulary.first(id):
+        piece = b"" if kind in _HIDDEN or not storable(text) or not vocabulary.first(id) else text.encode()
+        bad_byte = kind == _BYTE and _BYTE_PIECE.fullmatch(text) is None
+        if bad_byte or not 0 < len(piece) <= _MAX_PIECE_BYTES:
             # Text can never match this: its spaces have become U+2581 before.
-            yield f" {id}", score, Kind.CONTROL
+            yield _piece(b" %d" % id, score, Kind.CONTROL)
         else:
-            yield text, score, kind if kind in (Kind.BYTE, Kind.UNUSED) else Kind.NORMAL
-    yield " unknown", 0.0, Kind.UNKNOWN
+            yield _piece(piece, score, kind if kind in _KEPT else Kind.NORMAL)
+    yield _piece(b" unknown", 0.0, Kind.UNKNOWN)
+
+
+def _piece(text: bytes, score: float, kind: int) -> bytes:
+    """ModelProto.pieces: text, score and type."""
+    content = b"\x0a%b%b\x15%b\x18%c" % (_varint(len(text)), text, _FLOAT(score), kind)
+    return b"\x0a%b%b" % (_varint(len(content)), content)
 
 
 def _model_proto(vocabulary: Vocabulary) -> bytes:
     """A sentencepiece.ModelProto (fields of sentencepiece_model.proto), written by hand: no protobuf needed."""
-    pieces = [
-        _message(1, _message(1, text.encode()) + b"\x15" + struct.pack("<f", score) + _integer(3, kind))
-        for text, score, kind in _pieces(vocabulary)
-    ]
     texts, bytes_ = vocabulary.texts, vocabulary.of_kind(Kind.BYTE)
     n_bytes = len({texts[id] for id in bytes_ if _BYTE_PIECE.fullmatch(texts[id])})
     trainer = _integer(3, 2) + _integer(35, n_bytes == 256)  # model_type = BPE, byte_fallback
     # name, add_dummy_prefix, remove_extra_whitespaces, escape_whitespaces
     normalizer = _message(1, b"identity") + _integer(3, 0) + _integer(4, 0) + _integer(5, 0)
-    return b"".join(pieces) + _message(2, trainer) + _message(3, normalizer)
+    return b"".join(_pieces(vocabulary)) + _message(2, trainer) + _message(3, normalizer)
 
 
 @lru_cache(1024)

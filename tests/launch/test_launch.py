@@ -251,12 +251,32 @@ def test_a_gpu_has_its_buffers_by_name_and_all_layers() -> None:
     assert float(found[0][1]) == pytest.approx(e.memory.weights / 2**20, abs=0.01)
 
 
+@pytest.mark.skipif(sys.platform == "darwin", reason="a Mac has Metal")
+def test_without_a_mac_nobody_looks_for_metal() -> None:
+    code = "import sys; from quarrel.llm.open import choose_backend; found, why = choose_backend('auto', 1)\n"
+    code += "print(any(name.startswith(('mlx', 'quarrel.mlx')) for name in sys.modules), *why, sep='\\n')"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
+    shown = found.stdout.splitlines()
+    assert shown[0] == "False", found.stderr
+    if any("triton" in line for line in shown):
+        assert shown[-1] == "backend mlx cannot run on this machine: Metal is there on Apple silicon Macs only"
+
+
+def test_the_command_goes_straight_to_it() -> None:
+    code = "import runpy, sys; sys.argv = ['quarrel', 'llama-server', '--version']\n"
+    code += "try: runpy.run_module('quarrel', run_name='__main__')\n"
+    code += "except SystemExit as end: print(end.code, 'quarrel.cli' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
+    assert found.stdout == "0 False\n", found.stderr
+
+
 def test_what_takes_long_to_import_is_not_wanted_before_a_model_answers() -> None:
     """Ollama starts an engine for every model."""
     code = (
         "import sys; from quarrel.llm.loading import load_with; from quarrel.llm.options import LoadOptions\n"
         "load_with('demo', LoadOptions(backend='cpu', n_ctx=64))\n"
         "late = ('asyncio', 'gguf', 'tokenizers', 'fastapi', 'pydantic', 'starlette', 'torch', 'jinja2', 'llguidance')\n"
+        "late += ('http.client', 'ssl', 'quarrel.llm.images', 'quarrel.parallel', 'quarrel.cli.parser')\n"
         "print([name for name in late if name in sys.modules])\n"
         "import quarrel.server.llama.app, quarrel.server.run\n"
         "print('fastapi' in sys.modules)"
