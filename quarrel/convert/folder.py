@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,8 @@ import numpy as np
 from quarrel.convert.config import Config, read_json
 from quarrel.convert.floats import float32, scaled
 from quarrel.convert.keys import common_keys
-from quarrel.convert.layout import Part, Weight, cut, mxfp4, pieces
+from quarrel.convert.layout import Part, Weight, cut, pieces
+from quarrel.convert.mlx import BIASES, SCALES, WORDS, Coding, codings, to_blocks, to_values
 from quarrel.convert.modules import Modules, modules
 from quarrel.convert.projectors import projector, projector_keys
 from quarrel.convert.registry import architecture
@@ -34,7 +35,6 @@ from quarrel.gguf import (
     TensorInfo,
     ValueType,
     check_vocab,
-    dequantize,
     nbytes,
     quantize,
 )
@@ -43,6 +43,8 @@ from quarrel.gguf.requantize import PIECE
 
 CONFIG = "config.json"
 _PLAIN = {GGMLType.F32: "F32", GGMLType.F16: "F16", GGMLType.BF16: "BF16"}
+Decode = Callable[[Coding, np.ndarray, np.ndarray, np.ndarray | None], np.ndarray]
+"""Of codes, scales and biases, `to_blocks` or `to_values`."""
 _KEPT = 2
 """Matrices of 8-bit floats, and made tensors, that stay decoded: pieces of one are read one after another."""
 
@@ -81,7 +83,8 @@ class FolderFile(GGUFFile):
             beside = tuple(folder / name for name in (CONFIG, *(() if mmproj else named)) if (folder / name).is_file())
             self.files = (*beside, *self._checkpoint.paths)
             self.version, self.alignment = 3, 32
-            found = weights(arch, config, self._checkpoint.tensors, self._checkpoint.view)
+            self._codings = codings(config, self._checkpoint.tensors)
+            found = weights(arch, config, self._checkpoint.tensors, self._checkpoint.view, self._codings)
             self._weights = {w.name: w for w in found}
             self._show(found)
             if mmproj:
@@ -125,8 +128,8 @@ class FolderFile(GGUFFile):
 
     def rows(self, name: str, first: int, last: int) -> np.ndarray:
         weight, type = self._weight(name), self.tensors[name].type
-        if weight.scales is not None and type is GGMLType.MXFP4:
-            return self._blocks(weight, first, last)
+        if self._in_blocks(weight, type):
+            return self._coded(weight, first, last, to_blocks)
         if self._as_stored(weight, type):
             found = [cut(self._view(part), a, b, weight.k) for part, a, b in pieces(weight.parts, first, last)]
             rows = found[0] if len(found) == 1 else np.concatenate(found)
@@ -140,11 +143,12 @@ class FolderFile(GGUFFile):
         weight = self._weight(name)
         if weight.constant is not None:
             return weight.constant.reshape(-1, weight.k)[first:last]
-        if weight.scales is not None:
-            return dequantize(self._blocks(weight, first, last), GGMLType.MXFP4)
-        found = [self._floats(part, a, b, weight.k) for part, a, b in pieces(weight.parts, first, last)]
-        values = found[0] if len(found) == 1 else np.concatenate(found)
-        return values if weight.change is None else weight.change(values, first).astype(np.float32, copy=False)
+        if weight.coding is not None:
+            floats = self._coded(weight, first, last, to_values)
+        else:
+            found = [self._floats(part, a, b, weight.k) for part, a, b in pieces(weight.parts, first, last)]
+            floats = found[0] if len(found) == 1 else np.concatenate(found)
+        return floats if weight.change is None else weight.change(floats, first).astype(np.float32, copy=False)
 
     def prefetch(self, name: str) -> None:
         self._advise("MADV_WILLNEED", name)
@@ -167,21 +171,64 @@ class FolderFile(GGUFFile):
     def _as_stored(self, weight: Weight, type: GGMLType) -> bool:
         """Whether the rows are bytes of the folder's files."""
         dtype = self._checkpoint.tensors[weight.parts[0].name].dtype if weight.parts else None
-        return weight.change is None and weight.scales is None and _PLAIN.get(type) == dtype
+        return weight.change is None and weight.coding is None and _PLAIN.get(type) == dtype
+
+    def _in_blocks(self, weight: Weight, type: GGMLType) -> bool:
+        """Whether codes become blocks of the type as they are."""
+        coding = weight.coding
+        return coding is not None and weight.change is None and type is coding.type(weight.k) and type not in _PLAIN
 
     def _view(self, part: Part) -> np.ndarray:
         return part.view(self._checkpoint.view(part.name), self.config)
 
-    def _blocks(self, weight: Weight, first: int, last: int) -> np.ndarray:
-        assert weight.scales is not None
-        codes = cut(self._view(weight.parts[0]), first, last, weight.k // 2)
-        return mxfp4(codes, cut(self._view(weight.scales), first, last, weight.k // 32))
+    def _coded(self, weight: Weight, first: int, last: int, make: Decode) -> np.ndarray:
+        """Rows of a weight whose codes are in the order of its rows."""
+        coding = weight.coding
+        assert coding is not None
+
+        def beside(parts: Sequence[Part]) -> np.ndarray | None:
+            found = [
+                self._numbers(part.name, cut(self._view(part), a, b, weight.k // coding.group))
+                for part, a, b in pieces(parts, first, last)
+            ]
+            return np.concatenate(found) if found else None
+
+        scales = beside(weight.scales)
+        assert scales is not None
+        codes = []
+        for part, a, b in pieces(weight.parts, first, last):
+            view = self._view(part)
+            words = cut(view, a, b, weight.k * coding.bits // 8 // view.itemsize)
+            codes.append(np.ascontiguousarray(words).view(np.uint8))
+        return make(coding, np.concatenate(codes), scales, beside(weight.biases))
+
+    def _numbers(self, name: str, stored: np.ndarray) -> np.ndarray:
+        dtype = self._checkpoint.tensors[name].dtype
+        return stored if dtype == "U8" else float32(stored, dtype)
+
+    def _whole(self, name: str) -> np.ndarray:
+        """The values of a weight that MLX quantised, whose columns get another order."""
+        stored, base = self._checkpoint.tensors[name], name.removesuffix(WORDS)
+        view = self._checkpoint.view
+
+        def flat(name: str) -> np.ndarray:
+            array = view(name)
+            return self._numbers(name, array.reshape(-1, array.shape[-1]))
+
+        coding = self._codings[name]
+        codes = np.ascontiguousarray(view(name)).view(np.uint8)
+        biases = flat(base + BIASES) if coding.biased else None
+        whole = to_values(coding, codes.reshape(-1, codes.shape[-1]), flat(base + SCALES), biases)
+        return whole.reshape(*stored.shape[:-1], -1)
 
     def _floats(self, part: Part, first: int, last: int, k: int) -> np.ndarray:
         dtype = self._checkpoint.tensors[part.name].dtype
-        if not dtype.startswith("F8"):
+        coded = part.name in self._codings
+        if not coded and not dtype.startswith("F8"):
             return float32(cut(self._view(part), first, last, k), dtype)
         with self._lock:
+            if coded and part.name not in self._decoded:
+                self._keep(part.name, self._whole(part.name))
             if part.name not in self._decoded:
                 values = float32(self._checkpoint.view(part.name), dtype)
                 for name in (f"{part.name}_scale_inv", f"{part.name}_scale"):

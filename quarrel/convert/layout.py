@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from quarrel.convert.config import Config
+from quarrel.convert.mlx import Coding
 from quarrel.gguf import GGMLType
 
 View = Callable[[np.ndarray, Config], np.ndarray]
@@ -49,8 +50,11 @@ class Weight:
     change: Change | None = None
     constant: np.ndarray | None = None
     """Its values, where no stored tensor has them."""
-    scales: Part | None = None
-    """Of MXFP4, whose codes `parts` are."""
+    coding: Coding | None = None
+    """How codes are stored, if `parts` are such."""
+    scales: tuple[Part, ...] = ()
+    biases: tuple[Part, ...] = ()
+    """Beside the codes, part by part."""
 
     @property
     def k(self) -> int:
@@ -77,15 +81,6 @@ def pieces(parts: Sequence[Part], first: int, last: int) -> list[tuple[Part, int
             found.append((part, max(first - at, 0), min(last - at, part.rows)))
         at += part.rows
     return found
-
-
-def mxfp4(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Codes [n, k / 2] in pairs of neighbours and exponents [n, k / 32] -> ggml's blocks [n, k / 32 * 17], which pair an
-    element with the one 16 further."""
-    pairs = codes.reshape(len(codes), -1, 16)
-    values = np.stack([pairs & 15, pairs >> 4], -1).reshape(*pairs.shape[:2], 32)
-    blocks = np.concatenate([scales[..., None], values[..., :16] | values[..., 16:] << 4], -1)
-    return blocks.reshape(len(codes), -1)
 
 
 def same(a: np.ndarray, c: Config) -> np.ndarray:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -14,6 +15,7 @@ import numpy as np
 
 from quarrel.convert.config import Config
 from quarrel.convert.layout import Change, Part, View, Weight, interleaved, nth, same, transposed
+from quarrel.convert.mlx import BIASES, HF_MXFP4, SCALES, WORDS, Coding
 from quarrel.convert.safetensors import Stored
 from quarrel.errors import ModelError, UnsupportedModel
 from quarrel.gguf import GGMLType
@@ -27,6 +29,12 @@ IGNORED = re.compile(
     r".*(\.masked_bias|\.attention\.bias|rotary_emb\.inv_freq|\.input_scale|\.[kv]_scale|activation_scale)"
 )
 _EXPERT = re.compile(r"(.*\.(?:experts|altup_\w*projections))\.(\d+)\.((?:\w+\.)?weight)")
+OF_MLX = (
+    (r"(?:block_sparse_moe|mlp|feed_forward)\.switch_mlp\.", "mlp.experts."),
+    (r"mixer\.switch_mlp\.fc1\.", "mixer.experts.up_proj."),
+    (r"mixer\.switch_mlp\.fc2\.", "mixer.experts.down_proj."),
+)
+"""What MLX calls stacks of experts, and what others do."""
 _FLOAT = re.compile(
     r".*_norm\.weight|.*(ffn_gate_inp(_shexp)?|position_embd|patch_embd|token_types|ssm_conv1d|shortconv\.conv)\.weight"
 )
@@ -112,22 +120,35 @@ TRANSPOSED_EXPERTS = (
 
 
 def weights(
-    arch: Architecture, config: Config, stored: Mapping[str, Stored], bits: Callable[[str], np.ndarray]
+    arch: Architecture,
+    config: Config,
+    stored: Mapping[str, Stored],
+    bits: Callable[[str], np.ndarray],
+    coded: Mapping[str, Coding] = MappingProxyType({}),
 ) -> list[Weight]:
-    """The tensors of the GGUF file, in its order. Raises UnsupportedModel for one that has no place."""
+    """The tensors of the GGUF file, in its order; `coded` are those that MLX quantised.
+
+    Raises UnsupportedModel for one that has no place.
+    """
+    saved_by_mlx = _saved_by_mlx(stored)
+    if saved_by_mlx and arch.name == "falcon-h1":
+        raise UnsupportedModel("MLX has multiplied the weights by factors of config.json: take the original model")
     names = _table(arch.names or arch.name, arch.blocks(config))
     found = {
         name: Weight(name, GGMLType.F32, values.shape, constant=values.astype(np.float32))
         for name, values in arch.extra(config).items()
     }
-    for name, sources in _stacked(arch, config, stored).items():
-        first = stored[sources[0]]
-        if any(stored[s].shape != first.shape or stored[s].dtype != first.dtype for s in sources):
+    beside = {name.removesuffix(WORDS) + end for name in coded for end in (SCALES, BIASES)}
+    for name, sources in _stacked(arch, config, [s for s in stored if s not in beside]).items():
+        first, coding = stored[sources[0]], coded.get(sources[0])
+        if any(stored[s].shape != first.shape or stored[s].dtype != first.dtype or coded.get(s) != coding for s in sources):
             raise ModelError(
                 f"the experts {sources[0]} and others like it differ in shape or type: download the model again"
             )
         for out, target in _outs(arch, name):
-            weight = _weight(out, names(target), config, sources, first, bits)
+            if saved_by_mlx and out.change is PLUS_ONE:
+                out = replace(out, change=None)  # MLX added it when it saved
+            weight = _weight(out, names(target), config, sources, first, bits, coding)
             if weight.name in found:
                 raise ModelError(f"two tensors of the folder become {weight.name}, the second one is {sources[0]}")
             found[weight.name] = weight
@@ -139,7 +160,13 @@ def _order(name: str) -> tuple[int, str]:
     return (int(block[1]), name) if block else (-1 if name.startswith(("token", "rope", "position")) else 1 << 30, name)
 
 
-def _stacked(arch: Architecture, config: Config, stored: Mapping[str, Stored]) -> dict[str, list[str]]:
+def _saved_by_mlx(stored: Mapping[str, Stored]) -> bool:
+    """Of models with recurrent layers, whose filters MLX turns."""
+    filters = [t.shape for name, t in stored.items() if name.endswith("conv1d.weight") and len(t.shape) == 3]
+    return any(shape[2] == 1 < shape[1] for shape in filters)
+
+
+def _stacked(arch: Architecture, config: Config, stored: Sequence[str]) -> dict[str, list[str]]:
     """Names in one spelling, with the stored tensors that make each up: all experts of a layer, or one."""
     bare = arch.decoder and arch.kept is None and "embed_tokens.weight" in stored
     drop = re.compile(arch.drop) if arch.drop else None
@@ -150,6 +177,8 @@ def _stacked(arch: Architecture, config: Config, stored: Mapping[str, Stored]) -
         if source.endswith(("_scale", "_scale_inv")) and source.rpartition("_scale")[0] in stored:
             continue  # of 8-bit floats
         name = source.replace("language_model.", "").replace("e_score_correction_bias", "e_score_correction.bias")
+        for pattern, other in OF_MLX:
+            name = re.sub(pattern, other, name)
         if kept is not None and not kept.fullmatch(name):
             continue
         for pattern, other in arch.rename(config):
@@ -189,9 +218,17 @@ def _outs(arch: Architecture, name: str) -> Iterable[tuple[Out, str]]:
 
 
 def _weight(
-    out: Out, name: str, config: Config, sources: list[str], first: Stored, bits: Callable[[str], np.ndarray]
+    out: Out,
+    name: str,
+    config: Config,
+    sources: list[str],
+    first: Stored,
+    bits: Callable[[str], np.ndarray],
+    coding: Coding | None,
 ) -> Weight:
     like, change = bits(first.name), out.change(config) if out.change else None
+    if coding is not None:
+        like = np.broadcast_to(np.uint8(0), (*like.shape[:-1], like.shape[-1] * 32 // coding.bits))
     codes = name.endswith("|mxfp4")
     try:
         seen = [view(like, config) for view in out.views]
@@ -207,12 +244,35 @@ def _weight(
         raise ModelError(f"the tensor {first.name} is {list(first.shape)}, which holds nothing")
     if codes:
         return _coded(name.removesuffix("|mxfp4"), out, first, shape, seen[0])
-    if first.dtype not in ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"):
+    if coding is None and first.dtype not in ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"):
         raise UnsupportedModel(f"the tensor {first.name} has type {first.dtype}, which holds no weights of a float model")
     parts = [Part(s, view, a.size // k) for s in sources for view, a in zip(out.views, seen)]
     shape = (len(sources), *shape) if len(sources) > 1 or _EXPERT.fullmatch(first.name) else shape
     plain = len(shape) < 2 or not name.endswith(".weight") or _FLOAT.fullmatch(name) or change
-    return Weight(name, GGMLType.F32 if plain else _TYPES.get(first.dtype, GGMLType.F32), shape, tuple(parts), change)
+    type = GGMLType.F32 if plain else _TYPES.get(first.dtype, GGMLType.F32)
+    if coding is None:
+        return Weight(name, type, shape, tuple(parts), change)
+    if not _keeps_groups(out, config, seen, coding, first.name, bits):
+        return Weight(name, type if plain else GGMLType.F16, shape, tuple(parts), change)
+    scales, biases = (
+        tuple(replace(part, name=part.name.removesuffix(WORDS) + end) for part in parts) for end in (SCALES, BIASES)
+    )
+    type = type if plain else coding.type(k)
+    return Weight(name, type, shape, tuple(parts), change, None, coding, scales, biases if coding.biased else ())
+
+
+def _keeps_groups(
+    out: Out, config: Config, seen: list[np.ndarray], coding: Coding, name: str, bits: Callable[[str], np.ndarray]
+) -> bool:
+    """Whether the views order whole groups only: then words and scales take the same order as values."""
+    for stored, size in ((name, 32 / coding.bits), (name.removesuffix(WORDS) + SCALES, coding.group)):
+        try:
+            packed = [view(bits(stored), config) for view in out.views]
+        except (ValueError, ZeroDivisionError, IndexError):
+            return False
+        if any(a.shape[:-1] != b.shape[:-1] or a.shape[-1] * size != b.shape[-1] for a, b in zip(packed, seen)):
+            return False
+    return True
 
 
 def _coded(name: str, out: Out, first: Stored, shape: tuple[int, ...], seen: np.ndarray) -> Weight:
@@ -221,7 +281,7 @@ def _coded(name: str, out: Out, first: Stored, shape: tuple[int, ...], seen: np.
         raise ModelError(f"the tensor {first.name} is {first.dtype} {list(first.shape)}, wanted codes of MXFP4")
     rows, blocks = shape[0] * shape[1], shape[2]
     part, scale = (Part(n, out.views[0], rows) for n in (first.name, first.name.replace("_blocks", "_scales")))
-    return Weight(name, GGMLType.MXFP4, (*shape[:2], 32 * blocks), (part,), scales=scale)
+    return Weight(name, GGMLType.MXFP4, (*shape[:2], 32 * blocks), (part,), coding=HF_MXFP4, scales=(scale,))
 
 
 @functools.cache

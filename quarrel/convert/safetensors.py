@@ -31,6 +31,7 @@ DTYPES: Mapping[str, str] = MappingProxyType(
         "F8_E5M2": "u1",
         "I64": "<i8",
         "I32": "<i4",
+        "U32": "<u4",
         "I16": "<i2",
         "I8": "i1",
         "U8": "u1",
