@@ -28,9 +28,10 @@ def _backend(request: pytest.FixtureRequest) -> Iterator[CpuBackend]:
 
 
 def shapes(type: GGMLType) -> list[tuple[int, int]]:
-    """(n, k): whole superblocks, and a row that ends within one where the format allows it."""
+    """(n, k): whole superblocks, and a row that ends within one where the format allows it; of floats also chunks of more
+    rows than a block of them has, with values in more than one stretch."""
     smallest = FORMATS[type].elements
-    odd = {256: [], 64: [(35, 64 * 5)], 32: [(35, 32 * 11)], 1: [(35, 77)]}[smallest]
+    odd = {256: [], 64: [(35, 64 * 5)], 32: [(35, 32 * 11)], 1: [(35, 77), (500, 789)]}[smallest]
     return [(67, 768), *odd]
 
 

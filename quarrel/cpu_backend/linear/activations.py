@@ -6,7 +6,8 @@ A quantised row of `k` values (padded with zeros to a multiple of 256, `p`) is o
     codes i8 [p], d f32 [p/32], d * sum(q) f32 [p/32], sum(q) i32 [p/32], sum(q) per 16 i32 [p/16], codes again i8 [p]
 
 The codes stand there twice: as they follow one another, and in the order in which formats of eight groups are decoded
-(`SPLIT` in `formats/block.py`).
+(`SPLIT` in `formats/block.py`). Sums per 16 stand in the order of `SIXTEEN`, in which those of formats of sixteen groups
+come out.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ def quantize_block(k: Kernel, row: QuantRow, block: Val, low: Val, high: Val) ->
     d = most * (1.0 / 127.0)
     inverse = k.select(most > 0.0, 127.0 / most, 0.0 * most)
     split = row.split + ((block & -8) << 5) + ((block & 3) << 6) + ((block & 4) << 2)
+    sum16 = row.sum16 + ((block & -8) << 3) + ((block & 1) << 5) + ((block & 6) << 1)
     sums = []
     for part, x in enumerate((low, high)):
         # The product is at most 127 in magnitude, give or take one rounding, so no clamp is needed.
@@ -78,7 +80,7 @@ def quantize_block(k: Kernel, row: QuantRow, block: Val, low: Val, high: Val) ->
         k.store(q.to(I8), row.codes + (block << 5), 16 * part)
         k.store(q.to(I8), split, 32 * part)
         sums.append(sum_lanes(q))
-        k.store(sums[part], row.sum16 + (block << 3), 4 * part)
+        k.store(sums[part], sum16, 16 * part)
     total = sums[0] + sums[1]
     k.store(d, row.d + (block << 2))
     k.store(d * total.to(F32), row.d_sum + (block << 2))

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 
-from quarrel.cpu_backend.formats.dequantize import dequantize_row, load_float
+from quarrel.cpu_backend.formats.dequantize import FLOATS, dequantize_row, load_float
 from quarrel.cpu_backend.formats.table import BLOCKS
 from quarrel.cpu_backend.linear.activations import padded
 from quarrel.cpu_backend.linear.epilogue import OUTPUT_FIELDS, Output
@@ -25,8 +26,10 @@ ROWS = 16
 T_BLOCK = 512
 CHUNK_BYTES = 32768
 """Weight bytes of the shortest chunk of the decode path: about 3 us of one core's share of memory bandwidth."""
+BLOCK = 24
+"""Weight rows that meet a few activation rows together."""
 PASS = 768
-"""Values of a row that are read in two passes, from the first-level cache in the second one."""
+"""Values of a row that a block's tiles read one after another, each in two passes."""
 AHEAD = 8192
 """Bytes, at least, that a single activation row's weights are prefetched ahead of their use."""
 SHORT = 1024
@@ -45,13 +48,6 @@ class FloatMatrix:
     k: Val
     single: int
     """Rows that are computed side by side for a single activation row."""
-
-
-def _tile(k: Kernel, level: Level, m: FloatMatrix, ns: list[Val], xs: list[Val], tail: bool) -> list[list[Val]]:
-    """Results for every weight row in ns and activation row address in xs."""
-    row_at = [m.base + n * m.size for n in ns]
-    chains = _in_passes if chain_lanes(level, len(ns), len(xs)) == 8 else _at_once
-    return [[sum_lanes(v) for v in row] for row in chains(k, level, m, row_at, xs, tail)]
 
 
 def chain_lanes(level: Level, weights: int, rows: int) -> int:
@@ -101,12 +97,13 @@ class _Chains:
                 sums[j].v = k.fma(w_row, x, sums[j].v)
 
 
-def _at_once(k: Kernel, level: Level, m: FloatMatrix, row_at: list[Val], xs: list[Val], tail: bool) -> list[list[Val]]:
-    """Every chain, all of its lanes in registers."""
+def _tile(k: Kernel, level: Level, m: FloatMatrix, ns: list[Val], xs: list[Val], tail: bool) -> list[list[Val]]:
+    """Results for every weight row in ns and activation row address in xs, all lanes of their chains in registers."""
+    row_at = [m.base + n * m.size for n in ns]
     chains = _Chains(m, row_at, xs, 0, 16, [[k.var(k.zero(F32x16)) for _ in xs] for _ in row_at])
     whole, done = m.k & -16, k.i64(0)
     if len(xs) == 1:  # bound by memory: whole lines, asked for ahead of their use
-        value = 4 if m.kind == "F32" else 2
+        value = FLOATS[m.kind]
         line, ahead = 64 // value, _later(k, m, len(row_at), AHEAD)
         done = m.k & -line
         with k.range(0, done, line) as i:
@@ -118,22 +115,58 @@ def _at_once(k: Kernel, level: Level, m: FloatMatrix, row_at: list[Val], xs: lis
         chains.sixteen(k, level, i)
     if tail:
         chains.rest(k, level)
-    return [[v.v for v in row] for row in chains.acc]
+    return [[sum_lanes(v.v) for v in row] for row in chains.acc]
 
 
-def _in_passes(k: Kernel, level: Level, m: FloatMatrix, row_at: list[Val], xs: list[Val], tail: bool) -> list[list[Val]]:
-    """Every chain, its lower eight lanes before its upper ones in each stretch of PASS values."""
-    acc, whole = [[[k.var(k.zero(vec(F32, 8))) for _ in xs] for _ in row_at] for _ in range(2)], m.k & -16
-    passes = [_Chains(m, row_at, xs, 8 * i, 8, sums) for i, sums in enumerate(acc)]
-    with k.range(0, whole, PASS) as first:
-        last = k.minimum(first + PASS, whole)
-        for chains in passes:
-            with k.range(first, last, 16) as i:
-                chains.sixteen(k, level, i)
-    if tail:
-        for chains in passes:
-            chains.rest(k, level)
-    return [[low.v.concat(high.v) for low, high in zip(*rows, strict=True)] for rows in zip(*acc, strict=True)]
+@dataclass(frozen=True)
+class _Block:
+    """Chains of up to BLOCK weight rows, from `first` on, and a few activation rows. Their sums lie in memory; for each
+    stretch of PASS values those of `height` weight rows come into registers, half of the lanes after the other. So x is in
+    the first-level cache for the whole block."""
+
+    m: FloatMatrix
+    first: Val
+    xs: list[Val]
+    height: int
+    sums: Val
+
+    def add(self, k: Kernel, level: Level, size: Val, cold: Val) -> None:
+        """The products of whole sixteens of values of `size` weight rows, which nobody has read yet if they are cold."""
+        whole = self.m.k & -16
+        with k.range(0, size * len(self.xs)) as i:
+            k.store(k.zero(F32x16), self.sums + (i << 6))
+        with k.range(0, whole, PASS) as start:
+            stop = k.minimum(start + PASS, whole)
+            with k.range(0, size, self.height) as n:
+                with k.when(cold):
+                    _prefetch(k, self.m, self.first + n, self.height, start, stop)
+                for half in range(2):
+                    chains = self._chains(k, n, half)
+                    with k.range(start, stop, 16) as i:
+                        chains.sixteen(k, level, i)
+                    for o, v in zip(self._offsets(half), chain.from_iterable(chains.acc), strict=True):
+                        k.store(v.v, self.sums + n * (64 * len(self.xs)), o)
+
+    def results(self, k: Kernel, level: Level, n: Val, tail: bool) -> list[list[Val]]:
+        """The products of weight rows n .. n + height - 1 with every row of x."""
+        low, high = (self._chains(k, n, half) for half in range(2))
+        if tail:
+            low.rest(k, level)
+            high.rest(k, level)
+        both = zip(low.acc, high.acc, strict=True)
+        return [[sum_lanes(a.v.concat(b.v)) for a, b in zip(*rows, strict=True)] for rows in both]
+
+    def _chains(self, k: Kernel, n: Val, half: int) -> _Chains:
+        """Of weight rows n .. n + height - 1, as they stand."""
+        width, start = len(self.xs), self.sums + n * (64 * len(self.xs))
+        acc = [k.var(k.load(start, vec(F32, 8), o)) for o in self._offsets(half)]
+        rows = [self.m.base + (self.first + n + i) * self.m.size for i in range(self.height)]
+        by_row = [acc[i * width : (i + 1) * width] for i in range(self.height)]
+        return _Chains(self.m, rows, self.xs, 8 * half, 8, by_row)
+
+    def _offsets(self, half: int) -> list[int]:
+        """Where half of the lanes of a tile's sums lie."""
+        return [64 * pair + 32 * half for pair in range(self.height * len(self.xs))]
 
 
 def _later(k: Kernel, m: FloatMatrix, count: int, ahead: int) -> Val:
@@ -142,12 +175,13 @@ def _later(k: Kernel, m: FloatMatrix, count: int, ahead: int) -> Val:
     return (k.i64(ahead - 1) // tile + 1) * tile
 
 
-def _prefetch_tile(k: Kernel, m: FloatMatrix, n: Val, count: int) -> None:
-    """Asks for a later tile at once: 80 MB of F16 in rows of 576 values meet two activation rows at 9 GB/s on a core of a
-    Zen 3, without this at 6; eight rows at 4.8 and 4.3."""
-    at = m.base + n * m.size + _later(k, m, count, 2 * AHEAD)
-    with k.range(0, m.size * count, 64) as line:
-        k.prefetch(at + line, locality=2)
+def _prefetch(k: Kernel, m: FloatMatrix, n: Val, count: int, start: Val, stop: Val) -> None:
+    """Asks for these values of a tile behind that of row n: 80 MB of F16 in rows of 576 values meet two activation rows at
+    9 GB/s on a core of a Zen 3, without this at 6; eight rows at 4.8 and 4.3."""
+    at, value = m.base + n * m.size + _later(k, m, count, 2 * AHEAD), FLOATS[m.kind]
+    with k.range(start, stop, 64 // value) as i:
+        for row in range(count):
+            k.prefetch(at + row * m.size + i * value, locality=2)
 
 
 def tiles(level: Level) -> tuple[tuple[int, int], ...]:
@@ -168,21 +202,35 @@ def float_rows(k: Kernel, level: Level, m: FloatMatrix, span: tuple[Val, Val], r
     """Stores the results of the weight rows in the span for the given activation rows."""
     t = k.var(rows.start)
 
+    def store(n: Val, ts: list[Val], results: list[list[Val]]) -> None:
+        for i, of_row in enumerate(results):
+            for t_j, y in zip(ts, of_row, strict=True):
+                out.one(k, y, n + i, rows.target(t_j))
+
     def tile(n: Val, count: int, ts: list[Val]) -> None:
         ns = [n + i for i in range(count)]
-        for n_i, results in zip(ns, _tile(k, level, m, ns, [rows.source(t) for t in ts], tail), strict=True):
-            for t_j, y in zip(ts, results, strict=True):
-                out.one(k, y, n_i, rows.target(t_j))
+        store(n, ts, _tile(k, level, m, ns, [rows.source(t) for t in ts], tail))
+
+    def block(n: Val, size: Val, height: int, ts: list[Val]) -> None:
+        chains = _Block(m, n, [rows.source(t) for t in ts], height, k.stack(64 * BLOCK * len(ts)))
+        chains.add(k, level, size, ts[0].eq(rows.start))
+        with k.range(0, size, height) as i:
+            store(n + i, ts, chains.results(k, level, i, tail))
 
     for height, width in (*tiles(level), (m.single, 1)):
         with k.loop_while(lambda: t.v + width <= rows.stop):  # noqa: B023
-            n = k.var(span[0])
-            for count in (height, 1):
+            n, ts = k.var(span[0]), [t.v + i for i in range(width)]
+            if chain_lanes(level, height, width) == 8:
+                with k.loop_while(lambda: n.v + height <= span[1]):  # noqa: B023
+                    size = k.minimum(k.i64(BLOCK), (span[1] - n.v) // height * height)
+                    block(n.v, size, height, ts)
+                    n.v = n.v + size
+            for count in (height, 1) if chain_lanes(level, height, width) == 16 else (1,):
                 with k.loop_while(lambda: n.v + count <= span[1]):  # noqa: B023
                     if width > 1 and count > 1:
                         with k.when(t.v.eq(rows.start)):
-                            _prefetch_tile(k, m, n.v, count)
-                    tile(n.v, count, [t.v + i for i in range(width)])
+                            _prefetch(k, m, n.v, count, k.i64(0), m.k)
+                    tile(n.v, count, ts)
                     n.v = n.v + count
             t.v = t.v + width
 

@@ -60,10 +60,10 @@ def load_activations(k: Kernel, fmt: BlockFormat, x: QuantRow, b: Val) -> Activa
     d = k.load(x.d + (b << 5), vec(F32, 8)).shuffle([j // (fmt.groups // 8) for j in lanes])
     sums = d_sum = None
     if fmt.groups == 8:
-        sums = k.load(x.sum32 + (b << 5), vec(I32, 8)).shuffle(lanes)
-        d_sum = k.load(x.d_sum + (b << 5), vec(F32, 8)).shuffle(lanes)
+        sums = k.load(x.sum32 + (b << 5), vec(I32, 8))
+        d_sum = k.load(x.d_sum + (b << 5), vec(F32, 8))
     else:
-        sums = k.load(x.sum16 + (b << 6), vec(I32, 16)).shuffle(lanes)
+        sums = k.load(x.sum16 + (b << 6), I32x16)
         d_sum = sums.to(F32) * d
     return Activations([k.load(codes, I8x64, 64 * i) for i in range(4)], d, sums, d_sum)
 

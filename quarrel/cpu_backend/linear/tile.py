@@ -144,7 +144,7 @@ def _chain(
     a quarter of the work.
     """
     size = 256 // fmt.groups
-    group_at, group_words = group * size, group << 2
+    group_at, group_words = group * size, chain << 2
     d_words = (group << 2) if fmt.groups == 8 else (group >> 1 << 2)
     acc = [[k.var(k.zero(F32x16)) for _ in weights] for _ in xs]
     low = [[k.var(k.zero(F32x16)) for _ in weights] for _ in xs] if fmt.has_minima else []
