@@ -78,6 +78,22 @@ class MlxStep:
         """What its program takes."""
         return self._inputs.keys()
 
+    @property
+    def n_vocab(self) -> int:
+        """Ids that its embeddings have rows for."""
+        return self._n_vocab
+
+    def largest(self, inputs: StepInputs) -> float:
+        """Of the magnitudes of all values that a step rounds to its arithmetic; infinite if one is no number."""
+        want: Want = "logits" if self.gives("logits") else "hidden"
+        batch, arrays = self._batch(inputs), self._arrays(inputs, want)
+        plan, resident = self._open(), _bound(list(self._resident), _flat(self._resident), self._after)
+        ids = {self._inputs[name].id: array for name, array in arrays.items()}
+        rounded = [v for c in plan.choices for v in c.node.outputs if v.kind == "act"]
+        found, _ = plan.run(batch, ids, resident, rounded)
+        most = [float(mx.max(mx.abs(a)).item()) for a in found if a.size]
+        return max((m if np.isfinite(m) else np.inf for m in most), default=0.0)
+
     def gives(self, want: Want) -> bool:
         """Whether the program has the outputs of this wish."""
         return all(name in self._outputs for name in outputs_of(want))
@@ -89,9 +105,7 @@ class MlxStep:
     def launch(self, inputs: StepInputs, want: Want) -> Pending:
         """Hands the step to the device and returns."""
         self._check(inputs, want)
-        size, kept = self.limits.block_size, self.limits.kv_cache
-        batch = batch_of(inputs.query_start, inputs.out_rows, len(inputs.ids), len(inputs.out_rows), size, kept)
-        out = self._run(batch, self._arrays(inputs, want), want)
+        out = self._run(self._batch(inputs), self._arrays(inputs, want), want)
         self._last = out.get("tokens", self._last)
         mx.async_eval(*out.values(), self._counts, self._after, *_states(self._resident))
         return Pending(out)
@@ -203,6 +217,10 @@ class MlxStep:
         for what, ok in rules:
             if not ok:
                 raise RequestError(f"step inputs are unusable: {what}; this is the caller's batch, not the model")
+
+    def _batch(self, inputs: StepInputs) -> Batch:
+        size, kept = self.limits.block_size, self.limits.kv_cache
+        return batch_of(inputs.query_start, inputs.out_rows, len(inputs.ids), len(inputs.out_rows), size, kept)
 
     def _arrays(self, inputs: StepInputs, want: Want) -> dict[str, mx.array]:
         """The program's inputs on the device. Ids that the launch before draws are taken there and not waited for."""

@@ -355,8 +355,9 @@ def test_kernels_are_built_while_a_model_loads(fast: MlxBackend, monkeypatch: py
     monkeypatch.setattr("quarrel.mlx_backend.backend._working_set", lambda: 1 << 34)
     monkeypatch.setattr(mx, "set_wired_limit", lambda n: given.update(wired=n))
     monkeypatch.setattr(mx, "set_cache_limit", lambda n: given.update(cache=n))
-    step, reference = fast.compile(PROGRAM, Weights(), LIMITS, "float32"), Reference()
-    built = set(texts)
+    shown: list[tuple[int, int]] = []
+    step = fast.compile(PROGRAM, Weights(), LIMITS, "float32", lambda done, whole: shown.append((done, whole)))
+    built, reference = set(texts), Reference()
     for parts in (PREFILL, MIXED, DECODE):
         inputs = batch(parts)
         want = reference(inputs)
@@ -366,6 +367,11 @@ def test_kernels_are_built_while_a_model_loads(fast: MlxBackend, monkeypatch: py
     assert texts == built
     assert given["wired"] == 1 << 34
     assert (1 << 31) < given["cache"] < (1 << 32)
+    # One bar: weights, then kernels.
+    whole = shown[-1][1]
+    assert shown == sorted(shown)
+    assert shown[-1] == (whole, whole)
+    assert sum(0.9 * whole - 1 <= done < whole for done, _ in shown) > 3
     step.close()
 
 
