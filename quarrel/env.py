@@ -10,6 +10,7 @@ QUARREL_ATTENTION  auto, own or cudnn: who attends to long prompts on CUDA when 
 QUARREL_METAL     auto or mlx: mlx takes mx.quantized_matmul for the formats that it holds exactly, to compare with
 QUARREL_CHECK     1 compares every op with its NumPy reference while it runs (slow)
 QUARREL_MODELS    a further folder to look for models in
+QUARREL_PREFILL_KEY   a secret between processes that read prompts and those that they are read for
 QUARREL_LOG       debug, info, warning or error: what the logger "quarrel" writes to standard error
 """
 
@@ -18,7 +19,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -33,6 +34,7 @@ LEVELS = ("debug", "info", "warning", "error")
 NAMES = (
     *("QUARREL_BACKEND", "QUARREL_COMPUTE", "QUARREL_THREADS", "QUARREL_TENSOR_PARALLEL", "QUARREL_MEMORY"),
     *("QUARREL_KV_CACHE", "QUARREL_ATTENTION", "QUARREL_METAL", "QUARREL_CHECK", "QUARREL_MODELS", "QUARREL_LOG"),
+    "QUARREL_PREFILL_KEY",
 )
 MAX_THREADS = 1024
 MAX_DEVICES = 16
@@ -53,6 +55,7 @@ class Environment:
     attention: str = "auto"
     metal: str = "auto"
     tensor_parallel: int = 1
+    prefill_key: str = field(default="", repr=False)
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
@@ -64,6 +67,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         compute=_choice(given, "QUARREL_COMPUTE", COMPUTE, "auto"),
         threads=_count(given, "QUARREL_THREADS", MAX_THREADS),
         tensor_parallel=_count(given, "QUARREL_TENSOR_PARALLEL", MAX_DEVICES) or 1,
+        prefill_key=given.get("QUARREL_PREFILL_KEY", ""),
         memory=_memory(given),
         kv_cache=_choice(given, "QUARREL_KV_CACHE", KV_CACHE, "auto"),
         attention=_choice(given, "QUARREL_ATTENTION", ATTENTION, "auto"),

@@ -30,6 +30,7 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
         "QUARREL_THREADS": "3",
         "QUARREL_CHECK": "1",
         "QUARREL_MODELS": str(tmp_path),
+        "QUARREL_PREFILL_KEY": "secret",
         "QUARREL_LOG": "debug",
         "QUARREL_MEMORY": "80%",
         "QUARREL_KV_CACHE": "int8",
@@ -37,8 +38,9 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
         "QUARREL_TENSOR_PARALLEL": "2",
     }
     wanted = Environment(
-        "cpu", "float32", 3, True, tmp_path, "debug", 0.8, kv_cache="int8", attention="own", tensor_parallel=2
-    )
+        "cpu", "float32", 3, True, tmp_path, "debug", 0.8,
+        kv_cache="int8", attention="own", tensor_parallel=2, prefill_key="secret",
+    )  # fmt: skip
     assert read_environment(given) == wanted
 
 

@@ -80,7 +80,7 @@ ROOMS: Mapping[str, Room] = {
     "llm": Room(
         "a loaded model: the glue", "a framework",
         ("errors", "env", "gguf", "convert", "tokenizer", "models", "ops", "vision", "engine", "parallel", "demo",
-         "child.phase"),
+         "child.phase", "flight.handover"),
         ("numpy", "tqdm", "llguidance"),
     ),
     "toolbox": Room("tools of MCP servers", "a model", ("errors",), ("mcp",)),
@@ -95,7 +95,8 @@ ROOMS: Mapping[str, Room] = {
          "toolbox"),
         ("numpy", "fastapi", "pydantic", "starlette", "uvicorn", "h11", "opentelemetry", "redis", "prometheus_client"),
     ),
-    "flight": Room("a vector store, by Arrow Flight", "a model", ("errors",), ("numpy", "pyarrow")),
+    "flight": Room("a vector store, and bytes from process to process, by Arrow Flight", "a model", ("errors",),
+        ("numpy", "pyarrow")),
     "embed": Room("files of texts to files or stores of vectors", "HTTP, an op", ("errors", "llm", "flight"),
         ("numpy", "pyarrow")),
     "launch": Room(

@@ -359,6 +359,15 @@ def _flight_server(p: argparse.ArgumentParser) -> None:
     p.add_argument("--index-rate", type=float, default=2000.0, metavar="ROWS", help=rate)
 
 
+def _prefill(p: argparse.ArgumentParser) -> None:
+    _model_arguments(p)
+    p.add_argument("--host", default="127.0.0.1", help="the address to listen on, by default 127.0.0.1")
+    p.add_argument("--port", type=int, default=8815, help="8815 by default; 0 takes a free one")
+    p.add_argument("--parallel", type=int, default=16, metavar="N", help="prompts that are read at once, 16 by default")
+    add_load_flags(p)
+    _beside_options(p, many=True)
+
+
 COMMANDS: tuple[tuple[str, str, str, str, Callable[[argparse.ArgumentParser], None]], ...] = (
     (
         "generate",
@@ -473,6 +482,14 @@ COMMANDS: tuple[tuple[str, str, str, str, Callable[[argparse.ArgumentParser], No
         "list, describe, delete and export the datasets of a vector store",
         "What is deleted is gone.",
         _datasets,
+    ),
+    (
+        "prefill",
+        " [MODEL]",
+        "read long prompts for other processes",
+        "Those are started with --prefill and this one's address, on other GPUs or hosts, with the same model and options,"
+        " and generate what follows. A secret for both is QUARREL_PREFILL_KEY.",
+        _prefill,
     ),
     (
         "flight-server",

@@ -54,8 +54,9 @@ class SavedPrefix:
     windows: tuple[Array, ...] = ()
     states: tuple[Array, ...] = ()
 
-    def write(self, file: Writes, identity: Identity) -> int:
-        """Writes it to a file or a stream, and returns the bytes."""
+    def write(self, file: Writes, identity: Identity, *, check: bool = True) -> int:
+        """Writes it to a file or a stream, and returns the bytes. check: False leaves the check sum out, for a stream
+        that has its own; who reads it must know."""
         facts = {"identity": dict(identity), "form": asdict(self.form), "tokens": len(self.tokens)}
         head = json.dumps(facts).encode()
         arrays = (np.array(self.tokens, "<i4"), *self.blocks, *self.windows, *self.states)
@@ -63,16 +64,16 @@ class SavedPrefix:
         file.write(SAVED)
         parts = (np.frombuffer(_NUMBER.pack(len(head)) + head, np.uint8), *arrays)
         for data in (np.ascontiguousarray(part).reshape(-1).view(np.uint8).data for part in parts):
-            crc, total = zlib.crc32(data, crc), total + len(data)
+            crc, total = zlib.crc32(data, crc) if check else 0, total + len(data)
             file.write(data)
         file.write(_NUMBER.pack(crc))
         return total
 
     @classmethod
-    def read(cls, file: Reads, identity: Identity, form: CacheForm, most: int) -> SavedPrefix:
+    def read(cls, file: Reads, identity: Identity, form: CacheForm, most: int, *, check: bool = True) -> SavedPrefix:
         """From a file or a stream. most: tokens of it at most. Raises RequestError for what is of another model, of another
         form, too long, cut short or damaged."""
-        source = _Source(file)
+        source = _Source(file, check)
         if source.raw(len(SAVED)) != SAVED:
             raise RequestError("it is no saved prompt of Quarrel's: wanted a file that a slot was saved to")
         source.crc = 0
@@ -100,8 +101,8 @@ class SavedPrefix:
 class _Source:
     """Parts of a file, and the check sum of what was read."""
 
-    def __init__(self, file: Reads) -> None:
-        self._file, self.crc = file, 0
+    def __init__(self, file: Reads, check: bool) -> None:
+        self._file, self._check, self.crc = file, check, 0
 
     def raw(self, size: int) -> bytearray:
         data = bytearray()
@@ -110,7 +111,7 @@ class _Source:
             if not piece:
                 raise RequestError("the saved prompt is cut short: save it again")
             data += piece
-        self.crc = zlib.crc32(data, self.crc)
+        self.crc = zlib.crc32(data, self.crc) if self._check else 0
         return data
 
     def array(self, shape: tuple[int, ...], kind: str) -> Array:

@@ -1,4 +1,4 @@
-"""Arrow Flight: vectors to and from a Longbow store, and a local server for tests. Needs the extra `flight`."""
+"""Arrow Flight: vectors to and from a Longbow store, bytes from process to process. Needs the extra `flight`."""
 
 from __future__ import annotations
 

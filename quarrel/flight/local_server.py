@@ -17,6 +17,7 @@ from pyarrow import flight
 
 from quarrel.errors import FlightUnavailable, QuarrelError, RequestError
 from quarrel.flight.actions import Unknown, act
+from quarrel.flight.handover import Port
 from quarrel.flight.rows import first_line, validated
 from quarrel.flight.sockets import cut
 from quarrel.flight.store import POLL, Kept, Missing, Store
@@ -90,21 +91,12 @@ class LocalServer:
         self._open(*(port.port for port in self._ports))
 
 
-class _Port(flight.FlightServerBase):  # type: ignore[misc]
+class _Port(Port):
     """What both ports do."""
 
     def __init__(self, location: str, store: Store) -> None:
         super().__init__(location)
         self.store = store
-
-    def end(self, grace: float) -> None:
-        """Shuts it down. The library waits for the calls in flight, this not longer than `grace` seconds."""
-        ending = threading.Thread(target=self.shutdown)
-        ending.start()
-        ending.join(grace)
-        while ending.is_alive():
-            cut(self.port)
-            ending.join(POLL)
 
     def do_get(self, context: Any, ticket: flight.Ticket) -> flight.FlightDataStream:
         with _answers():

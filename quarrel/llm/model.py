@@ -50,6 +50,7 @@ from quarrel.ops.step import CountsExperts
 
 if TYPE_CHECKING:
     from quarrel.llm.embedder import Embedder, Text
+    from quarrel.llm.prefill import Prefillers
     from quarrel.llm.saved import Prefixes
 
 MAX_TOP = 20
@@ -85,6 +86,16 @@ class LLM:
             _ = self._embedder  # what is wrong with how it embeds is told at once
         self._preparer = Preparer(parts)
         self._close = weakref.finalize(self, _shut, parts.loop, parts.files)
+        self._prefillers: Prefillers | None = None
+        if parts.options.prefill is not None:
+            from quarrel.llm.prefill import Prefillers
+
+            try:
+                self._prefillers = Prefillers(parts.options.prefill, self.prefixes, self.adapters)
+            except BaseException:
+                self.close()
+                raise
+            parts.files.callback(self._prefillers.close)
 
     def __repr__(self) -> str:
         e = self._parts.explanation
@@ -227,13 +238,16 @@ class LLM:
     ) -> Request:
         """What `generate` (of a prompt) or `chat` (of messages) would run, checked and tokenized, for `submit`.
 
-        Takes milliseconds for a long prompt, so an event loop calls it on a thread.
+        Takes milliseconds for a long prompt, longer if another process reads it (`prefill`): for a thread of an event loop.
         """
         return self.prepare_request(self._request(PrepareKeywords, keywords, params, prompt=prompt, messages=messages))
 
     def prepare_request(self, request: GenerateRequest) -> Request:
         """As `prepare`, of a request that was made elsewhere."""
-        return self._preparer.prepare(request, self.system)
+        made = self._preparer.prepare(request, self.system)
+        if self._prefillers is not None:
+            self._prefillers.fetch(made)
+        return made
 
     @property
     def sees(self) -> bool:

@@ -242,6 +242,16 @@ class LoadOptions:
             "a Ray cluster whose hosts have a stage each: ray://HOST:10001, or auto for that of this machine",
         ),
     )
+    prefill: str | None = field(
+        default=None,
+        metadata=_about(
+            ADDRESS,
+            "processes (`quarrel prefill`, on other GPUs or hosts) that read prompts of 256 tokens or more for this one,"
+            " and hand over what their cache then holds: grpc://HOST:PORT, with commas between several. Where none answers,"
+            " a prompt is read here. Needs the extra `flight`.",
+            "processes that read long prompts for this one (quarrel prefill): grpc://HOST:PORT, or several with commas",
+        ),
+    )
     gpu_layers: int | Literal["auto"] | None = field(
         default=None,
         metadata=_about(

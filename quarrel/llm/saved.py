@@ -11,7 +11,7 @@ from typing import TypeVar
 from quarrel.engine import Service, transfer
 from quarrel.engine.engine import Engine
 from quarrel.engine.generation import salt_of
-from quarrel.engine.saved import Identity, SavedPrefix
+from quarrel.engine.saved import Identity, Reads, SavedPrefix
 from quarrel.errors import RequestError
 from quarrel.gguf.digest import Digests
 from quarrel.llm.adapters import adapter_index
@@ -34,9 +34,8 @@ class Prefixes:
 
         Raises RequestError where there is nothing, or no file can be written.
         """
-        index, own = self._place(salt, adapter)
-        file, identity = Path(path), self.identity(index)
-        saved = self._run(lambda engine: transfer.take_out(engine, tokens, own))
+        file = Path(path)
+        saved, identity = self.take(tokens, salt=salt, adapter=adapter)
         partial = file.with_name(f"{file.name[:200]}.{os.getpid()}.part")
         try:
             with partial.open("wb") as made:
@@ -56,21 +55,36 @@ class Prefixes:
         Raises RequestError for a file of another model, cache type or shape, one that is cut short or damaged, and where
         there is no room.
         """
-        index, own = self._place(salt, adapter)
-        file, n_vocab = Path(path), self._parts.tokenizer.n_vocab
+        file = Path(path)
         if file.exists() and not file.is_file():
             raise RequestError(f"{file.name} is no file")
         try:
             with file.open("rb") as found:
-                form, identity = self._run(transfer.form_of), self.identity(index)
-                saved = SavedPrefix.read(found, identity, form, self._parts.explanation.n_ctx)
-                size = found.tell()
+                tokens = self.put(found, salt=salt, adapter=adapter)
+                return tokens, found.tell()
         except OSError as error:
             raise RequestError(f"{file.name} cannot be read: {error.strerror or error}") from error
+
+    def take(self, tokens: Sequence[int], *, salt: str = "", adapter: str | None = None) -> tuple[SavedPrefix, Identity]:
+        """As `save`, without a file: a copy, and whose it is."""
+        index, own = self._place(salt, adapter)
+        identity = self.identity(index)
+        return self._run(lambda engine: transfer.take_out(engine, tokens, own)), identity
+
+    def put(self, file: Reads, *, salt: str = "", adapter: str | None = None, check: bool = True) -> list[int]:
+        """As `restore`, of a file or stream that is open. check: whether it has a check sum."""
+        index, own = self._place(salt, adapter)
+        form, n_vocab = self._run(transfer.form_of), self._parts.tokenizer.n_vocab
+        saved = SavedPrefix.read(file, self.identity(index), form, self._parts.explanation.n_ctx, check=check)
         if not all(0 <= token < n_vocab for token in saved.tokens):
-            raise RequestError(f"{file.name} has tokens outside 0 to {n_vocab - 1}: save it again")
+            raise RequestError(f"the saved prompt has tokens outside 0 to {n_vocab - 1}: save it again")
         known = self._run(lambda engine: transfer.put_in(engine, saved, own))
-        return list(saved.tokens[:known]), size
+        return list(saved.tokens[:known])
+
+    def known(self, tokens: Sequence[int], *, salt: str = "", adapter: str | None = None) -> int:
+        """How many of a text's first tokens are in the cache."""
+        _, own = self._place(salt, adapter)
+        return self._run(lambda engine: engine.cache.known(list(tokens), own).known)
 
     def forget(self, tokens: Sequence[int], *, shared: int = 0, salt: str = "", adapter: str | None = None) -> None:
         """Forgets what the cache has of a text behind its first `shared` tokens, and of all texts that go on from there."""
@@ -80,6 +94,11 @@ class Prefixes:
     def _place(self, salt: str, adapter: str | None) -> tuple[int, bytes]:
         index = adapter_index(self._parts.adapters, adapter)
         return index, salt_of(Service(cache_salt=salt), index)
+
+    def check(self) -> None:
+        """Raises RequestError where nothing can be saved, and has the model's file read, by which it is known again."""
+        self._run(transfer.form_of)
+        self.identity(0)
 
     def identity(self, adapter: int) -> Identity:
         """The files that a model's numbers come from, by digest, and what was done to them. A large file takes seconds to

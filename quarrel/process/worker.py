@@ -28,7 +28,7 @@ STATE_EVERY = 0.1
 """Seconds between two looks at the engine's counters; they are sent when they have changed."""
 EXPERTS_EVERY = 20
 """Looks between two at the counts of experts, which wait for the running step."""
-PREPARERS = 8
+PREPARERS = 32
 """Requests that are prepared at once."""
 EXIT_FAULT = 70
 """The exit status of a process whose engine stopped for good."""

@@ -27,7 +27,7 @@ VALUES: dict[str, Any] = {
     "gpu_layers": "auto", "experts_on_cpu": 0, "expert_memory": 1 << 30,
     "rope_scaling": "yarn", "rope_scale": 2.0, "yarn_orig_ctx": 64, "draft": "small.gguf",
     "adapters": {"one": "one.gguf"}, "profile_steps": 4, "quantize": "q8_0",
-    "mmproj": "mmproj.gguf", "allow_image_urls": True, "hosts": "ray://head:10001",
+    "mmproj": "mmproj.gguf", "allow_image_urls": True, "hosts": "ray://head:10001", "prefill": "grpc://h:1",
 }  # fmt: skip
 """A value of each that is not the default; all but `progress`, which stays in its process."""
 NO_FLAG = {"max_seqs", "prefix_cache", "max_waiting", "draft", "adapters", "profile_steps", "progress"}
@@ -84,6 +84,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "pipeline_parallel": (0, 17, True),
     "gpu_layers": (-1, True, 1.0, "all"),
     "hosts": ("", 5, "auto"),
+    "prefill": ("", 5),
     "experts_on_cpu": (-1, True),
     "expert_memory": (0, -1, 0.5, True, "1GiB"),
     "rope_scaling": ("ntk",),
