@@ -19,7 +19,7 @@ _MODEL = (
 
 def default_model(command: str) -> str:
     """The model that a command takes where none is named."""
-    return CHAT if command in ("chat", "serve") else STORIES
+    return CHAT if command in ("chat", "serve", "mcp") else STORIES
 
 
 def _generate(p: argparse.ArgumentParser) -> None:
@@ -65,7 +65,7 @@ def _chat(p: argparse.ArgumentParser) -> None:
 
 
 def _mcp(p: argparse.ArgumentParser) -> None:
-    _model_arguments(p)
+    _model_arguments(p, CHAT)
     add_load_flags(p)
     _beside_options(p, many=True)
 

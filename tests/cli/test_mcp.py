@@ -15,6 +15,8 @@ from mcp.server import MCPServer
 import quarrel
 from quarrel.cli import chat, main
 from quarrel.cli.mcp import server_for
+from quarrel.cli.parser import make_parser, parse
+from quarrel.cli.prompt import model_of
 from quarrel.engine import Chunk, Request, Result, Timings, Usage
 from quarrel.errors import QuarrelError
 from quarrel.llm import LLM
@@ -146,3 +148,9 @@ def test_the_engine_is_a_server(chatty: str) -> None:
         messages = [{"role": "system", "content": "brief"}, {"role": "user", "content": "hello"}]
         assert answered == llm.chat(messages, max_tokens=4, temperature=0).text
         assert int(counted) == len(llm.tokenize("hello"))
+
+
+@pytest.mark.parametrize(("command", "model"), [("mcp", "demo-chat"), ("chat", "demo-chat"), ("explain", "demo")])
+def test_what_converses_takes_the_model_that_talks_by_default(command: str, model: str) -> None:
+    args, _ = parse(make_parser(), [command])
+    assert model_of(args) == model
