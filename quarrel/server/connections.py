@@ -122,6 +122,9 @@ def protocol_for(settings: Settings, answers: Answering | None = None) -> type[a
             idle = self.conn.our_state is h11.IDLE and self.conn.their_state is h11.IDLE and not self.flow.write_paused
             return idle and not self.conn.trailing_data[0] and (self.cycle is None or self.cycle.response_complete)
 
+        def _unsupported_upgrade_warning(self) -> None:
+            """Java's client offers HTTP/2 with every request, and is content with an answer in HTTP/1.1."""
+
         def handle_websocket_upgrade(self, event: Any) -> None:
             self._cancel()
             self.transport = self._below
