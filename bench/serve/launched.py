@@ -5,7 +5,8 @@ arguments and speaks its protocol, so that two can be compared.
         [--prompt-tokens 256] [--ctx 512] [-- COMMAND ...]
 
 COMMAND is `quarrel llama-server` by default; `--model`, `--port`, `-c` and `-np` are put behind it. One line of JSON is for
-the starts (seconds from the start of the process until it listens, until /health is 200, until a first completion), and one
+the starts (seconds from the start of the process until it listens, until /health is 200, until a first completion; and what
+the process had computed when /health was 200, which depends less on what else the machine does), and one
 for each number of callers: tokens a second of all together, prompts included, the median time to the first token, memory.
 """
 
@@ -91,11 +92,12 @@ def wait(port: int) -> tuple[float, float]:
 
 def started(command: list[str], model: str, ctx: int) -> dict[str, float]:
     began = time.perf_counter()
-    with running(command, model, ctx, 1) as (_, port):
+    with running(command, model, ctx, 1) as (process, port):
         listened, ready = wait(port)
+        computed = computing(process.pid)
         asked(port, "POST", "/completion", {"prompt": "Once", "n_predict": 1})
         first = time.perf_counter()
-    return {"listens": listened - began, "ready": ready - began, "first": first - began}
+    return {"listens": listened - began, "ready": ready - began, "computed": computed, "first": first - began}
 
 
 def asked(port: int, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
@@ -136,6 +138,15 @@ def called(port: int, count: int, prompt_tokens: int, tokens: int) -> dict[str, 
         thread.join()
     seconds = time.perf_counter() - began
     return {"tokens_per_s": round(count * tokens / seconds, 1), "first_token_s": round(median(firsts), 4)}
+
+
+def computing(pid: int) -> float:
+    """Seconds of a core that a process has used; 0 where there is no /proc."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def memory(pid: int) -> int:
