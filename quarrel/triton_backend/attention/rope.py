@@ -2,8 +2,9 @@
 
     (a, b) -> (a cos - b sin, a sin + b cos) * magnitude,   angle = position * freq[i] rounded to float32
 
-A program takes R (token, head) pairs. The angle is reduced in float64, where a quarter turn is exact to 1e-10 at position
-2^20, and sine and cosine are short polynomials: the library's sine keeps a table in local memory for large angles.
+A program takes heads of one token, so an angle is computed once for all of them. It is reduced in float64, where a quarter
+turn is exact to 1e-10 at position 2^20, and sine and cosine are short polynomials: the library's sine keeps a table in local
+memory for large angles.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from quarrel.triton_backend.runtime.arrays import DTYPES, Cache
 from quarrel.triton_backend.runtime.launch import cdiv, power_of_two
 from quarrel.triton_backend.runtime.site import Batch, Launch, Site, dims, starts_early
 
-_TILE = 2048  # pairs of values to a program
+_TILE = 2048  # values that a program takes at a time
 
 # Taylor remainders below 4e-8 on [-pi/4, pi/4].
 _S3, _S5, _S7, _S9 = (tl.constexpr(v) for v in (-1.0 / 6, 1.0 / 120, -1.0 / 5040, 1.0 / 362880))
@@ -92,23 +93,21 @@ def _store_pairs(p, low, high, ok, S: tl.constexpr):
 
 
 @triton.jit
-def _angles(positions, freq, token, ok, S: tl.constexpr):
-    """Of tokens [R], for each pair: `[R, S.HALF]`. A pair has a frequency on one axis, so the sum is exact."""
+def _sin_cos_of(positions, freq, token, S: tl.constexpr):
+    """Of a token, for each pair: `[1, S.HALF]`. A pair has a frequency on one axis, so the sum of angles is exact."""
     i = tl.arange(0, S.HALF)[None, :]
     in_half = i < S.ROT // 2
-    position = tl.load(positions + token * S.AXES, mask=ok, other=0).to(tl.float32)[:, None]
-    angle = position * tl.load(freq + i, mask=in_half, other=0.0)
+    angle = tl.load(positions + token * S.AXES).to(tl.float32) * tl.load(freq + i, mask=in_half, other=0.0)
     AXES: tl.constexpr = S.AXES
     for axis in tl.static_range(1, AXES):
-        position = tl.load(positions + token * S.AXES + axis, mask=ok, other=0).to(tl.float32)[:, None]
+        position = tl.load(positions + token * S.AXES + axis).to(tl.float32)
         angle += position * tl.load(freq + axis * (S.ROT // 2) + i, mask=in_half, other=0.0)
-    return angle
+    return sin_cos(angle)
 
 
 @triton.jit
-def _rotate(to, x, positions, freq, magnitude, token, source, target, ok, S: tl.constexpr):
-    """Rows `source` of x `[.., S.DIM]`, rotated into rows `target` of `to`; all [R]."""
-    sin, cos = sin_cos(_angles(positions, freq, token, ok, S))
+def _rotate(to, x, sin, cos, magnitude, source, target, ok, S: tl.constexpr):
+    """Rows `source` of x `[.., S.DIM]`, rotated into rows `target` of `to`; all [R]. sin, cos: `[1, S.HALF]`."""
     p_x, p_to = x + source[:, None] * S.DIM, to + target[:, None] * S.DIM
     a, b = _load_pairs(p_x, ok, S)
     low, high = rotate_pairs(a, b, sin, cos, magnitude)
@@ -120,10 +119,9 @@ def _rotate(to, x, positions, freq, magnitude, token, source, target, ok, S: tl.
 
 
 @triton.jit
-def _rotate_to_codes(to, scales, x, positions, freq, magnitude, token, source, target, ok, S: tl.constexpr):
+def _rotate_to_codes(to, scales, x, sin, cos, magnitude, source, target, ok, S: tl.constexpr):
     """As `_rotate`, into codes and their scales."""
     KIND: tl.constexpr = S.KIND
-    sin, cos = sin_cos(_angles(positions, freq, token, ok, S))
     p_x, p_to = x + source[:, None] * S.DIM, to + target[:, None] * S.DIM
     a, b = _load_pairs(p_x, ok, S)
     low, high = rotate_pairs(a, b, sin, cos, magnitude)
@@ -164,17 +162,19 @@ def _copy(to, x, source, target, ok, S: tl.constexpr):
     tl.store(to + target[:, None] * S.DIM + i, value.to(to.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def rope_rows(y, x, positions, freq, magnitude, tokens, S: tl.constexpr, R: tl.constexpr):
-    """Rotates heads; a program takes R pairs of a token and a head.
+@triton.jit
+def rope_rows(y, x, positions, freq, magnitude, S: tl.constexpr, R: tl.constexpr):
+    """Rotates heads. Grid (tokens, heads / R).
 
     y, x       act `[tokens, S.HEADS * S.DIM]`
     positions  int32 `[tokens, S.AXES]`
     freq       float32 `[S.AXES, S.ROT / 2]`, radians a position
     """
-    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-    token, ok = row // S.HEADS, row < tokens.to(tl.int64) * S.HEADS
-    _rotate(y, x, positions, freq, magnitude, token, row, row, ok, S)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * R + tl.arange(0, R)
+    row = token * S.HEADS + head
+    sin, cos = _sin_cos_of(positions, freq, token, S)
+    _rotate(y, x, sin, cos, magnitude, row, row, head < S.HEADS, S)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -198,44 +198,49 @@ def append_rows(cache, k, v, slots, tokens, S: tl.constexpr, V: tl.constexpr, R:
         _copy_to_codes(cache.v, cache.v_scale, v, row, target, ok, V)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit
 def rope_append_rows(
-    y, cache, q, rotation, tokens, S: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
+    y, cache, q, rotation, S: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, PDL: tl.constexpr
+):
     """Rotates queries into y, and keys into the cache beside values; S, K and V are the shapes of a head of each.
 
-    Grid (pairs of a token and a head / R, 3); the second axis is the role: queries, keys, values. `cache` and `rotation`
-    are `records.Keys` and `records.Rotation`.
+    Grid (tokens, 3); the second axis is the role: queries, keys, values. A program takes R heads of its token at a time.
+    `cache` and `rotation` are `records.Keys` and `records.Rotation`.
 
     y, q  act `[tokens, S.HEADS * S.DIM]`
     """
+    HEADS: tl.constexpr = S.HEADS
     KV_HEADS: tl.constexpr = S.KV_HEADS
     SIZE: tl.constexpr = S.SIZE
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    role = tl.program_id(1)
-    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    token, role = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if role == 0:
-        token, ok = row // S.HEADS, row < tokens.to(tl.int64) * S.HEADS
-        _rotate(y, q, rotation.positions, rotation.freq, rotation.q_magnitude, token, row, row, ok, S)
+        sin, cos = _sin_cos_of(rotation.positions, rotation.freq, token, S)
+        for first in tl.static_range(0, HEADS, R):
+            head = first + tl.arange(0, R)
+            row = token * HEADS + head
+            _rotate(y, q, sin, cos, rotation.q_magnitude, row, row, head < HEADS, S)
     else:
-        token, head, ok = row // KV_HEADS, row % KV_HEADS, row < tokens.to(tl.int64) * KV_HEADS
-        target = cache_row(tl.load(rotation.slots + token, mask=ok, other=0).to(tl.int64), head, KV_HEADS, SIZE)
+        slot = tl.load(rotation.slots + token).to(tl.int64)
         if role == 1:
-            if S.KIND == "plain":
-                _rotate(
-                    cache.k, rotation.k, rotation.positions, rotation.freq, rotation.k_magnitude, token, row, target, ok, K
-                )
-            else:
-                _rotate_to_codes(
-                    cache.k, cache.k_scale, rotation.k, rotation.positions, rotation.freq, rotation.k_magnitude, token, row,
-                    target, ok, K,
-                )  # fmt: skip
-        elif S.KIND == "plain":
-            _copy(cache.v, rotation.v, row, target, ok, V)
+            sin, cos = _sin_cos_of(rotation.positions, rotation.freq, token, K)
+            for first in tl.static_range(0, KV_HEADS, R):
+                head = first + tl.arange(0, R)
+                row, target, ok = token * KV_HEADS + head, cache_row(slot, head, KV_HEADS, SIZE), head < KV_HEADS
+                if S.KIND == "plain":
+                    _rotate(cache.k, rotation.k, sin, cos, rotation.k_magnitude, row, target, ok, K)
+                else:
+                    _rotate_to_codes(cache.k, cache.k_scale, rotation.k, sin, cos, rotation.k_magnitude, row, target, ok, K)
         else:
-            _copy_to_codes(cache.v, cache.v_scale, rotation.v, row, target, ok, V)
+            for first in tl.static_range(0, KV_HEADS, R):
+                head = first + tl.arange(0, R)
+                row, target, ok = token * KV_HEADS + head, cache_row(slot, head, KV_HEADS, SIZE), head < KV_HEADS
+                if S.KIND == "plain":
+                    _copy(cache.v, rotation.v, row, target, ok, V)
+                else:
+                    _copy_to_codes(cache.v, cache.v_scale, rotation.v, row, target, ok, V)
 
 
 def _shape(spec: RopeSpec, heads: int, n_kv: int, size: int, kind: str = "plain") -> RopeShape:
@@ -249,8 +254,9 @@ def _copied(n_kv: int, cache: Cache, dim: int) -> RopeShape:
     return RopeShape(0, n_kv, cache.block_size, False, dim, 0, 1, 1, power_of_two(dim), cache.kind, 1)
 
 
-def _rows_each(head_dim: int) -> int:
-    return max(1, _TILE // power_of_two(head_dim))
+def _rows_each(head_dim: int, heads: int | None = None) -> int:
+    most = max(1, _TILE // power_of_two(head_dim))
+    return most if heads is None else min(most, power_of_two(heads))
 
 
 def build_rope(site: Site, node: Node) -> Launch:
@@ -260,13 +266,12 @@ def build_rope(site: Site, node: Node) -> Launch:
     source, position, target = site.slot(x), site.slot(positions), site.slot(node.outputs[0])  # type: ignore[arg-type]
     table = site.const(freq)  # type: ignore[arg-type]
     axis, _ = dims(node.outputs[0])
-    rows, shape = _rows_each(spec.head_dim), _shape(spec, spec.n_heads, 0, 0)
+    rows, shape = _rows_each(spec.head_dim, spec.n_heads), _shape(spec, spec.n_heads, 0, 0)
 
     def run(batch: Batch) -> None:
-        count = batch.count(axis)
         site.launch(
-            rope_rows, (cdiv(count * spec.n_heads, rows),), y=target.tensor, x=source.tensor, positions=position.tensor,
-            freq=table, magnitude=spec.magnitude, tokens=count, S=shape, R=rows,
+            rope_rows, (batch.count(axis), cdiv(spec.n_heads, rows)), y=target.tensor, x=source.tensor,
+            positions=position.tensor, freq=table, magnitude=spec.magnitude, S=shape, R=rows,
         )  # fmt: skip
 
     return run
@@ -301,8 +306,8 @@ def build_rope_append(site: Site, node: Node) -> Launch:
     cache = site.cache(node.inputs[6])  # type: ignore[arg-type]
     target = site.slot(node.outputs[0])
     axis, _ = dims(node.outputs[0])
-    rows = _rows_each(spec.q.head_dim)
-    heads, into = max(spec.q.n_heads, spec.k.n_heads), Keys(cache.k, cache.v, *cache.both_scales)
+    rows = _rows_each(spec.q.head_dim, max(spec.q.n_heads, spec.k.n_heads))
+    into = Keys(cache.k, cache.v, *cache.both_scales)
     sizes = (spec.q.n_heads, spec.k.n_heads, cache.block_size, cache.kind)
     shape, keys = _shape(spec.q, *sizes), _shape(spec.k, *sizes)
     values = _copied(spec.k.n_heads, cache, spec.latent) if spec.latent else shape
@@ -311,11 +316,10 @@ def build_rope_append(site: Site, node: Node) -> Launch:
     def run(batch: Batch) -> None:
         if left and not batch.prefill:
             return
-        count = batch.count(axis)
         rotation = Rotation(k.tensor, v.tensor, positions.tensor, table, slots.tensor, spec.q.magnitude, spec.k.magnitude)
         site.launch(
-            rope_append_rows, (cdiv(count * heads, rows), 3), y=target.tensor, cache=into, q=q.tensor, rotation=rotation,
-            tokens=count, S=shape, K=keys, V=values, R=rows, early=starts_early(site),
+            rope_append_rows, (batch.count(axis), 3), y=target.tensor, cache=into, q=q.tensor, rotation=rotation, S=shape,
+            K=keys, V=values, R=rows, early=starts_early(site),
         )  # fmt: skip
 
     return run

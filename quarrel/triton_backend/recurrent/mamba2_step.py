@@ -24,7 +24,8 @@ from quarrel.triton_backend.runtime.arrays import DTYPES, Output
 from quarrel.triton_backend.runtime.launch import cdiv, power_of_two
 from quarrel.triton_backend.runtime.site import Batch, Launch, Site, starts_early
 
-_TILE = (2048, 4)  # state values of a head to a program, warps
+_TILE, _TILE_MANY = (2048, 4), (4096, 4)  # state values of a head to a program, warps: of few sequences, of _MANY and more
+_MANY = 16
 _COLUMNS = 4096  # of a group that the norm takes at a time
 
 
@@ -171,8 +172,6 @@ def build_mamba2(site: Site, node: Node) -> Launch:
     gated_y = site.scratch("S", spec.d_inner)
     counts = site.zeros("S", spec.n_groups)
     states = power_of_two(spec.n_state)
-    channels = min(power_of_two(spec.head_dim), max(1, _TILE[0] // states))
-    parts = cdiv(spec.head_dim, channels)
 
     def run(batch: Batch) -> None:
         if batch.prefill or site.deterministic:
@@ -182,12 +181,15 @@ def build_mamba2(site: Site, node: Node) -> Launch:
         if batch.decode and not site.deterministic:  # after the rest, which writes nothing of use to these rows
             form = "plain" if int8x2 is None or batch.T > 1 else "both" if plain else "int8x2"
             out = target.tensor
+            values, warps = _TILE if batch.S < _MANY else _TILE_MANY
+            channels = min(power_of_two(spec.head_dim), max(1, values // states))
+            parts = cdiv(spec.head_dim, channels)
             site.launch(
                 mamba2_step, (spec.n_heads * parts, batch.S), output=Output(out, out if form == "plain" else int8x2),
                 gated_y=gated_y.tensor, counts=counts.tensor, xbc=rows.tensor, dt=steps.tensor, z=gate.tensor,
                 weights=Mamba2Weights(*conv.weights, *scan.weights, gain), **scan.sequences(),
                 conv_state=conv.state, state=scan.state, eps=spec.eps, S=shape, W=spec.taps, PARTS=parts, BP=channels,
-                BN=states, BC=min(_COLUMNS, power_of_two(spec.group_width)), FORM=form, warps=_TILE[1],
+                BN=states, BC=min(_COLUMNS, power_of_two(spec.group_width)), FORM=form, warps=warps,
                 early=starts_early(site),
             )  # fmt: skip
 
