@@ -3,8 +3,8 @@
     (a, b) -> (a cos - b sin, a sin + b cos) * magnitude,   angle = position * freq[i] rounded to float32
 
 A program takes heads of one token, so an angle is computed once for all of them. It is reduced in float64, where a quarter
-turn is exact to 1e-10 at position 2^20, and sine and cosine are short polynomials: the library's sine keeps a table in local
-memory for large angles.
+turn is exact to 1e-10 at position 2^20, and sine and cosine are short polynomials: the library's sine keeps a table in
+local memory for large angles.
 """
 
 from __future__ import annotations
