@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from quarrel.engine.images import PlacedImage
+from quarrel.convert.folder import FolderFile
+from quarrel.engine.images import PlacedImage, Sight
 from quarrel.gguf import GGUFFile
 from quarrel.llm.images import Eyes, preparation_of, tower_inputs
 from quarrel.models import Keys, Tensors, assemble, read_spec
@@ -19,6 +20,8 @@ from quarrel.vision.patches import Picture
 
 CASES = ("qwen3vl", "qwen35_vl", "gemma3_vl")
 EYES, KINDS = Path(__file__).with_name("eyes"), ("pixtral", "mistral3", "llava", "gemma4", "qwen25vl")
+WHOLE = EYES / "whole"
+WHOLES = ("pixtral", "mistral3", "llava", "qwen25vl", "gemma4")
 IMAGE = 380
 """The id that stands for an image's token."""
 
@@ -61,6 +64,39 @@ def encoded_rows(kind: str, backend: Backend) -> list[np.ndarray]:
             return encoder.encode([PlacedImage(0, p.placed, p.digest(), p) for p in pictures])
         finally:
             encoder.close()
+
+
+def whole_logits(kind: str, backend: Backend) -> np.ndarray:
+    """Logits of all tokens of a prompt of `tests/eyes/whole`, of the folder as it is, tokens placed as by the engine."""
+    folder = WHOLE / kind
+    with FolderFile(folder) as file, FolderFile(folder, mmproj=True) as projector:
+        eyes, tensors = Eyes(projector), Tensors(file)
+        spec = eyes.seeing(read_spec(file), file.metadata)
+        picture = Picture(np.load(folder / "image.npy"), eyes.preparation)
+        given, at = np.load(folder / "ids.npy"), np.arange(len(np.load(folder / "ids.npy")), dtype=np.int32)
+        image = PlacedImage(int(np.flatnonzero(given < 0)[0]), picture.placed, picture.digest(), picture)
+        assert image.tokens == (given < 0).sum()
+        encoder = eyes.encoder(backend, "float32", 256)
+        try:
+            (rows,) = encoder.encode([image])
+        finally:
+            encoder.close()
+        ids = np.where(given < 0, 0, given).astype(np.int32)
+        sight = Sight([image], ids.tolist(), eyes.rules(spec))
+        inputs = StepInputs(
+            ids=ids,
+            positions=at,
+            slots=at,
+            query_start=np.array([0, len(ids)], np.int32),
+            kv_len=np.array([len(ids)], np.int32),
+            block_table=np.arange(-(-len(ids) // 16), dtype=np.int32)[None],
+            out_rows=at,
+            images=rows,
+            image_rows=np.where(given < 0, np.cumsum(given < 0) - 1, -1).astype(np.int32),
+            places=sight.places(0, len(ids)),
+            see_to=sight.see_to(0, len(ids)),
+        )
+        return on(backend)(assemble(spec, tensors), tensors, inputs, "logits")["logits"]
 
 
 def text_logits(folder: Path, rows: np.ndarray, grid: tuple[int, int], run: Run) -> np.ndarray:

@@ -67,7 +67,7 @@ def rope_keys(c: Config) -> dict[str, Any]:
         keys["rope.scaling.factor"] = c.number(factor, "factor")
     elif kind in ("su", "longrope"):
         keys["rope.scaling.type"] = "longrope"
-    elif kind not in ("default", "dynamic", "llama3", "linear", "yarn", "proportional", "xdrope"):
+    elif kind not in ("default", "dynamic", "llama3", "linear", "yarn", "proportional", "xdrope", "mrope"):
         raise UnsupportedModel(f"the rotation is stretched by {kind!r}, wanted linear, yarn, longrope or llama3")
     if kind == "yarn" and factor is not None:
         original = full.get("original_max_position_embeddings", c.get("max_position_embeddings"))

@@ -13,8 +13,29 @@ from quarrel.convert.hybrids import HYBRIDS
 from quarrel.convert.rules import Architecture
 from quarrel.errors import UnsupportedModel
 
+
+def _inner(c: Config) -> Architecture:
+    """The text in a model whose class does not tell it."""
+    text = c.get("text_config", default={})
+    kind = text.get("model_type", "llama") if isinstance(text, dict) else None
+    if kind not in _INNER:
+        raise UnsupportedModel(f"the text of {c.path} is a {str(kind)[:40]!r}; this version converts {', '.join(_INNER)}")
+    return architecture(Config({"architectures": [_INNER[kind]]}, c.path))
+
+
+_INNER = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 CLASSES: Mapping[str, Architecture | Callable[[Config], Architecture]] = MappingProxyType(
-    {name: arch for table in (DECODERS, ENCODERS, HYBRIDS) for names, arch in table.items() for name in names.split()}
+    {
+        **{
+            name: arch for table in (DECODERS, ENCODERS, HYBRIDS) for names, arch in table.items() for name in names.split()
+        },
+        "LlavaForConditionalGeneration": _inner,
+    }
 )
 """By `architectures` of config.json."""
 

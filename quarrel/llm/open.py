@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quarrel.convert import open_file
+from quarrel.convert import open_file, seeing_folder
 from quarrel.env import Environment, read_environment
 from quarrel.errors import BackendUnavailable, RequestError
 from quarrel.gguf import GGUFFile, resolve
@@ -86,8 +86,8 @@ def open_model(name: ModelName, options: LoadOptions, files: ExitStack) -> Opene
         message = f"attention is 'cudnn', which the {backend.name} backend has not: use auto, or backend triton"
         raise RequestError(message, "attention")
 
-    def opened(name: ModelName) -> GGUFFile:
-        return files.enter_context(open_file(_find(name, environment).paths))
+    def opened(name: ModelName, mmproj: bool = False) -> GGUFFile:
+        return files.enter_context(open_file(_find(name, environment).paths, mmproj=mmproj))
 
     file = files.enter_context(open_file(found.paths, options.quantize))
     tensors, spec = Tensors(file), read_spec(file, scaling=options.scaling, asked=options.n_ctx)
@@ -97,7 +97,7 @@ def open_model(name: ModelName, options: LoadOptions, files: ExitStack) -> Opene
         devices = 1
     if devices > 1:
         _check_shared(options, environment)
-    eyes = _eyes(resolved, found, file, spec, devices, opened)
+    eyes = _eyes(resolved, found, file, spec, devices, lambda name: opened(name, mmproj=True))
     if eyes is not None:
         files.callback(eyes.decoder.close)
         spec = eyes.seeing(spec, file.metadata)
@@ -129,14 +129,14 @@ def _eyes(
     devices: int,
     opened: Callable[[ModelName], GGUFFile],
 ) -> Eyes | None:
-    """The projector that was asked for, or lies beside the model; "none" is none."""
+    """The projector that was asked for, or lies beside the model or in its folder; "none" is none."""
     if options.mmproj == "none":
         return None
     alone = devices == 1 and options.draft != MTP
     if options.mmproj is not None and not alone:
         message = "mmproj wants one device and no draft of the model's own: leave it, or tensor_parallel and draft, out"
         raise RequestError(message, "mmproj", "tensor_parallel", "draft")
-    beside = found.projector if alone and isinstance(spec, ModelSpec) else None
+    beside = found.projector or seeing_folder(found.paths) if alone and isinstance(spec, ModelSpec) else None
     path = beside if options.mmproj is None else options.mmproj
     if path is None:
         return None

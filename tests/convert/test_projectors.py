@@ -16,6 +16,7 @@ from quarrel.errors import QuarrelError
 from quarrel.gguf import GGMLType, GGUFFile
 from tests.convert.folders import llama_folder, weights, write_safetensors
 from tests.paths import need_cases
+from tests.sight import EYES, KINDS, WHOLE
 
 QWEN = {
     r"v\.blk\.(\d+)\.ln(\d)": r"model.visual.blocks.\1.norm\2",
@@ -184,3 +185,71 @@ def test_pixtral_s_names_are_those_of_the_gguf_package(merge: int | None, tmp_pa
     )
     with pytest.raises(QuarrelError, match="is a 'clip_vision_model', of which this version converts pixtral only"):
         FolderFile(tmp_path, mmproj=True)
+
+
+@pytest.mark.parametrize(("folder", "case"), [(k, k) for k in KINDS] + [("gemma4_e", "gemma4")])
+def test_names_and_keys_are_those_of_llama_cpp_s_files(folder: str, case: str, tmp_path: Path) -> None:
+    target = tmp_path / "mmproj.gguf"
+    assert main(["convert", str(WHOLE / folder), "--mmproj", "-o", str(target)]) == 0
+    ours, theirs = (gguf.GGUFReader(path) for path in (target, EYES / case / "mmproj.gguf"))
+
+    def names(read: gguf.GGUFReader) -> set[str]:
+        return {re.sub(r"blk\.\d+\.", "", tensor.name) for tensor in read.tensors}
+
+    limits = {name for name in names(ours) if name.endswith(("put_min", "put_max"))}
+    assert len(limits) == (28 if folder == "gemma4_e" else 0)
+    spread = {"v.std_bias", "v.std_scale"} if folder == "gemma4_e" else set()
+    joined = {f"mm.{i}.bias" for i in (1, 2)} if folder == "pixtral" else set()
+    assert names(ours) - limits - joined == names(theirs) - spread
+    said, wanted = ({key for key in read.fields if key.startswith("clip.")} for read in (ours, theirs))
+    assert wanted - said <= {"clip.vision.attention.head_dim"}
+    assert said - wanted <= {"clip.vision.spatial_merge_size"}
+    kept = ("projector_type", "use_silu", "use_gelu", "n_wa_pattern")
+    for key in (key for key in wanted if key.endswith(kept)):
+        assert ours.fields[key].contents() == theirs.fields[key].contents(), key
+
+
+@pytest.mark.parametrize(
+    ("folder", "changes", "said"),
+    [
+        ("qwen25vl", {"fullatt_block_indexes": [0, 2]}, r"has fullatt_block_indexes \[0, 2\], wanted every n-th layer"),
+        ("qwen25vl", {"fullatt_block_indexes": "x"}, "wanted every n-th layer"),
+        ("qwen25vl", {"hidden_act": "relu"}, "is 'relu', wanted silu"),
+        ("llava", {"hidden_act": "relu"}, "is 'relu', wanted quick_gelu or gelu"),
+        ("llava", {"num_hidden_layers": 0}, "has vision_feature_layer -2, wanted one of the 0 layers"),
+        ("gemma4", {"hidden_activation": "silu"}, "is 'silu', wanted gelu_pytorch_tanh"),
+        ("gemma4", {"head_dim": 17}, "has head_dim 17, wanted hidden_size divided by the heads"),
+    ],
+)
+def test_a_tower_that_would_be_another_is_refused(
+    folder: str, changes: dict[str, object], said: str, tmp_path: Path
+) -> None:
+    for path in (WHOLE / folder).iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["vision_config"].update(changes)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(QuarrelError, match=said):
+        FolderFile(tmp_path, mmproj=True)
+
+
+def test_a_text_of_an_unknown_kind_is_refused_and_older_rotations_are_read(tmp_path: Path) -> None:
+    for name, folder in (("qwen25vl", tmp_path / "q"), ("llava", tmp_path / "l")):
+        folder.mkdir()
+        for path in (WHOLE / name).iterdir():
+            if path.name != "config.json":
+                (folder / path.name).symlink_to(path)
+    config = json.loads((WHOLE / "qwen25vl" / "config.json").read_text())
+    config["text_config"]["rope_scaling"] = {"type": "mrope", "mrope_section": [4, 2, 2]}
+    config["text_config"]["rope_theta"] = config["text_config"].pop("rope_parameters")["rope_theta"]
+    (tmp_path / "q" / "config.json").write_text(json.dumps(config))
+    with FolderFile(tmp_path / "q") as ours, FolderFile(WHOLE / "qwen25vl") as other:
+        rotation = {key: ours.metadata[key] for key in ours.metadata if ".rope." in key}
+        assert rotation == {key: other.metadata[key] for key in other.metadata if ".rope." in key}
+        assert rotation["qwen2vl.rope.dimension_sections"] == [4, 2, 2, 0]
+    config = json.loads((WHOLE / "llava" / "config.json").read_text())
+    config["text_config"]["model_type"] = "opt"
+    (tmp_path / "l" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(QuarrelError, match="is a 'opt'; this version converts llama, mistral"):
+        FolderFile(tmp_path / "l")

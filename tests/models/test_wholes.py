@@ -1,0 +1,35 @@
+"""Folders of models that see, as Hugging Face's transformers saves them: what they make of a prompt with a picture."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import quarrel
+from quarrel.cpu_backend.backend import create
+from quarrel.ops.contract import rel_error
+from tests.sight import WHOLE, WHOLES, whole_logits
+
+
+@pytest.mark.parametrize("kind", WHOLES)
+def test_a_folder_sees_a_picture_as_transformers_does(kind: str) -> None:
+    want = np.load(WHOLE / kind / "logits.npy")
+    assert rel_error(whole_logits(kind, create()), want) < 1e-5
+
+
+@pytest.mark.parametrize("kind", WHOLES)
+def test_a_message_with_a_picture_becomes_the_tokens_of_its_family(kind: str) -> None:
+    wanted = np.load(WHOLE / kind / "ids.npy")
+    parts = [{"type": "image", "image": np.load(WHOLE / kind / "image.npy")}, {"type": "text", "text": "What is it?"}]
+    with quarrel.load(WHOLE / kind, backend="cpu", n_ctx=512) as llm:
+        request = llm.prepare(messages=[{"role": "user", "content": parts}], template="{{ messages[0].content }}")
+        eyes = llm._parts.eyes
+        assert eyes is not None
+        assert request.sight is not None
+        (image,), pad = request.sight.images, llm.tokenizer.token_id(eyes.layout.pad)
+    first, *_, last = np.flatnonzero(wanted < 0)
+    if not kind.startswith("gemma4"):  # which makes every image as large as it may be
+        assert image.tokens == last + 1 - first
+    around = [*wanted[5:first], *[pad] * image.tokens, *wanted[last + 1 : -6]]
+    first = int(request.tokens[0] == 2)  # gemma4's text begins with <bos>
+    assert list(request.tokens[first : first + len(around)]) == around
