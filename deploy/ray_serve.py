@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from ray import serve
+from ray.exceptions import RayActorError
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import FIFOMixin, MultiplexMixin, PendingRequest, RequestRouter, RunningReplica
@@ -26,6 +27,11 @@ from quarrel.server.affinity import prefix_of, routed
 
 DRAIN_SECONDS = 600.0
 """For which a replica that is to go may end the answers that it has begun; it gets no new ones."""
+PAUSES = (0.05, 0.5, 2.0)
+"""Behind which a request whose replica has died goes to another one."""
+LOST = "the replica of the request has died: try again in a moment"
+AGAIN = 1012
+"""Of a WebSocket: connect once more."""
 _HOP = (b"connection", b"transfer-encoding")
 _SCOPE = (
     "type",
@@ -188,8 +194,9 @@ class Front:
                 return PlainTextResponse(f"the body has more than {self._limit} bytes", 413)
         # What Ray calls a multiplexed model is here a prefix: a place that is found for one goes to a request that has it.
         to = self._replicas.options(method_name="relay", stream=True, multiplexed_model_id=(prefix_of(body) or b"").hex())
-        messages = to.remote(scope, body)
-        start = await anext(messages)
+        messages, start = await self._begun(lambda: to.remote(scope, body))
+        if start is None:
+            return PlainTextResponse(LOST, 503, {"retry-after": "5"})
 
         async def rest() -> AsyncIterator[bytes]:
             ended = False
@@ -205,12 +212,27 @@ class Front:
         answer.raw_headers = [(name, value) for name, value in start["headers"] if name.lower() not in _HOP]
         return answer
 
+    async def _begun(self, ask: Callable[[], Any]) -> tuple[Any, dict[str, Any] | None]:
+        """An answer and its first message, for which other replicas are asked where one dies before it: nothing has been
+        sent then."""
+        messages = None
+        for pause in PAUSES:
+            messages = ask()
+            try:
+                return messages, await anext(messages)
+            except RayActorError:
+                await asyncio.sleep(pause)
+        return messages, None
+
     async def _socket(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         """A WebSocket stays with one replica: what it sends is one answer, what it gets goes there one by one."""
         name = secrets.token_hex(16)
-        messages = self._replicas.options(method_name="socket", stream=True).remote(scope, name)
-        place = (await anext(messages))["replica"]
-        there = self._replicas.options(method_name="hear", multiplexed_model_id=_TO + place)
+        to = self._replicas.options(method_name="socket", stream=True)
+        messages, start = await self._begun(lambda: to.remote(scope, name))
+        if start is None:
+            await send({"type": "websocket.close", "code": AGAIN, "reason": LOST})
+            return
+        there = self._replicas.options(method_name="hear", multiplexed_model_id=_TO + start["replica"])
 
         async def listen() -> None:
             heard = True
@@ -223,6 +245,9 @@ class Front:
             async for message in messages:
                 await send(message)
             ended = True
+        except RayActorError:
+            ended = True
+            await send({"type": "websocket.close", "code": AGAIN, "reason": LOST})
         finally:
             listening.cancel()
             if not ended:  # the caller has gone

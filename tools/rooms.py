@@ -97,7 +97,7 @@ ROOMS: Mapping[str, Room] = {
     ),
     "flight": Room("a vector store, and bytes from process to process, by Arrow Flight", "a model", ("errors",),
         ("numpy", "pyarrow")),
-    "embed": Room("files of texts to files or stores of vectors", "HTTP, an op", ("errors", "llm", "flight"),
+    "embed": Room("files of texts to files or stores of vectors", "HTTP, an op", ("errors", "gguf.lock", "llm", "flight"),
         ("numpy", "pyarrow")),
     "launch": Room(
         "what launchers such as Ollama start: llama-server's command line and log", "an op, a route",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import tempfile
@@ -11,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from quarrel.errors import RequestError
+from quarrel.gguf.lock import locked
 
 
 @contextmanager
@@ -20,12 +20,8 @@ def alone(target: str) -> Iterator[None]:
     digest = hashlib.sha256(target.encode("utf-8", "surrogateescape")).hexdigest()[:32]
     file = _opened(Path(tempfile.gettempdir()) / f"quarrel-embed-{digest}.lock")
     try:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise RequestError(
-                f"another process is filling {target}: wait until it has ended, or name another target"
-            ) from None
+        if not locked(file):
+            raise RequestError(f"another process is filling {target}: wait until it has ended, or name another target")
         yield
     finally:
         os.close(file)
@@ -33,9 +29,8 @@ def alone(target: str) -> Iterator[None]:
 
 def _opened(path: Path) -> int:
     """It is never written or removed: a removed one would no longer hold off who comes next."""
+    no_links = getattr(os, "O_NOFOLLOW", 0)  # which Windows has not
     try:
-        return os.open(
-            path, os.O_RDONLY | os.O_NOFOLLOW
-        )  # perhaps another user's, whom the system lets nobody create again
+        return os.open(path, os.O_RDONLY | no_links)  # perhaps another user's, whom the system lets nobody create again
     except FileNotFoundError:
-        return os.open(path, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        return os.open(path, os.O_RDONLY | os.O_CREAT | no_links, 0o644)

@@ -1,8 +1,9 @@
-"""A file that one process at a time writes: flock where there is one, Windows' own lock elsewhere."""
+"""A file that one process at a time holds: flock where there is one, Windows' own lock elsewhere."""
 
 from __future__ import annotations
 
 import importlib
+import os
 from pathlib import Path
 from typing import IO, Any
 
@@ -14,15 +15,23 @@ except ImportError:
     fcntl = None  # type: ignore[assignment]
 
 
-def hold(file: IO[Any], path: Path) -> None:
-    """Until the file is closed; it is at its end then. Raises DownloadError where another process has it."""
+def locked(file: int) -> bool:
+    """Locks an open file until it is closed; False where another process has done so. It is at its end then."""
     try:
         if fcntl is not None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         else:
             msvcrt: Any = importlib.import_module("msvcrt")
-            file.seek(0)  # the lock is of the byte where the file stands
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-            file.seek(0, 2)
+            os.lseek(file, 0, os.SEEK_SET)  # the lock is of the byte where the file stands
+            msvcrt.locking(file, msvcrt.LK_NBLCK, 1)
+            os.lseek(file, 0, os.SEEK_END)
     except OSError:
-        raise DownloadError(f"another process is downloading {path}: wait for it") from None
+        return False
+    return True
+
+
+def hold(file: IO[Any], path: Path) -> None:
+    """Locks a file that is being downloaded. Raises DownloadError where another process has it."""
+    if not locked(file.fileno()):
+        raise DownloadError(f"another process is downloading {path}: wait for it")
+    file.seek(0, os.SEEK_END)

@@ -61,3 +61,19 @@ with path.open("ab") as one, path.open("ab") as two:
     done = run(code, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "another process is downloading part: wait for it\n"
+
+
+def test_one_process_fills_a_target(tmp_path: Path) -> None:
+    code = """
+from quarrel.embed.lock import alone
+from quarrel.errors import RequestError
+with alone("a store"):
+    try:
+        with alone("a store"):
+            pass
+    except RequestError as error:
+        print(error)
+"""
+    done = run(code, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "another process is filling a store" in done.stdout

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
+import signal
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -91,6 +94,51 @@ def test_a_websocket_stays_with_a_replica(app: Any) -> None:
         assert texts == [texts[0]] * 3
     with pytest.raises(InvalidStatus), connect(url, origin="https://elsewhere.example"):  # type: ignore[arg-type]
         pass
+
+
+def test_a_replica_that_is_killed_loses_no_request_without_a_word(app: Any) -> None:
+    """Whole answers come from the other one; a stream that had begun there breaks off, and is no clean end."""
+    asked = {"max_tokens": 120, "ignore_eos": True}
+    stories = [[{"role": "user", "content": f"tale {i}"}] for i in range(8)]
+    begun = threading.Event()
+
+    def whole(i: int) -> tuple[bool, str]:
+        return True, chat(stories[i], **asked)["choices"][0]["message"]["content"]
+
+    def streamed(i: int) -> tuple[bool, str]:
+        text = ""
+        try:
+            with httpx.stream(
+                "POST", URL, json={**ANSWER, "messages": stories[i], **asked, "stream": True}, timeout=120
+            ) as made:
+                assert made.status_code == 200
+                for line in made.iter_lines():
+                    begun.set()
+                    if line.startswith("data: {"):
+                        text += json.loads(line[6:])["choices"][0]["delta"].get("content") or ""
+        except (httpx.RemoteProtocolError, httpx.ReadError):
+            return False, text
+        return True, text
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(whole if i % 2 else streamed, i) for i in range(8)]
+        assert begun.wait(120)
+        os.kill(replicas()[0], signal.SIGKILL)
+        found = [answer.result() for answer in answers]
+    wanted = [whole(i)[1] for i in range(8)]
+    assert all(ended for ended, _ in found[1::2])
+    for (ended, text), right in zip(found, wanted):
+        assert text == right if ended else right.startswith(text)
+
+
+def replicas() -> list[int]:
+    """Their processes."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has just ended
+            if b"ServeReplica:default:Replica" in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+    return found
 
 
 def test_no_answer_is_lost_when_a_replica_goes(app: Any) -> None:
