@@ -36,7 +36,6 @@ def _seconds(given: object) -> object:
 class Options(Samplers):
     """Sampling parameters in Ollama's words. What a load fixes (`num_ctx`, `num_gpu`) is reported as not understood."""
 
-    top_k: Annotated[StrictInt, Field(ge=-1, le=2**31 - 1), AfterValidator(lambda k: max(k, 0))] | None = None
     typical_p: Off | None = None
     num_predict: Annotated[StrictInt, Field(ge=-2)] | None = None
     repeat_penalty: Annotated[Number, Field(gt=0, le=100)] | None = None

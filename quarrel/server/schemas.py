@@ -20,12 +20,15 @@ Seed = Annotated[
 ]
 """-1 draws one, as in llama-server and Ollama; other negative ones are seeds too, as in OpenAI's API."""
 
+TopK = Annotated[StrictInt, Field(ge=-1, le=2**31 - 1), AfterValidator(lambda k: max(k, 0))]
+"""-1 is no cut too, as in vLLM, llama-server and Ollama."""
+
 
 class Samplers(Body):
     """What every way to generate takes. Ranges are those of `SamplingParams`; null is the model's default."""
 
     temperature: Annotated[Number, Field(ge=0, le=100)] | None = None
-    top_k: Annotated[StrictInt, Field(ge=0, le=2**31 - 1)] | None = None
+    top_k: TopK | None = None
     top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     typical_p: Annotated[Number, Field(gt=0, le=1)] | None = None
@@ -273,7 +276,7 @@ class GenerateBody(Samplers):
     model: StrictStr | None = None
     max_tokens: Annotated[StrictInt, Field(ge=0, lt=2**31)] | None = 1024
     stream: StrictBool | None = None
-    topk: Annotated[StrictInt, Field(ge=0, lt=2**31)] | None = None
+    topk: TopK | None = None
     topp: Annotated[Number, Field(ge=0, le=1)] | None = None
     request_id: Annotated[StrictStr, Field(max_length=128)] | None = None
     system: Text | None = None

@@ -144,3 +144,11 @@ def test_what_clients_in_other_languages_write(open_door: Live, client: str, cap
     assert [part for part in wanted if part not in answer] == []
     assert json.loads(answer.splitlines()[-1])["version"], "the connection goes on"
     assert "upgrade" not in caplog.text.lower()
+
+
+def test_top_k_minus_1_is_no_cut_as_clients_of_vllm_send_it(live: Live) -> None:
+    body = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 1.5, "seed": 5}
+    texts = [
+        live.client.post("/v1/completions", json={**body, "top_k": k}).json()["choices"][0]["text"] for k in (-1, 0, 1)
+    ]
+    assert texts[0] == texts[1] != texts[2]

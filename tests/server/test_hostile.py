@@ -14,7 +14,7 @@ EVERYTHING = os.environ.get("QUARREL_TEST_ALL") == "1"
 
 # Field: whether whole, lowest, highest, whether the lowest is out.
 RANGES: dict[str, tuple[bool, float, float, bool]] = {
-    "temperature": (False, 0, 100, False), "top_k": (True, 0, 2**31 - 1, False), "top_p": (False, 0, 1, False),
+    "temperature": (False, 0, 100, False), "top_k": (True, -1, 2**31 - 1, False), "top_p": (False, 0, 1, False),
     "min_p": (False, 0, 1, False), "typical_p": (False, 0, 1, True), "seed": (True, -(2**63), 2**64 - 1, False),
     "presence_penalty": (False, -100, 100, False), "frequency_penalty": (False, -100, 100, False),
     "repetition_penalty": (False, 0, 100, True), "dry_multiplier": (False, 0, 100, False), "dry_base": (False, 1, 100, False),
