@@ -38,15 +38,20 @@ def take_out(engine: Engine, tokens: Tokens[int], salt: bytes) -> SavedPrefix:
     return SavedPrefix(tuple(tokens[: found.known]), form, tuple(blocks), tuple(windows), tuple(states))
 
 
+def check(engine: Engine) -> CacheForm:
+    """What a prefix must look like to be put into this engine's cache. Raises RequestError where none can."""
+    form, cache = form_of(engine), engine.cache
+    if not cache.rules.reuse or (form.states and not cache.snapshots.size):
+        raise RequestError("this model was loaded without room for prompts that nobody uses: nothing can be restored to it")
+    return form
+
+
 def put_in(engine: Engine, saved: SavedPrefix, salt: bytes) -> int:
     """Puts it into the cache, for requests of this salt, and returns how many of its tokens are there then. It stays as
     long as any text that nobody uses. Raises RequestError where there is no room for it."""
-    form = form_of(engine)
+    form, cache = check(engine), engine.cache
     if saved.form != form:
         raise RequestError(f"the saved prompt's cache is {saved.form.kind} of another shape than this model's {form.kind}")
-    cache = engine.cache
-    if not cache.rules.reuse or (form.states and not cache.snapshots.size):
-        raise RequestError("this model was loaded without room for prompts that nobody uses: nothing can be restored to it")
     if not _enter(engine, saved, salt):
         message = f"the saved prompt needs {form.blocks(len(saved.tokens))} cache blocks, and {cache.available} of"
         raise RequestError(

@@ -22,6 +22,8 @@ LEAST = 256
 """Tokens that must be missing here: for fewer, the way there and back is longer."""
 SECONDS = 120.0
 """For which a prompt is waited for."""
+READING = 4
+"""Prompts that each process reads for this one at once: what has come of them waits in this one's memory."""
 PAUSE = 5.0
 """For which a process is left alone that did not answer."""
 log = logging.getLogger("quarrel")
@@ -37,7 +39,7 @@ class Prefillers:
         key = read_environment().prefill_key
         self._takers = [Taker(address.strip(), SECONDS, key) for address in addresses.split(",")]
         self._prefixes, self._adapters = prefixes, adapters
-        self._lock = threading.Lock()
+        self._lock, self._places = threading.Lock(), threading.Semaphore(READING * len(self._takers))
         self._reading, self._back, self._gone = [0] * len(self._takers), [0.0] * len(self._takers), set[int]()
         prefixes.check()
 
@@ -52,9 +54,21 @@ class Prefillers:
             "adapter": self._adapters[request.adapter - 1] if request.adapter else None,
         }
         known = self._prefixes.known(tokens, **place)
+        if len(tokens) - known < LEAST or not self._places.acquire(timeout=SECONDS):
+            return known
+        try:
+            return self._fetched(tokens, place) or known
+        finally:
+            self._places.release()
+
+    def close(self) -> None:
+        for taker in self._takers:
+            taker.close()
+
+    def _fetched(self, tokens: list[int], place: dict[str, Any]) -> int:
         question = json.dumps({"tokens": tokens, **place}).encode()
         tried: set[int] = set()
-        while len(tokens) - known >= LEAST and (which := self._next(tried)) is not None:
+        while (which := self._next(tried)) is not None:
             tried.add(which)
             try:
                 found = self._take(which, question, place)
@@ -67,11 +81,7 @@ class Prefillers:
             with self._lock:
                 self._gone.discard(which)
             return found
-        return known
-
-    def close(self) -> None:
-        for taker in self._takers:
-            taker.close()
+        return 0
 
     def _take(self, which: int, question: bytes, place: dict[str, Any]) -> int:
         taken = self._takers[which].take(question)

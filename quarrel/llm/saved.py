@@ -96,8 +96,8 @@ class Prefixes:
         return index, salt_of(Service(cache_salt=salt), index)
 
     def check(self) -> None:
-        """Raises RequestError where nothing can be saved, and has the model's file read, by which it is known again."""
-        self._run(transfer.form_of)
+        """Raises RequestError where nothing can be saved or restored; has the model's file read, by which it is known."""
+        self._run(transfer.check)
         self.identity(0)
 
     def identity(self, adapter: int) -> Identity:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -123,6 +124,33 @@ def test_no_request_is_lost_when_a_process_that_reads_for_it_is_killed(
         assert llm._prefillers._reading == [0]
 
 
+def test_more_prompts_than_are_read_at_once_wait_for_their_turn(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill, "READING", 1)
+    most, now, lock = 0, 0, threading.Lock()
+
+    def counted(llm: quarrel.LLM, question: bytes) -> Pieces:
+        nonlocal most, now
+        with lock:
+            now += 1
+            most = max(most, now)
+        try:
+            return read_prompt(llm, question)
+        finally:
+            with lock:
+                now -= 1
+
+    with quarrel.load(tiny, **OPTIONS) as reader:
+        giver = Giver("127.0.0.1", 0, partial(counted, reader))
+        try:
+            with quarrel.load(tiny, **OPTIONS, prefill=f"grpc://127.0.0.1:{giver.port}") as llm:
+                with ThreadPoolExecutor(5) as pool:
+                    made = list(pool.map(lambda text: llm.generate(text, **GREEDY), TEXTS[:5]))
+        finally:
+            giver.end(0.0)
+    assert most == 1
+    assert [r.usage.cached_tokens for r in made] == [len(text) - 1 for text in TEXTS[:5]]
+
+
 def test_one_that_is_there_takes_what_another_does_not(
     tiny: Path, wanted: list[tuple[int, ...]], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -188,10 +216,17 @@ def test_questions_of_strangers_are_refused_in_a_sentence(tiny: Path) -> None:
         assert isinstance(read_prompt(llm, b'{"tokens": [1, 2, 3], "salt": "", "adapter": null}'), Pieces)
 
 
-def test_what_cannot_be_is_said_at_once(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_is_said_at_once(
+    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(RequestError, match="without room for prompts that nobody uses"):
+        quarrel.load(tiny, **OPTIONS, prefill="grpc://127.0.0.1:1", prefix_cache=False)
     for address in ("nowhere", "http://a:1", "grpc://"):
         with pytest.raises(RequestError, match="the address is .*wanted one such as grpc://"):
             quarrel.load(tiny, **OPTIONS, prefill=address)
     assert main(["prefill", str(tiny), "--host", "0.0.0.0"]) == 1
     assert "there is no secret: set QUARREL_PREFILL_KEY" in capsys.readouterr().err
     assert main(["prefill", str(tiny), "--port", "70000"]) == 2
+    monkeypatch.setenv("QUARREL_CHECK", "1")
+    assert main(["prefill", str(tiny), "--backend", "cpu", "--port", "0"]) == 1
+    assert "that several devices share, or that is checked, cannot be saved" in capsys.readouterr().err
