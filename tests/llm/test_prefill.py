@@ -35,7 +35,7 @@ GREEDY: dict[str, Any] = {"max_tokens": 20, "temperature": 0.0, "ignore_eos": Tr
 DRAW = np.random.default_rng(5)
 TEXTS = [[1, *DRAW.integers(3, 250, n).tolist()] for n in (89, 64, 130, 41, 200, 5)]
 MODELS = {"gemma3": "model-q4_0x.gguf", "mamba2": "model-q4_k_m.gguf"}
-PATIENCE = 60.0
+PATIENCE = 120.0
 
 
 @pytest.fixture(name="tiny", scope="module")
