@@ -134,6 +134,12 @@ EQUIVALENT: tuple[tuple[str, str, str], ...] = (
     ("< to <=", "if (i * 32 + lane < D) acc[i] +=", "what is read past a head is not written"),
     ("- to +", "(v[i * VEC + j] - mean) * (v[i * VEC + j] - mean)", "the mean of (v + m)(v - m) is the variance too"),
     ("* to +", "best = metal::max(best, top_sum", "any number about as large serves for the largest"),
+    ("> to >=", "const float by = sum > 0.0f", "a sum of 0 is that of a query without a key"),
+    ("> to >=", "most > 1e-30f", "a head whose largest value is 1e-30 to the bit"),
+    ("a count from 1", "ulong next = 0", "every entry is larger"),
+    ("< to <=", "if (b < D)", "pairs end at D, which is even"),
+    ("max to min", "new_top = metal::max(top, sink)", "any number about as large serves for the largest"),
+    ("> to >=", "if (WINDOW > 0) seen = seen", "every key is past the first one of no window; encoders' cases notice it"),
     ("< to <=", "for (int i = 0; i < EACH; i++)", "the loop leaves at n >= N before"),
     ("/ to *", "score[KEYS / 8]", "an array longer than it need be"),
 )
