@@ -42,6 +42,58 @@ class ToolResult:
     failed: bool = False
 
 
+class Connection:
+    """To one server, kept by a task of its own, which alone may leave what it entered."""
+
+    def __init__(self, words: str, server: Any) -> None:
+        self.words, self._server = words, server
+        self._task: asyncio.Task[None] | None = None
+        self._made: asyncio.Future[Any] | None = None
+        self._over = asyncio.Event()
+
+    async def client(self) -> Any:
+        """What speaks to the server, which is started where it does not run."""
+        if self._task is None or self._task.done() or self._made is None:
+            self._made, self._over = asyncio.get_running_loop().create_future(), asyncio.Event()
+            self._task = asyncio.create_task(self._keep(self._made, self._over))
+        return await asyncio.shield(self._made)
+
+    async def close(self) -> None:
+        """Ends it; `client` starts it again."""
+        self._over.set()
+        task, self._task = self._task, None
+        if task is not None:
+            await asyncio.wait([task])
+
+    async def _keep(self, made: asyncio.Future[Any], over: asyncio.Event) -> None:
+        from mcp import Client
+
+        try:
+            async with AsyncExitStack() as stack:
+                async with asyncio.timeout(SECONDS):
+                    client = await stack.enter_async_context(Client(self._server))
+                made.set_result(client)
+                await over.wait()
+        except Exception as error:
+            if not made.done():
+                made.set_exception(error)
+
+
+def _lost(error: Exception) -> bool:
+    """Whether a call failed because nobody is there, or nobody who knows this connection, and not by what was asked."""
+    from mcp import MCPError
+    from mcp.types import CONNECTION_CLOSED
+
+    if isinstance(error, MCPError):
+        return error.code == CONNECTION_CLOSED or "session terminated" in str(error).lower()
+    streams = type(error).__module__.partition(".")[0] in ("anyio", "httpcore", "httpx")
+    return streams or (isinstance(error, OSError) and not isinstance(error, TimeoutError))
+
+
+def _reason(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
 class Toolbox:
     """Connections to servers, kept by a thread of its own while this is open. `tools`: as OpenAI's protocol lists them."""
 
@@ -49,7 +101,7 @@ class Toolbox:
         """servers: what `mcp.Client` takes, by the words that name each for a person."""
         self.tools: list[dict[str, Any]] = []
         self._servers = servers
-        self._owners: dict[str, tuple[Any, str]] = {}
+        self._owners: dict[str, tuple[Connection, str]] = {}
         self._events = asyncio.new_event_loop()
         self._end = asyncio.Event()
         self._ready: Future[None] = Future()
@@ -85,12 +137,16 @@ class Toolbox:
     async def _call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
         if name not in self._owners:
             return ToolResult(f"There is no tool {name!r}.", failed=True)
-        client, own_name = self._owners[name]
+        server, own_name = self._owners[name]
         try:
             async with asyncio.timeout(SECONDS):
-                found: Any = await client.call_tool(own_name, dict(arguments))
+                found: Any = await (await server.client()).call_tool(own_name, dict(arguments))
         except Exception as error:  # whatever a server does, the conversation goes on
-            return ToolResult(f"The tool failed: {str(error) or type(error).__name__}", failed=True)
+            if not _lost(error):
+                return ToolResult(f"The tool failed: {_reason(error)}", failed=True)
+            await server.close()  # the call is not made twice: it may have done what it was to do
+            said = f"the MCP server {server.words!r} has ended ({_reason(error)}); the next call starts it again"
+            return ToolResult(f"The tool failed: {said}.", failed=True)
         data = found.model_dump(mode="json", by_alias=True)
         parts = [p["text"] if p.get("type") == "text" else f"({p.get('type')})" for p in data.get("content") or ()]
         text = "\n".join(parts)[:LONGEST]
@@ -106,29 +162,31 @@ class Toolbox:
             self._events.close()
 
     async def _serve(self) -> None:
-        from mcp import Client
-
-        async with AsyncExitStack() as stack:
-            for words, server in self._servers.items():
+        servers = [Connection(words, server) for words, server in self._servers.items()]
+        try:
+            for server in servers:
                 try:
                     async with asyncio.timeout(SECONDS):
-                        client = await stack.enter_async_context(Client(server))
-                        await self._list(client)
+                        await self._list(server)
                 except Exception as error:
-                    reason = str(error) or type(error).__name__
-                    raise QuarrelError(f"the MCP server {words!r} does not answer ({reason}): try it by itself") from error
+                    raise QuarrelError(
+                        f"the MCP server {server.words!r} does not answer ({_reason(error)}): try it by itself"
+                    ) from error
             self._ready.set_result(None)
             await self._end.wait()
+        finally:
+            for server in reversed(servers):
+                await server.close()
 
-    async def _list(self, client: Any) -> None:
-        cursor = None
+    async def _list(self, server: Connection) -> None:
+        client, cursor = await server.client(), None
         while True:
             page = await client.list_tools(cursor=cursor)
             for tool in page.model_dump(mode="json", by_alias=True)["tools"]:
                 name, number = tool["name"], 2
                 while name in self._owners:  # two servers may have tools of one name
                     name, number = f"{tool['name']}_{number}", number + 1
-                self._owners[name] = (client, tool["name"])
+                self._owners[name] = (server, tool["name"])
                 function = {"name": name, "description": tool.get("description") or "", "parameters": tool["inputSchema"]}
                 self.tools.append({"type": "function", "function": function})
             cursor = page.model_dump(by_alias=True).get("nextCursor")

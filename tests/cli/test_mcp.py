@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -59,6 +61,48 @@ def test_a_server_that_does_not_start_is_one_sentence() -> None:
     gone = mcp.StdioServerParameters(command=sys.executable, args=["-c", "raise SystemExit(1)"])
     with pytest.raises(QuarrelError, match="the MCP server 'gone' does not answer"), Toolbox({"gone": gone}):
         pass
+
+
+MORTAL = """
+import json, os, sys
+for line in sys.stdin:
+    asked = json.loads(line)
+    if "id" not in asked:
+        continue
+    method, params = asked["method"], asked.get("params", {})
+    if method == "tools/call" and params["name"] == "die":
+        os._exit(1)
+    made = {
+        "initialize": {"protocolVersion": params.get("protocolVersion"), "capabilities": {"tools": {}},
+                       "serverInfo": {"name": "mortal", "version": "1"}},
+        "tools/list": {"tools": [{"name": name, "inputSchema": {"type": "object"}} for name in ("die", "process")]},
+        "tools/call": {"content": [{"type": "text", "text": str(os.getpid())}]},
+    }
+    answer = {"result": made[method]} if method in made else {"error": {"code": -32601, "message": "no such method"}}
+    print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], **answer}), flush=True)
+"""
+
+
+def test_a_server_that_dies_is_named_and_the_next_call_starts_it_again() -> None:
+    log: list[object] = []
+    mortal = mcp.StdioServerParameters(command=sys.executable, args=["-c", MORTAL])
+    with Toolbox({"mortal.py": mortal, "toys": toys(log)}) as box:
+        first = box.call("process", {})
+        assert not first.failed
+        for tool in ("die", "kill"):
+            if tool == "die":
+                found = box.call("die", {})
+            else:  # between two calls
+                os.kill(int(box.call("process", {}).text), signal.SIGKILL)
+                while not (found := box.call("process", {})).failed:
+                    continue
+            assert found.failed
+            assert "the MCP server 'mortal.py' has ended" in found.text
+            assert found.text.endswith("the next call starts it again.")
+            assert box.call("add", {"a": 2, "b": 3}).text == "5"
+            again = box.call("process", {})
+            assert not again.failed
+            assert again.text != first.text
 
 
 class Said:
