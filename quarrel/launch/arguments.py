@@ -28,6 +28,8 @@ api_key_file --api-key-file
 alias -a --alias LLAMA_ARG_ALIAS
 keep --keep
 slot_save_path --slot-save-path
+origins --cors-origins LLAMA_ARG_CORS_ORIGINS
+reasoning -rea --reasoning LLAMA_ARG_REASONING
 draft -md --model-draft --spec-draft-model LLAMA_ARG_MODEL_DRAFT LLAMA_ARG_SPEC_DRAFT_MODEL
 draft_max --draft --draft-n --draft-max --spec-draft-n-max
 spec_type --spec-type
@@ -73,10 +75,13 @@ context_shift --context-shift LLAMA_ARG_CONTEXT_SHIFT
 no_jinja --no-jinja
 ignore_eos --ignore-eos
 cpu_moe -cmoe --cpu-moe LLAMA_ARG_CPU_MOE
-so --no-webui --no-ui --offline --jinja --metrics --slots --props --no-log-prefix --no-log-timestamps --log-disable
-so -v --verbose --log-verbose -cb --cont-batching --kv-unified -kvu --no-mmproj-offload --mmproj-auto --no-context-shift
+no_slots --no-slots
+no_page --no-webui --no-ui
+so --offline --jinja --metrics --slots --props --no-log-prefix --no-log-timestamps --log-disable
+verbose -v --verbose --log-verbose
+so -cb --cont-batching --kv-unified -kvu --no-mmproj-offload --mmproj-auto --no-context-shift
 no_mmproj --no-mmproj --no-mmproj-auto
-so --no-perf --mmap --no-warmup --cache-prompt --no-slots
+so --no-perf --mmap --no-warmup --cache-prompt
 """
 _TAKEN = "--log-verbosity -lv --verbosity --load-mode -lm --log-colors --log-file"
 """With a value; like the switches called `so` they ask for nothing that is done otherwise here."""

@@ -29,6 +29,7 @@ The engine that Ollama and other launchers start, with llama-server's arguments,
 and log. The first line on standard error says which arguments it heeds. See docs/llama-server.md.
 """
 _CACHES = {"f32": "auto", "f16": "float16", "bf16": "bfloat16"}
+_HERE = ("localhost", "127.0.0.1", "[::1]")
 _DAY, _GRACE = 86400.0, 5.0
 LOOKS = 0.25
 """Seconds between two looks at whether the engine still runs."""
@@ -240,6 +241,11 @@ def _serve(args: Arguments, llm: LLM, early: Early, template: str | None) -> int
         context_shift="context_shift" in args.switches,
         keep=args.number("keep") or 0,
         slot_save_path=save_path_of(args),
+        origins=origins_of(args),
+        verbose="verbose" in args.switches,
+        thinking=(args.text("reasoning") or "auto").lower() not in ("off", "disable", "false", "0"),
+        slots="no_slots" not in args.switches,
+        page="no_page" not in args.switches,
         sampling=CompletionBody(**sampling).shared() if sampling else None,
         media_marker=os.environ.get("LLAMA_MEDIA_MARKER") or Settings().media_marker,
     )
@@ -264,6 +270,13 @@ def save_path_of(args: Arguments) -> Path | None:
     if given is not None and not Path(given).is_dir():
         raise ConfigError(f"--slot-save-path {given}: there is no such folder: make it first")
     return None if given is None else Path(given)
+
+
+def origins_of(args: Arguments) -> tuple[str, ...]:
+    """Of web pages that may call, as patterns; `localhost` is any page of this machine."""
+    here = tuple(f"{scheme}://{host}{port}" for scheme in ("http", "https") for host in _HERE for port in ("", ":*"))
+    given = [origin.strip() for origin in (args.text("origins") or "").split(",") if origin.strip()]
+    return tuple(pattern for origin in given for pattern in (here if origin == "localhost" else (origin,)))
 
 
 def name_of(args: Arguments) -> str:

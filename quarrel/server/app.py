@@ -60,6 +60,7 @@ def build(settings: Settings, load: Load, traces: Traces | None = None, tools: T
         Names(settings.data_dir / "models.json"),
         idle=settings.keep_alive,
         budget=settings.budget,
+        any_name=settings.llama,
     )
     metrics = Metrics(models)
     dispatcher = Dispatcher(models, settings, limits, metrics, traces)
@@ -85,7 +86,8 @@ def build(settings: Settings, load: Load, traces: Traces | None = None, tools: T
     api.include_router(rest.routes(dispatcher, metrics))
     api.include_router(toolbox.routes(dispatcher, tools))
     api.include_router(websocket.routes(dispatcher, metrics))
-    _page(api, settings.ollama)
+    if settings.page:
+        _page(api, settings.ollama)
     _errors(api, metrics, settings)
     api.openapi = lambda: document(api)  # type: ignore[method-assign]
     return Server(

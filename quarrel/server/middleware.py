@@ -129,7 +129,7 @@ class Middleware:
                 logging.getLogger("quarrel.server").error("%s", error)
                 raise Refused(503, "engine_error", "the API keys cannot be read: see the server's log") from error
             if reply is not None:
-                await _respond(answer, 204, {}, reply, close=False)
+                await _respond(answer, 200 if self._settings.llama else 204, {}, reply, close=False)
                 return
             if scope["path"] not in OPEN and not _is_page(scope):
                 await self._limits.charge(state["caller"], "requests", 1)

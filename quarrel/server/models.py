@@ -110,14 +110,16 @@ class ModelManager:
         *,
         idle: float | None = None,
         budget: int | None = None,
+        any_name: bool = False,
     ) -> None:
-        """made: names that requests make. idle: seconds without use behind which a model is unloaded; None keeps it.
+        """made: names that requests make. any_name: one that is none here means the first model. idle: seconds without use
+        behind which a model is unloaded; None keeps it.
 
         budget: bytes that all models share; `load` is given what is left of them as `memory`. Where a model does not fit,
         those that wait for requests are unloaded, the one that was used longest ago first.
         """
         self._load, self._idle, self._budget = load, idle, budget
-        self._folder = folder
+        self._folder, self._any_name = folder, any_name
         self._entries: dict[str, Entry] = {}
         self._sources: list[str] = []
         self._unlisted: list[Entry] = []
@@ -192,6 +194,8 @@ class ModelManager:
         for same in (lambda e: e.name == wanted, lambda e: folded(e.name) == folded(wanted)):
             for entry in filter(same, offered):
                 return Name(entry.name, entry.source, created=entry.created), entry
+        if self._any_name and offered:
+            return self.named(None)
         known = ", ".join([*(e.name for e in offered), *(n.name for n in self.made)]) or "none"
         raise Refused(404, "model_not_found", f"there is no model {wanted[:80]!r} here, wanted one of {known}")
 

@@ -71,7 +71,7 @@ def routes(dispatcher: Dispatcher) -> APIRouter:
         dropped = 0
 
         def prepare(llm: Model, service: Service) -> Sequence[Any]:
-            template, given = dispatcher.settings.chat_template, body.chat_template_kwargs
+            template, given = dispatcher.settings.chat_template, body.variables()
             return [chat_request(llm, template, messages, reading, template_kwargs=given, service=service, **more)]
 
         if body.overflow == "summary":

@@ -208,6 +208,9 @@ class ChatBody(OpenAIBody):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     """required: the answer is a call of one of the functions; or of the one that is named."""
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: StrictBool | None = None
+    continue_final_message: StrictBool | None = None
+    """The last message, which is the assistant's, begins the answer."""
     reasoning_effort: ReasoningEffort | None = None
     """How much to think, for templates that know it; none: not at all."""
 
@@ -220,6 +223,14 @@ class ChatBody(OpenAIBody):
         if self.logprobs:
             options["logprobs"] = self.top_logprobs or 0
         return options
+
+    def variables(self) -> dict[str, Any]:
+        """Those that the template has beside messages and tools."""
+        if self.continue_final_message and self.add_generation_prompt:
+            text = "add_generation_prompt and continue_final_message are both true: wanted one of them at most"
+            raise Refused(400, "invalid_request", text, param="continue_final_message")
+        given = self.chat_template_kwargs or {}
+        return {**given, "continue_final_message": True} if self.continue_final_message else given
 
     def structure(self) -> Structure | None:
         form = self.form()

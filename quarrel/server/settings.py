@@ -62,6 +62,13 @@ class Settings:
     context_shift: bool = False
     """In that protocol: whether a text goes on where its context is full; and how many tokens of its prompt it keeps."""
     keep: int = 0
+    verbose: bool = False
+    """In that protocol: whether chats tell what they were made of."""
+    thinking: bool = True
+    """In that protocol: whether templates are told to let the model think."""
+    slots: bool = True
+    """In that protocol: whether /slots lists what is computed; and whether there is a page."""
+    page: bool = True
     slot_save_path: Path | None = None
     """In that protocol: the folder that slots are saved to."""
     media_marker: str = field(default_factory=lambda: f"<__media_{secrets.token_hex(16)}__>")

@@ -40,6 +40,7 @@ RESERVED: Final = (
     *("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token"),
     *("raise_exception", "strftime_now", "range", "dict", "namespace", "cycler", "joiner", "loop", "self", "super"),
 )
+CONTINUES: Final = "continue_final_message"
 _KWARG: Final = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 
@@ -62,15 +63,22 @@ class ChatTemplates:
         documents: Sequence[Mapping[str, object]] | None = None,
         kwargs: Mapping[str, object] | None = None,
     ) -> list[tuple[str, Trust]]:
-        """The chat's text in runs, each with who wrote it; `template` is Jinja."""
+        """The chat's text in runs, each with who wrote it; `template` is Jinja.
+
+        With the variable `continue_final_message` the last message, which is the assistant's, begins the answer.
+        """
+        further, begun = _checked_kwargs(kwargs or {}), list[tuple[str, Trust]]()
+        checked = _checked_messages(messages)
+        if further.pop(CONTINUES, False) is True:
+            checked, begun = checked[:-1], [(_beginning(checked), Trust.CONTENT)]
         variables = {
-            **_checked_kwargs(kwargs or {}),
-            "messages": _checked_messages(messages),
-            "add_generation_prompt": bool(add_generation_prompt),
+            **further,
+            "messages": checked,
+            "add_generation_prompt": bool(add_generation_prompt or begun),
             "tools": _checked_objects("tools", tools),
             "documents": _checked_objects("documents", documents),
         }
-        return self._renderer.render(template, variables, self._control_texts)
+        return [*self._renderer.render(template, variables, self._control_texts), *begun]
 
     def greet(self) -> list[tuple[str, Trust]]:
         """A greeting by the file's template. Raises TokenizerError where it cannot be rendered."""
@@ -124,6 +132,18 @@ def _checked_objects(what: str, values: Sequence[Mapping[str, object]] | None) -
         if not isinstance(value, Mapping):
             raise RequestError(f"{what}[{at}] is a {type(value).__name__}, wanted an object")
     return [dict(value) for value in values]
+
+
+def _beginning(messages: Sequence[Mapping[str, object]]) -> str:
+    """The text of the last message, which an answer goes on from."""
+    content, role = messages[-1].get("content"), messages[-1].get("role")
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    texts = [p.get("text") if isinstance(p, Mapping) and p.get("type") == "text" else None for p in parts]
+    if len(messages) < 2 or role != "assistant" or not all(isinstance(text, str) for text in texts):
+        found = "the only one" if len(messages) < 2 else f"of the {role}" if role != "assistant" else "no text"
+        wanted = "a text of the assistant behind others"
+        raise RequestError(f"{CONTINUES} is true and the last message is {found}, wanted {wanted}", "messages")
+    return "\n\n".join(str(text) for text in texts)
 
 
 def _checked_kwargs(kwargs: Mapping[str, object]) -> dict[str, object]:

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from quarrel.launch.arguments import parse
-from quarrel.launch.main import choose_gpu, end_with, load_options, main, name_of, template_of
+from quarrel.launch.main import choose_gpu, end_with, load_options, main, name_of, origins_of, template_of
 from quarrel.launch.old import old_engine, theirs
+from quarrel.server.origins import Origins
 
 LAUNCHED = [
     *("--model", "m.gguf", "--port", "4711", "--host", "127.0.0.1", "--no-webui", "--offline", "-c", "8192", "-np", "4"),
@@ -28,6 +29,13 @@ def test_what_a_launcher_writes_is_taken_apart() -> None:
     assert (template_of(args), name_of(args)) == ("chatml", "m")
     assert args.summary().startswith("heeds --model m.gguf --port 4711")
     assert args.summary().endswith("passes over --flash-attn auto -b 512 -ub 512")
+
+
+def test_pages_of_other_origins_are_named() -> None:
+    assert origins_of(parse([], {})) == ()
+    given = origins_of(parse(["--cors-origins", "https://a.example, localhost"], {}))
+    assert [o in Origins(given) for o in ("https://a.example", "http://[::1]:3000", "https://localhost")] == [True] * 3
+    assert "http://localhost.a.example" not in Origins(given)
 
 
 def test_the_context_is_shared_by_those_that_run_at_once() -> None:

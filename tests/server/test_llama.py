@@ -201,6 +201,12 @@ def test_embeddings_in_both_forms_and_as_the_model_makes_them(engine: httpx.Clie
     assert openai["data"][0]["embedding"] == pytest.approx(vector, abs=1e-5)
     assert openai["usage"]["prompt_tokens"] == sum(d["tokens_evaluated"] for d in openai["data"])
     ask(engine, "/v1/embeddings", 400)
+    parts = {"content": [{"type": "text", "text": "a "}, {"type": "text", "text": "cat"}]}
+    for same in (parts, {"prompt_string": "a cat"}, [parts]):
+        assert ask(engine, "/v1/embeddings", input=same)["data"][0]["embedding"] == pytest.approx(vector, abs=1e-5)
+    mixed = ask(engine, "/v1/embeddings", input=["a dog", [656, "cat", 261], parts, [656]])["data"]
+    assert [row["tokens_evaluated"] for row in mixed] == [3, 3, 3, 1]
+    ask(engine, "/v1/embeddings", 400, input=[{}])
 
 
 def test_what_the_server_says_of_itself(engine: httpx.Client) -> None:

@@ -381,6 +381,11 @@ def test_only_a_reranker_ranks(live: Live, tmp_path: Path) -> None:
         assert len(rows) == 2
         assert rows[0]["relevance_score"] >= rows[1]["relevance_score"]
         alone = made.client.post("/v1/rerank", json={**body, "documents": [rows[0]["document"]["text"]]}).json()
+        texts = {"query": body["query"], "texts": ["a queen", "rain", "the king"]}
+        tei = made.client.post("/v1/rerank", json={**texts, "top_n": 2, "return_text": True}).json()
+        assert [(r["index"], r["score"]) for r in tei] == [(r["index"], r["relevance_score"]) for r in rows]
+        assert [r["text"] for r in tei] == [r["document"]["text"] for r in rows]
+        assert made.client.post("/v1/rerank", json={**body, **texts}).status_code == 400
         assert alone["results"][0]["relevance_score"] == pytest.approx(rows[0]["relevance_score"], rel=1e-3, abs=1e-4)
 
 

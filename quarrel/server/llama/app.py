@@ -47,7 +47,7 @@ def build(settings: Settings, llm: Model) -> LlamaServer:
     keys = Keyring(settings.data_dir, settings.api_key)
     settings.check(bool(keys.keys()))
     limits, traces = Limits(settings.rates, settings.shared_limits, settings.timeout + settings.grace), Traces()
-    models = ModelManager(settings.models, None, lambda source: llm)
+    models = ModelManager(settings.models, None, lambda source: llm, any_name=True)
     metrics = Metrics(models)
     dispatcher = Dispatcher(models, settings, limits, metrics, traces)
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from quarrel.engine import Sampling
 from quarrel.llm import Structure
 from quarrel.server.errors import Refused
-from quarrel.server.fields import Body, Ids, Number, Text
+from quarrel.server.fields import Body, Number, Text
 from quarrel.server.reader import Reading
 from quarrel.server.schemas import ChatBody as OpenAIChatBody
 
@@ -217,9 +217,19 @@ class DetokenizeBody(Body):
 class ChatBody(Samplers, OpenAIChatBody):  # type: ignore[misc]
     """OpenAI's, with llama-server's sampling parameters."""
 
-    add_generation_prompt: StrictBool | None = None
+    verbose: StrictBool | None = None
     reasoning_format: StrictStr | None = None
     """none: thoughts stay in the text, between their tags."""
+
+    def variables(self) -> dict[str, Any]:
+        """A conversation that ends with the assistant's words goes on from them."""
+        roles = [m.role for m in self.messages[-2:]]
+        if roles == ["assistant", "assistant"]:
+            text = "Cannot have 2 or more assistant messages at the end of the list."
+            raise Refused(400, "invalid_request", text, param="messages")
+        begun = len(self.messages) > 1 and roles[-1] == "assistant" and self.messages[-1].tool_calls is None
+        plain = self.continue_final_message is None and self.add_generation_prompt is None
+        return {**({"continue_final_message": True} if begun and plain else {}), **super().variables()}
 
     def sampling(self) -> Sampling:
         options = self.shared()
@@ -243,9 +253,30 @@ class ChatBody(Samplers, OpenAIChatBody):  # type: ignore[misc]
         return super().form() or OpenAIChatBody.form(self)
 
 
+class TextPart(Body):
+    type: Literal["text"]
+    text: Text
+
+
+class Words(Body):
+    """A text as an object."""
+
+    prompt_string: Text | None = None
+    content: Annotated[list[TextPart], Field(max_length=4096)] | None = None
+
+    def text(self) -> str:
+        if self.prompt_string is None and self.content is None:
+            raise Refused(400, "invalid_request", 'an entry of the input has neither "prompt_string" nor "content"')
+        return "".join(part.text for part in self.content or ()) if self.prompt_string is None else self.prompt_string
+
+
+Entry = TextOrIds | Words
+Entries = Entry | Annotated[list[Entry], Field(min_length=1, max_length=2048)]
+
+
 class EmbeddingBody(Body):
-    content: TextOrIds | Annotated[list[TextOrIds], Field(min_length=1, max_length=2048)] | None = None
-    input: Text | Ids | Annotated[list[Text | Ids], Field(min_length=1, max_length=2048)] | None = None
+    content: Entries | None = None
+    input: Entries | None = None
     model: StrictStr | None = None
     embd_normalize: Int | None = None
     """-1: vectors as the model makes them; all else: of length 1."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -19,10 +20,11 @@ from quarrel.server.errors import Refused, llama_body
 from quarrel.server.lines import DONE, SSE
 from quarrel.server.lines import event as line
 from quarrel.server.llama.bodies import ChatBody
-from quarrel.server.llama.completion import biases, check_room, keep_of, probability, service_of, timings
+from quarrel.server.llama.completion import biases, check_room, final, keep_of, probability, service_of, timings
 from quarrel.server.llama.slots import Slots
 from quarrel.server.llama.table import Routes
 from quarrel.server.openai import FINGERPRINT, _Chat, _usage
+from quarrel.server.settings import Settings
 
 Json = dict[str, Any]
 
@@ -36,9 +38,31 @@ def routes(dispatcher: Dispatcher, slots: Slots) -> Routes:
         body, headers = await read_body(request, ChatBody, dispatcher)
         return await _answer(dispatcher, slots, request, body, headers)
 
+    async def count(request: Request) -> Response:
+        """How many tokens a conversation's prompt has."""
+        body, headers = await read_body(request, ChatBody, dispatcher)
+        messages, reading = [m.plain() for m in body.messages], body.reading()
+
+        def work(llm: Model) -> int:
+            more: Any = {"effort": body.reasoning_effort, "template_kwargs": variables(dispatcher.settings, body)}
+            return len(chat_request(llm, dispatcher.settings.chat_template, messages, reading, **more).tokens)
+
+        async with dispatcher.models.use(None) as (_, llm):
+            tokens = await asyncio.to_thread(work, llm)
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens}, headers=headers)
+
     for path in ("/v1/chat/completions", "/chat/completions"):
         router.post(path)(chat)
+        router.post(f"{path}/input_tokens")(count)
     return router
+
+
+def variables(settings: Settings, body: ChatBody) -> Json:
+    """What llama-server tells templates, before what the request does: whether to think, and the day."""
+    made: Json = {form: time.strftime(text) for form, text in (("date_string", "%d %b %Y"), ("datetime", "%b %d %Y"))}
+    effort = body.reasoning_effort
+    made["enable_thinking"] = settings.thinking if effort is None else effort != "none"
+    return made | body.variables()
 
 
 async def _answer(
@@ -59,7 +83,7 @@ async def _answer(
             messages,
             reading,
             effort=body.reasoning_effort,
-            template_kwargs=body.chat_template_kwargs,
+            template_kwargs=variables(dispatcher.settings, body),
             service=service_of(service, body.cache_prompt),
             structure=structure,
             adapter=body.adapter or dispatcher.settings.adapter,
@@ -85,6 +109,8 @@ async def _answer(
                 if result.logprobs is not None:
                     choice["logprobs"] = {"content": [probability(e, generation.llm) for e in result.logprobs]}
             more = {"object": "chat.completion", "usage": _usage(listed, n), "timings": timings(listed[0])}
+            if dispatcher.settings.verbose if body.verbose is None else body.verbose:
+                more["__verbose"] = final(listed[0], 0, generation, -1)
             return {"choices": choices, **named(generation), **more}
 
         async def work() -> Json:

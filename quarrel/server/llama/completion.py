@@ -145,7 +145,7 @@ async def _answer(
             async with admission as generation:
                 with slots.taken(generation, body.id_slot) as ids:
                     found = await results(generation, settings.timeout)
-                made = [_final(r, i, generation, body, ids[i], whole=True) for i, r in enumerate(found)]
+                made = [final(r, i, generation, ids[i], tokens=bool(body.return_tokens)) for i, r in enumerate(found)]
             return JSONResponse(made[0] if len(made) == 1 else made, headers=headers)
 
         return await cancel_on_disconnect(request, work())
@@ -153,7 +153,7 @@ async def _answer(
     async def events(generation: Generation) -> AsyncIterator[str]:
         with slots.taken(generation, body.id_slot) as ids:
             for which in range(len(generation.streams)):
-                partial = _Partial(which, generation, body, ids[which])
+                partial = _Partial(which, generation, ids[which])
                 async for burst in bursts(generation, which, settings.timeout):
                     yield "".join(event(row) for chunk in burst for row in partial.rows(chunk))
 
@@ -166,8 +166,8 @@ async def _answer(
 class _Partial:
     """The events of one stream: one for each token whose text is certain, and the last one."""
 
-    def __init__(self, index: int, generation: Generation, body: CompletionBody, slot: int) -> None:
-        self._index, self._generation, self._body, self._slot = index, generation, body, slot
+    def __init__(self, index: int, generation: Generation, slot: int) -> None:
+        self._index, self._generation, self._slot = index, generation, slot
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         self._made = 0
@@ -182,7 +182,7 @@ class _Partial:
         if chunk.text:  # an event without a text would look like a model that repeats itself
             rows.append(self._row(chunk.text))
         if chunk.result is not None:
-            rows.append(_final(chunk.result, self._index, self._generation, self._body, self._slot, whole=False))
+            rows.append(final(chunk.result, self._index, self._generation, self._slot, whole=False))
         return rows
 
     def _row(self, text: str) -> Json:
@@ -201,13 +201,16 @@ class _Partial:
         return row
 
 
-def _final(result: Result, index: int, generation: Generation, body: CompletionBody, slot: int, *, whole: bool) -> Json:
+def final(
+    result: Result, index: int, generation: Generation, slot: int, *, tokens: bool = True, whole: bool = True
+) -> Json:
+    """What a completion ends with. tokens, whole: with the ids, and with the text."""
     request = generation.requests[index]
     prompt, made = result.usage.prompt_tokens, drawn(result)
     row = {
         "index": index,
         "content": result.text if whole else "",
-        "tokens": list(result.token_ids) if whole and body.return_tokens else [],
+        "tokens": list(result.token_ids) if whole and tokens else [],
         "id_slot": slot,
         "stop": True,
         "model": generation.model,
@@ -264,6 +267,7 @@ def settings_of(params: Any, seed: int) -> Json:
         *("temperature", "dynatemp_range", "dynatemp_exponent", "top_k", "top_p", "min_p", "top_n_sigma", "typical_p"),
         *("xtc_probability", "xtc_threshold", "presence_penalty", "frequency_penalty"),
         *("dry_multiplier", "dry_base", "dry_allowed_length", "mirostat", "mirostat_tau", "mirostat_eta", "ignore_eos"),
+        *("adaptive_target", "adaptive_decay"),
     )
     row: Json = {"seed": seed, **{name: getattr(params, name) for name in same}}
     limit = -1 if params.max_tokens is None else params.max_tokens

@@ -13,7 +13,7 @@ from quarrel.server.body import read_body
 from quarrel.server.dispatch import Dispatcher, cancel_on_disconnect
 from quarrel.server.errors import Refused
 from quarrel.server.llama import chat, completion, slots
-from quarrel.server.llama.bodies import ChatBody, DetokenizeBody, EmbeddingBody, TokenizeBody
+from quarrel.server.llama.bodies import ChatBody, DetokenizeBody, EmbeddingBody, TokenizeBody, Words
 from quarrel.server.llama.completion import prompt_ids, settings_of
 from quarrel.server.llama.table import Routes
 from quarrel.server.metrics import TEXT, Metrics
@@ -74,7 +74,7 @@ def routes(dispatcher: Dispatcher, metrics: Metrics) -> Routes:
                 add_generation_prompt=body.add_generation_prompt is not False,
                 tools=tools,
                 template=dispatcher.settings.chat_template,
-                kwargs=body.chat_template_kwargs,
+                kwargs=chat.variables(dispatcher.settings, body),
             )
 
         async with dispatcher.models.use(None) as (_, llm):
@@ -88,8 +88,7 @@ def routes(dispatcher: Dispatcher, metrics: Metrics) -> Routes:
         if given is None:
             raise Refused(400, "invalid_request", '"input" or "content" must be provided')
         async with dispatcher.models.use(body.model) as (_, llm):
-            texts = [t if isinstance(t, str) else prompt_ids(llm, t) for t in _several(given)]
-            made = await cancel_on_disconnect(request, _embed(dispatcher, request, llm, texts, body))
+            made = await cancel_on_disconnect(request, _embed(dispatcher, request, llm, given, body))
         rows = [{"index": i, "embedding": [[float(x) for x in v]]} for i, v in enumerate(made.vectors)]
         return JSONResponse(rows, headers=headers)
 
@@ -103,7 +102,7 @@ def routes(dispatcher: Dispatcher, metrics: Metrics) -> Routes:
         if body.input is None:
             raise Refused(400, "invalid_request", '"input" must be provided')
         async with dispatcher.models.use(body.model) as (name, llm):
-            made = await cancel_on_disconnect(request, _embed(dispatcher, request, llm, _several(body.input), body))
+            made = await cancel_on_disconnect(request, _embed(dispatcher, request, llm, body.input, body))
         encoding = body.encoding_format or "float"
         rows = [
             {"object": "embedding", "index": i, "embedding": _vector(v, encoding), "tokens_evaluated": int(n)}
@@ -129,13 +128,17 @@ def routes(dispatcher: Dispatcher, metrics: Metrics) -> Routes:
 
 
 def _several(given: Any) -> list[Any]:
+    if isinstance(given, Words):
+        return [given.text()]
+    given = given if isinstance(given, str) else [g.text() if isinstance(g, Words) else g for g in given]
     if isinstance(given, str) or all(isinstance(x, int) for x in given):
         return [given]
     mixed = any(isinstance(x, int) for x in given)
     return [given] if mixed else list(given)
 
 
-async def _embed(dispatcher: Dispatcher, request: Request, llm: Model, texts: list[Any], body: EmbeddingBody) -> Any:
+async def _embed(dispatcher: Dispatcher, request: Request, llm: Model, given: Any, body: EmbeddingBody) -> Any:
+    texts = [t if isinstance(t, str) else prompt_ids(llm, t) for t in _several(given)]
     plain = body.embd_normalize is not None and body.embd_normalize < 0
     return await dispatcher.embed(request.state.caller, llm, texts, body.dimensions, normalize=not plain)
 
@@ -156,7 +159,9 @@ def _piece(llm: Model, id: int) -> str | list[int]:
 
 def _props(dispatcher: Dispatcher, name: str, llm: Model) -> Json:
     tokenizer, explanation = llm.tokenizer, llm.explain()
-    params: Any = {**settings_of(llm.defaults, -1), "stream": False, "n_predict": -1, "max_tokens": -1}
+    seed = (dispatcher.settings.sampling or {}).get("seed")
+    params: Any = settings_of(llm.defaults, -1 if seed is None else seed)
+    params |= {"stream": False, "n_predict": -1, "max_tokens": -1}
     template = dispatcher.settings.chat_template or tokenizer.chat_template or ""
     return {
         "default_generation_settings": {"params": params, "n_ctx": llm.n_ctx, "id": 0, "is_processing": False},

@@ -124,6 +124,8 @@ def routes(dispatcher: Dispatcher, slots: Slots) -> Routes:
     @router.get("/slots")
     async def listed(request: Request) -> Response:
         """As many as requests run at once."""
+        if not dispatcher.settings.slots:
+            raise Refused(501, "not_supported", "This server does not support slots endpoint. Start it with `--slots`")
         async with dispatcher.models.use(None) as (_, llm):
             rows = [_row(i, slot, llm) for i, slot in enumerate(slots.of(llm))]
         if request.query_params.get("fail_on_no_slot") and all(row["is_processing"] for row in rows):
