@@ -184,6 +184,8 @@ def _clip(c: Config) -> dict[str, Any]:
         "use_gelu": kind == "gelu",
         "vision.image_size": c.integer("image_size"),
         "vision.block_count": _read_blocks(c),
+        # Without it llama.cpp leaves the last layer out.
+        "vision.feature_layer": [_read_blocks(c)],
     }
 
 

@@ -149,8 +149,15 @@ class Eyes:
             raise RequestError(f"the messages hold {len(sources)} images, wanted at most {MOST_IMAGES}", "messages")
         new = {id(part): _source(part) for part in sources if id(part) not in decoded}
         for key, source in self._fetched(new).items():
-            decoded[key] = self.decoder.picture(source, self.preparation)
+            decoded[key] = self._placeable(self.decoder.picture(source, self.preparation))
         return [decoded[id(part)] for part in sources]
+
+    def _placeable(self, picture: Picture) -> Picture:
+        longest, tower = max(picture.grid) * self.tower.merge, self.tower
+        if tower.places == "by axis" and longest > tower.grid:
+            said = f"an image is {longest} patches long, and the model has places for {tower.grid}"
+            raise RequestError(f"{said}: send one that is nearer to a square", "image")
+        return picture
 
     def _fetched(self, sources: Mapping[int, object]) -> dict[int, object]:
         """With bytes in the place of addresses: all together within the limits of one."""

@@ -260,11 +260,13 @@ def _read_pixtral(keys: Keys, tensors: Tensors, kind: str) -> Tower:
 def _read_mlp(keys: Keys, tensors: Tensors, kind: str) -> Tower:
     gelu = keys.metadata.bool("clip.use_gelu", False)
     _activation(keys, "gelu" if gelu else "none")
-    for key in ("clip.vision.feature_layer", "clip.vision.image_grid_pinpoints"):
-        if key in keys.metadata:
-            raise UnsupportedModel(
-                f"the key {key} asks for several layers or for tiles, which this version's towers do not have"
-            )
+    layers, tiles = (f"clip.vision.{name}" for name in ("feature_layer", "image_grid_pinpoints"))
+    last = [keys.int("block_count", lo=1, hi=MAX_LAYERS)]
+    others = layers in keys.metadata and list(keys.metadata.ints(layers, lo=0, hi=MAX_LAYERS)) != last
+    if others or tiles in keys.metadata:
+        raise UnsupportedModel(
+            f"the key {layers if others else tiles} asks for other layers or for tiles, which this version's towers lack"
+        )
     side, patch = keys.int("image_size", lo=1, hi=1 << 14), keys.int("patch_size", lo=1, hi=256)
     n, table = keys.int("embedding_length", lo=1, hi=MAX_WIDTH), tensors.shape("position_embd.weight")
     if side % patch or table != (1 + (side // patch) ** 2, n):

@@ -190,7 +190,7 @@ def gemma4(folder: Path, kind: str) -> None:
         "num_key_value_heads": 2,
         "head_dim": 16,
         "patch_size": patch,
-        "position_embedding_size": 24,
+        "position_embedding_size": 72,
         "standardize": not small,
         "use_clipped_linears": small,
     }

@@ -7,6 +7,7 @@ import pytest
 
 import quarrel
 from quarrel.cpu_backend.backend import create
+from quarrel.errors import RequestError
 from quarrel.ops.contract import rel_error
 from tests.sight import WHOLE, WHOLES, whole_logits
 
@@ -33,3 +34,12 @@ def test_a_message_with_a_picture_becomes_the_tokens_of_its_family(kind: str) ->
     around = [*wanted[5:first], *[pad] * image.tokens, *wanted[last + 1 : -6]]
     first = int(request.tokens[0] == 2)  # gemma4's text begins with <bos>
     assert list(request.tokens[first : first + len(around)]) == around
+
+
+def test_an_image_that_is_longer_than_the_table_of_positions_is_refused_before_it_is_encoded() -> None:
+    parts = [{"type": "image", "image": np.zeros((24, 96, 3), np.uint8)}]
+    with quarrel.load(WHOLE / "gemma4", backend="cpu", n_ctx=512) as llm:
+        with pytest.raises(
+            RequestError, match="is 99 patches long, and the model has places for 72: send one that is nearer"
+        ):
+            llm.prepare(messages=[{"role": "user", "content": parts}], template="{{ messages[0].content }}")

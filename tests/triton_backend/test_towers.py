@@ -8,7 +8,7 @@ import pytest
 from quarrel.ops.contract import rel_error
 from quarrel.triton_backend.backend import create
 from tests.paths import need_cases
-from tests.sight import CASES, EYES, KINDS, encoded_rows, image_rows, on, text_logits
+from tests.sight import CASES, EYES, KINDS, WHOLE, WHOLES, encoded_rows, image_rows, on, text_logits, whole_logits
 from tests.triton_backend.test_models import EVERYTHING
 
 
@@ -20,6 +20,11 @@ def test_an_image_is_seen_as_by_an_independent_implementation(case: str) -> None
     assert rel_error(text_logits(folder, rows, grid, run), np.load(folder / "image_logits_hf.npy")) < 1e-5
 
 
-@pytest.mark.parametrize("kind", KINDS if EVERYTHING else (KINDS[2], KINDS[-1]))
+@pytest.mark.parametrize("kind", KINDS if EVERYTHING else KINDS[2:3])
 def test_every_kind_of_tower_sees_as_the_original(kind: str) -> None:
     assert rel_error(encoded_rows(kind, create())[0], np.load(EYES / kind / "rows.npy")) < 1e-5
+
+
+@pytest.mark.parametrize("kind", WHOLES if EVERYTHING else WHOLES[3:4])
+def test_a_folder_sees_a_picture_as_transformers_does(kind: str) -> None:
+    assert rel_error(whole_logits(kind, create()), np.load(WHOLE / kind / "logits.npy")) < 1e-5

@@ -83,6 +83,7 @@ def _tower(shape: TowerShape, weights: dict[str, np.ndarray]) -> GGUFWriter:
         "vision.embedding_length": shape.width,
         "vision.feed_forward_length": shape.wide,
         "vision.block_count": shape.blocks,
+        "vision.feature_layer": [shape.blocks],
         "vision.attention.head_count": shape.heads,
         "vision.attention.layer_norm_epsilon": shape.eps,
         "vision.projection_dim": TEXT.embedding_length,
