@@ -110,3 +110,9 @@ def test_an_image_that_does_not_fit_and_what_the_properties_say(engine: httpx.Cl
     answer = engine.get("/props").json()
     assert (answer["media_marker"], answer["modalities"]["vision"]) == (MARK, True)
     assert engine.post("/infill", json={"prompt": seen(MARK, image())}).status_code in (400, 501)
+
+
+@pytest.mark.parametrize("path", ["/embedding", "/v1/embeddings"])
+def test_images_where_vectors_are_made_are_refused_in_a_sentence(engine: httpx.Client, path: str) -> None:
+    answer = engine.post(path, json={"input": seen(f"What is {MARK}?", image())})
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "input is an object, wanted a text or a list")
