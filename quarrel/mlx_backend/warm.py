@@ -1,8 +1,8 @@
 """Steps that are run once while a model loads: to measure what its values reach, and to build its kernels.
 
 MLX builds a Metal kernel when it is first evaluated. Kernels differ by how many rows a launch has (1, 2 or 4 that decode,
-up to 32 of prompts or more) and by whether both kinds share a step, never by what the rows are. What these steps write to
-the cache is never read: a sequence reads its own keys.
+up to 32 of prompts, or more, on M5 256) and by whether both kinds share a step, never by what the rows are. What these
+steps write to the cache is never read: a sequence reads its own keys.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from collections.abc import Callable
 
 import numpy as np
 
+from quarrel.mlx_backend.linear.dense import LEAST_ROWS
 from quarrel.mlx_backend.step import MlxStep
 from quarrel.ops.contract import Array
 from quarrel.ops.step import LIST_INPUTS, SampleInputs, StepInputs, Want
 
-_KINDS = ((1,), (1, 1), (1, 1, 1, 1), (8,), (40,), (1, 8))
+_KINDS = ((1,), (1, 1), (1, 1, 1, 1), (8,), (40,), (1, 8), (LEAST_ROWS,))
 """New tokens of each sequence of a step."""
 _MEASURED = ((40,), (8,), (1,))
 """The first of these that fits is measured."""

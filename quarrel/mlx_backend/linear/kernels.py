@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from quarrel.env import read_environment
+from quarrel.mlx_backend.linear.dense import LEAST_ROWS, dense
 from quarrel.mlx_backend.linear.matmul import matmul
 from quarrel.mlx_backend.linear.matvec import matvec
 from quarrel.mlx_backend.linear.product import Product
 from quarrel.mlx_backend.linear.quantized import EXACT, quantized
+from quarrel.mlx_backend.runtime.kernel import generation
 from quarrel.mlx_backend.runtime.launch import RowsFunction
 from quarrel.ops.linear import LinearAddSpec, LinearSpec, NormGateUpSpec, NormLinearSpec
 from quarrel.ops.norm import NormSpec
@@ -24,6 +26,8 @@ Phase = Literal["decode", "prefill"]
 """Rows of sequences that bring one row to the step, and rows of sequences that bring several."""
 
 _MOST_MAPS = 4
+_NEURAL = 17
+"""The generation whose GPUs have matrix units beside their lanes: M5."""
 
 
 @dataclass(frozen=True)
@@ -94,11 +98,15 @@ KERNELS = (
 OF_MLX = tuple(LinearKernel("mx.quantized_matmul", phase, _quantized_declines, quantized) for phase in get_args(Phase))
 """Ahead of ours where QUARREL_METAL is mlx: to compare with."""
 
+OF_M5 = (LinearKernel(f"mx.matmul from {LEAST_ROWS} rows on", "prefill", _matmul_declines, dense),)
+"""Ahead of ours where the GPU has matrix units beside its lanes."""
+
 
 def find(phase: Phase, fusion: Fusion) -> tuple[LinearKernel | None, list[str]]:
     """The first kernel for these rows that takes the fusion, and why the ones before it do not."""
     reasons = []
-    for kernel in (*(OF_MLX if read_environment().metal == "mlx" else ()), *KERNELS):
+    first = (*(OF_MLX if read_environment().metal == "mlx" else ()), *(OF_M5 if generation() >= _NEURAL else ()))
+    for kernel in (*first, *KERNELS):
         if kernel.phase == phase:
             reason = kernel.declines(fusion)
             if reason is None:
@@ -113,4 +121,6 @@ def declined(spec: Any) -> list[str]:
     if fusion is None:
         return []
     taken, reasons = find("prefill", fusion)
+    if taken in OF_M5:
+        return [*reasons, f"{taken.name}, for this GPU has matrix units"]
     return reasons if taken not in OF_MLX else [*reasons, f"QUARREL_METAL=mlx: {taken.name} in place of our kernels"]

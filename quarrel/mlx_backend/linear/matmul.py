@@ -1,14 +1,14 @@
 """Packed weights times many rows: Y = X W^T in tiles of 8x8 SIMD-group products, W decoded on its way to the tile.
 
-A threadgroup of four SIMD-groups makes 64 columns of Y (rows of W) for BM rows of X: 64, or 32 where there are no more or
-two matrices are multiplied at once. Per 32 columns of K each thread decodes one lane's share (16 values) of a row of W and
-loads 16 or 8 values of X into registers, before the barrier behind which the last products are done with the tiles; so its
-loads run while others multiply. A SIMD-group multiplies 32 x BM / 2: 16 products for 8 tile loads. A sum's order is that of
-K, whatever tile it is in and whichever rows are beside it.
+A threadgroup of four SIMD-groups makes 64 columns of Y (rows of W) for BM rows of X: 64, or 32 where there are no more. Of
+gate and up it takes 32 rows each, interleaved by 16, so that a SIMD-group has both of a row. Per 32 columns of K each
+thread decodes one lane's share (16 values) of a row of W and loads 16 or 8 values of X into registers, before the barrier
+behind which the last products are done with the tiles; so its loads run while others multiply. A SIMD-group multiplies
+32 x BM / 2: 16 products for 8 tile loads. A sum's order is that of K, whatever tile it is in and whichever rows are beside.
 
     bytes         W once for every BM rows of X, X once for every 64 rows of W
-    registers     float32 sums of 32 x BM / 2 over 32 lanes: 32 (two matrices: 32), 16 decoded, 16 of X: about 110
-    threadgroup   10 KiB for BM = 64 in half precision, 18 KiB in float32 (27 KiB for two matrices)
+    registers     float32 sums of 32 x BM / 2 over 32 lanes: 32, 16 decoded, 16 of X: about 110
+    threadgroup   10 KiB for BM = 64 in half precision, 18 KiB in float32
     arithmetic    64 FMAs a weight for 64 rows of X; decoding adds 3 to 6 instructions to them, 5 to 10%
 """
 
@@ -22,7 +22,7 @@ from quarrel.mlx_backend.linear.product import Product
 from quarrel.mlx_backend.runtime.kernel import Kernel
 from quarrel.mlx_backend.runtime.launch import cdiv
 
-_ROWS = 64  # of W, a threadgroup
+_ROWS = 64  # of matrices, a threadgroup
 _THREADS = 128
 
 _HEADER = """
@@ -80,17 +80,17 @@ _SOURCE = """
   const int K = sizes[0], N = sizes[1], T = int(x_shape[0]);
   const int thread_at = int(thread_index_in_threadgroup), lane = int(thread_index_in_simdgroup);
   const int place = int(simdgroup_index_in_threadgroup);
-  const int token = int(threadgroup_position_in_grid.x) * BM, row = int(threadgroup_position_in_grid.y) * 64;
-  constexpr int TILES = (64 * MAPS + BM) * STRIDE * sizeof(A) / 4, RESULTS = 4 * MAPS * 32 * LINE;
+  const int token = int(threadgroup_position_in_grid.x) * BM, row = int(threadgroup_position_in_grid.y) * ROWS;
+  constexpr int TILES = (64 + BM) * STRIDE * sizeof(A) / 4, RESULTS = 4 * 32 * LINE;
   constexpr int MEMORY = ((TILES > RESULTS ? TILES : RESULTS) + 3) / 4;
   threadgroup float4 memory[MEMORY];
   threadgroup A* xs = (threadgroup A*)memory;
   threadgroup A* ws = xs + BM * STRIDE;
 @BIND
   // This thread's share of the tiles: half a block of a row of W, and BM / 32 runs of 8 columns of X.
-  const int w_row = metal::min(row + thread_at / 2, N - 1), h = thread_at & 1;
-  simdgroup_matrix<float, 8, 8> sums[MAPS * 4 * J];
-  UNROLL for (int i = 0; i < MAPS * 4 * J; i++) sums[i] = simdgroup_matrix<float, 8, 8>(0.0f);
+  const int w_row = metal::min(row + @W_ROW, N - 1), h = thread_at & 1;
+  simdgroup_matrix<float, 8, 8> sums[4 * J];
+  UNROLL for (int i = 0; i < 4 * J; i++) sums[i] = simdgroup_matrix<float, 8, 8>(0.0f);
   const int w_first = place % 2 * 32, x_first = place / 2 * (BM / 2);
   for (int column = 0; column < K; column += 32) {
 @DECODE
@@ -107,21 +107,14 @@ _SOURCE = """
       put(xs + run / 4 * STRIDE + run % 4 * 8, values[i]);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-@MULTIPLY
+    multiply_tiles<J>(ws + w_first * STRIDE, xs + x_first * STRIDE, sums);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  threadgroup float* results = (threadgroup float*)memory + place * (MAPS * 32 * LINE);
-  const int out = row + w_first + lane;
+  threadgroup float* results = (threadgroup float*)memory + place * (32 * LINE);
   UNROLL for (int j = 0; j < J; j++) {
-@LAY_OUT
+    lay_out<J>(sums, j, results);
     simdgroup_barrier(mem_flags::mem_threadgroup);
-    UNROLL for (int t = 0; t < 8; t++) {
-      const int to = token + x_first + j * 8 + t;
-      if (out < N && to < T) {
-        const ulong at = ulong(to) * ulong(N) + ulong(out);
-        @STORE
-      }
-    }
+@STORE
     simdgroup_barrier(mem_flags::mem_threadgroup);
   }
 """
@@ -146,27 +139,54 @@ struct Run<true> {
 """
 
 
+_STORE = """    const int out = row + w_first + lane;
+    UNROLL for (int t = 0; t < 8; t++) {
+      const int to = token + x_first + j * 8 + t;
+      if (out < N && to < T) {
+        const ulong at = ulong(to) * ulong(N) + ulong(out);
+        @FINISH
+      }
+    }"""
+
+_STORE_GATED = """    // 16 rows of gate, and the same of up: a lane takes half of the 8 rows of X.
+    const int out = row + w_first / 2 + lane % 16;
+    UNROLL for (int i = 0; i < 4; i++) {
+      const int t = lane / 16 * 4 + i, to = token + x_first + j * 8 + t;
+      if (out < N && to < T) {
+        const ulong at = ulong(to) * ulong(N) + ulong(out);
+        @FINISH
+      }
+    }"""
+
+
 def _text(product: Product) -> str:
-    maps = range(len(product.maps))
+    gated, types = product.activation is not None, {m.weight.type for m in product.maps}
+    bind = "".join("  " + m.weight.bind("K", f"w{i}") for i, m in enumerate(product.maps))
+    # Threads of a SIMD-group decode rows of one matrix.
+    if not gated:
+        sources = [("", "w0")]
+    elif len(types) == 1:
+        bind += "  const decltype(w0) w = place % 2 == 0 ? w0 : w1;\n"
+        sources = [("", "w")]
+    else:
+        sources = [("if (place % 2 == 0) ", "w0"), ("if (place % 2 == 1) ", "w1")]
+    value, more = "results[lane * LINE + t]", "results[(16 + lane % 16) * LINE + t]"
     pieces = {
-        "@BIND": "".join("  " + product.maps[i].weight.bind("K", f"w{i}") for i in maps),
+        "@BIND": bind,
+        "@W_ROW": "thread_at / 64 * 16 + thread_at / 2 % 16" if gated else "thread_at / 2",
         "@DECODE": "".join(
-            f"    typename decltype(w{i})::Q q{i}[16];\n    w{i}.part(w_row, column >> 5, h, q{i});\n"
-            f"    const float4 s{i} = w{i}.scales(w_row, column >> 5);\n"
-            for i in maps
+            f"    typename decltype({w})::Q q_{w}[16];\n    float4 s_{w};\n"
+            f"    {when}{{\n      {w}.part(w_row, column >> 5, h, q_{w});\n"
+            f"      s_{w} = {w}.scales(w_row, column >> 5);\n    }}\n"
+            for when, w in sources
         ),
         "@PUT": "".join(
-            f"    put_part<A, decltype(w{i})>(ws + ({i} * 64 + thread_at / 2) * STRIDE, h, q{i}, s{i});\n" for i in maps
+            f"    {when}put_part<A, decltype({w})>(ws + thread_at / 2 * STRIDE, h, q_{w}, s_{w});\n" for when, w in sources
         ),
-        "@MULTIPLY": "".join(
-            f"    multiply_tiles<J>(ws + ({i} * 64 + w_first) * STRIDE, xs + x_first * STRIDE, sums + {i} * 4 * J);\n"
-            for i in maps
-        ),
-        "@LAY_OUT": "".join(f"    lay_out<J>(sums + {i} * 4 * J, j, results + {i} * 32 * LINE);\n" for i in maps),
+        "@STORE": _STORE_GATED.replace("@FINISH", product.finish_gated("results[lane % 16 * LINE + t]", more, "at", "out"))
+        if gated
+        else _STORE.replace("@FINISH", product.finish(value, 0, "at", "out")),
         "@TAIL": str(product.tail).lower(),
-        "@STORE": product.finish_gated("results[lane * LINE + t]", "results[(32 + lane) * LINE + t]", "at", "out")
-        if product.activation
-        else product.finish("results[lane * LINE + t]", 0, "at", "out"),
     }
     text = _SOURCE
     for mark, piece in pieces.items():
@@ -182,12 +202,13 @@ def matmul(product: Product) -> Callable[..., list[mx.array]]:
     kernel = Kernel(product.name("matmul"), product.inputs(), ("y0",), _text(product), header)
     constants = product.constants()
     (n, out), *_ = product.outs
+    rows = _ROWS // len(product.maps)
 
     def run(x: mx.array, residual: mx.array | None = None) -> list[mx.array]:
         count = x.shape[0]
-        tile = 32 if product.activation or count <= 32 else 64
-        template = [*product.template(), ("MAPS", len(product.maps)), ("BM", tile), ("A", product.act), ("X", x.dtype)]
-        groups = (cdiv(count, tile), cdiv(n, _ROWS))
+        tile = 32 if count <= 32 else 64
+        template = [*product.template(), ("ROWS", rows), ("BM", tile), ("A", product.act), ("X", x.dtype)]
+        groups = (cdiv(count, tile), cdiv(n, rows))
         return kernel(product.arrays(x, constants, residual), [(count, n)], [out], groups, (_THREADS,), template)
 
     return run

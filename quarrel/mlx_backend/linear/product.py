@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -104,6 +104,29 @@ class Product:
             for i, (value, m) in enumerate(zip((gate, up), self.maps, strict=True))
         )
         return f"y0[{at}] = Y0(activate<KIND>({first}) * ({second}));"
+
+    def finish_arrays(self, results: Sequence[mx.array], residual: mx.array | None) -> list[mx.array]:
+        """The same by MLX's operations, which `mx.compile` fuses: of every map's product in float32."""
+        biases = [0 if m.bias is None else m.bias[: m.weight.rows] for m in self.maps]
+        values = [y + b for y, b in zip(results, biases, strict=True)]
+        if self.activation is not None:
+            gate, up = values
+            values = [_ACTIVATIONS[self.activation](gate) * up]
+        if self.alpha is not None and residual is not None:
+            values = [residual + self.alpha * values[0]]
+        return [y.astype(out) for y, (_, out) in zip(values, self.outs)]
+
+
+def _gelu(x: mx.array) -> mx.array:
+    return 0.5 * x * (1.0 + mx.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+
+
+_ACTIVATIONS: dict[str, Callable[[mx.array], mx.array]] = {
+    "silu": lambda x: x * mx.sigmoid(x),
+    "gelu_tanh": _gelu,
+    "sigmoid": mx.sigmoid,
+    "identity": lambda x: x,
+}
 
 
 def at_least(vector: mx.array) -> mx.array:

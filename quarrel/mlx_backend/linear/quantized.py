@@ -59,27 +59,9 @@ def quantized(product: Product) -> Callable[..., list[mx.array]]:
         if product.gain is not None:
             x = mx.fast.rms_norm(x.astype(mx.float32), product.gain.astype(mx.float32), product.eps)
         x, results = x.astype(kind), []
-        for m, (arrays, bits, mode) in zip(product.maps, weights):
+        for arrays, bits, mode in weights:
             y = mx.quantized_matmul(x, *arrays, transpose=True, group_size=_GROUP, bits=bits, mode=mode)
-            y = y.astype(mx.float32)
-            results.append(y if m.bias is None else y + m.bias[: m.weight.rows])
-        if product.activation is not None:
-            gate, up = results
-            results = [_ACTIVATIONS[product.activation](gate) * up]
-        if product.alpha is not None and residual is not None:
-            results = [residual + product.alpha * results[0]]
-        return [y.astype(out) for y, (_, out) in zip(results, product.outs)]
+            results.append(y.astype(mx.float32))
+        return product.finish_arrays(results, residual)
 
     return run
-
-
-def _gelu(x: mx.array) -> mx.array:
-    return 0.5 * x * (1.0 + mx.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
-
-
-_ACTIVATIONS: dict[str, Callable[[mx.array], mx.array]] = {
-    "silu": lambda x: x * mx.sigmoid(x),
-    "gelu_tanh": _gelu,
-    "sigmoid": mx.sigmoid,
-    "identity": lambda x: x,
-}

@@ -7,6 +7,7 @@ whatever a test has put in its place.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -79,6 +80,12 @@ def _made(kernel: Kernel, factory: Callable[..., Any]) -> Any:
 def runs_metal() -> bool:
     """Whether calling a kernel can work: on Metal, or where another maker has been put in MLX's place."""
     return mx.metal.is_available() or type(mx.fast.metal_kernel) is not type(mx.fast.rms_norm)
+
+
+def generation() -> int:
+    """Of the GPU: 13 is M1's, 17 M5's; 0 where there is none, or its name says nothing."""
+    found = re.match(r"applegpu_g(\d+)", str(mx.device_info().get("architecture", ""))) if not emulated() else None
+    return int(found[1]) if found else 0
 
 
 def emulated() -> bool:
