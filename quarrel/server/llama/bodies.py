@@ -265,6 +265,8 @@ class Words(Body):
     content: Annotated[list[TextPart], Field(max_length=4096)] | None = None
 
     def text(self) -> str:
+        if "multimodal_data" in (self.model_extra or {}):
+            raise Refused(400, "unsupported", "vectors are made of texts alone: leave multimodal_data out", param="input")
         if self.prompt_string is None and self.content is None:
             raise Refused(400, "invalid_request", 'an entry of the input has neither "prompt_string" nor "content"')
         return "".join(part.text for part in self.content or ()) if self.prompt_string is None else self.prompt_string
