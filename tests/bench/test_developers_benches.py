@@ -9,6 +9,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,6 +59,20 @@ def test_vectors_are_compared_with_plain_loops_that_give_the_same_values() -> No
     wrong = replace(subjects()[0], want=subjects()[0].want * 2)
     with pytest.raises(SystemExit, match="is wrong: nothing is timed"):
         measure(wrong, features.level(), 16, 0.01)
+
+
+@pytest.mark.parametrize("name", ["F16", "Q8_0"])
+@pytest.mark.parametrize("rows", [1, 9])
+def test_products_that_are_timed_are_right(name: str, rows: int) -> None:
+    from bench.ops.cpu_products import least, ours
+    from quarrel.gguf import GGMLType
+    from quarrel.gguf.quantize import quantize
+
+    rng = np.random.default_rng(0)
+    values, x = (rng.standard_normal((n, 320)).astype(np.float32) for n in (20, rows))
+    run = ours(name, quantize(values, GGMLType[name]).view(np.uint8), x)
+    assert np.abs(run() - x @ values.T).max() < 0.05 * np.abs(x @ values.T).max()
+    assert least([run], 0.001)[0] > 0
 
 
 def test_the_tuner_lists_what_is_in_force_first_and_changes_it_only_for_a_gain() -> None:

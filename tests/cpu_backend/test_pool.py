@@ -92,6 +92,34 @@ def test_jobs_of_one_stage_share_its_chunks() -> None:
     pool.close()
 
 
+def held_up() -> KernelDef:
+    """Every chunk counts itself; the thread that counts first stands still, as one without its core does, until all others
+    are counted or it has looked some billion times."""
+
+    def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
+        others, looks = a.live_n - 1, k.var(k.i64(1 << 32))
+        with k.when(runner._atomic_add(k, a.count, 1).eq(0)):
+            with k.loop_while(lambda: k.select(runner._atomic_load(k, a.count) <= others, looks.v, 0) > 0):
+                looks.v = looks.v - 1
+            k.store(looks.v, a.left)
+
+    return KernelDef("test/held_up", ("live_n", "count", "left"), body)
+
+
+def test_a_thread_that_stands_still_holds_up_its_own_chunk_alone() -> None:
+    pool = Pool(features.level(), 2)
+    kernel, header = held_up(), np.array([40], np.int64)
+    count, left = np.zeros(8, np.int64), np.zeros(8, np.int64)
+    block = kernel.pack({"live_n": header.ctypes.data, "count": count.ctypes.data, "left": left.ctypes.data})
+    jobs = np.array([[kernel.address(pool.level), block.ctypes.data, 0, 1, 1]], np.int64)
+    for _ in range(3):
+        count[0] = 0
+        pool.run(StageTable(np.array([[0, 1]], np.int64), jobs, header, 64, (block,)))
+        assert count[0] == 40
+        assert left[0] > 0, "the others' chunks waited for the thread that stood still"
+    pool.close()
+
+
 def test_two_callers_take_turns() -> None:
     pool = Pool(features.level(), 2)
     works = [Ring(pool, 20) for _ in range(2)]

@@ -13,7 +13,7 @@ from quarrel.cpu_backend.formats.block import BlockFormat
 from quarrel.cpu_backend.linear.epilogue import OUTPUT_FIELDS, Output
 from quarrel.cpu_backend.linear.floats import exact_rows, exact_scratch, float_rows
 from quarrel.cpu_backend.linear.matvec import MATRIX_FIELDS, MATVEC_ROWS, Matrix, Rows, matvec_rows
-from quarrel.cpu_backend.linear.tile import LANES, shapes, tile_rows, tile_scratch
+from quarrel.cpu_backend.linear.tile import LANES, tile_rows, tile_scratch, vectors
 from quarrel.cpu_backend.runtime.abi import Fields, KernelDef
 from quarrel.cpu_backend.runtime.features import Level
 from quarrel.cpu_backend.runtime.ir import I32, I64, Kernel, Val
@@ -47,7 +47,7 @@ def _expert_rows(stack: Matrix, expert: Val) -> Matrix:
 
 def expert_tile(fmt: BlockFormat, level: Level, tail: bool, k_padded: int, shared: int) -> KernelDef:
     """Chunk (i, tile): weight rows of the i-th active expert, activations rounded to 8 bits."""
-    step = LANES * shapes(level)[0].vectors
+    step = LANES * vectors(level)
 
     def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
         n_tiles = a.n_tiles

@@ -4,6 +4,7 @@ A chunk takes LANES * `vectors` weight rows and up to T_BLOCK activation rows. I
 scratch memory, one lane per weight row, four consecutive codes per 32-bit lane:
 
     codes[p, b, g]   16 rows x 4 bytes     p = chain (a group of the superblock), b = superblock, g = four values
+                     (where they are multiplied as words: signed, two values of every row, then the other two)
     scales[p, b]     16 x f32              minima likewise
 
 Then every activation row runs down its chains: the byte products of a group sum exactly in integers, one fused multiply-add
@@ -18,10 +19,11 @@ from quarrel.cpu_backend.formats.block import BlockFormat, tail_superblock
 from quarrel.cpu_backend.linear.activations import QuantRow
 from quarrel.cpu_backend.linear.epilogue import OUTPUT_FIELDS, Output
 from quarrel.cpu_backend.linear.matvec import MATRIX_FIELDS, Matrix, Rows
+from quarrel.cpu_backend.linear.sums import by_words, group_sums
 from quarrel.cpu_backend.runtime.abi import Fields, KernelDef
 from quarrel.cpu_backend.runtime.features import Level
-from quarrel.cpu_backend.runtime.ir import F32, I32, I64, Kernel, Val
-from quarrel.cpu_backend.runtime.vector import ByteSum, F32x16, I8x64, I32x16, code_bias, transpose16
+from quarrel.cpu_backend.runtime.ir import F32, I16, I32, I64, Kernel, Val, vec
+from quarrel.cpu_backend.runtime.vector import F32x16, I8x64, I32x16, code_bias, transpose16
 
 LANES = 16
 T_BLOCK = 512
@@ -36,16 +38,21 @@ class Shape:
     rows: int
 
 
-def shapes(level: Level) -> list[Shape]:
+def vectors(level: Level) -> int:
+    """Vectors of weight rows of a tile."""
+    return 2 if level.registers >= 32 else 1
+
+
+def shapes(level: Level, fmt: BlockFormat) -> list[Shape]:
     """Wide tile first; the narrow one takes what is left over."""
     if level.registers >= 32:
         return [Shape(2, 6), Shape(2, 2)]
-    return [Shape(1, 2)]
+    return [Shape(1, 4 if by_words(level, fmt) else 2)]
 
 
 def tile_count(level: Level, rows: int) -> int:
     """Tiles that cover so many weight rows."""
-    return -(-rows // (LANES * shapes(level)[0].vectors))
+    return -(-rows // (LANES * vectors(level)))
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,7 @@ def unpacked_bytes(fmt: BlockFormat, blocks: int) -> int:
     return blocks * (4096 + 64 * fmt.groups * (2 if fmt.has_minima else 1))
 
 
-def _transpose_superblock(k: Kernel, fmt: BlockFormat, buffer: Val, to: Unpacked, b: Val) -> None:
+def _transpose_superblock(k: Kernel, level: Level, fmt: BlockFormat, buffer: Val, to: Unpacked, b: Val) -> None:
     """Sixteen decoded rows (codes, then scales, then minima) to one lane per row."""
     chain_of = {group: chain for chain, group in enumerate(fmt.lane_groups)}
     size = 256 // fmt.groups
@@ -83,6 +90,9 @@ def _transpose_superblock(k: Kernel, fmt: BlockFormat, buffer: Val, to: Unpacked
         columns = transpose16([k.load(buffer, I32x16, row * 256 + 64 * i) for row in range(LANES)])
         for c, column in enumerate(columns):
             value = 16 * runs[c // 4] + 4 * (c % 4)
+            if by_words(level, fmt):
+                twos = (column.bitcast(I8x64) ^ 0x80).bitcast(vec(I16, 32))
+                column = twos.shuffle([*range(0, 32, 2), *range(1, 32, 2)])
             k.store(column, to.codes(chain_of[value // size], b), 64 * (value % size // 4))
     for which, place in enumerate((to.scales, to.minima)[: 2 if fmt.has_minima else 1]):
         start = LANES * 256 + which * LANES * 4 * fmt.groups
@@ -113,7 +123,7 @@ def _unpack_superblock(
         k.store(block.scales, buffer + row * each, LANES * 256)
         if block.minima is not None:
             k.store(block.minima, buffer + row * each, LANES * (256 + each))
-    _transpose_superblock(k, fmt, buffer, to, b)
+    _transpose_superblock(k, level, fmt, buffer, to, b)
 
 
 def unpack(k: Kernel, level: Level, fmt: BlockFormat, m: Matrix, first: Val, to: Unpacked, tail: bool) -> None:
@@ -151,27 +161,18 @@ def _chain(
     with k.range(0, weights[0].blocks - k.select(group < last, k.i64(0), 1)) as b:
         by32, by16 = (b << 5) + d_words, (b << 6) + group_words
         by_group = (b << 5) + group_words if fmt.groups == 8 else by16
-        sums = []
-        offset = fmt.offset - code_bias(level, fmt.wide)
-        for x in xs:
-            start = k.zero(I32x16)
-            if offset:
-                at = (x.sum32 if fmt.groups == 8 else x.sum16) + by_group
-                start = k.splat(k.load(at, I32) * -offset, LANES)
-            sums.append([ByteSum(k, level, start, fmt.largest) for _ in weights])
-        codes, q_at = [w.codes(chain, b) for w in weights], (b << 8) + group_at
-        for g in range(size // 4):
-            loaded = [k.load(at, I8x64, 64 * g) for at in codes]
-            for t, x in enumerate(xs):
-                four = k.splat(k.load(x.codes + q_at, I32, 4 * g), LANES).bitcast(I8x64)
-                for sum, w in zip(sums[t], loaded):
-                    sum.add(w, four)
+        starts = [k.zero(I32x16) for _ in xs]
+        if offset := fmt.offset - code_bias(level, fmt.wide):
+            sums_at = [(x.sum32 if fmt.groups == 8 else x.sum16) + by_group for x in xs]
+            starts = [k.splat(k.load(at, I32) * -offset, LANES) for at in sums_at]
+        q_at = (b << 8) + group_at
+        sums = group_sums(k, level, fmt, [w.codes(chain, b) for w in weights], [x.codes + q_at for x in xs], starts)
         scales = [k.load(w.scales(chain, b), F32x16) for w in weights]
         minima = [k.load(w.minima(chain, b), F32x16) for w in weights] if fmt.has_minima else []
         for t, x in enumerate(xs):
             d = k.load(x.d + by32, F32)
             for v, scale in enumerate(scales):
-                acc[t][v].v = k.fma(sums[t][v].total().to(F32), scale * k.splat(d, LANES), acc[t][v].v)
+                acc[t][v].v = k.fma(sums[t][v].to(F32), scale * k.splat(d, LANES), acc[t][v].v)
             if fmt.has_minima:
                 d_sum = k.load(x.d_sum + by32, F32) if fmt.groups == 8 else k.load(x.sum16 + by16, I32).to(F32) * d
                 for v, minimum in enumerate(minima):
@@ -227,7 +228,7 @@ def tile_rows(
     k: Kernel, level: Level, fmt: BlockFormat, m: Matrix, first: Val, rows: Rows, out: Output, scratch: Val, tail: bool
 ) -> None:
     """Stores the results of one tile of weight rows, starting at `first`, for the given activation rows."""
-    wide, *others = shapes(level)
+    wide, *others = shapes(level, fmt)
     blocks = m.p >> 8
     each = unpacked_bytes(fmt, 1)
     with k.range(0, wide.vectors) as v:
@@ -243,12 +244,12 @@ def tile_rows(
 
 def tile_scratch(fmt: BlockFormat, level: Level, k_padded: int) -> int:
     """Scratch bytes that `tile_rows` needs."""
-    return shapes(level)[0].vectors * unpacked_bytes(fmt, k_padded // 256)
+    return vectors(level) * unpacked_bytes(fmt, k_padded // 256)
 
 
 def tile(fmt: BlockFormat, level: Level, tail: bool, k_padded: int) -> KernelDef:
     """Chunk c computes weight rows [32 * (c % n_tiles), ...) for activation rows [T_BLOCK * (c // n_tiles), ...)."""
-    step = LANES * shapes(level)[0].vectors
+    step = LANES * vectors(level)
 
     def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
         m, x, stride = Matrix.of(a), a.x, a.x_stride

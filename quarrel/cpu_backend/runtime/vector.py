@@ -42,7 +42,7 @@ def dot4(k: Kernel, level: Level, acc: Val, w: Val, x: Val, wide: bool) -> Val:
     if level.dot == "vnni256":
         return _by_parts(k, 2, acc, w, x, lambda a, u, s: _vnni256(k, a, u, s))
     if level.dot == "maddubs":
-        return _by_parts(k, 2, acc, w, x, lambda a, u, s: a + _widened(k, _pairs(k, u, s, wide)))
+        return _by_parts(k, 2, acc, w, x, lambda a, u, s: a + widened(k, byte_pairs(k, u, s, wide)))
     if level.dot == "sdot":
         return _by_parts(
             k, 4, acc, w, x, lambda a, u, s: k.call("llvm.aarch64.neon.sdot.v4i32.v16i8", vec(I32, 4), a, u, s)
@@ -57,10 +57,10 @@ def dot8(k: Kernel, level: Level, w: Val, x: Val, largest: int) -> Val:
         w = w ^ 0x80
     parts = [[v.shuffle(range(h, h + 32)) for v in (w, x)] for h in (0, 32)]
     if level.dot == "maddubs":
-        words = [_pairs(k, u, s, wide) for u, s in parts]
+        words = [byte_pairs(k, u, s, wide) for u, s in parts]
         if not wide and 4 * 127 * largest <= 32767:
-            return _widened(k, words[0] + words[1])
-        return _widened(k, words[0]) + _widened(k, words[1])
+            return widened(k, words[0] + words[1])
+        return widened(k, words[0]) + widened(k, words[1])
     acc = k.zero(vec(I32, 8))
     for u, s in parts:
         if level.dot == "sdot":
@@ -85,7 +85,7 @@ class ByteSum:
         if self._fit < 2:
             self._total = dot4(self._k, self._level, self._total, w, x, self._wide)
             return
-        pairs = [_pairs(self._k, *(v.shuffle(range(h, h + 32)) for v in (w, x)), False) for h in (0, 32)]
+        pairs = [byte_pairs(self._k, *(v.shuffle(range(h, h + 32)) for v in (w, x)), False) for h in (0, 32)]
         self._words = [a + b for a, b in zip(self._words, pairs, strict=True)] if self._words else pairs
         self._count += 1
         if self._count == self._fit:
@@ -98,7 +98,7 @@ class ByteSum:
         return self._total
 
     def _widen(self) -> None:
-        low, high = (_widened(self._k, words) for words in self._words)
+        low, high = (widened(self._k, words) for words in self._words)
         self._total = self._total + low.concat(high)
         self._words, self._count = [], 0
 
@@ -122,7 +122,7 @@ def _vnni256(k: Kernel, acc: Val, w: Val, x: Val) -> Val:
     return k.call("llvm.x86.avx512.vpdpbusd.256", words, acc, w.bitcast(words), x.bitcast(words))
 
 
-def _pairs(k: Kernel, w: Val, x: Val, signed: bool) -> Val:
+def byte_pairs(k: Kernel, w: Val, x: Val, signed: bool) -> Val:
     """Sums of two products as words. vpmaddubsw multiplies unsigned by signed bytes and saturates at 32767, which no pair
     reaches: with w <= 127, or with the magnitude of a signed w, whose sign is moved to x: 2 * 128 * 127 at most."""
     if signed:
@@ -131,9 +131,14 @@ def _pairs(k: Kernel, w: Val, x: Val, signed: bool) -> Val:
     return k.call("llvm.x86.avx2.pmadd.ub.sw", vec(I16, 16), w, x)
 
 
-def _widened(k: Kernel, words: Val) -> Val:
+def product_pairs(k: Kernel, a: Val, b: Val) -> Val:
+    """Sums of the products of two neighbouring words."""
+    return k.call("llvm.x86.avx2.pmadd.wd", vec(I32, 8), a, b)
+
+
+def widened(k: Kernel, words: Val) -> Val:
     """Sums of neighbouring words."""
-    return k.call("llvm.x86.avx2.pmadd.wd", vec(I32, 8), words, k.lane_constants(I16, [1] * 16))
+    return product_pairs(k, words, k.lane_constants(I16, [1] * 16))
 
 
 def _plain_dot(w: Val, x: Val) -> Val:
