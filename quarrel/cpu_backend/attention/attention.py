@@ -19,73 +19,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quarrel.cpu_backend.attention.cache import Kind, head_bytes, load
+from quarrel.cpu_backend.attention.cache import head_bytes, load
+from quarrel.cpu_backend.attention.shape import KEYS, SPLIT, Shape
+from quarrel.cpu_backend.attention.split import merge, scores, softmax, weigh_values
 from quarrel.cpu_backend.lowering import Lowering
 from quarrel.cpu_backend.plan import Header, Live
 from quarrel.cpu_backend.runtime.abi import Fields, KernelDef
 from quarrel.cpu_backend.runtime.features import Level
 from quarrel.cpu_backend.runtime.ir import F32, I32, I64, Kernel, Val
-from quarrel.cpu_backend.runtime.vector import F32x16, exp, max_lanes, sum_lanes, tanh, transpose16
+from quarrel.cpu_backend.runtime.vector import F32x16, exp, transpose16
 from quarrel.ops.attention import ATTENTION, AttentionSpec
 from quarrel.ops.contract import Value
 from quarrel.ops.encode import ENCODE
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
-
-SPLIT = 256
-KEYS = 64
-"""Keys of one step of the score loop: four vectors."""
-ROWS = 64
-"""Query rows (positions times heads of the group) that share one unpacking of the keys."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Static facts of one layer."""
-
-    group: int
-    n_kv: int
-    dim: int
-    block_size: int
-    scale: float
-    window: int = 0
-    cap: float = 0.0
-    sinks: bool = False
-    kind: Kind = "float32"
-    chunked: bool = False
-    causal: bool = True
-    """Otherwise keys and values are rows of the step itself, and every query sees all of its sequence's."""
-    latent: int = 0
-    reach: int = 0
-    """How far away a query sees keys where it sees both sides; 0 for any distance."""
-    spans: bool = False
-    """Each query says which position it sees up to."""
-
-    @property
-    def value_dim(self) -> int:
-        return self.latent or self.dim
-
-    @property
-    def query_dim(self) -> int:
-        return self.dim + self.latent
-
-    @property
-    def queries(self) -> int:
-        """Query positions of a chunk."""
-        return max(1, ROWS // self.group)
-
-    @property
-    def padded(self) -> int:
-        """Values of a query, in whole vectors; `latent` has them anyway."""
-        return -(-self.query_dim // 16) * 16
-
-    @property
-    def value_padded(self) -> int:
-        return -(-self.value_dim // 16) * 16
-
-    @property
-    def rows(self) -> int:
-        return self.queries * self.group
 
 
 def plan(queries: int, causal: bool = True) -> KernelDef:
@@ -206,76 +153,6 @@ def _unpack_values(k: Kernel, level: Level, values: _Source, start: Val, low: Va
                 k.store(k.zero(F32x16), out + j * (4 * padded), 4 * d)
 
 
-def _scores(k: Kernel, s: Shape, q: Val, keys: Val, p: Val, rows: int, first: Val, last: Val) -> None:
-    """p[r, j] = q[r] . k[j] for `rows` rows and keys first .. last - 1, whole steps of KEYS."""
-    with k.range(first, last, KEYS) as j:
-        acc = [[k.var(k.zero(F32x16)) for _ in range(KEYS // 16)] for _ in range(rows)]
-        with k.range(0, s.query_dim) as d:
-            at = keys + d * (4 * SPLIT) + (j << 2)
-            columns = [k.load(at, F32x16, 64 * v) for v in range(KEYS // 16)]
-            for r in range(rows):
-                x = k.splat(k.load(q + (d << 2), F32, 4 * s.padded * r), 16)
-                for v, column in enumerate(columns):
-                    acc[r][v].v = k.fma(column, x, acc[r][v].v)
-        for r in range(rows):
-            for v in range(KEYS // 16):
-                k.store(acc[r][v].v, p + (j << 2), 4 * SPLIT * r + 64 * v)
-
-
-def _softmax(k: Kernel, s: Shape, p: Val, first: Val, last: Val, low: Val, high: Val) -> tuple[Val, Val]:
-    """Scores of one row to exp(s - m), 0 outside [low, high); returns m (-inf if nothing is visible) and the sum."""
-    lanes = k.lane_constants(I32, range(16))
-    top = k.var(k.f32(-math.inf, 16))
-    low32, high32 = (k.splat(x.to(I32), 16) for x in (low, high))
-    with k.range(first, last, 16) as j:
-        x = k.load(p + (j << 2), F32x16)
-        if s.cap:
-            x = tanh(k, x * (1.0 / s.cap)) * s.cap
-        index = k.splat(j.to(I32), 16) + lanes
-        x = k.select(k.both(index >= low32, index < high32), x, -math.inf)
-        top.v = k.maximum(top.v, x)
-        k.store(x, p + (j << 2))
-    m = max_lanes(k, top.v)
-    base = k.splat(k.select(m > -math.inf, m, 0.0), 16)
-    total = k.var(k.zero(F32x16))
-    with k.range(first, last, 16) as j:
-        e = exp(k, k.load(p + (j << 2), F32x16) - base)
-        k.store(e, p + (j << 2))
-        total.v = total.v + e
-    return m, sum_lanes(total.v)
-
-
-def _merge(k: Kernel, at_m: Val, at_l: Val, at_a: Val, at_b: Val, m: Val, total: Val) -> None:
-    """Takes a split's maximum and sum into the running ones; leaves the two factors for the outputs."""
-    old = k.load(at_m, F32)
-    new = k.maximum(old, m)
-    base = k.select(new > -math.inf, new, 0.0)
-    a, b = exp(k, old - base), exp(k, m - base)
-    k.store(new, at_m)
-    k.store(k.load(at_l, F32) * a + total * b, at_l)
-    k.store(a, at_a)
-    k.store(b, at_b)
-
-
-def _weigh_values(k: Kernel, s: Shape, p: Val, v: Val, o: Val, a: Val, b: Val, rows: int, first: Val, last: Val) -> None:
-    """O = O a + (sum_j p[j] v[j]) b for `rows` rows, up to 64 dimensions at a time."""
-    for d0 in range(0, s.value_padded, 64):
-        width = min(4, (s.value_padded - d0) // 16)
-        acc = [[k.var(k.zero(F32x16)) for _ in range(width)] for _ in range(rows)]
-        with k.range(first, last) as j:
-            at = v + j * (4 * s.value_padded)
-            values = [k.load(at, F32x16, 4 * d0 + 64 * i) for i in range(width)]
-            for r in range(rows):
-                weight = k.splat(k.load(p + (j << 2), F32, 4 * SPLIT * r), 16)
-                for i, value in enumerate(values):
-                    acc[r][i].v = k.fma(value, weight, acc[r][i].v)
-        for r in range(rows):
-            old, new = (k.splat(k.load(x, F32, 4 * r), 16) for x in (a, b))
-            for i in range(width):
-                at_o = 4 * (s.value_padded * r + d0 + 16 * i)
-                k.store(k.load(o, F32x16, at_o) * old + acc[r][i].v * new, o, at_o)
-
-
 def _scaled_copy(k: Kernel, dim: int, source: Val, to: Val, factor: Val) -> None:
     """`dim` values times a factor."""
     for d in range(0, dim & -16, 16):
@@ -362,9 +239,8 @@ def attention(s: Shape, level: Level) -> KernelDef:
             _unpack_values(k, level, values, start, oldest, count, scratch + at_v)
 
             def score(r: Val, n: int) -> None:
-                _scores(
-                    k, s, scratch + at_q + r * q_bytes, scratch + at_k, scratch + at_p + r * (4 * SPLIT), n, first, last
-                )
+                q, p = scratch + at_q + r * q_bytes, scratch + at_p + r * (4 * SPLIT)
+                scores(k, level, s, q, scratch + at_k, p, n, first, last)
 
             _by_rows(k, rows, widest, score)
             with k.range(0, rows) as r:
@@ -374,13 +250,13 @@ def attention(s: Shape, level: Level) -> KernelDef:
                 below = k.maximum(_oldest(k, s, own if s.spans else end + start - 1) - start, 0) if s.window else k.i64(0)
                 if s.reach:
                     below = k.maximum(own - s.reach - start, 0)
-                m, total = _softmax(k, s, scratch + at_p + r * (4 * SPLIT), first, last, below, end)
-                _merge(k, *(scratch + (r << 2) + x for x in (at_m, at_l, at_a, at_b)), m, total)
+                m, total = softmax(k, s, scratch + at_p + r * (4 * SPLIT), first, last, below, end)
+                merge(k, *(scratch + (r << 2) + x for x in (at_m, at_l, at_a, at_b)), m, total)
 
             def weigh(r: Val, n: int) -> None:
                 p, o = scratch + at_p + r * (4 * SPLIT), scratch + at_o + r * o_bytes
                 factors = (scratch + (r << 2) + x for x in (at_a, at_b))
-                _weigh_values(k, s, p, scratch + at_v, o, *factors, n, first, last)
+                weigh_values(k, level, s, p, scratch + at_v, o, *factors, n, first, last)
 
             _by_rows(k, rows, widest, weigh)
         with k.range(0, rows) as r:
