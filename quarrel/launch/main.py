@@ -79,6 +79,13 @@ def _run(args: Arguments, words: Sequence[str]) -> int:
         _say(f"{PROG}: {why}: it is left out")
     _say(f"{PROG}: {args.summary()}")
     gc.disable()  # what is made from here on stays
+    try:
+        return _load_and_serve(args, model, old, words)
+    finally:
+        gc.enable()
+
+
+def _load_and_serve(args: Arguments, model: str, old: Path | None, words: Sequence[str]) -> int:
     options = load_options(args)
     from quarrel.launch.early import Early
     from quarrel.server.listening import bound

@@ -70,7 +70,8 @@ def test_a_folder_gives_what_llama_cpp_makes_of_it(case: str, tmp_path: Path) ->
 
 
 def test_every_architecture_that_runs_is_among_them() -> None:
-    assert set(ARCHITECTURES) == {wanted["architecture"] for wanted in references().values()}
+    # Folders of Qwen2.5-VL are held by logits around an image (tests/eyes).
+    assert set(ARCHITECTURES) - {"qwen2vl"} == {wanted["architecture"] for wanted in references().values()}
     assert {wanted["config"]["architectures"][0] for wanted in references().values()} <= set(CLASSES)
 
 

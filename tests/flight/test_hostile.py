@@ -243,10 +243,10 @@ def test_one_thread_writes_and_reads_a_stream(call: str) -> None:
 
     def batches() -> Iterator[pa.RecordBatch]:
         for i in range(20):
-            others.extend(t.name for t in threading.enumerate() if t.name.startswith("quarrel"))
+            others.extend(t.name for t in threading.enumerate() if t not in before and t.name.startswith("quarrel"))
             yield vector_batch([i], some_vectors(1))
 
-    others: list[str] = []
+    before, others = threading.enumerate(), list[str]()
     with facing(put=refuse, exchange=refuse) as client, pytest.raises(FlightError, match="the disk is full"):
         getattr(client, call)("d", batches())
     assert not others

@@ -105,12 +105,13 @@ def _other_shapes(dims: tuple[int, ...]) -> set[tuple[int, ...]]:
 
 
 def test_a_tensor_of_another_shape_is_refused_by_name_and_keys(file: GGUFFile) -> None:
-    """But for rows of the vocabulary, which no key need give, and vectors that converters write in two ways."""
-    for name in layers_of(file):
+    """But for rows of the vocabulary, which no key need give, and vectors that converters write in two ways. Half of the
+    shapes for a tensor, the others for the next one."""
+    for i, name in enumerate(layers_of(file)):
         info = file.tensors[name]
         if name in ("token_types.weight", "output.weight") or name.startswith("rope_"):
             continue
-        for dims in _other_shapes(info.dims):
+        for dims in sorted(_other_shapes(info.dims))[i % 2 :: 2]:
             rows_only = name in ("token_embd.weight", "per_layer_token_embd.weight") and dims[:-1] == info.dims[:-1]
             if rows_only or (
                 name.endswith((".ssm_a", ".ssm_d", "exp_probs_b.bias", "ffn_gate_inp_shexp.weight"))
