@@ -160,7 +160,7 @@ def test_a_step_of_prompts_is_padded_to_a_size_that_is_captured(backend: TritonB
     full = [(0, 23, 1), (3, 0, 3), (6, 12, 9), (12, 25, 6)]  # what is added makes a fifth sequence
     for parts in (PREFILL, MIXED, mixed, full):
         inputs = batch(parts, seed=len(parts))
-        for want in ("logits", "tokens"):
+        for want in ("logits", "tokens") if parts is MIXED else ("logits",):
             got, wanted = (step(inputs, want) for step in (padded, plain))  # type: ignore[arg-type]
             assert np.array_equal(getattr(got, want), getattr(wanted, want))
     assert sorted({(b.T, b.S, b.R, b.items > 0) for b, _ in padded._seen}) == [
