@@ -66,6 +66,21 @@ def encoded_rows(kind: str, backend: Backend) -> list[np.ndarray]:
             encoder.close()
 
 
+def _one_prompt(ids: np.ndarray, **more: np.ndarray) -> StepInputs:
+    """A step of one sequence that begins, all of whose rows are wanted."""
+    at = np.arange(len(ids), dtype=np.int32)
+    return StepInputs(
+        ids=ids,
+        positions=at,
+        slots=at,
+        query_start=np.array([0, len(ids)], np.int32),
+        kv_len=np.array([len(ids)], np.int32),
+        block_table=np.arange(-(-len(ids) // 16), dtype=np.int32)[None],
+        out_rows=at,
+        **more,
+    )
+
+
 def whole_logits(kind: str, backend: Backend) -> np.ndarray:
     """Logits of all tokens of a prompt of `tests/eyes/whole`, of the folder as it is, tokens placed as by the engine."""
     folder = WHOLE / kind
@@ -73,7 +88,7 @@ def whole_logits(kind: str, backend: Backend) -> np.ndarray:
         eyes, tensors = Eyes(projector), Tensors(file)
         spec = eyes.seeing(read_spec(file), file.metadata)
         picture = Picture(np.load(folder / "image.npy"), eyes.preparation)
-        given, at = np.load(folder / "ids.npy"), np.arange(len(np.load(folder / "ids.npy")), dtype=np.int32)
+        given = np.load(folder / "ids.npy")
         image = PlacedImage(int(np.flatnonzero(given < 0)[0]), picture.placed, picture.digest(), picture)
         assert image.tokens == (given < 0).sum()
         encoder = eyes.encoder(backend, "float32", 256)
@@ -83,14 +98,8 @@ def whole_logits(kind: str, backend: Backend) -> np.ndarray:
             encoder.close()
         ids = np.where(given < 0, 0, given).astype(np.int32)
         sight = Sight([image], ids.tolist(), eyes.rules(spec))
-        inputs = StepInputs(
-            ids=ids,
-            positions=at,
-            slots=at,
-            query_start=np.array([0, len(ids)], np.int32),
-            kv_len=np.array([len(ids)], np.int32),
-            block_table=np.arange(-(-len(ids) // 16), dtype=np.int32)[None],
-            out_rows=at,
+        inputs = _one_prompt(
+            ids,
             images=rows,
             image_rows=np.where(given < 0, np.cumsum(given < 0) - 1, -1).astype(np.int32),
             places=sight.places(0, len(ids)),
@@ -114,14 +123,8 @@ def text_logits(folder: Path, rows: np.ndarray, grid: tuple[int, int], run: Run)
             token = np.arange(rows.shape[0])
             places[first : last + 1] = first + np.stack([0 * token, token // grid[1], token % grid[1]], 1)
             places[last + 1 :] -= last + 1 - first - max(grid)
-        inputs = StepInputs(
-            ids=np.where(image, 0, ids).astype(np.int32),
-            positions=at,
-            slots=at,
-            query_start=np.array([0, len(ids)], np.int32),
-            kv_len=np.array([len(ids)], np.int32),
-            block_table=np.arange(-(-len(ids) // 16), dtype=np.int32)[None],
-            out_rows=at,
+        inputs = _one_prompt(
+            np.where(image, 0, ids).astype(np.int32),
             state_slots=np.array([1], np.int32),
             images=rows.astype(np.float32),
             image_rows=np.where(image, np.cumsum(image) - 1, -1).astype(np.int32),

@@ -93,6 +93,7 @@ class LongbowClient:
         end = time.monotonic() + allowed
         with self._data.sentences(f"the put into {name}", timeout=timeout, writes=True):
             for batch in batches:
+                pressure.wait()
                 options = self._data.options(max(0.001, end - time.monotonic()))
                 writer, reader = self._data.client.do_put(descriptor(name), first.schema, options)
                 try:
@@ -103,7 +104,6 @@ class LongbowClient:
                     pressure.read(reader)
                 finally:
                     writer.close()
-                pressure.wait()
         self.slow_downs += pressure.signals
         return rows
 
