@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from quarrel.ops.compare import errors
-from quarrel.ops.contract import Array, Case, Compute, Concrete, KVArrays, Op, rel_error
+from quarrel.ops.compare import arrays_of, errors, roundings
+from quarrel.ops.contract import Array, Case, Compute, Concrete, Op, rel_error
 from quarrel.ops.reference import run_op
 from quarrel.ops.step import Backend, ComputeChoice
 
@@ -70,12 +70,14 @@ def check(backend: Backend, op: Op, case: Case, compute: ComputeChoice, twist: T
     if twist.kind == "plain":
         found = errors(op, case.spec, got, want, case)
     else:
-        found = {str(i): _error(g, w, FLOOR[resolved]) for i, (g, w) in enumerate(zip(_flat(got), _flat(want)))}
-    few = min((a.size for a in _flat(want) if a.size), default=1)
+        found = {str(i): _error(g, w, FLOOR[resolved]) for i, (g, w) in enumerate(zip(arrays_of(got), arrays_of(want)))}
+    few = min((a.size for a in arrays_of(want) if a.size), default=1)
     # The tolerance is for the RMS of many values; 8-bit rounding of few scatters around it.
     allowed = op.tolerance[resolved] * (1 + 3 / math.sqrt(few) if resolved == "int8" else 1)
-    for name, error in found.items():
-        assert error <= allowed, f"{op.name}.{name} is off by {error:.2e}, allowed {allowed:.0e}"
+    for i, (name, error) in enumerate(found.items()):
+        # A norm makes a row of ones of sums that cancelled to nearly nothing, so roundings may count for more.
+        limit = allowed if error <= allowed else max(allowed, roundings(op, case.spec, given, want, resolved)[i])
+        assert error <= limit, f"{op.name}.{name} is off by {error:.2e}, allowed {limit:.0e}"
 
 
 def _changed(x: Array, twist: Twist, compute: Compute) -> Array:
@@ -114,10 +116,6 @@ def _check_poison(
         if result.axes.startswith(axis):
             same = np.array_equal(np.asarray(g)[others], np.asarray(c)[others])
             assert same, f"{op.name}.{result.name} of other rows changes with row {row}, which is {twist.kind}"
-
-
-def _flat(results: Sequence[Concrete]) -> list[Array]:
-    return [a for r in results for a in ([r.k, r.v] if isinstance(r, KVArrays) else [np.asarray(r)])]
 
 
 def _error(got: Array, want: Array, floor: float) -> float:

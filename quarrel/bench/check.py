@@ -20,7 +20,8 @@ from quarrel.bench.limit import DRAWS, MOST, ShakenStep
 from quarrel.bench.rows import some_rows
 from quarrel.bench.subject import Source, Subject
 from quarrel.errors import QuarrelError
-from quarrel.ops.check import NOTHING, CheckedStep
+from quarrel.ops.check import CheckedStep
+from quarrel.ops.compare import NOTHING
 from quarrel.ops.contract import Array, Concrete, rel_error
 from quarrel.ops.program import Node, Program
 from quarrel.ops.step import Backend, ComputeChoice, Limits, Step, StepInputs, Want, WeightSource

@@ -13,7 +13,7 @@ import numpy as np
 
 from quarrel.errors import QuarrelError, RequestError, UnsupportedOp
 from quarrel.ops import reference
-from quarrel.ops.compare import forgive_one_step
+from quarrel.ops.compare import arrays_of, forgive_one_step, roundings
 from quarrel.ops.contract import (
     Array,
     CacheRef,
@@ -21,7 +21,6 @@ from quarrel.ops.contract import (
     ConstRef,
     KVArrays,
     Operand,
-    RawWeight,
     StateRef,
     Value,
     WeightRef,
@@ -30,7 +29,6 @@ from quarrel.ops.contract import (
 from quarrel.ops.embedding import vocabulary
 from quarrel.ops.null import expand
 from quarrel.ops.program import Node, Program
-from quarrel.ops.rounding import shake_inputs
 from quarrel.ops.sample import SAMPLE
 from quarrel.ops.step import (
     Backend,
@@ -48,10 +46,6 @@ from quarrel.ops.step import (
     with_ids,
 )
 
-CONDITION = 3.0
-"""An op's own error against that of one shaken reference; two draws of the same errors differ by a few percent."""
-NOTHING = 0.5
-"""A result that roundings change by so much is none."""
 DRAW_SLACK = 1e-4
 """How far a uniform number or a cut may be off before another token counts as wrong: float32 sums over a vocabulary."""
 
@@ -178,30 +172,22 @@ class CheckedStep:
     def _compare(self, node: Node, inputs: Sequence[Concrete], got: Sequence[Concrete], wanted: Sequence[Concrete]) -> None:
         allowed = node.op.tolerance[self.compute]
         got = [forgive_one_step(g, w) for g, w in zip(got, wanted, strict=True)]
-        pairs = list(zip(_arrays(got), _arrays(wanted), strict=True))
+        pairs = list(zip(arrays_of(got), arrays_of(wanted), strict=True))
         errors = [_error(node, inputs, g, w) for g, w in pairs]
         place = node.path, node.op.name
         self.errors[place] = max([self.errors.get(place, 0.0), *errors])
         if max(errors, default=0.0) <= allowed:
             return
         for i, error in enumerate(errors):
-            if not error <= allowed and not error <= (conditioned := self._roundings(node, inputs, wanted)[i]):
+            if error <= allowed:
+                continue
+            conditioned = roundings(node.op, node.spec, inputs, wanted, self.compute)[i]
+            if not error <= conditioned:
                 raise QuarrelError(
                     f"{node.path or 'the step'}: {node.op.name} on {self._backend.name} is {error:.3g} away from its"
                     f" reference, allowed {max(allowed, conditioned):.3g} in {self.compute}, for {node.spec}; please report"
                     " this"
                 )
-
-    def _roundings(self, node: Node, inputs: Sequence[Concrete], wanted: Sequence[Concrete]) -> list[float]:
-        """What each result may be off by with these inputs, where the op's tolerance is for inputs of even size: CONDITION
-        times what the reference itself makes of inputs that are off by a rounding."""
-        shake = shake_inputs(self.compute, np.random.default_rng(0))
-        with np.errstate(all="ignore"):
-            shaken = reference.run_op(node.op, node.spec, inputs, shake)
-        return [
-            min(CONDITION * rel_error(s, w), NOTHING) if w.dtype.kind == "f" else 0.0
-            for s, w in zip(_arrays(shaken), _arrays(wanted), strict=True)
-        ]
 
 
 def _last_reads(program: Program) -> list[list[int]]:
@@ -221,14 +207,6 @@ def _error(node: Node, inputs: Sequence[Concrete], got: Array, wanted: Array) ->
     if got.dtype.kind in "iu":
         return 0.0 if np.array_equal(got, wanted) else float("inf")
     return rel_error(got, wanted)
-
-
-def _arrays(results: Sequence[Concrete]) -> list[Array]:
-    arrays: list[Array] = []
-    for result in results:
-        assert not isinstance(result, RawWeight)
-        arrays += [result.k, result.v] if isinstance(result, KVArrays) else [result]
-    return arrays
 
 
 def _draws_alike(node: Node, inputs: Sequence[Concrete], got: Array, wanted: Array) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 from quarrel.ops.contract import Array, Case, Compute, Concrete, KVArrays, Op, RawWeight, rel_error
 from quarrel.ops.kv import scaled, step_of
 from quarrel.ops.reference import run_op
+from quarrel.ops.rounding import shake_inputs
 from quarrel.ops.step import Backend, ComputeChoice
 
 SMALL, SIBLINGS = 64, 7
@@ -17,6 +18,11 @@ SMALL, SIBLINGS = 64, 7
 
 ROWS, LEAST_ROW = 4.0, 16
 """How many tolerances one row may be off: it has fewer values than an array. With fewer than LEAST_ROW it says nothing."""
+
+CONDITION = 3.0
+"""An op's own error against that of one shaken reference; two draws of the same errors differ by a few percent."""
+NOTHING = 0.5
+"""A result that roundings change by so much is none."""
 
 
 def errors(
@@ -98,15 +104,26 @@ def check_case(backend: Backend, op: Op, case: Case, compute: ComputeChoice, see
         assert error <= allowed, f"{op.name}.{name} is off by {error:.2e} (allowed {allowed:.0e}) for {case}, seed {seed}"
 
 
+def roundings(op: Op, spec: Any, inputs: Sequence[Concrete], want: Sequence[Concrete], compute: Compute) -> list[float]:
+    """What each array of the results may be off by with these inputs, where the op's tolerance is for inputs of even size:
+    CONDITION times what the reference itself makes of inputs that are off by a rounding."""
+    with np.errstate(all="ignore"):
+        shaken = run_op(op, spec, inputs, shake_inputs(compute, np.random.default_rng(0)))
+    return [
+        min(CONDITION * rel_error(s, w), NOTHING) if w.dtype.kind == "f" else 0.0
+        for s, w in zip(arrays_of(shaken), arrays_of(want), strict=True)
+    ]
+
+
+def arrays_of(results: Sequence[Concrete]) -> list[Array]:
+    """The results as arrays; a cache is two."""
+    assert not any(isinstance(r, RawWeight) for r in results)
+    return [a for r in results for a in ([r.k, r.v] if isinstance(r, KVArrays) else [np.asarray(r)])]
+
+
 def _arrays(names: Sequence[str], results: Sequence[Concrete]) -> list[tuple[str, Array]]:
-    arrays: list[tuple[str, Array]] = []
-    for name, result in zip(names, results, strict=False):
-        assert not isinstance(result, RawWeight)
-        if isinstance(result, KVArrays):
-            arrays += [(f"{name}.k", result.k), (f"{name}.v", result.v)]
-        else:
-            arrays.append((name, np.asarray(result)))
-    return arrays
+    named = [[f"{n}.k", f"{n}.v"] if isinstance(r, KVArrays) else [n] for n, r in zip(names, results, strict=False)]
+    return list(zip([n for part in named for n in part], arrays_of(results[: len(named)]), strict=True))
 
 
 def _usual_size(op: Op, case: Case) -> dict[str, float]:
