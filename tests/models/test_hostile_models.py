@@ -69,15 +69,19 @@ def test_a_missing_key_is_named(file: GGUFFile) -> None:
 
 
 def layers_of(file: GGUFFile) -> list[str]:
-    """Names of tensors, but for those that are not used: of blocks that predict tokens further ahead, and of the keys of
-    layers that read those of another."""
+    """Names of tensors, each kind of a layer's in the first and the last layer that has it. But for those not used:
+    of blocks that predict tokens further ahead, and of the keys of layers that read those of another."""
     keys = dict(file.metadata)
     arch = keys["general.architecture"]
     first = keys[f"{arch}.block_count"] - keys.get(f"{arch}.nextn_predict_layers", 0)
     own = first - keys.get(f"{arch}.attention.shared_kv_layers", 0)
     kinds = {n: (int(n.split(".")[1]), n.split(".")[2]) for n in file.tensors if n.startswith("blk.")}
     unused = {n for n, (il, kind) in kinds.items() if il >= (own if kind in ("attn_k", "attn_v", "attn_k_norm") else first)}
-    return [n for n in file.tensors if n not in unused]
+    of_kind: dict[str, list[tuple[int, str]]] = {}
+    for name in kinds.keys() - unused:
+        of_kind.setdefault(name.split(".", 2)[2], []).append((kinds[name][0], name))
+    ends = {end(layers)[1] for layers in of_kind.values() for end in (min, max)}
+    return [n for n in file.tensors if n in ends or n not in kinds]
 
 
 def test_a_missing_tensor_is_named_or_optional(file: GGUFFile) -> None:
