@@ -156,7 +156,7 @@ def child(kind: str, report: str, began: float) -> None:
 
 def _name(compilers: Any, key: str) -> str:
     """Of the kernel that a job compiles."""
-    held = (cell.cell_contents for cell in compilers._jobs[key].__closure__)
+    held = (cell.cell_contents for cell in compilers._jobs[key].args[0].__closure__)
     return next((str(one.name) for one in held if hasattr(one, "constants")), "?")
 
 

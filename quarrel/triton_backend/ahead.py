@@ -18,6 +18,8 @@ from quarrel.triton_backend.runtime.site import Batch
 log = logging.getLogger(__name__)
 Masks = Mapping[str, Sequence[bool]]
 """Which nodes a step runs, by what is wanted of it."""
+FIRST = 5
+"""Steps that are foreseen, of which one is likely the first: short prompts, and a token."""
 
 
 @dataclass
@@ -33,14 +35,20 @@ class Ahead:
         self._lock = threading.Lock()
 
     def begin(self, limits: Limits) -> None:
-        """Starts with all that can be foreseen, the first step first, unless that one's kernels are on disk already."""
+        """Starts with all that can be foreseen, first steps first, unless the first one's kernels are on disk already."""
         want = "tokens" if "tokens" in self.masks else next(iter(self.masks))
-        first, *later = foreseen(limits)
-        jobs = self._missing(first, want)
-        if jobs:
-            for batch in later:
-                jobs |= self._missing(batch, want)
-            self.compilers.append(Compilers(jobs))
+        steps = list(foreseen(limits))
+        if not self._missing(steps[0], want):
+            return
+        known: set[str] = set()
+        # Those of the first steps compile while the others are listed.
+        for some in (steps[:FIRST], steps[FIRST:]):
+            jobs: dict[str, Job] = {}
+            for batch in some:
+                jobs |= {key: job for key, job in self._missing(batch, want).items() if key not in known}
+            known |= jobs.keys()
+            if jobs:
+                self.compilers.append(Compilers(jobs, nice=5 * len(self.compilers) + 5))
 
     def need(self, batch: Batch, want: str) -> None:
         """Returns when nothing, or one kernel, is left to compile for this step."""
@@ -72,10 +80,10 @@ class Ahead:
 
 
 def foreseen(limits: Limits) -> Iterator[Batch]:
-    """Steps that a model will be given, in the order in which they matter: a short prompt, a token, longer prompts,
+    """Steps that a model will be given, in the order in which they matter: a short prompt, a token, other prompts,
     batches, and both together."""
     most = min(limits.max_seqs, limits.max_tokens)
-    lengths = (16, 128, 512, limits.max_tokens, 32, 64, 256)
+    lengths = (64, 32, 16, 128, 512, limits.max_tokens, 256)
     prompts = list(dict.fromkeys(PROMPTS.tokens(n, limits.max_tokens) for n in lengths))
     seqs = [n for n in (1, 8, 128, 2, 4, 16, 32, 64) if n <= most]
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 
 import torch
 import triton
+from triton.runtime import driver
 
 from quarrel.errors import BackendUnavailable, OutOfMemory, RequestError
 from quarrel.ops.collective import Group
@@ -50,6 +53,13 @@ REGISTRY = Registry(
 _LEAST_CAPABILITY = (8, 0)
 
 
+def _make_driver() -> None:
+    """Triton compiles a part of its driver in C on a machine that is new to it, while files are opened and read here."""
+    if not INTERPRETED:
+        with suppress(Exception):  # without a GPU, which is said where one is needed
+            _ = driver.active.utils
+
+
 class TritonBackend:
     """CUDA through Triton (`ops.step.Backend`); with TRITON_INTERPRET=1, the same kernels on CPU tensors, for tests."""
 
@@ -63,6 +73,8 @@ class TritonBackend:
         self.ahead = ahead and hasattr(os, "fork")
         """Whether kernels are compiled by several processes, before they are launched."""
         report_compiling()
+        self._driver = threading.Thread(target=_make_driver, name="driver", daemon=True)
+        self._driver.start()
         self._group: Group | None = None
         self._host: HostExperts | None = None
 
@@ -129,6 +141,7 @@ class TritonBackend:
     ) -> TritonStep:
         """Chooses implementations, packs weights on the device, allocates caches and buffers."""
         self._need_device()
+        self._driver.join()
         arithmetic = self.compute_of(compute)
         if limits.kv_cache == "bfloat16" and (arithmetic == "float16" or INTERPRETED):
             reason = "values of that range do not fit float16 arithmetic" if not INTERPRETED else "the interpreter is wrong"

@@ -123,7 +123,11 @@ def walk_for(format: str, n: int, k: int) -> Walk | None:
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    """Of the GPU that tensors are on, or that those without storage stand for: a cut depends on it."""
+    if device.type == "cpu" or not torch.cuda.is_available():
+        return 2
+    found = device if device.type == "cuda" else torch.device("cuda", torch.cuda.current_device())
+    return torch.cuda.get_device_properties(found).multi_processor_count
 
 
 def tiles_for(formats: Sequence[str], n: int, k: int) -> list[Tile]:

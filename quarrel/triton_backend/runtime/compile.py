@@ -17,11 +17,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import wait as ready
 from pathlib import Path
 from typing import Any
 
 import triton
+from triton.runtime import driver
 from triton.runtime.cache import get_cache_manager
 
 from quarrel.child.phase import compile_begins, compile_ends
@@ -40,8 +42,14 @@ class _Noted(triton.AsyncCompileMode):
         super().__init__(None)
         self.jobs: dict[str, Job] = {}
 
-    def submit(self, key: str, compile_fn: Job, *rest: object) -> None:
-        self.jobs.setdefault(key, compile_fn)
+    def submit(self, key: str, compile_fn: Callable[[], Any], *rest: object) -> None:
+        self.jobs.setdefault(key, partial(_made, compile_fn))
+
+
+def _made(compile_fn: Callable[[], Any]) -> None:
+    """Compiles a kernel, and what starts it: Triton 3.6 has a C compiler make that for each signature (0.17 s)."""
+    kernel = compile_fn()
+    driver.active.launcher_cls(kernel.src, kernel.metadata)
 
 
 def launch_nothing(
@@ -72,7 +80,8 @@ def _on_disk(key: str) -> bool:
 class Compilers:
     """Processes that work `jobs` off in their order, one for each core; `wait` puts some in front."""
 
-    def __init__(self, jobs: Mapping[str, Job], processes: int | None = None) -> None:
+    def __init__(self, jobs: Mapping[str, Job], processes: int | None = None, nice: int = 5) -> None:
+        self._nice = nice
         self._jobs = dict(jobs)
         self._waiting = list(self._jobs)
         self._done = {key: threading.Event() for key in self._jobs}
@@ -122,7 +131,7 @@ class Compilers:
                     os.close(end)
                 raise
         if pid == 0:
-            _serve(list(self._jobs.values()), to_child[0], from_child[1])
+            _serve(list(self._jobs.values()), to_child[0], from_child[1], self._nice)
         os.close(to_child[0])
         os.close(from_child[1])
         return _Child(pid, to_child[1], from_child[0])
@@ -185,7 +194,7 @@ class _Child:
         self.ended = True
 
 
-def _serve(jobs: list[Job], orders: int, answers: int) -> None:
+def _serve(jobs: list[Job], orders: int, answers: int, nice: int) -> None:
     """The child: works until the parent has no more for it, or is gone. Never returns."""
     try:
         gc.disable()  # what it would collect is the parent's, on the device
@@ -197,7 +206,7 @@ def _serve(jobs: list[Job], orders: int, answers: int) -> None:
         low, high = sorted((orders, answers))
         for first, last in ((3, low), (low + 1, high), (high + 1, os.sysconf("SC_OPEN_MAX"))):
             os.closerange(first, last)  # sockets, and the other children's pipes
-        os.nice(5)
+        os.nice(nice)
         while number := os.read(orders, 4):
             with suppress(Exception):  # it is raised again where the kernel is launched
                 jobs[int.from_bytes(number, "little")]()
