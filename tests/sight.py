@@ -21,7 +21,7 @@ from quarrel.vision.patches import Picture
 CASES = ("qwen3vl", "qwen35_vl", "gemma3_vl")
 EYES, KINDS = Path(__file__).with_name("eyes"), ("pixtral", "mistral3", "llava", "gemma4", "qwen25vl")
 WHOLE = EYES / "whole"
-WHOLES = ("pixtral", "mistral3", "llava", "qwen25vl", "gemma4")
+WHOLES = ("pixtral", "mistral3", "llava", "qwen25vl", "gemma4", "gemma4_e")
 IMAGE = 380
 """The id that stands for an image's token."""
 

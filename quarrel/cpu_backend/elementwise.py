@@ -12,7 +12,7 @@ from quarrel.cpu_backend.runtime.abi import Fields, KernelDef
 from quarrel.cpu_backend.runtime.features import Level
 from quarrel.cpu_backend.runtime.ir import F32, I32, I64, Kernel, Val
 from quarrel.cpu_backend.runtime.vector import each, erf, f32s, sigmoid, tanh
-from quarrel.ops.activation import CAP, GATED, PLAIN, GatedSpec
+from quarrel.ops.activation import CAP, CLAMP, GATED, PLAIN, GatedSpec
 from quarrel.ops.contract import Value
 from quarrel.ops.embedding import EMBEDDING, GATHER_ROWS, PUT_ROWS
 from quarrel.ops.encode import ADD_ROW, MEAN_ROWS
@@ -170,6 +170,23 @@ def cap(limited: bool) -> KernelDef:
     return KernelDef(f"cap{'/limited' if limited else ''}", ("x", "y", "n", "scale", "limit"), body)
 
 
+def clamp() -> KernelDef:
+    """Chunk t: y = min(max(x, low), high), row t."""
+
+    def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
+        at = chunk * (a.n << 2)
+        low, high = a.f32("low"), a.f32("high")
+
+        def one(offset: Val, lanes: int) -> None:
+            type = f32s(lanes)
+            x = k.maximum(k.lift(low, type), k.load(a.x + at + offset, type))
+            k.store(k.minimum(k.lift(high, type), x), a.y + at + offset)
+
+        each(k, a.n, one)
+
+    return KernelDef("clamp", ("x", "y", "n", "low", "high"), body)
+
+
 def by_position() -> KernelDef:
     """Chunk t: y[t] = factors[min((positions[t] + shift) / size, n - 1)]."""
 
@@ -294,6 +311,11 @@ def build_cap(e: Lowering, node: Node) -> None:
     e.stage(cap(s.cap != 0.0), y, x=x, y=y, n=s.n, scale=float(s.scale), limit=float(s.cap))
 
 
+def build_clamp(e: Lowering, node: Node) -> None:
+    s, (x,), (y,) = node.spec, node.inputs, node.outputs
+    e.stage(clamp(), y, x=x, y=y, n=s.n, low=float(s.low), high=float(s.high))
+
+
 def build_mean_rows(e: Lowering, node: Node) -> None:
     (x, starts), (y,) = node.inputs, node.outputs
     e.stage(mean_rows(), y, x=x, starts=starts, y=y, n=node.spec.k)
@@ -333,6 +355,7 @@ IMPLEMENTATIONS = (
     Implementation(ADD, "vector add", build_add),
     Implementation(ADD_ROW, "vector add", build_add_row),
     Implementation(CAP, "vector cap", build_cap),
+    Implementation(CLAMP, "vector clamp", build_clamp),
     Implementation(MEAN_ROWS, "vector sums", build_mean_rows),
     Implementation(BY_POSITION, "table", build_by_position),
 )

@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from quarrel.mlx_backend.runtime.kernel import Kernel
 from quarrel.mlx_backend.runtime.launch import Batch, Launch, Site, cdiv
-from quarrel.ops.activation import CAP, GATED, PLAIN, CapSpec, GatedSpec
+from quarrel.ops.activation import CAP, CLAMP, GATED, PLAIN, CapSpec, ClampSpec, GatedSpec
 from quarrel.ops.encode import ADD_ROW
 from quarrel.ops.linear import ADD
 from quarrel.ops.position import BY_POSITION, ByPositionSpec
@@ -115,6 +115,13 @@ def build_cap(site: Site, node: Node) -> Launch:
     return lambda batch, x: [compiled(x)]
 
 
+def build_clamp(site: Site, node: Node) -> Launch:
+    """CLAMP: x `[T, n]`."""
+    spec: ClampSpec = node.spec
+    function = mx.compile(lambda x: mx.clip(x.astype(mx.float32), spec.low, spec.high).astype(site.act), shapeless=True)
+    return lambda batch, x: [function(x)]
+
+
 def build_add(site: Site, node: Node) -> Launch:
     """ADD: a `[T, n]` float32, b `[T, n]` of any type."""
     scale: float = node.spec.scale
@@ -149,6 +156,7 @@ IMPLEMENTATIONS = (
     Implementation(GATED, "flat", build_gated),
     Implementation(PLAIN, "MLX's operations", build_plain),
     Implementation(CAP, "MLX's operations", build_cap),
+    Implementation(CLAMP, "MLX's operations", build_clamp),
     Implementation(ADD, "MLX's operations", build_add),
     Implementation(ADD_ROW, "MLX's addition", build_add_row),
 )

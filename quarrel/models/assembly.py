@@ -9,7 +9,7 @@ from quarrel.errors import UnsupportedModel
 from quarrel.models import altup, per_layer
 from quarrel.models.encoder import encoder
 from quarrel.models.feedforward import FEED_FORWARDS
-from quarrel.models.kind import Block, gains
+from quarrel.models.kind import Block, gains, mapped
 from quarrel.models.mixers import MIXERS, Attention, LatentAttention
 from quarrel.models.spec import EncoderSpec, Layer, Mixer, ModelSpec
 from quarrel.models.tensors import Tensors
@@ -226,8 +226,10 @@ def _add(b: Builder, h: Value, y: Value, out: Linear | None, layer: Layer, block
     """`h + scale * out(y)`, or `h + scale * y` where the block has projected already; with a norm before the sum if `after`
     names one."""
     scale = layer.residual_scale
+    if after is None and out is not None and not block.bounded([out]):
+        return linear_add(b, h, y, *out, scale=scale)
+    y = y if out is None else mapped(b, block.tensors, y, out)
     if after is None:
-        return add(b, h, y, scale) if out is None else linear_add(b, h, y, *out, scale=scale)
-    y = y if out is None else linear(b, y, *out)
+        return add(b, h, y, scale)
     post = replace(block.norm, eps=layer.post_norm_eps or block.norm.eps)
     return add(b, h, norm(b, post, y, *block.gains(after)), scale)

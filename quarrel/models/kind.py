@@ -8,6 +8,7 @@ from typing import Any
 
 from quarrel.models.cut import Cutter
 from quarrel.models.tensors import Tensors
+from quarrel.ops.activation import clamp
 from quarrel.ops.contract import Value, WeightRef
 from quarrel.ops.linear import Linear, linear, norm_linear
 from quarrel.ops.norm import NormSpec, norm
@@ -51,11 +52,27 @@ class Block:
         """What the half reads of the stream."""
         return norm(b, self.norm, h, *self.gains()) if self.before else h
 
+    def bounded(self, maps: Sequence[Linear]) -> bool:
+        """Whether any of these maps keeps what goes into it or comes out of it within bounds."""
+        return any(self.tensors.bounds(weight) is not None for weight, _ in maps)
+
     def maps(self, b: Builder, h: Value, maps: Sequence[Linear]) -> tuple[Value, ...]:
         """Each of these maps of that."""
+        if self.bounded(maps):
+            x = self.normed(b, h)
+            return tuple(mapped(b, self.tensors, x, each) for each in maps)
         if self.before:
             return norm_linear(b, self.norm, h, self.gains(), maps)
         return tuple(linear(b, h, *each) for each in maps)
+
+
+def mapped(b: Builder, tensors: Tensors, x: Value, map: Linear) -> Value:
+    """A map of x, both within the bounds that the file has for them."""
+    bounds = tensors.bounds(map[0])
+    if bounds is None:
+        return linear(b, x, *map)
+    low, high, least, most = bounds
+    return clamp(b, linear(b, clamp(b, x, low, high), *map), least, most)
 
 
 def gains(tensors: Tensors, name: str, norm: NormSpec) -> tuple[WeightRef, ...]:

@@ -229,12 +229,6 @@ _LAYER = re.compile(r"blk\.(\d+)\.")
 
 def _read_gemma4(keys: Keys, tensors: Tensors, kind: str) -> Tower:
     _activation(keys, "gelu")
-    clamped = [name for name in tensors.file.tensors if name.endswith(("put_min", "put_max"))]
-    if any(np.abs(tensors.file.array(name)).max() < 1e30 for name in clamped):
-        raise UnsupportedModel(
-            "the tower clamps what goes into its maps and out of them, which this version does not: Gemma 4's larger models"
-            " have towers that do not"
-        )
     n, table = keys.int("embedding_length", lo=1, hi=MAX_WIDTH), tensors.shape("position_embd.weight")
     if len(table) != 3 or (table[0], table[2]) != (2, n):
         raise ModelError(f"the tensor v.position_embd.weight is {list(table)}, wanted two tables with rows of {n}")

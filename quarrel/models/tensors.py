@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
@@ -42,6 +43,8 @@ _SHAPED_BY = {
     "position_embd": "context_length and embedding_length",
 }
 
+ANY, FAR = 3.4e38, 1e30
+"""Bounds of a map that bound nothing, and from where on none is meant."""
 NOT_WEIGHTS = frozenset(GGMLType[name] for name in ("I8", "I16", "I32", "I64", "F64", "Q8_1", "Q8_K"))
 
 
@@ -194,6 +197,17 @@ class Tensors:
         """A tensor of one value."""
         self.vector(name, 1)
         return self.floats(name)[0]
+
+    def bounds(self, weight: WeightRef) -> tuple[float, float, float, float] | None:
+        """Within which a map's input lies, least and greatest, and its result, in files that say so of it."""
+        ends = {"input_min": -ANY, "input_max": ANY, "output_min": -ANY, "output_max": ANY}
+        stem = weight.name.removesuffix(".weight")
+        found = [self.number(n) if (n := f"{stem}.{end}") in self else far for end, far in ends.items()]
+        low, high, least, most = (min(max(bound, -ANY), ANY) for bound in found)
+        if math.isnan(sum(found)) or low > high or least > most:
+            said = f"{found[0]} to {found[1]} and {found[2]} to {found[3]}"
+            raise ModelError(f"the bounds of {weight.name} are {said}: the file is inconsistent")
+        return None if min(map(abs, found)) >= FAR else (low, high, least, most)
 
     def ones(self, n: int) -> WeightRef:
         """`[n]` ones: the gain of a norm that has none."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from quarrel.ops.activation import CAP, GATED, LARGEST, PLAIN
+from quarrel.ops.activation import CAP, CLAMP, GATED, LARGEST, PLAIN
 from quarrel.ops.adjust import ADJUST
 from quarrel.ops.attention import ATTENTION, KV_APPEND, ROPE_APPEND
 from quarrel.ops.contract import Op
@@ -57,6 +57,7 @@ EXTRA_OPS: Mapping[str, Op] = {
         LORA,
         BY_POSITION,
         HEAD_LINEAR,
+        CLAMP,
         LARGEST,
         PUT_ROWS,
         PICK_STREAMS,

@@ -1,4 +1,4 @@
-"""Elementwise functions: gated activations, the scaling and capping of logits, and the largest values of a row.
+"""Elementwise functions: gated activations, the scaling and capping of logits, bounds, and the largest values of a row.
 
 gated:  y = f(gate) * up, with a gate for every value or one for a whole row
 silu:       x * sigmoid(x)
@@ -7,6 +7,7 @@ identity:   x
 gelu_tanh:  x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3)))     (Hendrycks and Gimpel 2016)
 gelu_quick: x * sigmoid(1.702 x)
 cap:    y = c * tanh(scale * x / c), or scale * x without a cap    (Gemma 2)
+clamp:  y = min(max(x, low), high)    (towers of Gemma 4's small models, around each map)
 largest: y = max(x - mean - deviations * std, 0), with the mean and the biased deviation of its row    (Gemma 3n)
 """
 
@@ -201,6 +202,50 @@ CAP = Op(
 def cap(b: Builder, x: Value, scale: float, limit: float) -> Value:
     """`limit * tanh(scale * x / limit)`, or `scale * x` where the limit is 0."""
     return b.emit(CAP, CapSpec(int(x.dims[1]), scale, limit), x)[0]
+
+
+@dataclass(frozen=True)
+class ClampSpec:
+    """`[T, n]` to `[T, n]`, no value below `low` or above `high`; a NaN stays one."""
+
+    n: int
+    low: float
+    high: float
+
+
+def clamp_reference(s: ClampSpec, x: Array) -> tuple[Array]:
+    """NumPy body."""
+    return (np.clip(x, np.float32(s.low), np.float32(s.high)),)
+
+
+def _clamp_strategy() -> Any:
+    from hypothesis import strategies as st
+
+    spec = st.builds(
+        ClampSpec, st.integers(1, 1100), st.sampled_from([-1.0, 0.0, -1e30]), st.sampled_from([0.5, 2.0, 1e30])
+    )
+    return st.builds(lambda s, t: Case(s, {"T": t}), spec, st.integers(1, 9))
+
+
+CLAMP = Op(
+    "clamp",
+    ClampSpec,
+    lambda s: (Param("x", "act", "T n"),),
+    lambda s: (Param("y", "act", "T n"),),
+    reference=clamp_reference,
+    make=lambda c, rng: (draw.activations(rng, c.dims["T"], c.spec.n) * 3,),
+    cases=lambda: [
+        Case(ClampSpec(77, -1.5, 1.875), {"T": 3}),
+        Case(ClampSpec(1030, -0.25, 1e30), {"T": 2}, "one side"),
+        Case(ClampSpec(96, 0.5, 0.75), {"T": 5}, "all of one sign"),
+    ],
+    strategy=_clamp_strategy,
+)
+
+
+def clamp(b: Builder, x: Value, low: float, high: float) -> Value:
+    """`x` within these bounds."""
+    return b.emit(CLAMP, ClampSpec(int(x.dims[1]), low, high), x)[0]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ import pytest
 
 import quarrel
 from quarrel.cpu_backend.backend import create
-from quarrel.errors import RequestError
+from quarrel.errors import ModelError, RequestError
+from quarrel.models import Tensors
 from quarrel.ops.contract import rel_error
 from tests.sight import WHOLE, WHOLES, whole_logits
 
@@ -43,3 +44,17 @@ def test_an_image_that_is_longer_than_the_table_of_positions_is_refused_before_i
             RequestError, match="is 99 patches long, and the model has places for 72: send one that is nearer"
         ):
             llm.prepare(messages=[{"role": "user", "content": parts}], template="{{ messages[0].content }}")
+
+
+def test_bounds_around_maps_count_and_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    want, number = np.load(WHOLE / "gemma4_e" / "logits.npy"), Tensors.number
+
+    def changed(bounds: dict[str, float]) -> None:
+        read = lambda self, name: bounds.get(name.rpartition(".")[2], number(self, name))  # noqa: E731
+        monkeypatch.setattr(Tensors, "number", read)
+
+    changed({"output_min": 5.0})
+    with pytest.raises(ModelError, match=r"bounds of blk.0.attn_q.weight are -1.5 to 1.875 and 5.0 to 1.25: the file is"):
+        whole_logits("gemma4_e", create())
+    changed({"output_min": -1e31, "output_max": 1e31})
+    assert rel_error(whole_logits("gemma4_e", create()), want) > 1e-3

@@ -30,9 +30,10 @@ def feed(b: Builder, block: Block, ffn: GatedFFN, h: Value) -> tuple[Value, Line
     else:  # one tensor, gate rows first
         both, _ = block.linear("ffn_up", 2 * ffn.width, block.n_embd)
         gate, up = ((part, None) for part in both.split(ffn.width, ffn.width))
-    if ffn.deviations is not None:
+    if ffn.deviations is not None or block.bounded((gate, up)):
         gates, ups = block.maps(b, h, (gate, up))
-        y = gated(b, GatedSpec(ffn.activation, ffn.width), largest(b, gates, ffn.deviations), ups)
+        gates = gates if ffn.deviations is None else largest(b, gates, ffn.deviations)
+        y = gated(b, GatedSpec(ffn.activation, ffn.width), gates, ups)
     elif block.before:
         y = norm_gate_up(b, block.norm, h, block.gains(), gate, up, ffn.activation)
     else:

@@ -11,7 +11,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from quarrel.ops.activation import CAP, GATED, PLAIN, GatedSpec
+from quarrel.ops.activation import CAP, CLAMP, GATED, PLAIN, GatedSpec
 from quarrel.ops.encode import ADD_ROW
 from quarrel.ops.linear import ADD
 from quarrel.ops.position import BY_POSITION, ByPositionSpec
@@ -152,6 +152,19 @@ def cap_flat(y, x, size, scale, limit, CAPPED: tl.constexpr, BLOCK: tl.constexpr
 
 
 @triton.jit
+def clamp_flat(y, x, size, low, high, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    ok = at < size
+    value = tl.load(x + at, mask=ok, other=0.0).to(tl.float32)
+    value = tl.where(value < low, low, value)  # a NaN stays one
+    value = tl.where(value > high, high, value)
+    tl.store(y + at, value.to(y.dtype.element_ty), mask=ok)
+
+
+@triton.jit
 def by_position_rows(y, positions, factors, rows, n, size, shift, BLOCK: tl.constexpr):
     """y[t] = factors[min((positions[t] + shift) // size, n - 1)]."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -190,6 +203,11 @@ def build_add(site: Site, node: Node) -> Launch:
 def build_cap(site: Site, node: Node) -> Launch:
     """CAP: logits."""
     return _build(cap_flat, site, node, node.spec.scale, node.spec.cap, CAPPED=node.spec.cap != 0.0)
+
+
+def build_clamp(site: Site, node: Node) -> Launch:
+    """CLAMP: x `[T, n]`."""
+    return _build(clamp_flat, site, node, node.spec.low, node.spec.high)
 
 
 def build_plain(site: Site, node: Node) -> Launch:
@@ -241,5 +259,6 @@ IMPLEMENTATIONS = (
     Implementation(ADD_ROW, "flat", build_add_row),
     Implementation(ADD, "flat", build_add),
     Implementation(CAP, "flat", build_cap),
+    Implementation(CLAMP, "flat", build_clamp),
     Implementation(BY_POSITION, "table", build_by_position),
 )
