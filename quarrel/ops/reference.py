@@ -73,10 +73,11 @@ def run_program(
     caches: list[KVArrays],
     inputs: StepInputs,
     states: Sequence[Array] = (),
+    shake: Shake | None = None,
 ) -> Mapping[str, Array]:
     """The program's outputs by name. `caches` and `states` (each `[slots, ...]`) are updated in place.
 
-    `tokens` is left out unless `inputs.sample` is there.
+    `tokens` is left out unless `inputs.sample` is there. `shake` as in `run_op`.
     """
     values = bind_inputs(program, inputs)
     stored: dict[CacheRef | StateRef, Concrete] = {CacheRef(i): cache for i, cache in enumerate(caches)}
@@ -91,7 +92,7 @@ def run_program(
 
     for node in program.nodes:
         if all(not isinstance(i, Value) or i.id in values for i in node.inputs):
-            _run_node(node, fetch, values, stored)
+            _run_node(node, fetch, values, stored, shake)
     caches[:] = [stored[CacheRef(i)] for i in range(len(caches))]  # type: ignore[misc]
     for i, state in enumerate(states):
         state[:] = stored[StateRef(i)]

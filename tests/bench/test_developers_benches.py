@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.paths import need_cases
+
 ROOT = Path(__file__).resolve().parents[2]
 if all(importlib.util.find_spec(name) for name in ("torch", "triton")):
     # Triton is imported as the tests of its backend do it: with its interpreter where there is no GPU.
@@ -110,3 +112,17 @@ def test_the_tuner_compiles_and_runs_each_kind_of_map(kind: str, monkeypatch: py
     small = tune.Map(kind, ("Q4_K",) * len(ns), ns, 256)  # type: ignore[arg-type]
     fault = tune.tried((small, 8, ("rows", (16, 1, 1, 0))))
     assert fault == ""
+
+
+def test_values_are_rounded_as_torch_rounds_them_and_a_model_is_as_far_off_as_that() -> None:
+    torch = pytest.importorskip("torch")
+    rounded = importlib.import_module("bench.check.rounded")
+    x = np.concatenate([np.random.default_rng(0).standard_normal(999), [0.0, 1 + 2.0**-8, 1 + 3 * 2.0**-8]]).astype(
+        np.float32
+    )
+    for compute in ("float16", "bfloat16"):
+        assert np.array_equal(rounded.rounded(x, compute), torch.tensor(x).to(getattr(torch, compute)).float().numpy())
+    need_cases("llama32")
+    errors = {compute: rounded.errors("llama32/q4_0x", compute)["error"] for compute in ("float16", "bfloat16")}
+    assert 4 < errors["bfloat16"] / errors["float16"] < 16
+    assert errors["float16"] < 3e-3
