@@ -34,6 +34,15 @@ def server_of(given: str) -> Any:
     return StdioServerParameters(command=command, args=arguments)
 
 
+def program_of(given: Mapping[str, Any]) -> Any:
+    """A server as the files of MCP's clients describe one: `command`, `args`, `env` and `cwd`, or a `url`."""
+    if "url" in given:
+        return given["url"]
+    parameters = server_of(shlex.quote(given["command"]))
+    more = {name: given[name] for name in ("args", "env", "cwd") if given.get(name)}
+    return parameters.model_copy(update=more)
+
+
 @dataclass(frozen=True)
 class ToolResult:
     """What a call came to, as the model is to read it."""
@@ -85,7 +94,9 @@ def _lost(error: Exception) -> bool:
     from mcp.types import CONNECTION_CLOSED
 
     if isinstance(error, MCPError):
-        return error.code == CONNECTION_CLOSED or "session terminated" in str(error).lower()
+        # The number of a connection that has closed is also that of any fault of a server's own.
+        text = str(error).lower()
+        return (error.code == CONNECTION_CLOSED and "closed" in text) or "session terminated" in text
     streams = type(error).__module__.partition(".")[0] in ("anyio", "httpcore", "httpx")
     return streams or (isinstance(error, OSError) and not isinstance(error, TimeoutError))
 

@@ -295,6 +295,7 @@ class Engine:
             return 0
         if part.draft:
             self._take_back(part, right)
+            self.stats.guesses += 1
             self.stats.guessed_tokens += len(part.draft)
             self.stats.right_tokens += right
             if part.drafted:

@@ -150,8 +150,8 @@ class Generation(Sequence):
             self._guide.allowed()
 
     def ran(self, end: int) -> None:
-        if self._stream and self.request.service.progress and end < self.n_prompt and not self.generated:
-            self._sink(Chunk("", None, self.index, read=end))
+        if self._stream and self.request.service.progress and not self.generated:
+            self._sink(Chunk("", None, self.index, read=end, cached=self.reused))
 
     def draft(self, room: int) -> Tokens[int]:
         found = self._lookup.draft(self._all, room) if self._lookup is not None else ()
@@ -250,6 +250,8 @@ class Generation(Sequence):
         count = self.generated + 1
         if count == 1:
             self._first_token = time.perf_counter()
+            if self.index == 0:
+                self.ran(len(self.request.tokens))
         if token in self._stop_ids or (self._guide is not None and token in self._guide.ends):
             self.stop_token = token
             self._finish("stop", stopped_by=token)

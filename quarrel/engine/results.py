@@ -95,7 +95,8 @@ class Chunk:
 
     `text` may be empty while a character or a stop string is incomplete. `index` counts continuations from 0. Where
     `prompt_logprobs` are wanted, they are a chunk of their own, before the others; and so is `read`, where progress is
-    wanted: how many tokens of the prompt have been read, once for each step that read a part of it.
+    wanted: how many tokens of the prompt have been read, once for each step that read a part of it, of which `cached` were
+    known before.
     """
 
     text: str
@@ -105,3 +106,4 @@ class Chunk:
     result: Result | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     read: int = 0
+    cached: int = 0

@@ -49,6 +49,8 @@ class Stats:
     guessed_tokens: int = 0
     right_tokens: int = 0
     """Of the guessed ones."""
+    guesses: int = 0
+    """Steps of a sequence in which some were verified."""
     drafted_tokens: int = 0
     """Of the guessed ones, by a draft model; and those of them that were right."""
     drafted_right: int = 0

@@ -26,6 +26,18 @@ chat_template_file --chat-template-file LLAMA_ARG_CHAT_TEMPLATE_FILE
 api_key --api-key LLAMA_API_KEY
 api_key_file --api-key-file
 alias -a --alias LLAMA_ARG_ALIAS
+tags --tags LLAMA_ARG_TAGS
+pooling --pooling LLAMA_ARG_POOLING
+media_path --media-path
+sleep_idle --sleep-idle-seconds
+hf_repo -hf -hfr --hf-repo LLAMA_ARG_HF_REPO
+hf_file -hff --hf-file LLAMA_ARG_HF_FILE
+tools --tools LLAMA_ARG_TOOLS
+mcp_config --mcp-servers-config LLAMA_ARG_MCP_SERVERS_CONFIG
+mcp_json --mcp-servers-json LLAMA_ARG_MCP_SERVERS_JSON
+models_dir --models-dir LLAMA_ARG_MODELS_DIR
+models_preset --models-preset LLAMA_ARG_MODELS_PRESET
+models_max --models-max LLAMA_ARG_MODELS_MAX
 keep --keep
 slot_save_path --slot-save-path
 origins --cors-origins LLAMA_ARG_CORS_ORIGINS
@@ -77,9 +89,13 @@ ignore_eos --ignore-eos
 cpu_moe -cmoe --cpu-moe LLAMA_ARG_CPU_MOE
 no_slots --no-slots
 no_page --no-webui --no-ui
-so --offline --jinja --metrics --slots --props --no-log-prefix --no-log-timestamps --log-disable
+so --offline --jinja --slots --props --no-log-prefix --no-log-timestamps --log-disable
 verbose -v --verbose --log-verbose
-so -cb --cont-batching --kv-unified -kvu --no-mmproj-offload --mmproj-auto --no-context-shift
+metrics --metrics LLAMA_ARG_ENDPOINT_METRICS
+unified --kv-unified -kvu LLAMA_ARG_KV_UNIFIED
+proxy --ui-mcp-proxy --webui-mcp-proxy
+no_autoload --no-models-autoload
+so -cb --cont-batching --no-mmproj-offload --mmproj-auto --no-context-shift
 no_mmproj --no-mmproj --no-mmproj-auto
 so --no-perf --mmap --no-warmup --cache-prompt
 """

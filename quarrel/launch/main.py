@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 import sys
 import threading
 import time
 import warnings
 from collections.abc import MutableMapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,8 @@ from quarrel.launch.old import hand_over, old_engine
 if TYPE_CHECKING:
     from quarrel.launch.early import Early
     from quarrel.llm import LLM, LoadOptions
+    from quarrel.server import Settings
+    from quarrel.server.llama.tools import ToolServers
 
 PORT, PARALLEL = 8080, 4
 PROG = "quarrel llama-server"
@@ -64,12 +67,16 @@ def _run(args: Arguments, words: Sequence[str]) -> int:
     if "help" in args.switches:
         print(HELP, end="")
         return 0
-    old, model = old_engine(args), args.text("model")
+    old, model = old_engine(args), source_of(args)
     if "version" in args.switches:
         from quarrel import __version__
 
         print(f"version: quarrel {__version__}", file=sys.stderr)
         return 0
+    if model is None and is_router(args):
+        from quarrel.launch.router import route
+
+        return route(args, words)
     if "list_devices" in args.switches or model is None:
         return _discover(args, old, words)
     if (why := _for_the_old_one(args)) is not None:
@@ -90,20 +97,38 @@ def _load_and_serve(args: Arguments, model: str, old: Path | None, words: Sequen
     from quarrel.launch.early import Early
     from quarrel.server.listening import bound
 
-    host, port = args.text("host") or "127.0.0.1", args.number("port")
-    early = Early(bound(host, PORT if port is None else port))
+    port = port_of(args)
+    first, *others = (bound(host, port) for host in hosts_of(args))
+    early = Early(first)
     early.start()
     try:
-        template, _ = template_of(args), save_path_of(args)
+        template = template_of(args)
+        for name in ("slot_save_path", "media_path"):
+            folder_of(args, name)
         llm = _load(args, model, options)
     except Exception as error:  # whatever it is, the old engine may fare better
         early.close()
+        for other in others:
+            other.close()
         if old is None:
             raise
         what = str(error) if isinstance(error, QuarrelError) else f"it failed ({type(error).__name__}: {error})"
         _say(f"{PROG}: {what}: {old} takes this model")
         hand_over(old, words, args)
-    return _serve(args, llm, early, template)
+    return _serve(args, llm, early, others, template)
+
+
+def port_of(args: Arguments) -> int:
+    """The port; where Vertex AI starts it, that one says which."""
+    given = args.number("port")
+    if _on_vertex() and os.environ.get("AIP_HTTP_PORT", "").isdecimal():
+        return int(os.environ["AIP_HTTP_PORT"])
+    return PORT if given is None else given
+
+
+def is_router(args: Arguments) -> bool:
+    """Whether requests are to choose among models; without a model and without a word of others it is an error."""
+    return any(args.text(name) is not None for name in ("models_dir", "models_preset", "models_max"))
 
 
 def _discover(args: Arguments, old: Path | None, words: Sequence[str]) -> int:
@@ -134,8 +159,9 @@ def load_options(args: Arguments) -> LoadOptions:
     given: dict[str, Any] = {}
     parallel, ctx = args.number("parallel"), args.number("ctx")
     given["max_seqs"] = min(parallel, 256) if parallel and parallel > 0 else PARALLEL
-    if ctx and ctx > 0:  # which all share that run at once
-        given["n_ctx"] = max(1, ctx // given["max_seqs"]) if parallel and parallel > 0 else ctx
+    if ctx and ctx > 0:  # which all share that run at once, in equal parts or as each has need
+        shared = parallel and parallel > 0 and "unified" not in args.switches
+        given["n_ctx"] = max(1, ctx // given["max_seqs"]) if shared else ctx
     layers = args.text("gpu_layers") or "auto"
     if layers == "0" or args.text("device") == "none":
         given["backend"] = "cpu"
@@ -149,7 +175,10 @@ def load_options(args: Arguments) -> LoadOptions:
     if args.text("cache_k") is not None or args.text("cache_v") is not None:
         kinds = {_CACHES.get((args.text(name) or "f16").lower(), "int8") for name in ("cache_k", "cache_v")}
         given["kv_cache"] = kinds.pop() if len(kinds) == 1 else "float16"  # the wider one of two
-    given["mmproj"] = "none" if "no_mmproj" in args.switches else args.text("mmproj") or "none"
+    hub = args.text("model") is None and args.text("hf_repo") is not None
+    beside = None if hub else "none"  # one from the hub brings its own
+    given["mmproj"] = "none" if "no_mmproj" in args.switches else args.text("mmproj") or beside
+    given["allow_image_urls"] = True
     if args.loras:
         given["adapters"] = {_ADAPTER: args.loras[0]}
     if "cpu_moe" in args.switches or args.number("n_cpu_moe"):
@@ -183,18 +212,16 @@ def _load(args: Arguments, model: str, options: LoadOptions) -> LLM:
     try:
         return load_with(model, options)
     except QuarrelError as error:
-        if options.draft is not None:  # it changes no text, only how soon it is there
-            _say(f"{PROG}: {error}: it goes on without {options.draft}")
-            return _load(args, model, replace(options, draft=None))
-        if not isinstance(error, RequestError):
+        if isinstance(error, RequestError) and error.field == "n_ctx" and options.n_ctx is not None:
+            most = file_facts(model).count("context_length")
+            if most and most < options.n_ctx:
+                _say(f"llama_context: n_ctx_seq ({options.n_ctx}) > n_ctx_train ({most}) -- the context is {most}")
+                return _load(args, model, replace(options, n_ctx=most))
+        if options.draft is None:
             raise
-        if error.field != "n_ctx" or options.n_ctx is None:
-            raise
-        most = file_facts(model).count("context_length")
-        if not most or most >= options.n_ctx:
-            raise
-        _say(f"llama_context: n_ctx_seq ({options.n_ctx}) > n_ctx_train ({most}) -- the context is {most}")
-        return load_with(model, replace(options, n_ctx=most))
+        # It changes no text, only how soon it is there.
+        _say(f"{PROG}: {error}: it goes on without {options.draft}")
+        return _load(args, model, replace(options, draft=None))
     except FileNotFoundError as error:
         raise ModelNotFound(f"{error.filename}: {error.strerror}") from error
 
@@ -206,7 +233,7 @@ def choose_gpu(number: int, environment: MutableMapping[str, str]) -> None:
         environment["CUDA_VISIBLE_DEVICES"] = names[number] if names else str(number)
 
 
-def _serve(args: Arguments, llm: LLM, early: Early, template: str | None) -> int:
+def _serve(args: Arguments, llm: LLM, early: Early, beside: Sequence[socket.socket], template: str | None) -> int:
     from quarrel.launch.report import lines
 
     layers = len(getattr(llm.spec, "layers", ()) or ()) or getattr(llm.spec, "n_layers", 0)
@@ -215,29 +242,59 @@ def _serve(args: Arguments, llm: LLM, early: Early, template: str | None) -> int
     early.loaded()
     if template is None and llm.tokenizer.chat_template is None:
         template = "chatml"  # as llama-server has it
-    host, port = early.listener.getsockname()[:2]
-    _say(f"main: model loaded\nmain: server is listening on http://{host}:{port}")
-    from quarrel.server import Rates, Settings, serve
+    _listening(early.listener)
+    from quarrel.server import serve
     from quarrel.server.llama.app import build
+
+    settings = settings_of(args, early.listener, template, (name_of(args),), llm.explain().max_seqs)
+    options = load_options(args)
+
+    def again(source: str) -> LLM:
+        made = _load(args, source_of(args) or "", options)
+        watched[:] = [made]
+        return made
+
+    watched = [llm]
+    with tools_of(args) as tools:
+        server = build(settings, llm, again, tools=tools)
+        threading.Thread(target=end_with, args=(watched,), name="fault", daemon=True).start()
+        gc.enable()
+        serve(server, settings, before=early, beside=beside)
+    return 0
+
+
+def _listening(listener: socket.socket) -> None:
+    host, port = listener.getsockname()[:2]
+    _say(f"main: model loaded\nmain: server is listening on http://{host}:{port}")
+
+
+def settings_of(
+    args: Arguments, listener: socket.socket, template: str | None, models: tuple[str, ...], max_seqs: int, **more: Any
+) -> Settings:
+    """Of the server. models: what they are called. more: fields that the arguments do not say."""
+    from quarrel.server import Rates, Settings
     from quarrel.server.llama.bodies import CompletionBody
     from quarrel.server.settings import DATA_DIR
 
+    host, port = listener.getsockname()[:2]
     sampling = {name: _typed(value) for name, value in args.values.items() if name in SAMPLING}
     if "ignore_eos" in args.switches:
         sampling["ignore_eos"] = True
     if "samplers" in sampling:
         sampling["samplers"] = str(sampling["samplers"]).split(";")
-    settings = Settings(
-        models=(name_of(args),),
+    loopback = all(Settings(host=each).loopback for each in hosts_of(args))
+    idle = args.number("sleep_idle")
+    return Settings(
+        models=models,
         host=host,
         port=port,
         llama=True,
         chat_template=template,
         api_key=args.text("api_key") or "",
         data_dir=DATA_DIR / "llama-server",  # a launcher knows nothing of keys that were made for `quarrel serve`
-        hosts=() if Settings(host=host).loopback else ("*",),  # a page whose name leads here must not get in
+        hosts=() if loopback else ("*",),  # a page whose name leads here must not get in
         open_access=True,
-        max_seqs=llm.explain().max_seqs,
+        max_seqs=max_seqs,
         draft_max=min(max(args.number("draft_max") or Settings.draft_max, 1), 16),
         queue=1 << 16,
         timeout=_DAY,
@@ -247,49 +304,91 @@ def _serve(args: Arguments, llm: LLM, early: Early, template: str | None) -> int
         adapter=_ADAPTER if args.loras else None,
         context_shift="context_shift" in args.switches,
         keep=args.number("keep") or 0,
-        slot_save_path=save_path_of(args),
+        slot_save_path=folder_of(args, "slot_save_path"),
+        media_path=folder_of(args, "media_path"),
         origins=origins_of(args),
         verbose="verbose" in args.switches,
         thinking=(args.text("reasoning") or "auto").lower() not in ("off", "disable", "false", "0"),
         slots="no_slots" not in args.switches,
         page="no_page" not in args.switches,
+        metrics="metrics" in args.switches,
+        proxy="proxy" in args.switches,
+        pooling=(args.text("pooling") or "").lower(),
+        aliases=listed(args.text("alias")),
+        tags=listed(args.text("tags")),
+        keep_alive=float(idle) if idle is not None and idle >= 0 else None,
+        predict_route=os.environ.get("AIP_PREDICT_ROUTE", "/predict") if _on_vertex() else "",
         sampling=CompletionBody(**sampling).shared() if sampling else None,
         media_marker=os.environ.get("LLAMA_MEDIA_MARKER") or Settings().media_marker,
+        **more,
     )
-    server = build(settings, llm)
-    threading.Thread(target=end_with, args=(llm,), name="fault", daemon=True).start()
-    gc.enable()
-    serve(server, settings, before=early)
-    return 0
 
 
-def end_with(llm: LLM) -> None:
-    """Ends the process when its engine has stopped for good: a launcher starts another one."""
-    while llm.fault is None:
+def _on_vertex() -> bool:
+    """Whether Google's Vertex AI has started it."""
+    return os.environ.get("AIP_MODE") == "PREDICTION"
+
+
+def listed(text: str | None) -> tuple[str, ...]:
+    """What a list with commas holds."""
+    return tuple(part.strip() for part in (text or "").split(",") if part.strip())
+
+
+def hosts_of(args: Arguments) -> tuple[str, ...]:
+    """The addresses to listen on."""
+    return listed(args.text("host")) or ("127.0.0.1",)
+
+
+def tools_of(args: Arguments) -> AbstractContextManager[ToolServers | None]:
+    """The MCP servers of the arguments, which run while it is entered. Raises ConfigError for what names none."""
+    text, path = args.text("mcp_json"), args.text("mcp_config")
+    if text is None and path is None and args.text("tools") is None:
+        return nullcontext()
+    from quarrel.server.llama.tools import ToolServers, servers_of
+
+    try:
+        found = servers_of(Path(path).read_text("utf-8"), f"--mcp-servers-config {path}") if path is not None else {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--mcp-servers-config {path}: {getattr(error, 'strerror', None) or error}") from error
+    return ToolServers({**found, **(servers_of(text, "--mcp-servers-json") if text is not None else {})})
+
+
+def end_with(watched: Sequence[LLM]) -> None:
+    """Ends the process when the engine of the model that is loaded now has stopped for good: a launcher starts another."""
+    while (fault := watched[0].fault) is None:
         time.sleep(LOOKS)
-    _say(f"error: {PROG}: {llm.fault}")
+    _say(f"error: {PROG}: {fault}")
     os._exit(EXIT_FAULT)
 
 
-def save_path_of(args: Arguments) -> Path | None:
-    """The folder that slots are saved to, which must be there."""
-    given = args.text("slot_save_path")
+def folder_of(args: Arguments, name: str) -> Path | None:
+    """A folder that an option names, which must be there."""
+    given = args.text(name)
     if given is not None and not Path(given).is_dir():
-        raise ConfigError(f"--slot-save-path {given}: there is no such folder: make it first")
+        raise ConfigError(f"{args.flag(name)} {given}: there is no such folder: make it first")
     return None if given is None else Path(given)
 
 
 def origins_of(args: Arguments) -> tuple[str, ...]:
-    """Of web pages that may call, as patterns; `localhost` is any page of this machine."""
+    """Of web pages that may call, as patterns; `localhost` is any page of this machine. By default these alone, or with a
+    key to call with, which a page has to know, all."""
     here = tuple(f"{scheme}://{host}{port}" for scheme in ("http", "https") for host in _HERE for port in ("", ":*"))
-    given = [origin.strip() for origin in (args.text("origins") or "").split(",") if origin.strip()]
+    given = listed(args.text("origins")) or ("*" if args.text("api_key") else "localhost",)
     return tuple(pattern for origin in given for pattern in (here if origin == "localhost" else (origin,)))
 
 
 def name_of(args: Arguments) -> str:
     """What requests may call the model."""
-    alias = args.text("alias")
-    return alias.split(",")[0] if alias else Path(args.text("model") or "").name.removesuffix(".gguf")
+    aliases = sorted(listed(args.text("alias")))
+    return aliases[0] if aliases else Path(args.text("model") or args.text("hf_repo") or "").name.removesuffix(".gguf")
+
+
+def source_of(args: Arguments) -> str | None:
+    """The model's file, or its name in the Hugging Face hub."""
+    repo, file = args.text("hf_repo"), args.text("hf_file")
+    if args.text("model") is not None or repo is None:
+        return args.text("model")
+    return f"hf://{repo}" if file is None else f"hf://{repo.partition(':')[0]}:{file}"
 
 
 def template_of(args: Arguments) -> str | None:
@@ -304,8 +403,9 @@ def template_of(args: Arguments) -> str | None:
         return given
     from quarrel.tokenizer.templates import BUILTIN_TEMPLATES
 
-    if given in BUILTIN_TEMPLATES:
-        return given
+    name = {"llama3": "llama-3", "phi3": "phi-3"}.get(given, given)
+    if name in BUILTIN_TEMPLATES:
+        return name
     _say(f"{PROG}: --chat-template {given} is not known here, the model's own is taken")
     return None
 

@@ -47,7 +47,7 @@ def pieces_of(text: int, ids: Sequence[int], tokenizer: Tokenizer, chunk: Chunki
         return
     if chunk is None:
         raise ContextOverflow(
-            f"text {text} has {len(ids)} tokens and the context holds {n_ctx}: shorten it, or ask for chunks"
+            f"text {text} is too large: {len(ids)} tokens, and the context holds {n_ctx}: shorten it, or ask for chunks"
             f" (chunk={n_ctx})",
             "chunk",
         )

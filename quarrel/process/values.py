@@ -91,7 +91,7 @@ def chunk_row(stream: int, chunk: Chunk) -> list[Json]:
     """A chunk as a message; most are a text and an id."""
     row: list[Json] = ["chunk", stream, chunk.index, chunk.text, chunk.token_id]
     if chunk.logprob is not None or chunk.result is not None or chunk.prompt_logprobs is not None or chunk.read:
-        row += [plain(chunk.logprob), plain(chunk.result), plain(chunk.prompt_logprobs), chunk.read]
+        row += [plain(chunk.logprob), plain(chunk.result), plain(chunk.prompt_logprobs), chunk.read, chunk.cached]
     return row
 
 
@@ -103,4 +103,4 @@ def chunk_of(row: list[Json]) -> Chunk:
     return Chunk(text, token, index, *(typed(hint, value) for hint, value in zip(_REST, row[5:], strict=True)))
 
 
-_REST: tuple[Any, ...] = (TokenLogprob | None, Result | None, tuple[TokenLogprob, ...] | None, int)
+_REST: tuple[Any, ...] = (TokenLogprob | None, Result | None, tuple[TokenLogprob, ...] | None, int, int)

@@ -47,20 +47,26 @@ class Server:
     api: FastAPI
 
 
-def build(settings: Settings, load: Load, traces: Traces | None = None, tools: Toolbox | None = None) -> Server:
-    """Puts an application together; `load` makes a model from what `settings.models` names. tools: open while it runs."""
+def build(
+    settings: Settings,
+    load: Load,
+    traces: Traces | None = None,
+    tools: Toolbox | None = None,
+    models: ModelManager | None = None,
+) -> Server:
+    """Puts an application together; `load` makes a model from what `settings.models` names. tools: open while it runs.
+    models: those of the application around this one, if it is a part of one."""
     traces = traces or Traces()
     keys = Keyring(settings.data_dir, settings.api_key)
     settings.check(bool(keys.keys()))
     limits = Limits(settings.rates, settings.shared_limits, settings.timeout + settings.grace)
-    models = ModelManager(
+    models = models or ModelManager(
         settings.models,
         settings.models_dir,
         load,
         Names(settings.data_dir / "models.json"),
         idle=settings.keep_alive,
         budget=settings.budget,
-        any_name=settings.llama,
     )
     metrics = Metrics(models)
     dispatcher = Dispatcher(models, settings, limits, metrics, traces)

@@ -188,15 +188,18 @@ class Middleware:
         _check_framing(scope, headers)
         self._check_host(scope, headers)
         origin = headers.get("origin")
-        if origin is not None:  # also for one that is refused, whose page then reads why
+        known = origin is None or self._known(origin, headers.get("host", ""))
+        if origin is not None and (known or not self._settings.llama):  # one that is refused reads why
             extra |= {"Access-Control-Allow-Origin": origin, "Vary": "Origin"}
             extra |= {"Access-Control-Expose-Headers": "X-Request-Id, X-Quarrel-Ignored, Retry-After"}
         if scope["type"] == "http" and scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
             allowed = {"Access-Control-Allow-Methods": "GET, HEAD, POST, PUT, DELETE", "Access-Control-Max-Age": "600"}
             wanted = headers.get("access-control-request-headers", "")  # clients have headers of their own
             named = wanted if _NAMES.fullmatch(wanted) else "Authorization, Content-Type, X-API-Key"
+            if self._settings.llama:
+                allowed["Access-Control-Allow-Credentials"] = "true"
             return {**allowed, "Access-Control-Allow-Headers": named}
-        if origin is not None and not self._known(origin, headers.get("host", "")):
+        if origin is not None and not known:
             raise Refused(403, "forbidden_origin", f"the origin {origin[:80]!r} may not call the server: see --origin")
         self._authenticate(scope, headers)
         if scope["type"] == "http":

@@ -13,19 +13,18 @@ import re
 import stat
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from quarrel.errors import OutOfMemory, QuarrelError
 from quarrel.llm import Model
+from quarrel.server.entries import Entry, LoadedModel
 from quarrel.server.errors import Refused, refused
 from quarrel.server.names import Name, Names, folded
 
-State = Literal["unloaded", "loading", "loaded", "failed"]
 Load = Callable[..., Model]
 """Of a source, and `adapters` by name where there are some."""
 STEADY = 30.0
@@ -38,64 +37,6 @@ log = logging.getLogger("quarrel.server")
 
 
 LATER_SHARD = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
-
-
-class LoadedModel:
-    """A loaded model and how many requests it serves; closed when it is retired and the last one has ended."""
-
-    def __init__(self, llm: Model) -> None:
-        self.llm = llm
-        self.users = 0
-        self.since = self.used = time.monotonic()
-        self.closing: asyncio.Future[None] | None = None
-        """Done when its memory is free again."""
-        self._retired = False
-
-    def take(self) -> None:
-        self.users += 1
-        self.used = time.monotonic()
-
-    def drop(self) -> None:
-        self.users -= 1
-        self.used = time.monotonic()
-        self._close_if_done()
-
-    def retire(self) -> None:
-        self._retired = True
-        self._close_if_done()
-
-    def _close_if_done(self) -> None:
-        if self._retired and not self.users:
-            # Closing waits for the step that runs.
-            self.closing = asyncio.get_running_loop().run_in_executor(None, self.llm.close)
-
-
-@dataclass(eq=False)
-class Entry:
-    """One offered model. `name` is what requests say, `source` what is loaded."""
-
-    name: str
-    source: str
-    state: State = "unloaded"
-    loaded: LoadedModel | None = None
-    error: str = ""
-    created: int = 0
-    load_seconds: float = 0.0
-    restarts: int = 0
-    """How often its process ended and was started again."""
-    delay: float = 0.0
-    """Seconds to wait before the next start."""
-    again_at: float = 0.0
-    """When that will be; until then requests are refused."""
-    adapters: Mapping[str, str] = field(default_factory=dict)
-    """That it is loaded with, beside those of every model."""
-    until: float | None = None
-    """When it is unloaded unless it is used before that, as `time.time` has it; None: never."""
-    resting: asyncio.TimerHandle | None = None
-    lasting: float | None = None
-    """Seconds without use that a request has given it; None: as the server has it."""
-    rested: bool = False
-    """Whether it was unloaded because nobody used it: the next request loads it again."""
 
 
 class ModelManager:
@@ -111,12 +52,16 @@ class ModelManager:
         idle: float | None = None,
         budget: int | None = None,
         any_name: bool = False,
+        most: int = 0,
+        autoload: bool = True,
     ) -> None:
         """made: names that requests make. any_name: one that is none here means the first model. idle: seconds without use
         behind which a model is unloaded; None keeps it.
 
         budget: bytes that all models share; `load` is given what is left of them as `memory`. Where a model does not fit,
-        those that wait for requests are unloaded, the one that was used longest ago first.
+        those that wait for requests are unloaded, the one that was used longest ago first. most: how many are loaded at
+        once, 0 for any number; whoever wants one more makes room in the same way, or waits until one has no requests.
+        autoload: whether a request loads the model that it names.
         """
         self._load, self._idle, self._budget = load, idle, budget
         self._folder, self._any_name = folder, any_name
@@ -126,6 +71,8 @@ class ModelManager:
         self.made = made or Names(None)
         self._locks: dict[int, asyncio.Lock] = {}
         self._revivals: set[asyncio.Task[Any]] = set()
+        self._most, self._autoload, self._loading = most, autoload, set[Entry]()
+        self._turn, self._freed = asyncio.Lock(), asyncio.Event()
         self._closed = False
         self._passed_over: set[str] = set()
         self._loads: set[asyncio.Future[Model]] = set()
@@ -134,6 +81,16 @@ class ModelManager:
         for source in sources:
             name = name_of(source)
             self._entries[name] = Entry(name, source, created=int(time.time()))
+            self._sources.append(name)
+
+    async def renew(self, sources: Iterable[str]) -> None:
+        """From now on these are on offer; what is not among them any more ends with its last request."""
+        wanted = {name_of(source): source for source in sources}
+        for name in [name for name in self._sources if name not in wanted]:
+            self._sources.remove(name)
+            await self._unload(self._entries.pop(name))
+        for name in wanted.keys() - self._entries.keys():
+            self._entries[name] = Entry(name, wanted[name], created=int(time.time()))
             self._sources.append(name)
 
     @property
@@ -253,6 +210,8 @@ class ModelManager:
             message = f"the process of {entry.name} ended and will be started again: ask again in {wait:.0f} s"
             raise Refused(503, "engine_restarting", message, retry_after=wait)
         if entry.loaded is None:
+            if not self._autoload:
+                raise Refused(400, "model_not_loaded", f"model {entry.name} is not loaded: POST /models/load first")
             await self._load_entry(entry)
             _stop_resting(entry)
         loaded = entry.loaded
@@ -265,6 +224,8 @@ class ModelManager:
             loaded.drop()
             if entry.loaded is loaded and not loaded.users and entry.resting is None:
                 self._let_rest(entry)
+            if not loaded.users:
+                self._freed.set()
 
     async def load(self, name: str, *, again: bool = False) -> Entry:
         """Loads a model, or with `again` a fresh copy in place of the one that runs, which ends with its last request."""
@@ -282,6 +243,7 @@ class ModelManager:
             entry.state = "loading" if before is None else "loaded"
             began = time.perf_counter()
             try:
+                await self._make_room(entry)
                 llm = await self._fitted(entry)
             except Exception as error:
                 if self.stopped.done():
@@ -295,6 +257,9 @@ class ModelManager:
             except BaseException:
                 entry.state = "unloaded" if before is None else "loaded"
                 raise
+            finally:
+                self._loading.discard(entry)
+                self._freed.set()
             entry.loaded, entry.state, entry.error, entry.rested = LoadedModel(llm), "loaded", "", False
             entry.load_seconds = time.perf_counter() - began
             self._watch(entry, entry.loaded, llm)
@@ -303,6 +268,25 @@ class ModelManager:
                 before.retire()
             self._let_rest(entry)
         return entry
+
+    async def _make_room(self, entry: Entry) -> None:
+        """Until there is a place for one more, in the order of asking."""
+        async with self._turn:
+            while self._most:
+                others = [e for e in self._all() if e is not entry and (e.loaded is not None or e in self._loading)]
+                if len(others) < self._most:
+                    break
+                idle = [(e, e.loaded) for e in others if e.loaded is not None and not e.loaded.users]
+                if idle:
+                    other, oldest = min(idle, key=lambda pair: pair[1].used)
+                    log.info("%s makes room for %s", other.name, entry.name)
+                    await self._unload(other)
+                    if oldest.closing is not None:
+                        await asyncio.wait({oldest.closing})
+                else:
+                    self._freed.clear()
+                    await self._freed.wait()
+            self._loading.add(entry)
 
     async def _fitted(self, entry: Entry) -> Model:
         """The model; others are unloaded where it does not fit beside them. Raises what loading does."""

@@ -14,8 +14,8 @@ from typing import Any
 from quarrel.errors import QuarrelError
 from quarrel.gguf.digest import Digests
 from quarrel.llm import FileFacts, file_facts, find
+from quarrel.server.entries import Entry
 from quarrel.server.errors import Refused
-from quarrel.server.models import Entry
 from quarrel.server.names import Name
 from quarrel.server.ollama_bodies import Options
 from quarrel.server.variants import GO_PLAIN

@@ -17,10 +17,10 @@ from quarrel.llm import Model, Structure
 from quarrel.server.body import body_of, read_body
 from quarrel.server.conversation import chat_request
 from quarrel.server.dispatch import Admission, Dispatcher, Generation, Prepare, answer_stream, answer_whole, bursts
+from quarrel.server.entries import Entry
 from quarrel.server.errors import Refused, plain_body
 from quarrel.server.lines import SSE, event, line
 from quarrel.server.metrics import TEXT, Metrics
-from quarrel.server.models import Entry
 from quarrel.server.reader import Reading
 from quarrel.server.schemas import DetokenizeBody, GenerateBody, TokenizeBody
 

@@ -8,7 +8,7 @@ import gc
 import logging
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any, Protocol
 
@@ -54,21 +54,30 @@ class Before(Protocol):
         """Its connections, with what they have sent; it takes no further ones."""
 
 
-def serve(server: Server, settings: Settings, *, preload: bool = True, before: Before | None = None) -> None:
+def serve(
+    server: Server,
+    settings: Settings,
+    *,
+    preload: bool = True,
+    before: Before | None = None,
+    beside: Sequence[socket.socket] = (),
+) -> None:
     """Listens until a signal (SIGINT, SIGTERM) says to stop. Raises ConfigError if an address cannot be bound.
 
-    before: what has bound it already.
+    before: what has bound it already. beside: sockets of further addresses, which are closed with it.
     """
     _allow_many_files()
     with _rare_collections():
-        asyncio.run(_serve(server, settings, preload, before))
+        asyncio.run(_serve(server, settings, preload, before, beside))
 
 
-async def _serve(server: Server, settings: Settings, preload: bool, before: Before | None) -> None:
+async def _serve(
+    server: Server, settings: Settings, preload: bool, before: Before | None, beside: Sequence[socket.socket]
+) -> None:
     main = _Uvicorn(_config(server.app, settings), server, before)
     sockets = [bound(settings.host, settings.port, settings.idle_timeout) if before is None else before.listener]
     log.info("listening on http://%s:%d", *sockets[0].getsockname()[:2])
-    listeners = [main.serve(sockets)]
+    listeners = [main.serve([*sockets, *beside])]
     second = None
     if settings.metrics_port is not None:
         second = _Uvicorn(_config(_metrics_only(server), settings), None)

@@ -69,8 +69,24 @@ class Settings:
     slots: bool = True
     """In that protocol: whether /slots lists what is computed; and whether there is a page."""
     page: bool = True
+    metrics: bool = True
+    """In that protocol: whether there is /metrics; what else the model is called; and what it is said to be for."""
+    aliases: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
+    router: bool = False
+    """In that protocol: whether requests choose among several models; how many are loaded at most, 0 for any number; and
+    whether a request loads the one that it names."""
+    models_max: int = 0
+    autoload: bool = True
+    pooling: str = ""
+    """In that protocol: how the rows of a text's tokens become its vector; empty for the model's own way."""
+    predict_route: str = ""
+    """In that protocol: where Google's Vertex AI sends its requests; empty for nowhere."""
+    proxy: bool = False
+    """In that protocol: whether a page may reach MCP servers elsewhere through this one."""
     slot_save_path: Path | None = None
-    """In that protocol: the folder that slots are saved to."""
+    """In that protocol: the folder that slots are saved to, and the one whose pictures messages may name by file://."""
+    media_path: Path | None = None
     media_marker: str = field(default_factory=lambda: f"<__media_{secrets.token_hex(16)}__>")
     """In that protocol: what stands for an image in a prompt's text; by default no caller's text has it by chance."""
     chat_template: str | None = None

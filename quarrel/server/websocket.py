@@ -312,8 +312,9 @@ class Connection:
         made = 0
         async for chunk in chunks(generation, 0, self._dispatcher.settings.timeout):
             if chunk.read:
-                prompt = {"read": chunk.read, "of": generation.prompt_tokens}
-                answer.say("status", {"state": "reading", "request_id": answer.id, **prompt})
+                if chunk.read < generation.prompt_tokens:
+                    prompt = {"read": chunk.read, "of": generation.prompt_tokens}
+                    answer.say("status", {"state": "reading", "request_id": answer.id, **prompt})
                 continue
             made += chunk.token_id is not None
             row = {**token_message(chunk, generation, made), "request_id": answer.id}

@@ -117,10 +117,19 @@ _ALPACA: Final = """\
 {%- if add_generation_prompt -%}{{ '### Response:\\n' }}{%- endif -%}
 """
 
+_COMMAND_R: Final = """\
+{%- for message in messages -%}
+{%- set role = {'assistant': 'CHATBOT'}.get(message.role, message.role | upper) -%}
+{{ '<|START_OF_TURN_TOKEN|><|' + role + '_TOKEN|>' + message.content | trim + '<|END_OF_TURN_TOKEN|>' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}{%- endif -%}
+"""
+
 BUILTIN_TEMPLATES: Final[Mapping[str, str]] = MappingProxyType(
     {
         "alpaca": _ALPACA,
         "chatml": _CHATML,
+        "command-r": _COMMAND_R,
         "gemma": _GEMMA,
         "granite": _GRANITE,
         "llama-2": _LLAMA_2,

@@ -375,7 +375,7 @@ def test_several_continuations_may_be_started_in_one_call() -> None:
 def test_a_prompt_that_is_read_in_parts_says_how_far_it_is_where_that_is_wanted() -> None:
     prompt = [1 + i % 7 for i in range(20)]
     with Toy(limits(max_tokens=8)) as toy:
-        for service, wanted in ((Service(progress=True), [8, 16]), (Service(), [])):
+        for service, wanted in ((Service(progress=True), [8, 16, 20]), (Service(), [])):
             chunks = list(toy.start([len(wanted), *prompt[1:]], GREEDY, service=service))
             assert [c.read for c in chunks if c.read] == wanted
             assert [c.token_id for c in chunks if not c.read and c.result is None] != []

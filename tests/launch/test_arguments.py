@@ -32,7 +32,11 @@ def test_what_a_launcher_writes_is_taken_apart() -> None:
 
 
 def test_pages_of_other_origins_are_named() -> None:
-    assert origins_of(parse([], {})) == ()
+    alone, with_key = Origins(origins_of(parse([], {}))), Origins(origins_of(parse(["--api-key", "k"], {})))
+    assert [("http://localhost:3000" in o, "https://a.example" in o) for o in (alone, with_key)] == [
+        (True, False),
+        (True, True),
+    ]
     given = origins_of(parse(["--cors-origins", "https://a.example, localhost"], {}))
     assert [o in Origins(given) for o in ("https://a.example", "http://[::1]:3000", "https://localhost")] == [True] * 3
     assert "http://localhost.a.example" not in Origins(given)
@@ -149,7 +153,7 @@ def test_a_process_whose_engine_has_stopped_ends(
     statuses: list[int] = []
     monkeypatch.setattr("quarrel.launch.main.LOOKS", 0.0)
     monkeypatch.setattr("os._exit", statuses.append)
-    end_with(Broken())  # type: ignore[arg-type]
+    end_with([Broken()])  # type: ignore[list-item]
     assert statuses == [70]
     assert "the device is gone" in capsys.readouterr().err
 

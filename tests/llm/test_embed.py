@@ -118,7 +118,7 @@ def test_ids_are_taken_as_they_are(minilm: LLM) -> None:
 
 def test_a_long_text_is_an_error_or_chunks_and_never_cut(minilm: LLM) -> None:
     long = "word " * 700
-    with pytest.raises(ContextOverflow, match=r"text 1 has 702 tokens and the context holds 512: .*chunk=512"):
+    with pytest.raises(ContextOverflow, match=r"text 1 is too large: 702 tokens, and the context holds 512: .*chunk=512"):
         minilm.embed(["fits", long])
     made = minilm.embed(["fits", long], chunk=Chunking(102, 20))
     # 100 words a piece beside the special tokens, 80 of them new.

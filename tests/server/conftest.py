@@ -60,11 +60,12 @@ def load(source: str) -> LLM:
 
 @contextmanager
 def running(  # type: ignore[no-untyped-def]
-    settings: Settings, load_model=load, traces: Traces | None = None, tools: Toolbox | None = None
+    settings: Settings, load_model=load, traces: Traces | None = None, tools: Toolbox | None = None, server: Any = None
 ) -> Iterator[Live]:
-    """Starts a server on its own thread; it has ended when the block does."""
-    llama = settings.llama
-    server: Any = llama_build(settings, load_model("demo")) if llama else build(settings, load_model, traces, tools)
+    """Starts a server on its own thread; it has ended when the block does. server: made already."""
+    if server is None:
+        llama = settings.llama
+        server = llama_build(settings, load_model("demo")) if llama else build(settings, load_model, traces, tools)
     listener = bound("127.0.0.1", 0, settings.idle_timeout)
     port = listener.getsockname()[1]
     uvicorn = _Uvicorn(_config(server.app, replace(settings, grace=2.0)), server)

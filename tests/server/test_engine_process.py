@@ -21,8 +21,9 @@ from quarrel.errors import EngineLost
 from quarrel.llm import LoadOptions
 from quarrel.process import RemoteLLM, open_remote
 from quarrel.server import Rates, Settings
+from quarrel.server.entries import Entry
 from quarrel.server.errors import Refused
-from quarrel.server.models import Entry, ModelManager
+from quarrel.server.models import ModelManager
 from tests.paths import need_cases
 from tests.server.conftest import Live, running
 from tests.test_metrics import TIMED

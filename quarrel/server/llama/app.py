@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,10 +22,13 @@ from quarrel.llm import Model
 from quarrel.server.dispatch import Dispatcher
 from quarrel.server.errors import Refused, llama_body, refused
 from quarrel.server.keys import Keyring
+from quarrel.server.llama.figures import Figures
+from quarrel.server.llama.models import Facts
 from quarrel.server.llama.routes import routes
+from quarrel.server.llama.tools import ToolServers
 from quarrel.server.metrics import Metrics
 from quarrel.server.middleware import App, Middleware, Receive, Scope, Send
-from quarrel.server.models import ModelManager
+from quarrel.server.models import Load, ModelManager
 from quarrel.server.settings import Settings
 from quarrel.server.shared_limits import Limits
 from quarrel.server.traces import Traces
@@ -42,12 +45,29 @@ class LlamaServer:
     metrics: Metrics
 
 
-def build(settings: Settings, llm: Model) -> LlamaServer:
-    """Of one model, which is loaded. It is closed when the application ends."""
+def build(
+    settings: Settings,
+    llm: Model | None,
+    load: Load | None = None,
+    names: Callable[[], Iterable[str]] | None = None,
+    tools: ToolServers | None = None,
+) -> LlamaServer:
+    """Of one model, which is loaded, or of several, which `load` loads when they are wanted. They are closed when the
+    application ends. load: needed, too, where the one model is unloaded while nobody uses it. names: of the models,
+    read anew where a caller asks for that. tools: MCP servers that run."""
     keys = Keyring(settings.data_dir, settings.api_key)
     settings.check(bool(keys.keys()))
     limits, traces = Limits(settings.rates, settings.shared_limits, settings.timeout + settings.grace), Traces()
-    models = ModelManager(settings.models, None, lambda source: llm, any_name=True)
+    figures, facts = Figures(), Facts(settings)
+    models = ModelManager(
+        settings.models,
+        settings.models_dir,
+        _Loads(llm, load, (figures.follow, facts.keep)),
+        idle=settings.keep_alive,
+        any_name=not settings.router,
+        most=settings.models_max,
+        autoload=settings.autoload,
+    )
     metrics = Metrics(models)
     dispatcher = Dispatcher(models, settings, limits, metrics, traces)
 
@@ -59,19 +79,36 @@ def build(settings: Settings, llm: Model) -> LlamaServer:
             await models.close()
             await limits.close()
 
-    api = Starlette(routes=routes(dispatcher, metrics).routes, lifespan=lifespan)
+    api = Starlette(routes=routes(dispatcher, metrics, figures, facts, names, tools).routes, lifespan=lifespan)
     api.router.redirect_slashes = False
-    api.router.default = _Others(settings, llm)
+    api.router.default = _Others(settings, models)
     _errors(api, metrics)
     app = Middleware(api, settings, keys, limits, metrics, traces, dispatcher.check_capacity)
     return LlamaServer(app, dispatcher, metrics)
 
 
-class _Others:
-    """All other routes of the server, over the same model."""
+class _Loads:
+    """Loads models; the first one is there already, if it is given."""
 
-    def __init__(self, settings: Settings, llm: Model) -> None:
-        self._settings, self._llm = settings, llm
+    def __init__(self, llm: Model | None, load: Load | None, follow: Sequence[Callable[[str, Model], None]]) -> None:
+        """follow: who is given each, with its source."""
+        self._llm, self._load, self._follow = llm, load, follow
+
+    def __call__(self, source: str, **more: Any) -> Model:
+        llm, self._llm = self._llm, None if self._load is not None else self._llm
+        if llm is None:
+            assert self._load is not None
+            llm = self._load(source, **more)
+        for follow in self._follow:
+            follow(source, llm)
+        return llm
+
+
+class _Others:
+    """All other routes of the server, over the same models."""
+
+    def __init__(self, settings: Settings, models: ModelManager) -> None:
+        self._settings, self._models = settings, models
         self._made: Any = None
         self._making = asyncio.Lock()
 
@@ -84,7 +121,11 @@ class _Others:
     def _make(self) -> App:
         from quarrel.server.app import build
 
-        return build(self._settings, lambda source: self._llm).app
+        return build(self._settings, _no_load, models=self._models).app
+
+
+def _no_load(source: str) -> Model:
+    raise AssertionError("the models are another application's")
 
 
 def _errors(api: Starlette, metrics: Metrics) -> None:

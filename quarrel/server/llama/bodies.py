@@ -96,6 +96,9 @@ class Samplers(Body):
     id_slot: Int | None = None
     """Under which number the text is kept, modulo their count; below 0, and None, is any. A text's beginning is found
     wherever it was computed."""
+    return_progress: StrictBool | None = None
+    """Of a stream: events say how much of the prompt has been read; and each one what the request has cost so far."""
+    timings_per_token: StrictBool | None = None
     preserved_tokens: list[StrictStr] | None = None
     """Control tokens whose names are kept in the text."""
 
@@ -164,6 +167,8 @@ class CompletionBody(Samplers):
     stream: StrictBool | None = None
     n_probs: Int | None = None
     return_tokens: StrictBool | None = None
+    response_fields: list[StrictStr] | None = None
+    """All that is wanted of the answer, in paths such as generation_settings/seed."""
 
     def prompts(self, marker: str = MARKER) -> list[Any]:
         """Each a text, a list of ids and texts, or parts where there are images. marker: what stands for an image."""
@@ -208,10 +213,12 @@ class TokenizeBody(Body):
     add_special: StrictBool | None = None
     parse_special: StrictBool | None = None
     with_pieces: StrictBool | None = None
+    model: StrictStr | None = None
 
 
 class DetokenizeBody(Body):
     tokens: Annotated[list[Annotated[StrictInt, Field(ge=0, lt=2**31)]], Field(max_length=1 << 20)]
+    model: StrictStr | None = None
 
 
 class ChatBody(Samplers, OpenAIChatBody):  # type: ignore[misc]

@@ -20,7 +20,9 @@ from quarrel.server.errors import Refused, llama_body
 from quarrel.server.lines import DONE, SSE
 from quarrel.server.lines import event as line
 from quarrel.server.llama.bodies import ChatBody
-from quarrel.server.llama.completion import biases, check_room, final, keep_of, probability, service_of, timings
+from quarrel.server.llama.completion import biases_of, check_room, final, keep_of, probability, service_of
+from quarrel.server.llama.media import with_files
+from quarrel.server.llama.progress import Progress, timings
 from quarrel.server.llama.slots import Slots
 from quarrel.server.llama.table import Routes
 from quarrel.server.openai import FINGERPRINT, _Chat, _usage
@@ -41,13 +43,14 @@ def routes(dispatcher: Dispatcher, slots: Slots) -> Routes:
     async def count(request: Request) -> Response:
         """How many tokens a conversation's prompt has."""
         body, headers = await read_body(request, ChatBody, dispatcher)
+        await asyncio.to_thread(with_files, body.messages, dispatcher.settings.media_path)
         messages, reading = [m.plain() for m in body.messages], body.reading()
 
         def work(llm: Model) -> int:
             more: Any = {"effort": body.reasoning_effort, "template_kwargs": variables(dispatcher.settings, body)}
             return len(chat_request(llm, dispatcher.settings.chat_template, messages, reading, **more).tokens)
 
-        async with dispatcher.models.use(None) as (_, llm):
+        async with dispatcher.models.use(body.model) as (_, llm):
             tokens = await asyncio.to_thread(work, llm)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens}, headers=headers)
 
@@ -68,6 +71,7 @@ def variables(settings: Settings, body: ChatBody) -> Json:
 async def _answer(
     dispatcher: Dispatcher, slots: Slots, request: Request, body: ChatBody, headers: dict[str, str]
 ) -> Response:
+    await asyncio.to_thread(with_files, body.messages, dispatcher.settings.media_path)
     messages = [m.plain() for m in body.messages]
     reading = body.reading()
     options: Any = {"max_tokens": None, **(dispatcher.settings.sampling or {}), **body.sampling()}
@@ -76,7 +80,7 @@ async def _answer(
         options.pop("ignore_eos", None)
 
     def prepare(llm: Model, service: Service) -> Sequence[Any]:
-        biased: Any = {**options, "logit_bias": biases(llm, body.logit_bias)} if body.logit_bias else options
+        biased: Any = {**options, "logit_bias": biases_of(llm, body.logit_bias)} if body.logit_bias else options
         made = chat_request(
             llm,
             dispatcher.settings.chat_template,
@@ -84,7 +88,7 @@ async def _answer(
             reading,
             effort=body.reasoning_effort,
             template_kwargs=variables(dispatcher.settings, body),
-            service=service_of(service, body.cache_prompt),
+            service=service_of(service, body),
             structure=structure,
             adapter=body.adapter or dispatcher.settings.adapter,
             keep=keep_of(dispatcher.settings, body.n_keep),
@@ -131,23 +135,30 @@ async def _answer(
             return line({"choices": [choice], **named(generation), "object": "chat.completion.chunk", **more})
 
         begun: set[int] = set()
+        progress = Progress(generation, 0, timed=bool(body.timings_per_token))
         ended: list[Result] = []
         with slots.taken(generation, body.id_slot):
             async for burst in bursts(generation, 0, dispatcher.settings.timeout):
                 rows = []
                 for chunk in burst:
-                    more = _logprobs(chunk, generation)
+                    if chunk.read:
+                        begun.add(chunk.index)
+                        for report in progress.reports(chunk):
+                            rows.append(event(chunk.index, {"role": "assistant", "content": None}, **report))
+                        continue
+                    more = {**_logprobs(chunk, generation), **progress.with_token(chunk)}
+                    deltas: list[Json] = []
                     if chunk.index not in begun:
                         begun.add(chunk.index)
-                        rows.append(event(chunk.index, {"role": "assistant", "content": None}, **more))
-                        more = {}
+                        deltas.append({"role": "assistant", "content": None})
                     made = form.delta(chunk, chunk.index, generation)
                     delta = {k: v for k, v in made["delta"].items() if k != "role" and v != ""}
                     if thought := delta.pop("reasoning_content", None):
-                        rows.append(event(chunk.index, {"reasoning_content": thought}, **more))
-                        more = {}
-                    if delta or more:
-                        rows.append(event(chunk.index, delta, **more))
+                        deltas.append({"reasoning_content": thought})
+                    if delta or (more and not deltas):
+                        deltas.append(delta)
+                    for delta in deltas:
+                        rows.append(event(chunk.index, delta, **(more if delta is deltas[-1] else {})))
                     if chunk.result is not None:
                         ended.append(chunk.result)
                         last = {"finish_reason": made["finish_reason"], "timings": timings(chunk.result)}

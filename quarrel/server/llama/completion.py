@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,8 @@ from quarrel.server.body import read_body
 from quarrel.server.dispatch import Dispatcher, Generation, answer_stream, bursts, cancel_on_disconnect, results
 from quarrel.server.errors import Refused, llama_body
 from quarrel.server.lines import SSE, event
-from quarrel.server.llama.bodies import MOST_PROBS, CompletionBody, InfillBody
+from quarrel.server.llama.bodies import MOST_PROBS, CompletionBody, InfillBody, Samplers
+from quarrel.server.llama.progress import Progress, drawn, timings
 from quarrel.server.llama.slots import Slots
 from quarrel.server.llama.table import Routes
 from quarrel.server.logprobs import chat_logprob
@@ -93,9 +95,10 @@ def _entry(llm: Model, entry: int | str | Json) -> list[int]:
     return [entry] if isinstance(entry, int) else llm.tokenize(entry, False)
 
 
-def service_of(service: Service, cache_prompt: bool | None) -> Service:
+def service_of(service: Service, body: Samplers) -> Service:
     """Nothing that was computed before is used where the caller does not want it."""
-    return replace(service, cache_salt=secrets.token_hex(8)) if cache_prompt is False else service
+    salt = secrets.token_hex(8) if body.cache_prompt is False else service.cache_salt
+    return replace(service, cache_salt=salt, progress=bool(body.return_progress))
 
 
 def keep_of(settings: Settings, n_keep: int | None) -> int | None:
@@ -127,10 +130,10 @@ async def _answer(
         options["logprobs"] = min(body.n_probs, MOST_PROBS)
 
     def prepare(llm: Model, service: Service) -> Sequence[Any]:
-        chosen = service_of(service, body.cache_prompt)
+        chosen = service_of(service, body)
         made = []
         for prompt in prompts:
-            biased = {**options, "logit_bias": biases(llm, body.logit_bias)} if body.logit_bias else options
+            biased = {**options, "logit_bias": biases_of(llm, body.logit_bias)} if body.logit_bias else options
             more: Any = {"service": chosen, "structure": form, "adapter": adapter, "parse_special": True, **biased}
             more["keep"] = keep_of(settings, body.n_keep)
             made.append(llm.prepare(prompt_ids(llm, prompt), names=body.preserved_tokens or (), **more))
@@ -145,7 +148,8 @@ async def _answer(
             async with admission as generation:
                 with slots.taken(generation, body.id_slot) as ids:
                     found = await results(generation, settings.timeout)
-                made = [final(r, i, generation, ids[i], tokens=bool(body.return_tokens)) for i, r in enumerate(found)]
+                tokens, wanted = bool(body.return_tokens), body.response_fields
+                made = [chosen(final(r, i, generation, ids[i], tokens=tokens), wanted) for i, r in enumerate(found)]
             return JSONResponse(made[0] if len(made) == 1 else made, headers=headers)
 
         return await cancel_on_disconnect(request, work())
@@ -153,7 +157,7 @@ async def _answer(
     async def events(generation: Generation) -> AsyncIterator[str]:
         with slots.taken(generation, body.id_slot) as ids:
             for which in range(len(generation.streams)):
-                partial = _Partial(which, generation, ids[which])
+                partial = _Partial(which, generation, ids[which], body)
                 async for burst in bursts(generation, which, settings.timeout):
                     yield "".join(event(row) for chunk in burst for row in partial.rows(chunk))
 
@@ -166,23 +170,26 @@ async def _answer(
 class _Partial:
     """The events of one stream: one for each token whose text is certain, and the last one."""
 
-    def __init__(self, index: int, generation: Generation, slot: int) -> None:
-        self._index, self._generation, self._slot = index, generation, slot
+    def __init__(self, index: int, generation: Generation, slot: int, body: CompletionBody) -> None:
+        self._index, self._generation, self._slot, self._fields = index, generation, slot, body.response_fields
+        self._progress = Progress(generation, index, timed=bool(body.timings_per_token))
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         self._made = 0
 
     def rows(self, chunk: Chunk) -> list[Json]:
-        rows = []
+        if chunk.read:
+            return [{**self._row(""), **report} for report in self._progress.reports(chunk)]
+        rows, more = [], self._progress.with_token(chunk)
         if chunk.token_id is not None:
             self._made += 1
             self._tokens.append(chunk.token_id)
         if chunk.logprob is not None:
             self._logprobs.append(chunk.logprob)
         if chunk.text:  # an event without a text would look like a model that repeats itself
-            rows.append(self._row(chunk.text))
+            rows.append({**self._row(chunk.text), **more})
         if chunk.result is not None:
-            rows.append(final(chunk.result, self._index, self._generation, self._slot, whole=False))
+            rows.append(chosen(final(chunk.result, self._index, self._generation, self._slot, whole=False), self._fields))
         return rows
 
     def _row(self, text: str) -> Json:
@@ -216,7 +223,7 @@ def final(
         "model": generation.model,
         "tokens_predicted": made,
         "tokens_evaluated": prompt,
-        "generation_settings": settings_of(request.params, request.seed),
+        "generation_settings": settings_of(request.params, request.seed, generation.llm.tokenizer.stop_ids),
         "prompt": generation.llm.detokenize(_without_images(request), False),
         "has_new_line": "\n" in result.text,
         "truncated": result.shifted > 0 or (result.finish_reason == "length" and prompt + made >= request.n_ctx),
@@ -230,6 +237,23 @@ def final(
     return row
 
 
+def chosen(row: Json, fields: Sequence[str] | None) -> Json:
+    """Those of an answer's fields that were wanted; a path such as generation_settings/seed is a name, too."""
+    if not fields:
+        return row
+    made: Json = {}
+    for path in fields:
+        found: Any = row
+        for name in path.split("/"):
+            found = found.get(name, _MISSING) if isinstance(found, dict) else _MISSING
+        if found is not _MISSING:
+            made[path] = found
+    return made
+
+
+_MISSING = object()
+
+
 def _without_images(request: Any) -> list[int]:
     """A prompt's tokens but those that stand for an image's rows."""
     if request.sight is None:
@@ -239,30 +263,8 @@ def _without_images(request: Any) -> list[int]:
     return [id for start, end in zip(ends, starts, strict=True) for id in request.tokens[start:end]]
 
 
-def drawn(result: Result) -> int:
-    """Tokens, with the one that ended the text."""
-    return result.usage.completion_tokens + isinstance(result.stopped_by, int)
-
-
-def timings(result: Result) -> Json:
-    """What a request cost; `cache_n + prompt_n` are the prompt's tokens."""
-    cached, made = result.usage.cached_tokens, drawn(result)
-    read = result.usage.prompt_tokens - cached
-    row: Json = {"cache_n": cached}
-    for name, count, seconds in (("prompt", read, result.timings.prefill), ("predicted", made, result.timings.decode)):
-        row |= {
-            f"{name}_n": count,
-            f"{name}_ms": round(1000 * seconds, 3),
-            f"{name}_per_token_ms": 1000 * seconds / count if count else 0.0,
-            f"{name}_per_second": count / seconds if seconds else 0.0,
-        }
-    if result.timings.guessed_tokens:
-        row |= {"draft_n": result.timings.guessed_tokens, "draft_n_accepted": result.timings.right_tokens}
-    return row
-
-
-def settings_of(params: Any, seed: int) -> Json:
-    """The sampling parameters that were used, in llama-server's words."""
+def settings_of(params: Any, seed: int, stop_ids: Collection[int] = ()) -> Json:
+    """The sampling parameters that were used, in llama-server's words. stop_ids: tokens that end a text."""
     same = (
         *("temperature", "dynatemp_range", "dynatemp_exponent", "top_k", "top_p", "min_p", "top_n_sigma", "typical_p"),
         *("xtc_probability", "xtc_threshold", "presence_penalty", "frequency_penalty"),
@@ -271,6 +273,8 @@ def settings_of(params: Any, seed: int) -> Json:
     )
     row: Json = {"seed": seed, **{name: getattr(params, name) for name in same}}
     limit = -1 if params.max_tokens is None else params.max_tokens
+    banned = dict.fromkeys(stop_ids, -math.inf) if params.ignore_eos else {}
+    biases = {**params.logit_bias, **banned}
     return row | {
         "repeat_last_n": params.penalty_last_n,
         "repeat_penalty": params.repetition_penalty,
@@ -280,11 +284,12 @@ def settings_of(params: Any, seed: int) -> Json:
         "max_tokens": limit,
         "n_predict": limit,
         "n_probs": params.logprobs or 0,
+        "logit_bias": [{"token": id, "bias": b if math.isfinite(b) else None} for id, b in sorted(biases.items())],
         "samplers": list(params.samplers),
     }
 
 
-def biases(llm: Model, given: dict[str, Any] | list[Any]) -> dict[int, float]:
+def biases_of(llm: Model, given: dict[str, Any] | list[Any]) -> dict[int, float]:
     """By id; what is named by a text holds for each of its tokens, and false bans."""
     pairs = list(given.items()) if isinstance(given, dict) else given
     made: dict[int, float] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from starlette.requests import Request
@@ -12,22 +13,34 @@ from quarrel.llm import Model
 from quarrel.server.body import read_body
 from quarrel.server.dispatch import Dispatcher, cancel_on_disconnect
 from quarrel.server.errors import Refused
-from quarrel.server.llama import chat, completion, slots
+from quarrel.server.llama import chat, completion, models, predict, proxy, slots, tools
 from quarrel.server.llama.bodies import ChatBody, DetokenizeBody, EmbeddingBody, TokenizeBody, Words
-from quarrel.server.llama.completion import prompt_ids, settings_of
+from quarrel.server.llama.completion import prompt_ids
+from quarrel.server.llama.figures import Figures
 from quarrel.server.llama.table import Routes
 from quarrel.server.metrics import TEXT, Metrics
-from quarrel.server.openai import FINGERPRINT, _vector
+from quarrel.server.openai import _vector
 
 Json = dict[str, Any]
 
 
-def routes(dispatcher: Dispatcher, metrics: Metrics) -> Routes:
+def routes(
+    dispatcher: Dispatcher,
+    metrics: Metrics,
+    figures: Figures,
+    facts: models.Facts,
+    names: Callable[[], Iterable[str]] | None,
+    servers: tools.ToolServers | None,
+) -> Routes:
     """Included before all others, whose /metrics and /v1 routes it takes the place of."""
-    router, own = Routes(), slots.Slots()
+    router, own = Routes(), slots.Slots(figures)
     router.include(completion.routes(dispatcher, own))
     router.include(chat.routes(dispatcher, own))
     router.include(slots.routes(dispatcher, own))
+    router.include(models.routes(dispatcher, facts, names))
+    router.include(tools.routes(dispatcher, servers))
+    router.include(predict.routes(dispatcher))
+    router.include(proxy.routes(dispatcher))
 
     @router.get("/health")
     @router.get("/v1/health")
@@ -50,7 +63,7 @@ def routes(dispatcher: Dispatcher, metrics: Metrics) -> Routes:
                 return ids
             return [{"id": id, "piece": _piece(llm, id)} for id in ids]
 
-        async with dispatcher.models.use(None) as (_, llm):
+        async with dispatcher.models.use(body.model) as (_, llm):
             tokens = await asyncio.to_thread(work, llm)
         return JSONResponse({"tokens": tokens}, headers=headers)
 
@@ -58,7 +71,7 @@ def routes(dispatcher: Dispatcher, metrics: Metrics) -> Routes:
     async def detokenize(request: Request) -> Response:
         """The text of ids."""
         body, headers = await read_body(request, DetokenizeBody, dispatcher)
-        async with dispatcher.models.use(None) as (_, llm):
+        async with dispatcher.models.use(body.model) as (_, llm):
             text = await asyncio.to_thread(_text, llm, body.tokens)
         return JSONResponse({"content": text}, headers=headers)
 
@@ -77,7 +90,7 @@ def routes(dispatcher: Dispatcher, metrics: Metrics) -> Routes:
                 kwargs=chat.variables(dispatcher.settings, body),
             )
 
-        async with dispatcher.models.use(None) as (_, llm):
+        async with dispatcher.models.use(body.model) as (_, llm):
             prompt = await asyncio.to_thread(work, llm)
         return JSONResponse({"prompt": prompt}, headers=headers)
 
@@ -111,18 +124,14 @@ def routes(dispatcher: Dispatcher, metrics: Metrics) -> Routes:
         usage = {"prompt_tokens": made.total_tokens, "total_tokens": made.total_tokens}
         return JSONResponse({"object": "list", "model": name, "data": rows, "usage": usage}, headers=headers)
 
-    @router.get("/props")
-    async def props(request: Request) -> Response:
-        """The model, its template, and what a request is answered with that says nothing."""
-        async with dispatcher.models.use(None) as (name, llm):
-            return JSONResponse(await asyncio.to_thread(_props, dispatcher, name, llm))
-
     @router.get("/metrics")
-    async def figures(request: Request) -> Response:
+    async def counted(request: Request) -> Response:
         """llama-server's names, and this server's own behind them."""
-        async with dispatcher.models.use(None) as (_, llm):
-            text = await asyncio.to_thread(_metrics, llm, metrics)
-        return PlainTextResponse(text, media_type=TEXT)
+        if not dispatcher.settings.metrics:
+            message = "This server does not support metrics endpoint. Start it with `--metrics`"
+            raise Refused(501, "not_supported", message)
+        text = figures.text(dispatcher.models) + await asyncio.to_thread(metrics.text)
+        return PlainTextResponse(text, media_type=TEXT, headers={"Process-Start-Time-Unix": str(figures.began)})
 
     return router
 
@@ -140,7 +149,11 @@ def _several(given: Any) -> list[Any]:
 async def _embed(dispatcher: Dispatcher, request: Request, llm: Model, given: Any, body: EmbeddingBody) -> Any:
     texts = [t if isinstance(t, str) else prompt_ids(llm, t) for t in _several(given)]
     plain = body.embd_normalize is not None and body.embd_normalize < 0
-    return await dispatcher.embed(request.state.caller, llm, texts, body.dimensions, normalize=not plain)
+    pooling: Any = dispatcher.settings.pooling or None
+    if pooling == "none":
+        text = "a vector for each token (--pooling none) is not made here: start the server with mean, cls or last"
+        raise Refused(400, "unsupported", text, param="input")
+    return await dispatcher.embed(request.state.caller, llm, texts, body.dimensions, pooling, normalize=not plain)
 
 
 def _text(llm: Model, ids: list[int]) -> str:
@@ -155,42 +168,3 @@ def _piece(llm: Model, id: int) -> str | list[int]:
         return raw.decode()
     except UnicodeDecodeError:
         return list(raw)
-
-
-def _props(dispatcher: Dispatcher, name: str, llm: Model) -> Json:
-    tokenizer, explanation = llm.tokenizer, llm.explain()
-    seed = (dispatcher.settings.sampling or {}).get("seed")
-    params: Any = settings_of(llm.defaults, -1 if seed is None else seed)
-    params |= {"stream": False, "n_predict": -1, "max_tokens": -1}
-    template = dispatcher.settings.chat_template or tokenizer.chat_template or ""
-    return {
-        "default_generation_settings": {"params": params, "n_ctx": llm.n_ctx, "id": 0, "is_processing": False},
-        "total_slots": explanation.max_seqs,
-        "model_alias": name,
-        "model_path": explanation.model,
-        "modalities": {"vision": bool(explanation.projector), "video": False, "audio": False},
-        "media_marker": dispatcher.settings.media_marker,
-        "chat_template": template,
-        "bos_token": "" if tokenizer.bos_id is None else tokenizer.token_text(tokenizer.bos_id),
-        "eos_token": "" if tokenizer.eos_id is None else tokenizer.token_text(tokenizer.eos_id),
-        "build_info": FINGERPRINT,
-        "is_sleeping": False,
-    }
-
-
-_COUNTERS = (
-    ("prompt_tokens_total", "Number of prompt tokens processed.", "prompt_tokens"),
-    ("tokens_predicted_total", "Number of generation tokens processed.", "drawn_tokens"),
-    ("n_decode_total", "Total number of llama_decode() calls", "steps"),
-)
-
-
-def _metrics(llm: Model, metrics: Metrics) -> bytes:
-    stats, activity = llm.stats(), llm.activity()
-    rows = [(name, help, "counter", getattr(stats, field)) for name, help, field in _COUNTERS]
-    rows += [
-        ("requests_processing", "Number of requests processing.", "gauge", activity.running),
-        ("requests_deferred", "Number of requests deferred.", "gauge", activity.waiting),
-    ]
-    lines = [f"# HELP llamacpp:{n} {h}\n# TYPE llamacpp:{n} {kind}\nllamacpp:{n} {value}\n" for n, h, kind, value in rows]
-    return "".join(lines).encode() + metrics.text()

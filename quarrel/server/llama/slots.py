@@ -28,6 +28,7 @@ from quarrel.server.body import read_body
 from quarrel.server.dispatch import Dispatcher, Generation
 from quarrel.server.errors import Refused
 from quarrel.server.fields import Body
+from quarrel.server.llama.figures import Figures
 from quarrel.server.llama.table import Routes
 
 Json = dict[str, Any]
@@ -58,15 +59,18 @@ class Slot:
 class Slots:
     """Those of the model. Written on the event loop alone."""
 
-    def __init__(self) -> None:
-        self._slots: list[Slot] = []
+    def __init__(self, figures: Figures) -> None:
+        self._slots: dict[str, list[Slot]] = {}
+        self._figures = figures
         self._turn = 0
 
     def of(self, llm: Model) -> list[Slot]:
         """As many as sequences run at once."""
-        while len(self._slots) < llm.explain().max_seqs:
-            self._slots.append(Slot())
-        return self._slots
+        explanation = llm.explain()
+        slots = self._slots.setdefault(explanation.model, [])
+        while len(slots) < explanation.max_seqs:
+            slots.append(Slot())
+        return slots
 
     @contextmanager
     def taken(self, generation: Generation, wanted: int | None) -> Iterator[list[int]]:
@@ -83,6 +87,8 @@ class Slots:
                 slot, self._turn = slots[id], self._turn + 1
                 slot.running, slot.used = slot.running - 1, self._turn
                 if stream.result is not None:
+                    used = stream.result.usage
+                    self._figures.longest = max(self._figures.longest, used.prompt_tokens + used.completion_tokens)
                     slot.kept = Kept(computed(request, stream.result), request.service.cache_salt, request.adapter)
                 if not slot.running:
                     slot.done.set()
@@ -126,7 +132,7 @@ def routes(dispatcher: Dispatcher, slots: Slots) -> Routes:
         """As many as requests run at once."""
         if not dispatcher.settings.slots:
             raise Refused(501, "not_supported", "This server does not support slots endpoint. Start it with `--slots`")
-        async with dispatcher.models.use(None) as (_, llm):
+        async with dispatcher.models.use(request.query_params.get("model")) as (_, llm):
             rows = [_row(i, slot, llm) for i, slot in enumerate(slots.of(llm))]
         if request.query_params.get("fail_on_no_slot") and all(row["is_processing"] for row in rows):
             raise Refused(503, "unavailable", "no slot available")
@@ -147,7 +153,7 @@ def routes(dispatcher: Dispatcher, slots: Slots) -> Routes:
         if action != "erase":
             body, headers = await read_body(request, FileBody, dispatcher)
             path = file_of(folder, body.filename)
-        async with dispatcher.models.use(None) as (_, llm):
+        async with dispatcher.models.use(request.query_params.get("model")) as (_, llm):
             known = slots.of(llm)
             slot, began = known[int(number) % len(known)], time.perf_counter()
             while slot.running:
