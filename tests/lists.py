@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from quarrel.errors import RequestError
-from quarrel.ops.adjust import AdjustSpec, adjust_reference
-from quarrel.ops.step import LIST_INPUTS, Lists, Step, StepInputs
+from quarrel.ops.adjust import AdjustSpec, adjust_reference, packed
+from quarrel.ops.step import LIST_INPUTS, MASK_INPUTS, Lists, Masks, Step, StepInputs
 
 
 def drawn_lists(rows: int, vocabulary: int) -> Lists:
@@ -33,7 +33,7 @@ def check_lists(step: Step, inputs: StepInputs, later: StepInputs) -> None:
     with_lists = replace(inputs, sample=replace(sample, lists=lists))
 
     def best(given: StepInputs, logits: np.ndarray) -> list[int]:
-        columns = [given.named(name) for name in LIST_INPUTS]
+        columns = [given.named(name) for name in (*LIST_INPUTS, *MASK_INPUTS)]
         (adjusted,) = adjust_reference(AdjustSpec(vocabulary), logits, given.ids, given.out_rows, *columns)  # type: ignore[arg-type]
         return [int(row.argmax()) for row in adjusted]
 
@@ -44,6 +44,19 @@ def check_lists(step: Step, inputs: StepInputs, later: StepInputs) -> None:
     plain = step(inputs, "tokens").tokens
     assert plain is not None
     assert plain.tolist() == [int(row.argmax()) for row in logits]
+    # Masks beside lists, and alone; the last row may draw any token.
+    rng = np.random.default_rng(rows + 1)
+    allowed = rng.random((rows, vocabulary)) < 0.2
+    allowed[:, 0] = True
+    masks = Masks(np.append(np.arange(rows - 1)[::-1], -1).astype(np.int32), np.stack([packed(a) for a in allowed[1:]]))
+    masked = [replace(sample, masks=masks), replace(sample, lists=lists, masks=masks)] if rows > 1 else []
+    for given in masked:
+        drawn = step(replace(inputs, sample=given), "tokens").tokens
+        assert drawn is not None
+        assert drawn.tolist() == best(replace(inputs, sample=given), logits)
+    for wrong in (replace(masks, mask_row=masks.mask_row + 1), replace(masks, masks=masks.masks[:, :0])) if masked else ():
+        with pytest.raises(RequestError, match="masks"):
+            step(replace(inputs, sample=replace(sample, masks=wrong)), "tokens")
     # A token that only the device knows counts too: it is the most likely one again, but for the penalty.
     zero = np.zeros(rows, np.float32)
     none = replace(lists, list_end=np.zeros(rows, np.int32), list_ids=lists.list_ids[:0], list_counts=zero[:0])

@@ -130,8 +130,8 @@ def child(kind: str, report: str, began: float) -> None:
             timed(step, "_graph", "capture")
             begin = processes.Compilers.__init__
 
-            def counted(self: Any, *args: Any) -> None:
-                begin(self, *args)
+            def counted(self: Any, *args: Any, **named: Any) -> None:
+                begin(self, *args, **named)
                 compilers.append(self)
 
             processes.Compilers.__init__ = counted  # type: ignore[method-assign]

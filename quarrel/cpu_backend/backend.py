@@ -96,6 +96,7 @@ class CpuBackend:
             "S": limits.max_seqs,
             "B": limits.max_blocks_per_seq,
             "L": limits.max_tokens * MOST_LISTED,
+            "M": limits.max_seqs,
         }
         states = [np.zeros((limits.states, *layer.shape), np.float32) for layer in program.states]
         compiled = Compiled(program, weights, caches, states, sizes, exact, self._pool, progress, self._group)
@@ -103,7 +104,7 @@ class CpuBackend:
 
     def part(self, program: Program, weights: WeightSource, rows: int, compute: Compute) -> Compiled:
         """See `ops.host.ComputesParts`: float32 exactly, else with activations of 8 bits."""
-        sizes = {"T": rows} | dict.fromkeys("RSBL", 0)
+        sizes = {"T": rows} | dict.fromkeys("RSBLM", 0)
         return Compiled(program, weights, (), (), sizes, compute == "float32", self._pool)
 
     def _arithmetic(self, choice: ComputeChoice) -> Compute:

@@ -22,7 +22,7 @@ from quarrel.ops.contract import Operand, Value
 Rows = np.ndarray
 """The live rows of a value, `[T, n]`, in place."""
 
-AXES = ("T", "S", "R", "B", "L")
+AXES = ("T", "S", "R", "B", "L", "M")
 """Free axes whose live sizes stand in the step's header, each followed by four more words: see `Header`."""
 
 

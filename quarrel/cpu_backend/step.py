@@ -93,6 +93,7 @@ class Compiled:
             else []
             for name, value in program.inputs.items()
         }
+        self.words = int(program.inputs["masks"].dims[1]) if "masks" in program.inputs else None
         self._selected: dict[tuple[str, ...], list[Piece]] = {}
 
     @cached_property
@@ -214,6 +215,8 @@ class CpuStep:
         for name in compiled.program.inputs:
             if (array := inputs.named(name)) is not None:
                 arrays[name] = array
+        if "masks" in arrays and not inputs.masks_are_sound(self.limits.max_seqs, compiled.words):
+            raise RequestError(f"step inputs are unusable: masks of other than {compiled.words} words")
         outputs = StepOutputs(**compiled.run(arrays, results_of(want, compiled.program.outputs), times))
         if outputs.tokens is not None:
             self._last = outputs.tokens

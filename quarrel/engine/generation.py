@@ -8,17 +8,20 @@ from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from quarrel.engine import rng
 from quarrel.engine.chain import HostChain, Peaks, token_logprob
 from quarrel.engine.images import Sight
 from quarrel.engine.listed import Listed
 from quarrel.engine.params import SamplingParams
 from quarrel.engine.results import Chunk, FinishReason, Result, Timings, TokenLogprob, Usage
-from quarrel.engine.sequence import Sequence
+from quarrel.engine.sequence import Array, Sequence
 from quarrel.engine.service import DEFAULT_SERVICE, Service
 from quarrel.engine.speculate import Lookup, Pace
 from quarrel.engine.text import MakeGuide, StopText, Texts
 from quarrel.errors import Diverged, EngineFault, QuarrelError, RequestError
+from quarrel.ops.adjust import packed
 from quarrel.ops.step import StepOutputs
 
 Sink = Callable[[Chunk], None]
@@ -96,13 +99,18 @@ class Generation(Sequence):
         self._guide = None if request.guide is None else request.guide()
         self.want = "logits"
         listed = Listed(request.params, request.stop_ids, self.n_prompt)
-        if request.params.on_device and listed.fits and self._guide is None:
+        guided = self._guide is not None
+        # With bans a grammar may leave nothing to draw, which the host alone tells from a number that diverged. A draft's
+        # masks are known where it was right, and log probabilities are to be the same with drafts and without.
+        drafts = self._lookup is not None or self._pace is not None
+        free = not guided or not (listed.forbids or drafts or request.params.logprobs is not None)
+        if request.params.on_device and listed.fits and free:
             self.listed = None if listed.empty else listed
             self.want = "tokens" if request.params.logprobs is None else "logprobs"
         self.every_row = request.prompt_logprobs  # until the prompt is read
         if self.every_row:
             self.want, self.keeps_prefix = "logits", False
-        self.waits = self.want == "logits" or self._lookup is not None or self._pace is not None
+        self.waits = self.want == "logits" or drafts or guided
         self.seed = rng.alternative_seed(request.seed, index)
         p = request.params
         # More than any vocabulary is no limit, and every whole number below this is exact in float32.
@@ -144,6 +152,14 @@ class Generation(Sequence):
     def uniform(self, lane: int = rng.DRAW) -> float:
         """The random number of the next token."""
         return rng.uniform(self.seed, len(self.tokens), lane)
+
+    def mask(self) -> Array | None:
+        if self._guide is None or self.want == "logits":
+            return None
+        try:
+            return packed(self._guide.allowed())
+        except QuarrelError:  # raised again, for this sequence alone, when it is prepared
+            return packed(np.ones(self._n_vocab, bool))
 
     def prepare(self) -> None:
         if self._guide is not None:

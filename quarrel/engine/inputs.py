@@ -16,7 +16,7 @@ from quarrel.engine.images import SightRules
 from quarrel.engine.listed import Row, lists_of
 from quarrel.engine.scheduler import Batch, Part
 from quarrel.engine.sequence import Sequence
-from quarrel.ops.step import Limits, Lists, SampleInputs, StepInputs, outputs_of
+from quarrel.ops.step import Limits, Lists, Masks, SampleInputs, StepInputs, outputs_of
 
 Array = npt.NDArray[Any]
 
@@ -96,7 +96,8 @@ class Inputs:
         slots = np.array([p.sequence.slot for p in batch.parts])[owners[rows]]
         temperature, top_k, top_p, min_p = self._controls[:, slots]
         uniform = rng.uniforms(self._seeds[slots], positions[rows] + 1)
-        return SampleInputs(temperature, top_k.astype(np.int32), top_p, min_p, uniform, _lists(batch.parts))
+        lists, masks = _lists(batch.parts), _masks(batch.parts)
+        return SampleInputs(temperature, top_k.astype(np.int32), top_p, min_p, uniform, lists, masks)
 
     def leave(self, s: Sequence) -> None:
         """Its seed will be another."""
@@ -119,6 +120,17 @@ def _lists(parts: tuple[Part, ...]) -> Lists | None:
         s, end = part.sequence, part.start + part.count
         rows += [(s.listed, s.tokens, part.draft, end - i) for i in range(part.rows - 1, -1, -1)]
     return lists_of(rows)
+
+
+def _masks(parts: tuple[Part, ...]) -> Masks | None:
+    """Of the rows that follow a grammar; None where no row does."""
+    found = [part.sequence.mask() if part.rows else None for part in parts]
+    masks = [mask for mask in found if mask is not None]
+    if not masks:
+        return None
+    rows = np.cumsum([mask is not None for mask in found]) - 1
+    mask_row = np.where([mask is not None for mask in found], rows, -1)
+    return Masks(np.repeat(mask_row, [part.rows for part in parts]).astype(np.int32), np.stack(masks))
 
 
 def _from_last(parts: tuple[Part, ...], starts: Array) -> Array | None:

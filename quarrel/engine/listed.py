@@ -41,6 +41,11 @@ class Listed:
         return int(np.isneginf(self._banned[1]).sum()) >= n_vocab
 
     @property
+    def forbids(self) -> bool:
+        """Whether there are tokens that it bans."""
+        return bool(np.isneginf(self._banned[1]).any())
+
+    @property
     def empty(self) -> bool:
         return not self._last and not len(self._banned[0])
 

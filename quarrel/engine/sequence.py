@@ -160,6 +160,10 @@ class Sequence(ABC):
     def shorten(self) -> None:  # noqa: B027 (most end where their context does)
         """Called when it is full and back in the queue: it goes on with fewer tokens, which run again."""
 
+    def mask(self) -> Array | None:
+        """Of the next token (`ops.adjust.packed`), where the device draws by a grammar; the tokens before are known."""
+        return None
+
     def prepare(self) -> None:  # noqa: B027 (most have nothing to prepare)
         """Called while the step that draws its next token runs."""
 

@@ -27,6 +27,7 @@ from quarrel.ops.embedding import EmbeddingSpec
 from quarrel.ops.registry import Choice
 from quarrel.ops.step import (
     LIST_INPUTS,
+    MASK_INPUTS,
     ExplainLine,
     Limits,
     MemoryPlan,
@@ -200,6 +201,7 @@ class MlxStep:
         rows, (seqs, width) = len(inputs.out_rows), inputs.block_table.shape
         slots, recurrent = inputs.state_slots, any(isinstance(ref, StateRef) for ref in self._resident)
         known = 0 if self._last is None else len(self._last)
+        words = int(self._inputs["masks"].dims[1]) if "masks" in self._inputs else None
         rules = [
             (f"positions outside 0..{self._n_positions - 1}", _within(inputs.positions, self._n_positions)),
             (f"{rows} rows wanted of at most {self.limits.max_tokens}", rows <= self.limits.max_tokens),
@@ -213,6 +215,7 @@ class MlxStep:
              inputs.from_last is None or int(inputs.from_last.max(initial=-1)) < known),
             (f"sampling controls for other than {rows} rows",
              inputs.sample is None or {len(getattr(inputs.sample, n)) for n in _SAMPLE} == {rows}),
+            ("masks of another width", inputs.masks_are_sound(self.limits.max_seqs, words)),
         ]  # fmt: skip
         for what, ok in rules:
             if not ok:
@@ -227,9 +230,9 @@ class MlxStep:
         arrays: dict[str, mx.array] = {}
         for name in self._inputs:
             array = inputs.named(name)
-            if array is not None and (name not in (*_SAMPLE, *LIST_INPUTS) or "tokens" in outputs_of(want)):
+            if array is not None and (name not in (*_SAMPLE, *LIST_INPUTS, *MASK_INPUTS) or "tokens" in outputs_of(want)):
                 wide = name.startswith("block_table") or name in _ENTRIES
-                arrays[name] = mx.array(_padded(array) if wide else array)
+                arrays[name] = mx.array(_padded(array) if wide else _padded(array.T).T if name == "masks" else array)
         if inputs.from_last is not None and self._last is not None and "ids" in arrays:
             rows = mx.array(inputs.from_last)
             # A row that drew no token counts as id 0: its sequence is over.

@@ -14,13 +14,14 @@ import numpy as np
 from quarrel.mlx_backend.linear.dense import LEAST_ROWS
 from quarrel.mlx_backend.step import MlxStep
 from quarrel.ops.contract import Array
-from quarrel.ops.step import LIST_INPUTS, SampleInputs, StepInputs, Want
+from quarrel.ops.step import LIST_INPUTS, MASK_INPUTS, SampleInputs, StepInputs, Want
 
 _KINDS = ((1,), (1, 1), (1, 1, 1, 1), (8,), (40,), (1, 8), (LEAST_ROWS,))
 """New tokens of each sequence of a step."""
 _MEASURED = ((40,), (8,), (1,))
 """The first of these that fits is measured."""
 _KNOWN = {"ids", "positions", "slots", "query_start", "kv_len", "block_table", "out_rows", "state_slots", *LIST_INPUTS}
+_KNOWN |= {*MASK_INPUTS}
 _KNOWN |= {"temperature", "top_k", "top_p", "min_p", "uniform"}
 
 

@@ -103,6 +103,7 @@ def _check_indices(op: Op, spec: Any, named: Mapping[str, Concrete], free: Mappi
     joined = getattr(spec, "n", 1) if op.name == "gather_rows" else 1
     within("rows", free.get("T", 0) - joined + 1)
     within("put", free.get("T", 0), -1)
+    within("mask_row", free.get("M", 0), -1)
     ends = named.get("list_end")
     if isinstance(ends, np.ndarray) and ((np.diff(ends, prepend=0) < 0).any() or ends[-1:].tolist() != [free["L"]]):
         raise RequestError(f"{op.name}: list_end does not rise from 0 to {free['L']}")

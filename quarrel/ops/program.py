@@ -117,9 +117,11 @@ STEP_INPUTS: Mapping[str, tuple[str, str]] = {
     "repetition": ("f32", "R"),
     "presence": ("f32", "R"),
     "frequency": ("f32", "R"),
+    "mask_row": ("i32", "R"),
+    "masks": ("i32", "M"),
 }
-"""Every input a step can take, by name: kind and axes. `S1` is S + 1; `stream`, `per_layer`, `patches`, `images` and
-`places` have a width of the model's own besides, and `images` any number of rows up to T.
+"""Every input a step can take, by name: kind and axes. `S1` is S + 1; `stream`, `per_layer`, `patches`, `images`, `places`
+and `masks` have a width of the model's own besides, and `images` any number of rows up to T.
 `slots` are block * block_size + offset. `slots` and `block_table` may be there once more for each group of layers with a
 window: `group_input`."""
 

@@ -93,6 +93,28 @@ def no_lists(rows: int) -> Lists:
 
 
 @dataclass(frozen=True)
+class Masks:
+    """Which tokens rows may draw; see `ops.adjust`."""
+
+    mask_row: Array  # [R] int32, the row's one of `masks`, or -1
+    masks: Array  # [M, words] int32, M at most a row for each sequence
+
+    def sound(self, rows: int, most: int) -> bool:
+        """Whether they are masks of so many rows, at most `most` of them."""
+        count = len(self.masks)
+        return len(self.mask_row) == rows and count <= most and _within(self.mask_row, -1, count)
+
+
+MASK_INPUTS = tuple(f.name for f in fields(Masks))
+
+
+@cache
+def no_masks(rows: int) -> Masks:
+    """Of rows that may draw any token."""
+    return Masks(np.full(rows, -1, np.int32), np.zeros((0, 1), np.int32))
+
+
+@dataclass(frozen=True)
 class SampleInputs:
     """One row per row of `out_rows`; see `ops.sample`."""
 
@@ -102,6 +124,7 @@ class SampleInputs:
     min_p: Array  # [R] float32, 0 is off
     uniform: Array  # [R] float32 in [0, 1)
     lists: Lists | None = None
+    masks: Masks | None = None
 
 
 @dataclass(frozen=True)
@@ -139,6 +162,9 @@ class StepInputs:
         if name in LIST_INPUTS:
             lists = self.sample and (self.sample.lists or no_lists(len(self.out_rows)))
             return None if lists is None else getattr(lists, name)
+        if name in MASK_INPUTS:
+            masks = self.sample and (self.sample.masks or no_masks(len(self.out_rows)))
+            return None if masks is None else getattr(masks, name)
         owner = self if hasattr(self, name) else self.sample
         return None if owner is None else getattr(owner, name)
 
@@ -162,6 +188,7 @@ class StepInputs:
             ("images unlike the ids", self.has_images(tokens)),
             ("from_last unlike the ids", self.from_last is None or len(self.from_last) == tokens),
             ("lists of tokens unlike the rows, or too long", self.sample is None or self.lists_are_sound(n_vocab)),
+            ("masks of tokens unlike the rows", self.masks_are_sound(limits.max_seqs)),
             ("query_start not from 0 to the token count", _covers(self.query_start, tokens, seqs)),
             ("window_start unlike query_start", self.window_start is None or _covers(self.window_start, tokens, seqs)),
             (
@@ -177,6 +204,13 @@ class StepInputs:
         """Whether what rows lay on single tokens can be followed."""
         lists = None if self.sample is None else self.sample.lists
         return lists is None or lists.sound(len(self.out_rows), n_vocab)
+
+    def masks_are_sound(self, most: int, words: int | None = None) -> bool:
+        """Whether the masks are of this step's rows, and have so many words."""
+        masks = None if self.sample is None else self.sample.masks
+        if masks is None:
+            return True
+        return masks.sound(len(self.out_rows), most) and words in (None, masks.masks.shape[1])
 
     def has_images(self, tokens: int) -> bool:
         """Whether what is there for images fits so many tokens."""

@@ -12,14 +12,15 @@ import numpy as np
 
 from quarrel.ops.contract import Array
 from quarrel.ops.program import STEP_INPUTS
-from quarrel.ops.step import LIST_INPUTS, Lists, SampleInputs, StepInputs, Want
+from quarrel.ops.step import LIST_INPUTS, Lists, Masks, SampleInputs, StepInputs, Want
 
 _STEP, _JSON = b"s", b"j"
 _WANTS: tuple[Want, ...] = get_args(Want)
 _ARRAYS = tuple(f.name for f in fields(StepInputs) if f.name != "sample")
-_CONTROLS = tuple(f.name for f in fields(SampleInputs) if f.name != "lists")
-_HEAD = struct.Struct(f"<cB{len(_ARRAYS) + 2}i")
-"""Kind, what is wanted, the size of each array, the rows that are sampled and the entries of their lists, -1 for None."""
+_CONTROLS = tuple(f.name for f in fields(SampleInputs) if f.name not in ("lists", "masks"))
+_HEAD = struct.Struct(f"<cB{len(_ARRAYS) + 4}i")
+"""Kind, what is wanted, the size of each array, the rows that are sampled, the entries of their lists, their masks, -1 for
+None, and the words of each."""
 Message = Mapping[str, Any]
 """A message that is no step: `do` says what it is about."""
 
@@ -34,20 +35,24 @@ def pack_step(inputs: StepInputs, want: Want) -> bytes:
     rows = -1 if inputs.sample is None else len(inputs.out_rows)
     lists = None if inputs.sample is None else inputs.sample.lists
     entries = -1 if lists is None else len(lists.list_ids)
-    head = _HEAD.pack(_STEP, _WANTS.index(want), *(-1 if a is None else a.size for a in arrays), rows, entries)
+    masks = None if inputs.sample is None else inputs.sample.masks
+    sizes = [-1 if a is None else a.size for a in arrays]
+    head = _HEAD.pack(_STEP, _WANTS.index(want), *sizes, rows, entries, *((-1, 0) if masks is None else masks.masks.shape))
     parts = [np.ascontiguousarray(a, np.int32).tobytes() for a in arrays if a is not None]
     if inputs.sample is not None:
         for name in _CONTROLS:
             parts.append(np.ascontiguousarray(getattr(inputs.sample, name), _dtype(name)).tobytes())
         for name in LIST_INPUTS if lists else ():
             parts.append(np.ascontiguousarray(getattr(lists, name), _dtype(name)).tobytes())
+        if masks is not None:
+            parts += [np.ascontiguousarray(array, np.int32).tobytes() for array in (masks.mask_row, masks.masks)]
     return b"".join([head, *parts])
 
 
 def unpack(data: bytes) -> Message | tuple[StepInputs, Want]:
     if data[:1] == _JSON:
         return cast(Message, json.loads(data[1:]))
-    _, want, *sizes, rows, entries = _HEAD.unpack_from(data)
+    _, want, *sizes, rows, entries, count, words = _HEAD.unpack_from(data)
     at = _HEAD.size
     arrays: dict[str, Array | None] = {}
     for name, size in zip(_ARRAYS, sizes, strict=True):
@@ -63,7 +68,11 @@ def unpack(data: bytes) -> Message | tuple[StepInputs, Want]:
             controls[name] = np.frombuffer(data, _dtype(name), length, at)
             at += 4 * length
         lists = Lists(**{name: controls.pop(name) for name in LIST_INPUTS}) if entries >= 0 else None
-        sample = SampleInputs(**controls, lists=lists)
+        masks = None
+        if count >= 0:
+            numbers = np.frombuffer(data, np.int32, rows + count * words, at)
+            masks = Masks(numbers[:rows], numbers[rows:].reshape(count, words))
+        sample = SampleInputs(**controls, lists=lists, masks=masks)
     table, kv_len = arrays["block_table"], arrays["kv_len"]
     assert table is not None
     assert kv_len is not None

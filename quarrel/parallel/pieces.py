@@ -56,8 +56,9 @@ def _piece(inputs: StepInputs, want: Want, first: int, end: int) -> Piece:
 
 
 def _sample(sample: SampleInputs, rows: Array) -> SampleInputs:
-    cut = {f.name: getattr(sample, f.name)[rows] for f in fields(sample) if f.name != "lists"}
-    return SampleInputs(**cut, lists=None if sample.lists is None else _lists(sample.lists, rows))
+    cut = {f.name: getattr(sample, f.name)[rows] for f in fields(sample) if f.name not in ("lists", "masks")}
+    masks = sample.masks and replace(sample.masks, mask_row=sample.masks.mask_row[rows])
+    return SampleInputs(**cut, lists=None if sample.lists is None else _lists(sample.lists, rows), masks=masks)
 
 
 def _lists(lists: Lists, rows: Array) -> Lists:

@@ -13,7 +13,7 @@ from quarrel.errors import RequestError
 from quarrel.ops.adjust import MOST_LISTED
 from quarrel.ops.contract import Array, Value
 from quarrel.ops.program import group_input
-from quarrel.ops.step import Limits, Lists, SampleInputs, StepInputs
+from quarrel.ops.step import Limits, Lists, SampleInputs, StepInputs, no_lists, no_masks
 from quarrel.triton_backend.attention.splits import MOST_SPLITS, most_splits, split_keys, splits_of, splits_of_one
 from quarrel.triton_backend.runtime.arrays import Slot
 from quarrel.triton_backend.runtime.launch import cdiv, power_of_two
@@ -22,6 +22,7 @@ from quarrel.triton_backend.runtime.site import Batch, Tables
 _SAMPLE = ("temperature", "top_k", "top_p", "min_p", "uniform")
 _ROW_LISTS = ("list_end", "repetition", "presence", "frequency")
 _ENTRIES = ("list_ids", "list_counts", "list_biases")
+_MASKS = "masks"
 _FLOATS = ("temperature", "top_p", "min_p", "uniform", "repetition", "presence", "frequency", "list_counts", "list_biases")
 _WIDE = ("stream", "per_layer", "patches", "images")
 _HANDED_ON = ("stream", "per_layer")
@@ -101,7 +102,7 @@ class _Places:
             "item_start": seqs + 1,
             "state_slots": seqs,
         }
-        each = ("ids", "from_last", "positions", "slots", "adapter", "out_rows", *_SAMPLE, *_ROW_LISTS)
+        each = ("ids", "from_last", "positions", "slots", "adapter", "out_rows", *_SAMPLE, *_ROW_LISTS, "mask_row")
         lengths |= dict.fromkeys(each, tokens)
         groups = range(limits.window_groups + 1)
         lengths |= {group_input("slots", group): tokens for group in groups}
@@ -162,7 +163,10 @@ class InputBuffer:
             for name, width in self._wide.items()
             if pin and name in _HANDED_ON
         }
-        self.nbytes = 4 * size + sum(slot.tensor.nbytes for slot in self._rows.values())
+        self._words = words = _width(inputs[_MASKS]) if _MASKS in inputs else 0
+        self._masks = Slot(torch.zeros(limits.max_seqs * words, dtype=torch.int32, device=device))
+        self._sent_masks = [torch.zeros(limits.max_seqs * words, dtype=torch.int32, pin_memory=pin) for _ in self._hosts]
+        self.nbytes = 4 * size + sum(slot.tensor.nbytes for slot in (*self._rows.values(), self._masks))
         self.last = Slot(torch.zeros(limits.max_tokens, dtype=torch.int32, device=device))
         """Tokens of the last launch that drew any."""
         tables = (self.slots[name] for name in ("item_start", "table_width", "from_last"))
@@ -182,6 +186,8 @@ class InputBuffer:
 
     def slot(self, name: str) -> Slot:
         """Where a program finds an input."""
+        if name == _MASKS:
+            return self._masks
         return self._rows[name] if name in self._rows else self.slots[name]
 
     def _at(self, name: str) -> torch.Tensor:
@@ -220,6 +226,8 @@ class InputBuffer:
         sample = inputs.sample
         if sample is not None:
             found = {name: len(getattr(sample, name)) for name in _SAMPLE}
+            if not inputs.masks_are_sound(limits.max_seqs, self._words):
+                raise RequestError("step inputs are unusable: masks of tokens unlike the rows")
             if not inputs.lists_are_sound(n_vocab):
                 raise RequestError("step inputs are unusable: lists of tokens unlike the rows, or too long")
             if set(found.values()) != {rows}:
@@ -296,8 +304,11 @@ class InputBuffer:
         if sample is not None:
             for name in _SAMPLE:
                 _fill(put[name], getattr(sample, name), 0, padded)
-        lists = None if sample is None else sample.lists
-        if lists is not None:
+        lists, masks = (None, None) if sample is None else (sample.lists, sample.masks)
+        if lists is not None or masks is not None:
+            rows = len(inputs.out_rows)
+            lists, of_rows = lists or no_lists(rows), (masks or no_masks(rows)).mask_row
+            _fill(put["mask_row"], of_rows, -1, padded)
             for name in _ROW_LISTS:
                 _fill(put[name], getattr(lists, name), lists.list_end[-1] if name == "list_end" else 0, padded)
             for name in _ENTRIES:
@@ -327,6 +338,10 @@ class InputBuffer:
         for name in () if lists is None else _ENTRIES:
             begin, end = self._now.begin[name], self._now.begin[name] + len(lists.list_ids)
             self._device[begin:end].copy_(self._hosts[turn][begin:end], non_blocking=True)
+        if masks is not None:
+            flat = torch.from_numpy(masks.masks.reshape(-1))
+            self._sent_masks[turn][: len(flat)] = flat
+            self._masks.tensor[: len(flat)].copy_(self._sent_masks[turn][: len(flat)], non_blocking=True)
         if self._sent:
             self._sent[turn].record()
 
@@ -399,7 +414,8 @@ def padded_prompts(inputs: StepInputs, limits: Limits, padding: Padding) -> Step
     sample = inputs.sample
     if sample is not None:
         controls = {name: pad(getattr(sample, name), outs - rows) for name in _SAMPLE}
-        sample = SampleInputs(**controls, lists=sample.lists and _padded_lists(sample.lists, outs - rows))
+        masks = sample.masks and replace(sample.masks, mask_row=pad(sample.masks.mask_row, outs - rows, -1))
+        sample = SampleInputs(**controls, lists=sample.lists and _padded_lists(sample.lists, outs - rows), masks=masks)
     return StepInputs(
         ids=pad(inputs.ids, more),
         positions=pad(inputs.positions, more),

@@ -259,7 +259,8 @@ class TritonStep:
     def _start(self, inputs: StepInputs, want: Want, rows: int) -> None:
         starts = item_starts(inputs.query_start, inputs.kv_len)
         batch = batch_of(inputs.query_start, inputs.kv_len, rows, starts)
-        adjusts = inputs.sample is not None and inputs.sample.lists is not None and "tokens" in outputs_of(want)
+        sample = inputs.sample if "tokens" in outputs_of(want) else None
+        adjusts = sample is not None and (sample.lists is not None or sample.masks is not None)
         batch = replace(batch, adjusts=adjusts) if adjusts else batch
         if self._plan.cudnn_from and batch.prefill:
             batch = replace(batch, prompts=prompts_of(inputs.query_start, inputs.kv_len, self._plan.cudnn_from))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from quarrel.engine import SamplingParams
+from quarrel.engine import SamplingParams, start
 from quarrel.engine.listed import Listed, lists_of
 from quarrel.engine.params import Sampling, merged
+from quarrel.errors import RequestError
 from quarrel.ops.adjust import MOST_LISTED
-from tests.engine.toys import STOP, Toy
+from tests.engine.toys import STOP, VOCABULARY, Toy, request
 
 PROMPT = [1, 2, 3, 4, 5]
 
@@ -43,6 +45,73 @@ def test_tokens_are_the_host_s_and_no_step_waits_for_them(options: Sampling) -> 
         host = toy.generate(PROMPT, merged(params, HOST))
         assert device.token_ids == host.token_ids
         assert device.token_ids != plain.token_ids
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.0, "repetition_penalty": 1.4, "logit_bias": {4: 3.0}}])
+def test_a_grammar_s_mask_is_laid_by_the_device(options: Sampling) -> None:
+    params = merged(BASE, options)
+    with Toy(late=True) as toy:
+        toy.step.scale = 1.0
+
+        def guided(params: SamplingParams) -> tuple[int, ...]:
+            asked = replace(request(PROMPT, params), guide=Circle)
+            free, beside = toy.hold(), toy.start([9, *PROMPT], BASE)
+            stream = start(toy.loop, asked, stream=False)
+            free()
+            assert beside.wait().token_ids == plain
+            return stream.wait().token_ids
+
+        plain = toy.generate([9, *PROMPT], BASE).token_ids
+        device = guided(params)
+        assert not {"logits", "both", "all"} & set(toy.step.wants)
+        assert all((b - a) % 40 in range(1, 6) for a, b in pairwise(device))
+        assert guided(merged(params, HOST)) == device
+        assert "both" in toy.step.wants
+        # What may leave no token to draw, and what is told by the host.
+        for told in ({"logit_bias": {4: -math.inf}}, {"min_tokens": 3, "ignore_eos": False}, {"logprobs": 1}):
+            toy.step.wants.clear()
+            guided(merged(params, told))  # type: ignore[arg-type]
+            assert {"both", "logits", "all"} & set(toy.step.wants)
+
+
+def test_a_grammar_that_cannot_go_on_ends_its_own_request_alone() -> None:
+    with Toy(late=True) as toy:
+        alone = toy.generate([9, *PROMPT], BASE).token_ids
+        free, beside = toy.hold(), toy.start([9, *PROMPT], BASE)
+        stream = start(toy.loop, replace(request(PROMPT, BASE), guide=Stuck), stream=False)
+        free()
+        result = stream.wait()
+        assert (result.finish_reason, result.error) == ("error", "the structure goes no further")
+        assert len(result.token_ids) == 3
+        assert beside.wait().token_ids == alone
+
+
+class Circle:
+    """A grammar: each token is 1 to 5 more than the one before, in a circle of 40; behind 20 tokens nothing follows."""
+
+    ends: frozenset[int] = frozenset()
+
+    def __init__(self) -> None:
+        self.last, self.taken = 0, 0
+
+    def allowed(self) -> np.ndarray:
+        mask = np.zeros(VOCABULARY, bool)
+        mask[[1 + (self.last + i) % 40 for i in range(1, 6)]] = True
+        return mask
+
+    def take(self, token: int) -> bool:
+        assert self.allowed()[token]
+        self.last, self.taken = token - 1, self.taken + 1
+        return self.taken == 20
+
+
+class Stuck(Circle):
+    """It fits no text behind three tokens."""
+
+    def allowed(self) -> np.ndarray:
+        if self.taken == 3:
+            raise RequestError("the structure goes no further")
+        return super().allowed()
 
 
 def test_rows_with_lists_and_rows_without_share_a_step() -> None:

@@ -19,6 +19,7 @@ from quarrel.ops.logprobs import MOST_LOGPROBS, LogprobsSpec, logprobs_reference
 from quarrel.ops.sample import draw_token
 from quarrel.ops.step import (
     LIST_INPUTS,
+    MASK_INPUTS,
     Done,
     ExplainLine,
     Limits,
@@ -95,7 +96,7 @@ class HistoryStep:
         assert s is not None
         assert len(s.uniform) == len(rows)
         columns = (s.temperature, s.top_k, s.top_p, s.min_p, s.uniform)
-        lists = [inputs.named(name) for name in LIST_INPUTS]
+        lists = [inputs.named(name) for name in (*LIST_INPUTS, *MASK_INPUTS)]
         (adjusted,) = adjust_reference(AdjustSpec(VOCABULARY), logits, inputs.ids, inputs.out_rows, *lists)
         drawn = [draw_token(x, *(c[i].item() for c in columns)) for i, x in enumerate(adjusted)]
         self._last = np.array(drawn if self.forced is None else [self.forced] * len(drawn), np.int32)

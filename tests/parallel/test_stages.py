@@ -20,7 +20,7 @@ from quarrel.models import Tensors, assemble, read_spec
 from quarrel.models.shard import shard
 from quarrel.ops.contract import WeightRef, rel_error
 from quarrel.ops.program import Program
-from quarrel.ops.step import Limits, Lists, SampleInputs, Step, StepInputs
+from quarrel.ops.step import Limits, Lists, Masks, SampleInputs, Step, StepInputs
 from quarrel.parallel.pieces import joined, pieces
 from tests.models.test_reference_logits import chunk, limit, specify, wanted
 from tests.parallel.lockstep import Member, together
@@ -105,8 +105,9 @@ def ragged(lengths: list[int], before: list[int], rng: np.random.Generator) -> S
     listed = rng.permutation(4096)[:size].astype(np.int32)
     floats: Any = lambda low, high, count: rng.uniform(low, high, count).astype(np.float32)  # noqa: E731
     lists = Lists(end, listed, np.ones(size, np.float32), floats(-3, 3, size), *(floats(1, 2, n) for _ in range(3)))
+    masks = Masks(rng.integers(-1, 2, n).astype(np.int32), rng.integers(1, 1 << 30, (2, 4096 // 32)).astype(np.int32))
     sample = SampleInputs(
-        floats(0, 2, n), np.zeros(n, np.int32), floats(0.5, 1, n), floats(0, 0.1, n), floats(0, 1, n), lists
+        floats(0, 2, n), np.zeros(n, np.int32), floats(0.5, 1, n), floats(0, 0.1, n), floats(0, 1, n), lists, masks
     )
     return StepInputs(
         rng.integers(0, 4096, starts[-1]).astype(np.int32),

@@ -12,7 +12,7 @@ import pytest
 
 import quarrel
 from quarrel.errors import BackendUnavailable, EngineFault, RequestError
-from quarrel.ops.step import Lists, SampleInputs, StepInputs
+from quarrel.ops.step import Lists, Masks, SampleInputs, StepInputs
 from quarrel.parallel.messages import pack_step, unpack
 from tests.paths import need_cases
 from tests.reference_backend import ReferenceBackend
@@ -79,7 +79,9 @@ def test_steps_travel_whole() -> None:
     windows = replace(given, window_slots=np.stack([rows, rows + 7]), window_tables=np.stack([table, table + 1]))
     lists = Lists(rows, rows[:2], floats[:2], floats[1:], floats, floats, floats)
     listed = replace(given, sample=replace(draws, lists=lists))
-    for inputs in (given, windows, listed, replace(given, sample=None, state_slots=None, from_last=None)):
+    masks = Masks(rows - 1, np.arange(8, dtype=np.int32).reshape(2, 4))
+    masked = [replace(given, sample=replace(s, masks=masks)) for s in (draws, listed.sample) if s is not None]
+    for inputs in (given, windows, listed, *masked, replace(given, sample=None, state_slots=None, from_last=None)):
         parsed = unpack(pack_step(inputs, "both"))
         assert isinstance(parsed, tuple)
         got, want = parsed
@@ -92,6 +94,6 @@ def test_steps_travel_whole() -> None:
 
 
 def flat(value: object) -> list[np.ndarray]:
-    if isinstance(value, SampleInputs | Lists):
+    if isinstance(value, SampleInputs | Lists | Masks):
         return [array for field in vars(value).values() for array in flat(field)]
     return [] if value is None else [np.asarray(value)]

@@ -1,4 +1,4 @@
-"""Logits with biases and penalties: a row is copied, then the tokens of its list are changed, each once.
+"""Logits with biases and penalties: a row is copied, then the tokens of its list are changed, each once, then masked.
 
 A list is some 64 entries long, so that what is listed twice is found by looking at all pairs.
 """
@@ -51,15 +51,23 @@ def adjust() -> KernelDef:
                 scaled = k.select(x > 0.0, x / repetition, x * repetition)
                 less = k.select(scaled > MOST, MOST, scaled) - times.v * frequency - presence
                 k.store(k.select(times.v > 0.0, less, x), place)
+        chosen = k.load(a.mask_row + at, I32).to(I64)
+        with k.when(chosen >= 0):
+            mask = a.masks + chosen * (a.words << 2)
+            with k.range(0, a.n) as id:
+                bits, place = k.load(mask + ((id >> 5) << 2), I32).to(I64), out + (id << 2)
+                x = k.load(place, F32)
+                forbidden = k.both(((bits >> (id & 31)) & 1).eq(0), x.eq(x))  # a NaN stays one
+                k.store(k.select(forbidden, k.f32(-math.inf), x), place)
 
-    names = ("ids", "rows", "list_end", "list_ids", "list_counts", "list_biases", "repetition", "presence", "frequency")
-    return KernelDef("adjust", ("logits", "n", *names, "adjusted"), body)
+    lists = ("ids", "rows", "list_end", "list_ids", "list_counts", "list_biases", "repetition", "presence", "frequency")
+    return KernelDef("adjust", ("logits", "n", *lists, "mask_row", "masks", "words", "adjusted"), body)
 
 
 def build_adjust(e: Lowering, node: Node) -> None:
-    names = [p.name for p in ADJUST.params(node.spec)]
+    given = zip((p.name for p in ADJUST.params(node.spec)), node.inputs, strict=True)
     (adjusted,) = node.outputs
-    e.stage(adjust(), adjusted, **dict(zip(names, node.inputs, strict=True)), n=node.spec.n, adjusted=adjusted)
+    e.stage(adjust(), adjusted, **dict(given), n=node.spec.n, words=node.spec.words, adjusted=adjusted)
 
 
 IMPLEMENTATIONS = (Implementation(ADJUST, "all pairs of a list", build_adjust),)

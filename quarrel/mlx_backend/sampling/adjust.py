@@ -22,7 +22,7 @@ _ADJUST = Kernel(
     "quarrel_adjust",
     (
         "logits", "ids", "rows", "list_end", "list_ids", "list_counts", "list_biases",
-        "repetition", "presence", "frequency",
+        "repetition", "presence", "frequency", "mask_row", "masks",
     ),
     ("adjusted",),
     """
@@ -45,6 +45,8 @@ _ADJUST = Kernel(
     if (x > MOST) x = MOST;  // a NaN stays one
     x = x - count * frequency[row] - presence[row];
   }
+  const int mask = mask_row[row], words = (n + 31) / 32;
+  if (mask >= 0 && !metal::isnan(x) && !(uint(masks[ulong(mask) * words + id / 32]) >> (id % 32) & 1)) x = -INFINITY;
   adjusted[ulong(row) * n + id] = x;
 """,
     f"constant constexpr float MOST = {MOST:g}f;\n",
@@ -57,8 +59,7 @@ def build_adjust(site: Site, node: Node) -> Launch:
 
     def run(batch: Batch, *given: mx.array) -> list[mx.array]:
         logits, ids, rows, end, *lists = given
-        if not lists[0].size:  # no buffer is empty
-            lists[:3] = [mx.zeros(1, one.dtype) for one in lists[:3]]
+        lists = [one if one.size else mx.zeros(1, one.dtype) for one in lists]  # no buffer is empty
         inputs, groups = [logits, ids, rows, end, *lists], (cdiv(n, _THREADS), logits.shape[0])
         return _ADJUST(inputs, [logits.shape], [mx.float32], groups, (_THREADS,))
 

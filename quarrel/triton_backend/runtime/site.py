@@ -43,7 +43,7 @@ class Batch:
     prompts: tuple[Prompt, ...] = ()
     """All sequences with more than one new token, if they are for cuDNN (`attention/cudnn.py`)."""
     adjusts: bool = False
-    """Rows lay biases or penalties on tokens (`sampling/adjust.py`)."""
+    """Rows lay biases, penalties or masks on tokens (`sampling/adjust.py`)."""
 
     def count(self, dim: str) -> int:
         """The size of a free axis."""

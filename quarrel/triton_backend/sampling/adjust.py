@@ -23,7 +23,7 @@ _MOST: tl.constexpr = tl.constexpr(MOST)
 @triton.jit
 def adjust_rows(
     adjusted, logits, ids, from_last, last, rows, list_end, list_ids, list_counts, list_biases,
-    repetition, presence, frequency, N, LAST: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+    repetition, presence, frequency, mask_row, masks, N, WORDS, LAST: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -53,7 +53,11 @@ def adjust_rows(
     less = tl.where(x > 0.0, tl.math.div_rn(x, tl.zeros([CHUNK], tl.float32) + rate), x * rate)
     less = tl.where(less > _MOST, _MOST, less)  # a NaN stays one
     less = less - counts * tl.load(frequency + row) - tl.load(presence + row)
-    tl.store(adjusted + row * N + i, tl.where(counts > 0.0, less, x), mask=i < N)
+    x = tl.where(counts > 0.0, less, x)
+    chosen = tl.zeros([CHUNK], tl.int64) + tl.load(mask_row + row)
+    words = tl.load(masks + chosen * WORDS + i // 32, mask=(i < N) & (chosen >= 0), other=-1)
+    x = tl.where((((words >> (i % 32)) & 1) != 0) | (x != x), x, float("-inf"))
+    tl.store(adjusted + row * N + i, x, mask=i < N)
 
 
 def build_adjust(site: Site, node: Node) -> Launch:
@@ -77,7 +81,7 @@ def build_adjust(site: Site, node: Node) -> Launch:
         site.launch(
             adjust_rows, (batch.R, cdiv(n, _CHUNK)),
             own, logits.tensor, ids.tensor, from_last.tensor, last.tensor, *(each.tensor for each in lists), n,
-            LAST=continues, CHUNK=_CHUNK, early=starts_early(site),
+            node.spec.words, LAST=continues, CHUNK=_CHUNK, early=starts_early(site),
         )  # fmt: skip
 
     return run
