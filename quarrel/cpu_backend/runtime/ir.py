@@ -11,6 +11,7 @@ import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 from llvmlite import ir
@@ -21,6 +22,7 @@ _FLOAT_BITS = {ir.HalfType: 16, ir.FloatType: 32, ir.DoubleType: 64}
 FLOATS = tuple(_FLOAT_BITS)
 
 
+@lru_cache(1024)
 def vec(element: ir.Type, lanes: int) -> ir.Type:
     """The vector type, or the element itself for one lane."""
     return element if lanes == 1 else ir.VectorType(element, lanes)
@@ -168,8 +170,8 @@ class Val:
 
     def shuffle(self, lanes: Sequence[int], other: Val | None = None) -> Val:
         """Lanes picked from this vector followed by `other`."""
-        mask = ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes))
-        second = other.v if other is not None else ir.Constant(self.type, ir.Undefined)
+        mask = _constant(I32, tuple(lanes), vector=True)
+        second = other.v if other is not None else _undefined(self.type)
         return Val(self.k, self.k.b.shuffle_vector(self.v, second, mask))
 
     def concat(self, other: Val) -> Val:
@@ -245,11 +247,8 @@ class Kernel:
             assert x.type == type, f"{x.type} where {type} is needed"
             return x
         element = element_of(type)
-        if is_float(type):
-            x = _rounded(float(x), element)
-        else:
-            x = int(x) & ((1 << element.width) - 1)
-        return Val(self, ir.Constant(type, x if lanes_of(type) == 1 else [x] * lanes_of(type)))
+        number = _rounded(float(x), element).hex() if is_float(type) else int(x) & ((1 << element.width) - 1)
+        return Val(self, _constant(element, (number,) * lanes_of(type)))
 
     def i64(self, x: int) -> Val:
         return self.lift(x, I64)
@@ -269,13 +268,12 @@ class Kernel:
         return Val(self, ir.Constant(ir.VectorType(element, len(items)), items))
 
     def splat(self, x: Val, lanes: int) -> Val:
-        type = ir.VectorType(x.type, lanes)
-        one = self.b.insert_element(ir.Constant(type, ir.Undefined), x.v, ir.Constant(I32, 0))
+        one = self.b.insert_element(_undefined(ir.VectorType(x.type, lanes)), x.v, _constant(I32, (0,)))
         return Val(self, one).shuffle([0] * lanes)
 
     def join(self, parts: Sequence[Val]) -> Val:
         """Scalars as one vector."""
-        out = Val(self, ir.Constant(ir.VectorType(parts[0].type, len(parts)), ir.Undefined))
+        out = Val(self, _undefined(ir.VectorType(parts[0].type, len(parts))))
         for lane, part in enumerate(parts):
             out = out.with_lane(lane, part)
         return out
@@ -319,7 +317,7 @@ class Kernel:
         self.call_raw(
             "llvm.prefetch.p0" if at.type.intrinsic_name == "p0" else "llvm.prefetch.p0i8",
             ir.VoidType(),
-            [at, *(ir.Constant(I32, n) for n in (0, locality, 1))],
+            [at, *(_constant(I32, (n,)) for n in (0, locality, 1))],
         )
 
     # Calls
@@ -410,6 +408,21 @@ class Kernel:
         """`with k.either(c) as (yes, no): with yes: ...; with no: ...`."""
         with self.b.if_else(condition.v) as branches:
             yield branches
+
+
+@lru_cache(4096)
+def _constant(element: ir.Type, numbers: tuple[int | str, ...], vector: bool = False) -> ir.Constant:
+    """Floats as `float.hex` writes them, which tells -0.0 from 0.0. llvmlite keeps the text of a constant: kernels have few
+    different ones, thousands of times, and half of the time of making IR was theirs."""
+    items = [float.fromhex(n) if isinstance(n, str) else n for n in numbers]
+    if len(items) == 1 and not vector:
+        return ir.Constant(element, items[0])
+    return ir.Constant(ir.VectorType(element, len(items)), items)
+
+
+@lru_cache(1024)
+def _undefined(type: ir.Type) -> ir.Constant:
+    return ir.Constant(type, ir.Undefined)
 
 
 def _rounded(x: float, element: ir.Type) -> float:
