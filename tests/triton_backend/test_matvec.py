@@ -90,11 +90,11 @@ def test_gate_and_up(backend: TritonBackend, type: str, activation: str, k: int)
     check(backend, NORM_GATE_UP, NormGateUpSpec(NormSpec("rms", k, 1e-5), same, same, activation))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("type", [GGMLType.Q5_0, GGMLType.BF16], ids=lambda t: t.name)
+@pytest.mark.parametrize("type", [GGMLType.Q5_0, GGMLType.BF16, GGMLType.MXFP4], ids=lambda t: t.name)
 def test_chosen_experts(backend: TritonBackend, type: GGMLType) -> None:
     check(backend, EXPERT_UP, ExpertUpSpec(type, 4, 2, 3, 288, "oai", bias=True))
     check(backend, EXPERT_UP, ExpertUpSpec(type, 4, 2, 3, 64, "relu2", gated=False))
-    check(backend, EXPERT_DOWN, ExpertDownSpec(type, 4, 3, 3, 288, bias=True))
+    check(backend, EXPERT_DOWN, ExpertDownSpec(type, 4, 3, 3, 544, bias=True), "three tiles at once, of two experts")
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,8 @@ def dot4(a, b, c, SIGNED: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def choose_bytes(low, high, which, ASM: tl.constexpr):
-    """Byte i is byte number (nibble i of `which`, 0 to 7) of the eight in low and high."""
+    """Byte i is byte number (nibble i of `which`, 0 to 7) of the eight in low and high; from 8 on eight copies of the upper
+    bit of byte number nibble - 8."""
     if ASM:
         low, high, which = low + which * 0, high + which * 0, which
         y = tl.inline_asm_elementwise(
@@ -46,7 +47,9 @@ def choose_bytes(low, high, which, ASM: tl.constexpr):
         for i in tl.static_range(4):
             at = (which >> (4 * i)) & 7
             word = tl.where(at < 4, low, high)
-            y = y | (((word >> ((at & 3) * 8)) & 255) << (8 * i))
+            byte = (word >> ((at & 3) * 8)) & 255
+            byte = tl.where(((which >> (4 * i)) & 8) == 8, (byte >> 7) * 255, byte)
+            y = y | (byte << (8 * i))
     return y
 
 
@@ -160,6 +163,39 @@ def split_table(q, A, B, C, D, R: tl.constexpr, W: tl.constexpr, ASM: tl.constex
     b, f = table_bytes(b, A, B, C, D, ASM)
     c, g = table_bytes(c, A, B, C, D, ASM)
     d, h = table_bytes(d, A, B, C, D, ASM)
+    return a, b, c, d, e, f, g, h
+
+
+@triton.jit
+def _kept(v, ASM: tl.constexpr):
+    """v, in a register of each thread: constants would be moved to one before each use."""
+    if ASM:
+        v = tl.inline_asm_elementwise(
+            "{ .reg .u32 t; mov.u32 t, %tid.x; shr.u32 t, t, 16; add.u32 $0, $1, t; }", "=r,r", [v], dtype=tl.int32,
+            is_pure=True, pack=1,
+        )  # fmt: skip
+    return v
+
+
+@triton.jit
+def signed_bytes(q, A, B, C, D, ASM: tl.constexpr):
+    """The bytes that a word's codes of a sign and three bits stand for: A and B those of no sign, C and D those of a sign,
+    all less than 128. The device makes zeros of the others' codes, so that the two are joined by one operation."""
+    other = q ^ -0x77777778
+    first = choose_bytes(A, B, q, ASM) | choose_bytes(C, D, other, ASM)
+    second = choose_bytes(A, B, q >> 16, ASM) | choose_bytes(C, D, other >> 16, ASM)
+    return choose_bytes(first, second, q * 0 + 0x6420, ASM), choose_bytes(first, second, q * 0 + 0x7531, ASM)
+
+
+@triton.jit
+def split_signed(q, A, B, C, D, R: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
+    """`split_nibbles`, of the bytes that codes stand for."""
+    a, b, c, d = split4(q, R, W // 4)
+    A, B, C, D = _kept(a * 0 + A, ASM), _kept(a * 0 + B, ASM), _kept(a * 0 + C, ASM), _kept(a * 0 + D, ASM)
+    a, e = signed_bytes(a, A, B, C, D, ASM)
+    b, f = signed_bytes(b, A, B, C, D, ASM)
+    c, g = signed_bytes(c, A, B, C, D, ASM)
+    d, h = signed_bytes(d, A, B, C, D, ASM)
     return a, b, c, d, e, f, g, h
 
 

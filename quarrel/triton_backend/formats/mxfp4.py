@@ -14,11 +14,11 @@ from quarrel.triton_backend.formats.fields import load_nibbles
 from quarrel.triton_backend.formats.layout import NIBBLES, BlockFormat, Dots, Float16, Plane, Ring, Split
 from quarrel.triton_backend.formats.q4_0 import load_4
 
-# Twice the magnitudes of E2M1 as bytes, and their negatives.
-PLUS_LOW: tl.constexpr = tl.constexpr(0x03020100)
-PLUS_HIGH: tl.constexpr = tl.constexpr(0x0C080604)
-MINUS_LOW: tl.constexpr = tl.constexpr(0xFDFEFF00 - (1 << 32))
-MINUS_HIGH: tl.constexpr = tl.constexpr(0xF4F8FAFC - (1 << 32))
+# 64 and twice the magnitudes of E2M1 as bytes, and 64 less those.
+PLUS_LOW: tl.constexpr = tl.constexpr(0x43424140)
+PLUS_HIGH: tl.constexpr = tl.constexpr(0x4C484644)
+MINUS_LOW: tl.constexpr = tl.constexpr(0x3D3E3F40)
+MINUS_HIGH: tl.constexpr = tl.constexpr(0x34383A3C)
 # Twice the magnitudes, one to a nibble.
 _E2M1: tl.constexpr = tl.constexpr(0xC8643210 - (1 << 32))
 
@@ -51,8 +51,8 @@ def decode(FORMAT: tl.constexpr, w, row, block, row_ok, at, ok, K):
 
 @triton.jit
 def products(FORMAT: tl.constexpr, q, upper, scales, tops, x, R: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
-    codes = int8_dots.split_table(q, PLUS_LOW, PLUS_HIGH, MINUS_LOW, MINUS_HIGH, R, W, ASM)
-    total = int8_dots.whole_block(codes, x, R, W, True, ASM)
+    codes = int8_dots.split_signed(q, PLUS_LOW, PLUS_HIGH, MINUS_LOW, MINUS_HIGH, R, W, ASM)
+    total = int8_dots.whole_block(codes, x, R, W, True, ASM) - 64 * (x[17] + x[18])
     return total.to(tl.float32) * (_half_scale(scales.to(tl.int32)) * x[16])
 
 

@@ -40,8 +40,10 @@ def decode(FORMAT: tl.constexpr, w, row, block, row_ok, at, ok, K):
 @triton.jit
 def products(FORMAT: tl.constexpr, q, upper, scales, tops, x, R: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
     """Each half of a block has a scale."""
-    codes = int8_dots.split_table(q, PLUS_LOW, PLUS_HIGH, MINUS_LOW, MINUS_HIGH, R, W, ASM)
+    codes = int8_dots.split_signed(q, PLUS_LOW, PLUS_HIGH, MINUS_LOW, MINUS_HIGH, R, W, ASM)
     low, high = int8_dots.half_blocks(codes, x, R, W, True, ASM)
+    low -= 64 * x[17]
+    high -= 64 * x[18]
     pair = scales.to(tl.int32)
     s_low, s_high = _ue4m3(pair).to(tl.float32), _ue4m3(pair >> 8).to(tl.float32)
     return (low.to(tl.float32) * s_low + high.to(tl.float32) * s_high) * (128.0 * x[16])
