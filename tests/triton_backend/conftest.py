@@ -31,9 +31,12 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from quarrel.triton_backend.backend import TritonBackend, create
 from quarrel.triton_backend.runtime.launch import INTERPRETED
+from tests.triton_backend.remembered import remember
 
 # It checks integers for overflow at a third of its time, and throws what it finds away.
 interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+if INTERPRETED:
+    remember()
 _PATCH = interpreter._patch_lang
 _LANGUAGE = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
 
