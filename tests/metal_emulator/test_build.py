@@ -52,7 +52,7 @@ def test_everything_is_built_once(empty_cache: Path, monkeypatch: pytest.MonkeyP
         assert bool(commands) is expected
         commands.clear()
     names = sorted(path.name for path in empty_cache.iterdir())
-    assert [name.split("_")[0] for name in names] == ["body", "body", "runtime"]
+    assert [name.split("_")[0] for name in names] == ["body", "body", "names", "names", "runtime"]
 
 
 def test_another_text_is_another_object(empty_cache: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,12 +76,22 @@ def build_kernel(source: MetalSource, mode: Mode, toolchain: Toolchain) -> Path:
         text = cached(f"{stem}.cpp", lambda path: void(path.write_text(program)))
         compiled = output.with_suffix(".o")
         try:
-            run_tool([*command, "-c", text, "-o", compiled])
+            run_tool([*command, "-include-pch", _names(command, source.mlx_names, toolchain), "-c", text, "-o", compiled])
         except CompilerError as error:
             raise MetalCompileError(source.name, error_lines(error.lines)) from error
         toolchain.link([compiled], output, needs=[runtime])
 
     return cached(f"{stem}.so", build)
+
+
+def _names(command: Sequence[str], mlx_names: bool, toolchain: Toolchain) -> Path:
+    """The headers before every kernel's text, compiled once: half of the time of compiling a kernel was theirs."""
+    text = includes(mlx_names)
+    key = content_key((toolchain.version, *command, text, tree_key(METAL_HEADERS), _mlx_key()))
+    header = cached(f"names_{key}.h", lambda path: void(path.write_text(text)))
+    # By content: an equal header may be a newer file.
+    make = [*command, "-Xclang", "-fno-pch-timestamp", "-x", "c++-header", header, "-o"]
+    return cached(f"names_{key}.pch", lambda path: void(run_tool([*make, path])))
 
 
 def build_runtime(mode: Mode, toolchain: Toolchain) -> Path:
@@ -107,13 +117,18 @@ def header_flags(mlx_names: bool) -> list[str]:
     return ["-I", str(METAL_HEADERS), *(["-I", str(include)] if include else [])]
 
 
-def prelude(mlx_names: bool) -> str:
-    """What stands before a kernel's text. The calls of two branches stay two calls, even where they read the same."""
+def includes(mlx_names: bool) -> str:
+    """The lines of a kernel's headers."""
     names = ""
     if mlx_names:
         names = "mlx/backend/metal/kernels/utils.h" if mlx_include() else "mlx_names.h"
         names = f'#include "{names}"\n'
-    return f"#include <metal_stdlib>\n{names}#pragma clang attribute push(__attribute__((nomerge)), apply_to = function)\n"
+    return f"#include <metal_stdlib>\n{names}"
+
+
+def prelude(mlx_names: bool) -> str:
+    """What stands before a kernel's text. The calls of two branches stay two calls, even where they read the same."""
+    return f"{includes(mlx_names)}#pragma clang attribute push(__attribute__((nomerge)), apply_to = function)\n"
 
 
 def kernel_call(source: MetalSource, rewritten: Rewritten, buffer: Callable[[int], str], attributes: str) -> str:
