@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 import quarrel
 from quarrel.llm import LLM
 from quarrel.server import Settings
+from quarrel.server.llama.bodies import ChatBody
+from quarrel.server.llama.chat import variables
 from tests.server.conftest import running
 from tests.server.test_llama import ask
 
@@ -48,6 +51,14 @@ def test_templates_are_told_the_day_and_whether_to_think(engine: httpx.Client) -
         "True a day "
     )
     assert ask(engine, "/apply-template", messages=TALK[:1], reasoning_effort="high")["prompt"].startswith("True ")
+
+
+def test_templates_without_a_word_of_tools_have_them_as_a_text() -> None:
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+    turns: Any = TALK[:1]
+    body = ChatBody(messages=turns, tools=tools)
+    assert json.loads(variables(Settings(), body)["functions"]) == tools
+    assert variables(Settings(), ChatBody(messages=turns))["functions"] == ""
 
 
 def test_an_answer_goes_on_from_the_assistants_last_words(engine: httpx.Client) -> None:

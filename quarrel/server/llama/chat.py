@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -61,8 +62,9 @@ def routes(dispatcher: Dispatcher, slots: Slots) -> Routes:
 
 
 def variables(settings: Settings, body: ChatBody) -> Json:
-    """What llama-server tells templates, before what the request does: whether to think, and the day."""
+    """What llama-server tells templates, before what the request does: whether to think, the day, and the tools as JSON."""
     made: Json = {form: time.strftime(text) for form, text in (("date_string", "%d %b %Y"), ("datetime", "%b %d %Y"))}
+    made["functions"] = json.dumps(body.tools, indent=2) if body.tools else ""  # Firefunction's templates have no `tools`
     effort = body.reasoning_effort
     made["enable_thinking"] = settings.thinking if effort is None else effort != "none"
     return made | body.variables()
