@@ -35,6 +35,9 @@ class Config:
     def __init__(self, values: Mapping[str, Any], path: Path) -> None:
         text = values.get("text_config") or values.get("llm_config")
         self.values: dict[str, Any] = {**values, **(text if isinstance(text, dict) else {})}
+        if values.get("tie_word_embeddings") is False:
+            # The part about text is written with a default of its own, and an output matrix that is there counts.
+            self.values["tie_word_embeddings"] = False
         self.path = path
         self.rope = self._rope()
 

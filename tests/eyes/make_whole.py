@@ -25,6 +25,7 @@ SPECIAL = {
     "mistral3": ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
     "llava": ("<image>",),
     "qwen25vl": ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>"),
+    "qwen3vlmoe": ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>"),
     "gemma4": ("<|image>", "<|image|>", "<image|>"),
     "gemma4_e": ("<|image>", "<|image|>", "<image|>"),
 }
@@ -180,6 +181,63 @@ def qwen25(folder: Path) -> None:
     _written(folder, "qwen25vl", model, pixels, (rows // 2, columns // 2), kinds, FIRST + 1)
 
 
+def qwen3moe(folder: Path) -> None:
+    import torch
+    from safetensors.numpy import load_file, save_file
+    from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
+
+    patch = 8
+    vision = {
+        "depth": 3,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "patch_size": patch,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 36,
+        "deepstack_visual_indexes": [0, 1],
+    }
+    text = {
+        **SIZES,
+        "num_hidden_layers": 3,
+        "head_dim": 16,
+        "moe_intermediate_size": 48,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "mrope_section": [4, 2, 2],
+            "mrope_interleaved": True,
+        },
+    }
+    ids = {"vision_start_token_id": FIRST, "image_token_id": FIRST + 1, "video_token_id": FIRST + 8}
+    model = Qwen3VLMoeForConditionalGeneration(
+        Qwen3VLMoeConfig(
+            vision_config=vision, text_config=text, vision_end_token_id=FIRST + 2, tie_word_embeddings=False, **ids, **EAGER
+        )
+    )
+    randomized(model.eval(), 31)
+    pixels = picture(32, 16 * 10, 16 * 8)  # no fewer tokens than an image may have
+    rows, columns = (side // patch for side in pixels.shape[:2])
+    values = normal(pixels).numpy()[0].reshape(3, rows // 2, 2, patch, columns // 2, 2, patch)
+    values = values.transpose(1, 4, 2, 5, 0, 3, 6).reshape(rows * columns, 3, 1, patch, patch).repeat(2, 2)
+    more = {
+        "pixel_values": torch.tensor(values.reshape(rows * columns, -1)),
+        "image_grid_thw": torch.tensor([[1, rows, columns]]),
+    }
+    kinds = lambda ids: {**more, "mm_token_type_ids": (ids == FIRST + 1).int()}  # noqa: E731
+    _written(folder, "qwen3vlmoe", model, pixels, (rows // 2, columns // 2), kinds, FIRST + 1)
+    # Published files hold experts with their columns first; transformers 5 turns them as it reads, and saves its own form.
+    path = folder / "qwen3vlmoe" / "model.safetensors"
+    turned = {n: w.swapaxes(1, 2).copy() if ".experts." in n else w for n, w in load_file(path).items()}
+    save_file(turned, path, {"format": "pt"})
+
+
 def gemma4(folder: Path, kind: str) -> None:
     import torch
     from transformers import Gemma4Config, Gemma4ForConditionalGeneration
@@ -246,6 +304,7 @@ def main() -> None:
             "mistral3": lambda: mistral(folder, "mistral3"),
             "llava": lambda: llava(folder),
             "qwen25vl": lambda: qwen25(folder),
+            "qwen3vlmoe": lambda: qwen3moe(folder),
             "gemma4": lambda: gemma4(folder, "gemma4"),
             "gemma4_e": lambda: gemma4(folder, "gemma4_e"),
         }[each]()
