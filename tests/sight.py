@@ -15,13 +15,13 @@ from quarrel.models import Keys, Tensors, assemble, read_spec
 from quarrel.models.projectors import PARTS
 from quarrel.models.tower import assemble_tower, position_table, read_tower, seeing, tower_tensors
 from quarrel.ops.program import Program
-from quarrel.ops.step import Backend, Limits, StepInputs
+from quarrel.ops.step import Backend, ComputeChoice, Limits, StepInputs
 from quarrel.vision.patches import Picture
 
 CASES = ("qwen3vl", "qwen35_vl", "gemma3_vl")
 EYES, KINDS = Path(__file__).with_name("eyes"), ("pixtral", "mistral3", "llava", "gemma4", "qwen25vl")
 WHOLE = EYES / "whole"
-WHOLES = ("pixtral", "mistral3", "llava", "qwen25vl", "gemma4", "gemma4_e")
+WHOLES = ("pixtral", "mistral3", "llava", "qwen25vl", "qwen3vlmoe", "gemma4", "gemma4_e")
 IMAGE = 380
 """The id that stands for an image's token."""
 
@@ -53,11 +53,11 @@ def image_rows(folder: Path, run: Run, name: str = "mmproj-f16.gguf") -> tuple[n
         return np.concatenate([out[name] for name in PARTS if name in out], 1), picture.grid
 
 
-def encoded_rows(kind: str, backend: Backend) -> list[np.ndarray]:
+def encoded_rows(kind: str, backend: Backend, compute: ComputeChoice = "float32") -> list[np.ndarray]:
     """What a tower of `tests/eyes` makes of its picture and, in the same step, of its mirror image: a row for a token."""
     with GGUFFile.open(EYES / kind / "mmproj.gguf") as file:
         eyes = Eyes(file)
-        encoder = eyes.encoder(backend, "float32", 256)
+        encoder = eyes.encoder(backend, compute, 256)
         try:
             pixels = np.load(EYES / kind / "image.npy")
             pictures = [Picture(np.ascontiguousarray(each), eyes.preparation) for each in (pixels, pixels[:, ::-1])]

@@ -48,6 +48,12 @@ MODELS = (
     Model("gpt-oss-20b:MXFP4", (TG, PP512, PP, *BATCHES)),
     Model("nemotron-3-nano-30b-a3b:Q4_K_M", (TG, PP, *BATCHES)),
     Model("mixtral-8x7b:Q4_K_M", (TG, PP512, PP, *BATCHES)),
+    Model("qwen3.6-35b-a3b:Q4_K_M", (TG, PP, *BATCHES)),
+    Model("qwen3.5-9b:Q4_K_M", (TG, PP)),
+    Model("gemma-4-26b-a4b:Q4_K_M", (TG, PP)),
+    Model("gemma-4-e4b:Q4_K_M", (TG, PP)),
+    Model("glm-4.7-flash:Q4_K_M", (TG, PP)),
+    Model("lfm2-8b-a1b:Q4_K_M", (TG, PP)),
 )
 """In order of importance."""
 

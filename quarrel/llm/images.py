@@ -20,7 +20,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any
 
@@ -41,7 +41,7 @@ from quarrel.tokenizer.special import Trust
 from quarrel.tokenizer.tokenizer import checked_text
 from quarrel.vision.decode import MAX_BYTES, Decoder, from_base64
 from quarrel.vision.fetch import SECONDS, fetched, is_address
-from quarrel.vision.patches import Patches, Picture, Preparation, in_groups
+from quarrel.vision.patches import Patches, Picture, Preparation, in_groups, places_of
 
 log = logging.getLogger("quarrel")
 Array = npt.NDArray[Any]
@@ -208,6 +208,8 @@ class TowerEncoder:
     def __init__(self, step: Step, tower: Tower, file: GGUFFile) -> None:
         self._step, self._tower, self._table = step, tower, position_table(file, tower)
         self._behind = file.array(f"v.{BREAK}").reshape(1, 1, -1) if tower.breaks else None
+        self._last: tuple[object, Arranged] | None = None
+        """Of the step before: images' sizes repeat."""
 
     def encode(self, images: Sequence[PlacedImage]) -> list[Array]:
         """As many at once as a step holds."""
@@ -229,8 +231,11 @@ class TowerEncoder:
         return rows * columns * self._tower.group + self._tower.classes
 
     def _encode(self, images: Sequence[Picture]) -> list[Array]:
-        inputs = tower_inputs(self._tower, self._table, [image.patches() for image in images])
-        out = self._step(inputs, "hidden")
+        patches = [image.patches() for image in images]
+        shapes = tuple(each.shape for each in patches)
+        if self._last is None or self._last[0] != shapes:
+            self._last = shapes, arranged(self._tower, self._table, shapes)
+        out = self._step(self._last[1].of(patches), "hidden")
         whole = np.concatenate([rows for name in PARTS if (rows := getattr(out, name)) is not None], 1)
         ends = np.cumsum([rows * columns for rows, columns in (image.grid for image in images)])
         return [self._broken(part, image) for part, image in zip(np.split(whole, ends[:-1]), images, strict=True)]
@@ -250,46 +255,72 @@ def preparation_of(tower: Tower) -> Preparation:
     return Preparation(*sizes, "bilinear" if t.projector in BILINEAR else "bicubic", t.shape, t.pad, t.breaks)
 
 
+@dataclass(frozen=True)
+class Arranged:
+    """A tower's step for images of these sizes, all but the patches."""
+
+    inputs: StepInputs
+    starts: Array
+    """Where each image's patches begin."""
+    orders: Sequence[Array | None]
+    """In which order they stand, if not in their own."""
+
+    def of(self, images: Sequence[Patches]) -> StepInputs:
+        """The step that encodes these."""
+        values = np.zeros((len(self.inputs.ids), images[0].values.shape[1]), np.float32)
+        for start, image, order in zip(self.starts, images, self.orders):
+            given = image.values
+            values[start : start + len(given)] = given if order is None else given[order]
+        return replace(self.inputs, patches=values)
+
+
 def tower_inputs(tower: Tower, table: Array | None, images: Sequence[Patches]) -> StepInputs:
-    """A step that encodes these; each begins with its class token, where there is one. Groups stand window by window, where
-    there are windows, and `out_rows` row by row."""
+    """A step that encodes these."""
+    return arranged(tower, table, [image.shape for image in images]).of(images)
+
+
+def arranged(tower: Tower, table: Array | None, shapes: Sequence[tuple[int, int]]) -> Arranged:
+    """The step of images of so many rows and columns of patches. Each begins with its class token, where there is one.
+    Groups stand window by window, where there are windows, and `out_rows` row by row."""
     first = tower.classes
-    starts = np.cumsum([0, *(first + len(image.values) for image in images)]).astype(np.int32)
-    orders, windows = list[Array](), list[Array]()
-    for start, image in zip(starts, images):
-        order, ends = _windows(tower, *(side // tower.merge for side in image.shape))
-        orders.append(order)
-        windows.append(start + tower.group * ends)
+    starts = np.cumsum([0, *(first + rows * columns for rows, columns in shapes)]).astype(np.int32)
+    windows, orders = list[Array](), list[Array | None]()
     none = np.zeros(starts[-1], np.int32)
-    stream, places, values = (np.zeros((starts[-1], n), kind) for n, kind in (
-        (tower.n_embd, np.float32), (2, np.int32), (tower.patch_size, np.float32)))  # fmt: skip
+    stream, places = np.zeros((starts[-1], tower.n_embd), np.float32), np.zeros((starts[-1], 2), np.int32)
     out_rows = list[Array]()
-    for start, end, image, order in zip(starts, starts[1:], images, orders):
-        rows = (tower.group * order[:, None] + np.arange(tower.group)).reshape(-1)
-        stream[start + first : end] = in_groups(positions(tower, table, *image.shape), tower.merge)[rows]
-        places[start + first : end], values[start + first : end] = image.places[rows], image.values[rows]
+    known: dict[tuple[int, int], tuple[Array, Array]] = {}
+    for start, end, shape in zip(starts, starts[1:], shapes):
+        order, ends = _windows(tower, *(side // tower.merge for side in shape))
+        if shape not in known:
+            known[shape] = in_groups(positions(tower, table, *shape), tower.merge), places_of(*shape, tower.merge)
+        embedded, at = known[shape]
+        rows = (tower.group * order[:, None] + np.arange(tower.group)).reshape(-1) if tower.window else None
+        stream[start + first : end] = embedded if rows is None else embedded[rows]
+        places[start + first : end] = at if rows is None else at[rows]
+        orders.append(rows)
+        windows.append(start + tower.group * ends)
         out_rows.append(start + first + tower.group * np.argsort(order))
         if first and table is not None:
             stream[start] = table[0]
-    window_start, seqs = None, len(images)
+    window_start, seqs, query_start = None, len(shapes), starts
     if tower.window:
         # As many sequences as windows: those behind the images are empty.
         window_start = np.concatenate([[0], *windows]).astype(np.int32)
         seqs = len(window_start) - 1
-        starts = np.pad(starts, (0, seqs - len(images)), mode="edge")
-    return StepInputs(
+        query_start = np.pad(starts, (0, seqs - len(shapes)), mode="edge")
+    inputs = StepInputs(
         ids=none,
         positions=none,
         slots=none,
-        query_start=starts,
+        query_start=query_start,
         kv_len=np.ones(seqs, np.int32),
         block_table=np.zeros((seqs, 1), np.int32),
         out_rows=np.concatenate(out_rows).astype(np.int32),
         stream=stream,
         places=places,
-        patches=values,
         window_start=window_start,
     )
+    return Arranged(inputs, starts[:-1] + first, orders)
 
 
 def _windows(tower: Tower, rows: int, columns: int) -> tuple[Array, Array]:

@@ -142,6 +142,9 @@ class InputBuffer:
     def __init__(self, limits: Limits, device: torch.device, inputs: Mapping[str, Value] = _NONE) -> None:
         """inputs: a program's."""
         self._limits = limits
+        self.sees = "patches" in inputs
+        """Whether it is a tower's."""
+        self._stream: Array | None = None
         self._wide = {name: _width(inputs[name]) for name in _WIDE if name in inputs}
         self._further = {name: _width(inputs[name]) for name in _FURTHER if name in inputs}
         self._most = max(limits.max_tokens, limits.max_seqs + ADDED)
@@ -331,6 +334,10 @@ class InputBuffer:
                 raise RequestError(f"step inputs are unusable: no {name}, which the program reads")
             if name == "images" and int(inputs.image_rows.max()) < 0:
                 continue
+            if self.sees and name == "stream":  # the very array of the step before is there already
+                if values is self._stream:
+                    continue
+                self._stream = values
             rows = torch.from_numpy(np.ascontiguousarray(values, np.float32).reshape(-1))
             if name in self._pinned and len(rows) <= len(self._pinned[name][turn]):
                 rows = self._pinned[name][turn][: len(rows)].copy_(rows)

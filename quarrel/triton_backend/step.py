@@ -16,7 +16,7 @@ from functools import cache, partial
 from itertools import groupby
 from math import prod
 from threading import Lock
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -152,6 +152,10 @@ class TritonStep:
         self._ahead = ahead
         self._n_vocab, self._n_positions = (_smallest_table(plan.choices, name) for name in ("ids", "positions"))
         self._watch: Stopwatch | None = None
+        self._sees = inputs.sees
+        """A tower's program: its images' sizes repeat, and are captured as they are."""
+        # What the library allocates inside graphs, which run one after the other, is shared by all of them.
+        self._pool = torch.cuda.graph_pool_handle() if self._sees and self._capture else None
 
     def launch(self, inputs: StepInputs, want: Want) -> Pending:
         """Starts a step. On a GPU, all but logits is on its way when this returns; those are waited for."""
@@ -264,8 +268,10 @@ class TritonStep:
         batch = replace(batch, adjusts=adjusts) if adjusts else batch
         if self._plan.cudnn_from and batch.prefill:
             batch = replace(batch, prompts=prompts_of(inputs.query_start, inputs.kv_len, self._plan.cudnn_from))
+        if self._sees:
+            batch = replace(batch, longest=int(np.diff(inputs.query_start).max()))
         capture = self._capture and self._watch is None
-        if capture and self._start_prompts(inputs, want, batch):
+        if capture and not self._sees and self._start_prompts(inputs, want, batch):
             return
         decode = capture and not batch.prefill and batch.T == batch.S and rows <= batch.S
         most = min(self.limits.max_seqs, self.limits.max_tokens)
@@ -276,7 +282,7 @@ class TritonStep:
             self._replay(replace(batch, T=padded, S=padded, R=padded, items=self._items(batch.items, padded)), want)
         else:
             self._inputs.send(inputs, 0, starts)
-            self._run(batch, want)
+            (self._replay if capture and self._sees else self._run)(batch, want)
 
     def _start_prompts(self, inputs: StepInputs, want: Want, batch: Batch) -> bool:
         """Runs a step of prompts, padded, as a graph; False where it cannot be one."""
@@ -344,8 +350,8 @@ class TritonStep:
         pieces: list[Callable[[], None]] = []
         for outside, piece in groupby(wanted, lambda go: isinstance(go, Outside)):
             launches = list(piece)
-            pieces += [partial(go, batch) for go in launches] if outside else [_graph(launches, batch).replay]
-        return pieces or [_graph([], batch).replay]
+            pieces += [partial(go, batch) for go in launches] if outside else [_graph(launches, batch, self._pool).replay]
+        return pieces or [_graph([], batch, self._pool).replay]
 
     def _copied(self, value: Value, shape: tuple[int, ...]) -> _Copied:
         results = self._results if value.kind == "i32" else self._float_results
@@ -395,12 +401,13 @@ def _shape(value: Value, sizes: Mapping[str, int]) -> tuple[int, ...]:
     return (sizes[str(axis)], *(int(w) for w in widths))
 
 
-def _graph(launches: Sequence[Launch], batch: Batch) -> torch.cuda.CUDAGraph:
+def _graph(launches: Sequence[Launch], batch: Batch, pool: Any = None) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     with _CAPTURING, _no_collections(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # an empty program would warn; it is as well captured empty
         # Other threads may go on using the device, as another model's loading does.
-        with torch.cuda.graph(graph, stream=_stream(torch.cuda.current_device()), capture_error_mode="thread_local"):
+        stream = _stream(torch.cuda.current_device())
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             for go in launches:
                 go(batch)
     return graph

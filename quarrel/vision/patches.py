@@ -120,11 +120,21 @@ class Picture:
     def patches(self) -> Patches:
         p = self.preparation
         mean, std = (np.array(a, np.float32) for a in (p.mean, p.std))
-        values = (self.pixels.astype(np.float32) / np.float32(255) - mean) / std
+        # Of each byte and channel once; bytes are moved, and then looked up.
+        table = ((np.arange(256, dtype=np.float32)[:, None] / np.float32(255) - mean) / std).T
         rows, columns = (side // p.patch for side in self.pixels.shape[:2])
-        at = np.stack(np.meshgrid(np.arange(rows), np.arange(columns), indexing="ij"), -1).astype(np.int32)
-        whole = values.reshape(rows, p.patch, columns, p.patch, 3).transpose(0, 2, 4, 1, 3)
-        return Patches(in_groups(whole, p.merge), in_groups(at, p.merge), p.merge)
+        grid = self.pixels.reshape(rows, p.patch, columns, p.patch, 3).transpose(0, 2, 4, 1, 3)
+        whole = in_groups(grid, p.merge).reshape(rows * columns, 3, -1)
+        values = np.empty(whole.shape, np.float32)
+        for channel in range(3):
+            np.take(table[channel], whole[:, channel], out=values[:, channel], mode="clip")
+        return Patches(values.reshape(rows * columns, -1), places_of(rows, columns, p.merge), p.merge)
+
+
+def places_of(rows: int, columns: int, merge: int) -> Array:
+    """Row and column of each patch, `[rows * columns, 2]` int32, group by group."""
+    at = np.stack(np.meshgrid(np.arange(rows), np.arange(columns), indexing="ij"), -1).astype(np.int32)
+    return in_groups(at, merge)
 
 
 def in_groups(grid: Array, merge: int) -> Array:

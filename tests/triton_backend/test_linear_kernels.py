@@ -194,3 +194,11 @@ def test_a_deterministic_step_has_one_kernel_for_any_number_of_rows() -> None:
     site = Recorder(deterministic=True)
     assert ByRows(site, one(weight(4096, 14336))).describe() == "matmul from 1 rows"
     assert ByRows(replace(site, compute="float32"), one(weight(64, 256))).describe() == "exact tiles from 1 rows"
+
+
+def test_a_weight_in_the_compute_type_is_the_library_s_whatever_its_columns() -> None:
+    """As 4304 columns, which are no whole blocks of 32, of a tower of SigLIP."""
+    odd = ByRows(Recorder(), one(packed(1152, 4304, "F16"), residual=Slot(EMPTY)))
+    assert odd.describe().endswith("dequantize, then the library's matmul from 2 rows")
+    assert "exact tiles from 1 rows" in ByRows(Recorder(), one(packed(1152, 588, "F32"))).describe()
+    assert "exact tiles" in ByRows(Recorder(deterministic=True), one(packed(1152, 4304, "F16"))).describe()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from quarrel.cpu_backend.backend import create as cpu
 from quarrel.ops.contract import rel_error
 from quarrel.triton_backend.backend import create
 from tests.paths import need_cases
@@ -28,3 +29,10 @@ def test_every_kind_of_tower_sees_as_the_original(kind: str) -> None:
 @pytest.mark.parametrize("kind", WHOLES if EVERYTHING else WHOLES[1:2])
 def test_a_folder_sees_a_picture_as_transformers_does(kind: str) -> None:
     assert rel_error(whole_logits(kind, create()), np.load(WHOLE / kind / "logits.npy")) < 1e-5
+
+
+def test_in_16_bits_the_library_attends_to_windows_and_images() -> None:
+    wanted = np.load(EYES / "qwen25vl" / "rows.npy")
+    rows, mirrored = encoded_rows("qwen25vl", create(), "float16")
+    assert 1e-5 < rel_error(rows, wanted) < 3e-3
+    assert rel_error(mirrored, encoded_rows("qwen25vl", cpu())[1]) < 3e-3

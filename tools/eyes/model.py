@@ -88,7 +88,7 @@ class Seeing(nn.Module):
     def forward(self, ids: Tensor, pictures: Tensor, first: Tensor, learned: Tensor) -> Tensor:
         """Logits of the successors of `learned` [B, T]. pictures: patches; their rows stand in row b from first[b] on."""
         rows = self.tower(pictures)
-        at = first[:, None] + torch.arange(rows.shape[1])
+        at = first[:, None] + torch.arange(rows.shape[1], device=first.device)
         h = self.text.token_embd(ids)
         h = h.scatter(1, at[..., None].expand_as(rows), rows)
         for block in self.text.blk:

@@ -84,7 +84,7 @@ def refusal(site: Site, node: Node) -> str | None:
         return None
     kept = {"dtype": cache.k.dtype, "device": cache.k.device}
     q, k = (torch.empty(1, heads, ROUND, spec.head_dim, **kept) for heads in (spec.n_heads, spec.n_kv))
-    with _preferred():
+    with preferred():
         params = torch.backends.cuda.SDPAParams(q, k, k, None, 0.0, True, spec.n_heads != spec.n_kv)
         return None if torch.backends.cuda.can_use_cudnn_attention(params) else "this PyTorch has no cuDNN that takes it"
 
@@ -115,7 +115,7 @@ def build(site: Site, node: Node) -> Callable[[Batch], bool] | None:
             return
         keys, values = gathered.view(2, 1, n_kv, rows, dim)
         queries = q.tensor[begin * spec.width : (begin + rows) * spec.width].view(1, rows, heads, dim).transpose(1, 2)
-        with _preferred():
+        with preferred():
             found = F.scaled_dot_product_attention(
                 queries, keys, values, is_causal=True, scale=spec.scale, enable_gqa=heads != n_kv
             )
@@ -133,7 +133,7 @@ def build(site: Site, node: Node) -> Callable[[Batch], bool] | None:
 
 
 @contextmanager
-def _preferred() -> Iterator[None]:
+def preferred() -> Iterator[None]:
     """cuDNN first, the others still there: the setting is the process's, and other threads may be using PyTorch."""
     with sdpa_kernel(_ORDER, set_priority=True):
         yield

@@ -1,11 +1,16 @@
 """Attention of encoders: every token of a sequence sees every other, and nothing is kept; and means of a sequence's rows.
 
 A program takes BLOCK_M queries of one head and walks the sequence's keys in tiles from its first, so a row's result does
-not depend on the rest of the batch. Softmax and sums are float32.
+not depend on the rest of the batch. Softmax and sums are float32. In 16 bits a tower's images are attended to by PyTorch:
+FlashAttention takes all of a step side by side, cuDNN large ones of one size.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -13,11 +18,16 @@ from quarrel.ops.contract import Compute
 from quarrel.ops.encode import ENCODE, MEAN_ROWS, EncodeSpec
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
+from quarrel.triton_backend.attention.cudnn import preferred
 from quarrel.triton_backend.attention.paged import Tile, find
-from quarrel.triton_backend.runtime.launch import cdiv, power_of_two
+from quarrel.triton_backend.runtime.launch import INTERPRETED, cdiv, power_of_two
 from quarrel.triton_backend.runtime.site import Batch, Launch, Site
 
 MAX_HEAD_DIM = 256
+LEAST = 2048
+"""Patches from which images of one size are cuDNN's, which makes a plan for each number and size that it has not met, in
+some 60 ms. On an H200, 16 heads of 72: 820 us for FlashAttention's 1360 (4 images of 4096) and 207 for 354 (one), and 245
+for 325 (20 of 784), which is too little; our own tiles take 2136, 592 and 465."""
 
 
 @triton.jit(do_not_specialize=["seqs"])
@@ -98,14 +108,56 @@ def tile(compute: Compute, head_dim: int) -> Tile:
     return Tile(64, 64 if wide < 128 else 32, 4 if wide <= 128 else 8, 2)
 
 
+def library_refusal(compute: Compute, spec: EncodeSpec) -> str | None:
+    """Why PyTorch's attention never takes this, or None."""
+    if compute == "float32" or spec.reach or spec.head_dim % 8:
+        return "needs 16-bit arithmetic, head_dim in eights, and no limit of what is seen"
+    if not INTERPRETED and not torch.backends.cuda.is_flash_attention_available():
+        return "this PyTorch has no attention over sequences side by side"
+    return None
+
+
+def _by_library(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, query_start: torch.Tensor, longest: int, scale: float
+) -> torch.Tensor:
+    """q `[T, heads, head_dim]`, k and v `[T, key heads, head_dim]`, sequences side by side as query_start says."""
+    if q.device.type == "cpu":  # the interpreter's
+        out, starts = torch.zeros_like(q), query_start.tolist()
+        for begin, end in pairwise(starts):
+            parts = [x[None, begin:end].transpose(1, 2).float() for x in (q, k, v)]
+            found = F.scaled_dot_product_attention(*parts, scale=scale, enable_gqa=True)
+            out[begin:end] = found[0].transpose(0, 1)
+        return out
+    tokens, seqs = len(q), len(query_start) - 1
+    if longest >= LEAST and longest * seqs == tokens:
+        parts = [x.unflatten(0, (seqs, longest)).transpose(1, 2) for x in (q, k, v)]
+        with preferred():
+            each = F.scaled_dot_product_attention(*parts, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+        return each.transpose(1, 2).flatten(0, 1)
+    # What torch.nn.attention.varlen calls, without its copies.
+    attend = torch.ops.aten._flash_attention_forward
+    made = attend(q, k, v, query_start, query_start, longest, longest, 0.0, False, False, scale=scale)
+    found: torch.Tensor = made[0]
+    return found
+
+
 def build_encode(site: Site, node: Node) -> Launch:
     """ENCODE: q, k, v `[T, heads * head_dim]`, query_start `[S + 1]` int32."""
     spec: EncodeSpec = node.spec
     q, k, v, query_start = (site.slot(i) for i in node.inputs)  # type: ignore[arg-type]
     target = site.slot(node.outputs[0])
     shape = tile(site.compute, spec.head_dim)
+    by_library = library_refusal(site.compute, spec) is None
 
     def run(batch: Batch) -> None:
+        if batch.longest and by_library:
+            if q.tensor.device.type == "meta":  # kernels are being listed; the library's are not ours
+                return
+            heads = ((q, spec.n_heads), (k, spec.key_heads), (v, spec.key_heads))
+            views = [x.tensor[: batch.T * n * spec.head_dim].view(batch.T, n, spec.head_dim) for x, n in heads]
+            found = _by_library(*views, query_start.tensor[: batch.S + 1], batch.longest, spec.scale)
+            target.tensor[: batch.T * spec.width].view(found.shape).copy_(found)
+            return
         site.launch(
             encode_rows, (batch.T // shape.rows + batch.S, spec.n_heads),
             target.tensor, q.tensor, k.tensor, v.tensor, query_start.tensor, batch.S, spec.scale,

@@ -84,15 +84,23 @@ def room(site: Site, weights: Sequence[Packed]) -> Slot:
 
 
 def declines(site: Site, maps: Maps) -> str | None:
-    """Takes what `matmul.py` takes, where a row's bits may depend on how many rows there are."""
-    return "a step is deterministic" if site.deterministic else matmul_declines(site, maps)
+    """Takes what `matmul.py` takes and weights that need no decoding, where a row's bits may depend on how many rows there
+    are."""
+    if site.deterministic:
+        return "a step is deterministic"
+    return None if _as_they_lie(site, maps) else matmul_declines(site, maps)
 
 
 def build(site: Site, maps: Maps) -> Serves:
-    """One map after the other, for more rows than `matmul.py` reads each weight once for."""
+    """One map after the other, for more rows than `matmul.py` reads each weight once for, if it takes them."""
     ys = targets(site, maps)
     products = _products(site, maps, ys, room(site, maps.weights))
-    return Serves(chain([products, *activation(site, maps, ys)]), MOST + 1, UNLIMITED)
+    least = 2 if matmul_declines(site, maps) else MOST + 1
+    return Serves(chain([products, *activation(site, maps, ys)]), least, UNLIMITED)
+
+
+def _as_they_lie(site: Site, maps: Maps) -> bool:
+    return site.compute != "float32" and all(plain(w, site.compute) is not None for w in maps.weights)
 
 
 def _products(site: Site, maps: Maps, ys: Sequence[Slot], scratch: Slot) -> Launch:
@@ -130,6 +138,10 @@ def _products(site: Site, maps: Maps, ys: Sequence[Slot], scratch: Slot) -> Laun
     return run
 
 
+def _no_decoding(begin: int, end: int, out: torch.Tensor) -> None:
+    raise AssertionError("a weight in the compute type is used where it lies")
+
+
 class _Map:
     """One weight, its place and what is added."""
 
@@ -139,8 +151,8 @@ class _Map:
     ) -> None:  # fmt: skip
         self.site, self.y, self.weight, self.bias, self.codes = site, y, weight, bias, codes
         self.residual, self.alpha, self.scratch = residual, alpha, scratch
-        self.decode = decoder(site, weight)
         self.whole = plain(weight, site.compute)
+        self.decode = _no_decoding if self.whole is not None else decoder(site, weight)
         # The output layer has few rows even in a prompt.
         keeps = self.whole is None and codes is None and axis == "T"
         self.kept = site.decoded([weight]) if keeps else None

@@ -42,6 +42,8 @@ class Batch:
     """Pairs of a sequence with one new token and a split of its keys."""
     prompts: tuple[Prompt, ...] = ()
     """All sequences with more than one new token, if they are for cuDNN (`attention/cudnn.py`)."""
+    longest: int = 0
+    """Tokens of the longest image, in a tower's step."""
     adjusts: bool = False
     """Rows lay biases, penalties or masks on tokens (`sampling/adjust.py`)."""
 
