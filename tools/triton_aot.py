@@ -494,7 +494,8 @@ def expert_block(width: int, n: int, used: int, ff: int, shared: int, gate: Any,
     def ref(name: str, rows: int, k: int, type: GGMLType = GGMLType.Q8_0) -> WeightRef:
         return WeightRef(name, type, rows, k)
 
-    h = embedding(b, b.input("ids"), ref("embd", 64, width))
+    stream = embedding(b, b.input("ids"), ref("embd", 64, width))
+    h = norm(b, NormSpec("rms", width, 1e-5), stream, ref("gain", 1, width, GGMLType.F32))
     logits = linear(b, h, ref("router", n, width, GGMLType.F32), out="f32")
     shift = ref("shift", 1, n, GGMLType.F32) if gate == "sigmoid" else None
     ids, weights = route(b, RouteSpec(n, used, gate, bias=shift is not None), logits, shift)
@@ -510,7 +511,7 @@ def expert_block(width: int, n: int, used: int, ff: int, shared: int, gate: Any,
         else:
             up = plain(b, "relu2", up)
         y = linear_add(b, y, up, ref("down_s", width, shared))
-    return b.program(hidden=gather_rows(b, add(b, h, y), b.input("out_rows")))
+    return b.program(hidden=gather_rows(b, add(b, stream, y), b.input("out_rows")))
 
 
 def encoder_block(kind: Any) -> Program:

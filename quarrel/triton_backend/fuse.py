@@ -3,9 +3,10 @@
     router    a float32 linear map and the choice of experts from its logits: one launch; for several rows, two better ones
     shared    up (and gate) of a shared expert with the activation: one launch, as for an expert that is always chosen
     stream    the experts' sum added to the stream where it is made, and the shared expert's down onto that
+    experts   of one row with a shared one: two launches for both of the above and the chosen experts (`experts/shared.py`)
 
-Steps of more rows run every node by itself. The values between are nobody else's; whatever a fused launch reads has to
-live until the last node that it stands for (`lifetimes`).
+Steps of more rows than a fusion has run its nodes by themselves. The values between are nobody else's; whatever a fused
+launch reads has to live until the last node that it stands for (`lifetimes`).
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from quarrel.ops.activation import GATED, PLAIN
 from quarrel.ops.contract import Compute, Value
 from quarrel.ops.linear import ADD, LINEAR, LINEAR_ADD, LinearAddSpec, LinearSpec
 from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP, ROUTE, ExpertUpSpec
+from quarrel.ops.norm import NORM
 from quarrel.ops.program import Node
 from quarrel.triton_backend.experts import matvec as expert_matvec
 from quarrel.triton_backend.experts import route
+from quarrel.triton_backend.experts.shared import WithShared, build_down, build_up
 from quarrel.triton_backend.formats.table import has_matvec
 from quarrel.triton_backend.linear import matvec
 from quarrel.triton_backend.runtime.site import Batch, Launch, Site
@@ -62,11 +65,11 @@ def find(nodes: Sequence[Node], compute: Compute, kept: set[int]) -> list[Fusion
     found: list[Fusion | None] = []
     for i, node in enumerate(nodes):
         if node.op is ROUTE:
-            found.append(_router(nodes, i, source(i, 0)))
+            found.append(_router(nodes, i, source(i, 0), maker, readers, kept))
         elif node.op is GATED or node.op is PLAIN:
             found.append(_shared(nodes, i, [source(i, place) for place in range(len(node.inputs))]))
         elif node.op is ADD:
-            found.append(_stream(nodes, i, source))
+            found.append(_with_shared(nodes, i, source) or _stream(nodes, i, source))
     return [f for f in found if f is not None]
 
 
@@ -81,32 +84,57 @@ def lifetimes(fusions: Sequence[Fusion], nodes: Sequence[Node]) -> dict[int, int
     }
 
 
-def by_node(fusions: Sequence[Fusion]) -> dict[int, Fusion]:
-    """Which fusion a node is part of, by its number."""
-    return {i: fusion for fusion in fusions for i in fusion.parts}
+def by_node(fusions: Sequence[Fusion]) -> dict[int, list[Fusion]]:
+    """Which fusions a node is part of, by its number: those of the fewest rows last."""
+    found: dict[int, list[Fusion]] = {}
+    for fusion in sorted(fusions, key=lambda f: -f.rows):
+        for i in fusion.parts:
+            found.setdefault(i, []).append(fusion)
+    return found
 
 
-def fused(site: Site, fusion: Fusion, i: int, alone: Launch) -> Launch:
+def launch_of(site: Site, fusions: Sequence[Fusion], i: int, alone: Launch) -> Launch:
     """A node's launch, which gives way in a step of few rows."""
-    build = fusion.parts[i]
-    together, rows = _nothing if build is None else build(site), fusion.rows
+    for fusion in fusions:
+        build = fusion.parts[i]
+        alone = _either(_nothing if build is None else build(site), fusion.rows, alone)
+    return alone
 
-    def run(batch: Batch) -> None:
-        (together if rows >= batch.T else alone)(batch)
 
-    return run
+def _either(together: Launch, rows: int, alone: Launch) -> Launch:
+    return lambda batch: (together if rows >= batch.T else alone)(batch)
 
 
 def _nothing(batch: Batch) -> None:
     pass
 
 
-def _router(nodes: Sequence[Node], i: int, before: int | None) -> Fusion | None:
+def _router(
+    nodes: Sequence[Node],
+    i: int,
+    before: int | None,
+    maker: Mapping[int, int],
+    readers: Mapping[int, Sequence[int]],
+    kept: set[int],
+) -> Fusion | None:
     if before is None or nodes[before].op is not LINEAR or not route.takes_router(nodes[i].spec):
         return None
-    if nodes[before].spec.type is not GGMLType.F32:
+    linear = nodes[before]
+    if linear.spec.type is not GGMLType.F32:
         return None
-    return Fusion({before: None, i: lambda site: route.build_router(site, nodes[before], nodes[i])}, route.ROUTED)
+    x = linear.inputs[0]
+    assert isinstance(x, Value)
+    norm = maker.get(x.id, -1)
+    # Whoever else reads the norm comes behind the choice, so the norm may wait until then.
+    inside = norm >= 0 and nodes[norm].op is NORM and x.id not in kept and matvec.can_norm(nodes[norm].spec)
+    if not inside or any(at < i and at != before for at in readers[x.id]):
+        return Fusion({before: None, i: lambda site: route.build_router(site, linear, nodes[i])}, route.ROUTED)
+
+    def build(site: Site) -> Launch:
+        first = nodes[norm]
+        return route.build_router(site, linear, nodes[i], (first, matvec.build_norm(site, first)))
+
+    return Fusion({norm: None, before: None, i: build}, route.ROUTED)
 
 
 def _shared(nodes: Sequence[Node], i: int, makers: Sequence[int | None]) -> Fusion | None:
@@ -121,12 +149,31 @@ def _shared(nodes: Sequence[Node], i: int, makers: Sequence[int | None]) -> Fusi
     one = ExpertUpSpec(spec.type, 1, 1, spec.n, spec.k, kind, gated=len(maps) == 2, bias=spec.bias)
     refs = [m.inputs[place] for place in range(1, 2 + spec.bias) for m in maps]
     node = Node(EXPERT_UP, one, (maps[0].inputs[0], nodes[i].outputs[0], *refs), nodes[i].outputs, nodes[i].path)
-
     if not has_matvec(spec.type, spec.k):
         return None
-    return Fusion(
-        {**dict.fromkeys(m for m in makers if m is not None), i: lambda site: expert_matvec.matvec_up(site, node, None)}
-    )
+
+    parts = dict.fromkeys(m for m in makers if m is not None)
+    return Fusion({**parts, i: lambda site: expert_matvec.matvec_up(site, node, None)})
+
+
+def _with_shared(nodes: Sequence[Node], i: int, source: Callable[[int, int], int | None]) -> Fusion | None:
+    """ADD of a stream, chosen experts and a shared one: two launches for all of them."""
+    last = source(i, 1)
+    if last is None or nodes[last].op is not LINEAR_ADD:
+        return None
+    down, active = source(last, 0), source(last, 1)
+    if down is None or active is None or nodes[down].op is not EXPERT_DOWN or nodes[active].op not in (GATED, PLAIN):
+        return None
+    up = source(down, 0)
+    maps = [source(active, place) for place in range(len(nodes[active].inputs))]
+    if up is None or nodes[up].op is not EXPERT_UP or any(m is None or nodes[m].op is not LINEAR for m in maps):
+        return None
+    own = [m for m in maps if m is not None]
+    made = WithShared(nodes[up], nodes[down], [nodes[m] for m in own], nodes[active], nodes[last], nodes[i])
+    if not made.fits():
+        return None
+    parts: dict[int, Build | None] = dict.fromkeys((up, down, *own, last))
+    return Fusion(parts | {active: lambda site: build_up(site, made), i: lambda site: build_down(site, made)})
 
 
 def _stream(nodes: Sequence[Node], i: int, source: Callable[[int, int], int | None]) -> Fusion | None:

@@ -82,7 +82,7 @@ class Plan(Site):
             go = choice.implementation.build(self, choice.node)
             if isinstance(go, Described):
                 self.described[i] = go
-            self.launches.append(fuse.fused(self, parts[i], i, go) if i in parts else go)
+            self.launches.append(fuse.launch_of(self, parts.get(i, ()), i, go))
         self.allocate()
 
     def drop(self) -> None:

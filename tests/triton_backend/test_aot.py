@@ -48,6 +48,7 @@ def compiled(*arguments: str) -> dict[str, object]:
         ("sm_90", "Q8_0", "float16", "warpgroup_three", 1),
         ("sm_90", "Q4_K", "float16", "ring", 4),
         ("sm_90", "Q8_0", "float16", "route_one", 1),
+        ("sm_90", "Q8_0", "float16", "with_shared", 1),
     ],
     ids=[
         "linear sm_90",
@@ -62,6 +63,7 @@ def compiled(*arguments: str) -> dict[str, object]:
         "warpgroups",
         "ring",
         "router",
+        "shared expert",
     ],
 )
 def test_kernels_compile_without_spills(targets: str, formats: str, computes: str, kernels: str, least: int) -> None:

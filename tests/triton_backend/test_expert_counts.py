@@ -11,6 +11,7 @@ from quarrel.ops.contract import RawWeight
 from quarrel.ops.moe import ROUTE, RouteSpec
 from quarrel.triton_backend.backend import TritonBackend
 from quarrel.triton_backend.experts import route
+from quarrel.triton_backend.formats.int8x2 import int8x2_rows, words
 from quarrel.triton_backend.runtime.launch import INTERPRETED, launch
 from tests.expert_counts import check_counts
 
@@ -35,6 +36,7 @@ def test_rows_that_pad_a_batch_are_not_counted() -> None:
     assert counts.tolist() == np.bincount(ids[:6].cpu().numpy(), minlength=5).tolist()
 
 
+@pytest.mark.parametrize("normed", [False, True], ids=["normed before", "normed beside"])
 @pytest.mark.parametrize(
     "spec",
     [
@@ -42,7 +44,7 @@ def test_rows_that_pad_a_batch_are_not_counted() -> None:
         RouteSpec(24, 5, "softmax_topk"),
     ],
 )
-def test_one_row_chooses_in_the_launch_that_makes_its_logits(spec: RouteSpec) -> None:
+def test_one_row_chooses_in_the_launch_that_makes_its_logits(spec: RouteSpec, normed: bool) -> None:
     device, columns = "cpu" if INTERPRETED else "cuda", 64
     rng = np.random.default_rng(3)
     gate = rng.normal(size=(spec.n_experts, columns)).astype(np.float32)
@@ -58,11 +60,22 @@ def test_one_row_chooses_in_the_launch_that_makes_its_logits(spec: RouteSpec) ->
         )
     )  # fmt: skip
     given = {"x": x, "gate": gate, "bias": bias}
+    gain = rng.normal(size=columns).astype(np.float32)
+    scaled = x * gain / np.sqrt((x.astype(np.float64) ** 2).mean() + 0.25)
+    to, plain = torch.zeros(words(columns), dtype=torch.int32, device=device), torch.zeros(columns, device=device)
     launch(
-        route.route_one, (spec.n_experts,), choice=route.Choice(ids, weights, counts), logits=logits, arrived=arrived,
-        gate_bias=logits, gains=logits, scale=spec.scale, K=columns, GATE_BIAS=False, W=64, PDL=False, warps=1,
+        route.route_one, (spec.n_experts + normed,), choice=route.Choice(ids, weights, counts), logits=logits,
+        arrived=arrived, gate_bias=logits, gains=logits, scale=spec.scale, K=columns, GATE_BIAS=False, W=64, PDL=False,
+        warps=1,
+        normed=route.Normed(to, plain, torch.from_numpy(gain).to(device), 0.25), NORM=normed,
         **{name: torch.from_numpy(v).to(device) for name, v in given.items()}, **route._constants(spec),
     )  # fmt: skip
+    np.testing.assert_allclose(logits.cpu().numpy(), gate @ (scaled if normed else x), rtol=1e-4, atol=1e-4)
+    if normed:
+        np.testing.assert_allclose(plain.cpu().numpy(), scaled, rtol=1e-5)
+        both = torch.zeros_like(to)
+        launch(int8x2_rows, (1, 1), both, plain, K=columns, B=2, PDL=False)
+        assert torch.equal(to, both)
     vectors = [RawWeight(GGMLType.F32, bias[None].view(np.uint8), spec.n_experts)] if spec.bias else []
     wanted_ids, wanted = ROUTE.reference(spec, logits.cpu().numpy()[None], *vectors)
     np.testing.assert_array_equal(ids.cpu().numpy(), wanted_ids[0])

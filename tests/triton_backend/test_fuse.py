@@ -27,10 +27,23 @@ KINDS: dict[str, tuple[Gate, bool, bool, list[list[str]]]] = {
         "softmax",
         True,
         True,
-        [["linear", "route"], ["linear", "linear", "gated"], ["expert_down", "linear_add", "add"]],
+        [
+            ["norm", "linear", "route"],
+            ["linear", "linear", "gated"],
+            ["expert_up", "expert_down", "linear", "linear", "gated", "linear_add", "add"],
+        ],
     ),
-    "relu2": ("sigmoid", True, True, [["linear", "route"], ["linear", "plain"], ["expert_down", "linear_add", "add"]]),
-    "oai": ("softmax_topk", False, False, [["linear", "route"], ["expert_down", "add"]]),
+    "relu2": (
+        "sigmoid",
+        True,
+        True,
+        [
+            ["norm", "linear", "route"],
+            ["linear", "plain"],
+            ["expert_up", "expert_down", "linear", "plain", "linear_add", "add"],
+        ],
+    ),
+    "oai": ("softmax_topk", False, False, [["norm", "linear", "route"], ["expert_down", "add"]]),
 }
 """By the experts' activation: the gate, whether its weights are renormalised, a shared expert, what is fused."""
 

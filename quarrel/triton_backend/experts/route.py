@@ -16,6 +16,7 @@ import triton.language as tl
 from quarrel.ops.moe import ROUTE, SMALLEST_SUM, RouteSpec
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
+from quarrel.triton_backend.formats.int8x2 import store_int8x2
 from quarrel.triton_backend.runtime.launch import cdiv, power_of_two
 from quarrel.triton_backend.runtime.site import Batch, Launch, Site, dims, starts_early
 
@@ -23,6 +24,7 @@ ROUTED = 128
 """Rows up to which logits have a kernel of their own: a tile of `linear.py` is one program for all experts, which took 13
 to 21 us on an H200 for 1 to 8 rows of 1536 to 4096 columns."""
 _GATE_ROWS, _GATE_COLUMNS = 2, 1024
+_NORM_BLOCKS: tl.constexpr = tl.constexpr(16)
 _MANY_TOKENS, _MANY_COLUMNS = 4, 512
 _SMALLEST_SUM: tl.constexpr = tl.constexpr(SMALLEST_SUM)
 
@@ -166,39 +168,84 @@ def route_rows(
     _choose(choice, row, z, bias, gains, tokens, real, scale, S, G, E)
 
 
+class Normed(NamedTuple):
+    """The norm of a row, and where it is stored."""
+
+    to: Any  # int32 [words(K)], int8x2
+    plain: Any  # act [K]
+    gain: Any  # float32 [K]
+    eps: Any
+
+
+@triton.jit
+def _normed_part(normed, x, first, K: tl.constexpr, W: tl.constexpr, PDL: tl.constexpr):
+    """Some blocks of the norm of x."""
+    block = first + tl.arange(0, _NORM_BLOCKS)
+    ok = block < K // 32
+    at = block[:, None, None] * 32 + tl.arange(0, 2)[None, :, None] * 16 + tl.arange(0, 16)[None, None, :]
+    weight = tl.load(normed.gain + at, mask=ok[:, None, None], other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    v = tl.load(x + at, mask=ok[:, None, None], other=0.0).to(tl.float32)
+    column = tl.arange(0, W)
+    square = tl.zeros([W], tl.float32)
+    for start in tl.static_range(0, K, W):
+        u = tl.load(x + start + column, mask=start + column < K, other=0.0).to(tl.float32)
+        square += u * u
+    v = v * (1.0 / tl.sqrt(tl.sum(square, 0) / K + normed.eps)) * weight
+    tl.store(normed.plain + at, v.to(normed.plain.dtype.element_ty), mask=ok[:, None, None])
+    store_int8x2(normed.to, v, block, ok, K)
+
+
 @triton.jit
 def route_one(
-    choice, logits, arrived, x, gate, gate_bias, bias, gains, scale, S: tl.constexpr, K: tl.constexpr,
-    GATE_BIAS: tl.constexpr, G: tl.constexpr, E: tl.constexpr, W: tl.constexpr, PDL: tl.constexpr,
+    choice, logits, arrived, x, gate, gate_bias, bias, gains, scale, normed, S: tl.constexpr, K: tl.constexpr,
+    GATE_BIAS: tl.constexpr, G: tl.constexpr, E: tl.constexpr, W: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Logits and experts of one token; a program computes a logit, and the last one to finish chooses.
 
     logits     float32 `[S.EXPERTS]`
     arrived    int32 `[1]`, programs that are done; zero before and after
-    x          act `[K]`; gate: float32 `[S.EXPERTS, K]`; gate_bias: float32 `[S.EXPERTS]`, read with GATE_BIAS
+    x          act or float32 `[K]`; gate: float32 `[S.EXPERTS, K]`; gate_bias: float32 `[S.EXPERTS]`, read with GATE_BIAS
     bias, gains, scale, G, E  as `route_rows`'s
+    normed     with NORM: x is not normed, and what other kernels read of its norm is made beside the logits, 16 blocks of
+               32 columns in each of the programs that follow theirs
     W          columns at a time
     """
     mine = tl.program_id(0)
-    p_gate = gate + mine * K
     column = tl.arange(0, W)
+    if NORM and mine >= S.EXPERTS:
+        _normed_part(normed, x, (mine - S.EXPERTS) * _NORM_BLOCKS, K, W, PDL)
+        return
+    p_gate = gate + mine * K
     tile = tl.load(p_gate + column, mask=column < K, other=0.0)
+    if NORM:
+        tile *= tl.load(normed.gain + column, mask=column < K, other=0.0)
+        square = tl.zeros([W], tl.float32)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     acc = tl.zeros([W], tl.float32)
     for start in tl.static_range(0, K, W):
-        acc += tile * tl.load(x + start + column, mask=start + column < K, other=0.0).to(tl.float32)
+        v = tl.load(x + start + column, mask=start + column < K, other=0.0).to(tl.float32)
+        acc += tile * v
+        if NORM:
+            square += v * v
         if start + W < K:
             ahead = start + W + column
             tile = tl.load(p_gate + ahead, mask=ahead < K, other=0.0)
+            if NORM:
+                tile *= tl.load(normed.gain + ahead, mask=ahead < K, other=0.0)
     total = tl.sum(acc, 0)
+    if NORM:
+        total *= 1.0 / tl.sqrt(tl.sum(square, 0) / K + normed.eps)
     if GATE_BIAS:
         total += tl.load(gate_bias + mine)
     tl.store(logits + mine, total)
     tl.debug_barrier()
     before = tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu")
-    if before == tl.num_programs(0) - 1:
+    if before == S.EXPERTS - 1:
         tl.store(arrived, 0)
         expert = tl.arange(0, E)[None, :]
         z = tl.load(logits + expert, mask=expert < S.EXPERTS, other=0.0, cache_modifier=".cg").to(tl.float64)
@@ -240,8 +287,11 @@ def gate_rows(
     tl.store(logits + at, z, mask=(token < tokens)[:, None] & (r < EXPERTS)[None, :])
 
 
-def build_router(site: Site, linear: Node, route: Node) -> Launch:
-    """LINEAR with a float32 matrix, then ROUTE: logits, ids and weights, of one token in one launch, of more in two."""
+def build_router(site: Site, linear: Node, route: Node, norm: tuple[Node, Launch] | None = None) -> Launch:
+    """LINEAR with a float32 matrix, then ROUTE: logits, ids and weights, of one token in one launch, of more in two.
+
+    With the NORM before them, and its launch for more tokens than one.
+    """
     spec: RouteSpec = route.spec
     x, gate, *gate_bias = linear.inputs
     rows, matrix = site.slot(x), site.weight(gate)  # type: ignore[arg-type]
@@ -252,9 +302,16 @@ def build_router(site: Site, linear: Node, route: Node) -> Launch:
     counts, arrived = site.counter(route.path, spec.n_experts), site.zeros("one", 1)
 
     choose = build_route(site, route)
+    eps = 0.0 if norm is None else norm[0].spec.eps
+    source = rows if norm is None else site.slot(norm[0].inputs[0])  # type: ignore[arg-type]
+    gain = None if norm is None else site.vector(norm[0].inputs[1])  # type: ignore[arg-type]
+    to = None if norm is None else site.int8x2(x)  # type: ignore[arg-type]
+    parts = 0 if norm is None else cdiv(matrix.k // 32, _NORM_BLOCKS.value)
     shared: dict[str, Any] = {"gate": matrix.planes[0], "K": matrix.k, "GATE_BIAS": shift is not None}
 
     def matmul(batch: Batch) -> None:
+        if norm is not None:
+            norm[1](batch)
         grid = (cdiv(spec.n_experts, _GATE_ROWS), cdiv(batch.T, _MANY_TOKENS))
         site.launch(
             gate_rows, grid, logits=logits.tensor, x=rows.tensor, gate_bias=logits.tensor if shift is None else shift,
@@ -266,8 +323,9 @@ def build_router(site: Site, linear: Node, route: Node) -> Launch:
     def matvec(batch: Batch) -> None:
         unread = logits.tensor
         site.launch(
-            route_one, (spec.n_experts,), choice=Choice(ids.tensor, weights.tensor, counts), logits=logits.tensor,
-            arrived=arrived.tensor, x=rows.tensor, gate_bias=unread if shift is None else shift,
+            route_one, (spec.n_experts + parts,), choice=Choice(ids.tensor, weights.tensor, counts), logits=logits.tensor,
+            normed=Normed(unread if to is None else to, rows.tensor, unread if gain is None else gain, eps), NORM=parts > 0,
+            arrived=arrived.tensor, x=source.tensor, gate_bias=unread if shift is None else shift,
             bias=unread if bias is None else bias, gains=unread if gains is None else gains, scale=spec.scale,
             W=min(_GATE_COLUMNS, power_of_two(matrix.k)), warps=4 if spec.n_experts <= 32 else 1,
             early=starts_early(site), **shared, **_constants(spec),

@@ -41,7 +41,6 @@ class Mamba2Weights(NamedTuple):
     dt_bias: Any  # [heads]
     a: Any  # [heads], negative
     d: Any  # [heads]
-    gain: Any  # [heads * head_dim]
 
 
 class DeltaHeads(NamedTuple):
