@@ -71,7 +71,7 @@ class _Rank:
 
     def _operand(self, o: Operand) -> Operand:
         if isinstance(o, Value):
-            return self._b.input(self._inputs[o.id]) if o.id in self._inputs else self._values[o.id]
+            return self._b.input_like(self._inputs[o.id], o) if o.id in self._inputs else self._values[o.id]
         if isinstance(o, CacheRef | StateRef) and o not in self._refs:
             self._refs[o] = (
                 self._b.cache(self._program.caches[o.layer])

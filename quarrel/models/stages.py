@@ -69,7 +69,7 @@ def _between(program: Program, first: int | None, end: int | None) -> Program:
     b, values = Builder(), dict[int, Value]()
     for name, value in program.inputs.items():
         if any(value in node.inputs for node in own):
-            values[value.id] = b.input(name, int(value.dims[1]) if len(value.dims) > 1 and name != "block_table" else 0)
+            values[value.id] = b.input_like(name, value)
     for name, value in zip(_CROSSING, _crossing(program, begin), strict=False):
         values[value.id] = b.input(name, int(value.dims[1]))
     refs: dict[CacheRef | StateRef, CacheRef | StateRef] = {}

@@ -36,6 +36,10 @@ class Builder:
             self._inputs[name] = self._value(Param(name, kind, axes), None)  # type: ignore[arg-type]
         return self._inputs[name]
 
+    def input_like(self, name: str, value: Value) -> Value:
+        """The same step input of another program, with its width."""
+        return self.input(name, *map(int, value.dims[len(STEP_INPUTS[name][1].split()) :]))
+
     def cache(self, layer: KVLayer) -> CacheRef:
         """A new key/value cache."""
         self._caches.append(layer)
