@@ -12,7 +12,7 @@ from quarrel.server import Rates, Settings
 from quarrel.server.body import parse_body
 from quarrel.server.lines import dumps, event, line
 from quarrel.server.ollama_bodies import OllamaChat, OllamaGenerate
-from quarrel.server.responses import ResponsesBody
+from quarrel.server.response_bodies import ResponsesBody
 from quarrel.server.schemas import ChatBody, CompletionBody, EmbeddingsBody, GenerateBody
 from tests.server.conftest import Live, running
 

@@ -16,7 +16,8 @@ import quarrel
 from quarrel.engine import Result, Timings, Usage
 from quarrel.server import Rates, Settings
 from quarrel.server.errors import Refused
-from quarrel.server.responses import ResponsesBody, _Answer
+from quarrel.server.response_bodies import ResponsesBody
+from quarrel.server.responses import _Answer
 from quarrel.server.stored import Responses
 from tests.llm.test_embed import with_keys
 from tests.paths import need_cases
@@ -554,3 +555,13 @@ def test_a_prompt_is_shortened_where_the_request_says_so(client: openai.OpenAI, 
     assert made.model_extra["overflow"]["dropped"] > 100  # type: ignore[index]
     answer = live.client.post("/api/generate", json={"prompt": text, "max_tokens": 8, "overflow": "shift"})
     assert answer.json()["dropped"] == made.model_extra["overflow"]["dropped"]  # type: ignore[index]
+
+
+def test_the_tokens_of_a_response_are_counted_before_it_is_made(client: openai.OpenAI) -> None:
+    made = client.responses.create(model="demo", input="Who?", instructions="Short.", max_output_tokens=2)
+    counted = client.responses.input_tokens.count(model="demo", input="Who?", instructions="Short.")
+    assert made.usage is not None
+    assert counted.input_tokens == made.usage.input_tokens
+    assert client.responses.input_tokens.count(model="demo", input="Who? " * 2000).input_tokens > 512
+    again = client.responses.input_tokens.count(model="demo", input="And?", previous_response_id=made.id)
+    assert again.input_tokens > counted.input_tokens

@@ -11,7 +11,7 @@ from quarrel.server.body import parse_body
 from quarrel.server.errors import Refused
 from quarrel.server.fields import Body
 from quarrel.server.ollama_bodies import OllamaChat
-from quarrel.server.responses import ResponsesBody
+from quarrel.server.response_bodies import ResponsesBody
 from quarrel.server.schemas import ChatBody, CompletionBody, EmbeddingsBody
 
 SENTENCES: list[tuple[type[Body], dict[str, Any], str]] = [
