@@ -21,6 +21,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from os import PathLike
 from typing import Any
 
@@ -236,13 +237,15 @@ class TowerEncoder:
         if self._last is None or self._last[0] != shapes:
             self._last = shapes, arranged(self._tower, self._table, shapes)
         out = self._step(self._last[1].of(patches), "hidden")
-        whole = np.concatenate([rows for name in PARTS if (rows := getattr(out, name)) is not None], 1)
-        ends = np.cumsum([rows * columns for rows, columns in (image.grid for image in images)])
-        return [self._broken(part, image) for part, image in zip(np.split(whole, ends[:-1]), images, strict=True)]
+        parts = [rows for name in PARTS if (rows := getattr(out, name)) is not None]
+        ends = np.cumsum([0, *(rows * columns for rows, columns in (image.grid for image in images))])
+        # Each image has memory of its own: it is forgotten by itself.
+        each = (np.concatenate([rows[start:end] for rows in parts], 1) for start, end in pairwise(ends))
+        return [self._broken(part, image) for part, image in zip(each, images, strict=True)]
 
     def _broken(self, part: Array, image: Picture) -> Array:
         if self._behind is None:
-            return np.ascontiguousarray(part)
+            return part
         grid = part.reshape(*image.grid, -1)
         grid = np.concatenate([grid, np.broadcast_to(self._behind, (len(grid), 1, grid.shape[-1]))], 1)
         return np.ascontiguousarray(grid.reshape(-1, grid.shape[-1])[:-1], np.float32)
