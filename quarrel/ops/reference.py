@@ -105,7 +105,8 @@ def bind_inputs(program: Program, inputs: StepInputs) -> dict[int, Array]:
     for name, value in program.inputs.items():
         array = inputs.named(name)
         if array is not None:
-            values[value.id] = array
+            empty = array.ndim == 2 and not len(array)  # no masks, of whichever width
+            values[value.id] = array.reshape(0, int(value.dims[1])) if empty else array
     return values
 
 
