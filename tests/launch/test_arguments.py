@@ -173,3 +173,8 @@ def test_a_template_that_only_others_know_is_the_models_own(capsys: pytest.Captu
     assert "vicuna-orca is not known here" in capsys.readouterr().err
     assert template_of(parse(["--chat-template", "{{ messages }}"], {})) == "{{ messages }}"
     assert template_of(parse([], {})) is None
+
+
+def test_templates_have_llama_cpps_names() -> None:
+    names = [template_of(parse(["--chat-template", name], {})) for name in ("llama3", "phi3", "command-r", "none-such")]
+    assert names == ["llama-3", "phi-3", "command-r", None]

@@ -188,7 +188,7 @@ def test_without_a_template_the_error_says_what_to_do() -> None:
     tokenizer = load_tokenizer(bpe_metadata())
     assert tokenizer.chat_template is None
     with pytest.raises(
-        RequestError, match=r"choose one by template= or --chat-template, of alpaca, chatml, gemma, granite, llama-2"
+        RequestError, match=r"choose one by template= or --chat-template, of alpaca, chatml, command-r, gemma, granite"
     ):
         tokenizer.apply_chat(CHAT)
     assert tokenizer.apply_chat(CHAT, template="chatml") == BPE.apply_chat(CHAT, template="chatml")
