@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import os
 import signal
+import socket
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,59 +17,69 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.parallel.clusters import cluster, processes, read
+
 pytest.importorskip("ray", reason="Ray is not installed: replicas are not tried")
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy"
-URL = "http://127.0.0.1:18765/v1/chat/completions"
 ANSWER: dict[str, Any] = {"model": "demo", "temperature": 0}
 
 
+@pytest.fixture(name="at", scope="module")
+def _at() -> Iterator[str]:
+    """An address whose port nobody else gets meanwhile: Ray's proxy listens at one that is bound already."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{held.getsockname()[1]}"
+
+
 @pytest.fixture(name="app", scope="module")
-def _app() -> Iterator[Any]:
+def _app(at: str) -> Iterator[Any]:
     import ray
     from ray import serve
 
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+    path = os.pathsep.join([str(FOLDER), str(FOLDER.parent)])
+    with pytest.MonkeyPatch.context() as patch, cluster(1, PYTHONPATH=path) as made:
         patch.syspath_prepend(str(FOLDER))
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(FOLDER), str(FOLDER.parent)]))
-        warnings.simplefilter("ignore")
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+        ray.init(address=made.address, log_to_driver=False, configure_logging=False)
+        serve.start(http_options={"host": "127.0.0.1", "port": int(at.rpartition(":")[2])})
         try:
-            serve.start(http_options={"host": "127.0.0.1", "port": 18765})
             app = importlib.import_module("ray_serve").app
             serve.run(app({"model": "demo", "replicas": "2", "gpus": "0"}))
             yield app
         finally:
             serve.shutdown()
-            ray.shutdown()
 
 
-def chat(messages: list[dict[str, str]], **more: Any) -> dict[str, Any]:
-    made = httpx.post(URL, json={**ANSWER, "messages": messages, "max_tokens": 8, **more}, timeout=120)
+def chat(at: str, messages: list[dict[str, str]], **more: Any) -> dict[str, Any]:
+    made = httpx.post(
+        f"http://{at}/v1/chat/completions", json={**ANSWER, "messages": messages, "max_tokens": 8, **more}, timeout=120
+    )
     assert made.status_code == 200, made.text
     return made.json()  # type: ignore[no-any-return]
 
 
-def test_the_turns_of_a_conversation_find_their_beginning_in_the_cache(app: Any) -> None:
+def test_the_turns_of_a_conversation_find_their_beginning_in_the_cache(app: Any, at: str) -> None:
     for i in range(6):
         messages = [{"role": "user", "content": f"{i}: tell me of the king and of his {'very ' * 20}old castle"}]
         for turn in range(3):
-            made = chat(messages)
+            made = chat(at, messages)
             cached = made["usage"]["prompt_tokens_details"]["cached_tokens"]
             assert turn == 0 or cached > 16, (i, turn, made["usage"])
             messages += [made["choices"][0]["message"], {"role": "user", "content": "And then?"}]
 
 
-def test_errors_and_other_routes_pass_through(app: Any) -> None:
-    assert httpx.get("http://127.0.0.1:18765/v1/models", timeout=60).json()["data"][0]["id"] == "demo"
-    wrong = httpx.post(URL, content=b"{", timeout=60)
+def test_errors_and_other_routes_pass_through(app: Any, at: str) -> None:
+    assert httpx.get(f"http://{at}/v1/models", timeout=60).json()["data"][0]["id"] == "demo"
+    wrong = httpx.post(f"http://{at}/v1/chat/completions", content=b"{", timeout=60)
     assert wrong.status_code == 400
     assert wrong.json()["error"]["message"]
-    assert httpx.post(URL, content=b" " * (9 << 20), timeout=60).status_code == 413
+    assert httpx.post(f"http://{at}/v1/chat/completions", content=b" " * (9 << 20), timeout=60).status_code == 413
 
 
-def test_a_websocket_stays_with_a_replica(app: Any) -> None:
+def test_a_websocket_stays_with_a_replica(app: Any, at: str) -> None:
     from websockets.exceptions import InvalidStatus
     from websockets.sync.client import connect
 
@@ -86,7 +95,7 @@ def test_a_websocket_stays_with_a_replica(app: Any) -> None:
                 if message["payload"]["complete"]:
                     return text
 
-    url = "ws://127.0.0.1:18765/ws"
+    url = f"ws://{at}/ws"
     with connect(url, subprotocols=["quarrel"]) as one, connect(url) as other:  # type: ignore[list-item]
         assert one.subprotocol == "quarrel"
         texts = [generated(socket) for socket in (one, other, one)]
@@ -96,20 +105,23 @@ def test_a_websocket_stays_with_a_replica(app: Any) -> None:
         pass
 
 
-def test_a_replica_that_is_killed_loses_no_request_without_a_word(app: Any) -> None:
+def test_a_replica_that_is_killed_loses_no_request_without_a_word(app: Any, at: str) -> None:
     """Whole answers come from the other one; a stream that had begun there breaks off, and is no clean end."""
     asked = {"max_tokens": 120, "ignore_eos": True}
     stories = [[{"role": "user", "content": f"tale {i}"}] for i in range(8)]
     begun = threading.Event()
 
     def whole(i: int) -> tuple[bool, str]:
-        return True, chat(stories[i], **asked)["choices"][0]["message"]["content"]
+        return True, chat(at, stories[i], **asked)["choices"][0]["message"]["content"]
 
     def streamed(i: int) -> tuple[bool, str]:
         text = ""
         try:
             with httpx.stream(
-                "POST", URL, json={**ANSWER, "messages": stories[i], **asked, "stream": True}, timeout=120
+                "POST",
+                f"http://{at}/v1/chat/completions",
+                json={**ANSWER, "messages": stories[i], **asked, "stream": True},
+                timeout=120,
             ) as made:
                 assert made.status_code == 200
                 for line in made.iter_lines():
@@ -133,21 +145,18 @@ def test_a_replica_that_is_killed_loses_no_request_without_a_word(app: Any) -> N
 
 def replicas() -> list[int]:
     """Their processes."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has just ended
-            if b"ServeReplica:default:Replica" in (folder / "cmdline").read_bytes():
-                found.append(int(folder.name))
-    return found
+    return [pid for pid, folder in processes() if b"ServeReplica:default:Replica" in read(folder / "cmdline")]
 
 
-def test_no_answer_is_lost_when_a_replica_goes(app: Any) -> None:
+def test_no_answer_is_lost_when_a_replica_goes(app: Any, at: str) -> None:
     from ray import serve
 
     def streamed(i: int) -> str:
         body = {**ANSWER, "messages": [{"role": "user", "content": f"story {i}"}], "max_tokens": 120, "stream": True}
         text, ends = "", 0
-        with httpx.stream("POST", URL, json={**body, "ignore_eos": True}, timeout=60) as made:
+        with httpx.stream(
+            "POST", f"http://{at}/v1/chat/completions", json={**body, "ignore_eos": True}, timeout=60
+        ) as made:
             assert made.status_code == 200
             begun.append(i)
             for line in made.iter_lines():
@@ -167,7 +176,7 @@ def test_no_answer_is_lost_when_a_replica_goes(app: Any) -> None:
         texts = [answer.result() for answer in answers]
     assert all(texts)
     assert texts == [
-        chat([{"role": "user", "content": f"story {i}"}], max_tokens=120, ignore_eos=True)["choices"][0]["message"][
+        chat(at, [{"role": "user", "content": f"story {i}"}], max_tokens=120, ignore_eos=True)["choices"][0]["message"][
             "content"
         ]
         for i in range(8)
