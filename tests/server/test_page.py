@@ -386,6 +386,33 @@ def test_what_is_written_stays_drawn_when_more_comes_and_when_it_is_whole(
     assert not page.problems
 
 
+WORDS = (
+    "(at) => { const range = document.createRange(); range.selectNodeContents(at); return range.getClientRects().length; }"
+)
+
+
+def test_words_of_a_table_stay_whole_on_a_phone(page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    page.set_viewport_size({"width": 390, "height": 780})
+    says(
+        monkeypatch,
+        "| sign of it | roots | note |\n|:--|:-:|--:|\n| negative | 0 | complex pair, of numbers of another kind |\n",
+    )
+    write(page, "show me")
+    answered(page)
+    page.wait_for_selector("td:has-text('negative')")
+    assert [page.eval_on_selector(cell, WORDS) for cell in ("td >> nth=0", "th >> nth=1")] == [1, 1]
+
+
+def test_the_page_can_be_installed(page: Any, live: Live) -> None:
+    manifest = live.client.get("/static/manifest.webmanifest").json()
+    assert (manifest["display"], manifest["start_url"], manifest["scope"]) == ("standalone", "/", "/")
+    sizes = [icon["sizes"] for icon in manifest["icons"] if icon["type"] == "image/png"]
+    assert {"192x192", "512x512"} <= set(sizes)
+    page.evaluate("navigator.serviceWorker.ready.then((r) => r.active.state)")
+    errors = page.context.new_cdp_session(page).send("Page.getInstallabilityErrors")["installabilityErrors"]
+    assert [e for e in errors if e["errorId"] != "in-incognito"] == []
+
+
 def test_an_address_that_comes_after_its_name_makes_a_link(page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     says(monkeypatch, "See [it][late].\n\nMore.\n\nAnd more.\n\n", "[late]: https://example.org\n\n", "The end of it.")
     write(page, "and the address?")
@@ -613,7 +640,16 @@ def test_files_are_attached_and_shown(page: Any, monkeypatch: pytest.MonkeyPatch
     assert not [p for p in page.problems if "b.pdf" in p]
 
 
-@pytest.mark.parametrize(("code", "words"), [("de", "Neues Gespräch"), ("ja", "新しい会話"), ("zh", "新对话")])
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("de", "Neues Gespräch"),
+        ("es", "Nueva conversación"),
+        ("fr", "Nouvelle conversation"),
+        ("ja", "新しい会話"),
+        ("zh", "新对话"),
+    ],
+)
 def test_the_page_speaks_other_languages(page: Any, code: str, words: str) -> None:
     page.click("text=Settings")
     page.click("[role=menuitem]:has-text('Language')")
