@@ -1,7 +1,8 @@
 """On a GPU: the gated delta net of Qwen3-Next and Qwen3.5, 32 value heads over 16 keys of 128: right, then timed.
 
-python -m bench.ops.delta_net --out RESULTS.jsonl [--part right|steps|prompts|tiles ...]
+python -m bench.ops.delta_net --out RESULTS.jsonl [--part ahead|right|steps|prompts|tiles ...]
 
+ahead    FLA's kernels for `prompts`, with every tile that it tries, compiled by twelve processes
 steps    one token of 1 to 128 sequences: microseconds, and bytes of state a second against a copy of as many
 prompts  the delta rule and the whole mixer on 4096 tokens, by kernel; FLA's chunks beside them where `fla` is installed
 tiles    both kernels with other tiles than the ones chosen
@@ -9,7 +10,10 @@ tiles    both kernels with other tiles than the ones chosen
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,6 +40,7 @@ STEPS = (1, 8, 32, 128)
 STEP_TILES = ((2048, 2), (2048, 4), (4096, 2), (4096, 4), (8192, 4), (8192, 8), (16384, 8))
 SCAN_TILES = ((32, 4, 2), (32, 4, 3), (32, 8, 3), (16, 4, 3), (64, 4, 2), (64, 4, 3), (64, 8, 3), (128, 8, 2))
 PAIR_WARPS = (2, 4, 8)
+JOBS = 12
 Say = Callable[..., None]
 
 
@@ -135,23 +140,60 @@ def prompts(say: Say) -> None:
     say(what="FLA", **fla_us())
 
 
-def fla_us() -> dict[str, Any]:
-    """`fla`'s chunked kernels on the same shape; it wants queries and keys of every value head."""
-    try:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # type: ignore[import-not-found]
-    except ImportError as error:
-        return {"missing": str(error)}
-    shape = (1, PROMPT, RULE.n_v, RULE.k_dim)
-    q, k, v = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
-    g = -torch.rand(shape[:3], device=DEVICE)
-    beta = torch.rand(shape[:3], device=DEVICE, dtype=torch.bfloat16)
+def fla_call() -> Callable[[], None]:
+    """`fla`'s chunked kernels on the same shape: queries and keys of 16 heads, which it normalises, and a first state."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # type: ignore[import-not-found]
+
+    def drawn(heads: int, width: int) -> torch.Tensor:
+        return torch.randn((1, PROMPT, heads, width), device=DEVICE, dtype=torch.float16)
+
+    q, k, v = drawn(RULE.n_k, RULE.k_dim), drawn(RULE.n_k, RULE.k_dim), drawn(RULE.n_v, RULE.v_dim)
+    g = -torch.rand((1, PROMPT, RULE.n_v), device=DEVICE)
+    beta = torch.rand((1, PROMPT, RULE.n_v), device=DEVICE, dtype=torch.float16)
+    state = torch.randn((1, RULE.n_v, RULE.k_dim, RULE.v_dim), device=DEVICE)
+    options = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
 
     def call() -> None:
         with torch.no_grad():
-            chunk_gated_delta_rule(q, k, v, g, beta, output_final_state=True, use_qk_l2norm_in_kernel=True)
+            chunk_gated_delta_rule(q, k, v, g, beta, **options)
 
+    return call
+
+
+def fla_us() -> dict[str, Any]:
+    try:
+        call = fla_call()
+    except ImportError as error:
+        return {"missing": str(error)}
     call()
     return {"us": graph_us(call), "kernels": by_kernel(call)}
+
+
+def ahead(say: Say) -> None:
+    began, context = time.perf_counter(), multiprocessing.get_context("spawn")
+    with context.Pool(JOBS) as pool:
+        said = pool.starmap(fla_share, [(i, JOBS) for i in range(JOBS)], 1)
+    say(what="FLA's kernels compiled", seconds=round(time.perf_counter() - began, 1), said=sorted({*said}))
+
+
+def fla_share(first: int, of: int) -> str:
+    """Runs `fla` once with each `of`-th tile that it would try, so that those are in Triton's cache."""
+    os.environ["FLA_CACHE_RESULTS"] = "0"
+    from triton.runtime.autotuner import Autotuner
+
+    every = Autotuner.prune_configs
+
+    def share(tuner: Any, given: dict[str, Any]) -> list[Any]:
+        found = every(tuner, given)
+        return found[first::of] or found[:1]
+
+    Autotuner.prune_configs = share
+    try:
+        fla_call()()
+    except ImportError as error:
+        return str(error)
+    torch.cuda.synchronize()
+    return "ok"
 
 
 @contextmanager
@@ -188,7 +230,7 @@ def timed(op: Op, spec: Any, inputs: tuple[Concrete, ...]) -> float | str:
 
 
 def main() -> int:
-    parts = {"right": right, "steps": steps, "prompts": prompts, "tiles": tiles}
+    parts = {"ahead": ahead, "right": right, "steps": steps, "prompts": prompts, "tiles": tiles}
     parser = command_line(__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--part", nargs="*", choices=list(parts), default=list(parts))

@@ -1,7 +1,7 @@
 """Decode and prefill speed of full-size synthetic models on one GPU: the figures that README and docs/performance.md cite.
 
     python -m bench.steps.gpu_bars --seconds 80 --out RESULTS.jsonl [--only mistral-7b:Q4_K_M,..] [--tests tg128,pp4096]
-        [--vs bench/results/2026-11-23-h200-bars.jsonl] [--jobs 12] [--no-check]
+        [--vs bench/results/2026-11-23-h200-bars.jsonl] [--jobs 12] [--no-check] [--cut glm-4.7-flash:Q4_K_M=2,..]
 
 Model files are written first, then several processes compile the kernels, then the models are measured one after the other,
 the most important first. Every figure is one line of RESULTS.jsonl as soon as it is known; a figure whose check failed says
@@ -73,6 +73,8 @@ def main() -> int:
     parser.add_argument("--step-tokens", type=int)
     parser.add_argument("--layers", type=int, help="cut the models, to try this program where there is no GPU")
     parser.add_argument("--no-check", action="store_true")
+    parser.add_argument("--cut", default="", help="models by name with a number of layers, MODEL=N, separated by commas")
+    parser.add_argument("--warm-share", type=float, default=WARM_SHARE, help="the share of --seconds for compiling")
     args = parser.parse_args()
     began = time.perf_counter()
 
@@ -89,18 +91,22 @@ def main() -> int:
         deadline=began + args.seconds,
         say=say,
     )
-    ready = written(chosen(args.only, args.tests), args.folder, args.layers, began + args.seconds / 4)
+    models, cut = chosen(args.only, args.tests), cuts(args.cut)
+    ready = written(models, args.folder, {m.name: cut.get(m.name, args.layers) for m in models}, began + args.seconds / 4)
     say(f"{len(ready)} models written: {', '.join(model.name for model in ready)}")
     if args.jobs > 1:
         shares = compile_jobs(ready, args.backend, how, args.jobs)
-        seconds = precompile(shares, args.jobs, args.seconds * WARM_SHARE)
+        seconds = precompile(shares, args.jobs, args.seconds * args.warm_share)
         say(f"kernels compiled in {seconds:.1f} s: {len(shares)} shares, {args.jobs} at a time")
+    for model in [model for model in ready if model.name in cut]:
+        ready[model].unlink()
     session = Session(backend(args.backend), how)
     say(f"{session.backend.device()}; {machine()}")
     figures: list[Figure] = []
     failed = 0
     with args.out.open("a") as out:
-        for model, path in ready.items():
+        for model in ready:
+            path = synthetic(model.name, args.folder, args.layers)
             try:
                 for figure in session.model(str(path), model.tests):
                     figures.append(figure)
@@ -109,6 +115,8 @@ def main() -> int:
             except Exception:
                 failed += 1
                 say(f"{model.name} FAILED: {traceback.format_exc(limit=-8)}")
+            if cut:
+                path.unlink()
             if how.late:
                 say("the time is over")
                 break
@@ -128,12 +136,21 @@ def chosen(only: str, tests: str) -> list[Model]:
     return [model for model in cut if model.tests]
 
 
-def written(models: Iterable[Model], folder: Path, layers: int | None, until: float) -> dict[Model, Path]:
+def cuts(text: str) -> dict[str, int]:
+    """How many layers of a model are compiled for, by its name."""
+    pairs = [one.rpartition("=") for one in text.split(",") if one]
+    for name, _, layers in pairs:
+        if not name or not layers.isdigit():
+            raise SystemExit(f"--cut has {name or layers!r}, wanted a model and its layers, such as glm-4.7-flash:Q4_K_M=2")
+    return {name: int(layers) for name, _, layers in pairs}
+
+
+def written(models: Iterable[Model], folder: Path, layers: Mapping[str, int | None], until: float) -> dict[Model, Path]:
     """Writes the files one after the other, each with all cores; after `until` no further one is begun."""
     ready: dict[Model, Path] = {}
     for model in models:
         if not ready or time.perf_counter() < until:
-            ready[model] = synthetic(model.name, folder, layers)
+            ready[model] = synthetic(model.name, folder, layers[model.name])
     return ready
 
 

@@ -49,6 +49,13 @@ class Checked:
         return [name for name, limit in self.allowed.items() if limit >= NOTHING]
 
 
+class UncheckedStep(CheckedStep):
+    """Op by op through `run_op`."""
+
+    def verify(self, node: Node, inputs: Sequence[Concrete], got: Sequence[Concrete]) -> None:
+        """Nothing."""
+
+
 class _Checker(CheckedStep):
     """Compares some rows of each map, on other threads while the backend goes on: a whole layer of a 7B model would take
     NumPy half a minute."""
@@ -114,14 +121,25 @@ class Ways:
     def want(self) -> Want:
         return "hidden" if self.source.encodes else "logits"
 
-    def op_by_op(self, threads: int) -> tuple[dict[str, Array], dict[str, float], int]:
-        """Logits of checked ops, what a step may be away from them, and how many ops were checked."""
+    def _small(self) -> Layout:
+        """`run_op` sends the whole cache at each call: the checked ops get a small one."""
         prompt, count = _sizes(self.source, self.batch)
-        # `run_op` sends the whole cache at each call: the checked ops get a small one.
         size = self.layout.limits.block_size
         wide = -(-(prompt + 1) // size)
-        small = Layout(Limits(max(prompt, 2 * count), count, wide, count * wide, size), self.layout.vocab)
-        model = self.backend, self.source.program, self.source.tensors, small.limits, self.compute
+        return Layout(Limits(max(prompt, 2 * count), count, wide, count * wide, size), self.layout.vocab)
+
+    def _model(self, layout: Layout) -> tuple[Backend, Program, WeightSource, Limits, ComputeChoice]:
+        return self.backend, self.source.program, self.source.tensors, layout.limits, self.compute
+
+    def unchecked(self) -> None:
+        """The ops one by one with nothing compared, for their kernels' sake."""
+        small = self._small()
+        self._runs(UncheckedStep(*self._model(small)), small)
+
+    def op_by_op(self, threads: int) -> tuple[dict[str, Array], dict[str, float], int]:
+        """Logits of checked ops, what a step may be away from them, and how many ops were checked."""
+        small = self._small()
+        model = self._model(small)
         with ThreadPoolExecutor(threads) as pool:
             checker = _Checker(*model, threads=pool)
             references = self._runs(checker, small)

@@ -12,8 +12,9 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
-from quarrel.bench.check import check
+from quarrel.bench.check import Ways
 from quarrel.bench.measure import run
 from quarrel.bench.subject import Source, Subject, limits_for
 from quarrel.bench.workload import Test
@@ -21,19 +22,20 @@ from quarrel.gguf import GGUFFile
 from quarrel.ops.registry import backend
 from quarrel.ops.step import ComputeChoice
 
-CHECK_THREADS = 2
+Part = Literal["ops", "steps"]
+"""What `check` runs, in two parts that share few kernels: the cut model op by op, and compiled."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A share of the tests of a model; none are the shapes that `check` runs."""
+    """A share of the tests of a model and of what its check runs."""
 
     path: str
     backend: str
     compute: ComputeChoice
     step_tokens: int
     tests: tuple[Test, ...]
-    mine: tuple[Test | None, ...]
+    mine: tuple[Test | Part, ...]
     deterministic: bool = False
 
 
@@ -41,7 +43,8 @@ def jobs_for(
     path: str, backend: str, compute: ComputeChoice, step_tokens: int, tests: Sequence[Test], check: bool, count: int
 ) -> list[Job]:
     """At most `count` shares of nearly the same size."""
-    work = [*([None] if check else []), *(t for t in tests if t.kind != "engine")]
+    parts: tuple[Part, ...] = ("ops", "steps") if check else ()
+    work = [*parts, *(t for t in tests if t.kind != "engine")]
     return [
         Job(path, backend, compute, step_tokens, tuple(tests), tuple(work[i::count]))
         for i in range(count)
@@ -78,8 +81,9 @@ def _run(job: Job) -> None:
         subject = Subject(source, backend(job.backend), limits, job.compute)
         for test in job.mine:
             layout = subject.layout
-            if test is None:
-                check(subject, job.compute, max(t.batch for t in job.tests), CHECK_THREADS)
+            if isinstance(test, str):
+                ways = Ways.of(subject, job.compute, max(t.batch for t in job.tests))
+                ways.unchecked() if test == "ops" else ways.compiled({})
             elif test.kind == "prefill":
                 run(subject, layout.prefill(test.depth, test.tokens, test.batch))
             else:

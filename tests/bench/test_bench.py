@@ -316,9 +316,12 @@ def test_the_tests_are_shared_out_and_a_failure_leaves_the_measurement_to_tell(
     tiny: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     jobs = jobs_for(str(tiny), "cpu", "auto", 16, TESTS, True, 3)
-    assert sorted((t.name if t else "check") for job in jobs for t in job.mine) == ["check", "pp20", "tg3", "tg3 x3 @ d8"]
-    assert precompile([*jobs[:1], Job("none.gguf", "cpu", "auto", 16, tuple(TESTS), (None,))], 2) > 0
-    assert "warm-up of none.gguf" in capfd.readouterr().out
+    shared = sorted((t if isinstance(t, str) else t.name) for job in jobs for t in job.mine)
+    assert shared == ["ops", "pp20", "steps", "tg3", "tg3 x3 @ d8"]
+    assert precompile([*jobs[:2], Job("none.gguf", "cpu", "auto", 16, tuple(TESTS), ("ops",))], 2) > 0
+    said = capfd.readouterr().out
+    assert "warm-up of none.gguf" in said
+    assert said.count("warm-up") == 1
 
 
 def test_a_deadline_ends_the_session(tiny: Path, backend: CpuBackend) -> None:

@@ -8,6 +8,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,6 +50,31 @@ def test_models_and_tests_are_chosen_by_name() -> None:
     assert [t.name for m in chosen("mistral-7b:Q8_0", "tg128") for t in m.tests] == ["tg128"]
     with pytest.raises(SystemExit, match="no model is called 'mistral'"):
         chosen("mistral", "")
+
+
+def test_large_models_take_turns_on_a_small_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Kernels for a file of two layers; then the whole, here of three, is written, measured and deleted."""
+    gpu_bars: Any = importlib.import_module("bench.steps.gpu_bars")
+    written: list[tuple[str, int | None]] = []
+    synthetic = gpu_bars.synthetic
+
+    def noted(name: str, folder: Path, layers: int | None) -> Path:
+        written.append((name, layers))
+        return synthetic(name, folder, layers)
+
+    monkeypatch.setattr(gpu_bars, "synthetic", noted)
+    monkeypatch.setattr(gpu_bars, "MODELS", (gpu_bars.Model("smollm2-135m:F16", (gpu_bars.Test("decode", 2),)),))
+    options = ["--backend", "cpu", "--rounds", "1", "--layers", "3", "--cut", "smollm2-135m:F16=2", "--jobs", "1"]
+    options += ["--folder", str(tmp_path / "models"), "--out", str(tmp_path / "out.jsonl"), "--seconds", "600"]
+    monkeypatch.setattr("sys.argv", ["gpu_bars", *options])
+    assert gpu_bars.main() == 0
+    assert written == [("smollm2-135m:F16", 2), ("smollm2-135m:F16", 3)]
+    assert list((tmp_path / "models").iterdir()) == []
+    assert json.loads((tmp_path / "out.jsonl").read_text())["test"] == "tg2"
+    with pytest.raises(SystemExit, match="--cut has 'glm', wanted a model and its layers"):
+        gpu_bars.cuts("glm")
 
 
 def test_vectors_are_compared_with_plain_loops_that_give_the_same_values() -> None:
