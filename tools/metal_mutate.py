@@ -36,7 +36,9 @@ from quarrel.ops.contract import Case, Compute, Concrete, Op
 from quarrel.ops.linear import LINEAR, NORM_LINEAR, LinearSpec, NormLinearSpec
 from quarrel.ops.moe import ROUTE, RouteSpec
 from quarrel.ops.norm import NormSpec
+from quarrel.ops.sample import SAMPLE, SampleSpec
 from quarrel.ops.state import CONV, SCAN1, SCAN2, ConvSpec, Scan1Spec, Scan2Spec
+from tests.mlx_backend.trials import every_cut
 from tools.metal_emulator import MetalCompileError, MetalFindings, Mode, Settings, install, metal_kernel
 from tools.metal_emulator.build import MetalSource
 from tools.metal_emulator.kernel import Call
@@ -95,6 +97,8 @@ FURTHER: tuple[tuple[Op, Case], ...] = (
     (_emptied(CONV), Case(ConvSpec(96, 4), {"S": 2, "Q": 7})),
     (_emptied(SCAN1), Case(Scan1Spec(96, 16), {"S": 2, "Q": 7})),
     (_emptied(SCAN2), Case(Scan2Spec(6, 32, 2, 16), {"S": 2, "Q": 7})),
+    # Every mix of cuts, and infinities among finite logits.
+    (replace(SAMPLE, make=lambda case, rng: every_cut(rng)), Case(SampleSpec(100), {"R": 204})),
     # Groups of experts without a bias.
     (ROUTE, Case(RouteSpec(8, 2, "sigmoid", n_groups=8, groups_used=4), {"T": 11})),
 )

@@ -60,6 +60,9 @@ WRONG = (
         "start = (oldest + 1) / KEYS * KEYS",
     ),
     Bug("the newest key of a tile", "prompt, groups of 5", "(tile_row + 31) / GROUP", "(tile_row / GROUP + 31 / GROUP)"),
+    Bug("an infinite logit wins", "sample, every cut", "metal::abs(x) < INFINITY", "metal::abs(x) <= INFINITY"),
+    Bug("min_p before a top_p of all tokens", "sample, every cut", "k > 0 ? least", "k >= 0 ? least"),
+    Bug("a scale's upper bits, of the block beside", "linear_add, two groups share rows", "odd ? 48 : 3", "odd ? 3 : 48"),
     Bug("the oldest key of a tile", "prompt, chunks", "key >= oldest && key", "key > oldest && key"),
 )
 RULES = (

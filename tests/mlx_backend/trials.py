@@ -33,6 +33,7 @@ from quarrel.ops.linear import (
 )
 from quarrel.ops.moe import EXPERT_DOWN, ExpertDownSpec
 from quarrel.ops.norm import NormSpec
+from quarrel.ops.sample import SAMPLE, SampleSpec
 from quarrel.ops.state import GATED_NORM, GatedNormSpec
 from tests.mlx_backend.cases import error_of
 
@@ -158,6 +159,19 @@ def of_model(model: Model, parts_of: Callable[[int, int], int]) -> list[Trial]:
     ]
 
 
+def every_cut(rng: np.random.Generator) -> tuple[Concrete, ...]:
+    """Rows for `sample` with every mix of top_k, top_p and min_p; the last four have infinities of both signs."""
+    rows, n = 204, 100
+    logits = rng.standard_normal((rows, n), dtype=np.float32) * 2
+    logits[-4:, ::9] = rng.choice(np.array([-np.inf, np.inf], np.float32), logits[-4:, ::9].shape)
+    k, p, m = np.meshgrid([0, 3, 40], [1.0, 0.9, 0.5], [0.0, 0.02], indexing="ij")
+    at = np.arange(rows) % k.size
+    cuts = k.reshape(-1)[at].astype(np.int32), *(x.reshape(-1)[at].astype(np.float32) for x in (p, m))
+    temperature = np.where(at % 4 == 3, 0, 1.0).astype(np.float32)
+    temperature[-4:] = 0, 0.7, 1.3, 0
+    return logits, temperature, *cuts, rng.random(rows, dtype=np.float32)
+
+
 HEADS = AttentionSpec(4, 2, 64, 0.125)
 FORMS: tuple[tuple[Op, int], ...] = ((LINEAR, 1), (LINEAR_ADD, 1), (NORM_LINEAR, 2), (NORM_GATE_UP, 2))
 """The linear ops, and how many matrices each is tried with."""
@@ -182,6 +196,7 @@ TRIALS: dict[str, Trial] = {
     "prompt, groups of 5": attention(AttentionSpec(5, 1, 32, 0.18), [(40, 40), (23, 90)]),
     "linear, one block": linear(LINEAR, [GGMLType.Q4_0], 32, n=2),
     "prompt, chunks": attention(replace(HEADS, window=24, chunked=True), [(70, 160), (9, 40)]),
+    "sample, every cut": Trial(SAMPLE, SampleSpec(100), every_cut, "float32"),
     "prompt, groups of 12": attention(AttentionSpec(12, 1, 32, 0.18), [(40, 40), (23, 90)]),
 }
 

@@ -7,5 +7,5 @@ from quarrel.mlx_backend.formats.fields import scales_then_nibbles
 from quarrel.mlx_backend.formats.layout import NIBBLES, ONE_SCALE, SCALE, BlockFormat
 
 IQ4_NL = BlockFormat(
-    GGMLType.IQ4_NL, (NIBBLES, SCALE), scales_then_nibbles(1), part="bent(codes[at * 2 + h], q);", scales=ONE_SCALE
+    GGMLType.IQ4_NL, (NIBBLES, SCALE), scales_then_nibbles(1), part="bent(codes[pair], q);", scales=ONE_SCALE
 )

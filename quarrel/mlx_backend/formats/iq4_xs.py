@@ -22,6 +22,6 @@ IQ4_XS = BlockFormat(
     GGMLType.IQ4_XS,
     (NIBBLES, Plane("scale", I8, 1, 32, "char"), TOP_SCALE),
     _split,
-    part="bent(codes[at * 2 + h], q);",
-    scales="const float d = float(top[at >> 3]) * float(scale[at]);\n    return float4(d, d, 0.0f, 0.0f);",
+    part="bent(codes[pair], q);",
+    scales="const float d = float(top[whole]) * float(scale[at]);\n    return float4(d, d, 0.0f, 0.0f);",
 )

@@ -24,6 +24,6 @@ MXFP4 = BlockFormat(
     GGMLType.MXFP4,
     (NIBBLES, Plane("scale", U8, 1, 32, "uchar")),
     _split,
-    part="fours(codes[at * 2 + h], q);",
+    part="fours(codes[pair], q);",
     scales=_SCALES,
 )

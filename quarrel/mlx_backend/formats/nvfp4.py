@@ -28,6 +28,6 @@ NVFP4 = BlockFormat(
     GGMLType.NVFP4,
     (NIBBLES, BYTE_SCALES),
     _split,
-    part="fours(codes[at * 2 + h], q);",
+    part="fours(codes[pair], q);",
     scales=_SCALES,
 )

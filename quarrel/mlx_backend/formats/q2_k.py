@@ -16,7 +16,7 @@ def _split(raw: mx.array) -> Sequence[mx.array]:
     return words(codes, 2, IN_ORDER), raw[..., :16], view(raw, 80, 84, F16)
 
 
-_SCALES = """const half2 d = top[at >> 3];
+_SCALES = """const half2 d = top[whole];
     const uchar2 s = scale[at];
     return float4(float(d.x) * float(s.x & 15), float(d.x) * float(s.y & 15),
                   float(d.y) * float(s.x >> 4), float(d.y) * float(s.y >> 4));"""
@@ -25,7 +25,7 @@ Q2_K = BlockFormat(
     GGMLType.Q2_K,
     (TWO_BITS, BYTE_SCALES, TOP_SCALE_AND_MIN),
     _split,
-    part="twos<0, 0>(codes[at * 2 + h], 0u, q);",
+    part="twos<0, 0>(codes[pair], 0u, q);",
     scales=_SCALES,
     offset=True,
 )

@@ -24,7 +24,7 @@ def _split(raw: mx.array) -> Sequence[mx.array]:
 
 
 # `top` is the scale, then the upper two bits of the sixteen 6-bit scales, a nibble for each block.
-_SCALES = """const int over = (at >> 3) * 3, b = at & 7;
+_SCALES = """const int over = whole * 3, b = at & 7;
     const float d = float(as_type<half>(top[over]));
     const uint upper = uint(top[over + 1 + (b >> 2)]) >> uint((b & 3) * 4), lower = uint(scale[at]);
     const int low = int((lower & 15u) | (upper & 3u) << 4) - 32, high = int(lower >> 4 | (upper & 12u) << 2) - 32;
@@ -34,6 +34,6 @@ Q3_K = BlockFormat(
     GGMLType.Q3_K,
     (TWO_BITS, EXTRA_BIT, Plane("scale", U8, 1, 32, "uchar"), Plane("top", U16, 3, 256, "ushort")),
     _split,
-    part="twos<1, 4>(codes[at * 2 + h], spread(bits[at * 2 + h]), q);",
+    part="twos<1, 4>(codes[pair], spread(bits[pair]), q);",
     scales=_SCALES,
 )

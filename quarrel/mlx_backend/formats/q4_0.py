@@ -10,6 +10,6 @@ Q4_0 = BlockFormat(
     GGMLType.Q4_0,
     (NIBBLES, SCALE),
     scales_then_nibbles(1),
-    part="nibbles<0, 8>(codes[at * 2 + h], 0u, q);",
+    part="nibbles<0, 8>(codes[pair], 0u, q);",
     scales=ONE_SCALE,
 )

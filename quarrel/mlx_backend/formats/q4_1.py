@@ -10,7 +10,7 @@ Q4_1 = BlockFormat(
     GGMLType.Q4_1,
     (NIBBLES, SCALE_AND_MIN),
     scales_then_nibbles(2),
-    part="nibbles<0, 0>(codes[at * 2 + h], 0u, q);",
+    part="nibbles<0, 0>(codes[pair], 0u, q);",
     scales=SCALE_PLUS_MIN,
     offset=True,
 )

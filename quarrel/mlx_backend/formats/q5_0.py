@@ -10,6 +10,6 @@ Q5_0 = BlockFormat(
     GGMLType.Q5_0,
     (NIBBLES, EXTRA_BIT, SCALE),
     scales_fifth_bits_nibbles(1),
-    part="nibbles<1, 16>(codes[at * 2 + h], spread(bits[at * 2 + h]), q);",
+    part="nibbles<1, 16>(codes[pair], spread(bits[pair]), q);",
     scales=ONE_SCALE,
 )

@@ -10,7 +10,7 @@ Q5_1 = BlockFormat(
     GGMLType.Q5_1,
     (NIBBLES, EXTRA_BIT, SCALE_AND_MIN),
     scales_fifth_bits_nibbles(2),
-    part="nibbles<1, 0>(codes[at * 2 + h], spread(bits[at * 2 + h]), q);",
+    part="nibbles<1, 0>(codes[pair], spread(bits[pair]), q);",
     scales=SCALE_PLUS_MIN,
     offset=True,
 )

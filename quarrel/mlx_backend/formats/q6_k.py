@@ -19,7 +19,7 @@ def _split(raw: mx.array) -> Sequence[mx.array]:
     return nibbles(codes), upper, view(raw, 192, 208, I8), view(raw, 208, 210, F16)
 
 
-_SCALES = """const float d = float(top[at >> 3]);
+_SCALES = """const float d = float(top[whole]);
     const char2 s = scale[at];
     return float4(d * float(s.x), d * float(s.y), 0.0f, 0.0f);"""
 
@@ -27,6 +27,6 @@ Q6_K = BlockFormat(
     GGMLType.Q6_K,
     (NIBBLES, Plane("bits", U32, 2, 32, "uint"), Plane("scale", I8, 2, 32, "char2"), TOP_SCALE),
     _split,
-    part="nibbles<2, 32>(codes[at * 2 + h], bits[at * 2 + h], q);",
+    part="nibbles<2, 32>(codes[pair], bits[pair], q);",
     scales=_SCALES,
 )

@@ -6,7 +6,7 @@ lanes by `simd_sum`; nothing of that depends on how many rows of x there are. Of
 rows, so that the GPU is full; their sums meet in threadgroup memory. A norm before the map is a factor of the whole row:
 x * gain goes into the products, the lanes add up x * x beside them, and 1 / rms comes last.
 
-    bytes         the weight once; x from the cache; K = 4096 in Q4_K: 2368 a row
+    bytes         the weight once; x from the cache; K = 4096 in Q4_K: 2304 a row
     threads       32 or 32 * PARTS for R = 4 rows (R = 2 for two matrices at once), 128 a threadgroup
     in flight     R loads of 8 bytes of codes and as many of 2 of scales a lane: 1.25 KiB a SIMD-group, twice that unrolled
     registers     16 of x for each of its rows (8 in half precision), 8 of codes, R * NT sums: 60 for one row, 110 for four
