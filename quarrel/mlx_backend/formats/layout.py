@@ -93,8 +93,8 @@ struct @NAME {
 
 
 class BlockFormat(Format):
-    """Codes and scales: `part` and `scales` are the bodies of the struct's functions. There `at` is the block, `pair` a lane's
-    half of it and `whole` the 256 columns that it is in: sums, so that a loop over blocks shifts nothing."""
+    """Codes and scales: `part` and `scales` are the bodies of the struct's functions. There `at` is the block, `pair` a
+    lane's half of it and `whole` the 256 columns that it is in: sums, so that a loop over blocks shifts nothing."""
 
     def __init__(
         self, type: GGMLType, planes: tuple[Plane, ...], split: Split, part: str, scales: str, offset: bool = False
