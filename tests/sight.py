@@ -48,7 +48,7 @@ def image_rows(folder: Path, run: Run, name: str = "mmproj-f16.gguf") -> tuple[n
         tensors = tower_tensors(file)
         tower = read_tower(file, tensors)
         picture = Picture(np.load(folder / "image.npy"), preparation_of(tower))
-        inputs = tower_inputs(tower, position_table(file, tower), [picture.patches()])
+        inputs = tower_inputs(tower, position_table(file, tower), [picture])
         out = run(assemble_tower(tower, tensors), tensors, inputs, "hidden")
         return np.concatenate([out[name] for name in PARTS if name in out], 1), picture.grid
 

@@ -5,7 +5,7 @@
 
 Pictures of 448 x 448 pixels, as each tower wants them. A line of JSON for each number of images at once: `step_ms` is the
 device's time of a step when several follow each other, `share` its products and attention (the FLOP floor) at the rate of a
-product of 8192 by 8192 in the same run, `encode_ms` what the engine waits for, from pixels to rows on the host. Checked
+product of 8192 by 8192 in the same run, `encode_ms` the time from pixels to rows that a prompt can read. Checked
 first: rows in 16 bits against the same program in float32. `--profile` adds the time of each kernel. `--answers` loads a
 whole model with its tower: the time to the first token of an image of 1024 x 1024 and of as many tokens of text, and images
 of 448 x 448 a second that so many callers get a first token for.
@@ -13,6 +13,7 @@ of 448 x 448 a second that so many callers get a first token for.
 
 from __future__ import annotations
 
+import io
 import statistics
 import sys
 import threading
@@ -182,11 +183,11 @@ def tower(name: str, folder: Path, counts: list[int], notes: Notes, peak: float,
                     encoder.close()
             notes.say(tower=name, error=float(rel_error(rows[1], rows[0])))
             step = encoder._step
-            patches = len(one.pixels.patches().values)
+            patches = len(one.pixels.patches())
             for count in counts:
                 images = pictures(eyes, count, rng)
                 at_once = min(count, step.limits.max_tokens // patches)
-                inputs = tower_inputs(eyes.tower, encoder._table, [i.pixels.patches() for i in images[:at_once]])
+                inputs = tower_inputs(eyes.tower, encoder._table, [i.pixels for i in images[:at_once]])
                 ms = device_ms(step, inputs)
                 work = at_once * flops(name, patches)
                 waits = []
@@ -194,9 +195,10 @@ def tower(name: str, folder: Path, counts: list[int], notes: Notes, peak: float,
                     images = pictures(eyes, count, rng)
                     began = time.perf_counter()
                     encoder.encode(images)
+                    torch.cuda.synchronize()
                     waits.append(1e3 * (time.perf_counter() - began))
                 began = time.perf_counter()
-                tower_inputs(eyes.tower, encoder._table, [i.pixels.patches() for i in images[:at_once]])
+                tower_inputs(eyes.tower, encoder._table, [i.pixels for i in images[:at_once]])
                 prepared = 1e3 * (time.perf_counter() - began)
                 notes.say(
                     tower=name, images=count, at_once=at_once, patches=patches, tflop=round(work / 1e12, 3),
@@ -222,12 +224,10 @@ def answers(model: str, folder: Path, notes: Notes, callers: int = 32) -> None:
     params, rng = SamplingParams(temperature=0, max_tokens=1), np.random.default_rng(2)
     with quarrel.load(path, backend="triton", mmproj=eyes, n_ctx=8192, max_seqs=callers) as llm:
 
-        def asked(side: int) -> float:
+        def asked(side: int, png: bool = False) -> float:
             """Seconds to one token behind an image."""
-            parts = [
-                {"type": "image", "image": rng.integers(0, 256, (side, side, 3), np.uint8)},
-                {"type": "text", "text": "?"},
-            ]
+            pixels = rng.integers(0, 256, (side, side, 3), np.uint8)
+            parts = [{"type": "image", "image": as_png(pixels) if png else pixels}, {"type": "text", "text": "?"}]
             began = time.perf_counter()
             llm.chat([{"role": "user", "content": parts}], params, template="{{ messages[0].content }}")
             return time.perf_counter() - began
@@ -249,15 +249,40 @@ def answers(model: str, folder: Path, notes: Notes, callers: int = 32) -> None:
         notes.say(
             model=model, image=SIDE, first_token_ms=round(1e3 * statistics.median([asked(SIDE) for _ in range(7)][2:]), 1)
         )
-        for _ in range(3):
-            threads = [threading.Thread(target=asked, args=(SIDE,)) for _ in range(callers)]
-            began = time.perf_counter()
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            took = time.perf_counter() - began
-        notes.say(model=model, callers=callers, image=SIDE, images_s=round(callers / took, 1), all_s=round(took, 3))
+        for png in (False, True):
+            rounds = []
+            for _ in range(6):
+                threads = [threading.Thread(target=asked, args=(SIDE, png)) for _ in range(callers)]
+                began = time.perf_counter()
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+                rounds.append(time.perf_counter() - began)
+            took = statistics.median(rounds[3:])
+            notes.say(
+                model=model, callers=callers, image=SIDE, png=png, images_s=round(callers / took, 1),
+                all_s=round(took, 3), rounds=[round(each, 3) for each in rounds],
+            )  # fmt: skip
+        tokens = callers * 198
+        notes.say(model=model, text_tokens=tokens, text_s=round(min(texts(llm, params, rng, callers) for _ in range(4)), 3))
+
+
+def texts(llm: Any, params: Any, rng: np.random.Generator, callers: int) -> float:
+    """Seconds to a first token of so many callers' texts, each as long as a prompt with an image."""
+    prompts = [rng.integers(1000, 20000, 198).tolist() for _ in range(callers)]
+    began = time.perf_counter()
+    llm.generate(prompts, params)
+    return time.perf_counter() - began
+
+
+def as_png(pixels: np.ndarray) -> bytes:
+    """The picture as callers send one, hardly compressed: noise cannot be."""
+    from PIL import Image
+
+    data = io.BytesIO()
+    Image.fromarray(pixels).save(data, "PNG", compress_level=1)
+    return data.getvalue()
 
 
 def main() -> int:

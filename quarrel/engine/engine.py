@@ -29,7 +29,7 @@ from quarrel.engine.sequence import Array, Sequence
 from quarrel.engine.stats import Stats
 from quarrel.errors import DeadlineExceeded, Diverged, EngineFault, OutOfMemory, QuarrelError
 from quarrel.ops.profile import Profiles
-from quarrel.ops.step import Done, KeepsStates, Pending, Step, StepInputs, StepOutputs, Want
+from quarrel.ops.step import Done, KeepsStates, Pending, Rows, Step, StepInputs, StepOutputs, Want
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class Engine:
         make_encoder: Callable[[], EncodesImages] | None = None,
     ) -> None:
         self.step = make_step()
-        self.images = None if make_encoder is None else ImageRows(make_encoder())
+        self.images = None if make_encoder is None or sight is None else ImageRows(make_encoder(), sight.width)
         self._make_encoder = make_encoder
         self.drafter = None if make_drafter is None else make_drafter()
         self._make_drafter = make_drafter
@@ -190,7 +190,7 @@ class Engine:
         if isinstance(pending, Done):
             self.finish()
 
-    def _rows(self, batch: Batch) -> Mapping[bytes, Array]:
+    def _rows(self, batch: Batch) -> Mapping[bytes, Rows]:
         """Of the batch's images; those that running sequences still have before them are encoded with them."""
         if self.images is None:
             return {}
@@ -406,7 +406,7 @@ class Engine:
                 self.images.close()
             except Exception:
                 log.exception("a tower could not be closed")
-            self.images = ImageRows(self._make_encoder())
+            self.images = ImageRows(self._make_encoder(), self.images.width)
 
     def _propose(self, wanted: Mapping[Sequence, int]) -> Mapping[Sequence, tuple[int, ...]]:
         """What the draft model proposes. One that breaks is not used again before a restart: no request depends on it."""

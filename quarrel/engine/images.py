@@ -17,6 +17,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from quarrel.ops.step import Rows
+
 Array = npt.NDArray[Any]
 _SECRET = secrets.token_bytes(32)
 ROW_BUDGET = 512 << 20
@@ -54,8 +56,8 @@ class PlacedImage:
 class EncodesImages(Protocol):
     """A tower. Called on the engine's thread."""
 
-    def encode(self, images: Sequence[PlacedImage]) -> list[Array]:
-        """Each image's rows, `[tokens, width]` float32."""
+    def encode(self, images: Sequence[PlacedImage]) -> Sequence[Rows]:
+        """Each image's rows, `[tokens, width]` float32, where the tower has made them."""
 
     def close(self) -> None: ...
 
@@ -125,21 +127,31 @@ def _keys(image: PlacedImage) -> list[int]:
 
 
 class ImageRows:
-    """Rows by digest, the least recently used forgotten first. budget: bytes."""
+    """Rows by digest, the least recently used forgotten first. width: numbers of a row; budget: bytes."""
 
-    def __init__(self, encoder: EncodesImages, budget: int = ROW_BUDGET) -> None:
-        self._encoder, self._budget = encoder, budget
-        self._kept: OrderedDict[bytes, Array] = OrderedDict()
+    def __init__(self, encoder: EncodesImages, width: int, budget: int = ROW_BUDGET) -> None:
+        self._encoder, self.width, self._budget = encoder, width, budget
+        self._kept: OrderedDict[bytes, Rows] = OrderedDict()
         self.encoded = 0
 
-    def of(self, wanted: Sequence[PlacedImage], soon: Iterable[PlacedImage]) -> dict[bytes, Array]:
-        """The rows of these; what is encoded for them is encoded together with what will be wanted soon."""
+    def of(self, wanted: Sequence[PlacedImage], soon: Iterable[PlacedImage]) -> dict[bytes, Rows]:
+        """The rows of these; what is encoded for them is encoded together with what will be wanted soon, as far as there is
+        room to keep it until then."""
         missing = {image.digest: image for image in wanted if image.digest not in self._kept}
         if missing:
-            missing |= {image.digest: image for image in soon if image.digest not in self._kept}
-            new = list(missing.values())
+            needed = {image.digest: image for image in wanted}
+            room = self._budget - 4 * self.width * sum(image.tokens for image in needed.values())
+            for image in soon:
+                if image.digest not in needed:
+                    room -= 4 * self.width * image.tokens
+                    if room < 0:
+                        break
+                    needed[image.digest] = image
+            new = [image for digest, image in needed.items() if digest not in self._kept]
             self._kept |= {image.digest: rows for image, rows in zip(new, self._encoder.encode(new), strict=True)}
             self.encoded += len(new)
+            for digest in reversed(needed):
+                self._kept.move_to_end(digest)
         for image in wanted:
             self._kept.move_to_end(image.digest)
         found = {image.digest: self._kept[image.digest] for image in wanted}

@@ -16,11 +16,11 @@ from quarrel.engine.images import SightRules
 from quarrel.engine.listed import Row, lists_of
 from quarrel.engine.scheduler import Batch, Part
 from quarrel.engine.sequence import Sequence
-from quarrel.ops.step import Limits, Lists, Masks, SampleInputs, StepInputs, outputs_of
+from quarrel.ops.step import Joined, Limits, Lists, Masks, Rows, SampleInputs, StepInputs, outputs_of
 
 Array = npt.NDArray[Any]
 
-_NO_ROWS: Mapping[bytes, Array] = {}
+_NO_ROWS: Mapping[bytes, Rows] = {}
 
 
 class Inputs:
@@ -33,14 +33,14 @@ class Inputs:
         self._controls = np.zeros((4, limits.max_seqs), np.float32)  # temperature, top_k, top_p, min_p
         self._seeds = np.zeros(limits.max_seqs, np.uint64)
 
-    def of(self, batch: Batch, rows: Mapping[bytes, Array] = _NO_ROWS) -> StepInputs:
+    def of(self, batch: Batch, rows: Mapping[bytes, Rows] = _NO_ROWS) -> StepInputs:
         """rows: those of the images that lie in the batch, by digest."""
         inputs = self._texts(batch)
         return inputs if self._sight is None else self._images(self._sight, inputs, batch, rows)
 
-    def _images(self, rules: SightRules, inputs: StepInputs, batch: Batch, rows: Mapping[bytes, Array]) -> StepInputs:
+    def _images(self, rules: SightRules, inputs: StepInputs, batch: Batch, rows: Mapping[bytes, Rows]) -> StepInputs:
         places, see_to = np.repeat(inputs.positions[:, None], rules.axes, 1), inputs.positions.copy()
-        put, found, count = np.full(len(inputs.ids), -1, np.int32), [], 0
+        put, found, count = np.full(len(inputs.ids), -1, np.int32), list[Rows](), 0
         for part, first in zip(batch.parts, inputs.query_start.tolist()):
             sight, start, end = part.sequence.sight, part.start, part.start + part.count
             if sight is None:
@@ -52,7 +52,8 @@ class Inputs:
                 put[first + low - start : first + high - start] = np.arange(count, count + high - low)
                 found.append(rows[image.digest][low - image.start : high - image.start])
                 count += high - low
-        images = np.concatenate(found) if found else self._none
+        # Rows that a device keeps are not fetched for this.
+        images = Joined(found) if found else self._none
         return replace(inputs, places=places, see_to=see_to, image_rows=put, images=images)
 
     def _texts(self, batch: Batch) -> StepInputs:

@@ -16,10 +16,13 @@ images; marks in the rendered text become the model's tokens.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import secrets
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from os import PathLike
@@ -28,7 +31,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quarrel.engine.images import PlacedImage, SightRules
+from quarrel.engine.images import ROW_BUDGET, PlacedImage, SightRules
 from quarrel.errors import QuarrelError, RequestError, UnsupportedModel
 from quarrel.gguf import GGUFFile
 from quarrel.llm.image_parts import IMAGE_PARTS, IdsWithImages, has_images
@@ -36,13 +39,13 @@ from quarrel.models import EncoderSpec, Keys, ModelSpec
 from quarrel.models.mixers import Attention
 from quarrel.models.projectors import BREAK, PARTS, Tower
 from quarrel.models.tower import assemble_tower, position_table, positions, read_tower, seeing, tower_tensors
-from quarrel.ops.step import Backend, ComputeChoice, Limits, Step, StepInputs
+from quarrel.ops.step import Backend, ComputeChoice, KeepsRows, Limits, Rows, Step, StepInputs
 from quarrel.tokenizer import Tokenizer
 from quarrel.tokenizer.special import Trust
 from quarrel.tokenizer.tokenizer import checked_text
 from quarrel.vision.decode import MAX_BYTES, Decoder, from_base64
 from quarrel.vision.fetch import SECONDS, fetched, is_address
-from quarrel.vision.patches import Patches, Picture, Preparation, in_groups, places_of
+from quarrel.vision.patches import Picture, Preparation, in_groups, places_of
 
 log = logging.getLogger("quarrel")
 Array = npt.NDArray[Any]
@@ -50,6 +53,9 @@ Message = Mapping[str, object]
 MOST_IMAGES = 64
 MOST_PATCHES = 1 << 14
 """Of one step of a tower."""
+MOST_ARRANGED = 4
+MOST_THREADS = 8
+"""That make patches of pixels: NumPy lets others run meanwhile."""
 _MARK = re.compile("\ue0f0([0-9a-f]{16})-([0-9]+)\ue0f1")
 
 
@@ -114,10 +120,11 @@ class Eyes:
         most = min(max(MOST_PATCHES, self.fixed_tokens * self.tower.group), n_ctx * self.tower.group)
         return most + self.tower.classes
 
-    def nbytes(self, n_ctx: int) -> int:
-        """Device memory that the tower takes, about."""
+    def nbytes(self, n_ctx: int, keeps_rows: bool = False) -> int:
+        """Device memory that the tower takes, about, with the rows of images if they stay there."""
         widths = 16 * self.tower.n_embd + 2 * self.tower.patch_size
-        return sum(t.nbytes for t in self.file.tensors.values()) + 4 * widths * self.patches(n_ctx)
+        rows = ROW_BUDGET if keeps_rows else 0
+        return sum(t.nbytes for t in self.file.tensors.values()) + 4 * widths * self.patches(n_ctx) + rows
 
     def encoder(self, backend: Backend, compute: ComputeChoice, n_ctx: int) -> TowerEncoder:
         """Compiles the tower."""
@@ -209,46 +216,69 @@ class TowerEncoder:
     def __init__(self, step: Step, tower: Tower, file: GGUFFile) -> None:
         self._step, self._tower, self._table = step, tower, position_table(file, tower)
         self._behind = file.array(f"v.{BREAK}").reshape(1, 1, -1) if tower.breaks else None
-        self._last: tuple[object, Arranged] | None = None
-        """Of the step before: images' sizes repeat."""
+        self._arranged: OrderedDict[tuple[tuple[int, int], ...], Arranged] = OrderedDict()
+        """The newest last: images' sizes repeat."""
+        self._equal: tuple[tuple[int, int], Array] | None = None
+        self._threads = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), "quarrel-patches")
 
-    def encode(self, images: Sequence[PlacedImage]) -> list[Array]:
-        """As many at once as a step holds."""
-        rows: list[Array] = []
-        group: list[Picture] = []
-        most = self._step.limits.max_tokens
-        for image in (image.pixels for image in images):
-            if group and sum(self._rows(i) for i in (*group, image)) > most:
+    def encode(self, images: Sequence[PlacedImage]) -> list[Rows]:
+        """In as few steps as hold them, equally full: steps of one size have one arrangement, which is on the device."""
+        pictures = [image.pixels for image in images]
+        most, sizes = self._step.limits.max_tokens, [self._rows(picture) for picture in pictures]
+        share = -(-sum(sizes) // -(-sum(sizes) // most))
+        rows: list[Rows] = []
+        group, held = list[Picture](), 0
+        for picture, size in zip(pictures, sizes):
+            if group and (held >= share or held + size > most):
                 rows += self._encode(group)
-                group = []
-            group.append(image)
-        return rows + self._encode(group)
+                group, held = [], 0
+            group.append(picture)
+            held += size
+        return [*rows, *self._encode(group)]
 
     def close(self) -> None:
+        self._threads.shutdown()
         self._step.close()
 
     def _rows(self, image: Picture) -> int:
         rows, columns = image.grid
         return rows * columns * self._tower.group + self._tower.classes
 
-    def _encode(self, images: Sequence[Picture]) -> list[Array]:
-        patches = [image.patches() for image in images]
-        shapes = tuple(each.shape for each in patches)
-        if self._last is None or self._last[0] != shapes:
-            self._last = shapes, arranged(self._tower, self._table, shapes)
-        out = self._step(self._last[1].of(patches), "hidden")
+    def _encode(self, images: Sequence[Picture]) -> Sequence[Rows]:
+        shapes = tuple(image.shape for image in images)
+        if shapes not in self._arranged:
+            self._arranged[shapes] = arranged(self._tower, self._table, shapes, self._stream(shapes))
+            if len(self._arranged) > MOST_ARRANGED:
+                self._arranged.popitem(last=False)
+        self._arranged.move_to_end(shapes)
+        inputs, grids = self._arranged[shapes].of(images, self._threads), [image.grid for image in images]
+        if isinstance(self._step, KeepsRows):
+            return self._step.keep(inputs, grids, self._behind)
+        out = self._step(inputs, "hidden")
         parts = [rows for name in PARTS if (rows := getattr(out, name)) is not None]
-        ends = np.cumsum([0, *(rows * columns for rows, columns in (image.grid for image in images))])
+        ends = np.cumsum([0, *(rows * columns for rows, columns in grids)])
         # Each image has memory of its own: it is forgotten by itself.
         each = (np.concatenate([rows[start:end] for rows in parts], 1) for start, end in pairwise(ends))
-        return [self._broken(part, image) for part, image in zip(each, images, strict=True)]
+        return [self._broken(part, grid) for part, grid in zip(each, grids, strict=True)]
 
-    def _broken(self, part: Array, image: Picture) -> Array:
+    def _stream(self, shapes: Sequence[tuple[int, int]]) -> Array | None:
+        """Of images of one shape, the beginning of one array for all numbers of them: a device that has it has all."""
+        shape, count = shapes[0], len(shapes)
+        if len(set(shapes)) > 1:
+            return None
+        each = self._tower.classes + shape[0] * shape[1]
+        if self._equal is None or self._equal[0] != shape or len(self._equal[1]) < count * each:
+            most = max(1, self._step.limits.max_tokens // each)
+            held = max(count, min(most, 1 << (count - 1).bit_length()))
+            self._equal = shape, _streams(self._tower, self._table, [shape] * held)
+        return self._equal[1][: count * each]
+
+    def _broken(self, part: Array, grid: tuple[int, int]) -> Array:
         if self._behind is None:
             return part
-        grid = part.reshape(*image.grid, -1)
-        grid = np.concatenate([grid, np.broadcast_to(self._behind, (len(grid), 1, grid.shape[-1]))], 1)
-        return np.ascontiguousarray(grid.reshape(-1, grid.shape[-1])[:-1], np.float32)
+        rows = part.reshape(*grid, -1)
+        rows = np.concatenate([rows, np.broadcast_to(self._behind, (len(rows), 1, rows.shape[-1]))], 1)
+        return np.ascontiguousarray(rows.reshape(-1, rows.shape[-1])[:-1], np.float32)
 
 
 def preparation_of(tower: Tower) -> Preparation:
@@ -267,44 +297,51 @@ class Arranged:
     """Where each image's patches begin."""
     orders: Sequence[Array | None]
     """In which order they stand, if not in their own."""
+    classes: int
+    """Tokens before them that are no patches."""
 
-    def of(self, images: Sequence[Patches]) -> StepInputs:
-        """The step that encodes these."""
-        values = np.zeros((len(self.inputs.ids), images[0].values.shape[1]), np.float32)
-        for start, image, order in zip(self.starts, images, self.orders):
-            given = image.values
-            values[start : start + len(given)] = given if order is None else given[order]
+    def of(self, images: Sequence[Picture], threads: Executor | None = None) -> StepInputs:
+        """The step that encodes these. threads: what fills in several images at once."""
+        values = np.empty((len(self.inputs.ids), 3 * images[0].preparation.patch ** 2), np.float32)
+
+        def fill(place: int) -> None:
+            start, image, order = self.starts[place], images[place], self.orders[place]
+            end = start + image.shape[0] * image.shape[1]
+            values[start - self.classes : start] = 0
+            if order is None:
+                image.put(values[start:end])
+            else:
+                values[start:end] = image.patches()[order]
+
+        places = range(len(images))
+        if threads is None or len(images) == 1:
+            for place in places:
+                fill(place)
+        else:
+            list(threads.map(fill, places))
         return replace(self.inputs, patches=values)
 
 
-def tower_inputs(tower: Tower, table: Array | None, images: Sequence[Patches]) -> StepInputs:
+def tower_inputs(tower: Tower, table: Array | None, images: Sequence[Picture]) -> StepInputs:
     """A step that encodes these."""
     return arranged(tower, table, [image.shape for image in images]).of(images)
 
 
-def arranged(tower: Tower, table: Array | None, shapes: Sequence[tuple[int, int]]) -> Arranged:
+def arranged(tower: Tower, table: Array | None, shapes: Sequence[tuple[int, int]], stream: Array | None = None) -> Arranged:
     """The step of images of so many rows and columns of patches. Each begins with its class token, where there is one.
-    Groups stand window by window, where there are windows, and `out_rows` row by row."""
+    Groups stand window by window, where there are windows, and `out_rows` row by row. stream: of these, if it is known."""
     first = tower.classes
     starts = np.cumsum([0, *(first + rows * columns for rows, columns in shapes)]).astype(np.int32)
     windows, orders = list[Array](), list[Array | None]()
     none = np.zeros(starts[-1], np.int32)
-    stream, places = np.zeros((starts[-1], tower.n_embd), np.float32), np.zeros((starts[-1], 2), np.int32)
-    out_rows = list[Array]()
-    known: dict[tuple[int, int], tuple[Array, Array]] = {}
+    places, out_rows = np.zeros((starts[-1], 2), np.int32), list[Array]()
     for start, end, shape in zip(starts, starts[1:], shapes):
         order, ends = _windows(tower, *(side // tower.merge for side in shape))
-        if shape not in known:
-            known[shape] = in_groups(positions(tower, table, *shape), tower.merge), places_of(*shape, tower.merge)
-        embedded, at = known[shape]
-        rows = (tower.group * order[:, None] + np.arange(tower.group)).reshape(-1) if tower.window else None
-        stream[start + first : end] = embedded if rows is None else embedded[rows]
+        at, rows = places_of(*shape, tower.merge), _order(tower, order)
         places[start + first : end] = at if rows is None else at[rows]
         orders.append(rows)
         windows.append(start + tower.group * ends)
         out_rows.append(start + first + tower.group * np.argsort(order))
-        if first and table is not None:
-            stream[start] = table[0]
     window_start, seqs, query_start = None, len(shapes), starts
     if tower.window:
         # As many sequences as windows: those behind the images are empty.
@@ -319,11 +356,31 @@ def arranged(tower: Tower, table: Array | None, shapes: Sequence[tuple[int, int]
         kv_len=np.ones(seqs, np.int32),
         block_table=np.zeros((seqs, 1), np.int32),
         out_rows=np.concatenate(out_rows).astype(np.int32),
-        stream=stream,
+        stream=_streams(tower, table, shapes) if stream is None else stream,
         places=places,
         window_start=window_start,
     )
-    return Arranged(inputs, starts[:-1] + first, orders)
+    return Arranged(inputs, starts[:-1] + first, orders, first)
+
+
+def _streams(tower: Tower, table: Array | None, shapes: Sequence[tuple[int, int]]) -> Array:
+    """What the patches of such images, and their class tokens, are before they have been looked at."""
+    known: dict[tuple[int, int], Array] = {}
+    for shape in shapes:
+        if shape not in known:
+            order, _ = _windows(tower, *(side // tower.merge for side in shape))
+            embedded, rows = in_groups(positions(tower, table, *shape), tower.merge), _order(tower, order)
+            parts = [embedded if rows is None else embedded[rows]]
+            if tower.classes:
+                none = np.zeros((1, tower.n_embd), np.float32)
+                parts.insert(0, none if table is None else table[:1])
+            known[shape] = np.concatenate(parts)
+    return np.concatenate([known[shape] for shape in shapes], dtype=np.float32)
+
+
+def _order(tower: Tower, groups: Array) -> Array | None:
+    """The order of patches whose groups have this one; None where it is their own."""
+    return (tower.group * groups[:, None] + np.arange(tower.group)).reshape(-1) if tower.window else None
 
 
 def _windows(tower: Tower, rows: int, columns: int) -> tuple[Array, Array]:

@@ -63,7 +63,8 @@ def plan_model(opened: Opened) -> Planned:
     else:
         program = assemble(opened.spec, opened.tensors)
         if opened.eyes is not None:
-            taken = opened.eyes.nbytes(options.n_ctx or min(opened.spec.context_length, DEFAULT_CONTEXT))
+            n_ctx = options.n_ctx or min(opened.spec.context_length, DEFAULT_CONTEXT)
+            taken = opened.eyes.nbytes(n_ctx, keeps_rows=backend.name == "triton")
             device = replace(device, free=device.free - taken, budget=device.budget - taken)
         if options.draft is not None:
             draft = (plan_block if options.draft == MTP else plan_draft)(opened, program, device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -127,6 +127,33 @@ class SampleInputs:
     masks: Masks | None = None
 
 
+class Rows(Protocol):
+    """Rows of numbers, wherever they lie; an array is one."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> Rows: ...
+
+    def __array__(self, dtype: Any = None, /) -> Array: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Joined:
+    """Rows one behind the other that lie apart, perhaps on a device."""
+
+    pieces: Sequence[Rows]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.pieces))
+
+    def array(self) -> Array:
+        """All of them on the host, float32."""
+        return np.concatenate([np.asarray(piece, np.float32) for piece in self.pieces])
+
+
 @dataclass(frozen=True)
 class StepInputs:
     """A ragged batch: sequence s owns tokens `query_start[s]:query_start[s + 1]`, each with its slot in the cache."""
@@ -149,7 +176,7 @@ class StepInputs:
     places: Array | None = None  # [T, axes] int32, what rotates by more than one position
     see_to: Array | None = None  # [T] int32, the last position that a token sees: its own, or its image's last one
     image_rows: Array | None = None  # [T] int32, the row of `images` in a token's place, or -1
-    images: Array | None = None  # [N, W] float32, rows of encoded images, N from 1 to T
+    images: Array | Joined | None = None  # [N, W] float32, rows of encoded images, N from 1 to T
     patches: Array | None = None  # [T, P] float32, what a tower encodes
     window_start: Array | None = None  # [S + 1] int32, where windows of its tokens begin; there may be fewer sequences
 
@@ -166,7 +193,8 @@ class StepInputs:
             masks = self.sample and (self.sample.masks or no_masks(len(self.out_rows)))
             return None if masks is None else getattr(masks, name)
         owner = self if hasattr(self, name) else self.sample
-        return None if owner is None else getattr(owner, name)
+        found = None if owner is None else getattr(owner, name)
+        return found.array() if isinstance(found, Joined) else found
 
     def check(self, limits: Limits, n_vocab: int) -> None:
         """Raises `RequestError` if anything is out of range; a device never has to."""
@@ -381,6 +409,17 @@ class KeepsStates(Protocol):
 
     def finite_states(self, slot: int) -> bool:
         """Whether the states in this slot, of all layers, hold neither NaN nor infinity; True where there are none."""
+
+
+@runtime_checkable
+class KeepsRows(Protocol):
+    """A step of a tower whose rows can stay on its device, which other steps of the same backend read them from."""
+
+    def keep(self, inputs: StepInputs, grids: Sequence[tuple[int, int]], behind: Array | None) -> Sequence[Rows]:
+        """Of images of so many rows and columns of `out_rows`, what the program returns with `hidden`, side by side.
+
+        float32; each image has memory of its own. behind: what stands behind each row of an image but its last. Waits for
+        nothing."""
 
 
 @runtime_checkable

@@ -31,7 +31,7 @@ def pack(**fields: Any) -> bytes:
 
 def pack_step(inputs: StepInputs, want: Want) -> bytes:
     """`StepInputs` and what is wanted, 4 bytes a number."""
-    arrays = [getattr(inputs, name) for name in _ARRAYS]
+    arrays = [inputs.named(name) for name in _ARRAYS]
     rows = -1 if inputs.sample is None else len(inputs.out_rows)
     lists = None if inputs.sample is None else inputs.sample.lists
     entries = -1 if lists is None else len(lists.list_ids)

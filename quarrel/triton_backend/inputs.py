@@ -13,10 +13,11 @@ from quarrel.errors import RequestError
 from quarrel.ops.adjust import MOST_LISTED
 from quarrel.ops.contract import Array, Value
 from quarrel.ops.program import group_input
-from quarrel.ops.step import Limits, Lists, SampleInputs, StepInputs, no_lists, no_masks
+from quarrel.ops.step import Joined, Limits, Lists, SampleInputs, StepInputs, no_lists, no_masks
 from quarrel.triton_backend.attention.splits import MOST_SPLITS, most_splits, split_keys, splits_of, splits_of_one
 from quarrel.triton_backend.runtime.arrays import Slot
 from quarrel.triton_backend.runtime.launch import cdiv, power_of_two
+from quarrel.triton_backend.runtime.rows import DeviceRows
 from quarrel.triton_backend.runtime.site import Batch, Tables
 
 _SAMPLE = ("temperature", "top_k", "top_p", "min_p", "uniform")
@@ -334,8 +335,11 @@ class InputBuffer:
                 raise RequestError(f"step inputs are unusable: no {name}, which the program reads")
             if name == "images" and int(inputs.image_rows.max()) < 0:
                 continue
-            if self.sees and name == "stream":  # the very array of the step before is there already
-                if values is self._stream:
+            if isinstance(values, Joined):
+                _join(slot.tensor, values)
+                continue
+            if self.sees and name == "stream":  # what the step before began with is there already
+                if self._stream is not None and _begins(self._stream, values):
                     continue
                 self._stream = values
             rows = torch.from_numpy(np.ascontiguousarray(values, np.float32).reshape(-1))
@@ -351,6 +355,23 @@ class InputBuffer:
             self._masks.tensor[: len(flat)].copy_(self._sent_masks[turn][: len(flat)], non_blocking=True)
         if self._sent:
             self._sent[turn].record()
+
+
+def _begins(whole: Array, part: Array) -> bool:
+    """Whether they lie in one place, and the part is no longer; nobody writes to either."""
+    same = whole.ctypes.data == part.ctypes.data and whole.strides == part.strides
+    return same and whole.dtype == part.dtype == np.float32 and len(part) <= len(whole)
+
+
+def _join(target: torch.Tensor, rows: Joined) -> None:
+    """Copies rows to where a step reads them; those of a device stay on it."""
+    at = 0
+    for piece in rows.pieces:
+        there = isinstance(piece, DeviceRows)
+        given = piece.tensor if there else torch.from_numpy(np.ascontiguousarray(piece, np.float32))
+        end = at + given.numel()
+        target[at:end].view(given.shape).copy_(given, non_blocking=there)
+        at = end
 
 
 def _width(value: Value) -> int:

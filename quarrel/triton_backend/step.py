@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import groupby
@@ -50,6 +50,7 @@ from quarrel.triton_backend.plan import Plan
 from quarrel.triton_backend.runtime import transfer
 from quarrel.triton_backend.runtime.cache import copy_blocks, copy_states
 from quarrel.triton_backend.runtime.launch import power_of_two
+from quarrel.triton_backend.runtime.rows import DeviceRows
 from quarrel.triton_backend.runtime.site import Batch, Launch
 from quarrel.triton_backend.timing import EventClock, HostClock, Stopwatch
 
@@ -159,17 +160,8 @@ class TritonStep:
 
     def launch(self, inputs: StepInputs, want: Want) -> Pending:
         """Starts a step. On a GPU, all but logits is on its way when this returns; those are waited for."""
-        wanted = outputs_of(want)
-        if any(name not in self._outputs for name in wanted):
-            raise RequestError(f"this program has no {want}: ask for one of {', '.join(self._outputs)}")
-        if "tokens" in wanted and inputs.sample is None:
-            raise RequestError("tokens are asked for without sampling controls: fill StepInputs.sample")
-        if self._plan.states and inputs.state_slots is None:
-            raise RequestError("this program keeps recurrent state: fill StepInputs.state_slots")
-        self._inputs.check(inputs, self._n_vocab, self._n_positions, self._last_rows)
-        # A thread starts on device 0, whatever device the model was loaded on.
-        device = self._plan.device
-        with torch.cuda.device(device) if self._on_gpu else nullcontext():
+        wanted = self._checked(inputs, want)
+        with self._device():
             rows = len(inputs.out_rows)
             self._start(inputs, want, rows)
             if "tokens" in wanted:
@@ -181,6 +173,38 @@ class TritonStep:
                 if sum(map(prod, shapes.values())) <= MOST_PINNED:
                     return _Launched({name: self._copied(self._outputs[name], shape) for name, shape in shapes.items()})
             return Done(StepOutputs(**{name: self._read(self._outputs[name], sizes) for name in results}))
+
+    def _checked(self, inputs: StepInputs, want: Want) -> tuple[str, ...]:
+        """What is wanted, by name. Raises RequestError for what cannot be run."""
+        wanted = outputs_of(want)
+        if any(name not in self._outputs for name in wanted):
+            raise RequestError(f"this program has no {want}: ask for one of {', '.join(self._outputs)}")
+        if "tokens" in wanted and inputs.sample is None:
+            raise RequestError("tokens are asked for without sampling controls: fill StepInputs.sample")
+        if self._plan.states and inputs.state_slots is None:
+            raise RequestError("this program keeps recurrent state: fill StepInputs.state_slots")
+        self._inputs.check(inputs, self._n_vocab, self._n_positions, self._last_rows)
+        return wanted
+
+    def _device(self) -> AbstractContextManager[Any]:
+        """A thread starts on device 0, whatever device the model was loaded on."""
+        return torch.cuda.device(self._plan.device) if self._on_gpu else nullcontext()
+
+    def keep(self, inputs: StepInputs, grids: Sequence[tuple[int, int]], behind: np.ndarray | None) -> list[DeviceRows]:
+        """See `ops.step.KeepsRows`."""
+        self._checked(inputs, "hidden")
+        with self._device():
+            self._start(inputs, "hidden", len(inputs.out_rows))
+            values = [self._outputs[name] for name in results_of("hidden", self._outputs)]
+            widths = [int(value.dims[1]) for value in values]
+            parts = [self._plan.slots[value.id].tensor for value, width in zip(values, widths)]
+            made, at = list[DeviceRows](), 0
+            for rows, columns in grids:
+                end = at + rows * columns
+                each = [part[at * width : end * width].view(-1, width) for part, width in zip(parts, widths)]
+                made.append(DeviceRows.of(each, None if behind is None else (columns, behind)))
+                at = end
+            return made
 
     def __call__(self, inputs: StepInputs, want: Want) -> StepOutputs:
         """Runs once; the result is on the host when this returns."""

@@ -74,21 +74,6 @@ class Preparation:
 
 
 @dataclass(frozen=True)
-class Patches:
-    """An image as a tower reads it. `values` `[T, 3 * patch * patch]` float32; `places` `[T, 2]` int32, row and column."""
-
-    values: Array
-    places: Array
-    merge: int
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and columns of patches."""
-        rows, columns = self.places[-1] + 1
-        return int(rows), int(columns)
-
-
-@dataclass(frozen=True)
 class Picture:
     """An image of a request: pixels `[H, W, 3]` uint8, resized, and what a tower makes of it by name and size."""
 
@@ -117,18 +102,32 @@ class Picture:
         head = f"{self.pixels.shape} {self.preparation}".encode()
         return hashlib.blake2b(head + self.pixels.tobytes(), digest_size=32).digest()
 
-    def patches(self) -> Patches:
-        p = self.preparation
-        mean, std = (np.array(a, np.float32) for a in (p.mean, p.std))
-        # Of each byte and channel once; bytes are moved, and then looked up.
-        table = ((np.arange(256, dtype=np.float32)[:, None] / np.float32(255) - mean) / std).T
-        rows, columns = (side // p.patch for side in self.pixels.shape[:2])
-        grid = self.pixels.reshape(rows, p.patch, columns, p.patch, 3).transpose(0, 2, 4, 1, 3)
-        whole = in_groups(grid, p.merge).reshape(rows * columns, 3, -1)
-        values = np.empty(whole.shape, np.float32)
-        for channel in range(3):
-            np.take(table[channel], whole[:, channel], out=values[:, channel], mode="clip")
-        return Patches(values.reshape(rows * columns, -1), places_of(rows, columns, p.merge), p.merge)
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of its patches."""
+        height, width = self.pixels.shape[:2]
+        return height // self.preparation.patch, width // self.preparation.patch
+
+    def put(self, values: Array) -> None:
+        """Writes its patches to `[T, 3 * patch * patch]` float32; a row of groups at a time is what a core keeps near."""
+        p, (rows, columns) = self.preparation, self.grid
+        side, merge = p.patch, p.merge
+        mean, std = (np.array(each, np.float32)[:, None] for each in (p.mean, p.std))
+        moved = self.pixels.reshape(rows, merge, side, columns, merge, side, 3).transpose(0, 3, 1, 4, 6, 2, 5)
+        made = values.reshape(rows, columns, merge, merge, 3, side, side)
+        each = values.reshape(rows, -1, 3, side * side)
+        for row in range(rows):
+            made[row] = moved[row]
+            each[row] /= np.float32(255)
+            each[row] -= mean
+            each[row] /= std
+
+    def patches(self) -> Array:
+        """`[T, 3 * patch * patch]` float32."""
+        rows, columns = self.shape
+        values = np.empty((rows * columns, 3 * self.preparation.patch**2), np.float32)
+        self.put(values)
+        return values
 
 
 def places_of(rows: int, columns: int, merge: int) -> Array:

@@ -13,9 +13,12 @@ import pytest
 from PIL import Image
 
 import quarrel
+from quarrel.cpu_backend.backend import create as cpu
 from quarrel.engine import Request, SamplingParams
 from quarrel.engine.images import PlacedImage, Sight
 from quarrel.errors import RequestError, UnsupportedModel
+from quarrel.gguf import GGUFFile
+from quarrel.llm.images import Eyes
 from quarrel.llm.texts import VocabularyTexts
 from quarrel.vision.patches import Picture
 from tests.paths import need_cases
@@ -124,6 +127,29 @@ def test_what_further_towers_see_is_the_same_in_pieces_and_beside_others(case: s
         pairs = zip(first.prompt_logprobs or (), second.prompt_logprobs or (), strict=True)
         assert max(abs(a.logprob - b.logprob) for a, b in pairs) < 1e-4
     assert whole[0].prompt_logprobs != whole[1].prompt_logprobs
+
+
+def test_many_images_go_in_equal_steps_that_share_what_does_not_change() -> None:
+    """Five of 24 patches with room for four in a step: three and two, the positions of both in one array."""
+    with GGUFFile.open(need_cases("qwen3vl") / "mmproj-f16.gguf") as file:
+        eyes = Eyes(file)
+        encoder = eyes.encoder(cpu(), "float32", 24)
+        try:
+            most, each = encoder._step.limits.max_tokens, 24
+            encoder._step.limits = replace(encoder._step.limits, max_tokens=4 * each)
+            assert most >= 4 * each
+            given = [Picture(picture(seed, 96, 64), eyes.preparation) for seed in range(5)]
+            images = [PlacedImage(0, p.placed, p.digest(), p) for p in given]
+            together = encoder.encode(images)
+            assert [len(shapes) for shapes in encoder._arranged] == [3, 2]
+            first, second = (arranged.inputs.stream for arranged in encoder._arranged.values())
+            assert first is not None
+            assert second is not None
+            assert np.shares_memory(first, second)
+            for image, rows in zip(images, together, strict=True):
+                assert np.array_equal(rows, encoder.encode([image])[0])
+        finally:
+            encoder.close()
 
 
 def test_an_image_is_encoded_once_and_its_prefix_found_again(llm: quarrel.LLM) -> None:
