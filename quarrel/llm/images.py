@@ -227,13 +227,13 @@ class TowerEncoder:
         most, sizes = self._step.limits.max_tokens, [self._rows(picture) for picture in pictures]
         share = -(-sum(sizes) // -(-sum(sizes) // most))
         rows: list[Rows] = []
-        group, held = list[Picture](), 0
+        group, taken = list[Picture](), 0
         for picture, size in zip(pictures, sizes):
-            if group and (held >= share or held + size > most):
+            if group and (taken >= share or taken + size > most):
                 rows += self._encode(group)
-                group, held = [], 0
+                group, taken = [], 0
             group.append(picture)
-            held += size
+            taken += size
         return [*rows, *self._encode(group)]
 
     def close(self) -> None:
@@ -269,8 +269,8 @@ class TowerEncoder:
         each = self._tower.classes + shape[0] * shape[1]
         if self._equal is None or self._equal[0] != shape or len(self._equal[1]) < count * each:
             most = max(1, self._step.limits.max_tokens // each)
-            held = max(count, min(most, 1 << (count - 1).bit_length()))
-            self._equal = shape, _streams(self._tower, self._table, [shape] * held)
+            copies = max(count, min(most, 1 << (count - 1).bit_length()))
+            self._equal = shape, _streams(self._tower, self._table, [shape] * copies)
         return self._equal[1][: count * each]
 
     def _broken(self, part: Array, grid: tuple[int, int]) -> Array:

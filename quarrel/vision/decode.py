@@ -1,4 +1,4 @@
-"""Pictures decoded and resized in a process of their own, which is killed when it takes too long."""
+"""Pictures decoded and resized in processes of their own, which are killed when they take too long."""
 
 from __future__ import annotations
 
@@ -25,17 +25,20 @@ WORKER: Final = Path(__file__).with_name("decode_worker.py")
 MAX_BYTES: Final = 32 << 20
 MAX_PIXELS: Final = 50_000_000
 START_S: Final = 60.0
+MOST_WORKERS: Final = 4
+"""Processes; one decodes some hundred pictures of 448 x 448 a second."""
 DECODE_S: Final = 30.0
 NEEDS_PILLOW: Final = "pictures are decoded by Pillow, which is not installed: pip install 'longbow-quarrel[images]'"
 
 
 class Decoder:
-    """One worker, started when first needed and after each one that had to be stopped. Thread-safe."""
+    """A few workers, of which the first free one takes a picture. Thread-safe."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._child: Child | None = None
-        self._close: weakref.finalize[[Child], Decoder] | None = None
+    def __init__(self, workers: int = 0) -> None:
+        """workers: at most so many processes; 0 is half of the cores, up to `MOST_WORKERS`."""
+        count = workers or max(1, min(MOST_WORKERS, (os.cpu_count() or 1) // 2))
+        self._count, self._idle = count, [_Worker() for _ in range(count)]
+        self._changed = threading.Condition()
 
     def picture(self, source: object, preparation: Preparation) -> Picture:
         """The pixels that a tower wants of a path, bytes, a data URL, a PIL image or an array `[H, W, 3]` uint8.
@@ -45,24 +48,51 @@ class Decoder:
         head, data = read(source)
         if importlib.util.find_spec("PIL") is None:
             raise RequestError(NEEDS_PILLOW, "image")
-        with self._lock:
-            try:
-                return self._picture(head, data, preparation)
-            except RequestError:
-                raise
-            except (OSError, ValueError, KeyError) as error:
-                slow = isinstance(error, TimeoutError)
-                self._end()
-                what = "takes too long to decode" if slow else "brought down the process that decodes it"
-                raise RequestError(f"an image {what}: send another", "image") from None
-            except BaseException:
-                self._end()  # an interrupt: the reply must not be taken for the next picture's
-                raise
+        with self._changed:
+            self._changed.wait_for(lambda: self._idle)
+            worker = self._idle.pop()  # the one that was busy last: others start when several are needed
+        try:
+            return worker.picture(head, data, preparation)
+        finally:
+            with self._changed:
+                self._idle.append(worker)
+                self._changed.notify_all()
 
     def close(self) -> None:
-        """Ends the worker; a later picture starts another."""
-        with self._lock:
-            self._end()
+        """Ends the workers; a later picture starts another."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._idle) == self._count)
+            for worker in self._idle:
+                worker.end()
+
+
+class _Worker:
+    """One process, started when first needed and after each one that had to be stopped. One thread at a time."""
+
+    def __init__(self) -> None:
+        self._child: Child | None = None
+        self._close: weakref.finalize[[Child], _Worker] | None = None
+
+    def picture(self, head: Mapping[str, Any], data: bytes, preparation: Preparation) -> Picture:
+        """What it makes of a picture; it is ended where it did not answer. Raises RequestError."""
+        try:
+            return self._picture(head, data, preparation)
+        except RequestError:
+            raise
+        except (OSError, ValueError, KeyError) as error:
+            slow = isinstance(error, TimeoutError)
+            self.end()
+            what = "takes too long to decode" if slow else "brought down the process that decodes it"
+            raise RequestError(f"an image {what}: send another", "image") from None
+        except BaseException:
+            self.end()  # an interrupt: the reply must not be taken for the next picture's
+            raise
+
+    def end(self) -> None:
+        """Kills the process; a later picture starts another."""
+        if self._close is not None:
+            self._close()
+        self._child = self._close = None
 
     def _picture(self, head: Mapping[str, Any], data: bytes, preparation: Preparation) -> Picture:
         started = self._child is not None and self._child.running
@@ -90,11 +120,6 @@ class Decoder:
         wanted = {"size": [width, height], "filter": preparation.filter, "pad": preparation.pad}
         pixels = ask(json.dumps(wanted).encode())
         return Picture(np.frombuffer(pixels, np.uint8).reshape(height, width, 3), preparation)
-
-    def _end(self) -> None:
-        if self._close is not None:
-            self._close()
-        self._child = self._close = None
 
 
 def read(source: object) -> tuple[Mapping[str, Any], bytes]:

@@ -6,6 +6,8 @@ import io
 import struct
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import numpy as np
 import pytest
@@ -116,3 +118,26 @@ def test_what_cannot_be_decoded_is_a_sentence_and_the_next_picture_is_read(decod
 def test_damaged_pictures_are_read_or_refused(decoder: Decoder, form: str) -> None:
     found = fuzz(form, 60, 5, decoder)
     assert (found["read"] + found["refused"], found["refused"] > 0) == (60, True)
+
+
+def test_callers_do_not_wait_for_each_others_pictures() -> None:
+    """Two pictures at once are two processes; one after the other they are one."""
+    decoder, both = Decoder(2), Barrier(2, timeout=60)
+
+    class Slow(Preparation):
+        """Both are being decoded when either is."""
+
+        def size(self, width: int, height: int) -> tuple[int, int]:
+            both.wait()
+            return super().size(width, height)
+
+    slow = Slow(**vars(QWEN))
+    try:
+        alone = [decoder.picture(encoded("PNG"), QWEN).pixels for _ in range(2)]
+        assert sum(worker._child is not None for worker in decoder._idle) == 1
+        with ThreadPoolExecutor(2) as threads:
+            made = list(threads.map(lambda _: decoder.picture(encoded("PNG"), slow).pixels, range(2)))
+        assert sum(worker._child is not None for worker in decoder._idle) == 2
+        assert all(np.array_equal(each, alone[0]) for each in (*alone, *made))
+    finally:
+        decoder.close()
