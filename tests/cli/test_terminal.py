@@ -1,4 +1,4 @@
-"""`quarrel chat` with prompt_toolkit, key by key: from a pipe of keys, and in a terminal."""
+"""`quarrel chat` in a terminal, with prompt_toolkit: what is typed, and what is shown."""
 
 from __future__ import annotations
 
@@ -13,31 +13,7 @@ from typing import Any
 
 import pytest
 
-from quarrel.cli.editor import Toolkit, read_message
-from quarrel.cli.slash import COMMANDS
 from tests.cli.support import GREEDY, ROOT
-
-toolkit = pytest.importorskip("prompt_toolkit", reason="prompt_toolkit is not installed")
-
-
-def test_several_lines_and_a_history(tmp_path: Path) -> None:
-    from prompt_toolkit.input import create_pipe_input
-    from prompt_toolkit.output import DummyOutput
-
-    with create_pipe_input() as keys:
-        editor = Toolkit(COMMANDS, tmp_path / "history", input=keys, output=DummyOutput())
-        up, alt_enter = "\x1b[A", "\x1b\r"
-        for typed, wanted in (
-            (f"one{alt_enter}two\r", "one\ntwo"),
-            (f"{up}{up}!\r", "one!\ntwo"),  # up through the lines of the message before
-            ("/system be kind\r", "/system be kind"),
-        ):
-            keys.send_text(typed)
-            assert read_message(editor) == wanted
-        keys.send_text("\x04")
-        with pytest.raises(EOFError):
-            read_message(editor)
-    assert "/system be kind" in (tmp_path / "history").read_text()
 
 
 class Screen:
