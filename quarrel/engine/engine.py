@@ -70,7 +70,7 @@ class Engine:
 
     make_step: makes the step, and makes it again when one broke. width: of the widest row that may be wanted. ended: called
     with each sequence that has finished. make_drafter: makes the draft model's part, likewise. profile_steps: one step in
-    so many is timed by its parts, if the step can do that; 0 is none. sight: how the model takes images.
+    so many is timed by its parts, if the step can do that; 0 is none. beside: as the scheduler's. sight: how the model takes images.
     make_encoder: makes what encodes them.
     """
 
@@ -84,6 +84,7 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
         make_drafter: MakeDrafter | None = None,
         profile_steps: int = 0,
+        beside: int | None = None,
         sight: SightRules | None = None,
         make_encoder: Callable[[], EncodesImages] | None = None,
     ) -> None:
@@ -95,7 +96,9 @@ class Engine:
         self.stats = Stats()
         self.cache = Cache(self.step.limits, self._copy_blocks, self._copy_states, rules)
         rows = ROW_BUDGET // width
-        self.scheduler = Scheduler(self.step.limits, self.cache, max_rows=rows, clock=clock, propose=self._propose)
+        self.scheduler = Scheduler(
+            self.step.limits, self.cache, max_rows=rows, clock=clock, propose=self._propose, beside=beside
+        )
         self._make_step, self._ended, self._clock = make_step, ended, clock
         self._inputs = Inputs(self.step.limits, self.cache, sight)
         self._in_flight: _InFlight | None = None

@@ -77,6 +77,7 @@ class Loop:
         max_waiting: int = MAX_WAITING,
         make_drafter: MakeDrafter | None = None,
         profile_steps: int = 0,
+        beside: int | None = None,
         sight: SightRules | None = None,
         make_encoder: Callable[[], EncodesImages] | None = None,
     ) -> Step:
@@ -94,6 +95,7 @@ class Loop:
                 ended=self._ended,
                 make_drafter=make_drafter,
                 profile_steps=profile_steps,
+                beside=beside,
                 sight=sight,
                 make_encoder=make_encoder,
             )

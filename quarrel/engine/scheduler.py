@@ -6,6 +6,8 @@
              never passed over for want of blocks
     preempt  when a running sequence finds no block for its next token, the one of the last turn goes back to the queue; so
              does one of a higher rank for one that waits. It starts again later, from what the cache still has of it
+    beside   tokens of prompts that a step takes at most where others decode, who wait for all of it; as many as fit by
+             default, which gives the most tokens a second
 
 A step serves one kind of result: tokens drawn, or rows of every position; the kinds take turns.
 """
@@ -58,7 +60,8 @@ DRAIN = Batch("tokens", ())
 
 
 class Scheduler:
-    """The queue, the running sequences, and each step's share of them. max_rows: of one step."""
+    """The queue, the running sequences, and each step's share of them. max_rows: of one step. beside: tokens of prompts in a
+    step with sequences that decode; texts that run whole and images are not cut."""
 
     def __init__(
         self,
@@ -68,6 +71,7 @@ class Scheduler:
         max_rows: int,
         clock: Callable[[], float] = time.perf_counter,
         propose: Propose = lambda wanted: {},
+        beside: int | None = None,
     ) -> None:
         assert limits.max_tokens >= limits.max_seqs, "a step must hold a token of each running sequence"
         self.limits, self.cache, self.clock = limits, cache, clock
@@ -75,6 +79,7 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # in order of turns
         self.max_tokens = limits.max_tokens
+        self._beside = limits.max_tokens if beside is None else beside
         self.preempted = 0
         self._max_rows = max(max_rows, limits.max_seqs)
         self._slots = list(range(limits.max_seqs - 1, -1, -1))
@@ -150,8 +155,11 @@ class Scheduler:
             parts.append(Part(sequence, sequence.computed, count, 1 + len(draft), draft, sequence in drafted))
             tokens, rows = tokens - count, rows - 1 - len(draft)
         # Those that must run whole keep their order, so that each comes first, and fits, after a while.
+        beside = self._beside if parts else tokens
         for sequence in others:
             most = tokens if sequence.whole or not sequence.every_row else min(tokens, rows)
+            if not sequence.whole and sequence.sight is None:
+                most = min(most, beside)
             count = sequence.chunk(most, not parts)
             if count <= 0:
                 continue
@@ -163,7 +171,7 @@ class Scheduler:
             if wanted > rows and not sequence.whole:
                 continue
             parts.append(Part(sequence, sequence.computed, count, wanted))
-            tokens, rows = tokens - count, rows - wanted
+            tokens, rows, beside = tokens - count, rows - wanted, max(0, beside - count)
         if not parts:
             return None
         want = _want({p.sequence.want for p in parts if p.rows}, parts)

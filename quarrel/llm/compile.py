@@ -48,6 +48,7 @@ def compile_model(opened: Opened, planned: Planned) -> Compiled:
             max_waiting=options.max_waiting,
             make_drafter=None if planned.draft is None else lambda: _drafter(opened, planned),
             profile_steps=profile_steps(opened, planned.program),
+            beside=options.beside_tokens,
             sight=planned.sight,
             make_encoder=_encoder(opened, planned),
         )

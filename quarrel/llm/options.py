@@ -345,6 +345,15 @@ class LoadOptions:
             " By default 16 on a CPU, and none on CUDA, where a timed step takes several times as long.",
         ),
     )
+    beside_tokens: int | None = field(
+        default=None,
+        metadata=_about(
+            Whole(1, 1 << 20),
+            "tokens of prompts in one step at most where other sequences decode, who wait for it: fewer make the longest gap"
+            " between two tokens shorter, and all together a little slower. By default as many as fit a step, 4096 on CUDA.",
+            "tokens of prompts in one step at most where other sequences decode; by default as many as fit, 4096 on CUDA",
+        ),
+    )
     progress: Progress | None = field(
         default=None,
         metadata=_about(

@@ -153,7 +153,7 @@ def test_every_option_of_loading_reaches_the_model(command: str) -> None:
     )
     line += " --deterministic --threads 3 --tensor-parallel 2 --experts-on-cpu 4 --rope-scaling yarn --rope-scale 2"
     line += " --pipeline-parallel 3 --expert-memory 20GiB --yarn-orig-ctx 64 --decoded-weights never --quantize q8_0"
-    line += " --mmproj p.gguf --allow-image-urls --gpu-layers 5 --hosts auto --prefill grpc://h:1"
+    line += " --mmproj p.gguf --allow-image-urls --gpu-layers 5 --hosts auto --prefill grpc://h:1 --beside-tokens 256"
     options = load_options(make_parser().parse_args([command, *line.split()]))
     wanted = {
         "backend": "cpu", "compute": "float32", "n_ctx": 96, "memory": 1 << 30, "threads": 3, "kv_cache": "int8",
@@ -161,6 +161,7 @@ def test_every_option_of_loading_reaches_the_model(command: str) -> None:
         "experts_on_cpu": 4, "pipeline_parallel": 3, "expert_memory": 20 << 30, "rope_scaling": "yarn", "rope_scale": 2.0,
         "yarn_orig_ctx": 64, "decoded_weights": "never", "quantize": "q8_0", "mmproj": "p.gguf",
         "allow_image_urls": True, "gpu_layers": 5, "hosts": "auto", "prefill": "grpc://h:1",
+        "beside_tokens": 256,
     }  # fmt: skip
     assert {name: getattr(options, name) for name in wanted} == wanted
     assert {option.name for option in dataclasses.fields(LoadOptions) if option.metadata["help"]} == set(wanted)

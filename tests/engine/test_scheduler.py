@@ -51,12 +51,18 @@ class Table:
     """A scheduler, the step that it feeds, and a clock to be moved by hand."""
 
     def __init__(
-        self, max_tokens: int = 8, max_seqs: int = 3, n_blocks: int = 20, n_ctx: int = 24, max_rows: int = 100
+        self,
+        max_tokens: int = 8,
+        max_seqs: int = 3,
+        n_blocks: int = 20,
+        n_ctx: int = 24,
+        max_rows: int = 100,
+        beside: int | None = None,
     ) -> None:
         limits = Limits(max_tokens, max_seqs, n_ctx // BLOCK, n_blocks, BLOCK)
         self.step, self.now = HistoryStep(limits), 0.0
         self.cache = Cache(limits, self.step.copy_blocks, self.step.copy_states, CacheRules())
-        self.scheduler = Scheduler(limits, self.cache, max_rows=max_rows, clock=lambda: self.now)
+        self.scheduler = Scheduler(limits, self.cache, max_rows=max_rows, clock=lambda: self.now, beside=beside)
         self.inputs = Inputs(limits, self.cache)
 
     def add(self, *runs: Run) -> None:
@@ -87,6 +93,15 @@ def test_a_long_prompt_runs_in_pieces_beside_those_who_decode() -> None:
     assert table.advance() == [(2, 1)]
     table.add(Run(list(range(15)), 2))
     assert [table.advance() for _ in range(3)] == [[(1, 1), (7, 0)], [(1, 1), (7, 0)], [(1, 1), (1, 1)]]
+
+
+def test_prompts_take_no_more_than_they_may_beside_those_who_decode() -> None:
+    table = Table(beside=3)
+    table.add(Run(list(range(12)), 3))
+    assert [table.advance() for _ in range(2)] == [[(8, 0)], [(4, 1)]]  # alone as much as fits
+    table.add(Run([4, 3, 2, 1, 0], 1), Run([3, 3, 3], 1))
+    assert [table.advance() for _ in range(2)] == [[(1, 1), (3, 0)], [(1, 1), (2, 1), (1, 0)]]
+    assert table.advance() == [(2, 1)]
 
 
 def test_drawn_on_the_host_and_on_the_device_share_a_step() -> None:

@@ -26,7 +26,7 @@ VALUES: dict[str, Any] = {
     "decoded_weights": "never", "threads": 3, "tensor_parallel": 2, "pipeline_parallel": 2,
     "gpu_layers": "auto", "experts_on_cpu": 0, "expert_memory": 1 << 30,
     "rope_scaling": "yarn", "rope_scale": 2.0, "yarn_orig_ctx": 64, "draft": "small.gguf",
-    "adapters": {"one": "one.gguf"}, "profile_steps": 4, "quantize": "q8_0",
+    "adapters": {"one": "one.gguf"}, "profile_steps": 4, "beside_tokens": 64, "quantize": "q8_0",
     "mmproj": "mmproj.gguf", "allow_image_urls": True, "hosts": "ray://head:10001", "prefill": "grpc://h:1",
 }  # fmt: skip
 """A value of each that is not the default; all but `progress`, which stays in its process."""
@@ -93,6 +93,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "draft": (5,),
     "adapters": (5, ["a"], {"a:b": "file"}, {"": "file"}, {f"a{i}": "file" for i in range(65)}),
     "profile_steps": (-1, 0.5, True),
+    "beside_tokens": (0, 0.5, True),
     "progress": (5,),
 }
 
