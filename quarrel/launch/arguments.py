@@ -88,6 +88,7 @@ no_jinja --no-jinja
 ignore_eos --ignore-eos
 cpu_moe -cmoe --cpu-moe LLAMA_ARG_CPU_MOE
 no_slots --no-slots
+lora_unapplied --lora-init-without-apply
 no_page --no-webui --no-ui
 so --offline --jinja --slots --props --no-log-prefix --no-log-timestamps --log-disable
 verbose -v --verbose --log-verbose

@@ -302,6 +302,8 @@ def settings_of(
         body_limit=256 << 20,
         rates=Rates(0, 0, 0, 0),
         adapter=_ADAPTER if args.loras else None,
+        adapter_file=args.loras[0] if args.loras else "",
+        adapter_applied="lora_unapplied" not in args.switches,
         context_shift="context_shift" in args.switches,
         keep=args.number("keep") or 0,
         slot_save_path=folder_of(args, "slot_save_path"),

@@ -57,6 +57,10 @@ class Settings:
     """Speak llama-server's protocol, in the place of routes and errors that are called alike, and of Ollama's."""
     adapter: str | None = None
     """In that protocol: the adapter of requests, which name none there."""
+    adapter_file: str = ""
+    """Where it came from."""
+    adapter_applied: bool = True
+    """Whether requests have it from the start."""
     sampling: Sampling | None = field(default=None, hash=False)
     """In that protocol: what holds where a request says nothing."""
     context_shift: bool = False

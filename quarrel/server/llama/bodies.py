@@ -11,6 +11,7 @@ from quarrel.engine import Sampling
 from quarrel.llm import Structure
 from quarrel.server.errors import Refused
 from quarrel.server.fields import Body, Number, Text
+from quarrel.server.llama.lora import Scale
 from quarrel.server.reader import Reading
 from quarrel.server.schemas import ChatBody as OpenAIChatBody
 
@@ -101,6 +102,8 @@ class Samplers(Body):
     timings_per_token: StrictBool | None = None
     preserved_tokens: list[StrictStr] | None = None
     """Control tokens whose names are kept in the text."""
+    lora: Annotated[list[Scale], Field(max_length=64)] | None = None
+    """Scales of adapters, by number, in place of the server's."""
 
     def shared(self) -> Sampling:
         """What chat and completions have in common, in the engine's words: what was given, and nothing else."""

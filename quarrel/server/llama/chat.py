@@ -22,6 +22,7 @@ from quarrel.server.lines import DONE, SSE
 from quarrel.server.lines import event as line
 from quarrel.server.llama.bodies import ChatBody
 from quarrel.server.llama.completion import biases_of, check_room, final, keep_of, probability, service_of
+from quarrel.server.llama.lora import Lora
 from quarrel.server.llama.media import with_files
 from quarrel.server.llama.progress import Progress, timings
 from quarrel.server.llama.slots import Slots
@@ -32,14 +33,14 @@ from quarrel.server.settings import Settings
 Json = dict[str, Any]
 
 
-def routes(dispatcher: Dispatcher, slots: Slots) -> Routes:
+def routes(dispatcher: Dispatcher, slots: Slots, lora: Lora) -> Routes:
     """Chat."""
     router = Routes()
 
     async def chat(request: Request) -> Response:
         """The next message of a conversation."""
         body, headers = await read_body(request, ChatBody, dispatcher)
-        return await _answer(dispatcher, slots, request, body, headers)
+        return await _answer(dispatcher, slots, lora, request, body, headers)
 
     async def count(request: Request) -> Response:
         """How many tokens a conversation's prompt has."""
@@ -71,13 +72,13 @@ def variables(settings: Settings, body: ChatBody) -> Json:
 
 
 async def _answer(
-    dispatcher: Dispatcher, slots: Slots, request: Request, body: ChatBody, headers: dict[str, str]
+    dispatcher: Dispatcher, slots: Slots, lora: Lora, request: Request, body: ChatBody, headers: dict[str, str]
 ) -> Response:
     await asyncio.to_thread(with_files, body.messages, dispatcher.settings.media_path)
     messages = [m.plain() for m in body.messages]
     reading = body.reading()
     options: Any = {"max_tokens": None, **(dispatcher.settings.sampling or {}), **body.sampling()}
-    structure = body.structure()
+    structure, adapter = body.structure(), body.adapter or lora.chosen(body.lora)
     if structure is not None:
         options.pop("ignore_eos", None)
 
@@ -92,7 +93,7 @@ async def _answer(
             template_kwargs=variables(dispatcher.settings, body),
             service=service_of(service, body),
             structure=structure,
-            adapter=body.adapter or dispatcher.settings.adapter,
+            adapter=adapter,
             keep=keep_of(dispatcher.settings, body.n_keep),
             **biased,
         )

@@ -19,6 +19,7 @@ from quarrel.server.dispatch import Dispatcher, Generation, answer_stream, burst
 from quarrel.server.errors import Refused, llama_body
 from quarrel.server.lines import SSE, event
 from quarrel.server.llama.bodies import MOST_PROBS, CompletionBody, InfillBody, Samplers
+from quarrel.server.llama.lora import Lora
 from quarrel.server.llama.progress import Progress, drawn, timings
 from quarrel.server.llama.slots import Slots
 from quarrel.server.llama.table import Routes
@@ -29,7 +30,7 @@ Json = dict[str, Any]
 STOPPED = {"length": "limit", "stop": "eos"}
 
 
-def routes(dispatcher: Dispatcher, slots: Slots) -> Routes:
+def routes(dispatcher: Dispatcher, slots: Slots, lora: Lora) -> Routes:
     """Text in, text out."""
     router = Routes()
 
@@ -37,7 +38,7 @@ def routes(dispatcher: Dispatcher, slots: Slots) -> Routes:
         """The continuation of a text, of ids, or of both; of several, a list."""
         body, headers = await read_body(request, CompletionBody, dispatcher)
         prompts = body.prompts(dispatcher.settings.media_marker)
-        return await _answer(dispatcher, slots, request, body, prompts, headers)
+        return await _answer(dispatcher, slots, lora, request, body, prompts, headers)
 
     for path in ("/completion", "/completions"):
         router.post(path)(complete)
@@ -48,7 +49,7 @@ def routes(dispatcher: Dispatcher, slots: Slots) -> Routes:
         body, headers = await read_body(request, InfillBody, dispatcher)
         async with dispatcher.models.use(body.model) as (_, llm):
             prompt = infill_ids(llm, body)
-        return await _answer(dispatcher, slots, request, body, [prompt], headers)
+        return await _answer(dispatcher, slots, lora, request, body, [prompt], headers)
 
     return router
 
@@ -116,6 +117,7 @@ def check_room(count: int, n_ctx: int) -> None:
 async def _answer(
     dispatcher: Dispatcher,
     slots: Slots,
+    lora: Lora,
     request: Request,
     body: CompletionBody,
     prompts: Sequence[Any],
@@ -125,7 +127,7 @@ async def _answer(
     form, settings = body.form(), dispatcher.settings
     if form is not None:
         options.pop("ignore_eos", None)  # the grammar says where the text may end
-    adapter = dispatcher.settings.adapter
+    adapter = lora.chosen(body.lora)
     if body.n_probs is not None and body.n_probs > 0:
         options["logprobs"] = min(body.n_probs, MOST_PROBS)
 

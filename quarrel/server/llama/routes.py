@@ -13,7 +13,7 @@ from quarrel.llm import Model
 from quarrel.server.body import read_body
 from quarrel.server.dispatch import Dispatcher, cancel_on_disconnect
 from quarrel.server.errors import Refused
-from quarrel.server.llama import chat, completion, models, predict, proxy, slots, tools
+from quarrel.server.llama import chat, completion, lora, models, predict, proxy, slots, tools
 from quarrel.server.llama.bodies import ChatBody, DetokenizeBody, EmbeddingBody, TokenizeBody, Words
 from quarrel.server.llama.completion import prompt_ids
 from quarrel.server.llama.figures import Figures
@@ -33,10 +33,11 @@ def routes(
     servers: tools.ToolServers | None,
 ) -> Routes:
     """Included before all others, whose /metrics and /v1 routes it takes the place of."""
-    router, own = Routes(), slots.Slots(figures)
-    router.include(completion.routes(dispatcher, own))
-    router.include(chat.routes(dispatcher, own))
-    router.include(slots.routes(dispatcher, own))
+    router, own, adapter = Routes(), slots.Slots(figures), lora.Lora(dispatcher.settings)
+    router.include(completion.routes(dispatcher, own, adapter))
+    router.include(chat.routes(dispatcher, own, adapter))
+    router.include(slots.routes(dispatcher, own, adapter))
+    router.include(lora.routes(dispatcher, adapter))
     router.include(models.routes(dispatcher, facts, names))
     router.include(tools.routes(dispatcher, servers))
     router.include(predict.routes(dispatcher))

@@ -29,6 +29,7 @@ from quarrel.server.dispatch import Dispatcher, Generation
 from quarrel.server.errors import Refused
 from quarrel.server.fields import Body
 from quarrel.server.llama.figures import Figures
+from quarrel.server.llama.lora import Lora
 from quarrel.server.llama.table import Routes
 
 Json = dict[str, Any]
@@ -123,7 +124,7 @@ def file_of(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def routes(dispatcher: Dispatcher, slots: Slots) -> Routes:
+def routes(dispatcher: Dispatcher, slots: Slots, lora: Lora) -> Routes:
     """Listed, and by number."""
     router, folder = Routes(), dispatcher.settings.slot_save_path
 
@@ -169,7 +170,7 @@ def routes(dispatcher: Dispatcher, slots: Slots) -> Routes:
                 counts = await asyncio.to_thread(_save, llm, slot.kept, path)
             else:
                 slot.kept, own = Kept(), dispatcher.service(request.state.caller)
-                adapter = dispatcher.settings.adapter
+                adapter = lora.chosen(None)
                 slot.kept, size = await asyncio.to_thread(_restore, llm, path, own.cache_salt, adapter)
                 counts = len(slot.kept.tokens), size
             milliseconds = round(1000 * (time.perf_counter() - began), 3)
