@@ -372,6 +372,9 @@ class Cache:
             if node is None:
                 return
             self._move_snapshots(s, node, start, len(text))
+        for _ in range(self.blocks_for(known), s.cache.indexed):
+            # It was taken back from a wrong draft to where the launch began, and blocks that it filled are further on.
+            node = node.parent if node is not None else None
         if node is not None and node.alive and self._snaps(s) and s.computed == known:
             start = (known - 1) // size * size
             self._snap(s, node.snapshots, known - start)

@@ -87,6 +87,25 @@ def test_continuations_share_the_state_before_the_last_token_of_their_prompt() -
     assert alone.runs(only, 9) == []
 
 
+def test_a_state_that_was_taken_back_is_kept_for_what_it_has_seen() -> None:
+    """A launch with a draft has filled and entered two blocks; the draft was wrong, and the state is that behind one."""
+    books = Books(recurrent=True, rollback=True)
+    first = books.starts(TEN[:3], 0)
+    books.runs(first, 3)
+    first.tokens += TEN[3:]
+    assert books.cache.append(first, 12)
+    books.runs(first, 4)
+    books.cache.guard([first])
+    books.runs(first, 12)
+    assert books.cache.roll_back(first, 4)
+    books.copies.clear()
+    books.cache.free(first)
+    assert len(books.copies) == 1
+    kept = books.copies.pop()[1]
+    assert books.starts([*TEN, 11], 1).computed == 4
+    assert books.copies == [(kept, 1)]
+
+
 def test_a_state_that_making_room_takes_is_not_started_from() -> None:
     """It is kept by a node of the tree, and the blocks are another continuation's own, so nothing retains that node."""
     books = Books(5, recurrent=True)
