@@ -9,6 +9,7 @@ import pytest
 
 from quarrel.cpu_backend.experts import experts
 from quarrel.cpu_backend.formats.table import BLOCKS
+from quarrel.cpu_backend.linear.floats import tiles
 from quarrel.cpu_backend.linear.kernels import KERNELS, Choice, choose
 from quarrel.cpu_backend.runtime import features
 from quarrel.gguf import FORMATS, GGMLType
@@ -54,3 +55,12 @@ def test_formats_have_the_sizes_of_the_file() -> None:
     for name, fmt in BLOCKS.items():
         assert (fmt.elements, fmt.nbytes) == (FORMATS[GGMLType[name]].elements, FORMATS[GGMLType[name]].nbytes)
         assert sorted(fmt.lane_groups) == list(range(fmt.groups))
+
+
+def test_a_small_batch_reads_a_float_matrix_at_most_twice() -> None:
+    wide = next(level for level in features.LEVELS.values() if level.registers >= 32)
+    for rows in range(2, 9):
+        left, passes = rows, 0
+        for _, width in (*tiles(wide), (1, 1)):
+            passes, left = passes + left // width, left % width
+        assert passes <= 2, rows

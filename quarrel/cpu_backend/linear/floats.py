@@ -186,7 +186,7 @@ def _prefetch(k: Kernel, m: FloatMatrix, n: Val, count: int, start: Val, stop: V
 
 def tiles(level: Level) -> tuple[tuple[int, int], ...]:
     """Weight rows by activation rows that are computed at once, where there are so many activation rows."""
-    return ((4, 6),) if level.registers >= 32 else ((3, 4), (2, 2))
+    return ((4, 6), (4, 4), (4, 2)) if level.registers >= 32 else ((3, 4), (2, 2))
 
 
 def chunk_rows(level: Level, rows: int, row_bytes: int, threads: int) -> int:
