@@ -25,6 +25,7 @@ from quarrel.server import Keyring, Rates, Settings
 from quarrel.server import websocket as server_socket
 from quarrel.server.dispatch import Generation, chunks
 from quarrel.server.rest import prepare_of
+from quarrel.server.schemas import Samplers
 from quarrel.toolbox import Toolbox
 from tests.paths import need_cases
 from tests.server.conftest import Live, running
@@ -433,7 +434,8 @@ def test_thoughts_are_folded_away(page: Any, monkeypatch: pytest.MonkeyPatch, te
     page.wait_for_selector(".thoughts >> text=Let me see.")
 
 
-def test_themes_widths_settings_and_figures(page: Any) -> None:
+def test_themes_widths_settings_and_figures(page: Any, live: Live) -> None:
+    live.client.post("/api/models/demo")
     page.click("text=Settings")
     page.click("[role=menuitem]:has-text('Theme')")
     for name in ("Dark", "Light"):
@@ -701,6 +703,48 @@ def test_the_context_is_shortened_and_says_so(page: Any, monkeypatch: pytest.Mon
     assert [m.content for m in sent[0].messages] == ["question 2", "answer 2"]
     page.click(".cut button")
     page.wait_for_selector(".cut", state="detached")
+
+
+def test_a_summary_stands_for_the_oldest_turns(page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for n in range(3):
+        says(monkeypatch, f"answer {n}")
+        write(page, f"question {n}")
+        page.wait_for_selector(f".prose >> text=answer {n}")
+        answered(page)
+    told = [{"token": "<think>Hm.</think>They spoke"}, {"token": " of numbers."}]
+    body = "".join(f"data: {json.dumps(row)}\n\n" for row in told)
+    asked: list[Any] = []
+    page.route("**/api/stream", lambda route: asked.append(route.request.post_data_json) or route.fulfill(body=body))
+    page.click(".meter")
+    page.click("[role=menuitem]:has-text('Summarise')")
+    page.click(".cut summary")
+    page.wait_for_selector(".cut >> text=They spoke of numbers.")
+    assert "question 0" in asked[0]["prompt"]
+    assert "question 2" not in asked[0]["prompt"]
+    sent: list[Any] = []
+    monkeypatch.setattr(server_socket, "prepare_of", lambda body, *a, **k: sent.append(body) or prepare_of(body, *a, **k))
+    write(page, "question 3")
+    page.wait_for_selector(".message.user >> text=question 3")
+    answered(page)
+    assert "They spoke of numbers." in sent[0].system
+    assert [m.content for m in sent[0].messages] == ["question 2", "answer 2"]
+
+
+def test_every_sampler_can_be_set(page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    page.keyboard.press("Control+.")
+    page.click("summary:has-text('More samplers')")
+    fields = set(Samplers.model_fields) - {"stop", "samplers", "ignore_eos"}
+    for name in fields - {"mirostat", "seed"}:
+        page.fill(f"#set-{name}", page.get_attribute(f"#set-{name}", "max"))
+        page.keyboard.press("Tab")
+    page.fill("#set-seed", "7")
+    page.select_option("#set-mirostat", "2")
+    sent: list[Any] = []
+    monkeypatch.setattr(server_socket, "prepare_of", lambda body, *a, **k: sent.append(body) or prepare_of(body, *a, **k))
+    write(page, "question")
+    page.wait_for_selector(".message.assistant .actions")
+    assert not page.locator(".failure").count()
+    assert fields <= set(sent[0].sampling())
 
 
 def test_by_keyboard_alone(page: Any, monkeypatch: pytest.MonkeyPatch) -> None:

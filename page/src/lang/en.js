@@ -19,6 +19,7 @@ export default {
   "conversation-settings": "Settings of this conversation", "system-prompt": "System prompt", "system-placeholder": "How the model should behave", "presets": "Presets", "preset-name": "Name of the preset", "preset-none": "No presets yet",
   "preset-apply": "Use {name}", "make-default": "Use for new conversations", "default-made": "New conversations begin with these settings.", "reset": "Reset", "sampling": "Sampling", "more-samplers": "More samplers", "off": "off",
   "temperature": "Temperature", "top_k": "Top K", "top_p": "Top P", "min_p": "Min P", "max_tokens": "Longest answer", "seed": "Seed", "typical_p": "Typical P", "repetition_penalty": "Repetition penalty", "presence_penalty": "Presence penalty", "frequency_penalty": "Frequency penalty",
+  "top_n_sigma": "Top n sigma", "dynatemp_range": "Dynamic temperature range", "dynatemp_exponent": "Dynamic temperature exponent", "adaptive_target": "Adaptive target", "adaptive_decay": "Adaptive decay",
   "dry_multiplier": "DRY multiplier", "dry_base": "DRY base", "dry_allowed_length": "DRY allowed length", "xtc_probability": "XTC probability", "xtc_threshold": "XTC threshold", "mirostat": "Mirostat", "mirostat_tau": "Mirostat tau", "mirostat_eta": "Mirostat eta",
   "stop-words": "Stop at", "stop-words-hint": "One text a line", "schema": "JSON schema of the answer", "tools": "Tools", "tools-hint": "A JSON list, as OpenAI has it", "bad-json": "This is no JSON: {why}",
   "no-template": "This model has no chat template: it goes on with the text so far, without system prompt or tools.",

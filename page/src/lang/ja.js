@@ -19,6 +19,7 @@ export default {
   "conversation-settings": "この会話の設定", "system-prompt": "システムプロンプト", "system-placeholder": "モデルにどう振る舞ってほしいか", "presets": "プリセット", "preset-name": "プリセット名", "preset-none": "プリセットはまだありません",
   "preset-apply": "{name} を使う", "make-default": "新しい会話で使う", "default-made": "新しい会話はこの設定で始まります。", "reset": "リセット", "sampling": "サンプリング", "more-samplers": "その他のサンプラー", "off": "オフ",
   "temperature": "温度", "top_k": "Top K", "top_p": "Top P", "min_p": "Min P", "max_tokens": "回答の最大長", "seed": "シード", "typical_p": "Typical P", "repetition_penalty": "繰り返しペナルティ", "presence_penalty": "出現ペナルティ", "frequency_penalty": "頻度ペナルティ",
+  "top_n_sigma": "Top n シグマ", "dynatemp_range": "動的温度の幅", "dynatemp_exponent": "動的温度の指数", "adaptive_target": "適応目標", "adaptive_decay": "適応減衰",
   "dry_multiplier": "DRY 倍率", "dry_base": "DRY 基数", "dry_allowed_length": "DRY 許容長", "xtc_probability": "XTC 確率", "xtc_threshold": "XTC しきい値", "mirostat": "Mirostat", "mirostat_tau": "Mirostat τ", "mirostat_eta": "Mirostat η",
   "stop-words": "停止する文字列", "stop-words-hint": "1 行に 1 つ", "schema": "回答の JSON スキーマ", "tools": "ツール", "tools-hint": "OpenAI 形式の JSON リスト", "bad-json": "JSON ではありません: {why}",
   "no-template": "このモデルにはチャットテンプレートがありません。システムプロンプトやツールを使わず、これまでの文章の続きを書きます。",

@@ -19,6 +19,7 @@ export default {
   "conversation-settings": "此对话的设置", "system-prompt": "系统提示词", "system-placeholder": "希望模型如何表现", "presets": "预设", "preset-name": "预设名称", "preset-none": "还没有预设",
   "preset-apply": "使用 {name}", "make-default": "用于新对话", "default-made": "新对话将使用这些设置。", "reset": "重置", "sampling": "采样", "more-samplers": "更多采样器", "off": "关",
   "temperature": "温度", "top_k": "Top K", "top_p": "Top P", "min_p": "Min P", "max_tokens": "最长回答", "seed": "种子", "typical_p": "Typical P", "repetition_penalty": "重复惩罚", "presence_penalty": "存在惩罚", "frequency_penalty": "频率惩罚",
+  "top_n_sigma": "Top n sigma", "dynatemp_range": "动态温度范围", "dynatemp_exponent": "动态温度指数", "adaptive_target": "自适应目标", "adaptive_decay": "自适应衰减",
   "dry_multiplier": "DRY 倍数", "dry_base": "DRY 底数", "dry_allowed_length": "DRY 允许长度", "xtc_probability": "XTC 概率", "xtc_threshold": "XTC 阈值", "mirostat": "Mirostat", "mirostat_tau": "Mirostat τ", "mirostat_eta": "Mirostat η",
   "stop-words": "停止文本", "stop-words-hint": "每行一个", "schema": "回答的 JSON 架构", "tools": "工具", "tools-hint": "OpenAI 格式的 JSON 列表", "bad-json": "这不是 JSON：{why}",
   "no-template": "这个模型没有对话模板：它会续写到目前为止的文字，不使用系统提示词和工具。",
