@@ -70,8 +70,8 @@ class Engine:
 
     make_step: makes the step, and makes it again when one broke. width: of the widest row that may be wanted. ended: called
     with each sequence that has finished. make_drafter: makes the draft model's part, likewise. profile_steps: one step in
-    so many is timed by its parts, if the step can do that; 0 is none. beside: as the scheduler's. sight: how the model takes images.
-    make_encoder: makes what encodes them.
+    so many is timed by its parts, if the step can do that; 0 is none. beside: as the scheduler's. sight: how the model
+    takes images. make_encoder: makes what encodes them.
     """
 
     def __init__(

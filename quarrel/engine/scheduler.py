@@ -60,8 +60,8 @@ DRAIN = Batch("tokens", ())
 
 
 class Scheduler:
-    """The queue, the running sequences, and each step's share of them. max_rows: of one step. beside: tokens of prompts in a
-    step with sequences that decode; texts that run whole and images are not cut."""
+    """The queue, the running sequences, and each step's share of them. max_rows: of one step. beside: tokens of prompts in
+    a step with sequences that decode; texts that run whole and images are not cut."""
 
     def __init__(
         self,

@@ -349,8 +349,9 @@ class LoadOptions:
         default=None,
         metadata=_about(
             Whole(1, 1 << 20),
-            "tokens of prompts in one step at most where other sequences decode, who wait for it: fewer make the longest gap"
-            " between two tokens shorter, and all together a little slower. By default as many as fit a step, 4096 on CUDA.",
+            "tokens of prompts in one step at most where other sequences decode, who wait for it: fewer make the longest"
+            " gap between two tokens shorter, and all together a little slower. By default as many as fit a step, 4096 on"
+            " CUDA.",
             "tokens of prompts in one step at most where other sequences decode; by default as many as fit, 4096 on CUDA",
         ),
     )

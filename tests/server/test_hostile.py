@@ -6,8 +6,13 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
+
+from quarrel.server import body
 from tests.server.conftest import Live
 
 EVERYTHING = os.environ.get("QUARREL_TEST_ALL") == "1"
@@ -125,3 +130,24 @@ def test_raw_bytes_that_are_no_request(live: Live) -> None:
         answer = live.raw(raw, wait=0.4)
         assert not answer or answer.split(b" ")[1][:1] in (b"4",), (raw[:60], answer[:100])
     assert live.client.get("/healthz").status_code == 200
+
+
+def test_a_large_body_is_read_beside_others(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    began, go, real = threading.Event(), threading.Event(), body.parse_body
+
+    def slow(raw: bytes, *more: Any) -> Any:
+        if len(raw) > body.LARGE:
+            began.set()
+            go.wait(60)
+        return real(raw, *more)
+
+    monkeypatch.setattr(body, "parse_body", slow)
+    large = {"prompt": "a", "max_tokens": 1, "user": "x" * 2 * body.LARGE}
+    with ThreadPoolExecutor() as pool:
+        answers = [pool.submit(live.client.post, "/v1/completions", json=large) for _ in range(4)]
+        try:
+            assert began.wait(60)
+            assert live.client.get("/healthz", timeout=20).status_code == 200
+        finally:
+            go.set()
+        assert [a.result().status_code for a in answers] == [200] * 4
