@@ -2,7 +2,7 @@
 
 python -m bench.ops.delta_net --out RESULTS.jsonl [--part ahead|right|steps|prompts|tiles ...]
 
-ahead    FLA's kernels for `prompts`, with every tile that it tries, compiled by twelve processes
+ahead    what `prompts` runs compiled by twelve processes, FLA's kernels with every tile that it tries
 steps    one token of 1 to 128 sequences: microseconds, and bytes of state a second against a copy of as many
 prompts  the delta rule and the whole mixer on 4096 tokens, by kernel; FLA's chunks beside them where `fla` is installed
 tiles    both kernels with other tiles than the ones chosen
@@ -40,6 +40,11 @@ STEPS = (1, 8, 32, 128)
 STEP_TILES = ((2048, 2), (2048, 4), (4096, 2), (4096, 4), (8192, 4), (8192, 8), (16384, 8))
 SCAN_TILES = ((32, 4, 2), (32, 4, 3), (32, 8, 3), (16, 4, 3), (64, 4, 2), (64, 4, 3), (64, 8, 3), (128, 8, 2))
 PAIR_WARPS = (2, 4, 8)
+PROMPTS: tuple[tuple[Op, Any, int, int], ...] = tuple(
+    (op, spec, seqs, new)
+    for seqs, new in ((1, PROMPT), (4, PROMPT // 4), (1, 512))
+    for op, spec in ((DELTA, RULE), (DELTA_MIX, MIX))
+)
 JOBS = 12
 Say = Callable[..., None]
 
@@ -133,11 +138,11 @@ def by_kernel(call: Callable[[], None]) -> dict[str, float]:
 
 
 def prompts(say: Say) -> None:
-    for seqs, new in ((1, PROMPT), (4, PROMPT // 4), (1, 512)):
-        for op, spec in ((DELTA, RULE), (DELTA_MIX, MIX)):
-            call = bound(op, spec, seqs, new)
-            say(what="prompt", op=op.name, seqs=seqs, new=new, us=graph_us(call), kernels=by_kernel(call))
-    say(what="FLA", **fla_us())
+    for op, spec, seqs, new in PROMPTS:
+        call = bound(op, spec, seqs, new)
+        say(what="prompt", op=op.name, seqs=seqs, new=new, us=graph_us(call), kernels=by_kernel(call))
+        if op is DELTA and new == PROMPT:
+            say(what="FLA", **fla_us())
 
 
 def fla_call() -> Callable[[], None]:
@@ -172,22 +177,25 @@ def fla_us() -> dict[str, Any]:
 def ahead(say: Say) -> None:
     began, context = time.perf_counter(), multiprocessing.get_context("spawn")
     with context.Pool(JOBS) as pool:
-        said = pool.starmap(fla_share, [(i, JOBS) for i in range(JOBS)], 1)
-    say(what="FLA's kernels compiled", seconds=round(time.perf_counter() - began, 1), said=sorted({*said}))
+        said = pool.starmap(share, [(i, JOBS) for i in range(JOBS)], 1)
+    say(what="compiled ahead", seconds=round(time.perf_counter() - began, 1), said=sorted({*said}))
 
 
-def fla_share(first: int, of: int) -> str:
-    """Runs `fla` once with each `of`-th tile that it would try, so that those are in Triton's cache."""
+def share(first: int, of: int) -> str:
+    """Runs each `of`-th of our prompts, and `fla` with each `of`-th tile that it would try, so that all are in Triton's
+    cache."""
+    for op, spec, seqs, new in PROMPTS[first::of]:
+        bound(op, spec, seqs, new)()
     os.environ["FLA_CACHE_RESULTS"] = "0"
     from triton.runtime.autotuner import Autotuner
 
     every = Autotuner.prune_configs
 
-    def share(tuner: Any, given: dict[str, Any]) -> list[Any]:
+    def some(tuner: Any, given: dict[str, Any]) -> list[Any]:
         found = every(tuner, given)
         return found[first::of] or found[:1]
 
-    Autotuner.prune_configs = share
+    Autotuner.prune_configs = some
     try:
         fla_call()()
     except ImportError as error:
