@@ -1,7 +1,7 @@
 """Weights as MLX quantises them (mlx-lm, mlx-community): words of codes, and beside them scales and biases of groups.
 
-A group's numbers are those of GGUF blocks where a format has them: codes of up to 4 bits are Q4_1, of 5 bits Q5_1, mxfp4
-and nvfp4 their namesakes. Codes of 6 and 8 bits, and mxfp8, become floats of 16 bits.
+A group's numbers are those of GGUF blocks: codes of up to 4 bits are Q4_1, of 5 bits Q5_1, of 6 and 8 bits Q8_1, which
+no file has, mxfp4 and nvfp4 their namesakes. Only mxfp8 becomes floats of 16 bits.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Coding:
     def type(self, k: int) -> GGMLType:
         """What rows of `k` values become."""
         if self.mode == "affine":
-            return GGMLType.Q4_1 if self.bits <= 4 else GGMLType.Q5_1 if self.bits == 5 else GGMLType.F16
+            return GGMLType.Q4_1 if self.bits <= 4 else GGMLType.Q5_1 if self.bits == 5 else GGMLType.Q8_1
         if self.mode == "mxfp4":
             return GGMLType.MXFP4
         return GGMLType.NVFP4 if self.mode == "nvfp4" and k % 64 == 0 else GGMLType.BF16
@@ -129,9 +129,11 @@ def to_blocks(coding: Coding, codes: np.ndarray, scales: np.ndarray, biases: np.
         packed = (sixteens[..., 0, :] | sixteens[..., 1, :] << 4).reshape(n, -1, 32)
         return np.concatenate([scales.reshape(n, -1, 4), packed], -1).reshape(n, -1)
     assert biases is not None
-    pairs = fields.reshape(n, -1, 2, 16)
     both = np.stack([_half(scales), _half(biases)], -1)  # [n, groups, 2]
     parts = [np.repeat(both, coding.group // 32, 1).view(np.uint8)]
+    if coding.bits > 5:
+        return np.concatenate([*parts, fields.reshape(n, -1, 32)], -1).reshape(n, -1)
+    pairs = fields.reshape(n, -1, 2, 16)
     if coding.bits == 5:
         parts.append(np.packbits(fields.reshape(n, -1, 32) >> 4, axis=-1, bitorder="little"))
         pairs = pairs & 15

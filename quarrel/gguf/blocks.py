@@ -29,7 +29,7 @@ def dequantize(raw: np.ndarray, ggml_type: GGMLType) -> np.ndarray:
         raise GGUFError(
             f"a {ggml_type.name} row has {raw.shape[-1]} bytes, wanted a multiple of its block of {block.nbytes}"
         )
-    if ggml_type in (GGMLType.Q8_1, GGMLType.Q8_K):
+    if ggml_type is GGMLType.Q8_K:
         raise GGUFError(f"{ggml_type.name} is a format of activations, which no model file stores")
     decode = _decoder(ggml_type)
     blocks = np.ascontiguousarray(raw).reshape(-1, block.nbytes)
@@ -86,6 +86,11 @@ def _nvfp4(blocks: np.ndarray) -> np.ndarray:
     return values.reshape(-1, 64)
 
 
+def _q8_1(blocks: np.ndarray) -> np.ndarray:
+    values: np.ndarray = _float16(blocks, 0) * blocks[:, 4:].astype(np.float32) + _float16(blocks, 2)
+    return values
+
+
 def _bf16(blocks: np.ndarray) -> np.ndarray:
     return (blocks.view("<u2").astype(np.uint32) << 16).view(np.float32)
 
@@ -93,7 +98,7 @@ def _bf16(blocks: np.ndarray) -> np.ndarray:
 _E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)  # twice the values
 UE4M3 = _ue4m3()
 _OWN: Mapping[GGMLType, Callable[[np.ndarray], np.ndarray]] = MappingProxyType(
-    {GGMLType.BF16: _bf16, GGMLType.Q1_0: _q1_0, GGMLType.Q2_0: _q2_0, GGMLType.NVFP4: _nvfp4}
+    {GGMLType.BF16: _bf16, GGMLType.Q1_0: _q1_0, GGMLType.Q2_0: _q2_0, GGMLType.NVFP4: _nvfp4, GGMLType.Q8_1: _q8_1}
 )
 _PLAIN: Mapping[GGMLType, str] = MappingProxyType(
     {

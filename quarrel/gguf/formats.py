@@ -25,6 +25,7 @@ class GGMLType(IntEnum):
     Q5_1 = 7
     Q8_0 = 8
     Q8_1 = 9
+    """In a file activations; here weights of folders with affine codes of 8 bits: as Q4_1, with a byte a code."""
     Q2_K = 10
     Q3_K = 11
     Q4_K = 12
@@ -108,7 +109,9 @@ FORMATS: Mapping[GGMLType, BlockFormat] = MappingProxyType(_formats())
 
 
 def ggml_type(number: int) -> GGMLType:
-    """The type with this number; GGUFError for one that is unknown or that ggml has removed."""
+    """The type with this number in a file; GGUFError for one that is unknown, removed from ggml, or of activations."""
+    if number == GGMLType.Q8_1:
+        raise GGUFError("tensor type 9 (Q8_1) is a format of activations, which no model file stores: convert it again")
     try:
         return GGMLType(number)
     except ValueError:

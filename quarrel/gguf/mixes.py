@@ -185,7 +185,7 @@ def types_of(source: GGUFFile, name_of_mix: str, *, again: bool = False, weighte
         if wanted is not info.type and info.dims[0] % FORMATS[wanted].elements:
             wanted = _NARROW.get(wanted, wanted)
             wanted = wanted if info.dims[0] % FORMATS[wanted].elements == 0 else _T.F16
-        types[name] = wanted
+        types[name] = _T.F16 if wanted is _T.Q8_1 else wanted  # no file has the latter
     return types
 
 

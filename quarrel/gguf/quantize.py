@@ -51,7 +51,7 @@ def quantize(x: np.ndarray, ggml_type: GGMLType, importance: np.ndarray | None =
     importance: how much an error in each column weighs, [k] or one for each row [..., k], at least 0; types that have no
     choice (plain ones, Q8_0, MXFP4, ...) pass over it.
 
-    Takes the plain types, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, MXFP4, NVFP4, TQ1_0, TQ2_0, Q2_K to Q6_K, IQ1 to IQ4.
+    Takes the plain types, BF16, Q8_0, Q8_1, Q4_0, Q4_1, Q5_0, Q5_1, MXFP4, NVFP4, TQ1_0, TQ2_0, Q2_K to Q6_K, IQ1 to IQ4.
     Raises GGUFError for other types, for rows that are not whole blocks, for importance that does not fit or is negative or
     not finite, and for values that no block can hold: NaN, and beyond 65504, where float16 scales end (NVFP4: beyond 2688).
     """
@@ -96,6 +96,8 @@ def _weights(rows: np.ndarray, importance: np.ndarray, shape: tuple[int, ...], k
 
 
 def _encoder(kind: GGMLType, weighted: bool) -> Encoder:
+    if kind is GGMLType.Q8_1:
+        return lambda blocks, importance: _q8_1(blocks)
     if kind in SEARCHED:
         return SEARCHED[kind]
     if kind in GRIDS:
@@ -107,8 +109,17 @@ def _encoder(kind: GGMLType, weighted: bool) -> Encoder:
 
         foreign = GGMLQuantizationType(kind)
         return lambda blocks, importance: quants.quantize(blocks, foreign)
-    known = ", ".join(t.name for t in (*_PLAIN, GGMLType.BF16, *sorted(_FOREIGN), *SEARCHED, *GRIDS))
+    known = ", ".join(t.name for t in (*_PLAIN, GGMLType.BF16, GGMLType.Q8_1, *sorted(_FOREIGN), *SEARCHED, *GRIDS))
     raise GGUFError(f"there is no quantiser for {kind.name} here, only for {known}")
+
+
+def _q8_1(blocks: np.ndarray) -> np.ndarray:
+    """A float16 scale and minimum, bytes in 255 steps."""
+    low, high = blocks.min(-1, keepdims=True), blocks.max(-1, keepdims=True)
+    m, d = low.astype("<f2"), ((high - low) / 255).astype("<f2")
+    step = d.astype(np.float32)
+    codes = np.rint((blocks - m.astype(np.float32)) / np.where(step > 0, step, 1)).clip(0, 255).astype(np.uint8)
+    return np.concatenate([d.view(np.uint8), m.view(np.uint8), codes], -1)
 
 
 def _bf16(x: np.ndarray) -> np.ndarray:

@@ -56,7 +56,12 @@ def requantize(
     means = _means(source, importance)
     types = {**types, **_unseen(source, types, means)}
     lossy = next(
-        (t for t in source.tensors.values() if t.type is not types[t.name] and t.type not in (*WHOLE, GGMLType.Q8_0)), None
+        (
+            t
+            for t in source.tensors.values()
+            if t.type is not types[t.name] and t.type not in (*WHOLE, GGMLType.Q8_0, GGMLType.Q8_1)
+        ),
+        None,
     )
     if lossy is not None and not again:
         raise RequestError(

@@ -45,7 +45,7 @@ _SHAPED_BY = {
 
 ANY, FAR = 3.4e38, 1e30
 """Bounds of a map that bound nothing, and from where on none is meant."""
-NOT_WEIGHTS = frozenset(GGMLType[name] for name in ("I8", "I16", "I32", "I64", "F64", "Q8_1", "Q8_K"))
+NOT_WEIGHTS = frozenset(GGMLType[name] for name in ("I8", "I16", "I32", "I64", "F64", "Q8_K"))
 
 
 class Tensors:

@@ -33,6 +33,7 @@ BLOCK_SCALES: Mapping[GGMLType, tuple[Scale, ...]] = {
     GGMLType.Q5_0: (Scale(0, 9.2),),
     GGMLType.Q5_1: (Scale(0, 9.2), Scale(2, -0.6)),
     GGMLType.Q8_0: (Scale(0, 74.0),),
+    GGMLType.Q8_1: (Scale(0, 74.0), Scale(2, -0.58)),
     GGMLType.Q2_K: (Scale(80, 13.0), Scale(82, 13.0)),
     GGMLType.Q3_K: (Scale(108, 42.0),),
     GGMLType.Q4_K: (Scale(0, 170.0), Scale(2, 36.0)),

@@ -10,6 +10,7 @@ from gguf import GGMLQuantizationType, quants
 
 from quarrel.errors import GGUFError
 from quarrel.gguf import FORMATS, GGMLType, GGUFFile, dequantize, quantize
+from quarrel.gguf.formats import ggml_type
 from tests.paths import need_cases
 
 TYPES = [kind for kind in GGMLType if kind.name not in ("F32", "Q8_1", "Q8_K", "I8", "I16", "I32", "I64", "F64")]
@@ -19,6 +20,7 @@ NORMAL_ERROR = {
     GGMLType.F16: 2.2e-4,
     GGMLType.BF16: 1.8e-3,
     GGMLType.Q8_0: 5.5e-3,
+    GGMLType.Q8_1: 5.5e-3,
     GGMLType.Q4_0: 0.087,
     GGMLType.Q4_1: 0.079,
     GGMLType.Q5_0: 0.043,
@@ -237,3 +239,8 @@ def test_the_sizes_of_blocks_are_the_gguf_packages() -> None:
     assert len(known) > 25
     ours = {int(kind): (block.elements, block.nbytes) for kind, block in FORMATS.items()}
     assert {kind: ours[kind] for kind in known if kind in ours} == {k: v for k, v in known.items() if k in ours}
+
+
+def test_no_file_has_weights_in_q8_1() -> None:
+    with pytest.raises(GGUFError, match="Q8_1.* is a format of activations, which no model file stores"):
+        ggml_type(9)

@@ -19,12 +19,13 @@ from quarrel.cpu_backend.formats import (
     q5_k,
     q6_k,
     q8_0,
+    q8_1,
     tq2_0,
 )
 from quarrel.cpu_backend.formats.block import BlockFormat
 
 BLOCKS: Mapping[str, BlockFormat] = {
     module.FORMAT.name: module.FORMAT
-    for module in (q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, mxfp4, nvfp4, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_xs, tq2_0)
+    for module in (q4_0, q4_1, q5_0, q5_1, q8_0, q8_1, iq4_nl, mxfp4, nvfp4, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_xs, tq2_0)
 }
 """By GGUF name."""

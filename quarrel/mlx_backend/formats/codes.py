@@ -73,11 +73,12 @@ inline void twos(uint word, uint upper, thread half* q) {
   }
 }
 
-// Eight signed bytes.
+// Eight bytes, signed ones if ZERO is 128, which is added to them and taken off again.
+template <int ZERO>
 inline void eights(uint2 words, thread half* q) {
   UNROLL for (int p = 0; p < 4; p++) {
-    const uint v = ((p < 2 ? words.x : words.y) ^ 0x80808080u) >> uint(p % 2 * 8) & 0x00ff00ffu;
-    const half2 pair = whole<128>(v);
+    const uint v = ((p < 2 ? words.x : words.y) ^ uint(ZERO) * 0x01010101u) >> uint(p % 2 * 8) & 0x00ff00ffu;
+    const half2 pair = whole<ZERO>(v);
     q[(p >> 1) * 4 + (p & 1)] = pair.x;
     q[(p >> 1) * 4 + (p & 1) + 2] = pair.y;
   }

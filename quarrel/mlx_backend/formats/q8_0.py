@@ -10,6 +10,8 @@ from quarrel.gguf import GGMLType
 from quarrel.mlx_backend.formats.fields import view
 from quarrel.mlx_backend.formats.layout import F16, ONE_SCALE, SCALE, U32, BlockFormat, Plane
 
+BYTES = Plane("codes", U32, 8, 32, "uint2")
+
 
 def _split(raw: mx.array) -> Sequence[mx.array]:
     return view(raw, 2, 34, U32), view(raw, 0, 2, F16)
@@ -17,8 +19,8 @@ def _split(raw: mx.array) -> Sequence[mx.array]:
 
 Q8_0 = BlockFormat(
     GGMLType.Q8_0,
-    (Plane("codes", U32, 8, 32, "uint2"), SCALE),
+    (BYTES, SCALE),
     _split,
-    part="eights(codes[uint(at) * 4 + h], q);\n    eights(codes[uint(at) * 4 + 2 + h], q + 8);",
+    part="eights<128>(codes[uint(at) * 4 + h], q);\n    eights<128>(codes[uint(at) * 4 + 2 + h], q + 8);",
     scales=ONE_SCALE,
 )

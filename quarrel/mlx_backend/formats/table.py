@@ -23,13 +23,14 @@ from quarrel.mlx_backend.formats.q5_1 import Q5_1
 from quarrel.mlx_backend.formats.q5_k import Q5_K
 from quarrel.mlx_backend.formats.q6_k import Q6_K
 from quarrel.mlx_backend.formats.q8_0 import Q8_0
+from quarrel.mlx_backend.formats.q8_1 import Q8_1
 from quarrel.mlx_backend.formats.tq1_0 import TQ1_0
 from quarrel.mlx_backend.formats.tq2_0 import TQ2_0
 
 NATIVE: Mapping[GGMLType, Format] = {
     f.type: f
     for f in (
-        F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4,
+        F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q8_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4,
         NVFP4, TQ1_0, TQ2_0,
     )
 }  # fmt: skip

@@ -21,13 +21,14 @@ from quarrel.triton_backend.formats.q4_1 import Q4_1, Q5_1
 from quarrel.triton_backend.formats.q4_k import Q4_K, Q5_K
 from quarrel.triton_backend.formats.q6_k import Q6_K
 from quarrel.triton_backend.formats.q8_0 import Q8_0
+from quarrel.triton_backend.formats.q8_1 import Q8_1
 from quarrel.triton_backend.formats.tq2_0 import TQ2_0
 from quarrel.triton_backend.runtime.arrays import Packed, Planes
 
 NATIVE: Mapping[GGMLType, BlockFormat] = {
     f.type: f
     for f in (
-        F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4,
+        F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q8_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4,
         NVFP4, TQ2_0,
     )
 }  # fmt: skip
