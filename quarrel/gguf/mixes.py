@@ -153,7 +153,8 @@ def types_of(source: GGUFFile, name_of_mix: str, *, again: bool = False, weighte
         part: sorted(int(f[1]) for n in source.tensors if (f := _FINER.fullmatch(n)) and f[2] == part) for part in _PARTS
     }
     downs = sorted((int(f[1]), n) for n in source.tensors if "ffn_down" in n and (f := _FINER.fullmatch(n)))
-    types, kept = {}, (_T.I32, _T.I64) if again else (_T.I32, _T.I64, _T.MXFP4)
+    types: dict[str, GGMLType] = {}
+    kept = (_T.I32, _T.I64) if again else (_T.I32, _T.I64, _T.MXFP4)
     for name, info in source.tensors.items():
         wanted, found = mix.base, _FINER.fullmatch(name)
         if len(info.dims) < 2 or not name.endswith(".weight") or _KEPT.search(name) or info.type in kept:
