@@ -105,7 +105,7 @@ SLACK = 16
 """Bytes of stack that are no fault: ptxas 13 spills 8 or 16 of its own accord to reach a rounder number of registers, one
 kernel here and another there by version and target. A kernel that outgrows its registers takes 40 to 500."""
 TOKENS = (1, 8, 16, 32, 64, 128, 512, 1024)
-MANY = tuple(Batch(n, n, n, True, False, items) for n, items in ((64, 64), (64, 1024), (128, 128)))
+MANY = tuple(Batch(n, n, n, True, False, items) for n, items in ((8, 8), (64, 64), (64, 1024), (128, 128)))
 """Steps of many sequences, one token each."""
 WHOLE = Batch(512, 1, 1, False, True, 1, ((0, 0, 512),))
 """A prompt that cuDNN would take."""
@@ -181,6 +181,7 @@ def specs(formats: Sequence[GGMLType], quick: bool) -> Iterator[tuple[Op, Any]]:
         yield NORM_GATE_UP, NormGateUpSpec(NormSpec("rms", 2048, 1e-5), small, small, "silu")
         maps = tuple(LinearSpec(t, n, 4096) for t, n in ((type, 4096), (type, 1024), (GGMLType.Q6_K, 1025)))
         yield NORM_LINEAR, NormLinearSpec(norm, maps)
+        yield NORM_LINEAR, NormLinearSpec(norm, tuple(LinearSpec(type, n, 4096) for n in (4096, 1024, 1024)))
         yield EXPERT_UP, ExpertUpSpec(type, 32, 4, 2880, 2880 if type == GGMLType.MXFP4 else 2048, "silu")
         yield EXPERT_DOWN, ExpertDownSpec(type, 32, 4, 2048, 2048)
     yield LINEAR, LinearSpec(formats[0], 576, 576, bias=True, out="f32")

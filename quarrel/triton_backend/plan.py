@@ -133,6 +133,9 @@ class Plan(Site):
     def weight(self, ref: WeightRef) -> Packed:
         return self.weights.matrix(ref)
 
+    def beside(self, refs: Sequence[WeightRef]) -> None:
+        self.weights.beside(refs)
+
     def e4m3(self, weight: Packed) -> E4M3:
         if id(weight) not in self.float8_weights:
             self.float8_weights[id(weight)] = E4M3(weight.n, weight.k, self.device)

@@ -107,6 +107,14 @@ def test_what_takes_sequences_with_one_new_token(
     assert form is None or size % form.keys == spec.n_kv % form.heads == 0
 
 
+def test_several_sequences_share_their_keys_among_more_warps() -> None:
+    one, _ = attention.tiles("float16", 128, 4, hopper=True)
+    assert attention.several(one, 128) == replace(one, warps=8)
+    assert attention.several(one, 64) == one
+    wide, _ = attention.tiles("float16", 256, 2, hopper=True)
+    assert attention.several(wide, 256) == wide
+
+
 def test_heads_or_blocks_that_a_form_does_not_divide_are_not_left_out(
     backend: TritonBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from quarrel.gguf import FORMATS, GGMLType
 from quarrel.ops import draw
-from quarrel.ops.contract import RawWeight
+from quarrel.ops.contract import RawWeight, WeightRef
 from quarrel.ops.embedding import EMBEDDING, EmbeddingSpec, embedding_reference
 from quarrel.ops.formats import WEIGHT_TYPES
 from quarrel.ops.linear import LINEAR, LinearSpec
+from quarrel.ops.weights import CallWeights
 from quarrel.triton_backend.backend import TritonBackend
 from quarrel.triton_backend.formats import pack
 from quarrel.triton_backend.formats.pack import Uploader, packed_bytes
 from quarrel.triton_backend.formats.table import NATIVE
+from quarrel.triton_backend.formats.weights import Weights
+from quarrel.triton_backend.runtime.arrays import Packed
 from tests.triton_backend.cases import error_on
 
 
@@ -80,6 +85,45 @@ def test_planes_start_at_aligned_addresses() -> None:
         upload = Uploader(torch.device("cpu"))
         made = pack.pack(type, 5, 256, lambda a, b, w=weight: w.raw[a:b], upload)
         assert all((p.data_ptr() - made.buffer.data_ptr()) % 256 == 0 for p in made.planes), type
+
+
+@pytest.mark.parametrize("type", [GGMLType.Q4_K, GGMLType.Q6_K, GGMLType.Q8_0, GGMLType.IQ2_XS], ids=lambda t: t.name)
+def test_matrices_beside_each_other_are_each_what_it_is_by_itself(type: GGMLType) -> None:
+    refs = [WeightRef(name, type, rows, 512) for name, rows in (("q", 512), ("k", 256), ("v", 256))]
+    source = CallWeights({ref.name: any_bytes(type, ref.rows, ref.k) for ref in refs})
+    device = torch.device("cpu")
+    with np.errstate(all="ignore"):
+        alone, beside = (Weights(source, device, "float16", refs) for _ in range(2))
+        beside.beside(refs)
+        parts = [beside.matrix(ref) for ref in refs]
+        for ref, part in zip(refs, parts, strict=True):
+            for plane, want in zip(part.planes, alone.matrix(ref).planes, strict=True):
+                assert torch.equal(plane.view(torch.uint8), want.view(torch.uint8))
+    whole = parts[0].whole
+    assert whole is not None
+    assert whole.n == 1024
+    assert all(part.whole is whole for part in parts)
+    assert parts[1].planes.codes.data_ptr() == whole.planes.codes[512:].data_ptr()
+    absent = [plane is whole.planes.codes for plane in whole.planes]
+    assert [plane is parts[2].planes.codes for plane in parts[2].planes] == absent
+    assert all(plane.data_ptr() % 16 == 0 for part in parts for plane in part.planes)
+    assert beside.nbytes() == whole.nbytes
+
+
+def test_what_is_no_one_matrix_stays_apart() -> None:
+    def made(*refs: WeightRef) -> list[Packed]:
+        weights = Weights(
+            CallWeights({r.name: any_bytes(r.type, r.rows, r.k) for r in refs}), torch.device("cpu"), "float16"
+        )
+        weights.matrix(refs[-1])
+        weights.beside(refs[:-1])
+        return [weights.matrix(ref) for ref in refs]
+
+    q, k, other = (WeightRef(name, GGMLType.Q4_K, 256, 512) for name in ("q", "k", "other"))
+    assert made(q, k, other)[0].whole is not None
+    assert made(q, k, k)[0].whole is None  # packed already
+    for odd in (replace(k, type=GGMLType.Q6_K), replace(k, rows=300), replace(k, k=256), q):
+        assert made(q, odd, other)[0].whole is None
 
 
 @pytest.mark.parametrize("compute", ["float32", "float16"])

@@ -5,18 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from quarrel.gguf import GGMLType
 from quarrel.ops.contract import Compute
-from quarrel.triton_backend.formats.pack import blank
+from quarrel.triton_backend.formats.pack import blank, rows_of
 from quarrel.triton_backend.linear import kernels, mma, ring, wgmma
 from quarrel.triton_backend.linear.kernels import ByRows
 from quarrel.triton_backend.linear.maps import UNLIMITED, Maps, Serves
 from quarrel.triton_backend.linear.wgmma import Tile
 from quarrel.triton_backend.runtime.arrays import Packed, Planes, Slot
 from quarrel.triton_backend.runtime.kernel import Kernel
+from quarrel.triton_backend.runtime.launch import INTERPRETED, launch
 from quarrel.triton_backend.runtime.site import Batch, Site
 
 META = torch.device("meta")
@@ -142,7 +144,51 @@ def test_a_large_map_streams_through_the_ring() -> None:
     head.run(batch(32))
     assert [name for name, _, _ in site.launched] == ["arrange", "ring"]
     assert ring.build(site, one(packed(4096, 4096))).least == 33
+    assert ring.build(site, one(packed(2880, 4096, "Q8_0"))).least == 17
     assert ring.build(site, one(packed(201088, 2880, "Q8_0"))).least == 2  # rows of no whole super-blocks, which mma needs
+
+
+def beside(*ns: int, k: int = 2880, format: str = "Q8_0") -> list[Packed]:
+    """Matrices that lie in one."""
+    whole = packed(sum(ns), k, format)
+    return [rows_of(whole, sum(ns[:i]), n) for i, n in enumerate(ns)]
+
+
+def test_three_maps_in_one_matrix_stream_through_the_ring_as_one() -> None:
+    site, parts = Recorder(), beside(4096, 512, 512)
+    made = ring.build(site, three(*parts))
+    assert (made.least, made.most) == (2, 128)
+    for count, width, cut in ((2, 8, 6), (17, 32, 6), (32, 32, 6), (64, 64, 3), (128, 128, 3)):
+        site.launched.clear()
+        made.run(batch(count))
+        (first, rows, _), (second, _, told), (third, programs, added) = site.launched
+        assert (first, rows) == ("arrange", (count, 3))
+        assert (second, told["BT"], told["PARTS"], told["TILES"], told["BIAS"]) == ("ring", width, cut, 40, False)
+        assert (third, programs, added["PARTS"], added["BIAS"]) == ("add_parts_of_three", (count, 20), cut, False)
+    by_rows = ByRows(site, three(*parts))
+    assert by_rows.describe().startswith("exact tiles 1, ring 2 to 128, dequantize")
+    whole_blocks = three(*beside(4096, 1024, 1024, k=4096, format="Q4_K"))
+    assert ByRows(site, whole_blocks).describe().startswith("exact tiles 1, mma 2 to 16, ring 17 to 128, dequantize")
+    others = [[*parts[:2], packed(512, 2880, "Q8_0")], parts[:1] * 3, [packed(n, 2880, "Q8_0") for n in (4096, 512, 512)]]
+    for some in others:
+        assert "in one matrix" in str(ring.declines(site, three(*some)))
+
+
+def test_columns_of_three_results_are_added_and_parted() -> None:
+    rng, (tokens, parts, ns) = np.random.default_rng(3), (3, 4, (512, 256, 256))
+    sums = rng.standard_normal((parts, tokens, sum(ns))).astype(np.float32)
+    biases = [rng.standard_normal(n).astype(np.float32) for n in ns]
+    device = "cpu" if INTERPRETED else "cuda"
+    for given in (True, False):
+        ys = tuple(torch.full((tokens, n), float("nan"), device=device) for n in ns)
+        launch(
+            ring.add_parts_of_three, (tokens, sum(ns) // 256), ys, torch.from_numpy(sums).to(device),
+            tuple(torch.from_numpy(b).to(device) for b in biases) if given else ys, tokens * sum(ns), ns, PARTS=parts,
+            BIAS=given, C=256, early=False,
+        )  # fmt: skip
+        want = np.split(sums.sum(0), np.cumsum(ns)[:-1], axis=1)
+        for y, exact, bias in zip(ys, want, biases, strict=True):
+            np.testing.assert_allclose(y.cpu().numpy(), exact + bias * given, rtol=1e-5, atol=1e-5)
 
 
 def test_which_maps_stream_through_the_ring() -> None:
@@ -151,6 +197,7 @@ def test_which_maps_stream_through_the_ring() -> None:
     assert {f: ring.declines(Recorder(), one(packed(4096, 14336, f))) is None for f in taken} == taken
     assert ring.declines(Recorder(), gated) is None
     assert "got 2 maps" in str(ring.declines(Recorder(), replace(gated, activation="none")))
+    assert "in one matrix" in str(ring.declines(Recorder(), three(*[packed(4096, 4096)] * 3)))
     assert "needs 8388608 weights or more, got 4194304" in str(ring.declines(Recorder(), one(packed(1024, 4096))))
     assert ring.declines(Recorder(), one(replace(packed(4096, 14336), reused=True)))
     by_rows = ByRows(Recorder(), replace(gated, norm=lambda batch: None, arrange=lambda to, batch, width: None))

@@ -466,6 +466,25 @@ def test_one_sequence_in_half_precision(backend: TritonBackend) -> None:
     step.close()
 
 
+@pytest.mark.parametrize("compute", ["float32", "float16"])
+def test_three_maps_packed_as_rows_of_one(backend: TritonBackend, compute: Any) -> None:
+    b, wide = Builder(), 256
+    h = embedding(b, b.input("ids"), WeightRef("embd", GGMLType.Q6_K, VOCAB, wide))
+    q, k, v = (WeightRef(name, GGMLType.Q4_K, rows, wide) for name, rows in (("q", 512), ("k", 256), ("v", 256)))
+    gain = WeightRef("gain", GGMLType.F32, 1, wide)
+    for i, y in enumerate(norm_linear(b, NormSpec("rms", wide, 1e-5), h, [gain], [(q, None), (k, None), (v, None)])):
+        h = linear_add(b, h, y, WeightRef(f"o{i}", GGMLType.Q8_0, wide, (512, wide, wide)[i]))
+    program = b.program(hidden=gather_rows(b, h, b.input("out_rows")))
+    step = backend.compile(program, Weights(), LIMITS, compute)
+    assert len({id(step._plan.weight(ref).whole) for ref in (q, k, v)}) == 1
+    assert step._plan.weight(q).whole is not None
+    for tokens in (1, 7):
+        inputs = batch([(0, 0, tokens)], rows=list(range(tokens)))
+        want = run_program(program, Weights(), [], inputs)["hidden"]
+        assert rel_error(step(inputs, "hidden").hidden, want) <= (1e-5 if compute == "float32" else 1e-2)  # type: ignore[arg-type]
+    step.close()
+
+
 def test_deterministic_steps_give_the_same_logits(backend: TritonBackend) -> None:
     """Other tiles for fewer tokens, more launches for many: still the reference's results."""
     program = build(GGMLType.Q8_0)

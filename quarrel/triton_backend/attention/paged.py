@@ -28,7 +28,7 @@ from quarrel.triton_backend.attention.decode_warps import attend_warps
 from quarrel.triton_backend.attention.kv_codes import TL_TYPES, as_values
 from quarrel.triton_backend.attention.records import Keys, Partial, Rotation, Score, Sequences, Shape, Warps
 from quarrel.triton_backend.attention.rope import joined
-from quarrel.triton_backend.attention.splits import MANY_SEQS, split_keys
+from quarrel.triton_backend.attention.splits import MANY_SEQS, SEVERAL_SEQS, split_keys
 from quarrel.triton_backend.elementwise.activation import tanh
 from quarrel.triton_backend.runtime.arrays import Output
 from quarrel.triton_backend.runtime.launch import INTERPRETED, power_of_two
@@ -229,6 +229,14 @@ def crowded(one: Tile) -> Tile:
     return replace(one, keys=min(one.keys, 32))
 
 
+def several(one: Tile, head_dim: int) -> Tile:
+    """The tile of `attend_one` for SEVERAL_SEQS to MANY_SEQS sequences, whose splits are longer.
+
+    8 sequences of Mistral-7B behind 128 tokens: 3,504 tokens/s on an H200 for 3,442; heads of 64 do not gain.
+    """
+    return replace(one, warps=8) if one.keys == 64 and head_dim > 64 else one
+
+
 def warps_for(seqs: int, items: int, spec: AttentionSpec, size: int, kind: str) -> Warps | None:
     """The form of `attend_warps` for so many sequences and items over blocks of `size` keys; None for `attend_one`.
 
@@ -286,6 +294,7 @@ def build_attention(site: Site, node: Node) -> Launch:
     one, many = tiles(site.compute, spec.head_dim, spec.n_heads // spec.n_kv, site.generation == 9)
     if cache.kind != "plain" and site.generation != 9:
         one = replace(one, keys=max(16, one.keys // 2))  # with as many codes, sm_80 spills 53 to 81 words
+    some_seqs = several(one, spec.head_dim) if site.generation == 9 and cache.kind == "plain" else one
     many_seqs = crowded(one)
     # A cap is applied to the score itself, so the factor of log2(e) comes after it.
     score = Score(spec.scale * (1.0 if spec.cap else LOG2E), spec.cap, spec.window)
@@ -316,7 +325,7 @@ def build_attention(site: Site, node: Node) -> Launch:
         if rotation is not None and not batch.prefill:
             (queries, rope), rotate = rotation(), style
         w = warps_for(batch.S, batch.items, spec, cache.block_size, cache.kind) if warps else None
-        tile = one if batch.S < MANY_SEQS else many_seqs
+        tile = one if batch.S < SEVERAL_SEQS else some_seqs if batch.S < MANY_SEQS else many_seqs
         kernel: Any = attend_one
         heads, count, stages, own = 1, tile.warps, 2, {"BLOCK_N": tile.keys}
         values = min(8192, 2048 * count)

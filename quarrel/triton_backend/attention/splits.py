@@ -14,6 +14,8 @@ from quarrel.ops.contract import Array
 from quarrel.triton_backend.runtime.launch import cdiv, power_of_two
 
 SPLIT, MOST_SPLITS, STEP = 128, 64, 32
+SEVERAL_SEQS = 5
+"""Sequences from which splits are twice as long: fewer of them meet."""
 MANY_SEQS = 17
 """Sequences from which there are programs enough for longer splits and smaller tiles."""
 PLACES: tl.constexpr = tl.constexpr(power_of_two(MOST_SPLITS))
@@ -25,7 +27,7 @@ def split_keys(seqs: int) -> int:
 
     A layer of Mistral-7B with 128 sequences of 640 keys took 361 us in splits of 256 and 348 in splits of 1024 (H200).
     """
-    if seqs < MANY_SEQS:
+    if seqs < SEVERAL_SEQS:
         return SPLIT
     return 2 * SPLIT if seqs <= 64 else 8 * SPLIT
 

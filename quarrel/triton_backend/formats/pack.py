@@ -17,6 +17,8 @@ from quarrel.triton_backend.runtime.arrays import Packed, Planes
 
 _ALIGN = 256
 _CHUNK = 16 << 20
+ROWS_BESIDE = 256
+"""Rows that are aligned in every plane, as a row of one has a byte or more."""
 
 
 class Uploader:
@@ -102,6 +104,14 @@ def view(type: GGMLType, n: int, k: int, buffer: torch.Tensor) -> Packed:
         planes.append(buffer[offset : offset + size].view(plane.dtype).view(n, -1))
         offset += _padded(size)
     return Packed(type.name, n, k, buffer, Planes(*planes))
+
+
+def rows_of(whole: Packed, at: int, count: int) -> Packed:
+    """Some rows of a packed weight, as one of its own; `at` is a multiple of ROWS_BESIDE, so that planes stay aligned."""
+    codes = whole.planes.codes[at : at + count]
+    planes = Planes(*(codes if p is whole.planes.codes else p[at : at + count] for p in whole.planes))
+    first, last = (row * whole.nbytes // whole.n for row in (at, at + count))
+    return Packed(whole.format, count, whole.k, whole.buffer[first:last], planes, whole=whole)
 
 
 def _padded(size: int) -> int:

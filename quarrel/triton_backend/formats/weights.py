@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -10,8 +10,8 @@ import torch
 from quarrel.gguf import GGMLType
 from quarrel.ops.contract import Array, Compute, ConstRef, WeightRef
 from quarrel.ops.step import WeightSource
-from quarrel.ops.weights import PackedWeights, stored_type
-from quarrel.triton_backend.formats.pack import Uploader, blank, pack, packed_bytes
+from quarrel.ops.weights import PackedWeights, rows_as, stored_type
+from quarrel.triton_backend.formats.pack import ROWS_BESIDE, Uploader, blank, fill, pack, packed_bytes, rows_of
 from quarrel.triton_backend.formats.table import NATIVE
 from quarrel.triton_backend.runtime.arrays import Packed
 
@@ -24,6 +24,22 @@ def stored_as(type: GGMLType, compute: Compute) -> GGMLType:
 def device_bytes(refs: Iterable[WeightRef], compute: Compute) -> int:
     """What these weights take once packed; vectors are so small that they are counted as if they were matrices."""
     return sum(packed_bytes(stored_as(r.type, compute), r.rows, r.k) for r in refs)
+
+
+def fit_beside(refs: Sequence[WeightRef]) -> bool:
+    """Whether the rows of these matrices can follow each other as those of one."""
+    one_kind = len({(ref.type, ref.k) for ref in refs}) == 1 and len(set(refs)) == len(refs) > 1
+    return one_kind and all(ref.rows % ROWS_BESIDE == 0 for ref in refs)
+
+
+def blank_beside(
+    refs: Sequence[WeightRef], compute: Compute, device: torch.device
+) -> Iterator[tuple[WeightRef, int, Packed]]:
+    """A matrix of all their rows, without values: of each, the first row there and what it is by itself."""
+    whole, at = blank(stored_as(refs[0].type, compute), sum(ref.rows for ref in refs), refs[0].k, device), 0
+    for ref in refs:
+        yield ref, at, rows_of(whole, at, ref.rows)
+        at += ref.rows
 
 
 class Weights(PackedWeights[Packed, torch.Tensor]):
@@ -46,10 +62,24 @@ class Weights(PackedWeights[Packed, torch.Tensor]):
         self._uploader = None
         super().finish()
 
-    def _pack(self, type: GGMLType, rows: int, k: int, read: Callable[[int, int], Array]) -> Packed:
+    def beside(self, refs: Sequence[WeightRef]) -> None:
+        """Packs matrices that one launch reads as the rows of one, where their formats and columns are one."""
+        if not fit_beside(refs) or any(ref in self._packed for ref in refs):
+            return
+        for ref, at, part in blank_beside(refs, self._compute, self._device):
+            type = stored_as(ref.type, self._compute)
+            assert part.whole is not None
+            fill(part.whole, type, rows_as(self._source, ref, type), self._upload_blocks(), at, ref.rows)
+            self._packed[ref] = part
+            self._loading.loaded(ref)
+
+    def _upload_blocks(self) -> Uploader:
         if self._uploader is None:
             self._uploader = Uploader(self._device)
-        return pack(type, rows, k, read, self._uploader)
+        return self._uploader
+
+    def _pack(self, type: GGMLType, rows: int, k: int, read: Callable[[int, int], Array]) -> Packed:
+        return pack(type, rows, k, read, self._upload_blocks())
 
     def _upload(self, values: Array) -> torch.Tensor:
         return torch.from_numpy(np.array(values, np.float32)).to(self._device)
@@ -65,6 +95,11 @@ class Blank:
     def __init__(self, compute: Compute) -> None:
         self._compute = compute
         self._packed: dict[WeightRef, Packed] = {}
+
+    def beside(self, refs: Sequence[WeightRef]) -> None:
+        """As `Weights.beside`."""
+        if fit_beside(refs) and not any(ref in self._packed for ref in refs):
+            self._packed |= {ref: part for ref, _, part in blank_beside(refs, self._compute, META)}
 
     def matrix(self, ref: WeightRef) -> Packed:
         if ref not in self._packed:

@@ -20,6 +20,8 @@ def maps_of(site: Site, node: Node) -> Maps:
     x = site.scratch(axis, width, DTYPES[site.compute])
     inner = inside(site, {middle.id: x})
     linears = [part for part in parts if part.op.name == LINEAR.name]
+    if parts[-1].op.name != GATED.name:
+        site.beside([part.inputs[1] for part in linears])  # type: ignore[misc]
     return Maps(
         x,
         [site.slot(v) for v in node.outputs],

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from quarrel.triton_backend.elementwise import ring_x
+from quarrel.triton_backend.formats.pack import ROWS_BESIDE
 from quarrel.triton_backend.formats.table import RING, by_name
 from quarrel.triton_backend.linear import mma
 from quarrel.triton_backend.linear.maps import Maps, Serves
@@ -52,6 +53,17 @@ tokens on an H200 for 444."""
 _SHARED = 227 << 10
 _COLUMNS = 1024
 _MOST_DESCRIPTORS = 256
+_LEAST_OF_BYTES = 17
+"""The same of a map of 2^23 values or more in Q8_0: o of gpt-oss, 2880 x 4096, takes 11.3 / 12.1 us for 16 / 32 rows on an
+H200 and in `mma.py` 11.1 / 16.9; 4096 x 4096 in Q4_K 13.3 for 32 and 12.4, in Q5_K 14.8 and 13.4."""
+_LEAST_OF_THREE, _MOST_OF_THREE = 17, 128
+"""Rows for which three maps in one matrix gain: query, key and value on an H200, us for 8 / 16 / 32 / 128 rows with the
+launch that puts x in order. Rows that are no whole super-blocks gain from 2 on.
+
+| Mistral-7B, Q4_K | 10.1 / 11.0 / 12.1 / 21.1 | `mma.py`, `wgmma.py` | 8.2 / 10.7 / 15.5 / 28.7 |
+|---|---|---|---|
+| gpt-oss, Q8_0 | 10.8 / 11.7 / 12.5 / 16.4 | `mma.py`, `matmul.py` | 11.7 / 18.5 / 22.6 / 31.0 |
+"""
 _MOST_PARTS = 8
 
 
@@ -234,12 +246,56 @@ def add_parts(
     tl.store(y + at, total.to(y.dtype.element_ty), mask=ok)
 
 
+@triton.jit
+def _one_of_three(
+    y, parts, bias, stride, at, first, n, PARTS: tl.constexpr, BIAS: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    column = first + tl.arange(0, C)
+    total = tl.load(parts + at + tl.arange(0, C))
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(parts + part * stride + at + tl.arange(0, C))
+    if BIAS:
+        total += tl.load(bias + column)
+    tl.store(y + tl.program_id(0).to(tl.int64) * n + column, total.to(y.dtype.element_ty))
+
+
+@triton.jit
+def add_parts_of_three(
+    ys, parts, biases, stride, ns, PARTS: tl.constexpr, BIAS: tl.constexpr, C: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """Three results `[tokens, n]` from sums of parts of K of all their columns, float32 `[PARTS, tokens, sum of n]` with
+    `stride` values each, in order, with biases. C divides each n. Grid (tokens, sum of n / C)."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    first = tl.program_id(1) * C
+    at = tl.program_id(0).to(tl.int64) * (ns[0] + ns[1] + ns[2]) + first
+    if first < ns[0]:
+        _one_of_three(ys[0], parts, biases[0], stride, at, first, ns[0], PARTS, BIAS, C)
+    elif first < ns[0] + ns[1]:
+        _one_of_three(ys[1], parts, biases[1], stride, at, first - ns[0], ns[1], PARTS, BIAS, C)
+    else:
+        _one_of_three(ys[2], parts, biases[2], stride, at, first - ns[0] - ns[1], ns[2], PARTS, BIAS, C)
+
+
+def as_one(weights: Sequence[Packed]) -> Packed | None:
+    """The matrix whose rows these are, all of them and in order."""
+    whole = weights[0].whole
+    if whole is None or any(w.whole is not whole for w in weights) or sum(w.n for w in weights) != whole.n:
+        return None
+    return whole
+
+
 def declines(site: Site, maps: Maps) -> str | None:
-    """Takes float16 arithmetic on one large map, or on gate and up, on devices of capability 9."""
+    """Takes float16 arithmetic on one large map, on gate and up, or on three maps in one matrix, on devices of capability
+    9."""
     if (reason := declines_device(site) or declines_weights(maps.weights)) is not None:
         return reason
-    if not maps.gated and (len(maps.weights) > 1 or maps.norm is not None):
-        return f"needs one map without a norm, or gate and up, got {len(maps.weights)} maps"
+    if len(maps.weights) == 3:
+        if as_one(maps.weights) is None or maps.together() is not None:
+            return "needs three maps in one matrix, with biases or without"
+    elif not maps.gated and (len(maps.weights) > 1 or maps.norm is not None):
+        return f"needs one map without a norm, gate and up, or three maps, got {len(maps.weights)} maps"
     values = sum(w.n * w.k for w in maps.weights)
     return None if values >= min(_LEAST) else f"needs {min(_LEAST)} weights or more, got {values}"
 
@@ -249,7 +305,12 @@ def build(site: Site, maps: Maps) -> Serves:
     # `mma.py` was not measured with large maps of rows that are no whole super-blocks, as the head of gpt-oss.
     by_mma = mma.declines(site, maps) is None and (maps.weights[0].k % 256 == 0 or values < max(_LEAST))
     least = min(rows for size, rows in _LEAST.items() if values >= size) if by_mma else 2
-    return Serves(_Maps(site, maps), least, MOST_BESIDE_E4M3 if site.float8 else MOST, maps.arrange is not None)
+    most = MOST_BESIDE_E4M3 if site.float8 else MOST
+    if len(maps.weights) == 3:
+        least, most = _LEAST_OF_THREE if maps.weights[0].k % 256 == 0 else 2, _MOST_OF_THREE
+    elif maps.weights[0].format == "Q8_0" and not maps.gated:
+        least = min(least, _LEAST_OF_BYTES)
+    return Serves(_Maps(site, maps), least, most, maps.arrange is not None)
 
 
 class _Plan(NamedTuple):
@@ -260,12 +321,15 @@ class _Plan(NamedTuple):
 
 
 class _Maps:
-    """A launch of one map, or of gate and up."""
+    """A launch of one map, of gate and up, or of three maps in one matrix."""
 
     def __init__(self, site: Site, maps: Maps) -> None:
-        self._site, self._maps, self._n = site, maps, maps.weights[0].n
-        self._direct = maps.gated or maps.residual is None
-        self._product = Product(site, maps.weights, self._n, maps.activation, maps.given)
+        three = len(maps.weights) == 3
+        whole = as_one(maps.weights) if three else None
+        weights = maps.weights if whole is None else [whole]
+        self._site, self._maps, self._n = site, maps, weights[0].n
+        self._direct = not three and (maps.gated or maps.residual is None)
+        self._product = Product(site, weights, self._n, maps.activation, () if three else maps.given)
         self._arranged = site.scratch("one", MOST * self._product.padded, torch.float16)
         plans = [self.plan(count) for count in range(1, MOST + 1)]
         sums = max(0 if self._single(p) else p.parts * count for count, p in enumerate(plans, 1))
@@ -276,11 +340,17 @@ class _Maps:
         # In a trial kernel 128 rows of x gave wrong sums with MXFP4; nobody has found out why.
         widths = WIDTHS if self._maps.weights[0].format == "MXFP4" else (*WIDTHS, 2 * WIDTHS[-1])
         cut = Cut.of(next((w for w in widths if count <= w), widths[-1]))
-        parts, programs = 1, cut.residents * self._product.multiprocessors
+        if self._maps.gated:
+            return _Plan(cut, 1)
+        steps, programs = self._product.padded // 256, cut.residents * self._product.multiprocessors
         units = self._product.tiles * cdiv(count, cut.width)
-        while not self._maps.gated and parts < _MOST_PARTS and units * parts * 1.5 < programs:
-            parts *= 2
-        return _Plan(cut, parts)
+        most = max(1, min(_MOST_PARTS, steps, cdiv(programs, units)))
+
+        def longest(parts: int) -> int:
+            """Steps of the longest program, and one for each end of a unit."""
+            return cdiv(units * parts, programs) * (cdiv(steps, parts) + 1)
+
+        return _Plan(cut, min(range(1, most + 1), key=longest))
 
     def _single(self, plan: _Plan) -> bool:
         """Whether the product itself writes the result."""
@@ -305,6 +375,13 @@ class _Maps:
         sums, stride = self._sums.tensor, count * self._n
         product.launch(sums, Rows(x, x.base, x.base, count), plan.cut, plan.parts, stride)
         biases, residual = maps.given, maps.residual
+        if len(maps.ys) == 3:
+            ys, ns = tuple(slot.tensor for slot in maps.ys), tuple(w.n for w in maps.weights)
+            site.launch(
+                add_parts_of_three, (count, self._n // ROWS_BESIDE), ys, sums, biases or ys, stride, ns,
+                PARTS=plan.parts, BIAS=bool(biases), C=ROWS_BESIDE, warps=2, early=early,
+            )  # fmt: skip
+            return
         more = Epilogue(biases[0] if biases else y, y, y if residual is None else residual.tensor)
         site.launch(
             add_parts, (count, cdiv(self._n, _COLUMNS)), y, sums, more, stride, maps.alpha, self._n, PARTS=plan.parts,

@@ -72,6 +72,8 @@ class Packed:
     planes: Planes
     reused: bool = False
     """Other matrices take its place from step to step, so nothing may be derived from its values."""
+    whole: Packed | None = None
+    """The matrix that these are rows of, where those of others follow in memory (`formats/weights.py: Weights.beside`)."""
 
     @property
     def nbytes(self) -> int:

@@ -108,6 +108,10 @@ class Site(Protocol):
     def weight(self, ref: WeightRef) -> Packed:
         """A matrix, packed in its own format if that is native."""
 
+    def beside(self, refs: Sequence[WeightRef]) -> None:
+        """Asks, before any of these matrices is packed, that they are packed as the rows of one if they can be."""
+        return
+
     def e4m3(self, weight: Packed) -> E4M3:
         """Where a weight in E4M3 is kept, in a step with `float8`."""
         raise AssertionError("nothing is rounded to E4M3 here")
