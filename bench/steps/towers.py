@@ -251,7 +251,7 @@ def answers(model: str, folder: Path, notes: Notes, callers: int = 32) -> None:
         )
         for png in (False, True):
             rounds = []
-            for _ in range(6):
+            for _ in range(5):
                 threads = [threading.Thread(target=asked, args=(SIDE, png)) for _ in range(callers)]
                 began = time.perf_counter()
                 for thread in threads:
@@ -259,13 +259,13 @@ def answers(model: str, folder: Path, notes: Notes, callers: int = 32) -> None:
                 for thread in threads:
                     thread.join()
                 rounds.append(time.perf_counter() - began)
-            took = statistics.median(rounds[3:])
+            took = statistics.median(rounds[2:])
             notes.say(
                 model=model, callers=callers, image=SIDE, png=png, images_s=round(callers / took, 1),
                 all_s=round(took, 3), rounds=[round(each, 3) for each in rounds],
             )  # fmt: skip
-        tokens = callers * 198
-        notes.say(model=model, text_tokens=tokens, text_s=round(min(texts(llm, params, rng, callers) for _ in range(4)), 3))
+        least = min(texts(llm, params, rng, callers) for _ in range(3))
+        notes.say(model=model, callers=callers, text_tokens=callers * 198, text_s=round(least, 3))
 
 
 def texts(llm: Any, params: Any, rng: np.random.Generator, callers: int) -> float:
@@ -297,18 +297,18 @@ def main() -> int:
     notes, failed = Notes(args.out), 0
     peak = rate(8192, 8192, 8192)
     notes.say(device=torch.cuda.get_device_name(), peak_tflop_s=round(peak / 1e12), parts=len(PARTS))
-    for name in filter(None, args.only.split(",")):
-        try:
-            tower(name, args.folder, [int(n) for n in args.images.split(",")], notes, peak, args.profile)
-        except Exception:
-            failed += 1
-            notes.say(tower=name, failed=traceback.format_exc(limit=-8))
     if args.answers:
         try:
             answers(args.answers, args.folder, notes)
         except Exception:
             failed += 1
             notes.say(model=args.answers, failed=traceback.format_exc(limit=-8))
+    for name in filter(None, args.only.split(",")):
+        try:
+            tower(name, args.folder, [int(n) for n in args.images.split(",")], notes, peak, args.profile)
+        except Exception:
+            failed += 1
+            notes.say(tower=name, failed=traceback.format_exc(limit=-8))
     return int(failed > 0)
 
 

@@ -5,11 +5,14 @@ What images need is imported with a projector; texts do without.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from quarrel.engine.images import PlacedImage
+from quarrel.errors import RequestError
 
 IMAGE_PARTS = ("image", "image_url")
+OTHER_MEDIA = ("audio", "audio_url", "input_audio", "video", "video_url", "input_video")
 
 
 class IdsWithImages(list[int]):
@@ -22,11 +25,19 @@ class IdsWithImages(list[int]):
 
 def has_images(messages: object) -> bool:
     """Whether any message has an image among its parts; False also for what are no messages."""
-    if not isinstance(messages, list | tuple):
-        return False
-    return any(
-        isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS
-        for message in messages
-        if isinstance(message, Mapping) and isinstance(message.get("content"), list | tuple)
-        for part in message["content"]
-    )
+    return any(part.get("type") in IMAGE_PARTS for part in _parts(messages))
+
+
+def check_media(messages: object) -> None:
+    """Raises RequestError for sound and film, which a template would pass over."""
+    for part in _parts(messages):
+        if part.get("type") in OTHER_MEDIA:
+            raise RequestError(f"a message holds a part of type {part['type']!r}, wanted text or an image", "messages")
+
+
+def _parts(messages: object) -> Iterator[Mapping[str, Any]]:
+    for message in messages if isinstance(messages, list | tuple) else ():
+        content = message.get("content") if isinstance(message, Mapping) else None
+        for part in content if isinstance(content, list | tuple) else ():
+            if isinstance(part, Mapping) and isinstance(part.get("type"), str):
+                yield part

@@ -14,7 +14,7 @@ from quarrel.engine.prefix import common_prefix
 from quarrel.engine.service import DEFAULT_SERVICE
 from quarrel.errors import ContextOverflow, RequestError, TokenizerError, UnsupportedModel
 from quarrel.llm.adapters import adapter_index
-from quarrel.llm.image_parts import IdsWithImages, has_images
+from quarrel.llm.image_parts import IdsWithImages, check_media, has_images
 from quarrel.llm.loaded import Loaded
 from quarrel.llm.overflow import SINKS, Overflow, head_of, limit, shift_ids, shift_messages
 from quarrel.llm.structured import Grammars, Structure
@@ -253,6 +253,7 @@ class Preparer:
             with suppress(TokenizerError):
                 self._tokenizer.check_chat_template()
         options: Any = {"tools": request.tools, "template": request.template, "kwargs": request.template_kwargs}
+        check_media(messages)
         if not has_images(messages):
             return self._tokenizer.apply_chat(messages, **options)
         return self._seeing("messages").ids(messages, self._tokenizer, decoded, **options)

@@ -7,6 +7,7 @@ import io
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -14,15 +15,17 @@ from PIL import Image
 
 import quarrel
 from quarrel.cpu_backend.backend import create as cpu
-from quarrel.engine import Request, SamplingParams
+from quarrel.engine import Request, SamplingParams, Service
+from quarrel.engine.engine import Engine
 from quarrel.engine.images import PlacedImage, Sight
-from quarrel.errors import RequestError, UnsupportedModel
+from quarrel.errors import DeadlineExceeded, RequestError, UnsupportedModel
 from quarrel.gguf import GGUFFile
 from quarrel.llm.images import Eyes
 from quarrel.llm.texts import VocabularyTexts
 from quarrel.vision.patches import Picture
 from tests.paths import need_cases
 from tests.sight import CASES, EYES, IMAGE
+from tools.eyes.pictures import Scene, drawn
 
 TEMPLATE = "{% for m in messages %}<|begin|>{{ m.content }}<|end|>{% endfor %}"
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -224,3 +227,49 @@ def test_a_projector_that_lies_beside_a_model_and_does_not_run_is_passed_over(tm
             assert llm._parts.eyes is None
         with pytest.raises(quarrel.QuarrelError):
             quarrel.load(model, backend="cpu", n_ctx=64, mmproj=beside)
+
+
+def seen_red(question: str = "What do you see?") -> list[dict[str, object]]:
+    return asking(drawn(Scene("seven", "red", "white"), Random(5)), text=question)
+
+
+def preempted(engine: Engine) -> int:
+    """Takes the blocks of all that runs; known blocks and rows of images are forgotten. On the engine's own thread."""
+    engine.finish()
+    running = [*engine.scheduler.running]
+    for sequence in running:
+        engine.scheduler.preempt(sequence)
+    assert engine.images is not None
+    engine.images._kept.clear()
+    return len(running)
+
+
+def test_an_answer_about_an_image_goes_on_after_its_blocks_were_taken() -> None:
+    params = SamplingParams(temperature=0, max_tokens=180, ignore_eos=True)
+    with quarrel.load(EYES / "trained" / "model.gguf", backend="cpu", n_ctx=256, prefix_cache=False) as llm:
+        wanted = llm.chat(seen_red(), params).token_ids
+        engine = llm._loop.engine
+        assert engine is not None
+        assert engine.images is not None
+        stream = llm.chat(seen_red(), params, stream=True)
+        ids = [next(stream).token_id for _ in range(3)]
+        assert llm.prefixes._run(preempted) == 1
+        assert (*ids, *(chunk.token_id for chunk in stream if chunk.token_id is not None)) == wanted
+        assert engine.images.encoded == 2
+
+
+def test_a_deadline_ends_a_request_with_an_image_and_no_other() -> None:
+    with quarrel.load(EYES / "trained" / "model.gguf", backend="cpu", n_ctx=128) as llm:
+        params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+        with pytest.raises(DeadlineExceeded):
+            llm.chat(seen_red(), params, service=Service(total_seconds=1e-3))
+        assert llm.chat(seen_red("What colour is it?"), SamplingParams(temperature=0, max_tokens=16)).text == "Red."
+
+
+@pytest.mark.parametrize("kind", ["input_audio", "audio", "video", "video_url"])
+def test_sound_and_film_are_refused_by_name(llm: quarrel.LLM, kind: str) -> None:
+    content = [{"type": kind, kind: {"data": "AAAA", "format": "wav"}}, {"type": "text", "text": "?"}]
+    with pytest.raises(RequestError, match=rf"of type '{kind}', wanted text or an image"):
+        llm.chat([{"role": "user", "content": [*asking(picture(1))[0]["content"], *content]}], template=TEMPLATE)  # type: ignore[misc]
+    with pytest.raises(RequestError, match=kind):
+        llm.chat([{"role": "user", "content": content}], template=TEMPLATE)
