@@ -1,10 +1,11 @@
-"""Counts what the loop of a matrix-vector product takes for a weight: our kernels, and MLX's own from its header.
+"""Counts what loops of decoding take: a product for a weight, attention for a key and head; ours, and MLX's of its headers.
 
     python -m tools.metal_counts [FILE.metal:ENTRY:WEIGHTS ...]
 
 Each text is compiled to PTX by the emulator's clang, and the loop that has the most instructions is counted. A line gives
 the instructions for each weight that a lane's pass handles, and the cycles that they take on an Apple GPU: a shift or a
-conversion between whole numbers and floats 4, anything else 1; moves, and half operands of float sums, none.
+conversion between whole numbers and floats 4, anything else 1; moves, and half operands of float sums, none. Attention's
+are those of all lanes that share a key; a loop within the loop counts once, which favours MLX's sum over lanes.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from pathlib import Path
 import mlx.core as mx
 
 from quarrel.gguf import GGMLType
+from quarrel.mlx_backend.attention.paged import heads_together, lanes_of
+from quarrel.ops.attention import AttentionSpec
 from quarrel.ops.linear import LINEAR
 from tests.mlx_backend.cases import running
 from tests.mlx_backend.emulated import FAST
-from tests.mlx_backend.trials import linear
+from tests.mlx_backend.trials import Trial, attention, linear
 from tools.metal_emulator import metal_kernel
 from tools.metal_emulator.build import MetalSource
 from tools.metal_emulator.kernel import Call
@@ -40,6 +43,10 @@ _OF_MLX = """
   qmv_fast_impl<half, 64, 4>(w, scales, biases, x, y, k, n, tid, group, lane);
 }
 """
+_ATTENTION_OF_MLX = """
+template [[host_name("counted")]] [[kernel]] decltype(sdpa_vector<half, 128, 128>) sdpa_vector<half, 128, 128>;
+"""
+_HEADS = AttentionSpec(8, 2, 128, 0.088)
 FORMATS = ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "NVFP4", "IQ4_NL", "Q2_K", "Q3_K", "F16")
 
 
@@ -74,8 +81,16 @@ def of_mlx() -> str:
     return start + first + kernel + _OF_MLX
 
 
-def ours(type: GGMLType) -> Iterator[tuple[str, str]]:
-    """PTX of the kernel that multiplies a decoded row: 4 rows of W and 16 columns a lane and pass."""
+def attention_of_mlx() -> str:
+    """MLX's attention of one query, a SIMD-group a key and head, without masks and sinks."""
+    text = (KERNELS / "mlx/backend/metal/kernels/sdpa_vector.h").read_text("utf-8")
+    text = text.partition("template <typename T, int D, int V = D>\n[[kernel]] void sdpa_vector_2pass")[0]
+    text = re.sub(r"constant (bool|int) (\w+) \[\[function_constant\(\d+\)\]\];", r"constant constexpr \1 \2 = 0;", text)
+    return "using namespace metal;\n" + re.sub(r",\s*function_constant\(\w+\)", "", text) + _ATTENTION_OF_MLX
+
+
+def ours(trial: Trial) -> Iterator[tuple[str, str]]:
+    """PTX of the kernels of a trial."""
     made = []
 
     class Recorder(metal_kernel):
@@ -86,14 +101,15 @@ def ours(type: GGMLType) -> Iterator[tuple[str, str]]:
 
     with running(FAST):
         mx.fast.metal_kernel = Recorder
-        linear(LINEAR, [type], 1024).error()
+        trial.error()
     yield from made
 
 
 def main() -> None:
     rows: list[tuple[str, str, int]] = []
     for name in FORMATS:
-        rows += [(kernel, ptx, 64) for kernel, ptx in ours(GGMLType[name])]
+        # 4 rows of W and 16 columns a lane and pass.
+        rows += [(kernel, ptx, 64) for kernel, ptx in ours(linear(LINEAR, [GGMLType[name]], 1024))]
     given = [("MLX's qmv_fast, 4 bits in groups of 64", of_mlx(), "counted", 64)]
     for argument in sys.argv[1:]:
         path, entry, weights = argument.rsplit(":", 2)
@@ -103,6 +119,15 @@ def main() -> None:
         rows.append((name, compile_ptx(MetalSource(name, text, entry, False, constants), "sm_90", find_toolchain()), each))
     for name, ptx, each in rows:
         print(f"{name}: {' '.join(f'{number:.2f}' for number in counted(ptx, each))}", flush=True)
+    lanes, heads = lanes_of(_HEADS.head_dim)[0], heads_together(_HEADS.n_heads // _HEADS.n_kv, _HEADS.head_dim)
+    walks = [(name, ptx, lanes / heads) for name, ptx in ours(attention(_HEADS, [(1, 200)], "float16")) if "single" in name]
+    source = MetalSource("sdpa_vector", attention_of_mlx(), "counted", True)
+    walks.append(("MLX's sdpa_vector", compile_ptx(source, "sm_90", find_toolchain()), 32.0))
+    for name, ptx, lanes_a_head in walks:
+        instructions, cycles = counted(ptx, 1)
+        print(
+            f"{name}, 128 values, a key and head: {instructions * lanes_a_head:.0f} {cycles * lanes_a_head:.0f}", flush=True
+        )
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ from tools.metal_emulator.toolchain import find_toolchain
 
 MODELS = (
     *(("llama32", "q4_k_m"), ("qwen3moe", "q4_0x"), ("gemma3", "q4_0x"), ("granitehybrid", "q4_0x")),
-    *(("deepseek2_lite", "q4_0x"), ("qwen35", "q4_0x"), ("gptoss", "q4_0x"), ("phi3", "q4_0x"), ("mamba2", "q4_0x")),
+    *(("deepseek2_lite", "q4_0x"), ("qwen35", "q4_0x"), ("phi3", "q4_0x"), ("mamba2", "q4_0x")),
 )
 """Folder of reference cases and variant."""
 ARITHMETIC: tuple[Compute, ...] = ("float32", "float16")

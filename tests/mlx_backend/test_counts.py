@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from tools.metal_counts import counted, longest_loop
+from tools.metal_counts import attention_of_mlx, counted, longest_loop
+from tools.metal_emulator.build import MetalSource
+from tools.metal_emulator.ptx import compile_ptx
+from tools.metal_emulator.toolchain import find_toolchain
 
 PTX = """
 $L__BB0_1:
@@ -24,3 +27,8 @@ def test_the_longest_loop_is_counted() -> None:
     assert len(longest_loop(PTX)) == 6
     assert counted(PTX, 2) == (5 / 2, (1 + 4 + 4 + 1 + 1) / 2)
     assert longest_loop("	ret;") == []
+
+
+def test_attention_of_mlx_is_cut_out_of_its_header() -> None:
+    source = MetalSource("sdpa_vector", attention_of_mlx(), "counted", True)
+    assert 60 < counted(compile_ptx(source, "sm_90", find_toolchain()), 1)[0] < 90
