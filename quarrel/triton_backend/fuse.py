@@ -70,7 +70,52 @@ def find(nodes: Sequence[Node], compute: Compute, kept: set[int]) -> list[Fusion
             found.append(_shared(nodes, i, [source(i, place) for place in range(len(node.inputs))]))
         elif node.op is ADD:
             found.append(_with_shared(nodes, i, source) or _stream(nodes, i, source))
-    return [f for f in found if f is not None]
+    fusions = [f for f in found if f is not None]
+    chosen = (_chosen(nodes, i, fusions, source, maker, readers, kept) for i, n in enumerate(nodes) if n.op is ROUTE)
+    return [*fusions, *(f for f in chosen if f is not None)]
+
+
+def _chosen(
+    nodes: Sequence[Node],
+    i: int,
+    fusions: Sequence[Fusion],
+    source: Callable[[int, int], int | None],
+    maker: Mapping[int, int],
+    readers: Mapping[int, Sequence[int]],
+    kept: set[int],
+) -> Fusion | None:
+    """A router whose choice one row's experts make themselves: nobody waits for the last of its logits."""
+    ids, weights = nodes[i].outputs
+    linear, by = source(i, 0), sorted({*readers.get(ids.id, ()), *readers.get(weights.id, ())})
+    router = next((f for f in fusions if i in f.parts), None)
+    if router is None or linear is None or not route.may_leave(nodes[i].spec):
+        return None
+    if len(by) != 2 or {ids.id, weights.id} & kept:
+        return None
+    up, down = by
+    stream = next((f for f in fusions if down in f.parts and f.rows == 1), None)
+    if [nodes[up].op, nodes[down].op] != [EXPERT_UP, EXPERT_DOWN] or stream is None or len(stream.parts) != 2:
+        return None
+    last, specs = nodes[stream.last], [nodes[up].spec, nodes[down].spec]
+    formats = {ref.type for ref in nodes[up].inputs[2 : 3 + specs[0].gated]}  # type: ignore[union-attr]
+    if len(formats) > 1 or not all(has_matvec(s.type, s.k) for s in specs):
+        return None
+    first = next((n for n in router.parts if n not in (i, linear)), None)
+
+    def logits(site: Site) -> Launch:
+        norm = None if first is None else (nodes[first], matvec.build_norm(site, nodes[first]))
+        return route.build_router(site, nodes[linear], nodes[i], norm, chooses=False)
+
+    def build_up(site: Site) -> Launch:
+        left = route.left_to_experts(site, nodes[linear], nodes[i])
+        return expert_matvec.matvec_up(site, nodes[up], site.slot(ids), left)
+
+    def build_down(site: Site) -> Launch:
+        left = route.left_to_experts(site, nodes[linear], nodes[i])
+        return expert_matvec.matvec_down(site, nodes[down], last.outputs[0], last.inputs[0], last.spec.scale, left)
+
+    before: dict[int, Build | None] = dict.fromkeys((linear, *(() if first is None else (first,))))
+    return Fusion(before | {i: logits, up: build_up, down: None, stream.last: build_down})
 
 
 def lifetimes(fusions: Sequence[Fusion], nodes: Sequence[Node]) -> dict[int, int]:

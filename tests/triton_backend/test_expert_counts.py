@@ -5,6 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
+from triton.runtime.interpreter import InterpretedFunction
 
 from quarrel.gguf import GGMLType
 from quarrel.ops.contract import RawWeight
@@ -68,7 +71,7 @@ def test_one_row_chooses_in_the_launch_that_makes_its_logits(spec: RouteSpec, no
         arrived=arrived, gate_bias=logits, gains=logits, scale=spec.scale, K=columns, GATE_BIAS=False, W=64, PDL=False,
         warps=1,
         normed=route.Normed(to, plain, torch.from_numpy(gain).to(device), 0.25), NORM=normed,
-        **{name: torch.from_numpy(v).to(device) for name, v in given.items()}, **route._constants(spec),
+        CHOOSES=True, **{name: torch.from_numpy(v).to(device) for name, v in given.items()}, **route._constants(spec),
     )  # fmt: skip
     np.testing.assert_allclose(logits.cpu().numpy(), gate @ (scaled if normed else x), rtol=1e-4, atol=1e-4)
     if normed:
@@ -82,3 +85,34 @@ def test_one_row_chooses_in_the_launch_that_makes_its_logits(spec: RouteSpec, no
     np.testing.assert_allclose(weights.cpu().numpy(), wanted[0], rtol=1e-6)
     assert counts.tolist() == np.bincount(wanted_ids[0], minlength=spec.n_experts).tolist()
     assert not arrived.any()
+
+
+def _chosen_by_logits(found, left, S: tl.constexpr, E: tl.constexpr, USED: tl.constexpr):
+    ids = route.best_experts(left.logits, S.EXPERTS, E, USED)
+    for j in tl.static_range(USED):
+        tl.store(found + j, ids[j])
+    route.choose_left(left, S, 1, E)
+
+
+@pytest.mark.parametrize("spec", [RouteSpec(24, 5, "softmax_topk"), RouteSpec(8, 2, "softmax", scale=2.5)])
+@pytest.mark.parametrize("odd", [0.0, float("nan"), float("-inf")], ids=str)
+def test_experts_that_choose_themselves_find_what_is_stored(spec: RouteSpec, odd: float) -> None:
+    assert route.may_leave(spec)
+    device, n = "cpu" if INTERPRETED else "cuda", spec.n_experts
+    z = np.random.default_rng(7).normal(size=n).astype(np.float32)
+    z[[2, 6]], z[1] = 4.0, odd  # the lower one of equals is first
+    found, ids = (torch.zeros(spec.used, dtype=torch.int32, device=device) for _ in range(2))
+    weights, counts = torch.zeros(spec.used, device=device), torch.zeros(n, dtype=torch.int64, device=device)
+    logits = torch.from_numpy(z).to(device)
+    left = route.Left(logits, route.Choice(ids, weights, counts), logits, logits, spec.scale)
+    constants = route._constants(spec)
+    kernel = InterpretedFunction(_chosen_by_logits) if INTERPRETED else triton.jit(_chosen_by_logits)
+    launch(kernel, (1,), found, left, S=constants["S"], E=constants["E"], USED=spec.used, warps=1)
+    assert torch.equal(found, ids)
+    assert ids[:2].tolist() == [2, 6]
+    assert odd == 0.0 or 1 not in ids.tolist()
+    assert counts.tolist() == np.bincount(ids.cpu().numpy(), minlength=n).tolist()
+    if np.isfinite(odd):
+        wanted_ids, wanted = ROUTE.reference(spec, z[None])
+        np.testing.assert_array_equal(ids.cpu().numpy(), wanted_ids[0])
+        np.testing.assert_allclose(weights.cpu().numpy(), wanted[0], rtol=1e-6)

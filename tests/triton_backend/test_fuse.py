@@ -22,6 +22,11 @@ from quarrel.triton_backend.step import TritonStep
 from tests.triton_backend.test_step import LIMITS, VOCAB, Reference, Weights, batch
 
 K, EXPERTS, USED, N = 96, 5, 2, 32
+ALONE = [
+    ["norm", "linear", "route"],
+    ["expert_down", "add"],
+    ["norm", "linear", "route", "expert_up", "expert_down", "add"],
+]
 KINDS: dict[str, tuple[Gate, bool, bool, list[list[str]]]] = {
     "silu": (
         "softmax",
@@ -43,7 +48,8 @@ KINDS: dict[str, tuple[Gate, bool, bool, list[list[str]]]] = {
             ["expert_up", "expert_down", "linear", "plain", "linear_add", "add"],
         ],
     ),
-    "oai": ("softmax_topk", False, False, [["norm", "linear", "route"], ["expert_down", "add"]]),
+    "silu alone": ("softmax", True, False, ALONE),
+    "oai": ("softmax_topk", False, False, ALONE),
 }
 """By the experts' activation: the gate, whether its weights are renormalised, a shared expert, what is fused."""
 
@@ -54,6 +60,7 @@ def ref(name: str, type: GGMLType, rows: int, k: int) -> WeightRef:
 
 def program(kind: str) -> Program:
     gate, renormalise, shared, _ = KINDS[kind]
+    kind = kind.split()[0]
     biased, both = kind == "oai", kind != "relu2"
     b = Builder()
     h = embedding(b, b.input("ids"), ref("embd", GGMLType.Q8_0, VOCAB, K))

@@ -328,6 +328,8 @@ def build_attention(site: Site, node: Node) -> Launch:
         tile = one if batch.S < SEVERAL_SEQS else some_seqs if batch.S < MANY_SEQS else many_seqs
         kernel: Any = attend_one
         heads, count, stages, own = 1, tile.warps, 2, {"BLOCK_N": tile.keys}
+        if batch.S == 1 and site.generation == 9 and wide == 64:
+            count = 8  # a layer of gpt-oss 0.4 us (H200)
         values = min(8192, 2048 * count)
         if w is not None:
             fits = spec.n_kv % w.heads == 0 and cache.block_size % w.keys == 0

@@ -3,8 +3,9 @@ the first cannot."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -14,6 +15,7 @@ from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 from quarrel.triton_backend.experts import experts
 from quarrel.triton_backend.experts.matvec_kernels import down_of_experts, up_of_experts
+from quarrel.triton_backend.experts.route import Choice, Left, Shape
 from quarrel.triton_backend.formats.int8x2 import int8x2_rows, words
 from quarrel.triton_backend.formats.table import FLOATS, has_matvec, matvec_planes
 from quarrel.triton_backend.linear.matvec_tiles import down_tile_for, up_tile_for
@@ -22,6 +24,7 @@ from quarrel.triton_backend.runtime.launch import INTERPRETED, cdiv
 from quarrel.triton_backend.runtime.site import Batch, Launch, Site, starts_early
 
 _BLOCKS = 16
+_NO_CHOICE: Mapping[str, Any] = {"S": Shape(1, 1, "softmax_topk", False, False, 1, 1, False), "G": 1, "E": 1}
 
 
 def takes(site: Site, spec: ExpertUpSpec | ExpertDownSpec) -> bool:
@@ -63,8 +66,12 @@ def build_expert_up(site: Site, node: Node) -> experts.ExpertLaunch:
     return replace(many, one_row=matvec_up(site, node, site.slot(node.inputs[1])))  # type: ignore[arg-type]
 
 
-def matvec_up(site: Site, node: Node, ids: Slot | None) -> Launch:
-    """EXPERT_UP of one token, whose experts stand in `ids`; without them it takes all."""
+Chooses = tuple[Callable[[], Left], Mapping[str, Any]]
+"""What a router leaves to the experts (`route.left_to_experts`)."""
+
+
+def matvec_up(site: Site, node: Node, ids: Slot | None, chooses: Chooses | None = None) -> Launch:
+    """EXPERT_UP of one token, whose experts stand in `ids` or are chosen here; without them it takes all."""
     spec: ExpertUpSpec = node.spec
     x_value, _, *refs = node.inputs
     count = 1 + spec.gated
@@ -81,14 +88,19 @@ def matvec_up(site: Site, node: Node, ids: Slot | None) -> Launch:
     inside = to is not None and tile.rounds and 32 % tile.rows == 0
     arrived = site.zeros("one", spec.used * (spec.n // 32)) if inside else y
 
+    constants = _NO_CHOICE if chooses is None else chooses[1]
+
     def matvec(batch: Batch) -> None:
         if prepare is not None:
             prepare(batch)
         none = y.tensor
+        left = Left(none, Choice(none, none, none), none, none, 1.0) if chooses is None else chooses[0]()
+        programs = cdiv(spec.n, tile.rows) + (chooses is not None)
         site.launch(
-            up_of_experts, (cdiv(spec.n, tile.rows), spec.used), y.tensor, to if inside else none, arrived.tensor,
-            _tensor(x), none if ids is None else ids.tensor, planes[0], planes[-1], biases[0] if biases else none,
-            biases[-1] if biases else none, spec.n, K=spec.k, F=spec.n if inside else 32, FORMAT=format, GATED=spec.gated,
+            up_of_experts, (programs, spec.used), y.tensor, to if inside else none, arrived.tensor,
+            _tensor(x), none if ids is None else ids.tensor, left, planes[0], planes[-1], biases[0] if biases else none,
+            biases[-1] if biases else none, spec.n, **constants, LEFT=chooses is not None, K=spec.k,
+            F=spec.n if inside else 32, FORMAT=format, GATED=spec.gated,
             KIND=spec.activation, BIAS=spec.bias, R=tile.rows, W=tile.words, D=tile.tiles, FIXED=ids is None, INT8X2=inside,
             ASM=not INTERPRETED, warps=tile.warps, early=starts_early(site),
         )  # fmt: skip
@@ -106,7 +118,9 @@ def build_expert_down(site: Site, node: Node) -> experts.ExpertLaunch:
     return replace(many, one_row=matvec_down(site, node, node.outputs[0], None, 1.0))
 
 
-def matvec_down(site: Site, node: Node, target: Value, residual: Value | None, alpha: float) -> Launch:
+def matvec_down(
+    site: Site, node: Node, target: Value, residual: Value | None, alpha: float, chooses: Chooses | None = None
+) -> Launch:
     """EXPERT_DOWN of one token into `target`, added to a residual stream if there is one."""
     spec: ExpertDownSpec = node.spec
     y, ids_value, shares_value, down, *rest = node.inputs
@@ -123,8 +137,10 @@ def matvec_down(site: Site, node: Node, target: Value, residual: Value | None, a
         if prepare is not None:
             prepare(batch)
         site.launch(
-            down_of_experts, (cdiv(spec.n, tile.rows),), out.tensor, _tensor(x), ids.tensor, shares.tensor, planes,
-            out.tensor if bias is None else bias, out.tensor if added is None else added.tensor, alpha, spec.n,
+            down_of_experts, (cdiv(spec.n, tile.rows),), out.tensor, _tensor(x), ids.tensor, shares.tensor,
+            shares.tensor if chooses is None else chooses[0]().logits, planes, out.tensor if bias is None else bias,
+            out.tensor if added is None else added.tensor, alpha, spec.n,
+            EXPERTS=0 if chooses is None else chooses[1]["S"].EXPERTS, E=1 if chooses is None else chooses[1]["E"],
             X_STRIDE=stride, K=spec.k, USED=spec.used, FORMAT=stack.format, BIAS=spec.bias, ADD=added is not None,
             R=tile.rows, W=tile.words, D=tile.tiles, ASM=not INTERPRETED, warps=tile.warps,
             early=starts_early(site),

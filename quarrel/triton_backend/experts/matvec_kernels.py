@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from quarrel.triton_backend.elementwise.activation import activate, oai
+from quarrel.triton_backend.experts.route import best_experts, choose_left
 from quarrel.triton_backend.formats.dots import load_tile, tile_products
 from quarrel.triton_backend.formats.int8x2 import store_int8x2
 from quarrel.triton_backend.formats.table import entry_columns, word_columns
@@ -53,12 +54,13 @@ def _sum(
 
 @triton.jit
 def up_of_experts(
-    y, to, arrived, x, ids, w, up, bias, bias_up, N,
+    y, to, arrived, x, ids, left, w, up, bias, bias_up, N, S: tl.constexpr, G: tl.constexpr, E: tl.constexpr,
     K: tl.constexpr, F: tl.constexpr, FORMAT: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
-    R: tl.constexpr, W: tl.constexpr, D: tl.constexpr, FIXED: tl.constexpr, INT8X2: tl.constexpr, PDL: tl.constexpr,
-    ASM: tl.constexpr,
+    R: tl.constexpr, W: tl.constexpr, D: tl.constexpr, FIXED: tl.constexpr, INT8X2: tl.constexpr, LEFT: tl.constexpr,
+    PDL: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Grid (row tiles, chosen experts); y [chosen, N]. FIXED: all experts in order, whatever `ids` says. INT8X2: whichever
+    """Grid (row tiles, chosen experts); y [chosen, N]. LEFT: each program finds its expert itself, and one more in each row
+    of the grid has none: the first stores the choice. FIXED: all experts in order, whatever `ids` says. INT8X2: whichever
     program of 32 rows comes to its end last, by an integer counter, writes the int8x2 to `to`; needs whole blocks of whole
     programs, 32 % R == N % 32 == 0. F is N, or 32. D divides a row's tiles.
 
@@ -75,7 +77,19 @@ def up_of_experts(
         if PDL:
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
-        stacked = tl.load(ids + tl.program_id(1)).to(tl.int64) * N
+        if LEFT:
+            if first >= N:
+                if tl.program_id(1) == 0:
+                    choose_left(left, S, G, E)
+                return
+            USED: tl.constexpr = S.USED
+            found = best_experts(left.logits, S.EXPERTS, E, USED)
+            mine = found[0]
+            for j in tl.static_range(1, USED):
+                mine = tl.where(tl.program_id(1) == j, found[j], mine)
+        else:
+            mine = tl.load(ids + tl.program_id(1))
+        stacked = mine.to(tl.int64) * N
     w_up = _planes_from(FORMAT, up, stacked, K)
     p_y = y + tl.program_id(1).to(tl.int64) * N
     qu = _load(FORMAT, w_up, first, N, 0, K, R, W, D, ASM)
@@ -138,6 +152,21 @@ def _load_of_experts(
 
 
 @triton.jit
+def _first_of_experts(
+    FORMAT: tl.constexpr, w, logits, first, N, EXPERTS: tl.constexpr, E: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
+    W: tl.constexpr, D: tl.constexpr, TILES: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """The first tiles, of the experts that logits choose."""
+    n = tl.minimum(first + tl.arange(0, R), N - 1).to(tl.int64)
+    found = best_experts(logits, EXPERTS, E, (D + TILES - 1) // TILES)
+    tiles = ()
+    for j in tl.static_range(D):
+        w_j = _planes_from(FORMAT, w, found[j // TILES].to(tl.int64) * N, K)
+        tiles += (load_tile(FORMAT, w_j, n, first, N, j % TILES * W, K, R, W, ASM),)
+    return tiles
+
+
+@triton.jit
 def _sum_of_experts(
     FORMAT: tl.constexpr, acc, tiles, x, shares, at, X_STRIDE: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
     W: tl.constexpr, D: tl.constexpr, TILES: tl.constexpr, ASM: tl.constexpr,
@@ -153,12 +182,14 @@ def _sum_of_experts(
 
 @triton.jit
 def down_of_experts(
-    out, x, ids, shares, w, bias, residual, alpha, N, X_STRIDE: tl.constexpr,
-    K: tl.constexpr, USED: tl.constexpr, FORMAT: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, R: tl.constexpr,
-    W: tl.constexpr, D: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
+    out, x, ids, shares, logits, w, bias, residual, alpha, N,
+    EXPERTS: tl.constexpr, E: tl.constexpr, X_STRIDE: tl.constexpr, K: tl.constexpr, USED: tl.constexpr,
+    FORMAT: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, R: tl.constexpr, W: tl.constexpr, D: tl.constexpr,
+    PDL: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """out [N] float32: the sum over chosen experts of share * (W x + bias), x [USED, ..] with X_STRIDE values a row; with
-    ADD, residual + alpha * that. D divides the tiles of all experts together, so the next expert's are on their way too."""
+    ADD, residual + alpha * that. D divides the tiles of all experts together, so the next expert's are on their way too.
+    EXPERTS: 0, or of so many the first are found by their logits, as `ids` may be stored by the launch ahead."""
     KW: tl.constexpr = K // word_columns(FORMAT)
     C: tl.constexpr = W if word_columns(FORMAT) == 1 else W // 4
     TILES: tl.constexpr = (KW + W - 1) // W
@@ -166,7 +197,10 @@ def down_of_experts(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     first = tl.program_id(0) * R
-    q = _load_of_experts(FORMAT, w, ids, first, N, 0, K, R, W, D, TILES, ASM)
+    if EXPERTS:
+        q = _first_of_experts(FORMAT, w, logits, first, N, EXPERTS, E, K, R, W, D, TILES, ASM)
+    else:
+        q = _load_of_experts(FORMAT, w, ids, first, N, 0, K, R, W, D, TILES, ASM)
     if PDL:
         tl.extra.cuda.gdc_wait()
     acc = tl.zeros([R, C], tl.float32)

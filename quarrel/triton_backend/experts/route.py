@@ -7,6 +7,7 @@ is last to finish a logit chooses. A choice is one warp's, or each warp's alike:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,8 @@ ROUTED = 128
 """Rows up to which logits have a kernel of their own: a tile of `linear.py` is one program for all experts, which took 13
 to 21 us on an H200 for 1 to 8 rows of 1536 to 4096 columns."""
 _GATE_ROWS, _GATE_COLUMNS = 2, 1024
+_ALL_COLUMNS, _ALL_WARPS = 4096, 8
+"""Of one row's logits alone, which no warp chooses from: a layer of gpt-oss is 0.6 us shorter than with 1024 in four."""
 _NORM_BLOCKS: tl.constexpr = tl.constexpr(16)
 _MANY_TOKENS, _MANY_COLUMNS = 4, 512
 _SMALLEST_SUM: tl.constexpr = tl.constexpr(SMALLEST_SUM)
@@ -90,9 +93,11 @@ class Choice(NamedTuple):
 
 @triton.jit
 def _choose(
-    choice, row, z, bias, gains, tokens, real, scale, S: tl.constexpr, G: tl.constexpr, E: tl.constexpr
+    choice, row, z, bias, gains, tokens, real, scale, S: tl.constexpr, G: tl.constexpr, E: tl.constexpr,
+    BY_LOGIT: tl.constexpr,
 ):  # fmt: skip
-    """Stores the experts of tokens `row` [R, 1] by their logits z [R, E], float64. Of `tokens` the first `real` count."""
+    """Stores the experts of tokens `row` [R, 1] by their logits z [R, E], float64. Of `tokens` the first `real` count.
+    BY_LOGIT: logits choose, not what becomes of them; only a rounding tells them apart (`may_leave`)."""
     EXPERTS: tl.constexpr = S.EXPERTS
     USED: tl.constexpr = S.USED
     GROUPS: tl.constexpr = S.GROUPS
@@ -105,7 +110,7 @@ def _choose(
     elif S.GATE == "softmax":
         e = tl.where(free, tl.exp(z - tl.max(tl.where(free, z, float("-inf")), 1)[:, None]), 0.0)
         p = e / tl.sum(e, 1)[:, None]
-    score = p
+    score = z if BY_LOGIT else p
     if S.BIAS:
         score += tl.load(bias + expert, mask=expert < EXPERTS, other=0.0)
     score = tl.where(score == score, score, -1e300)
@@ -144,6 +149,39 @@ def _choose(
     tl.atomic_add(choice.counts + e1, found.to(tl.int64), mask=(e1 < EXPERTS) & (found > 0), sem="relaxed")
 
 
+class Left(NamedTuple):
+    """A choice that the kernel of the chosen experts makes itself, from one token's logits."""
+
+    logits: Any  # float32 [EXPERTS]
+    choice: Any  # Choice
+    bias: Any  # float32 [EXPERTS], as `route_rows` reads it; gains likewise
+    gains: Any
+    scale: Any
+
+
+@triton.jit
+def best_experts(logits, EXPERTS: tl.constexpr, E: tl.constexpr, COUNT: tl.constexpr):
+    """The ids of the COUNT highest logits, in the order of `choose_left`."""
+    expert = tl.arange(0, E)[None, :]
+    free = expert < EXPERTS
+    z = tl.load(logits + expert, mask=free, other=0.0).to(tl.float64)
+    high, low = _integers(tl.where(z == z, z, -1e300))
+    found = ()
+    for _ in tl.static_range(COUNT):
+        best = _best(high, low, free, expert)
+        found += (tl.sum(tl.sum(best, 1), 0),)
+        free = free & (expert != best)
+    return found
+
+
+@triton.jit
+def choose_left(left, S: tl.constexpr, G: tl.constexpr, E: tl.constexpr):
+    """Stores the experts of one token."""
+    expert = tl.arange(0, E)[None, :]
+    z = tl.load(left.logits + expert, mask=expert < S.EXPERTS, other=0.0).to(tl.float64)
+    _choose(left.choice, tl.zeros([1, 1], tl.int64), z, left.bias, left.gains, 1, 1, left.scale, S, G, E, True)
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def route_rows(
     choice, real_tokens, logits, bias, gains, tokens, scale, S: tl.constexpr, PADDED: tl.constexpr, G: tl.constexpr,
@@ -165,7 +203,7 @@ def route_rows(
     ok = (row < tokens) & (expert < S.EXPERTS)
     z = tl.load(logits + row * S.EXPERTS + expert, mask=ok, other=0.0).to(tl.float64)
     real = tl.load(real_tokens) if PADDED else tokens
-    _choose(choice, row, z, bias, gains, tokens, real, scale, S, G, E)
+    _choose(choice, row, z, bias, gains, tokens, real, scale, S, G, E, False)
 
 
 class Normed(NamedTuple):
@@ -201,9 +239,10 @@ def _normed_part(normed, x, first, K: tl.constexpr, W: tl.constexpr, PDL: tl.con
 @triton.jit
 def route_one(
     choice, logits, arrived, x, gate, gate_bias, bias, gains, scale, normed, S: tl.constexpr, K: tl.constexpr,
-    GATE_BIAS: tl.constexpr, G: tl.constexpr, E: tl.constexpr, W: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    GATE_BIAS: tl.constexpr, G: tl.constexpr, E: tl.constexpr, W: tl.constexpr, NORM: tl.constexpr, CHOOSES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Logits and experts of one token; a program computes a logit, and the last one to finish chooses.
+    """Logits and experts of one token; a program computes a logit, and the last one to finish chooses, if CHOOSES.
 
     logits     float32 `[S.EXPERTS]`
     arrived    int32 `[1]`, programs that are done; zero before and after
@@ -243,14 +282,16 @@ def route_one(
     if GATE_BIAS:
         total += tl.load(gate_bias + mine)
     tl.store(logits + mine, total)
-    tl.debug_barrier()
-    before = tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu")
+    before = -1
+    if CHOOSES:
+        tl.debug_barrier()
+        before = tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu")
     if before == S.EXPERTS - 1:
         tl.store(arrived, 0)
         expert = tl.arange(0, E)[None, :]
         z = tl.load(logits + expert, mask=expert < S.EXPERTS, other=0.0, cache_modifier=".cg").to(tl.float64)
         row = tl.zeros([1, 1], tl.int64)
-        _choose(choice, row, z, bias, gains, 1, 1, scale, S, G, E)
+        _choose(choice, row, z, bias, gains, 1, 1, scale, S, G, E, False)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -287,10 +328,12 @@ def gate_rows(
     tl.store(logits + at, z, mask=(token < tokens)[:, None] & (r < EXPERTS)[None, :])
 
 
-def build_router(site: Site, linear: Node, route: Node, norm: tuple[Node, Launch] | None = None) -> Launch:
+def build_router(
+    site: Site, linear: Node, route: Node, norm: tuple[Node, Launch] | None = None, chooses: bool = True
+) -> Launch:
     """LINEAR with a float32 matrix, then ROUTE: logits, ids and weights, of one token in one launch, of more in two.
 
-    With the NORM before them, and its launch for more tokens than one.
+    With the NORM before them, and its launch for more tokens than one. Unless it `chooses`, one token's logits alone.
     """
     spec: RouteSpec = route.spec
     x, gate, *gate_bias = linear.inputs
@@ -320,18 +363,41 @@ def build_router(site: Site, linear: Node, route: Node, norm: tuple[Node, Launch
         )  # fmt: skip
         choose(batch)
 
+    warps = (4 if spec.n_experts <= 32 else 1) if chooses else _ALL_WARPS
+
     def matvec(batch: Batch) -> None:
         unread = logits.tensor
         site.launch(
             route_one, (spec.n_experts + parts,), choice=Choice(ids.tensor, weights.tensor, counts), logits=logits.tensor,
             normed=Normed(unread if to is None else to, rows.tensor, unread if gain is None else gain, eps), NORM=parts > 0,
+            CHOOSES=chooses,
             arrived=arrived.tensor, x=source.tensor, gate_bias=unread if shift is None else shift,
             bias=unread if bias is None else bias, gains=unread if gains is None else gains, scale=spec.scale,
-            W=min(_GATE_COLUMNS, power_of_two(matrix.k)), warps=4 if spec.n_experts <= 32 else 1,
+            W=min(_GATE_COLUMNS if chooses else _ALL_COLUMNS, power_of_two(matrix.k)), warps=warps,
             early=starts_early(site), **shared, **_constants(spec),
         )  # fmt: skip
 
     return lambda batch: (matvec if batch.T == 1 else matmul)(batch)
+
+
+def may_leave(spec: RouteSpec) -> bool:
+    """Whether the order of logits is that of the experts, so that `best_experts` finds them."""
+    return spec.gate in ("softmax", "softmax_topk") and not spec.bias and spec.n_groups == 1
+
+
+def left_to_experts(site: Site, linear: Node, route: Node) -> tuple[Callable[[], Left], dict[str, Any]]:
+    """What the experts' kernels need to choose, at each call, and its constants."""
+    spec: RouteSpec = route.spec
+    logits = site.slot(linear.outputs[0])
+    ids, weights = (site.slot(v) for v in route.outputs)
+    counts, (_, gains) = site.counter(route.path, spec.n_experts), _vectors(site, route)
+
+    def left() -> Left:
+        unread = logits.tensor
+        choice = Choice(ids.tensor, weights.tensor, counts)
+        return Left(logits.tensor, choice, unread, unread if gains is None else gains, spec.scale)
+
+    return left, _constants(spec)
 
 
 def _constants(spec: RouteSpec) -> dict[str, Any]:

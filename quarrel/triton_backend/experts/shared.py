@@ -31,6 +31,8 @@ from quarrel.triton_backend.runtime.site import Batch, Launch, Site, starts_earl
 _ROWS: tl.constexpr = tl.constexpr(32)
 _UP_WORDS, _UP_WARPS = 128, 8
 _DOWN_ROWS, _DOWN_WORDS = 2, 512
+_SHORT_WORDS, _MOST_SHORT = 128, 24
+"""Of the chosen experts' rows down, in so many tiles at most: 3.5 us a layer of Nemotron with one warp for two or four."""
 _AHEAD = 32
 """Words of codes of the chosen experts, for each thread, that a program down has on their way."""
 _MOST_TILES = 16
@@ -213,10 +215,14 @@ def _integers(type: GGMLType, k: int) -> bool:
     return type.name in INTEGERS and k % 32 == 0
 
 
-def _tile_words(format: str, k: int, most: int) -> int:
+def _words_of(format: str, k: int) -> int:
     dots = by_name(format).dots
     assert dots is not None
-    return min(most, power_of_two(cdiv(k, dots.word)))
+    return cdiv(k, dots.word)
+
+
+def _tile_words(format: str, k: int, most: int) -> int:
+    return min(most, power_of_two(_words_of(format, k)))
 
 
 def _int8x2(site: Site, value: Value) -> Any:
@@ -268,7 +274,9 @@ def build_down(site: Site, nodes: WithShared) -> Launch:
     routed, shared = Down(matvec_planes(stack), site.int8x2(y)), Down(matvec_planes(own), site.int8x2(own_x))  # type: ignore[arg-type]
 
     def run(batch: Batch) -> None:
-        r = DownShape(spec.k, stack.format, _tile_words(stack.format, spec.k, _DOWN_WORDS))
+        r = DownShape(spec.k, stack.format, _tile_words(stack.format, spec.k, _SHORT_WORDS))
+        if spec.used * cdiv(_words_of(stack.format, spec.k), r.W) > _MOST_SHORT:
+            r = r._replace(W=_tile_words(stack.format, spec.k, _DOWN_WORDS))
         most = min(512, 2 * r.W)
         s = DownShape(last.linear.k, own.format, _tile_words(own.format, last.linear.k, most))
         warps = max(1, r.W // 128)

@@ -50,17 +50,21 @@ def up_tile_for(format: str, n: int, k: int) -> ExpertTile:
     tile = narrow_tile_for(format, n, k)
     if INTERPRETED:
         return _together(tile, cdiv(_words(format, k), tile.words), 2)
-    # Each program that counts itself waits until its rows are written, which a launch more does not: gpt-oss 2 us a layer.
-    return replace(_together(tile, 1, 1), rounds=format != "MXFP4")
+    # Each program that counts itself waits until its rows are written, which a launch more does not: gpt-oss 2 us a layer,
+    # Mixtral 5.6.
+    return replace(_together(tile, 1, 1), rounds=format not in ("MXFP4", "Q4_K"))
 
 
 def down_tile_for(format: str, n: int, k: int, used: int) -> ExpertTile:
     """For the matrices `[n, k]` of the chosen experts, so many for each output.
 
-    Programs are few, so each asks for much at once: a layer of gpt-oss is 9 us shorter with six tiles.
+    Programs are few, so each asks for much at once: a layer of gpt-oss is 9 us shorter with six tiles, one of Mixtral in
+    Q6_K 4 with two of 256 words.
     """
     tile = narrow_tile_for(format, n, k)
     words = k if format in FLOATS else _words(format, k)
+    if format == "Q6_K" and words > 1024 and not INTERPRETED:
+        return _together(replace(tile, words=256, warps=2), used * cdiv(words, 256), 2)
     return _together(tile, used * cdiv(words, tile.words), 3 if INTERPRETED else 6)
 
 
@@ -81,6 +85,8 @@ def tile_for(format: str, n: int, k: int) -> Tile:
     if format in FLOATS:
         return _floats(n, k)
     words = _words(format, k)
+    if format == "Q8_0" and words == 1024 and n < k:
+        return Tile(8, 256, 2, deep=True)  # gpt-oss' o, 0.4 us for 4 warps of 512 words
     if format == "Q8_0" and words % 512 == 0:
         return Tile(8 if words == 1024 and n <= 8192 else 4, 512, 4)  # Mistral-7B's o 1%, all maps 2%
     if format == "Q8_0":
