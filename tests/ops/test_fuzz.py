@@ -116,6 +116,11 @@ def test_a_backend_whose_rows_leak_is_caught() -> None:
         check(Leaking(), ADD, Case(AddSpec(64), {"T": 5}), "float32", Twist("nan", 3), 0)  # type: ignore[arg-type]
 
 
+def test_a_row_that_holds_a_nan_of_its_own_does_not_count_as_changed() -> None:
+    case = "Case(spec=AdjustSpec(n=1), dims={'T': 1, 'R': 2, 'most': 0, 'odd': 1, 'masks': 0}, note='')"
+    check(backend("cpu"), KNOWN["adjust"], case_of(case), "float32", Twist("nan", 0), 0)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_value_is_checked(kind: str) -> None:
     if kind in ("plain", "ties", "scaled"):
