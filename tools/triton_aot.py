@@ -247,6 +247,7 @@ class Mode:
 
     deterministic: bool = False
     kv: KVType = "auto"
+    float8: bool = False
 
 
 PLAIN_MODE = Mode()
@@ -299,6 +300,8 @@ def record(op: Op, spec: Any, compute: Compute, generation: int, mode: Mode = PL
         note,
         mode.deterministic,
         generation,
+        float8=mode.float8,
+        decoded_bytes=mode.float8 << 40,
         cudnn_from=0 if mode.deterministic else WHOLE.T,
     )  # type: ignore[arg-type]
     for batch in (*(Batch(tokens, 1, 1, tokens == 1, tokens > 1, 1) for tokens in TOKENS), *MANY, WHOLE):
@@ -341,7 +344,7 @@ def operand(i: int, param: Param, spec: Any) -> Operand:
 _POINTERS = {
     torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int8: "*i8",
     torch.uint8: "*u8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64",
-    torch.float64: "*fp64",
+    torch.float64: "*fp64", torch.float8_e4m3fn: "*fp8e4nv",
 }  # fmt: skip
 
 
@@ -589,6 +592,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--each", type=int, default=1, metavar="N", help="of each kernel, every Nth variant only")
     parser.add_argument("--kv-cache", choices=KV_TYPES, default="auto", help="what is kept of keys and values")
     parser.add_argument("--deterministic", action="store_true", help="what steps run whose rows may not depend on others")
+    parser.add_argument("--fp8", action="store_true", help="what steps run with compute fp8")
     parser.add_argument("--list", action="store_true", help="print the variants without compiling them")
     parser.add_argument("--ptx", metavar="FILE", type=Path, help="write the hash of each variant's PTX; assemble nothing")
     parser.add_argument("--against", metavar="FILE", type=Path, help="with --ptx: print what differs from these hashes")
@@ -603,11 +607,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if INTERPRETED:
         parser.error("TRITON_INTERPRET is set: nothing can be compiled")
     formats = [GGMLType[f] for f in args.formats.split(",")]
+    mode = Mode(args.deterministic, args.kv_cache, args.fp8)
     work = [
         (v, target)
         for target in args.targets.split(",")
         for v in every_nth(
-            variants(formats, args.computes.split(","), args.quick, target, Mode(args.deterministic, args.kv_cache)),
+            variants(formats, args.computes.split(","), args.quick, target, mode),
             args.each,
         )
         if args.kernels in v.kernel

@@ -1,9 +1,10 @@
 """What compute="fp8" costs in quality: the references on a whole model, its products rounded to E4M3 as the kernels do.
 
-    python -m bench.check.fp8_quality MODEL TEXT [--tokens 1024] [--chunk 256]
+    python -m bench.check.fp8_quality MODEL TEXT [--tokens 1024] [--chunk 256] [--scale row]
 
-Products of F16, BF16 and Q8_0 weights, vocabulary and all, have every row of both sides scaled to 448 and rounded. Prints
-perplexity both ways and the divergence (KL, nats a token) of the rounded from the exact one, as JSON. No GPU is needed.
+All products of linear maps, vocabulary and all, have every row of both sides scaled to 448 and rounded (or with
+`--scale tensor` each side as a whole). Prints perplexity both ways and the divergence (KL, nats a token) of the rounded
+from the exact one, as JSON. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -25,25 +26,25 @@ from quarrel.ops.reference import run_program
 from quarrel.ops.step import StepInputs
 from quarrel.tokenizer import load_tokenizer
 
-FORMATS = ("F16", "BF16", "Q8_0")
 BLOCK = 32
 
 
 class Product:
     """LINEAR's reference, in E4M3 if `rounded`."""
 
-    rounded = False
+    rounded, by_row = False, True
 
     def __call__(self, s: Any, x: Any, weight: RawWeight, bias: RawWeight | None = None) -> tuple[Any]:
         a, w = torch.from_numpy(x), torch.from_numpy(weight.dense())
-        if self.rounded and weight.type.name in FORMATS:
-            a, w = _e4m3(a.half().float()), _e4m3(w)
+        if self.rounded:
+            a, w = _e4m3(a.half().float(), self.by_row), _e4m3(w, self.by_row)
         y = (a @ w.T).numpy()
         return (y if bias is None else y + bias.dense().reshape(-1),)
 
 
-def _e4m3(rows: torch.Tensor) -> torch.Tensor:
-    scale = rows.abs().amax(1, keepdim=True).clamp(min=1e-12) / 448
+def _e4m3(rows: torch.Tensor, by_row: bool) -> torch.Tensor:
+    largest = rows.abs().amax(1, keepdim=True) if by_row else rows.abs().amax()
+    scale = largest.clamp(min=1e-12) / 448
     return (rows / scale).to(torch.float8_e4m3fn).float() * scale
 
 
@@ -53,8 +54,10 @@ def main() -> int:
     parser.add_argument("text", type=Path)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--chunk", type=int, default=256)
+    parser.add_argument("--scale", choices=("row", "tensor"), default="row")
     args = parser.parse_args()
     product = Product()
+    product.by_row = args.scale == "row"
     object.__setattr__(linear.LINEAR, "reference", product)
     ids = load_tokenizer(args.model).encode(args.text.read_text("utf-8")[: 8 * args.tokens])[: args.tokens]
     nats: dict[bool, list[Any]] = {False: [], True: []}
@@ -92,7 +95,13 @@ def main() -> int:
             same.append((p.argmax(-1) == q.argmax(-1)).double())
             print(f"{start + args.chunk} tokens", file=sys.stderr)
     exact, coarse = (float(torch.cat(nats[r]).mean().exp()) for r in (False, True))
-    row = {"model": args.model.name, "tokens": len(torch.cat(nats[True])), "perplexity": exact, "perplexity_fp8": coarse}
+    row = {
+        "model": args.model.name,
+        "scale": args.scale,
+        "tokens": len(torch.cat(nats[True])),
+        "perplexity": exact,
+        "perplexity_fp8": coarse,
+    }
     row |= {"kl": float(torch.cat(divergence).mean()), "same_top": float(torch.cat(same).mean())}
     print(json.dumps(row))
     return 0

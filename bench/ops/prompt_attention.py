@@ -1,6 +1,6 @@
-"""On a GPU: whole prompts attended to by cuDNN or by our own kernels, and prompts of a float16 model in E4M3.
+"""On a GPU: whole prompts attended to by cuDNN or by our own kernels.
 
-python -m bench.ops.prompt_attention --out RESULTS.jsonl [--part right|ops|prompts|float8 ...] [--layers N] [--seconds 70]
+python -m bench.ops.prompt_attention --out RESULTS.jsonl [--part right|ops|prompts ...] [--layers N] [--seconds 70]
 
 Models are drawn on the spot. Both sides of a figure run in turns, and the median of five counts.
 """
@@ -30,7 +30,6 @@ from quarrel.interop.call import COMPUTE, Prepared
 from quarrel.ops.attention import ATTENTION, AttentionSpec
 from quarrel.ops.contract import rel_error
 from quarrel.ops.registry import backend
-from quarrel.ops.step import ComputeChoice
 from quarrel.triton_backend.attention import cudnn as attend_whole
 from quarrel.triton_backend.runtime.arrays import Cache, Slot
 from quarrel.triton_backend.runtime.site import Batch, Tables
@@ -194,41 +193,24 @@ def prompts(say: Say, path: Path) -> None:
         against(say, path, [Test("prefill", n) for n in counts], step_tokens, sides, "prompts of Mistral-7B Q4_K_M")
 
 
-def in_e4m3(say: Say, path: Path) -> None:
-    """Mistral-7B in float16, its products in E4M3."""
-    sides: dict[str, tuple[str, ComputeChoice]] = {"own": ("own", "float16"), "fp8": ("own", "fp8")}
-    for step_tokens in (2048, 4096) if DEVICE.type == "cuda" else (64,):
-        tests = [Test("prefill", 4096 if DEVICE.type == "cuda" else 40)]
-        against(say, path, tests, step_tokens, sides, "prompts of Mistral-7B F16 in E4M3")
-
-
 def main() -> int:
     parser = command_line(__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--part", nargs="*", default=["right", "ops", "prompts", "float8"])
+    parser.add_argument("--part", nargs="*", default=["right", "ops", "prompts"])
     parser.add_argument("--shape", default="mistral-7b", help="of tools/synthetic_shapes.toml")
-    parser.add_argument("--layers", type=int, default=32, help="of the Q4_K_M model")
-    parser.add_argument("--wide-layers", type=int, default=8, help="of the float16 model")
+    parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--folder", type=Path, default=FOLDER)
     args = parser.parse_args()
     failed, say = 0, Notes(args.out).say
-    files = {
-        "prompts": ("Q4_K_M", args.layers, args.folder / "attention-Q4_K_M.gguf"),
-        "float8": ("F16", args.wide_layers, args.folder / "attention-F16.gguf"),
-    }
-    making = {
-        part: subprocess.Popen(
-            synthetic_command(f"{args.shape}:{quant}", path, layers), cwd=ROOT, stdout=subprocess.DEVNULL
-        )
-        for part, (quant, layers, path) in files.items()
-        if part in args.part
-    }
+    path = args.folder / "attention-Q4_K_M.gguf"
+    command = synthetic_command(f"{args.shape}:Q4_K_M", path, args.layers)
+    making = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) if "prompts" in args.part else None
     for part in args.part:
         try:
-            if part in making:
-                if making[part].wait():
-                    raise RuntimeError(f"the model for {part} was not written")
-                {"prompts": prompts, "float8": in_e4m3}[part](say, files[part][2])
+            if part == "prompts" and making is not None:
+                if making.wait():
+                    raise RuntimeError("the model was not written")
+                prompts(say, path)
             else:
                 {"right": right, "ops": ops}[part](say)
         except Exception:

@@ -78,6 +78,7 @@ class Prepared(Site):
         self._begun = False
         self._slots: dict[int, Slot] = {}
         self._weights: dict[WeightRef, Packed] = {}
+        self._e4m3: dict[tuple[int, ...], E4M3] = {}
         self._vectors: dict[WeightRef, torch.Tensor] = {}
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._caches: list[Cache] = []
@@ -176,8 +177,9 @@ class Prepared(Site):
     def weight(self, ref: WeightRef) -> Packed:
         return self._weights[ref]
 
-    def e4m3(self, weight: Packed) -> E4M3:
-        return E4M3(weight.n, weight.k, self.device)
+    def e4m3(self, weights: Sequence[Packed]) -> E4M3:
+        key = tuple(map(id, weights))
+        return self._e4m3.setdefault(key, E4M3(weights))
 
     def vector(self, ref: WeightRef) -> torch.Tensor:
         return self._vectors[ref]

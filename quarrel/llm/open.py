@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -66,11 +65,7 @@ class Opened:
     def weight_bytes(self) -> int:
         """Device memory that they take on a single device."""
         tensors = self.file.tensors.values()
-        total = sum(t.nbytes for t in tensors) + (0 if self.adapters is None else self.adapters.nbytes)
-        if self.options.compute == "fp8":  # matrices are stored in E4M3 too
-            coarse = (t for t in tensors if t.type.name in ("F16", "BF16", "Q8_0") and len(t.dims) == 2)
-            total += sum(math.prod(t.dims) for t in coarse)
-        return total
+        return sum(t.nbytes for t in tensors) + (0 if self.adapters is None else self.adapters.nbytes)
 
 
 def open_model(name: ModelName, options: LoadOptions, files: ExitStack) -> Opened:
@@ -85,6 +80,11 @@ def open_model(name: ModelName, options: LoadOptions, files: ExitStack) -> Opene
     if resolved.attention == "cudnn" and backend.name != "triton":
         message = f"attention is 'cudnn', which the {backend.name} backend has not: use auto, or backend triton"
         raise RequestError(message, "attention")
+
+    if resolved.compute == "fp8" and (options.deterministic or options.decoded_weights == "never"):
+        other = "deterministic" if options.deterministic else "decoded_weights"
+        message = f"compute is 'fp8', whose weights are kept in E4M3 for whole prompts: leave out {other}, or use float16"
+        raise RequestError(message, "compute", other)
 
     def opened(name: ModelName, mmproj: bool = False) -> GGUFFile:
         return files.enter_context(open_file(_find(name, environment).paths, mmproj=mmproj))

@@ -120,7 +120,7 @@ class LoadOptions:
         metadata=_about(
             OneOf(COMPUTE),
             'the arithmetic of activations; "float32" is exact, and "fp8" is float16 with coarse products (E4M3) for long'
-            " prompts on CUDA; by default `QUARREL_COMPUTE`, or the backend's own.",
+            " prompts on an H100 or H200; by default `QUARREL_COMPUTE`, or the backend's own.",
             "the arithmetic; float32 is exact, fp8 coarse",
         ),
     )
@@ -193,8 +193,8 @@ class LoadOptions:
         default="auto",
         metadata=_about(
             OneOf(("auto", "never")),
-            'whether quantised weights are also kept in 16 bits on CUDA, for prompts: "auto", in up to half of the memory'
-            ' that would be left over, or "never".',
+            'whether quantised weights are also kept in 16 bits on CUDA (with fp8 in E4M3), for prompts: "auto", in most of'
+            ' the memory that would be left over, or "never".',
             "whether most of the memory left over on CUDA may hold weights in 16 bits, for faster prompts",
         ),
     )

@@ -112,8 +112,8 @@ class TritonBackend:
         if choice == "bfloat16" and INTERPRETED:
             raise RequestError("bfloat16 is wrong in Triton's interpreter: ask for float16 or float32, or use a GPU")
         if choice == "fp8":
-            if not INTERPRETED and torch.cuda.get_device_capability() < (8, 9):
-                raise RequestError(f"{torch.cuda.get_device_name()} has no products in FP8: ask for float16")
+            if not INTERPRETED and torch.cuda.get_device_capability()[0] != 9:
+                raise RequestError(f"products in FP8 need compute capability 9, got {self.device()}: ask for float16")
             return "float16"
         if choice == "auto":
             return "float32" if INTERPRETED else "float16"

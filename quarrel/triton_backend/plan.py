@@ -44,12 +44,12 @@ class Plan(Site):
     cudnn_from: int = 0
     group: Group | None = None
     decoded_bytes: int = 0
-    """What `decoded` may still give away."""
+    """What `decoded` and `e4m3` may still give away."""
     slots: dict[int, Slot] = field(default_factory=dict)
     launches: list[Launch] = field(default_factory=list)
     described: dict[int, Described] = field(default_factory=dict)
     """Launches that choose among kernels, by the numbers of their nodes."""
-    float8_weights: dict[int, E4M3] = field(default_factory=dict)
+    float8_weights: dict[tuple[int, ...], E4M3] = field(default_factory=dict)
     decoded_weights: dict[tuple[int, ...], Decoded] = field(default_factory=dict)
     counters: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -136,10 +136,14 @@ class Plan(Site):
     def beside(self, refs: Sequence[WeightRef]) -> None:
         self.weights.beside(refs)
 
-    def e4m3(self, weight: Packed) -> E4M3:
-        if id(weight) not in self.float8_weights:
-            self.float8_weights[id(weight)] = E4M3(weight.n, weight.k, self.device)
-        return self.float8_weights[id(weight)]
+    def e4m3(self, weights: Sequence[Packed]) -> E4M3 | None:
+        key, size = tuple(map(id, weights)), sum(w.n * (w.k + 4) for w in weights)
+        if key not in self.float8_weights:
+            if any(w.reused for w in weights) or size > self.decoded_bytes:
+                return None
+            self.decoded_bytes -= size
+            self.float8_weights[key] = E4M3(weights)
+        return self.float8_weights[key]
 
     def decoded(self, weights: Sequence[Packed]) -> Decoded | None:
         key, dtype = tuple(map(id, weights)), DTYPES[self.compute]

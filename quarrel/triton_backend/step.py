@@ -263,10 +263,10 @@ class TritonStep:
         """Device bytes; nothing of the file is used in place."""
         tensors = [*(t for c in self._plan.caches for t in c.tensors), *self._plan.states]
         cache = sum(t.numel() * t.element_size() for t in tensors)
-        coarse = sum(codes.nbytes for codes in self._plan.float8_weights.values())
         pools = sum(pool.nbytes for pool in pools_of(self._choices))
         decoded = sum(made.nbytes for made in self._plan.decoded_weights.values())
-        weights, activations = self._plan.weights.nbytes() + coarse + pools, self._plan.nbytes + self._inputs.nbytes
+        decoded += sum(made.nbytes for made in self._plan.float8_weights.values())
+        weights, activations = self._plan.weights.nbytes() + pools, self._plan.nbytes + self._inputs.nbytes
         return MemoryPlan(weights, 0, cache, activations, decoded)
 
     def close(self) -> None:

@@ -274,6 +274,15 @@ def test_a_cache_of_codes_is_planned_and_taken() -> None:
         quarrel.load("demo", backend="cpu", attention="cudnn")
 
 
+@pytest.mark.parametrize(("name", "value"), [("deterministic", True), ("decoded_weights", "never")])
+def test_fp8_is_refused_where_no_weights_are_kept(name: str, value: Any) -> None:
+    import quarrel
+
+    with pytest.raises(RequestError, match=f"compute is 'fp8', whose weights are kept .*: leave out {name}") as raised:
+        quarrel.load("demo", compute="fp8", **{name: value})
+    assert raised.value.fields == ("compute", name)
+
+
 def test_decoded_weights_take_most_of_what_is_left_and_no_more_than_they_are() -> None:
     b = Builder()
     h = embedding(b, b.input("ids"), table := WeightRef("table", GGMLType.Q4_K, 32000, 4096))

@@ -117,8 +117,8 @@ def test_rows_lie_by_expert_and_tiles_are_listed(first: int) -> None:
     places = torch.full((4 + 4 * tokens * used,), -1, dtype=torch.int32, device=DEVICE)
     given = (torch.from_numpy(a).to(DEVICE) for a in (x, order, starts))
     launch(
-        gather_by_expert, (tokens * used + 1, 2), rows, places, *given, tokens * used, K, first,
-        experts - first, PADDED=8, PER_TOKEN=used, BT=block, C=K // 2, early=False,
+        gather_by_expert, (tokens * used + 1, 2), rows, rows, places, *given, tokens * used, K, first,
+        experts - first, PADDED=8, PER_TOKEN=used, EIGHT=False, BT=block, C=K // 2, early=False,
     )  # fmt: skip
     np.testing.assert_array_equal(rows.cpu().numpy(), x[order // used].astype(np.float16))
     table, want, counts = places.cpu().numpy(), [], np.bincount(ids, minlength=experts)

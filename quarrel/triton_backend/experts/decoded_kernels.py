@@ -1,4 +1,4 @@
-"""Products of many rows with 16-bit stacks of experts: rows gathered by expert, then tiles of one expert each by TMA.
+"""Products of many rows with stacks of experts in 16 bits or E4M3: rows gathered by expert, tiles of one expert by TMA.
 
 y[pair] = activation(x W^T + bias). `gather_rows` copies each pair's row of x behind those of the same expert and lists the
 experts; programs of `grouped_products` are persistent and take tiles in turn, those of one expert one after the other, its
@@ -12,14 +12,17 @@ import triton
 import triton.language as tl
 
 from quarrel.triton_backend.elementwise.activation import activate, oai
+from quarrel.triton_backend.formats.e4m3 import scale_of, to_e4m3
 
 
 @triton.jit(do_not_specialize=["pairs", "first_expert", "experts"])
 def gather_rows(
-    rows, places, x, order, starts, pairs, K, first_expert, experts, PADDED: tl.constexpr, PER_TOKEN: tl.constexpr,
-    BT: tl.constexpr, C: tl.constexpr, PDL: tl.constexpr,
+    rows, scale, places, x, order, starts, pairs, K, first_expert, experts, PADDED: tl.constexpr,
+    PER_TOKEN: tl.constexpr, EIGHT: tl.constexpr, BT: tl.constexpr, C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """rows `[pairs, K]`: row order[i] / PER_TOKEN of x `[tokens, K]`, in the type of rows.
+
+    With EIGHT rows are in E4M3, each with a float32 scale, and C columns are all of them.
 
     order `[pairs]` and starts int32 are those of `group_pairs`. places int32, for `experts` of them from the first on: how
     many tiles of BT rows there are, three unused, and for each tile its expert counted from the first, that expert's first
@@ -33,6 +36,10 @@ def gather_rows(
         column = tl.program_id(1) * C + tl.arange(0, C)
         row = (tl.load(order + i) // PER_TOKEN).to(tl.int64)
         v = tl.load(x + row * K + column, mask=column < K, other=0.0)
+        if EIGHT:
+            s = scale_of(tl.max(tl.abs(v.to(tl.float32)), 0))
+            tl.store(scale + i, s)
+            v = to_e4m3(v.to(tl.float32), s)
         tl.store(rows + i.to(tl.int64) * K + column, v.to(rows.dtype.element_ty), mask=column < K)
     elif tl.program_id(1) == 0:
         expert = tl.arange(0, PADDED)
@@ -53,10 +60,14 @@ def gather_rows(
 
 @triton.jit
 def _put(
-    y, acc, bias, up_bias, expert, pair, ok, column, N, GATED: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
-    BT: tl.constexpr, BN: tl.constexpr,
+    y, acc, scale, bias, up_bias, expert, pair, ok, column, N, GATED: tl.constexpr, KIND: tl.constexpr,
+    BIAS: tl.constexpr, EIGHT: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Stores `activation(acc)`, columns from `column` on; of gate and up in turn, half as many."""
+    if EIGHT:
+        width = N * 2 if GATED else N
+        near = column + tl.arange(0, BN)
+        acc *= tl.load(scale + expert * width + near, mask=near < width, other=0.0)[None, :]
     if GATED:
         out = column // 2 + tl.arange(0, BN // 2)
         gate, up = tl.split(tl.reshape(acc, [BT, BN // 2, 2]))
@@ -77,14 +88,14 @@ def _put(
 
 @triton.jit(do_not_specialize=["steps"])
 def grouped_products(
-    y, x, w, bias, up_bias, places, order, N, steps, GATED: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
-    BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+    y, x, w, x_scale, w_scale, bias, up_bias, places, order, N, steps, GATED: tl.constexpr, KIND: tl.constexpr,
+    BIAS: tl.constexpr, EIGHT: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y `[pairs, N]` = activation(x W^T + bias), rows of y by `order`. Grid: any number of programs.
 
-    x: a descriptor of rows by expert, 16 bits `[pairs, K]`, boxes of `[BT, BK]`
-    w: a descriptor of the stack, 16 bits `[experts * N, K]`, of gate and up `[experts * N * 2, K]` with their rows in turn;
-       boxes of `[BN, BK]`
+    x: a descriptor of rows by expert, `[pairs, K]`, boxes of `[BT, BK]`
+    w: a descriptor of the stack, `[experts * N, K]`, of gate and up `[experts * N * 2, K]` with their rows in turn; boxes
+       of `[BN, BK]`; both in 16 bits, or with EIGHT in E4M3, whose rows have float32 scales x_scale and w_scale
     bias, up_bias: float32 `[experts, N]`, read with BIAS
     places: as `gather_rows` lists them, for the same BT; steps: K / BK
     """
@@ -112,7 +123,13 @@ def grouped_products(
         lane = first + tl.arange(0, BT)
         ok = lane < end
         pair = tl.load(order + lane, mask=ok, other=0)
+        if EIGHT:
+            acc *= tl.load(x_scale + lane, mask=ok, other=0.0)[:, None]
         # Half at a time, so that less of a tile passes through shared memory at once.
         left, right = tl.split(tl.permute(tl.reshape(acc, [BT, 2, BN // 2]), (0, 2, 1)))
-        _put(y, left, bias, up_bias, expert, pair, ok, column, N, GATED, KIND, BIAS, BT, BN // 2)
-        _put(y, right, bias, up_bias, expert, pair, ok, column + BN // 2, N, GATED, KIND, BIAS, BT, BN // 2)
+        _put(
+            y, left, w_scale, bias, up_bias, expert, pair, ok, column, N, GATED, KIND, BIAS, EIGHT, BT, BN // 2
+        )  # fmt: skip
+        _put(
+            y, right, w_scale, bias, up_bias, expert, pair, ok, column + BN // 2, N, GATED, KIND, BIAS, EIGHT, BT, BN // 2
+        )  # fmt: skip

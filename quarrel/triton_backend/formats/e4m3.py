@@ -1,6 +1,4 @@
-"""Products in E4M3: rows of both matrices are divided by a scale of their own, 448 to the largest value, and rounded.
-
-    y[t, n] = (sum_k x8[t, k] w8[n, k]) * sx[t] * sw[n]      summed in float32 by the matrix units
+"""Rows in E4M3: each is divided by a scale of its own, 448 to its largest value, and rounded.
 
 A step of FP8 is an eighth of the value, so results are some 3 % off per product and less in their sum: asked for only.
 A weight is rounded at its first long step, and kept so beside its own format, which steps of few rows read.
@@ -8,89 +6,76 @@ A weight is rounded at its first long step, and kept so beside its own format, w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 
-from quarrel.triton_backend.runtime.arrays import E4M3, Packed
-from quarrel.triton_backend.runtime.launch import Launcher, cdiv, power_of_two
+from quarrel.triton_backend.runtime.arrays import Packed
+from quarrel.triton_backend.runtime.launch import INTERPRETED, power_of_two
+from quarrel.triton_backend.runtime.site import Site, starts_early
 
-FORMATS = ("F16", "BF16", "Q8_0")
 _TILE = 2048
 
 
 @triton.jit
-def round_rows(out, scale, x, K, WHOLE: tl.constexpr, B: tl.constexpr):
-    """A program a row: x `[T, K]` to E4M3 and float32 scales `[T]`. WHOLE: B columns are all of them."""
+def to_e4m3(v, s):
+    """float32 v / s, at most 448 in size."""
+    return tl.clamp(v / s, -448.0, 448.0).to(tl.float8e4nv)
+
+
+@triton.jit
+def scale_of(largest):
+    """The scale of a row whose largest size is this."""
+    return tl.maximum(largest, 1e-12) * (1.0 / 448.0)
+
+
+@triton.jit(do_not_specialize=["step"])
+def round_rows(out, scale, x, K, step, WHOLE: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr):
+    """A program a row: x `[T, K]` to each `step`-th row of E4M3 and of float32 scales. WHOLE: B columns are all of them."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, B)
+    to = out + row * step * K
     if WHOLE:
         v = tl.load(x + row * K + column, mask=column < K, other=0.0).to(tl.float32)
-        s = tl.maximum(tl.max(tl.abs(v), 0), 1e-12) * (1.0 / 448.0)
-        tl.store(out + row * K + column, (v / s).to(tl.float8e4nv), mask=column < K)
+        s = scale_of(tl.max(tl.abs(v), 0))
+        tl.store(to + column, to_e4m3(v, s), mask=column < K)
     else:
         largest = tl.zeros([B], tl.float32)
         for start in range(0, K, B):
             v = tl.load(x + row * K + start + column, mask=start + column < K, other=0.0).to(tl.float32)
             largest = tl.maximum(largest, tl.abs(v))
-        s = tl.maximum(tl.max(largest, 0), 1e-12) * (1.0 / 448.0)
+        s = scale_of(tl.max(largest, 0))
         for start in range(0, K, B):
             v = tl.load(x + row * K + start + column, mask=start + column < K, other=0.0).to(tl.float32)
-            tl.store(out + row * K + start + column, (v / s).to(tl.float8e4nv), mask=start + column < K)
-    tl.store(scale + row, s)
+            tl.store(to + start + column, to_e4m3(v, s), mask=start + column < K)
+    tl.store(scale + row * step, s)
 
 
-@triton.jit
-def finish_rows(y, sums, residual, bias, alpha, N, BIAS: tl.constexpr, ADD: tl.constexpr, B: tl.constexpr):
-    """A program a piece of a row: y = sums + bias, or residual + alpha * that."""
-    column = tl.program_id(1) * B + tl.arange(0, B)
-    ok = column < N
-    at = tl.program_id(0).to(tl.int64) * N + column
-    v = tl.load(sums + at, mask=ok, other=0.0).to(tl.float32)
-    if BIAS:
-        v += tl.load(bias + column, mask=ok, other=0.0)
-    if ADD:
-        v = tl.load(residual + at, mask=ok, other=0.0).to(tl.float32) + alpha * v
-    tl.store(y + at, v.to(y.dtype.element_ty), mask=ok)
-
-
-def put(to: E4M3, x: torch.Tensor, launch: Launcher, begin: int = 0) -> None:
-    """Rounds rows of x to rows `begin` and on."""
-    rows, k = x.shape
+def put(site: Site, codes: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, rows: int, k: int, step: int = 1) -> None:
+    """Rounds rows of x to each `step`-th row of codes and scales, flat."""
     block = min(power_of_two(k), 8 * _TILE)
-    codes, scale = to.codes[begin : begin + rows], to.scale[begin : begin + rows]
-    launch(round_rows, (rows,), codes, scale, x, k, WHOLE=block >= k, B=block, warps=8 if block > _TILE else 4)
-
-
-def rounded(x: torch.Tensor, launch: Launcher) -> E4M3:
-    """The rows of x."""
-    made = E4M3(*x.shape, x.device)
-    put(made, x, launch)
-    return made
-
-
-def takes(weight: Packed) -> bool:
-    """Formats with as much precision as E4M3, or more, and shapes that the library multiplies."""
-    return weight.format in FORMATS and weight.n % 16 == 0 and weight.k % 16 == 0
-
-
-def product(x: E4M3, w: E4M3) -> torch.Tensor:
-    """`x w^T`, bfloat16 `[T, N]`; N and K in sixteens."""
-    if x.codes.device.type == "cpu":  # the interpreter's
-        return ((x.codes.float() @ w.codes.float().t()) * x.scale * w.scale.t()).to(torch.bfloat16)
-    how = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
-    y: torch.Tensor = torch._scaled_mm(x.codes, w.codes.t(), scale_a=x.scale, scale_b=w.scale.t(), **how)
-    return y
-
-
-def finish(
-    y: torch.Tensor, sums: torch.Tensor, residual: torch.Tensor | None, bias: torch.Tensor | None, alpha: float,
-    launch: Launcher,
-) -> None:  # fmt: skip
-    """y `[T, N]` = sums + bias, or residual + alpha * that."""
-    rows, n = sums.shape
-    block = min(power_of_two(n), _TILE)
-    launch(
-        finish_rows, (rows, cdiv(n, block)), y, sums, y if residual is None else residual, y if bias is None else bias,
-        alpha, n, BIAS=bias is not None, ADD=residual is not None, B=block,
+    site.launch(
+        round_rows, (rows,), codes, scale, x, k, step, WHOLE=block >= k, B=block, warps=8 if block > _TILE else 4,
+        early=starts_early(site),
     )  # fmt: skip
+
+
+def declines(site: Site, weights: Sequence[Packed]) -> str | None:
+    """Why products with these weights are not in E4M3, or None; then there is memory for them."""
+    if not site.float8:
+        return "compute is not fp8"
+    if site.generation != 9 and not INTERPRETED:
+        return "needs compute capability 9"
+    if site.deterministic:
+        return "a step is deterministic"
+    for w in weights:
+        if w.k % 32 or w.n % 16:
+            return f"needs columns in 32s and rows in 16s, got {w.n} rows of {w.k} columns"
+    if site.e4m3(weights) is None:
+        return "no memory was left for these weights in E4M3"
+    return None

@@ -2,7 +2,6 @@
 
 Decoding is bound by the bus: 0.58 bytes read and 2 written for a weight of Q4_K. A weight larger than PIECE is done in row
 pieces, so scratch stays small. Weights that are held in the compute type are used where they lie.
-Where the step says `float8`, both sides of the product are rounded to E4M3 first (`float8.py`).
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ import torch
 import triton
 import triton.language as tl
 
-from quarrel.triton_backend.formats import e4m3 as float8
+from quarrel.triton_backend.formats import e4m3
 from quarrel.triton_backend.formats.float16 import decode_tile, high_offset, is_fast, low_columns
 from quarrel.triton_backend.linear.maps import UNLIMITED, Maps, Serves
 from quarrel.triton_backend.linear.matmul import MOST, TL_TYPES
 from quarrel.triton_backend.linear.matmul import declines as matmul_declines
 from quarrel.triton_backend.linear.tiles import activation, chain, targets
-from quarrel.triton_backend.runtime.arrays import DTYPES, E4M3, Packed, Slot
+from quarrel.triton_backend.runtime.arrays import DTYPES, Packed, Slot
 from quarrel.triton_backend.runtime.launch import cdiv
 from quarrel.triton_backend.runtime.site import Batch, Launch, Site
 
@@ -106,13 +105,12 @@ def _as_they_lie(site: Site, maps: Maps) -> bool:
 def _products(site: Site, maps: Maps, ys: Sequence[Slot], scratch: Slot) -> Launch:
     x, residual, alpha, axis = maps.x, maps.residual, maps.alpha, maps.axis
     compute, k = site.compute, maps.weights[0].k
-    # What is asked of rows of results, as the output layer, stays exact.
-    eight = site.float8 and axis == "T"
+    # The output layer has few rows even in a prompt; what is kept in E4M3 serves prompts.
+    keeps = axis == "T" and e4m3.declines(site, maps.weights) is not None
     parts = [
-        _Map(site, y, w, bias, site.e4m3(w) if eight and float8.takes(w) else None, residual, alpha, scratch, axis)
+        _Map(site, y, w, bias, residual, alpha, scratch, keeps)
         for y, w, bias in zip(ys, maps.weights, maps.biases, strict=True)
     ]
-    rounds = any(part.codes is not None for part in parts)
     dtype = DTYPES[compute]
 
     def run(batch: Batch) -> None:
@@ -128,12 +126,8 @@ def _products(site: Site, maps: Maps, ys: Sequence[Slot], scratch: Slot) -> Laun
         if x_rows.dtype != dtype:
             # Hidden states that are wanted as they are come in float32; `matmul.py` rounds them too.
             x_rows = x_rows.to(dtype)
-        x8 = float8.rounded(x_rows, site.launch) if rounds else None
         for part in parts:
-            if part.codes is not None and x8 is not None:
-                part.coarse(x8, count)
-            else:
-                part.exact(x_rows, count)
+            part(x_rows, count)
 
     return run
 
@@ -146,16 +140,14 @@ class _Map:
     """One weight, its place and what is added."""
 
     def __init__(
-        self, site: Site, y: Slot, weight: Packed, bias: torch.Tensor | None, codes: E4M3 | None,
-        residual: Slot | None, alpha: float, scratch: Slot, axis: str,
+        self, site: Site, y: Slot, weight: Packed, bias: torch.Tensor | None, residual: Slot | None, alpha: float,
+        scratch: Slot, keeps: bool,
     ) -> None:  # fmt: skip
-        self.site, self.y, self.weight, self.bias, self.codes = site, y, weight, bias, codes
+        self.y, self.weight, self.bias = y, weight, bias
         self.residual, self.alpha, self.scratch = residual, alpha, scratch
         self.whole = plain(weight, site.compute)
         self.decode = _no_decoding if self.whole is not None else decoder(site, weight)
-        # The output layer has few rows even in a prompt.
-        keeps = self.whole is None and codes is None and axis == "T"
-        self.kept = site.decoded([weight]) if keeps else None
+        self.kept = site.decoded([weight]) if keeps and self.whole is None else None
         self.rows = weight.n if self.whole is not None else _rows_at_once(weight)
         self.rounded = None if bias is None else bias.to(DTYPES[site.compute])
 
@@ -173,22 +165,13 @@ class _Map:
             else:
                 yield begin, end, self.whole
 
-    def exact(self, x: torch.Tensor, count: int) -> None:
+    def __call__(self, x: torch.Tensor, count: int) -> None:
         given = (*self._places(count), self.bias, self.rounded)
         for begin, end, part in self._pieces():
             # Slices of all there is would cost the host as much as a third of a launch.
             whole = end - begin == self.weight.n
             here = given if whole else tuple(None if t is None else t[..., begin:end] for t in given)
             _product(x, part.T, *here, self.alpha)
-
-    def coarse(self, x: E4M3, count: int) -> None:
-        assert self.codes is not None
-        if not self.codes.filled:
-            for begin, _, part in self._pieces():
-                float8.put(self.codes, part, self.site.launch, begin)
-            self.codes.filled = True
-        out, before = self._places(count)
-        float8.finish(out, float8.product(x, self.codes), before, self.bias, self.alpha, self.site.launch)
 
     def _places(self, count: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         size, n = count * self.weight.n, self.weight.n

@@ -34,7 +34,7 @@ except (ImportError, AttributeError):  # pragma: no cover
 
 WIDTHS = (8, 16, 32, 64)
 """Rows of x to an item."""
-MOST, MOST_BESIDE_E4M3 = 512, 128
+MOST = 512
 _LEAST = {1 << 23: 33, 1 << 25: 9}
 """Rows from which a linear map gains, by the values of its weights. Decode steps of Mistral-7B Q4_K_M on an H200, tokens/s
 without and with the ring for gate and up, down and head, and with it for 4096 x 4096 too:
@@ -305,7 +305,7 @@ def build(site: Site, maps: Maps) -> Serves:
     # `mma.py` was not measured with large maps of rows that are no whole super-blocks, as the head of gpt-oss.
     by_mma = mma.declines(site, maps) is None and (maps.weights[0].k % 256 == 0 or values < max(_LEAST))
     least = min(rows for size, rows in _LEAST.items() if values >= size) if by_mma else 2
-    most = MOST_BESIDE_E4M3 if site.float8 else MOST
+    most = MOST
     if len(maps.weights) == 3:
         least, most = _LEAST_OF_THREE if maps.weights[0].k % 256 == 0 else 2, _MOST_OF_THREE
     elif maps.weights[0].format == "Q8_0" and not maps.gated:

@@ -80,20 +80,6 @@ class Packed:
         return self.buffer.numel()
 
 
-class E4M3:
-    """Rows in E4M3 `[T, K]`, and their float32 scales `[T, 1]` (`formats/e4m3.py`)."""
-
-    def __init__(self, rows: int, k: int, device: torch.device) -> None:
-        self.codes = torch.empty((rows, k), dtype=torch.float8_e4m3fn, device=device)
-        self.scale = torch.empty((rows, 1), dtype=torch.float32, device=device)
-        self.filled = False
-        """Set by whoever rounds a weight into it."""
-
-    @property
-    def nbytes(self) -> int:
-        return self.codes.numel() + 4 * self.scale.numel()
-
-
 def captures(tensor: torch.Tensor) -> bool:
     """Whether work on it is recorded now."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -119,6 +105,28 @@ class Decoded:
             # What a capture records has not run.
             self._filled = not captures(self._tensor)
         return self._tensor
+
+
+class E4M3:
+    """Weights in E4M3, rounded once and kept: all their rows, and a float32 scale for each (`formats/e4m3.py`)."""
+
+    def __init__(self, weights: Sequence[Packed]) -> None:
+        self.weights = weights
+        """Held, as those of `Decoded` are."""
+        rows, k, device = sum(w.n for w in weights), weights[0].k, weights[0].buffer.device
+        self.codes = torch.empty((rows, k), dtype=torch.float8_e4m3fn, device=device)
+        self.scale = torch.empty(rows, dtype=torch.float32, device=device)
+        self._filled = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.numel() + 4 * self.scale.numel()
+
+    def fill(self, round: Callable[[], None]) -> None:
+        """Calls `round`, which puts the rows there, if that has not been done."""
+        if not self._filled:
+            round()
+            self._filled = not captures(self.codes)
 
 
 class Output(NamedTuple):

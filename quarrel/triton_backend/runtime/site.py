@@ -96,7 +96,7 @@ class Site(Protocol):
     deterministic: bool
     """One tile for any number of tokens, so that a row's result is the same bits in every batch."""
     float8: bool
-    """Products of many rows in E4M3, where a weight's format allows (`formats/e4m3.py`)."""
+    """Products of many rows in E4M3 (`formats/e4m3.py`)."""
     cudnn_from: int = 0
     """Fewest tokens of a prompt that cuDNN attends to, 0 for none (`attention/cudnn.py`)."""
     group: Group | None
@@ -112,9 +112,9 @@ class Site(Protocol):
         """Asks, before any of these matrices is packed, that they are packed as the rows of one if they can be."""
         return
 
-    def e4m3(self, weight: Packed) -> E4M3:
-        """Where a weight in E4M3 is kept, in a step with `float8`."""
-        raise AssertionError("nothing is rounded to E4M3 here")
+    def e4m3(self, weights: Sequence[Packed]) -> E4M3 | None:
+        """Where these weights are kept in E4M3, in a step with `float8`, if there is memory for that."""
+        return None
 
     def decoded(self, weights: Sequence[Packed]) -> Decoded | None:
         """Where these weights are kept in the compute type once they are decoded, if there is memory for that."""
