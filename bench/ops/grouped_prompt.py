@@ -73,7 +73,7 @@ class Site:
     """What the kernels of experts ask of a plan."""
 
     compute: Compute = "float16"
-    deterministic = False
+    deterministic = float8 = False
     generation = 0 if INTERPRETED else 9
     launch: Launcher = staticmethod(launch)
 
