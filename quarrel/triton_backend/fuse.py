@@ -1,8 +1,9 @@
 """Nodes that a step of few rows computes together: fewer launches, where the time between launches is most of a step.
 
     router    a float32 linear map and the choice of experts from its logits: one launch; for several rows, two better ones
-    shared    up (and gate) of a shared expert with the activation: one launch, as for an expert that is always chosen
-    stream    the experts' sum added to the stream where it is made, and the shared expert's down onto that
+    shared    up (and gate) of a shared expert with the activation: one launch, as for an expert that is always chosen;
+              gate and up of several rows likewise, as in a dense layer
+    stream    the experts' sum added to the stream where it is made, and the shared expert's down onto that; of any rows
     experts   of one row with a shared one: two launches for both of the above and the chosen experts (`experts/shared.py`)
 
 Steps of more rows than a fusion has run its nodes by themselves. The values between are nobody else's; whatever a fused
@@ -23,13 +24,18 @@ from quarrel.ops.norm import NORM
 from quarrel.ops.program import Node
 from quarrel.triton_backend.experts import matvec as expert_matvec
 from quarrel.triton_backend.experts import route
+from quarrel.triton_backend.experts.experts import ExpertLaunch
 from quarrel.triton_backend.experts.shared import WithShared, build_down, build_up
 from quarrel.triton_backend.formats.table import has_matvec
 from quarrel.triton_backend.linear import matvec
+from quarrel.triton_backend.linear.maps import UNLIMITED
 from quarrel.triton_backend.runtime.site import Batch, Launch, Site
 
-Build = Callable[[Site], Launch]
+Build = Callable[[Site, Launch], Launch]
+"""From a node's own launch, for steps of other rows."""
 SHARED_ACTIVATIONS = ("silu", "relu2")
+BATCH = 128
+"""Rows up to which gate and up of a shared expert are one launch; for longer steps each is decoded by itself."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +73,10 @@ def find(nodes: Sequence[Node], compute: Compute, kept: set[int]) -> list[Fusion
         if node.op is ROUTE:
             found.append(_router(nodes, i, source(i, 0), maker, readers, kept))
         elif node.op is GATED or node.op is PLAIN:
-            found.append(_shared(nodes, i, [source(i, place) for place in range(len(node.inputs))]))
+            makers = [source(i, place) for place in range(len(node.inputs))]
+            found += [_shared(nodes, i, makers), _shared_rows(nodes, i, makers)]
         elif node.op is ADD:
-            found.append(_with_shared(nodes, i, source) or _stream(nodes, i, source))
+            found += [_with_shared(nodes, i, source), _stream(nodes, i, source)]
     fusions = [f for f in found if f is not None]
     chosen = (_chosen(nodes, i, fusions, source, maker, readers, kept) for i, n in enumerate(nodes) if n.op is ROUTE)
     return [*fusions, *(f for f in chosen if f is not None)]
@@ -93,24 +100,25 @@ def _chosen(
     if len(by) != 2 or {ids.id, weights.id} & kept:
         return None
     up, down = by
-    stream = next((f for f in fusions if down in f.parts and f.rows == 1), None)
-    if [nodes[up].op, nodes[down].op] != [EXPERT_UP, EXPERT_DOWN] or stream is None or len(stream.parts) != 2:
+    streams = [f for f in fusions if down in f.parts]
+    if [nodes[up].op, nodes[down].op] != [EXPERT_UP, EXPERT_DOWN] or [len(f.parts) for f in streams] != [2]:
         return None
+    (stream,) = streams
     last, specs = nodes[stream.last], [nodes[up].spec, nodes[down].spec]
     formats = {ref.type for ref in nodes[up].inputs[2 : 3 + specs[0].gated]}  # type: ignore[union-attr]
     if len(formats) > 1 or not all(has_matvec(s.type, s.k) for s in specs):
         return None
     first = next((n for n in router.parts if n not in (i, linear)), None)
 
-    def logits(site: Site) -> Launch:
+    def logits(site: Site, _: Launch) -> Launch:
         norm = None if first is None else (nodes[first], matvec.build_norm(site, nodes[first]))
         return route.build_router(site, nodes[linear], nodes[i], norm, chooses=False)
 
-    def build_up(site: Site) -> Launch:
+    def build_up(site: Site, _: Launch) -> Launch:
         left = route.left_to_experts(site, nodes[linear], nodes[i])
         return expert_matvec.matvec_up(site, nodes[up], site.slot(ids), left)
 
-    def build_down(site: Site) -> Launch:
+    def build_down(site: Site, _: Launch) -> Launch:
         left = route.left_to_experts(site, nodes[linear], nodes[i])
         return expert_matvec.matvec_down(site, nodes[down], last.outputs[0], last.inputs[0], last.spec.scale, left)
 
@@ -142,7 +150,7 @@ def launch_of(site: Site, fusions: Sequence[Fusion], i: int, alone: Launch) -> L
     """A node's launch, which gives way in a step of few rows."""
     for fusion in fusions:
         build = fusion.parts[i]
-        alone = _either(_nothing if build is None else build(site), fusion.rows, alone)
+        alone = _either(_nothing if build is None else build(site, alone), fusion.rows, alone)
     return alone
 
 
@@ -173,9 +181,9 @@ def _router(
     # Whoever else reads the norm comes behind the choice, so the norm may wait until then.
     inside = norm >= 0 and nodes[norm].op is NORM and x.id not in kept and matvec.can_norm(nodes[norm].spec)
     if not inside or any(at < i and at != before for at in readers[x.id]):
-        return Fusion({before: None, i: lambda site: route.build_router(site, linear, nodes[i])}, route.ROUTED)
+        return Fusion({before: None, i: lambda site, _: route.build_router(site, linear, nodes[i])}, route.ROUTED)
 
-    def build(site: Site) -> Launch:
+    def build(site: Site, _: Launch) -> Launch:
         first = nodes[norm]
         return route.build_router(site, linear, nodes[i], (first, matvec.build_norm(site, first)))
 
@@ -184,13 +192,10 @@ def _router(
 
 def _shared(nodes: Sequence[Node], i: int, makers: Sequence[int | None]) -> Fusion | None:
     """`makers` of gate and up, or of up alone."""
-    kind = nodes[i].spec.activation
-    if kind not in SHARED_ACTIVATIONS or any(m is None or nodes[m].op is not LINEAR for m in makers):
+    kind, maps = nodes[i].spec.activation, _alike(nodes, makers)
+    if kind not in SHARED_ACTIVATIONS or not maps:
         return None
-    maps = [nodes[m] for m in makers if m is not None]
     spec: LinearSpec = maps[0].spec
-    if any(m.spec != spec or m.inputs[0] != maps[0].inputs[0] for m in maps):
-        return None
     one = ExpertUpSpec(spec.type, 1, 1, spec.n, spec.k, kind, gated=len(maps) == 2, bias=spec.bias)
     refs = [m.inputs[place] for place in range(1, 2 + spec.bias) for m in maps]
     node = Node(EXPERT_UP, one, (maps[0].inputs[0], nodes[i].outputs[0], *refs), nodes[i].outputs, nodes[i].path)
@@ -198,7 +203,23 @@ def _shared(nodes: Sequence[Node], i: int, makers: Sequence[int | None]) -> Fusi
         return None
 
     parts = dict.fromkeys(m for m in makers if m is not None)
-    return Fusion({**parts, i: lambda site: expert_matvec.matvec_up(site, node, None)})
+    return Fusion({**parts, i: lambda site, _: expert_matvec.matvec_up(site, node, None)})
+
+
+def _shared_rows(nodes: Sequence[Node], i: int, makers: Sequence[int | None]) -> Fusion | None:
+    """`makers` of gate and up, of several rows."""
+    maps = _alike(nodes, makers)
+    if nodes[i].spec.activation not in matvec.ACTIVATIONS or len(maps) != 2:
+        return None
+    parts: dict[int, Build | None] = dict.fromkeys(m for m in makers if m is not None)
+    return Fusion(parts | {i: lambda site, _: matvec.build_gate_and_up(site, maps, nodes[i])}, BATCH)
+
+
+def _alike(nodes: Sequence[Node], makers: Sequence[int | None]) -> list[Node]:
+    """The linear maps of one value with one spec that these are, or nothing."""
+    maps = [nodes[m] for m in makers if m is not None and nodes[m].op is LINEAR]
+    alike = all(m.spec == maps[0].spec and m.inputs[0] == maps[0].inputs[0] for m in maps)
+    return maps if alike and len(maps) == len(makers) else []
 
 
 def _with_shared(nodes: Sequence[Node], i: int, source: Callable[[int, int], int | None]) -> Fusion | None:
@@ -218,11 +239,11 @@ def _with_shared(nodes: Sequence[Node], i: int, source: Callable[[int, int], int
     if not made.fits():
         return None
     parts: dict[int, Build | None] = dict.fromkeys((up, down, *own, last))
-    return Fusion(parts | {active: lambda site: build_up(site, made), i: lambda site: build_down(site, made)})
+    return Fusion(parts | {active: lambda site, _: build_up(site, made), i: lambda site, _: build_down(site, made)})
 
 
 def _stream(nodes: Sequence[Node], i: int, source: Callable[[int, int], int | None]) -> Fusion | None:
-    """ADD of a stream and experts: EXPERT_DOWN, or that and a shared expert's LINEAR_ADD onto it."""
+    """ADD of a stream and experts: EXPERT_DOWN, or that and a shared expert's LINEAR_ADD onto it. Of any number of rows."""
     stream, scale = nodes[i].inputs[0], nodes[i].spec.scale
     assert isinstance(stream, Value)
     before = source(i, 1)
@@ -230,24 +251,35 @@ def _stream(nodes: Sequence[Node], i: int, source: Callable[[int, int], int | No
         return None
     out = nodes[i].outputs[0]
     if nodes[before].op is EXPERT_DOWN:
-        down = nodes[before]
-        if not has_matvec(down.spec.type, down.spec.k):
-            return None
-        return Fusion({before: None, i: lambda site: expert_matvec.matvec_down(site, down, out, stream, scale)})
+        # The sum is written where the next node would write it.
+        return Fusion({before: _onto(nodes[before], out, stream, scale), i: None}, UNLIMITED) if before == i - 1 else None
     if nodes[before].op is not LINEAR_ADD:
         return None
     shared, routed = nodes[before], source(before, 0)
-    if routed is None or nodes[routed].op is not EXPERT_DOWN:
+    if routed is None or nodes[routed].op is not EXPERT_DOWN or shared.spec.scale != 1.0:
         return None
-    down, lin = nodes[routed], shared.spec.linear
-    if not (has_matvec(down.spec.type, down.spec.k) and has_matvec(lin.type, lin.k)) or shared.spec.scale != 1.0:
-        return None
-    spec = LinearAddSpec(lin, scale)
-    last = replace(shared, op=LINEAR_ADD, spec=spec, outputs=(out,))
+    last = replace(shared, spec=LinearAddSpec(shared.spec.linear, scale), outputs=(out,))
+    down = nodes[routed]
     return Fusion(
         {
-            routed: lambda site: expert_matvec.matvec_down(site, down, down.outputs[0], stream, scale),
+            routed: _onto(down, down.outputs[0], stream, scale),
             before: None,
-            i: lambda site: matvec.build_linear_add(site, last),
-        }
+            i: lambda site, _: matvec.build_linear_add(site, last),
+        },
+        UNLIMITED,
     )
+
+
+def _onto(down: Node, out: Value, stream: Value, scale: float) -> Build:
+    """EXPERT_DOWN that adds its sum to a stream."""
+
+    def build(site: Site, alone: Launch) -> Launch:
+        assert isinstance(alone, ExpertLaunch), alone
+        assert alone.onto is not None
+        many = alone.onto(site.slot(out), site.slot(stream), scale)
+        if alone.one_row is None:
+            return many
+        one = expert_matvec.matvec_down(site, down, out, stream, scale)
+        return lambda batch: (one if batch.T == 1 else many)(batch)
+
+    return build

@@ -58,7 +58,9 @@ class Plan(Site):
         if self.generation < 0:
             cuda = self.device.type == "cuda"
             self.generation = torch.cuda.get_device_capability(self.device)[0] if cuda else 0
-        self._scratch = Scratch()
+        self._scratch, self._pairs = Scratch(), Scratch()
+        self._pairs.next_node()
+        self._grouped: dict[tuple[int, int], tuple[int, Slot, Slot]] = {}
         self._zeros: list[tuple[Slot, str, int]] = []
         self._empty = torch.empty(0, dtype=torch.uint8, device=self.device)
         self._arenas: dict[str, torch.Tensor] = {}
@@ -101,6 +103,7 @@ class Plan(Site):
         for id, spot in places.items():
             self.slots[id].tensor = view(self._arenas[spot.axis], spot, self.rows[spot.axis])
         self._arenas["scratch"] = self._scratch.allocate(self.rows, self._new)
+        self._arenas["pairs"] = self._pairs.allocate(self.rows, self._new)
         counts = max((self.rows[axis] * width for _, axis, width in self._zeros), default=0)
         zeros = torch.zeros(counts, dtype=torch.int32, device=self.device)
         for slot, _, _ in self._zeros:
@@ -183,6 +186,18 @@ class Plan(Site):
 
     def scratch(self, dim: str, width: int, dtype: torch.dtype = torch.float32) -> Slot:
         return self._scratch.want(dim, width, dtype, self._empty.view(dtype))
+
+    def grouped(self, ids: Value, used: int, experts: int) -> tuple[Slot, Slot, bool]:
+        key = (used, experts)
+        if key in self._grouped:
+            last, order, starts = self._grouped[key]
+        else:
+            sizes = (("T", used), ("one", experts + 1))
+            order, starts = (self._pairs.want(*size, torch.int32, self._empty.view(torch.int32)) for size in sizes)
+            last = -1
+        # Nodes are built in the order in which they run, so that nobody has written there since.
+        self._grouped[key] = ids.id, order, starts
+        return order, starts, last == ids.id
 
     def counter(self, path: str, width: int) -> torch.Tensor:
         return self.counters.setdefault(path, torch.zeros(width, dtype=torch.int64, device=self.device))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +36,9 @@ KINDS: dict[str, tuple[Gate, bool, bool, list[list[str]]]] = {
         [
             ["norm", "linear", "route"],
             ["linear", "linear", "gated"],
+            ["linear", "linear", "gated"],
             ["expert_up", "expert_down", "linear", "linear", "gated", "linear_add", "add"],
+            ["expert_down", "linear_add", "add"],
         ],
     ),
     "relu2": (
@@ -46,6 +49,7 @@ KINDS: dict[str, tuple[Gate, bool, bool, list[list[str]]]] = {
             ["norm", "linear", "route"],
             ["linear", "plain"],
             ["expert_up", "expert_down", "linear", "plain", "linear_add", "add"],
+            ["expert_down", "linear_add", "add"],
         ],
     ),
     "silu alone": ("softmax", True, False, ALONE),
@@ -105,6 +109,30 @@ def test_fused_steps_match_the_reference(backend: TritonBackend, kind: str) -> N
     (counts,) = step.expert_counts().values()
     assert counts.sum() == counted * USED
     step.close()
+
+
+def launched(step: TritonStep, tokens: int) -> list[str]:
+    """The kernels of a step of so many tokens, in order."""
+    names: list[str] = []
+    go = step._plan.launch
+
+    def noted(kernel: Any, *args: Any, **options: Any) -> None:
+        names.append(kernel.__name__)
+        go(kernel, *args, **options)
+
+    step._plan.launch = noted
+    step(batch([(0, 0, tokens)], rows=list(range(tokens)), seed=3), "hidden")
+    step._plan.launch = go
+    return names
+
+
+def test_several_rows_group_once_and_add_where_they_sum(backend: TritonBackend) -> None:
+    step = backend.compile(program("silu"), Weights(), LIMITS, "float16")
+    assert isinstance(step, TritonStep)
+    names = launched(step, 5)
+    step.close()
+    assert names.count("group_pairs") == names.count("mix_pairs") == 1
+    assert not {"add_flat", "gated_flat"} & set(names)
 
 
 def test_a_value_that_is_a_result_is_not_passed_over() -> None:

@@ -6,7 +6,7 @@ kernel of `kernels.py` multiplies. The down product writes each pair's row and `
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from quarrel.errors import UnsupportedOp
+from quarrel.ops.contract import Value
 from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP, ExpertDownSpec, ExpertUpSpec
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
@@ -72,7 +73,10 @@ def group_launch(
 
 
 @triton.jit
-def mix_pairs(out, rows, weights, N, USED: tl.constexpr, C: tl.constexpr, PDL: tl.constexpr):
+def mix_pairs(
+    out, rows, weights, residual, alpha, N, USED: tl.constexpr, ADD: tl.constexpr, C: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """out [tokens, N] float32: the weighted sum of each token's rows, or residual + alpha times that."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -83,15 +87,19 @@ def mix_pairs(out, rows, weights, N, USED: tl.constexpr, C: tl.constexpr, PDL: t
     for j in range(USED):
         weight = tl.load(weights + token * USED + j)
         total += weight * tl.load(rows + (token * USED + j) * N + column, mask=ok, other=0.0)
+    if ADD:
+        total = tl.load(residual + token * N + column, mask=ok, other=0.0) + alpha * total
     tl.store(out + token * N + column, total, mask=ok)
 
 
-def _grouping(site: Site, ids: Slot, n_experts: int, used: int) -> tuple[Slot, Slot, Launch]:
-    """Scratch for the pairs by expert, and the launch that fills it."""
-    order = site.scratch("T", used, torch.int32)
-    starts = site.scratch("one", n_experts + 1, torch.int32)
+def _grouping(site: Site, value: Value, n_experts: int, used: int) -> tuple[Slot, Slot, Launch]:
+    """Where the pairs lie by expert, and the launch that puts them there, unless a node before has done so."""
+    order, starts, known = site.grouped(value, used, n_experts)
+    ids = site.slot(value)
 
     def group(batch: Batch) -> None:
+        if known and batch.T > 1:
+            return
         tensors = (order.tensor, starts.tensor, ids.tensor)
         group_launch(site.launch, *tensors, batch.T * used, n_experts, starts_early(site))
 
@@ -106,6 +114,8 @@ class ExpertLaunch:
     products: Sequence[ByPairs]
     one_row: Launch | None = None
     """A step of one row, if it has a kernel of its own."""
+    onto: Callable[[Slot, Slot, float], Launch] | None = None
+    """Makes the launch, of any rows, that writes into the first the second, a stream, and the sum times a factor."""
 
     def __call__(self, batch: Batch) -> None:
         (self.one_row if self.one_row is not None and batch.T == 1 else self.run)(batch)
@@ -127,7 +137,7 @@ def build_expert_up(site: Site, node: Node) -> ExpertLaunch:
     count = 1 + spec.gated
     stacks = [site.weight(r) for r in refs[:count]]  # type: ignore[arg-type]
     biases = [site.vector(r) for r in refs[count:]]  # type: ignore[arg-type]
-    order, starts, group = _grouping(site, site.slot(ids), spec.n_experts, spec.used)  # type: ignore[arg-type]
+    order, starts, group = _grouping(site, ids, spec.n_experts, spec.used)  # type: ignore[arg-type]
     if one_format(stacks):
         together = ByPairs(site, ExpertMaps(stacks, biases, spec.n_experts, spec.used, spec.activation))
 
@@ -171,19 +181,23 @@ def build_expert_down(site: Site, node: Node) -> ExpertLaunch:
     source, shares, target = site.slot(y), site.slot(weights), site.slot(node.outputs[0])  # type: ignore[arg-type]
     stack = site.weight(down)  # type: ignore[arg-type]
     biases = [site.vector(r) for r in rest]  # type: ignore[arg-type]
-    order, starts, group = _grouping(site, site.slot(ids), spec.n_experts, spec.used)  # type: ignore[arg-type]
+    order, starts, group = _grouping(site, ids, spec.n_experts, spec.used)  # type: ignore[arg-type]
     rows = site.scratch("T", spec.used * spec.n)
     product = ByPairs(site, ExpertMaps([stack], biases, spec.n_experts, spec.used, "none"))
 
-    def run(batch: Batch) -> None:
-        group(batch)
-        product(rows, source, order, starts, batch.T * spec.used, 1)
-        site.launch(
-            mix_pairs, (batch.T, cdiv(spec.n, _COLUMNS)), target.tensor, rows.tensor, shares.tensor, spec.n,
-            USED=spec.used, C=_COLUMNS, early=starts_early(site),
-        )  # fmt: skip
+    def into(out: Slot, stream: Slot | None, scale: float) -> Launch:
+        def run(batch: Batch) -> None:
+            group(batch)
+            product(rows, source, order, starts, batch.T * spec.used, 1)
+            site.launch(
+                mix_pairs, (batch.T, cdiv(spec.n, _COLUMNS)), out.tensor, rows.tensor, shares.tensor,
+                out.tensor if stream is None else stream.tensor, scale, spec.n, USED=spec.used, ADD=stream is not None,
+                C=_COLUMNS, early=starts_early(site),
+            )  # fmt: skip
 
-    return ExpertLaunch(run, [product])
+        return run
+
+    return ExpertLaunch(into(target, None, 1.0), [product], onto=into)
 
 
 def _accepts(spec: ExpertUpSpec) -> str | None:

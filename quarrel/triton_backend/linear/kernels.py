@@ -8,6 +8,8 @@ else a step holds.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from quarrel.triton_backend.linear import dequant_matmul, e4m3, matmul, matvec_kernels, mma, ring, tiles, wgmma
 from quarrel.triton_backend.linear.maps import UNLIMITED, Maps, Serves
 from quarrel.triton_backend.runtime.kernel import Kernel, choose
@@ -23,14 +25,16 @@ KERNELS: tuple[Kernel[Maps, Serves], ...] = (
     Kernel("dequantize, then the library's matmul", dequant_matmul.declines, dequant_matmul.build),
     Kernel("exact tiles", tiles.declines, tiles.build),
 )
+FEW = tuple(kernel for kernel in KERNELS if kernel.name != "dequantize, then the library's matmul")
+"""For steps that are never long: what these kernels are built for keeps no decoded copy."""
 
 
 class ByRows:
     """A launch of maps by the kernels that take them."""
 
-    def __init__(self, site: Site, maps: Maps) -> None:
+    def __init__(self, site: Site, maps: Maps, kernels: Sequence[Kernel[Maps, Serves]] = KERNELS) -> None:
         self._axis, self._norm = maps.axis, maps.norm
-        taken, self.declined = choose(KERNELS, site, maps)
+        taken, self.declined = choose(kernels, site, maps)
         self._names, self._serves = [name for name, _ in taken], [serves for _, serves in taken]
 
     def __call__(self, batch: Batch) -> None:

@@ -26,7 +26,7 @@ from quarrel.triton_backend.elementwise import norm
 from quarrel.triton_backend.formats.int8x2 import int8x2_rows, norm_int8x2_rows, words
 from quarrel.triton_backend.formats.table import FLOATS, INTEGERS, by_name, has_matvec, matvec_planes
 from quarrel.triton_backend.linear.composite import maps_of
-from quarrel.triton_backend.linear.kernels import ByRows
+from quarrel.triton_backend.linear.kernels import FEW, ByRows
 from quarrel.triton_backend.linear.maps import Maps
 from quarrel.triton_backend.linear.matvec_kernels import gate_up, matvec, matvec3, norm_gate_up
 from quarrel.triton_backend.linear.matvec_tiles import Walk, gate_tile_for, multiprocessors, tile_for, tiles_for, walk_for
@@ -155,6 +155,16 @@ def _linear(
 
     axis, _ = dims(target)
     return ByRows(site, Maps(site.slot(x), [y], [m.weight], [m.bias], axis, residual, alpha, matvec=matvec))
+
+
+def build_gate_and_up(site: Site, maps: Sequence[Node], activation: Node) -> Launch:
+    """Two LINEAR of one x and the GATED behind them, of several rows."""
+    x, target = maps[0].inputs[0], activation.outputs[0]
+    axis, _ = dims(target)
+    weights = [site.weight(node.inputs[1]) for node in maps]  # type: ignore[arg-type]
+    biases = [site.vector(node.inputs[2]) if node.spec.bias else None for node in maps]  # type: ignore[arg-type]
+    made = Maps(site.slot(x), [site.slot(target)], weights, biases, axis, activation=activation.spec.activation)  # type: ignore[arg-type]
+    return ByRows(site, made, FEW)
 
 
 def _normed(site: Site, spec: NormSpec, inputs: Sequence[Any], formats: Sequence[str]) -> tuple[Row, Launch]:

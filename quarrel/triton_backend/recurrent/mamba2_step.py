@@ -18,7 +18,7 @@ from quarrel.ops.registry import Implementation
 from quarrel.triton_backend.elementwise.activation import activate
 from quarrel.triton_backend.elementwise.norm import gated_norm
 from quarrel.triton_backend.formats.int8x2 import store_int8x2
-from quarrel.triton_backend.recurrent.conv_scan2 import Scan2, conv_prompts, conv_weights
+from quarrel.triton_backend.recurrent.conv_scan2 import Scan2, conv_prompts, conv_steps, conv_weights
 from quarrel.triton_backend.recurrent.records import Heads, Mamba2Weights, Stored
 from quarrel.triton_backend.recurrent.ssd import softplus
 from quarrel.triton_backend.runtime.arrays import DTYPES, Output
@@ -131,11 +131,54 @@ def mamba2_step(
 
 
 @triton.jit
+def mamba2_scan(
+    gated_y, u, dt, z, weights, sequences, state_slots, state, S: tl.constexpr, PARTS: tl.constexpr, BP: tl.constexpr,
+    BN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`mamba2_step` behind the convolution of all channels, u act `[T, WIDTH]`: with nothing in registers but its part of
+    the state, a multiprocessor has the parts of more programs on their way."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    seq = tl.program_id(1)
+    head = tl.program_id(0) // PARTS
+    INNER: tl.constexpr = S.HEADS * S.DIM
+    WIDTH: tl.constexpr = INNER + 2 * S.GROUPS * S.N
+    row = tl.load(sequences.query_start + seq).to(tl.int64)
+    end = tl.load(sequences.query_start + seq + 1)
+    slot = tl.load(state_slots + seq).to(tl.int64)
+    past = tl.load(sequences.kv_len + seq) - 1
+    if end - row != 1:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        return
+    p = (tl.program_id(0) % PARTS) * BP + tl.arange(0, BP)
+    n = tl.arange(0, BN)
+    p_ok, n_ok = p < S.DIM, n < S.N
+    ok = p_ok[:, None] & n_ok[None, :]
+    at = ((slot * S.HEADS + head) * S.DIM + p)[:, None] * S.N + n[None, :]
+    h = tl.load(state + at, mask=ok & (past + 0 * n > 0)[None, :], other=0.0)  # [BP, BN]
+    shift, decay, skip = tl.load(weights.dt_bias + head), tl.load(weights.a + head), tl.load(weights.d + head)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    channel = head * S.DIM + p
+    b_channel = INNER + head // (S.HEADS // S.GROUPS) * S.N + n
+    x = tl.load(u + row * WIDTH + channel, mask=p_ok, other=0.0).to(tl.float32)
+    b = tl.load(u + row * WIDTH + b_channel, mask=n_ok, other=0.0).to(tl.float32)
+    c = tl.load(u + row * WIDTH + b_channel + S.GROUPS * S.N, mask=n_ok, other=0.0).to(tl.float32)
+    gate = tl.load(z + row * INNER + channel, mask=p_ok, other=0.0).to(tl.float32)
+    step = softplus(tl.load(dt + row * S.HEADS + head).to(tl.float32) + shift)
+    h = tl.exp(step * decay) * h + (step * x)[:, None] * b[None, :]
+    tl.store(state + at, h, mask=ok)
+    y = tl.sum(h * c[None, :], 1) + skip * x
+    tl.store(gated_y + seq.to(tl.int64) * INNER + channel, y * activate(gate, "silu"), mask=p_ok)
+
+
+@triton.jit
 def mamba2_norm(
     output, gated_y, xbc, gain, sequences, state_slots, conv_state, eps, S: tl.constexpr, W: tl.constexpr,
-    BN: tl.constexpr, B: tl.constexpr, FORM: tl.constexpr, PDL: tl.constexpr,
+    BN: tl.constexpr, B: tl.constexpr, FORM: tl.constexpr, SHIFT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Behind `mamba2_step`: its groups' norms, and the rows of their B and C moved up. Grid (groups, sequences).
+    """Behind `mamba2_step`: its groups' norms, and with SHIFT the rows of their B and C moved up. Grid (groups, sequences).
 
     output  `[T, heads * head_dim]`, a record (`runtime/arrays.py`)
     gain    float32 `[heads * head_dim]`
@@ -156,19 +199,21 @@ def mamba2_norm(
     inside = column < K
     channel = group * K + column
     weight = tl.load(gain + channel, mask=inside, other=0.0)
-    n = tl.arange(0, BN)
-    n_ok = n < S.N
-    known = past + 0 * n > 0
-    b_channel = INNER + group * S.N + n
-    c_channel = b_channel + S.GROUPS * S.N
-    b_rows = _rows_before(conv_state, slot, known, b_channel, n_ok, WIDTH, W)
-    c_rows = _rows_before(conv_state, slot, known, c_channel, n_ok, WIDTH, W)
+    if SHIFT:
+        n = tl.arange(0, BN)
+        n_ok = n < S.N
+        known = past + 0 * n > 0
+        b_channel = INNER + group * S.N + n
+        c_channel = b_channel + S.GROUPS * S.N
+        b_rows = _rows_before(conv_state, slot, known, b_channel, n_ok, WIDTH, W)
+        c_rows = _rows_before(conv_state, slot, known, c_channel, n_ok, WIDTH, W)
     if PDL:
         tl.extra.cuda.gdc_wait()
     if end - row != 1:
         return
-    b_new = tl.load(xbc + row * WIDTH + b_channel, mask=n_ok, other=0.0).to(tl.float32)
-    c_new = tl.load(xbc + row * WIDTH + c_channel, mask=n_ok, other=0.0).to(tl.float32)
+    if SHIFT:
+        b_new = tl.load(xbc + row * WIDTH + b_channel, mask=n_ok, other=0.0).to(tl.float32)
+        c_new = tl.load(xbc + row * WIDTH + c_channel, mask=n_ok, other=0.0).to(tl.float32)
     u = tl.load(gated_y + seq.to(tl.int64) * INNER + channel, mask=inside, other=0.0)
     square = tl.sum(tl.sum(tl.sum(u * u, 2), 1), 0)
     u = u * (1.0 / tl.sqrt(square / K + eps)) * weight
@@ -176,8 +221,9 @@ def mamba2_norm(
         tl.store(output.plain + row * INNER + channel, u.to(output.plain.dtype.element_ty), mask=inside)
     if FORM != "plain":  # a step of one row: row is 0
         store_int8x2(output.int8x2, u, group * (K // 32) + block, block < K // 32, INNER)
-    _conv_shift(conv_state, b_rows, b_new, slot, b_channel, n_ok, WIDTH, W)
-    _conv_shift(conv_state, c_rows, c_new, slot, c_channel, n_ok, WIDTH, W)
+    if SHIFT:
+        _conv_shift(conv_state, b_rows, b_new, slot, b_channel, n_ok, WIDTH, W)
+        _conv_shift(conv_state, c_rows, c_new, slot, c_channel, n_ok, WIDTH, W)
 
 
 def build_mamba2(site: Site, node: Node) -> Launch:
@@ -207,22 +253,28 @@ def build_mamba2(site: Site, node: Node) -> Launch:
         if batch.decode and not site.deterministic:  # after the rest, which writes nothing of use to these rows
             form = "plain" if int8x2 is None or batch.T > 1 else "both" if plain else "int8x2"
             out = target.tensor
-            values, warps = _TILE if batch.S < _MANY else _TILE_MANY
+            many = batch.S >= _MANY
+            values, warps = _TILE_MANY if many else _TILE
             channels = min(power_of_two(spec.head_dim), max(1, values // states))
             parts = cdiv(spec.head_dim, channels)
             taken: dict[str, Any] = {
-                "xbc": rows.tensor, "gated_y": gated_y.tensor, "conv_state": conv.state, "S": shape, "W": spec.taps,
-                "BN": states, "early": starts_early(site), **scan.sequences(),
+                "gated_y": gated_y.tensor, "S": shape, "BN": states, "early": starts_early(site), **scan.sequences(),
             }  # fmt: skip
-            site.launch(
-                mamba2_step, (spec.n_heads * parts, batch.S), dt=steps.tensor, z=gate.tensor,
-                weights=Mamba2Weights(*conv.weights, *scan.weights), state=scan.state, PARTS=parts, BP=channels,
-                warps=warps, **taken,
-            )  # fmt: skip
+            convolved: dict[str, Any] = {"xbc": rows.tensor, "conv_state": conv.state, "W": spec.taps}
+            scanned: dict[str, Any] = {
+                "dt": steps.tensor, "z": gate.tensor, "weights": Mamba2Weights(*conv.weights, *scan.weights),
+                "state": scan.state, "PARTS": parts, "BP": channels, "warps": warps,
+            }  # fmt: skip
+            grid = (spec.n_heads * parts, batch.S)
+            if many:
+                conv_steps(site, spec.conv, batch, mixed, rows, conv)
+                site.launch(mamba2_scan, grid, u=mixed.tensor, **scanned, **taken)
+            else:
+                site.launch(mamba2_step, grid, **scanned, **convolved, **taken)
             blocks = power_of_two(cdiv(spec.group_width, 32))
             site.launch(
                 mamba2_norm, (spec.n_groups, batch.S), output=Output(out, out if form == "plain" else int8x2), gain=gain,
-                eps=spec.eps, B=blocks, FORM=form, warps=min(8, max(1, blocks // 16)), **taken,
+                eps=spec.eps, B=blocks, FORM=form, SHIFT=not many, warps=min(8, max(1, blocks // 16)), **convolved, **taken,
             )  # fmt: skip
 
     return run

@@ -149,6 +149,11 @@ class Site(Protocol):
     def scratch(self, dim: str, width: int, dtype: torch.dtype = torch.float32) -> Slot:
         """`[dim, width]` that nobody else writes until the node is done; dim is T, S, R, items or one."""
 
+    def grouped(self, ids: Value, used: int, experts: int) -> tuple[Slot, Slot, bool]:
+        """Where pairs of a token and an expert lie by expert, `[T, used]` and `[experts + 1]`; whether an earlier node that
+        reads the same ids has put them there, as it does in steps of several rows."""
+        return self.scratch("T", used, torch.int32), self.scratch("one", experts + 1, torch.int32), False
+
     def counter(self, path: str, width: int) -> torch.Tensor:
         """`[width]` int64 that only grows, read by `path`."""
 
@@ -159,7 +164,7 @@ class Site(Protocol):
 class _Inside:
     """What differs between a site and `inside` it."""
 
-    int8x2, int8x2_target, rope_of = Site.int8x2, Site.int8x2_target, Site.rope_of
+    int8x2, int8x2_target, rope_of, grouped = Site.int8x2, Site.int8x2_target, Site.rope_of, Site.grouped
 
     def __init__(
         self,
