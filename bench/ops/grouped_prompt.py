@@ -111,7 +111,7 @@ class Case:
 
     def run(self, product: Product) -> Callable[[], None]:
         slots = Slot(self.y), Slot(self.x), Slot(self.order), Slot(self.starts)
-        return lambda: product(*slots, self.pairs, self.per_token)
+        return lambda: product(*slots, self.pairs, self.per_token, None)
 
     def error(self) -> float:
         """Of y, against sums in float32 with the exact weights."""

@@ -31,8 +31,9 @@ def packed(type: GGMLType, rows: int, k: int, scale: float = 1.0) -> Packed:
     return made
 
 
+@pytest.mark.parametrize("groups", [False, True])
 @pytest.mark.parametrize(("k", "used", "block"), [(256, 2, 8), (672, 3, 16), (2880, 1, 8)])
-def test_rows_lie_by_expert_in_the_order_of_columns_that_lanes_decode(k: int, used: int, block: int) -> None:
+def test_rows_lie_by_expert_in_the_order_of_columns_that_lanes_decode(k: int, used: int, block: int, groups: bool) -> None:
     rng = np.random.default_rng(k)
     tokens, experts, padded = 11, 5, -(-k // 256) * 256
     ids = rng.integers(0, experts, tokens * used)
@@ -42,13 +43,16 @@ def test_rows_lie_by_expert_in_the_order_of_columns_that_lanes_decode(k: int, us
     rows = torch.full((tokens * used, padded), float("nan"), dtype=torch.float16)
     items = torch.full((1 + 4 * (tokens * used + experts),), -1, dtype=torch.int32)
     device = "cpu" if INTERPRETED else "cuda"
-    arguments = [
-        t.to(device) for t in (rows, items, torch.from_numpy(x), torch.from_numpy(order), torch.from_numpy(starts))
-    ]
+    known = [torch.from_numpy(order), torch.from_numpy(starts)]
+    filled = [torch.full_like(t, -1) for t in known] if groups else known
+    own = torch.from_numpy(ids.astype(np.int32))
+    arguments = [t.to(device) for t in (rows, items, torch.from_numpy(x), *filled, own)]
     launch(
         ring.gather_by_expert, (len(ids) + 1, -(-padded // 512)), *arguments, len(ids), k, EXPERTS=experts, PADDED=8,
-        PER_TOKEN=used, KP=padded, BT=block, C=512, early=False,
+        PER_TOKEN=used, KP=padded, BT=block, C=512, GROUPS=64 if groups else 0, early=False,
     )  # fmt: skip
+    for made, right in zip(arguments[3:5], known, strict=True):
+        np.testing.assert_array_equal(made.cpu().numpy(), right.numpy())
     place = np.arange(padded)
     # Bits of a place of 128: word (2), next, upper, block (2), one.
     word, next, upper, lane, one = place // 32 % 4, place // 16 % 2, place // 8 % 2, place // 2 % 4, place % 2

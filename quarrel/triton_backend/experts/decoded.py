@@ -83,7 +83,9 @@ class DecodedProducts:
         self._scale = site.scratch("T", maps.used if eight else 1)
         self._places = site.scratch("T", 4 + 4 * maps.used, torch.int32)
 
-    def __call__(self, y: Slot, x: Slot, order: Slot, starts: Slot, pairs: int, per_token: int) -> None:
+    def __call__(
+        self, y: Slot, x: Slot, order: Slot, starts: Slot, pairs: int, per_token: int, ids: Slot | None = None
+    ) -> None:
         """y `[pairs, n]` from rows of x `[tokens, k]`, of which `per_token` pairs share one."""
         if pairs == 0:
             return

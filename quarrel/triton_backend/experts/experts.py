@@ -20,7 +20,7 @@ from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 from quarrel.triton_backend.elementwise.activation import BLOCK, gated_flat
 from quarrel.triton_backend.experts.kernels import ByPairs
-from quarrel.triton_backend.experts.maps import ExpertMaps
+from quarrel.triton_backend.experts.maps import ExpertMaps, Grouping
 from quarrel.triton_backend.runtime.arrays import DTYPES, Packed, Slot
 from quarrel.triton_backend.runtime.launch import Launcher, cdiv
 from quarrel.triton_backend.runtime.site import Batch, Launch, Site, starts_early
@@ -92,18 +92,16 @@ def mix_pairs(
     tl.store(out + token * N + column, total, mask=ok)
 
 
-def _grouping(site: Site, value: Value, n_experts: int, used: int) -> tuple[Slot, Slot, Launch]:
-    """Where the pairs lie by expert, and the launch that puts them there, unless a node before has done so."""
+def _grouping(site: Site, value: Value, n_experts: int, used: int) -> Callable[[Batch], Grouping]:
+    """The pairs of a step by expert; a node before may have put them there."""
     order, starts, known = site.grouped(value, used, n_experts)
     ids = site.slot(value)
 
-    def group(batch: Batch) -> None:
-        if known and batch.T > 1:
-            return
-        tensors = (order.tensor, starts.tensor, ids.tensor)
-        group_launch(site.launch, *tensors, batch.T * used, n_experts, starts_early(site))
+    def fill(pairs: int) -> None:
+        group_launch(site.launch, order.tensor, starts.tensor, ids.tensor, pairs, n_experts, starts_early(site))
 
-    return order, starts, group
+    # One token's experts may have had kernels that need no groups.
+    return lambda batch: Grouping(order, starts, ids, known and batch.T > 1, fill)
 
 
 @dataclass(frozen=True)
@@ -137,13 +135,12 @@ def build_expert_up(site: Site, node: Node) -> ExpertLaunch:
     count = 1 + spec.gated
     stacks = [site.weight(r) for r in refs[:count]]  # type: ignore[arg-type]
     biases = [site.vector(r) for r in refs[count:]]  # type: ignore[arg-type]
-    order, starts, group = _grouping(site, ids, spec.n_experts, spec.used)  # type: ignore[arg-type]
+    group = _grouping(site, ids, spec.n_experts, spec.used)  # type: ignore[arg-type]
     if one_format(stacks):
         together = ByPairs(site, ExpertMaps(stacks, biases, spec.n_experts, spec.used, spec.activation))
 
         def run(batch: Batch) -> None:
-            group(batch)
-            together(target, source, order, starts, batch.T * spec.used, spec.used)
+            together(target, source, group(batch), batch.T * spec.used, spec.used)
 
         return ExpertLaunch(run, [together])
     if spec.activation == "oai":
@@ -156,10 +153,10 @@ def build_expert_up(site: Site, node: Node) -> ExpertLaunch:
     ]
 
     def one_by_one(batch: Batch) -> None:
-        group(batch)
-        pairs = batch.T * spec.used
+        pairs, groups = batch.T * spec.used, group(batch)
         for y, product in apart:
-            product(y, source, order, starts, pairs, spec.used)
+            product(y, source, groups, pairs, spec.used)
+            groups = groups._replace(known=True)
         size, tensors = pairs * spec.n, (target.tensor, other.tensor, target.tensor)
         site.launch(
             gated_flat, (cdiv(size, BLOCK),), *tensors, size, KIND=spec.activation, SHARE=1, BLOCK=BLOCK,
@@ -181,14 +178,13 @@ def build_expert_down(site: Site, node: Node) -> ExpertLaunch:
     source, shares, target = site.slot(y), site.slot(weights), site.slot(node.outputs[0])  # type: ignore[arg-type]
     stack = site.weight(down)  # type: ignore[arg-type]
     biases = [site.vector(r) for r in rest]  # type: ignore[arg-type]
-    order, starts, group = _grouping(site, ids, spec.n_experts, spec.used)  # type: ignore[arg-type]
+    group = _grouping(site, ids, spec.n_experts, spec.used)  # type: ignore[arg-type]
     rows = site.scratch("T", spec.used * spec.n)
     product = ByPairs(site, ExpertMaps([stack], biases, spec.n_experts, spec.used, "none"))
 
     def into(out: Slot, stream: Slot | None, scale: float) -> Launch:
         def run(batch: Batch) -> None:
-            group(batch)
-            product(rows, source, order, starts, batch.T * spec.used, 1)
+            product(rows, source, group(batch), batch.T * spec.used, 1)
             site.launch(
                 mix_pairs, (batch.T, cdiv(spec.n, _COLUMNS)), out.tensor, rows.tensor, shares.tensor,
                 out.tensor if stream is None else stream.tensor, scale, spec.n, USED=spec.used, ADD=stream is not None,

@@ -113,7 +113,9 @@ class Grouped:
         self._scratch = [site.scratch("one", width, DTYPES[site.compute]) for _ in maps.stacks]
         self._decoders = [decoder(site, stack) for stack in maps.stacks]
 
-    def __call__(self, y: Slot, x: Slot, order: Slot, starts: Slot, pairs: int, per_token: int) -> None:
+    def __call__(
+        self, y: Slot, x: Slot, order: Slot, starts: Slot, pairs: int, per_token: int, ids: Slot | None = None
+    ) -> None:
         """y `[pairs, n]` from rows of x, of which `per_token` pairs share one."""
         each = pairs // self._experts
         # Decoded stacks have other tiles, whose sums run in another order.

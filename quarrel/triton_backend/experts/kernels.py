@@ -7,7 +7,7 @@ an expert. One row of x has matvecs of its own (`matvec.py`).
 from __future__ import annotations
 
 from quarrel.triton_backend.experts import decoded, grouped, ring, tiles
-from quarrel.triton_backend.experts.maps import ExpertMaps, Serves
+from quarrel.triton_backend.experts.maps import ExpertMaps, Grouping, Serves
 from quarrel.triton_backend.linear.maps import UNLIMITED
 from quarrel.triton_backend.runtime.arrays import Slot
 from quarrel.triton_backend.runtime.kernel import Kernel, choose
@@ -27,9 +27,16 @@ class ByPairs:
     def __init__(self, site: Site, maps: ExpertMaps) -> None:
         self._serves, self.declined = choose(KERNELS, site, maps)
 
-    def __call__(self, y: Slot, x: Slot, order: Slot, starts: Slot, pairs: int, per_token: int) -> None:
+    def __call__(self, y: Slot, x: Slot, group: Grouping, pairs: int, per_token: int) -> None:
         """y `[pairs, n]` from rows of x `[tokens, k]`, of which `per_token` pairs share one."""
-        next(s for _, s in self._serves if pairs <= s.most).run(y, x, order, starts, pairs, per_token)
+        serves = next(s for _, s in self._serves if pairs <= s.most)
+        ids = None
+        if not group.known:
+            if pairs <= serves.groups:
+                ids = group.ids
+            else:
+                group.fill(pairs)
+        serves.run(y, x, group.order, group.starts, pairs, per_token, ids)
 
     def describe(self) -> str:
         """Which kernels serve how many pairs: `ring to 3072 pairs, grouped from 3073 pairs`."""

@@ -11,8 +11,9 @@ import torch
 from quarrel.triton_backend.linear.maps import UNLIMITED
 from quarrel.triton_backend.runtime.arrays import Packed, Slot
 
-Product = Callable[[Slot, Slot, Slot, Slot, int, int], None]
-"""y `[pairs, n]` from rows of x, of which so many pairs share one: y, x, order, starts, pairs, that number."""
+Product = Callable[[Slot, Slot, Slot, Slot, int, int, Slot | None], None]
+"""y `[pairs, n]` from rows of x, of which so many pairs share one: y, x, order, starts, pairs, that number; and the pairs'
+experts, where order and starts are still to be filled from those (`Serves.groups`)."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,21 @@ class ExpertMaps:
         return self.stacks[0].k
 
 
+class Grouping(NamedTuple):
+    """The pairs by expert."""
+
+    order: Slot
+    starts: Slot
+    ids: Slot
+    known: bool
+    """Whether order and starts are filled; else `fill` does so for a number of pairs, if the product does not."""
+    fill: Callable[[int], None]
+
+
 class Serves(NamedTuple):
     """A product of up to `most` pairs of a token and an expert."""
 
     run: Product
     most: int = UNLIMITED
+    groups: int = 0
+    """Pairs up to which it fills order and starts itself."""

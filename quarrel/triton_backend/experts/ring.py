@@ -21,18 +21,20 @@ from quarrel.triton_backend.runtime.site import Site, starts_early
 
 MOST_PAIRS = 8192
 """Pairs of a token and an expert in one launch: rows of x are gathered into scratch of so many."""
+GROUPS = 256
+"""Pairs that the gathering programs group themselves, each by looking at all of them."""
 _COLUMNS = 1024
 
 
 @triton.jit(do_not_specialize=["pairs"])
 def gather_by_expert(
-    rows, items, x, order, starts, pairs, K, EXPERTS: tl.constexpr, PADDED: tl.constexpr, PER_TOKEN: tl.constexpr,
-    KP: tl.constexpr, BT: tl.constexpr, C: tl.constexpr, PDL: tl.constexpr,
+    rows, items, x, order, starts, ids, pairs, K, EXPERTS: tl.constexpr, PADDED: tl.constexpr, PER_TOKEN: tl.constexpr,
+    KP: tl.constexpr, BT: tl.constexpr, C: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """rows `[pairs, KP]` float16: row order[i] / PER_TOKEN of x `[tokens, K]`, columns by `column_at`, zero from K on.
 
-    order `[pairs]` and starts `[EXPERTS + 1]` int32 are those of `group_pairs`. items int32: how many there are,
-    then for each
+    order `[pairs]` and starts `[EXPERTS + 1]` int32 are those of `group_pairs`; with GROUPS, at least the number of pairs,
+    they are filled here from ids `[pairs]`. items int32: how many there are, then for each
     expert, first row, rows, unused. Grid (pairs + 1, KP / C): the last programs list the items.
     """
     if PDL:
@@ -42,14 +44,34 @@ def gather_by_expert(
     if i < pairs:
         place = tl.program_id(1) * C + tl.arange(0, C)
         column = column_at(place)
-        row = (tl.load(order + i) // PER_TOKEN).to(tl.int64)
+        to = i
+        pair = i
+        if GROUPS:
+            other = tl.arange(0, GROUPS)
+            chosen = tl.load(ids + other, mask=other < pairs, other=EXPERTS)
+            mine = tl.load(ids + i)
+            before = (chosen < mine) | ((chosen == mine) & (other < i))
+            to = tl.sum(before.to(tl.int32), 0)
+            if tl.program_id(1) == 0:
+                tl.store(order + to, i)
+        else:
+            pair = tl.load(order + i)
+        row = (pair // PER_TOKEN).to(tl.int64)
         v = tl.load(x + row * K + column, mask=column < K, other=0.0)
-        tl.store(rows + i.to(tl.int64) * KP + place, v.to(tl.float16), mask=place < KP)
+        tl.store(rows + to.to(tl.int64) * KP + place, v.to(tl.float16), mask=place < KP)
     elif tl.program_id(1) == 0:
         expert = tl.arange(0, PADDED)
         ok = expert < EXPERTS
-        first = tl.load(starts + expert, mask=ok, other=0)
-        count = tl.load(starts + expert + 1, mask=ok, other=0) - first
+        if GROUPS:
+            other = tl.arange(0, GROUPS)
+            chosen = tl.load(ids + other, mask=other < pairs, other=0)
+            count = tl.where(ok, tl.histogram(chosen, PADDED, mask=other < pairs), 0)
+            first = tl.cumsum(count, 0) - count
+            tl.store(starts + expert, first, mask=ok)
+            tl.store(starts + EXPERTS, pairs)
+        else:
+            first = tl.load(starts + expert, mask=ok, other=0)
+            count = tl.load(starts + expert + 1, mask=ok, other=0) - first
         tiles = (count + BT - 1) // BT
         base = tl.cumsum(tiles, 0) - tiles
         tl.store(items, tl.sum(tiles, 0))
@@ -68,7 +90,7 @@ def declines(site: Site, maps: ExpertMaps) -> str | None:
 
 def build(site: Site, maps: ExpertMaps) -> Serves:
     made = Ring(site, maps)
-    return Serves(made, made.most)
+    return Serves(made, made.most, GROUPS)
 
 
 class Ring:
@@ -82,14 +104,17 @@ class Ring:
         self._rows = site.scratch("one", self.most * self._product.padded, torch.float16)
         self._items = site.scratch("one", 1 + 4 * (self.most // WIDTHS[0] + maps.n_experts), torch.int32)
 
-    def __call__(self, y: Slot, x: Slot, order: Slot, starts: Slot, pairs: int, per_token: int) -> None:
+    def __call__(
+        self, y: Slot, x: Slot, order: Slot, starts: Slot, pairs: int, per_token: int, ids: Slot | None = None
+    ) -> None:
         """y `[pairs, n]` from rows of x `[tokens, k]`, of which `per_token` pairs share one."""
         site, each, product = self._site, pairs / self._experts, self._product
         width = next((w for w in WIDTHS if w >= 1.5 * each), WIDTHS[-1])
         rows, items = self._rows.tensor, self._items.tensor
         site.launch(
             gather_by_expert, (pairs + 1, cdiv(product.padded, _COLUMNS)), rows, items, x.tensor, order.tensor,
-            starts.tensor, pairs, product.k, EXPERTS=self._experts, PADDED=power_of_two(self._experts),
-            PER_TOKEN=per_token, KP=product.padded, BT=width, C=_COLUMNS, early=starts_early(site),
+            starts.tensor, order.tensor if ids is None else ids.tensor, pairs, product.k, EXPERTS=self._experts,
+            PADDED=power_of_two(self._experts), PER_TOKEN=per_token, KP=product.padded, BT=width, C=_COLUMNS,
+            GROUPS=0 if ids is None else max(16, power_of_two(pairs)), early=starts_early(site),
         )  # fmt: skip
         product.launch(y.tensor, Rows(product.rows(rows, pairs, width), items, order.tensor), Cut.of(width))

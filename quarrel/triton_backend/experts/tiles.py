@@ -84,7 +84,7 @@ def declines(site: Site, maps: ExpertMaps) -> str | None:
 def build(site: Site, maps: ExpertMaps) -> Serves:
     compute, tile, stacks, biases = site.compute, TILES[site.compute], maps.stacks, maps.biases
 
-    def run(y: Slot, x: Slot, order: Slot, starts: Slot, pairs: int, per_token: int) -> None:
+    def run(y: Slot, x: Slot, order: Slot, starts: Slot, pairs: int, per_token: int, ids: Slot | None = None) -> None:
         none = y.tensor
         site.launch(
             expert_tiles, (cdiv(maps.n, tile.rows), pairs // tile.tokens + maps.n_experts if pairs else 0),
