@@ -1,7 +1,8 @@
 """A whole Mamba-2 mixer. One new token of each sequence is two launches: convolution, scan, skip and gate; then the norm.
 
 A program of `mamba2_step` takes some channels of a head of a sequence, and leaves when it has stored them. All of them read
-the convolution's rows of their group's B and C, so `mamba2_norm`, a program a group, moves those.
+the convolution's rows of their group's B and C, so `mamba2_norm`, a program a group, moves those. Of many sequences the
+convolution is a launch of its own, which moves all rows.
 Prompts take the launches of conv, the chunks and the norm; rows of a step are computed alike beside them and without them.
 """
 
