@@ -43,7 +43,7 @@ def seed_of(data: bytes) -> Seed:
 
 @cache
 def sound() -> Seed:
-    """A valid file with a key of every type and a tensor of every type, and where its numbers lie."""
+    """A valid file with a key of every type and a tensor of every type that a file may have, and where its numbers lie."""
     writer = GGUFWriter()
     writer.add("general.architecture", "llama")
     writer.add("general.alignment", 32)
@@ -58,7 +58,7 @@ def sound() -> Seed:
     writer.add("tokenizer.ggml.bos_token_id", 2)
     writer.add_tensor("token_embd.weight", np.ones((3, 8), np.float32))
     rng = np.random.default_rng(0)
-    for kind in GGMLType:
+    for kind in (kind for kind in GGMLType if kind is not GGMLType.Q8_1):
         writer.add_tensor(f"t.{kind.name}", rng.integers(0, 256, (2, FORMATS[kind].nbytes), np.uint8), kind)
     stream = io.BytesIO()
     writer.write(stream)

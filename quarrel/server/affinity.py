@@ -51,8 +51,9 @@ def routed(prefix: bytes, loads: Mapping[str, int], room: int) -> list[str]:
     """Replicas in the order to be asked in. loads: requests that each has. room: how many each runs side by side, below
     which none has too many."""
     most = max(room, math.ceil(OVERLOAD * (sum(loads.values()) + 1) / max(1, len(loads))))
-    free = [name for name in ranked(prefix, loads) if loads[name] < most]
-    return free + sorted(loads.keys() - set(free), key=lambda name: loads[name])
+    names = ranked(prefix, loads)
+    free = [name for name in names if loads[name] < most]
+    return free + sorted((name for name in names if loads[name] >= most), key=lambda name: loads[name])
 
 
 def _begins(content: Any) -> Any:

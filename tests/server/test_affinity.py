@@ -78,4 +78,5 @@ def test_a_replica_without_room_is_passed_over_and_the_least_loaded_comes_first_
     assert routed(prefix, {first: 40, second: 38, third: 39}, room=4) == [first, second, third]  # all have about the same
     assert routed(prefix, {first: 90, second: 60, third: 0}, room=4)[:1] == [second]
     assert routed(prefix, {first: 9, second: 0, third: 9}, room=2) == [second, first, third]
+    assert routed(prefix, {third: 9, second: 9, first: 9}, room=2) == [first, second, third]
     assert routed(prefix, {}, room=2) == []
