@@ -25,7 +25,7 @@ KERNELS: tuple[Kernel[Maps, Serves], ...] = (
     Kernel("dequantize, then the library's matmul", dequant_matmul.declines, dequant_matmul.build),
     Kernel("exact tiles", tiles.declines, tiles.build),
 )
-FEW = tuple(kernel for kernel in KERNELS if kernel.name != "dequantize, then the library's matmul")
+WITHOUT_COPIES = tuple(kernel for kernel in KERNELS if kernel.name != "dequantize, then the library's matmul")
 """For steps that are never long: what these kernels are built for keeps no decoded copy."""
 
 

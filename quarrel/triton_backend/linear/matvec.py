@@ -26,7 +26,7 @@ from quarrel.triton_backend.elementwise import norm
 from quarrel.triton_backend.formats.int8x2 import int8x2_rows, norm_int8x2_rows, words
 from quarrel.triton_backend.formats.table import FLOATS, INTEGERS, by_name, has_matvec, matvec_planes
 from quarrel.triton_backend.linear.composite import maps_of
-from quarrel.triton_backend.linear.kernels import FEW, ByRows
+from quarrel.triton_backend.linear.kernels import WITHOUT_COPIES, ByRows
 from quarrel.triton_backend.linear.maps import Maps
 from quarrel.triton_backend.linear.matvec_kernels import gate_up, matvec, matvec3, norm_gate_up
 from quarrel.triton_backend.linear.matvec_tiles import Walk, gate_tile_for, multiprocessors, tile_for, tiles_for, walk_for
@@ -164,7 +164,7 @@ def build_gate_and_up(site: Site, maps: Sequence[Node], activation: Node) -> Lau
     weights = [site.weight(node.inputs[1]) for node in maps]  # type: ignore[arg-type]
     biases = [site.vector(node.inputs[2]) if node.spec.bias else None for node in maps]  # type: ignore[arg-type]
     made = Maps(site.slot(x), [site.slot(target)], weights, biases, axis, activation=activation.spec.activation)  # type: ignore[arg-type]
-    return ByRows(site, made, FEW)
+    return ByRows(site, made, WITHOUT_COPIES)
 
 
 def _normed(site: Site, spec: NormSpec, inputs: Sequence[Any], formats: Sequence[str]) -> tuple[Row, Launch]:
