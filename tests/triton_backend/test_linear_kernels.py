@@ -12,8 +12,8 @@ import torch
 from quarrel.gguf import GGMLType
 from quarrel.ops.contract import Compute
 from quarrel.triton_backend.formats.pack import blank, rows_of
-from quarrel.triton_backend.linear import kernels, mma, ring, wgmma
-from quarrel.triton_backend.linear.kernels import ByRows
+from quarrel.triton_backend.linear import mma, ring, wgmma
+from quarrel.triton_backend.linear.kernels import KERNELS, WITHOUT_COPIES, ByRows
 from quarrel.triton_backend.linear.maps import UNLIMITED, Maps, Serves
 from quarrel.triton_backend.linear.wgmma import Tile
 from quarrel.triton_backend.runtime.arrays import Packed, Planes, Slot
@@ -211,7 +211,13 @@ def test_rows_that_are_no_whole_super_blocks_take_mma_where_it_is_faster() -> No
     assert "whole 256 columns" in str(mma.declines(Recorder(), one(weight(64, 2880))))
 
 
-def test_each_count_has_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_maps_of_short_steps_keep_no_copy_of_their_weights() -> None:
+    """It would be a second one, beside those of the maps that long steps run by themselves."""
+    others = [kernel.name for kernel in KERNELS if kernel not in WITHOUT_COPIES]
+    assert others == ["e4m3", "dequantize, then the library's matmul"]
+
+
+def test_each_count_has_one_kernel() -> None:
     ran: list[str] = []
 
     def kernel(name: str, least: int, most: int, norms: bool = False, reason: str | None = None) -> Kernel:
@@ -226,8 +232,7 @@ def test_each_count_has_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         kernel("decoded", 129, UNLIMITED),
         kernel("tiles", 0, UNLIMITED),
     )
-    monkeypatch.setattr(kernels, "KERNELS", table)
-    run = ByRows(Recorder(), one(weight(64, 256), norm=lambda batch: ran.append("norm")))
+    run = ByRows(Recorder(), one(weight(64, 256), norm=lambda batch: ran.append("norm")), table)
     for count in (1, 2, 16, 17, 32, 33, 128, 129):
         run(batch(count))
     assert " ".join(ran) == (

@@ -25,8 +25,8 @@ KERNELS: tuple[Kernel[Maps, Serves], ...] = (
     Kernel("dequantize, then the library's matmul", dequant_matmul.declines, dequant_matmul.build),
     Kernel("exact tiles", tiles.declines, tiles.build),
 )
-WITHOUT_COPIES = tuple(kernel for kernel in KERNELS if kernel.name != "dequantize, then the library's matmul")
-"""For steps that are never long: what these kernels are built for keeps no decoded copy."""
+WITHOUT_COPIES = tuple(kernel for kernel in KERNELS if kernel.build not in (e4m3.build, dequant_matmul.build))
+"""For steps that are never long: these kernels keep no copy of a weight that is decoded for long ones."""
 
 
 class ByRows:
