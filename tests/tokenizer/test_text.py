@@ -22,6 +22,7 @@ from tests.tokenizer.synthetic import (
 
 BPE = load_tokenizer(bpe_metadata())
 SPM = load_tokenizer(spm_metadata())
+SPM_WITHOUT_TAGS = load_tokenizer(spm_metadata(user_defined=()))
 WPM = load_tokenizer(wpm_metadata())
 UGM = load_tokenizer(ugm_metadata())
 ALL = [BPE, SPM, WPM, UGM]
@@ -46,7 +47,11 @@ def test_byte_level_bpe_gives_every_text_back(text: str) -> None:
 @given(texts)
 def test_sentencepiece_gives_every_text_back_but_its_own_mark(text: str) -> None:
     text = text.replace("▁", "")
-    assert SPM.decode(SPM.encode(text)) == text
+    assert SPM_WITHOUT_TAGS.decode(SPM_WITHOUT_TAGS.encode(text)) == text
+
+
+def test_sentencepiece_puts_a_space_behind_a_tag_as_llama_cpp_does() -> None:
+    assert SPM.decode(SPM.encode("<think>0")) == "<think> 0"
 
 
 @given(texts, st.booleans())
