@@ -127,7 +127,7 @@ def test_images_go_to_the_model_in_their_places() -> None:
 def test_a_call_can_be_required(client: anthropic.Anthropic) -> None:
     swim = {**TOOLS[0], "name": "swim"}
     for choice, names in (({"type": "any"}, {"find", "swim"}), ({"type": "tool", "name": "swim"}, {"swim"})):
-        made = client.messages.create(**body(tools=[*TOOLS, swim], tool_choice=choice, max_tokens=60))
+        made = client.messages.create(**body(tools=[*TOOLS, swim], tool_choice=choice, max_tokens=256))
         assert made.content[0].type == "tool_use"
         assert made.content[0].name in names
     none = client.messages.create(**body(tools=TOOLS, tool_choice={"type": "none"}))

@@ -167,7 +167,7 @@ CHOICE = {"type": "object", "properties": {"c": {"enum": ["red"]}}, "required": 
 
 def test_tools_and_a_form_of_the_answer_go_together(client: openai.OpenAI) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": CHOICE}}
-    options: Any = {"model": "demo", "messages": TURNS, "tools": TOOLS, "response_format": form, "max_tokens": 60}
+    options: Any = {"model": "demo", "messages": TURNS, "tools": TOOLS, "response_format": form, "max_tokens": 256}
     kinds = set()
     for seed in range(12):
         message = client.chat.completions.create(**options, seed=seed, temperature=3, top_p=1).choices[0].message
@@ -189,7 +189,7 @@ def test_tools_may_be_narrowed_to_those_that_are_allowed(client: openai.OpenAI, 
     tools: Any = [*TOOLS, {"type": "function", "function": {"name": "swim"}}]
     allowed: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [
         {"type": "function", "function": {"name": "swim"}}]}}  # fmt: skip
-    options: Any = {"model": "demo", "messages": TURNS, "tools": tools, "max_tokens": 60}
+    options: Any = {"model": "demo", "messages": TURNS, "tools": tools, "max_tokens": 256}
     for seed in range(3):
         message = client.chat.completions.create(**options, tool_choice=allowed, seed=seed).choices[0].message
         assert [c.function.name for c in message.tool_calls or []] == ["swim"]  # type: ignore[union-attr]

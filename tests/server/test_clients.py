@@ -120,7 +120,7 @@ WRITTEN = {
         "/v1/responses",
         "authorization: Bearer k|content-type: application/json|accept: */*"
         "|user-agent: ai/6.0.326 ai-sdk/provider-utils/4.0.66 runtime/node.js/v20.20.2",
-        '{"model":"demo","input":[{"role":"user","content":[{"type":"input_text","text":"Hi"}]}],"max_output_tokens":60,'
+        '{"model":"demo","input":[{"role":"user","content":[{"type":"input_text","text":"Hi"}]}],"max_output_tokens":256,'
         + CALL
         + "}",
         ['"type":"function_call"', '"name":"pick"', '"status":"completed"'],

@@ -56,7 +56,7 @@ def test_nulls_deeper_in_were_not_given_either() -> None:
 
 STREAMS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"messages": TURNS, "response_format": {"type": "json_object", "schema": FORM}}),
-    ("/v1/completions", {"prompt": "a", "max_tokens": 99, "response_format": {"type": "json_object", "schema": FORM}}),
+    ("/v1/completions", {"prompt": "a", "max_tokens": 256, "response_format": {"type": "json_object", "schema": FORM}}),
     ("/v1/responses", {"input": "a", "text": {"format": {"type": "json_schema", "name": "x", "schema": FORM}}}),
     ("/api/chat", {"model": "demo", "messages": TURNS, "format": FORM}),
     ("/api/generate", {"model": "demo", "prompt": "a", "format": FORM}),

@@ -230,7 +230,7 @@ def test_the_newer_protocol_in_one_piece_and_as_events(client: openai.OpenAI) ->
     assert client.responses.create(model="demo", input=talk, max_output_tokens=2).output_text is not None  # type: ignore[arg-type]
     form = {"type": "json_schema", "name": "x", "schema": {"type": "object", "properties": {"a": {"enum": ["x"]}},
             "required": ["a"], "additionalProperties": False}}  # fmt: skip
-    made = client.responses.create(model="demo", input="a", text={"format": form}, max_output_tokens=99)  # type: ignore[call-overload]
+    made = client.responses.create(model="demo", input="a", text={"format": form}, max_output_tokens=256)  # type: ignore[call-overload]
     assert json.loads(made.output_text) == {"a": "x"}
 
 

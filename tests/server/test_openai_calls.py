@@ -36,7 +36,9 @@ class Person(pydantic.BaseModel):
 PAINT: Any = {"name": "paint", "parameters": {"type": "object", "properties": {"c": {"enum": ["red"]}}, "required": ["c"],
                                               "additionalProperties": False}}  # fmt: skip
 TOOLS: Any = [{"type": "function", "function": PAINT}]
-RUN: Any = {"model": "demo", "messages": CHAT, "tools": TOOLS, "tool_choice": "required", "max_tokens": 60}
+ENOUGH = 256
+"""Tokens for each structure here: at most nine gaps of 16 spaces (`quarrel.llm.structured.SPACE`) around 60 characters."""
+RUN: Any = {"model": "demo", "messages": CHAT, "tools": TOOLS, "tool_choice": "required", "max_tokens": ENOUGH}
 FLAT: Any = [{"type": "function", **PAINT, "strict": True}]
 RED: Any = {"type": "json_schema", "json_schema": {"name": "c", "schema": PAINT["parameters"]}}
 
@@ -52,7 +54,7 @@ def _listens(client: openai.OpenAI) -> bool:
 
 
 def _replies(client: openai.OpenAI) -> bool:
-    with client.responses.stream(model="demo", input="Who?", max_output_tokens=60, text_format=Person) as stream:
+    with client.responses.stream(model="demo", input="Who?", max_output_tokens=ENOUGH, text_format=Person) as stream:
         text = "".join(e.delta for e in stream if isinstance(e, ResponseTextDeltaEvent))
         return text == stream.get_final_response().output_text != ""
 
@@ -73,7 +75,9 @@ def _after_a_call(client: openai.OpenAI) -> bool:
 
 def _parsed_call(client: openai.OpenAI) -> bool:
     tool: Any = openai.pydantic_function_tool(Pick)
-    made = client.chat.completions.parse(model="demo", messages=CHAT, max_tokens=60, tools=[tool], tool_choice="required")
+    made = client.chat.completions.parse(
+        model="demo", messages=CHAT, max_tokens=ENOUGH, tools=[tool], tool_choice="required"
+    )
     (call,) = made.choices[0].message.tool_calls or ()
     return isinstance(call.function.parsed_arguments, Pick)
 
@@ -187,7 +191,7 @@ CALLS: dict[str, Callable[[openai.OpenAI], object]] = {
         or ""
     ),
     "chat.parse": lambda c: (
-        c.chat.completions.parse(model="demo", messages=CHAT, max_tokens=60, response_format=Person)
+        c.chat.completions.parse(model="demo", messages=CHAT, max_tokens=ENOUGH, response_format=Person)
         .choices[0]
         .message.parsed
     ),
@@ -217,10 +221,10 @@ CALLS: dict[str, Callable[[openai.OpenAI], object]] = {
     "responses, stream": lambda c: [*c.responses.create(**REPLY, stream=True)][-1].type == "response.incomplete",
     "responses.stream": _replies,
     "responses.parse": lambda c: (
-        c.responses.parse(model="demo", input="Who?", text_format=Person, max_output_tokens=60).output_parsed
+        c.responses.parse(model="demo", input="Who?", text_format=Person, max_output_tokens=ENOUGH).output_parsed
     ),
     "responses, tools": lambda c: (
-        c.responses.create(**{**REPLY, "max_output_tokens": 60}, tools=FLAT, tool_choice="required").output[0].type
+        c.responses.create(**{**REPLY, "max_output_tokens": ENOUGH}, tools=FLAT, tool_choice="required").output[0].type
         == "function_call"
     ),
     "responses, kept and gone on from": _goes_on,
