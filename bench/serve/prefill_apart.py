@@ -103,7 +103,8 @@ def measure(layout: str, model: Path, args: Namespace) -> dict[str, Any]:
 
 
 def _started(command: list[str], device: int) -> subprocess.Popen[str]:
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(device)}
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": given[device % len(given)]}
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
 
 

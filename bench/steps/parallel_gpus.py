@@ -1,9 +1,10 @@
 """One model on two GPUs against one: correctness on the reference models, the cost of sums, a worker that dies, and speed.
 
-    python -m bench.steps.parallel_gpus --out RESULTS.jsonl [--seconds 140] [--cases DIR]     (all parts)
-    python -m bench.steps.parallel_gpus --part case NAME FILE | sums RANK FOLDER | death FILE | speed
+    python -m bench.steps.parallel_gpus --out RESULTS.jsonl [--seconds 300] [--cases DIR]     (all parts)
+    python -m bench.steps.parallel_gpus --part case NAME FILE LAYOUT | sums RANK FOLDER | death | speed FILE LAYOUT
 
-Every finding is one JSON line. Where there is no GPU, --backend cpu --layers 1 tries the program out.
+Two GPUs cut each layer (`tensor`) or have half of the layers each (`pipeline`). Every finding is one JSON line. Where there
+is no GPU, --backend cpu --layers 2 tries the program out.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from bench.shared import CASES as CASE_FOLDER
-from bench.shared import FOLDER, ROOT, command_line, synthetic_command
+from bench.shared import FOLDER, ROOT, command_line, synthetic_command, test_named
 from quarrel.bench.cut import one_layer_of_each
 from quarrel.bench.measure import measure, run
 from quarrel.bench.subject import Layout, Source, Subject, limits_for
@@ -40,34 +41,40 @@ from quarrel.ops.step import Limits, StepInputs
 from quarrel.ops.traffic import Traffic
 from quarrel.parallel import Team, Work, compile_shared
 
-MODELS = ("mistral-7b:Q4_K_M", "mixtral-8x7b:Q4_K_M", "granite-4-h-tiny:Q4_K_M")
-TESTS = (Test("decode", 128), Test("prefill", 4096), Test("decode", 128, 128, 32))
-CASES = (("llama32", "q4_k_m"), ("mistral", "q4_k_m"), ("mixtral", "q4_0x"), ("granitehybrid", "q4_0x"), ("mamba", "q4_0x"))
+MODELS = ("mistral-7b:Q4_K_M", "gpt-oss-20b:MXFP4", "mixtral-8x7b:Q4_K_M")
+TESTS = "tg128,tg128x32,tg128x128,pp4096"
+CASES = (
+    ("mistral", "q4_k_m"), ("mixtral", "q4_0x"), ("gptoss", "mxfp4_moe"), ("llama32", "q4_k_m"), ("granitehybrid", "q4_0x"),
+    ("mamba", "q4_0x"),
+)  # fmt: skip
 LIMIT = 3e-3
 """What the reference models allow float16 activations."""
+LAYOUTS = {"one": (1, 1), "tensor": (2, 1), "pipeline": (2, 2)}
+"""Processes of a model, and stages that they form."""
 
 
 class Shared(Subject):
     """A model on all devices of a team."""
 
-    def __init__(self, path: Path, source: Source, on: Any, limits: Limits, ranks: int, team: Team) -> None:
+    def __init__(self, source: Source, on: Any, limits: Limits, team: Team, length: int) -> None:
         began = time.perf_counter()
         assert isinstance(source.spec, ModelSpec)
         self.source, self.backend, self.limits = source, on, limits
-        self.step = compile_shared(team, on, source.spec, source.file, limits, max(t.length for t in TESTS))
+        self.step = compile_shared(team, on, source.spec, source.file, limits, length)
         self.load_seconds = time.perf_counter() - began
         self.layout = Layout(limits, source.spec.n_vocab)
         self.traffic = Traffic.of(source.program, self.step.compute)
         self.how = team.groups.how
 
 
-def case(args: argparse.Namespace, name: str, variant: str) -> dict[str, Any]:
+def case(args: argparse.Namespace, name: str, variant: str, layout: str) -> dict[str, Any]:
     """Logits of a reference model on two devices, in pieces, against the truth."""
     folder = Path(args.cases) / name
     path = folder / f"model-{variant}.gguf"
     ids = np.load(folder / "tokens.npy").reshape(-1).astype(np.int32)
     limits = Limits(max_tokens=len(ids), max_seqs=2, max_blocks_per_seq=8, n_blocks=8, block_size=16)
-    team = Team(Work((path,), args.backend, "auto", 2, "tensor", threads=1, peer_sums=not args.nccl_only))
+    ranks, stages = LAYOUTS[layout]
+    team = Team(Work((path,), args.backend, "auto", ranks, "tensor", stages, threads=1, peer_sums=not args.nccl_only))
     with GGUFFile.open(path) as file:
         spec = read_spec(file)
         assert isinstance(spec, ModelSpec)
@@ -83,7 +90,8 @@ def case(args: argparse.Namespace, name: str, variant: str) -> dict[str, Any]:
     truth = np.load(exact if exact.exists() else folder / "logits_hf.npy")
     error = float(rel_error(logits[-len(truth) :], truth))
     same = bool(np.array_equal(logits, np.concatenate(again)))  # type: ignore[arg-type]
-    return {"case": f"{name}-{variant}", "error": error, "ok": error < LIMIT, "same_again": same, "sums": how}
+    found = {"case": f"{name}-{variant}", "layout": layout, "sums": how}
+    return {**found, "error": error, "ok": error < LIMIT, "same_again": same}
 
 
 def chunk(ids: np.ndarray, start: int, end: int) -> StepInputs:
@@ -168,10 +176,14 @@ def sums(rank: int, folder: Path) -> dict[str, Any]:
     os._exit(0)
 
 
+def tests_of(args: argparse.Namespace) -> list[Test]:
+    return [test_named(name) for name in args.tests.split(",")]
+
+
 def warm(args: argparse.Namespace, path: Path, ranks: int, index: int) -> None:
     """Compiles the kernels of one test, on the model cut down to a layer of each kind, without a second device."""
     with GGUFFile.open(path) as file:
-        tests = list(TESTS)
+        tests = tests_of(args)
         source = Source.of(file, max(t.length for t in tests))
         on = backend(args.backend)
         limits = limits_for(tests, args.step_tokens or on.step_tokens, False)
@@ -191,35 +203,33 @@ def warm(args: argparse.Namespace, path: Path, ranks: int, index: int) -> None:
         subject.close()
 
 
-def speed(args: argparse.Namespace, path: Path) -> None:
-    """Both sizes of team, one after the other; lines as they come."""
-    tests = list(TESTS)
+def speed(args: argparse.Namespace, path: Path, layout: str) -> None:
+    """One layout; lines as they come."""
+    tests = tests_of(args)
     on = backend(args.backend)
     limits = limits_for(tests, args.step_tokens or on.step_tokens, False)
-    team = Team(
-        Work((path,), args.backend, "auto", 2, peer_sums=not args.nccl_only)
-    )  # its process starts while one device is measured
+    ranks, stages = LAYOUTS[layout]
+    team = None
+    if ranks > 1:
+        team = Team(Work((path,), args.backend, "auto", ranks, stages=stages, peer_sums=not args.nccl_only))
     with GGUFFile.open(path) as file:
-        source = Source.of(file, max(t.length for t in tests))
-        for ranks in (1, 2):
-            subject = Subject(source, on, limits, "auto") if ranks == 1 else Shared(path, source, on, limits, ranks, team)
-            facts = {"model": path.stem, "ranks": ranks, "load_s": round(subject.load_seconds, 2)}
-            facts |= {"sums": getattr(subject, "how", ""), "weights": subject.step.memory().weights}
-            for test in tests:
-                try:
-                    samples = measure(subject, test, args.rounds, None)
-                except Exception as error:
-                    traceback.print_exc()
-                    print(
-                        json.dumps({**facts, "test": test.name, "failed": f"{type(error).__name__}: {error}"[:400]}),
-                        flush=True,
-                    )
-                    break
-                best, all_ = min(samples.seconds), [round(test.work / s, 1) for s in samples.seconds]
-                line = {**facts, "test": test.name, "tok_s": round(test.work / best, 1), "rounds": all_}
-                print(json.dumps({**line, "warm_up_s": round(samples.warm_up, 2)}), flush=True)
-            subject.close()
-    team.close()
+        length = max(t.length for t in tests)
+        source = Source.of(file, length)
+        subject = Subject(source, on, limits, "auto") if team is None else Shared(source, on, limits, team, length)
+        facts = {"model": path.stem, "layout": layout, "device": on.device(), "load_s": round(subject.load_seconds, 2)}
+        facts |= {"sums": getattr(subject, "how", ""), "weights": subject.step.memory().weights}
+        for test in tests:
+            try:
+                samples = measure(subject, test, args.rounds, None)
+            except Exception as error:
+                traceback.print_exc()
+                failed = {"test": test.name, "failed": f"{type(error).__name__}: {error}"[:400]}
+                print(json.dumps({**facts, **failed}), flush=True)
+                break
+            all_ = [round(test.work / s, 1) for s in samples.seconds]
+            line = {**facts, "test": test.name, "tok_s": max(all_), "rounds": all_}
+            print(json.dumps({**line, "warm_up_s": round(samples.warm_up, 2)}), flush=True)
+        subject.close()
 
 
 def everything(args: argparse.Namespace) -> int:
@@ -233,6 +243,7 @@ def everything(args: argparse.Namespace) -> int:
 
     base = [sys.executable, "-m", "bench.steps.parallel_gpus", "--backend", args.backend, "--cases", str(args.cases)]
     base += ["--rounds", str(args.rounds)] + (["--step-tokens", str(args.step_tokens)] if args.step_tokens else [])
+    base += ["--tests", args.tests]
     base += ["--nccl-only"] if args.nccl_only else []
     names = args.only.split(",") if args.only else list(MODELS)
     files = {n: args.folder / f"{n.replace(':', '-')}.gguf" for n in names}
@@ -267,12 +278,13 @@ def everything(args: argparse.Namespace) -> int:
             pair = [start("sums", str(r), folder) for r in range(2)] if gpu else []
             for process in pair:  # while files are written, before other processes use the devices
                 keep("sums", process, 40)
-            small = {f"{c}-{v}": start("case", c, v) for c, v in CASES[: args.n_cases]}
+            kinds = [(c, v, how) for c, v in CASES[: args.n_cases] for how in ("tensor", "pipeline")]
+            small = {f"{c}-{v} {how}": start("case", c, v, how) for c, v, how in kinds if (Path(args.cases) / c).exists()}
             if name in making:
                 making[name].wait()
-            warming = [start("warm", str(files[name]), str(r), str(i)) for r in (1, 2) for i in range(len(TESTS))]
+            warming = [start("warm", str(files[name]), str(r), str(i)) for r in (1, 2) for i in range(len(tests_of(args)))]
     for name, process in small.items():
-        keep(name, process, 60)
+        keep(name, process, 40)
     for process in warming:
         _quiet(process, say, left())
     say("the first model's kernels are compiled")
@@ -283,12 +295,13 @@ def everything(args: argparse.Namespace) -> int:
             if left() < 25:
                 say("the time is over")
                 break
-            warming = [start("warm", str(files[name]), str(r), str(j)) for r in (1, 2) for j in range(len(TESTS))]
+            warming = [start("warm", str(files[name]), str(r), str(j)) for r in (1, 2) for j in range(len(tests_of(args)))]
             for process in warming:
                 _quiet(process, say, left())
-        keep(name, start("speed", str(files[name])), 60)
-        if not i:
-            keep("death", start("death"), 45)
+        for layout in LAYOUTS:
+            keep(f"{name} {layout}", start("speed", str(files[name]), layout), args.each)
+    if left() > 15 and (Path(args.cases) / "mistral").exists():
+        keep("death", start("death"), 45)
     return 0
 
 
@@ -305,12 +318,14 @@ def _quiet(process: subprocess.Popen[str], say: Any, limit: float) -> None:
 def main() -> int:
     parser = command_line(__doc__)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--seconds", type=float, default=140)
+    parser.add_argument("--seconds", type=float, default=300)
+    parser.add_argument("--each", type=float, default=60, help="seconds that a layout of a model may take")
     parser.add_argument("--cases", default=CASE_FOLDER)
     parser.add_argument("--folder", type=Path, default=FOLDER)
     parser.add_argument("--backend", default="triton")
     parser.add_argument("--only", default="")
     parser.add_argument("--layers", type=int)
+    parser.add_argument("--tests", default=TESTS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--step-tokens", type=int)
     parser.add_argument("--n-cases", type=int, default=len(CASES))
@@ -318,16 +333,16 @@ def main() -> int:
     parser.add_argument("--part", nargs="+", default=[])
     args = parser.parse_args()
     match args.part:
-        case ["case", name, variant]:
-            print(json.dumps(globals()["case"](args, name, variant)), flush=True)
+        case ["case", name, variant, layout]:
+            print(json.dumps(globals()["case"](args, name, variant, layout)), flush=True)
         case ["sums", rank, folder]:
             sums(int(rank), Path(folder))
         case ["death"]:
             print(json.dumps(death(args)), flush=True)
         case ["warm", path, ranks, index]:
             warm(args, Path(path), int(ranks), int(index))
-        case ["speed", path]:
-            speed(args, Path(path))
+        case ["speed", path, layout]:
+            speed(args, Path(path), layout)
         case _:
             return everything(args)
     return 0
