@@ -20,11 +20,11 @@ PIECES = (*CONTROL, *BYTES, *LETTERS)
 N_CTX, WIDTH, HEADS, FFN = 512, 32, 2, 64
 
 
-def write_tiny_model(path: Path, *, template: str | None = None, seed: int = 0) -> Path:
+def write_tiny_model(path: Path, *, template: str | None = None, seed: int = 0, n_ctx: int = N_CTX) -> Path:
     """A llama of one layer. It draws letters and spaces only, so it never stops by itself."""
     rng = np.random.default_rng(seed)
     writer = GGUFWriter()
-    for key, value in _keys(template).items():
+    for key, value in (_keys(template) | {"llama.context_length": n_ctx}).items():
         writer.add(key, value)
     bias = np.full(len(PIECES), -1e4, np.float32)
     bias[-len(LETTERS) :] = 0.0

@@ -55,6 +55,8 @@ SCHEMA = {
 PATIENCE = 60.0
 """Seconds after which a request counts as hung."""
 LOOK = 30.0
+CONTEXT = 2048
+"""Of the random models, whose tokens are letters: what is said about a tool takes 800 of them."""
 Json = dict[str, Any]
 
 
@@ -511,6 +513,10 @@ def reranker(source: Path, to: Path) -> None:
     with_keys(source, to, {"bert.pooling_type": 4}, head)
 
 
+def random_model(path: Path, seed: int) -> Path:
+    return write_tiny_model(path, template=CHATML, seed=seed, n_ctx=CONTEXT)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=120)
@@ -523,9 +529,7 @@ def main() -> int:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         (folder / "models").mkdir()
         (folder / "second").mkdir()
-        tiny = [
-            write_tiny_model(folder / f"models/{n}.gguf", template=CHATML, seed=i) for i, n in enumerate(("a", "b", "c"))
-        ]
+        tiny = [random_model(folder / f"models/{n}.gguf", i) for i, n in enumerate(("a", "b", "c"))]
         loras = [f"one={write_adapter(folder / 'one.gguf', ONE)}", f"two={write_adapter(folder / 'two.gguf', TWO)}"]
         first = [str(tiny[0]), "--models-dir", str(folder / "models"), "--data-dir", str(folder / "data")]
         first += ["--lora", loras[0], "--lora", loras[1]]
@@ -537,7 +541,7 @@ def main() -> int:
             "--data-dir",
             str(folder / "data2"),
         ]
-        write_tiny_model(folder / "second/d.gguf", template=CHATML, seed=3)
+        random_model(folder / "second/d.gguf", 3)
         generating, swapped, ranker = ("demo", "d"), ("d",), ""
         if args.cases:
             (folder / "second/recurrent.gguf").symlink_to((args.cases / "mamba2/model-q4_0x.gguf").resolve())

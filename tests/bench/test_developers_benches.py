@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import importlib.util
 import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from subprocess import Popen
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
+from quarrel.server import Settings
 from tests.paths import need_cases
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,6 +79,22 @@ def test_large_models_take_turns_on_a_small_disk(
     assert json.loads((tmp_path / "out.jsonl").read_text())["test"] == "tg2"
     with pytest.raises(SystemExit, match="--cut has 'glm', wanted a model and its layers"):
         gpu_bars.cuts("glm")
+
+
+def test_the_soaks_models_can_read_what_it_says_about_a_tool(tmp_path: Path) -> None:
+    """800 letters, each a token of theirs: with 512 of context every such request was refused."""
+    from bench.check import soak
+    from tests.server.conftest import load, running
+
+    settings = Settings(models=(str(soak.random_model(tmp_path / "a.gguf", 0)),), data_dir=tmp_path)
+    with running(settings, load) as live:
+
+        async def asked() -> str:
+            with Popen(["true"], text=True) as process:
+                async with httpx.AsyncClient(base_url=live.url, timeout=60) as client:
+                    return await soak.tool(soak.Server("here", live.url, process, ("a",), (), (), "", client))
+
+        assert asyncio.run(asked()) in ("length", "tool_calls")
 
 
 def test_vectors_are_compared_with_plain_loops_that_give_the_same_values() -> None:
