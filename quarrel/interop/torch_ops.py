@@ -192,7 +192,8 @@ def attention_prefill(
 ) -> torch.Tensor:
     """Any number of new tokens a sequence, causal, whose keys are in the cache already."""
     starts = torch.zeros_like(query_start)
-    batch = Batch(q.shape[0], kv_len.shape[0], kv_len.shape[0], decode=True, prefill=True, items=1)
+    # Who has one new token is on the device: all go the way of prompts.
+    batch = Batch(q.shape[0], kv_len.shape[0], kv_len.shape[0], decode=False, prefill=True, items=0)
     return _attend(q, k_cache, v_cache, block_table, kv_len, query_start, starts, batch, scale, window, cap)
 
 

@@ -285,7 +285,7 @@ class TritonStep:
                 torch.cuda.empty_cache()
 
     def _start(self, inputs: StepInputs, want: Want, rows: int) -> None:
-        starts = item_starts(inputs.query_start, inputs.kv_len)
+        starts = item_starts(inputs.query_start, inputs.kv_len, same=self.limits.deterministic)
         batch = batch_of(inputs.query_start, inputs.kv_len, rows, starts)
         sample = inputs.sample if "tokens" in outputs_of(want) else None
         adjusts = sample is not None and (sample.lists is not None or sample.masks is not None)
@@ -320,7 +320,7 @@ class TritonStep:
         seqs, outs = len(whole.kv_len), len(whole.out_rows)
         starts = np.zeros(seqs + 1, np.int32)
         if not encoder:
-            real = item_starts(inputs.query_start, inputs.kv_len, seqs)
+            real = item_starts(inputs.query_start, inputs.kv_len, seqs, self.limits.deterministic)
             starts[: len(real)], starts[len(real) :] = real, real[-1]
         items = int(starts[-1])
         self._grow(outs, items)

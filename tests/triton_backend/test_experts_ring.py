@@ -93,7 +93,7 @@ class Site:
         (Site(generation=8), "Q4_K", 4096, False),
         (Site(generation=12), "Q4_K", 4096, False),
         (Site(compute="bfloat16"), "Q4_K", 4096, False),
-        (Site(deterministic=True), "Q4_K", 4096, False),
+        (Site(deterministic=True), "Q4_K", 4096, True),
     ],
 )
 def test_which_stacks_it_takes(site: Any, format: str, k: int, taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:

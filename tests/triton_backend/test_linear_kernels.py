@@ -12,7 +12,7 @@ import torch
 from quarrel.gguf import GGMLType
 from quarrel.ops.contract import Compute
 from quarrel.triton_backend.formats.pack import blank, rows_of
-from quarrel.triton_backend.linear import mma, ring, wgmma
+from quarrel.triton_backend.linear import invariant, mma, ring, wgmma
 from quarrel.triton_backend.linear.kernels import KERNELS, WITHOUT_COPIES, ByRows
 from quarrel.triton_backend.linear.maps import UNLIMITED, Maps, Serves
 from quarrel.triton_backend.linear.wgmma import Tile
@@ -244,8 +244,54 @@ def test_each_count_has_one_kernel() -> None:
 
 def test_a_deterministic_step_has_one_kernel_for_any_number_of_rows() -> None:
     site = Recorder(deterministic=True)
-    assert ByRows(site, one(weight(4096, 14336))).describe() == "matmul from 1 rows"
+    assert ByRows(site, one(packed(4096, 14336))).describe() == "invariant ring from 1 rows"
+    assert ByRows(site, one(packed(4096, 14336, "Q2_K"))).describe() == "matmul from 1 rows"
+    assert ByRows(replace(site, generation=8), one(weight(4096, 14336))).describe() == "matmul from 1 rows"
     assert ByRows(replace(site, compute="float32"), one(weight(64, 256))).describe() == "exact tiles from 1 rows"
+
+
+def test_parts_of_k_do_not_follow_from_the_number_of_rows() -> None:
+    """Whether parts are apart or in turn, and how wide an item is, may."""
+    site = Recorder(deterministic=True)
+    down = invariant.build(site, one(packed(4096, 14336), residual=Slot(torch.empty(1 << 24, device=META))))
+    seen = set()
+    for count in (1, 8, 9, 32, 33, 64, 65, 128, 129, 512, 1024):
+        site.launched.clear()
+        down.run(batch(count))
+        ((name, _, told),) = [launch for launch in site.launched if launch[0] == "ring"]
+        assert (name, told["PARTS"]) == ("ring", 4)
+        adds = [told["PARTS"] for name, _, told in site.launched if name == "add_parts"]
+        assert adds == ([] if told["IN_TURN"] else [4])
+        assert told["ADD"] is told["IN_TURN"]
+        seen.add((told["BT"], told["IN_TURN"]))
+    assert seen == {(8, False), (16, False), (32, False), (64, False), (128, False), (128, True)}
+
+
+def test_long_prompts_are_cut_into_equal_launches() -> None:
+    assert invariant.pieces(0) == []
+    assert invariant.pieces(1024) == [(0, 1024)]
+    assert invariant.pieces(1030) == [(0, 640), (640, 390)]
+    assert invariant.pieces(4096) == [(i * 1024, 1024) for i in range(4)]
+
+
+def test_three_maps_of_an_invariant_ring() -> None:
+    """Those in one matrix are one product; others, as of two formats, share x."""
+    site = Recorder(deterministic=True)
+    whole = packed(6144, 4096)
+    beside = three(*(rows_of(whole, at, n) for at, n in ((0, 4096), (4096, 1024), (5120, 1024))))
+    apart = three(packed(4096, 4096), packed(1024, 4096), packed(1024, 4096, "Q6_K"))
+    for maps, want in (
+        (beside, ["arrange", "ring", "add_parts_of_three"]),
+        (apart, ["arrange", *["ring", "add_parts"] * 3]),
+    ):
+        site.launched.clear()
+        maps.ys[0].tensor = torch.empty(1 << 20, device=META)
+        invariant.build(site, maps).run(batch(1))
+        assert [name for name, *_ in site.launched] == want
+    site.launched.clear()
+    invariant.build(site, beside).run(batch(1024))
+    (_, (_, _, told)) = site.launched
+    assert told["THREE"] is told["IN_TURN"] is True
 
 
 def test_a_weight_in_the_compute_type_is_the_library_s_whatever_its_columns() -> None:

@@ -3,8 +3,8 @@
 A sequence with one new token is cut into splits of its keys that run side by side (`splits.py`); the last program of a
 sequence and key head to arrive combines them, always in order. `attend_one` takes a few such sequences, all warps of a
 program at the same keys; `attend_warps` many of them, each warp at keys of its own. One with more new tokens (prefill)
-walks all its keys in one program per tile of queries, masking only tiles that the diagonal or the window's edge cuts; where
-a row's bits may not depend on its batch or on how its prompt is cut, all sequences go this way. A tile has BLOCK_M rows:
+walks all its keys in one program per tile of queries, masking only tiles that the diagonal or the window's edge cuts. Where
+a row's bits may not depend on its batch or on how its prompt is cut, both are those of `fixed.py`. A tile has BLOCK_M rows:
 queries times the heads that share a key head. Softmax and sums are float32, powers of two with log2(e) in the scale.
 """
 
@@ -22,21 +22,19 @@ from quarrel.ops.attention import ATTENTION, AttentionSpec, RopeAppendSpec
 from quarrel.ops.contract import Compute
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
-from quarrel.triton_backend.attention import cudnn
+from quarrel.triton_backend.attention import cudnn, fixed
 from quarrel.triton_backend.attention.decode import LOG2E, attend_one, find, oldest_key, sink
 from quarrel.triton_backend.attention.decode_warps import attend_warps
-from quarrel.triton_backend.attention.kv_codes import TL_TYPES, as_values
+from quarrel.triton_backend.attention.kv_codes import TL_TYPES
 from quarrel.triton_backend.attention.records import Keys, Partial, Rotation, Score, Sequences, Shape, Warps
 from quarrel.triton_backend.attention.rope import joined
 from quarrel.triton_backend.attention.splits import MANY_SEQS, SEVERAL_SEQS, split_keys
-from quarrel.triton_backend.elementwise.activation import tanh
+from quarrel.triton_backend.attention.walk import walk
 from quarrel.triton_backend.runtime.arrays import Output
 from quarrel.triton_backend.runtime.launch import INTERPRETED, power_of_two
 from quarrel.triton_backend.runtime.site import Batch, Launch, Site, starts_early
 
 MAX_HEAD_DIM = 512
-
-_LOG2E: tl.constexpr = tl.constexpr(LOG2E)
 
 
 @dataclass(frozen=True)
@@ -47,81 +45,6 @@ class Tile:
     keys: int
     warps: int
     stages: int
-
-
-@triton.jit
-def _walk(
-    sums, b_q, cache, p_table, kv_head, position, see, start, stop, oldest, n_keys, score, S: tl.constexpr,
-    BLOCK_N: tl.constexpr, MASK: tl.constexpr, COMPUTE: tl.constexpr,
-):  # fmt: skip
-    """Adds keys start to stop; MASK for tiles of which some row sees only a part, and none a key before `oldest`."""
-    acc, top, total = sums
-    DIM: tl.constexpr = S.DIM
-    SIZE: tl.constexpr = S.SIZE
-    KIND: tl.constexpr = S.KIND
-    d = tl.arange(0, S.WIDE)
-    d_ok = d < DIM
-    for begin in range(start, stop, BLOCK_N):
-        key = begin + tl.arange(0, BLOCK_N)
-        p_block = p_table + key // SIZE
-        if MASK:
-            key_ok = key < n_keys
-            if S.WINDOW:  # blocks behind it may be another sequence's by now
-                key_ok = key_ok & (key >= oldest)
-            block = tl.load(p_block, mask=key_ok, other=0).to(tl.int64)
-        else:
-            block = tl.load(p_block).to(tl.int64)
-        at = (block * S.KV_HEADS + kv_head) * SIZE + key % SIZE  # [BLOCK_N]
-        p_k, p_v = cache.k + at[:, None] * DIM + d[None, :], cache.v + at[:, None] * DIM + d[None, :]
-        if MASK:
-            b_k = tl.load(p_k, mask=key_ok[:, None] & d_ok[None, :], other=0)
-        elif DIM == S.WIDE:
-            b_k = tl.load(p_k)
-        else:
-            b_k = tl.load(p_k, mask=d_ok[None, :], other=0)
-        products = tl.dot(b_q, tl.trans(as_values(b_k, KIND, COMPUTE)), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
-        if KIND != "plain":
-            if MASK:
-                k_scale = tl.load(cache.k_scale + at, mask=key_ok, other=0.0)
-                v_scale = tl.load(cache.v_scale + at, mask=key_ok, other=0.0)
-            else:
-                k_scale, v_scale = tl.load(cache.k_scale + at), tl.load(cache.v_scale + at)
-            products = products * k_scale[None, :]
-        # The scale is positive, so it may follow the maximum, where it is one operation with the difference.
-        factor = score.scale
-        if S.CAP:
-            products, factor = tanh(products * (score.scale / score.cap)), score.cap * _LOG2E
-        if MASK:
-            back = position[:, None] - key[None, :]
-            if S.SPANS:
-                seen = (see[:, None] >= key[None, :]) & key_ok[None, :]
-            else:
-                seen = (back >= 0) & key_ok[None, :]
-            if S.WINDOW:
-                if S.CHUNKED:
-                    seen = seen & (key[None, :] >= oldest_key(position, score.window, True)[:, None])
-                else:
-                    seen = seen & (back < score.window)
-            products = tl.where(seen, products, float("-inf"))
-        new_top = tl.maximum(top, tl.max(products, 1) * factor)
-        base = new_top
-        if MASK:
-            # A row that has seen no key yet keeps -inf; zero in its place leaves every power zero.
-            base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        p = tl.exp2(products * factor - base[:, None])
-        fade = tl.exp2(top - base)
-        total = total * fade + tl.sum(p, 1)
-        if MASK:
-            b_v = tl.load(p_v, mask=key_ok[:, None] & d_ok[None, :], other=0)
-        elif DIM == S.WIDE:
-            b_v = tl.load(p_v)
-        else:
-            b_v = tl.load(p_v, mask=d_ok[None, :], other=0)
-        if KIND != "plain":
-            p = p * v_scale[None, :]
-        acc = tl.dot(p.to(COMPUTE), as_values(b_v, KIND, COMPUTE), acc * fade[:, None], input_precision="ieee")
-        top = new_top
-    return acc, top, total
 
 
 @triton.jit(do_not_specialize=["seqs"])
@@ -181,15 +104,15 @@ def attend_many(
         first = oldest // BLOCK_N * BLOCK_N
         middle = (oldest_key(near + QUERIES - 1, score.window, S.CHUNKED) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
         middle = tl.minimum(tl.maximum(middle, first), tl.maximum(diagonal, first))
-        acc, top, total = _walk(
+        acc, top, total = walk(
             (acc, top, total), b_q, cache, p_table, kv_head, position, see, first, middle, oldest, n_keys, score,
             S, BLOCK_N, True, COMPUTE,
         )  # fmt: skip
-    acc, top, total = _walk(
+    acc, top, total = walk(
         (acc, top, total), b_q, cache, p_table, kv_head, position, see, middle, diagonal, oldest, n_keys, score,
         S, BLOCK_N, False, COMPUTE,
     )  # fmt: skip
-    acc, top, total = _walk(
+    acc, top, total = walk(
         (acc, top, total), b_q, cache, p_table, kv_head, position, see, tl.maximum(diagonal, middle), last, oldest,
         n_keys, score, S, BLOCK_N, True, COMPUTE,
     )  # fmt: skip
@@ -294,6 +217,8 @@ def build_attention(site: Site, node: Node) -> Launch:
     one, many = tiles(site.compute, spec.head_dim, spec.n_heads // spec.n_kv, site.generation == 9)
     if cache.kind != "plain" and site.generation != 9:
         one = replace(one, keys=max(16, one.keys // 2))  # with as many codes, sm_80 spills 53 to 81 words
+    # Tiles of keys on their way to one query: more than a prompt's products leave time for.
+    alone = replace(many, stages=3) if site.generation == 9 and wide <= 128 and site.compute != "float32" else many
     some_seqs = several(one, spec.head_dim) if site.generation == 9 and cache.kind == "plain" else one
     many_seqs = crowded(one)
     # A cap is applied to the score itself, so the factor of log2(e) comes after it.
@@ -305,8 +230,8 @@ def build_attention(site: Site, node: Node) -> Launch:
     common = {"cache": Keys(cache.k, cache.v, *cache.both_scales), "sinks": sinks, "score": score, "S": shape}
     common |= {"COMPUTE": TL_TYPES[site.compute]}
     # Two tiles of so wide a head in float32 do not fit registers: such a step takes the kernel of prompts.
-    by_prompts = site.deterministic or (site.compute == "float32" and wide > 128)
-    before = None if by_prompts else joined(site, node.inputs[0], cache)  # type: ignore[arg-type]
+    by_prompts = site.compute == "float32" and wide > 128 and not site.deterministic
+    before = None if by_prompts or site.deterministic else joined(site, node.inputs[0], cache)  # type: ignore[arg-type]
     rotation = None if before is None else _rotation(site, before)
     style = "" if before is None else before.spec.q.style
     by_cudnn = cudnn.build(site, node)
@@ -351,6 +276,26 @@ def build_attention(site: Site, node: Node) -> Launch:
             see_to=see_to.tensor, sequences=sequences(), seqs=batch.S, **common, BLOCK_M=many.rows, BLOCK_N=many.keys,
             LEAST=1 if by_prompts else 2, warps=many.warps, stages=many.stages,
         )  # fmt: skip
+
+    def same(batch: Batch) -> None:
+        """All of them, with splits at fixed keys."""
+        shared = {"q": q.tensor, "see_to": see_to.tensor, "sequences": sequences(), "seqs": batch.S, **common}
+        shared |= {"BLOCK_M": many.rows, "BLOCK_N": many.keys, "SPLIT": fixed.SPLIT, "early": starts_early(site)}
+        if batch.decode:
+            site.launch(
+                fixed.attend_fixed_one, (batch.items, spec.n_kv), out=target.tensor,
+                partial=Partial(part.tensor, top_sum.tensor, arrived.tensor), item_start=site.tables.item_start.tensor,
+                **shared, warps=many.warps, stages=alone.stages,
+            )  # fmt: skip
+        if batch.prefill:
+            grid = (batch.T // (many.rows // share) + batch.S, spec.n_kv)
+            least = 2 if batch.decode else 1
+            site.launch(
+                fixed.attend_fixed_many, grid, out=target.tensor, least=least, **shared, warps=many.warps, stages=many.stages
+            )  # fmt: skip
+
+    if site.deterministic:
+        return same
 
     def run(batch: Batch) -> None:
         if batch.decode and not by_prompts:

@@ -14,6 +14,7 @@ import triton.language as tl
 from quarrel.triton_backend.elementwise.ring_x import column_at
 from quarrel.triton_backend.experts.grouped import DECODE_FROM
 from quarrel.triton_backend.experts.maps import ExpertMaps, Serves
+from quarrel.triton_backend.linear.maps import UNLIMITED
 from quarrel.triton_backend.linear.ring import WIDTHS, Cut, Product, Rows, declines_device, declines_weights
 from quarrel.triton_backend.runtime.arrays import Slot
 from quarrel.triton_backend.runtime.launch import cdiv, power_of_two
@@ -90,7 +91,7 @@ def declines(site: Site, maps: ExpertMaps) -> str | None:
 
 def build(site: Site, maps: ExpertMaps) -> Serves:
     made = Ring(site, maps)
-    return Serves(made, made.most, GROUPS)
+    return Serves(made, UNLIMITED if site.deterministic else made.most, GROUPS)
 
 
 class Ring:
@@ -100,9 +101,14 @@ class Ring:
         self._site, self._experts = site, maps.n_experts
         self._product = Product(site, maps.stacks, maps.n, maps.activation, maps.biases)
         self.most = min(MOST_PAIRS, DECODE_FROM * maps.n_experts)
-        """Pairs that it serves."""
-        self._rows = site.scratch("one", self.most * self._product.padded, torch.float16)
-        self._items = site.scratch("one", 1 + 4 * (self.most // WIDTHS[0] + maps.n_experts), torch.int32)
+        """Pairs that it serves, but for a deterministic step: others would add in another order."""
+        padded = self._product.padded
+        if site.deterministic:
+            self._rows = site.scratch("T", maps.used * padded, torch.float16)
+            self._items = site.scratch("T", 1 + 4 * (maps.used + maps.n_experts), torch.int32)
+        else:
+            self._rows = site.scratch("one", self.most * padded, torch.float16)
+            self._items = site.scratch("one", 1 + 4 * (self.most // WIDTHS[0] + maps.n_experts), torch.int32)
 
     def __call__(
         self, y: Slot, x: Slot, order: Slot, starts: Slot, pairs: int, per_token: int, ids: Slot | None = None

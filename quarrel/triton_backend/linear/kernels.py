@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quarrel.triton_backend.linear import dequant_matmul, e4m3, matmul, matvec_kernels, mma, ring, tiles, wgmma
+from quarrel.triton_backend.linear import dequant_matmul, e4m3, invariant, matmul, matvec_kernels, mma, ring, tiles, wgmma
 from quarrel.triton_backend.linear.maps import UNLIMITED, Maps, Serves
 from quarrel.triton_backend.runtime.kernel import Kernel, choose
 from quarrel.triton_backend.runtime.site import Batch, Site
@@ -18,6 +18,7 @@ from quarrel.triton_backend.runtime.site import Batch, Site
 KERNELS: tuple[Kernel[Maps, Serves], ...] = (
     Kernel("matvec", matvec_kernels.declines, matvec_kernels.build),
     Kernel("e4m3", e4m3.declines, e4m3.build),
+    Kernel("invariant ring", invariant.declines, invariant.build),
     Kernel("ring", ring.declines, ring.build),
     Kernel("mma", mma.declines, mma.build),
     Kernel("wgmma", wgmma.declines, wgmma.build),

@@ -78,6 +78,25 @@ class Cut(NamedTuple):
         return cls(width, 1 if width >= 64 else 2)
 
 
+class Ending(NamedTuple):
+    """What a launch does with its sums beside biases and an activation, where it leaves no parts of K to be added."""
+
+    parts: int = 1
+    """Of K, whose sums are added as they would be by `add_parts`."""
+    residual: torch.Tensor | None = None
+    alpha: float = 1.0
+    further: tuple[torch.Tensor, ...] = ()
+    """The second and third result of three maps in one matrix, of `rows` each."""
+    rows: tuple[int, ...] = ()
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return (*self.further, *self.rows) if self.residual is None else (self.residual, self.alpha)
+
+
+PLAIN = Ending()
+
+
 class Rows(NamedTuple):
     """What a launch multiplies with."""
 
@@ -95,9 +114,7 @@ def declines_device(site: Site) -> str | None:
     """Why the ring does not run, whatever the weights are."""
     if kernels is None or INTERPRETED or site.generation != 9:
         return "needs compute capability 9"
-    if site.compute != "float16" or site.deterministic:
-        return f"needs float16 and any order of sums, got {'deterministic ' if site.deterministic else ''}{site.compute}"
-    return None
+    return None if site.compute == "float16" else f"needs float16 arithmetic, got {site.compute}"
 
 
 def declines_weights(weights: Sequence[Packed]) -> str | None:
@@ -199,7 +216,9 @@ class Product:
             self._rows[key] = TensorDescriptor.from_tensor(rows, [width, 64], gl.NVMMASharedLayout(128, 16, 2))
         return self._rows[key]
 
-    def launch(self, y: torch.Tensor, rows: Rows, cut: Cut, parts: int = 0, part_stride: int = 0) -> None:
+    def launch(
+        self, y: torch.Tensor, rows: Rows, cut: Cut, parts: int = 0, part_stride: int = 0, ending: Ending = PLAIN
+    ) -> None:
         """y `[pairs, n]`, or with parts of K their sums `[parts, pairs, n]` without biases."""
         site, one, gated = self._site, self._stacks[0], self.gated
         tile = (8 if gated else 16) * _WARPS
@@ -208,10 +227,11 @@ class Product:
         site.launch(
             kernels.ring, (cut.residents * self.multiprocessors,), y, codes, up_codes, scale, up_scale, bits, up_bits,
             rows.x, (one.top, self._stacks[-1].top), (rows.items, rows.pairs),
-            (bias[0], bias[-1], 2.0**-self._shift, 2.0**self._shift), self._n, part_stride, rows.count, K=self.k,
-            PARTS=max(1, parts), COPIED=one.copied, LOOSE=one.loose, FORMAT=self._format, GATED=gated, KIND=self._kind,
-            BIAS=bool(self._biases) and not parts, BT=cut.width, STAGES=self._stages(cut), TILES=self.tiles,
-            T=_WARPS, LISTED=not rows.count, warps=_WARPS, early=starts_early(site),
+            (bias[0], bias[-1], 2.0**-self._shift, 2.0**self._shift, *ending.arguments), self._n, part_stride, rows.count,
+            K=self.k, PARTS=parts or ending.parts, COPIED=one.copied, LOOSE=one.loose, FORMAT=self._format, GATED=gated,
+            KIND=self._kind, BIAS=bool(self._biases) and not parts, BT=cut.width, STAGES=self._stages(cut),
+            TILES=self.tiles, T=_WARPS, LISTED=not rows.count, IN_TURN=ending.parts > 1, ADD=ending.residual is not None,
+            THREE=bool(ending.further), warps=_WARPS, early=starts_early(site),
             maxnreg=80 if cut.residents == 2 else 168,
         )  # fmt: skip
 
@@ -291,6 +311,8 @@ def declines(site: Site, maps: Maps) -> str | None:
     9."""
     if (reason := declines_device(site) or declines_weights(maps.weights)) is not None:
         return reason
+    if site.deterministic:
+        return "its parts of K follow from the number of rows, and a step is deterministic"
     if len(maps.weights) == 3:
         if as_one(maps.weights) is None or maps.together() is not None:
             return "needs three maps in one matrix, with biases or without"

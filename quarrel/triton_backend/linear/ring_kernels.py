@@ -78,6 +78,8 @@ class Tiling:
     K: gl.constexpr
     STEPS: gl.constexpr
     PARTS: gl.constexpr
+    UNITS: gl.constexpr
+    """Of a tile and an item: a part of K each, or all of them one after the other."""
     TILES: gl.constexpr
     BT: gl.constexpr
     STAGES: gl.constexpr
@@ -94,13 +96,14 @@ class Tiling:
     """Rows of the result that it makes."""
 
     @gluon.constexpr_function
-    def __init__(self, FORMAT, COPIED, LOOSE, GATED, K, PARTS, TILES, BT, STAGES, T, PDL, LISTED):
+    def __init__(self, FORMAT, COPIED, LOOSE, GATED, K, PARTS, IN_TURN, TILES, BT, STAGES, T, PDL, LISTED):
         self.FORMAT = gl.constexpr(FORMAT)
         self.COPIED = gl.constexpr(COPIED)
         self.GATED = gl.constexpr(GATED)
         self.K = gl.constexpr(K)
         self.STEPS = gl.constexpr((K + 255) // 256)
         self.PARTS = gl.constexpr(PARTS)
+        self.UNITS = gl.constexpr(1 if IN_TURN else PARTS)
         self.TILES = gl.constexpr(TILES)
         self.BT = gl.constexpr(BT)
         self.STAGES = gl.constexpr(STAGES)
@@ -160,12 +163,12 @@ def _produce(codes, up_codes, scale, up_scale, bits, up_bits, x, items, tokens, 
     slot = 0
     phase = 1
     BYTES: gl.constexpr = _stage_bytes(how.PLANES, how.COPIED, how.BITS, how.BT, how.T)
-    for unit in range(gl.program_id(0), n * (how.TILES * how.PARTS), gl.num_programs(0)):
+    for unit in range(gl.program_id(0), n * (how.TILES * how.UNITS), gl.num_programs(0)):
         matrix, row, _ = _item(items, tokens, unit % n, how)
         rest = unit // n
-        part = rest % how.PARTS
-        first = matrix * N + rest // how.PARTS * how.BN
-        for step in range(part * how.STEPS // how.PARTS, (part + 1) * how.STEPS // how.PARTS):
+        part = rest % how.UNITS
+        first = matrix * N + rest // how.UNITS * how.BN
+        for step in range(part * how.STEPS // how.UNITS, (part + 1) * how.STEPS // how.UNITS):
             mbarrier.wait(stages.free.index(slot), phase)
             bar = stages.full.index(slot)
             mbarrier.expect(bar, BYTES)
@@ -213,7 +216,7 @@ def _top_of(tops, row, ok, is_up, step, how):
 @gluon.jit
 def _consume(
     y, scale, up_scale, bits, up_bits, tops, items, tokens, epilogue, N, part_stride, stages, KIND: gl.constexpr,
-    BIAS: gl.constexpr, how,
+    BIAS: gl.constexpr, ADD: gl.constexpr, THREE: gl.constexpr, how,
 ):  # fmt: skip
     """T warps: decodes and multiplies the tile of rows of each stage."""
     T: gl.constexpr = how.T
@@ -223,7 +226,8 @@ def _consume(
     COPIED: gl.constexpr = how.COPIED
     PLANES: gl.constexpr = how.PLANES
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[T, 1], instr_shape=[16, BT, 16])
-    bias, up_bias, down, up_again = epilogue
+    bias, up_bias, down, up_again = epilogue[0], epilogue[1], epilogue[2], epilogue[3]
+    IN_TURN: gl.constexpr = how.UNITS < how.PARTS
     if how.PDL:
         gdc_wait()
     n = _number(items, tokens, how)
@@ -236,13 +240,13 @@ def _consume(
     slot = 0
     phase = 0
     begun = False
-    for unit in range(gl.program_id(0), n * (how.TILES * how.PARTS), gl.num_programs(0)):
+    for unit in range(gl.program_id(0), n * (how.TILES * how.UNITS), gl.num_programs(0)):
         matrix, first, count = _item(items, tokens, unit % n, how)
         rest = unit // n
-        part = rest % how.PARTS
-        begin = part * how.STEPS // how.PARTS
-        last = (part + 1) * how.STEPS // how.PARTS - 1
-        tile = rest // how.PARTS * how.BN
+        part = rest % how.UNITS
+        begin = part * how.STEPS // how.UNITS
+        last = (part + 1) * how.STEPS // how.UNITS - 1
+        tile = rest // how.UNITS * how.BN
         ok = tile + at < N
         row = matrix.to(gl.int64) * N + tile + at
         # Two steps ahead, as these loads have no copy engine behind them.
@@ -256,6 +260,10 @@ def _consume(
             b0, b1 = _bits_of(bits, up_bits, row, ok, is_up, begin, how)
             c0, c1 = _bits_of(bits, up_bits, row, ok, is_up, after, how)
         acc = warpgroup_mma_init(gl.zeros([how.BM, BT], gl.float32, layout=MMA))
+        if IN_TURN:
+            total = gl.zeros([how.BM, BT], gl.float32, layout=MMA)
+            parts = 0
+            border = how.STEPS // how.PARTS
         for step in range(begin, last + 1):
             far = gl.minimum(step + 2, last)
             t2 = _top_of(tops, row, ok, is_up, far, how)
@@ -288,7 +296,16 @@ def _consume(
             _barrier()
             mbarrier.arrive(stages.free.index(gl.where(slot == 0, how.STAGES - 1, slot - 1)), count=1, pred=begun)
             begun = True
-            acc = warpgroup_mma(w, stages.x.index(slot * 4).permute((1, 0)), acc, is_async=True)
+            if IN_TURN:  # the sum of a part begins with its first product
+                goes_on = step != border
+                if step == border:
+                    total += acc
+                    parts += 1
+                    border = (parts + 1) * how.STEPS // how.PARTS
+                x0 = stages.x.index(slot * 4).permute((1, 0))
+                acc = warpgroup_mma(w, x0, acc, use_acc=goes_on, is_async=True)
+            else:
+                acc = warpgroup_mma(w, stages.x.index(slot * 4).permute((1, 0)), acc, is_async=True)
             w = decode(FORMAT, 1, q1, r1, a, b, c, d, u0, v0, T, MMA)
             acc = warpgroup_mma(w, stages.x.index(slot * 4 + 1).permute((1, 0)), acc, is_async=True)
             a, b, c, d = factors(FORMAT, s1, t, down, T)
@@ -308,6 +325,8 @@ def _consume(
                 slot = 0
                 phase = phase ^ 1
         acc = warpgroup_mma_wait(0, deps=[acc])
+        if IN_TURN:
+            acc = total + acc
         acc = acc * up_again
         if GATED:
             gate, value = gl.split(gl.permute(gl.reshape(acc, [T, 2, 8, BT]), (0, 2, 3, 1)))
@@ -339,8 +358,49 @@ def _consume(
             pair = gl.load(items[1] + first + j, mask=j < count, other=0).to(gl.int64)
         else:
             pair = (first + j).to(gl.int64)
-        p = y + part * part_stride + pair[None, :] * N + i[:, None]
-        gl.store(p, value.to(y.dtype.element_ty), mask=(j < count)[None, :] & (i < N)[:, None])
+        there = (j < count)[None, :] & (i < N)[:, None]
+        if THREE:
+            out, width, before = _one_of_three(y, epilogue, tile)
+            p = out + pair[None, :] * width + (i - before)[:, None]
+        else:
+            p = y + part * part_stride + pair[None, :] * N + i[:, None]
+        if ADD and BT == 128:  # all at once outgrow the registers
+            PART: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[T, 1], instr_shape=[16, 32, 16])
+            i = tile + row_of(gl.arange(0, how.BM, gl.SliceLayout(1, PART)), False, T, PLANES)
+            j = first + gl.arange(0, 32, gl.SliceLayout(0, PART))
+            near, far = gl.split(gl.permute(gl.reshape(value, [how.BM, 2, 64]), (0, 2, 1)))
+            first_part, second_part = gl.split(gl.permute(gl.reshape(near, [how.BM, 2, 32]), (0, 2, 1)))
+            third_part, fourth_part = gl.split(gl.permute(gl.reshape(far, [how.BM, 2, 32]), (0, 2, 1)))
+            _add(y, epilogue, gl.convert_layout(first_part, PART), j, i, tokens, N)
+            _add(y, epilogue, gl.convert_layout(second_part, PART), j + 32, i, tokens, N)
+            _add(y, epilogue, gl.convert_layout(third_part, PART), j + 64, i, tokens, N)
+            _add(y, epilogue, gl.convert_layout(fourth_part, PART), j + 96, i, tokens, N)
+        elif ADD:
+            _add(y, epilogue, value, first + j, i, tokens, N)
+        else:
+            gl.store(p, value.to(y.dtype.element_ty), mask=there)
+
+
+@gluon.jit
+def _add(y, epilogue, value, row, column, tokens, N):
+    """y = residual + alpha * value in rows of y and columns, of fewer than 2^31 values: addresses of 64 bits spill."""
+    at = row[None, :] * N + column[:, None]
+    there = (row < tokens)[None, :] & (column < N)[:, None]
+    value = gl.load(epilogue[4] + at, mask=there, other=0.0).to(gl.float32) + epilogue[5] * value
+    gl.store(y + at, value.to(y.dtype.element_ty), mask=there)
+
+
+@gluon.jit
+def _one_of_three(y, epilogue, row):
+    """Which of three results this row of their matrix belongs to: where it is, its columns, and the rows before it."""
+    first = epilogue[6]
+    both = first + epilogue[7]
+    second = row >= first
+    third = row >= both
+    out = gl.where(third, epilogue[5], gl.where(second, epilogue[4], y))
+    width = gl.where(third, epilogue[8], gl.where(second, epilogue[7], first))
+    before = gl.where(third, both, gl.where(second, first, 0))
+    return out, width, before
 
 
 @gluon.jit
@@ -356,7 +416,8 @@ def ring(
     y, codes, up_codes, scale, up_scale, bits, up_bits, x, tops, items, epilogue, N, part_stride, tokens, K: gl.constexpr,
     PARTS: gl.constexpr, COPIED: gl.constexpr, LOOSE: gl.constexpr, FORMAT: gl.constexpr, GATED: gl.constexpr,
     KIND: gl.constexpr, BIAS: gl.constexpr, BT: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr, T: gl.constexpr,
-    LISTED: gl.constexpr, PDL: gl.constexpr,
+    LISTED: gl.constexpr, PDL: gl.constexpr, IN_TURN: gl.constexpr = False, ADD: gl.constexpr = False,
+    THREE: gl.constexpr = False,
 ):  # fmt: skip
     """y `[pairs, N]` = activation(x W^T + bias) for the pairs of `items`, or sums of parts of K `[PARTS, pairs, N]`.
 
@@ -370,11 +431,14 @@ def ring(
     tops: of the matrix and of the up matrix: d, or d and dmin, float16 `[matrices * N, K / 256, 1 or 2]`.
     items: int32, their number and then four each: matrix, first row of x, rows, unused; and the pair (the row of y) of
         each row of x, int32. Not read unless LISTED: then there is one matrix, whose rows of x are those of y.
-    epilogue: biases float32 `[matrices, N]` of the matrix and of the up matrix, 2^-shift and 2^shift.
+    epilogue: biases float32 `[matrices, N]` of the matrix and of the up matrix, 2^-shift and 2^shift; then, if ADD, a
+        residual `[rows, N]` and alpha: y = residual + alpha * (x W^T + bias); if THREE, the second and the third result of
+        three maps in one matrix, of which y is the first, and the rows of each, multiples of a tile.
+    IN_TURN: parts of K are one unit, whose sums are added in order as `ring.add_parts` adds them: the same bits.
     part_stride: values from one part's sums to the next. tokens: rows of x, unless LISTED.
     Grid: any number of programs.
     """
-    how = Tiling(FORMAT, COPIED, LOOSE, GATED, K, PARTS, TILES, BT, STAGES, T, PDL, LISTED)
+    how = Tiling(FORMAT, COPIED, LOOSE, GATED, K, PARTS, IN_TURN, TILES, BT, STAGES, T, PDL, LISTED)
     X: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     s_codes = gl.allocate_shared_memory(gl.int32, [STAGES * how.PLANES, 16 * T, 32], codes.layout)
     s_x = gl.allocate_shared_memory(gl.float16, [STAGES * 4, BT, 64], X)
@@ -402,7 +466,8 @@ def ring(
     gl.warp_specialize(
         [
             (_consume, (
-                y, p_scale, p_up, p_bits, p_up_bits, tops, items, tokens, epilogue, N, part_stride, stages, KIND, BIAS, how,
+                y, p_scale, p_up, p_bits, p_up_bits, tops, items, tokens, epilogue, N, part_stride, stages, KIND, BIAS, ADD,
+                THREE, how,
             )),
             (_produce, (codes, up_codes, scale, up_scale, bits_copied, up_bits_copied, x, items, tokens, N, stages, how)),
         ],
