@@ -1,4 +1,4 @@
-"""Attention of deterministic steps: a row has the same bits by itself, in a prompt, and in a prompt that is cut anywhere."""
+"""Attention of deterministic steps: a row has the same bits by itself, in a prompt, and in one that is cut anywhere."""
 
 from __future__ import annotations
 

@@ -91,8 +91,8 @@ def _store(out, sums, sinks, row, head, row_ok, S: tl.constexpr):
 
 @triton.jit(do_not_specialize=["seqs", "least"])
 def attend_fixed_many(
-    out, q, cache, sinks, see_to, sequences, seqs, least, score, S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLIT: tl.constexpr, COMPUTE: tl.constexpr, PDL: tl.constexpr,
+    out, q, cache, sinks, see_to, sequences, seqs, least, score, S: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, COMPUTE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Sequences with `least` new tokens or more. Grid and arguments as those of `paged.attend_many`."""
     GROUP: tl.constexpr = S.HEADS // S.KV_HEADS

@@ -289,9 +289,9 @@ def build_attention(site: Site, node: Node) -> Launch:
             )  # fmt: skip
         if batch.prefill:
             grid = (batch.T // (many.rows // share) + batch.S, spec.n_kv)
-            least = 2 if batch.decode else 1
             site.launch(
-                fixed.attend_fixed_many, grid, out=target.tensor, least=least, **shared, warps=many.warps, stages=many.stages
+                fixed.attend_fixed_many, grid, out=target.tensor, least=2 if batch.decode else 1, **shared,
+                warps=many.warps, stages=many.stages,
             )  # fmt: skip
 
     if site.deterministic:
