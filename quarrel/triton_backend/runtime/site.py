@@ -94,7 +94,7 @@ class Site(Protocol):
     generation: int
     """Major compute capability of the device; 0 in the interpreter."""
     deterministic: bool
-    """One tile for any number of tokens, so that a row's result is the same bits in every batch."""
+    """One order of sums for any number of tokens, so that a row's result is the same bits in every batch."""
     float8: bool
     """Products of many rows in E4M3 (`formats/e4m3.py`)."""
     cudnn_from: int = 0
