@@ -109,9 +109,9 @@ MANY = tuple(Batch(n, n, n, True, False, items) for n, items in ((8, 8), (64, 64
 """Steps of many sequences, one token each."""
 WHOLE = Batch(512, 1, 1, False, True, 1, ((0, 0, 512),))
 """A prompt that cuDNN would take."""
-MEASURED = {"attend_latent_many": 960, "attend_latent_one": 112, "attend_fixed_many": 64}
-"""Bytes of stack of kernels that spill and were measured to be faster so (`attention/latent.py: tiles`), or that spill once:
-where the result of `attend_fixed_many` goes, outside all its loops."""
+MEASURED = {"attend_latent_many": 960, "attend_latent_one": 112, "attend_fixed_many": 96}
+"""Bytes of stack of kernels that spill and were measured to be faster so (`attention/latent.py: tiles`), or that spill
+outside of loops alone: where the result of `attend_fixed_many` goes."""
 
 
 Place = tuple[int, ...]
