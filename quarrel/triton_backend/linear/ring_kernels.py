@@ -358,12 +358,6 @@ def _consume(
             pair = gl.load(items[1] + first + j, mask=j < count, other=0).to(gl.int64)
         else:
             pair = (first + j).to(gl.int64)
-        there = (j < count)[None, :] & (i < N)[:, None]
-        if THREE:
-            out, width, before = _one_of_three(y, epilogue, tile)
-            p = out + pair[None, :] * width + (i - before)[:, None]
-        else:
-            p = y + part * part_stride + pair[None, :] * N + i[:, None]
         if ADD and BT == 128:  # all at once outgrow the registers
             PART: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[T, 1], instr_shape=[16, 32, 16])
             i = tile + row_of(gl.arange(0, how.BM, gl.SliceLayout(1, PART)), False, T, PLANES)
@@ -377,8 +371,13 @@ def _consume(
             _add(y, epilogue, gl.convert_layout(fourth_part, PART), j + 96, i, tokens, N)
         elif ADD:
             _add(y, epilogue, value, first + j, i, tokens, N)
+        elif THREE:
+            out, width, before = _one_of_three(y, epilogue, tile)
+            p = out + pair[None, :] * width + (i - before)[:, None]
+            gl.store(p, value.to(y.dtype.element_ty), mask=(j < count)[None, :] & (i < N)[:, None])
         else:
-            gl.store(p, value.to(y.dtype.element_ty), mask=there)
+            p = y + part * part_stride + pair[None, :] * N + i[:, None]
+            gl.store(p, value.to(y.dtype.element_ty), mask=(j < count)[None, :] & (i < N)[:, None])
 
 
 @gluon.jit
