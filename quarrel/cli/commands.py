@@ -225,6 +225,8 @@ def _serve(p: argparse.ArgumentParser) -> None:
     p.add_argument("--log-format", choices=("text", "json"), default="text", help=lines)
     grace = "for requests in flight when the server stops, 30 by default"
     p.add_argument("--grace", type=float, default=30, metavar="SECONDS", help=grace)
+    kept = "a folder that /slots/ID?action=save keeps texts in, as llama-server has it"
+    p.add_argument("--slot-save-path", metavar="FOLDER", help=kept)
     own = "run each model in a process of its own, the default: one that ends is started again, and the server stays up"
     p.add_argument("--engine-process", action=argparse.BooleanOptionalAction, default=True, help=own)
     stuck = "the longest that one step may take before the model's process is ended and started again; 0 is no limit"

@@ -60,7 +60,7 @@ def _run(args: argparse.Namespace, json_lines: TextIO | None) -> int:
     os.environ.update(cache_variables(os.environ))
     flags = {
         "models": (*args.names, *(args.model or [])) or None,
-        "models_dir": None if args.models_dir is None else _folder(args.models_dir),
+        "models_dir": None if args.models_dir is None else _folder("--models-dir", args.models_dir),
         "chat_template": template_of(args),
         "host": args.host,
         "port": args.port,
@@ -70,6 +70,7 @@ def _run(args: argparse.Namespace, json_lines: TextIO | None) -> int:
         "trusted_proxies": tuple(a.strip() for given in args.trusted_proxies or () for a in given.split(",") if a.strip()),
         "hosts": None if args.host_name is None else tuple(args.host_name),
         "shared_limits": args.shared_limits,
+        "slot_save_path": None if args.slot_save_path is None else _folder("--slot-save-path", args.slot_save_path),
     }
     given |= {name: value for name, value in flags.items() if value is not None}
     if args.models_dir is not None and flags["models"] is None and "MODEL_PATH" not in os.environ:
@@ -136,10 +137,10 @@ def _budget(options: LoadOptions) -> int | None:
     return None if given is None or isinstance(given, float) else given
 
 
-def _folder(given: str) -> Path:
+def _folder(option: str, given: str) -> Path:
     path = Path(given).expanduser()
     if not path.is_dir():
-        raise UsageError(f"--models-dir {given!r} is no folder")
+        raise UsageError(f"{option} {given!r} is no folder")
     return path
 
 

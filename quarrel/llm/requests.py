@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, get_args
 
-from quarrel.engine import Request, Sampling, SamplingParams, Service, merged, token_id
+from quarrel.engine import MakeGuide, Request, Sampling, SamplingParams, Service, merged, token_id
 from quarrel.engine.images import Sight
 from quarrel.engine.prefix import common_prefix
 from quarrel.engine.service import DEFAULT_SERVICE
@@ -19,6 +19,7 @@ from quarrel.llm.loaded import Loaded
 from quarrel.llm.overflow import SINKS, Overflow, head_of, limit, shift_ids, shift_messages
 from quarrel.llm.structured import Grammars, Structure
 from quarrel.llm.texts import VocabularyTexts
+from quarrel.llm.thinking import thinking_guide
 from quarrel.models import EncoderSpec
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ class RequestKeywords(Sampling, total=False):
     behind its first few tokens; "summary", of messages, has the model sum them up. With "shift" an answer also goes on
     where the context is full, up to `max_tokens` or as many as the context holds, without the older half of what is not the
     system message or, of a plain prompt, its first few tokens (`Result.shifted`). keep: the same whatever `overflow` says,
-    with so many first tokens in their place, -1 is the prompt; without `max_tokens` it then has no end.
+    with so many first tokens in their place, -1 is the prompt; without `max_tokens` it then has no end. thinking_budget:
+    tokens that a thought may have before its end is drawn for it; a structure leaves no thoughts.
     """
 
     service: Service
@@ -51,6 +53,7 @@ class RequestKeywords(Sampling, total=False):
     prompt_logprobs: bool
     overflow: Overflow
     keep: int | None
+    thinking_budget: int | None
     names: Sequence[str]
 
 
@@ -91,6 +94,7 @@ class GenerateRequest:
     keep: int | None = None
     """An answer goes on where its context is full, with so many of its first tokens, -1 is the whole prompt, and the newer
     half of the others. None: it ends there, unless `overflow` is "shift"."""
+    thinking_budget: int | None = None
     names: Sequence[str] = field(default=(), metadata=JSON)
     parse_special: bool = False
     tools: Sequence[Mapping[str, object]] | None = field(default=None, metadata=JSON)
@@ -111,6 +115,9 @@ class GenerateRequest:
             raise RequestError(
                 f"keep is {self.keep!r}, wanted a count of tokens, -1 for all of the prompt, or None", "keep"
             )
+        budget = self.thinking_budget
+        if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 0):
+            raise RequestError(f"thinking_budget is {budget!r}, wanted a count of tokens, or None", "thinking_budget")
         if self.overflow == "summary" and self.messages is None:
             raise RequestError("overflow is 'summary', which sums up messages, and this is a plain prompt", "overflow")
         if self.prompt_logprobs and self.params.logprobs is None:
@@ -187,7 +194,7 @@ class Preparer:
             texts=VocabularyTexts(self._tokenizer, continues=request.messages is None, names=names),
             load_seconds=self._load_seconds,
             service=service,
-            guide=None if structure is None else self._grammars.compile(structure),
+            guide=self._guide(request, ids),
             drafts=self._drafts,
             adapter=adapter_index(self._adapters, request.adapter),
             prompt_logprobs=request.prompt_logprobs,
@@ -195,6 +202,13 @@ class Preparer:
             sight=sight,
             keep=keep,
         )
+
+    def _guide(self, request: GenerateRequest, ids: Sequence[int]) -> MakeGuide | None:
+        if request.structure is not None:
+            return self._grammars.compile(request.structure)
+        if request.thinking_budget is None:
+            return None
+        return thinking_guide(self._tokenizer, self._spec.n_vocab, ids, request.thinking_budget)
 
     def checked(self, ids: object) -> list[int]:
         """Token ids that the model can read at once."""

@@ -56,6 +56,7 @@ def routes(dispatcher: Dispatcher) -> APIRouter:
         body, headers = await read_body(request, MessagesBody, dispatcher)
         model = named(body)
         options: Any = {"structure": body.structure(), "adapter": body.adapter, **body.sampling()}
+        options["thinking_budget"] = body.thinking_budget
         body.conversation()  # what is wrong with it is said before a model is loaded
 
         def prepare(llm: Model, service: Service) -> Sequence[Any]:

@@ -155,12 +155,9 @@ class ToolChoice(Body):
 
 class Thinking(Body):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    budget_tokens: StrictInt | None = None
+    budget_tokens: Annotated[StrictInt, Field(ge=0, lt=2**31)] | None = None
+    """The most that is thought before the answer."""
     display: StrictStr | None = None
-
-    def unknown(self) -> list[str]:
-        # How long a model thinks, it says itself.
-        return sorted([*super().unknown(), *(["budget_tokens"] if self.budget_tokens is not None else [])])
 
 
 class OutputFormat(Body):
@@ -217,6 +214,12 @@ class CountBody(Body):
         if self.thinking is None or self.thinking.type == "disabled":
             return False
         return (self.output_config.effort if self.output_config is not None else None) or True
+
+    @property
+    def thinking_budget(self) -> int | None:
+        """Tokens that a thought may have."""
+        enabled = self.thinking is not None and self.thinking.type == "enabled"
+        return self.thinking.budget_tokens if self.thinking is not None and enabled else None
 
     @property
     def form(self) -> OutputFormat | None:

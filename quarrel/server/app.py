@@ -21,6 +21,7 @@ from quarrel.server import anthropic, ollama, ollama_models, openai, rerank, res
 from quarrel.server.dispatch import Dispatcher
 from quarrel.server.errors import Refused, error_body, is_ollama, refused
 from quarrel.server.keys import Keyring
+from quarrel.server.llama import beside
 from quarrel.server.metrics import Metrics
 from quarrel.server.middleware import App, Middleware
 from quarrel.server.models import Load, ModelManager
@@ -92,6 +93,8 @@ def build(
     api.include_router(rest.routes(dispatcher, metrics))
     api.include_router(toolbox.routes(dispatcher, tools))
     api.include_router(websocket.routes(dispatcher, metrics))
+    if not settings.llama:  # which has these already
+        api.include_router(beside.routes(dispatcher))
     if settings.page:
         _page(api, settings.ollama)
     _errors(api, metrics, settings)

@@ -126,7 +126,7 @@ def anthropic_body(error: Refused) -> dict[str, object]:
 def error_body(path: str, error: Refused, *, ollama: bool, llama: bool = False) -> dict[str, object]:
     """In the words of the protocol that the path belongs to. ollama: whether Ollama's routes are served; llama: whether all
     of them are llama-server's."""
-    if llama:
+    if llama or is_llama(path):
         return llama_body(error)
     if path.startswith("/v1/messages"):
         return anthropic_body(error)
@@ -141,6 +141,14 @@ _OWN = tuple(f"/api/{name}" for name in ("models", "stream", "tokenize", "detoke
 def is_ollama(path: str) -> bool:
     """Whether it is a path of Ollama's API, whose clients read an error as a text."""
     return path.startswith("/api/") and not path.startswith(_OWN)
+
+
+_LLAMAS = frozenset({"/completion", "/infill", "/apply-template", "/embedding", "/props", "/slots"})
+
+
+def is_llama(path: str) -> bool:
+    """Whether it is a path that llama-server alone has."""
+    return path in _LLAMAS or path.startswith("/slots/")
 
 
 def word(error: Refused) -> str:

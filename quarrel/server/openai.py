@@ -29,6 +29,7 @@ from quarrel.server.dispatch import (
 from quarrel.server.errors import Refused, openai_body
 from quarrel.server.fields import inputs_of
 from quarrel.server.lines import DONE, SSE, event
+from quarrel.server.llama.progress import timings
 from quarrel.server.logprobs import LogprobLists, chat_logprob, joined
 from quarrel.server.overflow import summed_up
 from quarrel.server.reader import Reader, Reading
@@ -67,7 +68,7 @@ def routes(dispatcher: Dispatcher) -> APIRouter:
         reading, options = body.reading(), body.sampling()
         messages: Sequence[Any] = [m.plain() for m in body.messages]
         more: Any = {"structure": body.structure(), "adapter": body.adapter, "effort": body.reasoning_effort}
-        more |= {**options, **body.fitting()}
+        more |= {"thinking_budget": body.thinking_budget, **options, **body.fitting()}
         dropped = 0
 
         def prepare(llm: Model, service: Service) -> Sequence[Any]:
@@ -240,6 +241,7 @@ async def _answer(
                 **_overflow(body, generation, dropped, listed),
                 "choices": choices,
                 "usage": _usage(listed, n, form.thought(generation)),
+                "timings": timings(listed[0]),
             }
 
         return await answer_whole(request, admission, limit, whole, headers)
@@ -255,8 +257,8 @@ async def _answer(
             async for burst in bursts(generation, which, limit):
                 ended += [c.result for c in burst if c.result is not None]
                 head.update(_overflow(body, generation, dropped, ended))
-                deltas = [d for c in burst for d in _parts(form.delta(c, which * n + c.index, generation))]
-                yield "".join(event({**head, "choices": [d]} | more) for d in deltas)
+                rows = [(d, c.result) for c in burst for d in _parts(form.delta(c, which * n + c.index, generation))]
+                yield "".join(event({**head, "choices": [d]} | more | _spent(d, result)) for d, result in rows)
         if with_usage:
             yield event({**head, "choices": [], "usage": _usage(ended, n, form.thought(generation))})
         yield DONE
@@ -265,6 +267,11 @@ async def _answer(
         return event(openai_body(error)) + DONE
 
     return await answer_stream(admission, events, failure, "text/event-stream", {**SSE, **headers})
+
+
+def _spent(choice: Json, result: Result | None) -> Json:
+    """What an answer cost, as llama-server tells it with its end."""
+    return {"timings": timings(result)} if result is not None and choice["finish_reason"] is not None else {}
 
 
 def _overflow(body: OpenAIBody, generation: Generation, dropped: int, ended: Sequence[Result] = ()) -> Json:

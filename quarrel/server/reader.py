@@ -7,11 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quarrel.llm import Model
+from quarrel.llm.thinking import TAGS, opened_by
 from quarrel.server import formats, harmony
 from quarrel.server.call_parts import CallPart
 from quarrel.server.calls import CallSplitter
 from quarrel.server.formats import Call
-from quarrel.server.thoughts import TAGS, Thoughts, opened_by
+from quarrel.server.thoughts import Thoughts
 from quarrel.server.tools import schemas_of
 
 
@@ -50,7 +51,8 @@ class Reading:
     def reader(self, llm: Model, tokens: Sequence[int], *, in_parts: bool = False) -> Reader:
         """For one answer. tokens: the prompt's."""
         channels = self.thoughts and speaks_harmony(llm)
-        return Reader(self, opened_by(llm, tokens), channels=channels, in_parts=in_parts)
+        close = opened_by(lambda ids: llm.detokenize(ids, False), tokens)
+        return Reader(self, close, channels=channels, in_parts=in_parts)
 
 
 @dataclass

@@ -111,7 +111,8 @@ class ResponsesBody(Samplers):
     tools: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedCall | AllowedTools | None = None
     parallel_tool_calls: StrictBool | None = None
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["disabled", "auto"] | None = None
+    """auto: the oldest turns are left out where the conversation is too long."""
     metadata: Annotated[dict[StrictStr, StrictStr], Field(max_length=16)] | None = None
     """Comes back with the answer, as the next one does."""
     reasoning: ReasoningOptions | None = None

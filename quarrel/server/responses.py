@@ -41,6 +41,7 @@ def routes(dispatcher: Dispatcher) -> APIRouter:
         messages, reading, options = body.messages(earlier), body.reading(), body.sampling()
         effort = None if body.reasoning is None else body.reasoning.effort
         more: Any = {"structure": body.structure(), "adapter": body.adapter, "effort": effort, **options}
+        more |= {"overflow": "shift"} if body.truncation == "auto" else {}
 
         def prepare(llm: Model, service: Service) -> Sequence[Any]:
             return [chat_request(llm, dispatcher.settings.chat_template, messages, reading, service=service, **more)]
@@ -319,7 +320,7 @@ class _Answer:
             "top_p": self._params.top_p,
             "tool_choice": choice.model_dump() if isinstance(choice, Body) else choice or "auto",
             "tools": body.tools or [],
-            "truncation": "disabled",
+            "truncation": body.truncation or "disabled",
             "user": body.user,
             "metadata": body.metadata or {},
         }

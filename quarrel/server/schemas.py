@@ -24,6 +24,12 @@ TopK = Annotated[StrictInt, Field(ge=-1, le=2**31 - 1), AfterValidator(lambda k:
 """-1 is no cut too, as in vLLM, llama-server and Ollama."""
 
 
+Budget = Annotated[StrictInt, Field(ge=0, lt=2**31)]
+LastTokens = Annotated[StrictInt, Field(ge=-1, lt=2**31)]
+_THEIRS = {"repeat_penalty": "repetition_penalty", "repeat_last_n": "penalty_last_n", "dry_penalty_last_n": "dry_last_n"}
+_GUIDED = ("json", "regex", "choice", "grammar", "whitespace_pattern")
+
+
 class Samplers(Body):
     """What every way to generate takes. Ranges are those of `SamplingParams`; null is the model's default."""
 
@@ -52,11 +58,21 @@ class Samplers(Body):
     mirostat_tau: Annotated[Number, Field(gt=0, le=100)] | None = None
     mirostat_eta: Annotated[Number, Field(gt=0, le=1)] | None = None
     ignore_eos: StrictBool | None = None
+    penalty_last_n: LastTokens | None = None
+    dry_last_n: LastTokens | None = None
+    dry_sequence_breakers: Annotated[list[StrictStr], Field(max_length=64)] | None = None
+    repeat_penalty: Annotated[Number, Field(gt=0, le=100)] | None = None
+    """llama.cpp's words for three of them, as the next two are."""
+    repeat_last_n: LastTokens | None = None
+    dry_penalty_last_n: LastTokens | None = None
 
     def sampling(self) -> Sampling:
         """The fields that were given, as keyword arguments of the engine."""
-        fields = Samplers.model_fields
-        return {name: getattr(self, name) for name in fields if getattr(self, name) is not None}  # type: ignore[return-value]
+        given = {name: value for name in Samplers.model_fields if (value := getattr(self, name)) is not None}
+        for theirs, ours in _THEIRS.items():
+            if theirs in given:
+                given.setdefault(ours, given.pop(theirs))
+        return given  # type: ignore[return-value]
 
 
 class StreamOptions(Body):
@@ -104,18 +120,32 @@ class StructuredOutputs(Body):
     """vLLM's: one form that the answer keeps to. A grammar is GBNF, or Lark where it has no `::=`."""
 
     json_: Annotated[dict[str, Any] | StrictStr | None, Field(alias="json")] = None
+    json_object: StrictBool | None = None
+    whitespace_pattern: Text | None = None
+    """Between the parts of the JSON, in place of some spaces."""
     regex: Text | None = None
     choice: Annotated[list[Text], Field(min_length=1, max_length=256)] | None = None
     grammar: Text | None = None
 
     def structures(self) -> list[Structure]:
         """Those that are given."""
-        made = [] if self.json_ is None else [Structure.json(self.json_)]
+        made = [] if self.json_ is None else [self._spaced(self.json_)]
+        made += [self._spaced({"type": "object"})] if self.json_object else []
         made += [] if self.regex is None else [Structure.regex(self.regex)]
         made += [] if self.choice is None else [Structure.lark("start: " + " | ".join(map(json.dumps, self.choice)))]
         if self.grammar is not None:
             made.append(Structure.gbnf(self.grammar) if "::=" in self.grammar else Structure.lark(self.grammar))
         return made
+
+    def _spaced(self, schema: dict[str, Any] | str) -> Structure:
+        if self.whitespace_pattern is None:
+            return Structure.json(schema)
+        try:
+            read = json.loads(schema) if isinstance(schema, str) else schema
+        except (ValueError, RecursionError):
+            read = schema
+        guidance = {"whitespace_pattern": self.whitespace_pattern}
+        return Structure.json({**read, "x-guidance": guidance} if isinstance(read, dict) else schema)
 
 
 class OpenAIBody(Samplers):
@@ -131,6 +161,9 @@ class OpenAIBody(Samplers):
     guided_choice: Annotated[list[Text], Field(min_length=1, max_length=256)] | None = None
     guided_grammar: Text | None = None
     """vLLM's older words for the same."""
+    guided_whitespace_pattern: Text | None = None
+    guided_decoding_backend: StrictStr | None = None
+    """Accepted: here there is one."""
     grammar: Text | None = None
     """GBNF, as llama-server has it."""
     min_tokens: Annotated[StrictInt, Field(ge=0, lt=2**31)] | None = None
@@ -165,7 +198,7 @@ class OpenAIBody(Samplers):
         """What the text of the answer keeps to, in whichever protocol's words."""
         made = [None if self.response_format is None else self.response_format.structure()]
         made += [] if self.structured_outputs is None else self.structured_outputs.structures()
-        older = {name: getattr(self, f"guided_{name}") for name in ("json", "regex", "choice", "grammar")}
+        older = {name: getattr(self, f"guided_{name}") for name in _GUIDED}
         made += StructuredOutputs.model_validate(older).structures()
         made += [Structure.gbnf(self.grammar)] if self.grammar else []
         given = [structure for structure in made if structure is not None]
@@ -208,6 +241,9 @@ class ChatBody(OpenAIBody):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     """required: the answer is a call of one of the functions; or of the one that is named."""
     chat_template_kwargs: dict[str, Any] | None = None
+    thinking_token_budget: Budget | None = None
+    """Tokens that a thought may have, as vLLM calls it; and as llama-server does, where below 0 is no limit."""
+    thinking_budget_tokens: Annotated[StrictInt, Field(ge=-1, lt=2**31)] | None = None
     add_generation_prompt: StrictBool | None = None
     continue_final_message: StrictBool | None = None
     """The last message, which is the assistant's, begins the answer."""
@@ -223,6 +259,12 @@ class ChatBody(OpenAIBody):
         if self.logprobs:
             options["logprobs"] = self.top_logprobs or 0
         return options
+
+    @property
+    def thinking_budget(self) -> int | None:
+        """Tokens that a thought may have."""
+        theirs = self.thinking_budget_tokens
+        return self.thinking_token_budget if theirs is None or theirs < 0 else theirs
 
     def variables(self) -> dict[str, Any]:
         """Those that the template has beside messages and tools."""

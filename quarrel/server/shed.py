@@ -23,6 +23,7 @@ GENERATING = frozenset(
     for room, all in (
         ("/v1", ("completions", "chat/completions", "responses", "messages")),
         ("/api", ("generate", "stream", "chat")),
+        ("", ("completion", "infill")),
     )
     for what in all
 )

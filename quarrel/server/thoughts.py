@@ -2,26 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from quarrel.llm import Model
-
-TAGS = (
-    ("<think>", "</think>"),
-    ("<thinking>", "</thinking>"),
-    ("[THINK]", "[/THINK]"),
-    ("<seed:think>", "</seed:think>"),
-    ("<|START_THINKING|>", "<|END_THINKING|>"),
-    ("<|channel>thought", "<channel|>"),
-)
-_TAIL = 16
-"""Tokens of a prompt that an opening tag and the space behind it take at most."""
-
-
-def opened_by(llm: Model, tokens: Sequence[int]) -> str | None:
-    """The tag that closes what the prompt, by its template, has opened."""
-    end = llm.detokenize(tokens[-_TAIL:], False).rstrip()
-    return next((close for open, close in TAGS if end.endswith(open)), None)
+from quarrel.llm.thinking import TAGS
 
 
 class Thoughts:

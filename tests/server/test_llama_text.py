@@ -10,8 +10,9 @@ import pytest
 
 import quarrel
 from quarrel.llm import LLM
+from quarrel.llm.thinking import opened_by
 from quarrel.server import Settings
-from quarrel.server.thoughts import Thoughts, opened_by
+from quarrel.server.thoughts import Thoughts
 from tests.server.conftest import running
 from tests.server.test_llama import ask, events
 
@@ -71,8 +72,8 @@ def test_a_thought_that_the_template_begins_is_no_content(small: httpx.Client) -
 
 def test_the_tag_at_the_end_of_a_prompt_is_seen() -> None:
     with quarrel.load("demo", backend="cpu", n_ctx=64) as llm:
-        assert opened_by(llm, llm.tokenize("Say it.<think>\n")) == "</think>"
-        assert opened_by(llm, llm.tokenize("Say it.<think></think>\n")) is None
+        assert opened_by(llm.tokenizer.decode, llm.tokenize("Say it.<think>\n")) == "</think>"
+        assert opened_by(llm.tokenizer.decode, llm.tokenize("Say it.<think></think>\n")) is None
 
 
 def test_a_text_goes_on_past_its_context(small: httpx.Client) -> None:

@@ -224,6 +224,10 @@ class DetokenizeBody(Body):
     model: StrictStr | None = None
 
 
+_OURS = ("n", "repetition_penalty", "penalty_last_n", "dry_last_n", "min_tokens", "stop_token_ids")
+"""What chat understands besides, in our words."""
+
+
 class ChatBody(Samplers, OpenAIChatBody):  # type: ignore[misc]
     """OpenAI's, with llama-server's sampling parameters."""
 
@@ -242,12 +246,11 @@ class ChatBody(Samplers, OpenAIChatBody):  # type: ignore[misc]
         return {**({"continue_final_message": True} if begun and plain else {}), **super().variables()}
 
     def sampling(self) -> Sampling:
-        options = self.shared()
-        if self.n is not None:
-            options["n"] = self.n
+        ours: Any = {name: value for name in _OURS if (value := getattr(self, name)) is not None}
+        options: Any = {**ours, **self.shared()}
         if self.logprobs:
             options["logprobs"] = min(self.top_logprobs or 0, MOST_PROBS)
-        return options
+        return options  # type: ignore[no-any-return]
 
     @property
     def limit(self) -> int | None:

@@ -95,6 +95,7 @@ async def _answer(
             structure=structure,
             adapter=adapter,
             keep=keep_of(dispatcher.settings, body.n_keep),
+            thinking_budget=body.thinking_budget,
             **biased,
         )
         check_room(len(made.tokens), made.n_ctx)

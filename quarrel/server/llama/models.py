@@ -43,14 +43,14 @@ class Facts:
     def keep(self, source: str, llm: Model) -> None:
         """What is to be known of it."""
         name = name_of(source)
-        self.found[name] = _props(self._settings, name, llm)
+        self.found[name] = props_of(self._settings, name, llm)
 
 
 def routes(dispatcher: Dispatcher, facts: Facts, names: Callable[[], Iterable[str]] | None) -> Routes:
     """All of them. names: as `app.build` has it."""
     router, settings, models, found = Routes(), dispatcher.settings, dispatcher.models, facts.found
 
-    async def props_of(entry: Entry) -> Json:
+    async def known_of(entry: Entry) -> Json:
         if entry.loaded is None and not entry.rested:
             async with models.use(entry.name):
                 return found[entry.name]
@@ -83,7 +83,7 @@ def routes(dispatcher: Dispatcher, facts: Facts, names: Callable[[], Iterable[st
         if settings.router and name is None:
             limits = {"max_instances": settings.models_max, "models_autoload": settings.autoload}
             return JSONResponse({"role": "router", **limits, "build_info": FINGERPRINT, "is_sleeping": False})
-        made = await props_of(models.entry(name))
+        made = await known_of(models.entry(name))
         return JSONResponse({k: v for k, v in made.items() if k != "meta"})
 
     @router.post("/v1/models/load")
@@ -125,7 +125,8 @@ def _as_ollama(name: str, known: Json) -> Json:
     return {**row, "description": "", "tags": [""], "capabilities": ["completion", *sees], "details": {**_DETAILS, **more}}
 
 
-def _props(settings: Settings, name: str, llm: Model) -> Json:
+def props_of(settings: Settings, name: str, llm: Model) -> Json:
+    """Of a model that is loaded."""
     tokenizer, explanation = llm.tokenizer, llm.explain()
     seed = (settings.sampling or {}).get("seed")
     params: Any = settings_of(llm.defaults, -1 if seed is None else seed)

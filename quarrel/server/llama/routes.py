@@ -13,9 +13,8 @@ from quarrel.llm import Model
 from quarrel.server.body import read_body
 from quarrel.server.dispatch import Dispatcher, cancel_on_disconnect
 from quarrel.server.errors import Refused
-from quarrel.server.llama import chat, completion, lora, models, predict, proxy, slots, tools
-from quarrel.server.llama.bodies import ChatBody, DetokenizeBody, EmbeddingBody, TokenizeBody, Words
-from quarrel.server.llama.completion import prompt_ids
+from quarrel.server.llama import chat, completion, lora, models, predict, proxy, slots, texts, tools
+from quarrel.server.llama.bodies import DetokenizeBody, EmbeddingBody, TokenizeBody
 from quarrel.server.llama.figures import Figures
 from quarrel.server.llama.table import Routes
 from quarrel.server.metrics import TEXT, Metrics
@@ -42,6 +41,7 @@ def routes(
     router.include(tools.routes(dispatcher, servers))
     router.include(predict.routes(dispatcher))
     router.include(proxy.routes(dispatcher))
+    router.include(texts.routes(dispatcher))
 
     @router.get("/health")
     @router.get("/v1/health")
@@ -76,39 +76,6 @@ def routes(
             text = await asyncio.to_thread(_text, llm, body.tokens)
         return JSONResponse({"content": text}, headers=headers)
 
-    @router.post("/apply-template")
-    async def apply_template(request: Request) -> Response:
-        """The prompt that messages become."""
-        body, headers = await read_body(request, ChatBody, dispatcher)
-        messages, tools = [m.plain() for m in body.messages], None if body.tool_choice == "none" else body.tools
-
-        def work(llm: Model) -> str:
-            return llm.tokenizer.render_chat(
-                messages,
-                add_generation_prompt=body.add_generation_prompt is not False,
-                tools=tools,
-                template=dispatcher.settings.chat_template,
-                kwargs=chat.variables(dispatcher.settings, body),
-            )
-
-        async with dispatcher.models.use(body.model) as (_, llm):
-            prompt = await asyncio.to_thread(work, llm)
-        return JSONResponse({"prompt": prompt}, headers=headers)
-
-    async def embedding(request: Request) -> Response:
-        """Vectors of texts, each in a list, as llama-server has them for models of one vector a text."""
-        body, headers = await read_body(request, EmbeddingBody, dispatcher)
-        given = body.content if body.content is not None else body.input
-        if given is None:
-            raise Refused(400, "invalid_request", '"input" or "content" must be provided')
-        async with dispatcher.models.use(body.model) as (_, llm):
-            made = await cancel_on_disconnect(request, _embed(dispatcher, request, llm, given, body))
-        rows = [{"index": i, "embedding": [[float(x) for x in v]]} for i, v in enumerate(made.vectors)]
-        return JSONResponse(rows, headers=headers)
-
-    for path in ("/embedding", "/embeddings"):
-        router.post(path)(embedding)
-
     @router.post("/v1/embeddings")
     async def openai_embeddings(request: Request) -> Response:
         """The same in OpenAI's form."""
@@ -116,7 +83,7 @@ def routes(
         if body.input is None:
             raise Refused(400, "invalid_request", '"input" must be provided')
         async with dispatcher.models.use(body.model) as (name, llm):
-            made = await cancel_on_disconnect(request, _embed(dispatcher, request, llm, body.input, body))
+            made = await cancel_on_disconnect(request, texts.embed(dispatcher, request, llm, body.input, body))
         encoding = body.encoding_format or "float"
         rows = [
             {"object": "embedding", "index": i, "embedding": _vector(v, encoding), "tokens_evaluated": int(n)}
@@ -135,26 +102,6 @@ def routes(
         return PlainTextResponse(text, media_type=TEXT, headers={"Process-Start-Time-Unix": str(figures.began)})
 
     return router
-
-
-def _several(given: Any) -> list[Any]:
-    if isinstance(given, Words):
-        return [given.text()]
-    given = given if isinstance(given, str) else [g.text() if isinstance(g, Words) else g for g in given]
-    if isinstance(given, str) or all(isinstance(x, int) for x in given):
-        return [given]
-    mixed = any(isinstance(x, int) for x in given)
-    return [given] if mixed else list(given)
-
-
-async def _embed(dispatcher: Dispatcher, request: Request, llm: Model, given: Any, body: EmbeddingBody) -> Any:
-    texts = [t if isinstance(t, str) else prompt_ids(llm, t) for t in _several(given)]
-    plain = body.embd_normalize is not None and body.embd_normalize < 0
-    pooling: Any = dispatcher.settings.pooling or None
-    if pooling == "none":
-        text = "a vector for each token (--pooling none) is not made here: start the server with mean, cls or last"
-        raise Refused(400, "unsupported", text, param="input")
-    return await dispatcher.embed(request.state.caller, llm, texts, body.dimensions, pooling, normalize=not plain)
 
 
 def _text(llm: Model, ids: list[int]) -> str:

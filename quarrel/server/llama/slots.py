@@ -159,6 +159,9 @@ def routes(dispatcher: Dispatcher, slots: Slots, lora: Lora) -> Routes:
             slot, began = known[int(number) % len(known)], time.perf_counter()
             while slot.running:
                 await slot.done.wait()
+            own = dispatcher.service(request.state.caller)
+            if action != "restore" and slot.kept.salt and own.cache_salt and slot.kept.salt != own.cache_salt:
+                raise Refused(403, "forbidden", f"slot {number} holds a text of another caller")
             row: Json = {"id_slot": int(number)}
             if action == "erase":
                 row["n_erased"] = len(slot.kept.tokens)
@@ -169,7 +172,7 @@ def routes(dispatcher: Dispatcher, slots: Slots, lora: Lora) -> Routes:
             if action == "save":
                 counts = await asyncio.to_thread(_save, llm, slot.kept, path)
             else:
-                slot.kept, own = Kept(), dispatcher.service(request.state.caller)
+                slot.kept = Kept()
                 adapter = lora.chosen(None)
                 slot.kept, size = await asyncio.to_thread(_restore, llm, path, own.cache_salt, adapter)
                 counts = len(slot.kept.tokens), size
