@@ -37,7 +37,7 @@ const write = (words) => {
 
 function Suggestions() {
   const model = state.model.value;
-  if (!model) return null;
+  if (!model || model.state === "loading") return null; // what it is for is known in a moment
   if (model.loaded && !model.chat) return <ul class="suggestions">{["story-1", "story-2", "story-3", "story-4"].map((k) => <li key={k}><button type="button" onClick={() => write(t(k))}><Icon name="book" size={16} />{t(k)}</button></li>)}</ul>;
   if (tiny(model)) return <ul class="suggestions">{SIMPLE.map(([icon, words]) => <li key={words}><button type="button" onClick={() => write(words)}><Icon name={icon} size={16} />{words}</button></li>)}</ul>;
   const kinds = [["try-explain", "idea"], ["try-code", "code"], ["try-summarise", "text"], ["try-translate", "languages"]];

@@ -16,7 +16,7 @@ function Option({ option: o, options, set }) {
       <label for={id}>{t(o.name)}</label>
       {given !== undefined && <IconButton icon="close" size={14} label={`${t("reset")}: ${t(o.name)}`} onClick={() => set(o.name, undefined)} />}
       {o.choices
-        ? <select id={id} value={given ?? o.usual} onChange={(e) => set(o.name, Number(e.target.value) || undefined)}>{o.choices.map((c) => <option key={c} value={c}>{c || t("off")}</option>)}</select>
+        ? <select id={id} value={given ?? o.usual} onChange={(e) => set(o.name, (o.words ? e.target.value : Number(e.target.value)) || undefined)}>{o.choices.map((c) => <option key={c} value={c}>{o.words ? t(o.words + c) : c || t("off")}</option>)}</select>
         : <input id={id} type="number" inputMode="decimal" min={o.min} max={o.max} step={o.step} value={value} placeholder={o.usual} onChange={(e) => { take(e.target.value); e.target.value = options[o.name] ?? ""; }} />}
       {!o.choices && !o.box && <input type="range" aria-label={t(o.name)} min={o.min} max={o.max} step={o.step} value={given ?? o.usual} onInput={(e) => take(e.target.value)} />}
     </div>
@@ -63,6 +63,12 @@ function Presets({ now, apply }) {
   </>;
 }
 
+// Those of a text, at most so many; none is nothing.
+const lines = (text, most) => {
+  const found = text.split("\n").filter(Boolean).slice(0, most);
+  return found.length ? found : undefined;
+};
+
 export function Panel() {
   const c = state.conversation.value, options = c.options ?? {};
   const keep = (fields) => state.change(c.id, fields);
@@ -84,8 +90,10 @@ export function Panel() {
       {OPTIONS.map((o) => <Option key={o.name} option={o} options={options} set={set} />)}
       <details><summary>{t("more-samplers")}</summary>
         {MORE.map((o) => <Option key={o.name} option={o} options={options} set={set} />)}
+        <label for="set-dry_sequence_breakers">{t("dry_sequence_breakers")}</label>
+        <textarea id="set-dry_sequence_breakers" rows={2} placeholder={t("breakers-hint")} value={(options.dry_sequence_breakers ?? []).map((s) => s.replaceAll("\n", "\\n")).join("\n")} onChange={(e) => set("dry_sequence_breakers", lines(e.target.value, 64)?.map((s) => s.replaceAll("\\n", "\n")))} />
         <label for="set-stop">{t("stop-words")}</label>
-        <textarea id="set-stop" rows={2} placeholder={t("stop-words-hint")} value={(options.stop ?? []).join("\n")} onChange={(e) => set("stop", e.target.value.split("\n").filter(Boolean).slice(0, 16))} />
+        <textarea id="set-stop" rows={2} placeholder={t("stop-words-hint")} value={(options.stop ?? []).join("\n")} onChange={(e) => set("stop", lines(e.target.value, 16))} />
       </details>
       <Json key={`schema-${c.id}-${c.schema}`} id="set-schema" label={t("schema")} hint='{"type": "object", …}' value={c.schema} keep={(schema) => keep({ schema })} />
       <Json key={`tools-${c.id}-${c.tools}`} id="set-tools" label={t("tools")} hint={t("tools-hint")} value={c.tools} keep={(tools) => keep({ tools })} />

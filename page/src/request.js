@@ -9,6 +9,8 @@ export const OPTIONS = [
   { name: "top_p", min: 0, max: 1, step: 0.01, usual: 0.95 },
   { name: "min_p", min: 0, max: 1, step: 0.01, usual: 0.05 },
   { name: "max_tokens", min: 1, max: 131072, step: 1, usual: 2048, box: true },
+  { name: "reasoning_effort", choices: ["", "none", "low", "medium", "high"], usual: "", words: "effort-" },
+  { name: "thinking_token_budget", min: 0, max: 131072, step: 1, usual: "", box: true },
   { name: "seed", min: 0, max: 2 ** 53 - 1, step: 1, usual: "", box: true },
 ];
 export const MORE = [
@@ -16,9 +18,11 @@ export const MORE = [
   { name: "repetition_penalty", min: 0.5, max: 2, step: 0.01, usual: 1 },
   { name: "presence_penalty", min: -2, max: 2, step: 0.05, usual: 0 },
   { name: "frequency_penalty", min: -2, max: 2, step: 0.05, usual: 0 },
+  { name: "penalty_last_n", min: -1, max: 131072, step: 1, usual: 64, box: true },
   { name: "dry_multiplier", min: 0, max: 5, step: 0.05, usual: 0 },
   { name: "dry_base", min: 1, max: 4, step: 0.05, usual: 1.75 },
   { name: "dry_allowed_length", min: 1, max: 20, step: 1, usual: 2 },
+  { name: "dry_last_n", min: -1, max: 131072, step: 1, usual: -1, box: true },
   { name: "xtc_probability", min: 0, max: 1, step: 0.01, usual: 0 },
   { name: "xtc_threshold", min: 0, max: 0.5, step: 0.01, usual: 0.1 },
   { name: "top_n_sigma", min: 0, max: 5, step: 0.05, usual: 0 },

@@ -38,13 +38,14 @@ def prepare_of(
     """Makes the request of a generate body for a model. turns: the conversation, or None for its plain prompt."""
     reading = Reading(tools)
     options: Any = {"adapter": body.adapter, "structure": structure, **body.sampling()}
+    options["thinking_budget"] = body.thinking_token_budget
     if body.overflow is not None:
         options["overflow"] = body.overflow
 
     def prepare(llm: Model, service: Service) -> Sequence[Any]:
         if turns is None:
             return [llm.prepare(body.prompt, service=service, **options)]
-        return [chat_request(llm, template, turns, reading, service=service, **options)]
+        return [chat_request(llm, template, turns, reading, effort=body.reasoning_effort, service=service, **options)]
 
     return prepare
 

@@ -26,7 +26,7 @@ TopK = Annotated[StrictInt, Field(ge=-1, le=2**31 - 1), AfterValidator(lambda k:
 
 Budget = Annotated[StrictInt, Field(ge=0, lt=2**31)]
 LastTokens = Annotated[StrictInt, Field(ge=-1, lt=2**31)]
-_THEIRS = {"repeat_penalty": "repetition_penalty", "repeat_last_n": "penalty_last_n", "dry_penalty_last_n": "dry_last_n"}
+THEIRS = {"repeat_penalty": "repetition_penalty", "repeat_last_n": "penalty_last_n", "dry_penalty_last_n": "dry_last_n"}
 _GUIDED = ("json", "regex", "choice", "grammar", "whitespace_pattern")
 
 
@@ -69,7 +69,7 @@ class Samplers(Body):
     def sampling(self) -> Sampling:
         """The fields that were given, as keyword arguments of the engine."""
         given = {name: value for name in Samplers.model_fields if (value := getattr(self, name)) is not None}
-        for theirs, ours in _THEIRS.items():
+        for theirs, ours in THEIRS.items():
             if theirs in given:
                 given.setdefault(ours, given.pop(theirs))
         return given  # type: ignore[return-value]
@@ -337,6 +337,10 @@ class GenerateBody(Samplers):
     """Earlier turns of a conversation, which `prompt` goes on; the prompt is then put to the model by its chat template."""
     chat: StrictBool = False
     """Put the prompt to the model by its chat template."""
+    reasoning_effort: ReasoningEffort | None = None
+    """Of conversations: how much to think, for templates that know it; none: not at all."""
+    thinking_token_budget: Budget | None = None
+    """Tokens that a thought may have."""
     priority: Literal["high", "low"] = "high"
     adapter: Adapter | None = None
     overflow: Literal["stop", "shift"] | None = None

@@ -51,6 +51,10 @@ def test_a_models_properties_by_name(live: Live) -> None:
     assert (props["model_alias"], props["total_slots"]) == ("demo-chat", 8)
     assert "<|im_start|>" in props["chat_template"]
     assert "meta" not in props
+    assert live.client.delete("/api/models/demo-chat").status_code == 200
+    again = live.client.get("/props", params={"model": "demo-chat"}).json()
+    assert again == props | {"is_sleeping": True}
+    assert not live.client.get("/api/models/demo-chat").json()["loaded"]
     wrong = live.client.get("/props", params={"model": "none"})
     assert (wrong.status_code, wrong.json()["error"]["type"]) == (404, "not_found_error")
 

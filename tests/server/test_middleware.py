@@ -26,7 +26,7 @@ def get(path: str, *lines: str, host: str | None = "127.0.0.1") -> bytes:
     return ("\r\n".join(head) + "\r\n\r\n").encode()
 
 
-def status(answer: bytes) -> int:
+def status_of(answer: bytes) -> int:
     return int(answer.split(b" ")[1]) if answer else 0
 
 
@@ -70,7 +70,7 @@ def test_without_a_key_no_route_answers_but_health_and_the_page(locked: Live) ->
             continue
         raw = get(trick.format(path), *headers).replace(b"GET", method.encode(), 1)
         answer = locked.raw(raw)
-        assert status(answer) in (400, 401, 404, 405), (method, trick, path, headers, answer[:100])
+        assert status_of(answer) in (400, 401, 404, 405), (method, trick, path, headers, answer[:100])
         assert b"demo" not in answer.split(b"\r\n\r\n", 1)[1]
         tried += 1
     assert tried > 900
@@ -151,7 +151,8 @@ def test_prompts_and_keys_are_in_no_log(tmp_path: Path, caplog: pytest.LogCaptur
         for (method, path), body in itertools.product(routes(live), bodies):
             if method == "POST" and "models" not in path:
                 raw = body if isinstance(body, str) else json.dumps(body)
-                assert live.client.post(path, content=raw, headers=headers).status_code < 500
+                status = live.client.post(path, content=raw, headers=headers).status_code
+                assert status < 500 or (status == 501 and path in ("/infill", "/slots/{id_slot}"))  # as llama-server has it
         assert live.client.get("/v1/models", headers={"Authorization": f"Bearer {canary}"}).status_code == 401
         with connect(f"ws://127.0.0.1:{live.port}/ws", subprotocols=["quarrel", f"quarrel-key.{secret}"]) as page:  # type: ignore[list-item]
             page.send(canary)
@@ -175,13 +176,13 @@ def test_other_machines_are_let_in_with_keys_only(tmp_path: Path) -> None:
     "host", ["evil.example", "localhost.evil.example", "", "a/b", "127.0.0.1@evil.example", "127.0.0.1:x"]
 )
 def test_a_host_that_is_not_ours_is_refused(live: Live, host: str) -> None:
-    assert status(live.raw(get("/v1/models", host=host))) in (400, 421)
+    assert status_of(live.raw(get("/v1/models", host=host))) in (400, 421)
 
 
 def test_two_hosts_or_none_are_refused(live: Live) -> None:
-    assert status(live.raw(get("/v1/models", host=None))) == 400
-    assert status(live.raw(get("/v1/models", "Host: localhost"))) == 400
-    assert status(live.raw(get("/healthz", host="localhost:99"))) == 200
+    assert status_of(live.raw(get("/v1/models", host=None))) == 400
+    assert status_of(live.raw(get("/v1/models", "Host: localhost"))) == 400
+    assert status_of(live.raw(get("/healthz", host="localhost:99"))) == 200
 
 
 def test_a_foreign_page_is_kept_out_and_a_known_one_let_in(locked: Live, live: Live) -> None:
@@ -206,7 +207,7 @@ def test_every_answer_carries_the_security_headers(live: Live) -> None:
 def test_a_body_that_claims_too_much_is_refused_before_it_comes(live: Live) -> None:
     raw = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5000000000\r\n\r\n"
     began = time.monotonic()
-    assert status(live.raw(raw)) == 413
+    assert status_of(live.raw(raw)) == 413
     assert time.monotonic() - began < 2
 
 

@@ -25,7 +25,7 @@ from quarrel.server import Keyring, Rates, Settings
 from quarrel.server import websocket as server_socket
 from quarrel.server.dispatch import Generation, chunks
 from quarrel.server.rest import prepare_of
-from quarrel.server.schemas import Samplers
+from quarrel.server.schemas import THEIRS, Samplers
 from quarrel.toolbox import Toolbox
 from tests.paths import need_cases
 from tests.server.conftest import Live, running
@@ -733,18 +733,24 @@ def test_a_summary_stands_for_the_oldest_turns(page: Any, monkeypatch: pytest.Mo
 def test_every_sampler_can_be_set(page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     page.keyboard.press("Control+.")
     page.click("summary:has-text('More samplers')")
-    fields = set(Samplers.model_fields) - {"stop", "samplers", "ignore_eos"}
-    for name in fields - {"mirostat", "seed"}:
+    fields = set(Samplers.model_fields) - {"stop", "samplers", "ignore_eos", *THEIRS}
+    for name in fields - {"mirostat", "seed", "dry_sequence_breakers"}:
         page.fill(f"#set-{name}", page.get_attribute(f"#set-{name}", "max"))
         page.keyboard.press("Tab")
     page.fill("#set-seed", "7")
     page.select_option("#set-mirostat", "2")
+    page.fill("#set-dry_sequence_breakers", ";\n\\n")
+    page.select_option("#set-reasoning_effort", "low")
+    page.fill("#set-thinking_token_budget", "9")
+    page.keyboard.press("Tab")
     sent: list[Any] = []
     monkeypatch.setattr(server_socket, "prepare_of", lambda body, *a, **k: sent.append(body) or prepare_of(body, *a, **k))
     write(page, "question")
     page.wait_for_selector(".message.assistant .actions")
     assert not page.locator(".failure").count()
     assert fields <= set(sent[0].sampling())
+    assert sent[0].dry_sequence_breakers == [";", "\n"]
+    assert (sent[0].reasoning_effort, sent[0].thinking_token_budget) == ("low", 9)
 
 
 def test_by_keyboard_alone(page: Any, monkeypatch: pytest.MonkeyPatch) -> None:

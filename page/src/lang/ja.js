@@ -21,6 +21,7 @@ export default {
   "temperature": "温度", "top_k": "Top K", "top_p": "Top P", "min_p": "Min P", "max_tokens": "回答の最大長", "seed": "シード", "typical_p": "Typical P", "repetition_penalty": "繰り返しペナルティ", "presence_penalty": "出現ペナルティ", "frequency_penalty": "頻度ペナルティ",
   "top_n_sigma": "Top n シグマ", "dynatemp_range": "動的温度の幅", "dynatemp_exponent": "動的温度の指数", "adaptive_target": "適応目標", "adaptive_decay": "適応減衰",
   "dry_multiplier": "DRY 倍率", "dry_base": "DRY 基数", "dry_allowed_length": "DRY 許容長", "xtc_probability": "XTC 確率", "xtc_threshold": "XTC しきい値", "mirostat": "Mirostat", "mirostat_tau": "Mirostat τ", "mirostat_eta": "Mirostat η",
+  "penalty_last_n": "ペナルティの対象トークン数", "dry_last_n": "DRY の対象トークン数", "dry_sequence_breakers": "DRY の区切り", "breakers-hint": "1 行に 1 つ。\\n は改行", "reasoning_effort": "思考の量", "effort-": "モデルに任せる", "effort-none": "しない", "effort-low": "少し", "effort-medium": "普通", "effort-high": "多く", "thinking_token_budget": "思考の最大トークン数",
   "stop-words": "停止する文字列", "stop-words-hint": "1 行に 1 つ", "schema": "回答の JSON スキーマ", "tools": "ツール", "tools-hint": "OpenAI 形式の JSON リスト", "bad-json": "JSON ではありません: {why}",
   "no-template": "このモデルにはチャットテンプレートがありません。システムプロンプトやツールを使わず、これまでの文章の続きを書きます。",
   "calls": "{name} を呼び出し", "result": "結果", "result-of": "{name} の結果", "give-result": "結果を渡す", "result-hint": "関数が返した値",

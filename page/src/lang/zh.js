@@ -21,6 +21,7 @@ export default {
   "temperature": "温度", "top_k": "Top K", "top_p": "Top P", "min_p": "Min P", "max_tokens": "最长回答", "seed": "种子", "typical_p": "Typical P", "repetition_penalty": "重复惩罚", "presence_penalty": "存在惩罚", "frequency_penalty": "频率惩罚",
   "top_n_sigma": "Top n sigma", "dynatemp_range": "动态温度范围", "dynatemp_exponent": "动态温度指数", "adaptive_target": "自适应目标", "adaptive_decay": "自适应衰减",
   "dry_multiplier": "DRY 倍数", "dry_base": "DRY 底数", "dry_allowed_length": "DRY 允许长度", "xtc_probability": "XTC 概率", "xtc_threshold": "XTC 阈值", "mirostat": "Mirostat", "mirostat_tau": "Mirostat τ", "mirostat_eta": "Mirostat η",
+  "penalty_last_n": "惩罚查看的词元数", "dry_last_n": "DRY 查看的词元数", "dry_sequence_breakers": "DRY 分隔符", "breakers-hint": "每行一个；\\n 表示换行", "reasoning_effort": "思考程度", "effort-": "由模型决定", "effort-none": "不思考", "effort-low": "少", "effort-medium": "中", "effort-high": "多", "thinking_token_budget": "最长思考",
   "stop-words": "停止文本", "stop-words-hint": "每行一个", "schema": "回答的 JSON 架构", "tools": "工具", "tools-hint": "OpenAI 格式的 JSON 列表", "bad-json": "这不是 JSON：{why}",
   "no-template": "这个模型没有对话模板：它会续写到目前为止的文字，不使用系统提示词和工具。",
   "calls": "调用 {name}", "result": "结果", "result-of": "{name} 的结果", "give-result": "提交结果", "result-hint": "函数返回的内容",

@@ -8,7 +8,6 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from quarrel.llm import Model
 from quarrel.server.body import body_of
 from quarrel.server.dispatch import Dispatcher
 from quarrel.server.fields import Body
@@ -33,7 +32,7 @@ def routes(dispatcher: Dispatcher) -> APIRouter:
     made.include(completion.routes(dispatcher, own, adapter))
     made.include(slots.routes(dispatcher, own, adapter))
     made.include(texts.routes(dispatcher))
-    router = APIRouter()
+    router, known = APIRouter(), dict[str, dict[str, object]]()
     for route in made.routes:
         methods = sorted((route.methods or set()) - {"HEAD"})
         if route.path in (*BODIES, "/slots"):
@@ -44,11 +43,12 @@ def routes(dispatcher: Dispatcher) -> APIRouter:
     async def props(request: Request) -> Response:
         """The model, its template, and what a request is answered with that says nothing."""
 
-        def work(name: str, llm: Model) -> dict[str, object]:
-            found = props_of(dispatcher.settings, name, llm)
-            return {field: value for field, value in found.items() if field != "meta"}
-
-        async with dispatcher.models.use(request.query_params.get("model")) as (name, llm):
-            return JSONResponse(await asyncio.to_thread(work, name, llm))
+        entry = dispatcher.models.entry(request.query_params.get("model"))
+        if entry.loaded is None and entry.name in known:  # who looks wakes none
+            return JSONResponse(known[entry.name] | {"is_sleeping": True})
+        async with dispatcher.models.use(entry.name) as (_, llm):
+            found = await asyncio.to_thread(props_of, dispatcher.settings, entry.name, llm)
+        known[entry.name] = {field: value for field, value in found.items() if field != "meta"}
+        return JSONResponse(known[entry.name])
 
     return router
