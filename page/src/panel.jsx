@@ -12,7 +12,7 @@ function Option({ option: o, options, set }) {
     set(o.name, text === "" || !Number.isFinite(n) ? undefined : Math.min(o.max ?? n, Math.max(o.min ?? n, Number.isInteger(o.step ?? 1) ? Math.round(n) : n)));
   };
   return (
-    <div class={`option ${given === undefined ? "" : "given"}`}>
+    <div class={`option ${given === undefined ? "" : "given"} ${o.words ? "wide" : ""}`}>
       <label for={id}>{t(o.name)}</label>
       {given !== undefined && <IconButton icon="close" size={14} label={`${t("reset")}: ${t(o.name)}`} onClick={() => set(o.name, undefined)} />}
       {o.choices

@@ -27,6 +27,8 @@ RANGES: dict[str, tuple[bool, float, float, bool]] = {
     "xtc_threshold": (False, 0, 1, False), "mirostat_tau": (False, 0, 100, True), "mirostat_eta": (False, 0, 1, True),
     "top_n_sigma": (False, 0, 100, False), "dynatemp_range": (False, 0, 100, False),
     "dynatemp_exponent": (False, 0, 100, False), "adaptive_target": (False, -1, 1, False), "adaptive_decay": (False, 0, 0.99, False),
+    "penalty_last_n": (True, -1, 2**31 - 1, False), "dry_last_n": (True, -1, 2**31 - 1, False), "repeat_penalty": (False, 0, 100, True),
+    "repeat_last_n": (True, -1, 2**31 - 1, False), "dry_penalty_last_n": (True, -1, 2**31 - 1, False),
 }  # fmt: skip
 ONLY_V1 = {"n": (True, 1, 8, False)}
 VALUES: list[Any] = [

@@ -740,6 +740,8 @@ def test_every_sampler_can_be_set(page: Any, monkeypatch: pytest.MonkeyPatch) ->
     page.fill("#set-seed", "7")
     page.select_option("#set-mirostat", "2")
     page.fill("#set-dry_sequence_breakers", ";\n\\n")
+    chosen = page.locator("#set-reasoning_effort")
+    assert chosen.evaluate("e => e.scrollWidth <= e.clientWidth && e.clientWidth > 120")  # its words are whole
     page.select_option("#set-reasoning_effort", "low")
     page.fill("#set-thinking_token_budget", "9")
     page.keyboard.press("Tab")
