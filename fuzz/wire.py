@@ -106,6 +106,11 @@ def check_mutant(drawn: tuple[bytes, Chunk, list[tuple[int, int]]]) -> bool:
     for at, byte in edits:
         body[at % len(body)] = byte
     data = noise or (len(body) + (edits[0][0] % 3 - 1 if len(edits) > 4 else 0)).to_bytes(4, "big") + bytes(body)
+    return check_frame(data)
+
+
+def check_frame(data: bytes) -> bool:
+    """Whether these bytes, no sound frame perhaps, were refused."""
     one, two = socket.socketpair()
     start = time.process_time()
     with one, two:

@@ -33,6 +33,7 @@ from quarrel.llm.adapters import adapter_index
 from quarrel.llm.embeddings import Embeddings, EmbedKeywords, EmbedOptions, Progress
 from quarrel.llm.explain import Explanation
 from quarrel.llm.loaded import Loaded
+from quarrel.llm.memory import give_back
 from quarrel.llm.overflow import asking, summarised
 from quarrel.llm.requests import (
     ChatKeywords,
@@ -453,3 +454,4 @@ def _raised(result: Result) -> Result:
 def _shut(loop: Loop, files: ExitStack) -> None:
     loop.close()
     files.close()
+    give_back()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from quarrel.llm.memory import (
     Plan,
     cache_bytes_per_token,
     cache_tokens,
+    give_back,
     largest_matrices,
     plan_encoder,
     plan_limits,
@@ -296,3 +300,27 @@ def test_decoded_weights_take_most_of_what_is_left_and_no_more_than_they_are() -
     kept = tight.with_decoded(program)
     assert (kept.decoded, kept.limits.decoded_bytes, kept.spare) == (900, 900, 100)
     assert dataclasses.replace(roomy, budget=roomy.total - 1).with_decoded(program).decoded == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_that_a_thread_has_freed_goes_back_to_the_system() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) << 12
+
+    with ThreadPoolExecutor(1) as thread:
+        many = thread.submit(lambda: [bytes(2000 + i % 7) for i in range(20_000)]).result()
+        many[:-1] = []  # the last one keeps what lies before it from going back by itself
+        full = resident()
+        give_back()
+    assert full - resident() > 20 << 20
+
+
+def test_a_closed_model_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    import quarrel
+    from quarrel.llm import model
+
+    calls: list[None] = []
+    monkeypatch.setattr(model, "give_back", lambda: calls.append(None))
+    with quarrel.load("demo", backend="cpu", n_ctx=64):
+        assert not calls
+    assert len(calls) == 1
