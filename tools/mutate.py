@@ -71,9 +71,13 @@ TARGETS: dict[str, tuple[str, ...]] = {
 """A module, and its tests in the order in which they run."""
 SLOW = "not two_thousand and not long_load and not nobody_starves"
 EQUIVALENT: dict[str, tuple[tuple[str, str, str], ...]] = {
+    "quarrel/engine/pools.py": (("1 to 2", "self.added += 1", "only whether it changes is looked at"),),
     "quarrel/engine/prefix.py": (
         ("32 to 33", "token_bytes(32)", "a secret of any length will do"),
         ("16 to 17", "digest_size=16", "and a key"),
+        ("0 to 1", "self._clock = self._offers = 0", "only the order counts"),
+        ("left out", "self._offer(node)", "a leaf that is not listed is found by the search of all"),
+        ("LtE to Lt", "while at + stride <= limit and", "speed only: what remains is walked"),
         ("0 to 1", "self.window_changes = 0", "only whether it changes is looked at"),
         ("1 to 2", "self._key(None, (), salt)", "a root's block is any number below 0"),
         ("left out", ".clear()", "what stays in the list means nothing, and is passed over"),

@@ -115,7 +115,6 @@ class Cache:
         if needed is None:
             s.cache.refusal = None if end is None or self._lost(found) else Refusal(room, end, end.changes, others)
             return False
-        s.cache.refusal = None
         count = found.known // size
         whole, partial = found.blocks[:count], found.blocks[count:]
         first = self.first(found.known)

@@ -6,6 +6,7 @@ import pytest
 
 from quarrel.engine.cache import Cache, CacheRules
 from quarrel.engine.inputs import Inputs
+from quarrel.engine.queue import WaitingQueue
 from quarrel.engine.results import FinishReason
 from quarrel.engine.scheduler import DRAIN, PATIENCE, Scheduler
 from quarrel.engine.sequence import Sequence
@@ -227,6 +228,20 @@ def test_a_prefix_is_reused_where_the_cache_has_no_block_to_spare() -> None:
     assert table.cache.hits == 8  # whole blocks only: copying the third would take one block more than there is
     while not second.finished:
         table.advance()
+
+
+def test_a_queue_that_many_have_left_keeps_the_others_in_order() -> None:
+    """Beyond 64 entries of those who are gone it is made anew."""
+    queue, runs = WaitingQueue(), [Run([1]) for _ in range(200)]
+    for i, run in enumerate(runs):
+        run.order = 37 * i % 200
+        queue.push(run)
+    for run in runs[:150]:
+        queue.remove(run)
+    wanted = sorted(runs[150:], key=lambda run: run.place)
+    assert [*queue] == wanted
+    assert [queue.pop() for _ in range(51)] == [*wanted, None]
+    assert len(queue) == 0
 
 
 def test_what_can_never_fit_is_a_fault() -> None:
