@@ -127,8 +127,8 @@ def read(source: object) -> tuple[Mapping[str, Any], bytes]:
     if isinstance(source, np.ndarray):
         return _raw(source)
     if hasattr(source, "convert") and hasattr(source, "tobytes"):  # a PIL image: already decoded, by its owner
-        return _raw(np.asarray(source.convert("RGB")))
-    if isinstance(source, str) and source.startswith("data:"):
+        return _raw(_opened(source))
+    if isinstance(source, str) and source[:5].lower() == "data:":
         data = _of_url(source)
     elif isinstance(source, str | os.PathLike):
         data = _of_file(Path(source))
@@ -139,8 +139,8 @@ def read(source: object) -> tuple[Mapping[str, Any], bytes]:
         raise RequestError(f"an image is a {type(source).__name__}, wanted {wanted}", "image")
     if len(data) > MAX_BYTES:
         raise RequestError(f"an image has {len(data)} bytes, wanted at most {MAX_BYTES >> 20} MiB", "image")
-    start = data[:512].lstrip().lower()
-    if start.startswith((b"<svg", b"<?xml", b"<!doctype svg")):
+    start = data[:1024].removeprefix(b"\xef\xbb\xbf").lstrip().lower()
+    if start.startswith(b"<") and b"<svg" in start:
         raise RequestError("an image is SVG, a drawing and not pixels: send it as PNG", "image")
     return {}, data
 
@@ -155,7 +155,7 @@ def from_base64(text: str) -> bytes:
 
 def _of_url(url: str) -> bytes:
     kind, comma, text = url.partition(",")
-    if not comma or not kind.endswith(";base64"):
+    if not comma or not kind.lower().endswith(";base64"):
         raise RequestError("an image's data URL is no data:image/...;base64,...", "image")
     return from_base64(text)
 
@@ -164,8 +164,19 @@ def _of_file(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
             return file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise RequestError(f"the image {path} cannot be read: {error.strerror or error}", "image") from None
+    except (OSError, ValueError) as error:  # ValueError: no system takes such a name
+        said = getattr(error, "strerror", None) or error
+        raise RequestError(f"the image {str(path)[:200]!r} cannot be read: {said}", "image") from None
+
+
+def _opened(image: Any) -> np.ndarray:
+    """The pixels of a PIL image, which may not have been decoded yet."""
+    from quarrel.vision.upright import Refused, upright
+
+    try:
+        return np.asarray(upright(image))
+    except Refused as reason:
+        raise RequestError(f"an image {reason}", "image") from None
 
 
 def _raw(pixels: np.ndarray) -> tuple[Mapping[str, Any], bytes]:

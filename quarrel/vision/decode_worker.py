@@ -1,7 +1,7 @@
 """The process that decodes pictures: they come from strangers, and decoders have had many holes.
 
-Run as a script by `decode.py`, never imported by it; needs nothing but the standard library, Pillow and `sandbox.py`. It
-has no file, no child, so much memory and so much time; whatever a picture brings down is this process.
+Run as a script by `decode.py`, never imported by it; needs nothing but the standard library, Pillow, `sandbox.py` and
+`upright.py`. It has no file, no child, so much memory and so much time; whatever a picture brings down is this process.
 
 A picture is four frames: its head in JSON with its bytes behind a line feed, the reply in JSON with its size; the size
 wanted in JSON, and the pixels, three bytes each.
@@ -19,15 +19,11 @@ from typing import Any
 from PIL import Image, ImageOps, MpoImagePlugin, TiffImagePlugin  # noqa: F401  (Pillow would import the last two late)
 
 from quarrel.child.sandbox import limit_cpu, limit_resources, received, send
+from quarrel.vision.upright import MAX_PIXELS, Refused, upright
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-MAX_PIXELS = 50_000_000
 MEMORY_BYTES = 1 << 30
 CPU_S = 10.0
-
-
-class Refused(Exception):
-    """Why a picture is not decoded, as the end of a sentence."""
 
 
 def opened(head: dict[str, Any], data: bytes) -> Image.Image:
@@ -41,20 +37,11 @@ def opened(head: dict[str, Any], data: bytes) -> Image.Image:
         raise Refused(f"has more than {MAX_PIXELS // 1_000_000} million pixels") from None
     except Exception:
         raise Refused("is not to be read as one: wanted PNG, JPEG, WebP, GIF or BMP") from None
-    width, height = image.size
-    if width * height > MAX_PIXELS:
-        raise Refused(f"has {width} x {height} pixels, wanted at most {MAX_PIXELS // 1_000_000} million")
     try:
         image.seek(0)
-        image.load()
-        image = ImageOps.exif_transpose(image)
-        if image.mode.startswith("I"):
-            image = image.point(lambda value: value / 256).convert("L")
-        return image.convert("RGB")
-    except MemoryError:
-        raise Refused("needs too much memory") from None
     except Exception as error:
         raise Refused(f"is broken or cut short ({type(error).__name__})") from None
+    return upright(image)
 
 
 def warm_up() -> None:

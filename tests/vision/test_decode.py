@@ -15,6 +15,7 @@ from PIL import Image
 
 from fuzz.images import FORMATS, fuzz
 from quarrel.errors import RequestError
+from quarrel.vision import decode
 from quarrel.vision.decode import Decoder
 from quarrel.vision.patches import Preparation
 
@@ -90,14 +91,33 @@ def test_a_photograph_is_turned_as_its_camera_says(decoder: Decoder) -> None:
     assert decoder.picture(encoded("JPEG", (640, 320), exif=exif), QWEN).pixels.shape == (640, 320, 3)
 
 
-def bomb(width: int, height: int) -> bytes:
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_an_opened_photograph_is_turned_as_its_file_is(decoder: Decoder, orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encoded("PNG", (96, 64), exif=exif)
+    of_file, opened = (decoder.picture(source, SQUARE).pixels for source in (data, Image.open(io.BytesIO(data))))
+    assert np.array_equal(of_file, opened)
+    whole = decoder.picture(encoded("PNG", (96, 64)), SQUARE).pixels
+    assert np.array_equal(of_file, whole) == (orientation == 1)
+
+
+def test_an_opened_picture_of_16_bits_is_that_of_its_file(decoder: Decoder) -> None:
+    grey = np.linspace(0, 65535, 64 * 96).astype(np.uint16).reshape(64, 96)
+    Image.fromarray(grey).save(data := io.BytesIO(), "PNG")
+    of_file, opened = (decoder.picture(s, SQUARE).pixels for s in (data.getvalue(), Image.open(data)))
+    assert np.array_equal(of_file, opened)
+    assert 100 < opened.mean() < 150
+
+
+def bomb(width: int, height: int, values: bytes = bytes(1000)) -> bytes:
     """A PNG whose head says so many pixels."""
 
     def chunk(name: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
 
     head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
-    return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(values)) + chunk(b"IEND", b"")
 
 
 def test_what_cannot_be_decoded_is_a_sentence_and_the_next_picture_is_read(decoder: Decoder) -> None:
@@ -108,6 +128,14 @@ def test_what_cannot_be_decoded_is_a_sentence_and_the_next_picture_is_read(decod
         (encoded("JPEG")[:700], "broken or cut short"),
         (encoded("PNG")[:30], "wanted PNG, JPEG|broken"),
         (encoded("BMP", (1000, 3)), "at most 200 times"),
+        (Image.open(io.BytesIO(encoded("PNG", (400, 400))[:900])), "broken or cut short"),
+        (Image.open(io.BytesIO(bomb(9_000, 6_000))), "9000 x 6000 pixels, wanted at most 50 million"),
+        (b"\xef\xbb\xbf<!-- drawn -->\n<svg/>", "is SVG"),
+        (b"<?xml version='1.0'?><feed/>", "wanted PNG, JPEG"),
+        ("DATA:image/svg+xml;BASE64,PHN2Zy8+", "is SVG"),
+        ("data:image/svg+xml;utf8,<svg/>", "no data:image/...;base64"),
+        ("a\0.png", "cannot be read"),
+        ("x" * 10_000, "cannot be read"),
     ):
         with pytest.raises(RequestError, match=sentence):
             decoder.picture(data, QWEN)
@@ -118,6 +146,19 @@ def test_what_cannot_be_decoded_is_a_sentence_and_the_next_picture_is_read(decod
 def test_damaged_pictures_are_read_or_refused(decoder: Decoder, form: str) -> None:
     found = fuzz(form, 60, 5, decoder)
     assert (found["read"] + found["refused"], found["refused"] > 0) == (60, True)
+
+
+def test_a_picture_that_takes_too_long_is_left_and_the_next_one_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, row = Decoder(1), bytes(7000 * 3 + 1)
+    try:
+        assert decoder.picture(encoded("PNG"), SQUARE).tokens == 4
+        monkeypatch.setattr(decode, "DECODE_S", 0.05)
+        with pytest.raises(RequestError, match="takes too long to decode: send another"):
+            decoder.picture(bomb(7000, 7000, b"".join([row] * 7000)), SQUARE)
+        monkeypatch.undo()
+        assert decoder.picture(encoded("PNG"), SQUARE).tokens == 4
+    finally:
+        decoder.close()
 
 
 def test_callers_do_not_wait_for_each_others_pictures() -> None:
