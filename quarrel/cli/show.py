@@ -21,6 +21,7 @@ def run(args: argparse.Namespace) -> int:
         "embedding": facts.count("embedding_length"),
         "layers": facts.count("block_count"),
         "chat": facts.chat_template is not None,
+        "images": facts.projector and str(facts.projector),
         "system": facts.system,
         "parameters of sampling": facts.params,
         "license": facts.keys.get("general.license"),
@@ -35,6 +36,7 @@ def run(args: argparse.Namespace) -> int:
         "parameters": count(facts.parameters),
         "bytes": amount(facts.nbytes),
         "chat": "by its template" if facts.chat_template is not None else "no template: it continues texts",
+        "images": facts.projector and f"seen by {visible(str(facts.projector))}",
         "system": facts.system and quoted(facts.system, 100),
     }
     for text in table([[name, tidy(str(value), 400)] for name, value in shown.items() if value], indent=""):

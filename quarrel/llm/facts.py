@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quarrel.convert import open_file
+from quarrel.convert import open_file, seeing_folder
 from quarrel.gguf import file_type
 from quarrel.llm.explain import quantization_of
 from quarrel.llm.open import ModelName, find
@@ -16,7 +16,8 @@ from quarrel.llm.open import ModelName, find
 
 @dataclass(frozen=True)
 class FileFacts:
-    """`keys`: the file's metadata, lists of it None unless wanted. `system` and `params` are of an Ollama store."""
+    """`keys`: the file's metadata, lists of it None unless wanted. `system` and `params` are of an Ollama store.
+    `projector`: by which it sees images, where one lies beside it; the folder itself of a model in safetensors."""
 
     paths: tuple[Path, ...]
     nbytes: int
@@ -27,6 +28,7 @@ class FileFacts:
     quantization: str
     system: str | None = None
     params: str | None = None
+    projector: Path | None = None
 
     @property
     def architecture(self) -> str:
@@ -59,6 +61,7 @@ def file_facts(name: ModelName, *, lists: bool = False) -> FileFacts:
             quantization=file_type(keys.get("general.file_type")) or quantization_of(file),
             system=found.system,
             params=found.params,
+            projector=found.projector or seeing_folder(found.paths),
         )
 
 

@@ -128,6 +128,15 @@ def _page(api: FastAPI, ollama_routes: bool) -> None:
     api.mount("/static", StaticFiles(directory=STATIC), name="static")
 
 
+ABSENT = {
+    "/audio/": "no model here hears or speaks",
+    "/images/": "no model here makes images",
+    "/videos": "no model here makes videos",
+    "/moderations": "no model here judges",
+}
+"""OpenAI's routes that no model answers."""
+
+
 def _errors(api: FastAPI, metrics: Metrics, settings: Settings) -> None:
     def answer(request: Request, error: Refused) -> Response:
         metrics.errors.labels(error.code).inc()
@@ -147,6 +156,8 @@ def _errors(api: FastAPI, metrics: Metrics, settings: Settings) -> None:
     async def of_routing(request: Request, error: HTTPException) -> Response:
         words = {404: ("not_found", "there is no such route"), 405: ("method_not_allowed", "this route has other methods")}
         code, text = words.get(error.status_code, ("invalid_request", str(error.detail)))
+        if error.status_code == 404:
+            text = next((said for path, said in ABSENT.items() if path in request.url.path), text)
         refusal = Refused(error.status_code, code, f"{text}: see /openapi.json for what there is")
         response = answer(request, refusal)
         if settings.ollama and code != "invalid_request" and is_ollama(request.url.path):

@@ -114,5 +114,5 @@ def joined(content: str | list[Part] | None, kinds: Sequence[str], field: str) -
     for part in content:
         if part.type not in kinds or (part.refusal if part.type == "refusal" else part.text) is None:
             found = f"a message holds a part of type {str(part.type)[:40]!r}"
-            raise Refused(400, "unsupported", f"{found}: only text is understood", param=field)
+            raise Refused(400, "unsupported", f"{found}: only text and images are understood", param=field)
     return "".join((part.refusal if part.type == "refusal" else part.text) or "" for part in content)

@@ -67,7 +67,7 @@ def _facts(source: str, stamps: tuple[tuple[str, int, int], ...]) -> FileFacts:
     return file_facts(source)
 
 
-def capabilities(facts: FileFacts, template: str | None) -> list[str]:
+def capabilities(facts: FileFacts, template: str | None, *, sees: bool = False) -> list[str]:
     """In Ollama's words. template: what its chats are written by."""
     if f"{facts.architecture}.pooling_type" in facts.keys or "bert" in facts.architecture:
         return ["embedding"]
@@ -76,7 +76,12 @@ def capabilities(facts: FileFacts, template: str | None) -> list[str]:
         found.append("tools")
     if template and any(word in template for word in ("enable_thinking", "<think>", "reasoning")):
         found.append("thinking")
-    return found
+    return [*found, "vision"] if sees else found
+
+
+def _sees(facts: FileFacts, entry: Entry) -> bool:
+    """Whether it reads images: of a model that is not loaded, whether what it would need lies beside it."""
+    return bool(entry.loaded.llm.explain().projector) if entry.loaded is not None else facts.projector is not None
 
 
 def details_of(facts: FileFacts, parent: str = "") -> Json:
@@ -139,7 +144,7 @@ class Describer:
         row["details"] = details_of(facts)
         if not running:
             more = {"context_length": facts.count("context_length"), "embedding_length": facts.count("embedding_length")}
-            can = capabilities(facts, self.template_of(name, facts))
+            can = capabilities(facts, self.template_of(name, facts), sees=_sees(facts, entry))
             return {**row, "details": {**row["details"], **more}, "capabilities": can}
         del row["modified_at"]
         if entry.loaded is not None:
@@ -172,7 +177,7 @@ class Describer:
             "model_info": {k: v for k, v in facts.keys.items() if k not in hidden}
             | {"general.parameter_count": facts.parameters},
             "tensors": [{"name": n, "type": kind, "shape": dims} for n, kind, dims in facts.tensors],
-            "capabilities": capabilities(facts, self.template_of(name, facts)),
+            "capabilities": capabilities(facts, self.template_of(name, facts), sees=_sees(facts, entry)),
             "modified_at": when(name.created),
         }
         if own.messages:

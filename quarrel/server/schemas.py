@@ -249,6 +249,8 @@ class ChatBody(OpenAIBody):
     """The last message, which is the assistant's, begins the answer."""
     reasoning_effort: ReasoningEffort | None = None
     """How much to think, for templates that know it; none: not at all."""
+    modalities: list[Literal["text"]] | None = None
+    """What the answer may be: no model here speaks."""
 
     def sampling(self) -> Sampling:
         options = super().sampling()

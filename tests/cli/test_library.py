@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from quarrel.cli import main
+from tests.sight import EYES
 
 
 def put(store: Path, name: str, model: Path, **texts: str) -> None:
@@ -197,3 +198,11 @@ def test_ps_says_what_a_server_has_in_memory(
     monkeypatch.setattr(there, "answer", lambda path, _: (401, b"", 0))
     assert main(["ps", "--url", url]) == 1
     assert "WEBUI_API_KEY" in capsys.readouterr().err
+
+
+def test_a_model_with_eyes_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = EYES / "trained"
+    assert rows(capsys, "show", str(folder / "model.gguf"))["images"] == str(folder / "mmproj.gguf")
+    assert main(["show", str(folder / "model.gguf")]) == 0
+    assert f"seen by {folder / 'mmproj.gguf'}" in capsys.readouterr().out
+    assert rows(capsys, "show", "demo")["images"] is None

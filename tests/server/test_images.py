@@ -64,6 +64,7 @@ def test_ollamas_client_gets_it_too(seeing: Live) -> None:
     options = {"num_predict": 6, "temperature": 0.0}
     made = client.chat("demo", [{"role": "user", "content": "What is it?", "images": [data]}], options=options)
     said = client.generate("demo", "What is it?", images=[data], options=options)
+    assert client.show("demo").capabilities == ["completion", "vision"]
     client._client.close()
     loaded = seeing.server.dispatcher.models.entry("demo").loaded
     assert loaded is not None
@@ -77,6 +78,7 @@ def test_ollamas_client_gets_it_too(seeing: Live) -> None:
         answer = seeing.client.post("/api/chat", json=bad)
         assert answer.status_code == 400
         assert re.search(sentence, answer.json()["error"])
+    assert seeing.client.get("/api/tags").json()["models"][0]["capabilities"] == ["completion", "vision"]
     raw = seeing.client.post("/api/generate", json={"model": "demo", "prompt": "a", "raw": True, "images": ["x"]})
     assert "raw prompts take no images" in raw.json()["error"]
 

@@ -252,3 +252,23 @@ def test_a_call_of_openais_client(client: openai.OpenAI, call: str) -> None:
 
 def test_forty_seven_of_forty_nine_are_answered() -> None:
     assert (len(CALLS), len(CALLS.keys() - ABSENT)) == (49, 47)
+
+
+def test_sound_and_films_are_refused_by_name(live: Live) -> None:
+    for path, sentence in (
+        ("audio/speech", "no model here hears or speaks"),
+        ("audio/transcriptions", "no model here hears or speaks"),
+        ("images/generations", "no model here makes images"),
+        ("videos", "no model here makes videos"),
+    ):
+        answer = live.client.post(f"/v1/{path}", json={"model": "demo", "input": "a"})
+        assert (answer.status_code, sentence in answer.json()["error"]["message"]) == (404, True), answer.text
+    spoken = {"messages": [{"role": "user", "content": "a"}], "modalities": ["text", "audio"], "audio": {"voice": "a"}}
+    answer = live.client.post("/v1/chat/completions", json=spoken)
+    assert (answer.status_code, "modalities.1" in answer.json()["error"]["message"]) == (400, True), answer.text
+    for kind in ("input_audio", "audio_url", "video_url", "input_video"):
+        turn = {"role": "user", "content": [{"type": kind, kind: {"url": "data:;base64,AAAA"}}]}
+        for path, body in (("chat/completions", {"messages": [turn]}), ("responses", {"input": [turn]})):
+            answer = live.client.post(f"/v1/{path}", json=body)
+            said = f"a part of type '{kind}': only text and images are understood"
+            assert (answer.status_code, said in answer.text) == (400, True), answer.text
