@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-import mimetypes
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,14 @@ MAX_ROUNDS = 8
 """Times that the model may call tools before it has to answer."""
 ROLES = ("system", "user", "assistant", "tool")
 MAX_FILE = 64 << 20
+PICTURES = {
+    "image/png": rb"\x89PNG",
+    "image/jpeg": rb"\xff\xd8",
+    "image/webp": rb"RIFF....WEBP",
+    "image/gif": rb"GIF8",
+    "image/bmp": rb"BM",
+}
+"""How files of each kind begin. Not every system knows the names of all."""
 Message = dict[str, Any]
 
 
@@ -52,10 +60,16 @@ class Conversation:
         return [*head, *self.turns]
 
     def ask(self, text: str) -> tuple[Result, bool]:
-        """Prints the answer as it comes. Returns it, and whether Ctrl-C stopped it; what it had said by then stays."""
+        """Prints the answer as it comes. Returns it, and whether Ctrl-C stopped it; what it had said by then stays.
+        Pictures that cannot be decoded do not go with the next question."""
         content = [{"type": "text", "text": text}, *self.images] if self.images else text
         question = {"role": "user", "content": content}
-        result, stopped, said = self._answer([*self.messages, question])
+        try:
+            result, stopped, said = self._answer([*self.messages, question])
+        except RequestError as error:
+            if error.fields == ("image",):
+                self.images = []
+            raise
         if said or not stopped:
             self.turns += [question, *said]
             self.images = []
@@ -96,10 +110,11 @@ class Conversation:
 
     def add_image(self, path: Path) -> None:
         """Puts a picture beside the next question, as OpenAI's protocol has it. Raises RequestError and OSError."""
-        kind = mimetypes.guess_type(path.name)[0] or ""
-        if not kind.startswith("image/"):
-            raise RequestError(f"{path} is no picture by its name: give a .png, .jpeg or .webp file")
-        data = base64.b64encode(_read(path)).decode()
+        found = _read(path)
+        kind = next((kind for kind, begins in PICTURES.items() if re.match(begins, found, re.DOTALL)), None)
+        if kind is None:
+            raise RequestError(f"{path} is no picture by its first bytes: wanted PNG, JPEG, WebP, GIF or BMP")
+        data = base64.b64encode(found).decode()
         self.images.append({"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}})
 
     def _answer(self, messages: list[Message]) -> tuple[Result, bool, list[Message]]:

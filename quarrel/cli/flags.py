@@ -79,7 +79,7 @@ def in_flags(error: Exception, flags: Collection[str]) -> str:
     for field in names:
         name = field.rpartition(".")[2]
         flag = _FLAG_OF.get(field, f"--{name.replace('_', '-')}")
-        if flag in flags:
+        if flag in flags and flag != "--image":  # a sentence speaks of pictures, not of the flag
             sentence = _with_flag(sentence, name, flag)
     return sentence.removesuffix(", or None").removesuffix(" or None") if names else sentence
 

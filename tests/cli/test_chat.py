@@ -5,10 +5,12 @@ from __future__ import annotations
 import builtins
 import dataclasses
 import json
+import mimetypes
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -19,6 +21,8 @@ from quarrel.cli.editor import Lines
 from quarrel.engine import Result, Timings, Usage
 from quarrel.llm import LLM
 from tests.cli.support import GREEDY, SLOW, draw_slowly, interrupt_after, typed
+from tests.sight import EYES
+from tools.eyes.pictures import Scene, drawn
 
 
 def keyboard(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException]) -> None:
@@ -251,6 +255,7 @@ def test_a_conversation_is_loaded_and_another_model_goes_on_with_it(
 def test_a_picture_goes_with_the_next_question(
     chatty: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "x.png").write_text("<svg/>")
     picture = tmp_path / "cat.png"
     picture.write_bytes(b"\x89PNG")
     seen = asked(monkeypatch)
@@ -265,14 +270,40 @@ def test_a_picture_goes_with_the_next_question(
 
     monkeypatch.setattr(Conversation, "_one", answered)
     monkeypatch.setattr(LLM, "sees", True)
-    keyboard(monkeypatch, "/image", "/image x.txt", "/image /no.png", f"/image {picture}", "what is it?", "and now?")
+    keyboard(
+        monkeypatch,
+        "/image",
+        f"/image {tmp_path / 'x.png'}",
+        "/image /no.png",
+        f"/image {picture}",
+        "what is it?",
+        "and now?",
+    )
     assert main(["chat", chatty, *GREEDY]) == 0
     said = capsys.readouterr().err
-    for sentence in ("/image wants a file", "no picture by its name", "No such file", "goes with the next question"):
+    for sentence in ("/image wants a file", "no picture by its first bytes", "No such file", "goes with the next question"):
         assert sentence in said
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw=="}}
     assert seen[0][0]["content"] == [{"type": "text", "text": "what is it?"}, part]
     assert seen[1][-1]["content"] == "and now?"
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
+def test_a_model_with_eyes_is_shown_pictures_and_a_broken_one_is_left_behind(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(mimetypes, "guess_type", lambda name: (None, None))  # as where a system lists no kinds
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    drawn(Scene("seven", "red", "white"), Random(5)).save(whole, form)
+    broken.write_bytes(whole.read_bytes()[: len(whole.read_bytes()) // 3])
+    model = str(EYES / "trained" / "model.gguf")
+    keyboard(monkeypatch, f"/image {broken}", "What?", f"/image {whole}", "What do you see?")
+    assert main(["chat", model, *GREEDY, "-n", "16"]) == 0
+    out, said = capsys.readouterr()
+    assert "A red seven on white." in out
+    assert said.count("quarrel: an image is") == 1
+    assert main(["chat", model, "-p", "What do you see?", "--image", str(whole), *GREEDY, "-n", "16"]) == 0
+    assert "A red seven on white." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("policy", "done"), [("shift", "left out"), ("summary", "summed up")])
