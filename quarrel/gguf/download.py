@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from quarrel.errors import DownloadError, ModelNotFound, installing
-from quarrel.gguf.hub import HubName, choose, projector
+from quarrel.gguf.hub import HubName, choose, is_projector, projector
 from quarrel.gguf.lock import hold
 
 _REVISION = re.compile(r"[0-9a-f]{40}")
@@ -67,7 +67,8 @@ def _files(name: HubName, cache: Path, endpoint: str, report: Report | None) -> 
     files = choose(sizes, name)
     for file in files:
         yield _file(name, file, sizes[file], folder, info.sha, endpoint, report)
-    if (eyes := projector(sizes, files[0])) is not None and files[0].endswith(".gguf"):
+    wanted = files[0].endswith(".gguf") and not is_projector(files[0])
+    if wanted and (eyes := projector(sizes, files[0])) is not None:
         _file(name, eyes, sizes[eyes], folder, info.sha, endpoint, report)
     (folder / "refs").mkdir(exist_ok=True)
     (folder / "refs" / "main").write_text(info.sha)

@@ -83,6 +83,8 @@ def choose(files: Iterable[str], name: HubName) -> tuple[str, ...]:
     """The file, or all shards, that a name means among the files of its repository. Where there is no GGUF and the name
     says no more, all that a model in safetensors is of, CONFIG last. Raises ModelNotFound."""
     files = list(files)
+    if name.choice is not None and name.choice in files and is_projector(name.choice):
+        return (name.choice,)
     whole = _models_among(files)
     if not whole and name.choice is None and (folder := _folder_among(files)):
         return folder
@@ -100,6 +102,11 @@ def choose(files: Iterable[str], name: HubName) -> tuple[str, ...]:
     )
 
 
+def is_projector(file: str) -> bool:
+    """Whether it is what sees, by its name."""
+    return _PROJECTOR.search(PurePosixPath(file).name) is not None
+
+
 def projector(files: Iterable[str], model: str) -> str | None:
     """The file by which a model among them sees images: in its folder, or in one above; in 16 bits, if there is one."""
     above = [str(folder) for folder in PurePosixPath(model).parents]
@@ -109,7 +116,7 @@ def projector(files: Iterable[str], model: str) -> str | None:
         name = found[file].name.lower()
         return above.index(str(found[file].parent)), 1 if "bf16" in name else 2 * ("f16" not in name), file
 
-    fitting = [f for f, path in found.items() if _PROJECTOR.search(path.name) and str(path.parent) in above]
+    fitting = [f for f, path in found.items() if is_projector(f) and str(path.parent) in above]
     return min(fitting, key=rank, default=None)
 
 

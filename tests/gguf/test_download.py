@@ -61,6 +61,9 @@ def test_what_sees_is_fetched_along_and_once(tmp_path: Path, monkeypatch: pytest
         pull("hf://owner/repo:Q4_0", progress=False)
         assert fetched(hub) == ["m-Q8_0.gguf", "mmproj-F16.gguf", "m-Q4_0.gguf"]
         assert resolve("owner/repo:Q8_0") == found
+        for scheme in ("hf://", ""):  # one of several, by its name; nothing comes with it
+            assert resolve(f"{scheme}owner/repo:mmproj-Q8_0.gguf").paths[0].read_bytes() == b"coarse"
+        assert fetched(hub)[3:] == ["mmproj-Q8_0.gguf"]
 
 
 def test_who_asked_is_told_how_far_it_is(hub: Hub) -> None:
