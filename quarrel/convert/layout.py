@@ -99,6 +99,16 @@ def transposed(a: np.ndarray, c: Config) -> np.ndarray:
     return a.swapaxes(-1, -2)
 
 
+def turned(axis: int) -> View:
+    """With the model's width along this axis, -1 or -2; where both are as long, with columns for rows."""
+
+    def view(a: np.ndarray, c: Config) -> np.ndarray:
+        width = c.integer("hidden_size")
+        return a if a.shape[axis] == width != a.shape[-3 - axis] else transposed(a, c)
+
+    return view
+
+
 def interleaved(heads: Callable[[Config], int]) -> View:
     """Rows of a rotation that pairs i with i + n / 2, for one that pairs neighbours."""
 

@@ -30,6 +30,7 @@ from tests.convert.folders import (
 )
 from tests.convert.test_references import folder_of, references
 from tests.gguf.test_requantize import MODULE
+from tests.sight import WHOLE
 
 UP = "model.layers.0.mlp.up_proj.weight"
 
@@ -283,6 +284,23 @@ def test_experts_must_be_all_there(tmp_path: Path) -> None:
     write_safetensors(folder / "model.safetensors", {n: weights(n, s) for n, s in shapes.items()})
     with pytest.raises(ModelError, match="differ in shape or type"):
         FolderFile(folder)
+
+
+def test_experts_may_lie_as_transformers_5_saves_them(tmp_path: Path) -> None:
+    published = WHOLE / "qwen3vlmoe"
+    for file in published.glob("*.json"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    data = (published / "model.safetensors").read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    facts = {name: row for name, row in json.loads(data[8:start]).items() if name != "__metadata__"}
+    spans = {name: slice(start + row["data_offsets"][0], start + row["data_offsets"][1]) for name, row in facts.items()}
+    form = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+    held = {n: np.frombuffer(data[spans[n]], form[row["dtype"]]).reshape(row["shape"]) for n, row in facts.items()}
+    assert any(".experts." in name for name in held)
+    turned = {n: np.ascontiguousarray(a.swapaxes(1, 2)) if ".experts." in n else a for n, a in held.items()}
+    write_safetensors(tmp_path / "model.safetensors", turned, {name: row["dtype"] for name, row in facts.items()})
+    with FolderFile(published) as wanted, FolderFile(tmp_path) as found:
+        assert all(np.array_equal(found.array(name), wanted.array(name)) for name in wanted.tensors)
 
 
 def test_a_folder_loads_and_says_what_its_file_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
