@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, quants
 
+from bench.check import quantisers
 from quarrel.errors import GGUFError
 from quarrel.gguf import FORMATS, GGMLType, GGUFFile, dequantize, quantize
 from quarrel.gguf.formats import ggml_type
 from tests.paths import need_cases
 
+RECORD = Path(quantisers.__file__).parents[1] / "results" / "2026-11-27-quantisers.json"
 TYPES = [kind for kind in GGMLType if kind.name not in ("F32", "Q8_1", "Q8_K", "I8", "I16", "I32", "I64", "F64")]
 # Relative RMS error on standard normal values; the K types and what bounds them are measured against ggml's below.
 NORMAL_ERROR = {
@@ -214,6 +217,15 @@ def test_runs_of_very_different_size_share_a_block(kind: GGMLType) -> None:
     x[:, :128] *= 0.05
     x[:, 128:] += 2
     assert rel(dequantize(quantize(x, kind), kind), x) < 0.05
+
+
+@pytest.mark.parametrize("name", quantisers.TYPES)
+def test_errors_of_a_normal_matrix_are_within_two_percent_of_ggmls(name: str) -> None:
+    """The record's errors of ggml are of its own quantisers, run once on this matrix."""
+    recorded = json.loads(RECORD.read_text("utf-8"))["mean squared errors"][name]
+    made = quantisers.error(GGMLType[name])
+    assert made <= 1.02 * recorded["ggml"]
+    assert made == pytest.approx(recorded["ours"], rel=1e-3), "the record is of other code"
 
 
 def test_what_no_block_holds_is_refused() -> None:

@@ -1,0 +1,68 @@
+"""llama.cpp itself reads what we convert, and makes of it what we do. Skipped where its library is not installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import quarrel
+from quarrel.convert.folder import FolderFile
+from quarrel.gguf import requantize
+from tests.convert.folders import llama_folder
+from tests.convert.test_references import folder_of, references
+
+IDS = [5, 9, 40, 77, 101, 3, 60, 61]
+UNREADABLE = {
+    "gemma3n",  # it wants 20 layers with keys of their own, as all published ones have
+    "xlm_roberta",  # its tokenizer must be one of pieces with probabilities, which the tests' is not
+}
+ENCODERS = {"bert", "gemma_embedding", "modern_bert", "nomic_bert"}
+FAR = {"gptoss": 3e-3, "gemma2": 1e-3, "gemma4": 1e-3, "gemma4_e": 1e-3, "gemma4_moe": 1e-3, "glm4": 1e-3}
+"""Its YaRN's range is rounded; its GELU is a table in 16 bits."""
+
+
+def theirs(path: Path) -> list[float]:
+    """Raises CalledProcessError where it cannot read a file."""
+    line = [sys.executable, "-m", "tests.convert.llama_cpp", str(path), *map(str, IDS)]
+    found: list[float] = json.loads(
+        subprocess.run(line, capture_output=True, check=True, text=True).stdout.splitlines()[-1]
+    )
+    return found
+
+
+@pytest.fixture(name="_library", scope="module")
+def _library(tmp_path_factory: pytest.TempPathFactory) -> None:
+    if importlib.util.find_spec("llama_cpp_py_sync") is None:
+        pytest.skip("llama.cpp's library is not installed: pip install llama-cpp-py-sync")
+    path = tmp_path_factory.mktemp("llama") / "m.gguf"
+    with FolderFile(llama_folder(path.parent / "m")) as file:
+        requantize(file, path, "f32")
+    try:
+        theirs(path)
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"llama.cpp's library does not run here: {error.stderr[-300:]}")
+
+
+@pytest.mark.usefixtures("_library")
+@pytest.mark.parametrize(("kind", "limit"), [("f32", 1e-4), ("q8_0", 0.05), ("q4_k_m", 0.05)])
+@pytest.mark.parametrize("case", sorted(references().keys() - UNREADABLE))
+def test_llama_cpp_makes_of_a_converted_folder_what_we_do(case: str, kind: str, limit: float, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    (tmp_path / "m").mkdir()
+    with FolderFile(folder_of(case, tmp_path / "m")) as file:
+        requantize(file, path, kind)
+    found = theirs(path)
+    if case in ENCODERS:
+        assert found == []
+        return
+    with quarrel.load(path, backend="cpu", compute="float32", n_ctx=64, threads=1) as llm:
+        own = llm.generate(IDS, max_tokens=1, temperature=0, logprobs=0, prompt_logprobs=True).prompt_logprobs
+    assert own is not None
+    differences = np.abs(np.array(found) - [row.logprob for row in own])
+    assert differences.max() < max(limit, FAR.get(case, 0)), differences
