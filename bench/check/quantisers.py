@@ -2,8 +2,8 @@
 
     python -m bench.check.quantisers --ggml LIBRARY --out FILE
 
-LIBRARY is libggml-base.so of a build of llama.cpp; the package `llama-cpp-py-sync` has one. `tests/gguf/test_blocks.py` holds
-our errors to the record.
+LIBRARY is libggml-base.so of a build of llama.cpp; the package `llama-cpp-py-sync` has one. `tests/gguf/test_blocks.py`
+holds our errors to the record.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ import numpy as np
 from quarrel.gguf import GGMLType, dequantize, quantize
 from quarrel.gguf.formats import nbytes
 
-TYPES = "Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS IQ3_S TQ2_0 MXFP4".split()
+TYPES = (
+    *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
+    *("IQ4_NL", "IQ4_XS", "IQ3_S", "TQ2_0", "MXFP4"),
+)
 ROWS, COLUMNS = 64, 2048
 
 
