@@ -99,7 +99,7 @@ def transposed(a: np.ndarray, c: Config) -> np.ndarray:
     return a.swapaxes(-1, -2)
 
 
-def turned(axis: int) -> View:
+def wide_along(axis: int) -> View:
     """With the model's width along this axis, -1 or -2; where both are as long, with columns for rows."""
 
     def view(a: np.ndarray, c: Config) -> np.ndarray:

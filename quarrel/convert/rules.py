@@ -14,7 +14,7 @@ import gguf
 import numpy as np
 
 from quarrel.convert.config import Config
-from quarrel.convert.layout import Change, Part, View, Weight, interleaved, nth, same, turned
+from quarrel.convert.layout import Change, Part, View, Weight, interleaved, nth, same, wide_along
 from quarrel.convert.mlx import BIASES, HF_MXFP4, SCALES, WORDS, Coding
 from quarrel.convert.safetensors import Stored
 from quarrel.errors import ModelError, UnsupportedModel
@@ -114,8 +114,8 @@ FUSED_EXPERTS = (
     rule(r"mlp\.experts\.down_proj(?:\.weight)?", Out("mlp.experts.down_proj.weight")),
 )
 TRANSPOSED_EXPERTS = (
-    gate_up(r"\.experts\.gate_up_proj", ".experts", inner=turned(-1)),
-    rule(r"\.experts\.down_proj", Out(".experts.down_proj.weight", (turned(-2),))),
+    gate_up(r"\.experts\.gate_up_proj", ".experts", inner=wide_along(-1)),
+    rule(r"\.experts\.down_proj", Out(".experts.down_proj.weight", (wide_along(-2),))),
 )
 """As they are published; transformers 5 saves them the other way round."""
 

@@ -12,7 +12,7 @@ class Refused(Exception):
 
 
 def upright(image: Image.Image) -> Image.Image:
-    """Decoded now if it has only been opened, turned as its camera says, in RGB. Raises Refused."""
+    """Decoded now if it has only been opened, upright as its camera says, in RGB. Raises Refused."""
     width, height = image.size
     if width * height > MAX_PIXELS:
         raise Refused(f"has {width} x {height} pixels, wanted at most {MAX_PIXELS // 1_000_000} million")

@@ -297,8 +297,8 @@ def test_experts_may_lie_as_transformers_5_saves_them(tmp_path: Path) -> None:
     form = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
     held = {n: np.frombuffer(data[spans[n]], form[row["dtype"]]).reshape(row["shape"]) for n, row in facts.items()}
     assert any(".experts." in name for name in held)
-    turned = {n: np.ascontiguousarray(a.swapaxes(1, 2)) if ".experts." in n else a for n, a in held.items()}
-    write_safetensors(tmp_path / "model.safetensors", turned, {name: row["dtype"] for name, row in facts.items()})
+    others = {n: np.ascontiguousarray(a.swapaxes(1, 2)) if ".experts." in n else a for n, a in held.items()}
+    write_safetensors(tmp_path / "model.safetensors", others, {name: row["dtype"] for name, row in facts.items()})
     with FolderFile(published) as wanted, FolderFile(tmp_path) as found:
         assert all(np.array_equal(found.array(name), wanted.array(name)) for name in wanted.tensors)
 
