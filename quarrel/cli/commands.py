@@ -246,6 +246,7 @@ def _serve(p: argparse.ArgumentParser) -> None:
         ("--streams", 1024, "requests of each key or address in flight at once; 0 is no limit"),
         ("--connections", 2048, "connections, WebSockets among them, that one address may hold"),
         ("--sockets-per-model", 512, "WebSockets that may have requests of one model in flight"),
+        ("--body-limit", 48, "MiB of a request's body, images in it among them"),
     )
     for flag, number, text in bounds:
         p.add_argument(flag, type=int, default=number, metavar="N", help=f"{text}, {number} by default")

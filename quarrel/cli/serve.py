@@ -26,7 +26,7 @@ from quarrel.process import open_remote
 from quarrel.toolbox import Toolbox, server_of
 
 _LEAST = {
-    **dict.fromkeys(("parallel", "queue", "connections", "sockets_per_model"), 1),
+    **dict.fromkeys(("parallel", "queue", "connections", "sockets_per_model", "body_limit"), 1),
     **dict.fromkeys(("rate", "prompt_rate", "output_rate", "streams"), 0),
 }
 """Of options, where it is more than the type says."""
@@ -100,6 +100,7 @@ def _run(args: argparse.Namespace, json_lines: TextIO | None) -> int:
         draft_max=args.draft_max,
         connections_per_address=args.connections,
         sockets_per_model=args.sockets_per_model,
+        body_limit=args.body_limit << 20,
         rates=Rates(args.rate, args.prompt_rate, args.output_rate, args.streams),
     )
 

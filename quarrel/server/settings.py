@@ -103,7 +103,8 @@ class Settings:
     timeout: float = 300.0
     grace: float = 30.0
     """How long work in flight may go on after a signal to stop."""
-    body_limit: int = 8 << 20
+    body_limit: int = 48 << 20
+    """Bytes of a request; an image of the largest size that is decoded, in base64, and what is said about it."""
     header_timeout: float = 10.0
     body_timeout: float = 30.0
     idle_timeout: float = 60.0

@@ -213,10 +213,15 @@ def test_a_body_that_claims_too_much_is_refused_before_it_comes(live: Live) -> N
 
 def test_a_body_in_pieces_is_counted(live: Live) -> None:
     def pieces():  # type: ignore[no-untyped-def]
-        for _ in range(10):
+        for _ in range(50):
             yield b" " * (1 << 20)
 
     assert live.client.post("/v1/completions", content=pieces()).status_code == 413
+
+
+def test_a_body_may_hold_a_photograph(live: Live) -> None:
+    said = b'{"model":"demo","prompt":"a","max_tokens":1}'
+    assert live.client.post("/v1/completions", content=b" " * (16 << 20) + said).status_code == 200
 
 
 def test_half_a_request_costs_a_socket_and_is_closed(tmp_path: Path) -> None:
