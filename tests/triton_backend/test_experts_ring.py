@@ -18,6 +18,7 @@ from quarrel.triton_backend.experts.maps import ExpertMaps
 from quarrel.triton_backend.formats.pack import blank, put
 from quarrel.triton_backend.formats.table import RING
 from quarrel.triton_backend.linear import ring as linear_ring
+from quarrel.triton_backend.linear.ring import Cut
 from quarrel.triton_backend.runtime.arrays import Packed, Planes
 from quarrel.triton_backend.runtime.launch import INTERPRETED, launch
 from tests.triton_backend.test_fuse import program
@@ -102,6 +103,25 @@ def test_which_stacks_it_takes(site: Any, format: str, k: int, taken: bool, monk
     weight = Packed(format, 64, k, empty, Planes(*(empty,) * 4))
     assert (ring.declines(site, ExpertMaps([weight], [], 2, 1, "none")) is None) is taken
     assert ring.declines(site, ExpertMaps([replace(weight, reused=True)], [], 2, 1, "none")) is not None
+
+
+@pytest.mark.parametrize(
+    ("type", "k", "each", "cut"),
+    [
+        (GGMLType.Q4_K, 1536, 1.0, Cut(8, 2, 8, 2)),  # long stages
+        (GGMLType.Q4_K, 1536, 8.0, Cut(16, 2)),
+        (GGMLType.Q6_K, 1536, 1.0, Cut(8, 2)),
+        (GGMLType.Q5_0, 2688, 1.0, Cut(8, 3, 4)),  # scales that consumers load themselves
+        (GGMLType.Q8_0, 2048, 1.0, Cut(8, 2)),
+        (GGMLType.MXFP4, 2880, 4.0, Cut(8, 3, 4)),
+        (GGMLType.MXFP4, 2880, 16.0, Cut(32, 2)),
+        (GGMLType.MXFP4, 2880, 64.0, Cut(64, 1)),
+    ],
+)
+def test_how_products_are_cut(type: GGMLType, k: int, each: float, cut: Cut) -> None:
+    site: Any = Site()
+    made = linear_ring.Product(site, [packed(type, 64, k)], 64, "none", ())
+    assert ring.cut_of(made, each) == cut
 
 
 @pytest.mark.parametrize("type", [GGMLType[name] for name in RING])

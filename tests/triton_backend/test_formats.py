@@ -88,8 +88,9 @@ def test_planes_start_at_aligned_addresses() -> None:
 
 
 @pytest.mark.parametrize("type", [GGMLType.Q4_K, GGMLType.Q6_K, GGMLType.Q8_0, GGMLType.IQ2_XS], ids=lambda t: t.name)
-def test_matrices_beside_each_other_are_each_what_it_is_by_itself(type: GGMLType) -> None:
-    refs = [WeightRef(name, type, rows, 512) for name, rows in (("q", 512), ("k", 256), ("v", 256))]
+@pytest.mark.parametrize("last", [256, 48])
+def test_matrices_beside_each_other_are_each_what_it_is_by_itself(type: GGMLType, last: int) -> None:
+    refs = [WeightRef(name, type, rows, 512) for name, rows in (("q", 512), ("k", 256), ("v", last))]
     source = CallWeights({ref.name: any_bytes(type, ref.rows, ref.k) for ref in refs})
     device = torch.device("cpu")
     with np.errstate(all="ignore"):
@@ -101,7 +102,7 @@ def test_matrices_beside_each_other_are_each_what_it_is_by_itself(type: GGMLType
                 assert torch.equal(plane.view(torch.uint8), want.view(torch.uint8))
     whole = parts[0].whole
     assert whole is not None
-    assert whole.n == 1024
+    assert whole.n == 768 + last
     assert all(part.whole is whole for part in parts)
     assert parts[1].planes.codes.data_ptr() == whole.planes.codes[512:].data_ptr()
     absent = [plane is whole.planes.codes for plane in whole.planes]
@@ -122,8 +123,11 @@ def test_what_is_no_one_matrix_stays_apart() -> None:
     q, k, other = (WeightRef(name, GGMLType.Q4_K, 256, 512) for name in ("q", "k", "other"))
     assert made(q, k, other)[0].whole is not None
     assert made(q, k, k)[0].whole is None  # packed already
-    for odd in (replace(k, type=GGMLType.Q6_K), replace(k, rows=300), replace(k, k=256), q):
+    for odd in (replace(k, type=GGMLType.Q6_K), replace(k, k=256), q):
         assert made(q, odd, other)[0].whole is None
+    # The rows of the last are behind all others.
+    assert made(q, replace(k, rows=300), other)[0].whole is not None
+    assert made(replace(q, rows=300), k, other)[0].whole is None
 
 
 @pytest.mark.parametrize("compute", ["float32", "float16"])

@@ -146,6 +146,10 @@ def test_a_large_map_streams_through_the_ring() -> None:
     assert ring.build(site, one(packed(4096, 4096))).least == 33
     assert ring.build(site, one(packed(2880, 4096, "Q8_0"))).least == 17
     assert ring.build(site, one(packed(201088, 2880, "Q8_0"))).least == 2  # rows of no whole super-blocks, which mma needs
+    # Of few outputs from 17 rows on, smaller ones too.
+    for n, k, least, most in ((2688, 4096, 17, 512), (1536, 3072, 17, 32), (3072, 4096, 33, 512)):
+        made = ring.build(site, one(packed(n, k)))
+        assert (made.least, made.most) == (least, most)
 
 
 def beside(*ns: int, k: int = 2880, format: str = "Q8_0") -> list[Packed]:
@@ -165,6 +169,11 @@ def test_three_maps_in_one_matrix_stream_through_the_ring_as_one() -> None:
         assert (first, rows) == ("arrange", (count, 3))
         assert (second, told["BT"], told["PARTS"], told["TILES"], told["BIAS"]) == ("ring", width, cut, 40, False)
         assert (third, programs, added["PARTS"], added["BIAS"]) == ("add_parts_of_three", (count, 20), cut, False)
+    mamba = ring.build(site, three(*beside(4096, 6144, 64, k=2688, format="Q5_0")))
+    site.launched.clear()
+    mamba.run(batch(8))
+    (_, _, told), (_, programs, _) = site.launched[1:]
+    assert (told["TILES"], programs) == (81, (8, 41))  # the last of 64 rows is a tile, and columns, of its own
     by_rows = ByRows(site, three(*parts))
     assert by_rows.describe().startswith("exact tiles 1, ring 2 to 128, dequantize")
     whole_blocks = three(*beside(4096, 1024, 1024, k=4096, format="Q4_K"))
@@ -174,15 +183,16 @@ def test_three_maps_in_one_matrix_stream_through_the_ring_as_one() -> None:
         assert "in one matrix" in str(ring.declines(site, three(*some)))
 
 
-def test_columns_of_three_results_are_added_and_parted() -> None:
-    rng, (tokens, parts, ns) = np.random.default_rng(3), (3, 4, (512, 256, 256))
+@pytest.mark.parametrize("ns", [(512, 256, 256), (512, 256, 48), (256, 256, 300)])
+def test_columns_of_three_results_are_added_and_parted(ns: tuple[int, int, int]) -> None:
+    rng, (tokens, parts) = np.random.default_rng(3), (3, 4)
     sums = rng.standard_normal((parts, tokens, sum(ns))).astype(np.float32)
     biases = [rng.standard_normal(n).astype(np.float32) for n in ns]
     device = "cpu" if INTERPRETED else "cuda"
     for given in (True, False):
         ys = tuple(torch.full((tokens, n), float("nan"), device=device) for n in ns)
         launch(
-            ring.add_parts_of_three, (tokens, sum(ns) // 256), ys, torch.from_numpy(sums).to(device),
+            ring.add_parts_of_three, (tokens, -(-sum(ns) // 256)), ys, torch.from_numpy(sums).to(device),
             tuple(torch.from_numpy(b).to(device) for b in biases) if given else ys, tokens * sum(ns), ns, PARTS=parts,
             BIAS=given, C=256, early=False,
         )  # fmt: skip
@@ -198,7 +208,8 @@ def test_which_maps_stream_through_the_ring() -> None:
     assert ring.declines(Recorder(), gated) is None
     assert "got 2 maps" in str(ring.declines(Recorder(), replace(gated, activation="none")))
     assert "in one matrix" in str(ring.declines(Recorder(), three(*[packed(4096, 4096)] * 3)))
-    assert "needs 8388608 weights or more, got 4194304" in str(ring.declines(Recorder(), one(packed(1024, 4096))))
+    assert "needs 4194304 weights or more, got 3145728" in str(ring.declines(Recorder(), one(packed(1024, 3072))))
+    assert "needs 8388608 weights or more, got 6291456" in str(ring.declines(Recorder(), one(packed(3072, 2048))))
     assert ring.declines(Recorder(), one(replace(packed(4096, 14336), reused=True)))
     by_rows = ByRows(Recorder(), replace(gated, norm=lambda batch: None, arrange=lambda to, batch, width: None))
     assert by_rows.describe().startswith("exact tiles 1, mma 2 to 8, ring 9 to 512, dequantize")

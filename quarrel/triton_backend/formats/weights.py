@@ -27,9 +27,9 @@ def device_bytes(refs: Iterable[WeightRef], compute: Compute) -> int:
 
 
 def fit_beside(refs: Sequence[WeightRef]) -> bool:
-    """Whether the rows of these matrices can follow each other as those of one."""
+    """Whether the rows of these matrices can follow each other as those of one: the last may have any number."""
     one_kind = len({(ref.type, ref.k) for ref in refs}) == 1 and len(set(refs)) == len(refs) > 1
-    return one_kind and all(ref.rows % ROWS_BESIDE == 0 for ref in refs)
+    return one_kind and all(ref.rows % ROWS_BESIDE == 0 for ref in refs[:-1])
 
 
 def blank_beside(

@@ -94,13 +94,14 @@ class _One:
         given = [torch.cat([b.view(-1) for b in biases])] if self._ns and biases else biases
         self._product = product = Product(site, made, self._n, maps.activation, given)
         self._steps, self._programs = product.padded // 256, product.multiprocessors
-        self._parts = 1 if maps.gated else parts_for(product.tiles, self._steps, self._programs)
+        self._tiles = product.tiles(Cut.of(_WIDEST))  # as with every width
+        self._parts = 1 if maps.gated else parts_for(self._tiles, self._steps, self._programs)
         counts = (*widths(self._format), *range(_WIDEST, AT_ONCE + 1, _WIDEST))  # the most rows of each plan
         apart = [n for n in counts if self.plan(n).apart]
         self._sums = site.scratch("one", max(1, self._parts * max(apart, default=0) * self._n))
 
     def plan(self, count: int) -> Plan:
-        return plan_for(count, self._product.tiles, self._steps, self._parts, self._programs, self._format)
+        return plan_for(count, self._tiles, self._steps, self._parts, self._programs, self._format)
 
     def __call__(self, arranged: torch.Tensor, first: int, count: int) -> None:
         """So many rows of the results from `first` on; x is in order."""
@@ -118,7 +119,7 @@ class _One:
         biases = tuple(self._biases)
         if self._ns:
             site.launch(
-                ring.add_parts_of_three, (count, n // ROWS_BESIDE), ys, sums, biases or ys, stride, self._ns,
+                ring.add_parts_of_three, (count, cdiv(n, ROWS_BESIDE)), ys, sums, biases or ys, stride, self._ns,
                 PARTS=self._parts, BIAS=bool(biases), C=ROWS_BESIDE, warps=2, early=early,
             )  # fmt: skip
             return

@@ -56,6 +56,11 @@ _MOST_DESCRIPTORS = 256
 _LEAST_OF_BYTES = 17
 """The same of a map of 2^23 values or more in Q8_0: o of gpt-oss, 2880 x 4096, takes 11.3 / 12.1 us for 16 / 32 rows on an
 H200 and in `mma.py` 11.1 / 16.9; 4096 x 4096 in Q4_K 13.3 for 32 and 12.4, in Q5_K 14.8 and 13.4."""
+_FEW, _LEAST_OF_FEW, _MOST_OF_SMALL, _SMALL = 2880, 17, 32, 1 << 22
+"""The same of a map of so few outputs, which are too few for the programs of `mma.py`, in any format, and from 2^22 values
+on for up to 32 rows: with 32 sequences on an H200 (2026-11-27) 7 layers of Nemotron with four maps 2688 x 4096 take 1,314
+us for 1,351, and 6 of Granite-4-h-tiny with five 1536 x 3072 770 for 781; 4096 x 4096 gains nothing, Mixtral takes 1,295
+for 1,291."""
 _LEAST_OF_THREE, _MOST_OF_THREE = 17, 128
 """Rows for which three maps in one matrix gain: query, key and value on an H200, us for 8 / 16 / 32 / 128 rows with the
 launch that puts x in order. Rows that are no whole super-blocks gain from 2 on.
@@ -63,15 +68,21 @@ launch that puts x in order. Rows that are no whole super-blocks gain from 2 on.
 | Mistral-7B, Q4_K | 10.1 / 11.0 / 12.1 / 21.1 | `mma.py`, `wgmma.py` | 8.2 / 10.7 / 15.5 / 28.7 |
 |---|---|---|---|
 | gpt-oss, Q8_0 | 10.8 / 11.7 / 12.5 / 16.4 | `mma.py`, `matmul.py` | 11.7 / 18.5 / 22.6 / 31.0 |
+
+A Mamba-2's maps: 7 layers of Nemotron with three of them take 760 us for 803 with 8 sequences and 1,314 for 1,351 with 32,
+6 of Granite-4-h-tiny with five 754 for 781 with 32 (2026-11-27).
 """
 _MOST_PARTS = 8
 
 
 class Cut(NamedTuple):
-    """Rows of x to an item; programs to a multiprocessor."""
+    """Rows of x to an item; programs to a multiprocessor, warps of each that consume, and how many times 256 columns a
+    stage of the ring has."""
 
     width: int
     residents: int
+    warps: int = _WARPS
+    span: int = 1
 
     @classmethod
     def of(cls, width: int) -> Cut:
@@ -186,7 +197,7 @@ class Product:
         self, site: Site, weights: Sequence[Packed], n: int, activation: str, biases: Sequence[torch.Tensor]
     ) -> None:
         self._site, self._biases, self._kind, self._n = site, biases, activation, n
-        self._format, self.k = weights[0].format, weights[0].k
+        self.format, self.k = weights[0].format, weights[0].k
         self._stacks = [Matrices(w) for w in weights]
         self._shift = max(shift_of(w) for w in weights)
         self.padded = cdiv(self.k, 256) * 256
@@ -198,9 +209,13 @@ class Product:
         return len(self._stacks) == 2
 
     @property
-    def tiles(self) -> int:
+    def copied(self) -> bool:
+        """Whether TMA copies scales, which consumers load themselves otherwise."""
+        return self._stacks[0].copied
+
+    def tiles(self, cut: Cut) -> int:
         """Tiles of a matrix's rows."""
-        return cdiv(self._n, (8 if self.gated else 16) * _WARPS)
+        return cdiv(self._n, (8 if self.gated else 16) * cut.warps)
 
     @property
     def multiprocessors(self) -> int:
@@ -221,26 +236,31 @@ class Product:
     ) -> None:
         """y `[pairs, n]`, or with parts of K their sums `[parts, pairs, n]` without biases."""
         site, one, gated = self._site, self._stacks[0], self.gated
-        tile = (8 if gated else 16) * _WARPS
+        tile = (8 if gated else 16) * cut.warps
         (codes, scale, bits), (up_codes, up_scale, up_bits) = (s.descriptors(tile) for s in (one, self._stacks[-1]))
         bias = self._biases or (one.top,)
         site.launch(
             kernels.ring, (cut.residents * self.multiprocessors,), y, codes, up_codes, scale, up_scale, bits, up_bits,
             rows.x, (one.top, self._stacks[-1].top), (rows.items, rows.pairs),
             (bias[0], bias[-1], 2.0**-self._shift, 2.0**self._shift, *ending.arguments), self._n, part_stride, rows.count,
-            K=self.k, PARTS=parts or ending.parts, COPIED=one.copied, LOOSE=one.loose, FORMAT=self._format, GATED=gated,
+            K=self.k, PARTS=parts or ending.parts, COPIED=one.copied, LOOSE=one.loose, FORMAT=self.format, GATED=gated,
             KIND=self._kind, BIAS=bool(self._biases) and not parts, BT=cut.width, STAGES=self._stages(cut),
-            TILES=self.tiles, T=_WARPS, LISTED=not rows.count, IN_TURN=ending.parts > 1, ADD=ending.residual is not None,
-            THREE=bool(ending.further), warps=_WARPS, early=starts_early(site),
-            maxnreg=80 if cut.residents == 2 else 168,
+            TILES=self.tiles(cut), T=cut.warps, LISTED=not rows.count, SPAN=cut.span, IN_TURN=ending.parts > 1,
+            ADD=ending.residual is not None, THREE=bool(ending.further), warps=cut.warps, early=starts_early(site),
+            maxnreg=_registers(cut),
         )  # fmt: skip
 
     def _stages(self, cut: Cut) -> int:
         """As many as fit."""
         one = self._stacks[0]
         upper = 0 if one.loose else 32 * one.bits
-        stage = 16 * _WARPS * (128 * one.planes + (16 if one.copied else 0) + upper) + 512 * cut.width
-        return max(2, min(12, (_SHARED // cut.residents - 1024) // stage))
+        stage = 16 * cut.warps * (128 * one.planes + (16 if one.copied else 0) + upper) + 512 * cut.width
+        return max(2, min(12, (_SHARED // cut.residents - 1024) // (stage * cut.span)))
+
+
+def _registers(cut: Cut) -> int:
+    """For each thread, with the producer's, of whose four warps one works."""
+    return min(168, 65536 // (cut.residents * 32 * (cut.warps + 4)) // 8 * 8)
 
 
 @triton.jit
@@ -268,15 +288,17 @@ def add_parts(
 
 @triton.jit
 def _one_of_three(
-    y, parts, bias, stride, at, first, n, PARTS: tl.constexpr, BIAS: tl.constexpr, C: tl.constexpr
+    y, parts, bias, stride, at, first, n, N, PARTS: tl.constexpr, BIAS: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
     column = first + tl.arange(0, C)
-    total = tl.load(parts + at + tl.arange(0, C))
+    ok = column < n
+    at += tl.program_id(0).to(tl.int64) * N + column
+    total = tl.load(parts + at, mask=ok, other=0.0)
     for part in tl.static_range(1, PARTS):
-        total += tl.load(parts + part * stride + at + tl.arange(0, C))
+        total += tl.load(parts + part * stride + at, mask=ok, other=0.0)
     if BIAS:
-        total += tl.load(bias + column)
-    tl.store(y + tl.program_id(0).to(tl.int64) * n + column, total.to(y.dtype.element_ty))
+        total += tl.load(bias + column, mask=ok, other=0.0)
+    tl.store(y + tl.program_id(0).to(tl.int64) * n + column, total.to(y.dtype.element_ty), mask=ok)
 
 
 @triton.jit
@@ -284,18 +306,19 @@ def add_parts_of_three(
     ys, parts, biases, stride, ns, PARTS: tl.constexpr, BIAS: tl.constexpr, C: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """Three results `[tokens, n]` from sums of parts of K of all their columns, float32 `[PARTS, tokens, sum of n]` with
-    `stride` values each, in order, with biases. C divides each n. Grid (tokens, sum of n / C)."""
+    `stride` values each, in order, with biases. C divides each n but the last. Grid (tokens, sum of n / C)."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     first = tl.program_id(1) * C
-    at = tl.program_id(0).to(tl.int64) * (ns[0] + ns[1] + ns[2]) + first
+    N = ns[0] + ns[1] + ns[2]
     if first < ns[0]:
-        _one_of_three(ys[0], parts, biases[0], stride, at, first, ns[0], PARTS, BIAS, C)
+        _one_of_three(ys[0], parts, biases[0], stride, 0, first, ns[0], N, PARTS, BIAS, C)
     elif first < ns[0] + ns[1]:
-        _one_of_three(ys[1], parts, biases[1], stride, at, first - ns[0], ns[1], PARTS, BIAS, C)
+        _one_of_three(ys[1], parts, biases[1], stride, ns[0], first - ns[0], ns[1], N, PARTS, BIAS, C)
     else:
-        _one_of_three(ys[2], parts, biases[2], stride, at, first - ns[0] - ns[1], ns[2], PARTS, BIAS, C)
+        at = ns[0] + ns[1]
+        _one_of_three(ys[2], parts, biases[2], stride, at, first - at, ns[2], N, PARTS, BIAS, C)
 
 
 def as_one(weights: Sequence[Packed]) -> Packed | None:
@@ -319,17 +342,27 @@ def declines(site: Site, maps: Maps) -> str | None:
     elif not maps.gated and (len(maps.weights) > 1 or maps.norm is not None):
         return f"needs one map without a norm, gate and up, or three maps, got {len(maps.weights)} maps"
     values = sum(w.n * w.k for w in maps.weights)
-    return None if values >= min(_LEAST) else f"needs {min(_LEAST)} weights or more, got {values}"
+    needs = _SMALL if _few(maps) else min(_LEAST)
+    return None if values >= needs else f"needs {needs} weights or more, got {values}"
+
+
+def _few(maps: Maps) -> bool:
+    """Whether it is one map of few outputs."""
+    return len(maps.weights) == 1 and maps.weights[0].n <= _FEW
 
 
 def build(site: Site, maps: Maps) -> Serves:
     values = sum(w.n * w.k for w in maps.weights)
+    if values < min(_LEAST):
+        return Serves(_Maps(site, maps), _LEAST_OF_FEW, _MOST_OF_SMALL)
     # `mma.py` was not measured with large maps of rows that are no whole super-blocks, as the head of gpt-oss.
     by_mma = mma.declines(site, maps) is None and (maps.weights[0].k % 256 == 0 or values < max(_LEAST))
     least = min(rows for size, rows in _LEAST.items() if values >= size) if by_mma else 2
     most = MOST
     if len(maps.weights) == 3:
         least, most = _LEAST_OF_THREE if maps.weights[0].k % 256 == 0 else 2, _MOST_OF_THREE
+    elif _few(maps):
+        least = min(least, _LEAST_OF_FEW)
     elif maps.weights[0].format == "Q8_0" and not maps.gated:
         least = min(least, _LEAST_OF_BYTES)
     return Serves(_Maps(site, maps), least, most, maps.arrange is not None)
@@ -365,7 +398,7 @@ class _Maps:
         if self._maps.gated:
             return _Plan(cut, 1)
         steps, programs = self._product.padded // 256, cut.residents * self._product.multiprocessors
-        units = self._product.tiles * cdiv(count, cut.width)
+        units = self._product.tiles(cut) * cdiv(count, cut.width)
         most = max(1, min(_MOST_PARTS, steps, cdiv(programs, units)))
 
         def longest(parts: int) -> int:
@@ -400,7 +433,7 @@ class _Maps:
         if len(maps.ys) == 3:
             ys, ns = tuple(slot.tensor for slot in maps.ys), tuple(w.n for w in maps.weights)
             site.launch(
-                add_parts_of_three, (count, self._n // ROWS_BESIDE), ys, sums, biases or ys, stride, ns,
+                add_parts_of_three, (count, cdiv(self._n, ROWS_BESIDE)), ys, sums, biases or ys, stride, ns,
                 PARTS=plan.parts, BIAS=bool(biases), C=ROWS_BESIDE, warps=2, early=early,
             )  # fmt: skip
             return

@@ -1,8 +1,8 @@
 """Packed weights times a few to a few hundred rows of x on Hopper, for one matrix or for the chosen ones of a stack.
 
 Weights are the left operand of `wgmma`, decoded in its registers (`formats/ring_tiles.py`); rows of x are the right one. A
-producer warp copies codes, scales and x by TMA into a ring of STAGES stages of 256 columns; T consumer warps decode
-and multiply 16 T rows of every stage. Weights lie as the matvec kernels read them: nothing is packed twice.
+producer warp copies codes, scales and x by TMA into a ring of STAGES stages of SPAN times 256 columns; T consumer warps
+decode and multiply 16 T rows of every stage. Weights lie as the matvec kernels read them: nothing is packed twice.
 
 A unit of work is a tile of rows, a part of K and an item; an item is a matrix of the stack and up to BT of its rows of x,
 listed on the device, or of a single matrix BT rows after the other. Programs are persistent and take units in turn, items
@@ -77,6 +77,8 @@ class Tiling:
     GATED: gl.constexpr
     K: gl.constexpr
     STEPS: gl.constexpr
+    """Stages of a row."""
+    SPAN: gl.constexpr
     PARTS: gl.constexpr
     UNITS: gl.constexpr
     """Of a tile and an item: a part of K each, or all of them one after the other."""
@@ -96,12 +98,13 @@ class Tiling:
     """Rows of the result that it makes."""
 
     @gluon.constexpr_function
-    def __init__(self, FORMAT, COPIED, LOOSE, GATED, K, PARTS, IN_TURN, TILES, BT, STAGES, T, PDL, LISTED):
+    def __init__(self, FORMAT, COPIED, LOOSE, GATED, K, SPAN, PARTS, IN_TURN, TILES, BT, STAGES, T, PDL, LISTED):
         self.FORMAT = gl.constexpr(FORMAT)
         self.COPIED = gl.constexpr(COPIED)
         self.GATED = gl.constexpr(GATED)
         self.K = gl.constexpr(K)
-        self.STEPS = gl.constexpr((K + 255) // 256)
+        self.STEPS = gl.constexpr((K + 256 * SPAN - 1) // (256 * SPAN))
+        self.SPAN = gl.constexpr(SPAN)
         self.PARTS = gl.constexpr(PARTS)
         self.UNITS = gl.constexpr(1 if IN_TURN else PARTS)
         self.TILES = gl.constexpr(TILES)
@@ -118,8 +121,8 @@ class Tiling:
 
 
 @gluon.constexpr_function
-def _stage_bytes(planes, copied, bits, bt, warps):
-    return int(16 * warps * (128 * planes + (16 if copied else 0) + 32 * bits) + bt * 512)
+def _stage_bytes(span, planes, copied, bits, bt, warps):
+    return int(span * (16 * warps * (128 * planes + (16 if copied else 0) + 32 * bits) + bt * 512))
 
 
 @gluon.jit
@@ -162,7 +165,7 @@ def _produce(codes, up_codes, scale, up_scale, bits, up_bits, x, items, tokens, 
     n = _number(items, tokens, how)
     slot = 0
     phase = 1
-    BYTES: gl.constexpr = _stage_bytes(how.PLANES, how.COPIED, how.BITS, how.BT, how.T)
+    BYTES: gl.constexpr = _stage_bytes(how.SPAN, how.PLANES, how.COPIED, how.BITS, how.BT, how.T)
     for unit in range(gl.program_id(0), n * (how.TILES * how.UNITS), gl.num_programs(0)):
         matrix, row, _ = _item(items, tokens, unit % n, how)
         rest = unit // n
@@ -172,15 +175,18 @@ def _produce(codes, up_codes, scale, up_scale, bits, up_bits, x, items, tokens, 
             mbarrier.wait(stages.free.index(slot), phase)
             bar = stages.full.index(slot)
             mbarrier.expect(bar, BYTES)
-            for i in gl.static_range(how.PLANES):
-                tile = stages.codes.index(slot * how.PLANES + i)
-                _bring(codes, up_codes, first, (step * how.PLANES + i) * 32, bar, tile, how)
-            if how.COPIED:
-                _bring(scale, up_scale, first, step * 8, bar, stages.scale.index(slot), how)
-            if how.BITS > 0:
-                _bring(bits, up_bits, first, step * (8 * how.BITS), bar, stages.bits.index(slot), how)
-            for i in gl.static_range(4):
-                _copy(x, [row, step * 256 + i * 64], bar, stages.x.index(slot * 4 + i))
+            for s in gl.static_range(how.SPAN):
+                at = slot * how.SPAN + s
+                super = step * how.SPAN + s
+                for i in gl.static_range(how.PLANES):
+                    tile = stages.codes.index(at * how.PLANES + i)
+                    _bring(codes, up_codes, first, (super * how.PLANES + i) * 32, bar, tile, how)
+                if how.COPIED:
+                    _bring(scale, up_scale, first, super * 8, bar, stages.scale.index(at), how)
+                if how.BITS > 0:
+                    _bring(bits, up_bits, first, super * (8 * how.BITS), bar, stages.bits.index(at), how)
+                for i in gl.static_range(4):
+                    _copy(x, [row, super * 256 + i * 64], bar, stages.x.index(at * 4 + i))
             slot += 1
             if slot == how.STAGES:
                 slot = 0
@@ -245,81 +251,88 @@ def _consume(
         rest = unit // n
         part = rest % how.UNITS
         begin = part * how.STEPS // how.UNITS
-        last = (part + 1) * how.STEPS // how.UNITS - 1
+        end = (part + 1) * how.STEPS // how.UNITS
+        last = end - 1
+        if how.SPAN > 1:  # in super-blocks
+            last = gl.minimum(end * how.SPAN, (how.K + 255) // 256) - 1
         tile = rest // how.UNITS * how.BN
         ok = tile + at < N
         row = matrix.to(gl.int64) * N + tile + at
-        # Two steps ahead, as these loads have no copy engine behind them.
-        after = gl.minimum(begin + 1, last)
-        t = _top_of(tops, row, ok, is_up, begin, how)
+        # Two super-blocks ahead, as these loads have no copy engine behind them.
+        after = gl.minimum(begin * how.SPAN + 1, last)
+        t = _top_of(tops, row, ok, is_up, begin * how.SPAN, how)
         t1 = _top_of(tops, row, ok, is_up, after, how)
         if not COPIED:
-            s0, s1 = _scales_of(scale, up_scale, row, ok, is_up, begin, how)
+            s0, s1 = _scales_of(scale, up_scale, row, ok, is_up, begin * how.SPAN, how)
             n0, n1 = _scales_of(scale, up_scale, row, ok, is_up, after, how)
         if how.LOOSE:
-            b0, b1 = _bits_of(bits, up_bits, row, ok, is_up, begin, how)
+            b0, b1 = _bits_of(bits, up_bits, row, ok, is_up, begin * how.SPAN, how)
             c0, c1 = _bits_of(bits, up_bits, row, ok, is_up, after, how)
         acc = warpgroup_mma_init(gl.zeros([how.BM, BT], gl.float32, layout=MMA))
         if IN_TURN:
             total = gl.zeros([how.BM, BT], gl.float32, layout=MMA)
             parts = 0
             border = how.STEPS // how.PARTS
-        for step in range(begin, last + 1):
-            far = gl.minimum(step + 2, last)
-            t2 = _top_of(tops, row, ok, is_up, far, how)
-            if not COPIED:
-                f0, f1 = _scales_of(scale, up_scale, row, ok, is_up, far, how)
-            if how.LOOSE:
-                d0, d1 = _bits_of(bits, up_bits, row, ok, is_up, far, how)
-            mbarrier.wait(stages.full.index(slot), phase)
-            if PLANES == 2:
-                q0, q1, r0, r1 = signed_bytes(stages.codes.index(slot * 2), T, GATED)
-                q2, q3, r2, r3 = signed_bytes(stages.codes.index(slot * 2 + 1), T, GATED)
-            else:
-                q0, q1, q2, q3 = nibbles(stages.codes.index(slot), T, GATED)
-                r0, r1, r2, r3 = q0, q1, q2, q3
-            if COPIED:
-                s0, s1 = entries(stages.scale.index(slot), T, GATED, PLANES)
-            if how.BITS == 2:
-                u0, v0, u1, v1 = double_entries(stages.bits.index(slot), T, GATED, PLANES)
-            elif how.BITS == 1:
-                u0, u1 = entries(stages.bits.index(slot), T, GATED, PLANES)
-                v0, v1 = u0, u1
-            elif how.LOOSE:
-                u0, v0, u1, v1 = b0, b0, b1, b1
-            else:
-                u0, v0, u1, v1 = s0, s0, s1, s1
-            a, b, c, d = factors(FORMAT, s0, t, down, T)
-            w = decode(FORMAT, 0, q0, r0, a, b, c, d, u0, v0, T, MMA)
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            # All warps have read the codes of the slot before this one, and products with its x are done.
-            _barrier()
-            mbarrier.arrive(stages.free.index(gl.where(slot == 0, how.STAGES - 1, slot - 1)), count=1, pred=begun)
-            begun = True
-            if IN_TURN:  # the sum of a part begins with its first product
-                goes_on = step != border
-                if step == border:
-                    total += acc
-                    parts += 1
-                    border = (parts + 1) * how.STEPS // how.PARTS
-                x0 = stages.x.index(slot * 4).permute((1, 0))
-                acc = warpgroup_mma(w, x0, acc, use_acc=goes_on, is_async=True)
-            else:
-                acc = warpgroup_mma(w, stages.x.index(slot * 4).permute((1, 0)), acc, is_async=True)
-            w = decode(FORMAT, 1, q1, r1, a, b, c, d, u0, v0, T, MMA)
-            acc = warpgroup_mma(w, stages.x.index(slot * 4 + 1).permute((1, 0)), acc, is_async=True)
-            a, b, c, d = factors(FORMAT, s1, t, down, T)
-            w = decode(FORMAT, 0, q2, r2, a, b, c, d, u1, v1, T, MMA)
-            acc = warpgroup_mma_wait(1, deps=[acc])
-            acc = warpgroup_mma(w, stages.x.index(slot * 4 + 2).permute((1, 0)), acc, is_async=True)
-            w = decode(FORMAT, 1, q3, r3, a, b, c, d, u1, v1, T, MMA)
-            acc = warpgroup_mma_wait(1, deps=[acc])
-            acc = warpgroup_mma(w, stages.x.index(slot * 4 + 3).permute((1, 0)), acc, is_async=True)
-            t, t1 = t1, t2
-            if not COPIED:
-                s0, s1, n0, n1 = n0, n1, f0, f1
-            if how.LOOSE:
-                b0, b1, c0, c1 = c0, c1, d0, d1
+        for step in range(begin, end):
+            for s in gl.static_range(how.SPAN):
+                far = gl.minimum(step * how.SPAN + (s + 2), last)
+                place = slot * how.SPAN + s
+                t2 = _top_of(tops, row, ok, is_up, far, how)
+                if not COPIED:
+                    f0, f1 = _scales_of(scale, up_scale, row, ok, is_up, far, how)
+                if how.LOOSE:
+                    d0, d1 = _bits_of(bits, up_bits, row, ok, is_up, far, how)
+                if s == 0:
+                    mbarrier.wait(stages.full.index(slot), phase)
+                if PLANES == 2:
+                    q0, q1, r0, r1 = signed_bytes(stages.codes.index(place * 2), T, GATED)
+                    q2, q3, r2, r3 = signed_bytes(stages.codes.index(place * 2 + 1), T, GATED)
+                else:
+                    q0, q1, q2, q3 = nibbles(stages.codes.index(place), T, GATED)
+                    r0, r1, r2, r3 = q0, q1, q2, q3
+                if COPIED:
+                    s0, s1 = entries(stages.scale.index(place), T, GATED, PLANES)
+                if how.BITS == 2:
+                    u0, v0, u1, v1 = double_entries(stages.bits.index(place), T, GATED, PLANES)
+                elif how.BITS == 1:
+                    u0, u1 = entries(stages.bits.index(place), T, GATED, PLANES)
+                    v0, v1 = u0, u1
+                elif how.LOOSE:
+                    u0, v0, u1, v1 = b0, b0, b1, b1
+                else:
+                    u0, v0, u1, v1 = s0, s0, s1, s1
+                a, b, c, d = factors(FORMAT, s0, t, down, T)
+                w = decode(FORMAT, 0, q0, r0, a, b, c, d, u0, v0, T, MMA)
+                acc = warpgroup_mma_wait(0, deps=[acc])
+                if s == 0:
+                    # All warps have read the codes of the slot before this one, and products with its x are done.
+                    _barrier()
+                    mbarrier.arrive(stages.free.index(gl.where(slot == 0, how.STAGES - 1, slot - 1)), count=1, pred=begun)
+                    begun = True
+                if IN_TURN and s == 0:  # the sum of a part begins with its first product
+                    goes_on = step != border
+                    if step == border:
+                        total += acc
+                        parts += 1
+                        border = (parts + 1) * how.STEPS // how.PARTS
+                    x0 = stages.x.index(place * 4).permute((1, 0))
+                    acc = warpgroup_mma(w, x0, acc, use_acc=goes_on, is_async=True)
+                else:
+                    acc = warpgroup_mma(w, stages.x.index(place * 4).permute((1, 0)), acc, is_async=True)
+                w = decode(FORMAT, 1, q1, r1, a, b, c, d, u0, v0, T, MMA)
+                acc = warpgroup_mma(w, stages.x.index(place * 4 + 1).permute((1, 0)), acc, is_async=True)
+                a, b, c, d = factors(FORMAT, s1, t, down, T)
+                w = decode(FORMAT, 0, q2, r2, a, b, c, d, u1, v1, T, MMA)
+                acc = warpgroup_mma_wait(1, deps=[acc])
+                acc = warpgroup_mma(w, stages.x.index(place * 4 + 2).permute((1, 0)), acc, is_async=True)
+                w = decode(FORMAT, 1, q3, r3, a, b, c, d, u1, v1, T, MMA)
+                acc = warpgroup_mma_wait(1, deps=[acc])
+                acc = warpgroup_mma(w, stages.x.index(place * 4 + 3).permute((1, 0)), acc, is_async=True)
+                t, t1 = t1, t2
+                if not COPIED:
+                    s0, s1, n0, n1 = n0, n1, f0, f1
+                if how.LOOSE:
+                    b0, b1, c0, c1 = c0, c1, d0, d1
             slot += 1
             if slot == how.STAGES:
                 slot = 0
@@ -415,8 +428,8 @@ def ring(
     y, codes, up_codes, scale, up_scale, bits, up_bits, x, tops, items, epilogue, N, part_stride, tokens, K: gl.constexpr,
     PARTS: gl.constexpr, COPIED: gl.constexpr, LOOSE: gl.constexpr, FORMAT: gl.constexpr, GATED: gl.constexpr,
     KIND: gl.constexpr, BIAS: gl.constexpr, BT: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr, T: gl.constexpr,
-    LISTED: gl.constexpr, PDL: gl.constexpr, IN_TURN: gl.constexpr = False, ADD: gl.constexpr = False,
-    THREE: gl.constexpr = False,
+    LISTED: gl.constexpr, PDL: gl.constexpr, SPAN: gl.constexpr = 1, IN_TURN: gl.constexpr = False,
+    ADD: gl.constexpr = False, THREE: gl.constexpr = False,
 ):  # fmt: skip
     """y `[pairs, N]` = activation(x W^T + bias) for the pairs of `items`, or sums of parts of K `[PARTS, pairs, N]`.
 
@@ -437,16 +450,16 @@ def ring(
     part_stride: values from one part's sums to the next. tokens: rows of x, unless LISTED.
     Grid: any number of programs.
     """
-    how = Tiling(FORMAT, COPIED, LOOSE, GATED, K, PARTS, IN_TURN, TILES, BT, STAGES, T, PDL, LISTED)
+    how = Tiling(FORMAT, COPIED, LOOSE, GATED, K, SPAN, PARTS, IN_TURN, TILES, BT, STAGES, T, PDL, LISTED)
     X: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    s_codes = gl.allocate_shared_memory(gl.int32, [STAGES * how.PLANES, 16 * T, 32], codes.layout)
-    s_x = gl.allocate_shared_memory(gl.float16, [STAGES * 4, BT, 64], X)
+    s_codes = gl.allocate_shared_memory(gl.int32, [STAGES * SPAN * how.PLANES, 16 * T, 32], codes.layout)
+    s_x = gl.allocate_shared_memory(gl.float16, [STAGES * SPAN * 4, BT, 64], X)
     s_scale = s_codes
     if COPIED:
-        s_scale = gl.allocate_shared_memory(gl.int16, [STAGES, 16 * T, 8], scale.layout)
+        s_scale = gl.allocate_shared_memory(gl.int16, [STAGES * SPAN, 16 * T, 8], scale.layout)
     s_bits = s_codes
     if how.BITS > 0:
-        s_bits = gl.allocate_shared_memory(gl.int32, [STAGES, 16 * T, 8 * how.BITS], bits.layout)
+        s_bits = gl.allocate_shared_memory(gl.int32, [STAGES * SPAN, 16 * T, 8 * how.BITS], bits.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
