@@ -19,6 +19,7 @@ from quarrel.ops.null import Builder
 from quarrel.ops.program import Program
 from quarrel.triton_backend import fuse
 from quarrel.triton_backend.backend import TritonBackend
+from quarrel.triton_backend.experts import route as router
 from quarrel.triton_backend.step import TritonStep
 from tests.triton_backend.test_step import LIMITS, VOCAB, Reference, Weights, batch
 
@@ -109,6 +110,31 @@ def test_fused_steps_match_the_reference(backend: TritonBackend, kind: str) -> N
     (counts,) = step.expert_counts().values()
     assert counts.sum() == counted * USED
     step.close()
+
+
+def test_logits_of_few_and_of_many_tokens_are_those_of_the_reference(
+    backend: TritonBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A router has a cut for each."""
+    made = program("relu2")
+    reference = Reference(made)
+    for most in (15, 14):
+        monkeypatch.setattr(router, "_FEW_LOGITS", most)
+        step = backend.compile(made, Weights(), LIMITS, "float16")
+        cuts: list[tuple[int, int]] = []
+        assert isinstance(step, TritonStep)
+        go = step._plan.launch
+
+        def noted(kernel: Any, *args: Any, go: Any = go, cuts: list[tuple[int, int]] = cuts, **told: Any) -> None:
+            if kernel.__name__ == "gate_rows":
+                cuts.append((told["R"], told["W"]))
+            go(kernel, *args, **told)
+
+        step._plan.launch = noted
+        inputs = batch([(0, 0, 3)], rows=list(range(3)), seed=3)
+        assert rel_error(step(inputs, "hidden").hidden, reference(inputs)["hidden"]) <= 5e-3  # type: ignore[arg-type]
+        assert cuts == [(1 if most == 15 else 2, 128)]
+        step.close()
 
 
 def launched(step: TritonStep, tokens: int) -> list[str]:
