@@ -3,8 +3,9 @@
     python tools/make_synthetic.py mistral-7b Q4_K_M mistral.gguf [--layers N] [--vocab OTHER.gguf] [--seed N] [--dry]
 
 Shapes are in synthetic_shapes.toml. Tensor types are those that llama-quantize would choose, with its fallbacks for rows
-that are no multiple of 256. Weights are drawn per piece of a tensor from the seed and the tensor's name: memory stays below
-1 GB, a tensor is the same whatever else is written, and one process a core fills the file.
+that are no multiple of 256; those of IQ4_XS and of names that end in _S are one type but for the output. Weights are drawn
+per piece of a tensor from the seed and the tensor's name: memory stays below 1 GB, a tensor is the same whatever else is
+written, and one process a core fills the file.
 """
 
 from __future__ import annotations
@@ -31,14 +32,24 @@ from quarrel.gguf import FORMATS, GGMLType, GGUFFile, GGUFWriter, nbytes, quanti
 
 T = GGMLType
 QUANTS = {
+    "F32": (T.F32, 0),
     "F16": (T.F16, 1),
+    "BF16": (T.BF16, 32),
     "Q4_0": (T.Q4_0, 2),
     "Q8_0": (T.Q8_0, 7),
     "Q4_K_M": (T.Q4_K, 15),
     "Q6_K": (T.Q6_K, 18),
     "MXFP4": (T.Q8_0, 38),
+    "Q5_K_S": (T.Q5_K, 16),
+    "Q4_K_S": (T.Q4_K, 14),
+    "Q3_K_S": (T.Q3_K, 11),
+    "Q2_K_S": (T.Q2_K, 21),
+    "IQ4_XS": (T.IQ4_XS, 30),
 }
-FALLBACK = {T.Q4_K: T.Q5_0, T.Q5_K: T.Q5_1, T.Q6_K: T.Q8_0}
+FALLBACK = {
+    T.Q4_K: T.Q5_0, T.Q5_K: T.Q5_1, T.Q6_K: T.Q8_0, T.Q3_K: T.IQ4_NL, T.Q2_K: T.IQ4_NL, T.IQ4_XS: T.IQ4_NL,
+}  # fmt: skip
+UNCODED = {"F32": T.F32, "F16": T.F16, "BF16": T.BF16}
 POOL_ELEMENTS = 1 << 18
 PIECE_BYTES = 16 << 20
 _MERGES = (
@@ -150,8 +161,8 @@ def tensor_type(quant: str, name: str, k: int, place: tuple[int, int], experts: 
     base = QUANTS[quant][0]
     stem = name.split(".")[-2]
     kind = base
-    if quant == "F16":
-        return T.F16
+    if quant in UNCODED:
+        return UNCODED[quant]
     if stem == "output" or (tied and stem == "token_embd"):
         kind = T.Q8_0 if base is T.Q8_0 or k % 256 else T.Q6_K
     elif quant == "MXFP4":

@@ -172,3 +172,25 @@ def test_values_are_rounded_as_torch_rounds_them_and_a_model_is_as_far_off_as_th
     errors = {compute: rounded.errors("llama32/q4_0x", compute)["error"] for compute in ("float16", "bfloat16")}
     assert 4 < errors["bfloat16"] / errors["float16"] < 16
     assert errors["float16"] < 3e-3
+
+
+def test_models_that_are_compared_at_the_same_time_have_cores_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    peers = importlib.import_module("bench.steps.peers_cpu")
+    monkeypatch.setattr(peers, "allowed_cores", lambda: list(range(12)))
+    monkeypatch.setattr(peers, "siblings", lambda cpu: f"{cpu % 6},{cpu % 6 + 6}")
+    assert peers.cores(2, 3) == ["0,1", "2,3", "4,5"]
+    assert peers.cores(3, 1) == ["0,1,2,3,4,5,6,7,8,9,10,11"]
+    with pytest.raises(SystemExit, match="need 8 cores, and there are 6"):
+        peers.cores(2, 4)
+
+
+def test_the_table_beside_llama_cpp_names_models_that_can_be_made() -> None:
+    from tools.make_synthetic import QUANTS, load_shapes
+
+    shapes = load_shapes()
+    for name in importlib.import_module("bench.steps.peers_cpu").TABLE:
+        shape, quant, *layers = name.partition("@")[0].split(":")
+        assert quant in QUANTS
+        assert all(int(count) <= len(shapes[shape].layers) for count in layers)
+        for depth in filter(None, name.partition("@")[2].split(",")):
+            assert int(depth) < shapes[shape].keys["context_length"], name

@@ -41,7 +41,7 @@ def test_threads_follow_the_affinity_and_the_caller() -> None:
 
 
 def test_hyper_threads_of_one_core_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(features, "_siblings", lambda cpu: f"{cpu % 2},{cpu % 2 + 2}")
+    monkeypatch.setattr(features, "siblings", lambda cpu: f"{cpu % 2},{cpu % 2 + 2}")
     monkeypatch.setattr(features, "allowed_cores", lambda: [0, 1, 2, 3])
     assert features.threads() == 2
 

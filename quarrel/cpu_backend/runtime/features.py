@@ -94,7 +94,7 @@ def level(name: str | None = None) -> Level:
 
 def threads(count: int | None = None) -> int:
     """Worker threads: `count`, or the cores that this process may use, one per physical core."""
-    return count or len({_siblings(cpu) for cpu in allowed_cores()})
+    return count or len({siblings(cpu) for cpu in allowed_cores()})
 
 
 def allowed_cores() -> list[int]:
@@ -104,7 +104,7 @@ def allowed_cores() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
-def _siblings(cpu: int) -> str:
+def siblings(cpu: int) -> str:
     """A name that the hyper-threads of one core share; the CPU's own number where the system does not say."""
     try:
         with open(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") as file:
