@@ -41,7 +41,7 @@ NAMES = {
 
 PEER = """
 import json, sys, time
-import numpy, torch
+import numpy, torch, transformers
 from sentence_transformers import SentenceTransformer
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
@@ -53,10 +53,17 @@ arrays = numpy.load(folder + "/weights.npz")
 missing = model.load_state_dict({n: torch.from_numpy(arrays[n]) for n in arrays.files}, strict=False)
 assert not missing.unexpected_keys and all(n.startswith("pooler") for n in missing.missing_keys), missing
 model.save_pretrained(folder + "/hf")
-tokenizer = BertTokenizerFast(folder + "/vocab.txt", do_lower_case=True)
+words = folder + "/vocab.txt"
+if int(transformers.__version__.split(".")[0]) >= 5:  # these take the words themselves
+    words = {word: i for i, word in enumerate(open(words, encoding="utf-8").read().split("\\n")[:-1])}
+tokenizer = BertTokenizerFast(words, do_lower_case=True)
 tokenizer.model_max_length = facts["config"]["max_position_embeddings"]
 tokenizer.save_pretrained(folder + "/hf")
-from sentence_transformers.models import Normalize, Pooling, Transformer
+try:
+    from sentence_transformers.models import Normalize, Pooling, Transformer
+except ImportError:
+    from sentence_transformers.base.modules import Normalize, Transformer
+    from sentence_transformers.sentence_transformer.modules import Pooling
 parts = [Transformer(folder + "/hf"), Pooling(facts["config"]["hidden_size"], "mean"), Normalize()]
 st = SentenceTransformer(modules=parts, device="cpu")
 if facts["dtype"] == "bfloat16":
