@@ -105,8 +105,8 @@ SLACK = 16
 """Bytes of stack that are no fault: ptxas 13 spills 8 or 16 of its own accord to reach a rounder number of registers, one
 kernel here and another there by version and target. A kernel that outgrows its registers takes 40 to 500."""
 TOKENS = (1, 8, 16, 32, 64, 128, 512, 1024)
-MANY = tuple(Batch(n, n, n, True, False, items) for n, items in ((8, 8), (64, 64), (64, 1024), (128, 128)))
-"""Steps of many sequences, one token each."""
+MANY = tuple(Batch(n, n, n, True, False, items) for n, items in ((1, 64), (8, 8), (64, 64), (64, 1024), (128, 128)))
+"""Steps of many keys or many sequences, one token each."""
 WHOLE = Batch(512, 1, 1, False, True, 1, ((0, 0, 512),))
 """A prompt that cuDNN would take."""
 MEASURED = {"attend_latent_many": 960, "attend_latent_one": 112, "attend_fixed_many": 96}

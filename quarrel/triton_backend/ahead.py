@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from quarrel.ops.registry import Choice
 from quarrel.ops.step import Limits
+from quarrel.triton_backend.attention.splits import MOST_SPLITS
 from quarrel.triton_backend.inputs import PROMPTS, item_bucket
 from quarrel.triton_backend.plan import Plan
 from quarrel.triton_backend.runtime.compile import Compilers, Job, uncompiled
@@ -81,7 +82,7 @@ class Ahead:
 
 def foreseen(limits: Limits) -> Iterator[Batch]:
     """Steps that a model will be given, in the order in which they matter: a short prompt, a token, other prompts,
-    batches, and both together."""
+    batches, a token behind many, and both together."""
     most = min(limits.max_seqs, limits.max_tokens)
     lengths = (64, 32, 16, 128, 512, limits.max_tokens, 256)
     prompts = list(dict.fromkeys(PROMPTS.tokens(n, limits.max_tokens) for n in lengths))
@@ -96,6 +97,7 @@ def foreseen(limits: Limits) -> Iterator[Batch]:
         yield Batch(tokens, min(2, most), 1, False, True, 0)
     for n in seqs[1:]:
         yield decode(n)
+    yield Batch(1, 1, 1, True, False, item_bucket(MOST_SPLITS, 1))
     if most > 1:
         yield Batch(prompts[-1], most, most, True, True, item_bucket(most, most))
 

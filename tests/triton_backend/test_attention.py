@@ -115,6 +115,15 @@ def test_several_sequences_share_their_keys_among_more_warps() -> None:
     assert attention.several(wide, 256) == wide
 
 
+def test_one_sequence_has_more_warps_where_programs_are_few() -> None:
+    eight = [(wide, few) for wide in (32, 64, 128, 256) for few in (True, False) if _single(wide, 128 if few else 129) == 8]
+    assert eight == [(64, True), (64, False), (128, True)]
+
+
+def _single(wide: int, programs: int) -> int:
+    return attention.single(attention.tiles("float16", wide, 4, hopper=True)[0], wide, programs).warps
+
+
 def test_heads_or_blocks_that_a_form_does_not_divide_are_not_left_out(
     backend: TritonBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,7 +59,7 @@ def test_one_row_times_a_weight_of_each_format(backend: TritonBackend, type: GGM
 
 @pytest.mark.parametrize("type", [GGMLType.Q4_K, GGMLType.Q6_K, GGMLType.F16], ids=lambda t: t.name)
 def test_the_residual_is_added(backend: TritonBackend, type: GGMLType) -> None:
-    check(backend, LINEAR_ADD, LinearAddSpec(LinearSpec(type, 3, 512), 0.22))
+    check(backend, LINEAR_ADD, LinearAddSpec(LinearSpec(type, 21, 512), 0.22))
 
 
 def test_a_float_row_of_any_width(backend: TritonBackend) -> None:
