@@ -36,7 +36,8 @@ def main() -> int:
         print(json.dumps(compared(*args.compare)))
         return 0
     level = features.LEVELS[args.level] if args.level else features.level()
-    ops, found, began = {**ALL_OPS, **EXTRA_OPS}, {}, time.perf_counter()
+    ops, began = {**ALL_OPS, **EXTRA_OPS}, time.perf_counter()
+    found: dict[str, np.ndarray] = {}
     backend = CpuBackend(threads=1)
     backend._level = level
     for name in args.ops.split(",") if args.ops else sorted(ops):
