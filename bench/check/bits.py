@@ -50,7 +50,7 @@ def main() -> int:
                 arrays = (result.k, result.v) if isinstance(result, KVArrays) else (result,)
                 found |= {f"{name} {i} {n} {part}": np.asarray(array) for part, array in enumerate(arrays)}
         print(f"{name}: {time.perf_counter() - began:.0f} s", flush=True)
-        np.savez(args.out, **found, level=f"{platform.machine()} {level.name}")
+        np.savez(args.out, level=f"{platform.machine()} {level.name}", **found)  # type: ignore[arg-type]
     return 0
 
 
