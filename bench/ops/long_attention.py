@@ -1,0 +1,479 @@
+"""On an H100 or H200: attention of one sequence behind many keys, today's kernel beside others, checked and timed.
+
+python -m bench.ops.long_attention --out RESULTS.jsonl [--part ahead|right|alone|steps ...] [--only NAME ...]
+
+ahead  writes the cut model and compiles every kernel, in as many processes as --jobs says
+right  the rings on the contract's cases (windows, sinks, caps, groups, blocks of 16 and 32), beside NaN of other sequences
+alone  one layer's attention over rotating caches, blocks in random order: microseconds and the share of the read bandwidth
+steps  whole steps of Mistral-7B cut to --layers layers, behind 32,000 tokens
+
+Others than today's are put in its place where `paged.py` launches it. NAMES of forms: `one` is `attend_one`, `warps` is
+`attend_warps`, `ring` is `long_ring.attend_ring`; a number behind `x` is how many parts the keys are cut into.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from bench.ops.long_ring import Ring, attend_ring, join_parts
+from bench.shared import FOLDER, Notes, command_line, graph_us, synthetic
+from quarrel.bench.bandwidth import read_bandwidth
+from quarrel.bench.measure import run
+from quarrel.bench.subject import Source, Subject, limits_for
+from quarrel.bench.workload import Test
+from quarrel.gguf import GGUFFile
+from quarrel.ops.attention import ATTENTION, AttentionSpec
+from quarrel.ops.contract import Case
+from quarrel.ops.registry import backend
+from quarrel.triton_backend.attention import paged
+from quarrel.triton_backend.attention.decode import LOG2E, attend_one
+from quarrel.triton_backend.attention.decode_warps import attend_warps
+from quarrel.triton_backend.attention.kv_codes import TL_TYPES
+from quarrel.triton_backend.attention.records import Keys, Partial, Rotation, Score, Sequences, Shape, Warps
+from quarrel.triton_backend.attention.splits import splits_of_one
+from quarrel.triton_backend.runtime.arrays import Output
+from quarrel.triton_backend.runtime.launch import cdiv, launch
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HEADS, KV_HEADS, DIM, SIZE = 32, 8, 128, 32
+DEPTHS = (8192, 32000, 131072)
+ROTATING = 512 << 20
+"""Bytes of all caches together, two of them at least: more than the L2."""
+TOKENS = 64
+MODEL = "mistral-7b:Q4_K_M"
+Say = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Form:
+    """What takes the place of today's launch."""
+
+    name: str
+    ring: Ring | None = None
+    tile: tuple[int, int] | None = None
+    """Keys and warps of `attend_one`."""
+    warps: Warps | None = None
+    parts: int = 0
+    """0: those of today."""
+    join: bool = False
+    """Parts are joined by a launch of its own instead of by the last program to arrive."""
+    kind: str = "plain"
+
+
+FORMS = (
+    Form("today"),
+    Form("today, joined apart", join=True),
+    Form("one 64 x33", tile=(64, 4), parts=33),
+    Form("one 64 x33, joined apart", tile=(64, 4), parts=33, join=True),
+    Form("one 32 x49", tile=(32, 4), parts=49, join=True),
+    Form("one 64 in 8 warps x33", tile=(64, 8), parts=33, join=True),
+    Form("one 128 in 8 warps x16", tile=(128, 8), parts=16, join=True),
+    Form("warps 1 head 32, 3 stages", warps=Warps(1, 32, 3)),
+    Form("warps 1 head 32, 3 stages, joined apart", warps=Warps(1, 32, 3), join=True),
+    Form("warps 1 head 32, 4 stages x49", warps=Warps(1, 32, 4), parts=49, join=True),
+    Form("warps 1 head 16, 6 stages", warps=Warps(1, 16, 6), join=True),
+    Form("warps 2 heads 32, 3 stages", warps=Warps(2, 32, 3), join=True),
+    Form("warps 4 heads 32, 3 stages", warps=Warps(4, 32, 3), join=True),
+    Form("ring 4x32, 3 stages x16", Ring(4, 32, 3, 16)),
+    Form("ring 4x16, 6 stages x16", Ring(4, 16, 6, 16)),
+    Form("ring 8x16, 3 stages x16", Ring(8, 16, 3, 16)),
+    Form("ring 2x32, 3 stages x33", Ring(2, 32, 3, 33)),
+    Form("ring 1x32, 6 stages x33", Ring(1, 32, 6, 33)),
+)
+
+
+class Other:
+    """Puts a form in the place of `attend_one` or `attend_warps` at their launch."""
+
+    def __init__(self) -> None:
+        self.form, self.keys, self.count = FORMS[0], 0, 0
+        self._kept: dict[Any, Any] = {}
+
+    def __call__(self, kernel: Any, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
+        form = self.form
+        if kernel not in (attend_one, attend_warps) or form.name == "today" or not named["EARLY"]:
+            launch(kernel, grid, *args, **named)
+            return
+        self.count += 1
+        if form.ring is not None:
+            self._ring(form.ring, named)
+            return
+        named, heads = dict(named), 1
+        if form.tile is not None:
+            named |= {"BLOCK_N": form.tile[0], "warps": form.tile[1], "AT_ONCE": 4 * form.tile[1]}
+        if form.warps is not None:
+            heads, kernel = form.warps.heads, attend_warps
+            named.pop("BLOCK_N", None)
+            named |= {"W": form.warps, "warps": heads, "stages": form.warps.stages, "AT_ONCE": 4}
+        items = grid[0]
+        if form.parts:
+            split = cdiv(cdiv(self.keys, form.parts), 32) * 32
+            items = cdiv(self.keys, split)
+            named |= {"SPLIT": split, "item_start": self._tensor([0, items])}
+        elif form.join:
+            items = splits_of_one(self.keys)
+        if form.join:
+            # Never so many arrivals that a program joins the parts itself.
+            arrived = self._keep("arrived", lambda: torch.full((64,), -(1 << 30), dtype=torch.int32, device=DEVICE))
+            named["partial"] = named["partial"]._replace(arrived=arrived)
+        launch(kernel, (items if form.parts else grid[0], grid[1] // heads), **named)
+        if form.join:
+            self._join(items, named)
+
+    def _keep(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
+
+    def _tensor(self, values: list[int]) -> torch.Tensor:
+        return self._keep(tuple(values), lambda: torch.tensor(values, dtype=torch.int32, device=DEVICE))
+
+    def _join(self, parts: int, named: dict[str, Any]) -> None:
+        shape: Shape = named["S"]
+        # A program a query head.
+        each = shape._replace(KV_HEADS=shape.HEADS, SHARE=1)
+        at_once = min(64, 1 << (parts - 1).bit_length(), max(1, 8192 // shape.WIDE))
+        launch(
+            join_parts, (named["seqs"], shape.HEADS), output=named["output"], partial=named["partial"],
+            sinks=named["sinks"], sequences=named["sequences"], S=each, PARTS=parts, AT_ONCE=at_once, FORM=named["FORM"],
+            warps=8, early=named["early"],
+        )  # fmt: skip
+
+    def _ring(self, ring: Ring, named: dict[str, Any]) -> None:
+        shape: Shape = named["S"]
+        cache: Keys = named["cache"]
+        rows, device = named["seqs"] * ring.PARTS, cache.k.device
+        sums, tops = self._keep(
+            (rows, shape.HEADS, shape.DIM),
+            lambda: [torch.full((rows * shape.HEADS * n,), torch.nan, device=device) for n in (shape.DIM, 2)],
+        )
+        named = named | {"partial": Partial(sums, tops, named["partial"].arrived)}
+        copies = self._keep((cache.k.data_ptr(), cache.v.data_ptr(), ring), lambda: copies_of(cache, shape, ring))
+        given = {name: named[name] for name in (*attend_ring.arg_names, "early") if name in named}
+        launch(attend_ring, (rows, shape.KV_HEADS), copies=copies, R=ring, warps=ring.W, **given)
+        self._join(ring.PARTS, named)
+
+
+def copies_of(cache: Keys, shape: Shape, ring: Ring) -> tuple[Any, ...]:
+    """Descriptors of keys and values, and of their scales, as `attend_ring` has them."""
+    bits = cache.k.element_size() * 8
+    box, columns = min(shape.SIZE, ring.KEYS), min(shape.DIM, 1024 // bits)
+    layout = gl.NVMMASharedLayout(columns * bits // 8, bits, 2)
+    k, v = (TensorDescriptor.from_tensor(x.view(-1, shape.DIM), [box, columns], layout) for x in (cache.k, cache.v))
+    return k, v, k, v
+
+
+OTHER = Other()
+
+
+class _Site:
+    """A site whose launches go through OTHER."""
+
+    launch = staticmethod(OTHER)
+
+    def __init__(self, site: Any) -> None:
+        self._site = site
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._site, name)
+
+
+@contextmanager
+def in_its_place(form: Form, keys: int = 0) -> Iterator[None]:
+    """Attention that is built meanwhile may run this form; it does until another is chosen."""
+    (one,) = paged.IMPLEMENTATIONS
+    object.__setattr__(one, "build", lambda site, node: paged.build_attention(_Site(site), node))
+    OTHER.form, OTHER.keys = form, keys
+    try:
+        yield
+    finally:
+        OTHER.form = FORMS[0]
+        object.__setattr__(one, "build", paged.build_attention)
+
+
+class Layer:
+    """A step's attention of one sequence behind `depth` keys, over caches that take turns."""
+
+    def __init__(self, depth: int, copies: int, style: str = "norm") -> None:
+        torch.manual_seed(0)
+        self.depth, self.keys, self.style = depth, depth + 1, style
+        blocks = cdiv(self.keys, SIZE)
+        shape = (blocks + 1, KV_HEADS, SIZE, DIM)
+        self.caches = [tuple(torch.randn(shape, device=DEVICE, dtype=torch.float16) for _ in "kv") for _ in range(copies)]
+        self.table = torch.randperm(blocks, device=DEVICE).int()
+
+        def ints(*values: int) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+        self.sequences = Sequences(ints(0, 1), ints(self.keys), self.table, ints(blocks))
+        self.q, self.k, self.v = (
+            torch.randn(n * DIM, device=DEVICE, dtype=torch.float16) for n in (HEADS, KV_HEADS, KV_HEADS)
+        )
+        self.freq = 1e6 ** (-torch.arange(0, DIM, 2, device=DEVICE) / DIM)
+        slot = self.table[depth // SIZE] * SIZE + depth % SIZE
+        self.rotation = Rotation(self.k, self.v, ints(depth), self.freq, slot.view(1), 1.0, 1.0)
+        self.out = torch.empty(HEADS * DIM, device=DEVICE, dtype=torch.float16)
+        self.starts = ints(0, splits_of_one(self.keys))
+        self.partial = Partial(
+            torch.empty(64 * HEADS * DIM, device=DEVICE), torch.empty(64 * HEADS * 2, device=DEVICE),
+            torch.zeros(KV_HEADS, dtype=torch.int32, device=DEVICE),
+        )  # fmt: skip
+
+    def launch(self, cache: int = 0) -> None:
+        """As `paged.py` launches it."""
+        k, v = self.caches[cache]
+        OTHER.keys = self.keys
+        OTHER(
+            attend_one, (64, KV_HEADS), output=Output(self.out, self.out), partial=self.partial, q=self.q,
+            rotation=self.rotation, sequences=self.sequences, item_start=self.starts, seqs=1, cache=Keys(k, v, k, v),
+            sinks=k, score=Score(DIM**-0.5 * LOG2E, 0.0, 0),
+            S=Shape(HEADS, KV_HEADS, DIM, DIM, HEADS // KV_HEADS, SIZE, False, False, False, "plain"),
+            COMPUTE=TL_TYPES["float16"], ROTATE=self.style, BLOCK_M=16, SPLIT=128, AT_ONCE=16, FORM="plain", EARLY=True,
+            BLOCK_N=64, warps=4, stages=2, early=True,
+        )  # fmt: skip
+
+    def turn(self) -> None:
+        for i in range(len(self.caches)):
+            self.launch(i)
+
+    def reference(self) -> torch.Tensor:
+        """In float32, by PyTorch."""
+        blocks = (x[self.table.long()].transpose(1, 2) for x in self.caches[0])
+        k, v = (x.reshape(-1, KV_HEADS, DIM)[: self.depth].float() for x in blocks)
+        angle = self.depth * self.freq
+
+        def turned(x: torch.Tensor) -> torch.Tensor:
+            x = x.float().view(-1, DIM)
+            a, b = (x[:, ::2], x[:, 1::2]) if self.style == "norm" else x.chunk(2, 1)
+            pair = a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()
+            return (torch.stack(pair, 2).flatten(1) if self.style == "norm" else torch.cat(pair, 1)).half().float()
+
+        q = turned(self.q).view(KV_HEADS, -1, DIM)
+        k, v = torch.cat([k, turned(self.k)[None]]), torch.cat([v, self.v.float().view(1, KV_HEADS, DIM)])
+        p = torch.softmax(torch.einsum("hgd,nhd->hgn", q, k) * DIM**-0.5, 2)
+        return torch.einsum("hgn,nhd->hgd", p, v).reshape(-1)
+
+    def error(self, want: torch.Tensor) -> float:
+        """Of the form that is chosen; it must also write the new key and value."""
+        self.out.fill_(torch.nan)
+        block, at = int(self.table[self.depth // SIZE]), self.depth % SIZE
+        for x in self.caches[0]:
+            x[block, :, at:] = torch.nan
+        self.launch()
+        written = all(bool(torch.isfinite(x[block, :, at]).all()) for x in self.caches[0])
+        error = float((self.out.float() - want).norm() / want.norm())
+        return error if written else float("nan")
+
+
+def chosen(only: Sequence[str]) -> list[Form]:
+    return [f for f in FORMS if not only or f.name == "today" or any(o in f.name for o in only)]
+
+
+def alone(say: Say, args: Any) -> None:
+    speed, _ = read_bandwidth(backend("triton"), 5)
+    say(what="read bandwidth", device=torch.cuda.get_device_name(), TB_per_s=round(speed / 1e12, 3))
+    for depth in args.depths:
+        nbytes = 2 * 2 * depth * KV_HEADS * DIM
+        layer = Layer(depth, max(2, cdiv(ROTATING, nbytes)))
+        want, today = layer.reference(), 0.0
+        for form in chosen(args.only):
+            OTHER.form = form
+            try:
+                error = layer.error(want)
+                us = graph_us(layer.turn, max(1, 24 // len(layer.caches))) / len(layer.caches)
+            except Exception as problem:
+                say(what="alone", depth=depth, form=form.name, failed=f"{type(problem).__name__}: {problem}"[:300])
+                torch.cuda.synchronize()
+                continue
+            today = today or us
+            say(
+                what="alone", depth=depth, form=form.name, error=error, ok=error < 2e-3, us=round(us, 2),
+                TB_per_s=round(nbytes / us / 1e6, 3), share=round(nbytes / us * 1e6 / speed, 3),
+                to_today=round(today / us, 3),
+            )  # fmt: skip
+        OTHER.form = FORMS[0]
+        del layer, want
+        torch.cuda.empty_cache()
+
+
+CASES = [
+    Case(spec, {"S": seqs, "Q": 1, "KV": keys, "block_size": size})
+    for spec, seqs, keys in (
+        (AttentionSpec(4, 2, 64, 0.125), 3, 300),
+        (AttentionSpec(8, 2, 64, 0.125, window=37, sinks=True), 3, 300),
+        (AttentionSpec(4, 4, 128, 0.09, window=33, cap=20.0), 2, 300),
+        (AttentionSpec(6, 2, 128, 0.1, cap=15.0), 1, 1200),
+        (AttentionSpec(32, 8, 128, 0.09), 1, 3000),
+        (AttentionSpec(16, 1, 128, 0.09, window=700, chunked=True), 2, 900),
+        (AttentionSpec(5, 1, 64, 0.125), 4, 1),
+    )
+    for size in (16, 32)
+]
+
+
+def right(say: Say, args: Any) -> None:
+    """Every ring on the contract's cases, and beside what other sequences may have left."""
+    from tests.poison import check_poison
+
+    triton = backend("triton")
+    for form in chosen(args.only):
+        if form.ring is None:
+            continue
+        failed = []
+        with in_its_place(form):
+            OTHER.count = 0
+            for case in CASES[form.ring.STAGES % 2 :: 2] if form is not RINGS[0] else CASES:
+                for compute in ("float16", "bfloat16") if form is RINGS[0] and case.dims["KV"] > 900 else ("float16",):
+                    try:
+                        check_poison(triton, ATTENTION, case, compute)
+                        error = case_error(triton, case, compute)
+                        if not error <= ATTENTION.tolerance[compute]:
+                            failed.append(f"{case} {compute}: {error}")
+                    except Exception as problem:
+                        failed.append(f"{case} {compute}: {type(problem).__name__}: {problem}"[:300])
+            say(what="right", form=form.name, launches=OTHER.count, ok=not failed and OTHER.count > 0, failed=failed)
+    for style in ("neox", "norm"):
+        layer = Layer(5000, 1, style)
+        OTHER.form = RINGS[0]
+        error = layer.error(layer.reference())
+        say(what="right, rotation", style=style, error=error, ok=error < 2e-3)
+    OTHER.form = FORMS[0]
+
+
+RINGS = [f for f in FORMS if f.ring is not None]
+
+
+def case_error(triton: Any, case: Case, compute: Any) -> float:
+    from quarrel.ops.compare import case_error as measured
+
+    return measured(triton, ATTENTION, case, compute, 0)
+
+
+class Steps:
+    """The cut model behind 32,000 tokens of random keys and values."""
+
+    def __init__(self, args: Any) -> None:
+        self.depth = 32000
+        test = Test("decode", TOKENS, self.depth)
+        path = synthetic(f"{MODEL}:{args.layers}", args.folder)
+        with in_its_place(FORMS[0]):
+            file = GGUFFile.open(str(path))
+            self.subject = Subject(Source.of(file, test.length), backend("triton"), limits_for([test], 128, False), "auto")
+        self.step: Any = self.subject.step
+        torch.manual_seed(1)
+        for cache in self.step._plan.caches:
+            for x in cache.tensors:
+                x.normal_()
+
+    def choose(self, form: Form) -> None:
+        """Graphs are captured anew."""
+        OTHER.form, OTHER.keys, OTHER.count = form, self.depth + TOKENS, 0
+        self.step._graphs.clear()
+
+    def logits(self) -> np.ndarray:
+        return np.asarray(self.step(self.subject.layout.decode(self.depth, 1, False), "logits").logits, np.float32)
+
+    def tokens(self, count: int = TOKENS) -> float:
+        """Seconds of so many steps."""
+        layout = self.subject.layout
+        began = time.perf_counter()
+        run(self.subject, (layout.decode(self.depth + i, 1, from_last=i > 0) for i in range(count)))
+        return time.perf_counter() - began
+
+
+def steps(say: Say, args: Any) -> None:
+    made = Steps(args)
+    layers, want, first = args.layers, None, 0.0
+    for form in chosen(args.only):
+        try:
+            made.choose(form)
+            got = made.logits()
+            want = got if want is None else want
+            error = float(np.linalg.norm(got - want) / np.linalg.norm(want))
+            for _ in range(3):
+                made.tokens(8)
+            us = sorted(made.tokens() / TOKENS * 1e6 for _ in range(7))
+        except Exception as problem:
+            say(what="step", form=form.name, failed=f"{type(problem).__name__}: {problem}"[:300])
+            torch.cuda.synchronize()
+            continue
+        first = first or us[3]
+        say(
+            what="step", layers=layers, form=form.name, to_todays_logits=error, launches=OTHER.count, us=round(us[3], 1),
+            least=round(us[0], 1), saved_a_layer=round((first - us[3]) / layers, 2),
+        )  # fmt: skip
+    made.subject.close()
+
+
+def ahead(say: Say, args: Any) -> None:
+    began = time.perf_counter()
+    path = synthetic(f"{MODEL}:{args.layers}", args.folder)
+    say(what="written", path=str(path))
+    work: list[tuple[str, Any]] = [("steps", args)]
+    work += [("form", (f.name, tuple(args.depths) if f.parts else (args.depths[0],))) for f in chosen(args.only)]
+    work += [("right", (f.name, args)) for f in chosen(args.only) if f.ring is not None and "right" in args.part]
+    with multiprocessing.get_context("spawn").Pool(min(args.jobs, len(work)), maxtasksperchild=1) as pool:
+        said = pool.map(share, work, 1)
+    say(what="compiled ahead", seconds=round(time.perf_counter() - began, 1), said=sorted({*said}))
+
+
+def share(item: tuple[str, Any]) -> str:
+    """Runs what will be measured once, so that its kernels are in Triton's cache. What fails here fails again."""
+    what, given = item
+    try:
+        if what == "steps":
+            made = Steps(given)
+            made.choose(FORMS[0])
+            made.logits()
+            made.tokens(3)
+        elif what == "right":
+            name, args = given
+            args.only = [name]
+            right(lambda **_: None, args)
+        else:
+            name, depths = given
+            (OTHER.form,) = (f for f in FORMS if f.name == name)
+            for depth in depths:
+                Layer(depth, 1).launch()
+        torch.cuda.synchronize()
+    except Exception as problem:
+        return f"{what} {given if what == 'form' else ''}: {type(problem).__name__}: {problem}"[:300]
+    return "ok"
+
+
+def main() -> int:
+    parts = {"ahead": ahead, "right": right, "alone": alone, "steps": steps}
+    parser = command_line(__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--part", nargs="*", choices=list(parts), default=list(parts))
+    parser.add_argument("--only", nargs="*", default=[], help="forms whose names contain one of these, beside today's")
+    parser.add_argument("--depths", nargs="*", type=int, default=list(DEPTHS))
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--jobs", type=int, default=15)
+    parser.add_argument("--folder", type=Path, default=FOLDER)
+    args = parser.parse_args()
+    failed, say = 0, Notes(args.out).say
+    for part in args.part:
+        try:
+            parts[part](say, args)
+        except Exception:
+            failed += 1
+            traceback.print_exc()
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
