@@ -37,6 +37,7 @@ from quarrel.bench.workload import Test
 from quarrel.gguf import GGUFFile
 from quarrel.ops.attention import ATTENTION, AttentionSpec
 from quarrel.ops.contract import Case
+from quarrel.ops.kv import KV_TYPES
 from quarrel.ops.registry import backend
 from quarrel.triton_backend.attention import paged
 from quarrel.triton_backend.attention.decode import LOG2E, attend_one
@@ -70,7 +71,8 @@ class Form:
     """0: those of today."""
     join: bool = False
     """Parts are joined by a launch of its own instead of by the last program to arrive."""
-    kind: str = "plain"
+    codes: bool = False
+    """For caches of codes, not for those of 16 bits."""
 
 
 FORMS = (
@@ -92,6 +94,9 @@ FORMS = (
     Form("ring 8x16, 3 stages x16", Ring(8, 16, 3, 16)),
     Form("ring 2x32, 3 stages x33", Ring(2, 32, 3, 33)),
     Form("ring 1x32, 6 stages x33", Ring(1, 32, 6, 33)),
+    Form("codes, ring 4x32, 6 stages x16", Ring(4, 32, 6, 16), codes=True),
+    Form("codes, ring 8x32, 3 stages x16", Ring(8, 32, 3, 16), codes=True),
+    Form("codes, ring 2x32, 6 stages x33", Ring(2, 32, 6, 33), codes=True),
 )
 
 
@@ -174,7 +179,10 @@ def copies_of(cache: Keys, shape: Shape, ring: Ring) -> tuple[Any, ...]:
     box, columns = min(shape.SIZE, ring.KEYS), min(shape.DIM, 1024 // bits)
     layout = gl.NVMMASharedLayout(columns * bits // 8, bits, 2)
     k, v = (TensorDescriptor.from_tensor(x.view(-1, shape.DIM), [box, columns], layout) for x in (cache.k, cache.v))
-    return k, v, k, v
+    if cache.k.dtype != torch.uint8:
+        return k, v, k, v
+    layout = gl.NVMMASharedLayout(0, 32, 2)
+    return k, v, *(TensorDescriptor.from_tensor(x.view(-1, box), [1, box], layout) for x in (cache.k_scale, cache.v_scale))
 
 
 OTHER = Other()
@@ -208,12 +216,13 @@ def in_its_place(form: Form, keys: int = 0) -> Iterator[None]:
 class Layer:
     """A step's attention of one sequence behind `depth` keys, over caches that take turns."""
 
-    def __init__(self, depth: int, copies: int, style: str = "norm") -> None:
+    def __init__(self, depth: int, copies: int, style: str = "norm", kind: str = "plain") -> None:
         torch.manual_seed(0)
-        self.depth, self.keys, self.style = depth, depth + 1, style
+        self.depth, self.keys, self.kind = depth, depth + 1, kind
+        self.style = style if kind == "plain" else ""
         blocks = cdiv(self.keys, SIZE)
         shape = (blocks + 1, KV_HEADS, SIZE, DIM)
-        self.caches = [tuple(torch.randn(shape, device=DEVICE, dtype=torch.float16) for _ in "kv") for _ in range(copies)]
+        self.caches = [Keys(*drawn(shape, kind), *scales(shape, kind)) for _ in range(copies)]
         self.table = torch.randperm(blocks, device=DEVICE).int()
 
         def ints(*values: int) -> torch.Tensor:
@@ -235,15 +244,15 @@ class Layer:
 
     def launch(self, cache: int = 0) -> None:
         """As `paged.py` launches it."""
-        k, v = self.caches[cache]
+        keys = self.caches[cache]
         OTHER.keys = self.keys
         OTHER(
             attend_one, (64, KV_HEADS), output=Output(self.out, self.out), partial=self.partial, q=self.q,
-            rotation=self.rotation, sequences=self.sequences, item_start=self.starts, seqs=1, cache=Keys(k, v, k, v),
-            sinks=k, score=Score(DIM**-0.5 * LOG2E, 0.0, 0),
-            S=Shape(HEADS, KV_HEADS, DIM, DIM, HEADS // KV_HEADS, SIZE, False, False, False, "plain"),
+            rotation=self.rotation, sequences=self.sequences, item_start=self.starts, seqs=1, cache=keys, sinks=keys.k,
+            score=Score(DIM**-0.5 * LOG2E, 0.0, 0),
+            S=Shape(HEADS, KV_HEADS, DIM, DIM, HEADS // KV_HEADS, SIZE, False, False, False, self.kind),
             COMPUTE=TL_TYPES["float16"], ROTATE=self.style, BLOCK_M=16, SPLIT=128, AT_ONCE=16, FORM="plain", EARLY=True,
-            BLOCK_N=64, warps=4, stages=2, early=True,
+            BLOCK_N=64, warps=4, stages=2, early=DEVICE.type == "cuda",
         )  # fmt: skip
 
     def turn(self) -> None:
@@ -252,8 +261,11 @@ class Layer:
 
     def reference(self) -> torch.Tensor:
         """In float32, by PyTorch."""
-        blocks = (x[self.table.long()].transpose(1, 2) for x in self.caches[0])
-        k, v = (x.reshape(-1, KV_HEADS, DIM)[: self.depth].float() for x in blocks)
+        cache = self.caches[0]
+        tensors = (decoded(cache.k, cache.k_scale, self.kind), decoded(cache.v, cache.v_scale, self.kind))
+        blocks = (x[self.table.long()].transpose(1, 2) for x in tensors)
+        k, v = (x.reshape(-1, KV_HEADS, DIM)[: self.keys].float() for x in blocks)
+        q = self.q.float().view(KV_HEADS, -1, DIM)
         angle = self.depth * self.freq
 
         def turned(x: torch.Tensor) -> torch.Tensor:
@@ -262,8 +274,9 @@ class Layer:
             pair = a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()
             return (torch.stack(pair, 2).flatten(1) if self.style == "norm" else torch.cat(pair, 1)).half().float()
 
-        q = turned(self.q).view(KV_HEADS, -1, DIM)
-        k, v = torch.cat([k, turned(self.k)[None]]), torch.cat([v, self.v.float().view(1, KV_HEADS, DIM)])
+        if self.style:
+            q = turned(self.q).view(KV_HEADS, -1, DIM)
+            k[-1], v[-1] = turned(self.k), self.v.float().view(KV_HEADS, DIM)
         p = torch.softmax(torch.einsum("hgd,nhd->hgn", q, k) * DIM**-0.5, 2)
         return torch.einsum("hgn,nhd->hgd", p, v).reshape(-1)
 
@@ -271,37 +284,73 @@ class Layer:
         """Of the form that is chosen; it must also write the new key and value."""
         self.out.fill_(torch.nan)
         block, at = int(self.table[self.depth // SIZE]), self.depth % SIZE
-        for x in self.caches[0]:
-            x[block, :, at:] = torch.nan
+        cache = self.caches[0]
+        free = at + (self.style == "")
+        for x in (cache.k, cache.v) if self.kind == "plain" else (cache.k_scale, cache.v_scale):
+            x[block, :, free:] = torch.nan
         self.launch()
-        written = all(bool(torch.isfinite(x[block, :, at]).all()) for x in self.caches[0])
+        written = self.style == "" or all(bool(torch.isfinite(x[block, :, at]).all()) for x in (cache.k, cache.v))
         error = float((self.out.float() - want).norm() / want.norm())
         return error if written else float("nan")
 
 
-def chosen(only: Sequence[str]) -> list[Form]:
-    return [f for f in FORMS if not only or f.name == "today" or any(o in f.name for o in only)]
+def drawn(shape: tuple[int, ...], kind: str) -> list[torch.Tensor]:
+    """Keys and values, or their codes."""
+    x = [torch.randn(shape, device=DEVICE, dtype=torch.float16) for _ in "kv"]
+    if kind == "plain":
+        return x
+    made = [(y * 40).clamp(-127, 127).to(torch.int8) if kind == "int8" else y.to(torch.float8_e4m3fn) for y in x]
+    return [y.view(torch.uint8) for y in made]
+
+
+def scales(shape: tuple[int, ...], kind: str) -> list[torch.Tensor]:
+    """Of codes, as `kv_codes.py` keeps them: values have about 1 as their size."""
+    if kind == "plain":
+        return drawn((1, 1, 1, 1), kind)
+    return [(0.5 + torch.rand(shape[:3], device=DEVICE)) * (128 / 40 if kind == "int8" else 256) for _ in "kv"]
+
+
+def decoded(x: torch.Tensor, scale: torch.Tensor, kind: str) -> torch.Tensor:
+    if kind == "plain":
+        return x
+    if kind == "int8":
+        return x.view(torch.int8).float() * (scale / 128)[..., None]
+    return x.view(torch.float8_e4m3fn).float() * (scale / 256)[..., None]
+
+
+def chosen(only: Sequence[str], kind: str = "") -> list[Form]:
+    """Those that are asked for, of `kind` those that take such a cache."""
+    found = [f for f in FORMS if not only or f.name == "today" or any(o in f.name for o in only)]
+    if kind == "":
+        return found
+    return [f for f in found if f.name == "today" or f.codes == (kind != "plain")]
 
 
 def alone(say: Say, args: Any) -> None:
     speed, _ = read_bandwidth(backend("triton"), 5)
     say(what="read bandwidth", device=torch.cuda.get_device_name(), TB_per_s=round(speed / 1e12, 3))
-    for depth in args.depths:
-        nbytes = 2 * 2 * depth * KV_HEADS * DIM
-        layer = Layer(depth, max(2, cdiv(ROTATING, nbytes)))
+    for kind, depth in [("plain", depth) for depth in args.depths] + [("int8", 32000), ("fp8", 32000)]:
+        nbytes = 2 * depth * KV_HEADS * (2 * DIM if kind == "plain" else DIM + 4)
+        layer = Layer(depth, max(2, cdiv(ROTATING, nbytes)), "norm", kind)
         want, today = layer.reference(), 0.0
-        for form in chosen(args.only):
+        for form in chosen(args.only, kind):
             OTHER.form = form
             try:
                 error = layer.error(want)
                 us = graph_us(layer.turn, max(1, 24 // len(layer.caches))) / len(layer.caches)
             except Exception as problem:
-                say(what="alone", depth=depth, form=form.name, failed=f"{type(problem).__name__}: {problem}"[:300])
+                say(
+                    what="alone",
+                    kind=kind,
+                    depth=depth,
+                    form=form.name,
+                    failed=f"{type(problem).__name__}: {problem}"[:300],
+                )
                 torch.cuda.synchronize()
                 continue
             today = today or us
             say(
-                what="alone", depth=depth, form=form.name, error=error, ok=error < 2e-3, us=round(us, 2),
+                what="alone", kind=kind, depth=depth, form=form.name, error=error, ok=error < 2e-3, us=round(us, 2),
                 TB_per_s=round(nbytes / us / 1e6, 3), share=round(nbytes / us * 1e6 / speed, 3),
                 to_today=round(today / us, 3),
             )  # fmt: skip
@@ -323,6 +372,13 @@ CASES = [
     )
     for size in (16, 32)
 ]
+CODED = [
+    Case(case.spec, case.dims | {"kv": KV_TYPES.index(kind)})
+    for case in CASES
+    if case.dims["block_size"] == 32
+    for kind in ("int8", "fp8", "fp8_e5m2")
+    if case.dims["KV"] == 3000 or (kind != "fp8" and (case.spec.window == 37 or case.spec.cap == 15.0))
+]
 
 
 RINGS = [f for f in FORMS if f.ring is not None]
@@ -330,6 +386,8 @@ RINGS = [f for f in FORMS if f.ring is not None]
 
 def checks(form: Form) -> list[tuple[Case, str]]:
     """What a ring is checked on: the first on everything."""
+    if form.codes:
+        return [(case, "float16") for case in CODED if form.ring == Ring(4, 32, 6, 16) or case.dims["KV"] == 3000]
     if form is not RINGS[0]:
         return [(case, "float16") for case in CASES if case.dims["KV"] == 3000]
     return [(c, compute) for c in CASES for compute in ("float16", "bfloat16")[: 1 + (c.dims["KV"] == 3000)]]
@@ -406,7 +464,7 @@ class Steps:
 def steps(say: Say, args: Any) -> None:
     made = Steps(args)
     layers, want, first = args.layers, None, 0.0
-    for form in chosen(args.only):
+    for form in chosen(args.only, "plain"):
         try:
             made.choose(form)
             got = made.logits()
@@ -431,7 +489,10 @@ def ahead(say: Say, args: Any) -> None:
     began = time.perf_counter()
     forms = chosen(args.only)
     work: list[tuple[str, Any]] = [("steps", args)] if "steps" in args.part else []
-    work += [("form", (f.name, "norm", depth)) for f in forms for depth in args.depths[: None if f.parts else 1]]
+    plain = [f for f in forms if not f.codes]
+    work += [("form", (f.name, "norm", depth)) for f in plain for depth in args.depths[: None if f.parts else 1]]
+    for kind in ("int8", "fp8"):
+        work += [("form", (f.name, "norm", 32000, kind)) for f in chosen(args.only, kind)]
     if "right" in args.part:
         work += [("right", (f.name, i)) for f in forms if f.ring is not None for i in range(len(checks(f)))]
         work += [("form", (RINGS[0].name, "neox", 5000))]
@@ -459,7 +520,7 @@ def share(item: tuple[str, Any]) -> str:
                 if what == "right":
                     case_error(backend("triton"), *checks(form)[rest[0]])
                 else:
-                    Layer(rest[1], 1, rest[0]).launch()
+                    Layer(rest[1], 1, rest[0], *rest[2:]).launch()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
     except Exception as problem:

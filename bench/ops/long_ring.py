@@ -69,6 +69,64 @@ def shared_layout(dim, bits, rank):
     return gl.NVMMASharedLayout(min(128, dim * bits // 8), bits, rank)
 
 
+@gluon.constexpr_function
+def keys_layout(w, keys, dim):
+    """Codes of keys `[w, keys, dim]`: a lane has dim / 4 columns side by side of every eighth key, in fours of which
+    each is its share of a step of the first product."""
+    steps = [[0, 0, 1 << i] for i in range((dim // 4).bit_length() - 1)]
+    tiles = [[0, 8 << i, 0] for i in range((keys // 8).bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        steps + tiles,
+        [[0, 0, dim // 4], [0, 0, dim // 2], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        [[1 << i, 0, 0] for i in range(w.bit_length() - 1)],
+        [],
+        [w, keys, dim],
+    )
+
+
+@gluon.constexpr_function
+def values_layout(w, keys, dim):
+    """Codes of values: a lane has dim / 8 columns side by side, one for each tile of the second product."""
+    columns = [[0, 0, 1 << i] for i in range((dim // 8).bit_length() - 1)]
+    rows = [[0, 1, 0], [0, 8, 0], *([0, 16 << i, 0] for i in range((keys // 16).bit_length() - 1))]
+    return gl.DistributedLinearLayout(
+        columns + rows,
+        [[0, 2, 0], [0, 4, 0], [0, 0, dim // 8], [0, 0, dim // 4], [0, 0, dim // 2]],
+        [[1 << i, 0, 0] for i in range(w.bit_length() - 1)],
+        [],
+        [w, keys, dim],
+    )
+
+
+@gluon.jit
+def _column(n, S: gl.constexpr):
+    """Which column of a head is column n of the second product."""
+    if S.KIND == "plain":
+        d = n
+    else:
+        d = n % 8 * (S.DIM // 8) + n // 8
+    return d
+
+
+_FOUR: tl.constexpr = tl.constexpr(
+    "{ .reg .b32 x, nine; mov.b32 nine, 0x48804880; xor.b32 x, $2, 0x80808080;"
+    " prmt.b32 $0, x, 0x48484848, 0x4140; sub.f16x2 $0, $0, nine;"
+    " prmt.b32 $1, x, 0x48484848, 0x4342; sub.f16x2 $1, $1, nine; }"
+)
+
+
+@gluon.jit
+def _values(codes, S: gl.constexpr, COMPUTE: gl.constexpr):
+    """`as_values`, but codes of int8 four at a time, and those of fp8 by the device's own conversion: 256 times as much."""
+    KIND: gl.constexpr = S.KIND
+    if KIND == "int8":
+        return gl.inline_asm_elementwise(_FOUR, "=r,=r,r", [codes], gl.float16, True, 4).to(COMPUTE)
+    elif KIND == "fp8":
+        return codes.to(gl.float8e4nv, bitcast=True).to(gl.float16).to(COMPUTE)
+    else:
+        return _as_values(codes, KIND, COMPUTE)
+
+
 @gluon.jit
 def _rows(p_table, kv_head, key, stop, S: gl.constexpr, R: gl.constexpr):
     """Where in the cache the copies of a tile begin; outside of it for what lies beyond `stop`."""
@@ -122,13 +180,22 @@ def _accumulate(
     products = gl.zeros([W, 16, KEYS], gl.float32, layout=MMA)
     for c in gl.static_range(CHUNKS):
         s_k = _view(tiles[2].index(slot * CHUNKS + c), tiles[0].dtype, [W, KEYS, COLUMNS], SHARED)
-        b_k = _as_values(s_k.permute((0, 2, 1)).load(B), KIND, COMPUTE)
+        if KIND == "plain":
+            b_k = s_k.permute((0, 2, 1)).load(B)
+        else:
+            b_k = _values(s_k.load(keys_layout(W, KEYS, S.DIM)), S, COMPUTE)
+            b_k = gl.permute(gl.reshape(b_k, [W, KEYS, 4, S.DIM // 16, 2, 2]), (0, 1, 3, 4, 2, 5))
+            b_k = gl.permute(gl.reshape(b_k, [W, KEYS, S.DIM]), (0, 2, 1))
+            b_k = gl.convert_layout(b_k, B, assert_trivial=True)
         products = mma_v2(q[c], b_k, products)
     if KIND != "plain":
         ROW: gl.constexpr = gl.SliceLayout(1, MMA)
         SCALES: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
         s_scale = _view(tiles[4].index(slot), gl.float32, [W, KEYS], SCALES)
-        products = products * gl.expand_dims(s_scale.load(ROW), 1)
+        k_scale = s_scale.load(ROW)
+        if KIND == "fp8":
+            k_scale = k_scale * 0.00390625
+        products = products * gl.expand_dims(k_scale, 1)
     # The scale is positive, so it may follow the maximum, where it is one operation with the difference.
     factor = score.scale
     if S.CAP:
@@ -154,6 +221,8 @@ def _accumulate(
     if KIND != "plain":
         s_scale = _view(tiles[5].index(slot), gl.float32, [W, KEYS], SCALES)
         v_scale = gl.expand_dims(s_scale.load(ROW), 1)
+        if KIND == "fp8":
+            v_scale = v_scale * 0.00390625
         if MASK:
             v_scale = gl.where(seen, v_scale, 0.0)
         p = p * v_scale
@@ -162,7 +231,12 @@ def _accumulate(
     done = ()
     for c in gl.static_range(CHUNKS):
         s_v = _view(tiles[3].index(slot * CHUNKS + c), tiles[1].dtype, [W, KEYS, COLUMNS], SHARED)
-        b_v = _as_values(s_v.load(B), KIND, COMPUTE)
+        if KIND == "plain":
+            b_v = s_v.load(B)
+        else:
+            b_v = _values(s_v.load(values_layout(W, KEYS, S.DIM)), S, COMPUTE)
+            b_v = gl.permute(gl.reshape(b_v, [W, KEYS, 8, S.DIM // 8]), (0, 1, 3, 2))
+            b_v = gl.convert_layout(gl.reshape(b_v, [W, KEYS, S.DIM]), B, assert_trivial=True)
         if MASK:
             # Zero times what another sequence left there may be NaN.
             w = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, B)))
@@ -316,6 +390,10 @@ def attend_ring(
     top = gl.where(there, own, float("-inf"))
     total = gl.where(there, 1.0, 0.0)
     s_q = gl.allocate_shared_memory(COMPUTE, [16, DIM], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+    if CODES:
+        # The order of the columns of `keys_layout`.
+        b_q = gl.permute(gl.reshape(b_q, [16, 4, DIM // 16, 2, 2]), (0, 2, 3, 1, 4))
+        b_q = gl.reshape(b_q, [16, DIM])
     s_q.store(b_q)
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     query = ()
@@ -323,7 +401,7 @@ def attend_ring(
     for c in gl.static_range(CHUNKS):
         one = s_q.slice(c * COLUMNS, COLUMNS, 1).load(gl.SliceLayout(0, A))
         query = query + (gl.expand_dims(one, 0) + gl.zeros([W, 16, COLUMNS], COMPUTE, layout=A),)  # noqa: RUF005
-        column = c * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, gl.SliceLayout(1, MMA)))
+        column = _column(c * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, gl.SliceLayout(1, MMA))), S)
         if ROTATE != "":
             value = gl.load(rotation.v + (token * S.KV_HEADS + kv_head) * DIM + column).to(cache.v.dtype.element_ty)
         else:
@@ -371,7 +449,7 @@ def attend_ring(
     d = gl.arange(0, COLUMNS, gl.SliceLayout(0, OUT))
     place = gl.program_id(0).to(gl.int64) * S.HEADS + kv_head * GROUP + lane
     for c in gl.static_range(CHUNKS):
-        at = place[:, None] * DIM + c * COLUMNS + d[None, :]
+        at = place[:, None] * DIM + _column(c * COLUMNS + d, S)[None, :]
         met = gl.sum(gl.convert_layout(accs[c] * weight, MET), 0)
         gl.store(partial.sums + at, met, mask=(lane < GROUP)[:, None] & (d >= 0)[None, :])
 
