@@ -45,7 +45,8 @@ from quarrel.triton_backend.attention.decode import LOG2E, attend_one
 from quarrel.triton_backend.attention.decode_warps import attend_warps
 from quarrel.triton_backend.attention.kv_codes import TL_TYPES
 from quarrel.triton_backend.attention.records import Keys, Partial, Rotation, Score, Sequences, Shape, Warps
-from quarrel.triton_backend.attention.splits import splits_of_one
+from quarrel.triton_backend.attention.splits import MOST_SPLITS, splits_of_one, whole_rounds
+from quarrel.triton_backend.linear.matvec_tiles import multiprocessors
 from quarrel.triton_backend.runtime.arrays import Output
 from quarrel.triton_backend.runtime.launch import cdiv, launch
 
@@ -82,6 +83,7 @@ FORMS = (
     Form("today"),
     Form("today, joined apart", join=True),
     Form("one 64 x33", tile=(64, 4), parts=33),
+    Form("one 64 x64", tile=(64, 4), parts=64),
     Form("one 64 x33, joined apart", tile=(64, 4), parts=33, join=True),
     Form("one 32 x49", tile=(32, 4), parts=49, join=True),
     Form("one 64 in 8 warps x33", tile=(64, 8), parts=33, join=True),
@@ -130,9 +132,9 @@ class Other:
         if form.parts:
             split = cdiv(cdiv(self.keys, form.parts), 32) * 32
             items = cdiv(self.keys, split)
-            named |= {"SPLIT": split, "item_start": self._tensor([0, items])}
+            named |= {"item_start": self._tensor([0, items])}
         elif form.join:
-            items = splits_of_one(self.keys)
+            items = splits_of_one(self.keys, most())
         if form.join:
             # Never so many arrivals that a program joins the parts itself.
             arrived = self._keep("arrived", lambda: torch.full((64,), -(1 << 30), dtype=torch.int32, device=DEVICE))
@@ -172,20 +174,22 @@ class Other:
         where = (cache.k.data_ptr(), cache.v.data_ptr(), cache.k.shape, cache.k.dtype, ring)
         copies = self._keep(where, lambda: copies_of(cache, shape, ring))
         given = {name: named[name] for name in (*attend_ring.arg_names, "early") if name in named}
-        launch(attend_ring, (rows, shape.KV_HEADS), copies=copies, R=ring, warps=ring.W, **given)
+        launch(attend_ring, (rows, shape.KV_HEADS), **copies, R=ring, warps=ring.W, **given)
         self._join(ring.PARTS, named)
 
 
-def copies_of(cache: Keys, shape: Shape, ring: Ring) -> tuple[Any, ...]:
+def copies_of(cache: Keys, shape: Shape, ring: Ring) -> dict[str, Any]:
     """Descriptors of keys and values, and of their scales, as `attend_ring` has them."""
     bits = cache.k.element_size() * 8
     box, columns = min(shape.SIZE, ring.KEYS), min(shape.DIM, 1024 // bits)
     layout = gl.NVMMASharedLayout(columns * bits // 8, bits, 2)
     k, v = (TensorDescriptor.from_tensor(x.view(-1, shape.DIM), [box, columns], layout) for x in (cache.k, cache.v))
-    if cache.k.dtype != torch.uint8:
-        return k, v, k, v
-    layout = gl.NVMMASharedLayout(0, 32, 2)
-    return k, v, *(TensorDescriptor.from_tensor(x.view(-1, box), [1, box], layout) for x in (cache.k_scale, cache.v_scale))
+    copies = {"k_copy": k, "v_copy": v, "k_scale_copy": k, "v_scale_copy": v}
+    if cache.k.dtype == torch.uint8:
+        layout = gl.NVMMASharedLayout(0, 32, 2)
+        for name, x in (("k_scale_copy", cache.k_scale), ("v_scale_copy", cache.v_scale)):
+            copies[name] = TensorDescriptor.from_tensor(x.view(-1, box), [1, box], layout)
+    return copies
 
 
 OTHER = Other()
@@ -216,6 +220,11 @@ def in_its_place(form: Form, keys: int = 0) -> Iterator[None]:
         object.__setattr__(one, "build", paged.build_attention)
 
 
+def most() -> int:
+    """Parts of one sequence's keys at most, as the package cuts them."""
+    return whole_rounds(KV_HEADS, 2 * multiprocessors(DEVICE)) if DEVICE.type == "cuda" else MOST_SPLITS
+
+
 class Layer:
     """A step's attention of one sequence behind `depth` keys, over caches that take turns."""
 
@@ -239,7 +248,7 @@ class Layer:
         slot = self.table[depth // SIZE] * SIZE + depth % SIZE
         self.rotation = Rotation(self.k, self.v, ints(depth), self.freq, slot.view(1), 1.0, 1.0)
         self.out = torch.empty(HEADS * DIM, device=DEVICE, dtype=torch.float16)
-        self.starts = ints(0, splits_of_one(self.keys))
+        self.starts = ints(0, splits_of_one(self.keys, most()))
         self.partial = Partial(
             torch.empty(64 * HEADS * DIM, device=DEVICE), torch.empty(64 * HEADS * 2, device=DEVICE),
             torch.zeros(KV_HEADS, dtype=torch.int32, device=DEVICE),
@@ -250,11 +259,11 @@ class Layer:
         keys = self.caches[cache]
         OTHER.keys = self.keys
         OTHER(
-            attend_one, (64, KV_HEADS), output=Output(self.out, self.out), partial=self.partial, q=self.q,
+            attend_one, (most(), KV_HEADS), output=Output(self.out, self.out), partial=self.partial, q=self.q,
             rotation=self.rotation, sequences=self.sequences, item_start=self.starts, seqs=1, cache=keys, sinks=keys.k,
             score=Score(DIM**-0.5 * LOG2E, 0.0, 0),
             S=Shape(HEADS, KV_HEADS, DIM, DIM, HEADS // KV_HEADS, SIZE, False, False, False, self.kind),
-            COMPUTE=TL_TYPES["float16"], ROTATE=self.style, BLOCK_M=16, SPLIT=128, AT_ONCE=16, FORM="plain", EARLY=True,
+            COMPUTE=TL_TYPES["float16"], ROTATE=self.style, BLOCK_M=16, AT_ONCE=16, FORM="plain", EARLY=True,
             BLOCK_N=64, warps=4, stages=2, early=DEVICE.type == "cuda",
         )  # fmt: skip
 

@@ -15,7 +15,14 @@ from quarrel.ops.contract import Array, Value
 from quarrel.ops.program import group_input
 from quarrel.ops.step import Joined, Limits, Lists, SampleInputs, StepInputs, no_lists, no_masks
 from quarrel.triton_backend.attention import fixed
-from quarrel.triton_backend.attention.splits import MOST_SPLITS, most_splits, split_keys, splits_of, splits_of_one
+from quarrel.triton_backend.attention.splits import (
+    MOST_SPLITS,
+    most_of_each,
+    most_splits,
+    split_keys,
+    splits_of,
+    splits_of_one,
+)
 from quarrel.triton_backend.runtime.arrays import Slot
 from quarrel.triton_backend.runtime.launch import cdiv, power_of_two
 from quarrel.triton_backend.runtime.rows import DeviceRows
@@ -47,26 +54,30 @@ ADDED = 1
 """Sequences that there is room for beside those of a full step, for tokens that are added."""
 
 
-def item_starts(query_start: Array, kv_len: Array, seqs: int = 0, same: bool = False) -> Array:
+def item_starts(query_start: Array, kv_len: Array, seqs: int = 0, same: bool = False, most: int = MOST_SPLITS) -> Array:
     """Where each sequence's items begin, `[S + 1]`: a split of keys each, of the sequences with one new token.
 
     `seqs`: sequences of the padded step, where the step is cut into splits by more than those that there are.
     `same`: of a deterministic step, whose splits lie at fixed keys (`attention/fixed.py`).
+    `most`: splits of each, where there are few sequences.
     """
     if same:
         splits = np.where(np.diff(query_start) == 1, -(-kv_len // fixed.SPLIT), 0)
         return np.concatenate([[0], np.cumsum(splits)]).astype(np.int32)
     if len(kv_len) == 1 and seqs <= 1:
         one = int(query_start[1]) - int(query_start[0]) == 1
-        return np.array([0, splits_of_one(int(kv_len[0])) if one else 0], np.int32)
+        return np.array([0, splits_of_one(int(kv_len[0]), most) if one else 0], np.int32)
     single = np.diff(query_start) == 1
-    splits = splits_of(kv_len, split_keys(max(seqs, len(kv_len))))
+    seqs = max(seqs, len(kv_len))
+    splits = splits_of(kv_len, split_keys(seqs), most_of_each(seqs, most))
     return np.concatenate([[0], np.cumsum(np.where(single, splits, 0))]).astype(np.int32)
 
 
-def item_bucket(items: int, seqs: int) -> int:
+def item_bucket(items: int, seqs: int, most: int = MOST_SPLITS) -> int:
     """Items that a graph for so many sequences has programs for: beyond 16 splits a sequence they no longer grow."""
-    return next((seqs * each for each in (4, 16) if items <= seqs * each), max(seqs * MOST_SPLITS, power_of_two(items)))
+    most = most_of_each(seqs, most)
+    places = (seqs * each for each in (min(4, most), min(16, most), most))
+    return next((n for n in places if items <= n), power_of_two(items))
 
 
 def most_items(limits: Limits) -> int:

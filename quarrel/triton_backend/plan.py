@@ -8,15 +8,19 @@ from math import prod
 
 import torch
 
+from quarrel.ops.attention import ATTENTION
 from quarrel.ops.collective import Group
 from quarrel.ops.contract import CacheRef, Compute, ConstRef, StateRef, Value, WeightRef
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Choice
 from quarrel.triton_backend import fuse
+from quarrel.triton_backend.attention.paged import splits_for
 from quarrel.triton_backend.attention.rope import left_to_attention
+from quarrel.triton_backend.attention.splits import MOST_SPLITS
 from quarrel.triton_backend.experts.host import is_hosted
 from quarrel.triton_backend.formats.int8x2 import readers, words
 from quarrel.triton_backend.formats.weights import Weights
+from quarrel.triton_backend.linear.matvec_tiles import multiprocessors
 from quarrel.triton_backend.runtime.arrays import DTYPES, E4M3, Cache, Decoded, Packed, Slot
 from quarrel.triton_backend.runtime.buffers import Place, Scratch, place, view
 from quarrel.triton_backend.runtime.launch import Launcher, launch
@@ -52,12 +56,15 @@ class Plan(Site):
     float8_weights: dict[tuple[int, ...], E4M3] = field(default_factory=dict)
     decoded_weights: dict[tuple[int, ...], Decoded] = field(default_factory=dict)
     counters: dict[str, torch.Tensor] = field(default_factory=dict)
+    most_splits: int = field(init=False)
+    """Of the keys of each of a few sequences, in steps that are not deterministic."""
 
     def __post_init__(self) -> None:
         self.rows["one"] = 1
         if self.generation < 0:
             cuda = self.device.type == "cuda"
             self.generation = torch.cuda.get_device_capability(self.device)[0] if cuda else 0
+        self.most_splits = self._most_splits()
         self._scratch, self._pairs = Scratch(), Scratch()
         self._pairs.next_node()
         self._grouped: dict[tuple[int, int], tuple[int, Slot, Slot]] = {}
@@ -86,6 +93,13 @@ class Plan(Site):
                 self.described[i] = go
             self.launches.append(fuse.launch_of(self, parts.get(i, ()), i, go))
         self.allocate()
+
+    def _most_splits(self) -> int:
+        specs = [c.node.spec for c in self.choices if c.node.op is ATTENTION]
+        if self.deterministic or self.device.type != "cuda" or not specs:
+            return MOST_SPLITS
+        kind = self.caches[0].kind if self.caches else "plain"
+        return splits_for(specs, self.compute, kind, self.generation, multiprocessors(self.device))
 
     def drop(self) -> None:
         """Lets go of what was built: launches refer to their plan, and would wait for a garbage collection."""

@@ -23,7 +23,7 @@ import torch
 
 from quarrel.errors import RequestError
 from quarrel.ops.attention import ATTENTION
-from quarrel.ops.contract import Compute, Value
+from quarrel.ops.contract import Array, Compute, Value
 from quarrel.ops.embedding import EmbeddingSpec
 from quarrel.ops.profile import Profiled
 from quarrel.ops.program import needed
@@ -285,7 +285,7 @@ class TritonStep:
                 torch.cuda.empty_cache()
 
     def _start(self, inputs: StepInputs, want: Want, rows: int) -> None:
-        starts = item_starts(inputs.query_start, inputs.kv_len, same=self.limits.deterministic)
+        starts = self._item_starts(inputs)
         batch = batch_of(inputs.query_start, inputs.kv_len, rows, starts)
         sample = inputs.sample if "tokens" in outputs_of(want) else None
         adjusts = sample is not None and (sample.lists is not None or sample.masks is not None)
@@ -320,7 +320,7 @@ class TritonStep:
         seqs, outs = len(whole.kv_len), len(whole.out_rows)
         starts = np.zeros(seqs + 1, np.int32)
         if not encoder:
-            real = item_starts(inputs.query_start, inputs.kv_len, seqs, self.limits.deterministic)
+            real = self._item_starts(inputs, seqs)
             starts[: len(real)], starts[len(real) :] = real, real[-1]
         items = int(starts[-1])
         self._grow(outs, items)
@@ -329,9 +329,12 @@ class TritonStep:
         self._replay(Batch(len(whole.ids), seqs, outs, items > 0, True, items, adjusts=batch.adjusts), want)
         return True
 
+    def _item_starts(self, inputs: StepInputs, seqs: int = 0) -> Array:
+        return item_starts(inputs.query_start, inputs.kv_len, seqs, self.limits.deterministic, self._plan.most_splits)
+
     def _items(self, items: int, seqs: int) -> int:
         """Items that a graph has programs for."""
-        return max(items, min(item_bucket(items, seqs), self._plan.rows["items"]))
+        return max(items, min(item_bucket(items, seqs, self._plan.most_splits), self._plan.rows["items"]))
 
     def _grow(self, rows: int, items: int) -> None:
         have = self._plan.rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from quarrel.ops.kv import KV_TYPES, KVType
 from quarrel.ops.program import Node, Program
 from quarrel.ops.registry import lower
 from quarrel.ops.rope import RopeSpec
+from quarrel.triton_backend import run_op
 from quarrel.triton_backend.attention import paged as attention
 from quarrel.triton_backend.attention.paged import Warps, tiles, warps_for
 from quarrel.triton_backend.attention.splits import MANY_SEQS, SPLIT
@@ -71,6 +73,15 @@ def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any
 def test_decode_over_several_splits(backend: TritonBackend, spec: AttentionSpec, way: Any) -> None:
     inputs = batch(spec, [(1, 1101), (1, SPLIT), (1, SPLIT + 1), (1, 3)])
     assert error_on(backend, ATTENTION, spec, inputs, way) <= ATTENTION.tolerance[way]
+
+
+@pytest.mark.usefixtures("form")
+@pytest.mark.parametrize("most", [2, 5])
+def test_decode_over_at_most_so_many_splits(backend: TritonBackend, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    monkeypatch.setattr(run_op, "item_starts", partial(item_starts, most=most))
+    inputs = batch(SPEC, [(1, 1101), (1, SPLIT + 1), (1, 3)])
+    assert item_starts(inputs[1], inputs[2], most=most).tolist() == [0, most, most + 2, most + 3]
+    assert error_on(backend, ATTENTION, SPEC, inputs, "float16") <= ATTENTION.tolerance["float16"]
 
 
 @pytest.mark.usefixtures("form")

@@ -212,6 +212,16 @@ def test_half_precision_stays_close(backend: TritonBackend) -> None:
     assert rel_error(step(inputs, "logits").logits, Reference()(inputs)["logits"]) < 5e-3  # type: ignore[arg-type]
 
 
+def test_a_step_has_no_more_splits_than_its_plan_says(step: TritonStep) -> None:
+    inputs = replace(batch(DECODE), kv_len=np.array([32_000, 300, 5], np.int32))
+    assert step._item_starts(inputs).tolist() == [0, 63, 66, 67]  # the interpreter has no places to fill
+    step._plan.most_splits, step._plan.rows["items"] = 33, 1000
+    assert step._item_starts(inputs).tolist() == [0, 33, 36, 37]
+    assert step._item_starts(inputs, 8)[-1] == 63 + 2 + 1
+    assert [step._items(37, n) for n in (1, 2, 4)] == [64, 66, 64]
+    assert step._items(67, 4) == 132
+
+
 def test_padding_a_decode_batch_changes_no_bit(step: TritonStep) -> None:
     """What a captured bucket does: more sequences, rows and splits than are there."""
     step(batch([*PREFILL, (12, 0, 5)]), "hidden")

@@ -268,14 +268,15 @@ def _rotated(x, at, ok, i, sin, cos, magnitude, to, NEOX: gl.constexpr, M: gl.co
 
 @gluon.jit(do_not_specialize=["seqs"])
 def attend_ring(
-    partial, q, rotation, cache, copies, sequences, seqs, score, S: gl.constexpr, R: gl.constexpr, ROTATE: gl.constexpr,
-    EARLY: gl.constexpr, COMPUTE: gl.constexpr, PDL: gl.constexpr,
+    partial, q, rotation, cache, k_copy, v_copy, k_scale_copy, v_scale_copy, sequences, seqs, score, S: gl.constexpr,
+    R: gl.constexpr, ROTATE: gl.constexpr, EARLY: gl.constexpr, COMPUTE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Sums of a part of one sequence's keys, for one key head. Grid (sequences * PARTS, n_kv).
 
-    copies  TMA descriptors of keys and values `[rows, head_dim]` in boxes of `[box_rows, 128 bytes]`, and of their scales
-            `[rows / box_rows, box_rows]`, read with codes only
-    Else as `attend_one`, whose records these are; every sequence has one new token.
+    k_copy, v_copy              TMA descriptors of keys and values `[rows, head_dim]` in boxes of `[box_rows, 128 bytes]`
+    k_scale_copy, v_scale_copy  of their scales `[rows / box_rows, box_rows]`, read with codes only
+    Triton 3.6 cannot launch a kernel with descriptors in a tuple. Else as `attend_one`, whose records these are; every
+    sequence has one new token.
     """
     GROUP: gl.constexpr = S.HEADS // S.KV_HEADS
     DIM: gl.constexpr = S.DIM
@@ -288,15 +289,15 @@ def attend_ring(
     COUNT: gl.constexpr = W * KEYS // BOX
     KIND: gl.constexpr = S.KIND
     MMA: gl.constexpr = mma_layout(W)
-    BITS: gl.constexpr = copies[0].dtype.primitive_bitwidth
+    BITS: gl.constexpr = k_copy.dtype.primitive_bitwidth
     CHUNKS: gl.constexpr = chunks_of(DIM, BITS)
     COLUMNS: gl.constexpr = DIM // CHUNKS
     TILE: gl.constexpr = W * KEYS
     CODES: gl.constexpr = KIND != "plain"
     NEOX: gl.constexpr = ROTATE == "neox"
     FLAT: gl.constexpr = shared_layout(COLUMNS, BITS, 2)
-    s_k = gl.allocate_shared_memory(copies[0].dtype, [STAGES * CHUNKS, TILE, COLUMNS], FLAT)
-    s_v = gl.allocate_shared_memory(copies[0].dtype, [STAGES * CHUNKS, TILE, COLUMNS], FLAT)
+    s_k = gl.allocate_shared_memory(k_copy.dtype, [STAGES * CHUNKS, TILE, COLUMNS], FLAT)
+    s_v = gl.allocate_shared_memory(k_copy.dtype, [STAGES * CHUNKS, TILE, COLUMNS], FLAT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES * 2, 1], mbarrier.MBarrierLayout())
     k_scales, v_scales = s_k, s_v
     if CODES:
@@ -308,7 +309,7 @@ def attend_ring(
         gdc_launch_dependents()
         if not EARLY:
             gdc_wait()
-    tiles = (copies[0], copies[1], s_k, s_v, k_scales, v_scales, full, copies[2], copies[3])
+    tiles = (k_copy, v_copy, s_k, s_v, k_scales, v_scales, full, k_scale_copy, v_scale_copy)
     seq = gl.program_id(0) // PARTS
     part = gl.program_id(0) % PARTS
     kv_head = gl.program_id(1)

@@ -12,13 +12,12 @@ import triton.language as tl
 
 from quarrel.triton_backend.attention.kv_codes import as_values
 from quarrel.triton_backend.attention.rope import cache_row, rotate_pairs, sin_cos
-from quarrel.triton_backend.attention.splits import MOST_SPLITS, PLACES, split_of
+from quarrel.triton_backend.attention.splits import PLACES, split_of
 from quarrel.triton_backend.elementwise.activation import tanh
 from quarrel.triton_backend.formats.int8x2 import store_int8x2
 
 LOG2E = 1.4426950408889634
 _LOG2E: tl.constexpr = tl.constexpr(LOG2E)
-_MOST: tl.constexpr = tl.constexpr(MOST_SPLITS)
 
 
 @triton.jit
@@ -96,8 +95,8 @@ def rotated(
 @triton.jit(do_not_specialize=["seqs"])
 def attend_one(
     output, partial, q, rotation, cache, sinks, sequences, item_start, seqs, score,
-    S: tl.constexpr, ROTATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
-    AT_ONCE: tl.constexpr, FORM: tl.constexpr, EARLY: tl.constexpr, COMPUTE: tl.constexpr, PDL: tl.constexpr,
+    S: tl.constexpr, ROTATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AT_ONCE: tl.constexpr,
+    FORM: tl.constexpr, EARLY: tl.constexpr, COMPUTE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attention of sequences with one new token; a program takes a split of one sequence's keys, for one key head.
 
@@ -112,7 +111,7 @@ def attend_one(
     ROTATE      the style of a rotation ("norm" or "neox") that this kernel does itself, with the append of k and v; or "":
                 the cache has the new key
     BLOCK_M     query heads of a tile, SHARE of them padded; BLOCK_N: keys of a tile
-    SPLIT       keys of a split (`split_keys`); AT_ONCE: splits that are added at once
+    AT_ONCE     splits that are added at once
     EARLY       nothing in this step writes older keys, so they are read before the kernel ahead is over
     """
     GROUP: tl.constexpr = S.HEADS // S.KV_HEADS
@@ -134,7 +133,7 @@ def attend_one(
     if item - first_item >= splits:
         return
     n_keys = tl.load(sequences.kv_len + seq)
-    split = split_of(n_keys, SPLIT, _MOST)
+    split = split_of(n_keys, splits)
     start = (item - first_item) * split
     newest = start + split >= n_keys
     stop = tl.minimum(n_keys - 1, start + split)

@@ -15,12 +15,11 @@ import triton.language as tl
 from quarrel.triton_backend.attention.decode import LOG2E, find, finish, oldest_key, rotated
 from quarrel.triton_backend.attention.kv_codes import as_values
 from quarrel.triton_backend.attention.rope import cache_row, sin_cos
-from quarrel.triton_backend.attention.splits import MOST_SPLITS, split_of
+from quarrel.triton_backend.attention.splits import split_of
 from quarrel.triton_backend.elementwise.activation import tanh
 from quarrel.triton_backend.runtime.launch import INTERPRETED
 
 _LOG2E: tl.constexpr = tl.constexpr(LOG2E)
-_MOST: tl.constexpr = tl.constexpr(MOST_SPLITS)
 _ASM: tl.constexpr = tl.constexpr(not INTERPRETED)
 
 
@@ -138,8 +137,8 @@ def _accumulate(
 @triton.jit(do_not_specialize=["seqs"])
 def attend_warps(
     output, partial, q, rotation, cache, sinks, sequences, item_start, seqs, score,
-    S: tl.constexpr, W: tl.constexpr, ROTATE: tl.constexpr, BLOCK_M: tl.constexpr, SPLIT: tl.constexpr,
-    AT_ONCE: tl.constexpr, FORM: tl.constexpr, EARLY: tl.constexpr, COMPUTE: tl.constexpr, PDL: tl.constexpr,
+    S: tl.constexpr, W: tl.constexpr, ROTATE: tl.constexpr, BLOCK_M: tl.constexpr, AT_ONCE: tl.constexpr,
+    FORM: tl.constexpr, EARLY: tl.constexpr, COMPUTE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attention of sequences with one new token; a program takes a split of one sequence's keys, for W.heads key heads.
 
@@ -172,7 +171,7 @@ def attend_warps(
     first_item = tl.load(item_start + seq)
     splits = tl.load(item_start + seq + 1) - first_item
     n_keys = tl.load(sequences.kv_len + seq)
-    split = split_of(n_keys, SPLIT, _MOST)
+    split = split_of(n_keys, splits)
     start = (item - first_item) * split
     newest = start + split >= n_keys
     last = n_keys - 1

@@ -24,11 +24,9 @@ from quarrel.ops.registry import Implementation
 from quarrel.triton_backend.attention.decode import LOG2E, find
 from quarrel.triton_backend.attention.kv_codes import TL_TYPES, as_values
 from quarrel.triton_backend.attention.records import Keys, Partial, Sequences
-from quarrel.triton_backend.attention.splits import MOST_SPLITS, PLACES, split_keys, split_of
+from quarrel.triton_backend.attention.splits import PLACES, split_of
 from quarrel.triton_backend.runtime.launch import cdiv, power_of_two
 from quarrel.triton_backend.runtime.site import Batch, Launch, Site, starts_early
-
-_MOST: tl.constexpr = tl.constexpr(MOST_SPLITS)
 
 
 class LatentShape(NamedTuple):
@@ -128,7 +126,7 @@ def _no_sums(M: tl.constexpr, RANK: tl.constexpr):
 @triton.jit(do_not_specialize=["seqs"])
 def attend_latent_one(
     out, partial, q, cache, sequences, item_start, seqs, scale, S: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, COMPUTE: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, COMPUTE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Sequences with one new token; a program takes a split of one sequence's keys, for BLOCK_M heads.
 
@@ -149,7 +147,7 @@ def attend_latent_one(
     if item - first_item >= splits:
         return
     n_keys = tl.load(sequences.kv_len + seq)
-    split = split_of(n_keys, SPLIT, _MOST)
+    split = split_of(n_keys, splits)
     start = (item - first_item) * split
     stop = tl.minimum(n_keys, start + split)
     p_table = sequences.table + seq.to(tl.int64) * tl.load(sequences.table_width)
@@ -302,7 +300,7 @@ def build_attention(site: Site, node: Node) -> Launch:
         site.launch(
             attend_latent_one, (batch.items, cdiv(heads, one.rows)), out=target.tensor, partial=partial, q=q.tensor,
             sequences=sequences(), item_start=starts, seqs=batch.S, **common, BLOCK_M=one.rows, BLOCK_N=one.keys,
-            SPLIT=split_keys(batch.S), warps=one.warps, stages=one.stages, early=starts_early(site),
+            warps=one.warps, stages=one.stages, early=starts_early(site),
         )  # fmt: skip
         site.launch(
             combine_latent, (batch.S, heads), out=target.tensor, partial=partial, query_start=query_start.tensor,

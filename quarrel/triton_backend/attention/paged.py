@@ -10,7 +10,7 @@ queries times the heads that share a key head. Softmax and sums are float32, pow
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from quarrel.triton_backend.attention.decode_warps import attend_warps
 from quarrel.triton_backend.attention.kv_codes import TL_TYPES
 from quarrel.triton_backend.attention.records import Keys, Partial, Rotation, Score, Sequences, Shape, Warps
 from quarrel.triton_backend.attention.rope import joined
-from quarrel.triton_backend.attention.splits import MANY_SEQS, SEVERAL_SEQS, split_keys
+from quarrel.triton_backend.attention.splits import MANY_SEQS, MOST_SPLITS, SEVERAL_SEQS, SPLIT, whole_rounds
 from quarrel.triton_backend.attention.walk import walk
 from quarrel.triton_backend.runtime.arrays import Output
 from quarrel.triton_backend.runtime.launch import INTERPRETED, power_of_two
@@ -196,6 +196,20 @@ def warps_for(seqs: int, items: int, spec: AttentionSpec, size: int, kind: str) 
     return Warps(1, keys, 3 if keys == 32 else 5) if seqs >= MANY_SEQS and items > 4 * seqs else None
 
 
+def splits_for(specs: Iterable[AttentionSpec], compute: Compute, kind: str, generation: int, processors: int) -> int:
+    """Most splits of each of a few sequences, on a device of so many multiprocessors: what all layers of a step share.
+
+    `attend_one` is known to run twice on a multiprocessor where heads are 65 to 256 wide, by its 204 to 255 registers.
+    Behind a window longer than a split few of them have work: fewer splits would leave it to fewer programs.
+    """
+    layers = list(specs)
+    heads = {spec.n_kv for spec in layers}
+    known = all(64 < spec.head_dim <= 256 and spec.window <= SPLIT and not spec.latent for spec in layers)
+    if len(heads) != 1 or not known or compute == "float32" or (kind != "plain" and generation != 9):
+        return MOST_SPLITS
+    return whole_rounds(heads.pop(), 2 * processors)
+
+
 def _rotation(site: Site, node: Node) -> Callable[[], tuple[torch.Tensor, Rotation]]:
     """Queries and the rest of a ROPE_APPEND that leaves its work to the attention behind it, at each call."""
     spec: RopeAppendSpec = node.spec
@@ -275,7 +289,7 @@ def build_attention(site: Site, node: Node) -> Launch:
             kernel, (batch.items, spec.n_kv // heads), output=Output(out, out if int8x2 is None else int8x2),
             partial=Partial(part.tensor, top_sum.tensor, arrived.tensor), q=queries, rotation=rope, sequences=sequences(),
             item_start=site.tables.item_start.tensor, seqs=batch.S, **common, ROTATE=rotate, BLOCK_M=tile.rows,
-            SPLIT=split_keys(batch.S), AT_ONCE=max(1, values // (wide * share)), FORM=form, EARLY=not batch.prefill, **own,
+            AT_ONCE=max(1, values // (wide * share)), FORM=form, EARLY=not batch.prefill, **own,
             warps=count, stages=stages, early=starts_early(site),
         )  # fmt: skip
 

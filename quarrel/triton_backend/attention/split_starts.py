@@ -14,7 +14,8 @@ from quarrel.triton_backend.runtime.launch import launch, power_of_two
 def start_splits(starts, query_start, kv_len, seqs, SPLIT: tl.constexpr, MOST: tl.constexpr, B: tl.constexpr):
     s = tl.arange(0, B)
     keys = tl.load(kv_len + s, mask=s < seqs, other=0)
-    split = tl.maximum(split_of(keys, SPLIT, MOST), 1)
+    count = tl.minimum(tl.maximum((keys + SPLIT - 1) // SPLIT, 1), MOST)
+    split = tl.maximum(split_of(keys, count), 1)
     total = tl.cumsum((keys + split - 1) // split, 0)
     tl.store(starts + 1 + s, total, mask=s < seqs)
     tl.store(starts + s, 0, mask=s == 0)
