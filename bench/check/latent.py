@@ -29,7 +29,7 @@ from quarrel.triton_backend.attention.latent import (
 )
 from quarrel.triton_backend.attention.records import Keys, Partial, Sequences
 from quarrel.triton_backend.attention.split_starts import split_starts
-from quarrel.triton_backend.attention.splits import most_splits, split_keys
+from quarrel.triton_backend.attention.splits import most_splits
 from quarrel.triton_backend.linear.heads import head_tiles
 from quarrel.triton_backend.runtime.arrays import Planes
 from quarrel.triton_backend.runtime.launch import INTERPRETED, cdiv, launch, power_of_two
@@ -73,7 +73,7 @@ class Layer:
         launch(
             attend_latent_one, (self.items, cdiv(self.heads, tile.rows)), out=self.out, partial=self.partial, q=self.q,
             cache=self.cache, sequences=self.sequences, item_start=self.starts, seqs=self.seqs, scale=SCALE * LOG2E,
-            BLOCK_M=tile.rows, BLOCK_N=tile.keys, SPLIT=split_keys(self.seqs), COMPUTE=tl.float16, warps=tile.warps,
+            BLOCK_M=tile.rows, BLOCK_N=tile.keys, COMPUTE=tl.float16, warps=tile.warps,
             stages=tile.stages, **common,
         )  # fmt: skip
         launch(
