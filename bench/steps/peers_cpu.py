@@ -142,7 +142,8 @@ class Job:
 
 def compared(job: Job) -> Iterator[dict[str, Any]]:
     """A row for each test of a model."""
-    path = job.args.folder / f"{job.model.replace(':', '-')}-{job.cpus}.gguf"
+    place = job.cpus.replace(",", "-")  # llama-bench takes a comma for the end of a file's name
+    path = job.args.folder / f"{job.model.replace(':', '-')}-{place}.gguf"
     if job.model.endswith(".gguf"):
         yield from measured(Path(job.model).resolve(), job)
         return

@@ -32,6 +32,7 @@ def request_keywords(args: argparse.Namespace) -> RequestKeywords:
         "overflow": getattr(args, "overflow", "stop"),
         "keep": None,
         "names": (),
+        "thinking_budget": None,
     }
 
 

@@ -29,6 +29,7 @@ from quarrel.bench.workload import matrix
 from quarrel.cpu_backend.backend import CpuBackend
 from quarrel.errors import QuarrelError, RequestError
 from quarrel.gguf import GGUFFile
+from quarrel.models import ModelSpec
 from quarrel.ops import reference
 from quarrel.ops.contract import Concrete, Op, rel_error
 from quarrel.ops.linear import LINEAR, LINEAR_ADD, NORM_GATE_UP, NORM_LINEAR
@@ -140,6 +141,26 @@ def test_the_check_covers_one_layer_of_each_kind(tmp_path: Path) -> None:
         experts = sum(t.nbytes for n, t in file.tensors.items() if "_exps." in n)
         assert traffic.step(1, 0) == pytest.approx(traffic.weights - experts * (1 - 6 / 64) + traffic.state)
         assert traffic.step(10_000, 0) == pytest.approx(traffic.weights + 10_000 * traffic.state)
+
+
+@pytest.mark.parametrize("name", ["gemma4_e/model-q4_k_m.gguf", "gemma3n/model-q4_0x.gguf"])
+def test_a_cut_model_keeps_whose_keys_are_read_and_what_is_of_each_layer(name: str) -> None:
+    with GGUFFile.open(need_cases(*name.split("/"))) as file:
+        source = Source.of(file, 128)
+        cut, layers = source.cut()
+        assert isinstance(source.spec, ModelSpec)
+        assert isinstance(cut.spec, ModelSpec)
+        mixers = [source.spec.layers[i].mixer for i in layers]
+        reads = [None if m is None or m.reads is None else layers.index(m.reads) for m in mixers]
+        assert [m and m.reads for m in (layer.mixer for layer in cut.spec.layers)] == reads
+        assert any(reads)
+        each = source.spec.per_layer
+        whole, some = (
+            s.tensors.file.array("per_layer_token_embd.weight").reshape(s.spec.n_vocab, -1, each)  # type: ignore[union-attr]
+            for s in (source, cut)
+        )
+        assert np.array_equal(some, whole[:, layers])
+        assert cut.program.nodes
 
 
 def _types(file: GGUFFile, layer: int) -> tuple[tuple[str, object], ...]:
