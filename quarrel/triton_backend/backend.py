@@ -203,9 +203,13 @@ class TritonBackend:
             choices, slots, kept, rows, weights, caches, states, inputs.tables, arithmetic, device, launcher,
             deterministic=limits.deterministic, generation=generation, float8=float8, group=self._group,
             decoded_bytes=limits.decoded_bytes,
-            cudnn_from=0 if limits.deterministic else cudnn.FROM[limits.attention],
+            cudnn_from=0 if limits.deterministic else self._cudnn_from(choices, limits),
         )  # fmt: skip
         return plan, inputs
+
+    def _cudnn_from(self, choices: Sequence[Choice], limits: Limits) -> int:
+        captured = self._graphs and self._group is None
+        return cudnn.tokens_from(limits.attention, [c.node for c in choices], captured)
 
     def run_op(
         self, op: Op, spec: object, inputs: Sequence[Concrete], compute: ComputeChoice = "auto"

@@ -152,6 +152,10 @@ class TritonStep:
         self._masks = masks_of(plan.choices, outputs)
         self._ahead = ahead
         self._n_vocab, self._n_positions = (_smallest_table(plan.choices, name) for name in ("ids", "positions"))
+        attends = (c.node for c in plan.choices if c.node.op is ATTENTION)
+        some = plan.cudnn_from > 0 and any(refusal(plan, node) is None for node in attends)
+        self._cudnn_from = plan.cudnn_from if some else 0
+        """Where cuDNN takes no layer, prompts of any length are graphs."""
         self._watch: Stopwatch | None = None
         self._sees = inputs.sees
         """A tower's program: its images' sizes repeat, and are captured as they are."""
@@ -290,8 +294,8 @@ class TritonStep:
         sample = inputs.sample if "tokens" in outputs_of(want) else None
         adjusts = sample is not None and (sample.lists is not None or sample.masks is not None)
         batch = replace(batch, adjusts=adjusts) if adjusts else batch
-        if self._plan.cudnn_from and batch.prefill:
-            batch = replace(batch, prompts=prompts_of(inputs.query_start, inputs.kv_len, self._plan.cudnn_from))
+        if self._cudnn_from and batch.prefill:
+            batch = replace(batch, prompts=prompts_of(inputs.query_start, inputs.kv_len, self._cudnn_from))
         if self._sees:
             batch = replace(batch, longest=int(np.diff(inputs.query_start).max()))
         capture = self._capture and self._watch is None

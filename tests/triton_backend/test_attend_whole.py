@@ -8,11 +8,18 @@ import numpy as np
 import pytest
 import torch.nn.functional as F
 
-from quarrel.ops.contract import rel_error
+from quarrel.gguf import GGMLType
+from quarrel.ops.contract import WeightRef, rel_error
+from quarrel.ops.embedding import embedding, gather_rows
 from quarrel.ops.kv import KVType
+from quarrel.ops.linear import add, linear, linear_add, norm_gate_up
+from quarrel.ops.moe import ExpertDownSpec, ExpertUpSpec, RouteSpec, expert_down, expert_up, route
+from quarrel.ops.norm import NormSpec, norm
+from quarrel.ops.null import Builder
+from quarrel.ops.program import Program
 from quarrel.ops.step import AttentionChoice
 from quarrel.triton_backend.attention import cudnn as attend_whole
-from quarrel.triton_backend.attention.cudnn import prompts_of
+from quarrel.triton_backend.attention.cudnn import LEAST_VALUES, prompts_of, tokens_from
 from quarrel.triton_backend.backend import TritonBackend
 from quarrel.triton_backend.step import TritonStep
 from tests.triton_backend.test_step import LIMITS, PROGRAM, Reference, Weights, batch
@@ -32,6 +39,7 @@ def _calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
     monkeypatch.setattr(attend_whole, "FROM", {"own": 0, "auto": 20, "cudnn": 9})
+    monkeypatch.setattr(attend_whole, "LEAST_VALUES", 0)
     monkeypatch.setattr(attend_whole, "ROUND", 16)
     return seen
 
@@ -51,6 +59,68 @@ def test_unasked_only_long_prompts_are_taken(
     for new in (19, 20):
         step(batch([(0, 0, new)], rows=[new - 1]), "hidden")
     assert len(calls) == 2 * taken  # two layers
+
+
+@pytest.mark.parametrize(("attention", "taken"), [("auto", 0), ("cudnn", 2)])
+def test_prompts_of_a_model_with_little_work_a_launch_are_graphs(
+    backend: TritonBackend,
+    calls: list[tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    attention: AttentionChoice,
+    taken: int,
+) -> None:
+    """No graph holds a step with cuDNN: 4096 tokens of Granite-4-h-tiny waited for the host's 1,000 launches."""
+    monkeypatch.setattr(attend_whole, "LEAST_VALUES", LEAST_VALUES)
+    step = compiled(backend, attention)
+    step(batch([(0, 0, 21)], rows=[20]), "hidden")
+    assert len(calls) == taken
+    step.close()
+
+
+LAYERS = {
+    # hidden width, width of a layer's dense maps, then experts, how many are used, and their width
+    "Granite-4-h-tiny": (1536, 1024, 64, 6, 512, 0),
+    "SmolLM2-135M": (576, 1536, 0, 0, 0, 0),
+    "TinyLlama": (2048, 5632, 0, 0, 0, 4096),
+    "Mistral-7B": (4096, 14336, 0, 0, 0, 4096),
+    "Mixtral": (4096, 1024, 8, 2, 14336, 4096),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_cudnn_takes_4096_rows_where_the_device_is_slower_than_the_host(name: str) -> None:
+    """By what a node multiplies; steps that are no graphs anyway, and whoever asks, have it."""
+    nodes = layer(*LAYERS[name]).nodes
+    assert tokens_from("auto", nodes, captured=True) == LAYERS[name][-1]
+    assert tokens_from("auto", nodes, captured=False) == 4096
+    assert tokens_from("cudnn", nodes, captured=True) == 2048
+    assert tokens_from("own", nodes, captured=False) == 0
+
+
+def layer(width: int, ff: int, experts: int, used: int, each: int, _: int) -> Program:
+    """What follows attention, in nodes for all that a token's vector passes."""
+    b, four, pre = Builder(), GGMLType.Q4_K, NormSpec("rms", width, 1e-5)
+    h = embedding(b, b.input("ids"), WeightRef("embd", four, 1 << 18, width))
+    gains = [WeightRef("gain", GGMLType.F32, 1, width)]
+    gate, up = (WeightRef(n, four, ff, width) for n in ("gate", "up"))
+    y = norm_gate_up(b, pre, h, gains, (gate, None), (up, None), "silu")
+    h = linear_add(b, h, y, WeightRef("down", four, width, ff))
+    if experts:
+        x = norm(b, pre, h, gains[0])
+        logits = linear(b, x, WeightRef("router", GGMLType.F32, experts, width), out="f32")
+        ids, weights = route(b, RouteSpec(experts, used, "softmax_topk"), logits)
+        gates, ups = (WeightRef(n, four, experts * each, width) for n in ("gates", "ups"))
+        y = expert_up(b, ExpertUpSpec(four, experts, used, each, width, "silu"), x, ids, gates, ups)
+        downs = WeightRef("downs", four, experts * width, each)
+        h = add(b, h, expert_down(b, ExpertDownSpec(four, experts, used, width, each), y, ids, weights, downs))
+    return b.program(hidden=gather_rows(b, h, b.input("out_rows")))
+
+
+def test_steps_are_graphs_where_cudnn_takes_no_layer(backend: TritonBackend, calls: list[tuple[int, ...]]) -> None:
+    """Of a model with sinks, say: whether it takes prompts at all is known when the step is made."""
+    for step, taken in ((compiled(backend), 9), (compiled(backend, kv="int8"), 0)):
+        assert step._cudnn_from == taken
+        step.close()
 
 
 def test_whole_prompts_match_the_reference(backend: TritonBackend, calls: list[tuple[int, ...]]) -> None:

@@ -8,7 +8,7 @@ behind every real query. On a CPU, which the interpreter has, PyTorch's own atte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -19,7 +19,9 @@ import triton.language as tl
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quarrel.ops.attention import AttentionSpec
-from quarrel.ops.contract import Array
+from quarrel.ops.contract import Array, WeightRef
+from quarrel.ops.embedding import EMBEDDING
+from quarrel.ops.moe import ExpertDownSpec, ExpertUpSpec
 from quarrel.ops.program import Node
 from quarrel.ops.step import AttentionChoice
 from quarrel.triton_backend.runtime.arrays import DTYPES
@@ -35,6 +37,10 @@ LEAST_UNASKED = 4096
 FROM: dict[AttentionChoice, int] = {"own": 0, "auto": LEAST_UNASKED, "cudnn": LEAST}
 """Tokens of a prompt from which it is cuDNN's, by the limits' choice; 0 for never."""
 ROUND = 256
+LEAST_VALUES = 6 << 20
+"""Of weights that a node of the program multiplies a token with, on average, from which `auto` takes it. No graph holds a
+step with cuDNN, and the host needs some two launches of 40 us a node, in which the device multiplies 4096 rows with so many
+values: 2.5 million in Granite-4-h-tiny, where four of 40 layers attend, 7 in TinyLlama, 36 in Mistral-7B."""
 MAX_HEAD_DIM = 128
 _TILE = 4096  # values of a head's rows to a program
 _ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -68,6 +74,25 @@ def prompts_of(query_start: Array, kv_len: Array, least: int) -> tuple[Prompt, .
     if not len(several) or int(new[several].min()) < least or not np.array_equal(new[several], kv_len[several]):
         return ()
     return tuple((int(seq), int(query_start[seq]), int(new[seq])) for seq in several)
+
+
+def tokens_from(choice: AttentionChoice, nodes: Sequence[Node], captured: bool) -> int:
+    """Tokens of a prompt from which it is cuDNN's, 0 for never. `captured`: steps without it are graphs."""
+    if choice == "auto" and captured and values_of(nodes) < LEAST_VALUES:
+        return 0
+    return FROM[choice]
+
+
+def values_of(nodes: Sequence[Node]) -> float:
+    """Values of weights that a node multiplies a token with, on average over those that every token of a step passes."""
+    every = [n for n in nodes if n.op is not EMBEDDING and n.outputs and n.outputs[0].dims[:1] == ("T",)]
+    return sum(map(_values, every)) / max(1, len(every))
+
+
+def _values(node: Node) -> float:
+    size = sum(w.rows * w.k for w in node.inputs if isinstance(w, WeightRef) and w.rows > 1)
+    spec = node.spec
+    return size * spec.used / spec.n_experts if isinstance(spec, ExpertUpSpec | ExpertDownSpec) else size
 
 
 def refusal(site: Site, node: Node) -> str | None:
