@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Tokens
 from dataclasses import replace
+from math import prod
+from typing import NoReturn
 
 from quarrel.engine.cache import Cache
 from quarrel.engine.engine import Engine
 from quarrel.engine.saved import SavedPrefix
 from quarrel.errors import RequestError
 from quarrel.ops.transfer import CacheForm, Transfers
+
+PIECE = 16 << 20
+"""Bytes of keys and values that are put into a cache at once: requests in flight wait so long."""
 
 
 def form_of(engine: Engine) -> CacheForm:
@@ -46,20 +51,6 @@ def check(engine: Engine) -> CacheForm:
     return form
 
 
-def put_in(engine: Engine, saved: SavedPrefix, salt: bytes) -> int:
-    """Puts it into the cache, for requests of this salt, and returns how many of its tokens are there then. It stays as
-    long as any text that nobody uses. Raises RequestError where there is no room for it."""
-    form, cache = check(engine), engine.cache
-    if saved.form != form:
-        raise RequestError(f"the saved prompt's cache is {saved.form.kind} of another shape than this model's {form.kind}")
-    if not _enter(engine, saved, salt):
-        message = f"the saved prompt needs {form.blocks(len(saved.tokens))} cache blocks, and {cache.available} of"
-        raise RequestError(
-            f"{message} {cache.pool.n_blocks} are free: wait for requests that run, or raise n_ctx or max_seqs"
-        )
-    return cache.known(list(saved.tokens), salt).known
-
-
 def forget(cache: Cache, tokens: Tokens[int], salt: bytes, shared: int) -> None:
     """Forgets what is known of a text behind its first `shared` tokens, with all that stands on it."""
     size = cache.limits.block_size
@@ -77,39 +68,79 @@ def _step(engine: Engine) -> Transfers:
     return engine.step
 
 
-def _enter(engine: Engine, saved: SavedPrefix, salt: bytes) -> bool:
-    """Whether there is room. Nothing runs meanwhile: who finds the blocks from here on finds them written."""
-    cache, form, tokens = engine.cache, saved.form, list(saved.tokens)
-    pool, tree, groups, size = cache.pool, cache.prefixes, form.window_groups, form.block_size
-    total = form.blocks(len(tokens))
-    match = tree.match(tokens, len(tokens), salt)
-    shared = [n.block for n in match.nodes[: match.known // size]]
-    fresh, beside = total - len(shared), form.window_blocks(len(tokens))
-    tree.retain(shared)
-    if not tree.make_room(fresh + groups * beside):
-        tree.release(shared)
-        return False
-    blocks, windows = [*shared, *pool.allocate(fresh)], pool.allocate(groups * beside)
-    node, start = None, 0
-    try:
-        step = _step(engine)
-        if fresh:
-            step.write_blocks(blocks[len(shared) :], [a[len(shared) :] for a in saved.blocks])
-        if windows:
-            step.write_blocks(windows, saved.windows)
-        for start in range(0, len(tokens), size):
-            at = groups * (start // size - total + beside)
-            own = tuple(windows[at : at + groups]) if at >= 0 else ()
-            node = tree.insert(node, tokens[start : start + size], blocks[start // size], salt, own)
+class Arrival:
+    """A prefix on its way into an engine's cache, for requests of this salt. Its blocks belong to it from the start, are
+    written piece by piece, other steps between them, and are found by others when `enter` has named them. It stays as long
+    as any text that nobody uses. Who makes one calls `release` in the end.
+
+    Raises RequestError where the prefix is of another shape, or there is no room for it.
+    """
+
+    def __init__(self, engine: Engine, saved: SavedPrefix, salt: bytes) -> None:
+        form, cache, size = check(engine), engine.cache, saved.form.block_size
+        if saved.form != form:
+            raise RequestError(
+                f"the saved prompt's cache is {saved.form.kind} of another shape than this model's {form.kind}"
+            )
+        self._saved, self._salt, self._restarts = saved, salt, engine.stats.restarts
+        tokens, pool, tree = list(saved.tokens), cache.pool, cache.prefixes
+        total = form.blocks(len(tokens))
+        match = tree.match(tokens, len(tokens), salt)
+        shared = [n.block for n in match.nodes[: match.known // size]]
+        fresh, beside = total - len(shared), form.window_groups * form.window_blocks(len(tokens))
+        tree.retain(shared)
+        if not tree.make_room(fresh + beside):
+            tree.release(shared)
+            self._raise_no_room(engine)
+        self._blocks, self._windows = [*shared, *pool.allocate(fresh)], pool.allocate(beside)
+        self._written = len(shared)
+        each = sum(prod(shape) for shape in form.block_shapes(1))
+        self._at_once = max(1, PIECE // max(1, each))
+
+    def write(self, engine: Engine) -> bool:
+        """Writes the next piece; False where none is left."""
+        self._check(engine)
+        first = self._written
+        if first == len(self._blocks):
+            return False
+        self._written = last = min(first + self._at_once, len(self._blocks))
+        _step(engine).write_blocks(self._blocks[first:last], [a[first:last] for a in self._saved.blocks])
+        return True
+
+    def enter(self, engine: Engine) -> int:
+        """Writes what lies beside the blocks, and returns how many of its tokens are in the cache then."""
+        self._check(engine)
+        cache, form, tokens, step = engine.cache, self._saved.form, list(self._saved.tokens), _step(engine)
+        tree, groups, size = cache.prefixes, form.window_groups, form.block_size
+        if self._windows:
+            step.write_blocks(self._windows, self._saved.windows)
+        first = len(self._blocks) - form.window_blocks(len(tokens))
+        node, start = None, 0
+        for i, start in enumerate(range(0, len(tokens), size)):
+            at = groups * (i - first)
+            own = tuple(self._windows[at : at + groups]) if at >= 0 else ()
+            node = tree.insert(node, tokens[start : start + size], self._blocks[i], self._salt, own)
             if node is None:
-                return False
+                self._raise_no_room(engine)
         state = cache.snapshots.add(node.snapshots, len(tokens) - start) if node is not None and form.states else None
         if state is not None:
             try:
-                step.write_states([state], saved.states)
+                step.write_states([state], self._saved.states)
             except BaseException:
                 cache.snapshots.drop(state)
                 raise
-        return True
-    finally:
-        tree.release([*blocks, *windows])
+        return cache.known(tokens, self._salt).known
+
+    def release(self, engine: Engine) -> None:
+        engine.cache.prefixes.release([*self._blocks, *self._windows])
+
+    def _check(self, engine: Engine) -> None:
+        if engine.stats.restarts != self._restarts:
+            raise RequestError("the engine was started again while a saved prompt was put into its cache: restore it again")
+
+    def _raise_no_room(self, engine: Engine) -> NoReturn:
+        cache, wanted = engine.cache, self._saved.form.blocks(len(self._saved.tokens))
+        raise RequestError(
+            f"the saved prompt needs {wanted} cache blocks, and {cache.available} of {cache.pool.n_blocks} are free: "
+            "wait for requests that run, or raise n_ctx or max_seqs"
+        )

@@ -78,8 +78,13 @@ class Prefixes:
         saved = SavedPrefix.read(file, self.identity(index), form, self._parts.explanation.n_ctx, check=check)
         if not all(0 <= token < n_vocab for token in saved.tokens):
             raise RequestError(f"the saved prompt has tokens outside 0 to {n_vocab - 1}: save it again")
-        known = self._run(lambda engine: transfer.put_in(engine, saved, own))
-        return list(saved.tokens[:known])
+        arrival = self._run(lambda engine: transfer.Arrival(engine, saved, own))
+        try:
+            while self._run(arrival.write):
+                pass
+            return list(saved.tokens[: self._run(arrival.enter)])
+        finally:
+            self._run(arrival.release)
 
     def known(self, tokens: Sequence[int], *, salt: str = "", adapter: str | None = None) -> int:
         """How many of a text's first tokens are in the cache."""

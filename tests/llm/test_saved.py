@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import quarrel
+from quarrel.engine import transfer
+from quarrel.engine.engine import Engine
 from quarrel.engine.saved import SAVED
 from quarrel.errors import RequestError
 from tests.paths import need_cases
@@ -75,6 +77,42 @@ def test_what_lies_behind_a_text_in_its_last_block_is_not_saved(tiny: Path, tmp_
         llm.generate(TEXT[:70], max_tokens=1)
         llm.prefixes.save(TEXT[:70], tmp_path / "whole")
     assert (tmp_path / "part").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def test_a_text_comes_in_pieces_between_other_steps(tiny: Path, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[int] = []
+    write = transfer.Arrival.write
+
+    def watched(arrival: transfer.Arrival, engine: Engine) -> bool:
+        steps.append(engine.stats.steps)
+        return write(arrival, engine)
+
+    monkeypatch.setattr(transfer, "PIECE", 1)
+    monkeypatch.setattr(transfer.Arrival, "write", watched)
+    with quarrel.load(tiny, **OPTIONS) as llm:
+        for i, _ in enumerate(llm.stream([1, 5, 6], max_tokens=200, ignore_eos=True)):
+            if i == 0:
+                tokens, _ = llm.prefixes.restore(saved)
+        assert len(steps) == 4 + 1  # a block of 32 tokens each, and once more
+        assert len(set(steps)) > 2
+        assert llm.prefixes.known(tokens) == len(tokens) == 109
+
+
+def test_a_text_that_comes_while_the_engine_starts_again_can_come_again(
+    tiny: Path, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = transfer.Arrival.write
+
+    def interrupted(arrival: transfer.Arrival, engine: Engine) -> bool:
+        engine.stats.restarts += 1
+        return write(arrival, engine)
+
+    with quarrel.load(tiny, **OPTIONS) as llm:
+        with monkeypatch.context() as patched:
+            patched.setattr(transfer.Arrival, "write", interrupted)
+            with pytest.raises(RequestError, match="started again"):
+                llm.prefixes.restore(saved)
+        assert len(llm.prefixes.restore(saved)[0]) == 109
 
 
 def test_a_restored_text_is_its_salt_s_alone(tiny: Path, saved: Path) -> None:
