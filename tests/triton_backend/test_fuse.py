@@ -119,7 +119,7 @@ def test_logits_of_few_and_of_many_tokens_are_those_of_the_reference(
     made = program("relu2")
     reference = Reference(made)
     for most in (15, 14):
-        monkeypatch.setattr(router, "_FEW_LOGITS", most)
+        monkeypatch.setattr(router, "_SMALL_LOGITS", most)
         step = backend.compile(made, Weights(), LIMITS, "float16")
         cuts: list[tuple[int, int]] = []
         assert isinstance(step, TritonStep)

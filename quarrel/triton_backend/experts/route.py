@@ -29,7 +29,7 @@ _ALL_COLUMNS, _ALL_WARPS = 4096, 8
 """Of one row's logits alone, which no warp chooses from: a layer of gpt-oss is 0.6 us shorter than with 1024 in four."""
 _NORM_BLOCKS: tl.constexpr = tl.constexpr(16)
 _MANY_TOKENS, _MANY_COLUMNS = 4, 512
-_FEW_LOGITS, _FEW_COLUMNS, _FEW_WARPS = 2048, 4096, 8
+_SMALL_LOGITS, _SMALL_COLUMNS, _SMALL_WARPS = 2048, 4096, 8
 """Of several rows: up to so many logits, an expert and all of its columns to a program of so many warps. Steps of cut
 models on an H200 (2026-11-27): Mixtral x8 991 us for 1,002, x32 1,285 for 1,291; gpt-oss 742 for 748 and 978 for 984;
 Granite-4-h-tiny x32 772 for 781. With the 4096 logits of Nemotron x32 nothing is gained."""
@@ -359,8 +359,8 @@ def build_router(
     def matmul(batch: Batch) -> None:
         if norm is not None:
             norm[1](batch)
-        few = batch.T * spec.n_experts <= _FEW_LOGITS
-        each, columns, warps = (1, _FEW_COLUMNS, _FEW_WARPS) if few else (_GATE_ROWS, _MANY_COLUMNS, 4)
+        small = batch.T * spec.n_experts <= _SMALL_LOGITS
+        each, columns, warps = (1, _SMALL_COLUMNS, _SMALL_WARPS) if small else (_GATE_ROWS, _MANY_COLUMNS, 4)
         grid = (cdiv(spec.n_experts, each), cdiv(batch.T, _MANY_TOKENS))
         site.launch(
             gate_rows, grid, logits=logits.tensor, x=rows.tensor, gate_bias=logits.tensor if shift is None else shift,

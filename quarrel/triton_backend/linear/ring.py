@@ -56,7 +56,7 @@ _MOST_DESCRIPTORS = 256
 _LEAST_OF_BYTES = 17
 """The same of a map of 2^23 values or more in Q8_0: o of gpt-oss, 2880 x 4096, takes 11.3 / 12.1 us for 16 / 32 rows on an
 H200 and in `mma.py` 11.1 / 16.9; 4096 x 4096 in Q4_K 13.3 for 32 and 12.4, in Q5_K 14.8 and 13.4."""
-_FEW, _LEAST_OF_FEW, _MOST_OF_SMALL, _SMALL = 2880, 17, 32, 1 << 22
+_NARROW, _LEAST_OF_NARROW, _MOST_OF_SMALL, _SMALL = 2880, 17, 32, 1 << 22
 """The same of a map of so few outputs, which are too few for the programs of `mma.py`, in any format, and from 2^22 values
 on for up to 32 rows: with 32 sequences on an H200 (2026-11-27) 7 layers of Nemotron with four maps 2688 x 4096 take 1,314
 us for 1,351, and 6 of Granite-4-h-tiny with five 1536 x 3072 770 for 781; 4096 x 4096 gains nothing, Mixtral takes 1,295
@@ -342,27 +342,27 @@ def declines(site: Site, maps: Maps) -> str | None:
     elif not maps.gated and (len(maps.weights) > 1 or maps.norm is not None):
         return f"needs one map without a norm, gate and up, or three maps, got {len(maps.weights)} maps"
     values = sum(w.n * w.k for w in maps.weights)
-    needs = _SMALL if _few(maps) else min(_LEAST)
+    needs = _SMALL if _is_narrow(maps) else min(_LEAST)
     return None if values >= needs else f"needs {needs} weights or more, got {values}"
 
 
-def _few(maps: Maps) -> bool:
+def _is_narrow(maps: Maps) -> bool:
     """Whether it is one map of few outputs."""
-    return len(maps.weights) == 1 and maps.weights[0].n <= _FEW
+    return len(maps.weights) == 1 and maps.weights[0].n <= _NARROW
 
 
 def build(site: Site, maps: Maps) -> Serves:
     values = sum(w.n * w.k for w in maps.weights)
     if values < min(_LEAST):
-        return Serves(_Maps(site, maps), _LEAST_OF_FEW, _MOST_OF_SMALL)
+        return Serves(_Maps(site, maps), _LEAST_OF_NARROW, _MOST_OF_SMALL)
     # `mma.py` was not measured with large maps of rows that are no whole super-blocks, as the head of gpt-oss.
     by_mma = mma.declines(site, maps) is None and (maps.weights[0].k % 256 == 0 or values < max(_LEAST))
     least = min(rows for size, rows in _LEAST.items() if values >= size) if by_mma else 2
     most = MOST
     if len(maps.weights) == 3:
         least, most = _LEAST_OF_THREE if maps.weights[0].k % 256 == 0 else 2, _MOST_OF_THREE
-    elif _few(maps):
-        least = min(least, _LEAST_OF_FEW)
+    elif _is_narrow(maps):
+        least = min(least, _LEAST_OF_NARROW)
     elif maps.weights[0].format == "Q8_0" and not maps.gated:
         least = min(least, _LEAST_OF_BYTES)
     return Serves(_Maps(site, maps), least, most, maps.arrange is not None)
