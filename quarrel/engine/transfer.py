@@ -68,10 +68,10 @@ def _step(engine: Engine) -> Transfers:
     return engine.step
 
 
-class Arrival:
-    """A prefix on its way into an engine's cache, for requests of this salt. Its blocks belong to it from the start, are
-    written piece by piece, other steps between them, and are found by others when `enter` has named them. It stays as long
-    as any text that nobody uses. Who makes one calls `release` in the end.
+class Restore:
+    """A saved prefix on its way into an engine's cache, for requests of this salt. Its blocks belong to it from the start,
+    are written piece by piece, other steps between them, and are found by others when `enter` has named them. It stays as
+    long as any text that nobody uses. Who makes one calls `release` in the end.
 
     Raises RequestError where the prefix is of another shape, or there is no room for it.
     """

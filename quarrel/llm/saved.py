@@ -78,13 +78,13 @@ class Prefixes:
         saved = SavedPrefix.read(file, self.identity(index), form, self._parts.explanation.n_ctx, check=check)
         if not all(0 <= token < n_vocab for token in saved.tokens):
             raise RequestError(f"the saved prompt has tokens outside 0 to {n_vocab - 1}: save it again")
-        arrival = self._run(lambda engine: transfer.Arrival(engine, saved, own))
+        restore = self._run(lambda engine: transfer.Restore(engine, saved, own))
         try:
-            while self._run(arrival.write):
+            while self._run(restore.write):
                 pass
-            return list(saved.tokens[: self._run(arrival.enter)])
+            return list(saved.tokens[: self._run(restore.enter)])
         finally:
-            self._run(arrival.release)
+            self._run(restore.release)
 
     def known(self, tokens: Sequence[int], *, salt: str = "", adapter: str | None = None) -> int:
         """How many of a text's first tokens are in the cache."""

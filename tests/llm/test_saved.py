@@ -81,14 +81,14 @@ def test_what_lies_behind_a_text_in_its_last_block_is_not_saved(tiny: Path, tmp_
 
 def test_a_text_comes_in_pieces_between_other_steps(tiny: Path, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[int] = []
-    write = transfer.Arrival.write
+    write = transfer.Restore.write
 
-    def watched(arrival: transfer.Arrival, engine: Engine) -> bool:
+    def watched(restore: transfer.Restore, engine: Engine) -> bool:
         steps.append(engine.stats.steps)
-        return write(arrival, engine)
+        return write(restore, engine)
 
     monkeypatch.setattr(transfer, "PIECE", 1)
-    monkeypatch.setattr(transfer.Arrival, "write", watched)
+    monkeypatch.setattr(transfer.Restore, "write", watched)
     with quarrel.load(tiny, **OPTIONS) as llm:
         for i, _ in enumerate(llm.stream([1, 5, 6], max_tokens=200, ignore_eos=True)):
             if i == 0:
@@ -101,15 +101,15 @@ def test_a_text_comes_in_pieces_between_other_steps(tiny: Path, saved: Path, mon
 def test_a_text_that_comes_while_the_engine_starts_again_can_come_again(
     tiny: Path, saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = transfer.Arrival.write
+    write = transfer.Restore.write
 
-    def interrupted(arrival: transfer.Arrival, engine: Engine) -> bool:
+    def interrupted(restore: transfer.Restore, engine: Engine) -> bool:
         engine.stats.restarts += 1
-        return write(arrival, engine)
+        return write(restore, engine)
 
     with quarrel.load(tiny, **OPTIONS) as llm:
         with monkeypatch.context() as patched:
-            patched.setattr(transfer.Arrival, "write", interrupted)
+            patched.setattr(transfer.Restore, "write", interrupted)
             with pytest.raises(RequestError, match="started again"):
                 llm.prefixes.restore(saved)
         assert len(llm.prefixes.restore(saved)[0]) == 109
