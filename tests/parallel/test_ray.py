@@ -76,7 +76,7 @@ def test_errors_and_other_routes_pass_through(app: Any, at: str) -> None:
     wrong = httpx.post(f"http://{at}/v1/chat/completions", content=b"{", timeout=60)
     assert wrong.status_code == 400
     assert wrong.json()["error"]["message"]
-    assert httpx.post(f"http://{at}/v1/chat/completions", content=b" " * (9 << 20), timeout=60).status_code == 413
+    assert httpx.post(f"http://{at}/v1/chat/completions", content=b" " * (49 << 20), timeout=60).status_code == 413
 
 
 def test_a_websocket_stays_with_a_replica(app: Any, at: str) -> None:

@@ -18,7 +18,7 @@ FEW: Any = {"num_predict": 6, "temperature": 0, "seed": 1}
 TALK: Any = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "options": FEW}
 TELL: Any = {"model": "demo", "prompt": "Once upon a time", "options": FEW}
 COLOUR: Any = {"type": "object", "properties": {"c": {"enum": ["red"]}}, "required": ["c"], "additionalProperties": False}
-LONG: Any = {"num_predict": 60, "seed": 1}
+LONG: Any = {"num_predict": 200, "seed": 1}
 
 
 TOOLED = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ tools }}"
