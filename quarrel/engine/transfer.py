@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import replace
 from math import prod
@@ -9,7 +10,7 @@ from typing import NoReturn
 
 from quarrel.engine.cache import Cache
 from quarrel.engine.engine import Engine
-from quarrel.engine.saved import SavedPrefix
+from quarrel.engine.saved import Array, SavedPrefix
 from quarrel.errors import RequestError
 from quarrel.ops.transfer import CacheForm, Transfers
 
@@ -69,51 +70,49 @@ def _step(engine: Engine) -> Transfers:
 
 
 class Restore:
-    """A saved prefix on its way into an engine's cache, for requests of this salt. Its blocks belong to it from the start,
-    are written piece by piece, other steps between them, and are found by others when `enter` has named them. It stays as
-    long as any text that nobody uses. Who makes one calls `release` in the end.
-
-    Raises RequestError where the prefix is of another shape, or there is no room for it.
+    """A saved prefix on its way into an engine's cache, for requests of this salt. `begin` gives it blocks, which belong to
+    it from then on; they are written piece by piece, other steps between them, and are found by others when `enter` has
+    named them. It stays as long as any text that nobody uses. Who makes one calls `release` in the end, whatever happened.
     """
 
-    def __init__(self, engine: Engine, saved: SavedPrefix, salt: bytes) -> None:
-        form, cache, size = check(engine), engine.cache, saved.form.block_size
-        if saved.form != form:
+    def __init__(self, saved: SavedPrefix, salt: bytes) -> None:
+        self._saved, self._salt, self._restarts = saved, salt, 0
+        self._blocks, self._windows = list[int](), list[int]()
+        self._pieces: Iterator[tuple[list[int], list[Array]]] = iter(())
+
+    def begin(self, engine: Engine) -> None:
+        """Raises RequestError where the prefix is of another shape, or there is no room for it."""
+        form, cache, size = check(engine), engine.cache, self._saved.form.block_size
+        if self._saved.form != form:
             raise RequestError(
-                f"the saved prompt's cache is {saved.form.kind} of another shape than this model's {form.kind}"
+                f"the saved prompt's cache is {self._saved.form.kind} of another shape than this model's {form.kind}"
             )
-        self._saved, self._salt, self._restarts = saved, salt, engine.stats.restarts
-        tokens, pool, tree = list(saved.tokens), cache.pool, cache.prefixes
+        tokens, pool, tree = list(self._saved.tokens), cache.pool, cache.prefixes
         total = form.blocks(len(tokens))
-        match = tree.match(tokens, len(tokens), salt)
+        match = tree.match(tokens, len(tokens), self._salt)
         shared = [n.block for n in match.nodes[: match.known // size]]
         fresh, beside = total - len(shared), form.window_groups * form.window_blocks(len(tokens))
         tree.retain(shared)
-        if not tree.make_room(fresh + beside):
+        if cache.available < fresh + beside or not tree.make_room(fresh + beside):
             tree.release(shared)
             self._raise_no_room(engine)
+        self._restarts = engine.stats.restarts
         self._blocks, self._windows = [*shared, *pool.allocate(fresh)], pool.allocate(beside)
-        self._written = len(shared)
-        each = sum(prod(shape) for shape in form.block_shapes(1))
-        self._at_once = max(1, PIECE // max(1, each))
+        self._pieces = self._cut(len(shared))
 
     def write(self, engine: Engine) -> bool:
         """Writes the next piece; False where none is left."""
         self._check(engine)
-        first = self._written
-        if first == len(self._blocks):
-            return False
-        self._written = last = min(first + self._at_once, len(self._blocks))
-        _step(engine).write_blocks(self._blocks[first:last], [a[first:last] for a in self._saved.blocks])
-        return True
+        blocks, arrays = next(self._pieces, ([], []))
+        if blocks:
+            _step(engine).write_blocks(blocks, arrays)
+        return bool(blocks)
 
     def enter(self, engine: Engine) -> int:
-        """Writes what lies beside the blocks, and returns how many of its tokens are in the cache then."""
+        """Writes recurrent states, and returns how many of its tokens are in the cache then."""
         self._check(engine)
         cache, form, tokens, step = engine.cache, self._saved.form, list(self._saved.tokens), _step(engine)
         tree, groups, size = cache.prefixes, form.window_groups, form.block_size
-        if self._windows:
-            step.write_blocks(self._windows, self._saved.windows)
         first = len(self._blocks) - form.window_blocks(len(tokens))
         node, start = None, 0
         for i, start in enumerate(range(0, len(tokens), size)):
@@ -132,7 +131,18 @@ class Restore:
         return cache.known(tokens, self._salt).known
 
     def release(self, engine: Engine) -> None:
-        engine.cache.prefixes.release([*self._blocks, *self._windows])
+        held, self._blocks, self._windows = [*self._blocks, *self._windows], [], []
+        engine.cache.prefixes.release(held)
+
+    def _cut(self, first: int) -> Iterator[tuple[list[int], list[Array]]]:
+        """Blocks and what is to be written there, piece by piece: from the first one on that was not there already, then
+        those of windows."""
+        saved = self._saved
+        each = sum(prod(shape) for shape in saved.form.block_shapes(1))
+        count = max(1, PIECE // max(1, each))
+        for blocks, arrays in ((self._blocks[first:], [a[first:] for a in saved.blocks]), (self._windows, saved.windows)):
+            for at in range(0, len(blocks), count):
+                yield blocks[at : at + count], [a[at : at + count] for a in arrays]
 
     def _check(self, engine: Engine) -> None:
         if engine.stats.restarts != self._restarts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -36,7 +37,7 @@ class Prefixes:
         """
         file = Path(path)
         saved, identity = self.take(tokens, salt=salt, adapter=adapter)
-        partial = file.with_name(f"{file.name[:200]}.{os.getpid()}.part")
+        partial = file.with_name(f"{file.name[:40]}.{secrets.token_hex(8)}.part")  # of a name's 255 bytes, at most 182
         try:
             with partial.open("wb") as made:
                 size = saved.write(made, identity)
@@ -78,8 +79,9 @@ class Prefixes:
         saved = SavedPrefix.read(file, self.identity(index), form, self._parts.explanation.n_ctx, check=check)
         if not all(0 <= token < n_vocab for token in saved.tokens):
             raise RequestError(f"the saved prompt has tokens outside 0 to {n_vocab - 1}: save it again")
-        restore = self._run(lambda engine: transfer.Restore(engine, saved, own))
+        restore = transfer.Restore(saved, own)
         try:
+            self._run(restore.begin)
             while self._run(restore.write):
                 pass
             return list(saved.tokens[: self._run(restore.enter)])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 import quarrel
 from quarrel.engine import transfer
 from quarrel.engine.engine import Engine
-from quarrel.engine.saved import SAVED
+from quarrel.engine.saved import SAVED, SavedPrefix
 from quarrel.errors import RequestError
 from tests.paths import need_cases
 from tests.tiny_model import write_tiny_model
@@ -69,6 +71,35 @@ def test_another_process_goes_on_where_the_first_was(name: str, kv: str, tmp_pat
     assert (tmp_path / "again").read_bytes() == path.read_bytes()
 
 
+def test_names_as_long_as_a_disk_has_them_and_two_at_once(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with quarrel.load(tiny, **OPTIONS) as llm:
+        other = [9, *TEXT]
+        for ids in (TEXT, other):
+            llm.generate(ids, max_tokens=1)
+        long = tmp_path / ("\u5b57" * 85)  # 255 bytes
+        llm.prefixes.save(TEXT, long)
+        llm.prefixes.save(other, tmp_path / "other")
+        # Two at once to one name: whichever ends last is there, whole.
+        both, write = threading.Barrier(2), SavedPrefix.write
+
+        def together(self: SavedPrefix, *args: Any, **more: Any) -> int:
+            both.wait(60)
+            made = write(self, *args, **more)
+            both.wait(60)
+            return made
+
+        monkeypatch.setattr(SavedPrefix, "write", together)
+        threads = [threading.Thread(target=llm.prefixes.save, args=(ids, tmp_path / "same")) for ids in (TEXT, other)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert (tmp_path / "same").read_bytes() in (long.read_bytes(), (tmp_path / "other").read_bytes())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "same", long.name]
+
+
 def test_what_lies_behind_a_text_in_its_last_block_is_not_saved(tiny: Path, tmp_path: Path) -> None:
     with quarrel.load(tiny, **OPTIONS) as llm:
         llm.generate(TEXT, max_tokens=2)
@@ -96,6 +127,60 @@ def test_a_text_comes_in_pieces_between_other_steps(tiny: Path, saved: Path, mon
         assert len(steps) == 4 + 1  # a block of 32 tokens each, and once more
         assert len(set(steps)) > 2
         assert llm.prefixes.known(tokens) == len(tokens) == 109
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gptoss"])
+def test_blocks_of_windows_come_in_pieces_too(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "PIECE", 1)
+    with quarrel.load(need_cases(name, MODELS[name]), **OPTIONS) as llm:
+        llm.generate(TEXT, max_tokens=1)
+        llm.prefixes.save(TEXT, tmp_path / "text")
+        llm.prefixes.forget(TEXT)
+        engine = llm._loop.engine
+        assert engine is not None
+        step: Any = engine.step
+        form, at_once, write = transfer.form_of(engine), list[int](), step.write_blocks
+
+        def watched(blocks: list[int], arrays: list[Any]) -> None:
+            at_once.append(len(blocks))
+            write(blocks, arrays)
+
+        monkeypatch.setattr(step, "write_blocks", watched)
+        llm.prefixes.restore(tmp_path / "text")
+    beside = form.window_groups * form.window_blocks(len(TEXT))
+    assert beside
+    assert at_once == [1] * (form.blocks(len(TEXT)) + beside)
+
+
+@pytest.mark.parametrize("at", ["begin", "write", "enter", "release"])
+def test_an_interrupt_while_a_text_comes_leaves_nothing_behind(
+    tiny: Path, saved: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    with quarrel.load(tiny, **OPTIONS) as llm:
+        run = llm._loop.run
+
+        def interrupted(job: Callable[[], Any]) -> Any:
+            found = run(job)  # the job is the thread's, which no interrupt reaches
+            if called[-1] == at:
+                raise KeyboardInterrupt
+            return found
+
+        called = [""]
+        for step in ("begin", "write", "enter", "release"):
+            own = getattr(transfer.Restore, step)
+
+            def noted(restore: transfer.Restore, engine: Engine, own: Any = own, step: str = step) -> Any:
+                called.append(step)
+                return own(restore, engine)
+
+            monkeypatch.setattr(transfer.Restore, step, noted)
+        monkeypatch.setattr(llm._loop, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.prefixes.restore(saved)
+        monkeypatch.undo()
+        busy = llm.activity()
+        assert busy.free_blocks + busy.kept_blocks == busy.n_blocks
+        assert len(llm.prefixes.restore(saved)[0]) == 109
 
 
 def test_a_text_that_comes_while_the_engine_starts_again_can_come_again(
@@ -190,11 +275,13 @@ def test_a_cache_without_room_refuses(tiny: Path, saved: Path) -> None:
         engine = llm._loop.engine
         assert engine is not None
         pool = engine.cache.pool
-        taken = pool.allocate(pool.free - 3)
+        llm.generate([5, 6, 7], max_tokens=1)
+        taken = pool.allocate(pool.free - 2)
         with pytest.raises(
             RequestError, match=f"needs 4 cache blocks, and 3 of {pool.n_blocks} are free: wait for requests"
         ):
             llm.prefixes.restore(saved)
+        assert llm.prefixes.known([5, 6, 7]) == 3, "nothing goes for one that finds no room"
         pool.release(taken[:1])
         assert len(llm.prefixes.restore(saved)[0]) == 109
         pool.release(taken[1:])
