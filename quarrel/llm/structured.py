@@ -12,7 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +21,12 @@ from quarrel.engine import MakeGuide
 from quarrel.errors import QuarrelError, RequestError, installing
 from quarrel.tokenizer import Tokenizer
 
-Kind = Literal["json", "regex", "lark"]
+Kind = Literal["json", "regex", "lark", "gbnf"]
 MAX_TEXT = 1 << 16
+"""Characters, also of what numbers in braces make of a regular expression: each step takes 5 microseconds for one that a
+text must go on with."""
+MAX_RULES = 1000
+"""Of a GBNF grammar: they are read in time that grows with their square, a second for so many."""
 MAX_DEPTH = 64
 MAX_COMPILED = 32
 FUEL = 2_000_000
@@ -34,18 +38,25 @@ SPACE = r"[\x20\x0A\x0D\x09]{0,16}"
 
 @dataclass(frozen=True)
 class Structure:
-    """What an answer must look like: `Structure.json(schema)`, `Structure.regex(text)`, `Structure.lark(text)`."""
+    """What an answer must look like: `Structure.json(schema)`, `Structure.regex(text)`, `Structure.lark(text)`,
+    `Structure.gbnf(text)`."""
 
     kind: Kind
     text: str
 
     def __post_init__(self) -> None:
-        if self.kind not in ("json", "regex", "lark"):
-            raise RequestError(f"the structure's kind is {self.kind!r}, wanted json, regex or lark")
+        if self.kind not in get_args(Kind):
+            raise RequestError(f"the structure's kind is {self.kind!r}, wanted json, regex, lark or gbnf")
         if not isinstance(self.text, str) or not self.text or len(self.text) > MAX_TEXT:
             raise RequestError(f"a {self.kind} structure wants a text of 1 to {MAX_TEXT} characters")
         if _depth(self.text) > MAX_DEPTH:
             raise RequestError(f"the {self.kind} structure nests brackets deeper than {MAX_DEPTH}: make it flatter")
+        if self.kind == "gbnf" and self.text.count("::=") > MAX_RULES:
+            raise RequestError(f"the GBNF grammar has more than {MAX_RULES} rules: make it smaller")
+        if any(_least(text) > MAX_TEXT for text in (_patterns(self.text) if self.kind == "json" else [self.text])):
+            raise RequestError(
+                f"the {self.kind} structure repeats more than {MAX_TEXT} characters: write smaller numbers in braces"
+            )
 
     @classmethod
     def json(cls, schema: Mapping[str, Any] | bool | str) -> Structure:
@@ -67,18 +78,7 @@ class Structure:
     @classmethod
     def gbnf(cls, text: str) -> Structure:
         """Text of a grammar as llama.cpp writes it, which begins with the rule `root`."""
-        if not isinstance(text, str) or len(text) > MAX_TEXT:
-            raise RequestError(f"a GBNF grammar wants a text of 1 to {MAX_TEXT} characters")
-        try:
-            from llguidance.gbnf_to_lark import gbnf_to_lark
-        except ImportError as error:
-            raise QuarrelError(f"a structure wants the package llguidance ({error}): {installing('structured')}") from None
-        try:
-            return cls("lark", gbnf_to_lark(text))
-        except RequestError:
-            raise
-        except Exception as error:  # its parser has no error of its own
-            raise RequestError(f"the GBNF grammar cannot be read: {_short(str(error))}") from None
+        return cls("gbnf", text)
 
     @classmethod
     def lark(cls, text: str) -> Structure:
@@ -141,7 +141,8 @@ class Grammars:
             elif structure.kind == "regex":
                 grammar = llguidance.LLMatcher.grammar_from_regex(structure.text)
             else:
-                grammar = llguidance.LLMatcher.grammar_from_lark(structure.text)
+                text = _lark_of(structure.text) if structure.kind == "gbnf" else structure.text
+                grammar = llguidance.LLMatcher.grammar_from_lark(text)
             matcher = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)
         except ValueError as error:
             fault = f"the {structure.kind} structure cannot be used: {_short(str(error))}"
@@ -236,6 +237,69 @@ def _depth(text: str) -> int:
         elif character in ")]}":
             depth = max(0, depth - 1)
     return deepest
+
+
+_ATOM = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{(\d+)(?:,\d*)?\}|.", re.DOTALL | re.ASCII)
+_REPEATS = re.compile(r"\{\d")
+
+
+def _least(text: str) -> int:
+    """About how many characters a text has at least that a regular expression fits: its own, as often as braces say."""
+    if _REPEATS.search(text) is None:
+        return len(text)
+    sizes, last = [0], 0
+    for found in _ATOM.finditer(text):
+        atom, times = found[0], found[1]
+        if times is not None:
+            count = int(times) if len(times) < 10 else MAX_TEXT + 1
+            sizes[-1] += last * (count - 1)
+            last *= count
+            if sizes[-1] > MAX_TEXT:
+                return sizes[-1]
+        elif atom == "(":
+            sizes.append(0)
+        elif atom == ")" and len(sizes) > 1:
+            last = sizes.pop()
+            sizes[-1] += last
+        else:
+            last = 1
+            sizes[-1] += 1
+    return sum(sizes)
+
+
+def _patterns(text: str) -> list[str]:
+    """The regular expressions of a schema."""
+    try:
+        level, found = [json.loads(text)], list[str]()
+    except (ValueError, RecursionError):
+        return []  # the compiler says what is wrong with it
+    while level:
+        rows = [row for row in level if isinstance(row, dict)]
+        found += [row[key] for row in rows for key in ("pattern", "whitespace_pattern") if isinstance(row.get(key), str)]
+        found += [key for row in rows if isinstance(named := row.get("patternProperties"), dict) for key in named]
+        level = [v for x in level if isinstance(x, dict | list) for v in (x.values() if isinstance(x, dict) else x)]
+    return found
+
+
+_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
+
+
+def _lark_of(text: str) -> str:
+    """A GBNF grammar in Lark. Raises RequestError for what is none."""
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return str(gbnf_to_lark(_ESCAPE.sub(_unescaped, text)))
+    except Exception as error:  # its parser has no error of its own
+        raise RequestError(f"the GBNF grammar cannot be read: {_short(str(error))}", "structure") from None
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    """A character by its number as the reader knows it, which takes \\xHH and loses zeros of the others."""
+    number = int(found[1] or found[2] or "0", 16)
+    if not number or 0xD800 <= number < 0xE000 or number > 0x10FFFF:
+        return found[0]
+    return f"\\x{number:02x}" if number < 256 else chr(number)
 
 
 def _whole(digits: str) -> int:

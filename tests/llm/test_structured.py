@@ -131,6 +131,54 @@ def test_arguments_are_checked(llm: quarrel.LLM, monkeypatch: pytest.MonkeyPatch
 def test_a_grammar_as_llama_cpp_writes_it_is_kept_to(llm: quarrel.LLM) -> None:
     structure = quarrel.Structure.gbnf('root ::= "yes" | no  # or\nno ::= "n" [o]')
     assert llm.generate("Well?", structure=structure, seed=3).text in ("yes", "no")
-    for bad in ("", "root ::= (", "x" * 70_000):
+    for bad in ("", "root ::= (", "x" * 70_000, 'root ::= "\\ud800"'):
         with pytest.raises(RequestError):
             llm.generate("Well?", structure=quarrel.Structure.gbnf(bad))
+
+
+@pytest.mark.parametrize(
+    ("grammar", "said"),
+    [
+        (r'"\u00e9\u0042"', "\u00e9B"),
+        (r'"\U0001F600"', "\U0001f600"),
+        (r"[\u0430-\u0430] [\u005d]", "\u0430]"),
+        (r'"\\u0041"', "\\u0041"),
+        (r'"\x41" "\u000a"', "A\n"),
+    ],
+)
+def test_characters_of_a_gbnf_grammar_may_be_numbers(llm: quarrel.LLM, grammar: str, said: str) -> None:
+    assert llm.generate("Well?", structure=quarrel.Structure.gbnf(f"root ::= {grammar}"), max_tokens=20).text == said
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: quarrel.Structure.regex("a{1000000}"),
+        lambda: quarrel.Structure.regex("((ab){1000}[cd]){1000,}"),
+        lambda: quarrel.Structure.regex("a{" + "9" * 5000 + "}"),
+        lambda: quarrel.Structure.json({"items": {"type": "string", "pattern": "^(ab){100000}$"}}),
+        lambda: quarrel.Structure.json({"type": "object", "patternProperties": {"a{70000}": {}}}),
+        lambda: quarrel.Structure.lark("start: /a{100000}/"),
+        lambda: quarrel.Structure.gbnf('root ::= "ab"{70000}'),
+    ],
+)
+def test_what_must_be_longer_than_a_structure_may_be_is_refused(make: Any) -> None:
+    with pytest.raises(RequestError, match="repeats more than 65536 characters"):
+        make()
+
+
+def test_repeats_that_need_not_be_are_none() -> None:
+    for text in ("a{0,1000000}", r"a\{1000000}", "[{]{1000}", "(a{10}){10}[b-d]{100}", "x{70000", ")" * 9 + "a{9}"):
+        quarrel.Structure.regex(text)
+    quarrel.Structure.json({"properties": {"pattern": {"type": "string", "minLength": 100_000}}})
+
+
+def test_a_gbnf_grammar_is_read_where_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its reader takes seconds for thousands of rules, and an event loop may be what makes the structure."""
+    from llguidance import gbnf_to_lark
+
+    monkeypatch.setattr(gbnf_to_lark, "gbnf_to_lark", lambda text: pytest.fail("it was read at once"))
+    rules = [f'r{i} ::= "a" r{i + 1}' for i in range(1100)]
+    quarrel.Structure.gbnf("\n".join(["root ::= r0", *rules[:900], 'r900 ::= "b"']))
+    with pytest.raises(RequestError, match="more than 1000 rules"):
+        quarrel.Structure.gbnf("\n".join(["root ::= r0", *rules, 'r1100 ::= "b"']))
