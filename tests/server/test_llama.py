@@ -277,6 +277,12 @@ def test_every_wrong_type_is_a_sentence(engine: httpx.Client) -> None:
         ask(engine, "/completion", prompt="Once", n_predict=1, temperature=0, logit_bias={"656": -100})["content"]
         != " upon"
     )
+    huge = 10**400
+    for odd in ([[5, huge], [5, -huge], [True, 1], [1.5, 1], [{}, 1], [[], 1], [huge, 1]], {"\u00b2": 1, "1" * 5000: 1}):
+        made = ask(engine, "/completion", prompt="Once", n_predict=1, temperature=0, logit_bias=odd)
+        said = [(row["token"], row["bias"]) for row in made["generation_settings"]["logit_bias"]]
+        assert (5, -100.0) in said if isinstance(odd, list) else said
+        assert (1, 1.0) not in said
 
 
 class _Fim:

@@ -302,13 +302,13 @@ def biases_of(llm: Model, given: dict[str, Any] | list[Any]) -> dict[int, float]
         if bias is False:
             value = float("-inf")
         elif isinstance(bias, int | float) and bias is not True:
-            value = min(max(float(bias), -100.0), 100.0)
+            value = float(min(max(bias, -100), 100))  # a whole number may be larger than any real one
         else:
             continue
-        if isinstance(what, str) and isinstance(given, dict) and what.isdigit():
-            what = int(what)
+        if isinstance(what, str) and isinstance(given, dict) and what.isascii() and what.isdigit():
+            what = int(what) if len(what) < 12 else -1  # Python reads no number of thousands of digits
         for id in llm.tokenize(what, False) if isinstance(what, str) else [what]:
-            if isinstance(id, int) and 0 <= id < llm.tokenizer.n_vocab:
+            if type(id) is int and 0 <= id < llm.tokenizer.n_vocab:
                 made[id] = value
     return made
 
