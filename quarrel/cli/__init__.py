@@ -78,7 +78,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = f"{error.filename}: " if error.filename else ""
         full = " where the output goes: make some, and run it again" if error.errno == errno.ENOSPC and not where else ""
         note(f"quarrel: {where}{error.strerror or error}{full}")
+    except RuntimeError as error:
+        if not _is_no_home(error):
+            raise
+        note("quarrel: a path begins with ~ and the name of no user of this machine: write it out")
     return FAILED
+
+
+def _is_no_home(error: RuntimeError) -> bool:
+    """As pathlib says that ~NAME is nobody's."""
+    return type(error) is RuntimeError and "home directory" in str(error)
 
 
 def _with_defaults(

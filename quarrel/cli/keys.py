@@ -13,6 +13,9 @@ from quarrel.cli.terminal import line, note, table, visible, write_json
 from quarrel.server.keys import Key, Keyring
 from quarrel.server.settings import DATA_DIR, from_environment
 
+MOST_DAYS = 36500
+"""A century; a key for longer has no day on which it expires."""
+
 
 def run(args: argparse.Namespace) -> int:
     """Status 0."""
@@ -24,10 +27,10 @@ def run(args: argparse.Namespace) -> int:
         return _list(ring, args.json)
     if not args.what:
         raise UsageError("create wants a name" if args.action == "create" else f"{args.action} wants the id of a key")
-    if args.days is not None and args.days <= 0:
-        raise UsageError(f"--days is {args.days:g}, wanted more than 0")
-    if args.overlap < 0:
-        raise UsageError(f"--overlap is {args.overlap:g}, wanted 0 or more")
+    if args.days is not None and not 0 < args.days <= MOST_DAYS:
+        raise UsageError(f"--days is {args.days:g}, wanted more than 0 and at most {MOST_DAYS}")
+    if not 0 <= args.overlap <= 24 * MOST_DAYS:
+        raise UsageError(f"--overlap is {args.overlap:g}, wanted 0 to {24 * MOST_DAYS}")
     if args.action == "revoke":
         key = ring.revoke(args.what)
         if args.json:
@@ -73,4 +76,7 @@ def _state(key: Key) -> str:
 
 
 def _day(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")
+    try:
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")
+    except (ValueError, OverflowError, OSError):  # a file written by hand, or by a version that took any number
+        return "no date"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import os
 import urllib.error
@@ -43,15 +44,17 @@ def _until(text: str | None) -> str:
 
 def _models(url: str) -> list[dict[str, Any]]:
     key = os.environ.get("WEBUI_API_KEY")
-    request = urllib.request.Request(f"{url}/api/ps", headers={"Authorization": f"Bearer {key}"} if key else {})
     try:
+        request = urllib.request.Request(f"{url}/api/ps", headers={"Authorization": f"Bearer {key}"} if key else {})
         with urllib.request.urlopen(request, timeout=SECONDS) as answer:
             models: list[dict[str, Any]] = json.load(answer)["models"]
+            for model in models:
+                int(model["size"]), str(model["name"])  # of another program's answer
             return models
     except urllib.error.HTTPError as error:
         wanted = "it wants a key, which WEBUI_API_KEY gives" if error.code == 401 else f"it answers {error.code}"
         raise QuarrelError(f"{url} does not say what runs: {wanted}") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError, RecursionError) as error:
         reason = getattr(error, "reason", error)
         raise QuarrelError(
             f"there is no server at {url} ({reason}): start one with `quarrel serve`, or say --url"

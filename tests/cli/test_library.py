@@ -198,6 +198,10 @@ def test_ps_says_what_a_server_has_in_memory(
     monkeypatch.setattr(there, "answer", lambda path, _: (401, b"", 0))
     assert main(["ps", "--url", url]) == 1
     assert "WEBUI_API_KEY" in capsys.readouterr().err
+    for other in (b'{"models": [{"name": "a"}]}', b'{"models": [5]}', b'{"models": 5}', b"[]", b"[" * 99_999):
+        monkeypatch.setattr(there, "answer", lambda path, _, other=other: (200, other, len(other)))
+        assert main(["ps", "--url", url]) == 1
+        assert "there is no server at" in capsys.readouterr().err
 
 
 def test_a_model_with_eyes_says_so(capsys: pytest.CaptureFixture[str]) -> None:

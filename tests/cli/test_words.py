@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import sys
 from pathlib import Path
@@ -119,6 +120,10 @@ def test_a_wrong_command_line_is_status_2(line: str, capsys: pytest.CaptureFixtu
         ("generate --logprobs 2 x", "give --json too"),
         ("keys list laptop", "list takes no name, got 'laptop'"),
         ("search --dataset notes -p=", "there is no text to look for"),
+        ("keys create a --days 1e9", "--days is 1e+09, wanted more than 0 and at most 36500"),
+        ("keys create a --days nan", "--days is nan, wanted"),
+        ("keys rotate a --overlap inf", "--overlap is inf, wanted 0 to 876000"),
+        ("generate --config ~nobody-here/x x", "~nobody-here/x begins with ~ and the name of no user"),
     ],
 )
 def test_what_is_nearly_right_is_told(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -242,6 +247,12 @@ def test_no_text_at_a_terminal_is_status_2(monkeypatch: pytest.MonkeyPatch, caps
         ("explain nowhere", "no model 'nowhere' was found"),
         ("tokenize BASE --decode -p 99999", "99999"),
         ("pull non/sense/", "'non/sense/' is no name on the hub"),
+        ("generate BASE -f ~nobody-here/x", "the name of no user of this machine"),
+        ("generate BASE x --json-schema ~nobody-here/x", "the name of no user of this machine"),
+        ("keys list --data-dir ~nobody-here/x", "the name of no user of this machine"),
+        ("ps --url nowhere", "there is no server at nowhere (unknown url type"),
+        ("ps --url http://127.0.0.1:x", "there is no server at http://127.0.0.1:x (nonnumeric port"),
+        ("ps --url http://[::1", "there is no server at http://[::1 (Invalid IPv6 URL)"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_status_1(
@@ -254,6 +265,16 @@ def test_a_mistake_is_one_sentence_and_status_1(
     (sentence,) = streams.err.splitlines(keepends=True)
     assert sentence.startswith("quarrel: ")
     assert said in sentence
+
+
+def test_keys_that_expire_on_no_day_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    key = {"id": "a", "name": "a", "hash": "0" * 64, "created": 0.0, "expires": 1e14, "revoked": False}
+    (tmp_path / "keys.json").write_text(json.dumps([key, {**key, "id": "b", "expires": float("nan")}]))
+    assert main(["keys", "list", "--data-dir", str(tmp_path)]) == 0
+    assert [row.split()[-3:] for row in capsys.readouterr().out.splitlines()[1:]] == [
+        ["no", "date", "usable"],
+        ["no", "date", "expired"],
+    ]
 
 
 def test_a_prompt_longer_than_the_context_names_both_sizes(base: str, capsys: pytest.CaptureFixture[str]) -> None:
