@@ -110,6 +110,8 @@ dynatemp_range dynatemp_exponent adaptive_target adaptive_decay mirostat mirosta
 SAMPLING = frozenset(_SAMPLING.split())
 """What requests are answered with that say nothing themselves."""
 _OFF = ("", "0", "off", "false", "disabled")
+_UNSAID = ("api_key", "mcp_json", "old_engine", "old_library_path")
+"""Whose values no log shows: keys, and servers of tools with what their environment holds."""
 
 
 def _table(text: str) -> dict[str, str]:
@@ -190,7 +192,7 @@ def parse(words: Sequence[str], environment: Mapping[str, str]) -> Arguments:
                 loras += [path for path in value.split(",") if path]
             elif name:
                 values[name] = value
-            heeded.append(flag if name in ("api_key", "old_engine", "old_library_path") else f"{flag} {value}")
+            heeded.append(flag if name in _UNSAID else f"{flag} {value}")
         else:
             # There are no words but options and their values: behind an unknown option comes its own, or another option.
             takes = bool(rest) and not equals and (not rest[0].startswith("-") or _is_number(rest[0]))

@@ -103,6 +103,7 @@ def _load_and_serve(args: Arguments, model: str, old: Path | None, words: Sequen
     early.start()
     try:
         template = template_of(args)
+        sampling_of(args), keys_of(args)
         for name in ("slot_save_path", "media_path"):
             folder_of(args, name)
         llm = _load(args, model, options)
@@ -273,15 +274,9 @@ def settings_of(
 ) -> Settings:
     """Of the server. models: what they are called. more: fields that the arguments do not say."""
     from quarrel.server import Rates, Settings
-    from quarrel.server.llama.bodies import CompletionBody
     from quarrel.server.settings import DATA_DIR
 
     host, port = listener.getsockname()[:2]
-    sampling = {name: _typed(value) for name, value in args.values.items() if name in SAMPLING}
-    if "ignore_eos" in args.switches:
-        sampling["ignore_eos"] = True
-    if "samplers" in sampling:
-        sampling["samplers"] = str(sampling["samplers"]).split(";")
     loopback = all(Settings(host=each).loopback for each in hosts_of(args))
     idle = args.number("sleep_idle")
     return Settings(
@@ -290,7 +285,7 @@ def settings_of(
         port=port,
         llama=True,
         chat_template=template,
-        api_key=args.text("api_key") or "",
+        more_api_keys=keys_of(args),
         data_dir=DATA_DIR / "llama-server",  # a launcher knows nothing of keys that were made for `quarrel serve`
         hosts=() if loopback else ("*",),  # a page whose name leads here must not get in
         open_access=True,
@@ -320,10 +315,31 @@ def settings_of(
         tags=listed(args.text("tags")),
         keep_alive=float(idle) if idle is not None and idle >= 0 else None,
         predict_route=os.environ.get("AIP_PREDICT_ROUTE", "/predict") if _on_vertex() else "",
-        sampling=CompletionBody(**sampling).shared() if sampling else None,
+        sampling=sampling_of(args),
         media_marker=os.environ.get("LLAMA_MEDIA_MARKER") or Settings().media_marker,
         **more,
     )
+
+
+def sampling_of(args: Arguments) -> Any:
+    """What requests are answered with that say nothing themselves. Raises ConfigError."""
+    given = {name: _typed(value) for name, value in args.values.items() if name in SAMPLING}
+    if "ignore_eos" in args.switches:
+        given["ignore_eos"] = True
+    if "samplers" in given:
+        given["samplers"] = str(given["samplers"]).split(";")
+    if not given:
+        return None
+    from pydantic import ValidationError
+
+    from quarrel.server.llama.bodies import CompletionBody
+    from quarrel.server.validation import first_fault
+
+    try:
+        return CompletionBody(**given).shared()
+    except ValidationError as error:
+        name, sentence = first_fault(error)
+        raise ConfigError(sentence if name is None else sentence.replace(name, args.flag(name), 1)) from None
 
 
 def _on_vertex() -> bool:
@@ -375,7 +391,7 @@ def origins_of(args: Arguments) -> tuple[str, ...]:
     """Of web pages that may call, as patterns; `localhost` is any page of this machine. By default these alone, or with a
     key to call with, which a page has to know, all."""
     here = tuple(f"{scheme}://{host}{port}" for scheme in ("http", "https") for host in _HERE for port in ("", ":*"))
-    given = listed(args.text("origins")) or ("*" if args.text("api_key") else "localhost",)
+    given = listed(args.text("origins")) or ("*" if keys_of(args) else "localhost",)
     return tuple(pattern for origin in given for pattern in (here if origin == "localhost" else (origin,)))
 
 
@@ -391,6 +407,20 @@ def source_of(args: Arguments) -> str | None:
     if args.text("model") is not None or repo is None:
         return args.text("model")
     return f"hf://{repo}" if file is None else f"hf://{repo.partition(':')[0]}:{file}"
+
+
+def keys_of(args: Arguments) -> tuple[str, ...]:
+    """Those by which callers are let in: of --api-key, and of --api-key-file, one in a line. Raises ConfigError."""
+    path, found = args.text("api_key_file"), listed(args.text("api_key"))
+    if path is None:
+        return found
+    try:
+        lines = Path(path).read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--api-key-file {path}: {getattr(error, 'strerror', None) or error}") from error
+    if not any(line.strip() for line in lines):  # never "no keys": that would open the server
+        raise ConfigError(f"--api-key-file {path} holds no key")
+    return (*found, *(line.strip() for line in lines if line.strip()))
 
 
 def template_of(args: Arguments) -> str | None:

@@ -24,7 +24,7 @@ FILE, MARK = "keys.json", "keys.made"
 """The keys, and an empty file beside them that says that there are some: both are gone, or there are keys."""
 MAX_NAME = 64
 GIVEN = "given"
-"""Id and name of a key that the environment gave."""
+"""Id and name of the first key that the environment or a command line gave."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,13 @@ class Key:
 class Keyring:
     """The keys in a folder's `keys.json`, read again when the file changes. Safe for several processes.
 
-    given: one key more, which is never written.
+    given: keys more, which are never written.
     """
 
-    def __init__(self, folder: Path, given: str = "") -> None:
+    def __init__(self, folder: Path, *given: str) -> None:
         self.path = folder / FILE
-        self._given = (Key(GIVEN, GIVEN, _hash(given), time.time()),) if given else ()
+        ids = (GIVEN, *(f"{GIVEN} {i}" for i in range(2, 1 + len(given))))  # each is a caller of its own
+        self._given = tuple(Key(id, id, _hash(key), time.time()) for id, key in zip(ids, filter(None, given)))
         self._mark = folder / MARK
         self._stamp: tuple[int, int, int] | None = None
         self._keys: tuple[Key, ...] = ()

@@ -43,6 +43,7 @@ class Settings:
     """Where API keys are kept (as hashes)."""
     api_key: str = field(default="", repr=False)
     """A key that is good beside those; only its hash is kept further on."""
+    more_api_keys: tuple[str, ...] = field(default=(), repr=False)
     origins: tuple[str, ...] = ()
     """Web origins besides the server's own that browsers may call from, as patterns (`Origins`)."""
     hosts: tuple[str, ...] = ()

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from quarrel.errors import ConfigError
 from quarrel.launch.arguments import parse
-from quarrel.launch.main import choose_gpu, end_with, load_options, main, name_of, origins_of, template_of
+from quarrel.launch.main import choose_gpu, end_with, keys_of, load_options, main, name_of, origins_of, template_of
 from quarrel.launch.old import old_engine, theirs
+from quarrel.server.keys import Keyring
 from quarrel.server.origins import Origins
 
 LAUNCHED = [
@@ -107,6 +109,10 @@ def test_unknown_words_are_passed_over_with_their_values() -> None:
             "--chat-template-file /nowhere/t: No such file or directory",
         ),
         (["--model", "m", "--port", "99999999"], "99999999"),
+        (["--model", "m", "--port", "0", "--temp", "warm"], '--temperature is "warm", wanted a number'),
+        (["--model", "m", "--port", "0", "--temp", "inf"], "--temperature is Infinity, wanted a finite number"),
+        (["--model", "m", "--port", "0", "--top-k", "1.5"], "--top-k is 1.5, wanted a whole number"),
+        (["--models-max", "2", "--port", "0", "--seed", "x"], '--seed is "x", wanted a whole number'),
     ],
 )
 def test_a_mistake_is_one_sentence(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,6 +120,23 @@ def test_a_mistake_is_one_sentence(words: list[str], sentence: str, capsys: pyte
     said = capsys.readouterr().err.splitlines()
     assert sentence in said[-1]
     assert said[-1].startswith("error: quarrel llama-server: ")
+
+
+def test_keys_may_stand_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("\n one-key \nanother\n")
+    (tmp_path / "none").write_text(" \n")
+    words = ["--api-key-file", str(tmp_path / "keys"), "--api-key", "a,b"]
+    args = parse(words, {})
+    assert keys_of(args) == ("a", "b", "one-key", "another")
+    assert origins_of(args) == ("*",)
+    ring = Keyring(tmp_path, "", *keys_of(args))
+    found = [ring.find(key) for key in ("a", "another", "none", "")]
+    assert [key and key.id for key in found] == ["given", "given 4", None, None]
+    for name, said in (("none", "holds no key"), ("absent", "No such file")):
+        with pytest.raises(ConfigError, match=f"--api-key-file .*{said}"):
+            keys_of(parse(["--api-key-file", str(tmp_path / name)], {}))
+    secret = parse(["--mcp-servers-json", '{"env": {"TOKEN": "secret"}}', "--api-key", "secret"], {})
+    assert secret.summary() == "heeds --mcp-servers-json --api-key"
 
 
 def test_a_model_that_is_not_there_is_told_in_the_words_that_launchers_look_for(capsys: pytest.CaptureFixture[str]) -> None:

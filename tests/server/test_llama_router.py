@@ -162,7 +162,17 @@ def test_tools_of_mcp_servers_are_listed_and_called_and_one_that_is_none_is_left
         assert "error" in post(live, "/tools", tool="toys_fail")
         assert "0.001 s" in post(live, "/tools", tool="slow_wait")["error"]
         post(live, "/tools", 404, tool="none_add")
-    for text in ("no JSON", "[]", '{"mcpServers": {"a": {}}}'):
+    wrong = (
+        {"args": 5},
+        {"args": [1]},
+        {"env": "x"},
+        {"cwd": []},
+        {"timeout_ms": "1"},
+        {"timeout_ms": -1},
+        {"timeout_ms": True},
+    )
+    odd = [json.dumps({"mcpServers": {"a": {"command": "b", **more}}}) for more in wrong]
+    for text in ("no JSON", "[]", '{"mcpServers": {"a": {}}}', "[" * 99_999, *odd):
         with pytest.raises(ConfigError, match="--mcp-servers-json"):
             servers_of(text, "--mcp-servers-json")
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, StrictStr
+from pydantic import Field, StrictStr, TypeAdapter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -45,7 +45,7 @@ def servers_of(text: str, where: str) -> dict[str, tuple[Any, float]]:
     ConfigError for what is none. where: how the text was given."""
     try:
         given = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} is no JSON ({error})") from None
     listed = given.get("mcpServers") if isinstance(given, dict) else None
     if not isinstance(listed, dict) or not all(isinstance(one, dict) for one in listed.values()):
@@ -54,8 +54,19 @@ def servers_of(text: str, where: str) -> dict[str, tuple[Any, float]]:
     for name, one in listed.items():
         if not isinstance(one.get("command", one.get("url")), str):
             raise ConfigError(f"{where}: the server {name} has neither a command nor a url")
-        found[name] = (program_of(one), float(one.get("timeout_ms", 1000 * SECONDS)) / 1000)
+        for field, (kind, wanted) in _FIELDS.items():
+            if not TypeAdapter(kind).validator.isinstance_python(one.get(field), strict=True):
+                raise ConfigError(f"{where}: the server {name} has {field} {str(one[field])[:80]!r}, wanted {wanted}")
+        found[name] = (program_of(one), (one.get("timeout_ms") or 1000 * SECONDS) / 1000)
     return found
+
+
+_FIELDS: Mapping[str, tuple[Any, str]] = {
+    "args": (list[str] | None, "a list of texts"),
+    "env": (dict[str, str] | None, "an object of texts"),
+    "cwd": (str | None, "a folder"),
+    "timeout_ms": (Annotated[float, Field(ge=0, le=1e9)] | None, "milliseconds"),
+}
 
 
 class ToolServers:
