@@ -425,7 +425,7 @@ def test_a_model_that_is_dropped_ends_its_thread() -> None:
     llm = open_model("llama32")
     thread = llm._loop._thread
     del llm
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
 
 

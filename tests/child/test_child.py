@@ -56,7 +56,7 @@ def test_a_deadline_ends_sending_and_receiving(ends: tuple[Link, Link]) -> None:
         began = time.monotonic()
         with pytest.raises(TimeoutError):
             late(began + 0.05)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 60
 
 
 def test_messages_of_many_threads_share_frames(ends: tuple[Link, Link]) -> None:
@@ -125,7 +125,7 @@ def test_a_heart_reports_the_clock_that_it_has() -> None:
     beats: list[str] = []
     heart = Heart(PhaseClock("loading"), lambda phase, seconds: beats.append(phase))
     heart.clock = PhaseClock("idle")
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while "idle" not in beats and time.monotonic() < end:
         time.sleep(0.05)
     assert beats[0] == "loading"
@@ -137,10 +137,16 @@ def test_a_heart_reports_the_clock_that_it_has() -> None:
 )
 def test_only_a_step_takes_too_long(phase: str, stuck: bool) -> None:
     found: list[float] = []
-    watch = Watch(10.0, found.append, clock=lambda: 0.0)
+    told = threading.Event()
+
+    def tell(seconds: float) -> None:
+        found.append(seconds)
+        told.set()
+
+    watch = Watch(10.0, tell, clock=lambda: 0.0)
     watch._progress = -1000.0  # nothing was heard before
     watch.heard(phase, 99)  # type: ignore[arg-type]
-    time.sleep(1.2)
+    assert told.wait(60 if stuck else 1.2) == stuck
     watch.end()
     assert found == ([99.0] if phase == "stepping" else [])
 
@@ -148,7 +154,7 @@ def test_only_a_step_takes_too_long(phase: str, stuck: bool) -> None:
 def test_silence_is_found() -> None:
     found = threading.Event()
     watch = Watch(0.4, lambda seconds: found.set())
-    assert found.wait(10)
+    assert found.wait(60)
     watch.end()
 
 

@@ -125,7 +125,7 @@ def test_a_stalled_server_is_left_at_the_deadline(call: str) -> None:
         try:
             with pytest.raises(FlightUnavailable, match=r"did not finish .* within 0.3 s"):
                 calls[call]()
-            assert time.perf_counter() - began < 10
+            assert time.perf_counter() - began < 60
         finally:
             over.set()
 

@@ -112,10 +112,10 @@ def test_costly_structures_end_in_time(llm: quarrel.LLM) -> None:
         quarrel.Structure.lark("\n".join(["start: r0"] + [f"r{i}: r{i + 1} r{i + 1}" for i in range(30)] + ['r30: "a"'])),
     ]
     for structure in hostile:
-        began = time.perf_counter()
+        began = time.process_time()
         with contextlib.suppress(RequestError):
             llm.generate("x", max_tokens=2, structure=structure)
-        assert time.perf_counter() - began < 15.0
+        assert time.process_time() - began < 15.0
 
 
 def test_arguments_are_checked(llm: quarrel.LLM, monkeypatch: pytest.MonkeyPatch) -> None:

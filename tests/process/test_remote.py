@@ -119,7 +119,7 @@ def test_embeddings_counters_and_tokens(far: RemoteLLM, near: LLM) -> None:
     np.testing.assert_array_equal(made.vectors, wanted.vectors)
     assert far.tokenize("The king") == near.tokenize("The king")
     assert far.explain().memory == near.explain().memory
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while not far.stats().steps and time.monotonic() < end:
         time.sleep(0.02)
     assert far.stats().ends["length"] == far.stats().ends.total() - far.stats().ends["cancelled"] - far.stats().ends["stop"]
@@ -145,7 +145,7 @@ def test_the_load_of_experts_comes_over() -> None:
             await far.submit(far.prepare([1, 2, 3], max_tokens=4, ignore_eos=True)).wait()
 
         go(work())
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while not far.expert_counts() and time.monotonic() < end:
             time.sleep(0.05)
         assert all(sum(layer) > 0 for layer in far.expert_counts().values())
@@ -169,7 +169,7 @@ def test_what_is_cancelled_or_dropped_ends(far: RemoteLLM) -> None:
         task = asyncio.create_task(far.aembed(["a king"] * 60))
         await asyncio.sleep(0.05)
         task.cancel()
-        end = time.monotonic() + 5
+        end = time.monotonic() + 30
         while (far.activity().running or far.activity().waiting) and time.monotonic() < end:
             await asyncio.sleep(0.05)
         assert not far.activity().running
@@ -200,7 +200,7 @@ def test_when_its_process_is_killed_everybody_is_told() -> None:
 
     far_request = far.prepare("a")
     go(work())
-    assert told.wait(5)
+    assert told.wait(60)
     late = threading.Event()
     far.when_lost(late.set)
     assert late.is_set()
@@ -227,12 +227,12 @@ def test_one_that_does_not_get_on_is_ended(monkeypatch: pytest.MonkeyPatch, how:
         await anext(stream)
         if how == "stands still":
             os.kill(far.pid, signal.SIGSTOP)
-        return await asyncio.wait_for(stream.wait(), 20)
+        return await asyncio.wait_for(stream.wait(), 50)
 
     result = go(work())
     assert isinstance(result.failure, EngineLost)
     assert "made no progress for" in str(result.failure)
-    assert told.wait(5)
+    assert told.wait(60)
     far.close()
     assert not far.running
 

@@ -71,7 +71,7 @@ def running(  # type: ignore[no-untyped-def]
     uvicorn = _Uvicorn(_config(server.app, replace(settings, grace=2.0)), server)
     thread = threading.Thread(target=lambda: asyncio.run(uvicorn.serve([listener])), daemon=True)
     thread.start()
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not uvicorn.started and time.monotonic() < end:
         time.sleep(0.01)
     try:
@@ -79,7 +79,7 @@ def running(  # type: ignore[no-untyped-def]
             yield Live(port, server, settings, client)
     finally:
         uvicorn.should_exit = True
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive()
 
 

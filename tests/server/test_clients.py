@@ -70,14 +70,14 @@ WRITTEN = {
         "/api/chat",
         "Connection: Upgrade, HTTP2-Settings|HTTP2-Settings: AAEAAEAAAAIAAAAAAAMAAAAAAAQBAAAAAAUAAEAAAAYABgAA|Upgrade: h2c"
         "|User-Agent: Java-http-client/17.0.15|Content-Type: application/json",
-        '{"model":"demo",' + HI + ',"stream":false,"options":{"num_predict":3}}',
+        '{"model":"demo",' + HI + ',"stream":false,"options":{"num_predict":3,"temperature":0}}',
         ['"done":true', '"done_reason":"length"'],
     ),
     "java.net.HttpURLConnection": (
         "/api/chat",
         "Content-Type: application/json|User-Agent: Java/17.0.15|Accept: text/html, image/gif, image/jpeg, */*; q=0.2"
         "|Connection: keep-alive|Transfer-Encoding: chunked",
-        '{"model":"demo",' + HI + ',"stream":false,"options":{"num_predict":3}}',
+        '{"model":"demo",' + HI + ',"stream":false,"options":{"num_predict":3,"temperature":0}}',
         ['"done":true'],
     ),
     "Ollama's own client in Go": (
@@ -92,7 +92,7 @@ WRITTEN = {
         "connection: keep-alive|Content-Type: application/json|Accept: application/json"
         "|User-Agent: ollama-js/0.6.4 (x64 linux Node.js/v20.20.2)|accept-language: *|sec-fetch-mode: cors"
         "|accept-encoding: gzip, deflate",
-        '{"model":"demo",' + HI + ',"stream":true,"options":{"num_predict":3}}',
+        '{"model":"demo",' + HI + ',"stream":true,"options":{"num_predict":3,"temperature":0}}',
         ['"done": true'],
     ),
     "openai-js": (
@@ -100,7 +100,7 @@ WRITTEN = {
         "connection: keep-alive|accept: application/json|user-agent: OpenAI/JS 6.49.0|x-stainless-retry-count: 0"
         "|x-stainless-lang: js|x-stainless-runtime: node|authorization: Bearer k|content-type: application/json"
         "|accept-language: *|sec-fetch-mode: cors|accept-encoding: gzip, deflate",
-        '{"model":"demo",' + HI + ',"max_tokens":3,"stream_options":{"include_usage":true},"stream":true}',
+        '{"model":"demo",' + HI + ',"max_tokens":3,"temperature":0,"stream_options":{"include_usage":true},"stream":true}',
         ['"finish_reason": "length"', '"choices": [], "usage": {"prompt_tokens":', "data: [DONE]"],
     ),
     "@langchain/openai by responses": (

@@ -118,7 +118,7 @@ def test_http_1_0_has_no_host(live: Live) -> None:
 
 
 def test_who_never_closes_after_a_head_that_is_too_long_is_closed(tmp_path: Path) -> None:
-    with running(Settings(data_dir=tmp_path, header_timeout=0.2, rates=Rates(requests=0))) as made:
+    with running(Settings(data_dir=tmp_path, header_timeout=2.0, rates=Rates(requests=0))) as made:
         with socket.create_connection(("127.0.0.1", made.port), timeout=20) as kept:
             kept.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert kept.recv(65536).startswith(b"HTTP/1.1 200")
