@@ -414,7 +414,7 @@ def _source(part: Mapping[str, Any]) -> object:
     if part["type"] == "image_url":
         url = part.get("image_url")
         url = url.get("url") if isinstance(url, Mapping) else url
-        if not isinstance(url, str) or not (url.startswith("data:") or is_address(url)):
+        if not isinstance(url, str) or not (url[:5].lower() == "data:" or is_address(url)):
             raise RequestError("an image's URL is not fetched: send it as data:image/...;base64,...", "messages")
         return url
     if isinstance(part.get("data"), str):

@@ -85,6 +85,9 @@ def routes(dispatcher: Dispatcher, describer: Describer) -> APIRouter:
         if body.raw and body.images:
             text = "raw prompts take no images: leave raw out, or send them to /api/chat"
             raise Refused(400, "unsupported", text, param="images")
+        if body.context and body.images:
+            text = "a context holds no images, and goes before none: send the earlier turns with these to /api/chat"
+            raise Refused(400, "unsupported", text, param="images")
         await _check(dispatcher, describer, body, tools=False)
         options, structure = body.sampling(), body.structure()
         reading = Reading(shaped=structure is not None, thoughts=not body.raw)

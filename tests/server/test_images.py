@@ -57,6 +57,9 @@ def test_the_official_client_gets_the_models_own_answer(seeing: Live) -> None:
     own = loaded.llm.chat([{"role": "user", "content": content}], template="chatml", **options)  # type: ignore[attr-defined]
     assert made.choices[0].message.content == own.text
     assert made.usage.prompt_tokens == own.usage.prompt_tokens > 64
+    large = png().replace("data:image/png;base64,", "DATA:image/png;BASE64,")
+    again = seeing.client.post("/v1/chat/completions", json={"model": "demo", "messages": question(large), **options})
+    assert again.json()["choices"][0]["message"]["content"] == own.text
 
 
 def test_ollamas_client_gets_it_too(seeing: Live) -> None:
@@ -81,6 +84,9 @@ def test_ollamas_client_gets_it_too(seeing: Live) -> None:
     assert seeing.client.get("/api/tags").json()["models"][0]["capabilities"] == ["completion", "vision"]
     raw = seeing.client.post("/api/generate", json={"model": "demo", "prompt": "a", "raw": True, "images": ["x"]})
     assert "raw prompts take no images" in raw.json()["error"]
+    picture = png().partition(",")[2]
+    late = seeing.client.post("/api/generate", json={"model": "demo", "prompt": "a", "context": [5], "images": [picture]})
+    assert (late.status_code, "to /api/chat" in late.json()["error"]) == (400, True), "the model would not see them"
 
 
 def test_the_page_learns_of_it_and_sends_one_on_its_socket(seeing: Live) -> None:
