@@ -186,8 +186,12 @@ def _is_message(value: Any) -> bool:
         return False
     content = value.get("content")
     if isinstance(content, list) and value["role"] == "user":
-        return all(isinstance(p, dict) and (p.get("type") != "text" or isinstance(p.get("text"), str)) for p in content)
+        return all(isinstance(p, dict) and _is_part(p) for p in content)
     return isinstance(content, str)
+
+
+def _is_part(value: dict[str, Any]) -> bool:
+    return isinstance(value.get("type"), str) and (value["type"] != "text" or isinstance(value.get("text"), str))
 
 
 def _text(content: Any) -> str:

@@ -238,9 +238,12 @@ def test_a_conversation_is_loaded_and_another_model_goes_on_with_it(
     talk = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     texts = {"talk": json.dumps(talk), "broken": "{", "other": '{"a": 1}', "role": '[{"role": "x", "content": ""}]'}
     texts["late"] = json.dumps([talk[1], talk[0]])
+    texts |= {
+        f"part{i}": json.dumps([{"role": "user", "content": [p]}]) for i, p in enumerate(({}, {"type": 5}, {"text": "a"}))
+    }
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
-    wrong = [f"/load {tmp_path}/{name}" for name in ("broken", "other", "role", "late", "none")]
+    wrong = [f"/load {tmp_path}/{name}" for name in ("broken", "other", "role", "late", "none", "part0", "part1", "part2")]
     models = ["/model", "/model nowhere.gguf", f"/model {base}", f"/model {chatty}"]
     keyboard(monkeypatch, f"/load {tmp_path}/talk", *wrong, *models, "next")
     assert main(["chat", chatty, *GREEDY]) == 0
@@ -249,6 +252,7 @@ def test_a_conversation_is_loaded_and_another_model_goes_on_with_it(
     for sentence in ("is no JSON", "holds no messages", "behind its beginning", "none: No such file", "wants the name",
                      "'nowhere.gguf' was found", "has no chat template"):  # fmt: skip
         assert sentence in said, sentence
+    assert said.count("holds no messages") == 5, "a part without a type could be neither saved nor edited"
     assert said.count("tokens of context") == 2, "each model that talks says so"
 
 
