@@ -193,6 +193,7 @@ def test_embeddings_in_both_forms_and_as_the_model_makes_them(engine: httpx.Clie
     (own,) = ask(engine, "/embedding", content="a cat")
     (vector,) = own["embedding"]
     assert sum(x * x for x in vector) == pytest.approx(1, abs=1e-4)
+    assert "2049 entries" in ask(engine, "/embedding", 400, content=["a"] * 2049)["error"]["message"]
     (raw,) = ask(engine, "/embedding", content="a cat", embd_normalize=-1)
     length = math.sqrt(sum(x * x for x in raw["embedding"][0]))
     assert abs(length - 1) > 0.01

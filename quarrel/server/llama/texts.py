@@ -17,6 +17,9 @@ from quarrel.server.llama.bodies import ChatBody, EmbeddingBody, Words
 from quarrel.server.llama.completion import prompt_ids
 from quarrel.server.llama.table import Routes
 
+MOST = 2048
+"""Texts of one request."""
+
 
 def routes(dispatcher: Dispatcher) -> Routes:
     """Both."""
@@ -64,8 +67,11 @@ def _several(given: Any) -> list[Any]:
     given = given if isinstance(given, str) else [g.text() if isinstance(g, Words) else g for g in given]
     if isinstance(given, str) or all(isinstance(x, int) for x in given):
         return [given]
-    mixed = any(isinstance(x, int) for x in given)
-    return [given] if mixed else list(given)
+    if any(isinstance(x, int) for x in given):
+        return [given]
+    if len(given) > MOST:
+        raise Refused(400, "invalid_request", f"the input has {len(given)} entries, wanted up to {MOST}", param="input")
+    return list(given)
 
 
 async def embed(dispatcher: Dispatcher, request: Request, llm: Model, given: Any, body: EmbeddingBody) -> Any:
