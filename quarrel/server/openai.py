@@ -334,11 +334,13 @@ def _reason_of_calls(result: Result) -> str:
 
 
 def _usage(results: Sequence[Result], n: int, thought: int = 0) -> Json:
-    """Prompts count once, however many continuations they have. thought: tokens that were thoughts."""
+    """Prompts count once, however many continuations they have, in whichever order these ended. thought: tokens that were
+    thoughts."""
     used: list[Usage] = [r.usage for r in results]
     prompt = sum(u.prompt_tokens for u in used) // n
     made = sum(u.completion_tokens for u in used)
-    cached = sum(u.cached_tokens for u in used[::n])
+    # All but the first continuation of a prompt find what that has read.
+    cached = sum(min(u.cached_tokens for u in used[i : i + n]) for i in range(0, len(used), n))
     return {
         "prompt_tokens": prompt,
         "completion_tokens": made,

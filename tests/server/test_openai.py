@@ -16,6 +16,7 @@ import quarrel
 from quarrel.engine import Result, Timings, Usage
 from quarrel.server import Rates, Settings
 from quarrel.server.errors import Refused
+from quarrel.server.openai import _usage
 from quarrel.server.response_bodies import ResponsesBody
 from quarrel.server.responses import _Answer
 from quarrel.server.stored import Responses
@@ -321,6 +322,12 @@ def test_forms_of_the_answer_in_other_servers_words(live: Live, more: dict[str, 
         assert answer["system_fingerprint"].startswith("quarrel-")
     both = {"prompt": "a", **more, "response_format": {"type": "json_object"}}
     assert "several forms" in live.client.post("/v1/completions", json=both).json()["error"]["message"]
+
+
+def test_what_was_cached_does_not_depend_on_which_continuation_ends_first() -> None:
+    results = [Result("", (), "stop", Usage(20, 5, c), Timings(0, 0, 0, 0, 0, 0), 0) for c in (19, 0, 19, 19, 19, 7)]
+    assert _usage(results, 3)["prompt_tokens_details"] == {"cached_tokens": 7}
+    assert _usage(results[1:2], 1)["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
 def test_least_tokens_and_tokens_that_stop(live: Live) -> None:

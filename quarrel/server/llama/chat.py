@@ -169,7 +169,7 @@ async def _answer(
                         rows.append(event(chunk.index, {}, **last))
                 yield "".join(rows)
         if with_usage:
-            more = {"usage": _usage(ended, n), "timings": timings(ended[0])}
+            more = {"usage": _usage(ended, n), "timings": timings(min(ended, key=lambda r: r.usage.cached_tokens))}
             yield line({"choices": [], **named(generation), "object": "chat.completion.chunk", **more})
         yield DONE
 
