@@ -86,7 +86,8 @@ def in_flags(error: Exception, flags: Collection[str]) -> str:
 
 def _with_flag(sentence: str, name: str, flag: str) -> str:
     head, *rest = sentence.split(f"{name}=")
-    head = re.sub(rf"\b{name}\b", flag, head, count=1)  # the field, not a word that contains it
+    # The field: not a word that contains it, nor a flag, nor a command of its name.
+    head = re.sub(rf"(?<![-])(?<!quarrel )\b{name}\b", flag, head, count=1)
     for part in rest:  # 'yarn' loses its quotes
         quoted = part.split("'", 2) if part.startswith("'") else ["", "", part]
         head += f"{flag} {quoted[1]}{quoted[2]}"

@@ -112,7 +112,7 @@ def _gguf(path: Path) -> ImportanceMatrix:
                 if f"{base}{COUNTS}" not in file.tensors:
                     raise GGUFError(f"it has no counts for {base}")
                 counts = file.array(f"{base}{COUNTS}").reshape(-1).astype(np.float64)
-                sums = file.array(name).astype(np.float64)
+                sums = file.array(name)
                 if sums.size % max(1, counts.size):
                     raise GGUFError(f"it has {counts.size} counts for {sums.size} values of {base}")
                 entries[base] = Entry(sums.reshape(counts.size, -1), counts)

@@ -161,7 +161,8 @@ def collect(
         part = target.with_name(f"{target.name}.part")
         step, done = _step(opened, size, len(pieces)), 0
         if (begun := _begun(part, note)) is not None:
-            step.entries, done = dict(begun.entries), min(begun.chunks, len(pieces))
+            kept = {name: Entry(entry.sums.astype(np.float64), entry.counts) for name, entry in begun.entries.items()}
+            step.entries, done = kept, min(begun.chunks, len(pieces))
         for turn in range(-(-(len(pieces) - done) // step.limits.max_seqs)):
             if progress is not None:
                 progress(done, len(pieces))

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
+import random
 import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import gguf
@@ -15,6 +21,7 @@ from quarrel.cli import main
 from quarrel.cli.commands import TYPES
 from quarrel.errors import GGUFError, RequestError
 from quarrel.gguf import GGMLType, GGUFFile, GGUFWriter, quantize, requantize
+from quarrel.gguf.lock import locked
 from quarrel.gguf.mixes import MIXES, types_of
 from tests.paths import CASE_SETS, need_cases
 
@@ -148,4 +155,88 @@ def test_the_command_says_what_it_made(tmp_path: Path, capsys: pytest.CaptureFix
     assert "F32 or Q8_0, or say --again\n" in capsys.readouterr().err
     assert main(["quantize", source, str(tmp_path / "none.gguf"), "q9"]) == 1
     assert "the type is 'q9', wanted one of f32" in capsys.readouterr().err
+    assert main(["quantize", source, str(tmp_path / "none.gguf"), "iq2_xs"]) == 1
+    assert "make one with `quarrel imatrix` and give it to `quarrel quantize` with --imatrix," in capsys.readouterr().err
     assert set(re.split(", | or |; with --imatrix ", TYPES)) == set(MIXES)
+
+
+def test_one_process_at_a_time_writes_a_file(tmp_path: Path) -> None:
+    target, note = tmp_path / "out.gguf", tmp_path / "out.gguf.part.json"
+    with GGUFFile.open(small(tmp_path / "in.gguf")) as source:
+        with note.open("a+") as other:
+            assert locked(other.fileno())
+            with pytest.raises(RequestError, match=r"another process is writing .*out\.gguf\.part: wait for it"):
+                requantize(source, target, "q8_0")
+            assert not (tmp_path / "out.gguf.part").exists()
+        requantize(source, target, "q8_0")
+    assert not list(tmp_path.glob("*.part*"))
+
+
+def test_a_disk_that_is_too_small_is_said_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MODULE.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10000, 9999, 1))
+    with GGUFFile.open(small(tmp_path / "in.gguf")) as source:
+        with pytest.raises(RequestError, match=r"will have \d+ bytes, \d+ of which are there, and its disk has 1 free"):
+            requantize(source, tmp_path / "out.gguf", "q8_0")
+        with pytest.raises(RequestError, match="there is no folder"):
+            requantize(source, tmp_path / "none" / "out.gguf", "q8_0")
+
+
+def test_a_disk_that_fills_up_keeps_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    resource = pytest.importorskip("resource")
+    monkeypatch.setattr(MODULE, "PIECE", 512)
+    target, part = tmp_path / "out.gguf", tmp_path / "out.gguf.part"
+    with GGUFFile.open(small(tmp_path / "in.gguf")) as source:
+        size = requantize(source, tmp_path / "whole.gguf", "q8_0")
+        old = resource.getrlimit(resource.RLIMIT_FSIZE)
+        for share in (3, 2):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size // share, old[1]))
+            try:
+                with pytest.raises(RequestError, match="make room and run it again: it goes on there") as caught:
+                    requantize(source, target, "q8_0")
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, old)
+            assert f"ends at {size // share} of {size} bytes" in str(caught.value)
+            assert part.stat().st_size == size // share
+            assert not target.exists()
+        requantize(source, target, "q8_0")
+    assert target.read_bytes() == (tmp_path / "whole.gguf").read_bytes()
+    assert not list(tmp_path.glob("*.part*"))
+
+
+KILLED = """
+import importlib, sys, time
+from pathlib import Path
+from quarrel.gguf import GGUFFile
+module = importlib.import_module("quarrel.gguf.requantize")
+module.PIECE, module.MOST_THREADS = 512, 2
+with GGUFFile.open(Path(sys.argv[1])) as source:
+    module.requantize(source, Path(sys.argv[2]), "q8_0", progress=lambda done, total: time.sleep(0.02))
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="wants kill -9")
+def test_a_run_that_was_killed_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
+    path, target = small(tmp_path / "in.gguf"), tmp_path / "out.gguf"
+    part, rng = tmp_path / "out.gguf.part", random.Random(0)
+    with GGUFFile.open(path) as source:
+        size = requantize(source, tmp_path / "whole.gguf", "q8_0")
+        begun = 0
+        for _ in range(3):
+            process = subprocess.Popen([sys.executable, "-c", KILLED, str(path), str(target)])
+            wanted = begun + rng.randint(1, (size - begun) // 2)
+            while process.poll() is None and (not part.exists() or part.stat().st_size < wanted):
+                time.sleep(0.001)
+            process.kill()
+            assert process.wait() == -signal.SIGKILL
+            assert part.stat().st_size >= begun, "it began anew"
+            begun = part.stat().st_size
+        assert not target.exists()
+        requantize(source, target, "q8_0")
+    assert target.read_bytes() == (tmp_path / "whole.gguf").read_bytes()
+
+
+def test_float16_refuses_what_it_cannot_hold(tmp_path: Path) -> None:
+    with GGUFFile.open(small(tmp_path / "large.gguf", 1e6)) as large:
+        with pytest.raises(GGUFError, match=r"the tensor token_embd\.weight: F16 holds values up to 65504"):
+            requantize(large, tmp_path / "out.gguf", "f16")
+        requantize(large, tmp_path / "out.gguf", "bf16")
