@@ -8,13 +8,14 @@ from pathlib import Path
 from quarrel.cli import quantize
 from quarrel.convert.folder import FolderFile
 from quarrel.errors import RequestError
+from quarrel.llm.whole import check_whole
 
 
 def run(args: argparse.Namespace) -> int:
     folder = Path(args.model).expanduser()
     if not folder.is_dir():
         raise RequestError(f"{args.model} is no folder: name one with config.json and safetensors files in it")
-    if not args.mmproj:
-        return quantize.run(args)
-    with FolderFile(folder, mmproj=True) as source:
+    with FolderFile(folder, mmproj=args.mmproj) as source:
+        if not args.mmproj:
+            check_whole(source)
         return quantize.write(args, source)

@@ -11,6 +11,10 @@ from typing import Any
 from quarrel.errors import ModelError, ModelNotFound
 
 MAX_BYTES = 256 << 20
+MAX_LAYERS, MAX_HEAD = 1 << 12, 1 << 16
+"""Far beyond any model; tables are made of so many names or numbers."""
+POINTER = "version https://git-lfs"
+POINTED = "is a pointer of Git LFS and not the file: fetch it with `git lfs pull`, or download the model again"
 _PREDICTOR = re.compile(r"(?:.*\.)?(?:layers\.(\d+)\.eh_proj|mtp\.layers\.(\d+)\..*)\.weight")
 
 
@@ -19,7 +23,10 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise ModelError(f"{path} has more than {MAX_BYTES >> 20} MiB, which no such file has")
-        found = json.loads(path.read_text("utf-8"))
+        text = path.read_text("utf-8")
+        if text.startswith(POINTER):
+            raise ModelError(f"{path} {POINTED}")
+        found = json.loads(text)
     except FileNotFoundError:
         raise ModelNotFound(f"there is no file {path}") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -70,7 +77,10 @@ class Config:
 
     @property
     def layers(self) -> int:
-        return self.integer("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+        layers = self.integer("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+        if not 1 <= layers <= MAX_LAYERS:
+            raise self.refusal("num_hidden_layers", layers, f"1 to {MAX_LAYERS}")
+        return layers
 
     @property
     def predictors(self) -> int:
@@ -87,7 +97,10 @@ class Config:
 
     @property
     def head_dim(self) -> int:
-        return self.integer("head_dim", default=self.integer("hidden_size", "n_embd") // max(1, self.heads))
+        size = self.integer("head_dim", default=self.integer("hidden_size", "n_embd") // max(1, self.heads))
+        if not 0 <= size <= MAX_HEAD:
+            raise self.refusal("head_dim", size, f"up to {MAX_HEAD}")
+        return size
 
     @property
     def sliding(self) -> list[bool]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import numpy as np
 
 from quarrel.errors import ModelError
@@ -21,24 +24,30 @@ def float32(bits: np.ndarray, dtype: str) -> np.ndarray:
     return bits.astype(np.float32, copy=False)
 
 
-def scaled(values: np.ndarray, scale: np.ndarray, block: tuple[int, int], name: str) -> np.ndarray:
-    """Values [..., rows, k], in place, times a scale for all, for each row, or for each block of rows and columns."""
+@dataclass(frozen=True)
+class Scales:
+    """Those of a tensor of 8-bit floats, `values`, and which of them each value takes: the number of its row plus that of
+    its column, both in the tensor's shape, and neither as large as the tensor in memory. None: one for all."""
+
+    values: np.ndarray
+    numbers: tuple[np.ndarray, ...] | None
+
+
+def scales_of(shape: tuple[int, ...], scale: np.ndarray, block: tuple[int, int], name: str) -> Scales:
+    """A scale for all values [..., rows, k], for each row, or for each block of rows and columns; raises ModelError."""
     if scale.size == 1:
-        values *= scale.reshape(())
-        return values
-    rows, k = values.shape[-2:] if values.ndim > 1 else (0, 0)
-    blocks = (-(-rows // block[0]), -(-k // block[1]))
-    if values.ndim > 1 and scale.shape == (*values.shape[:-2], *blocks):
-        rowwise = np.repeat(scale, block[0], -2)[..., :rows, :]
-        for i in range(blocks[1]):
-            values[..., i * block[1] : (i + 1) * block[1]] *= rowwise[..., i : i + 1]
-        return values
-    if scale.size * k == values.size:
-        values *= scale.reshape(*values.shape[:-1], 1)
-        return values
-    raise ModelError(
-        f"the tensor {name} is {list(values.shape)}, with scales {list(scale.shape)} for blocks of {list(block)}"
-    )
+        return Scales(scale.reshape(-1), None)
+    if len(shape) > 1:
+        *outer, rows, k = shape
+        down, across = -(-rows // block[0]), -(-k // block[1])
+        if scale.shape == (*outer, down, across):
+            of_rows = np.arange(math.prod(outer)).reshape(*outer, 1) * down + np.arange(rows) // block[0]
+            numbers = (of_rows * across)[..., None], np.arange(k) // block[1]
+            return Scales(scale.reshape(-1), tuple(np.broadcast_to(n.astype(np.int32), shape) for n in numbers))
+        if scale.size * k == math.prod(shape):
+            number = np.arange(scale.size, dtype=np.int32).reshape(*outer, rows, 1)
+            return Scales(scale.reshape(-1), (np.broadcast_to(number, shape),))
+    raise ModelError(f"the tensor {name} is {list(shape)}, with scales {list(scale.shape)} for blocks of {list(block)}")
 
 
 def _e4m3() -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from quarrel.convert.config import Config, read_json
-from quarrel.convert.floats import float32, scaled
+from quarrel.convert.floats import Scales, float32, scales_of
 from quarrel.convert.keys import common_keys
 from quarrel.convert.layout import Part, Weight, cut, pieces
 from quarrel.convert.mlx import BIASES, SCALES, WORDS, Coding, codings, to_blocks, to_values
@@ -24,7 +24,7 @@ from quarrel.convert.projectors import projector, projector_keys
 from quarrel.convert.registry import architecture
 from quarrel.convert.rerankers import RANK, is_reranker, reranker
 from quarrel.convert.rules import Architecture, weights
-from quarrel.convert.safetensors import Checkpoint
+from quarrel.convert.safetensors import Checkpoint, Stored
 from quarrel.convert.vocabulary import VOCABULARIES, vocabulary_keys
 from quarrel.errors import GGUFError, ModelError, UnsupportedModel
 from quarrel.gguf import (
@@ -46,7 +46,12 @@ _PLAIN = {GGMLType.F32: "F32", GGMLType.F16: "F16", GGMLType.BF16: "BF16"}
 Decode = Callable[[Coding, np.ndarray, np.ndarray, np.ndarray | None], np.ndarray]
 """Of codes, scales and biases, `to_blocks` or `to_values`."""
 _KEPT = 2
-"""Matrices of 8-bit floats, and made tensors, that stay decoded: pieces of one are read one after another."""
+"""Matrices of MLX in another order, and made tensors, that stay decoded: pieces of one are read one after another."""
+
+
+def _writes(said: Mapping[str, Any]) -> bool:
+    """Whether the model's class has an output at all: embedding models are saved without."""
+    return str((said.get("architectures") or [""])[0]).endswith(("ForCausalLM", "ForConditionalGeneration"))
 
 
 def is_folder(path: Path) -> bool:
@@ -64,7 +69,8 @@ class FolderFile(GGUFFile):
         """
         if mix is not None:
             check_mix(mix, None, "quantize")
-        config = Config(read_json(folder / CONFIG), folder / CONFIG)
+        said = read_json(folder / CONFIG)
+        config = Config(said, folder / CONFIG)
         arch, config = projector(config) if mmproj else (architecture(config), config)
         config = config.with_defaults(arch.defaults)
         self._block = _quantization(config)
@@ -86,12 +92,17 @@ class FolderFile(GGUFFile):
             self._codings = codings(config, self._checkpoint.tensors)
             found = weights(arch, config, self._checkpoint.tensors, self._checkpoint.view, self._codings)
             self._weights = {w.name: w for w in found}
+            read = (self._checkpoint.tensors[part.name] for w in found for part in w.parts)
+            self._scales = {t.name: self._scales_of(t) for t in read if t.dtype.startswith("F8")}
             self._show(found)
             if mmproj:
                 self.metadata = _projector(folder, arch, config, self.tensors)
             else:
                 self.metadata = _metadata(folder, arch, config, self.tensors, behind)
                 check_vocab(self.metadata, self.tensors)
+                own = arch.decoder and said.get("tie_word_embeddings") is False and behind.pooling is None
+                if own and "output.weight" not in self.tensors and _writes(said):
+                    raise ModelError("tie_word_embeddings is false, but there is no lm_head.weight: download it whole")
             if mix is not None:
                 types = types_of(self, mix)
                 self._show([replace(w, type=types[w.name]) for w in found])
@@ -223,21 +234,29 @@ class FolderFile(GGUFFile):
 
     def _floats(self, part: Part, first: int, last: int, k: int) -> np.ndarray:
         dtype = self._checkpoint.tensors[part.name].dtype
-        coded = part.name in self._codings
-        if not coded and not dtype.startswith("F8"):
-            return float32(cut(self._view(part), first, last, k), dtype)
+        if part.name not in self._codings:
+            values = float32(cut(self._view(part), first, last, k), dtype)
+            for scales in self._scales.get(part.name, ()):
+                if scales.numbers is None:
+                    values *= scales.values
+                    continue
+                numbers = [cut(part.view(n, self.config), first, last, k) for n in scales.numbers]
+                values *= np.take(scales.values, numbers[0] if len(numbers) == 1 else np.add(*numbers))
+            return values
         with self._lock:
-            if coded and part.name not in self._decoded:
-                self._keep(part.name, self._whole(part.name))
             if part.name not in self._decoded:
-                values = float32(self._checkpoint.view(part.name), dtype)
-                for name in (f"{part.name}_scale_inv", f"{part.name}_scale"):
-                    if name in self._checkpoint.tensors:
-                        scale = float32(self._checkpoint.view(name), self._checkpoint.tensors[name].dtype)
-                        values = scaled(values, scale, self._block, part.name)
-                self._keep(part.name, values)
+                self._keep(part.name, self._whole(part.name))
             whole = self._decoded[part.name]
         return cut(part.view(whole, self.config), first, last, k)
+
+    def _scales_of(self, stored: Stored) -> list[Scales]:
+        """Of 8-bit floats."""
+        found = []
+        for name in (f"{stored.name}_scale_inv", f"{stored.name}_scale"):
+            if name in self._checkpoint.tensors:
+                scale = float32(self._checkpoint.view(name), self._checkpoint.tensors[name].dtype)
+                found.append(scales_of(stored.shape, scale, self._block, stored.name))
+        return found
 
     def _keep(self, name: str, values: np.ndarray) -> None:
         self._decoded[name] = values

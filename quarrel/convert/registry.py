@@ -60,6 +60,8 @@ def architecture(config: Config) -> Architecture:
     """The architecture of a folder's model; raises UnsupportedModel for one that is not known."""
     named = config.get("architectures")
     name = named[0] if isinstance(named, list) and named else None
+    if name is None:
+        raise UnsupportedModel(f"{config.path} has no architectures, which names the model's class: download it again")
     if not isinstance(name, str) or name not in CLASSES:
         said = f"the architecture of {config.path} is {str(name)[:80]!r}"
         does = next((what for names, what in OTHERS if re.match(rf"({names})(?=[A-Z0-9]|$)", str(name))), None)

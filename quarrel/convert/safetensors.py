@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from quarrel.convert.config import read_json
+from quarrel.convert.config import POINTED, POINTER, read_json
 from quarrel.errors import GGUFError, ModelError
 from quarrel.gguf import Mapped
 
@@ -148,6 +148,8 @@ def _header(file: Mapped, number: int) -> list[Stored]:
     """What a file says that it holds, checked against its size."""
     assert file.map is not None
     size = len(file.map)
+    if file.map[: len(POINTER)] == POINTER.encode():
+        raise GGUFError(POINTED)
     length = int.from_bytes(file.map[:8], "little")
     if size < 8 or not 2 <= length <= min(MAX_HEADER, size - 8):
         raise GGUFError(f"its header claims {length} bytes of the file's {size}: it is no safetensors file, or cut short")

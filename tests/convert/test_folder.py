@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -82,6 +85,12 @@ def test_scales_of_8_bit_floats_by_block_by_row_and_in_all(tmp_path: Path) -> No
         with FolderFile(folder) as file:
             assert file.tensors["blk.0.ffn_up.weight"].type is GGMLType.BF16
             assert np.allclose(file.values("blk.0.ffn_up.weight", 30, 90), wanted[30:90], rtol=1e-6)
+    query = "model.layers.0.self_attn.q_proj.weight"  # whose rows take another order
+    rewritten(folder, {query: "F8_E4M3"}, **{query: codes[:64], f"{query}_scale_inv": blocks[:2]})
+    dense = plain[:64] * np.repeat(np.repeat(blocks[:2], 40, 0)[:64], 24, 1)[:, :64]
+    with FolderFile(folder) as file:
+        turned = dense.reshape(4, 2, 8, 64).swapaxes(1, 2).reshape(64, 64)
+        assert np.array_equal(file.values("blk.0.attn_q.weight", 5, 60), turned[5:60])
     rewritten(folder, {UP: "F8_E4M3"}, **{UP: codes, f"{UP}_scale_inv": weights("s", (2, 3))})
     with pytest.raises(ModelError, match="with scales"), FolderFile(folder) as file:
         file.array("blk.0.ffn_up.weight")
@@ -181,7 +190,8 @@ def test_an_unsound_file_is_refused(change: Callable[[bytes], bytes], said: str,
             "is 'WhisperForConditionalGeneration', a model that writes down speech; Quarrel runs language models",
         ),
         ({"architectures": ["OddForCausalLM"]}, "is 'OddForCausalLM'; this version converts"),
-        ({"architectures": None}, "is 'None'; this version converts"),
+        ({"architectures": None}, "config.json has no architectures, which names the model's class"),
+        ({"architectures": []}, "config.json has no architectures, which names the model's class"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised already, by gptq, and would lose more"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantised already, by awq"),
         ({"quantization_config": [1]}, "wanted an object"),
@@ -193,6 +203,9 @@ def test_an_unsound_file_is_refused(change: Callable[[bytes], bytes], said: str,
         ({"rope_scaling": [2]}, "has rope_parameters"),
         ({"num_hidden_layers": 1}, "has no place in this architecture"),
         ({"num_hidden_layers": 3}, "block_count"),
+        ({"num_hidden_layers": -1}, "has num_hidden_layers -1, wanted 1 to 4096"),
+        ({"num_hidden_layers": 10**9}, "has num_hidden_layers 1000000000, wanted 1 to 4096"),
+        ({"head_dim": 10**12, "rope_scaling": {"rope_type": "llama3"}}, "has head_dim 1000000000000, wanted up to 65536"),
         ({"vocab_size": "x"}, ""),
     ],
 )
@@ -258,6 +271,90 @@ def test_folders_without_what_they_need_are_refused(tmp_path: Path) -> None:
     (folder / "config.json").write_text("{")
     with pytest.raises(ModelError, match="is no JSON"):
         FolderFile(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({UP: None}, r"the tensor blk\.0\.ffn_up\.weight is missing"),
+        ({UP: weights("x", (64, 96))}, r"ffn_up\.weight is \[64, 96\], but the keys .* ask for \[96, 64\]"),
+        ({"model.norm.weight": None}, r"output_norm\.weight is missing"),
+        ({"lm_head.weight": None}, r"tie_word_embeddings is false, but there is no lm_head\.weight"),
+        ({"lm_head.weight": weights("x", (270, 64))}, r"output\.weight is \[270, 64\]"),
+    ],
+)
+def test_a_folder_that_lacks_a_part_is_not_converted(
+    changes: dict[str, np.ndarray | None], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = rewritten(llama_folder(tmp_path / "m"), None, **changes)
+    assert main(["convert", str(folder), "-o", str(tmp_path / "x.gguf")]) == 1
+    err = capsys.readouterr().err
+    assert re.search(said, err)
+    assert err.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
+
+
+def test_an_output_may_be_the_embedding(tmp_path: Path) -> None:
+    for said in (True, None):
+        folder = rewritten(llama_folder(tmp_path / "m", tie_word_embeddings=said), None, **{"lm_head.weight": None})
+        with FolderFile(folder) as file:
+            assert "output.weight" not in file.tensors
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_a_pointer_in_the_place_of_a_file_is_said(name: str, tmp_path: Path) -> None:
+    folder = llama_folder(tmp_path / "m")
+    (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12345\n")
+    with pytest.raises(ModelError, match=rf"{re.escape(name)}:? is a pointer of Git LFS and not the file"):
+        FolderFile(folder)
+
+
+GROWN = """
+import re, sys, threading, time
+from pathlib import Path
+from quarrel.convert.folder import FolderFile
+from quarrel.gguf import requantize
+
+def anonymous():
+    return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) >> 10
+
+with FolderFile(Path(sys.argv[1])) as file:
+    before, most, done = anonymous(), [0], threading.Event()
+
+    def watch():
+        while not done.wait(0.002):
+            most[0] = max(most[0], anonymous())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        requantize(file, Path(sys.argv[2]), sys.argv[3])
+    finally:
+        done.set()
+        thread.join()
+print(most[0] - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="wants Linux's counts of memory")
+def test_a_tensor_is_not_held_whole(tmp_path: Path) -> None:
+    ff, k = 16384, 2048  # 134 MB in float32, and twice that while it was looked up
+    sizes = {"hidden_size": k, "intermediate_size": ff, "num_hidden_layers": 1, "num_attention_heads": 16}
+    folder = llama_folder(tmp_path / "m", **sizes, num_key_value_heads=4, tie_word_embeddings=True)
+    stored = {"model.embed_tokens.weight": ("BF16", (272, k), 2), UP: ("F8_E4M3", (ff, k), 1)}
+    stored |= {f"{UP}_scale": ("F32", (ff, 1), 4)}
+    header, at = {}, 0
+    for name, (kind, shape, each) in stored.items():
+        end = at + each * shape[0] * shape[1]
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        out.truncate(8 + len(text) + at)  # a hole, whose pages are zeros
+    line = [sys.executable, "-c", GROWN, str(folder), str(tmp_path / "out.gguf"), "bf16"]
+    grown = int(subprocess.run(line, capture_output=True, check=True, text=True).stdout)
+    assert grown < 150, f"{grown} MiB"
 
 
 def test_tensors_that_no_model_has_are_refused(tmp_path: Path) -> None:
