@@ -10,9 +10,39 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
+
+
+def likelihoods(path: Path, ids: Sequence[int]) -> list[float]:
+    """Of a file and all ids but the first; raises CalledProcessError where llama.cpp cannot read it."""
+    line = [sys.executable, "-m", "tests.convert.llama_cpp", str(path), *map(str, ids)]
+    found: list[float] = json.loads(
+        subprocess.run(line, capture_output=True, check=True, text=True).stdout.splitlines()[-1]
+    )
+    return found
+
+
+def dequantized(path: Path, target: Path) -> Path:
+    """The same weights in float32, as the gguf package decodes them: beside those llama.cpp rounds no activations."""
+    import gguf  # only here, for the process that reads a file needs none of it
+
+    from quarrel.gguf import GGUFFile, GGUFWriter
+
+    writer = GGUFWriter()
+    with GGUFFile.open(path) as file:
+        for key in file.metadata:
+            if key != "general.file_type":
+                writer.add(key, file.metadata[key], file.metadata.kind(key))
+        for tensor in gguf.GGUFReader(path).tensors:
+            values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+            writer.add_tensor(tensor.name, values.reshape(file.tensors[tensor.name].shape))
+        writer.write(target)
+    return target
 
 
 def main(path: str, ids: list[int]) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +13,7 @@ import quarrel
 from quarrel.convert.folder import FolderFile
 from quarrel.gguf import requantize
 from tests.convert.folders import llama_folder
+from tests.convert.llama_cpp import dequantized, likelihoods
 from tests.convert.test_references import folder_of, references
 
 if importlib.util.find_spec("llama_cpp_py_sync") is None:
@@ -32,41 +31,36 @@ FAR = {"gptoss": 5e-3, **dict.fromkeys(GEMMAS, 5e-3)}
 """Its YaRN's range is rounded; its GELU is a table in 16 bits."""
 
 
-def theirs(path: Path) -> list[float]:
-    """Raises CalledProcessError where it cannot read a file."""
-    line = [sys.executable, "-m", "tests.convert.llama_cpp", str(path), *map(str, IDS)]
-    found: list[float] = json.loads(
-        subprocess.run(line, capture_output=True, check=True, text=True).stdout.splitlines()[-1]
-    )
-    return found
-
-
 @pytest.fixture(name="_library", scope="module")
 def _library(tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("llama") / "m.gguf"
     with FolderFile(llama_folder(path.parent / "m")) as file:
         requantize(file, path, "f32")
     try:
-        theirs(path)
+        likelihoods(path, IDS)
     except subprocess.CalledProcessError as error:
         pytest.skip(f"llama.cpp's library does not run here: {error.stderr[-300:]}")
 
 
 @pytest.mark.usefixtures("_library")
-@pytest.mark.parametrize(("kind", "limit"), [("f32", 1e-4), ("q8_0", np.inf), ("q4_k_m", np.inf)])
+@pytest.mark.parametrize("kind", ["f32", "q8_0", "q4_k_m"])
 @pytest.mark.parametrize("case", sorted(references().keys() - UNREADABLE))
-def test_llama_cpp_makes_of_a_converted_folder_what_we_do(case: str, kind: str, limit: float, tmp_path: Path) -> None:
+def test_llama_cpp_makes_of_a_converted_folder_what_we_do(case: str, kind: str, tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     (tmp_path / "m").mkdir()
     with FolderFile(folder_of(case, tmp_path / "m")) as file:
         requantize(file, path, kind)
-    found = theirs(path)
+    found = likelihoods(path, IDS)
     if case in SILENT:
         assert found == []
         return
+    if kind != "f32":
+        # Beside quantised weights llama.cpp rounds activations to 8 bits, which random weights make 0.7 of in qwen35moe
+        # (bench.check.llama_cpp): its reading of the file is shown above, and the arithmetic on the same values in float32.
+        assert np.isfinite(found).all()
+        found = likelihoods(dequantized(path, tmp_path / "plain.gguf"), IDS)
     with quarrel.load(path, backend="cpu", compute="float32", n_ctx=64, threads=1) as llm:
         own = llm.generate(IDS, max_tokens=1, temperature=0, logprobs=0, prompt_logprobs=True).prompt_logprobs
     assert own is not None
-    # Beside quantised weights llama.cpp rounds activations to 8 bits: 0.7 apart in one model of random weights.
     differences = np.abs(np.array(found) - [row.logprob for row in own])
-    assert differences.max() < max(limit, FAR.get(case, 0)), differences
+    assert differences.max() < FAR.get(case, 1e-4), differences
