@@ -83,6 +83,17 @@ def test_a_slot_of_another_caller_is_not_saved(tmp_path: Path) -> None:
         refused = post(second, "/slots/0?action=save", {"filename": "a.bin"})
         assert (refused.status_code, refused.json()["error"]["type"]) == (403, "permission_error")
         assert post(first, "/slots/0?action=save", {"filename": "a.bin"}).status_code == 200
+        # Nor is its file restored, by which a guess of the text could be tried, or written over.
+        missing = post(second, "/slots/1?action=restore", {"filename": "a.bin"})
+        assert (missing.status_code, "No such file" in missing.json()["error"]["message"]) == (400, True)
+        assert post(second, "/completion", {**body, "id_slot": 2}).status_code == 200
+        assert post(second, "/slots/2?action=save", {"filename": "a.bin"}).status_code == 200
+        assert post(first, "/slots/1?action=restore", {"filename": "a.bin"}).status_code == 200
+        assert len(list(tmp_path.glob("key-*/a.bin"))) == 2
+        # What its caller computed for itself alone is that caller's all the same.
+        assert post(first, "/completion", {**body, "cache_prompt": False, "id_slot": 3}).status_code == 200
+        assert post(second, "/slots/3?action=erase", {}).status_code == 403
+        assert post(first, "/slots/3?action=save", {"filename": "b.bin"}).status_code == 200
 
 
 def test_openais_answers_say_what_they_cost(live: Live) -> None:

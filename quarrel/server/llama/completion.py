@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import secrets
 from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,7 +20,7 @@ from quarrel.server.lines import SSE, event
 from quarrel.server.llama.bodies import MOST_PROBS, CompletionBody, InfillBody, Samplers
 from quarrel.server.llama.lora import Lora
 from quarrel.server.llama.progress import Progress, drawn, timings
-from quarrel.server.llama.slots import Slots
+from quarrel.server.llama.slots import Slots, alone
 from quarrel.server.llama.table import Routes
 from quarrel.server.logprobs import chat_logprob
 from quarrel.server.settings import Settings
@@ -98,7 +97,7 @@ def _entry(llm: Model, entry: int | str | Json) -> list[int]:
 
 def service_of(service: Service, body: Samplers) -> Service:
     """Nothing that was computed before is used where the caller does not want it."""
-    salt = secrets.token_hex(8) if body.cache_prompt is False else service.cache_salt
+    salt = alone(service.cache_salt) if body.cache_prompt is False else service.cache_salt
     return replace(service, cache_salt=salt, progress=bool(body.return_progress))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -124,6 +125,28 @@ def file_of(folder: Path, name: str) -> Path:
     return folder / name
 
 
+def alone(salt: str) -> str:
+    """Of a caller's request that shares nothing, with its own ones neither."""
+    return f"{salt}/{secrets.token_hex(8)}"
+
+
+def owner_of(salt: str) -> str:
+    """The caller whose request had it."""
+    return salt.partition("/")[0]
+
+
+def callers_folder(folder: Path, caller: str) -> Path:
+    """Where a caller's files are: one with a key has a folder of its own, as who restores a text learns by what is cached
+    whether a guess of it is right. Raises Refused."""
+    if not caller:
+        return folder
+    try:
+        (made := folder / caller.replace(" ", "-")).mkdir(exist_ok=True)
+    except OSError as error:
+        raise Refused(507, "no_space", f"no folder can be made for this key's slots: {error.strerror or error}") from error
+    return made
+
+
 def routes(dispatcher: Dispatcher, slots: Slots, lora: Lora) -> Routes:
     """Listed, and by number."""
     router, folder = Routes(), dispatcher.settings.slot_save_path
@@ -150,17 +173,18 @@ def routes(dispatcher: Dispatcher, slots: Slots, lora: Lora) -> Routes:
             raise Refused(400, "invalid_request", "Invalid slot ID")
         if action not in ("save", "restore", "erase"):
             raise Refused(400, "invalid_request", "Invalid action")
+        own = dispatcher.service(request.state.caller)
         path, headers = folder, dict[str, str]()
         if action != "erase":
             body, headers = await read_body(request, FileBody, dispatcher)
-            path = file_of(folder, body.filename)
+            path = file_of(folder if dispatcher.settings.llama else callers_folder(folder, own.cache_salt), body.filename)
         async with dispatcher.models.use(request.query_params.get("model")) as (_, llm):
             known = slots.of(llm)
             slot, began = known[int(number) % len(known)], time.perf_counter()
             while slot.running:
                 await slot.done.wait()
-            own = dispatcher.service(request.state.caller)
-            if action != "restore" and slot.kept.salt and own.cache_salt and slot.kept.salt != own.cache_salt:
+            owner = owner_of(slot.kept.salt)
+            if action != "restore" and owner and own.cache_salt and owner != own.cache_salt:
                 raise Refused(403, "forbidden", f"slot {number} holds a text of another caller")
             row: Json = {"id_slot": int(number)}
             if action == "erase":
