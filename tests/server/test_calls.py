@@ -109,7 +109,7 @@ def test_a_chat_with_tools_flows_and_ends_alone(client: openai.OpenAI, written: 
 
 
 def test_a_text_and_its_end_have_a_chunk_each_in_every_protocol(made: Live, client: openai.OpenAI) -> None:
-    plain = list(client.completions.create(model="demo", prompt="Once", max_tokens=3, stream=True))
+    plain = list(client.completions.create(model="demo", prompt="Once", max_tokens=3, temperature=0, stream=True))
     assert [bool(c.choices[0].text) for c in plain] == [True, True, True, False]
     assert [c.choices[0].finish_reason for c in plain] == [None, None, None, "length"]
     chat = list(client.chat.completions.create(model="demo", messages=TURNS, max_tokens=3, logprobs=True, stream=True))

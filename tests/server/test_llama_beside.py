@@ -97,7 +97,7 @@ def test_a_slot_of_another_caller_is_not_saved(tmp_path: Path) -> None:
 
 
 def test_openais_answers_say_what_they_cost(live: Live) -> None:
-    body: Any = {"prompt": "Once upon a time", "max_tokens": 4, "model": "demo"}
+    body: Any = {"prompt": "Once upon a time", "max_tokens": 4, "temperature": 0, "model": "demo"}
     cost = ask(live.client, "/v1/completions", **body)["timings"]
     assert (cost["predicted_n"], cost["cache_n"] + cost["prompt_n"]) == (4, 5)
     chat: Any = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "model": "demo-chat"}

@@ -23,7 +23,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
 
 
 def test_a_stream_says_how_much_of_its_prompt_has_been_read(engine: httpx.Client) -> None:
-    body = {"prompt": PROMPT, "n_predict": 3, "return_progress": True, "timings_per_token": True}
+    body = {"prompt": PROMPT, "n_predict": 3, "temperature": 0, "return_progress": True, "timings_per_token": True}
     for known in (False, True):
         rows = events(engine, "/completion", **body)
         reports = [row for row in rows if "prompt_progress" in row]
@@ -38,7 +38,13 @@ def test_a_stream_says_how_much_of_its_prompt_has_been_read(engine: httpx.Client
 
 
 def test_a_chat_says_it_too_and_each_text_has_its_logprobs(engine: httpx.Client) -> None:
-    body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 3, "logprobs": True, "top_logprobs": 2}
+    body = {
+        "messages": [{"role": "user", "content": PROMPT}],
+        "max_tokens": 3,
+        "temperature": 0,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
     rows = events(engine, "/v1/chat/completions", return_progress=True, **body)
     reports = [row["prompt_progress"] for row in rows if "prompt_progress" in row]
     assert reports[0]["processed"] == reports[0]["cache"]

@@ -507,7 +507,7 @@ def test_calls_of_tools_are_taken_out_of_the_text() -> None:
 @pytest.mark.parametrize("policy", ["shift", "summary"])
 def test_a_conversation_goes_on_past_its_context_and_the_answer_says_so(client: openai.OpenAI, policy: str) -> None:
     turns = [{"role": r, "content": "The king rode out. " * 12} for _ in range(9) for r in ("user", "assistant")]
-    options: Any = {"model": "demo", "messages": [*turns, *CHAT], "max_tokens": 8}
+    options: Any = {"model": "demo", "messages": [*turns, *CHAT], "max_tokens": 8, "temperature": 0}
     with pytest.raises(openai.BadRequestError, match="context"):
         client.chat.completions.create(**options)
     options["extra_body"] = {"overflow": policy}
