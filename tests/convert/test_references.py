@@ -13,6 +13,7 @@ import pytest
 from quarrel.convert.folder import FolderFile
 from quarrel.convert.registry import CLASSES
 from quarrel.gguf import GGUFWriter
+from quarrel.llm.whole import check_whole
 from quarrel.models import ARCHITECTURES, read_spec
 from tests.convert.folders import fingerprint, weights, write_safetensors, write_tokenizer
 
@@ -67,6 +68,7 @@ def test_a_folder_gives_what_llama_cpp_makes_of_it(case: str, tmp_path: Path) ->
                 mine, theirs = ours.get(key), wanted["keys"].get(key)
                 assert mine == (pytest.approx(theirs, rel=1e-6) if _floats(theirs) else theirs), key
         read_spec(file)
+        check_whole(file)
 
 
 def test_every_architecture_that_runs_is_among_them() -> None:
