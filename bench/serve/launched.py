@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from bench.shared import Notes, command_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 OURS = [sys.executable, "-m", "quarrel.launch"]
 LIMIT = 300.0
@@ -62,11 +62,13 @@ def main() -> int:
 
 
 @contextmanager
-def running(command: list[str], model: str, ctx: int, parallel: int) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+def running(
+    command: list[str], model: str, ctx: int, parallel: int, environment: Mapping[str, str] = os.environ
+) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     with socket.create_server(("127.0.0.1", 0)) as made:
         port: int = made.getsockname()[1]
     words = [*command, "--model", model, "--port", str(port), "-c", str(ctx), "-np", str(parallel)]
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    environment = {k: v for k, v in environment.items() if k != "PYTHONDONTWRITEBYTECODE"}
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
     try:
         yield process, port
