@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.shared import command_line
-from quarrel.gguf import GGUFFile, read_importance, requantize
+from quarrel.gguf import GGUFFile, read_importance
 from quarrel.gguf.mixes import MIXES
+from quarrel.gguf.requantize import requantize
 from quarrel.gguf.resolve import resolve
 from quarrel.llm import LoadOptions, load_with
 from quarrel.quality.base_file import BaseFile

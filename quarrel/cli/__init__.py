@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import gc
 import importlib
 import io
 import os
@@ -30,13 +31,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         from quarrel.launch.main import main as llama_server
 
         return llama_server(words[1:])
-    parser = make_parser()
     if not words:
-        parser.print_help(sys.stderr)
+        make_parser().print_help(sys.stderr)
         return USAGE
     if sentence := unknown_command(words[0]):
         note(f"quarrel: {sentence}")
         return USAGE
+    parser = make_parser(None if words[0].startswith("-") else words[0])
     if sentence := unknown_option(words[1:]):
         note(f"quarrel {words[0]}: {sentence} (see quarrel {words[0]} --help)")
         return USAGE
@@ -59,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # A module called list would be a name of this one, in the place of the type.
             module = "listing" if args.command == "list" else args.command.replace("-", "_")
             command = importlib.import_module(f"quarrel.cli.{module}")
+            gc.enable()
             status: int = command.run(args)
         sys.stdout.flush()
         return status
@@ -99,7 +101,7 @@ def _with_defaults(
         return args, []
     from quarrel.cli.prompt import named_model  # only here: it imports what finds models
 
-    config = Config(path, commands_of(parser))
+    config = Config(path, commands_of(make_parser()))
     model = named_model(args)
     given = config.words(args.command, model or config.model or args.default_model)
     try:

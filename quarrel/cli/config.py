@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -47,6 +46,8 @@ class Config:
     """A file's defaults. Raises ConfigError for what no command understands, and OSError."""
 
     def __init__(self, path: Path, commands: Mapping[str, argparse.ArgumentParser]) -> None:
+        import tomllib  # only here: few have such a file
+
         with path.open("rb") as file:
             data = file.read(MAX_FILE + 1)
         if len(data) > MAX_FILE:

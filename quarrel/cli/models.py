@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -18,7 +19,11 @@ from quarrel.llm import LLM, load_with
 def opened(args: argparse.Namespace, model: str) -> Iterator[LLM]:
     """The model, loaded as the command line says, with a bar while its weights are packed."""
     with progress(f"loading {model}") as bar:
-        llm = load_with(model, replace(load_options(args), progress=bar))
+        gc.disable()  # what is made until then stays
+        try:
+            llm = load_with(model, replace(load_options(args), progress=bar))
+        finally:
+            gc.enable()
     with llm:
         yield llm
 

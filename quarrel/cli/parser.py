@@ -51,8 +51,8 @@ def _number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+def make_parser(only: str | None = None) -> argparse.ArgumentParser:
+    """The whole command line. only: of the commands, this one alone; to declare the options of all takes a while."""
     parser = Parser(
         prog="quarrel",
         description="Runs GGUF language models on an NVIDIA GPU or any CPU, in pure Python.",
@@ -62,6 +62,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"quarrel {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, usage, summary, details, add in COMMANDS:
+        if only not in (None, name):
+            continue
         command = commands.add_parser(
             name,
             usage=f"quarrel {name} [options]{usage}",

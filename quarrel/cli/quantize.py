@@ -8,7 +8,8 @@ from pathlib import Path
 
 from quarrel.cli.terminal import amount, line, progress, write_json
 from quarrel.convert import open_file
-from quarrel.gguf import GGUFFile, own_mix, read_importance, requantize
+from quarrel.gguf import GGUFFile, own_mix, read_importance
+from quarrel.gguf.requantize import requantize
 from quarrel.llm import find
 
 

@@ -8,11 +8,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quarrel.errors import ModelNotFound
-from quarrel.gguf import download as transfer
-from quarrel.gguf import hub, ollama
+from quarrel.frozen import dataclass
+from quarrel.gguf import hub
 from quarrel.gguf.file import shard_paths
+
+if TYPE_CHECKING:  # a file by its path needs neither
+    from quarrel.gguf import download as transfer
+    from quarrel.gguf import ollama
 
 BUNDLED = {
     "demo": "quarrel-demo-11M-Q8_0.gguf",
@@ -86,6 +91,8 @@ def pull(name: str, *, progress: bool | transfer.Report = True, registry: str | 
     registry: the URL of an Ollama registry, from which names such as `mistral:7b` come. Raises ModelNotFound and
     DownloadError.
     """
+    from quarrel.gguf import ollama
+
     own = None if name.startswith((HUB_SCHEME, *hub.HOSTS)) else ollama.OllamaName.parse(name)
     if own is not None and (registry is not None or "/" not in name):
         return _from_registry(own, registry, progress)
@@ -94,6 +101,8 @@ def pull(name: str, *, progress: bool | transfer.Report = True, registry: str | 
 
 
 def _from_registry(name: ollama.OllamaName, registry: str | None, progress: bool | transfer.Report) -> Resolved:
+    from quarrel.gguf import ollama
+
     found = ollama.find(name, ollama.stores())
     if found is None:
         if registry is None:
@@ -130,6 +139,8 @@ def _bar(name: str, progress: bool | transfer.Report) -> Iterator[Callable[[int,
 
 
 def _from_stores(name: str, looked: list[str]) -> Resolved | None:
+    from quarrel.gguf import ollama
+
     ollama_name = ollama.OllamaName.parse(name)
     if ollama_name is not None:
         folders = ollama.stores()
@@ -159,6 +170,8 @@ def _from_hub(name: str, download: bool) -> Resolved:
 
 
 def _fetched(name: hub.HubName, progress: bool | transfer.Report) -> Resolved:
+    from quarrel.gguf import download as transfer
+
     files = transfer.download(name, hub.cache_folder(), progress=progress)
     return Resolved.of_hub((files[-1].parent,) if files[-1].name == hub.CONFIG else files)
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Final
+from functools import cached_property
+from typing import TYPE_CHECKING, Final
 
 from quarrel.errors import RequestError, TokenizerError
 from quarrel.gguf import Metadata
-from quarrel.tokenizer.renderer import Renderer
 from quarrel.tokenizer.special import Trust
 from quarrel.tokenizer.templates import BUILTIN_TEMPLATES
+
+if TYPE_CHECKING:
+    from quarrel.tokenizer.renderer import Renderer
 
 KEY: Final = "tokenizer.chat_template"
 # Templates make tokens of roles ('<|' + role + '|>'), so a role must be one of those that models are trained on.
@@ -51,7 +54,12 @@ class ChatTemplates:
         self.default = metadata.str(KEY, None)
         self.named = {key.removeprefix(KEY + "."): metadata.str(key) for key in metadata if key.startswith(KEY + ".")}
         self._control_texts = dict(control_texts)
-        self._renderer = Renderer()
+
+    @cached_property
+    def _renderer(self) -> Renderer:
+        from quarrel.tokenizer.renderer import Renderer  # only here: texts that are no chat need no process
+
+        return Renderer()
 
     def render(
         self,

@@ -21,7 +21,8 @@ from quarrel.convert.folder import FolderFile
 from quarrel.convert.registry import CLASSES, architecture
 from quarrel.convert.safetensors import INDEX
 from quarrel.errors import ModelError, QuarrelError, RequestError, UnsupportedModel
-from quarrel.gguf import GGMLType, GGUFFile, dequantize, quantize, requantize
+from quarrel.gguf import GGMLType, GGUFFile, dequantize, quantize
+from quarrel.gguf.requantize import requantize
 from tests.convert.folders import (
     LLAMA,
     bfloat16,

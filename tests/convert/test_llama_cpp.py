@@ -11,7 +11,7 @@ import pytest
 
 import quarrel
 from quarrel.convert.folder import FolderFile
-from quarrel.gguf import requantize
+from quarrel.gguf.requantize import requantize
 from tests.convert.folders import llama_folder
 from tests.convert.llama_cpp import dequantized, likelihoods
 from tests.convert.test_references import folder_of, references

@@ -21,9 +21,9 @@ from quarrel.gguf import (
     dequantize,
     quantize,
     read_importance,
-    requantize,
 )
 from quarrel.gguf.mixes import types_of
+from quarrel.gguf.requantize import requantize
 from tests.gguf.test_requantize import MODULE, small
 
 NAME = "blk.0.ffn_down.weight"

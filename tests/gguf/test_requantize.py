@@ -20,12 +20,13 @@ import pytest
 from quarrel.cli import main
 from quarrel.cli.commands import TYPES
 from quarrel.errors import GGUFError, RequestError
-from quarrel.gguf import GGMLType, GGUFFile, GGUFWriter, quantize, requantize
+from quarrel.gguf import GGMLType, GGUFFile, GGUFWriter, quantize
 from quarrel.gguf.lock import locked
 from quarrel.gguf.mixes import MIXES, types_of
+from quarrel.gguf.requantize import requantize
 from tests.paths import CASE_SETS, need_cases
 
-MODULE = importlib.import_module("quarrel.gguf.requantize")  # the package gives the function of that name
+MODULE = importlib.import_module("quarrel.gguf.requantize")
 
 
 def small(path: Path, scale: float = 1.0, seed: int = 0) -> Path:
