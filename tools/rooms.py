@@ -47,7 +47,7 @@ ROOMS: Mapping[str, Room] = {
     "ops": Room("what a result must be", "a framework, an architecture", ("errors", "env", "gguf"), ("numpy",)),
     "cpu_backend": Room(
         "how a CPU computes it", "another backend, an architecture, a request",
-        ("errors", "env", "gguf", "ops"), ("numpy", "llvmlite"),
+        ("errors", "env", "gguf", "ops", "child.phase"), ("numpy", "llvmlite"),
     ),
     "triton_backend": Room(
         "how CUDA computes it", "another backend, an architecture, a request",

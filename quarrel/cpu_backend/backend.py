@@ -100,6 +100,7 @@ class CpuBackend:
         }
         states = [np.zeros((limits.states, *layer.shape), np.float32) for layer in program.states]
         compiled = Compiled(program, weights, caches, states, sizes, exact, self._pool, progress, self._group)
+        compiled.load_cached()
         return CpuStep(compiled, limits, arithmetic, vocabulary(program))
 
     def part(self, program: Program, weights: WeightSource, rows: int, compute: Compute) -> Compiled:

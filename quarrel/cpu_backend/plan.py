@@ -14,6 +14,7 @@ import numpy as np
 
 from quarrel.cpu_backend.linear.activations import row_bytes
 from quarrel.cpu_backend.linear.matvec import MATVEC_ROWS
+from quarrel.cpu_backend.runtime import jit
 from quarrel.cpu_backend.runtime.abi import KernelDef
 from quarrel.cpu_backend.runtime.features import Level
 from quarrel.cpu_backend.runtime.pool import StageTable, aligned
@@ -259,11 +260,13 @@ Piece = tuple[tuple[int, ...], StageTable | Callable[[], None]]
 
 @dataclass(frozen=True)
 class Tables:
-    """Stage tables over one arena."""
+    """Stage tables over one arena. The address of a job's kernel is 0 until `load` has been asked for it."""
 
     arena: np.ndarray
     header: Header
     jobs: np.ndarray
+    missing: dict[str, tuple[KernelDef, list[int]]]
+    """Kernels without an address, by name, and their jobs."""
     stages: tuple[tuple[int, int, int], ...]
     """(node, first job, jobs) of every stage."""
     kernels: tuple[str, ...]
@@ -271,6 +274,34 @@ class Tables:
     scratch: int
     keep: tuple[Any, ...]
     calls: Mapping[int, Call] = field(default_factory=dict)
+
+    def wanted(self, pieces: Sequence[Piece]) -> dict[str, set[int]]:
+        """The missing kernels of these pieces, and the header words that say how many chunks they have."""
+        rows = {r for stages, _ in pieces for i in stages for r in range(self.stages[i][1], sum(self.stages[i][1:]))}
+        found = {name: rows.intersection(jobs) for name, (_, jobs) in list(self.missing.items())}
+        return {name: {int(self.jobs[r, 2]) for r in some} for name, some in found.items() if some}
+
+    def used(self, wanted: Mapping[str, set[int]]) -> list[str]:
+        """Of missing kernels those that the step ahead may call: the sizes of its axes are known, other counts are not."""
+        words = self.header.words
+        return [
+            name
+            for name, counts in wanted.items()
+            if name in self.missing and any(word >= Header.ONE or words[word] for word in counts)
+        ]
+
+    def load(self, names: Sequence[str], level: Level, threads: int = 1) -> None:
+        """Compiles these kernels, or takes them from the cache, and writes their addresses."""
+        found = [(name, *entry) for name in names if (entry := self.missing.get(name)) is not None]
+        addresses = jit.addresses([kernel.function for _, kernel, _ in found], level, threads)
+        for (name, _, jobs), address in zip(found, addresses, strict=True):
+            self.jobs[jobs, 0] = address  # another thread may run a step: it looks at what is missing first
+            self.missing.pop(name, None)
+
+    def load_cached(self, level: Level) -> None:
+        """Loads what need not be compiled."""
+        found = list(self.missing.items())
+        self.load([name for name, (kernel, _) in found if jit.is_cached(kernel.function, level)], level)
 
     def select(self, nodes: set[int]) -> list[Piece]:
         """The stages of some nodes only, in as many pieces as the host's calls between them make necessary."""
@@ -303,7 +334,7 @@ class Tables:
 
 
 def finish(plan: Plan) -> Tables:
-    """Makes the arena, compiles every kernel, and writes the tables."""
+    """Makes the arena and writes the tables. No kernel is compiled yet."""
     arena = aligned(plan.arena.size + 4096)
     base = int(arena.ctypes.data)
 
@@ -313,13 +344,16 @@ def finish(plan: Plan) -> Tables:
         return plan.header.address(arg.word) if isinstance(arg, Live) else arg
 
     rows, stages, blocks, scratch = [], [], [], 4096
+    missing: dict[str, tuple[KernelDef, list[int]]] = {}
     for node, jobs in plan.stages:
         stages.append((node, len(rows), len(jobs)))
         for job in jobs:
             block = job.kernel.pack({name: resolved(arg) for name, arg in job.args.items()})
             blocks.append(block)
             scratch = max(scratch, job.kernel.scratch)
-            rows.append((job.kernel.address(plan.level), block.ctypes.data, job.live, job.every, job.times))
+            missing.setdefault(job.kernel.name, (job.kernel, []))[1].append(len(rows))
+            rows.append((0, block.ctypes.data, job.live, job.every, job.times))
     table = np.array(rows, np.int64).reshape(-1, 5)
     kernels = tuple(jobs[0].kernel.name if jobs else "" for _, jobs in plan.stages)
-    return Tables(arena, plan.header, table, tuple(stages), kernels, scratch, (*plan.keep, *blocks), dict(plan.calls))
+    keep = (*plan.keep, *blocks)
+    return Tables(arena, plan.header, table, missing, tuple(stages), kernels, scratch, keep, dict(plan.calls))

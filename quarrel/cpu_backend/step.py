@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 
+from quarrel.child.phase import compile_begins, compile_ends
 from quarrel.cpu_backend.attention.cache import Cache
 from quarrel.cpu_backend.experts.counts import ExpertCounts
 from quarrel.cpu_backend.lowering import Lowering
@@ -95,6 +97,8 @@ class Compiled:
         }
         self.words = int(program.inputs["masks"].dims[1]) if "masks" in program.inputs else None
         self._selected: dict[tuple[str, ...], list[Piece]] = {}
+        self._wanted: dict[tuple[str, ...], dict[str, set[int]]] = {}
+        self.closed = False
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
@@ -118,6 +122,11 @@ class Compiled:
         if wanted not in self._selected:
             marks = needed([c.node for c in self.choices], [self.program.outputs[name] for name in wanted])
             self._selected[wanted] = self.tables.select({i for i, mark in enumerate(marks) if mark})
+            self._wanted[wanted] = self.tables.wanted(self._selected[wanted])
+        if self.tables.missing and (used := self.tables.used(self._wanted[wanted])):
+            compile_begins()
+            self.tables.load(used, self._pool.level, self._pool.threads)
+            compile_ends()
         for stages, piece in self._selected[wanted]:
             if times is not None:
                 times.run(self._pool, stages, piece)
@@ -128,6 +137,24 @@ class Compiled:
         self.expert_counts.add(sizes.get("T", 0))
         outputs = ((name, *self._outputs[name]) for name in wanted)
         return {name: whole[: sizes[axis]].copy() for name, axis, whole in outputs}
+
+    def load_cached(self) -> None:
+        """Loads the kernels that need not be compiled."""
+        self.tables.load_cached(self._pool.level)
+
+    def load_rest(self) -> None:
+        """Compiles the kernels that no step has wanted yet, one by one, in a thread of its own, which `closed` ends."""
+        if not self.tables.missing:
+            return
+
+        def work() -> None:
+            for name in list(self.tables.missing):
+                if self.closed:
+                    return
+                if name in self.tables.missing:
+                    self.tables.load([name], self._pool.level)
+
+        threading.Thread(target=work, name="quarrel-compile").start()
 
     def explain(self) -> list[ExplainLine]:
         """A line for each node."""
@@ -177,6 +204,7 @@ class CpuStep:
         self._compiled: Compiled | None = compiled
         self._n_vocab, self._n_positions = n_vocab, table_of_positions(compiled.program)
         self._last: Array | None = None
+        self._first = True
 
     def _open(self) -> Compiled:
         if self._compiled is None:
@@ -218,6 +246,9 @@ class CpuStep:
         if "masks" in arrays and not inputs.masks_are_sound(self.limits.max_seqs, compiled.words):
             raise RequestError(f"step inputs are unusable: masks of other than {compiled.words} words")
         outputs = StepOutputs(**compiled.run(arrays, results_of(want, compiled.program.outputs), times))
+        if self._first:
+            self._first = False
+            compiled.load_rest()
         if outputs.tokens is not None:
             self._last = outputs.tokens
         return outputs
@@ -287,4 +318,6 @@ class CpuStep:
         return MemoryPlan(compiled.weights.nbytes(), compiled.weights.in_place(), cache, len(compiled.tables.arena))
 
     def close(self) -> None:
+        if self._compiled is not None:
+            self._compiled.closed = True
         self._compiled = None

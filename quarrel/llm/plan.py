@@ -52,6 +52,7 @@ def plan_model(opened: Opened) -> Planned:
     draft: DraftModel | None = None
     host_experts: HostExperts | None = None
     host_layers: HostLayers | None = None
+    program: Program | None = None
     if isinstance(opened.spec, EncoderSpec):
         for name in ("experts_on_cpu", "expert_memory"):
             if value := getattr(options, name):
@@ -80,7 +81,9 @@ def plan_model(opened: Opened) -> Planned:
         if sight.both_ways and opened.eyes.fixed_tokens > most:
             message = f"an image has {opened.eyes.fixed_tokens} tokens, and a step {most}: give it more memory"
             raise RequestError(message, "mmproj")
-    program = assemble(spec, opened.tensors, stream=draft is not None and options.draft == MTP)
+    predicts = draft is not None and options.draft == MTP
+    if program is None or predicts or spec != opened.spec:
+        program = assemble(spec, opened.tensors, stream=predicts)
     if opened.adapters is not None:
         program = opened.adapters.applied(program)
     groups = memory.limits.window_groups

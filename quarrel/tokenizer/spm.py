@@ -22,6 +22,9 @@ SPACE: Final = "▁"
 _MAX_PIECE_BYTES: Final = 7999
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 _BYTE: Final = int(Kind.BYTE)
+_NORMAL: Final = int(Kind.NORMAL)
+_SHORT: Final = 118
+"""Bytes of a piece that leave every length in a single byte of its message."""
 _HIDDEN: Final = frozenset(map(int, (Kind.CONTROL, Kind.UNKNOWN, Kind.USER_DEFINED)))
 _KEPT: Final = frozenset(map(int, (Kind.BYTE, Kind.UNUSED)))
 _FLOAT: Final = struct.Struct("<f").pack
@@ -49,7 +52,12 @@ class SentencePieceModel:
 
 def _pieces(vocabulary: Vocabulary) -> Iterable[bytes]:
     """Every id in order, then the unknown piece: the library wants exactly one, and files have none, one or several."""
+    # Of a quarter of a million pieces nearly all are written by one expression, which took six times as long in functions.
+    sound = len(vocabulary.ids) == len(vocabulary.texts) and storable("".join(vocabulary.texts))
     for id, (text, score, kind) in enumerate(zip(vocabulary.texts, vocabulary.scores, vocabulary.kinds, strict=True)):
+        if sound and kind == _NORMAL and 0 < len(piece := text.encode()) <= _SHORT:
+            yield b"\x0a%c\x0a%c%b\x15%b\x18\x01" % (len(piece) + 9, len(piece), piece, _FLOAT(score))
+            continue
         piece = b"" if kind in _HIDDEN or not storable(text) or not vocabulary.first(id) else text.encode()
         bad_byte = kind == _BYTE and _BYTE_PIECE.fullmatch(text) is None
         if bad_byte or not 0 < len(piece) <= _MAX_PIECE_BYTES:

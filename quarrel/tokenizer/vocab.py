@@ -97,7 +97,8 @@ class Vocabulary:
     strips_right: frozenset[int]
 
     def of_kind(self, *kinds: Kind) -> list[int]:
-        return [id for id, kind in enumerate(self.kinds) if kind in kinds]
+        wanted = frozenset(map(int, kinds))
+        return [id for id, kind in enumerate(self.kinds) if kind in wanted]
 
     def first(self, id: int) -> bool:
         """Whether `id` is the one that its text stands for: of equal pieces the first wins."""
@@ -172,7 +173,7 @@ def _kinds(metadata: Metadata, n_tokens: int) -> list[int]:
         return [int(Kind.NORMAL)] * n_tokens
     if len(kinds) != n_tokens:
         raise TokenizerError(f"tokenizer.ggml.token_type has {len(kinds)} elements, wanted {n_tokens}")
-    special = sum(kind in (Kind.CONTROL, Kind.USER_DEFINED, Kind.UNKNOWN) for kind in kinds)
+    special = sum(map(kinds.count, (Kind.CONTROL, Kind.USER_DEFINED, Kind.UNKNOWN)))
     if special > MAX_SPECIAL:
         raise TokenizerError(f"the vocabulary has {special} special tokens, wanted at most {MAX_SPECIAL}")
     return kinds

@@ -46,9 +46,14 @@ class KernelDef:
     scratch: int = 0
     """Bytes of scratch memory that a thread must bring."""
 
+    @property
+    def function(self) -> jit.Function:
+        """What is compiled."""
+        return jit.Function(self.name, self.emit)
+
     def address(self, level: Level) -> int:
         """Compiled for `level`, or loaded from the cache."""
-        return jit.address(self.name, self.emit, level)
+        return jit.addresses([self.function], level)[0]
 
     def emit(self, k: Kernel) -> None:
         args, chunk, scratch = k.params

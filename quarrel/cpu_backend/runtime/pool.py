@@ -61,8 +61,12 @@ class Pool:
         self._asleep = self._threads[:, runner.ASLEEP // 8]
         self._scratch: list[np.ndarray] = []
         self._grow(1 << 16)
-        self._start = _Start(jit.address("runner/start", runner.emit_start, level, 1))
-        self._run = _Run(jit.address("runner/run", partial(runner.emit_run, level), level, 3))
+        own = (
+            jit.Function("runner/start", runner.emit_start, 1),
+            jit.Function("runner/run", partial(runner.emit_run, level)),
+        )
+        start, run = jit.addresses(own, level, threads)
+        self._start, self._run = _Start(start), _Run(run)
         self._wake: list[queue.SimpleQueue[bool]] = []
         self._workers: list[threading.Thread] = []
         for index in range(1, threads):
