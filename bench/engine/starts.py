@@ -76,7 +76,8 @@ def one(tree: Path, way: str, model: str, cache: Path) -> tuple[float, float]:
 
 def server(environment: dict[str, str], model: str) -> tuple[float, float]:
     began = time.perf_counter()
-    with running([sys.executable, "-m", "quarrel.launch"], model, 512, 1, environment) as (process, port):
+    # -P: not the tree in which this runs.
+    with running([sys.executable, "-P", "-m", "quarrel.launch"], model, 512, 1, environment) as (process, port):
         _, ready = wait(port)
         return computing(process.pid), ready - began
 

@@ -39,6 +39,7 @@ class Header:
         self.words[:] = 0
         self.words[self.ONE] = 1
         self._used = self.ONE + 1
+        self._sizes: Mapping[str, int] = {}
 
     @staticmethod
     def axis(name: str) -> int:
@@ -66,7 +67,10 @@ class Header:
         return Header.axis(name) + 4
 
     def set(self, sizes: Mapping[str, int]) -> None:
-        """Takes over the live sizes."""
+        """Takes over the live sizes, which from one step of decoding to the next are mostly the same."""
+        if sizes == self._sizes:
+            return
+        self._sizes = sizes
         for name, size in sizes.items():
             above = [size if size > rows else 0 for rows in (1, MATVEC_ROWS)]
             at = self.axis(name)
