@@ -45,16 +45,22 @@ def _pairs(merges: Iterable[str]) -> list[tuple[str, str]]:
     """(left, right) by rank. The first of equal merges counts; the library would take the last."""
     pairs: dict[tuple[str, str], None] = {}
     for merge in merges:
-        at = merge.find(" ", 1)
-        if at > 0:
-            pairs.setdefault((merge[:at], merge[at + 1 :]), None)
+        left, space, right = merge.partition(" ")
+        if space and not left:  # of the left piece itself
+            left, space, right = merge[1:].partition(" ")
+            left = f" {left}"
+        if space:
+            pairs[left, right] = None
     return list(pairs)
 
 
 def _table(vocabulary: Vocabulary, pairs: list[tuple[str, str]]) -> dict[str, int]:
     """What text can turn into. Control tokens are not in it, whatever the merges say, and user-defined ones only where
     the merges need them: both are found before the text gets here."""
-    table = {text: id for text, id in vocabulary.ids.items() if storable(text)}
+    if "" not in vocabulary.ids and storable("".join(vocabulary.ids)):
+        table = dict(vocabulary.ids)
+    else:
+        table = {text: id for text, id in vocabulary.ids.items() if storable(text)}
     for id in vocabulary.of_kind(Kind.CONTROL, Kind.UNKNOWN):
         if vocabulary.first(id):
             table.pop(vocabulary.texts[id], None)
