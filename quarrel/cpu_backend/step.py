@@ -125,8 +125,10 @@ class Compiled:
             self._wanted[wanted] = self.tables.wanted(self._selected[wanted])
         if self.tables.missing and (used := self.tables.used(self._wanted[wanted])):
             compile_begins()
-            self.tables.load(used, self._pool.level, self._pool.threads)
-            compile_ends()
+            try:
+                self.tables.load(used, self._pool.level, self._pool.threads)
+            finally:
+                compile_ends()
         for stages, piece in self._selected[wanted]:
             if times is not None:
                 times.run(self._pool, stages, piece)
