@@ -48,6 +48,7 @@ def main(descriptor: int) -> None:
     if first is None:
         return
     _, source, options = first[0]
+    gc.disable()  # what is made while a model is loaded stays
     try:
         llm = load(source, **options)
     except QuarrelError as error:
@@ -56,6 +57,7 @@ def main(descriptor: int) -> None:
         return
     gc.collect()
     gc.freeze()  # a model's own objects are never garbage: looking at them each time would delay tokens
+    gc.enable()
     if llm.explain().backend == "cpu":
         _step_back()
     worker = _Worker(llm, wire)
