@@ -25,7 +25,8 @@ import numpy as np
 import quarrel
 from bench.shared import command_line
 from quarrel.convert.folder import FolderFile
-from quarrel.gguf import GGUFFile, requantize
+from quarrel.gguf import GGUFFile
+from quarrel.gguf.requantize import requantize
 from quarrel.models import Tensors, assemble, read_spec
 from quarrel.ops.reference import empty_cache, run_program
 from quarrel.ops.rounding import Shake, shake_inputs

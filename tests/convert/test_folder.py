@@ -314,7 +314,7 @@ GROWN = """
 import re, sys, threading, time
 from pathlib import Path
 from quarrel.convert.folder import FolderFile
-from quarrel.gguf import requantize
+from quarrel.gguf.requantize import requantize
 
 def anonymous():
     return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) >> 10
