@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quarrel.errors import ModelNotFound
-from quarrel.frozen import dataclass
 from quarrel.gguf import hub
 from quarrel.gguf.file import shard_paths
 

@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ from llvmlite.binding import ffi
 from quarrel.cpu_backend.runtime.features import Level
 from quarrel.cpu_backend.runtime.ir import Kernel
 from quarrel.env import cache_home
-from quarrel.frozen import dataclass
 
 Emit = Callable[[Kernel], None]
 KERNEL_PARAMS = 3
