@@ -153,7 +153,7 @@ def _weighed(source: GGUFFile, importance: ImportanceMatrix | None) -> tuple[fro
     for name in sorted(source.tensors):
         if (means := _means(source.tensors[name], importance)) is not None:
             found.add(name)
-            digest = zlib.crc32(np.ascontiguousarray(means), digest)
+            digest = zlib.crc32(np.ascontiguousarray(means).data, digest)
     if importance is not None and not found:
         name = next(iter(importance.entries))
         raise RequestError(f"the importance matrix is of another model: this one has no tensor {name[:80]}", "imatrix")
