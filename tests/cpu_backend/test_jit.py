@@ -147,6 +147,13 @@ def test_an_emitter_that_fails_is_heard_of_and_may_try_again(cache: Path) -> Non
     assert not jit._making
 
 
+def joined() -> None:
+    """Waits for threads that compile: who wants what one has begun waits for it, and finds it in that test's cache."""
+    for thread in threading.enumerate():
+        if thread.name == "quarrel-compile":
+            thread.join(300)
+
+
 @pytest.fixture(name="step")
 def _step(cache: Path, restart: Callable[[], None], tmp_path: Path) -> Iterator[CpuStep]:
     """Of a small model, with no kernel compiled."""
@@ -158,6 +165,7 @@ def _step(cache: Path, restart: Callable[[], None], tmp_path: Path) -> Iterator[
         yield step
         step.close()
     backend.close()
+    joined()
 
 
 class Asked(Exception):
@@ -196,9 +204,7 @@ def test_a_thread_compiles_what_no_step_has_wanted(step: CpuStep) -> None:
     tables = step._open().tables
     inputs = batch([3], [0], [0])
     step(inputs, "logits")
-    for thread in threading.enumerate():
-        if thread.name == "quarrel-compile":
-            thread.join(300)
+    joined()
     assert not tables.missing
     assert tables.jobs[:, 0].all()
 
@@ -208,9 +214,7 @@ def test_a_closed_step_ends_that_thread(step: CpuStep, monkeypatch: pytest.Monke
     compiled.closed = True
     monkeypatch.setattr(Tables, "load", lambda *_: pytest.fail("compiled a kernel"))
     compiled.load_rest()
-    for thread in threading.enumerate():
-        if thread.name == "quarrel-compile":
-            thread.join(60)
+    joined()
     assert compiled.tables.missing
 
 
