@@ -24,30 +24,26 @@ from quarrel.launch.early import Early
 from quarrel.launch.main import main
 from quarrel.launch.report import lines
 from quarrel.server.listening import bound
+from tests.ports import reserved_port
 
 DEMO = Path(quarrel.__file__).parent / "demo" / "quarrel-demo-11M-Q8_0.gguf"
 PATIENCE = 120.0
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as made:
-        port: int = made.getsockname()[1]
-        return port
-
-
 @contextmanager
 def launched(*words: str, **environment: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """A process whose standard error is a pipe, as a launcher has it, and its port."""
-    port = free_port()
-    command = [sys.executable, "-m", "quarrel", "llama-server", "--port", str(port), *words]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, **environment})
-    try:
-        yield process, port
-    finally:
-        process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
+    with reserved_port() as port:
+        command = [sys.executable, "-m", "quarrel", "llama-server", "--port", str(port), *words]
+        own = {**os.environ, **environment}
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=own)
+        try:
+            yield process, port
+        finally:
+            process.kill()
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
 
 
 def wait_for(port: int) -> list[int]:

@@ -23,6 +23,7 @@ from quarrel.cli import main
 from quarrel.errors import ConfigError
 from quarrel.server import Settings
 from quarrel.server.listening import bound
+from tests.ports import reserved_port
 
 
 @contextmanager
@@ -255,9 +256,11 @@ def test_a_first_model_that_cannot_be_loaded_is_in_the_log(tmp_path: Path) -> No
 
 
 def test_a_server_starts_where_nobody_can_read_what_it_says(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    with reserved_port() as port:
+        starts_unread(port, tmp_path)
+
+
+def starts_unread(port: int, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "quarrel", "serve", "--port", str(port), "--data-dir", str(tmp_path)]
     with open("/dev/full", "w") as full:
         process = subprocess.Popen([*command, "--no-engine-process", "--backend", "cpu"], stdout=full, stderr=full)
