@@ -239,7 +239,7 @@ def test_a_store_that_hangs_or_drips_is_left_and_resumed(path: Path, fault: str,
 
 def test_a_full_store_is_said_to_be_and_resumed_with_more_room(path: Path) -> None:
     with a_city(Store(memory=6000)) as city:
-        with city.client(timeout=0.3) as client, pytest.raises(FlightUnavailable, match="reached its LONGBOW_MAX_MEMORY"):
+        with city.client(timeout=2) as client, pytest.raises(FlightUnavailable, match="reached its LONGBOW_MAX_MEMORY"):
             embedding(path, client, patience=0.3).run()
         assert 0 < sum(b.num_rows for b in city.store.find("d").batches) < 160
         city.store.memory = None
@@ -279,7 +279,7 @@ def interrupted(path: Path, city: City) -> None:
         raise KeyboardInterrupt
 
     city.store.memory = 6000
-    with city.client(timeout=0.3) as client, pytest.raises(KeyboardInterrupt):
+    with city.client(timeout=2) as client, pytest.raises(KeyboardInterrupt):
         embedding(path, client, progress=stop).run()
     city.store.memory = None
     city.begin_again()
