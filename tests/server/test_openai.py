@@ -256,7 +256,7 @@ def test_the_newer_protocols_calls_and_refusals(live: Live) -> None:
 
 
 def test_a_response_is_kept_and_gone_on_from(client: openai.OpenAI, live: Live) -> None:
-    first = client.responses.create(model="demo", input="Tell me of a king.", max_output_tokens=3)
+    first = client.responses.create(model="demo", input="Tell me of a king.", max_output_tokens=3, temperature=0)
     assert client.responses.retrieve(first.id).to_dict() == first.to_dict()
     (item,) = client.responses.input_items.list(first.id).data
     assert item.content[0].text == "Tell me of a king."  # type: ignore[union-attr]
@@ -266,7 +266,7 @@ def test_a_response_is_kept_and_gone_on_from(client: openai.OpenAI, live: Live) 
     whole = client.responses.create(model="demo", input=by_hand, max_output_tokens=3, store=False)
     assert second.usage.input_tokens == whole.usage.input_tokens  # type: ignore[union-attr]
     assert [i.type for i in client.responses.input_items.list(second.id, order="asc", limit=2).data] == ["message"] * 2
-    *_, last = client.responses.create(model="demo", input="a", max_output_tokens=2, stream=True)
+    *_, last = client.responses.create(model="demo", input="a", max_output_tokens=2, temperature=0, stream=True)
     assert client.responses.retrieve(last.response.id).status == "incomplete"  # type: ignore[union-attr]
     client.responses.delete(first.id)
     for gone in (first.id, whole.id, "resp_none"):

@@ -170,12 +170,13 @@ def test_a_full_queue_is_refused_with_a_time_to_come_back(tmp_path: Path) -> Non
         made.client.post("/api/generate", json={"prompt": "a", "max_tokens": 1})
         answers: list[Any] = []
         threads = [
-            threading.Thread(target=lambda: answers.append(made.client.post("/api/generate", json=body))) for _ in range(8)
+            threading.Thread(target=lambda: answers.append(made.client.post("/api/generate", json=body, timeout=200)))
+            for _ in range(8)
         ]
         for each in threads:
             each.start()
         for each in threads:
-            each.join(60)
+            each.join(200)
         codes = sorted(a.status_code for a in answers)
         assert codes.count(503) >= 1
         assert codes.count(200) >= 3
@@ -184,7 +185,13 @@ def test_a_full_queue_is_refused_with_a_time_to_come_back(tmp_path: Path) -> Non
         head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
         body = b"1\r\n{\r\n0\r\n\r\n"
         # Nobody reads it; where its length is known, the connection serves on.
-        again = made.raw(f"{head}Content-Length: 2\r\n\r\n{{,".encode() * 2, 0.5)
+        again = b""
+        with socket.create_connection(("127.0.0.1", made.port), timeout=60) as kept:
+            kept.sendall(f"{head}Content-Length: 2\r\n\r\n{{,".encode() * 2)
+            while again.count(b"HTTP/1.1 503") < 2 or not again.endswith(b"}"):
+                piece = kept.recv(65536)
+                assert piece, again
+                again += piece
         assert again.count(b"HTTP/1.1 503") == again.count(b"retry-after: ") == 2
         assert b"connection: close" not in again
         last = made.raw(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + body)
