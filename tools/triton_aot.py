@@ -89,6 +89,7 @@ from quarrel.ops.registry import lower
 from quarrel.ops.rope import ROPE, RopeSpec
 from quarrel.ops.sample import SAMPLE, SampleSpec
 from quarrel.ops.state import CONV, GATED_NORM, SCAN1, SCAN2, ConvSpec, GatedNormSpec, Scan1Spec, Scan2Spec
+from quarrel.triton_backend.attention import ring as attention_ring
 from quarrel.triton_backend.backend import REGISTRY
 from quarrel.triton_backend.elementwise import post_norm
 from quarrel.triton_backend.formats.table import NATIVE
@@ -593,6 +594,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--each", type=int, default=1, metavar="N", help="of each kernel, every Nth variant only")
     parser.add_argument("--kv-cache", choices=KV_TYPES, default="auto", help="what is kept of keys and values")
     parser.add_argument("--deterministic", action="store_true", help="what steps run whose rows may not depend on others")
+    parser.add_argument("--unchecked", action="store_true", help="with kernels that no GPU has checked yet")
     parser.add_argument("--fp8", action="store_true", help="what steps run with compute fp8")
     parser.add_argument("--list", action="store_true", help="print the variants without compiling them")
     parser.add_argument("--ptx", metavar="FILE", type=Path, help="write the hash of each variant's PTX; assemble nothing")
@@ -607,6 +609,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--against needs --ptx: where to write the new hashes")
     if INTERPRETED:
         parser.error("TRITON_INTERPRET is set: nothing can be compiled")
+    attention_ring.CHECKED |= args.unchecked
     formats = [GGMLType[f] for f in args.formats.split(",")]
     mode = Mode(args.deterministic, args.kv_cache, args.fp8)
     work = [

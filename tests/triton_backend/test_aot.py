@@ -73,6 +73,15 @@ def test_kernels_compile_without_spills(targets: str, formats: str, computes: st
     assert report["compiled"] >= least  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("kv", ["auto", "int8", "fp8"])
+def test_the_ring_of_attention_compiles_without_spills(kv: str) -> None:
+    report = compiled(
+        "--targets", "sm_90", "--formats", "F16", "--computes", "float16", "--kernels", "attend_ring", "--unchecked",
+        "--kv-cache", kv, "--quick", "--each", "1" if EVERYTHING else "3",
+    )  # fmt: skip
+    assert report["compiled"] >= 1  # type: ignore[operator]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(not EVERYTHING, reason="QUARREL_TEST_ALL is not set")

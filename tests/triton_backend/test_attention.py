@@ -27,11 +27,13 @@ from quarrel.triton_backend.inputs import item_starts
 from quarrel.triton_backend.plan import Plan
 from quarrel.triton_backend.runtime.arrays import DTYPES, Slot
 from quarrel.triton_backend.runtime.cache import from_host
+from quarrel.triton_backend.runtime.launch import INTERPRETED
 from quarrel.triton_backend.runtime.launch import launch as really
 from quarrel.triton_backend.runtime.site import Batch, Tables
 from tests.triton_backend.cases import COMPUTES, error_of, error_on
 
 SPEC = AttentionSpec(4, 2, 64, 0.125)
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 
 
 def batch(spec: AttentionSpec, lengths: list[tuple[int, int]], seed: int = 0) -> tuple[Any, ...]:
@@ -213,9 +215,9 @@ class _NoWeights:
         raise AssertionError(ref)
 
 
-@pytest.mark.parametrize("style", ["norm", "neox"])
-def test_rotating_and_appending_inside_changes_no_bit(style: Any, way: Any) -> None:
-    """A step without prompts leaves both to the attention; the launches by themselves give the same rows and cache."""
+def inside_and_apart(style: Any, compute: Any) -> list[tuple[list[str], torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """A step without prompts leaves rotation and append to the attention, one with prompts does not: what each launches,
+    its rows and the cache after it."""
     rope = [RopeSpec(style, n, 64, 64, 1.1) for n in (4, 2)]
     values = [Value(i, "act", ("T", 64 * n), name) for i, (n, name) in enumerate(((4, "q"), (2, "k"), (2, "v")))]
     names = ("positions", "slots", "query_start", "kv_len", "block_table")
@@ -239,11 +241,13 @@ def test_rotating_and_appending_inside_changes_no_bit(style: Any, way: Any) -> N
     parts = np.split(given, [256, 384], axis=1)
     found = []
     for several in (False, True):
-        held = from_host(cache, DTYPES[way], torch.device("cpu"))
-        slots = {v.id: Slot(torch.from_numpy(p.reshape(-1).copy()).to(DTYPES[way])) for v, p in zip(values, parts)}
-        slots |= {v.id: Slot(torch.from_numpy(arrays[n].astype(np.int32))) for n, v in ints.items()}
+        held = from_host(cache, DTYPES[compute], DEVICE)
+        flat = [torch.from_numpy(p.reshape(-1).copy()).to(DEVICE, DTYPES[compute]) for p in parts]
+        slots = {v.id: Slot(x) for v, x in zip(values, flat)}
+        slots |= {v.id: Slot(torch.from_numpy(arrays[n].astype(np.int32)).to(DEVICE)) for n, v in ints.items()}
         items = item_starts(starts, kv_len)
-        work = Tables(Slot(torch.from_numpy(items)), Slot(torch.tensor([table.shape[1]], dtype=torch.int32)))
+        width = torch.tensor([table.shape[1]], dtype=torch.int32, device=DEVICE)
+        work = Tables(Slot(torch.from_numpy(items).to(DEVICE)), Slot(width))
         launched: list[str] = []
 
         def launch(kernel: Any, *args: Any, **told: Any) -> None:
@@ -252,14 +256,20 @@ def test_rotating_and_appending_inside_changes_no_bit(style: Any, way: Any) -> N
 
         choices = lower(Program(nodes, {v.name: v for v in (*values, *ints.values())}, {}, ()), REGISTRY)
         rows = {"T": 3, "S": 3, "R": 3, "items": int(items[-1])}
-        weights = Weights(_NoWeights(), held.k.device, way)
-        plan = Plan(choices, slots, {y.id}, rows, weights, [held], [], work, way, held.k.device, launch)
+        weights = Weights(_NoWeights(), held.k.device, compute)
+        plan = Plan(choices, slots, {y.id}, rows, weights, [held], [], work, compute, held.k.device, launch)
         plan.fill(255)
         for go in plan.launches:
             go(Batch(3, 3, 3, True, several, int(items[-1])))
-        name = "attend_one" if attention.warps_for(3, 3, SPEC, 32, "plain") is None else "attend_warps"
-        assert launched == (["rope_append_rows", name, "attend_many"] if several else [name])
-        found.append((plan.slots[y.id].tensor.clone(), held.k, held.v))
-    for inside, apart in zip(*found, strict=True):
-        assert not inside.isnan().any()
-        assert torch.equal(inside, apart)
+        found.append((launched, plan.slots[y.id].tensor.clone(), held.k, held.v))
+    return found
+
+
+@pytest.mark.parametrize("style", ["norm", "neox"])
+def test_rotating_and_appending_inside_changes_no_bit(style: Any, way: Any) -> None:
+    (launched, *inside), (more, *apart) = inside_and_apart(style, way)
+    name = "attend_one" if attention.warps_for(3, 3, SPEC, 32, "plain") is None else "attend_warps"
+    assert (launched, more) == ([name], ["rope_append_rows", name, "attend_many"])
+    for one, other in zip(inside, apart, strict=True):
+        assert not one.isnan().any()
+        assert torch.equal(one, other)

@@ -22,7 +22,7 @@ from quarrel.ops.attention import ATTENTION, AttentionSpec, RopeAppendSpec
 from quarrel.ops.contract import Compute
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
-from quarrel.triton_backend.attention import cudnn, fixed
+from quarrel.triton_backend.attention import cudnn, fixed, ring
 from quarrel.triton_backend.attention.decode import LOG2E, attend_one, find, oldest_key, sink
 from quarrel.triton_backend.attention.decode_warps import attend_warps
 from quarrel.triton_backend.attention.kv_codes import TL_TYPES
@@ -259,6 +259,7 @@ def build_attention(site: Site, node: Node) -> Launch:
     rotation = None if before is None else _rotation(site, before)
     style = "" if before is None else before.spec.q.style
     by_cudnn = cudnn.build(site, node)
+    by_ring = ring.RingLaunch(site, cache, shape) if ring.declines(site, spec, cache) is None else None
     # Measured on Hopper alone; the interpreter has it too, for the tests.
     warps = (site.generation == 9 or INTERPRETED) and site.compute != "float32"
 
@@ -273,6 +274,13 @@ def build_attention(site: Site, node: Node) -> Launch:
         queries, rope, rotate = q.tensor, Rotation(*(q.tensor,) * 5, 1.0, 1.0), ""
         if rotation is not None and not batch.prefill:
             (queries, rope), rotate = rotation(), style
+        output = Output(out, out if int8x2 is None else int8x2)
+        given = {"partial": Partial(part.tensor, top_sum.tensor, arrived.tensor), "q": queries, "rotation": rope}
+        given |= {"sequences": sequences(), "item_start": site.tables.item_start.tensor, "seqs": batch.S, "ROTATE": rotate}
+        given |= {"EARLY": not batch.prefill}
+        if by_ring is not None and ring.serves(batch.S, batch.items):
+            by_ring(batch, given | {n: common[n] for n in ("cache", "score", "COMPUTE")}, output, sinks, form)
+            return
         w = warps_for(batch.S, batch.items, spec, cache.block_size, cache.kind) if warps else None
         tile = one if batch.S < SEVERAL_SEQS else some_seqs if batch.S < MANY_SEQS else many_seqs
         if batch.S == 1 and site.generation == 9:
@@ -286,11 +294,9 @@ def build_attention(site: Site, node: Node) -> Launch:
             kernel, heads, count, stages, own = attend_warps, w.heads, w.heads, w.stages, {"W": w}
             values = 2048  # of splits, so many stages of which fit beside the keys
         site.launch(
-            kernel, (batch.items, spec.n_kv // heads), output=Output(out, out if int8x2 is None else int8x2),
-            partial=Partial(part.tensor, top_sum.tensor, arrived.tensor), q=queries, rotation=rope, sequences=sequences(),
-            item_start=site.tables.item_start.tensor, seqs=batch.S, **common, ROTATE=rotate, BLOCK_M=tile.rows,
-            AT_ONCE=max(1, values // (wide * share)), FORM=form, EARLY=not batch.prefill, **own,
-            warps=count, stages=stages, early=starts_early(site),
+            kernel, (batch.items, spec.n_kv // heads), output=output, **given, **common, BLOCK_M=tile.rows,
+            AT_ONCE=max(1, values // (wide * share)), FORM=form, **own, warps=count, stages=stages,
+            early=starts_early(site),
         )  # fmt: skip
 
     def prefill(batch: Batch) -> None:

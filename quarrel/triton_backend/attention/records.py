@@ -88,6 +88,14 @@ class Warps(NamedTuple):
     stages: int
 
 
+class Ring(NamedTuple):
+    """A form of `attend_ring`: warps that consume, keys a warp, and tiles in shared memory."""
+
+    W: int
+    KEYS: int
+    STAGES: int
+
+
 class RopeShape(NamedTuple):
     """Constants of a rotation."""
 

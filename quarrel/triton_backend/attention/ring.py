@@ -1,0 +1,140 @@
+"""Decode behind many keys by a ring of TMA copies (`ring_kernels.py`): who may take it, its descriptors and its launches.
+
+It takes the splits of `splits.py`, as `attend_one` does, and a second launch joins them, so nothing on the host depends on
+how many keys a sequence has: a captured step serves all lengths of its bucket.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from quarrel.ops.attention import AttentionSpec
+from quarrel.triton_backend.attention.decode import combine
+from quarrel.triton_backend.attention.records import Keys, Ring, Shape
+from quarrel.triton_backend.attention.splits import MOST_SPLITS, SEVERAL_SEQS, STEP
+from quarrel.triton_backend.runtime.arrays import DTYPES, Cache
+from quarrel.triton_backend.runtime.launch import INTERPRETED
+from quarrel.triton_backend.runtime.site import Batch, Site, starts_early
+
+try:  # Gluon is no stable interface: without the names of Triton 3.6 to 3.9 other kernels run
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from quarrel.triton_backend.attention import ring_kernels as kernels
+except (ImportError, AttributeError):  # pragma: no cover
+    kernels = None  # type: ignore[assignment]
+
+CHECKED = False
+"""Whether a GPU has run `tests/triton_backend/test_attention_ring.py` and `bench/ops/attention_ring.py`; until then nothing
+is for it. The form before it, without a producer warp, was right on an H200 and took 35.7 us for 43.3 behind 32,000
+keys of Mistral-7B (28.9 for 47.9 in int8, 26.6 for 51.4 in fp8)."""
+DIMS = (64, 128)
+MOST_GROUP = 16
+MOST_ROWS = 1 << 30
+"""Rows of a cache, `blocks * n_kv * block_size`: the number of a row that no cache has."""
+ITEMS_FROM = 17
+"""Splits a sequence from which it takes a step of a few sequences: those of more than 2048 keys, as graphs tell apart."""
+_SHARED = 113 << 10
+"""Of one of two programs to a multiprocessor, which has 228 KB and keeps 1 KB of each."""
+_MOST_STAGES = 6
+_WARPS, _KEYS = 4, 16
+"""A warpgroup of consumers, as registers are moved between whole ones; a step of the second product to a warp."""
+_REGISTERS = 128
+"""For each thread of both warpgroups, so that two programs fit; the producers' go to the consumers."""
+
+
+def declines(site: Site, spec: AttentionSpec, cache: Cache) -> str | None:
+    """Why a layer is not for it, or None."""
+    if not CHECKED:
+        return "no GPU has checked it yet"
+    if kernels is None or INTERPRETED or site.generation != 9:
+        return "needs compute capability 9"
+    if site.deterministic:
+        return "its splits follow from a length, and a step is deterministic"
+    if site.compute == "float32":
+        return "needs arithmetic of 16 bits, got float32"
+    if spec.head_dim not in DIMS:
+        return f"needs head_dim {' or '.join(map(str, DIMS))}, got {spec.head_dim}"
+    if spec.n_heads // spec.n_kv > MOST_GROUP:
+        return f"needs up to {MOST_GROUP} query heads a key head, got {spec.n_heads // spec.n_kv}"
+    size = cache.block_size
+    if size & (size - 1) or size < 8:
+        return f"needs blocks of a power of two of 8 keys or more, got {size}"
+    if cache.kind == "plain" and cache.k.dtype != DTYPES[site.compute]:
+        return f"needs a cache in {site.compute}, got {cache.k.dtype}"
+    rows = cache.k.numel() // spec.head_dim
+    return None if rows <= MOST_ROWS else f"needs a cache of up to {MOST_ROWS} rows, got {rows}"
+
+
+def serves(seqs: int, items: int) -> bool:
+    """Whether so many sequences and items are for it: a few sequences of many keys, which the numbers of a graph tell."""
+    return seqs < SEVERAL_SEQS and items >= ITEMS_FROM * seqs
+
+
+def form(dim: int, bits: int, codes: bool) -> Ring:
+    """As many stages as fit beside the queries and the barriers."""
+    stage = 2 * _WARPS * _KEYS * (dim * bits // 8 + (4 if codes else 0))
+    return Ring(_WARPS, _KEYS, min(_MOST_STAGES, (_SHARED - 2 * 16 * dim - 1024) // stage))
+
+
+class RingLaunch:
+    """Launches over one layer's cache."""
+
+    def __init__(self, site: Site, cache: Cache, shape: Shape) -> None:
+        self._site, self._shape = site, shape
+        self._ring = form(shape.DIM, cache.k.element_size() * 8, cache.kind != "plain")
+        self._copies = copies_of(Keys(cache.k, cache.v, *cache.both_scales), shape)
+        # A program a query head.
+        self._each = shape._replace(KV_HEADS=shape.HEADS, SHARE=1)
+
+    def __call__(self, batch: Batch, given: dict[str, Any], output: Any, sinks: torch.Tensor, form: str) -> None:
+        """`given` are the arguments that `attend_one` has too."""
+        site, shape, early = self._site, self._shape, starts_early(self._site)
+        site.launch(
+            kernels.attend_ring, (batch.items, shape.KV_HEADS), **given, **self._copies, S=shape, R=self._ring,
+            warps=self._ring.W, early=early, maxnreg=_REGISTERS,
+        )  # fmt: skip
+        site.launch(
+            join_splits, (batch.S, shape.HEADS), output=output, partial=given["partial"], sinks=sinks,
+            sequences=given["sequences"], item_start=given["item_start"], S=self._each,
+            AT_ONCE=min(MOST_SPLITS, 8192 // shape.WIDE), FORM=form, warps=8, early=early,
+        )  # fmt: skip
+
+
+def copies_of(cache: Keys, shape: Shape) -> dict[str, Any]:
+    """Descriptors of keys and values, and of their scales, as `attend_ring` has them."""
+    bits = cache.k.element_size() * 8
+    box, columns = min(shape.SIZE, STEP), min(shape.DIM, 1024 // bits)
+    layout = gl.NVMMASharedLayout(columns * bits // 8, bits, 2)
+    k, v = (TensorDescriptor.from_tensor(x.view(-1, shape.DIM), [box, columns], layout) for x in (cache.k, cache.v))
+    copies = {"k_copy": k, "v_copy": v, "k_scale_copy": k, "v_scale_copy": v}
+    if shape.KIND != "plain":
+        layout = gl.NVMMASharedLayout(0, 32, 2)
+        for name, x in (("k_scale_copy", cache.k_scale), ("v_scale_copy", cache.v_scale)):
+            copies[name] = TensorDescriptor.from_tensor(x.view(-1, box), [1, box], layout)
+    return copies
+
+
+@triton.jit
+def join_splits(
+    output, partial, sinks, sequences, item_start, S: tl.constexpr, AT_ONCE: tl.constexpr, FORM: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Adds the splits that `attend_ring` left, in order. Grid (sequences, n_kv); arguments as those of `attend_one`."""
+    seq = tl.program_id(0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    first_item = tl.load(item_start + seq)
+    splits = tl.load(item_start + seq + 1) - first_item
+    token = tl.load(sequences.query_start + seq).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if splits == 0:  # more new tokens than one
+        return
+    p_out = output.plain + token * S.HEADS * S.DIM
+    first = tl.program_id(1) * (S.HEADS // S.KV_HEADS)
+    combine(p_out, output.int8x2, partial, sinks, first_item, splits, first, S, AT_ONCE, 1, FORM)

@@ -1,0 +1,236 @@
+"""The ring of attention: on a CUDA device of capability 9 as it runs there, elsewhere by its own text in an emulator.
+
+On a GPU these are the checks after which `attention/ring.py: CHECKED` may be set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from quarrel.ops.attention import ATTENTION, AttentionSpec
+from quarrel.ops.contract import Case
+from quarrel.ops.kv import KV_TYPES
+from quarrel.triton_backend.attention import ring, ring_kernels
+from quarrel.triton_backend.attention.records import Ring
+from quarrel.triton_backend.attention.splits import MOST_SPLITS
+from quarrel.triton_backend.backend import TritonBackend
+from quarrel.triton_backend.runtime.arrays import Cache
+from quarrel.triton_backend.runtime.launch import INTERPRETED
+from quarrel.triton_backend.runtime.launch import launch as really
+from tests.poison import check_poison
+from tests.triton_backend import gluon_emulator
+from tests.triton_backend.cases import error_of
+from tests.triton_backend.test_attention import inside_and_apart
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy's, of maxima over NaN, in the interpreter
+    pytest.mark.skipif(not INTERPRETED and torch.cuda.get_device_capability()[0] != 9, reason="needs compute capability 9"),
+]
+COMPUTES = ("float16",) if INTERPRETED else ("float16", "bfloat16")
+
+
+def decode(
+    spec: AttentionSpec, seqs: int, keys: int, size: int = 32, kind: str = "auto", shared: int = 0
+) -> Case:  # fmt: skip
+    dims = {"S": seqs, "Q": 1, "KV": keys, "block_size": size, "kv": KV_TYPES.index(kind), "shared": shared}  # type: ignore[arg-type]
+    return Case(spec, dims, f"{kind} blocks of {size}")
+
+
+SPECS = {
+    "heads of 64": AttentionSpec(4, 2, 64, 0.125),
+    "groups of 7": AttentionSpec(7, 1, 128, 0.088),
+    "groups of 16": AttentionSpec(16, 1, 128, 0.09),
+    "window, sinks": AttentionSpec(8, 2, 64, 0.125, window=37, sinks=True),
+    "window, cap": AttentionSpec(4, 4, 128, 0.09, window=33, cap=20.0),
+    "wide window": AttentionSpec(4, 2, 128, 0.09, window=200),
+    "chunks": AttentionSpec(4, 1, 128, 0.09, window=100, chunked=True),
+    "cap": AttentionSpec(6, 2, 128, 0.1, cap=15.0),
+}
+CASES = [
+    *(decode(spec, 3, 300, (16, 32, 64)[i % 3]) for i, spec in enumerate(SPECS.values())),
+    *(decode(spec, 2, 300, (32, 16)[i % 2], ("int8", "fp8", "fp8_e5m2")[i % 3]) for i, spec in enumerate(SPECS.values())),
+    *(decode(SPECS["cap"], 1, keys) for keys in (0, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 448, 449)),
+    *(decode(SPECS["heads of 64"], 2, 500, 32, kind) for kind in ("int8", "fp8", "fp8_e5m2")),
+    *(decode(SPECS["groups of 7"], 1, 450, 32, kind) for kind in ("int8", "fp8", "fp8_e5m2")),
+    decode(SPECS["groups of 16"], 5, 70, 8),
+    decode(SPECS["heads of 64"], 66, 20),  # more than `find` takes at a time
+    decode(SPECS["cap"], 4, 90, 16, shared=2),
+]
+LONG = [
+    decode(AttentionSpec(32, 8, 128, 0.09), 1, keys, 32, kind)
+    for keys in (4095, 9000, 33000)
+    for kind in ("auto", "int8", "fp8", "fp8_e5m2")
+]
+"""On a GPU: every place of the ring in turn, many times."""
+
+
+@pytest.fixture(name="launches")
+def _launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
+    """Has every decode take the ring; what was launched of it, with its arguments."""
+    seen: list[tuple[Any, dict[str, Any]]] = []
+
+    def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
+        seen.append((kernel, named))
+        if kernel is ring_kernels.attend_ring and INTERPRETED:
+            emulated(grid, named)
+        else:
+            really(kernel, grid, *args, **named)
+
+    made = ring.RingLaunch
+
+    class Noted(made):  # type: ignore[valid-type,misc]
+        def __init__(self, site: Any, cache: Cache, shape: Any) -> None:
+            super().__init__(site, cache, shape)
+            # What no split wrote must not be read.
+            self._site = SimpleNamespace(launch=launch, generation=site.generation)
+
+    monkeypatch.setattr(ring, "CHECKED", True)
+    monkeypatch.setattr(ring, "serves", lambda *_: True)
+    monkeypatch.setattr(ring, "RingLaunch", Noted)
+    if INTERPRETED:
+        monkeypatch.setattr(ring, "INTERPRETED", False)
+        declines = ring.declines
+        monkeypatch.setattr(ring, "declines", lambda site, *given: declines(on_hopper(site), *given))
+    return seen
+
+
+def on_hopper(site: Any, **other: Any) -> Any:
+    facts = {"generation": 9, "deterministic": site.deterministic, "compute": site.compute}
+    return SimpleNamespace(**(facts | other))
+
+
+def emulated(grid: tuple[int, ...], named: dict[str, Any]) -> None:
+    """A launch of `attend_ring`, its arguments as the emulator has them."""
+    copies: dict[int, gluon_emulator.Copies] = {}
+
+    def given(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return gluon_emulator.pointer(x)
+        if hasattr(x, "block_shape"):
+            return copies.setdefault(id(x), gluon_emulator.Copies(x))
+        if isinstance(x, tuple):
+            return type(x)(*map(given, x))
+        return gluon_emulator.Type(getattr(torch, {"fp16": "float16"}[x.name])) if hasattr(x, "primitive_bitwidth") else x
+
+    constants = {name: named[name] for name in ("S", "R", "ROTATE", "EARLY")}
+    arguments = {
+        n: constants[n] if n in constants else given(named[n]) for n in ring_kernels.attend_ring.arg_names if n != "PDL"
+    }
+    instead = {"Stages": stages, "_values": values(256.0), "_as_values": values(1.0)}
+    gluon_emulator.run(ring_kernels.attend_ring, grid, arguments | {"PDL": True}, instead)
+
+
+def stages(k: Any, v: Any, k_scale: Any, v_scale: Any, k_full: Any, v_full: Any, free: Any) -> SimpleNamespace:
+    return SimpleNamespace(k=k, v=v, k_scale=k_scale, v_scale=v_scale, k_full=k_full, v_full=v_full, free=free)
+
+
+def values(fp8: float) -> Callable[..., Any]:
+    """Of codes, over 128 or 256 as `kv_codes.as_values` gives them; those of fp8 times this."""
+
+    def of(codes: Any, kind: str, compute: Any) -> Any:
+        raw = codes.as_subclass(torch.Tensor)
+        if kind == "int8":
+            raw = raw.view(torch.int8).float() / 128
+        elif kind == "fp8":
+            raw = raw.view(torch.float8_e4m3fn).float() * (fp8 / 256)
+        elif kind == "fp8_e5m2":
+            raw = raw.view(torch.float8_e5m2).float() / 256
+        return gluon_emulator.value(raw).to(compute)
+
+    return of
+
+
+@pytest.mark.parametrize("compute", COMPUTES)
+@pytest.mark.parametrize("case", CASES if INTERPRETED else [*CASES, *LONG], ids=str)
+def test_is_right(backend: TritonBackend, case: Case, compute: Any, launches: list[Any]) -> None:
+    assert error_of(backend, ATTENTION, case, compute) <= ATTENTION.tolerance[compute]
+    assert [kernel.__name__ for kernel, _ in launches] == ["attend_ring", "join_splits"]
+
+
+@pytest.mark.usefixtures("launches")
+@pytest.mark.parametrize("case", [c for c in CASES if 1 < c.dims["S"] < 9], ids=str)
+def test_reads_nothing_of_others(backend: TritonBackend, case: Case) -> None:
+    check_poison(backend, ATTENTION, case, "float16")
+
+
+@pytest.mark.parametrize("compute", COMPUTES)
+@pytest.mark.parametrize("style", ["norm", "neox"])
+def test_rotating_and_appending_inside_changes_no_bit(style: Any, compute: Any, launches: list[Any]) -> None:
+    (_, *inside), (_, *apart) = inside_and_apart(style, compute)
+    assert [(kernel.__name__, named.get("ROTATE")) for kernel, named in launches] == [
+        ("attend_ring", style), ("join_splits", None), ("attend_ring", ""), ("join_splits", None)
+    ]  # fmt: skip
+    for one, other in zip(inside, apart, strict=True):
+        assert not one.isnan().any()
+        assert torch.equal(one, other)
+
+
+SPEC = AttentionSpec(32, 8, 128, 0.09)
+
+
+def cache_of(dim: int = 128, size: int = 32, kind: str = "plain", dtype: torch.dtype = torch.float16) -> Cache:
+    k = torch.empty((3, 8, size, dim), dtype=torch.uint8 if kind != "plain" else dtype, device="meta")
+    return Cache(k, k, kind)
+
+
+@pytest.mark.parametrize(
+    ("spec", "cache", "site", "reason"),
+    [
+        (SPEC, cache_of(), {}, None),
+        (SPEC, cache_of(dtype=torch.bfloat16), {"compute": "bfloat16"}, None),
+        *((replace(SPEC, head_dim=64), cache_of(64, kind=kind), {}, None) for kind in ("plain", "int8", "fp8", "fp8_e5m2")),
+        *((SPEC, cache_of(kind=kind), {}, None) for kind in ("int8", "fp8", "fp8_e5m2")),
+        *((SPEC, cache_of(size=size), {}, None) for size in (8, 16, 64, 256)),
+        *((replace(SPEC, n_heads=8 * group), cache_of(), {}, None) for group in (1, 3, 7, 16)),
+        (replace(SPEC, window=128, sinks=True, cap=30.0), cache_of(), {}, None),
+        (replace(SPEC, window=128, chunked=True), cache_of(), {}, None),
+        (replace(SPEC, spans=True), cache_of(), {}, None),
+        *((replace(SPEC, head_dim=d), cache_of(d), {}, f"needs head_dim 64 or 128, got {d}") for d in (32, 80, 96, 256)),
+        (replace(SPEC, n_heads=8 * 17), cache_of(), {}, "needs up to 16 query heads a key head, got 17"),
+        (SPEC, cache_of(size=48), {}, "needs blocks of a power of two of 8 keys or more, got 48"),
+        (SPEC, cache_of(size=4), {}, "needs blocks of a power of two of 8 keys or more, got 4"),
+        (SPEC, cache_of(), {"compute": "bfloat16"}, "needs a cache in bfloat16, got torch.float16"),
+        (SPEC, cache_of(dtype=torch.float32), {"compute": "float32"}, "needs arithmetic of 16 bits, got float32"),
+        *((SPEC, cache_of(), {"generation": g}, "needs compute capability 9") for g in (0, 8, 10, 12)),
+        (SPEC, cache_of(), {"deterministic": True}, "its splits follow from a length, and a step is deterministic"),
+    ],
+)  # fmt: skip
+def test_what_it_takes(spec: AttentionSpec, cache: Cache, site: Any, reason: str | None, monkeypatch: Any) -> None:
+    monkeypatch.setattr(ring, "CHECKED", True)
+    monkeypatch.setattr(ring, "INTERPRETED", False)
+    made = on_hopper(SimpleNamespace(deterministic=False, compute="float16"), **site)
+    assert ring.declines(made, spec, cache) == reason
+
+
+def test_takes_nothing_until_a_gpu_has_checked_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring, "CHECKED", False)
+    made = on_hopper(SimpleNamespace(deterministic=False, compute="float16"))
+    assert ring.declines(made, SPEC, cache_of()) == "no GPU has checked it yet"
+
+
+def test_takes_few_sequences_of_many_keys() -> None:
+    """By what a captured step knows: sequences and the places for their splits."""
+    assert [ring.serves(1, n) for n in (4, 16, 33, 64)] == [False, False, True, True]
+    assert [ring.serves(4, n) for n in (64, 132)] == [False, True]
+    assert not ring.serves(8, 8 * MOST_SPLITS)
+
+
+@pytest.mark.parametrize(
+    ("dim", "bits", "want"),
+    [(128, 16, Ring(4, 16, 3)), (128, 8, Ring(4, 16, 6)), (64, 16, Ring(4, 16, 6)), (64, 8, Ring(4, 16, 6))],
+)  # fmt: skip
+def test_two_programs_fit_a_multiprocessor(dim: int, bits: int, want: Ring) -> None:
+    assert ring.form(dim, bits, bits == 8) == want
+
+
+def test_a_wait_that_nobody_ends_is_found() -> None:
+    machine, bar = gluon_emulator.Machine(), gluon_emulator.Barrier()
+    machine.init(bar, 1)
+    with pytest.raises(gluon_emulator.Deadlock, match="parity 0"):
+        machine.specialize([(lambda: machine.wait(bar, 0), ()), (lambda: machine.wait(bar, 1), ())], [1], None)
