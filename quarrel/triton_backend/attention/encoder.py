@@ -19,7 +19,8 @@ from quarrel.ops.encode import ENCODE, MEAN_ROWS, EncodeSpec
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 from quarrel.triton_backend.attention.cudnn import preferred
-from quarrel.triton_backend.attention.paged import Tile, find
+from quarrel.triton_backend.attention.decode import find
+from quarrel.triton_backend.attention.paged import Tile
 from quarrel.triton_backend.runtime.launch import INTERPRETED, cdiv, power_of_two
 from quarrel.triton_backend.runtime.site import Batch, Launch, Site
 

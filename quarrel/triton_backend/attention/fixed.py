@@ -10,8 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quarrel.triton_backend.attention.decode import find, oldest_key, sink
-from quarrel.triton_backend.attention.walk import walk
+from quarrel.triton_backend.attention.decode import find, oldest_key
+from quarrel.triton_backend.attention.walk import load_queries, store_rows, tile_at, walk
 
 SPLIT = 512
 """Keys from one beginning of the sums to the next."""
@@ -78,54 +78,25 @@ def _borders(near, queries, score, S: tl.constexpr, BLOCK_N: tl.constexpr):
     return oldest, first, middle, diagonal
 
 
-@triton.jit
-def _store(out, sums, sinks, row, head, row_ok, S: tl.constexpr):
-    acc, top, total = sums
-    if S.SINKS:
-        acc, total = sink(acc, top, total, sinks, head, row_ok)
-    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-    d = tl.arange(0, S.WIDE)
-    mask = row_ok[:, None] & (d < S.DIM)[None, :]
-    tl.store(out + row[:, None] * S.DIM + d[None, :], acc.to(out.dtype.element_ty), mask=mask)
-
-
 @triton.jit(do_not_specialize=["seqs", "least"])
 def attend_fixed_many(
     out, q, cache, sinks, see_to, sequences, seqs, least, score, S: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, COMPUTE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Sequences with `least` new tokens or more. Grid and arguments as those of `paged.attend_many`."""
-    GROUP: tl.constexpr = S.HEADS // S.KV_HEADS
-    SHARE: tl.constexpr = S.SHARE
-    QUERIES: tl.constexpr = BLOCK_M // SHARE
+    QUERIES: tl.constexpr = BLOCK_M // S.SHARE
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     # The last queries have the most keys: they begin first.
     item = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
-    seq = find(sequences.query_start, seqs, item, QUERIES)
-    begin = tl.load(sequences.query_start + seq)
-    n_new = tl.load(sequences.query_start + seq + 1) - begin
-    tile = item - (begin // QUERIES + seq)
+    seq, begin, n_new, tile = tile_at(sequences, seqs, item, QUERIES)
     if (n_new < least) | (tile * QUERIES >= n_new):
         return
-    n_keys = tl.load(sequences.kv_len + seq)
-    lane = tl.arange(0, BLOCK_M)
-    query = tile * QUERIES + lane // SHARE
-    head = kv_head * GROUP + lane % SHARE
-    row_ok = (query < n_new) & (lane % SHARE < GROUP)
-    near = n_keys - n_new + tile * QUERIES  # the position of the tile's first query
-    position = near + lane // SHARE  # [BLOCK_M]
-    d = tl.arange(0, S.WIDE)
-    row = (begin + query).to(tl.int64) * S.HEADS + head  # [BLOCK_M]
-    b_q = tl.load(q + row[:, None] * S.DIM + d[None, :], mask=row_ok[:, None] & (d < S.DIM)[None, :], other=0.0).to(COMPUTE)
-    p_table = sequences.table + seq.to(tl.int64) * tl.load(sequences.table_width)
-    last = tl.minimum(n_keys, near + QUERIES)
-    see = position
-    if S.SPANS:
-        see = tl.load(see_to + begin + query, mask=row_ok, other=0)
-        last = tl.minimum(n_keys, tl.max(see) + 1)
+    b_q, row, head, row_ok, position, see, near, last, n_keys, p_table = load_queries(
+        q, see_to, sequences, seq, begin, n_new, tile, kv_head, S, BLOCK_M, COMPUTE
+    )
     oldest, first, middle, diagonal = _borders(near, QUERIES, score, S, BLOCK_N)
     acc, top, total = _nothing(BLOCK_M, S.WIDE)
     for at in range(first // SPLIT * SPLIT, last, SPLIT):
@@ -134,7 +105,7 @@ def attend_fixed_many(
             BLOCK_M, BLOCK_N, SPLIT, COMPUTE,
         )  # fmt: skip
         acc, top, total = _added((acc, top, total), part)
-    _store(out, (acc, top, total), sinks, row, head, row_ok, S)
+    store_rows(out, (acc, top, total), sinks, row, head, row_ok, S)
 
 
 @triton.jit(do_not_specialize=["seqs"])
@@ -180,7 +151,7 @@ def attend_fixed_one(
         n_keys, score, S, BLOCK_M, BLOCK_N, SPLIT, COMPUTE,
     )  # fmt: skip
     if splits == 1:
-        _store(out, (acc, top, total), sinks, row, head, row_ok, S)
+        store_rows(out, (acc, top, total), sinks, row, head, row_ok, S)
     else:
         place = item.to(tl.int64) * S.HEADS + head
         mask = row_ok[:, None] & (d < S.DIM)[None, :]
@@ -214,4 +185,4 @@ def _finish(out, partial, sinks, first_item, splits, first_head, token, start, S
             p = partial.sums + place[:, None] * S.DIM + d[None, :]
             next_acc = tl.load(p, mask=mask & there[:, None], other=0.0, cache_modifier=".cg")
             acc, top, total = _added((acc, top, total), (next_acc, next_top, next_total))
-    _store(out, (acc, top, total), sinks, token * S.HEADS + head, head, row_ok, S)
+    store_rows(out, (acc, top, total), sinks, token * S.HEADS + head, head, row_ok, S)

@@ -23,13 +23,13 @@ from quarrel.ops.contract import Compute
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 from quarrel.triton_backend.attention import cudnn, fixed, ring
-from quarrel.triton_backend.attention.decode import LOG2E, attend_one, find, oldest_key, sink
+from quarrel.triton_backend.attention.decode import LOG2E, attend_one, oldest_key
 from quarrel.triton_backend.attention.decode_warps import attend_warps
 from quarrel.triton_backend.attention.kv_codes import TL_TYPES
 from quarrel.triton_backend.attention.records import Keys, Partial, Rotation, Score, Sequences, Shape, Warps
 from quarrel.triton_backend.attention.rope import joined
 from quarrel.triton_backend.attention.splits import MANY_SEQS, MOST_SPLITS, SEVERAL_SEQS, SPLIT, whole_rounds
-from quarrel.triton_backend.attention.walk import walk
+from quarrel.triton_backend.attention.walk import load_queries, store_rows, tile_at, walk
 from quarrel.triton_backend.runtime.arrays import Output
 from quarrel.triton_backend.runtime.launch import INTERPRETED, power_of_two
 from quarrel.triton_backend.runtime.site import Batch, Launch, Site, starts_early
@@ -61,40 +61,20 @@ def attend_many(
     sinks   float32 `[heads]`, read with S.SINKS only
     see_to  int32 `[T]`, the last position that a query sees, read with S.SPANS only; in order, within a sequence
     """
-    GROUP: tl.constexpr = S.HEADS // S.KV_HEADS
-    SHARE: tl.constexpr = S.SHARE
-    DIM: tl.constexpr = S.DIM
     WIDE: tl.constexpr = S.WIDE
-    QUERIES: tl.constexpr = BLOCK_M // SHARE
+    QUERIES: tl.constexpr = BLOCK_M // S.SHARE
     # The last queries have the most keys: they begin first.
     item = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
-    seq = find(sequences.query_start, seqs, item, QUERIES)
-    begin = tl.load(sequences.query_start + seq)
-    n_new = tl.load(sequences.query_start + seq + 1) - begin
-    tile = item - (begin // QUERIES + seq)
+    seq, begin, n_new, tile = tile_at(sequences, seqs, item, QUERIES)
     if (n_new < LEAST) | (tile * QUERIES >= n_new):
         return
-    n_keys = tl.load(sequences.kv_len + seq)
-    lane = tl.arange(0, BLOCK_M)
-    query = tile * QUERIES + lane // SHARE
-    head = kv_head * GROUP + lane % SHARE
-    row_ok = (query < n_new) & (lane % SHARE < GROUP)
-    near = n_keys - n_new + tile * QUERIES  # the position of the tile's first query
-    position = near + lane // SHARE  # [BLOCK_M]
-    d = tl.arange(0, WIDE)
-    row = (begin + query).to(tl.int64) * S.HEADS + head  # [BLOCK_M]
-    mask_q = row_ok[:, None] & (d < DIM)[None, :]
-    b_q = tl.load(q + row[:, None] * DIM + d[None, :], mask=mask_q, other=0.0).to(COMPUTE)
-    p_table = sequences.table + seq.to(tl.int64) * tl.load(sequences.table_width)
+    b_q, row, head, row_ok, position, see, near, last, n_keys, p_table = load_queries(
+        q, see_to, sequences, seq, begin, n_new, tile, kv_head, S, BLOCK_M, COMPUTE
+    )
     acc = tl.zeros([BLOCK_M, WIDE], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    last = tl.minimum(n_keys, near + QUERIES)
-    see = position
-    if S.SPANS:
-        see = tl.load(see_to + begin + query, mask=row_ok, other=0)
-        last = tl.minimum(n_keys, tl.max(see) + 1)
     oldest = near * 0
     middle = oldest
     diagonal = (near + 1) // BLOCK_N * BLOCK_N
@@ -116,10 +96,7 @@ def attend_many(
         (acc, top, total), b_q, cache, p_table, kv_head, position, see, tl.maximum(diagonal, middle), last, oldest,
         n_keys, score, S, BLOCK_N, True, COMPUTE,
     )  # fmt: skip
-    if S.SINKS:
-        acc, total = sink(acc, top, total, sinks, head, row_ok)
-    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-    tl.store(out + row[:, None] * DIM + d[None, :], acc.to(out.dtype.element_ty), mask=mask_q)
+    store_rows(out, (acc, top, total), sinks, row, head, row_ok, S)
 
 
 def tiles(compute: Compute, head_dim: int, group: int, hopper: bool = False) -> tuple[Tile, Tile]:

@@ -1,15 +1,65 @@
-"""A tile of queries along the keys of one sequence: the inner loop of attention that keeps its queries in one program."""
+"""A tile of queries and of the heads that share a key head, which stay in one program: where it is, its walk along the keys
+of its sequence, and where its result goes."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from quarrel.triton_backend.attention.decode import LOG2E, oldest_key
+from quarrel.triton_backend.attention.decode import LOG2E, find, oldest_key, sink
 from quarrel.triton_backend.attention.kv_codes import as_values
 from quarrel.triton_backend.elementwise.activation import tanh
 
 _LOG2E: tl.constexpr = tl.constexpr(LOG2E)
+
+
+@triton.jit
+def tile_at(sequences, seqs, item, QUERIES: tl.constexpr):
+    """Of which sequence a tile is, its first row and its rows, and which of its tiles."""
+    seq = find(sequences.query_start, seqs, item, QUERIES)
+    begin = tl.load(sequences.query_start + seq)
+    n_new = tl.load(sequences.query_start + seq + 1) - begin
+    return seq, begin, n_new, item - (begin // QUERIES + seq)
+
+
+@triton.jit
+def load_queries(
+    q, see_to, sequences, seq, begin, n_new, tile, kv_head, S: tl.constexpr, BLOCK_M: tl.constexpr, COMPUTE: tl.constexpr
+):  # fmt: skip
+    """Queries of a tile `[BLOCK_M, WIDE]`; of each row of it its number, its head, and whether it is one; its position and
+    up to which it sees; the first position, the end of what the tile sees, the sequence's keys and its blocks."""
+    GROUP: tl.constexpr = S.HEADS // S.KV_HEADS
+    SHARE: tl.constexpr = S.SHARE
+    QUERIES: tl.constexpr = BLOCK_M // SHARE
+    n_keys = tl.load(sequences.kv_len + seq)
+    lane = tl.arange(0, BLOCK_M)
+    query = tile * QUERIES + lane // SHARE
+    head = kv_head * GROUP + lane % SHARE
+    row_ok = (query < n_new) & (lane % SHARE < GROUP)
+    near = n_keys - n_new + tile * QUERIES
+    position = near + lane // SHARE  # [BLOCK_M]
+    d = tl.arange(0, S.WIDE)
+    row = (begin + query).to(tl.int64) * S.HEADS + head  # [BLOCK_M]
+    b_q = tl.load(q + row[:, None] * S.DIM + d[None, :], mask=row_ok[:, None] & (d < S.DIM)[None, :], other=0.0).to(COMPUTE)
+    p_table = sequences.table + seq.to(tl.int64) * tl.load(sequences.table_width)
+    last = tl.minimum(n_keys, near + QUERIES)
+    see = position
+    if S.SPANS:
+        see = tl.load(see_to + begin + query, mask=row_ok, other=0)
+        last = tl.minimum(n_keys, tl.max(see) + 1)
+    return b_q, row, head, row_ok, position, see, near, last, n_keys, p_table
+
+
+@triton.jit
+def store_rows(out, sums, sinks, row, head, row_ok, S: tl.constexpr):
+    """The sums of rows, each over its total and a sink."""
+    acc, top, total = sums
+    if S.SINKS:
+        acc, total = sink(acc, top, total, sinks, head, row_ok)
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    d = tl.arange(0, S.WIDE)
+    mask = row_ok[:, None] & (d < S.DIM)[None, :]
+    tl.store(out + row[:, None] * S.DIM + d[None, :], acc.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from quarrel.triton_backend.attention.paged import find
+from quarrel.triton_backend.attention.decode import find
 from quarrel.triton_backend.elementwise.activation import activate, oai
 from quarrel.triton_backend.experts import decoded
 from quarrel.triton_backend.experts.maps import ExpertMaps, Serves

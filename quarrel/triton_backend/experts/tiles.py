@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quarrel.triton_backend.attention.paged import find
+from quarrel.triton_backend.attention.decode import find
 from quarrel.triton_backend.elementwise.activation import activate, oai
 from quarrel.triton_backend.experts.maps import ExpertMaps, Serves
 from quarrel.triton_backend.formats.exact import decode_blocks

@@ -17,7 +17,7 @@ from quarrel.ops.contract import ConstRef, Operand
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 from quarrel.ops.state import CONV, SCAN2, ConvSpec, Scan2Spec
-from quarrel.triton_backend.attention.paged import find
+from quarrel.triton_backend.attention.decode import find
 from quarrel.triton_backend.elementwise.activation import activate
 from quarrel.triton_backend.recurrent.records import Heads, Stored
 from quarrel.triton_backend.recurrent.ssd import Chunks, softplus, takes
