@@ -22,6 +22,8 @@ def maps_of(site: Site, node: Node) -> Maps:
     linears = [part for part in parts if part.op.name == LINEAR.name]
     if parts[-1].op.name != GATED.name:
         site.beside([part.inputs[1] for part in linears])  # type: ignore[misc]
+        if site.deterministic:  # a matrix of two where the third map has another format
+            site.beside([part.inputs[1] for part in linears[:2]])  # type: ignore[misc]
     return Maps(
         x,
         [site.slot(v) for v in node.outputs],
@@ -29,6 +31,7 @@ def maps_of(site: Site, node: Node) -> Maps:
         [site.vector(part.inputs[2]) if part.spec.bias else None for part in linears],  # type: ignore[arg-type]
         axis,
         activation=parts[-1].spec.activation if parts[-1].op.name == GATED.name else "none",
+        orders=site.in_ring_order(node.outputs[0]),
         norm=norm.build_norm(inner, normed),
         arrange=norm.arranger(inner, normed),
     )

@@ -154,7 +154,8 @@ def _linear(
             _one(site, m, row, y, residual, alpha)
 
     axis, _ = dims(target)
-    return ByRows(site, Maps(site.slot(x), [y], [m.weight], [m.bias], axis, residual, alpha, matvec=matvec))
+    made = Maps(site.slot(x), [y], [m.weight], [m.bias], axis, residual, alpha, matvec=matvec)
+    return ByRows(site, replace(made, ordered=site.in_ring_order(x)))
 
 
 def build_gate_and_up(site: Site, maps: Sequence[Node], activation: Node) -> Launch:
