@@ -50,7 +50,7 @@ class Layer:
         blocks = seqs * width
         self.nbytes = 2 * seqs * keys * SPEC.n_kv * (2 * SPEC.head_dim if kind == "plain" else SPEC.head_dim + 4)
         self.seqs, self.keys, self.kind = seqs, keys, kind
-        count = min(MOST_CACHES, max(1, cdiv(ROTATING, self.nbytes)))
+        count = min(MOST_CACHES, cdiv(ROTATING, self.nbytes)) if DEVICE.type == "cuda" else 1
         self.caches = [self._cache((blocks + 1, SPEC.n_kv, SIZE)) for _ in range(count)]
         self.table = torch.randperm(blocks, device=DEVICE).int()
         self.q = torch.randn(seqs * SPEC.width, device=DEVICE, dtype=torch.float16)
