@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,10 +17,12 @@ import torch
 from quarrel.ops.attention import ATTENTION, AttentionSpec
 from quarrel.ops.contract import Case
 from quarrel.ops.kv import KV_TYPES
+from quarrel.triton_backend import run_op
 from quarrel.triton_backend.attention import ring, ring_kernels
 from quarrel.triton_backend.attention.records import Ring
 from quarrel.triton_backend.attention.splits import MOST_SPLITS
 from quarrel.triton_backend.backend import TritonBackend
+from quarrel.triton_backend.inputs import item_starts
 from quarrel.triton_backend.runtime.arrays import Cache
 from quarrel.triton_backend.runtime.launch import INTERPRETED
 from quarrel.triton_backend.runtime.launch import launch as really
@@ -151,6 +154,23 @@ def values(fp8: float) -> Callable[..., Any]:
 def test_is_right(backend: TritonBackend, case: Case, compute: Any, launches: list[Any]) -> None:
     assert error_of(backend, ATTENTION, case, compute) <= ATTENTION.tolerance[compute]
     assert [kernel.__name__ for kernel, _ in launches] == ["attend_ring", "join_splits"]
+
+
+@pytest.mark.usefixtures("launches")
+@pytest.mark.parametrize(
+    "case",
+    [
+        decode(AttentionSpec(2, 1, 64, 0.125), 1, 900),
+        decode(AttentionSpec(2, 1, 128, 0.1, window=700), 2, 900, 16),
+        decode(AttentionSpec(2, 1, 128, 0.1), 1, 900, 32, "fp8"),
+        decode(AttentionSpec(2, 1, 64, 0.1), 1, 900, 32, "int8"),
+    ],
+    ids=str,
+)
+def test_every_place_of_the_ring_is_used_again(backend: TritonBackend, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One split, of fifteen tiles."""
+    monkeypatch.setattr(run_op, "item_starts", partial(item_starts, most=1))
+    assert error_of(backend, ATTENTION, case, "float16") <= ATTENTION.tolerance["float16"]
 
 
 @pytest.mark.usefixtures("launches")
