@@ -240,8 +240,8 @@ def measured(case: Case, kernels: Sequence[str]) -> dict[str, Any]:
             out = torch.empty(case.tokens, case.maps.n, device=DEVICE)
             shares = torch.rand(case.tokens, case.m.used, device=DEVICE)
             mix = partial(
-                launch, mix_pairs, (case.tokens, cdiv(case.maps.n, 512)), out, case.y, shares, out, 1.0, case.maps.n,
-                ADD=False, PDL=False,
+                launch, mix_pairs, (case.tokens, cdiv(case.maps.n, 512)), out, case.y, shares, out, 1.0, out, case.maps.n,
+                ADD=False, RATED=False, PDL=False,
             )  # fmt: skip
             line["mix_us"] = graph_us(lambda: mix(USED=case.m.used, C=512), 5, 3)
     return line

@@ -4,7 +4,8 @@
     shared    up (and gate) of a shared expert with the activation: one launch, as for an expert that is always chosen;
               gate and up of several rows likewise, as in a dense layer
     stream    the experts' sum added to the stream where it is made, and the shared expert's down onto that; of any rows
-    experts   of one row with a shared one: two launches for both of the above and the chosen experts (`experts/shared.py`)
+    experts   of one row with a shared one: two launches for both of the above and the chosen experts (`experts/shared.py`);
+              of a few rows, the shared one among those that are chosen (`experts/joined.py`)
 
 Steps of more rows than a fusion has run its nodes by themselves. The values between are nobody else's; whatever a fused
 launch reads has to live until the last node that it stands for (`lifetimes`).
@@ -13,7 +14,7 @@ launch reads has to live until the last node that it stands for (`lifetimes`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from quarrel.gguf import GGMLType
 from quarrel.ops.activation import GATED, PLAIN
@@ -22,9 +23,10 @@ from quarrel.ops.linear import ADD, LINEAR, LINEAR_ADD, LinearAddSpec, LinearSpe
 from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP, ROUTE, ExpertUpSpec
 from quarrel.ops.norm import NORM
 from quarrel.ops.program import Node
+from quarrel.triton_backend.experts import joined, route
 from quarrel.triton_backend.experts import matvec as expert_matvec
-from quarrel.triton_backend.experts import route
 from quarrel.triton_backend.experts.experts import ExpertLaunch
+from quarrel.triton_backend.experts.joined import Joined
 from quarrel.triton_backend.experts.shared import WithShared, build_down, build_up
 from quarrel.triton_backend.formats.table import has_matvec
 from quarrel.triton_backend.linear import matvec
@@ -40,18 +42,28 @@ BATCH = 128
 
 @dataclass(frozen=True)
 class Fusion:
-    """What some nodes do in a step of at most so many rows: nothing where there is no build."""
+    """What some nodes do in a step of `least` to so many rows: nothing where there is no build."""
 
     parts: Mapping[int, Build | None]
     rows: int = 1
+    least: int = 1
+    packs: Callable[[Site], None] | None = None
+    """Before the first node is built."""
+    notes: Mapping[int, str] = field(default_factory=dict)
+    """What `explain` says of nodes."""
+
+    @property
+    def first(self) -> int:
+        return min(self.parts)
 
     @property
     def last(self) -> int:
         return max(self.parts)
 
 
-def find(nodes: Sequence[Node], compute: Compute, kept: set[int]) -> list[Fusion]:
-    """The fusions among nodes; values of `kept` are results, so they are not passed over."""
+def find(nodes: Sequence[Node], compute: Compute, kept: set[int], joins: bool = False) -> list[Fusion]:
+    """The fusions among nodes; values of `kept` are results, so they are not passed over. `joins`: the device computes
+    shared experts among the chosen ones."""
     if compute == "float32":
         return []
     maker: dict[int, int] = {}
@@ -79,7 +91,12 @@ def find(nodes: Sequence[Node], compute: Compute, kept: set[int]) -> list[Fusion
             found += [_with_shared(nodes, i, source), _stream(nodes, i, source)]
     fusions = [f for f in found if f is not None]
     chosen = (_chosen(nodes, i, fusions, source, maker, readers, kept) for i, n in enumerate(nodes) if n.op is ROUTE)
-    return [*fusions, *(f for f in chosen if f is not None)]
+    fusions += [f for f in chosen if f is not None]
+    if joins:
+        for i, node in enumerate(nodes):
+            if node.op is LINEAR_ADD:
+                fusions += _joined(nodes, i, fusions, source, maker, readers, kept)
+    return fusions
 
 
 def _chosen(
@@ -150,12 +167,12 @@ def launch_of(site: Site, fusions: Sequence[Fusion], i: int, alone: Launch) -> L
     """A node's launch, which gives way in a step of few rows."""
     for fusion in fusions:
         build = fusion.parts[i]
-        alone = _either(_nothing if build is None else build(site, alone), fusion.rows, alone)
+        alone = _either(_nothing if build is None else build(site, alone), fusion.least, fusion.rows, alone)
     return alone
 
 
-def _either(together: Launch, rows: int, alone: Launch) -> Launch:
-    return lambda batch: (together if rows >= batch.T else alone)(batch)
+def _either(together: Launch, least: int, most: int, alone: Launch) -> Launch:
+    return lambda batch: (together if least <= batch.T <= most else alone)(batch)
 
 
 def _nothing(batch: Batch) -> None:
@@ -240,6 +257,94 @@ def _with_shared(nodes: Sequence[Node], i: int, source: Callable[[int, int], int
         return None
     parts: dict[int, Build | None] = dict.fromkeys((up, down, *own, last))
     return Fusion(parts | {active: lambda site, _: build_up(site, made), i: lambda site, _: build_down(site, made)})
+
+
+def _joined(
+    nodes: Sequence[Node],
+    i: int,
+    fusions: Sequence[Fusion],
+    source: Callable[[int, int], int | None],
+    maker: Mapping[int, int],
+    readers: Mapping[int, Sequence[int]],
+    kept: set[int],
+) -> list[Fusion]:
+    """LINEAR_ADD of a shared expert onto chosen ones: of a few rows, all of them together behind the router."""
+    down, active = source(i, 0), source(i, 1)
+    if down is None or active is None or nodes[down].op is not EXPERT_DOWN:
+        return []
+    rated, rate = active, None
+    if nodes[active].op is GATED and nodes[active].spec.per_row:
+        rate, inner = nodes[active].inputs[0], source(active, 1)
+        if nodes[active].spec.activation != "sigmoid" or inner is None:
+            return []
+        active = inner
+    if nodes[active].op not in (GATED, PLAIN) or not _whole_rows(nodes[active]):
+        return []
+    up, ids = source(down, 0), nodes[down].inputs[1]
+    maps = [m for m in (source(active, place) for place in range(len(nodes[active].inputs))) if m is not None]
+    if up is None or nodes[up].op is not EXPERT_UP or not maps or any(nodes[m].op is not LINEAR for m in maps):
+        return []
+    assert isinstance(ids, Value)
+    choice = maker.get(ids.id, -1)
+    if choice < 0 or nodes[choice].op is not ROUTE or {v.id for v in nodes[choice].outputs} & kept:
+        return []
+    if {at for v in nodes[choice].outputs for at in readers.get(v.id, ())} != {up, down}:
+        return []
+    last = _added(nodes, i, source, readers)
+    own = [nodes[m] for m in maps]
+    made = Joined(
+        nodes[choice], nodes[up], nodes[down], own, nodes[active], nodes[i],
+        rate if isinstance(rate, Value) else None, None if last is None else nodes[last],
+    )  # fmt: skip
+    if not made.fits():
+        return []
+    end = i if last is None else last
+    parts: dict[int, Build | None] = dict.fromkeys((up, down, *maps, active, rated, i))
+    parts |= {choice: _chooses(nodes, choice, fusions, source, made), end: lambda site, _: made.build(site)}
+    together = Fusion(parts, joined.ROWS, joined.LEAST, made.pack, dict.fromkeys((up, down), made.describe()))
+    if made.more == 1:
+        return [together]
+    # Columns of down lie in parts, which one row and many read too.
+    if last is None or not any(f.rows == 1 and {last, active, up} <= f.parts.keys() for f in fusions):
+        return []
+    routed, scale = nodes[down].outputs[0], nodes[last].spec.scale
+    out = nodes[last].outputs[0]
+    by_parts = {last: lambda site, _: joined.build_parts(site, nodes[i], out, routed, scale)}
+    return [together, Fusion(by_parts, joined.PARTS_ROWS)]
+
+
+def _whole_rows(node: Node) -> bool:
+    """An activation of each number by one of its own."""
+    return node.op is PLAIN or not (node.spec.per_row or node.spec.up_width != node.spec.n)
+
+
+def _added(
+    nodes: Sequence[Node], i: int, source: Callable[[int, int], int | None], readers: Mapping[int, Sequence[int]]
+) -> int | None:
+    """The ADD of a node's result, which is read by it alone, to a stream."""
+    by = readers.get(nodes[i].outputs[0].id, ())
+    (last,) = by if len(by) == 1 else (None,)
+    return last if last is not None and nodes[last].op is ADD and source(last, 1) == i else None
+
+
+def _chooses(
+    nodes: Sequence[Node],
+    i: int,
+    fusions: Sequence[Fusion],
+    source: Callable[[int, int], int | None],
+    made: Joined,
+) -> Build:
+    """A router that adds the shared expert to what it chooses."""
+    router, linear = next((f for f in fusions if i in f.parts and f.rows == route.ROUTED), None), source(i, 0)
+    if router is None or linear is None:
+        return lambda site, _: route.build_route(site, nodes[i], made.more_of(site))
+    first = next((n for n in router.parts if n not in (i, linear)), None)
+
+    def build(site: Site, _: Launch) -> Launch:
+        norm = None if first is None else (nodes[first], matvec.build_norm(site, nodes[first]))
+        return route.build_router(site, nodes[linear], nodes[i], norm, more=made.more_of(site))
+
+    return build
 
 
 def _stream(nodes: Sequence[Node], i: int, source: Callable[[int, int], int | None]) -> Fusion | None:

@@ -18,6 +18,7 @@ from quarrel.triton_backend.attention.paged import splits_for
 from quarrel.triton_backend.attention.rope import left_to_attention
 from quarrel.triton_backend.attention.splits import MOST_SPLITS
 from quarrel.triton_backend.experts.host import is_hosted
+from quarrel.triton_backend.experts.joined import joins
 from quarrel.triton_backend.formats.int8x2 import readers, words
 from quarrel.triton_backend.formats.weights import Weights
 from quarrel.triton_backend.linear import ring
@@ -69,6 +70,7 @@ class Plan(Site):
         self._scratch, self._pairs = Scratch(), Scratch()
         self._pairs.next_node()
         self._grouped: dict[tuple[int, int], tuple[int, Slot, Slot]] = {}
+        self._lasting: dict[tuple[str, int], Slot] = {}
         self._zeros: list[tuple[Slot, str, int]] = []
         self._empty = torch.empty(0, dtype=torch.uint8, device=self.device)
         self._arenas: dict[str, torch.Tensor] = {}
@@ -79,7 +81,9 @@ class Plan(Site):
         by_ring = self.deterministic and not self.float8 and ring.declines_device(self) is None
         self._in_ring_order = ring_order.values(self.choices, self.kept) if by_ring else set()
         left_alone = {v.id for i in outside for v in self.choices[i].node.outputs}
-        fusions = fuse.find(nodes, self.compute, self.kept | left_alone)
+        fusions = fuse.find(nodes, self.compute, self.kept | left_alone, joins(self))
+        self.notes = {i: note for fusion in fusions for i, note in fusion.notes.items()}
+        packs = {fusion.first: fusion.packs for fusion in fusions if fusion.packs is not None}
         self._until = fuse.lifetimes(fusions, nodes)
         parts = fuse.by_node(fusions)
         whole = [c.node for c in self.choices]
@@ -92,6 +96,8 @@ class Plan(Site):
         self.slots.update({id: Slot(self._empty.view(p.dtype)) for id, p in self._place()[0].items()})
         for i, choice in enumerate(self.choices):
             self._scratch.next_node()
+            if i in packs:
+                packs[i](self)
             go = choice.implementation.build(self, choice.node)
             if isinstance(go, Described):
                 self.described[i] = go
@@ -154,8 +160,8 @@ class Plan(Site):
     def weight(self, ref: WeightRef) -> Packed:
         return self.weights.matrix(ref)
 
-    def beside(self, refs: Sequence[WeightRef]) -> None:
-        self.weights.beside(refs)
+    def beside(self, refs: Sequence[WeightRef], parts: int = 1) -> None:
+        self.weights.beside(refs, parts)
 
     def e4m3(self, weights: Sequence[Packed]) -> E4M3 | None:
         key, size = tuple(map(id, weights)), sum(w.n * (w.k + 4) for w in weights)
@@ -196,8 +202,9 @@ class Plan(Site):
             return None, True
         _, *parts, k = value.dims
         rows = prod(int(p) for p in parts)
-        made = self._int8x2[value.id] = torch.empty(rows * words(int(k)), dtype=torch.int32, device=self.device)
-        return made, value.id in self._read_plain or value.id in self.kept
+        if value.id not in self._int8x2:  # a fusion builds its nodes once more, for steps of other rows
+            self._int8x2[value.id] = torch.empty(rows * words(int(k)), dtype=torch.int32, device=self.device)
+        return self._int8x2[value.id], value.id in self._read_plain or value.id in self.kept
 
     def in_ring_order(self, value: Value) -> bool:
         return value.id in self._in_ring_order
@@ -219,6 +226,12 @@ class Plan(Site):
         # Nodes are built in the order in which they run, so that nobody has written there since.
         self._grouped[key] = ids.id, order, starts
         return order, starts, last == ids.id
+
+    def lasting(self, name: str, width: int, dtype: torch.dtype) -> Slot:
+        key = (name, width)
+        if key not in self._lasting:
+            self._lasting[key] = self._pairs.want("one", width, dtype, self._empty.view(dtype))
+        return self._lasting[key]
 
     def counter(self, path: str, width: int) -> torch.Tensor:
         return self.counters.setdefault(path, torch.zeros(width, dtype=torch.int64, device=self.device))

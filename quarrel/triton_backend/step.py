@@ -397,7 +397,9 @@ class TritonStep:
 
     def _taken(self, i: int, choice: Choice) -> str:
         described = self._plan.described.get(i)
-        return choice.implementation.name + self._stored(choice) + (f": {described.describe()}" if described else "")
+        taken = choice.implementation.name + self._stored(choice) + (f": {described.describe()}" if described else "")
+        note = self._plan.notes.get(i)
+        return taken if note is None else f"{taken}; {note}"
 
     def _declined(self, i: int, choice: Choice) -> tuple[str, ...]:
         wanted = self._plan.cudnn_from and choice.node.op is ATTENTION

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -18,7 +19,7 @@ from quarrel.ops.contract import Value
 from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP, ExpertDownSpec, ExpertUpSpec
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
-from quarrel.triton_backend.elementwise.activation import BLOCK, gated_flat
+from quarrel.triton_backend.elementwise.activation import BLOCK, activate, gated_flat
 from quarrel.triton_backend.experts.kernels import ByPairs
 from quarrel.triton_backend.experts.maps import ExpertMaps, Grouping
 from quarrel.triton_backend.runtime.arrays import DTYPES, Packed, Slot
@@ -74,9 +75,11 @@ def group_launch(
 
 @triton.jit
 def mix_pairs(
-    out, rows, weights, residual, alpha, N, USED: tl.constexpr, ADD: tl.constexpr, C: tl.constexpr, PDL: tl.constexpr
+    out, rows, weights, residual, alpha, rate, N, USED: tl.constexpr, ADD: tl.constexpr, RATED: tl.constexpr,
+    C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [tokens, N] float32: the weighted sum of each token's rows, or residual + alpha times that."""
+    """out [tokens, N] float32: the weighted sum of each token's rows, or residual + alpha times that. RATED: the last row's
+    weight is also multiplied with the sigmoid of rate [tokens]."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -84,8 +87,12 @@ def mix_pairs(
     column = tl.program_id(1) * C + tl.arange(0, C)
     ok = column < N
     total = tl.zeros([C], tl.float32)
+    if RATED:
+        last = activate(tl.load(rate + token).to(tl.float32), "sigmoid")
     for j in range(USED):
         weight = tl.load(weights + token * USED + j)
+        if RATED:
+            weight *= tl.where(j == USED - 1, last, 1.0)
         total += weight * tl.load(rows + (token * USED + j) * N + column, mask=ok, other=0.0)
     if ADD:
         total = tl.load(residual + token * N + column, mask=ok, other=0.0) + alpha * total
@@ -171,6 +178,29 @@ def one_format(stacks: Sequence[Packed]) -> bool:
     return len({s.format for s in stacks}) == 1
 
 
+class Sum(NamedTuple):
+    """A weighted sum of each token's rows."""
+
+    rows: Slot  # float32 [T, used, n]
+    shares: Slot  # float32 [T, used]
+    used: int
+    n: int
+    rate: Slot | None = None  # act [T]: the last share times its sigmoid
+
+
+def build_mix(site: Site, sum: Sum, out: Slot, stream: Slot | None, scale: float) -> Launch:
+    """The sum, or a stream and the sum times a factor, into out `[T, n]`."""
+
+    def run(batch: Batch) -> None:
+        site.launch(
+            mix_pairs, (batch.T, cdiv(sum.n, _COLUMNS)), out.tensor, sum.rows.tensor, sum.shares.tensor,
+            out.tensor if stream is None else stream.tensor, scale, out.tensor if sum.rate is None else sum.rate.tensor,
+            sum.n, USED=sum.used, ADD=stream is not None, RATED=sum.rate is not None, C=_COLUMNS, early=starts_early(site),
+        )  # fmt: skip
+
+    return run
+
+
 def build_expert_down(site: Site, node: Node) -> ExpertLaunch:
     """EXPERT_DOWN: y `[T, used, k]`, ids and weights `[T, used]`, a stack of matrices, to out `[T, n]` float32."""
     spec: ExpertDownSpec = node.spec
@@ -183,13 +213,11 @@ def build_expert_down(site: Site, node: Node) -> ExpertLaunch:
     product = ByPairs(site, ExpertMaps([stack], biases, spec.n_experts, spec.used, "none"))
 
     def into(out: Slot, stream: Slot | None, scale: float) -> Launch:
+        mix = build_mix(site, Sum(rows, shares, spec.used, spec.n), out, stream, scale)
+
         def run(batch: Batch) -> None:
             product(rows, source, group(batch), batch.T * spec.used, 1)
-            site.launch(
-                mix_pairs, (batch.T, cdiv(spec.n, _COLUMNS)), out.tensor, rows.tensor, shares.tensor,
-                out.tensor if stream is None else stream.tensor, scale, spec.n, USED=spec.used, ADD=stream is not None,
-                C=_COLUMNS, early=starts_early(site),
-            )  # fmt: skip
+            mix(batch)
 
         return run
 

@@ -105,7 +105,7 @@ class Grouped:
     def __init__(self, site: Site, maps: ExpertMaps, decodes: bool) -> None:
         """Many pairs decode stacks to scratch if `decodes`; else others serve them."""
         self._site, self._stacks, self._biases, self._maps = site, maps.stacks, maps.biases, maps
-        self._experts, self._n, self._k = maps.n_experts, maps.n, maps.k
+        self._experts, self._n, self._k, self._decodes = maps.n_experts, maps.n, maps.k, decodes
         each = self._n * self._k * len(maps.stacks)
         self._at_once = max(1, min(maps.n_experts, PIECE // each))
         self._floats = maps.stacks[0].format == {"float16": "F16", "bfloat16": "BF16"}[site.compute]
@@ -119,7 +119,7 @@ class Grouped:
         """y `[pairs, n]` from rows of x, of which `per_token` pairs share one."""
         each = pairs // self._experts
         # Decoded stacks have other tiles, whose sums run in another order.
-        if not self._floats and (each < DECODE_FROM or self._site.deterministic):
+        if not self._floats and (each < DECODE_FROM or self._site.deterministic or not self._decodes):
             tile = tile_for(self._k, each, False, self._site.generation == 9)
             stacks = [s.planes for s in self._stacks]
             self._launch(y, x, order, starts, pairs, per_token, 0, self._experts, self._stacks[0].format, stacks, tile)
@@ -164,5 +164,7 @@ def declines(site: Site, maps: ExpertMaps) -> str | None:
 
 
 def build(site: Site, maps: ExpertMaps) -> Serves:
+    if maps.most is not None:
+        return Serves(Grouped(site, maps, False), maps.most)
     decodes = decoded.declines(site, maps) is not None
     return Serves(Grouped(site, maps, decodes), UNLIMITED if decodes else DECODE_FROM * maps.n_experts - 1)

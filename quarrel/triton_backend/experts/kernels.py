@@ -19,13 +19,15 @@ KERNELS: tuple[Kernel[ExpertMaps, Serves], ...] = (
     Kernel("decoded", decoded.declines, decoded.build),
     Kernel("exact tiles", tiles.declines, tiles.build),
 )
+BOUNDED = KERNELS[:2]
+"""For stacks with a bound of pairs."""
 
 
 class ByPairs:
     """A product by the kernels that take it."""
 
     def __init__(self, site: Site, maps: ExpertMaps) -> None:
-        self._serves, self.declined = choose(KERNELS, site, maps)
+        self._serves, self.declined = choose(KERNELS if maps.most is None else BOUNDED, site, maps)
 
     def __call__(self, y: Slot, x: Slot, group: Grouping, pairs: int, per_token: int) -> None:
         """y `[pairs, n]` from rows of x `[tokens, k]`, of which `per_token` pairs share one."""

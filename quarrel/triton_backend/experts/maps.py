@@ -27,6 +27,8 @@ class ExpertMaps:
     used: int
     """Experts of a token."""
     activation: str
+    most: int | None = None
+    """Pairs, where there are never more: then nothing is decoded beside the stacks."""
 
     @property
     def gated(self) -> bool:

@@ -23,7 +23,7 @@ from quarrel.triton_backend.runtime.site import Site, starts_early
 MOST_PAIRS = 8192
 """Pairs of a token and an expert in one launch: rows of x are gathered into scratch of so many."""
 GROUPS = 256
-"""Pairs that the gathering programs group themselves, each by looking at all of them."""
+"""Pairs that the gathering programs group themselves, each by looking at all of them; all pairs of stacks with a bound."""
 _COLUMNS = 1024
 
 
@@ -106,7 +106,7 @@ def declines(site: Site, maps: ExpertMaps) -> str | None:
 
 def build(site: Site, maps: ExpertMaps) -> Serves:
     made = Ring(site, maps)
-    return Serves(made, UNLIMITED if site.deterministic else made.most, GROUPS)
+    return Serves(made, UNLIMITED if site.deterministic else made.most, max(GROUPS, maps.most or 0))
 
 
 class Ring:
@@ -115,7 +115,7 @@ class Ring:
     def __init__(self, site: Site, maps: ExpertMaps) -> None:
         self._site, self._experts = site, maps.n_experts
         self._product = Product(site, maps.stacks, maps.n, maps.activation, maps.biases)
-        self.most = min(MOST_PAIRS, DECODE_FROM * maps.n_experts)
+        self.most = min(MOST_PAIRS, DECODE_FROM * maps.n_experts) if maps.most is None else maps.most
         """Pairs that it serves, but for a deterministic step: others would add in another order."""
         padded = self._product.padded
         if site.deterministic:

@@ -18,6 +18,7 @@ from quarrel.ops.moe import ROUTE, SMALLEST_SUM, RouteSpec
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 from quarrel.triton_backend.formats.int8x2 import store_int8x2
+from quarrel.triton_backend.runtime.arrays import Slot
 from quarrel.triton_backend.runtime.launch import cdiv, power_of_two
 from quarrel.triton_backend.runtime.site import Batch, Launch, Site, dims, starts_early
 
@@ -85,13 +86,15 @@ class Shape(NamedTuple):
     GROUPS_USED: int
     GAINS: bool
     """Each weight is multiplied with its expert's gain."""
+    MORE: int = 0
+    """Experts behind EXPERTS that every token has too, with a weight of 1: the shared one (`experts/joined.py`)."""
 
 
 class Choice(NamedTuple):
     """Where a choice is stored."""
 
-    ids: Any  # int32 [tokens, USED]
-    weights: Any  # float32 [tokens, USED]
+    ids: Any  # int32 [tokens, USED + MORE]
+    weights: Any  # float32 [tokens, USED + MORE]
     counts: Any  # int64 [EXPERTS], of every token so far
 
 
@@ -143,10 +146,15 @@ def _choose(
         p = p / tl.maximum(tl.sum(tl.where(chosen, p, 0.0), 1)[:, None], _SMALLEST_SUM)
     if S.GAINS:
         p = p * tl.load(gains + expert, mask=expert < EXPERTS, other=0.0)
-    at = row * USED + place
+    at = row * (USED + S.MORE) + place
     keep = chosen & (row < tokens)
     tl.store(choice.ids + at, expert + tl.zeros_like(place), mask=keep)
     tl.store(choice.weights + at, (p * scale).to(tl.float32), mask=keep)
+    if S.MORE:
+        at = row * (USED + S.MORE) + USED + expert
+        keep = (expert < S.MORE) & (row < tokens)
+        tl.store(choice.ids + at, EXPERTS + expert + tl.zeros_like(place), mask=keep)
+        tl.store(choice.weights + at, tl.zeros_like(place).to(tl.float32) + 1.0, mask=keep)
     # Sums of whole numbers: their order changes nothing. Rows that pad a batch are nobody's.
     found = tl.sum((chosen & (row < real)).to(tl.int32), 0)
     e1 = tl.arange(0, E)
@@ -332,12 +340,26 @@ def gate_rows(
     tl.store(logits + at, z, mask=(token < tokens)[:, None] & (r < EXPERTS)[None, :])
 
 
+class More(NamedTuple):
+    """Where a choice goes to which experts are added that every token has."""
+
+    ids: Slot
+    weights: Slot
+    count: int
+
+
 def build_router(
-    site: Site, linear: Node, route: Node, norm: tuple[Node, Launch] | None = None, chooses: bool = True
+    site: Site,
+    linear: Node,
+    route: Node,
+    norm: tuple[Node, Launch] | None = None,
+    chooses: bool = True,
+    more: More | None = None,
 ) -> Launch:
     """LINEAR with a float32 matrix, then ROUTE: logits, ids and weights, of one token in one launch, of more in two.
 
     With the NORM before them, and its launch for more tokens than one. Unless it `chooses`, one token's logits alone.
+    `more`: see `build_route`; then there are several tokens.
     """
     spec: RouteSpec = route.spec
     x, gate, *gate_bias = linear.inputs
@@ -348,7 +370,7 @@ def build_router(
     ids, weights = (site.slot(v) for v in route.outputs)
     counts, arrived = site.counter(route.path, spec.n_experts), site.zeros("one", 1)
 
-    choose = build_route(site, route)
+    choose = build_route(site, route, more)
     eps = 0.0 if norm is None else norm[0].spec.eps
     source = rows if norm is None else site.slot(norm[0].inputs[0])  # type: ignore[arg-type]
     gain = None if norm is None else site.vector(norm[0].inputs[1])  # type: ignore[arg-type]
@@ -406,10 +428,10 @@ def left_to_experts(site: Site, linear: Node, route: Node) -> tuple[Callable[[],
     return left, _constants(spec)
 
 
-def _constants(spec: RouteSpec) -> dict[str, Any]:
+def _constants(spec: RouteSpec, more: int = 0) -> dict[str, Any]:
     """What a choice is compiled for."""
     choice = (spec.n_experts, spec.used, spec.gate, spec.renormalise)
-    shape = Shape(*choice, spec.bias, spec.n_groups, spec.groups_used, spec.gains)
+    shape = Shape(*choice, spec.bias, spec.n_groups, spec.groups_used, spec.gains, more)
     sizes = (("G", spec.n_groups), ("E", spec.n_experts))
     return {"S": shape} | {name: power_of_two(size) for name, size in sizes}
 
@@ -426,11 +448,11 @@ def takes_router(spec: RouteSpec) -> bool:
     return _accepts(spec) is None
 
 
-def build_route(site: Site, node: Node) -> Launch:
-    """ROUTE: logits `[T, n_experts]` float32 to ids int32 and weights float32, `[T, used]`."""
+def build_route(site: Site, node: Node, more: More | None = None) -> Launch:
+    """ROUTE: logits `[T, n_experts]` float32 to ids int32 and weights float32, `[T, used]`, or with `more` to those."""
     spec: RouteSpec = node.spec
     source = site.slot(node.inputs[0])  # type: ignore[arg-type]
-    ids, weights = (site.slot(v) for v in node.outputs)
+    ids, weights = (site.slot(v) for v in node.outputs) if more is None else (more.ids, more.weights)
     bias, gains = _vectors(site, node)
     axis, _ = dims(node.outputs[0])
     counts, real = site.counter(node.path, spec.n_experts), site.tables.tokens
@@ -441,7 +463,8 @@ def build_route(site: Site, node: Node) -> Launch:
             route_rows, (count,), choice=Choice(ids.tensor, weights.tensor, counts),
             real_tokens=counts if real is None else real.tensor, logits=source.tensor,
             bias=source.tensor if bias is None else bias, gains=source.tensor if gains is None else gains, tokens=count,
-            scale=spec.scale, PADDED=real is not None, R=1, warps=1, early=starts_early(site), **_constants(spec),
+            scale=spec.scale, PADDED=real is not None, R=1, warps=1, early=starts_early(site),
+            **_constants(spec, 0 if more is None else more.count),
         )  # fmt: skip
 
     return run

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
-from quarrel.gguf import GGMLType
+from quarrel.gguf import FORMATS, GGMLType
 from quarrel.ops.contract import Array, Compute, ConstRef, WeightRef
 from quarrel.ops.step import WeightSource
 from quarrel.ops.weights import PackedWeights, rows_as, stored_type
@@ -26,20 +27,25 @@ def device_bytes(refs: Iterable[WeightRef], compute: Compute) -> int:
     return sum(packed_bytes(stored_as(r.type, compute), r.rows, r.k) for r in refs)
 
 
-def fit_beside(refs: Sequence[WeightRef]) -> bool:
-    """Whether the rows of these matrices can follow each other as those of one: the last may have any number."""
-    one_kind = len({(ref.type, ref.k) for ref in refs}) == 1 and len(set(refs)) == len(refs) > 1
-    return one_kind and all(ref.rows % ROWS_BESIDE == 0 for ref in refs[:-1])
+def fit_beside(refs: Sequence[WeightRef], parts: int = 1) -> bool:
+    """Whether the rows of these matrices can follow each other as those of one: the last may have any number, and of its
+    columns so many parts, each as wide as the others are."""
+    *others, last = refs
+    if len(set(refs)) < len(refs) or not others or last.k % (parts * FORMATS[last.type].elements):
+        return False
+    one_kind = len({*((ref.type, ref.k) for ref in others), (last.type, last.k // parts)}) == 1
+    return one_kind and all(ref.rows % ROWS_BESIDE == 0 for ref in others)
 
 
 def blank_beside(
-    refs: Sequence[WeightRef], compute: Compute, device: torch.device
+    refs: Sequence[WeightRef], compute: Compute, device: torch.device, parts: int = 1
 ) -> Iterator[tuple[WeightRef, int, Packed]]:
     """A matrix of all their rows, without values: of each, the first row there and what it is by itself."""
-    whole, at = blank(stored_as(refs[0].type, compute), sum(ref.rows for ref in refs), refs[0].k, device), 0
-    for ref in refs:
-        yield ref, at, rows_of(whole, at, ref.rows)
-        at += ref.rows
+    counts = [*(ref.rows for ref in refs[:-1]), refs[-1].rows * parts]
+    whole, at = blank(stored_as(refs[0].type, compute), sum(counts), refs[0].k, device), 0
+    for ref, count in zip(refs, counts, strict=True):
+        yield ref, at, rows_of(whole, at, count, parts if ref is refs[-1] else 1)
+        at += count
 
 
 class Weights(PackedWeights[Packed, torch.Tensor]):
@@ -62,14 +68,18 @@ class Weights(PackedWeights[Packed, torch.Tensor]):
         self._uploader = None
         super().finish()
 
-    def beside(self, refs: Sequence[WeightRef]) -> None:
-        """Packs matrices that one launch reads as the rows of one, where their formats and columns are one."""
-        if not fit_beside(refs) or any(ref in self._packed for ref in refs):
+    def beside(self, refs: Sequence[WeightRef], parts: int = 1) -> None:
+        """Packs matrices that one launch reads as the rows of one, where their formats and columns are one. Of the last,
+        so many parts of the columns are such rows, one after the other."""
+        if not fit_beside(refs, parts) or any(ref in self._packed for ref in refs):
             return
-        for ref, at, part in blank_beside(refs, self._compute, self._device):
+        for ref, at, part in blank_beside(refs, self._compute, self._device, parts):
             type = stored_as(ref.type, self._compute)
+            read = rows_as(self._source, ref, type)
             assert part.whole is not None
-            fill(part.whole, type, rows_as(self._source, ref, type), self._upload_blocks(), at, ref.rows)
+            for i in range(part.parts):
+                rows = read if part.parts == 1 else partial(_columns, read, i, part.parts)
+                fill(part.whole, type, rows, self._upload_blocks(), at + i * ref.rows, ref.rows)
             self._packed[ref] = part
             self._loading.loaded(ref)
 
@@ -85,6 +95,13 @@ class Weights(PackedWeights[Packed, torch.Tensor]):
         return torch.from_numpy(np.array(values, np.float32)).to(self._device)
 
 
+def _columns(read: Callable[[int, int], Array], part: int, parts: int, start: int, stop: int) -> Array:
+    """One of so many parts of the columns of these rows."""
+    rows = read(start, stop)
+    width = rows.shape[1] // parts
+    return rows[:, part * width : (part + 1) * width]
+
+
 META = torch.device("meta")
 """Of tensors without storage."""
 
@@ -96,10 +113,10 @@ class Blank:
         self._compute = compute
         self._packed: dict[WeightRef, Packed] = {}
 
-    def beside(self, refs: Sequence[WeightRef]) -> None:
+    def beside(self, refs: Sequence[WeightRef], parts: int = 1) -> None:
         """As `Weights.beside`."""
-        if fit_beside(refs) and not any(ref in self._packed for ref in refs):
-            self._packed |= {ref: part for ref, _, part in blank_beside(refs, self._compute, META)}
+        if fit_beside(refs, parts) and not any(ref in self._packed for ref in refs):
+            self._packed |= {ref: part for ref, _, part in blank_beside(refs, self._compute, META, parts)}
 
     def matrix(self, ref: WeightRef) -> Packed:
         if ref not in self._packed:

@@ -145,7 +145,7 @@ def _linear(
 ) -> Launch:  # fmt: skip
     m, target = _map(site, refs), node.outputs[0]
     y, matvec = site.slot(target), None
-    if one_row and takes(site, spec):
+    if one_row and takes(site, spec) and m.weight.parts == 1:
         row, prepare = _row(site, x, m.weight.format)
 
         def matvec(batch: Batch) -> None:

@@ -108,8 +108,9 @@ class Site(Protocol):
     def weight(self, ref: WeightRef) -> Packed:
         """A matrix, packed in its own format if that is native."""
 
-    def beside(self, refs: Sequence[WeightRef]) -> None:
-        """Asks, before any of these matrices is packed, that they are packed as the rows of one if they can be."""
+    def beside(self, refs: Sequence[WeightRef], parts: int = 1) -> None:
+        """Asks, before any of these matrices is packed, that they are packed as the rows of one if they can be, and of the
+        last so many parts of its columns as such rows."""
         return
 
     def e4m3(self, weights: Sequence[Packed]) -> E4M3 | None:
@@ -157,6 +158,10 @@ class Site(Protocol):
         """Where pairs of a token and an expert lie by expert, `[T, used]` and `[experts + 1]`; whether an earlier node that
         reads the same ids has put them there, as it does in steps of several rows."""
         return self.scratch("T", used, torch.int32), self.scratch("one", experts + 1, torch.int32), False
+
+    def lasting(self, name: str, width: int, dtype: torch.dtype) -> Slot:
+        """`[width]` that keeps what a node puts there for a later one, until the next that uses this name does so."""
+        return self.scratch("one", width, dtype)
 
     def counter(self, path: str, width: int) -> torch.Tensor:
         """`[width]` int64 that only grows, read by `path`."""
