@@ -10,7 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quarrel.triton_backend.linear import dequant_matmul, e4m3, invariant, matmul, matvec_kernels, mma, ring, tiles, wgmma
+from quarrel.triton_backend.linear import (
+    dequant_matmul,
+    e4m3,
+    invariant,
+    matmul,
+    matvec_kernels,
+    mma,
+    narrow,
+    ring,
+    tiles,
+    wgmma,
+)
 from quarrel.triton_backend.linear.maps import UNLIMITED, Maps, Serves
 from quarrel.triton_backend.runtime.kernel import Kernel, choose
 from quarrel.triton_backend.runtime.site import Batch, Site
@@ -24,6 +35,7 @@ KERNELS: tuple[Kernel[Maps, Serves], ...] = (
     Kernel("wgmma", wgmma.declines, wgmma.build),
     Kernel("matmul", matmul.declines, matmul.build),
     Kernel("dequantize, then the library's matmul", dequant_matmul.declines, dequant_matmul.build),
+    Kernel("float32 rows", narrow.declines, narrow.build),
     Kernel("exact tiles", tiles.declines, tiles.build),
 )
 WITHOUT_COPIES = tuple(kernel for kernel in KERNELS if kernel.build not in (e4m3.build, dequant_matmul.build))
