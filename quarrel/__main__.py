@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import gc
-import os
 import sys
 
 
 def start() -> int:
     """The command line. Ctrl-C while it is still being imported ends it as later on, without a traceback."""
-    if sys.argv[1:2] in (["generate"], ["chat"]) and "QUARREL_CHECK" not in os.environ:
-        # OpenBLAS' threads spin while NumPy is imported, for 60 ms of a core; nothing here waits for its products.
-        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     gc.disable()  # until the command runs: what is imported stays
     try:
         if sys.argv[1:2] == ["llama-server"]:  # started for every model: other commands' words would take a while

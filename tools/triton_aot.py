@@ -42,6 +42,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as LaidOut
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from quarrel.env import TRIALS
 from quarrel.gguf import GGMLType
 from quarrel.ops.activation import CAP, GATED, PLAIN, CapSpec, GatedSpec, PlainSpec, gated, plain
 from quarrel.ops.adjust import ADJUST, AdjustSpec
@@ -89,12 +90,12 @@ from quarrel.ops.registry import lower
 from quarrel.ops.rope import ROPE, RopeSpec
 from quarrel.ops.sample import SAMPLE, SampleSpec
 from quarrel.ops.state import CONV, GATED_NORM, SCAN1, SCAN2, ConvSpec, GatedNormSpec, Scan1Spec, Scan2Spec
-from quarrel.triton_backend.attention import ring as attention_ring
 from quarrel.triton_backend.backend import REGISTRY
 from quarrel.triton_backend.elementwise import post_norm
 from quarrel.triton_backend.formats.table import NATIVE
 from quarrel.triton_backend.formats.weights import META, Blank
 from quarrel.triton_backend.plan import Plan
+from quarrel.triton_backend.runtime import trials
 from quarrel.triton_backend.runtime.arrays import DTYPES, Slot
 from quarrel.triton_backend.runtime.cache import allocate, allocate_state
 from quarrel.triton_backend.runtime.launch import INTERPRETED, Grid, options
@@ -609,7 +610,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--against needs --ptx: where to write the new hashes")
     if INTERPRETED:
         parser.error("TRITON_INTERPRET is set: nothing can be compiled")
-    attention_ring.CHECKED |= args.unchecked
+    trials.on.update(TRIALS if args.unchecked else ())
     formats = [GGMLType[f] for f in args.formats.split(",")]
     mode = Mode(args.deterministic, args.kv_cache, args.fp8)
     work = [

@@ -28,6 +28,7 @@ from quarrel.triton_backend.backend import REGISTRY
 from quarrel.triton_backend.inputs import item_bucket, item_starts
 from quarrel.triton_backend.linear.matvec_tiles import multiprocessors
 from quarrel.triton_backend.plan import Plan
+from quarrel.triton_backend.runtime import trials
 from quarrel.triton_backend.runtime.arrays import Cache, Slot
 from quarrel.triton_backend.runtime.launch import INTERPRETED, cdiv
 from quarrel.triton_backend.runtime.site import Batch, Tables
@@ -78,7 +79,7 @@ class Layer:
         return Cache(*(y.view(torch.uint8) for y in made), self.kind, scales)
 
     def plans(self) -> list[Plan]:
-        """One for each cache, built as `ring.CHECKED` says now."""
+        """One for each cache, built as the trials say now."""
         made = []
         for cache in self.caches:
             node = Node(ATTENTION, SPEC, (*self._values, CacheRef(0)), (self._y,), "attention")
@@ -109,8 +110,9 @@ class Layer:
 
     def measure(self, form: str) -> tuple[float, float]:
         """Error and microseconds."""
-        kept = ring.CHECKED, ring.serves
-        ring.CHECKED, ring.serves = form == "ring", lambda seqs, items: True  # type: ignore[misc]
+        kept = trials.on, ring.serves
+        trials.on = {"attention-ring"} if form == "ring" else set()
+        ring.serves = lambda seqs, items: True
         try:
             plans = self.plans()
 
@@ -129,7 +131,7 @@ class Layer:
                 return error, 1.0
             return error, graph_us(turn, max(1, 24 // len(plans))) / len(plans)
         finally:
-            ring.CHECKED, ring.serves = kept
+            trials.on, ring.serves = kept
 
 
 def main() -> int:

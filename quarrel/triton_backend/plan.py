@@ -23,6 +23,7 @@ from quarrel.triton_backend.formats.int8x2 import readers, words
 from quarrel.triton_backend.formats.weights import Weights
 from quarrel.triton_backend.linear import ring
 from quarrel.triton_backend.linear.matvec_tiles import multiprocessors
+from quarrel.triton_backend.runtime import trials
 from quarrel.triton_backend.runtime.arrays import DTYPES, E4M3, Cache, Decoded, Packed, Slot
 from quarrel.triton_backend.runtime.buffers import Place, Scratch, place, view
 from quarrel.triton_backend.runtime.launch import Launcher, launch
@@ -78,7 +79,9 @@ class Plan(Site):
         outside = {i for i, choice in enumerate(self.choices) if is_hosted(choice)}
         self._read_int8x2, self._read_plain = readers(nodes, self.compute, outside)
         self._int8x2: dict[int, torch.Tensor] = {}
-        by_ring = self.deterministic and not self.float8 and ring.declines_device(self) is None
+        by_ring = (
+            "ring-order" in trials.on and self.deterministic and not self.float8 and ring.declines_device(self) is None
+        )
         self._in_ring_order = ring_order.values(self.choices, self.kept) if by_ring else set()
         left_alone = {v.id for i in outside for v in self.choices[i].node.outputs}
         fusions = fuse.find(nodes, self.compute, self.kept | left_alone, joins(self))
@@ -86,7 +89,7 @@ class Plan(Site):
         packs = {fusion.first: fusion.packs for fusion in fusions if fusion.packs is not None}
         self._until = fuse.lifetimes(fusions, nodes)
         parts = fuse.by_node(fusions)
-        whole = [c.node for c in self.choices]
+        whole = [c.node for c in self.choices] if "ring-order" in trials.on else nodes
         pairs = left_to_attention(whole, self.kept)
         self._ropes = {whole[i].outputs[0].id: whole[i] for i, _ in pairs}
         read = [(v.id, at) for i, at in pairs for v in whole[i].inputs if isinstance(v, Value)]

@@ -1,6 +1,6 @@
 """The ring of attention: on a CUDA device of capability 9 as it runs there, elsewhere by its own text in an emulator.
 
-On a GPU these are the checks after which `attention/ring.py: CHECKED` may be set.
+On a GPU these are the checks after which it may leave the trials.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from quarrel.triton_backend.attention.records import Ring
 from quarrel.triton_backend.attention.splits import MOST_SPLITS
 from quarrel.triton_backend.backend import TritonBackend
 from quarrel.triton_backend.inputs import item_starts
+from quarrel.triton_backend.runtime import trials
 from quarrel.triton_backend.runtime.arrays import Cache
 from quarrel.triton_backend.runtime.launch import INTERPRETED
 from quarrel.triton_backend.runtime.launch import launch as really
@@ -93,7 +94,7 @@ def _launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]
             # What no split wrote must not be read.
             self._site = SimpleNamespace(launch=launch, generation=site.generation)
 
-    monkeypatch.setattr(ring, "CHECKED", True)
+    monkeypatch.setattr(trials, "on", {"attention-ring"})
     monkeypatch.setattr(ring, "serves", lambda *_: True)
     monkeypatch.setattr(ring, "RingLaunch", Noted)
     if INTERPRETED:
@@ -222,14 +223,14 @@ def cache_of(dim: int = 128, size: int = 32, kind: str = "plain", dtype: torch.d
     ],
 )  # fmt: skip
 def test_what_it_takes(spec: AttentionSpec, cache: Cache, site: Any, reason: str | None, monkeypatch: Any) -> None:
-    monkeypatch.setattr(ring, "CHECKED", True)
+    monkeypatch.setattr(trials, "on", {"attention-ring"})
     monkeypatch.setattr(ring, "INTERPRETED", False)
     made = on_hopper(SimpleNamespace(deterministic=False, compute="float16"), **site)
     assert ring.declines(made, spec, cache) == reason
 
 
 def test_takes_nothing_until_a_gpu_has_checked_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring, "CHECKED", False)
+    monkeypatch.setattr(trials, "on", set())
     made = on_hopper(SimpleNamespace(deterministic=False, compute="float16"))
     assert ring.declines(made, SPEC, cache_of()) == "no GPU has checked it yet"
 

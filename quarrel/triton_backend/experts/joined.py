@@ -26,6 +26,7 @@ from quarrel.triton_backend.experts.route import More
 from quarrel.triton_backend.formats.table import RING
 from quarrel.triton_backend.formats.weights import fit_beside
 from quarrel.triton_backend.linear.ring import declines_device
+from quarrel.triton_backend.runtime import trials
 from quarrel.triton_backend.runtime.arrays import DTYPES, Packed, Slot
 from quarrel.triton_backend.runtime.launch import INTERPRETED
 from quarrel.triton_backend.runtime.site import Batch, Launch, Site, starts_early
@@ -38,7 +39,7 @@ PARTS_ROWS = 128
 
 def joins(site: Site) -> bool:
     """Whether this device computes experts so: where the ring runs."""
-    return INTERPRETED or declines_device(site) is None
+    return "joined-experts" in trials.on and (INTERPRETED or declines_device(site) is None)
 
 
 @dataclass(frozen=True)
