@@ -9,18 +9,23 @@ to float32 rows, once for all queries; then, in the order of positions,
 
 Where scores read the values too (`latent`), these are rows of the key tile as well, behind the keys' own.
 
+A few query rows, as in decoding, read keys and values in the cache (`direct.py`).
+
 Splits are cut at fixed positions and summed in order, so a query's result does not depend on its block or its batch.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import numpy as np
 
-from quarrel.cpu_backend.attention.cache import head_bytes, load
+from quarrel.cpu_backend.attention import direct
+from quarrel.cpu_backend.attention.cache import head_bytes
+from quarrel.cpu_backend.attention.direct import by_rows
 from quarrel.cpu_backend.attention.shape import KEYS, SPLIT, Shape
+from quarrel.cpu_backend.attention.source import Source
 from quarrel.cpu_backend.attention.split import merge, scores, softmax, weigh_values
 from quarrel.cpu_backend.lowering import Lowering
 from quarrel.cpu_backend.plan import Header, Live
@@ -59,6 +64,7 @@ def _scratch_layout(s: Shape) -> tuple[dict[str, int], int]:
     """Offsets of a chunk's working arrays, and their size in all."""
     d, v, r = s.padded, s.value_padded, s.rows
     sizes = {"q": r * d, "k": d * SPLIT, "v": v * SPLIT, "p": r * SPLIT, "o": r * v, "m": r, "l": r, "a": r, "b": r}
+    sizes["s"] = direct.FEW * v if direct.takes(s) else 0
     at, places = 0, {}
     for name, count in sizes.items():
         places[name] = at
@@ -66,64 +72,8 @@ def _scratch_layout(s: Shape) -> tuple[dict[str, int], int]:
     return places, at
 
 
-@dataclass(frozen=True)
-class _Source:
-    """Where one head's keys or values of a sequence are: in cache blocks named by a table, or in rows one after another."""
-
-    s: Shape
-    base: Val
-    table: Val | None
-    head: Val
-    dim: int
-
-    @property
-    def head_bytes(self) -> int:
-        return head_bytes(self.s.kind, self.dim)
-
-    @property
-    def row_bytes(self) -> int:
-        """From one token's head to the next one's in the same block."""
-        return self.s.n_kv * self.head_bytes
-
-    def load(self, k: Kernel, level: Level, at: Val, d: int) -> Val:
-        """Values d .. d + 15 of the vector there as float32, zeros past its end."""
-        have = min(16, self.dim - d)
-        if have == 16:
-            return load(k, level, self.s.kind, at, self.dim, d)
-        buffer = k.stack(64)
-        k.store(k.zero(F32x16), buffer)
-        for i in range(have):
-            k.store(load(k, level, self.s.kind, at, self.dim, d + i, 1), buffer, 4 * i)
-        return k.load(buffer, F32x16)
-
-    def at(self, k: Kernel, key: Val) -> Val:
-        """Address of the vector of the token at position `key`."""
-        s = self.s
-        token = key
-        if self.table is not None:
-            block = key.udiv(s.block_size)
-            token = k.load(self.table + (block << 2), I32).to(I64) * s.block_size + (key - block * s.block_size)
-        return self.base + token * self.row_bytes + self.head * self.head_bytes
-
-    def sixteen(self, k: Kernel, key: Val, last: Val) -> list[Val]:
-        """Addresses of tokens key .. key + 15, `key` being a multiple of 16; none is looked up beyond `last`."""
-        if self.s.block_size % 16:
-            return [self.at(k, k.minimum(key + i, last)) for i in range(16)]
-        # A cache block is whole memory; rows one after another end with the last.
-        first = self.at(k, key)
-        return [
-            first + (self.row_bytes * i if self.table is not None else k.minimum(last - key, i) * self.row_bytes)
-            for i in range(16)
-        ]
-
-    def prefetch(self, k: Kernel, rows: list[Val]) -> None:
-        for row in rows:
-            for line in range(0, self.head_bytes, 64):
-                k.prefetch(row, line)
-
-
 def _unpack_keys(
-    k: Kernel, level: Level, keys: _Source, values: _Source, start: Val, first: Val, count: Val, out: Val
+    k: Kernel, level: Level, keys: Source, values: Source, start: Val, first: Val, count: Val, out: Val
 ) -> None:
     """float32 keys `first`.. of a split as `[query_dim, SPLIT]`: sixteen at a time are transposed. Prefetches what is
     needed next."""
@@ -139,7 +89,7 @@ def _unpack_keys(
                     k.store(column, out + (j << 2), 4 * SPLIT * (below + d + i))
 
 
-def _unpack_values(k: Kernel, level: Level, values: _Source, start: Val, low: Val, count: Val, out: Val) -> None:
+def _unpack_values(k: Kernel, level: Level, values: Source, start: Val, low: Val, count: Val, out: Val) -> None:
     """float32 values as `[SPLIT, dim]`, whole steps of KEYS; rows before `low` and from `count` on, which no query sees,
     are zero, whatever the cache holds."""
     padded = values.s.value_padded
@@ -161,22 +111,13 @@ def _scaled_copy(k: Kernel, dim: int, source: Val, to: Val, factor: Val) -> None
         k.store(k.load(source, F32, 4 * d) * factor, to, 4 * d)
 
 
-def _by_rows(k: Kernel, count: Val, widest: int, work) -> None:
-    """Calls work(first row, rows) so that all rows are covered, `widest` at a time and then one by one."""
-    r = k.var(k.i64(0))
-    for rows in (widest, 1):
-        with k.loop_while(lambda: r.v + rows <= count):  # noqa: B023
-            work(r.v, rows)
-            r.v = r.v + rows
-
-
-def _sources(k: Kernel, s: Shape, a: Fields, seq: Val, head: Val) -> tuple[_Source, _Source]:
+def _sources(k: Kernel, s: Shape, a: Fields, seq: Val, head: Val) -> tuple[Source, Source]:
     """Keys and values of a sequence for one head."""
     if s.causal:
         table = a.block_table + seq * (a.live_blocks << 2)
-        return _Source(s, a.k_cache, table, head, s.dim), _Source(s, a.v_cache, table, head, s.value_dim)
+        return Source(s, a.k_cache, table, head, s.dim), Source(s, a.v_cache, table, head, s.value_dim)
     skipped = k.load(a.query_start + (seq << 2), I32).to(I64) * (s.n_kv * head_bytes(s.kind, s.dim))
-    return _Source(s, a.k_cache + skipped, None, head, s.dim), _Source(s, a.v_cache + skipped, None, head, s.dim)
+    return Source(s, a.k_cache + skipped, None, head, s.dim), Source(s, a.v_cache + skipped, None, head, s.dim)
 
 
 def _oldest(k: Kernel, s: Shape, position: Val) -> Val:
@@ -201,10 +142,22 @@ def _seen_to(k: Kernel, a: Fields, row: Val) -> Val:
     return k.load(a.see_to + (row << 2), I32).to(I64) + 1
 
 
+def _few_or_many(k: Kernel, s: Shape, rows: Val, few: Callable[[], None], many: Callable[[], None]) -> None:
+    """Either, by the number of query rows, where the layer has a way for few."""
+    if not direct.takes(s):
+        many()
+        return
+    with k.either(rows <= direct.FEW) as (yes, no):
+        with yes:
+            few()
+        with no:
+            many()
+
+
 def attention(s: Shape, level: Level) -> KernelDef:
     """Chunk c is head c % n_kv of a planned item, the last item first (under a causal mask it has the most keys)."""
     places, scratch_bytes = _scratch_layout(s)
-    at_q, at_k, at_v, at_p, at_o, at_m, at_l, at_a, at_b = places.values()
+    at_q, at_k, at_v, at_p, at_o, at_m, at_l, at_a, at_b, at_s = places.values()
     q_bytes, o_bytes = 4 * s.padded, 4 * s.value_padded
     heads = s.group * s.n_kv
     widest = 4 if level.registers >= 32 else 2
@@ -235,14 +188,19 @@ def attention(s: Shape, level: Level) -> KernelDef:
             count = k.minimum(high - start, SPLIT)
             oldest = k.maximum(low - start, 0)
             first, last = oldest & -KEYS, (count + KEYS - 1) & -KEYS
-            _unpack_keys(k, level, keys, values, start, first, count, scratch + at_k)
-            _unpack_values(k, level, values, start, oldest, count, scratch + at_v)
 
             def score(r: Val, n: int) -> None:
                 q, p = scratch + at_q + r * q_bytes, scratch + at_p + r * (4 * SPLIT)
                 scores(k, level, s, q, scratch + at_k, p, n, first, last)
 
-            _by_rows(k, rows, widest, score)
+            def score_many() -> None:
+                _unpack_keys(k, level, keys, values, start, first, count, scratch + at_k)
+                by_rows(k, rows, (widest, 1), score)
+
+            def score_few() -> None:
+                direct.scores(k, level, s, scratch + at_q, keys, scratch + at_p, rows, start, (first, count), high)
+
+            _few_or_many(k, s, rows, score_few, score_many)
             with k.range(0, rows) as r:
                 own = position + r.udiv(s.group)
                 seen = _seen_to(k, a, first_row + r.udiv(s.group)) if s.spans else own + 1
@@ -258,7 +216,16 @@ def attention(s: Shape, level: Level) -> KernelDef:
                 factors = (scratch + (r << 2) + x for x in (at_a, at_b))
                 weigh_values(k, level, s, p, scratch + at_v, o, *factors, n, first, last)
 
-            _by_rows(k, rows, widest, weigh)
+            def weigh_many() -> None:
+                _unpack_values(k, level, values, start, oldest, count, scratch + at_v)
+                by_rows(k, rows, (widest, 1), weigh)
+
+            def weigh_few() -> None:
+                sums = scratch + at_s
+                direct.weigh_values(k, level, s, scratch + at_p, values, sums, rows, start, (oldest, count), high)
+                direct.add_values(k, s, sums, *(scratch + x for x in (at_o, at_a, at_b)), rows)
+
+            _few_or_many(k, s, rows, weigh_few, weigh_many)
         with k.range(0, rows) as r:
             total, factor = k.load(scratch + (r << 2), F32, at_l), k.f32(1.0)
             if s.sinks:

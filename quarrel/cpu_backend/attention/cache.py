@@ -5,8 +5,9 @@ Codes of a head (`ops/kv.py`) are followed by their float32 scale, so that one a
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from quarrel.ops.program import KVLayer
 
 Kind = Literal["float32", "float16", "bfloat16", "int8", "fp8", "fp8_e5m2"]
 _WIDTH = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1, "fp8_e5m2": 1}
+LINE = 64
 _MAGIC = 12582912.0  # 1.5 * 2^23: adding it rounds to the nearest integer, ties to even
 
 
@@ -51,13 +53,13 @@ def new_cache(layer: KVLayer, blocks: int, block_size: int, kind: Kind, values: 
 
     def array(x: Array | None, dim: int) -> np.ndarray:
         if kind in TOP:
-            out = np.zeros((*shape, head_bytes(kind, dim)), np.uint8)
+            out = _zeros((*shape, head_bytes(kind, dim)), np.uint8)
             if x is not None:
                 out[..., :dim], scale = encode(x, kind)  # type: ignore[arg-type]
                 out[..., dim:] = scale[..., None].view(np.uint8)
             return out
         plain = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}[kind]
-        out = np.zeros((*shape, dim), plain)
+        out = _zeros((*shape, dim), plain)
         if x is not None:
             with np.errstate(over="ignore"):
                 out[...] = stored(x, "bfloat16").view(np.uint32) >> 16 if kind == "bfloat16" else x
@@ -65,6 +67,15 @@ def new_cache(layer: KVLayer, blocks: int, block_size: int, kind: Kind, values: 
 
     k, v = (values.k, values.v) if values else (None, None)
     return Cache(array(k, layer.head_dim), array(v, layer.value_dim), kind)
+
+
+def _zeros(shape: tuple[int, ...], type: Any) -> np.ndarray:
+    """From the start of a cache line on: large arrays of NumPy begin 16 bytes behind one, and heads of 64 and 128 values
+    would touch a line more than they have."""
+    size = math.prod(shape) * np.dtype(type).itemsize
+    memory = np.zeros(size + LINE, np.uint8)
+    skipped = -memory.ctypes.data % LINE
+    return memory[skipped : skipped + size].view(type).reshape(shape)
 
 
 def to_host(cache: Cache, type: KVType) -> KVArrays:
@@ -82,22 +93,38 @@ def to_host(cache: Cache, type: KVType) -> KVArrays:
 
 def load(k: Kernel, level: Level, kind: Kind, at: Val, dim: int, d: int, lanes: int = 16) -> Val:
     """Values d .. d + lanes - 1 of the head at `at`, as float32."""
-    if kind == "float32":
-        return k.load(at, vec(F32, lanes), 4 * d)
-    if kind in ("float16", "bfloat16"):
-        raw = k.load(at, vec(I16, lanes), 2 * d)
-        return f16_to_f32(k, level, raw) if kind == "float16" else bf16_to_f32(raw)
-    codes = k.load(at, vec(I8, lanes), d)
-    scale = k.load(at, F32, dim)
-    if kind == "int8":
-        values = codes.to(I32).to(F32)
-    elif kind == "fp8_e5m2":
-        values = f16_to_f32(k, level, codes.to(I16, unsigned=True) << 8)
-    else:
-        bits = codes.to(I16, unsigned=True)
-        values = f16_to_f32(k, level, (bits & 0x7F) << 7 | (bits & 0x80) << 8)
-        scale = scale * 256.0
+    values = decoded(k, level, kind, k.load(at, vec(raw_type(kind), lanes), _WIDTH[kind] * d))
+    if kind not in TOP:
+        return values
+    scale = head_scale(k, kind, at, dim)
     return values * (k.splat(scale, lanes) if lanes > 1 else scale)
+
+
+def raw_type(kind: Kind) -> Any:
+    """A value as it is stored."""
+    return F32 if kind == "float32" else I16 if kind in ("float16", "bfloat16") else I8
+
+
+def decoded(k: Kernel, level: Level, kind: Kind, raw: Val) -> Val:
+    """What is stored as float32; codes still lack their head's scale."""
+    if kind == "float32":
+        return raw
+    if kind == "bfloat16":
+        return bf16_to_f32(raw)
+    if kind == "int8":
+        return raw.to(I32).to(F32)
+    if kind == "fp8_e5m2":
+        raw = raw.to(I16, unsigned=True) << 8
+    elif kind == "fp8":
+        bits = raw.to(I16, unsigned=True)
+        raw = (bits & 0x7F) << 7 | (bits & 0x80) << 8
+    return f16_to_f32(k, level, raw)
+
+
+def head_scale(k: Kernel, kind: Kind, at: Val, dim: int) -> Val:
+    """What codes of the head at `at`, as `decoded` gives them, are multiplied by."""
+    scale = k.load(at, F32, dim)
+    return scale * 256.0 if kind == "fp8" else scale
 
 
 def store_plain(k: Kernel, level: Level, kind: Kind, x: Val, at: Val) -> None:

@@ -30,8 +30,10 @@ BLOCK = 24
 """Weight rows that meet a few activation rows together."""
 PASS = 768
 """Values of a row that a block's tiles read one after another, each in two passes."""
+STEP = 32
+"""Values of a row in the body of a loop. Two rows of F16 on Zen 3, ns a superblock and row: 5.9, with 16 values 7.4."""
 AHEAD = 8192
-"""Bytes, at least, that a single activation row's weights are prefetched ahead of their use."""
+"""Bytes, at least, that the weights of a tile are prefetched ahead of their use, by whole tiles."""
 SHORT = 1024
 """Rows of fewer values follow one another fast enough to be read one at a time, which is one run of memory. One thread of a
 Zen 3 that reads 15 GB/s read F16 rows of 576, 1536, 2880 and 4096 values at 9.7, 10.1, 11.5 and 13.1 GB/s in twos without
@@ -50,9 +52,15 @@ class FloatMatrix:
     """Rows that are computed side by side for a single activation row."""
 
 
-def chain_lanes(level: Level, weights: int, rows: int) -> int:
-    """Lanes of the chains that are computed at once: half of them, in two passes, where all would not fit the registers."""
-    return 8 if level.registers < 32 and weights * rows > 6 else 16
+def vector_lanes(level: Level, rows: int) -> int:
+    """Lanes of a vector. Where sixteen are two registers LLVM works on both at once, and with several activation rows it
+    spills."""
+    return 16 if level.registers >= 32 or rows == 1 else 8
+
+
+def in_blocks(level: Level, weights: int, rows: int) -> bool:
+    """Half of the lanes are computed after the other, as all of a tile's would not fit the registers."""
+    return level.registers < 32 and weights * rows > 6
 
 
 @dataclass(frozen=True)
@@ -90,32 +98,59 @@ class _Chains:
         )
 
     def _add(self, k: Kernel, load_w: Callable[[Val], Val], load_x: Callable[[Val], Val]) -> None:
-        w = [load_w(row) for row in self.row_at]
+        if 1 < len(self.xs) < len(self.row_at):  # the fewer stay in registers
+            xs = [load_x(row) for row in self.xs]
+            for row, sums in zip(self.row_at, self.acc, strict=True):
+                w = load_w(row)
+                for x, chains in zip(xs, sums, strict=True):
+                    chains.v = k.fma(w, x, chains.v)
+            return
+        ws = [load_w(row) for row in self.row_at]
         for j, x_row in enumerate(self.xs):
             x = load_x(x_row)
-            for w_row, sums in zip(w, self.acc, strict=True):
-                sums[j].v = k.fma(w_row, x, sums[j].v)
+            for w, sums in zip(ws, self.acc, strict=True):
+                sums[j].v = k.fma(w, x, sums[j].v)
+
+
+def _add_span(
+    k: Kernel, level: Level, parts: list[_Chains], start: Val, stop: Val, ahead: Val | None = None, near: bool = True
+) -> None:
+    """Adds the products of values start .. stop - 1, whole sixteens, to chains of the same rows; asks for the weights that
+    lie `ahead` bytes behind them: into the first-level cache (`near`) or, where x is to stay there, the second."""
+    rows, value = parts[0].row_at, FLOATS[parts[0].m.kind]
+    body = start + (stop - start & -STEP)
+    with k.range(start, body, STEP) as i:
+        for value_at in range(0, STEP, 16):
+            if ahead is not None and value_at * value % 64 == 0:
+                for row in rows:
+                    k.prefetch(row + i * value + ahead, value_at * value, locality=3 if near else 2)
+            for chains in parts:
+                chains.sixteen(k, level, i + value_at)
+    with k.range(body, stop, 16) as i:
+        for chains in parts:
+            chains.sixteen(k, level, i)
+
+
+def _totals(parts: list[_Chains]) -> list[list[Val]]:
+    """The lanes of every pair's chains, added."""
+    low, *high = ([[chains.v for chains in row] for row in part.acc] for part in parts)
+    for other in high:
+        low = [[a.concat(b) for a, b in zip(*rows, strict=True)] for rows in zip(low, other, strict=True)]
+    return [[sum_lanes(v) for v in row] for row in low]
 
 
 def _tile(k: Kernel, level: Level, m: FloatMatrix, ns: list[Val], xs: list[Val], tail: bool) -> list[list[Val]]:
     """Results for every weight row in ns and activation row address in xs, all lanes of their chains in registers."""
-    row_at = [m.base + n * m.size for n in ns]
-    chains = _Chains(m, row_at, xs, 0, 16, [[k.var(k.zero(F32x16)) for _ in xs] for _ in row_at])
-    whole, done = m.k & -16, k.i64(0)
-    if len(xs) == 1:  # bound by memory: whole lines, asked for ahead of their use
-        value = FLOATS[m.kind]
-        line, ahead = 64 // value, _later(k, m, len(row_at), AHEAD)
-        done = m.k & -line
-        with k.range(0, done, line) as i:
-            for row in row_at:
-                k.prefetch(row + i * value + ahead)
-            for part in range(0, line, 16):
-                chains.sixteen(k, level, i + part)
-    with k.range(done, whole, 16) as i:
-        chains.sixteen(k, level, i)
+    row_at, lanes = [m.base + n * m.size for n in ns], vector_lanes(level, len(xs))
+    parts = [
+        _Chains(m, row_at, xs, start, lanes, [[k.var(k.zero(vec(F32, lanes))) for _ in xs] for _ in row_at])
+        for start in range(0, 16, lanes)
+    ]
+    _add_span(k, level, parts, k.i64(0), m.k & -16, _later(k, m, len(row_at), AHEAD), near=len(xs) == 1)
     if tail:
-        chains.rest(k, level)
-    return [[sum_lanes(v.v) for v in row] for row in chains.acc]
+        for chains in parts:
+            chains.rest(k, level)
+    return _totals(parts)
 
 
 @dataclass(frozen=True)
@@ -131,30 +166,35 @@ class _Block:
     sums: Val
 
     def add(self, k: Kernel, level: Level, size: Val, cold: Val) -> None:
-        """The products of whole sixteens of values of `size` weight rows, which nobody has read yet if they are cold."""
-        whole = self.m.k & -16
+        """The products of whole sixteens of values of `size` weight rows, which nobody has read yet if they are cold: the
+        next stretch of these rows, and after the last the first of the next block's, is asked for."""
+        whole, value = self.m.k & -16, FLOATS[self.m.kind]
         with k.range(0, size * len(self.xs)) as i:
             k.store(k.zero(F32x16), self.sums + (i << 6))
         with k.range(0, whole, PASS) as start:
             stop = k.minimum(start + PASS, whole)
+            ahead = k.select(stop < whole, k.i64(PASS * value), self.m.size * BLOCK - start * value)
             with k.range(0, size, self.height) as n:
-                with k.when(cold):
-                    _prefetch(k, self.m, self.first + n, self.height, start, stop)
                 for half in range(2):
                     chains = self._chains(k, n, half)
-                    with k.range(start, stop, 16) as i:
-                        chains.sixteen(k, level, i)
+                    if half == 0:
+                        _add_span(k, level, [chains], start, stop)
+                    else:
+                        with k.either(cold) as (yes, no):
+                            with yes:
+                                _add_span(k, level, [chains], start, stop, ahead, near=False)
+                            with no:
+                                _add_span(k, level, [chains], start, stop)
                     for o, v in zip(self._offsets(half), chain.from_iterable(chains.acc), strict=True):
                         k.store(v.v, self.sums + n * (64 * len(self.xs)), o)
 
     def results(self, k: Kernel, level: Level, n: Val, tail: bool) -> list[list[Val]]:
         """The products of weight rows n .. n + height - 1 with every row of x."""
-        low, high = (self._chains(k, n, half) for half in range(2))
+        parts = [self._chains(k, n, half) for half in range(2)]
         if tail:
-            low.rest(k, level)
-            high.rest(k, level)
-        both = zip(low.acc, high.acc, strict=True)
-        return [[sum_lanes(a.v.concat(b.v)) for a, b in zip(*rows, strict=True)] for rows in both]
+            for chains in parts:
+                chains.rest(k, level)
+        return _totals(parts)
 
     def _chains(self, k: Kernel, n: Val, half: int) -> _Chains:
         """Of weight rows n .. n + height - 1, as they stand."""
@@ -175,18 +215,9 @@ def _later(k: Kernel, m: FloatMatrix, count: int, ahead: int) -> Val:
     return (k.i64(ahead - 1) // tile + 1) * tile
 
 
-def _prefetch(k: Kernel, m: FloatMatrix, n: Val, count: int, start: Val, stop: Val) -> None:
-    """Asks for these values of a tile behind that of row n: 80 MB of F16 in rows of 576 values meet two activation rows at
-    9 GB/s on a core of a Zen 3, without this at 6; eight rows at 4.8 and 4.3."""
-    at, value = m.base + n * m.size + _later(k, m, count, 2 * AHEAD), FLOATS[m.kind]
-    with k.range(start, stop, 64 // value) as i:
-        for row in range(count):
-            k.prefetch(at + row * m.size + i * value, locality=2)
-
-
 def tiles(level: Level) -> tuple[tuple[int, int], ...]:
     """Weight rows by activation rows that are computed at once, where there are so many activation rows."""
-    return ((4, 6), (4, 4), (4, 2)) if level.registers >= 32 else ((3, 4), (2, 2))
+    return ((4, 6), (4, 4), (4, 2)) if level.registers >= 32 else ((3, 4), (3, 2))
 
 
 def chunk_rows(level: Level, rows: int, row_bytes: int, threads: int) -> int:
@@ -220,16 +251,13 @@ def float_rows(k: Kernel, level: Level, m: FloatMatrix, span: tuple[Val, Val], r
     for height, width in (*tiles(level), (m.single, 1)):
         with k.loop_while(lambda: t.v + width <= rows.stop):  # noqa: B023
             n, ts = k.var(span[0]), [t.v + i for i in range(width)]
-            if chain_lanes(level, height, width) == 8:
+            if in_blocks(level, height, width):
                 with k.loop_while(lambda: n.v + height <= span[1]):  # noqa: B023
                     size = k.minimum(k.i64(BLOCK), (span[1] - n.v) // height * height)
                     block(n.v, size, height, ts)
                     n.v = n.v + size
-            for count in (height, 1) if chain_lanes(level, height, width) == 16 else (1,):
+            for count in (1,) if in_blocks(level, height, width) else (height, 1):
                 with k.loop_while(lambda: n.v + count <= span[1]):  # noqa: B023
-                    if width > 1 and count > 1:
-                        with k.when(t.v.eq(rows.start)):
-                            _prefetch(k, m, n.v, count, k.i64(0), m.k)
                     tile(n.v, count, ts)
                     n.v = n.v + count
             t.v = t.v + width

@@ -1,0 +1,101 @@
+"""Attention of one new token behind many keys, by this package's CPU kernel, beside reading as many bytes; one thread.
+
+    python -m bench.ops.cpu_attention --out FILE.jsonl [--kinds float16,int8,fp8] [--shapes 4x8x128,...] [--tree NAME]
+
+A shape is query heads of a key/value head, key/value heads, head_dim. A figure is the least processor time of many runs in
+turns with `max` of NumPy over as many bytes of another array. `--tree` is kept in the record: run two checkouts in turns.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.shared import Notes, command_line
+from quarrel.cpu_backend.attention.attention import attention
+from quarrel.cpu_backend.attention.cache import new_cache
+from quarrel.cpu_backend.attention.shape import Shape
+from quarrel.cpu_backend.runtime.features import level
+from quarrel.cpu_backend.runtime.pool import aligned
+from quarrel.ops.program import KVLayer
+
+BLOCK = 32
+Kernel = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+
+
+def main() -> int:
+    parser = command_line(__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--kinds", default="float16,int8,fp8")
+    parser.add_argument("--shapes", default="4x8x128,8x4x64,1x8x64,4x1x128")
+    parser.add_argument("--keys", default="8192")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each figure")
+    parser.add_argument("--tree", default="")
+    args = parser.parse_args()
+    notes = Notes(args.out)
+    for shape in args.shapes.split(","):
+        for keys in map(int, args.keys.split(",")):
+            for kind in args.kinds.split(","):
+                run, size = attended(kind, keys, *map(int, shape.split("x")))
+                words = np.ones(size // 8, np.int64)
+                ours, read = least([run, words.max], args.seconds)
+                figures = {"us": round(ours / 1e3), "read_us": round(read / 1e3), "over_bytes": round(ours / read, 2)}
+                notes.say(
+                    tree=args.tree,
+                    kind=kind,
+                    shape=shape,
+                    keys=keys,
+                    mb=round(size / 1e6, 1),
+                    level=level().name,
+                    **figures,
+                )
+    return 0
+
+
+def least(runs: list[Callable[[], Any]], seconds: float) -> list[int]:
+    """Nanoseconds of this thread's processor time of each, in turns."""
+    best, end = [1 << 62] * len(runs), time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        for i, run in enumerate(runs):
+            began = time.thread_time_ns()
+            run()
+            best[i] = min(best[i], time.thread_time_ns() - began)
+    return best
+
+
+def attended(kind: Any, keys: int, group: int, n_kv: int, dim: int) -> tuple[Callable[[], None], int]:
+    """The kernel's chunks of one query, and the bytes of keys and values."""
+    rng, blocks = np.random.default_rng(0), keys // BLOCK
+    cache = new_cache(KVLayer(n_kv, dim), blocks, BLOCK, kind)
+    for array in (cache.k, cache.v):
+        if array.dtype == np.float16:
+            array[...] = rng.standard_normal((1, BLOCK, n_kv, dim)).astype(np.float16)
+        else:
+            array[..., :dim] = rng.integers(0, 120, (1, BLOCK, n_kv, dim))
+            array[..., dim:] = np.array([0.01], np.float32).view(np.uint8)
+    q = rng.standard_normal((1, n_kv * group * dim)).astype(np.float32)
+    y, item, live = np.zeros_like(q), np.array([0, 0, 1, keys - 1]), np.array([1, blocks])
+    table = np.arange(blocks, dtype=np.int32)
+    kernel = attention(Shape(group, n_kv, dim, BLOCK, dim**-0.5, kind=kind), level())
+    arrays = {"q": q, "y": y, "k_cache": cache.k, "v_cache": cache.v, "items": item, "block_table": table}
+    fields = {name: array.ctypes.data for name, array in arrays.items()}
+    fields |= {"live_items": live.ctypes.data, "live_blocks": live.ctypes.data + 8, "sinks": 0, "see_to": 0}
+    packed, scratch, function = kernel.pack(fields), aligned(kernel.scratch + 64), Kernel(kernel.address(level()))
+
+    def run() -> None:
+        for head in range(n_kv):
+            function(packed.ctypes.data, head, scratch.ctypes.data)
+        assert arrays
+        assert len(live)
+
+    return run, cache.k.nbytes + cache.v.nbytes
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""A few query rows and the keys of one split, read as the cache has them: what decoding is.
+
+`split.py` works on keys and values that were unpacked to float32, for many query rows; for a few of them the unpacking
+takes longer than the products, and what it writes does not fit the first-level cache. Here sixteen keys at a time are
+transposed as they are stored, values are taken 64 at a time, and both are converted as they are multiplied. They are copied
+first: heads that lie a power of two apart share a few places of the cache, and would not stay there.
+
+The sums are those of `split.py` in the same order, so that a query's result has the same bits in any block of queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from quarrel.cpu_backend.attention.cache import decoded, head_bytes, head_scale, raw_type, value_bytes
+from quarrel.cpu_backend.attention.shape import KEYS, SPLIT, Shape
+from quarrel.cpu_backend.attention.source import Source
+from quarrel.cpu_backend.runtime.features import Level
+from quarrel.cpu_backend.runtime.ir import F32, I8, I16, I32, I64, Kernel, Val, vec
+from quarrel.cpu_backend.runtime.vector import F32x16
+from quarrel.ops.kv import TOP
+
+AHEAD = 32
+"""How many keys ahead of their use keys are asked for."""
+FEW = 8
+"""Query rows (positions times heads of the group), at most, that are computed here."""
+
+
+def takes(s: Shape) -> bool:
+    """Whether a layer's queries are computed here where they are few."""
+    whole = s.dim % 16 == 0 and s.block_size % 16 == 0
+    return s.causal and whole and not s.latent and s.group <= FEW and s.kind != "float32"
+
+
+def widths(group: int) -> tuple[int, ...]:
+    """How many of the query rows, whole groups, share one conversion of a key."""
+    return (4,) if group % 4 == 0 else (4, 2) if group % 2 == 0 else (4, 2, 1)
+
+
+def by_rows(k: Kernel, count: Val, at_once: tuple[int, ...], work: Callable[[Val, int], None]) -> None:
+    """Calls work(first row, rows) so that all rows are covered, as many at a time as there are."""
+    r = k.var(k.i64(0))
+    for rows in at_once:
+        with k.loop_while(lambda: r.v + rows <= count):  # noqa: B023
+            work(r.v, rows)
+            r.v = r.v + rows
+
+
+def scores(
+    k: Kernel, level: Level, s: Shape, q: Val, keys: Source, p: Val, rows: Val, start: Val, span: tuple[Val, Val], end: Val
+) -> None:
+    """p[r, j] = q[r] . k[j] for the split's keys span[0] .. span[1] - 1, sixteen at a time; asks for
+    later keys, up to position `end`."""
+    first, count = span
+    size = _row_bytes(s)
+    copied, buffer = k.stack(16 * size), k.stack(16 * s.dim * value_bytes(s.kind))
+    scales = k.stack(64) if s.kind in TOP else None
+    with k.range(first, count, 16) as j:
+        later = keys.at(k, k.minimum(start + j + AHEAD, end - 1 & -16))
+        here = keys.at(k, start + j)
+        with k.range(0, 16) as i:
+            _copy(k, s, here + i * keys.row_bytes, copied + i * size)
+        with k.range(0, s.dim, 16) as d:
+            at = copied + d * value_bytes(s.kind)
+            _transpose(k, s, [at + i * size for i in range(16)], buffer + d * (16 * value_bytes(s.kind)))
+        if scales is not None:
+            for i in range(16):
+                k.store(head_scale(k, s.kind, copied + i * size, s.dim), scales, 4 * i)
+
+        def score(r: Val, n: int) -> None:
+            row, factor = q + r * (4 * s.padded), k.load(scales, F32x16) if scales is not None else None
+            acc = [k.var(k.zero(F32x16)) for _ in range(n)]
+            # Two keys are asked for at a time: all sixteen at once would fill the queue of misses, and wait there.
+            with k.range(0, 8) as part:
+                for i in range(2):
+                    keys.prefetch(k, [later + (part * 2 + i) * keys.row_bytes], locality=2)
+                with k.range(part * (s.dim // 8), (part + 1) * (s.dim // 8), 2) as d:
+                    for odd in range(2):
+                        column = _column(k, level, s, buffer + d * (16 * value_bytes(s.kind)), odd)
+                        if factor is not None:
+                            column = column * factor
+                        for i, v in enumerate(acc):
+                            x = k.splat(k.load(row + (d << 2), F32, 4 * s.padded * i + 4 * odd), 16)
+                            v.v = k.fma(column, x, v.v)
+            for i, v in enumerate(acc):
+                k.store(v.v, p + r * (4 * SPLIT) + (j << 2), 4 * SPLIT * i)
+
+        by_rows(k, rows, widths(s.group), score)
+
+
+def _transpose(k: Kernel, s: Shape, rows: list[Val], out: Val) -> None:
+    """Sixteen values of sixteen keys, by dimension: 16 values of 16 bits; of bytes eight of one dimension, eight of the
+    next, then the other eight keys of both."""
+    size = value_bytes(s.kind)
+    each = 16 // size  # values in 128 bits
+    for d in range(0, 16, each):
+        loads = [k.load(row, vec(I8 if size == 1 else I16, each), size * d) for row in rows]
+        v = [low.concat(high) for low, high in zip(loads[:8], loads[8:], strict=True)]
+        for _ in range(3):  # each moves the highest bit of a vector's number below its lanes'
+            v = [_interleave(v[i], v[i + 4], start) for i in range(4) for start in (0, each // 2)]
+        for i, columns in enumerate(v):
+            k.store(columns, out, 16 * size * d + 32 * i)
+
+
+def _interleave(a: Val, b: Val, start: int) -> Val:
+    """Of every 128 bits the low or high half of a's lanes, each followed by b's, as punpck does."""
+    lanes = a.lanes
+    return a.shuffle([part + start + i + of for part in (0, lanes // 2) for i in range(lanes // 4) for of in (0, lanes)], b)
+
+
+def _column(k: Kernel, level: Level, s: Shape, at: Val, odd: int) -> Val:
+    """Sixteen keys' values in the first or second of the two dimensions at `at`."""
+    if value_bytes(s.kind) == 2:
+        return decoded(k, level, s.kind, k.load(at, vec(raw_type(s.kind), 16), 32 * odd))
+    low, high = (decoded(k, level, s.kind, k.load(at, vec(I8, 8), 8 * odd + o)) for o in (0, 16))
+    return low.concat(high)
+
+
+def weigh_values(
+    k: Kernel,
+    level: Level,
+    s: Shape,
+    p: Val,
+    values: Source,
+    sums: Val,
+    rows: Val,
+    start: Val,
+    span: tuple[Val, Val],
+    end: Val,
+) -> None:
+    """sums[r] = sum_j p[r, j] v[j] over the split's keys span[0] .. span[1] - 1; asks for later ones, up to
+    position `end`."""
+    low, count = span
+    size = _row_bytes(s)
+    buffer, later = k.stack(KEYS * size), k.stack(8 * KEYS)
+    with k.range(0, rows * (s.dim // 16)) as i:
+        k.store(k.zero(F32x16), sums + (i << 6))
+    with k.range(low & -KEYS, count, KEYS) as step:
+        first, stop = k.maximum(step, low), k.minimum(step + KEYS, count)
+        with k.range(first & -16, stop, 16) as g:
+            here = values.at(k, start + g)
+            needed_later = values.at(k, k.minimum(start + g + KEYS, end - 1 & -16))
+            with k.range(k.maximum(first, g), k.minimum(stop, g + 16)) as j:
+                skipped = (j - g) * values.row_bytes
+                k.store(needed_later + skipped, later + (j - step << 3))
+                _copy(k, s, here + skipped, buffer + (j - step) * size)
+
+        def weigh(r: Val, n: int) -> None:
+            wide = 16 * max(1, (8 if level.registers >= 32 else 4) // n)
+            whole = s.dim // wide * wide
+            with k.range(0, whole, wide) as d:
+                dimensions(r, n, d, wide)
+            if whole < s.dim:
+                dimensions(r, n, k.i64(whole), s.dim - whole)
+
+        def dimensions(r: Val, n: int, d: Val, count: int) -> None:
+            """As many as registers hold sums of n rows."""
+            at, places = sums + r * (4 * s.dim) + (d << 2), range(0, count, 16)
+            acc = [[k.var(k.load(at, F32x16, 4 * (s.dim * i + o))) for o in places] for i in range(n)]
+            with k.range(first, stop) as j:
+                row, weight = buffer + (j - step) * size, p + r * (4 * SPLIT) + (j << 2)
+                k.prefetch(k.load(later + (j - step << 3), I64) + d * value_bytes(s.kind), locality=2)
+                scale = k.splat(head_scale(k, s.kind, row, s.dim), 16) if s.kind in TOP else None
+                factors = [k.splat(k.load(weight, F32, 4 * SPLIT * i), 16) for i in range(n)]
+                for c, o in enumerate(places):
+                    raw = k.load(row + d * value_bytes(s.kind), vec(raw_type(s.kind), 16), o * value_bytes(s.kind))
+                    value = decoded(k, level, s.kind, raw)
+                    if scale is not None:
+                        value = value * scale
+                    for of_row, factor in zip(acc, factors, strict=True):
+                        of_row[c].v = k.fma(value, factor, of_row[c].v)
+            for i, of_row in enumerate(acc):
+                for v, o in zip(of_row, places, strict=True):
+                    k.store(v.v, at, 4 * (s.dim * i + o))
+
+        by_rows(k, rows, widths(s.group), weigh)
+
+
+def _row_bytes(s: Shape) -> int:
+    """Of a copied head."""
+    return -(-head_bytes(s.kind, s.dim) // 32) * 32
+
+
+def _copy(k: Kernel, s: Shape, source: Val, to: Val) -> None:
+    """One head, with its scale."""
+    size = s.dim * value_bytes(s.kind)
+    for o in range(0, size, 32):
+        type = vec(I8, min(32, size - o))
+        k.store(k.load(source, type, o), to, o)
+    if s.kind in TOP:
+        k.store(k.load(source, I32, size), to, size)
+
+
+def add_values(k: Kernel, s: Shape, sums: Val, o: Val, a: Val, b: Val, rows: Val) -> None:
+    """O = O a + sums b, a and b by row."""
+    with k.range(0, rows) as r:
+        old, new = (k.splat(k.load(x + (r << 2), F32), 16) for x in (a, b))
+        for d in range(0, s.dim, 16):
+            at = r * (4 * s.dim)
+            k.store(k.load(o + at, F32x16, 4 * d) * old + k.load(sums + at, F32x16, 4 * d) * new, o + at, 4 * d)
