@@ -83,10 +83,13 @@ def _unpack_keys(
         values.prefetch(k, values.sixteen(k, start + j, last))
         for source, below in ((keys, 0), (values, keys.dim))[: 2 if keys.s.latent else 1]:
             rows = source.sixteen(k, start + j, last)
-            for d in range(0, source.dim, 16):
-                columns = transpose16([source.load(k, level, row, d) for row in rows])
-                for i, column in enumerate(columns):
-                    k.store(column, out + (j << 2), 4 * SPLIT * (below + d + i))
+            at, whole = out + (j << 2) + 4 * SPLIT * below, source.dim & -16
+            with k.range(0, whole, 16) as d:
+                for i, column in enumerate(transpose16([source.whole(k, level, row, d) for row in rows])):
+                    k.store(column, at + d * (4 * SPLIT), 4 * SPLIT * i)
+            if whole < source.dim:
+                for i, column in enumerate(transpose16([source.load(k, level, row, whole) for row in rows])):
+                    k.store(column, at, 4 * SPLIT * (whole + i))
 
 
 def _unpack_values(k: Kernel, level: Level, values: Source, start: Val, low: Val, count: Val, out: Val) -> None:

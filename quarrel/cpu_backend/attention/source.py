@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quarrel.cpu_backend.attention.cache import head_bytes, load
+from quarrel.cpu_backend.attention.cache import decoded, head_bytes, head_scale, load, raw_type, value_bytes
 from quarrel.cpu_backend.attention.shape import Shape
 from quarrel.cpu_backend.runtime.features import Level
-from quarrel.cpu_backend.runtime.ir import I32, I64, Kernel, Val
+from quarrel.cpu_backend.runtime.ir import I32, I64, Kernel, Val, vec
 from quarrel.cpu_backend.runtime.vector import F32x16
+from quarrel.ops.kv import TOP
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,12 @@ class Source:
         for i in range(have):
             k.store(load(k, level, self.s.kind, at, self.dim, d + i, 1), buffer, 4 * i)
         return k.load(buffer, F32x16)
+
+    def whole(self, k: Kernel, level: Level, at: Val, d: Val) -> Val:
+        """The same where all sixteen are there."""
+        kind = self.s.kind
+        values = decoded(k, level, kind, k.load(at + d * value_bytes(kind), vec(raw_type(kind), 16)))
+        return values * k.splat(head_scale(k, kind, at, self.dim), 16) if kind in TOP else values
 
     def at(self, k: Kernel, key: Val) -> Val:
         """Address of the vector of the token at position `key`."""
