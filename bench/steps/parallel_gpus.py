@@ -44,8 +44,8 @@ from quarrel.parallel import Team, Work, compile_shared
 MODELS = ("mistral-7b:Q4_K_M", "gpt-oss-20b:MXFP4", "mixtral-8x7b:Q4_K_M")
 TESTS = "tg128,tg128x32,tg128x128,pp4096"
 CASES = (
-    ("mistral", "q4_k_m"), ("mixtral", "q4_0x"), ("gptoss", "mxfp4-bf16"), ("llama32", "q4_k_m"), ("granitehybrid", "q4_0x"),
-    ("mamba", "q4_0x"),
+    ("mistral", "q4_k_m"), ("mixtral", "q4_0x"), ("gptoss", "mxfp4-bf16"), ("llama32", "q4_k_m"),
+    ("granitehybrid", "q4_0x"), ("mamba", "q4_0x"),
 )  # fmt: skip
 LIMIT = 3e-3
 """What the reference models allow float16 activations."""
