@@ -330,15 +330,13 @@ def sampling_of(args: Arguments) -> Any:
         given["samplers"] = str(given["samplers"]).split(";")
     if not given:
         return None
-    from pydantic import ValidationError
-
-    from quarrel.server.llama.bodies import CompletionBody
-    from quarrel.server.validation import first_fault
+    from quarrel.server.errors import Refused
+    from quarrel.server.llama.bodies import defaults_of
 
     try:
-        return CompletionBody(**given).shared()
-    except ValidationError as error:
-        name, sentence = first_fault(error)
+        return defaults_of(given)
+    except Refused as error:
+        name, sentence = error.param, str(error)
         raise ConfigError(sentence if name is None else sentence.replace(name, args.flag(name), 1)) from None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StrictBool, StrictInt, StrictStr
+from pydantic import Field, StrictBool, StrictInt, StrictStr, ValidationError
 
 from quarrel.engine import Sampling
 from quarrel.llm import Structure
@@ -14,6 +14,7 @@ from quarrel.server.fields import Body, Number, Text
 from quarrel.server.llama.lora import Scale
 from quarrel.server.reader import Reading
 from quarrel.server.schemas import ChatBody as OpenAIChatBody
+from quarrel.server.validation import first_fault
 
 MOST_STOPS, MOST_PROBS = 16, 20
 MARKER = "<__media__>"
@@ -203,6 +204,15 @@ def _plain(given: Any, marker: str) -> Any:
 
 def _text(text: str) -> dict[str, str]:
     return {"type": "text", "text": text}
+
+
+def defaults_of(given: dict[str, Any]) -> Sampling:
+    """Sampling parameters that no request has given, in the engine's words. Raises Refused."""
+    try:
+        return CompletionBody(**given).shared()
+    except ValidationError as error:
+        field, sentence = first_fault(error)
+        raise Refused(400, "invalid_request", sentence, param=field) from None
 
 
 class InfillBody(CompletionBody):
