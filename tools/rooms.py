@@ -101,7 +101,7 @@ ROOMS: Mapping[str, Room] = {
         ("numpy", "pyarrow")),
     "launch": Room(
         "what launchers such as Ollama start: llama-server's command line and log", "an op, a route",
-        ("", "errors", "gguf", "tokenizer", "llm", "server"), ("pydantic",),
+        ("", "errors", "gguf", "tokenizer", "llm", "server"),
     ),
     "cli": Room(
         "people at a terminal", "an op, a kernel",
