@@ -131,8 +131,8 @@ class Restore:
         return cache.known(tokens, self._salt).known
 
     def release(self, engine: Engine) -> None:
-        held, self._blocks, self._windows = [*self._blocks, *self._windows], [], []
-        engine.cache.prefixes.release(held)
+        blocks, self._blocks, self._windows = [*self._blocks, *self._windows], [], []
+        engine.cache.prefixes.release(blocks)
 
     def _cut(self, first: int) -> Iterator[tuple[list[int], list[Array]]]:
         """Blocks and what is to be written there, piece by piece: from the first one on that was not there already, then

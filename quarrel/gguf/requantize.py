@@ -78,11 +78,11 @@ def requantize(
     total = len(header) if last is None else starts[last.name] + nbytes(types[last.name], last.dims)
     total += -total % source.alignment if last is not None else 0
     part, note = (target.with_name(f"{target.name}.{end}") for end in ("part", "part.json"))
-    with note.open("a+", encoding="utf-8") as held:
-        if not locked(held.fileno()):
+    with note.open("a+", encoding="utf-8") as notes:
+        if not locked(notes.fileno()):
             raise RequestError(f"another process is writing {part}: wait for it, or choose another name", "target")
         _check_absent(target)  # by now
-        there = _begun(part, held, header, _facts(source, mix, digest))
+        there = _begun(part, notes, header, _facts(source, mix, digest))
         if total - there > (free := shutil.disk_usage(part.parent).free):
             raise RequestError(
                 f"{target} will have {total} bytes, {there} of which are there, and its disk has {free} free: make room, or"

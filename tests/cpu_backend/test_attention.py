@@ -29,8 +29,8 @@ def test_a_query_alone_has_the_bits_that_it_has_among_many(backend: CpuBackend, 
     dims = {"S": 1, "Q": many, "KV": 290, "block_size": 16, "kv": KV_TYPES.index(type)}
     q, _, *rest = ATTENTION.make(Case(spec, dims), np.random.default_rng(5))  # type: ignore[misc]
     (whole,) = backend.run_op(ATTENTION, spec, (q, np.array([0, many], np.int32), *rest))[:1]
-    assert many * spec.n_heads // spec.n_kv > direct.FEW
-    for few in {1, max(1, direct.FEW * spec.n_kv // spec.n_heads)}:
+    assert many * spec.n_heads // spec.n_kv > direct.MOST_ROWS
+    for few in {1, max(1, direct.MOST_ROWS * spec.n_kv // spec.n_heads)}:
         (y,) = backend.run_op(ATTENTION, spec, (q[-few:], np.array([0, few], np.int32), *rest))[:1]
         assert np.array_equal(y, whole[-few:])
 

@@ -21,7 +21,7 @@ from tests.models.test_reference_logits import chunk, limit, specify, variants, 
 from tests.paths import CASE_SETS, need_cases
 
 CUTS = (1, 2, 9, 10, 15)
-FEW, FEW_CUTS = 25, (1, 9)
+FEW, FEW_CUTS = 19, (1, 9)
 """Tokens that a decoder of the second set is fed, and where they are cut; all of them with QUARREL_TEST_ALL=1."""
 FEWER, FEWER_CUTS = {"gemma3n": 9, "gemma4": 9}, (8,)
 """Of models of very many launches, where that is enough to see each."""

@@ -64,7 +64,7 @@ def _scratch_layout(s: Shape) -> tuple[dict[str, int], int]:
     """Offsets of a chunk's working arrays, and their size in all."""
     d, v, r = s.padded, s.value_padded, s.rows
     sizes = {"q": r * d, "k": d * SPLIT, "v": v * SPLIT, "p": r * SPLIT, "o": r * v, "m": r, "l": r, "a": r, "b": r}
-    sizes["s"] = direct.FEW * v if direct.takes(s) else 0
+    sizes["s"] = direct.MOST_ROWS * v if direct.takes(s) else 0
     at, places = 0, {}
     for name, count in sizes.items():
         places[name] = at
@@ -145,14 +145,14 @@ def _seen_to(k: Kernel, a: Fields, row: Val) -> Val:
     return k.load(a.see_to + (row << 2), I32).to(I64) + 1
 
 
-def _few_or_many(k: Kernel, s: Shape, rows: Val, few: Callable[[], None], many: Callable[[], None]) -> None:
+def _by_rows(k: Kernel, s: Shape, rows: Val, here: Callable[[], None], many: Callable[[], None]) -> None:
     """Either, by the number of query rows, where the layer has a way for few."""
     if not direct.takes(s):
         many()
         return
-    with k.either(rows <= direct.FEW) as (yes, no):
+    with k.either(rows <= direct.MOST_ROWS) as (yes, no):
         with yes:
-            few()
+            here()
         with no:
             many()
 
@@ -200,10 +200,10 @@ def attention(s: Shape, level: Level) -> KernelDef:
                 _unpack_keys(k, level, keys, values, start, first, count, scratch + at_k)
                 by_rows(k, rows, (widest, 1), score)
 
-            def score_few() -> None:
+            def score_direct() -> None:
                 direct.scores(k, level, s, scratch + at_q, keys, scratch + at_p, rows, start, (first, count), high)
 
-            _few_or_many(k, s, rows, score_few, score_many)
+            _by_rows(k, s, rows, score_direct, score_many)
             with k.range(0, rows) as r:
                 own = position + r.udiv(s.group)
                 seen = _seen_to(k, a, first_row + r.udiv(s.group)) if s.spans else own + 1
@@ -223,12 +223,12 @@ def attention(s: Shape, level: Level) -> KernelDef:
                 _unpack_values(k, level, values, start, oldest, count, scratch + at_v)
                 by_rows(k, rows, (widest, 1), weigh)
 
-            def weigh_few() -> None:
+            def weigh_direct() -> None:
                 sums = scratch + at_s
                 direct.weigh_values(k, level, s, scratch + at_p, values, sums, rows, start, (oldest, count), high)
                 direct.add_values(k, s, sums, *(scratch + x for x in (at_o, at_a, at_b)), rows)
 
-            _few_or_many(k, s, rows, weigh_few, weigh_many)
+            _by_rows(k, s, rows, weigh_direct, weigh_many)
         with k.range(0, rows) as r:
             total, factor = k.load(scratch + (r << 2), F32, at_l), k.f32(1.0)
             if s.sinks:

@@ -22,14 +22,14 @@ from quarrel.ops.kv import TOP
 
 AHEAD = 32
 """How many keys ahead of their use keys are asked for."""
-FEW = 8
+MOST_ROWS = 8
 """Query rows (positions times heads of the group), at most, that are computed here."""
 
 
 def takes(s: Shape) -> bool:
     """Whether a layer's queries are computed here where they are few."""
     whole = s.dim % 16 == 0 and s.block_size % 16 == 0
-    return s.causal and whole and not s.latent and s.group <= FEW and s.kind != "float32"
+    return s.causal and whole and not s.latent and s.group <= MOST_ROWS and s.kind != "float32"
 
 
 def widths(group: int) -> tuple[int, ...]:
