@@ -29,7 +29,7 @@ from quarrel.triton_backend.runtime.launch import INTERPRETED
 from quarrel.triton_backend.runtime.launch import launch as really
 from tests.poison import check_poison
 from tests.triton_backend import gluon_emulator
-from tests.triton_backend.cases import error_of
+from tests.triton_backend.cases import EVERYTHING, error_of
 from tests.triton_backend.test_attention import inside_and_apart
 
 pytestmark = [
@@ -150,6 +150,10 @@ def values(fp8: float) -> Callable[..., Any]:
     return of
 
 
+POISONED = [c for c in CASES if 1 < c.dims["S"] < 9]
+"""A third of them in the emulator, all with QUARREL_TEST_ALL=1."""
+
+
 @pytest.mark.parametrize("compute", COMPUTES)
 @pytest.mark.parametrize("case", CASES if INTERPRETED else [*CASES, *LONG], ids=str)
 def test_is_right(backend: TritonBackend, case: Case, compute: Any, launches: list[Any]) -> None:
@@ -175,7 +179,7 @@ def test_every_place_of_the_ring_is_used_again(backend: TritonBackend, case: Cas
 
 
 @pytest.mark.usefixtures("launches")
-@pytest.mark.parametrize("case", [c for c in CASES if 1 < c.dims["S"] < 9], ids=str)
+@pytest.mark.parametrize("case", POISONED if EVERYTHING or not INTERPRETED else POISONED[::3], ids=str)
 def test_reads_nothing_of_others(backend: TritonBackend, case: Case) -> None:
     check_poison(backend, ATTENTION, case, "float16")
 
