@@ -101,7 +101,7 @@ class FolderFile(GGUFFile):
                 self.metadata = _metadata(folder, arch, config, self.tensors, behind)
                 check_vocab(self.metadata, self.tensors)
                 own = arch.decoder and said.get("tie_word_embeddings") is False and behind.pooling is None
-                if own and "output.weight" not in self.tensors and _writes(said):
+                if own and _writes(said) and not any(t == "output.weight" or t.startswith("cls.") for t in self.tensors):
                     raise ModelError("tie_word_embeddings is false, but there is no lm_head.weight: download it whole")
             if mix is not None:
                 types = types_of(self, mix)

@@ -63,8 +63,6 @@ def quantize(x: np.ndarray, ggml_type: GGMLType, importance: np.ndarray | None =
     if ggml_type in _PLAIN:
         with np.errstate(over="ignore"):
             plain = np.ascontiguousarray(x, _PLAIN[ggml_type])
-        if ggml_type is GGMLType.F16 and (np.isinf(plain) & np.isfinite(x)).any():
-            raise GGUFError("F16 holds values up to 65504, but the array has larger ones: take BF16 or F32")
         return plain.view(np.uint8).reshape(*x.shape[:-1], x.shape[-1] * block.nbytes)
     if ggml_type is GGMLType.BF16:
         return _bf16(np.ascontiguousarray(x, np.float32))

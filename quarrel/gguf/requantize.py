@@ -275,7 +275,11 @@ def _piece(
     if means is not None:
         rows = math.prod(info.dims[1:]) // len(means)
         means = means[first // rows] if first // rows == (last - 1) // rows else means[np.arange(first, last) // rows]
+    values = source.values(info.name, first, last)
     try:
-        return np.ascontiguousarray(quantize(source.values(info.name, first, last), type, means))
+        made = np.ascontiguousarray(quantize(values, type, means))
+        if type is GGMLType.F16 and (np.isinf(made.view(np.float16)) & np.isfinite(values)).any():
+            raise GGUFError("F16 holds values up to 65504, but the array has larger ones: take BF16 or F32")
+        return made
     except GGUFError as error:
         raise GGUFError(f"the tensor {info.name}: {error}") from None

@@ -183,7 +183,8 @@ def test_a_norm_leaves_its_row_as_int8x2() -> None:
     assert launched == ["norm_int8x2_rows", "matvec"]
     library = "dequantize, then the library's matmul"
     assert plan.described[1].describe() == f"matvec 1, matmul 2 to 128, {library} from 129 rows"
-    assert [why.split(":")[0] for why in plan.described[1].declined] == ["e4m3", "invariant ring", "ring", "mma", "wgmma"]
+    names = ["e4m3", "invariant ring", "ring", "mma", "wgmma", "float32 rows"]
+    assert [why.split(":")[0] for why in plan.described[1].declined] == names
     square = (rows.astype(np.float64) ** 2).mean()
     normed = rows / np.sqrt(square + 1e-5) * given["gain"].dense()
     (want,) = linear_reference(linear, normed, given["w"])
